@@ -1,0 +1,117 @@
+"""The model's shape: one frozen dataclass and its presets.
+
+Values of `m2()` are the released config.json's (facts/m2-and-forge.md §1.1); `ablation()`
+is the 17.8B-total / 2B-active study model of the report's Table 1 in its fine-grained
+form; `tiny()` trains on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """Shape and precision of an M2 decoder. All sizes in elements unless named.
+
+  Attributes:
+    vocab_size: V.
+    num_layers: L, decoder blocks; each is attention + mixture of experts.
+    embed_dim: D.
+    num_heads, num_kv_heads, head_dim: N, K, H; N must be a multiple of K.
+    rotary_dim: leading dims of each head that rotate; even, at most H.
+    rope_theta: RoPE base.
+    num_experts, experts_per_token, expert_dim: E, top-k, F.
+    rms_norm_eps: added to the mean square in every RMSNorm.
+    max_positions: longest path from a root, in tokens.
+    num_mtp_modules: multi-token-prediction modules K; 0 is none.
+    dtype: activations ('float32', 'bfloat16' or 'float64'); parameters stay fp32.
+    param_dtype: 'float32', or 'float64' in tests of exactness.
+    unroll_layers: unroll the loop over layers; faster at tiny sizes on CPU.
+    remat: recompute each block in the backward pass.
+  """
+
+  vocab_size: int
+  num_layers: int
+  embed_dim: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  rotary_dim: int
+  num_experts: int
+  experts_per_token: int
+  expert_dim: int
+  rope_theta: float = 5e6
+  rms_norm_eps: float = 1e-6
+  max_positions: int = 196_608
+  num_mtp_modules: int = 1
+  dtype: str = 'bfloat16'
+  param_dtype: str = 'float32'
+  unroll_layers: bool = False
+  remat: bool = False
+
+  def __post_init__(self):
+    def check(ok: bool, field: str, want: str):
+      if not ok:
+        value = getattr(self, field)
+        raise ValueError(f'ModelConfig.{field}={value!r}: must be {want}')
+
+    for field in dataclasses.fields(self):
+      if field.type == 'int' and field.name != 'num_mtp_modules':
+        check(getattr(self, field.name) > 0, field.name, 'positive')
+    check(self.num_mtp_modules >= 0, 'num_mtp_modules', 'at least 0')
+    check(
+      self.num_heads % self.num_kv_heads == 0,
+      'num_heads',
+      f'a multiple of num_kv_heads={self.num_kv_heads}',
+    )
+    check(
+      self.rotary_dim % 2 == 0 and self.rotary_dim <= self.head_dim,
+      'rotary_dim',
+      f'even and at most head_dim={self.head_dim}',
+    )
+    check(
+      self.experts_per_token <= self.num_experts,
+      'experts_per_token',
+      f'at most num_experts={self.num_experts}',
+    )
+    dtypes = ('float32', 'bfloat16', 'float64')
+    check(self.dtype in dtypes, 'dtype', f'one of {dtypes}')
+    check(self.param_dtype in dtypes, 'param_dtype', f'one of {dtypes}')
+
+
+def m2() -> ModelConfig:
+  """The released model: 228.7B parameters in its 62 layers, 9.8B active."""
+  return ModelConfig(
+    vocab_size=200_064,
+    num_layers=62,
+    embed_dim=3072,
+    num_heads=48,
+    num_kv_heads=8,
+    head_dim=128,
+    rotary_dim=64,
+    num_experts=256,
+    experts_per_token=8,
+    expert_dim=1536,
+    remat=True,
+  )
+
+
+def tiny() -> ModelConfig:
+  """0.9M parameters: learns shell tasks on two CPU cores in minutes."""
+  return ModelConfig(
+    vocab_size=768,
+    num_layers=4,
+    embed_dim=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    rotary_dim=16,
+    num_experts=8,
+    experts_per_token=2,
+    expert_dim=48,
+    rope_theta=10_000.0,
+    max_positions=1024,
+    dtype='float32',
+    unroll_layers=True,
+  )

@@ -1,0 +1,60 @@
+"""Records between the gateway and the rollout engine (DESIGN §3): plain, serialisable.
+
+A completion is `(prompt tokens, response tokens)`; every response token carries the
+log-probability it was sampled with and the policy version that sampled it (law 4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+class PromptTooLong(ValueError):
+  """The prompt leaves no room for a response in the engine's context."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+  """How one completion is sampled.
+
+  Attributes:
+    max_tokens: most response tokens; the engine also stops at its context length.
+    temperature: 0 is greedy. Training rollouts use 1.0, untruncated (DESIGN §6).
+    top_p: nucleus mass in (0, 1]; 1 is off.
+    top_k: most likely tokens kept; 0 is off.
+    stop_ids: token ids that end the response; the stop token is part of it.
+    seed: makes this request's draws repeatable; None draws from the engine's stream.
+  """
+
+  max_tokens: int
+  temperature: float = 1.0
+  top_p: float = 1.0
+  top_k: int = 0
+  stop_ids: tuple[int, ...] = ()
+  seed: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateRequest:
+  """One completion asked of the engine."""
+
+  prompt_ids: tuple[int, ...]
+  sampling: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateResult:
+  """One completion as sampled.
+
+  Attributes:
+    tokens: response ids, the stop token included when there was one.
+    logprobs: log-probability of each token under the distribution it was drawn from
+      (after temperature and truncation; greedy reports the temperature-1 value).
+    versions: policy version of each token; weights may change in flight.
+    finish_reason: 'stop', 'length' or 'cancelled'.
+  """
+
+  tokens: tuple[int, ...]
+  logprobs: tuple[float, ...]
+  versions: tuple[int, ...]
+  finish_reason: str
