@@ -1,8 +1,7 @@
 """The model's shape: one frozen dataclass and its presets.
 
-Values of `m2()` are the released config.json's (facts/m2-and-forge.md §1.1); `ablation()`
-is the 17.8B-total / 2B-active study model of the report's Table 1 in its fine-grained
-form; `tiny()` trains on two CPU cores.
+Values of `m2()` are the released config.json's (facts/m2-and-forge.md §1.1);
+`tiny()` trains on two CPU cores.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Kernels: one folder per op, each with a reference and one implementation a backend."""

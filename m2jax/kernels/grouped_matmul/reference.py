@@ -1,0 +1,24 @@
+"""Grouped matmul in plain jnp: every row times every expert, then a choice.
+
+Axes: T rows sorted by group, E groups, D in, F out.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+
+def group_ids(group_sizes, num_rows):
+  """[E] sizes → [T] group of each row; E for rows past the sum of the sizes."""
+  ends = jnp.cumsum(group_sizes)
+  return jnp.sum(jnp.arange(num_rows)[:, None] >= ends[None], axis=1)
+
+
+def matmul(lhs, rhs, group_sizes):
+  """lhs [T, D], rhs [E, D, F], group_sizes [E] → [T, F]; rows past the sum give 0."""
+  dtype = jnp.promote_types(lhs.dtype, jnp.float32)
+  every = jnp.einsum('td,edf->tef', lhs, rhs, preferred_element_type=dtype)
+  ids = group_ids(group_sizes, lhs.shape[0])
+  chosen = ids[:, None] == jnp.arange(rhs.shape[0])
+  # where, not a product: a row past the sum may be anything, even not a number
+  return jnp.sum(jnp.where(chosen[..., None], every, 0), axis=1).astype(lhs.dtype)

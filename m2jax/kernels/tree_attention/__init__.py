@@ -1,0 +1,5 @@
+"""Attention over a forest: the one attention primitive of training (law 1)."""
+
+from m2jax.kernels.tree_attention.api import attend
+
+__all__ = ['attend']

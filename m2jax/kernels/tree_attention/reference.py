@@ -1,0 +1,51 @@
+"""Forest attention in plain jnp: materialises every score.
+
+Key j is seen by query i iff `j <= q_index[i] < subtree_end[j]` (law 1).
+
+Axes: B rows, Q queries, S keys, N query heads, K key/value heads, G = N/K, H head dim.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+
+def visible(
+  subtree_end, q_index, *, k_index=None, window=None, sinks=0, q_position=None, k_position=None
+):
+  """[B, Q, S] bool; indices and positions are [B, Q] and [B, S] int32."""
+  if k_index is None:
+    k_index = jnp.arange(subtree_end.shape[1])[None]
+  q = q_index[:, :, None]
+  seen = (k_index[:, None] <= q) & (q < subtree_end[:, None])
+  if window is not None:
+    near = q_position[:, :, None] - k_position[:, None] < window
+    seen &= near | (k_position[:, None] < sinks)
+  return seen
+
+
+def attend(
+  q, k, v, subtree_end, q_index, *, window, sinks, q_position, k_position, scale
+):
+  """q [B, Q, N, H], k, v [B, S, K, H] → [B, Q, N, H]; a query that sees none gives 0."""
+  batch, queries, heads, head_dim = q.shape
+  kv_heads = k.shape[2]
+  at_least_fp32 = jnp.promote_types(q.dtype, jnp.float32)
+  q = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
+  scores = jnp.einsum('bqkgh,bskh->bkgqs', q, k, preferred_element_type=at_least_fp32)
+  seen = visible(
+    subtree_end,
+    q_index,
+    window=window,
+    sinks=sinks,
+    q_position=q_position,
+    k_position=k_position,
+  )[:, None, None]
+  scores = jnp.where(seen, scores * scale, -jnp.inf)
+  top = jnp.max(scores, axis=-1, keepdims=True)
+  top = jnp.where(jnp.isfinite(top), top, 0)
+  weights = jnp.exp(scores - top)
+  total = jnp.sum(weights, axis=-1, keepdims=True)
+  weights = weights / jnp.where(total > 0, total, 1)
+  out = jnp.einsum('bkgqs,bskh->bqkgh', weights.astype(v.dtype), v)
+  return out.reshape(batch, queries, heads, head_dim)

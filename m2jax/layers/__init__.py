@@ -1,0 +1,1 @@
+"""Layers of the decoder as pure functions over parameter dicts."""

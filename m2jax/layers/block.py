@@ -1,0 +1,67 @@
+"""One decoder block: x += Attn(norm(x)); x += MoE(norm(x)) (m2-and-forge.md §1.4.1).
+
+A block's parameters are one dict of arrays; the model stacks them over layers.
+
+Axes: T tokens, D model, N, K heads, H head dim, E experts, F expert hidden, k top-k.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from m2jax.config import ModelConfig
+from m2jax.layers.norm import rms_norm
+from m2jax.moe import experts, router
+
+
+def shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+  """Parameter shapes of one block."""
+  d, e, f = cfg.embed_dim, cfg.num_experts, cfg.expert_dim
+  q, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+  return {
+    'attn_norm': (d,),
+    'q': (d, q),
+    'k': (d, kv),
+    'v': (d, kv),
+    'o': (q, d),
+    'q_norm': (q,),
+    'k_norm': (kv,),
+    'moe_norm': (d,),
+    'router': (d, e),
+    'gate': (e, d, f),
+    'up': (e, d, f),
+    'down': (e, f, d),
+  }
+
+
+class Routing(NamedTuple):
+  """What the router did in one block.
+
+  Attributes:
+    ids: [T, k] experts used.
+    load: [E] fp32 assignments, tokens counted with multiplicity.
+  """
+
+  ids: jax.Array
+  load: jax.Array
+
+
+def apply(x, p, bias, cfg: ModelConfig, attend, multiplicity, replay=None):
+  """x [T, D] → x [T, D], attention's extra output, Routing.
+
+  `attend(normed x, p) -> ([T, D], extra)` is forest or cached attention; bias [E] and
+  multiplicity [T] belong to the router; replay [T, k] or None.
+  """
+  with jax.named_scope('attention'):
+    out, extra = attend(rms_norm(x, p['attn_norm'], cfg.rms_norm_eps), p)
+    x = x + out
+  with jax.named_scope('moe'):
+    y = rms_norm(x, p['moe_norm'], cfg.rms_norm_eps)
+    ids, weights = router.route(y, p['router'], bias, cfg.experts_per_token, replay)
+    kernels = (p[name].astype(x.dtype) for name in ('gate', 'up', 'down'))
+    x = x + experts.apply(y, ids, weights, *kernels)
+    load = router.loads(ids, jnp.asarray(multiplicity), cfg.num_experts)
+  return x, extra, Routing(ids, jax.lax.stop_gradient(load))

@@ -1,0 +1,54 @@
+"""Sigmoid router with a selection bias (facts/m2-and-forge.md §1.4.6, algorithms.md §4.4).
+
+s = sigmoid(x·W) in at least fp32; the top k of s + bias are chosen; the weights are the
+*unbiased* scores of the chosen, divided by their sum. The bias is state: after a step
+b ← b + u·sign(mean load − load).
+
+Axes: T tokens, D model, E experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def route(
+  x: jax.Array,
+  kernel: jax.Array,
+  bias: jax.Array,
+  top_k: int,
+  replay: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Chooses experts: x [T, D], kernel [D, E], bias [E] → ids, weights [T, k].
+
+  `replay` [T, k] int32 replaces the choice where its entry is not -1; the weights are
+  always this model's own scores of the experts used. Weights are at least fp32.
+  """
+  dtype = jnp.promote_types(x.dtype, jnp.float32)
+  scores = jax.nn.sigmoid(x.astype(dtype) @ kernel.astype(dtype))
+  _, ids = jax.lax.top_k(jax.lax.stop_gradient(scores) + bias, top_k)
+  if replay is not None:
+    ids = jnp.where(replay >= 0, replay, ids)
+  # a sum over a one-hot, not a gather: its gradient is a product, not a scatter
+  chosen = jax.nn.one_hot(ids, kernel.shape[1], dtype=dtype)
+  weights = jnp.einsum('te,tke->tk', scores, chosen)
+  return ids, weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+
+
+def loads(ids: jax.Array, multiplicity: jax.Array, num_experts: int) -> jax.Array:
+  """[E] fp32: assignments of each expert, a token counted `multiplicity` [T] times."""
+  chosen = jax.nn.one_hot(ids, num_experts, dtype=jnp.float32)
+  return jnp.einsum('tke,t->e', chosen, multiplicity.astype(jnp.float32))
+
+
+def update_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
+  """One sign step towards equal loads; leading axes (layers) are batch."""
+  mean = jnp.mean(load, axis=-1, keepdims=True)
+  return bias + rate * jnp.sign(mean - load)
+
+
+def max_violation(load: jax.Array) -> jax.Array:
+  """(max load − mean) / mean over the last axis: 0 is perfect balance."""
+  mean = jnp.mean(load, axis=-1)
+  return (jnp.max(load, axis=-1) - mean) / jnp.maximum(mean, 1e-9)
