@@ -1,0 +1,338 @@
+"""A directory of training steps, each one atomic commit of arrays, ledger and files.
+
+Law 5 of the design: what the learner knows (weights, optimizer, random keys) and what
+the host knows (queue head and taken ids, data position, policy version) are one
+checkpoint, so that a restart can never pair new weights with an old ledger. Orbax writes
+a step under a temporary name and renames it when everything in it is on disk: after a
+SIGKILL at any moment the whole step is there, or it is not there at all.
+
+A step's directory: `state/` the arrays (OCDBT), `host/` with `host.json`,
+`leaves.json` (names, shapes, dtypes, checksums) and the caller's files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import logging
+
+from m2jax.checkpoint import leaves as leaves_lib
+from m2jax.checkpoint.errors import (
+  CheckpointMismatch,
+  CorruptCheckpoint,
+  MissingCheckpoint,
+)
+
+_HOST = 'host.json'
+_LEAVES = 'leaves.json'
+_CHECKSUM_LIMIT_BYTES = 2**28  # above it CRC-32s would hold up the calling thread
+
+
+class Restored(NamedTuple):
+  """A step read back: arrays, host dict, files by name, and which step it was."""
+
+  state: Any
+  host: dict[str, Any]
+  files: dict[str, bytes]
+  step: int
+
+
+class CheckpointManager:
+  """Saves and restores steps in one directory.
+
+  One manager writes a directory at a time; any number may read it with `read_only`.
+  """
+
+  def __init__(
+    self,
+    directory: str | os.PathLike,
+    *,
+    keep: int | None = 2,
+    keep_every_steps: int | None = None,
+    read_only: bool = False,
+  ):
+    """Opens a directory; a writer makes it and clears what killed saves left behind.
+
+    Args:
+      directory: local path, or a URL that Orbax can write (gs://…).
+      keep: newest steps kept; None keeps all.
+      keep_every_steps: steps that this divides are kept for good.
+      read_only: only restore; changes nothing, safe beside a running job.
+    """
+    if keep is not None and keep < 1:
+      raise ValueError(f'keep={keep}: must be at least 1, or None to keep all')
+    text = os.fspath(directory)
+    self.directory = text if '://' in text else os.path.abspath(text)
+    self._lock = threading.Lock()  # Orbax's manager wants one caller at a time
+    self._orbax = None
+    if read_only:
+      return
+    from orbax import checkpoint as ocp  # 0.3 s, and only needed here
+
+    self._orbax = ocp.CheckpointManager(
+      self.directory,
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        keep_period=keep_every_steps,
+        cleanup_tmp_directories=True,
+      ),
+    )
+
+  def steps(self) -> list[int]:
+    """Committed steps on disk, ascending."""
+    from etils import epath
+    from orbax import checkpoint as ocp
+
+    if not epath.Path(self.directory).is_dir():
+      return []
+    found = ocp.path.step.standard_name_format().find_all(self.directory)
+    return sorted(metadata.step for metadata in found)
+
+  def latest_step(self) -> int | None:
+    """The newest committed step, or None."""
+    return max(self.steps(), default=None)
+
+  def save(
+    self,
+    step: int,
+    state: Any,
+    host: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
+  ):
+    """Starts saving a step; the caller may go on (and donate or change) at once.
+
+    Waits first for a save still in progress, and raises its error if it failed.
+
+    Args:
+      step: greater than every step in the directory.
+      state: pytree of jax or numpy arrays or numbers; typed PRNG keys are fine.
+      host: JSON-able; comes back as JSON gives it (tuples as lists).
+      files: plain file name to content.
+
+    Raises:
+      TypeError: a leaf of `state` or a value of `host` is of a kind that is not saved.
+      ValueError: `step` is not new, or a file's name is not plain.
+    """
+    if self._orbax is None:
+      raise ValueError(f'{self.directory} was opened read_only: nothing can be saved')
+    from orbax import checkpoint as ocp
+
+    from m2jax.checkpoint import files as files_lib
+
+    table = {
+      name: leaves_lib.as_array(name, leaf)
+      for name, leaf in leaves_lib.table(state).items()
+    }
+    written = {_HOST: _encode_host(host or {})}
+    for name, data in (files or {}).items():
+      files_lib.check_name(name)
+      if name in (_HOST, _LEAVES):
+        raise ValueError(f'checkpoint file name {name!r} is taken')
+      written[name] = bytes(data)
+    plain = {name: leaves_lib.storable(leaf) for name, leaf in table.items()}
+    specs = _specs(table, plain)
+    written[_LEAVES] = json.dumps(specs, default=vars).encode()
+    with self._lock:
+      self._orbax.wait_until_finished()
+      latest = self._orbax.latest_step()
+      if latest is not None and step <= latest:
+        raise ValueError(
+          f'step {step} is not after the latest step {latest} in {self.directory}: '
+          'to branch off an earlier step, save to another directory'
+        )
+      self._orbax.save(
+        step,
+        args=ocp.args.Composite(
+          state=ocp.args.PyTreeSave(leaves_lib.nest(plain)),
+          host=files_lib.FilesSave(written),
+        ),
+        force=True,
+      )
+
+  def wait(self):
+    """Returns when the last save is committed; raises its error if it failed."""
+    if self._orbax is not None:
+      self._orbax.wait_until_finished()
+
+  def close(self):
+    """Waits, then releases threads."""
+    if self._orbax is not None:
+      with self._lock:
+        self._orbax.close()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exc_info):
+    self.close()
+
+  def restore(
+    self, step: int | None = None, like: Any = None, *, partial: bool = False
+  ) -> Restored:
+    """Reads a step.
+
+    Args:
+      step: None is the latest.
+      like: pytree of arrays or `jax.ShapeDtypeStruct`s that says structure, shapes,
+        dtypes and, by its `.sharding`s, the placement: the mesh may differ from the
+        one that saved. numpy leaves come back as numpy. None gives nested dicts of
+        numpy arrays under the names that were saved.
+      partial: read only the leaves of `like` (weights without their optimizer).
+
+    Raises:
+      MissingCheckpoint: no such directory or step.
+      CheckpointMismatch: `like` does not fit; names every differing leaf.
+      CorruptCheckpoint: the step's data cannot be read back as written.
+    """
+    step = self._find(step)
+    path = os.path.join(self.directory, str(step))
+    files = self._read(path, 'host', _files_args)
+    try:
+      host = json.loads(files.pop(_HOST))
+      saved = _decode_specs(files.pop(_LEAVES))
+    except (KeyError, ValueError, TypeError) as e:
+      raise self._corrupt(path, f'host: {e!r}') from e
+    if like is None:
+      like = leaves_lib.nest({name: np.empty(()) for name in saved})
+    else:
+      asked = {name: leaves_lib.spec(leaf) for name, leaf in _asked(like).items()}
+      wrong = leaves_lib.differences(saved, asked, partial)
+      if wrong:
+        raise CheckpointMismatch(
+          f'checkpoint {path} does not fit the state asked for:\n{wrong}'
+        )
+    table = _asked(like)
+    tree = self._read(path, 'state', lambda: _state_args(table))
+    read = leaves_lib.table(tree)
+    restored = []
+    for name, leaf in table.items():
+      self._verify(path, name, read[name], saved[name])
+      restored.append(leaves_lib.as_asked(read[name], leaf))
+    logging.info('Restored step %d from %s', step, self.directory)
+    state = jax.tree.unflatten(jax.tree.structure(like), restored)
+    return Restored(state, host, files, step)
+
+  def _find(self, step: int | None) -> int:
+    steps = self.steps()
+    if step is None and steps:
+      return steps[-1]
+    if step in steps:
+      return step
+    what = 'no checkpoint' if step is None else f'no checkpoint of step {step}'
+    if steps:
+      raise MissingCheckpoint(f'{what} in {self.directory}: it has steps {steps}')
+    from etils import epath
+
+    path = epath.Path(self.directory)
+    if not path.is_dir():
+      raise MissingCheckpoint(f'{what}: {self.directory} is not a directory')
+    entries = sorted(p.name for p in path.iterdir())[:10]
+    raise MissingCheckpoint(
+      f'{what} in {self.directory}: it holds {entries or "nothing"}'
+    )
+
+  def _read(self, path: str, item: str, make_args) -> Any:
+    """Reads one item of a step; any failure in there is a corrupt checkpoint."""
+    from orbax import checkpoint as ocp
+
+    try:
+      with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        args = ocp.args.Composite(**{item: make_args()})
+        return reader.restore(path, args=args)[item]
+    except Exception as e:  # Orbax, tensorstore and json each raise their own
+      raise self._corrupt(path, f'{item}: {_reason(e)}') from e
+
+  def _verify(self, path: str, name: str, leaf: Any, saved: leaves_lib.LeafSpec):
+    if saved.crc32 is not None and leaves_lib.crc32(leaf) not in (None, saved.crc32):
+      raise self._corrupt(path, f'{name}: its CRC-32 is not the one that was written')
+
+  def _corrupt(self, path: str, reason: str) -> CorruptCheckpoint:
+    others = [s for s in self.steps() if str(s) != os.path.basename(path)]
+    return CorruptCheckpoint(
+      f'cannot read checkpoint {path}: {reason}\n'
+      f'other steps in {self.directory}: {others or "none"}'
+    )
+
+
+def _reason(error: BaseException) -> str:
+  """The first cause in one line, without the page of settings tensorstore adds."""
+  while error.__cause__ is not None:
+    error = error.__cause__
+  text = str(error).partition(' [tensorstore_spec=')[0].partition('\n')[0]
+  return f'{type(error).__name__}: {text[:500]}'
+
+
+def _encode_host(host: Mapping[str, Any]) -> bytes:
+  """JSON of `host`, made now: the caller's dict may change while the save runs."""
+  _check_keys('host', host)
+  try:
+    return json.dumps(host, indent=1).encode()
+  except (TypeError, ValueError) as e:
+    raise TypeError(f'checkpoint `host` must be JSON-able: {e}') from e
+
+
+def _check_keys(where: str, value: Any):
+  """JSON would turn int keys into strings without a word: refuses them."""
+  if isinstance(value, Mapping):
+    for key, item in value.items():
+      if not isinstance(key, str):
+        raise TypeError(f'checkpoint `{where}` has the key {key!r}: must be a string')
+      _check_keys(f'{where}.{key}', item)
+  elif isinstance(value, (list, tuple)):
+    for index, item in enumerate(value):
+      _check_keys(f'{where}[{index}]', item)
+
+
+def _specs(table, plain) -> dict[str, leaves_lib.LeafSpec]:
+  """Name, shape, dtype of each leaf, with CRC-32s where that is cheap."""
+  checksum = sum(leaf.nbytes for leaf in plain.values()) <= _CHECKSUM_LIMIT_BYTES
+  return {
+    name: leaves_lib.spec(leaf, leaves_lib.crc32(plain[name]) if checksum else None)
+    for name, leaf in table.items()
+  }
+
+
+def _decode_specs(data: bytes) -> dict[str, leaves_lib.LeafSpec]:
+  return {
+    name: leaves_lib.LeafSpec(tuple(s['shape']), s['dtype'], s['crc32'])
+    for name, s in json.loads(data).items()
+  }
+
+
+def _asked(like: Any) -> dict[str, Any]:
+  """Leaves of `like`, numbers as 0-d numpy arrays."""
+  return {
+    name: leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)
+    for name, leaf in leaves_lib.table(like).items()
+  }
+
+
+def _files_args():
+  from m2jax.checkpoint import files as files_lib
+
+  return files_lib.FilesRestore()
+
+
+def _state_args(table: Mapping[str, Any]):
+  """Orbax's arguments that read each leaf to where `table` wants it."""
+  from orbax import checkpoint as ocp
+
+  def how(leaf):
+    if isinstance(leaf, (np.ndarray, np.generic)):
+      return ocp.RestoreArgs(restore_type=np.ndarray)
+    sharding = None if leaves_lib.is_key(leaf) else leaf.sharding
+    if sharding is None:
+      sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return ocp.ArrayRestoreArgs(sharding=sharding)
+
+  return ocp.args.PyTreeRestore(
+    item=leaves_lib.nest(dict.fromkeys(table, 0)),
+    restore_args=leaves_lib.nest({name: how(leaf) for name, leaf in table.items()}),
+    partial_restore=True,
+  )

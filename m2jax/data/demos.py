@@ -1,0 +1,75 @@
+"""Demonstrations: token sequences of which only some tokens are imitated.
+
+A demonstration is one whole episode: what the environment wrote (prompt, observations)
+is read, what the teacher wrote is trained. On disk it is a JSON line
+`{"tokens": […], "loss_mask": […]}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from m2jax.forest import Sample
+
+
+def sample(tokens: Sequence[int], loss_mask: Sequence[int]) -> Sample:
+  """A `forest.Sample` that trains the tokens with a true mask.
+
+  Args:
+    tokens: [S] ids.
+    loss_mask: [S], 0 or 1. Token 0 has nothing to be predicted from.
+
+  Raises:
+    ValueError: lengths differ, token 0 is masked in, or no token is.
+  """
+  tokens = np.asarray(tokens, np.int32)
+  mask = np.asarray(loss_mask, bool)
+  if tokens.ndim != 1 or tokens.shape != mask.shape:
+    raise ValueError(f'tokens {tokens.shape} and loss_mask {mask.shape} must be [S]')
+  trained = np.flatnonzero(mask)
+  if len(trained) == 0:
+    raise ValueError('loss_mask trains no token')
+  if trained[0] == 0:
+    raise ValueError('loss_mask trains token 0, which nothing predicts')
+  start = int(trained[0])
+  weights = None if mask[start:].all() else mask[start:].astype(np.float32)
+  return Sample(tokens, start, weights=weights)
+
+
+def loss_mask(demo: Sample) -> np.ndarray:
+  """[S] bool: the tokens of `demo` that are trained."""
+  response = len(demo.tokens) - demo.prompt_length
+  weights = np.ones(response) if demo.weights is None else demo.weights
+  return np.concatenate([np.zeros(demo.prompt_length, bool), np.asarray(weights) > 0])
+
+
+def write(path: str | os.PathLike, demos: Iterable[Sample]):
+  """Writes demonstrations as JSON lines."""
+  with open(path, 'w', encoding='utf-8') as file:
+    for demo in demos:
+      mask = loss_mask(demo).astype(int).tolist()
+      line = {'tokens': np.asarray(demo.tokens).tolist(), 'loss_mask': mask}
+      file.write(json.dumps(line) + '\n')
+
+
+def read(path: str | os.PathLike) -> list[Sample]:
+  """Reads what `write` wrote.
+
+  Raises:
+    ValueError: names the line that is not a demonstration.
+  """
+  demos = []
+  with open(path, encoding='utf-8') as file:
+    for number, line in enumerate(file, 1):
+      if not line.strip():
+        continue
+      try:
+        record = json.loads(line)
+        demos.append(sample(record['tokens'], record['loss_mask']))
+      except (KeyError, TypeError, ValueError) as e:
+        raise ValueError(f'{path}, line {number}: not a demonstration: {e!r}') from e
+  return demos

@@ -1,0 +1,248 @@
+"""The HTTP surface: routes, authentication, body limits, disconnects, error bodies.
+
+- POST /v1/chat/completions, GET /v1/models, GET /health, GET /metrics, HEAD /.
+- `Authorization: Bearer KEY`; the key is the session.
+
+The completion route is a plain ASGI callable: one task watches for the client to hang up,
+nothing else is spent on a request beside its own work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+import concurrent.futures
+import contextlib
+import time
+
+from absl import logging
+import fastapi
+from starlette import routing
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from m2jax.gateway import protocol
+from m2jax.gateway import responses
+from m2jax.gateway.errors import ApiError
+from m2jax.gateway.service import ChatService
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+class Disconnected(Exception):
+  """The client hung up before its request was complete."""
+
+
+def build(service: ChatService) -> fastapi.FastAPI:
+  """The gateway's ASGI application around a service."""
+  config, counters = service.config, service.counters
+  created = int(time.time())
+  app = fastapi.FastAPI(title='m2jax gateway', openapi_url=None)
+  app.router.routes.append(
+    routing.Route(
+      '/v1/chat/completions', ChatCompletions(service), methods=['POST'], name='chat'
+    )
+  )
+
+  @app.exception_handler(HTTPException)
+  async def http_error(request: fastapi.Request, error: HTTPException):
+    counters.add('requests_total', status=str(error.status_code))
+    message = f'{request.method} {request.url.path}: {error.detail}'
+    body = ApiError(error.status_code, message).body()
+    return JSONResponse(body, error.status_code, headers=error.headers)
+
+  @app.exception_handler(ApiError)
+  async def api_error(request: fastapi.Request, error: ApiError):
+    counters.add('requests_total', status=str(error.status))
+    return JSONResponse(error.body(), error.status)
+
+  @app.get('/v1/models')
+  async def models(request: fastapi.Request):
+    service.sessions.get(bearer(request.scope), create=False)
+    model = {
+      'id': config.model_name,
+      'object': 'model',
+      'created': created,
+      'owned_by': 'm2jax',
+    }
+    return JSONResponse({'object': 'list', 'data': [model]})
+
+  @app.get('/health')
+  async def health():
+    alive, stats = service.health()
+    body = {'status': 'ok' if alive else 'engine down', 'engine': stats}
+    body['policy_version'] = stats.get('policy_version')
+    body['sessions'] = len(service.sessions)
+    return JSONResponse(body, 200 if alive else 503)
+
+  @app.get('/metrics')
+  async def metrics():
+    return PlainTextResponse(counters.exposition())
+
+  @app.head('/')
+  async def root():
+    return Response()
+
+  return app
+
+
+def bearer(scope: dict) -> str:
+  """The API key of a request. Raises ApiError (401) where there is none."""
+  for name, value in scope['headers']:
+    if name == b'authorization':
+      scheme, _, key = value.decode('latin-1').partition(' ')
+      if scheme.lower() == 'bearer' and key.strip():
+        return key.strip()
+  raise ApiError(
+    401,
+    'no API key: send "Authorization: Bearer KEY"; the key names the session',
+    code='invalid_api_key',
+  )
+
+
+async def read_body(scope: dict, receive: Callable, limit_bytes: int) -> bytes:
+  """The whole body. Raises ApiError (413) or Disconnected."""
+  too_large = ApiError(
+    413,
+    f'the body is larger than max_body_bytes={limit_bytes}',
+    code='request_too_large',
+  )
+  for name, value in scope['headers']:
+    if name == b'content-length' and value.isdigit() and int(value) > limit_bytes:
+      raise too_large
+  chunks, size = [], 0
+  while True:
+    event = await receive()
+    if event['type'] == 'http.disconnect':
+      raise Disconnected
+    chunk = event.get('body', b'')
+    size += len(chunk)
+    if size > limit_bytes:
+      raise too_large
+    chunks.append(chunk)
+    if not event.get('more_body', False):
+      return chunks[0] if len(chunks) == 1 else b''.join(chunks)
+
+
+class ChatCompletions:
+  """ASGI endpoint of POST /v1/chat/completions."""
+
+  def __init__(self, service: ChatService):
+    self._service = service
+
+  async def __call__(self, scope: dict, receive: Callable, send: Callable):
+    service = self._service
+    try:
+      key = bearer(scope)
+      service.sessions.get(key, create=False)  # a 401 comes before the body is read
+      body = await read_body(scope, receive, service.config.max_body_bytes)
+      request = protocol.parse_request(body)
+      session = service.sessions.get(key)
+      if request.stream:
+        status = await self._stream(session, request, receive, send)
+      else:
+        status = await self._answer(session, request, receive, send)
+    except Disconnected:
+      status = CLIENT_CLOSED_REQUEST
+    except Exception as error:
+      error = _as_api_error(error)
+      status = error.status
+      await _send_json(send, status, error.body())
+    service.counters.add('requests_total', status=str(status))
+
+  async def _answer(self, session, request, receive, send) -> int:
+    pending = self._service.submit(session, request)
+    finished = asyncio.Queue()
+    _forward(pending.handle.future, finished)
+    async with _Watch(receive, pending.handle):
+      future = await finished.get()
+    answer = self._service.finish(pending, future)
+    if answer is None:
+      return CLIENT_CLOSED_REQUEST
+    await _send_json(send, 200, responses.completion(answer))
+    return 200
+
+  async def _stream(self, session, request, receive, send) -> int:
+    """Server-sent events. Once begun, an error travels as an event of its own."""
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue = asyncio.Queue()
+    pending = self._service.submit(
+      session, request, lambda tokens: _call_soon(loop, queue.put_nowait, tokens)
+    )
+    _forward(pending.handle.future, queue)
+    stream = responses.Stream(pending, self._service.tokenizer)
+    headers = [
+      (b'content-type', b'text/event-stream; charset=utf-8'),
+      (b'cache-control', b'no-cache'),
+    ]
+    async with _Watch(receive, pending.handle):
+      await send({'type': 'http.response.start', 'status': 200, 'headers': headers})
+      try:
+        await _send_events(send, stream.begin())
+        while not isinstance(item := await queue.get(), concurrent.futures.Future):
+          await _send_events(send, stream.feed(item))
+        answer = self._service.finish(pending, item)
+        if answer is None:
+          return CLIENT_CLOSED_REQUEST
+        await _send_events(send, [*stream.end(answer), '[DONE]'], last=True)
+      except Exception as error:
+        error = _as_api_error(error)
+        await _send_events(send, [protocol.dumps(error.body())], last=True)
+        return error.status
+    return 200
+
+
+class _Watch:
+  """While inside, cancels the engine's work when the client hangs up."""
+
+  def __init__(self, receive: Callable, handle):
+    self._receive, self._handle = receive, handle
+
+  async def __aenter__(self):
+    self._task = asyncio.ensure_future(self._watch())
+
+  async def __aexit__(self, error_type, error, traceback):
+    self._task.cancel()
+    if error_type is not None:
+      self._handle.cancel()
+
+  async def _watch(self):
+    while (await self._receive())['type'] != 'http.disconnect':
+      pass
+    self._handle.cancel()
+
+
+def _forward(future: concurrent.futures.Future, queue: asyncio.Queue):
+  """Puts the future on the loop's queue once it is done, after tokens put before."""
+  loop = asyncio.get_running_loop()
+  future.add_done_callback(lambda done: _call_soon(loop, queue.put_nowait, done))
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable, *args):
+  """From the engine's thread; a gateway that has stopped in between hears nothing."""
+  with contextlib.suppress(RuntimeError):
+    loop.call_soon_threadsafe(function, *args)
+
+
+def _as_api_error(error: Exception) -> ApiError:
+  if isinstance(error, ApiError):
+    return error
+  logging.error('gateway: a request failed', exc_info=error)
+  return ApiError(500, 'internal error; see the log', type='server_error')
+
+
+async def _send_json(send: Callable, status: int, body: dict):
+  data = protocol.dumps(body).encode()
+  headers = [
+    (b'content-type', b'application/json'),
+    (b'content-length', str(len(data)).encode()),
+  ]
+  await send({'type': 'http.response.start', 'status': status, 'headers': headers})
+  await send({'type': 'http.response.body', 'body': data})
+
+
+async def _send_events(send: Callable, events: Iterable[str], *, last: bool = False):
+  """Sends server-sent events, one write for all."""
+  data = ''.join(f'data: {event}\n\n' for event in events).encode()
+  if data or last:
+    await send({'type': 'http.response.body', 'body': data, 'more_body': not last})

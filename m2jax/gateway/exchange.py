@@ -1,0 +1,71 @@
+"""One completion on its way through the gateway, and what the gateway needs of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import concurrent.futures
+import dataclasses
+from typing import Any, Protocol
+
+from m2jax.gateway import prompts
+from m2jax.gateway import protocol
+from m2jax.gateway import sessions
+from m2jax.rl.records import Completion
+from m2jax.rollout.api import GenerateRequest, GenerateResult
+
+
+class Handle(Protocol):
+  """A request in the engine."""
+
+  future: concurrent.futures.Future[GenerateResult]
+
+  def cancel(self): ...
+
+
+class Engine(Protocol):
+  """What the gateway needs of a rollout engine; `rollout.scheduler` is one."""
+
+  alive: bool
+
+  def submit(
+    self,
+    request: GenerateRequest,
+    on_tokens: Callable[[Sequence[int]], None] | None = None,
+  ) -> Handle: ...
+
+  def stats(self) -> dict[str, Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+  """A completion in the engine."""
+
+  id: str
+  session: sessions.Session
+  request: protocol.ChatRequest
+  prompt: prompts.Prompt
+  overrides: tuple[str, ...]
+  handle: Handle
+  started_s: float
+
+  @property
+  def call_prefix(self) -> str:
+    """Start of the ids of its tool calls, which no other completion has."""
+    return 'call_' + self.id.removeprefix('chatcmpl-')
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """A recorded completion and what the client is told of it.
+
+  Attributes:
+    message: the OpenAI message.
+    text: the response ids decoded.
+    tokens: text of each response token, where logprobs were asked for.
+  """
+
+  request: protocol.ChatRequest
+  completion: Completion
+  message: dict
+  text: str
+  tokens: tuple[str, ...] = ()

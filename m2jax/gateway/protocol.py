@@ -1,0 +1,386 @@
+"""OpenAI chat-completions requests, checked by hand and turned into plain records.
+
+Source: the traffic of real agents (facts/pipelines.md §2). Parsing is by hand, not by
+pydantic models: this runs once per completion on a core that the engine needs.
+
+What becomes of each field:
+- used: model, messages, tools, max_completion_tokens (or max_tokens), stream,
+  stream_options.include_usage, seed, logprobs (not with stream), tool_choice 'auto' and
+  'none' ('none' leaves the tools out of the prompt);
+- sampling (temperature, top_p, top_k, frequency_penalty, presence_penalty,
+  repetition_penalty, min_p, logit_bias): overridden and counted in a training session (law
+  4); in an evaluation session temperature, top_p and top_k are honoured and the others must
+  be neutral;
+- refused, because ignoring them would answer another question: n other than 1, stop,
+  response_format other than text, top_logprobs, functions, function_call, audio, image
+  or other non-text content;
+- accepted as 'auto' and counted: tool_choice 'required' or a named function (the engine
+  does not constrain its output);
+- ignored: everything else, as real agents send many fields of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+from m2jax.gateway.errors import invalid
+from m2jax.rollout.api import SamplingParams
+
+# One encoder for all: json.dumps with an option makes a new one per call.
+dumps = json.JSONEncoder(ensure_ascii=False).encode
+
+ROLES = ('system', 'user', 'assistant', 'tool')
+_NAME = re.compile(r'[A-Za-z0-9_.-]{1,64}')
+
+# Sampling fields the engine lacks, with the value that means "off".
+_UNSUPPORTED_SAMPLING = {
+  'frequency_penalty': 0,
+  'presence_penalty': 0,
+  'repetition_penalty': 1,
+  'min_p': 0,
+  'logit_bias': {},
+}
+_REFUSED = ('stop', 'functions', 'function_call', 'audio', 'top_logprobs')
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatRequest:
+  """One checked request.
+
+  Attributes:
+    model: the model asked for.
+    messages: OpenAI dicts in the form `text.chat` takes; 'developer' became 'system',
+      call arguments became objects.
+    tools: OpenAI tool dicts, or None when there are none.
+    tools_json: the tools as JSON, '' when there are none: equal iff the prompt is.
+    max_tokens: response limit asked for, or None.
+    sampling: the sampling fields present and not null, as sent.
+    seed: or None.
+    stream, include_usage, logprobs: as OpenAI defines them.
+    ignored: names of fields accepted without effect that are worth counting.
+  """
+
+  model: str
+  messages: list[dict]
+  tools: list[dict] | None
+  tools_json: str
+  max_tokens: int | None
+  sampling: dict[str, Any]
+  seed: int | None
+  stream: bool
+  include_usage: bool
+  logprobs: bool
+  ignored: tuple[str, ...] = ()
+
+
+def parse_request(body: bytes) -> ChatRequest:
+  """Checks a request body. Raises ApiError (400) naming the field at fault."""
+  try:
+    data = json.loads(body)
+  except (ValueError, RecursionError) as error:
+    raise invalid(f'the body is not JSON: {error}', None, 'invalid_json') from None
+  if not isinstance(data, dict):
+    raise invalid('the body must be a JSON object', None, 'invalid_json')
+  model = data.get('model')
+  if not isinstance(model, str):
+    raise invalid('must be a string', 'model')
+  for field in _REFUSED:
+    if data.get(field) not in (None, [], '', {}, 0, False):
+      raise invalid('is not supported; leave it out', field, 'unsupported_parameter')
+  if data.get('n') not in (None, 1):
+    raise invalid('must be 1; send n requests instead', 'n', 'unsupported_parameter')
+  response_format = data.get('response_format')
+  if response_format is not None and response_format != {'type': 'text'}:
+    raise invalid(
+      "must be {'type': 'text'}: output is not constrained",
+      'response_format',
+      'unsupported_parameter',
+    )
+  stream = _flag(data, 'stream')
+  stream_options = data.get('stream_options') or {}
+  if not isinstance(stream_options, dict):
+    raise invalid('must be an object', 'stream_options')
+  logprobs = _flag(data, 'logprobs')
+  if logprobs and stream:
+    raise invalid('is not supported with stream', 'logprobs', 'unsupported_parameter')
+  tools = _tools(data.get('tools'))
+  tools, ignored = _tool_choice(data.get('tool_choice'), tools)
+  return ChatRequest(
+    model=model,
+    messages=_messages(data.get('messages')),
+    tools=tools,
+    tools_json=_text(dumps(tools), 'tools') if tools else '',
+    max_tokens=_max_tokens(data),
+    sampling=_sampling(data),
+    seed=_integer(data, 'seed'),
+    stream=stream,
+    include_usage=stream and _flag(stream_options, 'include_usage'),
+    logprobs=logprobs,
+    ignored=ignored,
+  )
+
+
+def sampling_params(
+  request: ChatRequest,
+  *,
+  training: bool,
+  max_tokens: int,
+  stop_ids: tuple[int, ...],
+  defaults: tuple[float, float, int],
+) -> tuple[SamplingParams, tuple[str, ...]]:
+  """How the engine samples, and the fields that were overridden.
+
+  A training session samples the untruncated temperature-1 distribution, whatever was
+  asked (law 4); a field that asks for just that is no override.
+
+  Args:
+    training: the session's mode.
+    max_tokens: limit when the request has none.
+    stop_ids: ids that end a message.
+    defaults: temperature, top_p and top_k of evaluation where the request is silent.
+
+  Raises:
+    ApiError: 400, in evaluation, for a sampling field the engine cannot honour.
+  """
+  if request.max_tokens is not None:
+    max_tokens = request.max_tokens
+  asked = request.sampling
+  if training:
+    neutral = {'temperature': 1, 'top_p': 1, 'top_k': 0, **_UNSUPPORTED_SAMPLING}
+    overrides = tuple(name for name in asked if asked[name] != neutral[name])
+    return SamplingParams(max_tokens, stop_ids=stop_ids, seed=request.seed), overrides
+  for name, off in _UNSUPPORTED_SAMPLING.items():
+    if name in asked and asked[name] != off:
+      raise invalid(
+        f'the engine cannot apply it; leave it out or send {off}',
+        name,
+        'unsupported_parameter',
+      )
+  temperature, top_p, top_k = defaults
+  return SamplingParams(
+    max_tokens,
+    temperature=asked.get('temperature', temperature),
+    top_p=asked.get('top_p', top_p),
+    top_k=asked.get('top_k', top_k),
+    stop_ids=stop_ids,
+    seed=request.seed,
+  ), ()
+
+
+def _flag(data: dict, field: str) -> bool:
+  value = data.get(field)
+  if value is None:
+    return False
+  if not isinstance(value, bool):
+    raise invalid('must be true or false', field)
+  return value
+
+
+def _integer(data: dict, field: str) -> int | None:
+  value = data.get(field)
+  if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+    raise invalid('must be an integer', field)
+  return value
+
+
+def _max_tokens(data: dict) -> int | None:
+  for field in ('max_completion_tokens', 'max_tokens'):
+    value = _integer(data, field)
+    if value is not None:
+      if value < 1:
+        raise invalid('must be at least 1', field)
+      return value
+  return None
+
+
+def _sampling(data: dict) -> dict[str, Any]:
+  """The sampling fields that are present, range-checked."""
+  asked: dict[str, Any] = {}
+  bounds = {
+    'temperature': (0, 2),
+    'top_p': (0, 1),
+    'frequency_penalty': (-2, 2),
+    'presence_penalty': (-2, 2),
+    'repetition_penalty': (0, 10),
+    'min_p': (0, 1),
+  }
+  for field, (low, high) in bounds.items():
+    value = data.get(field)
+    if value is None:
+      continue
+    if isinstance(value, bool) or not isinstance(value, int | float):
+      raise invalid('must be a number', field)
+    if not low <= value <= high or (field == 'top_p' and value == 0):
+      raise invalid(f'must lie between {low} and {high}, not {value}', field)
+    asked[field] = value
+  top_k = _integer(data, 'top_k')
+  if top_k is not None:
+    if top_k < -1:
+      raise invalid('must be at least 1, or 0 for off', 'top_k')
+    asked['top_k'] = max(top_k, 0)
+  logit_bias = data.get('logit_bias')
+  if logit_bias is not None:
+    if not isinstance(logit_bias, dict):
+      raise invalid('must be an object of token id to bias', 'logit_bias')
+    asked['logit_bias'] = logit_bias
+  return asked
+
+
+def _text(value: Any, where: str) -> str:
+  """A string that can be encoded. JSON can spell lone surrogates, UTF-8 cannot."""
+  if not isinstance(value, str):
+    raise invalid('must be a string', where)
+  if not value.isascii():
+    try:
+      value.encode()
+    except UnicodeEncodeError:
+      raise invalid('holds a lone surrogate, which is not text', where) from None
+  return value
+
+
+def _content(value: Any, where: str, *, keep_parts: bool) -> str | list[dict]:
+  """A message's text; of a tool message the parts stay, as the template shows them."""
+  if value is None:
+    return ''
+  if isinstance(value, str):
+    return _text(value, where)
+  if not isinstance(value, list):
+    raise invalid('must be a string or a list of text parts', where)
+  texts = []
+  for i, part in enumerate(value):
+    if not isinstance(part, dict) or part.get('type') != 'text':
+      raise invalid("must be a part of type 'text'", f'{where}[{i}]')
+    texts.append(_text(part.get('text'), f'{where}[{i}].text'))
+  if keep_parts:
+    return [{'type': 'text', 'text': text} for text in texts]
+  return ''.join(texts)
+
+
+def _messages(value: Any) -> list[dict]:
+  if not isinstance(value, list) or not value:
+    raise invalid('must be a non-empty list', 'messages')
+  return [_message(message, f'messages[{i}]') for i, message in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> dict:
+  if not isinstance(message, dict):
+    raise invalid('must be an object', where)
+  role = message.get('role')
+  if role == 'developer':
+    role = 'system'
+  if role not in ROLES:
+    raise invalid(
+      f'unknown role {role!r}; use one of {", ".join(ROLES)}', f'{where}.role'
+    )
+  content = message.get('content')
+  if content is None and role != 'assistant':
+    raise invalid(f'is required in a {role} message', f'{where}.content')
+  checked: dict[str, Any] = {
+    'role': role,
+    'content': _content(content, f'{where}.content', keep_parts=role == 'tool'),
+  }
+  if role == 'assistant':
+    reasoning = message.get('reasoning_content')
+    if reasoning is not None:
+      checked['reasoning_content'] = _text(reasoning, f'{where}.reasoning_content')
+    calls = message.get('tool_calls')
+    if calls:
+      checked['tool_calls'] = _tool_calls(calls, f'{where}.tool_calls')
+  elif role == 'tool' and message.get('tool_call_id') is not None:
+    checked['tool_call_id'] = _text(message['tool_call_id'], f'{where}.tool_call_id')
+  return checked
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict]:
+  if not isinstance(calls, list):
+    raise invalid('must be a list', where)
+  checked = []
+  for i, call in enumerate(calls):
+    function = call.get('function') if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+      raise invalid('must be an object', f'{where}[{i}].function')
+    name = _text(function.get('name'), f'{where}[{i}].function.name')
+    arguments = function.get('arguments') or '{}'
+    if isinstance(arguments, str):
+      try:
+        arguments = json.loads(arguments)
+      except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+      raise invalid(
+        'must be a JSON object, as a string', f'{where}[{i}].function.arguments'
+      )
+    _text(dumps(arguments), f'{where}[{i}].function.arguments')
+    checked.append(
+      {
+        'id': call.get('id'),
+        'type': 'function',
+        'function': {'name': name, 'arguments': arguments},
+      }
+    )
+  return checked
+
+
+def _tools(value: Any) -> list[dict] | None:
+  if value is None or value == []:
+    return None
+  if not isinstance(value, list):
+    raise invalid('must be a list', 'tools')
+  names = set()
+  for i, tool in enumerate(value):
+    where = f'tools[{i}]'
+    if not isinstance(tool, dict) or tool.get('type') != 'function':
+      raise invalid("must be an object of type 'function'", where)
+    function = tool.get('function')
+    if not isinstance(function, dict):
+      raise invalid('must be an object', f'{where}.function')
+    name = function.get('name')
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+      raise invalid(
+        'must be 1 to 64 letters, digits, underscores, dots or dashes',
+        f'{where}.function.name',
+      )
+    if name in names:
+      raise invalid(f'{name!r} is defined twice', f'{where}.function.name')
+    names.add(name)
+    parameters = function.get('parameters')
+    if parameters is not None:
+      _schema(parameters, f'{where}.function.parameters')
+  return value
+
+
+def _schema(schema: Any, where: str):
+  """An object schema, as far as the tool-call parser reads it."""
+  if not isinstance(schema, dict):
+    raise invalid('must be a JSON schema object', where)
+  if schema.get('type', 'object') != 'object':
+    raise invalid("must have type 'object'", f'{where}.type')
+  properties = schema.get('properties', {})
+  if not isinstance(properties, dict):
+    raise invalid('must be an object', f'{where}.properties')
+  for name, value in properties.items():
+    if not isinstance(value, dict | bool):
+      raise invalid('must be a JSON schema', f'{where}.properties.{name}')
+
+
+def _tool_choice(
+  choice: Any, tools: list[dict] | None
+) -> tuple[list[dict] | None, tuple[str, ...]]:
+  if choice is None or choice == 'auto':
+    return tools, ()
+  if choice == 'none':
+    return None, ()
+  if tools is None:
+    raise invalid('needs tools', 'tool_choice')
+  if choice == 'required':
+    return tools, ('tool_choice',)
+  if isinstance(choice, dict):
+    name = (choice.get('function') or {}).get('name')
+    if name in [tool['function']['name'] for tool in tools]:
+      return tools, ('tool_choice',)
+  raise invalid(
+    "must be 'auto', 'none', 'required' or name one of the tools", 'tool_choice'
+  )

@@ -1,0 +1,158 @@
+"""What the client is told: OpenAI's response object and its stream of chunks.
+
+Reasoning travels as `reasoning_content`, in messages and in deltas; echoed back it is part
+of the history (facts/m2-and-forge.md §2.1). A tool call the parser could not read is no
+`tool_calls` entry; its markup is shown in `content`, so that an agent can see what happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+import math
+from typing import Any
+
+from m2jax.gateway import protocol
+from m2jax.gateway.exchange import Answer, Pending
+from m2jax.text import chat
+from m2jax.text import markup
+from m2jax.text import tokenizer as tokenizer_lib
+
+
+def message(
+  text: str, tools: Sequence[dict] | None, call_prefix: str
+) -> tuple[dict, str]:
+  """A response's text as an OpenAI message, and the parser's verdict.
+
+  Args:
+    text: the decoded response ids.
+    tools: those of the request.
+    call_prefix: makes the calls' ids: '{call_prefix}_{index}'.
+  """
+  parsed = chat.parse(text, tools)
+  told = parsed.to_openai()
+  told['content'] = (parsed.content + broken_text(parsed, text)) or told['content']
+  for i, call in enumerate(told.get('tool_calls') or ()):
+    call['id'] = f'{call_prefix}_{i}'
+  return told, str(parsed.status)
+
+
+def broken_text(parsed: chat.Message, text: str) -> str:
+  """The tool-call markup as generated, where it held no call that could be read."""
+  if parsed.tool_calls or not parsed.broken_calls:
+    return ''
+  text = text.removesuffix(markup.EOS)
+  _, closed, answer = text.partition(markup.THINK_END)
+  _, block, rest = (answer if closed else text).partition(markup.TOOL_CALL)
+  return ('\n' if parsed.content else '') + block + rest
+
+
+def completion(answer: Answer) -> dict[str, Any]:
+  """The body of a chat completion."""
+  recorded = answer.completion
+  choice = {
+    'index': 0,
+    'message': answer.message,
+    'finish_reason': finish_reason(answer),
+    'logprobs': None,
+  }
+  if answer.request.logprobs:
+    choice['logprobs'] = {
+      'content': [
+        {
+          'token': token,
+          'logprob': logprob if math.isfinite(logprob) else -9999.0,
+          'bytes': list(token.encode()),
+          'top_logprobs': [],
+        }
+        for token, logprob in zip(answer.tokens, recorded.logprobs, strict=True)
+      ]
+    }
+  return {
+    'id': recorded.id,
+    'object': 'chat.completion',
+    'created': int(recorded.started_s),
+    'model': answer.request.model,
+    'choices': [choice],
+    'usage': usage(answer),
+  }
+
+
+def finish_reason(answer: Answer) -> str:
+  """OpenAI's: 'length', 'tool_calls' or 'stop'."""
+  reason = answer.completion.finish_reason
+  if reason == 'stop' and answer.message.get('tool_calls'):
+    return 'tool_calls'
+  return reason
+
+
+def usage(answer: Answer) -> dict[str, int]:
+  """Token counts, as fed and as sampled."""
+  prompt = len(answer.completion.prompt_ids)
+  response = len(answer.completion.response_ids)
+  return {
+    'prompt_tokens': prompt,
+    'completion_tokens': response,
+    'total_tokens': prompt + response,
+  }
+
+
+class Stream:
+  """Chunks of one streamed completion; each method gives JSON texts to send.
+
+  What the deltas add up to is the message that is recorded: one parser makes both.
+  """
+
+  def __init__(self, pending: Pending, tokenizer: tokenizer_lib.Tokenizer):
+    self._pending = pending
+    self._detokenizer = tokenizer_lib.Detokenizer(tokenizer)
+    self._parser = chat.StreamParser(pending.request.tools)
+    self._calls = 0
+    self._tokens = 0
+
+  def begin(self) -> list[str]:
+    """The chunk that names the role."""
+    return [self._chunk({'role': 'assistant', 'content': ''})]
+
+  def feed(self, tokens: Sequence[int]) -> list[str]:
+    """Chunks for new tokens; none while they may still be markup."""
+    self._tokens += len(tokens)
+    return self._deltas(self._parser.feed(self._detokenizer.push(tokens)))
+
+  def end(self, answer: Answer) -> list[str]:
+    """What waited, the finish reason and, if asked for, the usage."""
+    events = self.feed(answer.completion.response_ids[self._tokens :])
+    deltas = self._parser.feed(self._detokenizer.flush()) + self._parser.finish()
+    events += self._deltas(deltas)
+    if broken := broken_text(self._parser.message, answer.text):
+      events.append(self._chunk({'content': broken}))
+    events.append(self._chunk({}, finish_reason(answer)))
+    if self._pending.request.include_usage:
+      events.append(self._event([], usage(answer)))
+    return events
+
+  def _deltas(self, deltas: Iterable[chat.Delta]) -> list[str]:
+    events = []
+    for delta in deltas:
+      if delta.kind != 'tool_call':
+        events.append(self._chunk({delta.kind: delta.text}))
+        continue
+      call = {'index': self._calls, **delta.call.to_openai()}
+      call['id'] = f'{self._pending.call_prefix}_{self._calls}'
+      self._calls += 1
+      events.append(self._chunk({'tool_calls': [call]}))
+    return events
+
+  def _chunk(self, delta: dict, finish: str | None = None) -> str:
+    return self._event([{'index': 0, 'delta': delta, 'finish_reason': finish}])
+
+  def _event(self, choices: list[dict], used: dict | None = None) -> str:
+    chunk = {
+      'id': self._pending.id,
+      'object': 'chat.completion.chunk',
+      'created': int(self._pending.started_s),
+      'model': self._pending.request.model,
+      'choices': choices,
+    }
+    if self._pending.request.include_usage:
+      chunk['usage'] = used
+    return protocol.dumps(chunk)

@@ -1,0 +1,134 @@
+"""The gateway as one object: uvicorn in a thread of its own, in the engine's process.
+
+gateway = Gateway(GatewayConfig(), tokenizer, scheduler, pool.record)
+gateway.start()
+gateway.sessions.open('episode-1', 'training')
+... # an agent talks to gateway.base_url with that key
+gateway.sessions.close('episode-1')
+gateway.stop()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import socket
+import threading
+import time
+
+import uvicorn
+
+from m2jax.gateway import app
+from m2jax.gateway import sessions
+from m2jax.gateway.config import GatewayConfig
+from m2jax.gateway.exchange import Engine
+from m2jax.gateway.service import ChatService
+from m2jax.rl.records import Completion
+from m2jax.text.tokenizer import Tokenizer
+
+_START_TIMEOUT_S = 30.0
+
+
+class Gateway:
+  """Serves one engine to any number of agents.
+
+  Attributes:
+    sessions: `open(key, mode)` and `close(key)`, from any thread.
+    base_url: 'http://host:port/v1', once started.
+  """
+
+  def __init__(
+    self,
+    config: GatewayConfig,
+    tokenizer: Tokenizer,
+    engine: Engine,
+    record: Callable[[Completion], None],
+  ):
+    """Builds the server; nothing listens yet.
+
+    Args:
+      record: takes every finished completion before its response is sent, on the
+        gateway's thread: it must return fast. If it raises, the client gets a 500.
+    """
+    self._config = config
+    self.sessions = sessions.Sessions(
+      accept_unknown=config.accept_unknown_keys,
+      unknown_mode=config.unknown_key_mode,
+      max_unknown=config.max_unknown_sessions,
+    )
+    self._service = ChatService(config, tokenizer, engine, record, self.sessions)
+    self._server: uvicorn.Server | None = None
+    self._thread: threading.Thread | None = None
+    self._socket: socket.socket | None = None
+
+  def start(self) -> Gateway:
+    """Listens; returns when requests are answered.
+
+    Raises:
+      OSError: the port is taken or the host is not ours.
+    """
+    config = self._config
+    if self._thread is not None:
+      raise RuntimeError('the gateway is running already')
+    family = socket.AF_INET6 if ':' in config.host else socket.AF_INET
+    listener = socket.create_server((config.host, config.port), family=family)
+    self._socket = listener
+    server = uvicorn.Server(
+      uvicorn.Config(
+        app.build(self._service),
+        loop='uvloop',
+        http='httptools',
+        ws='none',
+        lifespan='off',
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=config.keep_alive_s,
+        timeout_graceful_shutdown=config.stop_timeout_s,
+      )
+    )
+    thread = threading.Thread(
+      target=server.run, args=([listener],), name='gateway', daemon=True
+    )
+    thread.start()
+    self._server, self._thread = server, thread
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not server.started:
+      if not thread.is_alive() or time.monotonic() > deadline:
+        self.stop()
+        raise RuntimeError('the gateway did not start; see the log')
+      time.sleep(0.005)
+    return self
+
+  def stop(self):
+    """Lets requests in flight end for `stop_timeout_s`, then closes every connection."""
+    if self._thread is None:
+      return
+    self._server.should_exit = True
+    self._thread.join()
+    self._socket.close()
+    self._thread = self._server = self._socket = None
+
+  @property
+  def base_url(self) -> str:
+    """What an OpenAI client takes as its base URL."""
+    if self._socket is None:
+      raise RuntimeError('the gateway is not running: start it first')
+    host, port = self._socket.getsockname()[:2]
+    return f'http://[{host}]:{port}/v1' if ':' in host else f'http://{host}:{port}/v1'
+
+  def counters(self) -> dict[str, int]:
+    """Counts since the start: `{'requests_total{status="200"}': 3, …}`.
+
+    Names: requests_total{status}, completions_total{finish_reason},
+    parsed_total{status}, extensions_total, forks_total{reason},
+    closed_by_gateway_total, overrides_total{field}, ignored_total{field},
+    prompt_tokens_total, response_tokens_total. A request that reached the engine is one
+    extension or one fork.
+    """
+    return self._service.counters.as_dict()
+
+  def __enter__(self) -> Gateway:
+    return self.start()
+
+  def __exit__(self, *exc):
+    self.stop()

@@ -1,0 +1,400 @@
+"""What the terminal view shows: its state, drawn as lines of text.
+
+Kept apart from `terminal.py` so that it can be drawn without a terminal. Lines are
+cut, never wrapped, and laid out by hand: a rich table costs several times as much and
+the processor belongs to the run.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from m2jax.observe import metrics, stats, transcript
+from m2jax.observe.printable import one_line
+
+_BARS = '▁▂▃▄▅▆▇█'
+_HISTORY = 240  # values kept for the sparklines
+_SNIPPET_LINES = 6
+# State of an item → (sign, style) inside the window and beyond it.
+_INSIDE = {
+  'pending': ('□', 'yellow'),
+  'completed': ('■', 'green'),
+  'taken': ('·', 'dim'),
+  'failed': ('×', 'red'),
+}
+_STEP_STYLE = {
+  'task': ('task', ''),
+  'thinking': ('think', 'italic dim'),
+  'text': ('says', ''),
+  'call': ('$', 'yellow'),
+  'observation': ('→', 'blue'),
+  'answer': ('answer', 'bold'),
+}
+_BEYOND = {**_INSIDE, 'pending': ('░', 'dim'), 'completed': ('▒', 'magenta')}
+
+
+@dataclasses.dataclass
+class Phase:
+  """One phase of the run; times are of the monotonic clock."""
+
+  name: str
+  expected_s: float
+  started_s: float | None = None
+  ended_s: float | None = None
+  progress: float | None = None
+  note: str = ''
+
+  def elapsed_s(self) -> float:
+    """Seconds spent in it so far."""
+    if self.started_s is None:
+      return 0.0
+    return (self.ended_s or time.monotonic()) - self.started_s
+
+  def left_s(self) -> float:
+    """Seconds it should still take: by its progress, before that by plan."""
+    if self.ended_s is not None:
+      return 0.0
+    if self.progress is not None and self.progress > 0.02:
+      return self.elapsed_s() * (1 - self.progress) / self.progress
+    return max(0.0, self.expected_s - self.elapsed_s())
+
+
+@dataclasses.dataclass
+class State:
+  """Everything the view knows. Its owner holds a lock around every call."""
+
+  title: str
+  phases: list[Phase]
+  average_steps: int
+  started_s: float
+  latest: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+  history: dict[str, collections.deque] = dataclasses.field(default_factory=dict)
+  current: Phase | None = None
+  learning: str = ''  # the metric phase that learns now: 'sft' or 'rl'
+  window: tuple[tuple[str, ...], int, int | None] | None = None
+  snippet: Sequence[Mapping[str, Any]] = ()
+
+  def find(self, name: str) -> Phase:
+    """The phase of that name; ValueError when there is none."""
+    for phase in self.phases:
+      if phase.name == name:
+        return phase
+    names = ', '.join(phase.name for phase in self.phases)
+    raise ValueError(f'ForgeView: no phase {name!r}; the phases are {names}')
+
+  def begin(self, name: str) -> None:
+    """Starts a phase; one that ran before starts anew, ones jumped over are done."""
+    self.current = self.find(name)
+    for phase in self.phases[: self.phases.index(self.current)]:
+      if phase.started_s is None:
+        phase.ended_s = time.monotonic()
+    self.current.started_s = time.monotonic()
+    self.current.ended_s = self.current.progress = None
+
+  def end_current(self, note: str = '') -> Phase | None:
+    """Ends the running phase and returns it, None when none runs."""
+    ended, self.current = self.current, None
+    if ended is not None:
+      ended.ended_s, ended.note = time.monotonic(), note
+    return ended
+
+  def set_progress(self, fraction: float) -> None:
+    """Sets the done share of the running phase, if one runs."""
+    if self.current is not None:
+      self.current.progress = min(1.0, max(0.0, fraction))
+
+  def add(self, record: Mapping[str, Any]) -> None:
+    """Takes a metric record: latest values by metric phase, history for averages."""
+    phase = str(record.get('phase', ''))
+    if phase == 'eval':
+      # Only the overall, sampled figure is shown; families are the report's.
+      if record.get('family', 'all') != 'all' or record.get('temperature') == 0:
+        return
+    elif phase != self.learning and 'loss' in record:
+      self.learning = phase
+      self.history.clear()
+    self.latest.setdefault(phase, {}).update(record)
+    for key in ('success', 'reward', 'loss'):
+      value = number(record.get(key))
+      if phase == self.learning and value is not None:
+        self.history.setdefault(key, collections.deque(maxlen=_HISTORY)).append(value)
+    progress = number(record.get('progress'))
+    if progress is not None:
+      self.set_progress(progress)
+
+  def value(self, key: str) -> Any:
+    """Latest value of the learning phase, else of any phase, else None."""
+    own = self.latest.get(self.learning, {})
+    if key in own:
+      return own[key]
+    return next((r[key] for r in self.latest.values() if key in r), None)
+
+  def average(self, key: str) -> float | None:
+    """Moving average of success, reward or loss; None before the first value."""
+    values = list(self.history.get(key, ()))[-self.average_steps :]
+    return stats.moving_average(values, self.average_steps)[-1] if values else None
+
+  def left_s(self) -> float:
+    """Seconds until the last phase ends, as far as is known."""
+    return sum(phase.left_s() for phase in self.phases)
+
+  def fraction(self) -> float:
+    """Done share of the whole run, by time."""
+    spent = sum(phase.elapsed_s() for phase in self.phases)
+    total = spent + self.left_s()
+    return spent / total if total > 0 else 0.0
+
+
+def draw(state: State, width: int) -> Text:
+  """The whole view as one text of about 20 lines, each at most `width` cells."""
+  width = max(20, width)
+  lines = [
+    _title(state, width),
+    _phases(state),
+    _progress_bar(state, width),
+    Text(),
+    *_learning(state),
+    *_flow(state, width),
+  ]
+  snippet = _snippet(state.snippet, width)
+  if snippet:
+    lines += [Text('─' * 3 + ' latest trajectory ' + '─' * (width - 22), 'dim')]
+    lines += snippet
+  for line in lines:
+    line.truncate(width, overflow='ellipsis')
+  text = Text('\n', no_wrap=True, overflow='crop', end='').join(lines)
+  text.no_wrap, text.overflow = True, 'crop'
+  return text
+
+
+def plain_line(state: State) -> str:
+  """One line of ASCII for logs: phase, time left and the figures that matter."""
+  phase = state.current.name if state.current else 'idle'
+  parts = [
+    state.title,
+    clock(time.monotonic() - state.started_s),
+    f'{phase}',
+    f'total {100 * state.fraction():.0f}%',
+    f'left {clock(state.left_s())}',
+  ]
+  for label, value in (
+    ('step', state.latest.get(state.learning, {}).get('step')),
+    ('success', state.average('success')),
+    ('eval', _last_eval(state)),
+    ('reward', state.average('reward')),
+    ('loss', state.value('loss')),
+    ('tokens/s', state.value('tokens_per_s')),
+    ('rollouts/s', state.value('rollouts_per_s')),
+    ('lag', state.value('policy/lag_mean')),
+    ('taken', state.value('pool/taken')),
+    ('failed', state.value('pool/failed')),
+  ):
+    if number(value) is not None:
+      parts.append(f'{label} {short(value)}')
+  parts.append(f'memory {_memory(state)}')
+  return ' | '.join(parts)
+
+
+def clock(seconds: float) -> str:
+  """Seconds as m:ss or h:mm:ss."""
+  seconds = int(max(0.0, seconds)) if math.isfinite(seconds) else 0
+  minutes, seconds = divmod(seconds, 60)
+  hours, minutes = divmod(minutes, 60)
+  return f'{hours}:{minutes:02}:{seconds:02}' if hours else f'{minutes}:{seconds:02}'
+
+
+def number(value: Any) -> float | None:
+  """The value as a finite number, else None."""
+  if isinstance(value, bool) or not isinstance(value, (int, float)):
+    return None
+  return value if math.isfinite(value) else None
+
+
+def short(value: Any) -> str:
+  """A number in few characters, a dash for none, other things as text."""
+  if isinstance(value, float) and not math.isfinite(value):
+    return str(value)
+  if number(value) is None:
+    return '-' if value is None else one_line(value, 24)
+  if isinstance(value, int) or abs(value) >= 1000:
+    return f'{value:,.0f}'
+  return f'{value:.1f}' if abs(value) >= 100 else f'{value:.3g}'
+
+
+def _title(state: State, width: int) -> Text:
+  elapsed_s = time.monotonic() - state.started_s
+  left = f'{clock(elapsed_s)} elapsed · about {clock(state.left_s())} left'
+  rule = '─' * max(1, width - len(state.title) - len(left) - 2)
+  return Text.assemble((state.title, 'bold'), ' ', (rule, 'dim'), ' ', left)
+
+
+def _phases(state: State) -> Text:
+  line = Text()
+  for phase in state.phases:
+    if phase is state.current:
+      line.append(f'▶ {phase.name} {clock(phase.elapsed_s())}', 'bold cyan')
+    elif phase.ended_s is not None and phase.started_s is None:
+      line.append(f'– {phase.name}', 'dim')
+    elif phase.ended_s is not None:
+      line.append('✓ ', 'green').append(f'{phase.name} {clock(phase.elapsed_s())}')
+      if phase.note:
+        line.append(f' {phase.note}', 'dim')
+    else:
+      line.append(f'· {phase.name}', 'dim')
+    line.append('  ')
+  return line
+
+
+def _progress_bar(state: State, width: int) -> Text:
+  fraction = state.fraction()
+  cells = max(10, width - 6)
+  done = round(cells * fraction)
+  return Text.assemble(
+    ('━' * done, 'cyan'),
+    ('─' * (cells - done), 'dim'),
+    f' {100 * fraction:3.0f} %',
+  )
+
+
+def _learning(state: State) -> list[Text]:
+  """Success, reward and loss with their courses, then the policy's figures."""
+  last_eval = _last_eval(state)
+  evaluation = '' if last_eval is None else f'last eval {short(last_eval)}'
+  step = state.latest.get(state.learning, {}).get('step')
+  return [
+    _curve(state, 'success', state.average('success'), evaluation),
+    _curve(state, 'reward', state.average('reward'), ''),
+    _curve(
+      state, 'loss', state.value('loss'), '' if step is None else f'step {short(step)}'
+    ),
+    _figures(
+      'policy',
+      ('lag', state.value('policy/lag_mean')),
+      ('at most', state.value('policy/lag_max')),
+      ('clipped', state.value('clip_fraction')),
+      ('ratio', state.value('ratio_mean')),
+      ('entropy', state.value('entropy')),
+    ),
+  ]
+
+
+def _flow(state: State, width: int) -> list[Text]:
+  """Throughput, pool, window and the services' own counters."""
+  lines = [
+    _figures(
+      'speed',
+      ('training tokens/s', state.value('tokens_per_s')),
+      ('rollouts/s', state.value('rollouts_per_s')),
+      ('memory', _memory(state)),
+    ),
+    _figures(
+      'pool',
+      *((k, state.value(f'pool/{k}')) for k in ('pending', 'completed')),
+      *((k, state.value(f'pool/{k}')) for k in ('taken', 'failed')),
+    ),
+    _window(state, width),
+  ]
+  for room in ('engine', 'gateway', 'sandbox'):
+    keys: dict[str, None] = {}
+    for record in state.latest.values():
+      keys.update(dict.fromkeys(k for k in record if k.startswith(f'{room}/')))
+    names = sorted(keys)
+    if room == 'gateway':  # these two say whether training sees what was sampled
+      names = ['gateway/forks', 'gateway/overrides'] + [
+        k for k in names if k not in ('gateway/forks', 'gateway/overrides')
+      ]
+    lines.append(
+      _figures(
+        room,
+        *(
+          (k.removeprefix(f'{room}/').replace('_', ' '), state.value(k)) for k in names
+        ),
+      )
+    )
+  return lines
+
+
+def _label(name: str) -> Text:
+  return Text(f'{name:<9}', 'bold')
+
+
+def _figures(name: str, *pairs: tuple[str, Any]) -> Text:
+  line = _label(name)
+  for index, (label, value) in enumerate(pairs):
+    line.append(' · ' if index else '', 'dim')
+    line.append(f'{label} ', 'dim').append(short(value))
+  return line
+
+
+def _curve(state: State, key: str, value: Any, note: str) -> Text:
+  line = _label(key).append(f'{short(value):<9}', 'bold green')
+  line.append(_sparkline(state.history.get(key, ()), 32), 'cyan')
+  return line.append(f'  {note}', 'dim') if note else line
+
+
+def _sparkline(values: Sequence[float], cells: int) -> str:
+  """The last values as bars, from the lowest to the highest of them."""
+  values = list(values)
+  size = max(1, math.ceil(len(values) / cells))
+  means = [
+    math.fsum(part) / len(part)
+    for part in (values[i : i + size] for i in range(0, len(values), size))
+  ]
+  if not means:
+    return ''
+  low, high = min(means), max(means)
+  scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+  return ''.join(_BARS[int((mean - low) * scale)] for mean in means).ljust(cells)
+
+
+def _window(state: State, width: int) -> Text:
+  """Draws head 3184 [□■·■□×■]▒░░▒: items from the head on, the window in brackets."""
+  line = _label('window')
+  if state.window is None:
+    return line.append('-')
+  states, head, window = state.window
+  line.append(f'head {head:,} ', 'dim').append('[')
+  room = max(8, width - len(line) - 2)
+  size = len(states) if window is None else window
+  # The bracket closes after W positions, items submitted or not.
+  for offset in range(min(max(size, len(states)), room)):
+    signs = _INSIDE if offset < size else _BEYOND
+    if offset == size:
+      line.append(']')
+    item = states[offset] if offset < len(states) else None
+    line.append(*signs.get(item, (' ' if item is None else '?', 'dim')))
+  if size >= len(states) or size >= room:
+    line.append(']')
+  return line
+
+
+def _last_eval(state: State) -> float | None:
+  record = state.latest.get('eval', {})
+  successes, n = number(record.get('successes')), number(record.get('n'))
+  if successes is not None and n:
+    return successes / n
+  return number(record.get('success'))
+
+
+def _memory(state: State) -> str:
+  rss = number(state.value('memory/rss_bytes')) or metrics.rss_bytes()
+  return f'{rss / 2**30:.2f} GiB'
+
+
+def _snippet(messages: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
+  """At most six lines of a trajectory: the task, then the end of the story."""
+  shown = [step for step in transcript.steps(messages) if step.kind in _STEP_STYLE]
+  if len(shown) > _SNIPPET_LINES:
+    shown = [shown[0], *shown[1 - _SNIPPET_LINES :]]
+  lines = []
+  for step in shown:
+    who, style = _STEP_STYLE[step.kind]
+    lines.append(Text(f'{who:>7}  ', 'dim').append(one_line(step.text, width), style))
+  return lines

@@ -1,0 +1,353 @@
+"""The run's metrics: append-only `metrics.jsonl`, fanned out to TensorBoard and views.
+
+DESIGN §6 (Observability) and law 5. One JSON object a line:
+
+  {"schema": 1, "lineage": 0, "time_s": …, "phase": "rl", "step": 12, scalars…}
+  {"schema": 1, "lineage": 1, "time_s": …,
+   "supersedes": {"phase": "rl", "after_step": 10}}
+
+`lineage` counts the processes that wrote the file: 0, then +1 for each reopening. The
+second kind is a marker: whatever stands before it in the file for that phase with a
+later step belongs to weights that no longer exist. Nothing is rewritten; `read` leaves
+the superseded records out. JSON has no NaN: a number that is not finite is written as
+null and read back as NaN.
+
+Each record is one `write(2)` by the caller, so a SIGKILL right after `write` returns
+loses nothing, and one in the middle tears at most the last line, which the next
+opening cuts off. (A power loss may take the last seconds: there is no fsync.)
+TensorBoard and the listeners are served by a thread of our own, off the caller's path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+import pathlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from absl import logging
+
+from m2jax.observe import tensorboard
+
+SCHEMA = 1
+FILE_NAME = 'metrics.jsonl'
+TENSORBOARD_DIR = 'tensorboard'
+_RESERVED = frozenset(('schema', 'lineage', 'phase', 'step', 'time_s', 'supersedes'))
+
+# Made once: json.dumps with options makes an encoder for every call.
+_ENCODER = json.JSONEncoder(separators=(',', ':'), allow_nan=False)
+
+Record = dict[str, Any]
+Listener = Callable[[Record], None]
+
+
+class MetricsError(ValueError):
+  """`metrics.jsonl` cannot be read; the message names the line and what to do."""
+
+
+class MetricsWriter:
+  """Writes one workdir's metrics; every method may be called from any thread.
+
+  Example:
+    with MetricsWriter(workdir) as metrics:
+      metrics.supersede('rl', after_step=10)       # after restoring step 10
+      metrics.write('rl', 11, {'loss': 0.3, 'policy/lag_mean': 1.2})
+  """
+
+  def __init__(self, workdir: str | os.PathLike, *, use_tensorboard: bool = True):
+    """Opens or creates the file; a torn last line is cut off, and that is logged.
+
+    Args:
+      workdir: directory of the run; made if missing.
+      use_tensorboard: also write event files, one run per phase, in
+        workdir/tensorboard/<phase>.
+
+    Raises:
+      MetricsError: the file is damaged before its last line, or from a newer version.
+      OSError: the directory cannot be written.
+    """
+    workdir = pathlib.Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    self._path = workdir / FILE_NAME
+    self.lineage = _repair(self._path) + 1
+    self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    self._lock = threading.Lock()
+    self._closed = False
+    self._listeners: list[Listener] = []
+    self._queue: queue.SimpleQueue = queue.SimpleQueue()
+    self._events = (
+      tensorboard.EventFiles(workdir / TENSORBOARD_DIR, suffix=f'.{self.lineage:04d}')
+      if use_tensorboard
+      else None
+    )
+    self._thread = threading.Thread(
+      target=self._fan_out, name='metrics-fan-out', daemon=True
+    )
+    self._thread.start()
+
+  def write(
+    self, phase: str, step: int, scalars: Mapping[str, Any] | None = None, /, **more
+  ) -> None:
+    """Appends one record: one `write(2)`, after which a SIGKILL cannot lose it.
+
+    Args:
+      phase: 'sft', 'rl', 'eval', …: steps count up within a phase.
+      step: the phase's step, >= 0.
+      scalars, more: numbers (NumPy and JAX scalars too), booleans or short strings;
+        None is left out.
+
+    Raises:
+      TypeError: a value is not a scalar, or step is not an integer.
+      ValueError: a key is one of the record's own, phase is empty, or step is negative.
+      OSError: the disk is full or gone; the file is left as it was.
+    """
+    record = self._head()
+    record['phase'], record['step'] = _phase_and_step(phase, step, lowest=0)
+    for source in (scalars or {}), more:
+      for key, value in source.items():
+        if key in _RESERVED:
+          raise ValueError(f'metrics: scalar {key!r} would overwrite the record field')
+        if value is not None:
+          record[key] = _scalar(key, value)
+    self._append(record)
+
+  def supersede(self, phase: str, after_step: int) -> None:
+    """Declares the phase's records with step > after_step, written so far, void.
+
+    Call it after restoring a checkpoint, for each phase that had gone further;
+    after_step = −1 voids the whole phase. TensorBoard drops the same steps.
+
+    Raises:
+      TypeError, ValueError, OSError: as `write`.
+    """
+    phase, after_step = _phase_and_step(phase, after_step, lowest=-1)
+    marker = self._head()
+    marker['supersedes'] = {'phase': phase, 'after_step': after_step}
+    self._append(marker)
+
+  def add_listener(self, listener: Listener) -> None:
+    """Calls `listener(record)` for every later record, in file order, in one thread.
+
+    A listener that raises is logged and dropped: a view never stops a job.
+    """
+    with self._lock:
+      self._listeners = [*self._listeners, listener]
+
+  def flush(self) -> None:
+    """Waits until listeners and event files have every record written so far."""
+    done = threading.Event()
+    with self._lock:
+      if self._closed:
+        return
+      self._queue.put(done)
+    done.wait()
+
+  def close(self) -> None:
+    """Flushes and closes; later writes raise ValueError. Closing twice is fine."""
+    with self._lock:
+      if self._closed:
+        return
+      self._closed = True
+      os.close(self._fd)
+      self._queue.put(None)
+    self._thread.join()
+
+  def __enter__(self) -> MetricsWriter:
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.close()
+
+  def _head(self) -> Record:
+    return {
+      'schema': SCHEMA,
+      'lineage': self.lineage,
+      'time_s': round(time.time(), 3),
+    }
+
+  def _append(self, record: Record) -> None:
+    try:
+      line = _ENCODER.encode(record)
+    except ValueError:  # a number that is not finite, which is rare
+      line = _ENCODER.encode({k: _strict(v) for k, v in record.items()})
+    data = line.encode() + b'\n'
+    with self._lock:
+      if self._closed:
+        raise ValueError(f'metrics: {self._path} is closed')
+      _write_all(self._fd, data)
+      self._queue.put(record)
+
+  def _fan_out(self) -> None:
+    """Serves event files and listeners until close; flushes within a second."""
+    flush_at_s = math.inf
+    while True:
+      wait_s = None if flush_at_s == math.inf else flush_at_s - time.monotonic()
+      try:
+        entry = self._queue.get(timeout=wait_s and max(0.0, wait_s))
+      except queue.Empty:
+        entry = threading.Event()  # that nobody waits for: time to flush
+      if isinstance(entry, dict):
+        self._serve(entry)
+        flush_at_s = min(flush_at_s, time.monotonic() + 1)
+        if time.monotonic() < flush_at_s:
+          continue
+      self._on_events('flush')
+      flush_at_s = math.inf
+      if isinstance(entry, threading.Event):
+        entry.set()
+      if entry is None:
+        self._on_events('close')
+        return
+
+  def _serve(self, record: Record) -> None:
+    if 'supersedes' in record:
+      marker = record['supersedes']
+      self._on_events('purge', marker['phase'], marker['after_step'] + 1)
+      return
+    scalars = {k: v for k, v in record.items() if k not in _RESERVED}
+    self._on_events('add', record['phase'], record['step'], record['time_s'], scalars)
+    for listener in self._listeners:
+      try:
+        listener(record)
+      except Exception:
+        logging.exception('metrics: listener %r failed and is dropped', listener)
+        with self._lock:
+          self._listeners = [kept for kept in self._listeners if kept is not listener]
+
+  def _on_events(self, method: str, *args) -> None:
+    if self._events is None:
+      return
+    try:
+      getattr(self._events, method)(*args)
+    except Exception:  # JSONL is the truth: it goes on without the event files
+      logging.exception(
+        'metrics: TensorBoard files cannot be written; going on without'
+      )
+      self._events = None
+
+
+def read(workdir: str | os.PathLike, phase: str | None = None) -> list[Record]:
+  """Records of the surviving lineage, in file order.
+
+  Args:
+    workdir: the run's directory; without a file in it the result is empty.
+    phase: only this phase's records.
+
+  Returns:
+    Records without markers and without what the markers void. A torn last line, as
+    SIGKILL leaves it, is ignored.
+
+  Raises:
+    MetricsError: a line before the last is damaged, or from a newer schema.
+  """
+  records, _ = _parse(pathlib.Path(workdir) / FILE_NAME)
+  alive = survivors(records)
+  return alive if phase is None else [r for r in alive if r['phase'] == phase]
+
+
+def survivors(records: list[Record]) -> list[Record]:
+  """Applies the markers: what is left of records in file order."""
+  alive: list[Record] = []
+  for record in records:
+    marker = record.get('supersedes')
+    if marker is None:
+      alive.append(record)
+    else:
+      alive = [
+        kept
+        for kept in alive
+        if kept['phase'] != marker['phase'] or kept['step'] <= marker['after_step']
+      ]
+  return alive
+
+
+def rss_bytes() -> int:
+  """Resident memory of this process in bytes; 0 where /proc is missing."""
+  try:
+    with open('/proc/self/statm', 'rb') as statm:
+      return int(statm.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+  except OSError:
+    return 0
+
+
+def _phase_and_step(phase: str, step: int, lowest: int) -> tuple[str, int]:
+  if not isinstance(phase, str) or not phase:
+    raise ValueError(f'metrics: phase must be a non-empty string, got {phase!r}')
+  step = operator.index(step)
+  if step < lowest:
+    raise ValueError(f'metrics: step {step} of phase {phase!r} is below {lowest}')
+  return phase, step
+
+
+def _scalar(key: str, value: Any) -> float | int | bool | str:
+  if type(value) not in (float, int, bool, str):
+    if getattr(value, 'size', None) == 1:  # a NumPy or JAX scalar
+      value = value.item()
+    if not isinstance(value, (float, int, bool, str)):
+      raise TypeError(
+        f'metrics: {key!r} is a {type(value).__name__}, not a number, boolean or string'
+      )
+  return value
+
+
+def _strict(value: Any) -> Any:
+  return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write_all(fd: int, data: bytes) -> None:
+  """Appends all of data or, if that fails, none of it."""
+  written = 0
+  try:
+    while written < len(data):
+      written += os.write(fd, data[written:])
+  except OSError:
+    if written:
+      os.ftruncate(fd, os.fstat(fd).st_size - written)
+    raise
+
+
+def _parse(path: pathlib.Path) -> tuple[list[Record], int]:
+  """Returns all records, markers included, and the length in bytes of whole lines."""
+  try:
+    data = path.read_bytes()
+  except FileNotFoundError:
+    return [], 0
+  end_bytes = data.rfind(b'\n') + 1
+  records = []
+  for number, line in enumerate(data[:end_bytes].split(b'\n')[:-1], start=1):
+    where = f'{path}, line {number}'
+    try:
+      record = json.loads(line)
+      newer = record['schema'] > SCHEMA
+      record['lineage'] + 0
+      if 'supersedes' in record:
+        record['supersedes']['phase'], record['supersedes']['after_step']
+      else:
+        record['phase'], record['step']
+    except (ValueError, KeyError, TypeError) as error:
+      raise MetricsError(
+        f'{where}: not a metrics record ({error!r}). Remove the line to go on.'
+      ) from error
+    if newer:
+      raise MetricsError(
+        f'{where}: schema {record["schema"]}, this version knows up to {SCHEMA}. '
+        'Use the version that wrote it, or another workdir.'
+      )
+    records.append({k: math.nan if v is None else v for k, v in record.items()})
+  return records, end_bytes
+
+
+def _repair(path: pathlib.Path) -> int:
+  """Cuts off a torn last line; returns the last lineage in the file, −1 if none."""
+  records, end_bytes = _parse(path)
+  torn_bytes = path.stat().st_size - end_bytes if path.exists() else 0
+  if torn_bytes:
+    logging.warning('%s: cut off a torn last line of %d bytes', path, torn_bytes)
+    os.truncate(path, end_bytes)
+  return max((record['lineage'] for record in records), default=-1)

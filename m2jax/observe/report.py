@@ -1,0 +1,376 @@
+"""The report of a run: one self-contained HTML page.
+
+Headline success with Wilson intervals, learning curves, off-policy and window plots,
+throughput, configuration, and trajectories to read. It loads nothing: style, script
+and plots are inline, and the page's own content security policy admits no other. All
+text passes `printable` and is escaped by the template; trajectories are hostile output.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import hashlib
+import os
+import pathlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from m2jax.observe import plots, stats, svg, transcript
+from m2jax.observe.printable import clip, one_line, printable
+
+_TEMPLATES = pathlib.Path(__file__).parent / 'templates'
+_STEP_LIMIT_CHARS = 6000
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """Held-out success of one stage; every pair is (successes, tasks).
+
+  Attributes:
+    stage: 'before SFT', 'after SFT', 'after RL', or a control's name.
+    sampled: at temperature 1.
+    greedy: at temperature 0, None where it was not measured.
+    families: family → pair at temperature 1.
+  """
+
+  stage: str
+  sampled: tuple[float, int]
+  greedy: tuple[float, int] | None = None
+  families: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+  """What stands on top of the report.
+
+  Attributes:
+    title: of the page.
+    evaluations: rows of the headline table, in order.
+    facts: short name → value, such as wall-clock time or parameters.
+    capacity_items, window_items: N and W of windowed FIFO; with them the plots show
+      the bounds N + W − 2 on age and W − 1 on out-of-order distance (DESIGN §6).
+  """
+
+  title: str
+  evaluations: Sequence[Evaluation] = ()
+  facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  capacity_items: int | None = None
+  window_items: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+  """What training knows of one assistant message; None and () where it does not.
+
+  Attributes:
+    advantage, reward: of its response tokens.
+    versions: policy versions that sampled it.
+    response_tokens: how many tokens were sampled.
+    status: the parser's verdict.
+  """
+
+  advantage: float | None = None
+  reward: float | None = None
+  versions: Sequence[int] = ()
+  response_tokens: int | None = None
+  status: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+  """One trajectory to show.
+
+  Attributes:
+    phase, step: when it was sampled: 'rl' and the update, or an evaluation's stage.
+    family, task: the task's family and spec.
+    success: the verifier's verdict in [0, 1]; reward: the sum over its turns.
+    messages: the chat as OpenAI dicts. turns: one per assistant message.
+    ended, reason: how it ended and, for an infrastructure failure, why.
+    wall_s: wall-clock seconds.
+  """
+
+  phase: str
+  step: int
+  family: str
+  task: str
+  success: float
+  messages: Sequence[Mapping[str, Any]]
+  turns: Sequence[Turn] = ()
+  reward: float | None = None
+  ended: str = ''
+  reason: str = ''
+  wall_s: float = 0.0
+
+
+def evaluations(records: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
+  """Headline rows from evaluation records, in order of the stages' first records.
+
+  A later record of the same stage, temperature and family replaces an earlier one;
+  stage 'during RL' is a curve, not a row.
+  """
+  found: dict[str, dict[tuple[bool, str], tuple[float, int]]] = {}
+  for record in records:
+    if record.get('phase') != 'eval' or record.get('stage') in (None, 'during RL'):
+      continue
+    key = record.get('temperature') == 0, record.get('family', 'all')
+    pair = record['successes'], record['n']
+    found.setdefault(record['stage'], {})[key] = pair
+  return [
+    Evaluation(
+      stage,
+      sampled=pairs.get((False, 'all'), (0, 0)),
+      greedy=pairs.get((True, 'all')),
+      families={
+        family: pair
+        for (greedy, family), pair in pairs.items()
+        if not greedy and family != 'all'
+      },
+    )
+    for stage, pairs in found.items()
+  ]
+
+
+def write_report(
+  path: str | os.PathLike,
+  records: Sequence[Mapping[str, Any]],
+  trajectories: Sequence[Episode],
+  summary: Summary,
+  config: Mapping[str, Any],
+) -> None:
+  """Writes the page; an old one is replaced only once the new one is whole.
+
+  Args:
+    path: of the HTML file.
+    records: `metrics.read(workdir)`.
+    trajectories: episodes to read; all of them are put on the page.
+    summary: what stands on top.
+    config: nested mapping of the run's settings.
+
+  Raises:
+    OSError: the file cannot be written.
+  """
+  path = pathlib.Path(path)
+  page = render(records, trajectories, summary, config)
+  temporary = path.with_name(path.name + '.new')
+  temporary.write_text(page, encoding='utf-8')
+  os.replace(temporary, path)
+
+
+def render(
+  records: Sequence[Mapping[str, Any]],
+  trajectories: Sequence[Episode],
+  summary: Summary,
+  config: Mapping[str, Any],
+) -> str:
+  """The page of `write_report` as text."""
+  style = (_TEMPLATES / 'report.css').read_text(encoding='utf-8')
+  script = (_TEMPLATES / 'report.js').read_text(encoding='utf-8')
+  shown = [_episode(episode) for episode in trajectories]
+  return _template().render(
+    summary=summary,
+    written=time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime()),
+    headline=_headline(summary.evaluations),
+    families=_families(summary.evaluations),
+    sections=plots.sections(records, summary.capacity_items, summary.window_items),
+    counters=_counters(records),
+    config=_flatten(config),
+    episodes=shown,
+    choices={
+      name: sorted({str(episode[name]) for episode in shown})
+      for name in ('phase', 'family', 'verdict')
+    },
+    style=Markup(style),
+    script=Markup(script),
+    style_hash=_csp_hash(style),
+    script_hash=_csp_hash(script),
+  )
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+  environment = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(_TEMPLATES),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+    trim_blocks=True,
+    lstrip_blocks=True,
+  )
+  return environment.get_template('report.html')
+
+
+def _csp_hash(text: str) -> Markup:
+  digest = hashlib.sha256(text.encode()).digest()
+  return Markup(f"'sha256-{base64.b64encode(digest).decode()}'")
+
+
+def _rate(pair: tuple[float, int] | None) -> dict[str, Any] | None:
+  """A pair as the table shows it; None where nothing was measured."""
+  if pair is None or not pair[1]:
+    return None
+  successes, n = pair
+  low, high = stats.wilson(successes, n)
+  return {
+    'rate': successes / n,
+    'text': _percent(successes / n),
+    'low': _percent(low),
+    'high': _percent(high),
+    'count': f'{_exact(successes)} / {n:,}',
+    'bar': svg.interval(successes / n, low, high),
+  }
+
+
+def _percent(share: float) -> str:
+  return f'{100 * share:.1f} %'
+
+
+def _exact(value: Any) -> str:
+  """Whole numbers with all their digits, others in few."""
+  if not isinstance(value, (int, float)):
+    return str(value)
+  return f'{int(value):,}' if value == value // 1 else svg.number(value)
+
+
+def _headline(rows: Sequence[Evaluation]) -> list[dict[str, Any]]:
+  stages = [row.stage for row in rows]
+  result = stages.index('after RL') if 'after RL' in stages else len(rows) - 1
+  return [
+    {
+      'stage': row.stage,
+      'sampled': _rate(row.sampled),
+      'greedy': _rate(row.greedy),
+      'is_result': index == result,
+    }
+    for index, row in enumerate(rows)
+  ]
+
+
+def _families(rows: Sequence[Evaluation]) -> dict[str, Any] | None:
+  """Family table: a column per stage, and what RL (else the last stage) changed."""
+  names = sorted({family for row in rows for family in row.families})
+  if not names:
+    return None
+  stages = [row for row in rows if row.families]
+  names_of = [row.stage for row in stages]
+  ends = ('after SFT', 'after RL')
+  pair = tuple(names_of.index(e) if e in names_of else None for e in ends)
+  if None in pair:
+    pair = (len(stages) - 2, len(stages) - 1) if len(stages) > 1 else None
+  table = []
+  for name in names:
+    cells = [_rate(row.families.get(name)) for row in stages]
+    table.append({'name': name, 'cells': cells, 'move': _move(cells, pair)})
+  return {
+    'stages': names_of,
+    'pair': pair and tuple(names_of[i] for i in pair),
+    'rows': table,
+  }
+
+
+def _move(
+  cells: Sequence[dict[str, Any] | None], pair: tuple[int, int] | None
+) -> dict[str, Any] | None:
+  """The change between two cells of a family's row, None where one is missing."""
+  if pair is None or not (cells[pair[0]] and cells[pair[1]]):
+    return None
+  before, after = cells[pair[0]]['rate'], cells[pair[1]]['rate']
+  return {
+    'text': f'{100 * (after - before):+.1f}',
+    'bar': svg.change(before, after),
+    'sign': 'good' if after >= before else 'bad',
+  }
+
+
+def _counters(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
+  """Last values of the services' counters, by service."""
+  last: dict[str, Any] = {}
+  for record in records:
+    last.update((k, v) for k, v in record.items() if '/' in k)
+  groups: dict[str, list[tuple[str, str]]] = {}
+  for key in sorted(last):
+    room, _, name = key.partition('/')
+    if room in ('pool', 'engine', 'gateway', 'sandbox'):
+      pair = name.replace('_', ' '), _exact(last[key])
+      groups.setdefault(room, []).append(pair)
+  return groups
+
+
+def _flatten(config: Any, prefix: str = '') -> list[tuple[str, str]]:
+  """Dotted name and value of every setting."""
+  if isinstance(config, Mapping) and (config or not prefix):
+    return [
+      pair
+      for key, value in config.items()
+      for pair in _flatten(value, f'{prefix}.{key}' if prefix else str(key))
+    ]
+  return [(prefix, str(config))]
+
+
+def _episode(episode: Episode) -> dict[str, Any]:
+  task = next(
+    (s.text for s in transcript.steps(episode.messages) if s.kind == 'task'), ''
+  )
+  facts = [episode.ended, episode.reason, f'{episode.wall_s:.1f} s']
+  turns = max(1, len(episode.turns))
+  return {
+    'phase': printable(episode.phase),
+    'step': episode.step,
+    'family': printable(episode.family),
+    'verdict': _verdict(episode),
+    'task': episode.task,
+    'question': one_line(task or episode.task, 160),
+    'reward': None if episode.reward is None else f'{episode.reward:+.3g}',
+    'facts': ' · '.join(fact for fact in facts if fact),
+    'turns': turns,
+    'steps': _steps(episode),
+  }
+
+
+def _verdict(episode: Episode) -> str:
+  if episode.ended == 'infrastructure':
+    return 'not judged'
+  return 'solved' if episode.success >= 1 else 'failed'
+
+
+def _steps(episode: Episode) -> list[dict[str, Any]]:
+  shown = []
+  last_turn = -1
+  for step in transcript.steps(episode.messages):
+    own = step.kind in ('thinking', 'text', 'call', 'answer')
+    turn = None
+    if own and step.turn != last_turn and step.turn < len(episode.turns):
+      turn, last_turn = _turn(step.turn, episode.turns[step.turn]), step.turn
+    shown.append(
+      {
+        'kind': step.kind,
+        'tool': step.tool,
+        'text': clip(step.text, _STEP_LIMIT_CHARS),
+        'turn': turn,
+      }
+    )
+  return shown
+
+
+def _turn(index: int, turn: Turn) -> dict[str, Any]:
+  words = [f'turn {index + 1}']
+  if turn.versions:
+    low, high = min(turn.versions), max(turn.versions)
+    words.append(f'policy {low}' if low == high else f'policy {low}–{high}')
+  if turn.response_tokens is not None:
+    words.append(f'{turn.response_tokens} tokens')
+  if turn.reward is not None:
+    words.append(f'reward {turn.reward:+.3g}')
+  if turn.status:
+    words.append(turn.status)
+  advantage = turn.advantage
+  return {
+    'words': ' · '.join(words),
+    'advantage': None if advantage is None else f'{advantage:+.3f}',
+    'sign': 'good' if advantage is not None and advantage >= 0 else 'bad',
+  }

@@ -1,0 +1,79 @@
+"""Small statistics for people: intervals, moving averages, quantiles.
+
+Wilson's score interval: E. B. Wilson, "Probable Inference, the Law of Succession, and
+Statistical Inference", JASA 22 (1927). Plain Python: it runs on a handful of numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+
+def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
+  """Wilson score interval of a proportion.
+
+  The interval holds every p with |p̂ − p| <= z·√(p(1 − p)/n): the values that a score
+  test at z would not reject.
+
+  Args:
+    successes: successes among n; a sum of scores in [0, 1] may be fractional.
+    n: trials. 0 gives (0, 1): nothing is known.
+    z: normal quantile; 1.96 for 95 %.
+
+  Returns:
+    (low, high), both in [0, 1].
+
+  Raises:
+    ValueError: successes outside [0, n], or z < 0.
+  """
+  if n < 0 or not 0 <= successes <= n:
+    raise ValueError(f'wilson: successes={successes} is not within [0, n={n}]')
+  if z < 0:
+    raise ValueError(f'wilson: z={z} is negative')
+  if n == 0:
+    return 0.0, 1.0
+  p, z2 = successes / n, z * z
+  centre = p + z2 / (2 * n)
+  spread = z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+  low = (centre - spread) / (1 + z2 / n)
+  high = (centre + spread) / (1 + z2 / n)
+  # At p̂ = 0 and 1 one end is exact; rounding would put it a hair outside.
+  low = 0.0 if successes == 0 else max(0.0, low)
+  high = 1.0 if successes == n else min(1.0, high)
+  return low, high
+
+
+def moving_average(values: Iterable[float], window: int) -> list[float]:
+  """Trailing mean of the last `window` values, over what there is at the start.
+
+  Values that are not finite are left out; where a window holds none, the mean is NaN.
+
+  Raises:
+    ValueError: window < 1.
+  """
+  if window < 1:
+    raise ValueError(f'moving_average: window={window} must be at least 1')
+  values = list(values)
+  means = []
+  for end in range(1, len(values) + 1):
+    kept = [v for v in values[max(0, end - window) : end] if math.isfinite(v)]
+    means.append(math.fsum(kept) / len(kept) if kept else math.nan)
+  return means
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+  """Quantile with linear interpolation between order statistics; NaN when empty.
+
+  Raises:
+    ValueError: q outside [0, 1].
+  """
+  if not 0 <= q <= 1:
+    raise ValueError(f'quantile: q={q} is not within [0, 1]')
+  ordered = sorted(v for v in values if math.isfinite(v))
+  if not ordered:
+    return math.nan
+  place = q * (len(ordered) - 1)
+  below = math.floor(place)
+  above = min(below + 1, len(ordered) - 1)
+  return ordered[below] + (place - below) * (ordered[above] - ordered[below])

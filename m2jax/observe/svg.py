@@ -1,0 +1,272 @@
+"""Plots as inline SVG, for one self-contained page: no scripts, no fonts, no files.
+
+Colours and type come from the page's style sheet by class (`s0` … `s5` for series), so
+a plot follows the reader's light or dark setting. Coordinates are in a view box of
+WIDTH × HEIGHT units and scale with the page. `data-plot` carries the drawn points as
+JSON for the page's hover script.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+
+from markupsafe import Markup
+
+WIDTH, HEIGHT = 480, 210
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34
+_MOST_POINTS = 400  # a series keeps at most this many; more cannot be seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+  """One course of values.
+
+  Attributes:
+    name: for the legend and the hover box.
+    x, y: coordinates; points that are not finite are left out and break the line.
+    colour: 0 … 5, a class of the style sheet.
+    style: 'line', 'faint' (a line behind others), 'points', or 'limit' (dashed).
+    low, high: ends of the whiskers of each point, for 'points'.
+    reduce: how neighbours merge when there are too many points: 'mean' or 'max'.
+  """
+
+  name: str
+  x: Sequence[float]
+  y: Sequence[float]
+  colour: int = 0
+  style: str = 'line'
+  low: Sequence[float] = ()
+  high: Sequence[float] = ()
+  reduce: str = 'mean'
+
+
+def number(value: float) -> str:
+  """A number for an axis or a table: 1,230 · 0.0123 · 12.3k · 1.2M · 2.1G."""
+  if not math.isfinite(value):
+    return '–'
+  size = abs(value)
+  if size >= 1e9:
+    return f'{value / 1e9:.4g}G'
+  if size >= 1e6:
+    return f'{value / 1e6:.3g}M'
+  if size >= 1e4:
+    return f'{value / 1e3:.3g}k'
+  if value == int(value):
+    return f'{int(value):,}'
+  if size >= 100:
+    return f'{value:,.0f}'
+  return f'{value:.3g}' if size >= 1e-4 else f'{value:.1e}'
+
+
+def percent(value: float) -> str:
+  """A share in [0, 1] as a percentage with one decimal at most."""
+  return f'{100 * value:.1f}'.removesuffix('.0') + ' %' if math.isfinite(value) else '–'
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+  """Round values that cover [low, high]: steps of 1, 2 or 5 times a power of ten."""
+  span = high - low
+  if not (span > 0 and math.isfinite(span)):
+    return [low]
+  magnitude = 10.0 ** math.floor(math.log10(span / about))
+  step = next(m for m in (1, 2, 5, 10) if span / (m * magnitude) <= about) * magnitude
+  first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+  return [i * step for i in range(first, last + 1)]
+
+
+def line_plot(
+  series: Sequence[Series],
+  *,
+  label: str,
+  x_label: str,
+  y_format: Callable[[float], str] = number,
+  y_limits: tuple[float, float] | None = None,
+) -> Markup:
+  """Courses over a common x axis.
+
+  Args:
+    series: what to draw, in drawing order.
+    label: what the plot shows, for screen readers.
+    x_label: caption of the x axis.
+    y_format: tick and hover text of y values: `number` or `percent`.
+    y_limits: fixed y range; by default the values and zero, if it is near.
+
+  Returns:
+    An <svg> element, or '' when there is no finite point to draw.
+  """
+  drawn = [_reduce(s) for s in series]
+  xs = [x for s in drawn for x in s.x]
+  ys = [y for s in drawn for y in (*s.y, *s.low, *s.high) if math.isfinite(y)]
+  if not any(math.isfinite(y) for s in drawn for y in s.y):
+    return Markup('')
+  y_ticks = ticks(*(y_limits or _y_range(ys)), about=5)
+  x_ticks = [t for t in ticks(min(xs), max(xs), about=6) if min(xs) <= t <= max(xs)]
+  place_x = _scale(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
+  place_y = _scale(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP)
+
+  parts = [
+    Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
+      _LEFT, WIDTH - _RIGHT, place_y(t), place_y(t)
+    )
+    + _text(_LEFT - 6, place_y(t) + 3.5, y_format(t), 'end')
+    for t in y_ticks
+  ]
+  base = HEIGHT - _BOTTOM
+  parts += [_text(place_x(t), base + 14, number(t), 'middle') for t in x_ticks]
+  middle = (_LEFT + WIDTH - _RIGHT) / 2
+  parts.append(_text(middle, HEIGHT - 4, x_label, 'middle', 'axis'))
+  parts += [_course(s, place_x, place_y) for s in drawn]
+  hover = {
+    'x': [place_x(min(xs)), place_x(max(xs)), min(xs), max(xs)],
+    'xLabel': x_label,
+    'series': [
+      {
+        'name': s.name,
+        'x': [_digits(x) for x in s.x],
+        'text': [y_format(y) for y in s.y],
+      }
+      for s in drawn
+      if s.style != 'limit'
+    ],
+  }
+  return Markup(
+    '<svg class="plot" viewBox="0 0 {} {}" role="img" aria-label="{}" data-plot="{}">'
+    '{}<line class="cursor" y1="{}" y2="{}" visibility="hidden"/></svg>'
+  ).format(WIDTH, HEIGHT, label, json.dumps(hover), Markup('').join(parts), _TOP, base)
+
+
+def interval(value: float, low: float, high: float, colour: int = 0) -> Markup:
+  """A share with its interval as a dot on a rule from 0 to 1."""
+  width, height = 200, 18
+  place = _scale(0.0, 1.0, 4, width - 4)
+  middle = height / 2
+  return Markup(
+    '<svg class="interval s{}" viewBox="0 0 {} {}" aria-hidden="true">'
+    '<line class="grid" x1="{}" x2="{}" y1="{m}" y2="{m}"/>'
+    '<line class="whisker" x1="{}" x2="{}" y1="{m}" y2="{m}"/>'
+    '<circle cx="{}" cy="{m}" r="4.5"/></svg>'
+  ).format(
+    colour,
+    width,
+    height,
+    place(0),
+    place(1),
+    place(low),
+    place(high),
+    place(value),
+    m=middle,
+  )
+
+
+def change(before: float, after: float) -> Markup:
+  """A share that moved, as an arrow on a rule from 0 to 1."""
+  width, height = 200, 18
+  place = _scale(0.0, 1.0, 4, width - 4)
+  middle = height / 2
+  return Markup(
+    '<svg class="change {}" viewBox="0 0 {} {}" aria-hidden="true">'
+    '<line class="grid" x1="{}" x2="{}" y1="{m}" y2="{m}"/>'
+    '<line class="whisker" x1="{}" x2="{}" y1="{m}" y2="{m}"/>'
+    '<circle class="from" cx="{}" cy="{m}" r="3.5"/>'
+    '<circle class="to" cx="{}" cy="{m}" r="4.5"/></svg>'
+  ).format(
+    'up' if after >= before else 'down',
+    width,
+    height,
+    place(0),
+    place(1),
+    place(before),
+    place(after),
+    place(before),
+    place(after),
+    m=middle,
+  )
+
+
+def _reduce(series: Series) -> Series:
+  """At most _MOST_POINTS points, by merging neighbours; x ascending."""
+  order = sorted(range(len(series.x)), key=lambda i: series.x[i])
+  if series.style in ('points', 'limit') or len(order) <= _MOST_POINTS:
+    pick = lambda values: [values[i] for i in order] if values else []  # noqa: E731
+    return dataclasses.replace(
+      series,
+      x=pick(series.x),
+      y=pick(series.y),
+      low=pick(series.low),
+      high=pick(series.high),
+    )
+  size = math.ceil(len(order) / _MOST_POINTS)
+  xs, ys = [], []
+  for start in range(0, len(order), size):
+    part = order[start : start + size]
+    values = [series.y[i] for i in part if math.isfinite(series.y[i])]
+    xs.append(series.x[part[len(part) // 2]])
+    merge = max if series.reduce == 'max' else lambda v: math.fsum(v) / len(v)
+    ys.append(merge(values) if values else math.nan)
+  return dataclasses.replace(series, x=xs, y=ys)
+
+
+def _y_range(ys: Sequence[float]) -> tuple[float, float]:
+  low, high = min(ys), max(ys)
+  if low == high:
+    return (low - 1, high + 1) if low == 0 else (min(0, 2 * low), max(0, 2 * low))
+  # Bars of nothing mislead: zero is shown unless it would flatten the course.
+  if 0 < low < 0.6 * high:
+    low = 0.0
+  return low, high
+
+
+def _scale(
+  low: float, high: float, start: float, end: float
+) -> Callable[[float], float]:
+  span = high - low
+  if span <= 0:
+    return lambda value: _digits((start + end) / 2)
+  return lambda value: _digits(start + (value - low) / span * (end - start))
+
+
+def _digits(value: float) -> float:
+  return round(value, 2 - min(0, math.floor(math.log10(abs(value))))) if value else 0.0
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = 'tick') -> Markup:
+  return Markup('<text class="{}" x="{}" y="{}" text-anchor="{}">{}</text>').format(
+    kind, x, y, anchor, text
+  )
+
+
+def _course(
+  series: Series,
+  place_x: Callable[[float], float],
+  place_y: Callable[[float], float],
+) -> Markup:
+  shown = Markup('<g class="{} s{}">').format(series.style, series.colour)
+  if series.style == 'points':
+    for i, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
+      if not math.isfinite(y):
+        continue
+      if series.low:
+        shown += Markup(
+          '<line class="whisker" x1="{0}" x2="{0}" y1="{1}" y2="{2}"/>'
+        ).format(place_x(x), place_y(series.low[i]), place_y(series.high[i]))
+      shown += Markup('<circle cx="{}" cy="{}" r="4"/>').format(place_x(x), place_y(y))
+  else:
+    for run in _finite_runs(series):
+      points = ' '.join(f'{place_x(x)},{place_y(y)}' for x, y in run)
+      if len(run) == 1:
+        points = f'{points} {points}'  # a round cap draws it as a dot
+      shown += Markup('<polyline points="{}"/>').format(points)
+  return shown + Markup('</g>')
+
+
+def _finite_runs(series: Series) -> list[list[tuple[float, float]]]:
+  runs: list[list[tuple[float, float]]] = [[]]
+  for x, y in zip(series.x, series.y, strict=True):
+    if math.isfinite(y):
+      runs[-1].append((x, y))
+    elif runs[-1]:
+      runs.append([])
+  return [run for run in runs if run]

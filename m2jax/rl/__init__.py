@@ -1,0 +1,1 @@
+"""From finished rollouts to loss terms: queue, data pool, rewards, CISPO."""

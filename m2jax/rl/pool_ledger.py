@@ -1,0 +1,217 @@
+"""Work items in the database: their states, the checkpoint's ledger, roll-back (law 5).
+
+Functions on the writing connection; `data_pool`, whose docstring says how law 5 is
+kept, runs each in one transaction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import sqlalchemy as sa
+from absl import logging
+
+from m2jax.rl import pool_tables as tables
+from m2jax.rl import records
+
+
+class LedgerMismatch(RuntimeError):
+  """The checkpoint's ledger does not fit this pool."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+  """Which items the weights of a checkpoint were trained on; goes into the checkpoint.
+
+  Attributes:
+    head: oldest item neither trained nor failed.
+    taken: items after the head that were trained.
+    next_index: items submitted so far.
+    step: learner step of the checkpoint.
+    run: id of the pool; empty fits every pool.
+  """
+
+  head: int = 0
+  taken: tuple[int, ...] = ()
+  next_index: int = 0
+  step: int = 0
+  run: str = ''
+
+  def to_dict(self) -> dict:
+    """Plain JSON types."""
+    return dataclasses.asdict(self) | {'taken': list(self.taken)}
+
+  @classmethod
+  def from_dict(cls, fields: dict) -> Ledger:
+    """The inverse of `to_dict`."""
+    return cls(**fields | {'taken': tuple(fields['taken'])})
+
+  def trained(self, index: int) -> bool:
+    """Whether an item that did not fail is part of the checkpoint's weights."""
+    return index < self.head or index in self.taken
+
+
+def next_index(connection: sa.Connection) -> int:
+  """Items submitted so far: the index of the next one."""
+  last = connection.scalar(sa.select(sa.func.max(tables.items.c.index)))
+  return 0 if last is None else last + 1
+
+
+def submit(connection: sa.Connection, item: records.WorkItem) -> None:
+  """Inserts a pending item; ValueError unless it is the next of the stream."""
+  expected = next_index(connection)
+  if item.index != expected:
+    raise ValueError(
+      f'submit: item {item.index}: the next index of the stream is {expected}'
+    )
+  row = dataclasses.asdict(item) | {'state': 'pending'}
+  connection.execute(sa.insert(tables.items), row)
+
+
+def complete(connection: sa.Connection, index: int) -> None:
+  """pending → completed; ValueError while trajectories of the group are missing."""
+  row = _item(connection, index, 'pending', 'complete')
+  t = tables.trajectories.c
+  have = connection.scalar(
+    sa.select(sa.func.count()).where(t.item == index, ~t.superseded)
+  )
+  if have != row.group_size:
+    raise ValueError(
+      f'complete: item {index} has {have} of {row.group_size} trajectories; add one '
+      "with ended='infrastructure' for each episode that broke"
+    )
+  _set(connection, [index], state='completed')
+
+
+def fail(connection: sa.Connection, index: int, reason: str) -> None:
+  """pending → failed, with its reason."""
+  _item(connection, index, 'pending', 'fail')
+  _set(connection, [index], state='failed', reason=tables.clean_text(reason))
+
+
+def take(connection: sa.Connection, indices: list[int], step: int) -> None:
+  """completed → taken, for all of them or none."""
+  for index in indices:
+    _item(connection, index, 'completed', 'take')
+  _set(connection, indices, state='taken', step=step)
+
+
+def read(connection: sa.Connection, run: str, step: int | None) -> Ledger:
+  """The ledger of items taken up to and including `step` (None: all taken)."""
+  i = tables.items.c
+  open_ = i.state.in_(('pending', 'completed'))
+  taken = i.state == 'taken'
+  if step is None:
+    step = connection.scalar(sa.select(sa.func.max(i.step)).where(taken)) or 0
+  else:
+    open_ |= taken & (i.step > step)
+    taken &= i.step <= step
+  end = next_index(connection)
+  head = connection.scalar(sa.select(sa.func.min(i.index)).where(open_))
+  head = end if head is None else head
+  ids = connection.scalars(
+    sa.select(i.index).where(taken, i.index > head).order_by(i.index)
+  )
+  return Ledger(head, tuple(ids), end, step, run)
+
+
+def rollback(
+  connection: sa.Connection, ledger: Ledger, run: str
+) -> list[records.WorkItem]:
+  """Makes the pool's states those of the ledger; returns the items to run again."""
+  i, t, c = tables.items.c, tables.trajectories.c, tables.completions.c
+  at = f'the checkpoint of step {ledger.step}'
+  if ledger.run and ledger.run != run:
+    raise LedgerMismatch(
+      f'{at} belongs to pool {ledger.run}, this pool is {run}: use the pool of that '
+      'run, or start anew'
+    )
+  if (have := next_index(connection)) < ledger.next_index:
+    raise LedgerMismatch(
+      f'{at} knows {ledger.next_index} items, the pool {have}: the pool was replaced '
+      'or truncated'
+    )
+  rows = connection.execute(
+    sa.select(i.index, i.pruned).where(i.state == 'taken', i.index >= ledger.head)
+  ).all()
+  undone = [r for r in rows if not ledger.trained(r.index)]
+  if pruned := [r.index for r in undone if r.pruned]:
+    raise LedgerMismatch(
+      f'{at} precedes the training of items {pruned[:5]}, whose completions were '
+      'pruned: restore a newer checkpoint'
+    )
+  _set(connection, [r.index for r in undone], state='completed', step=None)
+
+  rows = connection.execute(
+    sa.select(tables.items)
+    .where(i.state.in_(('pending', 'completed')))
+    .order_by(i.index)
+  ).all()
+  if behind := {r.index for r in rows if ledger.trained(r.index)}:
+    # Only a pool file put back from an older copy can be behind its checkpoint.
+    logging.warning('data pool: items %s were trained already', sorted(behind))
+    _set(connection, sorted(behind), state='taken', step=ledger.step)
+  reissue = [r for r in rows if r.state == 'pending' and r.index not in behind]
+  indices = [r.index for r in reissue]
+  _set(connection, indices, attempt=i.attempt + 1)
+  for part in parts(indices):
+    connection.execute(
+      sa.update(tables.trajectories)
+      .where(t.item.in_(part), ~t.superseded)
+      .values(superseded=True)
+    )
+  # Also completions of sessions that never came to a trajectory.
+  closed = sa.select(t.session).where(~t.superseded)
+  connection.execute(
+    sa.update(tables.completions)
+    .where(~c.superseded, c.session.not_in(closed))
+    .values(superseded=True)
+  )
+  return [
+    dataclasses.replace(tables.work_item(r), attempt=r.attempt + 1) for r in reissue
+  ]
+
+
+def prune(connection: sa.Connection, ledger: Ledger, keep_messages: int) -> int:
+  """Drops what no restart from `ledger` or later can need; returns how many."""
+  i, t, c = tables.items.c, tables.trajectories.c, tables.completions.c
+  trained = i.state == 'taken'
+  trained &= (i.index < ledger.head) | i.index.in_(ledger.taken)
+  connection.execute(
+    sa.update(tables.items).where(trained, ~i.pruned).values(pruned=True)
+  )
+  over = sa.select(i.index).where(i.pruned | (i.state == 'failed'))
+  done = t.superseded | (t.item < 0) | t.item.in_(over)
+  dropped = connection.execute(
+    sa.delete(tables.completions).where(
+      c.superseded | c.session.in_(sa.select(t.session).where(done))
+    )
+  )
+  first_old = sa.select(t.row).order_by(t.row.desc()).offset(keep_messages).limit(1)
+  connection.execute(
+    sa.update(tables.trajectories)
+    .where(done, t.row <= first_old.scalar_subquery(), t.messages.is_not(None))
+    .values(messages=None)
+  )
+  return dropped.rowcount
+
+
+def parts(values: list, size: int = 500) -> Iterator[list]:
+  """Slices small enough for a database's limit on bound parameters."""
+  return (values[i : i + size] for i in range(0, len(values), size))
+
+
+def _item(connection: sa.Connection, index: int, state: str, verb: str) -> sa.Row:
+  query = sa.select(tables.items).where(tables.items.c.index == index)
+  row = connection.execute(query).one_or_none()
+  if row is None or row.state != state:
+    is_ = 'was never submitted' if row is None else f'is {row.state}'
+    raise ValueError(f'{verb}: item {index} {is_}, not {state}')
+  return row
+
+
+def _set(connection: sa.Connection, indices: list[int], **values) -> None:
+  i = tables.items
+  for part in parts(indices):
+    connection.execute(sa.update(i).where(i.c.index.in_(part)).values(**values))

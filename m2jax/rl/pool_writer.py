@@ -1,0 +1,180 @@
+"""One thread that writes to the data pool for all others, many operations a commit.
+
+SQLite has one writer at a time; with one writing thread nobody waits for a lock, and a
+commit is shared by everything that arrived meanwhile. Operations are applied in the
+order in which they were put, so what a caller added before `call` is committed no later
+than the call. A row that the database refuses costs only itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import sqlalchemy as sa
+from absl import logging
+
+# Errors of the database itself, not of what was written: disk full, lost connection.
+_FATAL = (sa.exc.OperationalError, sa.exc.InternalError)
+
+
+class PoolBroken(RuntimeError):
+  """The database could not be written; nothing more is accepted. Fix it and restart."""
+
+
+class Writer:
+  """Inserts records in batches and runs calls one by one, all in one thread.
+
+  `put` returns at once; its record is durable after the next `call`. A call runs a
+  function on the writing connection, inside a savepoint, and returns its result once
+  the transaction is committed; what the function raises is raised to its caller.
+  """
+
+  def __init__(
+    self,
+    engine: sa.Engine,
+    insert: Callable[[sa.Connection, list[Any]], None],
+    *,
+    linger_s: float = 0.05,
+    max_queued: int = 4096,
+  ):
+    """Starts the thread.
+
+    Args:
+      engine: where to write, from `pool_tables.open_database`.
+      insert: inserts records that were put one after another, in that order, all or
+        none of them.
+      linger_s: how long records may wait for company when nobody calls.
+      max_queued: `put` blocks while this many operations wait.
+    """
+    self._engine = engine
+    self._insert = insert
+    self._linger_s = linger_s
+    self._max_queued = max_queued
+    self._changed = threading.Condition()
+    # A record to insert with None, or a function to call with its future.
+    self._queue: collections.deque[tuple[Any, futures.Future | None]] = (
+      collections.deque()
+    )
+    self._calls = 0  # of the queued operations, those that somebody waits for
+    self._closing = False
+    self._error: BaseException | None = None
+    self._rejected: list[str] = []
+    self._thread = threading.Thread(target=self._run, name='pool-writer', daemon=True)
+    self._thread.start()
+
+  def put(self, record: Any) -> None:
+    """Queues a record for insertion."""
+    self._append(record, None)
+
+  def call(self, function: Callable[[sa.Connection], Any]) -> Any:
+    """Runs `function(connection)` after what was put before; waits for the commit."""
+    future = futures.Future()
+    self._append(function, future)
+    return future.result()
+
+  def pop_rejected(self) -> list[str]:
+    """Descriptions of the records that the database refused since the last call."""
+    with self._changed:
+      rejected, self._rejected = self._rejected, []
+      return rejected
+
+  def close(self) -> None:
+    """Writes what is queued and ends the thread. Idempotent."""
+    with self._changed:
+      self._closing = True
+      self._changed.notify_all()
+    self._thread.join()
+
+  def _append(self, operation: Any, future: futures.Future | None) -> None:
+    with self._changed:
+      self._changed.wait_for(
+        lambda: len(self._queue) < self._max_queued or self._closing or self._error
+      )
+      if self._error:
+        raise PoolBroken(f'data pool: {self._error}') from self._error
+      if self._closing:
+        raise RuntimeError('data pool: used after close()')
+      self._queue.append((operation, future))
+      self._calls += future is not None
+      if future is not None or len(self._queue) in (1, self._max_queued):
+        self._changed.notify_all()
+
+  def _next_batch(self) -> list:
+    with self._changed:
+      self._changed.wait_for(lambda: self._queue or self._closing)
+      self._changed.wait_for(
+        lambda: self._calls or self._closing or len(self._queue) >= self._max_queued,
+        self._linger_s,
+      )
+      batch = list(self._queue)
+      self._queue.clear()
+      self._calls = 0
+      self._changed.notify_all()
+      return batch
+
+  def _run(self):
+    with self._engine.connect().execution_options(write=True) as connection:
+      while batch := self._next_batch():
+        try:
+          with connection.begin():
+            settled = self._apply(connection, batch)
+        except BaseException as error:  # the batch is lost: fail closed, loudly
+          logging.error('data pool: cannot write: %s', error)
+          with self._changed:
+            self._error = error
+            batch += self._queue
+            self._queue.clear()
+            self._changed.notify_all()
+          for _, future in batch:
+            if future is not None:
+              broken = PoolBroken(f'data pool: {error}')
+              broken.__cause__ = error
+              future.set_exception(broken)
+          return
+        for future, result, error in settled:
+          if error is None:
+            future.set_result(result)
+          else:
+            future.set_exception(error)
+
+  def _apply(self, connection: sa.Connection, batch: list) -> list[tuple]:
+    """Applies a batch; returns (future, result, error) of its calls."""
+    settled, waiting = [], []
+    for operation, future in batch:
+      if future is None:
+        waiting.append(operation)
+        continue
+      self._insert_all(connection, waiting)
+      waiting = []
+      try:
+        with connection.begin_nested():
+          settled.append((future, operation(connection), None))
+      except _FATAL:
+        raise
+      except Exception as error:
+        settled.append((future, None, error))
+    self._insert_all(connection, waiting)
+    return settled
+
+  def _insert_all(self, connection: sa.Connection, batch: list[Any]) -> None:
+    """Inserts records together or, where that fails, those that can be, one by one."""
+    if not batch:
+      return
+    try:
+      with connection.begin_nested():
+        self._insert(connection, batch)
+    except _FATAL:
+      raise
+    except Exception as error:
+      if len(batch) > 1:
+        for record in batch:
+          self._insert_all(connection, [record])
+        return
+      message = f'{batch[0]!r:.120}: {getattr(error, "orig", error)}'
+      logging.error('data pool: refused %s', message)
+      with self._changed:
+        self._rejected.append(message)

@@ -1,0 +1,292 @@
+"""Composite reward, reward-to-go and advantages of a rollout group.
+
+Forge's reward (facts/m2-and-forge.md §4.8, §4.10; DESIGN §6); a step t is a completion:
+
+  r_t = α · process_t + β · speed_t + perf_t        speed = h(T / T_baseline)
+  G_t = Σ_{τ ≥ t} γ^{τ−t} r_τ                       Â_t = G_t − B
+
+with h decreasing. The report discloses the form only. Not disclosed, and so our
+reading: α, β, γ, h, T_baseline, the size of the process terms; that speed and perf are
+paid at the last step; that speed is paid only on success; that B is the mean return of
+the group. The report's process term also names a penalty for mixing languages; it is
+not implemented here.
+
+A trajectory that broke for reasons of infrastructure is masked: no term in the loss, no
+part in B, and counted. It is never a reward of 0 (law 5).
+
+Axes: T turns (completions) of one trajectory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from m2jax.rl import records
+
+# h: decreasing, h(0) = 1, h(1) = 1/2.
+SPEEDS: dict[str, Callable[[float], float]] = {
+  'linear': lambda x: max(0.0, 1.0 - x / 2),  # 0 from twice the baseline on
+  'inverse': lambda x: 1.0 / (1.0 + x),
+  'exponential': lambda x: 2.0**-x,
+}
+BASELINES = ('mean', 'leave_one_out', 'none')
+SPEED_UNITS = ('wall', 'turns', 'tool_calls')
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+  """The undisclosed parts of the reward. All defaults are ours (module's docstring).
+
+  Attributes:
+    alpha: weight of the process reward.
+    beta: weight of the speed reward.
+    gamma: discount per turn, in [0, 1].
+    format_penalty: process reward of a turn whose status is not in `well_formed`; ≤ 0.
+    well_formed: parser statuses that are no format error.
+    thinking_bonus: process reward of a well-formed turn that thought before it acted
+      (its message has `reasoning_content`); ≥ 0. Given only where the chat has one
+      assistant message per completion, as an append-only agent's has.
+    speed: h, a key of `SPEEDS`.
+    speed_unit: what T counts: 'wall' seconds with tools, as in the report, 'turns', or
+      'tool_calls'.
+    speed_baseline: T_baseline in that unit; None is the mean over the group's
+      trajectories that ended for a real reason.
+    speed_on_success_only: pay speed only where success ≥ `success_threshold`.
+    success_threshold: in (0, 1].
+    baseline: B, 'mean' over the group, 'leave_one_out' (mean over the others), 'none'.
+    normalise: divide advantages by the standard deviation of the group's returns (M1's
+      GRPO form; M2's has none).
+  """
+
+  alpha: float = 0.1
+  beta: float = 0.0
+  gamma: float = 1.0
+  format_penalty: float = -1.0
+  well_formed: tuple[str, ...] = ('ok',)
+  thinking_bonus: float = 0.0
+  speed: str = 'linear'
+  speed_unit: str = 'wall'
+  speed_baseline: float | None = None
+  speed_on_success_only: bool = True
+  success_threshold: float = 1.0
+  baseline: str = 'mean'
+  normalise: bool = False
+
+  def __post_init__(self):
+    def check(ok: bool, field: str, want: str):
+      if not ok:
+        value = getattr(self, field)
+        raise ValueError(f'RewardConfig.{field}={value!r}: must be {want}')
+
+    check(0 <= self.gamma <= 1, 'gamma', 'in [0, 1]')
+    check(self.format_penalty <= 0, 'format_penalty', 'at most 0')
+    check(self.thinking_bonus >= 0, 'thinking_bonus', 'at least 0')
+    check(self.speed in SPEEDS, 'speed', f'one of {tuple(SPEEDS)}')
+    check(self.speed_unit in SPEED_UNITS, 'speed_unit', f'one of {SPEED_UNITS}')
+    positive = self.speed_baseline is None or self.speed_baseline > 0
+    check(positive, 'speed_baseline', 'positive, or None')
+    check(0 < self.success_threshold <= 1, 'success_threshold', 'in (0, 1]')
+    check(self.baseline in BASELINES, 'baseline', f'one of {BASELINES}')
+
+
+@dataclasses.dataclass(frozen=True)
+class TrajectoryReward:
+  """What a trajectory earned: one row of the report.
+
+  Attributes:
+    process, speed, perf: sums over its turns, before α and β, undiscounted.
+    total: G_0, the discounted return.
+    advantage: Â of its first trained turn; 0 where it has none.
+  """
+
+  process: float
+  speed: float
+  perf: float
+  total: float
+  advantage: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Credit:
+  """What one trajectory of a group contributes to the loss.
+
+  Attributes:
+    trajectory: as recorded.
+    completions: those to train on, in order of turn; empty when masked.
+    advantages: [len(completions)] float64, Â of every token of each completion.
+    reward: for reports; None when masked.
+  """
+
+  trajectory: records.Trajectory
+  completions: tuple[records.Completion, ...]
+  advantages: np.ndarray
+  reward: TrajectoryReward | None
+
+  @property
+  def masked(self) -> bool:
+    """Ended by infrastructure: in neither loss, normaliser nor baseline."""
+    return self.reward is None
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupCredit:
+  """The credits of one rollout group.
+
+  Attributes:
+    credits: one per trajectory, masked ones included.
+    dropped: why the group is not trained: 'masked' (no real end), 'zero_advantage', or
+      '' when it is.
+  """
+
+  credits: tuple[Credit, ...]
+  dropped: str
+
+
+def process_rewards(
+  trajectory: records.Trajectory,
+  completions: Sequence[records.Completion],
+  config: RewardConfig,
+) -> np.ndarray:
+  """Process reward of each turn, before α: [T] float64, in order of `completions`."""
+  well_formed = np.array([c.status in config.well_formed for c in completions], bool)
+  out = np.where(well_formed, 0.0, config.format_penalty)
+  if config.thinking_bonus:
+    said = [m for m in trajectory.messages if m.get('role') == 'assistant']
+    if len(said) == len(completions):
+      thought = [bool((m.get('reasoning_content') or '').strip()) for m in said]
+      out += config.thinking_bonus * (well_formed & np.array(thought, bool))
+  return out
+
+
+def speed(time: float, baseline: float, kind: str = 'linear') -> float:
+  """h(time / baseline): 1 at once, 1/2 at the baseline, decreasing; in [0, 1].
+
+  Without a baseline (0: nobody took any time) the ratio is 1.
+  """
+  return SPEEDS[kind](time / baseline if baseline > 0 else 1.0)
+
+
+def returns(rewards: np.ndarray, gamma: float) -> np.ndarray:
+  """Reward-to-go G_t = Σ_{τ ≥ t} γ^{τ−t} r_τ of [T] rewards."""
+  out = np.array(rewards, np.float64)
+  for t in range(len(out) - 2, -1, -1):
+    out[t] += gamma * out[t + 1]
+  return out
+
+
+def advantages(
+  group: Sequence[tuple[records.Trajectory, Sequence[records.Completion]]],
+  config: RewardConfig,
+  speed_baseline: float | None = None,
+) -> GroupCredit:
+  """Rewards and advantages of a group, as `DataPool.group` returns it.
+
+  Completions that were cancelled or are empty earn no credit and are not trained: the
+  agent never acted on them. A trajectory that ended for a real reason before its first
+  completion has no term, but its return is part of the baseline.
+
+  Args:
+    group: trajectories, each with its completions.
+    config: the reward.
+    speed_baseline: this task's T_baseline; None leaves it to the config.
+  """
+  real = [i for i, (t, _) in enumerate(group) if t.ended != 'infrastructure']
+  acted = [_acted(completions) for _, completions in group]
+  times = [_time(group[i][0], acted[i], config.speed_unit) for i in real]
+  if speed_baseline is None:
+    speed_baseline = config.speed_baseline or (np.mean(times) if times else 0.0)
+
+  parts, to_go, totals = {}, {}, []
+  for i, time in zip(real, times, strict=True):
+    trajectory, process = group[i][0], process_rewards(group[i][0], acted[i], config)
+    fast = 0.0
+    if (
+      trajectory.success >= config.success_threshold or not config.speed_on_success_only
+    ):
+      fast = speed(time, speed_baseline, config.speed)
+    last = config.beta * fast + trajectory.success
+    rewards = config.alpha * process
+    if len(rewards):
+      rewards[-1] += last
+    to_go[i] = returns(rewards, config.gamma)
+    totals.append(to_go[i][0] if len(rewards) else last)
+    parts[i] = (float(process.sum()), fast, trajectory.success)
+
+  totals = np.array(totals)
+  subtract, scale = _baseline(totals, config)
+  credits_, largest = [], 0.0
+  for i, (trajectory, _) in enumerate(group):
+    if i not in parts:
+      credits_.append(Credit(trajectory, (), np.zeros(0), None))
+      continue
+    k = real.index(i)
+    a = (to_go[i] - subtract[k]) / scale
+    largest = max(largest, float(np.abs(a).max(initial=0.0)))
+    first = float(a[0]) if len(a) else 0.0
+    reward = TrajectoryReward(*parts[i], total=float(totals[k]), advantage=first)
+    credits_.append(Credit(trajectory, acted[i], a, reward))
+  dropped = ''
+  if not real:
+    dropped = 'masked'
+  elif largest <= 1e-9 * max(1.0, float(np.abs(totals).max())):
+    dropped = 'zero_advantage'
+  return GroupCredit(tuple(credits_), dropped)
+
+
+def by_session(groups: Sequence[GroupCredit]) -> dict[str, TrajectoryReward]:
+  """Rewards of the trajectories that were judged, for `DataPool.set_rewards`."""
+  return {
+    c.trajectory.session: c.reward for g in groups for c in g.credits if not c.masked
+  }
+
+
+def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
+  """Metrics of a batch: means over judged trajectories, counts of what was left out.
+
+  Means are NaN when no trajectory was judged, which is not the same as 0.
+  """
+  judged = [c for g in groups for c in g.credits if not c.masked]
+
+  def mean(values):
+    return float(np.mean(values)) if len(values) else float('nan')
+
+  return {
+    'success': mean([c.trajectory.success for c in judged]),
+    'reward': mean([c.reward.total for c in judged]),
+    'reward_process': mean([c.reward.process for c in judged]),
+    'reward_speed': mean([c.reward.speed for c in judged]),
+    'wall_s': mean([c.trajectory.wall_s for c in judged]),
+    'turns': mean([len(c.completions) for c in judged]),
+    'groups': len(groups),
+    'groups_zero_advantage': sum(g.dropped == 'zero_advantage' for g in groups),
+    'groups_masked': sum(g.dropped == 'masked' for g in groups),
+    'trajectories': sum(len(g.credits) for g in groups),
+    'trajectories_masked': sum(c.masked for g in groups for c in g.credits),
+  }
+
+
+def _acted(completions: Sequence[records.Completion]) -> tuple[records.Completion, ...]:
+  chosen = (c for c in completions if c.finish_reason != 'cancelled' and c.response_ids)
+  return tuple(sorted(chosen, key=lambda c: c.turn))
+
+
+def _time(trajectory: records.Trajectory, acted: Sequence, unit: str) -> float:
+  if unit == 'wall':
+    return trajectory.wall_s
+  return float(len(acted) if unit == 'turns' else trajectory.tool_calls)
+
+
+def _baseline(totals: np.ndarray, config: RewardConfig) -> tuple[np.ndarray, float]:
+  """What to subtract from each trajectory's returns, and what to divide by."""
+  n = len(totals)
+  subtract = np.zeros(n)
+  if config.baseline == 'mean' and n:
+    subtract += totals.mean()
+  elif config.baseline == 'leave_one_out':
+    # Alone in its group a trajectory has nothing to be compared with: advantage 0.
+    subtract = (totals.sum() - totals) / (n - 1) if n > 1 else totals.copy()
+  scale = float(totals.std()) if config.normalise and n else 1.0
+  return subtract, scale if scale > 1e-9 else 1.0

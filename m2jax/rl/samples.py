@@ -1,0 +1,70 @@
+"""From judged rollout groups to the samples that are merged into a forest (laws 1, 2).
+
+One sample per completion: its recorded prompt and response ids, exactly as fed and as
+sampled (law 4). Every response token is a loss term with the sampling log-probability,
+the completion's advantage and the weight of the batch's normaliser; prompt tokens, so
+also what tools answered, have none. `forest.merge` then merges shared prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from m2jax import forest
+from m2jax.rl import cispo, rewards
+
+
+def from_groups(
+  groups: Sequence[rewards.GroupCredit], normaliser: str = 'prompt'
+) -> list[forest.Sample]:
+  """Samples of a batch: dropped groups and masked trajectories have no part in it.
+
+  Args:
+    groups: from `rewards.advantages`, one per taken work item.
+    normaliser: see `cispo.weights`.
+
+  Returns:
+    Samples in order of group, trajectory and turn; empty when nothing is left to train.
+  """
+  kept = [g for g in groups if not g.dropped]
+  lengths = [
+    [len(c.response_ids) for credit in g.credits for c in credit.completions]
+    for g in kept
+  ]
+  weights = cispo.weights(lengths, normaliser)
+  return [s for g, w in zip(kept, weights, strict=True) for s in from_group(g, w)]
+
+
+def from_group(
+  group: rewards.GroupCredit, weights: Sequence[float]
+) -> list[forest.Sample]:
+  """Samples of one group.
+
+  Args:
+    group: whose completions to turn into samples.
+    weights: one per completion of the group, in order of trajectory and turn, for each
+      of the completion's terms.
+
+  Raises:
+    ValueError: the number of weights is not the number of completions.
+  """
+  terms = [
+    (completion, advantage)
+    for credit in group.credits
+    for completion, advantage in zip(credit.completions, credit.advantages, strict=True)
+  ]
+  if len(weights) != len(terms):
+    raise ValueError(f'{len(weights)} weights for {len(terms)} completions')
+  return [
+    forest.Sample(
+      tokens=np.array(c.prompt_ids + c.response_ids, np.int32),
+      prompt_length=len(c.prompt_ids),
+      old_logprobs=np.array(c.logprobs, np.float32),
+      advantages=np.full(len(c.response_ids), advantage, np.float32),
+      weights=np.full(len(c.response_ids), weight, np.float32),
+      versions=np.array(c.versions, np.int32),
+    )
+    for (c, advantage), weight in zip(terms, weights, strict=True)
+  ]

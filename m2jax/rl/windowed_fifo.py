@@ -1,0 +1,370 @@
+"""Windowed FIFO: out-of-order consumption, bounded by a window at the oldest item.
+
+Forge's scheduler between rollouts and the learner (facts/m2-and-forge.md §4.5; DESIGN
+§6 fixes what the report leaves open). Items enter in submission order and end either
+taken or failed. With capacity N, window W and head = the oldest item that has not
+ended:
+
+  submit   raises `Full` while N items are live (submitted and not ended);
+  take     gives only completed items with index in [head, head + W − 1], lowest first;
+           completed items beyond are forbidden. Ended items keep their window position,
+           so the window moves only when the head itself ends.
+
+W = 1 is strict FIFO. `window=None` is greedy: any completed item may be taken; W = N is
+not greedy, since head + N stays blocked. Between the submission of an item and its
+taking at most N + W − 2 others are taken: N − 1 older live ones, and W − 1 younger
+ones.
+
+The queue is bookkeeping in memory; what must survive a crash is in `data_pool`, from
+which `restore` rebuilds it (law 5).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+class Full(RuntimeError):
+  """The capacity is used up: take or fail items before submitting more."""
+
+
+class NotPending(ValueError):
+  """The item has already completed or ended, or was never submitted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowState:
+  """The queue at one moment. Counts are items.
+
+  Attributes:
+    head: oldest index that has not ended; next_index when nothing is live.
+    next_index: index that the next submission gets.
+    capacity: N; window: W, or None when greedy.
+    pending: submitted, still running.
+    completed: finished and not taken: takeable + forbidden.
+    takeable: what an unlimited take would give now (taking moves the window).
+    in_window: completed items inside the window as it lies now.
+    forbidden: completed items beyond the window as it lies now.
+    remaining: window positions not yet used up by ended items, the "Remaining Window
+      Capacity" of the report's Fig. 5; None when greedy.
+    taken, failed: ended since the queue was made or restored.
+    head_age_s: seconds since the head was submitted; 0 when nothing is live.
+  """
+
+  head: int
+  next_index: int
+  capacity: int
+  window: int | None
+  pending: int
+  completed: int
+  takeable: int
+  in_window: int
+  forbidden: int
+  remaining: int | None
+  taken: int
+  failed: int
+  head_age_s: float
+
+
+def default_window(capacity: int) -> int:
+  """W = max(1, ⌊0.3 N⌋), the report's setting (facts/m2-and-forge.md §4.5)."""
+  return max(1, 3 * capacity // 10)
+
+
+class WindowedFifo:
+  """A thread-safe windowed FIFO queue. Semantics: the module's docstring."""
+
+  def __init__(
+    self,
+    capacity: int,
+    window: int | None | str = 'default',
+    *,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Makes an empty queue.
+
+    Args:
+      capacity: N, most items submitted and not ended; at least 1.
+      window: W, at least 1; None is greedy; 'default' is `default_window(capacity)`.
+      clock: seconds, for `head_age_s`.
+
+    Raises:
+      ValueError: capacity or window is out of range.
+    """
+    if capacity < 1:
+      raise ValueError(f'WindowedFifo: capacity={capacity}: must be at least 1')
+    if window == 'default':
+      window = default_window(capacity)
+    if window is not None and (not isinstance(window, int) or window < 1):
+      raise ValueError(
+        f'WindowedFifo: window={window!r}: must be an int ≥ 1, None (greedy) or '
+        "'default'"
+      )
+    self.capacity = capacity
+    self.window = window
+    self._clock = clock
+    self._changed = threading.Condition()
+    self._head = 0
+    self._next_index = 0
+    self._pending: dict[int, Any] = {}
+    self._completed: dict[int, Any] = {}
+    self._ready: list[int] = []  # heap of the completed indices
+    self._ended: set[int] = set()  # ended indices above the head
+    self._submitted_s: dict[int, float] = {}
+    self._taken = 0
+    self._failed = 0
+    self._closed = False
+    self.failures: collections.deque[tuple[int, str]] = collections.deque(maxlen=256)
+
+  def submit(self, item: Any = None) -> int:
+    """Accepts `item` for rollout and returns its index.
+
+    Raises:
+      Full: N items are live.
+      RuntimeError: the queue is closed.
+    """
+    with self._changed:
+      if self._closed:
+        raise RuntimeError('WindowedFifo: submit after close()')
+      if self._live() >= self.capacity:
+        raise Full(
+          f'WindowedFifo: {self._live()} items are live, capacity is {self.capacity}; '
+          f'the head is item {self._head}'
+        )
+      index = self._next_index
+      self._next_index += 1
+      self._pending[index] = item
+      self._submitted_s[index] = self._clock()
+      return index
+
+  def complete(self, index: int, result: Any = None) -> None:
+    """Marks a pending item as finished, with what `take` shall hand out for it.
+
+    Raises:
+      NotPending: the item is not pending, for example because it had timed out.
+    """
+    with self._changed:
+      self._check_pending(index)
+      del self._pending[index]
+      self._completed[index] = result
+      heapq.heappush(self._ready, index)
+      self._changed.notify_all()
+
+  def fail(self, index: int, reason: str) -> None:
+    """Ends a pending item without a result, so that the window can move past it.
+
+    The last 256 failures stay readable in `failures` as (index, reason).
+
+    Raises:
+      NotPending: the item is not pending.
+    """
+    with self._changed:
+      self._check_pending(index)
+      del self._pending[index]
+      self.failures.append((index, reason))
+      self._failed += 1
+      self._end(index)
+      self._changed.notify_all()
+
+  def take(self, n: int = 1) -> list[tuple[int, Any]]:
+    """Takes up to n allowed items, lowest index first; never blocks.
+
+    Equal to n times take(1): each taking may move the window for the next.
+
+    Returns:
+      (index, result) pairs in increasing order of index.
+    """
+    with self._changed:
+      out = []
+      while len(out) < n and self._ready and self._allowed(self._ready[0], self._head):
+        index = heapq.heappop(self._ready)
+        out.append((index, self._completed.pop(index)))
+        self._taken += 1
+        self._end(index)
+      if out:
+        self._changed.notify_all()
+      return out
+
+  def wait_for_take(
+    self, n: int, timeout_s: float | None = None
+  ) -> list[tuple[int, Any]]:
+    """Waits until n items may be taken, then takes them all at once.
+
+    With a capacity of (S + 1) · n rollouts go on meanwhile, about S steps off-policy;
+    with n = N they stand still until the learner has taken (facts/rl-systems.md §1).
+    Nothing is taken while it waits, so a caller that gives up holds nothing. Of a
+    closed queue it takes what is left as soon as nothing is pending, possibly fewer
+    than n.
+
+    Returns:
+      n pairs; an empty list after `timeout_s`; fewer at the end of a closed queue.
+
+    Raises:
+      ValueError: n exceeds the capacity, so that n items can never be live at once.
+    """
+    if not 1 <= n <= self.capacity:
+      raise ValueError(
+        f'wait_for_take: n={n}: must be between 1 and the capacity {self.capacity}'
+      )
+    with self._changed:
+      self._changed.wait_for(
+        lambda: self._takeable(n) == n or (self._closed and not self._pending),
+        timeout_s,
+      )
+      if self._takeable(n) < n and not (self._closed and not self._pending):
+        return []
+      return self.take(n)
+
+  def wait_for_room(self, timeout_s: float | None = None) -> bool:
+    """Waits until an item can be submitted; False after `timeout_s` or once closed."""
+    with self._changed:
+      self._changed.wait_for(
+        lambda: self._closed or self._live() < self.capacity, timeout_s
+      )
+      return not self._closed and self._live() < self.capacity
+
+  def close(self) -> None:
+    """Ends the stream: no more submissions; live items may still be taken."""
+    with self._changed:
+      self._closed = True
+      self._changed.notify_all()
+
+  def restore(
+    self,
+    head: int,
+    taken: Iterable[int],
+    next_index: int,
+    *,
+    completed: Mapping[int, Any] | None = None,
+    pending: Mapping[int, Any] | None = None,
+  ) -> None:
+    """Sets an unused queue to a saved state (law 5; `DataPool.refill` calls it).
+
+    Args:
+      head: oldest index that has not ended.
+      taken: ended indices (taken or failed) in (head, next_index); older ones may be
+        listed too and are ignored.
+      next_index: index that the next submission gets.
+      completed: results of finished items that were not taken.
+      pending: items that run again. Every other index in [head, next_index) is pending
+        with the item None.
+
+    Raises:
+      RuntimeError: the queue has been used.
+      ValueError: the sets overlap, leave their range or contradict `head`.
+    """
+    ended = {i for i in taken if i >= head}
+    completed = dict(completed or {})
+    items = dict(pending or {})
+    rest = set(range(head, next_index)) - ended - completed.keys()
+    listed = [*ended, *completed, *items]
+    if len(set(listed)) != len(listed):
+      raise ValueError('restore: taken, completed and pending overlap')
+    if any(not head <= i < next_index for i in listed):
+      raise ValueError(
+        f'restore: an index lies outside [head, next_index) = [{head}, {next_index})'
+      )
+    if head in ended or head < 0 or head > next_index:
+      raise ValueError(
+        f'restore: head={head} must be an item that has not ended, or next_index'
+      )
+    with self._changed:
+      if self._next_index:
+        raise RuntimeError('restore: only an unused queue can be restored')
+      now = self._clock()
+      self._head, self._next_index, self._ended = head, next_index, ended
+      self._pending = {i: items.get(i) for i in sorted(rest)}
+      self._completed = completed
+      self._ready = sorted(completed)
+      self._submitted_s = {i: now for i in (*self._pending, *completed)}
+      self._changed.notify_all()
+
+  @property
+  def head(self) -> int:
+    """Oldest index that has not ended; next_index when nothing is live."""
+    with self._changed:
+      return self._head
+
+  @property
+  def next_index(self) -> int:
+    """Index that the next submission gets."""
+    with self._changed:
+      return self._next_index
+
+  @property
+  def drained(self) -> bool:
+    """Closed, with nothing live: the stream has come to its end."""
+    with self._changed:
+      return self._closed and not self._live()
+
+  def pending(self) -> dict[int, Any]:
+    """Items that are still running, by index."""
+    with self._changed:
+      return dict(self._pending)
+
+  def state(self) -> WindowState:
+    """Counts for metrics and for the report's window plots."""
+    with self._changed:
+      in_window = sum(self._allowed(i, self._head) for i in self._ready)
+      remaining = None
+      if self.window is not None:
+        used = sum(i < self._head + self.window for i in self._ended)
+        remaining = self.window - used
+      submitted_s = self._submitted_s.get(self._head)
+      return WindowState(
+        head=self._head,
+        next_index=self._next_index,
+        capacity=self.capacity,
+        window=self.window,
+        pending=len(self._pending),
+        completed=len(self._completed),
+        takeable=self._takeable(len(self._ready)),
+        in_window=in_window,
+        forbidden=len(self._completed) - in_window,
+        remaining=remaining,
+        taken=self._taken,
+        failed=self._failed,
+        head_age_s=0.0 if submitted_s is None else self._clock() - submitted_s,
+      )
+
+  def _live(self) -> int:
+    return len(self._pending) + len(self._completed)
+
+  def _allowed(self, index: int, head: int) -> bool:
+    return self.window is None or index < head + self.window
+
+  def _takeable(self, limit: int) -> int:
+    """How many items `take(limit)` would give."""
+    head, ended, count = self._head, set(), 0
+    for index in sorted(self._ready):
+      if count == limit or not self._allowed(index, head):
+        break
+      count += 1
+      ended.add(index)
+      while head in ended or head in self._ended:
+        head += 1
+    return count
+
+  def _end(self, index: int) -> None:
+    del self._submitted_s[index]
+    self._ended.add(index)
+    while self._head in self._ended:
+      self._ended.remove(self._head)
+      self._head += 1
+
+  def _check_pending(self, index: int) -> None:
+    if index in self._pending:
+      return
+    if index in self._completed:
+      state = 'has already completed'
+    elif 0 <= index < self._next_index:
+      state = 'has already been taken or failed'
+    else:
+      state = f'was never submitted (next index is {self._next_index})'
+    raise NotPending(f'WindowedFifo: item {index} {state}')

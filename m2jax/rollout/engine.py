@@ -1,0 +1,511 @@
+"""The rollout engine: decoding over slots, in the shape of JetStream's Engine API 0.2.2.
+
+Two layers over the same pure functions (facts/jax-anchors.md §3.2):
+
+- JetStream's calls, `prefill`, `insert`, `generate`, one request or one step at a time, so
+  that a JetStream driver can host the engine (`rollout.jetstream` adapts the types).
+- What our scheduler uses: `prefill_rows` (a chunk of several prompts at once, in place),
+  `copy_rows` (a shared prefix), `admit` (a slot starts decoding), `generate_many` (several
+  steps in one call; stop tokens, lengths and early end on the device).
+
+Prefill only fills the cache: it consumes a prompt but its last token, which the first
+decode step consumes. So every sampled token comes out of one code path, and a slot's
+prefix can be reused without logits. Position p of a slot is written before it is visible;
+whatever lies at or beyond a slot's length is garbage that nobody sees.
+
+All shapes come from the buckets in EngineConfig: after `warmup` nothing compiles.
+
+Axes: S slots, P rows of a call (a bucket; rows beyond num_rows are padding), C chunk
+tokens, N decode steps of a call, M stop ids, V vocabulary, D model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from m2jax import model
+from m2jax.config import ModelConfig
+from m2jax.rollout import cache_rows
+from m2jax.rollout import sampling
+from m2jax.rollout.engine_config import EngineConfig
+
+RUNNING, STOP, LENGTH = 0, 1, 2  # values of Sampled.ended
+
+
+def _pytree(*meta: str):
+  def register(cls):
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    fields = [f.name for f in dataclasses.fields(cls)]
+    data = [f for f in fields if f not in meta]
+    jax.tree_util.register_dataclass(cls, data, list(meta))
+    return cls
+
+  return register
+
+
+@_pytree()
+class Slots:
+  """Decoding state of S slots (or of P rows), each field [S] unless named.
+
+  Attributes:
+    length: int32, K/V entries held: the sequence without its last token.
+    token: int32, the last token, not yet consumed.
+    remaining: int32, response tokens still allowed; 0 is a slot that does not decode.
+    sampled: int32, response tokens so far, the index into the slot's random stream.
+    confident: int32, consecutive last tokens whose probability was near 1.
+    seed: [S, 2] uint32, the random stream.
+    temperature, top_p: float32. top_k: int32. See SamplingParams.
+    stop_ids: [S, M] int32, padded with -1.
+  """
+
+  length: jax.Array
+  token: jax.Array
+  remaining: jax.Array
+  sampled: jax.Array
+  confident: jax.Array
+  seed: jax.Array
+  temperature: jax.Array
+  top_p: jax.Array
+  top_k: jax.Array
+  stop_ids: jax.Array
+
+
+def make_slots(rows: int, max_stop_ids: int) -> Slots:
+  """Host-side (numpy) Slots that do not decode, to be filled in and admitted."""
+  ints = {
+    f: np.zeros(rows, np.int32)
+    for f in ('length', 'token', 'remaining', 'sampled', 'confident', 'top_k')
+  }
+  return Slots(
+    **ints,
+    seed=np.zeros((rows, 2), np.uint32),
+    temperature=np.ones(rows, np.float32),
+    top_p=np.ones(rows, np.float32),
+    stop_ids=np.full((rows, max_stop_ids), -1, np.int32),
+  )
+
+
+@_pytree()
+class DecodeState:
+  """The cache of all slots and where each of them is. Donated by every call."""
+
+  cache: Any
+  slots: Slots
+
+
+@_pytree()
+class Prefix:
+  """A prefilled sequence: one-slot cache of full context, entries held, last token."""
+
+  cache: Any
+  length: jax.Array
+  token: jax.Array
+
+
+@_pytree()
+class Sampled:
+  """What `generate_many` drew; `counts[p]` leading entries of row p are valid.
+
+  Attributes:
+    tokens: [P, N] int32.
+    logprobs: [P, N] float32, of the distribution drawn from (greedy: temperature 1).
+    counts: [P] int32.
+    ended: [P] int32: RUNNING, STOP (a stop id) or LENGTH (max tokens, context, or the
+      run of confident tokens).
+  """
+
+  tokens: jax.Array
+  logprobs: jax.Array
+  counts: jax.Array
+  ended: jax.Array
+
+
+@_pytree('tokens_idx', 'valid_idx', 'length_idx', 'samples_per_slot')
+class ResultTokens:
+  """JetStream's ResultTokens, with the log-probabilities that it lacks.
+
+  `data` [S, 3] int32 holds the columns token, valid, length; `log_prob` is [S, 1].
+  """
+
+  data: jax.Array
+  log_prob: jax.Array
+  tokens_idx: tuple[int, int] = (0, 1)
+  valid_idx: tuple[int, int] = (1, 2)
+  length_idx: tuple[int, int] = (2, 3)
+  samples_per_slot: int = 1
+
+  def copy_to_host_async(self) -> None:
+    for x in (self.data, self.log_prob):
+      if not isinstance(x, np.ndarray):
+        x.copy_to_host_async()
+
+  def convert_to_numpy(self) -> ResultTokens:
+    return dataclasses.replace(
+      self, data=np.array(self.data), log_prob=np.array(self.log_prob)
+    )
+
+  def get_result_at_slot(self, slot: int) -> SlotData:
+    row = self.data[slot : slot + 1]
+    return SlotData(
+      tokens=row[:, slice(*self.tokens_idx)],
+      valid=row[:, slice(*self.valid_idx)],
+      lengths=row[:, self.length_idx[0]],
+      log_prob=self.log_prob[slot : slot + 1],
+    )
+
+
+@_pytree()
+class SlotData:
+  """One slot's part of ResultTokens: [1, 1] each, lengths [1]."""
+
+  tokens: jax.Array
+  valid: jax.Array
+  lengths: jax.Array
+  log_prob: jax.Array
+
+
+class Engine:
+  """Prefill, insert and generate for one model; holds no state but compiled functions.
+
+  Weights are an argument of every call (`variables` of `model.M2(cfg)`), so they may
+  change between any two calls; the state is an argument too and is donated.
+  """
+
+  def __init__(
+    self,
+    cfg: ModelConfig,
+    config: EngineConfig,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+  ):
+    if config.context_tokens > cfg.max_positions:
+      raise ValueError(
+        f'EngineConfig.context_tokens={config.context_tokens} exceeds '
+        f'ModelConfig.max_positions={cfg.max_positions}'
+      )
+    self.cfg = cfg
+    self.config = config
+    self._m2 = model.M2(cfg)
+    self._mesh = mesh or jax.sharding.Mesh(np.array(jax.devices()[:1]), ('data',))
+    self._replicated = jax.sharding.NamedSharding(
+      self._mesh, jax.sharding.PartitionSpec()
+    )
+    self._axes = cache_rows.axes(self._init_cache)
+    jit = functools.partial(jax.jit, donate_argnames='state')
+    context = functools.partial(jit, static_argnames='context')
+    self.prefill_rows = context(self._prefill_rows)
+    self.copy_rows = context(self._copy_rows)
+    self.generate_many = context(self._generate_many)
+    self.admit = jit(self._admit)
+    self._jit_generate = jit(self._generate_one)
+    self._jit_insert = jit(self._insert)
+    self._jit_prefill = jax.jit(self._prefill)
+
+  def _init_cache(self, slots: int, context_tokens: int):
+    return model.init_cache(self.cfg, slots, context_tokens, self.config.cache_dtype)
+
+  # --- What the scheduler calls. Pure; each is jitted above with `state` donated.
+
+  def _prefill_rows(
+    self, params, state: DecodeState, rows, num_rows, tokens, starts, *, context: int
+  ) -> DecodeState:
+    """Consumes a chunk of each row: writes its K/V at starts … starts + C - 1.
+
+    Args:
+      rows: [P] int32 slots, distinct in the first num_rows. num_rows: int32.
+      tokens: [P, C] int32. Padding at a row's tail writes garbage, which must lie at or
+        beyond the slot's length.
+      starts: [P] int32, at most context - C.
+      context: static; the cache positions read, at least max(starts) + C.
+    """
+    work = cache_rows.gather(state.cache, self._axes, rows, num_rows, context)
+    _, work = model.extend(self._m2, params, tokens, starts, work)
+    cache = cache_rows.write_back(
+      state.cache, self._axes, work, rows, num_rows, starts, tokens.shape[1]
+    )
+    return dataclasses.replace(state, cache=cache)
+
+  def _copy_rows(
+    self, state: DecodeState, sources, targets, num_rows, *, context: int
+  ) -> DecodeState:
+    """Copies the first `context` cache positions of slots sources [S] to targets [S]."""
+    cache = cache_rows.copy(
+      state.cache, self._axes, sources, targets, num_rows, context
+    )
+    return dataclasses.replace(state, cache=cache)
+
+  def _admit(self, state: DecodeState, rows, num_rows, slots: Slots) -> DecodeState:
+    """Sets the decoding state of slots `rows` [S]; their cache must hold the prefix."""
+    return dataclasses.replace(
+      state, slots=_scatter(state.slots, slots, rows, num_rows)
+    )
+
+  def _generate_many(
+    self, params, state: DecodeState, rows, num_rows, steps, *, context: int
+  ) -> tuple[DecodeState, Sampled]:
+    """Up to `steps` decode steps of slots `rows`; ends early when none of them runs.
+
+    Args:
+      rows: [P] int32 slots, distinct in the first num_rows. num_rows: int32.
+      steps: int32, at most config.max_steps.
+      context: static; cache positions read: at least max(length) + steps, or all.
+    """
+    P, N = rows.shape[0], self.config.max_steps
+    slots = jax.tree.map(lambda x: x[rows], state.slots)
+    live = jnp.arange(P) < num_rows
+    slots = dataclasses.replace(
+      slots,
+      remaining=jnp.where(live, slots.remaining, 0),
+      length=jnp.where(live, slots.length, 0),
+    )
+    starts = slots.length
+    work = cache_rows.gather(state.cache, self._axes, rows, num_rows, context)
+    sampled = Sampled(
+      tokens=jnp.zeros((P, N), jnp.int32),
+      logprobs=jnp.zeros((P, N), jnp.float32),
+      counts=jnp.zeros(P, jnp.int32),
+      ended=jnp.zeros(P, jnp.int32),
+    )
+
+    def unfinished(carry):
+      step, _, slots, _ = carry
+      return (step < steps) & jnp.any(slots.remaining > 0)
+
+    def one(carry):
+      step, work, slots, sampled = carry
+      work, slots, token, logprob, running, ended = self._step(params, work, slots)
+      sampled = Sampled(
+        tokens=lax.dynamic_update_slice(sampled.tokens, token[:, None], (0, step)),
+        logprobs=lax.dynamic_update_slice(
+          sampled.logprobs, logprob[:, None].astype(jnp.float32), (0, step)
+        ),
+        counts=sampled.counts + running,
+        ended=jnp.where(running, ended, sampled.ended),
+      )
+      return step + 1, work, slots, sampled
+
+    _, work, slots, sampled = lax.while_loop(
+      unfinished, one, (jnp.int32(0), work, slots, sampled)
+    )
+    cache = cache_rows.write_back(
+      state.cache, self._axes, work, rows, num_rows, starts, N
+    )
+    return DecodeState(cache, _scatter(state.slots, slots, rows, num_rows)), sampled
+
+  def _step(self, params, work, slots: Slots):
+    """Consumes each row's token and draws its next; rows at rest stay as they are."""
+    hidden, work = model.extend(
+      self._m2, params, slots.token[:, None], slots.length, work
+    )
+    logits = model.head(self._m2, params, hidden[:, 0])
+    token, logprob = sampling.sample(
+      logits,
+      slots.seed,
+      slots.sampled,
+      slots.temperature,
+      slots.top_k,
+      slots.top_p,
+    )
+    running = slots.remaining > 0
+    count = running.astype(jnp.int32)
+    near_one = logprob > np.log(self.config.confident_probability)
+    confident = jnp.where(near_one, slots.confident + 1, 0)
+    stopped = jnp.any(token[:, None] == slots.stop_ids, axis=1)
+    remaining = slots.remaining - 1
+    exhausted = (remaining <= 0) | (confident >= self.config.confident_tokens)
+    ended = jnp.where(stopped, STOP, jnp.where(exhausted, LENGTH, RUNNING))
+    slots = dataclasses.replace(
+      slots,
+      length=slots.length + count,
+      token=jnp.where(running, token, slots.token),
+      remaining=jnp.where(running & (ended == RUNNING), remaining, 0),
+      sampled=slots.sampled + count,
+      confident=jnp.where(running, confident, slots.confident),
+    )
+    return work, slots, token, logprob, count, ended.astype(jnp.int32)
+
+  # --- JetStream's Engine API, 0.2.2.
+
+  def prefill(self, params, *, existing_prefix=None, padded_tokens, true_length):
+    """K/V of a prompt, or of what follows an existing prefix (which stays valid).
+
+    Args:
+      padded_tokens: [n] int32, n at most max_prefill_length for no recompilation.
+      true_length: tokens that are not padding, at least 1.
+    """
+    if existing_prefix is None:
+      cache = self._init_cache(1, self.config.context_tokens)
+      existing_prefix = Prefix(cache, jnp.int32(-1), jnp.int32(0))
+    tokens = jnp.asarray(padded_tokens, jnp.int32)
+    return self._jit_prefill(params, existing_prefix, tokens, jnp.int32(true_length))
+
+  def _prefill(self, params, prefix: Prefix, tokens, true_length) -> Prefix:
+    # The existing prefix's last token is not consumed yet: it leads the chunk. With no
+    # prefix (length -1) the chunk is the tokens alone, from position 0.
+    fresh = prefix.length < 0
+    lead = jnp.where(fresh, jnp.roll(tokens, -1), tokens)
+    first = jnp.where(fresh, tokens[0], prefix.token)
+    chunk = jnp.concatenate([first[None], lead])
+    start = jnp.maximum(prefix.length, 0)
+    context = self.config.context_tokens
+
+    def widen(axis, x):
+      pad = [(0, 0)] * x.ndim
+      pad[axis.context] = (0, chunk.shape[0])
+      return jnp.pad(x, pad)
+
+    # Padding may pass the end of the context: extend into a wider copy, then cut.
+    work = jax.tree.map(widen, self._axes, prefix.cache)
+    _, work = model.extend(self._m2, params, chunk[None], start[None], work)
+    cut = lambda axis, x: lax.slice_in_dim(x, 0, context, axis=axis.context)
+    return Prefix(
+      cache=jax.tree.map(cut, self._axes, work),
+      length=prefix.length + true_length,
+      token=tokens[true_length - 1],
+    )
+
+  def insert(
+    self, prefix: Prefix, decode_state: DecodeState, slot: int, *, slots=None
+  ) -> DecodeState:
+    """Puts a prefix in a slot, which then decodes until its context is full.
+
+    Args:
+      slots: sampling of the request as Slots of one row (see make_slots); its length and
+        token come from the prefix, a remaining of 0 means what the context allows. The
+        default is temperature 1, no stop ids, a stream seeded by the slot.
+    """
+    if slots is None:
+      slots = make_slots(1, self.config.max_stop_ids)
+      slots.seed[0] = (0, slot)
+    return self._jit_insert(prefix, decode_state, jnp.int32(slot), slots)
+
+  def _insert(self, prefix: Prefix, state: DecodeState, slot, slots: Slots):
+    room = self.config.context_tokens - 1 - prefix.length
+    limit = jnp.where(slots.remaining > 0, slots.remaining, room)
+    slots = dataclasses.replace(
+      slots,
+      length=prefix.length[None],
+      token=prefix.token[None],
+      remaining=jnp.clip(limit, 0, room),
+    )
+    rows, one = slot[None], jnp.int32(1)
+    cache = cache_rows.write_back(
+      state.cache,
+      self._axes,
+      prefix.cache,
+      rows,
+      one,
+      jnp.zeros(1, jnp.int32),
+      self.config.context_tokens,
+    )
+    return DecodeState(cache, _scatter(state.slots, slots, rows, one))
+
+  def generate(
+    self, params, decode_state: DecodeState
+  ) -> tuple[DecodeState, ResultTokens]:
+    """One step of every slot. A slot that does not decode has valid = 0."""
+    return self._jit_generate(params, decode_state)
+
+  def _generate_one(self, params, state: DecodeState):
+    # In place: a slot that does not decode writes at its own length, where nobody looks.
+    cache, slots, token, logprob, count, _ = self._step(
+      params, state.cache, state.slots
+    )
+    result = ResultTokens(
+      jnp.stack([token, count, slots.sampled], axis=1), logprob[:, None]
+    )
+    return DecodeState(cache, slots), result
+
+  def init_decode_state(self) -> DecodeState:
+    """All slots empty."""
+    config = self.config
+    slots = make_slots(config.slots, config.max_stop_ids)
+    cache = self._init_cache(config.slots, config.context_tokens)
+    return jax.device_put(DecodeState(cache, slots), self._replicated)
+
+  def load_params(self, params):
+    """Places weights on the mesh; those already laid out on it stay as they are.
+
+    Placement is part of what a compiled program was compiled for: every set of weights
+    must pass through here, or the first call with it compiles anew.
+    """
+
+    def place(x):
+      sharding = getattr(x, 'sharding', None)
+      on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
+      if on_mesh and sharding.mesh == self._mesh:
+        return x
+      return jax.device_put(x, self._replicated)
+
+    return jax.tree.map(place, params)
+
+  def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
+    return self._replicated
+
+  @property
+  def max_concurrent_decodes(self) -> int:
+    return self.config.slots
+
+  @property
+  def samples_per_slot(self) -> int:
+    return 1
+
+  @property
+  def max_prefill_length(self) -> int:
+    """Longest prompt of one `prefill`: a power of two, as JetStream's buckets are."""
+    return 1 << (self.config.context_tokens.bit_length() - 1)
+
+  @property
+  def mesh(self) -> jax.sharding.Mesh:
+    return self._mesh
+
+  @property
+  def colocated_cpus(self) -> None:
+    return None
+
+  # --- Compilation.
+
+  def warmup(self, params, state: DecodeState) -> DecodeState:
+    """Compiles every shape the scheduler uses; returns the state, unchanged in effect.
+
+    Padding rows only: nothing of the state that anyone reads is touched.
+    """
+    config, none = self.config, np.int32(0)
+    rows = lambda n: np.zeros(n, np.int32)
+    for context in config.contexts:
+      state = self.copy_rows(
+        state, rows(config.slots), rows(config.slots), none, context=context
+      )
+      for n in config.decode_rows:
+        state, _ = self.generate_many(
+          params, state, rows(n), none, none, context=context
+        )
+      for n, chunk in config.prefill_shapes:
+        if chunk <= context:
+          tokens = np.zeros((n, chunk), np.int32)
+          state = self.prefill_rows(
+            params, state, rows(n), none, tokens, rows(n), context=context
+          )
+    empty = make_slots(config.slots, config.max_stop_ids)
+    state = self.admit(state, rows(config.slots), none, empty)
+    return jax.block_until_ready(state)
+
+  def compilations(self) -> int:
+    """Programs compiled so far for the scheduler's calls."""
+    calls = (self.prefill_rows, self.copy_rows, self.generate_many, self.admit)
+    return sum(call._cache_size() for call in calls)
+
+
+def _scatter(into: Slots, rows_of: Slots, rows, num_rows) -> Slots:
+  """Writes rows_of's first num_rows entries to `rows` of `into`."""
+  size = into.length.shape[0]
+  target = jnp.where(jnp.arange(rows.shape[0]) < num_rows, rows, size)
+  return jax.tree.map(lambda x, y: x.at[target].set(y, mode='drop'), into, rows_of)

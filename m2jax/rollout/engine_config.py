@@ -1,0 +1,90 @@
+"""The engine's sizes: slots, context and the shape buckets that bound compilation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+  """Sizes of one engine. Buckets left empty are derived; all are sorted tuples.
+
+  Attributes:
+    slots: S, sequences held at once, decoding or parked.
+    context_tokens: prompt and response together, per slot.
+    max_steps: N, most decode steps in one call; the host wakes once per call.
+    decode_rows: batch sizes of a decode call; the last must be `slots`.
+    prefill_shapes: (rows, chunk tokens) of a prefill call; a chunk of one row must be
+      among them, and no chunk may exceed context_tokens.
+    contexts: cache positions read by a call; the last must be context_tokens.
+    max_stop_ids: M, most stop ids of a request.
+    confident_probability, confident_tokens: a generation ends ('length') after this
+      many consecutive tokens above this probability (report's stability rule, DESIGN §6).
+    cache_dtype: of the K/V cache; None is the model's activation dtype.
+  """
+
+  slots: int = 64
+  context_tokens: int = 384
+  max_steps: int = 8
+  decode_rows: tuple[int, ...] = ()
+  prefill_shapes: tuple[tuple[int, int], ...] = ()
+  contexts: tuple[int, ...] = ()
+  max_stop_ids: int = 8
+  confident_probability: float = 0.99
+  confident_tokens: int = 3000
+  cache_dtype: str | None = None
+
+  def __post_init__(self):
+    def check(ok: bool, field: str, want: str):
+      if not ok:
+        raise ValueError(f'EngineConfig.{field}={getattr(self, field)!r}: must be {want}')
+
+    for field in ('slots', 'max_steps', 'max_stop_ids', 'confident_tokens'):
+      check(getattr(self, field) > 0, field, 'positive')
+    check(self.context_tokens > 1, 'context_tokens', 'at least 2')
+    check(0 < self.confident_probability < 1, 'confident_probability', 'in (0, 1)')
+    derived = {
+      'decode_rows': _decode_rows(self.slots),
+      'prefill_shapes': _prefill_shapes(self.slots, self.context_tokens),
+      'contexts': _contexts(self.context_tokens),
+    }
+    for field, value in derived.items():
+      object.__setattr__(self, field, tuple(sorted(getattr(self, field) or value)))
+    check(
+      self.decode_rows[0] > 0 and self.decode_rows[-1] == self.slots,
+      'decode_rows',
+      f'positive, the largest slots={self.slots}',
+    )
+    check(
+      self.contexts[0] > 0 and self.contexts[-1] == self.context_tokens,
+      'contexts',
+      f'positive, the largest context_tokens={self.context_tokens}',
+    )
+    check(
+      any(rows == 1 for rows, _ in self.prefill_shapes)
+      and all(
+        0 < rows <= self.slots and 0 < chunk <= self.context_tokens
+        for rows, chunk in self.prefill_shapes
+      ),
+      'prefill_shapes',
+      f'(rows, chunk) pairs with rows in [1, slots={self.slots}], a 1 among them, and '
+      f'chunks in [1, context_tokens={self.context_tokens}]',
+    )
+
+
+def _decode_rows(slots: int) -> tuple[int, ...]:
+  return tuple({max(1, slots // 8), max(1, slots // 2), slots})
+
+
+def _prefill_shapes(slots: int, context_tokens: int) -> tuple[tuple[int, int], ...]:
+  rows = {1, min(4, slots), min(16, slots)}
+  chunks = {min(c, context_tokens) for c in (16, 64, 256)}
+  # A call of 1,024 tokens already fills the machine; larger ones only add latency.
+  return tuple((r, c) for r in rows for c in chunks if r * c <= 1024 or r == 1)
+
+
+def _contexts(context_tokens: int) -> tuple[int, ...]:
+  powers = [128]
+  while powers[-1] < context_tokens:
+    powers.append(powers[-1] * 2)
+  return tuple({min(p, context_tokens) for p in powers})

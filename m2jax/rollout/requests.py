@@ -1,0 +1,65 @@
+"""Checks a request before it is queued: every field, with an error that names it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from m2jax.rollout.api import GenerateRequest
+from m2jax.rollout.api import PromptTooLong
+
+MIN_TEMPERATURE = 1e-6  # below it, other than 0, float32 has no room
+
+
+def check(
+  request: GenerateRequest, *, vocab_size: int, context_tokens: int, max_stop_ids: int
+) -> np.ndarray:
+  """Returns the prompt as int32 [n].
+
+  Raises:
+    PromptTooLong: the prompt leaves no room for a response of one token.
+    ValueError: a field is out of range or of the wrong type.
+  """
+
+  def ids(values, field: str) -> np.ndarray:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in 'iu'):
+      raise ValueError(f'{field}: must be a sequence of token ids')
+    if array.size and not (array.min() >= 0 and array.max() < vocab_size):
+      raise ValueError(f'{field}: token ids must be in [0, {vocab_size})')
+    return array.astype(np.int32)
+
+  def need(ok: bool, field: str, want: str):
+    if not ok:
+      value = getattr(sampling, field)
+      raise ValueError(f'sampling.{field}={value!r}: must be {want}')
+
+  sampling = request.sampling
+  prompt = ids(request.prompt_ids, 'prompt_ids')
+  if not prompt.size:
+    raise ValueError('prompt_ids: must not be empty')
+  if prompt.size >= context_tokens:
+    raise PromptTooLong(
+      f'prompt_ids: {prompt.size} tokens leave no room for a response in a context of '
+      f'{context_tokens} tokens'
+    )
+  need(_is_int(sampling.max_tokens, 1), 'max_tokens', 'an integer, at least 1')
+  temperature = sampling.temperature
+  need(
+    temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf,
+    'temperature',
+    f'0 (greedy) or at least {MIN_TEMPERATURE}',
+  )
+  need(0 < sampling.top_p <= 1, 'top_p', 'in (0, 1]')
+  need(_is_int(sampling.top_k, 0), 'top_k', 'an integer, at least 0')
+  need(sampling.seed is None or _is_int(sampling.seed), 'seed', 'an integer or None')
+  stop_ids = ids(sampling.stop_ids, 'sampling.stop_ids')
+  need(stop_ids.size <= max_stop_ids, 'stop_ids', f'at most {max_stop_ids} token ids')
+  return prompt
+
+
+def _is_int(value, least: int | None = None) -> bool:
+  if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    return False
+  return least is None or value >= least

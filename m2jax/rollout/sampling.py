@@ -1,0 +1,120 @@
+"""On-device sampling: one token and its log-probability per row, parameters per row.
+
+Temperature, then top-k, then top-p; the log-probability is that of the distribution
+really drawn from, in fp32 or wider (DESIGN laws 4 and 8). Rows with temperature 0 take the
+most likely token and report its temperature-1 log-probability.
+
+Draws invert the cumulative distribution in two levels: first a block of the vocabulary,
+then a token in it. That needs two uniforms per row, where Gumbel noise needs V hashes
+(on CPU more work than the softmax), and sums over sqrt(V) terms, which fp32 can do.
+A row's draw depends on its own key and logits only, never on its neighbours.
+
+Axes: B rows, V vocabulary, N blocks of M tokens, N·M >= V.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+
+def sample(
+  logits: jax.Array,
+  seeds: jax.Array,
+  counters: jax.Array,
+  temperature: jax.Array,
+  top_k: jax.Array,
+  top_p: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Draws one token per row.
+
+  Args:
+    logits: [B, V] float32 or wider.
+    seeds: [B, 2] uint32, a row's random stream.
+    counters: [B] int32, the draw's index in that stream.
+    temperature: [B] float32; 0 is greedy.
+    top_k: [B] int32; 0 is off.
+    top_p: [B] float32 in (0, 1]; 1 is off.
+
+  Returns:
+    tokens [B] int32 and logprobs [B] of logits' dtype.
+  """
+  greedy = temperature <= 0
+  # Peak first: a small temperature must not overflow.
+  scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+  scaled = scaled / jnp.where(greedy, 1.0, temperature)[:, None].astype(logits.dtype)
+  truncated = ~greedy & ((top_k > 0) | (top_p < 1))
+  # A sort costs more than all else here: only when some row asks for it.
+  scaled = lax.cond(
+    jnp.any(truncated),
+    lambda x: jnp.where(truncated[:, None], truncate(x, top_k, top_p), x),
+    lambda x: x,
+    scaled,
+  )
+  mass = jnp.exp(scaled)
+  drawn = draw(mass, jax.vmap(_uniform_pair)(seeds, counters))
+  tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+  chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
+  return tokens, chosen - jnp.log(jnp.sum(mass, axis=-1))
+
+
+def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+  """Sets tokens outside top-k, then outside the nucleus, to -inf.
+
+  The nucleus is the smallest set of most likely tokens, among the top k renormalised,
+  whose mass reaches top_p; it always has one token. Equal logits rank by token id.
+
+  Args:
+    logits: [B, V], temperature applied. top_k: [B] int32, 0 is off. top_p: [B].
+  """
+  size = logits.shape[-1]
+  order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+  ranked = jnp.take_along_axis(logits, order, axis=-1)
+  limit = jnp.where(top_k > 0, top_k, size)[:, None]
+  ranked = jnp.where(jnp.arange(size) < limit, ranked, -jnp.inf)
+  probability = jax.nn.softmax(ranked, axis=-1)
+  before = jnp.cumsum(probability, axis=-1) - probability
+  # top_p = 1 keeps all: rounding in the sum must not cut the tail.
+  inside = (before < top_p[:, None]) | (top_p >= 1)[:, None]
+  inside = inside.at[:, 0].set(True)
+  ranked = jnp.where(inside, ranked, -jnp.inf)
+  rank = jnp.argsort(order, axis=-1)
+  return jnp.take_along_axis(ranked, rank, axis=-1)
+
+
+def draw(mass: jax.Array, uniforms: jax.Array) -> jax.Array:
+  """Draws an index in proportion to its mass; never one whose mass is 0.
+
+  Args:
+    mass: [B, V] non-negative, not normalised, some positive.
+    uniforms: [B, 2] in [0, 1).
+
+  Returns:
+    [B] int32.
+  """
+  size = mass.shape[-1]
+  width = math.isqrt(size - 1) + 1
+  blocks = -(-size // width)
+  mass = jnp.pad(mass, ((0, 0), (0, blocks * width - size)))
+  mass = mass.reshape(-1, blocks, width)
+  block = _invert(jnp.sum(mass, axis=-1), uniforms[:, 0])
+  within = jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0]
+  return block * width + _invert(within, uniforms[:, 1])
+
+
+def _invert(mass: jax.Array, uniform: jax.Array) -> jax.Array:
+  """First index with positive mass whose cumulative mass exceeds uniform · total."""
+  positive = mass > 0
+  # Parallel prefix sums need not be monotone to the last bit: both the total and the
+  # index come from entries with mass, so that rounding cannot pick one without.
+  upto = jnp.where(positive, jnp.cumsum(mass, axis=-1), 0)
+  threshold = uniform.astype(mass.dtype) * jnp.max(upto, axis=-1)
+  return jnp.argmax(upto > threshold[:, None], axis=-1).astype(jnp.int32)
+
+
+def _uniform_pair(seed: jax.Array, counter: jax.Array) -> jax.Array:
+  key = jax.random.wrap_key_data(seed, impl='threefry2x32')
+  return jax.random.uniform(jax.random.fold_in(key, counter), (2,))

@@ -1,0 +1,13 @@
+"""Where untrusted commands run (DESIGN §6): bubblewrap, or a weaker mode by name."""
+
+from m2jax.sandbox.api import Capabilities as Capabilities
+from m2jax.sandbox.api import ExecResult as ExecResult
+from m2jax.sandbox.api import Host as Host
+from m2jax.sandbox.api import Limits as Limits
+from m2jax.sandbox.api import SandboxError as SandboxError
+from m2jax.sandbox.api import SandboxPathError as SandboxPathError
+from m2jax.sandbox.api import SandboxUnavailable as SandboxUnavailable
+from m2jax.sandbox.probe import capabilities as capabilities
+from m2jax.sandbox.sandbox import Sandbox as Sandbox
+from m2jax.sandbox.sandbox import create as create
+from m2jax.sandbox.sandbox import shutdown as shutdown

@@ -1,0 +1,56 @@
+"""Prints what the sandbox enforces here: `python -m m2jax.sandbox [BACKEND]`.
+
+Exits with 1, and the line that fixes it on standard error, where the backend cannot be
+used. With --quick only that is found out, not what each limit does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from m2jax import sandbox
+from m2jax.sandbox import api
+
+
+async def _report(backend: str, quick: bool) -> str:
+  try:
+    if quick:
+      box = await sandbox.create(backend=backend)
+      await box.destroy()
+      return f'sandbox {backend}: ready'
+    return _table(await sandbox.capabilities(backend))
+  finally:
+    await sandbox.shutdown()
+
+
+def _table(capabilities: sandbox.Capabilities) -> str:
+  lines = [f'sandbox {capabilities.backend}', 'kept from commands:']
+  for name, holds in capabilities.isolation.items():
+    lines.append(f'  {name:20} {"yes" if holds else "NO"}')
+  lines.append('limits:')
+  for name, mechanism in capabilities.limits.items():
+    lines.append(f'  {name:20} {mechanism or "NOT ENFORCED"}')
+  lines += [f'note: {note}' for note in capabilities.notes]
+  return '\n'.join(lines)
+
+
+def main() -> int:
+  """Returns the exit status."""
+  parser = argparse.ArgumentParser(prog='python -m m2jax.sandbox', description=__doc__)
+  parser.add_argument(
+    'backend', nargs='?', default='bubblewrap', choices=api.BACKENDS
+  )
+  parser.add_argument('--quick', action='store_true')
+  arguments = parser.parse_args()
+  try:
+    print(asyncio.run(_report(arguments.backend, arguments.quick)))
+  except sandbox.SandboxUnavailable as error:
+    print(error, file=sys.stderr)
+    return 1
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

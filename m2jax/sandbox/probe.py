@@ -1,0 +1,153 @@
+"""What a sandbox really enforces on this machine: each promise is attacked once.
+
+A limit counts as enforced only if a command that tried to pass it was stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import tempfile
+from collections.abc import Mapping
+
+from m2jax.sandbox import api, sandbox
+
+_MIB = 1 << 20
+
+
+async def capabilities(
+  backend: str = 'bubblewrap', host: api.Host | None = None
+) -> api.Capabilities:
+  """Tries every isolation property and every limit; takes about two seconds.
+
+  Raises:
+    SandboxUnavailable: the backend cannot be used here at all.
+  """
+  box = await sandbox.create(backend=backend, host=host)
+  found = box.supervisor_facts
+  await box.destroy()
+  isolation, *held = await asyncio.gather(
+    _isolation(backend, host),
+    *(trial(backend, host) for trial in _TRIALS.values()),
+  )
+  words = _mechanisms(backend, found)
+  limits = {
+    name: words[name] if ok else None
+    for name, ok in zip(_TRIALS, held, strict=True)
+  }
+  return api.Capabilities(backend, isolation, limits, _notes(backend, found))
+
+
+def _mechanisms(backend: str, found: Mapping) -> dict[str, str]:
+  grouped = found['cgroups'] != 'none'
+  memory = f'cgroup {found["cgroups"]}, all processes together'
+  return {
+    'cpu_s': 'rlimit, each process',
+    'memory_bytes': memory if grouped else 'rlimit, each process',
+    'processes': 'rlimit and cgroup' if grouped else 'rlimit',
+    'output_bytes': 'cut while it is read',
+    'file_bytes': 'rlimit',
+    'workspace_bytes': 'size of a private in-memory file system',
+    'wall_s': 'killed by the supervisor',
+  }
+
+
+def _notes(backend: str, found: Mapping) -> tuple[str, ...]:
+  notes = []
+  if backend == 'rlimit_only':
+    notes.append('weaker mode: commands see the files and the network of the host')
+  elif found['cgroups'] == 'none':
+    notes.append(f'no control groups ({found["cgroups_reason"]}): rlimits instead')
+  if not found['root']:
+    notes.append('all sandboxes run under your own uid; as root, each has its own')
+  return tuple(notes)
+
+
+async def _isolation(backend: str, host: api.Host | None) -> dict[str, bool]:
+  with (
+    socket.create_server(('127.0.0.1', 0)) as server,
+    tempfile.NamedTemporaryFile(dir='/tmp') as secret,
+  ):
+    os.chmod(secret.name, 0o644)
+    questions = {  # succeeds -> the property does not hold
+      'network': f'exec 3<>/dev/tcp/127.0.0.1/{server.getsockname()[1]}',
+      'host files': f'cat {secret.name}',
+      'host processes': f'[ -e /proc/{os.getpid()}/comm ]',
+      'host settings': 'echo > /proc/sys/vm/drop_caches',
+      'system directories': 'touch /usr/m2jax-probe /etc/m2jax-probe',
+      'new namespaces': 'unshare -Ur true',
+    }
+    box = await sandbox.create(backend=backend, host=host)
+    try:
+      answers = {}
+      for name, attack in questions.items():
+        answers[name] = (await box.exec(attack)).returncode != 0
+      await box.exec('touch made-by-command')
+      owner = (box.workspace / 'made-by-command').stat().st_uid
+      answers['not root'] = owner != 0
+      return answers
+    finally:
+      await box.destroy()
+
+
+async def _run(backend, host, command, timeout_s=10.0, **limits):
+  box = await sandbox.create(backend=backend, host=host, limits=api.Limits(**limits))
+  try:
+    result = await box.exec(command, timeout_s)
+    sizes = [p.stat().st_size for p in box.workspace.iterdir() if p.is_file()]
+    return result, sum(sizes)
+  finally:
+    await box.destroy()
+
+
+async def _cpu(backend, host) -> bool:
+  result, _ = await _run(backend, host, 'while :; do :; done', cpu_s=1)
+  return result.returncode != 0 and not result.timed_out
+
+
+async def _memory(backend, host) -> bool:
+  # tail keeps all that it may have to print.
+  hog = 'set -o pipefail; head -c 200M /dev/zero | tail -c 190M | wc -c'
+  result, _ = await _run(backend, host, hog, memory_bytes=64 * _MIB)
+  return result.returncode != 0 and not result.timed_out
+
+
+async def _processes(backend, host) -> bool:
+  # Bash waits longer and longer after a fork that fails; its first word is enough.
+  many = 'for i in {1..24}; do sleep 5 & done'
+  result, _ = await _run(backend, host, many, 0.7, processes=8)
+  return 'fork' in result.stderr
+
+
+async def _output(backend, host) -> bool:
+  result, _ = await _run(backend, host, 'printf %09000d 1', output_bytes=1000)
+  return len(result.stdout) == 1000 and result.truncated
+
+
+async def _file(backend, host) -> bool:
+  fill = 'head -c 2M /dev/zero > a'
+  _, size = await _run(backend, host, fill, file_bytes=_MIB)
+  return size <= _MIB
+
+
+async def _workspace(backend, host) -> bool:
+  fill = 'for i in 1 2 3; do head -c 1M /dev/zero > $i; done'
+  _, size = await _run(backend, host, fill, workspace_bytes=_MIB)
+  return size <= _MIB
+
+
+async def _wall(backend, host) -> bool:
+  result, _ = await _run(backend, host, 'sleep 5', 0.2)
+  return result.timed_out and result.wall_s < 4.0
+
+
+_TRIALS = {
+  'cpu_s': _cpu,
+  'memory_bytes': _memory,
+  'processes': _processes,
+  'output_bytes': _output,
+  'file_bytes': _file,
+  'workspace_bytes': _workspace,
+  'wall_s': _wall,
+}

@@ -1,0 +1,301 @@
+"""Sandboxes: `create`, then `exec`, `read`, `write`, `snapshot`, `restore`, `destroy`.
+
+Backend 'bubblewrap': every command is one bubblewrap run with its own namespaces and no
+network, under a uid that is not root, in a workspace that persists between commands. The
+workspace is an in-memory file system of limited size, mounted where only the supervisor
+sees it: it cannot fill the host's disk and is gone when the job is, however that ends.
+Backend 'rlimit_only' is weaker and has to be asked for by name: the command sees the
+host's files and network; it has rlimits, and its process group is killed at the end.
+Source: DESIGN §6, facts/pipelines.md §1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from m2jax.sandbox import api, client, files, unavailable
+
+_PATH = '/usr/local/bin:/usr/bin:/bin'
+_MAX_COMMAND_BYTES = 120_000  # the kernel takes 131,072 in one argument
+_SELF_TEST = r"""
+fail() { echo "$1"; exit 1; }
+[ ! -w /proc/sys/kernel/core_pattern ] || fail 'the host /proc/sys is writable'
+[ ! -w / ] && [ ! -w /usr ] && [ ! -w /etc ] || fail 'system directories are writable'
+[ $$ -lt 16 ] || fail 'processes of the host are visible'
+while read -r name _; do
+  case $name in *:) [ "$name" = lo: ] || fail "network interface $name";; esac
+done < /proc/net/dev
+(exit 0) || fail 'cannot fork'
+echo ready > self-test && [ "$(ulimit -Hu)" = "$PROCESSES" ] || fail 'no process limit'
+"""
+
+# (id of the loop, backend, host) -> (loop, supervisor being started or running)
+_supervisors: dict[tuple, tuple[asyncio.AbstractEventLoop, asyncio.Task]] = {}
+
+
+class Sandbox:
+  """A workspace and the right to run commands in it. Made by `create`."""
+
+  def __init__(self, supervisor, backend, limits, number, path, uid):
+    self._supervisor = supervisor
+    self._number = number
+    self._busy = asyncio.Lock()
+    self._workspace = path
+    self._root_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    self._tree = files.Tree(self._root_fd, uid)
+    self.backend = backend
+    self.limits = limits
+
+  @property
+  def supervisor_facts(self) -> Mapping:
+    """What the supervisor found: `root`, `cgroups` ('v1', 'v2', 'none'), the reason."""
+    return self._supervisor.found
+
+  @property
+  def workspace(self) -> Path:
+    """Directory through which this machine's code may look at the workspace.
+
+    What a command left there is not to be trusted: `read` follows no links, `open` does.
+    """
+    self._check_open()
+    return self._workspace
+
+  async def exec(self, command: str, timeout_s: float | None = None) -> api.ExecResult:
+    """Runs a bash command; commands of one sandbox run one after another.
+
+    Nothing of a command lives on but the files in the workspace. Cancelling kills it.
+
+    Args:
+      command: text for `bash -c`, in the workspace directory, without input.
+      timeout_s: elapsed time after which it is killed, if below `limits.wall_s`.
+
+    Raises:
+      SandboxError: the sandbox failed; says nothing about the command.
+    """
+    text = command.encode(errors='replace')
+    if b'\0' in text:
+      return api.ExecResult(126, '', 'bash: the command contains a NUL byte\n')
+    if len(text) > _MAX_COMMAND_BYTES:
+      return api.ExecResult(
+        126, '', f'bash: the command is longer than {_MAX_COMMAND_BYTES} bytes\n'
+      )
+    wall_s = min(timeout_s or self.limits.wall_s, self.limits.wall_s)
+    async with self._busy:
+      self._check_open()
+      (
+        returncode,
+        stdout,
+        stderr,
+        dropped_bytes,
+        elapsed_s,
+        ended_by,
+        oom,
+      ) = await self._supervisor.call('exec', self._number, text, float(wall_s))
+    return api.ExecResult(
+      returncode=returncode,
+      stdout=stdout.decode(errors='replace'),
+      stderr=stderr.decode(errors='replace'),
+      truncated=dropped_bytes > 0,
+      wall_s=elapsed_s,
+      timed_out=ended_by == 'wall',
+      oom=oom,
+    )
+
+  async def read(
+    self, path: str | PurePosixPath, max_bytes: int | None = None
+  ) -> bytes:
+    """Returns a file of the workspace, following no link.
+
+    Raises:
+      FileNotFoundError: there is nothing at `path`.
+      SandboxPathError: not a plain file inside the workspace, or above `max_bytes`
+        (default: `limits.workspace_bytes`).
+    """
+    async with self._busy:
+      self._check_open()
+      return self._tree.read(path, max_bytes or self.limits.workspace_bytes)
+
+  async def write(
+    self, path: str | PurePosixPath, data: bytes, mode: int = 0o644
+  ) -> None:
+    """Puts a file in the workspace, in place of what was there, following no link.
+
+    Raises:
+      SandboxPathError: `path` leaves the workspace or passes a link.
+      OSError: the workspace is full.
+    """
+    async with self._busy:
+      self._check_open()
+      self._tree.write(path, data, mode)
+
+  async def snapshot(self) -> bytes:
+    """Returns the workspace as an uncompressed tar, for `restore`."""
+    async with self._busy:
+      self._check_open()
+      return await asyncio.to_thread(self._tree.snapshot)
+
+  async def restore(self, snapshot: bytes) -> None:
+    """Makes the workspace what it was when `snapshot` was taken."""
+    async with self._busy:
+      self._check_open()
+      await asyncio.to_thread(self._tree.restore, snapshot)
+
+  async def destroy(self) -> None:
+    """Ends the sandbox and removes its workspace. A second call does nothing."""
+    if self._root_fd is None:
+      return
+    self._supervisor.tell('close', self._number)  # first: it kills what is running
+    async with self._busy:
+      if self._root_fd is None:
+        return
+      os.close(self._root_fd)
+      self._root_fd = None
+      if self.backend == 'rlimit_only':
+        await asyncio.to_thread(shutil.rmtree, self._workspace, ignore_errors=True)
+
+  async def __aenter__(self) -> Sandbox:
+    return self
+
+  async def __aexit__(self, *unused) -> None:
+    await self.destroy()
+
+  def _check_open(self) -> None:
+    if self._root_fd is None:
+      raise api.SandboxError('the sandbox was destroyed')
+
+
+async def create(
+  workspace: Path | str | None = None,
+  *,
+  contents: Mapping[str, bytes] | None = None,
+  backend: str = 'bubblewrap',
+  limits: api.Limits | None = None,
+  env: Mapping[str, str] | None = None,
+  host: api.Host | None = None,
+) -> Sandbox:
+  """Makes a sandbox, about a millisecond once the first one has been made.
+
+  Args:
+    workspace: directory whose files the workspace starts with; copied, never changed.
+    contents: relative path -> content of files that the workspace starts with.
+    backend: 'bubblewrap', or 'rlimit_only', which is weaker.
+    limits: what the sandbox may use.
+    env: environment variables beside PATH, HOME, LANG, TERM and USER.
+    host: how sandboxes sit on this machine.
+
+  Raises:
+    SandboxUnavailable: this machine cannot; carries the line that fixes it.
+    SandboxPathError: a name in `contents` leaves the workspace.
+    OSError: the files do not fit into `limits.workspace_bytes`.
+  """
+  if backend not in api.BACKENDS:
+    raise ValueError(f'backend: want one of {api.BACKENDS}, got {backend!r}')
+  limits = limits or api.Limits()
+  host = host or api.Host(read_only=api.default_python())
+  supervisor = await _supervisor(backend, host)
+  sandbox = await _open(supervisor, backend, limits, env or {}, host)
+  try:
+    if workspace is not None:
+      for path in sorted(Path(workspace).rglob('*')):
+        if path.is_file():
+          mode = path.stat().st_mode & 0o777
+          name = path.relative_to(workspace)
+          await sandbox.write(PurePosixPath(name), path.read_bytes(), mode)
+    for name, data in (contents or {}).items():
+      await sandbox.write(name, data)
+  except BaseException:
+    await sandbox.destroy()
+    raise
+  return sandbox
+
+
+async def _open(supervisor, backend, limits, env, host) -> Sandbox:
+  inside = {
+    'PATH': ':'.join([*(f'{place}/bin' for _, place in host.read_only), _PATH]),
+    'HOME': '/workspace',
+    'LANG': 'C.UTF-8',
+    'TERM': 'dumb',
+    'USER': 'agent',
+    **env,
+  }
+  if backend == 'rlimit_only':
+    inside['PATH'] = f'{_PATH}:{sys.base_prefix}/bin'
+    inside['HOME'] = env.get('HOME', '/tmp')
+  values = {name: getattr(limits, name) for name in limits.__dataclass_fields__}
+  opening = asyncio.ensure_future(supervisor.call('open', values, inside))
+  try:
+    number, path, uid = await asyncio.shield(opening)
+  except asyncio.CancelledError:
+    opening.add_done_callback(
+      lambda done: done.exception() or supervisor.tell('close', done.result()[0])
+    )
+    raise
+  if backend == 'bubblewrap':
+    path = supervisor.root / path.lstrip('/')
+  return Sandbox(supervisor, backend, limits, number, Path(path), uid)
+
+
+async def _supervisor(backend: str, host: api.Host) -> client.Supervisor:
+  """Returns this loop's supervisor, started and tested once."""
+  loop = asyncio.get_running_loop()
+  for key, (other, task) in list(_supervisors.items()):
+    if other.is_closed():
+      del _supervisors[key]
+      if task.done() and not task.cancelled() and not task.exception():
+        task.result().abandon()
+  key = (id(loop), backend, host)
+  _, task = _supervisors.get(key, (None, None))
+  if task is None or task.done() and (task.exception() or not task.result().alive):
+    task = loop.create_task(_start_supervisor(backend, host))
+    _supervisors[key] = (loop, task)
+  return await asyncio.shield(task)
+
+
+async def _start_supervisor(backend: str, host: api.Host) -> client.Supervisor:
+  unavailable.check_machine(backend)
+  supervisor = client.Supervisor()
+  try:
+    await supervisor.start(backend, host)
+    if backend == 'bubblewrap':
+      await _self_test(supervisor, host)
+  except api.SandboxUnavailable:
+    await supervisor.close()
+    raise
+  except (api.SandboxError, OSError) as error:
+    await supervisor.close()
+    raise unavailable.explained(str(error)) from error
+  except BaseException:
+    await supervisor.close()
+    raise
+  return supervisor
+
+
+async def _self_test(supervisor: client.Supervisor, host: api.Host) -> None:
+  """Lets a command try what it must not be able to do: fails closed."""
+  limits = api.Limits(processes=16, wall_s=10.0)
+  env = {'PROCESSES': str(limits.processes)}
+  sandbox = await _open(supervisor, 'bubblewrap', limits, env, host)
+  try:
+    result = await sandbox.exec(_SELF_TEST)
+    if result.returncode != 0:
+      raise api.SandboxError(result.stdout + result.stderr or 'a command timed out')
+    # The workspace must be the one that this process reads.
+    await sandbox.read('self-test')
+  finally:
+    await sandbox.destroy()
+
+
+async def shutdown() -> None:
+  """Ends this event loop's supervisors and all their sandboxes."""
+  loop = asyncio.get_running_loop()
+  for key, (other, task) in list(_supervisors.items()):
+    if other is loop:
+      del _supervisors[key]
+      with contextlib.suppress(api.SandboxError):
+        await (await task).close()

@@ -1,0 +1,450 @@
+"""The supervisor: a small process that starts, limits, watches and ends commands.
+
+A fork of the caller (a large, multi-threaded JAX process) would be slow and unsafe, so
+forks happen here: one thread, the standard library, a few MB. It runs as
+`python -I -S m2jax/sandbox/supervisor SOCKET_FD CALLER_PID`, speaks length-prefixed
+`marshal` records `(id, operation, arguments)` -> `(id, error or None, result)` over a
+socket pair (both ends are the same interpreter), and ends with its caller: end of file
+kills every command and takes the mounts and control groups along.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import marshal
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+
+import cgroups as cgroups_lib
+import launch
+import linux
+
+_HEADER_BYTES = 4
+_READ_BYTES = 65536
+# Output past the limit is read and dropped; a command that prints this many times the
+# limit is not worth the CPU time any more.
+_DROPPED_OUTPUT_FACTOR = 64
+_WORKSPACE_INODES = 16384
+_WATCH_CALLER_S = 5.0
+_BUBBLEWRAP_PROCESSES = 2  # its monitor and its init
+
+
+class _Box:
+  """One sandbox: its directory, identity, limits and ready-made command line."""
+
+  def __init__(self, path, uid, limits, argv, env, group, rlimits):
+    self.path = path
+    self.uid = uid
+    self.limits = limits
+    self.argv = argv
+    self.env = env
+    self.group = group
+    self.rlimits = rlimits
+    self.run = None  # the command in progress
+    self.closed = False
+
+
+class _Run:
+  """One command in progress."""
+
+  def __init__(self, request, box, deadline_s):
+    self.request = request
+    self.box = box
+    self.started = time.monotonic()
+    self.deadline = self.started + deadline_s
+    self.ended_by = ''  # 'wall', 'output' or 'cancel', when we killed it
+    self.kept = {}  # read end of a pipe -> pieces kept
+    self.room = {}  # read end of a pipe -> bytes that may still be kept
+    self.dropped_bytes = 0
+    self.oom_kills = box.group.oom_kills() if box.group else 0
+
+
+class Supervisor:
+  """Serves one caller until it goes away."""
+
+  def __init__(self, connection: socket.socket, caller: int):
+    self._connection = connection
+    self._caller = caller
+    self._received = bytearray()
+    self._to_send = bytearray()
+    self._epoll = select.epoll()
+    self._on_event = {}  # fd -> function()
+    self._boxes = {}
+    self._runs = {}  # request id -> _Run
+    self._waiting = collections.deque()  # (request id, box number, command, wall_s)
+    self._uids_taken = set()
+    self._next_number = 0
+    self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    self._cgroups = None
+
+  # Requests -------------------------------------------------------------------------
+
+  def _start(self, config: dict) -> dict:
+    """Prepares the machine once. Returns what was found, for the caller's report."""
+    self._config = config
+    self._root = os.geteuid() == 0
+    self._isolated = config['backend'] == 'bubblewrap'
+    self._run_directory = config['directory']
+    self._read_only = []
+    if self._isolated:
+      linux.enter_private_mounts()
+      linux.mount_tmpfs(self._run_directory, 16 << 20, 65536, 0o711, 0)
+      launch.prepare_etc(os.path.join(self._run_directory, 'etc'), linux.bind)
+      for number, (source, target) in enumerate(config['read_only']):
+        # Bound to where the dropped uid can reach it, whatever lies above the source.
+        place = os.path.join(self._run_directory, f'read_only_{number}')
+        os.mkdir(place)
+        linux.bind(source, place)
+        self._read_only.append((place, target))
+    else:
+      os.chmod(self._run_directory, 0o711)
+    self._cgroups = cgroups_lib.Cgroups('none', {}, 'not asked for')
+    if config['cgroups']:
+      self._cgroups = cgroups_lib.detect()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    self._next_uid = config['uids'][0] + os.getpid() * 1009
+    self._shared_processes = _tasks_of_this_uid()
+    return {
+      'root': self._root,
+      'cgroups': self._cgroups.kind,
+      'cgroups_reason': self._cgroups.reason,
+    }
+
+  def _open(self, limits: dict, env: dict) -> tuple[int, str, int | None]:
+    """Makes a sandbox. Returns its number, directory and uid (None: the own one)."""
+    number = self._next_number
+    self._next_number += 1
+    path = os.path.join(self._run_directory, f'workspace_{number}')
+    uid = self._take_uid() if self._root else None
+    group = None
+    os.mkdir(path, 0o700)
+    try:
+      if self._isolated:
+        linux.mount_tmpfs(
+          path, limits['workspace_bytes'], _WORKSPACE_INODES, 0o700, uid or 0
+        )
+        if self._cgroups.kind != 'none':
+          processes = limits['processes'] + _BUBBLEWRAP_PROCESSES
+          group = self._cgroups.make(str(number), limits['memory_bytes'], processes)
+        argv = launch.bubblewrap_argv(
+          self._config['bwrap'],
+          etc=os.path.join(self._run_directory, 'etc'),
+          workspace=path,
+          read_only=self._read_only,
+          scratch_bytes=limits['workspace_bytes'],
+          processes=limits['processes'],
+          env=env,
+        )
+        processes = None
+      else:
+        if uid is not None:
+          os.chown(path, uid, uid)
+        argv = launch.shell_argv()
+        processes = limits['processes']
+        if not self._root:
+          processes = self._shared_processes + processes * self._config['parallel']
+    except OSError:
+      self._discard(path, uid, group)
+      raise
+    rlimits = launch.resource_limits(
+      cpu_s=limits['cpu_s'],
+      file_bytes=limits['file_bytes'],
+      address_bytes=None if group else limits['memory_bytes'],
+      processes=processes,
+    )
+    run_env = {} if self._isolated else dict(env)
+    self._boxes[number] = _Box(path, uid, limits, argv, run_env, group, rlimits)
+    return number, path, uid
+
+  def _take_uid(self) -> int:
+    low, high = self._config['uids']
+    for _ in range(high - low):
+      uid = low + self._next_uid % (high - low)
+      self._next_uid += 1
+      if uid not in self._uids_taken:
+        self._uids_taken.add(uid)
+        return uid
+    raise OSError(f'all {high - low} uids of the range are in use')
+
+  def _close(self, number: int) -> None:
+    box = self._boxes.pop(number, None)
+    if box is None:
+      return
+    if box.run is not None:
+      box.closed = True  # what is left to do, `_finish` does
+      self._kill(box.run, 'cancel')
+    else:
+      self._discard(box.path, box.uid, box.group)
+
+  def _discard(self, path: str, uid: int | None, group) -> None:
+    if self._isolated:
+      with contextlib.suppress(OSError):
+        linux.unmount(path)
+      with contextlib.suppress(OSError):
+        os.rmdir(path)
+    if group is not None:
+      self._cgroups.remove(group)
+    self._uids_taken.discard(uid)
+
+  # Commands -------------------------------------------------------------------------
+
+  def _launch_waiting(self) -> None:
+    while self._waiting and len(self._runs) < self._config['parallel']:
+      request, number, command, wall_s = self._waiting.popleft()
+      box = self._boxes.get(number)
+      if box is None:
+        self._reply(request, 'the sandbox was destroyed', None)
+        continue
+      try:
+        self._launch(request, box, command, wall_s)
+      except OSError as error:
+        self._reply(request, f'cannot start a command: {error}', None)
+
+  def _launch(self, request: int, box: _Box, command: bytes, wall_s: float) -> None:
+    run = _Run(request, box, wall_s)
+    pipes = []
+    try:
+      pipes = [os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(3)]
+      for fd in (pipes[0][1], pipes[1][1]):
+        os.set_blocking(fd, True)  # programs do not expect EAGAIN on their output
+      run.pid = launch.start(
+        [*box.argv, command],
+        env=box.env,
+        directory=box.path,
+        uid=box.uid,
+        join_fds=box.group.join_fds if box.group else [],
+        limits=box.rlimits,
+        stdin=self._null,
+        stdout=pipes[0][1],
+        stderr=pipes[1][1],
+        status=pipes[2][1],
+      )
+    except OSError:
+      for fd in sum(pipes, ()):
+        os.close(fd)
+      raise
+    for _, write_end in pipes:
+      os.close(write_end)
+    run.stdout, run.stderr, run.status = (read_end for read_end, _ in pipes)
+    run.pidfd = os.pidfd_open(run.pid)
+    for fd in (run.stdout, run.stderr):
+      run.kept[fd] = []
+      run.room[fd] = box.limits['output_bytes']
+      self._watch(fd, lambda fd=fd: self._read_output(run, fd))
+    self._watch(run.pidfd, lambda: self._finish(run))
+    self._runs[request] = run
+    box.run = run
+
+  def _read_output(self, run: _Run, fd: int) -> bool:
+    """Reads once from a pipe. Returns False when there is no more for now."""
+    try:
+      data = os.read(fd, _READ_BYTES)
+    except BlockingIOError:
+      return False
+    if not data:
+      self._unwatch(fd)
+      return False
+    kept = data[: run.room[fd]]
+    if kept:
+      run.kept[fd].append(kept)
+      run.room[fd] -= len(kept)
+    run.dropped_bytes += len(data) - len(kept)
+    limit = run.box.limits['output_bytes'] * _DROPPED_OUTPUT_FACTOR
+    if run.dropped_bytes > limit:
+      self._kill(run, 'output')
+    return True
+
+  def _kill(self, run: _Run, ended_by: str) -> None:
+    run.ended_by = run.ended_by or ended_by
+    # The group reaches bubblewrap's child before it has asked to die with its parent.
+    for kill in (os.killpg, os.kill):
+      with contextlib.suppress(ProcessLookupError):
+        kill(run.pid, signal.SIGKILL)
+
+  def _finish(self, run: _Run) -> None:
+    """The command's first process has ended: ends the others, collects, replies."""
+    self._unwatch(run.pidfd)
+    os.close(run.pidfd)
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(run.pid, signal.SIGKILL)
+    wall_s = time.monotonic() - run.started
+    for fd in (run.stdout, run.stderr):
+      # A pipe holds 16 pages by default; a survivor that goes on writing gets no more.
+      for _ in range(16):
+        if not self._read_output(run, fd):
+          break
+      self._unwatch(fd)
+      os.close(fd)
+    status = _drain(run.status)
+    os.close(run.status)
+    _, wait_status = os.waitpid(run.pid, 0)  # last: until now the pid is ours to kill
+    del self._runs[run.request]
+    run.box.run = None
+    code, failure = self._outcome(wait_status, status)
+    oom = bool(run.box.group) and run.box.group.oom_kills() > run.oom_kills
+    stdout, stderr = (b''.join(run.kept[fd]) for fd in (run.stdout, run.stderr))
+    if run.ended_by == 'wall':
+      code, failure = 124, ''
+    elif run.ended_by or oom and failure:
+      code, failure = 137, ''
+    if failure:
+      self._reply(run.request, f'{failure} {stderr.decode(errors="replace")}', None)
+    else:
+      result = (code, stdout, stderr, run.dropped_bytes, wall_s, run.ended_by, oom)
+      self._reply(run.request, None, result)
+    if run.box.closed:
+      self._discard(run.box.path, run.box.uid, run.box.group)
+    self._launch_waiting()
+
+  def _outcome(self, wait_status: int, status: bytes) -> tuple[int, str]:
+    """Returns (exit code, '') of the command, or what kept it from being run."""
+    code = os.waitstatus_to_exitcode(wait_status)
+    code = 128 - code if code < 0 else code
+    if status.startswith(b'!'):
+      return code, status[1:].decode(errors='replace').strip()
+    if not self._isolated:
+      return code, ''
+    for line in status.splitlines():
+      with contextlib.suppress(ValueError):
+        report = json.loads(line)
+        if 'exit-code' in report:
+          return report['exit-code'], ''
+    return code, f'bubblewrap ended with {code} before the command did:'
+
+  # Plumbing -------------------------------------------------------------------------
+
+  def _watch(self, fd: int, function) -> None:
+    self._on_event[fd] = function
+    self._epoll.register(fd, select.EPOLLIN)
+
+  def _unwatch(self, fd: int) -> None:
+    if self._on_event.pop(fd, None):
+      self._epoll.unregister(fd)
+
+  def _reply(self, request: int, error: str | None, result) -> None:
+    record = marshal.dumps((request, error, result))
+    self._to_send += len(record).to_bytes(_HEADER_BYTES, 'little') + record
+    self._send()
+
+  def _send(self) -> None:
+    with contextlib.suppress(BlockingIOError):
+      while self._to_send:
+        del self._to_send[: self._connection.send(self._to_send)]
+    events = select.EPOLLIN | (select.EPOLLOUT if self._to_send else 0)
+    self._epoll.modify(self._connection.fileno(), events)
+
+  def _serve_connection(self) -> None:
+    self._send()
+    try:
+      data = self._connection.recv(1 << 20)
+    except BlockingIOError:
+      return
+    if not data:
+      raise EOFError
+    self._received += data
+    while len(self._received) >= _HEADER_BYTES:
+      end = _HEADER_BYTES + int.from_bytes(self._received[:_HEADER_BYTES], 'little')
+      if len(self._received) < end:
+        return
+      record = marshal.loads(self._received[_HEADER_BYTES:end])
+      del self._received[:end]
+      self._serve(*record)
+
+  def _serve(self, request: int, operation: str, arguments: tuple) -> None:
+    if operation == 'exec':
+      self._waiting.append((request, *arguments))
+      self._launch_waiting()
+    elif operation == 'cancel':
+      (cancelled,) = arguments
+      if cancelled in self._runs:
+        self._kill(self._runs[cancelled], 'cancel')
+      kept = [item for item in self._waiting if item[0] != cancelled]
+      self._waiting = collections.deque(kept)
+    else:
+      handler = {'start': self._start, 'open': self._open, 'close': self._close}
+      try:
+        self._reply(request, None, handler[operation](*arguments))
+      except OSError as error:
+        self._reply(request, str(error), None)
+
+  def run(self) -> None:
+    """Serves until the caller is gone, then ends every command."""
+    self._connection.setblocking(False)
+    self._watch(self._connection.fileno(), self._serve_connection)
+    try:
+      while os.getppid() == self._caller:
+        timeout = _WATCH_CALLER_S
+        if self._runs:
+          now = time.monotonic()
+          first = min(run.deadline for run in self._runs.values())
+          timeout = min(timeout, max(first - now, 0.0))
+        for fd, _ in self._epoll.poll(timeout):
+          function = self._on_event.get(fd)
+          if function is not None:
+            function()
+        now = time.monotonic()
+        for run in self._runs.values():
+          if run.deadline <= now and not run.ended_by:
+            self._kill(run, 'wall')
+    except (EOFError, ConnectionError):
+      pass
+    finally:
+      self._end()
+
+  def _end(self) -> None:
+    for run in self._runs.values():
+      self._kill(run, 'cancel')
+    for run in self._runs.values():
+      os.waitpid(run.pid, 0)
+    for number in list(self._boxes):
+      self._boxes[number].run = None
+      self._close(number)
+    self._remove_run_directory()
+    deadline = time.monotonic() + 1.0
+    while self._cgroups and not self._cgroups.sweep() and time.monotonic() < deadline:
+      time.sleep(0.01)
+
+  def _remove_run_directory(self) -> None:
+    import shutil  # only now: every fork copies what is loaded
+
+    if self._cgroups is None:
+      return
+    with contextlib.suppress(OSError):
+      if self._isolated:
+        linux.unmount(self._run_directory)
+    shutil.rmtree(self._run_directory, ignore_errors=True)
+
+
+def _drain(fd: int) -> bytes:
+  with contextlib.suppress(BlockingIOError):
+    return os.read(fd, _READ_BYTES)
+  return b''
+
+
+def _tasks_of_this_uid() -> int:
+  """Threads of this uid on the machine: what RLIMIT_NPROC counts."""
+  uid, tasks = os.getuid(), 0
+  for name in os.listdir('/proc'):
+    if name.isdigit():
+      with contextlib.suppress(OSError):
+        if os.stat(f'/proc/{name}').st_uid == uid:
+          tasks += len(os.listdir(f'/proc/{name}/task'))
+  return tasks
+
+
+def main() -> None:
+  connection = socket.socket(fileno=int(sys.argv[1]))
+  connection.set_inheritable(False)
+  Supervisor(connection, int(sys.argv[2])).run()
+
+
+if __name__ == '__main__':
+  main()

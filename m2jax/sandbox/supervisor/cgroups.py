@@ -1,0 +1,189 @@
+"""Memory and process limits by control groups, where the machine lets us make them.
+
+cgroup v1 (controllers `memory` and `pids`) and v2 are detected, never assumed; groups
+are made only below the group that this process is in (facts/pipelines.md §1.1). What
+was detected is tried once with a real process before it is relied on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+_PREFIX = 'm2jax-'
+
+
+class Group:
+  """One sandbox's control groups. Processes join by writing `0` to `join_fds`."""
+
+  def __init__(self, directories: dict[str, str], join_fds: list[int], oom_fd: int):
+    self.directories = directories
+    self.join_fds = join_fds
+    self._oom_fd = oom_fd
+
+  def oom_kills(self) -> int:
+    """How many processes of the group the kernel has killed for want of memory."""
+    for line in os.pread(self._oom_fd, 4096, 0).split(b'\n'):
+      if line.startswith(b'oom_kill '):
+        return int(line.split()[1])
+    return 0
+
+  def close(self) -> None:
+    """Closes the files; the groups are removed by `Cgroups.remove`."""
+    for fd in (*self.join_fds, self._oom_fd):
+      os.close(fd)
+
+
+class Cgroups:
+  """Makes and removes groups. `kind` is 'v1', 'v2' or 'none', with the reason."""
+
+  def __init__(self, kind: str, parents: dict[str, str], reason: str = ''):
+    self.kind = kind
+    self.reason = reason
+    self._parents = parents  # controller -> directory of our own group
+    self._doomed: list[str] = []
+
+  def make(self, name: str, memory_bytes: int, processes: int) -> Group:
+    """Makes the groups of one sandbox.
+
+    Raises:
+      OSError: the machine does not allow it.
+    """
+    directories = {
+      c: os.path.join(parent, f'{_PREFIX}{os.getpid()}-{name}')
+      for c, parent in self._parents.items()
+    }
+    fds = []
+    try:
+      for directory in set(directories.values()):
+        os.mkdir(directory)
+      memory, pids = directories['memory'], directories['pids']
+      v1 = self.kind == 'v1'
+      _write(memory, 'memory.limit_in_bytes' if v1 else 'memory.max', memory_bytes)
+      _write(pids, 'pids.max', processes)
+      if not v1 and os.path.exists(os.path.join(memory, 'memory.swap.max')):
+        _write(memory, 'memory.swap.max', 0)
+      for directory in sorted(set(directories.values())):
+        fds.append(os.open(f'{directory}/cgroup.procs', os.O_WRONLY | os.O_CLOEXEC))
+      events = 'memory.oom_control' if v1 else 'memory.events'
+      fds.append(os.open(os.path.join(memory, events), os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+      for fd in fds:
+        os.close(fd)
+      self._doomed += set(directories.values())
+      self.sweep()
+      raise
+    return Group(directories, fds[:-1], fds[-1])
+
+  def remove(self, group: Group) -> None:
+    """Removes the groups, now or as soon as the last process has left them."""
+    group.close()
+    self._doomed += set(group.directories.values())
+    self.sweep()
+
+  def sweep(self) -> bool:
+    """Tries again to remove what was still busy. Returns True if nothing is left."""
+    left = []
+    for directory in self._doomed:
+      try:
+        os.rmdir(directory)
+      except FileNotFoundError:
+        pass
+      except OSError:
+        left.append(directory)
+    self._doomed = left
+    return not left
+
+  def sweep_strangers(self) -> None:
+    """Removes empty groups that a killed process of ours left behind."""
+    for parent in set(self._parents.values()):
+      for name in os.listdir(parent):
+        pid = name.removeprefix(_PREFIX).split('-')[0]
+        if name.startswith(_PREFIX) and pid.isdigit() and not _is_running(pid):
+          with contextlib.suppress(OSError):
+            os.rmdir(os.path.join(parent, name))
+
+
+def detect() -> Cgroups:
+  """Finds usable control groups and tries them; `kind` is 'none' where they fail."""
+  try:
+    kind, parents = _own_groups()
+    if kind == 'none':
+      return Cgroups(kind, {}, 'no memory and pids controllers for this process')
+    cgroups = Cgroups(kind, parents)
+    cgroups.sweep_strangers()
+    group = cgroups.make('probe', 64 << 20, 8)
+    try:
+      if not _can_join(group):
+        return Cgroups('none', {}, 'a process may not be moved into a child group')
+    finally:
+      cgroups.remove(group)
+    return cgroups
+  except OSError as error:
+    return Cgroups('none', {}, f'{error.strerror}: {error.filename}')
+
+
+def _own_groups() -> tuple[str, dict[str, str]]:
+  """Returns the kind and, for `memory` and `pids`, the directory of our own group."""
+  paths = {}  # controller ('' for v2) -> path of our group in its hierarchy
+  with open('/proc/self/cgroup') as f:
+    for line in f:
+      _, controllers, path = line.rstrip('\n').split(':', 2)
+      for controller in controllers.split(','):
+        paths[controller] = path
+  v1, v2 = {}, None
+  with open('/proc/self/mountinfo') as f:
+    for line in f:
+      fields, _, tail = line.partition(' - ')
+      root, point = fields.split()[3:5]
+      kind, _, options = tail.split()[:3]
+      if kind == 'cgroup':
+        for controller in {'memory', 'pids'} & set(options.split(',')):
+          v1[controller] = _below(point, root, paths.get(controller))
+      elif kind == 'cgroup2':
+        v2 = _below(point, root, paths.get(''))
+  if v1.get('memory') and v1.get('pids'):
+    return 'v1', v1
+  if v2:
+    with open(os.path.join(v2, 'cgroup.subtree_control')) as f:
+      enabled = f.read().split()
+    if not {'memory', 'pids'} <= set(enabled):
+      # Fails with EBUSY in a group that has processes, unless it is the root.
+      _write(v2, 'cgroup.subtree_control', '+memory +pids')
+    return 'v2', {'memory': v2, 'pids': v2}
+  return 'none', {}
+
+
+def _below(point: str, root: str, path: str | None) -> str | None:
+  """Directory of group `path` under mount `point`, which shows the tree from `root`."""
+  if path is None:
+    return None
+  root = root.rstrip('/')
+  if path != root and not path.startswith(root + '/'):
+    return None
+  return point + path[len(root) :].rstrip('/')
+
+
+def _write(directory: str, name: str, value: int | str) -> None:
+  with open(os.path.join(directory, name), 'w') as f:
+    f.write(str(value))
+
+
+def _is_running(pid: str) -> bool:
+  try:
+    with open(f'/proc/{pid}/cmdline') as f:
+      return bool(f.read())  # nothing in a zombie's
+  except OSError:
+    return False
+
+
+def _can_join(group: Group) -> bool:
+  pid = os.fork()
+  if not pid:
+    try:
+      for fd in group.join_fds:
+        os.write(fd, b'0')
+      os._exit(0)
+    except OSError:
+      os._exit(1)
+  return os.waitpid(pid, 0)[1] == 0

@@ -1,0 +1,1 @@
+"""What agents are trained and judged on: a task, its workspace and its verifier."""

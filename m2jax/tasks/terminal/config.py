@@ -1,0 +1,76 @@
+"""Knobs of the terminal tasks: how many files, how long, how unfamiliar, how deep."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class TerminalConfig:
+  """What terminal tasks are drawn from.
+
+  Attributes:
+    weights: family -> relative frequency; families left out never come. Empty: all
+      families equally often.
+    files: fewest and most real files in a workspace.
+    lines: fewest and most lines a real file is cut to.
+    pseudo_names: share of files renamed to a made-up word.
+    pseudo_words: share of words in instructions that are made up.
+    max_hops: most notes to follow before the file they lead to (1-3).
+    max_matches: most files that a search for several files finds (2-4).
+    spare_calls: tool calls allowed beyond those that suffice.
+  """
+
+  weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  files: tuple[int, int] = (3, 5)
+  lines: tuple[int, int] = (20, 80)
+  pseudo_names: float = 0.5
+  pseudo_words: float = 0.5
+  max_hops: int = 2
+  max_matches: int = 3
+  spare_calls: int = 1
+
+  def __post_init__(self):
+    for field, (low, high) in (('files', self.files), ('lines', self.lines)):
+      object.__setattr__(self, field, (low, high))  # lists come from JSON and configs
+    _require('files', self.files, 3 <= self.files[0] <= self.files[1] <= 12, '3-12')
+    _require('lines', self.lines, 16 <= self.lines[0] <= self.lines[1] <= 400, '16-400')
+    for field in ('pseudo_names', 'pseudo_words'):
+      value = getattr(self, field)
+      _require(field, value, 0.0 <= value <= 1.0, 'a share in [0, 1]')
+    _require('max_hops', self.max_hops, 1 <= self.max_hops <= 3, '1-3')
+    _require('max_matches', self.max_matches, 2 <= self.max_matches <= 4, '2-4')
+    _require('spare_calls', self.spare_calls, 0 <= self.spare_calls <= 8, '0-8')
+
+  def changes(self) -> str:
+    """Returns the fields that shape a task and differ from the default, as JSON."""
+    changed = {
+      field.name: getattr(self, field.name)
+      for field in dataclasses.fields(self)
+      if field.name != 'weights' and getattr(self, field.name) != field.default
+    }
+    return json.dumps(changed, separators=(',', ':'), sort_keys=True) if changed else ''
+
+  @classmethod
+  def from_changes(cls, changes: str) -> TerminalConfig:
+    """Returns the config that `changes()` described.
+
+    Raises:
+      ValueError: not JSON, an unknown field, or a value out of range.
+    """
+    if not changes:
+      return cls()
+    fields = json.loads(changes)
+    known = {field.name for field in dataclasses.fields(cls)}
+    if not isinstance(fields, dict) or not known.issuperset(fields):
+      raise ValueError(
+        f'unknown TerminalConfig fields in {changes!r}: expected {sorted(known)}'
+      )
+    return cls(**fields)
+
+
+def _require(field: str, value, holds: bool, expected: str) -> None:
+  if not holds:
+    raise ValueError(f'TerminalConfig.{field} is {value!r}: expected {expected}')

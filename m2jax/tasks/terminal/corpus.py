@@ -1,0 +1,195 @@
+"""Raw material of the terminal tasks: real files, words and names, split in two.
+
+The files are the running Python's own standard library, its licence text and the
+language documentation it carries (`pydoc_data.topics`), read from the installed copy;
+so tasks are the same wherever the same Python version runs. Every file, word and
+number belongs to one split by a hash of its name, or a residue, and no split ever
+sees the other's. Made-up pronounceable words stand beside the real ones, since names
+never seen before are what a small policy finds hard to copy.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import importlib
+import keyword
+import os
+import random
+import re
+import sysconfig
+from pathlib import Path
+
+SPLITS = ('train', 'held_out')
+_HELD_OUT_TENTHS = 3
+_NUMBER_RESIDUES = 3  # held-out numbers are the multiples of this
+
+_SKIPPED_DIRECTORIES = frozenset(
+  'test tests idle_test idlelib lib2to3 site-packages dist-packages ensurepip '
+  'pydoc_data turtledemo encodings distutils __pycache__'.split()
+)
+_MIN_LINES, _MAX_LINES, _MAX_COLUMNS = 24, 1500, 100
+IDENTIFIER = re.compile(r'\b[A-Za-z_]\w*\b')
+_CONSTANT = re.compile(r'^\s*([A-Za-z_]{3,14}) = (\d{1,4})$')
+_COMMON = frozenset(keyword.kwlist) | {'self', 'cls', 'None', 'True', 'False'}
+
+_ONSETS = 'b d f g k l m n p r s t v z br dr gr kl pl st tr'.split()
+_VOWELS = 'a e i o u'.split()
+_CODAS = ['', '', '', 'n', 'r', 'l', 'k', 'm', 't', 'x']
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """One real file: its name and its lines of printable ASCII, without newlines."""
+
+  name: str
+  lines: tuple[str, ...]
+
+  @property
+  def suffix(self) -> str:
+    return os.path.splitext(self.name)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+  """A line `name = value` of a source: where it is and what it says."""
+
+  source: Source
+  line: int
+  name: str
+  value: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+  """Everything one split may use.
+
+  Attributes:
+    sources: Python files and text files.
+    modules: the Python files among them.
+    words: real lower-case words from these files that belong to the split.
+    constants: lines of the Python files that set a name to an integer.
+  """
+
+  sources: tuple[Source, ...]
+  modules: tuple[Source, ...]
+  words: tuple[str, ...]
+  constants: tuple[Constant, ...]
+
+
+def split_of(name: str) -> str:
+  """Returns the split that owns a word or a file's stem, whatever its case."""
+  digest = hashlib.blake2b(name.lower().encode(), digest_size=2).digest()
+  return (
+    'held_out' if int.from_bytes(digest, 'big') % 10 < _HELD_OUT_TENTHS else 'train'
+  )
+
+
+def split_of_number(number: int) -> str:
+  """Returns the split that may use `number` as a parameter."""
+  return 'held_out' if number % _NUMBER_RESIDUES == 0 else 'train'
+
+
+def is_nameable(word: str) -> bool:
+  """Returns whether an identifier is worth naming in a task."""
+  return 3 <= len(word) <= 12 and word not in _COMMON
+
+
+def pseudo_word(rng: random.Random, split: str) -> str:
+  """Returns a pronounceable word of 4-9 letters that belongs to `split`."""
+  while True:
+    syllables = (
+      rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.choice((2, 2, 3)))
+    )
+    word = ''.join(syllables) + rng.choice(_CODAS)
+    if split_of(word) == split:
+      return word
+
+
+@functools.cache
+def load(split: str) -> Corpus:
+  """Returns the split's part of the installed Python's files.
+
+  Raises:
+    ValueError: `split` is not one of SPLITS.
+    RuntimeError: this Python comes without its standard library's sources.
+  """
+  if split not in SPLITS:
+    raise ValueError(f'unknown split {split!r}: expected one of {SPLITS}')
+  sources = tuple(
+    source
+    for name, source in sorted(_all_sources().items())
+    if split_of(name.partition('.')[0]) == split
+  )
+  modules = tuple(source for source in sources if source.suffix == '.py')
+  if len(modules) < 20:
+    raise RuntimeError(
+      f'only {len(modules)} standard-library modules with sources under '
+      f'{sysconfig.get_path("stdlib")}: terminal tasks need a Python that was '
+      'installed with its .py files'
+    )
+  counts = collections.Counter(
+    word
+    for source in sources
+    for line in source.lines[:80]
+    for word in IDENTIFIER.findall(line)
+  )
+  words = tuple(
+    sorted(
+      word
+      for word, count in counts.items()
+      if count >= 3
+      and re.fullmatch('[a-z]{4,9}', word)
+      and word not in _COMMON
+      and split_of(word) == split
+    )
+  )
+  constants = tuple(
+    Constant(source, i, match[1], match[2])
+    for source in modules
+    for i, line in enumerate(source.lines)
+    if (match := _CONSTANT.match(line))
+  )
+  return Corpus(sources, modules, words, constants)
+
+
+def _is_plain(line: str) -> bool:
+  return (
+    len(line) <= _MAX_COLUMNS and line.isascii() and line.expandtabs().isprintable()
+  )
+
+
+@functools.cache
+def _all_sources() -> dict[str, Source]:
+  """Reads every usable file once; of two with one name, the longer stays."""
+  root = Path(sysconfig.get_path('stdlib'))
+  sources: dict[str, Source] = {}
+
+  def add(name: str, text: str) -> None:
+    lines = tuple(filter(_is_plain, text.split('\n')[:_MAX_LINES]))
+    longest_so_far = len(sources[name].lines) if name in sources else 0
+    if len(lines) >= _MIN_LINES and len(lines) > longest_so_far:
+      sources[name] = Source(name, lines)
+
+  for directory, subdirectories, files in os.walk(root):
+    subdirectories[:] = sorted(
+      name
+      for name in subdirectories
+      if name not in _SKIPPED_DIRECTORIES and not name.startswith('config-')
+    )
+    for name in sorted(files):
+      if name.endswith('.py') and not name.startswith('_') and len(name) <= 14:
+        add(name, (Path(directory) / name).read_text('utf-8', 'replace'))
+  licence = root / 'LICENSE.txt'
+  if licence.is_file():
+    add(licence.name, licence.read_text('utf-8', 'replace'))
+  try:
+    topics = importlib.import_module('pydoc_data.topics').topics
+  except ImportError:  # some distributions leave the documentation out
+    topics = {}
+  for topic, text in sorted(topics.items()):
+    if topic.isidentifier() and len(topic) <= 10:
+      add(f'{topic}.txt', text)
+  return sources

@@ -1,0 +1,249 @@
+"""Drawing a task's material: a workspace of cut real files, words planted in them.
+
+All randomness comes from one `random.Random` seeded with the task's spec, so a task
+is the same in every process. What a family cannot use raises `Redraw`, and the family
+starts over with the generator where it stands.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from m2jax.tasks.terminal import corpus
+from m2jax.tasks.terminal.config import TerminalConfig
+
+T = TypeVar('T')
+Files = dict[str, list[str]]  # name -> lines without newlines
+
+
+class Redraw(Exception):
+  """What was drawn does not make a task; try again."""
+
+
+@dataclasses.dataclass
+class Draft:
+  """A task as its family drew it.
+
+  Attributes:
+    instruction: what the agent reads.
+    files: the workspace at the start.
+    params: what the teacher needs to know.
+    calls: tool calls that suffice.
+    answer: the right final answer; None where the workspace is judged alone.
+    after: the workspace at the end; None if it must stay as it was.
+    loose: files of `after` compared without surrounding white space.
+  """
+
+  instruction: str
+  files: Files
+  params: dict[str, Any]
+  calls: int
+  answer: str | None = None
+  after: Files | None = None
+  loose: tuple[str, ...] = ()
+
+
+class Call(NamedTuple):
+  """A teacher's turn that runs a command."""
+
+  thought: str
+  command: str
+
+
+class Answer(NamedTuple):
+  """A teacher's last turn."""
+
+  thought: str
+  content: str
+
+
+Slip = Callable[[str], bool]  # does the teacher make this kind of mistake here?
+Lesson = Generator[Call, str, Answer]  # yields calls, is sent what they printed
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """A kind of task.
+
+  Attributes:
+    build: draws one, or raises Redraw.
+    teach: solves one by closed-loop commands, given `Draft.params` and a `Slip`.
+    mistakes: the kinds of mistake that `teach` may ask its `Slip` about.
+  """
+
+  build: Callable[[Draw], Draft]
+  teach: Callable[[Mapping[str, Any], Slip], Lesson]
+  mistakes: tuple[str, ...]
+
+
+class Draw:
+  """The random choices of one task, all within its split."""
+
+  def __init__(self, split: str, rng: random.Random, config: TerminalConfig):
+    self.split, self.rng, self.config = split, rng, config
+    self.corpus = corpus.load(split)
+
+  def pick(self, options: Sequence[T]) -> T:
+    if not options:
+      raise Redraw
+    return self.rng.choice(options)
+
+  def chance(self, probability: float) -> bool:
+    return self.rng.random() < probability
+
+  def number(self, low: int, high: int) -> int:
+    """Returns a number of this split in [low, high]."""
+    for _ in range(50):
+      number = self.rng.randint(low, high)
+      if self.owns(number):
+        return number
+    raise Redraw
+
+  def owns(self, number: int) -> bool:
+    """Returns whether this split may use `number` as a parameter."""
+    return corpus.split_of_number(number) == self.split
+
+  def word(self, files: Files) -> str:
+    """Returns a word that appears nowhere in `files` or their names, in any case."""
+    text = text_of(files).lower()
+    for _ in range(50):
+      if self.chance(self.config.pseudo_words):
+        word = corpus.pseudo_word(self.rng, self.split)
+      else:
+        word = self.pick(self.corpus.words)
+      if word not in text:
+        return word
+    raise Redraw
+
+  def new_name(self, files: Files, suffix: str) -> str:
+    """Returns a file name that is not in `files`."""
+    return self.word(files) + suffix
+
+  def cut(self, source: corpus.Source, around: int | None = None) -> list[str]:
+    """Returns a stretch of the source's lines, with line `around` in it if given."""
+    total, (low, high) = len(source.lines), self.config.lines
+    length = min(total, self.rng.randint(low, high))
+    first, last = 0, total - length
+    if around is not None:
+      first, last = max(first, around - length + 1), min(last, around)
+    start = self.rng.randint(first, last)
+    return list(source.lines[start : start + length])
+
+  def name_of(self, source: corpus.Source, files: Files) -> str:
+    """Returns the source's own name or a made-up one, not yet in `files`."""
+    if self.chance(self.config.pseudo_names):
+      name = corpus.pseudo_word(self.rng, self.split) + source.suffix
+    else:
+      name = source.name
+    if name in files:
+      raise Redraw
+    return name
+
+  def files(self, least: int = 0) -> Files:
+    """Returns a fresh workspace; insertion order is the order of drawing."""
+    low, high = self.config.files
+    count = self.rng.randint(max(low, least), max(high, least))
+    files: Files = {}
+    for source in self.rng.sample(self.corpus.sources, count):
+      files[self.name_of(source, files)] = self.cut(source)
+    return files
+
+  def add_constant(self, files: Files) -> tuple[str, str, str]:
+    """Adds a file that sets a name to an integer once; returns (file, name, value)."""
+    constant = self.pick(self.corpus.constants)
+    file = self.name_of(constant.source, files)
+    lines = self.cut(constant.source, constant.line)
+    old = f'{constant.name} = {constant.value}'
+    at = self.pick([i for i, line in enumerate(lines) if line.strip() == old])
+    name = constant.name
+    if self.chance(self.config.pseudo_words) or corpus.split_of(name) != self.split:
+      word = self.word(files | {file: lines})
+      name = word.upper() if name.isupper() else word
+      lines = [re.sub(rf'\b{constant.name}\b', name, line) for line in lines]
+    if sum(f'{name} =' in line for line in lines) != 1:
+      raise Redraw
+    value = str(self.number(11, 999))
+    lines[at] = lines[at].replace(f'= {constant.value}', f'= {value}')
+    if sum(value in line for line in lines) != 1:
+      raise Redraw
+    files[file] = lines
+    return file, name, value
+
+  def plant(
+    self, files: Files, file: str, low: int, high: int, twice: bool = False
+  ) -> str:
+    """Puts a word of this split on low..high lines of `file`, in no other file.
+
+    An identifier that is there already serves as it is, or is renamed throughout the
+    file to a real or made-up word. `twice` asks for a line that has it two times.
+    """
+    lines = [corpus.IDENTIFIER.findall(line) for line in files[file]]
+    counts = collections.Counter(word for words in lines for word in set(words))
+    repeated = {w for words in lines for w in words if words.count(w) > 1}
+    old = self.pick(
+      sorted(
+        word
+        for word, count in counts.items()
+        if low <= count <= high
+        and corpus.is_nameable(word)
+        and (word in repeated or not twice)
+      )
+    )
+    if not self.chance(self.config.pseudo_words):
+      others = {name: lines for name, lines in files.items() if name != file}
+      if corpus.split_of(old) == self.split and old not in text_of(others):
+        return old
+    return self.substitute(files, file, old, self.word(files))
+
+  def substitute(self, files: Files, file: str, old: str, new: str) -> str:
+    """Renames identifier `old` to `new` throughout one file; returns `new`."""
+    pattern = re.compile(rf'\b{old}\b')
+    files[file] = [pattern.sub(new, line) for line in files[file]]
+    return new
+
+  def any_file(self, files: Files) -> str:
+    return self.pick(list(files))
+
+  def other_file(self, files: Files, *known: str) -> str:
+    """Returns a file that the task is not about: what a careless reader may take."""
+    return self.pick([name for name in files if name not in known])
+
+
+def text_of(files: Files) -> str:
+  """Returns names and lines of all files as one string."""
+  return '\n'.join(line for name, lines in files.items() for line in (name, *lines))
+
+
+def lines_with(files: Files, file: str, word: str) -> list[int]:
+  """Returns the 1-based numbers of the lines that contain `word` as grep finds it."""
+  return [i for i, line in enumerate(files[file], 1) if word in line]
+
+
+def files_with(files: Files, word: str) -> list[str]:
+  """Returns the files that contain `word`, in the shell's order."""
+  return sorted(name for name in files if lines_with(files, name, word))
+
+
+def encode(lines: Sequence[str]) -> bytes:
+  """Returns a file's bytes; every line ends with a newline."""
+  return ''.join(line + '\n' for line in lines).encode()
+
+
+def size_bytes(lines: Sequence[str]) -> int:
+  return sum(map(len, lines)) + len(lines)
+
+
+def first_line(observation: str) -> str:
+  """Returns the first line a command printed, or '?' if it printed nothing."""
+  return (observation.strip().splitlines() or ['?'])[0]
+
+
+def a_word(text: str, position: int) -> str:
+  """Returns the word at `position`, counted as Python does, or '?'."""
+  words = text.split()
+  return words[position] if -len(words) <= position < len(words) else '?'

@@ -1,0 +1,238 @@
+"""The scripted teacher whose demonstrations SFT imitates: closed loop, and fallible.
+
+For a task it thinks, calls the tool `sh`, reads what the command really printed, and
+goes on from there to a final answer. It errs as real demonstrators do, at rates that
+`TeacherConfig` states family by family, and nothing in its text marks an error:
+
+    wrong_option   an option left out or mixed up: wc -c for -l, no -i, no -w, cp for mv
+    wrong_pattern  searches any mention of a name instead of its definition
+    wrong_file     works on another file of the workspace
+    wrong_part     takes the wrong part of a line that was printed
+    wrong_end      takes the first where the last was asked for
+    off_by_one     the line before
+    unsorted       takes the first or last name without sorting by size
+    skipped_step   leaves a step out, or answers before the last one
+    not_in_place   sed without -i
+    first_only     sed without g, or only the first of several files
+    clobber        > for >>
+    swapped        old and new value the wrong way round
+    malformed_call one tool call with a misnamed argument, then the right one
+
+In some families the wrong way is the teacher's habit (rates above one half), so
+imitating it well is not enough.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from m2jax.tasks import task as task_lib
+from m2jax.tasks import terminal
+from m2jax.tasks.terminal import draw, shell
+
+MISNAMED_ARGUMENT = 'command'  # instead of shell.ARGUMENT
+
+# A fresh workspace holding the task's files: its `shell.Execute` and its directory.
+OpenWorkspace = Callable[
+  [task_lib.Task], contextlib.AbstractAsyncContextManager[tuple[shell.Execute, Path]]
+]
+
+RATES: Mapping[str, Mapping[str, float]] = {
+  'count_lines': {'wrong_option': 0.3, 'wrong_file': 0.05},
+  'count_matches': {'wrong_option': 0.8, 'wrong_file': 0.05},
+  'find_file': {'wrong_option': 0.25},
+  'find_definition': {'wrong_option': 0.7},
+  'line_word': {'off_by_one': 0.15, 'wrong_part': 0.2},
+  'line_number': {'wrong_end': 0.7, 'wrong_part': 0.1},
+  'longer': {'wrong_end': 0.7, 'wrong_part': 0.1},
+  'extreme': {'wrong_end': 0.5, 'unsorted': 0.15},
+  'value': {'wrong_file': 0.1, 'wrong_part': 0.15},
+  'rename': {'wrong_option': 0.35, 'wrong_file': 0.05},
+  'append': {'clobber': 0.65, 'wrong_file': 0.05},
+  'replace': {'first_only': 0.6, 'not_in_place': 0.15},
+  'delete_line': {'off_by_one': 0.1, 'not_in_place': 0.3},
+  'delete_matching': {'first_only': 0.7},
+  'save_count': {'wrong_option': 0.15, 'skipped_step': 0.25},
+  'set_value': {'swapped': 0.1, 'not_in_place': 0.25},
+  'into_folder': {'skipped_step': 0.3, 'wrong_option': 0.1},
+  'act_on_found': {
+    'wrong_pattern': 0.5,
+    'skipped_step': 0.15,
+    'wrong_option': 0.2,
+    'clobber': 0.3,
+  },
+  'act_on_extreme': {
+    'wrong_end': 0.4,
+    'unsorted': 0.1,
+    'skipped_step': 0.1,
+    'wrong_option': 0.2,
+    'clobber': 0.3,
+  },
+  'follow_notes': {'skipped_step': 0.5, 'wrong_option': 0.2, 'clobber': 0.3},
+  'fix_check': {'swapped': 0.15, 'not_in_place': 0.25},
+  'replace_in_found': {'first_only': 0.5, 'not_in_place': 0.15},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherConfig:
+  """How often the teacher errs.
+
+  Attributes:
+    rates: family -> kind of mistake -> probability, each time it could be made.
+      Families or kinds left out are free of it.
+    malformed_call: probability of one malformed tool call in a demonstration.
+    scale: multiplies every rate, capped at 1; 0 makes the teacher perfect.
+    seed: which stream of mistakes.
+  """
+
+  rates: Mapping[str, Mapping[str, float]] = dataclasses.field(
+    default_factory=lambda: RATES
+  )
+  malformed_call: float = 0.05
+  scale: float = 1.0
+  seed: int = 0
+
+  def __post_init__(self):
+    for family, rates in self.rates.items():
+      if family not in terminal.FAMILIES:
+        raise ValueError(
+          f'TeacherConfig.rates: unknown family {family!r}: expected one of '
+          f'{sorted(terminal.FAMILIES)}'
+        )
+      kinds = terminal.FAMILIES[family].mistakes
+      for kind, rate in rates.items():
+        if kind not in kinds:
+          raise ValueError(
+            f'TeacherConfig.rates[{family!r}]: unknown mistake {kind!r}: '
+            f'expected one of {kinds}'
+          )
+        if not 0.0 <= rate <= 1.0:
+          raise ValueError(
+            f'TeacherConfig.rates[{family!r}][{kind!r}] is {rate}: expected 0-1'
+          )
+    if not 0.0 <= self.malformed_call <= 1.0 or self.scale < 0.0:
+      raise ValueError(
+        f'TeacherConfig.malformed_call is {self.malformed_call} and scale is '
+        f'{self.scale}: expected a probability and a factor of 0 or more'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+  """One demonstration.
+
+  Attributes:
+    messages: OpenAI chat dicts from the user's instruction to the final answer.
+    success: the verifier's verdict in [0, 1].
+    mistakes: kinds made, in order; not to be seen in the messages.
+  """
+
+  messages: tuple[dict, ...]
+  success: float
+  mistakes: tuple[str, ...]
+
+
+async def demonstrate(
+  task: task_lib.Task,
+  execute: shell.Execute,
+  workspace: Path,
+  config: TeacherConfig = TeacherConfig(),
+  attempt: int = 0,
+) -> Demo:
+  """Solves a task, or fails at it, in a workspace that holds the task's files.
+
+  Args:
+    task: a terminal task.
+    execute: runs one tool call there and returns what the agent would read.
+    workspace: the directory, for the verdict.
+    config: rates of mistakes.
+    attempt: draws other mistakes on the same task.
+  """
+  rng = random.Random(f'teacher/{config.seed}/{attempt}/{task.spec}')
+  rates = config.rates.get(task.family, {})
+  mistakes: list[str] = []
+
+  def slips(kind: str, rate: float) -> bool:
+    if rng.random() >= rate * config.scale:
+      return False
+    mistakes.append(kind)
+    return True
+
+  messages: list[dict] = [{'role': 'user', 'content': task.instruction}]
+
+  async def call(thought: str, arguments: Mapping[str, str]) -> str:
+    call_id = f'call_{len(messages) // 2}'
+    function = {'name': shell.NAME, 'arguments': json.dumps(arguments)}
+    messages.append(
+      {
+        'role': 'assistant',
+        'content': '',
+        'reasoning_content': thought,
+        'tool_calls': [{'id': call_id, 'type': 'function', 'function': function}],
+      }
+    )
+    printed = await execute(shell.NAME, arguments)
+    messages.append({'role': 'tool', 'tool_call_id': call_id, 'content': printed})
+    return printed
+
+  lesson = terminal.FAMILIES[task.family].teach(
+    task.params, lambda kind: slips(kind, rates.get(kind, 0.0))
+  )
+  may_spare_one = task.max_tool_calls > task.baseline_calls
+  malformed = may_spare_one and slips('malformed_call', config.malformed_call)
+  printed = None
+  while True:
+    try:
+      thought, command = lesson.send(printed)
+    except StopIteration as end:
+      answer: draw.Answer = end.value
+      break
+    if malformed:
+      await call(thought, {MISNAMED_ARGUMENT: command})
+      malformed = False
+    printed = await call(thought, {shell.ARGUMENT: command})
+  messages.append(
+    {
+      'role': 'assistant',
+      'content': answer.content,
+      'reasoning_content': answer.thought,
+    }
+  )
+  return Demo(tuple(messages), task.verify(workspace, answer.content), tuple(mistakes))
+
+
+@dataclasses.dataclass
+class Tally:
+  """What the teacher did in one family: demonstrations, successes, mistakes."""
+
+  demos: int = 0
+  successes: float = 0.0
+  mistakes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+  @property
+  def success_rate(self) -> float:
+    return self.successes / self.demos
+
+
+async def measure(
+  tasks: Iterable[task_lib.Task],
+  open_workspace: OpenWorkspace = shell.workspace,
+  config: TeacherConfig = TeacherConfig(),
+) -> dict[str, Tally]:
+  """Returns family -> tally of one real demonstration per task."""
+  tallies: dict[str, Tally] = collections.defaultdict(Tally)
+  for task in tasks:
+    async with open_workspace(task) as (execute, workspace):
+      demo = await demonstrate(task, execute, workspace, config)
+    tally = tallies[task.family]
+    tally.demos += 1
+    tally.successes += demo.success
+    tally.mistakes.update(demo.mistakes)
+  return dict(tallies)

@@ -1,0 +1,123 @@
+"""Verdict on a workspace an untrusted agent has had its hands in.
+
+The end state is compared with the one computed when the task was built: exactly the
+expected files, each a regular file with the expected bytes, nothing beside them. The
+agent may have left symlinks, pipes, deep trees or gigabytes, so nothing is followed,
+every read is bounded by the expected size, and a walk stops at the first surprise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+# What an agent can cause with its own files; anything else is the machine's fault.
+_AGENT_ERRORS = frozenset(
+  (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.ENXIO, errno.EPERM)
+)
+_LOOSE_SLACK_BYTES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+  """The end state that counts as success; call it to judge one.
+
+  Attributes:
+    files: relative path -> content: the whole workspace, untouched files included.
+    answer: the right final answer, or None where only the workspace counts.
+    loose: paths compared without leading and trailing white space.
+  """
+
+  files: Mapping[str, bytes]
+  answer: str | None = None
+  loose: frozenset[str] = frozenset()
+
+  def __call__(self, workspace: Path, answer: str) -> float:
+    """Returns 1.0 if `workspace` and `answer` are as expected, else 0.0.
+
+    Raises:
+      OSError: the workspace is missing or the machine failed while reading it.
+    """
+    answered = self.answer is None or (
+      normalize_answer(answer) == normalize_answer(self.answer)
+    )
+    return float(answered and self._matches(workspace))
+
+  def _matches(self, workspace: Path) -> bool:
+    directories = {''}
+    for path in self.files:
+      while '/' in path:
+        path = path.rpartition('/')[0]
+        directories.add(path)
+    try:
+      root = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # the agent owns it and shut us out
+      return False
+    return self._directory_matches(root, '', directories)
+
+  def _directory_matches(self, fd: int, prefix: str, directories: set[str]) -> bool:
+    """Compares one directory and those below it; closes `fd`."""
+    try:
+      expected = {
+        path[len(prefix) :].partition('/')[0]
+        for path in self.files
+        if path.startswith(prefix)
+      }
+      found = set()
+      with os.scandir(fd) as entries:
+        for entry in entries:
+          if entry.name not in expected:
+            return False
+          found.add(entry.name)
+      if found != expected:
+        return False
+      for name in sorted(expected):
+        path = prefix + name
+        if path in directories:
+          child = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+          if not self._directory_matches(child, path + '/', directories):
+            return False
+        elif not _file_matches(fd, name, self.files[path], path in self.loose):
+          return False
+      return True
+    except OSError as error:
+      if error.errno in _AGENT_ERRORS:
+        return False
+      raise
+    finally:
+      os.close(fd)
+
+
+def _file_matches(directory_fd: int, name: str, content: bytes, loose: bool) -> bool:
+  # O_NONBLOCK: opening a pipe must not wait for its other end.
+  flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+  fd = os.open(name, flags, dir_fd=directory_fd)
+  try:
+    status = os.fstat(fd)
+    limit_bytes = len(content) + (_LOOSE_SLACK_BYTES if loose else 0)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > limit_bytes:
+      return False
+    found = b''
+    while chunk := os.read(fd, limit_bytes + 1 - len(found)):
+      found += chunk
+  finally:
+    os.close(fd)
+  return found.strip() == content.strip() if loose else found == content
+
+
+def normalize_answer(answer: str) -> str:
+  """Strips what does not change an answer's meaning.
+
+  White space around it, a trailing period, one pair of quotes or backticks, and a
+  leading './'. Case and everything inside count.
+  """
+  text = answer.strip()
+  for _ in range(2):  # `a`. and 'a.' both lose the pair and the period
+    text = text.removesuffix('.')
+    if len(text) > 1 and text[0] == text[-1] and text[0] in '\'"`':
+      text = text[1:-1]
+  return text.removeprefix('./')

@@ -1,0 +1,109 @@
+"""Tool-call parameters typed by the tool's JSON schema, as vLLM types them.
+
+Source: facts/m2-and-forge.md §2.2. Differences: `null`, `none` and `nil` stay text
+where the schema wants a string and does not allow null; values that JSON could not
+carry on (NaN, infinities, lone surrogates) do not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+def parameter_schemas(
+  tools: Sequence[Mapping[str, Any]] | None,
+) -> dict[str, Mapping[str, Any]]:
+  """Parameter name to schema, for each tool by name; takes OpenAI tool dicts."""
+  schemas = {}
+  for tool in tools or ():
+    function = tool.get('function', tool)
+    parameters = function.get('parameters')
+    properties = parameters.get('properties') if isinstance(parameters, Mapping) else {}
+    if isinstance(properties, Mapping):
+      schemas[function.get('name')] = properties
+  return schemas
+
+
+_NULLS = ('null', 'none', 'nil')
+_BOOLEANS = {
+  **dict.fromkeys(('true', '1', 'yes', 'on'), True),
+  **dict.fromkeys(('false', '0', 'no', 'off'), False),
+}
+_ALIASES = {
+  'int': 'integer', 'float': 'number', 'bool': 'boolean', 'str': 'string',
+  'text': 'string', 'dict': 'object', 'list': 'array',
+}  # fmt: skip
+_PYTHON_TYPES = (
+  (bool, 'boolean'), (int, 'integer'), (float, 'number'), (str, 'string'),
+  (type(None), 'null'), (dict, 'object'), (list, 'array'),
+)  # fmt: skip
+
+
+def _types(schema: Any) -> Iterator[str]:
+  """Types a JSON schema allows, from type, enum, anyOf, oneOf and allOf."""
+  if not isinstance(schema, Mapping):
+    return
+  declared = schema.get('type')
+  for kind in declared if isinstance(declared, list) else [declared]:
+    if isinstance(kind, str):
+      yield _ALIASES.get(kind.lower(), kind.lower())
+  values = schema.get('enum')
+  for value in values if isinstance(values, list) else ():
+    yield next((name for kind, name in _PYTHON_TYPES if isinstance(value, kind)), '')
+  for key in ('anyOf', 'oneOf', 'allOf'):
+    branches = schema.get(key)
+    for branch in branches if isinstance(branches, list) else ():
+      yield from _types(branch)
+  if '$ref' in schema:  # references name structured types
+    yield 'object'
+
+
+def typed(text: str, schema: Any) -> tuple[Any, bool]:
+  """A parameter's value by its schema, and whether it fits.
+
+  Order of types: integer, number, boolean, object, array, string; JSON at last.
+  """
+  types = set(_types(schema)) or {'string'}
+  if text.lower() in _NULLS and ('null' in types or 'string' not in types):
+    return None, True
+  for kind in ('integer', 'number', 'boolean', 'object', 'array', 'string'):
+    if kind not in types:
+      continue
+    if kind == 'string':
+      return text, True
+    try:
+      return _READERS[kind](text), True
+    except (ValueError, KeyError, RecursionError):
+      continue
+  try:
+    return _json(text), types.isdisjoint(_READERS)
+  except (ValueError, RecursionError):
+    return text, False
+
+
+def _number(text: str) -> int | float:
+  value = float(text)
+  if not math.isfinite(value):
+    raise ValueError(text)
+  return int(value) if value.is_integer() else value
+
+
+def _json(text: str, kind: type = object) -> Any:
+  value = json.loads(text)
+  if not isinstance(value, kind):
+    raise ValueError(f'not a {kind.__name__}')
+  # Refuses what could not be sent on: NaN, infinities, lone surrogates.
+  json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+  return value
+
+
+_READERS = {
+  'integer': int,
+  'number': _number,
+  'boolean': lambda text: _BOOLEANS[text.lower()],
+  'object': lambda text: _json(text, dict),
+  'array': lambda text: _json(text, list),
+}

@@ -1,0 +1,1 @@
+"""Training: the jitted step and the loops around it."""

@@ -1,0 +1,110 @@
+"""An engine double: real threads and futures, scripted tokens. For tests only."""
+
+import collections
+from collections.abc import Callable, Sequence
+import concurrent.futures
+import dataclasses
+import random
+import threading
+import time
+
+from m2jax.rollout.api import GenerateRequest, GenerateResult, PromptTooLong
+
+
+@dataclasses.dataclass(frozen=True)
+class Handle:
+  future: concurrent.futures.Future
+  cancelled: threading.Event
+
+  def cancel(self):
+    self.cancelled.set()
+
+
+class ScriptedEngine:
+  """Answers with what `script(request)` returns, a few tokens at a time.
+
+  `script` may return an exception, which the future then raises. `delay_s` sleeps before
+  each piece. Every result is kept in `results` with its request: what was sampled.
+  """
+
+  def __init__(
+    self,
+    script: Callable[[GenerateRequest], Sequence[int]],
+    *,
+    context_tokens: int = 100_000,
+    delay_s: float = 0.0,
+    piece_tokens: int = 3,
+    workers: int = 8,
+  ):
+    self.script = script
+    self.context_tokens = context_tokens
+    self.delay_s = delay_s
+    self.piece_tokens = piece_tokens
+    self.alive = True
+    self.version = 0
+    self.requests: list[GenerateRequest] = []
+    self.results: list[tuple[GenerateRequest, GenerateResult]] = []
+    self.cancelled = collections.Counter()
+    self._pool = concurrent.futures.ThreadPoolExecutor(workers)
+    self._random = random.Random(0)
+
+  def submit(self, request, on_tokens=None) -> Handle:
+    if not self.alive:
+      raise RuntimeError('the scripted engine is down')
+    if len(request.prompt_ids) >= self.context_tokens:
+      raise PromptTooLong(
+        f'the prompt has {len(request.prompt_ids)} tokens; the context holds '
+        f'{self.context_tokens}'
+      )
+    self.requests.append(request)
+    future = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+    handle = Handle(future, threading.Event())
+    self._pool.submit(self._serve, request, handle, on_tokens)
+    return handle
+
+  def _serve(self, request, handle, on_tokens):
+    try:
+      handle.future.set_result(self._sample(request, handle, on_tokens))
+    except BaseException as error:
+      handle.future.set_exception(error)
+
+  def _sample(self, request, handle, on_tokens):
+    script = self.script(request)
+    if isinstance(script, Exception):
+      raise script
+    limit = min(
+      request.sampling.max_tokens, self.context_tokens - len(request.prompt_ids)
+    )
+    tokens: list[int] = []
+    reason = 'length'
+    for token in list(script)[:limit]:
+      if len(tokens) % self.piece_tokens == 0 and self.delay_s:
+        time.sleep(self.delay_s)
+      if handle.cancelled.is_set():
+        reason = 'cancelled'
+        self.cancelled['requests'] += 1
+        break
+      tokens.append(token)
+      if on_tokens and len(tokens) % self.piece_tokens == 0:
+        on_tokens(tuple(tokens[-self.piece_tokens :]))
+      if token in request.sampling.stop_ids:
+        reason = 'stop'
+        break
+    rest = len(tokens) % self.piece_tokens
+    if on_tokens and rest:
+      on_tokens(tuple(tokens[-rest:]))
+    result = GenerateResult(
+      tokens=tuple(tokens),
+      logprobs=tuple(-self._random.random() for _ in tokens),
+      versions=(self.version,) * len(tokens),
+      finish_reason=reason,
+    )
+    self.results.append((request, result))
+    return result
+
+  def stats(self):
+    return {'policy_version': self.version, 'active_slots': 0}
+
+  def close(self):
+    self._pool.shutdown()

@@ -1,0 +1,415 @@
+"""Law 4 through the real gateway: the token sampled is the token recorded and extended.
+
+The oracle here knows nothing of the gateway's tree: it keeps the JSON that the client sent
+and got, and M2's template in its plain form (`chat.render`).
+"""
+
+import collections
+import copy
+import json
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from m2jax.gateway.config import GatewayConfig
+from m2jax.gateway.server import Gateway
+from m2jax.gateway.sessions import FORK_REASONS
+from m2jax.text import chat
+from m2jax.text import tokenizer as tokenizer_lib
+from tests.gateway.conftest import response_text, SH
+from tests.gateway.scripted_engine import ScriptedEngine
+
+OTHER = {'type': 'function', 'function': {'name': 'other', 'parameters': {}}}
+CALL = response_text('look', '', [('sh', {'cmd': 'ls'})])
+ANSWER = response_text('done', 'It is 3.')
+
+
+class Client:
+  """One session's client, and the record of what the gateway did for it."""
+
+  def __init__(self, gateway, records, key, http=None):
+    self.http = http or httpx.Client(trust_env=False)
+    self.gateway, self.records, self.key = gateway, records, key
+
+  def ask(self, messages, tools=(SH,), *, stream=False, status=200):
+    """Sends one request; gives the message and its record."""
+    body = {'model': 'm2jax', 'messages': messages, 'stream': stream}
+    if tools:
+      body['tools'] = list(tools)
+    reply = self.http.post(
+      f'{self.gateway.base_url}/chat/completions',
+      json=body,
+      headers={'authorization': f'Bearer {self.key}'},
+    )
+    assert reply.status_code == status, reply.text
+    if status != 200:
+      return reply.json()['error'], None
+    if not stream:
+      return reply.json()['choices'][0]['message'], self.records[-1]
+    message = {'role': 'assistant', 'content': '', 'reasoning_content': ''}
+    for line in reply.text.split('\n\n'):
+      data = line.removeprefix('data: ')
+      if data and data != '[DONE]':
+        delta = json.loads(data)['choices'][0]['delta']
+        for field in ('content', 'reasoning_content'):
+          message[field] += delta.get(field) or ''
+        for call in delta.get('tool_calls') or ():
+          message.setdefault('tool_calls', []).append(call)
+    return message, self.records[-1]
+
+
+def reply_to(message, text='a.txt'):
+  """What an agent appends after an assistant message."""
+  calls = message.get('tool_calls')
+  if not calls:
+    return [{'role': 'user', 'content': text}]
+  return [{'role': 'tool', 'tool_call_id': c['id'], 'content': text} for c in calls]
+
+
+USER = {'role': 'user', 'content': 'count'}
+
+
+def first_two(client, text=CALL):
+  """A first turn and the history that faithfully continues it."""
+  message, record = client.ask([USER])
+  return message, record, [USER, message, *reply_to(message)]
+
+
+# --- Each reason, one by one.
+
+
+def test_extends_by_recorded_ids(serve, tok):
+  """Within a tool cycle nothing is encoded again, whatever the tokenizer would do."""
+  gateway, engine, records = serve(CALL)
+  # Ids that this tokenizer would never choose for this text: one per byte.
+  odd = [i for char in CALL.removesuffix('[e~[') for i in tok.encode(char)]
+  engine.script = lambda request: [*odd, tok.eos_id]
+  client = Client(gateway, records, 'k')
+  _, first, history = first_two(client)
+  _, second = client.ask(history)
+  known = first.prompt_ids + first.response_ids
+  assert first.response_ids == (*odd, tok.eos_id)
+  assert second.prompt_ids[: len(known)] == known
+  assert second.parent == first.id
+  suffix = '\n]~b]tool\n<response>a.txt</response>[e~[\n]~b]ai\n<think>\n'
+  assert tok.decode(second.prompt_ids[len(known) :]) == suffix
+  assert gateway.counters()['extensions_total'] == 1
+
+
+def drop_reasoning(history):
+  del history[1]['reasoning_content']
+
+
+def edit_call(history):
+  history[1]['tool_calls'][0]['function']['arguments'] = '{"cmd": "rm"}'
+
+
+def rewrite_user(history):
+  history[0]['content'] = 'count them'
+
+
+def remove_middle(history):
+  del history[1:]
+  history[0]['content'] += '!'
+
+
+def insert_assistant(history):
+  history += [{'role': 'assistant', 'content': 'mine'}, {'role': 'user', 'content': 'x'}]
+
+
+def rewind(history):
+  del history[1:]
+
+
+@pytest.mark.parametrize(
+  'change, tools, reason',
+  [
+    (drop_reasoning, [SH], 'reasoning_dropped'),
+    (edit_call, [SH], 'assistant_edited'),
+    (lambda h: h[1].update(content='hm'), [SH], 'assistant_edited'),
+    (lambda h: h.append(USER), [SH], 'thinking_closed'),
+    (lambda h: h.insert(0, {'role': 'system', 'content': 's'}), [SH], 'system_changed'),
+    (rewrite_user, [SH], 'new_conversation'),
+    (remove_middle, [SH], 'new_conversation'),
+    (insert_assistant, [SH], 'history_rewritten'),
+    (rewind, [SH], 'resampled'),
+    (rewind, [OTHER], 'tools_changed'),
+    (lambda h: None, [SH, OTHER], 'tools_changed'),
+    (lambda h: h.insert(1, USER), [SH], 'history_rewritten'),
+    (lambda h: None, [SH], None),
+    # What the template does not show makes no difference.
+    (lambda h: h[1].update(content=None), [SH], None),
+    (lambda h: h[1]['tool_calls'][0].update(id='renamed'), [SH], None),
+    (lambda h: h[1]['tool_calls'][0]['function'].update(arguments='{"cmd":"ls"}'), [SH], None),
+    (lambda h: h.append({'role': 'tool', 'content': 'late', 'tool_call_id': ''}), [SH], None),
+  ],
+)  # fmt: skip
+def test_reason(serve, tok, change, tools, reason):
+  """Every way a client can break its history is named, counted and fully encoded."""
+  gateway, _, records = serve(CALL)
+  client = Client(gateway, records, 'k')
+  _, first, history = first_two(client)
+  history = copy.deepcopy(history)
+  change(history)
+  _, record = client.ask(history, tools)
+  counters = gateway.counters()
+  assert counters['forks_total{reason="first"}'] == 1
+  assert record.fork_reason == reason
+  if reason is None:
+    assert record.parent == first.id
+  else:
+    assert record.parent is None
+    assert counters[f'forks_total{{reason="{reason}"}}'] == 1
+    pieces = chat.segments(history, tools, True)
+    assert record.prompt_ids == tuple(tokenizer_lib.encode_chat(tok, pieces).ids)
+
+
+def test_response_cut_off_by_length_is_closed(serve, tok):
+  """After a length stop the message end is the gateway's, and it says so."""
+  gateway, engine, records = serve(CALL + 'never read')
+  client = Client(gateway, records, 'k')
+  engine.script = lambda request: tok.encode(CALL)[:-1]  # no end of message
+  _, first, history = first_two(client)
+  _, second = client.ask(history)
+  assert first.finish_reason == 'length'
+  known = first.prompt_ids + first.response_ids
+  assert second.parent == first.id
+  assert second.prompt_ids[: len(known)] == known
+  assert second.prompt_ids[len(known)] == tok.eos_id
+  assert gateway.counters()['closed_by_gateway_total'] == 1
+
+
+@pytest.mark.parametrize(
+  'broken, shown',
+  [
+    (
+      'x\n</think>\n\nhm\n<minimax:tool_call>\nls\n</minimax:tool_call>[e~[',
+      'hm\n<minimax:tool_call>\nls\n</minimax:tool_call>',
+    ),
+    ('x\n</think>\n\n<minimax:tool_call>\n<invoke', '<minimax:tool_call>\n<invoke'),
+    ('x<minimax:tool_call>\nls[e~[', '<minimax:tool_call>\nls'),
+  ],
+)
+def test_malformed_call_is_shown_and_kept(serve, tok, broken, shown):
+  """A call nobody can parse still shows in the content, and its ids are its history."""
+  gateway, _, records = serve(broken)
+  client = Client(gateway, records, 'k')
+  message, first = client.ask([USER])
+  assert message['content'] == shown
+  assert message['reasoning_content'] == 'x'
+  assert not message.get('tool_calls')
+  assert first.status != 'ok'
+  # No user message between: the gateway must recognise its own words.
+  _, second = client.ask([USER, message])
+  assert second.parent == first.id
+  assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+  _, third = client.ask([USER, message, USER])
+  assert third.fork_reason == 'thinking_closed'
+
+
+def test_parallel_branches_keep_their_own_ids(serve, tok):
+  """Two answers to one request are two branches; call ids tell equal ones apart."""
+  gateway, engine, records = serve(CALL)
+  client = Client(gateway, records, 'k')
+  a, first_a, history_a = first_two(client)
+  odd = [i for char in CALL.removesuffix('[e~[') for i in tok.encode(char)]
+  engine.script = lambda request: [*odd, tok.eos_id]
+  b, first_b, history_b = first_two(client)
+  assert a['tool_calls'][0]['id'] != b['tool_calls'][0]['id']
+  assert first_b.fork_reason == 'resampled'
+  assert client.ask(history_a)[1].parent == first_a.id
+  assert client.ask(history_b)[1].parent == first_b.id
+
+
+def test_few_shot_messages_of_the_client_do_not_break_the_chain(serve):
+  """Assistant messages the client made up are prompt; what was sampled after extends."""
+  gateway, _, records = serve(CALL)
+  client = Client(gateway, records, 'k')
+  shots = [USER, {'role': 'assistant', 'content': 'so'}, USER]
+  message, first = client.ask(shots)
+  _, second = client.ask([*shots, message, *reply_to(message)])
+  assert (first.fork_reason, second.parent) == (None, first.id)
+
+
+def test_closed_session_is_forgotten(serve):
+  """Closing a key frees its tree: the same history is a first request again."""
+  gateway, _, records = serve(CALL)
+  client = Client(gateway, records, 'k')
+  _, _, history = first_two(client)
+  gateway.sessions.close('k')
+  _, record = client.ask(history)
+  assert (record.parent, record.fork_reason, record.turn) == (None, None, 0)
+
+
+# --- The law as a property.
+
+texts = st.sampled_from(['', 'a', ' look at it ', 'né ☃', '<invoke', '[e~[', '\n\n', '}{'])
+calls = st.lists(
+  st.tuples(
+    st.sampled_from(['sh', 'other', 'unknown']),
+    st.dictionaries(st.sampled_from(['cmd', 'n', 'é']), texts, max_size=2),
+  ),
+  max_size=2,
+)
+well_formed = st.builds(response_text, texts, texts, calls)
+
+
+@st.composite
+def outputs(draw):
+  """What a model might sample: as text, cut anywhere, or any ids at all."""
+  kind = draw(st.sampled_from(['text', 'text', 'text', 'cut', 'ids', 'mixed']))
+  if kind == 'ids':
+    return draw(st.lists(st.integers(0, 499), max_size=12))
+  text = draw(well_formed)
+  if kind == 'cut':
+    return text[: draw(st.integers(0, len(text)))]
+  if kind == 'mixed':
+    return [text[:20], *draw(st.lists(st.integers(0, 499), min_size=1, max_size=4))]
+  return text
+
+
+ACTIONS = (
+  *['faithful'] * 4,
+  'branch',
+  'again',
+  'drop_reasoning',
+  'edit_content',
+  'insert_user',
+  'other_tools',
+  'new_system',
+  'respell',
+)
+
+
+@pytest.fixture(scope='module')
+def running(tok):
+  """One gateway for all examples; each has a session of its own."""
+  engine = ScriptedEngine(lambda request: ())
+  records = []
+  config = GatewayConfig(accept_unknown_keys=True, unknown_key_mode='training')
+  with Gateway(config, tok, engine, records.append) as gateway:
+    with httpx.Client(trust_env=False) as http:
+      yield gateway, engine, records, http
+  engine.close()
+
+
+def plain(messages):
+  """Messages as the client sent them, but for spellings that JSON or OpenAI equate."""
+  result = []
+  for message in messages:
+    calls = [
+      (c['function']['name'], list(json.loads(c['function']['arguments']).items()))
+      for c in message.get('tool_calls') or ()
+    ]
+    fields = (message.get('content') or '', message.get('reasoning_content') or '')
+    result.append((message['role'], fields, calls))
+  return result
+
+
+@settings(
+  deadline=None,
+  max_examples=60,
+  suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_law_4(running, tok, data):
+  """Any conversation, any output, any client: recorded ids are the only truth.
+
+  Every recorded response is what the engine sampled; a prompt starts with its parent's
+  ids or is the full encoding; which of the two, the oracle decides from the JSON alone;
+  nothing is lost and the counters add up.
+  """
+  gateway, engine, records, http = running
+  before = collections.Counter(gateway.counters())
+  start, engine.results = len(records), []
+  client = Client(gateway, records, f'session-{start}', http)
+  known = []  # (tools, messages with the answer, record)
+  system = [{'role': 'system', 'content': 'Be brief.'}] if data.draw(st.booleans()) else []
+  history, tools = [*system, {'role': 'user', 'content': data.draw(texts)}], [SH]
+
+  for _ in range(data.draw(st.integers(2, 6), label='turns')):
+    action = data.draw(st.sampled_from(ACTIONS), label='action')
+    history = copy.deepcopy(history)
+    said = [m for m in history if m['role'] == 'assistant']
+    if action == 'branch' and known:
+      tools, full, _ = data.draw(st.sampled_from(known))
+      history = [*full, *reply_to(full[-1], data.draw(texts))]
+    elif action == 'again' and known:
+      tools, full, _ = data.draw(st.sampled_from(known))
+      history = full[:-1]
+    elif action == 'drop_reasoning' and said:
+      data.draw(st.sampled_from(said)).pop('reasoning_content', None)
+    elif action == 'edit_content' and said:
+      data.draw(st.sampled_from(said))['content'] = data.draw(texts)
+    elif action == 'insert_user':
+      history.append({'role': 'user', 'content': data.draw(texts)})
+    elif action == 'other_tools':
+      tools = data.draw(st.sampled_from([[SH], [OTHER], [SH, OTHER], []]))
+    elif action == 'new_system' and history[0]['role'] == 'system':
+      history[0]['content'] += '!'
+    elif action == 'respell' and said:
+      for message in said:
+        message['content'] = message['content'] or None
+        for call in message.get('tool_calls', ()):
+          arguments = json.loads(call['function']['arguments'])
+          call['function']['arguments'] = json.dumps(arguments, indent=1)
+
+    output = data.draw(outputs(), label='output')
+    parts = [output] if isinstance(output, str) else output
+    ids = [i for p in parts for i in (tok.encode(p) if isinstance(p, str) else [p])]
+    engine.script = lambda request, ids=ids: ids
+    message, record = client.ask(history, tools, stream=data.draw(st.booleans()))
+    request, result = engine.results[-1]
+
+    # What was sampled is what was recorded.
+    assert record.prompt_ids == request.prompt_ids
+    assert record.response_ids == result.tokens
+    assert record.logprobs == result.logprobs
+    assert record.versions == result.versions
+    assert record.turn == len(known)
+    assert (request.sampling.temperature, request.sampling.top_p) == (1.0, 1.0)
+
+    # Extended or forked, as the JSON says.
+    last = max((i for i, m in enumerate(history) if m['role'] == 'assistant'), default=-1)
+    parents = {
+      old.id: old
+      for old in (
+        r for t, m, r in known if t == tools and plain(m) == plain(history[: last + 1])
+      )
+    }  # fmt: skip
+    closed = any(m['role'] == 'user' for m in history[last + 1 :])
+    if parents and not closed:
+      parent = parents[record.parent]
+      ids = parent.prompt_ids + parent.response_ids
+      assert record.fork_reason is None
+      assert record.prompt_ids[: len(ids)] == ids
+      full = chat.render(history, tools, True)
+      head = chat.render(history[: last + 1], tools)
+      assert full.startswith(head)
+      scaffold = '\n' if parent.response_ids[-1:] == (tok.eos_id,) else '[e~[\n'
+      suffix = tok.decode(record.prompt_ids[len(ids) :])
+      assert suffix == scaffold + full[len(head) :]
+    else:
+      assert record.parent is None
+      assert (record.fork_reason is None) == (not known)
+      pieces = chat.segments(history, tools, True)
+      assert list(record.prompt_ids) == tokenizer_lib.encode_chat(tok, pieces).ids
+      if parents:
+        assert record.fork_reason == 'thinking_closed'
+    known.append((tools, [*history, message], record))
+    history = [*history, message, *reply_to(message, data.draw(texts))]
+
+  # Nothing lost, nothing counted twice.
+  new = records[start:]
+  assert [r.response_ids for r in new] == [result.tokens for _, result in engine.results]
+  assert len({r.id for r in new}) == len(new) == len(known)
+  delta = collections.Counter(gateway.counters())
+  delta.subtract(before)
+  reasons = collections.Counter(r.fork_reason for r in new if r.parent is None)
+  reasons['first'] = reasons.pop(None)
+  assert reasons['first'] == 1
+  for reason in FORK_REASONS:
+    assert delta[f'forks_total{{reason="{reason}"}}'] == reasons[reason]
+  assert delta['extensions_total'] == len(new) - reasons.total()

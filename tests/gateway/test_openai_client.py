@@ -1,0 +1,178 @@
+"""The dialect, judged by the official client: what it sends and reads must work."""
+
+import asyncio
+
+import openai
+import pytest
+
+from tests.gateway.conftest import response_text, SH
+
+QUESTION = [{'role': 'user', 'content': 'count the lines of a.txt'}]
+CALL = response_text('I should look', 'Ok', [('sh', {'cmd': 'wc -l <a.txt', 'n': 2})])
+
+
+def client_of(gateway, key='k'):
+  return openai.OpenAI(base_url=gateway.base_url, api_key=key, max_retries=0)
+
+
+def collect(stream):
+  """A stream's deltas added up, as an agent does it."""
+  message = {'role': 'assistant', 'content': '', 'reasoning_content': ''}
+  calls, finish, usage = {}, None, None
+  for chunk in stream:
+    usage = chunk.usage or usage
+    for choice in chunk.choices:
+      delta = choice.delta
+      message['content'] += delta.content or ''
+      message['reasoning_content'] += getattr(delta, 'reasoning_content', None) or ''
+      for part in delta.tool_calls or ():
+        call = calls.setdefault(part.index, {'id': part.id, 'name': '', 'arguments': ''})
+        call['name'] += part.function.name or ''
+        call['arguments'] += part.function.arguments or ''
+      finish = choice.finish_reason or finish
+  if calls:
+    message['tool_calls'] = [
+      {
+        'id': call['id'],
+        'type': 'function',
+        'function': {'name': call['name'], 'arguments': call['arguments']},
+      }
+      for call in calls.values()
+    ]
+  return message, finish, usage
+
+
+def test_answer_with_tool_call(serve, tok):
+  """Reasoning, content, typed arguments, usage and ids arrive where the client looks."""
+  gateway, engine, records = serve(CALL)
+  reply = client_of(gateway).chat.completions.create(
+    model='m2jax', messages=QUESTION, tools=[SH], max_tokens=500
+  )
+  [choice], [record] = reply.choices, records
+  assert choice.finish_reason == 'tool_calls'
+  assert choice.message.content == 'Ok'
+  assert choice.message.reasoning_content == 'I should look'
+  [call] = choice.message.tool_calls
+  assert call.function.name == 'sh'
+  assert call.function.arguments == '{"cmd": "wc -l <a.txt", "n": 2}'
+  assert reply.id == record.id
+  assert record.response_ids == tuple(tok.encode(CALL))
+  assert record.prompt_ids == engine.requests[0].prompt_ids
+  assert reply.usage.prompt_tokens == len(record.prompt_ids)
+  assert reply.usage.completion_tokens == len(record.response_ids)
+  assert (record.turn, record.parent, record.fork_reason) == (0, None, None)
+  assert record.status == 'ok'
+  assert record.started_s <= record.ended_s
+
+
+@pytest.mark.parametrize(
+  'text',
+  [
+    CALL,
+    response_text('né ☃', 'the é answer'),
+    response_text(calls=[('sh', {'cmd': 'a'}), ('sh', {'cmd': 'b'})]),
+    'never stops thinking',
+    'x\n</think>\n\n<minimax:tool_call>no invoke</minimax:tool_call>[e~[',
+    'x\n</think>\n\nhm\n<minimax:tool_call>\n<invoke name="sh">',
+    '',
+  ],
+)
+@pytest.mark.parametrize('piece_tokens', [1, 5])
+def test_stream_adds_up_to_the_answer(serve, text, piece_tokens):
+  """A streaming agent and a plain one see the same message, and echo the same history."""
+  gateway, _, records = serve(text, engine_options={'piece_tokens': piece_tokens})
+  client = client_of(gateway)
+  asked = {'model': 'm2jax', 'messages': QUESTION, 'tools': [SH]}
+  plain = client.chat.completions.create(**asked).choices[0]
+  message, finish, usage = collect(
+    client.chat.completions.create(
+      **asked, stream=True, stream_options={'include_usage': True}
+    )
+  )
+  assert finish == plain.finish_reason
+  assert message['content'] == (plain.message.content or '')
+  assert message['reasoning_content'] == plain.message.reasoning_content
+  said = [c.function.model_dump() for c in plain.message.tool_calls or ()]
+  assert [c['function'] for c in message.get('tool_calls', ())] == said
+  assert usage.completion_tokens == len(records[-1].response_ids)
+
+  follow_up = 'tool' if said else 'user'
+  answers = [{'role': follow_up, 'content': 'x', 'tool_call_id': 'y'}]
+  client.chat.completions.create(
+    **asked | {'messages': [*QUESTION, message, *answers]}
+  )
+  expected = None if said else 'thinking_closed'
+  assert records[-1].fork_reason == expected
+
+
+def test_length(serve):
+  """A response that hits its limit says so, and keeps what there is."""
+  gateway, engine, records = serve('a long thought' * 20)
+  reply = client_of(gateway).chat.completions.create(
+    model='m2jax', messages=QUESTION, max_completion_tokens=7
+  )
+  assert reply.choices[0].finish_reason == records[0].finish_reason == 'length'
+  assert reply.usage.completion_tokens == 7
+  assert engine.requests[0].sampling.max_tokens == 7
+
+
+def test_logprobs(serve, tok):
+  """Log-probabilities on request are those of the sampled tokens, one for each."""
+  gateway, _, records = serve(response_text('a', 'b'))
+  reply = client_of(gateway).chat.completions.create(
+    model='m2jax', messages=QUESTION, logprobs=True
+  )
+  entries = reply.choices[0].logprobs.content
+  assert tuple(e.logprob for e in entries) == records[0].logprobs
+  assert ''.join(e.token for e in entries) == tok.decode(records[0].response_ids)
+
+
+def test_models_and_error_types(serve):
+  """The client maps our errors to its own exception classes, with param and code."""
+  gateway, _, _ = serve('x', accept_unknown_keys=False)
+  gateway.sessions.open('known')
+  client = client_of(gateway, 'known')
+  assert [model.id for model in client.models.list()] == ['m2jax']
+  with pytest.raises(openai.NotFoundError) as error:
+    client.chat.completions.create(model='other', messages=QUESTION)
+  assert (error.value.code, error.value.param) == ('model_not_found', 'model')
+  with pytest.raises(openai.BadRequestError) as error:
+    client.chat.completions.create(model='m2jax', messages=QUESTION, n=2)
+  assert error.value.param == 'n'
+  with pytest.raises(openai.AuthenticationError):
+    client_of(gateway, 'stranger').chat.completions.create(
+      model='m2jax', messages=QUESTION
+    )
+  with pytest.raises(openai.AuthenticationError):
+    client_of(gateway, 'stranger').models.list()
+
+
+def test_parallel_sessions_do_not_mix(serve, tok):
+  """Many agents at once, some as sub-agents of one session: each gets its own answer."""
+
+  def script(request):
+    prompt = tok.decode(request.prompt_ids)
+    name = prompt.rpartition('user\n')[2].partition('[e~[')[0]
+    return tok.encode(response_text('t', f'for {name}'))
+
+  gateway, _, records = serve(script)
+
+  async def agent(i):
+    async with openai.AsyncOpenAI(
+      base_url=gateway.base_url, api_key=f's{i % 5}', max_retries=0
+    ) as client:
+      for turn in range(3):
+        name = f'agent {i} turn {turn}'
+        reply = await client.chat.completions.create(
+          model='m2jax', messages=[{'role': 'user', 'content': name}]
+        )
+        assert reply.choices[0].message.content == f'for {name}'
+
+  async def agents():
+    await asyncio.gather(*map(agent, range(20)))
+
+  asyncio.run(agents())
+  assert len({record.id for record in records}) == len(records) == 60
+  for i in range(5):
+    turns = sorted(r.turn for r in records if r.session == f's{i}')
+    assert turns == list(range(12))

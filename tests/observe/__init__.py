@@ -1,0 +1,1 @@
+"""Tests of m2jax.observe."""

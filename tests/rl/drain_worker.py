@@ -1,0 +1,177 @@
+"""A process that drains a finite queue and may die at any moment; see test_kill.py.
+
+Everything is real but the model: "weights" are the list of the item ids trained so far,
+which makes the surviving lineage readable from the last checkpoint.
+
+  python drain_worker.py DIRECTORY SEED TOTAL [DIE_AT COUNT]
+
+DIE_AT names a point at which the process kills itself with SIGKILL, the COUNT-th time.
+"""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import sys
+import threading
+import time
+
+from m2jax.rl import data_pool, records, windowed_fifo
+
+CAPACITY, WINDOW, GROUP, BATCH, SAVE_EVERY = 12, 4, 2, 3, 3
+
+
+def fails(index: int) -> bool:
+  """Items whose rollouts time out, in every attempt."""
+  return index % 13 == 6
+
+
+class Worker:
+  def __init__(self, directory, seed, total, die_at='', count='1'):
+    self.directory, self.total = pathlib.Path(directory), int(total)
+    self.die_at, self.left = die_at, int(count)
+    self.rng = random.Random(int(seed))
+    self.run_id = f'{os.getpid()}-{time.time_ns()}'
+    self.lock = threading.Lock()
+
+  def point(self, name):
+    """A place between two steps of the protocol."""
+    if name == self.die_at:
+      with self.lock:
+        self.left -= 1
+        if self.left == 0:
+          os.kill(os.getpid(), signal.SIGKILL)
+
+  def save(self, weights, step):
+    """One atomic commit of weights, step and ledger."""
+    ledger = self.pool.ledger(step).to_dict()
+    temporary = self.directory / 'checkpoint.tmp'
+    temporary.write_text(json.dumps(dict(weights=weights, step=step, ledger=ledger)))
+    self.point('checkpoint written')
+    temporary.replace(self.directory / 'checkpoint.json')
+    self.point('checkpoint renamed')
+    if step % (2 * SAVE_EVERY) == 0:
+      self.pool.prune(data_pool.Ledger.from_dict(ledger), keep_messages=4)
+
+  def main(self):
+    path = self.directory / 'checkpoint.json'
+    state = dict(weights=[], step=0, ledger=None)
+    if path.exists():
+      state = json.loads(path.read_text())
+    weights, step = state['weights'], state['step']
+    ledger = state['ledger'] and data_pool.Ledger.from_dict(state['ledger'])
+
+    self.pool = data_pool.DataPool(f'sqlite:///{self.directory}/pool.db', linger_s=0.01)
+    before = self.pool.counts()
+    todo = self.pool.rollback(ledger)
+    self.point('rolled back')
+    after = self.pool.counts()
+    with open(self.directory / 'lives.jsonl', 'a') as f:
+      revived = before['taken'] - after['taken']
+      print(json.dumps(dict(revived=revived, reissued=len(todo))), file=f)
+    self.fifo = windowed_fifo.WindowedFifo(CAPACITY, WINDOW)
+    self.pool.refill(self.fifo)
+    self.todo = {item.index: item for item in todo}
+    print('ready', flush=True)
+
+    threads = [threading.Thread(target=self.submit, daemon=True)]
+    threads += [threading.Thread(target=self.roll, daemon=True) for _ in range(5)]
+    for thread in threads:
+      thread.start()
+    indices = self.take(step + 1)
+    while indices:
+      ahead = self.take(step + 2)  # as a learner does that packs while it trains
+      for index in indices:
+        self.train(index, weights)
+      step += 1
+      self.point('trained')
+      if step % SAVE_EVERY == 0:
+        self.save(weights, step)
+      indices = ahead
+    assert self.fifo.drained
+    self.save(weights, step)
+    self.pool.close()
+
+  def take(self, step):
+    """Takes the batch that learner step `step` will train on."""
+    indices = [i for i, _ in self.fifo.wait_for_take(BATCH, timeout_s=60)]
+    self.pool.take(indices, step)
+    self.point('taken')
+    return indices
+
+  def submit(self):
+    for index in range(self.pool.next_index(), self.total):
+      assert self.fifo.wait_for_room(60)
+      item = records.WorkItem(index, f'task {index}', GROUP)
+      with self.lock:
+        assert self.fifo.submit(item) == index
+      self.point('submitted in memory')
+      self.pool.submit(item)
+      with self.lock:
+        self.todo[index] = item
+    self.fifo.close()
+
+  def roll(self):
+    """Runs groups: the completions come from a gateway thread, here from this one."""
+    while not self.fifo.drained:
+      with self.lock:
+        index = self.rng.choice(list(self.todo)) if self.todo else None
+        item = self.todo.pop(index, None)
+        pause_s = self.rng.expovariate(200.0)
+      time.sleep(pause_s if item else 0.002)
+      if item is None:
+        continue
+      if fails(index):
+        self.pool.fail(index, 'timed out')
+        self.point('failed')
+        self.fifo.fail(index, 'timed out')
+        continue
+      for rank in range(GROUP):
+        session = f'{index}.{item.attempt}.{rank}.{self.run_id}'
+        for turn in range(2):
+          self.pool.add_completion(
+            records.Completion(
+              id=f'{session}.{turn}',
+              session=session,
+              turn=turn,
+              parent=None,
+              fork_reason=None,
+              prompt_ids=(index, item.attempt),
+              response_ids=(rank, turn),
+              logprobs=(-0.5, -0.25),
+              versions=(0, 0),
+              finish_reason='stop',
+              status='ok',
+            )
+          )
+        self.point('completions added')
+        self.pool.add_trajectory(
+          records.Trajectory(
+            session, index, rank, item.task, 'toy', 'answer', 1.0, 0.1, 1
+          )
+        )
+        if rank + 1 < GROUP and index % 4 == 0:
+          self.pool.flush()
+          self.point('half a group committed')
+      self.pool.complete(index)
+      self.point('completed')
+      self.fifo.complete(index)
+
+  def train(self, index, weights):
+    """Checks that the group is whole and of one attempt, then updates the weights."""
+    group = self.pool.group(index)
+    assert [t.rank for t, _ in group] == list(range(GROUP)), group
+    attempts = set()
+    for trajectory, completions in group:
+      assert [c.turn for c in completions] == [0, 1], completions
+      attempts |= {c.prompt_ids for c in completions}
+      for c in completions:
+        assert c.response_ids == (trajectory.rank, c.turn)
+        assert c.session == trajectory.session and c.prompt_ids[0] == index
+    assert len(attempts) == 1, attempts
+    weights.append(index)
+
+
+if __name__ == '__main__':
+  Worker(*sys.argv[1:]).main()

@@ -1,0 +1,517 @@
+"""The data pool: what goes in comes out, states, law 5 against a model, failures."""
+
+import dataclasses
+import sqlite3
+import tempfile
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2jax.rl import data_pool
+from m2jax.rl.data_pool import DataPool, Ledger, LedgerMismatch
+from m2jax.rl.records import Completion, Trajectory, WorkItem
+from m2jax.rl.rewards import TrajectoryReward
+from m2jax.rl.windowed_fifo import WindowedFifo
+
+
+@pytest.fixture
+def url(tmp_path):
+  return f'sqlite:///{tmp_path}/pool.db'
+
+
+@pytest.fixture
+def pool(url):
+  with DataPool(url) as pool:
+    yield pool
+
+
+def completion(key, turn=0, **fields):
+  defaults = dict(
+    id=f'{key}/{turn}',
+    session=key,
+    turn=turn,
+    parent=None,
+    fork_reason=None,
+    prompt_ids=(1, 2, 3),
+    response_ids=(4, 5),
+    logprobs=(-0.5, -1.25),
+    versions=(7, 8),
+    finish_reason='stop',
+    status='ok',
+  )
+  return Completion(**defaults | fields)
+
+
+def trajectory(session, item, rank=0, **fields):
+  defaults = dict(
+    task='count lines', family='count', ended='answer', success=1.0, wall_s=0.5
+  )
+  return Trajectory(session, item, rank, tool_calls=2, **defaults | fields)
+
+
+def play(pool, index, group_size=2, attempt=0, submit=True):
+  """One whole group, from submission to completion."""
+  if submit:
+    pool.submit(WorkItem(index, f'task {index}', group_size))
+  for rank in range(group_size):
+    session = f'{index}.{attempt}.{rank}'
+    pool.add_completion(completion(session, 0))
+    pool.add_completion(completion(session, 1))
+    messages = ({'role': 'user', 'content': 'go'},)
+    pool.add_trajectory(trajectory(session, index, rank, messages=messages))
+  pool.complete(index)
+
+
+# --- Records ---
+
+IDS = st.integers(-(2**31), 2**31 - 1)
+TEXT = st.text(max_size=30)
+JSON = st.recursive(
+  st.none() | st.booleans() | st.integers() | st.text(max_size=10),
+  lambda x: (
+    st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=5), x, max_size=3)
+  ),
+  max_leaves=5,
+)
+
+
+@st.composite
+def completions(draw):
+  n = draw(st.integers(0, 400))  # both below and above the size that is compressed
+  single = draw(st.booleans())
+  logprob = st.floats(-50, 0, width=32 if single else 64)
+
+  def many(values):
+    return tuple((draw(st.lists(values, min_size=1, max_size=8)) * n)[:n])
+
+  return completion(
+    's',
+    turn=draw(st.integers(0, 1000)),
+    parent=draw(st.none() | TEXT),
+    fork_reason=draw(st.none() | TEXT),
+    prompt_ids=tuple(draw(st.lists(IDS, max_size=50))),
+    response_ids=many(IDS),
+    logprobs=many(logprob),
+    versions=many(st.integers(0, 2**31 - 1)),
+    finish_reason=draw(st.sampled_from(['stop', 'length', 'cancelled'])),
+    status=draw(TEXT),
+    overrides=draw(st.sampled_from([(), ('top_p',), ('temperature', 'top_k')])),
+    started_s=draw(st.floats(0, 2e9)),
+    ended_s=draw(st.floats(0, 2e9)),
+  )
+
+
+@pytest.fixture(scope='module')
+def shared():
+  """One pool for a property that needs many records but no clean state."""
+  with tempfile.TemporaryDirectory() as directory:
+    with DataPool(f'sqlite:///{directory}/pool.db') as pool:
+      pool.counter = iter(range(10**6))
+      yield pool
+
+
+@settings(deadline=None, max_examples=60)
+@given(c=completions(), messages=st.lists(st.dictionaries(TEXT, JSON, max_size=3)))
+def test_records_come_back_exactly(shared, c, messages):
+  """Law 4 ends here if a log-probability loses a bit or an id its sign."""
+  session = f's{next(shared.counter)}'
+  c = dataclasses.replace(c, id=session, session=session)
+  t = trajectory(session, -1, messages=tuple(messages), answer='é', ended='length')
+  shared.add_completion(c)
+  shared.add_trajectory(t)
+  shared.flush()
+  assert shared.completions(session) == [c]
+  stored = shared.recent(1)[0]
+  assert (stored.trajectory, stored.reward, stored.superseded) == (t, None, False)
+
+
+def test_hostile_text_is_kept_readable(pool):
+  """Law 9: tool output with NUL or lone surrogates costs neither job nor record."""
+  messages = ({'role': 'tool', 'content': 'a\0b\udc80'},)
+  t = trajectory('s', -1, answer='x\0\udcff', reason='\udc80', messages=messages)
+  pool.add_trajectory(t)
+  pool.flush()
+  got = pool.recent(1)[0].trajectory
+  assert got.messages == messages and got.answer == 'x\ufffd?' and got.reason == '?'
+
+
+def test_untrainable_completions_are_refused(pool):
+  """Nothing is silently padded (law 4): wrong lengths and non-numbers raise at once."""
+  for field, value in (
+    ('logprobs', (-1.0,)),
+    ('versions', (1, 2, 3)),
+    ('logprobs', (-1.0, float('nan'))),
+    ('logprobs', (-1.0, float('-inf'))),
+  ):
+    with pytest.raises(ValueError, match=field):
+      pool.add_completion(completion('s', **{field: value}))
+  pool.flush()
+  assert pool.completions('s') == []
+
+
+def test_ids_are_unique(pool, url):
+  """An id added twice raises: at once, or at flush when another process added it first.
+
+  The rows beside the refused one are not harmed.
+  """
+  pool.add_completion(completion('s'))
+  pool.add_trajectory(trajectory('s', -1))
+  with pytest.raises(data_pool.Duplicate, match='s/0'):
+    pool.add_completion(completion('s'))
+  with pytest.raises(data_pool.Duplicate, match='trajectory s'):
+    pool.add_trajectory(trajectory('s', -1))
+  pool.close()
+  with DataPool(url) as pool:
+    for turn in range(3):
+      pool.add_completion(completion('s', turn, session='other'))
+    pool.add_trajectory(trajectory('s', -1))
+    pool.add_trajectory(trajectory('other', -1))
+    with pytest.raises(data_pool.Rejected, match='refused 2 records'):
+      pool.flush()
+    assert [c.turn for c in pool.completions('other')] == [1, 2]
+    assert {s.trajectory.session for s in pool.recent(9)} == {'s', 'other'}
+    pool.flush()  # said once
+
+
+# --- Items ---
+
+
+def test_states(pool):
+  """An item goes pending, completed, taken; any other way raises, changing nothing."""
+  play(pool, 0)
+  pool.submit(WorkItem(1, 't', 1))
+  for call, message in (
+    (lambda: pool.submit(WorkItem(1, 't', 1)), 'next index of the stream is 2'),
+    (lambda: pool.submit(WorkItem(3, 't', 1)), 'next index of the stream is 2'),
+    (lambda: pool.submit(WorkItem(2, 't', 0)), 'group_size=0'),
+    (lambda: pool.complete(0), 'item 0 is completed, not pending'),
+    (lambda: pool.complete(9), 'item 9 was never submitted'),
+    (lambda: pool.complete(1), 'item 1 has 0 of 1 trajectories'),
+    (lambda: pool.fail(0, 'late'), 'item 0 is completed'),
+    (lambda: pool.take([0, 1], 1), 'item 1 is pending, not completed'),
+    (lambda: pool.take([0, 0], 1), 'twice'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      call()
+  assert [i.index for i in pool.items('completed')] == [0]
+  pool.take([0], step=1)
+  with pytest.raises(ValueError, match='item 0 is taken'):
+    pool.take([0], step=2)
+  pool.fail(1, 'timed out')
+  assert pool.failures() == {1: 'timed out'}
+  counts = pool.counts()
+  assert (counts['taken'], counts['failed'], counts['pending']) == (1, 1, 0)
+  assert pool.next_index() == 2
+
+
+def test_group(pool):
+  """A group comes back by rank and turn, without the neighbours' records."""
+  pool.submit(WorkItem(0, 't', 2))
+  play(pool, 1)
+  for rank in (1, 0):
+    for turn in (1, 0, 2):
+      pool.add_completion(completion(f'g{rank}', turn))
+    pool.add_trajectory(trajectory(f'g{rank}', 0, rank))
+  pool.complete(0)
+  group = pool.group(0)
+  assert [t.session for t, _ in group] == ['g0', 'g1']
+  assert [[c.id for c in cs] for _, cs in group] == [
+    [f'g{rank}/{turn}' for turn in range(3)] for rank in range(2)
+  ]
+  assert pool.group(7) == []
+
+
+def test_one_trajectory_per_rank(pool):
+  """Two episodes for one place would train one task twice: the second is refused."""
+  pool.submit(WorkItem(0, 't', 2))
+  pool.add_trajectory(trajectory('a', 0, 0))
+  pool.add_trajectory(trajectory('b', 0, 0))
+  with pytest.raises(data_pool.Rejected, match='refused 1'):
+    pool.flush()
+  with pytest.raises(ValueError, match='1 of 2 trajectories'):
+    pool.complete(0)
+
+
+def test_late_records_are_not_trained(pool):
+  """What comes after a session or its item ended was acted on by nobody."""
+  pool.submit(WorkItem(0, 't', 1))
+  pool.add_completion(completion('s', 0))
+  pool.add_trajectory(trajectory('s', 0))
+  pool.add_completion(completion('s', 1))  # in the same batch, but after the end
+  pool.complete(0)
+  pool.add_completion(completion('s', 2))
+  pool.add_trajectory(trajectory('straggler', 0, 1))
+  pool.flush()
+  ((_, trained),) = pool.group(0)
+  assert [c.turn for c in trained] == [0]
+  assert len(pool.completions('s')) == 3  # kept for people to read
+  counts = pool.counts()
+  assert (counts['late_completions'], counts['late_trajectories']) == (2, 1)
+
+
+# --- Law 5 ---
+
+
+def test_rollback(pool, url):
+  """The worked example: each state of an item, before and after the checkpoint."""
+  for i in range(4):
+    play(pool, i)
+  pool.submit(WorkItem(4, 'five', 2))
+  pool.take([0, 2], step=1)
+  ledger = pool.ledger(step=1)
+  assert ledger == Ledger(head=1, taken=(2,), next_index=5, step=1, run=pool.run)
+  pool.take([1], step=2)
+  assert pool.ledger(step=1) == ledger  # taken ahead of the checkpoint's step
+  play(pool, 5)
+  pool.submit(WorkItem(6, 'seven', 2))
+  pool.add_completion(completion('half', 0))
+  pool.add_completion(completion('done', 0))
+  pool.add_trajectory(trajectory('done', 4, 0))
+  pool.submit(WorkItem(7, 'eight', 2))
+  pool.fail(7, 'timed out')
+  pool.close()
+
+  with DataPool(url) as pool:
+    again = pool.rollback(Ledger.from_dict(ledger.to_dict()))
+    assert again == [WorkItem(4, 'five', 2, 1), WorkItem(6, 'seven', 2, 1)]
+    assert [i.index for i in pool.items('completed')] == [1, 3, 5]
+    assert [i.index for i in pool.items('taken')] == [0, 2]
+    assert pool.failures() == {7: 'timed out'} and pool.next_index() == 8
+    assert pool.group(4) == []  # the old attempt is superseded, but still readable
+    assert [len(pool.completions(s)) for s in ('half', 'done')] == [1, 1]
+    play(pool, 4, attempt=1, submit=False)
+    assert [t.session for t, _ in pool.group(4)] == ['4.1.0', '4.1.1']
+    # Even where a session's name is used again, its old completions are not trained.
+    pool.add_completion(completion('half', 1))
+    pool.add_trajectory(trajectory('half', 6, 0))
+    pool.flush()
+    ((_, trained),) = pool.group(6)
+    assert [c.turn for c in trained] == [1]
+
+    fifo = WindowedFifo(8, 3)
+    pool.refill(fifo)
+    assert (fifo.head, fifo.next_index, list(fifo.pending())) == (1, 8, [6])
+    assert [i for i, _ in fifo.take(9)] == [1, 3, 4, 5]
+
+  with DataPool(url) as pool:  # no checkpoint was made: everything is undone
+    assert [i.index for i in pool.rollback(None)] == [6]
+    assert [i.index for i in pool.items('completed')] == [0, 1, 2, 3, 4, 5]
+
+
+OPS = st.lists(
+  st.sampled_from(
+    ['submit'] * 4 + ['complete'] * 4 + ['fail', 'save', 'crash'] + ['take'] * 3
+  ),
+  max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(OPS, st.randoms(use_true_random=False), st.sampled_from([1, 2, 4, None]))
+def test_exactly_once(ops, rng, window):
+  """Law 5 on random histories: work, checkpoints, crashes in any order; then drained.
+
+  The lineage is a list of trained ids that a crash sets back to its last checkpoint.
+  The pool is opened anew after each crash; test_kill.py does it with real processes.
+  """
+  with tempfile.TemporaryDirectory() as directory:
+    url = f'sqlite:///{directory}/pool.db'
+    pool, fifo = DataPool(url), WindowedFifo(6, window)
+    weights, step, failed = [], 0, set()
+    saved = ([], 0, None)
+    attempts = {}
+
+    def step_once(op):
+      nonlocal pool, fifo, weights, step, saved
+      pending = sorted(fifo.pending())
+      if op == 'submit' and fifo.wait_for_room(0):
+        index = fifo.submit()
+        pool.submit(WorkItem(index, 't', 1))
+        attempts[index] = 0
+      elif op == 'complete' and pending:
+        index = rng.choice(pending)
+        session = f'{index}.{attempts[index]}'
+        pool.add_completion(completion(session))
+        pool.add_trajectory(trajectory(session, index))
+        pool.complete(index)
+        fifo.complete(index)
+      elif op == 'fail' and pending:
+        index = rng.choice(pending)
+        pool.fail(index, 'broke')
+        fifo.fail(index, 'broke')
+        failed.add(index)
+      elif op == 'take':
+        indices = [i for i, _ in fifo.take(2)]
+        step += 1
+        pool.take(indices, step)
+        for index in indices:
+          ((t, _),) = pool.group(index)
+          assert t.session == f'{index}.{attempts[index]}'
+        weights += indices
+      elif op == 'save':
+        saved = (list(weights), step, pool.ledger(step))
+      elif op == 'crash':
+        pool.close()
+        pool, fifo = DataPool(url), WindowedFifo(6, window)
+        weights, step = list(saved[0]), saved[1]
+        for item in pool.rollback(saved[2]):
+          attempts[item.index] += 1
+          assert item.attempt == attempts[item.index]
+        pool.refill(fifo)
+
+    for op in ops:
+      step_once(op)
+    while not (fifo.state().pending == fifo.state().completed == 0):
+      step_once('complete')
+      step_once('take')
+    pool.close()
+    assert sorted(weights) == sorted(set(attempts) - failed)
+
+
+def test_ledger_must_fit(pool, url, tmp_path):
+  """A checkpoint of another pool, or of a younger one, must not be trained on twice."""
+  play(pool, 0)
+  pool.take([0], step=1)
+  ledger = pool.ledger(1)
+  with DataPool(f'sqlite:///{tmp_path}/other.db') as other:
+    with pytest.raises(LedgerMismatch, match='belongs to pool'):
+      other.rollback(ledger)
+    with pytest.raises(LedgerMismatch, match='knows 1 items, the pool 0'):
+      other.rollback(dataclasses.replace(ledger, run=''))
+  with pytest.raises(LedgerMismatch, match='knows 5 items'):
+    pool.rollback(dataclasses.replace(ledger, next_index=5))
+  # A pool that lost its last commits but not the item: still never trained twice.
+  ahead = dataclasses.replace(ledger, head=1, next_index=1)
+  pool.rollback(None)
+  assert pool.rollback(ahead) == [] and pool.counts()['taken'] == 1
+
+
+def test_prune_keeps_what_a_restart_needs(pool):
+  """A long run's file stays bounded, and roll-back to the pruned ledger still works."""
+  pool.add_trajectory(trajectory('old evaluation', -1, messages=({},)))
+  pool.add_completion(completion('old evaluation'))
+  for i in range(4):
+    play(pool, i)
+  pool.take([0], step=1)
+  first = pool.ledger(1)
+  pool.take([1], step=2)
+  second = pool.ledger(2)
+  pool.take([2], step=3)
+  assert pool.prune(second, keep_messages=3) == 9
+  assert pool.completions('1.0.0') == [] == pool.completions('old evaluation')
+  stored = pool.recent(10)
+  kept = [s.trajectory.session for s in stored if s.trajectory.messages]
+  assert kept == ['3.0.1', '3.0.0', '2.0.1', '2.0.0']  # 3 newest, and the live items'
+  assert len(stored) == 9 and len(pool.sample_trajectories(99)) == 4
+  assert pool.prune(second) == 0
+  with pytest.raises(LedgerMismatch, match='were pruned'):
+    pool.rollback(first)
+  assert pool.rollback(second) == []
+  assert [len(cs) for _, cs in pool.group(2)] == [2, 2]
+
+
+def test_file_stays_bounded(pool, tmp_path):
+  """With pruning, ten times the work does not make ten times the file."""
+  big = dict(prompt_ids=tuple(range(5000)))
+  sizes = []
+  for i in range(40):
+    pool.submit(WorkItem(i, 't', 1))
+    pool.add_completion(completion(f's{i}', **big))
+    pool.add_trajectory(trajectory(f's{i}', i))
+    pool.complete(i)
+    pool.take([i], step=i)
+    pool.prune(pool.ledger(i))
+    sizes.append((tmp_path / 'pool.db').stat().st_size)
+  assert sizes[-1] < 2 * sizes[3]
+
+
+# --- Reading, threads, failures ---
+
+
+def test_reports_read_rewards(pool):
+  """The report shows each trajectory with the reward that the learner gave it."""
+  play(pool, 0, group_size=3)
+  pool.add_trajectory(trajectory('e', -1))
+  reward = TrajectoryReward(process=-1, speed=0.5, perf=1, total=0.95, advantage=0.2)
+  pool.set_rewards({'0.0.1': reward})
+  pool.flush()
+  by_session = {s.trajectory.session: s.reward for s in pool.recent(9)}
+  assert by_session == {'e': None, '0.0.0': None, '0.0.1': reward, '0.0.2': None}
+  assert [s.trajectory.session for s in pool.recent(1)] == ['e']
+  assert [s.trajectory.session for s in pool.recent(9, evaluation=True)] == ['e']
+  drawn = pool.sample_trajectories(2, seed=1, evaluation=False)
+  assert len({s.trajectory.session for s in drawn} - {'e'}) == 2
+  assert drawn == pool.sample_trajectories(2, seed=1, evaluation=False)
+
+
+def test_threads(url):
+  """Gateway, agents and learner at once, with a queue small enough to block them."""
+  with DataPool(url, max_queued=8) as pool:
+    items, size = 24, 3
+    fifo = WindowedFifo(items, None)
+    for _ in range(items):
+      pool.submit(WorkItem(fifo.submit(), 't', size))
+    errors = []
+
+    def agents(mine):
+      try:
+        for index in mine:
+          for rank in range(size):
+            for turn in range(4):
+              pool.add_completion(completion(f'{index}.{rank}', turn))
+            pool.add_trajectory(trajectory(f'{index}.{rank}', index, rank))
+          pool.complete(index)
+          fifo.complete(index)
+      except Exception as error:
+        errors.append(error)
+        raise
+
+    threads = [
+      threading.Thread(target=agents, args=(range(k, items, 6),)) for k in range(6)
+    ]
+    for thread in threads:
+      thread.start()
+    for step in range(items // 4):
+      taken = [i for i, _ in fifo.wait_for_take(4, timeout_s=60)]
+      pool.take(taken, step)
+      for index in taken:
+        group = pool.group(index)
+        assert [len(cs) for _, cs in group] == [4] * size
+    for thread in threads:
+      thread.join()
+    assert not errors and pool.counts()['taken'] == items
+
+
+def test_broken_database_stops_the_job(pool, tmp_path):
+  """Fail closed: when the database cannot be written, nobody is told that it was."""
+  play(pool, 0)
+  connection = sqlite3.connect(tmp_path / 'pool.db')
+  connection.execute('DROP TABLE completions')
+  connection.close()
+  pool.add_completion(completion('s'))
+  with pytest.raises(data_pool.PoolBroken, match='no such table'):
+    pool.take([0], step=1)
+  with pytest.raises(data_pool.PoolBroken):
+    pool.add_completion(completion('t'))
+  pool.close()
+
+
+def test_opening(pool, url, tmp_path):
+  """Wrong URLs and foreign schemas get an error that names them; a run keeps its id."""
+  with DataPool(url) as again:
+    assert again.run == pool.run
+  with pytest.raises(ValueError, match='not a database URL'):
+    DataPool('pool.db')
+  with pytest.raises(ValueError, match='needs a file'):
+    DataPool('sqlite://')
+  pool.close()
+  with pytest.raises(RuntimeError, match='after close'):
+    pool.flush()
+  connection = sqlite3.connect(tmp_path / 'pool.db')
+  connection.execute("UPDATE meta SET value = '0' WHERE key = 'schema_version'")
+  connection.commit()
+  connection.close()
+  with pytest.raises(ValueError, match='schema version 0'):
+    DataPool(url)

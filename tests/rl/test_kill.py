@@ -1,0 +1,82 @@
+"""Law 5 by fault injection: a real process, killed with SIGKILL, over and over."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+HERE = pathlib.Path(__file__).parent
+sys.path.append(str(HERE))  # whichever way pytest imports this file
+import drain_worker  # noqa: E402
+
+TOTAL = 130
+
+# Every gap between two durable steps of the protocol, and when to die in it.
+POINTS = (
+  ('rolled back', 1),
+  ('submitted in memory', 9),
+  ('completions added', 20),
+  ('half a group committed', 3),
+  ('completed', 12),
+  ('failed', 1),
+  ('taken', 4),
+  ('trained', 5),
+  ('checkpoint written', 2),
+  ('checkpoint renamed', 1),
+)
+
+
+def start(directory, seed, *die_at):
+  worker = HERE / 'drain_worker.py'
+  command = [sys.executable, worker, directory, str(seed), str(TOTAL), *die_at]
+  env = os.environ | {'PYTHONPATH': str(HERE.parents[1])}
+  return subprocess.Popen(
+    [str(c) for c in command], env=env, stdout=subprocess.PIPE, text=True
+  )
+
+
+def check_window_order(trained):
+  """Every id was within the window of the oldest that was still to come."""
+  todo = [i for i in range(TOTAL) if not drain_worker.fails(i)]
+  for index in trained:
+    assert index < todo[0] + drain_worker.WINDOW
+    todo.remove(index)
+  assert not todo
+
+
+def test_exactly_once_under_kill(tmp_path):
+  """Along the surviving lineage every item is trained once, in window order.
+
+  The process dies at each point of the protocol, and at random moments between; then
+  it may finish. Its last checkpoint tells what the surviving weights were trained on.
+  """
+  rng = random.Random(0)
+  for seed, (point, count) in enumerate(POINTS):
+    process = start(tmp_path, seed, point, str(count))
+    out, _ = process.communicate(timeout=120)
+    # A point may lie beyond the end of the queue; then this life ended it.
+    assert process.returncode in (-signal.SIGKILL, 0), out
+    if seed % 2:
+      process = start(tmp_path, 100 + seed)
+      assert process.stdout.readline() == 'ready\n'
+      time.sleep(rng.uniform(0.0, 0.15))
+      process.kill()
+      process.communicate(timeout=120)
+  process = start(tmp_path, 1000)
+  process.communicate(timeout=120)
+  assert process.returncode == 0
+
+  checkpoint = json.loads((tmp_path / 'checkpoint.json').read_text())
+  trained = checkpoint['weights']
+  assert sorted(trained) == [i for i in range(TOTAL) if not drain_worker.fails(i)]
+  check_window_order(trained)
+  assert checkpoint['ledger']['head'] == checkpoint['ledger']['next_index'] == TOTAL
+  # The test is worth nothing if the kills undid nothing.
+  lives = [json.loads(x) for x in (tmp_path / 'lives.jsonl').read_text().splitlines()]
+  assert len(lives) >= 8
+  assert sum(life['revived'] for life in lives) > 0
+  assert sum(life['reissued'] for life in lives) > 0

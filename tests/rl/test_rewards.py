@@ -1,0 +1,282 @@
+"""Composite reward, reward-to-go and group advantages against hand calculation."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2jax.rl import rewards
+from m2jax.rl.records import Completion, Trajectory
+from m2jax.rl.rewards import RewardConfig
+
+
+def episode(
+  rank,
+  success=1.0,
+  statuses=('ok',),
+  *,
+  ended='answer',
+  wall_s=1.0,
+  tool_calls=1,
+  tokens=2,
+  finish='stop',
+  messages=(),
+):
+  session = f's{rank}'
+  completions = [
+    Completion(
+      id=f'{session}/{turn}',
+      session=session,
+      turn=turn,
+      parent=None,
+      fork_reason=None,
+      prompt_ids=(1, 2),
+      response_ids=tuple(range(tokens)),
+      logprobs=(-1.0,) * tokens,
+      versions=(0,) * tokens,
+      finish_reason=finish,
+      status=status,
+    )
+    for turn, status in enumerate(statuses)
+  ]
+  trajectory = Trajectory(
+    session, 0, rank, 't', 'f', ended, success, wall_s, tool_calls, messages=messages
+  )
+  return trajectory, completions
+
+
+def advantages(group, **config):
+  return rewards.advantages(group, RewardConfig(**config))
+
+
+def test_composite_by_hand():
+  """r_t = α·process + β·speed + perf, G_t = Σ γ^{τ−t} r_τ, Â = G_t − mean G_0.
+
+  Two turns with a format error in the first, against a failure in one turn.
+  """
+  group = [
+    episode(0, 1.0, ('invalid_json', 'ok'), wall_s=1.0),
+    episode(1, 0.0, ('ok',), wall_s=3.0),
+  ]
+  credit = advantages(group, alpha=0.2, beta=0.4, gamma=0.5)
+  # T_baseline = 2 s, h(1/2) = 0.75 and it is paid on success only.
+  last = 0.4 * 0.75 + 1.0
+  first = -0.2 + 0.5 * last
+  baseline = (first + 0.0) / 2
+  a, b = credit.credits
+  np.testing.assert_allclose(a.advantages, [first - baseline, last - baseline])
+  np.testing.assert_allclose(b.advantages, [-baseline])
+  assert a.reward == rewards.TrajectoryReward(
+    process=-1.0,
+    speed=0.75,
+    perf=1.0,
+    total=pytest.approx(first),
+    advantage=pytest.approx(first - baseline),
+  )
+  assert credit.dropped == ''
+  ungated = advantages(group, beta=0.4, speed_on_success_only=False)
+  assert ungated.credits[1].reward.speed == pytest.approx(0.25)  # h(3/2)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-5, 5), max_size=12), st.floats(0, 1))
+def test_returns_are_the_definition(r, gamma):
+  """Reward-to-go equals the double sum it abbreviates."""
+  n = len(r)
+  expected = [sum(gamma ** (k - t) * r[k] for k in range(t, n)) for t in range(n)]
+  np.testing.assert_allclose(rewards.returns(np.array(r), gamma), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize('kind', sorted(rewards.SPEEDS))
+def test_speed_decreases(kind):
+  """h is decreasing, 1 at once and 1/2 at the baseline, in every form on offer."""
+  values = [rewards.speed(t, 2.0, kind) for t in np.linspace(0, 10, 50)]
+  assert values == sorted(values, reverse=True) and values[0] == 1.0
+  assert min(values) >= 0 and rewards.speed(2.0, 2.0, kind) == 0.5
+  assert rewards.speed(1.0, 2.0, kind) > 0.5 > rewards.speed(3.0, 2.0, kind)
+  assert rewards.speed(0.0, 0.0, kind) == 0.5
+
+
+def test_speed_units():
+  """T may be seconds, turns or tool calls; its baseline the group's mean or a value."""
+  group = [
+    episode(0, statuses=('ok',) * 3, wall_s=5.0, tool_calls=9),
+    episode(1, statuses=('ok',), wall_s=15.0, tool_calls=1),
+  ]
+  for unit, first in (('wall', 0.75), ('turns', 0.25), ('tool_calls', 0.1)):
+    credit = advantages(group, speed_unit=unit)
+    assert credit.credits[0].reward.speed == pytest.approx(first)
+  credit = advantages(group, speed_baseline=10.0)
+  assert [c.reward.speed for c in credit.credits] == [0.75, 0.25]
+  credit = rewards.advantages(group, RewardConfig(speed_baseline=1.0), 10.0)
+  assert [c.reward.speed for c in credit.credits] == [0.75, 0.25]  # the task's own
+
+
+GROUPS = st.lists(
+  st.tuples(
+    st.floats(0, 1),
+    st.lists(st.sampled_from(['ok', 'invalid_json', 'unclosed_block']), max_size=4),
+    st.floats(0.1, 9),
+  ),
+  min_size=1,
+  max_size=6,
+)
+CONFIGS = st.builds(
+  RewardConfig,
+  alpha=st.floats(0, 1),
+  beta=st.floats(0, 1),
+  gamma=st.floats(0, 1),
+  baseline=st.sampled_from(rewards.BASELINES),
+  normalise=st.booleans(),
+  speed_unit=st.sampled_from(rewards.SPEED_UNITS),
+)
+
+
+def make_group(rows, start=0):
+  return [
+    episode(start + i, success, statuses, wall_s=wall_s)
+    for i, (success, statuses, wall_s) in enumerate(rows)
+  ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(GROUPS, st.lists(st.integers(0, 6), max_size=4), CONFIGS)
+def test_infrastructure_changes_nothing(rows, places, config):
+  """Law 5: broken episodes anywhere in a group leave every other credit as it was."""
+  group = make_group(rows)
+  broken = list(group)
+  for k, place in enumerate(places):
+    lost = episode(100 + k, 0.0, ('ok', 'ok'), ended='infrastructure', wall_s=99.0)
+    broken.insert(place, lost)
+  plain, mixed = (rewards.advantages(g, config) for g in (group, broken))
+  kept = [c for c in mixed.credits if not c.masked]
+  assert len(mixed.credits) - len(kept) == len(places)
+  assert mixed.dropped == plain.dropped
+  for a, b in zip(plain.credits, kept, strict=True):
+    assert (a.trajectory, a.reward, a.completions) == (
+      b.trajectory,
+      b.reward,
+      b.completions,
+    )
+    np.testing.assert_array_equal(a.advantages, b.advantages)
+  for c in mixed.credits:
+    assert not c.masked or (c.completions == () and len(c.advantages) == 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(GROUPS, CONFIGS)
+def test_baselines(rows, config):
+  """Group means of G_0 − B: 0 for the mean, and leave-one-out is it times n/(n−1)."""
+  group = make_group(rows)
+  n = len(group)
+  by = {
+    kind: rewards.advantages(
+      group, dataclasses.replace(config, baseline=kind, normalise=False)
+    )
+    for kind in rewards.BASELINES
+  }
+  total = np.array([c.reward.total for c in by['none'].credits])
+  for kind, expected in (
+    ('none', total),
+    ('mean', total - total.mean()),
+    ('leave_one_out', (total - total.mean()) * (n / (n - 1) if n > 1 else 0)),
+  ):
+    for credit, a in zip(by[kind].credits, expected, strict=True):
+      if len(credit.advantages):
+        assert credit.advantages[0] == pytest.approx(a, abs=1e-9)
+
+
+def test_normalise():
+  """M1's form: advantages in units of the group's standard deviation."""
+  group = [episode(i, s) for i, s in enumerate((1.0, 0.0, 0.0, 0.0))]
+  plain, scaled = advantages(group), advantages(group, normalise=True)
+  std = np.std([1, 0, 0, 0])
+  for a, b in zip(plain.credits, scaled.credits, strict=True):
+    np.testing.assert_allclose(b.advantages, a.advantages / std)
+
+
+@pytest.mark.parametrize('success', [0.0, 1.0, 0.1])
+def test_zero_advantage_groups_are_dropped(success):
+  """All alike teaches nothing: dropped and counted, even when a mean is inexact."""
+  alike = advantages([episode(i, success) for i in range(7)])
+  mixed = advantages([episode(0, 1.0), episode(1, 0.0)])
+  broken = advantages([episode(i, ended='infrastructure') for i in range(2)])
+  single = advantages([episode(0)], baseline='leave_one_out')
+  assert [g.dropped for g in (alike, mixed, broken, single)] == [
+    'zero_advantage',
+    '',
+    'masked',
+    'zero_advantage',
+  ]
+  summary = rewards.summary([alike, mixed, broken])
+  assert summary['groups_zero_advantage'] == summary['groups_masked'] == 1
+  assert (summary['trajectories'], summary['trajectories_masked']) == (11, 2)
+  assert summary['success'] == pytest.approx((7 * success + 1) / 9)
+  assert len(rewards.by_session([alike, broken])) == 7
+  assert math.isnan(rewards.summary([broken])['success'])  # not a success rate of 0
+
+
+def test_process_difference_is_not_dropped():
+  """Equal outcomes but one format error: there is something to learn."""
+  credit = advantages([episode(0), episode(1, statuses=('unclosed_block',))])
+  assert credit.dropped == ''
+  assert credit.credits[0].advantages[0] > 0 > credit.credits[1].advantages[0]
+  assert advantages([episode(0), episode(1)], alpha=0.0).dropped == 'zero_advantage'
+
+
+def test_thinking_bonus():
+  """Paid per turn for thinking before acting, and never to a malformed turn."""
+
+  def said(reasoning):
+    return {'role': 'assistant', 'content': '', 'reasoning_content': reasoning}
+
+  messages = ({'role': 'user'}, said('so'), {'role': 'tool'}, said(' '), said('hm'))
+  trajectory, completions = episode(
+    0, statuses=('ok', 'ok', 'unclosed_block'), messages=messages
+  )
+  config = RewardConfig(thinking_bonus=0.5)
+  got = rewards.process_rewards(trajectory, completions, config)
+  np.testing.assert_array_equal(got, [0.5, 0.0, -1.0])
+  # Where turns and messages do not match up, nothing is guessed.
+  got = rewards.process_rewards(trajectory, completions[:2], config)
+  np.testing.assert_array_equal(got, [0.0, 0.0])
+
+
+def test_turns_without_an_act():
+  """Cancelled and empty completions earn nothing; an episode without any still counts.
+
+  The order of turns is the recorded one, whatever order the completions come in.
+  """
+  cancelled = episode(0, 1.0, ('ok', 'unclosed_block'))
+  cancelled[1][1] = dataclasses.replace(cancelled[1][1], finish_reason='cancelled')
+  silent = episode(1, 0.0, ())
+  credit = advantages([cancelled, silent, episode(2, 0.0, tokens=0)])
+  assert [len(c.completions) for c in credit.credits] == [1, 0, 0]
+  assert credit.credits[0].reward.process == 0.0
+  assert credit.credits[0].advantages[0] == pytest.approx(1 - 1 / 3)
+  turns = episode(0, 1.0, ('invalid_json', 'ok', 'ok'))
+  a = advantages([turns, silent], gamma=0.5)
+  b = advantages([(turns[0], turns[1][::-1]), silent], gamma=0.5)
+  np.testing.assert_array_equal(a.credits[0].advantages, b.credits[0].advantages)
+
+
+@pytest.mark.parametrize(
+  ('field', 'value'),
+  [
+    ('gamma', 1.5),
+    ('format_penalty', 1.0),
+    ('thinking_bonus', -1.0),
+    ('speed', 'fast'),
+    ('speed_unit', 'days'),
+    ('speed_baseline', 0.0),
+    ('success_threshold', 0.0),
+    ('baseline', 'median'),
+  ],
+)
+def test_config_names_the_field(field, value):
+  """Law 9: a broken config says which field and what it may be."""
+  with pytest.raises(ValueError, match=f'RewardConfig.{field}'):
+    RewardConfig(**{field: value})

@@ -1,0 +1,96 @@
+"""M2 in row form, written apart from the product: the independent side of law 3.
+
+One sample at a time, dense causal attention over its own tokens, experts one by one, MTP
+as facts/algorithms.md §4.1 writes it for a row: h'ᵏ_i = M_k[norm(hᵏ⁻¹_i); norm(Emb(t_{i+k}))]
+over i = 0 … n-k-1, predicting t_{i+k+1}. Shares no code with m2jax.layers, moe or kernels.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def _norm(x, scale, eps):
+  return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + eps) * scale
+
+
+def _rotate(x, positions, cfg):
+  """x [n, heads, H]: rotates pairs (i, i + R/2) as complex numbers."""
+  half = cfg.rotary_dim // 2
+  frequency = cfg.rope_theta ** (-jnp.arange(half) * 2.0 / cfg.rotary_dim)
+  turn = jnp.exp(1j * positions[:, None, None] * frequency)
+  z = (x[..., :half] + 1j * x[..., half : 2 * half]) * turn
+  return jnp.concatenate([z.real, z.imag, x[..., 2 * half :]], -1)
+
+
+def _attention(x, p, cfg):
+  n = len(x)
+  q = _norm(x @ p['q'], p['q_norm'], cfg.rms_norm_eps).reshape(n, cfg.num_heads, -1)
+  k = _norm(x @ p['k'], p['k_norm'], cfg.rms_norm_eps).reshape(n, cfg.num_kv_heads, -1)
+  v = (x @ p['v']).reshape(n, cfg.num_kv_heads, -1)
+  positions = jnp.arange(n)
+  q, k = _rotate(q, positions, cfg), _rotate(k, positions, cfg)
+  heads = []
+  for head in range(cfg.num_heads):
+    group = head // (cfg.num_heads // cfg.num_kv_heads)
+    scores = q[:, head] @ k[:, group].T / jnp.sqrt(1.0 * cfg.head_dim)
+    scores = jnp.where(jnp.tril(jnp.ones((n, n), bool)), scores, -jnp.inf)
+    heads.append(jax.nn.softmax(scores) @ v[:, group])
+  return jnp.concatenate(heads, -1) @ p['o']
+
+
+def _moe(x, p, bias, cfg, ids):
+  scores = 1 / (1 + jnp.exp(-(x @ p['router'])))
+  if ids is None:
+    ids = jnp.argsort(-(scores + bias), axis=-1)[:, : cfg.experts_per_token]
+  weights = jnp.take_along_axis(scores, ids, 1)
+  weights = weights / weights.sum(-1, keepdims=True)
+  out = jnp.zeros_like(x)
+  for e in range(cfg.num_experts):
+    a = x @ p['gate'][e]
+    y = (a / (1 + jnp.exp(-a)) * (x @ p['up'][e])) @ p['down'][e]
+    out += jnp.sum(jnp.where(ids == e, weights, 0), -1, keepdims=True) * y
+  return out, ids
+
+
+def _block(x, p, bias, cfg, ids=None):
+  x = x + _attention(_norm(x, p['attn_norm'], cfg.rms_norm_eps), p, cfg)
+  y, ids = _moe(_norm(x, p['moe_norm'], cfg.rms_norm_eps), p, bias, cfg, ids)
+  return x + y, ids
+
+
+def _logprob(state, params, targets):
+  logits = state @ params['head']
+  return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], 1)[:, 0]
+
+
+def score(variables, tokens, cfg, experts=None):
+  """One sample [n] → trunk logprobs [n-1] of tokens[1:], per-module MTP logprobs, ids.
+
+  Module k's entry scores tokens[k+1:]. `experts` [n, L, top_k] fixes the trunk's ids.
+  """
+  params, router = variables['params'], variables['router']
+  x = params['embed'][tokens]
+  used = []
+  for layer in range(cfg.num_layers):
+    p = {name: a[layer] for name, a in params['layers'].items()}
+    fixed = None if experts is None else experts[:, layer]
+    x, ids = _block(x, p, router['layers'][layer], cfg, fixed)
+    used.append(ids)
+  h = _norm(x, params['final_norm'], cfg.rms_norm_eps)
+  trunk = _logprob(h[:-1], params, tokens[1:])
+  modules, mtp_ids = [], []
+  for k in range(1, cfg.num_mtp_modules + 1):
+    m = params['mtp']
+    hidden = _norm(h[: len(tokens) - k], m['hidden_norm'][k - 1], cfg.rms_norm_eps)
+    ahead = params['embed'][tokens[k:]]
+    ahead = _norm(ahead, m['embed_norm'][k - 1], cfg.rms_norm_eps)
+    # h holds states of module k-1 for i = 0 … n-k: the row shortens by one per module
+    x = jnp.concatenate([hidden, ahead], -1) @ m['proj'][k - 1]
+    p = {name: a[k - 1] for name, a in m['layers'].items()}
+    x, ids = _block(x, p, router['mtp'][k - 1], cfg)
+    mtp_ids.append(ids)
+    h = _norm(x, params['final_norm'], cfg.rms_norm_eps)
+    modules.append(_logprob(h[:-1], params, tokens[k + 1 :]))
+  return trunk, modules, used, mtp_ids

@@ -1,0 +1,283 @@
+"""Hostile commands: each gets its clear outcome and leaves the host as it was."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from m2jax import sandbox
+
+_MIB = 1 << 20
+# Control groups on and off: rlimits alone must hold too.
+_HOSTS = [
+  pytest.param(sandbox.Host(), id='cgroups'),
+  pytest.param(sandbox.Host(cgroups=False), id='rlimits'),
+]
+
+
+def test_host_settings_cannot_be_written(run, make):
+  """Regression: started by root, bubblewrap leaves the host's /proc/sys writable.
+
+  facts/pipelines.md §1.2: a write to vm/drop_caches succeeded.
+  """
+  box = make()
+  assert run(box.exec('echo 1 > /proc/sys/vm/drop_caches')).returncode != 0
+  found = run(box.exec('find /proc/sys /proc/irq /proc/bus -type f -writable'))
+  assert found.stdout == '', found
+
+
+_FORK_UNTIL_REFUSED = """
+import os, time
+count = 0
+try:
+  while count < 60:
+    if os.fork() == 0:
+      time.sleep(30)
+    count += 1
+except OSError:
+  pass
+print(count, flush=True)
+"""
+
+
+@pytest.mark.parametrize('host', _HOSTS)
+def test_process_limit_holds(run, make, host):
+  """Regression: started by root, RLIMIT_NPROC is ignored (60 forks of 60 passed)."""
+  box = make(
+    host=host,
+    contents={'fork.py': _FORK_UNTIL_REFUSED.encode()},
+    limits=sandbox.Limits(processes=20),
+  )
+  result = run(box.exec('python3 fork.py'))
+  assert 10 <= int(result.stdout) < 20, result
+
+
+@pytest.mark.parametrize('host', _HOSTS)
+def test_process_limit_is_each_sandboxs_own(run, make, host):
+  """One sandbox full of processes must not keep its neighbours from forking."""
+  import asyncio
+
+  limits = sandbox.Limits(processes=12)
+  boxes = [make(host=host, limits=limits) for _ in range(6)]
+  fill = 'for i in 1 2 3 4 5 6 7 8; do sleep 0.5 & done; wait; echo done'
+
+  async def use():
+    return await asyncio.gather(*(box.exec(fill) for box in boxes))
+
+  assert [r.stdout for r in run(use())] == ['done\n'] * 6
+
+
+@pytest.mark.parametrize('host', _HOSTS)
+def test_fork_bomb(run, make, host):
+  """Contained while it runs, dead when its time is over, the next command works."""
+  box = make(host=host, limits=sandbox.Limits(processes=32))
+  result = run(box.exec(':(){ :|:& };:; wait; sleep 30', 1.0))
+  assert result.timed_out and result.returncode == 124
+  assert result.wall_s < 5
+  assert run(box.exec('echo alive')).stdout == 'alive\n'
+
+
+_FILL = {
+  'big file': 'yes > a; yes > b; yes > c',
+  'many files': 'for i in {1..40}; do head -c 1M /dev/zero > $i; done',
+  'allocated': 'for i in 1 2 3 4 5 6 7 8 9; do fallocate -l 2M $i; done',
+  'deleted but open': (
+    'for i in 1 2 3 4 5 6 7 8 9; do exec {fd}> x; rm x; head -c 2M /dev/zero >&$fd; '
+    'done'
+  ),
+  'scratch': 'head -c 20M /dev/zero > /tmp/a; head -c 20M /dev/zero > /dev/shm/a',
+  'elsewhere': 'for d in / /dev /etc /usr /proc /dev/pts; do echo > $d/fill; done',
+}
+
+
+@pytest.mark.parametrize('how', list(_FILL))
+def test_filling_the_disk(run, make, how):
+  """Every writable place has a size that the kernel holds; the host loses nothing."""
+  limits = sandbox.Limits(workspace_bytes=8 * _MIB, file_bytes=4 * _MIB)
+  box = make(limits=limits)
+  before = os.statvfs('/tmp').f_bavail * os.statvfs('/tmp').f_frsize
+  used = 'df -B1 --output=used /workspace /tmp /dev/shm | tail -n +2'
+  result = run(box.exec(f'{_FILL[how]}\n{used}', 20))
+  sizes = [int(size) for size in result.stdout.split()]
+  assert len(sizes) == 3 and max(sizes) <= 8 * _MIB, result
+  assert result.stderr  # the command was told
+  lost = before - os.statvfs('/tmp').f_bavail * os.statvfs('/tmp').f_frsize
+  assert lost < 512 * _MIB  # others write too
+  if how in ('big file', 'many files'):
+    with pytest.raises(OSError, match='space'):
+      run(box.write('more', bytes(8 * _MIB)))
+  run(box.exec('rm -rf *'))
+  assert run(box.exec('echo room > left')).returncode == 0
+
+
+def test_millions_of_empty_files(run, make):
+  """Inodes are limited too: they are the kernel's memory."""
+  box = make(limits=sandbox.Limits(cpu_s=20))
+  many = 'for i in {1..200}; do touch $i-{1..100} || exit 7; done'
+  assert run(box.exec(many, 20)).returncode == 7
+
+
+def test_loop_for_ever(run, make):
+  """A loop meets the CPU limit, a sleep the wall-clock limit."""
+  box = make(limits=sandbox.Limits(cpu_s=1))
+  result = run(box.exec('while :; do :; done', 20))
+  assert result.returncode in (137, 152) and not result.timed_out
+  result = run(box.exec('trap "" TERM INT XCPU; sleep 60; sleep 60', 0.5))
+  assert result.timed_out and result.returncode == 124 and result.wall_s < 3
+
+
+@pytest.mark.parametrize(
+  'flood',
+  ['head -c 1G /dev/zero', 'yes', 'yes >&2', 'yes & yes >&2 & (setsid yes &) ; wait'],
+)
+def test_endless_output(run, make, flood):
+  """1 GB of output is cut as it comes: neither side ever holds it."""
+  box = make(limits=sandbox.Limits(output_bytes=10_000))
+  result = run(box.exec(f'echo first; echo first >&2; {flood}', 20))
+  assert result.truncated and not result.timed_out
+  assert result.returncode == 137
+  assert result.stdout.startswith('first\n') and len(result.stdout) <= 10_000
+  assert result.stderr.startswith('first\n') and len(result.stderr) <= 10_000
+  status = Path(f'/proc/{box._supervisor._process.pid}/status').read_text()
+  peak_kib = int(status.split('VmHWM:')[1].split()[0])
+  assert peak_kib < 64 << 10
+
+
+def test_some_output_too_much_is_only_cut(run, make):
+  """A talkative build still finishes: its output is cut, its work is kept."""
+  box = make(limits=sandbox.Limits(output_bytes=10_000))
+  result = run(box.exec('seq 20000; echo done > f'))
+  assert result.returncode == 0 and result.truncated
+  assert result.stdout == '\n'.join(map(str, range(1, 20001)))[:10_000]
+  assert run(box.read('f')) == b'done\n'
+
+
+@pytest.mark.parametrize('host', _HOSTS)
+def test_memory_hog(run, make, host):
+  """Memory is limited, by the kernel's killer or by failing allocation."""
+  box = make(host=host, limits=sandbox.Limits(memory_bytes=96 * _MIB))
+  result = run(box.exec('python3 -c "x = bytearray(300 << 20); print(1)"'))
+  assert result.returncode != 0 and result.stdout == ''
+  grouped = box.supervisor_facts['cgroups'] != 'none'
+  assert result.oom == grouped
+  if not grouped:
+    assert 'MemoryError' in result.stderr
+  fine = run(box.exec('python3 -c "x = bytearray(8 << 20); print(1)"'))
+  assert fine.stdout == '1\n' and not fine.oom
+
+
+def test_daemon_does_not_outlive_its_command(run, make):
+  """setsid, nohup and a double fork do not leave the process namespace."""
+  box = make()
+  daemon = "(setsid nohup sh -c 'sleep 0.5; touch late' > /dev/null 2>&1 &)"
+  result = run(box.exec(f'{daemon} ; echo started'))
+  assert result.stdout == 'started\n' and result.wall_s < 0.5
+  time.sleep(1.0)
+  assert run(box.exec('ls')).stdout == ''
+
+
+def test_no_network(run, make):
+  """Neither the host's loopback nor anything else can be reached."""
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    server.setblocking(False)
+    box = make()
+    port = server.getsockname()[1]
+    assert run(box.exec(f'exec 3<>/dev/tcp/127.0.0.1/{port}')).returncode != 0
+    with pytest.raises(BlockingIOError):
+      server.accept()
+  assert run(box.exec('exec 3<>/dev/udp/192.0.2.1/53')).returncode != 0
+  devices = run(box.exec('tail -n +3 /proc/net/dev')).stdout
+  assert [line.split(':')[0].strip() for line in devices.splitlines()] == ['lo']
+
+
+def test_no_abstract_socket_of_the_host(run, make):
+  """Abstract Unix sockets belong to the network namespace: the host's are absent."""
+  name = f'm2jax-test-{os.getpid()}'
+  with socket.socket(socket.AF_UNIX) as server:
+    server.bind('\0' + name)
+    server.listen()
+    script = f"import socket; socket.socket(1).connect('\\0{name}')"
+    result = run(make(contents={'c.py': script.encode()}).exec('python3 c.py'))
+  assert 'ConnectionRefusedError' in result.stderr
+
+
+def test_host_files_are_absent(run, make, tmp_path):
+  """Nothing of the host but /usr and a bare /etc, not even by name."""
+  (tmp_path / 'secret').write_text('x')
+  listing = run(make().exec(f'ls {tmp_path}; ls /; ls /etc')).stdout.split()
+  allowed = {'bin', 'dev', 'etc', 'lib', 'lib32', 'lib64', 'libx32', 'proc', 'sbin'}
+  allowed |= {'tmp', 'usr', 'workspace', 'passwd', 'group', 'hosts', 'nsswitch.conf'}
+  allowed |= {'m2jax-limits', 'alternatives', 'ld.so.cache'}
+  from m2jax.sandbox import api
+
+  allowed |= {Path(place).parts[1] for _, place in api.default_python()}
+  assert set(listing) <= allowed
+
+
+def test_no_privileges(run, make):
+  """No capabilities, none to be gained, no new user namespace, no host processes."""
+  box = make()
+  status = run(box.exec('grep -E "^(Cap|NoNewPrivs)" /proc/self/status')).stdout
+  values = dict(line.split(':\t') for line in status.splitlines())
+  assert values.pop('NoNewPrivs') == '1'
+  assert values.pop('CapBnd') and all(int(v, 16) == 0 for v in values.values())
+  assert run(box.exec('unshare -Ur true')).returncode != 0
+  assert run(box.exec('mount -t tmpfs none /tmp')).returncode != 0
+  pids = run(box.exec('ls -d /proc/[0-9]*')).stdout.split()
+  assert len(pids) <= 3
+  open_files = 'for n in {3..99}; do [ -e /proc/$$/fd/$n ] && echo $n; done'
+  assert run(box.exec(open_files)).stdout == ''
+
+
+def test_limits_cannot_be_raised_from_inside(run, make):
+  """Hard limits: the shell that set them runs before the command, not with it."""
+  box = make(limits=sandbox.Limits(processes=20))
+  result = run(box.exec('ulimit -u 4000; ulimit -f unlimited; ulimit -t 9999; env'))
+  assert result.stderr.count('Operation not permitted') == 3
+  assert 'M2JAX' not in result.stdout and 'BASH_ENV' not in result.stdout
+
+
+def test_links_do_not_lead_out(run, make, tmp_path):
+  """A command may put links where files were: the host side never follows one."""
+  secret = tmp_path / 'secret'
+  secret.write_text('original')
+  secret.chmod(0o666)
+  tmp_path.chmod(0o777)
+  box = make(contents={'answer.txt': b'x', 'd/f': b'x'})
+  swap = f'ln -sf {secret} answer.txt; rm -r d; ln -s {tmp_path} d; ln -s / root'
+  assert run(box.exec(swap)).returncode == 0
+  for path in ('answer.txt', 'd/secret', f'root{secret}'):
+    with pytest.raises(sandbox.SandboxPathError):
+      run(box.read(path))
+  run(box.write('answer.txt', b'new'))  # in place of the link
+  assert run(box.read('answer.txt')) == b'new'
+  with pytest.raises(sandbox.SandboxPathError):
+    run(box.write('d/secret', b'new'))
+  snapshot = run(box.snapshot())
+  assert b'original' not in snapshot
+  run(box.restore(snapshot))
+  assert run(box.exec('readlink d')).stdout.strip() == str(tmp_path)
+  assert secret.read_text() == 'original'
+  assert os.listdir(tmp_path) == ['secret']
+
+
+def test_pipes_and_oversize_do_not_block_the_reader(run, make):
+  """A pipe in place of a file would block its reader for ever."""
+  box = make(limits=sandbox.Limits(file_bytes=4 * _MIB))
+  run(box.exec('mkfifo pipe; mkdir dir; truncate -s 3M big'))
+  started = time.monotonic()
+  for path in ('pipe', 'dir', 'pipe/x'):
+    with pytest.raises(sandbox.SandboxPathError):
+      run(box.read(path))
+  with pytest.raises(sandbox.SandboxPathError, match='larger'):
+    run(box.read('big', max_bytes=_MIB))
+  with pytest.raises(FileNotFoundError):
+    run(box.read('nothing'))
+  run(box.snapshot())
+  run(box.write('pipe', b'now a file'))
+  assert run(box.read('pipe')) == b'now a file'
+  assert time.monotonic() - started < 10

@@ -1,0 +1,48 @@
+"""A bare shell in a temporary directory, for commands the tests trust."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from m2jax import sandbox
+from m2jax.tasks.terminal import shell
+
+IN_MEMORY = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
+
+
+def put(directory: Path, files) -> None:
+  """Writes a workspace's files."""
+  for name, content in files.items():
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+@contextlib.asynccontextmanager
+async def workspace(task):
+  """`shell.workspace` without the sandbox: the commands are the teacher's own."""
+  with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
+    directory = Path(name)
+    put(directory, task.files)
+
+    async def execute(tool, arguments):
+      try:
+        command = shell.command_of(tool, arguments)
+      except ValueError as error:
+        return f'error: {error}'
+      done = subprocess.run(
+        ['/bin/sh', '-c', command],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        env={'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8'},
+        stdin=subprocess.DEVNULL,
+      )
+      result = sandbox.ExecResult(done.returncode, done.stdout, done.stderr)
+      return shell.observation(result)
+
+    yield execute, directory

@@ -1,0 +1,174 @@
+"""The teacher: right when it makes no mistake, wrong in known ways when it does."""
+
+import asyncio
+import collections
+import itertools
+import json
+
+import pytest
+
+from m2jax import sandbox
+from m2jax.tasks import terminal
+from m2jax.tasks.terminal import shell, teacher
+from m2jax.text import chat
+from tests.tasks import local_shell
+
+FAMILIES = sorted(terminal.FAMILIES)
+LUCKY = {'unsorted'}  # the first or last of a few names may be the right one
+PERFECT = teacher.TeacherConfig(scale=0.0)
+
+
+def tasks_of(family, count, **options):
+  specs = (
+    terminal.spec(split, i, 5, family=family, **options)
+    for i, split in zip(range(count), itertools.cycle(terminal.SPLITS), strict=False)
+  )
+  return [terminal.make(spec) for spec in specs]
+
+
+def demonstrate(task, config, open_workspace=local_shell.workspace, attempt=0):
+  async def run():
+    async with open_workspace(task) as (execute, directory):
+      return await teacher.demonstrate(task, execute, directory, config, attempt)
+
+  return asyncio.run(run())
+
+
+def commands(demo):
+  return [
+    json.loads(call['function']['arguments'])
+    for message in demo.messages
+    for call in message.get('tool_calls', ())
+  ]
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_perfect_teacher_solves_every_task_by_real_commands(family):
+  """Every task can be solved, in the calls it says, by short commands and thoughts."""
+  for task in tasks_of(family, 32):
+    demo = demonstrate(task, PERFECT)
+    assert demo.success == 1.0, (task.spec, demo.messages)
+    assert demo.mistakes == ()
+    calls = commands(demo)
+    assert len(calls) == task.baseline_calls
+    assert all(len(call[shell.ARGUMENT]) <= 80 for call in calls)
+    for message in demo.messages:
+      if message['role'] == 'assistant':
+        assert 1 <= len(message['reasoning_content'].split()) <= 8
+      else:
+        assert len(message['content']) <= 120
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_each_mistake_is_a_mistake(family):
+  """A kind that did no harm would make the stated rates a fiction."""
+  for kind in terminal.FAMILIES[family].mistakes:
+    config = teacher.TeacherConfig(rates={family: {kind: 1.0}}, malformed_call=0.0)
+    demos = [demonstrate(task, config) for task in tasks_of(family, 12)]
+    made = [demo.success for demo in demos if demo.mistakes]
+    assert made, f'{kind} never came up'
+    harmless = 0.5 if kind in LUCKY else 0.25
+    assert sum(made) <= harmless * len(made), f'{kind} often does no harm'
+    spared = [demo.success for demo in demos if not demo.mistakes]
+    assert all(spared), f'{kind} harms where it was not made'
+
+
+def test_default_teacher_is_right_about_half_of_the_time():
+  """Imitation must leave room, and every right way must be there for RL to find."""
+  tasks = itertools.chain.from_iterable(tasks_of(family, 24) for family in FAMILIES)
+  tallies = asyncio.run(teacher.measure(tasks, local_shell.workspace))
+  assert set(tallies) == set(FAMILIES)
+  rates = {family: tally.success_rate for family, tally in tallies.items()}
+  assert 0.47 <= sum(rates.values()) / len(rates) <= 0.65
+  assert sum(rate < 0.45 for rate in rates.values()) >= 3, 'no habit is wrong'
+  assert sum(rate > 0.6 for rate in rates.values()) >= 6
+  assert min(rates.values()) > 0.05
+  mistakes = sum((tally.mistakes for tally in tallies.values()), collections.Counter())
+  assert len(mistakes) >= 10
+
+
+def test_mistakes_do_not_show_in_the_words():
+  """The text of a wrong demonstration gives no mark to learn from."""
+  thoughts = collections.defaultdict(set)
+  wrong = teacher.TeacherConfig(malformed_call=0.0, scale=100.0)
+  for config, name in ((PERFECT, 'right'), (wrong, 'wrong')):
+    for family in FAMILIES:
+      for task in tasks_of(family, 4):
+        demo = demonstrate(task, config)
+        first = demo.messages[1]['reasoning_content']
+        thoughts[name].add((family, first))
+  assert len(thoughts['wrong'] - thoughts['right']) <= 1  # a step left out comes first
+
+
+def test_malformed_call_is_answered_and_made_good():
+  """One bad call costs one of the spare calls, and the demonstration goes on."""
+  config = teacher.TeacherConfig(malformed_call=1.0, rates={})
+  for family in ('find_file', 'fix_check'):
+    for task in tasks_of(family, 4):
+      demo = demonstrate(task, config)
+      assert demo.success == 1.0 and demo.mistakes == ('malformed_call',)
+      assert demo.messages[2]['content'].startswith('error: sh takes')
+      assert len(commands(demo)) == task.baseline_calls + 1 <= task.max_tool_calls
+  strict = tasks_of('find_file', 2, config=terminal.TerminalConfig(spare_calls=0))
+  assert all(demonstrate(task, config).mistakes == () for task in strict)
+
+
+def test_demonstrations_are_repeatable_and_attempts_differ():
+  """The SFT set is a function of config and specs; a second pass may err elsewhere."""
+  tasks = [task for family in FAMILIES for task in tasks_of(family, 2)]
+  once, again, other = (
+    [demonstrate(task, teacher.TeacherConfig(), attempt=attempt) for task in tasks]
+    for attempt in (0, 0, 1)
+  )
+  assert once == again
+  assert [demo.mistakes for demo in once] != [demo.mistakes for demo in other]
+
+
+def test_demonstrations_render_in_the_chat_template():
+  """SFT reads them through M2's template, thinking and tool calls included."""
+  for family in ('find_file', 'follow_notes'):
+    task = tasks_of(family, 1)[0]
+    demo = demonstrate(task, PERFECT)
+    text = chat.render(demo.messages, [shell.TOOL])
+    assert task.instruction in text
+    for arguments in commands(demo):
+      assert f'<parameter name="cmd">{arguments["cmd"]}</parameter>' in text
+    assert demo.messages[-1]['content'] in text.rpartition('</think>')[2]
+
+
+@pytest.mark.parametrize(
+  'rates', [{'sing': {}}, {'append': {'sang': 0.1}}, {'append': {'clobber': 1.5}}]
+)
+def test_bad_rates_are_named(rates):
+  """A misspelt family or kind would otherwise silently make a better teacher."""
+  with pytest.raises(ValueError, match='sing|sang|clobber'):
+    teacher.TeacherConfig(rates=rates)
+
+
+def test_observation_tells_what_happened():
+  """Output, errors and silent failures each reach the agent, within a bound."""
+  result = sandbox.ExecResult
+  assert shell.observation(result(0, '12\n', '')) == '12'
+  assert shell.observation(result(0, '', '')) == ''
+  assert shell.observation(result(1, '', '')) == 'exit 1'
+  assert shell.observation(result(2, 'a\n', 'no b\n')) == 'a\nno b'
+  assert shell.observation(result(124, '', '', timed_out=True)) == 'killed: out of time'
+  shown = shell.observation(result(0, 'x' * 10_000, ''))
+  assert len(shown) < 200 and shown.endswith('[9840 more characters]')
+
+
+def test_families_work_in_the_real_sandbox():
+  """The commands need no more than the sandbox gives, and its workspace is judged."""
+
+  async def run():
+    failed = []
+    for family in FAMILIES:
+      for task in tasks_of(family, 2):
+        async with shell.workspace(task) as (execute, directory):
+          demo = await teacher.demonstrate(task, execute, directory, PERFECT)
+          if demo.success != 1.0:
+            failed.append((task.spec, demo.messages))
+    await sandbox.shutdown()
+    return failed
+
+  assert asyncio.run(run()) == []

@@ -1,0 +1,224 @@
+"""Terminal tasks: reproducible, disjoint between splits, short, judged rightly."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from m2jax.tasks import terminal
+from m2jax.tasks.terminal import corpus
+from tests.tasks.local_shell import IN_MEMORY, put
+
+FAMILIES = sorted(terminal.FAMILIES)
+
+
+def some(family, count, split='train', seed=0, **knobs):
+  config = terminal.TerminalConfig(**knobs)
+  specs = (terminal.spec(split, i, seed, config, family) for i in range(count))
+  return [terminal.make(spec) for spec in specs]
+
+
+def judge(task, files, answer):
+  with tempfile.TemporaryDirectory(dir=IN_MEMORY) as directory:
+    put(Path(directory), files)
+    return task.verify(Path(directory), answer)
+
+
+_DIGEST = """
+import hashlib
+from m2jax.tasks import terminal
+digest = hashlib.sha256()
+for split in terminal.SPLITS:
+  for i in range(60):
+    task = terminal.make(terminal.spec(split, i, 3))
+    for part in (task.spec, task.instruction, sorted(task.files.items()),
+                 sorted(task.verify.files.items()), task.verify.answer):
+      digest.update(repr(part).encode())
+print(digest.hexdigest())
+"""
+
+
+def test_same_tasks_in_every_process():
+  """A restart and every host rebuild a task from its spec, whatever the hash seed."""
+  digests = {
+    subprocess.run(
+      [sys.executable, '-c', _DIGEST],
+      env=os.environ
+      | {'PYTHONHASHSEED': seed, 'PYTHONPATH': os.pathsep.join(sys.path)},
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stdout
+    for seed in ('1', '2')
+  }
+  assert len(digests) == 1 and digests.pop().strip()
+
+
+def test_streams_differ_by_seed_and_index():
+  """Otherwise the SFT set, the RL stream and the evaluation would be the same tasks."""
+  tasks = [
+    terminal.make(terminal.spec('train', i, seed))
+    for seed in (0, 1)
+    for i in range(100)
+  ]
+  assert len({(task.instruction, *task.files.values()) for task in tasks}) == len(tasks)
+
+
+def _parameters(task):
+  """The words (file stems too) and numbers that a task was given."""
+  words = {name.partition('.')[0].lower() for name in task.files}
+  numbers = set()
+  for value in task.params.values():
+    for part in re.findall(r'\w+', str(value).lower().partition('.')[0]):
+      (numbers if part.isdigit() else words).add(part)
+  # Words of the teacher's own vocabulary, not of the task.
+  own = {'first', 'last', 'more', 'fewer', 'largest', 'smallest', 'contains', 'defines'}
+  own |= {'count', 'rename', 'append', 'delete', 'mv', 'cp', 'none', 'i', 'w', ''}
+  return words - own, numbers - {'0', '1'}
+
+
+def test_splits_share_no_file_word_or_number():
+  """Held-out success must not be memory (done-when 2): all parameters are unseen."""
+  words = {split: set() for split in terminal.SPLITS}
+  numbers = {split: set() for split in terminal.SPLITS}
+  for split in terminal.SPLITS:
+    for family in FAMILIES:
+      for task in some(family, 40, split):
+        found = _parameters(task)
+        words[split] |= found[0]
+        numbers[split] |= found[1]
+  assert min(len(w) for w in words.values()) > 500
+  assert min(len(n) for n in numbers.values()) > 20
+  assert not words['train'] & words['held_out']
+  assert not numbers['train'] & numbers['held_out']
+
+
+def test_splits_share_no_source_and_no_vocabulary():
+  """The same, at the root: what tasks are drawn from."""
+  train, held_out = (corpus.load(split) for split in terminal.SPLITS)
+  for pool in (
+    lambda c: {source.name.partition('.')[0] for source in c.sources},
+    lambda c: set(c.words),
+    lambda c: {hash(source.lines) for source in c.sources},
+  ):
+    assert len(pool(train)) > 60 and len(pool(held_out)) > 30
+    assert not pool(train) & pool(held_out)
+
+
+def test_workspaces_hold_real_text():
+  """Tasks are about real files: most lines stand in the library as they are."""
+  real = {
+    line
+    for split in terminal.SPLITS
+    for s in corpus.load(split).sources
+    for line in s.lines
+  }
+  for family in FAMILIES:
+    lines = [
+      line
+      for task in some(family, 10)
+      for content in task.files.values()
+      for line in content.decode().splitlines()
+    ]
+    assert sum(line in real for line in lines) > 0.8 * len(lines), family
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_tasks_are_short_and_bounded(family):
+  """A tiny model reads them: short instructions, few calls, small plain files."""
+  for task in some(family, 60) + some(family, 30, 'held_out'):
+    assert 3 <= len(task.instruction.split()) <= 14, task.instruction
+    assert len(task.instruction) <= 90
+    assert 1 <= task.baseline_calls <= 4
+    assert task.max_tool_calls == task.baseline_calls + 1
+    assert 3 <= len(task.files) <= 7
+    assert all(
+      content.isascii() and len(content) < 9000 for content in task.files.values()
+    )
+    assert all(re.fullmatch(r'[A-Za-z]\w*\.(py|txt|sh)', name) for name in task.files)
+    assert task.verify.answer is None or len(task.verify.answer) <= 20
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_verdicts_are_about_answer_and_workspace(family):
+  """Right end state: 1. Wrong answer, nothing done, or another file touched: 0."""
+  for task in some(family, 6) + some(family, 3, 'held_out'):
+    after, answer = dict(task.verify.files), task.verify.answer
+    assert judge(task, after, answer or 'done') == 1.0
+    if answer is None:
+      assert judge(task, task.files, 'done') == 0.0
+    else:
+      wrong = (answer + '0', '', 'done', f'it is {answer}', task.instruction)
+      assert {judge(task, after, text) for text in wrong} == {0.0}
+    for name in after:
+      assert judge(task, after | {name: after[name] + b'\n#'}, answer or 'done') == 0.0
+      assert judge(task, after | {name: b''}, answer or 'done') == 0.0
+      rest = {other: content for other, content in after.items() if other != name}
+      assert judge(task, rest, answer or 'done') == 0.0
+    assert judge(task, after | {'extra': b''}, answer or 'done') == 0.0
+
+
+def test_answers_are_not_guessable():
+  """No constant answer does well on a family that asks for one."""
+  for family in FAMILIES:
+    answers = [task.verify.answer for task in some(family, 100)]
+    asked = [answer for answer in answers if answer is not None]
+    if asked:
+      commonest = max(asked.count(answer) for answer in set(asked))
+      assert commonest <= 0.3 * len(asked), family
+
+
+def test_knobs_change_tasks_and_travel_in_the_spec():
+  """The lead hardens tasks by config alone, and a spec rebuilds them without it."""
+  knobs = {'files': (6, 8), 'lines': (30, 40), 'max_hops': 3, 'spare_calls': 2}
+  tasks = some('follow_notes', 40, **knobs)
+  assert {task.baseline_calls for task in tasks} == {2, 3, 4}
+  assert all(task.max_tool_calls == task.baseline_calls + 2 for task in tasks)
+  assert all(7 <= len(task.files) <= 11 for task in tasks)
+  names = {name for task in some('rename', 30, pseudo_names=0.0) for name in task.files}
+  assert names <= {source.name for source in corpus.load('train').sources}
+  many = some('delete_matching', 30, max_matches=4, files=(5, 6))
+  assert max(len(task.files) - len(task.verify.files) for task in many) == 4
+
+
+def test_weights_choose_families():
+  """Weights are relative frequencies; families left out never come."""
+  config = terminal.TerminalConfig(weights={'rename': 3.0, 'append': 1.0})
+  families = [
+    terminal.make(terminal.spec('train', i, 0, config)).family for i in range(400)
+  ]
+  assert set(families) == {'rename', 'append'}
+  assert 250 < families.count('rename') < 350
+  equal = {terminal.make(terminal.spec('train', i)).family for i in range(300)}
+  assert equal == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+  ('call', 'named'),
+  [
+    (lambda: terminal.spec('test', 0), 'test'),
+    (lambda: terminal.spec('train', -1), '-1'),
+    (lambda: terminal.spec('train', 0, family='sing'), 'sing'),
+    (lambda: terminal.spec('train', 0, 0, _weights(sing=1.0)), 'sing'),
+    (lambda: terminal.spec('train', 0, 0, _weights(append=0.0)), 'weights'),
+    (lambda: terminal.make('terminal/train/sing/0/0'), 'sing'),
+    (lambda: terminal.make('swe/1'), 'swe/1'),
+    (lambda: terminal.make('terminal/train/append/0/0?{"colour":1}'), 'colour'),
+    (lambda: terminal.make('terminal/train/append/0/0?{"files":[1,2]}'), 'files'),
+    (lambda: terminal.TerminalConfig(lines=(90, 20)), 'lines'),
+    (lambda: terminal.TerminalConfig(pseudo_words=2.0), 'pseudo_words'),
+  ],
+)
+def test_bad_specs_and_knobs_are_named(call, named):
+  """An error a person can act on names what was wrong (law 9)."""
+  with pytest.raises(ValueError, match=re.escape(named)):
+    call()
+
+
+def _weights(**weights):
+  return dataclasses.replace(terminal.TerminalConfig(), weights=weights)

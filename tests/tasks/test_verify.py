@@ -1,0 +1,181 @@
+"""The verifier: exact about the end state, unmoved by what a hostile agent leaves."""
+
+import os
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2jax.tasks import verify
+from tests.tasks.local_shell import put
+
+FILES = {'a.py': b'one\ntwo\n', 'b.txt': b'three\n', 'lib/c.py': b'four\n'}
+
+
+@pytest.fixture
+def box(tmp_path):
+  directory = tmp_path / 'box'
+  directory.mkdir()
+  put(directory, FILES)
+  return directory
+
+
+def test_expected_state_succeeds(box):
+  """The least that every task relies on."""
+  assert verify.Expected(FILES)(box, 'anything') == 1.0
+  assert verify.Expected(FILES, '12')(box, '12') == 1.0
+  assert verify.Expected(FILES, '12')(box, '13') == 0.0
+
+
+names = st.sampled_from(['a', 'b', 'c', 'd/a', 'd/b'])
+workspaces = st.dictionaries(names, st.binary(max_size=6), min_size=1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(expected=workspaces, found=workspaces)
+def test_succeeds_exactly_when_files_are_equal(tmp_path_factory, expected, found):
+  """Any difference in names or bytes, on any file, is a failure; none is a success."""
+  directory = tmp_path_factory.mktemp('box')
+  put(directory, found)
+  assert verify.Expected(expected)(directory, '') == float(expected == found)
+
+
+def test_loose_files_ignore_outer_white_space_only(box):
+  """A count may be written with or without a newline, but not with another count."""
+  expected = verify.Expected(FILES | {'n.txt': b'12\n'}, loose=frozenset({'n.txt'}))
+  for content, success in ((b'12', 1.0), (b' 12\n\n', 1.0), (b'1 2', 0.0), (b'', 0.0)):
+    (box / 'n.txt').write_bytes(content)
+    assert expected(box, '') == success, content
+
+
+def _replace_by_link(box):
+  (box.parent / 'outside').write_bytes(FILES['a.py'])
+  (box / 'a.py').unlink()
+  (box / 'a.py').symlink_to(box.parent / 'outside')
+
+
+def _replace_by_link_within(box):
+  (box / 'a.py').rename(box.parent / 'kept')
+  (box / 'a.py').symlink_to('../kept')
+
+
+def _replace_folder_by_link(box):
+  (box / 'lib').rename(box.parent / 'lib')
+  (box / 'lib').symlink_to(box.parent / 'lib')
+
+
+def _replace_by_folder(box):
+  (box / 'a.py').unlink()
+  (box / 'a.py').mkdir()
+
+
+def _replace_folder_by_file(box):
+  (box / 'lib' / 'c.py').unlink()
+  (box / 'lib').rmdir()
+  (box / 'lib').write_bytes(b'four\n')
+
+
+def _replace_by_pipe(box):
+  (box / 'a.py').unlink()
+  os.mkfifo(box / 'a.py')
+
+
+def _replace_by_loop(box):
+  (box / 'a.py').unlink()
+  (box / 'a.py').symlink_to('a.py')
+
+
+def _replace_by_terabyte(box):
+  with open(box / 'a.py', 'r+b') as file:
+    file.truncate(1 << 40)
+
+
+def _grow_loose_file(box):
+  with open(box / 'b.txt', 'r+b') as file:
+    file.truncate(1 << 40)
+
+
+def _add_many_files(box):
+  for i in range(500):
+    (box / f'x{i}').touch()
+
+
+def _add_deep_tree(box):
+  os.makedirs(box.joinpath(*['d'] * 400))
+
+
+def _add_link(box):
+  (box / 'extra').symlink_to('/')
+
+
+@pytest.mark.parametrize(
+  'attack',
+  [
+    _replace_by_link,
+    _replace_by_link_within,
+    _replace_folder_by_link,
+    _replace_by_folder,
+    _replace_folder_by_file,
+    _replace_by_pipe,
+    _replace_by_loop,
+    _replace_by_terabyte,
+    _grow_loose_file,
+    _add_many_files,
+    _add_deep_tree,
+    _add_link,
+  ],
+  ids=lambda attack: attack.__name__.strip('_'),
+)
+def test_hostile_workspace_is_a_quick_failure(box, attack):
+  """Links are not followed, pipes not waited for, huge files not read (law 9)."""
+  attack(box)
+  expected = verify.Expected(FILES, loose=frozenset({'b.txt'}))
+  started = time.monotonic()
+  assert expected(box, '') == 0.0
+  assert time.monotonic() - started < 5.0
+
+
+def test_missing_workspace_is_not_the_agents_failure(tmp_path):
+  """An infrastructure failure is never a reward of 0 (law 5)."""
+  with pytest.raises(OSError):
+    verify.Expected(FILES)(tmp_path / 'gone', '')
+
+
+def test_shutting_the_verifier_out_is_a_failure(box):
+  """An agent that could turn its failure into a masked one would learn to."""
+  for path in (box / 'a.py', box / 'lib', box):
+    path.chmod(0)
+    verdict = verify.Expected(FILES)(box, '')
+    path.chmod(0o755)
+    assert verdict == (1.0 if os.geteuid() == 0 else 0.0)
+
+
+def test_no_descriptor_leaks(box):
+  """A job judges a hundred thousand workspaces in one process."""
+  before = len(os.listdir('/proc/self/fd'))
+  for attack in (lambda _: None, _replace_by_link, _replace_folder_by_link):
+    attack(box)
+    verify.Expected(FILES)(box, '')
+  assert len(os.listdir('/proc/self/fd')) == before
+
+
+@pytest.mark.parametrize(
+  ('said', 'meant'),
+  [
+    (' 12\n', '12'),
+    ('12.', '12'),
+    ('`a.py`', 'a.py'),
+    ('"a.py".', 'a.py'),
+    ("'a.py.'", 'a.py'),
+    ('./a.py', 'a.py'),
+    ('A.py', 'A.py'),
+    ('1 2', '1 2'),
+    ('', ''),
+    ('.', ''),
+    ('"', '"'),
+  ],
+)
+def test_answers_are_normalised_as_documented(said, meant):
+  """What is forgiven is a closed list; case and inner text always count."""
+  assert verify.normalize_answer(said) == meant
