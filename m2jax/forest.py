@@ -88,6 +88,7 @@ class _Row:
     self.path_length = 0
     self.shared = 0  # tokens the next sample shares with the last path
     self.used = 0
+    self.num_terms = 0
     self.terms: list[tuple[np.ndarray, ...]] = []
     self.experts: np.ndarray | None = None
 
@@ -113,6 +114,7 @@ class _Row:
         self.experts = np.full(shape, -1, np.int32)
       self.experts[new] = sample.experts[shared:]
     self.terms.append(_terms(index, sample, self.path[:length]))
+    self.num_terms += len(self.terms[-1][0])
 
 
 def _terms(index: int, sample: Sample, path: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -134,7 +136,13 @@ def _terms(index: int, sample: Sample, path: np.ndarray) -> tuple[np.ndarray, ..
   )
 
 
-def _validate(index: int, sample: Sample, row_tokens: int):
+def _num_terms(sample: Sample) -> int:
+  if sample.weights is None:
+    return len(sample.tokens) - sample.prompt_length
+  return int(np.count_nonzero(sample.weights))
+
+
+def _validate(index: int, sample: Sample, row_tokens: int, row_terms: int | None):
   length = len(sample.tokens)
   if length == 0:
     raise ValueError(f'sample {index} has no tokens')
@@ -142,6 +150,11 @@ def _validate(index: int, sample: Sample, row_tokens: int):
     raise ValueError(
       f'sample {index} has {length} tokens, more than row_tokens={row_tokens}: '
       'raise row_tokens or shorten the sample'
+    )
+  if row_terms is not None and _num_terms(sample) > row_terms:
+    raise ValueError(
+      f'sample {index} has {_num_terms(sample)} loss terms, more than '
+      f'row_terms={row_terms}: raise row_terms'
     )
   if not 0 <= sample.prompt_length <= length:
     raise ValueError(
@@ -166,7 +179,9 @@ def _shared_length(a: np.ndarray, b: np.ndarray) -> int:
   return int(differs[0]) if len(differs) else n
 
 
-def _pack(samples: Sequence[Sample], row_tokens: int, share: bool) -> list[_Row]:
+def _pack(
+  samples: Sequence[Sample], row_tokens: int, row_terms: int | None, share: bool
+) -> list[_Row]:
   """Puts each sample into the row that shares most with it, then the fullest."""
   order: Sequence[int] = range(len(samples))
   if share:
@@ -181,7 +196,13 @@ def _pack(samples: Sequence[Sample], row_tokens: int, share: bool) -> list[_Row]
       for row in rows:
         row.shared = min(row.shared, common)
     previous = sample
-    fitting = [r for r in rows if r.used + len(sample.tokens) - r.shared <= row_tokens]
+    terms = _num_terms(sample)
+    fitting = [
+      row
+      for row in rows
+      if row.used + len(sample.tokens) - row.shared <= row_tokens
+      and (row_terms is None or row.num_terms + terms <= row_terms)
+    ]
     if fitting:
       row = max(fitting, key=lambda r: (r.shared, r.used))
     else:
@@ -199,8 +220,6 @@ def _stack(rows: list[_Row], num_rows: int | None, row_terms: int | None) -> For
   terms = [[np.concatenate(c) for c in zip(*row.terms, strict=True)] for row in rows]
   longest = max((len(t[0]) for t in terms), default=0)
   row_terms = max(longest, 1) if row_terms is None else row_terms
-  if longest > row_terms:
-    raise ValueError(f'a row has {longest} loss terms, more than row_terms={row_terms}')
   num_rows = len(rows) if num_rows is None else num_rows
   if len(rows) > num_rows:
     raise ValueError(f'the samples need {len(rows)} rows, more than rows={num_rows}')
@@ -249,7 +268,8 @@ def merge(
   Args:
     samples: any samples; prefixes are matched on token ids only.
     row_tokens: S.
-    rows, row_terms: pad to this many rows and terms per row (fixed shapes compile
+    rows: pad to this many rows; None takes what is needed.
+    row_terms: M: no row gets more terms, and all are padded to it (fixed shapes compile
       once); None takes what is needed.
 
   Returns:
@@ -257,7 +277,7 @@ def merge(
 
   Raises:
     ValueError: a sample is empty, longer than a row or inconsistent in its lengths, or
-      the samples do not fit `rows` or `row_terms`.
+      the samples do not fit `rows`.
 
   Example:
     >>> f = merge([Sample([5, 6, 7], 2), Sample([5, 6, 8], 2)], row_tokens=4)
@@ -268,8 +288,9 @@ def merge(
   if not samples:
     raise ValueError('merge needs at least one sample')
   for index, sample in enumerate(samples):
-    _validate(index, sample, row_tokens)
-  return _stack(_pack(samples, row_tokens, share=True), rows, row_terms)
+    _validate(index, sample, row_tokens, row_terms)
+  packed = _pack(samples, row_tokens, row_terms, share=True)
+  return _stack(packed, rows, row_terms)
 
 
 def chain(
@@ -285,8 +306,9 @@ def chain(
   if not documents:
     raise ValueError('chain needs at least one document')
   for index, document in enumerate(documents):
-    _validate(index, document, row_tokens)
-  return _stack(_pack(documents, row_tokens, share=False), rows, row_terms)
+    _validate(index, document, row_tokens, row_terms)
+  packed = _pack(documents, row_tokens, row_terms, share=False)
+  return _stack(packed, rows, row_terms)
 
 
 def causal(tokens: jax.Array) -> Forest:

@@ -243,8 +243,8 @@ class Cache(NamedTuple):
 def init_cache(cfg: ModelConfig, slots: int, context_tokens: int, dtype=None) -> Cache:
   """An empty cache in `dtype` (default: the activations')."""
   shape = (cfg.num_layers, slots, context_tokens, cfg.num_kv_heads, cfg.head_dim)
-  zeros = jnp.zeros(shape, dtype or cfg.dtype)
-  return Cache(zeros, zeros)
+  dtype = dtype or cfg.dtype
+  return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def extend(

@@ -22,6 +22,7 @@ from m2jax.observe.printable import one_line
 _BARS = '▁▂▃▄▅▆▇█'
 _HISTORY = 240  # values kept for the sparklines
 _SNIPPET_LINES = 6
+_POOL = ('pending', 'completed', 'taken', 'failed')
 # State of an item → (sign, style) inside the window and beyond it.
 _INSIDE = {
   'pending': ('□', 'yellow'),
@@ -180,7 +181,7 @@ def plain_line(state: State) -> str:
   parts = [
     state.title,
     clock(time.monotonic() - state.started_s),
-    f'{phase}',
+    phase,
     f'total {100 * state.fraction():.0f}%',
     f'left {clock(state.left_s())}',
   ]
@@ -296,8 +297,7 @@ def _flow(state: State, width: int) -> list[Text]:
     ),
     _figures(
       'pool',
-      *((k, state.value(f'pool/{k}')) for k in ('pending', 'completed')),
-      *((k, state.value(f'pool/{k}')) for k in ('taken', 'failed')),
+      *((k, state.value(f'pool/{k}')) for k in _POOL),
     ),
     _window(state, width),
   ]
@@ -306,18 +306,11 @@ def _flow(state: State, width: int) -> list[Text]:
     for record in state.latest.values():
       keys.update(dict.fromkeys(k for k in record if k.startswith(f'{room}/')))
     names = sorted(keys)
-    if room == 'gateway':  # these two say whether training sees what was sampled
-      names = ['gateway/forks', 'gateway/overrides'] + [
-        k for k in names if k not in ('gateway/forks', 'gateway/overrides')
-      ]
-    lines.append(
-      _figures(
-        room,
-        *(
-          (k.removeprefix(f'{room}/').replace('_', ' '), state.value(k)) for k in names
-        ),
-      )
-    )
+    if room == 'gateway':  # first, whether training sees what was sampled
+      first = ['gateway/forks', 'gateway/overrides']
+      names = first + [key for key in names if key not in first]
+    pairs = [(k[len(room) + 1 :].replace('_', ' '), state.value(k)) for k in names]
+    lines.append(_figures(room, *pairs))
   return lines
 
 

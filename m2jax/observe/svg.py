@@ -162,7 +162,7 @@ def interval(value: float, low: float, high: float, colour: int = 0) -> Markup:
 
 
 def change(before: float, after: float) -> Markup:
-  """A share that moved, as an arrow on a rule from 0 to 1."""
+  """A share that moved, as two dots on a rule from 0 to 1."""
   width, height = 200, 18
   place = _scale(0.0, 1.0, 4, width - 4)
   middle = height / 2
@@ -213,7 +213,7 @@ def _y_range(ys: Sequence[float]) -> tuple[float, float]:
   low, high = min(ys), max(ys)
   if low == high:
     return (low - 1, high + 1) if low == 0 else (min(0, 2 * low), max(0, 2 * low))
-  # Bars of nothing mislead: zero is shown unless it would flatten the course.
+  # Zero is part of the axis unless it would flatten the course.
   if 0 < low < 0.6 * high:
     low = 0.0
   return low, high

@@ -34,7 +34,7 @@ def loss(
   is_weight_max: float = 5.0,
   is_weight_min: float = 0.0,
 ) -> jax.Array:
-  """CISPO loss to minimise: the sum of `terms`, a scalar.
+  """CISPO loss of each term, −weight · sg(clip(r)) · Â · log π; minimise the sum.
 
   Args:
     logprob: log π of each term's token, differentiable.
@@ -45,7 +45,7 @@ def loss(
     is_weight_min: its lower bound, in [0, 1]. The default never acts.
 
   Returns:
-    Scalar of logprob's dtype, at least float32. Its gradient per term is
+    The inputs' shape in logprob's dtype, at least float32. The gradient of a term is
     −weight · clip(r) · Â · ∇ log π.
 
   Raises:
@@ -53,23 +53,9 @@ def loss(
 
   Example:
     >>> one = jnp.ones(1)
-    >>> float(loss(-one, -one, 2 * one, one)), jax.grad(loss)(-one, -one, 2 * one, one)
-    (2.0, Array([-2.], dtype=float32))
+    >>> loss(-one, -one, 2 * one, one)
+    Array([2.], dtype=float32)
   """
-  bounds = dict(is_weight_max=is_weight_max, is_weight_min=is_weight_min)
-  return jnp.sum(terms(logprob, old_logprob, advantage, weight, **bounds))
-
-
-def terms(
-  logprob: jax.Array,
-  old_logprob: jax.Array,
-  advantage: jax.Array,
-  weight: jax.Array,
-  *,
-  is_weight_max: float = 5.0,
-  is_weight_min: float = 0.0,
-) -> jax.Array:
-  """−weight · sg(clip(r)) · Â · log π of each term, before the sum; see `loss`."""
   _check_bounds(is_weight_max, is_weight_min)
   logprob, old_logprob, advantage = _masked(logprob, old_logprob, advantage, weight)
   ratio = jnp.exp(jax.lax.stop_gradient(logprob) - old_logprob)

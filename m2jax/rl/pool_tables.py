@@ -134,22 +134,31 @@ def open_database(url: str) -> tuple[sa.Engine, str]:
   if sqlite:
     sa.event.listen(engine, 'connect', _on_sqlite_connect)
     sa.event.listen(engine, 'begin', _on_sqlite_begin)
-  with (
-    engine.connect().execution_options(write=True) as connection,
-    connection.begin(),
-  ):
-    _metadata.create_all(connection)
-    values = {r.key: r.value for r in connection.execute(sa.select(meta))}
-    if not values:
-      values = {'schema_version': str(SCHEMA_VERSION), 'run': uuid.uuid4().hex}
-      rows = [{'key': k, 'value': v} for k, v in values.items()]
-      connection.execute(sa.insert(meta), rows)
+  try:
+    with (
+      engine.connect().execution_options(write=True) as connection,
+      connection.begin(),
+    ):
+      return engine, _open_tables(connection, url)
+  except BaseException:
+    engine.dispose()
+    raise
+
+
+def _open_tables(connection: sa.Connection, url: str) -> str:
+  """Creates the tables that are missing; returns the run id."""
+  _metadata.create_all(connection)
+  values = {r.key: r.value for r in connection.execute(sa.select(meta))}
+  if not values:
+    values = {'schema_version': str(SCHEMA_VERSION), 'run': uuid.uuid4().hex}
+    rows = [{'key': k, 'value': v} for k, v in values.items()]
+    connection.execute(sa.insert(meta), rows)
   if values['schema_version'] != str(SCHEMA_VERSION):
     raise ValueError(
       f'data pool: {url!r} has schema version {values["schema_version"]}, this code '
       f'reads {SCHEMA_VERSION}: use the code that wrote it, or a new pool'
     )
-  return engine, values['run']
+  return values['run']
 
 
 def sync(engine: sa.Engine) -> None:

@@ -282,7 +282,7 @@ class WindowedFifo:
       self._pending = {i: items.get(i) for i in sorted(rest)}
       self._completed = completed
       self._ready = sorted(completed)
-      self._submitted_s = {i: now for i in (*self._pending, *completed)}
+      self._submitted_s = dict.fromkeys((*self._pending, *completed), now)
       self._changed.notify_all()
 
   @property

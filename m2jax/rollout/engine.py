@@ -33,7 +33,8 @@ import numpy as np
 
 from m2jax import model
 from m2jax.config import ModelConfig
-from m2jax.rollout import cache_rows
+from m2jax.rollout import forward
+from m2jax.rollout import kv_cache
 from m2jax.rollout import sampling
 from m2jax.rollout.engine_config import EngineConfig
 
@@ -198,7 +199,6 @@ class Engine:
     self._replicated = jax.sharding.NamedSharding(
       self._mesh, jax.sharding.PartitionSpec()
     )
-    self._axes = cache_rows.axes(self._init_cache)
     jit = functools.partial(jax.jit, donate_argnames='state')
     context = functools.partial(jit, static_argnames='context')
     self.prefill_rows = context(self._prefill_rows)
@@ -209,8 +209,17 @@ class Engine:
     self._jit_insert = jit(self._insert)
     self._jit_prefill = jax.jit(self._prefill)
 
-  def _init_cache(self, slots: int, context_tokens: int):
-    return model.init_cache(self.cfg, slots, context_tokens, self.config.cache_dtype)
+  def _init_cache(self, slots: int) -> kv_cache.KvCache:
+    # Every decode call writes max_steps entries, wherever its rows end.
+    positions = self.config.context_tokens + self.config.max_steps
+    return kv_cache.init(self.cfg, slots, positions, self.config.cache_dtype)
+
+  def _extend(self, params, cache, rows, tokens, starts, *, context: int):
+    """K/V entries, as a Tail, of tokens [P, C] at starts of slots rows [P]."""
+    split = self.cfg.unroll_layers
+    cached = kv_cache.gather(cache, rows, context, split=split)
+    tail = kv_cache.empty_tail(self.cfg, *tokens.shape, split=split)
+    return forward.extend(self.cfg, params, tokens, cached, starts, tail, 0)[1]
 
   # --- What the scheduler calls. Pure; each is jitted above with `state` donated.
 
@@ -223,23 +232,18 @@ class Engine:
       rows: [P] int32 slots, distinct in the first num_rows. num_rows: int32.
       tokens: [P, C] int32. Padding at a row's tail writes garbage, which must lie at or
         beyond the slot's length.
-      starts: [P] int32, at most context - C.
-      context: static; the cache positions read, at least max(starts) + C.
+      starts: [P] int32, at most context_tokens - C.
+      context: static; the cache positions read, at least max(starts).
     """
-    work = cache_rows.gather(state.cache, self._axes, rows, num_rows, context)
-    _, work = model.extend(self._m2, params, tokens, starts, work)
-    cache = cache_rows.write_back(
-      state.cache, self._axes, work, rows, num_rows, starts, tokens.shape[1]
-    )
+    tail = self._extend(params, state.cache, rows, tokens, starts, context=context)
+    cache = kv_cache.append(state.cache, tail, rows, num_rows, starts)
     return dataclasses.replace(state, cache=cache)
 
   def _copy_rows(
     self, state: DecodeState, sources, targets, num_rows, *, context: int
   ) -> DecodeState:
     """Copies the first `context` cache positions of slots sources [S] to targets [S]."""
-    cache = cache_rows.copy(
-      state.cache, self._axes, sources, targets, num_rows, context
-    )
+    cache = kv_cache.copy(state.cache, sources, targets, num_rows, context)
     return dataclasses.replace(state, cache=cache)
 
   def _admit(self, state: DecodeState, rows, num_rows, slots: Slots) -> DecodeState:
@@ -256,7 +260,7 @@ class Engine:
     Args:
       rows: [P] int32 slots, distinct in the first num_rows. num_rows: int32.
       steps: int32, at most config.max_steps.
-      context: static; cache positions read: at least max(length) + steps, or all.
+      context: static; cache positions read, at least max(length).
     """
     P, N = rows.shape[0], self.config.max_steps
     slots = jax.tree.map(lambda x: x[rows], state.slots)
@@ -267,7 +271,9 @@ class Engine:
       length=jnp.where(live, slots.length, 0),
     )
     starts = slots.length
-    work = cache_rows.gather(state.cache, self._axes, rows, num_rows, context)
+    split = self.cfg.unroll_layers
+    cached = kv_cache.gather(state.cache, rows, context, split=split)
+    tail = kv_cache.empty_tail(self.cfg, P, N, split=split)
     sampled = Sampled(
       tokens=jnp.zeros((P, N), jnp.int32),
       logprobs=jnp.zeros((P, N), jnp.float32),
@@ -280,8 +286,11 @@ class Engine:
       return (step < steps) & jnp.any(slots.remaining > 0)
 
     def one(carry):
-      step, work, slots, sampled = carry
-      work, slots, token, logprob, running, ended = self._step(params, work, slots)
+      step, tail, slots, sampled = carry
+      hidden, tail = forward.extend(
+        self.cfg, params, slots.token[:, None], cached, starts, tail, step
+      )
+      slots, token, logprob, running, ended = self._sample(params, hidden[:, 0], slots)
       sampled = Sampled(
         tokens=lax.dynamic_update_slice(sampled.tokens, token[:, None], (0, step)),
         logprobs=lax.dynamic_update_slice(
@@ -290,22 +299,17 @@ class Engine:
         counts=sampled.counts + running,
         ended=jnp.where(running, ended, sampled.ended),
       )
-      return step + 1, work, slots, sampled
+      return step + 1, tail, slots, sampled
 
-    _, work, slots, sampled = lax.while_loop(
-      unfinished, one, (jnp.int32(0), work, slots, sampled)
+    _, tail, slots, sampled = lax.while_loop(
+      unfinished, one, (jnp.int32(0), tail, slots, sampled)
     )
-    cache = cache_rows.write_back(
-      state.cache, self._axes, work, rows, num_rows, starts, N
-    )
+    cache = kv_cache.append(state.cache, tail, rows, num_rows, starts)
     return DecodeState(cache, _scatter(state.slots, slots, rows, num_rows)), sampled
 
-  def _step(self, params, work, slots: Slots):
-    """Consumes each row's token and draws its next; rows at rest stay as they are."""
-    hidden, work = model.extend(
-      self._m2, params, slots.token[:, None], slots.length, work
-    )
-    logits = model.head(self._m2, params, hidden[:, 0])
+  def _sample(self, params, hidden, slots: Slots):
+    """Draws each row's next token from hidden [P, D]; rows at rest stay as they are."""
+    logits = model.head(self._m2, params, hidden)
     token, logprob = sampling.sample(
       logits,
       slots.seed,
@@ -330,7 +334,7 @@ class Engine:
       sampled=slots.sampled + count,
       confident=jnp.where(running, confident, slots.confident),
     )
-    return work, slots, token, logprob, count, ended.astype(jnp.int32)
+    return slots, token, logprob, count, ended.astype(jnp.int32)
 
   # --- JetStream's Engine API, 0.2.2.
 
@@ -342,8 +346,7 @@ class Engine:
       true_length: tokens that are not padding, at least 1.
     """
     if existing_prefix is None:
-      cache = self._init_cache(1, self.config.context_tokens)
-      existing_prefix = Prefix(cache, jnp.int32(-1), jnp.int32(0))
+      existing_prefix = Prefix(self._init_cache(1), jnp.int32(-1), jnp.int32(0))
     tokens = jnp.asarray(padded_tokens, jnp.int32)
     return self._jit_prefill(params, existing_prefix, tokens, jnp.int32(true_length))
 
@@ -354,20 +357,15 @@ class Engine:
     lead = jnp.where(fresh, jnp.roll(tokens, -1), tokens)
     first = jnp.where(fresh, tokens[0], prefix.token)
     chunk = jnp.concatenate([first[None], lead])
-    start = jnp.maximum(prefix.length, 0)
-    context = self.config.context_tokens
-
-    def widen(axis, x):
-      pad = [(0, 0)] * x.ndim
-      pad[axis.context] = (0, chunk.shape[0])
-      return jnp.pad(x, pad)
-
-    # Padding may pass the end of the context: extend into a wider copy, then cut.
-    work = jax.tree.map(widen, self._axes, prefix.cache)
-    _, work = model.extend(self._m2, params, chunk[None], start[None], work)
-    cut = lambda axis, x: lax.slice_in_dim(x, 0, context, axis=axis.context)
+    starts = jnp.maximum(prefix.length, 0)[None]
+    row, context = jnp.zeros(1, jnp.int32), self.config.context_tokens
+    tail = self._extend(params, prefix.cache, row, chunk[None], starts, context=context)
+    # Padding may pass the end of the context: write into a wider copy, then cut.
+    wider = kv_cache.pad(prefix.cache, chunk.shape[0])
+    wider = kv_cache.append(wider, tail, row, jnp.int32(1), starts)
+    positions = context + self.config.max_steps
     return Prefix(
-      cache=jax.tree.map(cut, self._axes, work),
+      cache=kv_cache.gather(wider, row, positions, split=False),
       length=prefix.length + true_length,
       token=tokens[true_length - 1],
     )
@@ -397,15 +395,7 @@ class Engine:
       remaining=jnp.clip(limit, 0, room),
     )
     rows, one = slot[None], jnp.int32(1)
-    cache = cache_rows.write_back(
-      state.cache,
-      self._axes,
-      prefix.cache,
-      rows,
-      one,
-      jnp.zeros(1, jnp.int32),
-      self.config.context_tokens,
-    )
+    cache = kv_cache.insert(state.cache, prefix.cache, slot)
     return DecodeState(cache, _scatter(state.slots, slots, rows, one))
 
   def generate(
@@ -415,10 +405,17 @@ class Engine:
     return self._jit_generate(params, decode_state)
 
   def _generate_one(self, params, state: DecodeState):
-    # In place: a slot that does not decode writes at its own length, where nobody looks.
-    cache, slots, token, logprob, count, _ = self._step(
-      params, state.cache, state.slots
+    S, context = self.config.slots, self.config.context_tokens
+    rows, slots = jnp.arange(S), state.slots
+    split = self.cfg.unroll_layers
+    cached = kv_cache.gather(state.cache, rows, context, split=split)
+    tail = kv_cache.empty_tail(self.cfg, S, 1, split=split)
+    hidden, tail = forward.extend(
+      self.cfg, params, slots.token[:, None], cached, slots.length, tail, 0
     )
+    # A slot that does not decode writes at its own length, where nobody looks.
+    cache = kv_cache.append(state.cache, tail, rows, jnp.int32(S), slots.length)
+    slots, token, logprob, count, _ = self._sample(params, hidden[:, 0], slots)
     result = ResultTokens(
       jnp.stack([token, count, slots.sampled], axis=1), logprob[:, None]
     )
@@ -428,7 +425,7 @@ class Engine:
     """All slots empty."""
     config = self.config
     slots = make_slots(config.slots, config.max_stop_ids)
-    cache = self._init_cache(config.slots, config.context_tokens)
+    cache = self._init_cache(config.slots)
     return jax.device_put(DecodeState(cache, slots), self._replicated)
 
   def load_params(self, params):
@@ -489,11 +486,10 @@ class Engine:
           params, state, rows(n), none, none, context=context
         )
       for n, chunk in config.prefill_shapes:
-        if chunk <= context:
-          tokens = np.zeros((n, chunk), np.int32)
-          state = self.prefill_rows(
-            params, state, rows(n), none, tokens, rows(n), context=context
-          )
+        tokens = np.zeros((n, chunk), np.int32)
+        state = self.prefill_rows(
+          params, state, rows(n), none, tokens, rows(n), context=context
+        )
     empty = make_slots(config.slots, config.max_stop_ids)
     state = self.admit(state, rows(config.slots), none, empty)
     return jax.block_until_ready(state)

@@ -37,7 +37,9 @@ class EngineConfig:
   def __post_init__(self):
     def check(ok: bool, field: str, want: str):
       if not ok:
-        raise ValueError(f'EngineConfig.{field}={getattr(self, field)!r}: must be {want}')
+        raise ValueError(
+          f'EngineConfig.{field}={getattr(self, field)!r}: must be {want}'
+        )
 
     for field in ('slots', 'max_steps', 'max_stop_ids', 'confident_tokens'):
       check(getattr(self, field) > 0, field, 'positive')

@@ -23,19 +23,13 @@ from m2jax.rollout.kv_cache import KvCache
 from m2jax.rollout.kv_cache import Tail
 
 
-def empty_tail(cfg: ModelConfig, rows: int, tokens: int) -> Tail:
-  """[L, P, N, K, H] of zeros in the activations' dtype."""
-  shape = (cfg.num_layers, rows, tokens, cfg.num_kv_heads, cfg.head_dim)
-  return Tail(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
-
-
 def extend(
   cfg: ModelConfig,
   variables,
   tokens: jax.Array,
-  cached: KvCache,
+  cached: KvCache | tuple[KvCache, ...],
   lengths: jax.Array,
-  tail: Tail,
+  tail: Tail | tuple[Tail, ...],
   offset: jax.Array | int,
 ) -> tuple[jax.Array, Tail]:
   """Consumes C tokens of each row.
@@ -45,7 +39,8 @@ def extend(
 
   Args:
     tokens: [P, C] int32.
-    cached: k [L, P, K, H, S], v [L, P, K, S, H].
+    cached: k [L, P, K, H, S], v [L, P, K, S, H]; like the tail a tuple over layers when
+      cfg.unroll_layers.
     lengths: [P] int32, cached positions that are visible.
     tail: offset entries of it are in use; offset + C <= N.
 
@@ -57,7 +52,8 @@ def extend(
   index = offset + jnp.arange(C)
   position = (lengths[:, None] + index).reshape(-1)
   tables = rope.tables(position, cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
-  S, N = cached.k.shape[-1], tail.k.shape[2]
+  S = (cached[0] if cfg.unroll_layers else cached).k.shape[-1]
+  N = (tail[0] if cfg.unroll_layers else tail).k.shape[-3]
   before = jnp.arange(S) < lengths[:, None]  # [P, S]
   recent = jnp.arange(N) <= index[:, None]  # [C, N]
   seen = jnp.concatenate(
@@ -72,25 +68,29 @@ def extend(
     p, bias, cached, tail = layer
 
     def attend(x, p):
-      q, k, v = (a.reshape(P, C, *a.shape[1:]) for a in attention.project(x, p, cfg, tables))
-      tail_k = lax.dynamic_update_slice_in_dim(tail.k, k, offset, axis=1)
-      tail_v = lax.dynamic_update_slice_in_dim(tail.v, v, offset, axis=1)
-      out = _attend(q, cached, Tail(tail_k, tail_v), seen)
-      return out.reshape(P * C, -1) @ p['o'].astype(x.dtype), Tail(tail_k, tail_v)
+      qkv = attention.project(x, p, cfg, tables)
+      q, k, v = (a.reshape(P, C, *a.shape[1:]) for a in qkv)
+      longer = Tail(
+        lax.dynamic_update_slice_in_dim(tail.k, k, offset, axis=1),
+        lax.dynamic_update_slice_in_dim(tail.v, v, offset, axis=1),
+      )
+      out = _attend(q, cached, longer, seen)
+      return out.reshape(P * C, -1) @ p['o'].astype(x.dtype), longer
 
     x, tail, _ = block.apply(x, p, bias, cfg, attend, jnp.ones_like(position))
     return x, tail
 
   x = jnp.take(params['embed'], tokens.reshape(-1), axis=0).astype(cfg.dtype)
-  layers = (params['layers'], variables['router']['layers'], cached, tail)
+  weights = (params['layers'], variables['router']['layers'])
   if cfg.unroll_layers:
     tails = []
     for l in range(cfg.num_layers):
-      x, one = body(x, jax.tree.map(lambda a: a[l], layers))
+      p, bias = jax.tree.map(lambda a: a[l], weights)
+      x, one = body(x, (p, bias, cached[l], tail[l]))
       tails.append(one)
-    tail = jax.tree.map(lambda *a: jnp.stack(a), *tails)
+    tail = tuple(tails)
   else:
-    x, tail = lax.scan(body, x, layers)
+    x, tail = lax.scan(body, x, (*weights, cached, tail))
   x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
   return x.reshape(P, C, -1), tail
 
@@ -100,17 +100,21 @@ def _attend(q, cached: KvCache, tail: Tail, seen) -> jax.Array:
   seen [P, C, S + N] → [P, C, K·G, H]; scores and softmax at least fp32."""
   P, C, heads, H = q.shape
   K, S = cached.k.shape[1], cached.k.shape[-1]
-  q = q.reshape(P, C, K, heads // K, H)
   wide = jnp.promote_types(q.dtype, jnp.float32)
+  # One matrix per (row, kv head): on CPU several times as fast as einsum's own order.
+  q = q.reshape(P, C, K, heads // K, H).transpose(0, 2, 1, 3, 4).reshape(P, K, -1, H)
   scores = jnp.concatenate(
     [
-      jnp.einsum('pckgh,pkhs->pkgcs', q, cached.k, preferred_element_type=wide),
-      jnp.einsum('pckgh,pnkh->pkgcn', q, tail.k, preferred_element_type=wide),
+      jnp.einsum('pkqh,pkhs->pkqs', q, cached.k, preferred_element_type=wide),
+      jnp.einsum('pkqh,pnkh->pkqn', q, tail.k, preferred_element_type=wide),
     ],
     axis=-1,
   )
-  scores = jnp.where(seen[:, None, None], scores * H**-0.5, -jnp.inf)
-  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-  out = jnp.einsum('pkgcs,pksh->pckgh', weights[..., :S], cached.v.astype(q.dtype))
-  out += jnp.einsum('pkgcn,pnkh->pckgh', weights[..., S:], tail.v)
-  return out.reshape(P, C, heads, H)
+  scores = scores.reshape(P, K, C, heads // K, -1) * H**-0.5
+  scores = jnp.where(seen[:, None, :, None], scores, -jnp.inf)
+  weights = (
+    jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(P, K, q.shape[2], -1)
+  )
+  out = jnp.einsum('pkqs,pksh->pkqh', weights[..., :S], cached.v.astype(q.dtype))
+  out += jnp.einsum('pkqn,pnkh->pkqh', weights[..., S:], tail.v.astype(q.dtype))
+  return out.reshape(P, K, C, -1, H).transpose(0, 2, 1, 3, 4).reshape(P, C, heads, H)

@@ -24,7 +24,7 @@ from m2jax.config import ModelConfig
 
 
 class KvCache(NamedTuple):
-  """k [L, S, K, H, C] and v [L, S, K, C, H]; in a Rows, lists over layers instead."""
+  """k [L, S, K, H, C] and v [L, S, K, C, H]."""
 
   k: jax.Array
   v: jax.Array
@@ -49,31 +49,45 @@ def init(cfg: ModelConfig, slots: int, context_tokens: int, dtype=None) -> KvCac
   )
 
 
-def gather(
-  cache: KvCache, rows: jax.Array, num_rows: jax.Array, context: int
-) -> KvCache:
-  """The first `context` positions of slots `rows` [P]; zeros beyond num_rows."""
+def gather(cache: KvCache, rows: jax.Array, context: int, *, split: bool):
+  """The first `context` positions of slots `rows` [P].
 
-  def leaf(axis, x):
-    out_shape = _resized(x.shape, axis, rows.shape[0], context)
-    sizes = _resized(x.shape, axis, 1, context)
+  Returns:
+    A KvCache of P slots; with `split` a tuple over layers of KvCaches without the leading
+    axis, which a loop over decode steps can read without slicing them out every time.
+  """
 
-    def body(p, out):
-      row = lax.dynamic_slice(x, _at(x, axis, rows[p], 0), sizes)
-      return lax.dynamic_update_slice(out, row, _at(x, axis, p, 0))
+  def take(axis, x):
+    x = lax.slice_in_dim(x, 0, context, axis=axis)
+    return x.take(rows, axis=1, mode='clip')
 
-    return lax.fori_loop(0, num_rows, body, jnp.zeros(out_shape, x.dtype))
+  if not split:
+    return jax.tree.map(take, _CONTEXT_AXIS, cache)
+  layers = (jax.tree.map(lambda x: x[l : l + 1], cache) for l in range(len(cache.k)))
+  return tuple(
+    jax.tree.map(lambda axis, x: take(axis, x)[0], _CONTEXT_AXIS, c) for c in layers
+  )
 
-  return jax.tree.map(leaf, _CONTEXT_AXIS, cache)
+
+def empty_tail(cfg: ModelConfig, rows: int, tokens: int, *, split: bool):
+  """A Tail of zeros in the activations' dtype; with `split` a tuple over layers."""
+  shape = (rows, tokens, cfg.num_kv_heads, cfg.head_dim)
+  if split:
+    one = Tail(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
+    return (one,) * cfg.num_layers
+  shape = (cfg.num_layers, *shape)
+  return Tail(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
 
 
 def append(
-  cache: KvCache, tail: Tail, rows: jax.Array, num_rows: jax.Array, starts: jax.Array
+  cache: KvCache, tail, rows: jax.Array, num_rows: jax.Array, starts: jax.Array
 ) -> KvCache:
   """Writes the tail's N positions at starts [P] of slots `rows` [P].
 
   starts + N must not pass the end of the cache.
   """
+  if not isinstance(tail, Tail):  # split
+    tail = jax.tree.map(lambda *layers: jnp.stack(layers), *tail)
   turned = KvCache(tail.k.transpose(0, 1, 3, 4, 2), tail.v.transpose(0, 1, 3, 2, 4))
 
   def leaf(axis, x, new):
@@ -86,6 +100,23 @@ def append(
     return lax.fori_loop(0, num_rows, body, x)
 
   return jax.tree.map(leaf, _CONTEXT_AXIS, cache, turned)
+
+
+def insert(cache: KvCache, one: KvCache, slot: jax.Array) -> KvCache:
+  """Puts a cache of one slot and the same positions at `slot`."""
+  put = lambda axis, x, new: lax.dynamic_update_slice(x, new, _at(x, axis, slot, 0))
+  return jax.tree.map(put, _CONTEXT_AXIS, cache, one)
+
+
+def pad(cache: KvCache, positions: int) -> KvCache:
+  """The cache with more positions, of zeros, at its end."""
+
+  def leaf(axis, x):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, positions)
+    return jnp.pad(x, widths)
+
+  return jax.tree.map(leaf, _CONTEXT_AXIS, cache)
 
 
 def copy(

@@ -264,8 +264,10 @@ class Scheduler:
         self._wake.wait_for(self._has_work)
         if self._stopping:
           return
-        self._take_messages()
+        cancels = self._take_messages()
       try:
+        for job in cancels:
+          self._end_cancelled(job)
         self._tick()
       except Exception as error:  # a step failed: nothing of its state can be trusted
         logging.exception('rollout step failed')
@@ -283,20 +285,23 @@ class Scheduler:
       or self._jobs
     )
 
-  def _take_messages(self) -> None:
+  def _take_messages(self) -> list[_Job]:
+    """Takes what other threads left; under _wake. Returns the cancelled requests."""
     self._waiting.extend(self._inbox)
     self._inbox.clear()
-    for job in self._cancels:
-      if self._jobs.get(job.slot) is job:
-        self._end(job, 'cancelled')
-      elif job in self._waiting:
-        self._waiting.remove(job)
-        self._deliver(job, 0, 'cancelled')
-    self._cancels.clear()
+    cancels, self._cancels = self._cancels, []
     if self._next_weights is not None:
       self._variables, self._version = self._next_weights
       self._next_weights = None
       self._counts['weight_updates'] += 1
+    return cancels
+
+  def _end_cancelled(self, job: _Job) -> None:
+    if self._jobs.get(job.slot) is job:
+      self._end(job, 'cancelled')
+    elif job in self._waiting:
+      self._waiting.remove(job)
+      self._deliver(job, 0, 'cancelled')
 
   def _tick(self) -> None:
     budget = self._config.prefill_budget_tokens
@@ -360,7 +365,9 @@ class Scheduler:
     last = self._engine.config.context_tokens - chunk
     starts = np.minimum(table.held[slots], last)
     tokens = np.zeros((rows, chunk), np.int32)
-    tokens[: len(slots)] = table.tokens[slots[:, None], starts[:, None] + np.arange(chunk)]
+    tokens[: len(slots)] = table.tokens[
+      slots[:, None], starts[:, None] + np.arange(chunk)
+    ]
     self._state = self._engine.prefill_rows(
       self._variables,
       self._state,
@@ -368,7 +375,7 @@ class Scheduler:
       np.int32(len(slots)),
       tokens,
       self._rows(starts, rows),
-      context=self._context(int(starts.max()) + chunk),
+      context=self._context(int(starts.max())),
     )
     reached = np.minimum(starts + chunk, table.target[slots])
     computed = int(np.sum(reached - table.held[slots]))
@@ -415,13 +422,11 @@ class Scheduler:
       self._rows(slots, rows),
       np.int32(len(slots)),
       np.int32(self._config.decode_steps),
-      context=self._context(int(table.held[slots].max()) + self._config.decode_steps),
+      context=self._context(int(table.held[slots].max())),
     )
     sampled = jax.tree.map(lambda x: x[: len(slots)], jax.device_get(sampled))
     before = table.held[slots] + 1
-    table.append(
-      slots, sampled.counts, sampled.tokens, sampled.logprobs, self._version
-    )
+    table.append(slots, sampled.counts, sampled.tokens, sampled.logprobs, self._version)
     self._count_sampled(int(sampled.counts.sum()))
     finite = np.isfinite(sampled.logprobs).all(axis=1)
     for row in np.flatnonzero(~finite):
@@ -481,7 +486,7 @@ class Scheduler:
   def _fail(self, job: _Job, error: EngineError) -> None:
     if self._jobs.get(job.slot) is job:
       del self._jobs[job.slot]
-      self._table.park(job.slot)
+      self._table.drop(job.slot)
     self._counts['failed'] += 1
     job.future.set_exception(error)
 
@@ -514,8 +519,8 @@ class Scheduler:
     return rows
 
   def _context(self, tokens: int) -> int:
-    """The smallest compiled context that holds so many tokens; at most all of it."""
-    return next((c for c in self._engine.config.contexts if c >= tokens), self._engine.config.context_tokens)
+    """The smallest compiled context that holds so many tokens."""
+    return next(c for c in self._engine.config.contexts if c >= tokens)
 
 
 def _form(variables) -> tuple:

@@ -109,10 +109,11 @@ class SlotTable:
     self.state[slot] = State.IDLE
     self._touch(slot)
 
-  def forget(self) -> None:
-    """The cache was lost."""
-    self.state[:] = State.IDLE
-    self.held[:] = 0
+  def drop(self, slot: int) -> None:
+    """The slot's request failed; what it holds is not to be trusted."""
+    self.state[slot] = State.IDLE
+    self.held[slot] = 0
+    self.used[slot] = 0
 
   def append(self, rows, counts, tokens, logprobs, version: int) -> None:
     """Records what a decode call drew: counts[p] tokens of row p at its sequence's end.

@@ -1,7 +1,8 @@
 """Prints what the sandbox enforces here: `python -m m2jax.sandbox [BACKEND]`.
 
 Exits with 1, and the line that fixes it on standard error, where the backend cannot be
-used. With --quick only that is found out, not what each limit does.
+used. With --quick only that is found out, not what each limit does. With --install a
+missing bubblewrap is first installed by the system's package manager, if this user may.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import sys
 
 from m2jax import sandbox
-from m2jax.sandbox import api
+from m2jax.sandbox import api, unavailable
 
 
 async def _report(backend: str, quick: bool) -> str:
@@ -39,12 +40,13 @@ def _table(capabilities: sandbox.Capabilities) -> str:
 def main() -> int:
   """Returns the exit status."""
   parser = argparse.ArgumentParser(prog='python -m m2jax.sandbox', description=__doc__)
-  parser.add_argument(
-    'backend', nargs='?', default='bubblewrap', choices=api.BACKENDS
-  )
+  parser.add_argument('backend', nargs='?', default='bubblewrap', choices=api.BACKENDS)
   parser.add_argument('--quick', action='store_true')
+  parser.add_argument('--install', action='store_true')
   arguments = parser.parse_args()
   try:
+    if arguments.install and arguments.backend == 'bubblewrap':
+      unavailable.install_bubblewrap()
     print(asyncio.run(_report(arguments.backend, arguments.quick)))
   except sandbox.SandboxUnavailable as error:
     print(error, file=sys.stderr)

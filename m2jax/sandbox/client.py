@@ -25,6 +25,12 @@ _SCRIPT = Path(__file__).parent / 'supervisor'
 _END_S = 5.0
 
 
+def _kept_environment() -> dict[str, str]:
+  # No secrets, and no GLIBC_TUNABLES: huge pages would make each fork slow.
+  names = ('LD_LIBRARY_PATH',)
+  return {name: os.environ[name] for name in names if name in os.environ}
+
+
 class Supervisor(asyncio.Protocol):
   """A running supervisor process."""
 
@@ -54,7 +60,7 @@ class Supervisor(asyncio.Protocol):
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=(theirs.fileno(),),
-        env={},
+        env=_kept_environment(),
         start_new_session=True,  # Ctrl-C is the caller's to handle
       )
     finally:

@@ -196,9 +196,7 @@ class Tree:
     if isinstance(what, int):
       os.fchown(what, self._owner, self._owner)
     else:
-      os.chown(
-        what, self._owner, self._owner, dir_fd=directory, follow_symlinks=False
-      )
+      os.chown(what, self._owner, self._owner, dir_fd=directory, follow_symlinks=False)
 
 
 def _parts(path: str | PurePosixPath) -> list[str]:

@@ -33,8 +33,7 @@ async def capabilities(
   )
   words = _mechanisms(backend, found)
   limits = {
-    name: words[name] if ok else None
-    for name, ok in zip(_TRIALS, held, strict=True)
+    name: words[name] if ok else None for name, ok in zip(_TRIALS, held, strict=True)
   }
   return api.Capabilities(backend, isolation, limits, _notes(backend, found))
 

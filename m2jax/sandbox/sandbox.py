@@ -1,9 +1,10 @@
 """Sandboxes: `create`, then `exec`, `read`, `write`, `snapshot`, `restore`, `destroy`.
 
-Backend 'bubblewrap': every command is one bubblewrap run with its own namespaces and no
-network, under a uid that is not root, in a workspace that persists between commands. The
-workspace is an in-memory file system of limited size, mounted where only the supervisor
-sees it: it cannot fill the host's disk and is gone when the job is, however that ends.
+Backend 'bubblewrap': every command is one bubblewrap run with its own namespaces and
+no network, under a uid that is not root, in a workspace that persists between commands.
+The workspace is an in-memory file system of limited size, mounted where only the
+supervisor sees it: it cannot fill the host's disk, and goes with the job, however that
+ends.
 Backend 'rlimit_only' is weaker and has to be asked for by name: the command sees the
 host's files and network; it has rlimits, and its process group is killed at the end.
 Source: DESIGN §6, facts/pipelines.md §1.
@@ -61,7 +62,7 @@ class Sandbox:
   def workspace(self) -> Path:
     """Directory through which this machine's code may look at the workspace.
 
-    What a command left there is not to be trusted: `read` follows no links, `open` does.
+    Do not trust what a command left there: `read` follows no links, `open` does.
     """
     self._check_open()
     return self._workspace

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 from pathlib import Path
 
 from m2jax.sandbox import api
 
 _INSTALL = {
-  'apt-get': 'apt-get install -y bubblewrap',
+  'apt-get': 'apt-get update -q && apt-get install -y -q bubblewrap',
   'dnf': 'dnf install -y bubblewrap',
   'pacman': 'pacman -S --noconfirm bubblewrap',
   'apk': 'apk add bubblewrap bash',
@@ -64,9 +65,42 @@ def _fix() -> str:
   return f'allow user namespaces and mounts to this user, {_WEAKER}'
 
 
-def _install() -> str:
-  sudo = '' if os.geteuid() == 0 else 'sudo '
+def install_bubblewrap() -> None:
+  """Installs bubblewrap where it is missing and this user may without a password.
+
+  Raises:
+    SandboxUnavailable: not allowed, or the package manager failed.
+  """
+  if shutil.which('bwrap'):
+    return
+  line = _install_line()
+  if line is None:
+    return  # the check that follows says what to do
+  prefix = []
+  if os.geteuid() != 0:
+    prefix = ['sudo', '-n']
+    asked = shutil.which('sudo') and subprocess.run(
+      [*prefix, 'true'], capture_output=True, check=False
+    )
+    if not asked or asked.returncode:
+      raise api.SandboxUnavailable('bubblewrap (bwrap) is not installed', _install())
+  print(f'installing bubblewrap: {line}', flush=True)
+  done = subprocess.run(
+    [*prefix, 'sh', '-c', line], capture_output=True, text=True, check=False
+  )
+  if done.returncode:
+    raise api.SandboxUnavailable(done.stdout + done.stderr, _install())
+
+
+def _install_line() -> str | None:
   for manager, line in _INSTALL.items():
     if shutil.which(manager):
-      return sudo + line
-  return 'install the package `bubblewrap` with the system package manager'
+      return line
+  return None
+
+
+def _install() -> str:
+  line = _install_line()
+  if line is None:
+    return 'install the package `bubblewrap` with the system package manager'
+  return line if os.geteuid() == 0 else f"sudo sh -c '{line}'"

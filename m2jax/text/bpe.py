@@ -159,9 +159,9 @@ def _markup(texts: Sequence[str], limit: int) -> list[str]:
   lines = _boilerplate(['system\n' + block for block in systems])
   count = Counter()
   for text in texts:
-    bodies = [_HEADER.sub('', piece) for piece in _pieces(_SYSTEM.sub('', text))]
-    runs = {run for body in bodies for run in _TAGS.findall(body)}
-    single = {tag for run in runs for tag in _ONE_TAG.findall(run)}
+    pieces = _pieces(_SYSTEM.sub('', text))
+    runs = {run for piece in pieces for run in _TAGS.findall(_HEADER.sub('', piece))}
+    single = {tag for piece in pieces for tag in _ONE_TAG.findall(piece)}
     count.update(runs | single)
   least = max(2, _WHOLE_SHARE * len(texts))
   tags = [tag for tag, n in count.items() if n >= least]

@@ -98,7 +98,7 @@ def sample_loss(params, router, tokens, old, advantage, weight, experts, cfg):
 
 def row_loss(params, router, samples, cfg):
   """Σ over samples of CISPO terms + λ/K Σ_k of MTP terms, each sample on its own."""
-  total, mtp, weight_sum = 0.0, 0.0, 0.0
+  total, mtp = 0.0, 0.0
   for s in samples:
     columns = [
       np.pad(np.float64(c), (s.prompt_length, 0))
@@ -107,8 +107,7 @@ def row_loss(params, router, samples, cfg):
     tokens = jnp.asarray(s.tokens)
     loss, (extra, _, _) = sample_loss(params, router, tokens, *columns, s.experts, cfg)
     total, mtp = total + loss, mtp + extra
-    weight_sum += columns[2].sum()
-  return total + MTP_WEIGHT * mtp / max(cfg.num_mtp_modules, 1) / weight_sum
+  return total + MTP_WEIGHT * mtp / max(cfg.num_mtp_modules, 1)
 
 
 def objective(logprob, batch):

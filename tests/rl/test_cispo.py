@@ -22,6 +22,11 @@ def batch(seed=0, spread=1.5):
   return tuple(jnp.asarray(x, jnp.float32) for x in arrays)
 
 
+def total(*args, **bounds):
+  """What a learner minimises: the sum of the terms."""
+  return jnp.sum(cispo.loss(*args, **bounds))
+
+
 def test_on_policy_is_reinforce():
   """At r = 1 value and gradient are those of −Σ w Â log π, whatever the cap."""
   logprob, _, advantage, weight = batch()
@@ -32,7 +37,7 @@ def test_on_policy_is_reinforce():
   for cap in (1.0, 5.0):
 
     def loss(x, cap=cap):
-      return cispo.loss(x, logprob, advantage, weight, is_weight_max=cap)
+      return total(x, logprob, advantage, weight, is_weight_max=cap)
 
     for a, b in zip(
       jax.value_and_grad(loss)(logprob),
@@ -51,7 +56,7 @@ def test_ratio_has_no_gradient():
   logprob, old, advantage, weight = batch()
   ratio = np.exp(np.float64(logprob) - np.float64(old))
   assert (ratio > 5).any() and (ratio < 1).any()
-  value, grad = jax.value_and_grad(cispo.loss)(logprob, old, advantage, weight)
+  value, grad = jax.value_and_grad(total)(logprob, old, advantage, weight)
   clipped = np.minimum(ratio, 5.0)
   np.testing.assert_allclose(grad, -weight * clipped * advantage, rtol=1e-5)
   np.testing.assert_allclose(
@@ -72,7 +77,7 @@ def test_cap(cap):
   old = jnp.zeros(4) - 3
   logprob = old + jnp.log(jnp.array([0.01, 0.9, 1.5, 7.39]))
   for sign in (1.0, -1.0):
-    grad = jax.grad(cispo.loss)(
+    grad = jax.grad(total)(
       logprob, old, sign * jnp.ones(4), jnp.ones(4), is_weight_max=cap
     )
     expected = np.minimum([0.01, 0.9, 1.5, 7.39], cap)
@@ -82,7 +87,7 @@ def test_cap(cap):
 def test_lower_bound():
   """is_weight_min = 0 never acts; a positive one lifts small ratios."""
   logprob, old, advantage, weight = batch()
-  grad = jax.grad(cispo.loss)(logprob, old, advantage, weight, is_weight_min=0.8)
+  grad = jax.grad(total)(logprob, old, advantage, weight, is_weight_min=0.8)
   ratio = np.clip(np.exp(logprob - old), 0.8, 5.0)
   np.testing.assert_allclose(grad, -weight * ratio * advantage, rtol=1e-5)
 
@@ -109,13 +114,13 @@ def test_order_and_padding(seed, padding):
   """Terms may lie anywhere, between any rubbish of weight 0: same loss and gradient."""
   arrays = batch(seed % 100)
   rng = np.random.default_rng(seed)
-  value, grad = jax.value_and_grad(cispo.loss)(*arrays)
+  value, grad = jax.value_and_grad(total)(*arrays)
   order = rng.permutation(N + padding)
   junk = np.resize([np.inf, -np.inf, np.nan, 1e30], padding)
   padded = [np.concatenate([x, junk])[order] for x in arrays[:3]]
   padded.append(np.concatenate([arrays[3], np.zeros(padding)])[order])
   padded = [jnp.asarray(x, jnp.float32) for x in padded]
-  value2, grad2 = jax.value_and_grad(cispo.loss)(*padded)
+  value2, grad2 = jax.value_and_grad(total)(*padded)
   np.testing.assert_allclose(value, value2, rtol=1e-5, atol=1e-6)
   back = np.zeros(N + padding)
   back[order] = grad2
@@ -128,7 +133,7 @@ def test_extreme_ratios_stay_finite():
   """A ratio that overflows float32 is capped, not NaN."""
   logprob, old = jnp.array([-0.1, -200.0]), jnp.array([-200.0, -0.1])
   ones = jnp.ones(2)
-  value, grad = jax.value_and_grad(cispo.loss)(logprob, old, ones, ones)
+  value, grad = jax.value_and_grad(total)(logprob, old, ones, ones)
   assert np.isfinite(value)
   np.testing.assert_allclose(grad, [-5.0, 0.0], atol=1e-30)
 

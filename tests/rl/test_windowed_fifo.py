@@ -267,7 +267,7 @@ def test_restored_queue_continues_alike(before, after, capacity, window):
     naive.indices('taken') + naive.indices('failed'),
     len(naive.states),
     completed={i: ('result', i) for i in naive.indices('completed')},
-    pending={i: None for i in naive.indices('pending')},
+    pending=dict.fromkeys(naive.indices('pending')),
   )
   assert list(run(after, old)) == list(run(after, new))
 

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import marshal
 import os
 import resource
 import select
-import signal
 import socket
 import sys
 import time
@@ -25,45 +23,12 @@ import time
 import cgroups as cgroups_lib
 import launch
 import linux
+import runs
 
 _HEADER_BYTES = 4
-_READ_BYTES = 65536
-# Output past the limit is read and dropped; a command that prints this many times the
-# limit is not worth the CPU time any more.
-_DROPPED_OUTPUT_FACTOR = 64
 _WORKSPACE_INODES = 16384
 _WATCH_CALLER_S = 5.0
 _BUBBLEWRAP_PROCESSES = 2  # its monitor and its init
-
-
-class _Box:
-  """One sandbox: its directory, identity, limits and ready-made command line."""
-
-  def __init__(self, path, uid, limits, argv, env, group, rlimits):
-    self.path = path
-    self.uid = uid
-    self.limits = limits
-    self.argv = argv
-    self.env = env
-    self.group = group
-    self.rlimits = rlimits
-    self.run = None  # the command in progress
-    self.closed = False
-
-
-class _Run:
-  """One command in progress."""
-
-  def __init__(self, request, box, deadline_s):
-    self.request = request
-    self.box = box
-    self.started = time.monotonic()
-    self.deadline = self.started + deadline_s
-    self.ended_by = ''  # 'wall', 'output' or 'cancel', when we killed it
-    self.kept = {}  # read end of a pipe -> pieces kept
-    self.room = {}  # read end of a pipe -> bytes that may still be kept
-    self.dropped_bytes = 0
-    self.oom_kills = box.group.oom_kills() if box.group else 0
 
 
 class Supervisor:
@@ -77,7 +42,7 @@ class Supervisor:
     self._epoll = select.epoll()
     self._on_event = {}  # fd -> function()
     self._boxes = {}
-    self._runs = {}  # request id -> _Run
+    self._runs = {}  # request id -> Run
     self._waiting = collections.deque()  # (request id, box number, command, wall_s)
     self._uids_taken = set()
     self._next_number = 0
@@ -161,7 +126,7 @@ class Supervisor:
       processes=processes,
     )
     run_env = {} if self._isolated else dict(env)
-    self._boxes[number] = _Box(path, uid, limits, argv, run_env, group, rlimits)
+    self._boxes[number] = runs.Box(path, uid, limits, argv, run_env, group, rlimits)
     return number, path, uid
 
   def _take_uid(self) -> int:
@@ -180,7 +145,7 @@ class Supervisor:
       return
     if box.run is not None:
       box.closed = True  # what is left to do, `_finish` does
-      self._kill(box.run, 'cancel')
+      box.run.kill('cancel')
     else:
       self._discard(box.path, box.uid, box.group)
 
@@ -208,116 +173,28 @@ class Supervisor:
       except OSError as error:
         self._reply(request, f'cannot start a command: {error}', None)
 
-  def _launch(self, request: int, box: _Box, command: bytes, wall_s: float) -> None:
-    run = _Run(request, box, wall_s)
-    pipes = []
-    try:
-      pipes = [os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(3)]
-      for fd in (pipes[0][1], pipes[1][1]):
-        os.set_blocking(fd, True)  # programs do not expect EAGAIN on their output
-      run.pid = launch.start(
-        [*box.argv, command],
-        env=box.env,
-        directory=box.path,
-        uid=box.uid,
-        join_fds=box.group.join_fds if box.group else [],
-        limits=box.rlimits,
-        stdin=self._null,
-        stdout=pipes[0][1],
-        stderr=pipes[1][1],
-        status=pipes[2][1],
-      )
-    except OSError:
-      for fd in sum(pipes, ()):
-        os.close(fd)
-      raise
-    for _, write_end in pipes:
-      os.close(write_end)
-    run.stdout, run.stderr, run.status = (read_end for read_end, _ in pipes)
-    run.pidfd = os.pidfd_open(run.pid)
+  def _launch(self, request: int, box: runs.Box, command: bytes, wall_s: float):
+    run = runs.Run(request, box, command, wall_s, self._null)
     for fd in (run.stdout, run.stderr):
-      run.kept[fd] = []
-      run.room[fd] = box.limits['output_bytes']
       self._watch(fd, lambda fd=fd: self._read_output(run, fd))
     self._watch(run.pidfd, lambda: self._finish(run))
     self._runs[request] = run
     box.run = run
 
-  def _read_output(self, run: _Run, fd: int) -> bool:
-    """Reads once from a pipe. Returns False when there is no more for now."""
-    try:
-      data = os.read(fd, _READ_BYTES)
-    except BlockingIOError:
-      return False
-    if not data:
+  def _read_output(self, run: runs.Run, fd: int) -> None:
+    if run.read_output(fd) == runs.CLOSED:
       self._unwatch(fd)
-      return False
-    kept = data[: run.room[fd]]
-    if kept:
-      run.kept[fd].append(kept)
-      run.room[fd] -= len(kept)
-    run.dropped_bytes += len(data) - len(kept)
-    limit = run.box.limits['output_bytes'] * _DROPPED_OUTPUT_FACTOR
-    if run.dropped_bytes > limit:
-      self._kill(run, 'output')
-    return True
 
-  def _kill(self, run: _Run, ended_by: str) -> None:
-    run.ended_by = run.ended_by or ended_by
-    # The group reaches bubblewrap's child before it has asked to die with its parent.
-    for kill in (os.killpg, os.kill):
-      with contextlib.suppress(ProcessLookupError):
-        kill(run.pid, signal.SIGKILL)
-
-  def _finish(self, run: _Run) -> None:
+  def _finish(self, run: runs.Run) -> None:
     """The command's first process has ended: ends the others, collects, replies."""
-    self._unwatch(run.pidfd)
-    os.close(run.pidfd)
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(run.pid, signal.SIGKILL)
-    wall_s = time.monotonic() - run.started
-    for fd in (run.stdout, run.stderr):
-      # A pipe holds 16 pages by default; a survivor that goes on writing gets no more.
-      for _ in range(16):
-        if not self._read_output(run, fd):
-          break
+    for fd in (run.pidfd, run.stdout, run.stderr):
       self._unwatch(fd)
-      os.close(fd)
-    status = _drain(run.status)
-    os.close(run.status)
-    _, wait_status = os.waitpid(run.pid, 0)  # last: until now the pid is ours to kill
     del self._runs[run.request]
     run.box.run = None
-    code, failure = self._outcome(wait_status, status)
-    oom = bool(run.box.group) and run.box.group.oom_kills() > run.oom_kills
-    stdout, stderr = (b''.join(run.kept[fd]) for fd in (run.stdout, run.stderr))
-    if run.ended_by == 'wall':
-      code, failure = 124, ''
-    elif run.ended_by or oom and failure:
-      code, failure = 137, ''
-    if failure:
-      self._reply(run.request, f'{failure} {stderr.decode(errors="replace")}', None)
-    else:
-      result = (code, stdout, stderr, run.dropped_bytes, wall_s, run.ended_by, oom)
-      self._reply(run.request, None, result)
+    error, result = run.finish(reported=self._isolated)
+    self._reply(run.request, error, result)
     if run.box.closed:
       self._discard(run.box.path, run.box.uid, run.box.group)
-    self._launch_waiting()
-
-  def _outcome(self, wait_status: int, status: bytes) -> tuple[int, str]:
-    """Returns (exit code, '') of the command, or what kept it from being run."""
-    code = os.waitstatus_to_exitcode(wait_status)
-    code = 128 - code if code < 0 else code
-    if status.startswith(b'!'):
-      return code, status[1:].decode(errors='replace').strip()
-    if not self._isolated:
-      return code, ''
-    for line in status.splitlines():
-      with contextlib.suppress(ValueError):
-        report = json.loads(line)
-        if 'exit-code' in report:
-          return report['exit-code'], ''
-    return code, f'bubblewrap ended with {code} before the command did:'
 
   # Plumbing -------------------------------------------------------------------------
 
@@ -361,11 +238,10 @@ class Supervisor:
   def _serve(self, request: int, operation: str, arguments: tuple) -> None:
     if operation == 'exec':
       self._waiting.append((request, *arguments))
-      self._launch_waiting()
     elif operation == 'cancel':
       (cancelled,) = arguments
       if cancelled in self._runs:
-        self._kill(self._runs[cancelled], 'cancel')
+        self._runs[cancelled].kill('cancel')
       kept = [item for item in self._waiting if item[0] != cancelled]
       self._waiting = collections.deque(kept)
     else:
@@ -390,10 +266,12 @@ class Supervisor:
           function = self._on_event.get(fd)
           if function is not None:
             function()
+        # Not before: a new file must not get the number of one with an event pending.
+        self._launch_waiting()
         now = time.monotonic()
         for run in self._runs.values():
           if run.deadline <= now and not run.ended_by:
-            self._kill(run, 'wall')
+            run.kill('wall')
     except (EOFError, ConnectionError):
       pass
     finally:
@@ -401,9 +279,9 @@ class Supervisor:
 
   def _end(self) -> None:
     for run in self._runs.values():
-      self._kill(run, 'cancel')
+      run.kill('cancel')
     for run in self._runs.values():
-      os.waitpid(run.pid, 0)
+      run.wait()
     for number in list(self._boxes):
       self._boxes[number].run = None
       self._close(number)
@@ -421,12 +299,6 @@ class Supervisor:
       if self._isolated:
         linux.unmount(self._run_directory)
     shutil.rmtree(self._run_directory, ignore_errors=True)
-
-
-def _drain(fd: int) -> bytes:
-  with contextlib.suppress(BlockingIOError):
-    return os.read(fd, _READ_BYTES)
-  return b''
 
 
 def _tasks_of_this_uid() -> int:

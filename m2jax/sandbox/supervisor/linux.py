@@ -1,4 +1,4 @@
-"""The few system calls that Python lacks: namespaces and mounts (man 2 unshare, mount)."""
+"""The system calls that Python lacks: namespaces and mounts (unshare(2), mount(2))."""
 
 from __future__ import annotations
 

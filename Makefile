@@ -1,0 +1,69 @@
+# make forge, make test: each sets up what it needs, then runs.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+# Empty: the newest Python from 3.11 to 3.13 that is found.
+PYTHON ?=
+WORKDIR ?= workdir/forge
+# bubblewrap, or rlimit_only: weaker, commands then see this machine's files and network.
+SANDBOX ?= bubblewrap
+# Passed on: make forge ARGS=--config.seed=1, make test ARGS='-k sandbox'.
+ARGS ?=
+# Test processes at once.
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help setup sandbox forge test test-long lint format clean
+
+help:
+	@echo 'make forge      set up, then the main job: a tiny M2 learns shell tasks'
+	@echo '                WORKDIR=$(WORKDIR) SANDBOX=$(SANDBOX) ARGS=--config.x=...'
+	@echo 'make test       set up, then lint, import contracts and the fast tests'
+	@echo 'make test-long  set up, then the long tests'
+	@echo 'make setup      virtual environment in $(VENV), and the sandbox'
+	@echo 'make lint       ruff and the import contracts; make format mends what it can'
+	@echo 'make clean      removes caches; keeps $(VENV) and workdir'
+
+setup: $(INSTALLED) sandbox
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	@python='$(PYTHON)'; \
+	  [ -x $(BIN)/python ] || "$${python:-$$(.ci/find-python)}" -m venv $(VENV)
+	@echo "installing into $(VENV) ($$($(BIN)/python --version)): a minute or two"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -e '.[test]' -c constraints.txt
+	@touch $@
+
+sandbox: $(INSTALLED)
+	@$(BIN)/python -m m2jax.sandbox $(SANDBOX) --quick --install
+
+# Huge pages make the tiny model's training on CPUs faster.
+forge: setup
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.forge \
+	  --config=configs/forge.py --workdir=$(WORKDIR) \
+	  --config.sandbox=$(SANDBOX) $(ARGS)
+
+test: setup lint
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not long' $(ARGS)
+
+test-long: setup
+	$(BIN)/python -m pytest -q -m long --durations=10 $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --config setup.cfg
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf .cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist *.egg-info
+	find m2jax experiments configs tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,66 @@
+r"""Forge end to end on a tiny M2: SFT on a fallible teacher, then RL in the sandbox.
+
+COMMAND: make forge
+     or: python -m experiments.forge --config=configs/forge.py --workdir=workdir/forge
+
+Variants: `:smoke` runs every phase for seconds, to see that it works. `:sft` is the
+control that spends RL's wall-clock time on more SFT; `:shuffled` the control whose
+rewards are shuffled within each batch.
+"""
+
+import dataclasses
+
+import ml_collections
+
+from m2jax import config as model_config
+
+
+def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  c = ml_collections.ConfigDict()
+  c.seed = 0
+  c.sandbox = 'bubblewrap'  # or 'rlimit_only', a weaker mode
+  c.model = dataclasses.asdict(model_config.tiny())
+  c.eval_tasks = 440  # held-out tasks per evaluation, one episode each
+  c.terminal = dict(files=(3, 5), lines=(20, 80))
+  c.teacher = dict(scale=1.0)  # of the mistake rates; 0 is a perfect teacher
+  c.engine = dict(slots=64, context_tokens=384)
+  c.scheduler = dict(decode_steps=8, reuse_stale_prefix=False)
+  c.episodes = dict(
+    concurrency=64,  # agents at once
+    agent=dict(max_tokens=64, observation_bytes=400, system='Use sh.'),
+  )
+  c.sft = dict(
+    demonstrations=2000,
+    tokens_per_step=4096,  # input tokens, before prefixes are merged
+    row_tokens=1024,
+    loop=dict(steps=1500, seconds=200.0, checkpoint_every=400),
+    step=dict(micro_rows=2),
+    optimizer=dict(name='muon', learning_rate=0.02, adam_learning_rate=3e-3),
+  )
+  c.rl = dict(
+    steps=400,
+    seconds=480.0,
+    groups_per_step=16,
+    group_size=8,
+    capacity=32,  # N, in groups
+    window='default',  # W = 0.3 N
+    checkpoint_every=20,
+    learner=dict(
+      step=dict(micro_rows=2, detach_mtp=True),
+      reward=dict(alpha=0.1, beta=0.0),
+    ),
+    optimizer=dict(name='muon', learning_rate=5e-3, adam_learning_rate=1e-3),
+  )
+  if variant == 'smoke':
+    c.eval_tasks = 8
+    c.sft.update(demonstrations=60)
+    c.sft.loop.update(steps=12, checkpoint_every=6)
+    c.rl.update(steps=3, groups_per_step=2, group_size=2, capacity=4, checkpoint_every=2)
+  elif variant == 'sft':
+    c.sft.loop.update(steps=100_000, seconds=c.sft.loop.seconds + c.rl.seconds)
+    c.rl = None
+  elif variant == 'shuffled':
+    c.rl.learner.shuffle_rewards = True
+  elif variant:
+    raise ValueError(f'unknown variant {variant!r}: want smoke, sft or shuffled')
+  return c

@@ -1,0 +1,1 @@
+"""One short absl main per job."""

@@ -1,0 +1,39 @@
+"""The main job: a tiny M2 learns shell tasks, by SFT and then by RL.
+
+  python -m experiments.forge --config=configs/forge.py --workdir=workdir/forge
+"""
+
+from __future__ import annotations
+
+from absl import app, flags
+
+from experiments import common
+from m2jax import sandbox
+from m2jax.forge import run
+from m2jax.forge.config import ForgeConfig
+from m2jax.observe import stats
+
+FRESH = flags.DEFINE_bool('fresh', False, 'Delete the run in --workdir and start anew.')
+
+
+def main(argv):
+  del argv
+  try:
+    values = common.CONFIG.value.to_dict()
+    values['episodes'] = {**values['episodes'], 'backend': values.pop('sandbox')}
+    config = common.build(ForgeConfig, values)
+    evaluations = run.run(config, common.workdir(), fresh=FRESH.value)
+  except (ValueError, run.OtherRun, sandbox.SandboxUnavailable) as error:
+    common.fail(error)
+  print('\nheld-out success            temperature 1 [95 % interval]     greedy')
+  for row in evaluations:
+    successes, n = row.sampled
+    low, high = stats.wilson(successes, n)
+    greedy = row.greedy[0] / row.greedy[1] if row.greedy else float('nan')
+    rate = f'{successes / n:.3f} [{low:.3f}, {high:.3f}] of {n}'
+    print(f'  {row.stage:<24}  {rate:<32}  {greedy:.3f}')
+  print(f'\nreport: {common.workdir() / "report.html"}')
+
+
+if __name__ == '__main__':
+  app.run(main)

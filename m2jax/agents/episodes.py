@@ -1,0 +1,242 @@
+"""Episodes: one agent, one task, one sandbox, one gateway session, one verdict.
+
+`Runner` runs them concurrently in an event loop of its own thread. Agents reach the
+model over HTTP only; what they sampled gets to the pool at the gateway, how the episode
+ended gets there from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from absl import logging
+
+from m2jax import sandbox
+from m2jax.agents import http, whitebox
+from m2jax.agents.tools import BadCall
+from m2jax.rl.records import Trajectory
+from m2jax.tasks import task as task_lib
+from m2jax.tasks import terminal
+from m2jax.tasks.terminal import shell
+
+
+class Sessions(Protocol):
+  """Where an episode's key is registered: the gateway's `sessions`."""
+
+  def open(self, key: str, mode: str = 'training') -> Any: ...
+
+  def close(self, key: str): ...
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeConfig:
+  """How episodes run.
+
+  Attributes:
+    agent: the white-box agent's settings; `max_turns` is set per task.
+    backend: of the sandbox, 'bubblewrap' or 'rlimit_only'.
+    limits: of the sandbox.
+    concurrency: episodes at once.
+    model: name the agent asks for.
+  """
+
+  agent: whitebox.AgentConfig = whitebox.AgentConfig()
+  backend: str = 'bubblewrap'
+  limits: sandbox.Limits = sandbox.Limits(cpu_s=2, wall_s=5.0)
+  concurrency: int = 64
+  model: str = 'm2jax'
+
+
+class Runner:
+  """Runs episodes from any thread; a context manager."""
+
+  def __init__(self, config: EpisodeConfig, base_url: str, sessions: Sessions):
+    self._config = config
+    self._base_url = base_url
+    self._sessions = sessions
+    self._loop = asyncio.new_event_loop()
+    self._thread = threading.Thread(target=self._run_loop, name='agents', daemon=True)
+    self._running = asyncio.Semaphore(config.concurrency)
+    self._client = None
+
+  def __enter__(self) -> Runner:
+    self._thread.start()
+    return self
+
+  def __exit__(self, *exc):
+    """Cancels what still runs and waits for the loop."""
+    asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+    self._loop.call_soon_threadsafe(self._loop.stop)
+    self._thread.join()
+    self._loop.close()
+
+  def _run_loop(self):
+    asyncio.set_event_loop(self._loop)
+    self._loop.run_forever()
+
+  async def _close(self):
+    mine = asyncio.current_task()
+    others = [t for t in asyncio.all_tasks() if t is not mine]
+    for other in others:
+      other.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    if self._client is not None:
+      await self._client.aclose()
+    await sandbox.shutdown()
+
+  def group(
+    self,
+    spec: str,
+    count: int,
+    *,
+    item: int = -1,
+    prefix: str = 'episode',
+    mode: str = 'training',
+    sampling: dict[str, Any] | None = None,
+    on_end: Callable[[Trajectory], None] | None = None,
+  ) -> concurrent.futures.Future[list[Trajectory]]:
+    """Starts `count` episodes of one task; the future gives them by rank.
+
+    Args:
+      spec: the task's.
+      count: trajectories.
+      item: index of the work item, -1 outside training.
+      prefix: of the session keys.
+      mode: the sessions' mode, 'training' or 'evaluation'.
+      sampling: more fields of each request.
+      on_end: called with each trajectory as it ends, on the loop's thread.
+    """
+    return asyncio.run_coroutine_threadsafe(
+      self._group(spec, count, item, prefix, mode, sampling, on_end), self._loop
+    )
+
+  async def _group(self, spec, count, item, prefix, mode, sampling, on_end):
+    task = terminal.make(spec)
+    ranks = (
+      self._episode(task, item, rank, prefix, mode, sampling) for rank in range(count)
+    )
+
+    async def one(episode):
+      trajectory = await episode
+      if on_end is not None:
+        on_end(trajectory)
+      return trajectory
+
+    return await asyncio.gather(*map(one, ranks))
+
+  async def _episode(self, task, item, rank, prefix, mode, sampling) -> Trajectory:
+    async with self._running:
+      key = f'{prefix}-{uuid.uuid4().hex}'
+      self._sessions.open(key, mode)
+      try:
+        return await self._act(task, key, item, rank, sampling or {})
+      finally:
+        self._sessions.close(key)
+
+  async def _act(self, task: task_lib.Task, key, item, rank, sampling) -> Trajectory:
+    if self._client is None:
+      self._client = http.make_client()
+    config = self._config
+    agent = dataclasses.replace(
+      config.agent,
+      max_turns=task.max_tool_calls + 1,
+      sampling={**config.agent.sampling, **sampling},
+    )
+
+    def trajectory(**ended) -> Trajectory:
+      return Trajectory(
+        session=key, item=item, rank=rank, task=task.spec, family=task.family, **ended
+      )
+
+    try:
+      opened = shell.workspace(task, backend=config.backend, limits=config.limits)
+      async with opened as (execute, directory):
+        outcome = await whitebox.run(
+          task.instruction,
+          client=self._client,
+          base_url=self._base_url,
+          api_key=key,
+          model=config.model,
+          tools=[shell.TOOL],
+          execute=_checked(execute),
+          config=agent,
+        )
+        success = 0.0
+        if outcome.ended == 'answer':
+          success = task.verify(directory, outcome.answer)
+    except (sandbox.SandboxError, OSError) as error:
+      logging.warning('episode of %s: %r', task.spec, error)
+      return trajectory(
+        ended='infrastructure', reason=repr(error), success=0.0, wall_s=0.0, tool_calls=0
+      )
+    return trajectory(
+      ended=outcome.ended,
+      reason=outcome.reason,
+      success=success,
+      wall_s=outcome.wall_s,
+      tool_calls=outcome.tool_calls,
+      tool_errors=outcome.tool_errors,
+      answer=outcome.answer,
+      messages=tuple(outcome.messages),
+    )
+
+
+def _checked(execute: shell.Execute) -> whitebox.Execute:
+  """The workspace's `execute`, with a bad call told to the agent loop, which counts it."""
+
+  async def run(name: str, arguments: dict[str, Any]) -> str:
+    try:
+      shell.command_of(name, arguments)
+    except ValueError as error:
+      raise BadCall(str(error)) from error
+    return await execute(name, arguments)
+
+  return run
+
+
+def evaluate(
+  runner: Runner,
+  specs: Sequence[str],
+  *,
+  temperature: float = 1.0,
+  on_end: Callable[[Trajectory], None] | None = None,
+) -> list[Trajectory]:
+  """One episode per task, as an evaluation session without truncation of the sampling.
+
+  Trajectories that ended by infrastructure are tried once more; what fails twice is
+  returned as it is, for the caller to count apart.
+  """
+  sampling = {'temperature': temperature, 'top_p': 1.0, 'top_k': 0}
+  options = dict(prefix='eval', mode='evaluation', sampling=sampling)
+  futures = [runner.group(spec, 1, **options) for spec in specs]
+  out = []
+  for spec, future in zip(specs, futures, strict=True):
+    (trajectory,) = future.result()
+    if trajectory.ended == 'infrastructure':
+      (trajectory,) = runner.group(spec, 1, **options).result()
+    if on_end is not None:
+      on_end(trajectory)
+    out.append(trajectory)
+  return out
+
+
+def by_family(
+  trajectories: Sequence[Trajectory],
+) -> dict[str, tuple[float, int]]:
+  """family → (successes, judged episodes); infrastructure failures are not judged."""
+  judged = sorted(
+    (t for t in trajectories if t.ended != 'infrastructure'), key=lambda t: t.family
+  )
+  return {
+    family: (sum(t.success for t in group), len(group))
+    for family, group in (
+      (f, list(g)) for f, g in itertools.groupby(judged, key=lambda t: t.family)
+    )
+  }

@@ -1,0 +1,89 @@
+"""Settings of one run of the main job."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from m2jax.agents.episodes import EpisodeConfig
+from m2jax.config import ModelConfig
+from m2jax.optim.optimizer import OptimizerConfig
+from m2jax.rl.learner import LearnerConfig
+from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.scheduler import SchedulerConfig
+from m2jax.tasks.terminal import TerminalConfig
+from m2jax.tasks.terminal.teacher import TeacherConfig
+from m2jax.train.loop import LoopConfig
+from m2jax.train.step import StepConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class SftConfig:
+  """Supervised fine-tuning on demonstrations.
+
+  Attributes:
+    demonstrations: how many the teacher gives.
+    tokens_per_step: input tokens of a batch, before merging.
+    row_tokens: S of the forest rows.
+    loop: the budget.
+    step: train-step settings.
+    optimizer: of this phase.
+  """
+
+  demonstrations: int
+  tokens_per_step: int
+  row_tokens: int
+  loop: LoopConfig
+  step: StepConfig
+  optimizer: OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RlConfig:
+  """Reinforcement learning in the real environment.
+
+  Attributes:
+    steps: updates in all.
+    seconds: also stop after this much RL time, restarts included; 0 is no limit.
+    groups_per_step: work items an update takes.
+    group_size: G, trajectories of an item.
+    capacity, window: N and W of windowed FIFO, in items ('default' is ⌊0.3 N⌋).
+    checkpoint_every: updates between checkpoints.
+    learner: how groups become an update.
+    optimizer: of this phase.
+  """
+
+  steps: int
+  seconds: float
+  groups_per_step: int
+  group_size: int
+  capacity: int
+  window: int | None | str
+  checkpoint_every: int
+  learner: LearnerConfig
+  optimizer: OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ForgeConfig:
+  """One run of the main job.
+
+  Attributes:
+    seed: of everything drawn: weights, tasks, teacher, sampling.
+    model: the policy; `vocab_size` is the tokenizer's.
+    terminal, teacher: the tasks and who demonstrates them.
+    engine, scheduler: the rollout engine.
+    episodes: agents and sandboxes.
+    sft, rl: the two phases; rl=None stops after SFT.
+    eval_tasks: held-out tasks per evaluation, one episode each.
+  """
+
+  seed: int
+  model: ModelConfig
+  terminal: TerminalConfig
+  teacher: TeacherConfig
+  engine: EngineConfig
+  scheduler: SchedulerConfig
+  episodes: EpisodeConfig
+  sft: SftConfig
+  rl: RlConfig | None
+  eval_tasks: int

@@ -1,0 +1,101 @@
+"""What a finished run is told in: the report's input, made from metrics and pool."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from m2jax.forge.config import ForgeConfig
+from m2jax.observe import metrics as metrics_lib
+from m2jax.observe import report
+from m2jax.rl import windowed_fifo
+from m2jax.rl.data_pool import DataPool, StoredTrajectory
+
+_SHOWN_EPISODES = 60  # of training and of evaluation each
+
+
+def differences(old: Any, new: Any, path: str = '') -> Iterator[tuple[str, Any, Any]]:
+  """(dotted name, old value, new value) of every leaf in which two mappings differ."""
+  if isinstance(old, dict) and isinstance(new, dict):
+    for key in sorted(old.keys() | new.keys()):
+      name = f'{path}.{key}' if path else key
+      yield from differences(old.get(key), new.get(key), name)
+  elif old != new:
+    yield path, old, new
+
+
+def write(
+  config: ForgeConfig, workdir: Path, pool: DataPool
+) -> list[report.Evaluation]:
+  """Writes `report.html`; returns its headline rows."""
+  records = metrics_lib.read(workdir)
+  evaluations = report.evaluations(records)
+  shown = [
+    _episode(stored, pool)
+    for evaluation in (False, True)
+    for stored in pool.sample_trajectories(
+      _SHOWN_EPISODES, seed=config.seed, evaluation=evaluation
+    )
+  ]
+  rl = config.rl
+  window = None
+  if rl is not None:
+    window = rl.window
+    if window == 'default':
+      window = windowed_fifo.default_window(rl.capacity)
+  report.write_report(
+    workdir / 'report.html',
+    records,
+    shown,
+    report.Summary(
+      'm2jax forge',
+      evaluations,
+      facts=_facts(records),
+      capacity_items=rl.capacity if rl is not None else None,
+      window_items=window,
+    ),
+    json.loads(json.dumps(dataclasses.asdict(config))),
+  )
+  return evaluations
+
+
+def _facts(records) -> dict[str, Any]:
+  steps = {phase: 0 for phase in ('sft', 'rl')}
+  for record in records:
+    if record['phase'] in steps:
+      steps[record['phase']] = max(steps[record['phase']], record['step'])
+  wall_s = records[-1]['time_s'] - records[0]['time_s'] if records else 0.0
+  return {
+    'SFT steps': steps['sft'],
+    'RL updates': steps['rl'],
+    'wall-clock': f'{wall_s / 60:.1f} min',
+  }
+
+
+def _episode(stored: StoredTrajectory, pool: DataPool) -> report.Episode:
+  t, reward = stored.trajectory, stored.reward
+  completions = pool.completions(t.session)
+  return report.Episode(
+    phase='rl' if t.item >= 0 else 'eval',
+    step=max((v for c in completions for v in c.versions), default=0),
+    family=t.family,
+    task=t.task,
+    success=t.success,
+    messages=t.messages,
+    turns=[
+      report.Turn(
+        advantage=reward.advantage if reward is not None else None,
+        versions=sorted(set(c.versions)),
+        response_tokens=len(c.response_ids),
+        status=c.status,
+      )
+      for c in completions
+    ],
+    reward=reward.total if reward is not None else None,
+    ended=t.ended,
+    reason=t.reason,
+    wall_s=t.wall_s,
+  )

@@ -1,0 +1,156 @@
+"""The learner: takes rollout groups, gives them credit, trains, publishes weights.
+
+One `update` is one optimizer step (design §2): groups from the data pool → rewards and
+advantages → samples → prefix forest → CISPO (+ MTP). It knows neither HTTP nor tokenizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+
+from m2jax import forest
+from m2jax.config import ModelConfig
+from m2jax.rl import cispo, data_pool, rewards, samples
+from m2jax.train import step as train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+  """How groups become an update.
+
+  Attributes:
+    row_tokens, row_terms: S and M of the forest's rows; together with
+      `step.micro_rows` the one compiled shape.
+    is_weight_max: CISPO's absolute cap.
+    normaliser: 'prompt' or 'token' (`cispo.weights`).
+    reward: the composite reward.
+    step: train-step settings; MTP is detached from the policy (m2-and-forge.md §3).
+    shuffle_rewards: a control: permutes success over the batch's trajectories, which
+      keeps everything but the link between what was done and what was paid.
+  """
+
+  row_tokens: int = 1024
+  row_terms: int = 1536
+  is_weight_max: float = 5.0
+  normaliser: str = 'prompt'
+  reward: rewards.RewardConfig = rewards.RewardConfig()
+  step: train_step.StepConfig = train_step.StepConfig(detach_mtp=True)
+  shuffle_rewards: bool = False
+
+
+def objective(
+  logprob: jax.Array, batch: forest.Forest, *, is_weight_max: float
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """CISPO over a forest's terms [B, M], with how far off-policy they are."""
+  terms = logprob, batch.old_logprob, batch.advantage, batch.weight
+  metrics = cispo.metrics(*terms, is_weight_max=is_weight_max)
+  return jnp.sum(cispo.loss(*terms, is_weight_max=is_weight_max)), metrics
+
+
+class Learner:
+  """Owns the train state; `update` is called from one thread.
+
+  Attributes:
+    state: the train state; donated by `update`, so never keep a reference to it.
+    version: policy version of the state: updates since the start of RL.
+  """
+
+  def __init__(
+    self,
+    cfg: ModelConfig,
+    config: LearnerConfig,
+    optimizer: optax.GradientTransformation,
+    state: train_step.TrainState,
+    pool: data_pool.DataPool,
+  ):
+    self._config = config
+    self._pool = pool
+    self.state = state
+    bound = functools.partial(objective, is_weight_max=config.is_weight_max)
+    self._step = train_step.make_step(cfg, optimizer, bound, config.step)
+
+  @property
+  def version(self) -> int:
+    return int(self.state.step)
+
+  def variables(self) -> Any:
+    """A copy of the weights, safe to hand to the engine while training goes on."""
+    return jax.tree.map(jnp.copy, self.state.variables)
+
+  def update(self, indices: Sequence[int]) -> dict[str, float]:
+    """Trains one step on the items' groups, which must be complete in the pool.
+
+    A batch in which nothing is left to train (all advantages zero) still counts as a
+    step, so that every version has its metrics, and leaves the weights as they are.
+
+    Returns:
+      Scalars for the metrics record of this step.
+    """
+    started = time.monotonic()
+    groups = [self._pool.group(index) for index in indices]
+    if self._config.shuffle_rewards:
+      groups = _shuffle_success(groups, seed=self.version)
+    credits_ = [rewards.advantages(group, self._config.reward) for group in groups]
+    self._pool.set_rewards(rewards.by_session(credits_))
+    batch_samples = samples.from_groups(credits_, self._config.normaliser)
+    metrics = dict(rewards.summary(credits_), **self._lag(credits_))
+    tokens = 0
+    if batch_samples:
+      batch = forest.merge(
+        batch_samples,
+        row_tokens=self._config.row_tokens,
+        row_terms=self._config.row_terms,
+      )
+      self.state, scalars = self._step(self.state, batch)
+      metrics |= {k: float(v) for k, v in jax.device_get(scalars).items()}
+      tokens = batch.num_tokens
+      metrics['input_tokens'] = sum(len(s.tokens) for s in batch_samples)
+      metrics['padding'] = 1 - tokens / batch.tokens.size
+    else:
+      logging.info('step %d: every group has zero advantage', self.version + 1)
+      self.state = dataclasses.replace(self.state, step=self.state.step + 1)
+    seconds = time.monotonic() - started
+    return metrics | {
+      'forest_tokens': tokens,
+      'train_s': seconds,
+      'train_tokens_per_s': tokens / seconds,
+    }
+
+  def _lag(self, credits_: Sequence[rewards.GroupCredit]) -> dict[str, float]:
+    """How many versions old the batch's sampled tokens are."""
+    versions = [
+      np.asarray(completion.versions)
+      for group in credits_
+      for credit in group.credits
+      for completion in credit.completions
+    ]
+    if not versions:
+      return {}
+    lag = self.version - np.concatenate(versions)
+    return {'policy/lag_mean': float(lag.mean()), 'policy/lag_max': float(lag.max())}
+
+
+def _shuffle_success(groups, seed: int):
+  """The groups with `success` permuted over all judged trajectories of the batch."""
+  judged = [t for group in groups for t, _ in group if t.ended != 'infrastructure']
+  values = [t.success for t in judged]
+  random.Random(seed).shuffle(values)
+  paid = {t.session: value for t, value in zip(judged, values, strict=True)}
+  return [
+    [
+      (dataclasses.replace(t, success=paid.get(t.session, t.success)), completions)
+      for t, completions in group
+    ]
+    for group in groups
+  ]

@@ -1,0 +1,1 @@
+"""Runs as a script, not as part of the package: see `__main__.py`."""

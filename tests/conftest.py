@@ -1,0 +1,31 @@
+"""What holds for every test: CPU unless asked otherwise, a compilation cache, profiles.
+
+Set before anything imports jax, and inherited by the processes that tests start.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from hypothesis import settings
+
+_CACHE = Path(__file__).parent.parent / '.cache' / 'jax'
+
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
+
+# Compilation inside an example makes any deadline a lie.
+settings.register_profile('default', deadline=None, max_examples=30, print_blob=True)
+settings.register_profile('thorough', deadline=None, max_examples=500, print_blob=True)
+settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'default'))
+
+if importlib.util.find_spec('jaxtyping') and importlib.util.find_spec('beartype'):
+  from jaxtyping import install_import_hook
+
+  # Shapes and dtypes of public array functions are checked in tests only.
+  install_import_hook(
+    ['m2jax.forest', 'm2jax.kernels', 'm2jax.layers', 'm2jax.moe'], 'beartype.beartype'
+  )

@@ -1,0 +1,296 @@
+"""Streams: nothing lost or doubled, order a function of the seed, exact resumption."""
+
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2jax import forest
+from m2jax.data import demos, packing, stream, text_files
+
+lengths = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(sum)
+
+
+def documents(sizes):
+  """Documents whose tokens are all different: token = 1000 · document + offset."""
+  return [np.arange(n, dtype=np.int32) + 1000 * i for i, n in enumerate(sizes)]
+
+
+def samples(sizes):
+  return [forest.Sample(d, prompt_length=1) for d in documents(sizes) if len(d)]
+
+
+def equal(a, b):
+  """Whether two lists of batches hold the same arrays."""
+  return len(a) == len(b) and all(
+    len(x) == len(y) and all(np.array_equal(p, q) for p, q in zip(x, y, strict=True))
+    for x, y in zip(a, b, strict=True)
+  )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+  sizes=lengths,
+  row_tokens=st.integers(1, 20),
+  rows=st.integers(1, 4),
+  seed=st.none() | st.integers(0, 2**63),
+  epochs=st.integers(1, 3),
+)
+def test_every_token_once_an_epoch(sizes, row_tokens, rows, seed, epochs):
+  """Each document appears whole and in order once an epoch, cut only where a row ends;
+  and the forest packs every full batch without padding."""
+  source = documents(sizes)
+  batches = list(
+    packing.DocumentRows(
+      source, row_tokens=row_tokens, rows=rows, seed=seed, epochs=epochs
+    )
+  )
+  tokens = np.concatenate([piece for batch in batches for piece in batch])
+  per_epoch = np.split(tokens, epochs)
+  for epoch in per_epoch:
+    runs = [list(g) for _, g in itertools.groupby(epoch, key=lambda t: t // 1000)]
+    assert sorted(map(tuple, runs)) == sorted(tuple(d) for d in source if len(d))
+  for batch in batches[:-1]:
+    packed = forest.chain(batch, row_tokens=row_tokens, rows=rows)
+    assert packed.num_tokens == rows * row_tokens
+  assert sum(map(len, batches[-1])) <= rows * row_tokens
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+  sizes=lengths,
+  row_tokens=st.integers(1, 20),
+  seed=st.integers(0, 99),
+  consumed=st.integers(0, 12),
+  data=st.data(),
+)
+def test_document_rows_resume_at_the_exact_next_batch(
+  sizes, row_tokens, seed, consumed, data
+):
+  """Law 5's data position: through JSON, at any moment, also in the middle of a
+  document and across epochs; and with other rows the token stream is the same."""
+  kwargs = {'row_tokens': row_tokens, 'seed': seed}
+  source = documents(sizes)
+  first = packing.DocumentRows(source, rows=2, **kwargs)
+  for _ in range(consumed):
+    next(first)
+  state = json.loads(json.dumps(first.state()))
+  rest = list(itertools.islice(first, 6))
+  resumed = packing.DocumentRows(source, rows=2, state=state, **kwargs)
+  assert equal(list(itertools.islice(resumed, 6)), rest)
+  assert resumed.state() == first.state()
+  rows = data.draw(st.integers(1, 3))
+  other = packing.DocumentRows(source, rows=rows, state=state, **kwargs)
+  got = np.concatenate(sum(itertools.islice(other, 12), []))
+  want = np.concatenate(sum(rest, []))
+  n = min(len(got), len(want))
+  np.testing.assert_array_equal(got[:n], want[:n])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+  sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+  budget=st.integers(30, 80),
+  seed=st.none() | st.integers(0, 99),
+  consumed=st.integers(0, 12),
+)
+def test_sample_batches_fill_their_budget_and_resume(sizes, budget, seed, consumed):
+  """Whole samples, within the budget, none left out that would still have fitted; and a
+  sample that did not fit is the first of the next batch, also after a restart."""
+  source = samples(sizes)
+  first = packing.SampleBatches(source, tokens_per_batch=budget, seed=seed)
+  for _ in range(consumed):
+    next(first)
+  state = json.loads(json.dumps(first.state()))
+  rest = list(itertools.islice(first, 6))
+  resumed = packing.SampleBatches(
+    source, tokens_per_batch=budget, seed=seed, state=state
+  )
+  again = list(itertools.islice(resumed, 6))
+  assert [[id(s) for s in b] for b in again] == [[id(s) for s in b] for b in rest]
+  for batch, following in itertools.pairwise(rest):
+    used = sum(len(s.tokens) for s in batch)
+    assert used <= budget < used + len(following[0].tokens)
+
+
+@given(count=st.integers(1, 20), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=20)
+def test_samples_come_once_an_epoch_in_a_new_order(count, seed):
+  """Each epoch is a permutation, and not the same one."""
+  source = samples([3] * count)
+  epochs = packing.SampleBatches(
+    source, tokens_per_batch=3 * count, seed=seed, epochs=3
+  )
+  orders = [tuple(int(s.tokens[0]) // 1000 for s in batch) for batch in epochs]
+  assert [sorted(o) for o in orders] == [list(range(count))] * 3
+  if count > 8:
+    assert len(set(orders)) == 3
+
+
+def test_order_is_the_same_in_every_process_and_release():
+  """A resumed run may be another Python process with another hash seed; and the numbers
+  are written down, so that a change of the order between releases is seen here."""
+  code = """
+from m2jax.data.stream import Stream
+s = Stream(range(10), seed=7, epochs=None)
+print([s.index(i) for i in range(20)])
+"""
+  root = pathlib.Path(__file__).parents[2]
+  outputs = {
+    subprocess.run(
+      [sys.executable, '-c', code],
+      cwd=root,
+      env={**os.environ, 'PYTHONHASHSEED': hash_seed},
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stdout
+    for hash_seed in ('1', '2')
+  }
+  here = stream.Stream(range(10), seed=7, epochs=None)
+  order = [here.index(i) for i in range(20)]
+  assert outputs == {f'{order}\n'}
+  assert order == [8, 4, 1, 6, 3, 2, 7, 5, 9, 0] + [3, 9, 1, 6, 2, 5, 4, 8, 0, 7]
+
+
+def test_a_state_of_other_data_is_refused():
+  """Continuing at position 5 of different documents would train some twice, some never."""
+  source = documents([5, 6, 7])
+  kwargs = {'row_tokens': 4, 'rows': 1}
+  state = packing.DocumentRows(source, seed=1, **kwargs).state()
+  with pytest.raises(stream.StateMismatch, match='seed: saved 1, now 2'):
+    packing.DocumentRows(source, seed=2, state=state, **kwargs)
+  with pytest.raises(stream.StateMismatch, match='items: saved 3, now 2'):
+    packing.DocumentRows(source[:2], seed=1, state=state, **kwargs)
+
+
+def test_bad_sources_are_named():
+  """Each is a mistake that would otherwise loop for ever or train on nothing."""
+  with pytest.raises(ValueError, match='no items'):
+    packing.DocumentRows([], row_tokens=4, rows=1)
+  with pytest.raises(ValueError, match='every document of the source is empty'):
+    next(packing.DocumentRows(documents([0, 0]), row_tokens=4, rows=1))
+  batches = packing.SampleBatches(samples([3, 9]), tokens_per_batch=8, seed=None)
+  with pytest.raises(ValueError, match='sample 1 has 9 tokens'):
+    list(itertools.islice(batches, 3))
+
+
+def test_grain_sources_are_sources():
+  """Mixtures, Parquet and ArrayRecord come from grain: a finite MapDataset must work as
+  it is, its own transformations included."""
+  dataset = grain.MapDataset.source(documents([4, 4, 4])).map(lambda d: d + 1)
+  batches = packing.DocumentRows(dataset, row_tokens=6, rows=1, seed=3, epochs=1)
+  tokens = np.concatenate([piece for batch in batches for piece in batch])
+  want = np.concatenate(documents([4, 4, 4])) + 1
+  np.testing.assert_array_equal(np.sort(tokens), want)
+
+
+class TestTextFiles:
+  """Text on disk to token arrays."""
+
+  @pytest.fixture
+  def root(self, tmp_path):
+    for name in ('b.py', 'a.py', 'pkg/c.py', 'pkg/tests/d.py', 'notes.txt'):
+      path = tmp_path / name
+      path.parent.mkdir(exist_ok=True, parents=True)
+      path.write_text(f'# {name} é\n', encoding='utf-8')
+    return tmp_path
+
+  def names(self, root, paths):
+    return [p.relative_to(root).as_posix() for p in paths]
+
+  def test_find_is_sorted_and_excludes_directories(self, root):
+    """The order must not depend on the file system."""
+    paths = text_files.find(root, ('**/*.py', '*.py'), exclude=('pkg/tests',))
+    assert self.names(root, paths) == ['a.py', 'b.py', 'pkg/c.py']
+
+  def test_nothing_found_is_an_error(self, root):
+    with pytest.raises(FileNotFoundError, match='no file below .* matches'):
+      text_files.find(root, ('*.md',))
+    with pytest.raises(FileNotFoundError, match='absent does not exist'):
+      text_files.find(root / 'absent')
+
+  def test_documents_are_encoded_text(self, root):
+    """Bytes that are no UTF-8 must not end a run."""
+    (root / 'odd.py').write_bytes(b'caf\xe9')
+    source = text_files.TextFiles(
+      text_files.find(root, ('*.py',)), lambda text: [ord(c) for c in text] + [0]
+    )
+    assert len(source) == 3
+    assert ''.join(map(chr, source[0])) == '# a.py é\n\0'
+    assert ''.join(map(chr, source[2])) == 'caf\N{REPLACEMENT CHARACTER}\0'
+
+  def test_changed_files_are_noticed_on_resume(self, root):
+    """The position counts documents and tokens of the files as they were."""
+    paths = text_files.find(root, ('*.py',))
+
+    def rows(state=None):
+      source = text_files.TextFiles(paths, lambda text: list(text.encode()))
+      return packing.DocumentRows(source, row_tokens=4, rows=1, state=state)
+
+    batches = rows()
+    next(batches)
+    state = batches.state()
+    rows(state)
+    (root / 'a.py').write_text('longer than it was before')
+    with pytest.raises(stream.StateMismatch, match='fingerprint'):
+      rows(state)
+
+  def test_split_depends_on_the_name_only(self, tmp_path):
+    """Adding files later must not move a held-out file into training."""
+    paths = [tmp_path / f'{i}.py' for i in range(400)]
+    train, held = text_files.split(paths, 0.25, root=tmp_path)
+    assert sorted(train + held) == sorted(paths)
+    assert 60 < len(held) < 140
+    _, fewer = text_files.split(paths[:200], 0.25, root=tmp_path)
+    assert fewer == [p for p in held if p in paths[:200]]
+
+
+class TestDemos:
+  """Episodes of which only the teacher's tokens are trained."""
+
+  @settings(deadline=None, max_examples=40)
+  @given(mask=st.lists(st.booleans(), min_size=1, max_size=20).filter(any))
+  def test_terms_are_the_masked_tokens(self, mask):
+    """Seen from the forest's side, where the loss is taken."""
+    mask = [False, *mask]
+    tokens = np.arange(len(mask)) + 10
+    demo = demos.sample(tokens, mask)
+    packed = forest.merge([demo], row_tokens=32)
+    trained = packed.tokens[0][packed.term_token[0][packed.weight[0] > 0]]
+    np.testing.assert_array_equal(trained, tokens[mask])
+    np.testing.assert_array_equal(demos.loss_mask(demo), mask)
+
+  def test_files_round_trip(self, tmp_path):
+    """Demonstrations are kept and shared as JSON lines."""
+    path = tmp_path / 'demos.jsonl'
+    written = [demos.sample([1, 2, 3], [0, 1, 0]), demos.sample([4, 5], [0, 1])]
+    demos.write(path, written)
+    for a, b in zip(demos.read(path), written, strict=True):
+      np.testing.assert_array_equal(a.tokens, b.tokens)
+      np.testing.assert_array_equal(demos.loss_mask(a), demos.loss_mask(b))
+
+  @pytest.mark.parametrize(
+    ('line', 'match'),
+    [
+      ('{"tokens": [1, 2]}', 'loss_mask'),
+      ('{"tokens": [1, 2], "loss_mask": [0]}', r'must be \[S\]'),
+      ('{"tokens": [1, 2], "loss_mask": [1, 1]}', 'token 0'),
+      ('{"tokens": [1, 2], "loss_mask": [0, 0]}', 'trains no token'),
+      ('{"tokens": ', 'JSON'),
+    ],
+  )
+  def test_bad_lines_are_named(self, tmp_path, line, match):
+    """A broken line in a long file must be found."""
+    path = tmp_path / 'demos.jsonl'
+    path.write_text('{"tokens": [1, 2], "loss_mask": [0, 1]}\n' + line + '\n')
+    with pytest.raises(ValueError, match=rf'line 2: .*{match}'):
+      demos.read(path)

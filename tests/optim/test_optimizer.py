@@ -1,0 +1,279 @@
+"""AdamW and Muon against plain numpy, and what each kind of parameter gets."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from m2jax import config, model
+from m2jax.optim import OptimizerConfig, ScheduleConfig, learning_rates, make, norms
+
+MUON = OptimizerConfig(
+  name='muon', learning_rate=0.02, adam_learning_rate=1e-3, clip_norm=None
+)
+MATRICES = {'q', 'k', 'v', 'o', 'proj', 'gate', 'up', 'down'}
+
+
+def tree(seed: int, scale=1.0):
+  """A small parameter tree with every kind, stacked over L = 2 layers and E = 3."""
+  rng = np.random.default_rng(seed)
+
+  def normal(*shape):
+    return jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+
+  return {
+    'embed': normal(16, 8),
+    'head': normal(8, 16),
+    'final_norm': normal(8),
+    'layers': {
+      'attn_norm': normal(2, 8),
+      'q': normal(2, 8, 12),
+      'o': normal(2, 12, 8),
+      'router': normal(2, 8, 3),
+      'gate': normal(2, 3, 8, 5),
+      'down': normal(2, 3, 5, 8),
+    },
+  }
+
+
+@functools.cache
+def compiled(config):
+  tx = make(config)
+  return tx, jax.jit(tx.update)
+
+
+def run(config, params, gradients):
+  """Updates of the last of several steps, and the parameters after it."""
+  tx, update = compiled(config)
+  state = tx.init(params)
+  for gradient in gradients:
+    updates, state = update(gradient, state, params)
+    params = optax.apply_updates(params, updates)
+  return updates, params
+
+
+def newton_schulz(x):
+  """Keller Jordan's quintic in float64, written for one matrix."""
+  a, b, c = 3.4445, -4.7750, 2.0315
+  x = x / np.linalg.norm(x)
+  transposed = x.shape[0] > x.shape[1]
+  x = x.T if transposed else x
+  for _ in range(5):
+    gram = x @ x.T
+    x = a * x + (b * gram + c * gram @ gram) @ x
+  return x.T if transposed else x
+
+
+def muon_reference(config, param, gradients):
+  """Muon with Nesterov momentum and optax's bias corrections, one matrix."""
+  beta, momentum = config.muon_beta, np.zeros_like(param)
+  for n, gradient in enumerate(gradients, 1):
+    momentum = beta * momentum + (1 - beta) * gradient
+    ahead = beta * momentum / (1 - beta ** (n + 1))
+    ahead = ahead + (1 - beta) * gradient / (1 - beta**n)
+    scale = max(1, param.shape[1] / param.shape[0]) ** 0.5
+    rate = config.learning_rate
+    decay = config.weight_decay * param
+    param = param - rate * (scale * newton_schulz(ahead) + decay)
+  return param
+
+
+def adamw_reference(config, rate, param, gradients, decays):
+  m = v = np.zeros_like(param)
+  for n, gradient in enumerate(gradients, 1):
+    m = config.b1 * m + (1 - config.b1) * gradient
+    v = config.b2 * v + (1 - config.b2) * gradient**2
+    direction = m / (1 - config.b1**n)
+    direction = direction / (np.sqrt(v / (1 - config.b2**n)) + config.eps)
+    param = param - rate * (direction + decays * config.weight_decay * param)
+  return param
+
+
+def flat64(params):
+  pairs = jax.tree_util.tree_leaves_with_path(params)
+  return {path[-1].key: np.asarray(leaf, np.float64) for path, leaf in pairs}
+
+
+@pytest.mark.parametrize('name', ['adamw', 'muon'])
+def test_three_steps_against_numpy(name):
+  """Independent reference per leaf: momentum, bias correction, decay by kind, and for
+  Muon each matrix of each layer and expert by itself, so that axes cannot be mixed."""
+  config = dataclasses.replace(MUON, name=name, weight_decay=0.1)
+  params = tree(0)
+  gradients = [tree(seed, scale=0.01) for seed in (1, 2, 3)]
+  _, after = run(config, params, gradients)
+  gradients = [flat64(g) for g in gradients]
+  start = flat64(params)
+  for leaf_name, got in flat64(after).items():
+    mine = [g[leaf_name] for g in gradients]
+    if name == 'muon' and leaf_name in MATRICES:
+      want = np.empty_like(got)
+      for index in np.ndindex(got.shape[:-2]):
+        want[index] = muon_reference(
+          config, start[leaf_name][index], [g[index] for g in mine]
+        )
+    else:
+      rate = config.learning_rate if name == 'adamw' else config.adam_learning_rate
+      decays = leaf_name in MATRICES | {'embed', 'head'}
+      want = adamw_reference(config, rate, start[leaf_name], mine, decays)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=2e-5, err_msg=leaf_name)
+
+
+@pytest.mark.parametrize('preconditioning', ['frobenius', 'aol'])
+def test_each_leaf_of_the_model_gets_the_right_optimizer(preconditioning):
+  """Told from the updates, not from labels: Adam's first step is the gradient's sign
+  times its rate, Muon's is nearly orthogonal with Muon's rate. Stacked leaves would fall
+  to Adam without a word if their dimension numbers were missing."""
+  small = {'num_layers': 2, 'num_experts': 3, 'vocab_size': 32}
+  cfg = dataclasses.replace(config.tiny(), **small)
+  shapes = jax.eval_shape(
+    model.M2(cfg).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), jnp.int32)
+  )['params']
+  rng = np.random.default_rng(0)
+  grads = jax.tree.map(
+    lambda s: jnp.asarray(rng.normal(size=s.shape) + 0.1, jnp.float32), shapes
+  )
+  params = jax.tree.map(jnp.zeros_like, grads)
+  optimizer = dataclasses.replace(MUON, muon_preconditioning=preconditioning)
+  updates, _ = run(optimizer, params, [grads])
+  pairs = zip(
+    jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(grads), strict=True
+  )
+  for (path, update), grad in pairs:
+    name = path[-1].key
+    if name not in MATRICES:
+      np.testing.assert_allclose(update, -1e-3 * np.sign(grad), rtol=1e-3, err_msg=name)
+      continue
+    fan_in, fan_out = update.shape[-2:]
+    scale = 0.02 * max(1, fan_out / fan_in) ** 0.5
+    singular = np.linalg.svd(np.asarray(update) / scale, compute_uv=False)
+    assert 0.4 < np.quantile(singular, 0.05), name
+    assert singular.max() < 1.25, name
+
+
+@pytest.mark.parametrize('preconditioning', ['frobenius', 'aol'])
+@pytest.mark.parametrize('scale', [1e-13, 1e-7, 1.0])
+def test_tiny_gradients_are_not_lost(scale, preconditioning):
+  """Gradients of RL lie mostly below 1e-14 (facts/algorithms.md §3.3): an ε of 1e-8 in
+  Adam or in Muon's normalisation would stop training."""
+  optimizer = dataclasses.replace(MUON, muon_preconditioning=preconditioning)
+  updates, _ = run(optimizer, tree(0), [tree(1, scale)])
+  whole, _ = run(optimizer, tree(0), [tree(1)])
+  for small, full in zip(jax.tree.leaves(updates), jax.tree.leaves(whole), strict=True):
+    assert np.linalg.norm(small) > 0.9 * np.linalg.norm(full)
+
+
+@pytest.mark.parametrize('preconditioning', ['frobenius', 'aol'])
+def test_an_expert_without_tokens_stays(preconditioning):
+  """Its gradient is exactly 0: neither NaN nor a step."""
+  params, grads = tree(0), tree(1)
+  grads['layers']['gate'] = grads['layers']['gate'].at[:, 1].set(0)
+  optimizer = dataclasses.replace(MUON, muon_preconditioning=preconditioning)
+  updates, _ = run(optimizer, params, [grads, grads])
+  np.testing.assert_array_equal(updates['layers']['gate'][:, 1], 0)
+  assert np.all(np.isfinite(updates['layers']['gate']))
+  assert np.all(np.any(updates['layers']['gate'][:, 0], axis=(-2, -1)))
+
+
+def test_consistent_rms_gives_muon_the_size_of_adam():
+  """arXiv 2502.16982: every element moves by about 0.2 of the rate, whatever the shape."""
+  optimizer = dataclasses.replace(MUON, muon_consistent_rms=0.2)
+  params = {'q': jnp.zeros((2, 128, 128)), 'gate': jnp.zeros((2, 2, 128, 48))}
+  rng = np.random.default_rng(0)
+  grads = jax.tree.map(
+    lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params
+  )
+  updates, _ = run(optimizer, params, [grads])
+  for update in jax.tree.leaves(updates):
+    rms = float(jnp.sqrt(jnp.mean(jnp.square(update))))
+    assert 0.15 < rms / 0.02 < 0.25
+
+
+def test_clipping_is_by_the_norm_of_all_gradients():
+  """Clipping each leaf alone would turn the gradient."""
+  plain = dataclasses.replace(
+    MUON, name='adamw', b1=0.0, b2=0.0, eps=1e6, learning_rate=1e6, clip_norm=0.5
+  )  # with ε this large Adam is gradient descent with rate 1
+  grads = tree(1)
+  updates, _ = run(plain, tree(0), [grads])
+  norm = float(optax.tree.norm(grads))
+  assert norm > 1
+  for update, grad in zip(jax.tree.leaves(updates), jax.tree.leaves(grads), strict=True):
+    np.testing.assert_allclose(update, -grad * 0.5 / norm, rtol=1e-4)
+
+
+def test_schedule_scales_both_rates_and_is_what_is_logged():
+  """The learning rate in the log must be the one that was applied."""
+  schedule = ScheduleConfig('linear', total_steps=4)
+  optimizer = dataclasses.replace(MUON, schedule=schedule)
+  params, grads = tree(0), tree(1)
+  first, _ = run(optimizer, params, [grads])
+  third, _ = run(optimizer, params, [grads] * 3)
+  rates = [learning_rates(optimizer, step) for step in (0, 2)]
+  np.testing.assert_allclose([r['muon'] for r in rates], [0.02, 0.01], rtol=1e-6)
+  np.testing.assert_allclose([r['adam'] for r in rates], [1e-3, 5e-4], rtol=1e-6)
+  ratio = np.asarray(third['embed'] / first['embed'])
+  np.testing.assert_allclose(ratio, 0.5, rtol=1e-3)
+  ratio = optax.tree.norm(third['layers']['q']) / optax.tree.norm(
+    first['layers']['q']
+  )
+  np.testing.assert_allclose(ratio, 0.5, rtol=1e-2)
+
+
+def test_norms_by_kind_add_up():
+  """The kinds' norms partition the global norm, which is optax's."""
+  logged = norms('grad_norm', tree(1))
+  total = logged.pop('grad_norm')
+  np.testing.assert_allclose(total, optax.tree.norm(tree(1)), rtol=1e-6)
+  assert set(logged) == {
+    f'grad_norm/{k}' for k in ('embedding', 'head', 'norm', 'matrix', 'router', 'expert')
+  }
+  squares = sum(float(v) ** 2 for v in logged.values())
+  np.testing.assert_allclose(squares, float(total) ** 2, rtol=1e-5)
+
+
+def test_hyperparameters_do_not_change_the_state():
+  """A checkpoint must resume under another rate, decay, clipping or schedule."""
+  other = dataclasses.replace(
+    MUON,
+    learning_rate=1.0,
+    weight_decay=0.1,
+    clip_norm=1.0,
+    schedule=ScheduleConfig('cosine', 1, 10),
+    muon_preconditioning='aol',
+    muon_ns_steps=4,
+  )
+  shapes = [jax.eval_shape(make(c).init, tree(0)) for c in (MUON, other)]
+  assert jax.tree.structure(shapes[0]) == jax.tree.structure(shapes[1])
+  assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
+
+
+def test_precision_of_the_parameters_is_kept():
+  """Law 8: updates in the parameters' own type, float64 included (tests of exactness)."""
+  with jax.enable_x64():
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), tree(0))
+    updates, after = run(MUON, params, [params])
+    assert {x.dtype for x in jax.tree.leaves((updates, after))} == {jnp.float64}
+
+
+@pytest.mark.parametrize(
+  ('fields', 'name'),
+  [
+    ({'name': 'sgd'}, 'name'),
+    ({'learning_rate': -1.0}, 'learning_rate'),
+    ({'b2': 1.0}, 'b2'),
+    ({'eps': 0.0}, 'eps'),
+    ({'clip_norm': 0.0}, 'clip_norm'),
+    ({'weight_decay_kinds': ('matrixes',)}, 'weight_decay_kinds'),
+    ({'muon_kinds': ('norm',)}, 'muon_kinds'),
+    ({'muon_preconditioning': 'spectral'}, 'muon_preconditioning'),
+  ],
+)
+def test_bad_fields_are_named(fields, name):
+  """A broken config says which field and what it should be (law 9)."""
+  with pytest.raises(ValueError, match=f'OptimizerConfig.{name}='):
+    OptimizerConfig(**fields)
