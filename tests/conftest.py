@@ -5,7 +5,6 @@ Set before anything imports jax, and inherited by the processes that tests start
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -21,11 +20,3 @@ os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
 settings.register_profile('default', deadline=None, max_examples=30, print_blob=True)
 settings.register_profile('thorough', deadline=None, max_examples=500, print_blob=True)
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'default'))
-
-if importlib.util.find_spec('jaxtyping') and importlib.util.find_spec('beartype'):
-  from jaxtyping import install_import_hook
-
-  # Shapes and dtypes of public array functions are checked in tests only.
-  install_import_hook(
-    ['m2jax.forest', 'm2jax.kernels', 'm2jax.layers', 'm2jax.moe'], 'beartype.beartype'
-  )

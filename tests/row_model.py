@@ -1,6 +1,6 @@
 """M2 in row form, written apart from the product: the independent side of law 3.
 
-One sample at a time, dense causal attention over its own tokens, experts one by one, MTP
+One sample at a time, dense causal attention over its own tokens, every expert, MTP
 as facts/algorithms.md §4.1 writes it for a row: h'ᵏ_i = M_k[norm(hᵏ⁻¹_i); norm(Emb(t_{i+k}))]
 over i = 0 … n-k-1, predicting t_{i+k+1}. Shares no code with m2jax.layers, moe or kernels.
 """
@@ -31,13 +31,12 @@ def _attention(x, p, cfg):
   v = (x @ p['v']).reshape(n, cfg.num_kv_heads, -1)
   positions = jnp.arange(n)
   q, k = _rotate(q, positions, cfg), _rotate(k, positions, cfg)
-  heads = []
-  for head in range(cfg.num_heads):
-    group = head // (cfg.num_heads // cfg.num_kv_heads)
-    scores = q[:, head] @ k[:, group].T / jnp.sqrt(1.0 * cfg.head_dim)
-    scores = jnp.where(jnp.tril(jnp.ones((n, n), bool)), scores, -jnp.inf)
-    heads.append(jax.nn.softmax(scores) @ v[:, group])
-  return jnp.concatenate(heads, -1) @ p['o']
+  group = cfg.num_heads // cfg.num_kv_heads
+  k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+  scores = jnp.einsum('inh,jnh->nij', q, k) / jnp.sqrt(1.0 * cfg.head_dim)
+  scores = jnp.where(jnp.tril(jnp.ones((n, n), bool)), scores, -jnp.inf)
+  out = jnp.einsum('nij,jnh->inh', jax.nn.softmax(scores), v)
+  return out.reshape(n, -1) @ p['o']
 
 
 def _moe(x, p, bias, cfg, ids):
@@ -46,12 +45,10 @@ def _moe(x, p, bias, cfg, ids):
     ids = jnp.argsort(-(scores + bias), axis=-1)[:, : cfg.experts_per_token]
   weights = jnp.take_along_axis(scores, ids, 1)
   weights = weights / weights.sum(-1, keepdims=True)
-  out = jnp.zeros_like(x)
-  for e in range(cfg.num_experts):
-    a = x @ p['gate'][e]
-    y = (a / (1 + jnp.exp(-a)) * (x @ p['up'][e])) @ p['down'][e]
-    out += jnp.sum(jnp.where(ids == e, weights, 0), -1, keepdims=True) * y
-  return out, ids
+  share = jnp.sum(jnp.eye(cfg.num_experts)[ids] * weights[..., None], axis=1)
+  a = jnp.einsum('nd,edf->nef', x, p['gate'])
+  hidden = a / (1 + jnp.exp(-a)) * jnp.einsum('nd,edf->nef', x, p['up'])
+  return jnp.einsum('ne,nef,efd->nd', share, hidden, p['down']), ids
 
 
 def _block(x, p, bias, cfg, ids=None):

@@ -1,1 +1,1 @@
-"""Agents: programs that solve tasks through the gateway's HTTP and a sandbox's tools."""
+"""Agents: programs that solve tasks through the gateway and a sandbox's tools."""

@@ -1,36 +1,20 @@
 """The agent's tools: what the model is told, what runs, what it is shown back.
 
-One tool so far, `sh`. Observations are short, since a tiny model reads them: the output,
-then only what is out of the ordinary, one line each.
+One tool so far, `sh`. Observations are short, since a tiny model reads them: the
+output, then only what is out of the ordinary, one line each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from m2jax import sandbox as sandbox_lib
 
 
 class BadCall(Exception):
   """The model's call is at fault; the text is the observation it gets."""
-
-
-class ExecResult(Protocol):
-  """How a command ended; `sandbox.api.ExecResult` is one."""
-
-  returncode: int
-  stdout: str
-  stderr: str
-  truncated: bool
-  timed_out: bool
-  oom: bool
-  wall_s: float
-
-
-class Sandbox(Protocol):
-  """Where commands run; raises only when it failed itself, not for a command."""
-
-  async def exec(self, command: str) -> ExecResult: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +36,16 @@ class Tool:
     return self.spec['function']['name']
 
 
+def executor(*tools: Tool) -> Callable[[str, dict[str, Any]], Awaitable[str]]:
+  """`(name, arguments) -> observation` over tools, as `whitebox.run` takes it."""
+  by_name = {tool.name: tool for tool in tools}
+
+  async def execute(name: str, arguments: dict[str, Any]) -> str:
+    return await by_name[name].run(arguments)
+
+  return execute
+
+
 SH_SPEC = {
   'type': 'function',
   'function': {
@@ -66,7 +60,7 @@ SH_SPEC = {
 }
 
 
-def sh_tool(sandbox: Sandbox) -> Tool:
+def sh_tool(sandbox: sandbox_lib.Sandbox) -> Tool:
   """The tool `sh(cmd)`, run in a sandbox."""
 
   async def run(arguments: dict[str, Any]) -> str:
@@ -83,18 +77,16 @@ def sh_command(arguments: dict[str, Any]) -> str:
   others = sorted(set(arguments) - {'cmd'})
   if others:
     raise BadCall(f'sh takes only cmd, not {", ".join(others)}')
-  if '\0' in cmd:
-    raise BadCall('cmd holds a NUL character')
   return cmd
 
 
-def observation(result: ExecResult) -> str:
+def observation(result: sandbox_lib.ExecResult) -> str:
   """What the model sees of a command: stdout, stderr, then what went wrong."""
   parts = [result.stdout.removesuffix('\n'), result.stderr.removesuffix('\n')]
   if result.truncated:
     parts.append('output truncated')
   if result.timed_out:
-    parts.append(f'timed out after {result.wall_s:.0f}s')
+    parts.append(f'timed out after {round(result.wall_s, 1):g}s')
   elif result.oom:
     parts.append('out of memory')
   elif result.returncode:
@@ -105,12 +97,14 @@ def observation(result: ExecResult) -> str:
 def cut(text: str, limit_bytes: int) -> str:
   """The text if it fits, else its first and last bytes with the loss named between.
 
+  Lone surrogates become '?': what comes back can be sent.
+
   Args:
     limit_bytes: most UTF-8 bytes kept; the marker comes on top.
   """
   data = text.encode('utf-8', 'replace')
   if len(data) <= limit_bytes:
-    return text
+    return data.decode()
   tail_bytes = limit_bytes // 2
   head = data[: limit_bytes - tail_bytes].decode('utf-8', 'ignore')
   tail = data[len(data) - tail_bytes :].decode('utf-8', 'ignore')

@@ -1,18 +1,18 @@
-"""The white-box agent: a loop of completion, tool calls and observations over plain HTTP.
+"""The white-box agent: completions, tool calls and observations over plain HTTP.
 
-It knows a base URL and a key, as any agent does (facts/m2-and-forge.md §4.4); what makes it
-white-box is that its loop is ours to change. Every episode ends in one of
-`rl.records.Trajectory`'s ways: a real end is judged, an infrastructure failure is masked
-from the loss (law 5), so the two are never mixed up here.
+It knows a base URL and a key, as any agent does (facts/m2-and-forge.md §4.4); what
+makes it white-box is that its loop is ours to change. Every episode ends in one of
+`rl.records.Trajectory`'s ways: a real end is judged, an infrastructure failure is
+masked from the loss (law 5), so the two are never mixed up here.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 import dataclasses
 import json
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -99,8 +99,8 @@ async def run(
     base_url: of the gateway, with '/v1'.
     api_key: the session.
     tools: OpenAI tool dicts.
-    execute: `(name, arguments)` to observation. Raises tools.BadCall when the model is to
-      blame; any other exception ends the episode as 'infrastructure'.
+    execute: `(name, arguments)` to observation. Raises tools.BadCall when the model is
+      to blame; any other exception ends the episode as 'infrastructure'.
   """
   started = time.monotonic()
   outcome = AgentOutcome()
@@ -186,7 +186,7 @@ def _poster(
   timeout = httpx.Timeout(config.request_timeout_s).as_dict()
 
   async def post(body: dict) -> dict:
-    content = json.dumps(body, ensure_ascii=False).encode()
+    content = json.dumps(body).encode()
     for attempt in range(config.retries + 1):
       if attempt:
         await asyncio.sleep(config.retry_delay_s * 2 ** (attempt - 1))

@@ -1,9 +1,9 @@
 """Checkpoints: weights, optimizer, ledger and data position in one atomic commit.
 
-    from m2jax.checkpoint import CheckpointManager
-    manager = CheckpointManager(workdir / 'checkpoints')
-    manager.save(step, state, host={'ledger': …}, files={'tokenizer.json': …})
-    state, host, files = manager.restore(like=jax.eval_shape(init))
+from m2jax.checkpoint import CheckpointManager
+manager = CheckpointManager(workdir / 'checkpoints')
+manager.save(step, state, host={'ledger': …}, files={'tokenizer.json': …})
+state, host, files = manager.restore(like=jax.eval_shape(init))
 """
 
 from m2jax.checkpoint.errors import (

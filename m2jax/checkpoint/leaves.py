@@ -69,7 +69,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def as_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
-  """`leaf` as an array that the caller cannot change under an asynchronous save.
+  """`leaf` as an array that cannot be changed under an asynchronous save.
 
   Raises:
     TypeError: it is not an array or a number.
@@ -79,8 +79,8 @@ def as_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
   if isinstance(leaf, (np.ndarray, np.generic, bool, int, float)):
     return np.array(leaf)
   raise TypeError(
-    f'state leaf {name!r} is a {type(leaf).__name__}: only arrays and numbers are saved '
-    'as state; put other things into `host` or `files`'
+    f'state leaf {name!r} is a {type(leaf).__name__}: only arrays and numbers are '
+    'state; put other things into `host` or `files`'
   )
 
 
@@ -103,7 +103,9 @@ def crc32(leaf: jax.Array | np.ndarray) -> int | None:
   """CRC-32 of the leaf's bytes; None where this host does not hold all of it."""
   if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
     return None
-  return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+  return zlib.crc32(
+    np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8)
+  )
 
 
 def spec(leaf: Any, checksum: int | None = None) -> LeafSpec:

@@ -2,8 +2,8 @@
 
 Law 5 of the design: what the learner knows (weights, optimizer, random keys) and what
 the host knows (queue head and taken ids, data position, policy version) are one
-checkpoint, so that a restart can never pair new weights with an old ledger. Orbax writes
-a step under a temporary name and renames it when everything in it is on disk: after a
+checkpoint, so that a restart can never pair new weights with an old ledger. Orbax
+writes a step under a temporary name and renames it when all of it is on disk: after a
 SIGKILL at any moment the whole step is there, or it is not there at all.
 
 A step's directory: `state/` the arrays (OCDBT), `host/` with `host.json`,
@@ -192,7 +192,7 @@ class CheckpointManager:
     """
     step = self._find(step)
     path = os.path.join(self.directory, str(step))
-    files = self._read(path, 'host', _files_args)
+    files = self._read(path, 'host', _files_args())
     try:
       host = json.loads(files.pop(_HOST))
       saved = _decode_specs(files.pop(_LEAVES))
@@ -208,7 +208,7 @@ class CheckpointManager:
           f'checkpoint {path} does not fit the state asked for:\n{wrong}'
         )
     table = _asked(like)
-    tree = self._read(path, 'state', lambda: _state_args(table))
+    tree = self._read(path, 'state', _state_args(table))
     read = leaves_lib.table(tree)
     restored = []
     for name, leaf in table.items():
@@ -237,14 +237,13 @@ class CheckpointManager:
       f'{what} in {self.directory}: it holds {entries or "nothing"}'
     )
 
-  def _read(self, path: str, item: str, make_args) -> Any:
+  def _read(self, path: str, item: str, args) -> Any:
     """Reads one item of a step; any failure in there is a corrupt checkpoint."""
     from orbax import checkpoint as ocp
 
     try:
       with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        args = ocp.args.Composite(**{item: make_args()})
-        return reader.restore(path, args=args)[item]
+        return reader.restore(path, args=ocp.args.Composite(**{item: args}))[item]
     except Exception as e:  # Orbax, tensorstore and json each raise their own
       raise self._corrupt(path, f'{item}: {_reason(e)}') from e
 
@@ -272,21 +271,19 @@ def _encode_host(host: Mapping[str, Any]) -> bytes:
   """JSON of `host`, made now: the caller's dict may change while the save runs."""
   _check_keys('host', host)
   try:
-    return json.dumps(host, indent=1).encode()
+    return json.dumps(host).encode()  # no indent: that would leave the C encoder
   except (TypeError, ValueError) as e:
     raise TypeError(f'checkpoint `host` must be JSON-able: {e}') from e
 
 
 def _check_keys(where: str, value: Any):
   """JSON would turn int keys into strings without a word: refuses them."""
-  if isinstance(value, Mapping):
-    for key, item in value.items():
-      if not isinstance(key, str):
-        raise TypeError(f'checkpoint `{where}` has the key {key!r}: must be a string')
+  items = value.items() if isinstance(value, Mapping) else enumerate(value)
+  for key, item in items:
+    if isinstance(value, Mapping) and not isinstance(key, str):
+      raise TypeError(f'checkpoint `{where}` has the key {key!r}: must be a string')
+    if isinstance(item, (Mapping, list, tuple)):
       _check_keys(f'{where}.{key}', item)
-  elif isinstance(value, (list, tuple)):
-    for index, item in enumerate(value):
-      _check_keys(f'{where}[{index}]', item)
 
 
 def _specs(table, plain) -> dict[str, leaves_lib.LeafSpec]:

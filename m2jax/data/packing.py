@@ -99,7 +99,7 @@ class DocumentRows(Iterator[list[np.ndarray]]):
       if len(piece):
         return piece
       empty += 1
-      if empty > len(self._stream.source):
+      if empty >= 2 * len(self._stream.source):  # over a whole epoch, wherever it began
         raise ValueError('every document of the source is empty')
 
 

@@ -1,9 +1,9 @@
 """An endless, shuffled, resumable order over a random-access source.
 
 The order is a pure function of (seed, epoch, number of items): the state of a stream is
-one integer, and any process on any machine continues it alike. A source is anything with
-`len` and integer indexing: a list, `text_files.TextFiles`, a grain data source or a
-finite `grain.MapDataset`.
+one integer, and any process on any machine continues it alike. A source is anything
+with `len` and integer indexing: a list, `text_files.TextFiles`, a grain data source or
+a finite `grain.MapDataset`.
 """
 
 from __future__ import annotations

@@ -13,17 +13,16 @@ import numpy as np
 
 def find(
   root: str | os.PathLike,
-  patterns: Iterable[str] = ('**/*.txt',),
+  suffixes: Sequence[str] = ('.txt',),
   *,
-  exclude: Iterable[str] = (),
+  exclude_dirs: Iterable[str] = (),
 ) -> list[pathlib.Path]:
-  """Files below `root` that match a glob pattern, in the same order everywhere.
+  """Files anywhere below `root`, in the same order on every file system.
 
   Args:
     root: a directory.
-    patterns: globs relative to `root`; `**` spans directories.
-    exclude: globs relative to `root` of what to leave out, directories with all they
-      hold ('test' or '*/tests').
+    suffixes: endings of the names wanted ('.py').
+    exclude_dirs: names of directories that are not entered ('tests').
 
   Raises:
     FileNotFoundError: `root` is no directory, or nothing matches.
@@ -31,16 +30,13 @@ def find(
   root = pathlib.Path(root)
   if not root.is_dir():
     raise FileNotFoundError(f'text directory {root} does not exist')
-  patterns = tuple(patterns)
-  excluded = {path for pattern in exclude for path in root.glob(pattern)}
-  found = {
-    path
-    for pattern in patterns
-    for path in root.glob(pattern)
-    if path.is_file() and not excluded.intersection((path, *path.parents))
-  }
+  excluded = frozenset(exclude_dirs)
+  found = []
+  for folder, folders, names in os.walk(root):
+    folders[:] = [name for name in folders if name not in excluded]
+    found += [pathlib.Path(folder, n) for n in names if n.endswith(tuple(suffixes))]
   if not found:
-    raise FileNotFoundError(f'no file below {root} matches {patterns}')
+    raise FileNotFoundError(f'no file below {root} ends in {" or ".join(suffixes)}')
   return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -72,9 +68,11 @@ class TextFiles(Sequence):
   def __init__(
     self, paths: Iterable[str | os.PathLike], encode: Callable[[str], Sequence[int]]
   ):
-    """Args:
-    paths: the files, in order (`find`).
-    encode: text to token ids; adds what should separate documents.
+    """Takes the files as they are now.
+
+    Args:
+      paths: the files, in order (`find`).
+      encode: text to token ids; adds what should separate documents.
     """
     self._paths = [pathlib.Path(path) for path in paths]
     self._encode = encode

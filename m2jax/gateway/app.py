@@ -3,26 +3,25 @@
 - POST /v1/chat/completions, GET /v1/models, GET /health, GET /metrics, HEAD /.
 - `Authorization: Bearer KEY`; the key is the session.
 
-The completion route is a plain ASGI callable: one task watches for the client to hang up,
-nothing else is spent on a request beside its own work.
+The completion route is a plain ASGI callable: one task watches for the client to hang
+up, nothing else is spent on a request beside its own work.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
 import concurrent.futures
 import contextlib
 import time
+from collections.abc import Callable, Iterable
 
-from absl import logging
 import fastapi
+from absl import logging
 from starlette import routing
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from m2jax.gateway import protocol
-from m2jax.gateway import responses
+from m2jax.gateway import protocol, responses
 from m2jax.gateway.errors import ApiError
 from m2jax.gateway.service import ChatService
 

@@ -1,7 +1,7 @@
 """Errors of the HTTP dialect: one exception that becomes OpenAI's error object (law 9).
 
-Body: `{"error": {"message", "type", "param", "code"}}`; the message names the field, says
-what was wrong and what to do.
+Body: `{"error": {"message", "type", "param", "code"}}`; the message names the field,
+says what was wrong and what to do.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""One completion on its way through the gateway, and what the gateway needs of an engine."""
+"""One completion on its way through the gateway, and the engine as it needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 import concurrent.futures
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from m2jax.gateway import prompts
-from m2jax.gateway import protocol
-from m2jax.gateway import sessions
+from m2jax.gateway import prompts, protocol, sessions
 from m2jax.rl.records import Completion
 from m2jax.rollout.api import GenerateRequest, GenerateResult
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from m2jax.gateway import protocol
-from m2jax.gateway import sessions
+from m2jax.gateway import protocol, sessions
 from m2jax.gateway.errors import invalid
 from m2jax.rl.records import Completion
-from m2jax.text import chat
-from m2jax.text import markup
+from m2jax.text import chat, markup
 from m2jax.text import tokenizer as tokenizer_lib
 
 # Follows a response that the engine ended before the model did.

@@ -8,9 +8,9 @@ What becomes of each field:
   stream_options.include_usage, seed, logprobs (not with stream), tool_choice 'auto' and
   'none' ('none' leaves the tools out of the prompt);
 - sampling (temperature, top_p, top_k, frequency_penalty, presence_penalty,
-  repetition_penalty, min_p, logit_bias): overridden and counted in a training session (law
-  4); in an evaluation session temperature, top_p and top_k are honoured and the others must
-  be neutral;
+  repetition_penalty, min_p, logit_bias): overridden and counted in a training session
+  (law 4); in an evaluation session temperature, top_p and top_k are honoured and the
+  others must be neutral;
 - refused, because ignoring them would answer another question: n other than 1, stop,
   response_format other than text, top_logprobs, functions, function_call, audio, image
   or other non-text content;
@@ -377,9 +377,9 @@ def _tool_choice(
     raise invalid('needs tools', 'tool_choice')
   if choice == 'required':
     return tools, ('tool_choice',)
-  if isinstance(choice, dict):
-    name = (choice.get('function') or {}).get('name')
-    if name in [tool['function']['name'] for tool in tools]:
+  function = choice.get('function') if isinstance(choice, dict) else None
+  if isinstance(function, dict):
+    if function.get('name') in [tool['function']['name'] for tool in tools]:
       return tools, ('tool_choice',)
   raise invalid(
     "must be 'auto', 'none', 'required' or name one of the tools", 'tool_choice'

@@ -1,20 +1,20 @@
 """What the client is told: OpenAI's response object and its stream of chunks.
 
-Reasoning travels as `reasoning_content`, in messages and in deltas; echoed back it is part
-of the history (facts/m2-and-forge.md §2.1). A tool call the parser could not read is no
-`tool_calls` entry; its markup is shown in `content`, so that an agent can see what happened.
+Reasoning travels as `reasoning_content`, in messages and in deltas; echoed back it is
+part of the history (facts/m2-and-forge.md §2.1). A tool call the parser could not read
+is no `tool_calls` entry; its markup is shown in `content`, so that an agent can see
+what happened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from m2jax.gateway import protocol
 from m2jax.gateway.exchange import Answer, Pending
-from m2jax.text import chat
-from m2jax.text import markup
+from m2jax.text import chat, markup
 from m2jax.text import tokenizer as tokenizer_lib
 
 

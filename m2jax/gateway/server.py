@@ -10,15 +10,14 @@ gateway.stop()
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import uvicorn
 
-from m2jax.gateway import app
-from m2jax.gateway import sessions
+from m2jax.gateway import app, sessions
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.exchange import Engine
 from m2jax.gateway.service import ChatService
@@ -100,7 +99,7 @@ class Gateway:
     return self
 
   def stop(self):
-    """Lets requests in flight end for `stop_timeout_s`, then closes every connection."""
+    """Gives requests in flight `stop_timeout_s` to end, then closes connections."""
     if self._thread is None:
       return
     self._server.should_exit = True

@@ -6,18 +6,15 @@ engine sampled is recorded before any of it counts as answered (law 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 import concurrent.futures
 import time
-from typing import Any
 import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from absl import logging
 
-from m2jax.gateway import prompts
-from m2jax.gateway import protocol
-from m2jax.gateway import responses
-from m2jax.gateway import sessions
+from m2jax.gateway import prompts, protocol, responses, sessions
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, invalid

@@ -1,10 +1,11 @@
 """Sessions: one per API key, each a tree of recorded completions (law 4).
 
-A request extends a recorded completion when its history up to the last assistant message
-is the history that completion answered plus the answer the client was given, under the
-same tools, and the template writes that history as before. Its prompt is then the
-recorded ids, the recorded response ids and the encoding of what the template adds after
-them. Any other request forks: its prompt is the full encoding, and a reason is counted.
+A request extends a recorded completion when its history up to the last assistant
+message is the history that completion answered plus the answer the client was given,
+under the same tools, and the template writes that history as before. Its prompt is then
+the recorded ids, the recorded response ids and the encoding of what the template adds
+after them. Any other request forks: its prompt is the full encoding, and a reason is
+counted.
 
 Messages are compared by what the template shows of them; call ids are not part of that,
 but decide between completions that said the same.

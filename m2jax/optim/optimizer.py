@@ -1,8 +1,7 @@
 """From an OptimizerConfig to an optax transformation, by kind of parameter.
 
 AdamW with MiniMax's β and ε (facts/algorithms.md §3.3), or Muon for matrices and expert
-matrices with Adam for embedding, head, norms, router and biases (§1.9). optax's own
-`contrib.muon` is not used as it stands: it gives its Adam half Muon's ε and Nesterov.
+matrices with Adam for embedding, head, norms, router and biases (§1.9).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import optax
 
 from m2jax.optim import kinds, schedules
 from m2jax.optim.kinds import Kind
-from m2jax.optim.muon import muon
+from m2jax.optim.muon import PRECONDITIONINGS, muon
 
 NAMES = ('adamw', 'muon')
 
@@ -72,7 +71,7 @@ class OptimizerConfig:
       check(0 <= getattr(self, field) < 1, field, 'in [0, 1)')
     for field in ('eps', 'muon_eps', 'muon_ns_steps'):
       check(getattr(self, field) > 0, field, 'positive')
-    ways = ('frobenius', 'aol')
+    ways = PRECONDITIONINGS
     check(self.muon_preconditioning in ways, 'muon_preconditioning', f'one of {ways}')
     check(self.weight_decay >= 0, 'weight_decay', 'at least 0')
     check(self.clip_norm is None or self.clip_norm > 0, 'clip_norm', 'positive')
@@ -151,7 +150,9 @@ def norms(name: str, tree: Any) -> dict[str, jax.Array]:
     tree: a tree of parameters' structure and names.
   """
   squares: dict[Kind, jax.Array] = {}
-  leaves = zip(jax.tree.leaves(kinds.classify(tree)), jax.tree.leaves(tree), strict=True)
+  leaves = zip(
+    jax.tree.leaves(kinds.classify(tree)), jax.tree.leaves(tree), strict=True
+  )
   for kind, leaf in leaves:
     square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
     squares[kind] = squares.get(kind, jnp.float32(0)) + square

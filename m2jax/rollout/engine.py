@@ -1,17 +1,17 @@
-"""The rollout engine: decoding over slots, in the shape of JetStream's Engine API 0.2.2.
+"""The rollout engine: decoding over slots, in the shape of JetStream's Engine 0.2.2.
 
-Two layers over the same pure functions (facts/jax-anchors.md §3.2):
+Two sets of calls over the same pure functions (facts/jax-anchors.md §3.2):
 
-- JetStream's calls, `prefill`, `insert`, `generate`, one request or one step at a time, so
-  that a JetStream driver can host the engine (`rollout.jetstream` adapts the types).
-- What our scheduler uses: `prefill_rows` (a chunk of several prompts at once, in place),
-  `copy_rows` (a shared prefix), `admit` (a slot starts decoding), `generate_many` (several
-  steps in one call; stop tokens, lengths and early end on the device).
+- JetStream's: `prefill`, `insert`, `generate`, one request or one step at a time, so that
+  a JetStream driver can host the engine (`rollout.jetstream` adapts the types).
+- The scheduler's: `prefill_rows` (a chunk of several prompts at once, in place),
+  `copy_rows` (a shared prefix), `admit` (a slot starts decoding), `generate_many`
+  (several steps in one call; stop tokens, lengths and early end on the device).
 
 Prefill only fills the cache: it consumes a prompt but its last token, which the first
 decode step consumes. So every sampled token comes out of one code path, and a slot's
-prefix can be reused without logits. Position p of a slot is written before it is visible;
-whatever lies at or beyond a slot's length is garbage that nobody sees.
+prefix can be reused without logits. A position is written before it is visible; whatever
+lies at or beyond a slot's length is garbage that nobody sees.
 
 All shapes come from the buckets in EngineConfig: after `warmup` nothing compiles.
 
@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from typing import Any
 
 import jax
 from jax import lax
@@ -36,141 +34,16 @@ from m2jax.config import ModelConfig
 from m2jax.rollout import forward
 from m2jax.rollout import kv_cache
 from m2jax.rollout import sampling
+from m2jax.rollout.decode_state import DecodeState
+from m2jax.rollout.decode_state import LENGTH
+from m2jax.rollout.decode_state import make_slots
+from m2jax.rollout.decode_state import Prefix
+from m2jax.rollout.decode_state import ResultTokens
+from m2jax.rollout.decode_state import RUNNING
+from m2jax.rollout.decode_state import Sampled
+from m2jax.rollout.decode_state import Slots
+from m2jax.rollout.decode_state import STOP
 from m2jax.rollout.engine_config import EngineConfig
-
-RUNNING, STOP, LENGTH = 0, 1, 2  # values of Sampled.ended
-
-
-def _pytree(*meta: str):
-  def register(cls):
-    cls = dataclasses.dataclass(frozen=True)(cls)
-    fields = [f.name for f in dataclasses.fields(cls)]
-    data = [f for f in fields if f not in meta]
-    jax.tree_util.register_dataclass(cls, data, list(meta))
-    return cls
-
-  return register
-
-
-@_pytree()
-class Slots:
-  """Decoding state of S slots (or of P rows), each field [S] unless named.
-
-  Attributes:
-    length: int32, K/V entries held: the sequence without its last token.
-    token: int32, the last token, not yet consumed.
-    remaining: int32, response tokens still allowed; 0 is a slot that does not decode.
-    sampled: int32, response tokens so far, the index into the slot's random stream.
-    confident: int32, consecutive last tokens whose probability was near 1.
-    seed: [S, 2] uint32, the random stream.
-    temperature, top_p: float32. top_k: int32. See SamplingParams.
-    stop_ids: [S, M] int32, padded with -1.
-  """
-
-  length: jax.Array
-  token: jax.Array
-  remaining: jax.Array
-  sampled: jax.Array
-  confident: jax.Array
-  seed: jax.Array
-  temperature: jax.Array
-  top_p: jax.Array
-  top_k: jax.Array
-  stop_ids: jax.Array
-
-
-def make_slots(rows: int, max_stop_ids: int) -> Slots:
-  """Host-side (numpy) Slots that do not decode, to be filled in and admitted."""
-  ints = {
-    f: np.zeros(rows, np.int32)
-    for f in ('length', 'token', 'remaining', 'sampled', 'confident', 'top_k')
-  }
-  return Slots(
-    **ints,
-    seed=np.zeros((rows, 2), np.uint32),
-    temperature=np.ones(rows, np.float32),
-    top_p=np.ones(rows, np.float32),
-    stop_ids=np.full((rows, max_stop_ids), -1, np.int32),
-  )
-
-
-@_pytree()
-class DecodeState:
-  """The cache of all slots and where each of them is. Donated by every call."""
-
-  cache: Any
-  slots: Slots
-
-
-@_pytree()
-class Prefix:
-  """A prefilled sequence: one-slot cache of full context, entries held, last token."""
-
-  cache: Any
-  length: jax.Array
-  token: jax.Array
-
-
-@_pytree()
-class Sampled:
-  """What `generate_many` drew; `counts[p]` leading entries of row p are valid.
-
-  Attributes:
-    tokens: [P, N] int32.
-    logprobs: [P, N] float32, of the distribution drawn from (greedy: temperature 1).
-    counts: [P] int32.
-    ended: [P] int32: RUNNING, STOP (a stop id) or LENGTH (max tokens, context, or the
-      run of confident tokens).
-  """
-
-  tokens: jax.Array
-  logprobs: jax.Array
-  counts: jax.Array
-  ended: jax.Array
-
-
-@_pytree('tokens_idx', 'valid_idx', 'length_idx', 'samples_per_slot')
-class ResultTokens:
-  """JetStream's ResultTokens, with the log-probabilities that it lacks.
-
-  `data` [S, 3] int32 holds the columns token, valid, length; `log_prob` is [S, 1].
-  """
-
-  data: jax.Array
-  log_prob: jax.Array
-  tokens_idx: tuple[int, int] = (0, 1)
-  valid_idx: tuple[int, int] = (1, 2)
-  length_idx: tuple[int, int] = (2, 3)
-  samples_per_slot: int = 1
-
-  def copy_to_host_async(self) -> None:
-    for x in (self.data, self.log_prob):
-      if not isinstance(x, np.ndarray):
-        x.copy_to_host_async()
-
-  def convert_to_numpy(self) -> ResultTokens:
-    return dataclasses.replace(
-      self, data=np.array(self.data), log_prob=np.array(self.log_prob)
-    )
-
-  def get_result_at_slot(self, slot: int) -> SlotData:
-    row = self.data[slot : slot + 1]
-    return SlotData(
-      tokens=row[:, slice(*self.tokens_idx)],
-      valid=row[:, slice(*self.valid_idx)],
-      lengths=row[:, self.length_idx[0]],
-      log_prob=self.log_prob[slot : slot + 1],
-    )
-
-
-@_pytree()
-class SlotData:
-  """One slot's part of ResultTokens: [1, 1] each, lengths [1]."""
-
-  tokens: jax.Array
-  valid: jax.Array
-  lengths: jax.Array
-  log_prob: jax.Array
 
 
 class Engine:
@@ -242,7 +115,7 @@ class Engine:
   def _copy_rows(
     self, state: DecodeState, sources, targets, num_rows, *, context: int
   ) -> DecodeState:
-    """Copies the first `context` cache positions of slots sources [S] to targets [S]."""
+    """Copies the first `context` positions of slots sources [S] to targets [S]."""
     cache = kv_cache.copy(state.cache, sources, targets, num_rows, context)
     return dataclasses.replace(state, cache=cache)
 

@@ -14,12 +14,11 @@ class EngineConfig:
     context_tokens: prompt and response together, per slot.
     max_steps: N, most decode steps in one call; the host wakes once per call.
     decode_rows: batch sizes of a decode call; the last must be `slots`.
-    prefill_shapes: (rows, chunk tokens) of a prefill call; a chunk of one row must be
-      among them, and no chunk may exceed context_tokens.
+    prefill_shapes: (rows, chunk tokens) of a prefill call.
     contexts: cache positions read by a call; the last must be context_tokens.
     max_stop_ids: M, most stop ids of a request.
     confident_probability, confident_tokens: a generation ends ('length') after this
-      many consecutive tokens above this probability (report's stability rule, DESIGN §6).
+      many consecutive tokens above this probability (the report's stability rule).
     cache_dtype: of the K/V cache; None is the model's activation dtype.
   """
 
@@ -63,26 +62,27 @@ class EngineConfig:
       f'positive, the largest context_tokens={self.context_tokens}',
     )
     check(
-      any(rows == 1 for rows, _ in self.prefill_shapes)
-      and all(
+      all(
         0 < rows <= self.slots and 0 < chunk <= self.context_tokens
         for rows, chunk in self.prefill_shapes
       ),
       'prefill_shapes',
-      f'(rows, chunk) pairs with rows in [1, slots={self.slots}], a 1 among them, and '
-      f'chunks in [1, context_tokens={self.context_tokens}]',
+      f'(rows, chunk) pairs with rows in [1, slots={self.slots}] and chunks in '
+      f'[1, context_tokens={self.context_tokens}]',
     )
 
 
+# Few shapes: each costs a compilation per context. These suit turns that bring a few
+# dozen tokens to a sequence that is in the cache, beside first prompts of hundreds.
+_PREFILL_SHAPES = ((1, 32), (4, 32), (8, 64), (1, 256))
+
+
 def _decode_rows(slots: int) -> tuple[int, ...]:
-  return tuple({max(1, slots // 8), max(1, slots // 2), slots})
+  return tuple({max(1, slots // 4), slots})
 
 
 def _prefill_shapes(slots: int, context_tokens: int) -> tuple[tuple[int, int], ...]:
-  rows = {1, min(4, slots), min(16, slots)}
-  chunks = {min(c, context_tokens) for c in (16, 64, 256)}
-  # A call of 1,024 tokens already fills the machine; larger ones only add latency.
-  return tuple((r, c) for r in rows for c in chunks if r * c <= 1024 or r == 1)
+  return tuple({(min(r, slots), min(c, context_tokens)) for r, c in _PREFILL_SHAPES})
 
 
 def _contexts(context_tokens: int) -> tuple[int, ...]:

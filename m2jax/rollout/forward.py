@@ -1,8 +1,8 @@
-"""The trunk over cached chains: new tokens see cached positions and the tail before them.
+"""The trunk over cached chains: new tokens see the cache and the tail before them.
 
-The same blocks as `model.trunk`, with attention split in two parts that share one softmax:
-the cached prefix, read only, and the tail, the entries made since it was gathered. Prefill
-is a tail of a whole chunk, decoding one of a few steps that fills token by token.
+The same blocks as `model.trunk`, with attention over two parts that share one softmax:
+the cached prefix, read only, and the tail, the entries made since it was gathered.
+Prefill is a tail of a whole chunk, decoding one of a few steps that fills one by one.
 
 Axes: P rows, C new tokens of a row, S cached positions, N tail positions, T = P·C,
 D model, L layers, K key/value heads, G query heads per K, H head dim.

@@ -1,9 +1,9 @@
 """The key/value cache of the engine's slots, and moving rows in and out of it.
 
-A call never writes to the cache while it attends: it gathers its rows once, keeps the new
-entries in a short tail, and writes them back at its end (see forward.py). On CPU that is
-three to four times as fast as a cache updated at every step, whose layout must suit both
-the update and the matmul. Keys lie transposed, so that scores read them in order.
+A call never writes to the cache while it attends: it gathers its rows once, keeps the
+new entries in a short tail, and writes them back at its end (see forward.py). A cache
+updated at every step costs several times as much on CPU, where XLA copies it and turns
+it for the matmul. Keys lie transposed, so that scores read them in order.
 
 Rows move in loops of slices whose count is a traced number: padding rows cost nothing,
 and XLA updates the donated cache in place.
@@ -53,8 +53,8 @@ def gather(cache: KvCache, rows: jax.Array, context: int, *, split: bool):
   """The first `context` positions of slots `rows` [P].
 
   Returns:
-    A KvCache of P slots; with `split` a tuple over layers of KvCaches without the leading
-    axis, which a loop over decode steps can read without slicing them out every time.
+    A KvCache of P slots; with `split` a tuple over layers of KvCaches without the
+    leading axis, which a loop over steps reads without slicing them out every time.
   """
 
   def take(axis, x):
@@ -126,7 +126,7 @@ def copy(
   num_rows: jax.Array,
   context: int,
 ) -> KvCache:
-  """Copies the first `context` positions of slots sources [P] to targets [P], in order."""
+  """Copies the first `context` positions of sources [P] to targets [P], in order."""
 
   def leaf(axis, x):
     sizes = _resized(x.shape, axis, 1, context)

@@ -1,8 +1,8 @@
 """On-device sampling: one token and its log-probability per row, parameters per row.
 
 Temperature, then top-k, then top-p; the log-probability is that of the distribution
-really drawn from, in fp32 or wider (DESIGN laws 4 and 8). Rows with temperature 0 take the
-most likely token and report its temperature-1 log-probability.
+really drawn from, in fp32 or wider (DESIGN laws 4 and 8). Rows with temperature 0 take
+the most likely token and report its temperature-1 log-probability.
 
 Draws invert the cumulative distribution in two levels: first a block of the vocabulary,
 then a token in it. That needs two uniforms per row, where Gumbel noise needs V hashes

@@ -1,9 +1,9 @@
-"""What the host knows of the engine's slots: whose tokens lie where, and where to put more.
+"""What the host knows of the engine's slots: what lies where, and where to put more.
 
 A slot is idle, prefilling or decoding. An idle slot keeps the sequence that ended there
-('parked'): a request whose prompt shares a prefix with it takes the slot over, or copies
-the prefix, and prefills the rest only. All bookkeeping is in numpy arrays, so that a
-decode call costs the host a few vector operations whatever the number of rows.
+('parked'): a request whose prompt shares a prefix with it takes the slot over, or
+copies the prefix, and prefills the rest only. All bookkeeping is in numpy arrays, so
+that a decode call costs the host a few vector operations whatever the number of rows.
 
 Axes: S slots, C context positions.
 """
@@ -28,7 +28,7 @@ class Placement:
 
   Attributes:
     slot: the slot it takes.
-    source: the slot its prefix is copied from; `slot` itself when it lies there already.
+    source: the slot its prefix is copied from; `slot` when it lies there already.
     hit_tokens: prefix positions whose K/V need not be computed.
   """
 
@@ -90,7 +90,8 @@ class SlotTable:
     oldest = int(idle[np.argmin(self.used[idle])])
     if hit < self._min_copy_tokens:
       return Placement(oldest, oldest, int(ready[oldest]))
-    self._touch(source)
+    if self.state[source] == State.IDLE:  # of the others, `used` is when they began
+      self._touch(source)
     return Placement(oldest, source, hit)
 
   def take(self, placement: Placement, prompt: np.ndarray, version: int) -> None:

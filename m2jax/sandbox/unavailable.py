@@ -86,7 +86,7 @@ def install_bubblewrap() -> None:
       raise api.SandboxUnavailable('bubblewrap (bwrap) is not installed', _install())
   print(f'installing bubblewrap: {line}', flush=True)
   done = subprocess.run(
-    [*prefix, 'sh', '-c', line], capture_output=True, text=True, check=False
+    [*prefix, '/bin/sh', '-c', line], capture_output=True, text=True, check=False
   )
   if done.returncode:
     raise api.SandboxUnavailable(done.stdout + done.stderr, _install())

@@ -1,10 +1,11 @@
-"""Child of test_kill: resumes, checks its (state, host, files) triple, saves, is killed.
+"""Child of test_kill: resumes, checks (state, host, files), saves until it is killed.
 
-  python save_loop.py DIRECTORY SAVES [KILL_AT KILL_COUNT]
+  python -m tests.checkpoint.save_loop DIRECTORY SAVES [KILL_AT KILL_COUNT]
 
 Dies by SIGKILL right before the KILL_COUNT-th file operation that matches the regular
-expression KILL_AT: 'os.rename FROM TO', 'open PATH MODE', 'os.remove PATH'. Every leaf, the host dict and the file say the step, so a
-torn checkpoint cannot go unseen. Prints 'resumed STEP' and 'done STEP'.
+expression KILL_AT: 'os.rename FROM TO', 'open PATH MODE', 'os.remove PATH'. Every leaf,
+the host dict and the file say the step, so that a torn checkpoint cannot go unseen.
+Prints 'resumed STEP', 'started STEP' after each save, and 'done STEP'.
 """
 
 import os
@@ -48,24 +49,25 @@ def kill_at(pattern, count):
 
   def hook(event, args):
     nonlocal left
-    if event in ('open', 'os.mkdir', 'os.rename', 'os.remove', 'os.rmdir'):
-      if re.search(pattern, ' '.join(map(str, (event, *args[:2])))):
-        left -= 1
-        if left == 0:
-          os.kill(os.getpid(), signal.SIGKILL)
+    if event not in ('open', 'os.mkdir', 'os.rename', 'os.remove', 'os.rmdir'):
+      return
+    if re.search(pattern, ' '.join(map(str, (event, *args[:2])))):
+      left -= 1
+      if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
 
   sys.addaudithook(hook)
 
 
 def main(directory, saves, pattern='', count='0'):
   manager = CheckpointManager(directory, keep=2)
-  step = 0
+  resumed = 0
   if manager.latest_step() is not None:
-    step = check(manager.restore(like=state(0)))
-  print('resumed', step, flush=True)
+    resumed = check(manager.restore(like=state(0)))
+  print('resumed', resumed, flush=True)
   if pattern:
     kill_at(pattern, int(count))
-  for step in range(step + 1, step + 1 + int(saves)):
+  for step in range(resumed + 1, resumed + 1 + int(saves)):
     manager.save(step, state(step), host(step), {'note.txt': str(step).encode() * 1000})
     print('started', step, flush=True)
   manager.close()

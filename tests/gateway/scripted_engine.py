@@ -1,12 +1,12 @@
 """An engine double: real threads and futures, scripted tokens. For tests only."""
 
 import collections
-from collections.abc import Callable, Sequence
 import concurrent.futures
 import dataclasses
 import random
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 from m2jax.rollout.api import GenerateRequest, GenerateResult, PromptTooLong
 
@@ -23,8 +23,8 @@ class Handle:
 class ScriptedEngine:
   """Answers with what `script(request)` returns, a few tokens at a time.
 
-  `script` may return an exception, which the future then raises. `delay_s` sleeps before
-  each piece. Every result is kept in `results` with its request: what was sampled.
+  `script` may return an exception, which the future then raises. `delay_s` sleeps
+  before each piece. `results` keeps every request with what was sampled for it.
   """
 
   def __init__(

@@ -1,7 +1,7 @@
 """Law 4 through the real gateway: the token sampled is the token recorded and extended.
 
-The oracle here knows nothing of the gateway's tree: it keeps the JSON that the client sent
-and got, and M2's template in its plain form (`chat.render`).
+The oracle here knows nothing of the gateway's tree: it keeps the JSON that the client
+sent and got, and M2's template in its plain form (`chat.render`).
 """
 
 import collections
@@ -18,7 +18,7 @@ from m2jax.gateway.server import Gateway
 from m2jax.gateway.sessions import FORK_REASONS
 from m2jax.text import chat
 from m2jax.text import tokenizer as tokenizer_lib
-from tests.gateway.conftest import response_text, SH
+from tests.gateway.conftest import SH, response_text
 from tests.gateway.scripted_engine import ScriptedEngine
 
 OTHER = {'type': 'function', 'function': {'name': 'other', 'parameters': {}}}
@@ -106,6 +106,10 @@ def edit_call(history):
   history[1]['tool_calls'][0]['function']['arguments'] = '{"cmd": "rm"}'
 
 
+def respell_call(history):
+  history[1]['tool_calls'][0]['function']['arguments'] = '{"cmd":"ls"}'
+
+
 def rewrite_user(history):
   history[0]['content'] = 'count them'
 
@@ -116,7 +120,10 @@ def remove_middle(history):
 
 
 def insert_assistant(history):
-  history += [{'role': 'assistant', 'content': 'mine'}, {'role': 'user', 'content': 'x'}]
+  history += [
+    {'role': 'assistant', 'content': 'mine'},
+    {'role': 'user', 'content': 'x'},
+  ]
 
 
 def rewind(history):
@@ -142,8 +149,8 @@ def rewind(history):
     # What the template does not show makes no difference.
     (lambda h: h[1].update(content=None), [SH], None),
     (lambda h: h[1]['tool_calls'][0].update(id='renamed'), [SH], None),
-    (lambda h: h[1]['tool_calls'][0]['function'].update(arguments='{"cmd":"ls"}'), [SH], None),
-    (lambda h: h.append({'role': 'tool', 'content': 'late', 'tool_call_id': ''}), [SH], None),
+    (respell_call, [SH], None),
+    (lambda h: h.append({'role': 'tool', 'content': 'late'}), [SH], None),
   ],
 )  # fmt: skip
 def test_reason(serve, tok, change, tools, reason):
@@ -224,7 +231,7 @@ def test_parallel_branches_keep_their_own_ids(serve, tok):
 
 
 def test_few_shot_messages_of_the_client_do_not_break_the_chain(serve):
-  """Assistant messages the client made up are prompt; what was sampled after extends."""
+  """What the client made up is prompt; what was sampled after it still extends."""
   gateway, _, records = serve(CALL)
   client = Client(gateway, records, 'k')
   shots = [USER, {'role': 'assistant', 'content': 'so'}, USER]
@@ -245,7 +252,9 @@ def test_closed_session_is_forgotten(serve):
 
 # --- The law as a property.
 
-texts = st.sampled_from(['', 'a', ' look at it ', 'né ☃', '<invoke', '[e~[', '\n\n', '}{'])
+texts = st.sampled_from(
+  ['', 'a', ' look at it ', 'né ☃', '<invoke', '[e~[', '\n\n', '}{']
+)
 calls = st.lists(
   st.tuples(
     st.sampled_from(['sh', 'other', 'unknown']),
@@ -276,6 +285,7 @@ ACTIONS = (
   'again',
   'drop_reasoning',
   'edit_content',
+  'edit_call',
   'insert_user',
   'other_tools',
   'new_system',
@@ -326,7 +336,9 @@ def test_law_4(running, tok, data):
   start, engine.results = len(records), []
   client = Client(gateway, records, f'session-{start}', http)
   known = []  # (tools, messages with the answer, record)
-  system = [{'role': 'system', 'content': 'Be brief.'}] if data.draw(st.booleans()) else []
+  system = (
+    [{'role': 'system', 'content': 'Be brief.'}] if data.draw(st.booleans()) else []
+  )
   history, tools = [*system, {'role': 'user', 'content': data.draw(texts)}], [SH]
 
   for _ in range(data.draw(st.integers(2, 6), label='turns')):
@@ -343,6 +355,9 @@ def test_law_4(running, tok, data):
       data.draw(st.sampled_from(said)).pop('reasoning_content', None)
     elif action == 'edit_content' and said:
       data.draw(st.sampled_from(said))['content'] = data.draw(texts)
+    elif action == 'edit_call' and said:
+      for call in said[-1].get('tool_calls', ()):
+        call['function']['arguments'] = '{"cmd": "rm"}'
     elif action == 'insert_user':
       history.append({'role': 'user', 'content': data.draw(texts)})
     elif action == 'other_tools':
@@ -372,7 +387,9 @@ def test_law_4(running, tok, data):
     assert (request.sampling.temperature, request.sampling.top_p) == (1.0, 1.0)
 
     # Extended or forked, as the JSON says.
-    last = max((i for i, m in enumerate(history) if m['role'] == 'assistant'), default=-1)
+    last = max(
+      (i for i, m in enumerate(history) if m['role'] == 'assistant'), default=-1
+    )
     parents = {
       old.id: old
       for old in (
@@ -403,7 +420,9 @@ def test_law_4(running, tok, data):
 
   # Nothing lost, nothing counted twice.
   new = records[start:]
-  assert [r.response_ids for r in new] == [result.tokens for _, result in engine.results]
+  assert [r.response_ids for r in new] == [
+    result.tokens for _, result in engine.results
+  ]
   assert len({r.id for r in new}) == len(new) == len(known)
   delta = collections.Counter(gateway.counters())
   delta.subtract(before)

@@ -5,7 +5,7 @@ import asyncio
 import openai
 import pytest
 
-from tests.gateway.conftest import response_text, SH
+from tests.gateway.conftest import SH, response_text
 
 QUESTION = [{'role': 'user', 'content': 'count the lines of a.txt'}]
 CALL = response_text('I should look', 'Ok', [('sh', {'cmd': 'wc -l <a.txt', 'n': 2})])
@@ -26,7 +26,9 @@ def collect(stream):
       message['content'] += delta.content or ''
       message['reasoning_content'] += getattr(delta, 'reasoning_content', None) or ''
       for part in delta.tool_calls or ():
-        call = calls.setdefault(part.index, {'id': part.id, 'name': '', 'arguments': ''})
+        call = calls.setdefault(
+          part.index, {'id': part.id, 'name': '', 'arguments': ''}
+        )
         call['name'] += part.function.name or ''
         call['arguments'] += part.function.arguments or ''
       finish = choice.finish_reason or finish
@@ -43,7 +45,7 @@ def collect(stream):
 
 
 def test_answer_with_tool_call(serve, tok):
-  """Reasoning, content, typed arguments, usage and ids arrive where the client looks."""
+  """Reasoning, content, typed arguments and usage arrive where the client looks."""
   gateway, engine, records = serve(CALL)
   reply = client_of(gateway).chat.completions.create(
     model='m2jax', messages=QUESTION, tools=[SH], max_tokens=500
@@ -79,7 +81,7 @@ def test_answer_with_tool_call(serve, tok):
 )
 @pytest.mark.parametrize('piece_tokens', [1, 5])
 def test_stream_adds_up_to_the_answer(serve, text, piece_tokens):
-  """A streaming agent and a plain one see the same message, and echo the same history."""
+  """A streaming agent and a plain one see the same message and echo it alike."""
   gateway, _, records = serve(text, engine_options={'piece_tokens': piece_tokens})
   client = client_of(gateway)
   asked = {'model': 'm2jax', 'messages': QUESTION, 'tools': [SH]}
@@ -98,9 +100,7 @@ def test_stream_adds_up_to_the_answer(serve, text, piece_tokens):
 
   follow_up = 'tool' if said else 'user'
   answers = [{'role': follow_up, 'content': 'x', 'tool_call_id': 'y'}]
-  client.chat.completions.create(
-    **asked | {'messages': [*QUESTION, message, *answers]}
-  )
+  client.chat.completions.create(**asked | {'messages': [*QUESTION, message, *answers]})
   expected = None if said else 'thinking_closed'
   assert records[-1].fork_reason == expected
 
@@ -148,7 +148,7 @@ def test_models_and_error_types(serve):
 
 
 def test_parallel_sessions_do_not_mix(serve, tok):
-  """Many agents at once, some as sub-agents of one session: each gets its own answer."""
+  """Many agents at once, some sharing a session: each gets its own answer."""
 
   def script(request):
     prompt = tok.decode(request.prompt_ids)

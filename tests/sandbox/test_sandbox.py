@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -22,6 +23,7 @@ from m2jax.sandbox import api
 _ROOT = os.geteuid() == 0
 
 
+@pytest.mark.smoke
 def test_commands_see_files_and_leave_files(run, make):
   """The basic contract: files in, output and exit code, files out."""
   box = make(contents={'f': b'a\nb\n', 'd/g': b'x'})
@@ -320,6 +322,7 @@ echo "{\\"exit-code\\": $?}" >&3
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize('kind', ['missing', 'broken', 'hollow'])
 def test_fails_closed(kind):
   """No sandbox, one that fails, one that isolates nothing: refused, with a fix."""
@@ -355,13 +358,46 @@ def _check_refusal(directory: Path, kind: str) -> None:
   assert any(word in reason for word in words.split('|')), reason
 
 
-def test_command_line_reports(tmp_path):
-  """`python -m m2jax.sandbox` is what make asks before it starts a job."""
-  done = subprocess.run(
-    [sys.executable, '-m', 'm2jax.sandbox', '--quick'],
+def _command_line(*arguments: str, path: Path | None = None):
+  env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+  if path is not None:
+    env['PATH'] = str(path)
+  return subprocess.run(
+    [sys.executable, '-m', 'm2jax.sandbox', *arguments],
     capture_output=True,
     text=True,
     timeout=60,
+    env=env,
   )
+
+
+def test_command_line_reports():
+  """`python -m m2jax.sandbox` is what make asks before it starts a job."""
+  done = _command_line('--quick', '--install')
   assert done.returncode == 0, done.stderr
   assert done.stdout == 'sandbox bubblewrap: ready\n'
+
+
+@pytest.mark.parametrize('allowed', [True, False])
+def test_install_where_it_may(tmp_path, allowed):
+  """make installs bubblewrap by the package manager, or says the line that does."""
+  bwrap = shutil.which('bwrap')
+  install = f'#!/bin/sh\n[ $1 = update ] || /bin/ln -s {bwrap} {tmp_path}/bwrap\n'
+  refuse = '#!/bin/sh\necho no such luck >&2\nexit 1\n'
+  tools = {
+    'apt-get': install if allowed else refuse,
+    'sudo': '#!/bin/sh\nshift\nPATH=$PATH:/usr/bin:/bin exec "$@"\n'
+    if allowed
+    else refuse,
+  }
+  for name, text in tools.items():
+    (tmp_path / name).write_text(text)
+    (tmp_path / name).chmod(0o755)
+  done = _command_line('--quick', '--install', path=tmp_path)
+  assert ('apt-get install' in done.stderr) == (not allowed)
+  assert (tmp_path / 'bwrap').is_symlink() == allowed
+  if not allowed:
+    assert done.returncode == 1
+    fix = done.stderr.strip().splitlines()[-1]
+    sudo = '' if _ROOT else "sudo sh -c '"
+    assert fix.startswith(f'fix: {sudo}apt-get update')

@@ -17,8 +17,9 @@ def group_ids(group_sizes, num_rows):
 def matmul(lhs, rhs, group_sizes):
   """lhs [T, D], rhs [E, D, F], group_sizes [E] → [T, F]; rows past the sum give 0."""
   dtype = jnp.promote_types(lhs.dtype, jnp.float32)
-  every = jnp.einsum('td,edf->tef', lhs, rhs, preferred_element_type=dtype)
   ids = group_ids(group_sizes, lhs.shape[0])
-  chosen = ids[:, None] == jnp.arange(rhs.shape[0])
   # where, not a product: a row past the sum may be anything, even not a number
+  lhs = jnp.where((ids < rhs.shape[0])[:, None], lhs, 0)
+  every = jnp.einsum('td,edf->tef', lhs, rhs, preferred_element_type=dtype)
+  chosen = ids[:, None] == jnp.arange(rhs.shape[0])
   return jnp.sum(jnp.where(chosen[..., None], every, 0), axis=1).astype(lhs.dtype)

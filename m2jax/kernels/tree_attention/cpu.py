@@ -5,8 +5,8 @@ one may be visible to some query of the other, which two numbers a block decide:
 block is skipped when all of its subtrees end before the query block begins, or when it
 begins after the query block ends. The visits of a block are listed first; blocks with
 similar numbers of visits are then run together, with the online softmax of
-FlashAttention (arXiv:2205.14135). The backward pass recomputes the weights, once by query
-block and once by key block, so it skips in both directions and needs no scatter.
+FlashAttention (arXiv:2205.14135). The backward pass recomputes the weights once, keeps
+d_q of the blocks at hand and adds d_k and d_v to their blocks.
 
 Axes: B rows, Q queries, S keys, N query heads, K key/value heads, G = N/K, H head dim;
 n blocks, b tokens of a block, r = G·b query rows of a block, g blocks run together.
@@ -66,24 +66,27 @@ def _join_heads(x, batch, length, group):
 
 
 class _Visits(NamedTuple):
-  """Which blocks each block visits, blocks with like counts side by side."""
+  """Which key blocks each query block visits; query blocks with like counts together."""
 
-  order: jax.Array  # [steps, g] block ids, most visits first
-  partner: jax.Array  # [n, blocks of the other side in a row] visited first
-  count: jax.Array  # [n]
+  order: jax.Array  # [steps, g] query blocks, most visits first; n is none at all
+  count: jax.Array  # [steps, g] their visits
+  partner: jax.Array  # [n, key blocks of a row], visited first
 
 
 def _visits(seen):
-  """seen [B, n_rows, n_partners] bool → visits of every row block."""
+  """seen [B, query blocks, key blocks] bool → visits of every query block."""
   batch, rows, partners = seen.shape
   partner = jnp.argsort(~seen, axis=-1, stable=True)
   partner += partners * jnp.arange(batch)[:, None, None]
   count = jnp.sum(seen, axis=-1).reshape(-1)
   order = jnp.argsort(-count)
-  pad = -len(order) % _TOGETHER
-  order = jnp.pad(order, (0, pad), mode='edge')  # writes the same result again
+  pad = (0, -len(order) % _TOGETHER)
+  sorted_count = jnp.pad(count[order], pad)
+  order = jnp.pad(order, pad, constant_values=len(order))
   return _Visits(
-    order.reshape(-1, _TOGETHER), partner.reshape(batch * rows, partners), count
+    order.reshape(-1, _TOGETHER),
+    sorted_count.reshape(-1, _TOGETHER),
+    partner.reshape(batch * rows, partners),
   )
 
 
@@ -117,26 +120,32 @@ def _dot(spec, a, b):
   return jnp.einsum(spec, a, b, preferred_element_type=dtype)
 
 
-def _run(visits: _Visits, init, visit, finish, outs):
-  """Runs `visit(carry, ids, partner ids, live)` over every block's visits.
+def _run(visits: _Visits, shared, init, visit, finish, outs):
+  """Runs every block's visits, blocks of `_TOGETHER` at a time.
 
-  `outs` are arrays [n, …] that `finish(carry)` values are written to.
+  `visit(shared, carry, ids, partner ids, live) -> (shared, carry)`: `shared` lives
+  through all visits, `carry` starts as `init()` for each set of blocks and
+  `finish(carry)` is written to their places in `outs`, arrays [n, …].
   """
 
-  def step(outs, ids):
-    count = visits.count[ids]
+  def step(state, block):
+    shared, outs = state
+    ids, count = block
 
     def body(state):
-      t, carry = state
-      carry = visit(carry, ids, visits.partner[ids, t], t < count)
-      return t + 1, carry
+      t, shared, carry = state
+      return t + 1, *visit(shared, carry, ids, visits.partner[ids, t], t < count)
 
-    _, carry = jax.lax.while_loop(lambda s: s[0] < count[0], body, (0, init(ids)))
-    return tuple(
-      o.at[ids].set(x.astype(o.dtype)) for o, x in zip(outs, finish(carry), strict=True)
-    ), None
+    _, shared, carry = jax.lax.while_loop(
+      lambda s: s[0] < count[0], body, (0, shared, init())
+    )
+    outs = tuple(
+      o.at[ids].set(x.astype(o.dtype), mode='drop')
+      for o, x in zip(outs, finish(carry), strict=True)
+    )
+    return (shared, outs), None
 
-  return jax.lax.scan(step, outs, visits.order)[0]
+  return jax.lax.scan(step, (shared, outs), (visits.order, visits.count))[0]
 
 
 def _forward(static, q, k, v, blocks, batch):
@@ -146,15 +155,14 @@ def _forward(static, q, k, v, blocks, batch):
   dtype = jnp.promote_types(q.dtype, jnp.float32)
   shape = (_TOGETHER, kv_heads, rows)
 
-  def init(ids):
-    del ids
+  def init():
     return (
       jnp.full(shape, -jnp.inf, dtype),
       jnp.zeros(shape, dtype),
       jnp.zeros((*shape, head_dim), dtype),
     )
 
-  def visit(carry, q_ids, k_ids, live):
+  def visit(shared, carry, q_ids, k_ids, live):
     top, total, acc = carry
     scores = _dot('nkrh,nksh->nkrs', q[q_ids], k[k_ids]) * static.scale
     seen = _pair_mask(blocks, static, q_ids, k_ids, group)
@@ -166,7 +174,7 @@ def _forward(static, q, k, v, blocks, batch):
     keep = jnp.exp(top - safe)
     total = total * keep + jnp.sum(weights, axis=-1)
     update = _dot('nkrs,nksh->nkrh', weights.astype(v.dtype), v[k_ids])
-    return new_top, total, acc * keep[..., None] + update
+    return shared, (new_top, total, acc * keep[..., None] + update)
 
   def finish(carry):
     top, total, acc = carry
@@ -177,7 +185,7 @@ def _forward(static, q, k, v, blocks, batch):
 
   visits = _visits(_seen_blocks(blocks, batch))
   outs = (jnp.zeros_like(q), jnp.zeros((n, kv_heads, rows), dtype))
-  return _run(visits, init, visit, finish, outs)
+  return _run(visits, (), init, visit, finish, outs)[1]
 
 
 def _backward(static, q, k, v, blocks, batch, out, lse, d_out):
@@ -186,47 +194,30 @@ def _backward(static, q, k, v, blocks, batch, out, lse, d_out):
   kv_heads, rows, head_dim = q.shape[1:]
   group = rows // _BLOCK
   delta = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1)
-  seen_blocks = _seen_blocks(blocks, batch)
 
-  def pair(q_ids, k_ids, live):
-    """Weights and their score cotangents of one visited pair, [g, K, r, b]."""
-    scores = _dot('nkrh,nksh->nkrs', q[q_ids], k[k_ids]) * static.scale
+  def visit(shared, carry, q_ids, k_ids, live):
+    d_k, d_v = shared
+    q_block, d_block = q[q_ids], d_out[q_ids]
+    scores = _dot('nkrh,nksh->nkrs', q_block, k[k_ids]) * static.scale
     seen = _pair_mask(blocks, static, q_ids, k_ids, group)
     seen &= live[:, None, None, None]
     weights = jnp.where(seen, jnp.exp(scores - lse[q_ids][..., None]), 0)
-    d_weights = _dot('nkrh,nksh->nkrs', d_out[q_ids], v[k_ids])
+    d_weights = _dot('nkrh,nksh->nkrs', d_block, v[k_ids])
     d_scores = weights * (d_weights - delta[q_ids][..., None]) * static.scale
-    return weights.astype(q.dtype), d_scores.astype(q.dtype)
+    weights, d_scores = weights.astype(q.dtype), d_scores.astype(q.dtype)
+    d_k = d_k.at[k_ids].add(_dot('nkrs,nkrh->nksh', d_scores, q_block))
+    d_v = d_v.at[k_ids].add(_dot('nkrs,nkrh->nksh', weights, d_block))
+    return (d_k, d_v), carry + _dot('nkrs,nksh->nkrh', d_scores, k[k_ids])
 
-  def zeros(width):
-    return jnp.zeros((_TOGETHER, kv_heads, width, head_dim), dtype)
-
-  def visit_q(carry, q_ids, k_ids, live):
-    _, d_scores = pair(q_ids, k_ids, live)
-    return (carry[0] + _dot('nkrs,nksh->nkrh', d_scores, k[k_ids]),)
-
-  def visit_k(carry, k_ids, q_ids, live):
-    weights, d_scores = pair(q_ids, k_ids, live)
-    return (
-      carry[0] + _dot('nkrs,nkrh->nksh', d_scores, q[q_ids]),
-      carry[1] + _dot('nkrs,nkrh->nksh', weights, d_out[q_ids]),
-    )
-
-  (d_q,) = _run(
-    _visits(seen_blocks),
-    lambda ids: (zeros(rows),),
-    visit_q,
-    lambda c: c,
+  (d_k, d_v), (d_q,) = _run(
+    _visits(_seen_blocks(blocks, batch)),
+    (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)),
+    lambda: jnp.zeros((_TOGETHER, kv_heads, rows, head_dim), dtype),
+    visit,
+    lambda d_q: (d_q,),
     (jnp.zeros_like(q),),
   )
-  d_k, d_v = _run(
-    _visits(seen_blocks.swapaxes(1, 2)),
-    lambda ids: (zeros(_BLOCK), zeros(_BLOCK)),
-    visit_k,
-    lambda c: c,
-    (jnp.zeros_like(k), jnp.zeros_like(v)),
-  )
-  return d_q, d_k, d_v
+  return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))

@@ -1,0 +1,332 @@
+"""The white-box agent against the real gateway: every way an episode can go and end."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from m2jax import sandbox
+from m2jax.agents import http, tools, whitebox
+from m2jax.sandbox import ExecResult
+from tests.gateway.conftest import response_text
+
+CALL = response_text(
+  'look', calls=[('sh', {'cmd': 'echo hello; echo oops >&2; exit 3'})]
+)
+ANSWER = response_text('done', 'It is 3.')
+
+
+class Shell:
+  """A sandbox of no strength: /bin/sh. Enough to judge the loop."""
+
+  def __init__(self):
+    self.commands = []
+
+  async def exec(self, command):
+    self.commands.append(command)
+    process = await asyncio.create_subprocess_exec(
+      '/bin/sh', '-c', command, stdout=-1, stderr=-1
+    )
+    out, err = await process.communicate()
+    return ExecResult(process.returncode, out.decode(), err.decode())
+
+
+def turns(tok, *texts):
+  """A script: the n-th request of all gets the n-th text."""
+  left = list(texts)
+  return lambda request: tok.encode(left.pop(0))
+
+
+def episode(gateway, *, sandbox=None, base_url=None, execute=None, key='k', **config):
+  """One episode with a client of its own."""
+
+  async def run():
+    tool = tools.sh_tool(sandbox or Shell())
+    async with http.make_client() as client:
+      return await whitebox.run(
+        'How many?',
+        client=client,
+        base_url=base_url or gateway.base_url,
+        api_key=key,
+        model='m2jax',
+        tools=[tool.spec],
+        execute=tools.executor(tool),
+        config=whitebox.AgentConfig(**{'retry_delay_s': 0.01} | config),
+      )
+
+  return asyncio.run(run())
+
+
+def test_episode_is_one_chain_of_recorded_ids(serve, tok):
+  """Calls run, observations return, and all completions extend one another (law 4)."""
+  gateway, _, records = serve(turns(tok, CALL, CALL, ANSWER))
+  shell = Shell()
+  outcome = episode(gateway, sandbox=shell, system='Be brief.')
+  assert (outcome.ended, outcome.answer, outcome.reason) == ('answer', 'It is 3.', '')
+  assert (outcome.tool_calls, outcome.tool_errors) == (2, 0)
+  assert shell.commands == ['echo hello; echo oops >&2; exit 3'] * 2
+  roles = [message['role'] for message in outcome.messages]
+  assert roles == ['system', 'user', *['assistant', 'tool'] * 2, 'assistant']
+  assert outcome.messages[3]['content'] == 'hello\noops\nexit code 3'
+  parents = [record.parent for record in records]
+  assert parents == [None, records[0].id, records[1].id]
+  assert '<response>hello\noops\nexit code 3</response>' in tok.decode(
+    records[1].prompt_ids
+  )
+
+
+@pytest.mark.parametrize(
+  'bad, role, said',
+  [
+    (response_text('x', calls=[('rm', {'cmd': 'a'})]), 'tool', "error: no tool 'rm'"),
+    (response_text('x', calls=[('sh', {})]), 'tool', 'error: sh needs cmd, a string'),
+    (response_text('x', calls=[('sh', {'cmd': 'a', 'b': 'c'})]), 'tool', 'only cmd'),
+    ('x\n</think>\n\n<minimax:tool_call>\nls[e~[', 'user', 'malformed tool call'),
+  ],
+)  # fmt: skip
+def test_bad_call_is_told_to_the_model(serve, tok, bad, role, said):
+  """The model's mistake is counted and told to it; it does not end the episode."""
+  gateway, _, _ = serve(turns(tok, bad, CALL, ANSWER))
+  outcome = episode(gateway)
+  assert (outcome.ended, outcome.tool_errors, outcome.tool_calls) == ('answer', 1, 1)
+  [observation] = [m for m in outcome.messages[1:] if 'error' in str(m['content'])]
+  assert observation['role'] == role
+  assert said in observation['content']
+
+
+def test_parallel_calls_each_get_their_answer(serve, tok):
+  """Several calls in one message: each id gets its own observation, in order."""
+  both = response_text(
+    'x', calls=[('sh', {'cmd': 'echo 1'}), ('sh', {'cmd': 'echo 2'})]
+  )
+  gateway, _, records = serve(turns(tok, both, ANSWER))
+  outcome = episode(gateway)
+  said = outcome.messages[1]['tool_calls']
+  answers = outcome.messages[2:4]
+  assert [a['content'] for a in answers] == ['1', '2']
+  assert [a['tool_call_id'] for a in answers] == [call['id'] for call in said]
+  assert records[1].parent == records[0].id
+
+
+def test_real_ends(serve, tok):
+  """Running out of turns, of tokens or of context are ends of their own kind."""
+  gateway, _, records = serve(lambda request: tok.encode(CALL))
+  assert episode(gateway, max_turns=3, key='a').ended == 'max_turns'
+  assert len(records) == 3
+  assert episode(gateway, max_tokens=3, key='b').ended == 'length'
+  room = len(records[1].prompt_ids) + len(records[1].response_ids) + 1
+  gateway, _, _ = serve(
+    lambda request: tok.encode(CALL), engine_options={'context_tokens': room}
+  )
+  outcome = episode(gateway)
+  assert outcome.ended == 'context'
+  assert outcome.messages[-1]['role'] == 'tool'
+
+
+def test_infrastructure_failures_are_never_the_models(serve, tok):
+  """Law 5: a dead engine, gateway, key or sandbox masks the episode and says why."""
+  gateway, engine, _ = serve(RuntimeError('device lost'))
+  outcome = episode(gateway, retries=2)
+  assert (outcome.ended, outcome.answer) == ('infrastructure', '')
+  assert '503' in outcome.reason and 'device lost' in outcome.reason
+  assert len(engine.requests) == 3
+
+  with socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    port = free.getsockname()[1]
+  outcome = episode(gateway, base_url=f'http://127.0.0.1:{port}/v1', retries=1)
+  assert outcome.ended == 'infrastructure'
+  assert 'ConnectError' in outcome.reason
+
+  gateway, engine, _ = serve(CALL, accept_unknown_keys=False)
+  outcome = episode(gateway)
+  assert outcome.ended == 'infrastructure' and '401' in outcome.reason
+  assert gateway.counters()['requests_total{status="401"}'] == 1  # no use in retrying
+
+  class Broken:
+    async def exec(self, command):
+      raise OSError('no space left')
+
+  gateway, _, _ = serve(CALL)
+  outcome = episode(gateway, sandbox=Broken())
+  assert outcome.ended == 'infrastructure' and 'no space left' in outcome.reason
+  assert outcome.tool_calls == 0
+
+
+def test_short_outage_is_survived(serve, tok):
+  """A failure that passes costs a retry, not the episode."""
+  failing = [RuntimeError('busy'), RuntimeError('busy')]
+  gateway, _, records = serve(
+    lambda request: failing.pop() if failing else tok.encode(ANSWER)
+  )
+  outcome = episode(gateway, retries=3)
+  assert (outcome.ended, outcome.answer) == ('answer', 'It is 3.')
+  assert len(records) == 1
+
+
+def test_slow_gateway_times_out_as_infrastructure(serve, tok):
+  """A completion that never ends is given up, and the engine stops working on it."""
+  gateway, engine, _ = serve('on ' * 5000, engine_options={'delay_s': 0.02})
+  outcome = episode(gateway, request_timeout_s=0.2, retries=0, max_tokens=5000)
+  assert outcome.ended == 'infrastructure' and 'Timeout' in outcome.reason
+  deadline = time.monotonic() + 10
+  while not engine.cancelled['requests'] and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert engine.cancelled['requests'] == 1
+
+
+def test_cancelled_episode_cancels_its_completion(serve):
+  """Cancelling an agent's task reaches the engine through HTTP."""
+  gateway, engine, _ = serve('on ' * 5000, engine_options={'delay_s': 0.01})
+
+  async def run():
+    async with http.make_client() as client:
+      agent = asyncio.ensure_future(
+        whitebox.run(
+          [{'role': 'user', 'content': 'hi'}],
+          client=client,
+          base_url=gateway.base_url,
+          api_key='k',
+          model='m2jax',
+          tools=[],
+          execute=tools.executor(),
+          config=whitebox.AgentConfig(max_tokens=5000),
+        )
+      )
+      while not engine.requests:
+        await asyncio.sleep(0.01)
+      agent.cancel()
+      with pytest.raises(asyncio.CancelledError):
+        await agent
+
+  asyncio.run(run())
+  deadline = time.monotonic() + 10
+  while not engine.cancelled['requests'] and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert engine.cancelled['requests'] == 1
+
+
+def test_sampling_fields_are_passed_on(serve, tok):
+  """An evaluation can ask for greedy sampling through the agent's config."""
+  gateway, engine, _ = serve(ANSWER)
+  episode(gateway, sampling={'temperature': 0, 'seed': 5}, max_tokens=77)
+  sampling = engine.requests[0].sampling
+  assert (sampling.temperature, sampling.seed, sampling.max_tokens) == (0, 5, 77)
+
+
+def test_many_agents_reuse_connections(serve, tok):
+  """The shared client opens about as many connections as agents, not as requests."""
+  gateway, _, records = serve(lambda request: tok.encode(CALL))
+  opened = []
+
+  async def run():
+    async with http.make_client() as client:
+      transport = client._transport
+      new = transport._new
+      transport._new = lambda: opened.append(1) or new()
+
+      class Quick:
+        async def exec(self, command):
+          return ExecResult(0, 'x', '')
+
+      tool = tools.sh_tool(Quick())
+
+      async def agent(i):
+        return await whitebox.run(
+          'hi',
+          client=client,
+          base_url=gateway.base_url,
+          api_key=f'k{i}',
+          model='m2jax',
+          tools=[tool.spec],
+          execute=tools.executor(tool),
+          config=whitebox.AgentConfig(max_turns=5),
+        )
+
+      return await asyncio.gather(*map(agent, range(16)))
+
+  outcomes = asyncio.run(run())
+  assert {outcome.ended for outcome in outcomes} == {'max_turns'}
+  assert len(records) == 80
+  assert len(opened) <= 16
+
+
+def test_agents_in_real_sandboxes(serve, tok):
+  """The whole way: HTTP, bubblewrap, and each agent's files its own."""
+
+  def script(request):
+    prompt = tok.decode(request.prompt_ids)
+    if '<response>' in prompt:
+      seen = prompt.rpartition('<response>')[2].partition('</response>')[0]
+      return tok.encode(response_text('done', seen))
+    cmd = 'cat name; cat name >> all; wc -l < all'
+    return tok.encode(response_text('look', calls=[('sh', {'cmd': cmd})]))
+
+  gateway, _, _ = serve(script)
+
+  async def run():
+    async def agent(client, i):
+      contents = {'name': f'agent {i}\n'.encode()}
+      async with await sandbox.create(contents=contents) as box:
+        tool = tools.sh_tool(box)
+        return await whitebox.run(
+          'Who are you?',
+          client=client,
+          base_url=gateway.base_url,
+          api_key=f'k{i}',
+          model='m2jax',
+          tools=[tool.spec],
+          execute=tools.executor(tool),
+          config=whitebox.AgentConfig(),
+        )
+
+    async with http.make_client() as client:
+      outcomes = await asyncio.gather(*(agent(client, i) for i in range(6)))
+    await sandbox.shutdown()
+    return outcomes
+
+  answers = [outcome.answer for outcome in asyncio.run(run())]
+  assert answers == [f'agent {i}\n1' for i in range(6)]
+
+
+# --- What the model is shown.
+
+
+@pytest.mark.parametrize(
+  'result, text',
+  [
+    (ExecResult(0, 'a\nb\n', ''), 'a\nb'),
+    (ExecResult(0, '', ''), ''),
+    (ExecResult(1, '', 'no\n'), 'no\nexit code 1'),
+    (ExecResult(2, 'out', 'err'), 'out\nerr\nexit code 2'),
+    (
+      ExecResult(124, 'part', '', timed_out=True, wall_s=2.04),
+      'part\ntimed out after 2s',
+    ),
+    (ExecResult(137, 'x', '', truncated=True), 'x\noutput truncated\nexit code 137'),
+    (ExecResult(137, '', '', oom=True), 'out of memory'),
+  ],
+)
+def test_observation(result, text):
+  """Short, and only what is out of the ordinary is added."""
+  assert tools.observation(result) == text
+
+
+@pytest.mark.parametrize('text', ['x' * 5000, 'é☃' * 1000, '\ud800' * 3000])
+def test_cut_keeps_head_and_tail_within_the_limit(text):
+  """A cut observation stays text, holds both ends and says how much is missing."""
+  short = tools.cut(text, 100)
+  head, marker, tail = short.split('\n')
+  assert len((head + tail).encode()) <= 100
+  missing = len(text.encode('utf-8', 'replace')) - 100
+  assert marker == f'[{missing} bytes cut]'
+  assert tools.cut(text[:20], 100) == text[:20].encode('utf-8', 'replace').decode()
+
+
+def test_observations_are_cut(serve, tok):
+  """The config's limit holds for what is sent to the model."""
+  loud = response_text('x', calls=[('sh', {'cmd': 'yes | head -c 100000'})])
+  gateway, _, _ = serve(turns(tok, loud, ANSWER))
+  outcome = episode(gateway, observation_bytes=64)
+  assert len(outcome.messages[2]['content']) < 100

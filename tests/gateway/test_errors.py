@@ -1,0 +1,380 @@
+"""Law 9: every bad request gets its own clear error, and the next one is served."""
+
+import copy
+import http.client
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from m2jax.gateway.config import GatewayConfig
+from m2jax.gateway.server import Gateway
+from tests.gateway.conftest import SH, response_text
+from tests.gateway.scripted_engine import ScriptedEngine
+
+OK = {'model': 'm2jax', 'messages': [{'role': 'user', 'content': 'hi'}]}
+ANSWER = response_text('t', 'fine')
+HTTP = httpx.Client(trust_env=False)
+DEEP = '[' * 100_000
+
+
+def post(gateway, body, key='k'):
+  content = json.dumps(body) if isinstance(body, dict | list) else body
+  return HTTP.post(
+    f'{gateway.base_url}/chat/completions',
+    content=content,
+    headers={'authorization': f'Bearer {key}'},
+  )
+
+
+def assert_serves(gateway):
+  assert post(gateway, OK).json()['choices'][0]['message']['content'] == 'fine'
+
+
+def assistant(**call):
+  call = {'name': 'sh', 'arguments': '{}'} | call
+  return {'role': 'assistant', 'tool_calls': [{'id': 'a', 'function': call}]}
+
+
+def tool(**function):
+  return [{'type': 'function', 'function': {'name': 'f', **function}}]
+
+
+BAD = [
+  (b'', None),
+  (b'{', None),
+  (b'\xff', None),
+  (DEEP, None),
+  ([], None),
+  ({'model': 1}, 'model'),
+  ({'model': None}, 'model'),
+  ({'messages': None}, 'messages'),
+  ({'messages': []}, 'messages'),
+  ({'messages': {}}, 'messages'),
+  ({'messages': ['hi']}, 'messages[0]'),
+  ({'messages': [{'role': 'wizard', 'content': 'x'}]}, 'messages[0].role'),
+  ({'messages': [{'content': 'x'}]}, 'messages[0].role'),
+  ({'messages': [{'role': ['user'], 'content': 'x'}]}, 'messages[0].role'),
+  ({'messages': [{'role': 'user'}]}, 'messages[0].content'),
+  ({'messages': [{'role': 'user', 'content': 7}]}, 'messages[0].content'),
+  ({'messages': [{'role': 'user', 'content': '\ud800'}]}, 'messages[0].content'),
+  (
+    {'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]},
+    'messages[0].content[0]',
+  ),
+  ({'messages': [{'role': 'tool', 'content': 'x', 'tool_call_id': 'a'}]}, None),
+  ({'messages': [*OK['messages'], {'role': 'system', 'content': 'late'}]}, None),
+  (
+    {'messages': [assistant(arguments='{"a"')]},
+    'messages[0].tool_calls[0].function.arguments',
+  ),
+  (
+    {'messages': [assistant(arguments='[1]')]},
+    'messages[0].tool_calls[0].function.arguments',
+  ),
+  ({'messages': [assistant(name=3)]}, 'messages[0].tool_calls[0].function.name'),
+  (
+    {'messages': [{'role': 'assistant', 'tool_calls': {'a': 1}}]},
+    'messages[0].tool_calls',
+  ),
+  ({'tools': {}}, 'tools'),
+  ({'tools': ['f']}, 'tools[0]'),
+  ({'tools': [{'type': 'web_search'}]}, 'tools[0]'),
+  ({'tools': [{'type': 'function'}]}, 'tools[0].function'),
+  ({'tools': tool(name='a b')}, 'tools[0].function.name'),
+  ({'tools': tool(parameters='x')}, 'tools[0].function.parameters'),
+  ({'tools': tool(parameters={'type': 'string'})}, 'tools[0].function.parameters.type'),
+  (
+    {'tools': tool(parameters={'properties': [1]})},
+    'tools[0].function.parameters.properties',
+  ),
+  ({'tools': tool() * 2}, 'tools[1].function.name'),
+  ({'tools': tool(description='\ud800')}, 'tools'),
+  ({'tool_choice': 'required'}, 'tool_choice'),
+  ({'tools': [SH], 'tool_choice': 'maybe'}, 'tool_choice'),
+  ({'tools': [SH], 'tool_choice': {'function': 'sh'}}, 'tool_choice'),
+  ({'max_tokens': 0}, 'max_tokens'),
+  ({'max_tokens': '9'}, 'max_tokens'),
+  ({'max_completion_tokens': -1}, 'max_completion_tokens'),
+  ({'temperature': 3}, 'temperature'),
+  ({'temperature': 'hot'}, 'temperature'),
+  ('{"model": "m2jax", "messages": [], "temperature": NaN}', 'messages'),
+  ({'temperature': float('nan')}, 'temperature'),
+  ({'top_p': 0}, 'top_p'),
+  ({'top_k': -2}, 'top_k'),
+  ({'top_k': True}, 'top_k'),
+  ({'seed': 1.5}, 'seed'),
+  ({'n': 2}, 'n'),
+  ({'stop': ['x']}, 'stop'),
+  ({'logit_bias': [1]}, 'logit_bias'),
+  ({'logit_bias': {'5': 1}}, 'logit_bias'),
+  ({'presence_penalty': 1}, 'presence_penalty'),
+  ({'response_format': {'type': 'json_object'}}, 'response_format'),
+  ({'stream': 'yes'}, 'stream'),
+  ({'stream': True, 'stream_options': 3}, 'stream_options'),
+  ({'stream': True, 'logprobs': True}, 'logprobs'),
+  ({'functions': [{}]}, 'functions'),
+]
+
+
+def test_bad_requests(serve):
+  """Each names its field, none reaches the engine, and the server goes on serving."""
+  gateway, engine, records = serve(ANSWER)
+  for body, param in BAD:
+    if isinstance(body, dict):
+      body = OK | body
+    reply = post(gateway, body)
+    error = reply.json()['error']
+    assert reply.status_code == 400, (body, reply.text)
+    assert error['param'] == param, (body, error)
+    assert error['type'] == 'invalid_request_error'
+    assert param is None or param in error['message']
+  assert not engine.requests and not records
+  assert gateway.counters() == {'requests_total{status="400"}': len(BAD)}
+  assert_serves(gateway)
+
+
+FULL = OK | {
+  'messages': [
+    {'role': 'system', 'content': 's'},
+    {'role': 'user', 'content': [{'type': 'text', 'text': 'u'}]},
+    assistant(),
+    {'role': 'tool', 'content': 'x', 'tool_call_id': 'a'},
+  ],
+  'tools': [SH],
+  'tool_choice': {'type': 'function', 'function': {'name': 'sh'}},
+  'stream_options': {'include_usage': True},
+}
+FIELDS = ('temperature', 'top_p', 'top_k', 'logit_bias', 'max_tokens', 'seed', 'stop')
+any_json = st.recursive(
+  st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+  lambda inner: (
+    st.lists(inner, max_size=2)
+    | st.dictionaries(st.sampled_from(['type', 'function', 'name', 'x']), inner)
+  ),
+  max_leaves=4,
+)
+
+
+@settings(
+  deadline=None,
+  max_examples=100,
+  suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_no_request_is_an_internal_error(fuzzed, data):
+  """Any JSON anywhere in a request is answered or refused; nothing breaks."""
+  body = copy.deepcopy(FULL)
+  if data.draw(st.booleans()):
+    body[data.draw(st.sampled_from(FIELDS))] = data.draw(any_json)
+  else:
+    at = body
+    while True:
+      key = data.draw(
+        st.sampled_from(list(at) if isinstance(at, dict) else range(len(at)))
+      )
+      if (
+        not at[key] or not isinstance(at[key], dict | list) or data.draw(st.booleans())
+      ):
+        at[key] = data.draw(any_json)
+        break
+      at = at[key]
+  reply = post(fuzzed, body)
+  assert reply.status_code in (200, 400, 404), reply.text
+
+
+@pytest.fixture(scope='module')
+def fuzzed(tok):
+  engine = ScriptedEngine(lambda request: tok.encode(ANSWER))
+  with Gateway(
+    GatewayConfig(accept_unknown_keys=True), tok, engine, lambda completion: None
+  ) as gateway:
+    yield gateway
+  engine.close()
+
+
+def test_fields_of_other_clients_are_ignored(serve):
+  """Real agents send fields of their own; those cost them nothing."""
+  gateway, _, _ = serve(ANSWER)
+  extra = {
+    'user': 'me',
+    'metadata': {},
+    'store': False,
+    'parallel_tool_calls': True,
+    'reasoning_effort': 'high',
+    'stop': None,
+    'n': 1,
+    'frequency_penalty': 0,
+    'logit_bias': {},
+    'response_format': {'type': 'text'},
+    'cache_salt': 'x',
+  }
+  assert post(gateway, OK | extra).status_code == 200
+  forced = OK | {'tools': [SH], 'tool_choice': 'required'}
+  assert post(gateway, forced).status_code == 200
+  assert gateway.counters()['ignored_total{field="tool_choice"}'] == 1
+
+
+def test_status_codes(serve):
+  """Keys, models, methods, paths and sizes have the statuses that clients expect."""
+  gateway, _, _ = serve(ANSWER, max_body_bytes=1000)
+  url = f'{gateway.base_url}/chat/completions'
+  with httpx.Client(trust_env=False) as client:
+    for headers in ({}, {'authorization': 'Basic eA=='}, {'authorization': 'Bearer'}):
+      reply = client.post(url, json=OK, headers=headers)
+      assert reply.status_code == 401
+      assert reply.json()['error']['code'] == 'invalid_api_key'
+    assert post(gateway, OK, key='k' * 257).status_code == 401
+    reply = client.get(url)
+    assert (reply.status_code, reply.headers['allow']) == (405, 'POST')
+    reply = client.get(gateway.base_url + '/nothing')
+    assert reply.status_code == 404
+    assert '/v1/nothing' in reply.json()['error']['message']
+    assert client.head(gateway.base_url.removesuffix('/v1') + '/').status_code == 200
+  reply = post(gateway, OK | {'model': 'gpt'})
+  assert (reply.status_code, reply.json()['error']['code']) == (404, 'model_not_found')
+  reply = post(gateway, b' ' * 1001)
+  assert (reply.status_code, reply.json()['error']['code']) == (
+    413,
+    'request_too_large',
+  )
+  reply = post(gateway, (b' ' * 500 for _ in range(200)))  # chunked: no length told
+  assert reply.status_code == 413
+  assert_serves(gateway)
+
+
+def test_prompt_too_long(serve):
+  """The engine's limit becomes the code that agents look for."""
+  gateway, _, records = serve(ANSWER, engine_options={'context_tokens': 300})
+  long = {'messages': [{'role': 'user', 'content': 'word ' * 500}]}
+  reply = post(gateway, OK | long)
+  assert reply.status_code == 400
+  assert reply.json()['error']['code'] == 'context_length_exceeded'
+  assert '300' in reply.json()['error']['message']
+  assert not records
+  assert 'forks_total{reason="first"}' not in gateway.counters()
+  assert_serves(gateway)
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_engine_failure(serve, stream):
+  """A dead engine is a 503, or an error event in a begun stream; never an answer."""
+  gateway, engine, records = serve(RuntimeError('device lost'))
+  reply = post(gateway, OK | {'stream': stream})
+  if stream:
+    last = [line for line in reply.text.split('\n\n') if line][-1]
+    error = json.loads(last.removeprefix('data: '))['error']
+  else:
+    assert reply.status_code == 503
+    error = reply.json()['error']
+  assert (error['type'], error['code']) == ('server_error', 'engine_unavailable')
+  assert gateway.counters()['requests_total{status="503"}'] == 1
+  engine.alive = False
+  assert post(gateway, OK | {'stream': stream}).status_code == 503
+  health = httpx.get(gateway.base_url.removesuffix('/v1') + '/health')
+  assert (health.status_code, health.json()['status']) == (503, 'engine down')
+  assert not records
+
+
+def test_health_and_metrics(serve):
+  """What a person or a scraper reads: alive, policy version, counts."""
+  gateway, engine, _ = serve(ANSWER)
+  engine.version = 7
+  assert_serves(gateway)
+  root = gateway.base_url.removesuffix('/v1')
+  health = httpx.get(root + '/health').json()
+  assert (health['status'], health['policy_version']) == ('ok', 7)
+  assert 'gateway_requests_total{status="200"} 1' in httpx.get(root + '/metrics').text
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_nothing_unrecorded_is_answered(serve, stream):
+  """If the record fails the client is told so, and gets no answer that is lost."""
+
+  def record(completion):
+    raise OSError('disk full')
+
+  gateway, _, _ = serve(ANSWER, record=record)
+  reply = post(gateway, OK | {'stream': stream})
+  assert reply.status_code == (200 if stream else 500)
+  assert 'finish_reason": "stop"' not in reply.text
+  assert '[DONE]' not in reply.text
+  assert 'internal error' in reply.text
+  assert 'disk' not in reply.text  # internals stay in the log
+
+
+def test_record_comes_before_the_answer(serve):
+  """A slow record delays the response; the response never overtakes it."""
+  recorded = []
+
+  def record(completion):
+    time.sleep(0.2)
+    recorded.append(completion)
+
+  gateway, _, _ = serve(ANSWER, record=record)
+  assert_serves(gateway)
+  assert len(recorded) == 1
+
+
+def wait_for(condition, limit_s=10.0):
+  deadline = time.monotonic() + limit_s
+  while not condition():
+    assert time.monotonic() < deadline, 'waited too long'
+    time.sleep(0.01)
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_client_hangs_up(serve, tok, stream):
+  """The engine's work ends with the client; what was sampled is kept as cancelled."""
+  gateway, engine, records = serve(
+    'on and on ' * 1000, engine_options={'delay_s': 0.01}
+  )
+  host, port = gateway.base_url.removeprefix('http://').removesuffix('/v1').split(':')
+  connection = http.client.HTTPConnection(host, int(port))
+  connection.request(
+    'POST',
+    '/v1/chat/completions',
+    json.dumps(OK | {'stream': stream, 'max_tokens': 10_000}),
+    {'authorization': 'Bearer k'},
+  )
+  wait_for(lambda: engine.requests)
+  time.sleep(0.1)
+  connection.sock.shutdown(socket.SHUT_RDWR)
+  connection.close()
+  wait_for(lambda: records)
+  assert engine.cancelled['requests'] == 1
+  assert records[0].finish_reason == 'cancelled'
+  assert records[0].response_ids == engine.results[0][1].tokens
+  wait_for(lambda: gateway.counters().get('requests_total{status="499"}') == 1)
+  engine.script = lambda request: tok.encode(ANSWER)
+  assert_serves(gateway)
+  assert records[1].fork_reason is None  # nothing can extend or resample what was lost
+
+
+def test_hostile_bytes(serve):
+  """Connections that speak no HTTP, or stop in the middle, harm nobody else."""
+  gateway, _, _ = serve(ANSWER)
+  host, port = gateway.base_url.removeprefix('http://').removesuffix('/v1').split(':')
+  head = b'POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n'
+  for data in (
+    b'\x00\xff\x16\x03\x01' * 50,
+    b'GET / HTTP/9.9\r\n\r\n',
+    head + b'content-length: 100\r\n\r\n{"model"',
+    head + b'content-length: -5\r\n\r\n',
+    head + b'content-length: 99999999999999999999\r\n\r\n',
+    head + b'transfer-encoding: chunked\r\n\r\nZZ\r\n',
+    head[:-2] + b'\xff\xfe\r\ncontent-length: 2\r\n\r\n{}',
+  ):
+    with socket.create_connection((host, int(port))) as connection:
+      connection.sendall(data)
+  threads = [threading.Thread(target=assert_serves, args=(gateway,)) for _ in range(4)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert gateway.counters()['requests_total{status="200"}'] == 4

@@ -1,0 +1,118 @@
+"""A model small enough to recompute every token by a full forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from m2jax import model
+from m2jax.config import ModelConfig
+from m2jax.rollout.engine import Engine
+from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.scheduler import Scheduler
+from m2jax.rollout.scheduler import SchedulerConfig
+
+CONTEXT = 48
+CFG = ModelConfig(
+  vocab_size=61,
+  num_layers=2,
+  embed_dim=32,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  rotary_dim=4,
+  num_experts=4,
+  experts_per_token=2,
+  expert_dim=16,
+  rope_theta=10_000.0,
+  max_positions=64,
+  num_mtp_modules=0,
+  dtype='float32',
+  unroll_layers=True,
+)
+ENGINE_CONFIG = EngineConfig(
+  slots=4,
+  context_tokens=CONTEXT,
+  max_steps=4,
+  decode_rows=(1, 4),
+  prefill_shapes=((1, 8), (4, 8), (1, 32)),
+  contexts=(24, CONTEXT),
+  max_stop_ids=3,
+)
+
+
+def init(seed: int, cfg: ModelConfig = CFG):
+  """Random weights whose logits spread over several nats, so that errors show."""
+  m2 = model.M2(cfg)
+  variables = m2.init(jax.random.key(seed), jnp.zeros((1, 4), jnp.int32))
+  params = dict(variables['params'])
+  params['head'] = params['head'] * 20
+  params['embed'] = params['embed'] * 50
+  return {**variables, 'params': params}
+
+
+class Reference:
+  """Full forward passes over whole sequences, without any cache."""
+
+  def __init__(self, cfg: ModelConfig = CFG):
+    self._apply = jax.jit(model.M2(cfg).apply)
+
+  def logits(self, variables, tokens) -> np.ndarray:
+    """[n, V] float64: row i predicts token i + 1."""
+    padded = np.zeros((1, CONTEXT), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.float64(self._apply(variables, padded)[0, : len(tokens)])
+
+  def logprobs(self, variables, prompt, response, temperature=1.0) -> np.ndarray:
+    """[len(response)]: log-probability of each response token."""
+    logits = self.logits(variables, [*prompt, *response])[len(prompt) - 1 : -1]
+    return log_softmax(logits / temperature)[np.arange(len(response)), list(response)]
+
+  def greedy(self, variables, prompt, count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+      tokens.append(int(self.logits(variables, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def log_softmax(logits):
+  shifted = logits - logits.max(axis=-1, keepdims=True)
+  return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+@pytest.fixture(scope='session')
+def variables():
+  return init(0)
+
+
+@pytest.fixture(scope='session')
+def other_variables():
+  return init(1)
+
+
+@pytest.fixture(scope='session')
+def reference():
+  return Reference()
+
+
+@pytest.fixture(scope='session')
+def engine():
+  return Engine(CFG, ENGINE_CONFIG)
+
+
+@pytest.fixture
+def serve(engine, variables):
+  """serve(**SchedulerConfig fields) → a started Scheduler, stopped at the test's end."""
+  with contextlib.ExitStack() as stack:
+
+    def start(engine=engine, variables=variables, *, run=True, **fields):
+      fields = {'min_copy_tokens': 2, 'decode_steps': 4} | fields
+      scheduler = Scheduler(engine, variables, config=SchedulerConfig(**fields))
+      stack.callback(scheduler.stop)
+      return scheduler.start(warmup=False) if run else scheduler
+
+    yield start

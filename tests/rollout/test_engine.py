@@ -1,0 +1,234 @@
+"""The engine's pure functions against full forward passes without a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from m2jax import model
+from m2jax.rollout import decode_state
+from m2jax.rollout import forward
+from m2jax.rollout import kv_cache
+from m2jax.rollout import prefill_plan
+from m2jax.rollout.engine import Engine
+from m2jax.rollout.engine_config import EngineConfig
+from tests.rollout.conftest import CFG
+from tests.rollout.conftest import CONTEXT
+from tests.rollout.conftest import ENGINE_CONFIG
+from tests.rollout.conftest import init
+from tests.rollout.conftest import log_softmax
+
+NONE = np.int32(0)
+
+
+def prompt(seed: int, size: int) -> list[int]:
+  return np.random.default_rng(seed).integers(CFG.vocab_size, size=size).tolist()
+
+
+def cached_logits(cfg, chunk, steps, variables, sequences, lengths):
+  """Logits [3, chunk·steps, V] after `lengths` cached tokens, chunk by chunk."""
+  split, row = cfg.unroll_layers, jnp.arange(3)[:, None]
+  # The cache holds garbage beyond the lengths; rows lie in other slots' order.
+  cache = jax.tree.map(lambda x: x + 7.0, kv_cache.init(cfg, 5, 64))
+  slots, zero = jnp.array([4, 0, 2]), jnp.zeros(3, jnp.int32)
+  cached = kv_cache.gather(cache, slots, 24, split=split)
+  whole = kv_cache.empty_tail(cfg, *sequences.shape, split=split)
+  _, whole = forward.extend(cfg, variables, sequences, cached, zero, whole, 0)
+  cache = kv_cache.append(cache, whole, slots, jnp.int32(3), zero)
+
+  cached = kv_cache.gather(cache, slots, 24, split=split)
+  tail = kv_cache.empty_tail(cfg, 3, chunk * steps, split=split)
+  out = []
+  for begin in range(0, chunk * steps, chunk):
+    tokens = sequences[row, lengths[:, None] + begin + jnp.arange(chunk)]
+    hidden, tail = forward.extend(
+      cfg, variables, tokens, cached, lengths, tail, begin
+    )
+    out.append(model.head(model.M2(cfg), variables, hidden))
+  return jnp.concatenate(out, axis=1)
+
+
+@pytest.mark.parametrize('unroll', [True, False])
+@pytest.mark.parametrize('chunk, steps', [(1, 3), (5, 2)])
+def test_cached_logits_equal_a_full_pass(unroll, chunk, steps):
+  """Prefix, tail and their shared softmax must be causal attention, at any split."""
+  cfg = dataclasses.replace(CFG, unroll_layers=unroll)
+  variables = init(0, cfg)
+  sequences = np.random.default_rng(0).integers(CFG.vocab_size, size=(3, 31))
+  want = jax.jit(model.M2(cfg).apply)(variables, sequences)
+  jitted = jax.jit(cached_logits, static_argnums=(0, 1, 2))
+  for seed in range(10):
+    lengths = np.random.default_rng(seed).integers(0, 21, size=3)
+    lengths[seed % 3] = (0, 20)[seed % 2]  # the ends, always
+    got = jitted(cfg, chunk, steps, variables, sequences, lengths)
+    for row, n in enumerate(lengths):
+      np.testing.assert_allclose(
+        got[row], want[row, n : n + chunk * steps], atol=2e-4
+      )
+
+
+def test_jetstream_calls_decode_greedily(engine, variables, reference):
+  """Any JetStream driver must get the tokens that a full pass would give."""
+  state = engine.init_decode_state()
+  prompts = {1: prompt(1, 11), 3: prompt(2, 7), 0: prompt(3, 30)}
+  for slot, tokens in prompts.items():
+    padded = np.zeros(32, np.int32)
+    padded[: len(tokens)] = tokens
+    prefix = engine.prefill(variables, padded_tokens=padded, true_length=len(tokens))
+    slots = decode_state.make_slots(1, ENGINE_CONFIG.max_stop_ids)
+    slots.temperature[:] = 0
+    state = engine.insert(prefix, state, slot, slots=slots)
+    jax.tree.map(lambda x: x.delete(), prefix)  # as JetStream's driver does
+  out = {slot: [] for slot in prompts}
+  for step in range(1, 7):
+    state, result = engine.generate(variables, state)
+    result.copy_to_host_async()
+    result = result.convert_to_numpy()
+    assert result.get_result_at_slot(2).valid[0, 0] == 0  # nobody there
+    for slot, tokens in out.items():
+      data = result.get_result_at_slot(slot)
+      assert (data.valid[0, 0], data.lengths[0]) == (1, step)
+      tokens.append(int(data.tokens[0, 0]))
+      logits = reference.logits(variables, prompts[slot] + tokens[:-1])[-1]
+      want = log_softmax(logits)[tokens[-1]]
+      np.testing.assert_allclose(data.log_prob[0, 0], want, atol=1e-4)
+  for slot, tokens in out.items():
+    assert tokens == reference.greedy(variables, prompts[slot], 6)
+
+
+def test_prefill_continues_an_existing_prefix(engine, variables, reference):
+  """JetStream's existing_prefix, up to the end of the context and padded beyond it."""
+  tokens = prompt(4, CONTEXT - 3)
+  prefix = engine.prefill(variables, padded_tokens=np.array(tokens[:9]), true_length=9)
+  for begin, end in ((9, 20), (20, CONTEXT - 3)):
+    padded = np.zeros(32, np.int32)
+    padded[: end - begin] = tokens[begin:end]
+    prefix = engine.prefill(
+      variables,
+      existing_prefix=prefix,
+      padded_tokens=padded,
+      true_length=end - begin,
+    )
+  slots = decode_state.make_slots(1, ENGINE_CONFIG.max_stop_ids)
+  slots.temperature[:] = 0
+  state = engine.insert(prefix, engine.init_decode_state(), 2, slots=slots)
+  out = []
+  for _ in range(5):
+    state, result = engine.generate(variables, state)
+    if result.data[2, 1]:
+      out.append(int(result.data[2, 0]))
+  assert out == reference.greedy(variables, tokens, 3)  # and the context is full
+
+
+def test_generate_many_ends_rows_and_then_itself(engine, variables, reference):
+  """Stop ids, max_tokens and the early end are decided on the device, exactly."""
+  tokens = prompt(5, 6)
+  greedy = reference.greedy(variables, tokens, 4)
+  state = engine.init_decode_state()
+  rows = np.array([2, 1, 3, 0], np.int32)
+  chunk = np.tile(np.array(tokens + [0, 0], np.int32), (4, 1))
+  state = engine.prefill_rows(
+    variables, state, rows, np.int32(3), chunk, np.zeros(4, np.int32), context=24
+  )
+  slots = decode_state.make_slots(4, 3)
+  slots.length[:], slots.token[:], slots.temperature[:] = 5, tokens[-1], 0
+  slots.remaining[:] = 10, 2, 10, 10
+  slots.stop_ids[0, 1] = greedy[2]
+  slots.stop_ids[2, 0] = greedy[0]
+  state = engine.admit(state, rows, np.int32(3), slots)
+  state, sampled = engine.generate_many(
+    variables, state, rows, np.int32(3), np.int32(4), context=24
+  )
+  stop_at = greedy.index(greedy[2]) + 1
+  ends = [decode_state.STOP, decode_state.LENGTH, decode_state.STOP]
+  assert sampled.counts.tolist() == [stop_at, 2, 1, 0]
+  assert sampled.ended.tolist()[:3] == ends
+  assert sampled.tokens[0, :stop_at].tolist() == greedy[:stop_at]
+  assert state.slots.length[rows[:3]].tolist() == [5 + stop_at, 7, 6]
+  assert state.slots.remaining[rows].tolist() == [0, 0, 0, 0]
+  _, sampled = engine.generate_many(
+    variables, state, rows, np.int32(3), np.int32(4), context=24
+  )
+  assert sampled.counts.tolist() == [0, 0, 0, 0]
+
+
+def test_a_run_of_near_certain_tokens_ends_the_response(variables):
+  """Degenerate repetition must not fill contexts (the report's 3,000-token rule)."""
+  config = dataclasses.replace(ENGINE_CONFIG, confident_tokens=3)
+  engine = Engine(CFG, config)
+  params = dict(variables['params'])
+  params['head'] = params['head'] * 100  # every choice is certain
+  sharp = {**variables, 'params': params}
+  state = engine.init_decode_state()
+  slots = decode_state.make_slots(4, 3)
+  slots.token[:2], slots.remaining[:2] = 1, 20
+  slots.temperature[1] = 1e4  # near uniform: never confident
+  state = engine.admit(state, np.arange(4, dtype=np.int32), np.int32(2), slots)
+  rows = np.arange(4, dtype=np.int32)
+  state, sampled = engine.generate_many(
+    sharp, state, rows, np.int32(2), np.int32(4), context=24
+  )
+  assert sampled.counts.tolist()[:2] == [3, 4]
+  assert sampled.ended.tolist()[:2] == [decode_state.LENGTH, decode_state.RUNNING]
+
+
+def test_rows_of_padding_touch_nothing(engine, variables):
+  """Warm-up and padding rows run beside live slots."""
+  state = engine.init_decode_state()
+  state = dataclasses.replace(
+    state, cache=jax.tree.map(lambda x: x + 3.0, state.cache)
+  )
+  before = jax.device_get(state)
+  after = jax.device_get(engine.warmup(variables, state))
+  jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_state_is_donated(engine, variables):
+  """At M2's size two caches do not fit."""
+  state = engine.init_decode_state()
+  rows = np.zeros(4, np.int32)
+  engine.generate_many(variables, state, rows, NONE, NONE, context=24)
+  assert all(x.is_deleted() for x in jax.tree.leaves(state.cache))
+
+
+@pytest.mark.parametrize(
+  'field, value',
+  [
+    ('slots', 0),
+    ('context_tokens', 1),
+    ('decode_rows', (2, 8)),
+    ('contexts', (16,)),
+    ('prefill_shapes', ((1, 100),)),
+    ('confident_probability', 1.0),
+  ],
+)
+def test_bad_sizes_are_named(field, value):
+  """A wrong bucket must fail at once, not as a shape error in the middle of a run."""
+  with pytest.raises(ValueError, match=f'EngineConfig.{field}='):
+    dataclasses.replace(ENGINE_CONFIG, **{field: value})
+
+
+def test_context_longer_than_the_model_is_refused():
+  """RoPE would extrapolate in silence."""
+  with pytest.raises(ValueError, match='context_tokens=65 exceeds.*max_positions=64'):
+    Engine(CFG, EngineConfig(slots=2, context_tokens=65))
+
+
+@given(
+  st.lists(st.integers(1, 300), min_size=1, max_size=40),
+  st.integers(1, 64),
+  st.integers(2, 384),
+)
+def test_a_prefill_call_serves_the_oldest_within_its_shape(remaining, slots, context):
+  """The oldest prompt always moves on: no mix of later ones can starve it."""
+  config = EngineConfig(slots=slots, context_tokens=context)
+  which, rows, chunk = prefill_plan.choose(np.array(remaining), config.prefill_shapes)
+  assert (rows, chunk) in config.prefill_shapes
+  assert which[0] == 0 and len(which) <= rows
+  assert len(set(which.tolist())) == len(which) <= len(remaining)
