@@ -14,6 +14,23 @@ import ml_collections
 
 from m2jax import config as model_config
 
+# One call, then two and more; m2jax/tasks/terminal has others.
+FAMILIES = (
+  'count_lines',
+  'count_matches',
+  'find_definition',
+  'longer',
+  'extreme',
+  'rename',
+  'append',
+  'replace',
+  'delete_matching',
+  'set_value',
+  'act_on_found',
+  'follow_notes',
+  'fix_check',
+)
+
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
@@ -21,9 +38,18 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.sandbox = 'bubblewrap'  # or 'rlimit_only', a weaker mode
   c.model = dataclasses.asdict(model_config.tiny())
   c.eval_tasks = 440  # held-out tasks per evaluation, one episode each
-  c.terminal = dict(files=(3, 5), lines=(20, 80))
+  c.terminal = dict(
+    files=(3, 5),
+    lines=(20, 80),
+    weights=dict.fromkeys(FAMILIES, 1.0),
+  )
   c.teacher = dict(scale=1.0)  # of the mistake rates; 0 is a perfect teacher
   c.engine = dict(slots=64, context_tokens=384)
+  c.engine.update(  # few shapes: each takes seconds to compile
+    decode_rows=(64,),
+    contexts=(128, 256, 384),
+    prefill_shapes=((1, 64), (8, 32), (16, 16)),
+  )
   c.scheduler = dict(decode_steps=8, reuse_stale_prefix=False)
   c.episodes = dict(
     concurrency=64,  # agents at once
@@ -55,7 +81,9 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     c.eval_tasks = 8
     c.sft.update(demonstrations=60)
     c.sft.loop.update(steps=12, checkpoint_every=6)
-    c.rl.update(steps=3, groups_per_step=2, group_size=2, capacity=4, checkpoint_every=2)
+    c.rl.update(
+      steps=3, groups_per_step=2, group_size=2, capacity=4, checkpoint_every=2
+    )
   elif variant == 'sft':
     c.sft.loop.update(steps=100_000, seconds=c.sft.loop.seconds + c.rl.seconds)
     c.rl = None

@@ -1,33 +1,56 @@
-"""What the mains share: flags, and ConfigDict → dataclasses."""
+"""What the mains share: flags, ConfigDict → dataclasses, errors in one line, Ctrl-C."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging as std_logging
 import pathlib
+import signal
 import sys
+import traceback
 import types
 import typing
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import ml_collections
-from absl import flags, logging
+from absl import app, flags, logging
 from ml_collections import config_flags
 
-WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
+FRESH = flags.DEFINE_bool('fresh', False, 'Delete the run in --workdir and start anew.')
 CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'configs/NAME.py[:variant]', lock_config=True
 )
 
+INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
+_CHATTY_LOGGERS = ('httpx', 'httpcore', 'uvicorn', 'jax', 'asyncio')
+_CHATTY_FILES = ('/orbax/', '/jax/', '/grain/', '/etils/')  # these use absl's logger
+
+
+class BadInput(ValueError):
+  """A mistake of the person at the keys: told in one line, without a traceback."""
+
 
 def workdir() -> pathlib.Path:
+  """--workdir, which most jobs need."""
+  if not WORKDIR.value:
+    raise BadInput('--workdir is missing: give the directory of the run')
   return pathlib.Path(WORKDIR.value)
+
+
+def values() -> dict[str, Any]:
+  """--config as nested dicts."""
+  if CONFIG.value is None:
+    raise BadInput('--config is missing: give configs/NAME.py[:variant]')
+  return CONFIG.value.to_dict()
 
 
 def build(kind: type, values: Any, path: str = 'config') -> Any:
   """A dataclass of `kind` from a ConfigDict or mapping, nested dataclasses included.
 
   Raises:
-    ValueError: a field the dataclass does not have, or one that is missing.
+    BadInput: a field the dataclass does not have, one that is missing, or a bad value.
   """
   if isinstance(values, ml_collections.ConfigDict):
     values = values.to_dict(preserve_field_references=False)
@@ -37,7 +60,7 @@ def build(kind: type, values: Any, path: str = 'config') -> Any:
   fields = {f.name: f for f in dataclasses.fields(kind)}
   unknown = sorted(set(values) - set(fields))
   if unknown:
-    raise ValueError(
+    raise BadInput(
       f'{path}: {kind.__name__} has no field {", ".join(unknown)}; '
       f'it has {", ".join(fields)}'
     )
@@ -49,13 +72,15 @@ def build(kind: type, values: Any, path: str = 'config') -> Any:
     and f.default_factory is dataclasses.MISSING
   ]
   if missing:
-    raise ValueError(f'{path}: {kind.__name__} needs {", ".join(missing)}')
-  return kind(
-    **{
-      name: build(_inner(hints[name]), value, f'{path}.{name}')
-      for name, value in values.items()
-    }
-  )
+    raise BadInput(f'{path}: {kind.__name__} needs {", ".join(missing)}')
+  nested = {
+    name: build(_inner(hints[name]), value, f'{path}.{name}')
+    for name, value in values.items()
+  }
+  try:
+    return kind(**nested)
+  except (TypeError, ValueError) as error:
+    raise BadInput(f'{path}: {error}') from error
 
 
 def _inner(hint: Any) -> Any:
@@ -66,7 +91,66 @@ def _inner(hint: Any) -> Any:
   return hint
 
 
-def fail(error: Exception) -> None:
-  """Ends the program with the error's message: for mistakes of the person at the keys."""
-  logging.error('%s', error)
+def run(main: Callable[[], None], *expected: type[Exception]) -> NoReturn:
+  """Runs a program: `main()` after the flags are parsed.
+
+  Bad input (BadInput, any ValueError, files that are not there, and what else is
+  `expected`) ends it with one line and code 2, Ctrl-C and SIGTERM with code 130.
+  """
+
+  def guarded(argv):
+    quiet()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+      if argv[1:]:
+        raise BadInput(f'unexpected argument {argv[1]!r}: flags start with --')
+      main()
+    except (ValueError, FileNotFoundError, *expected) as error:
+      fail(error)
+    except KeyboardInterrupt:
+      print('\nstopped: the same command resumes', file=sys.stderr)
+      sys.exit(INTERRUPTED)
+
+  app.run(guarded, flags_parser=_parse)
+
+
+def fail(error: Exception) -> NoReturn:
+  """Ends the program with the error's message, and code 2; --verbosity=1 says more."""
+  logging.debug('%s', error, exc_info=error)
+  message = str(error) or repr(error)
+  declared = type(error).__module__.partition('.')[0] in ('m2jax', 'experiments')
+  if isinstance(error, ValueError) and not declared:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    name = '/'.join(pathlib.Path(where.filename).parts[-3:])
+    message += f' ({name}, line {where.lineno}; --verbosity=1 shows the traceback)'
+  print(f'error: {message}', file=sys.stderr)
   sys.exit(2)
+
+
+def quiet() -> None:
+  """Leaves libraries only their warnings; our own INFO stays."""
+  for name in _CHATTY_LOGGERS:
+    std_logging.getLogger(name).setLevel(std_logging.WARNING)
+
+  def ours(record: std_logging.LogRecord) -> bool:
+    chatty = any(part in record.pathname for part in _CHATTY_FILES)
+    return record.levelno >= std_logging.WARNING or not chatty
+
+  logging.get_absl_logger().addFilter(ours)
+
+
+def _parse(argv: list[str]) -> list[str]:
+  """Parses the flags; what is wrong with them ends the program in one line."""
+  try:
+    return flags.FLAGS(argv)
+  except (AttributeError, KeyError) as error:  # an override of no field
+    field = str(error).strip('"\'')
+    given = [a for a in argv if field in a.partition('=')[0].split('.')]
+    if not given:
+      raise  # a mistake inside the config file
+    fail(BadInput(f"{given[0]}: the config has no field '{field}'"))
+  except (flags.Error, OSError) as error:
+    message = str(error)
+    if 'Traceback' in message and isinstance(error.__context__, ValueError):
+      message = f'{message.partition(": ")[0]}: {error.__context__}'
+    fail(BadInput(' '.join(message.split())))

@@ -1,30 +1,24 @@
 """The main job: a tiny M2 learns shell tasks, by SFT and then by RL.
 
-  python -m experiments.forge --config=configs/forge.py --workdir=workdir/forge
+python -m experiments.forge --config=configs/forge.py --workdir=workdir/forge
 """
 
 from __future__ import annotations
 
-from absl import app, flags
-
 from experiments import common
 from m2jax import sandbox
+from m2jax.checkpoint import CheckpointError
 from m2jax.forge import run
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe import stats
+from m2jax.train.workdir import OtherRun
 
-FRESH = flags.DEFINE_bool('fresh', False, 'Delete the run in --workdir and start anew.')
 
-
-def main(argv):
-  del argv
-  try:
-    values = common.CONFIG.value.to_dict()
-    values['episodes'] = {**values['episodes'], 'backend': values.pop('sandbox')}
-    config = common.build(ForgeConfig, values)
-    evaluations = run.run(config, common.workdir(), fresh=FRESH.value)
-  except (ValueError, run.OtherRun, sandbox.SandboxUnavailable) as error:
-    common.fail(error)
+def main():
+  values = common.values()
+  values['episodes'] = {**values['episodes'], 'backend': values.pop('sandbox')}
+  config = common.build(ForgeConfig, values)
+  evaluations = run.run(config, common.workdir(), fresh=common.FRESH.value)
   print('\nheld-out success            temperature 1 [95 % interval]     greedy')
   for row in evaluations:
     successes, n = row.sampled
@@ -36,4 +30,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  app.run(main)
+  common.run(main, CheckpointError, OtherRun, sandbox.SandboxUnavailable)

@@ -26,7 +26,8 @@ class Sample:
     old_logprobs, advantages, weights, versions: one value per response token, length
       `len(tokens) - prompt_length`; None means 0, 1, 1 and 0. A token of weight 0 has
       no term.
-    experts: [len(tokens), L, top_k] recorded expert ids, -1 where not recorded.
+    experts: [len(tokens), L, top_k] recorded expert ids, -1 where not recorded. Where
+      samples share a token, the first record of it holds.
   """
 
   tokens: np.ndarray
@@ -84,7 +85,9 @@ class _Row:
     self.parent = np.full(row_tokens, -1, np.int32)
     self.subtree_end = np.zeros(row_tokens, np.int32)
     self.multiplicity = np.zeros(row_tokens, np.int32)
-    self.path = np.zeros(row_tokens, np.int32)  # row index of each token of the last path
+    self.path = np.zeros(
+      row_tokens, np.int32
+    )  # row index of each token of the last path
     self.path_length = 0
     self.shared = 0  # tokens the next sample shares with the last path
     self.used = 0
@@ -112,7 +115,8 @@ class _Row:
       if self.experts is None:
         shape = (len(self.tokens), *sample.experts.shape[1:])
         self.experts = np.full(shape, -1, np.int32)
-      self.experts[new] = sample.experts[shared:]
+      known = self.experts[self.path[:length]]  # what earlier samples recorded stays
+      self.experts[self.path[:length]] = np.where(known < 0, sample.experts, known)
     self.terms.append(_terms(index, sample, self.path[:length]))
     self.num_terms += len(self.terms[-1][0])
 
@@ -146,6 +150,12 @@ def _validate(index: int, sample: Sample, row_tokens: int, row_terms: int | None
   length = len(sample.tokens)
   if length == 0:
     raise ValueError(f'sample {index} has no tokens')
+  if sample.tokens.ndim != 1:
+    raise ValueError(f'sample {index}: tokens must be one-dimensional')
+  if not np.issubdtype(sample.tokens.dtype, np.integer):
+    raise ValueError(
+      f'sample {index}: tokens must be integers, not {sample.tokens.dtype}'
+    )
   if length > row_tokens:
     raise ValueError(
       f'sample {index} has {length} tokens, more than row_tokens={row_tokens}: '

@@ -29,7 +29,7 @@ _RESIDUAL_OUTPUTS = ('o', 'down')  # projections that write into the residual st
 
 
 def _init_arrays(key, shapes, copies: int, cfg: ModelConfig):
-  """Arrays of `shapes` with a leading axis of `copies`: norms 1, kernels fan-in normal."""
+  """Arrays of `shapes` with a leading axis of `copies`: norms 1, kernels normal."""
   leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=lambda s: type(s) is tuple)
   out = []
   for (path, shape), leaf_key in zip(
@@ -84,6 +84,11 @@ class M2(nn.Module):
     return head(self, variables, hidden)
 
 
+def _at(tree, index: int):
+  """Every leaf at `index` of its leading axis."""
+  return jax.tree.map(lambda a: a[index], tree)
+
+
 def _over_layers(body, x, stacked, num_layers: int, cfg: ModelConfig):
   """x → body(x, layer's slice) for each layer; outputs stacked."""
   if cfg.remat:
@@ -92,7 +97,7 @@ def _over_layers(body, x, stacked, num_layers: int, cfg: ModelConfig):
     return jax.lax.scan(body, x, stacked)
   outs = []
   for layer in range(num_layers):
-    x, out = body(x, jax.tree.map(lambda a: a[layer], stacked))
+    x, out = body(x, _at(stacked, layer))
     outs.append(out)
   return x, jax.tree.map(lambda *a: jnp.stack(a), *outs)
 
@@ -165,8 +170,8 @@ def forward(
 ) -> Outputs:
   """Scores every token of the forest from its parent's state (law 2).
 
-  `detach_mtp` stops the MTP loss's gradient at the trunk, the embedding and the head, so
-  that only the modules learn from it.
+  `detach_mtp` stops the MTP loss's gradient at trunk, embedding and head, so that
+  only the modules learn from it.
   """
   params = variables['params']
   hidden, routing = trunk(cfg, variables, batch)
@@ -200,7 +205,7 @@ def _mtp(cfg, variables, shared, state, batch: forest_lib.Forest):
   )
   scores, loads = [], []
   for k in range(1, cfg.num_mtp_modules + 1):
-    p = jax.tree.map(lambda a: a[k - 1], variables['params']['mtp'])
+    p = _at(variables['params']['mtp'], k - 1)
     live = batch.position >= k
     subtree_end = jnp.where(live, batch.subtree_end, 0)
 

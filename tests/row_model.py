@@ -1,8 +1,11 @@
 """M2 in row form, written apart from the product: the independent side of law 3.
 
 One sample at a time, dense causal attention over its own tokens, every expert, MTP
-as facts/algorithms.md §4.1 writes it for a row: h'ᵏ_i = M_k[norm(hᵏ⁻¹_i); norm(Emb(t_{i+k}))]
-over i = 0 … n-k-1, predicting t_{i+k+1}. Shares no code with m2jax.layers, moe or kernels.
+as facts/algorithms.md §4.1 writes it for a row:
+
+  h'ᵏ_i = M_k[norm(hᵏ⁻¹_i); norm(Emb(t_{i+k}))], i = 0 … n-k-1, predicting t_{i+k+1}.
+
+Shares no code with m2jax.layers, moe or kernels.
 """
 
 from __future__ import annotations

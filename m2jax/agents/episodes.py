@@ -174,7 +174,11 @@ class Runner:
     except (sandbox.SandboxError, OSError) as error:
       logging.warning('episode of %s: %r', task.spec, error)
       return trajectory(
-        ended='infrastructure', reason=repr(error), success=0.0, wall_s=0.0, tool_calls=0
+        ended='infrastructure',
+        reason=repr(error),
+        success=0.0,
+        wall_s=0.0,
+        tool_calls=0,
       )
     return trajectory(
       ended=outcome.ended,
@@ -189,7 +193,7 @@ class Runner:
 
 
 def _checked(execute: shell.Execute) -> whitebox.Execute:
-  """The workspace's `execute`, with a bad call told to the agent loop, which counts it."""
+  """The workspace's `execute`; a bad call is told to the loop, which counts it."""
 
   async def run(name: str, arguments: dict[str, Any]) -> str:
     try:

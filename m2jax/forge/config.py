@@ -12,29 +12,18 @@ from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig
 from m2jax.tasks.terminal import TerminalConfig
 from m2jax.tasks.terminal.teacher import TeacherConfig
-from m2jax.train.loop import LoopConfig
-from m2jax.train.step import StepConfig
+from m2jax.train import sft
 
 
 @dataclasses.dataclass(frozen=True)
-class SftConfig:
+class SftConfig(sft.SftConfig):
   """Supervised fine-tuning on demonstrations.
 
   Attributes:
     demonstrations: how many the teacher gives.
-    tokens_per_step: input tokens of a batch, before merging.
-    row_tokens: S of the forest rows.
-    loop: the budget.
-    step: train-step settings.
-    optimizer: of this phase.
   """
 
   demonstrations: int
-  tokens_per_step: int
-  row_tokens: int
-  loop: LoopConfig
-  step: StepConfig
-  optimizer: OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,26 +53,36 @@ class RlConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ForgeConfig:
+class RolloutConfig:
+  """How a policy acts on tasks, and is evaluated.
+
+  Attributes:
+    model: the policy; `vocab_size` is the tokenizer's.
+    terminal: the tasks.
+    engine, scheduler: the rollout engine.
+    episodes: agents and sandboxes.
+    eval_tasks: held-out tasks per evaluation, one episode each.
+  """
+
+  model: ModelConfig
+  terminal: TerminalConfig
+  engine: EngineConfig
+  scheduler: SchedulerConfig
+  episodes: EpisodeConfig
+  eval_tasks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ForgeConfig(RolloutConfig):
   """One run of the main job.
 
   Attributes:
     seed: of everything drawn: weights, tasks, teacher, sampling.
-    model: the policy; `vocab_size` is the tokenizer's.
-    terminal, teacher: the tasks and who demonstrates them.
-    engine, scheduler: the rollout engine.
-    episodes: agents and sandboxes.
+    teacher: who demonstrates.
     sft, rl: the two phases; rl=None stops after SFT.
-    eval_tasks: held-out tasks per evaluation, one episode each.
   """
 
   seed: int
-  model: ModelConfig
-  terminal: TerminalConfig
   teacher: TeacherConfig
-  engine: EngineConfig
-  scheduler: SchedulerConfig
-  episodes: EpisodeConfig
   sft: SftConfig
   rl: RlConfig | None
-  eval_tasks: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,6 @@ from m2jax.rl import windowed_fifo
 from m2jax.rl.data_pool import DataPool, StoredTrajectory
 
 _SHOWN_EPISODES = 60  # of training and of evaluation each
-
-
-def differences(old: Any, new: Any, path: str = '') -> Iterator[tuple[str, Any, Any]]:
-  """(dotted name, old value, new value) of every leaf in which two mappings differ."""
-  if isinstance(old, dict) and isinstance(new, dict):
-    for key in sorted(old.keys() | new.keys()):
-      name = f'{path}.{key}' if path else key
-      yield from differences(old.get(key), new.get(key), name)
-  elif old != new:
-    yield path, old, new
 
 
 def write(
@@ -63,7 +52,7 @@ def write(
 
 
 def _facts(records) -> dict[str, Any]:
-  steps = {phase: 0 for phase in ('sft', 'rl')}
+  steps = dict.fromkeys(('sft', 'rl'), 0)
   for record in records:
     if record['phase'] in steps:
       steps[record['phase']] = max(steps[record['phase']], record['step'])

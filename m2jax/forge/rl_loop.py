@@ -1,4 +1,4 @@
-"""RL: windowed FIFO between the agents and the learner, and the checkpoints of law 5."""
+"""RL: windowed FIFO between agents and learner, and the checkpoints of law 5."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import numpy as np
 from absl import logging
 
+from m2jax.checkpoint import policy
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.roles import Rollouts
@@ -16,7 +17,6 @@ from m2jax.observe import metrics as metrics_lib
 from m2jax.rl import data_pool, learner, windowed_fifo
 from m2jax.rl.records import Trajectory, WorkItem
 from m2jax.tasks import terminal
-
 
 
 class RlLoop:
@@ -43,6 +43,8 @@ class RlLoop:
     self._failure: BaseException | None = None
     self._used_s = 0.0
     self._groups: set = set()  # futures of the groups that roll out
+    self._taken = 0  # items taken by this process
+    self._taken_before: dict[int, int] = {}  # item → items taken before its submission
 
   def resume(self) -> None:
     """Restores the latest checkpoint and rolls the pool back to its ledger (law 5)."""
@@ -78,8 +80,9 @@ class RlLoop:
       indices = [index for index, _ in taken]
       step = self._learner.version + 1
       self._pool.take(indices, step)
+      scalars = self._order(indices)
       self._fill()
-      scalars = self._learner.update(indices)
+      scalars |= self._learner.update(indices)
       self._roles.scheduler.update_weights(self._learner.variables(), step)
       self._used_s = time.monotonic() - started
       self._record(step, indices, scalars, waited_s, time.monotonic() - step_started)
@@ -106,6 +109,7 @@ class RlLoop:
       item = WorkItem(index=index, task=spec, group_size=rl.group_size)
       self._pool.submit(item)
       self._fifo.submit(item)
+      self._taken_before[index] = self._taken
       self._start(item)
 
   def _start(self, item: WorkItem) -> None:
@@ -149,9 +153,29 @@ class RlLoop:
       logging.exception('item %d', item.index)
       self._failure = error
 
+  def _order(self, indices: list[int]) -> dict[str, float]:
+    """How windowed FIFO treated items just taken; draws the window."""
+    ages = []
+    for index in indices:
+      ages.append(self._taken - self._taken_before.pop(index, self._taken))
+      self._taken += 1
+    # taken in order, so an item's head was itself or the oldest item still left
+    head, states = self._fifo.states()
+    distances = [max(0, index - head) for index in indices]
+    if self._view is not None:
+      shown = ['taken' if s == 'ended' else s for s in states]
+      self._view.set_window(shown, head=head, window=self._fifo.window)
+    return {
+      'window/age_items_mean': float(np.mean(ages)),
+      'window/age_items_max': max(ages),
+      'window/order_distance_mean': float(np.mean(distances)),
+      'window/order_distance_max': max(distances),
+    }
+
   def _save(self, step: int) -> None:
     ledger = self._pool.ledger(step)
     host = {'ledger': dataclasses.asdict(ledger), 'used_s': self._used_s}
+    host |= policy.host(self._config.model)
     self._manager.save(step, self._learner.state, host, self._files)
 
   def _record(self, step, indices, scalars, waited_s, step_s) -> None:
@@ -162,7 +186,6 @@ class RlLoop:
     counters = self._roles.gateway.counters()
     forks = sum(n for name, n in counters.items() if name.startswith('forks_total'))
     overrides = sum(n for name, n in counters.items() if name.startswith('overrides'))
-    distance = np.array(indices) - min(indices)
     rl = self._rl
     progress = step / rl.steps
     if rl.seconds:
@@ -176,8 +199,6 @@ class RlLoop:
         'rollouts_per_s': finished / step_s,
         'wait_s': waited_s,
         'step_s': step_s,
-        'window/order_distance_mean': float(distance.mean()),
-        'window/order_distance_max': float(distance.max()),
         'window/occupancy': state.in_window / (state.window or state.capacity),
         'pool/pending': state.pending,
         'pool/completed': state.completed,

@@ -6,20 +6,19 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from m2jax.agents import episodes
-from m2jax.forge.config import ForgeConfig
+from m2jax.config import ModelConfig
+from m2jax.forge.config import RolloutConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.rl.data_pool import DataPool
-from m2jax.rl.records import Trajectory
+from m2jax.rl.records import Completion, Trajectory
 from m2jax.rollout.engine import Engine
-from m2jax.rollout.scheduler import Scheduler
+from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
 from m2jax.tasks import terminal
 from m2jax.text.tokenizer import Tokenizer
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,38 +31,56 @@ class Rollouts:
 
 
 @contextlib.contextmanager
+def serving(
+  model: ModelConfig,
+  engine: EngineConfig,
+  scheduler: SchedulerConfig,
+  gateway: GatewayConfig,
+  variables,
+  tok: Tokenizer,
+  record: Callable[[Completion], None],
+) -> Iterator[tuple[Scheduler, Gateway]]:
+  """Starts engine and gateway, which gives completions to `record`; then stops them."""
+  with contextlib.ExitStack() as stack:
+    engine_thread = Scheduler(Engine(model, engine), variables, config=scheduler)
+    stack.callback(engine_thread.stop)
+    engine_thread.start()
+    server = Gateway(gateway, tok, engine_thread, record)
+    stack.enter_context(server)
+    yield engine_thread, server
+
+
+@contextlib.contextmanager
 def rollouts(
-  config: ForgeConfig,
+  config: RolloutConfig,
   variables,
   tok: Tokenizer,
   pool: DataPool,
 ) -> Iterator[Rollouts]:
   """Starts engine, gateway and agents around the pool; stops them in reverse."""
-  engine = Engine(config.model, config.engine)
-  with contextlib.ExitStack() as stack:
-    scheduler = Scheduler(engine, variables, config=config.scheduler)
-    stack.callback(scheduler.stop)
-    scheduler.start()
-    gateway = Gateway(GatewayConfig(), tok, scheduler, pool.add_completion)
-    stack.enter_context(gateway)
-    runner = episodes.Runner(config.episodes, gateway.base_url, gateway.sessions)
-    stack.enter_context(runner)
+  with (
+    serving(
+      config.model,
+      config.engine,
+      config.scheduler,
+      GatewayConfig(),
+      variables,
+      tok,
+      pool.add_completion,
+    ) as (scheduler, gateway),
+    episodes.Runner(config.episodes, gateway.base_url, gateway.sessions) as runner,
+  ):
     yield Rollouts(scheduler, gateway, runner)
 
 
-def evaluate(
-  config: ForgeConfig,
+def held_out(
+  config: RolloutConfig,
   roles: Rollouts,
   pool: DataPool,
-  metrics: MetricsWriter,
-  stage: str,
-  step: int,
+  temperature: float,
   on_progress: Callable[[float], None] = lambda f: None,
-) -> float:
-  """Held-out success of the engine's weights, sampled and greedy, by family.
-
-  Returns the share of tasks solved at temperature 1. Skipped when the records are there.
-  """
+) -> dict[str, tuple[float, int]]:
+  """family → (successes, judged tasks) of the engine's weights; 'all' comes first."""
   specs = [
     terminal.spec('held_out', i, seed=0, config=config.terminal)
     for i in range(config.eval_tasks)
@@ -74,14 +91,33 @@ def evaluate(
     nonlocal done
     done += 1
     pool.add_trajectory(trajectory)
-    on_progress(done / (2 * len(specs)))
+    on_progress(done / len(specs))
 
-  success = 0.0
-  for temperature in (1.0, 0.0):
-    out = episodes.evaluate(roles.runner, specs, temperature=temperature, on_end=on_end)
-    families = episodes.by_family(out)
-    total = tuple(np.sum(list(families.values()), axis=0)) if families else (0.0, 0)
-    for family, (successes, n) in {'all': total, **families}.items():
+  out = episodes.evaluate(roles.runner, specs, temperature=temperature, on_end=on_end)
+  families = episodes.by_family(out)
+  successes = sum(float(good) for good, _ in families.values())
+  return {'all': (successes, sum(n for _, n in families.values())), **families}
+
+
+def evaluate(
+  config: RolloutConfig,
+  roles: Rollouts,
+  pool: DataPool,
+  metrics: MetricsWriter,
+  stage: str,
+  step: int,
+  on_progress: Callable[[float], None] = lambda f: None,
+) -> float:
+  """Held-out success of the engine's weights, sampled and greedy, by family.
+
+  Returns the share of tasks solved at temperature 1.
+  """
+  rates = {}
+  for half, temperature in enumerate((1.0, 0.0)):
+    found = held_out(
+      config, roles, pool, temperature, lambda f, half=half: on_progress((half + f) / 2)
+    )
+    for family, (successes, n) in found.items():
       metrics.write(
         'eval',
         step,
@@ -91,6 +127,6 @@ def evaluate(
         successes=float(successes),
         n=int(n),
       )
-    if temperature:
-      success = float(total[0]) / max(float(total[1]), 1.0)
-  return success
+    successes, n = found['all']
+    rates[temperature] = successes / max(n, 1)
+  return rates[1.0]

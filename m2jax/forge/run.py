@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import shutil
 import time
 from pathlib import Path
 
@@ -20,40 +17,9 @@ from m2jax.observe.terminal import ForgeView
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.rl import data_pool, learner
 from m2jax.train import step as train_step
+from m2jax.train.workdir import open_workdir
 
 STAGES = ('before SFT', 'after SFT', 'after RL')
-
-
-class OtherRun(RuntimeError):
-  """The workdir holds a run with other settings."""
-
-
-def open_workdir(config: ForgeConfig, workdir: Path, fresh: bool) -> None:
-  """Makes the workdir the run's own, or checks that it is.
-
-  Raises:
-    OtherRun: it holds a run with other settings; names them.
-  """
-  path = workdir / 'config.json'
-  if fresh and path.exists():
-    shutil.rmtree(workdir)
-  now = json.loads(json.dumps(dataclasses.asdict(config)))
-  if path.exists():
-    before = json.loads(path.read_text())
-    differing = [
-      f'{name}: there {old!r}, now {new!r}'
-      for name, old, new in reporting.differences(before, now)
-    ]
-    if differing:
-      raise OtherRun(
-        f'{workdir} holds a run with other settings ({"; ".join(differing)}): '
-        'give another --workdir, or --fresh to delete it and start anew'
-      )
-    return
-  workdir.mkdir(parents=True, exist_ok=True)
-  new = path.with_suffix('.new')
-  new.write_text(json.dumps(now, indent=2))
-  new.replace(path)
 
 
 def run(config: ForgeConfig, workdir: Path, fresh: bool = False) -> list:

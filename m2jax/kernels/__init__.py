@@ -1,1 +1,1 @@
-"""Kernels: one folder per op, each with a reference and one implementation a backend."""
+"""Kernels: one folder per op, with a reference and an implementation a backend."""

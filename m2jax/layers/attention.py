@@ -1,4 +1,4 @@
-"""Grouped-query attention with flat QK-norm and partial RoPE (m2-and-forge.md §1.4.3-5).
+"""Grouped-query attention with flat QK-norm and partial RoPE (m2-and-forge.md §1.4).
 
 One RMSNorm over all N·H query channels and one over all K·H key channels, before the
 head split and before RoPE. Activations are [T, D] matrices: one matmul a projection.
@@ -43,9 +43,9 @@ def attend(x, p, cfg: ModelConfig, tables, subtree_end: jax.Array):
 def attend_cache(x, p, cfg: ModelConfig, tables, lengths, cache):
   """Chain attention against a key/value cache, which it extends.
 
-  x [P·C, D] holds C new tokens of each of P rows; lengths [P] tokens are cached. cache is
-  (k, v) [P, context, K, H]. Token i of row p is written at lengths[p] + i and sees cache
-  positions up to there.
+  x [P·C, D] holds C new tokens of each of P rows; lengths [P] tokens are cached. cache
+  is (k, v) [P, context, K, H]. Token i of row p is written at lengths[p] + i and sees
+  cache positions up to there.
   """
   rows, context = cache[0].shape[:2]
   q, k, v = (a.reshape(rows, -1, *a.shape[1:]) for a in project(x, p, cfg, tables))

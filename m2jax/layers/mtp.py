@@ -2,7 +2,8 @@
 
 Module k at node v reads the state of module k-1 at parent(v) (module 0 is the trunk
 after its final norm) and the embedding of v, and predicts v's children: it looks one
-token further than module k-1. Keys of position below k have no such state and are hidden.
+token further than module k-1. Keys of position below k have no such
+state and are hidden.
 Hidden half first in the projection (m2-and-forge.md §3); final norm and head are the
 trunk's.
 

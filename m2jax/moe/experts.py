@@ -1,7 +1,7 @@
 """Dropless SwiGLU experts: Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k.
 
-Two exact paths. *grouped* sorts assignments by expert and runs three grouped matmuls, at
-a cost independent of E. *wide* runs every expert on every token as one matmul and
+Two exact paths. *grouped* sorts assignments by expert and runs three grouped matmuls,
+at a cost independent of E. *wide* runs every expert on every token as one matmul and
 weights the hidden activations; a few small experts are faster so.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden.
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from m2jax.kernels import grouped_matmul
 
-# Widest E·F for which one wide matmul beats sorting: a few times the work at full speed.
-_WIDE_COLUMNS = 512
+# Most hidden activations of experts not chosen that are cheaper than sorting.
+_WIDE_WASTE = 1 << 18
 
 
 def apply(
@@ -33,7 +33,8 @@ def apply(
   `path` is 'wide' or 'grouped'; None takes the faster by size.
   """
   if path is None:
-    path = 'wide' if gate.shape[0] * gate.shape[2] <= _WIDE_COLUMNS else 'grouped'
+    waste = ids.shape[0] * (gate.shape[0] - ids.shape[1]) * gate.shape[2]
+    path = 'wide' if waste <= _WIDE_WASTE else 'grouped'
   return {'wide': _wide, 'grouped': _grouped}[path](x, ids, weights, gate, up, down)
 
 

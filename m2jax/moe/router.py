@@ -1,4 +1,4 @@
-"""Sigmoid router with a selection bias (facts/m2-and-forge.md §1.4.6, algorithms.md §4.4).
+"""Sigmoid router with a selection bias (m2-and-forge.md §1.4.6, algorithms.md §4.4).
 
 s = sigmoid(x·W) in at least fp32; the top k of s + bias are chosen; the weights are the
 *unbiased* scores of the chosen, divided by their sum. The bias is state: after a step
@@ -33,7 +33,9 @@ def route(
   # a sum over a one-hot, not a gather: its gradient is a product, not a scatter
   chosen = jax.nn.one_hot(ids, kernel.shape[1], dtype=dtype)
   weights = jnp.einsum('te,tke->tk', scores, chosen)
-  return ids, weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+  # bounded away from 0 by what keeps the gradient, total ** -2, finite in fp32
+  total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-15)
+  return ids, weights / total
 
 
 def loads(ids: jax.Array, multiplicity: jax.Array, num_experts: int) -> jax.Array:

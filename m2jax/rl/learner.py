@@ -1,7 +1,8 @@
 """The learner: takes rollout groups, gives them credit, trains, publishes weights.
 
 One `update` is one optimizer step (design §2): groups from the data pool → rewards and
-advantages → samples → prefix forest → CISPO (+ MTP). It knows neither HTTP nor tokenizer.
+advantages → samples → prefix forest → CISPO (+ MTP). It knows neither HTTP nor a
+tokenizer.
 """
 
 from __future__ import annotations

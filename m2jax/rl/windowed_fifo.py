@@ -333,6 +333,22 @@ class WindowedFifo:
         head_age_s=0.0 if submitted_s is None else self._clock() - submitted_s,
       )
 
+  def states(self) -> tuple[int, list[str]]:
+    """The head, and the states of the items from there on, for views.
+
+    A state is 'pending', 'completed' or 'ended' (taken or failed, inside the window).
+    """
+    with self._changed:
+      found = [
+        'ended'
+        if i in self._ended
+        else 'completed'
+        if i in self._completed
+        else 'pending'
+        for i in range(self._head, self._next_index)
+      ]
+      return self._head, found
+
   def _live(self) -> int:
     return len(self._pending) + len(self._completed)
 

@@ -163,7 +163,9 @@ class Batcher:
     """Moves waiting requests to idle slots, copying the prefixes they share."""
     table, held_back = self.table, []
     copies = []
-    while self.waiting and (table.state == State.IDLE).any():
+    # Those held back keep their claim to a slot: later requests do not overtake them.
+    limit = self.engine.config.decode_rows[-1]
+    while self.waiting and len(self.jobs) + len(held_back) < limit:
       job = self.waiting.popleft()
       usable = np.ones(len(table.state), bool)
       if not self.config.reuse_stale_prefix:
@@ -275,11 +277,13 @@ class Batcher:
     self._count_sampled(int(sampled.counts.sum()))
     drawn = np.arange(sampled.logprobs.shape[1]) < sampled.counts[:, None]
     broken = (~np.isfinite(sampled.logprobs) & drawn).any(axis=1)
-    for row in np.flatnonzero(broken):
-      self.fail(
-        self.jobs[int(slots[row])],
-        EngineError(f'the weights of version {self.version} give non-finite logits'),
+    if broken.any():
+      # NaN in the cache is no harmless garbage: a weight of 0 times NaN is NaN.
+      self.fail_running(
+        EngineError(f'the weights of version {self.version} give non-finite logits')
       )
+      self.reset()
+      return
     for slot, begin in zip(slots.tolist(), before.tolist(), strict=True):
       job = self.jobs.get(slot)
       if job is not None and job.on_tokens is not None:

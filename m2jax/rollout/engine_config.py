@@ -10,10 +10,12 @@ class EngineConfig:
   """Sizes of one engine. Buckets left empty are derived; all are sorted tuples.
 
   Attributes:
-    slots: S, sequences held at once, decoding or parked.
+    slots: S, sequences held at once, decoding or parked. A session keeps its prefix as
+      long as no S other sequences were of use since.
     context_tokens: prompt and response together, per slot.
     max_steps: N, most decode steps in one call; the host wakes once per call.
-    decode_rows: batch sizes of a decode call; the last must be `slots`.
+    decode_rows: batch sizes of a decode call, at most `slots`; the largest is how many
+      requests are served at once.
     prefill_shapes: (rows, chunk tokens) of a prefill call.
     contexts: cache positions read by a call; the last must be context_tokens.
     max_stop_ids: M, most stop ids of a request.
@@ -52,9 +54,9 @@ class EngineConfig:
     for field, value in derived.items():
       object.__setattr__(self, field, tuple(sorted(getattr(self, field) or value)))
     check(
-      self.decode_rows[0] > 0 and self.decode_rows[-1] == self.slots,
+      self.decode_rows[0] > 0 and self.decode_rows[-1] <= self.slots,
       'decode_rows',
-      f'positive, the largest slots={self.slots}',
+      f'positive and at most slots={self.slots}',
     )
     check(
       self.contexts[0] > 0 and self.contexts[-1] == self.context_tokens,

@@ -1,13 +1,14 @@
 """The training loop over an iterator of batches: pre-training and SFT.
 
 Metrics of step N−1 are fetched while step N runs. A checkpoint holds the train state
-beside the data position and the time used, so that a killed run continues with the exact
-next batch.
+beside the data position and the time used, so that a killed run continues with the
+exact next batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -74,7 +75,8 @@ def fit(
     host, files: more for every checkpoint (config, tokenizer).
 
   Raises:
-    FloatingPointError: the loss is not finite; names the step.
+    FloatingPointError: the loss or its gradient is not finite; names the step. Checked
+      before every checkpoint, so that none holds what came of it.
   """
   data_state, used_s = None, 0.0
   if manager.latest_step() is not None:
@@ -83,12 +85,26 @@ def fit(
     used_s = restored.host['used_s']
     metrics.supersede(phase, restored.step)
   batches = make_batches(data_state)
+  scalars = None
   done = int(state.step)
   if _over(config, done, used_s):
     return state
   started = time.monotonic() - used_s
+  saved = None  # step of the last save
   pending = None  # metrics on the device, of the step before
   tokens, window_started = 0, time.monotonic()
+
+  def save():
+    # first the record: a restart from this checkpoint does not take its step again
+    nonlocal pending, saved
+    if pending is None:
+      _fetch(phase, done, scalars)
+    else:
+      _write(metrics, phase, done, *pending)
+    pending, saved = None, done
+    where = {'data': batches.state(), 'used_s': used_s, **(host or {})}
+    manager.save(done, state, where, files)
+
   for batch in batches:
     forest = to_forest(batch)
     state, scalars = step(state, forest)
@@ -112,17 +128,13 @@ def fit(
       pending = scalars, extra
       tokens, window_started = 0, now
     if over or done % config.checkpoint_every == 0:
-      where = {'data': batches.state(), 'used_s': used_s, **(host or {})}
-      manager.save(done, state, where, files)
+      save()
     if over:
       break
   else:
     logging.info('%s: the data ended after step %d', phase, done)
-    if manager.latest_step() != done:
-      where = {'data': batches.state(), 'used_s': used_s, **(host or {})}
-      manager.save(done, state, where, files)
-  if pending is not None:
-    _write(metrics, phase, done, *pending)
+    if scalars is not None and saved != done:
+      save()
   manager.wait()
   return state
 
@@ -131,8 +143,13 @@ def _over(config: LoopConfig, done: int, used_s: float) -> bool:
   return done >= config.steps or bool(config.seconds and used_s >= config.seconds)
 
 
-def _write(metrics: MetricsWriter, phase: str, step: int, scalars, extra) -> None:
+def _fetch(phase: str, step: int, scalars) -> dict[str, float]:
   values = {k: float(v) for k, v in jax.device_get(scalars).items()}
-  if not values['loss'] - values['loss'] == 0:
-    raise FloatingPointError(f'{phase}: loss is {values["loss"]} at step {step}')
-  metrics.write(phase, step, values, **extra)
+  for name in ('loss', 'grad_norm'):
+    if not math.isfinite(values[name]):
+      raise FloatingPointError(f'{phase}: {name} is {values[name]} at step {step}')
+  return values
+
+
+def _write(metrics: MetricsWriter, phase: str, step: int, scalars, extra) -> None:
+  metrics.write(phase, step, _fetch(phase, step, scalars), **extra)

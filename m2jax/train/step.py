@@ -1,8 +1,8 @@
 """The train step: forest batch → loss terms → gradients → optimizer and router bias.
 
-What is learned is an `objective(logprob, batch) -> (loss, metrics)`, a sum over the loss
-terms of a forest; pre-training and SFT use `nll`, RL brings its own. MTP is added over
-the same terms (facts/algorithms.md §4.1: L = main + λ/K · Σ_k L^k). Weights of a batch
+What is learned is an `objective(logprob, batch) -> (loss, metrics)`, a sum over the
+loss terms of a forest; pre-training and SFT use `nll`, RL brings its own. MTP is added
+over the same terms (facts/algorithms.md §4.1: L = main + λ/K · Σ_k L^k). Weights of a batch
 are normalised on the host, so every loss and metric is a sum: a batch of many rows may
 be cut into micro-batches of one compiled shape and gives the same update (law 3).
 
@@ -157,7 +157,7 @@ def make_step(
     }
     metrics = dict(
       metrics,
-      grad_norm=optax.global_norm(grads),
+      grad_norm=optax.tree.norm(grads),
       max_violation=jnp.mean(router.max_violation(loads['layers'])),
     )
     variables = {'params': optax.apply_updates(params, updates), 'router': biases}

@@ -268,10 +268,12 @@ well_formed = st.builds(response_text, texts, texts, calls)
 @st.composite
 def outputs(draw):
   """What a model might sample: as text, cut anywhere, or any ids at all."""
-  kind = draw(st.sampled_from(['text', 'text', 'text', 'cut', 'ids', 'mixed']))
+  kind = draw(st.sampled_from(['text', 'text', 'text', 'open', 'cut', 'ids', 'mixed']))
   if kind == 'ids':
     return draw(st.lists(st.integers(0, 499), max_size=12))
   text = draw(well_formed)
+  if kind == 'open':  # a whole call, but the limit came before the end of message
+    return response_text('x', draw(texts), [('sh', {'cmd': 'ls'})], end='')
   if kind == 'cut':
     return text[: draw(st.integers(0, len(text)))]
   if kind == 'mixed':
@@ -320,7 +322,7 @@ def plain(messages):
 
 @settings(
   deadline=None,
-  max_examples=60,
+  max_examples=150,
   suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
@@ -341,7 +343,7 @@ def test_law_4(running, tok, data):
   )
   history, tools = [*system, {'role': 'user', 'content': data.draw(texts)}], [SH]
 
-  for _ in range(data.draw(st.integers(2, 6), label='turns')):
+  for _ in range(data.draw(st.integers(3, 7), label='turns')):
     action = data.draw(st.sampled_from(ACTIONS), label='action')
     history = copy.deepcopy(history)
     said = [m for m in history if m['role'] == 'assistant']

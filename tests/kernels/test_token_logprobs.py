@@ -55,9 +55,9 @@ def check(arrays, tolerance):
     )
 
 
-@pytest.mark.parametrize('tokens', [1, 7, 8, 9, 16, 21])
+@pytest.mark.parametrize('tokens', [1, 8, 21])
 def test_chunk_boundaries(tokens, monkeypatch):
-  """With 8 tokens a chunk: less than one, one, one and a rest, whole chunks."""
+  """With 8 tokens a chunk: less than one, exactly one, two and a rest."""
   monkeypatch.setattr(api, '_CHUNK_LOGITS', 8 * VOCAB)
   check(tensors(tokens, tokens), 2e-5)
 

@@ -1,4 +1,4 @@
-"""Law 3: the merged forest's loss and gradient equal those of the samples one by one."""
+"""Law 3: the merged forest's loss and gradient are those of the samples alone."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_float32_with_replay():
 
 
 def shared_paths_agree(samples):
-  """Whether recorded ids agree where two samples share a path: else no forest is exact."""
+  """Whether recorded ids agree on shared paths: else no forest is exact."""
   for a in samples:
     for b in samples:
       n = min(len(a.tokens), len(b.tokens))

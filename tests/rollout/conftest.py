@@ -48,7 +48,7 @@ ENGINE_CONFIG = EngineConfig(
 def init(seed: int, cfg: ModelConfig = CFG):
   """Random weights whose logits spread over several nats, so that errors show."""
   m2 = model.M2(cfg)
-  variables = m2.init(jax.random.key(seed), jnp.zeros((1, 4), jnp.int32))
+  variables = jax.jit(m2.init)(jax.random.key(seed), jnp.zeros((1, 4), jnp.int32))
   params = dict(variables['params'])
   params['head'] = params['head'] * 20
   params['embed'] = params['embed'] * 50

@@ -47,9 +47,7 @@ def cached_logits(cfg, chunk, steps, variables, sequences, lengths):
   out = []
   for begin in range(0, chunk * steps, chunk):
     tokens = sequences[row, lengths[:, None] + begin + jnp.arange(chunk)]
-    hidden, tail = forward.extend(
-      cfg, variables, tokens, cached, lengths, tail, begin
-    )
+    hidden, tail = forward.extend(cfg, variables, tokens, cached, lengths, tail, begin)
     out.append(model.head(model.M2(cfg), variables, hidden))
   return jnp.concatenate(out, axis=1)
 
@@ -68,9 +66,7 @@ def test_cached_logits_equal_a_full_pass(unroll, chunk, steps):
     lengths[seed % 3] = (0, 20)[seed % 2]  # the ends, always
     got = jitted(cfg, chunk, steps, variables, sequences, lengths)
     for row, n in enumerate(lengths):
-      np.testing.assert_allclose(
-        got[row], want[row, n : n + chunk * steps], atol=2e-4
-      )
+      np.testing.assert_allclose(got[row], want[row, n : n + chunk * steps], atol=2e-4)
 
 
 def test_jetstream_calls_decode_greedily(engine, variables, reference):
@@ -181,9 +177,7 @@ def test_a_run_of_near_certain_tokens_ends_the_response(variables):
 def test_rows_of_padding_touch_nothing(engine, variables):
   """Warm-up and padding rows run beside live slots."""
   state = engine.init_decode_state()
-  state = dataclasses.replace(
-    state, cache=jax.tree.map(lambda x: x + 3.0, state.cache)
-  )
+  state = dataclasses.replace(state, cache=jax.tree.map(lambda x: x + 3.0, state.cache))
   before = jax.device_get(state)
   after = jax.device_get(engine.warmup(variables, state))
   jax.tree.map(np.testing.assert_array_equal, before, after)

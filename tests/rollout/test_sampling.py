@@ -57,9 +57,7 @@ LOGITS = np.random.default_rng(3).normal(size=23)
 def test_draws_follow_the_distribution(temperature, top_k, top_p):
   """A bias in the draw would make every recorded log-probability a lie (law 4)."""
   n = 60_000
-  tokens, logprobs = rows(
-    n, LOGITS, temperature=temperature, top_k=top_k, top_p=top_p
-  )
+  tokens, logprobs = rows(n, LOGITS, temperature=temperature, top_k=top_k, top_p=top_p)
   want = expected(LOGITS, temperature, top_k, top_p)
   support = want > 0
   observed = np.bincount(np.asarray(tokens), minlength=len(LOGITS))
@@ -124,7 +122,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
   assert logprobs[1] == alone[1][0]
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 70))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 7, 64, 70]))
 def test_draw_never_picks_an_index_without_mass(seed, size):
   """Rounding of prefix sums at the ends of blocks must not select padding or zeros."""
   random = np.random.default_rng(seed)

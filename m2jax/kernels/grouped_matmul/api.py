@@ -1,4 +1,4 @@
-"""`matmul`: picks an implementation of the grouped matmul by the platform lowered for."""
+"""`matmul`: the implementation of the grouped matmul for the platform lowered to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Grouped matmul in XLA whose cost does not grow with the number of experts.
 
-Rows are cut into tiles of one group each (a group's last tile is cut short by a mask),
-at most T/b + E of them, and one loop runs a dense matmul a tile. `lax.ragged_dot` on CPU
+Rows are cut into tiles of one group each (a mask cuts a group's last tile short), at
+most T/b + E of them, and one loop runs a dense matmul a tile. `lax.ragged_dot` on CPU
 multiplies every row by every expert instead.
 
 Axes: T rows sorted by group, E groups, D in, F out; tiles of b rows.

@@ -51,14 +51,22 @@ def attend(
     q_index = jnp.broadcast_to(
       jnp.arange(q.shape[1], dtype=jnp.int32), (q.shape[0], q.shape[1])
     )
-  static = dict(window=window, sinks=sinks, scale=scale or q.shape[-1] ** -0.5)
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
+  static = dict(window=window, sinks=sinks, scale=scale)
   if window is None:
     q_position = k_position = None
 
   def call(name, *arrays):
     q, k, v, subtree_end, q_index, q_position, k_position = arrays
     return _IMPLEMENTATIONS[name](
-      q, k, v, subtree_end, q_index, q_position=q_position, k_position=k_position, **static
+      q,
+      k,
+      v,
+      subtree_end,
+      q_index,
+      q_position=q_position,
+      k_position=k_position,
+      **static,
     )
 
   arrays = (q, k, v, subtree_end, q_index, q_position, k_position)

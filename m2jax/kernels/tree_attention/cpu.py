@@ -1,6 +1,6 @@
 """Forest attention in XLA that skips blocks no query of a block can see.
 
-Queries and keys are cut into blocks. A pair of blocks is visited only if some key of the
+Queries and keys are cut into blocks. A pair of blocks is visited only if some key of
 one may be visible to some query of the other, which two numbers a block decide: a key
 block is skipped when all of its subtrees end before the query block begins, or when it
 begins after the query block ends. The visits of a block are listed first; blocks with
@@ -66,7 +66,7 @@ def _join_heads(x, batch, length, group):
 
 
 class _Visits(NamedTuple):
-  """Which key blocks each query block visits; query blocks with like counts together."""
+  """Which key blocks each query block visits; those with like counts together."""
 
   order: jax.Array  # [steps, g] query blocks, most visits first; n is none at all
   count: jax.Array  # [steps, g] their visits
@@ -244,9 +244,7 @@ def attend(
   """Same contract as `reference.attend`."""
   batch, queries, heads, _ = q.shape
   kv_heads = k.shape[2]
-  k_index = jnp.broadcast_to(
-    jnp.arange(k.shape[1], dtype=jnp.int32), subtree_end.shape
-  )
+  k_index = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32), subtree_end.shape)
   zeros = jnp.zeros((), jnp.int32)
   blocks = _Blocks(
     q_index=_split(q_index, fill=-1),

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 
 
 def visible(
-  subtree_end, q_index, *, k_index=None, window=None, sinks=0, q_position=None, k_position=None
+  subtree_end,
+  q_index,
+  *,
+  k_index=None,
+  window=None,
+  sinks=0,
+  q_position=None,
+  k_position=None,
 ):
   """[B, Q, S] bool; indices and positions are [B, Q] and [B, S] int32."""
   if k_index is None:
@@ -27,7 +34,7 @@ def visible(
 def attend(
   q, k, v, subtree_end, q_index, *, window, sinks, q_position, k_position, scale
 ):
-  """q [B, Q, N, H], k, v [B, S, K, H] → [B, Q, N, H]; a query that sees none gives 0."""
+  """q [B, Q, N, H], k, v [B, S, K, H] → [B, Q, N, H]; seeing none gives 0."""
   batch, queries, heads, head_dim = q.shape
   kv_heads = k.shape[2]
   at_least_fp32 = jnp.promote_types(q.dtype, jnp.float32)

@@ -1,0 +1,30 @@
+r"""Held-out success of a checkpoint on the terminal tasks, as the main job measures it.
+
+COMMAND: python -m experiments.evaluate --config=configs/evaluate.py \
+           --checkpoint=workdir/forge --workdir=workdir/evaluate
+HARDWARE: two CPU cores.
+RESULT: a table by temperature and family with 95 % Wilson intervals, and the same as
+  evaluation.json in the workdir; the episodes lie in its evaluation.db.
+
+The model and the tokenizer are the checkpoint's. Tasks, agent and engine are those of
+configs/forge.py: a policy is measured under the prompts it was trained with.
+
+Variants: `:smoke` takes 8 tasks, to see that it works.
+"""
+
+import ml_collections
+
+from configs import forge
+
+
+def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  job = forge.get_config()
+  c = ml_collections.ConfigDict()
+  c.temperatures = (1.0, 0.0)
+  for name in ('sandbox', 'eval_tasks', 'terminal', 'engine', 'scheduler', 'episodes'):
+    c[name] = job[name]
+  if variant == 'smoke':
+    c.eval_tasks = 8
+  elif variant:
+    raise ValueError(f'unknown variant {variant!r}: want none or smoke')
+  return c

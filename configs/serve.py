@@ -1,0 +1,34 @@
+r"""The gateway on a checkpoint of a tiny M2, for any agent that speaks OpenAI's HTTP.
+
+COMMAND: python -m experiments.serve --config=configs/serve.py \
+           --checkpoint=workdir/forge --port=8000
+HARDWARE: two CPU cores.
+RESULT: prints the base URL and a call to try; Ctrl-C stops it. With --workdir the
+  completions are kept in its served.db.
+
+The model and the tokenizer are the checkpoint's. Any API key is a session of its own.
+"""
+
+import ml_collections
+
+
+def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  if variant:
+    raise ValueError(f'unknown variant {variant!r}: there is none')
+  c = ml_collections.ConfigDict()
+  c.gateway = dict(
+    model_name='m2jax',
+    host='127.0.0.1',
+    port=8000,  # 0 takes a free one
+    accept_unknown_keys=True,
+    default_max_tokens=256,
+  )
+  c.engine = dict(
+    slots=8,  # sequences at once
+    context_tokens=768,  # prompt and response
+    decode_rows=(1, 8),
+    contexts=(128, 768),  # few shapes: each takes seconds to compile
+    prefill_shapes=((1, 16), (1, 256), (4, 64)),
+  )
+  c.scheduler = dict(decode_steps=8)
+  return c

@@ -1,0 +1,39 @@
+r"""SFT of a tiny M2 on demonstrations of shell tasks, with the main job's settings.
+
+COMMAND: python -m experiments.sft --config=configs/sft.py --workdir=workdir/sft
+HARDWARE: two CPU cores. TIME: `sft.loop.seconds`, and the first compilation.
+RESULT: a checkpoint in workdir/sft; experiments.evaluate gives its held-out success.
+
+The demonstrations are those of a run of experiments.forge, or any JSON lines with
+OpenAI `messages` and, where tools are used, `tools`. To go on from other weights:
+--config.checkpoint=WORKDIR.
+
+Variants: `:smoke` runs for seconds, to see that it works.
+"""
+
+import dataclasses
+
+import ml_collections
+
+from configs import forge
+from m2jax import config as model_config
+from m2jax.tasks.terminal import shell
+
+
+def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  job = forge.get_config()
+  c = ml_collections.ConfigDict()
+  c.seed = 0
+  c.demonstrations = 'workdir/forge/demonstrations.jsonl'
+  c.system = job.episodes.agent.system  # of chats without one; '' leaves the default
+  c.tools = (shell.TOOL,)  # of chats without any
+  c.checkpoint = ''  # a run's workdir; empty starts from random weights
+  c.model = dataclasses.asdict(model_config.tiny())
+  c.tokenizer = ''  # path of a tokenizer.json; empty trains one on the chats
+  c.sft = job.sft.to_dict()
+  del c.sft.demonstrations
+  if variant == 'smoke':
+    c.sft.loop.update(steps=6, checkpoint_every=3, log_every=1)
+  elif variant:
+    raise ValueError(f'unknown variant {variant!r}: want none or smoke')
+  return c

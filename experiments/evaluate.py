@@ -1,0 +1,75 @@
+"""Held-out success of a checkpoint on the terminal tasks, by temperature and family.
+
+  python -m experiments.evaluate --config=configs/evaluate.py \
+    --checkpoint=workdir/forge --workdir=workdir/evaluate
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from absl import flags, logging
+
+from experiments import common
+from m2jax import sandbox
+from m2jax.checkpoint import CheckpointError, policy
+from m2jax.forge import roles
+from m2jax.forge.config import RolloutConfig
+from m2jax.observe import stats
+from m2jax.rl.data_pool import DataPool
+
+CHECKPOINT = flags.DEFINE_string(
+  'checkpoint', None, 'A workdir or a directory of checkpoints; default: --workdir.'
+)
+STEP = flags.DEFINE_integer('step', None, 'Of the checkpoint; default: the latest.')
+
+
+def main():
+  values, workdir = common.values(), common.workdir()
+  found = policy.load(CHECKPOINT.value or workdir, STEP.value)
+  temperatures = values.pop('temperatures')
+  values['model'] = dataclasses.asdict(found.model)
+  values['episodes'] = {**values['episodes'], 'backend': values.pop('sandbox')}
+  config = common.build(RolloutConfig, values)
+  logging.info('evaluating step %d of %s', found.step, found.directory)
+  workdir.mkdir(parents=True, exist_ok=True)
+  tok = found.load_tokenizer()
+  rows = []
+  with (
+    DataPool(f'sqlite:///{workdir.absolute()}/evaluation.db') as pool,
+    roles.rollouts(config, found.variables, tok, pool) as running,
+  ):
+    for temperature in temperatures:
+      families = roles.held_out(config, running, pool, temperature)
+      rows += [_row(temperature, name, *pair) for name, pair in families.items()]
+      logging.info('temperature %g: done', temperature)
+  path = workdir / 'evaluation.json'
+  about = {'checkpoint': found.directory, 'step': found.step}
+  path.write_text(json.dumps({**about, 'held_out': rows}, indent=2) + '\n')
+  print(f'\nheld-out success of step {found.step} of {found.directory}')
+  print(f'{"temperature":>11}  {"family":<16} {"success":>7}  95 % interval    tasks')
+  for row in rows:
+    print(
+      f'{row["temperature"]:>11g}  {row["family"]:<16} {row["success"]:>7.3f}  '
+      f'[{row["low"]:.3f}, {row["high"]:.3f}]  {row["tasks"]:>5}'
+    )
+  print(f'\nwritten to {path}')
+
+
+def _row(temperature: float, family: str, successes: float, tasks: int) -> dict:
+  """A result with its Wilson interval; `tasks` were judged."""
+  low, high = stats.wilson(successes, tasks)
+  return {
+    'temperature': temperature,
+    'family': family,
+    'successes': successes,
+    'tasks': tasks,
+    'success': successes / max(tasks, 1),
+    'low': low,
+    'high': high,
+  }
+
+
+if __name__ == '__main__':
+  common.run(main, CheckpointError, sandbox.SandboxUnavailable)

@@ -1,0 +1,72 @@
+"""The gateway on a checkpoint: an OpenAI-style HTTP server, for any agent.
+
+  python -m experiments.serve --config=configs/serve.py --checkpoint=workdir/forge \
+    --port=8000
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+
+from absl import flags
+
+from experiments import common
+from m2jax.checkpoint import CheckpointError, policy
+from m2jax.forge import roles
+from m2jax.gateway.config import GatewayConfig
+from m2jax.rl.data_pool import DataPool
+from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.scheduler import SchedulerConfig
+
+CHECKPOINT = flags.DEFINE_string(
+  'checkpoint', None, 'A workdir or a directory of checkpoints.'
+)
+STEP = flags.DEFINE_integer('step', None, 'Of the checkpoint; default: the latest.')
+PORT = flags.DEFINE_integer('port', None, 'In place of config.gateway.port.')
+
+_CALL = """curl {base_url}/chat/completions -H 'Authorization: Bearer any-key' \\
+  -H 'Content-Type: application/json' \\
+  -d '{body}'
+from Python: openai.OpenAI(base_url='{base_url}', api_key='any-key')
+Ctrl-C stops it."""
+
+
+def main():
+  values = common.values()
+  if not CHECKPOINT.value:
+    raise common.BadInput("--checkpoint is missing: give a run's workdir")
+  if PORT.value is not None:
+    values['gateway']['port'] = PORT.value
+  gateway = common.build(GatewayConfig, values['gateway'], 'config.gateway')
+  engine = common.build(EngineConfig, values['engine'], 'config.engine')
+  scheduler = common.build(SchedulerConfig, values['scheduler'], 'config.scheduler')
+  found = policy.load(CHECKPOINT.value, STEP.value)
+  tok = found.load_tokenizer()
+  with contextlib.ExitStack() as stack:
+    record = lambda completion: None
+    if common.WORKDIR.value:  # keep what is sampled, for people to read
+      common.workdir().mkdir(parents=True, exist_ok=True)
+      url = f'sqlite:///{common.workdir().absolute()}/served.db'
+      record = stack.enter_context(DataPool(url)).add_completion
+    serving = roles.serving(
+      found.model, engine, scheduler, gateway, found.variables, tok, record
+    )
+    try:
+      running, server = stack.enter_context(serving)
+    except OSError as error:
+      raise common.BadInput(f'{gateway.host}:{gateway.port}: {error}') from error
+    hello = {'role': 'user', 'content': 'Hello'}
+    body = json.dumps({'model': gateway.model_name, 'messages': [hello]})
+    print(f'serving step {found.step} of {found.directory} at {server.base_url}')
+    print(_CALL.format(base_url=server.base_url, body=body), flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+      while running.alive:
+        time.sleep(1.0)
+      raise RuntimeError('the rollout engine has stopped; see the log')
+  print('\nstopped')
+
+
+if __name__ == '__main__':
+  common.run(main, CheckpointError)

@@ -1,0 +1,81 @@
+"""Supervised fine-tuning on chats, from random weights or from a checkpoint.
+
+  python -m experiments.sft --config=configs/sft.py --workdir=workdir/sft \
+    --config.demonstrations=workdir/forge/demonstrations.jsonl
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from experiments import common
+from m2jax.checkpoint import CheckpointError, CheckpointManager, policy
+from m2jax.config import ModelConfig
+from m2jax.data import chats
+from m2jax.observe import metrics as metrics_lib
+from m2jax.text import tokenizer
+from m2jax.train import sft
+from m2jax.train import step as train_step
+from m2jax.train.workdir import OtherRun, keep_tokenizer, open_workdir
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """One run. With a `checkpoint` its model and tokenizer count, not those here.
+
+  `system` and `tools` are for chats that bring none; see `data.chats`.
+  """
+
+  seed: int
+  demonstrations: str
+  system: str | None
+  tools: tuple[dict, ...]
+  checkpoint: str
+  model: ModelConfig
+  tokenizer: str
+  sft: sft.SftConfig
+
+
+def main():
+  config, workdir = common.build(Config, common.values()), common.workdir()
+  found = chats.read(config.demonstrations, system=config.system, tools=config.tools)
+  source = policy.load(config.checkpoint) if config.checkpoint else None
+  model = source.model if source else config.model
+  open_workdir(config, workdir, common.FRESH.value)
+
+  def make_tokenizer():
+    if source:
+      return source.load_tokenizer()
+    if config.tokenizer:
+      return tokenizer.load(config.tokenizer)
+    return tokenizer.train([chat.text() for chat in found], model.vocab_size)
+
+  path = workdir / policy.TOKENIZER_FILE
+  tok = keep_tokenizer(path, make_tokenizer, model.vocab_size)
+  room = min(config.sft.row_tokens, config.sft.tokens_per_step, model.max_positions)
+  samples = chats.encode(found, tok, room)
+  checkpoints = CheckpointManager(workdir / 'sft')
+  with checkpoints as manager, metrics_lib.MetricsWriter(workdir) as metrics:
+    state = sft.fit(
+      config.sft,
+      model,
+      source.variables
+      if source
+      else train_step.init_variables(model, jax.random.key(config.seed)),
+      samples,
+      seed=config.seed,
+      manager=manager,
+      metrics=metrics,
+      files={policy.TOKENIZER_FILE: path.read_bytes()},
+    )
+  loss = metrics_lib.read(workdir, 'sft')[-1]['loss']
+  print(
+    f'loss {loss:.3f} nats/token after {int(state.step)} steps on {len(samples)} chats'
+    f'\ncheckpoint: {workdir / "sft"}'
+  )
+
+
+if __name__ == '__main__':
+  common.run(main, CheckpointError, OtherRun)

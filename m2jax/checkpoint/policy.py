@@ -1,0 +1,113 @@
+"""A policy out of a checkpoint: model config, weights and tokenizer, no optimizer.
+
+Every job that trains puts `host(model)` into its checkpoints' host part and its
+tokenizer beside it, so that a checkpoint alone says how to run it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import tokenizers
+from etils import epath
+
+from m2jax import model as model_lib
+from m2jax.checkpoint.errors import CheckpointMismatch, MissingCheckpoint
+from m2jax.checkpoint.manager import CheckpointManager
+from m2jax.config import ModelConfig
+from m2jax.text.tokenizer import Tokenizer
+
+TOKENIZER_FILE = 'tokenizer.json'
+# Where a workdir keeps its checkpoints: the phase that comes last counts.
+PHASES = ('rl', 'sft', 'pretrain')
+
+
+class Policy(NamedTuple):
+  """What it takes to generate.
+
+  Attributes:
+    model: the model's shape.
+    variables: {'params', 'router'} of `model.M2`.
+    tokenizer: content of its `tokenizer.json`.
+    step: of the checkpoint.
+    directory: of the checkpoints it was found in.
+  """
+
+  model: ModelConfig
+  variables: dict[str, Any]
+  tokenizer: bytes
+  step: int
+  directory: str
+
+  def load_tokenizer(self) -> Tokenizer:
+    """The tokenizer, ready to use."""
+    return Tokenizer(tokenizers.Tokenizer.from_buffer(self.tokenizer))
+
+
+def host(model: ModelConfig) -> dict[str, Any]:
+  """The entries of a checkpoint's host part that `load` needs."""
+  return {'model': dataclasses.asdict(model)}
+
+
+def find(directory: str | os.PathLike) -> str:
+  """The directory of checkpoints in `directory`: itself, or its latest phase.
+
+  Raises:
+    MissingCheckpoint: there is none; names the path.
+  """
+  root = epath.Path(directory)
+  for path in (root, *(root / phase for phase in PHASES)):
+    if CheckpointManager(path, read_only=True).latest_step() is not None:
+      return os.fspath(path)
+  if not root.is_dir():
+    raise MissingCheckpoint(f'no checkpoint: {root} is not a directory')
+  entries = sorted(path.name for path in root.iterdir())[:10]
+  raise MissingCheckpoint(
+    f'no checkpoint in {root} or its {", ".join(PHASES)}: it holds '
+    f'{entries or "nothing"}'
+  )
+
+
+def load(directory: str | os.PathLike, step: int | None = None) -> Policy:
+  """Reads a policy, safe beside the job that writes there.
+
+  Args:
+    directory: of checkpoints, or a workdir.
+    step: None is the latest.
+
+  Raises:
+    MissingCheckpoint: no such directory or step.
+    CheckpointMismatch: the checkpoint is no policy, or of another version.
+    CorruptCheckpoint: it cannot be read back as it was written.
+  """
+  path = find(directory)
+  manager = CheckpointManager(path, read_only=True)
+  scalar = {'step': jax.ShapeDtypeStruct((), jnp.int32)}
+  about = manager.restore(step, like=scalar, partial=True)
+  model = _model(about.host, about.files, f'{path}/{about.step}')
+  init = functools.partial(model_lib.M2(model).init, jax.random.key(0))
+  shapes = jax.eval_shape(init, jax.ShapeDtypeStruct((1, 2), jnp.int32))
+  like = {'variables': {name: dict(shapes[name]) for name in ('params', 'router')}}
+  restored = manager.restore(about.step, like=like, partial=True)
+  tokenizer = about.files[TOKENIZER_FILE]
+  return Policy(model, restored.state['variables'], tokenizer, about.step, path)
+
+
+def _model(host: Mapping[str, Any], files: Mapping[str, bytes], path: str):
+  if 'model' not in host or TOKENIZER_FILE not in files:
+    raise CheckpointMismatch(
+      f'checkpoint {path} holds no policy: its host part needs "model", and beside it '
+      f'{TOKENIZER_FILE}'
+    )
+  try:
+    return ModelConfig(**host['model'])
+  except (TypeError, ValueError) as error:
+    raise CheckpointMismatch(
+      f'checkpoint {path}: this version cannot build its model: {error}'
+    ) from error

@@ -1,0 +1,81 @@
+"""Supervised fine-tuning: samples merged into forests, through the training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from m2jax import forest
+from m2jax.checkpoint import policy
+from m2jax.checkpoint.manager import CheckpointManager
+from m2jax.config import ModelConfig
+from m2jax.data import packing
+from m2jax.observe.metrics import MetricsWriter
+from m2jax.optim import optimizer as optimizer_lib
+from m2jax.optim.optimizer import OptimizerConfig
+from m2jax.train import loop
+from m2jax.train import step as train_step
+from m2jax.train.loop import LoopConfig
+from m2jax.train.step import StepConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class SftConfig:
+  """Supervised fine-tuning.
+
+  Attributes:
+    tokens_per_step: input tokens of a batch, before merging.
+    row_tokens: S of the forest rows.
+    loop: the budget.
+    step: train-step settings.
+    optimizer: of this phase.
+  """
+
+  tokens_per_step: int
+  row_tokens: int
+  loop: LoopConfig
+  step: StepConfig
+  optimizer: OptimizerConfig
+
+
+def fit(
+  config: SftConfig,
+  model: ModelConfig,
+  variables,
+  samples: Sequence[forest.Sample],
+  *,
+  seed: int,
+  manager: CheckpointManager,
+  metrics: MetricsWriter,
+  files: Mapping[str, bytes],
+) -> train_step.TrainState:
+  """Trains on samples, or resumes; the variables are taken over.
+
+  `seed` is of the order of the samples, `files` go into every checkpoint.
+  """
+  optimizer = optimizer_lib.make(config.optimizer)
+  step = train_step.make_step(model, optimizer, train_step.nll, config.step)
+
+  def make_batches(position):
+    return packing.SampleBatches(
+      samples, tokens_per_batch=config.tokens_per_step, seed=seed, state=position
+    )
+
+  def to_forest(batch):
+    rows = forest.merge(
+      batch, row_tokens=config.row_tokens, row_terms=config.row_tokens
+    )
+    return train_step.normalise(rows)
+
+  return loop.fit(
+    train_step.init_state(variables, optimizer),
+    step,
+    make_batches,
+    to_forest,
+    config.loop,
+    phase='sft',
+    manager=manager,
+    metrics=metrics,
+    host=policy.host(model),
+    files=files,
+  )

@@ -1,0 +1,188 @@
+"""The router against facts/m2-and-forge.md §1.4.6 and algorithms.md §4.4, in NumPy."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2jax.moe import router
+
+TOKENS, DIM, EXPERTS, TOP_K = 40, 6, 8, 3
+
+route = jax.jit(router.route, static_argnames='top_k')
+
+
+def tensors(seed, dtype=np.float32):
+  rng = np.random.default_rng(seed)
+  x = jnp.array(rng.normal(size=(TOKENS, DIM)), dtype)
+  kernel = jnp.array(rng.normal(size=(DIM, EXPERTS)), dtype)
+  return x, kernel, jnp.array(0.5 * rng.normal(size=EXPERTS), dtype)
+
+
+def by_hand(x, kernel, bias, replay=None):
+  """ids and weights token by token, as the released forward pass has it."""
+  ids, weights = [], []
+  for token, row in enumerate(np.float64(x)):
+    scores = 1 / (1 + np.exp(-(row @ np.float64(kernel))))
+    chosen = np.argsort(-(scores + np.float64(bias)))[:TOP_K]
+    if replay is not None:
+      chosen = np.where(replay[token] >= 0, replay[token], chosen)
+    ids.append(chosen)
+    weights.append(scores[chosen] / scores[chosen].sum())  # the unbiased scores
+  return np.array(ids), np.array(weights)
+
+
+def no_near_ties(x, kernel, bias):
+  """Tokens whose choice does not hang on fp32 rounding."""
+  scores = 1 / (1 + np.exp(-(np.float64(x) @ np.float64(kernel)))) + np.float64(bias)
+  return np.diff(np.sort(scores, axis=1), axis=1).min(axis=1) > 1e-5
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=20)
+def test_choice_and_weights(seed):
+  """The top k of sigmoid + bias; weights are the scores without the bias, summing
+  to 1."""
+  x, kernel, bias = tensors(seed)
+  ids, weights = route(x, kernel, bias, top_k=TOP_K)
+  want_ids, want_weights = by_hand(x, kernel, bias)
+  clear = no_near_ties(x, kernel, bias)
+  np.testing.assert_array_equal(ids[clear], want_ids[clear])
+  np.testing.assert_allclose(weights[clear], want_weights[clear], rtol=1e-5)
+  np.testing.assert_allclose(np.sum(weights, axis=1), 1, rtol=1e-6)
+
+
+def test_bias_selects_only():
+  """A bias that chooses nobody else changes no weight; one that chooses another does
+  not enter the other's weight."""
+  x, kernel, _ = tensors(0)
+  zero, same = jnp.zeros(EXPERTS), jnp.full(EXPERTS, 0.25)
+  for a, b in zip(
+    route(x, kernel, zero, top_k=TOP_K), route(x, kernel, same, top_k=TOP_K), strict=True
+  ):
+    np.testing.assert_array_equal(a, b)
+  forced = zero.at[5].set(100.0)
+  ids, weights = route(x, kernel, forced, top_k=TOP_K)
+  assert np.all(ids[:, 0] == 5)
+  scores = 1 / (1 + np.exp(-np.float64(x @ kernel)))
+  chosen = np.take_along_axis(scores, np.asarray(ids), 1)
+  np.testing.assert_allclose(weights, chosen / chosen.sum(1, keepdims=True), rtol=1e-5)
+
+
+def test_replay():
+  """Recorded ids replace the choice where they are not −1; the weights are this model's
+  own scores of the experts used, and the gradient flows through those."""
+  x, kernel, bias = tensors(1)
+  rng = np.random.default_rng(1)
+  recorded = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(TOKENS)])
+  recorded[::3] = -1
+  ids, weights = route(x, kernel, bias, top_k=TOP_K, replay=jnp.array(recorded))
+  want_ids, want_weights = by_hand(x, kernel, bias, recorded)
+  clear = no_near_ties(x, kernel, bias)
+  np.testing.assert_array_equal(ids[clear], want_ids[clear])
+  np.testing.assert_allclose(weights[clear], want_weights[clear], rtol=1e-5)
+  free = route(x, kernel, bias, top_k=TOP_K)[0]
+  np.testing.assert_array_equal(ids[::3], free[::3])
+
+
+def test_gradients():
+  """The bias gets no gradient, not even through the choice; input and kernel get that
+  of the renormalised scores, checked by finite differences in float64."""
+  with jax.enable_x64():
+    x, kernel, bias = tensors(2, np.float64)
+    pull = jnp.array(np.random.default_rng(2).normal(size=(TOKENS, TOP_K)))
+
+    @jax.jit
+    def loss(x, kernel, bias):
+      return jnp.sum(pull * router.route(x, kernel, bias, TOP_K)[1])
+
+    d_x, d_kernel, d_bias = jax.jit(jax.grad(loss, (0, 1, 2)))(x, kernel, bias)
+    assert not np.any(d_bias)
+    rng = np.random.default_rng(3)
+    for argument, gradient in ((0, d_x), (1, d_kernel)):
+      step = np.zeros_like((x, kernel)[argument])
+      step[rng.integers(len(step))] = 1e-6 * rng.normal(size=step.shape[1])
+      args = [x, kernel, bias]
+      args[argument] = args[argument] + step
+      up = loss(*args)
+      args[argument] = args[argument] - 2 * step
+      np.testing.assert_allclose(up - loss(*args), 2 * np.sum(gradient * step), rtol=1e-4)
+
+
+def test_scores_are_at_least_float32():
+  """bf16 activations are routed in fp32 (law 8): same as casting them first."""
+  x, kernel, bias = tensors(3)
+  low = x.astype(jnp.bfloat16)
+  ids, weights = route(low, kernel, bias, top_k=TOP_K)
+  assert weights.dtype == jnp.float32
+  want_ids, want = route(low.astype(jnp.float32), kernel, bias, top_k=TOP_K)
+  np.testing.assert_array_equal(ids, want_ids)
+  np.testing.assert_allclose(weights, want, rtol=1e-6)
+
+
+def test_vanishing_scores():
+  """Scores that underflow to 0 give weights of 0, not NaN, and finite gradients."""
+  x = jnp.full((TOKENS, DIM), 1e3)
+  kernel = -jnp.ones((DIM, EXPERTS))
+
+  @jax.jit
+  def loss(x, kernel):
+    return jnp.sum(router.route(x, kernel, jnp.zeros(EXPERTS), TOP_K)[1])
+
+  value, grads = jax.value_and_grad(loss, (0, 1))(x, kernel)
+  assert np.isfinite(value) and all(np.all(np.isfinite(g)) for g in grads)
+
+
+@given(data=st.data())
+@settings(max_examples=20)
+def test_loads_count_multiplicity(data):
+  """A shared token counts once per sample through it (law 3), padding not at all."""
+  rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+  ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(TOKENS)])
+  multiplicity = rng.integers(0, 5, TOKENS)
+  load = jax.jit(functools.partial(router.loads, num_experts=EXPERTS))(
+    ids, multiplicity
+  )
+  unmerged = np.repeat(ids, multiplicity, axis=0)  # the samples one by one
+  np.testing.assert_array_equal(load, np.bincount(unmerged.ravel(), minlength=EXPERTS))
+
+
+def test_update_bias():
+  """b ← b + u·sign(mean − load), per layer: whoever had too much gets less by exactly
+  u, whoever had the mean stays."""
+  load = jnp.array([[4.0, 0.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]])
+  bias = jnp.array([[0.5, 0.5, 0.5, 0.5], [0.1, 0.2, 0.3, 0.4]])
+  new = router.update_bias(bias, load, 1e-3)
+  want = bias + 1e-3 * np.array([[-1, 1, 0, 0], [0, 0, 0, 0]])
+  np.testing.assert_allclose(new, want, rtol=1e-6)
+  np.testing.assert_array_equal(router.update_bias(bias, load, 0.0), bias)
+
+
+def test_update_balances():
+  """Followed step by step, the rule evens out the loads of a skewed router."""
+  x, kernel, _ = tensors(4)
+  bias = jnp.zeros(EXPERTS).at[0].set(1.0)
+  ones = jnp.ones(TOKENS, jnp.int32)
+
+  @jax.jit
+  def step(bias):
+    load = router.loads(router.route(x, kernel, bias, TOP_K)[0], ones, EXPERTS)
+    return router.update_bias(bias, load, 0.02), router.max_violation(load)
+
+  violations = []
+  for _ in range(60):
+    bias, violation = step(bias)
+    violations.append(float(violation))
+  assert min(violations[-10:]) < 0.25 * violations[0]
+
+
+@pytest.mark.parametrize('load, want', [([2.0, 2.0], 0.0), ([3.0, 1.0], 0.5)])
+def test_max_violation(load, want):
+  """(max − mean) / mean: 0 is perfect balance."""
+  assert router.max_violation(jnp.array(load)) == want

@@ -1,0 +1,69 @@
+"""Runs JetStream's own Driver on our engine; prints what each request got as JSON.
+
+A process of its own: JetStream's threads SIGKILL theirs on any exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from jetstream.core.proto import jetstream_pb2
+import numpy as np
+
+from m2jax.rollout import jetstream
+from m2jax.rollout.engine import Engine
+from tests.rollout import conftest
+
+from jetstream.core import orchestrator  # noqa: E402  (after the tree_map shim)
+from jetstream.engine import tokenizer_api  # noqa: E402
+
+
+RESULT = 'RESULT'  # JetStream logs to stdout too
+
+
+class Ids(tokenizer_api.Tokenizer):
+  """Token ids in, token ids out; nothing stops early."""
+
+  pad_id, eos_id, bos_id = 0, -1, 1
+  stop_tokens = frozenset()
+
+  def encode(self, s, **kwargs):
+    raise NotImplementedError
+
+  def decode(self, token_ids, **kwargs):
+    return str(token_ids)
+
+
+async def main(prompts, max_tokens):
+  variables = conftest.init(0)
+  # The driver has no sampling parameters: sharp weights make its draws greedy.
+  variables['params']['head'] = variables['params']['head'] * 1e5
+  engine = jetstream.JetStreamEngine(
+    Engine(conftest.CFG, conftest.ENGINE_CONFIG), variables, Ids()
+  )
+  driver = orchestrator.Driver(
+    prefill_engines=[engine],
+    generate_engines=[engine],
+    prefill_params=[engine.load_params()],
+    generate_params=[engine.load_params()],
+    interleaved_mode=True,
+    jax_padding=False,
+  )
+  client = orchestrator.LLMOrchestrator(driver=driver)
+
+  async def one(tokens):
+    content = jetstream_pb2.DecodeRequest.TokenContent(token_ids=tokens)
+    request = jetstream_pb2.DecodeRequest(token_content=content, max_tokens=max_tokens)
+    out = []
+    async for response in client.Decode(request):
+      out.extend(response.stream_content.samples[0].token_ids)
+    return out
+
+  results = await asyncio.gather(*(one(p) for p in prompts))
+  print(RESULT, json.dumps([np.array(r).tolist() for r in results]), flush=True)
+  driver.stop()
+
+
+asyncio.run(main(*json.loads(sys.argv[1])))

@@ -1,0 +1,220 @@
+"""The training loop: a killed run continues as if nothing had happened (law 5)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from m2jax import forest
+from m2jax.checkpoint.manager import CheckpointManager
+from m2jax.data import packing
+from m2jax.observe import metrics as metrics_lib
+from m2jax.train import loop
+from m2jax.train import step as train_step
+from tests.train import test_step
+
+CFG = dataclasses.replace(
+  test_step.CFG, dtype='float32', param_dtype='float32', num_mtp_modules=0
+)
+
+
+class Killed(BaseException):
+  """Stands for SIGKILL: nothing in the loop may catch it."""
+
+
+def samples():
+  rng = np.random.default_rng(0)
+  return [forest.Sample(rng.integers(1, 19, rng.integers(3, 9)), 1) for _ in range(11)]
+
+
+def batches(state):
+  return packing.SampleBatches(samples(), tokens_per_batch=20, seed=3, state=state)
+
+
+def to_forest(batch):
+  return train_step.normalise(forest.merge(batch, row_tokens=24, rows=1, row_terms=24))
+
+
+def fit(workdir, state, step, config, make_batches=batches, make_forest=to_forest, **more):
+  """One life of a run in `workdir`."""
+  with (
+    CheckpointManager(workdir / 'checkpoints') as manager,
+    metrics_lib.MetricsWriter(workdir, use_tensorboard=False) as metrics,
+  ):
+    return loop.fit(
+      state,
+      step,
+      make_batches,
+      make_forest,
+      config,
+      phase='sft',
+      manager=manager,
+      metrics=metrics,
+      **more,
+    )
+
+
+def dying(step, at: int):
+  """`step`, which dies instead of taking its `at`-th step from now."""
+  left = at
+
+  def wrapped(state, batch):
+    nonlocal left
+    left -= 1
+    if left == 0:
+      raise Killed
+    return step(state, batch)
+
+  return wrapped
+
+
+def test_resume_is_bit_identical(tmp_path):
+  """Twice killed between checkpoints, the run ends with the parameters, optimizer and
+  data position of the run that was never killed, and with its metrics, each step
+  once."""
+  optimizer = optax.adam(1e-2)
+  config = train_step.StepConfig(micro_rows=1, bias_update_rate=1e-2)
+  step = train_step.make_step(CFG, optimizer, train_step.nll, config)
+  budget = loop.LoopConfig(steps=9, checkpoint_every=2, log_every=1)
+
+  def start():
+    variables = jax.jit(train_step.init_variables, static_argnums=0)(CFG, test_step.KEY)
+    return train_step.init_state(variables, optimizer)
+
+  whole = fit(tmp_path / 'whole', start(), step, budget)
+  with pytest.raises(Killed):  # in the step after the checkpoint of step 4
+    fit(tmp_path / 'killed', start(), dying(step, 5), budget)
+  with pytest.raises(Killed):  # in step 8, one after the checkpoint of step 6
+    fit(tmp_path / 'killed', start(), dying(step, 4), budget)
+  resumed = fit(tmp_path / 'killed', start(), step, budget)
+  assert int(resumed.step) == 9
+  for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(whole), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+  def left_by(name):
+    with CheckpointManager(tmp_path / name / 'checkpoints', read_only=True) as manager:
+      host = manager.restore(like=whole).host
+    return host['data'], [
+      (r['step'], r['loss'], r['grad_norm']) for r in metrics_lib.read(tmp_path / name)
+    ]
+
+  assert left_by('killed') == left_by('whole')
+  assert [step for step, *_ in left_by('whole')[1]] == list(range(1, 10))
+
+
+def counter(value=0.0):
+  """A train state small enough that the loop itself is what is tested."""
+  return train_step.TrainState(
+    jnp.zeros((), jnp.int32), {'params': {'w': jnp.float32(value)}}, ()
+  )
+
+
+def count(state, batch):
+  """Adds 1 to w; the loss is w."""
+  del batch
+  w = state.variables['params']['w']
+  metrics = {'loss': w, 'grad_norm': jnp.float32(1.0)}
+  new = {'params': {'w': w + 1}}
+  return train_step.TrainState(state.step + 1, new, ()), metrics
+
+
+def finite(epochs):
+  return lambda state: packing.SampleBatches(
+    samples(), tokens_per_batch=20, seed=3, epochs=epochs, state=state
+  )
+
+
+def number_of_batches(epochs) -> int:
+  return len(list(finite(epochs)(None)))
+
+
+@pytest.mark.parametrize('offset', [0, 1])
+def test_end_of_the_data(tmp_path, offset):
+  """When the data end before the budget, the last step has its checkpoint, also where
+  its regular one is still being written; another start then changes nothing."""
+  n = number_of_batches(2)
+  budget = loop.LoopConfig(steps=1000, checkpoint_every=n - offset, log_every=1)
+  for _ in range(2):
+    state = fit(tmp_path, counter(), count, budget, finite(2))
+    assert int(state.step) == float(state.variables['params']['w']) == n
+  with CheckpointManager(tmp_path / 'checkpoints', read_only=True) as manager:
+    assert manager.latest_step() == n
+  steps = [r['step'] for r in metrics_lib.read(tmp_path)]
+  assert steps == list(range(1, n + 1))
+
+
+def test_budget_of_a_finished_run(tmp_path):
+  """A finished run started again takes no step; with a larger budget it goes on."""
+  for steps, want in ((3, 3), (3, 3), (5, 5)):
+    budget = loop.LoopConfig(steps=steps, checkpoint_every=10)
+    state = fit(tmp_path, counter(), count, budget)
+    assert float(state.variables['params']['w']) == want
+
+
+def test_seconds_count_over_restarts(tmp_path, monkeypatch):
+  """The time budget is of training, restarts included: what was spent up to the
+  checkpoint counts, what was lost after it does not."""
+
+  class Clock:
+    now_s = 100.0
+
+    def monotonic(self):
+      return self.now_s
+
+  clock = Clock()
+  monkeypatch.setattr(loop, 'time', clock)
+
+  def slow(state, batch):
+    clock.now_s += 1.0
+    return count(state, batch)
+
+  budget = loop.LoopConfig(steps=1000, seconds=7.0, checkpoint_every=2)
+  with pytest.raises(Killed):
+    fit(tmp_path, counter(), dying(slow, 6), budget)  # five steps, checkpoint of four
+  clock.now_s += 1e6  # a night passes
+  state = fit(tmp_path, counter(), slow, budget)
+  assert int(state.step) == 7
+
+
+@pytest.mark.parametrize('bad', ['loss', 'grad_norm'])
+def test_loss_that_is_not_finite(tmp_path, bad):
+  """It stops the run and names the step, and no checkpoint holds what came after: else
+  every restart would begin with broken weights."""
+
+  def breaks(state, batch):
+    state, metrics = count(state, batch)
+    if int(state.step) >= 8:
+      metrics[bad] = jnp.float32(jnp.nan)
+      state = dataclasses.replace(state, variables={'params': {'w': jnp.float32(jnp.nan)}})
+    return state, metrics
+
+  budget = loop.LoopConfig(steps=20, checkpoint_every=4, log_every=100)
+  with pytest.raises(FloatingPointError, match=f'sft: {bad} is nan at step 8'):
+    fit(tmp_path, counter(), breaks, budget)
+  with CheckpointManager(tmp_path / 'checkpoints', read_only=True) as manager:
+    assert manager.latest_step() == 4
+    assert np.isfinite(manager.restore().state['variables']['params']['w'])
+
+
+def test_host_and_files(tmp_path):
+  """What the caller wants in every checkpoint is in there beside the loop's own."""
+  budget = loop.LoopConfig(steps=2)
+  fit(tmp_path, counter(), count, budget, host={'note': 'x'}, files={'a.txt': b'y'})
+  with CheckpointManager(tmp_path / 'checkpoints', read_only=True) as manager:
+    restored = manager.restore()
+  assert restored.host['note'] == 'x' and set(restored.host) > {'data', 'used_s'}
+  assert restored.files == {'a.txt': b'y'}
+
+
+def test_records(tmp_path):
+  """Every `log_every`-th step and the last leave a record with the step's own values."""
+  budget = loop.LoopConfig(steps=8, log_every=3)
+  fit(tmp_path, counter(), count, budget)
+  records = metrics_lib.read(tmp_path)
+  assert [(r['step'], r['loss']) for r in records] == [(3, 2.0), (6, 5.0), (8, 7.0)]
+  assert records[-1]['progress'] == 1.0

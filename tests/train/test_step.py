@@ -1,0 +1,219 @@
+"""The train step against plain arithmetic on the samples one by one (laws 2, 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from m2jax import forest
+from m2jax.config import ModelConfig
+from m2jax.train import step as train_step
+from tests import row_model
+
+CFG = ModelConfig(
+  vocab_size=19,
+  num_layers=1,
+  embed_dim=8,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=8,
+  rotary_dim=4,
+  num_experts=4,
+  experts_per_token=2,
+  expert_dim=4,
+  rope_theta=100.0,
+  num_mtp_modules=1,
+  dtype='float64',
+  param_dtype='float64',
+  unroll_layers=True,
+)
+SGD = optax.sgd(1.0)  # the update is the gradient
+LENGTH, DOCUMENTS, RATE = 7, 6, 1e-2
+ROW = 36  # S and M of every batch here: one compiled shape
+CONFIG = train_step.StepConfig(micro_rows=2, mtp_weight=0.3, bias_update_rate=RATE)
+KEY = jax.random.key(0)
+
+
+@pytest.fixture(autouse=True)
+def float64():
+  """Exactness, not rounding, is what these tests are about."""
+  with jax.enable_x64():
+    yield
+
+
+def fresh_variables():
+  variables = jax.jit(train_step.init_variables, static_argnums=0)(CFG, KEY)
+  # zero biases would hide an update that overwrites instead of adding
+  router = {k: v + 0.01 * jnp.arange(4.0) for k, v in variables['router'].items()}
+  return {'params': variables['params'], 'router': router}
+
+
+@functools.cache
+def step_of(micro_rows: int):
+  config = dataclasses.replace(CONFIG, micro_rows=micro_rows)
+  return train_step.make_step(CFG, SGD, train_step.nll, config)
+
+
+def documents():
+  rng = np.random.default_rng(0)
+  return [rng.integers(1, CFG.vocab_size, LENGTH) for _ in range(DOCUMENTS)]
+
+
+def chains():
+  """Rows of five documents and of one, weights normalised."""
+  batch = forest.chain(documents(), row_tokens=ROW, row_terms=ROW)
+  return train_step.normalise(batch)
+
+
+def after_step(batch, micro_rows=2):
+  """variables and metrics after one step from the fresh state."""
+  state = train_step.init_state(fresh_variables(), SGD)
+  state, metrics = step_of(micro_rows)(state, batch)
+  assert int(state.step) == 1
+  return state.variables, {k: float(v) for k, v in metrics.items()}
+
+
+def test_nll_is_the_language_model_loss():
+  """On packed documents the step is one of plain next-token training: loss, MTP loss,
+  every gradient leaf, and the router bias from the loads of the whole batch."""
+  variables = fresh_variables()
+  bias = variables['router']
+
+  @jax.jit
+  def one(params, tokens):
+    trunk, modules, used, mtp_used = row_model.score(
+      {'params': params, 'router': bias}, tokens, CFG
+    )
+    return jnp.sum(trunk), jnp.sum(modules[0]), used[0], mtp_used[0]
+
+  terms = DOCUMENTS * (LENGTH - 1)
+
+  def total(params):
+    outs = [one(params, jnp.asarray(d)) for d in documents()]
+    nll, mtp = (-sum(o[i] for o in outs) / terms for i in (0, 1))
+    return nll + CONFIG.mtp_weight * mtp, (nll, mtp, [o[2:] for o in outs])
+
+  grads, (nll, mtp, used) = jax.grad(total, has_aux=True)(variables['params'])
+  after, metrics = after_step(chains())
+  assert metrics['loss'] == pytest.approx(float(nll), rel=1e-6)  # weights are fp32
+  assert metrics['mtp_loss'] == pytest.approx(float(mtp), rel=1e-6)
+  for path, new in jax.tree.leaves_with_path(after['params']):
+    old, grad = variables['params'], grads
+    for key in path:
+      old, grad = old[key.key], grad[key.key]
+    error = np.linalg.norm((old - new) - grad) / (np.linalg.norm(grad) + 1e-12)
+    assert error < 1e-6, path
+  for name, ids in (('layers', [u[0] for u in used]), ('mtp', [u[1] for u in used])):
+    load = np.bincount(np.concatenate(ids).ravel(), minlength=CFG.num_experts)
+    want = bias[name] + RATE * np.sign(load.mean() - load)
+    np.testing.assert_allclose(after['router'][name][0], want[0], rtol=1e-6)
+
+
+def samples():
+  """RL-like samples on one stem: shared tokens, several terms on a token."""
+  rng = np.random.default_rng(1)
+  stem = rng.integers(1, CFG.vocab_size, 5)
+  out = []
+  for _ in range(5):
+    tail = rng.integers(1, 4, 6)
+    out.append(
+      forest.Sample(
+        np.concatenate([stem, tail]), 5, weights=rng.random(6).astype(np.float32)
+      )
+    )
+  return out
+
+
+def split_rows():
+  """The samples as three rows, which cut their tree apart."""
+  groups = samples()[:2], samples()[2:3], samples()[3:]
+  rows = [forest.merge(group, row_tokens=ROW, row_terms=ROW) for group in groups]
+  return jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
+
+
+def assert_same(a, b):
+  for x, y in zip(jax.tree.leaves(a[0]), jax.tree.leaves(b[0]), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-14)
+  assert a[1] == pytest.approx(b[1], rel=1e-10)
+
+
+@pytest.mark.parametrize('micro_rows', [1, 4])
+def test_micro_batches_do_not_matter(micro_rows):
+  """Three rows cut into 1, 2 or 4 (the last filled with padding) give the same update,
+  router biases and metrics: nothing is normalised per micro-batch."""
+  assert len(split_rows().tokens) == 3
+  assert_same(after_step(split_rows(), micro_rows), after_step(split_rows()))
+
+
+def test_rows_do_not_matter():
+  """The update is the same whether the tree lies in one row or is split over three:
+  loads count with multiplicity, so also the router bias (law 3)."""
+  whole = forest.merge(samples(), row_tokens=ROW, row_terms=ROW)
+  assert len(whole.tokens) == 1 and whole.num_tokens < split_rows().num_tokens
+  assert_same(after_step(whole), after_step(split_rows()))
+
+
+def test_detach_mtp():
+  """Detached, the MTP loss moves the modules alone; trunk, embedding, final norm and
+  head get exactly 0. (That it moves them otherwise, the first test shows.)"""
+
+  def nothing(logprob, batch):
+    del batch
+    return 0.0 * jnp.sum(logprob), {}
+
+  config = dataclasses.replace(CONFIG, mtp_weight=1.0, detach_mtp=True)
+
+  @jax.jit
+  def grads_of(variables, batch):
+    loss = functools.partial(
+      train_step.loss_and_loads, cfg=CFG, objective=nothing, config=config
+    )
+    return jax.grad(loss, has_aux=True)(*variables.values(), batch)[0]
+
+  grads = grads_of(fresh_variables(), split_rows())
+  assert all(np.any(leaf) for leaf in jax.tree.leaves(grads['mtp']['layers']))
+  del grads['mtp']
+  assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+def test_state_is_donated_and_goes_on():
+  """Steps chain although each destroys the state before it; NumPy and jax batches are
+  the same; nothing of the batch is kept."""
+  step = step_of(2)
+  state = train_step.init_state(fresh_variables(), SGD)
+  first = state.variables['params']['embed']
+  batch = chains()
+  state, metrics = step(state, batch)
+  assert first.is_deleted()
+  state, again = step(state, jax.tree.map(jnp.asarray, batch))
+  assert int(state.step) == 2
+  assert float(again['loss']) != float(metrics['loss'])
+
+
+def test_normalise():
+  """Weights sum to 1 over the whole batch; a batch without terms stays without."""
+  batch = split_rows()
+  assert np.sum(train_step.normalise(batch).weight) == pytest.approx(1.0)
+  empty = dataclasses.replace(batch, weight=np.zeros_like(batch.weight))
+  assert not np.any(train_step.normalise(empty).weight)
+
+
+def test_micro_batches_are_padding_to_the_end():
+  """Slices hold every row once; what fills the last is seen by none and weighs 0."""
+  batch = forest.chain(documents()[:3], row_tokens=LENGTH)
+  parts = list(train_step.micro_batches(batch, 2))
+  assert [p.tokens.shape for p in parts] == [(2, LENGTH)] * 2
+  for field in dataclasses.fields(forest.Forest):
+    if field.name != 'experts':
+      joined = np.concatenate([getattr(p, field.name) for p in parts])
+      np.testing.assert_array_equal(joined[:3], getattr(batch, field.name))
+  fill = parts[1]
+  assert not np.any(fill.subtree_end[1]) and not np.any(fill.weight[1])
+  assert np.all(fill.parent[1] == -1) and np.all(fill.term_sample[1] == -1)
+  assert not np.any(fill.multiplicity[1])
