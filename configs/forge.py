@@ -47,8 +47,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.engine = dict(slots=64, context_tokens=384)
   c.engine.update(  # few shapes: each takes seconds to compile
     decode_rows=(64,),
-    contexts=(128, 256, 384),
-    prefill_shapes=((1, 64), (8, 32), (16, 16)),
+    contexts=(192, 384),
+    prefill_shapes=((1, 64), (8, 32)),
   )
   c.scheduler = dict(decode_steps=8, reuse_stale_prefix=False)
   c.episodes = dict(

@@ -43,7 +43,10 @@ def values() -> dict[str, Any]:
   """--config as nested dicts."""
   if CONFIG.value is None:
     raise BadInput('--config is missing: give configs/NAME.py[:variant]')
-  return CONFIG.value.to_dict()
+  try:
+    return CONFIG.value.to_dict()
+  except OSError as error:  # the file could not be read; told only now
+    raise BadInput(f'--config: {_last_line(error)}') from error
 
 
 def build(kind: type, values: Any, path: str = 'config') -> Any:
@@ -133,8 +136,10 @@ def quiet() -> None:
     std_logging.getLogger(name).setLevel(std_logging.WARNING)
 
   def ours(record: std_logging.LogRecord) -> bool:
-    chatty = any(part in record.pathname for part in _CHATTY_FILES)
-    return record.levelno >= std_logging.WARNING or not chatty
+    if not any(part in record.pathname for part in _CHATTY_FILES):
+      return True
+    interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)  # not an error
+    return record.levelno >= std_logging.WARNING and not interrupted
 
   logging.get_absl_logger().addFilter(ours)
 
@@ -150,7 +155,10 @@ def _parse(argv: list[str]) -> list[str]:
       raise  # a mistake inside the config file
     fail(BadInput(f"{given[0]}: the config has no field '{field}'"))
   except (flags.Error, OSError) as error:
-    message = str(error)
-    if 'Traceback' in message and isinstance(error.__context__, ValueError):
-      message = f'{message.partition(": ")[0]}: {error.__context__}'
-    fail(BadInput(' '.join(message.split())))
+    # What a config file raises comes with its traceback as text.
+    about, traced, _ = str(error).partition(': Error whilst parsing config file:')
+    fail(BadInput(f'{about}: {_last_line(error)}' if traced else about))
+
+
+def _last_line(error: Exception) -> str:
+  return str(error).strip().splitlines()[-1].strip()

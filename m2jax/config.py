@@ -109,7 +109,7 @@ def tiny() -> ModelConfig:
     num_experts=8,
     experts_per_token=2,
     expert_dim=48,
-    rope_theta=10_000.0,
+    rope_theta=100.0,
     max_positions=1024,
     dtype='float32',
     unroll_layers=True,

@@ -39,6 +39,8 @@ class RlConfig:
     checkpoint_every: updates between checkpoints.
     learner: how groups become an update.
     optimizer: of this phase.
+    items: work items in all: RL also stops once they are trained or failed; 0 is no
+      limit.
   """
 
   steps: int
@@ -50,6 +52,7 @@ class RlConfig:
   checkpoint_every: int
   learner: LearnerConfig
   optimizer: OptimizerConfig
+  items: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,7 @@ class RlLoop:
     self._finished = 0  # rollouts that ended since the last record
     self._failure: BaseException | None = None
     self._used_s = 0.0
+    self._saved = 0  # step of the latest checkpoint
     self._groups: set = set()  # futures of the groups that roll out
     self._taken = 0  # items taken by this process
     self._taken_before: dict[int, int] = {}  # item → items taken before its submission
@@ -54,6 +55,7 @@ class RlLoop:
       self._learner.state = restored.state
       ledger = data_pool.Ledger(**restored.host['ledger'])
       self._used_s = restored.host['used_s']
+      self._saved = restored.step
     self._metrics.supersede('rl', self._learner.version)
     reissue = self._pool.rollback(ledger)
     self._pool.refill(self._fifo)
@@ -70,12 +72,14 @@ class RlLoop:
       self._fill()
       step_started = time.monotonic()
       taken = []
-      while not taken:
+      while not taken and not self._fifo.drained:
         taken = self._fifo.wait_for_take(rl.groups_per_step, timeout_s=1.0)
         if self._failure is not None:
           raise RuntimeError('a rollout could not be recorded') from self._failure
         if not self._roles.scheduler.alive:
           raise RuntimeError('the rollout engine has stopped; see the log')
+      if not taken:
+        break
       waited_s = time.monotonic() - step_started
       indices = [index for index, _ in taken]
       step = self._learner.version + 1
@@ -88,21 +92,26 @@ class RlLoop:
       self._record(step, indices, scalars, waited_s, time.monotonic() - step_started)
       if self._over() or step % rl.checkpoint_every == 0:
         self._save(step)
+    if self._saved != self._learner.version:
+      self._save(self._learner.version)
     self._manager.wait()
 
   def _over(self) -> bool:
     rl = self._rl
     late = bool(rl.seconds) and self._used_s >= rl.seconds
-    return late or self._learner.version >= rl.steps
+    return late or self._learner.version >= rl.steps or self._fifo.drained
 
   def _fill(self) -> None:
-    """Submits work until the queue is full."""
+    """Submits work until the queue is full, or closes it after the last item."""
     rl = self._rl
     while True:
       state = self._fifo.state()
+      index = state.next_index
+      if rl.items and index >= rl.items:
+        self._fifo.close()
+        return
       if state.pending + state.completed >= rl.capacity:
         return
-      index = state.next_index
       spec = terminal.spec(
         'train', index, seed=self._config.seed, config=self._config.terminal
       )
@@ -177,6 +186,7 @@ class RlLoop:
     host = {'ledger': dataclasses.asdict(ledger), 'used_s': self._used_s}
     host |= policy.host(self._config.model)
     self._manager.save(step, self._learner.state, host, self._files)
+    self._saved = step
 
   def _record(self, step, indices, scalars, waited_s, step_s) -> None:
     state = self._fifo.state()
@@ -190,6 +200,8 @@ class RlLoop:
     progress = step / rl.steps
     if rl.seconds:
       progress = max(progress, self._used_s / rl.seconds)
+    if rl.items:
+      progress = max(progress, state.head / rl.items)
     self._metrics.write(
       'rl',
       step,

@@ -97,6 +97,9 @@ class Learner:
 
     Returns:
       Scalars for the metrics record of this step.
+
+    Raises:
+      FloatingPointError: the loss or its gradient is not finite; names the step.
     """
     started = time.monotonic()
     groups = [self._pool.group(index) for index in indices]
@@ -114,7 +117,7 @@ class Learner:
         row_terms=self._config.row_terms,
       )
       self.state, scalars = self._step(self.state, batch)
-      metrics |= {k: float(v) for k, v in jax.device_get(scalars).items()}
+      metrics |= train_step.fetch(scalars, f'rl step {self.version}')
       tokens = batch.num_tokens
       metrics['input_tokens'] = sum(len(s.tokens) for s in batch_samples)
       metrics['padding'] = 1 - tokens / batch.tokens.size
@@ -129,7 +132,11 @@ class Learner:
     }
 
   def _lag(self, credits_: Sequence[rewards.GroupCredit]) -> dict[str, float]:
-    """How many versions old the batch's sampled tokens are."""
+    """How many versions old the batch's sampled tokens are.
+
+    After a restart, tokens that a rolled-back policy sampled may carry versions that
+    are still to come: they count as lag 0.
+    """
     versions = [
       np.asarray(completion.versions)
       for group in credits_
@@ -138,7 +145,7 @@ class Learner:
     ]
     if not versions:
       return {}
-    lag = self.version - np.concatenate(versions)
+    lag = np.maximum(self.version - np.concatenate(versions), 0)
     return {'policy/lag_mean': float(lag.mean()), 'policy/lag_max': float(lag.max())}
 
 

@@ -2,16 +2,16 @@
 
 Two sets of calls over the same pure functions (facts/jax-anchors.md §3.2):
 
-- JetStream's: `prefill`, `insert`, `generate`, one request or one step at a time, so that
-  a JetStream driver can host the engine (`rollout.jetstream` adapts the types).
+- JetStream's: `prefill`, `insert`, `generate`, one request or one step at a time, so
+  that a JetStream driver can host the engine (`rollout.jetstream` adapts the types).
 - The scheduler's: `prefill_rows` (a chunk of several prompts at once, in place),
   `copy_rows` (a shared prefix), `admit` (a slot starts decoding), `generate_many`
   (several steps in one call; stop tokens, lengths and early end on the device).
 
 Prefill only fills the cache: it consumes a prompt but its last token, which the first
 decode step consumes. So every sampled token comes out of one code path, and a slot's
-prefix can be reused without logits. A position is written before it is visible; whatever
-lies at or beyond a slot's length is garbage that nobody sees.
+prefix can be reused without logits. A position is written before it is visible; what
+lies at or beyond a slot's length is (finite) garbage that nobody sees.
 
 All shapes come from the buckets in EngineConfig: after `warmup` nothing compiles.
 
@@ -249,9 +249,9 @@ class Engine:
     """Puts a prefix in a slot, which then decodes until its context is full.
 
     Args:
-      slots: sampling of the request as Slots of one row (see make_slots); its length and
-        token come from the prefix, a remaining of 0 means what the context allows. The
-        default is temperature 1, no stop ids, a stream seeded by the slot.
+      slots: sampling of the request as Slots of one row (see make_slots); its length
+        and token come from the prefix, a remaining of 0 means what the context allows.
+        The default is temperature 1, no stop ids, a stream seeded by the slot.
     """
     if slots is None:
       slots = make_slots(1, self.config.max_stop_ids)

@@ -6,9 +6,10 @@ it was really drawn from (DESIGN law 4).
 
 K/V computed under older weights stays in use: for requests in flight always, for parked
 prefixes when `reuse_stale_prefix` is set. A token's recorded log-probability is then
-that of (current weights, older K/V): exactly the policy that sampled it, and so the right
-denominator of an importance ratio, but not what a full forward pass under either version
-gives. Without `reuse_stale_prefix` only requests in flight at a swap see the mixture.
+that of (current weights, older K/V): exactly the policy that sampled it, and so the
+right denominator of an importance ratio, but not what a full forward pass under either
+version gives. Without `reuse_stale_prefix` only requests in flight at a swap see the
+mixture.
 
 A seeded request draws the same random numbers whatever else is in the batch. Its logits
 may still differ in the last bits between batch sizes, as matmuls do.

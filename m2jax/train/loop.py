@@ -8,18 +8,16 @@ exact next batch.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import jax
 from absl import logging
 
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forest import Forest
 from m2jax.observe.metrics import MetricsWriter
-from m2jax.train.step import Step, TrainState
+from m2jax.train.step import Step, TrainState, fetch
 
 
 class Batches(Protocol):
@@ -98,7 +96,7 @@ def fit(
     # first the record: a restart from this checkpoint does not take its step again
     nonlocal pending, saved
     if pending is None:
-      _fetch(phase, done, scalars)
+      fetch(scalars, f'{phase} step {done}')
     else:
       _write(metrics, phase, done, *pending)
     pending, saved = None, done
@@ -143,13 +141,5 @@ def _over(config: LoopConfig, done: int, used_s: float) -> bool:
   return done >= config.steps or bool(config.seconds and used_s >= config.seconds)
 
 
-def _fetch(phase: str, step: int, scalars) -> dict[str, float]:
-  values = {k: float(v) for k, v in jax.device_get(scalars).items()}
-  for name in ('loss', 'grad_norm'):
-    if not math.isfinite(values[name]):
-      raise FloatingPointError(f'{phase}: {name} is {values[name]} at step {step}')
-  return values
-
-
 def _write(metrics: MetricsWriter, phase: str, step: int, scalars, extra) -> None:
-  metrics.write(phase, step, _fetch(phase, step, scalars), **extra)
+  metrics.write(phase, step, fetch(scalars, f'{phase} step {step}'), **extra)

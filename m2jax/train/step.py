@@ -2,9 +2,10 @@
 
 What is learned is an `objective(logprob, batch) -> (loss, metrics)`, a sum over the
 loss terms of a forest; pre-training and SFT use `nll`, RL brings its own. MTP is added
-over the same terms (facts/algorithms.md §4.1: L = main + λ/K · Σ_k L^k). Weights of a batch
-are normalised on the host, so every loss and metric is a sum: a batch of many rows may
-be cut into micro-batches of one compiled shape and gives the same update (law 3).
+over the same terms (facts/algorithms.md §4.1: L = main + λ/K · Σ_k L^k). Weights of a
+batch are normalised on the host, so every loss and metric is a sum: a batch of many
+rows may be cut into micro-batches of one compiled shape and gives the same update
+(law 3).
 
 Axes: B rows, S tokens, M loss terms of a row, L layers, E experts, K MTP modules.
 """
@@ -12,6 +13,7 @@ Axes: B rows, S tokens, M loss terms of a row, L layers, E experts, K MTP module
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,6 +91,20 @@ def normalise(batch: Forest) -> Forest:
   """The batch with weights that sum to 1: the mean over its terms. Host arrays."""
   total = float(np.sum(batch.weight))
   return dataclasses.replace(batch, weight=batch.weight / np.float32(max(total, 1e-9)))
+
+
+def fetch(metrics: dict[str, jax.Array], where: str) -> dict[str, float]:
+  """A step's metrics as numbers on the host.
+
+  Raises:
+    FloatingPointError: the loss or its gradient is not finite; the message begins with
+      `where`, the name of the step.
+  """
+  values = {name: float(v) for name, v in jax.device_get(metrics).items()}
+  for name in ('loss', 'grad_norm'):
+    if not math.isfinite(values.get(name, 0.0)):
+      raise FloatingPointError(f'{where}: {name} is {values[name]}')
+  return values
 
 
 def loss_and_loads(params, router_state, batch, cfg, objective, config: StepConfig):

@@ -27,13 +27,14 @@ def open_workdir(config: Any, workdir: Path, fresh: bool = False) -> None:
     fresh: delete the run that it holds.
 
   Raises:
-    OtherRun: it holds a run with other settings; names them.
+    OtherRun: it holds a run with other settings; names them. A run that left nothing
+      but its settings is none.
   """
   path = workdir / _FILE
   if fresh and path.exists():
     shutil.rmtree(workdir)
   now = json.loads(json.dumps(dataclasses.asdict(config)))
-  if path.exists():
+  if path.exists() and any(other != path for other in workdir.iterdir()):
     before = json.loads(path.read_text())
     differing = [
       f'{name}: there {old!r}, now {new!r}'

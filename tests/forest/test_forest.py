@@ -201,7 +201,9 @@ def test_experts():
       at = where[tuple(full.tokens[:n])]
       np.testing.assert_array_equal(batch.experts[0, at], full.experts[n - 1])
     own = batch.experts[0, where[1, 2, 3]]
-    np.testing.assert_array_equal(own, gap[2] if any(s is holey for s in group) else [[-1, -1]])
+    np.testing.assert_array_equal(
+      own, gap[2] if any(s is holey for s in group) else [[-1, -1]]
+    )
     assert np.all(batch.experts[0, batch.num_tokens :] == -1)
 
 
@@ -214,16 +216,16 @@ def test_chain():
   assert batch.num_tokens == 9
   assert np.all(batch.multiplicity[batch.subtree_end > 0] == 1)
   check_samples(batch, [forest.Sample(d, 1) for d in documents])
-  starts = [(r, i) for r, i in np.argwhere(batch.parent == -1) if batch.subtree_end[r, i]]
-  pieces = [
-    batch.tokens[r, i : batch.subtree_end[r, i]].tolist() for r, i in starts
+  starts = [
+    (r, i) for r, i in np.argwhere(batch.parent == -1) if batch.subtree_end[r, i]
   ]
+  pieces = [batch.tokens[r, i : batch.subtree_end[r, i]].tolist() for r, i in starts]
   assert sorted(pieces) == sorted([[1, 2, 3], [1, 2, 3], [1, 2], [7]])
 
 
 def test_causal():
-  """One chain a row, equal to what `chain` makes of the same rows; NumPy stays NumPy and
-  a jax array stays one."""
+  """One chain a row, equal to what `chain` makes of the same rows; NumPy stays NumPy
+  and a jax array stays one."""
   tokens = np.arange(1, 13, dtype=np.int32).reshape(2, 6)
   batch = forest.causal(tokens)
   packed = forest.chain(list(tokens), row_tokens=6)
@@ -244,7 +246,10 @@ def test_causal():
     (forest.Sample([1] * 9), 'sample 1 has 9 tokens, more than row_tokens=8'),
     (forest.Sample([1, 2], 3), r'sample 1: prompt_length=3 outside \[0, 2\]'),
     (forest.Sample([1, 2], -1), r'sample 1: prompt_length=-1 outside \[0, 2\]'),
-    (forest.Sample([1, 2], 1, advantages=[1.0, 2.0]), 'sample 1: advantages has length 2'),
+    (
+      forest.Sample([1, 2], 1, advantages=[1.0, 2.0]),
+      'sample 1: advantages has length 2',
+    ),
     (forest.Sample([1, 2], 1, weights=[]), 'sample 1: weights has length 0'),
     (
       forest.Sample([1, 2], 1, experts=np.zeros((1, 1, 2))),

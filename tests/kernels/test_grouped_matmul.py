@@ -1,4 +1,4 @@
-"""Grouped matmul: a NumPy loop over groups is the reference of the reference (law 7)."""
+"""Grouped matmul: a NumPy loop over the groups is the reference's reference (law 7)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def value_and_grads(lhs, rhs, sizes, weight, implementation):
 
   def loss(lhs, rhs):
     out = grouped_matmul.matmul(lhs, rhs, sizes, implementation=implementation)
-    return jnp.sum((out * weight).astype(jnp.promote_types(out.dtype, jnp.float32))), out
+    return jnp.sum(
+      (out * weight).astype(jnp.promote_types(out.dtype, jnp.float32))
+    ), out
 
   (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(lhs, rhs)
   return (out, *grads)
@@ -111,7 +113,10 @@ def test_bfloat16_accumulates_in_float32():
   rhs = jnp.array(rng.normal(size=(2, 512, 4)), jnp.bfloat16)
   sizes = jnp.array([40, 24])
   want = np.concatenate(
-    [np.float64(lhs[:40]) @ np.float64(rhs[0]), np.float64(lhs[40:]) @ np.float64(rhs[1])]
+    [
+      np.float64(lhs[:40]) @ np.float64(rhs[0]),
+      np.float64(lhs[40:]) @ np.float64(rhs[1]),
+    ]
   )
   for implementation in ('cpu', 'reference'):
     out = grouped_matmul.matmul(lhs, rhs, sizes, implementation=implementation)
@@ -140,9 +145,7 @@ def test_default_is_the_platforms():
   lhs, rhs, weight = tensors(5)
   sizes = jnp.array(SIZES['even'], jnp.int32)
   named = value_and_grads(lhs, rhs, sizes, weight, 'cpu')
-  for a, b in zip(
-    named, value_and_grads(lhs, rhs, sizes, weight, None), strict=True
-  ):
+  for a, b in zip(named, value_and_grads(lhs, rhs, sizes, weight, None), strict=True):
     np.testing.assert_array_equal(a, b)
 
 

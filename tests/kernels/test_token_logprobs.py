@@ -107,7 +107,11 @@ def test_logits_are_never_all_alive():
     def loss(hidden, head, targets):
       return jnp.sum(function(hidden, head, targets)[0])
 
-    shapes = [((tokens, DIM), 'float32'), ((DIM, vocab), 'float32'), ((tokens,), 'int32')]
+    shapes = [
+      ((tokens, DIM), 'float32'),
+      ((DIM, vocab), 'float32'),
+      ((tokens,), 'int32'),
+    ]
     args = [jax.ShapeDtypeStruct(*s) for s in shapes]
     text = jax.jit(jax.grad(loss, (0, 1))).lower(*args).compile().as_text()
     found = re.findall(r'\bf32\[([\d,]+)\]', text)

@@ -20,7 +20,7 @@ BLOCK = 64  # what odd sizes are odd to: a query or key block of the CPU impleme
 
 
 def random_forest(rng, rows: int, length: int):
-  """(parent, subtree_end, position) [rows, length] of random trees in depth-first order.
+  """parent, subtree_end, position [rows, length] of random trees in depth-first order.
 
   Written apart from m2jax.forest: each token hangs on some token of the path before it,
   or is a root; the last tokens of a row are padding.
@@ -57,7 +57,9 @@ def value_and_grads(q, k, v, weight, end, implementation, **more):
 
   def loss(q, k, v):
     out = tree_attention.attend(q, k, v, end, implementation=implementation, **more)
-    return jnp.sum((out * weight).astype(jnp.promote_types(out.dtype, jnp.float32))), out
+    return jnp.sum(
+      (out * weight).astype(jnp.promote_types(out.dtype, jnp.float32))
+    ), out
 
   (_, out), grads = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
   return (out, *grads)
@@ -256,9 +258,7 @@ def test_scale():
   end = np.full((1, 12), 12, np.int32)
   mean = np.cumsum(v, axis=1) / np.arange(1, 13)[None, :, None, None]
   for implementation in ('cpu', 'reference'):
-    out = tree_attention.attend(
-      q, k, v, end, scale=0.0, implementation=implementation
-    )
+    out = tree_attention.attend(q, k, v, end, scale=0.0, implementation=implementation)
     np.testing.assert_allclose(out, mean, atol=1e-6)
 
 

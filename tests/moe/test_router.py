@@ -64,7 +64,9 @@ def test_bias_selects_only():
   x, kernel, _ = tensors(0)
   zero, same = jnp.zeros(EXPERTS), jnp.full(EXPERTS, 0.25)
   for a, b in zip(
-    route(x, kernel, zero, top_k=TOP_K), route(x, kernel, same, top_k=TOP_K), strict=True
+    route(x, kernel, zero, top_k=TOP_K),
+    route(x, kernel, same, top_k=TOP_K),
+    strict=True,
   ):
     np.testing.assert_array_equal(a, b)
   forced = zero.at[5].set(100.0)
@@ -112,7 +114,9 @@ def test_gradients():
       args[argument] = args[argument] + step
       up = loss(*args)
       args[argument] = args[argument] - 2 * step
-      np.testing.assert_allclose(up - loss(*args), 2 * np.sum(gradient * step), rtol=1e-4)
+      np.testing.assert_allclose(
+        up - loss(*args), 2 * np.sum(gradient * step), rtol=1e-4
+      )
 
 
 def test_scores_are_at_least_float32():

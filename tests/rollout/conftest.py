@@ -35,13 +35,14 @@ CFG = ModelConfig(
   unroll_layers=True,
 )
 ENGINE_CONFIG = EngineConfig(
-  slots=4,
+  slots=6,
   context_tokens=CONTEXT,
   max_steps=4,
   decode_rows=(1, 4),
-  prefill_shapes=((1, 8), (4, 8), (1, 32)),
+  prefill_shapes=((4, 8), (1, 32)),
   contexts=(24, CONTEXT),
   max_stop_ids=3,
+  confident_tokens=32,
 )
 
 
@@ -106,7 +107,7 @@ def engine():
 
 @pytest.fixture
 def serve(engine, variables):
-  """serve(**SchedulerConfig fields) → a started Scheduler, stopped at the test's end."""
+  """serve(**SchedulerConfig fields): a started Scheduler, stopped at the end."""
   with contextlib.ExitStack() as stack:
 
     def start(engine=engine, variables=variables, *, run=True, **fields):

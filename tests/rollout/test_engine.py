@@ -21,7 +21,6 @@ from m2jax.rollout.engine_config import EngineConfig
 from tests.rollout.conftest import CFG
 from tests.rollout.conftest import CONTEXT
 from tests.rollout.conftest import ENGINE_CONFIG
-from tests.rollout.conftest import init
 from tests.rollout.conftest import log_softmax
 
 NONE = np.int32(0)
@@ -52,12 +51,10 @@ def cached_logits(cfg, chunk, steps, variables, sequences, lengths):
   return jnp.concatenate(out, axis=1)
 
 
-@pytest.mark.parametrize('unroll', [True, False])
-@pytest.mark.parametrize('chunk, steps', [(1, 3), (5, 2)])
-def test_cached_logits_equal_a_full_pass(unroll, chunk, steps):
+@pytest.mark.parametrize('unroll, chunk, steps', [(True, 1, 3), (False, 5, 2)])
+def test_cached_logits_equal_a_full_pass(unroll, chunk, steps, variables):
   """Prefix, tail and their shared softmax must be causal attention, at any split."""
   cfg = dataclasses.replace(CFG, unroll_layers=unroll)
-  variables = init(0, cfg)
   sequences = np.random.default_rng(0).integers(CFG.vocab_size, size=(3, 31))
   want = jax.jit(model.M2(cfg).apply)(variables, sequences)
   jitted = jax.jit(cached_logits, static_argnums=(0, 1, 2))
@@ -132,12 +129,12 @@ def test_generate_many_ends_rows_and_then_itself(engine, variables, reference):
   state = engine.prefill_rows(
     variables, state, rows, np.int32(3), chunk, np.zeros(4, np.int32), context=24
   )
-  slots = decode_state.make_slots(4, 3)
+  slots = decode_state.make_slots(6, 3)
   slots.length[:], slots.token[:], slots.temperature[:] = 5, tokens[-1], 0
-  slots.remaining[:] = 10, 2, 10, 10
+  slots.remaining[:3] = 10, 2, 10
   slots.stop_ids[0, 1] = greedy[2]
   slots.stop_ids[2, 0] = greedy[0]
-  state = engine.admit(state, rows, np.int32(3), slots)
+  state = engine.admit(state, np.resize(rows, 6), np.int32(3), slots)
   state, sampled = engine.generate_many(
     variables, state, rows, np.int32(3), np.int32(4), context=24
   )
@@ -154,24 +151,24 @@ def test_generate_many_ends_rows_and_then_itself(engine, variables, reference):
   assert sampled.counts.tolist() == [0, 0, 0, 0]
 
 
-def test_a_run_of_near_certain_tokens_ends_the_response(variables):
+def test_a_run_of_near_certain_tokens_ends_the_response(engine, variables):
   """Degenerate repetition must not fill contexts (the report's 3,000-token rule)."""
-  config = dataclasses.replace(ENGINE_CONFIG, confident_tokens=3)
-  engine = Engine(CFG, config)
   params = dict(variables['params'])
-  params['head'] = params['head'] * 100  # every choice is certain
+  params['head'] = params['head'] * 1e5  # every choice is certain
   sharp = {**variables, 'params': params}
-  state = engine.init_decode_state()
-  slots = decode_state.make_slots(4, 3)
-  slots.token[:2], slots.remaining[:2] = 1, 20
+  slots = decode_state.make_slots(6, 3)
+  slots.token[:2], slots.remaining[:2] = 1, 40
   slots.temperature[1] = 1e4  # near uniform: never confident
-  state = engine.admit(state, np.arange(4, dtype=np.int32), np.int32(2), slots)
-  rows = np.arange(4, dtype=np.int32)
-  state, sampled = engine.generate_many(
-    sharp, state, rows, np.int32(2), np.int32(4), context=24
-  )
-  assert sampled.counts.tolist()[:2] == [3, 4]
-  assert sampled.ended.tolist()[:2] == [decode_state.LENGTH, decode_state.RUNNING]
+  rows = np.arange(6, dtype=np.int32)
+  state = engine.admit(engine.init_decode_state(), rows, np.int32(2), slots)
+  counts, ended = 0, 0
+  for _ in range(9):
+    state, sampled = engine.generate_many(
+      sharp, state, rows[:4], np.int32(2), np.int32(4), context=CONTEXT
+    )
+    counts, ended = counts + sampled.counts[:2], np.maximum(ended, sampled.ended[:2])
+  assert counts.tolist() == [ENGINE_CONFIG.confident_tokens, 36]
+  assert ended.tolist() == [decode_state.LENGTH, decode_state.RUNNING]
 
 
 def test_rows_of_padding_touch_nothing(engine, variables):

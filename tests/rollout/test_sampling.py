@@ -77,7 +77,7 @@ def test_draws_follow_the_distribution(temperature, top_k, top_p):
 )
 def test_support_and_logprob_of_any_parameters(seed, temperature, top_k, top_p):
   """No parameters may let a token through that they exclude, or misreport one."""
-  logits = np.random.default_rng(seed).normal(size=12) * 3
+  logits = np.random.default_rng(seed).normal(size=23) * 3
   tokens, logprobs = rows(
     64, logits, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
   )
@@ -93,7 +93,7 @@ def test_support_and_logprob_of_any_parameters(seed, temperature, top_k, top_p):
 
 def test_greedy_takes_the_peak_and_reports_temperature_one():
   """Greedy evaluation reports the policy's own probability, not 1."""
-  tokens, logprobs = rows(4, LOGITS, temperature=0.0, top_k=3, top_p=0.1)
+  tokens, logprobs = rows(64, LOGITS, temperature=0.0, top_k=3, top_p=0.1)
   assert set(np.asarray(tokens)) == {int(LOGITS.argmax())}
   np.testing.assert_allclose(logprobs, log_softmax(LOGITS).max(), atol=1e-5)
 
@@ -107,22 +107,23 @@ def test_the_smallest_temperature_neither_overflows_nor_wanders():
 
 def test_a_row_does_not_depend_on_its_neighbours():
   """Seeded requests repeat whatever shares the batch, whose rows may need the sort."""
-  alone = rows(1, LOGITS, seed=5, counter=7)
+  alone = rows(64, LOGITS, seed=5, counter=7)
   greedy, sorting, plain = (0.0, 0, 1.0), (1.0, 2, 0.5), (1.0, 0, 1.0)
   temperature, top_k, top_p = zip(greedy, plain, sorting, strict=True)
+  fill = lambda x, dtype: jnp.asarray(np.resize(x, (64, *np.shape(x)[1:])), dtype)
   tokens, logprobs = sample(
-    jnp.asarray(np.stack([-LOGITS, LOGITS, LOGITS]), jnp.float32),
-    jnp.array([[9, 9], [0, 5], [0, 5]], jnp.uint32),
-    jnp.array([1, 7, 7]),
-    jnp.array(temperature, jnp.float32),
-    jnp.array(top_k),
-    jnp.array(top_p, jnp.float32),
+    fill([-LOGITS, LOGITS, LOGITS], jnp.float32),
+    fill([[9, 9], [0, 5], [0, 5]], jnp.uint32),
+    fill([1, 7, 7], jnp.int32),
+    fill(temperature, jnp.float32),
+    fill(top_k, jnp.int32),
+    fill(top_p, jnp.float32),
   )
   assert tokens[1] == alone[0][0]
   assert logprobs[1] == alone[1][0]
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 7, 64, 70]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 64, 70]))
 def test_draw_never_picks_an_index_without_mass(seed, size):
   """Rounding of prefix sums at the ends of blocks must not select padding or zeros."""
   random = np.random.default_rng(seed)

@@ -16,7 +16,6 @@ import pytest
 from m2jax.rollout.api import GenerateRequest
 from m2jax.rollout.api import PromptTooLong
 from m2jax.rollout.api import SamplingParams
-from m2jax.rollout.engine import Engine
 from m2jax.rollout.scheduler import EngineError
 from m2jax.rollout.scheduler import Scheduler
 from m2jax.rollout.scheduler import SchedulerConfig
@@ -128,17 +127,15 @@ def test_random_arrivals_lose_nothing(serve, variables, reference):
 
 def test_more_slots_than_rows_keep_more_sessions(serve, variables, reference):
   """Agents wait for their tools most of the time: prefixes need slots, not compute."""
-  config = dataclasses.replace(
-    ENGINE_CONFIG, decode_rows=(2,), contexts=(CONTEXT,), prefill_shapes=((2, 8),)
-  )
-  scheduler = serve(Engine(CFG, config))
-  sessions = [prompt(i, 7) for i in range(4)]
+  assert ENGINE_CONFIG.slots > ENGINE_CONFIG.decode_rows[-1]
+  scheduler = serve()
+  sessions = [prompt(i, 7) for i in range(ENGINE_CONFIG.slots)]
   for turn in range(3):
     results = run(scheduler, *(request(s, max_tokens=3) for s in sessions))
     for i, result in enumerate(results):
       assert_logprobs(reference, variables, sessions[i], result)
       sessions[i] = [*sessions[i], *result.tokens, turn]
-  assert scheduler.stats()['prefill_tokens'] == 4 * (6 + 2 * 2)
+  assert scheduler.stats()['prefill_tokens'] == len(sessions) * (6 + 2 * 1)
 
 
 def test_seeds_repeat_in_any_company(serve):
@@ -209,7 +206,7 @@ def test_weights_swap_in_flight(serve, variables, other_variables, reference):
   scheduler = serve()
   requests = [request(prompt(i, 6), max_tokens=24) for i in range(3)]
   results = swap_in_flight(scheduler, other_variables, requests)
-  for r, result in zip(requests, results, strict=True):
+  for result in results:
     versions = np.array(result.versions)
     assert np.all(np.diff(versions) >= 0) and len(versions) == 24
   versions = np.array(results[0].versions)

@@ -94,7 +94,7 @@ def finish(table, slot):
 
 
 def test_a_next_turn_takes_its_own_slot_and_a_fork_spares_it():
-  """A session's turns cost their new tokens only; siblings must not evict each other."""
+  """A session's turns cost their new tokens only; siblings spare each other."""
   table = SlotTable(SLOTS, CONTEXT, min_copy_tokens=MIN_COPY)
   first = placed(table, range(1, 9))
   assert (first.hit_tokens, first.source) == (0, first.slot)

@@ -40,7 +40,9 @@ def to_forest(batch):
   return train_step.normalise(forest.merge(batch, row_tokens=24, rows=1, row_terms=24))
 
 
-def fit(workdir, state, step, config, make_batches=batches, make_forest=to_forest, **more):
+def fit(
+  workdir, state, step, config, make_batches=batches, make_forest=to_forest, **more
+):
   """One life of a run in `workdir`."""
   with (
     CheckpointManager(workdir / 'checkpoints') as manager,
@@ -190,11 +192,13 @@ def test_loss_that_is_not_finite(tmp_path, bad):
     state, metrics = count(state, batch)
     if int(state.step) >= 8:
       metrics[bad] = jnp.float32(jnp.nan)
-      state = dataclasses.replace(state, variables={'params': {'w': jnp.float32(jnp.nan)}})
+      state = dataclasses.replace(
+        state, variables={'params': {'w': jnp.float32(jnp.nan)}}
+      )
     return state, metrics
 
   budget = loop.LoopConfig(steps=20, checkpoint_every=4, log_every=100)
-  with pytest.raises(FloatingPointError, match=f'sft: {bad} is nan at step 8'):
+  with pytest.raises(FloatingPointError, match=f'sft step 8: {bad} is nan'):
     fit(tmp_path, counter(), breaks, budget)
   with CheckpointManager(tmp_path / 'checkpoints', read_only=True) as manager:
     assert manager.latest_step() == 4
@@ -212,7 +216,7 @@ def test_host_and_files(tmp_path):
 
 
 def test_records(tmp_path):
-  """Every `log_every`-th step and the last leave a record with the step's own values."""
+  """Every `log_every`-th step and the last leave a record with their own values."""
   budget = loop.LoopConfig(steps=8, log_every=3)
   fit(tmp_path, counter(), count, budget)
   records = metrics_lib.read(tmp_path)

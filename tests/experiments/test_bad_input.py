@@ -1,0 +1,142 @@
+"""Mistakes at the keys: one line that names the mistake, code 2, nothing left behind."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.experiments import conftest
+
+CONFIGS = ('evaluate', 'forge', 'pretrain', 'serve', 'sft')
+# name: job, flags ({tmp} is a directory), what the message must say
+CASES = {
+  'unknown field': ('pretrain', ['--workdir={tmp}/w', '--config.nosuch=1'], 'nosuch'),
+  'unknown nested field': (
+    'forge',
+    ['--workdir={tmp}/w', '--config.sft.loop.nosuch=1'],
+    '--config.sft.loop.nosuch=1',
+  ),
+  'unknown group': ('sft', ['--workdir={tmp}/w', '--config.no.such=1'], '--config.no'),
+  'not a number': ('evaluate', ['--workdir={tmp}/w', '--config.eval_tasks=a'], "'a'"),
+  'out of range': (
+    'forge',
+    ['--workdir={tmp}/w', '--config.model.num_heads=3'],
+    'config.model: ModelConfig.num_heads=3',
+  ),
+  'unknown flag': ('serve', ['--nosuch=1'], 'nosuch'),
+  'stray argument': ('pretrain', ['--workdir={tmp}/w', 'smoke'], "'smoke'"),
+  'no checkpoint flag': ('serve', [], '--checkpoint'),
+  'missing checkpoint': ('serve', ['--checkpoint={tmp}/gone'], '{tmp}/gone'),
+  'empty workdir': ('evaluate', ['--workdir={tmp}'], '{tmp}'),
+  'missing source': (
+    'sft',
+    [
+      '--workdir={tmp}/w',
+      '--config.demonstrations={tmp}/chats.jsonl',
+      '--config.checkpoint={tmp}/gone',
+    ],
+    '{tmp}/gone',
+  ),
+  'missing demonstrations': (
+    'sft',
+    ['--workdir={tmp}/w', '--config.demonstrations={tmp}/gone.jsonl'],
+    '{tmp}/gone.jsonl',
+  ),
+  'bad demonstration': (
+    'sft',
+    ['--workdir={tmp}/w', '--config.demonstrations={tmp}/bad.jsonl'],
+    'bad.jsonl, line 2',
+  ),
+  'no text': (
+    'pretrain',
+    ['--workdir={tmp}/w', '--config.text.root={tmp}/gone'],
+    '{tmp}/gone',
+  ),
+  'missing tokenizer': (
+    'pretrain',
+    [
+      '--workdir={tmp}/claimed',
+      '--config.text.root={tmp}/texts',
+      '--config.text.held_out=0.5',
+      '--config.tokenizer={tmp}/gone.json',
+    ],
+    '{tmp}/gone.json',
+  ),
+  'vocabulary too small': (
+    'pretrain',
+    [
+      '--workdir={tmp}/claimed',  # what failed before claims nothing
+      '--config.text.root={tmp}/texts',
+      '--config.text.held_out=0.5',
+      '--config.model.vocab_size=100',
+    ],
+    'vocab_size=100',
+  ),
+  'other run': ('pretrain', ['--workdir={tmp}/other'], '--fresh'),
+  **{
+    f'{job}: no workdir': (job, [], '--workdir is missing')
+    for job in ('evaluate', 'forge', 'pretrain', 'sft')
+  },
+  **{
+    f'{job}: variant': (f'{job}:nosuch', ['--workdir={tmp}/w'], "variant 'nosuch'")
+    for job in CONFIGS
+  },
+  'no config': ('', ['--workdir={tmp}/w'], '--config is missing'),
+  'missing config': ('pretrain@gone', ['--workdir={tmp}/w'], 'configs/gone.py'),
+}
+
+
+@pytest.fixture(scope='module')
+def outcomes(tmp_path_factory):
+  """(directory, name → exit code and output) of all cases, run as programs."""
+  tmp = tmp_path_factory.mktemp('bad')
+  message = {'role': 'user', 'content': 'hi'}
+  answer = {'role': 'assistant', 'content': 'ho'}
+  lines = [{'messages': [message, answer]}]
+  conftest.write_chats(tmp / 'chats.jsonl', lines)
+  conftest.write_chats(tmp / 'bad.jsonl', [*lines, {'messages': [message]}])
+  (tmp / 'texts').mkdir()
+  for i in range(20):
+    (tmp / 'texts' / f'{i}.py').write_text('print(1)\n' * 10)
+  (tmp / 'other').mkdir()
+  (tmp / 'other' / 'config.json').write_text('{"seed": 17}')
+  (tmp / 'other' / 'metrics.jsonl').write_text('')
+  commands = {}
+  for name, (job, flags, _) in CASES.items():
+    job, _, file = job.partition('@')
+    job, colon, variant = job.partition(':')
+    config = [f'--config=configs/{file or job}.py{colon}{variant}'] if job else []
+    flags = [flag.replace('{tmp}', str(tmp)) for flag in flags]
+    commands[name] = [f'experiments.{job or "pretrain"}', *config, *flags]
+  path = tmp / 'cases.json'
+  path.write_text(json.dumps(commands))
+  done = subprocess.run(
+    [sys.executable, '-m', 'tests.experiments.many', str(path)],
+    cwd=conftest.ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  return tmp, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_one_line_and_code_2(outcomes, name):
+  """The person learns what was wrong and where, without a traceback."""
+  tmp, results = outcomes
+  found = results[name]
+  assert found['code'] == 2, found
+  lines = [line for line in found['err'].splitlines() if line.startswith('error: ')]
+  assert len(lines) == 1 and 'Traceback' not in found['err'], found['err']
+  assert CASES[name][2].replace('{tmp}', str(tmp)) in lines[0]
+
+
+def test_nothing_is_left_behind(outcomes):
+  """A mistake must not claim the workdir, or the corrected command would be refused."""
+  tmp, _ = outcomes
+  assert not (tmp / 'w').exists()
+  left = {p.name for p in (tmp / 'claimed').iterdir()}
+  assert left == {'config.json'}

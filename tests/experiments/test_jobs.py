@@ -1,0 +1,180 @@
+"""pretrain → sft → evaluate and serve, as programs, on checkpoints of each other."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import httpx
+import numpy as np
+import pytest
+
+from m2jax.checkpoint import policy
+from m2jax.observe import metrics as metrics_lib
+from tests.experiments import conftest
+
+
+def wait_for(path, pattern, process, seconds=120):
+  """The match of a pattern in a growing file."""
+  deadline = time.monotonic() + seconds
+  while time.monotonic() < deadline:
+    text = path.read_text() if path.exists() else ''
+    if match := re.search(pattern, text):
+      return match
+    assert process.poll() is None, text
+    time.sleep(0.05)
+  raise AssertionError(f'{pattern!r} did not appear in {path}:\n{text}')
+
+
+def test_pretrain_leaves_a_policy(pretrained):
+  """Its checkpoint alone says model, weights, tokenizer and settings; the loss fell."""
+  workdir, output = pretrained
+  found = policy.load(workdir)
+  assert found.step == 6 and found.directory == str(workdir / 'pretrain')
+  assert found.tokenizer == (workdir / 'tokenizer.json').read_bytes()
+  assert found.load_tokenizer().vocab_size == found.model.vocab_size == 512
+  losses = [r['loss'] for r in metrics_lib.read(workdir, 'pretrain')]
+  assert len(losses) == 6 and losses[-1] < losses[0]
+  (held_out,) = metrics_lib.read(workdir, 'held_out')
+  assert 0 < held_out['tokens'] <= 2 * 2 * 63 and held_out['mtp_loss'] > 0
+  assert f'held-out loss {held_out["loss"]:.3f}' in output
+  host = json.loads((workdir / 'pretrain/6/host/host.json').read_text())
+  assert host['config'] == json.loads((workdir / 'config.json').read_text())
+
+
+def test_logs_are_ours(pretrained):
+  """No INFO line of a library: Orbax alone writes dozens for every checkpoint."""
+  lines = [line for line in pretrained[1].splitlines() if re.match(r'I\d{4} ', line)]
+  assert not [line for line in lines if re.search('checkpointer|composite|http', line)]
+  assert len(lines) < 10
+
+
+def test_signals_and_resume(tmp_path, texts):
+  """SIGTERM and Ctrl-C end with 130 and a hint; the same command goes on after it."""
+  workdir = tmp_path / 'run'
+  flags = [
+    f'--workdir={workdir}',
+    *conftest.text_flags(texts),
+    '--config.pretrain.loop.steps=1000000',
+  ]
+  metrics = workdir / 'metrics.jsonl'
+  pattern = r'"lineage":%d,[^\n]*"step":(\d+)[^\n]*\n([^\n]*\n){5}'
+  for lineage, number in enumerate((signal.SIGTERM, signal.SIGINT)):
+    output = tmp_path / f'output{lineage}'
+    job = conftest.start('pretrain', *flags, variant=':smoke', output=output)
+    try:
+      first = int(wait_for(metrics, pattern % lineage, job)[1])
+      job.send_signal(number)
+      assert job.wait(60) == 130, output.read_text()
+    finally:
+      job.kill()
+    assert 'the same command resumes' in output.read_text()
+    assert 'Traceback' not in output.read_text()
+    if lineage:
+      assert first == last + 1  # noqa: F821 - the first round sets it
+    last = policy.load(workdir).step
+  steps = [r['step'] for r in metrics_lib.read(workdir, 'pretrain')]
+  assert steps == list(range(1, len(steps) + 1))
+
+
+def test_sft_goes_on_from_a_checkpoint(pretrained, tuned):
+  """From a checkpoint, SFT takes its model, weights and tokenizer, not the config's."""
+  before, after = policy.load(pretrained[0]), policy.load(tuned[0])
+  assert after.model == before.model and after.tokenizer == before.tokenizer
+  assert after.directory.endswith('sft') and after.step == 6
+  embed, old = after.variables['params']['embed'], before.variables['params']['embed']
+  moved = np.linalg.norm(embed - old) / np.linalg.norm(old)
+  assert 0 < moved < 1
+  losses = [r['loss'] for r in metrics_lib.read(tuned[0], 'sft')]
+  assert losses[-1] < losses[0]
+  assert 'on 12 chats' in tuned[1]
+
+
+def test_sft_from_random_weights(tmp_path, chats):
+  """Without a checkpoint it trains a tokenizer on the chats; a second start is done."""
+  flags = [f'--workdir={tmp_path / "run"}', f'--config.demonstrations={chats}']
+  flags += [f'--config.model.{field}' for field in SMALL]
+  output = conftest.run('sft', *flags, *conftest.SFT, variant=':smoke')
+  found = policy.load(tmp_path / 'run')
+  assert len(found.load_tokenizer().encode('How many lines has')) <= 5
+  again = conftest.run('sft', *flags, *conftest.SFT, variant=':smoke')
+  assert output.splitlines()[0] == again.splitlines()[0]
+  assert len(metrics_lib.read(tmp_path / 'run', 'sft')) == 6
+
+
+SMALL = ('vocab_size=512', 'num_layers=1', 'embed_dim=32', 'num_heads=2')
+SMALL += ('num_kv_heads=1', 'head_dim=16', 'rotary_dim=8', 'expert_dim=16')
+
+
+def test_evaluate(tmp_path, tuned):
+  """Table and JSON agree; every family's tasks add up; the interval holds the rate."""
+  flags = [f'--workdir={tmp_path}', f'--checkpoint={tuned[0]}', *conftest.ENGINE]
+  flags += ['--config.sandbox=rlimit_only', '--config.temperatures=(0.7,)']
+  flags += ['--config.eval_tasks=4', '--config.episodes.agent.max_tokens=16']
+  output = conftest.run('evaluate', *flags)
+  found = json.loads((tmp_path / 'evaluation.json').read_text())
+  assert found['checkpoint'] == str(tuned[0] / 'sft') and found['step'] == 6
+  total, *families = found['held_out']
+  assert total['family'] == 'all' and total['tasks'] == 4
+  assert sum(row['tasks'] for row in families) == 4
+  for row in found['held_out']:
+    assert row['temperature'] == 0.7
+    assert row['low'] <= row['success'] <= row['high']
+    assert re.search(rf'0\.7 +{row["family"]} +{row["success"]:.3f} ', output)
+
+
+def test_serve(tmp_path, tuned):
+  """Answers any key, keeps what it sampled, and Ctrl-C stops it with code 0."""
+  output = tmp_path / 'output'
+  flags = [f'--checkpoint={tuned[0]}', '--port=0', f'--workdir={tmp_path / "served"}']
+  job = conftest.start('serve', *flags, *conftest.ENGINE, output=output)
+  try:
+    wait_for(output, 'Ctrl-C stops it', job)
+    text = output.read_text()
+    url = re.search(r'at (http://127\.0\.0\.1:\d+/v1)', text)[1]
+    body = json.loads(re.search(r"-d '(.*)'", text)[1])  # the call it tells to try
+    response = httpx.post(
+      f'{url}/chat/completions',
+      json={**body, 'max_tokens': 4},
+      headers={'authorization': 'Bearer any-key'},
+      timeout=60,
+    )
+    assert response.status_code == 200, response.text
+    assert response.json()['usage']['completion_tokens'] <= 4
+    job.send_signal(signal.SIGINT)
+    assert job.wait(60) == 0, output.read_text()
+  finally:
+    job.kill()
+  assert output.read_text().rstrip().endswith('stopped')
+  assert (tmp_path / 'served' / 'served.db').exists()
+
+
+@pytest.mark.long
+def test_forge_stops_resumes_and_is_evaluated(tmp_path):
+  """The main job under a terminal's Ctrl-C, which reaches every process of the job.
+
+  The same command finishes the run, and its RL policy is the one that is evaluated.
+  """
+  workdir = tmp_path / 'run'
+  flags = [f'--workdir={workdir}', *conftest.ENGINE, '--config.sandbox=rlimit_only']
+  flags += [f'--config.model.{field}' for field in SMALL]
+  flags += ['--config.rl.steps=5', '--config.rl.checkpoint_every=1']
+  output = tmp_path / 'output'
+  job = conftest.start('forge', *flags, variant=':smoke', output=output)
+  try:
+    wait_for(workdir / 'metrics.jsonl', r'"phase":"rl","step":1,', job, seconds=300)
+    os.killpg(job.pid, signal.SIGINT)
+    assert job.wait(60) == 130, output.read_text()
+  finally:
+    job.kill()
+  text = output.read_text()
+  assert 'the same command resumes' in text and 'Traceback' not in text, text
+  reached = policy.load(workdir).step
+  finished = conftest.run('forge', *flags, variant=':smoke')
+  assert 'after RL' in finished and (workdir / 'report.html').exists()
+  steps = [r['step'] for r in metrics_lib.read(workdir, 'rl')]
+  assert 0 < reached <= 5 and steps == [1, 2, 3, 4, 5]
+  flags = [f'--workdir={workdir}', *conftest.ENGINE, '--config.sandbox=rlimit_only']
+  table = conftest.run('evaluate', *flags, variant=':smoke')
+  assert f'step 5 of {workdir / "rl"}' in table

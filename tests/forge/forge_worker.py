@@ -1,0 +1,101 @@
+"""Child of test_resume: a whole run of the main job, small, that may be killed.
+
+  python -m tests.forge.forge_worker WORKDIR
+
+The run is the product's own; two methods are wrapped to write down, in
+WORKDIR/witness.jsonl, what is to be compared over several lives: a digest of the train
+state whenever it is saved and restored, and the items of every update. Each witness
+line is also printed, so that a parent can choose the moment to kill.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+
+from configs import forge as forge_config
+from experiments import common
+from m2jax.forge import rl_loop, run
+from m2jax.forge.config import ForgeConfig
+from m2jax.rl import learner
+
+ITEMS, PER_STEP, CHECKPOINT_EVERY = 61, 2, 3
+
+
+def config() -> ForgeConfig:
+  """The smoke variant with a smaller model and a queue that ends."""
+  c = forge_config.get_config('smoke')
+  c.model.update(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=1, head_dim=16)
+  c.model.update(rotary_dim=8, num_experts=4, expert_dim=16)
+  c.eval_tasks = 2
+  c.engine.update(
+    slots=4, decode_rows=(4,), contexts=(384,), prefill_shapes=((1, 64), (4, 64))
+  )
+  c.episodes.agent.max_tokens = 24
+  c.sft.update(demonstrations=30, tokens_per_step=1024)
+  c.sft.loop.update(steps=3, checkpoint_every=2)
+  c.rl.update(
+    steps=1000,
+    seconds=0.0,
+    items=ITEMS,
+    groups_per_step=PER_STEP,
+    group_size=2,
+    capacity=6,
+    checkpoint_every=CHECKPOINT_EVERY,
+  )
+  values = c.to_dict()
+  values['episodes'] = {**values['episodes'], 'backend': values.pop('sandbox')}
+  return common.build(ForgeConfig, values)
+
+
+def digest(state) -> str:
+  """Of every bit of weights, router biases, optimizer and step."""
+  found = hashlib.sha256()
+  for leaf in jax.tree.leaves(state):
+    found.update(np.asarray(leaf).tobytes())
+  return found.hexdigest()[:16]
+
+
+def main(workdir: pathlib.Path):
+  path = workdir / 'witness.jsonl'
+
+  def witness(what: str, **more):
+    line = json.dumps(dict(what=what, pid=os.getpid(), **more))
+    with open(path, 'a', encoding='utf-8') as file:
+      print(line, file=file)
+    print(line, flush=True)
+
+  def resume(self, product=rl_loop.RlLoop.resume):
+    product(self)
+    state = self._learner.state
+    scheduler, deadline_s = self._roles.scheduler, time.monotonic() + 10
+    while (served := scheduler.stats()['policy_version']) != int(state.step):
+      if time.monotonic() > deadline_s:
+        break
+      time.sleep(0.01)  # the engine swaps weights between two calls
+    witness('resumed', step=int(state.step), digest=digest(state), served=served)
+
+  def save(self, step, product=rl_loop.RlLoop._save):
+    witness('saved', step=step, digest=digest(self._learner.state))
+    product(self, step)
+
+  def update(self, indices, product=learner.Learner.update):
+    witness('update', step=self.version + 1, items=list(indices))
+    return product(self, indices)
+
+  rl_loop.RlLoop.resume, rl_loop.RlLoop._save = resume, save
+  learner.Learner.update = update
+  workdir.mkdir(parents=True, exist_ok=True)
+  run.run(config(), workdir)
+  witness('done')
+
+
+if __name__ == '__main__':
+  main(pathlib.Path(sys.argv[1]))

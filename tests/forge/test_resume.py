@@ -1,0 +1,182 @@
+"""Law 5 on the whole job: killed by SIGKILL in the middle of RL, it goes on as it was.
+
+Real model, sandbox, gateway, pool and checkpoints in a child process; only the moments
+of death are the test's.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from m2jax.checkpoint.manager import CheckpointManager
+from m2jax.observe import metrics as metrics_lib
+from m2jax.rl import data_pool
+from tests.forge import forge_worker
+
+REPO = pathlib.Path(__file__).parents[2]
+MARK = 'M2JAX_TEST_RESUME'
+
+
+def start(workdir: pathlib.Path) -> subprocess.Popen:
+  return subprocess.Popen(
+    [sys.executable, '-m', 'tests.forge.forge_worker', str(workdir)],
+    cwd=REPO,
+    env={**os.environ, MARK: str(workdir)},
+    stdout=subprocess.PIPE,
+    stderr=open(workdir.with_suffix('.log'), 'a'),
+    text=True,
+    start_new_session=True,
+  )
+
+
+def log_of(workdir: pathlib.Path) -> str:
+  return workdir.with_suffix('.log').read_text()[-5000:]
+
+
+def kill_after(child: subprocess.Popen, what: str, count: int, delay_s: float) -> bool:
+  """SIGKILL `delay_s` after the count-th line of a kind; False if the child ended."""
+  for line in child.stdout:
+    if line.startswith('{') and json.loads(line)['what'] == what:
+      count -= 1
+      if count == 0:
+        time.sleep(delay_s)
+        child.kill()
+        break
+  child.communicate(timeout=120)
+  return child.returncode == -signal.SIGKILL
+
+
+def left_running(workdir: pathlib.Path) -> list[str]:
+  """Command lines of processes that a killed run left behind."""
+  found = []
+  for process in pathlib.Path('/proc').glob('[0-9]*'):
+    try:
+      if f'{MARK}={workdir}'.encode() in (process / 'environ').read_bytes():
+        found.append((process / 'cmdline').read_bytes().replace(b'\0', b' ').decode())
+    except OSError:
+      continue
+  return found
+
+
+def lives(workdir: pathlib.Path) -> list[list[dict]]:
+  """Witness lines of each process that came as far as RL; a torn last line is left."""
+  by_pid = collections.defaultdict(list)
+  for line in (workdir / 'witness.jsonl').read_text().splitlines():
+    try:
+      record = json.loads(line)
+    except json.JSONDecodeError:
+      continue
+    by_pid[record['pid']].append(record)
+  return list(by_pid.values())
+
+
+def surviving_updates(workdir: pathlib.Path) -> tuple[dict[int, list[int]], int]:
+  """step → items of the updates in the final weights, and how many updates were undone.
+
+  Checks on the way that each life began with exactly the state that was saved last of
+  its step.
+  """
+  updates: dict[int, list[int]] = {}
+  saved: dict[int, str] = {}
+  undone = 0
+  for life in lives(workdir):
+    assert life[0]['what'] == 'resumed'
+    first = life[0]
+    if first['step']:
+      assert saved[first['step']] == first['digest'], 'other weights than were saved'
+    assert first['served'] == first['step']  # the engine serves them too
+    later = [step for step in updates if step > first['step']]
+    undone += len(later)
+    for step in later:
+      del updates[step]
+    for record in life[1:]:
+      if record['what'] == 'update':
+        assert record['step'] == max(updates, default=0) + 1
+        updates[record['step']] = record['items']
+      elif record['what'] == 'saved':
+        saved[record['step']] = record['digest']
+  return updates, undone
+
+
+@pytest.mark.long
+def test_killed_in_rl(tmp_path):
+  """Killed six times at random moments of RL, then left to drain its
+  finite queue: every item is trained exactly once in the final weights' lineage, each
+  life began with the saved state bit for bit, and metrics tell one story."""
+  rng = random.Random(0)
+  workdir = tmp_path / 'run'
+  moments = [  # what to wait for, how often, and how long then at most
+    ('update', 4, 0.3),  # before the second checkpoint, probably
+    ('resumed', 1, 0.3),
+    ('saved', 1, 0.05),  # while the checkpoint is being written
+    ('update', 1, 0.3),
+    ('update', 2, 0.2),
+    ('update', 3, 0.3),
+  ]
+  kills = 0
+  for what, count, delay_s in moments:
+    child = start(workdir)
+    kills += kill_after(child, what, count, rng.uniform(0, delay_s))
+    assert child.returncode in (0, -signal.SIGKILL), log_of(workdir)
+  deadline_s = time.monotonic() + 20
+  while left_running(workdir) and time.monotonic() < deadline_s:
+    time.sleep(0.2)
+  assert not left_running(workdir)
+  child = start(workdir)
+  child.communicate(timeout=600)
+  assert child.returncode == 0, log_of(workdir)
+
+  updates, undone = surviving_updates(workdir)
+  assert kills >= 4 and undone > 0  # else the test would be worth nothing
+  steps = sorted(updates)
+  assert steps == list(range(1, len(steps) + 1))
+  trained = [item for step in steps for item in updates[step]]
+  with data_pool.DataPool(f'sqlite:///{workdir}/pool.db') as pool:
+    failed = list(pool.failures())
+    assert pool.counts()['taken'] == len(trained)
+    assert pool.next_index() == forge_worker.ITEMS
+  assert sorted(trained + failed) == list(range(forge_worker.ITEMS))
+  assert len(set(trained)) == len(trained)
+  # all batches are full but the last, whatever was restarted in between
+  assert {len(updates[step]) for step in steps[:-1]} <= {forge_worker.PER_STEP}
+
+  with CheckpointManager(workdir / 'rl', read_only=True) as manager:
+    last = manager.restore()
+  assert last.step == steps[-1]
+  assert last.host['ledger']['head'] == forge_worker.ITEMS
+  digests = {
+    r['digest'] for life in lives(workdir) for r in life if r['what'] == 'saved'
+  }
+  assert len(digests) > 2  # the weights did move
+
+  records = metrics_lib.read(workdir, 'rl')
+  assert [r['step'] for r in records] == steps
+  times = [r['time_s'] for r in records]
+  assert times == sorted(times)
+  lineages = [r['lineage'] for r in records]
+  assert lineages == sorted(lineages) and len(set(lineages)) > 1
+  assert all(r['policy/lag_max'] >= 0 for r in records if 'policy/lag_max' in r)
+  for phase in ('sft', 'eval'):
+    records = metrics_lib.read(workdir, phase)
+    keys = [
+      (r['step'], r.get('stage'), r.get('temperature'), r.get('family'))
+      for r in records
+    ]
+    assert len(set(keys)) == len(keys), f'{phase} records twice'
+  assert (workdir / 'report.html').stat().st_size > 10_000
+
+  # Started once more, the finished run has nothing left to do.
+  child = start(workdir)
+  child.communicate(timeout=600)
+  assert child.returncode == 0, log_of(workdir)
+  assert surviving_updates(workdir)[0] == updates
