@@ -31,11 +31,15 @@ def open_workdir(config: Any, workdir: Path, fresh: bool = False) -> None:
       but its settings is none.
   """
   path = workdir / _FILE
-  if fresh and path.exists():
-    shutil.rmtree(workdir)
   now = json.loads(json.dumps(dataclasses.asdict(config)))
   if path.exists() and any(other != path for other in workdir.iterdir()):
     before = json.loads(path.read_text())
+    if not before.keys() & now.keys():  # such as a model's
+      raise OtherRun(f'{path} was not written by a run: give another --workdir')
+    if fresh:
+      shutil.rmtree(workdir)
+      open_workdir(config, workdir)
+      return
     differing = [
       f'{name}: there {old!r}, now {new!r}'
       for name, old, new in differences(before, now)

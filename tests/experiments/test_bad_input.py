@@ -1,4 +1,4 @@
-"""Mistakes at the keys: one line that names the mistake, code 2, nothing left behind."""
+"""Mistakes at the keys: one line that names it, code 2, nothing left behind."""
 
 import json
 import subprocess

@@ -110,18 +110,18 @@ def surviving_updates(workdir: pathlib.Path) -> tuple[dict[int, list[int]], int]
 
 @pytest.mark.long
 def test_killed_in_rl(tmp_path):
-  """Killed six times at random moments of RL, then left to drain its
-  finite queue: every item is trained exactly once in the final weights' lineage, each
-  life began with the saved state bit for bit, and metrics tell one story."""
+  """Killed six times at random moments of RL, then left to drain its finite queue:
+  every item is trained exactly once in the final weights' lineage, each life began with
+  the saved state bit for bit, and metrics tell one story."""
   rng = random.Random(0)
   workdir = tmp_path / 'run'
   moments = [  # what to wait for, how often, and how long then at most
-    ('update', 4, 0.3),  # before the second checkpoint, probably
+    ('saved', 3, 0.3),  # a third save begins: the first is certainly committed
     ('resumed', 1, 0.3),
     ('saved', 1, 0.05),  # while the checkpoint is being written
     ('update', 1, 0.3),
+    ('saved', 3, 0.3),
     ('update', 2, 0.2),
-    ('update', 3, 0.3),
   ]
   kills = 0
   for what, count, delay_s in moments:
@@ -137,7 +137,9 @@ def test_killed_in_rl(tmp_path):
   assert child.returncode == 0, log_of(workdir)
 
   updates, undone = surviving_updates(workdir)
-  assert kills >= 4 and undone > 0  # else the test would be worth nothing
+  # else the test would be worth nothing
+  assert kills >= 4 and undone > 0
+  assert len({life[0]['step'] for life in lives(workdir)}) >= 3
   steps = sorted(updates)
   assert steps == list(range(1, len(steps) + 1))
   trained = [item for step in steps for item in updates[step]]

@@ -1,0 +1,83 @@
+"""Chats on disk become samples that train what the assistant wrote, and only that."""
+
+import json
+
+import pytest
+
+from m2jax.data import chats, demos
+from m2jax.text import chat, tokenizer
+
+USER = {'role': 'user', 'content': 'How many?'}
+ANSWER = {'role': 'assistant', 'reasoning_content': 'count', 'content': 'three'}
+TOOL = {'type': 'function', 'function': {'name': 'sh', 'parameters': {}}}
+
+
+@pytest.fixture(scope='module')
+def tok():
+  return tokenizer.train([chat.render([USER, ANSWER], [TOOL])] * 8, 420)
+
+
+def write(path, *lines):
+  path.write_text('\n'.join(json.dumps(line) for line in lines) + '\n')
+  return path
+
+
+def test_read_fills_in(tmp_path):
+  """System prompt and tools of the call go only to chats that bring none."""
+  own = {'role': 'system', 'content': 'Be brief.'}
+  other = {'function': {'name': 'other', 'parameters': {}}}
+  path = write(
+    tmp_path / 'a.jsonl',
+    {'messages': [USER, ANSWER], 'success': 1.0},
+    {'messages': [own, USER, ANSWER], 'tools': [other]},
+  )
+  plain, full = chats.read(path, system='Use sh.', tools=[TOOL])
+  assert plain.messages[0] == {'role': 'system', 'content': 'Use sh.'}
+  assert list(plain.tools) == [TOOL]
+  assert full.messages[0] == own and full.tools == [other]
+  assert chats.read(path)[0].messages[0] == USER
+
+
+@pytest.mark.parametrize(
+  'line',
+  [
+    {'messages': [USER]},
+    {'messages': []},
+    {'messages': 'text'},
+    {'text': 'x'},
+    [],
+    {'messages': [USER, {'role': 'tool', 'content': 'x'}, ANSWER]},
+    {'messages': [USER, ANSWER], 'tools': [{}]},
+  ],
+)
+def test_bad_line(tmp_path, line):
+  """What is no chat, or has nothing to learn, is refused with its line."""
+  path = write(tmp_path / 'bad.jsonl', {'messages': [USER, ANSWER]}, line)
+  with pytest.raises(ValueError, match=r'bad\.jsonl, line 2'):
+    chats.read(path)
+
+
+def test_no_chats(tmp_path):
+  """An empty file would train on nothing."""
+  with pytest.raises(ValueError, match='holds no chats'):
+    chats.read(write(tmp_path / 'a.jsonl').absolute())
+
+
+def test_encode_trains_the_assistant(tok):
+  """The trained tokens spell the assistant's text to its end, and nothing else."""
+  (sample,) = chats.encode([chats.Chat('a', [USER, ANSWER], [TOOL])], tok, 1000)
+  mask = demos.loss_mask(sample)
+  text = chat.render([USER, ANSWER], [TOOL])
+  assert tok.decode(sample.tokens) == text.rstrip('\n')
+  trained = tok.decode(sample.tokens[mask])
+  assert trained == 'count\n</think>\n\nthree[e~['
+
+
+def test_encode_leaves_out_what_is_too_long(tok, caplog):
+  """A long chat is left out with a warning; if all are, that is an error."""
+  short = chats.Chat('short', [USER, ANSWER])
+  long = chats.Chat('long', [USER, {**ANSWER, 'content': 'three ' * 200}])
+  length = len(chats.encode([short], tok, 1000)[0].tokens)
+  assert len(chats.encode([long, short], tok, length)) == 1
+  with pytest.raises(ValueError, match=f'none of 2 .* at most {length - 1} tokens'):
+    chats.encode([long, short], tok, length - 1)
