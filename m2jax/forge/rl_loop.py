@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import threading
 import time
@@ -44,6 +45,8 @@ class RlLoop:
     self._used_s = 0.0
     self._saved = 0  # step of the latest checkpoint
     self._groups: set = set()  # futures of the groups that roll out
+    # ends of groups wait for commits, which must not hold up the agents' loop
+    self._settling = concurrent.futures.ThreadPoolExecutor(1, 'settling')
     self._taken = 0  # items taken by this process
     self._taken_before: dict[int, int] = {}  # item → items taken before its submission
 
@@ -130,7 +133,9 @@ class RlLoop:
       on_end=self._on_end,
     )
     self._groups.add(future)
-    future.add_done_callback(lambda f: self._on_group(item, f))
+    future.add_done_callback(
+      lambda f: f.cancelled() or self._settling.submit(self._on_group, item, f)
+    )
 
   def abandon(self) -> None:
     """Cancels the groups that still roll out; a restart would reissue them."""
@@ -145,10 +150,8 @@ class RlLoop:
       self._view.set_snippet(trajectory.messages)
 
   def _on_group(self, item: WorkItem, future) -> None:
-    """On the agents' thread: the group is whole in the pool, so the item completes."""
+    """The group is whole in the pool, so the item completes."""
     self._groups.discard(future)
-    if future.cancelled():
-      return
     try:
       trajectories = future.result()
       if all(t.ended == 'infrastructure' for t in trajectories):

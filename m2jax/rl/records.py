@@ -1,4 +1,4 @@
-"""Records between gateway, agents, data pool and learner (DESIGN §3): plain, serialisable."""
+"""Records of gateway, agents, pool and learner (DESIGN §3): plain, serialisable."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from m2jax.train import step as train_step
 from tests import row_model
 
 MTP_WEIGHT = 0.3
-LENGTHS = (5, 8, 13)
+LENGTHS = (6, 11)
 
 
 def config(dtype: str, **changes) -> ModelConfig:
@@ -69,7 +69,9 @@ def random_samples(rng, *, count: int, vocab: int) -> list[forest.Sample]:
   return samples
 
 
+@functools.partial(jax.jit, static_argnames='cfg')
 def variables_for(cfg: ModelConfig, seed: int):
+  """Random variables, norms and router biases away from their initial values."""
   variables = model.M2(cfg).init(jax.random.key(seed), jnp.zeros((1, 2), jnp.int32))
   params = jax.tree.map(
     lambda a: a + 0.1 * jax.random.normal(jax.random.key(7), a.shape, a.dtype),
@@ -126,7 +128,7 @@ def relative(a, b):
 
 
 @pytest.mark.parametrize(
-  'seed, modules, row_tokens, unroll', [(0, 1, 40, True), (1, 3, 256, False)]
+  'seed, modules, row_tokens, unroll', [(0, 3, 40, True), (1, 1, 256, False)]
 )
 def test_float64(seed, modules, row_tokens, unroll):
   """Loss and every gradient leaf agree to 1e-10, whether trees are split or whole."""
