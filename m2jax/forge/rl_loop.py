@@ -59,12 +59,11 @@ class RlLoop:
       ledger = data_pool.Ledger(**restored.host['ledger'])
       self._used_s = restored.host['used_s']
       self._saved = restored.step
+      variables = self._learner.variables()
+      self._roles.scheduler.update_weights(variables, self._learner.version)
     self._metrics.supersede('rl', self._learner.version)
     reissue = self._pool.rollback(ledger)
     self._pool.refill(self._fifo)
-    self._roles.scheduler.update_weights(
-      self._learner.variables(), self._learner.version
-    )
     for item in reissue:
       self._start(item)
 

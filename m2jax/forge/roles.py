@@ -39,10 +39,14 @@ def serving(
   variables,
   tok: Tokenizer,
   record: Callable[[Completion], None],
+  version: int = 0,
 ) -> Iterator[tuple[Scheduler, Gateway]]:
-  """Starts engine and gateway, which gives completions to `record`; then stops them."""
+  """Starts engine and gateway, which gives completions to `record`; then stops them.
+
+  `version` is that of the variables; an update needs a higher one.
+  """
   with contextlib.ExitStack() as stack:
-    engine_thread = Scheduler(Engine(model, engine), variables, config=scheduler)
+    engine_thread = Scheduler(Engine(model, engine), variables, version, scheduler)
     stack.callback(engine_thread.stop)
     engine_thread.start()
     server = Gateway(gateway, tok, engine_thread, record)
@@ -56,6 +60,7 @@ def rollouts(
   variables,
   tok: Tokenizer,
   pool: DataPool,
+  version: int = 0,
 ) -> Iterator[Rollouts]:
   """Starts engine, gateway and agents around the pool; stops them in reverse."""
   with (
@@ -67,6 +72,7 @@ def rollouts(
       variables,
       tok,
       pool.add_completion,
+      version,
     ) as (scheduler, gateway),
     episodes.Runner(config.episodes, gateway.base_url, gateway.sessions) as runner,
   ):

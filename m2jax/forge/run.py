@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from absl import logging
 
 from m2jax import forest
@@ -19,6 +20,7 @@ from m2jax.rl import data_pool, learner
 from m2jax.train import step as train_step
 from m2jax.train.workdir import open_workdir
 
+UNTRAINED = -1  # policy version of random weights; SFT's is 0, RL counts on from there
 STAGES = ('before SFT', 'after SFT', 'after RL')
 
 
@@ -80,12 +82,12 @@ def _phases(config: ForgeConfig, workdir: Path, metrics, view: ForgeView, pool) 
 
   with CheckpointManager(workdir / 'sft', keep=1) as sft_manager:
     variables = train_step.init_variables(config.model, jax.random.key(config.seed))
-    with roles.rollouts(config, variables, tok, pool) as running:
+    with roles.rollouts(config, variables, tok, pool, UNTRAINED) as running:
       if sft_manager.latest_step() is None:
         evaluate(STAGES[0], 0, running)
       view.begin('SFT')
       variables = prepare.sft(config, samples, sft_manager, metrics, files)
-      running.scheduler.update_weights(variables, 0)
+      running.scheduler.update_weights(jax.tree.map(jnp.copy, variables), 0)
       steps = sft_manager.latest_step()
       evaluate(STAGES[1], steps, running)
       if config.rl is None:

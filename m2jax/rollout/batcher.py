@@ -10,25 +10,21 @@ Axes: P rows of a call, N decode steps of a call.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
 import concurrent.futures
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
-from absl import logging
 import jax
 import numpy as np
+from absl import logging
 
 from m2jax.rollout import prefill_plan
-from m2jax.rollout.api import GenerateRequest
-from m2jax.rollout.api import GenerateResult
-from m2jax.rollout.decode_state import make_slots
-from m2jax.rollout.decode_state import RUNNING
-from m2jax.rollout.decode_state import STOP
+from m2jax.rollout.api import GenerateRequest, GenerateResult
+from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.engine import Engine
-from m2jax.rollout.slot_table import SlotTable
-from m2jax.rollout.slot_table import State
+from m2jax.rollout.slot_table import SlotTable, State
 
 _RATE_WINDOW_S = 10.0
 TOTALS = (

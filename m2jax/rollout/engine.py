@@ -25,24 +25,24 @@ import dataclasses
 import functools
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from m2jax import model
 from m2jax.config import ModelConfig
-from m2jax.rollout import forward
-from m2jax.rollout import kv_cache
-from m2jax.rollout import sampling
-from m2jax.rollout.decode_state import DecodeState
-from m2jax.rollout.decode_state import LENGTH
-from m2jax.rollout.decode_state import make_slots
-from m2jax.rollout.decode_state import Prefix
-from m2jax.rollout.decode_state import ResultTokens
-from m2jax.rollout.decode_state import RUNNING
-from m2jax.rollout.decode_state import Sampled
-from m2jax.rollout.decode_state import Slots
-from m2jax.rollout.decode_state import STOP
+from m2jax.rollout import forward, kv_cache, sampling
+from m2jax.rollout.decode_state import (
+  LENGTH,
+  RUNNING,
+  STOP,
+  DecodeState,
+  Prefix,
+  ResultTokens,
+  Sampled,
+  Slots,
+  make_slots,
+)
 from m2jax.rollout.engine_config import EngineConfig
 
 

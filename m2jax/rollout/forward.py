@@ -10,17 +10,16 @@ D model, L layers, K key/value heads, G query heads per K, H head dim.
 
 from __future__ import annotations
 
+import operator
+
 import jax
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
 
 from m2jax.config import ModelConfig
-from m2jax.layers import attention
-from m2jax.layers import block
-from m2jax.layers import rope
+from m2jax.layers import attention, block, rope
 from m2jax.layers.norm import rms_norm
-from m2jax.rollout.kv_cache import KvCache
-from m2jax.rollout.kv_cache import Tail
+from m2jax.rollout.kv_cache import KvCache, Tail
 
 
 def extend(
@@ -85,7 +84,7 @@ def extend(
   if cfg.unroll_layers:
     tails = []
     for l in range(cfg.num_layers):
-      p, bias = jax.tree.map(lambda a: a[l], weights)
+      p, bias = jax.tree.map(operator.itemgetter(l), weights)
       x, one = body(x, (p, bias, cached[l], tail[l]))
       tails.append(one)
     tail = tuple(tails)

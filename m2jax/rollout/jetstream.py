@@ -10,15 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jetstream.engine import engine_api
+
+from m2jax.rollout.decode_state import ResultTokens
+from m2jax.rollout.engine import Engine
 
 if not hasattr(jax, 'tree_map'):
   jax.tree_map = jax.tree.map
-
-from jetstream.engine import engine_api  # noqa: E402
-
-from m2jax.rollout.decode_state import ResultTokens  # noqa: E402
-from m2jax.rollout.engine import Engine  # noqa: E402
-
 engine_api.ResultTokens.register(ResultTokens)
 
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
 
 from m2jax.config import ModelConfig
 
@@ -63,10 +63,12 @@ def gather(cache: KvCache, rows: jax.Array, context: int, *, split: bool):
 
   if not split:
     return jax.tree.map(take, _CONTEXT_AXIS, cache)
-  layers = (jax.tree.map(lambda x: x[l : l + 1], cache) for l in range(len(cache.k)))
-  return tuple(
-    jax.tree.map(lambda axis, x: take(axis, x)[0], _CONTEXT_AXIS, c) for c in layers
-  )
+
+  def layer(l):
+    one = jax.tree.map(lambda x: x[l : l + 1], cache)
+    return jax.tree.map(lambda axis, x: take(axis, x)[0], _CONTEXT_AXIS, one)
+
+  return tuple(layer(l) for l in range(len(cache.k)))
 
 
 def empty_tail(cfg: ModelConfig, rows: int, tokens: int, *, split: bool):

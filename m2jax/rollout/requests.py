@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 
-from m2jax.rollout.api import GenerateRequest
-from m2jax.rollout.api import PromptTooLong
+from m2jax.rollout.api import GenerateRequest, PromptTooLong
 
 MIN_TEMPERATURE = 1e-6  # below it, other than 0, float32 has no room
 

@@ -17,23 +17,19 @@ may still differ in the last bits between batch sizes, as matmuls do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import concurrent.futures
 import dataclasses
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from absl import logging
 import jax
 import numpy as np
+from absl import logging
 
 from m2jax.rollout import requests
 from m2jax.rollout.api import GenerateRequest
-from m2jax.rollout.batcher import Batcher
-from m2jax.rollout.batcher import EngineError
-from m2jax.rollout.batcher import Job
-from m2jax.rollout.batcher import SchedulerConfig
-from m2jax.rollout.batcher import TOTALS
+from m2jax.rollout.batcher import TOTALS, Batcher, EngineError, Job, SchedulerConfig
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.slot_table import State
 
@@ -144,7 +140,7 @@ class Scheduler:
     """Swaps the weights before the next device call; requests in flight go on.
 
     Raises:
-      ValueError: version goes back, or shapes or dtypes differ from the present ones.
+      ValueError: version does not go up, or shapes or dtypes differ from the present ones.
     """
     variables = self._engine.load_params(variables)
     if _form(variables) != _form(self._batcher.variables):
@@ -152,7 +148,7 @@ class Scheduler:
     with self._wake:
       queued = self._next_weights
       latest = queued[1] if queued else self._batcher.version
-      if version < latest:
+      if version <= latest:  # a version names one set of weights
         raise ValueError(f'version={version}: the engine already has {latest}')
       self._next_weights = (variables, version)
       self._wake.notify()

@@ -13,8 +13,7 @@ from m2jax import model
 from m2jax.config import ModelConfig
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import Scheduler
-from m2jax.rollout.scheduler import SchedulerConfig
+from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
 
 CONTEXT = 48
 CFG = ModelConfig(

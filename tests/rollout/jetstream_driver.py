@@ -9,16 +9,14 @@ import asyncio
 import json
 import sys
 
-from jetstream.core.proto import jetstream_pb2
 import numpy as np
+from jetstream.core import orchestrator
+from jetstream.core.proto import jetstream_pb2
+from jetstream.engine import tokenizer_api
 
 from m2jax.rollout import jetstream
 from m2jax.rollout.engine import Engine
 from tests.rollout import conftest
-
-from jetstream.core import orchestrator  # noqa: E402  (after the tree_map shim)
-from jetstream.engine import tokenizer_api  # noqa: E402
-
 
 RESULT = 'RESULT'  # JetStream logs to stdout too
 

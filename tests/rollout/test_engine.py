@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from hypothesis import given
-from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from m2jax import model
-from m2jax.rollout import decode_state
-from m2jax.rollout import forward
-from m2jax.rollout import kv_cache
-from m2jax.rollout import prefill_plan
+from m2jax.rollout import decode_state, forward, kv_cache, prefill_plan
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
-from tests.rollout.conftest import CFG
-from tests.rollout.conftest import CONTEXT
-from tests.rollout.conftest import ENGINE_CONFIG
-from tests.rollout.conftest import log_softmax
+from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG, log_softmax
 
 NONE = np.int32(0)
 

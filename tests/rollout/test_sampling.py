@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from m2jax.rollout import sampling
 from tests.rollout.conftest import log_softmax
@@ -89,6 +88,17 @@ def test_support_and_logprob_of_any_parameters(seed, temperature, top_k, top_p):
   np.testing.assert_allclose(
     logprobs, np.log(want[np.asarray(tokens)]), atol=1e-4, rtol=1e-5
   )
+
+
+def test_ties_with_the_last_token_kept_are_kept():
+  """An arbitrary choice among equals would depend on the order of the vocabulary."""
+  logits = np.where(np.arange(23) < 5, 2.0, np.where(np.arange(23) < 9, 1.0, 0.0))
+  tokens, logprobs = rows(64, logits, top_k=7)
+  assert set(np.asarray(tokens)) <= set(range(9))
+  want = log_softmax(logits[:9])[np.asarray(tokens)]
+  np.testing.assert_allclose(logprobs, want, atol=1e-5)
+  tokens, _ = rows(64, logits, top_p=0.01)
+  assert set(np.asarray(tokens)) == set(range(5))
 
 
 def test_greedy_takes_the_peak_and_reports_temperature_one():

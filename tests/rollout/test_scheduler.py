@@ -13,15 +13,9 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from m2jax.rollout.api import GenerateRequest
-from m2jax.rollout.api import PromptTooLong
-from m2jax.rollout.api import SamplingParams
-from m2jax.rollout.scheduler import EngineError
-from m2jax.rollout.scheduler import Scheduler
-from m2jax.rollout.scheduler import SchedulerConfig
-from tests.rollout.conftest import CFG
-from tests.rollout.conftest import CONTEXT
-from tests.rollout.conftest import ENGINE_CONFIG
+from m2jax.rollout.api import GenerateRequest, PromptTooLong, SamplingParams
+from m2jax.rollout.scheduler import EngineError, Scheduler, SchedulerConfig
+from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG
 from tests.rollout.test_engine import prompt
 
 TIMEOUT_S = 60
@@ -176,7 +170,9 @@ def test_truncation_reaches_the_device(serve, variables, reference):
   narrow = [request(tokens, max_tokens=1, top_k=2) for _ in range(20)]
   narrow += [request(tokens, max_tokens=1, top_p=0.01) for _ in range(20)]
   wide = [request(tokens, max_tokens=1) for _ in range(40)]
-  results = run(scheduler, *(r for pair in zip(narrow, wide) for r in pair))
+  results = run(
+    scheduler, *(r for pair in zip(narrow, wide, strict=True) for r in pair)
+  )
   ranked = reference.logits(variables, tokens)[-1].argsort()[::-1]
   draws = [r.tokens[0] for r in results[::2]]
   assert set(draws[:20]) == set(ranked[:2].tolist())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-import numpy as np
 
-from m2jax.rollout.slot_table import SlotTable
-from m2jax.rollout.slot_table import State
+from m2jax.rollout.slot_table import SlotTable, State
 
 SLOTS, CONTEXT, MIN_COPY = 4, 24, 3
 
