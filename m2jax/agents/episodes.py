@@ -20,7 +20,6 @@ from absl import logging
 
 from m2jax import sandbox
 from m2jax.agents import http, whitebox
-from m2jax.agents.tools import BadCall
 from m2jax.rl.records import Trajectory
 from m2jax.tasks import task as task_lib
 from m2jax.tasks import terminal
@@ -165,7 +164,7 @@ class Runner:
           api_key=key,
           model=config.model,
           tools=[shell.TOOL],
-          execute=_checked(execute),
+          execute=execute,
           config=agent,
         )
         success = 0.0
@@ -190,19 +189,6 @@ class Runner:
       answer=outcome.answer,
       messages=tuple(outcome.messages),
     )
-
-
-def _checked(execute: shell.Execute) -> whitebox.Execute:
-  """The workspace's `execute`; a bad call is told to the loop, which counts it."""
-
-  async def run(name: str, arguments: dict[str, Any]) -> str:
-    try:
-      shell.command_of(name, arguments)
-    except ValueError as error:
-      raise BadCall(str(error)) from error
-    return await execute(name, arguments)
-
-  return run
 
 
 def evaluate(

@@ -17,10 +17,8 @@ from typing import Any
 
 import httpx
 
-from m2jax.agents.tools import BadCall, cut
+from m2jax.tasks.task import BadCall, Execute
 from m2jax.text import markup
-
-Execute = Callable[[str, dict[str, Any]], Awaitable[str]]
 
 
 class _Infrastructure(Exception):
@@ -99,8 +97,8 @@ async def run(
     base_url: of the gateway, with '/v1'.
     api_key: the session.
     tools: OpenAI tool dicts.
-    execute: `(name, arguments)` to observation. Raises tools.BadCall when the model is
-      to blame; any other exception ends the episode as 'infrastructure'.
+    execute: `(name, arguments)` to observation. Raises BadCall when the model is to
+      blame; any other exception ends the episode as 'infrastructure'.
   """
   started = time.monotonic()
   outcome = AgentOutcome()
@@ -175,6 +173,23 @@ async def _act(
       {'role': 'tool', 'tool_call_id': call['id'], 'content': observation}
     )
   return True
+
+
+def cut(text: str, limit_bytes: int) -> str:
+  """The text if it fits, else its first and last bytes with the loss named between.
+
+  Lone surrogates become '?': what comes back can be sent.
+
+  Args:
+    limit_bytes: most UTF-8 bytes kept; the marker comes on top.
+  """
+  data = text.encode('utf-8', 'replace')
+  if len(data) <= limit_bytes:
+    return data.decode()
+  tail_bytes = limit_bytes // 2
+  head = data[: limit_bytes - tail_bytes].decode('utf-8', 'ignore')
+  tail = data[len(data) - tail_bytes :].decode('utf-8', 'ignore')
+  return f'{head}\n[{len(data) - limit_bytes} bytes cut]\n{tail}'
 
 
 def _poster(

@@ -191,13 +191,8 @@ class CheckpointManager:
       CorruptCheckpoint: the step's data cannot be read back as written.
     """
     step = self._find(step)
-    path = os.path.join(self.directory, str(step))
-    files = self._read(path, 'host', _files_args())
-    try:
-      host = json.loads(files.pop(_HOST))
-      saved = _decode_specs(files.pop(_LEAVES))
-    except (KeyError, ValueError, TypeError) as e:
-      raise self._corrupt(path, f'host: {e!r}') from e
+    path = self._path(step)
+    host, saved, files = self._read_host(path)
     if like is None:
       like = leaves_lib.nest({name: np.empty(()) for name in saved})
     else:
@@ -217,6 +212,37 @@ class CheckpointManager:
     logging.info('Restored step %d from %s', step, self.directory)
     state = jax.tree.unflatten(jax.tree.structure(like), restored)
     return Restored(state, host, files, step)
+
+  def read_host(
+    self, step: int | None = None
+  ) -> tuple[dict[str, Any], dict[str, bytes], int]:
+    """Reads a step's host dict and files, without its arrays.
+
+    Args:
+      step: None is the latest.
+
+    Returns:
+      The host dict, the files by name, and which step it was.
+
+    Raises:
+      MissingCheckpoint: no such directory or step.
+      CorruptCheckpoint: this part cannot be read back as written.
+    """
+    step = self._find(step)
+    host, _, files = self._read_host(self._path(step))
+    return host, files, step
+
+  def _read_host(self, path: str):
+    """Host dict, what its arrays must be, and the caller's files."""
+    files = self._read(path, 'host', _files_args())
+    try:
+      host = json.loads(files.pop(_HOST))
+      return host, _decode_specs(files.pop(_LEAVES)), files
+    except (KeyError, ValueError, TypeError) as e:
+      raise self._corrupt(path, f'host: {e!r}') from e
+
+  def _path(self, step: int) -> str:
+    return os.path.join(self.directory, str(step))
 
   def _find(self, step: int | None) -> int:
     steps = self.steps()

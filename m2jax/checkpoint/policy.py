@@ -88,15 +88,13 @@ def load(directory: str | os.PathLike, step: int | None = None) -> Policy:
   """
   path = find(directory)
   manager = CheckpointManager(path, read_only=True)
-  scalar = {'step': jax.ShapeDtypeStruct((), jnp.int32)}
-  about = manager.restore(step, like=scalar, partial=True)
-  model = _model(about.host, about.files, f'{path}/{about.step}')
+  host, files, step = manager.read_host(step)
+  model = _model(host, files, f'{path}/{step}')
   init = functools.partial(model_lib.M2(model).init, jax.random.key(0))
   shapes = jax.eval_shape(init, jax.ShapeDtypeStruct((1, 2), jnp.int32))
   like = {'variables': {name: dict(shapes[name]) for name in ('params', 'router')}}
-  restored = manager.restore(about.step, like=like, partial=True)
-  tokenizer = about.files[TOKENIZER_FILE]
-  return Policy(model, restored.state['variables'], tokenizer, about.step, path)
+  variables = manager.restore(step, like=like, partial=True).state['variables']
+  return Policy(model, variables, files[TOKENIZER_FILE], step, path)
 
 
 def _model(host: Mapping[str, Any], files: Mapping[str, bytes], path: str):

@@ -140,7 +140,7 @@ class Scheduler:
     """Swaps the weights before the next device call; requests in flight go on.
 
     Raises:
-      ValueError: version does not go up, or shapes or dtypes differ from the present ones.
+      ValueError: version does not go up, or shapes or dtypes differ from before.
     """
     variables = self._engine.load_params(variables)
     if _form(variables) != _form(self._batcher.variables):

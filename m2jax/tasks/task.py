@@ -7,9 +7,16 @@ the trajectory, so any way to the right end state counts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+# Runs a tool call: (tool name, arguments) -> the text to show. Raises BadCall.
+Execute = Callable[[str, Mapping[str, Any]], Awaitable[str]]
+
+
+class BadCall(Exception):
+  """A tool call is at fault, not the tool: the text is meant for who made it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,29 +7,16 @@ import time
 import pytest
 
 from m2jax import sandbox
-from m2jax.agents import http, tools, whitebox
+from m2jax.agents import http, whitebox
 from m2jax.sandbox import ExecResult
+from m2jax.tasks.terminal import shell
 from tests.gateway.conftest import response_text
+from tests.tasks import local_shell
 
 CALL = response_text(
   'look', calls=[('sh', {'cmd': 'echo hello; echo oops >&2; exit 3'})]
 )
 ANSWER = response_text('done', 'It is 3.')
-
-
-class Shell:
-  """A sandbox of no strength: /bin/sh. Enough to judge the loop."""
-
-  def __init__(self):
-    self.commands = []
-
-  async def exec(self, command):
-    self.commands.append(command)
-    process = await asyncio.create_subprocess_exec(
-      '/bin/sh', '-c', command, stdout=-1, stderr=-1
-    )
-    out, err = await process.communicate()
-    return ExecResult(process.returncode, out.decode(), err.decode())
 
 
 def turns(tok, *texts):
@@ -38,11 +25,10 @@ def turns(tok, *texts):
   return lambda request: tok.encode(left.pop(0))
 
 
-def episode(gateway, *, sandbox=None, base_url=None, execute=None, key='k', **config):
+def episode(gateway, *, box=None, base_url=None, key='k', **config):
   """One episode with a client of its own."""
 
   async def run():
-    tool = tools.sh_tool(sandbox or Shell())
     async with http.make_client() as client:
       return await whitebox.run(
         'How many?',
@@ -50,8 +36,8 @@ def episode(gateway, *, sandbox=None, base_url=None, execute=None, key='k', **co
         base_url=base_url or gateway.base_url,
         api_key=key,
         model='m2jax',
-        tools=[tool.spec],
-        execute=tools.executor(tool),
+        tools=[shell.TOOL],
+        execute=shell.executor(box or local_shell.Box('/')),
         config=whitebox.AgentConfig(**{'retry_delay_s': 0.01} | config),
       )
 
@@ -61,27 +47,25 @@ def episode(gateway, *, sandbox=None, base_url=None, execute=None, key='k', **co
 def test_episode_is_one_chain_of_recorded_ids(serve, tok):
   """Calls run, observations return, and all completions extend one another (law 4)."""
   gateway, _, records = serve(turns(tok, CALL, CALL, ANSWER))
-  shell = Shell()
-  outcome = episode(gateway, sandbox=shell, system='Be brief.')
+  box = local_shell.Box('/')
+  outcome = episode(gateway, box=box, system='Be brief.')
   assert (outcome.ended, outcome.answer, outcome.reason) == ('answer', 'It is 3.', '')
   assert (outcome.tool_calls, outcome.tool_errors) == (2, 0)
-  assert shell.commands == ['echo hello; echo oops >&2; exit 3'] * 2
+  assert box.commands == ['echo hello; echo oops >&2; exit 3'] * 2
   roles = [message['role'] for message in outcome.messages]
   assert roles == ['system', 'user', *['assistant', 'tool'] * 2, 'assistant']
-  assert outcome.messages[3]['content'] == 'hello\noops\nexit code 3'
+  assert outcome.messages[3]['content'] == 'hello\noops'
   parents = [record.parent for record in records]
   assert parents == [None, records[0].id, records[1].id]
-  assert '<response>hello\noops\nexit code 3</response>' in tok.decode(
-    records[1].prompt_ids
-  )
+  assert '<response>hello\noops</response>' in tok.decode(records[1].prompt_ids)
 
 
 @pytest.mark.parametrize(
   'bad, role, said',
   [
     (response_text('x', calls=[('rm', {'cmd': 'a'})]), 'tool', "error: no tool 'rm'"),
-    (response_text('x', calls=[('sh', {})]), 'tool', 'error: sh needs cmd, a string'),
-    (response_text('x', calls=[('sh', {'cmd': 'a', 'b': 'c'})]), 'tool', 'only cmd'),
+    (response_text('x', calls=[('sh', {})]), 'tool', 'error: sh takes one string'),
+    (response_text('x', calls=[('sh', {'cmd': 'a', 'b': 'c'})]), 'tool', 'one string: cmd'),
     ('x\n</think>\n\n<minimax:tool_call>\nls[e~[', 'user', 'malformed tool call'),
   ],
 )  # fmt: skip
@@ -149,7 +133,7 @@ def test_infrastructure_failures_are_never_the_models(serve, tok):
       raise OSError('no space left')
 
   gateway, _, _ = serve(CALL)
-  outcome = episode(gateway, sandbox=Broken())
+  outcome = episode(gateway, box=Broken())
   assert outcome.ended == 'infrastructure' and 'no space left' in outcome.reason
   assert outcome.tool_calls == 0
 
@@ -190,7 +174,7 @@ def test_cancelled_episode_cancels_its_completion(serve):
           api_key='k',
           model='m2jax',
           tools=[],
-          execute=tools.executor(),
+          execute=shell.executor(local_shell.Box('/')),
           config=whitebox.AgentConfig(max_tokens=5000),
         )
       )
@@ -230,8 +214,6 @@ def test_many_agents_reuse_connections(serve, tok):
         async def exec(self, command):
           return ExecResult(0, 'x', '')
 
-      tool = tools.sh_tool(Quick())
-
       async def agent(i):
         return await whitebox.run(
           'hi',
@@ -239,8 +221,8 @@ def test_many_agents_reuse_connections(serve, tok):
           base_url=gateway.base_url,
           api_key=f'k{i}',
           model='m2jax',
-          tools=[tool.spec],
-          execute=tools.executor(tool),
+          tools=[shell.TOOL],
+          execute=shell.executor(Quick()),
           config=whitebox.AgentConfig(max_turns=5),
         )
 
@@ -269,15 +251,14 @@ def test_agents_in_real_sandboxes(serve, tok):
     async def agent(client, i):
       contents = {'name': f'agent {i}\n'.encode()}
       async with await sandbox.create(contents=contents) as box:
-        tool = tools.sh_tool(box)
         return await whitebox.run(
           'Who are you?',
           client=client,
           base_url=gateway.base_url,
           api_key=f'k{i}',
           model='m2jax',
-          tools=[tool.spec],
-          execute=tools.executor(tool),
+          tools=[shell.TOOL],
+          execute=shell.executor(box),
           config=whitebox.AgentConfig(),
         )
 
@@ -293,35 +274,15 @@ def test_agents_in_real_sandboxes(serve, tok):
 # --- What the model is shown.
 
 
-@pytest.mark.parametrize(
-  'result, text',
-  [
-    (ExecResult(0, 'a\nb\n', ''), 'a\nb'),
-    (ExecResult(0, '', ''), ''),
-    (ExecResult(1, '', 'no\n'), 'no\nexit code 1'),
-    (ExecResult(2, 'out', 'err'), 'out\nerr\nexit code 2'),
-    (
-      ExecResult(124, 'part', '', timed_out=True, wall_s=2.04),
-      'part\ntimed out after 2s',
-    ),
-    (ExecResult(137, 'x', '', truncated=True), 'x\noutput truncated\nexit code 137'),
-    (ExecResult(137, '', '', oom=True), 'out of memory'),
-  ],
-)
-def test_observation(result, text):
-  """Short, and only what is out of the ordinary is added."""
-  assert tools.observation(result) == text
-
-
 @pytest.mark.parametrize('text', ['x' * 5000, 'é☃' * 1000, '\ud800' * 3000])
 def test_cut_keeps_head_and_tail_within_the_limit(text):
   """A cut observation stays text, holds both ends and says how much is missing."""
-  short = tools.cut(text, 100)
+  short = whitebox.cut(text, 100)
   head, marker, tail = short.split('\n')
   assert len((head + tail).encode()) <= 100
   missing = len(text.encode('utf-8', 'replace')) - 100
   assert marker == f'[{missing} bytes cut]'
-  assert tools.cut(text[:20], 100) == text[:20].encode('utf-8', 'replace').decode()
+  assert whitebox.cut(text[:20], 100) == text[:20].encode('utf-8', 'replace').decode()
 
 
 def test_observations_are_cut(serve, tok):
@@ -329,4 +290,5 @@ def test_observations_are_cut(serve, tok):
   loud = response_text('x', calls=[('sh', {'cmd': 'yes | head -c 100000'})])
   gateway, _, _ = serve(turns(tok, loud, ANSWER))
   outcome = episode(gateway, observation_bytes=64)
-  assert len(outcome.messages[2]['content']) < 100
+  shown = outcome.messages[2]['content']
+  assert len(shown) < 100 and 'bytes cut' in shown

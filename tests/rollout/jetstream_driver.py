@@ -1,4 +1,4 @@
-"""Runs JetStream's own Driver on our engine; prints what each request got as JSON.
+"""Runs JetStream's own Driver on our engine; writes what each got as JSON.
 
 A process of its own: JetStream's threads SIGKILL theirs on any exception.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 from jetstream.core import orchestrator
@@ -17,8 +18,6 @@ from jetstream.engine import tokenizer_api
 from m2jax.rollout import jetstream
 from m2jax.rollout.engine import Engine
 from tests.rollout import conftest
-
-RESULT = 'RESULT'  # JetStream logs to stdout too
 
 
 class Ids(tokenizer_api.Tokenizer):
@@ -34,7 +33,7 @@ class Ids(tokenizer_api.Tokenizer):
     return str(token_ids)
 
 
-async def main(prompts, max_tokens):
+async def main(prompts, max_tokens, out):
   variables = conftest.init(0)
   # The driver has no sampling parameters: sharp weights make its draws greedy.
   variables['params']['head'] = variables['params']['head'] * 1e5
@@ -54,13 +53,14 @@ async def main(prompts, max_tokens):
   async def one(tokens):
     content = jetstream_pb2.DecodeRequest.TokenContent(token_ids=tokens)
     request = jetstream_pb2.DecodeRequest(token_content=content, max_tokens=max_tokens)
-    out = []
+    ids = []
     async for response in client.Decode(request):
-      out.extend(response.stream_content.samples[0].token_ids)
-    return out
+      ids.extend(response.stream_content.samples[0].token_ids)
+    return ids
 
   results = await asyncio.gather(*(one(p) for p in prompts))
-  print(RESULT, json.dumps([np.array(r).tolist() for r in results]), flush=True)
+  # JetStream's threads log to stdout: the answer goes to a file.
+  Path(out).write_text(json.dumps([np.array(r).tolist() for r in results]))
   driver.stop()
 
 

@@ -22,15 +22,16 @@ def installed() -> bool:
 
 @pytest.mark.long
 @pytest.mark.skipif(not installed(), reason='needs the extra: google-jetstream 0.2.2')
-def test_jetstreams_driver_decodes_greedily(variables, reference):
+def test_jetstreams_driver_decodes_greedily(variables, reference, tmp_path):
   """The Engine API is a promise to other people's drivers, so one of them must run."""
   prompts = [prompt(i, n) for i, n in enumerate((3, 9, 17, 30, 5, 11))]
+  out = tmp_path / 'results.json'
   done = subprocess.run(
     [
       sys.executable,
       '-m',
       'tests.rollout.jetstream_driver',
-      json.dumps([prompts, 6]),
+      json.dumps([prompts, 6, str(out)]),
     ],
     cwd=Path(__file__).parents[2],
     capture_output=True,
@@ -38,8 +39,7 @@ def test_jetstreams_driver_decodes_greedily(variables, reference):
     timeout=300,
   )
   assert done.returncode == 0, done.stderr[-4000:]
-  (line,) = (x for x in done.stdout.splitlines() if x.startswith('RESULT '))
-  results = json.loads(line.removeprefix('RESULT '))
+  results = json.loads(out.read_text())
   assert len(results) == len(prompts)
   for tokens, result in zip(prompts, results, strict=True):
     assert len(result) >= 6

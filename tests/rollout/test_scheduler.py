@@ -458,7 +458,7 @@ def test_nothing_compiles_after_warmup(engine, variables, other_variables):
       weights = (variables, other_variables)[round_ % 2]
       # As a learner gives them: fresh from a jitted function, or from the host.
       convert = (jax.device_get, lambda x: x)[round_ // 2]
-      scheduler.update_weights(convert(weights), round_)
+      scheduler.update_weights(convert(weights), 1 + round_)
       run(
         scheduler,
         *(

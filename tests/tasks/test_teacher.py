@@ -145,18 +145,6 @@ def test_bad_rates_are_named(rates):
     teacher.TeacherConfig(rates=rates)
 
 
-def test_observation_tells_what_happened():
-  """Output, errors and silent failures each reach the agent, within a bound."""
-  result = sandbox.ExecResult
-  assert shell.observation(result(0, '12\n', '')) == '12'
-  assert shell.observation(result(0, '', '')) == ''
-  assert shell.observation(result(1, '', '')) == 'exit 1'
-  assert shell.observation(result(2, 'a\n', 'no b\n')) == 'a\nno b'
-  assert shell.observation(result(124, '', '', timed_out=True)) == 'killed: out of time'
-  shown = shell.observation(result(0, 'x' * 10_000, ''))
-  assert len(shown) < 200 and shown.endswith('[9840 more characters]')
-
-
 def test_families_work_in_the_real_sandbox():
   """The commands need no more than the sandbox gives, and its workspace is judged."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,6 @@ from m2jax.tasks import task as task_lib
 
 NAME, ARGUMENT = 'sh', 'cmd'
 SHOWN_CHARS = 160  # of what a command printed; no task needs more
-
-# (tool name, arguments) -> the text to show the agent.
-Execute = Callable[[str, Mapping[str, Any]], Awaitable[str]]
 
 TOOL: Mapping[str, Any] = {
   'type': 'function',
@@ -34,13 +31,13 @@ def command_of(name: str, arguments: Mapping[str, Any]) -> str:
   """Returns the command of a tool call.
 
   Raises:
-    ValueError: another tool, or other arguments; the text is meant for the model.
+    BadCall: another tool, or other arguments.
   """
   if name != NAME:
-    raise ValueError(f'no tool {name!r}; use {NAME}')
+    raise task_lib.BadCall(f'no tool {name!r}; use {NAME}')
   command = arguments.get(ARGUMENT)
   if len(arguments) != 1 or not isinstance(command, str):
-    raise ValueError(f'{NAME} takes one string: {ARGUMENT}')
+    raise task_lib.BadCall(f'{NAME} takes one string: {ARGUMENT}')
   return command
 
 
@@ -60,10 +57,19 @@ def observation(result: sandbox.ExecResult, limit_chars: int = SHOWN_CHARS) -> s
   return text.lstrip('\n')
 
 
+def executor(box: sandbox.Sandbox) -> task_lib.Execute:
+  """Returns what runs tool calls in an open sandbox."""
+
+  async def execute(name: str, arguments: Mapping[str, Any]) -> str:
+    return observation(await box.exec(command_of(name, arguments)))
+
+  return execute
+
+
 @contextlib.asynccontextmanager
 async def workspace(
   task: task_lib.Task, **create_options: Any
-) -> AsyncIterator[tuple[Execute, Path]]:
+) -> AsyncIterator[tuple[task_lib.Execute, Path]]:
   """Opens a sandbox that holds a task's files.
 
   Args:
@@ -71,16 +77,7 @@ async def workspace(
     **create_options: for `sandbox.create`.
 
   Yields:
-    What runs a tool call there and returns the text to show, errors of the call
-    included, and the directory for the task's verifier.
+    What runs tool calls there, and the directory for the task's verifier.
   """
   async with await sandbox.create(contents=task.files, **create_options) as box:
-
-    async def execute(name: str, arguments: Mapping[str, Any]) -> str:
-      try:
-        command = command_of(name, arguments)
-      except ValueError as error:
-        return f'error: {error}'
-      return observation(await box.exec(command))
-
-    yield execute, box.workspace
+    yield executor(box), box.workspace

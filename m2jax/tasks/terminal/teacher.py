@@ -38,9 +38,10 @@ from m2jax.tasks.terminal import draw, shell
 
 MISNAMED_ARGUMENT = 'command'  # instead of shell.ARGUMENT
 
-# A fresh workspace holding the task's files: its `shell.Execute` and its directory.
+# A fresh workspace holding the task's files: what runs calls there, its directory.
 OpenWorkspace = Callable[
-  [task_lib.Task], contextlib.AbstractAsyncContextManager[tuple[shell.Execute, Path]]
+  [task_lib.Task],
+  contextlib.AbstractAsyncContextManager[tuple[task_lib.Execute, Path]],
 ]
 
 RATES: Mapping[str, Mapping[str, float]] = {
@@ -141,7 +142,7 @@ class Demo:
 
 async def demonstrate(
   task: task_lib.Task,
-  execute: shell.Execute,
+  execute: task_lib.Execute,
   workspace: Path,
   config: TeacherConfig = TeacherConfig(),
   attempt: int = 0,
@@ -150,7 +151,7 @@ async def demonstrate(
 
   Args:
     task: a terminal task.
-    execute: runs one tool call there and returns what the agent would read.
+    execute: runs one tool call there and returns what an agent would read.
     workspace: the directory, for the verdict.
     config: rates of mistakes.
     attempt: draws other mistakes on the same task.
@@ -178,7 +179,10 @@ async def demonstrate(
         'tool_calls': [{'id': call_id, 'type': 'function', 'function': function}],
       }
     )
-    printed = await execute(shell.NAME, arguments)
+    try:
+      printed = await execute(shell.NAME, arguments)
+    except task_lib.BadCall as error:
+      printed = f'error: {error}'
     messages.append({'role': 'tool', 'tool_call_id': call_id, 'content': printed})
     return printed
 

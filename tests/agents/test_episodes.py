@@ -1,0 +1,287 @@
+"""Episodes by a scripted policy, through the real gateway and the real sandbox."""
+
+import collections
+import concurrent.futures
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from m2jax import sandbox
+from m2jax.agents import episodes, whitebox
+from m2jax.rl import rewards
+from m2jax.tasks import terminal
+from m2jax.tasks.terminal import shell
+from tests.gateway.conftest import response_text
+
+AGENT = whitebox.AgentConfig(max_tokens=400, retry_delay_s=0.01)
+WRONG = response_text('no idea', 'none of it')
+
+
+def specs_of(*families, split='held_out'):
+  return [terminal.spec(split, i, family=name) for i, name in enumerate(families)]
+
+
+def perfect(tok, specs):
+  """A policy: the teacher's lesson as far as the prompt's observations take it."""
+  tasks = [terminal.make(spec) for spec in specs]
+
+  def policy(request):
+    prompt = tok.decode(request.prompt_ids)
+    [task] = [task for task in tasks if task.instruction in prompt]
+    observations = re.findall('<response>(.*?)</response>', prompt, re.DOTALL)
+    lesson = terminal.FAMILIES[task.family].teach(task.params, lambda kind: False)
+    try:
+      for printed in [None, *observations]:
+        thought, command = lesson.send(printed)
+    except StopIteration as end:
+      return tok.encode(response_text(end.value.thought, end.value.content))
+    call = (shell.NAME, {shell.ARGUMENT: command})
+    return tok.encode(response_text(thought, calls=[call]))
+
+  return policy
+
+
+class Sessions:
+  """The gateway's sessions, keeping the keys in the order they were opened."""
+
+  def __init__(self, gateway):
+    self._sessions = gateway.sessions
+    self.opened = []
+
+  def open(self, key, mode='training'):
+    self.opened.append((key, mode))
+    return self._sessions.open(key, mode)
+
+  def close(self, key):
+    self._sessions.close(key)
+
+
+@pytest.fixture
+def start(serve):
+  """`start(policy, **EpisodeConfig) -> (runner, gateway, engine, records, sessions)`.
+
+  The gateway knows no key but those the runner opens.
+  """
+
+  def start(policy, *, engine_options=None, **config):
+    gateway, engine, records = serve(
+      policy, accept_unknown_keys=False, engine_options=engine_options
+    )
+    config = episodes.EpisodeConfig(**{'agent': AGENT, 'concurrency': 8} | config)
+    sessions = Sessions(gateway)
+    runner = episodes.Runner(config, gateway.base_url, sessions)
+    return runner, gateway, engine, records, sessions
+
+  return start
+
+
+def descendants():
+  """Ids of the living processes below this one."""
+  found, parents = set(), [os.getpid()]
+  while parents:
+    for children in Path(f'/proc/{parents.pop()}/task').glob('*/children'):
+      try:
+        pids = {int(pid) for pid in children.read_text().split()}
+      except OSError:  # it ended meanwhile
+        continue
+      parents += pids - found
+      found |= pids
+  return {pid for pid in found if alive(pid)}
+
+
+def alive(pid):
+  try:
+    stat = Path(f'/proc/{pid}/stat').read_text()
+  except OSError:
+    return False
+  return stat.rpartition(')')[2].split()[0] not in 'ZX'
+
+
+def supervisors(before):
+  """The sandbox supervisors started since `before`."""
+  own = Path(f'/proc/{os.getpid()}/task').glob('*/children')
+  children = {int(pid) for path in own for pid in path.read_text().split()}
+  return {pid for pid in children - before if alive(pid)}
+
+
+def wait_until(true, seconds=20):
+  deadline = time.monotonic() + seconds
+  while not true():
+    assert time.monotonic() < deadline, 'it did not come'
+    time.sleep(0.01)
+
+
+def test_a_perfect_policy_solves_every_family(start, tok):
+  """Real commands, real verdicts: what solves the tasks gets success 1, in evaluation
+  sessions that sample as asked, and leaves no session open."""
+  specs = specs_of(*sorted(terminal.FAMILIES))
+  runner, gateway, engine, records, sessions = start(perfect(tok, specs))
+  ended = []
+  with runner:
+    out = episodes.evaluate(runner, specs, temperature=0.5, on_end=ended.append)
+  assert [t.task for t in out] == specs and ended == out
+  for trajectory in out:
+    task = terminal.make(trajectory.task)
+    assert (trajectory.ended, trajectory.success) == ('answer', 1.0), trajectory
+    assert (trajectory.tool_calls, trajectory.tool_errors) == (task.baseline_calls, 0)
+    assert (trajectory.item, trajectory.wall_s > 0) == (-1, True)
+  assert episodes.by_family(out) == dict.fromkeys(terminal.FAMILIES, (1.0, 1))
+  assert {mode for _, mode in sessions.opened} == {'evaluation'}
+  sampling = {(r.sampling.temperature, r.sampling.top_p) for r in engine.requests}
+  assert sampling == {(0.5, 1.0)}
+  assert len(sessions.opened) == len(specs) and len(gateway.sessions) == 0
+  assert not gateway.counters().get('requests_total{status="401"}')
+
+
+def test_a_group_is_one_task_by_ranks(start, tok):
+  """Each rank has a session, completions and files of its own; the wrong answer is a
+  judged failure, and `on_end` hears of each."""
+  [spec] = specs_of('append', split='train')
+  right, asked = perfect(tok, [spec]), []
+
+  def policy(request):
+    if '<response>' in tok.decode(request.prompt_ids):
+      return right(request)
+    asked.append(request)  # first turns; the second episode gives up at once
+    return tok.encode(WRONG) if len(asked) == 2 else right(request)
+
+  runner, gateway, _, records, sessions = start(policy, concurrency=1)
+  ended = []
+  with runner:
+    out = runner.group(spec, 3, item=7, prefix='rl-7', on_end=ended.append).result(60)
+  assert [(t.item, t.rank, t.task) for t in out] == [
+    (7, rank, spec) for rank in (0, 1, 2)
+  ]
+  assert [t.success for t in out] == [1.0, 0.0, 1.0]
+  assert {t.ended for t in out} == {'answer'}
+  assert ended == out
+  assert [(t.session, 'training') for t in out] == sessions.opened
+  turns = collections.Counter(record.session for record in records)
+  assert [turns[t.session] for t in out] == [t.tool_calls + 1 for t in out]
+  assert all(t.session.startswith('rl-7-') for t in out)
+  assert len(gateway.sessions) == 0
+
+
+def test_a_dead_sandbox_is_in_no_baseline(start, tok):
+  """Law 5: the sandbox dies under one episode of a group. It ends by infrastructure,
+  the next ones get a new sandbox, and the group's advantages are those of a group in
+  which it never was."""
+  [spec] = specs_of('append', split='train')
+  right, asked = perfect(tok, [spec]), []
+  before = descendants()
+
+  def policy(request):
+    if '<response>' not in tok.decode(request.prompt_ids):
+      asked.append(request)
+      if len(asked) == 2:
+        return tok.encode(WRONG)
+      if len(asked) == 3:
+        for pid in supervisors(before):
+          os.kill(pid, signal.SIGKILL)
+    return right(request)
+
+  runner, gateway, _, records, _ = start(policy, concurrency=1)
+  with runner:
+    out = runner.group(spec, 4, item=0).result(60)
+  assert [t.ended for t in out] == ['answer', 'answer', 'infrastructure', 'answer']
+  assert [t.success for t in out if t.ended == 'answer'] == [1.0, 0.0, 1.0]
+  assert 'supervisor' in out[2].reason
+  assert episodes.by_family(out) == {'append': (2.0, 3)}
+  assert len(gateway.sessions) == 0
+
+  group = [(t, [r for r in records if r.session == t.session]) for t in out]
+  config = rewards.RewardConfig()
+  assert len(group[2][1]) == 1  # it did act: there is something to mask
+  with_it = rewards.advantages(group, config).credits
+  without = rewards.advantages(group[:2] + group[3:], config).credits
+  assert with_it[2].masked and not with_it[2].completions
+  for one, other in zip(with_it[:2] + with_it[3:], without, strict=True):
+    assert one.reward == other.reward
+    np.testing.assert_array_equal(one.advantages, other.advantages)
+
+
+def test_evaluation_tries_infrastructure_once_more(start, tok):
+  """A sandbox that dies once costs nothing: the task is judged at the second try."""
+  specs = specs_of('count_lines', 'append')
+  right, killed = perfect(tok, specs), []
+  before = descendants()
+
+  def policy(request):
+    if not killed:
+      killed.extend(supervisors(before))
+      for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    return right(request)
+
+  runner, gateway, _, _, sessions = start(policy, concurrency=1)
+  ended = []
+  with runner:
+    out = episodes.evaluate(runner, specs, on_end=ended.append)
+  assert killed
+  assert [(t.ended, t.success) for t in out] == [('answer', 1.0)] * 2
+  assert ended == out  # the first try is not told
+  assert len(sessions.opened) == 3 and len(gateway.sessions) == 0
+
+
+def test_what_fails_twice_is_not_judged(start, tok):
+  """Files that do not fit the workspace fail before the first completion, each time:
+  two tries, no verdict, and the other tasks have theirs."""
+  specs = specs_of('count_lines', 'append')
+  limits = sandbox.Limits(workspace_bytes=4096, file_bytes=4096)
+  runner, gateway, engine, _, sessions = start(perfect(tok, specs), limits=limits)
+  ended = []
+  with runner:
+    out = episodes.evaluate(runner, specs, on_end=ended.append)
+  assert {t.ended for t in out} == {'infrastructure'} and ended == out
+  assert all(t.reason for t in out)
+  assert episodes.by_family(out) == {}
+  assert not engine.requests
+  assert len(sessions.opened) == 4 and len(gateway.sessions) == 0
+
+
+@pytest.mark.parametrize('within', ['start', 'completion', 'command'])
+def test_leaving_the_runner_ends_what_runs(start, tok, within):
+  """Ctrl-C must leave nothing behind: no command, no supervisor, no session, and no
+  completion that the engine works on for nobody."""
+  [spec] = specs_of('append', split='train')
+  sleep = response_text('wait', calls=[('sh', {'cmd': 'sleep 600 & sleep 600'})])
+  text, delay_s = ('on ' * 5000, 0.02) if within == 'completion' else (sleep, 0.0)
+  before = descendants()
+  runner, gateway, engine, _, sessions = start(
+    lambda request: tok.encode(text),
+    engine_options={'delay_s': delay_s},
+    limits=sandbox.Limits(wall_s=600.0),
+    agent=whitebox.AgentConfig(max_tokens=5000),
+  )
+
+  def commands():
+    return [p for p in descendants() - before if b'sleep' in command_line(p)]
+
+  with runner:
+    future = runner.group(spec, 3)
+    if within == 'start':
+      wait_until(lambda: sessions.opened)
+    elif within == 'completion':
+      wait_until(lambda: len(engine.requests) == 3)
+    else:
+      wait_until(lambda: len(commands()) >= 6)
+    started = time.monotonic()
+  assert time.monotonic() - started < 10
+  with pytest.raises(concurrent.futures.CancelledError):
+    future.result(0)
+  assert not descendants() - before
+  assert len(gateway.sessions) == 0
+  if within == 'completion':
+    wait_until(lambda: engine.cancelled['requests'] == 3)
+
+
+def command_line(pid):
+  try:
+    return Path(f'/proc/{pid}/cmdline').read_bytes()
+  except OSError:
+    return b''
