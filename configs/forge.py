@@ -56,16 +56,16 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     agent=dict(max_tokens=64, observation_bytes=400, system='Use sh.'),
   )
   c.sft = dict(
-    demonstrations=2000,
-    tokens_per_step=4096,  # input tokens, before prefixes are merged
+    demonstrations=3000,
+    tokens_per_step=2048,  # input tokens, before prefixes are merged
     row_tokens=1024,
-    loop=dict(steps=1500, seconds=200.0, checkpoint_every=400),
+    loop=dict(steps=1200, seconds=250.0, checkpoint_every=400),
     step=dict(micro_rows=2),
     optimizer=dict(name='muon', learning_rate=0.02, adam_learning_rate=3e-3),
   )
   c.rl = dict(
-    steps=400,
-    seconds=480.0,
+    steps=600,
+    seconds=540.0,
     groups_per_step=16,
     group_size=8,
     capacity=32,  # N, in groups

@@ -13,7 +13,6 @@ Source: DESIGN §6, facts/pipelines.md §1.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import sys
@@ -298,5 +297,6 @@ async def shutdown() -> None:
   for key, (other, task) in list(_supervisors.items()):
     if other is loop:
       del _supervisors[key]
-      with contextlib.suppress(api.SandboxError):
-        await (await task).close()
+      await asyncio.wait([task])  # one that failed or was cancelled has ended itself
+      if not task.cancelled() and not task.exception():
+        await task.result().close()

@@ -65,7 +65,7 @@ def test_episode_is_one_chain_of_recorded_ids(serve, tok):
   [
     (response_text('x', calls=[('rm', {'cmd': 'a'})]), 'tool', "error: no tool 'rm'"),
     (response_text('x', calls=[('sh', {})]), 'tool', 'error: sh takes one string'),
-    (response_text('x', calls=[('sh', {'cmd': 'a', 'b': 'c'})]), 'tool', 'one string: cmd'),
+    (response_text('x', calls=[('sh', {'cmd': 'a', 'b': 'c'})]), 'tool', 'string: cmd'),
     ('x\n</think>\n\n<minimax:tool_call>\nls[e~[', 'user', 'malformed tool call'),
   ],
 )  # fmt: skip

@@ -100,6 +100,22 @@ def test_partial_restore_reads_only_what_is_asked(saved):
     manager.restore(like={'weights': jnp.zeros(3)}, partial=True)
 
 
+def test_host_part_is_read_without_the_arrays(saved):
+  """What a checkpoint says about itself must not cost reading gigabytes: it comes even
+  where the arrays are gone; which step, and what is missing, is as for `restore`."""
+  manager = CheckpointManager(saved, read_only=True)
+  assert manager.read_host() == ({'head': 2}, {'tokenizer.json': b'{}{}'}, 2)
+  shutil.rmtree(saved / '1' / 'state')
+  assert manager.read_host(1) == ({'head': 1}, {'tokenizer.json': b'{}'}, 1)
+  with pytest.raises(CorruptCheckpoint):
+    manager.restore(1)
+  with pytest.raises(MissingCheckpoint, match='step 9'):
+    manager.read_host(9)
+  damage_truncate(saved / '2' / 'host' / 'host.json')
+  with pytest.raises(CorruptCheckpoint, match=f'{saved}/2'):
+    manager.read_host()
+
+
 def test_the_caller_may_go_on_at_once(tmp_path):
   """The save is asynchronous: donated device buffers, numpy arrays changed in place and
   a ledger that grows during the save must not reach the disk."""
