@@ -1,0 +1,1 @@
+"""One file per claim; each prints a table, or JSON with `--json`."""
