@@ -42,9 +42,12 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 sandbox: $(INSTALLED)
 	@$(BIN)/python -m m2jax.sandbox $(SANDBOX) --quick --install
 
-# Huge pages make the tiny model's training on CPUs faster.
+# Huge pages, and memory kept rather than given back after each step, make training of
+# the tiny model on CPUs faster.
+TUNABLES := glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824
+TUNABLES := $(TUNABLES):glibc.malloc.trim_threshold=4294967296
 forge: setup
-	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.forge \
+	GLIBC_TUNABLES=$(TUNABLES) $(BIN)/python -m experiments.forge \
 	  --config=configs/forge.py --workdir=$(WORKDIR) \
 	  --config.sandbox=$(SANDBOX) $(ARGS)
 

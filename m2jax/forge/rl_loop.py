@@ -64,8 +64,9 @@ class RlLoop:
     self._metrics.supersede('rl', self._learner.version)
     reissue = self._pool.rollback(ledger)
     self._pool.refill(self._fifo)
-    for item in reissue:
-      self._start(item)
+    if not self._over():
+      for item in reissue:
+        self._start(item)
 
   def run(self) -> None:
     """Trains until the budget is used up; the last update has a checkpoint."""

@@ -69,6 +69,8 @@ def _phases(config: ForgeConfig, workdir: Path, metrics, view: ForgeView, pool) 
     for record in metrics_lib.read(workdir, 'eval')
     if record['temperature'] == 0 and record['family'] == 'all'
   }
+  if (STAGES[1] if config.rl is None else STAGES[2]) in finished:
+    return
 
   def evaluate(stage: str, step: int, running: roles.Rollouts):
     view.begin(f'eval {stage}')
