@@ -7,8 +7,8 @@ parameters; everything it does is a pure function over `variables`:
           · mtp {module arrays, leading K; absent when K = 0}
   router: layers [L, E] · mtp [K, E]: selection biases, state rather than parameters.
 
-Axes: B rows, S tokens, T = B·S, D model, V vocabulary, L layers, K MTP modules (in
-caches: key/value heads), E experts, P cache rows, C tokens of a chunk.
+Axes: B rows, S tokens, T = B·S, D model, V vocabulary, L layers, K MTP modules, E
+experts.
 """
 
 from __future__ import annotations
@@ -236,52 +236,3 @@ def token_logprobs(m2: M2, variables, batch: forest_lib.Forest) -> jax.Array:
     variables['params']['head'], at_parent(hidden, batch), batch, depth=1
   )
   return logprob
-
-
-class Cache(NamedTuple):
-  """Keys and values of cached chains, each [L, P, context, K, H]."""
-
-  k: jax.Array
-  v: jax.Array
-
-
-def init_cache(cfg: ModelConfig, slots: int, context_tokens: int, dtype=None) -> Cache:
-  """An empty cache in `dtype` (default: the activations')."""
-  shape = (cfg.num_layers, slots, context_tokens, cfg.num_kv_heads, cfg.head_dim)
-  dtype = dtype or cfg.dtype
-  return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-
-def extend(
-  m2: M2, variables, tokens: jax.Array, lengths: jax.Array, cache: Cache
-) -> tuple[jax.Array, Cache]:
-  """Consumes C tokens on each of P cached chains.
-
-  Args:
-    tokens: [P, C] int32. Padding at the tail is allowed: what it writes is overwritten
-      before it becomes visible.
-    lengths: [P] int32 tokens already cached; the new ones take positions from there.
-    cache: rows of those chains.
-
-  Returns:
-    hidden [P, C, D] after the final norm, and the extended cache.
-  """
-  cfg = m2.cfg
-  params = variables['params']
-  position = (lengths[:, None] + jnp.arange(tokens.shape[1])).reshape(-1)
-  tables = rope.tables(position, cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
-
-  def body(x, layer):
-    p, bias, k, v = layer
-
-    def attend(x, p):
-      return attention.attend_cache(x, p, cfg, tables, lengths, (k, v))
-
-    x, kv, _ = block.apply(x, p, bias, cfg, attend, jnp.ones_like(position))
-    return x, Cache(*kv)
-
-  x = _embed(cfg, params, tokens)
-  stacked = (params['layers'], variables['router']['layers'], cache.k, cache.v)
-  x, cache = _over_layers(body, x, stacked, cfg.num_layers, cfg)
-  x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
-  return x.reshape(*tokens.shape, -1), cache

@@ -9,7 +9,6 @@ Axes: T = B·S tokens, D model, N query heads, K key/value heads, H head dim.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from m2jax.config import ModelConfig
 from m2jax.kernels import tree_attention
@@ -38,29 +37,3 @@ def attend(x, p, cfg: ModelConfig, tables, subtree_end: jax.Array):
     subtree_end,
   )
   return out.reshape(x.shape[0], -1) @ p['o'].astype(x.dtype)
-
-
-def attend_cache(x, p, cfg: ModelConfig, tables, lengths, cache):
-  """Chain attention against a key/value cache, which it extends.
-
-  x [P·C, D] holds C new tokens of each of P rows; lengths [P] tokens are cached. cache
-  is (k, v) [P, context, K, H]. Token i of row p is written at lengths[p] + i and sees
-  cache positions up to there.
-  """
-  rows, context = cache[0].shape[:2]
-  q, k, v = (a.reshape(rows, -1, *a.shape[1:]) for a in project(x, p, cfg, tables))
-  chunk = q.shape[1]
-  index = lengths[:, None] + jnp.arange(chunk)
-  row = jnp.arange(rows)[:, None]
-  cache = tuple(
-    c.at[row, index].set(new.astype(c.dtype), mode='drop')
-    for c, new in zip(cache, (k, v), strict=True)
-  )
-  q = q.reshape(rows, chunk, cfg.num_kv_heads, -1, cfg.head_dim)
-  dtype = jnp.promote_types(x.dtype, jnp.float32)
-  scores = jnp.einsum('pckgh,pskh->pkgcs', q, cache[0], preferred_element_type=dtype)
-  seen = jnp.arange(context) <= index[:, :, None]
-  scores = jnp.where(seen[:, None, None], scores * cfg.head_dim**-0.5, -jnp.inf)
-  weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-  out = jnp.einsum('pkgcs,pskh->pckgh', weights, cache[1].astype(x.dtype))
-  return out.reshape(x.shape[0], -1) @ p['o'].astype(x.dtype), cache
