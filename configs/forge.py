@@ -71,6 +71,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     capacity=32,  # N, in groups
     window='default',  # W = 0.3 N
     checkpoint_every=20,
+    curriculum=dict(solved_above=0.9, solved_weight=1.0),  # 1: all alike
     learner=dict(
       step=dict(micro_rows=2, detach_mtp=True),
       reward=dict(alpha=0.1, beta=0.0),

@@ -6,6 +6,7 @@ Set before anything imports jax, and inherited by the processes that tests start
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 from hypothesis import settings
@@ -15,6 +16,11 @@ _CACHE = Path(__file__).parent.parent / '.cache' / 'jax'
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
+
+# A job that a shell starts in the background ignores SIGINT, and so would all that the
+# tests start, Ctrl-C tests among them.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Compilation inside an example makes any deadline a lie.
 settings.register_profile('default', deadline=None, max_examples=30, print_blob=True)

@@ -6,6 +6,7 @@ import dataclasses
 
 from m2jax.agents.episodes import EpisodeConfig
 from m2jax.config import ModelConfig
+from m2jax.forge.curriculum import CurriculumConfig
 from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.rl.learner import LearnerConfig
 from m2jax.rollout.engine_config import EngineConfig
@@ -41,6 +42,7 @@ class RlConfig:
     optimizer: of this phase.
     items: work items in all: RL also stops once they are trained or failed; 0 is no
       limit.
+    curriculum: which families the tasks are of.
   """
 
   steps: int
@@ -53,6 +55,7 @@ class RlConfig:
   learner: LearnerConfig
   optimizer: OptimizerConfig
   items: int = 0
+  curriculum: CurriculumConfig = CurriculumConfig()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from absl import logging
 from m2jax.checkpoint import policy
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.curriculum import Curriculum
 from m2jax.forge.roles import Rollouts
 from m2jax.observe import metrics as metrics_lib
 from m2jax.rl import data_pool, learner, windowed_fifo
@@ -39,6 +40,8 @@ class RlLoop:
     self._manager, self._metrics, self._files = manager, metrics, files
     self._view = view
     self._fifo = windowed_fifo.WindowedFifo(self._rl.capacity, self._rl.window)
+    weights = config.terminal.weights or dict.fromkeys(terminal.FAMILIES, 1.0)
+    self._curriculum = Curriculum(self._rl.curriculum, weights)
     self._lock = threading.Lock()
     self._finished = 0  # rollouts that ended since the last record
     self._failure: BaseException | None = None
@@ -116,7 +119,11 @@ class RlLoop:
       if state.pending + state.completed >= rl.capacity:
         return
       spec = terminal.spec(
-        'train', index, seed=self._config.seed, config=self._config.terminal
+        'train',
+        index,
+        seed=self._config.seed,
+        config=self._config.terminal,
+        family=self._curriculum.draw(f'{self._config.seed}/{index}'),
       )
       item = WorkItem(index=index, task=spec, group_size=rl.group_size)
       self._pool.submit(item)
@@ -144,6 +151,8 @@ class RlLoop:
 
   def _on_end(self, trajectory: Trajectory) -> None:
     self._pool.add_trajectory(trajectory)
+    if trajectory.ended != 'infrastructure':
+      self._curriculum.observe(trajectory.family, trajectory.success)
     with self._lock:
       self._finished += 1
     if self._view is not None and trajectory.rank == 0:
@@ -215,6 +224,7 @@ class RlLoop:
         'wait_s': waited_s,
         'step_s': step_s,
         'window/occupancy': state.in_window / (state.window or state.capacity),
+        'families_solved': len(self._curriculum.solved()),
         'pool/pending': state.pending,
         'pool/completed': state.completed,
         'pool/taken': state.taken,
