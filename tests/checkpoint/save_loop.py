@@ -64,14 +64,14 @@ def main(directory, saves, pattern='', count='0'):
   resumed = 0
   if manager.latest_step() is not None:
     resumed = check(manager.restore(like=state(0)))
-  print('resumed', resumed, flush=True)
+  print(f'resumed {resumed}', flush=True)
   if pattern:
     kill_at(pattern, int(count))
   for step in range(resumed + 1, resumed + 1 + int(saves)):
     manager.save(step, state(step), host(step), {'note.txt': str(step).encode() * 1000})
-    print('started', step, flush=True)
+    print(f'started {step}', flush=True)
   manager.close()
-  print('done', step, flush=True)
+  print(f'done {step}', flush=True)
 
 
 if __name__ == '__main__':

@@ -35,7 +35,12 @@ def start(directory, saves, *kill_at):
 
 
 def steps(output: str, word: str) -> list[int]:
-  return [int(line.split()[1]) for line in output.splitlines() if line.startswith(word)]
+  whole = output.splitlines(keepends=True)  # a kill may tear the last one
+  return [
+    int(line.split()[1])
+    for line in whole
+    if line.startswith(word) and line.endswith('\n')
+  ]
 
 
 def check_latest(directory, committed: int):

@@ -90,6 +90,8 @@ def surviving_updates(workdir: pathlib.Path) -> tuple[dict[int, list[int]], int]
   saved: dict[int, str] = {}
   undone = 0
   for life in lives(workdir):
+    if life[0]['what'] == 'done':  # a finished run is only reported again
+      continue
     assert life[0]['what'] == 'resumed'
     first = life[0]
     if first['step']:
