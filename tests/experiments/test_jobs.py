@@ -67,7 +67,7 @@ def test_signals_and_resume(tmp_path, texts):
     try:
       first = int(wait_for(metrics, pattern % lineage, job)[1])
       job.send_signal(number)
-      assert job.wait(60) == 130, output.read_text()
+      assert job.wait(180) == 130, output.read_text()
     finally:
       job.kill()
     assert 'the same command resumes' in output.read_text()
@@ -165,7 +165,7 @@ def test_forge_stops_resumes_and_is_evaluated(tmp_path):
   try:
     wait_for(workdir / 'metrics.jsonl', r'"phase":"rl","step":2,', job, seconds=300)
     os.killpg(job.pid, signal.SIGINT)
-    assert job.wait(60) == 130, output.read_text()
+    assert job.wait(180) == 130, output.read_text()
   finally:
     job.kill()
   text = output.read_text()
