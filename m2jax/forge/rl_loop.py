@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import threading
 import time
 
@@ -59,7 +58,7 @@ class RlLoop:
     if self._manager.latest_step() is not None:
       restored = self._manager.restore(like=self._learner.state)
       self._learner.state = restored.state
-      ledger = data_pool.Ledger(**restored.host['ledger'])
+      ledger = data_pool.Ledger.from_dict(restored.host['ledger'])
       self._used_s = restored.host['used_s']
       self._saved = restored.step
       variables = self._learner.variables()
@@ -195,7 +194,7 @@ class RlLoop:
 
   def _save(self, step: int) -> None:
     ledger = self._pool.ledger(step)
-    host = {'ledger': dataclasses.asdict(ledger), 'used_s': self._used_s}
+    host = {'ledger': ledger.to_dict(), 'used_s': self._used_s}
     host |= policy.host(self._config.model)
     self._manager.save(step, self._learner.state, host, self._files)
     self._saved = step
@@ -219,7 +218,6 @@ class RlLoop:
       step,
       scalars,
       **{
-        'tokens_per_s': scalars['forest_tokens'] / scalars['train_s'],
         'rollouts_per_s': finished / step_s,
         'wait_s': waited_s,
         'step_s': step_s,

@@ -128,7 +128,7 @@ class Learner:
     return metrics | {
       'forest_tokens': tokens,
       'train_s': seconds,
-      'train_tokens_per_s': tokens / seconds,
+      'tokens_per_s': tokens / seconds,
     }
 
   def _lag(self, credits_: Sequence[rewards.GroupCredit]) -> dict[str, float]:
