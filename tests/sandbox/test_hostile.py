@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import os
 import socket
 import time
@@ -203,6 +206,91 @@ def test_no_abstract_socket_of_the_host(run, make):
     script = f"import socket; socket.socket(1).connect('\\0{name}')"
     result = run(make(contents={'c.py': script.encode()}).exec('python3 c.py'))
   assert 'ConnectionRefusedError' in result.stderr
+
+
+_SERVE = r"""
+import socket, time
+tcp = socket.create_server(('127.0.0.1', 8123))
+name = socket.socket(socket.AF_UNIX)
+name.bind('\0rendezvous')
+name.listen()
+socket.create_connection(('127.0.0.1', 8123))  # the own loopback works
+print('serving', flush=True)
+time.sleep(2)
+"""
+_CONNECT = r"""
+import socket
+for family, address in ((2, ('127.0.0.1', 8123)), (1, '\0rendezvous')):
+  print(socket.socket(family).connect_ex(address))
+"""
+
+
+def test_a_network_is_never_shared_between_living_sandboxes(run, make):
+  """Namespaces are used again, but nothing of another sandbox is ever within reach."""
+  for _ in range(4):  # some of these networks others had before
+    make()
+  time.sleep(1.1)
+  boxes = [
+    make(contents={'serve.py': _SERVE.encode(), 'connect.py': _CONNECT.encode()})
+    for _ in range(3)
+  ]
+
+  async def serve_and_connect():
+    serving = asyncio.create_task(boxes[0].exec('python3 serve.py'))
+    await asyncio.sleep(0.7)
+    found = [await box.exec('python3 connect.py') for box in boxes[1:]]
+    return await serving, found
+
+  served, found = run(serve_and_connect())
+  assert served.stdout == 'serving\n', served
+  refused = f'{errno.ECONNREFUSED}\n' * 2
+  assert [result.stdout for result in found] == [refused] * 2
+
+
+def test_a_network_returns_without_what_was_left_in_it(run, make):
+  """The next owner of a network finds no server of the one before."""
+  files = {'serve.py': _SERVE.encode(), 'connect.py': _CONNECT.encode()}
+
+  def generation(n: int, command: str) -> dict[str, str]:
+    """What `n` sandboxes print, by their network, before they are destroyed."""
+    boxes, printed = [make(contents=files) for _ in range(n)], {}
+    for box in boxes:
+      network = run(box.exec('readlink /proc/self/ns/net')).stdout
+      printed[network] = run(box.exec(command)).stdout
+      run(box.destroy())
+    return printed
+
+  left = generation(2, '(setsid python3 serve.py &) ; sleep 0.5')
+  assert set(left.values()) == {'serving\n'}
+  time.sleep(1.1)
+  found = generation(30, 'python3 connect.py')
+  assert left.keys() <= found.keys()  # the same networks again
+  assert set(found.values()) == {f'{errno.ECONNREFUSED}\n' * 2}
+
+
+def test_ended_commands_leave_no_process_behind(run, make):
+  """Not even as zombies: a container without an init would run out of numbers."""
+  box = make()
+  supervisor = box._supervisor._process.pid
+
+  def descendants(pid: int) -> set[int]:
+    with contextlib.suppress(OSError):
+      text = Path(f'/proc/{pid}/task/{pid}/children').read_text()
+      children = {int(child) for child in text.split()}
+      return children.union(*map(descendants, children))
+    return set()
+
+  async def use():
+    running = asyncio.create_task(box.exec('sleep 0.5'))
+    await asyncio.sleep(0.3)
+    started = descendants(supervisor)
+    await running
+    return started
+
+  started = run(use())
+  assert len(started) >= 3  # bubblewrap's monitor, its init, the command
+  run(box.exec('sleep 0.2'))
+  assert not [pid for pid in started if Path(f'/proc/{pid}').exists()]
 
 
 def test_host_files_are_absent(run, make, tmp_path):

@@ -29,6 +29,8 @@ _HEADER_BYTES = 4
 _WORKSPACE_INODES = 16384
 _WATCH_CALLER_S = 5.0
 _BUBBLEWRAP_PROCESSES = 2  # its monitor and its init
+# After this long nothing of a destroyed sandbox runs any more in its network.
+_NETWORK_REST_S = 1.0
 
 
 class Supervisor:
@@ -45,6 +47,7 @@ class Supervisor:
     self._runs = {}  # request id -> Run
     self._waiting = collections.deque()  # (request id, box number, command, wall_s)
     self._uids_taken = set()
+    self._networks = collections.deque()  # (when it was given back, descriptor)
     self._next_number = 0
     self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     self._cgroups = None
@@ -58,8 +61,10 @@ class Supervisor:
     self._isolated = config['backend'] == 'bubblewrap'
     self._run_directory = config['directory']
     self._read_only = []
+    linux.adopt_orphans()
     if self._isolated:
       linux.enter_private_mounts()
+      self._networks.append((time.monotonic(), linux.new_network()))
       linux.mount_tmpfs(self._run_directory, 16 << 20, 65536, 0o711, 0)
       launch.prepare_etc(os.path.join(self._run_directory, 'etc'), linux.bind)
       for number, (source, target) in enumerate(config['read_only']):
@@ -89,10 +94,11 @@ class Supervisor:
     self._next_number += 1
     path = os.path.join(self._run_directory, f'workspace_{number}')
     uid = self._take_uid() if self._root else None
-    group = None
+    group = network = None
     os.mkdir(path, 0o700)
     try:
       if self._isolated:
+        network = self._take_network()
         linux.mount_tmpfs(
           path, limits['workspace_bytes'], _WORKSPACE_INODES, 0o700, uid or 0
         )
@@ -117,7 +123,7 @@ class Supervisor:
         if not self._root:
           processes = self._shared_processes + processes * self._config['parallel']
     except OSError:
-      self._discard(path, uid, group)
+      self._discard(path, uid, network, group)
       raise
     rlimits = launch.resource_limits(
       cpu_s=limits['cpu_s'],
@@ -126,8 +132,19 @@ class Supervisor:
       processes=processes,
     )
     run_env = {} if self._isolated else dict(env)
-    self._boxes[number] = runs.Box(path, uid, limits, argv, run_env, group, rlimits)
+    self._boxes[number] = runs.Box(
+      path, uid, network, limits, argv, run_env, group, rlimits
+    )
     return number, path, uid
+
+  def _take_network(self) -> int:
+    """A network namespace that no other living sandbox has.
+
+    The kernel takes milliseconds to make and to remove one, so they are used again.
+    """
+    if self._networks and time.monotonic() - self._networks[0][0] > _NETWORK_REST_S:
+      return self._networks.popleft()[1]
+    return linux.new_network()
 
   def _take_uid(self) -> int:
     low, high = self._config['uids']
@@ -147,9 +164,11 @@ class Supervisor:
       box.closed = True  # what is left to do, `_finish` does
       box.run.kill('cancel')
     else:
-      self._discard(box.path, box.uid, box.group)
+      self._discard(box.path, box.uid, box.network, box.group)
 
-  def _discard(self, path: str, uid: int | None, group) -> None:
+  def _discard(self, path: str, uid: int | None, network: int | None, group) -> None:
+    if network is not None:
+      self._networks.append((time.monotonic(), network))
     if self._isolated:
       with contextlib.suppress(OSError):
         linux.unmount(path)
@@ -194,7 +213,16 @@ class Supervisor:
     error, result = run.finish(reported=self._isolated)
     self._reply(run.request, error, result)
     if run.box.closed:
-      self._discard(run.box.path, run.box.uid, run.box.group)
+      self._discard(run.box.path, run.box.uid, run.box.network, run.box.group)
+
+  def _reap_orphans(self) -> None:
+    """Collects what ended commands left behind, such as bubblewrap's init."""
+    first = {run.pid for run in self._runs.values()}  # theirs `Run.finish` collects
+    with contextlib.suppress(ChildProcessError):
+      while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if ended.si_pid in first:
+          return
+        os.waitpid(ended.si_pid, 0)
 
   # Plumbing -------------------------------------------------------------------------
 
@@ -268,6 +296,7 @@ class Supervisor:
             function()
         # Not before: a new file must not get the number of one with an event pending.
         self._launch_waiting()
+        self._reap_orphans()
         now = time.monotonic()
         for run in self._runs.values():
           if run.deadline <= now and not run.ended_by:

@@ -11,6 +11,8 @@ import os
 import resource
 import signal
 
+import linux
+
 STATUS_FD = 3
 _SHELL = '/bin/bash'
 # RLIMIT_NPROC is set by the shell inside, where the count is the sandbox's own: outside
@@ -74,7 +76,8 @@ def bubblewrap_argv(
   argv += ['--new-session', '--clearenv', '--cap-drop', 'ALL']
   # --disable-userns wants --unshare-user to be explicit.
   argv += ['--unshare-user', '--disable-userns', '--uid', '1000', '--gid', '1000']
-  argv += ['--unshare-pid', '--unshare-net', '--unshare-ipc', '--unshare-uts']
+  # No --unshare-net: the command is started in its sandbox's own network namespace.
+  argv += ['--unshare-pid', '--unshare-ipc', '--unshare-uts']
   argv += ['--unshare-cgroup-try', '--hostname', 'sandbox']
   argv += ['--ro-bind', '/usr', '/usr', '--ro-bind', etc, '/etc']
   for name in _ROOT_LINKS:
@@ -132,6 +135,7 @@ def start(
   env: dict[str, str],
   directory: str,
   uid: int | None,
+  network: int | None,
   join_fds: list[int],
   limits: list[tuple[int, tuple[int, int]]],
   stdin: int,
@@ -141,7 +145,8 @@ def start(
 ) -> int:
   """Forks and executes `argv` under `uid`, in its own session. Returns the pid.
 
-  What fails before the exec is written to `status` as a line that starts with `!`.
+  `network` is a namespace's descriptor; None stays in the caller's network. What fails
+  before the exec is written to `status` as a line that starts with `!`.
   """
   pid = os.fork()
   if pid:
@@ -153,6 +158,8 @@ def start(
     os.chdir(directory)
     for kind, pair in limits:
       resource.setrlimit(kind, pair)
+    if network is not None:
+      linux.enter_network(network)
     if uid is not None:
       os.setgroups([])
       os.setresgid(uid, uid, uid)

@@ -1,12 +1,21 @@
-"""The system calls that Python lacks: namespaces and mounts (unshare(2), mount(2))."""
+"""Calls that Python lacks: namespaces, mounts, orphans (unshare(2), prctl(2))."""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import socket
+import struct
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+_PR_SET_CHILD_SUBREAPER = 36
+_SIOCGIFFLAGS = 0x8913
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP = 1
+_IFREQ = '16sh14x'  # netdevice(7): name and flags
 _MS_NOSUID = 2
 _MS_NODEV = 4
 _MS_BIND = 4096
@@ -56,6 +65,33 @@ def enter_private_mounts() -> None:
       with open(f'/proc/self/{name}', 'w') as f:
         f.write(text)
   _mount('none', '/', None, _MS_REC | _MS_PRIVATE, '')
+
+
+def new_network() -> int:
+  """Moves this process into a new network namespace: a loopback and nothing else.
+
+  Returns:
+    A descriptor of it, for `enter_network`.
+
+  Raises:
+    OSError: namespaces are not allowed here.
+  """
+  _check(_libc.unshare(_CLONE_NEWNET), 'unshare the network namespace')
+  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    request = fcntl.ioctl(s, _SIOCGIFFLAGS, struct.pack(_IFREQ, b'lo', 0))
+    flags = struct.unpack(_IFREQ, request)[1] | _IFF_UP
+    fcntl.ioctl(s, _SIOCSIFFLAGS, struct.pack(_IFREQ, b'lo', flags))
+  return os.open('/proc/self/ns/net', os.O_RDONLY | os.O_CLOEXEC)
+
+
+def enter_network(fd: int) -> None:
+  """Moves this process into a namespace of `new_network`."""
+  _check(_libc.setns(fd, _CLONE_NEWNET), 'enter the network namespace')
+
+
+def adopt_orphans() -> None:
+  """Makes this process the parent of descendants whose own parent has ended."""
+  _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), 'become a subreaper')
 
 
 def mount_tmpfs(target: str, size_bytes: int, inodes: int, mode: int, uid: int) -> None:

@@ -20,9 +20,10 @@ _DROPPED_OUTPUT_FACTOR = 64
 class Box:
   """One sandbox: its directory, identity, limits and ready-made command line."""
 
-  def __init__(self, path, uid, limits, argv, env, group, rlimits):
+  def __init__(self, path, uid, network, limits, argv, env, group, rlimits):
     self.path = path
     self.uid = uid
+    self.network = network
     self.limits = limits
     self.argv = argv
     self.env = env
@@ -53,11 +54,12 @@ class Run:
         pipes.append(os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
       for _, write_end in pipes[:2]:
         os.set_blocking(write_end, True)  # programs do not expect EAGAIN
-      self._pid = launch.start(
+      self.pid = launch.start(
         [*box.argv, command],
         env=box.env,
         directory=box.path,
         uid=box.uid,
+        network=box.network,
         join_fds=box.group.join_fds if box.group else [],
         limits=box.rlimits,
         stdin=stdin,
@@ -73,7 +75,7 @@ class Run:
       for _, write_end in pipes:
         os.close(write_end)
     self.stdout, self.stderr, self._status = (read_end for read_end, _ in pipes)
-    self.pidfd = os.pidfd_open(self._pid)
+    self.pidfd = os.pidfd_open(self.pid)
     self._kept = {self.stdout: [], self.stderr: []}
     limit = box.limits['output_bytes']
     self._room = {self.stdout: limit, self.stderr: limit}
@@ -102,7 +104,7 @@ class Run:
     # The group reaches bubblewrap's child before it has asked to die with its parent.
     for kill in (os.killpg, os.kill):
       with contextlib.suppress(ProcessLookupError):
-        kill(self._pid, signal.SIGKILL)
+        kill(self.pid, signal.SIGKILL)
 
   def finish(self, *, reported: bool) -> tuple[str | None, tuple | None]:
     """Collects a command whose first process has ended, and ends the others.
@@ -115,7 +117,7 @@ class Run:
       dropped bytes, elapsed seconds, ended by, killed for memory))`.
     """
     with contextlib.suppress(ProcessLookupError):
-      os.killpg(self._pid, signal.SIGKILL)
+      os.killpg(self.pid, signal.SIGKILL)
     wall_s = time.monotonic() - self._started
     for fd in (self.stdout, self.stderr):
       # A pipe holds 16 pages by default; a survivor that goes on writing gets no more.
@@ -143,7 +145,7 @@ class Run:
 
   def wait(self) -> int:
     """Waits for the first process. Returns its wait status."""
-    return os.waitpid(self._pid, 0)[1]
+    return os.waitpid(self.pid, 0)[1]
 
 
 def _outcome(wait_status: int, status: bytes, reported: bool) -> tuple[int, str]:
