@@ -41,6 +41,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.terminal = dict(
     files=(3, 5),
     lines=(20, 80),
+    pseudo_names=0.7,
+    pseudo_words=0.7,
     weights=dict.fromkeys(FAMILIES, 1.0),
   )
   c.teacher = dict(scale=1.0)  # of the mistake rates; 0 is a perfect teacher
@@ -56,22 +58,22 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     agent=dict(max_tokens=64, observation_bytes=400, system='Use sh.'),
   )
   c.sft = dict(
-    demonstrations=3000,
+    demonstrations=4000,
     tokens_per_step=2048,  # input tokens, before prefixes are merged
     row_tokens=1024,
-    loop=dict(steps=1200, seconds=250.0, checkpoint_every=400),
+    loop=dict(steps=1500, seconds=250.0, checkpoint_every=400),
     step=dict(micro_rows=2),
     optimizer=dict(name='muon', learning_rate=0.02, adam_learning_rate=3e-3),
   )
   c.rl = dict(
     steps=600,
-    seconds=540.0,
+    seconds=640.0,
     groups_per_step=16,
     group_size=8,
     capacity=32,  # N, in groups
     window='default',  # W = 0.3 N
     checkpoint_every=20,
-    curriculum=dict(solved_above=0.9, solved_weight=1.0),  # 1: all alike
+    curriculum=dict(floor=0.1),  # of a family that never fails
     learner=dict(
       step=dict(micro_rows=2, detach_mtp=True),
       reward=dict(alpha=0.1, beta=0.0),

@@ -222,7 +222,7 @@ class RlLoop:
         'wait_s': waited_s,
         'step_s': step_s,
         'window/occupancy': state.in_window / (state.window or state.capacity),
-        'families_solved': len(self._curriculum.solved()),
+        'worst_family_success': min(self._curriculum.success().values()),
         'pool/pending': state.pending,
         'pool/completed': state.completed,
         'pool/taken': state.taken,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import random
 import re
 import subprocess
 import sys
@@ -108,6 +109,19 @@ def test_splits_share_no_source_and_no_vocabulary():
   ):
     assert len(pool(train)) > 60 and len(pool(held_out)) > 30
     assert not pool(train) & pool(held_out)
+
+
+def test_made_up_names_are_many_and_of_one_split():
+  """They stand in for names never seen: hardly one twice, spelled like real ones."""
+  for split in terminal.SPLITS:
+    rng = random.Random(0)
+    words = [corpus.pseudo_word(rng, split) for _ in range(500)]
+    stems = [corpus.pseudo_stem(rng, split) for _ in range(500)]
+    assert len(set(words)) > 450 and len(set(stems)) > 480
+    assert all(re.fullmatch('[a-z]{4,12}', word) for word in words)
+    assert all(re.fullmatch('[A-Za-z]+(_[a-z]+)?[0-9]*', stem) for stem in stems)
+    assert {corpus.split_of(word) for word in words + stems} == {split}
+    assert any('_' in stem for stem in stems) and any(s[-1].isdigit() for s in stems)
 
 
 def test_workspaces_hold_real_text():

@@ -4,8 +4,8 @@ The files are the running Python's own standard library, its licence text and th
 language documentation it carries (`pydoc_data.topics`), read from the installed copy;
 so tasks are the same wherever the same Python version runs. Every file, word and
 number belongs to one split by a hash of its name, or a residue, and no split ever
-sees the other's. Made-up pronounceable words stand beside the real ones, since names
-never seen before are what a small policy finds hard to copy.
+sees the other's. Made-up words stand beside the real ones, since names never seen
+before are what a small policy finds hard to copy.
 """
 
 from __future__ import annotations
@@ -98,14 +98,39 @@ def is_nameable(word: str) -> bool:
 
 
 def pseudo_word(rng: random.Random, split: str) -> str:
-  """Returns a pronounceable word of 4-9 letters that belongs to `split`."""
+  """Returns a made-up word of 4-12 lower-case letters that belongs to `split`.
+
+  Half are syllables, half the head of one real word of the split with the tail of
+  another: their pieces are spelled like names that really occur.
+  """
+  words = load(split).words
   while True:
-    syllables = (
-      rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.choice((2, 2, 3)))
-    )
-    word = ''.join(syllables) + rng.choice(_CODAS)
-    if split_of(word) == split:
+    if rng.random() < 0.5:
+      syllables = (
+        rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.choice((2, 2, 3)))
+      )
+      word = ''.join(syllables) + rng.choice(_CODAS)
+    else:
+      head, tail = rng.choice(words), rng.choice(words)
+      word = head[: rng.randint(2, 6)] + tail[-rng.randint(2, 6) :]
+    if len(word) >= 4 and split_of(word) == split and word not in _COMMON:
       return word
+
+
+def pseudo_stem(rng: random.Random, split: str) -> str:
+  """Returns a made-up stem of a file's name that belongs to `split`.
+
+  Mostly one word; like real ones, some join two, have capitals or end in digits.
+  """
+  while True:
+    stem, form = pseudo_word(rng, split), rng.random()
+    if form < 0.3:
+      other = pseudo_word(rng, split)[: rng.randint(2, 6)]
+      stem = f'{stem[:6]}_{other}' if form < 0.15 else stem[:5].title() + other.title()
+    elif form < 0.4:
+      stem += str(rng.randint(2, 64))
+    if split_of(stem) == split:
+      return stem
 
 
 @functools.cache

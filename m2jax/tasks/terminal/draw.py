@@ -137,7 +137,7 @@ class Draw:
   def name_of(self, source: corpus.Source, files: Files) -> str:
     """Returns the source's own name or a made-up one, not yet in `files`."""
     if self.chance(self.config.pseudo_names):
-      name = corpus.pseudo_word(self.rng, self.split) + source.suffix
+      name = corpus.pseudo_stem(self.rng, self.split) + source.suffix
     else:
       name = source.name
     if name in files:
