@@ -128,7 +128,9 @@ class Runner:
         on_end(trajectory)
       return trajectory
 
-    return await asyncio.gather(*map(one, ranks))
+    async with asyncio.TaskGroup() as group:  # a failure ends the others too
+      running = [group.create_task(one(episode)) for episode in ranks]
+    return [task.result() for task in running]
 
   async def _episode(self, task, item, rank, prefix, mode, sampling) -> Trajectory:
     async with self._running:

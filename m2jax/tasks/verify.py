@@ -28,7 +28,8 @@ class Expected:
 
   Attributes:
     files: relative path -> content: the whole workspace, untouched files included.
-    answer: the right final answer, or None where only the workspace counts.
+    answer: the right final answer, or None where any will do. There has to be one: an
+      agent that may fall silent after an edit forgets to answer where it matters.
     loose: paths compared without leading and trailing white space.
   """
 
@@ -42,10 +43,9 @@ class Expected:
     Raises:
       OSError: the workspace is missing or the machine failed while reading it.
     """
-    answered = self.answer is None or (
-      normalize_answer(answer) == normalize_answer(self.answer)
-    )
-    return float(answered and self._matches(workspace))
+    said = normalize_answer(answer)
+    right = bool(said) if self.answer is None else said == normalize_answer(self.answer)
+    return float(right and self._matches(workspace))
 
   def _matches(self, workspace: Path) -> bool:
     directories = {''}

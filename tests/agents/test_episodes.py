@@ -244,6 +244,27 @@ def test_what_fails_twice_is_not_judged(start, tok):
   assert len(sessions.opened) == 4 and len(gateway.sessions) == 0
 
 
+def test_what_cannot_be_recorded_ends_the_group(start, tok):
+  """A full disk must not leave the other ranks acting for nobody."""
+  [spec] = specs_of('append')
+  sleep = response_text('wait', calls=[('sh', {'cmd': 'sleep 600'})])
+  first = []
+
+  def policy(request):
+    first.append(request)
+    return tok.encode(WRONG if len(first) == 1 else sleep)
+
+  def full(trajectory):
+    raise OSError(f'no space for {trajectory.session}')
+
+  runner, gateway, *_ = start(policy, limits=sandbox.Limits(wall_s=600.0))
+  with runner:
+    with pytest.raises(ExceptionGroup) as failed:
+      runner.group(spec, 4, item=0, on_end=full).result(60)
+    assert failed.group_contains(OSError, match='no space')
+    assert len(gateway.sessions) == 0
+
+
 @pytest.mark.parametrize('within', ['start', 'completion', 'command'])
 def test_leaving_the_runner_ends_what_runs(start, tok, within):
   """Ctrl-C must leave nothing behind: no command, no supervisor, no session, and no

@@ -19,6 +19,7 @@ from m2jax.tasks.terminal import shell
     (ExecResult(1, '', ''), 'exit 1'),
     (ExecResult(1, '', 'no\n'), 'no'),
     (ExecResult(2, 'out\n', 'err\n'), 'out\nerr'),
+    (ExecResult(2, 'out', 'err\n'), 'out\nerr'),
     (
       ExecResult(124, 'part', '', timed_out=True, wall_s=2.04),
       'part\nkilled: out of time',

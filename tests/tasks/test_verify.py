@@ -24,6 +24,7 @@ def box(tmp_path):
 def test_expected_state_succeeds(box):
   """The least that every task relies on."""
   assert verify.Expected(FILES)(box, 'anything') == 1.0
+  assert verify.Expected(FILES)(box, ' \n') == 0.0  # silence is no answer
   assert verify.Expected(FILES, '12')(box, '12') == 1.0
   assert verify.Expected(FILES, '12')(box, '13') == 0.0
 
@@ -38,7 +39,7 @@ def test_succeeds_exactly_when_files_are_equal(tmp_path_factory, expected, found
   """Any difference in names or bytes, on any file, is a failure; none is a success."""
   directory = tmp_path_factory.mktemp('box')
   put(directory, found)
-  assert verify.Expected(expected)(directory, '') == float(expected == found)
+  assert verify.Expected(expected)(directory, 'done') == float(expected == found)
 
 
 def test_loose_files_ignore_outer_white_space_only(box):
@@ -46,7 +47,7 @@ def test_loose_files_ignore_outer_white_space_only(box):
   expected = verify.Expected(FILES | {'n.txt': b'12\n'}, loose=frozenset({'n.txt'}))
   for content, success in ((b'12', 1.0), (b' 12\n\n', 1.0), (b'1 2', 0.0), (b'', 0.0)):
     (box / 'n.txt').write_bytes(content)
-    assert expected(box, '') == success, content
+    assert expected(box, 'done') == success, content
 
 
 def _replace_by_link(box):
@@ -132,21 +133,21 @@ def test_hostile_workspace_is_a_quick_failure(box, attack):
   attack(box)
   expected = verify.Expected(FILES, loose=frozenset({'b.txt'}))
   started = time.monotonic()
-  assert expected(box, '') == 0.0
+  assert expected(box, 'done') == 0.0
   assert time.monotonic() - started < 5.0
 
 
 def test_missing_workspace_is_not_the_agents_failure(tmp_path):
   """An infrastructure failure is never a reward of 0 (law 5)."""
   with pytest.raises(OSError):
-    verify.Expected(FILES)(tmp_path / 'gone', '')
+    verify.Expected(FILES)(tmp_path / 'gone', 'done')
 
 
 def test_shutting_the_verifier_out_is_a_failure(box):
   """An agent that could turn its failure into a masked one would learn to."""
   for path in (box / 'a.py', box / 'lib', box):
     path.chmod(0)
-    verdict = verify.Expected(FILES)(box, '')
+    verdict = verify.Expected(FILES)(box, 'done')
     path.chmod(0o755)
     assert verdict == (1.0 if os.geteuid() == 0 else 0.0)
 
@@ -156,7 +157,7 @@ def test_no_descriptor_leaks(box):
   before = len(os.listdir('/proc/self/fd'))
   for attack in (lambda _: None, _replace_by_link, _replace_folder_by_link):
     attack(box)
-    verify.Expected(FILES)(box, '')
+    verify.Expected(FILES)(box, 'done')
   assert len(os.listdir('/proc/self/fd')) == before
 
 

@@ -47,7 +47,10 @@ def observation(result: sandbox.ExecResult, limit_chars: int = SHOWN_CHARS) -> s
   Text beyond `limit_chars` is only counted. A command that failed without a word is
   told by its exit status.
   """
-  text = (result.stdout + result.stderr).rstrip()
+  output, errors = result.stdout, result.stderr
+  if output and errors and not output.endswith('\n'):
+    output += '\n'
+  text = (output + errors).rstrip()
   if len(text) > limit_chars:
     text = f'{text[:limit_chars]}\n[{len(text) - limit_chars} more characters]'
   if result.timed_out or result.oom:
