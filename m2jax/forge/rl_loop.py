@@ -206,6 +206,7 @@ class RlLoop:
     engine = self._roles.scheduler.stats()
     counters = self._roles.gateway.counters()
     forks = sum(n for name, n in counters.items() if name.startswith('forks_total'))
+    forks -= counters.get('forks_total{reason="first"}', 0)  # a session's beginning
     overrides = sum(n for name, n in counters.items() if name.startswith('overrides'))
     rl = self._rl
     progress = step / rl.steps

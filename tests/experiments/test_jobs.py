@@ -1,9 +1,11 @@
 """pretrain → sft → evaluate and serve, as programs, on checkpoints of each other."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import sqlite3
 import time
 
 import httpx
@@ -173,8 +175,11 @@ def test_forge_stops_resumes_and_is_evaluated(tmp_path):
   assert policy.find(workdir) == str(workdir / 'rl')
   finished = conftest.run('forge', *flags, variant=':smoke')
   assert 'after RL' in finished and (workdir / 'report.html').exists()
-  steps = [r['step'] for r in metrics_lib.read(workdir, 'rl')]
-  assert steps == [1, 2, 3, 4, 5]
+  records = metrics_lib.read(workdir, 'rl')
+  assert [r['step'] for r in records] == [1, 2, 3, 4, 5]
+  with contextlib.closing(sqlite3.connect(workdir / 'pool.db')) as pool:
+    forked = 'SELECT COUNT(*) FROM completions WHERE fork_reason IS NOT NULL'
+    assert records[-1]['gateway/forks'] <= pool.execute(forked).fetchone()[0]
   flags = [f'--workdir={workdir}', *conftest.ENGINE, '--config.sandbox=rlimit_only']
   table = conftest.run('evaluate', *flags, variant=':smoke')
   assert f'step 5 of {workdir / "rl"}' in table
