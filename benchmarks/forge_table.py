@@ -2,7 +2,7 @@
 
   for s in 0 1 2; do make forge WORKDIR=workdir/seed$s ARGS=--config.seed=$s; done
   python -m benchmarks.forge_table workdir/seed0 workdir/seed1 workdir/seed2
-  python -m benchmarks.forge_table --families workdir/seed0
+  python -m benchmarks.forge_table --families --stage='after RL' workdir/seed?
 
 Every figure is read from the runs' metrics.jsonl.
 """
@@ -61,12 +61,18 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   parser.add_argument('workdir', nargs='+', type=pathlib.Path)
   parser.add_argument('--families', action='store_true', help='one row per family')
+  parser.add_argument('--stage', help='only this one, such as "after RL"')
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
   missing = [str(w) for w in args.workdir if not (w / metrics.FILE_NAME).exists()]
   if missing:
     parser.error(f'no {metrics.FILE_NAME} in {", ".join(missing)}')
   found = [row for workdir in args.workdir for row in rows(workdir)]
+  if args.stage:
+    stages = sorted({row['stage'] for row in found})
+    if args.stage not in stages:
+      parser.error(f'no stage {args.stage!r}: there are {", ".join(stages)}')
+    found = [row for row in found if row['stage'] == args.stage]
   if args.json:
     print(json.dumps(found, indent=2))
   elif args.families:

@@ -50,5 +50,9 @@ def test_command_line(workdir):
   assert len(table) == 4 and '0.750 [' in table[3]
   assert json.loads(call('--json', str(workdir)).stdout)[1]['success'] == 0.75
   assert '| append | 0.25 | 0.75 |' in call('--families', str(workdir)).stdout
+  only = call('--families', '--stage=after RL', str(workdir)).stdout
+  assert '| append | 0.75 |' in only
+  wrong = call('--stage=aftr RL', str(workdir))
+  assert wrong.returncode == 2 and 'after RL' in wrong.stderr
   wrong = call(str(workdir.parent / 'nosuch'))
   assert wrong.returncode == 2 and 'nosuch' in wrong.stderr
