@@ -2,6 +2,9 @@ r"""Forge end to end on a tiny M2: SFT on a fallible teacher, then RL in the san
 
 COMMAND: make forge
      or: python -m experiments.forge --config=configs/forge.py --workdir=workdir/forge
+HARDWARE: two CPU cores, about 17 minutes, 1.8 GB.
+RESULT: held-out success at temperature 1 above 0.9; seeds, families and controls stand
+  in README.md.
 
 Variants: `:smoke` runs every phase for seconds, to see that it works. `:sft` is the
 control that spends RL's wall-clock time on more SFT; `:shuffled` the control whose
