@@ -250,10 +250,12 @@ def test_a_network_is_never_shared_between_living_sandboxes(run, make):
 def test_a_network_returns_without_what_was_left_in_it(run, make):
   """The next owner of a network finds no server of the one before."""
   files = {'serve.py': _SERVE.encode(), 'connect.py': _CONNECT.encode()}
+  host = sandbox.Host(parallel_execs=31)  # a supervisor of its own: few networks
 
   def generation(n: int, command: str) -> dict[str, str]:
     """What `n` sandboxes print, by their network, before they are destroyed."""
-    boxes, printed = [make(contents=files) for _ in range(n)], {}
+    boxes = [make(host=host, contents=files) for _ in range(n)]
+    printed = {}
     for box in boxes:
       network = run(box.exec('readlink /proc/self/ns/net')).stdout
       printed[network] = run(box.exec(command)).stdout
