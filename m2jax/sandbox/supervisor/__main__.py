@@ -21,7 +21,7 @@ import sys
 import time
 
 import cgroups as cgroups_lib
-import launch
+import commands
 import linux
 import runs
 
@@ -66,7 +66,7 @@ class Supervisor:
       linux.enter_private_mounts()
       self._networks.append((time.monotonic(), linux.new_network()))
       linux.mount_tmpfs(self._run_directory, 16 << 20, 65536, 0o711, 0)
-      launch.prepare_etc(os.path.join(self._run_directory, 'etc'), linux.bind)
+      commands.prepare_etc(os.path.join(self._run_directory, 'etc'), linux.bind)
       for number, (source, target) in enumerate(config['read_only']):
         # Bound to where the dropped uid can reach it, whatever lies above the source.
         place = os.path.join(self._run_directory, f'read_only_{number}')
@@ -105,7 +105,7 @@ class Supervisor:
         if self._cgroups.kind != 'none':
           processes = limits['processes'] + _BUBBLEWRAP_PROCESSES
           group = self._cgroups.make(str(number), limits['memory_bytes'], processes)
-        argv = launch.bubblewrap_argv(
+        argv = commands.bubblewrap_argv(
           self._config['bwrap'],
           etc=os.path.join(self._run_directory, 'etc'),
           workspace=path,
@@ -118,14 +118,14 @@ class Supervisor:
       else:
         if uid is not None:
           os.chown(path, uid, uid)
-        argv = launch.shell_argv()
+        argv = commands.shell_argv()
         processes = limits['processes']
         if not self._root:
           processes = self._shared_processes + processes * self._config['parallel']
     except OSError:
       self._discard(path, uid, network, group)
       raise
-    rlimits = launch.resource_limits(
+    rlimits = commands.resource_limits(
       cpu_s=limits['cpu_s'],
       file_bytes=limits['file_bytes'],
       address_bytes=None if group else limits['memory_bytes'],

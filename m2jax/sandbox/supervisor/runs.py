@@ -8,7 +8,7 @@ import os
 import signal
 import time
 
-import launch
+import commands
 
 OPEN, EMPTY, CLOSED = 'open', 'empty', 'closed'
 _READ_BYTES = 65536
@@ -54,7 +54,7 @@ class Run:
         pipes.append(os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
       for _, write_end in pipes[:2]:
         os.set_blocking(write_end, True)  # programs do not expect EAGAIN
-      self.pid = launch.start(
+      self.pid = commands.start(
         [*box.argv, command],
         env=box.env,
         directory=box.path,
