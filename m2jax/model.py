@@ -7,12 +7,18 @@ parameters; everything it does is a pure function over `variables`:
           · mtp {module arrays, leading K; absent when K = 0}
   router: layers [L, E] · mtp [K, E]: selection biases, state rather than parameters.
 
+With a mesh (`sharding`) `forward` and `token_logprobs` take and return global arrays;
+what lies between runs once on each device, over its own shard of B, S, V and of the
+layers' axes.
+
 Axes: B rows, S tokens, T = B·S, D model, V vocabulary, L layers, K MTP modules, E
 experts.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -20,10 +26,12 @@ import jax
 import jax.numpy as jnp
 
 from m2jax import forest as forest_lib
+from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.kernels.token_logprobs import token_logprobs as head_logprobs
 from m2jax.layers import attention, block, mtp, rope
 from m2jax.layers.norm import rms_norm
+from m2jax.sharding import ONE_DEVICE, Sharding
 
 _RESIDUAL_OUTPUTS = ('o', 'down')  # projections that write into the residual stream
 
@@ -89,47 +97,70 @@ def _at(tree, index: int):
   return jax.tree.map(lambda a: a[index], tree)
 
 
-def _over_layers(body, x, stacked, num_layers: int, cfg: ModelConfig):
+def _over_layers(body, x, stacked, cfg: ModelConfig, sharding: Sharding):
   """x → body(x, layer's slice) for each layer; outputs stacked."""
   if cfg.remat:
     body = jax.checkpoint(body)
+  elif sharding.gathers:
+    body = jax.checkpoint(body, policy=sharding_lib.keep_all_but_weights)
   if not cfg.unroll_layers:
     return jax.lax.scan(body, x, stacked)
   outs = []
-  for layer in range(num_layers):
+  for layer in range(cfg.num_layers):
     x, out = body(x, _at(stacked, layer))
     outs.append(out)
   return x, jax.tree.map(lambda *a: jnp.stack(a), *outs)
 
 
-def _embed(cfg, params, tokens):
-  return jnp.take(params['embed'], tokens.reshape(-1), axis=0).astype(cfg.dtype)
+def _embed(cfg, params, tokens, sharding: Sharding = ONE_DEVICE):
+  """[B, S] → [T, D]. The table is never gathered: tokens go where their piece is."""
+  table, tokens = params['embed'], tokens.reshape(-1)
+  tokens = sharding.all_gather(tokens, 'model', axis=0)
+  if sharding.size('vocab') == 1:
+    x = jnp.take(table, tokens, axis=0).astype(cfg.dtype)
+  else:
+    here = tokens - sharding.index('vocab') * len(table)
+    own = (here >= 0) & (here < len(table))
+    x = jnp.take(table, jnp.where(own, here, 0), axis=0)
+    x = jnp.where(own[:, None], x, 0).astype(cfg.dtype)
+    x = sharding.psum(x, 'vocab')
+  return sharding.all_to_all(x, 'model', split=0, join=1)
 
 
-def trunk(cfg: ModelConfig, variables, batch: forest_lib.Forest):
-  """Hidden states [B, S, D] after the final norm, and Routing stacked over layers."""
+def trunk(
+  cfg: ModelConfig,
+  variables,
+  batch: forest_lib.Forest,
+  sharding: Sharding = ONE_DEVICE,
+):
+  """Hidden states [B, S, D] after the final norm, and Routing stacked over layers.
+
+  Works on shards: with a mesh, call it inside `sharding.shard_map`.
+  """
   params = variables['params']
   shape = batch.tokens.shape
+  subtree_end = sharding.all_gather(batch.subtree_end, 'tokens', axis=1)
   tables = rope.tables(
     batch.position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype
   )
 
   def attend(x, p):
-    return attention.attend(x, p, cfg, tables, batch.subtree_end), None
+    return attention.attend(x, p, cfg, tables, subtree_end, sharding), None
 
   def body(x, layer):
     p, bias, replay = layer
+    p = sharding.gather_params(p, cfg.dtype)
     x, _, routing = block.apply(
-      x, p, bias, cfg, attend, batch.multiplicity.reshape(-1), replay
+      x, p, bias, cfg, attend, batch.multiplicity.reshape(-1), replay, sharding
     )
     return x, routing
 
   replay = None
   if batch.experts is not None:  # [B, S, L, k] → [L, T, k]
     replay = batch.experts.reshape(-1, *batch.experts.shape[2:]).swapaxes(0, 1)
-  x = _embed(cfg, params, batch.tokens)
+  x = _embed(cfg, params, batch.tokens, sharding)
   stacked = (params['layers'], variables['router']['layers'], replay)
-  x, routing = _over_layers(body, x, stacked, cfg.num_layers, cfg)
+  x, routing = _over_layers(body, x, stacked, cfg, sharding)
   x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
   return x.reshape(*shape, -1), routing
 
@@ -141,9 +172,12 @@ def head(m2: M2, variables, hidden: jax.Array) -> jax.Array:
   return hidden.astype(dtype) @ variables['params']['head'].astype(dtype)
 
 
-def at_parent(values: jax.Array, batch: forest_lib.Forest) -> jax.Array:
+def at_parent(
+  values: jax.Array, batch: forest_lib.Forest, sharding: Sharding = ONE_DEVICE
+) -> jax.Array:
   """values [B, S, D] gathered at each token's parent; 0 for roots and padding."""
   parent = jnp.asarray(batch.parent)
+  values = sharding.all_gather(values, 'tokens', axis=1)  # parents are row indices
   gathered = jnp.take_along_axis(values, jnp.maximum(parent, 0)[..., None], axis=1)
   return jnp.where((parent >= 0)[..., None], gathered, 0)
 
@@ -155,7 +189,7 @@ class Outputs(NamedTuple):
     logprob, entropy: [B, S] of each token given its path; 0 at roots and padding.
     mtp_logprob: [K, B, S]; module k scores tokens of position k + 1 and deeper, else 0.
     loads: {'layers': [L, E], 'mtp': [K, E]} fp32 expert assignments.
-    experts: [L, T, k] ids used by the trunk.
+    experts: [B, S, L, k] ids used by the trunk, as a Forest records them.
   """
 
   logprob: jax.Array
@@ -166,51 +200,81 @@ class Outputs(NamedTuple):
 
 
 def forward(
-  cfg: ModelConfig, variables, batch: forest_lib.Forest, *, detach_mtp: bool = False
+  cfg: ModelConfig,
+  variables,
+  batch: forest_lib.Forest,
+  *,
+  detach_mtp: bool = False,
+  sharding: Sharding = ONE_DEVICE,
 ) -> Outputs:
   """Scores every token of the forest from its parent's state (law 2).
 
-  `detach_mtp` stops the MTP loss's gradient at trunk, embedding and head, so that
-  only the modules learn from it.
+  Args:
+    variables, batch: global arrays, best placed by `sharding`'s specs already.
+    detach_mtp: stops the MTP loss's gradient at trunk, embedding and head, so that
+      only the modules learn from it.
+    sharding: the mesh to run on; the result does not depend on it (law 6).
   """
+  if sharding.mesh is None:
+    return _forward(cfg, detach_mtp, sharding, variables, batch)
+  rules = sharding.rules
+  token = rules.spec('scores', 'rows', 'tokens')
+  stacked = rules.spec('scores', None, 'rows', 'tokens')
+  return sharding.shard_map(
+    functools.partial(_forward, cfg, detach_mtp, sharding),
+    (sharding_lib.param_specs(cfg, rules), sharding_lib.batch_specs(rules)),
+    Outputs(token, token, stacked, rules.spec('loads', None), token),
+  )(variables, batch)
+
+
+def _forward(cfg: ModelConfig, detach_mtp: bool, sharding: Sharding, variables, batch):
+  """`forward` on one device's shards."""
   params = variables['params']
-  hidden, routing = trunk(cfg, variables, batch)
-  state = at_parent(hidden, batch)
-  logprob, entropy = _score(params['head'], state, batch, depth=1)
+  params = dict(params, **sharding.gather_params({'head': params['head']}, cfg.dtype))
+  hidden, routing = trunk(cfg, variables, batch, sharding)
+  state = at_parent(hidden, batch, sharding)
+  logprob, entropy = _score(params['head'], state, batch, sharding, depth=1)
   loads = {'layers': routing.load}
   scores = jnp.zeros((0, *logprob.shape), logprob.dtype)
   if cfg.num_mtp_modules:
     shared = params
     if detach_mtp:
       state, shared = jax.lax.stop_gradient((state, params))
-    scores, loads['mtp'] = _mtp(cfg, variables, shared, state, batch)
-  return Outputs(logprob, entropy, scores, loads, routing.ids)
+    scores, loads['mtp'] = _mtp(cfg, variables, shared, state, batch, sharding)
+  loads = sharding.psum(loads, 'rows', 'tokens')
+  experts = routing.ids.swapaxes(0, 1).reshape(*logprob.shape, -1, routing.ids.shape[2])
+  return Outputs(logprob, entropy, scores, loads, experts)
 
 
-def _score(kernel, state, batch, depth: int):
+def _score(kernel, state, batch, sharding: Sharding, *, depth: int):
   """logprob, entropy [B, S] of tokens at `depth` or deeper from parent states."""
   logprob, entropy = head_logprobs(
-    state.reshape(-1, state.shape[-1]), kernel, batch.tokens.reshape(-1)
+    state.reshape(-1, state.shape[-1]),
+    kernel,
+    batch.tokens.reshape(-1),
+    sharding.axes('vocab'),
   )
   live = (batch.position >= depth) & (batch.parent >= 0)
   shape = batch.tokens.shape
   return (jnp.where(live, x.reshape(shape), 0) for x in (logprob, entropy))
 
 
-def _mtp(cfg, variables, shared, state, batch: forest_lib.Forest):
+def _mtp(cfg, variables, shared, state, batch: forest_lib.Forest, sharding: Sharding):
   """logprobs [K, B, S] and loads [K, E] of the chained modules (layers/mtp.py)."""
-  embedding = _embed(cfg, shared, batch.tokens)
+  embedding = _embed(cfg, shared, batch.tokens, sharding)
   tables = rope.tables(
     batch.position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype
   )
   scores, loads = [], []
   for k in range(1, cfg.num_mtp_modules + 1):
     p = _at(variables['params']['mtp'], k - 1)
+    p = sharding.gather_params(p, cfg.dtype)
     live = batch.position >= k
     subtree_end = jnp.where(live, batch.subtree_end, 0)
+    subtree_end = sharding.all_gather(subtree_end, 'tokens', axis=1)
 
     def attend(x, p, subtree_end=subtree_end):
-      return attention.attend(x, p, cfg, tables, subtree_end), None
+      return attention.attend(x, p, cfg, tables, subtree_end, sharding), None
 
     x = mtp.join(state.reshape(embedding.shape), embedding, p, cfg)
     x, _, routing = block.apply(
@@ -220,19 +284,23 @@ def _mtp(cfg, variables, shared, state, batch: forest_lib.Forest):
       cfg,
       attend,
       jnp.where(live, batch.multiplicity, 0).reshape(-1),
+      sharding=sharding,
     )
     x = rms_norm(x, shared['final_norm'], cfg.rms_norm_eps)
-    state = at_parent(x.reshape(*batch.tokens.shape, -1), batch)
-    logprob, _ = _score(shared['head'], state, batch, depth=k + 1)
+    state = at_parent(x.reshape(*batch.tokens.shape, -1), batch, sharding)
+    logprob, _ = _score(shared['head'], state, batch, sharding, depth=k + 1)
     scores.append(logprob)
     loads.append(routing.load)
   return jnp.stack(scores), jnp.stack(loads)
 
 
-def token_logprobs(m2: M2, variables, batch: forest_lib.Forest) -> jax.Array:
+def token_logprobs(
+  m2: M2, variables, batch: forest_lib.Forest, *, sharding: Sharding = ONE_DEVICE
+) -> jax.Array:
   """[B, S] at least fp32: log p(token | its path); 0 at roots and padding."""
-  hidden, _ = trunk(m2.cfg, variables, batch)
-  logprob, _ = _score(
-    variables['params']['head'], at_parent(hidden, batch), batch, depth=1
-  )
-  return logprob
+  cfg = dataclasses.replace(m2.cfg, num_mtp_modules=0)
+  trunk_only = {
+    kind: {name: leaf for name, leaf in variables[kind].items() if name != 'mtp'}
+    for kind in ('params', 'router')
+  }
+  return forward(cfg, trunk_only, batch, sharding=sharding).logprob

@@ -2,38 +2,61 @@
 
 One RMSNorm over all N·H query channels and one over all K·H key channels, before the
 head split and before RoPE. Activations are [T, D] matrices: one matmul a projection.
+Where heads are split over devices a norm still spans all of them: the mean squares of
+q and k, two numbers a token, are averaged over the shards.
 
-Axes: T = B·S tokens, D model, N query heads, K key/value heads, H head dim.
+Axes: T = B·S tokens, D model, N query heads, K key/value heads, H head dim; of this
+device where they are split.
 """
 
 from __future__ import annotations
 
-import jax
+import jax.numpy as jnp
 
 from m2jax.config import ModelConfig
 from m2jax.kernels import tree_attention
 from m2jax.layers import rope
-from m2jax.layers.norm import rms_norm
+from m2jax.layers.norm import mean_square, rms_norm
+from m2jax.sharding import ONE_DEVICE, Sharding
 
 
-def project(x, p, cfg: ModelConfig, tables):
+def project(x, p, cfg: ModelConfig, tables, sharding: Sharding = ONE_DEVICE):
   """x [T, D] → q [T, N, H], k, v [T, K, H], normed and rotated."""
-  q = rms_norm(x @ p['q'].astype(x.dtype), p['q_norm'], cfg.rms_norm_eps)
-  k = rms_norm(x @ p['k'].astype(x.dtype), p['k_norm'], cfg.rms_norm_eps)
-  v = x @ p['v'].astype(x.dtype)
-  q = rope.rotate(q.reshape(-1, cfg.num_heads, cfg.head_dim), *tables)
-  k = rope.rotate(k.reshape(-1, cfg.num_kv_heads, cfg.head_dim), *tables)
-  return q, k, v.reshape(k.shape)
+  q, k, v = (x @ p[name].astype(x.dtype) for name in ('q', 'k', 'v'))
+  q_variance, k_variance = _variances(q, k, sharding)
+  q = rms_norm(q, p['q_norm'], cfg.rms_norm_eps, q_variance)
+  k = rms_norm(k, p['k_norm'], cfg.rms_norm_eps, k_variance)
+  q, k, v = (a.reshape(len(a), -1, cfg.head_dim) for a in (q, k, v))
+  return rope.rotate(q, *tables), rope.rotate(k, *tables), v
 
 
-def attend(x, p, cfg: ModelConfig, tables, subtree_end: jax.Array):
-  """Forest attention: x [T, D], subtree_end [B, S] → [T, D]."""
-  q, k, v = project(x, p, cfg, tables)
-  rows = subtree_end.shape
-  out = tree_attention.attend(
-    q.reshape(*rows, *q.shape[1:]),
-    k.reshape(*rows, *k.shape[1:]),
-    v.reshape(*rows, *v.shape[1:]),
-    subtree_end,
-  )
-  return out.reshape(x.shape[0], -1) @ p['o'].astype(x.dtype)
+def _variances(q, k, sharding: Sharding):
+  """Mean squares over the channels of all shards, in one exchange; None if not split.
+
+  Shards are of one size, so the mean of their means is the mean.
+  """
+  if sharding.size('heads') == 1:
+    return None, None
+  both = jnp.concatenate([mean_square(q), mean_square(k)], axis=-1)
+  return jnp.split(sharding.pmean(both, 'heads'), 2, axis=-1)
+
+
+def attend(
+  x, p, cfg: ModelConfig, tables, subtree_end, sharding: Sharding = ONE_DEVICE
+):
+  """Forest attention: x [T, D], subtree_end [B, S] → [T, D].
+
+  Where a row's tokens are split over devices, x holds this device's share and
+  subtree_end the whole row: keys and values of the row are gathered.
+  """
+  q, k, v = project(x, p, cfg, tables, sharding)
+  rows = subtree_end.shape[0]
+  q, k, v = (a.reshape(rows, -1, *a.shape[1:]) for a in (q, k, v))
+  q_index = None
+  if sharding.size('tokens') > 1:
+    q_index = sharding.index('tokens') * q.shape[1] + jnp.arange(q.shape[1])
+    q_index = jnp.broadcast_to(q_index.astype(jnp.int32), q.shape[:2])
+    k, v = (sharding.all_gather(a, 'tokens', axis=1) for a in (k, v))
+  out = tree_attention.attend(q, k, v, subtree_end, q_index=q_index)
+  out = out.reshape(x.shape[0], -1) @ p['o'].astype(x.dtype)
+  return sharding.psum(out, 'heads')

@@ -1,6 +1,7 @@
 """One decoder block: x += Attn(norm(x)); x += MoE(norm(x)) (m2-and-forge.md §1.4.1).
 
 A block's parameters are one dict of arrays; the model stacks them over layers.
+Split over devices, each has its own tokens, heads, experts and channels (sharding.py).
 
 Axes: T tokens, D model, N, K heads, H head dim, E experts, F expert hidden, k top-k.
 """
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 
 from m2jax.config import ModelConfig
 from m2jax.layers.norm import rms_norm
-from m2jax.moe import experts, router
+from m2jax.moe import dispatch, router
+from m2jax.sharding import ONE_DEVICE, Sharding
 
 
 def shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -42,14 +44,23 @@ class Routing(NamedTuple):
 
   Attributes:
     ids: [T, k] experts used.
-    load: [E] fp32 assignments, tokens counted with multiplicity.
+    load: [E] fp32 assignments of this device's tokens, counted with multiplicity.
   """
 
   ids: jax.Array
   load: jax.Array
 
 
-def apply(x, p, bias, cfg: ModelConfig, attend, multiplicity, replay=None):
+def apply(
+  x,
+  p,
+  bias,
+  cfg: ModelConfig,
+  attend,
+  multiplicity,
+  replay=None,
+  sharding: Sharding = ONE_DEVICE,
+):
   """x [T, D] → x [T, D], attention's extra output, Routing.
 
   `attend(normed x, p) -> ([T, D], extra)` is forest or cached attention; bias [E] and
@@ -62,6 +73,6 @@ def apply(x, p, bias, cfg: ModelConfig, attend, multiplicity, replay=None):
     y = rms_norm(x, p['moe_norm'], cfg.rms_norm_eps)
     ids, weights = router.route(y, p['router'], bias, cfg.experts_per_token, replay)
     kernels = (p[name].astype(x.dtype) for name in ('gate', 'up', 'down'))
-    x = x + experts.apply(y, ids, weights, *kernels)
+    x = x + dispatch.apply(y, ids, weights, *kernels, sharding=sharding)
     load = router.loads(ids, jnp.asarray(multiplicity), cfg.num_experts)
   return x, extra, Routing(ids, jax.lax.stop_gradient(load))

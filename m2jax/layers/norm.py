@@ -6,8 +6,23 @@ import jax
 import jax.numpy as jnp
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """x [..., D] / rms(x) cast back to x's dtype, then times scale [D]."""
-  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-  variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
-  return (wide * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * scale.astype(x.dtype)
+def mean_square(x: jax.Array) -> jax.Array:
+  """Mean of x² over the last axis, which stays with size 1."""
+  wide = _wide(x)
+  return jnp.mean(wide * wide, axis=-1, keepdims=True)
+
+
+def rms_norm(
+  x: jax.Array, scale: jax.Array, eps: float, variance: jax.Array | None = None
+) -> jax.Array:
+  """x [..., D] / rms(x) cast back to x's dtype, then times scale [D].
+
+  `variance` [..., 1] replaces x's own mean square where x is one shard of the channels.
+  """
+  variance = mean_square(x) if variance is None else variance
+  x_hat = _wide(x) * jax.lax.rsqrt(variance + eps)
+  return x_hat.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def _wide(x):
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))

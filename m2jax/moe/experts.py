@@ -30,6 +30,7 @@ def apply(
 ) -> jax.Array:
   """x [T, D], ids, weights [T, k], gate, up [E, D, F], down [E, F, D] → [T, D].
 
+  An id of E is an expert elsewhere: it adds nothing and gets no gradient.
   `path` is 'wide' or 'grouped'; None takes the faster by size.
   """
   if path is None:
@@ -57,22 +58,22 @@ def _grouped(x, ids, weights, gate, up, down):
   order = jnp.argsort(ids.reshape(-1), stable=True)
   place = jnp.argsort(order)  # where each assignment went
   group_sizes = jnp.zeros(experts, jnp.int32).at[ids.reshape(-1)].add(1)
-  rows = _permute(jnp.repeat(x, top_k, axis=0), order, place)
+  rows = permute(jnp.repeat(x, top_k, axis=0), order, place)
   h = jax.nn.silu(grouped_matmul.matmul(rows, gate, group_sizes))
   h = h * grouped_matmul.matmul(rows, up, group_sizes)
-  out = _permute(grouped_matmul.matmul(h, down, group_sizes), place, order)
+  out = permute(grouped_matmul.matmul(h, down, group_sizes), place, order)
   out = out.reshape(tokens, top_k, -1)
   return jnp.einsum('tkd,tk->td', out, weights.astype(x.dtype))
 
 
 @jax.custom_vjp
-def _permute(rows, order, inverse):
+def permute(rows, order, inverse):
   """rows[order]; the backward pass is the inverse gather, not a scatter."""
   del inverse
   return rows[order]
 
 
-_permute.defvjp(
+permute.defvjp(
   lambda rows, order, inverse: (rows[order], inverse),
   lambda inverse, d_out: (d_out[inverse], None, None),
 )

@@ -105,15 +105,22 @@ def orthogonalize(
       y = y / (jnp.linalg.norm(y) + eps)
     return jax.lax.fori_loop(0, steps, lambda _, y: iterate(y, y @ y.T), y)
 
+  def batched(x):  # batch axes stay apart, as they are split over devices
+    over = one if wide else lambda y: one(y.mT).mT
+    for _ in range(x.ndim - 2):
+      over = jax.vmap(over)
+    return over(x)
+
+  def in_turn(x):
+    matrices = x.reshape(-1, *x.shape[-2:])
+    matrices = matrices if wide else matrices.mT
+    matrices = jax.lax.map(one, matrices)
+    matrices = matrices if wide else matrices.mT
+    return matrices.reshape(x.shape)
+
   wide = x.shape[-2] <= x.shape[-1]
-  matrices = x.reshape(-1, *x.shape[-2:])
-  matrices = matrices if wide else matrices.mT
   # On CPU one matrix at a time stays in cache; elsewhere the batch fills the device.
-  matrices = jax.lax.platform_dependent(
-    matrices, cpu=lambda m: jax.lax.map(one, m), default=jax.vmap(one)
-  )
-  matrices = matrices if wide else matrices.mT
-  return matrices.reshape(x.shape)
+  return jax.lax.platform_dependent(x, cpu=in_turn, default=batched)
 
 
 def _shape_scale(shape: tuple[int, ...], consistent_rms: float | None) -> float:

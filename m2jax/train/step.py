@@ -5,7 +5,8 @@ loss terms of a forest; pre-training and SFT use `nll`, RL brings its own. MTP i
 over the same terms (facts/algorithms.md §4.1: L = main + λ/K · Σ_k L^k). Weights of a
 batch are normalised on the host, so every loss and metric is a sum: a batch of many
 rows may be cut into micro-batches of one compiled shape and gives the same update
-(law 3).
+(law 3). On a mesh the model says where it computes what; loss terms, optimizer and
+router bias are left to the compiler, over arrays that lie where `sharding` puts them.
 
 Axes: B rows, S tokens, M loss terms of a row, L layers, E experts, K MTP modules.
 """
@@ -13,9 +14,10 @@ Axes: B rows, S tokens, M loss terms of a row, L layers, E experts, K MTP module
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +25,11 @@ import numpy as np
 import optax
 
 from m2jax import model
+from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
 from m2jax.moe import router
+from m2jax.sharding import ONE_DEVICE, Sharding
 
 # (logprob [B, M], batch) → scalar loss, dict of scalar metrics; all of them sums
 Objective = Callable[[jax.Array, Forest], tuple[jax.Array, dict[str, jax.Array]]]
@@ -77,6 +81,43 @@ def init_state(variables, optimizer: optax.GradientTransformation) -> TrainState
   return TrainState(jnp.zeros((), jnp.int32), variables, opt_state)
 
 
+def state_specs(cfg: ModelConfig, optimizer: optax.GradientTransformation, rules):
+  """PartitionSpecs of the TrainState under sharding rules."""
+  like = jax.eval_shape(lambda key: _new_state(cfg, optimizer, key), jax.random.key(0))
+  variables = sharding_lib.param_specs(cfg, rules)
+  params = like.variables['params'], variables['params']
+  opt_state = sharding_lib.like_params(like.opt_state, *params)
+  return TrainState(jax.sharding.PartitionSpec(), variables, opt_state)
+
+
+def new_state(
+  cfg: ModelConfig,
+  optimizer: optax.GradientTransformation,
+  key: jax.Array,
+  sharding: Sharding = ONE_DEVICE,
+) -> TrainState:
+  """Random weights and a fresh optimizer, each shard made where it lies."""
+  if sharding.mesh is None:
+    return _new_state(cfg, optimizer, key)
+  places = sharding.named(state_specs(cfg, optimizer, sharding.rules))
+  make = functools.partial(_new_state, cfg, optimizer)
+  return jax.jit(make, out_shardings=places)(key)
+
+
+def place_state(
+  state: TrainState,
+  cfg: ModelConfig,
+  optimizer: optax.GradientTransformation,
+  sharding: Sharding,
+) -> TrainState:
+  """The state where `state_specs` says; as it is without a mesh."""
+  return sharding.place(state, state_specs(cfg, optimizer, sharding.rules))
+
+
+def _new_state(cfg, optimizer, key):
+  return init_state(init_variables(cfg, key), optimizer)
+
+
 def at_terms(values: jax.Array, batch: Forest) -> jax.Array:
   """values [B, S] at the token of each loss term: [B, M]."""
   return jnp.take_along_axis(values, jnp.asarray(batch.term_token), axis=1)
@@ -107,10 +148,20 @@ def fetch(metrics: dict[str, jax.Array], where: str) -> dict[str, float]:
   return values
 
 
-def loss_and_loads(params, router_state, batch, cfg, objective, config: StepConfig):
+def loss_and_loads(
+  params,
+  router_state,
+  batch,
+  cfg,
+  objective,
+  config: StepConfig,
+  sharding: Sharding = ONE_DEVICE,
+):
   """Scalar loss and (metrics, expert loads) of one forest batch."""
   variables = {'params': params, 'router': router_state}
-  out = model.forward(cfg, variables, batch, detach_mtp=config.detach_mtp)
+  out = model.forward(
+    cfg, variables, batch, detach_mtp=config.detach_mtp, sharding=sharding
+  )
   loss, metrics = objective(at_terms(out.logprob, batch), batch)
 
   def weighted(values):  # [B, S] → sum over the terms
@@ -145,17 +196,65 @@ def make_step(
   optimizer: optax.GradientTransformation,
   objective: Objective,
   config: StepConfig,
+  sharding: Sharding = ONE_DEVICE,
 ) -> Step:
   """`step(state, batch) -> (state, metrics)` over host batches; the state is donated.
 
   Metrics are scalars: the objective's, `loss`, `entropy`, `mtp_loss`, `grad_norm` and
   `max_violation` (router balance, mean over layers).
+
+  With a mesh the state lies as `state_specs` says, every process passes the same batch,
+  and `config.micro_rows` are the rows of one pass over all devices.
+
+  Raises:
+    ValueError: model or micro_rows do not divide over the mesh.
   """
+  sharding.check(cfg)
+  sharding.check_batch(config.micro_rows)
+  specs = sharding_lib.batch_specs(sharding.rules)
+  micro, add, apply = programs(cfg, optimizer, objective, config, sharding)
+
+  def step(state: TrainState, batch: Forest):
+    sums = None
+    for part in micro_batches(batch, config.micro_rows):
+      sharding.check_batch(*part.tokens.shape)
+      out = micro(state.variables, sharding.place(part, specs))
+      sums = out if sums is None else add(sums, out)
+    return apply(state, sums)
+
+  return step
+
+
+class Programs(NamedTuple):
+  """The jitted parts of a step, which can be lowered ahead of time.
+
+  Attributes:
+    micro: (variables, batch) → (gradients, metrics, loads), sums over the batch.
+    add: two of those → their sum.
+    apply: (state, sums) → (state, metrics); donates the state.
+  """
+
+  micro: Callable[..., Any]
+  add: Callable[..., Any]
+  apply: Callable[..., Any]
+
+
+def programs(
+  cfg: ModelConfig,
+  optimizer: optax.GradientTransformation,
+  objective: Objective,
+  config: StepConfig,
+  sharding: Sharding = ONE_DEVICE,
+) -> Programs:
+  """What `make_step` runs; see there."""
 
   @jax.jit
   def micro(variables, batch):
-    grads, (metrics, loads) = jax.grad(loss_and_loads, has_aux=True)(
-      variables['params'], variables['router'], batch, cfg, objective, config
+    loss = functools.partial(
+      loss_and_loads, cfg=cfg, objective=objective, config=config, sharding=sharding
+    )
+    grads, (metrics, loads) = jax.grad(loss, has_aux=True)(
+      variables['params'], variables['router'], batch
     )
     return grads, metrics, loads
 
@@ -179,13 +278,11 @@ def make_step(
     variables = {'params': optax.apply_updates(params, updates), 'router': biases}
     return TrainState(state.step + 1, variables, opt_state), metrics
 
-  apply = jax.jit(apply, donate_argnums=0)
-
-  def step(state: TrainState, batch: Forest):
-    sums = None
-    for part in micro_batches(batch, config.micro_rows):
-      out = micro(state.variables, part)
-      sums = out if sums is None else add(sums, out)
-    return apply(state, sums)
-
-  return step
+  places = None
+  if sharding.mesh is not None:
+    everywhere = sharding.named(jax.sharding.PartitionSpec())
+    places = (
+      sharding.named(state_specs(cfg, optimizer, sharding.rules)),
+      everywhere,
+    )
+  return Programs(micro, add, jax.jit(apply, donate_argnums=0, out_shardings=places))

@@ -1,0 +1,139 @@
+"""Expert parallelism without dropping: experts live apart, tokens reach them all.
+
+Devices along the expert axis hold E/n experts and different tokens. Three exact ways,
+for a router that may send every token to one device:
+
+  gather  tokens of the n devices are gathered, each device runs its own experts on
+          those that chose them, and the sums are scattered back. It moves n·T·D numbers
+          each way whatever the routing, and needs nothing but dense collectives.
+  ragged  each device sorts its T·k assignments by expert and sends every device just
+          its rows (`lax.ragged_all_to_all`), which come back the same way. It moves at
+          most T·k·D numbers each way; a buffer still has room for the worst case.
+  padded  `ragged` with each part padded to the worst case through a plain all-to-all:
+          the same program where there is no ragged one. For tests.
+
+Dropless through a plain all-to-all, a device would send each token to each device at
+most once, in parts padded to T rows: n·T·D numbers, what `gather` moves without
+sorting. Hence `gather` where XLA has no ragged all-to-all (CPU), and by default
+everywhere but on TPU.
+
+Axes: T tokens of a device, D model, E experts, El = E/n experts of a device, k experts
+of a token, F expert hidden, n devices of the expert axis, R rows received at most.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from m2jax.moe import experts
+from m2jax.sharding import ONE_DEVICE, Sharding
+
+
+def apply(
+  x: jax.Array,
+  ids: jax.Array,
+  weights: jax.Array,
+  gate: jax.Array,
+  up: jax.Array,
+  down: jax.Array,
+  *,
+  sharding: Sharding = ONE_DEVICE,
+) -> jax.Array:
+  """Σ_k w_k · expert_k(x) with experts and their hidden channels split over devices.
+
+  Args:
+    x: [T, D], this device's tokens.
+    ids, weights: [T, k] of all E experts.
+    gate, up, down: [El, D, F], [El, D, F], [El, F, D], this device's.
+    sharding: where; `rules.dispatch` fixes the way, None takes 'ragged' on TPU and
+      'gather' elsewhere.
+
+  Returns:
+    [T, D] in x's dtype.
+  """
+  arrays = (x, ids, weights, gate, up, down)
+  if not sharding.axes('experts'):
+    out = experts.apply(*arrays)
+  else:
+    way = sharding.rules.dispatch
+    ways = {
+      'gather': functools.partial(_gather, sharding),
+      'ragged': functools.partial(_exchange, sharding, lax.ragged_all_to_all),
+      'padded': functools.partial(_exchange, sharding, padded_all_to_all),
+    }
+    if way is None:
+      out = lax.platform_dependent(*arrays, tpu=ways['ragged'], default=ways['gather'])
+    else:
+      out = ways[way](*arrays)
+  return sharding.psum(out, 'expert_hidden')
+
+
+def _gather(sharding: Sharding, x, ids, weights, gate, up, down):
+  axes = sharding.axes('experts')
+  x, ids, weights = (lax.all_gather(a, axes, tiled=True) for a in (x, ids, weights))
+  here = len(gate)
+  ids = ids - sharding.index('experts') * here
+  ids = jnp.where((ids >= 0) & (ids < here), ids, here)
+  out = experts.apply(x, ids, weights, gate, up, down)
+  return lax.psum_scatter(out, axes, tiled=True)
+
+
+def _exchange(sharding: Sharding, all_to_all, x, ids, weights, gate, up, down):
+  axes, me = sharding.axes('experts'), sharding.index('experts')
+  n, here = sharding.size('experts'), len(gate)
+  tokens, top_k = ids.shape
+  ids = ids.reshape(-1)
+  order = jnp.argsort(ids, stable=True)
+  place = jnp.argsort(order)
+  rows = experts.permute(jnp.repeat(x, top_k, axis=0), order, place)
+  count = jnp.zeros((1, n * here), jnp.int32).at[0, ids].add(1)
+  counts = lax.all_gather(count, axes, tiled=True).reshape(n, n, here)
+  sizes = jnp.sum(counts, axis=-1)  # [from, to] rows
+  before = jnp.cumsum(sizes, axis=0) - sizes  # [from, to] rows of devices before
+  sent, got = sizes[me], sizes[:, me]
+  away = functools.partial(
+    all_to_all,
+    input_offsets=jnp.cumsum(sent) - sent,
+    send_sizes=sent,
+    output_offsets=before[me],
+    recv_sizes=got,
+    axis_name=axes,
+  )
+  after = jnp.cumsum(sizes, axis=1) - sizes  # [from, to] where a part begins at home
+  back = functools.partial(
+    all_to_all,
+    input_offsets=jnp.cumsum(got) - got,
+    send_sizes=got,
+    output_offsets=after[:, me],
+    recv_sizes=sent,
+    axis_name=axes,
+  )
+  # A token's experts differ, so that at most El of its k rows come here.
+  most = n * tokens * min(top_k, here)
+  received = away(rows, jnp.zeros((most, x.shape[1]), x.dtype))
+  expert = jnp.repeat(
+    jnp.tile(jnp.arange(here), n), counts[:, me].reshape(-1), total_repeat_length=most
+  )
+  expert = jnp.where(jnp.arange(most) < jnp.sum(got), expert, here)
+  ones = jnp.ones((most, 1), x.dtype)
+  out = experts.apply(received, expert[:, None], ones, gate, up, down)
+  out = back(out, jnp.zeros_like(rows))
+  out = experts.permute(out, place, order).reshape(tokens, top_k, -1)
+  return jnp.einsum('tkd,tk->td', out, weights.astype(x.dtype))
+
+
+def padded_all_to_all(
+  operand, output, *, input_offsets, send_sizes, output_offsets, recv_sizes, axis_name
+):
+  """`lax.ragged_all_to_all`, each part padded to the longest there may be."""
+  row = jnp.arange(min(len(operand), len(output)))
+  parts = operand.at[input_offsets[:, None] + row].get(mode='fill', fill_value=0)
+  parts = jnp.where((row < send_sizes[:, None])[..., None], parts, 0)
+  parts = lax.all_to_all(parts, axis_name, 0, 0, tiled=True)
+  at = lax.all_to_all(output_offsets, axis_name, 0, 0, tiled=True)[:, None] + row
+  at = jnp.where(row < recv_sizes[:, None], at, len(output))
+  return output.at[at].set(parts, mode='drop')

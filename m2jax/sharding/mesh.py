@@ -1,0 +1,67 @@
+"""The mesh: five axes and their sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from m2jax.sharding.rules import MESH_AXES, PRESETS
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Sizes of the mesh axes, in devices, and which rules use them.
+
+  Attributes:
+    data, fsdp, context, expert, tensor: see the module; their product is the number of
+      devices.
+    rules: name of a preset.
+  """
+
+  data: int = 1
+  fsdp: int = 1
+  context: int = 1
+  expert: int = 1
+  tensor: int = 1
+  rules: str = 'fsdp_ep'
+
+  def __post_init__(self):
+    for name, size in self.sizes.items():
+      if size < 1:
+        raise ValueError(f'MeshConfig.{name}={size}: must be at least 1')
+    if self.rules not in PRESETS:
+      raise ValueError(
+        f'MeshConfig.rules={self.rules!r}: must be one of {list(PRESETS)}'
+      )
+
+  @property
+  def sizes(self) -> dict[str, int]:
+    """Devices along each mesh axis, in the order of the mesh."""
+    return {name: getattr(self, name) for name in MESH_AXES}
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """A mesh over `devices` (None: the first of all), neighbours along the last axes.
+
+  Raises:
+    ValueError: there are fewer devices than the sizes ask for.
+  """
+  sizes = tuple(config.sizes.values())
+  available = len(jax.devices() if devices is None else devices)
+  if math.prod(sizes) > available:
+    raise ValueError(
+      f'mesh {config.sizes} needs {math.prod(sizes)} devices, there are {available}'
+    )
+  # Auto: outside the model's shard_map (optimizer, metrics) the compiler places.
+  types = (AxisType.Auto,) * len(MESH_AXES)
+  return jax.make_mesh(sizes, MESH_AXES, types, devices=devices)
+
+
+def abstract_mesh(config: MeshConfig) -> AbstractMesh:
+  """The mesh without devices: enough to trace and lower for."""
+  types = (AxisType.Auto,) * len(MESH_AXES)
+  return AbstractMesh(tuple(config.sizes.values()), MESH_AXES, axis_types=types)

@@ -1,0 +1,144 @@
+"""Logical axes of every array, and which mesh axes split them: rules as data.
+
+Axes: see `m2jax.sharding`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.sharding import PartitionSpec as P
+
+Axes = str | tuple[str, ...] | None
+
+MESH_AXES = ('data', 'fsdp', 'context', 'expert', 'tensor')
+DISPATCHES = ('gather', 'ragged', 'padded')
+
+BATCH = ('rows', 'tokens')
+STORED = ('model', 'expert_model')
+COMPUTE = ('vocab', 'heads', 'experts', 'expert_hidden')
+
+# Logical axes of each parameter by the last component of its path; axes that stack
+# layers or modules come before these.
+PARAMETERS: dict[str, tuple[str | None, ...]] = {
+  'embed': ('vocab', 'model'),
+  'head': ('model', 'vocab'),
+  'final_norm': (None,),
+  'hidden_norm': (None,),
+  'embed_norm': (None,),
+  'proj': ('model', None),
+  'attn_norm': (None,),
+  'q': ('model', 'heads'),
+  'k': ('model', 'heads'),
+  'v': ('model', 'heads'),
+  'o': ('heads', 'model'),
+  'q_norm': ('heads',),
+  'k_norm': ('heads',),
+  'moe_norm': (None,),
+  'router': ('model', None),
+  'gate': ('experts', 'expert_model', 'expert_hidden'),
+  'up': ('experts', 'expert_model', 'expert_hidden'),
+  'down': ('experts', 'expert_hidden', 'expert_model'),
+}
+
+# Activations whose axes meet in one array.
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+  'activations of the heads': ('rows', 'tokens', 'heads'),
+  'logits': ('rows', 'tokens', 'vocab'),
+  'hidden activations of the experts': ('rows', 'tokens', 'expert_hidden'),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+  """Logical axis → mesh axes; None is not split. See the module for what each is.
+
+  Attributes:
+    rows, tokens: of the batch.
+    vocab, heads, experts, expert_hidden: computed in parallel. `heads` splits query and
+      key/value heads alike.
+    model, expert_model: D of dense and of expert matrices, in storage only.
+    dispatch: how tokens reach experts elsewhere, one of `moe.dispatch`'s
+      implementations; None resolves by the platform lowered for.
+
+  Raises:
+    ValueError: an axis that no mesh has; one mesh axis twice in one array (names the
+      array and the axes).
+  """
+
+  rows: Axes = None
+  tokens: Axes = None
+  vocab: Axes = None
+  heads: Axes = None
+  experts: Axes = None
+  expert_hidden: Axes = None
+  model: Axes = None
+  expert_model: Axes = None
+  dispatch: str | None = None
+
+  def __post_init__(self):
+    for name in (*BATCH, *COMPUTE, *STORED):
+      unknown = set(self.mesh_axes(name)) - set(MESH_AXES)
+      if unknown:
+        raise ValueError(
+          f'Rules.{name}={getattr(self, name)!r}: no mesh axis {sorted(unknown)}; '
+          f'there are {MESH_AXES}'
+        )
+    if self.dispatch not in (None, *DISPATCHES):
+      raise ValueError(
+        f'Rules.dispatch={self.dispatch!r}: must be None or one of {DISPATCHES}'
+      )
+    for array, logical in (*PARAMETERS.items(), *ACTIVATIONS.items()):
+      self.spec(array, *logical)
+
+  def mesh_axes(self, logical: str | None) -> tuple[str, ...]:
+    """Mesh axes of a logical axis, outermost first."""
+    axes = None if logical is None else getattr(self, logical)
+    if axes is None:
+      return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+  def spec(self, array: str, *logical: str | None) -> P:
+    """PartitionSpec of an array with these logical axes; `array` is for the error."""
+    used: dict[str, str] = {}
+    for name in logical:
+      for axis in self.mesh_axes(name):
+        if axis in used:
+          raise ValueError(
+            f'sharding rules: {array} [{", ".join(str(n) for n in logical)}] would be '
+            f'split twice over mesh axis {axis!r}, by {used[axis]!r} and by {name!r}'
+          )
+        used[axis] = name
+    entries = [self.mesh_axes(name) for name in logical]
+    return P(*(None if not e else e[0] if len(e) == 1 else e for e in entries))
+
+
+_TENSOR = dict(vocab='tensor', heads='tensor', expert_hidden='tensor')
+
+PRESETS: dict[str, Rules] = {
+  # One device, or the same on each.
+  'cpu': Rules(),
+  # Rows over devices, weights on each.
+  'data': Rules(rows='data'),
+  # Weights in pieces; no expert axis.
+  'fsdp': Rules(
+    rows=('data', 'fsdp'),
+    tokens='context',
+    model=('fsdp', 'context'),
+    expert_model=('fsdp', 'context'),
+    **_TENSOR,
+  ),
+  # The same, with experts apart: tokens travel, expert weights are gathered less. Dense
+  # weights are copied along `expert`: they are few, and finer pieces of D would be
+  # thinner than a TPU's tiles.
+  'fsdp_ep': Rules(
+    rows=('data', 'fsdp', 'expert'),
+    tokens='context',
+    experts='expert',
+    model=('fsdp', 'context'),
+    expert_model=('fsdp', 'context'),
+    **_TENSOR,
+  ),
+  # Weights rest where they are used: nothing is gathered for a step of few tokens.
+  'serve': Rules(rows=('data', 'expert'), experts='expert', **_TENSOR),
+}

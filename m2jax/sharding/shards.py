@@ -1,0 +1,222 @@
+"""A mesh with rules over it: placing arrays, and the collectives between shards.
+
+Axes: see `m2jax.sharding`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import linear_call
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from m2jax.config import ModelConfig
+from m2jax.sharding.mesh import MeshConfig, make_mesh
+from m2jax.sharding.rules import (
+  BATCH,
+  COMPUTE,
+  MESH_AXES,
+  PARAMETERS,
+  PRESETS,
+  STORED,
+  Rules,
+)
+
+_WIDE = ('router', 'head')  # used in at least fp32: never gathered in less
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+  """A mesh and the rules over it; without a mesh, one device.
+
+  The collectives work on shards, inside `shard_map`. Each takes a logical axis and
+  leaves its argument as it is where that axis is not split.
+  """
+
+  mesh: Mesh | AbstractMesh | None = None
+  rules: Rules = Rules()
+
+  def axes(self, *logical: str) -> tuple[str, ...]:
+    """Mesh axes of more than one device that split these logical axes."""
+    if self.mesh is None:
+      return ()
+    names = [axis for name in logical for axis in self.rules.mesh_axes(name)]
+    return tuple(axis for axis in names if self.mesh.shape[axis] > 1)
+
+  def size(self, *logical: str) -> int:
+    """Shards of these logical axes."""
+    return math.prod(self.mesh.shape[axis] for axis in self.axes(*logical))
+
+  def named(self, specs: Any) -> Any:
+    """A tree of PartitionSpecs as NamedShardings on the mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+  def place(self, tree: Any, specs: Any) -> Any:
+    """Arrays onto the mesh; every process passes the same, and keeps its shards.
+
+    Args:
+      tree: numpy or jax arrays.
+      specs: PartitionSpecs, a tree prefix of `tree`.
+    """
+    if self.mesh is None:
+      return tree
+
+    def one(spec, leaf):
+      sharding = NamedSharding(self.mesh, spec)
+      if isinstance(leaf, jax.Array):
+        return jax.device_put(leaf, sharding)
+      leaf = np.asarray(leaf)
+      return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
+
+    def subtree(spec, part):
+      return jax.tree.map(functools.partial(one, spec), part)
+
+    return jax.tree.map(subtree, specs, tree)
+
+  def shard_map(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`f` on each device's shards."""
+    # Without the varying-axes check: loops in kernels carry constants, which the check
+    # would want cast. Gradients then follow the rule that holds without it: a psum's
+    # transpose is a psum, and what is replicated comes back summed.
+    return jax.shard_map(
+      f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+  def index(self, logical: str) -> jax.Array | int:
+    """Which shard of a logical axis this device has."""
+    axes = self.axes(logical)
+    return lax.axis_index(axes) if axes else 0
+
+  def psum(self, x: Any, *logical: str) -> Any:
+    """Sum over the shards of logical axes."""
+    axes = self.axes(*logical)
+    return lax.psum(x, axes) if axes else x
+
+  def pmean(self, x: Any, *logical: str) -> Any:
+    """Mean over the shards of logical axes."""
+    axes = self.axes(*logical)
+    return lax.pmean(x, axes) if axes else x
+
+  def all_gather(self, x: jax.Array, logical: str, axis: int) -> jax.Array:
+    """Shards of a logical axis joined along `axis`."""
+    axes = self.axes(logical)
+    return lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
+
+  def all_to_all(self, x: jax.Array, logical: str, split: int, join: int) -> jax.Array:
+    """Cuts x along `split`, one part to each shard; joins what comes along `join`."""
+    axes = self.axes(logical)
+    return lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
+
+  @property
+  def gathers(self) -> bool:
+    """Whether weights rest in pieces and are gathered for use."""
+    return bool(self.axes(*STORED))
+
+  def gather_params(self, params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """Parameters by name, whole along their storage axes, ready for use.
+
+    What is gathered travels as `dtype` (router and head: as stored); gradients come
+    back summed in the parameters' own dtype.
+    """
+    if not self.gathers:
+      return dict(params)
+
+    def one(name, leaf):
+      if isinstance(leaf, Mapping):
+        return self.gather_params(leaf, dtype)
+      for dim, logical in enumerate(PARAMETERS[name]):
+        axes = self.axes(logical) if logical in STORED else ()
+        if axes:
+          to = leaf.dtype if name in _WIDE else np.dtype(dtype)
+          leaf = _gather(leaf, axes, dim, to)
+      return leaf
+
+    return {name: one(name, leaf) for name, leaf in params.items()}
+
+  def check(self, cfg: ModelConfig) -> None:
+    """Raises ValueError, naming the array, unless the model divides evenly."""
+    if self.mesh is None:
+      return
+    idle = [
+      axis
+      for axis in MESH_AXES
+      if self.mesh.shape[axis] > 1
+      and all(axis not in self.rules.mesh_axes(n) for n in (*BATCH, *COMPUTE))
+    ]
+    if idle:
+      raise ValueError(
+        f'sharding rules give nothing to mesh axes {idle} of {dict(self.mesh.shape)}: '
+        'their devices would all do the same work'
+      )
+    if not set(self.axes('experts')) <= set(self.axes(*BATCH)):
+      raise ValueError(
+        f'sharding rules split experts over {self.axes("experts")}, of which some have '
+        'no rows of their own: tokens would be sent to experts more than once'
+      )
+    sizes = {
+      'vocab': {'vocab_size': cfg.vocab_size},
+      'heads': {'num_heads': cfg.num_heads, 'num_kv_heads': cfg.num_kv_heads},
+      'experts': {'num_experts': cfg.num_experts},
+      'expert_hidden': {'expert_dim': cfg.expert_dim},
+      'model': {'embed_dim': cfg.embed_dim},
+      'expert_model': {'embed_dim': cfg.embed_dim},
+    }
+    for logical, fields in sizes.items():
+      for field, value in fields.items():
+        if value % self.size(logical):
+          arrays = [n for n, axes in PARAMETERS.items() if logical in axes]
+          raise ValueError(
+            f'ModelConfig.{field}={value} does not divide into {self.size(logical)} '
+            f'shards: mesh axes {self.axes(logical)} split axis {logical!r} of '
+            f'{", ".join(arrays)}'
+          )
+
+  def check_batch(self, rows: int, row_tokens: int | None = None) -> None:
+    """Raises ValueError unless a batch of so many rows (of tokens) divides evenly."""
+    for logical, value in (('rows', rows), ('tokens', row_tokens)):
+      if value is not None and value % self.size(logical):
+        raise ValueError(
+          f'{value} {logical} of a batch do not divide into {self.size(logical)} '
+          f'shards over mesh axes {self.axes(logical)}'
+        )
+
+
+ONE_DEVICE = Sharding()
+
+
+def make(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Sharding:
+  """The Sharding of a config; `ONE_DEVICE` where its mesh is one."""
+  if math.prod(config.sizes.values()) == 1:
+    return ONE_DEVICE
+  return Sharding(make_mesh(config, devices), PRESETS[config.rules])
+
+
+def keep_all_but_weights(primitive, *_, **params) -> bool:
+  """A `jax.checkpoint` policy: weights are gathered again, all else is kept.
+
+  Else the backward pass of a loop over layers would hold the whole weights of all.
+  """
+  del params
+  return primitive.name != 'linear_call'  # made by `_gather` alone
+
+
+def _gather(x, axes, dim, dtype):
+  """Shards of a parameter joined along `dim` as `dtype`."""
+  stored = x.dtype
+
+  def whole(_, x):
+    return lax.all_gather(x.astype(dtype), axes, axis=dim, tiled=True)
+
+  def piece(_, d_out):
+    # Summed over many devices: in the parameter's precision, not the activations'.
+    d_out = d_out.astype(stored)
+    return lax.psum_scatter(d_out, axes, scatter_dimension=dim, tiled=True)
+
+  return linear_call(whole, piece, (), x)

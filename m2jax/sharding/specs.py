@@ -1,0 +1,80 @@
+"""PartitionSpecs of whole trees: variables, optimizer state, batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from m2jax.config import ModelConfig
+from m2jax.forest import Forest
+from m2jax.sharding.rules import PARAMETERS, Rules
+
+_MODULE = ('hidden_norm', 'embed_norm', 'proj')
+_OUTSIDE = ('embed', 'final_norm', 'head')
+
+
+def param_specs(cfg: ModelConfig, rules: Rules) -> dict[str, Any]:
+  """PartitionSpecs of the model's variables {'params': …, 'router': …}."""
+
+  def specs(names, *stacked):
+    return {name: rules.spec(name, *stacked, *PARAMETERS[name]) for name in names}
+
+  block = [n for n in PARAMETERS if n not in (*_OUTSIDE, *_MODULE)]
+  params = {**specs(_OUTSIDE), 'layers': specs(block, None)}
+  router = {'layers': P()}
+  if cfg.num_mtp_modules:
+    params['mtp'] = {**specs(_MODULE, None), 'layers': specs(block, None)}
+    router['mtp'] = P()
+  return {'params': params, 'router': router}
+
+
+def like_params(tree: Any, params: Any, specs: Any) -> Any:
+  """PartitionSpecs of a tree whose leaves mirror parameters (an optimizer's state).
+
+  A leaf gets the spec of the parameter whose path its own path ends with, if their
+  shapes agree; all else (counts, factored moments) is replicated.
+
+  Args:
+    tree: arrays or `jax.ShapeDtypeStruct`s.
+    params: the parameters, or their shapes.
+    specs: their PartitionSpecs.
+  """
+  known = {
+    _path(path): (leaf.shape, spec)
+    for (path, leaf), spec in zip(
+      jax.tree_util.tree_leaves_with_path(params), _leaves(specs), strict=True
+    )
+  }
+
+  def one(path, leaf):
+    path = _path(path)
+    for start in range(len(path)):  # the longest ending first
+      shape, spec = known.get(path[start:], (None, None))
+      if shape == leaf.shape:
+        return spec
+    return P()
+
+  return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def batch_specs(rules: Rules) -> Forest:
+  """PartitionSpecs of a Forest batch. Loss terms lie with their rows."""
+  token = rules.spec('batch', 'rows', 'tokens')
+  term = rules.spec('loss terms', 'rows')
+  return Forest(
+    **dict.fromkeys(
+      ('tokens', 'position', 'parent', 'subtree_end', 'multiplicity', 'experts'), token
+    ),
+    **dict.fromkeys(('term_token', 'old_logprob', 'advantage', 'weight'), term),
+    **dict.fromkeys(('term_sample', 'term_offset'), term),
+  )
+
+
+def _path(path) -> tuple[str, ...]:
+  return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def _leaves(specs):
+  return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))

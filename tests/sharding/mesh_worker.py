@@ -1,0 +1,237 @@
+"""Runs cases of test_mesh.py over 8 virtual CPU devices; prints JSON, one line a case.
+
+python -m tests.sharding.mesh_worker NAME…    (of CASES; steps:OPTIMIZER; exchange)
+
+A line has the largest relative error of any gradient, metric or load against one
+device, and the collectives of the compiled program as [operation, [shape, …]].
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import sys
+from typing import Any
+from unittest import mock
+
+# Less optimised code compiles in half the time; XLA's own passes are not affected.
+os.environ['XLA_FLAGS'] = (
+  '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 '
+  '--xla_llvm_disable_expensive_passes=true'
+)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from m2jax import model, sharding
+from m2jax.moe import dispatch, experts
+from m2jax.optim import optimizer as optimizer_lib
+from m2jax.train import step as train_step
+from tests.sharding import small
+
+_COLLECTIVE = re.compile(
+  r' = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)'
+  r'(?:-start)?\(.*?replica_groups=(mesh\[.*?\] \{.*?\}|\{\{.*?\}|\[[\d,]*\])'
+)
+ROWS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A mesh, how tokens reach experts, what is unusual about the model, and how experts
+  are computed: 'grouped' as those of a large model, or 'wide'."""
+
+  mesh: dict[str, Any]
+  dispatch: str | None = None
+  model: dict[str, Any] = dataclasses.field(default_factory=dict)
+  path: str = 'grouped'
+
+
+CASES = {
+  'data': Case(dict(data=8, rules='data'), path='wide'),
+  'fsdp': Case(dict(fsdp=4)),
+  'tensor': Case(dict(tensor=4), path='wide'),
+  'context': Case(dict(context=4), path='wide'),
+  'expert': Case(dict(expert=4), 'padded'),
+  'expert, gathered': Case(dict(expert=4), 'gather'),
+  'three': Case(dict(context=2, expert=2, tensor=2)),
+  # the rest is long
+  'data fsdp': Case(dict(data=2, fsdp=4)),
+  'data expert': Case(dict(data=2, expert=2), 'padded'),
+  'data tensor': Case(dict(data=2, tensor=4)),
+  'data context': Case(dict(data=2, context=4)),
+  'fsdp expert': Case(dict(fsdp=2, expert=4), 'padded'),
+  'fsdp tensor': Case(dict(fsdp=4, tensor=2)),
+  'fsdp context': Case(dict(fsdp=2, context=4)),
+  'expert tensor': Case(dict(expert=2, tensor=4), 'padded'),
+  'expert context': Case(dict(expert=4, context=2), 'padded'),
+  'tensor context': Case(dict(tensor=2, context=4)),
+  'serve': Case(dict(data=2, expert=2, tensor=2, rules='serve')),
+  'remat': Case(dict(fsdp=2, expert=2, tensor=2), model=dict(remat=True)),
+  'unrolled': Case(dict(fsdp=2, context=2, tensor=2), model=dict(unroll_layers=True)),
+  'few experts a device': Case(dict(expert=8), 'padded'),
+  'float32': Case(
+    dict(fsdp=2, expert=2, tensor=2),
+    'padded',
+    dict(dtype='float32', param_dtype='float32'),
+  ),
+  'bfloat16': Case(
+    dict(fsdp=4, tensor=2), model=dict(dtype='bfloat16', param_dtype='float32')
+  ),
+}
+
+
+@functools.cache
+def variables(cfg):
+  """Norms, biases and weights away from what they are at the start."""
+  made = jax.jit(train_step.init_variables, static_argnums=0)(cfg, jax.random.key(0))
+
+  def nudge(x):
+    return x + 0.1 * jax.random.normal(jax.random.key(1), x.shape, x.dtype)
+
+  return jax.tree.map(nudge, made)
+
+
+@functools.cache
+def reference(cfg):
+  """Batch and outcome on one device; float32 and less fix the trunk's expert ids."""
+  batch = small.batch(0, ROWS)
+  if cfg.dtype != 'float64':
+    free = jax.jit(functools.partial(model.forward, cfg))(variables(cfg), batch)
+    batch = dataclasses.replace(batch, experts=np.asarray(free.experts))
+  return batch, outcome(cfg, sharding.ONE_DEVICE, batch)[0]
+
+
+def outcome(cfg, where, batch):
+  """Gradients, metrics and loads of a batch, and the compiled program's text."""
+  config = train_step.StepConfig(micro_rows=ROWS)
+  run = train_step.programs(cfg, optax.sgd(1.0), train_step.nll, config, where).micro
+  specs = sharding.param_specs(cfg, where.rules)
+  arguments = (
+    where.place(variables(cfg), specs),
+    where.place(batch, sharding.batch_specs(where.rules)),
+  )
+  compiled = run.lower(*arguments).compile()
+  return jax.device_get(compiled(*arguments)), compiled.as_text()
+
+
+def relative_errors(got, want) -> dict[str, float]:
+  """‖got − want‖₂ / ‖want‖₂ of each leaf."""
+  pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True)
+  errors = {}
+  for (path, a), b in pairs:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-12)
+    errors[jax.tree_util.keystr(path)] = float(error)
+  return errors
+
+
+def collectives(hlo: str) -> list[tuple[str, list[str]]]:
+  """Those between two devices or more: XLA for CPU keeps sums over groups of one."""
+  found = []
+  for shapes, operation, groups in _COLLECTIVE.findall(hlo):
+    if group_size(groups) > 1:
+      found.append((operation, re.findall(r'[a-z]+\d+\[[\d,]*\]', shapes)))
+  return found
+
+
+def group_size(groups: str) -> int:
+  """Devices of a replica group in one of three notations: mesh['x'=4,'y'=2] {'x'},
+  {{0,1},{2,3}} (cut after the first group) and [groups,size]<=…."""
+  if groups.startswith('mesh'):
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", groups))
+    used = re.findall(r"'(\w+)'", groups[groups.index('] {') :])
+    return math.prod(int(sizes[axis]) for axis in used)
+  numbers = re.findall(r'\d+', groups)
+  return len(numbers) if groups.startswith('{') else int(numbers[-1])
+
+
+def run(case: Case) -> dict[str, Any]:
+  cfg = small.config(**case.model)
+  where = sharding.make(sharding.MeshConfig(**case.mesh))
+  rules = dataclasses.replace(where.rules, dispatch=case.dispatch)
+  where = dataclasses.replace(where, rules=rules)
+  where.check(cfg)
+  batch, want = reference(cfg)
+  waste = {'wide': 1 << 30, 'grouped': -(1 << 30)}[case.path]
+  with mock.patch.object(experts, '_WIDE_WASTE', waste):
+    got, hlo = outcome(cfg, where, batch)
+  errors = relative_errors(got, want)
+  worst = max(errors, key=errors.get)
+  return {
+    'leaves': len(errors),
+    'worst': [worst, errors[worst]],
+    'loads': relative_errors(got[2], want[2]),
+    'collectives': collectives(hlo),
+  }
+
+
+def steps(name: str) -> dict[str, Any]:
+  """Two optimizer steps of two micro-batches each, from the seed on."""
+  cfg = small.config()
+  optimizer = optimizer_lib.make(optimizer_lib.OptimizerConfig(name=name))
+  config = train_step.StepConfig(micro_rows=4, bias_update_rate=1e-2)
+
+  def train(where):
+    step = train_step.make_step(cfg, optimizer, train_step.nll, config, where)
+    state = train_step.new_state(cfg, optimizer, jax.random.key(0), where)
+    for number in range(2):
+      batch = train_step.normalise(small.batch(number, ROWS))
+      state, metrics = step(state, batch)
+    return state, metrics
+
+  where = sharding.make(sharding.MeshConfig(fsdp=2, expert=2, tensor=2))
+  got, want = train(where), train(sharding.ONE_DEVICE)
+  places = where.named(train_step.state_specs(cfg, optimizer, where.rules))
+  moved = [
+    jax.tree_util.keystr(path)
+    for (path, leaf), place in zip(
+      jax.tree.leaves_with_path(got[0]), jax.tree.leaves(places), strict=True
+    )
+    if not leaf.sharding.is_equivalent_to(place, leaf.ndim)
+  ]
+  errors = relative_errors(jax.device_get(got), jax.device_get(want))
+  worst = max(errors, key=errors.get)
+  return {'worst': [worst, errors[worst]], 'moved': moved}
+
+
+def exchange() -> dict[str, Any]:
+  """The example in the documentation of `lax.ragged_all_to_all`, padded."""
+  where = sharding.make(sharding.MeshConfig(expert=2))
+  rows = where.rules.spec('rows', 'experts')
+
+  def one(operand, start, sent, to, got):
+    return dispatch.padded_all_to_all(
+      operand,
+      jnp.zeros((4, 1)),
+      input_offsets=start,
+      send_sizes=sent,
+      output_offsets=to,
+      recv_sizes=got,
+      axis_name=where.axes('experts'),
+    )
+
+  plan = np.array([[0, 1, 0, 1], [1, 2, 1, 1], [0, 0, 1, 2], [1, 1, 2, 1]])
+  out = where.shard_map(one, (rows,) * 5, rows)(
+    np.array([1.0, 2, 2, 3, 4, 0])[:, None], *plan
+  )
+  return {'received': out[:, 0].tolist()}
+
+
+def main(names):
+  jax.config.update('jax_enable_x64', True)
+  for name in names:
+    kind, _, argument = name.partition(':')
+    if kind == 'exchange':
+      result = exchange()
+    else:
+      result = steps(argument) if kind == 'steps' else run(CASES[name])
+    print(json.dumps({'case': name, **result}), flush=True)
+
+
+if __name__ == '__main__':
+  main(sys.argv[1:])

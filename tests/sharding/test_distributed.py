@@ -1,0 +1,91 @@
+"""Several processes are one: jax.distributed over gloo, checkpoint, another mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+def free_port() -> int:
+  with socket.socket() as s:
+    s.bind(('localhost', 0))
+    return s.getsockname()[1]
+
+
+def train(directory, mesh, *, steps, devices, processes=1):
+  """Losses of each process's run from where `directory` stands to `steps`."""
+  common = dict(
+    directory=str(directory),
+    mesh=mesh,
+    steps=steps,
+    devices=devices,
+    processes=processes,
+    coordinator=f'localhost:{free_port()}',
+  )
+  children = [
+    subprocess.Popen(
+      [
+        *(sys.executable, '-m', 'tests.sharding.distributed_worker'),
+        json.dumps({**common, 'process': process}),
+      ],
+      cwd=_ROOT,
+      env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for process in range(processes)
+  ]
+  try:
+    ended = [child.communicate(timeout=900) for child in children]
+  finally:
+    for child in children:
+      child.kill()
+  for out, err in ended:
+    assert out, err[-3000:]
+  return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+
+
+@pytest.mark.long
+def test_two_processes_train_and_one_goes_on(tmp_path):
+  """Two processes of two devices train, save together, and both see the losses of one
+  device; from their checkpoint one process of four devices goes on over another mesh,
+  and two processes from its checkpoint over a third."""
+  alone = train(tmp_path / 'alone', {}, steps=6, devices=1)[0]
+  directory = tmp_path / 'run'
+  first = train(directory, dict(fsdp=2, tensor=2), steps=2, devices=2, processes=2)
+  assert first[0] == first[1]
+  second = train(directory, dict(expert=4), steps=4, devices=4)
+  third = train(directory, dict(context=2, expert=2), steps=6, devices=2, processes=2)
+  assert first[0] + second[0] + third[0] == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.long
+def test_the_job_goes_on_on_another_mesh(tmp_path):
+  """The pre-training job takes a mesh from its config; its run, finished on one, is the
+  same run on others, which report the same held-out loss."""
+
+  def report(*mesh):
+    command = '-m experiments.pretrain --config=configs/pretrain.py:smoke'
+    child = subprocess.run(
+      [sys.executable, *command.split(), f'--workdir={tmp_path}/run', *mesh],
+      cwd=_ROOT,
+      env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2'},
+      capture_output=True,
+      text=True,
+      timeout=900,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    return child.stdout
+
+  first = report('--config.mesh.fsdp=2')
+  assert 'held-out loss' in first and 'after 6 steps' in first
+  assert report('--config.mesh.expert=2') == report() == first

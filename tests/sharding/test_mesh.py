@@ -1,0 +1,189 @@
+"""Law 6: the mesh does not change the answer; and what it costs in collectives.
+
+One process of 8 virtual devices runs the short cases, another the long ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.sharding import small
+
+_ROOT = pathlib.Path(__file__).parents[2]
+SHORT = (
+  'data',
+  'fsdp',
+  'tensor',
+  'context',
+  'expert',
+  'expert, gathered',
+  'three',
+  'steps:adamw',
+)
+LONG = (
+  'data fsdp',
+  'data expert',
+  'data tensor',
+  'data context',
+  'fsdp expert',
+  'fsdp tensor',
+  'fsdp context',
+  'expert tensor',
+  'expert context',
+  'tensor context',
+  'serve',
+  'remat',
+  'unrolled',
+  'few experts a device',
+  'float32',
+  'bfloat16',
+  'steps:muon',
+)
+# float32 has more terms to add in another order than law 3's samples; in bfloat16 each
+# device rounds its part of a sum.
+TOLERANCE = {'float32': 1e-5, 'bfloat16': 2e-2}
+CFG = small.config()
+TOKENS = 8 * small.ROW_TOKENS
+
+
+def run(names, timeout_s):
+  child = subprocess.run(
+    [sys.executable, '-m', 'tests.sharding.mesh_worker', *names],
+    cwd=_ROOT,
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+    capture_output=True,
+    text=True,
+    timeout=timeout_s,
+  )
+  lines = [json.loads(line) for line in child.stdout.splitlines()]
+  assert [line['case'] for line in lines] == list(names), child.stderr[-3000:]
+  return {line['case']: line for line in lines}
+
+
+@pytest.fixture(scope='module')
+def short():
+  return run((*SHORT, 'exchange'), 900)
+
+
+@pytest.fixture(scope='module')
+def long():
+  return run(LONG, 2700)
+
+
+def check(result, name):
+  leaf, error = result['worst']
+  assert error < TOLERANCE.get(name, 1e-10), leaf
+  if 'steps' in name:
+    assert not result['moved']
+  else:
+    assert result['leaves'] > 30
+    assert name in TOLERANCE or not any(result['loads'].values())
+
+
+@pytest.mark.parametrize('name', SHORT)
+def test_one_device_is_many(short, name):
+  """Loss, every gradient leaf, metrics and expert loads (exactly) are one device's; two
+  optimizer steps leave the same state, each leaf where it was."""
+  check(short[name], name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('name', LONG)
+def test_one_device_is_many_in_pairs(long, name):
+  """The same for every pair of axes, unlike loops over layers, and less precision."""
+  check(long[name], name)
+
+
+def test_padded_exchange_is_the_ragged_one(short):
+  """CPU has no ragged all-to-all; its stand-in does what the documentation of
+  `lax.ragged_all_to_all` says, by its own example."""
+  assert short['exchange']['received'] == [1, 3, 0, 0, 2, 2, 4, 0]
+
+
+def by_operation(result):
+  """{operation: [[(axes…), …] of each instance]}."""
+  found: dict[str, list[list[tuple[int, ...]]]] = {}
+  for operation, shapes in result['collectives']:
+    sizes = [
+      tuple(int(n) for n in shape.split('[')[1].rstrip(']').split(',') if n)
+      for shape in shapes
+    ]
+    found.setdefault(operation, []).append(sizes)
+  return found
+
+
+def elements(instances):
+  return sum(math.prod(shape) for shapes in instances for shape in shapes)
+
+
+def test_data_parallelism_is_one_sum_of_gradients(short):
+  """Nothing but all-reduces: one of all gradients together, and one of loads."""
+  found = by_operation(short['data'])
+  assert set(found) == {'all-reduce'}
+  gradients = [s for s in found['all-reduce'] if (CFG.vocab_size, CFG.embed_dim) in s]
+  assert len(gradients) == 1
+  rest = [s for s in found['all-reduce'] if s not in gradients]
+  assert len(rest) <= 2 and elements(rest) < 100
+
+
+def test_fsdp_gathers_layer_by_layer(short):
+  """Weights are gathered one layer at a time, never as a stack, and again in the
+  backward pass rather than kept; their gradients are scattered (XLA keeps the
+  reduce-scatter on CPU); only norms, loads and scalars, which lie on every device, are
+  all-reduced."""
+  found = by_operation(short['fsdp'])
+  assert set(found) == {'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all'}
+  gathered = {shape for shapes in found['all-gather'] for shape in shapes}
+  expert = (CFG.num_experts, CFG.embed_dim, CFG.expert_dim)
+  q = (CFG.embed_dim, CFG.num_heads * CFG.head_dim)
+  for weight in (expert, q):  # gate and up; in layers twice, and in the MTP module
+    count = sum(shapes == [weight] for shapes in found['all-gather'])
+    assert count == (6 if weight == expert else 3)
+  assert not any(shape[0] == CFG.num_layers for shape in gathered)
+  assert elements(found['all-reduce']) < 1000 < CFG.vocab_size * CFG.embed_dim
+  # The table is not gathered for a lookup: ids go out, channels come back.
+  assert (CFG.vocab_size, CFG.embed_dim) not in gathered
+  assert (TOKENS,) in gathered
+
+
+def test_tensor_parallelism_never_gathers(short):
+  """Only sums: no logits, no q or k are gathered. QK-norm's is two numbers a token, and
+  nothing as long as a shard of the vocabulary crosses devices."""
+  found = by_operation(short['tensor'])
+  assert set(found) == {'all-reduce'}
+  shapes = [shape for instance in found['all-reduce'] for shape in instance]
+  assert (TOKENS, 2) in shapes
+  assert (TOKENS, CFG.embed_dim) in shapes
+  assert not any({CFG.vocab_size, CFG.vocab_size // 4} & set(shape) for shape in shapes)
+
+
+def test_experts_are_reached_by_all_to_all(short):
+  """Tokens travel by all-to-all and nothing but counts is gathered; expert weights stay
+  where they are. The gathered way moves tokens by all-gather and reduce-scatter."""
+  found = by_operation(short['expert'])
+  assert elements(found['all-gather']) < 1000 and 'reduce-scatter' not in found
+  assert elements(found['all-to-all']) > TOKENS * CFG.embed_dim
+  summed = {shape[-3:] for shapes in found['all-reduce'] for shape in shapes}
+  assert (CFG.num_experts // 4, CFG.embed_dim, CFG.expert_dim) not in summed
+  other = by_operation(short['expert, gathered'])
+  assert 'all-to-all' not in other
+  assert [(TOKENS, CFG.embed_dim)] in other['all-gather']
+  assert [(TOKENS // 4, CFG.embed_dim)] in other['reduce-scatter']
+
+
+def test_context_gathers_keys_and_values(short):
+  """K and V of whole rows are gathered, and d_k, d_v scattered; queries stay."""
+  found = by_operation(short['context'])
+  kv = (8, small.ROW_TOKENS, CFG.num_kv_heads, CFG.head_dim)
+  assert [kv] in found['all-gather']
+  shard = (8, small.ROW_TOKENS // 4, CFG.num_kv_heads, CFG.head_dim)
+  assert [shard] in found['reduce-scatter']
+  gathered = [shape for shapes in found['all-gather'] for shape in shapes]
+  assert not any(CFG.num_heads in shape[2:] for shape in gathered if len(shape) == 4)
