@@ -4,10 +4,14 @@ from m2jax.checkpoint import CheckpointManager
 manager = CheckpointManager(workdir / 'checkpoints')
 manager.save(step, state, host={'ledger': …}, files={'tokenizer.json': …})
 state, host, files = manager.restore(like=jax.eval_shape(init))
+
+`huggingface` reads and writes weights in the released form; `policy` finds a trained
+model in a run's workdir.
 """
 
 from m2jax.checkpoint.errors import (
   CheckpointError,
+  CheckpointExists,
   CheckpointMismatch,
   CorruptCheckpoint,
   MissingCheckpoint,
@@ -16,6 +20,7 @@ from m2jax.checkpoint.manager import CheckpointManager, Restored
 
 __all__ = [
   'CheckpointError',
+  'CheckpointExists',
   'CheckpointManager',
   'CheckpointMismatch',
   'CorruptCheckpoint',

@@ -17,3 +17,7 @@ class CheckpointMismatch(CheckpointError, ValueError):
 
 class CorruptCheckpoint(CheckpointError):
   """A committed step cannot be read back as it was written."""
+
+
+class CheckpointExists(CheckpointError, FileExistsError):
+  """Something is where a checkpoint was to be written; nothing was changed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -135,8 +135,11 @@ def differences(
       for name, have in saved.items()
       if name not in asked
     ]
-  if not lines:
-    return None
+  return listing(lines) if lines else None
+
+
+def listing(lines: Sequence[str]) -> str:
+  """The first lines for an error message, indented, and how many more there are."""
   more = len(lines) - _MAX_LISTED
-  shown = lines[:_MAX_LISTED] + ([f'… and {more} more'] if more > 0 else [])
+  shown = [*lines[:_MAX_LISTED], *([f'… and {more} more'] if more > 0 else [])]
   return '\n'.join(f'  {line}' for line in shown)

@@ -1,0 +1,206 @@
+"""Host memory that loading and saving a Hugging Face checkpoint needs beyond the model.
+
+  python -m benchmarks.checkpoint_memory --directory=/tmp/checkpoint_memory
+  python -m benchmarks.checkpoint_memory --gigabytes=0.3 --devices=8 --json
+
+Claim: at most twice the largest tensor plus 1 GB. A synthetic bf16 checkpoint of M2's
+vocabulary is written in many shards, loaded, and saved again, each in a process of its
+own on CPU devices, where the model itself is host memory. `before` is the process's
+resident memory when it starts to load (without the model) or to save (with it), `peak`
+the kernel's high-water mark since then, `beyond` what of it is neither `before` nor the
+model. Files are read and written through descriptors, never mapped: the page cache,
+which belongs to no process, is not counted. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+GB = 10**9
+SHARD_BYTES = 10**8
+
+
+def config(gigabytes: float):
+  """A model of about so many gigabytes in bf16; one tensor has a tenth of 4 GB."""
+  from m2jax.config import ModelConfig
+
+  def make(layers):
+    return ModelConfig(
+      vocab_size=200_064 if gigabytes >= 2 else 20_096,
+      num_layers=layers,
+      embed_dim=1024,
+      num_heads=16,
+      num_kv_heads=4,
+      head_dim=64,
+      rotary_dim=32,
+      num_experts=16,
+      experts_per_token=2,
+      expert_dim=1024,
+      num_mtp_modules=0,
+      param_dtype='bfloat16',
+    )
+
+  one, two = (model_bytes(make(layers)) for layers in (1, 2))
+  return make(max(1, 1 + -(-int(gigabytes * GB - one) // (two - one))))
+
+
+def model_bytes(cfg) -> int:
+  """Bytes of the model's tensors in bf16, and of router biases in fp32."""
+  from m2jax.checkpoint import huggingface_names as names
+
+  return sum(
+    _size(t.shape) * (4 if t.leaf.startswith('router/') else 2)
+    for t in names.tensors(cfg)
+  )
+
+
+def largest_bytes(cfg) -> int:
+  """Bytes of the largest tensor of the checkpoint."""
+  from m2jax.checkpoint import huggingface_names as names
+
+  return 2 * max(_size(t.shape) for t in names.tensors(cfg))
+
+
+def generate(directory: pathlib.Path, gigabytes: float) -> None:
+  """Writes the checkpoint; its leaves repeat one random layer and need no memory."""
+  import jax.numpy as jnp
+  import numpy as np
+
+  from m2jax.checkpoint import huggingface, leaves
+  from m2jax.checkpoint import huggingface_names as names
+
+  cfg = config(gigabytes)
+  rng = np.random.default_rng(0)
+
+  def leaf(name, shape):
+    dtype = np.float32 if name.startswith('router/') else jnp.bfloat16
+    own = shape[1:] if '/layers' in name else shape
+    noise = rng.standard_normal(own, np.float32).astype(dtype)
+    return np.broadcast_to(noise, shape)
+
+  tree = {name: leaf(name, shape) for name, shape in names.shapes(cfg).items()}
+  huggingface.save(directory, cfg, leaves.nest(tree), max_shard_bytes=SHARD_BYTES)
+
+
+def measure(what: str, directory: pathlib.Path, devices: int) -> dict:
+  """Loads (and for 'save' saves) in this process; what it took."""
+  import jax
+  import numpy as np
+
+  from m2jax import sharding
+  from m2jax.checkpoint import huggingface
+
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', devices)
+  mesh = rules = None
+  if devices > 1:
+    mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=devices))
+    rules = sharding.PRESETS['fsdp']
+  jax.block_until_ready(jax.numpy.zeros(8) + 1)  # the backend and its threads are up
+  before = _mark()
+  started = time.monotonic()
+  cfg, variables = huggingface.load(directory, mesh=mesh, rules=rules)
+  variables = jax.block_until_ready(variables)
+  held = sum(
+    shard.data.nbytes
+    for leaf in jax.tree.leaves(variables)
+    for shard in leaf.addressable_shards
+  )
+  model = held
+  if what == 'save':
+    target = directory.with_name('saved')
+    shutil.rmtree(target, ignore_errors=True)
+    model, before, started = 0, _mark(), time.monotonic()  # it is in `before`
+    huggingface.save(target, cfg, variables, max_shard_bytes=SHARD_BYTES)
+  seconds = time.monotonic() - started
+  peak = _status('VmHWM')
+  embed = np.asarray(variables['params']['embed'][:8], np.float32)
+  assert np.isfinite(embed).all() and embed.std() > 0.5  # it was really read
+  return {
+    'what': what,
+    'devices': devices,
+    'files': len(list(directory.glob('*.safetensors'))),
+    'model': held,
+    'largest': largest_bytes(cfg),
+    'before': before,
+    'peak': peak,
+    'beyond': peak - before - model,
+    'allowed': 2 * largest_bytes(cfg) + GB,
+    'seconds': seconds,
+  }
+
+
+def _mark() -> int:
+  """Resets the high-water mark; the resident bytes now."""
+  pathlib.Path('/proc/self/clear_refs').write_text('5')
+  return _status('VmRSS')
+
+
+def _status(field: str) -> int:
+  for line in pathlib.Path('/proc/self/status').read_text().splitlines():
+    if line.startswith(f'{field}:'):
+      return int(line.split()[1]) * 1024
+  raise RuntimeError(f'/proc/self/status has no {field}')
+
+
+def _size(shape) -> int:
+  size = 1
+  for n in shape:
+    size *= n
+  return size
+
+
+def _child(*flags: str) -> str:
+  """Output of this program with other flags, in a new process."""
+  command = [sys.executable, '-m', 'benchmarks.checkpoint_memory', *flags]
+  env = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
+  done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+  return done.stdout
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  parser.add_argument('--gigabytes', type=float, default=4.2)
+  parser.add_argument('--devices', type=int, default=1, help='virtual CPU devices')
+  parser.add_argument('--directory', type=pathlib.Path, help='for 2 × that on disk')
+  parser.add_argument('--json', action='store_true')
+  parser.add_argument('--only', choices=['generate', 'load', 'save'], help='(internal)')
+  args = parser.parse_args()
+  if args.only == 'generate':
+    generate(args.directory, args.gigabytes)
+    return
+  if args.only:
+    print(json.dumps(measure(args.only, args.directory, args.devices)))
+    return
+  if args.directory:
+    args.directory.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+    flags = [f'--directory={folder}/synthetic', f'--gigabytes={args.gigabytes}']
+    flags.append(f'--devices={args.devices}')
+    _child('--only=generate', *flags)
+    rows = [json.loads(_child(f'--only={what}', *flags)) for what in ('load', 'save')]
+  if args.json:
+    print(json.dumps(rows, indent=2))
+  else:
+    columns = ('model', 'largest', 'before', 'peak', 'beyond', 'allowed')
+    print('GB of 10^9 bytes')
+    print('| | devices | files | ' + ' | '.join(columns) + ' | s |')
+    print('|---' * (len(columns) + 4) + '|')
+    for r in rows:
+      sizes = ' | '.join(f'{r[c] / GB:.2f}' for c in columns)
+      about = f'{r["what"]} | {r["devices"]} | {r["files"]}'
+      print(f'| {about} | {sizes} | {r["seconds"]:.0f} |')
+  if any(r['beyond'] > r['allowed'] for r in rows):
+    sys.exit('more than allowed')
+
+
+if __name__ == '__main__':
+  main()

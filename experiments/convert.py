@@ -1,0 +1,79 @@
+"""A run's checkpoint to a Hugging Face directory, and back; the tokenizer goes along.
+
+  python -m experiments.convert --checkpoint=workdir/forge --huggingface=exported
+  python -m experiments.convert --from_huggingface=exported --workdir=workdir/imported
+
+What was exported loads in transformers' MiniMaxM2ForCausalLM. What was imported is a
+run like any other: `--checkpoint=workdir/imported` serves, evaluates and trains it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import jax
+from absl import flags
+
+from experiments import common
+from m2jax.checkpoint import CheckpointError, CheckpointManager, huggingface, policy
+from m2jax.text import tokenizer
+
+CHECKPOINT = flags.DEFINE_string(
+  'checkpoint', None, 'To export: a workdir or a directory of checkpoints.'
+)
+STEP = flags.DEFINE_integer('step', None, 'Of the checkpoint; default: the latest.')
+TARGET = flags.DEFINE_string('huggingface', None, 'Directory to export to; new.')
+SOURCE = flags.DEFINE_string('from_huggingface', None, 'Directory to import.')
+DTYPE = flags.DEFINE_enum(
+  'dtype',
+  None,
+  ['float32', 'bfloat16'],
+  'Of the weights; default: as they are when exporting, float32 when importing.',
+)
+SHARD_BYTES = flags.DEFINE_integer(
+  'max_shard_bytes', huggingface.MAX_SHARD_BYTES, 'Most data in an exported file.'
+)
+
+
+def main():
+  if bool(CHECKPOINT.value) == bool(SOURCE.value):
+    raise common.BadInput('give --checkpoint to export or --from_huggingface to import')
+  _export() if CHECKPOINT.value else _import()
+
+
+def _export():
+  if not TARGET.value:
+    raise common.BadInput('--huggingface is missing: give the directory to export to')
+  found = policy.load(CHECKPOINT.value, STEP.value)
+  huggingface.save(
+    TARGET.value,
+    found.model,
+    found.variables,
+    tokenizer=found.tokenizer,
+    dtype=DTYPE.value,
+    max_shard_bytes=SHARD_BYTES.value,
+  )
+  print(f'step {found.step} of {found.directory} exported to {TARGET.value}')
+
+
+def _import():
+  directory = common.workdir()
+  if CheckpointManager(directory, read_only=True).latest_step() is not None:
+    raise common.BadInput(f'{directory} holds a checkpoint: give another --workdir')
+  tok = tokenizer.load(SOURCE.value)
+  cfg, variables = huggingface.load(SOURCE.value, dtype=DTYPE.value or 'float32')
+  if tok.vocab_size > cfg.vocab_size:
+    raise common.BadInput(
+      f'{SOURCE.value}: its tokenizer has {tok.vocab_size} tokens, its model '
+      f'{cfg.vocab_size}'
+    )
+  with open(os.path.join(SOURCE.value, huggingface.TOKENIZER), 'rb') as file:
+    files = {policy.TOKENIZER_FILE: file.read()}
+  with CheckpointManager(directory) as manager:
+    manager.save(0, {'variables': variables}, policy.host(cfg), files)
+  count = sum(leaf.size for leaf in jax.tree.leaves(variables))
+  print(f'{count:,} parameters of {SOURCE.value} imported to {directory}')
+
+
+if __name__ == '__main__':
+  common.run(main, CheckpointError)

@@ -1,0 +1,206 @@
+"""config.json of MiniMaxM2ForCausalLM ↔ ModelConfig (facts/m2-and-forge.md §1.1, §1.3).
+
+Two dialects are read. Released: `rotary_dim` and `rope_theta` at the top. transformers
+5: `rope_parameters` with `rope_theta` and perhaps `partial_rotary_factor`; without
+either the whole head rotates. What is written says it both ways. A field that asks for
+something this model does not have is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from m2jax.checkpoint.errors import (
+  CheckpointMismatch,
+  CorruptCheckpoint,
+  MissingCheckpoint,
+)
+from m2jax.config import ModelConfig
+
+FILE = 'config.json'
+BLOCK = (128, 128)  # of block-FP8, where the config does not say
+
+# ModelConfig field → config.json's.
+_FIELDS = {
+  'vocab_size': 'vocab_size',
+  'num_layers': 'num_hidden_layers',
+  'embed_dim': 'hidden_size',
+  'num_heads': 'num_attention_heads',
+  'num_kv_heads': 'num_key_value_heads',
+  'head_dim': 'head_dim',
+  'num_experts': 'num_local_experts',
+  'experts_per_token': 'num_experts_per_tok',
+  'expert_dim': 'intermediate_size',
+  'rms_norm_eps': 'rms_norm_eps',
+  'max_positions': 'max_position_embeddings',
+}
+# What M2 is; another value is another model. Absent means this one.
+_ONLY = {
+  'model_type': 'minimax_m2',
+  'hidden_act': 'silu',
+  'tie_word_embeddings': False,
+  'attention_bias': False,
+  'use_qk_norm': True,
+  'qk_norm_type': 'per_layer',
+  'scoring_func': 'sigmoid',
+  'use_routing_bias': True,
+  'shared_intermediate_size': 0,
+}
+_OPTIONAL_NUMBERS = ('rotary_dim', 'rope_theta', 'num_mtp_modules')
+_MTP_ONLY = {'mtp_transformer_layers': 1}  # where there are MTP modules
+# ModelConfig fields that Hugging Face has no words for; transformers keeps the section.
+_SECTION = 'm2jax'
+_OWN = ('dtype', 'remat', 'unroll_layers')
+_RELEASED_IDS = {'bos_token_id': 200_034, 'eos_token_id': 200_020}
+
+
+class Read(NamedTuple):
+  """What a config.json says.
+
+  Attributes:
+    cfg: the model; its param_dtype is the dtype that the config declares.
+    block: rows and columns of an FP8 block.
+  """
+
+  cfg: ModelConfig
+  block: tuple[int, int]
+
+
+def read(directory: str | os.PathLike) -> Read:
+  """Reads `directory`/config.json.
+
+  Raises:
+    MissingCheckpoint: there is none.
+    CorruptCheckpoint: it is no JSON object.
+    CheckpointMismatch: it describes no model that this project has; names the field.
+  """
+  path = os.path.join(os.fspath(directory), FILE)
+  try:
+    with open(path, encoding='utf-8') as file:
+      values = json.load(file)
+  except FileNotFoundError:
+    if not os.path.isdir(directory):
+      raise MissingCheckpoint(f'{directory} is not a directory') from None
+    entries = sorted(os.listdir(directory))[:10]
+    raise MissingCheckpoint(
+      f'no {FILE} in {directory}: it holds {entries or "nothing"}'
+    ) from None
+  except ValueError as error:
+    raise CorruptCheckpoint(f'{path}: not JSON: {error}') from error
+  if not isinstance(values, dict):
+    raise CorruptCheckpoint(f'{path}: not a JSON object')
+  try:
+    return decode(values)
+  except (AttributeError, TypeError, ValueError) as error:
+    raise CheckpointMismatch(f'{path}: {error}') from error
+
+
+def decode(values: Mapping[str, Any]) -> Read:
+  """What the fields of a config.json say.
+
+  Raises:
+    ValueError, TypeError, AttributeError: a field is missing, malformed, or of
+      another model.
+  """
+  _check(values, _ONLY)
+  kinds = values.get('attn_type_list') or []
+  if any(kind != 1 for kind in kinds):
+    raise ValueError(f'attn_type_list={kinds}: only 1, full attention, is known here')
+  missing = [name for name in _FIELDS.values() if values.get(name) is None]
+  if missing:
+    raise ValueError(f'lacks {", ".join(missing)}')
+  for name in (*_FIELDS.values(), *_OPTIONAL_NUMBERS):
+    if not isinstance(values.get(name, 0), (int, float, type(None))):
+      raise ValueError(f'{name}={values[name]!r}: must be a number')
+  declared = values.get('dtype') or values.get('torch_dtype') or 'bfloat16'
+  modules = values.get('num_mtp_modules') or 0
+  if not values.get('use_mtp', True):
+    modules = 0
+  if modules:
+    _check(values, _MTP_ONLY)
+  rotary_dim, rope_theta = _rope(values)
+  own = values.get(_SECTION) or {}
+  cfg = ModelConfig(
+    **{field: values[name] for field, name in _FIELDS.items()},
+    rotary_dim=rotary_dim,
+    rope_theta=rope_theta,
+    num_mtp_modules=modules,
+    param_dtype=declared,
+    **{'dtype': declared, **{name: own[name] for name in _OWN if name in own}},
+  )
+  return Read(cfg, _fp8_block(values.get('quantization_config')))
+
+
+def encode(cfg: ModelConfig, stored: str, ids: Mapping[str, int]) -> dict[str, Any]:
+  """Fields of the config.json of a model.
+
+  Args:
+    cfg: the model.
+    stored: dtype of the weights in the files.
+    ids: bos_token_id and eos_token_id; empty takes the released ones where they fit.
+  """
+  factor = cfg.rotary_dim / cfg.head_dim
+  if int(cfg.head_dim * factor) != cfg.rotary_dim:  # as transformers computes it
+    factor = math.nextafter(factor, 1.0)
+  fit = {k: v if v < cfg.vocab_size else None for k, v in _RELEASED_IDS.items()}
+  return {
+    'architectures': ['MiniMaxM2ForCausalLM'],
+    **_ONLY,
+    **{name: getattr(cfg, field) for field, name in _FIELDS.items()},
+    'attn_type_list': [1] * cfg.num_layers,
+    'rotary_dim': cfg.rotary_dim,
+    'rope_theta': cfg.rope_theta,
+    'rope_parameters': {
+      'rope_type': 'default',
+      'rope_theta': cfg.rope_theta,
+      'partial_rotary_factor': factor,
+    },
+    'use_mtp': cfg.num_mtp_modules > 0,
+    'num_mtp_modules': cfg.num_mtp_modules,
+    **_MTP_ONLY,
+    'torch_dtype': stored,
+    **(ids or fit),
+    _SECTION: {name: getattr(cfg, name) for name in _OWN},
+  }
+
+
+def _check(values: Mapping[str, Any], only: Mapping[str, Any]):
+  for name, want in only.items():
+    if values.get(name, want) != want and not (values[name] is None and not want):
+      raise ValueError(f'{name}={values[name]!r}: only {want!r} is known here')
+
+
+def _rope(values: Mapping[str, Any]) -> tuple[int, float]:
+  """rotary_dim and rope_theta of either dialect."""
+  rope = values.get('rope_parameters') or values.get('rope_scaling') or {}
+  kind = rope.get('rope_type', rope.get('type', 'default'))
+  if kind != 'default':
+    raise ValueError(f'rope_type={kind!r}: only default is known here')
+  theta = rope.get('rope_theta', values.get('rope_theta', ModelConfig.rope_theta))
+  factor = rope.get('partial_rotary_factor', values.get('partial_rotary_factor'))
+  dim = values.get('rotary_dim')
+  if dim is None:
+    # transformers truncates; the little bit is for factors such as 6/47
+    dim = int(values['head_dim'] * (1.0 if factor is None else factor) + 1e-6)
+  elif factor is not None and abs(values['head_dim'] * factor - dim) > 0.01:
+    raise ValueError(
+      f'rotary_dim={dim} and partial_rotary_factor={factor} of head_dim='
+      f'{values["head_dim"]} contradict each other'
+    )
+  return dim, float(theta)
+
+
+def _fp8_block(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
+  if quantization is None:
+    return BLOCK
+  method = quantization.get('quant_method')
+  if method != 'fp8':
+    raise ValueError(f'quantization_config.quant_method={method!r}: only fp8 is known')
+  block = tuple(quantization.get('weight_block_size') or BLOCK)
+  if len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
+    raise ValueError(f'quantization_config.weight_block_size={block}: want two sizes')
+  return block

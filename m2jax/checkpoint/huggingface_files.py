@@ -1,0 +1,131 @@
+"""The safetensors files of a checkpoint directory as one table of tensors.
+
+Either `model.safetensors`, or shards and `model.safetensors.index.json`, whose
+`weight_map` says which file holds a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from m2jax.checkpoint import fp8, huggingface_names, safetensors_io
+from m2jax.checkpoint import leaves as leaves_lib
+from m2jax.checkpoint.errors import (
+  CheckpointMismatch,
+  CorruptCheckpoint,
+  MissingCheckpoint,
+)
+from m2jax.checkpoint.huggingface_names import Tensor
+
+INDEX = 'model.safetensors.index.json'
+SINGLE = 'model.safetensors'
+
+
+class Shards:
+  """Reads rows of any tensor of the directory."""
+
+  def __init__(self, directory: str | os.PathLike, stack: contextlib.ExitStack):
+    """Opens the files and reads their headers; the stack closes them.
+
+    Raises:
+      MissingCheckpoint: a file is not there.
+      CorruptCheckpoint: index or header of a file cannot be read, or a file is
+        truncated.
+    """
+    self._directory = os.fspath(directory)
+    weight_map = self._weight_map()
+    files = sorted(set(weight_map.values())) or [SINGLE]
+    absent = [f for f in files if not os.path.isfile(os.path.join(directory, f))]
+    if absent:
+      where = f'{INDEX} names files' if weight_map else 'files'
+      raise MissingCheckpoint(
+        f'checkpoint {directory}: {where} that are not there:\n'
+        f'{leaves_lib.listing(absent)}'
+      )
+    self._entries = {}
+    for number, file in enumerate(files):
+      reader = safetensors_io.Reader(os.path.join(directory, file))
+      stack.callback(reader.close)
+      for name, entry in reader.entries.items():
+        if weight_map.get(name, file) == file:
+          self._entries[name] = (number, reader, entry)
+
+  def any_mtp(self) -> bool:
+    """Whether there is any tensor of an MTP module."""
+    return any(name.startswith(huggingface_names.MTP_PREFIX) for name in self._entries)
+
+  def position(self, name: str) -> tuple[int, int]:
+    """Where a tensor lies: number of its file, byte in it."""
+    number, _, entry = self._entries[name]
+    return number, entry.offset
+
+  def row_bytes(self, name: str) -> int:
+    """Bytes of a row of a tensor, as fp32 where it is FP8."""
+    entry = self._entries[name][2]
+    code = 'F32' if entry.code == fp8.CODE else entry.code
+    return safetensors_io.nbytes(code, entry.shape[1:])
+
+  def rows(self, name: str, start: int, stop: int, block) -> np.ndarray:
+    """Rows of a tensor, FP8 as fp32."""
+    _, reader, entry = self._entries[name]
+    values = reader.rows(name, start, stop)
+    if entry.code != fp8.CODE:
+      return values
+    scale_name = name + fp8.SCALE_SUFFIX
+    _, reader, entry = self._entries[scale_name]
+    scale = reader.rows(scale_name, 0, entry.shape[0])
+    return fp8.dequantize(values, scale, block, start)
+
+  def check(self, wanted: Sequence[Tensor], block: tuple[int, int]):
+    """Raises CheckpointMismatch unless the files hold exactly what is wanted."""
+    lines, known = [], set()
+    for tensor in wanted:
+      known.add(tensor.name)
+      entry = self._fits(tensor.name, tensor.shape, lines)
+      if entry is not None and entry.code == fp8.CODE:
+        scale = tensor.name + fp8.SCALE_SUFFIX
+        known.add(scale)
+        if len(tensor.shape) != 2:
+          lines.append(f'{tensor.name}: FP8, but not a matrix')
+        else:
+          self._fits(scale, fp8.scale_shape(tensor.shape, block), lines)
+    for name, (_, _, entry) in self._entries.items():
+      if name not in known:
+        lines.append(f'{name}: {entry} is no part of the model')
+    if lines:
+      raise CheckpointMismatch(
+        f'checkpoint {self._directory}: its tensors do not fit its config.json:\n'
+        f'{leaves_lib.listing(lines)}'
+      )
+
+  def _fits(self, name: str, shape: tuple[int, ...], lines: list[str]):
+    """The tensor's entry; None, and a line, where it is not as it must be."""
+    _, reader, entry = self._entries.get(name, (None, None, None))
+    want = f'[{",".join(map(str, shape))}]'
+    if entry is None:
+      lines.append(f'{name}: missing, should be {want}')
+    elif entry.shape != shape:
+      lines.append(f'{name}: {entry}, should be {want}, in {reader.path}')
+    elif entry.code not in safetensors_io.DTYPES:
+      lines.append(f'{name}: dtype {entry.code} is not known, in {reader.path}')
+    else:
+      return entry
+    return None
+
+  def _weight_map(self) -> dict[str, str]:
+    path = os.path.join(self._directory, INDEX)
+    if not os.path.exists(path):
+      return {}
+    try:
+      with open(path, encoding='utf-8') as file:
+        weight_map = dict(json.load(file)['weight_map'])
+      if not all(os.path.basename(f) == f for f in weight_map.values()):
+        raise ValueError('a file outside the directory')
+    except (KeyError, TypeError, ValueError) as error:
+      raise CorruptCheckpoint(f'{path}: not an index: {error!r}') from error
+    return weight_map

@@ -1,0 +1,215 @@
+"""Pieces of host memory ↔ large arrays on devices, a piece at a time.
+
+An array is filled on its devices: each device's part is allocated there once, and each
+piece is written into it by a computation that donates it. So neither the host nor a
+device holds any part twice, also where the device's memory is the host's.
+
+Axes: pieces are [rows, columns] or [rows] of one matrix or vector of a stacked array.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PIECE_BYTES = 2**25
+
+
+def row_ranges(start: int, stop: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+  """[start, stop) in consecutive ranges of at most PIECE_BYTES, at least one row."""
+  step = max(1, PIECE_BYTES // max(row_bytes, 1))
+  for first in range(start, stop, step):
+    yield first, min(first + step, stop)
+
+
+class _Part(NamedTuple):
+  """What one device holds: [start, stop) of each axis of the whole array."""
+
+  device: jax.Device
+  bounds: tuple[tuple[int, int], ...]
+
+
+class Filler:
+  """An array being filled on this process's devices."""
+
+  def __init__(
+    self, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
+  ):
+    """Allocates zeros of `dtype` on each device that holds a part of the array."""
+    self._shape, self._sharding = shape, sharding
+    indices = sharding.addressable_devices_indices_map(shape)
+    self._buffers = {}
+    for device, index in indices.items():
+      bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+      sizes = [stop - start for start, stop in bounds]
+      self._buffers[_Part(device, bounds)] = jnp.zeros(sizes, dtype, device=device)
+
+  def wanted(
+    self, index: tuple[int, ...], transposed: bool
+  ) -> dict[tuple[int, int], list[_Part]]:
+    """Row ranges that devices need of the matrix at `index`, and which devices.
+
+    Rows and columns are the stored ones; if `transposed`, the array's are swapped.
+    """
+    found: dict[tuple[int, int], list[_Part]] = {}
+    for part in self._buffers:
+      lead, own = part.bounds[: len(index)], part.bounds[len(index) :]
+      if all(a <= i < b for i, (a, b) in zip(index, lead, strict=True)):
+        found.setdefault(own[-1 if transposed else 0], []).append(part)
+    return found
+
+  def put(
+    self,
+    piece: np.ndarray,
+    index: tuple[int, ...],
+    first_row: int,
+    transposed: bool,
+    parts: list[_Part],
+  ):
+    """Writes full rows from `first_row` of the matrix at `index` into `parts`."""
+    for part in parts:
+      own = part.bounds[len(index) :]
+      own = own[::-1] if transposed else own
+      start = [first_row - own[0][0]]
+      mine = piece
+      if piece.ndim == 2:
+        mine = piece[:, slice(*own[1])]
+        start.append(0)
+      start = start[::-1] if transposed else start
+      lead = [i - a for i, (a, _) in zip(index, part.bounds, strict=False)]
+      mine = jax.device_put(mine, part.device)
+      at = np.array([*lead, *start], np.int32)
+      self._buffers[part] = _write(self._buffers[part], mine, at, transposed)
+    # Or pieces would queue up in the host's memory.
+    jax.block_until_ready([self._buffers[part] for part in parts])
+
+  def array(self) -> jax.Array:
+    """The filled array; the filler is empty afterwards."""
+    buffers, self._buffers = list(self._buffers.values()), {}
+    return jax.make_array_from_single_device_arrays(
+      self._shape, self._sharding, buffers
+    )
+
+
+@functools.partial(jax.jit, static_argnames='transposed', donate_argnums=0)
+def _write(buffer, piece, start, transposed: bool):
+  piece = (piece.T if transposed else piece).astype(buffer.dtype)
+  piece = piece.reshape((1,) * (buffer.ndim - piece.ndim) + piece.shape)
+  starts = [start[axis] for axis in range(buffer.ndim)]
+  return jax.lax.dynamic_update_slice(buffer, piece, starts)
+
+
+def rows(
+  array: jax.Array | np.ndarray,
+  index: tuple[int, ...],
+  start: int,
+  stop: int,
+  *,
+  transposed: bool,
+  dtype: Any,
+) -> np.ndarray:
+  """Rows [start, stop) of the matrix (its transpose) at `index`, on the host.
+
+  Where an array spans processes all of them must call this, and all get the rows.
+  """
+  if isinstance(array, np.ndarray):
+    matrix = array[index].T if transposed else array[index]
+    return np.ascontiguousarray(matrix[start:stop].astype(dtype))
+  read = _read(array.sharding, stop - start, len(index), transposed, np.dtype(dtype))
+  out = read(array, np.array([*index, start], np.int32))
+  return np.asarray(out.addressable_data(0))
+
+
+@functools.lru_cache
+def _read(sharding, count: int, lead: int, transposed: bool, dtype: np.dtype):
+  """Compiled `rows`: (array, [*index, start]) → the rows on every device.
+
+  Each device cuts out what it has of them, and these are summed. Slices of the whole
+  array would not do: where an index is not known before, the compiler gathers a sharded
+  array on every device to cut it there.
+  """
+  if not isinstance(sharding, jax.sharding.NamedSharding):
+    return jax.jit(functools.partial(_cut, _ALONE, count, lead, transposed, dtype))
+  spec = sharding.spec
+  axes = [spec[i] if i < len(spec) else None for i in range(_MAX_AXES)]
+  axes = [(a,) if isinstance(a, str) else tuple(a or ()) for a in axes]
+  mesh = sharding.mesh
+  cut = functools.partial(_cut, _Split(mesh, axes), count, lead, transposed, dtype)
+  whole = jax.sharding.PartitionSpec()
+  return jax.jit(
+    jax.shard_map(
+      cut, mesh=mesh, in_specs=(spec, whole), out_specs=whole, check_vma=False
+    )
+  )
+
+
+class _Split(NamedTuple):
+  """How an array is split: over which mesh axes each of its axes."""
+
+  mesh: jax.sharding.Mesh | None
+  axes: list[tuple[str, ...]]
+
+  def first(self, axis: int, size: int):
+    """Where this device's `size` begin on an axis of the whole array."""
+    return jax.lax.axis_index(self.axes[axis]) * size if self.axes[axis] else 0
+
+  def parts(self, axis: int) -> int:
+    """Into how many an axis is split."""
+    return math.prod(self.mesh.shape[name] for name in self.axes[axis])
+
+
+_MAX_AXES = 8
+_ALONE = _Split(None, [()] * _MAX_AXES)
+
+
+def _cut(split: _Split, count, lead, transposed, dtype, shard, at):
+  """`count` rows from at[-1] of the matrix at at[:-1] of the array `shard` is of."""
+  here = True
+  for axis in range(lead):
+    size = shard.shape[0]
+    i = at[axis] - split.first(axis, size)
+    here &= (i >= 0) & (i < size)
+    i = jnp.clip(i, 0, size - 1)
+    shard = jax.lax.dynamic_index_in_dim(shard, i, keepdims=False)
+  row = shard.ndim - 1 if transposed else 0
+  for axis in range(shard.ndim):
+    if axis == row:
+      shard = _range(split, lead, axis, shard, at[-1], count)
+    elif split.axes[lead + axis]:
+      whole = shard.shape[axis] * split.parts(lead + axis)
+      shard = _range(split, lead, axis, shard, 0, whole)
+  out = (shard.T if transposed else shard).astype(dtype)
+  if split.mesh is None:
+    return out
+  used = {name for axes in split.axes for name in axes}
+  for name in split.mesh.axis_names:
+    if name not in used:  # copies: one of them counts
+      here &= jax.lax.axis_index(name) == 0
+  # As bits, where a sum with zeros keeps every one, the sign of -0.0 too.
+  bits = jax.lax.bitcast_convert_type(out, f'uint{8 * dtype.itemsize}')
+  bits = jax.lax.psum(jnp.where(here, bits, 0), split.mesh.axis_names)
+  return jax.lax.bitcast_convert_type(bits, dtype)
+
+
+def _range(split: _Split, lead: int, axis: int, shard, begin, count: int):
+  """[begin, begin + count) of an axis of the whole; zeros where it is not here."""
+  size = shard.shape[axis]
+  own = min(size, count)
+  first = split.first(lead + axis, size)
+  local = jnp.clip(begin - first, 0, size - own)
+  part = jax.lax.dynamic_slice_in_dim(shard, local, own, axis)
+  if not split.axes[lead + axis]:
+    return part
+  # It belongs at first + local − begin, which may be outside on either side.
+  at = jnp.clip(first + local - begin + own, 0, count + own)
+  shape = [*part.shape]
+  shape[axis] = count + 2 * own
+  zeros = jnp.zeros(shape, part.dtype)
+  padded = jax.lax.dynamic_update_slice_in_dim(zeros, part, at, axis)
+  return jax.lax.slice_in_dim(padded, own, own + count, axis=axis)

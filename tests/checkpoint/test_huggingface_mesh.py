@@ -1,0 +1,65 @@
+"""Law 6 for imported weights: any mesh, any number of processes, the same model."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from m2jax.checkpoint import huggingface
+from tests.checkpoint.test_huggingface import CFG, files_of, random_variables
+
+ROOT = pathlib.Path(__file__).parents[2]
+MESH_CFG = dataclasses.replace(
+  CFG, vocab_size=32, num_experts=4, expert_dim=16, param_dtype='bfloat16'
+)
+
+
+def free_port():
+  with socket.socket() as s:
+    s.bind(('127.0.0.1', 0))
+    return s.getsockname()[1]
+
+
+@pytest.mark.parametrize('count', [1, pytest.param(2, marks=pytest.mark.long)])
+def test_load_and_save_on_a_mesh(tmp_path, count):
+  """8 devices (expert 2 × fsdp 2 × tensor 2) of one process and of two: every shard is
+  its slice of the whole. A process reads only the experts that it holds, and each
+  writes its share of files; together they are the same checkpoint again."""
+  huggingface.save(tmp_path / 'in', MESH_CFG, random_variables(MESH_CFG))
+  port = str(free_port())
+  workers = [
+    subprocess.Popen(
+      [
+        *(sys.executable, '-m', 'tests.checkpoint.huggingface_worker'),
+        *(str(process), str(count), port, tmp_path / 'in', tmp_path / 'out'),
+      ],
+      cwd=ROOT,
+      env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for process in range(count)
+  ]
+  try:
+    results = [worker.communicate(timeout=240) for worker in workers]
+  finally:
+    for worker in workers:
+      worker.kill()
+  for out, err in results:
+    match = re.search(r'^read (\d+) of (\d+)$', out, re.MULTILINE)
+    assert match, out + err[-3000:]
+    read, stored = map(int, match.groups())
+    # Experts, three quarters of this model, are read by one process alone.
+    assert read == stored if count == 1 else read < 0.7 * stored
+  assert len(list((tmp_path / 'out').glob('*.safetensors'))) > count
+  want, have = files_of(tmp_path / 'in'), files_of(tmp_path / 'out')
+  assert have.keys() == want.keys()
+  for name, value in want.items():
+    np.testing.assert_array_equal(have[name], value)
