@@ -1,4 +1,4 @@
-"""Plain pre-training on text files: next-token prediction and MTP.
+"""Pre-training on text: stages of growing context, a constant and a decay phase, MTP.
 
 python -m experiments.pretrain --config=configs/pretrain.py --workdir=workdir/pretrain
 """
@@ -6,80 +6,176 @@ python -m experiments.pretrain --config=configs/pretrain.py --workdir=workdir/pr
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pathlib
 import sysconfig
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from experiments import common
+from m2jax import sharding as sharding_lib
 from m2jax.checkpoint import CheckpointError, CheckpointManager, policy
 from m2jax.config import ModelConfig
-from m2jax.data import text_files
+from m2jax.data import corpus as corpus_lib
+from m2jax.data import documents, quality
+from m2jax.data.corpus import Corpus, DomainConfig
+from m2jax.data.documents import Document
+from m2jax.data.mixture import MixtureConfig
 from m2jax.observe.metrics import MetricsWriter
+from m2jax.sharding import MeshConfig
 from m2jax.text import tokenizer
 from m2jax.train import pretrain
+from m2jax.train.stages import PretrainConfig, Stage
 from m2jax.train.workdir import OtherRun, keep_tokenizer, open_workdir
+
+Encode = Callable[[str], Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-  """Which files; see `data.text_files`. An empty root is this Python's own library."""
+  """What is read; see `data.corpus`.
+
+  Attributes:
+    root, suffixes, exclude_dirs: the only domain; an empty root is this Python's own
+      library.
+    domains: name → fields of a `DomainConfig`; given, the three above are not used.
+    held_out: share of the documents.
+    quality: scorer of documents: path of a `quality.Classifier`, or module:function;
+      '' scores all alike.
+    mixture: how often documents come, where there are several domains or scores.
+    join_from_context: stages of at least this context read documents joined to about
+      its length; 0 is never.
+  """
 
   root: str = ''
   suffixes: tuple[str, ...] = ('.py',)
   exclude_dirs: tuple[str, ...] = ()
+  domains: dict[str, Any] = dataclasses.field(default_factory=dict)
   held_out: float = 0.05
+  quality: str = ''
+  mixture: MixtureConfig = MixtureConfig()
+  join_from_context: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """One run; without a `tokenizer` file it trains one on some `tokenizer_files`."""
+  """One run; without a `tokenizer` file it trains one on some `tokenizer_files`.
+
+  `mesh` says over how many devices, and how; a run may go on on another.
+  """
 
   seed: int
   model: ModelConfig
   text: TextConfig
   tokenizer: str
   tokenizer_files: int
-  pretrain: pretrain.PretrainConfig
+  pretrain: PretrainConfig
+  mesh: MeshConfig = MeshConfig()
+
+
+def open_text(text: TextConfig) -> tuple[Corpus, Sequence[Document]]:
+  """Training corpus and held-out documents."""
+  domains = {
+    name: common.build(DomainConfig, values, f'config.text.domains.{name}')
+    for name, values in text.domains.items()
+  }
+  if not domains:
+    root = text.root or sysconfig.get_path('stdlib')
+    domains['text'] = DomainConfig(root, text.suffixes, text.exclude_dirs, join='code')
+  return corpus_lib.load(domains, text.held_out)
+
+
+def encoder(tok: tokenizer.Tokenizer) -> Encode:
+  """Text to ids, between the tokens that begin and end a document."""
+  return lambda text: [tok.bos_id, *tok.encode(text, special=False), tok.eos_id]
+
+
+def stage_sources(
+  text: TextConfig,
+  stages: Sequence[Stage],
+  corpus: Corpus,
+  encode: Encode,
+  *,
+  seed: int,
+  workdir: pathlib.Path,
+) -> list[Sequence[np.ndarray]]:
+  """What each stage reads: the same object where it is the same."""
+
+  @functools.cache
+  def table():
+    scorer, print_ = quality.load(text.quality) if text.quality else (None, '')
+    return corpus_lib.survey(corpus, scorer, workdir / 'survey.npz', print_)
+
+  @functools.cache
+  def source(join_tokens: int):
+    found, rows = corpus, None
+    if join_tokens:
+      most = int(join_tokens * bytes_per_token(corpus.source, encode))
+      found, rows = corpus_lib.joined(corpus, table(), most)
+    if len(found.configs) == 1 and not text.quality:
+      return documents.Encoded(found.source, encode)
+    rows = table() if rows is None else rows
+    return documents.Encoded(corpus_lib.mixed(found, rows, text.mixture, seed), encode)
+
+  start = text.join_from_context
+  return [source(s.context if 0 < start <= s.context else 0) for s in stages]
+
+
+def bytes_per_token(source: Sequence[Document], encode: Encode) -> float:
+  """Of some documents spread over the source."""
+  some = [source[i].text for i in range(0, len(source), -(-len(source) // 50))]
+  return sum(len(t.encode()) for t in some) / sum(len(encode(t)) for t in some)
+
+
+def make_tokenizer(config: Config, source: Sequence[Document]) -> tokenizer.Tokenizer:
+  """The file's, or one trained on some documents spread over the source."""
+  if config.tokenizer:
+    return tokenizer.load(config.tokenizer)
+  step = -(-len(source) // config.tokenizer_files)
+  texts = [source[i].text for i in range(0, len(source), step)]
+  return tokenizer.train(texts, config.model.vocab_size)
 
 
 def main():
   config, workdir = common.build(Config, common.values()), common.workdir()
-  text = config.text
-  root = text.root or sysconfig.get_path('stdlib')
-  paths = text_files.find(root, text.suffixes, exclude_dirs=text.exclude_dirs)
-  train, held_out = text_files.split(paths, text.held_out, root=root)
-  if not train or not held_out:
-    raise common.BadInput(
-      f'{len(train)} files to train on and {len(held_out)} held out below {root}: '
-      'both need at least one; see --config.text.held_out'
-    )
-  open_workdir(config, workdir, common.FRESH.value)
-
-  def make_tokenizer():
-    if config.tokenizer:
-      return tokenizer.load(config.tokenizer)
-    some = train[:: -(-len(train) // config.tokenizer_files)]
-    texts = [path.read_text('utf-8', 'replace') for path in some]
-    return tokenizer.train(texts, config.model.vocab_size)
-
+  sharding = sharding_lib.make(config.mesh)
+  corpus, held_out = open_text(config.text)
+  run = dataclasses.replace(config, mesh=MeshConfig())  # the same on any mesh
+  open_workdir(run, workdir, common.FRESH.value)
   path = workdir / policy.TOKENIZER_FILE
-  tok = keep_tokenizer(path, make_tokenizer, config.model.vocab_size)
-
-  def encode(text):
-    return [tok.bos_id, *tok.encode(text, special=False), tok.eos_id]
+  make = functools.partial(make_tokenizer, config, corpus.source)
+  encode = encoder(keep_tokenizer(path, make, config.model.vocab_size))
+  sources = stage_sources(
+    config.text,
+    config.pretrain.stages,
+    corpus,
+    encode,
+    seed=config.seed,
+    workdir=workdir,
+  )
 
   checkpoints = CheckpointManager(workdir / 'pretrain')
   with checkpoints as manager, MetricsWriter(workdir) as metrics:
     state = pretrain.fit(
       config.pretrain,
       config.model,
-      text_files.TextFiles(train, encode),
+      sources,
       seed=config.seed,
       manager=manager,
       metrics=metrics,
       host={**policy.host(config.model), 'config': dataclasses.asdict(config)},
       files={policy.TOKENIZER_FILE: path.read_bytes()},
+      sharding=sharding,
     )
-    documents = text_files.TextFiles(held_out, encode)
-    loss = pretrain.held_out(config.pretrain, config.model, state.variables, documents)
+    loss = pretrain.held_out(
+      config.pretrain,
+      config.model,
+      state.variables,
+      documents.Encoded(held_out, encode),
+      sharding,
+    )
     metrics.supersede('held_out', -1)
     metrics.write('held_out', int(state.step), loss)
   print(

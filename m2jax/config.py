@@ -96,6 +96,35 @@ def m2() -> ModelConfig:
   )
 
 
+def ablation(fine_grained: bool = True) -> ModelConfig:
+  """The shape of the report's MoE ablation: 17.8B parameters, 2.0B active.
+
+  Published (facts/m2-and-forge.md §1.5): both counts, and 128 experts of which 8 are
+  active, or with `fine_grained=False` 32 of which 2 are. The rest is ours: M2's
+  vocabulary, head and proportions (query width 2·D, 6 query heads to a key head), and
+  the D, L and F with which the counts come out, active ones without embedding and head
+  as in M2's 9.8B. A coarse expert is as wide as four fine ones. No MTP: that is a row
+  of its own in the ablation (`dataclasses.replace(…, num_mtp_modules=1)`).
+  """
+  num_experts, experts_per_token, expert_dim = (128, 8, 448)
+  if not fine_grained:
+    num_experts, experts_per_token, expert_dim = (32, 2, 4 * 448)
+  return ModelConfig(
+    vocab_size=200_064,
+    num_layers=40,
+    embed_dim=2304,
+    num_heads=36,
+    num_kv_heads=6,
+    head_dim=128,
+    rotary_dim=64,
+    num_experts=num_experts,
+    experts_per_token=experts_per_token,
+    expert_dim=expert_dim,
+    num_mtp_modules=0,
+    remat=True,
+  )
+
+
 def tiny() -> ModelConfig:
   """0.9M parameters: learns shell tasks on two CPU cores in minutes."""
   return ModelConfig(

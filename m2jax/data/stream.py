@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 _STATE_VERSION = 1
+_ORDERS_KEPT = 2  # lanes side by side pass from one epoch to the next at other times
 
 
 class StateMismatch(ValueError):
@@ -37,8 +38,7 @@ class Stream:
     self.source = source
     self.seed = seed
     self.epochs = epochs
-    self._epoch = -1
-    self._order = np.arange(0)
+    self._orders: dict[int, np.ndarray] = {}  # of the last epochs asked for
 
   def index(self, position: int) -> int | None:
     """Which item of the source lies at `position`; None past the last epoch."""
@@ -47,12 +47,14 @@ class Stream:
       return None
     if self.seed is None:
       return at
-    if epoch != self._epoch:
+    if epoch not in self._orders:
       # Raw Philox words are the same in every NumPy; Generator's methods may change.
       key = np.array([self.seed, epoch], np.uint64)
       words = np.random.Philox(key=key).random_raw(len(self.source))
-      self._epoch, self._order = epoch, np.argsort(words, kind='stable')
-    return int(self._order[at])
+      if len(self._orders) == _ORDERS_KEPT:
+        del self._orders[next(iter(self._orders))]
+      self._orders[epoch] = np.argsort(words, kind='stable')
+    return int(self._orders[epoch][at])
 
   def identity(self) -> dict[str, Any]:
     """What a saved position is only valid for; JSON-able."""

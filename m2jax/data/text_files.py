@@ -1,14 +1,13 @@
-"""Plain text files as a random-access source of token arrays."""
+"""Plain text files as a source of documents."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pathlib
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-import numpy as np
+from m2jax.data import documents
+from m2jax.data.documents import Document
 
 
 def find(
@@ -40,49 +39,29 @@ def find(
   return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def split(
-  paths: Sequence[pathlib.Path], held_out: float, *, root: str | os.PathLike
-) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
-  """(training, held-out) paths: each file's side depends on its own name only.
-
-  Args:
-    held_out: share of files held out, in [0, 1].
-    root: names are taken relative to it, so that a moved tree splits alike.
-  """
-
-  def side(path):
-    name = pathlib.Path(path).relative_to(root).as_posix()
-    return zlib.crc32(name.encode()) < held_out * 2**32
-
-  return [p for p in paths if not side(p)], [p for p in paths if side(p)]
-
-
 class TextFiles(Sequence):
-  """One token array [tokens] int32 a file, read and encoded when it is asked for.
+  """One document a file, read when it is asked for; its name is the path below `root`.
 
   Attributes:
     fingerprint: of the files' names and sizes; a saved data position is refused when
       they have changed.
   """
 
-  def __init__(
-    self, paths: Iterable[str | os.PathLike], encode: Callable[[str], Sequence[int]]
-  ):
-    """Takes the files as they are now.
-
-    Args:
-      paths: the files, in order (`find`).
-      encode: text to token ids; adds what should separate documents.
-    """
+  def __init__(self, paths: Iterable[str | os.PathLike], *, root: str | os.PathLike):
+    """Takes the files as they are now, in order (`find`)."""
     self._paths = [pathlib.Path(path) for path in paths]
-    self._encode = encode
-    names = [f'{path.name}\0{path.stat().st_size}\n' for path in self._paths]
-    self.fingerprint = hashlib.sha256(''.join(names).encode()).hexdigest()[:16]
+    self._names = [path.relative_to(root).as_posix() for path in self._paths]
+    sizes = [path.stat().st_size for path in self._paths]
+    self.fingerprint = documents.fingerprint(*self._names, *sizes)
 
   def __len__(self) -> int:
     return len(self._paths)
 
-  def __getitem__(self, index: int) -> np.ndarray:
+  def name(self, index: int) -> str:
+    """The document's name, without reading it."""
+    return self._names[index]
+
+  def __getitem__(self, index: int) -> Document:
     # Bytes that are not UTF-8 become U+FFFD: one odd file must not end a run.
     text = self._paths[index].read_text(encoding='utf-8', errors='replace')
-    return np.asarray(self._encode(text), np.int32)
+    return Document(text, self._names[index], {'path': self._names[index]})

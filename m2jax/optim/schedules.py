@@ -1,21 +1,66 @@
-"""Learning-rate schedules as multipliers in [0, 1] of a base rate, by step.
+"""Schedules: learning-rate multipliers by step, and the clock of tokens behind them.
 
-One multiplier serves every base rate of an optimizer (Muon's and Adam's). 'wsd' is
-warm-up, stable, decay: the constant phase followed by a decay phase that M2's
-pre-training used.
+One multiplier in [0, 1] serves every base rate of an optimizer (Muon's and Adam's).
+'wsd' is warm-up, stable, decay: the constant phase followed by a decay phase that M2's
+pre-training used (facts/m2-and-forge.md §1.5). Its phases are stated in tokens, while
+an optimizer counts updates; where batches change their size, a `Clock` stands between
+the two. What has another value in another phase (the weight of MTP, the rate of the
+router bias) is `piecewise` in tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
+Stretches = tuple[tuple[int, int], ...]
 
 KINDS = ('constant', 'linear', 'cosine', 'wsd')
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+  """Tokens consumed after so many updates, exact, on the host.
+
+  Attributes:
+    stretches: (updates, tokens of each update) one after the other; the last goes on
+      for ever, whatever its number of updates.
+  """
+
+  stretches: Stretches
+
+  def __post_init__(self):
+    if not self.stretches or any(n < 0 or size < 1 for n, size in self.stretches):
+      raise ValueError(
+        f'stretches={self.stretches!r}: want (updates, tokens of each update), the '
+        'tokens positive'
+      )
+
+  def tokens(self, step: int) -> int:
+    """Tokens consumed by the first `step` updates."""
+    consumed, left = 0, step
+    for number, size in self.stretches[:-1]:
+      consumed += min(left, number) * size
+      left -= min(left, number)
+    return consumed + left * self.stretches[-1][1]
+
+  def step(self, tokens: int) -> int:
+    """The first update before which at least `tokens` were consumed."""
+    step, left = 0, tokens
+    for number, size in self.stretches[:-1]:
+      if left <= number * size:
+        return step + -(-left // size)
+      step, left = step + number, left - number * size
+    return step + -(-left // self.stretches[-1][1])
+
+
+def piecewise(points: Sequence[tuple[int, float]], tokens: int) -> float:
+  """Value of the last of the points (from so many tokens, value) that is reached."""
+  return [value for start, value in points if start <= tokens][-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +75,8 @@ class ScheduleConfig:
     total_steps: where the decay ends; not used by 'constant'.
     decay_steps: 'wsd' only.
     final_fraction: multiplier from `total_steps` on.
+    stretches: of a `Clock`; given, warm-up and decay advance with the tokens of the
+      updates, not with their number.
   """
 
   kind: str = 'constant'
@@ -37,6 +84,7 @@ class ScheduleConfig:
   total_steps: int = 0
   decay_steps: int = 0
   final_fraction: float = 0.0
+  stretches: Stretches = ()
 
   def __post_init__(self):
     def check(ok: bool, field: str, want: str):
@@ -61,14 +109,37 @@ def multiplier(config: ScheduleConfig) -> Schedule:
   if config.kind == 'wsd':
     length = config.decay_steps
   start = config.total_steps - length
+  warm_up = _share(config.stretches, 0, max(config.warmup_steps, 1))
+  decay = _share(config.stretches, start, start + length)
 
   def value(step):
     step = jnp.asarray(step, jnp.float32)
-    warm = jnp.minimum(1.0, (step + 1) / max(config.warmup_steps, 1))
+    warm = jnp.minimum(1.0, warm_up(step + 1))
     if config.kind == 'constant':
       return warm
-    done = jnp.clip((step - start) / length, 0.0, 1.0)
+    done = jnp.clip(decay(step), 0.0, 1.0)
     left = 0.5 * (1 + jnp.cos(jnp.pi * done)) if config.kind == 'cosine' else 1 - done
     return warm * (config.final_fraction + (1 - config.final_fraction) * left)
 
   return value
+
+
+def _share(stretches: Stretches, start: int, stop: int) -> Schedule:
+  """Share of the way from update `start` to `stop` that lies behind a float32 step."""
+  if not stretches:
+    return lambda step: (step - start) / (stop - start)
+  clock = Clock(stretches)
+  # float32 holds no trillions of tokens, but every step below 2**24 and every share
+  parts, first = [], 0
+  for index, (number, size) in enumerate(stretches):
+    last = stop if index == len(stretches) - 1 else first + number
+    low, high = max(first, start), min(last, stop)
+    if low < high:
+      whole = clock.tokens(stop) - clock.tokens(start)
+      parts.append((low, high - low, size / whole))
+    first += number
+
+  def share(step):
+    return sum(jnp.clip(step - low, 0, most) * each for low, most, each in parts)
+
+  return share

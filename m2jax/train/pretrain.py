@@ -1,80 +1,158 @@
-"""Pre-training on plain text: next-token prediction and MTP over rows of documents."""
+"""Pre-training on text: next-token prediction and MTP over rows of documents.
+
+A run goes through stages and phases (`stages`), which depend on the tokens consumed
+alone; these are part of the data position, so that a run that is killed and started
+again goes on with the exact next batch, rate and weight.
+
+The step is compiled once for each shape of batch and each pair of MTP weight and bias
+rate, of which a run has few.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from m2jax import forest
+from m2jax import sharding as sharding_lib
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.config import ModelConfig
 from m2jax.data import packing
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.optim import optimizer as optimizer_lib
-from m2jax.optim.optimizer import OptimizerConfig
-from m2jax.train import loop
+from m2jax.sharding import ONE_DEVICE, Sharding
+from m2jax.train import loop, stages
 from m2jax.train import step as train_step
 from m2jax.train.loop import LoopConfig
+from m2jax.train.stages import Pieces, PretrainConfig, Settings, Stage, StagedRows
 from m2jax.train.step import StepConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class PretrainConfig:
-  """Training on documents.
+class Batch(NamedTuple):
+  """A forest and how it is trained."""
 
-  Attributes:
-    rows, row_tokens: B and S of a batch.
-    held_out_batches: most batches that the held-out loss is measured on.
-    loop: the budget.
-    step: train-step settings.
-    optimizer: what updates the weights.
+  forest: forest.Forest
+  settings: Settings
+  consumed: int
+
+  @property
+  def num_tokens(self) -> int:
+    """Tokens that are not padding."""
+    return self.forest.num_tokens
+
+
+def to_batch(config: PretrainConfig, pieces: Pieces) -> Batch:
+  """Documents as a forest of the stage's one shape, weights normalised."""
+  rows = train_step.normalise(_forest(pieces.stage, pieces.arrays))
+  return Batch(rows, stages.settings(config, pieces.consumed), pieces.consumed)
+
+
+Step = Callable[[train_step.TrainState, Batch], tuple[train_step.TrainState, dict]]
+
+
+class Trainer(NamedTuple):
+  """An optimizer and a step over `Batch`es."""
+
+  optimizer: optax.GradientTransformation
+  step: Step
+
+
+def make_trainer(
+  config: PretrainConfig,
+  model: ModelConfig,
+  only_mtp: bool,
+  sharding: Sharding = ONE_DEVICE,
+) -> Trainer:
+  """What `fit` trains with: the same object for the same settings, whatever the budget,
+  so that training in several goes compiles once.
+
+  The step adds to the metrics: tokens consumed, context, MTP weight, learning rates.
   """
+  budget = LoopConfig(steps=0)
+  config = dataclasses.replace(config, loop=budget)
+  return _make_trainer(config, model, only_mtp, sharding)
 
-  rows: int
-  row_tokens: int
-  held_out_batches: int
-  loop: LoopConfig
-  step: StepConfig
-  optimizer: OptimizerConfig
+
+@functools.lru_cache(maxsize=4)
+def _make_trainer(
+  config: PretrainConfig, model: ModelConfig, only_mtp: bool, sharding: Sharding
+):
+  optimizer = dataclasses.replace(config.optimizer, schedule=stages.schedule(config))
+  tx = optimizer_lib.make(optimizer)
+  make = functools.partial(
+    train_step.make_step, model, objective=train_step.nll, sharding=sharding
+  )
+  if only_mtp:
+    tx = _only_mtp(tx)
+    make = functools.partial(_make_frozen_step, model, sharding=sharding)
+
+  @functools.cache
+  def made(values: Settings) -> train_step.Step:
+    return make(
+      optimizer=tx, config=dataclasses.replace(config.step, **values._asdict())
+    )
+
+  rates = jax.jit(functools.partial(optimizer_lib.learning_rates, optimizer))
+
+  def step(state: train_step.TrainState, batch: Batch):
+    scales = rates(state.step)
+    state, metrics = made(batch.settings)(state, batch.forest)
+    metrics |= {f'learning_rate/{name}': rate for name, rate in scales.items()}
+    metrics['mtp_weight'] = batch.settings.mtp_weight
+    metrics['context'] = batch.forest.tokens.shape[1]
+    metrics['consumed_tokens'] = batch.consumed + batch.num_tokens
+    return state, metrics
+
+  return Trainer(tx, step)
 
 
 def fit(
   config: PretrainConfig,
   model: ModelConfig,
-  documents: Sequence[np.ndarray],
+  sources: Sequence[Sequence[np.ndarray]],
   *,
   seed: int,
   manager: CheckpointManager,
   metrics: MetricsWriter,
   host: Mapping[str, Any],
   files: Mapping[str, bytes],
+  variables: dict[str, Any] | None = None,
+  phase: str = 'pretrain',
+  only_mtp: bool = False,
+  sharding: Sharding = ONE_DEVICE,
 ) -> train_step.TrainState:
-  """Trains from random weights, or resumes.
+  """Trains from random or given weights, or resumes.
 
   Args:
-    documents: source of token arrays (see `data.stream`).
+    sources: of each stage, a source of token arrays (see `data.stream`).
     seed: of the weights and of the order of the documents.
     host, files: go into every checkpoint.
+    variables: to start from; taken over. None are random ones.
+    phase: name in the metrics.
+    only_mtp: freeze the main model, router biases included: only the MTP modules learn.
+    sharding: the mesh to train on; `step.micro_rows` are rows over all of it.
   """
-  optimizer = optimizer_lib.make(config.optimizer)
-  variables = train_step.init_variables(model, jax.random.key(seed))
-  step = train_step.make_step(model, optimizer, train_step.nll, config.step)
-  rows = {'row_tokens': config.row_tokens, 'rows': config.rows}
-
-  def make_batches(position):
-    return packing.DocumentRows(documents, **rows, seed=seed, state=position)
-
+  trainer = make_trainer(config, model, only_mtp, sharding)
+  tx = trainer.optimizer
+  if variables is None:
+    state = train_step.new_state(model, tx, jax.random.key(seed), sharding)
+  else:
+    state = train_step.init_state(variables, tx)
+    state = train_step.place_state(state, model, tx, sharding)
   return loop.fit(
-    train_step.init_state(variables, optimizer),
-    step,
-    make_batches,
-    lambda pieces: train_step.normalise(_forest(config, pieces)),
+    state,
+    trainer.step,
+    lambda position: StagedRows(config, sources, seed=seed, state=position),
+    functools.partial(to_batch, config),
     config.loop,
-    phase='pretrain',
+    phase=phase,
     manager=manager,
     metrics=metrics,
     host=host,
@@ -82,44 +160,106 @@ def fit(
   )
 
 
+def _only_mtp(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+  """`tx` for the MTP modules, and no update and no state for all else."""
+
+  def labels(params):
+    def label(path, leaf):
+      del leaf
+      return 'train' if path[0].key == 'mtp' else 'freeze'
+
+    return jax.tree_util.tree_map_with_path(label, params)
+
+  return optax.partition({'train': tx, 'freeze': optax.set_to_zero()}, labels)
+
+
+def _make_frozen_step(
+  model: ModelConfig,
+  optimizer: optax.GradientTransformation,
+  config: StepConfig,
+  sharding: Sharding,
+) -> train_step.Step:
+  """A step that leaves the main model as it is, bit for bit."""
+
+  def watched(logprob, batch):  # the main loss, for the log, without a gradient
+    return train_step.nll(jax.lax.stop_gradient(logprob), batch)
+
+  config = dataclasses.replace(config, detach_mtp=True)
+  step = train_step.make_step(model, optimizer, watched, config, sharding)
+
+  def frozen(state: train_step.TrainState, batch: forest.Forest):
+    bias = jnp.copy(state.variables['router']['layers'])  # the state is donated
+    state, metrics = step(state, batch)
+    router = {**state.variables['router'], 'layers': bias}
+    variables = {**state.variables, 'router': router}
+    return dataclasses.replace(state, variables=variables), metrics
+
+  return frozen
+
+
 def held_out(
-  config: PretrainConfig, model: ModelConfig, variables, documents: Sequence[np.ndarray]
+  config: PretrainConfig,
+  model: ModelConfig,
+  variables,
+  documents: Sequence[np.ndarray],
+  sharding: Sharding = ONE_DEVICE,
 ) -> dict[str, float]:
-  """`loss` and `mtp_loss` in nats per token, means over so many `tokens`."""
+  """`loss` and `mtp_loss` in nats per token, means over so many `tokens`.
+
+  Rows have the shape of the last stage, and each document comes once.
+  """
+  stage = config.stages[-1]
   batches = packing.DocumentRows(
-    documents, row_tokens=config.row_tokens, rows=config.rows, seed=None, epochs=1
+    documents, row_tokens=stage.context, rows=stage.rows, seed=None, epochs=1
   )
   pieces = (p for p, _ in zip(batches, range(config.held_out_batches), strict=False))
-  return score(config.step, model, variables, (_forest(config, p) for p in pieces))
+  batches = (_forest(stage, p) for p in pieces)
+  return score(config.step, model, variables, batches, sharding)
 
 
 def score(
-  config: StepConfig, model: ModelConfig, variables, batches: Iterable[forest.Forest]
+  config: StepConfig,
+  model: ModelConfig,
+  variables,
+  batches: Iterable[forest.Forest],
+  sharding: Sharding = ONE_DEVICE,
 ) -> dict[str, float]:
   """Means over the loss terms of batches; see `held_out`."""
-
-  @jax.jit
-  def sums(variables, batch):
-    _, (metrics, _) = train_step.loss_and_loads(
-      variables['params'], variables['router'], batch, model, train_step.nll, config
-    )
-    return metrics
-
+  sums = _metrics(config, model, sharding)
+  specs = sharding_lib.batch_specs(sharding.rules)
   totals, tokens = {}, 0.0
   for batch in batches:
     tokens += float(np.sum(batch.weight))
     for part in train_step.micro_batches(batch, config.micro_rows):
+      part = sharding.place(part, specs)
       for name, value in jax.device_get(sums(variables, part)).items():
         totals[name] = totals.get(name, 0.0) + float(value)
   means = {name: total / max(tokens, 1.0) for name, total in totals.items()}
   return {**means, 'tokens': int(tokens)}
 
 
-def _forest(config: PretrainConfig, pieces: Sequence[np.ndarray]) -> forest.Forest:
+@functools.lru_cache(maxsize=4)
+def _metrics(config: StepConfig, model: ModelConfig, sharding: Sharding):
+  """Metrics of one forest batch, compiled once for the same settings."""
+
+  @jax.jit
+  def metrics(variables, batch):
+    _, (found, _) = train_step.loss_and_loads(
+      variables['params'],
+      variables['router'],
+      batch,
+      model,
+      train_step.nll,
+      config,
+      sharding,
+    )
+    return found
+
+  return metrics
+
+
+def _forest(stage: Stage, arrays: Sequence[np.ndarray]) -> forest.Forest:
   """One compiled shape, whatever the documents' lengths."""
   return forest.chain(
-    pieces,
-    row_tokens=config.row_tokens,
-    rows=config.rows,
-    row_terms=config.row_tokens,
+    arrays, row_tokens=stage.context, rows=stage.rows, row_terms=stage.context
   )

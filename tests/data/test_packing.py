@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from m2jax import forest
 from m2jax.data import demos, packing, stream, text_files
+from m2jax.data.documents import Encoded
 
 lengths = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(sum)
 
@@ -183,9 +184,128 @@ def test_bad_sources_are_named():
     list(itertools.islice(batches, 3))
 
 
+class TestLanes:
+  """Streams side by side: many documents in a batch, and a part of it for each host."""
+
+  @settings(deadline=None, max_examples=60)
+  @given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    row_tokens=st.integers(1, 20),
+    hosts=st.sampled_from([1, 2, 3]),
+    lanes_per_host=st.integers(1, 3),
+    rows_per_lane=st.integers(1, 2),
+    seed=st.integers(0, 99),
+    consumed=st.integers(0, 6),
+  )
+  def test_hosts_share_one_stream(
+    self, sizes, row_tokens, hosts, lanes_per_host, rows_per_lane, seed, consumed
+  ):
+    """What the hosts read side by side is what one host would read, batch for batch; no
+    two read the same position; and their states merge to the state of one host, from
+    which any number of hosts goes on."""
+    lanes = hosts * lanes_per_host
+    common = {'row_tokens': row_tokens, 'rows': lanes * rows_per_lane}
+    common.update(lanes=lanes, seed=seed)
+    source = documents(sizes)
+
+    def open_hosts(state=None):
+      return [
+        packing.DocumentRows(source, host=(h, hosts), state=state, **common)
+        for h in range(hosts)
+      ]
+
+    whole, parts = packing.DocumentRows(source, **common), open_hosts()
+    for _ in range(consumed):
+      assert equal([next(whole)], [sum((next(part) for part in parts), [])])
+    states = json.loads(json.dumps([part.state() for part in parts]))
+    own = [set(state['where']) for state in states]
+    assert sum(map(len, own)) == len(set.union(*own)) == lanes
+    merged = packing.merge_states(states[::-1])
+    assert merged == whole.state()
+    rest = list(itertools.islice(whole, 4))
+    again = packing.DocumentRows(source, state=merged, **common)
+    assert equal(list(itertools.islice(again, 4)), rest)
+    parts = open_hosts(merged)
+    for want in rest:
+      assert equal([want], [sum((next(part) for part in parts), [])])
+
+  @settings(deadline=None, max_examples=40)
+  @given(
+    count=st.integers(1, 12),
+    lanes=st.integers(1, 5),
+    seed=st.none() | st.integers(0, 99),
+  )
+  def test_each_document_once_an_epoch(self, count, lanes, seed):
+    """Over all lanes together, however far one is ahead of another."""
+    source = documents([3] * count)
+    rows = packing.DocumentRows(
+      source, row_tokens=3, rows=lanes, lanes=lanes, seed=seed
+    )
+    epochs = 2 * lanes  # after which a whole number of batches is full
+    pieces = sum((next(rows) for _ in range(count * epochs // lanes)), [])
+    found = np.bincount([int(piece[0]) // 1000 for piece in pieces])
+    np.testing.assert_array_equal(found, epochs)
+
+  def test_a_batch_has_many_documents(self):
+    """Documents longer than a batch do not make batches of one document."""
+    source = documents([100_000] * 8)
+    rows = packing.DocumentRows(source, row_tokens=16, rows=8, lanes=4, seed=1)
+    for _ in range(3):
+      assert len({id(piece.base) for piece in next(rows)}) == 4
+
+  def test_batches_fill_the_forest(self):
+    """The rows of all lanes pack into the forest without padding."""
+    source = documents([5, 9, 2, 30, 7])
+    rows = packing.DocumentRows(source, row_tokens=8, rows=6, lanes=3, seed=1)
+    for batch in itertools.islice(rows, 5):
+      assert forest.chain(batch, row_tokens=8, rows=6).num_tokens == 48
+
+  def test_rows_and_length_may_change(self):
+    """A later stage of longer rows goes on with each lane's tokens."""
+    source, common = documents([50, 60, 70, 80]), {'lanes': 2, 'seed': 3}
+    first = packing.DocumentRows(source, row_tokens=8, rows=4, **common)
+    next(first)
+    longer = packing.DocumentRows(
+      source, row_tokens=32, rows=2, state=first.state(), **common
+    )
+    per_lane = [np.concatenate(next(first)).reshape(2, -1) for _ in range(2)]
+    want = np.concatenate(per_lane, axis=1)
+    np.testing.assert_array_equal(np.concatenate(next(longer)).reshape(2, -1), want)
+
+  @pytest.mark.parametrize(
+    ('more', 'match'),
+    [
+      ({'rows': 4, 'lanes': 3}, 'lanes must divide rows'),
+      ({'rows': 4, 'lanes': 4, 'host': (0, 3)}, 'number of hosts'),
+      ({'rows': 4, 'lanes': 4, 'host': (2, 2)}, 'number of hosts'),
+      ({'rows': 4, 'lanes': 2, 'epochs': 1}, 'one lane only'),
+    ],
+  )
+  def test_bad_arguments_are_named(self, more, match):
+    """A wrong split would train something twice or never."""
+    with pytest.raises(ValueError, match=match):
+      packing.DocumentRows(documents([5]), row_tokens=4, **more)
+
+  def test_states_of_other_lanes_are_refused(self):
+    """Half of a state, or one of another division, would lose documents."""
+    source, common = documents([5, 6, 7]), {'row_tokens': 4, 'rows': 4}
+    states = [
+      packing.DocumentRows(source, lanes=4, host=(h, 2), **common).state()
+      for h in range(2)
+    ]
+    with pytest.raises(stream.StateMismatch, match='lanes: saved 4, now 2'):
+      packing.DocumentRows(source, lanes=2, state=states[0], **common)
+    with pytest.raises(stream.StateMismatch, match='not lane 2'):
+      packing.DocumentRows(source, lanes=4, state=states[0], **common)
+    with pytest.raises(stream.StateMismatch, match='2 of 4 lanes'):
+      packing.merge_states(states[:1])
+    other = packing.DocumentRows(source, lanes=4, seed=9, **common).state()
+    with pytest.raises(stream.StateMismatch, match='not of one stream'):
+      packing.merge_states([states[0], other])
+
+
 def test_grain_sources_are_sources():
-  """Mixtures, Parquet and ArrayRecord come from grain: a finite MapDataset must work as
-  it is, its own transformations included."""
+  """A finite MapDataset of grain works as it is, its own transformations included."""
   dataset = grain.MapDataset.source(documents([4, 4, 4])).map(lambda d: d + 1)
   batches = packing.DocumentRows(dataset, row_tokens=6, rows=1, seed=3, epochs=1)
   tokens = np.concatenate([piece for batch in batches for piece in batch])
@@ -221,11 +341,10 @@ class TestTextFiles:
   def test_documents_are_encoded_text(self, root):
     """Bytes that are no UTF-8 must not end a run."""
     (root / 'odd.py').write_bytes(b'caf\xe9')
-    source = text_files.TextFiles(
-      text_files.find(root, ('.py',), exclude_dirs=('pkg',)),
-      lambda text: [ord(c) for c in text] + [0],
-    )
-    assert len(source) == 3
+    paths = text_files.find(root, ('.py',), exclude_dirs=('pkg',))
+    texts = text_files.TextFiles(paths, root=root)
+    source = Encoded(texts, lambda text: [ord(c) for c in text] + [0])
+    assert len(source) == 3 and texts[2].name == texts.name(2) == 'odd.py'
     assert ''.join(map(chr, source[0])) == '# a.py é\n\0'
     assert ''.join(map(chr, source[2])) == 'caf\N{REPLACEMENT CHARACTER}\0'
 
@@ -234,7 +353,8 @@ class TestTextFiles:
     paths = text_files.find(root, ('.py',))
 
     def rows(state=None):
-      source = text_files.TextFiles(paths, lambda text: list(text.encode()))
+      source = text_files.TextFiles(paths, root=root)
+      source = Encoded(source, lambda text: list(text.encode()))
       return packing.DocumentRows(source, row_tokens=4, rows=1, state=state)
 
     batches = rows()
@@ -244,15 +364,6 @@ class TestTextFiles:
     (root / 'a.py').write_text('longer than it was before')
     with pytest.raises(stream.StateMismatch, match='fingerprint'):
       rows(state)
-
-  def test_split_depends_on_the_name_only(self, tmp_path):
-    """Adding files later must not move a held-out file into training."""
-    paths = [tmp_path / f'{i}.py' for i in range(400)]
-    train, held = text_files.split(paths, 0.25, root=tmp_path)
-    assert sorted(train + held) == sorted(paths)
-    assert 60 < len(held) < 140
-    _, fewer = text_files.split(paths[:200], 0.25, root=tmp_path)
-    assert fewer == [p for p in held if p in paths[:200]]
 
 
 class TestDemos:

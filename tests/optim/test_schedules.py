@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax.optim.schedules import KINDS, ScheduleConfig, multiplier
+from m2jax.optim.schedules import (
+  KINDS,
+  Clock,
+  ScheduleConfig,
+  multiplier,
+  piecewise,
+)
 
 
 def values(config, steps):
@@ -66,3 +72,65 @@ def test_bad_fields_are_named(fields, name):
   """A broken config says which field and what it should be (law 9)."""
   with pytest.raises(ValueError, match=f'ScheduleConfig.{name}='):
     ScheduleConfig(**fields)
+
+
+stretches = st.lists(
+  st.tuples(st.integers(1, 9), st.integers(1, 50)), min_size=1, max_size=4
+).map(tuple)
+
+
+@given(stretches, st.integers(0, 60), st.integers(0, 2000))
+def test_clock_counts_tokens(stretches, step, tokens):
+  """Against adding up update by update; and `step` is the first update before which at
+  least so many tokens were consumed."""
+  sizes = [size for number, size in stretches for _ in range(number)]
+  sizes += [stretches[-1][1]] * (2100 - len(sizes))
+  clock = Clock(stretches)
+  assert clock.tokens(step) == sum(sizes[:step])
+  first = clock.step(tokens)
+  assert clock.tokens(first) >= tokens
+  assert first == 0 or clock.tokens(first - 1) < tokens
+
+
+def test_clock_of_trillions():
+  """M2's 29.2T tokens, to the token: more than float32 or int32 hold."""
+  size = 1536 * 8192
+  clock = Clock(((2_000_000, size), (1, size + 1)))
+  assert clock.tokens(2_000_003) == 2_000_003 * size + 3
+  assert clock.step(2_000_000 * size + 1) == 2_000_001
+
+
+@settings(deadline=None, max_examples=40)
+@given(stretches, st.integers(0, 5), st.integers(1, 30), st.data())
+def test_tokens_drive_the_schedule(stretches, warmup, length, data):
+  """With stretches, warm-up and decay advance with the tokens of the updates: by the
+  definition over sums of tokens; alike batches give the plain schedule."""
+  decay = data.draw(st.integers(1, length))
+  total = warmup + length
+  config = ScheduleConfig('wsd', warmup, total, decay, 0.25, stretches)
+  clock = Clock(stretches)
+  start, end = clock.tokens(total - decay), clock.tokens(total)
+  for step in range(total + 3):
+    warm = min(1.0, clock.tokens(step + 1) / max(clock.tokens(warmup), 1))
+    done = min(max((clock.tokens(step) - start) / (end - start), 0.0), 1.0)
+    want = warm * (0.25 + 0.75 * (1 - done))
+    assert values(config, step) == pytest.approx(want, rel=1e-5)
+  alike = tuple((number, 7) for number, _ in stretches)
+  plain = ScheduleConfig('wsd', warmup, total, decay, 0.25)
+  tokens = ScheduleConfig('wsd', warmup, total, decay, 0.25, alike)
+  steps = range(total + 3)
+  np.testing.assert_allclose(values(tokens, steps), values(plain, steps), rtol=1e-5)
+
+
+def test_piecewise():
+  """A value holds from its point on, until the next."""
+  points = [(0, 0.3), (100, 0.1), (150, 0.0)]
+  found = [piecewise(points, tokens) for tokens in (0, 99, 100, 149, 150, 10**14)]
+  assert found == [0.3, 0.3, 0.1, 0.1, 0.0, 0.0]
+
+
+@pytest.mark.parametrize('bad', [(), ((3, 0),), ((-1, 4),)])
+def test_bad_stretches_are_named(bad):
+  """They would count no tokens, or count backwards."""
+  with pytest.raises(ValueError, match='stretches='):
+    Clock(bad)

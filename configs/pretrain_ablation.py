@@ -1,0 +1,69 @@
+r"""The report's MoE ablation: coarse or fine-grained experts, with and without MTP.
+
+COMMAND: python -m experiments.pretrain --config=configs/pretrain_ablation.py:fine \
+           --workdir=DIRECTORY --config.tokenizer=PATH/tokenizer.json \
+           --config.text.root=DIRECTORY
+HARDWARE: a TPU v5p slice; which one is to be planned, on a pod.
+TIME: to be planned: 500B tokens at 6 · 2.0B FLOPs each, attention not counted, are
+  6.0e21 FLOPs a variant.
+RESULT: published (facts/m2-and-forge.md §1.5), on other data than yours: MATH 19.6
+  coarse, 24.1 fine, 21.3 coarse with MTP; HumanEval 29.7, 32.5, 30.1.
+
+Variants: `:coarse` (32 experts, top 2), `:fine` (128, top 8), `:coarse_mtp`.
+
+Published: 17.8B parameters, 2B active, 500B tokens, the numbers of experts. Ours: the
+rest of the shape (`m2jax.config.ablation`), context, batch, optimizer and schedule, and
+MTP's weight 0.3 throughout.
+"""
+
+import dataclasses
+
+import ml_collections
+
+from m2jax import config as model_config
+
+VARIANTS = ('coarse', 'fine', 'coarse_mtp')
+
+
+def get_config(variant: str = 'fine') -> ml_collections.ConfigDict:
+  if variant not in VARIANTS:
+    raise ValueError(f'unknown variant {variant!r}: want one of {VARIANTS}')
+  c = ml_collections.ConfigDict()
+  c.seed = 0
+  c.model = dataclasses.asdict(model_config.ablation(fine_grained=variant == 'fine'))
+  c.model.num_mtp_modules = int(variant == 'coarse_mtp')
+  c.text = dict(
+    root='data/text',
+    suffixes=('.jsonl', '.parquet', '.array_record'),
+    exclude_dirs=(),
+    domains={},
+    held_out=0.0001,
+    quality='',
+    mixture=dict(cap=4.0, floor=0.5, gain=4.0, epoch=1.0),
+    join_from_context=0,
+  )
+  c.tokenizer = 'data/tokenizer.json'
+  c.tokenizer_files = 0
+  tokens, context, rows = 500_000_000_000, 8_192, 512  # 4,194,304 tokens a batch
+  c.pretrain = dict(
+    stages=((context, rows, tokens),),
+    phases=dict(
+      tokens=tokens,
+      warmup_tokens=8_000_000_000,
+      decay_tokens=tokens // 5,
+      final_fraction=0.1,
+      decay_mtp_weight=0.3,
+      bias_updates_until=1.0,
+    ),
+    lanes=0,
+    held_out_batches=8,
+    loop=dict(
+      steps=-(-tokens // (context * rows)),
+      seconds=0.0,
+      checkpoint_every=500,
+      log_every=1,
+    ),
+    step=dict(micro_rows=64, mtp_weight=0.3, bias_update_rate=1e-3),
+    optimizer=dict(name='adamw', learning_rate=4e-4, weight_decay=0.1),
+  )
+  return c

@@ -1,0 +1,77 @@
+r"""Pre-training M2: 228.7B parameters, 29.2T tokens. A plan; nobody has run it here.
+
+COMMAND: python -m experiments.pretrain --config=configs/pretrain_m2.py \
+           --workdir=DIRECTORY --config.tokenizer=PATH/tokenizer.json \
+           --config.text.domains.code.root=… (and so on)
+HARDWARE: a TPU v5p pod; which slice and mesh is to be planned, on the pod.
+TIME: to be planned: 29.2T tokens at 6 · 9.8B FLOPs each, attention not counted, are
+  1.7e24 FLOPs.
+RESULT: to be planned; the report gives no loss of its base model.
+
+Published (facts/m2-and-forge.md §1.5, §3): the shape; 19.9T tokens of constant phase
+and 9.3T of decay; contexts 8K, 32K, 192K in this order; one MTP module, its weight 0.3,
+in the decay phase 0.1; sign updates of the router bias are the compatible reading.
+Not published, so ours: how the tokens split over contexts; batch size (12.6M tokens in
+every stage); optimizer, rates, warm-up and decay shape; the rate of the router bias and
+its end (DeepSeek-V3's: 1e-3, 0 for the last 500B of 14.8T tokens); the domains and
+everything about their mixture.
+"""
+
+import dataclasses
+
+import ml_collections
+
+from m2jax import config as model_config
+
+BILLION = 10**9
+CONSTANT, DECAY = 19_900 * BILLION, 9_300 * BILLION  # tokens, published
+
+
+def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  if variant:
+    raise ValueError(f'unknown variant {variant!r}: there is none')
+  c = ml_collections.ConfigDict()
+  c.seed = 0
+  c.model = dataclasses.asdict(model_config.m2())
+  # ours: a domain is a directory of .jsonl, .parquet or .array_record files
+  code = dict(join='code', repository_field='repository', category_field='language')
+  c.text = dict(
+    root='',
+    suffixes=(),
+    exclude_dirs=(),
+    domains=dict(
+      web=dict(root='data/web', weight=0.45, category_field='topic'),
+      code=dict(root='data/code', weight=0.3, **code),
+      books=dict(root='data/books', weight=0.15, category_field='topic'),
+      mathematics=dict(root='data/mathematics', weight=0.1, category_field='topic'),
+    ),
+    held_out=0.0001,
+    quality='data/quality.npz',
+    mixture=dict(cap=4.0, floor=0.5, gain=4.0, epoch=1.0),
+    join_from_context=32_768,
+  )
+  c.tokenizer = 'data/tokenizer.json'
+  c.tokenizer_files = 0
+  stages = (  # (context, rows, tokens): 12,582,912 tokens a batch
+    (8_192, 1_536, 26_200 * BILLION),
+    (32_768, 384, 2_000 * BILLION),
+    (196_608, 64, 1_000 * BILLION),
+  )
+  steps = sum(-(-tokens // (context * rows)) for context, rows, tokens in stages)
+  c.pretrain = dict(
+    stages=stages,
+    phases=dict(
+      tokens=CONSTANT + DECAY,
+      warmup_tokens=25 * BILLION,
+      decay_tokens=DECAY,
+      final_fraction=0.1,
+      decay_mtp_weight=0.1,
+      bias_updates_until=1 - 0.5 / 14.8,
+    ),
+    lanes=64,
+    held_out_batches=8,
+    loop=dict(steps=steps, seconds=0.0, checkpoint_every=500, log_every=1),
+    step=dict(micro_rows=64, mtp_weight=0.3, bias_update_rate=1e-3),
+    optimizer=dict(name='adamw', learning_rate=2.4e-4, weight_decay=0.1),
+  )
+  return c

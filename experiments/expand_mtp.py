@@ -1,0 +1,73 @@
+"""Expands the MTP modules of a pre-trained checkpoint by weight copy, and trains them.
+
+python -m experiments.expand_mtp --config=configs/expand_mtp.py \
+  --config.checkpoint=workdir/pretrain --workdir=workdir/expand_mtp
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from experiments import common, pretrain
+from m2jax.checkpoint import CheckpointError, policy
+from m2jax.data import documents
+from m2jax.observe.metrics import MetricsWriter
+from m2jax.train import expand_mtp
+from m2jax.train import pretrain as train_pretrain
+from m2jax.train.workdir import OtherRun, open_workdir
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """One run; model and tokenizer are the checkpoint's."""
+
+  seed: int
+  checkpoint: str
+  text: pretrain.TextConfig
+  expand: expand_mtp.ExpandConfig
+
+
+def main():
+  config, workdir = common.build(Config, common.values()), common.workdir()
+  if not config.checkpoint:
+    raise common.BadInput('--config.checkpoint is missing: give the workdir of a run')
+  start = policy.load(config.checkpoint)
+  corpus, held_out = pretrain.open_text(config.text)
+  open_workdir(config, workdir, common.FRESH.value)
+  (workdir / policy.TOKENIZER_FILE).write_bytes(start.tokenizer)
+  encode = pretrain.encoder(start.load_tokenizer())
+
+  def sources(stages):
+    return pretrain.stage_sources(
+      config.text, stages, corpus, encode, seed=config.seed, workdir=workdir
+    )
+
+  held_out = documents.Encoded(held_out, encode)
+  with MetricsWriter(workdir) as metrics:
+    model, state = expand_mtp.fit(
+      config.expand,
+      start.model,
+      start.variables,
+      sources(config.expand.frozen.stages),
+      sources(config.expand.joint.stages),
+      held_out,
+      seed=config.seed,
+      workdir=workdir,
+      metrics=metrics,
+      host={'config': dataclasses.asdict(config)},
+      files={policy.TOKENIZER_FILE: start.tokenizer},
+    )
+    loss = train_pretrain.held_out(
+      config.expand.joint, model, state.variables, held_out
+    )
+    metrics.supersede('held_out', -1)
+    metrics.write('held_out', int(state.step), loss)
+  print(
+    f'{model.num_mtp_modules} MTP modules; held-out loss {loss["loss"]:.3f}, of the '
+    f'modules {loss["mtp_loss"]:.3f} nats/token over {loss["tokens"]} tokens\n'
+    f'checkpoint: {workdir / "pretrain"}'
+  )
+
+
+if __name__ == '__main__':
+  common.run(main, CheckpointError, OtherRun)

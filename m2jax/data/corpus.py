@@ -1,0 +1,262 @@
+"""From directories and settings to the source that a stage of pre-training reads.
+
+  domains  →  documents  →  survey (size, score, category of each)
+                              →  joined (long documents of related ones)
+                              →  mixed (each as often as the mixture says)
+
+A domain is a directory of text files and of files of records, or one such file. The
+survey reads every document once; its table is kept in a file, and read from there as
+long as documents and scorer are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from absl import logging
+
+from m2jax.data import (
+  documents,
+  long_context,
+  mixture,
+  quality,
+  record_files,
+  text_files,
+)
+from m2jax.data.documents import Document
+from m2jax.data.mixture import MixtureConfig
+
+JOINS = ('code', 'texts')
+
+
+@dataclasses.dataclass(frozen=True)
+class DomainConfig:
+  """Where the documents of a domain are, and how they count.
+
+  Attributes:
+    root: a directory, or one file of records.
+    suffixes: endings of the files wanted; `record_files.READERS` says which are files
+      of records, every other file is one document.
+    exclude_dirs: names of directories that are not entered.
+    weight: of the domain in the mixture.
+    text_field: of a record.
+    category_field: field of a record that names its category; '' or a record without
+      it: the domain is the category.
+    join: how long documents are made of these: 'code' joins the files of a repository
+      in dependency order, 'texts' those most alike.
+    repository_field: field that names the repository; '' or a record without it: the
+      first folder of its path.
+  """
+
+  root: str
+  suffixes: tuple[str, ...] = ('.txt', *record_files.READERS)
+  exclude_dirs: tuple[str, ...] = ()
+  weight: float = 1.0
+  text_field: str = 'text'
+  category_field: str = ''
+  join: str = 'texts'
+  repository_field: str = ''
+
+  def __post_init__(self):
+    if self.join not in JOINS:
+      raise ValueError(f'DomainConfig.join={self.join!r}: must be one of {JOINS}')
+    if self.weight < 0:
+      raise ValueError(f'DomainConfig.weight={self.weight}: must not be negative')
+
+
+class Corpus(NamedTuple):
+  """Documents of several domains, domain after domain.
+
+  Attributes:
+    source: the documents.
+    domains: [n] index of each document's domain in `configs`.
+    configs: the domains.
+    names: of the domains.
+  """
+
+  source: Sequence[Document]
+  domains: np.ndarray
+  configs: tuple[DomainConfig, ...]
+  names: tuple[str, ...]
+
+
+class Table(NamedTuple):
+  """What a mixture needs to know of each document; arrays are [n].
+
+  Attributes:
+    sizes: UTF-8 bytes.
+    scores: of the scorer.
+    categories: index of each document's category in `labels`.
+    repositories: index of the repository.
+    paths: in the repository, or names.
+    labels: of the categories.
+  """
+
+  sizes: np.ndarray
+  scores: np.ndarray
+  categories: np.ndarray
+  repositories: np.ndarray
+  paths: np.ndarray
+  labels: np.ndarray
+
+
+def load(
+  domains: Mapping[str, DomainConfig], held_out: float
+) -> tuple[Corpus, Sequence[Document]]:
+  """(training corpus, held-out documents) of the files as they are now.
+
+  Raises:
+    FileNotFoundError: a domain has no files.
+    ValueError: one of the two sides has no documents.
+  """
+  train, test, index = [], [], []
+  for number, config in enumerate(domains.values()):
+    for part in open_domain(config):
+      out = np.array(
+        [documents.held_out(part.name(i), held_out) for i in range(len(part))]
+      )
+      train.append(documents.Subset(part, np.flatnonzero(~out)))
+      test.append(documents.Subset(part, np.flatnonzero(out)))
+      index += [number] * len(train[-1])
+  corpus = Corpus(
+    documents.Chain(train),
+    np.array(index, np.int64),
+    tuple(domains.values()),
+    tuple(domains),
+  )
+  held = documents.Chain(test)
+  if not len(corpus.source) or not len(held):
+    raise ValueError(
+      f'{len(corpus.source)} documents to train on and {len(held)} held out of '
+      f'{", ".join(config.root for config in domains.values())}: both need at least '
+      'one; see held_out'
+    )
+  return corpus, held
+
+
+def open_domain(config: DomainConfig) -> list[Sequence[Document]]:
+  """Sources of a domain: its text files together, then each file of records."""
+  root = pathlib.Path(config.root)
+  if root.is_file():
+    paths, root = [root], root.parent
+  else:
+    paths = text_files.find(root, config.suffixes, exclude_dirs=config.exclude_dirs)
+  plain = [path for path in paths if path.suffix not in record_files.READERS]
+  parts: list[Sequence[Document]] = []
+  if plain:
+    parts.append(text_files.TextFiles(plain, root=root))
+  for path in paths:
+    if reader := record_files.READERS.get(path.suffix):
+      parts.append(reader(path, text_field=config.text_field))
+  return parts
+
+
+def survey(
+  corpus: Corpus,
+  scorer: quality.Scorer | None,
+  path: str | os.PathLike | None = None,
+  scorer_print: str = '',
+) -> Table:
+  """Reads every document once.
+
+  Args:
+    scorer: None scores all alike.
+    path: where the table is kept, an .npz file.
+    scorer_print: fingerprint of the scorer (`quality.load`); the kept table is made
+      anew when this or the documents have changed.
+
+  Raises:
+    ValueError: the scorer gave no number; names the document.
+  """
+  print_ = documents.fingerprint(
+    corpus.source.fingerprint, corpus.domains, corpus.configs, scorer_print
+  )
+  if path is not None and pathlib.Path(path).exists():
+    with np.load(path) as kept:
+      if str(kept['fingerprint']) == print_:
+        return Table(*(kept[name] for name in Table._fields))
+  logging.info('reading %d documents for their size and score', len(corpus.source))
+  sizes, scores, labels, repositories, paths = [], [], [], [], []
+  for index, domain in enumerate(corpus.domains):
+    config, name = corpus.configs[domain], corpus.names[domain]
+    document = corpus.source[index]
+    where = str(document.fields.get('path', document.name))
+    sizes.append(max(len(document.text.encode()), 1))
+    scores.append(0.0 if scorer is None else quality.score_one(document, scorer))
+    labels.append(str(document.fields.get(config.category_field, name)))
+    folder = where.split('/')[0] if '/' in where else ''
+    repository = document.fields.get(config.repository_field, folder)
+    repositories.append(f'{name}/{repository}')
+    paths.append(where)
+  label, category = np.unique(labels, return_inverse=True)
+  _, repository = np.unique(repositories, return_inverse=True)
+  table = Table(
+    np.array(sizes, np.int64),
+    np.array(scores),
+    category,
+    repository,
+    np.array(paths),
+    label,
+  )
+  if path is not None:
+    new = pathlib.Path(path).with_suffix('.new')
+    with open(new, 'wb') as file:
+      np.savez_compressed(file, fingerprint=print_, **table._asdict())
+    new.replace(path)
+  return table
+
+
+def joined(corpus: Corpus, table: Table, most: int) -> tuple[Corpus, Table]:
+  """The corpus as long documents of at most `most` bytes; `DomainConfig.join` says how.
+
+  A long document scores the mean of its members by size; the first one gives its
+  category and repository.
+  """
+  groups: list[list[int]] = []
+  for number, config in enumerate(corpus.configs):
+    mine = np.flatnonzero(corpus.domains == number)
+    sizes = table.sizes[mine]
+
+    def read(index, mine=mine):
+      return corpus.source[int(mine[index])].text
+
+    if config.join == 'code':
+      paths, repositories = table.paths[mine].tolist(), table.repositories[mine]
+      found = long_context.related_code(paths, repositories.tolist(), sizes, read, most)
+    else:
+      likeness = long_context.vectors(map(read, range(len(mine))))
+      found = long_context.related_texts(likeness, sizes, most)
+    groups += [[int(mine[i]) for i in group] for group in found]
+  first = np.array([group[0] for group in groups], np.int64)
+  sizes = np.array([table.sizes[group].sum() for group in groups])
+  scores = [np.average(table.scores[g], weights=table.sizes[g]) for g in groups]
+  long = table._replace(
+    sizes=sizes,
+    scores=np.array(scores),
+    categories=table.categories[first],
+    repositories=table.repositories[first],
+    paths=table.paths[first],
+  )
+  source = documents.Joined(corpus.source, groups)
+  return corpus._replace(source=source, domains=corpus.domains[first]), long
+
+
+def mixed(
+  corpus: Corpus, table: Table, config: MixtureConfig, seed: int
+) -> mixture.Mixture:
+  """The corpus with each document as often as the mixture's rule says."""
+  found = mixture.repetitions(
+    table.sizes,
+    corpus.domains,
+    table.categories,
+    mixture.quality(quality.ranks(table.scores), config.gain),
+    [domain.weight for domain in corpus.configs],
+    config,
+  )
+  groups = table.categories * len(corpus.configs) + corpus.domains
+  return mixture.Mixture(corpus.source, mixture.counts(found, groups, seed))

@@ -1,0 +1,174 @@
+"""Weighted mixtures: how often each document comes in an epoch of given size.
+
+Up-sampling that keeps diversity. Document i has a size n_i (tokens or bytes), a domain
+d (where it is from), a category c (what it is about) and a quality q_i > 0. With T the
+size of the mixture's epoch, N = Σ n_i of the domains of positive weight, and these
+weights w_d, the repetition of a document, its expected number of copies in an epoch, is
+
+  r_i = min(cap, λ · v_i),   v_i = w_d · q_i / Σ_{j in d} n_j q_j,   λ such that
+  Σ n_i r_i = T,
+
+so that a domain's share of the epoch is w_d / Σ w, within a domain good documents come
+more often in proportion to q, no document more than `cap` times, and what the cap cuts
+off goes to all others in proportion. Then no category may fall below its floor,
+`floor` · T · n_c / N: those that would are filled up to it by the same rule among their
+own documents, and the others share what is left. (The report says that high-quality
+data were up-sampled and categories kept diverse, not how: the rule and its numbers are
+ours.)
+
+An epoch is drawn systematically: a document comes ⌊r⌋ or ⌈r⌉ times, and any group of a
+category's documents of one domain in source order to within one copy of its sum of r.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from m2jax.data.documents import fingerprint, fingerprint_of
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureConfig:
+  """Numbers of the rule.
+
+  Attributes:
+    cap: most copies of a document in an epoch.
+    floor: least share of a category, in units of its natural share; in [0, 1].
+    gain: q of the best document over q of the worst; 1 repeats all alike.
+    epoch: T over N, the size of an epoch in units of all documents once.
+  """
+
+  cap: float = 4.0
+  floor: float = 0.5
+  gain: float = 4.0
+  epoch: float = 1.0
+
+  def __post_init__(self):
+    def check(ok: bool, field: str, want: str):
+      if not ok:
+        value = getattr(self, field)
+        raise ValueError(f'MixtureConfig.{field}={value!r}: must be {want}')
+
+    check(self.cap > 0, 'cap', 'positive')
+    check(0 <= self.floor <= 1, 'floor', 'in [0, 1]')
+    check(self.gain >= 1, 'gain', 'at least 1')
+    check(0 < self.epoch <= self.cap, 'epoch', f'in (0, cap={self.cap}]')
+
+
+def quality(ranks: np.ndarray, gain: float) -> np.ndarray:
+  """q = gain^rank, rank in [0, 1]: the worst document 1, the best `gain`."""
+  return np.asarray(gain, np.float64) ** np.asarray(ranks, np.float64)
+
+
+def repetitions(
+  sizes: Sequence[float],
+  domains: Sequence[int],
+  categories: Sequence[int],
+  qualities: Sequence[float],
+  weights: Sequence[float],
+  config: MixtureConfig,
+) -> np.ndarray:
+  """r of every document, by the rule above.
+
+  Args:
+    sizes: [n] positive.
+    domains: [n] in [0, len(weights)).
+    categories: [n] not negative.
+    qualities: [n] positive.
+    weights: of each domain, not negative; a domain of weight 0 is left out.
+    config: cap, floor and epoch.
+
+  Returns:
+    [n] float64 in [0, cap], with Σ sizes · r = T, unless the cap forbids it.
+
+  Raises:
+    ValueError: there are no documents, or a number is out of its range.
+  """
+  sizes = np.asarray(sizes, np.float64)
+  domains, categories = np.asarray(domains), np.asarray(categories)
+  qualities, weights = np.asarray(qualities, float), np.asarray(weights, float)
+  if not len(sizes) or np.any(sizes <= 0) or np.any(qualities <= 0):
+    raise ValueError('a mixture needs documents, sizes and qualities positive')
+  if np.any(weights < 0) or not np.any(weights[domains] > 0):
+    raise ValueError(
+      f'domain weights {weights.tolist()}: want some positive, none less'
+    )
+  mass = np.bincount(domains, sizes * qualities, len(weights))
+  density = weights[domains] * qualities / mass[domains]
+  used = density > 0
+  natural = np.bincount(categories, np.where(used, sizes, 0.0))
+  total = config.epoch * natural.sum()
+  floors = config.floor * config.epoch * natural
+  pinned = np.zeros(len(natural), bool)
+  while True:  # at most once a category: what is pinned stays so
+    free = used & ~pinned[categories]
+    found = np.zeros(len(sizes))
+    rest = total - floors[pinned].sum()
+    found[free] = _fill(density[free], sizes[free], rest, config.cap)
+    for category in np.flatnonzero(pinned):
+      mine = used & (categories == category)
+      found[mine] = _fill(density[mine], sizes[mine], floors[category], config.cap)
+    reached = np.bincount(categories, sizes * found, len(natural))
+    low = ~pinned & (reached < floors * (1 - 1e-9))
+    if not low.any():
+      return found
+    pinned |= low
+
+
+def _fill(density, sizes, total: float, cap: float) -> np.ndarray:
+  """min(cap, λ·density) with Σ sizes · that = total, or all at the cap."""
+  if len(sizes) == 0 or cap * sizes.sum() <= total:
+    return np.full(len(sizes), cap)
+  order = np.argsort(-density, kind='stable')  # the first to reach the cap come first
+  size, dense = sizes[order], density[order]
+  at_cap = cap * (np.cumsum(size) - size)  # taken by those before, all at the cap
+  below = np.cumsum((size * dense)[::-1])[::-1]  # Σ of these and those after
+  scale = (total - at_cap) / below
+  first = int(np.argmax(scale * dense <= cap))  # the first that stays below the cap
+  return np.minimum(cap, max(scale[first], 0.0) * density)
+
+
+def counts(repetition: np.ndarray, groups: np.ndarray, seed: int) -> np.ndarray:
+  """Copies of each document in one epoch, ⌊r⌋ or ⌈r⌉, by systematic sampling.
+
+  Args:
+    repetition: [n] r.
+    groups: [n] any keys; documents of one lie side by side in the drawing.
+    seed: of the one number drawn.
+
+  Returns:
+    [n] int64; over any run of one group's documents, in their order, the sum is that of
+    r to within one.
+  """
+  key = np.array([seed, 0], np.uint64)
+  word = int(np.random.Philox(key=key).random_raw(1)[0])
+  order = np.argsort(groups, kind='stable')
+  # from whole copies and remainders: a sum of many r would lose the small ones
+  whole = np.floor(repetition)
+  ends = np.cumsum((repetition - whole)[order]) + word / 2.0**64
+  extra = np.diff(np.floor(np.concatenate([[word / 2.0**64], ends])))
+  found = whole.astype(np.int64)
+  found[order] += extra.astype(np.int64)
+  return found
+
+
+class Mixture(Sequence):
+  """A source in which document i of another comes `counts[i]` times, in its order."""
+
+  def __init__(self, source: Sequence[Any], counts: Sequence[int]):
+    self._source = source
+    self._ends = np.cumsum(np.asarray(counts, np.int64))
+    if len(self._ends) != len(source):
+      raise ValueError(f'{len(self._ends)} counts for {len(source)} documents')
+    self.fingerprint = fingerprint(fingerprint_of(source), self._ends)
+
+  def __len__(self) -> int:
+    return int(self._ends[-1]) if len(self._ends) else 0
+
+  def __getitem__(self, index: int) -> Any:
+    index = range(len(self))[index]
+    return self._source[int(np.searchsorted(self._ends, index, side='right'))]

@@ -1,0 +1,242 @@
+"""From one MTP module to several: weight copy, frozen main model, then joint training.
+
+M2 pre-trains with one module and expands to three in the decay phase of continued
+pre-training: new modules are copied, trained with the main model frozen until their
+loss is stable, then all is trained together (facts/m2-and-forge.md §3). What is copied
+is ambiguous: the report's text says the main model, its Figure 2 draws module 1. Both
+are choices here, and random weights to compare with:
+
+  'mtp'     all of module 1, its router bias too.
+  'main'    the block is the last main block; the projection takes the hidden state as
+            it is (identity) and little of the embedding (noise of a tenth of a random
+            projection's size); norms 1 (facts/algorithms.md §4.2, our choice).
+  'random'  a module as at the start of a pre-training.
+
+What stable means is ours too: the held-out loss of the modules fell by less than
+`tolerance`, relatively, over the last `check_every` steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from m2jax import forest
+from m2jax import model as model_lib
+from m2jax.checkpoint import policy
+from m2jax.checkpoint.manager import CheckpointManager
+from m2jax.config import ModelConfig
+from m2jax.observe import metrics as metrics_lib
+from m2jax.train import pretrain
+from m2jax.train import step as train_step
+from m2jax.train.stages import PretrainConfig
+
+SOURCES = ('mtp', 'main', 'random')
+FROZEN = 'frozen'  # directory and phase of the first part
+_HELD_OUT = 'frozen_held_out'
+_EMBED_NOISE = 0.1  # of the standard deviation of a random projection
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpandConfig:
+  """More MTP modules.
+
+  Attributes:
+    modules: K afterwards.
+    source: what new modules begin as; see above.
+    frozen: training with the main model frozen; its `loop.steps` is the most.
+    check_every: steps of the frozen part between two held-out measurements.
+    tolerance: relative fall of the loss between two of them that counts as stable.
+    joint: training of all together.
+  """
+
+  frozen: PretrainConfig
+  joint: PretrainConfig
+  modules: int = 3
+  source: str = 'mtp'
+  check_every: int = 500
+  tolerance: float = 0.01
+
+  def __post_init__(self):
+    def check(ok: bool, field: str, want: str):
+      if not ok:
+        value = getattr(self, field)
+        raise ValueError(f'ExpandConfig.{field}={value!r}: must be {want}')
+
+    check(self.source in SOURCES, 'source', f'one of {SOURCES}')
+    check(self.modules >= 1, 'modules', 'at least 1')
+    check(self.check_every >= 1, 'check_every', 'at least 1')
+
+
+def expand(
+  model: ModelConfig,
+  variables: Mapping[str, Any],
+  modules: int,
+  source: str,
+  key: jax.Array,
+) -> tuple[ModelConfig, dict[str, Any]]:
+  """The model with `modules` MTP modules; what it had stays as it is.
+
+  Args:
+    variables: {'params', 'router'}; its arrays are shared with the result.
+    source: see above. 'main' and 'random' also make the first module of a model that
+      has none, such as the released ones.
+    key: of what is random.
+
+  Raises:
+    ValueError: the model has as many modules already, or none to copy.
+  """
+  have = model.num_mtp_modules
+  if modules <= have:
+    raise ValueError(f'the model has {have} MTP modules already, asked for {modules}')
+  if source == 'mtp' and not have:
+    raise ValueError("the model has no MTP module to copy: use source='main'")
+  bigger, new = dataclasses.replace(model, num_mtp_modules=modules), modules - have
+  params, router = dict(variables['params']), dict(variables['router'])
+
+  def repeated(tree, index: int):
+    return jax.tree.map(lambda a: jnp.repeat(a[index][None], new, axis=0), tree)
+
+  @jax.jit  # compiled, the rest of the model is never made
+  def random(key):
+    fresh = train_step.init_variables(bigger, key)['params']['mtp']
+    return jax.tree.map(lambda a: a[have:], fresh)
+
+  bias = jnp.zeros((new, *router['layers'].shape[1:]), router['layers'].dtype)
+  if source == 'mtp':
+    made, bias = repeated(params['mtp'], 0), repeated(router['mtp'], 0)
+  else:
+    made = random(key)
+  if source == 'main':
+    made['layers'], bias = (
+      repeated(params['layers'], -1),
+      repeated(router['layers'], -1),
+    )
+    hidden = jnp.eye(model.embed_dim, dtype=made['proj'].dtype)
+    noise = _EMBED_NOISE * made['proj'][:, model.embed_dim :]
+    hidden = jnp.broadcast_to(hidden, noise.shape)
+    made['proj'] = jnp.concatenate([hidden, noise], axis=1)
+
+  def joined(old, added):
+    return jnp.concatenate([old, added.astype(old.dtype)])
+
+  params['mtp'] = jax.tree.map(joined, params['mtp'], made) if have else made
+  router['mtp'] = joined(router['mtp'], bias) if have else bias
+  return bigger, {'params': params, 'router': router}
+
+
+def module_losses(
+  model: ModelConfig, variables, batches: Iterable[forest.Forest]
+) -> np.ndarray:
+  """[K] float64, nats per token that the module scores: module k none of the first
+  k + 1 of a document. (The training's loss divides all by the same number of terms.)"""
+  first = jnp.arange(2, 2 + model.num_mtp_modules)  # positions
+
+  @jax.jit
+  def sums(variables, batch):
+    scores = model_lib.forward(model, variables, batch).mtp_logprob
+    at_terms = jax.vmap(lambda values: train_step.at_terms(values, batch))
+    scored = batch.position >= first[:, None, None]
+    axes = (1, 2)
+    loss = -jnp.sum(batch.weight * at_terms(scores), axes)
+    return loss, jnp.sum(batch.weight * at_terms(scored), axes)
+
+  total, terms = np.zeros((2, model.num_mtp_modules))
+  for batch in batches:
+    loss, number = jax.device_get(sums(variables, batch))
+    total, terms = total + loss, terms + number
+  return total / np.maximum(terms, 1.0)
+
+
+def fit(
+  config: ExpandConfig,
+  model: ModelConfig,
+  variables: dict[str, Any],
+  sources: Sequence[Sequence[np.ndarray]],
+  joint_sources: Sequence[Sequence[np.ndarray]],
+  held_out: Sequence[np.ndarray],
+  *,
+  seed: int,
+  workdir: pathlib.Path,
+  metrics: metrics_lib.MetricsWriter,
+  host: Mapping[str, Any],
+  files: Mapping[str, bytes],
+) -> tuple[ModelConfig, train_step.TrainState]:
+  """Expands, trains the new modules alone and then everything, or resumes.
+
+  The frozen part leaves its checkpoints in `workdir/frozen`, the joint one in
+  `workdir/pretrain`, where a policy is looked for.
+
+  Args:
+    variables: of `model`; taken over.
+    sources, joint_sources: what the stages of either part read (`pretrain.fit`).
+    held_out: token arrays that say when the new modules' loss is stable.
+    seed: of what is random, and of the order of the documents.
+    workdir: of the run; `metrics` writes there.
+    host, files: go into every checkpoint; `policy.host` is added.
+  """
+  model, variables = expand(
+    model, variables, config.modules, config.source, jax.random.key(seed)
+  )
+  common = {
+    'seed': seed,
+    'metrics': metrics,
+    'host': {**host, **policy.host(model)},
+    'files': files,
+  }
+  with CheckpointManager(workdir / FROZEN) as manager:
+
+    def train(steps: int, variables) -> train_step.TrainState:
+      loop = dataclasses.replace(config.frozen.loop, steps=steps)
+      return pretrain.fit(
+        dataclasses.replace(config.frozen, loop=loop),
+        model,
+        sources,
+        variables=variables,
+        manager=manager,
+        phase=FROZEN,
+        only_mtp=True,
+        **common,
+      )
+
+    state = _until_stable(config, model, variables, train, held_out, metrics, workdir)
+  with CheckpointManager(workdir / 'pretrain') as manager:
+    state = pretrain.fit(
+      config.joint,
+      model,
+      joint_sources,
+      variables=state.variables,
+      manager=manager,
+      **common,
+    )
+  return model, state
+
+
+def _until_stable(config, model, variables, train, held_out, metrics, workdir):
+  """Trains round by round; a round's loss is recorded, so that a restart decides alike.
+
+  When a round's record is written, its checkpoint is on disk.
+  """
+  known = {r['step']: r['mtp_loss'] for r in metrics_lib.read(workdir, _HELD_OUT)}
+  losses, state = [], None
+  for number in itertools.count(1):
+    steps = min(number * config.check_every, config.frozen.loop.steps)
+    if steps not in known:
+      state = train(steps, variables)
+      variables = state.variables
+      if int(state.step) < steps:  # the data or the seconds ended
+        return state
+      loss = pretrain.held_out(config.frozen, model, state.variables, held_out)
+      metrics.write(_HELD_OUT, steps, loss)
+      known[steps] = loss['mtp_loss']
+    losses.append(known[steps])
+    stable = len(losses) > 1 and losses[-2] - losses[-1] < config.tolerance * losses[-2]
+    if stable or steps == config.frozen.loop.steps:
+      return train(steps, variables) if state is None else state

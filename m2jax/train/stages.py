@@ -1,0 +1,248 @@
+"""A pre-training run as stages and phases: what is fed when, and what changes with it.
+
+Stages of growing context follow each other, each of one batch shape; across them run a
+constant phase and a decay phase (facts/m2-and-forge.md §1.5, §3). Both are counted in
+tokens consumed, and so is all that they decide: the learning rate, the weight of MTP,
+the rate of the router bias.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from m2jax.data import packing
+from m2jax.data.stream import StateMismatch
+from m2jax.optim import schedules
+from m2jax.optim.optimizer import OptimizerConfig
+from m2jax.optim.schedules import ScheduleConfig
+from m2jax.train.loop import LoopConfig
+from m2jax.train.step import StepConfig
+
+
+class Stage(NamedTuple):
+  """A stretch of training on batches of one shape.
+
+  Attributes:
+    context: S, tokens of a row.
+    rows: B.
+    tokens: consumed by the stage, rounded up to whole batches; 0, for the last stage
+      only, goes on until the loop's budget ends.
+  """
+
+  context: int
+  rows: int
+  tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PhasesConfig:
+  """What changes with the tokens consumed. A change holds from the first batch on that
+  begins at or after it.
+
+  Attributes:
+    tokens: of constant and decay phase together; 0 is a constant phase without end.
+    warmup_tokens: over which the learning rate rises, in the constant phase.
+    decay_tokens: of the decay phase: the learning rate falls linearly.
+    final_fraction: of the learning rate, at the end and after it.
+    decay_mtp_weight: λ of MTP in the decay phase; before, it is `step.mtp_weight`.
+    bias_updates_until: fraction of `tokens` from which the router bias no longer moves;
+      before, its rate is `step.bias_update_rate`.
+  """
+
+  tokens: int = 0
+  warmup_tokens: int = 0
+  decay_tokens: int = 0
+  final_fraction: float = 0.0
+  decay_mtp_weight: float = 0.1
+  bias_updates_until: float = 1.0
+
+  def __post_init__(self):
+    def check(ok: bool, field: str, want: str):
+      if not ok:
+        value = getattr(self, field)
+        raise ValueError(f'PhasesConfig.{field}={value!r}: must be {want}')
+
+    check(self.tokens >= 0, 'tokens', 'at least 0')
+    check(self.warmup_tokens >= 0, 'warmup_tokens', 'at least 0')
+    most = self.tokens - self.warmup_tokens if self.tokens else 0
+    check(
+      0 <= self.decay_tokens <= most, 'decay_tokens', f'in [0, {most}], after warm-up'
+    )
+    check(0 <= self.final_fraction <= 1, 'final_fraction', 'in [0, 1]')
+    check(0 <= self.bias_updates_until <= 1, 'bias_updates_until', 'in [0, 1]')
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainConfig:
+  """Training on documents.
+
+  Attributes:
+    stages: one after the other, as (context, rows, tokens); see `Stage`.
+    phases: what changes on the way.
+    lanes: streams of documents side by side (`packing.DocumentRows`), so that a batch
+      has at least so many documents; divides the rows of every stage. 0: as many as
+      possible.
+    held_out_batches: most batches that the held-out loss is measured on.
+    loop: the budget; its `steps` may end a run before its stages do.
+    step: train-step settings.
+    optimizer: what updates the weights; its schedule is made of `phases`.
+  """
+
+  stages: tuple[Stage, ...]
+  held_out_batches: int
+  loop: LoopConfig
+  step: StepConfig
+  optimizer: OptimizerConfig
+  phases: PhasesConfig = PhasesConfig()
+  lanes: int = 0
+
+  def __post_init__(self):
+    stages = tuple(Stage(*stage) for stage in self.stages)
+    object.__setattr__(self, 'stages', stages)  # plain tuples come from a config file
+    sizes = [size for stage in stages for size in stage][:-1]  # all but the last tokens
+    if not stages or min(sizes) < 1 or stages[-1].tokens < 0:
+      raise ValueError(
+        f'PretrainConfig.stages={self.stages!r}: want (context, rows, tokens), all '
+        'positive; only the last may have 0 tokens'
+      )
+    if self.lanes < 0 or self.lanes and any(s.rows % self.lanes for s in stages):
+      raise ValueError(
+        f'PretrainConfig.lanes={self.lanes}: must divide the rows of every stage'
+      )
+    if self.optimizer.schedule != ScheduleConfig():
+      raise ValueError('PretrainConfig.optimizer.schedule: set PretrainConfig.phases')
+    schedule(self)  # refuses phases of less than a batch now
+
+  @property
+  def stretches(self) -> schedules.Stretches:
+    """(steps, tokens of a step) of each stage."""
+    sizes = [stage.context * stage.rows for stage in self.stages]
+    return tuple(
+      (-(-stage.tokens // size), size)
+      for stage, size in zip(self.stages, sizes, strict=True)
+    )
+
+  @property
+  def clock(self) -> schedules.Clock:
+    """Steps to tokens consumed, and back."""
+    return schedules.Clock(self.stretches)
+
+
+def schedule(config: PretrainConfig) -> ScheduleConfig:
+  """The learning rate's schedule, in steps."""
+  phases, clock = config.phases, config.clock
+  common = {
+    'warmup_steps': clock.step(phases.warmup_tokens),
+    'stretches': config.stretches,
+  }
+  if not phases.decay_tokens:
+    return ScheduleConfig('constant', **common)
+  total = clock.step(phases.tokens)
+  return ScheduleConfig(
+    'wsd',
+    total_steps=total,
+    decay_steps=total - clock.step(phases.tokens - phases.decay_tokens),
+    final_fraction=phases.final_fraction,
+    **common,
+  )
+
+
+class Settings(NamedTuple):
+  """What a step is compiled for, besides its batch's shape."""
+
+  mtp_weight: float
+  bias_update_rate: float
+
+
+def settings(config: PretrainConfig, tokens: int) -> Settings:
+  """Those of the batch before which so many tokens were consumed."""
+  phases, step = config.phases, config.step
+  mtp, bias = [(0, step.mtp_weight)], [(0, step.bias_update_rate)]
+  if phases.decay_tokens:
+    mtp.append((phases.tokens - phases.decay_tokens, phases.decay_mtp_weight))
+  if phases.tokens:
+    bias.append((round(phases.bias_updates_until * phases.tokens), 0.0))
+  return Settings(schedules.piecewise(mtp, tokens), schedules.piecewise(bias, tokens))
+
+
+class Pieces(NamedTuple):
+  """A batch of documents: token arrays, its stage, and tokens consumed before it."""
+
+  arrays: list[np.ndarray]
+  stage: Stage
+  consumed: int
+
+
+class StagedRows(Iterator[Pieces]):
+  """Batches of one stage after the other.
+
+  Where two stages that follow each other have the same source, the second goes on where
+  the first stopped; a source of its own is begun.
+  """
+
+  def __init__(
+    self,
+    config: PretrainConfig,
+    sources: Sequence[Sequence[np.ndarray]],
+    *,
+    seed: int,
+    state: Mapping[str, Any] | None = None,
+  ):
+    """Starts at the beginning, or at a `state()`.
+
+    Args:
+      sources: of each stage, token arrays (see `data.stream`).
+      seed: order of the documents.
+
+    Raises:
+      StateMismatch: the state is of other data.
+      ValueError: not one source for each stage.
+    """
+    if len(sources) != len(config.stages):
+      raise ValueError(f'{len(sources)} sources for {len(config.stages)} stages')
+    self._config, self._sources, self._seed = config, sources, seed
+    self._lanes = config.lanes or int(np.gcd.reduce([s.rows for s in config.stages]))
+    self._step, self._stage, rows = 0, 0, None
+    if state is not None:
+      if 'step' not in state:
+        raise StateMismatch('the saved data position has no step: of another version')
+      self._step, self._stage, rows = state['step'], state['stage'], state['rows']
+    self._rows = self._open(rows)
+
+  @property
+  def epoch(self) -> int:
+    """Passes over the stage's source that are completed."""
+    return self._rows.epoch
+
+  def state(self) -> dict[str, Any]:
+    """Batches so far, the stage of the last one, and the position in its source."""
+    return {'step': self._step, 'stage': self._stage, 'rows': self._rows.state()}
+
+  def __next__(self) -> Pieces:
+    steps = [number for number, _ in self._config.stretches]
+    if self._step == sum(steps[: self._stage + 1]) and steps[self._stage]:
+      if self._stage + 1 == len(steps):
+        raise StopIteration
+      before = self._sources[self._stage]
+      self._stage += 1
+      same = self._sources[self._stage] is before
+      self._rows = self._open(self._rows.state() if same else None)
+    consumed = self._config.clock.tokens(self._step)
+    arrays = next(self._rows)
+    self._step += 1
+    return Pieces(arrays, self._config.stages[self._stage], consumed)
+
+  def _open(self, state: dict[str, Any] | None) -> packing.DocumentRows:
+    stage = self._config.stages[self._stage]
+    return packing.DocumentRows(
+      self._sources[self._stage],
+      row_tokens=stage.context,
+      rows=stage.rows,
+      lanes=self._lanes,
+      seed=self._seed,
+      state=state,
+    )
