@@ -1,16 +1,20 @@
-"""What the mains share: flags, ConfigDict → dataclasses, errors in one line, Ctrl-C."""
+"""What the mains share: flags, ConfigDict → dataclasses, errors in one line, Ctrl-C,
+and the meeting of several processes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging as std_logging
+import os
 import pathlib
 import signal
 import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import ml_collections
@@ -19,6 +23,14 @@ from ml_collections import config_flags
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
 FRESH = flags.DEFINE_bool('fresh', False, 'Delete the run in --workdir and start anew.')
+DISTRIBUTED = flags.DEFINE_bool(
+  'distributed',
+  False,
+  'This is one of several processes of a job, all started alike and with the same '
+  '--workdir on shared storage. On TPU pods and under Slurm or Open MPI they find each '
+  'other; elsewhere set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and '
+  'JAX_PROCESS_ID.',
+)
 CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'configs/NAME.py[:variant]', lock_config=True
 )
@@ -47,6 +59,58 @@ def values() -> dict[str, Any]:
     return CONFIG.value.to_dict()
   except OSError as error:  # the file could not be read; told only now
     raise BadInput(f'--config: {_last_line(error)}') from error
+
+
+def join_processes() -> int:
+  """With --distributed meets the job's other processes; gives this one's index.
+
+  Raises:
+    BadInput: nothing says where they are.
+  """
+  if not DISTRIBUTED.value:
+    return 0
+  import jax
+
+  ours = {
+    name: os.environ[f'JAX_{name.upper()}']
+    for name in ('num_processes', 'process_id')
+    if f'JAX_{name.upper()}' in os.environ
+  }
+  try:
+    jax.distributed.initialize(**{name: int(value) for name, value in ours.items()})
+  except ValueError as error:
+    raise BadInput(
+      f'--distributed: {error} Set JAX_COORDINATOR_ADDRESS=HOST:PORT, '
+      'JAX_NUM_PROCESSES and JAX_PROCESS_ID'
+    ) from error
+  logging.info('process %d of %d', jax.process_index(), jax.process_count())
+  return jax.process_index()
+
+
+@contextlib.contextmanager
+def leader_first() -> Iterator[bool]:
+  """Process 0 runs the body while the others wait, who run it when it has succeeded.
+
+  For what one makes and all read: the workdir's settings, the tokenizer. Gives whether
+  this is process 0.
+
+  Raises:
+    BadInput: the body failed in process 0, whose own error says how.
+  """
+  import jax
+  from jax.experimental import multihost_utils
+
+  leads, several = jax.process_index() == 0, jax.process_count() > 1
+  if several and not leads and not multihost_utils.broadcast_one_to_all(True):
+    raise BadInput('process 0 stopped: see its message')
+  try:
+    yield leads
+  except BaseException:
+    if several and leads:
+      multihost_utils.broadcast_one_to_all(False)
+    raise
+  if several and leads:
+    multihost_utils.broadcast_one_to_all(True)
 
 
 def build(kind: type, values: Any, path: str = 'config') -> Any:
@@ -94,11 +158,14 @@ def _inner(hint: Any) -> Any:
   return hint
 
 
-def run(main: Callable[[], None], *expected: type[Exception]) -> NoReturn:
+def run(
+  main: Callable[[], None], *expected: type[Exception], distributed: bool = False
+) -> NoReturn:
   """Runs a program: `main()` after the flags are parsed.
 
   Bad input (BadInput, any ValueError, files that are not there, and what else is
   `expected`) ends it with one line and code 2, Ctrl-C and SIGTERM with code 130.
+  `distributed` says that it calls `join_processes`.
   """
 
   def guarded(argv):
@@ -107,6 +174,8 @@ def run(main: Callable[[], None], *expected: type[Exception]) -> NoReturn:
     try:
       if argv[1:]:
         raise BadInput(f'unexpected argument {argv[1]!r}: flags start with --')
+      if DISTRIBUTED.value and not distributed:
+        raise BadInput('--distributed: this job is one process')
       main()
     except (ValueError, FileNotFoundError, *expected) as error:
       fail(error)

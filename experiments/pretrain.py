@@ -140,24 +140,27 @@ def make_tokenizer(config: Config, source: Sequence[Document]) -> tokenizer.Toke
 
 def main():
   config, workdir = common.build(Config, common.values()), common.workdir()
+  process = common.join_processes()
   sharding = sharding_lib.make(config.mesh)
-  corpus, held_out = open_text(config.text)
   run = dataclasses.replace(config, mesh=MeshConfig())  # the same on any mesh
-  open_workdir(run, workdir, common.FRESH.value)
   path = workdir / policy.TOKENIZER_FILE
-  make = functools.partial(make_tokenizer, config, corpus.source)
-  encode = encoder(keep_tokenizer(path, make, config.model.vocab_size))
-  sources = stage_sources(
-    config.text,
-    config.pretrain.stages,
-    corpus,
-    encode,
-    seed=config.seed,
-    workdir=workdir,
-  )
+  corpus, held_out = open_text(config.text)
+  with common.leader_first() as leads:
+    open_workdir(run, workdir, common.FRESH.value and leads)
+    make = functools.partial(make_tokenizer, config, corpus.source)
+    encode = encoder(keep_tokenizer(path, make, config.model.vocab_size))
+    sources = stage_sources(
+      config.text,
+      config.pretrain.stages,
+      corpus,
+      encode,
+      seed=config.seed,
+      workdir=workdir,
+    )
 
   checkpoints = CheckpointManager(workdir / 'pretrain')
-  with checkpoints as manager, MetricsWriter(workdir) as metrics:
+  records = workdir if leads else workdir / f'process{process}'
+  with checkpoints as manager, MetricsWriter(records) as metrics:
     state = pretrain.fit(
       config.pretrain,
       config.model,
@@ -185,4 +188,4 @@ def main():
 
 
 if __name__ == '__main__':
-  common.run(main, CheckpointError, OtherRun)
+  common.run(main, CheckpointError, OtherRun, distributed=True)

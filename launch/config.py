@@ -3,7 +3,8 @@
 Targets read the fields they need; a flag file may hold those of several.
 
 A `Launch` is a gang of `Role`s: each has a command, and TPU slices of its own or a
-machine without one. Today's jobs are each one process: `experiments.forge` holds
+machine without one. `experiments.pretrain` runs as one process on each host of a slice
+(`--distributed`); all other jobs are one process each: `experiments.forge` holds
 trainer, rollout engine and gateway, `experiments.serve` engine and gateway. `unmet`
 says which part of a launch they would do wrong; printing shows it, running refuses.
 """
@@ -18,9 +19,9 @@ from collections.abc import Sequence
 
 from launch.topology import Slice
 
-# Jobs that call jax.distributed.initialize, and jobs that open --workdir as a URL.
+# Jobs that join the processes of other hosts, and jobs that open --workdir as a URL.
 # tests/launch holds both against the code.
-MULTI_HOST_JOBS: frozenset[str] = frozenset()
+MULTI_HOST_JOBS: frozenset[str] = frozenset({'pretrain'})
 URL_WORKDIR_JOBS: frozenset[str] = frozenset()
 
 _EXPERIMENTS = pathlib.Path(__file__).parent.parent / 'experiments'
@@ -177,8 +178,13 @@ def unmet(launch: Launch, target: str) -> list[str]:
       continue
     if role.hosts > 1 and name not in MULTI_HOST_JOBS:
       reasons.append(
-        f'{who} is one process, it never calls jax.distributed.initialize: '
-        f'{role.slice} has {role.hosts} hosts, and none would know of the others'
+        f'{who} is one process and never joins others: {role.slice} has {role.hosts} '
+        'hosts, and none would know of the others'
+      )
+    elif role.hosts > 1 and '--distributed' not in role.argv:
+      reasons.append(
+        f'{who} needs --distributed: {role.slice} has {role.hosts} hosts, and none '
+        'would know of the others'
       )
     workdirs = [a.partition('=')[2] for a in role.argv if a.startswith('--workdir=')]
     if not workdirs:
@@ -196,6 +202,11 @@ def unmet(launch: Launch, target: str) -> list[str]:
           f"{who} takes --workdir={workdir} for a path on the host's own disk, and "
           'is lost with it: give a local path, in containers one on a --storage'
         )
+    elif target == 'tpu_vm' and role.hosts > 1:
+      reasons.append(
+        f"{who} needs one workdir for all hosts; {workdir} is on each host's own disk, "
+        'unless you mounted it yourself: use xpk or JobSet with a --storage'
+      )
     elif target != 'tpu_vm' and not mounted:
       reasons.append(
         f"{who} would write to {workdir} on its container's own disk, lost with "

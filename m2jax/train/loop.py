@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import jax
 from absl import logging
 
 from m2jax.checkpoint.manager import CheckpointManager
@@ -37,6 +38,7 @@ class LoopConfig:
   Attributes:
     steps: optimizer steps in all.
     seconds: also stop after this much training time, restarts included; 0 is no limit.
+      For one process only: several would stop at different steps.
     checkpoint_every: steps between checkpoints; the last step always has one.
     log_every: steps between metric records.
   """
@@ -73,9 +75,15 @@ def fit(
     host, files: more for every checkpoint (config, tokenizer).
 
   Raises:
+    ValueError: a limit of seconds, and several processes.
     FloatingPointError: the loss or its gradient is not finite; names the step. Checked
       before every checkpoint, so that none holds what came of it.
   """
+  if config.seconds and jax.process_count() > 1:
+    raise ValueError(
+      f'LoopConfig.seconds={config.seconds}: {jax.process_count()} processes would '
+      'stop at different steps; set seconds=0 and limit the steps'
+    )
   data_state, used_s = None, 0.0
   if manager.latest_step() is not None:
     restored = manager.restore(like=state)

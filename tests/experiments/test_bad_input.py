@@ -26,6 +26,12 @@ CASES = {
   ),
   'unknown flag': ('serve', ['--nosuch=1'], 'nosuch'),
   'stray argument': ('pretrain', ['--workdir={tmp}/w', 'smoke'], "'smoke'"),
+  'one process only': ('sft', ['--workdir={tmp}/w', '--distributed'], 'one process'),
+  'nobody to join': (
+    'pretrain',
+    ['--workdir={tmp}/w', '--distributed'],
+    'JAX_COORDINATOR_ADDRESS',
+  ),
   'no checkpoint flag': ('serve', [], '--checkpoint'),
   'missing checkpoint': ('serve', ['--checkpoint={tmp}/gone'], '{tmp}/gone'),
   'empty workdir': ('evaluate', ['--workdir={tmp}'], '{tmp}'),

@@ -175,7 +175,10 @@ def test_arguments_arrive_as_they_were_given(args):
 @pytest.mark.parametrize(
   ('role', 'target', 'message'),
   [
-    (a_role(where='v5p:4x4x4'), 'jobset', '16 hosts'),
+    (a_role(where='v5p:4x4x4', job='forge'), 'jobset', 'never joins others'),
+    (a_role(where='v5p:4x4x4'), 'jobset', 'needs --distributed'),
+    (a_role(where='v5p:4x4x4', args=['--distributed']), 'jobset', None),
+    (a_role(where='v5p:4x4x4', args=['--distributed']), 'tpu_vm', 'one workdir'),
     (a_role(job='rollout'), 'jobset', 'is not a job'),
     (a_role(job='serve', replicas=2), 'jobset', 'belongs to one process'),
     (Role('r', config.job('sft', 'gs://b/x')), 'jobset', 'for a path on the host'),
@@ -199,7 +202,7 @@ def test_the_jobs_are_still_as_this_room_takes_them():
   """Fails when a job learns of many hosts or of URLs: then let it be launched so."""
   sources = [*_ROOT.glob('experiments/*.py'), *_ROOT.glob('m2jax/**/*.py')]
   assert len(sources) > 50
-  several = [p.stem for p in sources if 'distributed.initialize' in p.read_text()]
+  several = [p.stem for p in sources if 'common.join_processes()' in p.read_text()]
   assert several == sorted(config.MULTI_HOST_JOBS)
   common = pytest.importorskip('experiments.common')
   with mock.patch.object(common, 'WORKDIR', mock.Mock(value='gs://b/x')):

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from m2jax.observe import metrics
+
 _ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -68,23 +70,76 @@ def test_two_processes_train_and_one_goes_on(tmp_path):
   assert first[0] + second[0] + third[0] == pytest.approx(alone, rel=1e-4)
 
 
+def pretrain(workdir, *flags, environment):
+  """A process of the smallest pre-training job, started."""
+  command = '-m experiments.pretrain --config=configs/pretrain.py:smoke'
+  return subprocess.Popen(
+    [sys.executable, *command.split(), f'--workdir={workdir}', *flags],
+    cwd=_ROOT,
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu', **environment},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+@pytest.mark.long
+def test_the_job_runs_as_two_processes(tmp_path):
+  """Started alike on two hosts with one workdir, they train one model: the loss of a
+  single process. Bad input of one of them ends both, rather than leave one waiting."""
+
+  def both(*flags):
+    port = free_port()
+    children = [
+      pretrain(
+        tmp_path / 'run',
+        *('--distributed', '--config.mesh.fsdp=2', *flags),
+        environment={
+          'JAX_NUM_CPU_DEVICES': '1',
+          'JAX_COORDINATOR_ADDRESS': f'localhost:{port}',
+          'JAX_NUM_PROCESSES': '2',
+          'JAX_PROCESS_ID': str(process),
+        },
+      )
+      for process in range(2)
+    ]
+    try:
+      ended = [child.communicate(timeout=600) for child in children]
+    finally:
+      for child in children:
+        child.kill()
+    return [
+      (child.returncode, *out) for child, out in zip(children, ended, strict=True)
+    ]
+
+  no_limit = '--config.pretrain.loop.seconds=0'
+  for code, out, err in both(no_limit):
+    assert code == 0 and 'after 6 steps' in out, err[-3000:]
+  first, second = both(no_limit, '--config.seed=1')
+  assert first[0] == 2 and 'other settings (seed' in first[2]
+  assert second[0] and 'process 0 stopped' in second[2]
+  alone = pretrain(tmp_path / 'alone', no_limit, environment={})
+  out, err = alone.communicate(timeout=600)
+  assert alone.returncode == 0, err[-3000:]
+  losses = [
+    [r['loss'] for r in metrics.read(tmp_path / name, 'pretrain')]
+    for name in ('run', 'run/process1', 'alone')
+  ]
+  assert len(losses[0]) == 6 and losses[0] == losses[1]
+  assert losses[0] == pytest.approx(losses[2], rel=1e-4)
+
+
 @pytest.mark.long
 def test_the_job_goes_on_on_another_mesh(tmp_path):
   """The pre-training job takes a mesh from its config; its run, finished on one, is the
   same run on others, which report the same held-out loss."""
 
   def report(*mesh):
-    command = '-m experiments.pretrain --config=configs/pretrain.py:smoke'
-    child = subprocess.run(
-      [sys.executable, *command.split(), f'--workdir={tmp_path}/run', *mesh],
-      cwd=_ROOT,
-      env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2'},
-      capture_output=True,
-      text=True,
-      timeout=900,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    return child.stdout
+    devices = {'JAX_NUM_CPU_DEVICES': '2'}
+    child = pretrain(tmp_path / 'run', *mesh, environment=devices)
+    out, err = child.communicate(timeout=900)
+    assert child.returncode == 0, err[-3000:]
+    return out
 
   first = report('--config.mesh.fsdp=2')
   assert 'held-out loss' in first and 'after 6 steps' in first
