@@ -4,6 +4,9 @@ A run goes through stages and phases (`stages`), which depend on the tokens cons
 alone; these are part of the data position, so that a run that is killed and started
 again goes on with the exact next batch, rate and weight.
 
+With several hosts each reads, packs and places its own rows of every batch (`hosts`);
+the position in a checkpoint is that of all of them.
+
 The step is compiled once for each shape of batch and each pair of MTP weight and bias
 rate, of which a run has few.
 """
@@ -28,6 +31,7 @@ from m2jax.data import packing
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.sharding import ONE_DEVICE, Sharding
+from m2jax.train import hosts as hosts_lib
 from m2jax.train import loop, stages
 from m2jax.train import step as train_step
 from m2jax.train.loop import LoopConfig
@@ -36,22 +40,35 @@ from m2jax.train.step import StepConfig
 
 
 class Batch(NamedTuple):
-  """A forest and how it is trained."""
+  """This host's rows as a forest, and how the batch is trained.
+
+  Attributes:
+    forest: weights are 1 where there is a loss.
+    settings: what the step is compiled for.
+    consumed: tokens before it.
+    num_tokens: of all hosts; the rows are full.
+  """
 
   forest: forest.Forest
   settings: Settings
   consumed: int
-
-  @property
-  def num_tokens(self) -> int:
-    """Tokens that are not padding."""
-    return self.forest.num_tokens
+  num_tokens: int
 
 
-def to_batch(config: PretrainConfig, pieces: Pieces) -> Batch:
-  """Documents as a forest of the stage's one shape, weights normalised."""
-  rows = train_step.normalise(_forest(pieces.stage, pieces.arrays))
-  return Batch(rows, stages.settings(config, pieces.consumed), pieces.consumed)
+def to_batch(config: PretrainConfig, num_hosts: int, pieces: Pieces) -> Batch:
+  """Documents as a forest of the stage's one shape."""
+  stage = pieces.stage._replace(rows=pieces.stage.rows // num_hosts)
+  rows = _forest(stage, pieces.arrays)
+  found = stages.settings(config, pieces.consumed)
+  return Batch(rows, found, pieces.consumed, rows.num_tokens * num_hosts)
+
+
+class _HostRows(StagedRows):
+  """`StagedRows` of one host whose state is that of all hosts."""
+
+  def state(self) -> dict[str, Any]:
+    """Of all hosts; every one has to ask for it."""
+    return stages.merge_states(hosts_lib.gather(super().state()))
 
 
 Step = Callable[[train_step.TrainState, Batch], tuple[train_step.TrainState, dict]]
@@ -87,7 +104,7 @@ def _make_trainer(
   optimizer = dataclasses.replace(config.optimizer, schedule=stages.schedule(config))
   tx = optimizer_lib.make(optimizer)
   make = functools.partial(
-    train_step.make_step, model, objective=train_step.nll, sharding=sharding
+    hosts_lib.make_step, model, objective=train_step.nll, sharding=sharding
   )
   if only_mtp:
     tx = _only_mtp(tx)
@@ -137,8 +154,13 @@ def fit(
     variables: to start from; taken over. None are random ones.
     phase: name in the metrics.
     only_mtp: freeze the main model, router biases included: only the MTP modules learn.
-    sharding: the mesh to train on; `step.micro_rows` are rows over all of it.
+    sharding: the mesh to train on; `step.micro_rows` are rows over all of it. Every
+      process calls this with the same arguments and its own `metrics`.
+
+  Raises:
+    ValueError: model, rows or lanes do not divide over mesh or hosts.
   """
+  hosts = hosts_lib.find(sharding)
   trainer = make_trainer(config, model, only_mtp, sharding)
   tx = trainer.optimizer
   if variables is None:
@@ -149,8 +171,10 @@ def fit(
   return loop.fit(
     state,
     trainer.step,
-    lambda position: StagedRows(config, sources, seed=seed, state=position),
-    functools.partial(to_batch, config),
+    lambda position: _HostRows(
+      config, sources, seed=seed, state=position, host=(hosts.index, hosts.count)
+    ),
+    functools.partial(to_batch, config, hosts.count),
     config.loop,
     phase=phase,
     manager=manager,
@@ -185,7 +209,7 @@ def _make_frozen_step(
     return train_step.nll(jax.lax.stop_gradient(logprob), batch)
 
   config = dataclasses.replace(config, detach_mtp=True)
-  step = train_step.make_step(model, optimizer, watched, config, sharding)
+  step = hosts_lib.make_step(model, optimizer, watched, config, sharding)
 
   def frozen(state: train_step.TrainState, batch: forest.Forest):
     bias = jnp.copy(state.variables['router']['layers'])  # the state is donated

@@ -170,7 +170,8 @@ def settings(config: PretrainConfig, tokens: int) -> Settings:
 
 
 class Pieces(NamedTuple):
-  """A batch of documents: token arrays, its stage, and tokens consumed before it."""
+  """A batch of documents: token arrays of this host's rows, its stage, and the tokens
+  that all hosts consumed before it."""
 
   arrays: list[np.ndarray]
   stage: Stage
@@ -191,20 +192,24 @@ class StagedRows(Iterator[Pieces]):
     *,
     seed: int,
     state: Mapping[str, Any] | None = None,
+    host: tuple[int, int] = (0, 1),
   ):
     """Starts at the beginning, or at a `state()`.
 
     Args:
       sources: of each stage, token arrays (see `data.stream`).
       seed: order of the documents.
+      state: of one host, or of all of them merged (`merge_states`).
+      host: (h, H): reads the h-th of H parts of every batch's rows, and no other.
 
     Raises:
       StateMismatch: the state is of other data.
-      ValueError: not one source for each stage.
+      ValueError: not one source for each stage, or lanes do not divide over the hosts.
     """
     if len(sources) != len(config.stages):
       raise ValueError(f'{len(sources)} sources for {len(config.stages)} stages')
     self._config, self._sources, self._seed = config, sources, seed
+    self._host = host
     self._lanes = config.lanes or int(np.gcd.reduce([s.rows for s in config.stages]))
     self._step, self._stage, rows = 0, 0, None
     if state is not None:
@@ -243,6 +248,20 @@ class StagedRows(Iterator[Pieces]):
       row_tokens=stage.context,
       rows=stage.rows,
       lanes=self._lanes,
+      host=self._host,
       seed=self._seed,
       state=state,
     )
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """One state of a `StagedRows` out of those of its hosts, in any order.
+
+  Raises:
+    StateMismatch: they are not of one batch, or not of all hosts.
+  """
+  rows = packing.merge_states([state['rows'] for state in states])
+  merged = {**states[0], 'rows': rows}
+  if any({**state, 'rows': rows} != merged for state in states):
+    raise StateMismatch('the data positions to merge are not of one batch')
+  return merged

@@ -1,0 +1,150 @@
+"""Rows of a batch over the hosts of a run: each reads and packs its own, and no other.
+
+A mesh splits the rows of a batch into shards, and each process holds some of them.
+Processes that hold the same shards (where tokens or channels are split over them) are
+one host: they read the same rows. Where processes share some shards and not others,
+all are one host, and each reads the whole batch.
+
+A step takes the rows of this host. Its micro-batches are the hosts' side by side, and
+the weights are normalised over all of them on the devices: no host waits for another.
+
+Axes: B rows of a whole batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from m2jax import sharding as sharding_lib
+from m2jax.config import ModelConfig
+from m2jax.forest import Forest
+from m2jax.sharding import Sharding
+from m2jax.train import step as train_step
+from m2jax.train.step import Objective, Step, StepConfig, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+  """Which part of every batch this process reads.
+
+  Attributes:
+    index, count: (h, H): the h-th of H equal parts of the rows.
+    shards: first rows of this host's row shards, of a batch with a row a shard.
+  """
+
+  index: int = 0
+  count: int = 1
+  shards: tuple[int, ...] = (0,)
+
+  def check(self, rows: int) -> None:
+    """Raises ValueError unless so many rows divide over the hosts."""
+    if rows % self.count:
+      raise ValueError(f'{rows} rows of a batch do not divide over {self.count} hosts')
+
+
+def find(sharding: Sharding) -> Hosts:
+  """This process's part of the rows of a batch on a mesh."""
+  if sharding.mesh is None:
+    return Hosts()
+  total = sharding.size('rows')
+  where = NamedSharding(sharding.mesh, sharding.rules.spec('batch', 'rows'))
+  held: dict[int, set[int]] = {}
+  for device, (rows,) in where.devices_indices_map((total,)).items():
+    held.setdefault(device.process_index, set()).update(range(*rows.indices(total)))
+  parts = sorted({tuple(sorted(shards)) for shards in held.values()})
+  if len(parts) == 1 or len(parts) * len(parts[0]) != total:
+    return Hosts()
+  if len({len(part) for part in parts}) > 1 or len(set().union(*parts)) < total:
+    return Hosts()
+  mine = tuple(sorted(held[jax.process_index()]))
+  return Hosts(parts.index(mine), len(parts), mine)
+
+
+def place(local: Forest, hosts: Hosts, sharding: Sharding) -> Forest:
+  """The batch of all hosts, on the mesh, out of this host's rows."""
+
+  def one(spec, leaf):
+    rows = len(leaf) * hosts.count
+    a_shard = rows // sharding.size('rows')
+    at = {shard: number * a_shard for number, shard in enumerate(hosts.shards)}
+
+    def read(index):
+      start = at[(index[0].start or 0) // a_shard]
+      return leaf[(slice(start, start + a_shard), *index[1:])]
+
+    where = NamedSharding(sharding.mesh, spec)
+    return jax.make_array_from_callback((rows, *leaf.shape[1:]), where, read)
+
+  specs = sharding_lib.batch_specs(sharding.rules)
+  placed = {}
+  for field in dataclasses.fields(Forest):
+    leaf = getattr(local, field.name)
+    placed[field.name] = leaf
+    if leaf is not None:
+      placed[field.name] = one(getattr(specs, field.name), np.asarray(leaf))
+  return Forest(**placed)
+
+
+def make_step(
+  cfg: ModelConfig,
+  optimizer: optax.GradientTransformation,
+  objective: Objective,
+  config: StepConfig,
+  sharding: Sharding,
+) -> Step:
+  """`train_step.make_step` over the rows of each host, weights not normalised yet.
+
+  With one host this is `train_step.make_step` after `train_step.normalise`.
+
+  Raises:
+    ValueError: model or micro_rows do not divide over mesh and hosts.
+  """
+  hosts = find(sharding)
+  if hosts.count == 1:
+    whole = train_step.make_step(cfg, optimizer, objective, config, sharding)
+    return lambda state, batch: whole(state, train_step.normalise(batch))
+  sharding.check(cfg)
+  sharding.check_batch(config.micro_rows)
+  hosts.check(config.micro_rows)
+  micro, add, apply = train_step.programs(cfg, optimizer, objective, config, sharding)
+
+  @jax.jit
+  def normalised(weights):
+    total = sum(jnp.sum(weight) for weight in weights)
+    return [weight / jnp.maximum(total, 1e-9) for weight in weights]
+
+  def step(state: TrainState, batch: Forest):
+    sharding.check_batch(config.micro_rows, batch.tokens.shape[1])
+    local = train_step.micro_batches(batch, config.micro_rows // hosts.count)
+    parts = [place(part, hosts, sharding) for part in local]
+    sums = None
+    for part, weight in zip(
+      parts, normalised([part.weight for part in parts]), strict=True
+    ):
+      out = micro(state.variables, dataclasses.replace(part, weight=weight))
+      sums = out if sums is None else add(sums, out)
+    return apply(state, sums)
+
+  return step
+
+
+def gather(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Each process's JSON-able dict, on all of them; every process has to call it."""
+  if jax.process_count() == 1:
+    return [dict(state)]
+  data = np.frombuffer(json.dumps(state).encode(), np.uint8)
+  sizes = multihost_utils.process_allgather(np.int32(len(data)))
+  padded = np.zeros(int(sizes.max()), np.uint8)
+  padded[: len(data)] = data
+  rows = multihost_utils.process_allgather(padded)
+  return [json.loads(bytes(r[:n])) for r, n in zip(rows, sizes.ravel(), strict=True)]
