@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m2jax.kernels.token_logprobs import api, token_logprobs
+from m2jax.kernels.token_logprobs import api, token_logprobs, top_k_logprobs
 
 VOCAB, DIM = 23, 6
 
@@ -55,16 +56,21 @@ def check(arrays, tolerance):
     )
 
 
+@pytest.fixture
+def small_chunks(monkeypatch):
+  """Eight tokens a chunk."""
+  monkeypatch.setattr(api, '_CHUNK_LOGITS', 1)
+  monkeypatch.setattr(api, '_CHUNK_TOKENS', 8)
+
+
 @pytest.mark.parametrize('tokens', [1, 8, 21])
-def test_chunk_boundaries(tokens, monkeypatch):
-  """With 8 tokens a chunk: less than one, exactly one, two and a rest."""
-  monkeypatch.setattr(api, '_CHUNK_LOGITS', 8 * VOCAB)
+def test_chunk_boundaries(tokens, small_chunks):
+  """Less than a chunk, exactly one, two and a rest."""
   check(tensors(tokens, tokens), 2e-5)
 
 
-def test_float64(monkeypatch):
+def test_float64(small_chunks):
   """In float64 nothing is computed in less."""
-  monkeypatch.setattr(api, '_CHUNK_LOGITS', 8 * VOCAB)
   with jax.enable_x64():
     check(tensors(0, 21, np.float64), 1e-13)
 
@@ -97,25 +103,112 @@ def test_entropy_has_no_gradient():
   assert not any(np.any(g) for g in grads(hidden, head))
 
 
-def test_logits_are_never_all_alive():
-  """At a vocabulary of 2¹⁵ and 256 tokens no compiled buffer holds all logits, forward
-  or backward; with plain log-softmax one does, so the count can see it."""
-  tokens, vocab = 256, 1 << 15
-  assert tokens * vocab > 4 * api._CHUNK_LOGITS
+def test_logits_are_never_all_alive(small_chunks):
+  """No compiled buffer holds all logits, forward or backward; with plain log-softmax
+  one does, so the count can see it."""
+  tokens, vocab = 256, 1 << 10
 
-  def largest(function):
+  def largest(function, targets):
     def loss(hidden, head, targets):
       return jnp.sum(function(hidden, head, targets)[0])
 
     shapes = [
       ((tokens, DIM), 'float32'),
       ((DIM, vocab), 'float32'),
-      ((tokens,), 'int32'),
+      (targets, 'int32'),
     ]
     args = [jax.ShapeDtypeStruct(*s) for s in shapes]
     text = jax.jit(jax.grad(loss, (0, 1))).lower(*args).compile().as_text()
     found = re.findall(r'\bf32\[([\d,]+)\]', text)
     return max(int(np.prod([int(n) for n in dims.split(',')])) for dims in found)
 
-  assert largest(plain) >= tokens * vocab
-  assert largest(token_logprobs) <= 2 * api._CHUNK_LOGITS
+  assert largest(plain, (tokens,)) >= tokens * vocab
+  assert largest(token_logprobs, (tokens,)) <= 2 * 8 * vocab
+  assert largest(token_logprobs, (tokens, 3)) <= 3 * 8 * vocab
+  best = functools.partial(top_k_logprobs, k=3)
+  assert largest(lambda h, w, _: best(h, w), (tokens,)) <= 2 * 8 * vocab
+
+
+def test_several_targets(small_chunks):
+  """[T, k] targets are k calls with one each, gradients summed, also where a token asks
+  for the same word twice."""
+  hidden, head, _, _ = tensors(4, 21)
+  rng = np.random.default_rng(4)
+  targets = jnp.array(rng.integers(0, VOCAB, (21, 3)), jnp.int32)
+  targets = targets.at[5, 1].set(targets[5, 0])
+  weight = jnp.array(rng.normal(size=(21, 3)), jnp.float32)
+  got = value_and_grads(token_logprobs, hidden, head, targets, weight)
+  parts = [
+    value_and_grads(plain, hidden, head, targets[:, i], weight[:, i]) for i in range(3)
+  ]
+  np.testing.assert_allclose(got[0], np.stack([p[0] for p in parts], axis=1), atol=2e-5)
+  np.testing.assert_allclose(got[1], parts[0][1], atol=2e-5)
+  for i in (2, 3):
+    np.testing.assert_allclose(got[i], sum(p[i] for p in parts), atol=1e-4)
+
+
+def top_k_kl(teacher, student, head, k):
+  """Σ_T of the KL of the teacher's k best words, renormalised, from the student's."""
+  logprobs, words = top_k_logprobs(teacher, head, k)
+  p = jax.nn.log_softmax(logprobs)
+  q = jax.nn.log_softmax(token_logprobs(student, head, words)[0])
+  return jnp.sum(jnp.exp(p) * (p - q))
+
+
+def test_top_k(small_chunks):
+  """The k best words of all, in order, with their log-probabilities; no gradient."""
+  hidden, head, _, _ = tensors(5, 21)
+  scores = np.float64(hidden) @ np.float64(head)
+  scores -= np.log(np.sum(np.exp(scores), axis=1, keepdims=True))
+  logprobs, words = top_k_logprobs(hidden, head, 4)
+  np.testing.assert_array_equal(words, np.argsort(-scores, axis=1)[:, :4])
+  np.testing.assert_allclose(logprobs, -np.sort(-scores, axis=1)[:, :4], atol=1e-5)
+  loss = lambda *a: jnp.sum(top_k_logprobs(*a, 4)[0])
+  assert not any(np.any(g) for g in jax.grad(loss, (0, 1))(hidden, head))
+
+
+def test_top_k_kl_has_the_right_gradient(small_chunks):
+  """The MTP loss of algorithms.md §4.2, made from both sides, has the derivative on
+  paper: q̃ − p̃ on the words chosen, 0 elsewhere; for k = V it is the plain KL."""
+  teacher, head, _, _ = tensors(6, 9)
+  student = tensors(7, 9)[0]
+  for k in (4, VOCAB):
+    gradient = jax.jit(jax.grad(top_k_kl, 1), static_argnums=3)
+    d_student = gradient(teacher, student, head, k)
+    p, q = (np.exp(np.float64(h) @ np.float64(head)) for h in (teacher, student))
+    outside = np.argsort(np.argsort(-p, axis=1), axis=1) >= k
+    p[outside] = q[outside] = 0
+    p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
+    np.testing.assert_allclose(d_student, (q - p) @ np.float64(head).T, atol=3e-5)
+
+
+def test_split_vocabulary(small_chunks):
+  """Words split over devices (here a mapped axis): the same numbers and words, each
+  shard the gradient of its words, and equal scores in one order whatever the split."""
+  shards, k = 4, 5
+  hidden, head, _, _ = tensors(8, 21, vocab=24)
+  head = head.at[:, 20].set(head[:, 3])  # a tie across shards
+  rng = np.random.default_rng(8)
+  targets = jnp.array(rng.integers(0, 24, (21, 2)), jnp.int32)
+  weight = jnp.array(rng.normal(size=(21, 2)), jnp.float32)
+
+  def run(hidden, head, axes=()):
+    def loss(hidden, head):
+      out = token_logprobs(hidden, head, targets, axes)
+      share = 1 if not axes else 1 / shards  # every device adds up the whole
+      return share * jnp.sum(out[0] * weight), out
+
+    grads, out = jax.grad(loss, (0, 1), has_aux=True)(hidden, head)
+    return (*out, *top_k_logprobs(hidden, head, k, axes)), grads
+
+  want, (d_hidden, d_head) = jax.jit(run)(hidden, head)
+  parts = jnp.stack(jnp.split(head, shards, axis=1))
+  mapped = jax.vmap(
+    lambda w: run(hidden, w, ('words',)), axis_name='words', axis_size=shards
+  )
+  got, (d_hiddens, d_heads) = jax.jit(mapped)(parts)
+  for a, b in zip(got, want, strict=True):
+    for shard in a:
+      np.testing.assert_allclose(shard, b, atol=2e-5)
+  np.testing.assert_allclose(jnp.concatenate(d_heads, axis=1), d_head, atol=1e-4)
+  np.testing.assert_allclose(jnp.sum(d_hiddens, axis=0), d_hidden, atol=1e-4)

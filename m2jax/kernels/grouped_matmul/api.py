@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import jax
 
-from m2jax.kernels.grouped_matmul import cpu, reference
+from m2jax.kernels.grouped_matmul import cpu, gpu, reference, tpu
 
-_IMPLEMENTATIONS = {'reference': reference.matmul, 'cpu': cpu.matmul}
+_IMPLEMENTATIONS = {
+  'reference': reference.matmul,
+  'cpu': cpu.matmul,
+  'tpu': tpu.matmul,
+  'gpu': gpu.matmul,
+}
 
 
 def _ragged_dot(lhs, rhs, group_sizes):
@@ -26,17 +31,24 @@ def matmul(
     lhs: [T, D], rows sorted by group.
     rhs: [E, D, F].
     group_sizes: [E] int32, sum at most T.
-    implementation: 'reference' or 'cpu'; None resolves by the platform lowered for.
+    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None resolves by the platform
+      lowered for, to `lax.ragged_dot` where its own does not take these tensors.
 
   Returns:
     [T, F] in lhs's dtype. Rows past the sum of the sizes give 0, and no gradient.
 
   Raises:
-    ValueError: an unknown implementation.
+    ValueError: an unknown implementation, or tensors that the one named does not take.
   """
   if implementation is None:
     return jax.lax.platform_dependent(
-      lhs, rhs, group_sizes, cpu=cpu.matmul, default=_ragged_dot
+      lhs,
+      rhs,
+      group_sizes,
+      cpu=cpu.matmul,
+      tpu=_ragged_dot if tpu.refusal(lhs, rhs) else tpu.matmul,
+      cuda=_ragged_dot if gpu.refusal(lhs, rhs) else gpu.matmul,
+      default=_ragged_dot,
     )
   if implementation not in _IMPLEMENTATIONS:
     raise ValueError(

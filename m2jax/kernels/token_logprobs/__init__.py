@@ -1,5 +1,5 @@
 """Log-probabilities of given tokens under the head, without storing all logits."""
 
-from m2jax.kernels.token_logprobs.api import token_logprobs
+from m2jax.kernels.token_logprobs.api import token_logprobs, top_k_logprobs
 
-__all__ = ['token_logprobs']
+__all__ = ['token_logprobs', 'top_k_logprobs']

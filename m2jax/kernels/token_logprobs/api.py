@@ -1,9 +1,14 @@
 """LM head and log-softmax fused in chunks: logits of all positions never exist (law 8).
 
+Plain XLA on every platform: a chunk is large enough for its matmuls to hide the reading
+of the head, so a kernel could save no more than the passes over one chunk's logits.
+Logits are fp32 products whatever the default precision; the two products of the
+backward pass are as precise as `hidden` is.
+
 With the vocabulary split over devices, each sees the logits of its own words only; a
 few numbers a token are summed over the shards, after the loop over chunks.
 
-Axes: T tokens, D model, V vocabulary (of this device); chunks of c tokens.
+Axes: T tokens, D model, V vocabulary (of this device); chunks of c tokens, k targets.
 """
 
 from __future__ import annotations
@@ -12,91 +17,79 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-_CHUNK_LOGITS = 1 << 20  # logits alive at once
+# A chunk has the logits that stay in a CPU's cache or, where the vocabulary is larger,
+# the tokens that a matmul needs to run at speed: 0.8 GB of logits at 200,064 words.
+_CHUNK_LOGITS = 1 << 20
+_CHUNK_TOKENS = 1024
 
 
 def _chunks(x, vocab):
   """[T, …] → [T/c, c, …], zero-padded."""
-  c = min(max(_CHUNK_LOGITS // vocab, 8), len(x))
+  c = min(max(_CHUNK_LOGITS // vocab, _CHUNK_TOKENS), max(len(x), 1))
   x = jnp.pad(x, [(0, -len(x) % c)] + [(0, 0)] * (x.ndim - 1))
   return x.reshape(-1, c, *x.shape[1:])
 
 
+def _map(chunk, arrays, vocab):
+  """`chunk` over chunks of arrays [T, …], its results [T, …]."""
+  out = lax.map(chunk, tuple(_chunks(x, vocab) for x in arrays))
+  count = len(arrays[0])
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
+
+
 def _logits(hidden, head):
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-  return hidden.astype(dtype) @ head.astype(dtype)
-
-
-def _forward(hidden, head, targets, axes):
-  if axes:
-    return _forward_split(hidden, head, targets, axes)
-
-  def chunk(args):
-    h, target = args
-    logits = _logits(h, head)
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    odds = jnp.exp(logits - top)
-    total = jnp.sum(odds, axis=-1)
-    lse = top[:, 0] + jnp.log(total)
-    chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-    entropy = lse - jnp.sum(odds * logits, axis=-1) / total
-    return chosen - lse, entropy, lse
-
-  vocab = head.shape[1]
-  out = jax.lax.map(chunk, (_chunks(hidden, vocab), _chunks(targets, vocab)))
-  return tuple(x.reshape(-1)[: len(targets)] for x in out)
-
-
-def _forward_split(hidden, head, targets, axes):
-  """`_forward` with head [D, V] one shard of the vocabulary over mesh `axes`."""
-
-  def chunk(args):
-    h, target = args
-    logits = _logits(h, head)
-    top = jnp.max(logits, axis=-1)
-    odds = jnp.exp(logits - top[:, None])
-    hit = jnp.arange(vocab) == target[:, None]
-    chosen = jnp.sum(jnp.where(hit, logits, 0), axis=-1)
-    return top, jnp.sum(odds, axis=-1), jnp.sum(odds * logits, axis=-1), chosen
-
-  vocab = head.shape[1]
-  here = _here(targets, vocab, axes)
-  out = jax.lax.map(chunk, (_chunks(hidden, vocab), _chunks(here, vocab)))
-  top, total, dot, chosen = (x.reshape(-1)[: len(targets)] for x in out)
-  highest = jax.lax.pmax(top, axes)
-  scale = jnp.exp(top - highest)
-  sums = jnp.stack([total * scale, dot * scale, chosen])
-  total, dot, chosen = jax.lax.psum(sums, axes)
-  lse = highest + jnp.log(total)
-  return chosen - lse, lse - dot / total, lse
+  return jnp.matmul(
+    hidden.astype(dtype), head.astype(dtype), precision=lax.Precision.HIGHEST
+  )
 
 
 def _here(targets, vocab, axes):
   """Targets as words of this shard; what is outside [0, V) is another's."""
-  return targets - jax.lax.axis_index(axes) * vocab if axes else targets
+  return targets - lax.axis_index(axes) * vocab if axes else targets
+
+
+def _statistics(logits):
+  """Maximum, Σ e^(logit − maximum) and Σ logit e^(logit − maximum) of each token."""
+  top = jnp.max(logits, axis=-1)
+  odds = jnp.exp(logits - top[:, None])
+  return top, jnp.sum(odds, axis=-1), jnp.sum(odds * logits, axis=-1)
+
+
+def _highest(top, axes):
+  """Maximum over all shards, and what a shard's sums relative to its own weigh."""
+  highest = lax.pmax(top, axes) if axes else top
+  return highest, jnp.exp(top - highest)
+
+
+def _sum(sums, axes):
+  return lax.psum(sums, axes) if axes else sums
+
+
+def _forward(hidden, head, targets, axes):
+  """logprob [T, k], entropy and logsumexp [T]."""
+  vocab = head.shape[1]
+
+  def chunk(args):
+    h, target = args
+    logits = _logits(h, head)
+    at = jnp.clip(target, 0, vocab - 1)
+    chosen = jnp.take_along_axis(logits, at, axis=-1)
+    return *_statistics(logits), jnp.where(at == target, chosen, 0)
+
+  here = _here(targets, vocab, axes)
+  top, total, dot, chosen = _map(chunk, (hidden, here), vocab)
+  top, scale = _highest(top, axes)
+  total, dot, chosen = _sum((total * scale, dot * scale, chosen), axes)
+  lse = top + jnp.log(total)
+  return chosen - lse[:, None], lse - dot / total, lse
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def token_logprobs(
-  hidden: jax.Array,
-  head: jax.Array,
-  targets: jax.Array,
-  axes: tuple[str, ...] = (),
-) -> tuple[jax.Array, jax.Array]:
-  """log softmax(hidden·head)[target] and the entropy of that softmax.
-
-  Args:
-    hidden: [T, D].
-    head: [D, V]; inside a `shard_map`, this device's words of it.
-    targets: [T] int32, words of the whole vocabulary.
-    axes: mesh axes that split the vocabulary; hidden is the same along them.
-
-  Returns:
-    logprob, entropy: [T], at least fp32. The entropy carries no gradient.
-  """
-  logprob, entropy, _ = _forward(hidden, head, targets, axes)
-  return logprob, entropy
+def _token_logprobs(hidden, head, targets, axes):
+  return _forward(hidden, head, targets, axes)[:2]
 
 
 def _fwd(hidden, head, targets, axes):
@@ -110,20 +103,82 @@ def _bwd(axes, residuals, cotangents):
   vocab = head.shape[1]
   targets = _here(targets, vocab, axes)
   if axes:  # every shard's result depends on every shard's logits
-    d_logprob = jax.lax.psum(d_logprob, axes)
+    d_logprob = lax.psum(d_logprob, axes)
+  wide = hidden.dtype != jnp.bfloat16
+  precision = lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
 
   def chunk(d_head, args):
     h, target, lse, d = args
     p = jnp.exp(_logits(h, head) - lse[:, None])
-    hit = jnp.arange(vocab) == target[:, None]
-    d_logits = d[:, None] * (hit - p)
-    d_head += h.astype(d_logits.dtype).T @ d_logits
-    return d_head, (d_logits @ head.T.astype(d_logits.dtype)).astype(h.dtype)
+    hit = jnp.arange(vocab) == target[..., None]
+    d_logits = jnp.sum(jnp.where(hit, d[..., None], 0), axis=1)
+    d_logits -= jnp.sum(d, axis=1, keepdims=True) * p
+    dtype = d_logits.dtype
+    d_head += jnp.matmul(h.astype(dtype).T, d_logits, precision=precision)
+    d_h = jnp.matmul(d_logits, head.T.astype(dtype), precision=precision)
+    return d_head, d_h.astype(h.dtype)
 
   chunks = tuple(_chunks(x, vocab) for x in (hidden, targets, lse, d_logprob))
-  d_head, d_hidden = jax.lax.scan(chunk, jnp.zeros(head.shape, d_logprob.dtype), chunks)
+  d_head, d_hidden = lax.scan(chunk, jnp.zeros(head.shape, d_logprob.dtype), chunks)
   d_hidden = d_hidden.reshape(-1, hidden.shape[1])[: len(targets)]
   return d_hidden, d_head.astype(head.dtype), None
 
 
-token_logprobs.defvjp(_fwd, _bwd)
+_token_logprobs.defvjp(_fwd, _bwd)
+
+
+def token_logprobs(
+  hidden: jax.Array,
+  head: jax.Array,
+  targets: jax.Array,
+  axes: tuple[str, ...] = (),
+) -> tuple[jax.Array, jax.Array]:
+  """log softmax(hidden·head)[target] and the entropy of that softmax.
+
+  Args:
+    hidden: [T, D].
+    head: [D, V]; inside a `shard_map`, this device's words of it.
+    targets: [T] or [T, k] int32, words of the whole vocabulary.
+    axes: mesh axes that split the vocabulary; hidden is the same along them.
+
+  Returns:
+    logprob like targets, entropy [T], at least fp32. The entropy carries no gradient.
+  """
+  columns = targets if targets.ndim == 2 else targets[:, None]
+  logprob, entropy = _token_logprobs(hidden, head, columns, axes)
+  return logprob.reshape(targets.shape), entropy
+
+
+def top_k_logprobs(
+  hidden: jax.Array, head: jax.Array, k: int, axes: tuple[str, ...] = ()
+) -> tuple[jax.Array, jax.Array]:
+  """The k most likely words of softmax(hidden·head) and their log-probabilities.
+
+  The teacher's side of a top-K KL (algorithms.md §4.2): no gradient. The student's side
+  is `token_logprobs` at these words, which has one.
+
+  Args:
+    hidden, head, axes: as in `token_logprobs`.
+    k: at most V.
+
+  Returns:
+    logprob [T, k], at least fp32, falling; words [T, k] int32, of equals the lower
+    first.
+  """
+  hidden, head = lax.stop_gradient((hidden, head))
+  vocab = head.shape[1]
+
+  def chunk(args):
+    logits = _logits(args[0], head)
+    top, total, _ = _statistics(logits)
+    return top, total, *lax.top_k(logits, k)
+
+  top, total, best, words = _map(chunk, (hidden,), vocab)
+  top, scale = _highest(top, axes)
+  total = _sum(total * scale, axes)
+  if axes:
+    words += lax.axis_index(axes) * vocab
+    best, words = (lax.all_gather(x, axes, axis=1, tiled=True) for x in (best, words))
+    best, at = lax.top_k(best, k)
+    words = jnp.take_along_axis(words, at, axis=1)
+  return best - (top + jnp.log(total))[:, None], words

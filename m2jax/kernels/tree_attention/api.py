@@ -7,9 +7,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from m2jax.kernels.tree_attention import cpu, reference
+from m2jax.kernels.tree_attention import cpu, gpu, reference, tpu
 
-_IMPLEMENTATIONS = {'reference': reference.attend, 'cpu': cpu.attend}
+_IMPLEMENTATIONS = {
+  'reference': reference.attend,
+  'cpu': cpu.attend,
+  'tpu': tpu.attend,
+  'gpu': gpu.attend,
+}
 
 
 def attend(
@@ -37,13 +42,15 @@ def attend(
       position below `sinks`; None: no window.
     q_position, k_position: [B, Q] and [B, S] int32, needed by `window`.
     scale: of the scores; None is H ** -0.5.
-    implementation: 'reference' or 'cpu'; None resolves by the platform lowered for.
+    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None resolves by the platform
+      lowered for, to 'reference' where its own does not take these tensors.
 
   Returns:
     [B, Q, N, H] in q's dtype; a query that sees no key gives 0.
 
   Raises:
-    ValueError: an unknown implementation, or a window without positions.
+    ValueError: an unknown implementation, a window without positions, or tensors that
+      the implementation named does not take.
   """
   if window is not None and (q_position is None or k_position is None):
     raise ValueError('attend: window needs q_position and k_position')
@@ -74,6 +81,8 @@ def attend(
     return jax.lax.platform_dependent(
       *arrays,
       cpu=functools.partial(call, 'cpu'),
+      tpu=functools.partial(call, 'reference' if tpu.refusal(q, k, v) else 'tpu'),
+      cuda=functools.partial(call, 'reference' if gpu.refusal(q, k, v) else 'gpu'),
       default=functools.partial(call, 'reference'),
     )
   if implementation not in _IMPLEMENTATIONS:

@@ -1,0 +1,245 @@
+"""Kernels beside their bound and their best peer, one row a case and implementation.
+
+  python -m benchmarks.kernels                      # all ops, on the device at hand
+  python -m benchmarks.kernels --ops=grouped_matmul --json
+  python -m benchmarks.kernels --tune=tree_attention
+
+`ms` is the fastest of --runs runs, compilation apart; `both` is the value and all
+gradients. `bound_ms` is what the device needs at least: operations by its peak or bytes
+by its memory's, whichever is more; on TPU and GPU the vendor's figures for bf16, on a
+CPU the most that a matmul and a copy reach between the ops. Operations are those
+that the result needs: visible pairs, rows that lie in a group; a pass that computes
+scores or logits again has no claim to them. `fraction` is bound_ms / ms. `error` is
+‖Δ‖₂ / ‖reference‖₂, the worst of value and gradients, against the op's reference in
+float64 at a small shape, in the dtype of the timing. `peer` rows are other people's
+kernels or plain XLA; they are skipped, with the reason, where they do not run.
+
+`--tune` times candidate block sizes on a TPU or GPU and prints the best for its file in
+m2jax/kernels/block_sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import kernel_cases
+from m2jax.kernels import block_sizes
+
+# what `device_kind` starts with: FLOP/s in bf16 and bytes/s, from the vendors
+PEAKS = {
+  'TPU v5 lite': (197e12, 819e9),
+  'TPU v5': (459e12, 2765e9),
+  'TPU v6': (918e12, 1640e9),
+  'NVIDIA A100': (312e12, 2039e9),
+  'NVIDIA H100': (989e12, 3350e9),
+  'NVIDIA H200': (989e12, 4800e9),
+}
+CANDIDATES = {
+  ('tpu', 'tree_attention'): dict(
+    tokens=(256, 512, 1024), group_tokens=(2048, 4096, 8192)
+  ),
+  ('tpu', 'grouped_matmul'): dict(
+    rows=(256, 512), chunk=(128, 256), columns=(512, 768), d_rhs_columns=(768, 1024)
+  ),
+  ('tpu', 'qk_norm_rope'): dict(tokens=(128, 256)),
+  ('gpu', 'tree_attention'): dict(tokens=(32, 64, 128), warps=(4, 8), stages=(1, 2, 3)),
+  ('gpu', 'grouped_matmul'): dict(
+    rows=(64, 128), columns=(64, 128), inner=(32, 64), warps=(4, 8), stages=(2, 3, 4)
+  ),
+  ('gpu', 'qk_norm_rope'): dict(tokens=(4, 16, 64), warps=(4, 8, 16)),
+}
+
+
+def seconds(function, *arrays, runs: int) -> float:
+  """Fastest of `runs` or of what three seconds allow, after one that compiles."""
+  jax.block_until_ready(function(*arrays))
+  times = []
+  while len(times) < runs and sum(times) < 3:
+    started = time.perf_counter()
+    jax.block_until_ready(function(*arrays))
+    times.append(time.perf_counter() - started)
+  return min(times)
+
+
+def peaks() -> tuple[float, float]:
+  """FLOP/s and bytes/s of the device at hand."""
+  kind = jax.devices()[0].device_kind
+  for name, peak in PEAKS.items():
+    if kind.startswith(name):
+      return peak
+  n = 1024
+  square = jnp.ones((n, n), jnp.float32)
+  matmul = seconds(jax.jit(jnp.matmul), square, square, runs=40)
+  # of numpy, into an array that is there: a fresh one would time the operating system
+  source, target = np.ones((2, 1 << 22), np.float32)
+  copy = seconds(np.copyto, target, source, runs=40)
+  return 2 * n**3 / matmul, 2 * source.nbytes / copy
+
+
+def value_and_grads(function, wrt: int):
+  """The value, and the cotangents of the first `wrt` arrays under the last array."""
+
+  @jax.jit
+  def both(*arrays):
+    *arrays, weight = arrays
+    run = lambda *leading: function(*leading, *arrays[wrt:])
+    out, vjp = jax.vjp(run, *arrays[:wrt])
+    return out, *vjp(weight.astype(out.dtype))
+
+  return both
+
+
+def error(function, wrt: int, arrays, want) -> float:
+  """Worst ‖Δ‖₂ / ‖reference‖₂ of value and gradients."""
+  got = value_and_grads(function, wrt)(*arrays)
+  return max(
+    float(np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b))
+    for a, b in zip(got, want, strict=True)
+  )
+
+
+def exact(op: kernel_cases.Op, arrays):
+  """Value and gradients of the reference in float64, on a CPU."""
+  with jax.enable_x64(), jax.default_device(jax.devices('cpu')[0]):
+    wide = [
+      np.float64(x) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x)
+      for x in arrays
+    ]
+    return [np.asarray(x) for x in value_and_grads(op.reference, op.wrt)(*wide)]
+
+
+def rows(op: kernel_cases.Op, platform: str, runs: int):
+  """Yields one dict per case, pass and implementation, without bounds."""
+  cases = op.cases[platform if platform in op.cases else 'accelerator']
+  for case, shape in cases.items():
+    arrays = op.make(**shape)
+    small = op.make(**{**shape, **op.small})
+    want = exact(op, small)
+    implementations = {'m2jax': op.ours, **op.peers(platform, **shape)}
+    for name, function in implementations.items():
+      passes = {
+        'forward': jax.jit(lambda *a, f=function: f(*a[:-1])),
+        'both': value_and_grads(function, op.wrt),
+      }
+      row = dict(op=op.name, case=case, implementation=name)
+      try:
+        worst = error(function, op.wrt, small, want)
+        timed = {p: seconds(f, *arrays, runs=runs) for p, f in passes.items()}
+      except Exception as e:  # a peer may fail in any way; ours must not
+        if name == 'm2jax':
+          raise
+        yield row | dict(skipped=f'{type(e).__name__}: {e}'.split('\n')[0][:120])
+        continue
+      for which, spent in timed.items():
+        flops, size = op.cost(arrays, which == 'both')
+        yield row | dict(
+          which=which, ms=1e3 * spent, error=worst, flops=flops, bytes=size
+        )
+
+
+def bounded(row: dict, flops_s: float, bytes_s: float) -> dict:
+  """The row with what the device needs at least."""
+  if 'ms' not in row:
+    return row
+  compute, memory = 1e3 * row['flops'] / flops_s, 1e3 * row['bytes'] / bytes_s
+  bound = max(compute, memory)
+  limit = 'compute' if compute > memory else 'memory'
+  return row | dict(bound_ms=bound, limit=limit, fraction=bound / row['ms'])
+
+
+def show(found: list[dict]) -> None:
+  """One line a case and pass, with the fastest peer beside ours, then all of them."""
+  line = '{:<15}{:<26}{:<9}{:<22}{:>10}{:>10}{:>9}{:>10}  {}'
+  print(
+    line.format(
+      *('op', 'case', 'pass', 'implementation', 'ms', 'bound ms', 'fraction', 'error'),
+      'of the best peer',
+    )
+  )
+  keys = dict.fromkeys((r['op'], r['case'], r['which']) for r in found if 'ms' in r)
+  for key in keys:
+    same = [r for r in found if 'ms' in r and (r['op'], r['case'], r['which']) == key]
+    peers = [r for r in same if r['implementation'] != 'm2jax']
+    best = min(peers, key=lambda r: r['ms'], default=None)
+    for r in same:
+      ratio = ''
+      if best and r['implementation'] == 'm2jax':
+        ratio = f'{best["ms"] / r["ms"]:.2f}x {best["implementation"]}'
+      figures = f'{r["ms"]:.3f}', f'{r["bound_ms"]:.3f}', f'{r["fraction"]:.3f}'
+      print(
+        line.format(*key, r['implementation'], *figures, f'{r["error"]:.1e}', ratio)
+      )
+  for r in found:
+    if 'skipped' in r:
+      print(f'skipped {r["op"]}, {r["case"]}: {r["implementation"]}: {r["skipped"]}')
+
+
+def tune(op: kernel_cases.Op, platform: str, runs: int) -> None:
+  """Prints the fastest of the candidate sizes over all cases, by geometric mean."""
+  names = CANDIDATES.get((platform, op.name))
+  if names is None:
+    raise SystemExit(f'{op.name} has no block sizes to tune on {platform}')
+  cases = {name: op.make(**shape) for name, shape in op.cases['accelerator'].items()}
+  best = None
+  for values in itertools.product(*names.values()):
+    sizes = dict(zip(names, values, strict=True))
+    times = []
+    with block_sizes.replaced(platform, op.name, **sizes):
+      try:
+        for arrays in cases.values():
+          times.append(seconds(value_and_grads(op.ours, op.wrt), *arrays, runs=runs))
+      except Exception as e:  # sizes that do not fit
+        print(sizes, 'skipped:', str(e).split('\n')[0][:100])
+        continue
+    mean = float(np.exp(np.mean(np.log(times))))
+    print(sizes, *(f'{1e3 * t:.3f}' for t in times), flush=True)
+    if best is None or mean < best[0]:
+      best = mean, sizes
+  print(f'{jax.devices()[0].device_kind}: {op.name!r}: {best and best[1]}')
+
+
+def main(argv=None) -> list[dict]:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('--ops', default=','.join(kernel_cases.OPS))
+  parser.add_argument('--runs', type=int, default=10)
+  parser.add_argument('--json', action='store_true')
+  parser.add_argument('--tune', choices=kernel_cases.OPS)
+  args = parser.parse_args(argv)
+  unknown = set(args.ops.split(',')) - set(kernel_cases.OPS)
+  if unknown:
+    parser.error(f'--ops: {sorted(unknown)} are not among {list(kernel_cases.OPS)}')
+  platform = jax.default_backend()
+  if args.tune:
+    tune(kernel_cases.OPS[args.tune], platform, args.runs)
+    return []
+  found, peak = [], [peaks()]
+  for name in args.ops.split(','):
+    found.extend(rows(kernel_cases.OPS[name], platform, args.runs))
+    peak.append(peaks())
+  flops_s, bytes_s = (max(p) for p in zip(*peak, strict=True))
+  found = [bounded(row, flops_s, bytes_s) for row in found]
+  device = dict(
+    device=jax.devices()[0].device_kind,
+    peak_tflop_s=flops_s / 1e12,
+    peak_gb_s=bytes_s / 1e9,
+    jax=jax.__version__,
+  )
+  if args.json:
+    print(json.dumps(dict(device=device, rows=found), indent=1))
+  else:
+    print(device)
+    show(found)
+  return found
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,49 @@
+"""Sizes of the kernels' blocks: one file per device kind, checked in.
+
+A kernel asks for the sizes of its platform. Where a device of that platform is at hand
+its own file counts, if there is one; where a program is compiled for a device that is
+not, the platform's first file. Sizes change speed, never what is computed beyond the
+order of sums. `benchmarks/kernels.py --tune` measures candidates on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+
+from m2jax.kernels.block_sizes import nvidia_h100, tpu_v5p
+
+# by platform: what `device_kind` starts with, and the sizes; the first is the default
+_FILES = {
+  'tpu': [('TPU v5', tpu_v5p.SIZES)],
+  'gpu': [('NVIDIA H', nvidia_h100.SIZES)],
+}
+
+
+_replaced: dict[tuple[str, str], dict[str, int]] = {}
+
+
+def get(platform: str, op: str) -> dict[str, int]:
+  """The sizes of `op` on `platform` ('tpu' or 'gpu'): names as in the files."""
+  return _file(platform)[op] | _replaced.get((platform, op), {})
+
+
+@contextlib.contextmanager
+def replaced(platform: str, op: str, **sizes: int):
+  """Within it `get` returns these sizes instead; what was compiled is forgotten."""
+  _replaced[platform, op] = sizes
+  jax.clear_caches()
+  try:
+    yield
+  finally:
+    del _replaced[platform, op]
+    jax.clear_caches()
+
+
+def _file(platform):
+  files = _FILES[platform]
+  if jax.default_backend() == platform:
+    kind = jax.devices()[0].device_kind
+    files = [file for file in files if kind.startswith(file[0])] or files
+  return files[0][1]

@@ -1,0 +1,20 @@
+"""NVIDIA H100 and H200: 989 TFLOP/s in bf16, 3350 and 4800 GB/s.
+
+Chosen from what shared memory and registers hold; no time was measured on a device.
+"""
+
+SIZES = {
+  'tree_attention': {
+    'tokens': 64,  # of a query or key block; a power of two
+    'warps': 4,
+    'stages': 2,
+  },
+  'grouped_matmul': {
+    'rows': 64,  # of a tile; powers of two
+    'columns': 128,
+    'inner': 64,
+    'warps': 4,
+    'stages': 3,
+  },
+  'qk_norm_rope': {'tokens': 16, 'warps': 8},  # rows of a program of the backward pass
+}

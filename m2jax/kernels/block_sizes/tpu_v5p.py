@@ -1,0 +1,24 @@
+"""TPU v5p: 95 GiB of HBM at 2765 GB/s, 459 TFLOP/s in bf16.
+
+Chosen so that the kernels fit VMEM at M2's shapes, by compiling ahead of time; no time
+was measured on a device. Sizes are for bf16; fp32 takes half of what is marked *.
+"""
+
+SIZES = {
+  'tree_attention': {
+    'tokens': 512,  # of a query or key block, at most
+    'group_tokens': 4096,  # * of a query block times query heads of a group, at most
+  },
+  'grouped_matmul': {
+    'rows': 512,  # * of a tile of rows, at most
+    'chunk': 128,  # of rows in one product: a tile's chunks without a row are skipped
+    'columns': 768,  # of a tile of a matrix, at most
+    'inner': 3072,  # * of a tile's contracted side, at most
+    'd_rhs_columns': 1024,  # * of either side of a tile of a matrix's gradient
+    'vmem_bytes': 32 << 20,
+  },
+  'qk_norm_rope': {
+    'tokens': 128,  # of a block: a multiple of 128
+    'vmem_bytes': 32 << 20,
+  },
+}

@@ -1,0 +1,232 @@
+"""Grouped matmul on TPU: Pallas Mosaic kernels that walk over tiles of rows by group.
+
+Rows are cut into tiles. A visit is a tile and a group with rows in it; there are at
+most T/tile + E visits, listed in a table in scalar memory, and the grid is as long as
+the list. A tile's visits follow each other and add their rows into one accumulator; a
+group's visits do too, which gives the gradient of its matrix, and in between a block of
+a matrix stays in VMEM. A tile is multiplied in chunks of rows; chunks without a row of
+the group are skipped. Every other row of a product is masked, so that nothing that
+stands past the sum of the sizes, or in another group's matrix, is ever seen.
+
+Axes: T rows sorted by group, E groups, D in, F out.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from m2jax.kernels import block_sizes, pallas
+from m2jax.kernels.grouped_matmul.visits import Visits, visits
+
+_LANES = 128
+_DTYPES = (jnp.bfloat16, jnp.float32)
+_TABLE = 128 * 1024  # visits, at most: two tables of 512 KiB of scalar memory
+
+
+def _sizes(dtype) -> dict[str, int]:
+  """Block sizes; fp32 takes twice the bytes, and more where a product splits it."""
+  sizes = block_sizes.get('tpu', 'grouped_matmul')
+  halved = ('rows', 'inner', 'd_rhs_columns') if dtype == jnp.float32 else ()
+  return {name: n // 2 if name in halved else n for name, n in sizes.items()}
+
+
+def _each_chunk(table: Visits, step, tile, chunk, body):
+  """`body(rows of the tile, mask [chunk, 1])` for chunks with a row of this visit."""
+  group = table.group[step]
+  begin, end = table.bounds[group], table.bounds[group + 1]
+  for at in range(0, tile, chunk):
+    size = min(chunk, tile - at)
+    row = table.tile[step] * tile + at
+
+    @pl.when((begin < row + size) & (row < end))
+    def _(at=at, size=size, row=row):
+      ids = row + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+      body(pl.ds(at, size), (begin <= ids) & (ids < end))
+
+
+def _per_row_kernel(tile, chunk, axis, *refs):
+  """Grid: columns, visits, parts of the contracted side."""
+  table, (lhs, rhs, out, acc) = Visits(*refs[:3]), refs[3:]
+  step, part = pl.program_id(1), pl.program_id(2)
+  first, last = pallas.edges(table.tile, step, pl.num_programs(1))
+
+  @pl.when(first & (part == 0))
+  def _():
+    acc[...] = jnp.zeros_like(acc)
+
+  def add(rows, mask):
+    acc[rows] += jnp.where(mask, pallas.dot(lhs[rows], rhs[...], 1, axis), 0)
+
+  _each_chunk(table, step, tile, chunk, add)
+
+  @pl.when(last & (part == pl.num_programs(2) - 1))
+  def _():
+    out[...] = acc[...].astype(out.dtype)
+
+
+def _per_group_kernel(tile, chunk, *refs):
+  """Grid: parts of D, parts of F, visits."""
+  table, (lhs, d_out, d_rhs, acc) = Visits(*refs[:3]), refs[3:]
+  step = pl.program_id(2)
+  first, last = pallas.edges(table.group, step, pl.num_programs(2))
+
+  @pl.when(first)
+  def _():
+    acc[...] = jnp.zeros_like(acc)
+
+  def add(rows, mask):
+    x, y = (jnp.where(mask, r[rows], 0).astype(r.dtype) for r in (lhs, d_out))
+    acc[...] += pallas.dot(x, y, 0, 0)
+
+  _each_chunk(table, step, tile, chunk, add)
+
+  @pl.when(last)
+  def _():
+    d_rhs[...] = acc[...].astype(d_rhs.dtype)
+
+
+def _part(size, most):
+  """Columns of a block: all, else a divisor of `size` in even number, as two cores
+  share them, else any divisor; else `most`, and the last block is cut short."""
+  if size <= most:
+    return size
+  parts = range(most, 0, -_LANES)
+  even = (n for n in parts if size % (2 * n) == 0)
+  return next(even, next((n for n in parts if size % n == 0), most))
+
+
+def _row_tile(rows, most):
+  return rows if rows < _LANES else min(most, rows // _LANES * _LANES)
+
+
+def _call(kernel, name, grid, order, table, inputs, in_specs, out, out_spec, flops):
+  size = sum(x.size * x.dtype.itemsize for x in (*inputs, out))
+  block = [n for n in out_spec.block_shape if n is not None]
+  return pl.pallas_call(
+    kernel,
+    out_shape=out,
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=3,
+      grid=grid,
+      in_specs=in_specs,
+      out_specs=out_spec,
+      scratch_shapes=[pltpu.VMEM(block, jnp.float32)],
+    ),
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=order,
+      vmem_limit_bytes=_sizes(out.dtype)['vmem_bytes'],
+    ),
+    cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=size),
+    name=f'grouped_matmul_{name}',
+  )(*table, *inputs)
+
+
+@functools.partial(jax.jit, static_argnames='transpose')
+def _per_row(lhs, rhs, group_sizes, *, transpose):
+  """Each row times its group's matrix, transposed or not."""
+  inner, outer = rhs.shape[1:][::-1] if transpose else rhs.shape[1:]
+  sizes = _sizes(lhs.dtype)
+  tile = _row_tile(len(lhs), sizes['rows'])
+  table, count = visits(group_sizes, len(lhs), tile, by_group=False)
+  columns, part = _part(outer, sizes['columns']), _part(inner, sizes['inner'])
+
+  def lhs_at(c, t, p, tiles, groups, bounds):
+    live = jnp.maximum(bounds[len(rhs)] - 1, 0)  # the last row: none past it is read
+    return jnp.minimum(tiles[t], lax.div(live, jnp.int32(tile))), p
+
+  def rhs_at(c, t, p, tiles, groups, bounds):
+    return (groups[t], c, p) if transpose else (groups[t], p, c)
+
+  return _call(
+    functools.partial(_per_row_kernel, tile, sizes['chunk'], 1 if transpose else 0),
+    'd_lhs' if transpose else 'forward',
+    (pl.cdiv(outer, columns), count, inner // part),
+    ('parallel', 'arbitrary', 'arbitrary'),
+    table,
+    (lhs, rhs),
+    [
+      pl.BlockSpec((tile, part), lhs_at),
+      pl.BlockSpec(
+        (None, columns, part) if transpose else (None, part, columns), rhs_at
+      ),
+    ],
+    jax.ShapeDtypeStruct((len(lhs), outer), lhs.dtype),
+    pl.BlockSpec((tile, columns), lambda c, t, p, tiles, *_: (tiles[t], c)),
+    2 * lhs.size * outer,
+  )
+
+
+@functools.partial(jax.jit, static_argnames='dtype')
+def _per_group(lhs, d_out, group_sizes, *, dtype):
+  """Σ over a group's rows of lhsᵀ d_out: [E, D, F]; 0 for an empty group."""
+  sizes = _sizes(lhs.dtype)
+  tile = _row_tile(len(lhs), sizes['rows'])
+  table, count = visits(group_sizes, len(lhs), tile, by_group=True)
+  shape = lhs.shape[1], d_out.shape[1]
+  d, f = (_part(n, sizes['d_rhs_columns']) for n in shape)
+  return _call(
+    functools.partial(_per_group_kernel, tile, sizes['chunk']),
+    'd_rhs',
+    (pl.cdiv(shape[0], d), pl.cdiv(shape[1], f), count),
+    ('parallel', 'parallel', 'arbitrary'),
+    table,
+    (lhs, d_out),
+    [
+      pl.BlockSpec((tile, d), lambda i, j, t, tiles, *_: (tiles[t], i)),
+      pl.BlockSpec((tile, f), lambda i, j, t, tiles, *_: (tiles[t], j)),
+    ],
+    jax.ShapeDtypeStruct((len(group_sizes), *shape), dtype),
+    pl.BlockSpec((None, d, f), lambda i, j, t, tiles, groups, _: (groups[t], i, j)),
+    2 * lhs.size * shape[1],
+  )
+
+
+@jax.custom_vjp
+def _matmul(lhs, rhs, group_sizes):
+  return _per_row(lhs, rhs, group_sizes, transpose=False)
+
+
+def _fwd(lhs, rhs, group_sizes):
+  return _matmul(lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+
+
+def _bwd(residuals, d_out):
+  lhs, rhs, group_sizes = residuals
+  d_lhs = _per_row(d_out, rhs, group_sizes, transpose=True)
+  return d_lhs, _per_group(lhs, d_out, group_sizes, dtype=rhs.dtype), None
+
+
+_matmul.defvjp(_fwd, _bwd)
+
+
+def refusal(lhs, rhs) -> str | None:
+  """Why the kernels do not take these tensors; None where they do."""
+  if lhs.dtype != rhs.dtype or lhs.dtype not in _DTYPES:
+    return f'{lhs.dtype}, {rhs.dtype}: must both be bfloat16 or both float32'
+  sizes = _sizes(lhs.dtype)
+  for n in rhs.shape[1:]:
+    if n % _part(n, sizes['inner']):
+      return f'{n} columns: above {sizes["inner"]} they must be a multiple of {_LANES}'
+  if len(lhs) // sizes['rows'] + len(rhs) >= _TABLE:
+    return f'{len(lhs)} rows, {len(rhs)} groups: more visits than fit scalar memory'
+  return None
+
+
+def matmul(lhs, rhs, group_sizes):
+  """Same contract as `reference.matmul`.
+
+  Raises:
+    ValueError: what `refusal` says: not both bfloat16 or both float32, or a side of the
+      matrices that no block divides.
+  """
+  if reason := refusal(lhs, rhs):
+    raise ValueError(f'matmul on TPU: {reason}')
+  if not len(lhs):  # a grid must have a step
+    return jnp.zeros((0, rhs.shape[2]), lhs.dtype)
+  return _matmul(lhs, rhs, group_sizes.astype(jnp.int32))

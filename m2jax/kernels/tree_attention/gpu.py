@@ -1,0 +1,317 @@
+"""Forest attention on GPU: Pallas Triton kernels that visit only blocks that are seen.
+
+One program takes a block of queries of one head, or, for d_k and d_v, a block of keys
+with all the query heads that share it, and loops over the blocks it has to visit: a
+list of its own in memory, as long as the number beside it. Which pairs of blocks those
+are is decided as for TPUs, by extremes of `q_index` and `subtree_end`. The rest is
+FlashAttention (arXiv:2205.14135, 2307.08691) with weights recomputed in the backward
+pass.
+
+Axes: B rows, Q queries, S keys, N query heads, K key/value heads, G = N/K, H head dim;
+m, n blocks of a row; in kernels q, k tokens of a query and of a key block.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from m2jax.kernels import block_sizes
+from m2jax.kernels.pallas import dot
+from m2jax.kernels.tree_attention.visits import Index, block_kinds
+
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+class _Static(NamedTuple):
+  window: int | None
+  sinks: int
+  scale: float
+  rows: int
+  group: int
+  block_q: int
+  block_k: int
+  key_blocks: int  # of a row
+
+
+def _lists(kinds):
+  """kinds [B, m, n] → partners [B, m, n] int32, those to visit first; counts [B, m]."""
+  seen = kinds > 0
+  partners = jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32)
+  return partners, jnp.sum(seen, axis=-1, dtype=jnp.int32)
+
+
+def _each_visit(partners, count, init, visit):
+  return lax.fori_loop(0, count[...], lambda t, x: visit(partners[t], x), init)
+
+
+def _seen(static: _Static, q_at, k_id, index: Index):
+  """[q, k] bool: which keys of block `k_id` the queries `q_at` see."""
+  at = pl.ds(k_id * static.block_k, static.block_k)
+  key = k_id * static.block_k + lax.iota(jnp.int32, static.block_k)
+  q = index.q_index[q_at][:, None]
+  seen = (key[None] <= q) & (q < index.subtree_end[at][None])
+  if static.window is not None:
+    k_at = index.k_position[at][None]
+    near = index.q_position[q_at][:, None] - k_at < static.window
+    seen &= near | (k_at < static.sinks)
+  return seen
+
+
+def _scores(static: _Static, q, k, seen):
+  return jnp.where(seen, dot(q, k, 1, 1) * static.scale, -jnp.inf)
+
+
+def _forward_kernel(static, index, partners, count, q, k, v, out, lse):
+  """q, out [q, H] and lse [q] of a block, k, v [S, H] of a head."""
+  q_at = pl.ds(pl.program_id(1) * static.block_q, static.block_q)
+  queries = q[...]
+
+  def visit(k_id, carry):
+    top, total, acc = carry
+    keys = pl.ds(k_id * static.block_k, static.block_k)
+    scores = _scores(static, queries, k[keys], _seen(static, q_at, k_id, index))
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+    weights = jnp.exp(scores - safe[:, None])
+    keep = jnp.exp(top - safe)
+    update = dot(weights.astype(v.dtype), v[keys], 1, 0)
+    total = total * keep + jnp.sum(weights, axis=1)
+    return new_top, total, acc * keep[:, None] + update
+
+  none = jnp.full(static.block_q, -jnp.inf, jnp.float32)
+  init = none, jnp.zeros_like(none), jnp.zeros(queries.shape, jnp.float32)
+  top, total, acc = _each_visit(partners, count, init, visit)
+  # +inf where a query saw nothing: its weights recompute to exactly 0
+  some = total > 0
+  divisor = jnp.where(some, total, 1.0)
+  lse[...] = jnp.where(some, top + jnp.log(divisor), jnp.inf)
+  out[...] = (acc / divisor[:, None]).astype(out.dtype)
+
+
+def _d_scores(static, q, k, v, d_out, lse, delta, seen):
+  """Weights and cotangents of the scores before scaling, [q, k] fp32."""
+  weights = jnp.exp(_scores(static, q, k, seen) - lse[:, None])
+  return weights, weights * (dot(d_out, v, 1, 1) - delta[:, None])
+
+
+def _d_q_kernel(static, index, partners, count, q, k, v, d_out, lse, delta, d_q):
+  """Blocks as in the forward kernel; lse, delta [q]."""
+  q_at = pl.ds(pl.program_id(1) * static.block_q, static.block_q)
+  fixed = d_out[...], lse[...], delta[...]
+  queries = q[...]
+
+  def visit(k_id, acc):
+    keys = pl.ds(k_id * static.block_k, static.block_k)
+    seen = _seen(static, q_at, k_id, index)
+    _, d_scores = _d_scores(static, queries, k[keys], v[keys], *fixed, seen)
+    return acc + dot(d_scores.astype(k.dtype), k[keys], 1, 0)
+
+  acc = _each_visit(partners, count, jnp.zeros(queries.shape, jnp.float32), visit)
+  d_q[...] = (acc * static.scale).astype(d_q.dtype)
+
+
+def _d_kv_kernel(static, index, partners, count, q, k, v, d_out, lse, delta, d_k, d_v):
+  """k, v [k, H] of a block, q, d_out [Q, G, H] and lse, delta [G, Q] of its group."""
+  k_id = pl.program_id(1)
+  keys, values = k[...], v[...]
+
+  def visit(q_id, carry):
+    q_at = pl.ds(q_id * static.block_q, static.block_q)
+    seen = _seen(static, q_at, k_id, index)
+
+    def head(g, carry):
+      d_k, d_v = carry
+      queries, cotangents = q[q_at, g], d_out[q_at, g]
+      weights, d_scores = _d_scores(
+        static, queries, keys, values, cotangents, lse[g, q_at], delta[g, q_at], seen
+      )
+      d_v += dot(weights.astype(q.dtype), cotangents, 0, 0)
+      return d_k + dot(d_scores.astype(q.dtype), queries, 0, 0), d_v
+
+    return lax.fori_loop(0, static.group, head, carry)
+
+  zeros = jnp.zeros(keys.shape, jnp.float32)
+  acc_k, acc_v = _each_visit(partners, count, (zeros, zeros), visit)
+  d_k[...] = (acc_k * static.scale).astype(d_k.dtype)
+  d_v[...] = acc_v.astype(d_v.dtype)
+
+
+class _Specs(NamedTuple):
+  """Grid: heads, blocks of a row, rows. Only pointers: nothing is copied ahead."""
+
+  index: Index
+  partners: pl.BlockSpec
+  count: pl.BlockSpec
+
+
+def _specs(index: Index, partners):
+  whole = jax.tree.map(
+    lambda x: pl.BlockSpec((None, x.shape[1]), lambda h, i, b: (b, 0)), index
+  )
+  n = partners.shape[2]
+  return _Specs(
+    whole,
+    pl.BlockSpec((None, None, n), lambda h, i, b: (b, i, 0)),
+    pl.BlockSpec((None, None), lambda h, i, b: (b, i)),
+  )
+
+
+def _call(kernel, static, index, kinds, heads, tensors, specs, outs, out_specs):
+  sizes = block_sizes.get('gpu', 'tree_attention')
+  partners, count = _lists(kinds)
+  return pl.pallas_call(
+    functools.partial(kernel, static),
+    grid=(heads, kinds.shape[1], static.rows),
+    in_specs=[*_specs(index, partners), *specs],
+    out_specs=out_specs,
+    out_shape=outs,
+    compiler_params=plgpu.CompilerParams(
+      num_warps=sizes['warps'], num_stages=sizes['stages']
+    ),
+    name=f'tree_attention{kernel.__name__[:-7]}',
+  )(index, partners, count, *tensors)
+
+
+def _like(x):
+  return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _q_specs(static: _Static, q, k):
+  """Of q like tensors, k like tensors and statistics [B, N, Q], by query block."""
+  dim, group = q.shape[3], static.group
+  q_spec = pl.BlockSpec((None, static.block_q, None, dim), lambda h, i, b: (b, i, h, 0))
+  k_spec = pl.BlockSpec(
+    (None, k.shape[1], None, dim),
+    lambda h, i, b: (b, 0, lax.div(h, np.int32(group)), 0),
+  )
+  return (
+    q_spec,
+    k_spec,
+    pl.BlockSpec((None, None, static.block_q), lambda h, i, b: (b, h, i)),
+  )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(static, q, k, v, index):
+  """q [B, Q, N, H], k, v [B, S, K, H] → out like q, logsumexp [B, N, Q] fp32."""
+  q_spec, k_spec, statistic = _q_specs(static, q, k)
+  batch, queries, heads, _ = q.shape
+  lse = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
+  return _call(
+    _forward_kernel,
+    static,
+    index,
+    block_kinds(static, index),
+    heads,
+    (q, k, v),
+    [q_spec, k_spec, k_spec],
+    [_like(q), lse],
+    [q_spec, statistic],
+  )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(static, q, k, v, index, out, lse, d_out):
+  """Cotangents of q, k and v."""
+  kinds = block_kinds(static, index)
+  delta = jnp.einsum('bqnh,bqnh->bnq', out, d_out, preferred_element_type=jnp.float32)
+  q_spec, k_spec, statistic = _q_specs(static, q, k)
+  (d_q,) = _call(
+    _d_q_kernel,
+    static,
+    index,
+    kinds,
+    q.shape[2],
+    (q, k, v, d_out, lse, delta),
+    [q_spec, k_spec, k_spec, q_spec, statistic, statistic],
+    [_like(q)],
+    [q_spec],
+  )
+  queries, dim = q.shape[1], q.shape[3]
+  group = pl.BlockSpec((None, queries, static.group, dim), lambda h, i, b: (b, 0, h, 0))
+  statistic = pl.BlockSpec((None, static.group, queries), lambda h, i, b: (b, h, 0))
+  k_spec = pl.BlockSpec((None, static.block_k, None, dim), lambda h, i, b: (b, i, h, 0))
+  d_k, d_v = _call(
+    _d_kv_kernel,
+    static,
+    index,
+    kinds.swapaxes(1, 2),
+    k.shape[2],
+    (q, k, v, d_out, lse, delta),
+    [group, k_spec, k_spec, group, statistic, statistic],
+    [_like(k), _like(v)],
+    [k_spec, k_spec],
+  )
+  return d_q, d_k, d_v
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static, q, k, v, index):
+  return _forward(static, q, k, v, index)[0]
+
+
+def _attend_fwd(static, q, k, v, index):
+  out, lse = _forward(static, q, k, v, index)
+  return out, (q, k, v, index, out, lse)
+
+
+def _attend_bwd(static, residuals, d_out):
+  return *_backward(static, *residuals, d_out), None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def refusal(q, k, v) -> str | None:
+  """Why the kernel does not take these tensors; None where it does."""
+  if not (q.dtype == k.dtype == v.dtype) or q.dtype not in _DTYPES:
+    return f'{q.dtype}, {k.dtype}, {v.dtype}: must all be bf16, all fp16 or all fp32'
+  if q.shape[3] > 256:
+    return f'head dim {q.shape[3]}: at most 256 fit the registers of a program'
+  return None
+
+
+def attend(
+  q, k, v, subtree_end, q_index, *, window, sinks, q_position, k_position, scale
+):
+  """Same contract as `reference.attend`.
+
+  Raises:
+    ValueError: what `refusal` says: not all of one of the dtypes bfloat16, float16 and
+      float32, or a head of more than 256 dims.
+  """
+  if reason := refusal(q, k, v):
+    raise ValueError(f'attend on GPU: {reason}')
+  batch, queries, heads, dim = q.shape
+  keys, kv_heads = k.shape[1:3]
+  block = block_sizes.get('gpu', 'tree_attention')['tokens']
+  padded_dim = max(16, pl.next_power_of_2(dim))  # blocks are powers of two
+
+  def pad(x, fill=0):
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), constant_values=fill)
+    return x.astype(jnp.int32)
+
+  def tensor(x):
+    padding = (0, 0), (0, -x.shape[1] % block), (0, 0), (0, padded_dim - dim)
+    return jnp.pad(x, padding)
+
+  windowed = window is not None
+  index = Index(
+    pad(q_index, -1),
+    pad(subtree_end),
+    pad(q_position) if windowed else None,
+    pad(k_position) if windowed else None,
+  )
+  static = _Static(
+    window, sinks, scale, batch, heads // kv_heads, block, block, -(-keys // block)
+  )
+  out = _attend(static, *map(tensor, (q, k, v)), index)
+  return out[:, :queries, :, :dim]

@@ -1,0 +1,63 @@
+"""TPU kernels compile for the real chip at M2's real sizes, without one (law 7)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from m2jax.kernels.token_logprobs.api import _CHUNK_TOKENS
+from tests.kernels import tpu_worker
+
+pytestmark = [
+  pytest.mark.long,
+  pytest.mark.tpu_backend,
+  pytest.mark.skipif(
+    importlib.util.find_spec('libtpu') is None,
+    reason='needs libtpu: pip install jax[tpu]',
+  ),
+]
+
+
+@pytest.fixture(scope='module')
+def compiled():
+  """What the worker found, by case. Its own process: libtpu takes over signals."""
+  done = subprocess.run(
+    [sys.executable, '-m', 'tests.kernels.tpu_worker'],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  found = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == '{']
+  return {line['case']: line for line in found}, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize('case', tpu_worker.LOGPROBS)
+def test_logits_never_exist(compiled, case):
+  """Head and log-softmax in XLA: no more than the logits of two chunks of 32, where all
+  logits would be 26 GB, or 3 GB for an eighth of the words."""
+  found, stderr = compiled
+  assert case in found, stderr
+  tokens, shards, _ = tpu_worker.LOGPROBS[case]
+  words = tpu_worker.M2.vocab_size // shards
+  assert tokens == 32 * _CHUNK_TOKENS
+  assert found[case]['temp_bytes'] < 2 * 4 * _CHUNK_TOKENS * words
+
+
+@pytest.mark.parametrize(
+  'case', (*tpu_worker.ATTENTION, *tpu_worker.MATMUL, *tpu_worker.NORM_ROPE)
+)
+def test_compiles(compiled, case):
+  """All kernels, forward and backward, fit VMEM and scalar memory, and need next to
+  nothing in HBM beside their arguments and results, but for the cases that copy."""
+  found, stderr = compiled
+  assert case in found, stderr
+  memory = found[case]
+  assert memory['kernels'] == (2 if case in tpu_worker.NORM_ROPE else 3)
+  if case in tpu_worker.COPIED:
+    assert memory['temp_bytes'] < memory['argument_bytes'] + memory['output_bytes']
+  else:
+    assert memory['temp_bytes'] < memory['output_bytes'] / 8 + (4 << 20)
