@@ -3,6 +3,8 @@
 The same blocks as `model.trunk`, with attention over two parts that share one softmax:
 the cached prefix, read only, and the tail, the entries made since it was gathered.
 Prefill is a tail of a whole chunk, decoding one of a few steps that fills one by one.
+With a mesh it works on shards, inside `shard_map`: rows, heads, experts and words of
+this device (`rollout.on_mesh`).
 
 Axes: P rows, C new tokens of a row, S cached positions, N tail positions, T = P·C,
 D model, L layers, K key/value heads, G query heads per K, H head dim.
@@ -16,10 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from m2jax import model
 from m2jax.config import ModelConfig
+from m2jax.kernels import tree_attention
 from m2jax.layers import attention, block, rope
 from m2jax.layers.norm import rms_norm
 from m2jax.rollout.kv_cache import KvCache, Tail
+from m2jax.sharding import ONE_DEVICE, Sharding
+
+# Scores of so many new tokens a row are not stored: forest attention over both parts.
+_LONG_CHUNK = 512
 
 
 def extend(
@@ -30,6 +38,7 @@ def extend(
   lengths: jax.Array,
   tail: Tail | tuple[Tail, ...],
   offset: jax.Array | int,
+  sharding: Sharding = ONE_DEVICE,
 ) -> tuple[jax.Array, Tail]:
   """Consumes C tokens of each row.
 
@@ -42,6 +51,7 @@ def extend(
       cfg.unroll_layers.
     lengths: [P] int32, cached positions that are visible.
     tail: offset entries of it are in use; offset + C <= N.
+    sharding: all else is this device's part where it has a mesh.
 
   Returns:
     hidden [P, C, D] after the final norm, and the tail with C more entries.
@@ -54,32 +64,46 @@ def extend(
   S = (cached[0] if cfg.unroll_layers else cached).k.shape[-1]
   N = (tail[0] if cfg.unroll_layers else tail).k.shape[-3]
   before = jnp.arange(S) < lengths[:, None]  # [P, S]
-  recent = jnp.arange(N) <= index[:, None]  # [C, N]
-  seen = jnp.concatenate(
-    [
-      jnp.broadcast_to(before[:, None], (P, C, S)),
-      jnp.broadcast_to(recent, (P, C, N)),
-    ],
-    axis=-1,
-  )
+  if C < _LONG_CHUNK:
+    recent = jnp.arange(N) <= index[:, None]  # [C, N]
+    seen = jnp.concatenate(
+      [
+        jnp.broadcast_to(before[:, None], (P, C, S)),
+        jnp.broadcast_to(recent, (P, C, N)),
+      ],
+      axis=-1,
+    )
+  else:  # a row of S + N tokens, of which cached ones past the length are padding
+    recent = jnp.broadcast_to(jnp.arange(N) < offset + C, (P, N))
+    live = jnp.concatenate([before, recent], axis=1)
+    subtree_end = jnp.where(live, S + N, 0).astype(jnp.int32)
+    q_index = jnp.broadcast_to((S + index).astype(jnp.int32), (P, C))
 
   def body(x, layer):
     p, bias, cached, tail = layer
 
     def attend(x, p):
-      qkv = attention.project(x, p, cfg, tables)
+      qkv = attention.project(x, p, cfg, tables, sharding)
       q, k, v = (a.reshape(P, C, *a.shape[1:]) for a in qkv)
       longer = Tail(
         lax.dynamic_update_slice_in_dim(tail.k, k, offset, axis=1),
         lax.dynamic_update_slice_in_dim(tail.v, v, offset, axis=1),
       )
-      out = _attend(q, cached, longer, seen)
-      return out.reshape(P * C, -1) @ p['o'].astype(x.dtype), longer
+      if C < _LONG_CHUNK:
+        out = _attend(q, cached, longer, seen)
+      else:
+        keys = jnp.concatenate([cached.k.transpose(0, 3, 1, 2), longer.k], axis=1)
+        values = jnp.concatenate([cached.v.transpose(0, 2, 1, 3), longer.v], axis=1)
+        keys, values = keys.astype(q.dtype), values.astype(q.dtype)
+        out = tree_attention.attend(q, keys, values, subtree_end, q_index=q_index)
+      out = out.reshape(P * C, -1) @ p['o'].astype(x.dtype)
+      return sharding.psum(out, 'heads'), longer
 
-    x, tail, _ = block.apply(x, p, bias, cfg, attend, jnp.ones_like(position))
+    ones = jnp.ones_like(position)
+    x, tail, _ = block.apply(x, p, bias, cfg, attend, ones, sharding=sharding)
     return x, tail
 
-  x = jnp.take(params['embed'], tokens.reshape(-1), axis=0).astype(cfg.dtype)
+  x = model._embed(cfg, params, tokens, sharding)
   weights = (params['layers'], variables['router']['layers'])
   if cfg.unroll_layers:
     tails = []

@@ -1,0 +1,81 @@
+"""The full model on TPU v5p: what is planned before a pod is rented. (being written)"""
+
+import dataclasses
+
+import ml_collections
+
+from m2jax import config as model_config
+
+# Collectives on the SparseCores, several queued at once: weights are gathered while the
+# TensorCores compute. Names of libtpu's options; the rest of XLA's stay as they are.
+SPARSE_CORES = (
+  'xla_tpu_enable_sparse_core_collective_offload_all_gather',
+  'xla_tpu_enable_sparse_core_collective_offload_2d_all_gather',
+  'xla_tpu_enable_sparse_core_collective_offload_3d_all_gather',
+  'xla_tpu_enable_sparse_core_collective_offload_all_reduce',
+  'xla_tpu_enable_sparse_core_collective_offload_reduce_scatter',
+  'xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter',
+  'xla_tpu_use_tc_device_shape_on_sc',
+  'xla_tpu_enable_sparse_core_offload_queuing_in_lhs',
+)
+
+
+def _fsdp(data: int, fsdp: int, context: int = 1, tensor: int = 1) -> dict:
+  return dict(data=data, fsdp=fsdp, context=context, tensor=tensor, rules='fsdp')
+
+
+def _serve(data: int, expert: int, tensor: int) -> dict:
+  return dict(data=data, expert=expert, tensor=tensor, rules='serve')
+
+
+def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  if variant:
+    raise ValueError(f'unknown variant {variant!r}: there is none')
+  c = ml_collections.ConfigDict()
+  c.model = dataclasses.asdict(model_config.m2())
+  c.optimizer = dict(name='adamw', learning_rate=2.4e-4, weight_decay=0.1)
+  c.mtp_weight = 0.3
+  c.bias_update_rate = 1e-3
+  c.is_weight_max = 5.0
+  c.weights_dtype = 'bfloat16'
+  c.compiler_options = dict.fromkeys(SPARSE_CORES, True)
+  # 12,582,912 tokens a step, as configs/pretrain_m2.py; meshes of 256, 512 and 1,024
+  c.workloads = dict(
+    pretrain_8k=dict(
+      kind='pretrain',
+      rows=1_536,
+      context=8_192,
+      meshes=(_fsdp(2, 128), _fsdp(4, 128), _fsdp(4, 128, tensor=2)),
+      passes=(2, 1, 1),
+    ),
+    pretrain_32k=dict(
+      kind='pretrain',
+      rows=384,
+      context=32_768,
+      meshes=(_fsdp(1, 64, tensor=4), _fsdp(1, 128, tensor=4), _fsdp(1, 128, tensor=8)),
+      passes=(2, 1, 1),
+    ),
+    rl_192k=dict(
+      kind='rl',
+      rows=64,
+      context=196_608,
+      meshes=(_fsdp(1, 32, 2, 4), _fsdp(1, 64, 2, 4), _fsdp(1, 64, 2, 8)),
+      passes=(2, 1, 1),
+    ),
+    prefill=dict(
+      kind='prefill',
+      rows=256,
+      context=32_768,
+      tokens=4_096,
+      meshes=(_serve(2, 32, 4), _serve(4, 32, 4), _serve(8, 32, 4)),
+    ),
+    decode=dict(
+      kind='decode',
+      rows=2_048,
+      context=32_768,
+      meshes=(_serve(2, 32, 4), _serve(4, 32, 4), _serve(8, 32, 4)),
+    ),
+  )
+  # the four programs; the 32K stage differs from 8K in its shapes only
+  c.default = ('pretrain_8k', 'rl_192k', 'prefill', 'decode')
+  return c

@@ -1,0 +1,79 @@
+r"""What a run would take, compiled for TPUs that are not there.
+
+python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8
+python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8 \
+  --workloads=pretrain_8k --search
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+from absl import flags
+
+from experiments import common
+
+TOPOLOGY = flags.DEFINE_string(
+  'topology', 'v5p:8x8x8', 'Slice: generation and shape in chips.'
+)
+WORKLOADS = flags.DEFINE_list(
+  'workloads', [], "Names of the config's workloads; none: its `default`."
+)
+SEARCH = flags.DEFINE_bool('search', False, 'Look for meshes; compile the best.')
+BEST = flags.DEFINE_integer('best', 2, 'How many meshes --search compiles.')
+LAYERS = flags.DEFINE_integer('layers', 0, 'Plan a model of fewer layers; 0: as it is.')
+JSON = flags.DEFINE_bool('json', False, 'Print JSON.')
+
+
+def configuration(values: dict):
+  """A PlanConfig from the config's values."""
+  from m2jax.plan import workloads
+  from m2jax.sharding import MeshConfig
+
+  def workload(name, fields):
+    where = f'config.workloads.{name}'
+    meshes = tuple(
+      common.build(MeshConfig, mesh, f'{where}.meshes[{i}]')
+      for i, mesh in enumerate(fields.get('meshes', ()))
+    )
+    return common.build(workloads.Workload, {**fields, 'meshes': meshes}, where)
+
+  loads = {name: workload(name, w) for name, w in values['workloads'].items()}
+  return common.build(workloads.PlanConfig, {**values, 'workloads': loads})
+
+
+def main():
+  # nothing runs here; a TPU or GPU that is at hand is left alone
+  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+  from m2jax.plan import plan, programs, render, search, topology, workloads
+
+  config = configuration(common.values())
+  model = programs.layers(config.model, LAYERS.value)
+  config = dataclasses.replace(config, model=model)
+  chosen = workloads.select(config, WORKLOADS.value)
+  slice_ = topology.load(TOPOLOGY.value)
+  found = []
+
+  def show(made):
+    found.append(made)
+    if not JSON.value:
+      print(render.report(made), flush=True)
+
+  for name, workload in chosen.items():
+    if not SEARCH.value:
+      placed = workloads.place(name, workload, len(slice_.devices))
+      show(plan.make(config, placed, slice_))
+      continue
+    tried = search.candidates(config, name, workload, slice_)
+    if not JSON.value:
+      print(render.candidates(name, tried, slice_.name), flush=True)
+    for candidate in tried[: BEST.value]:
+      show(search.compiled(config, candidate, slice_))
+  if JSON.value:
+    print(json.dumps([render.as_json(p) for p in found], indent=2))
+
+
+if __name__ == '__main__':
+  common.run(main)

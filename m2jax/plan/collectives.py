@@ -1,0 +1,185 @@
+"""Collectives of a compiled program: kind, bytes, groups, and what hides them.
+
+An asynchronous collective has a start and a done, in three spellings:
+`all-gather-start` … `all-gather-done`; `async-start` around a computation that holds
+the collective; and on TPU `custom-call-start` around one that a SparseCore runs. What
+lies between start and done runs beside it and hides it as long as it lasts. One that is
+started and at once waited for is no better than a synchronous one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable
+
+from m2jax.plan import hlo
+
+KINDS = (
+  'all-gather',
+  'all-reduce',
+  'reduce-scatter',
+  'all-to-all',
+  'ragged-all-to-all',
+  'collective-permute',
+  'collective-broadcast',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One collective instruction.
+
+  Attributes:
+    kind: of KINDS.
+    bytes: of the whole array on one device: what an all-gather or a permute results in,
+      an all-reduce, a reduce-scatter or an all-to-all starts from. Of a ragged
+      all-to-all the smaller of its two buffers: the larger has room for the worst case.
+    group: devices that exchange, as positions in the mesh; the first group.
+    times: how often it runs in one run of the program.
+    where: op_name of the instruction or of its loop.
+    asynchronous: it has a start and a done.
+    computation, beside: instructions between the two, of the computation they are in.
+  """
+
+  kind: str
+  bytes: float
+  group: tuple[int, ...]
+  times: int
+  where: str
+  asynchronous: bool
+  computation: str = ''
+  beside: tuple[hlo.Instruction, ...] = ()
+
+
+def find(module: hlo.Module, devices: int) -> list[Collective]:
+  """Every collective that runs between more than one device.
+
+  Args:
+    devices: of the mesh the program was compiled for.
+  """
+  found = []
+  dones: dict[str, dict[str, hlo.Instruction]] = {}
+  for visit in hlo.walk(module):
+    line, lines = visit.instruction, module.computations[visit.computation]
+    asynchronous = line.opcode.endswith('-start')
+    core = line
+    if line.opcode.removesuffix('-start') not in KINDS:
+      inside = [i for i in hlo.inner(module, line) if i.opcode in KINDS]
+      if not inside:
+        continue
+      core = inside[0]
+    group = first_group(core, devices)
+    if len(group) < 2:
+      continue
+    done = None
+    if asynchronous:
+      if visit.computation not in dones:
+        dones[visit.computation] = _dones(lines)
+      done = dones[visit.computation].get(line.name)
+    found.append(
+      Collective(
+        core.opcode.removesuffix('-start'),
+        _bytes(core, done, len(group)),
+        group,
+        visit.times,
+        core.op_name or line.op_name or visit.where,
+        asynchronous,
+        visit.computation,
+        _between(lines, line, done),
+      )
+    )
+  return found
+
+
+def _dones(lines: Iterable[hlo.Instruction]) -> dict[str, hlo.Instruction]:
+  """Start of an asynchronous instruction → its done; updates lie between."""
+  done, origin = {}, {}
+  for line in lines:
+    if line.opcode.endswith('-start'):
+      origin[line.name] = line.name
+    elif line.opcode.endswith(('-update', '-done')) and line.operands:
+      start = origin.get(line.operands[0])
+      if start is None:
+        continue
+      origin[line.name] = start
+      if line.opcode.endswith('-done'):
+        done[start] = line
+  return done
+
+
+def _between(lines, start, done) -> tuple[hlo.Instruction, ...]:
+  if done is None:
+    return ()
+  names = [line.name for line in lines]
+  return lines[names.index(start.name) + 1 : names.index(done.name)]
+
+
+def _bytes(core, done, group_size) -> float:
+  kind, arrays = core.opcode.removesuffix('-start'), core.arrays
+  if core.opcode.endswith('-start') and done is not None:
+    arrays = done.arrays  # a start's shape has its operands and contexts as well
+  size = sum(a.bytes for a in arrays)
+  if kind == 'reduce-scatter':
+    return size * group_size
+  if kind == 'ragged-all-to-all' and arrays is not core.arrays:
+    return min(core.arrays[0].bytes, size)
+  return size
+
+
+def first_group(line: hlo.Instruction, devices: int) -> tuple[int, ...]:
+  """Positions of the devices in a collective's first group, in any HLO notation.
+
+  Raises:
+    ValueError: a notation that is not known here.
+  """
+  text = line.attributes
+  if pairs := re.search(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}', text):
+    links = re.findall(r'\{(\d+),(\d+)\}', pairs[1])
+    return tuple(int(n) for n in links[0]) if links else ()
+  if mesh := re.search(r'replica_groups=\w*mesh\[([^\]]*)\][^{]*\{([^}]*)\}', text):
+    return _mesh_group(mesh[1], mesh[2])
+  if iota := re.search(
+    r'replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text
+  ):
+    return _iota_group(int(iota[2]), _ints(iota[3]), _ints(iota[4] or ''))
+  if listed := re.search(r'replica_groups=\{(?:\{([\d,]+)\}[^}]*)?', text):
+    return _ints(listed[1]) if listed[1] else tuple(range(devices))
+  if 'replica_groups' not in text:
+    return tuple(range(devices))
+  raise ValueError(
+    f'replica groups of {line.name} in an unknown notation: {text[:300]}'
+  )
+
+
+def _mesh_group(sizes: str, axes: str) -> tuple[int, ...]:
+  """`'data'=2,'fsdp'=4` and `'fsdp'`: the devices along these axes, from device 0."""
+  shape = {name: int(n) for name, n in re.findall(r"'?([\w.]+)'?=(\d+)", sizes)}
+  wanted = re.findall(r"'?([A-Za-z_]\w*)'?", axes)
+  strides, stride = {}, 1
+  for name in reversed(shape):
+    strides[name], stride = stride, stride * shape[name]
+  group = (0,)
+  for name in wanted:
+    group = tuple(g + i * strides[name] for g in group for i in range(shape[name]))
+  return group
+
+
+def _iota_group(size: int, dims: tuple[int, ...], perm: tuple[int, ...]):
+  """First `size` entries of iota(dims) transposed by `perm`."""
+  perm = perm or tuple(range(len(dims)))
+  strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+  shape = [dims[p] for p in perm]
+  group = []
+  for flat in range(size):
+    at, rest = 0, flat
+    for axis in reversed(range(len(shape))):
+      rest, here = divmod(rest, shape[axis])
+      at += here * strides[perm[axis]]
+    group.append(at)
+  return tuple(group)
+
+
+def _ints(text: str) -> tuple[int, ...]:
+  return tuple(int(n) for n in text.split(',') if n)

@@ -1,0 +1,139 @@
+"""Compiles a program ahead of time and says what the compiler knows: memory and HLO."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from m2jax.plan import hlo
+from m2jax.plan.programs import Program, device_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """Bytes of one device's HBM while a program runs.
+
+  Attributes:
+    arguments: the program's, with the padding of tiles.
+    padding: of the arguments.
+    outputs: that do not take an argument's place.
+    saved: activations that wait for the backward pass.
+    temporaries: all else that the program allocates.
+    resident: arrays that wait for another program.
+    code: the program itself.
+  """
+
+  arguments: int
+  padding: int
+  outputs: int
+  saved: int
+  temporaries: int
+  resident: int
+  code: int
+
+  @property
+  def total(self) -> int:
+    """All of them; `padding` is part of `arguments`."""
+    parts = dataclasses.asdict(self)
+    return sum(parts.values()) - self.padding
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """What came of a program.
+
+  Attributes:
+    name, runs: the program's.
+    module: its HLO.
+    devices: in the order in which the HLO counts them.
+    seconds, cpu_seconds: tracing, lowering and compiling.
+  """
+
+  name: str
+  runs: int
+  memory: Memory
+  module: hlo.Module
+  devices: tuple[jax.Device, ...]
+  seconds: float
+  cpu_seconds: float
+
+
+def compile_program(
+  program: Program, options: Mapping[str, Any], platform: str = 'tpu'
+) -> Compiled:
+  """Compiles one program for the devices of its arguments' shardings.
+
+  Raises:
+    ValueError: the compiler refuses; its message is kept. A program that does not fit
+      HBM is refused with the compiler's own account of memory.
+  """
+  wall, cpu = time.monotonic(), time.process_time()
+  traced = program.jitted.trace(*program.arguments)
+  lowered = traced.lower(lowering_platforms=(platform,))
+  try:
+    compiled = lowered.compile(compiler_options=dict(options))
+  except jax.errors.JaxRuntimeError as error:
+    raise ValueError(f'{program.name} does not compile: {error}') from error
+  stats = compiled.memory_analysis()
+  module = hlo.parse(compiled.as_text())
+  saved = int(saved_bytes(module))
+  arguments = device_bytes(program.arguments)
+  memory = Memory(
+    arguments=stats.argument_size_in_bytes,
+    # less where arguments are not used
+    padding=max(stats.argument_size_in_bytes - arguments, 0),
+    outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+    saved=saved,
+    temporaries=stats.temp_size_in_bytes - saved,
+    resident=device_bytes(program.resident),
+    code=stats.generated_code_size_in_bytes,
+  )
+  return Compiled(
+    program.name,
+    program.runs,
+    memory,
+    module,
+    tuple(mesh_devices(program)),
+    time.monotonic() - wall,
+    time.process_time() - cpu,
+  )
+
+
+def mesh_devices(program: Program) -> Sequence[jax.Device]:
+  """The devices of a program's arguments, in the order of their mesh."""
+  place = jax.tree.leaves(program.arguments)[0].sharding
+  return list(place.mesh.devices.flat)
+
+
+def saved_bytes(module: hlo.Module) -> float:
+  """Bytes that the forward loop over layers stacks up for the backward pass.
+
+  These are the arrays of its state with one entry a turn that come out changed.
+  """
+  total = 0.0
+  for visit in hlo.walk(module):
+    loop = visit.instruction
+    if loop.opcode != 'while' or visit.where or 'transpose(' in loop.op_name:
+      continue
+    turns = hlo.trip_count(module, loop)
+    (body,) = loop.called('body')
+    lines = {i.name: i for i in module.computations[body]}
+    root = next(i for i in lines.values() if i.is_root)
+    for index, (array, name) in enumerate(
+      zip(loop.arrays, root.operands, strict=False)
+    ):
+      if not array.dims or array.dims[0] != turns or turns < 2 or array.space:
+        continue
+      source = lines.get(name)
+      same = (
+        source is not None
+        and source.opcode == 'get-tuple-element'
+        and f'index={index},' in source.attributes + ','
+      )
+      if not same:
+        total += array.padded_bytes
+  return total

@@ -1,0 +1,166 @@
+"""FLOPs of one device, counted by hand: the compiler does not see inside kernels.
+
+Two counts. *Executed* is what the matrix unit does: sides of a matmul padded to its
+side, blocks of attention that are partly masked counted whole, an expert's last chunk
+of rows counted whole, the backward pass twice the forward (attention's kernels: 7
+products for the forward's 2), recomputation again, and of shards that work unequally
+the busiest (the last tokens of a row see the most keys). *Useful* is the model's own:
+no padding, no recomputation, half of a square for causal attention, three times the
+forward pass for a step. A product of an m x k and a k x n matrix is 2·m·k·n.
+
+Rows are whole chains of `context` tokens, which is the most that a forest of this shape
+can cost, and experts get equally many tokens.
+
+Axes: T tokens of a device, D model, N, K heads, H head dim, E experts, F expert hidden,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+
+from m2jax.config import ModelConfig
+from m2jax.kernels import block_sizes
+from m2jax.sharding import Sharding
+
+Stages = Mapping[tuple[str, str], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+  """Sizes of one device's part of a pass.
+
+  Attributes:
+    rows, queries: its rows, and its tokens of each.
+    keys: tokens that the last query sees.
+    heads, kv_heads, experts, expert_dim, vocab: its part of the model.
+    expert_tokens: assignments that its experts get when all get the same.
+  """
+
+  rows: int
+  queries: int
+  keys: int
+  heads: int
+  kv_heads: int
+  experts: int
+  expert_dim: int
+  vocab: int
+  expert_tokens: int
+
+  @property
+  def tokens(self) -> int:
+    """T."""
+    return self.rows * self.queries
+
+
+def local(
+  cfg: ModelConfig, where: Sharding, rows: int, new_tokens: int, keys: int
+) -> Local:
+  """One device's part of a pass of `rows` rows, each with `new_tokens` new tokens of
+  which the last sees `keys` keys."""
+  heads = where.size('heads')
+  queries = new_tokens // where.size('tokens')
+  part_rows = max(rows // where.size('rows'), 1)
+  return Local(
+    rows=part_rows,
+    queries=queries,
+    keys=keys,
+    heads=cfg.num_heads // heads,
+    kv_heads=max(cfg.num_kv_heads // heads, 1),
+    experts=cfg.num_experts // where.size('experts'),
+    expert_dim=cfg.expert_dim // where.size('expert_hidden'),
+    vocab=cfg.vocab_size // where.size('vocab'),
+    expert_tokens=part_rows * queries * cfg.experts_per_token,
+  )
+
+
+def up(n: int, to: int) -> int:
+  """n rounded up to a multiple of `to`."""
+  return -(-n // to) * to
+
+
+def product(m: int, k: int, n: int, mxu: int = 1) -> float:
+  """FLOPs of [m, k] x [k, n], sides padded to `mxu`."""
+  return 2.0 * up(m, mxu) * up(k, mxu) * up(n, mxu)
+
+
+def pairs(part: Local, block: int = 1) -> float:
+  """Query-key pairs of a row that are computed, in whole blocks.
+
+  Block 1 counts exactly the pairs that are seen.
+  """
+  first = part.keys - part.queries
+  if block == 1:
+    return part.queries * (first + (part.queries + 1) / 2)
+  block_q, block_k = min(block, up(part.queries, 128)), min(block, up(part.keys, 128))
+  total = 0
+  for start in range(0, part.queries, block_q):
+    last = min(first + start + block_q, part.keys)
+    total += block_q * up(last, block_k)
+  return float(total)
+
+
+def layer(cfg: ModelConfig, part: Local, mxu: int = 1, padded: bool = True) -> Stages:
+  """part → FLOPs of one block's forward pass; attention's core apart, as 'core'."""
+  D, H, T = cfg.embed_dim, cfg.head_dim, part.tokens
+  mxu = mxu if padded else 1
+  kv = part.kv_heads * H
+  projections = product(T, D, part.heads * H, mxu) + 2 * product(T, D, kv, mxu)
+  projections += product(T, part.heads * H, D, mxu)
+  block = block_sizes.get('tpu', 'tree_attention')['tokens'] if padded else 1
+  core = part.rows * part.heads * 2 * 2 * H * pairs(part, block)
+  if padded and part.queries == 1:  # decoding: a group's queries are one side
+    group = part.heads // part.kv_heads
+    core = part.rows * part.kv_heads * 2 * product(group, H, part.keys, mxu)
+  rows = part.expert_tokens
+  if padded:  # an expert's rows begin and end anywhere in a chunk
+    chunk = block_sizes.get('tpu', 'grouped_matmul')['chunk']
+    rows += min(part.experts, rows) * (chunk - 1)
+  experts = 3 * product(rows, D, part.expert_dim, 1 if not padded else mxu)
+  router = product(T, D, cfg.num_experts, mxu)
+  return {'attention': projections, 'core': core, 'moe': experts + router}
+
+
+def executed(cfg: ModelConfig, part: Local, mxu: int, training: bool) -> Stages:
+  """(pass, part) → FLOPs that the matrix unit does in one pass over the batch."""
+  one = layer(cfg, part, mxu)
+  head = product(part.tokens, cfg.embed_dim, part.vocab, mxu)
+  total: dict[tuple[str, str], float] = collections.defaultdict(float)
+  if not training:
+    total['forward', 'attention'] = cfg.num_layers * (one['attention'] + one['core'])
+    total['forward', 'moe'] = cfg.num_layers * one['moe']
+    last = dataclasses.replace(part, queries=1).tokens  # only the last is sampled from
+    total['forward', 'rest'] = product(last, cfg.embed_dim, part.vocab, mxu)
+    return dict(total)
+  blocks = cfg.num_layers + cfg.num_mtp_modules
+  join = cfg.num_mtp_modules * product(
+    part.tokens, 2 * cfg.embed_dim, cfg.embed_dim, mxu
+  )
+  heads = (1 + cfg.num_mtp_modules) * head
+  again = cfg.num_layers if cfg.remat else 0
+  for times, which in ((blocks, 'forward'), (again, 'recompute')):
+    total[which, 'attention'] = times * (one['attention'] + one['core'])
+    total[which, 'moe'] = times * one['moe']
+  total['backward', 'attention'] = blocks * (2 * one['attention'] + 3.5 * one['core'])
+  total['backward', 'moe'] = blocks * 2 * one['moe']
+  total['forward', 'rest'] = heads + join
+  total['backward', 'rest'] = 3 * heads + 2 * join  # logits are computed again
+  return dict(total)
+
+
+def useful(cfg: ModelConfig, part: Local, training: bool) -> float:
+  """The model's own FLOPs in one pass: of a step, three times the forward's.
+
+  Where a row is split over devices, `part.keys` of the busiest one would count too
+  much: give a Local with the row's mean.
+  """
+  one = sum(layer(cfg, part, padded=False).values())
+  if not training:
+    last = product(part.rows, cfg.embed_dim, part.vocab)
+    return cfg.num_layers * one + last
+  modules = cfg.num_mtp_modules
+  head = (1 + modules) * product(part.tokens, cfg.embed_dim, part.vocab)
+  join = modules * product(part.tokens, 2 * cfg.embed_dim, cfg.embed_dim)
+  return 3 * ((cfg.num_layers + modules) * one + head + join)

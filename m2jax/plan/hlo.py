@@ -1,0 +1,257 @@
+"""Reads the text of a compiled program: its instructions, and how often each runs.
+
+XLA's cost analysis counts the body of a loop once and says nothing of collectives;
+here the loops are walked. The grammar is that of HLO text after compilation, where
+every instruction stands on a line of its own:
+
+  [ROOT] %name = shape opcode(%operand, …), attribute=value, …
+
+A shape carries its layout: `bf16[8,128]{1,0:T(8,128)(2,1)S(1)}` lies in memory space 1
+(VMEM on TPU) in tiles of 8 x 128, whose padding counts as bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+_BITS = {'pred': 8, 'token': 0, 'opaque': 0}
+_ARRAY = re.compile(r'([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?')
+_HEAD = re.compile(r'^\s*(ROOT )?%?([\w.\-]+) = ')
+_NAMES = re.compile(r'%([\w.\-]+)')
+_TILE = re.compile(r'T\(([\d,]+)\)')
+_SPACE = re.compile(r'S\((\d+)\)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """One array of a shape.
+
+  Attributes:
+    dtype: such as 'bf16'.
+    dims: sizes.
+    minor_to_major: order of the dims in memory.
+    tile: sizes of a tile over the most minor dims, major first; () is none.
+    space: memory space; 0 is HBM.
+  """
+
+  dtype: str
+  dims: tuple[int, ...]
+  minor_to_major: tuple[int, ...] = ()
+  tile: tuple[int, ...] = ()
+  space: int = 0
+
+  @property
+  def bits(self) -> int:
+    """Of one element."""
+    if self.dtype in _BITS:
+      return _BITS[self.dtype]
+    return int(re.search(r'\d+', self.dtype)[0])
+
+  @property
+  def bytes(self) -> float:
+    """Without padding."""
+    return math.prod(self.dims) * self.bits / 8
+
+  @property
+  def padded_bytes(self) -> float:
+    """As it lies in memory, in whole tiles."""
+    dims = list(self.dims)
+    for dim, tile in zip(self.minor_to_major, reversed(self.tile), strict=False):
+      dims[dim] = -(-dims[dim] // tile) * tile
+    return math.prod(dims) * self.bits / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One line.
+
+  Attributes:
+    name, opcode: without the percent sign.
+    arrays: of the result; a tuple's in order.
+    operands: names.
+    attributes: the rest of the line.
+    is_root: the computation's result.
+  """
+
+  name: str
+  opcode: str
+  arrays: tuple[Array, ...]
+  operands: tuple[str, ...]
+  attributes: str
+  is_root: bool
+
+  @property
+  def op_name(self) -> str:
+    """Where in the traced program it comes from; '' where the compiler made it."""
+    found = re.search(r'op_name="([^"]*)"', self.attributes)
+    return found[1] if found else ''
+
+  def called(self, *keys: str) -> list[str]:
+    """Computations named by attributes `keys` (to_apply, calls, body, …)."""
+    names = []
+    for key in keys:
+      if found := re.search(rf'\b{key}=(\{{[^}}]*\}}|%?[\w.\-]+)', self.attributes):
+        names += re.findall(r'[\w.\-]+', found[1].replace('%', ' '))
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+  """A compiled program.
+
+  Attributes:
+    computations: name → instructions, in the order they run where it is scheduled.
+    entry: name of the one that runs.
+  """
+
+  computations: dict[str, tuple[Instruction, ...]]
+  entry: str
+
+
+def arrays(shape: str) -> tuple[Array, ...]:
+  """All arrays of a shape or a (nested) tuple of shapes."""
+  found = []
+  for dtype, dims, layout in _ARRAY.findall(shape):
+    order, _, rest = layout.partition(':')
+    tile, space = _TILE.search(rest), _SPACE.search(rest)
+    found.append(
+      Array(
+        dtype,
+        _ints(dims),
+        _ints(order),
+        _ints(tile[1]) if tile else (),
+        int(space[1]) if space else 0,
+      )
+    )
+  return tuple(found)
+
+
+def parse(text: str) -> Module:
+  """A module from `compiled.as_text()`.
+
+  Raises:
+    ValueError: the text has no entry computation.
+  """
+  computations, entry, current = {}, None, None
+  for line in text.splitlines():
+    if line.endswith('{') and not line.startswith(' '):
+      name = line.split()[1 if line.startswith('ENTRY') else 0].lstrip('%')
+      current = computations.setdefault(name.partition('(')[0].rstrip(), [])
+      if line.startswith('ENTRY'):
+        entry = name.partition('(')[0].rstrip()
+    elif line.startswith('}'):
+      current = None
+    elif current is not None and (head := _HEAD.match(line)):
+      current.append(_instruction(line, head))
+  if entry is None:
+    raise ValueError('this is no compiled HLO module: it has no ENTRY computation')
+  return Module({name: tuple(lines) for name, lines in computations.items()}, entry)
+
+
+def _instruction(line: str, head: re.Match) -> Instruction:
+  shape_end = _end(line, head.end())
+  shape = line[head.end() : shape_end]
+  opening = line.index('(', shape_end)
+  opcode = line[shape_end:opening].strip()
+  closing = _end(line, opening)
+  operands = tuple(_NAMES.findall(line[opening:closing]))
+  if opcode in ('constant', 'parameter'):  # its value, its number
+    return Instruction(
+      head[2], opcode, arrays(shape), (), line[opening:closing], bool(head[1])
+    )
+  attributes = line[closing:]
+  return Instruction(
+    head[2], opcode, arrays(shape), operands, attributes, bool(head[1])
+  )
+
+
+def _end(line: str, start: int) -> int:
+  """End of the shape or of the parenthesis that begins at `start`."""
+  if line[start] != '(':
+    return line.index(' ', start)
+  depth = 0
+  for match in re.compile(r'[()]').finditer(line, start):
+    depth += 1 if match[0] == '(' else -1
+    if not depth:
+      return match.end()
+  raise ValueError(f'HLO line with an open parenthesis: {line[:200]}')
+
+
+def trip_count(module: Module, loop: Instruction) -> int:
+  """How often the body of a `while` runs: the bound its counter is compared with.
+
+  JAX's loops count from 0 by 1. One whose end the program itself decides counts once.
+  """
+  if known := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes):
+    return int(known[1])
+  (condition,) = loop.called('condition')
+  lines = {i.name: i for i in module.computations[condition]}
+  root = next(i for i in lines.values() if i.is_root)
+  compared = root
+  if root.opcode == 'fusion':
+    compared = next(
+      i for i in module.computations[root.called('calls')[0]] if i.is_root
+    )
+  if compared.opcode != 'compare' or 'direction=LT' not in compared.attributes:
+    return 1
+  bounds = [lines[o] for o in root.operands if o in lines]
+  bounds = [b for b in bounds if b.opcode == 'constant']
+  return int(bounds[0].attributes.strip('()')) if bounds else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+  """An instruction as it runs.
+
+  Attributes:
+    instruction: what runs.
+    times: how often in one run of the program.
+    where: op_name of the loop it is in, '' outside; instructions that the compiler
+      made have no name of their own.
+    computation: name of the one it is in.
+  """
+
+  instruction: Instruction
+  times: int
+  where: str
+  computation: str
+
+
+def walk(module: Module) -> Iterator[Visit]:
+  """Every instruction that runs, in loops as often as they turn.
+
+  Of a conditional all branches are visited. Fusions are one instruction; asynchronous
+  calls are one instruction too (see `inner`).
+  """
+  stack = [(module.entry, 1, '')]
+  while stack:
+    name, times, where = stack.pop()
+    for line in module.computations[name]:
+      yield Visit(line, times, where, name)
+      if line.opcode == 'while':
+        turns = times * trip_count(module, line)
+        inside = line.op_name or where
+        stack += [(body, turns, inside) for body in line.called('body')]
+      elif line.opcode in ('call', 'conditional'):
+        keys = ('to_apply', 'branch_computations', 'true_computation')
+        called = line.called(*keys, 'false_computation')
+        stack += [(body, times, where) for body in called]
+
+
+def inner(module: Module, line: Instruction) -> list[Instruction]:
+  """Instructions of the computations that a fusion or an asynchronous call runs."""
+  keys = ('calls', 'called_computations', 'called_computation')
+  found = []
+  for name in line.called(*keys):
+    for inside in module.computations.get(name, ()):
+      found.append(inside)
+      if inside.opcode in ('fusion', 'call') or inside.opcode.endswith('-start'):
+        found += inner(module, inside)
+  return found
+
+
+def _ints(text: str) -> tuple[int, ...]:
+  return tuple(int(n) for n in text.split(',') if n.strip().isdigit())

@@ -1,0 +1,98 @@
+"""A workload on a slice: compiles its programs and adds up the roofline."""
+
+from __future__ import annotations
+
+import math
+
+from absl import logging
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from m2jax import sharding as sharding_lib
+from m2jax.plan import compile as compile_lib
+from m2jax.plan import estimate, flops, programs
+from m2jax.plan.topology import Topology
+from m2jax.plan.workloads import TRAINING, Placed, PlanConfig
+
+
+def sharding(placed: Placed, topology: Topology) -> sharding_lib.Sharding:
+  """The workload's mesh over the slice's devices.
+
+  Raises:
+    ValueError: the mesh has another number of devices.
+  """
+  wanted = math.prod(placed.mesh.sizes.values())
+  if wanted != len(topology.devices):
+    raise ValueError(
+      f'mesh {placed.mesh.sizes} of workload {placed.name!r} has {wanted} devices; '
+      f'{topology.name} has {len(topology.devices)}'
+    )
+  return sharding_lib.Sharding(
+    device_mesh(placed.mesh, topology), sharding_lib.PRESETS[placed.mesh.rules]
+  )
+
+
+def device_mesh(config: sharding_lib.MeshConfig, topology: Topology) -> Mesh:
+  """The mesh over a slice, axes along those of its torus, or along parts of them.
+
+  `sharding.make_mesh` gives the same where no side of the torus has to be split.
+  """
+  devices = mesh_utils.create_device_mesh(
+    tuple(config.sizes.values()), topology.devices, allow_split_physical_axes=True
+  )
+  names = tuple(config.sizes)
+  return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def local_part(
+  config: PlanConfig, placed: Placed, where: sharding_lib.Sharding, busiest: bool = True
+) -> flops.Local:
+  """Sizes of one device's part of one pass.
+
+  Args:
+    busiest: of the device with the last tokens of a row; else of their mean.
+  """
+  load = placed.workload
+  keys = load.context if load.kind in TRAINING else load.context + load.new_tokens
+  if not busiest:
+    shards = where.size('tokens')
+    keys -= load.new_tokens * (shards - 1) // (2 * shards)
+  return flops.local(config.model, where, placed.micro_rows, load.new_tokens, keys)
+
+
+def make(config: PlanConfig, placed: Placed, topology: Topology) -> estimate.Plan:
+  """Compiles a workload's programs for a slice and estimates them.
+
+  Raises:
+    ValueError: the model does not divide over the mesh, or a program does not compile.
+  """
+  where = sharding(placed, topology)
+  training = placed.workload.kind in TRAINING
+  part = local_part(config, placed, where)
+  mean = local_part(config, placed, where, busiest=False)
+  counted = flops.executed(config.model, part, topology.chip.mxu, training)
+  found, state = [], None
+  for program in programs.make(config, placed, where):
+    logging.info('%s: compiling %s for %s', placed.name, program.name, topology.name)
+    compiled = compile_lib.compile_program(program, config.compiler_options)
+    logging.info('%s: %s took %.0f s', placed.name, program.name, compiled.seconds)
+    stages = counted if program.name in ('micro', 'prefill', 'decode') else {}
+    found.append(estimate.estimate(compiled, stages, topology))
+    state = program.arguments[0]
+  parameters, optimizer = programs.state_bytes(state)
+  load = placed.workload
+  return estimate.Plan(
+    workload=placed.name,
+    topology=topology.name,
+    devices=len(topology.devices),
+    mesh={**placed.mesh.sizes, 'rules': placed.mesh.rules},
+    rows=load.rows,
+    passes=placed.passes,
+    tokens=load.rows * load.new_tokens,
+    useful_flops=placed.passes * flops.useful(config.model, mean, training),
+    peak_flops=topology.chip.peak_flops,
+    hbm_bytes=topology.chip.hbm_bytes,
+    parameters_bytes=parameters,
+    optimizer_bytes=optimizer,
+    programs=tuple(found),
+  )

@@ -1,0 +1,207 @@
+"""The programs of a workload with the shapes and shardings of their arguments.
+
+A train step is what `train.step.make_step` runs: `micro` for every pass, `add` between
+passes, `apply` at the end. Serving is `rollout.on_mesh`. Nothing here has data: shapes
+with shardings are enough to compile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from m2jax import forest
+from m2jax import sharding as sharding_lib
+from m2jax.config import ModelConfig
+from m2jax.optim import optimizer as optimizer_lib
+from m2jax.plan.workloads import TRAINING, Placed, PlanConfig
+from m2jax.rl import learner
+from m2jax.rollout import kv_cache, on_mesh
+from m2jax.train import step as train_step
+
+
+class Program(NamedTuple):
+  """One compiled program of a workload.
+
+  Attributes:
+    name: 'micro', 'add', 'apply', 'prefill' or 'decode'.
+    jitted: with `lower`.
+    arguments: ShapeDtypeStructs with shardings.
+    runs: how often it runs in a step.
+    resident: trees of arrays that lie in HBM meanwhile and are no arguments.
+  """
+
+  name: str
+  jitted: Callable[..., Any]
+  arguments: tuple[Any, ...]
+  runs: int
+  resident: tuple[Any, ...] = ()
+
+
+def shaped(where: sharding_lib.Sharding, tree: Any, specs: Any) -> Any:
+  """Shapes of `tree` with shardings; `specs` is a prefix of it."""
+
+  def subtree(place, part):
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), part
+    )
+
+  return jax.tree.map(subtree, where.named(specs), tree)
+
+
+def device_bytes(tree: Any) -> int:
+  """Bytes on one device of shapes with shardings, without the padding of tiles."""
+
+  def one(x):
+    shape = x.sharding.shard_shape(x.shape)
+    size = jnp.dtype(x.dtype).itemsize
+    for n in shape:
+      size *= n
+    return size
+
+  return sum(map(one, jax.tree.leaves(tree)))
+
+
+def batch(placed: Placed) -> forest.Forest:
+  """Shapes of one pass's forest."""
+  rows, tokens = placed.micro_rows, placed.workload.context
+  shapes = jax.eval_shape(lambda: forest.causal(jnp.zeros((rows, tokens), jnp.int32)))
+  terms = placed.workload.terms or shapes.weight.shape[1]
+  names = (
+    'term_token',
+    'old_logprob',
+    'advantage',
+    'weight',
+    'term_sample',
+    'term_offset',
+  )
+  cut = {
+    name: jax.ShapeDtypeStruct((rows, terms), getattr(shapes, name).dtype)
+    for name in names
+  }
+  return dataclasses.replace(shapes, **cut)
+
+
+def train_state(config: PlanConfig, where: sharding_lib.Sharding) -> Any:
+  """Shapes and shardings of a TrainState."""
+  cfg, optimizer = config.model, optimizer_lib.make(config.optimizer)
+  state = jax.eval_shape(
+    lambda key: train_step.new_state(cfg, optimizer, key), jax.random.key(0)
+  )
+  return shaped(where, state, train_step.state_specs(cfg, optimizer, where.rules))
+
+
+def train(
+  config: PlanConfig, placed: Placed, where: sharding_lib.Sharding
+) -> list[Program]:
+  """`micro`, `add` where there are several passes, and `apply`.
+
+  Raises:
+    ValueError: the model or the batch does not divide over the mesh.
+  """
+  cfg = config.model
+  where.check(cfg)
+  where.check_batch(placed.micro_rows, placed.workload.context)
+  optimizer = optimizer_lib.make(config.optimizer)
+  rl = placed.workload.kind == 'rl'
+  objective = train_step.nll
+  if rl:
+    objective = functools.partial(learner.objective, is_weight_max=config.is_weight_max)
+  step = train_step.StepConfig(
+    micro_rows=placed.micro_rows,
+    mtp_weight=config.mtp_weight,
+    detach_mtp=rl,
+    bias_update_rate=config.bias_update_rate,
+  )
+  parts = train_step.programs(cfg, optimizer, objective, step, where)
+  state = train_state(config, where)
+  forest_shapes = shaped(where, batch(placed), sharding_lib.batch_specs(where.rules))
+  everywhere = jax.sharding.PartitionSpec()
+  sums = jax.eval_shape(parts.micro, state.variables, forest_shapes)
+  gradients, *scalars = sums
+  specs = sharding_lib.param_specs(cfg, where.rules)['params']
+  sums = (
+    shaped(where, gradients, specs),
+    *(shaped(where, tree, everywhere) for tree in scalars),
+  )
+  several = placed.passes > 1
+  held = (state.opt_state, state.step, *((sums,) if several else ()))
+  programs = [
+    Program('micro', parts.micro, (state.variables, forest_shapes), placed.passes, held)
+  ]
+  if several:
+    programs.append(
+      Program('add', parts.add, (sums, sums), placed.passes - 1, (state,))
+    )
+  return [*programs, Program('apply', parts.apply, (state, sums), 1)]
+
+
+def serve(config: PlanConfig, placed: Placed, where: sharding_lib.Sharding) -> Program:
+  """A call of `rollout.on_mesh`: a prefill's chunk, or one step of decoding.
+
+  The cache of the call's rows is its argument; it has room for what the call adds.
+
+  Raises:
+    ValueError: the model or the rows do not divide over the mesh.
+  """
+  load, cfg = placed.workload, served(config)
+  where.check(cfg)
+  where.check_batch(load.rows)
+  rules, rows = where.rules, load.rows
+  variables = jax.eval_shape(
+    lambda key: train_step.init_variables(cfg, key), jax.random.key(0)
+  )
+  variables = shaped(where, variables, sharding_lib.param_specs(cfg, rules))
+  positions = load.context + load.new_tokens
+  cache = jax.eval_shape(lambda: kv_cache.init(cfg, rows, positions))
+  cache = shaped(where, cache, on_mesh.cache_specs(rules))
+  spec = rules.spec('rows', 'rows')
+
+  def row(*shape, dtype=jnp.int32):
+    return shaped(where, jax.ShapeDtypeStruct((rows, *shape), dtype), spec)
+
+  if load.kind == 'prefill':
+    jitted = on_mesh.jit_prefill(cfg, where)
+    return Program('prefill', jitted, (variables, cache, row(load.tokens), row()), 1)
+  draws = on_mesh.Sampling(
+    row(2, dtype=jnp.uint32),
+    row(),
+    row(dtype=jnp.float32),
+    row(),
+    row(dtype=jnp.float32),
+  )
+  jitted = on_mesh.jit_decode(cfg, where)
+  return Program('decode', jitted, (variables, cache, row(), row(), draws), 1)
+
+
+def served(config: PlanConfig) -> ModelConfig:
+  """The model as it is served: without MTP, weights in `weights_dtype`."""
+  return dataclasses.replace(
+    config.model, num_mtp_modules=0, param_dtype=config.weights_dtype
+  )
+
+
+def make(
+  config: PlanConfig, placed: Placed, where: sharding_lib.Sharding
+) -> list[Program]:
+  """The programs of a workload."""
+  if placed.workload.kind in TRAINING:
+    return train(config, placed, where)
+  return [serve(config, placed, where)]
+
+
+def state_bytes(state: Any) -> tuple[int, int]:
+  """Bytes on one device of parameters and optimizer, a program's first argument."""
+  if isinstance(state, train_step.TrainState):
+    return device_bytes(state.variables), device_bytes(state.opt_state)
+  return device_bytes(state), 0
+
+
+def layers(cfg: ModelConfig, num_layers: int) -> ModelConfig:
+  """The model with fewer layers, all else as it is; 0 leaves it."""
+  return dataclasses.replace(cfg, num_layers=num_layers or cfg.num_layers)

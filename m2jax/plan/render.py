@@ -1,0 +1,99 @@
+"""Plans as text for people, and as data for tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from m2jax.plan.estimate import Estimate, Plan
+from m2jax.plan.search import Candidate
+
+GIB = 2**30
+
+
+def report(plan: Plan) -> str:
+  """What one device holds, computes and sends, and for how long."""
+  mesh = ', '.join(f'{name} {size}' for name, size in plan.mesh.items() if size != 1)
+  lines = [
+    f'{plan.workload} on {plan.topology}: {plan.devices} devices ({mesh})',
+    f'  {plan.rows} rows, {plan.tokens:,} tokens a step, {plan.passes} passes',
+    '  memory of a device, GiB:',
+    f'    parameters {_gib(plan.parameters_bytes)}, '
+    f'optimizer {_gib(plan.optimizer_bytes)}',
+  ]
+  for program in plan.programs:
+    lines += _program(program)
+  verdict = 'fits' if plan.fits else 'does NOT fit'
+  lines += [
+    f'  {verdict}: {_gib(plan.memory_bytes)} of {_gib(plan.hbm_bytes)} GiB',
+    f'  roofline: {plan.seconds * 1e3:,.1f} ms a step, '
+    f'{plan.tokens / plan.seconds / plan.devices:,.0f} tokens/s a device, '
+    f'{plan.share_of_peak:.1%} of peak (useful FLOPs; compile-time estimate)',
+  ]
+  return '\n'.join(lines)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+  """All fields of a plan, and what follows from them."""
+  bound = {'compute_s': 0.0, 'hbm_s': 0.0, 'links_s': 0.0}
+  for program in plan.programs:
+    stages = 0.0
+    for s in program.stages:
+      which = 'compute_s' if s.compute_s >= s.hbm_s else 'hbm_s'
+      bound[which] += program.runs * s.seconds
+      stages += s.seconds
+    bound['links_s'] += program.runs * (program.seconds - stages)
+  return {
+    **dataclasses.asdict(plan),
+    'seconds': plan.seconds,
+    'share_of_peak': plan.share_of_peak,
+    'memory_bytes': plan.memory_bytes,
+    'fits': plan.fits,
+    'bound': bound,
+  }
+
+
+def candidates(name: str, found: Sequence[Candidate], topology: str) -> str:
+  """The first of a search, by the formula."""
+  lines = [f'{name} on {topology}: {len(found)} choices fit; by the formula']
+  for c in found[:8]:
+    sizes = {axis: n for axis, n in c.placed.mesh.sizes.items() if n > 1}
+    mesh = ', '.join(f'{axis} {n}' for axis, n in sizes.items())
+    lines.append(
+      f'  {c.seconds * 1e3:10,.0f} ms {_gib(c.memory_bytes):>7} GiB  '
+      f'{c.placed.passes} passes, remat {"on" if c.remat else "off"}, {mesh}'
+    )
+  return '\n'.join(lines)
+
+
+def _program(program: Estimate) -> list[str]:
+  memory = program.memory
+  lines = [
+    f'  {program.name} x {program.runs}: {program.seconds * 1e3:,.1f} ms '
+    f'(compiled in {program.compile_s:.0f} s, {program.compile_cpu_s:.0f} s of CPU)',
+    f'    memory {_gib(memory.total)}: arguments {_gib(memory.arguments)} '
+    f'(padding {_gib(memory.padding)}), outputs {_gib(memory.outputs)}, '
+    f'saved activations {_gib(memory.saved)}, temporaries {_gib(memory.temporaries)}, '
+    f'resident {_gib(memory.resident)}, code {_gib(memory.code)}',
+  ]
+  if any(s.seconds > 5e-5 for s in program.stages):
+    lines.append('    stage                    TFLOP      GB    compute ms   HBM ms')
+  for s in program.stages:
+    if s.seconds > 5e-5:
+      lines.append(
+        f'    {s.name:22s} {s.flops / 1e12:8.1f} {s.hbm_bytes / 1e9:8.1f} '
+        f'{s.compute_s * 1e3:12.1f} {s.hbm_s * 1e3:8.1f}'
+      )
+  if program.collectives:
+    lines.append('    collective        group  count       GB   hidden ms  exposed ms')
+  for c in program.collectives:
+    lines.append(
+      f'    {c.kind:18s} {c.group:4d} {c.count:6d} {c.bytes / 1e9:8.2f} '
+      f'{c.hidden_s * 1e3:11.1f} {c.exposed_s * 1e3:11.1f}'
+    )
+  return lines
+
+
+def _gib(size: float) -> str:
+  return f'{size / GIB:.2f}'

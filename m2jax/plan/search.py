@@ -1,0 +1,232 @@
+"""Looks for the mesh of a workload: all of them by a formula, the best few compiled.
+
+The formula is for putting candidates in order, not for reporting: compute as in
+`flops`, weights and the worst-case buffers of dropless routing through HBM, and the
+large collectives on the links of their real groups. It takes every weight gather and
+scatter as hidden and everything else as exposed; what is really hidden, what it really
+moves and whether it fits is known of the few that are then compiled.
+
+Axes: T tokens of a device, D model, E experts, k experts of a token, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from m2jax import sharding as sharding_lib
+from m2jax.config import ModelConfig
+from m2jax.plan import flops, ici, plan, programs
+from m2jax.plan.topology import Topology
+from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
+from m2jax.sharding import MESH_AXES, PRESETS, MeshConfig, Sharding
+from m2jax.train import step as train_step
+
+_RULES = {True: ('fsdp', 'fsdp_ep'), False: ('serve',)}
+_ROW_TILE = 8  # rows of a TPU's tile: thinner pieces of D turn gathers into all-reduces
+# [rows, D] arrays that a mixture of experts reads or writes in a forward pass, and that
+# are alive at once in a backward pass
+_BUFFER_PASSES, _BUFFERS_ALIVE = 12, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """A mesh and what the formula says of it.
+
+  Attributes:
+    seconds: of a step or a call. memory_bytes: of a device.
+  """
+
+  placed: Placed
+  remat: bool
+  seconds: float
+  memory_bytes: float
+
+
+def meshes(devices: int, rules: str) -> Iterator[MeshConfig]:
+  """All meshes of powers of two with so many devices that the rules can use."""
+  used = PRESETS[rules]
+  names = ('rows', 'tokens', 'vocab', 'heads', 'experts', 'expert_hidden')
+  split = {axis for name in names for axis in used.mesh_axes(name)}
+  axes = [axis for axis in MESH_AXES if axis in split]
+
+  def sizes(left, axes):
+    if len(axes) == 1:
+      yield (left,)
+      return
+    size = 1
+    while size <= left:
+      if left % size == 0:
+        for rest in sizes(left // size, axes[1:]):
+          yield (size, *rest)
+      size *= 2
+
+  for found in sizes(devices, axes):
+    yield MeshConfig(**dict(zip(axes, found, strict=True)), rules=rules)
+
+
+def candidates(
+  config: PlanConfig, name: str, workload: Workload, topology: Topology
+) -> list[Candidate]:
+  """Every mesh, number of passes and choice of remat that fits, the fastest first.
+
+  Raises:
+    ValueError: none fits.
+  """
+  training = workload.kind in TRAINING
+  devices, found = len(topology.devices), []
+  for rules in _RULES[training]:
+    for mesh in meshes(devices, rules):
+      if training and (mesh.expert == 1) != (rules == 'fsdp'):
+        continue
+      where = Sharding(sharding_lib.abstract_mesh(mesh), PRESETS[rules])
+      storage = where.size('model')
+      if storage > 1 and config.model.embed_dim // storage % _ROW_TILE:
+        continue
+      passes = 1
+      while passes <= (workload.rows if training else 1):
+        placed = Placed(name, workload, mesh, passes)
+        passes *= 2
+        try:
+          where.check(config.model)
+          where.check_batch(placed.micro_rows, workload.context if training else None)
+        except ValueError:
+          break
+        for remat in (True, False) if training else (False,):
+          model = dataclasses.replace(config.model, remat=remat)
+          one = dataclasses.replace(config, model=model)
+          seconds, memory = formula(one, placed, where, topology)
+          if memory <= topology.chip.hbm_bytes:
+            found.append(Candidate(placed, remat, seconds, memory))
+  if not found:
+    raise ValueError(
+      f'workload {name!r}: no mesh of {devices} devices fits '
+      f'{topology.chip.hbm_bytes / 2**30:.0f} GiB; take more chips or fewer rows'
+    )
+  return sorted(found, key=lambda c: c.seconds)
+
+
+def formula(
+  config: PlanConfig, placed: Placed, where: Sharding, topology: Topology
+) -> tuple[float, float]:
+  """(seconds of a step, bytes of a device): see the module."""
+  training = placed.workload.kind in TRAINING
+  cfg = config.model if training else programs.served(config)
+  chip, part = topology.chip, plan.local_part(config, placed, where)
+  T, D = part.tokens, cfg.embed_dim
+  layer = _layer_bytes(cfg, where, 2)
+  # every device of the expert axis may send all its tokens here
+  shards = where.size('experts')
+  rows = T * shards * min(cfg.experts_per_token, part.experts)
+  buffer = 2.0 * rows * D
+
+  blocks = cfg.num_layers + (cfg.num_mtp_modules if training else 0)
+  forwards = 1 + (2 + cfg.remat if training else 0)  # a backward pass is two
+  compute = sum(flops.executed(cfg, part, chip.mxu, training).values())
+  moved = blocks * forwards * (2 * layer + _BUFFER_PASSES * buffer)
+  cache = _cache_bytes(cfg, placed, where) if not training else 0.0
+  work = max(compute / chip.peak_flops, (moved + cache) / chip.hbm_bandwidth)
+
+  def links(kind, size, *logical):
+    group = _group(where, topology, logical)
+    if len(group) < 2:
+      return 0.0
+    return ici.seconds(kind, size, group, topology.shape, chip)
+
+  gathers = 1 + cfg.remat if training else 0
+  hidden = blocks * gathers * links('all-gather', layer, 'model')
+  hidden += training * blocks * links('reduce-scatter', 2 * layer, 'model')
+  exchanges = 2 * forwards - (2 if training else 0)  # there and back
+  sent = 2.0 * T * cfg.experts_per_token * D
+  exposed = blocks * exchanges * links('all-to-all', sent, 'experts')
+  sums = blocks * forwards * 2
+  exposed += sums * links('all-reduce', 2.0 * T * D, 'heads')
+  keys = 2.0 * 2 * part.rows * placed.workload.context * part.kv_heads * cfg.head_dim
+  if training:
+    exposed += blocks * forwards * links('all-gather', keys, 'tokens')
+  state = _state_bytes(config if training else None, cfg, where)
+  gradients = state / 3 if training else 0.0
+  if training and placed.mesh.data > 1:
+    exposed += links('all-reduce', gradients, 'data')
+  seconds = placed.passes * (max(work, hidden) + exposed)
+
+  memory = state + cache + 2 * layer + buffer * (_BUFFERS_ALIVE if training else 2)
+  if training:
+    memory += gradients * min(placed.passes, 2) + 2 * layer  # of a layer, fp32
+    memory += 3 * 4.0 * D * part.vocab  # of the head
+    kept = 2.0 * T * D if cfg.remat else 2.0 * T * (10 * D) + _BUFFERS_ALIVE * buffer
+    memory += cfg.num_layers * kept
+  return seconds, memory
+
+
+def compiled(
+  config: PlanConfig, candidate: Candidate, topology: Topology
+) -> plan.estimate.Plan:
+  """The candidate's programs compiled and estimated; raises as `plan.make`."""
+  model = dataclasses.replace(config.model, remat=candidate.remat)
+  one = dataclasses.replace(config, model=model)
+  return plan.make(one, candidate.placed, topology)
+
+
+@functools.cache
+def _shapes(cfg: ModelConfig):
+  return jax.eval_shape(
+    lambda key: train_step.init_variables(cfg, key), jax.random.key(0)
+  )['params']
+
+
+def _spread(cfg: ModelConfig, where: Sharding, storage: bool) -> float:
+  """Parameters on one device; without `storage` as they are when gathered."""
+  shapes = _shapes(cfg)
+  specs = sharding_lib.param_specs(cfg, where.rules)['params']
+  stored = set(where.axes('model', 'expert_model')) if not storage else set()
+  total = 0.0
+  leaves = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, jax.P))
+  for spec, leaf in zip(leaves, jax.tree.leaves(shapes), strict=True):
+    entries = [(e,) if isinstance(e, str) else e for e in spec if e]
+    axes = [a for entry in entries for a in entry if a not in stored]
+    total += math.prod(leaf.shape) / math.prod(where.mesh.shape[a] for a in axes)
+  return total
+
+
+def _layer_bytes(cfg: ModelConfig, where: Sharding, itemsize: int) -> float:
+  """Bytes of one block's weights on a device that uses them."""
+  more = dataclasses.replace(cfg, num_layers=2, num_mtp_modules=0)
+  one = dataclasses.replace(more, num_layers=1)
+  return itemsize * (_spread(more, where, False) - _spread(one, where, False))
+
+
+def _state_bytes(config: PlanConfig | None, cfg, where: Sharding) -> float:
+  """Bytes of parameters and Adam's moments, or of weights that are served."""
+  if config is None:
+    return np.dtype(jax.numpy.dtype(cfg.param_dtype)).itemsize * _spread(
+      cfg, where, True
+    )
+  return 3 * 4 * _spread(cfg, where, True)
+
+
+def _cache_bytes(cfg: ModelConfig, placed: Placed, where: Sharding) -> float:
+  load = placed.workload
+  rows = max(load.rows // where.size('rows'), 1)
+  heads = cfg.num_kv_heads // where.size('heads')
+  positions = load.context + load.new_tokens
+  return 2.0 * 2 * cfg.num_layers * rows * heads * positions * cfg.head_dim
+
+
+def _group(where: Sharding, topology: Topology, logical: tuple[str, ...]):
+  """Coordinates of the devices in the first group along these axes of the mesh."""
+  axes = where.axes(*logical) if logical != ('data',) else ('data',)
+  grid = _grid(topology, tuple(where.mesh.shape.values()))
+  picked = tuple(slice(None) if a in axes else 0 for a in MESH_AXES)
+  return [tuple(d.coords) for d in np.ravel(grid[picked])]
+
+
+@functools.lru_cache(maxsize=512)
+def _grid(topology: Topology, sizes: tuple[int, ...]):
+  config = MeshConfig(**dict(zip(MESH_AXES, sizes, strict=True)))
+  return plan.device_mesh(config, topology).devices

@@ -1,0 +1,146 @@
+"""What is planned: a model, its workloads, and on which mesh each runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from m2jax.config import ModelConfig
+from m2jax.optim.optimizer import OptimizerConfig
+from m2jax.sharding import MeshConfig
+
+TRAINING = ('pretrain', 'rl')
+SERVING = ('prefill', 'decode')
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """One thing that a slice does again and again.
+
+  Attributes:
+    kind: 'pretrain' or 'rl', a train step; 'prefill' or 'decode', a call of the engine.
+    rows: of a step's batch, or sequences of a call.
+    context: tokens of a row; in serving, positions of the cache that are read.
+    tokens: new tokens of each row: the chunk of a prefill, 1 of a decode step; in
+      training the same as context.
+    terms: loss terms of a row, for 'rl'; 0 is one a token.
+    meshes: one for each number of devices planned for.
+    passes: forward and backward passes of a step, the same number for every mesh, or
+      one for each.
+  """
+
+  kind: str
+  rows: int
+  context: int
+  tokens: int = 0
+  terms: int = 0
+  meshes: tuple[MeshConfig, ...] = ()
+  passes: tuple[int, ...] = (1,)
+
+  def __post_init__(self):
+    if self.kind not in (*TRAINING, *SERVING):
+      raise ValueError(
+        f'Workload.kind={self.kind!r}: must be one of {TRAINING + SERVING}'
+      )
+    for field in ('rows', 'context'):
+      if getattr(self, field) < 1:
+        raise ValueError(f'Workload.{field}={getattr(self, field)}: must be positive')
+    if self.kind == 'prefill' and not 0 < self.tokens:
+      raise ValueError("Workload.tokens: a 'prefill' needs the tokens of its chunk")
+    if len(self.passes) not in (1, len(self.meshes)):
+      raise ValueError(
+        f'Workload.passes={self.passes}: give one number, or one for each of the '
+        f'{len(self.meshes)} meshes'
+      )
+
+  @property
+  def new_tokens(self) -> int:
+    """New tokens of each row."""
+    if self.kind in TRAINING:
+      return self.context
+    return self.tokens or 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig:
+  """All that is planned.
+
+  Attributes:
+    model: as it is trained.
+    optimizer: of the train step.
+    workloads: by name. default: those that are planned unless others are asked for.
+    mtp_weight, bias_update_rate, is_weight_max: see StepConfig and LearnerConfig.
+    weights_dtype: of the weights that are served, without MTP.
+    compiler_options: of XLA, for every program.
+  """
+
+  model: ModelConfig
+  workloads: Mapping[str, Workload]
+  default: tuple[str, ...] = ()
+  optimizer: OptimizerConfig = OptimizerConfig()
+  mtp_weight: float = 0.3
+  bias_update_rate: float = 1e-3
+  is_weight_max: float = 5.0
+  weights_dtype: str = 'bfloat16'
+  compiler_options: Mapping[str, str | bool | int] = dataclasses.field(
+    default_factory=dict
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+  """A workload on one mesh: what is compiled.
+
+  Attributes:
+    name: of the workload.
+    passes: of a step.
+  """
+
+  name: str
+  workload: Workload
+  mesh: MeshConfig
+  passes: int = 1
+
+  @property
+  def micro_rows(self) -> int:
+    """Rows of one pass over all devices."""
+    return self.workload.rows // self.passes
+
+
+def place(name: str, workload: Workload, devices: int) -> Placed:
+  """The workload on its mesh for so many devices.
+
+  Raises:
+    ValueError: it has none, or its rows do not divide into its passes.
+  """
+  sizes = [math.prod(mesh.sizes.values()) for mesh in workload.meshes]
+  if devices not in sizes:
+    raise ValueError(
+      f'workload {name!r} has no mesh of {devices} devices, only of '
+      f'{", ".join(map(str, sizes)) or "none"}: add one to its meshes, or look for one '
+      'with --search'
+    )
+  index = sizes.index(devices)
+  passes = workload.passes[index if len(workload.passes) > 1 else 0]
+  if workload.rows % passes:
+    raise ValueError(
+      f'workload {name!r}: {workload.rows} rows do not divide into {passes} passes'
+    )
+  return Placed(name, workload, workload.meshes[index], passes)
+
+
+def select(config: PlanConfig, names: Sequence[str]) -> dict[str, Workload]:
+  """The workloads of these names; of none the default ones, or all.
+
+  Raises:
+    ValueError: an unknown name.
+  """
+  every = (*names, *config.default)
+  unknown = [name for name in every if name not in config.workloads]
+  if unknown:
+    raise ValueError(
+      f'no workload {", ".join(unknown)}: there are {", ".join(config.workloads)}'
+    )
+  names = names or config.default or tuple(config.workloads)
+  return {name: config.workloads[name] for name in names}

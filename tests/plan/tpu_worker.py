@@ -1,0 +1,35 @@
+"""Compiles the full-width model, one layer deep, for a TPU slice; prints the plan.
+
+Its own process: libtpu loads once, and takes its memory with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import jax
+
+# On every kind 8 devices share the experts, so that none gathers all of them.
+SLICES = {'v5p:4x4x4': 64, 'v6e:16x16': 256, 'tpu7x:4x4x4': 128}
+CONTEXT = 1024
+
+
+def main(name):
+  jax.config.update('jax_platforms', 'cpu')
+  from m2jax import config, sharding
+  from m2jax.plan import plan, render, topology, workloads
+
+  devices = SLICES[name]
+  mesh = sharding.MeshConfig(fsdp=devices // 8, expert=8)
+  model = dataclasses.replace(config.m2(), num_layers=1, num_mtp_modules=0)
+  load = workloads.Workload('pretrain', devices, CONTEXT, meshes=(mesh,))
+  one = workloads.PlanConfig(model, {'step': load})
+  placed = workloads.place('step', load, devices)
+  made = plan.make(one, placed, topology.load(name))
+  print(json.dumps(render.as_json(made)))
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
