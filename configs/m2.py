@@ -1,4 +1,17 @@
-"""The full model on TPU v5p: what is planned before a pod is rented. (being written)"""
+r"""The full model on TPU v5p: what is planned before a pod is rented.
+
+COMMAND: python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8
+HARDWARE: any machine with libtpu (`pip install -e '.[tpu]'`) and 5 GB of memory; what
+  is planned are slices of 256 (v5p:4x8x8), 512 (8x8x8) and 1,024 chips (8x8x16).
+PLAN FIGURES: docs/plan.md, by `python -m benchmarks.plan_table --directory=DIR`.
+RESULT: for each program memory against 95 GiB, FLOPs, collectives, and the roofline;
+  every workload fits, and a train step is planned above 35 % of peak. Compile-time
+  estimates: nobody has run them on a TPU.
+
+The batch is that of configs/pretrain_m2.py. Meshes are what `--search` puts first, or
+next to it where the first leaves no room. Not published, so ours: all of it but the
+model.
+"""
 
 import dataclasses
 
@@ -53,13 +66,13 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       rows=384,
       context=32_768,
       meshes=(_fsdp(1, 64, tensor=4), _fsdp(1, 128, tensor=4), _fsdp(1, 128, tensor=8)),
-      passes=(2, 1, 1),
+      passes=(3, 1, 1),
     ),
     rl_192k=dict(
       kind='rl',
       rows=64,
       context=196_608,
-      meshes=(_fsdp(1, 32, 2, 4), _fsdp(1, 64, 2, 4), _fsdp(1, 64, 2, 8)),
+      meshes=(_fsdp(1, 32, 4, 2), _fsdp(1, 64, 2, 4), _fsdp(1, 64, 2, 8)),
       passes=(2, 1, 1),
     ),
     prefill=dict(
@@ -67,7 +80,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       rows=256,
       context=32_768,
       tokens=4_096,
-      meshes=(_serve(2, 32, 4), _serve(4, 32, 4), _serve(8, 32, 4)),
+      meshes=(_serve(32, 1, 8), _serve(64, 1, 8), _serve(128, 1, 8)),
     ),
     decode=dict(
       kind='decode',

@@ -24,8 +24,14 @@ class ModelConfig:
     rms_norm_eps: added to the mean square in every RMSNorm.
     max_positions: longest path from a root, in tokens.
     num_mtp_modules: multi-token-prediction modules K; 0 is none.
+    window: positions that a layer with a sliding window sees, its own included; None:
+      every layer sees all. MTP modules always see all.
+    full_attention_every: with a window, the last of every so many layers has none.
+    sinks: first positions of a path, seen by every layer.
+    router_scores: 'sigmoid', or 'softmax' over all experts.
     dtype: activations ('float32', 'bfloat16' or 'float64'); parameters stay fp32.
-    param_dtype: 'float32', or 'float64' in tests of exactness.
+    param_dtype: 'float32'; 'bfloat16' for serving; 'float64' in tests of exactness.
+      Router biases are at least fp32.
     unroll_layers: unroll the loop over layers; faster at tiny sizes on CPU.
     remat: recompute each block in the backward pass.
   """
@@ -44,6 +50,10 @@ class ModelConfig:
   rms_norm_eps: float = 1e-6
   max_positions: int = 196_608
   num_mtp_modules: int = 1
+  window: int | None = None
+  full_attention_every: int = 1
+  sinks: int = 0
+  router_scores: str = 'sigmoid'
   dtype: str = 'bfloat16'
   param_dtype: str = 'float32'
   unroll_layers: bool = False
@@ -56,7 +66,7 @@ class ModelConfig:
         raise ValueError(f'ModelConfig.{field}={value!r}: must be {want}')
 
     for field in dataclasses.fields(self):
-      if field.type == 'int' and field.name != 'num_mtp_modules':
+      if field.type == 'int' and field.name not in ('num_mtp_modules', 'sinks'):
         check(getattr(self, field.name) > 0, field.name, 'positive')
     check(self.num_mtp_modules >= 0, 'num_mtp_modules', 'at least 0')
     check(
@@ -74,9 +84,28 @@ class ModelConfig:
       'experts_per_token',
       f'at most num_experts={self.num_experts}',
     )
+    every = self.full_attention_every
+    if self.window is None:
+      check(self.sinks == 0, 'sinks', '0 without a window')
+      check(every == 1, 'full_attention_every', '1 without a window')
+    else:
+      check(self.window > 0, 'window', 'positive, or None')
+      check(self.sinks >= 0, 'sinks', 'at least 0')
+      check(
+        every > 1 and self.num_layers % every == 0,
+        'full_attention_every',
+        f'above 1 and a divisor of num_layers={self.num_layers} with a window',
+      )
+    scores = ('sigmoid', 'softmax')
+    check(self.router_scores in scores, 'router_scores', f'one of {scores}')
     dtypes = ('float32', 'bfloat16', 'float64')
     check(self.dtype in dtypes, 'dtype', f'one of {dtypes}')
     check(self.param_dtype in dtypes, 'param_dtype', f'one of {dtypes}')
+
+  @property
+  def windows(self) -> tuple[int | None, ...]:
+    """The window of each layer of one period; periods repeat over the layers."""
+    return (self.window,) * (self.full_attention_every - 1) + (None,)
 
 
 def m2() -> ModelConfig:

@@ -83,12 +83,14 @@ class M2(nn.Module):
         'mtp', _init_arrays, mtp.shapes(cfg), cfg.num_mtp_modules, cfg
       )
       biases['mtp'] = (cfg.num_mtp_modules, cfg.num_experts)
+    # Steps of 1e-3 would be lost in bfloat16 as a bias grows.
+    state_dtype = jnp.promote_types(cfg.param_dtype, jnp.float32)
     router = {
-      name: self.variable('router', name, jnp.zeros, shape, cfg.param_dtype).value
+      name: self.variable('router', name, jnp.zeros, shape, state_dtype).value
       for name, shape in biases.items()
     }
     variables = {'params': params, 'router': router}
-    hidden, _ = trunk(cfg, variables, forest_lib.causal(tokens))
+    hidden, _, _ = trunk(cfg, variables, forest_lib.causal(tokens))
     return head(self, variables, hidden)
 
 
@@ -98,18 +100,35 @@ def _at(tree, index: int):
 
 
 def _over_layers(body, x, stacked, cfg: ModelConfig, sharding: Sharding):
-  """x → body(x, layer's slice) for each layer; outputs stacked."""
-  if cfg.remat:
-    body = jax.checkpoint(body)
-  elif sharding.gathers:
-    body = jax.checkpoint(body, policy=sharding_lib.keep_all_but_weights)
-  if not cfg.unroll_layers:
-    return jax.lax.scan(body, x, stacked)
-  outs = []
-  for layer in range(cfg.num_layers):
-    x, out = body(x, _at(stacked, layer))
-    outs.append(out)
-  return x, jax.tree.map(lambda *a: jnp.stack(a), *outs)
+  """x → body(window)(x, layer's slice) for each layer; outputs stacked.
+
+  Layers that differ in their window form a period; a scan goes over whole periods.
+  """
+
+  def made(window):
+    if cfg.remat:
+      return jax.checkpoint(body(window))
+    if sharding.gathers:
+      return jax.checkpoint(body(window), policy=sharding_lib.keep_all_but_weights)
+    return body(window)
+
+  bodies = [made(window) for window in cfg.windows]
+
+  def several(x, layers):
+    outs = []
+    for layer in range(len(jax.tree.leaves(layers)[0])):
+      x, out = bodies[layer % len(bodies)](x, _at(layers, layer))
+      outs.append(out)
+    return x, jax.tree.map(lambda *a: jnp.stack(a), *outs)
+
+  if cfg.unroll_layers:
+    return several(x, stacked)
+  if len(bodies) == 1:
+    return jax.lax.scan(bodies[0], x, stacked)
+  shape = cfg.num_layers // len(bodies), len(bodies)
+  periods = jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), stacked)
+  x, outs = jax.lax.scan(several, x, periods)
+  return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outs)
 
 
 def _embed(cfg, params, tokens, sharding: Sharding = ONE_DEVICE):
@@ -127,13 +146,54 @@ def _embed(cfg, params, tokens, sharding: Sharding = ONE_DEVICE):
   return sharding.all_to_all(x, 'model', split=0, join=1)
 
 
+class Stack(NamedTuple):
+  """What tokens need of the path they hang off (forest/cutting.py); slot = position.
+
+  Attributes:
+    k, v: [L, B, P, K, H], the trunk's keys and values.
+    mtp_k, mtp_v: [K, B, P, K, H], the MTP modules'.
+    states: [1 + K, B, P, D], the trunk's and the modules'.
+  """
+
+  k: jax.Array
+  v: jax.Array
+  mtp_k: jax.Array
+  mtp_v: jax.Array
+  states: jax.Array
+
+
+def empty_stack(cfg: ModelConfig, rows: int, tokens: int) -> Stack:
+  """Zeros for paths of `tokens`."""
+  layers, modules = cfg.num_layers, cfg.num_mtp_modules
+
+  def zeros(copies, *shape):
+    return jnp.zeros((copies, rows, tokens, *shape), cfg.dtype)
+
+  head = cfg.num_kv_heads, cfg.head_dim
+  keys = zeros(layers, *head), zeros(layers, *head)
+  mtp_keys = zeros(modules, *head), zeros(modules, *head)
+  return Stack(*keys, *mtp_keys, zeros(1 + modules, cfg.embed_dim))
+
+
+def _key_position(batch: forest_lib.Forest, stack: Stack | None):
+  """[B, P + S] position of every key: the stack's slots, then the batch's tokens."""
+  own = jnp.asarray(batch.position)
+  if stack is None:
+    return own
+  slots = jnp.arange(stack.k.shape[2], dtype=own.dtype)
+  slots = jnp.broadcast_to(slots, (len(own), len(slots)))
+  return jnp.concatenate([slots, own], axis=1)
+
+
 def trunk(
   cfg: ModelConfig,
   variables,
   batch: forest_lib.Forest,
   sharding: Sharding = ONE_DEVICE,
+  stack: Stack | None = None,
 ):
-  """Hidden states [B, S, D] after the final norm, and Routing stacked over layers.
+  """Hidden states [B, S, D] after the final norm; Routing and, below a stack, the
+  tokens' own k, v [B, S, K, H], stacked over layers.
 
   Works on shards: with a mesh, call it inside `sharding.shard_map`.
   """
@@ -144,25 +204,40 @@ def trunk(
     batch.position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype
   )
 
-  def attend(x, p):
-    return attention.attend(x, p, cfg, tables, subtree_end, sharding), None
+  position = None  # of whole rows
+  if cfg.window is not None:
+    position = sharding.all_gather(_key_position(batch, stack), 'tokens', axis=1)
 
-  def body(x, layer):
-    p, bias, replay = layer
-    p = sharding.gather_params(p, cfg.dtype)
-    x, _, routing = block.apply(
-      x, p, bias, cfg, attend, batch.multiplicity.reshape(-1), replay, sharding
-    )
-    return x, routing
+  def layer_body(window):
+    def body(x, layer):
+      p, bias, replay, above = layer
+      p = sharding.gather_params(p, cfg.dtype)
+      attend = functools.partial(
+        attention.attend,
+        cfg=cfg,
+        tables=tables,
+        subtree_end=subtree_end,
+        sharding=sharding,
+        window=window,
+        position=position,
+        above=above,
+      )
+      x, own, routing = block.apply(
+        x, p, bias, cfg, attend, batch.multiplicity.reshape(-1), replay, sharding
+      )
+      return x, (routing, None if above is None else own)
+
+    return body
 
   replay = None
   if batch.experts is not None:  # [B, S, L, k] → [L, T, k]
     replay = batch.experts.reshape(-1, *batch.experts.shape[2:]).swapaxes(0, 1)
   x = _embed(cfg, params, batch.tokens, sharding)
-  stacked = (params['layers'], variables['router']['layers'], replay)
-  x, routing = _over_layers(body, x, stacked, cfg, sharding)
+  above = None if stack is None else (stack.k, stack.v)
+  stacked = (params['layers'], variables['router']['layers'], replay, above)
+  x, (routing, own) = _over_layers(layer_body, x, stacked, cfg, sharding)
   x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
-  return x.reshape(*shape, -1), routing
+  return x.reshape(*shape, -1), routing, own
 
 
 def head(m2: M2, variables, hidden: jax.Array) -> jax.Array:
@@ -173,11 +248,19 @@ def head(m2: M2, variables, hidden: jax.Array) -> jax.Array:
 
 
 def at_parent(
-  values: jax.Array, batch: forest_lib.Forest, sharding: Sharding = ONE_DEVICE
+  values: jax.Array,
+  batch: forest_lib.Forest,
+  sharding: Sharding = ONE_DEVICE,
+  above: jax.Array | None = None,
 ) -> jax.Array:
-  """values [B, S, D] gathered at each token's parent; 0 for roots and padding."""
+  """values [B, S, D] gathered at each token's parent; 0 for roots and padding.
+
+  `above` [B, P, D] are the values of the path that the tokens hang off.
+  """
   parent = jnp.asarray(batch.parent)
   values = sharding.all_gather(values, 'tokens', axis=1)  # parents are row indices
+  if above is not None:
+    values = jnp.concatenate([above, values], axis=1)
   gathered = jnp.take_along_axis(values, jnp.maximum(parent, 0)[..., None], axis=1)
   return jnp.where((parent >= 0)[..., None], gathered, 0)
 
@@ -227,12 +310,35 @@ def forward(
   )(variables, batch)
 
 
+def forward_below(
+  cfg: ModelConfig,
+  variables,
+  batch: forest_lib.Forest,
+  stack: Stack,
+  *,
+  detach_mtp: bool = False,
+) -> tuple[Outputs, Stack]:
+  """`forward` of tokens that hang off a path (`forest.Chunk.batch`), on one device.
+
+  Indices in the batch's `parent` and `subtree_end` count the stack's slots first.
+
+  Returns:
+    Outputs of the batch's tokens, and their own Stack entries [·, B, C, ·].
+  """
+  return _forward_below(cfg, detach_mtp, ONE_DEVICE, variables, batch, stack)
+
+
 def _forward(cfg: ModelConfig, detach_mtp: bool, sharding: Sharding, variables, batch):
   """`forward` on one device's shards."""
+  return _forward_below(cfg, detach_mtp, sharding, variables, batch, None)[0]
+
+
+def _forward_below(cfg, detach_mtp, sharding: Sharding, variables, batch, stack):
+  """Outputs, and the tokens' own Stack where there is one above them."""
   params = variables['params']
   params = dict(params, **sharding.gather_params({'head': params['head']}, cfg.dtype))
-  hidden, routing = trunk(cfg, variables, batch, sharding)
-  state = at_parent(hidden, batch, sharding)
+  hidden, routing, own = trunk(cfg, variables, batch, sharding, stack)
+  state = at_parent(hidden, batch, sharding, None if stack is None else stack.states[0])
   logprob, entropy = _score(params['head'], state, batch, sharding, depth=1)
   loads = {'layers': routing.load}
   scores = jnp.zeros((0, *logprob.shape), logprob.dtype)
@@ -240,10 +346,18 @@ def _forward(cfg: ModelConfig, detach_mtp: bool, sharding: Sharding, variables, 
     shared = params
     if detach_mtp:
       state, shared = jax.lax.stop_gradient((state, params))
-    scores, loads['mtp'] = _mtp(cfg, variables, shared, state, batch, sharding)
+    scores, loads['mtp'], mtp_own, states = _mtp(
+      cfg, variables, shared, state, batch, sharding, stack
+    )
   loads = sharding.psum(loads, 'rows', 'tokens')
   experts = routing.ids.swapaxes(0, 1).reshape(*logprob.shape, -1, routing.ids.shape[2])
-  return Outputs(logprob, entropy, scores, loads, experts)
+  outputs = Outputs(logprob, entropy, scores, loads, experts)
+  if stack is None:
+    return outputs, None
+  if not cfg.num_mtp_modules:
+    empty = empty_stack(cfg, *batch.tokens.shape)
+    return outputs, Stack(*own, empty.mtp_k, empty.mtp_v, hidden[None])
+  return outputs, Stack(*own, *mtp_own, jnp.stack([hidden, *states]))
 
 
 def _score(kernel, state, batch, sharding: Sharding, *, depth: int):
@@ -259,25 +373,40 @@ def _score(kernel, state, batch, sharding: Sharding, *, depth: int):
   return (jnp.where(live, x.reshape(shape), 0) for x in (logprob, entropy))
 
 
-def _mtp(cfg, variables, shared, state, batch: forest_lib.Forest, sharding: Sharding):
-  """logprobs [K, B, S] and loads [K, E] of the chained modules (layers/mtp.py)."""
+def _mtp(
+  cfg,
+  variables,
+  shared,
+  state,
+  batch: forest_lib.Forest,
+  sharding: Sharding,
+  stack: Stack | None = None,
+):
+  """Of the chained modules (layers/mtp.py): logprobs [K, B, S], loads [K, E], the
+  tokens' own k, v [K, B, S, K, H] and states, a list of K [B, S, D]."""
   embedding = _embed(cfg, shared, batch.tokens, sharding)
   tables = rope.tables(
     batch.position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype
   )
-  scores, loads = [], []
+  key_position = _key_position(batch, stack)
+  scores, loads, keys, states = [], [], [], []
   for k in range(1, cfg.num_mtp_modules + 1):
     p = _at(variables['params']['mtp'], k - 1)
     p = sharding.gather_params(p, cfg.dtype)
     live = batch.position >= k
-    subtree_end = jnp.where(live, batch.subtree_end, 0)
+    subtree_end = jnp.where(key_position >= k, batch.subtree_end, 0)
     subtree_end = sharding.all_gather(subtree_end, 'tokens', axis=1)
-
-    def attend(x, p, subtree_end=subtree_end):
-      return attention.attend(x, p, cfg, tables, subtree_end, sharding), None
-
+    above = None if stack is None else (stack.mtp_k[k - 1], stack.mtp_v[k - 1])
+    attend = functools.partial(
+      attention.attend,
+      cfg=cfg,
+      tables=tables,
+      subtree_end=subtree_end,
+      sharding=sharding,
+      above=above,
+    )
     x = mtp.join(state.reshape(embedding.shape), embedding, p, cfg)
-    x, _, routing = block.apply(
+    x, own, routing = block.apply(
       x,
       p['layers'],
       variables['router']['mtp'][k - 1],
@@ -287,11 +416,15 @@ def _mtp(cfg, variables, shared, state, batch: forest_lib.Forest, sharding: Shar
       sharding=sharding,
     )
     x = rms_norm(x, shared['final_norm'], cfg.rms_norm_eps)
-    state = at_parent(x.reshape(*batch.tokens.shape, -1), batch, sharding)
+    states.append(x.reshape(*batch.tokens.shape, -1))
+    above = None if stack is None else stack.states[k]
+    state = at_parent(states[-1], batch, sharding, above)
     logprob, _ = _score(shared['head'], state, batch, sharding, depth=k + 1)
     scores.append(logprob)
     loads.append(routing.load)
-  return jnp.stack(scores), jnp.stack(loads)
+    keys.append(own)
+  own = tuple(jnp.stack(a) for a in zip(*keys, strict=True))
+  return jnp.stack(scores), jnp.stack(loads), own, states
 
 
 def token_logprobs(

@@ -27,7 +27,7 @@ def _rotate(x, positions, cfg):
   return jnp.concatenate([z.real, z.imag, x[..., 2 * half :]], -1)
 
 
-def _attention(x, p, cfg):
+def _attention(x, p, cfg, window):
   n = len(x)
   q = _norm(x @ p['q'], p['q_norm'], cfg.rms_norm_eps).reshape(n, cfg.num_heads, -1)
   k = _norm(x @ p['k'], p['k_norm'], cfg.rms_norm_eps).reshape(n, cfg.num_kv_heads, -1)
@@ -37,13 +37,21 @@ def _attention(x, p, cfg):
   group = cfg.num_heads // cfg.num_kv_heads
   k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
   scores = jnp.einsum('inh,jnh->nij', q, k) / jnp.sqrt(1.0 * cfg.head_dim)
-  scores = jnp.where(jnp.tril(jnp.ones((n, n), bool)), scores, -jnp.inf)
+  seen = jnp.tril(jnp.ones((n, n), bool))
+  if window is not None:
+    back = positions[:, None] - positions[None, :]
+    seen &= (back < window) | (positions[None, :] < cfg.sinks)
+  scores = jnp.where(seen, scores, -jnp.inf)
   out = jnp.einsum('nij,jnh->inh', jax.nn.softmax(scores), v)
   return out.reshape(n, -1) @ p['o']
 
 
 def _moe(x, p, bias, cfg, ids):
-  scores = 1 / (1 + jnp.exp(-(x @ p['router'])))
+  logits = x @ p['router']
+  if cfg.router_scores == 'softmax':
+    scores = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
+  else:
+    scores = 1 / (1 + jnp.exp(-logits))
   if ids is None:
     ids = jnp.argsort(-(scores + bias), axis=-1)[:, : cfg.experts_per_token]
   weights = jnp.take_along_axis(scores, ids, 1)
@@ -54,8 +62,8 @@ def _moe(x, p, bias, cfg, ids):
   return jnp.einsum('ne,nef,efd->nd', share, hidden, p['down']), ids
 
 
-def _block(x, p, bias, cfg, ids=None):
-  x = x + _attention(_norm(x, p['attn_norm'], cfg.rms_norm_eps), p, cfg)
+def _block(x, p, bias, cfg, ids=None, window=None):
+  x = x + _attention(_norm(x, p['attn_norm'], cfg.rms_norm_eps), p, cfg, window)
   y, ids = _moe(_norm(x, p['moe_norm'], cfg.rms_norm_eps), p, bias, cfg, ids)
   return x + y, ids
 
@@ -76,7 +84,9 @@ def score(variables, tokens, cfg, experts=None):
   for layer in range(cfg.num_layers):
     p = {name: a[layer] for name, a in params['layers'].items()}
     fixed = None if experts is None else experts[:, layer]
-    x, ids = _block(x, p, router['layers'][layer], cfg, fixed)
+    full = cfg.window is None or (layer + 1) % cfg.full_attention_every == 0
+    window = None if full else cfg.window
+    x, ids = _block(x, p, router['layers'][layer], cfg, fixed, window)
     used.append(ids)
   h = _norm(x, params['final_norm'], cfg.rms_norm_eps)
   trunk = _logprob(h[:-1], params, tokens[1:])

@@ -21,7 +21,22 @@ from m2jax.sharding import ONE_DEVICE, Sharding
 
 
 def project(x, p, cfg: ModelConfig, tables, sharding: Sharding = ONE_DEVICE):
-  """x [T, D] → q [T, N, H], k, v [T, K, H], normed and rotated."""
+  """x [T, D] → q [T, N, H], k, v [T, K, H], normed and rotated.
+
+  For who attends to them otherwise than `attend`, such as to a cache.
+
+  Raises:
+    ValueError: the model has sliding windows, which only `attend` knows.
+  """
+  if cfg.window is not None:
+    raise ValueError(
+      f'ModelConfig.window={cfg.window}: a model with sliding windows can be trained '
+      'and scored, but not served: cached attention has no windows'
+    )
+  return _project(x, p, cfg, tables, sharding)
+
+
+def _project(x, p, cfg: ModelConfig, tables, sharding: Sharding):
   q, k, v = (x @ p[name].astype(x.dtype) for name in ('q', 'k', 'v'))
   q_variance, k_variance = _variances(q, k, sharding)
   q = rms_norm(q, p['q_norm'], cfg.rms_norm_eps, q_variance)
@@ -42,21 +57,47 @@ def _variances(q, k, sharding: Sharding):
 
 
 def attend(
-  x, p, cfg: ModelConfig, tables, subtree_end, sharding: Sharding = ONE_DEVICE
+  x,
+  p,
+  cfg: ModelConfig,
+  tables,
+  subtree_end,
+  sharding: Sharding = ONE_DEVICE,
+  *,
+  window: int | None = None,
+  position=None,
+  above=None,
 ):
-  """Forest attention: x [T, D], subtree_end [B, S] → [T, D].
+  """Forest attention: x [T, D], subtree_end [B, S] → [T, D], and x's own k, v.
 
-  Where a row's tokens are split over devices, x holds this device's share and
-  subtree_end the whole row: keys and values of the row are gathered.
+  Where a row's tokens are split over devices, x holds this device's share, subtree_end
+  and position the whole row: keys and values of the row are gathered.
+
+  `window` counts positions: of its path a token sees the last so many, and the first
+  `cfg.sinks`. It needs `position` [B, S].
+
+  `above` = k, v [B, P, K, H] of a path that the tokens hang off; it comes first in the
+  row: S = P + C, and subtree_end and position have it, too.
   """
-  q, k, v = project(x, p, cfg, tables, sharding)
+  q, k, v = _project(x, p, cfg, tables, sharding)
   rows = subtree_end.shape[0]
   q, k, v = (a.reshape(rows, -1, *a.shape[1:]) for a in (q, k, v))
-  q_index = None
+  q_index, own = None, (k, v)
+  if above is not None:
+    q_index = above[0].shape[1] + jnp.arange(q.shape[1], dtype=jnp.int32)
+    q_index = jnp.broadcast_to(q_index, q.shape[:2])
+    k, v = (jnp.concatenate(pair, axis=1) for pair in zip(above, own, strict=True))
   if sharding.size('tokens') > 1:
     q_index = sharding.index('tokens') * q.shape[1] + jnp.arange(q.shape[1])
     q_index = jnp.broadcast_to(q_index.astype(jnp.int32), q.shape[:2])
     k, v = (sharding.all_gather(a, 'tokens', axis=1) for a in (k, v))
-  out = tree_attention.attend(q, k, v, subtree_end, q_index=q_index)
+  windowed = {}
+  if window is not None:
+    q_position = position
+    if q_index is not None:
+      q_position = jnp.take_along_axis(position, q_index, axis=1)
+    windowed = dict(window=window, sinks=cfg.sinks)
+    windowed.update(q_position=q_position, k_position=position)
+  out = tree_attention.attend(q, k, v, subtree_end, q_index=q_index, **windowed)
   out = out.reshape(x.shape[0], -1) @ p['o'].astype(x.dtype)
-  return sharding.psum(out, 'heads')
+  return sharding.psum(out, 'heads'), own

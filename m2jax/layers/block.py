@@ -71,7 +71,9 @@ def apply(
     x = x + out
   with jax.named_scope('moe'):
     y = rms_norm(x, p['moe_norm'], cfg.rms_norm_eps)
-    ids, weights = router.route(y, p['router'], bias, cfg.experts_per_token, replay)
+    ids, weights = router.route(
+      y, p['router'], bias, cfg.experts_per_token, replay, cfg.router_scores
+    )
     kernels = (p[name].astype(x.dtype) for name in ('gate', 'up', 'down'))
     x = x + dispatch.apply(y, ids, weights, *kernels, sharding=sharding)
     load = router.loads(ids, jnp.asarray(multiplicity), cfg.num_experts)

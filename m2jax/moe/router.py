@@ -2,7 +2,7 @@
 
 s = sigmoid(x·W) in at least fp32; the top k of s + bias are chosen; the weights are the
 *unbiased* scores of the chosen, divided by their sum. The bias is state: after a step
-b ← b + u·sign(mean load − load).
+b ← b + u·sign(mean load − load). As an ablation s = softmax(x·W) over all experts.
 
 Axes: T tokens, D model, E experts, k experts of a token.
 """
@@ -19,14 +19,17 @@ def route(
   bias: jax.Array,
   top_k: int,
   replay: jax.Array | None = None,
+  scores: str = 'sigmoid',
 ) -> tuple[jax.Array, jax.Array]:
   """Chooses experts: x [T, D], kernel [D, E], bias [E] → ids, weights [T, k].
 
   `replay` [T, k] int32 replaces the choice where its entry is not -1; the weights are
   always this model's own scores of the experts used. Weights are at least fp32.
+  `scores` is 'sigmoid' or 'softmax'.
   """
   dtype = jnp.promote_types(x.dtype, jnp.float32)
-  scores = jax.nn.sigmoid(x.astype(dtype) @ kernel.astype(dtype))
+  score = {'sigmoid': jax.nn.sigmoid, 'softmax': jax.nn.softmax}[scores]
+  scores = score(x.astype(dtype) @ kernel.astype(dtype))
   _, ids = jax.lax.top_k(jax.lax.stop_gradient(scores) + bias, top_k)
   if replay is not None:
     ids = jnp.where(replay >= 0, replay, ids)

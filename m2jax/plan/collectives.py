@@ -64,9 +64,10 @@ def find(module: hlo.Module, devices: int) -> list[Collective]:
   for visit in hlo.walk(module):
     line, lines = visit.instruction, module.computations[visit.computation]
     asynchronous = line.opcode.endswith('-start')
-    core = line
+    core, scope = line, lines
     if line.opcode.removesuffix('-start') not in KINDS:
-      inside = [i for i in hlo.inner(module, line) if i.opcode in KINDS]
+      scope = hlo.inner(module, line)
+      inside = [i for i in scope if i.opcode in KINDS]
       if not inside:
         continue
       core = inside[0]
@@ -81,7 +82,7 @@ def find(module: hlo.Module, devices: int) -> list[Collective]:
     found.append(
       Collective(
         core.opcode.removesuffix('-start'),
-        _bytes(core, done, len(group)),
+        _bytes(core, scope, done, len(group)),
         group,
         visit.times,
         core.op_name or line.op_name or visit.where,
@@ -116,15 +117,16 @@ def _between(lines, start, done) -> tuple[hlo.Instruction, ...]:
   return lines[names.index(start.name) + 1 : names.index(done.name)]
 
 
-def _bytes(core, done, group_size) -> float:
+def _bytes(core, scope, done, group_size) -> float:
   kind, arrays = core.opcode.removesuffix('-start'), core.arrays
   if core.opcode.endswith('-start') and done is not None:
     arrays = done.arrays  # a start's shape has its operands and contexts as well
   size = sum(a.bytes for a in arrays)
   if kind == 'reduce-scatter':
     return size * group_size
-  if kind == 'ragged-all-to-all' and arrays is not core.arrays:
-    return min(core.arrays[0].bytes, size)
+  if kind == 'ragged-all-to-all':
+    sent = [i.arrays for i in scope if core.operands[:1] == (i.name,)]
+    return min([size, *(a[0].bytes for a in sent)])
   return size
 
 

@@ -19,6 +19,7 @@ What stable means is ours too: the held-out loss of the modules fell by less tha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -137,22 +138,22 @@ def module_losses(
 ) -> np.ndarray:
   """[K] float64, nats per token that the module scores: module k none of the first
   k + 1 of a document. (The training's loss divides all by the same number of terms.)"""
-  first = jnp.arange(2, 2 + model.num_mtp_modules)  # positions
-
-  @jax.jit
-  def sums(variables, batch):
-    scores = model_lib.forward(model, variables, batch).mtp_logprob
-    at_terms = jax.vmap(lambda values: train_step.at_terms(values, batch))
-    scored = batch.position >= first[:, None, None]
-    axes = (1, 2)
-    loss = -jnp.sum(batch.weight * at_terms(scores), axes)
-    return loss, jnp.sum(batch.weight * at_terms(scored), axes)
-
   total, terms = np.zeros((2, model.num_mtp_modules))
   for batch in batches:
-    loss, number = jax.device_get(sums(variables, batch))
+    loss, number = jax.device_get(_module_sums(model, variables, batch))
     total, terms = total + loss, terms + number
   return total / np.maximum(terms, 1.0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _module_sums(model: ModelConfig, variables, batch: forest.Forest):
+  """Of each module [K]: −Σ weight · log p, and Σ weight of what it scores."""
+  scores = model_lib.forward(model, variables, batch).mtp_logprob
+  at_terms = jax.vmap(lambda values: train_step.at_terms(values, batch))
+  first = jnp.arange(2, 2 + model.num_mtp_modules)  # positions
+  scored = batch.position >= first[:, None, None]
+  loss = -jnp.sum(batch.weight * at_terms(scores), (1, 2))
+  return loss, jnp.sum(batch.weight * at_terms(scored), (1, 2))
 
 
 def fit(

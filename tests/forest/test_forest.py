@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax import forest
+from tests.forest import reference
 
 
 @st.composite
@@ -158,6 +159,108 @@ def test_split(given_samples, spare, spare_terms):
     assert len(set(paths)) == len(paths)
 
 
+@given(samples(), st.integers(0, 6), st.integers(0, 6))
+def test_equals_reference(given_samples, spare, spare_terms):
+  """Rows, order and terms are those of merging one sample after the other."""
+  row_tokens = max(len(s.tokens) for s in given_samples) + spare
+  row_terms = spare_terms + max(
+    1, *(len(s.tokens) - s.prompt_length for s in given_samples)
+  )
+  batch = forest.merge(given_samples, row_tokens=row_tokens, row_terms=row_terms)
+  rows = reference.merge(given_samples, row_tokens, row_terms)
+  assert len(batch.tokens) == len(rows)
+  for i, row in enumerate(rows):
+    used = len(row['tokens'])
+    row['subtree_end'] = row['end']
+    for name in ('tokens', 'parent', 'subtree_end', 'position', 'multiplicity'):
+      assert getattr(batch, name)[i, :used].tolist() == row[name], name
+    columns = (batch.term_token[i], batch.term_sample[i], batch.term_offset[i])
+    terms = zip(*columns, strict=True)
+    assert list(terms)[: len(row['terms'])] == row['terms']
+    assert not np.any(batch.weight[i, len(row['terms']) :])
+
+
+@given(samples())
+def test_one_row(given_samples):
+  """Without row_tokens there is one row, exactly as long as the tree."""
+  batch = forest.merge(given_samples)
+  total = sum(len(s.tokens) for s in given_samples)
+  whole = forest.merge(given_samples, row_tokens=total)
+  n = whole.num_tokens
+  assert batch.tokens.shape == (1, n)
+  for name in ('tokens', 'parent', 'subtree_end', 'position', 'multiplicity'):
+    np.testing.assert_array_equal(getattr(batch, name), getattr(whole, name)[:, :n])
+
+
+@given(samples(), st.integers(0, 6))
+def test_loss_of_paths(given_samples, spare):
+  """'path' weighs a response token as often as root-to-leaf paths go through it: what
+  explicit rows, one a leaf, with every response on them trained, would sum to."""
+  tokens = [tuple(s.tokens) for s in given_samples]
+  leaves = [t for t in tokens if not any(_continues(o, t) for o in tokens)]
+  want = collections.Counter()
+  for leaf in leaves:
+    for index, s in enumerate(given_samples):
+      n = len(s.tokens) - s.prompt_length
+      weights = np.ones(n) if s.weights is None else s.weights
+      for offset in range(n):
+        path = tokens[index][: s.prompt_length + offset + 1]
+        if leaf[: len(path)] == path and weights[offset]:
+          want[index, offset] += weights[offset]
+  row_tokens = max(map(len, tokens)) + spare
+  batch = forest.merge(given_samples, row_tokens=row_tokens, loss='path')
+  live = batch.weight != 0
+  columns = (batch.term_sample, batch.term_offset, batch.weight)
+  found = {(i, k): w for i, k, w in zip(*(c[live] for c in columns), strict=True)}
+  assert found == {key: np.float32(w) for key, w in want.items()}
+
+
+def _continues(other, path) -> bool:
+  return len(other) > len(path) and other[: len(path)] == path
+
+
+@given(samples(), st.integers(0, 6))
+def test_by_bucket(given_samples, spare):
+  """Rows keep all they had but padding, in as few shapes as there are sizes."""
+  longest = max(len(s.tokens) for s in given_samples)
+  batch = forest.merge(given_samples, row_tokens=longest + spare)
+  sizes = forest.sizes(4, longest + spare + 4)
+  terms = forest.sizes(8, 128, ratio=4)
+  parts = forest.by_bucket(batch, sizes, terms)
+  shapes = [(p.tokens.shape[1], p.weight.shape[1]) for p in parts]
+  assert len(set(shapes)) == len(shapes) <= len(sizes) * len(terms)
+  for part, (tokens, most) in zip(parts, shapes, strict=True):
+    check_shape_of_rows(part)
+    used = np.count_nonzero(part.subtree_end, axis=1)
+    live = np.count_nonzero(part.weight, axis=1)
+    for n in used:
+      assert next(size for size in sizes if size >= n) == tokens
+    for n in live:
+      assert next(size for size in terms if size >= n) == most
+  assert sum(p.num_tokens for p in parts) == batch.num_tokens
+  found = sorted(term for part in parts for term in _live_terms(part))
+  assert found == sorted(_live_terms(batch))
+  check_multiplicity_of(parts, given_samples)
+
+
+def _live_terms(batch):
+  columns = (batch.term_sample, batch.term_offset, batch.weight, batch.advantage)
+  return list(zip(*(c[batch.weight != 0] for c in columns), strict=True))
+
+
+def check_multiplicity_of(parts, given_samples):
+  """`check_multiplicity` over several forests."""
+  counted = collections.Counter()
+  for part in parts:
+    for row in range(len(part.tokens)):
+      for i, prefix in enumerate(prefixes(part, row)):
+        counted[prefix] += int(part.multiplicity[row, i])
+  want = collections.Counter(
+    tuple(s.tokens[:n]) for s in given_samples for n in range(1, len(s.tokens) + 1)
+  )
+  assert counted == want
+
+
 @given(samples())
 def test_dtypes(given_samples):
   """Arrays are int32 and float32 whatever the samples brought."""
@@ -205,6 +308,58 @@ def test_experts():
       own, gap[2] if any(s is holey for s in group) else [[-1, -1]]
     )
     assert np.all(batch.experts[0, batch.num_tokens :] == -1)
+
+
+def test_sampled_record_holds():
+  """The record of the sample that sampled a token holds, wherever that sample comes in
+  order and in whichever row the token is repeated."""
+
+  def record(length, value):
+    return np.full((length, 1, 2), value, np.int32)
+
+  # sorted last, yet it sampled [1, 2]; the others saw them in their prompts
+  sampler = forest.Sample([1, 2, 9], 0, experts=record(3, 7))
+  early = forest.Sample([1, 2, 3, 4], 2, experts=record(4, 5))
+  other = forest.Sample([1, 2, 5, 6], 2, experts=record(4, 3))
+  for group in ([early, other, sampler], [sampler, early, other]):
+    for row_tokens in (4, 16):
+      batch = forest.merge(group, row_tokens=row_tokens)
+      for row in range(len(batch.tokens)):
+        for i, prefix in enumerate(prefixes(batch, row)):
+          want = {3: 5, 4: 5, 5: 3, 6: 3}.get(prefix[-1], 7)
+          assert np.all(batch.experts[row, i] == want), (prefix, row_tokens)
+
+
+def test_disagreement():
+  """Counts records that another's replaces, and of them those with another set."""
+
+  def record(*sets):
+    return np.array([[s] for s in sets], np.int32)
+
+  group = [
+    forest.Sample([1, 2, 3], 0, experts=record([0, 1], [2, 3], [4, 5])),
+    # position 0 agrees as a set, 1 differs
+    forest.Sample([1, 2, 4], 2, experts=record([1, 0], [2, 4], [0, 1])),
+    forest.Sample([1, 2, 4], 3),
+    forest.Sample([8], 0, experts=record([0, 1])),
+  ]
+  found = forest.disagreement(group)
+  assert found == (2, 1, 1) and found.rate == 0.5
+  assert forest.disagreement(group[2:]) == (0, 0, 0)
+  assert forest.disagreement(group[2:]).rate == 0.0
+
+
+def test_sizes():
+  """Ascending multiples of the least, about a ratio apart, that end at the most."""
+  assert forest.sizes(512, 4096) == (512, 1024, 2048, 4096)
+  assert forest.sizes(128, 1000) == (128, 256, 512, 1000)
+  assert forest.sizes(128, 640, ratio=1.1) == (128, 256, 384, 512, 640)
+  assert forest.sizes(7, 7) == (7,)
+  for bad in ((0, 4), (8, 4)):
+    with pytest.raises(ValueError, match='least'):
+      forest.sizes(*bad)
+  with pytest.raises(ValueError, match='ratio'):
+    forest.sizes(1, 2, ratio=1.0)
 
 
 def test_chain():
@@ -273,6 +428,11 @@ def test_too_few_rows_or_none():
     forest.merge([forest.Sample([1, 2]), forest.Sample([3, 4])], row_tokens=2, rows=1)
   with pytest.raises(ValueError, match='at least one sample'):
     forest.merge([], row_tokens=4)
+  with pytest.raises(ValueError, match="loss='rows', want one of"):
+    forest.merge([forest.Sample([1])], row_tokens=4, loss='rows')
+  row = forest.merge([forest.Sample([1, 2, 3], 1)], row_tokens=4)
+  with pytest.raises(ValueError, match='tokens of a row: 3 is more than .* 2'):
+    forest.by_bucket(row, (1, 2))
   with pytest.raises(ValueError, match='at least one document'):
     forest.chain([], row_tokens=4)
   with pytest.raises(ValueError, match='sample 0 has no tokens'):

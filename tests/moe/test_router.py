@@ -15,7 +15,7 @@ from m2jax.moe import router
 
 TOKENS, DIM, EXPERTS, TOP_K = 40, 6, 8, 3
 
-route = jax.jit(router.route, static_argnames='top_k')
+route = jax.jit(router.route, static_argnames=('top_k', 'scores'))
 
 
 def tensors(seed, dtype=np.float32):
@@ -25,11 +25,19 @@ def tensors(seed, dtype=np.float32):
   return x, kernel, jnp.array(0.5 * rng.normal(size=EXPERTS), dtype)
 
 
-def by_hand(x, kernel, bias, replay=None):
+def sigmoid(logits):
+  return 1 / (1 + np.exp(-logits))
+
+
+def softmax(logits):
+  return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+
+
+def by_hand(x, kernel, bias, replay=None, scores_of=sigmoid):
   """ids and weights token by token, as the released forward pass has it."""
   ids, weights = [], []
   for token, row in enumerate(np.float64(x)):
-    scores = 1 / (1 + np.exp(-(row @ np.float64(kernel))))
+    scores = scores_of(row @ np.float64(kernel))
     chosen = np.argsort(-(scores + np.float64(bias)))[:TOP_K]
     if replay is not None:
       chosen = np.where(replay[token] >= 0, replay[token], chosen)
@@ -38,9 +46,9 @@ def by_hand(x, kernel, bias, replay=None):
   return np.array(ids), np.array(weights)
 
 
-def no_near_ties(x, kernel, bias):
+def no_near_ties(x, kernel, bias, scores_of=sigmoid):
   """Tokens whose choice does not hang on fp32 rounding."""
-  scores = 1 / (1 + np.exp(-(np.float64(x) @ np.float64(kernel)))) + np.float64(bias)
+  scores = scores_of(np.float64(x) @ np.float64(kernel)) + np.float64(bias)
   return np.diff(np.sort(scores, axis=1), axis=1).min(axis=1) > 1e-5
 
 
@@ -56,6 +64,28 @@ def test_choice_and_weights(seed):
   np.testing.assert_array_equal(ids[clear], want_ids[clear])
   np.testing.assert_allclose(weights[clear], want_weights[clear], rtol=1e-5)
   np.testing.assert_allclose(np.sum(weights, axis=1), 1, rtol=1e-6)
+
+
+@given(seed=st.integers(0, 2**32 - 1), with_bias=st.booleans())
+@settings(max_examples=20)
+def test_softmax_scores(seed, with_bias):
+  """The ablation: the softmax over all experts chooses and weighs in the same way. With
+  no bias the choice is the sigmoid's, for both rise with the logit; the weights are a
+  softmax over the chosen alone, which those of the sigmoid are not."""
+  x, kernel, bias = tensors(seed)
+  bias = bias if with_bias else jnp.zeros_like(bias)
+  ids, weights = route(x, kernel, bias, top_k=TOP_K, scores='softmax')
+  want_ids, want_weights = by_hand(x, kernel, bias, scores_of=softmax)
+  clear = no_near_ties(x, kernel, bias, softmax)
+  np.testing.assert_array_equal(ids[clear], want_ids[clear])
+  np.testing.assert_allclose(weights[clear], want_weights[clear], rtol=1e-4)
+  if not with_bias:
+    other_ids, other = route(x, kernel, bias, top_k=TOP_K)
+    clear &= no_near_ties(x, kernel, bias)
+    np.testing.assert_array_equal(ids[clear], other_ids[clear])
+    logits = np.take_along_axis(np.float64(x) @ np.float64(kernel), np.asarray(ids), 1)
+    np.testing.assert_allclose(weights, softmax(logits), rtol=1e-4)
+    assert not np.allclose(weights, other, rtol=1e-2)
 
 
 def test_bias_selects_only():
@@ -93,7 +123,8 @@ def test_replay():
   np.testing.assert_array_equal(ids[::3], free[::3])
 
 
-def test_gradients():
+@pytest.mark.parametrize('scores', ['sigmoid', 'softmax'])
+def test_gradients(scores):
   """The bias gets no gradient, not even through the choice; input and kernel get that
   of the renormalised scores, checked by finite differences in float64."""
   with jax.enable_x64():
@@ -102,7 +133,7 @@ def test_gradients():
 
     @jax.jit
     def loss(x, kernel, bias):
-      return jnp.sum(pull * router.route(x, kernel, bias, TOP_K)[1])
+      return jnp.sum(pull * router.route(x, kernel, bias, TOP_K, scores=scores)[1])
 
     d_x, d_kernel, d_bias = jax.jit(jax.grad(loss, (0, 1, 2)))(x, kernel, bias)
     assert not np.any(d_bias)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from configs import expand_mtp, pretrain, pretrain_ablation, pretrain_m2
+from configs import ablations, expand_mtp, pretrain, pretrain_ablation, pretrain_m2
 from experiments import common
 from experiments import expand_mtp as expand_job
 from experiments import pretrain as pretrain_job
@@ -42,9 +42,35 @@ def test_ablation_counts():
   assert counts(fine)[0] - counts(coarse)[0] == routers
 
 
+@pytest.mark.parametrize('module', [ablations, pretrain_ablation])
+def test_ablations_change_one_thing(module):
+  """Every variant has the parameters and active parameters of the one it is compared
+  with, but for the routers of coarse experts, and differs from it in what its name
+  says."""
+  base = module.get_config('m2' if module is ablations else 'fine')
+  want = counts(config.ModelConfig(**base.model))
+  for variant in set(module.VARIANTS) - {'coarse_mtp'}:
+    other = module.get_config(variant)
+    model = config.ModelConfig(**other.model)
+    routers = base.model.num_experts - model.num_experts
+    routers *= model.num_layers * model.embed_dim
+    assert counts(model) == (want[0] - routers, want[1] - routers)
+    fields = dataclasses.asdict(model).items()
+    changed = {name for name, value in fields if base.model[name] != value}
+    coarse = {'num_experts', 'experts_per_token', 'expert_dim'}
+    assert changed == {
+      'hybrid': {'window', 'full_attention_every', 'sinks'},
+      'coarse': coarse,
+      'softmax': {'router_scores'},
+      'softmax_no_bias': {'router_scores'},
+    }.get(variant, set())
+    assert (other.pretrain.step.bias_update_rate == 0) == ('no_bias' in variant)
+
+
 JOBS = [
   *((pretrain, variant) for variant in ('tiny', 'smoke', 'stages')),
   *((pretrain_ablation, variant) for variant in pretrain_ablation.VARIANTS),
+  *((ablations, variant) for variant in ablations.VARIANTS),
   (pretrain_m2, ''),
 ]
 
@@ -83,7 +109,7 @@ def test_expansion_config_builds(variant):
 
 
 @pytest.mark.parametrize(
-  'module', [pretrain, pretrain_ablation, pretrain_m2, expand_mtp]
+  'module', [ablations, pretrain, pretrain_ablation, pretrain_m2, expand_mtp]
 )
 def test_unknown_variants_are_refused(module):
   """A mistyped variant must not run another experiment."""

@@ -1,0 +1,273 @@
+"""M2's choices against their alternatives: loss, retrieval by distance, balance.
+
+  python -m benchmarks.ablations             # a table; --json for the numbers
+  python -m benchmarks.ablations --steps 60 --seeds 0
+
+Trains the variants of configs/ablations.py on the same batches of this Python's own
+library, a quarter of the rows as it is and the others with needles: each has one token
+of every slot's values somewhere, and as far behind it as the distance says the slot's
+question, to be answered with that very value. Values are tokens of the text, which the
+rows with needles have nowhere else; only the questions' tokens are made up. Answers
+weigh 8 times as much as other tokens in training.
+
+On held-out files: the loss on plain rows, in nats per token of the run's tokenizer; the
+share of answers that are the most probable token (chance among a slot's values is 1/8);
+MaxVio = (max load − mean) / mean of the experts, mean over layers, of all plain rows
+together, and of single training batches over the last quarter of the steps. Cells are
+medians over seeds [least, most]. The time it took is printed;
+it is made for 15 minutes on two idle cores, which run two variants at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import multiprocessing
+import pathlib
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from configs import ablations
+from m2jax import forest
+from m2jax import model as model_lib
+from m2jax.data import corpus
+from m2jax.moe import router
+from m2jax.optim import OptimizerConfig, optimizer
+from m2jax.optim.schedules import ScheduleConfig
+from m2jax.text import tokenizer
+from m2jax.train import step as train_step
+
+CONTEXT, ROWS, VOCABULARY = 128, 16, 1024
+SLOTS, VALUES = 8, 8  # values of each slot
+DISTANCES = (8, 24, 56, 104)  # from a value to its question; windows see 16
+QUESTIONS = range(VOCABULARY - SLOTS, VOCABULARY)  # ids that no text has
+ANSWER_WEIGHT = 8
+HELD_OUT_BATCHES = 8
+
+
+class Text(NamedTuple):
+  """Token streams of training and held-out files, and the value tokens.
+
+  Attributes:
+    train, held_out: [tokens] int32.
+    values: [SLOTS, VALUES] ids.
+  """
+
+  train: np.ndarray
+  held_out: np.ndarray
+  values: np.ndarray
+
+
+def read(files: int) -> Text:
+  """Encodes the library with a tokenizer of its own."""
+  exclude = ('test', 'tests', 'site-packages', 'dist-packages')
+  domain = corpus.DomainConfig(sysconfig.get_path('stdlib'), ('.py',), exclude)
+  found, held_out = corpus.load({'python': domain}, 0.1)
+  order = np.random.default_rng(0).permutation(len(found.source))[:files]
+  train = [found.source[int(i)].text for i in order]
+  tok = tokenizer.train(train[::4], VOCABULARY - SLOTS)
+
+  def stream(texts):
+    encoded = [[tok.bos_id, *tok.encode(t, special=False), tok.eos_id] for t in texts]
+    return np.concatenate(encoded).astype(np.int32)
+
+  ids = stream(train)
+  common = np.argsort(-np.bincount(ids), kind='stable')
+  middle = common[150 : 150 + SLOTS * VALUES]  # neither marks nor rare words
+  values = np.random.default_rng(0).permutation(middle).reshape(SLOTS, VALUES)
+  held = [held_out[i].text for i in range(min(len(held_out), files))]
+  return Text(ids, stream(held), values)
+
+
+class Needles(NamedTuple):
+  """A row: tokens [CONTEXT], index of each answer, its distance from the value."""
+
+  tokens: np.ndarray
+  answers: np.ndarray
+  distances: np.ndarray
+
+
+def needles(rng: np.random.Generator, text: np.ndarray, values: np.ndarray) -> Needles:
+  """A value, a question and an answer of every slot in plain `text`, long enough."""
+  row = np.full(CONTEXT, -1, np.int32)
+  answers, distances = [], []
+  for number, slot in enumerate(rng.permutation(SLOTS)):
+    distance = DISTANCES[::-1][number % len(DISTANCES)]  # the far ones need room
+    while True:
+      at = int(rng.integers(CONTEXT - distance - 1))
+      places = [at, at + distance, at + distance + 1]
+      if np.all(row[places] < 0):
+        break
+    value = rng.choice(values[slot])
+    row[places] = value, QUESTIONS[slot], value
+    answers.append(places[-1])
+    distances.append(distance)
+  free = row < 0
+  row[free] = text[~np.isin(text, values)][: free.sum()]
+  return Needles(row, np.array(answers), np.array(distances))
+
+
+def pack(rows: Sequence[np.ndarray]) -> forest.Forest:
+  """One chain a row; one compiled shape."""
+  return forest.chain(rows, row_tokens=CONTEXT, rows=ROWS, row_terms=CONTEXT)
+
+
+def batches(text: Text, seed: int) -> Iterator[forest.Forest]:
+  """Training batches without end, weights normalised."""
+  rng = np.random.default_rng([seed, 1])
+
+  def piece(size):
+    start = rng.integers(len(text.train) - size)
+    return text.train[start : start + size]
+
+  while True:
+    plain = [piece(CONTEXT) for _ in range(ROWS // 4)]
+    found = [
+      needles(rng, piece(4 * CONTEXT), text.values) for _ in range(ROWS - len(plain))
+    ]
+    batch = pack([*plain, *(row.tokens for row in found)])
+    answers = np.zeros((ROWS, CONTEXT), bool)
+    for number, row in enumerate(found, start=len(plain)):
+      answers[number, row.answers] = True
+    at_terms = np.take_along_axis(answers, np.asarray(batch.term_token), axis=1)
+    weight = np.asarray(batch.weight) * np.where(at_terms, ANSWER_WEIGHT, 1)
+    weight = weight.astype(np.float32)
+    yield train_step.normalise(dataclasses.replace(batch, weight=weight))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _look(cfg, variables, batch):
+  """Σ −log p and number of the terms, expert loads [L, E], best next token [B, S]."""
+  hidden, routing = model_lib.trunk(cfg, variables, batch)[:2]
+  logits = model_lib.head(model_lib.M2(cfg), variables, hidden)
+  scores = jax.nn.log_softmax(logits[:, :-1])
+  logprob = jnp.take_along_axis(scores, batch.tokens[:, 1:, None], axis=2)[..., 0]
+  return -jnp.sum(logprob), logprob.size, routing.load, jnp.argmax(logits, axis=-1)
+
+
+def evaluate(cfg, variables, text: Text) -> dict[str, Any]:
+  """Held-out loss, balance and retrieval; the same rows for every variant and seed."""
+  rng = np.random.default_rng(12345)
+  total, terms, loads = 0.0, 0, 0.0
+  right: dict[int, list[bool]] = {distance: [] for distance in DISTANCES}
+  for _ in range(HELD_OUT_BATCHES):
+    starts = rng.integers(len(text.held_out) - 4 * CONTEXT, size=ROWS)
+    plain = [text.held_out[start : start + CONTEXT] for start in starts]
+    loss, number, load, _ = jax.device_get(_look(cfg, variables, pack(plain)))
+    total, terms, loads = total + float(loss), terms + int(number), loads + load
+    rows = [
+      needles(rng, text.held_out[start : start + 4 * CONTEXT], text.values)
+      for start in starts
+    ]
+    best = _look(cfg, variables, pack([row.tokens for row in rows]))[3]
+    for row, tokens in zip(rows, np.asarray(best), strict=True):
+      for answer, distance in zip(row.answers, row.distances, strict=True):
+        right[int(distance)].append(tokens[answer - 1] == row.tokens[answer])
+  return {
+    'loss': total / terms,
+    'retrieval': {str(d): float(np.mean(found)) for d, found in right.items()},
+    'max_violation': float(jnp.mean(router.max_violation(jnp.asarray(loads)))),
+  }
+
+
+def train(variant: str, seeds: Sequence[int], steps: int, path: str) -> list[dict]:
+  """One result a seed."""
+  with np.load(path) as file:
+    text = Text(**file)
+  cfg = ablations.model(variant, VOCABULARY)
+  schedule = ScheduleConfig(
+    'wsd',
+    warmup_steps=steps // 15,
+    total_steps=steps,
+    decay_steps=steps // 3,
+    final_fraction=0.1,
+  )
+  tx = optimizer.make(
+    OptimizerConfig(
+      'muon', learning_rate=0.02, adam_learning_rate=3e-3, schedule=schedule
+    )
+  )
+  rate = ablations.bias_update_rate(variant)
+  config = train_step.StepConfig(micro_rows=ROWS, bias_update_rate=rate)
+  step = train_step.make_step(cfg, tx, train_step.nll, config)
+  results = []
+  for seed in seeds:
+    started, cpu = time.monotonic(), time.process_time()
+    state = train_step.new_state(cfg, tx, jax.random.key(seed))
+    violations = []
+    for number, batch in zip(range(steps), batches(text, seed), strict=False):
+      state, metrics = step(state, batch)
+      if number >= steps - steps // 4:
+        violations.append(float(metrics['max_violation']))
+    found = evaluate(cfg, state.variables, text)
+    found['max_violation_batch'] = float(np.mean(violations))
+    spent = {'seconds': time.monotonic() - started, 'cpu_s': time.process_time() - cpu}
+    results.append({'variant': variant, 'seed': seed, **spent, **found})
+    print(f'{variant}, seed {seed}: {spent["seconds"]:.0f} s', file=sys.stderr)
+  return results
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+  """Medians [least, most] over the seeds of each variant."""
+  distances = [f'retrieval at {d}' for d in DISTANCES]
+  names = ['variant', 'loss', *distances, 'MaxVio held out', 'MaxVio batch']
+  lines = ['| ' + ' | '.join(names) + ' |', '|' + '---|' * len(names)]
+
+  def cell(values, digits):
+    low, middle, high = np.quantile(values, (0, 0.5, 1))
+    spread = f' [{low:.{digits}f}, {high:.{digits}f}]' if len(values) > 1 else ''
+    return f'{middle:.{digits}f}{spread}'
+
+  for variant in dict.fromkeys(r['variant'] for r in results):
+    mine = [r for r in results if r['variant'] == variant]
+    cells = [variant, cell([r['loss'] for r in mine], 3)]
+    cells += [cell([r['retrieval'][str(d)] for r in mine], 2) for d in DISTANCES]
+    cells += [cell([r[name] for r in mine], 2) for name in _VIOLATIONS]
+    lines.append('| ' + ' | '.join(cells) + ' |')
+  return '\n'.join(lines)
+
+
+_VIOLATIONS = ('max_violation', 'max_violation_batch')
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  parser.add_argument('--steps', type=int, default=360)
+  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
+  parser.add_argument('--variants', nargs='+', default=list(ablations.VARIANTS))
+  parser.add_argument('--files', type=int, default=200)
+  parser.add_argument('--jobs', type=int, default=2, help='variants at a time')
+  parser.add_argument('--json', action='store_true')
+  args = parser.parse_args()
+  if args.steps < 15:
+    parser.error(f'--steps={args.steps}: at least 15')
+  started = time.monotonic()
+  with tempfile.TemporaryDirectory() as directory:
+    path = pathlib.Path(directory, 'text.npz')
+    np.savez(path, **read(args.files)._asdict())
+    one = functools.partial(train, seeds=args.seeds, steps=args.steps, path=str(path))
+    spawn = multiprocessing.get_context('spawn')
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, spawn) as pool:
+      results = sum(pool.map(one, args.variants), [])
+  seconds = time.monotonic() - started
+  if args.json:
+    print(json.dumps({**vars(args), 'seconds': seconds, 'rows': results}, indent=2))
+    return
+  print(table(results))
+  cpu = sum(r['cpu_s'] for r in results)
+  print(f'\n{args.steps} steps, seeds {args.seeds}; {seconds:.0f} s, {cpu:.0f} CPU s')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,32 @@
+"""Forest: tokens of many prefix trees in depth-first order, the one batch layout.
+
+Laws 1–3 of the design; why merging is exact: facts/algorithms.md §6.
+
+  batch = forest.merge(samples, row_tokens=4096)     # rows of merged prefix trees
+  forest.by_bucket(batch, forest.sizes(512, 4096))   # the same rows in few shapes
+  tree = forest.merge(samples)                       # one row, however long
+  forest.cut(tree, buckets)                          # chunks for `train.chunks`
+"""
+
+from m2jax.forest.buckets import by_bucket, sizes
+from m2jax.forest.cutting import Buckets, Chunk, Plan, cut
+from m2jax.forest.merging import LOSSES, chain, merge
+from m2jax.forest.replay import Disagreement, disagreement
+from m2jax.forest.types import Forest, Sample, causal
+
+__all__ = (
+  'LOSSES',
+  'Buckets',
+  'Chunk',
+  'Disagreement',
+  'Forest',
+  'Plan',
+  'Sample',
+  'by_bucket',
+  'causal',
+  'chain',
+  'cut',
+  'disagreement',
+  'merge',
+  'sizes',
+)

@@ -1,0 +1,90 @@
+"""Few shapes for rows of many lengths: each shape is compiled once.
+
+Axes: B rows, S tokens in a row, M loss terms in a row.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from m2jax.forest.types import Forest
+
+
+def sizes(least: int, most: int, ratio: float = 2.0) -> tuple[int, ...]:
+  """least, about least·ratio, … up to `most`, each a multiple of `least`.
+
+  Rounding up to one of them adds at most a factor of `ratio`, and there are about
+  log(most / least) / log(ratio) of them.
+
+  Raises:
+    ValueError: not 0 < least <= most, or a ratio of at most 1.
+  """
+  if not 0 < least <= most:
+    raise ValueError(f'sizes: want 0 < least <= most, not {least}, {most}')
+  if ratio <= 1:
+    raise ValueError(f'sizes: ratio={ratio} must be above 1')
+  out = [least]
+  while out[-1] < most:
+    units = max(int(out[-1] * ratio) // least, out[-1] // least + 1)
+    out.append(min(units * least, most))
+  return tuple(out)
+
+
+def fit(size: int, buckets: Sequence[int], what: str) -> int:
+  """The smallest bucket that holds `size`.
+
+  Raises:
+    ValueError: none does; the message begins with `what`.
+  """
+  for bucket in buckets:
+    if size <= bucket:
+      return bucket
+  raise ValueError(f'{what}: {size} is more than the largest bucket, {buckets[-1]}')
+
+
+def by_bucket(
+  batch: Forest, row_tokens: Sequence[int], row_terms: Sequence[int] | None = None
+) -> list[Forest]:
+  """The rows of a host batch, cut to the smallest shape that holds each.
+
+  Rows of one shape stay together in their order. There are at most
+  len(row_tokens) · len(row_terms) shapes, which bounds the compilations of a step whose
+  number of rows is fixed (`StepConfig.micro_rows`).
+
+  Args:
+    batch: from `merge` or `chain`; rows of padding alone are dropped.
+    row_tokens, row_terms: ascending sizes, for example from `sizes`; None keeps M.
+
+  Raises:
+    ValueError: a row has more tokens or terms than the largest size.
+  """
+  row_terms = (batch.weight.shape[1],) if row_terms is None else row_terms
+  used = np.count_nonzero(batch.subtree_end, axis=1)
+  terms = np.count_nonzero(batch.weight, axis=1)
+  shapes = collections.defaultdict(list)
+  for row in np.flatnonzero(used):
+    tokens = fit(int(used[row]), row_tokens, 'by_bucket: tokens of a row')
+    shapes[tokens, fit(int(terms[row]), row_terms, 'by_bucket: terms of a row')].append(
+      row
+    )
+  return [_cut(batch, rows, *shape) for shape, rows in sorted(shapes.items())]
+
+
+def _cut(batch: Forest, rows: Sequence[int], tokens: int, terms: int) -> Forest:
+  term_fields = ('term_token', 'old_logprob', 'advantage', 'weight')
+  term_fields += ('term_sample', 'term_offset')
+  fills = {'parent': -1, 'term_sample': -1, 'term_offset': -1, 'experts': -1}
+  columns = {}
+  for field in dataclasses.fields(Forest):
+    values = getattr(batch, field.name)
+    if values is None:
+      continue
+    size = terms if field.name in term_fields else tokens
+    values = values[rows, :size]
+    pad = [(0, 0), (0, size - values.shape[1])] + [(0, 0)] * (values.ndim - 2)
+    columns[field.name] = np.pad(values, pad, constant_values=fills.get(field.name, 0))
+  return Forest(**columns)

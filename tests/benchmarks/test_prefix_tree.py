@@ -1,0 +1,132 @@
+"""The prefix-tree table: its workloads are what they are called, its rows hold all."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks import prefix_tree, prefix_tree_workloads
+from m2jax import forest
+
+VOCAB = 1 << 30  # so large that nothing is shared by chance
+
+
+def flat(trajectories):
+  return [sample for trajectory in trajectories for sample in trajectory]
+
+
+@pytest.mark.parametrize(
+  'name, samples, tokens, tree',
+  [
+    ('star', 64, 64 * 4224, 4096 + 64 * 128),
+    ('verl A', 4, 12_800, 6400),
+    # published: depth 16, 512 leaves, about 69 % of the tokens saved
+    ('verl B', 512, 512 * 16 * 16, (4 + 510 + 4 * 512) * 16),
+    ('tau2', 16, 86_400, 9120),
+    ('terminal', 91, 786_240, 12_240),
+  ],
+)
+def test_workloads(name, samples, tokens, tree):
+  """Counts worked out by hand from the descriptions."""
+  found = flat(prefix_tree_workloads.make(name, VOCAB))
+  assert len(found) == samples
+  assert sum(len(s.tokens) for s in found) == tokens
+  merged = forest.merge(found)
+  assert merged.num_tokens == tree
+  if name == 'verl B':
+    assert 1 - tree / tokens == pytest.approx(0.69, abs=0.005)
+  assert len(merged.weight[0]) == sum(len(s.tokens) - s.prompt_length for s in found)
+
+
+def test_thinking_is_stripped():
+  """In the caterpillar a completion continues the one before within a user turn only,
+  and what comes after has its action without its thinking."""
+  (trajectory,) = prefix_tree_workloads.make('swe', VOCAB)
+  for i, (a, b) in enumerate(zip(trajectory, trajectory[1:], strict=False), start=1):
+    continues = np.array_equal(b.tokens[: len(a.tokens)], a.tokens)
+    assert continues == (i % 6 != 0)
+    if not continues:
+      action, later = a.tokens[-40:].tolist(), b.tokens[: b.prompt_length].tolist()
+      assert action[0] in later and a.tokens[-120] not in later
+      assert later[later.index(action[0]) :][:40] == action
+
+
+def settings(**changes):
+  return argparse.Namespace(**{'batch_tokens': 256, **changes})
+
+
+@pytest.mark.parametrize('name', prefix_tree_workloads.WORKLOADS)
+def test_rows(name, monkeypatch):
+  """Every kind of rows trains every term of every completion once; (d) has the tree's
+  tokens; counted operations are those of the rows."""
+  monkeypatch.setattr(prefix_tree, 'with_experts', lambda samples, tree, cfg: samples)
+  cfg = prefix_tree.small('float32')
+  trajectories = prefix_tree_workloads.make(name, cfg.vocab_size, scale=0.04)
+  samples = flat(trajectories)
+  want = sorted(
+    (i, k)
+    for i, s in enumerate(samples)
+    for k in range(len(s.tokens) - s.prompt_length)
+  )
+  kinds = {k.name: k for k in prefix_tree.kinds(trajectories, cfg, settings())}
+  tree = forest.merge(samples)
+  for kind in kinds.values():
+    terms, sizes = [], 0
+    for batch, counted in zip(kind.batches, kind.operations, strict=True):
+      parts = [batch]
+      if isinstance(batch, forest.Plan):
+        parts = [c.batch for c in batch if c.kind != 'push']
+      for part in parts:
+        live = part.weight != 0
+        columns = part.term_sample[live], part.term_offset[live]
+        terms += zip(*(c.tolist() for c in columns), strict=True)
+      if kind.name != 'e':
+        seen = batch.position[batch.subtree_end > 0] + 1
+        assert (counted.tokens, counted.pairs) == (len(seen), seen.sum())
+      sizes += counted.tokens
+    assert sorted(terms) == want
+    assert sizes == kind.tokens
+  assert kinds['a'].tokens == sum(len(s.tokens) for s in samples)
+  assert kinds['d'].tokens == kinds['e'].tokens == tree.num_tokens
+  assert kinds['d'].tokens <= kinds['b'].tokens <= kinds['a'].tokens
+  assert kinds['d'].tokens <= kinds['c'].tokens <= kinds['a'].tokens
+  again = kinds['e'].operations[0]
+  assert kinds['e'].total(cfg) > kinds['d'].total(cfg) or not again.again_tokens
+
+
+def test_operations():
+  """Counted operations of a plain case, worked out by hand."""
+  cfg = prefix_tree.small('float32')
+  layer = 256 * (2 * 256 + 2 * 64) + 256 * 32 + 4 * 3 * 256 * 128
+  token = 4 * layer + 256 * 512
+  assert prefix_tree.Operations(10, 0).flops(cfg) == 2 * 3 * 10 * token
+  # two products of 256 a pair and layer; five more of them backward
+  assert prefix_tree.Operations(0, 10).flops(cfg) == 2 * 10 * 4 * 256 * 7
+  assert prefix_tree.Operations(0, 0, 10, 0).flops(cfg) == 2 * 10 * token
+
+
+@pytest.mark.long
+def test_table():
+  """The command runs, all kinds give (a)'s loss and gradient, and a row has every
+  column of the table."""
+  command = [sys.executable, '-m', 'benchmarks.prefix_tree', '--json', '--scale=0.05']
+  command += ['--workloads', 'terminal', 'swe', '--rounds=1', '--limit_s=1000']
+  done = subprocess.run(
+    command,
+    cwd=pathlib.Path(__file__).parents[2],
+    stdout=subprocess.PIPE,
+    timeout=1200,
+    check=True,
+  )
+  found = json.loads(done.stdout)['rows']
+  assert [r['rows'] for r in found] == list('abcde') * 2
+  for row in found:
+    assert set(prefix_tree.COLUMNS) <= set(row)
+    assert row['seconds'] > 0 and row['memory_bytes'] > 0 and row['programs'] > 0
+    assert row['d_loss'] < 1e-6 and row['d_grad'] < 1e-5

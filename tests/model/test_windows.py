@@ -1,0 +1,183 @@
+"""Hybrid sliding windows with sinks: value and gradient in row form, laws 3 and 6."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from m2jax import config as config_lib
+from m2jax import forest, model
+from m2jax.layers import attention
+from tests.model import test_forest_equivalence as exact
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Paths have 6 or 11 tokens: the window cuts most of them, the sinks bring some back.
+HYBRID = dict(
+  num_layers=2, window=3, full_attention_every=2, sinks=2, num_mtp_modules=0
+)
+
+
+def compare(cfg, seed, row_tokens):
+  """Loss and gradients of a merged forest against its samples in row form."""
+  samples = exact.random_samples(
+    np.random.default_rng(seed), count=7, vocab=cfg.vocab_size
+  )
+  variables = exact.variables_for(cfg, seed)
+  batch = forest.merge(samples, row_tokens=row_tokens)
+  merged = jax.value_and_grad(exact.forest_loss, has_aux=True)
+  (loss, _), grads = merged(*variables.values(), batch, cfg)
+  want, want_grads = jax.value_and_grad(exact.row_loss)(
+    *variables.values(), samples, cfg
+  )
+  assert abs(loss - want) <= 1e-10 * abs(want)
+  for (path, leaf), other in zip(
+    jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
+  ):
+    assert exact.relative(leaf, other) <= 1e-10, path
+
+
+@pytest.mark.parametrize(
+  ('seed', 'row_tokens', 'changes'),
+  [
+    (0, 40, dict(HYBRID, num_layers=4, unroll_layers=False)),
+    (1, 256, dict(HYBRID, num_mtp_modules=1, router_scores='softmax')),
+    pytest.param(
+      2,
+      256,
+      dict(num_layers=3, window=4, full_attention_every=3, unroll_layers=False),
+      marks=pytest.mark.long,
+    ),
+    pytest.param(3, 40, dict(HYBRID, remat=True), marks=pytest.mark.long),
+  ],
+)
+def test_float64(seed, row_tokens, changes):
+  """On random trees, scanned over periods or unrolled, whole trees or split: windows
+  count positions of the path, not of the row; also with softmax routing."""
+  with jax.enable_x64():
+    compare(exact.config('float64', **changes), seed, row_tokens)
+
+
+def test_the_window_is_what_acts():
+  """A token sees just what windows and sinks let through: with one windowed layer under
+  a full one that copies nothing, only visible tokens change its log-probability."""
+  cfg = exact.config('float32', **{**HYBRID, 'sinks': 1})
+  variables = exact.variables_for(cfg, 0)
+  layers = dict(variables['params']['layers'])
+  layers['o'] = layers['o'].at[1].set(0)  # the full layer adds nothing
+  variables['params']['layers'] = layers
+  tokens = np.arange(1, 12)
+
+  def last(tokens):
+    batch = forest.chain([tokens], row_tokens=11)
+    return float(model.token_logprobs(model.M2(cfg), variables, batch)[0, 10])
+
+  before = last(tokens)
+  for at in range(10):  # token 10 is predicted from position 9, which sees 0, 7, 8, 9
+    changed = tokens.copy()
+    changed[at] = 20
+    assert (last(changed) != before) == (at in (0, 7, 8, 9)), at
+
+
+def test_a_window_longer_than_the_path_is_none():
+  """Then hybrid and full attention are the same function of the same weights."""
+  cfg = exact.config('float32', num_mtp_modules=0)
+  wide = dataclasses.replace(cfg, window=64, full_attention_every=2)
+  variables = exact.variables_for(cfg, 3)
+  samples = exact.random_samples(np.random.default_rng(3), count=4, vocab=23)
+  batch = forest.merge(samples, row_tokens=64)
+  losses = [exact.forest_loss(*variables.values(), batch, c)[0] for c in (cfg, wide)]
+  np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+def test_branches_do_not_touch():
+  """Changing one branch leaves the others bit-identical, windows and sinks included."""
+  cfg = exact.config('float32', **HYBRID)
+  variables = exact.variables_for(cfg, 1)
+  stem = np.arange(1, 9)
+  branches = [np.concatenate([stem, [k, 3, k, 5, 2]]) for k in (10, 12, 14)]
+
+  def score(branches):
+    batch = forest.merge([forest.Sample(b, 4) for b in branches], row_tokens=64)
+    scores = model.token_logprobs(model.M2(cfg), variables, batch)
+    tokens = np.take_along_axis(np.asarray(scores), batch.term_token, axis=1)
+    return tokens, batch.term_sample
+
+  before, sample = score(branches)
+  after, _ = score([branches[0], np.concatenate([stem, [12, 7, 7, 7, 7]]), branches[2]])
+  np.testing.assert_array_equal(before[sample != 1], after[sample != 1])
+  assert not np.array_equal(before[sample == 1], after[sample == 1])
+
+
+_WORKER = """
+import json, sys
+from tests.sharding import mesh_worker
+for name, mesh, changes in json.loads(sys.argv[1]):
+  mesh_worker.CASES[name] = mesh_worker.Case(mesh, model=changes, path='wide')
+mesh_worker.main([case[0] for case in json.loads(sys.argv[1])])
+"""
+
+
+@pytest.mark.long
+def test_on_meshes():
+  """Rows whose tokens are split, alone and with heads and weights: loss, gradients and
+  loads are those of one device, scanned and unrolled."""
+  hybrid = dict(num_layers=4, window=5, full_attention_every=2, sinks=2)
+  cases = [
+    ('context', dict(context=4), hybrid),
+    ('three', dict(fsdp=2, context=2, tensor=2), {**hybrid, 'unroll_layers': True}),
+    ('softmax', dict(expert=2, context=2), {**hybrid, 'router_scores': 'softmax'}),
+  ]
+  child = subprocess.run(
+    [sys.executable, '-c', _WORKER, json.dumps(cases)],
+    cwd=ROOT,
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+    capture_output=True,
+    text=True,
+    timeout=1800,
+  )
+  lines = [json.loads(line) for line in child.stdout.splitlines()]
+  assert [line['case'] for line in lines] == [c[0] for c in cases], child.stderr[-3000:]
+  for line in lines:
+    leaf, error = line['worst']
+    assert error < 1e-10 and line['leaves'] > 30, (line['case'], leaf, error)
+    assert not any(line['loads'].values())
+
+
+@pytest.mark.parametrize(
+  ('changes', 'match'),
+  [
+    (dict(window=0, full_attention_every=2), 'window=0'),
+    (dict(window=4), 'full_attention_every=1: must be above 1'),
+    (dict(window=4, full_attention_every=3), 'divisor of num_layers=2'),
+    (dict(window=4, full_attention_every=2, sinks=-1), 'sinks=-1'),
+    (dict(sinks=1), 'sinks=1: must be 0 without a window'),
+    (dict(full_attention_every=2), '1 without a window'),
+    (dict(router_scores='relu'), "router_scores='relu': must be one of"),
+  ],
+)
+def test_bad_settings_are_named(changes, match):
+  """A setting that would do nothing, or not what it says, is refused."""
+  with pytest.raises(ValueError, match=match):
+    exact.config('float32', **changes)
+
+
+def test_not_served():
+  """The engine's cached attention has no windows: it is refused, not served wrongly."""
+  cfg = exact.config('float32', **HYBRID)
+  with pytest.raises(ValueError, match='window=3: .* not served'):
+    attention.project(jnp.zeros((1, cfg.embed_dim)), {}, cfg, None)
+
+
+def test_presets_have_none():
+  """The released model sees everything, and routes by sigmoid."""
+  for cfg in (config_lib.m2(), config_lib.ablation(), config_lib.tiny()):
+    assert cfg.windows == (None,) and cfg.router_scores == 'sigmoid'
