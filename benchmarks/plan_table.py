@@ -23,9 +23,14 @@ CONFIG = 'configs/m2.py'
 GIB = 2**30
 
 
+def file(directory: pathlib.Path, workload: str, topology: str) -> pathlib.Path:
+  """Where a plan is kept."""
+  return directory / f'{workload}_{topology.replace(":", "_")}.json'
+
+
 def cell(directory: pathlib.Path, workload: str, topology: str, layers: int) -> dict:
   """One plan; from its file if there is one, else from compiling it."""
-  path = directory / f'{workload}_{topology.replace(":", "_")}.json'
+  path = file(directory, workload, topology)
   if not path.exists():
     command = [sys.executable, '-m', 'experiments.plan', f'--config={CONFIG}']
     command += [f'--topology={topology}', f'--workloads={workload}', '--json']
@@ -120,6 +125,7 @@ def main() -> None:
   parser.add_argument('--workloads', nargs='+', default=WORKLOADS)
   parser.add_argument('--slices', nargs='+', default=SLICES)
   parser.add_argument('--layers', type=int, default=0, help='a model of fewer layers')
+  parser.add_argument('--made', action='store_true', help='compile nothing')
   parser.add_argument('--stages', action='store_true', help='one table for each plan')
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
@@ -128,6 +134,7 @@ def main() -> None:
     (workload, topology): cell(args.directory, workload, topology, args.layers)
     for workload in args.workloads
     for topology in args.slices
+    if not args.made or file(args.directory, workload, topology).exists()
   }
   if args.json:
     print(json.dumps([plan for plan in found.values() if plan], indent=2))

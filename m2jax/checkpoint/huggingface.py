@@ -125,6 +125,7 @@ def save(
   Raises:
     CheckpointExists: there is something in `directory`.
     CheckpointMismatch: the arrays are not those of a model of this config.
+    ValueError: the config has sliding windows or softmax routers.
   """
   directory = os.path.abspath(directory)
   if os.path.isdir(directory) and os.listdir(directory) or os.path.isfile(directory):

@@ -54,6 +54,8 @@ _OPTIONAL_NUMBERS = ('rotary_dim', 'rope_theta', 'num_mtp_modules')
 _MTP_ONLY = {'mtp_transformer_layers': 1}  # where there are MTP modules
 # ModelConfig fields that Hugging Face has no words for; transformers keeps the section.
 _SECTION = 'm2jax'
+# Loaded without these such a model would run, and compute something else.
+_ABLATIONS = {'window': None, 'router_scores': 'sigmoid'}
 _OWN = ('dtype', 'remat', 'unroll_layers')
 _RELEASED_IDS = {'bos_token_id': 200_034, 'eos_token_id': 200_020}
 
@@ -142,7 +144,16 @@ def encode(cfg: ModelConfig, stored: str, ids: Mapping[str, int]) -> dict[str, A
     cfg: the model.
     stored: dtype of the weights in the files.
     ids: bos_token_id and eos_token_id; empty takes the released ones where they fit.
+
+  Raises:
+    ValueError: the model is a variant that the format has no words for.
   """
+  for field, only in _ABLATIONS.items():
+    if getattr(cfg, field) != only:
+      raise ValueError(
+        f'ModelConfig.{field}={getattr(cfg, field)!r}: the released format can only '
+        f'say {only!r}'
+      )
   factor = cfg.rotary_dim / cfg.head_dim
   if int(cfg.head_dim * factor) != cfg.rotary_dim:  # as transformers computes it
     factor = math.nextafter(factor, 1.0)

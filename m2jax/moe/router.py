@@ -29,7 +29,9 @@ def route(
   """
   dtype = jnp.promote_types(x.dtype, jnp.float32)
   score = {'sigmoid': jax.nn.sigmoid, 'softmax': jax.nn.softmax}[scores]
-  scores = score(x.astype(dtype) @ kernel.astype(dtype))
+  # HIGHEST: a TPU's default would round fp32 to bf16
+  logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision='highest')
+  scores = score(logits)
   _, ids = jax.lax.top_k(jax.lax.stop_gradient(scores) + bias, top_k)
   if replay is not None:
     ids = jnp.where(replay >= 0, replay, ids)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 
 from absl import logging
-from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
 
 from m2jax import sharding as sharding_lib
 from m2jax.plan import compile as compile_lib
@@ -27,21 +25,8 @@ def sharding(placed: Placed, topology: Topology) -> sharding_lib.Sharding:
       f'mesh {placed.mesh.sizes} of workload {placed.name!r} has {wanted} devices; '
       f'{topology.name} has {len(topology.devices)}'
     )
-  return sharding_lib.Sharding(
-    device_mesh(placed.mesh, topology), sharding_lib.PRESETS[placed.mesh.rules]
-  )
-
-
-def device_mesh(config: sharding_lib.MeshConfig, topology: Topology) -> Mesh:
-  """The mesh over a slice, axes along those of its torus, or along parts of them.
-
-  `sharding.make_mesh` gives the same where no side of the torus has to be split.
-  """
-  devices = mesh_utils.create_device_mesh(
-    tuple(config.sizes.values()), topology.devices, allow_split_physical_axes=True
-  )
-  names = tuple(config.sizes)
-  return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+  mesh = sharding_lib.make_mesh(placed.mesh, topology.devices)
+  return sharding_lib.Sharding(mesh, sharding_lib.PRESETS[placed.mesh.rules])
 
 
 def local_part(
@@ -64,8 +49,13 @@ def make(config: PlanConfig, placed: Placed, topology: Topology) -> estimate.Pla
   """Compiles a workload's programs for a slice and estimates them.
 
   Raises:
-    ValueError: the model does not divide over the mesh, or a program does not compile.
+    ValueError: the model does not divide over the mesh, has sliding windows, or a
+      program does not compile.
   """
+  if config.model.window is not None:
+    raise ValueError(
+      f'ModelConfig.window={config.model.window}: FLOPs are counted for full attention'
+    )
   where = sharding(placed, topology)
   training = placed.workload.kind in TRAINING
   part = local_part(config, placed, where)

@@ -229,4 +229,4 @@ def _group(where: Sharding, topology: Topology, logical: tuple[str, ...]):
 @functools.lru_cache(maxsize=512)
 def _grid(topology: Topology, sizes: tuple[int, ...]):
   config = MeshConfig(**dict(zip(MESH_AXES, sizes, strict=True)))
-  return plan.device_mesh(config, topology).devices
+  return sharding_lib.make_mesh(config, topology.devices).devices

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from m2jax.sharding.rules import MESH_AXES, PRESETS
@@ -45,20 +46,25 @@ class MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """A mesh over `devices` (None: the first of all), neighbours along the last axes.
+  """A mesh over the first of `devices` (None: of all), neighbours along the last axes.
+
+  On TPU its axes lie along those of the torus, or along parts of them.
 
   Raises:
     ValueError: there are fewer devices than the sizes ask for.
   """
   sizes = tuple(config.sizes.values())
-  available = len(jax.devices() if devices is None else devices)
-  if math.prod(sizes) > available:
+  devices = jax.devices() if devices is None else devices
+  if math.prod(sizes) > len(devices):
     raise ValueError(
-      f'mesh {config.sizes} needs {math.prod(sizes)} devices, there are {available}'
+      f'mesh {config.sizes} needs {math.prod(sizes)} devices, there are {len(devices)}'
     )
+  placed = mesh_utils.create_device_mesh(
+    sizes, devices[: math.prod(sizes)], allow_split_physical_axes=True
+  )
   # Auto: outside the model's shard_map (optimizer, metrics) the compiler places.
   types = (AxisType.Auto,) * len(MESH_AXES)
-  return jax.make_mesh(sizes, MESH_AXES, types, devices=devices)
+  return Mesh(placed, MESH_AXES, axis_types=types)
 
 
 def abstract_mesh(config: MeshConfig) -> AbstractMesh:

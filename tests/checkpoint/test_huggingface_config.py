@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.checkpoint import CheckpointMismatch, CorruptCheckpoint, huggingface_config
-from m2jax.config import ModelConfig, m2
+from m2jax.config import ModelConfig, m2, tiny
 
 # facts/m2-and-forge.md §1.1: what several copies of the released file agree on.
 RELEASED = {
@@ -158,6 +158,16 @@ def test_other_models_are_refused(change, message, tmp_path):
   with pytest.raises(CheckpointMismatch) as error:
     huggingface_config.read(tmp_path)
   assert message in str(error.value) and str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+  'change', [dict(window=8, full_attention_every=2), dict(router_scores='softmax')]
+)
+def test_variants_are_not_written(change):
+  """The format has no words for them: read back they would be another model."""
+  cfg = dataclasses.replace(tiny(), **change)
+  with pytest.raises(ValueError, match=next(iter(change))):
+    huggingface_config.encode(cfg, 'float32', {})
 
 
 @pytest.mark.parametrize('content', ['', '{', '[1]'])

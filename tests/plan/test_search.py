@@ -8,7 +8,7 @@ import math
 import pytest
 
 from m2jax import config, sharding
-from m2jax.plan import plan, search, workloads
+from m2jax.plan import search, workloads
 from tests.plan import fake
 
 M2 = config.m2()
@@ -79,6 +79,6 @@ def test_experts_apart_cost_their_worst_case():
 def test_meshes_split_the_torus():
   """Axes that are no products of whole sides still get a mesh."""
   config_ = sharding.MeshConfig(data=4, fsdp=32, rules='fsdp')
-  mesh = plan.device_mesh(config_, fake.slice_(4, 4, 8))
+  mesh = sharding.make_mesh(config_, fake.slice_(4, 4, 8).devices)
   assert mesh.devices.shape == (4, 32, 1, 1, 1)
   assert len({d.id for d in mesh.devices.flat}) == 128
