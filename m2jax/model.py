@@ -244,7 +244,9 @@ def head(m2: M2, variables, hidden: jax.Array) -> jax.Array:
   """Logits [..., V] of final-normed hidden [..., D], at least fp32."""
   del m2
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-  return hidden.astype(dtype) @ variables['params']['head'].astype(dtype)
+  # HIGHEST, as in training: a TPU's default would round fp32 to bf16
+  kernel = variables['params']['head'].astype(dtype)
+  return jnp.matmul(hidden.astype(dtype), kernel, precision='highest')
 
 
 def at_parent(
