@@ -55,7 +55,7 @@ test: setup lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not long' $(ARGS)
 
 test-long: setup
-	$(BIN)/python -m pytest -q -m long --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m long --durations=10 $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
