@@ -1,29 +1,18 @@
 """Law 6 for imported weights: any mesh, any number of processes, the same model."""
 
 import dataclasses
-import os
-import pathlib
 import re
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from m2jax.checkpoint import huggingface
+from tests import processes
 from tests.checkpoint.test_huggingface import CFG, files_of, random_variables
 
-ROOT = pathlib.Path(__file__).parents[2]
 MESH_CFG = dataclasses.replace(
   CFG, vocab_size=32, num_experts=4, expert_dim=16, param_dtype='bfloat16'
 )
-
-
-def free_port():
-  with socket.socket() as s:
-    s.bind(('127.0.0.1', 0))
-    return s.getsockname()[1]
 
 
 @pytest.mark.parametrize('count', [1, pytest.param(2, marks=pytest.mark.long)])
@@ -32,26 +21,15 @@ def test_load_and_save_on_a_mesh(tmp_path, count):
   its slice of the whole. A process reads only the experts that it holds, and each
   writes its share of files; together they are the same checkpoint again."""
   huggingface.save(tmp_path / 'in', MESH_CFG, random_variables(MESH_CFG))
-  port = str(free_port())
+  port = processes.free_port()
   workers = [
-    subprocess.Popen(
-      [
-        *(sys.executable, '-m', 'tests.checkpoint.huggingface_worker'),
-        *(str(process), str(count), port, tmp_path / 'in', tmp_path / 'out'),
-      ],
-      cwd=ROOT,
-      env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
+    processes.start(
+      'tests.checkpoint.huggingface_worker',
+      *(process, count, port, tmp_path / 'in', tmp_path / 'out'),
     )
     for process in range(count)
   ]
-  try:
-    results = [worker.communicate(timeout=240) for worker in workers]
-  finally:
-    for worker in workers:
-      worker.kill()
+  results = processes.finish(workers, timeout_s=240)
   for out, err in results:
     match = re.search(r'^read (\d+) of (\d+)$', out, re.MULTILINE)
     assert match, out + err[-3000:]

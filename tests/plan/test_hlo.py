@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from m2jax.plan import chips, collectives, hlo, ici, traffic
+from tests import processes
 from tests.plan import hlo_worker
 
-_ROOT = pathlib.Path(__file__).parents[2]
 W = hlo_worker.WIDTH
 V5P = next(chip for chip in chips.CHIPS if chip.name == 'v5p')
 
 
 @pytest.fixture(scope='module')
 def found():
-  child = subprocess.run(
-    [sys.executable, '-m', 'tests.plan.hlo_worker'],
-    cwd=_ROOT,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  lines = [json.loads(line) for line in child.stdout.splitlines()]
-  assert len(lines) == len(hlo_worker.PROGRAMS), child.stderr[-3000:]
+  child = processes.start('tests.plan.hlo_worker')
+  ((out, err),) = processes.finish([child], timeout_s=300)
+  lines = [json.loads(line) for line in out.splitlines()]
+  assert len(lines) == len(hlo_worker.PROGRAMS), err[-3000:]
   return {line['case']: line['found'] for line in lines}
 
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -16,8 +12,7 @@ import pytest
 from m2jax import config, sharding
 from m2jax.plan import programs, workloads
 from m2jax.train import step as train_step
-
-_ROOT = pathlib.Path(__file__).parents[2]
+from tests import processes
 
 
 def lowest(specs, shapes, sizes) -> int:
@@ -71,16 +66,10 @@ def test_state_of_a_chip_is_the_sum_over_its_specs(mesh):
 
 @pytest.fixture(scope='module')
 def compiled():
-  child = subprocess.run(
-    [sys.executable, '-m', 'tests.plan.memory_worker'],
-    cwd=_ROOT,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  lines = [json.loads(line) for line in child.stdout.splitlines()]
-  assert len(lines) == 3, child.stderr[-3000:]
+  child = processes.start('tests.plan.memory_worker')
+  ((out, err),) = processes.finish([child], timeout_s=300)
+  lines = [json.loads(line) for line in out.splitlines()]
+  assert len(lines) == 3, err[-3000:]
   return {line['name']: line for line in lines}
 
 

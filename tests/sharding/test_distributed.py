@@ -2,58 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-
 import pytest
 
 from m2jax.observe import metrics
-
-_ROOT = pathlib.Path(__file__).parents[2]
-
-
-def free_port() -> int:
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    return s.getsockname()[1]
+from tests import processes as processes_lib
 
 
 def train(directory, mesh, *, steps, devices, processes=1):
   """Losses of each process's run from where `directory` stands to `steps`."""
-  common = dict(
-    directory=str(directory),
-    mesh=mesh,
-    steps=steps,
-    devices=devices,
-    processes=processes,
-    coordinator=f'localhost:{free_port()}',
-  )
-  children = [
-    subprocess.Popen(
-      [
-        *(sys.executable, '-m', 'tests.sharding.distributed_worker'),
-        json.dumps({**common, 'process': process}),
-      ],
-      cwd=_ROOT,
-      env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for process in range(processes)
-  ]
-  try:
-    ended = [child.communicate(timeout=900) for child in children]
-  finally:
-    for child in children:
-      child.kill()
-  for out, err in ended:
-    assert out, err[-3000:]
-  return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+  fields = dict(directory=str(directory), mesh=mesh, steps=steps, devices=devices)
+  return processes_lib.together('tests.sharding.distributed_worker', processes, fields)
 
 
 @pytest.mark.long
@@ -72,14 +30,9 @@ def test_two_processes_train_and_one_goes_on(tmp_path):
 
 def pretrain(workdir, *flags, environment):
   """A process of the smallest pre-training job, started."""
-  command = '-m experiments.pretrain --config=configs/pretrain.py:smoke'
-  return subprocess.Popen(
-    [sys.executable, *command.split(), f'--workdir={workdir}', *flags],
-    cwd=_ROOT,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu', **environment},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
+  config = '--config=configs/pretrain.py:smoke'
+  return processes_lib.start(
+    'experiments.pretrain', config, f'--workdir={workdir}', *flags, **environment
   )
 
 
@@ -89,7 +42,7 @@ def test_the_job_runs_as_two_processes(tmp_path):
   single process. Bad input of one of them ends both, rather than leave one waiting."""
 
   def both(*flags):
-    port = free_port()
+    port = processes_lib.free_port()
     children = [
       pretrain(
         tmp_path / 'run',
@@ -103,11 +56,7 @@ def test_the_job_runs_as_two_processes(tmp_path):
       )
       for process in range(2)
     ]
-    try:
-      ended = [child.communicate(timeout=600) for child in children]
-    finally:
-      for child in children:
-        child.kill()
+    ended = processes_lib.finish(children)
     return [
       (child.returncode, *out) for child, out in zip(children, ended, strict=True)
     ]
@@ -119,7 +68,7 @@ def test_the_job_runs_as_two_processes(tmp_path):
   assert first[0] == 2 and 'other settings (seed' in first[2]
   assert second[0] and 'process 0 stopped' in second[2]
   alone = pretrain(tmp_path / 'alone', no_limit, environment={})
-  out, err = alone.communicate(timeout=600)
+  ((_, err),) = processes_lib.finish([alone])
   assert alone.returncode == 0, err[-3000:]
   losses = [
     [r['loss'] for r in metrics.read(tmp_path / name, 'pretrain')]
@@ -137,7 +86,7 @@ def test_the_job_goes_on_on_another_mesh(tmp_path):
   def report(*mesh):
     devices = {'JAX_NUM_CPU_DEVICES': '2'}
     child = pretrain(tmp_path / 'run', *mesh, environment=devices)
-    out, err = child.communicate(timeout=900)
+    ((out, err),) = processes_lib.finish([child])
     assert child.returncode == 0, err[-3000:]
     return out
 

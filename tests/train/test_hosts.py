@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pathlib
-import socket
-import subprocess
-import sys
 from unittest import mock
 
 import jax
@@ -17,40 +12,14 @@ import pytest
 from m2jax import sharding as sharding_lib
 from m2jax.data.stream import StateMismatch
 from m2jax.train import hosts, stages
+from tests import processes as processes_lib
 from tests.train import test_pretrain
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run(directory, mesh, *, steps, devices, processes=1):
   """What each process of a run in `directory` printed."""
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    coordinator = f'localhost:{s.getsockname()[1]}'
   fields = dict(directory=str(directory), mesh=mesh, steps=steps, devices=devices)
-  fields.update(processes=processes, coordinator=coordinator)
-  children = [
-    subprocess.Popen(
-      [
-        *(sys.executable, '-m', 'tests.train.hosts_worker'),
-        json.dumps({**fields, 'process': process}),
-      ],
-      cwd=ROOT,
-      env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for process in range(processes)
-  ]
-  try:
-    ended = [child.communicate(timeout=900) for child in children]
-  finally:
-    for child in children:
-      child.kill()
-  for out, err in ended:
-    assert out, err[-3000:]
-  return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+  return processes_lib.together('tests.train.hosts_worker', processes, fields)
 
 
 @pytest.mark.long
