@@ -47,8 +47,8 @@ LONG = (
   'steps:muon',
 )
 # float32 has more terms to add in another order than law 3's samples; in bfloat16 each
-# device rounds its part of a sum.
-TOLERANCE = {'float32': 1e-5, 'bfloat16': 2e-2}
+# device rounds its part of a sum, where one device is up to 6e-2 from its own float32.
+TOLERANCE = {'float32': 1e-5, 'bfloat16': 4e-2}
 CFG = small.config()
 TOKENS = 8 * small.ROW_TOKENS
 
