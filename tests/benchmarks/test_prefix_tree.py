@@ -115,8 +115,8 @@ def test_operations():
 def test_table():
   """The command runs, all kinds give (a)'s loss and gradient, and a row has every
   column of the table."""
-  command = [sys.executable, '-m', 'benchmarks.prefix_tree', '--json', '--scale=0.05']
-  command += ['--workloads', 'terminal', 'swe', '--rounds=1', '--limit_s=1000']
+  command = [sys.executable, '-m', 'benchmarks.prefix_tree', '--json', '--scale=0.03']
+  command += ['--workloads', 'terminal', '--rounds=1', '--limit_s=1000']
   done = subprocess.run(
     command,
     cwd=pathlib.Path(__file__).parents[2],
@@ -125,7 +125,7 @@ def test_table():
     check=True,
   )
   found = json.loads(done.stdout)['rows']
-  assert [r['rows'] for r in found] == list('abcde') * 2
+  assert [r['rows'] for r in found] == list('abcde')
   for row in found:
     assert set(prefix_tree.COLUMNS) <= set(row)
     assert row['seconds'] > 0 and row['memory_bytes'] > 0 and row['programs'] > 0
