@@ -3,14 +3,13 @@ r"""The full model on TPU v5p: what is planned before a pod is rented.
 COMMAND: python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8
 HARDWARE: any machine with libtpu (`pip install -e '.[tpu]'`) and 5 GB of memory; what
   is planned are slices of 256 (v5p:4x8x8), 512 (8x8x8) and 1,024 chips (8x8x16).
-PLAN FIGURES: docs/plan.md, by `python -m benchmarks.plan_table --directory=DIR`.
-RESULT: for each program memory against 95 GiB, FLOPs, collectives, and the roofline;
-  every workload fits, and a train step is planned above 35 % of peak. Compile-time
-  estimates: nobody has run them on a TPU.
+PLAN FIGURES: `python -m benchmarks.plan_table --directory=DIR` (docs/plan.md).
+RESULT: for each program memory against 95 GiB, FLOPs, collectives, and the roofline.
+  The goal is that every workload fits and a train step stays above 35 % of peak.
+  Compile-time estimates: nobody has run them on a TPU.
 
-The batch is that of configs/pretrain_m2.py. Meshes are what `--search` puts first, or
-next to it where the first leaves no room. Not published, so ours: all of it but the
-model.
+The batch is that of configs/pretrain_m2.py. Meshes are a choice; `--search` looks for
+others. Not published, so ours: all of it but the model.
 """
 
 import dataclasses

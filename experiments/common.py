@@ -9,6 +9,7 @@ import dataclasses
 import logging as std_logging
 import os
 import pathlib
+import re
 import signal
 import sys
 import traceback
@@ -218,7 +219,7 @@ def _parse(argv: list[str]) -> list[str]:
   try:
     return flags.FLAGS(argv)
   except (AttributeError, KeyError) as error:  # an override of no field
-    field = str(error).strip('"\'')
+    field = re.search(r'\w+', str(error))[0]  # a guess at what was meant may follow
     given = [a for a in argv if field in a.partition('=')[0].split('.')]
     if not given:
       raise  # a mistake inside the config file

@@ -12,6 +12,11 @@ CONFIGS = ('evaluate', 'forge', 'pretrain', 'serve', 'sft')
 # name: job, flags ({tmp} is a directory), what the message must say
 CASES = {
   'unknown field': ('pretrain', ['--workdir={tmp}/w', '--config.nosuch=1'], 'nosuch'),
+  'nearly a field': (
+    'pretrain',
+    ['--workdir={tmp}/w', '--config.mesh.fdsp=2'],
+    '--config.mesh.fdsp=2',
+  ),
   'unknown nested field': (
     'forge',
     ['--workdir={tmp}/w', '--config.sft.loop.nosuch=1'],

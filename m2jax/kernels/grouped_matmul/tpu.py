@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from m2jax.kernels import block_sizes, pallas
+from m2jax.kernels.grouped_matmul.gradients import differentiable
 from m2jax.kernels.grouped_matmul.visits import Visits, visits
 
 _LANES = 128
@@ -187,22 +188,7 @@ def _per_group(lhs, d_out, group_sizes, *, dtype):
   )
 
 
-@jax.custom_vjp
-def _matmul(lhs, rhs, group_sizes):
-  return _per_row(lhs, rhs, group_sizes, transpose=False)
-
-
-def _fwd(lhs, rhs, group_sizes):
-  return _matmul(lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
-
-
-def _bwd(residuals, d_out):
-  lhs, rhs, group_sizes = residuals
-  d_lhs = _per_row(d_out, rhs, group_sizes, transpose=True)
-  return d_lhs, _per_group(lhs, d_out, group_sizes, dtype=rhs.dtype), None
-
-
-_matmul.defvjp(_fwd, _bwd)
+_matmul = differentiable(_per_row, _per_group)
 
 
 def refusal(lhs, rhs) -> str | None:
