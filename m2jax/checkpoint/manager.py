@@ -12,10 +12,11 @@ A step's directory: `state/` the arrays (OCDBT), `host/` with `host.json`,
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import threading
 from collections.abc import Mapping
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
@@ -69,20 +70,21 @@ class CheckpointManager:
       raise ValueError(f'keep={keep}: must be at least 1, or None to keep all')
     text = os.fspath(directory)
     self.directory = text if '://' in text else os.path.abspath(text)
-    self._lock = threading.Lock()  # Orbax's manager wants one caller at a time
     self._orbax = None
     if read_only:
       return
+    # Orbax's manager wants one caller at a time, and one whom no Ctrl-C stops halfway:
+    # it would forget threads that it has started.
+    self._caller = futures.ThreadPoolExecutor(1, 'checkpoint')
     from orbax import checkpoint as ocp  # 0.3 s, and only needed here
 
-    self._orbax = ocp.CheckpointManager(
-      self.directory,
-      options=ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
-        keep_period=keep_every_steps,
-        cleanup_tmp_directories=True,
-      ),
+    options = ocp.CheckpointManagerOptions(
+      max_to_keep=keep,
+      keep_period=keep_every_steps,
+      cleanup_tmp_directories=True,
     )
+    make = functools.partial(ocp.CheckpointManager, self.directory, options=options)
+    self._orbax = self._caller.submit(make).result()
 
   def steps(self) -> list[int]:
     """Committed steps on disk, ascending."""
@@ -138,33 +140,32 @@ class CheckpointManager:
     plain = {name: leaves_lib.storable(leaf) for name, leaf in table.items()}
     specs = _specs(table, plain)
     written[_LEAVES] = json.dumps(specs, default=vars).encode()
-    with self._lock:
-      self._orbax.wait_until_finished()
-      latest = self._orbax.latest_step()
-      if latest is not None and step <= latest:
-        raise ValueError(
-          f'step {step} is not after the latest step {latest} in {self.directory}: '
-          'to branch off an earlier step, save to another directory'
-        )
-      self._orbax.save(
-        step,
-        args=ocp.args.Composite(
-          state=ocp.args.PyTreeSave(leaves_lib.nest(plain)),
-          host=files_lib.FilesSave(written),
-        ),
-        force=True,
+    args = ocp.args.Composite(
+      state=ocp.args.PyTreeSave(leaves_lib.nest(plain)),
+      host=files_lib.FilesSave(written),
+    )
+    self._caller.submit(self._start, step, args).result()
+
+  def _start(self, step: int, args):
+    self._orbax.wait_until_finished()
+    latest = self._orbax.latest_step()
+    if latest is not None and step <= latest:
+      raise ValueError(
+        f'step {step} is not after the latest step {latest} in {self.directory}: '
+        'to branch off an earlier step, save to another directory'
       )
+    self._orbax.save(step, args=args, force=True)
 
   def wait(self):
     """Returns when the last save is committed; raises its error if it failed."""
     if self._orbax is not None:
-      self._orbax.wait_until_finished()
+      self._caller.submit(self._orbax.wait_until_finished).result()
 
   def close(self):
     """Waits, then releases threads."""
     if self._orbax is not None:
-      with self._lock:
-        self._orbax.close()
+      with self._caller:
+        self._caller.submit(self._orbax.close).result()
 
   def __enter__(self):
     return self

@@ -4,6 +4,9 @@ import collections
 import dataclasses
 import pathlib
 import shutil
+import signal
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -294,3 +297,25 @@ def test_a_failed_background_save_is_raised_and_leaves_no_step(tmp_path, monkeyp
     manager.save(3, {'x': jnp.zeros(1)})
     manager.wait()
     assert manager.steps() == [1, 3]
+
+
+@pytest.mark.parametrize('moment', ['before', 'after'])
+def test_ctrl_c_during_a_save_leaves_the_step_whole(tmp_path, monkeypatch, moment):
+  """Interrupted between Orbax's own lines it would forget the threads it had started,
+  which then wrote into a shutting-down program: the interrupt may not reach it."""
+  from orbax import checkpoint as ocp
+
+  save = ocp.CheckpointManager.save
+
+  def interrupted(self, *args, **kwargs):
+    if moment == 'after':
+      save(self, *args, **kwargs)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    time.sleep(0.2)  # the main thread takes its interrupt
+    return moment == 'after' or save(self, *args, **kwargs)
+
+  with CheckpointManager(tmp_path) as manager:
+    monkeypatch.setattr(ocp.CheckpointManager, 'save', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+      manager.save(1, {'x': jnp.zeros(1)})
+  assert CheckpointManager(tmp_path, read_only=True).steps() == [1]
