@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from m2jax import forest as forest_lib
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
+from m2jax.kernels import fp32
 from m2jax.kernels.token_logprobs import token_logprobs as head_logprobs
 from m2jax.layers import attention, block, mtp, rope
 from m2jax.layers.norm import rms_norm
@@ -243,10 +244,7 @@ def trunk(
 def head(m2: M2, variables, hidden: jax.Array) -> jax.Array:
   """Logits [..., V] of final-normed hidden [..., D], at least fp32."""
   del m2
-  dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-  # HIGHEST, as in training: a TPU's default would round fp32 to bf16
-  kernel = variables['params']['head'].astype(dtype)
-  return jnp.matmul(hidden.astype(dtype), kernel, precision='highest')
+  return fp32.matmul(hidden, variables['params']['head'])
 
 
 def at_parent(

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from m2jax.config import ModelConfig
 from m2jax.kernels import tree_attention
-from m2jax.layers import rope
-from m2jax.layers.norm import mean_square, rms_norm
+from m2jax.kernels.qk_norm_rope import norm_rope
+from m2jax.layers.norm import mean_square
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
@@ -39,10 +39,10 @@ def project(x, p, cfg: ModelConfig, tables, sharding: Sharding = ONE_DEVICE):
 def _project(x, p, cfg: ModelConfig, tables, sharding: Sharding):
   q, k, v = (x @ p[name].astype(x.dtype) for name in ('q', 'k', 'v'))
   q_variance, k_variance = _variances(q, k, sharding)
-  q = rms_norm(q, p['q_norm'], cfg.rms_norm_eps, q_variance)
-  k = rms_norm(k, p['k_norm'], cfg.rms_norm_eps, k_variance)
-  q, k, v = (a.reshape(len(a), -1, cfg.head_dim) for a in (q, k, v))
-  return rope.rotate(q, *tables), rope.rotate(k, *tables), v
+  static = dict(head_dim=cfg.head_dim, eps=cfg.rms_norm_eps)
+  q = norm_rope(q, p['q_norm'], *tables, variance=q_variance, **static)
+  k = norm_rope(k, p['k_norm'], *tables, variance=k_variance, **static)
+  return tuple(a.reshape(len(a), -1, cfg.head_dim) for a in (q, k, v))
 
 
 def _variances(q, k, sharding: Sharding):

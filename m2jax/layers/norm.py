@@ -12,15 +12,9 @@ def mean_square(x: jax.Array) -> jax.Array:
   return jnp.mean(wide * wide, axis=-1, keepdims=True)
 
 
-def rms_norm(
-  x: jax.Array, scale: jax.Array, eps: float, variance: jax.Array | None = None
-) -> jax.Array:
-  """x [..., D] / rms(x) cast back to x's dtype, then times scale [D].
-
-  `variance` [..., 1] replaces x's own mean square where x is one shard of the channels.
-  """
-  variance = mean_square(x) if variance is None else variance
-  x_hat = _wide(x) * jax.lax.rsqrt(variance + eps)
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+  """x [..., D] / rms(x) cast back to x's dtype, then times scale [D]."""
+  x_hat = _wide(x) * jax.lax.rsqrt(mean_square(x) + eps)
   return x_hat.astype(x.dtype) * scale.astype(x.dtype)
 
 

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from m2jax.moe import experts
+from m2jax.moe.by_expert import by_expert
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
@@ -86,12 +87,9 @@ def _exchange(sharding: Sharding, all_to_all, x, ids, weights, gate, up, down):
   axes, me = sharding.axes('experts'), sharding.index('experts')
   n, here = sharding.size('experts'), len(gate)
   tokens, top_k = ids.shape
-  ids = ids.reshape(-1)
-  order = jnp.argsort(ids, stable=True)
-  place = jnp.argsort(order)
+  order, place, count = by_expert(ids, n * here)
   rows = experts.permute(jnp.repeat(x, top_k, axis=0), order, place)
-  count = jnp.zeros((1, n * here), jnp.int32).at[0, ids].add(1)
-  counts = lax.all_gather(count, axes, tiled=True).reshape(n, n, here)
+  counts = lax.all_gather(count, axes).reshape(n, n, here)
   sizes = jnp.sum(counts, axis=-1)  # [from, to] rows
   before = jnp.cumsum(sizes, axis=0) - sizes  # [from, to] rows of devices before
   sent, got = sizes[me], sizes[:, me]

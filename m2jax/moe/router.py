@@ -12,6 +12,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from m2jax.kernels import fp32
+
 
 def route(
   x: jax.Array,
@@ -29,9 +31,7 @@ def route(
   """
   dtype = jnp.promote_types(x.dtype, jnp.float32)
   score = {'sigmoid': jax.nn.sigmoid, 'softmax': jax.nn.softmax}[scores]
-  # HIGHEST: a TPU's default would round fp32 to bf16
-  logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision='highest')
-  scores = score(logits)
+  scores = score(fp32.matmul(x, kernel))
   _, ids = jax.lax.top_k(jax.lax.stop_gradient(scores) + bias, top_k)
   if replay is not None:
     ids = jnp.where(replay >= 0, replay, ids)

@@ -1,12 +1,13 @@
 """FLOPs of one device, counted by hand: the compiler does not see inside kernels.
 
 Two counts. *Executed* is what the matrix unit does: sides of a matmul padded to its
-side, blocks of attention that are partly masked counted whole, an expert's last chunk
-of rows counted whole, the backward pass twice the forward (attention's kernels: 7
-products for the forward's 2), recomputation again, and of shards that work unequally
-the busiest (the last tokens of a row see the most keys). *Useful* is the model's own:
-no padding, no recomputation, half of a square for causal attention, three times the
-forward pass for a step. A product of an m x k and a k x n matrix is 2·m·k·n.
+side, the fp32 logits of head and router as two products (`kernels.fp32`), blocks of
+attention that are partly masked counted whole, an expert's last chunk of rows counted
+whole, the backward pass twice the forward (attention's kernels: 7 products for the
+forward's 2), recomputation again, and of shards that work unequally the busiest (the
+last tokens of a row see the most keys). *Useful* is the model's own: no padding, no
+recomputation, half of a square for causal attention, three times the forward pass for a
+step. A product of an m x k and a k x n matrix is 2·m·k·n.
 
 Rows are whole chains of `context` tokens, which is the most that a forest of this shape
 can cost, and experts get equally many tokens.
@@ -26,6 +27,8 @@ from m2jax.kernels import block_sizes
 from m2jax.sharding import Sharding
 
 Stages = Mapping[tuple[str, str], float]
+
+_FP32 = 2  # products of bf16 that make one of bf16 activations with fp32 weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +105,11 @@ def pairs(part: Local, block: int = 1) -> float:
   return float(total)
 
 
-def layer(cfg: ModelConfig, part: Local, mxu: int = 1, padded: bool = True) -> Stages:
-  """part → FLOPs of one block's forward pass; attention's core apart, as 'core'."""
+def layer(
+  cfg: ModelConfig, part: Local, mxu: int = 1, padded: bool = True
+) -> Mapping[str, float]:
+  """part → FLOPs of one block's forward pass; attention's core apart, as 'core', and
+  the router, as one product."""
   D, H, T = cfg.embed_dim, cfg.head_dim, part.tokens
   mxu = mxu if padded else 1
   kv = part.kv_heads * H
@@ -120,19 +126,23 @@ def layer(cfg: ModelConfig, part: Local, mxu: int = 1, padded: bool = True) -> S
     rows += min(part.experts, rows) * (chunk - 1)
   experts = 3 * product(rows, D, part.expert_dim, 1 if not padded else mxu)
   router = product(T, D, cfg.num_experts, mxu)
-  return {'attention': projections, 'core': core, 'moe': experts + router}
+  return dict(attention=projections, core=core, experts=experts, router=router)
 
 
 def executed(cfg: ModelConfig, part: Local, mxu: int, training: bool) -> Stages:
   """(pass, part) → FLOPs that the matrix unit does in one pass over the batch."""
   one = layer(cfg, part, mxu)
+  attention, moe = (
+    one['attention'] + one['core'],
+    one['experts'] + _FP32 * one['router'],
+  )
   head = product(part.tokens, cfg.embed_dim, part.vocab, mxu)
   total: dict[tuple[str, str], float] = collections.defaultdict(float)
   if not training:
-    total['forward', 'attention'] = cfg.num_layers * (one['attention'] + one['core'])
-    total['forward', 'moe'] = cfg.num_layers * one['moe']
+    total['forward', 'attention'] = cfg.num_layers * attention
+    total['forward', 'moe'] = cfg.num_layers * moe
     last = dataclasses.replace(part, queries=1).tokens  # only the last is sampled from
-    total['forward', 'rest'] = product(last, cfg.embed_dim, part.vocab, mxu)
+    total['forward', 'rest'] = _FP32 * product(last, cfg.embed_dim, part.vocab, mxu)
     return dict(total)
   blocks = cfg.num_layers + cfg.num_mtp_modules
   join = cfg.num_mtp_modules * product(
@@ -141,12 +151,13 @@ def executed(cfg: ModelConfig, part: Local, mxu: int, training: bool) -> Stages:
   heads = (1 + cfg.num_mtp_modules) * head
   again = cfg.num_layers if cfg.remat else 0
   for times, which in ((blocks, 'forward'), (again, 'recompute')):
-    total[which, 'attention'] = times * (one['attention'] + one['core'])
-    total[which, 'moe'] = times * one['moe']
+    total[which, 'attention'] = times * attention
+    total[which, 'moe'] = times * moe
   total['backward', 'attention'] = blocks * (2 * one['attention'] + 3.5 * one['core'])
-  total['backward', 'moe'] = blocks * 2 * one['moe']
-  total['forward', 'rest'] = heads + join
-  total['backward', 'rest'] = 3 * heads + 2 * join  # logits are computed again
+  total['backward', 'moe'] = blocks * 2 * (one['experts'] + one['router'])
+  total['forward', 'rest'] = _FP32 * heads + join
+  # logits are computed again
+  total['backward', 'rest'] = (_FP32 + 2) * heads + 2 * join
   return dict(total)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from m2jax import config, model
-from m2jax.kernels import tree_attention
+from m2jax.kernels import fp32, tree_attention
 from m2jax.layers import attention, rope
 from m2jax.moe import experts, router
 from m2jax.plan import flops
@@ -56,7 +56,7 @@ def mixture(x, r, gate, up, down):
       mixture,
       [(T, D), (D, CFG.num_experts), *[(CFG.num_experts, D, CFG.expert_dim)] * 2,
        (CFG.num_experts, CFG.expert_dim, D)],
-      ONE['moe'],
+      ONE['experts'] + ONE['router'],
     ),
   ],
   ids=['projections', 'experts'],
@@ -91,6 +91,18 @@ def test_attention_core_is_that_of_the_compiled_program():
   counted = xla(f, (ROWS, TOKENS, CFG.num_heads, H), kv, kv)
   whole = 2 * 2 * H * CFG.num_heads * ROWS * flops.pairs(PART, TOKENS)
   assert whole <= counted <= 1.25 * whole
+
+
+def test_fp32_logits_are_as_many_products_as_counted():
+  """Head and router run wider than the rest: counted as one they would flatter it."""
+  x, w = jnp.zeros((T, D), jnp.bfloat16), jnp.zeros((D, 512))
+  compiled = jax.jit(fp32._split).lower(x, w).compile()
+  counted = compiled.cost_analysis()['flops']
+  one = flops.product(T, D, 512)
+  assert flops._FP32 * one <= counted <= flops._FP32 * one * 1.02
+  part = dataclasses.replace(PART, vocab=512)
+  head = flops.executed(CFG, part, 1, training=True)
+  assert head['forward', 'rest'] + head['backward', 'rest'] == (2 + 2 + 2) * one
 
 
 def test_pairs_are_those_seen():
@@ -141,5 +153,5 @@ def test_parameters_of_the_model_are_those_it_makes():
   matrices = sum(
     layers[name].size for name in ('q', 'k', 'v', 'o', 'gate', 'up', 'down', 'router')
   )
-  per_token = ONE['attention'] + ONE['moe']
+  per_token = ONE['attention'] + ONE['experts'] + ONE['router']
   assert per_token * CFG.num_layers / (2 * T) == matrices

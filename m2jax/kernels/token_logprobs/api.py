@@ -2,8 +2,7 @@
 
 Plain XLA on every platform: a chunk is large enough for its matmuls to hide the reading
 of the head, so a kernel could save no more than the passes over one chunk's logits.
-Logits are fp32 products whatever the default precision; the two products of the
-backward pass are as precise as `hidden` is.
+Logits are fp32 (`kernels.fp32`).
 
 With the vocabulary split over devices, each sees the logits of its own words only; a
 few numbers a token are summed over the shards, after the loop over chunks.
@@ -18,6 +17,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from m2jax.kernels import fp32
 
 # A chunk has the logits that stay in a CPU's cache or, where the vocabulary is larger,
 # the tokens that a matmul needs to run at speed: 0.8 GB of logits at 200,064 words.
@@ -37,13 +38,6 @@ def _map(chunk, arrays, vocab):
   out = lax.map(chunk, tuple(_chunks(x, vocab) for x in arrays))
   count = len(arrays[0])
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
-
-
-def _logits(hidden, head):
-  dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-  return jnp.matmul(
-    hidden.astype(dtype), head.astype(dtype), precision=lax.Precision.HIGHEST
-  )
 
 
 def _here(targets, vocab, axes):
@@ -74,7 +68,7 @@ def _forward(hidden, head, targets, axes):
 
   def chunk(args):
     h, target = args
-    logits = _logits(h, head)
+    logits = fp32.product(h, head)
     at = jnp.clip(target, 0, vocab - 1)
     chosen = jnp.take_along_axis(logits, at, axis=-1)
     return *_statistics(logits), jnp.where(at == target, chosen, 0)
@@ -104,19 +98,15 @@ def _bwd(axes, residuals, cotangents):
   targets = _here(targets, vocab, axes)
   if axes:  # every shard's result depends on every shard's logits
     d_logprob = lax.psum(d_logprob, axes)
-  wide = hidden.dtype != jnp.bfloat16
-  precision = lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
 
   def chunk(d_head, args):
     h, target, lse, d = args
-    p = jnp.exp(_logits(h, head) - lse[:, None])
+    p = jnp.exp(fp32.product(h, head) - lse[:, None])
     hit = jnp.arange(vocab) == target[..., None]
     d_logits = jnp.sum(jnp.where(hit, d[..., None], 0), axis=1)
     d_logits -= jnp.sum(d, axis=1, keepdims=True) * p
-    dtype = d_logits.dtype
-    d_head += jnp.matmul(h.astype(dtype).T, d_logits, precision=precision)
-    d_h = jnp.matmul(d_logits, head.T.astype(dtype), precision=precision)
-    return d_head, d_h.astype(h.dtype)
+    d_h, d_w = fp32.gradients(h, head, d_logits)
+    return d_head + d_w, d_h
 
   chunks = tuple(_chunks(x, vocab) for x in (hidden, targets, lse, d_logprob))
   d_head, d_hidden = lax.scan(chunk, jnp.zeros(head.shape, d_logprob.dtype), chunks)
@@ -169,7 +159,7 @@ def top_k_logprobs(
   vocab = head.shape[1]
 
   def chunk(args):
-    logits = _logits(args[0], head)
+    logits = fp32.product(args[0], head)
     top, total, _ = _statistics(logits)
     return top, total, *lax.top_k(logits, k)
 

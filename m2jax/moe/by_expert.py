@@ -1,0 +1,80 @@
+"""The stable order of assignments by expert, counted rather than compared.
+
+An assignment's place is the number of assignments to experts before its own, of tokens
+before its own to its own expert, and of earlier choices of its token: three sums over
+one-hots, which are matmuls and reductions. Cost is T·k·E; the two stable sorts that
+would do the same are slow to compile and to run on TPU.
+
+Axes: T tokens, k experts of a token, A = T·k assignments, E experts, B blocks of c
+tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_BLOCK = 128  # tokens whose running count is one matmul
+
+
+def by_expert(
+  ids: jax.Array, num_experts: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """ids [T, k] int32 in [0, E] → order [A], place [A], sizes [E].
+
+  `order` lists the assignments by expert, those of one expert as they come, those of
+  id E (an expert elsewhere) last; `place` is its inverse. `sizes` are the assignments
+  of each expert, without those of id E.
+
+  Raises:
+    ValueError: (E + 1)·A is beyond 2**32; no device's memory holds rows for so many.
+  """
+  sizes = num_experts + 1
+  if sizes * ids.size >= 2**32:
+    raise ValueError(
+      f'{ids.size} assignments to {num_experts} experts: too many to sort'
+    )
+  chosen = ids[..., None] == jnp.arange(sizes)  # [T, k, E + 1]
+  count = jnp.sum(chosen, axis=1, dtype=jnp.int32)
+  blocks = jnp.pad(count, [(0, -len(ids) % _BLOCK), (0, 0)])
+  blocks = blocks.reshape(-1, _BLOCK, sizes)
+  # small whole numbers: exact in bf16, and their sums in fp32
+  earlier = jnp.tril(jnp.ones((_BLOCK, _BLOCK), jnp.bfloat16), -1)
+  within = jnp.einsum(
+    'ij,bje->bie',
+    earlier,
+    blocks.astype(jnp.bfloat16),
+    preferred_element_type=jnp.float32,
+  )
+  in_block = jnp.sum(blocks, axis=1, dtype=jnp.int32)
+  totals = jnp.sum(in_block, axis=0, dtype=jnp.int32)
+  start = _before(in_block) + _before(totals)
+  before = (within.astype(jnp.int32) + start[:, None]).reshape(-1, sizes)[: len(ids)]
+  same = ids[:, :, None] == ids[:, None, :]  # an id of E may repeat within a token
+  repeats = jnp.sum(jnp.tril(same, -1), axis=-1, dtype=jnp.int32)
+  place = jnp.sum(jnp.where(chosen, before[:, None], 0), axis=-1, dtype=jnp.int32)
+  place = (place + repeats).reshape(-1)
+  order = lax.platform_dependent(
+    ids.reshape(-1), place, tpu=_sorted, default=_scattered
+  )
+  return order, place, totals[:num_experts]
+
+
+def _before(x):
+  """Sums of what comes before along the first axis."""
+  return jnp.cumsum(x, axis=0, dtype=x.dtype) - x
+
+
+def _scattered(ids, place):
+  del ids
+  numbers = jnp.arange(len(place), dtype=jnp.int32)
+  return jnp.zeros_like(place).at[place].set(numbers, unique_indices=True)
+
+
+def _sorted(ids, place):
+  """A TPU sorts in parallel, and would scatter one by one; one key compiles fastest."""
+  del place
+  count = jnp.uint32(len(ids))
+  key = ids.astype(jnp.uint32) * count + jnp.arange(len(ids), dtype=jnp.uint32)
+  return (lax.sort(key, is_stable=False) % count).astype(jnp.int32)
