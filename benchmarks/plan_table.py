@@ -16,6 +16,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from concurrent import futures
 
 SLICES = ('v5p:4x8x8', 'v5p:8x8x8', 'v5p:8x8x16')
 WORKLOADS = ('pretrain_8k', 'pretrain_32k', 'rl_192k', 'prefill', 'decode')
@@ -125,17 +126,21 @@ def main() -> None:
   parser.add_argument('--workloads', nargs='+', default=WORKLOADS)
   parser.add_argument('--slices', nargs='+', default=SLICES)
   parser.add_argument('--layers', type=int, default=0, help='a model of fewer layers')
+  parser.add_argument('--jobs', type=int, default=2, help='cells compiled at once')
   parser.add_argument('--made', action='store_true', help='compile nothing')
   parser.add_argument('--stages', action='store_true', help='one table for each plan')
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
   args.directory.mkdir(parents=True, exist_ok=True)
-  found = {
-    (workload, topology): cell(args.directory, workload, topology, args.layers)
+  cells = [
+    (workload, topology)
     for workload in args.workloads
     for topology in args.slices
     if not args.made or file(args.directory, workload, topology).exists()
-  }
+  ]
+  with futures.ThreadPoolExecutor(args.jobs) as pool:
+    plans = pool.map(lambda c: cell(args.directory, *c, args.layers), cells)
+    found = dict(zip(cells, plans, strict=True))
   if args.json:
     print(json.dumps([plan for plan in found.values() if plan], indent=2))
     return

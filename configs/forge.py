@@ -54,6 +54,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     decode_rows=(64,),
     contexts=(192, 384),
     prefill_shapes=((1, 64), (8, 32)),
+    record_experts=False,  # rollouts keep expert ids, and training replays them
   )
   c.scheduler = dict(decode_steps=8, reuse_stale_prefix=False)
   c.episodes = dict(

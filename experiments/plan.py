@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from concurrent import futures
 
 from absl import flags
 
@@ -23,6 +24,7 @@ WORKLOADS = flags.DEFINE_list(
 )
 SEARCH = flags.DEFINE_bool('search', False, 'Look for meshes; compile the best.')
 BEST = flags.DEFINE_integer('best', 2, 'How many meshes --search compiles.')
+JOBS = flags.DEFINE_integer('jobs', 0, 'Workloads compiled at once; 0: one a core.')
 LAYERS = flags.DEFINE_integer('layers', 0, 'Plan a model of fewer layers; 0: as it is.')
 JSON = flags.DEFINE_bool('json', False, 'Print JSON.')
 
@@ -48,6 +50,7 @@ def main():
   # nothing runs here; a TPU or GPU that is at hand is left alone
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   from m2jax.plan import plan, programs, render, search, topology, workloads
+  from m2jax.plan.workloads import TRAINING
 
   config = configuration(common.values())
   model = programs.layers(config.model, LAYERS.value)
@@ -61,16 +64,24 @@ def main():
     if not JSON.value:
       print(render.report(made), flush=True)
 
-  for name, workload in chosen.items():
-    if not SEARCH.value:
-      placed = workloads.place(name, workload, len(slice_.devices))
-      show(plan.make(config, placed, slice_))
-      continue
-    tried = search.candidates(config, name, workload, slice_)
-    if not JSON.value:
-      print(render.candidates(name, tried, slice_.name), flush=True)
-    for candidate in tried[: BEST.value]:
-      show(search.compiled(config, candidate, slice_))
+  def planned(name):
+    placed = workloads.place(name, chosen[name], len(slice_.devices))
+    return plan.make(config, placed, slice_)
+
+  if SEARCH.value:
+    for name, workload in chosen.items():
+      tried = search.candidates(config, name, workload, slice_)
+      if not JSON.value:
+        print(render.candidates(name, tried, slice_.name), flush=True)
+      for candidate in tried[: BEST.value]:
+        show(search.compiled(config, candidate, slice_))
+  else:
+    # one compilation cannot keep two cores busy; train steps take longest
+    with futures.ThreadPoolExecutor(JOBS.value or os.cpu_count()) as pool:
+      order = sorted(chosen, key=lambda name: chosen[name].kind not in TRAINING)
+      made = {name: pool.submit(planned, name) for name in order}
+      for name in chosen:
+        show(made[name].result())
   if JSON.value:
     print(json.dumps([render.as_json(p) for p in found], indent=2))
 

@@ -32,6 +32,7 @@ from m2jax.kernels import fp32
 from m2jax.kernels.token_logprobs import token_logprobs as head_logprobs
 from m2jax.layers import attention, block, mtp, rope
 from m2jax.layers.norm import rms_norm
+from m2jax.moe import by_expert
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 _RESIDUAL_OUTPUTS = ('o', 'down')  # projections that write into the residual stream
@@ -100,20 +101,24 @@ def _at(tree, index: int):
   return jax.tree.map(lambda a: a[index], tree)
 
 
+def _kept(body, remat: bool, sharding: Sharding):
+  """`body` with what its backward pass computes again: with `remat` all but the order
+  of assignments, which is small and slow to make; else gathered weights."""
+  if remat:
+    policy = jax.checkpoint_policies.save_only_these_names(by_expert.NAME)
+    return jax.checkpoint(body, policy=policy)
+  if sharding.gathers:
+    return jax.checkpoint(body, policy=sharding_lib.keep_all_but_weights)
+  return body
+
+
 def _over_layers(body, x, stacked, cfg: ModelConfig, sharding: Sharding):
   """x → body(window)(x, layer's slice) for each layer; outputs stacked.
 
   Layers that differ in their window form a period; a scan goes over whole periods.
   """
 
-  def made(window):
-    if cfg.remat:
-      return jax.checkpoint(body(window))
-    if sharding.gathers:
-      return jax.checkpoint(body(window), policy=sharding_lib.keep_all_but_weights)
-    return body(window)
-
-  bodies = [made(window) for window in cfg.windows]
+  bodies = [_kept(body(window), cfg.remat, sharding) for window in cfg.windows]
 
   def several(x, layers):
     outs = []
@@ -346,7 +351,7 @@ def _forward_below(cfg, detach_mtp, sharding: Sharding, variables, batch, stack)
     shared = params
     if detach_mtp:
       state, shared = jax.lax.stop_gradient((state, params))
-    scores, loads['mtp'], mtp_own, states = _mtp(
+    scores, loads['mtp'], mtp_own = _mtp(
       cfg, variables, shared, state, batch, sharding, stack
     )
   loads = sharding.psum(loads, 'rows', 'tokens')
@@ -357,7 +362,8 @@ def _forward_below(cfg, detach_mtp, sharding: Sharding, variables, batch, stack)
   if not cfg.num_mtp_modules:
     empty = empty_stack(cfg, *batch.tokens.shape)
     return outputs, Stack(*own, empty.mtp_k, empty.mtp_v, hidden[None])
-  return outputs, Stack(*own, *mtp_own, jnp.stack([hidden, *states]))
+  *mtp_keys, states = mtp_own
+  return outputs, Stack(*own, *mtp_keys, jnp.concatenate([hidden[None], states]))
 
 
 def _score(kernel, state, batch, sharding: Sharding, *, depth: int):
@@ -382,49 +388,53 @@ def _mtp(
   sharding: Sharding,
   stack: Stack | None = None,
 ):
-  """Of the chained modules (layers/mtp.py): logprobs [K, B, S], loads [K, E], the
-  tokens' own k, v [K, B, S, K, H] and states, a list of K [B, S, D]."""
+  """Of the chained modules (layers/mtp.py): logprobs [K, B, S], loads [K, E] and, where
+  there is a stack, the tokens' own k, v [K, B, S, K, H] and states [K, B, S, D]."""
   embedding = _embed(cfg, shared, batch.tokens, sharding)
   tables = rope.tables(
     batch.position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype
   )
   key_position = _key_position(batch, stack)
-  scores, loads, keys, states = [], [], [], []
-  for k in range(1, cfg.num_mtp_modules + 1):
-    p = _at(variables['params']['mtp'], k - 1)
+
+  def module(state, stacked):
+    k, p, bias, above = stacked
     p = sharding.gather_params(p, cfg.dtype)
     live = batch.position >= k
     subtree_end = jnp.where(key_position >= k, batch.subtree_end, 0)
-    subtree_end = sharding.all_gather(subtree_end, 'tokens', axis=1)
-    above = None if stack is None else (stack.mtp_k[k - 1], stack.mtp_v[k - 1])
     attend = functools.partial(
       attention.attend,
       cfg=cfg,
       tables=tables,
-      subtree_end=subtree_end,
+      subtree_end=sharding.all_gather(subtree_end, 'tokens', axis=1),
       sharding=sharding,
-      above=above,
+      above=None if above is None else above[:2],
     )
     x = mtp.join(state.reshape(embedding.shape), embedding, p, cfg)
     x, own, routing = block.apply(
       x,
       p['layers'],
-      variables['router']['mtp'][k - 1],
+      bias,
       cfg,
       attend,
       jnp.where(live, batch.multiplicity, 0).reshape(-1),
       sharding=sharding,
     )
-    x = rms_norm(x, shared['final_norm'], cfg.rms_norm_eps)
-    states.append(x.reshape(*batch.tokens.shape, -1))
-    above = None if stack is None else stack.states[k]
-    state = at_parent(states[-1], batch, sharding, above)
+    x = rms_norm(x, shared['final_norm'], cfg.rms_norm_eps).reshape(state.shape)
+    state = at_parent(x, batch, sharding, None if above is None else above[2])
     logprob, _ = _score(shared['head'], state, batch, sharding, depth=k + 1)
-    scores.append(logprob)
-    loads.append(routing.load)
-    keys.append(own)
-  own = tuple(jnp.stack(a) for a in zip(*keys, strict=True))
-  return jnp.stack(scores), jnp.stack(loads), own, states
+    kept = None if above is None else (*own, x)
+    return state, (logprob, routing.load, kept)
+
+  modules = cfg.num_mtp_modules
+  stacked = (
+    jnp.arange(1, modules + 1),
+    variables['params']['mtp'],
+    variables['router']['mtp'],
+    None if stack is None else (stack.mtp_k, stack.mtp_v, stack.states[1:]),
+  )
+  module = _kept(module, cfg.remat, sharding)
+  unroll = modules if cfg.unroll_layers else 1
+  return jax.lax.scan(module, state, stacked, unroll=unroll)[1]
 
 
 def token_logprobs(

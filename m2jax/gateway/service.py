@@ -129,6 +129,7 @@ class ChatService:
       response_ids=result.tokens,
       logprobs=result.logprobs,
       versions=result.versions,
+      experts=result.experts,
       finish_reason=result.finish_reason,
       status=status,
       overrides=pending.overrides,

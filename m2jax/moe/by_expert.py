@@ -14,13 +14,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+NAME = 'by_expert'  # for policies of `jax.checkpoint`: small, and slow to make again
 _BLOCK = 128  # tokens whose running count is one matmul
 
 
-def by_expert(
-  ids: jax.Array, num_experts: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def order(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   """ids [T, k] int32 in [0, E] → order [A], place [A], sizes [E].
 
   `order` lists the assignments by expert, those of one expert as they come, those of
@@ -58,7 +58,7 @@ def by_expert(
   order = lax.platform_dependent(
     ids.reshape(-1), place, tpu=_sorted, default=_scattered
   )
-  return order, place, totals[:num_experts]
+  return checkpoint_name((order, place, totals[:num_experts]), NAME)
 
 
 def _before(x):

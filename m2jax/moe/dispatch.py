@@ -29,8 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from m2jax.moe import experts
-from m2jax.moe.by_expert import by_expert
+from m2jax.moe import by_expert, experts
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
@@ -87,7 +86,7 @@ def _exchange(sharding: Sharding, all_to_all, x, ids, weights, gate, up, down):
   axes, me = sharding.axes('experts'), sharding.index('experts')
   n, here = sharding.size('experts'), len(gate)
   tokens, top_k = ids.shape
-  order, place, count = by_expert(ids, n * here)
+  order, place, count = by_expert.order(ids, n * here)
   rows = experts.permute(jnp.repeat(x, top_k, axis=0), order, place)
   counts = lax.all_gather(count, axes).reshape(n, n, here)
   sizes = jnp.sum(counts, axis=-1)  # [from, to] rows

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from m2jax.kernels import grouped_matmul
-from m2jax.moe.by_expert import by_expert
+from m2jax.moe import by_expert
 
 # Most hidden activations of experts not chosen that are cheaper than sorting.
 _WIDE_WASTE = 1 << 18
@@ -56,7 +56,7 @@ def _wide(x, ids, weights, gate, up, down):
 def _grouped(x, ids, weights, gate, up, down):
   tokens, top_k = ids.shape
   experts = gate.shape[0]
-  order, place, group_sizes = by_expert(ids, experts)
+  order, place, group_sizes = by_expert.order(ids, experts)
   rows = permute(jnp.repeat(x, top_k, axis=0), order, place)
   h = jax.nn.silu(grouped_matmul.matmul(rows, gate, group_sizes))
   h = h * grouped_matmul.matmul(rows, up, group_sizes)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from m2jax.kernels import fp32
+from m2jax.moe import by_expert
 
 
 def route(
@@ -35,6 +37,7 @@ def route(
   _, ids = jax.lax.top_k(jax.lax.stop_gradient(scores) + bias, top_k)
   if replay is not None:
     ids = jnp.where(replay >= 0, replay, ids)
+  ids = checkpoint_name(ids, by_expert.NAME)
   # a sum over a one-hot, not a gather: its gradient is a product, not a scatter
   chosen = jax.nn.one_hot(ids, kernel.shape[1], dtype=dtype)
   weights = jnp.einsum('te,tke->tk', scores, chosen)

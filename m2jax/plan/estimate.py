@@ -71,7 +71,6 @@ class Estimate:
   collectives: tuple[Traffic, ...]
   seconds: float
   compile_s: float
-  compile_cpu_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +150,6 @@ def estimate(compiled: Compiled, counted: flops.Stages, topology: Topology) -> E
     links,
     seconds,
     compiled.seconds,
-    compiled.cpu_seconds,
   )
 
 

@@ -149,7 +149,7 @@ def executed(cfg: ModelConfig, part: Local, mxu: int, training: bool) -> Stages:
     part.tokens, 2 * cfg.embed_dim, cfg.embed_dim, mxu
   )
   heads = (1 + cfg.num_mtp_modules) * head
-  again = cfg.num_layers if cfg.remat else 0
+  again = blocks if cfg.remat else 0
   for times, which in ((blocks, 'forward'), (again, 'recompute')):
     total[which, 'attention'] = times * attention
     total[which, 'moe'] = times * moe

@@ -71,7 +71,7 @@ def _program(program: Estimate) -> list[str]:
   memory = program.memory
   lines = [
     f'  {program.name} x {program.runs}: {program.seconds * 1e3:,.1f} ms '
-    f'(compiled in {program.compile_s:.0f} s, {program.compile_cpu_s:.0f} s of CPU)',
+    f'(compiled in {program.compile_s:.0f} s)',
     f'    memory {_gib(memory.total)}: arguments {_gib(memory.arguments)} '
     f'(padding {_gib(memory.padding)}), outputs {_gib(memory.outputs)}, '
     f'saved activations {_gib(memory.saved)}, temporaries {_gib(memory.temporaries)}, '

@@ -2,13 +2,15 @@
 
 One `update` is one optimizer step (design §2): groups from the data pool → rewards and
 advantages → samples → prefix forest → CISPO (+ MTP). It knows neither HTTP nor a
-tokenizer.
+tokenizer. A group of any size is trained: one whose tree rows cannot hold goes through
+`train.chunks`, in the same update.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 import time
 from collections.abc import Sequence
@@ -22,7 +24,8 @@ from absl import logging
 
 from m2jax import forest
 from m2jax.config import ModelConfig
-from m2jax.rl import cispo, data_pool, rewards, samples
+from m2jax.rl import cispo, data_pool, packing, rewards, samples
+from m2jax.train import chunks
 from m2jax.train import step as train_step
 
 
@@ -32,7 +35,9 @@ class LearnerConfig:
 
   Attributes:
     row_tokens, row_terms: S and M of the forest's rows; together with
-      `step.micro_rows` the one compiled shape.
+      `step.micro_rows` the one compiled shape of rows.
+    buckets: shapes of the chunks in which groups too large for rows are trained
+      (`rl.packing`); the stack holds the longest path there may be.
     is_weight_max: CISPO's absolute cap.
     normaliser: 'prompt' or 'token' (`cispo.weights`).
     reward: the composite reward.
@@ -43,11 +48,20 @@ class LearnerConfig:
 
   row_tokens: int = 1024
   row_terms: int = 1536
+  buckets: forest.Buckets = forest.Buckets((1024,), (4096,), terms_per_token=2)
   is_weight_max: float = 5.0
   normaliser: str = 'prompt'
   reward: rewards.RewardConfig = rewards.RewardConfig()
   step: train_step.StepConfig = train_step.StepConfig(detach_mtp=True)
   shuffle_rewards: bool = False
+
+  def __post_init__(self):
+    # what rows hold, chunks must hold too
+    if self.buckets.stack_tokens[-1] < self.row_tokens:
+      raise ValueError(
+        f'LearnerConfig.buckets.stack_tokens={self.buckets.stack_tokens}: the largest '
+        f'must be at least row_tokens={self.row_tokens}'
+      )
 
 
 def objective(
@@ -79,7 +93,7 @@ class Learner:
     self._pool = pool
     self.state = state
     bound = functools.partial(objective, is_weight_max=config.is_weight_max)
-    self._step = train_step.make_step(cfg, optimizer, bound, config.step)
+    self._step = chunks.make_step(cfg, optimizer, bound, config.step)
 
   @property
   def version(self) -> int:
@@ -107,28 +121,26 @@ class Learner:
       groups = _shuffle_success(groups, seed=self.version)
     credits_ = [rewards.advantages(group, self._config.reward) for group in groups]
     self._pool.set_rewards(rewards.by_session(credits_))
-    batch_samples = samples.from_groups(credits_, self._config.normaliser)
+    groups_samples = samples.from_groups(credits_, self._config.normaliser)
     metrics = dict(rewards.summary(credits_), **self._lag(credits_))
-    tokens = 0
-    if batch_samples:
-      batch = forest.merge(
-        batch_samples,
-        row_tokens=self._config.row_tokens,
-        row_terms=self._config.row_terms,
-      )
-      self.state, scalars = self._step(self.state, batch)
+    batch = packing.pack(
+      groups_samples,
+      row_tokens=self._config.row_tokens,
+      row_terms=self._config.row_terms,
+      buckets=self._config.buckets,
+    )
+    if groups_samples:
+      self.state, scalars = self._step(self.state, batch.plan, batch.rows)
       metrics |= train_step.fetch(scalars, f'rl step {self.version}')
-      tokens = batch.num_tokens
-      metrics['input_tokens'] = sum(len(s.tokens) for s in batch_samples)
-      metrics['padding'] = 1 - tokens / batch.tokens.size
+      metrics |= _counts(list(itertools.chain.from_iterable(groups_samples)), batch)
     else:
       logging.info('step %d: every group has zero advantage', self.version + 1)
       self.state = dataclasses.replace(self.state, step=self.state.step + 1)
     seconds = time.monotonic() - started
     return metrics | {
-      'forest_tokens': tokens,
+      'forest_tokens': batch.num_tokens,
       'train_s': seconds,
-      'tokens_per_s': tokens / seconds,
+      'tokens_per_s': batch.num_tokens / seconds,
     }
 
   def _lag(self, credits_: Sequence[rewards.GroupCredit]) -> dict[str, float]:
@@ -147,6 +159,21 @@ class Learner:
       return {}
     lag = np.maximum(self.version - np.concatenate(versions), 0)
     return {'policy/lag_mean': float(lag.mean()), 'policy/lag_max': float(lag.max())}
+
+
+def _counts(
+  batch_samples: Sequence[forest.Sample], batch: packing.Batch
+) -> dict[str, float]:
+  """What merging made of the samples: `padding` is of the rows alone."""
+  counts = {
+    'input_tokens': sum(len(s.tokens) for s in batch_samples),
+    'chunked_trees': batch.chunked,
+  }
+  if batch.rows is not None:
+    counts['padding'] = 1 - batch.rows.num_tokens / batch.rows.tokens.size
+  if any(s.experts is not None for s in batch_samples):
+    counts['replay/disagreement'] = forest.disagreement(batch_samples).rate
+  return counts
 
 
 def _shuffle_success(groups, seed: int):

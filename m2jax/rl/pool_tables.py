@@ -2,8 +2,9 @@
 
 Token ids, log-probabilities and versions of a completion lie in one blob: a header
 byte, three little-endian int32 lengths, then int32 prompt ids, int32 response ids,
-float32 log-probabilities (float64 where float32 would lose bits) and int32 versions.
-Messages are JSON. Bodies above `COMPRESS_BYTES` are zstd frames.
+float32 log-probabilities (float64 where float32 would lose bits) and int32 versions;
+where expert ids were recorded, two int32 (L, top_k) and the int16 ids follow. Messages
+are JSON. Bodies above `COMPRESS_BYTES` are zstd frames.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ SCHEMA_VERSION = 1
 COMPRESS_BYTES = 1024
 
 _LENGTHS = struct.Struct('<iii')
-_ZSTD, _FLOAT64 = 1, 2  # header bits
+_EXPERTS = struct.Struct('<ii')
+_ZSTD, _FLOAT64, _HAS_EXPERTS = 1, 2, 4  # header bits
 _local = threading.local()
 
 _metadata = sa.MetaData()
@@ -181,7 +183,8 @@ def check_completion(c: records.Completion) -> None:
   """Refuses a completion that could not be trained on as it was sampled (law 4).
 
   Raises:
-    ValueError: naming the field; lengths differ or a log-probability is not finite.
+    ValueError: naming the field; lengths differ, a log-probability is not finite, or
+      expert ids are not int16 [tokens, L, top_k].
   """
   for field in ('logprobs', 'versions'):
     if len(getattr(c, field)) != len(c.response_ids):
@@ -191,6 +194,14 @@ def check_completion(c: records.Completion) -> None:
       )
   if not all(map(math.isfinite, c.logprobs)):
     raise ValueError(f'completion {c.id}: logprobs has a value that is not finite')
+  tokens = len(c.prompt_ids) + len(c.response_ids)
+  if (e := c.experts) is not None and (
+    e.ndim != 3 or len(e) != tokens or e.dtype != np.int16
+  ):
+    raise ValueError(
+      f'completion {c.id}: experts is {e.dtype} {e.shape}, want int16 of '
+      f'({tokens}, L, top_k)'
+    )
 
 
 def completion_row(c: records.Completion) -> dict[str, Any]:
@@ -215,7 +226,7 @@ def completion_row(c: records.Completion) -> dict[str, Any]:
 
 def completion(row: sa.Row) -> records.Completion:
   """The record of a row of `completions`, exactly as it was added."""
-  prompt_ids, response_ids, logprobs, versions = _unpack_arrays(row.arrays)
+  prompt_ids, response_ids, logprobs, versions, experts = _unpack_arrays(row.arrays)
   return records.Completion(
     id=row.id,
     session=row.session,
@@ -231,6 +242,7 @@ def completion(row: sa.Row) -> records.Completion:
     overrides=tuple(row.overrides.split(',')) if row.overrides else (),
     started_s=row.started_s,
     ended_s=row.ended_s,
+    experts=experts,
   )
 
 
@@ -282,19 +294,20 @@ def _pack_arrays(c: records.Completion) -> bytes:
     logprobs = narrow  # the engine samples in float32: nothing is lost
   else:
     flags = _FLOAT64
-  body = b''.join(
-    (
-      _LENGTHS.pack(len(c.prompt_ids), len(c.response_ids), len(c.versions)),
-      np.array(c.prompt_ids, '<i4').tobytes(),
-      np.array(c.response_ids, '<i4').tobytes(),
-      logprobs.tobytes(),
-      np.array(c.versions, '<i4').tobytes(),
-    )
-  )
-  return _pack(flags, body)
+  parts = [
+    _LENGTHS.pack(len(c.prompt_ids), len(c.response_ids), len(c.versions)),
+    np.array(c.prompt_ids, '<i4').tobytes(),
+    np.array(c.response_ids, '<i4').tobytes(),
+    logprobs.tobytes(),
+    np.array(c.versions, '<i4').tobytes(),
+  ]
+  if c.experts is not None:
+    flags |= _HAS_EXPERTS
+    parts += [_EXPERTS.pack(*c.experts.shape[1:]), c.experts.astype('<i2').tobytes()]
+  return _pack(flags, b''.join(parts))
 
 
-def _unpack_arrays(blob: bytes) -> tuple[tuple, tuple, tuple, tuple]:
+def _unpack_arrays(blob: bytes) -> tuple[tuple, tuple, tuple, tuple, np.ndarray | None]:
   flags, body = _unpack(blob)
   prompt, response, versions = _LENGTHS.unpack_from(body)
   offset, out = _LENGTHS.size, []
@@ -308,7 +321,12 @@ def _unpack_arrays(blob: bytes) -> tuple[tuple, tuple, tuple, tuple]:
     values = np.frombuffer(body, dtype, count, offset)
     offset += values.nbytes
     out.append(tuple(values.tolist()))
-  return tuple(out)
+  experts = None
+  if flags & _HAS_EXPERTS:
+    shape = prompt + response, *_EXPERTS.unpack_from(body, offset)
+    offset += _EXPERTS.size
+    experts = np.frombuffer(body, '<i2', math.prod(shape), offset).reshape(shape)
+  return *out, experts
 
 
 def _zstd() -> zstandard.ZstdCompressor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -21,6 +23,9 @@ class Completion:
     status: the parser's verdict on the response (`text.chat.Message.status`).
     overrides: names of sampling fields the training session overrode.
     started_s, ended_s: wall-clock seconds since the epoch.
+    experts: [prompt + response tokens, L, top_k] int16, the expert ids that the engine
+      used, -1 where it has none (`rollout.api.GenerateResult`); None: not recorded. Two
+      completions are compared without it.
   """
 
   id: str
@@ -37,6 +42,9 @@ class Completion:
   overrides: tuple[str, ...] = ()
   started_s: float = 0.0
   ended_s: float = 0.0
+  experts: np.ndarray | None = dataclasses.field(
+    default=None, compare=False, repr=False
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@
 One sample per completion: its recorded prompt and response ids, exactly as fed and as
 sampled (law 4). Every response token is a loss term with the sampling log-probability,
 the completion's advantage and the weight of the batch's normaliser; prompt tokens, so
-also what tools answered, have none. `forest.merge` then merges shared prefixes.
+also what tools answered, have none. Expert ids go along where they were recorded.
+`rl.packing` then merges shared prefixes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from m2jax.rl import cispo, rewards
 
 def from_groups(
   groups: Sequence[rewards.GroupCredit], normaliser: str = 'prompt'
-) -> list[forest.Sample]:
+) -> list[list[forest.Sample]]:
   """Samples of a batch: dropped groups and masked trajectories have no part in it.
 
   Args:
@@ -26,7 +27,7 @@ def from_groups(
     normaliser: see `cispo.weights`.
 
   Returns:
-    Samples in order of group, trajectory and turn; empty when nothing is left to train.
+    Of each group that is left, its samples in order of trajectory and turn.
   """
   kept = [g for g in groups if not g.dropped]
   lengths = [
@@ -34,7 +35,7 @@ def from_groups(
     for g in kept
   ]
   weights = cispo.weights(lengths, normaliser)
-  return [s for g, w in zip(kept, weights, strict=True) for s in from_group(g, w)]
+  return [from_group(g, w) for g, w in zip(kept, weights, strict=True)]
 
 
 def from_group(
@@ -65,6 +66,7 @@ def from_group(
       advantages=np.full(len(c.response_ids), advantage, np.float32),
       weights=np.full(len(c.response_ids), weight, np.float32),
       versions=np.array(c.versions, np.int32),
+      experts=c.experts,
     )
     for (c, advantage), weight in zip(terms, weights, strict=True)
   ]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 
 class PromptTooLong(ValueError):
   """The prompt leaves no room for a response in the engine's context."""
@@ -52,9 +54,18 @@ class GenerateResult:
       (after temperature and truncation; greedy reports the temperature-1 value).
     versions: policy version of each token; weights may change in flight.
     finish_reason: 'stop', 'length' or 'cancelled'.
+    experts: [prompt + response tokens, L, top_k] int16, the experts that each token
+      went to in the trunk when its K/V were computed; None unless
+      `EngineConfig.record_experts`. A prompt token found in the prefix cache has the
+      ids of the K/V that were found, whichever version computed them. -1 where there
+      are no K/V: the last response token, which was never fed back (and what a
+      cancelled request did not get to); training then routes by itself.
   """
 
   tokens: tuple[int, ...]
   logprobs: tuple[float, ...]
   versions: tuple[int, ...]
   finish_reason: str
+  experts: np.ndarray | None = dataclasses.field(
+    default=None, compare=False, repr=False
+  )

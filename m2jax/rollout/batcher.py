@@ -326,8 +326,23 @@ class Batcher:
         logprobs=take(table.logprobs),
         versions=take(table.versions),
         finish_reason=reason,
+        experts=self._experts(job, begin + count),
       )
     )
+
+  def _experts(self, job: Job, tokens: int) -> np.ndarray | None:
+    """See GenerateResult.experts; of the request's first `tokens`."""
+    if not self.engine.config.record_experts:
+      return None
+    cfg = self.engine.cfg
+    ids = np.full((tokens, cfg.num_layers, cfg.experts_per_token), -1, np.int16)
+    held = int(self.table.held[job.slot]) if job.slot >= 0 else 0
+    if held := min(held, tokens):
+      found = self.engine.expert_ids(
+        self.state, np.int32(job.slot), context=self._context(held)
+      )
+      ids[:held] = np.asarray(found)[:held]
+    return ids
 
   def fail(self, job: Job, error: EngineError) -> None:
     """Ends a request with an error; what its slot holds is not used again."""

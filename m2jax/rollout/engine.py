@@ -72,12 +72,19 @@ class Engine:
     self._replicated = jax.sharding.NamedSharding(
       self._mesh, jax.sharding.PartitionSpec()
     )
+    self._empty_tail = functools.partial(
+      kv_cache.empty_tail,
+      cfg,
+      split=cfg.unroll_layers,
+      record_experts=config.record_experts,
+    )
     jit = functools.partial(jax.jit, donate_argnames='state')
     context = functools.partial(jit, static_argnames='context')
     self.prefill_rows = context(self._prefill_rows)
     self.copy_rows = context(self._copy_rows)
     self.generate_many = context(self._generate_many)
     self.admit = jit(self._admit)
+    self.expert_ids = jax.jit(self._expert_ids, static_argnames='context')
     self._jit_generate = jit(self._generate_one)
     self._jit_insert = jit(self._insert)
     self._jit_prefill = jax.jit(self._prefill)
@@ -85,13 +92,19 @@ class Engine:
   def _init_cache(self, slots: int) -> kv_cache.KvCache:
     # Every decode call writes max_steps entries, wherever its rows end.
     positions = self.config.context_tokens + self.config.max_steps
-    return kv_cache.init(self.cfg, slots, positions, self.config.cache_dtype)
+    config = self.config
+    return kv_cache.init(
+      self.cfg,
+      slots,
+      positions,
+      config.cache_dtype,
+      record_experts=config.record_experts,
+    )
 
   def _extend(self, params, cache, rows, tokens, starts, *, context: int):
     """K/V entries, as a Tail, of tokens [P, C] at starts of slots rows [P]."""
-    split = self.cfg.unroll_layers
-    cached = kv_cache.gather(cache, rows, context, split=split)
-    tail = kv_cache.empty_tail(self.cfg, *tokens.shape, split=split)
+    cached = kv_cache.gather(cache, rows, context, split=self.cfg.unroll_layers)
+    tail = self._empty_tail(*tokens.shape)
     return forward.extend(self.cfg, params, tokens, cached, starts, tail, 0)[1]
 
   # --- What the scheduler calls. Pure; each is jitted above with `state` donated.
@@ -144,9 +157,8 @@ class Engine:
       length=jnp.where(live, slots.length, 0),
     )
     starts = slots.length
-    split = self.cfg.unroll_layers
-    cached = kv_cache.gather(state.cache, rows, context, split=split)
-    tail = kv_cache.empty_tail(self.cfg, P, N, split=split)
+    cached = kv_cache.gather(state.cache, rows, context, split=self.cfg.unroll_layers)
+    tail = self._empty_tail(P, N)
     sampled = Sampled(
       tokens=jnp.zeros((P, N), jnp.int32),
       logprobs=jnp.zeros((P, N), jnp.float32),
@@ -179,6 +191,11 @@ class Engine:
     )
     cache = kv_cache.append(state.cache, tail, rows, num_rows, starts)
     return DecodeState(cache, _scatter(state.slots, slots, rows, num_rows)), sampled
+
+  def _expert_ids(self, state: DecodeState, slot, *, context: int) -> jax.Array:
+    """Expert ids [context, L, top_k] int16 of a slot's first positions; what lies at or
+    beyond the slot's length is garbage. Wants config.record_experts."""
+    return state.cache.experts[:, slot, :context].swapaxes(0, 1)
 
   def _sample(self, params, hidden, slots: Slots):
     """Draws each row's next token from hidden [P, D]; rows at rest stay as they are."""
@@ -238,7 +255,7 @@ class Engine:
     wider = kv_cache.append(wider, tail, row, jnp.int32(1), starts)
     positions = context + self.config.max_steps
     return Prefix(
-      cache=kv_cache.gather(wider, row, positions, split=False),
+      cache=kv_cache.crop(wider, positions),
       length=prefix.length + true_length,
       token=tokens[true_length - 1],
     )
@@ -280,9 +297,8 @@ class Engine:
   def _generate_one(self, params, state: DecodeState):
     S, context = self.config.slots, self.config.context_tokens
     rows, slots = jnp.arange(S), state.slots
-    split = self.cfg.unroll_layers
-    cached = kv_cache.gather(state.cache, rows, context, split=split)
-    tail = kv_cache.empty_tail(self.cfg, S, 1, split=split)
+    cached = kv_cache.gather(state.cache, rows, context, split=self.cfg.unroll_layers)
+    tail = self._empty_tail(S, 1)
     hidden, tail = forward.extend(
       self.cfg, params, slots.token[:, None], cached, slots.length, tail, 0
     )
@@ -363,6 +379,8 @@ class Engine:
         state = self.prefill_rows(
           params, state, rows(n), none, tokens, rows(n), context=context
         )
+      if config.record_experts:
+        self.expert_ids(state, none, context=context)
     empty = make_slots(config.slots, config.max_stop_ids)
     state = self.admit(state, rows(config.slots), none, empty)
     return jax.block_until_ready(state)
@@ -370,7 +388,7 @@ class Engine:
   def compilations(self) -> int:
     """Programs compiled so far for the scheduler's calls."""
     calls = (self.prefill_rows, self.copy_rows, self.generate_many, self.admit)
-    return sum(call._cache_size() for call in calls)
+    return sum(call._cache_size() for call in (*calls, self.expert_ids))
 
 
 def _scatter(into: Slots, rows_of: Slots, rows, num_rows) -> Slots:

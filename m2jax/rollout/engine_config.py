@@ -22,6 +22,8 @@ class EngineConfig:
     confident_probability, confident_tokens: a generation ends ('length') after this
       many consecutive tokens above this probability (the report's stability rule).
     cache_dtype: of the K/V cache; None is the model's activation dtype.
+    record_experts: keep the expert ids of every token beside its K/V and give them with
+      the result, for routing replay in training: 2·L·top_k bytes a token.
   """
 
   slots: int = 64
@@ -34,6 +36,7 @@ class EngineConfig:
   confident_probability: float = 0.99
   confident_tokens: int = 3000
   cache_dtype: str | None = None
+  record_experts: bool = False
 
   def __post_init__(self):
     def check(ok: bool, field: str, want: str):

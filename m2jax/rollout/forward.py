@@ -23,7 +23,7 @@ from m2jax.config import ModelConfig
 from m2jax.kernels import tree_attention
 from m2jax.layers import attention, block, rope
 from m2jax.layers.norm import rms_norm
-from m2jax.rollout.kv_cache import KvCache, Tail
+from m2jax.rollout.kv_cache import EXPERT_DTYPE, KvCache, Tail
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 # Scores of so many new tokens a row are not stored: forest attention over both parts.
@@ -54,7 +54,8 @@ def extend(
     sharding: all else is this device's part where it has a mesh.
 
   Returns:
-    hidden [P, C, D] after the final norm, and the tail with C more entries.
+    hidden [P, C, D] after the final norm, and the tail with C more entries, the
+    experts' ids among them where it has room for them.
   """
   params = variables['params']
   P, C = tokens.shape
@@ -100,8 +101,12 @@ def extend(
       return sharding.psum(out, 'heads'), longer
 
     ones = jnp.ones_like(position)
-    x, tail, _ = block.apply(x, p, bias, cfg, attend, ones, sharding=sharding)
-    return x, tail
+    x, longer, routing = block.apply(x, p, bias, cfg, attend, ones, sharding=sharding)
+    if tail.experts is not None:
+      ids = routing.ids.reshape(P, C, -1).astype(EXPERT_DTYPE)
+      ids = lax.dynamic_update_slice_in_dim(tail.experts, ids, offset, axis=1)
+      longer = longer._replace(experts=ids)
+    return x, longer
 
   x = model._embed(cfg, params, tokens, sharding)
   weights = (params['layers'], variables['router']['layers'])

@@ -8,6 +8,9 @@ it for the matmul. Keys lie transposed, so that scores read them in order.
 Rows move in loops of slices whose count is a traced number: padding rows cost nothing,
 and XLA updates the donated cache in place.
 
+Where expert ids are recorded they lie beside the keys and values of their token and
+move with them: whoever takes over a prefix has its ids.
+
 Axes: L layers, S slots, P rows of a call, C cached positions, N positions of a tail,
 K key/value heads, H head dim.
 """
@@ -22,63 +25,85 @@ from jax import lax
 
 from m2jax.config import ModelConfig
 
+EXPERT_DTYPE = jnp.int16
+
 
 class KvCache(NamedTuple):
-  """k [L, S, K, H, C] and v [L, S, K, C, H]."""
+  """k [L, S, K, H, C], v [L, S, K, C, H], experts [L, S, C, top_k] int16 or None."""
 
   k: jax.Array
   v: jax.Array
-
-
-_CONTEXT_AXIS = KvCache(k=4, v=3)
+  experts: jax.Array | None = None
 
 
 class Tail(NamedTuple):
-  """New entries of P rows, k and v [L, P, N, K, H]."""
+  """New entries of P rows: k, v [L, P, N, K, H], experts [L, P, N, top_k] or None."""
 
   k: jax.Array
   v: jax.Array
+  experts: jax.Array | None = None
 
 
-def init(cfg: ModelConfig, slots: int, context_tokens: int, dtype=None) -> KvCache:
+def _context_axes(cache: KvCache) -> KvCache:
+  """Which axis of each array counts positions."""
+  return KvCache(k=4, v=3, experts=None if cache.experts is None else 2)
+
+
+def init(
+  cfg: ModelConfig,
+  slots: int,
+  context_tokens: int,
+  dtype=None,
+  *,
+  record_experts: bool = False,
+) -> KvCache:
   """An empty cache in dtype; None is the activations' dtype."""
   kv, head, dtype = cfg.num_kv_heads, cfg.head_dim, dtype or cfg.dtype
+  ids = (cfg.num_layers, slots, context_tokens, cfg.experts_per_token)
   return KvCache(
     k=jnp.zeros((cfg.num_layers, slots, kv, head, context_tokens), dtype),
     v=jnp.zeros((cfg.num_layers, slots, kv, context_tokens, head), dtype),
+    experts=jnp.zeros(ids, EXPERT_DTYPE) if record_experts else None,
   )
 
 
 def gather(cache: KvCache, rows: jax.Array, context: int, *, split: bool):
-  """The first `context` positions of slots `rows` [P].
+  """The first `context` positions of slots `rows` [P]: keys and values, to attend to.
 
   Returns:
     A KvCache of P slots; with `split` a tuple over layers of KvCaches without the
     leading axis, which a loop over steps reads without slicing them out every time.
   """
+  cache = cache._replace(experts=None)
+  axes = _context_axes(cache)
 
   def take(axis, x):
     x = lax.slice_in_dim(x, 0, context, axis=axis)
     return x.take(rows, axis=1, mode='clip')
 
   if not split:
-    return jax.tree.map(take, _CONTEXT_AXIS, cache)
+    return jax.tree.map(take, axes, cache)
 
   def layer(l):
     one = jax.tree.map(lambda x: x[l : l + 1], cache)
-    return jax.tree.map(lambda axis, x: take(axis, x)[0], _CONTEXT_AXIS, one)
+    return jax.tree.map(lambda axis, x: take(axis, x)[0], axes, one)
 
   return tuple(layer(l) for l in range(len(cache.k)))
 
 
-def empty_tail(cfg: ModelConfig, rows: int, tokens: int, *, split: bool):
+def empty_tail(
+  cfg: ModelConfig, rows: int, tokens: int, *, split: bool, record_experts: bool = False
+):
   """A Tail of zeros in the activations' dtype; with `split` a tuple over layers."""
-  shape = (rows, tokens, cfg.num_kv_heads, cfg.head_dim)
-  if split:
-    one = Tail(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
-    return (one,) * cfg.num_layers
-  shape = (cfg.num_layers, *shape)
-  return Tail(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
+  lead = () if split else (cfg.num_layers,)
+  shape = (*lead, rows, tokens, cfg.num_kv_heads, cfg.head_dim)
+  ids = (*lead, rows, tokens, cfg.experts_per_token)
+  tail = Tail(
+    k=jnp.zeros(shape, cfg.dtype),
+    v=jnp.zeros(shape, cfg.dtype),
+    experts=jnp.zeros(ids, EXPERT_DTYPE) if record_experts else None,
+  )
+  return (tail,) * cfg.num_layers if split else tail
 
 
 def append(
@@ -90,7 +115,11 @@ def append(
   """
   if not isinstance(tail, Tail):  # split
     tail = jax.tree.map(lambda *layers: jnp.stack(layers), *tail)
-  turned = KvCache(tail.k.transpose(0, 1, 3, 4, 2), tail.v.transpose(0, 1, 3, 2, 4))
+  turned = KvCache(
+    k=tail.k.transpose(0, 1, 3, 4, 2),
+    v=tail.v.transpose(0, 1, 3, 2, 4),
+    experts=tail.experts,
+  )
 
   def leaf(axis, x, new):
     new = new.astype(x.dtype)
@@ -101,13 +130,13 @@ def append(
 
     return lax.fori_loop(0, num_rows, body, x)
 
-  return jax.tree.map(leaf, _CONTEXT_AXIS, cache, turned)
+  return jax.tree.map(leaf, _context_axes(cache), cache, turned)
 
 
 def insert(cache: KvCache, one: KvCache, slot: jax.Array) -> KvCache:
   """Puts a cache of one slot and the same positions at `slot`."""
   put = lambda axis, x, new: lax.dynamic_update_slice(x, new, _at(x, axis, slot, 0))
-  return jax.tree.map(put, _CONTEXT_AXIS, cache, one)
+  return jax.tree.map(put, _context_axes(cache), cache, one)
 
 
 def pad(cache: KvCache, positions: int) -> KvCache:
@@ -118,7 +147,13 @@ def pad(cache: KvCache, positions: int) -> KvCache:
     widths[axis] = (0, positions)
     return jnp.pad(x, widths)
 
-  return jax.tree.map(leaf, _CONTEXT_AXIS, cache)
+  return jax.tree.map(leaf, _context_axes(cache), cache)
+
+
+def crop(cache: KvCache, positions: int) -> KvCache:
+  """The cache's first positions."""
+  cut = lambda axis, x: lax.slice_in_dim(x, 0, positions, axis=axis)
+  return jax.tree.map(cut, _context_axes(cache), cache)
 
 
 def copy(
@@ -139,7 +174,7 @@ def copy(
 
     return lax.fori_loop(0, num_rows, body, x)
 
-  return jax.tree.map(leaf, _CONTEXT_AXIS, cache)
+  return jax.tree.map(leaf, _context_axes(cache), cache)
 
 
 def _resized(shape, axis: int, slots: int, context: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ descendants have left there:
   pop   forward once more of a run of the path and backward from its own loss terms and
         from the cotangents of its entries; the entries are dropped
 
-Every function is that of `model.forward` and `train.step.loss_and_loads` on the whole
+Every function is that of `model.forward` and `train.step.loss_and_metrics` on the whole
 tree, so the sums are the same (law 3). Memory is the stack with its cotangents, as long
 as the longest path may be, and one chunk; the number of leaves is not in it. Each kind
 of chunk is compiled once a shape (`forest.Buckets`).
@@ -57,23 +57,14 @@ class Programs(NamedTuple):
 def programs(
   cfg: ModelConfig, objective: train_step.Objective, config: train_step.StepConfig
 ) -> Programs:
-  """Makes the parts; `config.micro_rows` has no meaning here. One device."""
+  """Makes the parts; `config.micro_rows` has no meaning to them. One device."""
 
   def forward(params, above, router, batch):
     variables = {'params': params, 'router': router}
     out, own = model.forward_below(
       cfg, variables, batch, above, detach_mtp=config.detach_mtp
     )
-    loss, metrics = objective(train_step.at_terms(out.logprob, batch), batch)
-
-    def weighted(values):
-      return jnp.sum(batch.weight * train_step.at_terms(values, batch))
-
-    metrics = dict(metrics, loss=loss, entropy=weighted(out.entropy))
-    if cfg.num_mtp_modules:
-      mtp_loss = -sum(weighted(lp) for lp in out.mtp_logprob) / cfg.num_mtp_modules
-      metrics['mtp_loss'] = mtp_loss
-      loss = loss + config.mtp_weight * mtp_loss
+    loss, metrics = train_step.loss_and_metrics(out, batch, cfg, objective, config)
     return (loss, own), (metrics, out.loads)
 
   def push(variables, stack, batch, start):
@@ -194,12 +185,22 @@ def make_step(
   optimizer: optax.GradientTransformation,
   objective: train_step.Objective,
   config: train_step.StepConfig,
-) -> Callable[[train_step.TrainState, Plan], Any]:
-  """`train.step.make_step` for plans: `step(state, plan) -> (state, metrics)`."""
-  parts = programs(cfg, objective, config)
-  apply = train_step.programs(cfg, optimizer, objective, config).apply
+) -> Callable[..., tuple[train_step.TrainState, dict[str, jax.Array]]]:
+  """`train.step.make_step` for plans: `step(state, plan, rows=None)`.
 
-  def step(state: train_step.TrainState, plan: Plan):
-    return apply(state, gradients(parts, state.variables, plan))
+  `rows` are those of a Forest, in micro-batches as always, and belong to the same
+  update; one of the two may be None.
+  """
+  parts = programs(cfg, objective, config)
+  of_rows = train_step.programs(cfg, optimizer, objective, config)
+
+  def step(state: train_step.TrainState, plan: Plan | None, rows: Forest | None = None):
+    sums = None
+    if plan is not None:
+      sums = gradients(parts, state.variables, plan)
+    if rows is not None:
+      batches = train_step.micro_batches(rows, config.micro_rows)
+      sums = train_step.sum_of(of_rows, state.variables, batches, sums=sums)
+    return of_rows.apply(state, sums)
 
   return step

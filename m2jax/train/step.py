@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -162,6 +162,14 @@ def loss_and_loads(
   out = model.forward(
     cfg, variables, batch, detach_mtp=config.detach_mtp, sharding=sharding
   )
+  loss, metrics = loss_and_metrics(out, batch, cfg, objective, config)
+  return loss, (metrics, out.loads)
+
+
+def loss_and_metrics(
+  out: model.Outputs, batch, cfg, objective, config: StepConfig
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Scalar loss and metrics of a batch from what the model made of it."""
   loss, metrics = objective(at_terms(out.logprob, batch), batch)
 
   def weighted(values):  # [B, S] → sum over the terms
@@ -172,7 +180,7 @@ def loss_and_loads(
     mtp_loss = -sum(weighted(lp) for lp in out.mtp_logprob) / cfg.num_mtp_modules
     metrics['mtp_loss'] = mtp_loss
     loss = loss + config.mtp_weight * mtp_loss
-  return loss, (metrics, out.loads)
+  return loss, metrics
 
 
 def micro_batches(batch: Forest, rows: int) -> Iterator[Forest]:
@@ -211,16 +219,11 @@ def make_step(
   """
   sharding.check(cfg)
   sharding.check_batch(config.micro_rows)
-  specs = sharding_lib.batch_specs(sharding.rules)
-  micro, add, apply = programs(cfg, optimizer, objective, config, sharding)
+  parts = programs(cfg, optimizer, objective, config, sharding)
 
   def step(state: TrainState, batch: Forest):
-    sums = None
-    for part in micro_batches(batch, config.micro_rows):
-      sharding.check_batch(*part.tokens.shape)
-      out = micro(state.variables, sharding.place(part, specs))
-      sums = out if sums is None else add(sums, out)
-    return apply(state, sums)
+    batches = micro_batches(batch, config.micro_rows)
+    return parts.apply(state, sum_of(parts, state.variables, batches, sharding))
 
   return step
 
@@ -237,6 +240,22 @@ class Programs(NamedTuple):
   micro: Callable[..., Any]
   add: Callable[..., Any]
   apply: Callable[..., Any]
+
+
+def sum_of(
+  parts: Programs,
+  variables,
+  batches: Iterable[Forest],
+  sharding: Sharding = ONE_DEVICE,
+  sums=None,
+):
+  """What `Programs.apply` takes: the sums of micro-batches, added to `sums`."""
+  specs = sharding_lib.batch_specs(sharding.rules)
+  for batch in batches:
+    sharding.check_batch(*batch.tokens.shape)
+    out = parts.micro(variables, sharding.place(batch, specs))
+    sums = out if sums is None else parts.add(sums, out)
+  return sums
 
 
 def programs(

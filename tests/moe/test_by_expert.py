@@ -20,7 +20,7 @@ def test_equals_a_stable_sort(shape, seed):
   tokens, top_k, experts = shape
   rng = np.random.default_rng(seed)
   ids = rng.integers(0, experts + 1, (tokens, top_k)).astype(np.int32)
-  order, place, sizes = module.by_expert(jnp.asarray(ids), experts)
+  order, place, sizes = module.order(jnp.asarray(ids), experts)
   want = np.argsort(ids.reshape(-1), kind='stable')
   np.testing.assert_array_equal(order, want)
   np.testing.assert_array_equal(place, np.argsort(want))
@@ -36,6 +36,6 @@ def test_ids_beyond_what_a_key_holds_are_refused():
   """A key that wrapped would send tokens to the wrong expert."""
   with pytest.raises(ValueError, match='too many to sort'):
     jax.eval_shape(
-      lambda ids: module.by_expert(ids, 256),
+      lambda ids: module.order(ids, 256),
       jax.ShapeDtypeStruct((2**22, 8), jnp.int32),
     )

@@ -1,10 +1,13 @@
 """The data pool: what goes in comes out, states, law 5 against a model, failures."""
 
+import contextlib
 import dataclasses
 import sqlite3
+import struct
 import tempfile
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,12 +89,18 @@ def completions(draw):
   def many(values):
     return tuple((draw(st.lists(values, min_size=1, max_size=8)) * n)[:n])
 
+  prompt_ids = tuple(draw(st.lists(IDS, max_size=50)))
+  experts = None
+  if draw(st.booleans()):
+    shape = len(prompt_ids) + n, draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 9)))
+    experts = rng.integers(-1, 2**15, shape).astype(np.int16)
   return completion(
     's',
     turn=draw(st.integers(0, 1000)),
     parent=draw(st.none() | TEXT),
     fork_reason=draw(st.none() | TEXT),
-    prompt_ids=tuple(draw(st.lists(IDS, max_size=50))),
+    prompt_ids=prompt_ids,
     response_ids=many(IDS),
     logprobs=many(logprob),
     versions=many(st.integers(0, 2**31 - 1)),
@@ -100,6 +109,7 @@ def completions(draw):
     overrides=draw(st.sampled_from([(), ('top_p',), ('temperature', 'top_k')])),
     started_s=draw(st.floats(0, 2e9)),
     ended_s=draw(st.floats(0, 2e9)),
+    experts=experts,
   )
 
 
@@ -115,14 +125,19 @@ def shared():
 @settings(deadline=None, max_examples=60)
 @given(c=completions(), messages=st.lists(st.dictionaries(TEXT, JSON, max_size=3)))
 def test_records_come_back_exactly(shared, c, messages):
-  """Law 4 ends here if a log-probability loses a bit or an id its sign."""
+  """Law 4 ends here if a log-probability loses a bit or an id its sign; expert ids come
+  back where there were any."""
   session = f's{next(shared.counter)}'
   c = dataclasses.replace(c, id=session, session=session)
   t = trajectory(session, -1, messages=tuple(messages), answer='é', ended='length')
   shared.add_completion(c)
   shared.add_trajectory(t)
   shared.flush()
-  assert shared.completions(session) == [c]
+  (got,) = shared.completions(session)
+  assert got == c
+  assert (got.experts is None) == (c.experts is None)
+  if c.experts is not None:
+    np.testing.assert_array_equal(got.experts, c.experts)
   stored = shared.recent(1)[0]
   assert (stored.trajectory, stored.reward, stored.superseded) == (t, None, False)
 
@@ -144,11 +159,28 @@ def test_untrainable_completions_are_refused(pool):
     ('versions', (1, 2, 3)),
     ('logprobs', (-1.0, float('nan'))),
     ('logprobs', (-1.0, float('-inf'))),
+    ('experts', np.zeros((4, 1, 1), np.int16)),
+    ('experts', np.zeros((5, 1, 1), np.int64)),
+    ('experts', np.zeros((5, 1), np.int16)),
   ):
     with pytest.raises(ValueError, match=field):
       pool.add_completion(completion('s', **{field: value}))
   pool.flush()
   assert pool.completions('s') == []
+
+
+def test_completions_without_expert_ids_are_readable(pool, url):
+  """Pools of before there were expert ids restart under this code: same schema, and a
+  blob that ends after the versions."""
+  pool.add_completion(completion('s', experts=np.ones((5, 2, 1), np.int16)))
+  pool.flush()
+  blob = b'\0' + struct.pack('<iii', 3, 2, 2)
+  blob += struct.pack('<iiiiiffii', 1, 2, 3, 4, 5, -0.5, -1.25, 7, 8)
+  with contextlib.closing(sqlite3.connect(url.removeprefix('sqlite:///'))) as database:
+    database.execute('UPDATE completions SET arrays = ?', (blob,))
+    database.commit()
+  (got,) = pool.completions('s')
+  assert got == completion('s') and got.experts is None
 
 
 def test_ids_are_unique(pool, url):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from m2jax import model
+from m2jax import forest, model
 from m2jax.rl import learner, rewards
 from m2jax.rl.records import Completion, Trajectory
 from m2jax.train import step as train_step
@@ -19,6 +20,22 @@ from tests.train import test_step
 CFG = dataclasses.replace(
   test_step.CFG, dtype='float32', param_dtype='float32', num_mtp_modules=0
 )
+
+
+def completion(session, turn, prompt, response, **fields):
+  return Completion(
+    id=f'{session}/{turn}',
+    session=session,
+    turn=turn,
+    parent=None,
+    fork_reason=None,
+    prompt_ids=prompt,
+    response_ids=response,
+    logprobs=tuple(np.linspace(-2.5, -3.0, len(response))),
+    finish_reason='stop',
+    status='ok',
+    **fields,
+  )
 
 
 class Pool:
@@ -31,21 +48,11 @@ class Pool:
     out = []
     for rank, success in enumerate(self.successes):
       session = f'{index}.{rank}'
-      completion = Completion(
-        id=session,
-        session=session,
-        turn=0,
-        parent=None,
-        fork_reason=None,
-        prompt_ids=(1, 2, 3 + index),
-        response_ids=(7 + rank, 9),
-        logprobs=(-2.5, -3.0),
-        versions=(self.version, self.version),
-        finish_reason='stop',
-        status='ok',
-      )
+      versions = (self.version, self.version)
+      prompt, response = (1, 2, 3 + index), (7 + rank, 9)
+      turn = completion(session, 0, prompt, response, versions=versions)
       end = Trajectory(session, index, rank, 't', 'f', 'answer', success, 1.0, 1)
-      out.append((end, [completion]))
+      out.append((end, [turn]))
     return out
 
   def set_rewards(self, by_session):
@@ -119,3 +126,109 @@ def test_not_finite(make):
   names the step."""
   with pytest.raises(FloatingPointError, match='rl step 1: loss is nan'):
     make(Pool((1.0, 0.0)), broken=True).update([0])
+
+
+class TreePool(Pool):
+  """Item 0 fits a row of 12; items 1 and 2 do not: a bush, and one with long paths."""
+
+  def __init__(self, replay):
+    super().__init__((1.0, 0.0, 0.5, 0.25))
+    self.replay = replay
+
+  def group(self, index):
+    stem = tuple(range(1, (3, 9, 11)[index]))
+    out = []
+    for rank, success in enumerate(self.successes[: 2 if index == 0 else 4]):
+      session, ids, turns = f'{index}.{rank}', stem, []
+      for turn in range(1 + (index > 0)):
+        response = (7 + rank, 10 + turn) + index * (11, rank)
+        whole = ids + response
+        experts = self.experts(whole) if self.replay else None
+        versions = (0,) * len(response)
+        turns.append(
+          completion(session, turn, ids, response, versions=versions, experts=experts)
+        )
+        ids = whole + (3, 4)
+      end = Trajectory(session, index, rank, 't', 'f', 'answer', success, 1.0, 1)
+      out.append((end, turns))
+    return out
+
+  def experts(self, tokens):
+    """Ids that depend on the path alone, not the router's; -1 for the last token."""
+    seeds = [zlib.crc32(bytes(tokens[: i + 1])) for i in range(len(tokens))]
+    ids = [np.random.default_rng(s).permutation(4)[:2] for s in seeds[:-1]]
+    return np.array([*ids, (-1, -1)], np.int16)[:, None]
+
+
+@pytest.mark.parametrize(
+  'replay, modules', [(True, 0), pytest.param(False, 1, marks=pytest.mark.long)]
+)
+def test_trees_larger_than_a_row(replay, modules):
+  """Groups that rows cannot hold, by size or by a path longer than a row, give the
+  update that one huge row gives: weights, router biases from the expert loads, and
+  every metric, in one optimizer step together with the rows."""
+  sizes = {
+    'rows': dict(row_tokens=256, row_terms=256, buckets=forest.Buckets((256,), (256,))),
+    'chunks': dict(
+      row_tokens=12,
+      row_terms=12,
+      buckets=forest.Buckets((8,), (24,), terms_per_token=2),
+    ),
+  }
+  got = {}
+  with jax.enable_x64():
+    cfg = dataclasses.replace(test_step.CFG, num_mtp_modules=modules)
+    start = jax.jit(train_step.init_variables, static_argnums=0)(cfg, test_step.KEY)
+    start['router'] = {k: v + 0.01 * jnp.arange(4) for k, v in start['router'].items()}
+    optimizer = optax.sgd(0.1)
+    for name, fields in sizes.items():
+      config = learner.LearnerConfig(
+        reward=rewards.RewardConfig(alpha=0.0, beta=0.0),
+        step=train_step.StepConfig(micro_rows=1, detach_mtp=True),
+        **fields,
+      )
+      state = train_step.init_state(jax.tree.map(jnp.copy, start), optimizer)
+      one = learner.Learner(cfg, config, optimizer, state, TreePool(replay))
+      scalars = one.update([0, 1, 2])
+      assert one.version == 1
+      for timing in ('train_s', 'tokens_per_s'):
+        del scalars[timing]
+      got[name] = one.state.variables, scalars
+  (variables, scalars), (want_variables, want) = got['chunks'], got['rows']
+  assert (scalars.pop('chunked_trees'), want.pop('chunked_trees')) == (2, 0)
+  assert scalars.pop('padding') != want.pop('padding')
+  # one row merges what the groups share, too
+  assert scalars.pop('forest_tokens') >= want.pop('forest_tokens')
+  assert scalars.pop('replay/disagreement', None) == (0.0 if replay else None)
+  want.pop('replay/disagreement', None)
+  assert scalars == pytest.approx(want, rel=1e-9)
+  moved = 0.0
+  for a, b, c in zip(
+    *map(jax.tree.leaves, (variables, want_variables, start)), strict=True
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+    moved = max(moved, float(np.max(np.abs(a - c))))
+  assert moved > 1e-4
+
+
+def test_disagreement_is_reported(make):
+  """Of the prompt's three tokens, which both trajectories have a record of, one was
+  routed differently in the second: a third of the records compared."""
+
+  class Routed(Pool):
+    def group(self, index):
+      out = super().group(index)
+      for rank, (_, turns) in enumerate(out):
+        experts = np.zeros((5, 1, 2), np.int16) + np.array([0, 1], np.int16)
+        experts[1] += rank
+        turns[0] = dataclasses.replace(turns[0], experts=experts)
+      return out
+
+  scalars = make(Routed((1.0, 0.0))).update([0])
+  assert scalars['replay/disagreement'] == pytest.approx(1 / 3)
+
+
+def test_buckets_hold_what_rows_hold():
+  """A stack shorter than a row would refuse in the middle of a run what fits a row."""
+  with pytest.raises(ValueError, match='LearnerConfig.buckets.stack_tokens'):
+    learner.LearnerConfig(row_tokens=8192)

@@ -40,7 +40,7 @@ def credit(item, successes, **kwargs):
 def test_a_sample_is_a_completion():
   """Law 4: prompt and response exactly as recorded, one value per response token."""
   group = credit(0, (1.0, 0.0, 0.5))
-  got = samples.from_groups([group])
+  (got,) = samples.from_groups([group])
   want = [
     (c, a)
     for k in group.credits
@@ -65,12 +65,12 @@ def test_what_is_left_out():
     [episode(2, 0, 1.0), episode(2, 1, 0.0), masked], rewards.RewardConfig()
   )
   got = samples.from_groups([kept, dropped, broken])
-  assert len(got) == 4 + 0 + 4
+  assert [len(group) for group in got] == [4, 4]
   # 'prompt': each of the two groups that are left has half of the weight.
-  for start in (0, 4):
-    assert sum(s.weights.sum() for s in got[start : start + 4]) == pytest.approx(0.5)
+  for group in got:
+    assert sum(s.weights.sum() for s in group) == pytest.approx(0.5)
   tokens = samples.from_groups([kept, dropped, broken], normaliser='token')
-  assert len({float(w) for s in tokens for w in s.weights}) == 1
+  assert len({float(w) for group in tokens for s in group for w in s.weights}) == 1
   assert samples.from_groups([dropped]) == []
   with pytest.raises(ValueError, match='1 weights for 4 completions'):
     samples.from_group(kept, [1.0])
@@ -83,7 +83,7 @@ def test_loss_does_not_depend_on_rows():
   nor in Σ|o_i|.
   """
   groups = [credit(0, (1.0, 0.0, 0.0)), credit(1, (0.0, 1.0), turns=3)]
-  batch = samples.from_groups(groups)
+  batch = sum(samples.from_groups(groups), [])
   rng = np.random.default_rng(0)
   logprobs = [s.old_logprobs + rng.normal(size=len(s.weights)) for s in batch]
 
@@ -113,6 +113,6 @@ def test_loss_does_not_depend_on_rows():
 def test_float32_weights_keep_the_normaliser():
   """Casting weights to float32 does not move the normaliser."""
   groups = [credit(i, (1.0, 0.0), turns=1 + i) for i in range(7)]
-  weights = [s.weights for s in samples.from_groups(groups)]
+  weights = [s.weights for group in samples.from_groups(groups) for s in group]
   assert all(w.dtype == np.float32 for w in weights)
   assert np.concatenate(weights).sum(dtype=np.float64) == pytest.approx(1.0, rel=1e-6)

@@ -143,9 +143,9 @@ def test_fsdp_gathers_layer_by_layer(short):
   gathered = {shape for shapes in found['all-gather'] for shape in shapes}
   expert = (CFG.num_experts, CFG.embed_dim, CFG.expert_dim)
   q = (CFG.embed_dim, CFG.num_heads * CFG.head_dim)
-  for weight in (expert, q):  # gate and up; in layers twice, and in the MTP module
+  for weight in (expert, q):  # gate and up; in layers and in MTP modules, twice each
     count = sum(shapes == [weight] for shapes in found['all-gather'])
-    assert count == (6 if weight == expert else 3)
+    assert count == (8 if weight == expert else 4)
   assert not any(shape[0] == CFG.num_layers for shape in gathered)
   assert elements(found['all-reduce']) < 1000 < CFG.vocab_size * CFG.embed_dim
   # The table is not gathered for a lookup: ids go out, channels come back.

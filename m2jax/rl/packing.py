@@ -1,0 +1,86 @@
+"""A batch of groups as one update runs it: rows, and chunks of what rows cannot hold.
+
+A group is a tree: its samples share the task. Trees that fit are packed into rows of
+one shape. One that does not is split over rows, which repeats the path to each split,
+or is trained in chunks (`train.chunks`), which runs its core twice and pads every
+chunk: whichever runs fewer tokens. Both are exact (law 3): only cost is at stake.
+
+Axes: n rows, S tokens of a row, M loss terms of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from m2jax import forest
+
+
+class Batch(NamedTuple):
+  """Every sample of some groups, once; together they are one update.
+
+  Attributes:
+    rows: Forest of [n, S], or None where no group goes in rows.
+    plan: chunks of the other groups, or None.
+    chunked: how many groups these are.
+  """
+
+  rows: forest.Forest | None
+  plan: forest.Plan | None
+  chunked: int
+
+  @property
+  def num_tokens(self) -> int:
+    """Tokens after merging, those that rows repeat included."""
+    rows = self.rows.num_tokens if self.rows is not None else 0
+    return rows + (self.plan.tokens if self.plan is not None else 0)
+
+
+def pack(
+  groups: Sequence[Sequence[forest.Sample]],
+  *,
+  row_tokens: int,
+  row_terms: int,
+  buckets: forest.Buckets,
+) -> Batch:
+  """Decides for each group, and merges.
+
+  Recorded expert ids of a token shared between groups (a system prompt) are made one
+  among the groups in rows, and among those in chunks.
+
+  Args:
+    groups: samples of each group, their weights already normalised.
+    row_tokens, row_terms: S and M.
+    buckets: shapes of the chunks.
+
+  Raises:
+    ValueError: a path of a chunked group is longer than the stack.
+  """
+  in_rows, in_chunks = [], []
+  for group in groups:
+    fits = _suits_rows(group, row_tokens, row_terms, buckets)
+    (in_rows if fits else in_chunks).append(group)
+  rows = plan = None
+  if in_rows:
+    samples = list(itertools.chain.from_iterable(in_rows))
+    rows = forest.merge(samples, row_tokens=row_tokens, row_terms=row_terms)
+  if in_chunks:
+    samples = list(itertools.chain.from_iterable(in_chunks))
+    plan = forest.cut(forest.merge(samples), buckets)
+  return Batch(rows, plan, len(in_chunks))
+
+
+def _suits_rows(group, row_tokens, row_terms, buckets) -> bool:
+  """Whether rows hold the group and run no more tokens than chunks would."""
+  longest = max(len(s.tokens) for s in group)
+  most_terms = max(len(s.tokens) - s.prompt_length for s in group)
+  if longest > row_tokens or most_terms > row_terms:
+    return False
+  group = [dataclasses.replace(s, experts=None) for s in group]  # only lengths count
+  split = forest.merge(group, row_tokens=row_tokens, row_terms=row_terms)
+  if len(split.tokens) == 1:
+    return True
+  plan = forest.cut(forest.merge(group), buckets)
+  return split.num_tokens <= len(plan) * buckets.chunk_tokens[-1]

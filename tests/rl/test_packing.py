@@ -1,0 +1,70 @@
+"""Which groups go in rows and which in chunks; that nothing is left out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2jax import forest
+from m2jax.rl import packing
+
+SIZES = dict(row_tokens=12, row_terms=12, buckets=forest.Buckets((6,), (16,)))
+
+
+def group(*tokens, prompt_length=1):
+  return [forest.Sample(np.array(t), prompt_length) for t in tokens]
+
+
+def star(stem, leaves, leaf=2):
+  """Answers of `leaf` tokens to one prompt."""
+  return group(*([1] * stem + [2 + i] * leaf for i in range(leaves)))
+
+
+@pytest.mark.parametrize(
+  'samples, chunked',
+  [
+    (star(4, 3), False),  # fits a row
+    (star(2, 7), False),  # two rows repeat 2 tokens: four chunks would be more
+    (star(9, 8), True),  # eight rows would repeat the stem, one each
+    (group([1] * 14), True),  # longer than a row
+  ],
+)
+def test_the_cheaper_way(samples, chunked):
+  """A tree that no row holds is trained all the same, and not at any price: chunks for
+  a small overhang would run twice the tokens."""
+  batch = packing.pack([samples, star(1, 1)], **SIZES)
+  assert batch.chunked == int(chunked)
+  assert (batch.plan is not None) == chunked
+  assert batch.rows is not None
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32 - 1))
+def test_every_term_once(seed):
+  """However groups are dealt out, each loss term and each unit of multiplicity is in
+  the update exactly once: the weights' sums by token id tell."""
+  rng = np.random.default_rng(seed)
+  groups = []
+  for _ in range(rng.integers(1, 5)):
+    stem = rng.integers(1, 9, rng.integers(1, 9))
+    samples = []
+    for _ in range(rng.integers(1, 6)):
+      tokens = np.concatenate([stem, rng.integers(1, 9, rng.integers(1, 7))])
+      weights = rng.random(len(tokens) - len(stem)).astype(np.float32)
+      samples.append(forest.Sample(tokens, len(stem), weights=weights))
+    groups.append(samples)
+  batch = packing.pack(groups, **SIZES)
+  weight, through = np.zeros(9), 0
+  parts = [batch.rows] if batch.rows is not None else []
+  parts += [c.batch for c in batch.plan or () if c.kind != 'push']
+  for part in parts:
+    ids = np.take_along_axis(part.tokens, part.term_token, axis=1)
+    np.add.at(weight, ids, part.weight)
+    through += part.multiplicity.sum()
+  want = np.zeros(9)
+  for s in (s for g in groups for s in g):
+    np.add.at(want, s.tokens[s.prompt_length :], s.weights)
+  np.testing.assert_allclose(weight, want, rtol=1e-6)
+  assert through == sum(len(s.tokens) for g in groups for s in g)

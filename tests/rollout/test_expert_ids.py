@@ -1,0 +1,125 @@
+"""Recorded expert ids are those that a full forward pass uses (law 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from m2jax import forest, model
+from m2jax.rollout import decode_state
+from m2jax.rollout.engine import Engine
+from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG
+from tests.rollout.test_engine import prompt
+from tests.rollout.test_scheduler import request, run
+
+RECORDING = dataclasses.replace(ENGINE_CONFIG, record_experts=True)
+
+
+@pytest.fixture(scope='module')
+def full():
+  """full(variables, tokens) → [n, L, k] ids of a pass without a cache."""
+  forward = jax.jit(model.forward, static_argnums=0)
+
+  def ids(variables, tokens):
+    padded = np.zeros((1, CONTEXT), np.int32)
+    padded[0, : len(tokens)] = tokens
+    out = forward(CFG, variables, forest.causal(padded))
+    return np.asarray(out.experts[0, : len(tokens)])
+
+  return ids
+
+
+@pytest.fixture(scope='module')
+def recording():
+  return Engine(CFG, RECORDING)
+
+
+def check(full, variables, tokens, result):
+  """All but the last token, which was never fed back, have the pass's ids."""
+  sequence = [*tokens, *result.tokens]
+  assert result.experts.dtype == np.int16
+  assert result.experts.shape == (len(sequence), CFG.num_layers, CFG.experts_per_token)
+  np.testing.assert_array_equal(result.experts[-1], -1)
+  want = full(variables, sequence)[:-1]
+  np.testing.assert_array_equal(np.sort(result.experts[:-1]), np.sort(want))
+
+
+def test_hits_copies_and_chunks(serve, recording, variables, full):
+  """Ids are complete however the K/V came to be in the slot: prefilled in chunks, up
+  to the context's end, copied from a neighbour, or left there by the turn before."""
+  scheduler = serve(recording)
+  shared = prompt(7, 12)
+  group = run(scheduler, *(request(shared, max_tokens=5) for _ in range(4)))
+  assert scheduler.stats()['copies'] == 3
+  for result in group:
+    check(full, variables, shared, result)
+  turns = [shared + list(r.tokens) + prompt(8 + i, 3) for i, r in enumerate(group)]
+  before = scheduler.stats()['prefix_hit_tokens']
+  for tokens, result in zip(
+    turns, run(scheduler, *(request(t, max_tokens=4) for t in turns)), strict=True
+  ):
+    check(full, variables, tokens, result)
+  assert scheduler.stats()['prefix_hit_tokens'] > before
+  long = [prompt(i, n) for i, n in ((1, 1), (2, 33), (3, CONTEXT - 2))]
+  for tokens, result in zip(long, run(scheduler, *map(request, long)), strict=True):
+    check(full, variables, tokens, result)
+
+
+def test_a_hit_has_the_ids_of_its_keys(serve, recording, variables, full):
+  """After a swap of weights a prefix in the cache was routed by the old ones, and
+  sampling went on from that: its record says so, not what the new ones would do."""
+  router = {'layers': variables['router']['layers'] + np.linspace(0, 9, 4)}
+  biased = {**variables, 'router': router}
+  scheduler = serve(recording)
+  tokens = prompt(7, 12)
+  run(scheduler, request(tokens, max_tokens=1))
+  scheduler.update_weights(biased, 1)
+  result = run(scheduler, request(tokens, max_tokens=3))
+  assert scheduler.stats()['prefix_hit_tokens'] == 11
+  old, new = (np.sort(full(v, tokens)) for v in (variables, biased))
+  np.testing.assert_array_equal(np.sort(result.experts[:11]), old[:11])
+  assert (old[:11] != new[:11]).any()
+  # K/V of old weights or not, this bias leaves experts 2 and 3
+  np.testing.assert_array_equal(np.sort(result.experts[11:14])[..., 0], 2)
+
+
+def test_scanned_layers_and_jetstream_prefixes(variables, full):
+  """The other layout of the layers; a Prefix brings its ids along."""
+  cfg = dataclasses.replace(CFG, unroll_layers=False)
+  engine = Engine(cfg, RECORDING)
+  tokens = prompt(4, 20)
+  prefix = engine.prefill(variables, padded_tokens=np.array(tokens[:9]), true_length=9)
+  prefix = engine.prefill(
+    variables,
+    existing_prefix=prefix,
+    padded_tokens=np.array(tokens[9:]),
+    true_length=11,
+  )
+  slots = decode_state.make_slots(1, RECORDING.max_stop_ids)
+  slots.temperature[:] = 0
+  state = engine.insert(prefix, engine.init_decode_state(), 2, slots=slots)
+  sampled = []
+  for _ in range(3):
+    state, result = engine.generate(variables, state)
+    sampled.append(int(result.data[2, 0]))
+  ids = np.asarray(engine.expert_ids(state, 2, context=24))
+  want = full(variables, [*tokens, *sampled])
+  np.testing.assert_array_equal(np.sort(ids[:22]), np.sort(want[:22]))
+
+
+def test_off_and_cancelled(serve, engine, recording):
+  """By default nothing is recorded and nothing is there to pay for; a request that is
+  cancelled before it had a slot has no ids, and no one else's."""
+  assert run(serve(engine), request(prompt(1, 5))).experts is None
+  assert engine.init_decode_state().cache.experts is None
+  scheduler = serve(recording, run=False)
+  handle = scheduler.submit(request(prompt(1, 5)))
+  handle.cancel()
+  scheduler.start(warmup=False)
+  result = handle.future.result(60)
+  assert result.finish_reason == 'cancelled'
+  assert len(result.experts) == 5 + len(result.tokens)
+  np.testing.assert_array_equal(result.experts, -1)
