@@ -21,6 +21,7 @@ import dataclasses
 
 import ml_collections
 
+from configs import m2
 from m2jax import config as model_config
 
 BILLION = 10**9
@@ -52,6 +53,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   )
   c.tokenizer = 'data/tokenizer.json'
   c.tokenizer_files = 0
+  c.mesh = dict(data=4, fsdp=128, rules='fsdp')  # 512 chips; contexts to 8K
   stages = (  # (context, rows, tokens): 12,582,912 tokens a batch
     (8_192, 1_536, 26_200 * BILLION),
     (32_768, 384, 2_000 * BILLION),
@@ -71,7 +73,12 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     lanes=64,
     held_out_batches=8,
     loop=dict(steps=steps, seconds=0.0, checkpoint_every=500, log_every=1),
-    step=dict(micro_rows=64, mtp_weight=0.3, bias_update_rate=1e-3),
+    step=dict(
+      micro_rows=1_536,  # a batch in one pass
+      mtp_weight=0.3,
+      bias_update_rate=1e-3,
+      compiler_options=dict.fromkeys(m2.SPARSE_CORES, True),
+    ),
     optimizer=dict(name='adamw', learning_rate=2.4e-4, weight_decay=0.1),
   )
   return c

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -61,12 +61,14 @@ class StepConfig:
     mtp_weight: λ of the MTP loss.
     detach_mtp: keep the MTP loss's gradient out of trunk, embedding and head.
     bias_update_rate: u of the router bias's sign step; 0 freezes the bias.
+    compiler_options: XLA's, by name; a backend refuses those it does not know.
   """
 
   micro_rows: int = 4
   mtp_weight: float = 0.3
   detach_mtp: bool = False
   bias_update_rate: float = 1e-3
+  compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def init_variables(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
@@ -267,7 +269,9 @@ def programs(
 ) -> Programs:
   """What `make_step` runs; see there."""
 
-  @jax.jit
+  jit = functools.partial(jax.jit, compiler_options=dict(config.compiler_options))
+
+  @jit
   def micro(variables, batch):
     loss = functools.partial(
       loss_and_loads, cfg=cfg, objective=objective, config=config, sharding=sharding
@@ -277,7 +281,7 @@ def programs(
     )
     return grads, metrics, loads
 
-  @jax.jit
+  @jit
   def add(a, b):
     return jax.tree.map(jnp.add, a, b)
 
@@ -304,4 +308,4 @@ def programs(
       sharding.named(state_specs(cfg, optimizer, sharding.rules)),
       everywhere,
     )
-  return Programs(micro, add, jax.jit(apply, donate_argnums=0, out_shardings=places))
+  return Programs(micro, add, jit(apply, donate_argnums=0, out_shardings=places))

@@ -217,3 +217,13 @@ def test_micro_batches_are_padding_to_the_end():
   assert not np.any(fill.subtree_end[1]) and not np.any(fill.weight[1])
   assert np.all(fill.parent[1] == -1) and np.all(fill.term_sample[1] == -1)
   assert not np.any(fill.multiplicity[1])
+
+
+def test_compiler_options_reach_the_compiler():
+  """A pod's step has to be compiled as it was planned: an option that got lost would
+  show nowhere."""
+  config = dataclasses.replace(CONFIG, compiler_options={'xla_no_such_option': True})
+  step = train_step.make_step(CFG, SGD, train_step.nll, config)
+  state = train_step.init_state(fresh_variables(), SGD)
+  with pytest.raises(jax.errors.JaxRuntimeError, match='xla_no_such_option'):
+    step(state, chains())
