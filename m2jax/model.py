@@ -205,14 +205,14 @@ def trunk(
   """
   params = variables['params']
   shape = batch.tokens.shape
-  subtree_end = sharding.all_gather(batch.subtree_end, 'tokens', axis=1)
+  subtree_end = sharding.gather_tokens(batch.subtree_end)
   tables = rope.tables(
     batch.position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype
   )
 
   position = None  # of whole rows
   if cfg.window is not None:
-    position = sharding.all_gather(_key_position(batch, stack), 'tokens', axis=1)
+    position = sharding.gather_tokens(_key_position(batch, stack))
 
   def layer_body(window):
     def body(x, layer):
@@ -263,7 +263,7 @@ def at_parent(
   `above` [B, P, D] are the values of the path that the tokens hang off.
   """
   parent = jnp.asarray(batch.parent)
-  values = sharding.all_gather(values, 'tokens', axis=1)  # parents are row indices
+  values = sharding.gather_tokens(values)  # parents are row indices
   if above is not None:
     values = jnp.concatenate([above, values], axis=1)
   gathered = jnp.take_along_axis(values, jnp.maximum(parent, 0)[..., None], axis=1)
@@ -335,7 +335,24 @@ def forward_below(
 
 def _forward(cfg: ModelConfig, detach_mtp: bool, sharding: Sharding, variables, batch):
   """`forward` on one device's shards."""
-  return _forward_below(cfg, detach_mtp, sharding, variables, batch, None)[0]
+  if sharding.size('tokens') > 1:
+    names = ('tokens', 'position', 'parent', 'subtree_end', 'multiplicity', 'experts')
+    fields = {name: getattr(batch, name) for name in names}
+    batch = dataclasses.replace(batch, **jax.tree.map(sharding.deal_tokens, fields))
+  out = _forward_below(cfg, detach_mtp, sharding, variables, batch, None)[0]
+  if sharding.size('tokens') == 1:
+    return out
+
+  def collect(x, axis=1):
+    rows = sharding.collect_tokens(x.reshape(-1, *x.shape[axis:]))
+    return rows.reshape(x.shape)
+
+  return out._replace(
+    logprob=collect(out.logprob),
+    entropy=collect(out.entropy),
+    mtp_logprob=collect(out.mtp_logprob, axis=2),
+    experts=collect(out.experts),
+  )
 
 
 def _forward_below(cfg, detach_mtp, sharding: Sharding, variables, batch, stack):
@@ -405,7 +422,7 @@ def _mtp(
       attention.attend,
       cfg=cfg,
       tables=tables,
-      subtree_end=sharding.all_gather(subtree_end, 'tokens', axis=1),
+      subtree_end=sharding.gather_tokens(subtree_end),
       sharding=sharding,
       above=None if above is None else above[:2],
     )

@@ -70,7 +70,7 @@ def attend(
 ):
   """Forest attention: x [T, D], subtree_end [B, S] → [T, D], and x's own k, v.
 
-  Where a row's tokens are split over devices, x holds this device's share, subtree_end
+  Where a row's tokens are dealt to devices, x holds this device's share, subtree_end
   and position the whole row: keys and values of the row are gathered.
 
   `window` counts positions: of its path a token sees the last so many, and the first
@@ -88,9 +88,8 @@ def attend(
     q_index = jnp.broadcast_to(q_index, q.shape[:2])
     k, v = (jnp.concatenate(pair, axis=1) for pair in zip(above, own, strict=True))
   if sharding.size('tokens') > 1:
-    q_index = sharding.index('tokens') * q.shape[1] + jnp.arange(q.shape[1])
-    q_index = jnp.broadcast_to(q_index.astype(jnp.int32), q.shape[:2])
-    k, v = (sharding.all_gather(a, 'tokens', axis=1) for a in (k, v))
+    q_index = jnp.broadcast_to(sharding.token_index(q.shape[1]), q.shape[:2])
+    k, v = sharding.gather_tokens(k), sharding.gather_tokens(v)
   windowed = {}
   if window is not None:
     q_position = position

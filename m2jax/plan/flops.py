@@ -4,8 +4,7 @@ Two counts. *Executed* is what the matrix unit does: sides of a matmul padded to
 side, the fp32 logits of head and router as two products (`kernels.fp32`), blocks of
 attention that are partly masked counted whole, an expert's last chunk of rows counted
 whole, the backward pass twice the forward (attention's kernels: 7 products for the
-forward's 2), recomputation again, and of shards that work unequally the busiest (the
-last tokens of a row see the most keys). *Useful* is the model's own: no padding, no
+forward's 2), and recomputation again. *Useful* is the model's own: no padding, no
 recomputation, half of a square for causal attention, three times the forward pass for a
 step. A product of an m x k and a k x n matrix is 2·m·k·n.
 
@@ -37,14 +36,15 @@ class Local:
 
   Attributes:
     rows, queries: its rows, and its tokens of each.
-    keys: tokens that the last query sees.
+    ends: its tokens of a row are runs of equal length; the last of each sees so many
+      keys.
     heads, kv_heads, experts, expert_dim, vocab: its part of the model.
     expert_tokens: assignments that its experts get when all get the same.
   """
 
   rows: int
   queries: int
-  keys: int
+  ends: tuple[int, ...]
   heads: int
   kv_heads: int
   experts: int
@@ -65,11 +65,14 @@ def local(
   which the last sees `keys` keys."""
   heads = where.size('heads')
   queries = new_tokens // where.size('tokens')
+  ends = (keys,)
+  if queries < new_tokens:  # the first device's runs; those of others see as many
+    ends = (keys - new_tokens + queries // 2, keys)
   part_rows = max(rows // where.size('rows'), 1)
   return Local(
     rows=part_rows,
     queries=queries,
-    keys=keys,
+    ends=ends,
     heads=cfg.num_heads // heads,
     kv_heads=max(cfg.num_kv_heads // heads, 1),
     experts=cfg.num_experts // where.size('experts'),
@@ -94,13 +97,18 @@ def pairs(part: Local, block: int = 1) -> float:
 
   Block 1 counts exactly the pairs that are seen.
   """
-  first = part.keys - part.queries
+  count = part.queries // len(part.ends)
+  return sum(_pairs(count, end, block) for end in part.ends)
+
+
+def _pairs(queries: int, keys: int, block: int) -> float:
+  first = keys - queries
   if block == 1:
-    return part.queries * (first + (part.queries + 1) / 2)
-  block_q, block_k = min(block, up(part.queries, 128)), min(block, up(part.keys, 128))
+    return queries * (first + (queries + 1) / 2)
+  block_q, block_k = min(block, up(queries, 128)), min(block, up(keys, 128))
   total = 0
-  for start in range(0, part.queries, block_q):
-    last = min(first + start + block_q, part.keys)
+  for start in range(0, queries, block_q):
+    last = min(first + start + block_q, keys)
     total += block_q * up(last, block_k)
   return float(total)
 
@@ -119,7 +127,7 @@ def layer(
   core = part.rows * part.heads * 2 * 2 * H * pairs(part, block)
   if padded and part.queries == 1:  # decoding: a group's queries are one side
     group = part.heads // part.kv_heads
-    core = part.rows * part.kv_heads * 2 * product(group, H, part.keys, mxu)
+    core = part.rows * part.kv_heads * 2 * product(group, H, part.ends[0], mxu)
   rows = part.expert_tokens
   if padded:  # an expert's rows begin and end anywhere in a chunk
     chunk = block_sizes.get('tpu', 'grouped_matmul')['chunk']
@@ -162,11 +170,7 @@ def executed(cfg: ModelConfig, part: Local, mxu: int, training: bool) -> Stages:
 
 
 def useful(cfg: ModelConfig, part: Local, training: bool) -> float:
-  """The model's own FLOPs in one pass: of a step, three times the forward's.
-
-  Where a row is split over devices, `part.keys` of the busiest one would count too
-  much: give a Local with the row's mean.
-  """
+  """The model's own FLOPs in one pass: of a step, three times the forward's."""
   one = sum(layer(cfg, part, padded=False).values())
   if not training:
     last = product(part.rows, cfg.embed_dim, part.vocab)

@@ -30,18 +30,11 @@ def sharding(placed: Placed, topology: Topology) -> sharding_lib.Sharding:
 
 
 def local_part(
-  config: PlanConfig, placed: Placed, where: sharding_lib.Sharding, busiest: bool = True
+  config: PlanConfig, placed: Placed, where: sharding_lib.Sharding
 ) -> flops.Local:
-  """Sizes of one device's part of one pass.
-
-  Args:
-    busiest: of the device with the last tokens of a row; else of their mean.
-  """
+  """Sizes of one device's part of one pass."""
   load = placed.workload
   keys = load.context if load.kind in TRAINING else load.context + load.new_tokens
-  if not busiest:
-    shards = where.size('tokens')
-    keys -= load.new_tokens * (shards - 1) // (2 * shards)
   return flops.local(config.model, where, placed.micro_rows, load.new_tokens, keys)
 
 
@@ -59,7 +52,6 @@ def make(config: PlanConfig, placed: Placed, topology: Topology) -> estimate.Pla
   where = sharding(placed, topology)
   training = placed.workload.kind in TRAINING
   part = local_part(config, placed, where)
-  mean = local_part(config, placed, where, busiest=False)
   counted = flops.executed(config.model, part, topology.chip.mxu, training)
   found, state = [], None
   for program in programs.make(config, placed, where):
@@ -79,7 +71,7 @@ def make(config: PlanConfig, placed: Placed, topology: Topology) -> estimate.Pla
     rows=load.rows,
     passes=placed.passes,
     tokens=load.rows * load.new_tokens,
-    useful_flops=placed.passes * flops.useful(config.model, mean, training),
+    useful_flops=placed.passes * flops.useful(config.model, part, training),
     peak_flops=topology.chip.peak_flops,
     hbm_bytes=topology.chip.hbm_bytes,
     parameters_bytes=parameters,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import linear_call
@@ -114,6 +115,43 @@ class Sharding:
     axes = self.axes(logical)
     return lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
 
+  def token_index(self, count: int) -> jax.Array:
+    """[count] int32: where in their row this device's tokens are, ascending.
+
+    Later tokens see more. A row is cut into twice as many runs as devices, and each has
+    one from the front and its mirror image from the back, so that all see equally many.
+    """
+    shards, run = self.size('tokens'), jnp.arange(count // 2, dtype=jnp.int32)
+    front = self.index('tokens')
+    return jnp.concatenate(
+      [front * len(run) + run, (2 * shards - 1 - front) * len(run) + run]
+    )
+
+  def deal_tokens(self, x: jax.Array) -> jax.Array:
+    """[B, S/n, …] as a batch is stored, run after run → this device's two runs."""
+    axes = self.axes('tokens')
+    if not axes:
+      return x
+    whole = lax.all_gather(x, axes, axis=1, tiled=True)
+    return jnp.take(whole, self.token_index(x.shape[1]), axis=1)
+
+  def gather_tokens(self, x: jax.Array) -> jax.Array:
+    """[B, S/n, …] of dealt tokens → [B, S, …] in the order of the row."""
+    axes, shards = self.axes('tokens'), self.size('tokens')
+    if not axes:
+      return x
+    dealt = lax.all_gather(x, axes, axis=1, tiled=True)
+    runs = dealt.reshape(len(x), 2 * shards, -1, *x.shape[2:])
+    order = [2 * i for i in range(shards)] + [2 * i + 1 for i in range(shards)][::-1]
+    return runs[:, np.array(order)].reshape(dealt.shape)
+
+  def collect_tokens(self, x: jax.Array) -> jax.Array:
+    """The inverse of `deal_tokens`."""
+    if not self.axes('tokens'):
+      return x
+    start = self.index('tokens') * x.shape[1]
+    return lax.dynamic_slice_in_dim(self.gather_tokens(x), start, x.shape[1], axis=1)
+
   @property
   def gathers(self) -> bool:
     """Whether weights rest in pieces and are gathered for use."""
@@ -181,10 +219,13 @@ class Sharding:
   def check_batch(self, rows: int, row_tokens: int | None = None) -> None:
     """Raises ValueError unless a batch of so many rows (of tokens) divides evenly."""
     for logical, value in (('rows', rows), ('tokens', row_tokens)):
-      if value is not None and value % self.size(logical):
+      shards = self.size(logical)
+      runs = 2 if logical == 'tokens' and shards > 1 else 1  # see `token_index`
+      if value is not None and value % (runs * shards):
         raise ValueError(
-          f'{value} {logical} of a batch do not divide into {self.size(logical)} '
-          f'shards over mesh axes {self.axes(logical)}'
+          f'{value} {logical} of a batch do not divide into {runs * shards} equal '
+          f'parts, {runs} for each of {shards} shards over mesh axes '
+          f'{self.axes(logical)}'
         )
 
 

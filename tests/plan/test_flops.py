@@ -109,10 +109,10 @@ def test_pairs_are_those_seen():
   """Blocks cost at least the pairs that are seen, and their share falls with size."""
   seen = np.tril(np.ones((TOKENS, TOKENS))).sum()
   assert flops.pairs(PART) == seen
-  late = dataclasses.replace(PART, queries=128, keys=TOKENS)
+  late = dataclasses.replace(PART, queries=128, ends=(TOKENS,))
   assert flops.pairs(late) == np.tril(np.ones((TOKENS, TOKENS)))[-128:].sum()
   assert flops.pairs(PART, 128) == 3 * 128 * 128
-  long = flops.Local(1, 8192, 8192, 1, 1, 1, 1, 1, 1)
+  long = flops.Local(1, 8192, (8192,), 1, 1, 1, 1, 1, 1)
   assert 1 < flops.pairs(long, 512) / flops.pairs(long) < 1.07
 
 
