@@ -1,8 +1,9 @@
 """Dropless SwiGLU experts: Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k.
 
-Two exact paths. *grouped* sorts assignments by expert and runs three grouped matmuls,
-at a cost independent of E. *wide* runs every expert on every token as one matmul and
-weights the hidden activations; a few small experts are faster so.
+Three exact paths. *grouped* sorts assignments by expert and runs three grouped matmuls,
+at a cost independent of E. *tiled* does the same in one loop, which a CPU is faster at.
+*wide* runs every expert on every token as one matmul and weights the hidden
+activations; a few small experts are faster so.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden.
 """
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from m2jax.kernels import grouped_matmul
-from m2jax.moe import by_expert
+from m2jax.moe import by_expert, tiled
 
 # Most hidden activations of experts not chosen that are cheaper than sorting.
 _WIDE_WASTE = 1 << 18
@@ -32,12 +33,17 @@ def apply(
   """x [T, D], ids, weights [T, k], gate, up [E, D, F], down [E, F, D] → [T, D].
 
   An id of E is an expert elsewhere: it adds nothing and gets no gradient.
-  `path` is 'wide' or 'grouped'; None takes the faster by size.
+  `path` is 'wide', 'grouped' or 'tiled'; None takes the fastest by size and by the
+  platform lowered for.
   """
+  arrays = (x, ids, weights, gate, up, down)
   if path is None:
     waste = ids.shape[0] * (gate.shape[0] - ids.shape[1]) * gate.shape[2]
-    path = 'wide' if waste <= _WIDE_WASTE else 'grouped'
-  return {'wide': _wide, 'grouped': _grouped}[path](x, ids, weights, gate, up, down)
+    if waste > _WIDE_WASTE:
+      return jax.lax.platform_dependent(*arrays, cpu=tiled.experts, default=_grouped)
+    path = 'wide'
+  paths = {'wide': _wide, 'grouped': _grouped, 'tiled': tiled.experts}
+  return paths[path](*arrays)
 
 
 def _wide(x, ids, weights, gate, up, down):
