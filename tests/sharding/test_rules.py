@@ -175,7 +175,7 @@ def test_what_does_not_divide_is_refused_by_name():
     on(expert=3).check(config.m2())
   with pytest.raises(ValueError, match='6 rows of a batch do not divide into 4'):
     on(fsdp=2, expert=2).check_batch(6)
-  with pytest.raises(ValueError, match='100 tokens of a batch do not divide into 16 equal'):
+  with pytest.raises(ValueError, match='100 tokens of a batch .* into 16 equal'):
     on(context=8).check_batch(4, 100)
 
 
