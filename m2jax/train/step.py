@@ -68,7 +68,9 @@ class StepConfig:
   mtp_weight: float = 0.3
   detach_mtp: bool = False
   bias_update_rate: float = 1e-3
-  compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  compiler_options: Mapping[str, Any] = dataclasses.field(
+    default_factory=dict, hash=False
+  )
 
 
 def init_variables(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:

@@ -223,6 +223,7 @@ def test_compiler_options_reach_the_compiler():
   """A pod's step has to be compiled as it was planned: an option that got lost would
   show nowhere."""
   config = dataclasses.replace(CONFIG, compiler_options={'xla_no_such_option': True})
+  assert isinstance(hash(config), int)  # jitted functions are kept by it
   step = train_step.make_step(CFG, SGD, train_step.nll, config)
   state = train_step.init_state(fresh_variables(), SGD)
   with pytest.raises(jax.errors.JaxRuntimeError, match='xla_no_such_option'):
