@@ -1,12 +1,13 @@
 r"""Pre-training M2: 228.7B parameters, 29.2T tokens. A plan; nobody has run it here.
 
 COMMAND: python -m experiments.pretrain --config=configs/pretrain_m2.py \
-           --workdir=DIRECTORY --config.tokenizer=PATH/tokenizer.json \
+           --workdir=DIRECTORY --distributed --config.tokenizer=PATH/tokenizer.json \
            --config.text.domains.code.root=… (and so on)
-HARDWARE: a TPU v5p pod; which slice and mesh is to be planned, on the pod.
-TIME: to be planned: 29.2T tokens at 6 · 9.8B FLOPs each, attention not counted, are
-  1.7e24 FLOPs.
-RESULT: to be planned; the report gives no loss of its base model.
+HARDWARE: 512 chips of TPU v5p (8x8x8) as planned: 76 GiB of each at 8K. Later stages
+  want other meshes, which a run may resume on: those of configs/m2.py.
+TIME: a step at 8K is planned to take 9.5 s (docs/plan.md): at that rate 29.2T tokens
+  are 256 days.
+RESULT: not known; the report gives no loss of its base model.
 
 Published (facts/m2-and-forge.md §1.5, §3): the shape; 19.9T tokens of constant phase
 and 9.3T of decay; contexts 8K, 32K, 192K in this order; one MTP module, its weight 0.3,
