@@ -143,9 +143,10 @@ def test_fsdp_gathers_layer_by_layer(short):
   gathered = {shape for shapes in found['all-gather'] for shape in shapes}
   expert = (CFG.num_experts, CFG.embed_dim, CFG.expert_dim)
   q = (CFG.embed_dim, CFG.num_heads * CFG.head_dim)
-  for weight in (expert, q):  # gate and up; in layers and in MTP modules, twice each
+  for weight in (expert, q):  # gate and up; in layers twice, and in the MTP module,
+    # a loop of one turn, twice or, where XLA merges them, once
     count = sum(shapes == [weight] for shapes in found['all-gather'])
-    assert count == (8 if weight == expert else 4)
+    assert count in ((6, 8) if weight == expert else (3, 4))
   assert not any(shape[0] == CFG.num_layers for shape in gathered)
   assert elements(found['all-reduce']) < 1000 < CFG.vocab_size * CFG.embed_dim
   # The table is not gathered for a lookup: ids go out, channels come back.
