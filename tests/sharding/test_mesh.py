@@ -83,7 +83,7 @@ def check(result, name):
   if 'steps' in name:
     assert not result['moved']
   else:
-    assert result['leaves'] > 30
+    assert result['leaves'] > 15
     assert name in TOLERANCE or not any(result['loads'].values())
 
 
