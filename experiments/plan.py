@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from concurrent import futures
 
 from absl import flags
@@ -80,8 +81,15 @@ def main():
     with futures.ThreadPoolExecutor(JOBS.value or os.cpu_count()) as pool:
       order = sorted(chosen, key=lambda name: chosen[name].kind not in TRAINING)
       made = {name: pool.submit(planned, name) for name in order}
-      for name in chosen:
-        show(made[name].result())
+      try:
+        for name in chosen:
+          show(made[name].result())
+      except KeyboardInterrupt:
+        # a compilation hears of no Ctrl-C; nothing is lost with it
+        print('\nstopped: nothing was kept', file=sys.stderr, flush=True)
+        os._exit(common.INTERRUPTED)
+      finally:
+        pool.shutdown(wait=False, cancel_futures=True)
   if JSON.value:
     print(json.dumps([render.as_json(p) for p in found], indent=2))
 

@@ -336,8 +336,7 @@ def forward_below(
 def _forward(cfg: ModelConfig, detach_mtp: bool, sharding: Sharding, variables, batch):
   """`forward` on one device's shards."""
   if sharding.size('tokens') > 1:
-    names = ('tokens', 'position', 'parent', 'subtree_end', 'multiplicity', 'experts')
-    fields = {name: getattr(batch, name) for name in names}
+    fields = {name: getattr(batch, name) for name in forest_lib.TOKEN_FIELDS}
     batch = dataclasses.replace(batch, **jax.tree.map(sharding.deal_tokens, fields))
   out = _forward_below(cfg, detach_mtp, sharding, variables, batch, None)[0]
   if sharding.size('tokens') == 1:

@@ -12,10 +12,11 @@ from m2jax.forest.buckets import by_bucket, sizes
 from m2jax.forest.cutting import Buckets, Chunk, Plan, cut
 from m2jax.forest.merging import LOSSES, chain, merge
 from m2jax.forest.replay import Disagreement, disagreement
-from m2jax.forest.types import Forest, Sample, causal
+from m2jax.forest.types import TOKEN_FIELDS, Forest, Sample, causal
 
 __all__ = (
   'LOSSES',
+  'TOKEN_FIELDS',
   'Buckets',
   'Chunk',
   'Disagreement',

@@ -34,6 +34,17 @@ class Sample:
   experts: np.ndarray | None = None
 
 
+# What a Forest has for every token of a row, [B, S, …].
+TOKEN_FIELDS = (
+  'tokens',
+  'position',
+  'parent',
+  'subtree_end',
+  'multiplicity',
+  'experts',
+)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Forest:

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from m2jax.config import ModelConfig
-from m2jax.forest import Forest
+from m2jax.forest import TOKEN_FIELDS, Forest
 from m2jax.sharding.rules import PARAMETERS, Rules
 
 _MODULE = ('hidden_norm', 'embed_norm', 'proj')
@@ -64,9 +64,7 @@ def batch_specs(rules: Rules) -> Forest:
   token = rules.spec('batch', 'rows', 'tokens')
   term = rules.spec('loss terms', 'rows')
   return Forest(
-    **dict.fromkeys(
-      ('tokens', 'position', 'parent', 'subtree_end', 'multiplicity', 'experts'), token
-    ),
+    **dict.fromkeys(TOKEN_FIELDS, token),
     **dict.fromkeys(('term_token', 'old_logprob', 'advantage', 'weight'), term),
     **dict.fromkeys(('term_sample', 'term_offset'), term),
   )

@@ -128,9 +128,9 @@ def programs(
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
 
   return Programs(
-    push=jax.jit(push, donate_argnums=1),
-    leaf=jax.jit(leaf, donate_argnums=(1, 3)),
-    pop=jax.jit(pop, donate_argnums=(1, 3)),
+    push=config.jit(push, donate_argnums=1),
+    leaf=config.jit(leaf, donate_argnums=(1, 3)),
+    pop=config.jit(pop, donate_argnums=(1, 3)),
     zeros=zeros,
     cfg=cfg,
   )

@@ -116,7 +116,7 @@ def make_step(
   sharding.check(cfg)
   sharding.check_batch(config.micro_rows)
   hosts.check(config.micro_rows)
-  micro, add, apply = train_step.programs(cfg, optimizer, objective, config, sharding)
+  programs = train_step.programs(cfg, optimizer, objective, config, sharding)
 
   @jax.jit
   def normalised(weights):
@@ -127,13 +127,12 @@ def make_step(
     sharding.check_batch(config.micro_rows, batch.tokens.shape[1])
     local = train_step.micro_batches(batch, config.micro_rows // hosts.count)
     parts = [place(part, hosts, sharding) for part in local]
-    sums = None
-    for part, weight in zip(
-      parts, normalised([part.weight for part in parts]), strict=True
-    ):
-      out = micro(state.variables, dataclasses.replace(part, weight=weight))
-      sums = out if sums is None else add(sums, out)
-    return apply(state, sums)
+    weights = normalised([part.weight for part in parts])
+    batches = (
+      dataclasses.replace(part, weight=weight)
+      for part, weight in zip(parts, weights, strict=True)
+    )
+    return programs.apply(state, train_step.sum_of(programs, state.variables, batches))
 
   return step
 

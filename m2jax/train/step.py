@@ -72,6 +72,10 @@ class StepConfig:
     default_factory=dict, hash=False
   )
 
+  def jit(self, function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """`jax.jit` with the compiler options, for every part of a step."""
+    return jax.jit(function, compiler_options=dict(self.compiler_options), **how)
+
 
 def init_variables(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
   """Random {'params', 'router'} of the model."""
@@ -223,11 +227,16 @@ def make_step(
   """
   sharding.check(cfg)
   sharding.check_batch(config.micro_rows)
+  specs = sharding_lib.batch_specs(sharding.rules)
   parts = programs(cfg, optimizer, objective, config, sharding)
 
+  def placed(batch):
+    for part in micro_batches(batch, config.micro_rows):
+      sharding.check_batch(*part.tokens.shape)
+      yield sharding.place(part, specs)
+
   def step(state: TrainState, batch: Forest):
-    batches = micro_batches(batch, config.micro_rows)
-    return parts.apply(state, sum_of(parts, state.variables, batches, sharding))
+    return parts.apply(state, sum_of(parts, state.variables, placed(batch)))
 
   return step
 
@@ -246,18 +255,10 @@ class Programs(NamedTuple):
   apply: Callable[..., Any]
 
 
-def sum_of(
-  parts: Programs,
-  variables,
-  batches: Iterable[Forest],
-  sharding: Sharding = ONE_DEVICE,
-  sums=None,
-):
-  """What `Programs.apply` takes: the sums of micro-batches, added to `sums`."""
-  specs = sharding_lib.batch_specs(sharding.rules)
+def sum_of(parts: Programs, variables, batches: Iterable[Forest], sums=None):
+  """What `Programs.apply` takes: the sums of placed micro-batches, added to `sums`."""
   for batch in batches:
-    sharding.check_batch(*batch.tokens.shape)
-    out = parts.micro(variables, sharding.place(batch, specs))
+    out = parts.micro(variables, batch)
     sums = out if sums is None else parts.add(sums, out)
   return sums
 
@@ -271,9 +272,6 @@ def programs(
 ) -> Programs:
   """What `make_step` runs; see there."""
 
-  jit = functools.partial(jax.jit, compiler_options=dict(config.compiler_options))
-
-  @jit
   def micro(variables, batch):
     loss = functools.partial(
       loss_and_loads, cfg=cfg, objective=objective, config=config, sharding=sharding
@@ -283,7 +281,6 @@ def programs(
     )
     return grads, metrics, loads
 
-  @jit
   def add(a, b):
     return jax.tree.map(jnp.add, a, b)
 
@@ -310,4 +307,8 @@ def programs(
       sharding.named(state_specs(cfg, optimizer, sharding.rules)),
       everywhere,
     )
-  return Programs(micro, add, jit(apply, donate_argnums=0, out_shardings=places))
+  return Programs(
+    config.jit(micro),
+    config.jit(add),
+    config.jit(apply, donate_argnums=0, out_shardings=places),
+  )
