@@ -1,6 +1,6 @@
 r"""What a run would take, compiled for TPUs that are not there.
 
-python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8
+python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8 [--quick]
 python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8 \
   --workloads=pretrain_8k --search
 """
@@ -26,6 +26,12 @@ WORKLOADS = flags.DEFINE_list(
 SEARCH = flags.DEFINE_bool('search', False, 'Look for meshes; compile the best.')
 BEST = flags.DEFINE_integer('best', 2, 'How many meshes --search compiles.')
 JOBS = flags.DEFINE_integer('jobs', 0, 'Workloads compiled at once; 0: one a core.')
+QUICK = flags.DEFINE_bool(
+  'quick',
+  False,
+  'Compile with less effort than training does, in half the time: FLOPs and bytes are '
+  'the same, temporaries some percent less, and fewer collectives are hidden.',
+)
 LAYERS = flags.DEFINE_integer('layers', 0, 'Plan a model of fewer layers; 0: as it is.')
 JSON = flags.DEFINE_bool('json', False, 'Print JSON.')
 
@@ -55,7 +61,15 @@ def main():
 
   config = configuration(common.values())
   model = programs.layers(config.model, LAYERS.value)
-  config = dataclasses.replace(config, model=model)
+  options = dict(config.compiler_options)
+  if QUICK.value:
+    options['xla_optimization_level'] = 'EFFORT_O1'
+    print(
+      'quick: not the programs that train; those need some percent more temporaries '
+      'and hide more of their collectives',
+      file=sys.stderr,
+    )
+  config = dataclasses.replace(config, model=model, compiler_options=options)
   chosen = workloads.select(config, WORKLOADS.value)
   slice_ = topology.load(TOPOLOGY.value)
   found = []
