@@ -8,8 +8,11 @@ Both sides train the same weights (exported by `checkpoint.huggingface`) on the 
 rows, plain causal ones, in fp32, with AdamW of the same settings and every parameter in
 it. A step is forward, backward and update; m2jax's is `train.step.make_step`, with the
 layers unrolled as torch's are. Each side is a process of its own with --threads cores;
-they take turns, a step each, so that what else the machine does meets both. Both have
-the memory allocator's settings of `make forge` (--noreuse_memory: of neither).
+they take turns, a step each, so that what else the machine does meets both. On a CPU
+m2jax's rows and experts are split over as many virtual devices as there are threads,
+for XLA runs much of one device's program on one thread (--nosplit_rows: one device).
+Both have
+memory allocator settings that keep freed memory (--noreuse_memory: neither).
 transformers runs with sdpa attention; all of its experts implementations and all forms
 of AdamW are tried first, and the fastest is kept. The losses of the first steps must
 agree.
@@ -38,13 +41,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
+from jax.sharding import PartitionSpec
 
 from benchmarks import prefix_tree
-from m2jax import forest
+from m2jax import forest, sharding
 from m2jax.checkpoint import huggingface
 from m2jax.kernels import tree_attention
 from m2jax.kernels.token_logprobs import token_logprobs
-from m2jax.moe import experts
+from m2jax.moe import dispatch
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.train import step as train_step
 
@@ -64,6 +68,9 @@ _LAYERS = flags.DEFINE_integer(
 )
 _THREADS = flags.DEFINE_integer(
   'threads', 2, 'CPU cores of each side', lower_bound=1, flag_values=FLAGS
+)
+_SPLIT_ROWS = flags.DEFINE_bool(
+  'split_rows', True, "m2jax: a CPU thread's rows are a device's", flag_values=FLAGS
 )
 _DEVICE = flags.DEFINE_enum(
   'device', 'auto', ['auto', 'cpu'], 'auto: a GPU if any', flag_values=FLAGS
@@ -110,13 +117,16 @@ _SIDE = flags.DEFINE_enum(
   'side', None, ['m2jax'], 'what this process is; internal', flag_values=FLAGS
 )
 
-TUNABLES = ':'.join(  # as in the Makefile
+TUNABLES = ':'.join(  # as in the Makefile, and one arena: others give memory back
   [
+    'glibc.malloc.arena_max=1',
     'glibc.malloc.hugetlb=1',
     'glibc.malloc.mmap_threshold=1073741824',
     'glibc.malloc.trim_threshold=4294967296',
   ]
 )
+# a schedule for two devices on two threads needs no independent work for more threads
+SPLIT_XLA_FLAGS = '--xla_cpu_enable_concurrency_optimized_scheduler=false'
 PARTS = ('attention', 'experts', 'head', 'optimizer', 'rest')
 PAUSE_S = 0.3  # for threads that wait in a loop for more work to go to sleep
 LOSS_TOLERANCE = {'float32': 1e-4, 'bfloat16': 5e-2}
@@ -148,13 +158,28 @@ def operations(cfg) -> float:
 # --- m2jax's side ---------------------------------------------------------------------
 
 
+def split_rows() -> sharding.Sharding:
+  """Rows, and experts, over as many CPU devices as threads; one if uneven."""
+  threads = _THREADS.value
+  experts_too = model_config().num_experts % threads == 0
+  if not _SPLIT_ROWS.value or _ROWS.value % threads or not experts_too:
+    return sharding.ONE_DEVICE
+  jax.config.update('jax_num_cpu_devices', threads)  # before the first use of jax
+  if jax.default_backend() != 'cpu':
+    return sharding.ONE_DEVICE
+  return sharding.make(sharding.MeshConfig(expert=threads))
+
+
 class Trainer:
   """m2jax's side: the step as training runs it, and its parts."""
 
   def __init__(self):
+    self.where = split_rows()
     self.cfg = model_config()
     self.optimizer = optimizer_lib.make(optimizer_config())
-    self.state = train_step.new_state(self.cfg, self.optimizer, jax.random.key(0))
+    self.state = train_step.new_state(
+      self.cfg, self.optimizer, jax.random.key(0), self.where
+    )
     tokens = rows_of_tokens()
     rows, length = tokens.shape
     self.batch = train_step.normalise(
@@ -163,7 +188,7 @@ class Trainer:
     # transformers' router bias does not move
     self.config = train_step.StepConfig(micro_rows=rows, bias_update_rate=0.0)
     self.run = train_step.make_step(
-      self.cfg, self.optimizer, train_step.nll, self.config
+      self.cfg, self.optimizer, train_step.nll, self.config, self.where
     )
 
   def save(self, directory: str) -> None:
@@ -185,23 +210,34 @@ class Trainer:
     def heads(count):
       return normal(_ROWS.value, _ROW_TOKENS.value, count, cfg.head_dim)
 
-    p = jax.tree.map(lambda x: x[0], self.state.variables['params']['layers'])
-    p = {k: x.astype(cfg.dtype) for k, x in p.items()}
+    state = jax.device_get(self.state)  # not on the mesh
+    p = {k: x[0] for k, x in state.variables['params']['layers'].items()}
+    p = {k: jnp.array(x, cfg.dtype) for k, x in p.items()}
     order = np.argsort(rng.random((tokens, cfg.num_experts)), axis=1)
     ids = jnp.array(order[:, : cfg.experts_per_token], jnp.int32)
     x, weights = normal(tokens, cfg.embed_dim), jnp.abs(normal(*ids.shape))
-    attend = functools.partial(
-      tree_attention.attend, subtree_end=jnp.asarray(self.batch.subtree_end)
-    )
-    head = self.state.variables['params']['head']
-    targets = jnp.asarray(self.batch.tokens.reshape(-1))
+    head = jnp.array(state.variables['params']['head'])
+    targets = jnp.array(self.batch.tokens.reshape(-1))
+    ends = jnp.array(self.batch.subtree_end)
     kernels = p['gate'], p['up'], p['down']
     n, kv = cfg.num_heads, cfg.num_kv_heads
+    time_of = functools.partial(timed, self.where)
+
+    def attention(qkv, ends, _):
+      return tree_attention.attend(*qkv, ends)
+
+    def moe(x_weights, ids, kernels):
+      x, weights = x_weights
+      return dispatch.apply(x, ids, weights, *kernels, sharding=self.where)
+
+    def logprobs(hidden, targets, head):
+      return token_logprobs(hidden, head, targets)[0]
+
+    qkv = heads(n), heads(kv), heads(kv)
     seconds = {
-      'attention': cfg.num_layers * timed(attend, heads(n), heads(kv), heads(kv)),
-      'experts': cfg.num_layers
-      * timed(lambda x, w, *k: experts.apply(x, ids, w, *k), x, weights, *kernels),
-      'head': timed(lambda h, w: token_logprobs(h, w, targets)[0], x, head),
+      'attention': cfg.num_layers * time_of(attention, qkv, ends, ()),
+      'experts': cfg.num_layers * time_of(moe, (x, weights), ids, kernels, 'experts'),
+      'head': time_of(logprobs, x, targets, head),
       'optimizer': self.update_seconds(),
     }
     a, b = x, normal(cfg.embed_dim, cfg.embed_dim)
@@ -210,9 +246,10 @@ class Trainer:
 
   def update_seconds(self) -> float:
     programs = train_step.programs(
-      self.cfg, self.optimizer, train_step.nll, self.config
+      self.cfg, self.optimizer, train_step.nll, self.config, self.where
     )
     (part,) = train_step.micro_batches(self.batch, _ROWS.value)
+    part = self.where.place(part, sharding.batch_specs(self.where.rules))
     sums = jax.block_until_ready(programs.micro(self.state.variables, part))
     times = []
     for _ in range(6):
@@ -233,17 +270,29 @@ def fastest(function, *arrays, runs: int) -> float:
   return min(times)
 
 
-def timed(function, *arrays) -> float:
-  """Seconds of the value and all gradients of `function`."""
+def timed(where, function, rows, integers, weights, axis=None) -> float:
+  """Seconds of the value and all gradients of `function(rows, integers, weights)`.
+
+  Args:
+    where: rows and integers are split over its devices as a batch is.
+    rows, weights: trees of floating-point arrays.
+    integers: an array.
+    axis: the logical axis that weights lie along; None for the same everywhere.
+  """
+  split = PartitionSpec(where.axes('rows') or None)
+  whole = PartitionSpec(where.axes(axis) or None) if axis else PartitionSpec()
+  if where.mesh is not None:
+    function = where.shard_map(function, (split, split, whole), split)
 
   @jax.jit
-  def both(weight, *arrays):
-    out, vjp = jax.vjp(function, *arrays)
-    return out, vjp(weight)
+  def both(cotangent, rows, integers, weights):
+    out, vjp = jax.vjp(lambda r, w: function(r, integers, w), rows, weights)
+    return out, vjp(cotangent)
 
-  out = jax.eval_shape(function, *arrays)
-  weight = jnp.array(np.random.default_rng(2).normal(size=out.shape), out.dtype)
-  return fastest(both, weight, *arrays, runs=6)
+  out = jax.eval_shape(function, rows, integers, weights)
+  cotangent = jnp.array(np.random.default_rng(2).normal(size=out.shape), out.dtype)
+  arrays = where.place((cotangent, rows, integers), split)
+  return fastest(both, *arrays, where.place(weights, whole), runs=6)
 
 
 def serve() -> None:
@@ -283,6 +332,9 @@ class Side:
     if _DEVICE.value == 'cpu':
       environment['JAX_PLATFORMS'] = 'cpu'
     environment['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'  # the GPU is torch's, too
+    if _SPLIT_ROWS.value:
+      given = environment.get('XLA_FLAGS', '')
+      environment['XLA_FLAGS'] = f'{given} {SPLIT_XLA_FLAGS}'.strip()
     self.process = subprocess.Popen(
       command,
       stdin=subprocess.PIPE,

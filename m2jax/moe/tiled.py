@@ -1,13 +1,15 @@
-"""SwiGLU experts on a CPU: one loop over tiles of tokens of one expert.
+"""SwiGLU experts on a CPU: loops over tiles of tokens of one expert.
 
 Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k, as in `experts`. An expert's assignments are
 cut into tiles; a tile gathers its tokens and runs all three matmuls, so that what lies
-between them stays in the cache, and no matmul has to mask or to sort rows. The backward
-pass is one more such loop, written out. At most T·k/b + E tiles, so the cost does not
-grow with E.
+between them stays in the cache, and no matmul has to mask or to sort rows. Large tiles
+are full, what remains of an expert goes into small ones: matmuls of many rows are
+faster, and rows that hold nothing cost as much as others. The backward pass is such
+loops again, written out. At most T·k/b + E rows of small tiles are empty, so the cost
+does not grow with E.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden; n tiles of b
-rows.
+rows; R rows of all tiles.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ import jax.numpy as jnp
 
 from m2jax.moe import by_expert
 
-_TILE_ROWS = 256  # matmuls of fewer rows do not fill two cores
+_TILE_ROWS = 128, 32  # large and small
 
 
 class _Tiles(NamedTuple):
-  """Who sits where.
+  """Tiles of one size: who sits where.
 
   Attributes:
     count: tiles that have a row; the rest have none.
@@ -38,30 +40,46 @@ class _Tiles(NamedTuple):
   assignment: jax.Array
 
 
-def _tiles(ids, experts: int) -> tuple[_Tiles, jax.Array]:
-  """Tiles, and the row [T, k] of each assignment; n·b is that of an id of E."""
+def _sizes(rows: int, experts: int) -> list[int]:
+  """Rows of a tile, large to small: no more than half of what an expert has."""
+  most = 1 << max(3, (rows // experts).bit_length() - 2)
+  return sorted({min(b, most) for b in _TILE_ROWS}, reverse=True)
+
+
+def _tiles(ids, experts: int) -> tuple[list[_Tiles], jax.Array]:
+  """Tiles by size, and the row [T, k] of each assignment; R is that of an id of E."""
   tokens, top_k = ids.shape
-  order, rank, sizes = by_expert.order(ids, experts)
+  order, rank, left = by_expert.order(ids, experts)
   ids = ids.reshape(-1)
   rows = len(ids)
-  # about half a tile an expert is empty: no larger than what an expert has on average
-  b = min(_TILE_ROWS, 1 << max(3, (rows // experts).bit_length() - 1))
-  ends = jnp.cumsum(sizes)
-  starts = ends - sizes
-  tile_ends = jnp.cumsum(-(-sizes // b))
-  tile_starts = tile_ends - -(-sizes // b)
-  n = rows // b + experts
-  tile = jnp.arange(n)
-  expert = jnp.sum(tile[:, None] >= tile_ends, axis=1)
-  expert = jnp.minimum(expert, experts - 1)
-  at = starts[expert] + (tile - tile_starts[expert]) * b
-  at = at[:, None] + jnp.arange(b)
-  live = (at < ends[expert][:, None]) & (tile < tile_ends[-1])[:, None]
-  assignment = jnp.where(live, order[jnp.minimum(at, rows - 1)], rows)
-  where = tile_starts * b - starts
-  place = jnp.where(ids < experts, where[jnp.minimum(ids, experts - 1)] + rank, n * b)
-  tiles = _Tiles(tile_ends[-1], expert, assignment // top_k, assignment)
-  return tiles, place.reshape(tokens, top_k)
+  done = jnp.cumsum(left) - left  # assignments that earlier tiles have, by expert
+  first = done  # of each expert
+  mine = jnp.minimum(ids, experts - 1)
+  rank -= first[mine]
+  found, before, place = [], 0, None
+  sizes = _sizes(rows, experts)
+  for b in sizes:
+    last = b == sizes[-1]
+    tiles_of = -(-left // b) if last else left // b
+    n = rows // b + (experts if last else 0)
+    if found:  # less than a larger tile is left of each expert
+      n = min(n, experts * (found[-1].token.shape[1] // b))
+    ends = jnp.cumsum(tiles_of)
+    starts = ends - tiles_of
+    tile = jnp.arange(n)
+    expert = jnp.sum(tile[:, None] >= ends, axis=1)
+    expert = jnp.minimum(expert, experts - 1)
+    at = done[expert] + (tile - starts[expert]) * b
+    at = at[:, None] + jnp.arange(b)
+    live = (at < (done + left)[expert][:, None]) & (tile < ends[-1])[:, None]
+    assignment = jnp.where(live, order[jnp.minimum(at, rows - 1)], rows)
+    found.append(_Tiles(ends[-1], expert, assignment // top_k, assignment))
+    row = before + (starts * b - (done - first))[mine] + rank
+    place = row if place is None else jnp.where(rank < (done - first)[mine], place, row)
+    taken = jnp.minimum(tiles_of * b, left)
+    done, left, before = done + taken, left - taken, before + n * b
+  place = jnp.where(ids < experts, place, before)
+  return found, place.reshape(tokens, top_k)
 
 
 def _slice(x, i):
@@ -72,8 +90,31 @@ def _take(x, tokens):
   return x.at[tokens].get(mode='promise_in_bounds')
 
 
-def _put(x, value, i):
-  return jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), i, 0)
+def _rows(x, at, b):
+  return jax.lax.dynamic_slice_in_dim(x, at, b)
+
+
+def _put(x, value, at):
+  return jax.lax.dynamic_update_slice_in_dim(x, value.astype(x.dtype), at, 0)
+
+
+def _each(tiles, tile, state):
+  """state = tile(at, expert, tokens, state) for every tile, large ones first."""
+  before = 0
+  for size in tiles:
+    n, b = size.token.shape
+
+    def one(i, state, size=size, b=b, before=before):
+      return tile(before + i * b, size.expert[i], size.token[i], state)
+
+    state = jax.lax.fori_loop(0, size.count, one, state)
+    before += n * b
+  return state
+
+
+def _flat(tiles):
+  """[R]: the assignment of each row."""
+  return jnp.concatenate([size.assignment.reshape(-1) for size in tiles])
 
 
 def _dot(spec, a, b):
@@ -92,8 +133,7 @@ def _pad(x):
 
 
 def _combine(rows, place, weights):
-  """Σ_k w_k · rows[place_k]: [n, b, D], [T, k] → [T, D]."""
-  rows = rows.reshape(-1, rows.shape[-1])
+  """Σ_k w_k · rows[place_k]: [R, D], [T, k] → [T, D]."""
   out = 0
   for k in range(place.shape[1]):
     picked = jnp.take(rows, place[:, k], axis=0, mode='fill', fill_value=0)
@@ -102,40 +142,37 @@ def _combine(rows, place, weights):
 
 
 def _forward(x, weights, gate, up, down, tiles, place):
-  """out [T, D] and, for the backward pass, x·[gate, up] [n, b, 2F]."""
-  n, b = tiles.token.shape
-  hidden = gate.shape[2]
+  """out [T, D] and, for the backward pass, x·[gate, up] [R, 2F]."""
+  hidden, total = gate.shape[2], len(_flat(tiles))
   padded = _pad(x)
 
-  def tile(i, state):
+  def tile(at, e, tokens, state):
     middle, rows = state
-    e = tiles.expert[i]
-    both = _dot('bd,df->bf', _take(padded, tiles.token[i]), _first(gate, up, e))
+    both = _dot('bd,df->bf', _take(padded, tokens), _first(gate, up, e))
     both = both.astype(x.dtype)
     h = jax.nn.silu(both[:, :hidden]) * both[:, hidden:]
     y = _dot('bf,fd->bd', h, _slice(down, e))
-    return _put(middle, both, i), _put(rows, y, i)
+    return _put(middle, both, at), _put(rows, y, at)
 
-  middle = jnp.zeros((n, b, 2 * hidden), x.dtype)
-  rows = jnp.zeros((n, b, x.shape[1]), x.dtype)
-  middle, rows = jax.lax.fori_loop(0, tiles.count, tile, (middle, rows))
+  middle = jnp.zeros((total, 2 * hidden), x.dtype)
+  rows = jnp.zeros((total, x.shape[1]), x.dtype)
+  middle, rows = _each(tiles, tile, (middle, rows))
   return _combine(rows, place, weights.astype(x.dtype)), middle
 
 
 def _backward(x, weights, gate, up, down, tiles, place, middle, d_out):
   """Cotangents of x, weights, gate, up, down."""
-  n, b = tiles.token.shape
-  hidden = gate.shape[2]
+  hidden, total = gate.shape[2], len(middle)
   dtype = jnp.promote_types(x.dtype, jnp.float32)
   padded, d_padded = _pad(x), _pad(d_out)
-  share = jnp.append(weights.reshape(-1), 0)[tiles.assignment]  # [n, b]
+  share = jnp.append(weights.reshape(-1), 0)[_flat(tiles)]  # [R]
 
-  def tile(i, state):
+  def tile(at, e, tokens, state):
     d_gate, d_up, d_down, d_rows, d_share = state
-    e = tiles.expert[i]
-    d_y, w = _take(d_padded, tiles.token[i]), share[i].astype(dtype)[:, None]
+    b = len(tokens)
+    d_y, w = _take(d_padded, tokens), _rows(share, at, b).astype(dtype)[:, None]
     d_h = _dot('bd,fd->bf', d_y, _slice(down, e))  # not yet times w
-    both = _slice(middle, i).astype(dtype)
+    both = _rows(middle, at, b).astype(dtype)
     g, u = both[:, :hidden], both[:, hidden:]
     s = jax.nn.sigmoid(g)
     h = g * s * u
@@ -143,20 +180,20 @@ def _backward(x, weights, gate, up, down, tiles, place, middle, d_out):
     d_h = d_h * w
     d_g = d_h * u * (s + g * s * (1 - s))
     d_both = jnp.concatenate([d_g, d_h * g * s], axis=1).astype(x.dtype)
-    d_first = _outer(_take(padded, tiles.token[i]), d_both)
+    d_first = _outer(_take(padded, tokens), d_both)
     d_gate = _add(d_gate, d_first[:, :hidden], e)
     d_up = _add(d_up, d_first[:, hidden:], e)
     d_down = _add(d_down, _outer((h * w).astype(x.dtype), d_y), e)
     d_x = _dot('bf,df->bd', d_both, _first(gate, up, e))
-    return d_gate, d_up, d_down, _put(d_rows, d_x, i), _put(d_share, d_w, i)
+    return d_gate, d_up, d_down, _put(d_rows, d_x, at), _put(d_share, d_w, at)
 
   state = (
     *(jnp.zeros(kernel.shape, dtype) for kernel in (gate, up, down)),
-    jnp.zeros((n, b, x.shape[1]), x.dtype),
-    jnp.zeros((n, b), dtype),
+    jnp.zeros((total, x.shape[1]), x.dtype),
+    jnp.zeros(total, dtype),
   )
-  d_gate, d_up, d_down, d_rows, d_share = jax.lax.fori_loop(0, tiles.count, tile, state)
-  d_weights = jnp.take(d_share.reshape(-1), place, mode='fill', fill_value=0)
+  d_gate, d_up, d_down, d_rows, d_share = _each(tiles, tile, state)
+  d_weights = jnp.take(d_share, place, mode='fill', fill_value=0)
   return (
     _combine(d_rows, place, None),
     d_weights.astype(weights.dtype),

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m2jax.moe import experts
+from m2jax.moe import experts, tiled
 
-TOKENS, MODEL, EXPERTS, HIDDEN, TOP_K = 150, 12, 6, 10, 2
+TOKENS, MODEL, EXPERTS, HIDDEN, TOP_K = 450, 12, 6, 10, 2
 
 
 def tensors(seed, tokens=TOKENS, num_experts=EXPERTS, dtype=np.float32):
@@ -88,7 +88,9 @@ def check(arrays, ids, tolerance):
 
 @pytest.mark.parametrize('kind', ['even', 'one expert', 'elsewhere', 'all elsewhere'])
 def test_routings(kind):
-  """Tiles cut short, several tiles of one expert, experts and tokens without any."""
+  """Tiles of both sizes, cut short or several of one expert; experts and tokens
+  without any."""
+  assert len(tiled._sizes(TOKENS * TOP_K, EXPERTS)) == 2
   check(tensors(0), routing(kind), 1e-5)
 
 
