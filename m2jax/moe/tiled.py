@@ -5,8 +5,8 @@ cut into tiles; a tile gathers its tokens and runs all three matmuls, so that wh
 between them stays in the cache, and no matmul has to mask or to sort rows. Large tiles
 are full, what remains of an expert goes into small ones: matmuls of many rows are
 faster, and rows that hold nothing cost as much as others. The backward pass is such
-loops again, written out. At most T·k/b + E rows of small tiles are empty, so the cost
-does not grow with E.
+loops again, written out. Experts without tokens have no tile, so the cost does not grow
+with E.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden; n tiles of b
 rows; R rows of all tiles.
@@ -41,44 +41,52 @@ class _Tiles(NamedTuple):
 
 
 def _sizes(rows: int, experts: int) -> list[int]:
-  """Rows of a tile, large to small: no more than half of what an expert has."""
-  most = 1 << max(3, (rows // experts).bit_length() - 2)
+  """Rows of a tile, large to small: no more than what an expert has on average."""
+  most = 1 << max(3, (rows // experts).bit_length() - 1)
   return sorted({min(b, most) for b in _TILE_ROWS}, reverse=True)
+
+
+def _cut(order, start, count, b: int, n: int, top_k: int) -> tuple[_Tiles, jax.Array]:
+  """Tiles of b rows, n at most, for `count` [E] of each expert's entries of `order`.
+
+  Those of an expert begin at `start` [E]. Also returns the first tile [E] of each.
+  """
+  rows = len(order)
+  ends = jnp.cumsum(-(-count // b))
+  firsts = ends + (-count // b)
+  tile = jnp.arange(n)
+  expert = jnp.sum(tile[:, None] >= ends, axis=1)
+  expert = jnp.minimum(expert, len(count) - 1)
+  at = (tile - firsts[expert]) * b
+  at = at[:, None] + jnp.arange(b)
+  live = (at < count[expert][:, None]) & (tile < ends[-1])[:, None]
+  at = jnp.minimum(start[expert][:, None] + at, rows - 1)
+  assignment = jnp.where(live, order[at], rows)
+  return _Tiles(ends[-1], expert, assignment // top_k, assignment), firsts
 
 
 def _tiles(ids, experts: int) -> tuple[list[_Tiles], jax.Array]:
   """Tiles by size, and the row [T, k] of each assignment; R is that of an id of E."""
   tokens, top_k = ids.shape
-  order, rank, left = by_expert.order(ids, experts)
-  ids = ids.reshape(-1)
-  rows = len(ids)
-  done = jnp.cumsum(left) - left  # assignments that earlier tiles have, by expert
-  first = done  # of each expert
-  mine = jnp.minimum(ids, experts - 1)
-  rank -= first[mine]
-  found, before, place = [], 0, None
-  sizes = _sizes(rows, experts)
-  for b in sizes:
-    last = b == sizes[-1]
-    tiles_of = -(-left // b) if last else left // b
-    n = rows // b + (experts if last else 0)
-    if found:  # less than a larger tile is left of each expert
-      n = min(n, experts * (found[-1].token.shape[1] // b))
-    ends = jnp.cumsum(tiles_of)
-    starts = ends - tiles_of
-    tile = jnp.arange(n)
-    expert = jnp.sum(tile[:, None] >= ends, axis=1)
-    expert = jnp.minimum(expert, experts - 1)
-    at = done[expert] + (tile - starts[expert]) * b
-    at = at[:, None] + jnp.arange(b)
-    live = (at < (done + left)[expert][:, None]) & (tile < ends[-1])[:, None]
-    assignment = jnp.where(live, order[jnp.minimum(at, rows - 1)], rows)
-    found.append(_Tiles(ends[-1], expert, assignment // top_k, assignment))
-    row = before + (starts * b - (done - first))[mine] + rank
-    place = row if place is None else jnp.where(rank < (done - first)[mine], place, row)
-    taken = jnp.minimum(tiles_of * b, left)
-    done, left, before = done + taken, left - taken, before + n * b
-  place = jnp.where(ids < experts, place, before)
+  order, rank, sizes = by_expert.order(ids, experts)
+  start = jnp.cumsum(sizes) - sizes
+  mine = jnp.minimum(ids.reshape(-1), experts - 1)
+  rank = rank - start[mine]  # among those of the same expert
+  done, place = jnp.zeros_like(sizes), jnp.zeros_like(rank)
+  found, before = [], 0
+  *larger, smallest = _sizes(len(rank), experts)
+  for b in (*larger, smallest):
+    n, count = len(rank) // b, (sizes - done) // b * b
+    if b == smallest:  # whatever is left, cut short
+      n, count = n + experts, sizes - done
+      if larger:
+        n = min(n, experts * (larger[-1] // b))
+    tiles, firsts = _cut(order, start + done, count, b, n, top_k)
+    row = before + firsts[mine] * b + rank - done[mine]
+    place = jnp.where(rank < done[mine], place, row)
+    found.append(tiles)
+    done, before = done + count, before + n * b
+  place = jnp.where(ids.reshape(-1) < experts, place, before)
   return found, place.reshape(tokens, top_k)
 
 
