@@ -11,8 +11,7 @@ layers unrolled as torch's are. Each side is a process of its own with --threads
 they take turns, a step each, so that what else the machine does meets both. On a CPU
 m2jax's rows and experts are split over as many virtual devices as there are threads,
 for XLA runs much of one device's program on one thread (--nosplit_rows: one device).
-Both have
-memory allocator settings that keep freed memory (--noreuse_memory: neither).
+Both have memory allocator settings that keep freed memory (--noreuse_memory: neither).
 transformers runs with sdpa attention; all of its experts implementations and all forms
 of AdamW are tried first, and the fastest is kept. The losses of the first steps must
 agree.
