@@ -422,7 +422,8 @@ def compare() -> dict:
     b2=adam.b2,
     eps=adam.eps,
   )
-  given = [f'--{f.name}={f.value}' for f in (_ROWS, _ROW_TOKENS, _LAYERS, _DTYPE)]
+  passed = _ROWS, _ROW_TOKENS, _LAYERS, _DTYPE, _THREADS, _SPLIT_ROWS
+  given = [f'--{f.name}={f.value}' for f in passed]
   with tempfile.TemporaryDirectory() as directory:
     weights = os.path.join(directory, 'weights')
     ours = Side('m2jax', [sys.executable, '-m', __spec__.name, '--side=m2jax', *given])
