@@ -29,8 +29,8 @@ JOBS = flags.DEFINE_integer('jobs', 0, 'Workloads compiled at once; 0: one a cor
 QUICK = flags.DEFINE_bool(
   'quick',
   False,
-  'Compile with less effort than training does, in half the time: FLOPs and bytes are '
-  'the same, temporaries some percent less, and fewer collectives are hidden.',
+  'Compile with less effort than training does, in half the time: FLOPs and '
+  'collectives are the same, temporaries less, and fewer collectives are hidden.',
 )
 LAYERS = flags.DEFINE_integer('layers', 0, 'Plan a model of fewer layers; 0: as it is.')
 JSON = flags.DEFINE_bool('json', False, 'Print JSON.')
