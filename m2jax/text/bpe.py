@@ -8,7 +8,7 @@ fixes the cuts is the pre-tokenizer, in this order:
   2. ` word` and ` -flag` stand with their space if, and only if, that very string is in
      the vocabulary; merges never cross the space, so any other word is a space followed
      by the same tokens as after a slash, a quote or a newline (but for words whole in
-     the vocabulary without the space, as `py`: after a space they are spelled out);
+     the vocabulary without the space, as `py`: ` py` by itself is spelled out);
   3. letters, single digits, newlines, spaces and punctuation never mix.
 
 Frequent pre-tokens enter the vocabulary whole (`ignore_merges`). The merges are trained
