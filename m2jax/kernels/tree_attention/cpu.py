@@ -1,17 +1,18 @@
-"""Forest attention in XLA that skips blocks no query of a block can see.
+"""Forest attention in XLA that skips what no query of a block can see.
 
-Queries and keys are cut into blocks, small enough that all of a pair's scores stay in a
-core's cache. The pairs with anything to see are listed, as for the Pallas kernels
-(visits.py), and one loop goes through them, a pair a turn: a batched matmul for scores,
-one elementwise pass, and a matmul that adds to the result. There is no online softmax:
-the scores need no shift where none can leave the range of exp, which the norms of
-queries and keys tell; else a loop before finds the maximum of each query. The backward
-pass recomputes the weights from the logsumexp (arXiv:2205.14135) with keys along the
-rows, so that all but one of its five matmuls read memory as it lies.
+Queries are cut into blocks and keys into smaller ones. For each block of queries the
+key blocks with anything to see are listed, gathered so many at a time, and visited: a
+batched matmul for scores, one elementwise pass, and a matmul that adds to the result;
+scores of a visit stay in a core's cache. Key blocks are small because the ancestors of
+a block of queries lie in short pieces all over the row. There is no online softmax: the
+scores need no shift where none can leave the range of exp, which the norms of queries
+and keys tell; else a loop before finds the maximum of each query. The backward pass
+recomputes the weights from the logsumexp (arXiv:2205.14135) with keys along the rows,
+so that most of its matmuls read memory as it lies.
 
 Axes: B rows, Q queries, S keys, N query heads, K key/value heads, G = N/K, H head dim;
-m, n query and key blocks of all rows, b tokens of a block, r = b·G queries of a block
-and a key/value head.
+m, n query and key blocks of all rows, b tokens of a key block, r = G · tokens of a
+query block, p key blocks of a visit, c = p·b keys of a visit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ import jax.numpy as jnp
 
 from m2jax.kernels.tree_attention.visits import Index, block_kinds
 
-_BLOCK = 128  # tokens of a query or key block, at most
+_KEY_BLOCK = 16  # tokens
+# Tokens of a query block and keys of a visit, in rows of up to 1,024 keys and in longer
+# ones: those fill longer visits, in which less time goes into gathering and adding up.
+_SHORT, _LONG = (128, 128), (64, 384)
 # Scores this far from 0 need no shift: sums of their exp are far from what fp32 holds.
 _SAFE = 30.0
 
@@ -34,6 +38,7 @@ class _Static(NamedTuple):
   block_q: int
   block_k: int
   key_blocks: int  # of a row
+  at_once: int  # key blocks of a visit
   window: int | None
   sinks: int
 
@@ -41,25 +46,30 @@ class _Static(NamedTuple):
 class _Plan(NamedTuple):
   """What is visited, and what the mask of a visit needs.
 
+  Blocks are numbered through all rows. Key block n, the last, is of padding: it fills
+  visits that have fewer than p.
+
   Attributes:
     count: visits.
-    query, key: [visits at most] blocks, numbered through all rows; sorted by query.
+    query: [visits at most] the block of queries; sorted.
+    keys: [visits at most, p] key blocks.
     q_index, q_position: [m, r]; -1 on padding; positions are None without a window.
-    end, k_position: [n, b]; 0 on padding.
+    end, k_position: [n + 1, b]; 0 on padding.
   """
 
   count: jax.Array
   query: jax.Array
-  key: jax.Array
+  keys: jax.Array
   q_index: jax.Array
   q_position: jax.Array | None
   end: jax.Array
   k_position: jax.Array | None
 
 
-def _block(length: int) -> int:
-  """Tokens of a block: no more than the row has, in whole vectors."""
-  return min(_BLOCK, -(-length // 16) * 16)
+def _sizes(queries: int, keys: int) -> tuple[int, int]:
+  """Tokens of a query block and keys of a visit, no more than a row has."""
+  block_q, visit = _SHORT if keys <= 1024 else _LONG
+  return min(block_q, -(-queries // 16) * 16), min(visit, -(-keys // 16) * 16)
 
 
 def _pad(x, block, fill=0):
@@ -68,15 +78,15 @@ def _pad(x, block, fill=0):
   return jnp.pad(x, pad, constant_values=fill)
 
 
-def _split(x, block, kv_heads):
-  """[B, S, K·G, H] → [blocks, K, b·G, H]: a contiguous matrix a key/value head."""
+def _split_queries(x, block, kv_heads):
+  """[B, Q, K·G, H] → [m, K, r, H]: a contiguous matrix a key/value head."""
   x = _pad(x, block)
   x = x.reshape(-1, block, kv_heads, x.shape[2] // kv_heads, x.shape[3])
   return x.swapaxes(1, 2).reshape(len(x), kv_heads, -1, x.shape[-1])
 
 
-def _join(x, like, block):
-  """Inverse of `_split`, in shape and dtype of `like`."""
+def _join_queries(x, like, block):
+  """Inverse of `_split_queries`, in shape and dtype of `like`."""
   batch, length, heads, head_dim = like.shape
   kv_heads = x.shape[1]
   x = x.reshape(len(x), kv_heads, block, heads // kv_heads, head_dim).swapaxes(1, 2)
@@ -84,23 +94,43 @@ def _join(x, like, block):
   return x.astype(like.dtype)
 
 
-def _plan(static: _Static, index: Index, group: int) -> _Plan:
-  kinds = block_kinds(static, index)
-  _, m, n = kinds.shape
-  at = jnp.nonzero(kinds.reshape(-1), size=kinds.size, fill_value=0)[0]
-  at = at.astype(jnp.int32)
+def _split_keys(x, block):
+  """[B, S, K, H] → [K, n + 1, b, H]; the last block is 0."""
+  x = _pad(x, block)
+  x = x.reshape(-1, block, *x.shape[2:]).transpose(2, 0, 1, 3)
+  return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0)))
 
-  def blocks(x, size, repeats=1):
-    return None if x is None else jnp.repeat(x.reshape(-1, size), repeats, axis=1)
+
+def _plan(static: _Static, index: Index, group: int) -> _Plan:
+  seen = block_kinds(static, index) != 0
+  rows, m, n = seen.shape
+  seen = seen.reshape(rows * m, n)
+  visits = -(-jnp.sum(seen, axis=1, dtype=jnp.int32) // static.at_once)
+  most = rows * m * -(-n // static.at_once)
+  first = static.at_once * (jnp.cumsum(visits) - visits)
+  # where in the list a block stands; the others go past its end
+  slot = first[:, None] + jnp.cumsum(seen, axis=1, dtype=jnp.int32) - 1
+  slot = jnp.where(seen, slot, most * static.at_once)
+  name = jnp.arange(rows * n, dtype=jnp.int32).reshape(rows, 1, n)
+  name = jnp.broadcast_to(name, (rows, m, n)).reshape(slot.shape)
+  keys = jnp.full((most * static.at_once,), rows * n, jnp.int32)
+  keys = keys.at[slot].set(name, mode='drop', unique_indices=True)
+  query = jnp.arange(rows * m, dtype=jnp.int32)
+
+  def of_queries(x):
+    return None if x is None else jnp.repeat(x.reshape(rows * m, -1), group, axis=1)
+
+  def of_keys(x):
+    return None if x is None else jnp.pad(x.reshape(rows * n, -1), ((0, 1), (0, 0)))
 
   return _Plan(
-    jnp.sum(kinds != 0, dtype=jnp.int32),
-    at // n,
-    at // (m * n) * n + at % n,
-    blocks(index.q_index, static.block_q, group),
-    blocks(index.q_position, static.block_q, group),
-    blocks(index.subtree_end, static.block_k),
-    blocks(index.k_position, static.block_k),
+    jnp.sum(visits),
+    jnp.repeat(query, visits, total_repeat_length=most),
+    keys.reshape(most, static.at_once),
+    of_queries(index.q_index),
+    of_queries(index.q_position),
+    of_keys(index.subtree_end),
+    of_keys(index.k_position),
   )
 
 
@@ -112,26 +142,38 @@ def _put(x, value, i):
   return jax.lax.dynamic_update_index_in_dim(x, value, i, 0)
 
 
+def _gather(x, blocks):
+  """[K, n + 1, b, H] → [K, c, H] of blocks [p]."""
+  x = x.at[:, blocks].get(mode='promise_in_bounds')
+  return x.reshape(len(x), -1, x.shape[-1])
+
+
+def _add(x, value, blocks):
+  """[K, n + 1, b, H] plus value [K, c, H] at blocks [p]."""
+  value = value.reshape(len(x), -1, *x.shape[2:])
+  return x.at[:, blocks].add(value, mode='promise_in_bounds')
+
+
 def _seen(static: _Static, plan: _Plan, i, keys_first: bool):
-  """[r, b] bool, or [b, r]: which keys the queries of visit i see."""
-  query, key = plan.query[i], plan.key[i]
+  """[r, c] bool, or [c, r]: which keys the queries of visit i see."""
+  query, blocks = plan.query[i], plan.keys[i]
   # numbers, then queries and keys along their axes
   of_q = (lambda x: x[None]) if keys_first else (lambda x: x[:, None])
   of_k = (lambda x: x[:, None]) if keys_first else (lambda x: x[None])
   q = of_q(_at(plan.q_index, query))
-  k = key % static.key_blocks * static.block_k
-  k = of_k(k + jnp.arange(static.block_k, dtype=jnp.int32))
-  seen = (k <= q) & (q < of_k(_at(plan.end, key)))
+  first = blocks % static.key_blocks * static.block_k
+  k = first[:, None] + jnp.arange(static.block_k, dtype=jnp.int32)
+  seen = (of_k(k.reshape(-1)) <= q) & (q < of_k(plan.end[blocks].reshape(-1)))
   if static.window is not None:
     q_at = of_q(_at(plan.q_position, query))
-    k_at = of_k(_at(plan.k_position, key))
+    k_at = of_k(plan.k_position[blocks].reshape(-1))
     seen &= (q_at - k_at < static.window) | (k_at < static.sinks)
   return seen
 
 
 def _scores(static, q, k, plan: _Plan, i):
-  """[K, r, b] of visit i; -inf where nothing is seen."""
-  scores = jnp.einsum('krh,kbh->krb', _at(q, plan.query[i]), _at(k, plan.key[i]))
+  """[K, r, c] of visit i; -inf where nothing is seen."""
+  scores = jnp.einsum('krh,kch->krc', _at(q, plan.query[i]), _gather(k, plan.keys[i]))
   seen = _seen(static, plan, i, keys_first=False)
   return jnp.where(seen, scores, -jnp.inf)
 
@@ -157,15 +199,15 @@ def _shift(static, q, k, plan: _Plan):
 
 
 def _forward(static, q, k, v, plan: _Plan):
-  """Blocked q [m, K, r, H] (scaled), k, v [n, K, b, H] → out like q, logsumexp."""
+  """Blocked q [m, K, r, H] (scaled), k, v [K, n + 1, b, H] → out like q, logsumexp."""
   shift = _shift(static, q, k, plan)
 
   def visit(i, state):
     out, total = state
-    query, key = plan.query[i], plan.key[i]
+    query = plan.query[i]
     scores = _scores(static, q, k, plan, i)
     weights = jnp.exp(scores - _at(shift, query)[..., None])
-    update = jnp.einsum('krb,kbh->krh', weights, _at(v, key))
+    update = jnp.einsum('krc,kch->krh', weights, _gather(v, plan.keys[i]))
     total = _put(total, _at(total, query) + jnp.sum(weights, axis=-1), query)
     return _put(out, _at(out, query) + update, query), total
 
@@ -180,21 +222,20 @@ def _forward(static, q, k, v, plan: _Plan):
 def _backward(static, q, k, v, plan: _Plan, out, lse, d_out):
   """Cotangents of blocked q, k, v."""
   delta = jnp.sum(out * d_out, axis=-1)
-  k_columns = k.swapaxes(2, 3)
 
   def visit(i, state):
     d_q, d_k, d_v = state
-    query, key = plan.query[i], plan.key[i]
-    q_block, d_block = _at(q, query), _at(d_out, query)
-    scores = jnp.einsum('kbh,krh->kbr', _at(k, key), q_block)
-    d_weights = jnp.einsum('kbh,krh->kbr', _at(v, key), d_block)
+    query, blocks = plan.query[i], plan.keys[i]
+    q_block, d_block, keys = _at(q, query), _at(d_out, query), _gather(k, blocks)
+    scores = jnp.einsum('kch,krh->kcr', keys, q_block)
+    d_weights = jnp.einsum('kch,krh->kcr', _gather(v, blocks), d_block)
     seen = _seen(static, plan, i, keys_first=True)
     scores = jnp.where(seen, scores - _at(lse, query)[:, None], -jnp.inf)
     weights = jnp.exp(scores)
     d_scores = weights * (d_weights - _at(delta, query)[:, None])
-    d_v = _put(d_v, _at(d_v, key) + jnp.einsum('kbr,krh->kbh', weights, d_block), key)
-    d_k = _put(d_k, _at(d_k, key) + jnp.einsum('kbr,krh->kbh', d_scores, q_block), key)
-    update = jnp.einsum('khb,kbr->khr', _at(k_columns, key), d_scores)
+    d_v = _add(d_v, jnp.einsum('kcr,krh->kch', weights, d_block), blocks)
+    d_k = _add(d_k, jnp.einsum('kcr,krh->kch', d_scores, q_block), blocks)
+    update = jnp.einsum('kch,kcr->khr', keys, d_scores)
     return _put(d_q, _at(d_q, query) + update, query), d_k, d_v
 
   state = jnp.zeros_like(q.swapaxes(2, 3)), jnp.zeros_like(k), jnp.zeros_like(v)
@@ -223,22 +264,29 @@ def attend(
   q, k, v, subtree_end, q_index, *, window, sinks, q_position, k_position, scale
 ):
   """Same contract as `reference.attend`."""
-  kv_heads = k.shape[2]
-  block_q, block_k = _block(q.shape[1]), _block(k.shape[1])
-  end = _pad(subtree_end, block_k)
-  static = _Static(len(q), block_q, block_k, end.shape[1] // block_k, window, sinks)
+  block_q, visit = _sizes(q.shape[1], k.shape[1])
+  end = _pad(subtree_end, _KEY_BLOCK)
+  static = _Static(
+    rows=len(q),
+    block_q=block_q,
+    block_k=_KEY_BLOCK,
+    key_blocks=end.shape[1] // _KEY_BLOCK,
+    at_once=visit // _KEY_BLOCK,
+    window=window,
+    sinks=sinks,
+  )
   index = Index(
     _pad(q_index, block_q, fill=-1),
     end,
     None if window is None else _pad(q_position, block_q),
-    None if window is None else _pad(k_position, block_k),
+    None if window is None else _pad(k_position, _KEY_BLOCK),
   )
   wide = jnp.promote_types(q.dtype, jnp.float32)
   out = _attend(
     static,
-    _split(q.astype(wide) * scale, block_q, kv_heads),
-    _split(k.astype(wide), block_k, kv_heads),
-    _split(v.astype(wide), block_k, kv_heads),
-    _plan(static, index, q.shape[2] // kv_heads),
+    _split_queries(q.astype(wide) * scale, block_q, k.shape[2]),
+    _split_keys(k.astype(wide), _KEY_BLOCK),
+    _split_keys(v.astype(wide), _KEY_BLOCK),
+    _plan(static, index, q.shape[2] // k.shape[2]),
   )
-  return _join(out, q, block_q)
+  return _join_queries(out, q, block_q)
