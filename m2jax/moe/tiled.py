@@ -1,12 +1,12 @@
 """SwiGLU experts on a CPU: loops over tiles of tokens of one expert.
 
 Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k, as in `experts`. An expert's assignments are
-cut into tiles; a tile gathers its tokens and runs all three matmuls, so that what lies
-between them stays in the cache, and no matmul has to mask or to sort rows. Large tiles
-are full, what remains of an expert goes into small ones: matmuls of many rows are
-faster, and rows that hold nothing cost as much as others. The backward pass is such
-loops again, written out. Experts without tokens have no tile, so the cost does not grow
-with E.
+cut into tiles; a tile gathers its tokens, runs all three matmuls, so that what lies
+between them stays in the cache, and adds to its tokens' results. Large tiles are full,
+what remains of an expert goes into small ones: matmuls of many rows are faster, and
+rows that hold nothing cost as much as others. These take some token with a weight of 0.
+The backward pass is such loops again, written out. Experts without tokens have no tile,
+so the cost does not grow with E.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden; n tiles of b
 rows; R rows of all tiles.
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from m2jax.moe import by_expert
 
-_TILE_ROWS = 128, 32  # large and small
+_TILE_ROWS = 256, 64  # large and small
 
 
 class _Tiles(NamedTuple):
@@ -30,7 +30,7 @@ class _Tiles(NamedTuple):
   Attributes:
     count: tiles that have a row; the rest have none.
     expert: [n] of each tile.
-    token: [n, b] of each row; T where there is none.
+    token: [n, b] of each row; any where there is none.
     assignment: [n, b] of each row, in the order of ids [T, k]; T·k where there is none.
   """
 
@@ -46,10 +46,10 @@ def _sizes(rows: int, experts: int) -> list[int]:
   return sorted({min(b, most) for b in _TILE_ROWS}, reverse=True)
 
 
-def _cut(order, start, count, b: int, n: int, top_k: int) -> tuple[_Tiles, jax.Array]:
+def _cut(order, start, count, b: int, n: int, top_k: int) -> _Tiles:
   """Tiles of b rows, n at most, for `count` [E] of each expert's entries of `order`.
 
-  Those of an expert begin at `start` [E]. Also returns the first tile [E] of each.
+  Those of an expert begin at `start` [E].
   """
   rows = len(order)
   ends = jnp.cumsum(-(-count // b))
@@ -60,34 +60,27 @@ def _cut(order, start, count, b: int, n: int, top_k: int) -> tuple[_Tiles, jax.A
   at = (tile - firsts[expert]) * b
   at = at[:, None] + jnp.arange(b)
   live = (at < count[expert][:, None]) & (tile < ends[-1])[:, None]
-  at = jnp.minimum(start[expert][:, None] + at, rows - 1)
-  assignment = jnp.where(live, order[at], rows)
-  return _Tiles(ends[-1], expert, assignment // top_k, assignment), firsts
+  assignment = order[jnp.minimum(start[expert][:, None] + at, rows - 1)]
+  return _Tiles(
+    ends[-1], expert, assignment // top_k, jnp.where(live, assignment, rows)
+  )
 
 
-def _tiles(ids, experts: int) -> tuple[list[_Tiles], jax.Array]:
-  """Tiles by size, and the row [T, k] of each assignment; R is that of an id of E."""
-  tokens, top_k = ids.shape
-  order, rank, sizes = by_expert.order(ids, experts)
+def _tiles(ids, experts: int) -> list[_Tiles]:
+  """Tiles by size; an id of E has no place in any."""
+  order, _, sizes = by_expert.order(ids, experts)
   start = jnp.cumsum(sizes) - sizes
-  mine = jnp.minimum(ids.reshape(-1), experts - 1)
-  rank = rank - start[mine]  # among those of the same expert
-  done, place = jnp.zeros_like(sizes), jnp.zeros_like(rank)
-  found, before = [], 0
-  *larger, smallest = _sizes(len(rank), experts)
+  done, found = jnp.zeros_like(sizes), []
+  *larger, smallest = _sizes(ids.size, experts)
   for b in (*larger, smallest):
-    n, count = len(rank) // b, (sizes - done) // b * b
+    n, count = ids.size // b, (sizes - done) // b * b
     if b == smallest:  # whatever is left, cut short
       n, count = n + experts, sizes - done
       if larger:
         n = min(n, experts * (larger[-1] // b))
-    tiles, firsts = _cut(order, start + done, count, b, n, top_k)
-    row = before + firsts[mine] * b + rank - done[mine]
-    place = jnp.where(rank < done[mine], place, row)
-    found.append(tiles)
-    done, before = done + count, before + n * b
-  place = jnp.where(ids.reshape(-1) < experts, place, before)
-  return found, place.reshape(tokens, top_k)
+    found.append(_cut(order, start + done, count, b, n, ids.shape[1]))
+    done += count
+  return found
 
 
 def _slice(x, i):
@@ -135,50 +128,38 @@ def _first(gate, up, i):
   return jnp.concatenate([_slice(gate, i), _slice(up, i)], axis=1)
 
 
-def _pad(x):
-  """A row of zeros, for rows of a tile that have no token."""
-  return jnp.concatenate([x, jnp.zeros_like(x[:1])])
+def _shares(weights, tiles):
+  """[R]: the weight of each row; 0 where there is none."""
+  return jnp.append(weights.reshape(-1), 0)[_flat(tiles)]
 
 
-def _combine(rows, place, weights):
-  """Σ_k w_k · rows[place_k]: [R, D], [T, k] → [T, D]."""
-  out = 0
-  for k in range(place.shape[1]):
-    picked = jnp.take(rows, place[:, k], axis=0, mode='fill', fill_value=0)
-    out += picked if weights is None else picked * weights[:, k, None]
-  return out
-
-
-def _forward(x, weights, gate, up, down, tiles, place):
+def _forward(x, weights, gate, up, down, tiles):
   """out [T, D] and, for the backward pass, x·[gate, up] [R, 2F]."""
-  hidden, total = gate.shape[2], len(_flat(tiles))
-  padded = _pad(x)
+  hidden, share = gate.shape[2], _shares(weights, tiles)
 
   def tile(at, e, tokens, state):
-    middle, rows = state
-    both = _dot('bd,df->bf', _take(padded, tokens), _first(gate, up, e))
+    out, middle = state
+    both = _dot('bd,df->bf', _take(x, tokens), _first(gate, up, e))
     both = both.astype(x.dtype)
     h = jax.nn.silu(both[:, :hidden]) * both[:, hidden:]
-    y = _dot('bf,fd->bd', h, _slice(down, e))
-    return _put(middle, both, at), _put(rows, y, at)
+    y = _dot('bf,fd->bd', h, _slice(down, e)) * _rows(share, at, len(tokens))[:, None]
+    return _sum(out, y, tokens), _put(middle, both, at)
 
-  middle = jnp.zeros((total, 2 * hidden), x.dtype)
-  rows = jnp.zeros((total, x.shape[1]), x.dtype)
-  middle, rows = _each(tiles, tile, (middle, rows))
-  return _combine(rows, place, weights.astype(x.dtype)), middle
+  out = jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+  middle = jnp.zeros((len(share), 2 * hidden), x.dtype)
+  out, middle = _each(tiles, tile, (out, middle))
+  return out.astype(x.dtype), middle
 
 
-def _backward(x, weights, gate, up, down, tiles, place, middle, d_out):
+def _backward(x, weights, gate, up, down, tiles, middle, d_out):
   """Cotangents of x, weights, gate, up, down."""
-  hidden, total = gate.shape[2], len(middle)
+  hidden, share = gate.shape[2], _shares(weights, tiles)
   dtype = jnp.promote_types(x.dtype, jnp.float32)
-  padded, d_padded = _pad(x), _pad(d_out)
-  share = jnp.append(weights.reshape(-1), 0)[_flat(tiles)]  # [R]
 
   def tile(at, e, tokens, state):
-    d_gate, d_up, d_down, d_rows, d_share = state
+    d_x, d_share, d_gate, d_up, d_down = state
     b = len(tokens)
-    d_y, w = _take(d_padded, tokens), _rows(share, at, b).astype(dtype)[:, None]
+    d_y, w = _take(d_out, tokens), _rows(share, at, b).astype(dtype)[:, None]
     d_h = _dot('bd,fd->bf', d_y, _slice(down, e))  # not yet times w
     both = _rows(middle, at, b).astype(dtype)
     g, u = both[:, :hidden], both[:, hidden:]
@@ -188,27 +169,20 @@ def _backward(x, weights, gate, up, down, tiles, place, middle, d_out):
     d_h = d_h * w
     d_g = d_h * u * (s + g * s * (1 - s))
     d_both = jnp.concatenate([d_g, d_h * g * s], axis=1).astype(x.dtype)
-    d_first = _outer(_take(padded, tokens), d_both)
+    d_first = _outer(_take(x, tokens), d_both)
     d_gate = _add(d_gate, d_first[:, :hidden], e)
     d_up = _add(d_up, d_first[:, hidden:], e)
     d_down = _add(d_down, _outer((h * w).astype(x.dtype), d_y), e)
-    d_x = _dot('bf,df->bd', d_both, _first(gate, up, e))
-    return d_gate, d_up, d_down, _put(d_rows, d_x, at), _put(d_share, d_w, at)
+    d_x = _sum(d_x, _dot('bf,df->bd', d_both, _first(gate, up, e)), tokens)
+    return d_x, _put(d_share, d_w, at), d_gate, d_up, d_down
 
-  state = (
-    *(jnp.zeros(kernel.shape, dtype) for kernel in (gate, up, down)),
-    jnp.zeros((total, x.shape[1]), x.dtype),
-    jnp.zeros(total, dtype),
-  )
-  d_gate, d_up, d_down, d_rows, d_share = _each(tiles, tile, state)
-  d_weights = jnp.take(d_share, place, mode='fill', fill_value=0)
-  return (
-    _combine(d_rows, place, None),
-    d_weights.astype(weights.dtype),
-    d_gate.astype(gate.dtype),
-    d_up.astype(up.dtype),
-    d_down.astype(down.dtype),
-  )
+  shapes = x.shape, share.shape, gate.shape, up.shape, down.shape
+  state = tuple(jnp.zeros(shape, dtype) for shape in shapes)
+  d_x, d_share, *d_kernels = _each(tiles, tile, state)
+  d_weights = jnp.zeros(weights.size + 1, dtype).at[_flat(tiles)].set(d_share)
+  grads = d_x, d_weights[:-1].reshape(weights.shape), *d_kernels
+  inputs = x, weights, gate, up, down
+  return tuple(g.astype(like.dtype) for g, like in zip(grads, inputs, strict=True))
 
 
 def _outer(a, b):
@@ -216,13 +190,17 @@ def _outer(a, b):
   return _dot('db,bf->df', jax.lax.optimization_barrier(a.T), b)
 
 
+def _sum(x, value, at):
+  return x.at[at].add(value, mode='promise_in_bounds')
+
+
 def _add(x, value, i):
   return jax.lax.dynamic_update_index_in_dim(x, _slice(x, i) + value, i, 0)
 
 
 @jax.custom_vjp
-def _experts(x, weights, gate, up, down, tiles, place):
-  return _forward(x, weights, gate, up, down, tiles, place)[0]
+def _experts(x, weights, gate, up, down, tiles):
+  return _forward(x, weights, gate, up, down, tiles)[0]
 
 
 def _fwd(*arrays):
@@ -231,7 +209,7 @@ def _fwd(*arrays):
 
 
 def _bwd(residuals, d_out):
-  return *_backward(*residuals, d_out), None, None
+  return *_backward(*residuals, d_out), None
 
 
 _experts.defvjp(_fwd, _bwd)
@@ -239,5 +217,4 @@ _experts.defvjp(_fwd, _bwd)
 
 def experts(x, ids, weights, gate, up, down):
   """Same contract as `experts.apply`."""
-  tiles, place = _tiles(ids, gate.shape[0])
-  return _experts(x, weights, gate, up, down, tiles, place)
+  return _experts(x, weights, gate, up, down, _tiles(ids, gate.shape[0]))
