@@ -124,6 +124,8 @@ TUNABLES = ':'.join(  # as in the Makefile, and one arena: others give memory ba
     'glibc.malloc.trim_threshold=4294967296',
   ]
 )
+# XLA's own default is vectors of 256 bits where there are wider ones
+XLA_FLAGS = '--xla_cpu_prefer_vector_width=512'
 # a schedule for two devices on two threads needs no independent work for more threads
 SPLIT_XLA_FLAGS = '--xla_cpu_enable_concurrency_optimized_scheduler=false'
 PARTS = ('attention', 'experts', 'head', 'optimizer', 'rest')
@@ -331,9 +333,9 @@ class Side:
     if _DEVICE.value == 'cpu':
       environment['JAX_PLATFORMS'] = 'cpu'
     environment['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'  # the GPU is torch's, too
-    if _SPLIT_ROWS.value:
-      given = environment.get('XLA_FLAGS', '')
-      environment['XLA_FLAGS'] = f'{given} {SPLIT_XLA_FLAGS}'.strip()
+    settings = [XLA_FLAGS, *[SPLIT_XLA_FLAGS] * _SPLIT_ROWS.value]
+    settings.append(environment.get('XLA_FLAGS', ''))  # the last one holds
+    environment['XLA_FLAGS'] = ' '.join(settings).strip()
     self.process = subprocess.Popen(
       command,
       stdin=subprocess.PIPE,
