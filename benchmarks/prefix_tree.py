@@ -242,8 +242,9 @@ def kinds(trajectories, cfg, args) -> list[Kind]:
   out = [Kind(name, batches, [count(b) for b in batches]) for name, batches in found]
   quarter = -(-tokens // (4 * ROUND)) * ROUND
   longest = int(tree.position.max()) + 1
-  sizes = forest.sizes(quarter, -(-longest // quarter) * quarter)
-  plan = forest.cut(tree, forest.Buckets((quarter,), sizes))
+  sizes = forest.sizes(-(-quarter // (4 * ROUND)) * ROUND, quarter)
+  stacks = forest.sizes(sizes[0], -(-longest // sizes[0]) * sizes[0])
+  plan = forest.cut(tree, forest.Buckets(sizes, stacks))
   whole = count(tree)
   core = tree.subtree_end[0] - np.arange(tokens) > quarter
   again = Operations(
