@@ -11,7 +11,7 @@ optimizer's update, which is the same for all. Rows:
   (b) append-only merge: completions of a trajectory that continue each other, one row
   (c) the common prompt shared, everything after it apart
   (d) the prefix tree in one row
-  (e) the prefix tree in chunks of a quarter, by push and pop
+  (e) the prefix tree in chunks of up to a quarter, by push and pop
 
 Rows of one shape run together, up to --batch_tokens. Times are medians over rounds in
 which all kinds take turns. Where a kind would take more than --limit_s, so many of its

@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2jax.kernels import tree_attention
+from m2jax.kernels.tree_attention import cpu, reference, visits
 
-BLOCK = 128  # what odd sizes are odd to: a query or key block of the CPU implementation
+BLOCK = 128  # what odd sizes are odd to: queries and keys of a visit on a CPU
+LONG = 1025  # keys from which on its visits are longer
 
 
 def random_forest(rng, rows: int, length: int):
@@ -117,10 +119,10 @@ def test_cpu_equals_reference(seed):
 
 @pytest.mark.parametrize(
   'rows, length, heads, kv_heads',
-  [(1, 1, 2, 2), (2, BLOCK, 4, 1), (3, 6 * BLOCK + 1, 2, 2)],
+  [(1, 1, 2, 2), (2, BLOCK, 4, 1), (3, 6 * BLOCK + 1, 2, 2), (2, LONG, 4, 2)],
 )
 def test_sizes(rows, length, heads, kv_heads):
-  """One token; exactly one block; more blocks than run together, plus one token."""
+  """One token; exactly one visit; more of them, plus one token; a long row."""
   rng = np.random.default_rng(length)
   _, end, _ = random_forest(rng, rows, length)
   assert_same(arrays(rng, rows, length, length, heads, kv_heads, 4), end, atol=3e-6)
@@ -150,14 +152,15 @@ def test_bfloat16():
       assert error < 0.02, (implementation, error)
 
 
+@pytest.mark.parametrize('keys', [150, LONG])
 @pytest.mark.parametrize('window, sinks', [(None, 0), (9, 0), (9, 3)])
-def test_query_subsets_and_windows(window, sinks):
+def test_query_subsets_and_windows(window, sinks, keys):
   """Queries at any indices, in any order; windows and sinks count positions, not
   indices: two branches of one stem see the same far ancestors."""
   rng = np.random.default_rng(3)
-  _, end, position = random_forest(rng, 2, 150)
-  index = np.stack([rng.permutation(150)[:70] for _ in range(2)]).astype(np.int32)
-  tensors = arrays(rng, 2, 70, 150, 4, 2, 8)
+  _, end, position = random_forest(rng, 2, keys)
+  index = np.stack([rng.permutation(keys)[:70] for _ in range(2)]).astype(np.int32)
+  tensors = arrays(rng, 2, 70, keys, 4, 2, 8)
   more = dict(q_index=index)
   if window is not None:
     more |= dict(window=window, sinks=sinks, k_position=position)
@@ -297,6 +300,29 @@ def test_shift_is_each_querys_own():
     np.testing.assert_array_equal(a[0], b[0])
   # scores of thousands are rounded in the fourth digit after the point
   assert_same([huge, k, v, weight], end, atol=1e-3)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=10)
+def test_visits_hold_what_is_seen(seed):
+  """The blocks of keys gathered for a block of queries are those of which it sees
+  something, each once, and the last of its visits alone is not full."""
+  rng = np.random.default_rng(seed)
+  rows, length, block_q, b, at_once = 2, 512, 64, 16, 3
+  _, end, _ = random_forest(rng, rows, length)
+  index = np.broadcast_to(np.arange(length, dtype=np.int32), end.shape)
+  per_row = length // b
+  static = cpu._Static(rows, block_q, b, per_row, at_once, None, 0)
+  plan = cpu._plan(static, visits.Index(index, end, None, None), group=1)
+  seen = np.asarray(reference.visible(end, index))
+  seen = seen.reshape(rows, length // block_q, block_q, per_row, b).any((2, 4))
+  padding = rows * per_row
+  for row, block in np.ndindex(*seen.shape[:2]):
+    mine = np.asarray(plan.query[: plan.count]) == row * (length // block_q) + block
+    keys = np.asarray(plan.keys[: plan.count])[mine]
+    listed = [k - row * per_row for k in keys.reshape(-1) if k != padding]
+    assert listed == np.flatnonzero(seen[row, block]).tolist()
+    assert not np.any(keys[:-1] == padding)
 
 
 @pytest.mark.long

@@ -111,10 +111,10 @@ def _plan(static: _Static, index: Index, group: int) -> _Plan:
   # where in the list a block stands; the others go past its end
   slot = first[:, None] + jnp.cumsum(seen, axis=1, dtype=jnp.int32) - 1
   slot = jnp.where(seen, slot, most * static.at_once)
-  name = jnp.arange(rows * n, dtype=jnp.int32).reshape(rows, 1, n)
-  name = jnp.broadcast_to(name, (rows, m, n)).reshape(slot.shape)
+  block = jnp.arange(rows * n, dtype=jnp.int32).reshape(rows, 1, n)
+  block = jnp.broadcast_to(block, (rows, m, n)).reshape(slot.shape)
   keys = jnp.full((most * static.at_once,), rows * n, jnp.int32)
-  keys = keys.at[slot].set(name, mode='drop', unique_indices=True)
+  keys = keys.at[slot].set(block, mode='drop')
   query = jnp.arange(rows * m, dtype=jnp.int32)
 
   def of_queries(x):
