@@ -333,7 +333,9 @@ class Side:
     if _DEVICE.value == 'cpu':
       environment['JAX_PLATFORMS'] = 'cpu'
     environment['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'  # the GPU is torch's, too
-    settings = [XLA_FLAGS, *[SPLIT_XLA_FLAGS] * _SPLIT_ROWS.value]
+    settings = [XLA_FLAGS]
+    if _SPLIT_ROWS.value:
+      settings.append(SPLIT_XLA_FLAGS)
     settings.append(environment.get('XLA_FLAGS', ''))  # the last one holds
     environment['XLA_FLAGS'] = ' '.join(settings).strip()
     self.process = subprocess.Popen(

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 from m2jax.kernels.tree_attention.visits import Index, block_kinds
 
 _KEY_BLOCK = 16  # tokens
-# Tokens of a query block and keys of a visit, in rows of up to 1,024 keys and in longer
-# ones: those fill longer visits, in which less time goes into gathering and adding up.
+# Tokens of a query block and keys of a visit, in rows of up to _SHORT_ROW keys and in
+# longer ones, which fill longer visits: less time goes into gathering and adding up.
+_SHORT_ROW = 1024
 _SHORT, _LONG = (128, 128), (64, 384)
 # Scores this far from 0 need no shift: sums of their exp are far from what fp32 holds.
 _SAFE = 30.0
@@ -68,8 +69,11 @@ class _Plan(NamedTuple):
 
 def _sizes(queries: int, keys: int) -> tuple[int, int]:
   """Tokens of a query block and keys of a visit, no more than a row has."""
-  block_q, visit = _SHORT if keys <= 1024 else _LONG
-  return min(block_q, -(-queries // 16) * 16), min(visit, -(-keys // 16) * 16)
+  block_q, visit = _SHORT if keys <= _SHORT_ROW else _LONG
+  return (
+    min(block_q, -(-queries // 16) * 16),  # in whole vectors
+    min(visit, -(-keys // _KEY_BLOCK) * _KEY_BLOCK),
+  )
 
 
 def _pad(x, block, fill=0):
