@@ -17,21 +17,17 @@ import ml_collections
 
 from m2jax import config as model_config
 
-# One call, then two and more; m2jax/tasks/terminal has others.
-FAMILIES = (
-  'count_lines',
-  'count_matches',
-  'find_definition',
-  'longer',
-  'extreme',
-  'rename',
-  'append',
-  'replace',
-  'delete_matching',
-  'set_value',
-  'act_on_found',
-  'follow_notes',
-  'fix_check',
+# What the teacher demonstrates: one call, and some chains of two.
+DEMONSTRATED = dict(steps_1=4.0, steps_2=1.0)
+# What RL and the evaluations ask for: mostly chains that no demonstration shows.
+ASKED = dict(
+  steps_2=1.0,
+  steps_3=1.0,
+  steps_4=1.0,
+  steps_5=1.0,
+  steps_6=1.0,
+  trail=1.0,
+  dead_end=1.0,
 )
 
 
@@ -40,19 +36,21 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.seed = 0
   c.sandbox = 'bubblewrap'  # or 'rlimit_only', a weaker mode
   c.model = dataclasses.asdict(model_config.tiny())
-  c.eval_tasks = 440  # held-out tasks per evaluation, one episode each
+  c.eval_tasks = 420  # held-out tasks per evaluation, one episode each
+  c.dev_tasks = 210  # tasks of the development split after each phase
+  c.start = ''  # workdir whose demonstrations, tokenizer and SFT weights are taken over
   c.terminal = dict(
     files=(3, 5),
     lines=(20, 80),
     pseudo_names=0.7,
     pseudo_words=0.7,
-    weights=dict.fromkeys(FAMILIES, 1.0),
+    weights=ASKED,
   )
   c.teacher = dict(scale=1.0)  # of the mistake rates; 0 is a perfect teacher
-  c.engine = dict(slots=64, context_tokens=384)
+  c.engine = dict(slots=64, context_tokens=512)
   c.engine.update(  # few shapes: each takes seconds to compile
     decode_rows=(64,),
-    contexts=(192, 384),
+    contexts=(192, 320, 512),
     prefill_shapes=((1, 64), (8, 32)),
     record_experts=False,  # rollouts keep expert ids, and training replays them
   )
@@ -63,15 +61,23 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   )
   c.sft = dict(
     demonstrations=4000,
+    families=DEMONSTRATED,
     tokens_per_step=2048,  # input tokens, before prefixes are merged
     row_tokens=1024,
-    loop=dict(steps=1500, seconds=250.0, checkpoint_every=400),
+    loop=dict(steps=1200, checkpoint_every=400),
     step=dict(micro_rows=2),
-    optimizer=dict(name='muon', learning_rate=0.02, adam_learning_rate=3e-3),
+    optimizer=dict(
+      name='muon',
+      learning_rate=0.02,
+      adam_learning_rate=3e-3,
+      schedule=dict(kind='wsd', total_steps=1200, decay_steps=400, final_fraction=0.1),
+    ),
   )
   c.rl = dict(
-    steps=600,
-    seconds=640.0,
+    steps=60,
+    seconds=0.0,
+    dev_every=10,
+    dev_tasks=105,
     groups_per_step=16,
     group_size=8,
     capacity=32,  # N, in groups
@@ -82,20 +88,42 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       step=dict(micro_rows=2, detach_mtp=True),
       reward=dict(alpha=0.1, beta=0.0),
     ),
-    optimizer=dict(name='muon', learning_rate=5e-3, adam_learning_rate=1e-3),
+    optimizer=dict(
+      name='muon',
+      learning_rate=5e-3,
+      adam_learning_rate=1e-3,
+      schedule=dict(kind='linear', total_steps=60, final_fraction=0.1),
+    ),
   )
+  c.more_sft = None
   if variant == 'smoke':
-    c.eval_tasks = 8
+    c.eval_tasks = c.dev_tasks = 8
     c.sft.update(demonstrations=60)
     c.sft.loop.update(steps=12, checkpoint_every=6)
     c.rl.update(
-      steps=3, groups_per_step=2, group_size=2, capacity=4, checkpoint_every=2
+      steps=3,
+      groups_per_step=2,
+      group_size=2,
+      capacity=4,
+      checkpoint_every=2,
+      dev_every=2,
+      dev_tasks=4,
     )
-  elif variant == 'sft':
-    c.sft.loop.update(steps=100_000, seconds=c.sft.loop.seconds + c.rl.seconds)
+  elif variant == 'more_sft':
+    c.more_sft = ml_collections.ConfigDict(
+      dict(
+        loop=dict(steps=2000, checkpoint_every=400),
+        optimizer=c.sft.optimizer.to_dict(),
+      )
+    )
+    c.more_sft.optimizer.schedule.update(total_steps=2000, decay_steps=700)
     c.rl = None
+  elif variant == 'expert_iteration':
+    c.rl.learner.algorithm = 'expert_iteration'
   elif variant == 'shuffled':
     c.rl.learner.shuffle_rewards = True
   elif variant:
-    raise ValueError(f'unknown variant {variant!r}: want smoke, sft or shuffled')
+    raise ValueError(
+      f'unknown variant {variant!r}: want smoke, more_sft, expert_iteration or shuffled'
+    )
   return c

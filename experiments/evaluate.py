@@ -1,4 +1,4 @@
-"""Held-out success of a checkpoint on the terminal tasks, by temperature and family.
+"""Held-out success of a checkpoint on the terminal tasks: by family, by chain length.
 
   python -m experiments.evaluate --config=configs/evaluate.py \
     --checkpoint=workdir/forge --workdir=workdir/evaluate
@@ -41,31 +41,38 @@ def main():
     roles.rollouts(config, found.variables, tok, pool) as running,
   ):
     for temperature in temperatures:
-      families = roles.held_out(config, running, pool, temperature)
-      rows += [_row(temperature, name, *pair) for name, pair in families.items()]
+      tallies = roles.success_on(
+        config, running, pool, 'held_out', config.eval_tasks, temperature
+      )
+      rows += [_row(temperature, tally) for tally in tallies]
       logging.info('temperature %g: done', temperature)
   path = workdir / 'evaluation.json'
   about = {'checkpoint': found.directory, 'step': found.step}
   path.write_text(json.dumps({**about, 'held_out': rows}, indent=2) + '\n')
   print(f'\nheld-out success of step {found.step} of {found.directory}')
-  print(f'{"temperature":>11}  {"family":<16} {"success":>7}  95 % interval    tasks')
+  print(
+    f'{"temperature":>11}  {"family":<16} {"calls":>5} {"success":>7}  '
+    '95 % interval    tasks'
+  )
   for row in rows:
     print(
-      f'{row["temperature"]:>11g}  {row["family"]:<16} {row["success"]:>7.3f}  '
+      f'{row["temperature"]:>11g}  {row["family"]:<16} {row["calls"] or "":>5} '
+      f'{row["success"]:>7.3f}  '
       f'[{row["low"]:.3f}, {row["high"]:.3f}]  {row["tasks"]:>5}'
     )
   print(f'\nwritten to {path}')
 
 
-def _row(temperature: float, family: str, successes: float, tasks: int) -> dict:
-  """A result with its Wilson interval; `tasks` were judged."""
-  low, high = stats.wilson(successes, tasks)
+def _row(temperature: float, tally: roles.Tally) -> dict:
+  """A result with its Wilson interval; `calls` is null for any number of calls."""
+  low, high = stats.wilson(tally.successes, tally.n)
   return {
     'temperature': temperature,
-    'family': family,
-    'successes': successes,
-    'tasks': tasks,
-    'success': successes / max(tasks, 1),
+    'family': tally.family,
+    'calls': tally.calls,
+    'successes': tally.successes,
+    'tasks': tally.n,
+    'success': tally.successes / max(tally.n, 1),
     'low': low,
     'high': high,
   }

@@ -42,7 +42,7 @@ class EpisodeConfig:
     agent: the white-box agent's settings; `max_turns` is set per task.
     backend: of the sandbox, 'bubblewrap' or 'rlimit_only'.
     limits: of the sandbox.
-    concurrency: episodes at once.
+    concurrency: episodes at once, of training and of evaluation each.
     model: name the agent asks for.
   """
 
@@ -62,7 +62,10 @@ class Runner:
     self._sessions = sessions
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._run_loop, name='agents', daemon=True)
-    self._running = asyncio.Semaphore(config.concurrency)
+    # of its own for each mode: an evaluation does not queue behind training
+    self._running = {
+      mode: asyncio.Semaphore(config.concurrency) for mode in ('training', 'evaluation')
+    }
     self._client = None
 
   def __enter__(self) -> Runner:
@@ -133,7 +136,7 @@ class Runner:
     return [task.result() for task in running]
 
   async def _episode(self, task, item, rank, prefix, mode, sampling) -> Trajectory:
-    async with self._running:
+    async with self._running[mode]:
       key = f'{prefix}-{uuid.uuid4().hex}'
       self._sessions.open(key, mode)
       try:

@@ -25,7 +25,7 @@ from m2jax.text.tokenizer import Tokenizer
 
 TOKENIZER_FILE = 'tokenizer.json'
 # Where a workdir keeps its checkpoints: the phase that comes last counts.
-PHASES = ('rl', 'sft', 'pretrain')
+PHASES = ('rl', 'more_sft', 'sft', 'pretrain')
 
 
 class Policy(NamedTuple):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from m2jax import forest, sandbox
 from m2jax.checkpoint.manager import CheckpointManager
@@ -17,7 +20,6 @@ from m2jax.tasks import terminal
 from m2jax.tasks.terminal import demonstrations, shell
 from m2jax.text import tokenizer
 from m2jax.train import sft as sft_lib
-from m2jax.train import step as train_step
 from m2jax.train import workdir
 
 
@@ -27,8 +29,11 @@ def make_demonstrations(
   """The teacher's demonstrations, made once and kept at `path`."""
   if not path.exists():
     total = config.sft.demonstrations
+    tasks = config.terminal
+    if config.sft.families:
+      tasks = dataclasses.replace(tasks, weights=config.sft.families)
     specs = [
-      terminal.spec('train', i, seed=config.seed + 1_000_003, config=config.terminal)
+      terminal.spec('train', i, seed=config.seed + 1_000_003, config=tasks)
       for i in range(total)
     ]
 
@@ -75,19 +80,46 @@ def encode(config: ForgeConfig, tok: tokenizer.Tokenizer, demos) -> list[forest.
 def sft(
   config: ForgeConfig,
   samples: list[forest.Sample],
+  variables,
   manager: CheckpointManager,
   metrics: MetricsWriter,
   files: dict[str, bytes],
+  phase: str = 'sft',
 ):
-  """Trains on the demonstrations; returns the model's variables."""
+  """Trains `variables`, which stay, on the demonstrations; returns trained ones."""
   state = sft_lib.fit(
     config.sft,
     config.model,
-    train_step.init_variables(config.model, jax.random.key(config.seed)),
+    jax.tree.map(jnp.copy, variables),
     samples,
     seed=config.seed,
     manager=manager,
     metrics=metrics,
     files=files,
+    phase=phase,
   )
   return state.variables
+
+
+def take_over(start: Path, workdir: Path) -> None:
+  """Copies what another run made before its second phase, unless it is there already.
+
+  Raises:
+    FileNotFoundError: the other run has not finished its SFT.
+  """
+  for name in ('demonstrations.jsonl', 'tokenizer.json', 'sft'):
+    source, target = start / name, workdir / name
+    if target.exists():
+      continue
+    if not source.exists():
+      raise FileNotFoundError(
+        f'ForgeConfig.start={start}: no {name}; give the workdir of a run that has '
+        'finished SFT'
+      )
+    partial = target.with_name(name + '.new')
+    if source.is_dir():
+      shutil.rmtree(partial, ignore_errors=True)
+      shutil.copytree(source, partial)
+    else:
+      shutil.copyfile(source, partial)
+    partial.rename(target)

@@ -11,8 +11,10 @@ from absl import logging
 
 from m2jax.checkpoint import policy
 from m2jax.checkpoint.manager import CheckpointManager
+from m2jax.forge import roles as roles_lib
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.curriculum import Curriculum
+from m2jax.forge.plateau import Plateau
 from m2jax.forge.roles import Rollouts
 from m2jax.observe import metrics as metrics_lib
 from m2jax.rl import data_pool, learner, windowed_fifo
@@ -40,7 +42,7 @@ class RlLoop:
     self._view = view
     self._fifo = windowed_fifo.WindowedFifo(self._rl.capacity, self._rl.window)
     weights = config.terminal.weights or dict.fromkeys(terminal.FAMILIES, 1.0)
-    self._curriculum = Curriculum(self._rl.curriculum, weights)
+    self._curriculum = Curriculum(self._rl.curriculum, weights, self._rl.group_size)
     self._lock = threading.Lock()
     self._finished = 0  # rollouts that ended since the last record
     self._failure: BaseException | None = None
@@ -49,6 +51,7 @@ class RlLoop:
     self._groups: set = set()  # futures of the groups that roll out
     # ends of groups wait for commits, which must not hold up the agents' loop
     self._settling = concurrent.futures.ThreadPoolExecutor(1, 'settling')
+    self._dev = Plateau()
     self._taken = 0  # items taken by this process
     self._taken_before: dict[int, int] = {}  # item → items taken before its submission
 
@@ -60,6 +63,7 @@ class RlLoop:
       self._learner.state = restored.state
       ledger = data_pool.Ledger.from_dict(restored.host['ledger'])
       self._used_s = restored.host['used_s']
+      self._dev = Plateau(restored.host['dev'])
       self._saved = restored.step
       variables = self._learner.variables()
       self._roles.scheduler.update_weights(variables, self._learner.version)
@@ -95,6 +99,8 @@ class RlLoop:
       self._roles.scheduler.update_weights(self._learner.variables(), step)
       self._used_s = time.monotonic() - started
       self._record(step, indices, scalars, waited_s, time.monotonic() - step_started)
+      if rl.dev_every and step % rl.dev_every == 0:
+        self._develop(step)
       if self._over() or step % rl.checkpoint_every == 0:
         self._save(step)
     if self._saved != self._learner.version:
@@ -104,7 +110,23 @@ class RlLoop:
   def _over(self) -> bool:
     rl = self._rl
     late = bool(rl.seconds) and self._used_s >= rl.seconds
+    late = late or self._dev.flat(rl.patience)
     return late or self._learner.version >= rl.steps or self._fifo.drained
+
+  def _develop(self, step: int) -> None:
+    """Measures the weights on the development split while rollouts go on."""
+    success = roles_lib.evaluate(
+      self._config,
+      self._roles,
+      self._pool,
+      self._metrics,
+      stage='during RL',
+      step=step,
+      split='dev',
+      tasks=self._rl.dev_tasks,
+    )
+    self._dev.add(success)
+    logging.info('step %d: development split %.3f', step, success)
 
   def _fill(self) -> None:
     """Submits work until the queue is full, or closes it after the last item."""
@@ -195,6 +217,7 @@ class RlLoop:
   def _save(self, step: int) -> None:
     ledger = self._pool.ledger(step)
     host = {'ledger': ledger.to_dict(), 'used_s': self._used_s}
+    host['dev'] = self._dev.values
     host |= policy.host(self._config.model)
     self._manager.save(step, self._learner.state, host, self._files)
     self._saved = step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -79,17 +80,36 @@ def rollouts(
     yield Rollouts(scheduler, gateway, runner)
 
 
-def held_out(
+@dataclasses.dataclass(frozen=True)
+class Tally:
+  """Successes and judged tasks of one part of an evaluation.
+
+  Attributes:
+    family: or 'all'.
+    calls: tool calls that suffice for the tasks; None: any number.
+  """
+
+  family: str
+  calls: int | None
+  successes: float
+  n: int
+
+
+def success_on(
   config: RolloutConfig,
   roles: Rollouts,
   pool: DataPool,
+  split: str,
+  tasks: int,
   temperature: float,
   on_progress: Callable[[float], None] = lambda f: None,
-) -> dict[str, tuple[float, int]]:
-  """family → (successes, judged tasks) of the engine's weights; 'all' comes first."""
+) -> list[Tally]:
+  """Success of the engine's weights on a split: all, by family, by chain length.
+
+  The tasks are the split's first; one episode each.
+  """
   specs = [
-    terminal.spec('held_out', i, seed=0, config=config.terminal)
-    for i in range(config.eval_tasks)
+    terminal.spec(split, i, seed=0, config=config.terminal) for i in range(tasks)
   ]
   done = 0
 
@@ -100,9 +120,16 @@ def held_out(
     on_progress(done / len(specs))
 
   out = episodes.evaluate(roles.runner, specs, temperature=temperature, on_end=on_end)
-  families = episodes.by_family(out)
-  successes = sum(float(good) for good, _ in families.values())
-  return {'all': (successes, sum(n for _, n in families.values())), **families}
+  cells: dict[tuple[str, int | None], list[float]] = collections.defaultdict(list)
+  for t in out:
+    if t.ended != 'infrastructure':  # nobody's failure, so not judged
+      calls = terminal.make(t.task).baseline_calls
+      for cell in (('all', None), (t.family, None), ('all', calls)):
+        cells[cell].append(t.success)
+  order = sorted(cells, key=lambda cell: (cell[0] != 'all', cell[1] or 0, cell[0]))
+  return [
+    Tally(*cell, successes=sum(cells[cell]), n=len(cells[cell])) for cell in order
+  ]
 
 
 def evaluate(
@@ -110,29 +137,27 @@ def evaluate(
   roles: Rollouts,
   pool: DataPool,
   metrics: MetricsWriter,
+  *,
   stage: str,
   step: int,
+  split: str,
+  tasks: int,
+  temperature: float = 1.0,
   on_progress: Callable[[float], None] = lambda f: None,
 ) -> float:
-  """Held-out success of the engine's weights, sampled and greedy, by family.
-
-  Returns the share of tasks solved at temperature 1.
-  """
-  rates = {}
-  for half, temperature in enumerate((1.0, 0.0)):
-    found = held_out(
-      config, roles, pool, temperature, lambda f, half=half: on_progress((half + f) / 2)
+  """Measures and records success of the engine's weights; returns the share solved."""
+  tallies = success_on(config, roles, pool, split, tasks, temperature, on_progress)
+  for tally in tallies:
+    calls = {} if tally.calls is None else {'calls': tally.calls}
+    metrics.write(
+      'eval',
+      step,
+      stage=stage,
+      split=split,
+      temperature=temperature,
+      family=tally.family,
+      successes=float(tally.successes),
+      n=tally.n,
+      **calls,
     )
-    for family, (successes, n) in found.items():
-      metrics.write(
-        'eval',
-        step,
-        stage=stage,
-        temperature=temperature,
-        family=family,
-        successes=float(successes),
-        n=int(n),
-      )
-    successes, n = found['all']
-    rates[temperature] = successes / max(n, 1)
-  return rates[1.0]
+  return tallies[0].successes / max(tallies[0].n, 1) if tallies else 0.0

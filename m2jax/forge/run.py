@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -21,97 +22,158 @@ from m2jax.train import step as train_step
 from m2jax.train.workdir import open_workdir
 
 UNTRAINED = -1  # policy version of random weights; SFT's is 0, RL counts on from there
-STAGES = ('before SFT', 'after SFT', 'after RL')
+AFTER_SFT, AFTER_MORE_SFT, AFTER_RL = 'after SFT', 'after more SFT', 'after RL'
+DURING_RL = 'during RL'
 
 
 def run(config: ForgeConfig, workdir: Path, fresh: bool = False) -> list:
   """Runs or resumes the job; returns the held-out evaluations in order of stage."""
   open_workdir(config, workdir, fresh)
-  seconds = {
-    'demonstrations': 0.015 * config.sft.demonstrations,
-    'eval before SFT': 0.05 * config.eval_tasks,
-    'SFT': config.sft.loop.seconds or 0.2 * config.sft.loop.steps,
-    'eval after SFT': 0.05 * config.eval_tasks,
-  }
-  if config.rl is not None:
-    seconds |= {
-      'RL': config.rl.seconds or 4.0 * config.rl.steps,
-      'eval after RL': 0.05 * config.eval_tasks,
-    }
   with (
     metrics_lib.MetricsWriter(workdir) as metrics,
-    ForgeView(seconds) as view,
+    ForgeView(_expected_s(config)) as view,
     data_pool.DataPool(f'sqlite:///{workdir.absolute()}/pool.db') as pool,
   ):
     for record in metrics_lib.read(workdir):
       view.on_record(record)
     metrics.add_listener(view.on_record)
-    _phases(config, workdir, metrics, view, pool)
+    _Run(config, workdir, metrics, view, pool).phases()
     metrics.flush()
     evaluations = reporting.write(config, workdir, pool)
   return evaluations
 
 
-def _phases(config: ForgeConfig, workdir: Path, metrics, view: ForgeView, pool) -> None:
-  view.begin('demonstrations')
-  demos = prepare.make_demonstrations(
-    config, workdir / 'demonstrations.jsonl', view.set_progress
-  )
-  tok = prepare.make_tokenizer(config, demos, workdir / 'tokenizer.json')
-  files = {'tokenizer.json': (workdir / 'tokenizer.json').read_bytes()}
-  samples = prepare.encode(config, tok, demos)
-  successes = sum(demo.success for _, demo in demos)
-  view.done(f'teacher {successes / len(demos):.2f}')
-  _log_tokens(samples)
-
-  finished = {
-    record['stage']
-    for record in metrics_lib.read(workdir, 'eval')
-    if record['temperature'] == 0 and record['family'] == 'all'
+def _expected_s(config: ForgeConfig) -> dict[str, float]:
+  """Phase → seconds it may take, for the view's estimate of what is left."""
+  eval_s = 0.1 * (config.eval_tasks + config.dev_tasks)
+  seconds = {
+    'demonstrations': 0.015 * config.sft.demonstrations,
+    'SFT': config.sft.loop.seconds or 0.2 * config.sft.loop.steps,
+    f'eval {AFTER_SFT}': eval_s,
   }
-  if (STAGES[1] if config.rl is None else STAGES[2]) in finished:
-    return
+  if config.rl is not None:
+    seconds |= {
+      'RL': config.rl.seconds or 6.0 * config.rl.steps,
+      f'eval {AFTER_RL}': 2 * eval_s,
+    }
+  if config.more_sft is not None:
+    seconds |= {
+      'more SFT': config.more_sft.loop.seconds or 0.2 * config.more_sft.loop.steps,
+      f'eval {AFTER_MORE_SFT}': 2 * eval_s,
+    }
+  return seconds
 
-  def evaluate(stage: str, step: int, running: roles.Rollouts):
+
+class _Run:
+  """The phases of one run, each skipped or resumed by what it left."""
+
+  def __init__(self, config: ForgeConfig, workdir: Path, metrics, view, pool):
+    self._config, self._workdir = config, workdir
+    self._metrics, self._view, self._pool = metrics, view, pool
+    self._measured = {
+      (r['stage'], r['split'], r['temperature'])
+      for r in metrics_lib.read(workdir, 'eval')
+      if r['stage'] != DURING_RL
+    }
+
+  def phases(self) -> None:
+    config, workdir, view = self._config, self._workdir, self._view
+    if config.start:
+      prepare.take_over(Path(config.start), workdir)
+    view.begin('demonstrations')
+    demos = prepare.make_demonstrations(
+      config, workdir / 'demonstrations.jsonl', view.set_progress
+    )
+    verified = [(spec, demo) for spec, demo in demos if demo.success == 1]
+    tok = prepare.make_tokenizer(config, verified, workdir / 'tokenizer.json')
+    files = {'tokenizer.json': (workdir / 'tokenizer.json').read_bytes()}
+    samples = prepare.encode(config, tok, verified)
+    view.done(f'teacher {len(verified) / len(demos):.2f}')
+    _log_tokens(samples)
+    variables = train_step.init_variables(config.model, jax.random.key(config.seed))
+    with roles.rollouts(config, variables, tok, self._pool, UNTRAINED) as running:
+      with CheckpointManager(workdir / 'sft', keep=1) as manager:
+        view.begin('SFT')
+        variables = prepare.sft(
+          config, samples, variables, manager, self._metrics, files
+        )
+        running.scheduler.update_weights(jax.tree.map(jnp.copy, variables), 0)
+        self._evaluate(AFTER_SFT, manager.latest_step(), running)
+      if config.rl is not None:
+        self._rl(variables, running, files)
+      elif config.more_sft is not None:
+        self._more_sft(samples, variables, running, files)
+
+  def _rl(self, variables, running: roles.Rollouts, files) -> None:
+    config = self._config
+    self._view.begin('RL')
+    optimizer = optimizer_lib.make(config.rl.optimizer)
+    with CheckpointManager(self._workdir / 'rl', keep=2) as manager:
+      the_learner = learner.Learner(
+        config.model,
+        config.rl.learner,
+        optimizer,
+        train_step.init_state(variables, optimizer),
+        self._pool,
+      )
+      rl = rl_loop.RlLoop(
+        config,
+        running,
+        the_learner,
+        self._pool,
+        manager,
+        self._metrics,
+        files,
+        self._view,
+      )
+      rl.resume()
+      rl.run()
+    # what is still rolling out belongs to no update: the evaluation has the machine
+    rl.abandon()
+    self._evaluate(AFTER_RL, the_learner.version, running, greedy=True)
+
+  def _more_sft(self, samples, variables, running: roles.Rollouts, files) -> None:
+    config, more = self._config, self._config.more_sft
+    self._view.begin('more SFT')
+    continued = dataclasses.replace(
+      config,
+      seed=config.seed + 1,  # another order of the samples
+      sft=dataclasses.replace(config.sft, loop=more.loop, optimizer=more.optimizer),
+    )
+    with CheckpointManager(self._workdir / 'more_sft', keep=1) as manager:
+      variables = prepare.sft(
+        continued, samples, variables, manager, self._metrics, files, 'more_sft'
+      )
+      running.scheduler.update_weights(jax.tree.map(jnp.copy, variables), 1)
+      self._evaluate(AFTER_MORE_SFT, manager.latest_step(), running, greedy=True)
+
+  def _evaluate(self, stage: str, step: int, running, greedy: bool = False) -> None:
+    """Development and held-out success of a phase's last weights."""
+    config, view = self._config, self._view
     view.begin(f'eval {stage}')
-    if stage not in finished:
+    parts = [('dev', config.dev_tasks, 1.0), ('held_out', config.eval_tasks, 1.0)]
+    if greedy:
+      parts.append(('held_out', config.eval_tasks, 0.0))
+    for i, (split, tasks, temperature) in enumerate(parts):
+      if not tasks or (stage, split, temperature) in self._measured:
+        continue
       started = time.monotonic()
       success = roles.evaluate(
-        config, running, pool, metrics, stage, step, view.set_progress
+        config,
+        running,
+        self._pool,
+        self._metrics,
+        stage=stage,
+        step=step,
+        split=split,
+        tasks=tasks,
+        temperature=temperature,
+        on_progress=lambda f, i=i: view.set_progress((i + f) / len(parts)),
       )
-      logging.info('%s: %.3f in %.0f s', stage, success, time.monotonic() - started)
-      view.done(f'{success:.3f}')
-
-  with CheckpointManager(workdir / 'sft', keep=1) as sft_manager:
-    variables = train_step.init_variables(config.model, jax.random.key(config.seed))
-    with roles.rollouts(config, variables, tok, pool, UNTRAINED) as running:
-      if sft_manager.latest_step() is None:
-        evaluate(STAGES[0], 0, running)
-      view.begin('SFT')
-      variables = prepare.sft(config, samples, sft_manager, metrics, files)
-      running.scheduler.update_weights(jax.tree.map(jnp.copy, variables), 0)
-      steps = sft_manager.latest_step()
-      evaluate(STAGES[1], steps, running)
-      if config.rl is None:
-        return
-      view.begin('RL')
-      optimizer = optimizer_lib.make(config.rl.optimizer)
-      with CheckpointManager(workdir / 'rl', keep=2) as manager:
-        the_learner = learner.Learner(
-          config.model,
-          config.rl.learner,
-          optimizer,
-          train_step.init_state(variables, optimizer),
-          pool,
-        )
-        rl = rl_loop.RlLoop(
-          config, running, the_learner, pool, manager, metrics, files, view
-        )
-        rl.resume()
-        rl.run()
-      # what is still rolling out belongs to no update: the evaluation has the machine
-      rl.abandon()
-      evaluate(STAGES[2], the_learner.version, running)
+      seconds = time.monotonic() - started
+      logging.info('%s, %s: %.3f in %.0f s', stage, split, success, seconds)
+      if temperature:
+        view.done(f'{split} {success:.3f}')
 
 
 def _log_tokens(samples: list[forest.Sample]) -> None:

@@ -111,12 +111,14 @@ class Episode:
 def evaluations(records: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
   """Headline rows from evaluation records, in order of the stages' first records.
 
-  A later record of the same stage, temperature and family replaces an earlier one;
-  stage 'during RL' is a curve, not a row.
+  A later record of the same stage, temperature and family replaces an earlier one. The
+  development split makes curves, not rows.
   """
   found: dict[str, dict[tuple[bool, str], tuple[float, int]]] = {}
   for record in records:
-    if record.get('phase') != 'eval' or record.get('stage') in (None, 'during RL'):
+    if record.get('phase') != 'eval' or record.get('split') != 'held_out':
+      continue
+    if 'calls' in record:  # a part of all, by chain length
       continue
     key = record.get('temperature') == 0, record.get('family', 'all')
     pair = record['successes'], record['n']

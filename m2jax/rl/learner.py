@@ -24,9 +24,18 @@ from absl import logging
 
 from m2jax import forest
 from m2jax.config import ModelConfig
-from m2jax.rl import cispo, data_pool, packing, rewards, samples
+from m2jax.rl import (
+  cispo,
+  data_pool,
+  expert_iteration,
+  packing,
+  rewards,
+  samples,
+)
 from m2jax.train import chunks
 from m2jax.train import step as train_step
+
+ALGORITHMS = ('cispo', 'expert_iteration')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +51,11 @@ class LearnerConfig:
     normaliser: 'prompt' or 'token' (`cispo.weights`).
     reward: the composite reward.
     step: train-step settings; MTP is detached from the policy (m2-and-forge.md §3).
-    shuffle_rewards: a control: permutes success over the batch's trajectories, which
-      keeps everything but the link between what was done and what was paid.
+    algorithm: 'cispo', or 'expert_iteration': the control that imitates what
+      succeeded and forgets the rest (`rl.expert_iteration`).
+    shuffle_rewards: a control: permutes success over the trajectories of each group,
+      which keeps everything but the link between what was done and what was paid; a
+      group of equals stays one.
   """
 
   row_tokens: int = 1024
@@ -53,9 +65,14 @@ class LearnerConfig:
   normaliser: str = 'prompt'
   reward: rewards.RewardConfig = rewards.RewardConfig()
   step: train_step.StepConfig = train_step.StepConfig(detach_mtp=True)
+  algorithm: str = 'cispo'
   shuffle_rewards: bool = False
 
   def __post_init__(self):
+    if self.algorithm not in ALGORITHMS:
+      raise ValueError(
+        f'LearnerConfig.algorithm={self.algorithm!r}: must be one of {ALGORITHMS}'
+      )
     # what rows hold, chunks must hold too
     if self.buckets.stack_tokens[-1] < self.row_tokens:
       raise ValueError(
@@ -93,6 +110,8 @@ class Learner:
     self._pool = pool
     self.state = state
     bound = functools.partial(objective, is_weight_max=config.is_weight_max)
+    if config.algorithm == 'expert_iteration':
+      bound = expert_iteration.objective
     self._step = chunks.make_step(cfg, optimizer, bound, config.step)
 
   @property
@@ -121,6 +140,8 @@ class Learner:
       groups = _shuffle_success(groups, seed=self.version)
     credits_ = [rewards.advantages(group, self._config.reward) for group in groups]
     self._pool.set_rewards(rewards.by_session(credits_))
+    if self._config.algorithm == 'expert_iteration':
+      credits_ = [expert_iteration.credit(group) for group in credits_]
     groups_samples = samples.from_groups(credits_, self._config.normaliser)
     metrics = dict(rewards.summary(credits_), **self._lag(credits_))
     batch = packing.pack(
@@ -177,15 +198,19 @@ def _counts(
 
 
 def _shuffle_success(groups, seed: int):
-  """The groups with `success` permuted over all judged trajectories of the batch."""
-  judged = [t for group in groups for t, _ in group if t.ended != 'infrastructure']
-  values = [t.success for t in judged]
-  random.Random(seed).shuffle(values)
-  paid = {t.session: value for t, value in zip(judged, values, strict=True)}
-  return [
-    [
-      (dataclasses.replace(t, success=paid.get(t.session, t.success)), completions)
-      for t, completions in group
-    ]
-    for group in groups
-  ]
+  """The groups with `success` permuted over each one's judged trajectories."""
+  rng = random.Random(seed)
+  out = []
+  for group in groups:
+    values = [t.success for t, _ in group if t.ended != 'infrastructure']
+    rng.shuffle(values)
+    paid = iter(values)
+    out.append(
+      [
+        (t, completions)
+        if t.ended == 'infrastructure'
+        else (dataclasses.replace(t, success=next(paid)), completions)
+        for t, completions in group
+      ]
+    )
+  return out

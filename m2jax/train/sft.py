@@ -48,10 +48,12 @@ def fit(
   manager: CheckpointManager,
   metrics: MetricsWriter,
   files: Mapping[str, bytes],
+  phase: str = 'sft',
 ) -> train_step.TrainState:
   """Trains on samples, or resumes; the variables are taken over.
 
-  `seed` is of the order of the samples, `files` go into every checkpoint.
+  `seed` is of the order of the samples, `files` go into every checkpoint, `phase`
+  is the name in the metrics.
   """
   optimizer = optimizer_lib.make(config.optimizer)
   step = train_step.make_step(model, optimizer, train_step.nll, config.step)
@@ -73,7 +75,7 @@ def fit(
     make_batches,
     to_forest,
     config.loop,
-    phase='sft',
+    phase=phase,
     manager=manager,
     metrics=metrics,
     host=policy.host(model),

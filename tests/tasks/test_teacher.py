@@ -1,7 +1,6 @@
 """The teacher: right when it makes no mistake, wrong in known ways when it does."""
 
 import asyncio
-import collections
 import itertools
 import json
 
@@ -9,11 +8,12 @@ import pytest
 
 from m2jax import sandbox
 from m2jax.tasks import terminal
-from m2jax.tasks.terminal import shell, teacher
+from m2jax.tasks.terminal import shell, steps, teacher
 from m2jax.text import chat
 from tests.tasks import local_shell
 
 FAMILIES = sorted(terminal.FAMILIES)
+SKIPPED = {'skipped_step'}  # of a list of steps, another then comes first
 LUCKY = {'unsorted'}  # the first or last of a few names may be the right one
 PERFECT = teacher.TeacherConfig(scale=0.0)
 
@@ -55,7 +55,7 @@ def test_perfect_teacher_solves_every_task_by_real_commands(family):
     for message in demo.messages:
       if message['role'] == 'assistant':
         assert 1 <= len(message['reasoning_content'].split()) <= 8
-      else:
+      elif message['role'] == 'tool':
         assert len(message['content']) <= 120
 
 
@@ -74,23 +74,16 @@ def test_each_mistake_is_a_mistake(family):
 
 
 def test_default_teacher_is_right_about_half_of_the_time():
-  """Imitation must leave room, and every right way must be there for RL to find."""
-  tasks = itertools.chain.from_iterable(tasks_of(family, 24) for family in FAMILIES)
+  """In the families of bad habits, where every right way must be there to be found."""
+  habits = sorted(set(FAMILIES) - set(steps.FAMILIES))
+  tasks = itertools.chain.from_iterable(tasks_of(family, 24) for family in habits)
   tallies = asyncio.run(teacher.measure(tasks, local_shell.workspace))
-  assert set(tallies) == set(FAMILIES)
-  rates = {family: tally.success_rate for family, tally in tallies.items()}
-  assert 0.47 <= sum(rates.values()) / len(rates) <= 0.65
-  assert sum(rate < 0.45 for rate in rates.values()) >= 3, 'no habit is wrong'
-  assert sum(rate > 0.6 for rate in rates.values()) >= 6
-  assert min(rates.values()) > 0.05
-  mistakes = sum((tally.mistakes for tally in tallies.values()), collections.Counter())
-  assert len(mistakes) >= 10
-
-
-def test_mistakes_do_not_show_in_the_words():
-  """The text of a wrong demonstration gives no mark to learn from."""
-  thoughts = collections.defaultdict(set)
-  wrong = teacher.TeacherConfig(malformed_call=0.0, scale=100.0)
+  assert set(tallies) == set(habits)
+  rates = {
+    family: dict.fromkeys(set(of) - SKIPPED if family in steps.FAMILIES else of, 1.0)
+    for family, of in teacher.RATES.items()
+  }
+  wrong = teacher.TeacherConfig(rates=rates, malformed_call=0.0)
   for config, name in ((PERFECT, 'right'), (wrong, 'wrong')):
     for family in FAMILIES:
       for task in tasks_of(family, 4):

@@ -1,6 +1,7 @@
 """Terminal tasks: reproducible, disjoint between splits, short, judged rightly."""
 
 import dataclasses
+import itertools
 import os
 import random
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from m2jax.tasks import terminal
-from m2jax.tasks.terminal import corpus
+from m2jax.tasks.terminal import corpus, steps
 from tests.tasks.local_shell import IN_MEMORY, put
 
 FAMILIES = sorted(terminal.FAMILIES)
@@ -70,12 +71,24 @@ def test_streams_differ_by_seed_and_index():
   assert len({(task.instruction, *task.files.values()) for task in tasks}) == len(tasks)
 
 
+def _leaves(value, key=''):
+  """The values in nested dicts and lists as text, but for how a step is asked."""
+  if isinstance(value, dict):
+    for name, item in value.items():
+      yield from _leaves(item, name)
+  elif isinstance(value, list | tuple):
+    for item in value:
+      yield from _leaves(item)
+  elif key not in ('verb', 'by'):
+    yield str(value)
+
+
 def _parameters(task):
   """The words (file stems too) and numbers that a task was given."""
   words = {name.partition('.')[0].lower() for name in task.files}
   numbers = set()
-  for value in task.params.values():
-    for part in re.findall(r'\w+', str(value).lower().partition('.')[0]):
+  for value in _leaves(task.params):
+    for part in re.findall(r'\w+', value.lower().partition('.')[0]):
       (numbers if part.isdigit() else words).add(part)
   # Words of the teacher's own vocabulary, not of the task.
   own = {'first', 'last', 'more', 'fewer', 'largest', 'smallest', 'contains', 'defines'}
@@ -95,20 +108,22 @@ def test_splits_share_no_file_word_or_number():
         numbers[split] |= found[1]
   assert min(len(w) for w in words.values()) > 500
   assert min(len(n) for n in numbers.values()) > 20
-  assert not words['train'] & words['held_out']
-  assert not numbers['train'] & numbers['held_out']
+  for one, other in itertools.combinations(terminal.SPLITS, 2):
+    assert not words[one] & words[other]
+    assert not numbers[one] & numbers[other]
 
 
 def test_splits_share_no_source_and_no_vocabulary():
   """The same, at the root: what tasks are drawn from."""
-  train, held_out = (corpus.load(split) for split in terminal.SPLITS)
+  loaded = [corpus.load(split) for split in terminal.SPLITS]
   for pool in (
     lambda c: {source.name.partition('.')[0] for source in c.sources},
     lambda c: set(c.words),
     lambda c: {hash(source.lines) for source in c.sources},
   ):
-    assert len(pool(train)) > 60 and len(pool(held_out)) > 30
-    assert not pool(train) & pool(held_out)
+    assert min(len(pool(split)) for split in loaded) > 30
+    for one, other in itertools.combinations(loaded, 2):
+      assert not pool(one) & pool(other)
 
 
 def test_made_up_names_are_many_and_of_one_split():
@@ -146,11 +161,14 @@ def test_workspaces_hold_real_text():
 def test_tasks_are_short_and_bounded(family):
   """A tiny model reads them: short instructions, few calls, small plain files."""
   for task in some(family, 60) + some(family, 30, 'held_out'):
-    assert 3 <= len(task.instruction.split()) <= 14, task.instruction
-    assert len(task.instruction) <= 90
-    assert 1 <= task.baseline_calls <= 4
+    sentences = task.instruction.split('. ')
+    assert len(sentences) <= task.baseline_calls
+    for sentence in sentences:
+      assert 2 <= len(sentence.split()) <= 14, task.instruction
+      assert len(sentence) <= 100
+    assert 1 <= task.baseline_calls <= steps.MAX_CALLS
     assert task.max_tool_calls == task.baseline_calls + 1
-    assert 3 <= len(task.files) <= 7
+    assert 3 <= len(task.files) <= 12
     assert all(
       content.isascii() and len(content) < 9000 for content in task.files.values()
     )

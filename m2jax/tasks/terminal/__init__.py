@@ -18,13 +18,14 @@ from collections.abc import Mapping
 
 from m2jax.tasks import task as task_lib
 from m2jax.tasks import verify
-from m2jax.tasks.terminal import chains, corpus, draw, editing, reading
+from m2jax.tasks.terminal import chains, corpus, draw, editing, reading, steps
 from m2jax.tasks.terminal.config import TerminalConfig
 
 FAMILIES: Mapping[str, draw.Family] = {
   **reading.FAMILIES,
   **editing.FAMILIES,
   **chains.FAMILIES,
+  **steps.FAMILIES,
 }
 SPLITS = corpus.SPLITS
 _DEFAULT = TerminalConfig()
@@ -41,7 +42,7 @@ def spec(
   """Returns the spec of the index-th task of a stream.
 
   Args:
-    split: 'train' or 'held_out'; they share no file, word or number.
+    split: 'train', 'dev' or 'held_out'; they share no file, word or number.
     index: position in the stream, >= 0.
     seed: which stream.
     config: knobs; its weights say how often each family comes.

@@ -1,4 +1,4 @@
-"""Raw material of the terminal tasks: real files, words and names, split in two.
+"""Raw material of the terminal tasks: real files, words and names, in three splits.
 
 The files are the running Python's own standard library, its licence text and the
 language documentation it carries (`pydoc_data.topics`), read from the installed copy;
@@ -22,9 +22,13 @@ import re
 import sysconfig
 from pathlib import Path
 
-SPLITS = ('train', 'held_out')
-_HELD_OUT_TENTHS = 3
-_NUMBER_RESIDUES = 3  # held-out numbers are the multiples of this
+SPLITS = ('train', 'dev', 'held_out')
+# of the last decimal digit of a hash, or of a number
+_DIGITS = {'held_out': (0, 1), 'dev': (2, 3)}
+_SPLIT_OF_DIGIT = tuple(
+  next((split for split, digits in _DIGITS.items() if digit in digits), 'train')
+  for digit in range(10)
+)
 
 _SKIPPED_DIRECTORIES = frozenset(
   'test tests idle_test idlelib lib2to3 site-packages dist-packages ensurepip '
@@ -82,14 +86,12 @@ class Corpus:
 def split_of(name: str) -> str:
   """Returns the split that owns a word or a file's stem, whatever its case."""
   digest = hashlib.blake2b(name.lower().encode(), digest_size=2).digest()
-  return (
-    'held_out' if int.from_bytes(digest, 'big') % 10 < _HELD_OUT_TENTHS else 'train'
-  )
+  return _SPLIT_OF_DIGIT[int.from_bytes(digest, 'big') % 10]
 
 
 def split_of_number(number: int) -> str:
   """Returns the split that may use `number` as a parameter."""
-  return 'held_out' if number % _NUMBER_RESIDUES == 0 else 'train'
+  return _SPLIT_OF_DIGIT[number % 10]
 
 
 def is_nameable(word: str) -> bool:

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from m2jax.tasks import task as task_lib
 from m2jax.tasks import terminal
-from m2jax.tasks.terminal import draw, shell
+from m2jax.tasks.terminal import draw, shell, steps
 
 MISNAMED_ARGUMENT = 'command'  # instead of shell.ARGUMENT
 
@@ -78,6 +78,8 @@ RATES: Mapping[str, Mapping[str, float]] = {
   'follow_notes': {'skipped_step': 0.5, 'wrong_option': 0.2, 'clobber': 0.3},
   'fix_check': {'swapped': 0.15, 'not_in_place': 0.25},
   'replace_in_found': {'first_only': 0.5, 'not_in_place': 0.15},
+} | {
+  family: dict.fromkeys(kind.mistakes, 0.04) for family, kind in steps.FAMILIES.items()
 }
 
 

@@ -1,0 +1,47 @@
+"""Expert iteration: imitate the policy's own verified successes.
+
+ReST-EM (arXiv:2312.06585), in the loop of RL: the rival that needs no baseline, no
+ratio and no failures. What succeeded is trained by maximum likelihood, the rest is
+forgotten. It takes the same rollouts through the same loop, so that the two differ in
+the update alone.
+
+Axes: B rows, M loss terms of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from m2jax import forest
+from m2jax.rl import rewards
+
+
+def credit(group: rewards.GroupCredit, threshold: float = 1.0) -> rewards.GroupCredit:
+  """The group with advantage 1 for successes, and nothing to train of the others.
+
+  Args:
+    group: from `rewards.advantages`.
+    threshold: success from which a trajectory is imitated.
+  """
+  credits_ = []
+  for c in group.credits:
+    if c.masked or c.trajectory.success >= threshold:
+      c = dataclasses.replace(c, advantages=np.ones(len(c.completions)))
+    else:
+      c = dataclasses.replace(c, completions=(), advantages=np.zeros(0))
+    credits_.append(c)
+  if group.dropped == 'masked':
+    return group
+  dropped = '' if any(c.completions for c in credits_) else 'zero_advantage'
+  return rewards.GroupCredit(tuple(credits_), dropped)
+
+
+def objective(
+  logprob: jax.Array, batch: forest.Forest
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Weighted negative log-likelihood of the terms [B, M], and no metrics of its own."""
+  return -jnp.sum(batch.weight * batch.advantage * logprob), {}

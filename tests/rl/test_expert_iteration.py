@@ -1,0 +1,89 @@
+"""Expert iteration: only what succeeded is imitated, and by maximum likelihood."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from m2jax import forest, model
+from m2jax.rl import expert_iteration, learner, rewards, samples
+from m2jax.train import step as train_step
+from tests.rl import test_learner, test_rewards
+
+EPISODES = {'success': 1.0, 'failure': 0.0, 'broken': 0.0}
+
+
+def credit(*kinds):
+  group = [
+    test_rewards.episode(
+      rank,
+      EPISODES[kind],
+      ('ok', 'ok'),
+      ended='infrastructure' if kind == 'broken' else 'answer',
+    )
+    for rank, kind in enumerate(kinds)
+  ]
+  return expert_iteration.credit(rewards.advantages(group, rewards.RewardConfig()))
+
+
+def trained(group):
+  return [len(c.completions) for c in group.credits]
+
+
+def test_only_successes_are_imitated():
+  """Every turn of a success, with advantage 1; nothing of a failure."""
+  group = credit('failure', 'success', 'broken')
+  assert trained(group) == [0, 2, 0] and not group.dropped
+  np.testing.assert_array_equal(group.credits[1].advantages, [1.0, 1.0])
+
+
+def test_a_group_of_successes_is_trained_and_one_of_failures_is_not():
+  """The other way round than CISPO for the first, whose advantages are all zero."""
+  assert trained(credit('success', 'success')) == [2, 2]
+  assert not credit('success', 'success').dropped
+  assert credit('failure', 'failure').dropped == 'zero_advantage'
+  assert credit('broken').dropped == 'masked'
+
+
+def test_the_update_is_that_of_sft_on_the_successes():
+  """Value and gradient against the mean log-likelihood of SFT, whatever was sampled."""
+  pool = test_learner.Pool((1.0, 0.0, 1.0))
+  group = rewards.advantages(pool.group(0), rewards.RewardConfig())
+  (found,) = samples.from_groups([expert_iteration.credit(group)])
+  batch = jax.tree.map(jnp.asarray, forest.merge(found, row_tokens=16, row_terms=16))
+  plain = [dataclasses.replace(s, weights=None, advantages=None) for s in found]
+  reference = train_step.normalise(forest.merge(plain, row_tokens=16, row_terms=16))
+  reference = jax.tree.map(jnp.asarray, reference)
+  m2 = model.M2(test_learner.CFG)
+  variables = m2.init(jax.random.key(0), batch.tokens)
+
+  def value(params, objective, of):
+    logprobs = model.token_logprobs(m2, {**variables, 'params': params}, of)
+    rows = jnp.arange(logprobs.shape[0])[:, None]
+    return objective(logprobs[rows, of.term_token], of)[0]
+
+  got, want = (
+    jax.value_and_grad(value)(variables['params'], objective, of)
+    for objective, of in (
+      (expert_iteration.objective, batch),
+      (train_step.nll, reference),
+    )
+  )
+  assert got[0] > 0
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_shuffled_rewards_stay_in_their_group():
+  """The control keeps each group's successes, so groups of equals stay untrained."""
+  pools = [test_learner.Pool(s) for s in ((1, 1, 1), (0, 0, 0), (1, 0, 0))]
+  groups = [pool.group(i) for i, pool in enumerate(pools)]
+  seen = set()
+  for seed in range(20):
+    shuffled = learner._shuffle_success(groups, seed)
+    values = [tuple(t.success for t, _ in group) for group in shuffled]
+    assert values[0] == (1, 1, 1) and values[1] == (0, 0, 0)
+    assert sorted(values[2]) == [0, 0, 1]
+    seen.add(values[2])
+  assert len(seen) == 3
