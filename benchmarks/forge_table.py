@@ -1,84 +1,194 @@
-"""Held-out success of several forge runs side by side: seeds and controls.
+"""RL beside its rivals: runs of the main job and of its controls in one table.
 
-  for s in 0 1 2; do make forge WORKDIR=workdir/seed$s ARGS=--config.seed=$s; done
-  python -m benchmarks.forge_table workdir/seed0 workdir/seed1 workdir/seed2
-  python -m benchmarks.forge_table --families --stage='after RL' workdir/seed?
+  for s in 0 1 2; do
+    make forge WORKDIR=workdir/seed$s ARGS=--config.seed=$s
+    for c in more_sft expert_iteration shuffled; do
+      python -m experiments.forge --config=configs/forge.py:$c --config.seed=$s \
+        --config.start=workdir/seed$s --workdir=workdir/seed$s-$c
+    done
+  done
+  python -m benchmarks.forge_table workdir/seed*
+  python -m benchmarks.forge_table --families workdir/seed*
+  python -m benchmarks.forge_table --means workdir/seed*
 
-Every figure is read from the runs' metrics.jsonl.
+Every figure is read from the runs' metrics.jsonl and config.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping, Sequence
 
-from m2jax.observe import metrics, report, stats
+import numpy as np
+
+from m2jax.observe import metrics, stats
+
+Pair = tuple[float, int]  # successes, tasks
+
+_PHASE_OF_STAGE = {'after SFT': 'sft', 'after more SFT': 'more_sft', 'after RL': 'rl'}
 
 
-def rows(workdir: pathlib.Path) -> list[dict]:
-  """One dict per evaluation stage of a run."""
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """What one stage of one run came to; pairs are at temperature 1 but for `greedy`.
+
+  Attributes:
+    run: name of the workdir.
+    arm: what the stage did: 'SFT', 'RL', or a control.
+    seed: of the run.
+    dev, held_out, greedy: all tasks of a split; None where it was not measured.
+    by_calls: tool calls that suffice → held-out pair.
+    families: family → held-out pair.
+    steps: updates of the phase.
+    tokens: tokens that it trained on, after prefixes were merged.
+    seconds: that it took, evaluations during it included.
+  """
+
+  run: str
+  arm: str
+  seed: int
+  dev: Pair | None
+  held_out: Pair | None
+  greedy: Pair | None
+  by_calls: Mapping[int, Pair]
+  families: Mapping[str, Pair]
+  steps: int
+  tokens: int
+  seconds: float
+
+
+def arm_of(stage: str, config: Mapping) -> str:
+  """What a stage of a run with these settings did."""
+  if stage == 'after SFT':
+    return 'SFT'
+  if stage == 'after more SFT':
+    return 'more SFT'
+  learner = config['rl']['learner']
+  if learner['shuffle_rewards']:
+    return 'shuffled rewards'
+  return {'cispo': 'RL', 'expert_iteration': 'expert iteration'}[learner['algorithm']]
+
+
+def rows(workdir: pathlib.Path) -> list[Row]:
+  """One row for each stage that a run evaluated, in order."""
+  config = json.loads((workdir / 'config.json').read_text())
+  records = list(metrics.read(workdir))
+  stages: dict[str, dict] = collections.defaultdict(dict)
+  for r in records:
+    if r['phase'] == 'eval' and r['stage'] in _PHASE_OF_STAGE:
+      key = r['split'], r['temperature'], r['family'], r.get('calls')
+      stages[r['stage']][key] = r['successes'], r['n']
   out = []
-  for e in report.evaluations(metrics.read(workdir)):
-    successes, n = e.sampled
-    low, high = stats.wilson(successes, n)
+  for stage, found in stages.items():
+    held_out = {k[2:]: v for k, v in found.items() if k[:2] == ('held_out', 1.0)}
+    trained = [r for r in records if r['phase'] == _PHASE_OF_STAGE[stage]]
     out.append(
-      {
-        'run': workdir.name,
-        'stage': e.stage,
-        'success': successes / n,
-        'low': low,
-        'high': high,
-        'tasks': n,
-        'greedy': e.greedy[0] / e.greedy[1] if e.greedy else None,
-        'families': {name: good / of for name, (good, of) in e.families.items()},
-      }
+      Row(
+        run=workdir.name,
+        arm=arm_of(stage, config),
+        seed=config['seed'],
+        dev=found.get(('dev', 1.0, 'all', None)),
+        held_out=held_out.get(('all', None)),
+        greedy=found.get(('held_out', 0.0, 'all', None)),
+        by_calls={c: v for (_, c), v in sorted(held_out.items(), key=str) if c},
+        families={f: v for (f, c), v in held_out.items() if f != 'all' and not c},
+        steps=max((r['step'] for r in trained), default=0),
+        tokens=int(sum(r.get('forest_tokens', r.get('tokens', 0)) for r in trained)),
+        seconds=trained[-1]['used_s'] if trained else 0.0,
+      )
     )
   return out
 
 
-def _print_stages(found: list[dict]) -> None:
-  print('| run | stage | temperature 1 [95 %] | greedy | tasks |')
-  print('|---|---|---|---|---|')
-  for r in found:
-    greedy = '' if r['greedy'] is None else f'{r["greedy"]:.3f}'
-    interval = f'{r["success"]:.3f} [{r["low"]:.3f}, {r["high"]:.3f}]'
-    print(f'| {r["run"]} | {r["stage"]} | {interval} | {greedy} | {r["tasks"]} |')
+def _share(pair: Pair | None) -> str:
+  return f'{pair[0] / pair[1]:.2f}' if pair and pair[1] else ''
 
 
-def _print_families(found: list[dict]) -> None:
-  names = [f'{r["run"]} {r["stage"]}' for r in found]
-  print('| family | ' + ' | '.join(names) + ' |')
-  print('|---|' + '---|' * len(names))
-  for family in sorted({name for r in found for name in r['families']}):
-    cells = (
-      f'{r["families"][family]:.2f}' if family in r['families'] else '' for r in found
+def _interval(pair: Pair | None) -> str:
+  if not pair:
+    return ''
+  low, high = stats.wilson(*pair)
+  return f'{pair[0] / pair[1]:.3f} [{low:.3f}, {high:.3f}]'
+
+
+def _print(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+  print('| ' + ' | '.join(header) + ' |')
+  print('|---' * len(header) + '|')
+  for line in lines:
+    print('| ' + ' | '.join(line) + ' |')
+
+
+def print_runs(found: Sequence[Row]) -> None:
+  """A line a stage: success on both splits, by chain length, and what it cost."""
+  calls = sorted({c for row in found for c in row.by_calls})
+  header = ['run', 'seed', 'dev [95 %]', 'held-out [95 %]', 'greedy']
+  header += [f'{c} calls' for c in calls] + ['updates', 'tokens', 's']
+  _print(
+    header,
+    [
+      [row.arm, str(row.seed), _interval(row.dev), _interval(row.held_out)]
+      + [_share(row.greedy)]
+      + [_share(row.by_calls.get(c)) for c in calls]
+      + [str(row.steps), f'{row.tokens:,}', f'{row.seconds:.0f}']
+      for row in found
+    ],
+  )
+
+
+def print_families(found: Sequence[Row]) -> None:
+  """A line a family, a column a stage: held-out success."""
+  families = sorted({f for row in found for f in row.families})
+  header = ['family'] + [f'{row.arm}, seed {row.seed}' for row in found]
+  _print(
+    header, [[f] + [_share(row.families.get(f)) for row in found] for f in families]
+  )
+
+
+def print_means(found: Sequence[Row]) -> None:
+  """A line an arm: mean and range of held-out success over its seeds."""
+  arms: dict[str, list[Row]] = collections.defaultdict(list)
+  for row in found:
+    if row.held_out:
+      arms[row.arm].append(row)
+  calls = sorted({c for row in found for c in row.by_calls})
+  lines = []
+  for arm, of in arms.items():
+    shares = [row.held_out[0] / row.held_out[1] for row in of]
+    by_calls = [
+      np.mean([row.by_calls[c][0] / row.by_calls[c][1] for row in of]) for c in calls
+    ]
+    lines.append(
+      [arm, str(len(of)), f'{np.mean(shares):.3f}']
+      + [f'{min(shares):.3f} to {max(shares):.3f}']
+      + [f'{share:.2f}' for share in by_calls]
     )
-    print(f'| {family} | ' + ' | '.join(cells) + ' |')
+  _print(['run', 'seeds', 'mean', 'range'] + [f'{c} calls' for c in calls], lines)
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   parser.add_argument('workdir', nargs='+', type=pathlib.Path)
-  parser.add_argument('--families', action='store_true', help='one row per family')
-  parser.add_argument('--stage', help='only this one, such as "after RL"')
-  parser.add_argument('--json', action='store_true')
+  how = parser.add_mutually_exclusive_group()
+  how.add_argument('--families', action='store_true', help='a line a family')
+  how.add_argument('--means', action='store_true', help='a line an arm, over seeds')
+  how.add_argument('--json', action='store_true')
   args = parser.parse_args()
   missing = [str(w) for w in args.workdir if not (w / metrics.FILE_NAME).exists()]
   if missing:
     parser.error(f'no {metrics.FILE_NAME} in {", ".join(missing)}')
   found = [row for workdir in args.workdir for row in rows(workdir)]
-  if args.stage:
-    stages = sorted({row['stage'] for row in found})
-    if args.stage not in stages:
-      parser.error(f'no stage {args.stage!r}: there are {", ".join(stages)}')
-    found = [row for row in found if row['stage'] == args.stage]
   if args.json:
-    print(json.dumps(found, indent=2))
+    print(json.dumps([dataclasses.asdict(row) for row in found], indent=2))
   elif args.families:
-    _print_families(found)
+    print_families(found)
+  elif args.means:
+    print_means(found)
   else:
-    _print_stages(found)
+    print_runs(found)
 
 
 if __name__ == '__main__':

@@ -17,8 +17,8 @@ import ml_collections
 
 from m2jax import config as model_config
 
-# What the teacher demonstrates: one call, and some chains of two.
-DEMONSTRATED = dict(steps_1=4.0, steps_2=1.0)
+# What the teacher demonstrates: mostly one call, few chains of two and three.
+DEMONSTRATED = dict(steps_1=0.75, steps_2=0.2, steps_3=0.05)
 # What RL and the evaluations ask for: mostly chains that no demonstration shows.
 ASKED = dict(
   steps_2=1.0,
@@ -47,10 +47,10 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     weights=ASKED,
   )
   c.teacher = dict(scale=1.0)  # of the mistake rates; 0 is a perfect teacher
-  c.engine = dict(slots=64, context_tokens=512)
+  c.engine = dict(slots=64, context_tokens=640)
   c.engine.update(  # few shapes: each takes seconds to compile
     decode_rows=(64,),
-    contexts=(192, 320, 512),
+    contexts=(192, 384, 640),
     prefill_shapes=((1, 64), (8, 32)),
     record_experts=False,  # rollouts keep expert ids, and training replays them
   )
@@ -64,13 +64,13 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     families=DEMONSTRATED,
     tokens_per_step=2048,  # input tokens, before prefixes are merged
     row_tokens=1024,
-    loop=dict(steps=1200, checkpoint_every=400),
+    loop=dict(steps=800, checkpoint_every=400),
     step=dict(micro_rows=2),
     optimizer=dict(
       name='muon',
       learning_rate=0.02,
       adam_learning_rate=3e-3,
-      schedule=dict(kind='wsd', total_steps=1200, decay_steps=400, final_fraction=0.1),
+      schedule=dict(kind='wsd', total_steps=800, decay_steps=300, final_fraction=0.1),
     ),
   )
   c.rl = dict(

@@ -245,6 +245,7 @@ class RlLoop:
         'rollouts_per_s': finished / step_s,
         'wait_s': waited_s,
         'step_s': step_s,
+        'used_s': self._used_s,
         'window/occupancy': state.in_window / (state.window or state.capacity),
         'worst_family_success': min(self._curriculum.success().values()),
         'pool/pending': state.pending,

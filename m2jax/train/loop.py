@@ -127,7 +127,9 @@ def fit(
       if config.seconds:
         progress = max(progress, used_s / config.seconds)
       extra = {
+        'tokens': tokens,  # since the record before
         'tokens_per_s': tokens / (now - window_started),
+        'used_s': used_s,
         'progress': min(progress, 1.0),
         'epoch': getattr(batches, 'epoch', None),
       }

@@ -12,47 +12,65 @@ from benchmarks import forge_table
 from m2jax.observe.metrics import MetricsWriter
 
 
+def write_run(workdir, *, seed=0, algorithm='cispo', good=30):
+  """A run whose RL solved `good` of 40 held-out tasks, all of three calls."""
+  with MetricsWriter(workdir, use_tensorboard=False) as metrics:
+    metrics.write('sft', 5, tokens=700, used_s=2.0)
+    metrics.write('sft', 9, tokens=300, used_s=4.0)
+    for step in (1, 2):
+      metrics.write('rl', step, forest_tokens=50, used_s=3.0 * step)
+    for stage, step, n in (('after SFT', 9, 10), ('after RL', 2, good)):
+      for split, temperature, extra in (
+        ('dev', 1.0, 1),
+        ('held_out', 1.0, 0),
+        ('held_out', 0.0, 4),
+      ):
+        fields = dict(stage=stage, split=split, temperature=temperature)
+        for part in (dict(family='all'), dict(family='trail')):
+          metrics.write('eval', step, **fields, **part, successes=n + extra, n=40)
+        metrics.write(
+          'eval', step, **fields, family='all', calls=3, successes=n + extra, n=40
+        )
+  config = {'seed': seed, 'rl': {'learner': {'algorithm': algorithm}}}
+  config['rl']['learner']['shuffle_rewards'] = False
+  (workdir / 'config.json').write_text(json.dumps(config))
+  return workdir
+
+
 @pytest.fixture
 def workdir(tmp_path):
-  with MetricsWriter(tmp_path / 'run', use_tensorboard=False) as metrics:
-    for stage, good in (('after SFT', 10), ('after RL', 30)):
-      for family, share in (('all', 1.0), ('rename', 0.5), ('append', 0.5)):
-        for temperature, extra in ((1.0, 0), (0.0, 4)):
-          metrics.write(
-            'eval',
-            3,
-            stage=stage,
-            temperature=temperature,
-            family=family,
-            successes=share * (good + extra),
-            n=int(40 * share),
-          )
-  return tmp_path / 'run'
+  return write_run(tmp_path / 'run')
 
 
 def test_rows_are_the_recorded_counts(workdir):
-  """Rates, interval and families come from the records, sampled and greedy apart."""
+  """Splits, temperatures, families and lengths apart; tokens are summed."""
   sft, rl = forge_table.rows(workdir)
-  assert (sft['stage'], rl['stage']) == ('after SFT', 'after RL')
-  assert (rl['success'], rl['greedy'], rl['tasks']) == (30 / 40, 34 / 40, 40)
-  assert rl['low'] < 0.75 < rl['high']
-  assert rl['families'] == {'rename': 0.75, 'append': 0.75}
+  assert (sft.arm, rl.arm) == ('SFT', 'RL')
+  assert (rl.held_out, rl.dev, rl.greedy) == ((30, 40), (31, 40), (34, 40))
+  assert rl.by_calls == {3: (30, 40)} and rl.families == {'trail': (30, 40)}
+  assert (sft.steps, sft.tokens, sft.seconds) == (9, 1000, 4.0)
+  assert (rl.steps, rl.tokens, rl.seconds) == (2, 100, 6.0)
+
+
+def test_arms_are_named_by_their_settings(tmp_path):
+  """A control is what its config says, whatever its directory is called."""
+  run = write_run(tmp_path / 'seed0', algorithm='expert_iteration')
+  assert forge_table.rows(run)[-1].arm == 'expert iteration'
 
 
 def test_command_line(workdir):
-  """It prints one row a stage, JSON on request, and names a directory without a run."""
+  """A row a stage, means over seeds, JSON on request; no run is an error."""
 
   def call(*args):
-    command = [sys.executable, '-m', 'benchmarks.forge_table', *args]
+    command = [sys.executable, '-m', 'benchmarks.forge_table', *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
-  table = call(str(workdir)).stdout.splitlines()
-  assert len(table) == 4 and '0.750 [' in table[3]
-  assert json.loads(call('--json', str(workdir)).stdout)[1]['success'] == 0.75
-  assert '| append | 0.25 | 0.75 |' in call('--families', str(workdir)).stdout
-  only = call('--families', '--stage=after RL', str(workdir)).stdout
-  assert '| append | 0.75 |' in only
-  wrong = call('--stage=aftr RL', str(workdir))
-  assert wrong.returncode == 2 and 'after RL' in wrong.stderr
-  wrong = call(str(workdir.parent / 'nosuch'))
+  table = call(workdir).stdout.splitlines()
+  assert len(table) == 4 and '0.750 [' in table[3] and '| 100 | 6 |' in table[3]
+  assert json.loads(call('--json', workdir).stdout)[1]['held_out'] == [30, 40]
+  assert '| trail | 0.25 | 0.75 |' in call('--families', workdir).stdout
+  other = write_run(workdir.parent / 'other', seed=1, good=20)
+  means = call('--means', workdir, other).stdout
+  assert '| RL | 2 | 0.625 | 0.500 to 0.750 | 0.62 |' in means
+  wrong = call(workdir.parent / 'nosuch')
   assert wrong.returncode == 2 and 'nosuch' in wrong.stderr

@@ -1,6 +1,7 @@
 """The teacher: right when it makes no mistake, wrong in known ways when it does."""
 
 import asyncio
+import collections
 import itertools
 import json
 
@@ -54,7 +55,7 @@ def test_perfect_teacher_solves_every_task_by_real_commands(family):
     assert all(len(call[shell.ARGUMENT]) <= 80 for call in calls)
     for message in demo.messages:
       if message['role'] == 'assistant':
-        assert 1 <= len(message['reasoning_content'].split()) <= 8
+        assert 1 <= len(message['reasoning_content'].split()) <= 14
       elif message['role'] == 'tool':
         assert len(message['content']) <= 120
 
@@ -79,6 +80,26 @@ def test_default_teacher_is_right_about_half_of_the_time():
   tasks = itertools.chain.from_iterable(tasks_of(family, 24) for family in habits)
   tallies = asyncio.run(teacher.measure(tasks, local_shell.workspace))
   assert set(tallies) == set(habits)
+  rates = {family: tally.success_rate for family, tally in tallies.items()}
+  assert 0.47 <= sum(rates.values()) / len(rates) <= 0.65
+  assert sum(rate < 0.45 for rate in rates.values()) >= 3, 'no habit is wrong'
+  assert sum(rate > 0.6 for rate in rates.values()) >= 6
+  assert min(rates.values()) > 0.05
+  mistakes = sum((tally.mistakes for tally in tallies.values()), collections.Counter())
+  assert len(mistakes) >= 10
+
+
+def test_default_teacher_rarely_errs_at_steps():
+  """The main job's demonstrations are honest: plausible slips, at low rates."""
+  tallies = asyncio.run(
+    teacher.measure(tasks_of('steps_2', 120), local_shell.workspace)
+  )
+  assert 0.85 <= tallies['steps_2'].success_rate < 1.0
+
+
+def test_mistakes_do_not_show_in_the_words():
+  """The text of a wrong demonstration gives no mark to learn from."""
+  thoughts = collections.defaultdict(set)
   rates = {
     family: dict.fromkeys(set(of) - SKIPPED if family in steps.FAMILIES else of, 1.0)
     for family, of in teacher.RATES.items()

@@ -79,7 +79,7 @@ def _leaves(value, key=''):
   elif isinstance(value, list | tuple):
     for item in value:
       yield from _leaves(item)
-  elif key not in ('verb', 'by'):
+  elif key not in ('verb', 'by', 'ask'):
     yield str(value)
 
 

@@ -4,17 +4,16 @@ A task is a list of steps, a sentence each: something to do with a file, at the 
 perhaps a question. The file is named, or has to be found first, which takes calls of
 its own:
 
-  word         the file with a word: grep -l                          1 call
-  note         the file that a note names: cat                        1 call
-  trail        notes that name notes, until one names a .py file      2 calls and more
-  either_word  the file with one of two words, the second where       2 calls
-               nothing has the first: a dead end
-  either_note  the file that one of two notes names, the second       2 calls
-               where the first does not exist: a dead end
+  word    the file with a word: grep -l
+  words   the file with one of two words: grep -l for the first
+  note    the .py file to which a note leads: cat
+  notes   the .py file to which one of two notes leads: cat of the first
 
-`steps_N` takes N calls and has neither trail nor dead end; `trail` and `dead_end` take
-three to five. So a demonstration of short ones shows every single thing that the long
-ones need, except to go on, and to leave a dead end.
+`steps_N` takes N calls; one finds a file, since the first word or note is the right
+one, and a note names the file. In a `trail` notes name notes, two to four of them. In a
+`dead_end` nothing has the first word, or the first note does not exist, and the second
+has to be tried. Both take three to five calls, in the very words of the others: short
+ones show every single thing that long ones need, except when to go on or turn back.
 """
 
 from __future__ import annotations
@@ -49,12 +48,10 @@ _SENTENCES = {
 _ACTIONS = ('rename', 'copy', 'delete', 'append', 'create', 'replace')
 _QUESTIONS = ('count', 'which')
 _PHRASES = {
-  'name': '{}',
   'word': 'the file with {}',
-  'note': 'the file named in {}',
-  'trail': 'the .py file reached from {}',
-  'either_word': 'the file with {} or {}',
-  'either_note': 'the file named in {} or {}',
+  'words': 'the file with {} or {}',
+  'note': 'the .py file from {}',
+  'notes': 'the .py file from {} or {}',
 }
 _COMMANDS = {
   'rename': 'mv {file} {new}',
@@ -84,7 +81,6 @@ class _Plot:
     self.fresh = list(self.files)
     self.named: list[str] = []
     self.steps: list[dict[str, Any]] = []
-    self.sentences: list[str] = []
     self.answer: str | None = None
 
   def take_fresh(self, suffix: str = '') -> str:
@@ -93,37 +89,46 @@ class _Plot:
     self.fresh.remove(file)
     return file
 
-  def find(self, by: str, hops: int = 1) -> tuple[str, list[str]]:
-    """A file, and what a phrase `by` says of it."""
+  def find(self, by: str, hops: int, dead_end: bool) -> tuple[str, list[str]]:
+    """A file, and the words or notes that a phrase gives to find it by."""
     draw = self.draw
     if by == 'name':
       if self.named and draw.chance(0.5):
         return draw.pick(self.named), []
       return self.take_fresh(), []
-    file = self.take_fresh('.py' if by == 'trail' else '')
-    if by in ('word', 'either_word'):
+    if by in ('word', 'words'):
+      file = self.take_fresh()
       of = [draw.plant(self.files, file, 1, 6)]
       self.after[file] = self.files[file]
-      if by == 'either_word':
-        of.insert(0, draw.word(self.all()))
-      return file, of
-    note = file
-    for _ in range(hops if by == 'trail' else 1):
-      name = draw.new_name(self.all(), '.txt')
-      self.files[name] = self.after[name] = [note]
-      note = name
-    of = [note]
-    if by == 'either_note':
-      of.insert(0, draw.new_name(self.all(), '.txt'))
+      other = draw.word(self.all() | {of[0]: []})
+    else:
+      file = note = self.take_fresh('.py')
+      for _ in range(hops):
+        name = draw.new_name(self.all(), '.txt')
+        self.files[name] = self.after[name] = [note]
+        note = name
+      of = [note]
+      other = draw.new_name(self.all(), '.txt')
+    if by in ('words', 'notes'):
+      of.insert(0 if dead_end else 1, other)
     return file, of
 
   def all(self) -> Files:
     """Everything that a new name or word must not be part of."""
-    said = '\n'.join(self.sentences)
+    said = '\n'.join(step['ask'] for step in self.steps)
     return {**self.files, **{name: self.after[name] for name in self.after}, said: []}
 
-  def add(self, verb: str, by: str = 'name', hops: int = 1) -> None:
-    """Draws one more step."""
+  def add(
+    self, verb: str, by: str = 'name', hops: int = 1, dead_end: bool = False
+  ) -> None:
+    """Draws one more step.
+
+    Args:
+      verb: a key of `_SENTENCES`.
+      by: how the file is found: 'name' or a key of `_PHRASES`.
+      hops: notes to the file.
+      dead_end: of two words or notes the second is the right one.
+    """
     draw, after = self.draw, self.after
     step: dict[str, Any] = {'verb': verb, 'by': by, 'of': []}
     if verb == 'create':
@@ -131,7 +136,7 @@ class _Plot:
     elif verb == 'replace' and by == 'name':
       file = self.take_fresh()  # whose words can still be planted
     else:
-      file, step['of'] = self.find(by, hops)
+      file, step['of'] = self.find(by, hops, dead_end)
     phrase = _PHRASES[by].format(*step['of']) if step['of'] else file
     if verb in ('rename', 'copy'):
       step['new'] = draw.new_name(self.all(), suffix_of(file))
@@ -161,16 +166,14 @@ class _Plot:
       for name in dict.fromkeys([*self.named, *known])
       if name != gone and name in after
     ]
-    self.sentences.append(
-      draw.pick(_SENTENCES[verb]).format(**{**step, 'file': phrase})
-    )
+    step['ask'] = draw.pick(_SENTENCES[verb]).format(**{**step, 'file': phrase})
     self.steps.append(step)
 
   def draft(self, calls: int) -> Draft:
     if self.answer is None and self.after == self.files:
       raise Redraw  # what was made was deleted again
     return Draft(
-      ' '.join(self.sentences),
+      ' '.join(step['ask'] for step in self.steps),
       self.files,
       {'steps': self.steps},
       calls,
@@ -187,12 +190,12 @@ def _verb(draw: Draw, last: bool) -> str:
 def _build_steps(draw: Draw, calls: int) -> Draft:
   plot, left = _Plot(draw, calls + 1), calls
   while left:
-    find = draw.pick(('word', 'note')) if draw.chance(0.4) else None
+    find = draw.pick(tuple(_PHRASES)) if draw.chance(0.4) else None
     cost = 1 + bool(find)
     last = left <= cost
     verb = _verb(draw, last)
     if verb == 'which':  # to find it is all that is asked
-      find, cost = draw.pick(('word', 'note')), 1
+      find, cost = draw.pick(tuple(_PHRASES)), 1
     elif find and (left < 2 or verb == 'create'):
       find, cost = None, 1
     if last != (left == cost):
@@ -208,7 +211,7 @@ def _build_trail(draw: Draw) -> Draft:
   verb = _verb(draw, last=True)
   if verb == 'which' or verb == 'create':
     raise Redraw
-  plot.add(verb, 'trail', hops)
+  plot.add(verb, 'note', hops)
   return plot.draft(hops + 1)
 
 
@@ -226,39 +229,40 @@ def _build_dead_end(draw: Draw) -> Draft:
     else:
       if verb in ('which', 'create'):
         raise Redraw
-      plot.add(verb, draw.pick(('either_word', 'either_note')))
+      plot.add(verb, draw.pick(('words', 'notes')), dead_end=True)
   return plot.draft(calls)
 
 
-def _find(step, slip):
+def _find(step):
   """Finds a step's file by commands; its name is what the last one printed."""
-  by, of = step['by'], step['of']
-  if by == 'name' or step['verb'] == 'create':
-    return step.get('file', '')
-  if by.endswith('word'):
-    for word in of:
-      printed = yield Call(f'find {word}', f'grep -l {word} *')
-      if not printed.startswith('exit'):
-        return first_line(printed)
-    return '?'
-  for note in of:
-    printed = yield Call(f'read {note}', f'cat {note}')
-    if not printed.startswith('cat:'):
+  command = 'grep -l {} *' if step['by'] in ('word', 'words') else 'cat {}'
+  thought = step['ask'].rstrip('.?')
+  for one in step['of']:
+    printed = yield Call(thought, command.format(one))
+    if not printed.startswith(('exit', 'cat:')):
       break
+    thought = 'not there, try the other'
   file = first_line(printed)
-  while by == 'trail' and file.endswith('.txt'):
-    file = first_line((yield Call(f'read {file}', f'cat {file}')))
+  while file.endswith('.txt') and command.startswith('cat'):
+    file = first_line((yield Call(f'go on to {file}', command.format(file))))
   return file
 
 
 def _teach(p, slip):
-  """Carries out the steps; a slip may change a command or leave a step out."""
+  """Carries out the steps; a slip may change a command or leave a step out.
+
+  The thought before a step says it once more, so that what comes next is the sentence
+  after the one that was thought last.
+  """
   answer = Answer('all done', 'done')
   for step in p['steps']:
     verb = step['verb']
     if len(p['steps']) > 1 and slip('skipped_step'):
       continue
-    file = yield from _find(step, slip)
+    file, thought = step.get('file', ''), step['ask'].rstrip('.?')
+    if step['of']:
+      file = yield from _find(step)
+      thought = f'it is {file}'
     if verb == 'which':
       answer = Answer('that is it', file)
       continue
@@ -271,8 +275,7 @@ def _teach(p, slip):
       command = wrong + command[2:].replace(' -l ', ' -c ')
     if verb == 'append' and slip('clobber'):
       command = command.replace('>>', '>')
-    found = '' if step['by'] == 'name' else f'it is {file}, '
-    printed = yield Call(f'{found}{verb}', command)
+    printed = yield Call(thought, command)
     if verb == 'count':
       answer = Answer('that is it', first_line(printed))
   return answer
