@@ -10,8 +10,8 @@ from typing import Any
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe import metrics as metrics_lib
 from m2jax.observe import report
-from m2jax.rl import windowed_fifo
-from m2jax.rl.data_pool import DataPool, StoredTrajectory
+from m2jax.pool import windowed_fifo
+from m2jax.pool.data_pool import DataPool, StoredTrajectory
 
 _SHOWN_EPISODES = 60  # of training and of evaluation each
 

@@ -15,8 +15,9 @@ from m2jax.forge.config import ForgeConfig
 from m2jax.forge.curriculum import Curriculum
 from m2jax.forge.roles import Rollouts
 from m2jax.observe import metrics as metrics_lib
-from m2jax.rl import data_pool, learner, windowed_fifo
-from m2jax.rl.records import Trajectory, WorkItem
+from m2jax.pool import data_pool, windowed_fifo
+from m2jax.records import Trajectory, WorkItem
+from m2jax.rl import learner
 from m2jax.tasks import terminal
 
 

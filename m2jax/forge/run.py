@@ -16,7 +16,8 @@ from m2jax.forge.config import ForgeConfig
 from m2jax.observe import metrics as metrics_lib
 from m2jax.observe.terminal import ForgeView
 from m2jax.optim import optimizer as optimizer_lib
-from m2jax.rl import data_pool, learner
+from m2jax.pool import data_pool
+from m2jax.rl import learner
 from m2jax.train import step as train_step
 from m2jax.train.workdir import open_workdir
 

@@ -24,7 +24,8 @@ from absl import logging
 
 from m2jax import forest
 from m2jax.config import ModelConfig
-from m2jax.rl import cispo, data_pool, packing, rewards, samples
+from m2jax.pool import data_pool
+from m2jax.rl import cispo, packing, rewards, samples
 from m2jax.train import chunks
 from m2jax.train import step as train_step
 

@@ -24,7 +24,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from m2jax.rl import records
+from m2jax import records
+from m2jax.records import TrajectoryReward
 
 # h: decreasing, h(0) = 1, h(1) = 1/2.
 SPEEDS: dict[str, Callable[[float], float]] = {
@@ -90,23 +91,6 @@ class RewardConfig:
     check(positive, 'speed_baseline', 'positive, or None')
     check(0 < self.success_threshold <= 1, 'success_threshold', 'in (0, 1]')
     check(self.baseline in BASELINES, 'baseline', f'one of {BASELINES}')
-
-
-@dataclasses.dataclass(frozen=True)
-class TrajectoryReward:
-  """What a trajectory earned: one row of the report.
-
-  Attributes:
-    process, speed, perf: sums over its turns, before α and β, undiscounted.
-    total: G_0, the discounted return.
-    advantage: Â of its first trained turn; 0 where it has none.
-  """
-
-  process: float
-  speed: float
-  perf: float
-  total: float
-  advantage: float
 
 
 @dataclasses.dataclass(frozen=True)

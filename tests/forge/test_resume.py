@@ -20,7 +20,7 @@ import pytest
 
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.observe import metrics as metrics_lib
-from m2jax.rl import data_pool
+from m2jax.pool import data_pool
 from tests.forge import forge_worker
 
 REPO = pathlib.Path(__file__).parents[2]

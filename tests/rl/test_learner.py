@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from m2jax import forest, model
+from m2jax.records import Completion, Trajectory
 from m2jax.rl import learner, rewards
-from m2jax.rl.records import Completion, Trajectory
 from m2jax.train import step as train_step
 from tests.train import test_step
 

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax import forest
+from m2jax import forest, records
 from m2jax.gateway import protocol, service, sessions
 from m2jax.gateway.config import GatewayConfig
-from m2jax.rl import data_pool, learner, records, rewards, samples
+from m2jax.pool import data_pool
+from m2jax.rl import learner, rewards, samples
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig

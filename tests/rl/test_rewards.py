@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from m2jax.records import Completion, Trajectory
 from m2jax.rl import rewards
-from m2jax.rl.records import Completion, Trajectory
 from m2jax.rl.rewards import RewardConfig
 
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax.rl import data_pool
-from m2jax.rl.data_pool import DataPool, Ledger, LedgerMismatch
-from m2jax.rl.records import Completion, Trajectory, WorkItem
+from m2jax.pool import data_pool
+from m2jax.pool.data_pool import DataPool, Ledger, LedgerMismatch
+from m2jax.pool.windowed_fifo import WindowedFifo
+from m2jax.records import Completion, Trajectory, WorkItem
 from m2jax.rl.rewards import TrajectoryReward
-from m2jax.rl.windowed_fifo import WindowedFifo
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 
-from m2jax.rl import data_pool, records, windowed_fifo
+from m2jax import records
+from m2jax.pool import data_pool, windowed_fifo
 
 CAPACITY, WINDOW, GROUP, BATCH, SAVE_EVERY = 12, 4, 2, 3, 3
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import sqlalchemy as sa
 from absl import logging
 
-from m2jax.rl import pool_tables as tables
-from m2jax.rl import records
+from m2jax import records
+from m2jax.pool import tables
 
 
 class LedgerMismatch(RuntimeError):

@@ -96,3 +96,20 @@ class Trajectory:
   reason: str = ''
   answer: str = ''
   messages: tuple[dict, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class TrajectoryReward:
+  """What a trajectory earned: one row of the report.
+
+  Attributes:
+    process, speed, perf: sums over its turns, before α and β, undiscounted.
+    total: G_0, the discounted return.
+    advantage: Â of its first trained turn; 0 where it has none.
+  """
+
+  process: float
+  speed: float
+  perf: float
+  total: float
+  advantage: float

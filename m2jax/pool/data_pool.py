@@ -1,7 +1,7 @@
 """The data pool: work items, trajectories and completions in a database (law 5).
 
 Forge's Data Pool (facts/m2-and-forge.md §4.3) on SQLAlchemy Core: SQLite in WAL mode by
-default, another database by URL. One thread writes (`pool_writer`), any may call.
+default, another database by URL. One thread writes (`writer`), any may call.
 
 How law 5 is kept. A work item goes pending → completed → taken, or pending → failed.
 
@@ -33,14 +33,15 @@ from collections.abc import Iterable
 
 import sqlalchemy as sa
 
-from m2jax.rl import pool_ledger, pool_writer, records, rewards, windowed_fifo
-from m2jax.rl import pool_tables as tables
+from m2jax import records
+from m2jax.pool import ledger as ledger_lib
+from m2jax.pool import tables, windowed_fifo, writer
 
 _REMEMBERED_IDS = 65_536
 
-Ledger = pool_ledger.Ledger
-LedgerMismatch = pool_ledger.LedgerMismatch
-PoolBroken = pool_writer.PoolBroken
+Ledger = ledger_lib.Ledger
+LedgerMismatch = ledger_lib.LedgerMismatch
+PoolBroken = writer.PoolBroken
 
 
 class Rejected(ValueError):
@@ -56,7 +57,7 @@ class StoredTrajectory:
   """A trajectory as people read it."""
 
   trajectory: records.Trajectory
-  reward: rewards.TrajectoryReward | None
+  reward: records.TrajectoryReward | None
   superseded: bool
 
 
@@ -68,7 +69,7 @@ class DataPool:
 
     Args:
       url: SQLAlchemy URL. SQLite needs a file: threads do not share one in memory.
-      linger_s, max_queued: see `pool_writer.Writer`.
+      linger_s, max_queued: see `writer.Writer`.
 
     Raises:
       ValueError: the URL cannot be used, or holds a pool of another schema version.
@@ -77,7 +78,7 @@ class DataPool:
     self._ids = collections.OrderedDict()  # the last ids added, oldest first
     self._ids_lock = threading.Lock()
     self._late = collections.Counter()
-    self._writer = pool_writer.Writer(
+    self._writer = writer.Writer(
       self._engine, self._insert, linger_s=linger_s, max_queued=max_queued
     )
 
@@ -91,7 +92,7 @@ class DataPool:
     """
     if item.group_size < 1:
       raise ValueError(f'item {item.index}: group_size={item.group_size}: must be ≥ 1')
-    self._writer.call(lambda connection: pool_ledger.submit(connection, item))
+    self._writer.call(lambda connection: ledger_lib.submit(connection, item))
 
   def add_completion(self, completion: records.Completion) -> None:
     """Records a completion; durable before the item of its session can complete.
@@ -119,7 +120,7 @@ class DataPool:
     self._remember('trajectory ' + trajectory.session)
     self._writer.put(trajectory)
 
-  def set_rewards(self, by_session: dict[str, rewards.TrajectoryReward]) -> None:
+  def set_rewards(self, by_session: dict[str, records.TrajectoryReward]) -> None:
     """Notes the learner's rewards beside trajectories, by session; for reports."""
     for session, reward in by_session.items():
       self._writer.put((session, reward))
@@ -130,7 +131,7 @@ class DataPool:
     Raises:
       ValueError: it is not pending, or trajectories of its group are missing.
     """
-    self._writer.call(lambda connection: pool_ledger.complete(connection, index))
+    self._writer.call(lambda connection: ledger_lib.complete(connection, index))
 
   def fail(self, index: int, reason: str) -> None:
     """Ends a pending item; nothing of it will be trained.
@@ -138,7 +139,7 @@ class DataPool:
     Raises:
       ValueError: it is not pending.
     """
-    self._writer.call(lambda connection: pool_ledger.fail(connection, index, reason))
+    self._writer.call(lambda connection: ledger_lib.fail(connection, index, reason))
 
   def take(self, indices: Iterable[int], step: int) -> None:
     """Marks completed items as part of learner step `step`: all of them or none.
@@ -149,7 +150,7 @@ class DataPool:
     indices = list(indices)
     if len(set(indices)) != len(indices):
       raise ValueError(f'take: an index occurs twice in {indices}')
-    self._writer.call(lambda connection: pool_ledger.take(connection, indices, step))
+    self._writer.call(lambda connection: ledger_lib.take(connection, indices, step))
 
   def flush(self) -> None:
     """Waits until everything added so far is committed.
@@ -181,7 +182,7 @@ class DataPool:
       step: last learner step in the weights; None counts everything taken so far.
     """
     ledger = self._writer.call(
-      lambda connection: pool_ledger.read(connection, self.run, step)
+      lambda connection: ledger_lib.read(connection, self.run, step)
     )
     tables.sync(self._engine)
     return ledger
@@ -201,7 +202,7 @@ class DataPool:
     """
     ledger = ledger or Ledger()
     return self._writer.call(
-      lambda connection: pool_ledger.rollback(connection, ledger, self.run)
+      lambda connection: ledger_lib.rollback(connection, ledger, self.run)
     )
 
   def refill(self, fifo: windowed_fifo.WindowedFifo) -> None:
@@ -232,7 +233,7 @@ class DataPool:
       How many completions were dropped.
     """
     return self._writer.call(
-      lambda connection: pool_ledger.prune(connection, ledger, keep_messages)
+      lambda connection: ledger_lib.prune(connection, ledger, keep_messages)
     )
 
   # --- Reading ---
@@ -303,7 +304,7 @@ class DataPool:
   def next_index(self) -> int:
     """The data position: the index of the next item to submit."""
     with self._engine.connect() as connection:
-      return pool_ledger.next_index(connection)
+      return ledger_lib.next_index(connection)
 
   def counts(self) -> dict[str, int]:
     """Items by state, and records that came too late since the pool was opened."""
@@ -371,7 +372,7 @@ def _chosen(
 ) -> set:
   """Which of the values the column holds, in rows that fit `where`."""
   out = set()
-  for part in pool_ledger.parts(list(values)):
+  for part in ledger_lib.parts(list(values)):
     out.update(connection.scalars(sa.select(column).where(column.in_(part), *where)))
   return out
 
@@ -379,7 +380,7 @@ def _chosen(
 def _stored(row: sa.Row) -> StoredTrajectory:
   reward = None
   if row.total is not None:
-    reward = rewards.TrajectoryReward(
+    reward = records.TrajectoryReward(
       row.process, row.speed, row.perf, row.total, row.advantage
     )
   return StoredTrajectory(tables.trajectory(row), reward, row.superseded)

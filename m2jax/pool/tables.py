@@ -20,7 +20,7 @@ import numpy as np
 import sqlalchemy as sa
 import zstandard
 
-from m2jax.rl import records
+from m2jax import records
 
 SCHEMA_VERSION = 1
 COMPRESS_BYTES = 1024
