@@ -66,22 +66,22 @@ def _facts(records) -> dict[str, Any]:
 
 def _episode(stored: StoredTrajectory, pool: DataPool) -> report.Episode:
   t, reward = stored.trajectory, stored.reward
-  completions = pool.completions(t.session)
+  turns = [turn for turn in pool.turns(t.session) if not turn.superseded]
   return report.Episode(
     phase='rl' if t.item >= 0 else 'eval',
-    step=max((v for c in completions for v in c.versions), default=0),
+    step=max((v for turn in turns for v in turn.versions), default=0),
     family=t.family,
     task=t.task,
     success=t.success,
     messages=t.messages,
     turns=[
       report.Turn(
-        advantage=reward.advantage if reward is not None else None,
-        versions=sorted(set(c.versions)),
-        response_tokens=len(c.response_ids),
-        status=c.status,
+        advantage=turn.advantage,
+        versions=turn.versions,
+        response_tokens=turn.response_tokens,
+        status=turn.status,
       )
-      for c in completions
+      for turn in turns
     ],
     reward=reward.total if reward is not None else None,
     ended=t.ended,

@@ -103,15 +103,16 @@ def _phases(config: ForgeConfig, workdir: Path, metrics, view: ForgeView, pool) 
           config.rl.learner,
           optimizer,
           train_step.init_state(variables, optimizer),
-          pool,
         )
         rl = rl_loop.RlLoop(
           config, running, the_learner, pool, manager, metrics, files, view
         )
-        rl.resume()
-        rl.run()
-      # what is still rolling out belongs to no update: the evaluation has the machine
-      rl.abandon()
+        try:
+          rl.resume()
+          rl.run()
+        finally:
+          # what still rolls out belongs to no update: the evaluation has the machine
+          rl.abandon()
       evaluate(STAGES[2], the_learner.version, running)
 
 

@@ -86,9 +86,11 @@ def main(workdir: pathlib.Path):
     witness('saved', step=step, digest=digest(self._learner.state))
     product(self, step)
 
-  def update(self, indices, product=learner.Learner.update):
-    witness('update', step=self.version + 1, items=list(indices))
-    return product(self, indices)
+  def update(self, credits_, passes, product=learner.Learner.update):
+    items = [g.credits[0].trajectory.item for g in credits_]
+    useful = sum(not g.dropped for g in credits_)
+    witness('update', step=self.version + 1, items=items, useful=useful)
+    return product(self, credits_, passes)
 
   rl_loop.RlLoop.resume, rl_loop.RlLoop._save = resume, save
   learner.Learner.update = update

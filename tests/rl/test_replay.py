@@ -82,7 +82,6 @@ class Forgetful:
 
   def __init__(self, pool):
     self._pool = pool
-    self.set_rewards = pool.set_rewards
 
   def group(self, index):
     return [
@@ -125,7 +124,8 @@ def test_recorded_routing_reproduces_the_engine(cfg, tok, engine, tmp_path):
     def update(pool):
       perturbed = {'params': variables['params'], 'router': {'layers': off}}
       state = train_step.init_state(jax.tree.map(jnp.copy, perturbed), optimizer)
-      return learner.Learner(cfg, config, optimizer, state, pool).update([0])
+      one = learner.Learner(cfg, config, optimizer, state)
+      return one.update([one.credit(pool.group(0))])
 
     replayed, forgetful = update(pool), update(Forgetful(pool))
   # the mean over the terms of |log p − recorded log p|
