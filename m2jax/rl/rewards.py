@@ -263,7 +263,7 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
   def last(of):
     return {max(of, key=lambda c: (c.started_s, c.turn)).id}
 
-  used = last(sampled) if sampled else set()
+  used = last(completions) if completions else set()
   for same in requests.values():
     used |= {c.id for c in same if c.id in extended} or last(same)
   return tuple(c for c in sampled if c.id in used)

@@ -26,7 +26,7 @@ from m2jax.forge import rl_loop, run
 from m2jax.forge.config import ForgeConfig
 from m2jax.rl import learner
 
-ITEMS, PER_STEP, CHECKPOINT_EVERY = 61, 2, 3
+ITEMS, PER_STEP, MOST_PER_STEP, CHECKPOINT_EVERY = 91, 2, 3, 3
 
 
 def config() -> ForgeConfig:
@@ -49,6 +49,7 @@ def config() -> ForgeConfig:
     group_size=2,
     capacity=6,
     checkpoint_every=CHECKPOINT_EVERY,
+    refill_factor=MOST_PER_STEP / PER_STEP,
   )
   values = c.to_dict()
   values['episodes'] = {**values['episodes'], 'backend': values.pop('sandbox')}

@@ -108,7 +108,7 @@ def surviving_updates(workdir: pathlib.Path) -> tuple[dict[int, list[int]], int]
         updates[record['step']] = record['items']
         assert record['useful'] <= forge_worker.PER_STEP
         full = record['useful'] == forge_worker.PER_STEP
-        full |= len(record['items']) == 3 * forge_worker.PER_STEP
+        full |= len(record['items']) == forge_worker.MOST_PER_STEP
         short += not full
       elif record['what'] == 'saved':
         saved[record['step']] = record['digest']
