@@ -27,7 +27,7 @@ import zstandard
 
 from m2jax import records
 
-COMPRESS_BYTES = 1024
+COMPRESS_BYTES = 128
 
 _LENGTHS = struct.Struct('<iiii')
 _EXPERTS = struct.Struct('<ii')
@@ -46,11 +46,11 @@ class Arrays(NamedTuple):
 
 
 class Recent:
-  """Completions that others may extend, by id: the newest up to a number of tokens."""
+  """Completions that others may extend, by id: the newest, up to a number of bytes."""
 
-  def __init__(self, max_tokens: int = 2**22):
-    self._max_tokens = max_tokens
-    self._tokens = 0
+  def __init__(self, max_bytes: int = 2**28):
+    self._max_bytes = max_bytes
+    self._bytes = 0
     self._by_id: collections.OrderedDict[str, records.Completion] = (
       collections.OrderedDict()
     )
@@ -60,21 +60,21 @@ class Recent:
     return self._by_id.get(id_)
 
   def add(self, c: records.Completion) -> None:
-    """Remembers a completion, and forgets the oldest beyond the number of tokens."""
+    """Remembers a completion, and forgets the oldest beyond the number of bytes."""
     self._by_id[c.id] = c
-    self._tokens += _tokens(c)
-    while self._tokens > self._max_tokens:
-      self._tokens -= _tokens(self._by_id.popitem(last=False)[1])
+    self._bytes += _memory_bytes(c)
+    while self._bytes > self._max_bytes:
+      self._bytes -= _memory_bytes(self._by_id.popitem(last=False)[1])
 
   def drop(self, sessions: set[str]) -> None:
     """Forgets sessions that have ended."""
     for c in [c for c in self._by_id.values() if c.session in sessions]:
-      self._tokens -= _tokens(self._by_id.pop(c.id))
+      self._bytes -= _memory_bytes(self._by_id.pop(c.id))
 
   def clear(self) -> None:
     """Forgets all."""
     self._by_id.clear()
-    self._tokens = 0
+    self._bytes = 0
 
 
 def pack(c: records.Completion, parent: records.Completion | None) -> bytes:
@@ -186,6 +186,11 @@ def _shared(c: records.Completion, parent: records.Completion | None) -> int:
 
 def _tokens(c: records.Completion) -> int:
   return len(c.prompt_ids) + len(c.response_ids)
+
+
+def _memory_bytes(c: records.Completion) -> int:
+  """Roughly what remembering it costs: a pointer and an int for every token."""
+  return 36 * _tokens(c) + (0 if c.experts is None else c.experts.nbytes)
 
 
 def _zstd() -> zstandard.ZstdCompressor:
