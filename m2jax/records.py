@@ -111,14 +111,12 @@ class TrajectoryReward:
   Attributes:
     process, speed, perf: sums over its turns, before α and β, undiscounted.
     total: G_0, the discounted return.
-    advantage: Â of its first trained turn; 0 where it has none.
   """
 
   process: float
   speed: float
   perf: float
   total: float
-  advantage: float
 
 
 @dataclasses.dataclass(frozen=True)

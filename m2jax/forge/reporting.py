@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from pathlib import Path
@@ -42,7 +43,7 @@ def write(
     report.Summary(
       'm2jax forge',
       evaluations,
-      facts=_facts(records),
+      facts=_facts(records, pool),
       capacity_items=rl.capacity if rl is not None else None,
       window_items=window,
     ),
@@ -51,17 +52,21 @@ def write(
   return evaluations
 
 
-def _facts(records) -> dict[str, Any]:
+def _facts(records, pool: DataPool) -> dict[str, Any]:
   steps = dict.fromkeys(('sft', 'rl'), 0)
   for record in records:
     if record['phase'] in steps:
       steps[record['phase']] = max(steps[record['phase']], record['step'])
   wall_s = records[-1]['time_s'] - records[0]['time_s'] if records else 0.0
-  return {
+  facts = {
     'SFT steps': steps['sft'],
     'RL updates': steps['rl'],
     'wall-clock': f'{wall_s / 60:.1f} min',
   }
+  if reasons := collections.Counter(pool.failures().values()):
+    (reason, n), *_ = reasons.most_common(1)
+    facts['failed rollout groups'] = f'{reasons.total()}; {n} of them: {reason[:200]}'
+  return facts
 
 
 def _episode(stored: StoredTrajectory, pool: DataPool) -> report.Episode:

@@ -356,6 +356,8 @@ class RlLoop:
         'pool/failed': state.failed,
         'pool/pruned_completions': self._pruned,
         'pool/missed_syncs': counts['missed_syncs'],
+        'pool/late_completions': counts['late_completions'],
+        'pool/late_trajectories': counts['late_trajectories'],
         'engine/tokens_per_s': engine['tokens_per_s'],
         'engine/queue_length': engine['queue_length'],
         'engine/active_slots': engine['active_slots'],

@@ -101,19 +101,6 @@ class Reader:
       for r in self._read(query)
     ]
 
-  def recent(self, n: int, *, evaluation: bool | None = None) -> list[StoredTrajectory]:
-    """The newest n trajectories, newest first.
-
-    Args:
-      n: how many at most.
-      evaluation: only those of evaluation (True) or training (False).
-    """
-    t = tables.trajectories
-    query = sa.select(t).order_by(t.c.row.desc()).limit(n)
-    if evaluation is not None:
-      query = query.where(t.c.item < 0 if evaluation else t.c.item >= 0)
-    return [_stored(row) for row in self._read(query)]
-
   def sample_trajectories(
     self, n: int, *, seed: int = 0, evaluation: bool | None = None
   ) -> list[StoredTrajectory]:
@@ -153,7 +140,5 @@ class Reader:
 def _stored(row: sa.Row) -> StoredTrajectory:
   reward = None
   if row.total is not None:
-    reward = records.TrajectoryReward(
-      row.process, row.speed, row.perf, row.total, row.advantage
-    )
+    reward = records.TrajectoryReward(row.process, row.speed, row.perf, row.total)
   return StoredTrajectory(tables.trajectory(row), reward, row.superseded)

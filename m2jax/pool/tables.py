@@ -69,7 +69,6 @@ trajectories = sa.Table(
   sa.Column('speed', sa.Float),
   sa.Column('perf', sa.Float),
   sa.Column('total', sa.Float),
-  sa.Column('advantage', sa.Float),
   sa.Index('trajectories_by_item', 'item', 'superseded'),
 )
 # One live trajectory per place in a group; superseded and evaluated ones are free.

@@ -42,7 +42,7 @@ class WorkQueue:
 
   Attributes:
     failed_in_a_row: items that failed since one completed last.
-    last_failure: the reason of the newest of them; '' before any.
+    last_failure: the reason of the newest failure; '' before any.
     next_index: index of the next item: the data position.
     drained: closed, with nothing live.
   """
@@ -74,7 +74,6 @@ class WorkQueue:
     self._taken = 0  # items taken along the history of the present weights
     self._taken_before: dict[int, int] = {}  # of live items
     self.failed_in_a_row = 0
-    self.last_failure = ''
     self._due = threading.Condition()
     self._due_s: dict[int, float] = {}  # by index, soonest first
     self._stopping = False
@@ -94,6 +93,10 @@ class WorkQueue:
   @property
   def next_index(self) -> int:
     return self._fifo.next_index
+
+  @property
+  def last_failure(self) -> str:
+    return self._fifo.failures[-1][1] if self._fifo.failures else ''
 
   @property
   def drained(self) -> bool:
@@ -169,7 +172,6 @@ class WorkQueue:
       self._fifo.fail(index, reason)
       del self._taken_before[index]
       self.failed_in_a_row += 1
-      self.last_failure = reason
     logging.warning('item %d failed: %s', index, reason)
     self._end(index)
     return True

@@ -178,9 +178,7 @@ def returns(rewards: np.ndarray, gamma: float) -> np.ndarray:
   return out
 
 
-def advantages(
-  group: Group, config: RewardConfig, speed_baseline: float | None = None
-) -> GroupCredit:
+def advantages(group: Group, config: RewardConfig) -> GroupCredit:
   """Rewards and advantages of a group, as `DataPool.group` returns it.
 
   Completions that the agent did not act on (`acted`) earn no credit and are not
@@ -190,13 +188,11 @@ def advantages(
   Args:
     group: trajectories, each with its completions.
     config: the reward.
-    speed_baseline: this task's T_baseline; None leaves it to the config.
   """
   real = [i for i, (t, _) in enumerate(group) if t.ended != 'infrastructure']
   used = [acted(completions) for _, completions in group]
   times = [_time(group[i][0], used[i], config.speed_unit) for i in real]
-  if speed_baseline is None:
-    speed_baseline = config.speed_baseline or (np.mean(times) if times else 0.0)
+  speed_baseline = config.speed_baseline or (np.mean(times) if times else 0.0)
 
   parts, to_go = {}, []
   for i, time in zip(real, times, strict=True):
@@ -223,8 +219,7 @@ def advantages(
     k = real.index(i)
     a = differences[k][: len(used[i])]
     largest = max(largest, float(np.abs(a).max(initial=0.0)))
-    first = float(a[0]) if len(a) else 0.0
-    reward = TrajectoryReward(*parts[i], total=float(totals[k]), advantage=first)
+    reward = TrajectoryReward(*parts[i], total=float(totals[k]))
     unused = len(group[i][1]) - len(used[i])
     credits_.append(Credit(trajectory, used[i], a, reward, unused))
   dropped = ''

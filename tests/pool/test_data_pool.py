@@ -66,6 +66,12 @@ def play(pool, index, group_size=2, attempt=0, submit=True):
   pool.complete(index)
 
 
+def sessions(pool, **which):
+  """Of all live trajectories that have messages, the oldest first."""
+  stored = pool.sample_trajectories(10**6, **which)
+  return [s.trajectory.session for s in stored]
+
+
 # --- Records ---
 
 IDS = st.integers(-(2**31), 2**31 - 1)
@@ -137,7 +143,7 @@ def test_records_come_back_exactly(shared, c, messages):
   assert (got.experts is None) == (c.experts is None)
   if c.experts is not None:
     np.testing.assert_array_equal(got.experts, c.experts)
-  stored = shared.recent(1)[0]
+  stored = shared.sample_trajectories(10**6)[-1]
   assert (stored.trajectory, stored.reward, stored.superseded) == (t, None, False)
 
 
@@ -147,7 +153,8 @@ def test_hostile_text_is_kept_readable(pool):
   t = trajectory('s', -1, answer='x\0\udcff', reason='\udc80', messages=messages)
   pool.add_trajectory(t)
   pool.flush()
-  got = pool.recent(1)[0].trajectory
+  (stored,) = pool.sample_trajectories(1)
+  got = stored.trajectory
   assert got.messages == messages and got.answer == 'x\ufffd?' and got.reason == '?'
 
 
@@ -188,7 +195,7 @@ def test_ids_are_unique(pool, url):
     with pytest.raises(data_pool.Rejected, match='refused 2 records'):
       pool.flush()
     assert [c.turn for c in pool.completions('other')] == [1, 2]
-    assert {s.trajectory.session for s in pool.recent(9)} == {'s', 'other'}
+    assert sessions(pool) == ['s', 'other']
     pool.flush()  # said once
 
 
@@ -418,10 +425,9 @@ def test_prune_keeps_what_a_restart_needs(pool):
   pool.take([2], step=3)
   assert pool.prune(second, keep_messages=3) == 9
   assert pool.completions('1.0.0') == [] == pool.completions('old evaluation')
-  stored = pool.recent(10)
-  kept = [s.trajectory.session for s in stored if s.trajectory.messages]
-  assert kept == ['3.0.1', '3.0.0', '2.0.1', '2.0.0']  # 3 newest, and the live items'
-  assert len(stored) == 9 and len(pool.sample_trajectories(99)) == 4
+  # the 3 newest, and the live items'
+  assert sessions(pool) == ['2.0.0', '2.0.1', '3.0.0', '3.0.1']
+  assert [len(pool.turns(f'{i}.0.0')) for i in range(4)] == [0, 0, 2, 2]
   assert pool.prune(second) == 0
   with pytest.raises(LedgerMismatch, match='were pruned'):
     pool.rollback(first)
@@ -451,13 +457,15 @@ def test_reports_read_rewards(pool):
   """The report shows each trajectory with the reward that the learner gave it."""
   play(pool, 0, group_size=3)
   pool.add_trajectory(trajectory('e', -1))
-  reward = TrajectoryReward(process=-1, speed=0.5, perf=1, total=0.95, advantage=0.2)
-  pool.set_rewards({'0.0.1': reward})
+  reward = TrajectoryReward(process=-1, speed=0.5, perf=1, total=0.95)
+  pool.set_rewards({'0.0.1': reward}, {'0.0.1/1': 0.2})
   pool.flush()
-  by_session = {s.trajectory.session: s.reward for s in pool.recent(9)}
+  stored = pool.sample_trajectories(9)
+  by_session = {s.trajectory.session: s.reward for s in stored}
   assert by_session == {'e': None, '0.0.0': None, '0.0.1': reward, '0.0.2': None}
-  assert [s.trajectory.session for s in pool.recent(1)] == ['e']
-  assert [s.trajectory.session for s in pool.recent(9, evaluation=True)] == ['e']
+  assert sessions(pool, evaluation=True) == ['e']
+  assert [t.advantage for t in pool.turns('0.0.1')] == [None, 0.2]
+  assert pool.turns('0.0.1')[1].versions == (7, 8)
   drawn = pool.sample_trajectories(2, seed=1, evaluation=False)
   assert len({s.trajectory.session for s in drawn} - {'e'}) == 2
   assert drawn == pool.sample_trajectories(2, seed=1, evaluation=False)
