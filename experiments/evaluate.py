@@ -17,7 +17,7 @@ from m2jax.checkpoint import CheckpointError, policy
 from m2jax.forge import roles
 from m2jax.forge.config import RolloutConfig
 from m2jax.observe import stats
-from m2jax.rl.data_pool import DataPool
+from m2jax.pool.data_pool import DataPool
 
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', None, 'A workdir or a directory of checkpoints; default: --workdir.'

@@ -16,7 +16,7 @@ from experiments import common
 from m2jax.checkpoint import CheckpointError, policy
 from m2jax.forge import roles
 from m2jax.gateway.config import GatewayConfig
-from m2jax.rl.data_pool import DataPool
+from m2jax.pool.data_pool import DataPool
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig
 

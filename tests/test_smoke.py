@@ -75,7 +75,7 @@ def test_chat_round_trip():
 
 def test_windowed_fifo():
   """Only completed items within the window of the head may be taken."""
-  from m2jax.rl import windowed_fifo
+  from m2jax.pool import windowed_fifo
 
   fifo = windowed_fifo.WindowedFifo(capacity=10, window=2)
   for item in range(4):

@@ -20,7 +20,7 @@ from absl import logging
 
 from m2jax import sandbox
 from m2jax.agents import http, whitebox
-from m2jax.rl.records import Trajectory
+from m2jax.records import Trajectory
 from m2jax.tasks import task as task_lib
 from m2jax.tasks import terminal
 from m2jax.tasks.terminal import shell

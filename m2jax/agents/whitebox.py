@@ -2,7 +2,7 @@
 
 It knows a base URL and a key, as any agent does (facts/m2-and-forge.md §4.4); what
 makes it white-box is that its loop is ours to change. Every episode ends in one of
-`rl.records.Trajectory`'s ways: a real end is judged, an infrastructure failure is
+`records.Trajectory`'s ways: a real end is judged, an infrastructure failure is
 masked from the loss (law 5), so the two are never mixed up here.
 """
 

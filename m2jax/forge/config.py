@@ -65,6 +65,17 @@ class RlConfig:
     dev_tasks: tasks of such an evaluation.
     patience: stop once so many of these evaluations in a row were no better than the
       best before; 0 is never.
+    refill_factor: an update takes items until `groups_per_step` of them have a non-zero
+      advantage, or until it has taken this many times `groups_per_step`; 1 trains on
+      what the first `groups_per_step` have (DAPO's dynamic sampling).
+    updates_per_batch: optimizer steps on the groups of one update, each over all of
+      them, against the same recorded log-probabilities; they are one policy version,
+      one ledger entry and one metrics record.
+    item_deadline_s: seconds from an item's submission, or reissue, to the end of its
+      last episode, the wait for a free agent included; past it the item fails.
+    max_failed_groups: failed items in a row that stop the run with their reason; None
+      is the capacity, which an outage fails at once, and 32 more. After a failure items
+      are submitted one at a time, after 0.1 s and up to 5 s, until one completes.
   """
 
   steps: int
@@ -81,6 +92,24 @@ class RlConfig:
   dev_every: int = 0
   dev_tasks: int = 96
   patience: int = 0
+  refill_factor: float = 3.0
+  updates_per_batch: int = 1
+  item_deadline_s: float = 600.0
+  max_failed_groups: int | None = None
+
+  def __post_init__(self):
+    def check(ok: bool, field: str, want: str):
+      if not ok:
+        value = getattr(self, field)
+        raise ValueError(f'RlConfig.{field}={value!r}: must be {want}')
+
+    check(self.refill_factor >= 1, 'refill_factor', 'at least 1')
+    check(self.updates_per_batch >= 1, 'updates_per_batch', 'at least 1')
+    check(self.item_deadline_s > 0, 'item_deadline_s', 'positive')
+    limit = self.max_failed_groups
+    check(limit is None or limit >= 1, 'max_failed_groups', 'at least 1, or None')
+    fits = 1 <= self.groups_per_step <= self.capacity
+    check(fits, 'groups_per_step', f'between 1 and capacity={self.capacity}')
 
 
 @dataclasses.dataclass(frozen=True)

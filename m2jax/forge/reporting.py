@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe import metrics as metrics_lib
 from m2jax.observe import report
-from m2jax.rl import windowed_fifo
-from m2jax.rl.data_pool import DataPool, StoredTrajectory
+from m2jax.pool import windowed_fifo
+from m2jax.pool.data_pool import DataPool, StoredTrajectory
 
 _SHOWN_EPISODES = 60  # of training and of evaluation each
 
@@ -42,7 +43,7 @@ def write(
     report.Summary(
       'm2jax forge',
       evaluations,
-      facts=_facts(records),
+      facts=_facts(records, pool),
       capacity_items=rl.capacity if rl is not None else None,
       window_items=window,
     ),
@@ -51,37 +52,41 @@ def write(
   return evaluations
 
 
-def _facts(records) -> dict[str, Any]:
+def _facts(records, pool: DataPool) -> dict[str, Any]:
   steps = dict.fromkeys(('sft', 'rl'), 0)
   for record in records:
     if record['phase'] in steps:
       steps[record['phase']] = max(steps[record['phase']], record['step'])
   wall_s = records[-1]['time_s'] - records[0]['time_s'] if records else 0.0
-  return {
+  facts = {
     'SFT steps': steps['sft'],
     'RL updates': steps['rl'],
     'wall-clock': f'{wall_s / 60:.1f} min',
   }
+  if reasons := collections.Counter(pool.failures().values()):
+    (reason, n), *_ = reasons.most_common(1)
+    facts['failed rollout groups'] = f'{reasons.total()}; {n} of them: {reason[:200]}'
+  return facts
 
 
 def _episode(stored: StoredTrajectory, pool: DataPool) -> report.Episode:
   t, reward = stored.trajectory, stored.reward
-  completions = pool.completions(t.session)
+  turns = [turn for turn in pool.turns(t.session) if not turn.superseded]
   return report.Episode(
     phase='rl' if t.item >= 0 else 'eval',
-    step=max((v for c in completions for v in c.versions), default=0),
+    step=max((v for turn in turns for v in turn.versions), default=0),
     family=t.family,
     task=t.task,
     success=t.success,
     messages=t.messages,
     turns=[
       report.Turn(
-        advantage=reward.advantage if reward is not None else None,
-        versions=sorted(set(c.versions)),
-        response_tokens=len(c.response_ids),
-        status=c.status,
+        advantage=turn.advantage,
+        versions=turn.versions,
+        response_tokens=turn.response_tokens,
+        status=turn.status,
       )
-      for c in completions
+      for turn in turns
     ],
     reward=reward.total if reward is not None else None,
     ended=t.ended,

@@ -13,8 +13,8 @@ from m2jax.forge.config import RolloutConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.observe.metrics import MetricsWriter
-from m2jax.rl.data_pool import DataPool
-from m2jax.rl.records import Completion, Trajectory
+from m2jax.pool.data_pool import DataPool
+from m2jax.records import Completion, Trajectory
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig

@@ -17,7 +17,8 @@ from m2jax.forge.config import ForgeConfig
 from m2jax.observe import metrics as metrics_lib
 from m2jax.observe.terminal import ForgeView
 from m2jax.optim import optimizer as optimizer_lib
-from m2jax.rl import data_pool, learner
+from m2jax.pool import data_pool
+from m2jax.rl import learner
 from m2jax.train import step as train_step
 from m2jax.train.workdir import open_workdir
 
@@ -114,7 +115,6 @@ class _Run:
         config.rl.learner,
         optimizer,
         train_step.init_state(variables, optimizer),
-        self._pool,
       )
       rl = rl_loop.RlLoop(
         config,
@@ -126,10 +126,12 @@ class _Run:
         files,
         self._view,
       )
-      rl.resume()
-      rl.run()
-    # what is still rolling out belongs to no update: the evaluation has the machine
-    rl.abandon()
+      try:
+        rl.resume()
+        rl.run()
+      finally:
+        # what still rolls out belongs to no update: the evaluation has the machine
+        rl.abandon()
     self._evaluate(AFTER_RL, the_learner.version, running, greedy=True)
 
   def _more_sft(self, samples, variables, running: roles.Rollouts, files) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from m2jax.gateway import prompts, protocol, sessions
-from m2jax.rl.records import Completion
+from m2jax.records import Completion
 from m2jax.rollout.api import GenerateRequest, GenerateResult
 
 

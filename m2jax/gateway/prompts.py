@@ -11,7 +11,7 @@ import dataclasses
 
 from m2jax.gateway import protocol, sessions
 from m2jax.gateway.errors import invalid
-from m2jax.rl.records import Completion
+from m2jax.records import Completion
 from m2jax.text import chat, markup
 from m2jax.text import tokenizer as tokenizer_lib
 

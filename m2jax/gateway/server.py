@@ -21,7 +21,7 @@ from m2jax.gateway import app, sessions
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.exchange import Engine
 from m2jax.gateway.service import ChatService
-from m2jax.rl.records import Completion
+from m2jax.records import Completion
 from m2jax.text.tokenizer import Tokenizer
 
 _START_TIMEOUT_S = 30.0

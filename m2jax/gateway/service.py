@@ -19,7 +19,7 @@ from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, invalid
 from m2jax.gateway.exchange import Answer, Engine, Pending
-from m2jax.rl.records import Completion
+from m2jax.records import Completion
 from m2jax.rollout.api import GenerateRequest, GenerateResult, PromptTooLong
 
 

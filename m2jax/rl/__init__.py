@@ -1,1 +1,1 @@
-"""From finished rollouts to loss terms: queue, data pool, rewards, CISPO."""
+"""From rollout groups to a policy update: rewards, CISPO, samples, the learner."""

@@ -1,7 +1,7 @@
-"""The learner: takes rollout groups, gives them credit, trains, publishes weights.
+"""The learner: gives rollout groups credit, trains on them, publishes weights.
 
-One `update` is one optimizer step (design §2): groups from the data pool → rewards and
-advantages → samples → prefix forest → CISPO (+ MTP). It knows neither HTTP nor a
+Groups, as records → rewards and advantages (`credit`) → samples → prefix forest → CISPO
+(+ MTP) (`update`, one version of the policy; design §2). It knows no HTTP, database or
 tokenizer. A group of any size is trained: one whose tree rows cannot hold goes through
 `train.chunks`, in the same update.
 """
@@ -24,14 +24,8 @@ from absl import logging
 
 from m2jax import forest
 from m2jax.config import ModelConfig
-from m2jax.rl import (
-  cispo,
-  data_pool,
-  expert_iteration,
-  packing,
-  rewards,
-  samples,
-)
+from m2jax.records import Lineages
+from m2jax.rl import cispo, expert_iteration, packing, rewards, samples
 from m2jax.train import chunks
 from m2jax.train import step as train_step
 
@@ -53,9 +47,9 @@ class LearnerConfig:
     step: train-step settings; MTP is detached from the policy (m2-and-forge.md §3).
     algorithm: 'cispo', or 'expert_iteration': the control that imitates what
       succeeded and forgets the rest (`rl.expert_iteration`).
-    shuffle_rewards: a control: permutes success over the trajectories of each group,
-      which keeps everything but the link between what was done and what was paid; a
-      group of equals stays one.
+    shuffle_rewards: a control: permutes success over each group's trajectories, which
+      keeps everything but the link between what was done and what was paid; a group
+      without advantage stays one.
   """
 
   row_tokens: int = 1024
@@ -94,8 +88,10 @@ class Learner:
   """Owns the train state; `update` is called from one thread.
 
   Attributes:
-    state: the train state; donated by `update`, so never keep a reference to it.
+    state: the train state; donated by `update`, so never keep a reference to it. Its
+      step counts versions: `update`s, not the passes of one.
     version: policy version of the state: updates since the start of RL.
+    lineages: the histories of the weights that sampled what is trained on.
   """
 
   def __init__(
@@ -104,11 +100,10 @@ class Learner:
     config: LearnerConfig,
     optimizer: optax.GradientTransformation,
     state: train_step.TrainState,
-    pool: data_pool.DataPool,
   ):
     self._config = config
-    self._pool = pool
     self.state = state
+    self.lineages = Lineages()
     bound = functools.partial(objective, is_weight_max=config.is_weight_max)
     if config.algorithm == 'expert_iteration':
       bound = expert_iteration.objective
@@ -122,26 +117,33 @@ class Learner:
     """A copy of the weights, safe to hand to the engine while training goes on."""
     return jax.tree.map(jnp.copy, self.state.variables)
 
-  def update(self, indices: Sequence[int]) -> dict[str, float]:
-    """Trains one step on the items' groups, which must be complete in the pool.
+  def credit(self, group: rewards.Group) -> rewards.GroupCredit:
+    """Rewards and advantages of a group; what `update` takes."""
+    if self._config.shuffle_rewards:
+      group = _shuffle_success(group)
+    credit = rewards.advantages(group, self._config.reward)
+    if self._config.algorithm == 'expert_iteration':
+      credit = expert_iteration.credit(credit)
+    return credit
 
-    A batch in which nothing is left to train (all advantages zero) still counts as a
-    step, so that every version has its metrics, and leaves the weights as they are.
+  def update(
+    self, credits_: Sequence[rewards.GroupCredit], passes: int = 1
+  ) -> dict[str, float]:
+    """Trains on groups: one version, of `passes` optimizer steps on the same batch.
+
+    The log-probabilities under the sampling policy stay those recorded, so from the
+    second pass on the ratios also hold what the passes before it changed; metrics are
+    of the last pass. A batch in which nothing is left to train (all advantages zero)
+    still counts as a version, so that every version has its metrics, and leaves the
+    weights as they are.
 
     Returns:
-      Scalars for the metrics record of this step.
+      Scalars for the metrics record of this version.
 
     Raises:
       FloatingPointError: the loss or its gradient is not finite; names the step.
     """
-    started = time.monotonic()
-    groups = [self._pool.group(index) for index in indices]
-    if self._config.shuffle_rewards:
-      groups = _shuffle_success(groups, seed=self.version)
-    credits_ = [rewards.advantages(group, self._config.reward) for group in groups]
-    self._pool.set_rewards(rewards.by_session(credits_))
-    if self._config.algorithm == 'expert_iteration':
-      credits_ = [expert_iteration.credit(group) for group in credits_]
+    started, version = time.monotonic(), self.version + 1
     groups_samples = samples.from_groups(credits_, self._config.normaliser)
     metrics = dict(rewards.summary(credits_), **self._lag(credits_))
     batch = packing.pack(
@@ -151,34 +153,33 @@ class Learner:
       buckets=self._config.buckets,
     )
     if groups_samples:
-      self.state, scalars = self._step(self.state, batch.plan, batch.rows)
-      metrics |= train_step.fetch(scalars, f'rl step {self.version}')
+      for _ in range(passes):
+        self.state, scalars = self._step(self.state, batch.plan, batch.rows)
+        fetched = train_step.fetch(scalars, f'rl step {version}')
+      metrics |= fetched
       metrics |= _counts(list(itertools.chain.from_iterable(groups_samples)), batch)
     else:
-      logging.info('step %d: every group has zero advantage', self.version + 1)
-      self.state = dataclasses.replace(self.state, step=self.state.step + 1)
+      logging.info('step %d: every group has zero advantage', version)
+    step = jnp.full_like(self.state.step, version)
+    self.state = dataclasses.replace(self.state, step=step)
     seconds = time.monotonic() - started
     return metrics | {
       'forest_tokens': batch.num_tokens,
       'train_s': seconds,
-      'tokens_per_s': batch.num_tokens / seconds,
+      'tokens_per_s': passes * batch.num_tokens / seconds,
     }
 
   def _lag(self, credits_: Sequence[rewards.GroupCredit]) -> dict[str, float]:
-    """How many versions old the batch's sampled tokens are.
-
-    After a restart, tokens that a rolled-back policy sampled may carry versions that
-    are still to come: they count as lag 0.
-    """
-    versions = [
-      np.asarray(completion.versions)
+    """How many updates lie between the batch's sampled tokens and the weights."""
+    lags = [
+      self.lineages.updates_between(c.lineage, c.versions, self.version)
       for group in credits_
       for credit in group.credits
-      for completion in credit.completions
+      for c in credit.completions
     ]
-    if not versions:
+    if not lags:
       return {}
-    lag = np.maximum(self.version - np.concatenate(versions), 0)
+    lag = np.concatenate(lags)
     return {'policy/lag_mean': float(lag.mean()), 'policy/lag_max': float(lag.max())}
 
 
@@ -197,20 +198,13 @@ def _counts(
   return counts
 
 
-def _shuffle_success(groups, seed: int):
-  """The groups with `success` permuted over each one's judged trajectories."""
-  rng = random.Random(seed)
-  out = []
-  for group in groups:
-    values = [t.success for t, _ in group if t.ended != 'infrastructure']
-    rng.shuffle(values)
-    paid = iter(values)
-    out.append(
-      [
-        (t, completions)
-        if t.ended == 'infrastructure'
-        else (dataclasses.replace(t, success=next(paid)), completions)
-        for t, completions in group
-      ]
-    )
-  return out
+def _shuffle_success(group: rewards.Group) -> rewards.Group:
+  """The group with `success` permuted over its judged trajectories, alike each time."""
+  judged = [t for t, _ in group if t.ended != 'infrastructure']
+  values = [t.success for t in judged]
+  random.Random(','.join(t.session for t in judged)).shuffle(values)
+  paid = {t.session: value for t, value in zip(judged, values, strict=True)}
+  return [
+    (dataclasses.replace(t, success=paid.get(t.session, t.success)), completions)
+    for t, completions in group
+  ]

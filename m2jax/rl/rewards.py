@@ -19,12 +19,14 @@ Axes: T turns (completions) of one trajectory.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from m2jax.rl import records
+from m2jax import records
+from m2jax.records import TrajectoryReward
 
 # h: decreasing, h(0) = 1, h(1) = 1/2.
 SPEEDS: dict[str, Callable[[float], float]] = {
@@ -33,7 +35,11 @@ SPEEDS: dict[str, Callable[[float], float]] = {
   'exponential': lambda x: 2.0**-x,
 }
 BASELINES = ('mean', 'leave_one_out', 'none')
+BASELINE_OVERS = ('trajectory', 'turn')
 SPEED_UNITS = ('wall', 'turns', 'tool_calls')
+
+# Trajectories, each with its completions, as the data pool returns a rollout group.
+Group = Sequence[tuple[records.Trajectory, Sequence[records.Completion]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +63,13 @@ class RewardConfig:
     speed_on_success_only: pay speed only where success ≥ `success_threshold`.
     success_threshold: in (0, 1].
     baseline: B, 'mean' over the group, 'leave_one_out' (mean over the others), 'none'.
+      With nothing to be compared with, alone in its group, a trajectory has advantage
+      0, unless B is 'none'.
+    baseline_over: what B is a baseline of. 'trajectory': G_0, for all turns, so that a
+      turn is also paid for what came before it: after a malformed turn its successors
+      have a positive advantage. 'turn': the G_t of the trajectories that have a turn t,
+      so that a malformed turn is punished alone, also between two successes; turns that
+      only one trajectory came to have advantage 0.
     normalise: divide advantages by the standard deviation of the group's returns (M1's
       GRPO form; M2's has none).
   """
@@ -73,6 +86,7 @@ class RewardConfig:
   speed_on_success_only: bool = True
   success_threshold: float = 1.0
   baseline: str = 'mean'
+  baseline_over: str = 'trajectory'
   normalise: bool = False
 
   def __post_init__(self):
@@ -90,23 +104,8 @@ class RewardConfig:
     check(positive, 'speed_baseline', 'positive, or None')
     check(0 < self.success_threshold <= 1, 'success_threshold', 'in (0, 1]')
     check(self.baseline in BASELINES, 'baseline', f'one of {BASELINES}')
-
-
-@dataclasses.dataclass(frozen=True)
-class TrajectoryReward:
-  """What a trajectory earned: one row of the report.
-
-  Attributes:
-    process, speed, perf: sums over its turns, before α and β, undiscounted.
-    total: G_0, the discounted return.
-    advantage: Â of its first trained turn; 0 where it has none.
-  """
-
-  process: float
-  speed: float
-  perf: float
-  total: float
-  advantage: float
+    over = self.baseline_over in BASELINE_OVERS
+    check(over, 'baseline_over', f'one of {BASELINE_OVERS}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +117,14 @@ class Credit:
     completions: those to train on, in order of turn; empty when masked.
     advantages: [len(completions)] float64, Â of every token of each completion.
     reward: for reports; None when masked.
+    unused: completions that are not trained, since the agent did not act on them.
   """
 
   trajectory: records.Trajectory
   completions: tuple[records.Completion, ...]
   advantages: np.ndarray
   reward: TrajectoryReward | None
+  unused: int = 0
 
   @property
   def masked(self) -> bool:
@@ -177,63 +178,90 @@ def returns(rewards: np.ndarray, gamma: float) -> np.ndarray:
   return out
 
 
-def advantages(
-  group: Sequence[tuple[records.Trajectory, Sequence[records.Completion]]],
-  config: RewardConfig,
-  speed_baseline: float | None = None,
-) -> GroupCredit:
+def advantages(group: Group, config: RewardConfig) -> GroupCredit:
   """Rewards and advantages of a group, as `DataPool.group` returns it.
 
-  Completions that were cancelled or are empty earn no credit and are not trained: the
-  agent never acted on them. A trajectory that ended for a real reason before its first
-  completion has no term, but its return is part of the baseline.
+  Completions that the agent did not act on (`acted`) earn no credit and are not
+  trained. A trajectory that ended for a real reason before its first completion has no
+  term, but its return is part of the baseline.
 
   Args:
     group: trajectories, each with its completions.
     config: the reward.
-    speed_baseline: this task's T_baseline; None leaves it to the config.
   """
   real = [i for i, (t, _) in enumerate(group) if t.ended != 'infrastructure']
-  acted = [_acted(completions) for _, completions in group]
-  times = [_time(group[i][0], acted[i], config.speed_unit) for i in real]
-  if speed_baseline is None:
-    speed_baseline = config.speed_baseline or (np.mean(times) if times else 0.0)
+  used = [acted(completions) for _, completions in group]
+  times = [_time(group[i][0], used[i], config.speed_unit) for i in real]
+  speed_baseline = config.speed_baseline or (np.mean(times) if times else 0.0)
 
-  parts, to_go, totals = {}, {}, []
+  parts, to_go = {}, []
   for i, time in zip(real, times, strict=True):
-    trajectory, process = group[i][0], process_rewards(group[i][0], acted[i], config)
+    trajectory, process = group[i][0], process_rewards(group[i][0], used[i], config)
     fast = 0.0
     if (
       trajectory.success >= config.success_threshold or not config.speed_on_success_only
     ):
       fast = speed(time, speed_baseline, config.speed)
     last = config.beta * fast + trajectory.success
-    rewards = config.alpha * process
-    if len(rewards):
-      rewards[-1] += last
-    to_go[i] = returns(rewards, config.gamma)
-    totals.append(to_go[i][0] if len(rewards) else last)
+    # One that never acted has its return all the same.
+    rewards = config.alpha * process if len(process) else np.zeros(1)
+    rewards[-1] += last
+    to_go.append(returns(rewards, config.gamma))
     parts[i] = (float(process.sum()), fast, trajectory.success)
 
-  totals = np.array(totals)
-  subtract, scale = _baseline(totals, config)
+  totals = np.array([g[0] for g in to_go])
+  differences = _less_baseline(to_go, config)
   credits_, largest = [], 0.0
   for i, (trajectory, _) in enumerate(group):
     if i not in parts:
       credits_.append(Credit(trajectory, (), np.zeros(0), None))
       continue
     k = real.index(i)
-    a = (to_go[i] - subtract[k]) / scale
+    a = differences[k][: len(used[i])]
     largest = max(largest, float(np.abs(a).max(initial=0.0)))
-    first = float(a[0]) if len(a) else 0.0
-    reward = TrajectoryReward(*parts[i], total=float(totals[k]), advantage=first)
-    credits_.append(Credit(trajectory, acted[i], a, reward))
+    reward = TrajectoryReward(*parts[i], total=float(totals[k]))
+    unused = len(group[i][1]) - len(used[i])
+    credits_.append(Credit(trajectory, used[i], a, reward, unused))
   dropped = ''
   if not real:
     dropped = 'masked'
   elif largest <= 1e-9 * max(1.0, float(np.abs(totals).max())):
     dropped = 'zero_advantage'
   return GroupCredit(tuple(credits_), dropped)
+
+
+def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion, ...]:
+  """The completions of a session that its agent acted on, in order of turn.
+
+  Left out are those that were cancelled or are empty, and those that the agent sampled
+  again and did not use. Agents do not say which they use; the rule reads it off:
+
+    Completions with the same prompt ids are samples of one request: the same tools and
+    messages. Used are those that some completion extends (`Completion.parent`), and
+    where none is extended, the one that was asked for last; also the one that was
+    asked for last of the whole session, with which the agent ended.
+
+  So after a lost connection the repetition is trained and the answer nobody received is
+  not; of n samples the one that the agent went on with. Everything else is trained,
+  whether or not a later prompt extends it: what came before the context was reset or
+  rewritten, and sub-agents under the same key, whose prompts differ. Sub-agents with
+  equal prompts that end after one completion look like repetitions, and only the last
+  of them is trained.
+  """
+  sampled = (c for c in completions if c.finish_reason != 'cancelled')
+  sampled = sorted((c for c in sampled if c.response_ids), key=lambda c: c.turn)
+  extended = {c.parent for c in completions}
+  requests = collections.defaultdict(list)
+  for c in sampled:
+    requests[c.prompt_ids].append(c)
+
+  def last(of):
+    return {max(of, key=lambda c: (c.started_s, c.turn)).id}
+
+  used = last(completions) if completions else set()
+  for same in requests.values():
+    used |= {c.id for c in same if c.id in extended} or last(same)
+  return tuple(c for c in sampled if c.id in used)
 
 
 def by_session(groups: Sequence[GroupCredit]) -> dict[str, TrajectoryReward]:
@@ -243,12 +271,27 @@ def by_session(groups: Sequence[GroupCredit]) -> dict[str, TrajectoryReward]:
   }
 
 
+def by_completion(groups: Sequence[GroupCredit]) -> dict[str, float]:
+  """Advantages of the completions that were judged, by id, for reports."""
+  return {
+    completion.id: float(advantage)
+    for group in groups
+    for credit in group.credits
+    for completion, advantage in zip(credit.completions, credit.advantages, strict=True)
+  }
+
+
 def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   """Metrics of a batch: means over judged trajectories, counts of what was left out.
 
   Means are NaN when no trajectory was judged, which is not the same as 0.
+  `dropped_fraction` is the share of trajectories that train nothing: masked, in a
+  dropped group, or without an advantage of their own.
   """
   judged = [c for g in groups for c in g.credits if not c.masked]
+  untrained = sum(
+    bool(g.dropped) or not np.any(c.advantages) for g in groups for c in g.credits
+  )
 
   def mean(values):
     return float(np.mean(values)) if len(values) else float('nan')
@@ -265,12 +308,9 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
     'groups_masked': sum(g.dropped == 'masked' for g in groups),
     'trajectories': sum(len(g.credits) for g in groups),
     'trajectories_masked': sum(c.masked for g in groups for c in g.credits),
+    'dropped_fraction': untrained / max(1, sum(len(g.credits) for g in groups)),
+    'completions_unused': sum(c.unused for g in groups for c in g.credits),
   }
-
-
-def _acted(completions: Sequence[records.Completion]) -> tuple[records.Completion, ...]:
-  chosen = (c for c in completions if c.finish_reason != 'cancelled' and c.response_ids)
-  return tuple(sorted(chosen, key=lambda c: c.turn))
 
 
 def _time(trajectory: records.Trajectory, acted: Sequence, unit: str) -> float:
@@ -279,14 +319,35 @@ def _time(trajectory: records.Trajectory, acted: Sequence, unit: str) -> float:
   return float(len(acted) if unit == 'turns' else trajectory.tool_calls)
 
 
-def _baseline(totals: np.ndarray, config: RewardConfig) -> tuple[np.ndarray, float]:
-  """What to subtract from each trajectory's returns, and what to divide by."""
-  n = len(totals)
-  subtract = np.zeros(n)
-  if config.baseline == 'mean' and n:
-    subtract += totals.mean()
-  elif config.baseline == 'leave_one_out':
-    # Alone in its group a trajectory has nothing to be compared with: advantage 0.
-    subtract = (totals.sum() - totals) / (n - 1) if n > 1 else totals.copy()
-  scale = float(totals.std()) if config.normalise and n else 1.0
-  return subtract, scale if scale > 1e-9 else 1.0
+def _less_baseline(
+  to_go: Sequence[np.ndarray], config: RewardConfig
+) -> list[np.ndarray]:
+  """G_t − B of each trajectory's returns, in units of `normalise`."""
+  if config.baseline == 'none':
+    out = [g.copy() for g in to_go]
+  elif config.baseline_over == 'turn':
+    out = [np.zeros_like(g) for g in to_go]
+    for t in range(max(map(len, to_go), default=0)):
+      there = [k for k, g in enumerate(to_go) if len(g) > t]
+      values = np.array([to_go[k][t] for k in there])
+      for k, value, baseline in zip(
+        there, values, _baseline(values, config), strict=True
+      ):
+        out[k][t] = value - baseline
+  elif len(to_go) == 1:
+    out = [np.zeros_like(to_go[0])]
+  else:
+    baselines = _baseline(np.array([g[0] for g in to_go]), config)
+    out = [g - b for g, b in zip(to_go, baselines, strict=True)]
+  if config.normalise and to_go:
+    scale = float(np.std([g[0] for g in to_go]))
+    out = [a / (scale if scale > 1e-9 else 1.0) for a in out]
+  return out
+
+
+def _baseline(values: np.ndarray, config: RewardConfig) -> np.ndarray:
+  """B for each of the values; a value alone is its own."""
+  n = len(values)
+  if config.baseline == 'mean' or n < 2:
+    return np.full(n, values.mean() if n else 0.0)
+  return (values.sum() - values) / (n - 1)

@@ -26,7 +26,7 @@ from m2jax.forge import rl_loop, run
 from m2jax.forge.config import ForgeConfig
 from m2jax.rl import learner
 
-ITEMS, PER_STEP, CHECKPOINT_EVERY = 61, 2, 3
+ITEMS, PER_STEP, MOST_PER_STEP, CHECKPOINT_EVERY = 91, 2, 3, 3
 
 
 def config() -> ForgeConfig:
@@ -49,6 +49,7 @@ def config() -> ForgeConfig:
     group_size=2,
     capacity=6,
     checkpoint_every=CHECKPOINT_EVERY,
+    refill_factor=MOST_PER_STEP / PER_STEP,
   )
   values = c.to_dict()
   values['episodes'] = {**values['episodes'], 'backend': values.pop('sandbox')}
@@ -86,9 +87,11 @@ def main(workdir: pathlib.Path):
     witness('saved', step=step, digest=digest(self._learner.state))
     product(self, step)
 
-  def update(self, indices, product=learner.Learner.update):
-    witness('update', step=self.version + 1, items=list(indices))
-    return product(self, indices)
+  def update(self, credits_, passes, product=learner.Learner.update):
+    items = [g.credits[0].trajectory.item for g in credits_]
+    useful = sum(not g.dropped for g in credits_)
+    witness('update', step=self.version + 1, items=items, useful=useful)
+    return product(self, credits_, passes)
 
   rl_loop.RlLoop.resume, rl_loop.RlLoop._save = resume, save
   learner.Learner.update = update

@@ -20,7 +20,7 @@ import pytest
 
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.observe import metrics as metrics_lib
-from m2jax.rl import data_pool
+from m2jax.pool import data_pool
 from tests.forge import forge_worker
 
 REPO = pathlib.Path(__file__).parents[2]
@@ -84,11 +84,12 @@ def surviving_updates(workdir: pathlib.Path) -> tuple[dict[int, list[int]], int]
   """step → items of the updates in the final weights, and how many updates were undone.
 
   Checks on the way that each life began with exactly the state that was saved last of
-  its step.
+  its step, and that an update is full of useful items, or took all that it may, but for
+  the last of the queue.
   """
   updates: dict[int, list[int]] = {}
   saved: dict[int, str] = {}
-  undone = 0
+  undone = short = 0
   for life in lives(workdir):
     if life[0]['what'] == 'done':  # a finished run is only reported again
       continue
@@ -105,8 +106,13 @@ def surviving_updates(workdir: pathlib.Path) -> tuple[dict[int, list[int]], int]
       if record['what'] == 'update':
         assert record['step'] == max(updates, default=0) + 1
         updates[record['step']] = record['items']
+        assert record['useful'] <= forge_worker.PER_STEP
+        full = record['useful'] == forge_worker.PER_STEP
+        full |= len(record['items']) == forge_worker.MOST_PER_STEP
+        short += not full
       elif record['what'] == 'saved':
         saved[record['step']] = record['digest']
+  assert short <= 1
   return updates, undone
 
 
@@ -151,8 +157,6 @@ def test_killed_in_rl(tmp_path):
     assert pool.next_index() == forge_worker.ITEMS
   assert sorted(trained + failed) == list(range(forge_worker.ITEMS))
   assert len(set(trained)) == len(trained)
-  # all batches are full but the last, whatever was restarted in between
-  assert {len(updates[step]) for step in steps[:-1]} <= {forge_worker.PER_STEP}
 
   with CheckpointManager(workdir / 'rl', read_only=True) as manager:
     last = manager.restore()

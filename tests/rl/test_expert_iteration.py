@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from m2jax import forest, model
-from m2jax.rl import expert_iteration, learner, rewards, samples
+from m2jax.rl import expert_iteration, rewards, samples
 from m2jax.train import step as train_step
 from tests.rl import test_learner, test_rewards
 
@@ -73,17 +73,3 @@ def test_the_update_is_that_of_sft_on_the_successes():
   assert got[0] > 0
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_shuffled_rewards_stay_in_their_group():
-  """The control keeps each group's successes, so groups of equals stay untrained."""
-  pools = [test_learner.Pool(s) for s in ((1, 1, 1), (0, 0, 0), (1, 0, 0))]
-  groups = [pool.group(i) for i, pool in enumerate(pools)]
-  seen = set()
-  for seed in range(20):
-    shuffled = learner._shuffle_success(groups, seed)
-    values = [tuple(t.success for t, _ in group) for group in shuffled]
-    assert values[0] == (1, 1, 1) and values[1] == (0, 0, 0)
-    assert sorted(values[2]) == [0, 0, 1]
-    seen.add(values[2])
-  assert len(seen) == 3

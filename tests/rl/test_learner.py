@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from m2jax import forest, model
+from m2jax.records import Completion, Lineages, Trajectory
 from m2jax.rl import learner, rewards
-from m2jax.rl.records import Completion, Trajectory
 from m2jax.train import step as train_step
 from tests.train import test_step
 
@@ -42,7 +42,7 @@ class Pool:
   """What the learner asks of the data pool."""
 
   def __init__(self, successes, version=0):
-    self.successes, self.version, self.rewarded = successes, version, {}
+    self.successes, self.version = successes, version
 
   def group(self, index):
     out = []
@@ -55,8 +55,17 @@ class Pool:
       out.append((end, [turn]))
     return out
 
-  def set_rewards(self, by_session):
-    self.rewarded |= by_session
+
+class Learner(learner.Learner):
+  """Updates from items of a pool."""
+
+  def __init__(self, cfg, config, optimizer, state, pool):
+    super().__init__(cfg, config, optimizer, state)
+    self.pool = pool
+
+  def update(self, indices, passes=1):
+    credits_ = [self.credit(self.pool.group(i)) for i in indices]
+    return super().update(credits_, passes)
 
 
 @pytest.fixture(scope='module')
@@ -76,7 +85,7 @@ def make():
     if broken:
       variables['params']['head'] = variables['params']['head'].at[0, 0].set(jnp.nan)
     state = train_step.init_state(variables, optimizer)
-    return learner.Learner(CFG, config, optimizer, state, pool)
+    return Learner(CFG, config, optimizer, state, pool)
 
   return make
 
@@ -88,8 +97,8 @@ def probabilities(of, tokens):
 
 
 def test_update_learns_what_was_paid(make):
-  """The response of the better trajectory becomes likelier, the other's less; the
-  version goes up by one, and the pool gets every trajectory's reward."""
+  """The response of the better trajectory becomes likelier, the other's less, and the
+  version goes up by one."""
   pool = Pool((1.0, 0.0))
   one = make(pool)
   paths = [(1, 2, 3, 7), (1, 2, 3, 8)]
@@ -98,7 +107,6 @@ def test_update_learns_what_was_paid(make):
   after = [probabilities(one, p) for p in paths]
   assert one.version == 1
   assert after[0] > before[0] and after[1] < before[1]
-  assert set(pool.rewarded) == {'0.0', '0.1', '1.0', '1.1'}
   assert scalars['forest_tokens'] == 12 and np.isfinite(scalars['loss'])
 
 
@@ -114,11 +122,56 @@ def test_nothing_to_learn(make):
     np.testing.assert_array_equal(a, b)
 
 
-def test_lag_of_a_rolled_back_policy(make):
-  """Tokens of a policy that a restart undid may say a version to come: lag 0, never
-  negative."""
-  scalars = make(Pool((1.0, 0.0), version=5)).update([0])
-  assert scalars['policy/lag_mean'] == scalars['policy/lag_max'] == 0
+def test_lag_of_a_lost_lineage(make):
+  """Tokens of weights that a restart undid are not younger than they are: the lag
+  counts the updates from them back to the last common weights, and from there on."""
+  one = make(Pool((1.0, 0.0), version=5))
+  one.lineages = Lineages(((-1, 0), (0, 3)))  # restarted from step 3
+  one.state = dataclasses.replace(one.state, step=jnp.asarray(3, jnp.int32))
+  scalars = one.update([0])
+  assert scalars['policy/lag_mean'] == scalars['policy/lag_max'] == 2
+  scalars = one.update([0])  # now of version 4: one update of this lineage apart
+  assert scalars['policy/lag_max'] == 3
+
+
+def test_several_passes_are_one_version(make):
+  """Two passes move the weights as two optimizer steps do whose old log-probabilities
+  are fixed, yet the version goes up by one."""
+  pool = Pool((1.0, 0.0))
+  twice, once = make(pool), make(pool)
+  scalars = twice.update([0], passes=2)
+  assert twice.version == 1 and scalars['policy/lag_max'] == 0
+  once.update([0])
+  one_pass = jax.tree.map(np.asarray, once.variables())
+  once.update([0])  # the same groups, with the same recorded log-probabilities
+  assert once.version == 2
+  for a, b in zip(
+    *map(jax.tree.leaves, (twice.variables(), once.variables())), strict=True
+  ):
+    np.testing.assert_array_equal(a, b)
+  heads = [v['params']['head'] for v in (twice.variables(), one_pass)]
+  assert not np.array_equal(*heads)
+
+
+def test_shuffled_rewards_stay_in_their_group():
+  """The control breaks the link between deed and reward and nothing else: the same
+  successes in every group, so that a group without advantage stays one, the same at
+  every call, and another trajectory's in some group."""
+  config = learner.LearnerConfig(
+    reward=rewards.RewardConfig(alpha=0.0), shuffle_rewards=True
+  )
+  one = Learner(CFG, config, optax.sgd(0.1), None, Pool((1.0, 1.0, 0.0, 0.0)))
+  moved = 0
+  for index in range(8):
+    group = one.pool.group(index)
+    credit = one.credit(group)
+    got = [c.trajectory.success for c in credit.credits]
+    assert sorted(got) == [0.0, 0.0, 1.0, 1.0] and credit.dropped == ''
+    assert got == [c.trajectory.success for c in one.credit(group).credits]
+    moved += got != [1.0, 1.0, 0.0, 0.0]
+  assert moved
+  one.pool = Pool((1.0, 1.0))
+  assert one.credit(one.pool.group(0)).dropped == 'zero_advantage'
 
 
 def test_not_finite(make):
@@ -188,7 +241,7 @@ def test_trees_larger_than_a_row(replay, modules):
         **fields,
       )
       state = train_step.init_state(jax.tree.map(jnp.copy, start), optimizer)
-      one = learner.Learner(cfg, config, optimizer, state, TreePool(replay))
+      one = Learner(cfg, config, optimizer, state, TreePool(replay))
       scalars = one.update([0, 1, 2])
       assert one.version == 1
       for timing in ('train_s', 'tokens_per_s'):

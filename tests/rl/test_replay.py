@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax import forest
+from m2jax import forest, records
 from m2jax.gateway import protocol, service, sessions
 from m2jax.gateway.config import GatewayConfig
-from m2jax.rl import data_pool, learner, records, rewards, samples
+from m2jax.pool import data_pool
+from m2jax.rl import learner, rewards, samples
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
@@ -81,7 +82,6 @@ class Forgetful:
 
   def __init__(self, pool):
     self._pool = pool
-    self.set_rewards = pool.set_rewards
 
   def group(self, index):
     return [
@@ -124,7 +124,8 @@ def test_recorded_routing_reproduces_the_engine(cfg, tok, engine, tmp_path):
     def update(pool):
       perturbed = {'params': variables['params'], 'router': {'layers': off}}
       state = train_step.init_state(jax.tree.map(jnp.copy, perturbed), optimizer)
-      return learner.Learner(cfg, config, optimizer, state, pool).update([0])
+      one = learner.Learner(cfg, config, optimizer, state)
+      return one.update([one.credit(pool.group(0))])
 
     replayed, forgetful = update(pool), update(Forgetful(pool))
   # the mean over the terms of |log p − recorded log p|

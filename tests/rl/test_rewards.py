@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from m2jax.records import Completion, Trajectory
 from m2jax.rl import rewards
-from m2jax.rl.records import Completion, Trajectory
 from m2jax.rl.rewards import RewardConfig
 
 
@@ -33,7 +33,7 @@ def episode(
       turn=turn,
       parent=None,
       fork_reason=None,
-      prompt_ids=(1, 2),
+      prompt_ids=(1, 2, *range(turn)),
       response_ids=tuple(range(tokens)),
       logprobs=(-1.0,) * tokens,
       versions=(0,) * tokens,
@@ -74,7 +74,6 @@ def test_composite_by_hand():
     speed=0.75,
     perf=1.0,
     total=pytest.approx(first),
-    advantage=pytest.approx(first - baseline),
   )
   assert credit.dropped == ''
   ungated = advantages(group, beta=0.4, speed_on_success_only=False)
@@ -111,8 +110,6 @@ def test_speed_units():
     assert credit.credits[0].reward.speed == pytest.approx(first)
   credit = advantages(group, speed_baseline=10.0)
   assert [c.reward.speed for c in credit.credits] == [0.75, 0.25]
-  credit = rewards.advantages(group, RewardConfig(speed_baseline=1.0), 10.0)
-  assert [c.reward.speed for c in credit.credits] == [0.75, 0.25]  # the task's own
 
 
 GROUPS = st.lists(
@@ -263,6 +260,106 @@ def test_turns_without_an_act():
   np.testing.assert_array_equal(a.credits[0].advantages, b.credits[0].advantages)
 
 
+def sampled(id_, prompt, parent=None, **fields):
+  _, (c,) = episode(0)
+  turn = fields.pop('turn', int(id_[1:] or 0))
+  return dataclasses.replace(
+    c, id=id_, turn=turn, prompt_ids=prompt, parent=parent, **fields
+  )
+
+
+def used(*completions):
+  return ' '.join(c.id for c in rewards.acted(completions))
+
+
+def test_repetitions_that_were_not_used():
+  """Each way in which an agent asks twice, and who of them acted."""
+  # The connection broke, the answer got lost, the client asked again and went on.
+  first = sampled('a0', (1,)), sampled('b1', (1,), fork_reason='resampled')
+  assert used(*first, sampled('c2', (1, 4, 2), 'b1')) == 'b1 c2'
+  # The same at a later turn, whose prompt extends one completion both times.
+  later = sampled('a0', (1,)), sampled('b1', (1, 4), 'a0'), sampled('c2', (1, 4), 'a0')
+  assert used(*later, sampled('d3', (1, 4, 5), 'c2')) == 'a0 c2 d3'
+  assert used(*later) == 'a0 c2'  # and at the last turn
+  # The lost answer was recorded after the second was asked for.
+  late = sampled('a2', (1,), started_s=1.0), sampled('b1', (1,), started_s=2.0)
+  assert used(*late) == 'b1'
+  # Best of three: the first is gone on with.
+  three = [sampled(f'a{i}', (1,)) for i in range(3)]
+  assert used(*three, sampled('b3', (1, 4), 'a0')) == 'a0 b3'
+  # One was cancelled, but a request extended it: the agent had its text.
+  gone_on = sampled('a0', (1,)), sampled('b1', (1,))
+  lost = sampled('c2', (1, 4), 'a0', finish_reason='cancelled')
+  assert used(*gone_on, lost) == 'a0'
+  # Two branches that were both gone on with.
+  fork = sampled('a0', (1,)), sampled('b1', (1, 4), 'a0'), sampled('c2', (1,))
+  assert used(*fork, sampled('d3', (1, 5), 'c2')) == 'a0 b1 c2 d3'
+
+
+def test_what_only_looks_unused_is_trained():
+  """Nothing extends these by its ids, and the agent acted on all of them."""
+  reset = sampled('a0', (1,)), sampled('b1', (7, 1), fork_reason='history_rewritten')
+  assert used(*reset) == 'a0 b1'
+  agents = (
+    sampled('a0', (1,)),
+    sampled('b1', (8,), fork_reason='new_conversation'),  # sub-agents of one turn
+    sampled('c2', (9,), fork_reason='new_conversation'),
+    sampled('d3', (1, 4, 5), 'a0'),
+  )
+  assert used(*agents) == 'a0 b1 c2 d3'
+  # From the beginning once more, with the same first request, and done in one turn.
+  again = sampled('a0', (1,)), sampled('b1', (1, 4), 'a0'), sampled('c2', (1,))
+  assert used(*again) == 'a0 b1 c2'
+
+
+def test_unused_completions_earn_nothing():
+  """A malformed answer that nobody received costs nothing, and is counted."""
+  trajectory, _ = episode(0, 1.0)
+  lost = sampled('a0', (1,), status='invalid_json'), sampled('b1', (1,))
+  credit = advantages([(trajectory, lost), episode(1, 0.0)])
+  assert [c.id for c in credit.credits[0].completions] == ['b1']
+  assert credit.credits[0].reward.process == 0.0
+  assert rewards.summary([credit])['completions_unused'] == 1
+
+
+def test_baseline_per_turn():
+  """Two successes, one with a malformed first turn. Over trajectories its good second
+  turn is paid; per turn the malformed one alone is punished, by as much as its equal in
+  the other is paid, and the rest is 0."""
+  group = [
+    episode(0, 1.0, ('invalid_json', 'ok', 'ok')),
+    episode(1, 1.0, ('ok', 'ok')),
+  ]
+  over = {
+    kind: [
+      c.advantages for c in advantages(group, alpha=0.2, baseline_over=kind).credits
+    ]
+    for kind in rewards.BASELINE_OVERS
+  }
+  np.testing.assert_allclose(over['trajectory'][0], [-0.1, 0.1, 0.1])
+  np.testing.assert_allclose(over['trajectory'][1], [0.1, 0.1])
+  np.testing.assert_allclose(over['turn'][0], [-0.1, 0.0, 0.0], atol=1e-12)
+  np.testing.assert_allclose(over['turn'][1], [0.1, 0.0], atol=1e-12)
+  alone = advantages(
+    group, alpha=0.2, baseline='leave_one_out', baseline_over='turn'
+  ).credits
+  np.testing.assert_allclose(alone[0].advantages, [-0.2, 0.0, 0.0], atol=1e-12)
+
+
+@pytest.mark.parametrize('over', rewards.BASELINE_OVERS)
+@pytest.mark.parametrize('baseline', ['mean', 'leave_one_out'])
+def test_a_group_of_one(over, baseline):
+  """With the others lost to infrastructure there is nothing to compare with: advantage
+  0 at every turn, also after a malformed one."""
+  group = [
+    episode(0, 1.0, ('invalid_json', 'ok')),
+    episode(1, ended='infrastructure'),
+  ]
+  credit = advantages(group, baseline=baseline, baseline_over=over)
+  assert credit.credits[0].advantages.tolist() == [0.0, 0.0]
+  assert credit.dropped == 'zero_advantage'
+
+
 @pytest.mark.parametrize(
   ('field', 'value'),
   [
@@ -274,6 +371,7 @@ def test_turns_without_an_act():
     ('speed_baseline', 0.0),
     ('success_threshold', 0.0),
     ('baseline', 'median'),
+    ('baseline_over', 'token'),
   ],
 )
 def test_config_names_the_field(field, value):

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from m2jax import forest
+from m2jax.records import Completion, Trajectory
 from m2jax.rl import cispo, rewards, samples
-from m2jax.rl.records import Completion, Trajectory
 
 
 def episode(item, rank, success, turns=2, ended='answer'):

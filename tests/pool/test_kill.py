@@ -18,7 +18,7 @@ TOTAL = 130
 # Every gap between two durable steps of the protocol, and when to die in it.
 POINTS = (
   ('rolled back', 1),
-  ('submitted in memory', 9),
+  ('submitted', 9),
   ('completions added', 20),
   ('half a group committed', 3),
   ('completed', 12),

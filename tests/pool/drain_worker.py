@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 
-from m2jax.rl import data_pool, records, windowed_fifo
+from m2jax import records
+from m2jax.pool import data_pool, work_queue
 
 CAPACITY, WINDOW, GROUP, BATCH, SAVE_EVERY = 12, 4, 2, 3, 3
 
@@ -25,6 +26,28 @@ CAPACITY, WINDOW, GROUP, BATCH, SAVE_EVERY = 12, 4, 2, 3, 3
 def fails(index: int) -> bool:
   """Items whose rollouts time out, in every attempt."""
   return index % 13 == 6
+
+
+class Pool(data_pool.DataPool):
+  """The pool, with a point after each commit that the queue has still to follow."""
+
+  point = staticmethod(lambda name: None)
+
+  def submit(self, item):
+    super().submit(item)
+    self.point('submitted')
+
+  def complete(self, index):
+    super().complete(index)
+    self.point('completed')
+
+  def fail(self, index, reason):
+    super().fail(index, reason)
+    self.point('failed')
+
+  def take(self, indices, step):
+    super().take(indices, step)
+    self.point('taken')
 
 
 class Worker:
@@ -62,16 +85,16 @@ class Worker:
     weights, step = state['weights'], state['step']
     ledger = state['ledger'] and data_pool.Ledger.from_dict(state['ledger'])
 
-    self.pool = data_pool.DataPool(f'sqlite:///{self.directory}/pool.db', linger_s=0.01)
+    self.pool = Pool(f'sqlite:///{self.directory}/pool.db', linger_s=0.01)
+    self.pool.point = self.point
     before = self.pool.counts()
-    todo = self.pool.rollback(ledger)
+    self.queue = work_queue.WorkQueue(self.pool, CAPACITY, WINDOW)
+    todo = self.queue.resume(ledger)
     self.point('rolled back')
     after = self.pool.counts()
     with open(self.directory / 'lives.jsonl', 'a') as f:
       revived = before['taken'] - after['taken']
       print(json.dumps(dict(revived=revived, reissued=len(todo))), file=f)
-    self.fifo = windowed_fifo.WindowedFifo(CAPACITY, WINDOW)
-    self.pool.refill(self.fifo)
     self.todo = {item.index: item for item in todo}
     print('ready', flush=True)
 
@@ -89,32 +112,26 @@ class Worker:
       if step % SAVE_EVERY == 0:
         self.save(weights, step)
       indices = ahead
-    assert self.fifo.drained
+    assert self.queue.drained
     self.save(weights, step)
     self.pool.close()
 
   def take(self, step):
     """Takes the batch that learner step `step` will train on."""
-    indices = [i for i, _ in self.fifo.wait_for_take(BATCH, timeout_s=60)]
-    self.pool.take(indices, step)
-    self.point('taken')
-    return indices
+    return [t.index for t in self.queue.take(BATCH, step, timeout_s=60)]
 
   def submit(self):
-    for index in range(self.pool.next_index(), self.total):
-      assert self.fifo.wait_for_room(60)
-      item = records.WorkItem(index, f'task {index}', GROUP)
+    for index in range(self.queue.next_index, self.total):
+      while self.queue.state().pending + self.queue.state().completed >= CAPACITY:
+        time.sleep(0.001)
+      item = self.queue.submit(f'task {index}', GROUP)
       with self.lock:
-        assert self.fifo.submit(item) == index
-      self.point('submitted in memory')
-      self.pool.submit(item)
-      with self.lock:
-        self.todo[index] = item
-    self.fifo.close()
+        self.todo[item.index] = item
+    self.queue.close()
 
   def roll(self):
     """Runs groups: the completions come from a gateway thread, here from this one."""
-    while not self.fifo.drained:
+    while not self.queue.drained:
       with self.lock:
         index = self.rng.choice(list(self.todo)) if self.todo else None
         item = self.todo.pop(index, None)
@@ -123,9 +140,7 @@ class Worker:
       if item is None:
         continue
       if fails(index):
-        self.pool.fail(index, 'timed out')
-        self.point('failed')
-        self.fifo.fail(index, 'timed out')
+        self.queue.fail(index, 'timed out')
         continue
       for rank in range(GROUP):
         session = f'{index}.{item.attempt}.{rank}.{self.run_id}'
@@ -154,9 +169,7 @@ class Worker:
         if rank + 1 < GROUP and index % 4 == 0:
           self.pool.flush()
           self.point('half a group committed')
-      self.pool.complete(index)
-      self.point('completed')
-      self.fifo.complete(index)
+      self.queue.complete(index)
 
   def train(self, index, weights):
     """Checks that the group is whole and of one attempt, then updates the weights."""

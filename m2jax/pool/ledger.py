@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import sqlalchemy as sa
 from absl import logging
 
-from m2jax.rl import pool_tables as tables
-from m2jax.rl import records
+from m2jax import records
+from m2jax.pool import tables
 
 
 class LedgerMismatch(RuntimeError):
@@ -30,6 +30,7 @@ class Ledger:
     next_index: items submitted so far.
     step: learner step of the checkpoint.
     run: id of the pool; empty fits every pool.
+    lineage: of the checkpoint's weights (`records.Lineages`).
   """
 
   head: int = 0
@@ -37,6 +38,7 @@ class Ledger:
   next_index: int = 0
   step: int = 0
   run: str = ''
+  lineage: int = 0
 
   def to_dict(self) -> dict:
     """Plain JSON types."""
@@ -113,7 +115,25 @@ def read(connection: sa.Connection, run: str, step: int | None) -> Ledger:
   ids = connection.scalars(
     sa.select(i.index).where(taken, i.index > head).order_by(i.index)
   )
-  return Ledger(head, tuple(ids), end, step, run)
+  return Ledger(head, tuple(ids), end, step, run, lineages(connection).current)
+
+
+def lineages(connection: sa.Connection) -> records.Lineages:
+  """The lineages begun so far; before the first, its root alone."""
+  table = tables.lineages
+  rows = connection.execute(sa.select(table).order_by(table.c.lineage)).all()
+  branches = tuple((r.parent, r.step) for r in rows)
+  return records.Lineages(branches) if branches else records.Lineages()
+
+
+def _begin_lineage(connection: sa.Connection, ledger: Ledger) -> None:
+  """From the checkpoint's weights on; the first one is the root itself."""
+  table = tables.lineages
+  last = connection.scalar(sa.select(sa.func.max(table.c.lineage)))
+  row = {'lineage': 0, 'parent': -1, 'step': 0}
+  if last is not None:
+    row = {'lineage': last + 1, 'parent': ledger.lineage, 'step': ledger.step}
+  connection.execute(sa.insert(table), row)
 
 
 def rollback(
@@ -152,6 +172,14 @@ def rollback(
     # Only a pool file put back from an older copy can be behind its checkpoint.
     logging.warning('data pool: items %s were trained already', sorted(behind))
     _set(connection, sorted(behind), state='taken', step=ledger.step)
+  # What is taken again is taken after their submission.
+  count = sa.select(sa.func.count()).where(i.state == 'taken')
+  trained = connection.scalar(count)
+  connection.execute(
+    sa.update(tables.items)
+    .where(i.state.in_(('pending', 'completed')), i.taken_before > trained)
+    .values(taken_before=trained)
+  )
   reissue = [r for r in rows if r.state == 'pending' and r.index not in behind]
   indices = [r.index for r in reissue]
   _set(connection, indices, attempt=i.attempt + 1)
@@ -168,8 +196,13 @@ def rollback(
     .where(~c.superseded, c.session.not_in(closed))
     .values(superseded=True)
   )
+  _begin_lineage(connection, ledger)
+  items = (tables.work_item(r) for r in reissue)
   return [
-    dataclasses.replace(tables.work_item(r), attempt=r.attempt + 1) for r in reissue
+    dataclasses.replace(
+      item, attempt=item.attempt + 1, taken_before=min(item.taken_before, trained)
+    )
+    for item in items
   ]
 
 
@@ -183,16 +216,19 @@ def prune(connection: sa.Connection, ledger: Ledger, keep_messages: int) -> int:
   )
   over = sa.select(i.index).where(i.pruned | (i.state == 'failed'))
   done = t.superseded | (t.item < 0) | t.item.in_(over)
+  mine = c.superseded | c.session.in_(sa.select(t.session).where(done))
   dropped = connection.execute(
-    sa.delete(tables.completions).where(
-      c.superseded | c.session.in_(sa.select(t.session).where(done))
-    )
+    sa.update(tables.completions).where(mine, c.arrays.is_not(None)).values(arrays=None)
   )
   first_old = sa.select(t.row).order_by(t.row.desc()).offset(keep_messages).limit(1)
   connection.execute(
     sa.update(tables.trajectories)
     .where(done, t.row <= first_old.scalar_subquery(), t.messages.is_not(None))
     .values(messages=None)
+  )
+  shown = sa.select(t.session).where(t.messages.is_not(None))
+  connection.execute(
+    sa.delete(tables.completions).where(c.arrays.is_(None), c.session.not_in(shown))
   )
   return dropped.rowcount
 

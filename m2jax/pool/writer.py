@@ -44,7 +44,7 @@ class Writer:
     """Starts the thread.
 
     Args:
-      engine: where to write, from `pool_tables.open_database`.
+      engine: where to write, from `tables.open_database`.
       insert: inserts records that were put one after another, in that order, all or
         none of them.
       linger_s: how long records may wait for company when nobody calls.

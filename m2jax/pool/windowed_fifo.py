@@ -16,7 +16,7 @@ taking at most N + W − 2 others are taken: N − 1 older live ones, and W − 
 ones.
 
 The queue is bookkeeping in memory; what must survive a crash is in `data_pool`, from
-which `restore` rebuilds it (law 5).
+which `work_queue` restores it (law 5).
 """
 
 from __future__ import annotations
@@ -208,18 +208,24 @@ class WindowedFifo:
     Raises:
       ValueError: n exceeds the capacity, so that n items can never be live at once.
     """
+    with self._changed:
+      return self.take(n) if self.wait_until_takeable(n, timeout_s) else []
+
+  def wait_until_takeable(self, n: int, timeout_s: float | None = None) -> bool:
+    """Waits as `wait_for_take`, and takes nothing; False after `timeout_s`.
+
+    Raises:
+      ValueError: n exceeds the capacity.
+    """
     if not 1 <= n <= self.capacity:
       raise ValueError(
         f'wait_for_take: n={n}: must be between 1 and the capacity {self.capacity}'
       )
     with self._changed:
-      self._changed.wait_for(
+      return self._changed.wait_for(
         lambda: self._takeable(n) == n or (self._closed and not self._pending),
         timeout_s,
       )
-      if self._takeable(n) < n and not (self._closed and not self._pending):
-        return []
-      return self.take(n)
 
   def wait_for_room(self, timeout_s: float | None = None) -> bool:
     """Waits until an item can be submitted; False after `timeout_s` or once closed."""
@@ -244,7 +250,7 @@ class WindowedFifo:
     completed: Mapping[int, Any] | None = None,
     pending: Mapping[int, Any] | None = None,
   ) -> None:
-    """Sets an unused queue to a saved state (law 5; `DataPool.refill` calls it).
+    """Sets an unused queue to a saved state (law 5; `WorkQueue.resume` calls it).
 
     Args:
       head: oldest index that has not ended.

@@ -1,7 +1,7 @@
 """The data pool: work items, trajectories and completions in a database (law 5).
 
 Forge's Data Pool (facts/m2-and-forge.md §4.3) on SQLAlchemy Core: SQLite in WAL mode by
-default, another database by URL. One thread writes (`pool_writer`), any may call.
+default, another database by URL. One thread writes (`writer`), any may call.
 
 How law 5 is kept. A work item goes pending → completed → taken, or pending → failed.
 
@@ -27,20 +27,23 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import sqlalchemy as sa
+from absl import logging
 
-from m2jax.rl import pool_ledger, pool_writer, records, rewards, windowed_fifo
-from m2jax.rl import pool_tables as tables
+from m2jax import records
+from m2jax.pool import arrays, reader, tables, writer
+from m2jax.pool import ledger as ledger_lib
 
 _REMEMBERED_IDS = 65_536
 
-Ledger = pool_ledger.Ledger
-LedgerMismatch = pool_ledger.LedgerMismatch
-PoolBroken = pool_writer.PoolBroken
+Ledger = ledger_lib.Ledger
+LedgerMismatch = ledger_lib.LedgerMismatch
+PoolBroken = writer.PoolBroken
+StoredTrajectory = reader.StoredTrajectory
+StoredTurn = reader.StoredTurn
 
 
 class Rejected(ValueError):
@@ -51,16 +54,7 @@ class Duplicate(Rejected):
   """An id was added twice."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredTrajectory:
-  """A trajectory as people read it."""
-
-  trajectory: records.Trajectory
-  reward: rewards.TrajectoryReward | None
-  superseded: bool
-
-
-class DataPool:
+class DataPool(reader.Reader):
   """The pool at a database URL, for example 'sqlite:////tmp/run/pool.db'."""
 
   def __init__(self, url: str, *, linger_s: float = 0.05, max_queued: int = 4096):
@@ -68,16 +62,20 @@ class DataPool:
 
     Args:
       url: SQLAlchemy URL. SQLite needs a file: threads do not share one in memory.
-      linger_s, max_queued: see `pool_writer.Writer`.
+      linger_s, max_queued: see `writer.Writer`.
 
     Raises:
       ValueError: the URL cannot be used, or holds a pool of another schema version.
     """
-    self._engine, self.run = tables.open_database(url)
+    engine, self.run = tables.open_database(url)
+    super().__init__(engine)
     self._ids = collections.OrderedDict()  # the last ids added, oldest first
     self._ids_lock = threading.Lock()
     self._late = collections.Counter()
-    self._writer = pool_writer.Writer(
+    self._missed_syncs = 0
+    self._lineage = self.lineages().current
+    self._recent = arrays.Recent()  # used by the writing thread alone
+    self._writer = writer.Writer(
       self._engine, self._insert, linger_s=linger_s, max_queued=max_queued
     )
 
@@ -91,7 +89,7 @@ class DataPool:
     """
     if item.group_size < 1:
       raise ValueError(f'item {item.index}: group_size={item.group_size}: must be ≥ 1')
-    self._writer.call(lambda connection: pool_ledger.submit(connection, item))
+    self._writer.call(lambda connection: ledger_lib.submit(connection, item))
 
   def add_completion(self, completion: records.Completion) -> None:
     """Records a completion; durable before the item of its session can complete.
@@ -119,10 +117,21 @@ class DataPool:
     self._remember('trajectory ' + trajectory.session)
     self._writer.put(trajectory)
 
-  def set_rewards(self, by_session: dict[str, rewards.TrajectoryReward]) -> None:
-    """Notes the learner's rewards beside trajectories, by session; for reports."""
+  def set_rewards(
+    self,
+    by_session: Mapping[str, records.TrajectoryReward],
+    advantages: Mapping[str, float] | None = None,
+  ) -> None:
+    """Notes what the learner gave, for reports.
+
+    Args:
+      by_session: the rewards of trajectories.
+      advantages: of completions that were judged, by id.
+    """
     for session, reward in by_session.items():
       self._writer.put((session, reward))
+    for id_, advantage in (advantages or {}).items():
+      self._writer.put((id_, float(advantage)))
 
   def complete(self, index: int) -> None:
     """Marks a pending item as ready to be taken.
@@ -130,7 +139,7 @@ class DataPool:
     Raises:
       ValueError: it is not pending, or trajectories of its group are missing.
     """
-    self._writer.call(lambda connection: pool_ledger.complete(connection, index))
+    self._writer.call(lambda connection: ledger_lib.complete(connection, index))
 
   def fail(self, index: int, reason: str) -> None:
     """Ends a pending item; nothing of it will be trained.
@@ -138,7 +147,7 @@ class DataPool:
     Raises:
       ValueError: it is not pending.
     """
-    self._writer.call(lambda connection: pool_ledger.fail(connection, index, reason))
+    self._writer.call(lambda connection: ledger_lib.fail(connection, index, reason))
 
   def take(self, indices: Iterable[int], step: int) -> None:
     """Marks completed items as part of learner step `step`: all of them or none.
@@ -149,7 +158,7 @@ class DataPool:
     indices = list(indices)
     if len(set(indices)) != len(indices):
       raise ValueError(f'take: an index occurs twice in {indices}')
-    self._writer.call(lambda connection: pool_ledger.take(connection, indices, step))
+    self._writer.call(lambda connection: ledger_lib.take(connection, indices, step))
 
   def flush(self) -> None:
     """Waits until everything added so far is committed.
@@ -181,16 +190,28 @@ class DataPool:
       step: last learner step in the weights; None counts everything taken so far.
     """
     ledger = self._writer.call(
-      lambda connection: pool_ledger.read(connection, self.run, step)
+      lambda connection: ledger_lib.read(connection, self.run, step)
     )
-    tables.sync(self._engine)
+    if not tables.sync(self._engine):
+      self._missed_syncs += 1
+      logging.warning(
+        'data pool: the write-ahead log could not be moved into the database, for the '
+        '%d. time: a reader holds it up, and the log grows until it lets go',
+        self._missed_syncs,
+      )
     return ledger
+
+  def lineages(self) -> records.Lineages:
+    """The tree of the weights so far; `rollback` begins the present lineage."""
+    with self._engine.connect() as connection:
+      return ledger_lib.lineages(connection)
 
   def rollback(self, ledger: Ledger | None) -> list[records.WorkItem]:
     """Rolls the pool back to a restored checkpoint (law 5, see the module's docstring).
 
     Call it once at every start, before anything is submitted; without a checkpoint pass
-    None. Then `refill` a queue and run the returned items.
+    None. Then run the returned items. It also begins the lineage of the weights that
+    sample from now on.
 
     Returns:
       The items to run again, in order of index, with their new attempt numbers.
@@ -200,113 +221,44 @@ class DataPool:
         than what `prune` kept.
     """
     ledger = ledger or Ledger()
-    return self._writer.call(
-      lambda connection: pool_ledger.rollback(connection, ledger, self.run)
-    )
 
-  def refill(self, fifo: windowed_fifo.WindowedFifo) -> None:
-    """Gives an unused queue this pool's items; completed ones have the result None."""
-    head = self.ledger().head
-    i = tables.items
-    rows = self._read(sa.select(i).where(i.c.index >= head).order_by(i.c.index))
-    fifo.restore(
-      head,
-      [r.index for r in rows if r.state in ('taken', 'failed')],
-      rows[-1].index + 1 if rows else head,
-      completed={r.index: None for r in rows if r.state == 'completed'},
-      pending={r.index: tables.work_item(r) for r in rows if r.state == 'pending'},
-    )
+    def run(connection):
+      self._recent.clear()  # what was recorded before may be superseded now
+      return ledger_lib.rollback(connection, ledger, self.run)
+
+    items = self._writer.call(run)
+    self._lineage = self.lineages().current
+    return items
 
   def prune(self, ledger: Ledger, *, keep_messages: int = 1000) -> int:
     """Drops what no restart can need, so that the file stays bounded.
 
-    Completions of items trained by `ledger`, of failed items, of evaluation and of
-    superseded attempts go; so do the messages of all trajectories but the newest.
-    The freed pages are used again.
+    The token ids of items trained by `ledger`, of failed items, of evaluation and of
+    superseded attempts go; so do the messages of all trajectories but the newest, and
+    what `turns` tells of them. Trajectories and their rewards stay. The freed pages are
+    used again.
 
     Args:
       ledger: of the *oldest* checkpoint that may still be restored.
       keep_messages: trajectories that keep their messages. Those of live items do too.
 
     Returns:
-      How many completions were dropped.
+      How many completions lost their token ids.
     """
     return self._writer.call(
-      lambda connection: pool_ledger.prune(connection, ledger, keep_messages)
+      lambda connection: ledger_lib.prune(connection, ledger, keep_messages)
     )
 
-  # --- Reading ---
-
-  def group(
-    self, index: int
-  ) -> list[tuple[records.Trajectory, list[records.Completion]]]:
-    """The live trajectories of an item by rank, each with its completions by turn."""
-    t, c = tables.trajectories, tables.completions
-    mine = (t.c.item == index) & ~t.c.superseded
-    rows = self._read(sa.select(t).where(mine).order_by(t.c.rank))
-    by_session = {r.session: (tables.trajectory(r), []) for r in rows}
-    query = (
-      sa.select(c)
-      .where(c.c.session.in_(list(by_session)), ~c.c.superseded)
-      .order_by(c.c.turn, c.c.row)
-    )
-    for row in self._read(query):
-      by_session[row.session][1].append(tables.completion(row))
-    return list(by_session.values())
-
-  def completions(self, session: str) -> list[records.Completion]:
-    """Completions of a session by turn, superseded ones included; empty once pruned."""
-    c = tables.completions
-    query = sa.select(c).where(c.c.session == session).order_by(c.c.turn, c.c.row)
-    return [tables.completion(row) for row in self._read(query)]
-
-  def recent(self, n: int, *, evaluation: bool | None = None) -> list[StoredTrajectory]:
-    """The newest n trajectories, newest first.
-
-    Args:
-      n: how many at most.
-      evaluation: only those of evaluation (True) or training (False).
-    """
-    t = tables.trajectories
-    query = sa.select(t).order_by(t.c.row.desc()).limit(n)
-    if evaluation is not None:
-      query = query.where(t.c.item < 0 if evaluation else t.c.item >= 0)
-    return [_stored(row) for row in self._read(query)]
-
-  def sample_trajectories(
-    self, n: int, *, seed: int = 0, evaluation: bool | None = None
-  ) -> list[StoredTrajectory]:
-    """n live trajectories with messages, drawn without replacement, oldest first."""
-    t = tables.trajectories
-    query = sa.select(t.c.row).where(~t.c.superseded, t.c.messages.is_not(None))
-    if evaluation is not None:
-      query = query.where(t.c.item < 0 if evaluation else t.c.item >= 0)
-    rows = [r.row for r in self._read(query.order_by(t.c.row))]
-    chosen = random.Random(seed).sample(rows, min(n, len(rows)))
-    query = sa.select(t).where(t.c.row.in_(chosen)).order_by(t.c.row)
-    return [_stored(row) for row in self._read(query)]
-
-  def items(self, *states: str) -> list[records.WorkItem]:
-    """Work items by index, of the given states (all when none is given)."""
-    i = tables.items
-    query = sa.select(i).order_by(i.c.index)
-    if states:
-      query = query.where(i.c.state.in_(states))
-    return [tables.work_item(row) for row in self._read(query)]
-
-  def failures(self) -> dict[int, str]:
-    """The reasons of the failed items, by index."""
-    i = tables.items.c
-    query = sa.select(i.index, i.reason).where(i.state == 'failed').order_by(i.index)
-    return {row.index: row.reason for row in self._read(query)}
+  # --- Counting ---
 
   def next_index(self) -> int:
     """The data position: the index of the next item to submit."""
     with self._engine.connect() as connection:
-      return pool_ledger.next_index(connection)
+      return ledger_lib.next_index(connection)
 
   def counts(self) -> dict[str, int]:
-    """Items by state, and records that came too late since the pool was opened."""
+    """Items by state; since the pool was opened: records that came too late, and
+    write-ahead logs that a `ledger` could not move into the database."""
     i = tables.items.c
     out = dict.fromkeys(('pending', 'completed', 'taken', 'failed'), 0)
     query = sa.select(i.state, sa.func.count().label('n')).group_by(i.state)
@@ -314,13 +266,10 @@ class DataPool:
     return out | {
       'late_completions': self._late['completions'],
       'late_trajectories': self._late['trajectories'],
+      'missed_syncs': self._missed_syncs,
     }
 
   # --- Inside ---
-
-  def _read(self, query: sa.Select) -> list[sa.Row]:
-    with self._engine.connect() as connection:
-      return list(connection.execute(query).all())
 
   def _remember(self, key: str) -> None:
     with self._ids_lock:
@@ -331,7 +280,7 @@ class DataPool:
         self._ids.popitem(last=False)
 
   def _insert(self, connection: sa.Connection, batch: list) -> None:
-    """Inserts completions, trajectories and (session, reward) pairs, in their order."""
+    """Inserts completions, trajectories, rewards and advantages, in their order."""
     t, i = tables.trajectories.c, tables.items.c
     closed = _chosen(
       connection,
@@ -344,15 +293,21 @@ class DataPool:
       {r.item for r in batch if isinstance(r, records.Trajectory)},
       i.state == 'pending',
     )
-    completions, trajectories, rewarded = [], [], []
+    completions, trajectories, rewarded, credited = [], [], [], []
+    added: dict[str, records.Completion] = {}
     for r in batch:
       if isinstance(r, records.Completion):
-        row = tables.completion_row(r) | {'superseded': r.session in closed}
+        r = dataclasses.replace(r, lineage=self._lineage)
+        parent = added.get(r.parent) or self._recent.get(r.parent)
+        row = tables.completion_row(r, parent) | {'superseded': r.session in closed}
         completions.append(row)
+        added[r.id] = r
       elif isinstance(r, records.Trajectory):
         late = r.item >= 0 and r.item not in pending
         trajectories.append(tables.trajectory_row(r) | {'superseded': late})
         closed.add(r.session)
+      elif isinstance(r[1], float):
+        credited.append({'of_id': r[0], 'advantage': r[1]})
       else:
         rewarded.append(dataclasses.asdict(r[1]) | {'of_session': r[0]})
     if completions:
@@ -362,6 +317,12 @@ class DataPool:
     if rewarded:
       mine = t.session == sa.bindparam('of_session')
       connection.execute(sa.update(tables.trajectories).where(mine), rewarded)
+    if credited:
+      mine = tables.completions.c.id == sa.bindparam('of_id')
+      connection.execute(sa.update(tables.completions).where(mine), credited)
+    for completion in added.values():  # only now that the rows are in
+      self._recent.add(completion)
+    self._recent.drop({r['session'] for r in trajectories})
     self._late['completions'] += sum(r['superseded'] for r in completions)
     self._late['trajectories'] += sum(r['superseded'] for r in trajectories)
 
@@ -371,15 +332,6 @@ def _chosen(
 ) -> set:
   """Which of the values the column holds, in rows that fit `where`."""
   out = set()
-  for part in pool_ledger.parts(list(values)):
+  for part in ledger_lib.parts(list(values)):
     out.update(connection.scalars(sa.select(column).where(column.in_(part), *where)))
   return out
-
-
-def _stored(row: sa.Row) -> StoredTrajectory:
-  reward = None
-  if row.total is not None:
-    reward = rewards.TrajectoryReward(
-      row.process, row.speed, row.perf, row.total, row.advantage
-    )
-  return StoredTrajectory(tables.trajectory(row), reward, row.superseded)

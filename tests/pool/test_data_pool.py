@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import sqlite3
-import struct
 import tempfile
 import threading
 
@@ -12,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax.rl import data_pool
-from m2jax.rl.data_pool import DataPool, Ledger, LedgerMismatch
-from m2jax.rl.records import Completion, Trajectory, WorkItem
+from m2jax.pool import data_pool, windowed_fifo
+from m2jax.pool.data_pool import DataPool, Ledger, LedgerMismatch
+from m2jax.pool.work_queue import WorkQueue
+from m2jax.records import Completion, Trajectory, WorkItem
 from m2jax.rl.rewards import TrajectoryReward
-from m2jax.rl.windowed_fifo import WindowedFifo
 
 
 @pytest.fixture
@@ -65,6 +64,12 @@ def play(pool, index, group_size=2, attempt=0, submit=True):
     messages = ({'role': 'user', 'content': 'go'},)
     pool.add_trajectory(trajectory(session, index, rank, messages=messages))
   pool.complete(index)
+
+
+def sessions(pool, **which):
+  """Of all live trajectories that have messages, the oldest first."""
+  stored = pool.sample_trajectories(10**6, **which)
+  return [s.trajectory.session for s in stored]
 
 
 # --- Records ---
@@ -138,7 +143,7 @@ def test_records_come_back_exactly(shared, c, messages):
   assert (got.experts is None) == (c.experts is None)
   if c.experts is not None:
     np.testing.assert_array_equal(got.experts, c.experts)
-  stored = shared.recent(1)[0]
+  stored = shared.sample_trajectories(10**6)[-1]
   assert (stored.trajectory, stored.reward, stored.superseded) == (t, None, False)
 
 
@@ -148,7 +153,8 @@ def test_hostile_text_is_kept_readable(pool):
   t = trajectory('s', -1, answer='x\0\udcff', reason='\udc80', messages=messages)
   pool.add_trajectory(t)
   pool.flush()
-  got = pool.recent(1)[0].trajectory
+  (stored,) = pool.sample_trajectories(1)
+  got = stored.trajectory
   assert got.messages == messages and got.answer == 'x\ufffd?' and got.reason == '?'
 
 
@@ -167,20 +173,6 @@ def test_untrainable_completions_are_refused(pool):
       pool.add_completion(completion('s', **{field: value}))
   pool.flush()
   assert pool.completions('s') == []
-
-
-def test_completions_without_expert_ids_are_readable(pool, url):
-  """Pools of before there were expert ids restart under this code: same schema, and a
-  blob that ends after the versions."""
-  pool.add_completion(completion('s', experts=np.ones((5, 2, 1), np.int16)))
-  pool.flush()
-  blob = b'\0' + struct.pack('<iii', 3, 2, 2)
-  blob += struct.pack('<iiiiiffii', 1, 2, 3, 4, 5, -0.5, -1.25, 7, 8)
-  with contextlib.closing(sqlite3.connect(url.removeprefix('sqlite:///'))) as database:
-    database.execute('UPDATE completions SET arrays = ?', (blob,))
-    database.commit()
-  (got,) = pool.completions('s')
-  assert got == completion('s') and got.experts is None
 
 
 def test_ids_are_unique(pool, url):
@@ -203,7 +195,7 @@ def test_ids_are_unique(pool, url):
     with pytest.raises(data_pool.Rejected, match='refused 2 records'):
       pool.flush()
     assert [c.turn for c in pool.completions('other')] == [1, 2]
-    assert {s.trajectory.session for s in pool.recent(9)} == {'s', 'other'}
+    assert sessions(pool) == ['s', 'other']
     pool.flush()  # said once
 
 
@@ -297,7 +289,7 @@ def test_rollback(pool, url):
   pool.take([1], step=2)
   assert pool.ledger(step=1) == ledger  # taken ahead of the checkpoint's step
   play(pool, 5)
-  pool.submit(WorkItem(6, 'seven', 2))
+  pool.submit(WorkItem(6, 'seven', 2, taken_before=3))
   pool.add_completion(completion('half', 0))
   pool.add_completion(completion('done', 0))
   pool.add_trajectory(trajectory('done', 4, 0))
@@ -307,7 +299,8 @@ def test_rollback(pool, url):
 
   with DataPool(url) as pool:
     again = pool.rollback(Ledger.from_dict(ledger.to_dict()))
-    assert again == [WorkItem(4, 'five', 2, 1), WorkItem(6, 'seven', 2, 1)]
+    # item 6 said that 3 were taken before it; one of them is taken again after it
+    assert again == [WorkItem(4, 'five', 2, 1), WorkItem(6, 'seven', 2, 1, 2)]
     assert [i.index for i in pool.items('completed')] == [1, 3, 5]
     assert [i.index for i in pool.items('taken')] == [0, 2]
     assert pool.failures() == {7: 'timed out'} and pool.next_index() == 8
@@ -321,11 +314,6 @@ def test_rollback(pool, url):
     pool.flush()
     ((_, trained),) = pool.group(6)
     assert [c.turn for c in trained] == [1]
-
-    fifo = WindowedFifo(8, 3)
-    pool.refill(fifo)
-    assert (fifo.head, fifo.next_index, list(fifo.pending())) == (1, 8, [6])
-    assert [i for i, _ in fifo.take(9)] == [1, 3, 4, 5]
 
   with DataPool(url) as pool:  # no checkpoint was made: everything is undone
     assert [i.index for i in pool.rollback(None)] == [6]
@@ -350,52 +338,56 @@ def test_exactly_once(ops, rng, window):
   """
   with tempfile.TemporaryDirectory() as directory:
     url = f'sqlite:///{directory}/pool.db'
-    pool, fifo = DataPool(url), WindowedFifo(6, window)
     weights, step, failed = [], 0, set()
     saved = ([], 0, None)
     attempts = {}
 
+    def open_queue(ledger):
+      pool = DataPool(url)
+      queue = WorkQueue(pool, 6, window)
+      for item in queue.resume(ledger):
+        attempts[item.index] += 1
+        assert item.attempt == attempts[item.index]
+      return pool, queue
+
+    pool, queue = open_queue(None)
+
     def step_once(op):
-      nonlocal pool, fifo, weights, step, saved
-      pending = sorted(fifo.pending())
-      if op == 'submit' and fifo.wait_for_room(0):
-        index = fifo.submit()
-        pool.submit(WorkItem(index, 't', 1))
-        attempts[index] = 0
+      nonlocal pool, queue, weights, step, saved
+      pending = [item.index for item in pool.items('pending')]
+      if op == 'submit':
+        with contextlib.suppress(windowed_fifo.Full):
+          attempts[queue.submit('t', 1).index] = 0
       elif op == 'complete' and pending:
         index = rng.choice(pending)
         session = f'{index}.{attempts[index]}'
         pool.add_completion(completion(session))
         pool.add_trajectory(trajectory(session, index))
-        pool.complete(index)
-        fifo.complete(index)
+        assert queue.complete(index)
+        assert not queue.fail(index, 'too late')
       elif op == 'fail' and pending:
         index = rng.choice(pending)
-        pool.fail(index, 'broke')
-        fifo.fail(index, 'broke')
+        assert queue.fail(index, 'broke')
+        assert not queue.complete(index)
         failed.add(index)
       elif op == 'take':
-        indices = [i for i, _ in fifo.take(2)]
         step += 1
-        pool.take(indices, step)
-        for index in indices:
-          ((t, _),) = pool.group(index)
-          assert t.session == f'{index}.{attempts[index]}'
-        weights += indices
+        for _ in range(2):
+          for index, age_items, _ in queue.take(1, step, timeout_s=0):
+            ((t, _),) = pool.group(index)
+            assert t.session == f'{index}.{attempts[index]}'
+            assert 0 <= age_items <= len(weights)
+            weights.append(index)
       elif op == 'save':
         saved = (list(weights), step, pool.ledger(step))
       elif op == 'crash':
         pool.close()
-        pool, fifo = DataPool(url), WindowedFifo(6, window)
         weights, step = list(saved[0]), saved[1]
-        for item in pool.rollback(saved[2]):
-          attempts[item.index] += 1
-          assert item.attempt == attempts[item.index]
-        pool.refill(fifo)
+        pool, queue = open_queue(saved[2])
 
     for op in ops:
       step_once(op)
-    while not (fifo.state().pending == fifo.state().completed == 0):
+    while queue.state().pending or queue.state().completed:
       step_once('complete')
       step_once('take')
     pool.close()
@@ -433,10 +425,9 @@ def test_prune_keeps_what_a_restart_needs(pool):
   pool.take([2], step=3)
   assert pool.prune(second, keep_messages=3) == 9
   assert pool.completions('1.0.0') == [] == pool.completions('old evaluation')
-  stored = pool.recent(10)
-  kept = [s.trajectory.session for s in stored if s.trajectory.messages]
-  assert kept == ['3.0.1', '3.0.0', '2.0.1', '2.0.0']  # 3 newest, and the live items'
-  assert len(stored) == 9 and len(pool.sample_trajectories(99)) == 4
+  # the 3 newest, and the live items'
+  assert sessions(pool) == ['2.0.0', '2.0.1', '3.0.0', '3.0.1']
+  assert [len(pool.turns(f'{i}.0.0')) for i in range(4)] == [0, 0, 2, 2]
   assert pool.prune(second) == 0
   with pytest.raises(LedgerMismatch, match='were pruned'):
     pool.rollback(first)
@@ -466,13 +457,15 @@ def test_reports_read_rewards(pool):
   """The report shows each trajectory with the reward that the learner gave it."""
   play(pool, 0, group_size=3)
   pool.add_trajectory(trajectory('e', -1))
-  reward = TrajectoryReward(process=-1, speed=0.5, perf=1, total=0.95, advantage=0.2)
-  pool.set_rewards({'0.0.1': reward})
+  reward = TrajectoryReward(process=-1, speed=0.5, perf=1, total=0.95)
+  pool.set_rewards({'0.0.1': reward}, {'0.0.1/1': 0.2})
   pool.flush()
-  by_session = {s.trajectory.session: s.reward for s in pool.recent(9)}
+  stored = pool.sample_trajectories(9)
+  by_session = {s.trajectory.session: s.reward for s in stored}
   assert by_session == {'e': None, '0.0.0': None, '0.0.1': reward, '0.0.2': None}
-  assert [s.trajectory.session for s in pool.recent(1)] == ['e']
-  assert [s.trajectory.session for s in pool.recent(9, evaluation=True)] == ['e']
+  assert sessions(pool, evaluation=True) == ['e']
+  assert [t.advantage for t in pool.turns('0.0.1')] == [None, 0.2]
+  assert pool.turns('0.0.1')[1].versions == (7, 8)
   drawn = pool.sample_trajectories(2, seed=1, evaluation=False)
   assert len({s.trajectory.session for s in drawn} - {'e'}) == 2
   assert drawn == pool.sample_trajectories(2, seed=1, evaluation=False)
@@ -482,9 +475,10 @@ def test_threads(url):
   """Gateway, agents and learner at once, with a queue small enough to block them."""
   with DataPool(url, max_queued=8) as pool:
     items, size = 24, 3
-    fifo = WindowedFifo(items, None)
+    queue = WorkQueue(pool, items, None)
+    queue.resume(None)
     for _ in range(items):
-      pool.submit(WorkItem(fifo.submit(), 't', size))
+      queue.submit('t', size)
     errors = []
 
     def agents(mine):
@@ -494,8 +488,7 @@ def test_threads(url):
             for turn in range(4):
               pool.add_completion(completion(f'{index}.{rank}', turn))
             pool.add_trajectory(trajectory(f'{index}.{rank}', index, rank))
-          pool.complete(index)
-          fifo.complete(index)
+          queue.complete(index)
       except Exception as error:
         errors.append(error)
         raise
@@ -506,9 +499,7 @@ def test_threads(url):
     for thread in threads:
       thread.start()
     for step in range(items // 4):
-      taken = [i for i, _ in fifo.wait_for_take(4, timeout_s=60)]
-      pool.take(taken, step)
-      for index in taken:
+      for index in [t.index for t in queue.take(4, step, timeout_s=60)]:
         group = pool.group(index)
         assert [len(cs) for _, cs in group] == [4] * size
     for thread in threads:
@@ -542,8 +533,8 @@ def test_opening(pool, url, tmp_path):
   with pytest.raises(RuntimeError, match='after close'):
     pool.flush()
   connection = sqlite3.connect(tmp_path / 'pool.db')
-  connection.execute("UPDATE meta SET value = '0' WHERE key = 'schema_version'")
+  connection.execute("UPDATE meta SET value = '1' WHERE key = 'schema_version'")
   connection.commit()
   connection.close()
-  with pytest.raises(ValueError, match='schema version 0'):
+  with pytest.raises(ValueError, match='schema version 1'):
     DataPool(url)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax.rl.windowed_fifo import Full, NotPending, WindowedFifo, default_window
+from m2jax.pool.windowed_fifo import Full, NotPending, WindowedFifo, default_window
 
 
 class NaiveFifo:

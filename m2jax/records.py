@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class Completion:
     status: the parser's verdict on the response (`text.chat.Message.status`).
     overrides: names of sampling fields the training session overrode.
     started_s, ended_s: wall-clock seconds since the epoch.
+    lineage: of the weights that `versions` count (`Lineages`); the pool sets it.
     experts: [prompt + response tokens, L, top_k] int16, the expert ids that the engine
       used, -1 where it has none (`rollout.api.GenerateResult`); None: not recorded. Two
       completions are compared without it.
@@ -42,6 +44,7 @@ class Completion:
   overrides: tuple[str, ...] = ()
   started_s: float = 0.0
   ended_s: float = 0.0
+  lineage: int = 0
   experts: np.ndarray | None = dataclasses.field(
     default=None, compare=False, repr=False
   )
@@ -56,12 +59,15 @@ class WorkItem:
     task: the task's spec string (`tasks` rebuilds the task from it).
     group_size: trajectories sampled for it.
     attempt: 0, then +1 for every reissue after a restart.
+    taken_before: items taken before its submission, those that a restart undid left
+      out; what its age is counted from.
   """
 
   index: int
   task: str
   group_size: int
   attempt: int = 0
+  taken_before: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,3 +102,68 @@ class Trajectory:
   reason: str = ''
   answer: str = ''
   messages: tuple[dict, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class TrajectoryReward:
+  """What a trajectory earned: one row of the report.
+
+  Attributes:
+    process, speed, perf: sums over its turns, before α and β, undiscounted.
+    total: G_0, the discounted return.
+  """
+
+  process: float
+  speed: float
+  perf: float
+  total: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Lineages:
+  """The tree of all weights that a run has had: a version is (lineage, step) (law 5).
+
+  Every start of the learner begins a lineage at the step it restored. What the earlier
+  lineage did after that step is lost, yet completions that its weights sampled may
+  still be trained on.
+
+  Attributes:
+    branches: (parent lineage, step at which it began) of each lineage; the first is the
+      root and has the parent -1.
+  """
+
+  branches: tuple[tuple[int, int], ...] = ((-1, 0),)
+
+  @property
+  def current(self) -> int:
+    """The lineage of the present weights."""
+    return len(self.branches) - 1
+
+  def updates_between(
+    self, lineage: int, versions: Sequence[int], present: int
+  ) -> np.ndarray:
+    """Updates that separate weights from the present ones: [len(versions)] int64.
+
+    The updates since their last common weights, of both: for weights that the present
+    ones descend from present - version, for others also what they did themselves
+    before they were lost.
+
+    Args:
+      lineage, versions: the weights.
+      present: step of the present weights, of the lineage `current`.
+    """
+    versions = np.asarray(versions, np.int64)
+    mine, theirs = self._path(self.current, present), self._path(lineage, None)
+    shared = next(i for i in theirs if i in mine)
+    common = np.full(versions.shape, mine[shared])
+    limit = theirs[shared]
+    common = np.minimum(common, versions if limit is None else limit)
+    return present - common + np.maximum(versions - common, 0)
+
+  def _path(self, lineage: int, last: int | None) -> dict[int, int | None]:
+    """The last step of each lineage on the way to the root, from the youngest on."""
+    path = {}
+    while lineage >= 0:
+      path[lineage] = last
+      lineage, last = self.branches[lineage]
+    return path

@@ -1,34 +1,25 @@
 """The data pool's tables, and how records become rows and back.
 
-Token ids, log-probabilities and versions of a completion lie in one blob: a header
-byte, three little-endian int32 lengths, then int32 prompt ids, int32 response ids,
-float32 log-probabilities (float64 where float32 would lose bits) and int32 versions;
-where expert ids were recorded, two int32 (L, top_k) and the int16 ids follow. Messages
-are JSON. Bodies above `COMPRESS_BYTES` are zstd frames.
+Token ids, log-probabilities, versions and expert ids of a completion are one blob
+(`arrays`). Messages are JSON, compressed likewise.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import struct
-import threading
+import os
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import sqlalchemy as sa
-import zstandard
 
-from m2jax.rl import records
+from m2jax import records
+from m2jax.pool import arrays
 
-SCHEMA_VERSION = 1
-COMPRESS_BYTES = 1024
-
-_LENGTHS = struct.Struct('<iii')
-_EXPERTS = struct.Struct('<ii')
-_ZSTD, _FLOAT64, _HAS_EXPERTS = 1, 2, 4  # header bits
-_local = threading.local()
+SCHEMA_VERSION = 2
 
 _metadata = sa.MetaData()
 # SQLite gives rowids only to columns spelled INTEGER.
@@ -51,6 +42,7 @@ items = sa.Table(
   sa.Column('state', sa.String, nullable=False),  # pending, completed, taken, failed
   sa.Column('reason', sa.Text, nullable=False, default=''),
   sa.Column('step', sa.Integer),  # learner step that took it
+  sa.Column('taken_before', sa.Integer, nullable=False),
   sa.Column('pruned', sa.Boolean, nullable=False, default=False),
   sa.Index('items_by_state', 'state', 'step', 'index'),
 )
@@ -77,7 +69,6 @@ trajectories = sa.Table(
   sa.Column('speed', sa.Float),
   sa.Column('perf', sa.Float),
   sa.Column('total', sa.Float),
-  sa.Column('advantage', sa.Float),
   sa.Index('trajectories_by_item', 'item', 'superseded'),
 )
 # One live trajectory per place in a group; superseded and evaluated ones are free.
@@ -89,6 +80,15 @@ sa.Index(
   unique=True,
   sqlite_where=_live_place,
   postgresql_where=_live_place,
+)
+
+# The tree of the weights' histories, `records.Lineages`.
+lineages = sa.Table(
+  'lineages',
+  _metadata,
+  sa.Column('lineage', sa.Integer, primary_key=True, autoincrement=False),
+  sa.Column('parent', sa.Integer, nullable=False),
+  sa.Column('step', sa.Integer, nullable=False),
 )
 
 completions = sa.Table(
@@ -107,8 +107,13 @@ completions = sa.Table(
   sa.Column('ended_s', sa.Float, nullable=False),
   sa.Column('prompt_tokens', sa.Integer, nullable=False),
   sa.Column('response_tokens', sa.Integer, nullable=False),
-  sa.Column('arrays', sa.LargeBinary, nullable=False),
+  sa.Column('lineage', sa.Integer, nullable=False),
+  sa.Column('first_version', sa.Integer),  # null without response tokens
+  sa.Column('last_version', sa.Integer),
+  sa.Column('advantage', sa.Float),  # null where it was not judged
   sa.Column('superseded', sa.Boolean, nullable=False),
+  # Last, so that a query of the others need not read through it. Null once pruned.
+  sa.Column('arrays', sa.LargeBinary),
 )
 
 
@@ -163,14 +168,30 @@ def _open_tables(connection: sa.Connection, url: str) -> str:
   return values['run']
 
 
-def sync(engine: sa.Engine) -> None:
-  """Makes what is committed survive the loss of power, where commits do not already."""
-  if engine.dialect.name == 'sqlite':
-    connection = engine.raw_connection()
-    try:
-      connection.cursor().execute('PRAGMA wal_checkpoint(PASSIVE)').fetchall()
-    finally:
-      connection.close()
+def sync(engine: sa.Engine) -> bool:
+  """Makes what is committed survive the loss of power, where commits do not already.
+
+  Returns:
+    Whether SQLite's write-ahead log went into the database as a whole. A reader or
+    another writer can hold that up; the log itself is on disk then, but goes on
+    growing.
+  """
+  if engine.dialect.name != 'sqlite':
+    return True
+  connection = engine.raw_connection()
+  try:
+    query = 'PRAGMA wal_checkpoint(PASSIVE)'
+    busy, frames, moved = connection.cursor().execute(query).fetchone()
+  finally:
+    connection.close()
+  if not busy and frames == moved:
+    return True
+  log = os.open(engine.url.database + '-wal', os.O_RDONLY)
+  try:
+    os.fsync(log)
+  finally:
+    os.close(log)
+  return False
 
 
 def clean_text(text: str) -> str:
@@ -204,8 +225,14 @@ def check_completion(c: records.Completion) -> None:
     )
 
 
-def completion_row(c: records.Completion) -> dict[str, Any]:
-  """The completion as a row of `completions`, `superseded` false."""
+def completion_row(
+  c: records.Completion, parent: records.Completion | None
+) -> dict[str, Any]:
+  """The completion as a row of `completions`, `superseded` false.
+
+  Args:
+    parent: see `arrays.pack`.
+  """
   return dict(
     id=c.id,
     session=c.session,
@@ -219,31 +246,40 @@ def completion_row(c: records.Completion) -> dict[str, Any]:
     ended_s=c.ended_s,
     prompt_tokens=len(c.prompt_ids),
     response_tokens=len(c.response_ids),
-    arrays=_pack_arrays(c),
+    lineage=c.lineage,
+    first_version=min(c.versions, default=None),
+    last_version=max(c.versions, default=None),
+    arrays=arrays.pack(c, parent),
     superseded=False,
   )
 
 
-def completion(row: sa.Row) -> records.Completion:
-  """The record of a row of `completions`, exactly as it was added."""
-  prompt_ids, response_ids, logprobs, versions, experts = _unpack_arrays(row.arrays)
-  return records.Completion(
-    id=row.id,
-    session=row.session,
-    turn=row.turn,
-    parent=row.parent,
-    fork_reason=row.fork_reason,
-    prompt_ids=prompt_ids,
-    response_ids=response_ids,
-    logprobs=logprobs,
-    versions=versions,
-    finish_reason=row.finish_reason,
-    status=row.status,
-    overrides=tuple(row.overrides.split(',')) if row.overrides else (),
-    started_s=row.started_s,
-    ended_s=row.ended_s,
-    experts=experts,
-  )
+def completions_of(rows: Iterable[sa.Row]) -> dict[str, records.Completion]:
+  """Completions by id, exactly as they were added; pruned ones are left out.
+
+  Args:
+    rows: all rows of `completions` of some sessions, in the order they were added.
+  """
+  out: dict[str, records.Completion] = {}
+  for row in rows:
+    if row.arrays is None:
+      continue
+    fields = arrays.unpack(row.arrays, out.get(row.parent))
+    out[row.id] = records.Completion(
+      id=row.id,
+      session=row.session,
+      turn=row.turn,
+      parent=row.parent,
+      fork_reason=row.fork_reason,
+      finish_reason=row.finish_reason,
+      status=row.status,
+      overrides=tuple(row.overrides.split(',')) if row.overrides else (),
+      started_s=row.started_s,
+      ended_s=row.ended_s,
+      lineage=row.lineage,
+      **fields._asdict(),
+    )
+  return out
 
 
 def trajectory_row(t: records.Trajectory) -> dict[str, Any]:
@@ -251,7 +287,8 @@ def trajectory_row(t: records.Trajectory) -> dict[str, Any]:
   row = {f: getattr(t, f) for f in _TRAJECTORY_FIELDS}
   for field in ('answer', 'reason'):
     row[field] = clean_text(row[field])
-  row['messages'] = _pack(0, json.dumps(t.messages, separators=(',', ':')).encode())
+  text = json.dumps(t.messages, separators=(',', ':'))
+  row['messages'] = arrays.compress(0, text.encode())
   row['superseded'] = False
   return row
 
@@ -261,13 +298,15 @@ def trajectory(row: sa.Row) -> records.Trajectory:
   fields = {f: getattr(row, f) for f in _TRAJECTORY_FIELDS}
   messages = ()
   if row.messages is not None:
-    messages = tuple(json.loads(_unpack(row.messages)[1]))
+    messages = tuple(json.loads(arrays.decompress(row.messages)[1]))
   return records.Trajectory(messages=messages, **fields)
 
 
 def work_item(row: sa.Row) -> records.WorkItem:
   """The record of a row of `items`."""
-  return records.WorkItem(row.index, row.task, row.group_size, row.attempt)
+  return records.WorkItem(
+    row.index, row.task, row.group_size, row.attempt, row.taken_before
+  )
 
 
 _TRAJECTORY_FIELDS = (
@@ -284,69 +323,6 @@ _TRAJECTORY_FIELDS = (
   'tool_errors',
   'answer',
 )
-
-
-def _pack_arrays(c: records.Completion) -> bytes:
-  logprobs = np.array(c.logprobs, '<f8')
-  narrow = logprobs.astype('<f4')
-  flags = 0
-  if np.array_equal(narrow, logprobs):
-    logprobs = narrow  # the engine samples in float32: nothing is lost
-  else:
-    flags = _FLOAT64
-  parts = [
-    _LENGTHS.pack(len(c.prompt_ids), len(c.response_ids), len(c.versions)),
-    np.array(c.prompt_ids, '<i4').tobytes(),
-    np.array(c.response_ids, '<i4').tobytes(),
-    logprobs.tobytes(),
-    np.array(c.versions, '<i4').tobytes(),
-  ]
-  if c.experts is not None:
-    flags |= _HAS_EXPERTS
-    parts += [_EXPERTS.pack(*c.experts.shape[1:]), c.experts.astype('<i2').tobytes()]
-  return _pack(flags, b''.join(parts))
-
-
-def _unpack_arrays(blob: bytes) -> tuple[tuple, tuple, tuple, tuple, np.ndarray | None]:
-  flags, body = _unpack(blob)
-  prompt, response, versions = _LENGTHS.unpack_from(body)
-  offset, out = _LENGTHS.size, []
-  logprob_dtype = '<f8' if flags & _FLOAT64 else '<f4'
-  for dtype, count in (
-    ('<i4', prompt),
-    ('<i4', response),
-    (logprob_dtype, response),
-    ('<i4', versions),
-  ):
-    values = np.frombuffer(body, dtype, count, offset)
-    offset += values.nbytes
-    out.append(tuple(values.tolist()))
-  experts = None
-  if flags & _HAS_EXPERTS:
-    shape = prompt + response, *_EXPERTS.unpack_from(body, offset)
-    offset += _EXPERTS.size
-    experts = np.frombuffer(body, '<i2', math.prod(shape), offset).reshape(shape)
-  return *out, experts
-
-
-def _zstd() -> zstandard.ZstdCompressor:
-  """This thread's compressor: making one costs as much as a completion."""
-  if not hasattr(_local, 'zstd'):
-    _local.zstd = zstandard.ZstdCompressor(level=1)
-  return _local.zstd
-
-
-def _pack(flags: int, body: bytes) -> bytes:
-  if len(body) > COMPRESS_BYTES:
-    return bytes([flags | _ZSTD]) + _zstd().compress(body)
-  return bytes([flags]) + body
-
-
-def _unpack(blob: bytes) -> tuple[int, bytes]:
-  flags, body = blob[0], blob[1:]
-  if flags & _ZSTD:
-    body = zstandard.decompress(body)
-  return flags, body
 
 
 def _on_sqlite_connect(dbapi_connection, _) -> None:

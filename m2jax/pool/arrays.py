@@ -1,0 +1,200 @@
+"""Arrays of a completion as one blob, which leaves out what its parent's blob holds.
+
+The prompt of a completion that extends another one begins with the parent's prompt and
+response, so a session of n turns would store its first prompt n times. A blob holds the
+prompt only from there on, and of the expert ids only the positions that differ from the
+parent's. Both are compared id by id when the blob is made; where the prompt does not
+begin so, it is stored whole. Either way `unpack` gives back what went in.
+
+A header byte, then four little-endian int32 lengths (stored prompt ids, response,
+shared ids, shared positions whose expert ids differ), int32 prompt ids, int32 response
+ids, float32 log-probabilities (float64 where float32 would lose bits), int32 versions;
+where expert ids were recorded, int32 L and top_k, the int32 positions that differ, and
+int16 ids of these and of all positions after the shared ones. Above `COMPRESS_BYTES`
+what follows the header is a zstd frame.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import struct
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import zstandard
+
+from m2jax import records
+
+COMPRESS_BYTES = 128
+
+_LENGTHS = struct.Struct('<iiii')
+_EXPERTS = struct.Struct('<ii')
+_ZSTD, _FLOAT64, _HAS_EXPERTS = 1, 2, 4  # header bits
+_local = threading.local()
+
+
+class Arrays(NamedTuple):
+  """The fields of `records.Completion` that a blob holds."""
+
+  prompt_ids: tuple[int, ...]
+  response_ids: tuple[int, ...]
+  logprobs: tuple[float, ...]
+  versions: tuple[int, ...]
+  experts: np.ndarray | None
+
+
+class Recent:
+  """Completions that others may extend, by id: the newest, up to a number of bytes."""
+
+  def __init__(self, max_bytes: int = 2**28):
+    self._max_bytes = max_bytes
+    self._bytes = 0
+    self._by_id: collections.OrderedDict[str, records.Completion] = (
+      collections.OrderedDict()
+    )
+
+  def get(self, id_: str | None) -> records.Completion | None:
+    """The completion, while it is remembered."""
+    return self._by_id.get(id_)
+
+  def add(self, c: records.Completion) -> None:
+    """Remembers a completion, and forgets the oldest beyond the number of bytes."""
+    self._by_id[c.id] = c
+    self._bytes += _memory_bytes(c)
+    while self._bytes > self._max_bytes:
+      self._bytes -= _memory_bytes(self._by_id.popitem(last=False)[1])
+
+  def drop(self, sessions: set[str]) -> None:
+    """Forgets sessions that have ended."""
+    for c in [c for c in self._by_id.values() if c.session in sessions]:
+      self._bytes -= _memory_bytes(self._by_id.pop(c.id))
+
+  def clear(self) -> None:
+    """Forgets all."""
+    self._by_id.clear()
+    self._bytes = 0
+
+
+def pack(c: records.Completion, parent: records.Completion | None) -> bytes:
+  """The blob of a completion.
+
+  Args:
+    parent: the completion that `c.parent` names, if it is in the pool; else the prompt
+      is stored whole.
+  """
+  shared = _shared(c, parent)
+  changed = np.zeros(0, '<i4')
+  if shared and c.experts is not None:
+    differs = (c.experts[:shared] != parent.experts).any(axis=(1, 2))
+    changed = np.flatnonzero(differs).astype('<i4')
+  logprobs = np.array(c.logprobs, '<f8')
+  narrow = logprobs.astype('<f4')
+  flags = 0
+  if np.array_equal(narrow, logprobs):
+    logprobs = narrow  # the engine samples in float32: nothing is lost
+  else:
+    flags = _FLOAT64
+  own = c.prompt_ids[shared:]
+  parts = [
+    _LENGTHS.pack(len(own), len(c.response_ids), shared, len(changed)),
+    np.array(own, '<i4').tobytes(),
+    np.array(c.response_ids, '<i4').tobytes(),
+    logprobs.tobytes(),
+    np.array(c.versions, '<i4').tobytes(),
+  ]
+  if c.experts is not None:
+    flags |= _HAS_EXPERTS
+    kept = np.concatenate([c.experts[changed], c.experts[shared:]])
+    parts += [_EXPERTS.pack(*c.experts.shape[1:]), changed.tobytes()]
+    parts += [kept.astype('<i2').tobytes()]
+  return compress(flags, b''.join(parts))
+
+
+def unpack(blob: bytes, parent: records.Completion | None) -> Arrays:
+  """The inverse of `pack`.
+
+  Raises:
+    ValueError: the blob needs its parent, and there is none or another one.
+  """
+  flags, body = decompress(blob)
+  own, response, shared, changed = _LENGTHS.unpack_from(body)
+  if shared and (parent is None or _tokens(parent) != shared):
+    raise ValueError(
+      f'data pool: a completion whose parent has {shared} tokens lost it'
+    )
+  offset, out = _LENGTHS.size, []
+
+  def read(dtype: str, count: int) -> np.ndarray:
+    nonlocal offset
+    values = np.frombuffer(body, dtype, count, offset)
+    offset += values.nbytes
+    return values
+
+  logprob_dtype = '<f8' if flags & _FLOAT64 else '<f4'
+  for dtype, count in (
+    ('<i4', own),
+    ('<i4', response),
+    (logprob_dtype, response),
+    ('<i4', response),
+  ):
+    out.append(tuple(read(dtype, count).tolist()))
+  if shared:
+    out[0] = parent.prompt_ids + parent.response_ids + out[0]
+  experts = None
+  if flags & _HAS_EXPERTS:
+    ids = tuple(_EXPERTS.unpack_from(body, offset))
+    offset += _EXPERTS.size
+    positions = read('<i4', changed)
+    rest = own + response
+    kept = read('<i2', (changed + rest) * math.prod(ids)).reshape(-1, *ids)
+    experts = kept[changed:]
+    if shared:
+      experts = np.concatenate([parent.experts, experts])
+      experts[positions] = kept[:changed]
+  return Arrays(*out, experts)
+
+
+def compress(flags: int, body: bytes) -> bytes:
+  """A header byte and the body, a zstd frame if it is long."""
+  if len(body) > COMPRESS_BYTES:
+    return bytes([flags | _ZSTD]) + _zstd().compress(body)
+  return bytes([flags]) + body
+
+
+def decompress(blob: bytes) -> tuple[int, bytes]:
+  """The inverse of `compress`."""
+  flags, body = blob[0], blob[1:]
+  if flags & _ZSTD:
+    body = zstandard.decompress(body)
+  return flags, body
+
+
+def _shared(c: records.Completion, parent: records.Completion | None) -> int:
+  """How many ids of the prompt the parent holds: all of the parent's, or none."""
+  if parent is None or parent.session != c.session or parent.id != c.parent:
+    return 0
+  ids = parent.prompt_ids + parent.response_ids
+  if c.prompt_ids[: len(ids)] != ids:
+    return 0
+  mine, theirs = c.experts, parent.experts
+  if mine is not None and (theirs is None or mine.shape[1:] != theirs.shape[1:]):
+    return 0
+  return len(ids)
+
+
+def _tokens(c: records.Completion) -> int:
+  return len(c.prompt_ids) + len(c.response_ids)
+
+
+def _memory_bytes(c: records.Completion) -> int:
+  """Roughly what remembering it costs: a pointer and an int for every token."""
+  return 36 * _tokens(c) + (0 if c.experts is None else c.experts.nbytes)
+
+
+def _zstd() -> zstandard.ZstdCompressor:
+  """This thread's compressor: making one costs as much as a completion."""
+  if not hasattr(_local, 'zstd'):
+    _local.zstd = zstandard.ZstdCompressor(level=1)
+  return _local.zstd

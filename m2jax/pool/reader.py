@@ -1,0 +1,144 @@
+"""Reading the data pool: rollout groups for the learner, the rest for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import sqlalchemy as sa
+
+from m2jax import records
+from m2jax.pool import tables
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTrajectory:
+  """A trajectory as people read it."""
+
+  trajectory: records.Trajectory
+  reward: records.TrajectoryReward | None
+  superseded: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTurn:
+  """A completion as people read it, without its token ids; outlives `prune` a while.
+
+  Attributes:
+    turn, status: of the completion.
+    lineage, versions: of the weights that sampled it; the first and the last version.
+    response_tokens: how many were sampled.
+    advantage: of its tokens; None where it was not judged.
+    superseded: kept for people alone.
+  """
+
+  turn: int
+  status: str
+  lineage: int
+  versions: tuple[int, ...]
+  response_tokens: int
+  advantage: float | None
+  superseded: bool
+
+
+class Reader:
+  """Queries on a pool's database; any thread may call them."""
+
+  def __init__(self, engine: sa.Engine):
+    self._engine = engine
+
+  def group(
+    self, index: int
+  ) -> list[tuple[records.Trajectory, list[records.Completion]]]:
+    """The live trajectories of an item by rank, each with its completions by turn."""
+    t, c = tables.trajectories, tables.completions
+    mine = (t.c.item == index) & ~t.c.superseded
+    rows = self._read(sa.select(t).where(mine).order_by(t.c.rank))
+    sessions = [r.session for r in rows]
+    # superseded ones too: others may be stored as what comes after them
+    stored = self._read(sa.select(c).where(c.c.session.in_(sessions)).order_by(c.c.row))
+    found = tables.completions_of(stored)
+    live = {r.id for r in stored if not r.superseded}
+    by_session = {r.session: [] for r in rows}
+    for completion in sorted(found.values(), key=lambda c: c.turn):
+      if completion.id in live:
+        by_session[completion.session].append(completion)
+    return [(tables.trajectory(r), by_session[r.session]) for r in rows]
+
+  def completions(self, session: str) -> list[records.Completion]:
+    """Completions of a session by turn, superseded ones included; empty once pruned."""
+    c = tables.completions
+    rows = self._read(sa.select(c).where(c.c.session == session).order_by(c.c.row))
+    return sorted(tables.completions_of(rows).values(), key=lambda c: c.turn)
+
+  def turns(self, session: str) -> list[StoredTurn]:
+    """What is known of a session's completions, in order of turn."""
+    c = tables.completions.c
+    query = (
+      sa.select(
+        c.turn,
+        c.status,
+        c.lineage,
+        c.first_version,
+        c.last_version,
+        c.response_tokens,
+        c.advantage,
+        c.superseded,
+      )
+      .where(c.session == session)
+      .order_by(c.turn, c.row)
+    )
+    return [
+      StoredTurn(
+        turn=r.turn,
+        status=r.status,
+        lineage=r.lineage,
+        versions=tuple(sorted({r.first_version, r.last_version} - {None})),
+        response_tokens=r.response_tokens,
+        advantage=r.advantage,
+        superseded=r.superseded,
+      )
+      for r in self._read(query)
+    ]
+
+  def sample_trajectories(
+    self, n: int, *, seed: int = 0, evaluation: bool | None = None
+  ) -> list[StoredTrajectory]:
+    """n live trajectories with messages, drawn without replacement, oldest first."""
+    t = tables.trajectories
+    query = sa.select(t.c.row).where(~t.c.superseded, t.c.messages.is_not(None))
+    if evaluation is not None:
+      query = query.where(t.c.item < 0 if evaluation else t.c.item >= 0)
+    rows = [r.row for r in self._read(query.order_by(t.c.row))]
+    chosen = random.Random(seed).sample(rows, min(n, len(rows)))
+    query = sa.select(t).where(t.c.row.in_(chosen)).order_by(t.c.row)
+    return [_stored(row) for row in self._read(query)]
+
+  def items(self, *states: str, first: int = 0) -> list[records.WorkItem]:
+    """Work items by index, of the given states (all when none is given).
+
+    Args:
+      first: items of lower index are left out.
+    """
+    i = tables.items
+    query = sa.select(i).where(i.c.index >= first).order_by(i.c.index)
+    if states:
+      query = query.where(i.c.state.in_(states))
+    return [tables.work_item(row) for row in self._read(query)]
+
+  def failures(self) -> dict[int, str]:
+    """The reasons of the failed items, by index."""
+    i = tables.items.c
+    query = sa.select(i.index, i.reason).where(i.state == 'failed').order_by(i.index)
+    return {row.index: row.reason for row in self._read(query)}
+
+  def _read(self, query: sa.Select) -> list[sa.Row]:
+    with self._engine.connect() as connection:
+      return list(connection.execute(query).all())
+
+
+def _stored(row: sa.Row) -> StoredTrajectory:
+  reward = None
+  if row.total is not None:
+    reward = records.TrajectoryReward(row.process, row.speed, row.perf, row.total)
+  return StoredTrajectory(tables.trajectory(row), reward, row.superseded)

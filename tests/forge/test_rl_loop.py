@@ -1,0 +1,345 @@
+"""The RL loop under faults: real queue, pool, gateway, agents, sandbox and checkpoints.
+
+The engine is scripted and the learner only counts: what is tested is what the loop does
+when groups fail, hang, or have nothing to train.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from m2jax import config as model_config
+from m2jax import records, sandbox
+from m2jax.agents import episodes, whitebox
+from m2jax.checkpoint.manager import CheckpointManager
+from m2jax.forge import rl_loop, roles
+from m2jax.forge.config import RlConfig
+from m2jax.gateway.config import GatewayConfig
+from m2jax.gateway.server import Gateway
+from m2jax.observe import metrics as metrics_lib
+from m2jax.pool import data_pool
+from m2jax.rl import rewards
+from tests.forge import forge_worker
+from tests.gateway.conftest import response_text
+from tests.gateway.scripted_engine import ScriptedEngine
+
+AGENT = whitebox.AgentConfig(max_tokens=60, retries=1, retry_delay_s=0.01)
+
+
+class Engine(ScriptedEngine):
+  """A scripted engine that takes weights and fails when it is told to."""
+
+  broken = False
+
+  def submit(self, request, on_tokens=None):
+    if self.broken:
+      raise RuntimeError('no device')
+    return super().submit(request, on_tokens)
+
+  def update_weights(self, variables, version):
+    assert version > self.version
+    self.version = version
+
+  def stats(self):
+    zeros = dict.fromkeys(('tokens_per_s', 'queue_length', 'active_slots'), 0)
+    return {**super().stats(), **zeros}
+
+
+class Learner:
+  """Counts versions; `credit` is the product's unless `useful` says which items are."""
+
+  def __init__(self, useful=None):
+    self.state = {'step': np.int32(0), 'sum': np.zeros(3)}
+    self.lineages = records.Lineages()
+    self.updates = []  # of each: the items taken
+    self.lags = []
+    self._useful = useful
+
+  @property
+  def version(self):
+    return int(self.state['step'])
+
+  def variables(self):
+    return self.state['sum'].copy()
+
+  def credit(self, group):
+    credit = rewards.advantages(group, rewards.RewardConfig())
+    if self._useful is not None:
+      useful = self._useful(group[0][0].item)
+      dropped = '' if useful else 'zero_advantage'
+      credit = dataclasses.replace(credit, dropped=dropped)
+    return credit
+
+  def update(self, credits_, passes=1):
+    for credit in credits_:
+      for c in itertools.chain.from_iterable(x.completions for x in credit.credits):
+        between = self.lineages.updates_between(c.lineage, c.versions, self.version)
+        self.lags.append((c.lineage, c.versions, between.tolist()))
+    self.updates.append([g.credits[0].trajectory.item for g in credits_])
+    self.state = {**self.state, 'step': np.int32(self.version + 1)}
+    return {'loss': 0.0}
+
+
+class Run:
+  """One life of a loop in a directory; `config` are fields of RlConfig."""
+
+  def __init__(self, directory, tok, learner=None, **config):
+    base = forge_worker.config()
+    fields = dict(steps=4, seconds=0.0, items=0, groups_per_step=2, group_size=2)
+    fields |= dict(capacity=4, window=None, checkpoint_every=2, refill_factor=1.0)
+    rl = dataclasses.replace(base.rl, **fields | config)
+    assert isinstance(rl, RlConfig)
+    self.config = dataclasses.replace(base, rl=rl, model=model_config.tiny())
+    self.directory, self.tok = directory, tok
+    self.learner = learner or Learner()
+    self.answers = itertools.cycle([response_text('so', 'no'), 'never mind[e~['])
+
+  def __enter__(self):
+    self._stack = stack = contextlib.ExitStack()
+    url = f'sqlite:///{self.directory}/pool.db'
+    self.pool = stack.enter_context(data_pool.DataPool(url))
+    self.metrics = stack.enter_context(
+      metrics_lib.MetricsWriter(self.directory, use_tensorboard=False)
+    )
+    self.engine = Engine(lambda request: self.tok.encode(next(self.answers)))
+    stack.callback(self.engine.close)
+    gateway = Gateway(GatewayConfig(), self.tok, self.engine, self.pool.add_completion)
+    stack.enter_context(gateway)
+    runner = episodes.Runner(
+      episodes.EpisodeConfig(agent=AGENT, concurrency=8),
+      gateway.base_url,
+      gateway.sessions,
+    )
+    stack.enter_context(runner)
+    self.manager = stack.enter_context(CheckpointManager(self.directory / 'rl', keep=2))
+    self.loop = rl_loop.RlLoop(
+      self.config,
+      roles.Rollouts(self.engine, gateway, runner),
+      self.learner,
+      self.pool,
+      self.manager,
+      self.metrics,
+      files={},
+    )
+    stack.callback(self.loop.abandon)
+    self.loop.resume()
+    return self
+
+  def __exit__(self, *exc):
+    self._stack.close()
+
+
+class Sandboxes:
+  """`sandbox.create`, down until a moment; counts the calls."""
+
+  def __init__(self, monkeypatch):
+    self.until_s, self.hang, self.calls = 0.0, set(), 0
+    self._create = sandbox.create
+    monkeypatch.setattr(sandbox, 'create', self)
+
+  async def __call__(self, **options):
+    self.calls += 1
+    if self.calls in self.hang:
+      await asyncio.Event().wait()
+    if time.monotonic() < self.until_s:
+      raise sandbox.SandboxError('no space left on device')
+    return await self._create(**options)
+
+
+def in_thread(run):
+  """`run.loop.run` in a thread: (thread, list that gets what it raised)."""
+  raised = []
+
+  def target():
+    try:
+      run.loop.run()
+    except Exception as error:
+      raised.append(error)
+
+  thread = threading.Thread(target=target)
+  thread.start()
+  return thread, raised
+
+
+def test_a_sandbox_that_fails_for_ten_seconds(tmp_path, tok, monkeypatch):
+  """The groups of these seconds fail, are counted and replaced at a pace that does not
+  use up the limit; then the run goes on to its end."""
+  boxes = Sandboxes(monkeypatch)
+  boxes.until_s = time.monotonic() + 10
+  with Run(tmp_path, tok, max_failed_groups=24) as run:
+    run.loop.run()
+    assert run.learner.version == 4
+    failures = run.pool.failures()
+    assert 4 <= len(failures) < 24
+    assert all('no space left on device' in reason for reason in failures.values())
+    trained = [i for items in run.learner.updates for i in items]
+    assert len(trained) == len(set(trained)) == 8 and not set(trained) & set(failures)
+  last = metrics_lib.read(tmp_path, 'rl')[-1]
+  assert last['pool/failed'] == len(failures)
+
+
+def test_a_sandbox_that_never_works(tmp_path, tok, monkeypatch):
+  """The run stops with the sandbox's own reason, what to do, and nothing trained."""
+  boxes = Sandboxes(monkeypatch)
+  boxes.until_s = float('inf')
+  with Run(tmp_path, tok, max_failed_groups=8) as run:
+    with pytest.raises(rl_loop.RolloutsFailed) as error:
+      run.loop.run()
+    for part in ('8 rollout groups', 'max_failed_groups', 'no space left on device'):
+      assert part in str(error.value)
+    assert run.learner.updates == [] and len(run.pool.failures()) == 8
+
+
+def test_the_budget_is_checked_while_waiting(tmp_path, tok, monkeypatch):
+  """A run of three seconds ends after about three, though no group ever completes."""
+  boxes = Sandboxes(monkeypatch)
+  boxes.until_s = float('inf')
+  started_s = time.monotonic()
+  with Run(tmp_path, tok, max_failed_groups=1000, seconds=3.0) as run:
+    run.loop.run()
+    assert run.learner.version == 0
+  assert 3.0 <= time.monotonic() - started_s < 30.0
+
+
+def test_an_engine_outage(tmp_path, tok):
+  """Requests that the engine refuses for two seconds cost their groups alone; an engine
+  that has stopped for good ends the run with what it said."""
+  with Run(tmp_path, tok, steps=1000, max_failed_groups=24) as run:
+    thread, raised = in_thread(run)
+    wait_until(lambda: run.learner.version >= 2)
+    run.engine.broken = True
+    wait_until(lambda: len(run.pool.failures()) >= 2)
+    time.sleep(2.0)
+    run.engine.broken = False
+    before = run.learner.version
+    wait_until(lambda: run.learner.version >= before + 3 or raised)
+    assert not raised
+    run.engine.alive = False
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert 'engine has stopped' in str(raised[0])
+    assert any('HTTP 503' in reason for reason in run.pool.failures().values())
+
+
+def test_hanging_groups_meet_their_deadline(tmp_path, tok, monkeypatch):
+  """Sandboxes that never open hold neither a strict window nor the machine: their items
+  fail in pool and queue with the deadline as reason, and their episodes are cancelled,
+  while later ones are trained."""
+  boxes = Sandboxes(monkeypatch)
+  boxes.hang = {1, 2, 5}
+  with Run(tmp_path, tok, window=1, item_deadline_s=4.0) as run:
+    run.loop.run()
+    assert run.learner.version == 4
+    failures = run.pool.failures()
+    assert 1 <= len(failures) <= 3 and 0 in failures
+    assert set(failures.values()) == {'not complete after 4 s'}
+    wait_until(lambda: not set(failures) & set(run.loop._groups))
+    trained = [i for items in run.learner.updates for i in items]
+    assert trained == sorted(set(range(len(trained) + len(failures))) - set(failures))
+
+
+def test_groups_without_advantage_are_replaced(tmp_path, tok):
+  """Dynamic sampling: an update takes until two groups are useful, six at most; what it
+  drops is taken all the same: the finite queue is drained with no item twice."""
+  learner = Learner(useful=lambda item: item % 3 == 0 and item < 12)
+  with Run(
+    tmp_path, tok, learner, steps=100, items=20, refill_factor=3.0, window=1
+  ) as run:
+    run.loop.run()
+    assert learner.updates == [
+      [0, 1, 2, 3],
+      [4, 5, 6, 7, 8, 9],
+      [10, 11, 12, 13, 14, 15],
+      [16, 17, 18, 19],
+    ]
+    assert run.pool.counts()['taken'] == 20
+    assert run.manager.restore().host['ledger']['head'] == 20
+  refilled = [r['groups_refilled'] for r in metrics_lib.read(tmp_path, 'rl')]
+  assert refilled == [2, 4, 4, 2]
+
+
+def test_a_run_is_pruned_to_its_oldest_checkpoint(tmp_path, tok):
+  """Token ids that no kept checkpoint can need go, also after a restart; those that the
+  older of two checkpoints would train again stay. The report's turns stay."""
+  for steps in (7, 15):
+    with Run(tmp_path, tok, steps=steps) as run:
+      run.loop.run()
+      oldest = min(run.manager.steps())
+      assert len(run.manager.steps()) == 2 and oldest < steps
+      ledger = data_pool.Ledger.from_dict(run.manager.read_host(oldest)[0]['ledger'])
+      run.loop._prune()  # the saves were still being written when the last began
+      by_need = collections.Counter()
+      for item in run.pool.items('taken'):
+        (trajectory, completions), *_ = run.pool.group(item.index)
+        needed = not ledger.trained(item.index)
+        assert bool(completions) == needed, (item, ledger)
+        turns = run.pool.turns(trajectory.session)
+        assert turns and all(t.advantage is not None for t in turns)
+        by_need[needed] += 1
+      assert min(by_need.values()) >= 2
+      assert run.pool.sample_trajectories(99)
+  assert metrics_lib.read(tmp_path, 'rl')[-1]['pool/pruned_completions'] > 0
+
+
+def test_lag_and_age_over_a_restart(tmp_path, tok):
+  """A life trains to step 4, is lost back to step 2 and goes on: groups that the lost
+  weights sampled are trained with the updates that truly lie between as their lag, and
+  ages count the items taken before the restart."""
+
+  class Lost(Exception):
+    pass
+
+  learner = Learner()
+  with Run(tmp_path, tok, learner, steps=9, capacity=8, checkpoint_every=2) as run:
+    save = run.loop._save
+
+    def save_once(step):
+      if step > 2:
+        raise Lost  # as if killed before it could save
+      save(step)
+
+    run.loop._save = save_once
+    update = learner.update
+
+    def slow_update(*args):
+      # groups of every version are complete before the next one begins
+      wait_until(lambda: run.loop._queue.state().pending == 0)
+      return update(*args)
+
+    learner.update = slow_update
+    with pytest.raises(Lost):
+      run.loop.run()
+    assert learner.version == 4
+    run.manager.wait()
+  learner = Learner()
+  with Run(tmp_path, tok, learner, steps=12, capacity=8) as run:
+    assert learner.version == 2 and learner.lineages.branches == ((-1, 0), (0, 2))
+    run.loop.run()
+  seen, lags = set(), iter(learner.lags)
+  for present, items in enumerate(learner.updates, start=2):
+    for lineage, versions, got in itertools.islice(lags, 2 * len(items)):
+      for version, lag in zip(versions, got, strict=True):
+        common = min(version, 2) if lineage == 0 else version
+        assert lag == present - common + version - common
+        seen.add((lineage, version > common))
+  # sampled by weights of both, of the present ones' past, and by lost ones
+  assert seen == {(0, False), (0, True), (1, False)}
+  (third,) = (r for r in metrics_lib.read(tmp_path, 'rl') if r['step'] == 3)
+  # submitted before the first step, and taken when the first two had taken four
+  assert third['window/age_items_max'] >= 4
+
+
+def wait_until(true, seconds=60):
+  deadline_s = time.monotonic() + seconds
+  while not true():
+    assert time.monotonic() < deadline_s, 'it did not come'
+    time.sleep(0.01)
