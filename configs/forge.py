@@ -17,8 +17,8 @@ import ml_collections
 
 from m2jax import config as model_config
 
-# What the teacher demonstrates: mostly one call, few chains of two and three.
-DEMONSTRATED = dict(steps_1=0.75, steps_2=0.2, steps_3=0.05)
+# What the teacher demonstrates: single calls, and chains of two and three.
+DEMONSTRATED = dict(steps_1=0.4, steps_2=0.35, steps_3=0.25)
 # What RL and the evaluations ask for: mostly chains that no demonstration shows.
 ASKED = dict(
   steps_2=1.0,

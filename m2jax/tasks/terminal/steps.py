@@ -9,11 +9,11 @@ its own:
   note    the .py file to which a note leads: cat
   notes   the .py file to which one of two notes leads: cat of the first
 
-`steps_N` takes N calls; one finds a file, since the first word or note is the right
-one, and a note names the file. In a `trail` notes name notes, two to four of them. In a
+`steps_N` takes N calls. Its first word or note is the right one, and a note names the
+file, or another note that does. In a `trail` three or four notes lead to the file. In a
 `dead_end` nothing has the first word, or the first note does not exist, and the second
-has to be tried. Both take three to five calls, in the very words of the others: short
-ones show every single thing that long ones need, except when to go on or turn back.
+has to be tried. Both are asked for in the very words of the others: short chains show
+all that long ones need, but for how far to go, and when to turn back.
 """
 
 from __future__ import annotations
@@ -190,23 +190,25 @@ def _verb(draw: Draw, last: bool) -> str:
 def _build_steps(draw: Draw, calls: int) -> Draft:
   plot, left = _Plot(draw, calls + 1), calls
   while left:
-    find = draw.pick(tuple(_PHRASES)) if draw.chance(0.4) else None
-    cost = 1 + bool(find)
+    find, hops = draw.pick(tuple(_PHRASES)) if draw.chance(0.4) else None, 1
+    if find == 'note' and left > 2:
+      hops = draw.rng.randint(1, 2)
+    cost = 1 + hops * bool(find)
     last = left <= cost
     verb = _verb(draw, last)
     if verb == 'which':  # to find it is all that is asked
-      find, cost = draw.pick(tuple(_PHRASES)), 1
+      find, hops, cost = draw.pick(tuple(_PHRASES)), 1, 1
     elif find and (left < 2 or verb == 'create'):
       find, cost = None, 1
     if last != (left == cost):
       raise Redraw
-    plot.add(verb, find or 'name')
+    plot.add(verb, find or 'name', hops)
     left -= cost
   return plot.draft(calls)
 
 
 def _build_trail(draw: Draw) -> Draft:
-  hops = draw.rng.randint(2, 4)
+  hops = draw.rng.randint(3, 4)
   plot = _Plot(draw, 3)
   verb = _verb(draw, last=True)
   if verb == 'which' or verb == 'create':
