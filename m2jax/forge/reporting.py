@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from m2jax.observe import metrics as metrics_lib
 from m2jax.observe import report
 from m2jax.rl import windowed_fifo
 from m2jax.rl.data_pool import DataPool, StoredTrajectory
+from m2jax.rl.records import Completion
+from m2jax.rl.rewards import TrajectoryReward
 
 _SHOWN_EPISODES = 60  # of training and of evaluation each
 
@@ -74,17 +77,35 @@ def _episode(stored: StoredTrajectory, pool: DataPool) -> report.Episode:
     task=t.task,
     success=t.success,
     messages=t.messages,
-    turns=[
-      report.Turn(
-        advantage=reward.advantage if reward is not None else None,
-        versions=sorted(set(c.versions)),
-        response_tokens=len(c.response_ids),
-        status=c.status,
-      )
-      for c in completions
-    ],
+    turns=_turns(completions, reward),
     reward=reward.total if reward is not None else None,
     ended=t.ended,
     reason=t.reason,
     wall_s=t.wall_s,
+  )
+
+
+def _turns(
+  completions: Sequence[Completion], reward: TrajectoryReward | None
+) -> list[report.Turn]:
+  """One for each completion that the agent acted on, as its messages are.
+
+  Trained turns show the advantage that the learner recorded, also once the pool has
+  pruned the completions.
+  """
+  if reward is None:
+    acted = [c for c in completions if c.finish_reason != 'cancelled']
+    return [_turn(c) for c in acted if c.response_ids]
+  by_turn = {c.turn: c for c in completions}
+  return [_turn(by_turn.get(turn), advantage) for turn, advantage in reward.advantages]
+
+
+def _turn(completion: Completion | None, advantage: float | None = None) -> report.Turn:
+  if completion is None:
+    return report.Turn(advantage)
+  return report.Turn(
+    advantage=advantage,
+    versions=sorted(set(completion.versions)),
+    response_tokens=len(completion.response_ids),
+    status=completion.status,
   )

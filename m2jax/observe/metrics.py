@@ -42,7 +42,7 @@ from m2jax.observe import names, tensorboard
 SCHEMA = 1
 FILE_NAME = 'metrics.jsonl'
 TENSORBOARD_DIR = 'tensorboard'
-_RESERVED = frozenset(('schema', 'lineage', 'phase', 'step', 'time_s', 'supersedes'))
+RESERVED = frozenset(('schema', 'lineage', 'phase', 'step', 'time_s', 'supersedes'))
 
 # Made once: json.dumps with options makes an encoder for every call.
 _ENCODER = json.JSONEncoder(separators=(',', ':'), allow_nan=False)
@@ -117,7 +117,7 @@ class MetricsWriter:
     record['phase'], record['step'] = _phase_and_step(phase, step, lowest=0)
     for source in (scalars or {}), more:
       for key, value in source.items():
-        if key in _RESERVED:
+        if key in RESERVED:
           raise ValueError(f'metrics: scalar {key!r} would overwrite the record field')
         if value is not None:
           record[key] = _scalar(key, value)
@@ -228,7 +228,7 @@ class MetricsWriter:
       marker = record['supersedes']
       self._on_events('purge', marker['phase'], marker['after_step'] + 1)
       return
-    scalars = {k: v for k, v in record.items() if k not in _RESERVED}
+    scalars = {k: v for k, v in record.items() if k not in RESERVED}
     self._on_events('add', record['phase'], record['step'], record['time_s'], scalars)
     for listener in self._listeners:
       try:

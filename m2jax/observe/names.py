@@ -69,7 +69,8 @@ _TRAINING = (
   Metric('loss', ('sft',), 'nats/token', 'of the trained tokens', ('plot', 'view')),
   Metric('loss', (*_PRETRAIN, *_SCORED), 'nats/token', 'of the main model'),
   Metric('entropy', ('rl',), 'nats', 'per sampled token', ('plot', 'view')),
-  Metric('entropy', (*_LOOP, *_SCORED), 'nats', 'per trained token'),
+  Metric('entropy', ('sft',), 'nats', 'per trained token', ('view',)),
+  Metric('entropy', (*_PRETRAIN, *_SCORED), 'nats', 'per trained token'),
   Metric(
     'mtp_loss',
     (*_TRAIN, *_SCORED),
@@ -136,11 +137,13 @@ _REWARD = (
 _OFF_POLICY = (
   Metric('ratio', _RL, '1', 'mean of π/π_old over tokens', ('plot', 'view')),
   Metric(
-    'clip_fraction', _RL, 'share', 'of tokens beyond the cap of π/π_old', ('plot', 'view')
+    'clip_fraction',
+    _RL,
+    'share',
+    'of tokens beyond the cap of π/π_old',
+    ('plot', 'view'),
   ),
-  Metric(
-    'clipped_mass', _RL, '1', 'mean of π/π_old that the cap took away', ('plot',)
-  ),
+  Metric('clipped_mass', _RL, '1', 'mean of π/π_old that the cap took away', ('plot',)),
   Metric('approx_kl', _RL, 'nats', 'estimate of KL(π_old ‖ π), per token', ('plot',)),
   Metric('abs_log_ratio', _RL, 'nats', 'mean of |log π/π_old| over tokens', ('plot',)),
   Metric('old_logprob', _RL, 'nats', 'mean log-probability when sampled'),
@@ -221,9 +224,7 @@ _FLOW = (
   Metric('wait_s', _RL, 's', 'that the update waited for items'),
   Metric('train_s', _RL, 's', 'from groups to new weights'),
   Metric('step_s', _RL, 's', 'from one update to the next'),
-  Metric(
-    'engine/tokens_per_s', _RL, 'tokens/s', 'sampled', ('plot', 'view', 'report')
-  ),
+  Metric('engine/tokens_per_s', _RL, 'tokens/s', 'sampled', ('plot', 'view', 'report')),
   Metric('engine/queue_length', _RL, 'requests', 'waiting', ('view', 'report')),
   Metric('engine/active_slots', _RL, 'slots', 'in use', ('view', 'report')),
   Metric(
@@ -269,7 +270,7 @@ _EVALUATION = (
     _EVAL,
     'calls',
     'chain length: number of tool calls that suffice',
-    ('report',),
+    ('plot', 'report'),
     when='the record is of tasks of one length',
   ),
   Metric('successes', _EVAL, 'tasks', 'solved', PLACES),

@@ -290,9 +290,7 @@ def _success(
   return _finish(title, note, series, y_format=svg.percent, y_limits=_SHARE, **options)
 
 
-def _families(
-  rl: Records, dev: Mapping[str, Counts], last_update: float
-) -> list[Plot]:
+def _families(rl: Records, dev: Mapping[str, Counts], last_update: float) -> list[Plot]:
   """A small plot for each family, all over the same updates."""
   prefix = 'success/'
   names.metric('rl', f'{prefix}*')

@@ -401,6 +401,8 @@ def _turn(index: int, turn: Turn) -> dict[str, Any]:
   if turn.status:
     words.append(turn.status)
   advantage = turn.advantage
+  if advantage is not None:
+    advantage = round(advantage, 3) + 0.0  # no −0.000
   return {
     'words': ' · '.join(words),
     'advantage': None if advantage is None else f'{advantage:+.3f}',

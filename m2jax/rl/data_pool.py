@@ -380,6 +380,10 @@ def _stored(row: sa.Row) -> StoredTrajectory:
   reward = None
   if row.total is not None:
     reward = rewards.TrajectoryReward(
-      row.process, row.speed, row.perf, row.total, row.advantage
+      row.process,
+      row.speed,
+      row.perf,
+      row.total,
+      tuple((turn, advantage) for turn, advantage in row.advantages),
     )
   return StoredTrajectory(tables.trajectory(row), reward, row.superseded)

@@ -22,7 +22,7 @@ import zstandard
 
 from m2jax.rl import records
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 COMPRESS_BYTES = 1024
 
 _LENGTHS = struct.Struct('<iii')
@@ -77,7 +77,7 @@ trajectories = sa.Table(
   sa.Column('speed', sa.Float),
   sa.Column('perf', sa.Float),
   sa.Column('total', sa.Float),
-  sa.Column('advantage', sa.Float),
+  sa.Column('advantages', sa.JSON),  # [[turn, advantage], …]
   sa.Index('trajectories_by_item', 'item', 'superseded'),
 )
 # One live trajectory per place in a group; superseded and evaluated ones are free.

@@ -99,14 +99,15 @@ class TrajectoryReward:
   Attributes:
     process, speed, perf: sums over its turns, before α and β, undiscounted.
     total: G_0, the discounted return.
-    advantage: Â of its first trained turn; 0 where it has none.
+    advantages: (turn, Â) of each trained completion, in order: what its tokens were
+      trained with.
   """
 
   process: float
   speed: float
   perf: float
   total: float
-  advantage: float
+  advantages: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,8 +226,8 @@ def advantages(
     k = real.index(i)
     a = (to_go[i] - subtract[k]) / scale
     largest = max(largest, float(np.abs(a).max(initial=0.0)))
-    first = float(a[0]) if len(a) else 0.0
-    reward = TrajectoryReward(*parts[i], total=float(totals[k]), advantage=first)
+    by_turn = tuple((c.turn, float(x)) for c, x in zip(acted[i], a, strict=True))
+    reward = TrajectoryReward(*parts[i], total=float(totals[k]), advantages=by_turn)
     credits_.append(Credit(trajectory, acted[i], a, reward))
   dropped = ''
   if not real:
@@ -246,7 +247,8 @@ def by_session(groups: Sequence[GroupCredit]) -> dict[str, TrajectoryReward]:
 def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   """Metrics of a batch: means over judged trajectories, counts of what was left out.
 
-  `success/FAMILY` is there for each family with a judged trajectory. Other means are NaN when no trajectory was judged, which is not the same as 0.
+  Means are NaN when no trajectory was judged, which is not the same as 0;
+  `success/FAMILY` is there for each family with a judged trajectory.
   """
   judged = [c for g in groups for c in g.credits if not c.masked]
   families: dict[str, list[float]] = {}

@@ -466,7 +466,7 @@ def test_reports_read_rewards(pool):
   """The report shows each trajectory with the reward that the learner gave it."""
   play(pool, 0, group_size=3)
   pool.add_trajectory(trajectory('e', -1))
-  reward = TrajectoryReward(process=-1, speed=0.5, perf=1, total=0.95, advantage=0.2)
+  reward = TrajectoryReward(-1, 0.5, 1, total=0.95, advantages=((0, 0.2), (2, 1 / 3)))
   pool.set_rewards({'0.0.1': reward})
   pool.flush()
   by_session = {s.trajectory.session: s.reward for s in pool.recent(9)}

@@ -74,7 +74,10 @@ def test_composite_by_hand():
     speed=0.75,
     perf=1.0,
     total=pytest.approx(first),
-    advantage=pytest.approx(first - baseline),
+    advantages=(
+      (0, pytest.approx(first - baseline)),
+      (1, pytest.approx(last - baseline)),
+    ),
   )
   assert credit.dropped == ''
   ungated = advantages(group, beta=0.4, speed_on_success_only=False)
@@ -215,8 +218,11 @@ def test_zero_advantage_groups_are_dropped(success):
   assert summary['groups_zero_advantage'] == summary['groups_masked'] == 1
   assert (summary['trajectories'], summary['trajectories_masked']) == (11, 2)
   assert summary['success'] == pytest.approx((7 * success + 1) / 9)
+  assert summary['success/f'] == summary['success']  # all are of family f
   assert len(rewards.by_session([alike, broken])) == 7
-  assert math.isnan(rewards.summary([broken])['success'])  # not a success rate of 0
+  unjudged = rewards.summary([broken])
+  assert math.isnan(unjudged['success'])  # not a success rate of 0
+  assert 'success/f' not in unjudged
 
 
 def test_process_difference_is_not_dropped():
