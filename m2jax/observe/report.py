@@ -72,14 +72,13 @@ class Turn:
   """What training knows of one assistant message; None and () where it does not.
 
   Attributes:
-    advantage, reward: of its response tokens.
+    advantage: of its response tokens.
     versions: policy versions that sampled it.
     response_tokens: how many tokens were sampled.
     status: the parser's verdict.
   """
 
   advantage: float | None = None
-  reward: float | None = None
   versions: Sequence[int] = ()
   response_tokens: int | None = None
   status: str = ''
@@ -396,15 +395,11 @@ def _turn(index: int, turn: Turn) -> dict[str, Any]:
     words.append(f'policy {low}' if low == high else f'policy {low}–{high}')
   if turn.response_tokens is not None:
     words.append(f'{turn.response_tokens} tokens')
-  if turn.reward is not None:
-    words.append(f'reward {turn.reward:+.3g}')
   if turn.status:
     words.append(turn.status)
-  advantage = turn.advantage
-  if advantage is not None:
-    advantage = round(advantage, 3) + 0.0  # no −0.000
+  advantage = round(turn.advantage or 0.0, 3) + 0.0  # no −0.000
   return {
     'words': ' · '.join(words),
-    'advantage': None if advantage is None else f'{advantage:+.3f}',
-    'sign': 'good' if advantage is not None and advantage >= 0 else 'bad',
+    'advantage': None if turn.advantage is None else f'{advantage:+.3f}',
+    'sign': 'good' if advantage > 0 else 'bad' if advantage < 0 else 'none',
   }

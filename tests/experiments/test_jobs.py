@@ -2,11 +2,9 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import sqlite3
-import time
 
 import httpx
 import numpy as np

@@ -98,8 +98,8 @@ def test_a_name_is_shown_where_the_table_says(place, phase, monkeypatch):
   """Neither more nor less: without the value the place looks different."""
   frozen = time.monotonic()
   monkeypatch.setattr(time, 'monotonic', lambda: frozen)
-  told = {m.name for m in names.METRICS if phase in m.phases and place in m.shown}
-  assert _read_by(READERS[place], phase) == told
+  listed = {m.name for m in names.METRICS if phase in m.phases and place in m.shown}
+  assert _read_by(READERS[place], phase) == listed
 
 
 def test_every_line_of_the_table_is_whole():
@@ -121,7 +121,7 @@ def test_readers_cannot_use_a_name_that_is_not_listed():
 
 
 def test_an_unlisted_name_is_written_with_one_warning(tmp_path):
-  """A run goes on; whoever wrote it is told the name, the phase and the file."""
+  """A run goes on; the warning has the name, the phase and the file."""
   with metrics.MetricsWriter(tmp_path, use_tensorboard=False) as writer:
     with pytest.warns(names.UnlistedMetric, match=r"'lsos' of phase 'rl'.*names\.py"):
       writer.write('rl', 1, lsos=0.5)

@@ -122,8 +122,8 @@ def _episode(text: str = 'plain', index: int = 0) -> report.Episode:
       {'role': 'assistant', 'content': text},
     ),
     turns=(
-      report.Turn(0.25, 0.5, (3, 4, 4), 17, text),
-      report.Turn(-0.5, 1.0, (4,), 9, text),
+      report.Turn(0.25, (3, 4, 4), 17, text),
+      report.Turn(-0.5, (4,), 9, text),
     ),
   )
 
@@ -243,11 +243,13 @@ def test_trajectories_are_readable_with_credit_and_versions():
     'system', 'task', 'thinking', 'text', 'call', 'observation', 'answer',
   ]  # fmt: skip
   first, second = re.findall(r'<p class="turn">(.*?)</p>', text)
-  assert 'turn 1 · policy 3–4 · 17 tokens · reward +0.5' in first
+  assert 'turn 1 · policy 3–4 · 17 tokens · plain' in first
   assert '<b class="good">+0.250</b>' in first
-  assert 'turn 2 · policy 4 · 9 tokens · reward +1' in second
+  assert 'turn 2 · policy 4 · 9 tokens · plain' in second
   assert '<b class="bad">-0.500</b>' in second
   assert 'data-verdict="solved"' in text
+  alike = _one(dataclasses.replace(_episode(), turns=[report.Turn(-1e-17)]))
+  assert '<b class="none">+0.000</b>' in alike
   broken = dataclasses.replace(_episode(), ended='infrastructure', success=0.0)
   assert 'data-verdict="not judged"' in _one(broken)  # law 5: not a failure
   failed = dataclasses.replace(_episode(), success=0.0)
