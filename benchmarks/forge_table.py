@@ -85,6 +85,11 @@ def rows(workdir: pathlib.Path) -> list[Row]:
   out = []
   for stage, found in stages.items():
     held_out = {k[2:]: v for k, v in found.items() if k[:2] == ('held_out', 1.0)}
+    families, by_calls = {}, {}
+    for (family, calls), pair in sorted(held_out.items(), key=str):
+      if calls is not None:
+        families[family] = _sum(families.get(family), pair)
+        by_calls[calls] = _sum(by_calls.get(calls), pair)
     trained = [r for r in records if r['phase'] == _PHASE_OF_STAGE[stage]]
     out.append(
       Row(
@@ -94,14 +99,18 @@ def rows(workdir: pathlib.Path) -> list[Row]:
         dev=found.get(('dev', 1.0, 'all', None)),
         held_out=held_out.get(('all', None)),
         greedy=found.get(('held_out', 0.0, 'all', None)),
-        by_calls={c: v for (_, c), v in sorted(held_out.items(), key=str) if c},
-        families={f: v for (f, c), v in held_out.items() if f != 'all' and not c},
+        by_calls=dict(sorted(by_calls.items())),
+        families=families,
         steps=max((r['step'] for r in trained), default=0),
         tokens=int(sum(r.get('forest_tokens', r.get('tokens', 0)) for r in trained)),
         seconds=trained[-1]['used_s'] if trained else 0.0,
       )
     )
   return out
+
+
+def _sum(one: Pair | None, other: Pair) -> Pair:
+  return (one[0] + other[0], one[1] + other[1]) if one else other
 
 
 def _share(pair: Pair | None) -> str:

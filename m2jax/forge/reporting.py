@@ -72,6 +72,8 @@ def _facts(records, pool: DataPool) -> dict[str, Any]:
 def _episode(stored: StoredTrajectory, pool: DataPool) -> report.Episode:
   t, reward = stored.trajectory, stored.reward
   turns = [turn for turn in pool.turns(t.session) if not turn.superseded]
+  # The trained ones are those the agent acted on, as its messages are.
+  turns = [turn for turn in turns if turn.advantage is not None] or turns
   return report.Episode(
     phase='rl' if t.item >= 0 else 'eval',
     step=max((v for turn in turns for v in turn.versions), default=0),

@@ -86,7 +86,7 @@ class Tally:
 
   Attributes:
     family: or 'all'.
-    calls: tool calls that suffice for the tasks; None: any number.
+    calls: tool calls that suffice for the tasks; None for 'all'.
   """
 
   family: str
@@ -104,7 +104,7 @@ def success_on(
   temperature: float,
   on_progress: Callable[[float], None] = lambda f: None,
 ) -> list[Tally]:
-  """Success of the engine's weights on a split: all, by family, by chain length.
+  """Success of the engine's weights on a split: all, then by family and chain length.
 
   The tasks are the split's first; one episode each.
   """
@@ -124,9 +124,9 @@ def success_on(
   for t in out:
     if t.ended != 'infrastructure':  # nobody's failure, so not judged
       calls = terminal.make(t.task).baseline_calls
-      for cell in (('all', None), (t.family, None), ('all', calls)):
+      for cell in (('all', None), (t.family, calls)):
         cells[cell].append(t.success)
-  order = sorted(cells, key=lambda cell: (cell[0] != 'all', cell[1] or 0, cell[0]))
+  order = sorted(cells, key=lambda cell: (cell[0] != 'all', cell))
   return [
     Tally(*cell, successes=sum(cells[cell]), n=len(cells[cell])) for cell in order
   ]

@@ -16,13 +16,14 @@ from typing import Any
 
 from rich.text import Text
 
-from m2jax.observe import metrics, stats, transcript
+from m2jax.observe import metrics, names, stats, transcript
 from m2jax.observe.printable import one_line
 
 _BARS = '▁▂▃▄▅▆▇█'
 _HISTORY = 240  # values kept for the sparklines
 _SNIPPET_LINES = 6
-_POOL = ('pending', 'completed', 'taken', 'failed')
+_AVERAGED = tuple(map(names.checked, ('success', 'reward', 'loss')))
+_SERVICES = ('engine', 'gateway')
 # State of an item → (sign, style) inside the window and beyond it.
 _INSIDE = {
   'pending': ('□', 'yellow'),
@@ -122,7 +123,7 @@ class State:
       self.learning = phase
       self.history.clear()
     self.latest.setdefault(phase, {}).update(record)
-    for key in ('success', 'reward', 'loss'):
+    for key in _AVERAGED:
       value = number(record.get(key))
       if phase == self.learning and value is not None:
         self.history.setdefault(key, collections.deque(maxlen=_HISTORY)).append(value)
@@ -131,7 +132,12 @@ class State:
       self.set_progress(progress)
 
   def value(self, key: str) -> Any:
-    """Latest value of the learning phase, else of any phase, else None."""
+    """Latest value of the learning phase, else of any phase, else None.
+
+    Raises:
+      KeyError: the name is not in `names`.
+    """
+    names.checked(key)
     own = self.latest.get(self.learning, {})
     if key in own:
       return own[key]
@@ -280,7 +286,7 @@ def _learning(state: State) -> list[Text]:
       ('lag', state.value('policy/lag_mean')),
       ('at most', state.value('policy/lag_max')),
       ('clipped', state.value('clip_fraction')),
-      ('ratio', state.value('ratio_mean')),
+      ('ratio', state.value('ratio')),
       ('entropy', state.value('entropy')),
     ),
   ]
@@ -295,23 +301,16 @@ def _flow(state: State, width: int) -> list[Text]:
       ('rollouts/s', state.value('rollouts_per_s')),
       ('memory', _memory(state)),
     ),
-    _figures(
-      'pool',
-      *((k, state.value(f'pool/{k}')) for k in _POOL),
-    ),
+    _counters(state, 'pool'),
     _window(state, width),
   ]
-  for room in ('engine', 'gateway', 'sandbox'):
-    keys: dict[str, None] = {}
-    for record in state.latest.values():
-      keys.update(dict.fromkeys(k for k in record if k.startswith(f'{room}/')))
-    names = sorted(keys)
-    if room == 'gateway':  # first, whether training sees what was sampled
-      first = ['gateway/forks', 'gateway/overrides']
-      names = first + [key for key in names if key not in first]
-    pairs = [(k[len(room) + 1 :].replace('_', ' '), state.value(k)) for k in names]
-    lines.append(_figures(room, *pairs))
-  return lines
+  return lines + [_counters(state, service) for service in _SERVICES]
+
+
+def _counters(state: State, service: str) -> Text:
+  keys = names.group(service, 'view')
+  pairs = [(key.partition('/')[2].replace('_', ' '), state.value(key)) for key in keys]
+  return _figures(service, *pairs)
 
 
 def _label(name: str) -> Text:
@@ -371,9 +370,7 @@ def _window(state: State, width: int) -> Text:
 def _last_eval(state: State) -> float | None:
   record = state.latest.get('eval', {})
   successes, n = number(record.get('successes')), number(record.get('n'))
-  if successes is not None and n:
-    return successes / n
-  return number(record.get('success'))
+  return successes / n if successes is not None and n else None
 
 
 def _memory(state: State) -> str:

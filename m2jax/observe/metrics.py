@@ -16,6 +16,9 @@ Each record is one `write(2)` by the caller, so a SIGKILL right after `write` re
 loses nothing, and one in the middle tears at most the last line, which the next
 opening cuts off. (A power loss may take the last seconds: there is no fsync.)
 TensorBoard and the listeners are served by a thread of our own, off the caller's path.
+
+`names.py` lists every name. One that it lacks is written all the same, with a warning
+once: a run of hours does not end because of a name. The tests make it an error.
 """
 
 from __future__ import annotations
@@ -28,17 +31,18 @@ import pathlib
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import logging
 
-from m2jax.observe import tensorboard
+from m2jax.observe import names, tensorboard
 
 SCHEMA = 1
 FILE_NAME = 'metrics.jsonl'
 TENSORBOARD_DIR = 'tensorboard'
-_RESERVED = frozenset(('schema', 'lineage', 'phase', 'step', 'time_s', 'supersedes'))
+RESERVED = frozenset(('schema', 'lineage', 'phase', 'step', 'time_s', 'supersedes'))
 
 # Made once: json.dumps with options makes an encoder for every call.
 _ENCODER = json.JSONEncoder(separators=(',', ':'), allow_nan=False)
@@ -80,6 +84,7 @@ class MetricsWriter:
     self._lock = threading.Lock()
     self._closed = False
     self._listeners: list[Listener] = []
+    self._checked: set[tuple[str, str]] = set()  # (phase, name) seen before
     self._queue: queue.SimpleQueue = queue.SimpleQueue()
     self._events = (
       tensorboard.EventFiles(workdir / TENSORBOARD_DIR, suffix=f'.{self.lineage:04d}')
@@ -97,13 +102,14 @@ class MetricsWriter:
     """Appends one record: one `write(2)`, after which a SIGKILL cannot lose it.
 
     Args:
-      phase: 'sft', 'rl', 'eval', …: steps count up within a phase.
+      phase: one of `names.PHASES`: steps count up within a phase.
       step: the phase's step, >= 0.
       scalars, more: numbers (NumPy and JAX scalars too), booleans or short strings;
         None is left out.
 
     Raises:
       TypeError: a value is not a scalar, or step is not an integer.
+      UnlistedMetric: a warning, once a name: it is not in `names.METRICS`.
       ValueError: a key is one of the record's own, phase is empty, or step is negative.
       OSError: the disk is full or gone; the file is left as it was.
     """
@@ -111,10 +117,12 @@ class MetricsWriter:
     record['phase'], record['step'] = _phase_and_step(phase, step, lowest=0)
     for source in (scalars or {}), more:
       for key, value in source.items():
-        if key in _RESERVED:
+        if key in RESERVED:
           raise ValueError(f'metrics: scalar {key!r} would overwrite the record field')
         if value is not None:
           record[key] = _scalar(key, value)
+          if (phase, key) not in self._checked:
+            self._check(phase, key)
     self._append(record)
 
   def supersede(self, phase: str, after_step: int) -> None:
@@ -164,6 +172,16 @@ class MetricsWriter:
   def __exit__(self, *unused) -> None:
     self.close()
 
+  def _check(self, phase: str, name: str) -> None:
+    self._checked.add((phase, name))
+    for what in names.unlisted(phase, [name]):
+      warnings.warn(
+        f'metrics: {what} is not in m2jax/observe/names.py: add its line there, with '
+        'unit and meaning',
+        names.UnlistedMetric,
+        stacklevel=3,
+      )
+
   def _head(self) -> Record:
     return {
       'schema': SCHEMA,
@@ -210,7 +228,7 @@ class MetricsWriter:
       marker = record['supersedes']
       self._on_events('purge', marker['phase'], marker['after_step'] + 1)
       return
-    scalars = {k: v for k, v in record.items() if k not in _RESERVED}
+    scalars = {k: v for k, v in record.items() if k not in RESERVED}
     self._on_events('add', record['phase'], record['step'], record['time_s'], scalars)
     for listener in self._listeners:
       try:

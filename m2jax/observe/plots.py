@@ -1,4 +1,4 @@
-"""Which plots the report shows, from the metric records' names (`observe/__init__`).
+"""Which plots the report shows, from the metric records; `names` says what they mean.
 
 A plot without data is left out, and so is a section without plots.
 """
@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
-from m2jax.observe import stats, svg
+from m2jax.observe import names, stats, svg
+from m2jax.observe.printable import printable
 
 _AVERAGE_STEPS = 10
+_X_LABELS = {'rl': 'update', 'sft': 'SFT step'}
+_SHARE = (0.0, 1.0)
 Records = Sequence[Mapping[str, Any]]
+Counts = dict[float, tuple[float, int]]  # update → (tasks solved, tried)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +34,89 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """Plots under one heading."""
+  """Plots under one heading; `small` ones are half as wide and share a legend."""
 
   title: str
   plots: Sequence[Plot]
+  small: bool = False
+
+  @property
+  def legend(self) -> list[tuple[str, str]]:
+    """What a section of small plots explains once."""
+    if not self.small:
+      return []
+    return list(dict.fromkeys(entry for plot in self.plots for entry in plot.legend))
+
+
+@dataclasses.dataclass(frozen=True)
+class Curves:
+  """A plot to draw: some names of one phase over its steps.
+
+  Attributes:
+    title: of the plot; the note below is the meaning of the first name.
+    names: keys of the records.
+    phase: of the records.
+    average: draw the moving average over the single values; for one name.
+    limit: bound to draw, a key of the bounds given to `sections`, and its name.
+    y_limits: fixed y range.
+
+  Raises:
+    KeyError: a name is not in `names`.
+  """
+
+  title: str
+  names: tuple[str, ...]
+  phase: str = 'rl'
+  average: bool = False
+  limit: tuple[str, str] = ('', '')
+  y_limits: tuple[float, float] | None = None
+
+  def __post_init__(self):
+    for name in self.names:
+      names.metric(self.phase, name)
+
+  @property
+  def metric(self) -> names.Metric:
+    """The first name's metric, which gives note and unit."""
+    return names.metric(self.phase, self.names[0])
+
+
+LEARNING = (
+  Curves('Reward', ('reward',), average=True),
+  Curves('Loss', ('loss',)),
+  Curves('Entropy', ('entropy',)),
+  Curves('Gradient norm', ('grad_norm',)),
+  Curves('SFT loss', ('loss',), 'sft'),
+)
+OFF_POLICY = (
+  Curves('Importance ratio', ('ratio',)),
+  Curves('Clip fraction', ('clip_fraction',)),
+  Curves('Clipped mass', ('clipped_mass',)),
+  Curves('KL divergence', ('approx_kl',)),
+  Curves('Log-ratio', ('abs_log_ratio',)),
+  Curves('Policy lag', ('policy/lag_mean', 'policy/lag_max')),
+)
+WINDOW = (
+  Curves(
+    'Age',
+    ('window/age_items_mean', 'window/age_items_max'),
+    limit=('age', 'bound N + W − 2'),
+  ),
+  Curves(
+    'Out-of-order distance',
+    ('window/order_distance_mean', 'window/order_distance_max'),
+    limit=('distance', 'bound W − 1'),
+  ),
+  Curves('Window occupancy', ('window/occupancy',), y_limits=_SHARE),
+  Curves('Data pool', ('pool/pending', 'pool/completed')),
+)
+THROUGHPUT = (
+  Curves('RL training tokens', ('tokens_per_s',)),
+  Curves('Rollouts', ('rollouts_per_s',)),
+  Curves('SFT training tokens', ('tokens_per_s',), 'sft'),
+  Curves('Engine tokens', ('engine/tokens_per_s',)),
+  Curves('Memory', ('memory/rss_bytes',)),
+)
 
 
 def sections(
@@ -47,105 +130,38 @@ def sections(
     records: surviving metric records.
     capacity_items, window_items: N and W of windowed FIFO, for the bounds.
   """
-  rl = [r for r in records if r.get('phase') == 'rl']
-  sft = [r for r in records if r.get('phase') == 'sft']
-  age = distance = None
+  bounds: dict[str, float] = {}
   if window_items is not None:
-    distance = window_items - 1
+    bounds['distance'] = window_items - 1
     if capacity_items is not None:
-      age = capacity_items + window_items - 2
-  update, step = 'update', 'SFT step'
-  found = [
-    Section(
-      'Learning',
-      [
-        _success(records, rl),
-        _averaged(rl, 'Reward', 'mean reward of the trajectories trained on', 'reward'),
-        _plot(rl, update, 'Loss', 'CISPO', ['loss']),
-        _plot(
-          rl,
-          update,
-          'Importance ratio',
-          'π/π_old per token',
-          ['ratio_mean', 'ratio_max'],
-        ),
-        _plot(
-          rl,
-          update,
-          'Clipped mass',
-          'share of tokens at the cap',
-          ['clip_fraction'],
-          y_format=svg.percent,
-        ),
-        _plot(rl, update, 'Entropy', 'nats per sampled token', ['entropy']),
-        _plot(rl, update, 'Gradient norm', 'before clipping', ['grad_norm']),
-        _plot(sft, step, 'SFT loss', 'nats per token', ['loss']),
-      ],
-    ),
-    Section(
-      'Off-policy and window',
-      [
-        _plot(
-          rl,
-          update,
-          'Policy lag',
-          'versions behind the learner, per token',
-          ['policy/lag_mean', 'policy/lag_max'],
-        ),
-        _plot(
-          rl,
-          update,
-          'Age',
-          'items taken between submission and taking',
-          ['window/age_items_mean', 'window/age_items_max'],
-          limit=age,
-          limit_name='bound N + W − 2',
-        ),
-        _plot(
-          rl,
-          update,
-          'Out-of-order distance',
-          'item index minus head when taken',
-          ['window/order_distance_mean', 'window/order_distance_max'],
-          limit=distance,
-          limit_name='bound W − 1',
-        ),
-        _plot(
-          rl,
-          update,
-          'Window occupancy',
-          'share of the window that is completed',
-          ['window/occupancy'],
-          y_format=svg.percent,
-          y_limits=(0.0, 1.0),
-        ),
-        _plot(
-          rl,
-          update,
-          'Data pool',
-          'items submitted and not taken',
-          ['pool/pending', 'pool/completed'],
-        ),
-      ],
-    ),
-    Section(
-      'Throughput',
-      [
-        _plot(rl, update, 'RL training tokens', 'per second', ['tokens_per_s']),
-        _plot(
-          rl, update, 'Rollouts', 'finished episodes per second', ['rollouts_per_s']
-        ),
-        _plot(sft, step, 'SFT training tokens', 'per second', ['tokens_per_s']),
-        _plot(
-          rl, update, 'Engine tokens', 'sampled per second', ['engine/tokens_per_s']
-        ),
-        _plot(
-          rl, update, 'Memory', 'resident bytes of the process', ['memory/rss_bytes']
-        ),
-      ],
-    ),
+      bounds['age'] = capacity_items + window_items - 2
+  by_phase = {
+    phase: [r for r in records if r.get('phase') == phase] for phase in _X_LABELS
+  }
+
+  def drawn(table: Sequence[Curves]) -> list[Plot]:
+    return [_curves(curves, by_phase[curves.phase], bounds) for curves in table]
+
+  rl = by_phase['rl']
+  last_update = max((float(r['step']) for r in rl), default=0.0)
+  held_out = _evaluated(records, 'held_out', last_update)
+  dev = _evaluated(records, 'dev', last_update)
+  points = [
+    *_points('development', dev.get('all'), 2),
+    *_points('held out', held_out.get('all'), 1),
   ]
-  found = [Section(s.title, [p for p in s.plots if p.drawing]) for s in found]
+  note = _note(names.metric('rl', 'success'))
+  success = _success('Success', 'success', rl, points, note)
+  found = [
+    Section('Learning', [success, *drawn(LEARNING)]),
+    Section('Success by family', _families(rl, dev, last_update), small=True),
+    Section('Off-policy', drawn(OFF_POLICY)),
+    Section('Window and pool', drawn(WINDOW)),
+    Section('Throughput', drawn(THROUGHPUT)),
+  ]
+  found = [
+    dataclasses.replace(s, plots=[p for p in s.plots if p.drawing]) for s in found
+  ]
   return [section for section in found if section.plots]
 
 
@@ -159,122 +175,152 @@ def _course(records: Records, key: str) -> tuple[list[float], list[float]]:
   return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _plot(
-  records: Records,
-  x_label: str,
-  title: str,
-  note: str,
-  keys: Sequence[str],
-  *,
-  limit: float | None = None,
-  limit_name: str = '',
-  y_format: Callable[[float], str] = svg.number,
-  y_limits: tuple[float, float] | None = None,
-) -> Plot:
-  series = []
-  for colour, key in enumerate(keys):
-    x, y = _course(records, key)
-    if any(map(math.isfinite, y)):
-      maximum = key.endswith('_max')
-      name = 'largest' if maximum else 'mean' if key.endswith('_mean') else key
-      series.append(
-        svg.Series(
-          name.rpartition('/')[2].replace('_', ' '),
-          x,
-          y,
-          colour,
-          style='faint' if maximum else 'line',
-          reduce='max' if maximum else 'mean',
-        )
-      )
+def _curves(curves: Curves, records: Records, bounds: Mapping[str, float]) -> Plot:
+  if curves.average:
+    series = _averaged(records, curves.names[0])
+  else:
+    series = [
+      drawn
+      for colour, name in enumerate(curves.names)
+      for drawn in _line(records, name, colour)
+    ]
+  limit, limit_name = bounds.get(curves.limit[0]), curves.limit[1]
   if limit is not None and series:
     xs = [x for s in series for x in s.x]
     series.append(
       svg.Series(limit_name, [min(xs), max(xs)], [limit, limit], 5, style='limit')
     )
-  return _finish(title, note, series, x_label, y_format, y_limits)
+  metric = curves.metric
+  return _finish(
+    curves.title,
+    _note(metric),
+    series,
+    x_label=_X_LABELS[curves.phase],
+    y_format=svg.percent if metric.unit == 'share' else svg.number,
+    y_limits=curves.y_limits,
+  )
 
 
-def _averaged(
-  records: Records,
-  title: str,
-  note: str,
-  key: str,
-  extra: Sequence[svg.Series] = (),
-  **options,
-) -> Plot:
-  """A noisy course with its moving average, and other series on top."""
-  x, y = _course(records, key)
-  series = []
-  if y:
-    average = stats.moving_average(y, _AVERAGE_STEPS)
-    name = f'mean of {_AVERAGE_STEPS} updates'
-    series = [
-      svg.Series('each update', x, y, 0, style='faint'),
-      svg.Series(name, x, average, 0),
-    ]
-  return _finish(title, note, [*series, *extra], 'update', **options)
+def _note(metric: names.Metric) -> str:
+  if metric.unit in ('1', 'share'):
+    return metric.meaning
+  return f'{metric.meaning} [{metric.unit}]'
 
 
-def _success(records: Records, rl: Records) -> Plot:
-  """Training success with the held-out points at temperature 1 and their intervals."""
-  points: dict[float, tuple[float, float, float]] = {}
-  last_step = max((float(r['step']) for r in rl), default=0.0)
+def _line(records: Records, name: str, colour: int) -> list[svg.Series]:
+  x, y = _course(records, name)
+  if not any(map(math.isfinite, y)):
+    return []
+  maximum = name.endswith('_max')
+  label = 'largest' if maximum else 'mean' if name.endswith('_mean') else name
+  return [
+    svg.Series(
+      label.rpartition('/')[2].replace('_', ' '),
+      x,
+      y,
+      colour,
+      style='faint' if maximum else 'line',
+      reduce='max' if maximum else 'mean',
+    )
+  ]
+
+
+def _averaged(records: Records, name: str) -> list[svg.Series]:
+  """A noisy course and its moving average."""
+  x, y = _course(records, name)
+  if not y:
+    return []
+  average = stats.moving_average(y, _AVERAGE_STEPS)
+  return [
+    svg.Series('each update', x, y, 0, style='faint'),
+    svg.Series(f'mean of {_AVERAGE_STEPS} updates', x, average, 0),
+  ]
+
+
+def _evaluated(records: Records, split: str, last_update: float) -> dict[str, Counts]:
+  """family → counts of a split's evaluations at temperature 1, over the updates.
+
+  A later record of the same tasks at the same update replaces an earlier one.
+  """
+  latest: dict[tuple, tuple[float, int]] = {}
   for record in records:
     if (
       record.get('phase') != 'eval'
-      or record.get('family', 'all') != 'all'
+      or record.get('split', 'held_out') != split
       or record.get('temperature', 1.0) == 0
       or not record.get('n')
     ):
       continue
-    # Evaluations before RL count another phase's steps: they stand at update 0.
-    x = {'after SFT': 0.0, 'after RL': last_step, 'during RL': record['step']}.get(
-      record.get('stage')
-    )
-    if x is not None:
-      successes, n = record['successes'], record['n']
-      points[x] = (successes / n, *stats.wilson(successes, n))
-  held_out = [
+    # Evaluations before RL count another phase's steps: they are at update 0.
+    x = {'after SFT': 0.0, 'after RL': last_update, 'during RL': float(record['step'])}
+    if (update := x.get(record.get('stage'))) is not None:
+      key = record.get('family', 'all'), record.get('calls'), update
+      latest[key] = record['successes'], record['n']
+  counts: dict[str, Counts] = {}
+  for (family, _, update), (successes, n) in latest.items():
+    own = counts.setdefault(family, {})
+    before = own.get(update, (0, 0))
+    own[update] = before[0] + successes, before[1] + n
+  return counts
+
+
+def _points(name: str, counts: Counts | None, colour: int) -> list[svg.Series]:
+  """Shares with their Wilson intervals."""
+  if not counts:
+    return []
+  intervals = [stats.wilson(successes, n) for successes, n in counts.values()]
+  return [
     svg.Series(
-      'held out, 95 % interval',
-      list(points),
-      [p[0] for p in points.values()],
-      1,
+      f'{name}, 95 % interval',
+      list(counts),
+      [successes / n for successes, n in counts.values()],
+      colour,
       style='points',
-      low=[p[1] for p in points.values()],
-      high=[p[2] for p in points.values()],
+      low=[low for low, _ in intervals],
+      high=[high for _, high in intervals],
     )
   ]
-  return _averaged(
-    rl,
-    'Success',
-    'share of trajectories the verifier accepts',
-    'success',
-    held_out if points else (),
-    y_format=svg.percent,
-    y_limits=(0.0, 1.0),
-  )
+
+
+def _success(
+  title: str, name: str, rl: Records, points: Sequence[svg.Series], note: str, **options
+) -> Plot:
+  """Training success, and evaluations at temperature 1 as points."""
+  series = [*_averaged(rl, name), *points]
+  return _finish(title, note, series, y_format=svg.percent, y_limits=_SHARE, **options)
+
+
+def _families(rl: Records, dev: Mapping[str, Counts], last_update: float) -> list[Plot]:
+  """A small plot for each family, all over the same updates."""
+  prefix = 'success/'
+  names.metric('rl', f'{prefix}*')
+  found = {key.removeprefix(prefix) for r in rl for key in r if key.startswith(prefix)}
+  evaluated = [x for counts in dev.values() for x in counts]
+  limits = min([1.0, *evaluated]), max([last_update, *evaluated])
+  return [
+    _success(
+      printable(family),
+      prefix + family,
+      rl,
+      _points('development', dev.get(family), 2),
+      note='',
+      x_limits=limits,
+      width=svg.WIDTH // 2,
+    )
+    for family in sorted(found | set(dev) - {'all'})
+  ]
 
 
 def _finish(
   title: str,
   note: str,
   series: Sequence[svg.Series],
-  x_label: str,
-  y_format: Callable[[float], str] = svg.number,
-  y_limits: tuple[float, float] | None = None,
+  x_label: str = 'update',
+  **options,
 ) -> Plot:
-  drawing = (
-    svg.line_plot(
-      series,
-      label=f'{title}: {note}',
-      x_label=x_label,
-      y_format=y_format,
-      y_limits=y_limits,
-    )
-    if series
-    else Markup('')
-  )
+  drawing = Markup('')
+  if series:
+    label = f'{title}: {note}' if note else title
+    drawing = svg.line_plot(series, label=label, x_label=x_label, **options)
   legend = [(s.name, f'{s.style} s{s.colour}') for s in series]
   return Plot(title, note, legend if len(legend) > 1 else [], drawing)

@@ -21,11 +21,12 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from m2jax.observe import plots, stats, svg, transcript
+from m2jax.observe import names, plots, stats, svg, transcript
 from m2jax.observe.printable import clip, one_line, printable
 
 _TEMPLATES = pathlib.Path(__file__).parent / 'templates'
 _STEP_LIMIT_CHARS = 6000
+SERVICES = ('pool', 'engine', 'gateway')  # whose counters are listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +38,14 @@ class Evaluation:
     sampled: at temperature 1.
     greedy: at temperature 0, None where it was not measured.
     families: family → pair at temperature 1.
+    lengths: chain length in tool calls → pair at temperature 1.
   """
 
   stage: str
   sampled: tuple[float, int]
   greedy: tuple[float, int] | None = None
   families: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+  lengths: Mapping[int, tuple[float, int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +72,13 @@ class Turn:
   """What training knows of one assistant message; None and () where it does not.
 
   Attributes:
-    advantage, reward: of its response tokens.
+    advantage: of its response tokens.
     versions: policy versions that sampled it.
     response_tokens: how many tokens were sampled.
     status: the parser's verdict.
   """
 
   advantage: float | None = None
-  reward: float | None = None
   versions: Sequence[int] = ()
   response_tokens: int | None = None
   status: str = ''
@@ -108,34 +110,53 @@ class Episode:
   wall_s: float = 0.0
 
 
-def evaluations(records: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
+def evaluations(
+  records: Iterable[Mapping[str, Any]], split: str = 'held_out'
+) -> list[Evaluation]:
   """Headline rows from evaluation records, in order of the stages' first records.
 
-  A later record of the same stage, temperature and family replaces an earlier one. The
-  development split makes curves, not rows.
+  A later record of the same stage, temperature, family and chain length replaces an
+  earlier one; stage 'during RL' is a curve, not a row.
+
+  Args:
+    records: of any phase.
+    split: 'held_out' or 'dev'; records that name none are held out.
   """
-  found: dict[str, dict[tuple[bool, str], tuple[float, int]]] = {}
+  found: dict[str, dict[tuple[bool, str, int | None], tuple[float, int]]] = {}
   for record in records:
-    if record.get('phase') != 'eval' or record.get('split') != 'held_out':
+    if record.get('phase') != 'eval' or record.get('stage') in (None, 'during RL'):
       continue
-    if 'calls' in record:  # a part of all, by chain length
+    if record.get('split', 'held_out') != split:
       continue
-    key = record.get('temperature') == 0, record.get('family', 'all')
+    greedy = record.get('temperature') == 0
+    key = greedy, record.get('family', 'all'), record.get('calls')
     pair = record['successes'], record['n']
     found.setdefault(record['stage'], {})[key] = pair
-  return [
-    Evaluation(
-      stage,
-      sampled=pairs.get((False, 'all'), (0, 0)),
-      greedy=pairs.get((True, 'all')),
-      families={
-        family: pair
-        for (greedy, family), pair in pairs.items()
-        if not greedy and family != 'all'
-      },
-    )
-    for stage, pairs in found.items()
-  ]
+  return [_evaluation(stage, pairs) for stage, pairs in found.items()]
+
+
+def _evaluation(
+  stage: str, pairs: Mapping[tuple[bool, str, int | None], tuple[float, int]]
+) -> Evaluation:
+  families: dict[str, tuple[float, int]] = {}
+  lengths: dict[int, tuple[float, int]] = {}
+  for (greedy, family, calls), pair in pairs.items():
+    if not greedy and family != 'all':
+      _add(families, family, pair)
+      if calls is not None:
+        _add(lengths, calls, pair)
+  return Evaluation(
+    stage,
+    sampled=pairs.get((False, 'all', None), (0, 0)),
+    greedy=pairs.get((True, 'all', None)),
+    families=families,
+    lengths=dict(sorted(lengths.items())),
+  )
+
+
+def _add(sums: dict, key: Any, pair: tuple[float, int]) -> None:
+  before = sums.get(key, (0, 0))
+  sums[key] = before[0] + pair[0], before[1] + pair[1]
 
 
 def write_report(
@@ -178,7 +199,7 @@ def render(
     summary=summary,
     written=time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime()),
     headline=_headline(summary.evaluations),
-    families=_families(summary.evaluations),
+    tables=_tables(summary.evaluations),
     sections=plots.sections(records, summary.capacity_items, summary.window_items),
     counters=_counters(records),
     config=_flatten(config),
@@ -253,24 +274,34 @@ def _headline(rows: Sequence[Evaluation]) -> list[dict[str, Any]]:
   ]
 
 
-def _families(rows: Sequence[Evaluation]) -> dict[str, Any] | None:
-  """Family table: a column per stage, and what RL (else the last stage) changed."""
-  names = sorted({family for row in rows for family in row.families})
-  if not names:
+def _tables(rows: Sequence[Evaluation]) -> list[tuple[str, str, dict[str, Any]]]:
+  """Title, first column and contents of the tables under the headline."""
+  found = (
+    ('By chain length', 'tool calls', _parts(rows, 'lengths')),
+    ('By family', 'family', _parts(rows, 'families')),
+  )
+  return [table for table in found if table[2]]
+
+
+def _parts(rows: Sequence[Evaluation], field: str) -> dict[str, Any] | None:
+  """A column per stage, and what RL (else the last stage) changed."""
+  parts = [getattr(row, field) for row in rows]
+  keys = sorted({key for part in parts for key in part})
+  if not keys:
     return None
-  stages = [row for row in rows if row.families]
-  names_of = [row.stage for row in stages]
+  stages = [row for row in rows if getattr(row, field)]
+  stage_names = [row.stage for row in stages]
   ends = ('after SFT', 'after RL')
-  pair = tuple(names_of.index(e) if e in names_of else None for e in ends)
+  pair = tuple(stage_names.index(e) if e in stage_names else None for e in ends)
   if None in pair:
     pair = (len(stages) - 2, len(stages) - 1) if len(stages) > 1 else None
   table = []
-  for name in names:
-    cells = [_rate(row.families.get(name)) for row in stages]
-    table.append({'name': name, 'cells': cells, 'move': _move(cells, pair)})
+  for key in keys:
+    cells = [_rate(getattr(row, field).get(key)) for row in stages]
+    table.append({'name': key, 'cells': cells, 'move': _move(cells, pair)})
   return {
-    'stages': names_of,
-    'pair': pair and tuple(names_of[i] for i in pair),
+    'stages': stage_names,
+    'pair': pair and tuple(stage_names[i] for i in pair),
     'rows': table,
   }
 
@@ -291,15 +322,13 @@ def _move(
 
 def _counters(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
   """Last values of the services' counters, by service."""
-  last: dict[str, Any] = {}
-  for record in records:
-    last.update((k, v) for k, v in record.items() if '/' in k)
   groups: dict[str, list[tuple[str, str]]] = {}
-  for key in sorted(last):
-    room, _, name = key.partition('/')
-    if room in ('pool', 'engine', 'gateway', 'sandbox'):
-      pair = name.replace('_', ' '), _exact(last[key])
-      groups.setdefault(room, []).append(pair)
+  for service in SERVICES:
+    for key in names.group(service, 'report'):
+      last = next((r[key] for r in reversed(records) if key in r), None)
+      if last is not None:
+        pair = key.partition('/')[2].replace('_', ' '), _exact(last)
+        groups.setdefault(service, []).append(pair)
   return groups
 
 
@@ -366,13 +395,11 @@ def _turn(index: int, turn: Turn) -> dict[str, Any]:
     words.append(f'policy {low}' if low == high else f'policy {low}–{high}')
   if turn.response_tokens is not None:
     words.append(f'{turn.response_tokens} tokens')
-  if turn.reward is not None:
-    words.append(f'reward {turn.reward:+.3g}')
   if turn.status:
     words.append(turn.status)
-  advantage = turn.advantage
+  advantage = round(turn.advantage or 0.0, 3) + 0.0  # no −0.000
   return {
     'words': ' · '.join(words),
-    'advantage': None if advantage is None else f'{advantage:+.3f}',
-    'sign': 'good' if advantage is not None and advantage >= 0 else 'bad',
+    'advantage': None if turn.advantage is None else f'{advantage:+.3f}',
+    'sign': 'good' if advantage > 0 else 'bad' if advantage < 0 else 'none',
   }

@@ -84,6 +84,8 @@ def line_plot(
   x_label: str,
   y_format: Callable[[float], str] = number,
   y_limits: tuple[float, float] | None = None,
+  x_limits: tuple[float, float] | None = None,
+  width: int = WIDTH,
 ) -> Markup:
   """Courses over a common x axis.
 
@@ -93,6 +95,8 @@ def line_plot(
     x_label: caption of the x axis.
     y_format: tick and hover text of y values: `number` or `percent`.
     y_limits: fixed y range; by default the values and zero, if it is near.
+    x_limits: x range; by default that of the values.
+    width: of the view box; a plot for half a column needs half of WIDTH.
 
   Returns:
     An <svg> element, or '' when there is no finite point to draw.
@@ -102,25 +106,28 @@ def line_plot(
   ys = [y for s in drawn for y in (*s.y, *s.low, *s.high) if math.isfinite(y)]
   if not any(math.isfinite(y) for s in drawn for y in s.y):
     return Markup('')
+  low, high = x_limits or (min(xs), max(xs))
+  right = width - _RIGHT
   y_ticks = ticks(*(y_limits or _y_range(ys)), about=5)
-  x_ticks = [t for t in ticks(min(xs), max(xs), about=6) if min(xs) <= t <= max(xs)]
-  place_x = _scale(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
+  about = max(2, 6 * width // WIDTH)
+  x_ticks = [t for t in ticks(low, high, about) if low <= t <= high]
+  place_x = _scale(low, high, _LEFT, right)
   place_y = _scale(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP)
 
   parts = [
     Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
-      _LEFT, WIDTH - _RIGHT, place_y(t), place_y(t)
+      _LEFT, right, place_y(t), place_y(t)
     )
     + _text(_LEFT - 6, place_y(t) + 3.5, y_format(t), 'end')
     for t in y_ticks
   ]
   base = HEIGHT - _BOTTOM
   parts += [_text(place_x(t), base + 14, number(t), 'middle') for t in x_ticks]
-  middle = (_LEFT + WIDTH - _RIGHT) / 2
+  middle = (_LEFT + right) / 2
   parts.append(_text(middle, HEIGHT - 4, x_label, 'middle', 'axis'))
   parts += [_course(s, place_x, place_y) for s in drawn]
   hover = {
-    'x': [place_x(min(xs)), place_x(max(xs)), min(xs), max(xs)],
+    'x': [place_x(low), place_x(high), low, high],
     'xLabel': x_label,
     'series': [
       {
@@ -135,7 +142,7 @@ def line_plot(
   return Markup(
     '<svg class="plot" viewBox="0 0 {} {}" role="img" aria-label="{}" data-plot="{}">'
     '{}<line class="cursor" y1="{}" y2="{}" visibility="hidden"/></svg>'
-  ).format(WIDTH, HEIGHT, label, json.dumps(hover), Markup('').join(parts), _TOP, base)
+  ).format(width, HEIGHT, label, json.dumps(hover), Markup('').join(parts), _TOP, base)
 
 
 def interval(value: float, low: float, high: float, colour: int = 0) -> Markup:

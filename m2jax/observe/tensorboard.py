@@ -3,7 +3,8 @@
 Steps count within a phase, and TensorBoard's restart mark (a session start at step s
 voids every earlier event of that run with step >= s) works per run, hence one run
 each. All scalars of a record go into one event, which costs a tenth of tensorboardX's
-`add_scalar` per scalar; framing and protocol buffers are tensorboardX's own.
+`add_scalar` per scalar; framing and protocol buffers are tensorboardX's own. The first
+value of a tag carries its unit and meaning (`names`), which TensorBoard shows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 from tensorboardX import event_file_writer
 from tensorboardX.proto import event_pb2, summary_pb2
 
+from m2jax.observe import names
+
 
 class EventFiles:
   """Event files of all phases, opened as phases appear. For one thread."""
@@ -27,13 +30,16 @@ class EventFiles:
     self._directory = pathlib.Path(directory)
     self._suffix = suffix
     self._writers: dict[str, event_file_writer.EventsWriter] = {}
+    self._described: set[tuple[str, str]] = set()  # (phase, tag)
 
   def add(
     self, phase: str, step: int, time_s: float, scalars: Mapping[str, Any]
   ) -> None:
     """Writes the numbers among `scalars` as one event; strings are left out."""
     values = [
-      summary_pb2.Summary.Value(tag=key, simple_value=float(value))
+      summary_pb2.Summary.Value(
+        tag=key, simple_value=float(value), metadata=self._description(phase, key)
+      )
       for key, value in scalars.items()
       if isinstance(value, (float, int))
     ]
@@ -60,6 +66,15 @@ class EventFiles:
     for writer in self._writers.values():
       writer.close()
     self._writers.clear()
+
+  def _description(self, phase: str, tag: str) -> summary_pb2.SummaryMetadata | None:
+    if (phase, tag) in self._described:
+      return None
+    self._described.add((phase, tag))
+    metric = names.find(phase, tag)
+    return metric and summary_pb2.SummaryMetadata(
+      summary_description=f'{metric.meaning} [{metric.unit}]'
+    )
 
   def _writer(self, phase: str) -> event_file_writer.EventsWriter:
     if phase not in self._writers:

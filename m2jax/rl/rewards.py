@@ -284,7 +284,8 @@ def by_completion(groups: Sequence[GroupCredit]) -> dict[str, float]:
 def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   """Metrics of a batch: means over judged trajectories, counts of what was left out.
 
-  Means are NaN when no trajectory was judged, which is not the same as 0.
+  Means are NaN when no trajectory was judged, which is not the same as 0;
+  `success/FAMILY` is there for each family with a judged trajectory.
   `dropped_fraction` is the share of trajectories that train nothing: masked, in a
   dropped group, or without an advantage of their own.
   """
@@ -292,12 +293,16 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   untrained = sum(
     bool(g.dropped) or not np.any(c.advantages) for g in groups for c in g.credits
   )
+  families: dict[str, list[float]] = {}
+  for c in judged:
+    families.setdefault(c.trajectory.family, []).append(c.trajectory.success)
 
   def mean(values):
     return float(np.mean(values)) if len(values) else float('nan')
 
   return {
     'success': mean([c.trajectory.success for c in judged]),
+    **{f'success/{family}': mean(values) for family, values in families.items()},
     'reward': mean([c.reward.total for c in judged]),
     'reward_process': mean([c.reward.process for c in judged]),
     'reward_speed': mean([c.reward.speed for c in judged]),

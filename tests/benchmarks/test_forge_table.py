@@ -26,11 +26,15 @@ def write_run(workdir, *, seed=0, algorithm='cispo', good=30):
         ('held_out', 0.0, 4),
       ):
         fields = dict(stage=stage, split=split, temperature=temperature)
-        for part in (dict(family='all'), dict(family='trail')):
-          metrics.write('eval', step, **fields, **part, successes=n + extra, n=40)
-        metrics.write(
-          'eval', step, **fields, family='all', calls=3, successes=n + extra, n=40
-        )
+        solved = n + extra
+        metrics.write('eval', step, **fields, family='all', successes=solved, n=40)
+        for family, calls, successes, tasks in (
+          ('trail', 3, solved - 5, 30),
+          ('trail', 4, 3, 5),
+          ('dead_end', 3, 2, 5),
+        ):
+          cell = dict(family=family, calls=calls, successes=successes, n=tasks)
+          metrics.write('eval', step, **fields, **cell)
   config = {'seed': seed, 'rl': {'learner': {'algorithm': algorithm}}}
   config['rl']['learner']['shuffle_rewards'] = False
   (workdir / 'config.json').write_text(json.dumps(config))
@@ -47,7 +51,8 @@ def test_rows_are_the_recorded_counts(workdir):
   sft, rl = forge_table.rows(workdir)
   assert (sft.arm, rl.arm) == ('SFT', 'RL')
   assert (rl.held_out, rl.dev, rl.greedy) == ((30, 40), (31, 40), (34, 40))
-  assert rl.by_calls == {3: (30, 40)} and rl.families == {'trail': (30, 40)}
+  assert rl.by_calls == {3: (27, 35), 4: (3, 5)}
+  assert rl.families == {'trail': (28, 35), 'dead_end': (2, 5)}
   assert (sft.steps, sft.tokens, sft.seconds) == (9, 1000, 4.0)
   assert (rl.steps, rl.tokens, rl.seconds) == (2, 100, 6.0)
 
@@ -68,9 +73,9 @@ def test_command_line(workdir):
   table = call(workdir).stdout.splitlines()
   assert len(table) == 4 and '0.750 [' in table[3] and '| 100 | 6 |' in table[3]
   assert json.loads(call('--json', workdir).stdout)[1]['held_out'] == [30, 40]
-  assert '| trail | 0.25 | 0.75 |' in call('--families', workdir).stdout
+  assert '| dead_end | 0.40 | 0.40 |' in call('--families', workdir).stdout
   other = write_run(workdir.parent / 'other', seed=1, good=20)
   means = call('--means', workdir, other).stdout
-  assert '| RL | 2 | 0.625 | 0.500 to 0.750 | 0.62 |' in means
+  assert '| RL | 2 | 0.625 | 0.500 to 0.750 |' in means
   wrong = call(workdir.parent / 'nosuch')
   assert wrong.returncode == 2 and 'nosuch' in wrong.stderr

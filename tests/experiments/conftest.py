@@ -3,10 +3,16 @@
 import json
 import os
 import pathlib
+import re
+import signal
 import subprocess
 import sys
+import time
+import types
 
 import pytest
+
+from m2jax.checkpoint import policy
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -18,6 +24,8 @@ ENGINE = [
   '--config.engine.context_tokens=384',
   '--config.engine.prefill_shapes=((1,64),(4,64))',
 ]
+SMALL = ('vocab_size=512', 'num_layers=1', 'embed_dim=32', 'num_heads=2')
+SMALL += ('num_kv_heads=1', 'head_dim=16', 'rotary_dim=8', 'expert_dim=16')
 SFT = ['--config.sft.row_tokens=640', '--config.sft.tokens_per_step=1280']
 
 
@@ -51,6 +59,18 @@ def start(job, *flags, variant='', output):
       start_new_session=True,  # a process group of its own, as under a terminal
       env={**os.environ, 'PYTHONUNBUFFERED': '1'},
     )
+
+
+def wait_for(path, pattern, process, seconds=120):
+  """The match of a pattern in a growing file."""
+  deadline = time.monotonic() + seconds
+  while time.monotonic() < deadline:
+    text = path.read_text() if path.exists() else ''
+    if match := re.search(pattern, text):
+      return match
+    assert process.poll() is None, text
+    time.sleep(0.05)
+  raise AssertionError(f'{pattern!r} did not appear in {path}:\n{text}')
 
 
 def text_flags(root):
@@ -113,3 +133,30 @@ def tuned(tmp_path_factory, pretrained, chats):
   flags = [f'--workdir={workdir}', f'--config.demonstrations={chats}', *SFT]
   flags.append(f'--config.checkpoint={pretrained[0]}')
   return workdir, run('sft', *flags, variant=':smoke')
+
+
+@pytest.fixture(scope='session')
+def forged(tmp_path_factory):
+  """A run of the main job, stopped in RL by a terminal's Ctrl-C and then finished.
+
+  It has the workdir, and code and output of both parts.
+  """
+  root = tmp_path_factory.mktemp('forged')
+  workdir, output = root / 'run', root / 'output'
+  flags = [f'--workdir={workdir}', *ENGINE, '--config.sandbox=rlimit_only']
+  flags += [f'--config.model.{field}' for field in SMALL]
+  flags += ['--config.rl.steps=5', '--config.rl.checkpoint_every=1']
+  job = start('forge', *flags, variant=':smoke', output=output)
+  try:
+    wait_for(workdir / 'metrics.jsonl', r'"phase":"rl","step":2,', job, seconds=300)
+    os.killpg(job.pid, signal.SIGINT)  # reaches every process of the job
+    code = job.wait(180)
+  finally:
+    job.kill()
+  return types.SimpleNamespace(
+    workdir=workdir,
+    code=code,
+    stopped=output.read_text(),
+    stopped_policy=policy.find(workdir),
+    finished=run('forge', *flags, variant=':smoke'),
+  )

@@ -2,11 +2,9 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import sqlite3
-import time
 
 import httpx
 import numpy as np
@@ -15,18 +13,6 @@ import pytest
 from m2jax.checkpoint import policy
 from m2jax.observe import metrics as metrics_lib
 from tests.experiments import conftest
-
-
-def wait_for(path, pattern, process, seconds=120):
-  """The match of a pattern in a growing file."""
-  deadline = time.monotonic() + seconds
-  while time.monotonic() < deadline:
-    text = path.read_text() if path.exists() else ''
-    if match := re.search(pattern, text):
-      return match
-    assert process.poll() is None, text
-    time.sleep(0.05)
-  raise AssertionError(f'{pattern!r} did not appear in {path}:\n{text}')
 
 
 def test_pretrain_leaves_a_policy(pretrained):
@@ -67,7 +53,7 @@ def test_signals_and_resume(tmp_path, texts):
     output = tmp_path / f'output{lineage}'
     job = conftest.start('pretrain', *flags, variant=':smoke', output=output)
     try:
-      first = int(wait_for(metrics, pattern % lineage, job)[1])
+      first = int(conftest.wait_for(metrics, pattern % lineage, job)[1])
       job.send_signal(number)
       assert job.wait(180) == 130, output.read_text()
     finally:
@@ -96,17 +82,13 @@ def test_sft_goes_on_from_a_checkpoint(pretrained, tuned):
 def test_sft_from_random_weights(tmp_path, chats):
   """Without a checkpoint it trains a tokenizer on the chats; a second start is done."""
   flags = [f'--workdir={tmp_path / "run"}', f'--config.demonstrations={chats}']
-  flags += [f'--config.model.{field}' for field in SMALL]
+  flags += [f'--config.model.{field}' for field in conftest.SMALL]
   output = conftest.run('sft', *flags, *conftest.SFT, variant=':smoke')
   found = policy.load(tmp_path / 'run')
   assert len(found.load_tokenizer().encode('How many lines has')) <= 5
   again = conftest.run('sft', *flags, *conftest.SFT, variant=':smoke')
   assert output.splitlines()[0] == again.splitlines()[0]
   assert len(metrics_lib.read(tmp_path / 'run', 'sft')) == 6
-
-
-SMALL = ('vocab_size=512', 'num_layers=1', 'embed_dim=32', 'num_heads=2')
-SMALL += ('num_kv_heads=1', 'head_dim=16', 'rotary_dim=8', 'expert_dim=16')
 
 
 def test_evaluate(tmp_path, tuned):
@@ -132,7 +114,7 @@ def test_serve(tmp_path, tuned):
   flags = [f'--checkpoint={tuned[0]}', '--port=0', f'--workdir={tmp_path / "served"}']
   job = conftest.start('serve', *flags, *conftest.ENGINE, output=output)
   try:
-    wait_for(output, 'Ctrl-C stops it', job)
+    conftest.wait_for(output, 'Ctrl-C stops it', job)
     text = output.read_text()
     url = re.search(r'at (http://127\.0\.0\.1:\d+/v1)', text)[1]
     body = json.loads(re.search(r"-d '(.*)'", text)[1])  # the call it tells to try
@@ -153,28 +135,16 @@ def test_serve(tmp_path, tuned):
 
 
 @pytest.mark.long
-def test_forge_stops_resumes_and_is_evaluated(tmp_path):
+def test_forge_stops_resumes_and_is_evaluated(forged):
   """The main job under a terminal's Ctrl-C, which reaches every process of the job.
 
   The same command finishes the run, and its RL policy is the one that is evaluated.
   """
-  workdir = tmp_path / 'run'
-  flags = [f'--workdir={workdir}', *conftest.ENGINE, '--config.sandbox=rlimit_only']
-  flags += [f'--config.model.{field}' for field in SMALL]
-  flags += ['--config.rl.steps=5', '--config.rl.checkpoint_every=1']
-  output = tmp_path / 'output'
-  job = conftest.start('forge', *flags, variant=':smoke', output=output)
-  try:
-    wait_for(workdir / 'metrics.jsonl', r'"phase":"rl","step":2,', job, seconds=300)
-    os.killpg(job.pid, signal.SIGINT)
-    assert job.wait(180) == 130, output.read_text()
-  finally:
-    job.kill()
-  text = output.read_text()
+  text, workdir = forged.stopped, forged.workdir
+  assert forged.code == 130, text
   assert 'the same command resumes' in text and 'Traceback' not in text, text
-  assert policy.find(workdir) == str(workdir / 'rl')
-  finished = conftest.run('forge', *flags, variant=':smoke')
-  assert 'after RL' in finished and (workdir / 'report.html').exists()
+  assert forged.stopped_policy == str(workdir / 'rl')
+  assert 'after RL' in forged.finished and (workdir / 'report.html').exists()
   records = metrics_lib.read(workdir, 'rl')
   assert [r['step'] for r in records] == [1, 2, 3, 4, 5]
   with contextlib.closing(sqlite3.connect(workdir / 'pool.db')) as pool:

@@ -36,7 +36,11 @@ def config() -> ForgeConfig:
   c.model.update(rotary_dim=8, num_experts=4, expert_dim=16)
   c.eval_tasks = 2
   c.engine.update(
-    slots=4, decode_rows=(4,), contexts=(384,), prefill_shapes=((1, 64), (4, 64))
+    slots=4,
+    decode_rows=(4,),
+    contexts=(384,),
+    context_tokens=384,
+    prefill_shapes=((1, 64), (4, 64)),
   )
   c.episodes.agent.max_tokens = 24
   c.sft.update(demonstrations=30, tokens_per_step=1024)

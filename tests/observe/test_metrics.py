@@ -18,11 +18,12 @@ from absl import logging
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax.observe import metrics
+from m2jax.observe import metrics, names
 
 
 def _plain(records):
-  return [(r['phase'], r['step'], r['value']) for r in records]
+  values = (r['n' if r['phase'] == 'eval' else 'loss'] for r in records)
+  return [(r['phase'], r['step'], v) for r, v in zip(records, values, strict=True)]
 
 
 # What a run does: a step of one of two phases, a checkpoint, or a crash that a restart
@@ -48,7 +49,7 @@ def test_only_the_surviving_lineage_is_read(tmp_path_factory, run):
   for unique, action in enumerate(run):
     if action in steps:
       steps[action] += 1
-      writer.write(action, steps[action], value=unique)
+      writer.write(action, steps[action], loss=unique)
       history.append((action, steps[action], unique))
     elif action == 'checkpoint':
       saved, saved_steps = list(history), dict(steps)
@@ -70,20 +71,20 @@ def test_a_file_cut_anywhere_keeps_its_whole_lines(tmp_path):
   """SIGKILL or a full disk may end the file at any byte; no record before is lost."""
   with metrics.MetricsWriter(tmp_path, use_tensorboard=False) as writer:
     for step in range(4):
-      writer.write('rl', step, value=step, name='é')
-    writer.supersede('rl', 2)
+      writer.write('eval', step, n=step, stage='é')
+    writer.supersede('eval', 2)
   whole = (tmp_path / metrics.FILE_NAME).read_bytes()
   for cut in range(len(whole) + 1):
     work = tmp_path / str(cut)
     work.mkdir()
     (work / metrics.FILE_NAME).write_bytes(whole[:cut])
     lines = whole[:cut].count(b'\n')
-    expected = [('rl', s, s) for s in range(min(lines, 3 if lines == 5 else 4))]
+    expected = [('eval', s, s) for s in range(min(lines, 3 if lines == 5 else 4))]
     assert _plain(metrics.read(work)) == expected
     with metrics.MetricsWriter(work, use_tensorboard=False) as writer:
       assert writer.lineage == (1 if lines else 0)
-      writer.write('rl', 9, value=9)
-    assert _plain(metrics.read(work)) == [*expected, ('rl', 9, 9)]
+      writer.write('eval', 9, n=9)
+    assert _plain(metrics.read(work)) == [*expected, ('eval', 9, 9)]
     for line in (work / metrics.FILE_NAME).read_text('utf-8').splitlines():
       json.loads(line)
 
@@ -98,7 +99,7 @@ def test_sigkill_loses_no_record_that_write_returned_for(tmp_path):
       'from m2jax.observe import metrics\n'
       'writer = metrics.MetricsWriter(sys.argv[1])\n'
       'for step in range(10**9):\n'
-      "  writer.write('rl', step, value=step, note='x' * 300)\n"
+      "  writer.write('eval', step, n=step, stage='x' * 300)\n"
       '  print(step, flush=True)\n',
       str(tmp_path),
     ],
@@ -114,7 +115,7 @@ def test_sigkill_loses_no_record_that_write_returned_for(tmp_path):
   assert steps[: last + 1] == list(range(last + 1))
   assert len(steps) <= last + 2
   with metrics.MetricsWriter(tmp_path) as writer:
-    writer.write('rl', 0, value=0)
+    writer.write('eval', 0, n=0)
   assert metrics.read(tmp_path)[-1]['lineage'] == 1
 
 
@@ -124,32 +125,32 @@ def test_a_full_disk_raises_and_leaves_no_torn_line(tmp_path):
     'import resource, sys\n'
     'from m2jax.observe import metrics\n'
     'writer = metrics.MetricsWriter(sys.argv[1], use_tensorboard=False)\n'
-    "writer.write('rl', 0, value=0)\n"
+    "writer.write('eval', 0, n=0)\n"
     'resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))\n'
     'try:\n'
-    "  writer.write('rl', 1, value=1, note='x' * 500)\n"
+    "  writer.write('eval', 1, n=1, stage='x' * 500)\n"
     'except OSError:\n'
     '  resource.setrlimit(\n'
     '    resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)\n'
     '  )\n'
-    "  writer.write('rl', 2, value=2)\n"
+    "  writer.write('eval', 2, n=2)\n"
   )
   subprocess.run([sys.executable, '-c', code, str(tmp_path)], check=True)
-  assert _plain(metrics.read(tmp_path)) == [('rl', 0, 0), ('rl', 2, 2)]
+  assert _plain(metrics.read(tmp_path)) == [('eval', 0, 0), ('eval', 2, 2)]
 
 
 def test_threads_share_a_writer_and_listeners_see_file_order(tmp_path):
   """Agents, engine and learner write at once: every line whole, one order for all."""
-  heard = []
+  heard, phases = [], [phase for phase in names.PHASES if phase != 'eval']
   with metrics.MetricsWriter(tmp_path, use_tensorboard=False) as writer:
     writer.add_listener(lambda record: heard.append((record['phase'], record['step'])))
     threads = [
       threading.Thread(
-        target=lambda name=f'phase{i}': [
-          writer.write(name, step, value=step, note='y' * 200) for step in range(100)
+        target=lambda name=phase: [
+          writer.write(name, step, loss=step, entropy=1 / 3) for step in range(100)
         ]
       )
-      for i in range(6)
+      for phase in phases
     ]
     for thread in threads:
       thread.start()
@@ -158,8 +159,8 @@ def test_threads_share_a_writer_and_listeners_see_file_order(tmp_path):
     writer.flush()
     in_file = [(r['phase'], r['step']) for r in metrics.read(tmp_path)]
     assert heard == in_file
-  for i in range(6):
-    own = [step for phase, step in in_file if phase == f'phase{i}']
+  for own_phase in phases:
+    own = [step for phase, step in in_file if phase == own_phase]
     assert own == list(range(100))
 
 
@@ -190,30 +191,31 @@ def test_values_round_trip_and_the_file_is_strict_json(tmp_path):
   """NaN losses must be seen, and other tools must be able to parse the file."""
   with metrics.MetricsWriter(tmp_path) as writer:
     writer.write(
-      'rl',
+      'eval',
       3,
-      {'policy/lag': np.float32(1.5), 'count': np.int64(7), 'zero_d': np.array(2.0)},
-      loss=math.nan,
-      peak=math.inf,
-      ok=True,
+      {'n': np.float32(1.5), 'calls': np.int64(7), 'temperature': np.array(2.0)},
+      successes=math.nan,
+      split=math.inf,
+      family=True,
       stage='after SFT',
-      absent=None,
     )
+    writer.write('rl', 4, loss=None)
 
   def refuse(name):
     raise AssertionError(f'{name} is not JSON')
 
   text = (tmp_path / metrics.FILE_NAME).read_text('utf-8')
-  json.loads(text, parse_constant=refuse)
-  (record,) = metrics.read(tmp_path)
-  assert record['policy/lag'] == 1.5
-  assert record['count'] == 7
-  assert record['zero_d'] == 2.0
-  assert record['ok'] is True
+  for line in text.splitlines():
+    json.loads(line, parse_constant=refuse)
+  record, empty = metrics.read(tmp_path)
+  assert 'loss' not in empty
+  assert record['n'] == 1.5
+  assert record['calls'] == 7
+  assert record['temperature'] == 2.0
+  assert record['family'] is True
   assert record['stage'] == 'after SFT'
-  assert math.isnan(record['loss'])
-  assert math.isnan(record['peak'])
-  assert 'absent' not in record
+  assert math.isnan(record['successes'])
+  assert math.isnan(record['split'])
   assert record['schema'] == metrics.SCHEMA
   assert abs(record['time_s'] - time.time()) < 60
 
@@ -222,8 +224,8 @@ def test_values_round_trip_and_the_file_is_strict_json(tmp_path):
   ('call', 'error', 'words'),
   [
     (lambda w: w.write('rl', 0, {'lineage': 3}), ValueError, 'lineage'),
-    (lambda w: w.write('rl', 0, losses=[1.0, 2.0]), TypeError, 'losses'),
-    (lambda w: w.write('rl', 0, grads=np.zeros(3)), TypeError, 'grads'),
+    (lambda w: w.write('rl', 0, loss=[1.0, 2.0]), TypeError, 'loss'),
+    (lambda w: w.write('rl', 0, reward=np.zeros(3)), TypeError, 'reward'),
     (lambda w: w.write('', 0), ValueError, 'phase'),
     (lambda w: w.write('rl', -1), ValueError, 'step -1'),
     (lambda w: w.write('rl', 1.5), TypeError, 'float'),
@@ -267,7 +269,7 @@ def test_a_newer_schema_says_which_version_is_needed(tmp_path):
 
 def test_a_record_costs_the_caller_little(tmp_path):
   """It runs inside the training loop: 40 us for 25 scalars here, 200 with slack."""
-  scalars = {f'group/value_{i}': i * 0.1234567 for i in range(25)}
+  scalars = {f'success/family_{i}': i * 0.1234567 for i in range(25)}
   costs_s = []
   with metrics.MetricsWriter(tmp_path) as writer:
     for step in range(300):

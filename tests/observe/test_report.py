@@ -74,7 +74,10 @@ def _records(updates: int = 30) -> list[dict]:
         'window/age_items_max': 70,
         'window/order_distance_max': 17,
         'gateway/forks': 12345,
-        'sandbox/exec_ms': 11.25,
+        'success/count lines': 0.25 * (i % 3),
+        'ratio': 1.01,
+        'clip_fraction': 0.02,
+        'clipped_mass': 0.5,
       }
     )
   for stage, step, solved in (('after SFT', 900, 235), ('after RL', updates, 344)):
@@ -119,15 +122,15 @@ def _episode(text: str = 'plain', index: int = 0) -> report.Episode:
       {'role': 'assistant', 'content': text},
     ),
     turns=(
-      report.Turn(0.25, 0.5, (3, 4, 4), 17, text),
-      report.Turn(-0.5, 1.0, (4,), 9, text),
+      report.Turn(0.25, (3, 4, 4), 17, text),
+      report.Turn(-0.5, (4,), 9, text),
     ),
   )
 
 
 def _render(text: str = 'plain', **changes) -> str:
   records = _records()
-  records[-1] |= {f'engine/{text}': 3}
+  records.append({'phase': 'rl', 'step': 31, f'success/{text}': 0.5})
   arguments = {
     'records': records,
     'trajectories': [_episode(text)],
@@ -240,11 +243,13 @@ def test_trajectories_are_readable_with_credit_and_versions():
     'system', 'task', 'thinking', 'text', 'call', 'observation', 'answer',
   ]  # fmt: skip
   first, second = re.findall(r'<p class="turn">(.*?)</p>', text)
-  assert 'turn 1 · policy 3–4 · 17 tokens · reward +0.5' in first
+  assert 'turn 1 · policy 3–4 · 17 tokens · plain' in first
   assert '<b class="good">+0.250</b>' in first
-  assert 'turn 2 · policy 4 · 9 tokens · reward +1' in second
+  assert 'turn 2 · policy 4 · 9 tokens · plain' in second
   assert '<b class="bad">-0.500</b>' in second
   assert 'data-verdict="solved"' in text
+  alike = _one(dataclasses.replace(_episode(), turns=[report.Turn(-1e-17)]))
+  assert '<b class="none">+0.000</b>' in alike
   broken = dataclasses.replace(_episode(), ended='infrastructure', success=0.0)
   assert 'data-verdict="not judged"' in _one(broken)  # law 5: not a failure
   failed = dataclasses.replace(_episode(), success=0.0)
@@ -295,6 +300,12 @@ def test_every_plot_stays_in_its_box_and_bounds_stand_where_they_should():
   drawn = {plot.title: plot for section in found for plot in section.plots}
   assert {'Success', 'Reward', 'Loss', 'Policy lag', 'Age', 'SFT loss'} <= set(drawn)
   assert 'Entropy' not in drawn  # nothing recorded, nothing drawn
+  for title, value in (
+    ('Importance ratio', '1.01'),
+    ('Clip fraction', '2 %'),
+    ('Clipped mass', '0.5'),
+  ):
+    assert _hover(drawn[title])[0]['text'] == [value] * 30
   for plot in drawn.values():
     for points in re.findall(r'points="([^"]*)"', plot.drawing):
       for pair in points.split():
@@ -303,15 +314,95 @@ def test_every_plot_stays_in_its_box_and_bounds_stand_where_they_should():
         assert 0 <= y <= svg.HEIGHT
   assert drawn['Loss'].drawing.count('<polyline') == 2
   assert drawn['Success'].drawing.count('<circle') == 2  # after SFT and after RL
-  hover = json.loads(html.unescape(_attribute(drawn['SFT loss'].drawing, 'data-plot')))
-  assert len(hover['series'][0]['x']) <= 450  # 900 points were given
+  assert len(_hover(drawn['SFT loss'])[0]['x']) <= 450  # 900 points were given
   assert _limit(drawn['Age']) == pytest.approx(64 + 19 - 2, abs=1)
   assert _limit(drawn['Out-of-order distance']) == pytest.approx(18, abs=0.3)
   assert plots.sections([]) == []
 
 
-def _attribute(text: str, name: str) -> str:
-  return re.search(f'{name}="([^"]*)"', text)[1]
+def _hover(plot: plots.Plot) -> list[dict]:
+  """The drawn series as the page's script reads them: name, x, text."""
+  data = re.search('data-plot="([^"]*)"', plot.drawing)[1]
+  return json.loads(html.unescape(data))['series']
+
+
+def _evaluation(step: int, successes: int, n: int, **fields) -> dict:
+  record = {
+    'phase': 'eval',
+    'stage': 'during RL',
+    'split': 'dev',
+    'step': step,
+    'family': 'all',
+    'temperature': 1.0,
+    'successes': successes,
+    'n': n,
+  }
+  return record | fields
+
+
+def test_development_success_is_drawn_over_the_updates_with_its_interval():
+  """At temperature 1, all families; held-out tasks stay a series of their own."""
+  records = [
+    *_records(),
+    _evaluation(10, 30, 100),
+    _evaluation(20, 60, 100),
+    _evaluation(20, 7, 100, temperature=0.0),
+    _evaluation(20, 9, 10, family='count lines', calls=3),
+  ]
+  (learning, *_) = plots.sections(records)
+  series = {s['name']: s for s in _hover(learning.plots[0])}
+  assert learning.plots[0].title == 'Success'
+  assert series['development, 95 % interval']['x'] == [10, 20]
+  assert series['development, 95 % interval']['text'] == ['30 %', '60 %']
+  assert series['held out, 95 % interval']['x'] == [0, 30]
+  drawing = learning.plots[0].drawing
+  low, high = stats.wilson(60, 100)
+  y = {share: svg.HEIGHT - 34 - share * (svg.HEIGHT - 44) for share in (low, high)}
+  assert f'y1="{y[low]:.2f}" y2="{y[high]:.2f}"' in drawing
+  # evaluations during RL are no rows of the headline
+  assert report.evaluations(records) == report.evaluations(_records())
+
+
+def test_success_by_family_over_the_updates():
+  """A plot for each family, trained or evaluated, over one range of updates."""
+  records = _records() + [
+    _evaluation(0, 2, 10, family='count lines', calls=1),
+    _evaluation(0, 1, 10, family='count lines', calls=2),
+    _evaluation(20, 9, 10, family='count lines', calls=1),
+    _evaluation(20, 4, 10, family='only evaluated', calls=4),
+    _evaluation(20, 5, 10, family='only evaluated', calls=4),  # again after a restart
+  ]
+  (section,) = [s for s in plots.sections(records) if s.title == 'Success by family']
+  assert [p.title for p in section.plots] == ['count lines', 'only evaluated']
+  each, mean, points = _hover(section.plots[0])
+  assert each['text'][:3] == ['25 %', '50 %', '0 %']
+  assert mean['text'][2] == '25 %'
+  assert (points['x'], points['text']) == ([0, 20], ['15 %', '90 %'])
+  (points,) = _hover(section.plots[1])
+  assert (points['x'], points['text']) == ([20], ['50 %'])
+  assert len(section.legend) == 3
+  page = _Page(report.render(records, [], report.Summary('t'), {}))
+  assert page.words.count('development, 95 % interval') == 1  # not once a plot
+
+
+def test_chain_lengths_have_a_table():
+  """Success by the number of tool calls that suffice, summed over the families."""
+  records = [
+    _evaluation(1, good, 10, stage=stage, split='held_out', family=family, calls=calls)
+    for stage, gain in (('after SFT', 0), ('after RL', 2))
+    for family, calls, good in (
+      ('a', 1, 6 + gain),
+      ('b', 1, 7 + gain),
+      ('b', 12, 1 + 2 * gain),
+    )
+  ]
+  summary = report.Summary('t', report.evaluations(records))
+  page = _Page(report.render(records, [], summary, {}))
+  rows = {cells[0]: cells[1:] for cells in page.rows if cells}
+  assert rows['1'][:2] == ['65.0 % 13 / 20', '85.0 % 17 / 20']
+  assert rows['12'] == ['10.0 % 1 / 10', '50.0 % 5 / 10', '', '+40.0']
+  assert rows['b'][:2] == ['40.0 % 8 / 20', '70.0 % 14 / 20']
+  assert report.evaluations(records, 'dev') == []
 
 
 def _limit(plot: plots.Plot) -> float:

@@ -8,7 +8,7 @@ import struct
 import pytest
 from tensorboardX.proto import event_pb2
 
-from m2jax.observe import metrics
+from m2jax.observe import metrics, names
 
 
 def _crc32c(data: bytes) -> int:
@@ -58,17 +58,37 @@ def test_tensorboard_shows_what_the_jsonl_says_after_a_restart(tmp_path):
   """Both come from the same records; a restart purges the same steps in both."""
   with metrics.MetricsWriter(tmp_path) as writer:
     for step in range(10):
-      writer.write('rl', step, {'policy/lag': step / 4, 'stage': 'text'}, loss=step)
+      writer.write(
+        'rl', step, {'policy/lag_mean': step / 4, 'ratio': 'text'}, loss=step
+      )
     writer.write('sft', 7, loss=3.0)
   with metrics.MetricsWriter(tmp_path) as writer:
     writer.supersede('rl', 5)
     for step in range(6, 8):
-      writer.write('rl', step, {'policy/lag': 100.0}, loss=step)
+      writer.write('rl', step, {'policy/lag_mean': 100.0}, loss=step)
   for phase in ('rl', 'sft'):
-    for tag in ('loss', 'policy/lag'):
+    for tag in ('loss', 'policy/lag_mean'):
       truth = {r['step']: r[tag] for r in metrics.read(tmp_path, phase) if tag in r}
       assert _shown(tmp_path / metrics.TENSORBOARD_DIR / phase, tag) == truth
-  assert _shown(tmp_path / metrics.TENSORBOARD_DIR / 'rl', 'stage') == {}
+  assert _shown(tmp_path / metrics.TENSORBOARD_DIR / 'rl', 'ratio') == {}
+
+
+def test_the_first_value_of_a_tag_brings_its_meaning(tmp_path):
+  """TensorBoard shows unit and meaning beside the curve, as `names` has them."""
+  with metrics.MetricsWriter(tmp_path) as writer:
+    for step in range(3):
+      writer.write('rl', step, clip_fraction=0.5)
+    writer.write('sft', 0, loss=1.0)
+  (path,) = (tmp_path / metrics.TENSORBOARD_DIR / 'rl').iterdir()
+  found = [
+    v.metadata.summary_description for e in _events(path) for v in e.summary.value
+  ]
+  assert found == ['of tokens beyond the cap of π/π_old [share]', '', '']
+  (path,) = (tmp_path / metrics.TENSORBOARD_DIR / 'sft').iterdir()
+  (found,) = [
+    v.metadata.summary_description for e in _events(path) for v in e.summary.value
+  ]
+  assert found.endswith('[nats/token]')
 
 
 def test_event_files_reach_the_disk_while_the_run_goes_on(tmp_path):
@@ -83,7 +103,7 @@ def test_event_files_reach_the_disk_while_the_run_goes_on(tmp_path):
 def test_a_phase_name_cannot_leave_the_directory(tmp_path, phase):
   """Phase names become directory names."""
   workdir = tmp_path / 'work'
-  with metrics.MetricsWriter(workdir) as writer:
+  with metrics.MetricsWriter(workdir) as writer, pytest.warns(names.UnlistedMetric):
     writer.write(phase, 0, loss=0.5)
   (run,) = (workdir / metrics.TENSORBOARD_DIR).iterdir()
   assert _shown(run, 'loss') == {0: 0.5}

@@ -35,7 +35,7 @@ FULL_RECORD = {
   'policy/lag_mean': 1.25,
   'policy/lag_max': 4,
   'clip_fraction': 0.01,
-  'ratio_mean': 1.001,
+  'ratio': 1.001,
   'entropy': 0.4,
   'pool/pending': 60,
   'pool/completed': 4,
@@ -44,7 +44,6 @@ FULL_RECORD = {
   'engine/active_slots': 58,
   'gateway/forks': 3,
   'gateway/overrides': 2,
-  'sandbox/commands': 8211,
 }
 MESSAGES = [
   {'role': 'system', 'content': 'You have a shell.'},
@@ -103,7 +102,7 @@ def test_the_frame_holds_the_figures_a_person_looks_for():
   assert '0.5 ' in by_label['success']  # the mean of 0.25 and 0.75
   assert 'last eval 0.75' in by_label['success']
   assert '0.75' in by_label['reward']
-  assert 'lag 1.25 · at most 4' in by_label['policy']
+  assert 'lag 1.25 · at most 4 · clipped 0.01 · ratio 1' in by_label['policy']
   assert '19,234' in by_label['speed']
   assert '43.2' in by_label['speed']
   assert re.search(r'memory [0-9.]+ GiB', by_label['speed'])

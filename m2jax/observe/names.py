@@ -1,0 +1,340 @@
+"""Every name in the metric records: unit, meaning, and where it is shown.
+
+Writers and readers share this table. `metrics.MetricsWriter` warns of a name that is
+not in it; plots, terminal view and report look up every name they read here, so that a
+misspelt one fails when the module is imported or first drawn, instead of leaving a plot
+empty; TensorBoard carries the meanings as descriptions. To record something new, write
+it and add its line. tests/experiments/test_metric_names.py compares the table with what
+a run of the main job writes.
+
+A record also has the fields `schema`, `lineage`, `time_s`, `phase` and `step`, which
+`metrics.py` explains. A name `group/*` stands for every name that begins with `group/`.
+
+Evaluation records, phase 'eval': for each split and temperature one of the family
+'all', and one of each family and chain length, `calls`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+# Records of a phase count their own steps.
+PHASES = {
+  'pretrain': 'pre-training; MTP expansion: all parameters together',
+  'frozen': 'MTP expansion: the new modules alone',
+  'held_out': 'loss on held-out documents at the end of pre-training',
+  'frozen_held_out': 'loss on held-out documents between rounds of MTP expansion',
+  'sft': 'supervised fine-tuning',
+  'more_sft': 'more of it, the control of reinforcement learning',
+  'rl': 'reinforcement learning: one record an update',
+  'eval': 'evaluation in the real environment',
+}
+PLACES = ('plot', 'view', 'report')
+
+
+class UnlistedMetric(UserWarning):
+  """A record has a name or a phase that this module does not list."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+  """One name.
+
+  Attributes:
+    name: key in the record.
+    phases: whose records have it.
+    unit: of the value; '1' is a plain number, 'text' a string.
+    meaning: one line, shown beside the plot.
+    shown: where: 'plot' and 'report' (a table) are on the report's page, 'view' is the
+      terminal. Empty: in metrics.jsonl and TensorBoard only.
+    when: condition under which records have it; empty where every run writes it.
+  """
+
+  name: str
+  phases: tuple[str, ...]
+  unit: str
+  meaning: str
+  shown: tuple[str, ...] = ()
+  when: str = ''
+
+
+_PRETRAIN = ('pretrain', 'frozen')
+_SFT = ('sft', 'more_sft')
+_LOOP = (*_PRETRAIN, *_SFT)  # phases of train.loop
+_TRAIN = (*_LOOP, 'rl')
+_SCORED = ('held_out', 'frozen_held_out')
+
+_TRAINING = (
+  Metric('loss', ('rl',), '1', "CISPO's objective, minimised", ('plot', 'view')),
+  Metric('loss', _SFT, 'nats/token', 'of the trained tokens', ('plot', 'view')),
+  Metric('loss', (*_PRETRAIN, *_SCORED), 'nats/token', 'of the main model'),
+  Metric('entropy', ('rl',), 'nats', 'per sampled token', ('plot', 'view')),
+  Metric('entropy', _SFT, 'nats', 'per trained token', ('view',)),
+  Metric('entropy', (*_PRETRAIN, *_SCORED), 'nats', 'per trained token'),
+  Metric(
+    'mtp_loss',
+    (*_TRAIN, *_SCORED),
+    'nats/token',
+    'mean over the MTP modules',
+    when='the model has MTP modules',
+  ),
+  Metric('tokens', _SCORED, 'tokens', 'scored'),
+  Metric('tokens', _LOOP, 'tokens', 'trained on since the record before'),
+  Metric('used_s', _TRAIN, 's', 'that the phase has taken so far, restarts included'),
+  Metric('grad_norm', ('rl',), '1', 'of the gradient, before clipping', ('plot',)),
+  Metric('grad_norm', _LOOP, '1', 'of the gradient, before clipping'),
+  Metric(
+    'max_violation',
+    _TRAIN,
+    '1',
+    'load of the fullest expert over the mean load − 1, mean over layers',
+  ),
+  Metric('learning_rate/*', _PRETRAIN, '1', 'of a kind of parameters'),
+  Metric('mtp_weight', _PRETRAIN, '1', "of the MTP loss in the stage's loss"),
+  Metric('context', _PRETRAIN, 'tokens', 'row length of the stage'),
+  Metric('consumed_tokens', _PRETRAIN, 'tokens', 'trained on since the start'),
+  Metric('epoch', _LOOP, 'epochs', 'begun over the data', when='the data is finite'),
+  Metric(
+    'tokens_per_s',
+    (*_SFT, 'rl'),
+    'tokens/s',
+    'trained per second, after merging',
+    ('plot', 'view'),
+  ),
+  Metric('tokens_per_s', _PRETRAIN, 'tokens/s', 'trained per second'),
+  Metric('progress', (*_SFT, 'rl'), 'share', 'of the phase that is done', ('view',)),
+  Metric('progress', _PRETRAIN, 'share', 'of the phase that is done'),
+)
+
+_RL = ('rl',)
+_REWARD = (
+  Metric(
+    'success',
+    _RL,
+    'share',
+    'of the trajectories taken, by the verifier',
+    ('plot', 'view'),
+  ),
+  Metric(
+    'success/*',
+    _RL,
+    'share',
+    'of the trajectories taken of one family',
+    ('plot',),
+    when='the update took trajectories of the family',
+  ),
+  Metric('reward', _RL, '1', 'mean return of the trajectories taken', ('plot', 'view')),
+  Metric('reward_process', _RL, '1', 'mean process reward, before α'),
+  Metric('reward_speed', _RL, '1', 'mean speed reward, before β'),
+  Metric('worst_family_success', _RL, 'share', "the curriculum's lowest average"),
+  Metric('wall_s', _RL, 's', 'mean duration of an episode'),
+  Metric('turns', _RL, 'turns', 'mean number of trained turns of an episode'),
+  Metric('groups', _RL, 'groups', 'taken by the update'),
+  Metric('groups_zero_advantage', _RL, 'groups', 'dropped: all returns are equal'),
+  Metric(
+    'groups_refilled', _RL, 'groups', 'taken beyond the first, to replace dropped'
+  ),
+  Metric(
+    'dropped_fraction', _RL, 'share', 'of the trajectories taken that train nothing'
+  ),
+  Metric('completions_unused', _RL, 'completions', 'that no agent acted on: untrained'),
+  Metric('groups_masked', _RL, 'groups', 'dropped: infrastructure failures only'),
+  Metric('trajectories', _RL, 'trajectories', 'taken by the update'),
+  Metric('trajectories_masked', _RL, 'trajectories', 'that infrastructure ended'),
+)
+
+_OFF_POLICY = (
+  Metric('ratio', _RL, '1', 'mean of π/π_old over tokens', ('plot', 'view')),
+  Metric(
+    'clip_fraction',
+    _RL,
+    'share',
+    'of tokens beyond the cap of π/π_old',
+    ('plot', 'view'),
+  ),
+  Metric('clipped_mass', _RL, '1', 'mean of π/π_old that the cap took away', ('plot',)),
+  Metric('approx_kl', _RL, 'nats', 'estimate of KL(π_old ‖ π), per token', ('plot',)),
+  Metric('abs_log_ratio', _RL, 'nats', 'mean of |log π/π_old| over tokens', ('plot',)),
+  Metric('old_logprob', _RL, 'nats', 'mean log-probability when sampled'),
+  Metric(
+    'policy/lag_mean',
+    _RL,
+    'versions',
+    'behind the learner, per token',
+    ('plot', 'view'),
+  ),
+  Metric(
+    'policy/lag_max',
+    _RL,
+    'versions',
+    'behind the learner, oldest token',
+    ('plot', 'view'),
+  ),
+  Metric(
+    'window/age_items_mean',
+    _RL,
+    'items',
+    'taken between submission and taking',
+    ('plot',),
+  ),
+  Metric(
+    'window/age_items_max',
+    _RL,
+    'items',
+    'taken between submission and taking, largest',
+    ('plot',),
+  ),
+  Metric(
+    'window/order_distance_mean', _RL, 'items', 'from the head when taken', ('plot',)
+  ),
+  Metric(
+    'window/order_distance_max',
+    _RL,
+    'items',
+    'from the head when taken, largest',
+    ('plot',),
+  ),
+  Metric(
+    'window/occupancy', _RL, 'share', 'of the window that is completed', ('plot',)
+  ),
+)
+
+_FLOW = (
+  Metric(
+    'pool/pending',
+    _RL,
+    'items',
+    'submitted and not yet completed',
+    ('plot', 'view', 'report'),
+  ),
+  Metric(
+    'pool/completed',
+    _RL,
+    'items',
+    'completed and not yet taken',
+    ('plot', 'view', 'report'),
+  ),
+  Metric('pool/taken', _RL, 'items', 'taken so far', ('view', 'report')),
+  Metric('pool/failed', _RL, 'items', 'failed so far', ('view', 'report')),
+  Metric('pool/pruned_completions', _RL, 'completions', 'whose token ids were dropped'),
+  Metric('pool/missed_syncs', _RL, 'times', 'that the log could not be checkpointed'),
+  Metric('pool/late_completions', _RL, 'completions', 'of items that had ended'),
+  Metric('pool/late_trajectories', _RL, 'trajectories', 'of items that had ended'),
+  Metric('input_tokens', _RL, 'tokens', 'of the samples, before merging'),
+  Metric('forest_tokens', _RL, 'tokens', 'after merging'),
+  Metric(
+    'padding', _RL, 'share', 'of the rows that is padding', when='a group is in rows'
+  ),
+  Metric('chunked_trees', _RL, 'groups', 'trained in chunks'),
+  Metric(
+    'replay/disagreement',
+    _RL,
+    'share',
+    'of shared tokens whose recorded experts differ',
+    when='rollouts record expert ids',
+  ),
+  Metric('rollouts_per_s', _RL, 'episodes/s', 'finished', ('plot', 'view')),
+  Metric('wait_s', _RL, 's', 'that the update waited for items'),
+  Metric('train_s', _RL, 's', 'from groups to new weights'),
+  Metric('step_s', _RL, 's', 'from one update to the next'),
+  Metric('engine/tokens_per_s', _RL, 'tokens/s', 'sampled', ('plot', 'view', 'report')),
+  Metric('engine/queue_length', _RL, 'requests', 'waiting', ('view', 'report')),
+  Metric('engine/active_slots', _RL, 'slots', 'in use', ('view', 'report')),
+  Metric(
+    'gateway/forks',
+    _RL,
+    'requests',
+    'that extend no recorded completion of their session',
+    ('view', 'report'),
+  ),
+  Metric(
+    'gateway/overrides',
+    _RL,
+    'fields',
+    'of requests that training overrode',
+    ('view', 'report'),
+  ),
+  Metric(
+    'memory/rss_bytes', _RL, 'bytes', 'resident memory of the process', ('plot', 'view')
+  ),
+)
+
+_EVAL = ('eval',)
+_EVALUATION = (
+  Metric(
+    'stage',
+    _EVAL,
+    'text',
+    "'after SFT', 'after more SFT', 'after RL'; 'during RL' with the update as step",
+    ('plot', 'report'),
+  ),
+  Metric(
+    'split',
+    _EVAL,
+    'text',
+    "'held_out' or 'dev'",
+    ('plot', 'report'),
+  ),
+  Metric('temperature', _EVAL, '1', 'of sampling; 0 is greedy', PLACES),
+  Metric('family', _EVAL, 'text', "of the tasks; 'all' is their sum", PLACES),
+  Metric(
+    'calls',
+    _EVAL,
+    'calls',
+    'chain length: number of tool calls that suffice',
+    ('plot', 'report'),
+    when="the family is not 'all'",
+  ),
+  Metric('successes', _EVAL, 'tasks', 'solved', PLACES),
+  Metric('n', _EVAL, 'tasks', 'tried', PLACES),
+)
+
+METRICS = (*_TRAINING, *_REWARD, *_OFF_POLICY, *_FLOW, *_EVALUATION)
+
+_INDEX = {(phase, m.name): m for m in METRICS for phase in m.phases}
+_ALL_NAMES = frozenset(m.name for m in METRICS)
+
+
+def find(phase: str, name: str) -> Metric | None:
+  """The metric of a record's key, None where it is not listed."""
+  exact = _INDEX.get((phase, name))
+  if exact is not None or '/' not in name:
+    return exact
+  return _INDEX.get((phase, f'{name.partition("/")[0]}/*'))
+
+
+def metric(phase: str, name: str) -> Metric:
+  """The metric that a reader is about to use.
+
+  Raises:
+    KeyError: it is not listed.
+  """
+  found = find(phase, name)
+  if found is None:
+    raise KeyError(f'{name!r} of phase {phase!r} is not in m2jax/observe/names.py')
+  return found
+
+
+def checked(name: str) -> str:
+  """The name, for a reader that takes it from any phase.
+
+  Raises:
+    KeyError: no phase has it.
+  """
+  if name not in _ALL_NAMES:
+    raise KeyError(f'{name!r} is not in m2jax/observe/names.py')
+  return name
+
+
+def group(prefix: str, place: str) -> list[str]:
+  """Names `prefix/…` that are shown at a place, in the table's order."""
+  own = f'{prefix}/'
+  return [m.name for m in METRICS if m.name.startswith(own) and place in m.shown]
+
+
+def unlisted(phase: str, keys: Iterable[str]) -> list[str]:
+  """What of a record the table lacks: its keys, or nothing but the phase."""
+  if phase not in PHASES:
+    return [f'phase {phase!r}']
+  return [f'{key!r} of phase {phase!r}' for key in keys if find(phase, key) is None]
