@@ -65,7 +65,7 @@ def test_each_mistake_is_a_mistake(family):
   """A kind that did no harm would make the stated rates a fiction."""
   for kind in terminal.FAMILIES[family].mistakes:
     config = teacher.TeacherConfig(rates={family: {kind: 1.0}}, malformed_call=0.0)
-    demos = [demonstrate(task, config) for task in tasks_of(family, 20)]
+    demos = [demonstrate(task, config) for task in tasks_of(family, 40)]
     made = [demo.success for demo in demos if demo.mistakes]
     assert made, f'{kind} never came up'
     harmless = 0.5 if kind in LUCKY else 0.25

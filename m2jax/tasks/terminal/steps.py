@@ -9,11 +9,13 @@ its own:
   note    the .py file to which a note leads: cat
   notes   the .py file to which one of two notes leads: cat of the first
 
-`steps_N` takes N calls. Its first word or note is the right one, and a note names the
-file, or another note that does. In a `trail` three or four notes lead to the file. In a
-`dead_end` nothing has the first word, or the first note does not exist, and the second
-has to be tried. Both are asked for in the very words of the others: short chains show
-all that long ones need, but for how far to go, and when to turn back.
+`steps_N` takes N calls. A note names the file, or another note that does. The first of
+two words or notes is the right one; only where a file is all that is asked for, it may
+be a dead end: nothing has the first word, or the first note does not exist, and the
+second has to be tried. In a `trail` three or four notes lead to the file, and in a
+`dead_end` the file that lies behind one has to be acted upon, among other steps. Both
+take three to five calls. So short chains show each thing that long ones need, but not
+together, and not how far to go.
 """
 
 from __future__ import annotations
@@ -190,19 +192,22 @@ def _verb(draw: Draw, last: bool) -> str:
 def _build_steps(draw: Draw, calls: int) -> Draft:
   plot, left = _Plot(draw, calls + 1), calls
   while left:
-    find, hops = draw.pick(tuple(_PHRASES)) if draw.chance(0.4) else None, 1
-    if find == 'note' and left > 2:
-      hops = draw.rng.randint(1, 2)
-    cost = 1 + hops * bool(find)
-    last = left <= cost
-    verb = _verb(draw, last)
+    by = draw.pick(tuple(_PHRASES)) if draw.chance(0.5) else 'name'
+    hops = draw.rng.randint(1, 2) if by == 'note' else 1
+    dead_end = False
+    cost = 1 + (hops if by != 'name' else 0)
+    verb = _verb(draw, last=left <= cost)
     if verb == 'which':  # to find it is all that is asked
-      find, hops, cost = draw.pick(tuple(_PHRASES)), 1, 1
-    elif find and (left < 2 or verb == 'create'):
-      find, cost = None, 1
-    if last != (left == cost):
-      raise Redraw
-    plot.add(verb, find or 'name', hops)
+      by = draw.pick(tuple(_PHRASES))
+      dead_end = by in ('words', 'notes') and draw.chance(0.5)
+      hops, cost = 1, 1 + dead_end
+    if (
+      cost > left
+      or (verb == 'create' and by != 'name')
+      or (cost < left and verb in _QUESTIONS)
+    ):
+      continue
+    plot.add(verb, by, hops, dead_end)
     left -= cost
   return plot.draft(calls)
 
