@@ -61,6 +61,7 @@ class Learner:
     self.state = {'step': np.int32(0), 'sum': np.zeros(3)}
     self.lineages = records.Lineages()
     self.updates = []  # of each: the items taken
+    self.passes = set()
     self.lags = []
     self._useful = useful
 
@@ -80,6 +81,7 @@ class Learner:
     return credit
 
   def update(self, credits_, passes=1):
+    self.passes.add(passes)
     for credit in credits_:
       for c in itertools.chain.from_iterable(x.completions for x in credit.credits):
         between = self.lineages.updates_between(c.lineage, c.versions, self.version)
@@ -191,12 +193,12 @@ def test_a_sandbox_that_never_works(tmp_path, tok, monkeypatch):
   """The run stops with the sandbox's own reason, what to do, and nothing trained."""
   boxes = Sandboxes(monkeypatch)
   boxes.until_s = float('inf')
-  with Run(tmp_path, tok, max_failed_groups=8) as run:
+  with Run(tmp_path, tok, max_failed_groups=6) as run:
     with pytest.raises(rl_loop.RolloutsFailed) as error:
       run.loop.run()
-    for part in ('8 rollout groups', 'max_failed_groups', 'no space left on device'):
+    for part in ('6 rollout groups', 'max_failed_groups', 'no space left on device'):
       assert part in str(error.value)
-    assert run.learner.updates == [] and len(run.pool.failures()) == 8
+    assert run.learner.updates == [] and len(run.pool.failures()) == 6
 
 
 def test_the_budget_is_checked_while_waiting(tmp_path, tok, monkeypatch):
@@ -251,10 +253,10 @@ def test_groups_without_advantage_are_replaced(tmp_path, tok):
   """Dynamic sampling: an update takes until two groups are useful, six at most; what it
   drops is taken all the same: the finite queue is drained with no item twice."""
   learner = Learner(useful=lambda item: item % 3 == 0 and item < 12)
-  with Run(
-    tmp_path, tok, learner, steps=100, items=20, refill_factor=3.0, window=1
-  ) as run:
+  config = dict(items=20, refill_factor=3.0, window=1, updates_per_batch=2)
+  with Run(tmp_path, tok, learner, steps=100, **config) as run:
     run.loop.run()
+    assert learner.passes == {2}
     assert learner.updates == [
       [0, 1, 2, 3],
       [4, 5, 6, 7, 8, 9],
@@ -265,6 +267,27 @@ def test_groups_without_advantage_are_replaced(tmp_path, tok):
     assert run.manager.restore().host['ledger']['head'] == 20
   refilled = [r['groups_refilled'] for r in metrics_lib.read(tmp_path, 'rl')]
   assert refilled == [2, 4, 4, 2]
+
+
+def test_time_is_up_in_the_middle_of_a_step(tmp_path, tok, monkeypatch):
+  """What was taken for a step that is never trained is no part of the ledger: with more
+  time the run takes it again, and every item of the queue is trained once."""
+  boxes = Sandboxes(monkeypatch)
+  boxes.hang = set(range(13, 1000))  # after six groups
+  config = dict(steps=100, items=12, refill_factor=3.0, capacity=8)
+  first = Learner(useful=lambda item: item < 2)
+  with Run(tmp_path, tok, first, seconds=6.0, **config) as run:
+    run.loop.run()
+    assert first.updates == [[0, 1]]
+    taken = run.pool.counts()['taken']
+    assert 2 < taken <= 6
+  boxes.hang = set()
+  second = Learner()
+  with Run(tmp_path, tok, second, seconds=600.0, **config) as run:
+    assert second.version == 1 and run.pool.counts()['taken'] == 2
+    run.loop.run()
+    trained = [i for items in first.updates + second.updates for i in items]
+    assert sorted(trained) == list(range(12)) and not run.pool.failures()
 
 
 def test_a_run_is_pruned_to_its_oldest_checkpoint(tmp_path, tok):
