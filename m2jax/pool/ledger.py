@@ -220,10 +220,14 @@ def prune(connection: sa.Connection, ledger: Ledger, keep_messages: int) -> int:
   dropped = connection.execute(
     sa.update(tables.completions).where(mine, c.arrays.is_not(None)).values(arrays=None)
   )
-  first_old = sa.select(t.row).order_by(t.row.desc()).offset(keep_messages).limit(1)
+  # Every 2^k-th over the whole run: what a later call keeps, earlier ones kept too.
+  have = connection.scalar(sa.select(sa.func.count()).select_from(tables.trajectories))
+  every = 1
+  while have > every * keep_messages:
+    every *= 2
   connection.execute(
     sa.update(tables.trajectories)
-    .where(done, t.row <= first_old.scalar_subquery(), t.messages.is_not(None))
+    .where(done, t.row % every != 0, t.messages.is_not(None))
     .values(messages=None)
   )
   shown = sa.select(t.session).where(t.messages.is_not(None))
