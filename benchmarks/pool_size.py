@@ -1,4 +1,4 @@
-r"""Bytes of the data pool's file for each completion, with prompts stored once and whole.
+r"""Bytes of the data pool's file a completion, with prompts stored once and whole.
 
   python -m benchmarks.pool_size
   python -m benchmarks.pool_size --json
@@ -27,7 +27,7 @@ from m2jax.pool import data_pool
 
 @dataclasses.dataclass(frozen=True)
 class Sessions:
-  """Tokens of the first prompt, of a response and of an observation; turns; how many."""
+  """Tokens of first prompt, response and observation; turns; number of sessions."""
 
   name: str
   first: int
