@@ -39,7 +39,11 @@ class RolloutsFailed(RuntimeError):
 
 
 class RlLoop:
-  """`resume` once, then `run`, which trains until the budget is used up."""
+  """`resume` once, then `run`, which trains until the budget is used up.
+
+  A context manager: its end cancels the groups that still roll out, which belong to no
+  update. A restart would reissue them.
+  """
 
   def __init__(
     self,
@@ -76,6 +80,15 @@ class RlLoop:
     self._groups: dict[int, concurrent.futures.Future] = {}  # by item: they roll out
     # ends of groups wait for commits, which must not hold up the agents' loop
     self._settling = concurrent.futures.ThreadPoolExecutor(1, 'settling')
+
+  def __enter__(self) -> RlLoop:
+    return self
+
+  def __exit__(self, *exc) -> None:
+    self._queue.stop()
+    for index in list(self._groups):
+      self._cancel(index)
+    self._settling.shutdown(cancel_futures=True)
 
   def resume(self) -> None:
     """Restores the latest checkpoint and rolls the pool back to its ledger (law 5)."""
@@ -119,13 +132,6 @@ class RlLoop:
     if self._saved != self._learner.version:
       self._save(self._learner.version)
     self._manager.wait()
-
-  def abandon(self) -> None:
-    """Cancels the groups that still roll out; a restart would reissue them."""
-    self._queue.stop()
-    for index in list(self._groups):
-      self._cancel(index)
-    self._settling.shutdown(cancel_futures=True)
 
   # --- Budget ---
 

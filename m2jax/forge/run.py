@@ -104,15 +104,11 @@ def _phases(config: ForgeConfig, workdir: Path, metrics, view: ForgeView, pool) 
           optimizer,
           train_step.init_state(variables, optimizer),
         )
-        rl = rl_loop.RlLoop(
+        with rl_loop.RlLoop(
           config, running, the_learner, pool, manager, metrics, files, view
-        )
-        try:
+        ) as rl:
           rl.resume()
           rl.run()
-        finally:
-          # what still rolls out belongs to no update: the evaluation has the machine
-          rl.abandon()
       evaluate(STAGES[2], the_learner.version, running)
 
 

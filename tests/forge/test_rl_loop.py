@@ -123,7 +123,7 @@ class Run:
     )
     stack.enter_context(runner)
     self.manager = stack.enter_context(CheckpointManager(self.directory / 'rl', keep=2))
-    self.loop = rl_loop.RlLoop(
+    loop = rl_loop.RlLoop(
       self.config,
       roles.Rollouts(self.engine, gateway, runner),
       self.learner,
@@ -132,7 +132,7 @@ class Run:
       self.metrics,
       files={},
     )
-    stack.callback(self.loop.abandon)
+    self.loop = stack.enter_context(loop)
     self.loop.resume()
     return self
 
