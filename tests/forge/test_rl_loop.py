@@ -55,10 +55,13 @@ class Engine(ScriptedEngine):
 
 
 class Learner:
-  """Counts versions; `credit` is the product's unless `useful` says which items are."""
+  """Counts: its weights are how often each item was trained.
 
-  def __init__(self, useful=None):
-    self.state = {'step': np.int32(0), 'sum': np.zeros(3)}
+  `credit` is the product's unless `useful` says which items are.
+  """
+
+  def __init__(self, useful=None, items=1000):
+    self.state = {'step': np.int32(0), 'trained': np.zeros(items)}
     self.lineages = records.Lineages()
     self.updates = []  # of each: the items taken
     self.passes = set()
@@ -70,7 +73,7 @@ class Learner:
     return int(self.state['step'])
 
   def variables(self):
-    return self.state['sum'].copy()
+    return self.state['trained'].copy()
 
   def credit(self, group):
     credit = rewards.advantages(group, rewards.RewardConfig())
@@ -86,22 +89,25 @@ class Learner:
       for c in itertools.chain.from_iterable(x.completions for x in credit.credits):
         between = self.lineages.updates_between(c.lineage, c.versions, self.version)
         self.lags.append((c.lineage, c.versions, between.tolist()))
-    self.updates.append([g.credits[0].trajectory.item for g in credits_])
-    self.state = {**self.state, 'step': np.int32(self.version + 1)}
+    items = [g.credits[0].trajectory.item for g in credits_]
+    self.updates.append(items)
+    trained = self.state['trained'].copy()
+    np.add.at(trained, items, 1)
+    self.state = {'step': np.int32(self.version + 1), 'trained': trained}
     return {'loss': 0.0}
 
 
 class Run:
   """One life of a loop in a directory; `config` are fields of RlConfig."""
 
-  def __init__(self, directory, tok, learner=None, **config):
+  def __init__(self, directory, tok, learner=None, agent=AGENT, **config):
     base = forge_worker.config()
     fields = dict(steps=4, seconds=0.0, items=0, groups_per_step=2, group_size=2)
     fields |= dict(capacity=4, window=None, checkpoint_every=2, refill_factor=1.0)
     rl = dataclasses.replace(base.rl, **fields | config)
     assert isinstance(rl, RlConfig)
     self.config = dataclasses.replace(base, rl=rl, model=model_config.tiny())
-    self.directory, self.tok = directory, tok
+    self.directory, self.tok, self.agent = directory, tok, agent
     self.learner = learner or Learner()
     self.answers = itertools.cycle([response_text('so', 'no'), 'never mind[e~['])
 
@@ -114,10 +120,11 @@ class Run:
     )
     self.engine = Engine(lambda request: self.tok.encode(next(self.answers)))
     stack.callback(self.engine.close)
-    gateway = Gateway(GatewayConfig(), self.tok, self.engine, self.pool.add_completion)
+    record = self.pool.add_completion
+    self.gateway = gateway = Gateway(GatewayConfig(), self.tok, self.engine, record)
     stack.enter_context(gateway)
     runner = episodes.Runner(
-      episodes.EpisodeConfig(agent=AGENT, concurrency=8),
+      episodes.EpisodeConfig(agent=self.agent, concurrency=8),
       gateway.base_url,
       gateway.sessions,
     )
