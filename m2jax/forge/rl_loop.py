@@ -113,25 +113,37 @@ class RlLoop:
     """Trains until the budget is used up; the last update has a checkpoint.
 
     Raises:
-      RolloutsFailed: `max_failed_groups` items failed in a row, or the engine stopped.
+      RolloutsFailed: `max_failed_groups` items failed in a row, or the engine stopped;
+        the last update has a checkpoint all the same.
       PoolBroken: the database cannot be written.
     """
-    while not self._over():
-      step, started_s = self._learner.version + 1, time.monotonic()
-      taken, credits_ = self._collect(step)
-      if not taken:
-        break
-      waited_s = time.monotonic() - started_s
-      scalars = self._order(taken)
-      self._fill()
-      scalars |= self._learner.update(credits_, self._rl.updates_per_batch)
-      self._roles.scheduler.update_weights(self._learner.variables(), step)
-      self._record(step, scalars, waited_s, time.monotonic() - started_s)
-      if self._over() or step % self._rl.checkpoint_every == 0:
-        self._save(step)
+    failed = None
+    try:
+      while not self._over() and self._step():
+        pass
+    except RolloutsFailed as error:
+      failed = error
     if self._saved != self._learner.version:
       self._save(self._learner.version)
     self._manager.wait()
+    if failed is not None:
+      raise failed
+
+  def _step(self) -> bool:
+    """One update of the policy; False when nothing can be taken any more."""
+    step, started_s = self._learner.version + 1, time.monotonic()
+    taken, credits_ = self._collect(step)
+    if not taken:
+      return False
+    waited_s = time.monotonic() - started_s
+    scalars = self._order(taken)
+    self._fill()
+    scalars |= self._learner.update(credits_, self._rl.updates_per_batch)
+    self._roles.scheduler.update_weights(self._learner.variables(), step)
+    self._record(step, scalars, waited_s, time.monotonic() - started_s)
+    if self._over() or step % self._rl.checkpoint_every == 0:
+      self._save(step)
+    return True
 
   # --- Budget ---
 
@@ -205,7 +217,7 @@ class RlLoop:
       raise RolloutsFailed(
         f'{failed} rollout groups failed in a row (rl.max_failed_groups is {limit}), '
         f'the last: {reason}. Mend the cause and start the run again: it goes on from '
-        f'step {self._saved}'
+        f'step {self._learner.version}'
       )
 
   def _order(self, taken: list[work_queue.Taken]) -> dict[str, float]:

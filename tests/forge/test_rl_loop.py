@@ -236,6 +236,7 @@ def test_an_engine_outage(tmp_path, tok):
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert 'engine has stopped' in str(raised[0])
+    assert run.manager.latest_step() == run.learner.version  # what was learned stays
     assert any('HTTP 503' in reason for reason in run.pool.failures().values())
 
 
