@@ -10,6 +10,7 @@ from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError
 from m2jax.forge import run
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.rl_loop import RolloutsFailed
 from m2jax.observe import stats
 from m2jax.train.workdir import OtherRun
 
@@ -30,4 +31,6 @@ def main():
 
 
 if __name__ == '__main__':
-  common.run(main, CheckpointError, OtherRun, sandbox.SandboxUnavailable)
+  common.run(
+    main, CheckpointError, OtherRun, sandbox.SandboxUnavailable, RolloutsFailed
+  )

@@ -24,6 +24,8 @@ class Completion:
     status: the parser's verdict on the response (`text.chat.Message.status`).
     overrides: names of sampling fields the training session overrode.
     started_s, ended_s: wall-clock seconds since the epoch.
+    continues: where there is no parent, id of the completion whose answer the request
+      goes on from, if it is known: its ids are not kept, the template drops thinking.
     lineage: of the weights that `versions` count (`Lineages`); the pool sets it.
     experts: [prompt + response tokens, L, top_k] int16, the expert ids that the engine
       used, -1 where it has none (`rollout.api.GenerateResult`); None: not recorded. Two
@@ -44,6 +46,7 @@ class Completion:
   overrides: tuple[str, ...] = ()
   started_s: float = 0.0
   ended_s: float = 0.0
+  continues: str | None = None
   lineage: int = 0
   experts: np.ndarray | None = dataclasses.field(
     default=None, compare=False, repr=False

@@ -121,18 +121,15 @@ class Runner:
 
   async def _group(self, spec, count, item, prefix, mode, sampling, on_end):
     task = terminal.make(spec)
-    ranks = (
-      self._episode(task, item, rank, prefix, mode, sampling) for rank in range(count)
-    )
 
-    async def one(episode):
-      trajectory = await episode
+    async def one(rank):
+      trajectory = await self._episode(task, item, rank, prefix, mode, sampling)
       if on_end is not None:
         on_end(trajectory)
       return trajectory
 
     async with asyncio.TaskGroup() as group:  # a failure ends the others too
-      running = [group.create_task(one(episode)) for episode in ranks]
+      running = [group.create_task(one(rank)) for rank in range(count)]
     return [task.result() for task in running]
 
   async def _episode(self, task, item, rank, prefix, mode, sampling) -> Trajectory:

@@ -41,7 +41,11 @@ class RolloutsFailed(RuntimeError):
 
 
 class RlLoop:
-  """`resume` once, then `run`, which trains until the budget is used up."""
+  """`resume` once, then `run`, which trains until the budget is used up.
+
+  A context manager: its end cancels the groups that still roll out, which belong to no
+  update. A restart would reissue them.
+  """
 
   def __init__(
     self,
@@ -80,6 +84,15 @@ class RlLoop:
     # ends of groups wait for commits, which must not hold up the agents' loop
     self._settling = concurrent.futures.ThreadPoolExecutor(1, 'settling')
 
+  def __enter__(self) -> RlLoop:
+    return self
+
+  def __exit__(self, *exc) -> None:
+    self._queue.stop()
+    for index in list(self._groups):
+      self._cancel(index)
+    self._settling.shutdown(cancel_futures=True)
+
   def resume(self) -> None:
     """Restores the latest checkpoint and rolls the pool back to its ledger (law 5)."""
     ledger = None
@@ -104,34 +117,39 @@ class RlLoop:
     """Trains until the budget is used up; the last update has a checkpoint.
 
     Raises:
-      RolloutsFailed: `max_failed_groups` items failed in a row, or the engine stopped.
+      RolloutsFailed: `max_failed_groups` items failed in a row, or the engine stopped;
+        the last update has a checkpoint all the same.
       PoolBroken: the database cannot be written.
     """
-    while not self._over():
-      step, started_s = self._learner.version + 1, time.monotonic()
-      taken, credits_ = self._collect(step)
-      if not taken:
-        break
-      waited_s = time.monotonic() - started_s
-      scalars = self._order(taken)
-      self._fill()
-      scalars |= self._learner.update(credits_, self._rl.updates_per_batch)
-      self._roles.scheduler.update_weights(self._learner.variables(), step)
-      self._record(step, scalars, waited_s, time.monotonic() - started_s)
-      if self._rl.dev_every and step % self._rl.dev_every == 0:
-        self._develop(step)
-      if self._over() or step % self._rl.checkpoint_every == 0:
-        self._save(step)
+    failed = None
+    try:
+      while not self._over() and self._step():
+        pass
+    except RolloutsFailed as error:
+      failed = error
     if self._saved != self._learner.version:
       self._save(self._learner.version)
     self._manager.wait()
+    if failed is not None:
+      raise failed
 
-  def abandon(self) -> None:
-    """Cancels the groups that still roll out; a restart would reissue them."""
-    self._queue.stop()
-    for index in list(self._groups):
-      self._cancel(index)
-    self._settling.shutdown(cancel_futures=True)
+  def _step(self) -> bool:
+    """One update of the policy; False when nothing can be taken any more."""
+    step, started_s = self._learner.version + 1, time.monotonic()
+    taken, credits_ = self._collect(step)
+    if not taken:
+      return False
+    waited_s = time.monotonic() - started_s
+    scalars = self._order(taken)
+    self._fill()
+    scalars |= self._learner.update(credits_, self._rl.updates_per_batch)
+    self._roles.scheduler.update_weights(self._learner.variables(), step)
+    self._record(step, scalars, waited_s, time.monotonic() - started_s)
+    if self._rl.dev_every and step % self._rl.dev_every == 0:
+      self._develop(step)
+    if self._over() or step % self._rl.checkpoint_every == 0:
+      self._save(step)
+    return True
 
   # --- Budget ---
 
@@ -220,7 +238,7 @@ class RlLoop:
       raise RolloutsFailed(
         f'{failed} rollout groups failed in a row (rl.max_failed_groups is {limit}), '
         f'the last: {reason}. Mend the cause and start the run again: it goes on from '
-        f'step {self._saved}'
+        f'step {self._learner.version}'
       )
 
   def _order(self, taken: list[work_queue.Taken]) -> dict[str, float]:
@@ -375,8 +393,8 @@ class RlLoop:
         'worst_family_success': min(self._curriculum.success().values()),
         'pool/pending': state.pending,
         'pool/completed': state.completed,
-        'pool/taken': state.taken,
-        'pool/failed': state.failed,
+        'pool/taken': counts['taken'],
+        'pool/failed': counts['failed'],
         'pool/pruned_completions': self._pruned,
         'pool/missed_syncs': counts['missed_syncs'],
         'pool/late_completions': counts['late_completions'],

@@ -116,7 +116,7 @@ class _Run:
         optimizer,
         train_step.init_state(variables, optimizer),
       )
-      rl = rl_loop.RlLoop(
+      with rl_loop.RlLoop(
         config,
         running,
         the_learner,
@@ -125,13 +125,9 @@ class _Run:
         self._metrics,
         files,
         self._view,
-      )
-      try:
+      ) as rl:
         rl.resume()
         rl.run()
-      finally:
-        # what still rolls out belongs to no update: the evaluation has the machine
-        rl.abandon()
     self._evaluate(AFTER_RL, the_learner.version, running, greedy=True)
 
   def _more_sft(self, samples, variables, running: roles.Rollouts, files) -> None:

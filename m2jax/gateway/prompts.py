@@ -27,6 +27,8 @@ class Prompt:
     ids: token ids to feed.
     parent: id of the completion that `ids` extends, or None.
     fork_reason: a key of sessions.FORK_REASONS where there is no parent, else None.
+    continues: where there is no parent, id of the completion that the request goes on
+      from and whose ids the template does not keep, else None.
     closed_by_gateway: the parent's response was cut off (by length), so the
       end-of-message token after it is the gateway's, not the model's.
     tools, history: the request in comparable form (sessions.Node).
@@ -35,6 +37,7 @@ class Prompt:
   ids: tuple[int, ...]
   parent: str | None
   fork_reason: str | None
+  continues: str | None
   closed_by_gateway: bool
   tools: str
   history: tuple[sessions.Shown, ...]
@@ -97,6 +100,7 @@ def build(
     ids=parent.ids + ids if parent else ids,
     parent=parent.id if parent else None,
     fork_reason=fork_reason,
+    continues=node.id if node and not parent else None,
     closed_by_gateway=bool(closing),
     tools=request.tools_json,
     history=history,

@@ -125,6 +125,7 @@ class ChatService:
       turn=session.turns,
       parent=prompt.parent,
       fork_reason=None if prompt.fork_reason == 'first' else prompt.fork_reason,
+      continues=prompt.continues,
       prompt_ids=prompt.ids,
       response_ids=result.tokens,
       logprobs=result.logprobs,

@@ -230,17 +230,17 @@ class DataPool(reader.Reader):
     self._lineage = self.lineages().current
     return items
 
-  def prune(self, ledger: Ledger, *, keep_messages: int = 1000) -> int:
+  def prune(self, ledger: Ledger, *, keep_messages: int = 2000) -> int:
     """Drops what no restart can need, so that the file stays bounded.
 
     The token ids of items trained by `ledger`, of failed items, of evaluation and of
-    superseded attempts go; so do the messages of all trajectories but the newest, and
-    what `turns` tells of them. Trajectories and their rewards stay. The freed pages are
-    used again.
+    superseded attempts go. So do the messages of trajectories, with what `turns` tells
+    of them, but for a part that is spread over the whole run, for the report, and those
+    of live items. Trajectories and their rewards stay. The freed pages are used again.
 
     Args:
       ledger: of the *oldest* checkpoint that may still be restored.
-      keep_messages: trajectories that keep their messages. Those of live items do too.
+      keep_messages: how many trajectories, about, keep their messages: every 2^k-th.
 
     Returns:
       How many completions lost their token ids.

@@ -140,7 +140,36 @@ def rollback(
   connection: sa.Connection, ledger: Ledger, run: str
 ) -> list[records.WorkItem]:
   """Makes the pool's states those of the ledger; returns the items to run again."""
-  i, t, c = tables.items.c, tables.trajectories.c, tables.completions.c
+  i = tables.items.c
+  _set(connection, _undone(connection, ledger, run), state='completed', step=None)
+  rows = connection.execute(
+    sa.select(tables.items)
+    .where(i.state.in_(('pending', 'completed')))
+    .order_by(i.index)
+  ).all()
+  if behind := {r.index for r in rows if ledger.trained(r.index)}:
+    # Only a pool file put back from an older copy can be behind its checkpoint.
+    logging.warning('data pool: items %s were trained already', sorted(behind))
+    _set(connection, sorted(behind), state='taken', step=ledger.step)
+  # What is taken again is taken after their submission.
+  count = sa.select(sa.func.count()).where(i.state == 'taken')
+  trained = connection.scalar(count)
+  connection.execute(
+    sa.update(tables.items)
+    .where(i.state.in_(('pending', 'completed')), i.taken_before > trained)
+    .values(taken_before=trained)
+  )
+  reissue = [r.index for r in rows if r.state == 'pending' and r.index not in behind]
+  _set(connection, reissue, attempt=i.attempt + 1)
+  _supersede(connection, reissue)
+  _begin_lineage(connection, ledger)
+  pending = sa.select(tables.items).where(i.state == 'pending').order_by(i.index)
+  return [tables.work_item(row) for row in connection.execute(pending)]
+
+
+def _undone(connection: sa.Connection, ledger: Ledger, run: str) -> list[int]:
+  """Items that were taken after the ledger; LedgerMismatch where it does not fit."""
+  i = tables.items.c
   at = f'the checkpoint of step {ledger.step}'
   if ledger.run and ledger.run != run:
     raise LedgerMismatch(
@@ -161,29 +190,13 @@ def rollback(
       f'{at} precedes the training of items {pruned[:5]}, whose completions were '
       'pruned: restore a newer checkpoint'
     )
-  _set(connection, [r.index for r in undone], state='completed', step=None)
+  return [r.index for r in undone]
 
-  rows = connection.execute(
-    sa.select(tables.items)
-    .where(i.state.in_(('pending', 'completed')))
-    .order_by(i.index)
-  ).all()
-  if behind := {r.index for r in rows if ledger.trained(r.index)}:
-    # Only a pool file put back from an older copy can be behind its checkpoint.
-    logging.warning('data pool: items %s were trained already', sorted(behind))
-    _set(connection, sorted(behind), state='taken', step=ledger.step)
-  # What is taken again is taken after their submission.
-  count = sa.select(sa.func.count()).where(i.state == 'taken')
-  trained = connection.scalar(count)
-  connection.execute(
-    sa.update(tables.items)
-    .where(i.state.in_(('pending', 'completed')), i.taken_before > trained)
-    .values(taken_before=trained)
-  )
-  reissue = [r for r in rows if r.state == 'pending' and r.index not in behind]
-  indices = [r.index for r in reissue]
-  _set(connection, indices, attempt=i.attempt + 1)
-  for part in parts(indices):
+
+def _supersede(connection: sa.Connection, reissued: list[int]) -> None:
+  """What the attempts of these items left is never trained."""
+  t, c = tables.trajectories.c, tables.completions.c
+  for part in parts(reissued):
     connection.execute(
       sa.update(tables.trajectories)
       .where(t.item.in_(part), ~t.superseded)
@@ -196,14 +209,6 @@ def rollback(
     .where(~c.superseded, c.session.not_in(closed))
     .values(superseded=True)
   )
-  _begin_lineage(connection, ledger)
-  items = (tables.work_item(r) for r in reissue)
-  return [
-    dataclasses.replace(
-      item, attempt=item.attempt + 1, taken_before=min(item.taken_before, trained)
-    )
-    for item in items
-  ]
 
 
 def prune(connection: sa.Connection, ledger: Ledger, keep_messages: int) -> int:
@@ -220,10 +225,14 @@ def prune(connection: sa.Connection, ledger: Ledger, keep_messages: int) -> int:
   dropped = connection.execute(
     sa.update(tables.completions).where(mine, c.arrays.is_not(None)).values(arrays=None)
   )
-  first_old = sa.select(t.row).order_by(t.row.desc()).offset(keep_messages).limit(1)
+  # Every 2^k-th over the whole run: what a later call keeps, earlier ones kept too.
+  have = connection.scalar(sa.select(sa.func.count()).select_from(tables.trajectories))
+  every = 1
+  while have > every * keep_messages:
+    every *= 2
   connection.execute(
     sa.update(tables.trajectories)
-    .where(done, t.row <= first_old.scalar_subquery(), t.messages.is_not(None))
+    .where(done, t.row % every != 0, t.messages.is_not(None))
     .values(messages=None)
   )
   shown = sa.select(t.session).where(t.messages.is_not(None))

@@ -237,20 +237,22 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
   again and did not use. Agents do not say which they use; the rule reads it off:
 
     Completions with the same prompt ids are samples of one request: the same tools and
-    messages. Used are those that some completion extends (`Completion.parent`), and
-    where none is extended, the one that was asked for last; also the one that was
-    asked for last of the whole session, with which the agent ended.
+    messages. Used are those whose answer another request goes on from
+    (`Completion.parent`, `continues`), and where there is none, the one that was asked
+    for last; also the one that was asked for last of the whole session, with which the
+    agent ended.
 
   So after a lost connection the repetition is trained and the answer nobody received is
   not; of n samples the one that the agent went on with. Everything else is trained,
-  whether or not a later prompt extends it: what came before the context was reset or
-  rewritten, and sub-agents under the same key, whose prompts differ. Sub-agents with
-  equal prompts that end after one completion look like repetitions, and only the last
-  of them is trained.
+  whether or not a request goes on from it: what came before the context was reset or
+  rewritten, and sub-agents under the same key, whose prompts differ. Two cases cannot
+  be told apart from a repetition, and only the last is trained: sub-agents with equal
+  prompts that end after one completion; and of several samples the one that the agent
+  sends back changed, for example without its reasoning.
   """
   sampled = (c for c in completions if c.finish_reason != 'cancelled')
   sampled = sorted((c for c in sampled if c.response_ids), key=lambda c: c.turn)
-  extended = {c.parent for c in completions}
+  extended = {id_ for c in completions for id_ in (c.parent, c.continues)}
   requests = collections.defaultdict(list)
   for c in sampled:
     requests[c.prompt_ids].append(c)

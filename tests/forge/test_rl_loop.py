@@ -55,12 +55,16 @@ class Engine(ScriptedEngine):
 
 
 class Learner:
-  """Counts versions; `credit` is the product's unless `useful` says which items are."""
+  """Counts: its weights are how often each item was trained.
 
-  def __init__(self, useful=None):
-    self.state = {'step': np.int32(0), 'sum': np.zeros(3)}
+  `credit` is the product's unless `useful` says which items are.
+  """
+
+  def __init__(self, useful=None, items=1000):
+    self.state = {'step': np.int32(0), 'trained': np.zeros(items)}
     self.lineages = records.Lineages()
     self.updates = []  # of each: the items taken
+    self.passes = set()
     self.lags = []
     self._useful = useful
 
@@ -69,7 +73,7 @@ class Learner:
     return int(self.state['step'])
 
   def variables(self):
-    return self.state['sum'].copy()
+    return self.state['trained'].copy()
 
   def credit(self, group):
     credit = rewards.advantages(group, rewards.RewardConfig())
@@ -80,26 +84,30 @@ class Learner:
     return credit
 
   def update(self, credits_, passes=1):
+    self.passes.add(passes)
     for credit in credits_:
       for c in itertools.chain.from_iterable(x.completions for x in credit.credits):
         between = self.lineages.updates_between(c.lineage, c.versions, self.version)
         self.lags.append((c.lineage, c.versions, between.tolist()))
-    self.updates.append([g.credits[0].trajectory.item for g in credits_])
-    self.state = {**self.state, 'step': np.int32(self.version + 1)}
+    items = [g.credits[0].trajectory.item for g in credits_]
+    self.updates.append(items)
+    trained = self.state['trained'].copy()
+    np.add.at(trained, items, 1)
+    self.state = {'step': np.int32(self.version + 1), 'trained': trained}
     return {'loss': 0.0}
 
 
 class Run:
   """One life of a loop in a directory; `config` are fields of RlConfig."""
 
-  def __init__(self, directory, tok, learner=None, **config):
+  def __init__(self, directory, tok, learner=None, agent=AGENT, **config):
     base = forge_worker.config()
     fields = dict(steps=4, seconds=0.0, items=0, groups_per_step=2, group_size=2)
     fields |= dict(capacity=4, window=None, checkpoint_every=2, refill_factor=1.0)
     rl = dataclasses.replace(base.rl, **fields | config)
     assert isinstance(rl, RlConfig)
     self.config = dataclasses.replace(base, rl=rl, model=model_config.tiny())
-    self.directory, self.tok = directory, tok
+    self.directory, self.tok, self.agent = directory, tok, agent
     self.learner = learner or Learner()
     self.answers = itertools.cycle([response_text('so', 'no'), 'never mind[e~['])
 
@@ -112,16 +120,17 @@ class Run:
     )
     self.engine = Engine(lambda request: self.tok.encode(next(self.answers)))
     stack.callback(self.engine.close)
-    gateway = Gateway(GatewayConfig(), self.tok, self.engine, self.pool.add_completion)
+    record = self.pool.add_completion
+    self.gateway = gateway = Gateway(GatewayConfig(), self.tok, self.engine, record)
     stack.enter_context(gateway)
     runner = episodes.Runner(
-      episodes.EpisodeConfig(agent=AGENT, concurrency=8),
+      episodes.EpisodeConfig(agent=self.agent, concurrency=8),
       gateway.base_url,
       gateway.sessions,
     )
     stack.enter_context(runner)
     self.manager = stack.enter_context(CheckpointManager(self.directory / 'rl', keep=2))
-    self.loop = rl_loop.RlLoop(
+    loop = rl_loop.RlLoop(
       self.config,
       roles.Rollouts(self.engine, gateway, runner),
       self.learner,
@@ -130,7 +139,7 @@ class Run:
       self.metrics,
       files={},
     )
-    stack.callback(self.loop.abandon)
+    self.loop = stack.enter_context(loop)
     self.loop.resume()
     return self
 
@@ -191,12 +200,12 @@ def test_a_sandbox_that_never_works(tmp_path, tok, monkeypatch):
   """The run stops with the sandbox's own reason, what to do, and nothing trained."""
   boxes = Sandboxes(monkeypatch)
   boxes.until_s = float('inf')
-  with Run(tmp_path, tok, max_failed_groups=8) as run:
+  with Run(tmp_path, tok, max_failed_groups=6) as run:
     with pytest.raises(rl_loop.RolloutsFailed) as error:
       run.loop.run()
-    for part in ('8 rollout groups', 'max_failed_groups', 'no space left on device'):
+    for part in ('6 rollout groups', 'max_failed_groups', 'no space left on device'):
       assert part in str(error.value)
-    assert run.learner.updates == [] and len(run.pool.failures()) == 8
+    assert run.learner.updates == [] and len(run.pool.failures()) == 6
 
 
 def test_the_budget_is_checked_while_waiting(tmp_path, tok, monkeypatch):
@@ -227,6 +236,7 @@ def test_an_engine_outage(tmp_path, tok):
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert 'engine has stopped' in str(raised[0])
+    assert run.manager.latest_step() == run.learner.version  # what was learned stays
     assert any('HTTP 503' in reason for reason in run.pool.failures().values())
 
 
@@ -251,10 +261,10 @@ def test_groups_without_advantage_are_replaced(tmp_path, tok):
   """Dynamic sampling: an update takes until two groups are useful, six at most; what it
   drops is taken all the same: the finite queue is drained with no item twice."""
   learner = Learner(useful=lambda item: item % 3 == 0 and item < 12)
-  with Run(
-    tmp_path, tok, learner, steps=100, items=20, refill_factor=3.0, window=1
-  ) as run:
+  config = dict(items=20, refill_factor=3.0, window=1, updates_per_batch=2)
+  with Run(tmp_path, tok, learner, steps=100, **config) as run:
     run.loop.run()
+    assert learner.passes == {2}
     assert learner.updates == [
       [0, 1, 2, 3],
       [4, 5, 6, 7, 8, 9],
@@ -265,6 +275,27 @@ def test_groups_without_advantage_are_replaced(tmp_path, tok):
     assert run.manager.restore().host['ledger']['head'] == 20
   refilled = [r['groups_refilled'] for r in metrics_lib.read(tmp_path, 'rl')]
   assert refilled == [2, 4, 4, 2]
+
+
+def test_time_is_up_in_the_middle_of_a_step(tmp_path, tok, monkeypatch):
+  """What was taken for a step that is never trained is no part of the ledger: with more
+  time the run takes it again, and every item of the queue is trained once."""
+  boxes = Sandboxes(monkeypatch)
+  boxes.hang = set(range(13, 1000))  # after six groups
+  config = dict(steps=100, items=12, refill_factor=3.0, capacity=8)
+  first = Learner(useful=lambda item: item < 2)
+  with Run(tmp_path, tok, first, seconds=6.0, **config) as run:
+    run.loop.run()
+    assert first.updates == [[0, 1]]
+    taken = run.pool.counts()['taken']
+    assert 2 < taken <= 6
+  boxes.hang = set()
+  second = Learner()
+  with Run(tmp_path, tok, second, seconds=600.0, **config) as run:
+    assert second.version == 1 and run.pool.counts()['taken'] == 2
+    run.loop.run()
+    trained = [i for items in first.updates + second.updates for i in items]
+    assert sorted(trained) == list(range(12)) and not run.pool.failures()
 
 
 def test_a_run_is_pruned_to_its_oldest_checkpoint(tmp_path, tok):

@@ -105,6 +105,7 @@ def completions(draw):
     turn=draw(st.integers(0, 1000)),
     parent=draw(st.none() | TEXT),
     fork_reason=draw(st.none() | TEXT),
+    continues=draw(st.none() | TEXT),
     prompt_ids=prompt_ids,
     response_ids=many(IDS),
     logprobs=many(logprob),
@@ -425,14 +426,32 @@ def test_prune_keeps_what_a_restart_needs(pool):
   pool.take([2], step=3)
   assert pool.prune(second, keep_messages=3) == 9
   assert pool.completions('1.0.0') == [] == pool.completions('old evaluation')
-  # the 3 newest, and the live items'
-  assert sessions(pool) == ['2.0.0', '2.0.1', '3.0.0', '3.0.1']
-  assert [len(pool.turns(f'{i}.0.0')) for i in range(4)] == [0, 0, 2, 2]
+  # of 9 trajectories every fourth, and the live items'
+  assert sessions(pool) == ['1.0.0', '2.0.0', '2.0.1', '3.0.0', '3.0.1']
+  assert [len(pool.turns(f'{i}.0.0')) for i in range(4)] == [0, 2, 2, 2]
   assert pool.prune(second) == 0
   with pytest.raises(LedgerMismatch, match='were pruned'):
     pool.rollback(first)
   assert pool.rollback(second) == []
   assert [len(cs) for _, cs in pool.group(2)] == [2, 2]
+
+
+def test_the_report_reads_all_of_a_run(pool):
+  """However often it was pruned: the messages that stay, about as many as asked for,
+  are spread over it from its beginning to its end, with their turns."""
+  for i in range(200):
+    pool.submit(WorkItem(i, 't', 1))
+    pool.add_completion(completion(f's{i}'))
+    pool.add_trajectory(trajectory(f's{i}', i, messages=({},)))
+    pool.complete(i)
+    pool.take([i], step=i)
+    if i % 7 == 0 or i == 199:
+      pool.prune(pool.ledger(i), keep_messages=20)
+  kept = [int(session[1:]) for session in sessions(pool)]
+  assert 10 <= len(kept) <= 20
+  assert max(np.diff([0, *kept, 199])) < 40
+  assert all(len(pool.turns(f's{i}')) == 1 for i in kept)
+  assert sum(len(pool.turns(f's{i}')) for i in range(200)) == len(kept)
 
 
 def test_file_stays_bounded(pool, tmp_path):

@@ -1,0 +1,90 @@
+"""Which completions count as acted on, with the records of the real gateway."""
+
+from __future__ import annotations
+
+import itertools
+
+import httpx
+import pytest
+
+from m2jax.rl import rewards
+from tests.gateway.conftest import SH, response_text, serve, tok
+
+__all__ = ['serve', 'tok']
+
+
+@pytest.fixture
+def agent(serve, tok):
+  """`ask(messages) -> message`, and the completions that the gateway recorded."""
+  texts = (
+    response_text(f'thought {i}', f'answer {i}', [('sh', {'cmd': f'wc {i}'})])
+    for i in itertools.count()
+  )
+  gateway, _, records = serve(lambda request: tok.encode(next(texts)))
+
+  def ask(messages):
+    response = httpx.post(
+      f'{gateway.base_url}/chat/completions',
+      headers={'authorization': 'Bearer agent'},
+      json={'model': 'm2jax', 'messages': messages, 'tools': [SH]},
+    )
+    assert response.status_code == 200, response.text
+    return response.json()['choices'][0]['message']
+
+  return ask, records
+
+
+def turns(records):
+  """Turns of the completions that are trained."""
+  return [c.turn for c in rewards.acted(records)]
+
+
+def user(text):
+  return {'role': 'user', 'content': text}
+
+
+def call(message):
+  """A tool's answer, after which the template keeps what was thought."""
+  (made,) = message['tool_calls']
+  return {'role': 'tool', 'tool_call_id': made['id'], 'content': '3'}
+
+
+@pytest.mark.parametrize('after', [call, lambda message: user('go on')])
+def test_a_lost_answer_is_not_trained(agent, after):
+  """The same request again, at the first turn and at a later one, since the client
+  never got the answer; whether or not the next prompt keeps the recorded ids."""
+  ask, records = agent
+  first = [user('count')]
+  ask(first)
+  message = ask(first)
+  second = [*first, message, after(message)]
+  ask(second)
+  message = ask(second)
+  ask([*second, message, after(message)])
+  assert [c.parent is None for c in records] == [True, True, *[after is not call] * 3]
+  assert turns(records) == [1, 3, 4]
+
+
+@pytest.mark.parametrize('after', [call, lambda message: user('go on')])
+def test_the_best_of_three_is_trained(agent, after):
+  """Three samples, of which the agent goes on with the first."""
+  ask, records = agent
+  start = [user('count')]
+  best, *_ = [ask(start) for _ in range(3)]
+  ask([*start, best, after(best)])
+  assert turns(records) == [0, 3]
+
+
+def test_clients_that_rewrite_history_are_trained_whole(agent):
+  """Dropped reasoning, a compacted context and a sub-agent fork without a repetition:
+  the agent acted on every completion."""
+  ask, records = agent
+  start = [user('count')]
+  message = ask(start)
+  message.pop('reasoning_content')
+  ask([*start, message, user('and now')])
+  ask([user('a summary of the work so far')])
+  ask([user('you are a sub-agent')])
+  ask([user('a summary of the work so far'), user('go on')])
+  assert [c.fork_reason is None for c in records] == [True] + [False] * 4
+  assert turns(records) == [0, 1, 2, 3, 4]
