@@ -64,13 +64,13 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     families=DEMONSTRATED,
     tokens_per_step=2048,  # input tokens, before prefixes are merged
     row_tokens=1024,
-    loop=dict(steps=650, checkpoint_every=400),
+    loop=dict(steps=850, checkpoint_every=400),
     step=dict(micro_rows=2),
     optimizer=dict(
       name='muon',
       learning_rate=0.02,
       adam_learning_rate=3e-3,
-      schedule=dict(kind='wsd', total_steps=650, decay_steps=250, final_fraction=0.1),
+      schedule=dict(kind='wsd', total_steps=850, decay_steps=300, final_fraction=0.1),
     ),
   )
   c.rl = dict(
@@ -78,9 +78,9 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     seconds=0.0,
     dev_every=10,
     dev_tasks=105,
-    groups_per_step=8,
+    groups_per_step=16,
     group_size=8,
-    capacity=24,  # N, in groups
+    capacity=32,  # N, in groups
     window='default',  # W = 0.3 N
     checkpoint_every=20,
     curriculum=dict(floor=0.1),  # of a family that never fails
