@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax.sandbox import api, files
+from m2jax.sandbox import api, archive, files
 
 _NAME = st.text('ab.-é ', min_size=1, max_size=4).filter(lambda n: n not in ('.', '..'))
 _PATHS = st.dictionaries(
@@ -48,12 +48,13 @@ def test_snapshot_restores_any_tree(before, after):
         tree.write(path, data, mode)
         assert tree.read(path, len(data)) == data
       assert _listing(root) == before
-      snapshot = tree.snapshot()
-      tree.clear()
+      snapshot = archive.pack(fd, 1 << 20)
+      archive.clear(fd)
       assert os.listdir(root) == []
       for path, (data, mode) in after.items():
         tree.write(path, data, mode)
-      tree.restore(snapshot)
+      archive.clear(fd)
+      archive.unpack(fd, None, snapshot)
       assert _listing(root) == before
     finally:
       os.close(fd)
@@ -88,6 +89,14 @@ def test_descriptors_are_not_leaked(tmp_path):
     for path in ('link', 'link/x', 'pipe', 'none', 'd', 'd/e/f/g'):
       with pytest.raises((api.SandboxPathError, FileNotFoundError)):
         tree.read(path, 10)
-    tree.restore(tree.snapshot())
+    snapshot = archive.pack(fd, 1 << 20)
+    archive.clear(fd)
+    archive.unpack(fd, None, snapshot)
+    os.symlink('/etc/passwd', tmp_path / 'unread')
+    with pytest.raises(api.SandboxPathError):
+      archive.pack(fd, 2000)
+    archive.clear(fd)
+    archive.unpack(fd, None, snapshot)
+    os.mkfifo(tmp_path / 'pipe')
   assert len(os.listdir('/proc/self/fd')) == before
   os.close(fd)

@@ -1,17 +1,23 @@
-"""Calls that Python lacks: namespaces, mounts, orphans (unshare(2), prctl(2))."""
+"""Calls that Python lacks: namespaces, mounts, orphans, keyrings (prctl(2), …)."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import fcntl
 import os
+import signal
 import socket
 import struct
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_KEYCTL = {'x86_64': 250, 'aarch64': 219}
+_KEYCTL_JOIN_SESSION_KEYRING = 1
 _SIOCGIFFLAGS = 0x8913
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
@@ -19,6 +25,7 @@ _IFREQ = '16sh14x'  # netdevice(7): name and flags
 _MS_NOSUID = 2
 _MS_NODEV = 4
 _MS_BIND = 4096
+_MS_MOVE = 8192
 _MS_REC = 16384
 _MS_PRIVATE = 1 << 18
 _MNT_DETACH = 2
@@ -94,6 +101,65 @@ def adopt_orphans() -> None:
   _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), 'become a subreaper')
 
 
+def die_with(parent: int) -> None:
+  """Has the kernel kill this process when `parent`, which forked it, ends.
+
+  To be called after the last change of uid, which would undo it.
+  """
+  _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), 'die with the parent')
+  if os.getppid() != parent:
+    raise ProcessLookupError('the supervisor has ended')
+
+
+def new_session_keyring() -> None:
+  """Leaves the caller's session keyring for an empty one (keyrings(7)).
+
+  Does nothing where the kernel has no keyrings or this machine's number of the call is
+  not known: there the system call filter alone keeps commands from keys.
+
+  Raises:
+    OSError: the kernel refused.
+  """
+  number = _KEYCTL.get(os.uname().machine)
+  if number is None:
+    return
+  if _libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None) == -1:
+    error = ctypes.get_errno()
+    if error not in (errno.ENOSYS, errno.EPERM):  # EPERM: a container's own filter
+      raise OSError(error, f'join a session keyring: {os.strerror(error)}')
+
+
+def processes_of(uid: int) -> list[int]:
+  """The processes on this machine that run under a uid."""
+  found = []
+  for name in os.listdir('/proc'):
+    if name.isdigit():
+      with contextlib.suppress(OSError):
+        if os.stat(f'/proc/{name}').st_uid == uid:
+          found.append(int(name))
+  return found
+
+
+def threads_of(uid: int) -> int:
+  """How many threads those processes have: what RLIMIT_NPROC counts."""
+  count = 0
+  for pid in processes_of(uid):
+    with contextlib.suppress(OSError):
+      count += len(os.listdir(f'/proc/{pid}/task'))
+  return count
+
+
+def children() -> list[int]:
+  """The processes whose parent is this one."""
+  found, own = [], os.getpid()
+  for name in os.listdir('/proc'):
+    if name.isdigit():
+      with contextlib.suppress(OSError), open(f'/proc/{name}/stat') as f:
+        if int(f.read().rpartition(') ')[2].split()[1]) == own:
+          found.append(int(name))
+  return found
+
+
 def mount_tmpfs(target: str, size_bytes: int, inodes: int, mode: int, uid: int) -> None:
   """Mounts a private in-memory file system of at most `size_bytes` and `inodes`."""
   options = f'size={size_bytes},nr_inodes={inodes},mode={mode:o},uid={uid},gid={uid}'
@@ -106,6 +172,11 @@ def mount_tmpfs(target: str, size_bytes: int, inodes: int, mode: int, uid: int) 
 def bind(source: str, target: str) -> None:
   """Makes `source`, with what is mounted below it, visible at `target` too."""
   _mount(source, target, None, _MS_BIND | _MS_REC, '')
+
+
+def move_mount(source: str, target: str) -> None:
+  """Moves the file system at `source` to `target`."""
+  _mount(source, target, None, _MS_MOVE, '')
 
 
 def unmount(target: str) -> None:

@@ -1,0 +1,274 @@
+"""Sandboxes on this machine: directories, uids, networks, groups, and their return.
+
+What a sandbox had is given to another only when nothing of the first is alive.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import resource
+import signal
+
+import cgroups as cgroups_lib
+import commands
+import linux
+
+_WORKSPACE_INODES = 16384
+_SCRATCH_INODES = 16384
+_BUBBLEWRAP_PROCESSES = 2  # its monitor and its init
+
+
+class Box:
+  """One sandbox: its directories, identity, limits and ready-made command line."""
+
+  def __init__(self, number: int, limits: dict):
+    self.number = number
+    self.limits = limits
+    self.isolated = False
+    self.path = ''  # the workspace
+    self.staged = ''  # a workspace that may take its place
+    self.scratch = ''  # what becomes /tmp and /dev/shm
+    self.filter = ''
+    self.uid = None
+    self.network = None
+    self.group = None
+    self.argv = []
+    self.env = {}
+    self.rlimits = []
+    self.run = None  # the command in progress
+    self.closing = []  # requests to be answered when all of it is gone
+    self.broken = False  # something of it may be alive for ever
+
+  def survivors(self) -> list[int]:
+    """Processes that are alive in its control group or, without one, under its uid."""
+    if self.group is not None:
+      return self.group.processes() if self.group.count() else []
+    return linux.processes_of(self.uid) if self.uid is not None else []
+
+
+class Machine:
+  """Prepares this machine and makes sandboxes on it. `config`: see `client.py`."""
+
+  def __init__(self, config: dict):
+    self.isolated = config['backend'] == 'bubblewrap'
+    self.parallel = config['parallel']
+    self.root = os.geteuid() == 0
+    self._bwrap = config['bwrap']
+    self._directory = config['directory']
+    self._uids = config['uids']
+    self._uids_taken = set()
+    self._next_uid = self._uids[0] + os.getpid() * 1009
+    self._next_number = 0
+    self._networks = collections.deque()
+    self.cgroups = cgroups_lib.Cgroups('none', {}, 'not asked for')
+    linux.adopt_orphans()
+    linux.new_session_keyring()
+    if self.isolated:
+      linux.enter_private_mounts()
+      self._networks.append(linux.new_network())
+      linux.mount_tmpfs(self._directory, 16 << 20, 65536, 0o711, 0)
+      self._shared = self._prepare(config['read_only'], config['filter'])
+    else:
+      os.chmod(self._directory, 0o711)
+    if config['cgroups']:
+      self.cgroups = cgroups_lib.detect()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    self._shared_processes = linux.threads_of(os.getuid())
+
+  def _prepare(self, read_only, program: bytes | None) -> commands.Shared:
+    etc, empty = (os.path.join(self._directory, name) for name in ('etc', 'empty'))
+    commands.prepare_etc(etc, linux.bind)
+    os.mkdir(empty, 0o555)
+    places = []
+    for number, (source, target) in enumerate(read_only):
+      # Bound to where the dropped uid can reach it, whatever lies above the source.
+      place = os.path.join(self._directory, f'read_only_{number}')
+      os.mkdir(place)
+      linux.bind(source, place)
+      places.append((place, target))
+    filter_path = ''
+    if program:
+      filter_path = os.path.join(self._directory, 'filter')
+      with open(filter_path, 'wb') as f:
+        f.write(program)
+    return commands.Shared(etc, empty, tuple(places), filter_path)
+
+  def found(self) -> dict:
+    """What the caller's report needs."""
+    return {
+      'root': self.root,
+      'cgroups': self.cgroups.kind,
+      'cgroups_reason': self.cgroups.reason,
+      'counts_swap': self.cgroups.counts_swap,
+    }
+
+  # Sandboxes ------------------------------------------------------------------------
+
+  def open(self, limits: dict, env: dict) -> Box:
+    """Makes a sandbox.
+
+    Raises:
+      OSError: the machine refused; nothing of it is left.
+    """
+    box = Box(self._next_number, limits)
+    self._next_number += 1
+    box.isolated = self.isolated
+    try:
+      if self.root:
+        box.uid = self._take_uid()
+      box.path = self._make_directory(box, 'workspace')
+      processes = None
+      if self.isolated:
+        self._isolate(box, env)
+      else:
+        box.argv = commands.shell_argv()
+        box.env = dict(env)
+        processes = limits['processes']
+        if not self.root:
+          processes = self._shared_processes + processes * self.parallel
+    except OSError:
+      self.discard(box)
+      raise
+    box.rlimits = commands.resource_limits(
+      cpu_s=limits['cpu_s'],
+      file_bytes=limits['file_bytes'],
+      address_bytes=None if box.group else limits['memory_bytes'],
+      processes=processes,
+    )
+    return box
+
+  def _isolate(self, box: Box, env: dict) -> None:
+    box.network = self._networks.popleft() if self._networks else linux.new_network()
+    if self.cgroups.kind != 'none':
+      processes = box.limits['processes'] + _BUBBLEWRAP_PROCESSES
+      box.group = self.cgroups.make(
+        str(box.number), box.limits['memory_bytes'], processes
+      )
+    box.scratch = os.path.join(self._directory, f'scratch_{box.number}')
+    os.mkdir(box.scratch)
+    box.filter = self._shared.filter
+    box.argv = commands.bubblewrap_argv(
+      self._bwrap,
+      shared=self._shared,
+      workspace=box.path,
+      scratch=box.scratch,
+      processes=box.limits['processes'],
+      env=env,
+    )
+
+  def _make_directory(self, box: Box, kind: str) -> str:
+    """Makes a workspace: a file system of its own, where there may be mounts."""
+    path = os.path.join(self._directory, f'{kind}_{box.number}')
+    os.mkdir(path, 0o700)
+    if self.isolated:
+      size = box.limits['workspace_bytes']
+      linux.mount_tmpfs(path, size, _WORKSPACE_INODES, 0o700, box.uid or 0)
+    elif box.uid is not None:
+      os.chown(path, box.uid, box.uid)
+    return path
+
+  def _take_uid(self) -> int:
+    low, high = self._uids
+    for _ in range(high - low):
+      uid = low + self._next_uid % (high - low)
+      self._next_uid += 1
+      if uid not in self._uids_taken:
+        self._uids_taken.add(uid)
+        return uid
+    raise OSError(f'all {high - low} uids of the range are in use')
+
+  def mount_scratch(self, box: Box) -> None:
+    """Gives the next command an empty /tmp and /dev/shm."""
+    if not self.isolated:
+      return
+    size = box.limits['workspace_bytes']
+    linux.mount_tmpfs(box.scratch, size, _SCRATCH_INODES, 0o755, 0)
+    for name in ('tmp', 'shm'):
+      path = os.path.join(box.scratch, name)
+      os.mkdir(path)
+      os.chmod(path, 0o1777)
+
+  def unmount_scratch(self, box: Box) -> None:
+    """Removes what an ended command left in /tmp and /dev/shm."""
+    if self.isolated:
+      with contextlib.suppress(OSError):
+        linux.unmount(box.scratch)
+
+  def stage(self, box: Box) -> str:
+    """Makes an empty workspace beside the present one. Returns its directory."""
+    self.unstage(box)
+    box.staged = self._make_directory(box, 'staged')
+    return box.staged
+
+  def adopt(self, box: Box) -> None:
+    """Puts the staged workspace in the place of the present one."""
+    if not box.staged:
+      raise OSError('no workspace was staged')
+    old = f'{box.path}.old'
+    if self.isolated:
+      os.mkdir(old)
+      replace = linux.move_mount
+    else:
+      replace = os.rename
+    replace(box.path, old)
+    try:
+      replace(box.staged, box.path)
+    except OSError:
+      replace(old, box.path)
+      raise
+    if self.isolated:
+      self._unmake(old)
+      os.rmdir(box.staged)
+    box.staged = ''
+
+  def unstage(self, box: Box) -> None:
+    """Drops a staged workspace; in the weaker mode the caller removes its files."""
+    if box.staged and self.isolated:
+      self._unmake(box.staged)
+    box.staged = ''
+
+  def _unmake(self, path: str) -> None:
+    with contextlib.suppress(OSError):
+      linux.unmount(path)
+    with contextlib.suppress(OSError):
+      os.rmdir(path)
+
+  def discard(self, box: Box) -> bool:
+    """Removes a sandbox of which nothing runs.
+
+    Returns:
+      False if a process is alive under its uid or in its group all the same: then
+      these and its network go to nobody else. They are killed.
+    """
+    if self.isolated:
+      self.unstage(box)
+      for path in (box.path, box.scratch):
+        if path:
+          self._unmake(path)
+    alive = set(box.survivors())
+    if box.uid is not None and box.group is not None:
+      alive.update(linux.processes_of(box.uid))
+    for pid in alive:
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    if box.group is not None:
+      self.cgroups.remove(box.group)
+    if alive or box.broken:
+      return False
+    if box.network is not None:
+      self._networks.append(box.network)
+    self._uids_taken.discard(box.uid)
+    return True
+
+  def remove(self) -> bool:
+    """Removes the directory and the groups. Returns False if groups are still busy."""
+    import shutil  # only now: every fork copies what is loaded
+
+    with contextlib.suppress(OSError):
+      if self.isolated:
+        linux.unmount(self._directory)
+    shutil.rmtree(self._directory, ignore_errors=True)
+    return self.cgroups.sweep()
