@@ -102,10 +102,8 @@ class Supervisor:
 
   def _launch(self, request: int, box: boxes.Box, command: bytes, wall_s: float):
     try:
-      self._machine.mount_scratch(box)
       run = runs.Run(request, box, command, wall_s)
     except Exception as error:  # noqa: BLE001 - of this sandbox, not of the others
-      self._machine.unmount_scratch(box)
       self._reply(request, f'cannot start a command: {error}', None)
       return
     self._runs[request] = run
@@ -162,7 +160,6 @@ class Supervisor:
     del self._runs[run.request]
     box = run.box
     box.run = None
-    self._machine.unmount_scratch(box)
     self._reply(run.request, error, result)
     if box.number not in self._boxes:
       self._machine.discard(box)
@@ -295,7 +292,6 @@ class Supervisor:
           time.sleep(0.001)
       run.box.run = None
     for box in {*self._boxes.values(), *(run.box for run in self._runs.values())}:
-      self._machine.unmount_scratch(box)
       self._machine.discard(box)
     while not self._machine.remove() and time.monotonic() < deadline:
       time.sleep(0.01)

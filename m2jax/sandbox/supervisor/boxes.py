@@ -16,8 +16,11 @@ import commands
 import linux
 
 _WORKSPACE_INODES = 16384
-_SCRATCH_INODES = 16384
 _BUBBLEWRAP_PROCESSES = 2  # its monitor and its init
+
+
+def _is_below(path: str, directory: str) -> bool:
+  return os.path.commonpath([path, directory]) == directory
 
 
 class Box:
@@ -26,11 +29,9 @@ class Box:
   def __init__(self, number: int, limits: dict):
     self.number = number
     self.limits = limits
-    self.isolated = False
+    self.shared = None  # commands.Shared under bubblewrap
     self.path = ''  # the workspace
     self.staged = ''  # a workspace that may take its place
-    self.scratch = ''  # what becomes /tmp and /dev/shm
-    self.filter = ''
     self.uid = None
     self.network = None
     self.group = None
@@ -79,9 +80,13 @@ class Machine:
     self._shared_processes = linux.threads_of(os.getuid())
 
   def _prepare(self, read_only, program: bytes | None) -> commands.Shared:
-    etc, empty = (os.path.join(self._directory, name) for name in ('etc', 'empty'))
-    commands.prepare_etc(etc, linux.bind)
-    os.mkdir(empty, 0o555)
+    own = {
+      name: os.path.join(self._directory, name)
+      for name in ('etc', 'empty', 'workspace', 'scratch', 'filter')
+    }
+    commands.prepare_etc(own['etc'], linux.bind)
+    for name in ('empty', 'workspace', 'scratch'):
+      os.mkdir(own[name])
     places = []
     for number, (source, target) in enumerate(read_only):
       # Bound to where the dropped uid can reach it, whatever lies above the source.
@@ -89,12 +94,25 @@ class Machine:
       os.mkdir(place)
       linux.bind(source, place)
       places.append((place, target))
-    filter_path = ''
     if program:
-      filter_path = os.path.join(self._directory, 'filter')
-      with open(filter_path, 'wb') as f:
+      with open(own['filter'], 'wb') as f:
         f.write(program)
-    return commands.Shared(etc, empty, tuple(places), filter_path)
+    return commands.Shared(
+      own['etc'],
+      own['empty'],
+      tuple(places),
+      own['filter'] if program else '',
+      own['workspace'],
+      own['scratch'],
+      linux.new_mounts(self._is_needed),
+    )
+
+  def _is_needed(self, mount_point: str) -> bool:
+    """Whether bubblewrap or a command needs what is mounted there."""
+    trees = [self._directory, *commands.ROOTS]
+    files = ['/proc', '/dev', self._bwrap]
+    above = any(_is_below(path, mount_point) for path in (*trees, *files))
+    return above or any(_is_below(mount_point, tree) for tree in trees)
 
   def found(self) -> dict:
     """What the caller's report needs."""
@@ -115,7 +133,6 @@ class Machine:
     """
     box = Box(self._next_number, limits)
     self._next_number += 1
-    box.isolated = self.isolated
     try:
       if self.root:
         box.uid = self._take_uid()
@@ -147,14 +164,10 @@ class Machine:
       box.group = self.cgroups.make(
         str(box.number), box.limits['memory_bytes'], processes
       )
-    box.scratch = os.path.join(self._directory, f'scratch_{box.number}')
-    os.mkdir(box.scratch)
-    box.filter = self._shared.filter
+    box.shared = self._shared
     box.argv = commands.bubblewrap_argv(
       self._bwrap,
       shared=self._shared,
-      workspace=box.path,
-      scratch=box.scratch,
       processes=box.limits['processes'],
       env=env,
     )
@@ -179,23 +192,6 @@ class Machine:
         self._uids_taken.add(uid)
         return uid
     raise OSError(f'all {high - low} uids of the range are in use')
-
-  def mount_scratch(self, box: Box) -> None:
-    """Gives the next command an empty /tmp and /dev/shm."""
-    if not self.isolated:
-      return
-    size = box.limits['workspace_bytes']
-    linux.mount_tmpfs(box.scratch, size, _SCRATCH_INODES, 0o755, 0)
-    for name in ('tmp', 'shm'):
-      path = os.path.join(box.scratch, name)
-      os.mkdir(path)
-      os.chmod(path, 0o1777)
-
-  def unmount_scratch(self, box: Box) -> None:
-    """Removes what an ended command left in /tmp and /dev/shm."""
-    if self.isolated:
-      with contextlib.suppress(OSError):
-        linux.unmount(box.scratch)
 
   def stage(self, box: Box) -> str:
     """Makes an empty workspace beside the present one. Returns its directory."""
@@ -245,9 +241,8 @@ class Machine:
     """
     if self.isolated:
       self.unstage(box)
-      for path in (box.path, box.scratch):
-        if path:
-          self._unmake(path)
+      if box.path:
+        self._unmake(box.path)
     alive = set(box.survivors())
     if box.uid is not None and box.group is not None:
       alive.update(linux.processes_of(box.uid))

@@ -35,7 +35,9 @@ _ETC = {
 }
 _ETC_OF_HOST = ('alternatives', 'ld.so.cache')
 _ROOT_LINKS = ('bin', 'sbin', 'lib', 'lib32', 'lib64', 'libx32')
+ROOTS = ('/usr', *(f'/{name}' for name in _ROOT_LINKS))  # read-only, of the host
 _MAX_OPEN_FILES = 256
+_SCRATCH_INODES = 16384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +49,17 @@ class Shared:
     empty: a directory with nothing in it.
     read_only: (source, place in the sandbox) of read-only trees.
     filter: file with the system call filter; empty for none.
+    workspace, scratch: empty directories, where a command's own are mounted.
+    mounts: mount namespace that commands start from.
   """
 
   etc: str
   empty: str
   read_only: tuple[tuple[str, str], ...]
   filter: str
+  workspace: str
+  scratch: str
+  mounts: int
 
 
 def prepare_etc(directory: str, bind) -> None:
@@ -76,8 +83,6 @@ def bubblewrap_argv(
   bwrap: str,
   *,
   shared: Shared,
-  workspace: str,
-  scratch: str,
   processes: int,
   env: dict[str, str],
 ) -> list[str]:
@@ -86,8 +91,6 @@ def bubblewrap_argv(
   Args:
     bwrap: path of bubblewrap.
     shared: what all sandboxes see.
-    workspace: directory that becomes /workspace.
-    scratch: directory whose `tmp` and `shm` become /tmp and /dev/shm.
     processes: most processes at once.
     env: the whole environment.
   """
@@ -111,9 +114,9 @@ def bubblewrap_argv(
   argv += ['--proc', '/proc', '--ro-bind', '/proc/sys', '/proc/sys']
   # Who may write /proc/1/mem decides what bubblewrap's init does.
   argv += ['--ro-bind', shared.empty, '/proc/1']
-  argv += ['--dev', '/dev', '--bind', os.path.join(scratch, 'shm'), '/dev/shm']
-  argv += ['--bind', os.path.join(scratch, 'tmp'), '/tmp']
-  argv += ['--bind', workspace, '/workspace', '--chdir', '/workspace']
+  argv += ['--dev', '/dev', '--bind', os.path.join(shared.scratch, 'shm'), '/dev/shm']
+  argv += ['--bind', os.path.join(shared.scratch, 'tmp'), '/tmp']
+  argv += ['--bind', shared.workspace, '/workspace', '--chdir', '/workspace']
   # /dev and / are tmpfs of bubblewrap's own, without a size: nobody may write there.
   argv += ['--remount-ro', '/dev', '--remount-ro', '/']
   inside = dict(env, BASH_ENV=_SHELL_START_PATH, M2JAX_PROCESSES=str(processes))
@@ -178,6 +181,8 @@ def start(box, command: bytes, streams: Streams) -> int:
       for fd in box.group.join_fds:
         os.write(fd, b'0')
     os.chdir(box.path)
+    if box.shared is not None:
+      _enter_mounts(box)
     linux.new_session_keyring()
     descriptors = _open_descriptors(box, streams)
     for kind, pair in box.rlimits:
@@ -204,6 +209,21 @@ def start(box, command: bytes, streams: Streams) -> int:
     os._exit(125)
 
 
+def _enter_mounts(box) -> None:
+  """Leaves the view of all sandboxes for one with this one's workspace and scratch.
+
+  It goes with the command, and so does what the command leaves in /tmp and /dev/shm.
+  """
+  shared = box.shared
+  linux.enter_mounts(shared.mounts, {shared.workspace: box.path})
+  size = box.limits['workspace_bytes']
+  linux.mount_tmpfs(shared.scratch, size, _SCRATCH_INODES, 0o755, 0)
+  for name in ('tmp', 'shm'):
+    path = os.path.join(shared.scratch, name)
+    os.mkdir(path)
+    os.chmod(path, 0o1777)
+
+
 def _open_descriptors(box, streams: Streams) -> dict[int, int]:
   """Returns open descriptors by the number that the program expects them to have.
 
@@ -212,10 +232,10 @@ def _open_descriptors(box, streams: Streams) -> dict[int, int]:
   """
   found = {0: os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)}
   found |= {1: streams.stdout, 2: streams.stderr}
-  if box.isolated:
+  if box.shared is not None:
     found[STATUS_FD] = streams.status
-    if box.filter:
-      found[FILTER_FD] = os.open(box.filter, os.O_RDONLY | os.O_CLOEXEC)
+    if box.shared.filter:
+      found[FILTER_FD] = os.open(box.shared.filter, os.O_RDONLY | os.O_CLOEXEC)
   return {
     number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FREE_FD)
     for number, fd in found.items()

@@ -29,6 +29,12 @@ _MS_MOVE = 8192
 _MS_REC = 16384
 _MS_PRIVATE = 1 << 18
 _MNT_DETACH = 2
+# The same numbers on every architecture; Linux 5.2.
+_OPEN_TREE = 428
+_MOVE_MOUNT = 429
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_EMPTY_PATH = 4
+_AT_FDCWD = -100
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -72,6 +78,67 @@ def enter_private_mounts() -> None:
       with open(f'/proc/self/{name}', 'w') as f:
         f.write(text)
   _mount('none', '/', None, _MS_REC | _MS_PRIVATE, '')
+
+
+def new_mounts(keep) -> int:
+  """Makes a second mount namespace with little in it. The process stays in its own.
+
+  A command copies all mounts of the namespace that it starts from, and bubblewrap reads
+  their list again and again.
+
+  Args:
+    keep: function of a mount point: whether it stays.
+
+  Returns:
+    A descriptor of it, for `enter_mounts`.
+  """
+  own = os.open('/proc/self/ns/mnt', os.O_RDONLY | os.O_CLOEXEC)
+  try:
+    _check(_libc.unshare(_CLONE_NEWNS), 'unshare the mount namespace')
+    with open('/proc/self/mountinfo') as f:
+      points = [line.split()[4] for line in f]
+    for point in reversed(points):
+      point = point.encode().decode('unicode_escape')  # a space is \\040
+      if not keep(point):
+        with contextlib.suppress(OSError):  # one that only a greater namespace may move
+          unmount(point)
+    made = os.open('/proc/self/ns/mnt', os.O_RDONLY | os.O_CLOEXEC)
+    _check(_libc.setns(own, _CLONE_NEWNS), 'return to the mount namespace')
+    return made
+  finally:
+    os.close(own)
+
+
+def enter_mounts(namespace: int, trees: dict[str, str]) -> None:
+  """Moves this process into a private copy of a namespace of `new_mounts`.
+
+  Args:
+    namespace: descriptor.
+    trees: place in the copy -> directory, of now, whose file system appears there.
+
+  Raises:
+    OSError: not allowed here.
+  """
+  clones = {
+    place: _syscall(
+      'open_tree', _OPEN_TREE, _AT_FDCWD, path.encode(), _OPEN_TREE_CLONE | os.O_CLOEXEC
+    )
+    for place, path in trees.items()
+  }
+  _check(_libc.setns(namespace, _CLONE_NEWNS), 'enter the mount namespace')
+  _check(_libc.unshare(_CLONE_NEWNS), 'unshare the mount namespace')
+  for place, clone in clones.items():
+    target = place.encode()
+    flags = _MOVE_MOUNT_EMPTY_PATH
+    _syscall('move_mount', _MOVE_MOUNT, clone, b'', _AT_FDCWD, target, flags)
+    os.close(clone)
+
+
+def _syscall(what: str, *arguments) -> int:
+  result = _libc.syscall(*arguments)
+  if result < 0:
+    _check(result, what)
+  return result
 
 
 def new_network() -> int:

@@ -121,7 +121,7 @@ class Run:
       self._report = os.read(self._status, _READ_BYTES)
     self._wait_status = os.waitpid(self.pid, 0)[1]
     self.pid = None
-    if not self.box.isolated:
+    if self.box.shared is None:
       return
     init = self._reported('child-pid')
     if init is not None:
@@ -196,7 +196,7 @@ class Run:
     code = 128 - code if code < 0 else code
     if self._report.startswith(b'!'):
       return code, self._report[1:].decode(errors='replace').strip()
-    if not self.box.isolated:
+    if self.box.shared is None:
       return code, ''
     exit_code = self._reported('exit-code')
     if exit_code is not None:
