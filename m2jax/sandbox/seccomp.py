@@ -149,18 +149,25 @@ class _Filter:
     self._library.seccomp_release(self._context)
 
 
+def is_installed() -> bool:
+  """Whether the library is there."""
+  try:
+    ctypes.CDLL(_LIBRARY)
+  except OSError:
+    return False
+  return True
+
+
 @functools.cache
 def program() -> tuple[bytes | None, str]:
   """Returns `(the filter, '')`, or `(None, why this machine has none)`."""
   machine = platform.machine()
   if machine not in _MACHINES:
     return None, f'no table of system calls for {machine}'
-  try:
-    library = ctypes.CDLL(_LIBRARY)
-  except OSError:
+  if not is_installed():
     return None, f'{_LIBRARY} is not installed'
   try:
-    rules = _Filter(library)
+    rules = _Filter(ctypes.CDLL(_LIBRARY))
     try:
       _add_rules(rules)
       return rules.export(), ''

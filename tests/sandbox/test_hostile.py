@@ -6,13 +6,19 @@ import asyncio
 import contextlib
 import errno
 import os
+import platform
+import shutil
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from m2jax import sandbox
+from tests.sandbox import attacks
 
 _MIB = 1 << 20
 # Control groups on and off: rlimits alone must hold too.
@@ -20,6 +26,76 @@ _HOSTS = [
   pytest.param(sandbox.Host(), id='cgroups'),
   pytest.param(sandbox.Host(cgroups=False), id='rlimits'),
 ]
+
+
+_X86 = platform.machine() == 'x86_64'
+
+
+@pytest.fixture(scope='module')
+def unprivileged(tmp_path_factory):
+  """Runs an attack as a user who may do nothing, with what that user may read."""
+  python = sys.executable if _others_may_run(sys.executable) else '/usr/bin/python3'
+  if os.geteuid() != 0:
+    pytest.skip('the other cases run as this user')
+  version = [python, '-c', 'import sys; sys.exit(sys.version_info < (3, 11))']
+  if subprocess.run(version, check=False).returncode:
+    pytest.skip('no interpreter that another user may run')
+  with tempfile.TemporaryDirectory(dir='/tmp') as directory:
+    os.chmod(directory, 0o755)
+    package = Path(sandbox.__file__).parent
+    shutil.copytree(package, f'{directory}/m2jax/sandbox')
+    shutil.copy(package.parent / '__init__.py', f'{directory}/m2jax')
+    shutil.copy(attacks.__file__, directory)
+
+    def attack(name: str) -> None:
+      done = subprocess.run(
+        [python, f'{directory}/attacks.py', name],
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        cwd='/',
+        env={'PATH': os.environ['PATH'], 'PYTHONPATH': directory},
+        capture_output=True,
+        text=True,
+        timeout=120,
+      )
+      assert done.returncode == 0, done.stderr
+
+    yield attack
+
+
+def _others_may_run(program: str) -> bool:
+  path = Path(program).resolve()
+  return all(place.stat().st_mode & 0o001 for place in (path, *path.parents))
+
+
+_ATTACKS = {
+  attacks.seized_init: _X86,
+  attacks.seizing: _X86,
+  attacks.cancelled_again_destroyed: True,
+  attacks.read_after_cancel: True,
+  attacks.destroy_kills: True,
+  attacks.one_sandbox_fails: True,
+  attacks.shared_input: True,
+  attacks.core_dump: True,
+  attacks.keyring: platform.machine() in ('x86_64', 'aarch64'),
+  attacks.inodes: True,
+  attacks.odd_commands: True,
+}
+
+
+@pytest.mark.parametrize('attack', list(_ATTACKS), ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize('caller', ['cgroups', 'rlimits', 'unprivileged'])
+def test_attack(run, request, attack, caller):
+  """Each attack of attacks.py, with and without control groups and privileges."""
+  if not _ATTACKS[attack]:
+    pytest.skip('written for other processors')
+  if caller == 'unprivileged':
+    request.getfixturevalue('unprivileged')(attack.__name__)
+  else:
+    # Supervisors of their own, as some have no filter.
+    own = 40 + list(_ATTACKS).index(attack)
+    run(attack(sandbox.Host(parallel_execs=own, cgroups=caller == 'cgroups')))
 
 
 def test_host_settings_cannot_be_written(run, make):
