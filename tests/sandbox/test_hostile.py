@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from m2jax import sandbox
+from m2jax.sandbox import seccomp
 from tests.sandbox import attacks
 
 _MIB = 1 << 20
@@ -81,6 +82,8 @@ _ATTACKS = {
   attacks.keyring: platform.machine() in ('x86_64', 'aarch64'),
   attacks.inodes: True,
   attacks.odd_commands: True,
+  attacks.system_calls: _X86,
+  attacks.ordinary: True,
 }
 
 
@@ -233,6 +236,40 @@ def test_some_output_too_much_is_only_cut(run, make):
   assert result.returncode == 0 and result.truncated
   assert result.stdout == '\n'.join(map(str, range(1, 20001)))[:10_000]
   assert run(box.read('f')) == b'done\n'
+
+
+def test_memory_without_control_groups_is_not_claimed(run):
+  """64 processes with a limit each are no limit of the sandbox: the report says so."""
+  reported = run(sandbox.capabilities(host=sandbox.Host(cgroups=False)))
+  assert reported.limits['memory_bytes'] is None
+  assert any('memory_bytes' in note for note in reported.notes)
+  assert all(held for name, held in reported.limits.items() if name != 'memory_bytes')
+
+
+def test_a_missing_filter_is_not_claimed(run, monkeypatch):
+  """Without libseccomp there is a sandbox, and a report of what it lacks."""
+  monkeypatch.setattr(seccomp, '_LIBRARY', 'libseccomp.so.missing')
+  monkeypatch.setattr(seccomp, 'program', seccomp.program.__wrapped__)
+  reported = run(sandbox.capabilities(host=sandbox.Host(parallel_execs=33)))
+  assert not reported.isolation['system calls']
+  assert not reported.isolation['core dump handlers']
+  assert reported.isolation['process 1'] and reported.isolation['network']
+  assert any('libseccomp' in note and '--install' in note for note in reported.notes)
+
+
+def test_swap_counts(make):
+  """The limit is of memory and swap together, where there are control groups."""
+  box = make(limits=sandbox.Limits(memory_bytes=96 * _MIB))
+  kind = box.supervisor_facts['cgroups']
+  if kind == 'none':
+    pytest.skip('no control groups')
+  name = f'm2jax-{box.supervisor_pid}-{box._number}'
+  groups = list(Path('/sys/fs/cgroup').glob(f'**/{name}'))
+  file, limit = 'memory.swap.max', 0
+  if kind == 'v1':
+    file, limit = 'memory.memsw.limit_in_bytes', 96 * _MIB
+  found = [int((g / file).read_text()) for g in groups if (g / file).exists()]
+  assert groups and found == [limit] * box.supervisor_facts['counts_swap']
 
 
 @pytest.mark.parametrize('host', _HOSTS)
