@@ -278,6 +278,8 @@ def unpack(root_fd: int, owner: int | None, archive: bytes) -> None:
         else:
           continue
         _finish(name, walk.fd, owner, entry)
+      if archive[tar.offset : tar.offset + _BLOCK_BYTES] != bytes(_BLOCK_BYTES):
+        raise tarfile.ReadError('the archive is cut')
     # Children first: a mode may keep the owner out, and what is made changes times.
     for above, name, entry in reversed(directories):
       walk.go(above)
@@ -301,6 +303,8 @@ def _unpack_file(tar, entry: tarfile.TarInfo, name: str, directory: int) -> None
         view = memoryview(data)
         while view:
           view = view[target.write(view) :]
+      if length > 0:
+        raise tarfile.ReadError('the archive is cut')
     target.truncate(entry.size)
 
 
