@@ -171,8 +171,11 @@ def descriptors() -> None:
     fcntl.fcntl(1, 1031, rng.choice([4096, 1 << 20]))  # F_SETPIPE_SZ
     os.close(rng.choice([0, 1, 2]))
   else:
-    while True:
-      os.dup(1)
+    try:
+      while True:
+        os.dup(1)
+    finally:
+      os.closerange(64, 256)
 
 
 def main() -> None:
