@@ -11,7 +11,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 
-from m2jax.sandbox import api, sandbox
+from m2jax.sandbox import api, creation
 
 _MIB = 1 << 20
 
@@ -24,7 +24,7 @@ async def capabilities(
   Raises:
     SandboxUnavailable: the backend cannot be used here at all.
   """
-  box = await sandbox.create(backend=backend, host=host)
+  box = await creation.create(backend=backend, host=host)
   found = box.supervisor_facts
   await box.destroy()
   isolation, *held = await asyncio.gather(
@@ -92,7 +92,7 @@ async def _isolation(backend: str, host: api.Host | None) -> dict[str, bool]:
       'core dump handlers': 'ulimit -c 0',  # RLIMIT_CORE 1 alone feeds none
       'system calls': 'grep -qE "^Seccomp:[[:space:]]*0" /proc/self/status',
     }
-    box = await sandbox.create(backend=backend, host=host)
+    box = await creation.create(backend=backend, host=host)
     try:
       answers = {}
       for name, attack in questions.items():
@@ -109,7 +109,7 @@ async def _isolation(backend: str, host: api.Host | None) -> dict[str, bool]:
 
 
 async def _run(backend, host, command, timeout_s=10.0, **limits):
-  box = await sandbox.create(backend=backend, host=host, limits=api.Limits(**limits))
+  box = await creation.create(backend=backend, host=host, limits=api.Limits(**limits))
   try:
     result = await box.exec(command, timeout_s)
     sizes = [p.stat().st_size for p in box.workspace.iterdir() if p.is_file()]

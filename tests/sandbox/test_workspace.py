@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -194,3 +195,28 @@ def test_a_copied_directory_must_fit(run, tmp_path):
   with pytest.raises(OSError, match='space'):
     limits = sandbox.Limits(workspace_bytes=_MIB)
     run(sandbox.create(workspace=tmp_path, limits=limits))
+
+
+def test_a_cancelled_create_leaves_nothing(run, tmp_path):
+  """Cancelled while files are being copied: no process, no open file, no workspace."""
+  for number in range(200):
+    (tmp_path / str(number)).write_bytes(b'x' * 10_000)
+
+  async def use():
+    async with await sandbox.create() as box:
+      boxes = Path(box._supervisor._directory)
+      root = box._supervisor.root / str(boxes).lstrip('/')
+      before = len(os.listdir('/proc/self/fd')), len(os.listdir(root))
+      for wait_s in (0, 0.001, 0.003, 0.01, 0.03):
+        creating = asyncio.create_task(sandbox.create(workspace=tmp_path))
+        await asyncio.sleep(wait_s)
+        creating.cancel()
+        try:
+          await (await creating).destroy()
+        except asyncio.CancelledError:
+          pass
+      await box.exec('true')
+      await asyncio.sleep(0.2)
+      assert (len(os.listdir('/proc/self/fd')), len(os.listdir(root))) == before
+
+  run(use())
