@@ -187,6 +187,25 @@ async def one_sandbox_fails(host: sandbox.Host) -> None:
     assert (await neighbour.exec('echo fine')).stdout == 'fine\n'
 
 
+_LOCKS = ('chmod 0 .', 'chmod 400 /workspace', 'rm -rf *; chmod 7000 .')
+
+
+async def locked_out(host: sandbox.Host) -> None:
+  """A command cannot make the next one fail as the sandbox's failure, unrewarded."""
+  async with await sandbox.create(host=host, contents={'f': b'x'}) as box:
+    for lock in _LOCKS:
+      assert (await box.exec(lock)).returncode == 0
+      await box.snapshot()
+      await box.write('g', b'y')
+      assert (await box.exec('cat g; touch h')).stdout == 'y'
+  limits = sandbox.Limits(memory_bytes=24 << 20, workspace_bytes=48 << 20)
+  async with await sandbox.create(host=host, limits=limits) as box:
+    for size_kib in (20 << 10, 3 << 10, 900, 90, 9):
+      await box.exec(f'head -c {size_kib}K /dev/zero > f{size_kib}')
+    assert (await box.exec('true')).returncode in (0, 134, 137)
+    assert (await box.exec('rm *; echo room')).returncode in (0, 134, 137)
+
+
 _OWN_FILE = r"""
 import fcntl, os, sys, time
 flags = fcntl.fcntl(0, fcntl.F_GETFL)

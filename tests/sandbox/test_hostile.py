@@ -74,6 +74,7 @@ _ATTACKS = {  # and the processors they were written for
   attacks.read_after_cancel: (),
   attacks.destroy_kills: (),
   attacks.one_sandbox_fails: (),
+  attacks.locked_out: (),
   attacks.shared_input: (),
   attacks.core_dump: (),
   attacks.keyring: ('x86_64', 'aarch64'),

@@ -141,6 +141,7 @@ class Supervisor:
       if not run.ended():
         return
       error, result = run.result()
+      run.box.unlock()
     except Exception as error:  # noqa: BLE001 - of this sandbox, not of the others
       self._give_up(run, error)
       return

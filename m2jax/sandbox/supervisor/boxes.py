@@ -10,6 +10,7 @@ import contextlib
 import os
 import resource
 import signal
+import stat
 
 import cgroups as cgroups_lib
 import commands
@@ -41,6 +42,16 @@ class Box:
     self.run = None  # the command in progress
     self.closing = []  # requests to be answered when all of it is gone
     self.broken = False  # something of it may be alive for ever
+
+  def unlock(self) -> None:
+    """Gives its owner back the workspace directory.
+
+    A command may have taken that right from itself; the next would then not start, and
+    a sandbox that fails is nobody's reward.
+    """
+    mode = os.stat(self.path, follow_symlinks=False).st_mode
+    if stat.S_ISDIR(mode) and mode & stat.S_IRWXU != stat.S_IRWXU:
+      os.chmod(self.path, stat.S_IMODE(mode) | stat.S_IRWXU)
 
   def survivors(self) -> list[int]:
     """Processes that are alive in its control group or, without one, under its uid."""
