@@ -206,6 +206,20 @@ async def locked_out(host: sandbox.Host) -> None:
     assert (await box.exec('rm *; echo room')).returncode in (0, 134, 137)
 
 
+async def unreadable(host: sandbox.Host) -> None:
+  """What a command forbids its owner to read is saved and restored all the same."""
+  async with await sandbox.create(
+    host=host, contents={'d/e/f': b'x', 'g': b'y'}
+  ) as box:
+    await box.exec('chmod 0 g d/e/f; chmod 0 d/e; chmod 100 d')
+    listing = (await box.exec('stat -c "%n %a" d g')).stdout
+    snapshot = await box.snapshot()
+    await box.exec('chmod -R 700 *; rm -rf *')
+    await box.restore(snapshot)
+    assert (await box.exec('stat -c "%n %a" d g')).stdout == listing == 'd 100\ng 0\n'
+    assert (await box.exec('chmod -R 700 *; cat d/e/f g')).stdout == 'xy'
+
+
 _OWN_FILE = r"""
 import fcntl, os, sys, time
 flags = fcntl.fcntl(0, fcntl.F_GETFL)

@@ -237,19 +237,6 @@ def test_odd_names(places):
   assert sorted(os.listdir(os.fsencode(target))) == sorted(names)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason='root may read everything')
-def test_unreadable_is_packed(places):
-  """A command that forbids its owner to read does not end a snapshot."""
-  source, target = places
-  (source / 'd').mkdir()
-  (source / 'd' / 'f').write_bytes(b'x')
-  (source / 'd' / 'f').chmod(0)
-  (source / 'd').chmod(0)
-  _round_trip(source, target)
-  assert stat.S_IMODE((source / 'd').stat().st_mode) == 0
-  assert stat.S_IMODE((target / 'd').stat().st_mode) == 0
-
-
 def test_descriptors_are_not_leaked(tmp_path):
   """Thousands of reads, failing ones included, must not use up descriptors."""
   os.symlink('/etc/passwd', tmp_path / 'link')

@@ -75,6 +75,7 @@ _ATTACKS = {  # and the processors they were written for
   attacks.destroy_kills: (),
   attacks.one_sandbox_fails: (),
   attacks.locked_out: (),
+  attacks.unreadable: (),
   attacks.shared_input: (),
   attacks.core_dump: (),
   attacks.keyring: ('x86_64', 'aarch64'),
