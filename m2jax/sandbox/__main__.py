@@ -2,7 +2,8 @@
 
 Exits with 1, and the line that fixes it on standard error, where the backend cannot be
 used. With --quick only that is found out, not what each limit does. With --install a
-missing bubblewrap is first installed by the system's package manager, if this user may.
+missing bubblewrap or libseccomp is first installed by the system's package manager, if
+this user may.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def main() -> int:
   arguments = parser.parse_args()
   try:
     if arguments.install and arguments.backend == 'bubblewrap':
-      unavailable.install_bubblewrap()
+      unavailable.install()
     print(asyncio.run(_report(arguments.backend, arguments.quick)))
   except sandbox.SandboxUnavailable as error:
     print(error, file=sys.stderr)

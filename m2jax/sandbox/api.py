@@ -46,14 +46,15 @@ class Limits:
 
   Attributes:
     cpu_s: CPU time of each process of a command; whole seconds.
-    memory_bytes: all processes of a sandbox together under a control group, otherwise
-      the address space of each process.
+    memory_bytes: all processes of a sandbox together under a control group, swap and
+      the files that they write included. Elsewhere the address space of each process,
+      and `Capabilities` reports the limit as not enforced.
     processes: processes (threads count) at once in one command.
     output_bytes: kept of each of stdout and stderr; the rest is dropped as it comes,
       and a command that goes on printing (64 times as much) is killed.
     file_bytes: size of any one file.
-    workspace_bytes: all files of the workspace together; /tmp and /dev/shm are each
-      limited to the same and emptied after each command.
+    workspace_bytes: all files of the workspace together; those of /tmp and /dev/shm
+      together have the same limit, and go with each command.
     wall_s: elapsed time of a command.
   """
 

@@ -18,11 +18,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from m2jax.sandbox import api
+from m2jax.sandbox import api, seccomp
 
 _HEADER_BYTES = 4
 _SCRIPT = Path(__file__).parent / 'supervisor'
-_END_S = 5.0
+_END_S = 5.0  # for the supervisor to end every command
 
 
 def _kept_environment() -> dict[str, str]:
@@ -75,8 +75,14 @@ class Supervisor(asyncio.Protocol):
       'read_only': host.read_only,
       'parallel': host.parallel_execs,
       'cgroups': host.cgroups and backend == 'bubblewrap',
+      'filter': None,
     }
+    reason = 'not in this mode'
+    if backend == 'bubblewrap':
+      config['filter'], reason = seccomp.program()
     self.found = await self.call('start', config)
+    self.found['filter'] = config['filter'] is not None
+    self.found['filter_reason'] = reason
 
   @property
   def alive(self) -> bool:
@@ -84,31 +90,30 @@ class Supervisor(asyncio.Protocol):
     return self._transport is not None and not self._transport.is_closing()
 
   @property
+  def pid(self) -> int:
+    """Its process id."""
+    return self._process.pid
+
+  @property
   def root(self) -> Path:
     """This machine's file tree as the supervisor sees it, with its own mounts."""
     return Path(f'/proc/{self._process.pid}/root')
 
   async def call(self, operation: str, *arguments):
-    """Makes a request and waits for its reply; cancelling it kills its command.
+    """Makes a request and waits for its reply.
 
     Raises:
       SandboxError: the supervisor could not do it, or has ended.
     """
-    number, reply = self._send(operation, arguments)
-    try:
-      return await reply
-    except asyncio.CancelledError:
-      if operation == 'exec':
-        self.tell('cancel', number)
-      raise
+    _, reply = self.request(operation, *arguments)
+    return await reply
 
-  def tell(self, operation: str, *arguments) -> None:
-    """Makes a request whose reply does not matter; nothing if the process is gone."""
-    if self.alive:
-      number, _ = self._send(operation, arguments)
-      del self._replies[number]
+  def request(self, operation: str, *arguments) -> tuple[int, asyncio.Future]:
+    """Makes a request. Returns its number and its reply to come.
 
-  def _send(self, operation: str, arguments: tuple) -> tuple[int, asyncio.Future]:
+    Raises:
+      SandboxError: the supervisor has ended.
+    """
     if not self.alive:
       raise api.SandboxError('the sandbox supervisor has ended')
     number = self._next_request
@@ -118,23 +123,32 @@ class Supervisor(asyncio.Protocol):
     self._replies[number] = reply = asyncio.get_running_loop().create_future()
     return number, reply
 
+  def tell(self, operation: str, *arguments) -> None:
+    """Makes a request whose reply does not matter; nothing if the process is gone."""
+    if self.alive:
+      number, _ = self.request(operation, *arguments)
+      del self._replies[number]
+
   async def close(self) -> None:
     """Ends the process and with it every command, mount and control group."""
     if self._transport is not None:
       self._transport.close()
-    if self._process is not None:
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        await asyncio.to_thread(self._process.wait, _END_S)
-    self._remove_directory()
+    await asyncio.to_thread(self._wait)
 
   def abandon(self) -> None:
     """Like `close`, for when the event loop is already closed."""
     if self._socket is not None:
       with contextlib.suppress(OSError):
         self._socket.shutdown(socket.SHUT_RDWR)
+    self._wait()
+
+  def _wait(self) -> None:
     if self._process is not None:
-      with contextlib.suppress(subprocess.TimeoutExpired):
+      try:
         self._process.wait(_END_S)
+      except subprocess.TimeoutExpired:
+        self._process.kill()  # what it started dies with it
+        self._process.wait()
     self._remove_directory()
 
   def _remove_directory(self) -> None:

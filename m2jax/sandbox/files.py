@@ -8,17 +8,15 @@ the one before it, and no link is ever followed (open(2): O_NOFOLLOW, O_NONBLOCK
 from __future__ import annotations
 
 import errno
-import io
 import os
 import stat
-import tarfile
 from pathlib import PurePosixPath
 
 from m2jax.sandbox import api
 
 _MOUNT = PurePosixPath('/workspace')
-_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | _OPEN
+OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | OPEN
 
 
 class Tree:
@@ -41,11 +39,11 @@ class Tree:
       SandboxPathError: `path` leaves the workspace, passes a link, is not a regular
         file, is unreadable, or holds more than `max_bytes`.
     """
-    parts = _parts(path)
-    parent = self._parent(parts, make=False)
+    names = parts(path)
+    parent = self._parent(names, make=False)
     try:
-      with _explained(path):
-        fd = os.open(parts[-1], os.O_RDONLY | _OPEN, dir_fd=parent)
+      with explained(path):
+        fd = os.open(names[-1], os.O_RDONLY | OPEN, dir_fd=parent)
     finally:
       os.close(parent)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -64,16 +62,16 @@ class Tree:
       SandboxPathError: `path` leaves the workspace, passes a link, or is a directory.
       OSError: the workspace is full.
     """
-    parts = _parts(path)
-    parent = self._parent(parts, make=True)
+    names = parts(path)
+    parent = self._parent(names, make=True)
     try:
-      self._write_at(parent, parts[-1], path, data, mode)
+      self._write_at(parent, names[-1], path, data, mode)
     finally:
       os.close(parent)
 
   def _write_at(self, parent: int, name: str, path, data: bytes, mode: int) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
-    with _explained(path):
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN
+    with explained(path):
       try:
         fd = os.open(name, flags, mode, dir_fd=parent)
       except FileExistsError:
@@ -86,105 +84,20 @@ class Tree:
       while view:
         view = view[file.write(view) :]
 
-  def snapshot(self) -> bytes:
-    """Returns the tree as an uncompressed tar; links as links, pipes left out."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode='w', format=tarfile.PAX_FORMAT) as tar:
-      self._add(tar, self._root_fd, '')
-    return buffer.getvalue()
-
-  def _add(self, tar: tarfile.TarFile, directory: int, prefix: str) -> None:
-    for name in sorted(os.listdir(directory)):
-      info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-      entry = tarfile.TarInfo(prefix + name)
-      entry.mode = stat.S_IMODE(info.st_mode)
-      entry.mtime = info.st_mtime
-      if stat.S_ISDIR(info.st_mode):
-        entry.type = tarfile.DIRTYPE
-        tar.addfile(entry)
-        with _explained(prefix + name):
-          fd = os.open(name, _DIRECTORY, dir_fd=directory)
-        try:
-          self._add(tar, fd, f'{prefix}{name}/')
-        finally:
-          os.close(fd)
-      elif stat.S_ISLNK(info.st_mode):
-        entry.type = tarfile.SYMTYPE
-        entry.linkname = os.readlink(name, dir_fd=directory)
-        tar.addfile(entry)
-      elif stat.S_ISREG(info.st_mode):
-        with _explained(prefix + name):
-          fd = os.open(name, os.O_RDONLY | _OPEN, dir_fd=directory)
-        with open(fd, 'rb') as file:
-          entry.size = os.fstat(fd).st_size
-          tar.addfile(entry, file)
-
-  def restore(self, snapshot: bytes) -> None:
-    """Makes the tree what it was when `snapshot` was taken."""
-    self.clear()
-    directories = []
-    with tarfile.open(fileobj=io.BytesIO(snapshot), mode='r') as tar:
-      for entry in tar:
-        parts = _parts(entry.name)
-        parent = self._parent(parts, make=True)
-        name = parts[-1]
-        try:
-          if entry.isdir():
-            os.mkdir(name, 0o700, dir_fd=parent)
-            self._own(name, parent)
-            directories.append((parts, entry.mode))
-          elif entry.issym():
-            os.symlink(entry.linkname, name, dir_fd=parent)
-            self._own(name, parent)
-          else:
-            data = tar.extractfile(entry).read()
-            self._write_at(parent, name, entry.name, data, entry.mode)
-            times = (entry.mtime, entry.mtime)
-            os.utime(name, times, dir_fd=parent, follow_symlinks=False)
-        finally:
-          os.close(parent)
-    for parts, mode in reversed(directories):  # last: one may forbid writing in it
-      fd = self._parent([*parts, ''], make=False)
-      os.fchmod(fd, mode)
-      os.close(fd)
-
-  def clear(self) -> None:
-    """Removes everything below the root."""
-    self._clear(self._root_fd)
-
-  def _clear(self, directory: int) -> None:
-    for name in os.listdir(directory):
-      info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-      if not stat.S_ISDIR(info.st_mode):
-        os.unlink(name, dir_fd=directory)
-        continue
-      fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-      try:
-        # A caller who is not root may have been locked out of its own directory.
-        os.chmod(f'/proc/self/fd/{fd}', 0o700)
-        inner = os.open('.', _DIRECTORY, dir_fd=fd)
-        try:
-          self._clear(inner)
-        finally:
-          os.close(inner)
-      finally:
-        os.close(fd)
-      os.rmdir(name, dir_fd=directory)
-
-  def _parent(self, parts: list[str], *, make: bool) -> int:
-    """Returns a new descriptor of the directory that holds the last of `parts`."""
+  def _parent(self, names: list[str], *, make: bool) -> int:
+    """Returns a new descriptor of the directory that holds the last of `names`."""
     fd = os.dup(self._root_fd)
-    for number, name in enumerate(parts[:-1], start=1):
+    for number, name in enumerate(names[:-1], start=1):
       try:
-        with _explained('/'.join(parts[:number])):
+        with explained('/'.join(names[:number])):
           try:
-            inner = os.open(name, _DIRECTORY, dir_fd=fd)
+            inner = os.open(name, DIRECTORY, dir_fd=fd)
           except FileNotFoundError:
             if not make:
               raise
             os.mkdir(name, 0o755, dir_fd=fd)
             self._own(name, fd)
-            inner = os.open(name, _DIRECTORY, dir_fd=fd)
+            inner = os.open(name, DIRECTORY, dir_fd=fd)
       finally:
         os.close(fd)
       fd = inner
@@ -199,7 +112,7 @@ class Tree:
       os.chown(what, self._owner, self._owner, dir_fd=directory, follow_symlinks=False)
 
 
-def _parts(path: str | PurePosixPath) -> list[str]:
+def parts(path: str | PurePosixPath) -> list[str]:
   """Splits a path relative to the workspace, or below /workspace."""
   pure = PurePosixPath(path)
   if pure.is_absolute():
@@ -211,7 +124,7 @@ def _parts(path: str | PurePosixPath) -> list[str]:
   return list(pure.parts)
 
 
-class _explained:
+class explained:
   """Turns what an agent's tricks make the kernel say into SandboxPathError."""
 
   _WORDS = {

@@ -11,7 +11,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 
-from m2jax.sandbox import api, sandbox
+from m2jax.sandbox import api, creation
 
 _MIB = 1 << 20
 
@@ -24,26 +24,30 @@ async def capabilities(
   Raises:
     SandboxUnavailable: the backend cannot be used here at all.
   """
-  box = await sandbox.create(backend=backend, host=host)
+  box = await creation.create(backend=backend, host=host)
   found = box.supervisor_facts
   await box.destroy()
   isolation, *held = await asyncio.gather(
     _isolation(backend, host),
     *(trial(backend, host) for trial in _TRIALS.values()),
   )
-  words = _mechanisms(backend, found)
+  words = _mechanisms(found)
   limits = {
     name: words[name] if ok else None for name, ok in zip(_TRIALS, held, strict=True)
   }
   return api.Capabilities(backend, isolation, limits, _notes(backend, found))
 
 
-def _mechanisms(backend: str, found: Mapping) -> dict[str, str]:
+def _mechanisms(found: Mapping) -> dict[str, str | None]:
   grouped = found['cgroups'] != 'none'
   memory = f'cgroup {found["cgroups"]}, all processes together'
+  if grouped and not found['counts_swap']:
+    memory += ', swap not counted'
   return {
     'cpu_s': 'rlimit, each process',
-    'memory_bytes': memory if grouped else 'rlimit, each process',
+    'memory_bytes': memory
+    if grouped
+    else None,  # one process's rlimit is not the sandbox's
     'processes': 'rlimit and cgroup' if grouped else 'rlimit',
     'output_bytes': 'cut while it is read',
     'file_bytes': 'rlimit',
@@ -57,7 +61,15 @@ def _notes(backend: str, found: Mapping) -> tuple[str, ...]:
   if backend == 'rlimit_only':
     notes.append('weaker mode: commands see the files and the network of the host')
   elif found['cgroups'] == 'none':
-    notes.append(f'no control groups ({found["cgroups_reason"]}): rlimits instead')
+    notes.append(
+      f'no control groups ({found["cgroups_reason"]}): memory_bytes limits the address '
+      'space of each process, not all of them together'
+    )
+  if backend == 'bubblewrap' and not found['filter']:
+    notes.append(
+      f'no filter of system calls ({found["filter_reason"]}); '
+      '`python -m m2jax.sandbox --install` installs libseccomp'
+    )
   if not found['root']:
     notes.append('all sandboxes run under your own uid; as root, each has its own')
   return tuple(notes)
@@ -76,13 +88,19 @@ async def _isolation(backend: str, host: api.Host | None) -> dict[str, bool]:
       'host settings': 'echo > /proc/sys/vm/drop_caches',
       'system directories': 'touch /usr/m2jax-probe /etc/m2jax-probe',
       'new namespaces': 'unshare -Ur true',
+      'process 1': 'exec 3<>/proc/1/mem',
+      'core dump handlers': 'ulimit -c 0',  # RLIMIT_CORE 1 alone feeds none
+      'system calls': 'grep -qE "^Seccomp:[[:space:]]*0" /proc/self/status',
     }
-    box = await sandbox.create(backend=backend, host=host)
+    box = await creation.create(backend=backend, host=host)
     try:
       answers = {}
       for name, attack in questions.items():
         answers[name] = (await box.exec(attack)).returncode != 0
       await box.exec('touch made-by-command')
+      # RLIMIT_CORE stops files and pipes; a socket is fed all the same.
+      with open('/proc/sys/kernel/core_pattern') as f:
+        answers['core dump handlers'] &= not f.read().startswith('@')
       owner = (box.workspace / 'made-by-command').stat().st_uid
       answers['not root'] = owner != 0
       return answers
@@ -91,7 +109,7 @@ async def _isolation(backend: str, host: api.Host | None) -> dict[str, bool]:
 
 
 async def _run(backend, host, command, timeout_s=10.0, **limits):
-  box = await sandbox.create(backend=backend, host=host, limits=api.Limits(**limits))
+  box = await creation.create(backend=backend, host=host, limits=api.Limits(**limits))
   try:
     result = await box.exec(command, timeout_s)
     sizes = [p.stat().st_size for p in box.workspace.iterdir() if p.is_file()]

@@ -1,4 +1,4 @@
-"""Sandboxes: `create`, then `exec`, `read`, `write`, `snapshot`, `restore`, `destroy`.
+"""A sandbox in use: `exec`, `read`, `write`, `snapshot`, `restore`, `destroy`.
 
 Backend 'bubblewrap': every command is one bubblewrap run with its own namespaces and
 no network, under a uid that is not root, in a workspace that persists between commands.
@@ -13,30 +13,16 @@ Source: DESIGN §6, facts/pipelines.md §1.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import shutil
-import sys
-from collections.abc import Mapping
+import tarfile
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 
-from m2jax.sandbox import api, client, files, unavailable
+from m2jax.sandbox import api, archive, files
 
-_PATH = '/usr/local/bin:/usr/bin:/bin'
+_ARCHIVE_OVERHEAD_BYTES = 64 << 20  # headers, long names
 _MAX_COMMAND_BYTES = 120_000  # the kernel takes 131,072 in one argument
-_SELF_TEST = r"""
-fail() { echo "$1"; exit 1; }
-[ ! -w /proc/sys/kernel/core_pattern ] || fail 'the host /proc/sys is writable'
-[ ! -w / ] && [ ! -w /usr ] && [ ! -w /etc ] || fail 'system directories are writable'
-[ $$ -lt 16 ] || fail 'processes of the host are visible'
-while read -r name _; do
-  case $name in *:) [ "$name" = lo: ] || fail "network interface $name";; esac
-done < /proc/net/dev
-(exit 0) || fail 'cannot fork'
-echo ready > self-test && [ "$(ulimit -Hu)" = "$PROCESSES" ] || fail 'no process limit'
-"""
-
-# (id of the loop, backend, host) -> (loop, supervisor being started or running)
-_supervisors: dict[tuple, tuple[asyncio.AbstractEventLoop, asyncio.Task]] = {}
 
 
 class Sandbox:
@@ -46,8 +32,10 @@ class Sandbox:
     self._supervisor = supervisor
     self._number = number
     self._busy = asyncio.Lock()
+    self._ending = None
     self._workspace = path
-    self._root_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    self._uid = uid
+    self._root_fd = _open_directory(path)
     self._tree = files.Tree(self._root_fd, uid)
     self.backend = backend
     self.limits = limits
@@ -56,6 +44,11 @@ class Sandbox:
   def supervisor_facts(self) -> Mapping:
     """What the supervisor found: `root`, `cgroups` ('v1', 'v2', 'none'), the reason."""
     return self._supervisor.found
+
+  @property
+  def supervisor_pid(self) -> int:
+    """Process that starts the commands; its children's times are theirs."""
+    return self._supervisor.pid
 
   @property
   def workspace(self) -> Path:
@@ -69,15 +62,19 @@ class Sandbox:
   async def exec(self, command: str, timeout_s: float | None = None) -> api.ExecResult:
     """Runs a bash command; commands of one sandbox run one after another.
 
-    Nothing of a command lives on but the files in the workspace. Cancelling kills it.
+    Nothing of a command lives on but the files in the workspace: the result is there
+    when every process of it has ended. Cancelling kills it; the sandbox's next call
+    waits until that is done.
 
     Args:
       command: text for `bash -c`, in the workspace directory, without input.
       timeout_s: elapsed time after which it is killed, if below `limits.wall_s`.
 
     Raises:
+      ValueError: `timeout_s` is not a positive number.
       SandboxError: the sandbox failed; says nothing about the command.
     """
+    wall_s = self._wall_s(timeout_s)
     text = command.encode(errors='replace')
     if b'\0' in text:
       return api.ExecResult(126, '', 'bash: the command contains a NUL byte\n')
@@ -85,18 +82,15 @@ class Sandbox:
       return api.ExecResult(
         126, '', f'bash: the command is longer than {_MAX_COMMAND_BYTES} bytes\n'
       )
-    wall_s = min(timeout_s or self.limits.wall_s, self.limits.wall_s)
-    async with self._busy:
-      self._check_open()
-      (
-        returncode,
-        stdout,
-        stderr,
-        dropped_bytes,
-        elapsed_s,
-        ended_by,
-        oom,
-      ) = await self._supervisor.call('exec', self._number, text, float(wall_s))
+    (
+      returncode,
+      stdout,
+      stderr,
+      dropped_bytes,
+      elapsed_s,
+      ended_by,
+      oom,
+    ) = await self._exec(text, wall_s)
     return api.ExecResult(
       returncode=returncode,
       stdout=stdout.decode(errors='replace'),
@@ -106,6 +100,46 @@ class Sandbox:
       timed_out=ended_by == 'wall',
       oom=oom,
     )
+
+  def _wall_s(self, timeout_s: float | None) -> float:
+    if timeout_s is None:
+      return float(self.limits.wall_s)
+    if not timeout_s > 0:  # nan is not
+      raise ValueError(f'timeout_s: want a positive number, got {timeout_s!r}')
+    return float(min(timeout_s, self.limits.wall_s))
+
+  async def _exec(self, command: bytes, wall_s: float) -> tuple:
+    await self._busy.acquire()
+    try:
+      self._check_open()
+      number, reply = self._supervisor.request('exec', self._number, command, wall_s)
+    except BaseException:
+      self._busy.release()
+      raise
+    # The reply, not this coroutine, tells when the command has ended.
+    reply.add_done_callback(self._over)
+    try:
+      return await asyncio.shield(reply)
+    except asyncio.CancelledError:
+      self._supervisor.tell('cancel', number)
+      raise
+
+  async def _alone(self, work: Callable):
+    """Awaits `work()` to its end, even if the caller does not; nothing else runs."""
+    await self._busy.acquire()
+    try:
+      self._check_open()
+      task = asyncio.ensure_future(work())
+    except BaseException:
+      self._busy.release()
+      raise
+    task.add_done_callback(self._over)
+    return await asyncio.shield(task)
+
+  def _over(self, done: asyncio.Future) -> None:
+    self._busy.release()
+    if not done.cancelled():
+      done.exception()  # where the caller has gone, nobody else will ask
 
   async def read(
     self, path: str | PurePosixPath, max_bytes: int | None = None
@@ -135,29 +169,96 @@ class Sandbox:
       self._tree.write(path, data, mode)
 
   async def snapshot(self) -> bytes:
-    """Returns the workspace as an uncompressed tar, for `restore`."""
-    async with self._busy:
-      self._check_open()
-      return await asyncio.to_thread(self._tree.snapshot)
+    """Returns the workspace as an uncompressed tar, for `restore`.
+
+    Pipes, sockets and extended attributes are left out.
+
+    Raises:
+      SandboxPathError: it would be larger than `limits.workspace_bytes` and 64 MiB for
+        names. An agent can cause that.
+    """
+
+    async def work():
+      limit = self.limits.workspace_bytes + _ARCHIVE_OVERHEAD_BYTES
+      return await asyncio.to_thread(archive.pack, self._root_fd, limit)
+
+    return await self._alone(work)
 
   async def restore(self, snapshot: bytes) -> None:
-    """Makes the workspace what it was when `snapshot` was taken."""
-    async with self._busy:
-      self._check_open()
-      await asyncio.to_thread(self._tree.restore, snapshot)
+    """Makes the workspace what it was when `snapshot` was taken.
+
+    Takes the memory of a second workspace until it is done. If it fails the workspace
+    is as it was.
+
+    Raises:
+      SandboxError: `snapshot` is not of `Sandbox.snapshot`, or the sandbox failed.
+      OSError: the files do not fit into `limits.workspace_bytes`.
+    """
+    await self._alone(lambda: self._restore(snapshot))
+
+  async def _restore(self, snapshot: bytes) -> None:
+    path = await self._supervisor.call('stage', self._number)
+    if self.backend == 'bubblewrap':
+      path = self._supervisor.root / path.lstrip('/')
+    fd = None
+    try:
+      fd = _open_directory(path)
+      await asyncio.to_thread(_unpack, fd, self._uid, snapshot)
+      await self._supervisor.call('adopt', self._number)
+    except BaseException:
+      if fd is not None:
+        await self._forget(fd, path)
+      self._supervisor.tell('unstage', self._number)
+      raise
+    old, self._root_fd = self._root_fd, fd
+    self._tree = files.Tree(fd, self._uid)
+    await self._forget(old, f'{self._workspace}.old')
+
+  async def _forget(self, fd: int, path: str | Path) -> None:
+    """Removes a workspace: a file system of its own goes when nobody has it open."""
+    if self.backend == 'rlimit_only':
+      await asyncio.to_thread(_remove, fd, path)
+    os.close(fd)
 
   async def destroy(self) -> None:
-    """Ends the sandbox and removes its workspace. A second call does nothing."""
-    if self._root_fd is None:
-      return
-    self._supervisor.tell('close', self._number)  # first: it kills what is running
+    """Ends the sandbox and removes its workspace. A second call does nothing.
+
+    A running command is killed at once. On return nothing of the sandbox is alive.
+    """
+    if self._ending is None:
+      # Not after waiting for the lock, which a command may hold.
+      reply = None
+      with contextlib.suppress(api.SandboxError):
+        _, reply = self._supervisor.request('close', self._number)
+      self._ending = asyncio.ensure_future(self._end(reply))
+    await asyncio.shield(self._ending)
+
+  async def _end(self, reply: asyncio.Future | None) -> None:
+    if reply is not None:
+      with contextlib.suppress(api.SandboxError):
+        await reply
     async with self._busy:
-      if self._root_fd is None:
-        return
-      os.close(self._root_fd)
-      self._root_fd = None
-      if self.backend == 'rlimit_only':
-        await asyncio.to_thread(shutil.rmtree, self._workspace, ignore_errors=True)
+      fd, self._root_fd = self._root_fd, None
+      await self._forget(fd, self._workspace)
+
+  async def fill(self, source: Path) -> None:
+    """Copies a directory of the host into an empty workspace.
+
+    Its links are copied as links, never followed; pipes and sockets are left out.
+
+    Raises:
+      SandboxPathError: a file cannot be read.
+      OSError: the files do not fit.
+    """
+    await self._alone(lambda: asyncio.to_thread(self._fill, source))
+
+  def _fill(self, source: Path) -> None:
+    limit = self.limits.workspace_bytes + _ARCHIVE_OVERHEAD_BYTES
+    fd = _open_directory(source)
+    try:
+      archive.unpack(self._root_fd, self._uid, archive.pack(fd, limit, force=False))
+    finally:
+      os.close(fd)
 
   async def __aenter__(self) -> Sandbox:
     return self
@@ -166,137 +267,22 @@ class Sandbox:
     await self.destroy()
 
   def _check_open(self) -> None:
-    if self._root_fd is None:
+    if self._ending is not None:
       raise api.SandboxError('the sandbox was destroyed')
 
 
-async def create(
-  workspace: Path | str | None = None,
-  *,
-  contents: Mapping[str, bytes] | None = None,
-  backend: str = 'bubblewrap',
-  limits: api.Limits | None = None,
-  env: Mapping[str, str] | None = None,
-  host: api.Host | None = None,
-) -> Sandbox:
-  """Makes a sandbox, about a millisecond once the first one has been made.
+def _open_directory(path: str | Path) -> int:
+  return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
-  Args:
-    workspace: directory whose files the workspace starts with; copied, never changed.
-    contents: relative path -> content of files that the workspace starts with.
-    backend: 'bubblewrap', or 'rlimit_only', which is weaker.
-    limits: what the sandbox may use.
-    env: environment variables beside PATH, HOME, LANG, TERM and USER.
-    host: how sandboxes sit on this machine.
 
-  Raises:
-    SandboxUnavailable: this machine cannot; carries the line that fixes it.
-    SandboxPathError: a name in `contents` leaves the workspace.
-    OSError: the files do not fit into `limits.workspace_bytes`.
-  """
-  if backend not in api.BACKENDS:
-    raise ValueError(f'backend: want one of {api.BACKENDS}, got {backend!r}')
-  limits = limits or api.Limits()
-  host = host or api.Host(read_only=api.default_python())
-  supervisor = await _supervisor(backend, host)
-  sandbox = await _open(supervisor, backend, limits, env or {}, host)
+def _remove(fd: int, path: str | Path) -> None:
+  with contextlib.suppress(OSError, api.SandboxError):
+    archive.clear(fd)
+    os.rmdir(path)
+
+
+def _unpack(fd: int, uid: int | None, snapshot: bytes) -> None:
   try:
-    if workspace is not None:
-      for path in sorted(Path(workspace).rglob('*')):
-        if path.is_file():
-          mode = path.stat().st_mode & 0o777
-          name = path.relative_to(workspace)
-          await sandbox.write(PurePosixPath(name), path.read_bytes(), mode)
-    for name, data in (contents or {}).items():
-      await sandbox.write(name, data)
-  except BaseException:
-    await sandbox.destroy()
-    raise
-  return sandbox
-
-
-async def _open(supervisor, backend, limits, env, host) -> Sandbox:
-  inside = {
-    'PATH': ':'.join([*(f'{place}/bin' for _, place in host.read_only), _PATH]),
-    'HOME': '/workspace',
-    'LANG': 'C.UTF-8',
-    'TERM': 'dumb',
-    'USER': 'agent',
-    **env,
-  }
-  if backend == 'rlimit_only':
-    inside['PATH'] = f'{_PATH}:{sys.base_prefix}/bin'
-    inside['HOME'] = env.get('HOME', '/tmp')
-  values = {name: getattr(limits, name) for name in limits.__dataclass_fields__}
-  opening = asyncio.ensure_future(supervisor.call('open', values, inside))
-  try:
-    number, path, uid = await asyncio.shield(opening)
-  except asyncio.CancelledError:
-    opening.add_done_callback(
-      lambda done: done.exception() or supervisor.tell('close', done.result()[0])
-    )
-    raise
-  if backend == 'bubblewrap':
-    path = supervisor.root / path.lstrip('/')
-  return Sandbox(supervisor, backend, limits, number, Path(path), uid)
-
-
-async def _supervisor(backend: str, host: api.Host) -> client.Supervisor:
-  """Returns this loop's supervisor, started and tested once."""
-  loop = asyncio.get_running_loop()
-  for key, (other, task) in list(_supervisors.items()):
-    if other.is_closed():
-      del _supervisors[key]
-      if task.done() and not task.cancelled() and not task.exception():
-        task.result().abandon()
-  key = (id(loop), backend, host)
-  _, task = _supervisors.get(key, (None, None))
-  if task is None or task.done() and (task.exception() or not task.result().alive):
-    task = loop.create_task(_start_supervisor(backend, host))
-    _supervisors[key] = (loop, task)
-  return await asyncio.shield(task)
-
-
-async def _start_supervisor(backend: str, host: api.Host) -> client.Supervisor:
-  unavailable.check_machine(backend)
-  supervisor = client.Supervisor()
-  try:
-    await supervisor.start(backend, host)
-    if backend == 'bubblewrap':
-      await _self_test(supervisor, host)
-  except api.SandboxUnavailable:
-    await supervisor.close()
-    raise
-  except (api.SandboxError, OSError) as error:
-    await supervisor.close()
-    raise unavailable.explained(str(error)) from error
-  except BaseException:
-    await supervisor.close()
-    raise
-  return supervisor
-
-
-async def _self_test(supervisor: client.Supervisor, host: api.Host) -> None:
-  """Lets a command try what it must not be able to do: fails closed."""
-  limits = api.Limits(processes=16, wall_s=10.0)
-  env = {'PROCESSES': str(limits.processes)}
-  sandbox = await _open(supervisor, 'bubblewrap', limits, env, host)
-  try:
-    result = await sandbox.exec(_SELF_TEST)
-    if result.returncode != 0:
-      raise api.SandboxError(result.stdout + result.stderr or 'a command timed out')
-    # The workspace must be the one that this process reads.
-    await sandbox.read('self-test')
-  finally:
-    await sandbox.destroy()
-
-
-async def shutdown() -> None:
-  """Ends this event loop's supervisors and all their sandboxes."""
-  loop = asyncio.get_running_loop()
-  for key, (other, task) in list(_supervisors.items()):
-    if other is loop:
-      del _supervisors[key]
-      await asyncio.wait([task])  # one that failed or was cancelled has ended itself
-      if not task.cancelled() and not task.exception():
-        await task.result().close()
+    archive.unpack(fd, uid, snapshot)
+  except (tarfile.TarError, ValueError, KeyError) as error:
+    raise api.SandboxError(f'restore: not a snapshot of a sandbox: {error}') from error

@@ -8,14 +8,14 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from m2jax.sandbox import api
+from m2jax.sandbox import api, seccomp
 
 _INSTALL = {
-  'apt-get': 'apt-get update -q && apt-get install -y -q bubblewrap',
-  'dnf': 'dnf install -y bubblewrap',
-  'pacman': 'pacman -S --noconfirm bubblewrap',
-  'apk': 'apk add bubblewrap bash',
-  'zypper': 'zypper install -y bubblewrap',
+  'apt-get': 'apt-get update -q && apt-get install -y -q bubblewrap libseccomp2',
+  'dnf': 'dnf install -y bubblewrap libseccomp',
+  'pacman': 'pacman -S --noconfirm bubblewrap libseccomp',
+  'apk': 'apk add bubblewrap bash libseccomp',
+  'zypper': 'zypper install -y bubblewrap libseccomp2',
 }
 _SWITCHES = (  # (file, value that forbids, setting that allows)
   (
@@ -65,17 +65,29 @@ def _fix() -> str:
   return f'allow user namespaces and mounts to this user, {_WEAKER}'
 
 
-def install_bubblewrap() -> None:
-  """Installs bubblewrap where it is missing and this user may without a password.
+def install() -> None:
+  """Installs what is missing where this user may without a password.
+
+  Without libseccomp there are sandboxes, but no filter of system calls: the report says
+  so, and a failure to install it raises nothing.
 
   Raises:
-    SandboxUnavailable: not allowed, or the package manager failed.
+    SandboxUnavailable: bubblewrap is missing, and not allowed, or the package manager
+      failed.
   """
-  if shutil.which('bwrap'):
+  needed = shutil.which('bwrap') is None
+  if not needed and seccomp.is_installed():
     return
   line = _install_line()
   if line is None:
     return  # the check that follows says what to do
+  failure = _run_installer(line)
+  if failure and needed:
+    raise api.SandboxUnavailable(failure, _install())
+
+
+def _run_installer(line: str) -> str:
+  """Returns what went wrong, or ''."""
   prefix = []
   if os.geteuid() != 0:
     prefix = ['sudo', '-n']
@@ -83,13 +95,12 @@ def install_bubblewrap() -> None:
       [*prefix, 'true'], capture_output=True, check=False
     )
     if not asked or asked.returncode:
-      raise api.SandboxUnavailable('bubblewrap (bwrap) is not installed', _install())
-  print(f'installing bubblewrap: {line}', flush=True)
+      return 'bubblewrap (bwrap) is not installed'
+  print(f'installing what sandboxes need: {line}', flush=True)
   done = subprocess.run(
     [*prefix, '/bin/sh', '-c', line], capture_output=True, text=True, check=False
   )
-  if done.returncode:
-    raise api.SandboxUnavailable(done.stdout + done.stderr, _install())
+  return done.stdout + done.stderr if done.returncode else ''
 
 
 def _install_line() -> str | None:
@@ -100,6 +111,7 @@ def _install_line() -> str | None:
 
 
 def _install() -> str:
+  """The line that installs everything."""
   line = _install_line()
   if line is None:
     return 'install the package `bubblewrap` with the system package manager'

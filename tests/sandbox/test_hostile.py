@@ -6,13 +6,20 @@ import asyncio
 import contextlib
 import errno
 import os
+import platform
+import shutil
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from m2jax import sandbox
+from m2jax.sandbox import seccomp
+from tests.sandbox import attacks
 
 _MIB = 1 << 20
 # Control groups on and off: rlimits alone must hold too.
@@ -20,6 +27,78 @@ _HOSTS = [
   pytest.param(sandbox.Host(), id='cgroups'),
   pytest.param(sandbox.Host(cgroups=False), id='rlimits'),
 ]
+
+
+@pytest.fixture(scope='module')
+def unprivileged(tmp_path_factory):
+  """Runs an attack as a user who may do nothing, with what that user may read."""
+  python = sys.executable if _others_may_run(sys.executable) else '/usr/bin/python3'
+  if os.geteuid() != 0:
+    pytest.skip('the other cases run as this user')
+  version = [python, '-c', 'import sys; sys.exit(sys.version_info < (3, 11))']
+  if subprocess.run(version, check=False).returncode:
+    pytest.skip('no interpreter that another user may run')
+  with tempfile.TemporaryDirectory(dir='/tmp') as directory:
+    os.chmod(directory, 0o755)
+    package = Path(sandbox.__file__).parent
+    shutil.copytree(package, f'{directory}/m2jax/sandbox')
+    shutil.copy(package.parent / '__init__.py', f'{directory}/m2jax')
+    shutil.copy(attacks.__file__, directory)
+
+    def attack(name: str) -> None:
+      done = subprocess.run(
+        [python, f'{directory}/attacks.py', name],
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        cwd='/',
+        env={'PATH': os.environ['PATH'], 'PYTHONPATH': directory},
+        capture_output=True,
+        text=True,
+        timeout=120,
+      )
+      assert done.returncode == 0, done.stderr
+
+    yield attack
+
+
+def _others_may_run(program: str) -> bool:
+  path = Path(program).resolve()
+  return all(place.stat().st_mode & 0o001 for place in (path, *path.parents))
+
+
+_ATTACKS = {  # and the processors they were written for
+  attacks.seized_init: ('x86_64',),
+  attacks.seizing: ('x86_64',),
+  attacks.cancelled_again_destroyed: (),
+  attacks.read_after_cancel: (),
+  attacks.destroy_kills: (),
+  attacks.one_sandbox_fails: (),
+  attacks.locked_out: (),
+  attacks.unreadable: (),
+  attacks.shared_input: (),
+  attacks.core_dump: (),
+  attacks.keyring: ('x86_64', 'aarch64'),
+  attacks.inodes: (),
+  attacks.odd_commands: (),
+  attacks.system_calls: ('x86_64',),
+  attacks.ordinary: (),
+}
+_WITHOUT_FILTER = (attacks.seized_init, attacks.keyring)
+
+
+@pytest.mark.parametrize('attack', list(_ATTACKS), ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize('caller', ['cgroups', 'rlimits', 'unprivileged'])
+def test_attack(run, request, attack, caller):
+  """Each attack of attacks.py, with and without control groups and privileges."""
+  if platform.machine() not in (_ATTACKS[attack] or (platform.machine(),)):
+    pytest.skip('written for other processors')
+  if caller == 'unprivileged':
+    request.getfixturevalue('unprivileged')(attack.__name__)
+    return
+  # A supervisor of their own for those that it must start without a filter.
+  parallel = 31 if attack in _WITHOUT_FILTER else 32
+  run(attack(sandbox.Host(parallel_execs=parallel, cgroups=caller == 'cgroups')))
 
 
 def test_host_settings_cannot_be_written(run, make):
@@ -145,7 +224,7 @@ def test_endless_output(run, make, flood):
   assert result.returncode == 137
   assert result.stdout.startswith('first\n') and len(result.stdout) <= 10_000
   assert result.stderr.startswith('first\n') and len(result.stderr) <= 10_000
-  status = Path(f'/proc/{box._supervisor._process.pid}/status').read_text()
+  status = Path(f'/proc/{box.supervisor_pid}/status').read_text()
   peak_kib = int(status.split('VmHWM:')[1].split()[0])
   assert peak_kib < 64 << 10
 
@@ -157,6 +236,40 @@ def test_some_output_too_much_is_only_cut(run, make):
   assert result.returncode == 0 and result.truncated
   assert result.stdout == '\n'.join(map(str, range(1, 20001)))[:10_000]
   assert run(box.read('f')) == b'done\n'
+
+
+def test_memory_without_control_groups_is_not_claimed(run):
+  """64 processes with a limit each are no limit of the sandbox: the report says so."""
+  reported = run(sandbox.capabilities(host=sandbox.Host(cgroups=False)))
+  assert reported.limits['memory_bytes'] is None
+  assert any('memory_bytes' in note for note in reported.notes)
+  assert all(held for name, held in reported.limits.items() if name != 'memory_bytes')
+
+
+def test_a_missing_filter_is_not_claimed(run, monkeypatch):
+  """Without libseccomp there is a sandbox, and a report of what it lacks."""
+  monkeypatch.setattr(seccomp, '_LIBRARY', 'libseccomp.so.missing')
+  monkeypatch.setattr(seccomp, 'program', seccomp.program.__wrapped__)
+  reported = run(sandbox.capabilities(host=sandbox.Host(parallel_execs=33)))
+  assert not reported.isolation['system calls']
+  assert not reported.isolation['core dump handlers']
+  assert reported.isolation['process 1'] and reported.isolation['network']
+  assert any('libseccomp' in note and '--install' in note for note in reported.notes)
+
+
+def test_swap_counts(make):
+  """The limit is of memory and swap together, where there are control groups."""
+  box = make(limits=sandbox.Limits(memory_bytes=96 * _MIB))
+  kind = box.supervisor_facts['cgroups']
+  if kind == 'none':
+    pytest.skip('no control groups')
+  name = f'm2jax-{box.supervisor_pid}-{box._number}'
+  groups = list(Path('/sys/fs/cgroup').glob(f'**/{name}'))
+  file, limit = 'memory.swap.max', 0
+  if kind == 'v1':
+    file, limit = 'memory.memsw.limit_in_bytes', 96 * _MIB
+  found = [int((g / file).read_text()) for g in groups if (g / file).exists()]
+  assert groups and found == [limit] * box.supervisor_facts['counts_swap']
 
 
 @pytest.mark.parametrize('host', _HOSTS)
@@ -229,7 +342,6 @@ def test_a_network_is_never_shared_between_living_sandboxes(run, make):
   """Namespaces are used again, but nothing of another sandbox is ever within reach."""
   for _ in range(4):  # some of these networks others had before
     make()
-  time.sleep(1.1)
   boxes = [
     make(contents={'serve.py': _SERVE.encode(), 'connect.py': _CONNECT.encode()})
     for _ in range(3)
@@ -250,7 +362,7 @@ def test_a_network_is_never_shared_between_living_sandboxes(run, make):
 def test_a_network_returns_without_what_was_left_in_it(run, make):
   """The next owner of a network finds no server of the one before."""
   files = {'serve.py': _SERVE.encode(), 'connect.py': _CONNECT.encode()}
-  host = sandbox.Host(parallel_execs=31)  # a supervisor of its own: few networks
+  host = sandbox.Host(parallel_execs=30)  # a supervisor of its own: few networks
 
   def generation(n: int, command: str) -> dict[str, str]:
     """What `n` sandboxes print, by their network, before they are destroyed."""
@@ -264,8 +376,7 @@ def test_a_network_returns_without_what_was_left_in_it(run, make):
 
   left = generation(2, '(setsid python3 serve.py &) ; sleep 0.5')
   assert set(left.values()) == {'serving\n'}
-  time.sleep(1.1)
-  found = generation(30, 'python3 connect.py')
+  found = generation(4, 'python3 connect.py')
   assert left.keys() <= found.keys()  # the same networks again
   assert set(found.values()) == {f'{errno.ECONNREFUSED}\n' * 2}
 
@@ -273,7 +384,7 @@ def test_a_network_returns_without_what_was_left_in_it(run, make):
 def test_ended_commands_leave_no_process_behind(run, make):
   """Not even as zombies: a container without an init would run out of numbers."""
   box = make()
-  supervisor = box._supervisor._process.pid
+  supervisor = box.supervisor_pid
 
   def descendants(pid: int) -> set[int]:
     with contextlib.suppress(OSError):

@@ -14,23 +14,18 @@ import collections
 import contextlib
 import marshal
 import os
-import resource
 import select
 import socket
 import sys
 import time
 
-import cgroups as cgroups_lib
-import commands
-import linux
+import boxes
 import runs
 
 _HEADER_BYTES = 4
-_WORKSPACE_INODES = 16384
 _WATCH_CALLER_S = 5.0
-_BUBBLEWRAP_PROCESSES = 2  # its monitor and its init
-# After this long nothing of a destroyed sandbox runs any more in its network.
-_NETWORK_REST_S = 1.0
+_ENDING_POLL_S = 0.01
+_END_S = 4.0  # below what the caller waits for this process
 
 
 class Supervisor:
@@ -46,181 +41,138 @@ class Supervisor:
     self._boxes = {}
     self._runs = {}  # request id -> Run
     self._waiting = collections.deque()  # (request id, box number, command, wall_s)
-    self._uids_taken = set()
-    self._networks = collections.deque()  # (when it was given back, descriptor)
-    self._next_number = 0
-    self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    self._cgroups = None
+    self._machine = None
 
   # Requests -------------------------------------------------------------------------
 
   def _start(self, config: dict) -> dict:
     """Prepares the machine once. Returns what was found, for the caller's report."""
-    self._config = config
-    self._root = os.geteuid() == 0
-    self._isolated = config['backend'] == 'bubblewrap'
-    self._run_directory = config['directory']
-    self._read_only = []
-    linux.adopt_orphans()
-    if self._isolated:
-      linux.enter_private_mounts()
-      self._networks.append((time.monotonic(), linux.new_network()))
-      linux.mount_tmpfs(self._run_directory, 16 << 20, 65536, 0o711, 0)
-      commands.prepare_etc(os.path.join(self._run_directory, 'etc'), linux.bind)
-      for number, (source, target) in enumerate(config['read_only']):
-        # Bound to where the dropped uid can reach it, whatever lies above the source.
-        place = os.path.join(self._run_directory, f'read_only_{number}')
-        os.mkdir(place)
-        linux.bind(source, place)
-        self._read_only.append((place, target))
-    else:
-      os.chmod(self._run_directory, 0o711)
-    self._cgroups = cgroups_lib.Cgroups('none', {}, 'not asked for')
-    if config['cgroups']:
-      self._cgroups = cgroups_lib.detect()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    self._next_uid = config['uids'][0] + os.getpid() * 1009
-    self._shared_processes = _tasks_of_this_uid()
-    return {
-      'root': self._root,
-      'cgroups': self._cgroups.kind,
-      'cgroups_reason': self._cgroups.reason,
-    }
+    self._machine = boxes.Machine(config)
+    return self._machine.found()
 
   def _open(self, limits: dict, env: dict) -> tuple[int, str, int | None]:
     """Makes a sandbox. Returns its number, directory and uid (None: the own one)."""
-    number = self._next_number
-    self._next_number += 1
-    path = os.path.join(self._run_directory, f'workspace_{number}')
-    uid = self._take_uid() if self._root else None
-    group = network = None
-    os.mkdir(path, 0o700)
-    try:
-      if self._isolated:
-        network = self._take_network()
-        linux.mount_tmpfs(
-          path, limits['workspace_bytes'], _WORKSPACE_INODES, 0o700, uid or 0
-        )
-        if self._cgroups.kind != 'none':
-          processes = limits['processes'] + _BUBBLEWRAP_PROCESSES
-          group = self._cgroups.make(str(number), limits['memory_bytes'], processes)
-        argv = commands.bubblewrap_argv(
-          self._config['bwrap'],
-          etc=os.path.join(self._run_directory, 'etc'),
-          workspace=path,
-          read_only=self._read_only,
-          scratch_bytes=limits['workspace_bytes'],
-          processes=limits['processes'],
-          env=env,
-        )
-        processes = None
-      else:
-        if uid is not None:
-          os.chown(path, uid, uid)
-        argv = commands.shell_argv()
-        processes = limits['processes']
-        if not self._root:
-          processes = self._shared_processes + processes * self._config['parallel']
-    except OSError:
-      self._discard(path, uid, network, group)
-      raise
-    rlimits = commands.resource_limits(
-      cpu_s=limits['cpu_s'],
-      file_bytes=limits['file_bytes'],
-      address_bytes=None if group else limits['memory_bytes'],
-      processes=processes,
-    )
-    run_env = {} if self._isolated else dict(env)
-    self._boxes[number] = runs.Box(
-      path, uid, network, limits, argv, run_env, group, rlimits
-    )
-    return number, path, uid
+    box = self._machine.open(limits, env)
+    self._boxes[box.number] = box
+    return box.number, box.path, box.uid
 
-  def _take_network(self) -> int:
-    """A network namespace that no other living sandbox has.
+  def _stage(self, number: int) -> str:
+    return self._machine.stage(self._idle(number))
 
-    The kernel takes milliseconds to make and to remove one, so they are used again.
-    """
-    if self._networks and time.monotonic() - self._networks[0][0] > _NETWORK_REST_S:
-      return self._networks.popleft()[1]
-    return linux.new_network()
+  def _adopt(self, number: int) -> None:
+    self._machine.adopt(self._idle(number))
 
-  def _take_uid(self) -> int:
-    low, high = self._config['uids']
-    for _ in range(high - low):
-      uid = low + self._next_uid % (high - low)
-      self._next_uid += 1
-      if uid not in self._uids_taken:
-        self._uids_taken.add(uid)
-        return uid
-    raise OSError(f'all {high - low} uids of the range are in use')
+  def _unstage(self, number: int) -> None:
+    self._machine.unstage(self._idle(number))
 
-  def _close(self, number: int) -> None:
+  def _idle(self, number: int) -> boxes.Box:
+    box = self._boxes.get(number)
+    if box is None:
+      raise OSError('the sandbox was destroyed')
+    if box.run is not None:
+      raise OSError('a command is running')
+    return box
+
+  def _close(self, request: int, number: int) -> None:
+    """Ends a sandbox. The reply comes when nothing of it is left."""
     box = self._boxes.pop(number, None)
     if box is None:
-      return
-    if box.run is not None:
-      box.closed = True  # what is left to do, `_finish` does
-      box.run.kill('cancel')
+      self._reply(request, None, None)
+    elif box.run is not None:
+      box.closing.append(request)
+      box.run.kill('cancel')  # what is left to do, `_finish` does
     else:
-      self._discard(box.path, box.uid, box.network, box.group)
-
-  def _discard(self, path: str, uid: int | None, network: int | None, group) -> None:
-    if network is not None:
-      self._networks.append((time.monotonic(), network))
-    if self._isolated:
-      with contextlib.suppress(OSError):
-        linux.unmount(path)
-      with contextlib.suppress(OSError):
-        os.rmdir(path)
-    if group is not None:
-      self._cgroups.remove(group)
-    self._uids_taken.discard(uid)
+      self._machine.discard(box)
+      self._reply(request, None, None)
 
   # Commands -------------------------------------------------------------------------
 
   def _launch_waiting(self) -> None:
-    while self._waiting and len(self._runs) < self._config['parallel']:
-      request, number, command, wall_s = self._waiting.popleft()
+    """Starts what may run: one command a sandbox, `parallel` in all."""
+    waiting, self._waiting = self._waiting, collections.deque()
+    for item in waiting:
+      request, number, command, wall_s = item
       box = self._boxes.get(number)
       if box is None:
         self._reply(request, 'the sandbox was destroyed', None)
-        continue
-      try:
+      elif box.run is not None or len(self._runs) >= self._machine.parallel:
+        self._waiting.append(item)
+      else:
         self._launch(request, box, command, wall_s)
-      except OSError as error:
-        self._reply(request, f'cannot start a command: {error}', None)
 
-  def _launch(self, request: int, box: runs.Box, command: bytes, wall_s: float):
-    run = runs.Run(request, box, command, wall_s, self._null)
-    for fd in (run.stdout, run.stderr):
-      self._watch(fd, lambda fd=fd: self._read_output(run, fd))
-    self._watch(run.pidfd, lambda: self._finish(run))
+  def _launch(self, request: int, box: boxes.Box, command: bytes, wall_s: float):
+    try:
+      run = runs.Run(request, box, command, wall_s)
+    except Exception as error:  # noqa: BLE001 - of this sandbox, not of the others
+      self._reply(request, f'cannot start a command: {error}', None)
+      return
     self._runs[request] = run
     box.run = run
+    for fd in (run.stdout, run.stderr):
+      self._watch(fd, lambda fd=fd: self._read_output(run, fd))
+    self._watch(run.pidfd, lambda: self._first_ended(run))
 
   def _read_output(self, run: runs.Run, fd: int) -> None:
     if run.read_output(fd) == runs.CLOSED:
       self._unwatch(fd)
 
-  def _finish(self, run: runs.Run) -> None:
-    """The command's first process has ended: ends the others, collects, replies."""
-    for fd in (run.pidfd, run.stdout, run.stderr):
+  def _first_ended(self, run: runs.Run) -> None:
+    self._unwatch(run.pidfd)
+    try:
+      run.first_ended(self._known(besides=run))
+    except Exception as error:  # noqa: BLE001 - of this sandbox, not of the others
+      self._give_up(run, error)
+      return
+    for fd in run.init_fds:
+      self._watch(fd, lambda fd=fd: self._init_ended(run, fd))
+    self._finish_if_ended(run)
+
+  def _init_ended(self, run: runs.Run, fd: int) -> None:
+    self._unwatch(fd)
+    self._finish_if_ended(run)
+
+  def _known(self, besides: runs.Run | None = None) -> set[int]:
+    """Children that the runs collect themselves."""
+    others = [run for run in self._runs.values() if run is not besides]
+    return {run.pid for run in others}.union(*(run.inits for run in others))
+
+  def _finish_if_ended(self, run: runs.Run) -> None:
+    try:
+      if not run.ended():
+        return
+      error, result = run.result()
+      run.box.unlock()
+    except Exception as error:  # noqa: BLE001 - of this sandbox, not of the others
+      self._give_up(run, error)
+      return
+    self._finish(run, error, result)
+
+  def _give_up(self, run: runs.Run, error: Exception) -> None:
+    """Something of the command may be alive: its sandbox runs nothing more."""
+    run.box.broken = True
+    self._boxes.pop(run.box.number, None)
+    self._finish(run, f'a command did not end: {error}', None)
+
+  def _finish(self, run: runs.Run, error: str | None, result) -> None:
+    """Nothing of the command is alive: replies, and discards a sandbox on its way."""
+    for fd in (run.stdout, run.stderr, run.pidfd, *run.init_fds):
       self._unwatch(fd)
+    run.close()
     del self._runs[run.request]
-    run.box.run = None
-    error, result = run.finish(reported=self._isolated)
+    box = run.box
+    box.run = None
     self._reply(run.request, error, result)
-    if run.box.closed:
-      self._discard(run.box.path, run.box.uid, run.box.network, run.box.group)
+    if box.number not in self._boxes:
+      self._machine.discard(box)
+      for request in box.closing:
+        self._reply(request, None, None)
 
   def _reap_orphans(self) -> None:
-    """Collects what ended commands left behind, such as bubblewrap's init."""
-    first = {run.pid for run in self._runs.values()}  # theirs `Run.finish` collects
+    """Collects what ended commands left behind and no run waits for."""
+    known = self._known()
     with contextlib.suppress(ChildProcessError):
       while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        if ended.si_pid in first:
+        if ended.si_pid in known:
           return
         os.waitpid(ended.si_pid, 0)
 
@@ -266,18 +218,34 @@ class Supervisor:
   def _serve(self, request: int, operation: str, arguments: tuple) -> None:
     if operation == 'exec':
       self._waiting.append((request, *arguments))
-    elif operation == 'cancel':
-      (cancelled,) = arguments
-      if cancelled in self._runs:
-        self._runs[cancelled].kill('cancel')
-      kept = [item for item in self._waiting if item[0] != cancelled]
-      self._waiting = collections.deque(kept)
-    else:
-      handler = {'start': self._start, 'open': self._open, 'close': self._close}
-      try:
-        self._reply(request, None, handler[operation](*arguments))
-      except OSError as error:
-        self._reply(request, str(error), None)
+      return
+    if operation == 'cancel':
+      self._cancel(*arguments)
+      return
+    handlers = {
+      'start': self._start,
+      'open': self._open,
+      'stage': self._stage,
+      'adopt': self._adopt,
+      'unstage': self._unstage,
+    }
+    try:
+      if operation == 'close':
+        self._close(request, *arguments)
+      else:
+        self._reply(request, None, handlers[operation](*arguments))
+    except ConnectionError:
+      raise
+    except Exception as error:  # noqa: BLE001 - one request's, not the others'
+      self._reply(request, f'{operation}: {error}', None)
+
+  def _cancel(self, cancelled: int) -> None:
+    """Kills a command, or drops it if it has not begun. It is still replied to."""
+    if cancelled in self._runs:
+      self._runs[cancelled].kill('cancel')
+    for item in [item for item in self._waiting if item[0] == cancelled]:
+      self._waiting.remove(item)
+      self._reply(cancelled, 'the command was cancelled', None)
 
   def run(self) -> None:
     """Serves until the caller is gone, then ends every command."""
@@ -285,12 +253,7 @@ class Supervisor:
     self._watch(self._connection.fileno(), self._serve_connection)
     try:
       while os.getppid() == self._caller:
-        timeout = _WATCH_CALLER_S
-        if self._runs:
-          now = time.monotonic()
-          first = min(run.deadline for run in self._runs.values())
-          timeout = min(timeout, max(first - now, 0.0))
-        for fd, _ in self._epoll.poll(timeout):
+        for fd, _ in self._epoll.poll(self._timeout_s()):
           function = self._on_event.get(fd)
           if function is not None:
             function()
@@ -298,52 +261,47 @@ class Supervisor:
         self._launch_waiting()
         self._reap_orphans()
         now = time.monotonic()
-        for run in self._runs.values():
-          if run.deadline <= now and not run.ended_by:
+        for run in list(self._runs.values()):
+          if run.ending:
+            self._finish_if_ended(run)
+          elif run.deadline <= now and not run.ended_by:
             run.kill('wall')
     except (EOFError, ConnectionError):
       pass
     finally:
       self._end()
 
+  def _timeout_s(self) -> float:
+    timeout, now = _WATCH_CALLER_S, time.monotonic()
+    for run in self._runs.values():
+      left = _ENDING_POLL_S if run.ending else run.deadline - now
+      timeout = min(timeout, max(left, 0.0))
+    return timeout
+
   def _end(self) -> None:
+    if self._machine is None:
+      return
+    deadline = time.monotonic() + _END_S
     for run in self._runs.values():
       run.kill('cancel')
+    for run in list(self._runs.values()):
+      if not run.ending:
+        run.first_ended(self._known(besides=run))
     for run in self._runs.values():
-      run.wait()
-    for number in list(self._boxes):
-      self._boxes[number].run = None
-      self._close(number)
-    self._remove_run_directory()
-    deadline = time.monotonic() + 1.0
-    while self._cgroups and not self._cgroups.sweep() and time.monotonic() < deadline:
+      with contextlib.suppress(TimeoutError):
+        while not run.ended() and time.monotonic() < deadline:
+          time.sleep(0.001)
+      run.box.run = None
+    for box in {*self._boxes.values(), *(run.box for run in self._runs.values())}:
+      self._machine.discard(box)
+    while not self._machine.remove() and time.monotonic() < deadline:
       time.sleep(0.01)
-
-  def _remove_run_directory(self) -> None:
-    import shutil  # only now: every fork copies what is loaded
-
-    if self._cgroups is None:
-      return
-    with contextlib.suppress(OSError):
-      if self._isolated:
-        linux.unmount(self._run_directory)
-    shutil.rmtree(self._run_directory, ignore_errors=True)
-
-
-def _tasks_of_this_uid() -> int:
-  """Threads of this uid on the machine: what RLIMIT_NPROC counts."""
-  uid, tasks = os.getuid(), 0
-  for name in os.listdir('/proc'):
-    if name.isdigit():
-      with contextlib.suppress(OSError):
-        if os.stat(f'/proc/{name}').st_uid == uid:
-          tasks += len(os.listdir(f'/proc/{name}/task'))
-  return tasks
 
 
 def main() -> None:
   connection = socket.socket(fileno=int(sys.argv[1]))
   connection.set_inheritable(False)
+  os.umask(0o022)
   Supervisor(connection, int(sys.argv[2])).run()
 
 

@@ -14,23 +14,52 @@ _PREFIX = 'm2jax-'
 
 
 class Group:
-  """One sandbox's control groups. Processes join by writing `0` to `join_fds`."""
+  """One sandbox's control groups. Processes join by writing `0` to `join_fds`.
 
-  def __init__(self, directories: dict[str, str], join_fds: list[int], oom_fd: int):
+  Raises:
+    OSError: their files cannot be opened.
+  """
+
+  def __init__(self, directories: dict[str, str], events: str):
     self.directories = directories
-    self.join_fds = join_fds
-    self._oom_fd = oom_fd
+    self.join_fds = []
+    self._read_fds = []
+    try:
+      for directory in self._each():
+        path = os.path.join(directory, 'cgroup.procs')
+        self.join_fds.append(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+      for controller, name in (('memory', events), ('pids', 'pids.current')):
+        path = os.path.join(directories[controller], name)
+        self._read_fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+      self.close()
+      raise
+
+  def _each(self) -> list[str]:
+    return sorted(set(self.directories.values()))
 
   def oom_kills(self) -> int:
     """How many processes of the group the kernel has killed for want of memory."""
-    for line in os.pread(self._oom_fd, 4096, 0).split(b'\n'):
+    for line in os.pread(self._read_fds[0], 4096, 0).split(b'\n'):
       if line.startswith(b'oom_kill '):
         return int(line.split()[1])
     return 0
 
+  def count(self) -> int:
+    """How many threads are in the group; ended ones count until they are collected."""
+    return int(os.pread(self._read_fds[1], 64, 0))
+
+  def processes(self) -> list[int]:
+    """The processes in the groups."""
+    found = set()
+    for directory in self._each():
+      with open(os.path.join(directory, 'cgroup.procs')) as f:
+        found.update(map(int, f.read().split()))
+    return sorted(found)
+
   def close(self) -> None:
     """Closes the files; the groups are removed by `Cgroups.remove`."""
-    for fd in (*self.join_fds, self._oom_fd):
+    for fd in (*self.join_fds, *self._read_fds):
       os.close(fd)
 
 
@@ -40,6 +69,7 @@ class Cgroups:
   def __init__(self, kind: str, parents: dict[str, str], reason: str = ''):
     self.kind = kind
     self.reason = reason
+    self.counts_swap = False  # known once a group was made
     self._parents = parents  # controller -> directory of our own group
     self._doomed: list[str] = []
 
@@ -53,7 +83,6 @@ class Cgroups:
       c: os.path.join(parent, f'{_PREFIX}{os.getpid()}-{name}')
       for c, parent in self._parents.items()
     }
-    fds = []
     try:
       for directory in set(directories.values()):
         os.mkdir(directory)
@@ -61,19 +90,23 @@ class Cgroups:
       v1 = self.kind == 'v1'
       _write(memory, 'memory.limit_in_bytes' if v1 else 'memory.max', memory_bytes)
       _write(pids, 'pids.max', processes)
-      if not v1 and os.path.exists(os.path.join(memory, 'memory.swap.max')):
-        _write(memory, 'memory.swap.max', 0)
-      for directory in sorted(set(directories.values())):
-        fds.append(os.open(f'{directory}/cgroup.procs', os.O_WRONLY | os.O_CLOEXEC))
-      events = 'memory.oom_control' if v1 else 'memory.events'
-      fds.append(os.open(os.path.join(memory, events), os.O_RDONLY | os.O_CLOEXEC))
+      self._limit_swap(memory, memory_bytes)
+      return Group(directories, 'memory.oom_control' if v1 else 'memory.events')
     except OSError:
-      for fd in fds:
-        os.close(fd)
       self._doomed += set(directories.values())
       self.sweep()
       raise
-    return Group(directories, fds[:-1], fds[-1])
+
+  def _limit_swap(self, memory: str, memory_bytes: int) -> None:
+    """Has memory and swap together get no more than the limit, where that can be."""
+    name, limit = 'memory.swap.max', 0
+    if self.kind == 'v1':
+      name, limit = 'memory.memsw.limit_in_bytes', memory_bytes
+    self.counts_swap = os.path.exists(os.path.join(memory, name))
+    if self.counts_swap:
+      _write(memory, name, limit)
+    elif self.kind == 'v1':
+      _write(memory, 'memory.swappiness', 0)  # seldom swapped, though not counted
 
   def remove(self, group: Group) -> None:
     """Removes the groups, now or as soon as the last process has left them."""

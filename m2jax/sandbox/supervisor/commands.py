@@ -7,6 +7,8 @@ to kernel uid 0, can write the host's /proc/sys and ignores RLIMIT_NPROC
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import os
 import resource
 import signal
@@ -14,6 +16,8 @@ import signal
 import linux
 
 STATUS_FD = 3
+FILTER_FD = 4
+_FREE_FD = 16  # above those that bubblewrap is given by number
 _SHELL = '/bin/bash'
 # RLIMIT_NPROC is set by the shell inside, where the count is the sandbox's own: outside
 # it would count every process of the uid. Bash reads $BASH_ENV before the command.
@@ -31,7 +35,31 @@ _ETC = {
 }
 _ETC_OF_HOST = ('alternatives', 'ld.so.cache')
 _ROOT_LINKS = ('bin', 'sbin', 'lib', 'lib32', 'lib64', 'libx32')
+ROOTS = ('/usr', *(f'/{name}' for name in _ROOT_LINKS))  # read-only, of the host
 _MAX_OPEN_FILES = 256
+_SCRATCH_INODES = 16384
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+  """What all sandboxes of a supervisor see.
+
+  Attributes:
+    etc: prepared /etc.
+    empty: a directory with nothing in it.
+    read_only: (source, place in the sandbox) of read-only trees.
+    filter: file with the system call filter; empty for none.
+    workspace, scratch: empty directories, where a command's own are mounted.
+    mounts: mount namespace that commands start from.
+  """
+
+  etc: str
+  empty: str
+  read_only: tuple[tuple[str, str], ...]
+  filter: str
+  workspace: str
+  scratch: str
+  mounts: int
 
 
 def prepare_etc(directory: str, bind) -> None:
@@ -54,55 +82,52 @@ def prepare_etc(directory: str, bind) -> None:
 def bubblewrap_argv(
   bwrap: str,
   *,
-  etc: str,
-  workspace: str,
-  read_only: list[tuple[str, str]],
-  scratch_bytes: int,
+  shared: Shared,
   processes: int,
   env: dict[str, str],
 ) -> list[str]:
-  """Command line up to the shell's `-c`; the command itself is the last argument.
+  """Command line without the command itself, which is the last argument.
 
   Args:
     bwrap: path of bubblewrap.
-    etc: prepared /etc.
-    workspace: directory that becomes /workspace.
-    read_only: (source, place in the sandbox) of further read-only trees.
-    scratch_bytes: size of /tmp and of /dev/shm.
+    shared: what all sandboxes see.
     processes: most processes at once.
     env: the whole environment.
   """
   argv = [bwrap, '--json-status-fd', str(STATUS_FD), '--die-with-parent']
   argv += ['--new-session', '--clearenv', '--cap-drop', 'ALL']
+  if shared.filter:
+    argv += ['--seccomp', str(FILTER_FD)]
   # --disable-userns wants --unshare-user to be explicit.
   argv += ['--unshare-user', '--disable-userns', '--uid', '1000', '--gid', '1000']
   # No --unshare-net: the command is started in its sandbox's own network namespace.
   argv += ['--unshare-pid', '--unshare-ipc', '--unshare-uts']
   argv += ['--unshare-cgroup-try', '--hostname', 'sandbox']
-  argv += ['--ro-bind', '/usr', '/usr', '--ro-bind', etc, '/etc']
+  argv += ['--ro-bind', '/usr', '/usr', '--ro-bind', shared.etc, '/etc']
   for name in _ROOT_LINKS:
     if os.path.islink(f'/{name}'):
       argv += ['--symlink', os.readlink(f'/{name}'), f'/{name}']
     elif os.path.isdir(f'/{name}'):
       argv += ['--ro-bind', f'/{name}', f'/{name}']
-  for source, target in read_only:
+  for source, target in shared.read_only:
     argv += ['--ro-bind', source, target]
-  size = str(scratch_bytes)
   argv += ['--proc', '/proc', '--ro-bind', '/proc/sys', '/proc/sys']
-  argv += ['--dev', '/dev', '--size', size, '--tmpfs', '/dev/shm']
-  argv += ['--size', size, '--perms', '1777', '--tmpfs', '/tmp']
-  argv += ['--bind', workspace, '/workspace', '--chdir', '/workspace']
+  # Who may write /proc/1/mem decides what bubblewrap's init does.
+  argv += ['--ro-bind', shared.empty, '/proc/1']
+  argv += ['--dev', '/dev', '--bind', os.path.join(shared.scratch, 'shm'), '/dev/shm']
+  argv += ['--bind', os.path.join(shared.scratch, 'tmp'), '/tmp']
+  argv += ['--bind', shared.workspace, '/workspace', '--chdir', '/workspace']
   # /dev and / are tmpfs of bubblewrap's own, without a size: nobody may write there.
   argv += ['--remount-ro', '/dev', '--remount-ro', '/']
   inside = dict(env, BASH_ENV=_SHELL_START_PATH, M2JAX_PROCESSES=str(processes))
   for name, value in inside.items():
     argv += ['--setenv', name, value]
-  return [*argv, _SHELL, '-c']
+  return [*argv, *shell_argv()]
 
 
 def shell_argv() -> list[str]:
-  """The bare shell of the weaker mode, up to `-c`."""
-  return [_SHELL, '-c']
+  """The bare shell of the weaker mode; a command may start with `-` or `+`."""
+  return [_SHELL, '-c', '--']
 
 
 def resource_limits(
@@ -113,7 +138,9 @@ def resource_limits(
     # SIGXCPU at the soft limit, SIGKILL a second later.
     (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
     (resource.RLIMIT_FSIZE, file_bytes, file_bytes),
-    (resource.RLIMIT_CORE, 0, 0),
+    # 0 would still feed a handler that core_pattern pipes to; 1 feeds nobody (core(5),
+    # fs/coredump.c). The system call filter keeps it at 1.
+    (resource.RLIMIT_CORE, 1, 1),
     (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES, _MAX_OPEN_FILES),
   ]
   if address_bytes is not None:
@@ -129,56 +156,87 @@ def resource_limits(
   return limits
 
 
-def start(
-  argv: list[str],
-  *,
-  env: dict[str, str],
-  directory: str,
-  uid: int | None,
-  network: int | None,
-  join_fds: list[int],
-  limits: list[tuple[int, tuple[int, int]]],
-  stdin: int,
-  stdout: int,
-  stderr: int,
-  status: int,
-) -> int:
-  """Forks and executes `argv` under `uid`, in its own session. Returns the pid.
+@dataclasses.dataclass(frozen=True)
+class Streams:
+  """Descriptors of one command: write ends of pipes."""
 
-  `network` is a namespace's descriptor; None stays in the caller's network. What fails
-  before the exec is written to `status` as a line that starts with `!`.
+  stdout: int
+  stderr: int
+  status: int
+
+
+def start(box, command: bytes, streams: Streams) -> int:
+  """Forks and executes a command of a `boxes.Box` in its own session. Returns the pid.
+
+  What fails before the exec is written to `streams.status` as a line that starts with
+  `!`.
   """
+  parent = os.getpid()
   pid = os.fork()
   if pid:
     return pid
   try:
     os.setsid()
-    for fd in join_fds:
-      os.write(fd, b'0')
-    os.chdir(directory)
-    for kind, pair in limits:
+    if box.group is not None:
+      for fd in box.group.join_fds:
+        os.write(fd, b'0')
+    os.chdir(box.path)
+    if box.shared is not None:
+      _enter_mounts(box)
+    linux.new_session_keyring()
+    descriptors = _open_descriptors(box, streams)
+    for kind, pair in box.rlimits:
       resource.setrlimit(kind, pair)
-    if network is not None:
-      linux.enter_network(network)
-    if uid is not None:
+    if box.network is not None:
+      linux.enter_network(box.network)
+    if box.uid is not None:
       os.setgroups([])
-      os.setresgid(uid, uid, uid)
-      os.setresuid(uid, uid, uid)
+      os.setresgid(box.uid, box.uid, box.uid)
+      os.setresuid(box.uid, box.uid, box.uid)
     if 0 in os.getresuid():
       raise PermissionError('refused to run a command as root')
+    linux.die_with(parent)
     # Python ignores these two; the command must not inherit that.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    os.dup2(stdin, 0)
-    os.dup2(stdout, 1)
-    os.dup2(stderr, 2)
-    if argv[0] != _SHELL:  # only bubblewrap reports, and keeps it from the command
-      if status == STATUS_FD:
-        os.set_inheritable(status, True)
-      else:
-        os.dup2(status, STATUS_FD)
-    os.execve(argv[0], argv, env)
+    for number, fd in descriptors.items():
+      os.dup2(fd, number)
+    argv = [*box.argv, command]
+    os.execve(argv[0], argv, box.env)
   except BaseException as error:  # noqa: BLE001 - a forked child must never return
-    os.write(status, f'!{error}\n'.encode())
+    os.write(streams.status, f'!{error}\n'.encode())
   finally:
     os._exit(125)
+
+
+def _enter_mounts(box) -> None:
+  """Leaves the view of all sandboxes for one with this one's workspace and scratch.
+
+  It goes with the command, and so does what the command leaves in /tmp and /dev/shm.
+  """
+  shared = box.shared
+  linux.enter_mounts(shared.mounts, {shared.workspace: box.path})
+  size = box.limits['workspace_bytes']
+  linux.mount_tmpfs(shared.scratch, size, _SCRATCH_INODES, 0o755, 0)
+  for name in ('tmp', 'shm'):
+    path = os.path.join(shared.scratch, name)
+    os.mkdir(path)
+    os.chmod(path, 0o1777)
+
+
+def _open_descriptors(box, streams: Streams) -> dict[int, int]:
+  """Returns open descriptors by the number that the program expects them to have.
+
+  Every command opens its own /dev/null and its own filter: an open file is state that
+  all who have it share. Only bubblewrap has those above 2.
+  """
+  found = {0: os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)}
+  found |= {1: streams.stdout, 2: streams.stderr}
+  if box.shared is not None:
+    found[STATUS_FD] = streams.status
+    if box.shared.filter:
+      found[FILTER_FD] = os.open(box.shared.filter, os.O_RDONLY | os.O_CLOEXEC)
+  return {
+    number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FREE_FD)
+    for number, fd in found.items()
+  }

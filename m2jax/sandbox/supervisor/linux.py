@@ -1,17 +1,23 @@
-"""Calls that Python lacks: namespaces, mounts, orphans (unshare(2), prctl(2))."""
+"""Calls that Python lacks: namespaces, mounts, orphans, keyrings (prctl(2), …)."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import fcntl
 import os
+import signal
 import socket
 import struct
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_KEYCTL = {'x86_64': 250, 'aarch64': 219}
+_KEYCTL_JOIN_SESSION_KEYRING = 1
 _SIOCGIFFLAGS = 0x8913
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
@@ -19,9 +25,16 @@ _IFREQ = '16sh14x'  # netdevice(7): name and flags
 _MS_NOSUID = 2
 _MS_NODEV = 4
 _MS_BIND = 4096
+_MS_MOVE = 8192
 _MS_REC = 16384
 _MS_PRIVATE = 1 << 18
 _MNT_DETACH = 2
+# The same numbers on every architecture; Linux 5.2.
+_OPEN_TREE = 428
+_MOVE_MOUNT = 429
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_EMPTY_PATH = 4
+_AT_FDCWD = -100
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -67,6 +80,67 @@ def enter_private_mounts() -> None:
   _mount('none', '/', None, _MS_REC | _MS_PRIVATE, '')
 
 
+def new_mounts(keep) -> int:
+  """Makes a second mount namespace with little in it. The process stays in its own.
+
+  A command copies all mounts of the namespace that it starts from, and bubblewrap reads
+  their list again and again.
+
+  Args:
+    keep: function of a mount point: whether it stays.
+
+  Returns:
+    A descriptor of it, for `enter_mounts`.
+  """
+  own = os.open('/proc/self/ns/mnt', os.O_RDONLY | os.O_CLOEXEC)
+  try:
+    _check(_libc.unshare(_CLONE_NEWNS), 'unshare the mount namespace')
+    with open('/proc/self/mountinfo') as f:
+      points = [line.split()[4] for line in f]
+    for point in reversed(points):
+      point = point.encode().decode('unicode_escape')  # a space is \\040
+      if not keep(point):
+        with contextlib.suppress(OSError):  # one that only a greater namespace may move
+          unmount(point)
+    made = os.open('/proc/self/ns/mnt', os.O_RDONLY | os.O_CLOEXEC)
+    _check(_libc.setns(own, _CLONE_NEWNS), 'return to the mount namespace')
+    return made
+  finally:
+    os.close(own)
+
+
+def enter_mounts(namespace: int, trees: dict[str, str]) -> None:
+  """Moves this process into a private copy of a namespace of `new_mounts`.
+
+  Args:
+    namespace: descriptor.
+    trees: place in the copy -> directory, of now, whose file system appears there.
+
+  Raises:
+    OSError: not allowed here.
+  """
+  clones = {
+    place: _syscall(
+      'open_tree', _OPEN_TREE, _AT_FDCWD, path.encode(), _OPEN_TREE_CLONE | os.O_CLOEXEC
+    )
+    for place, path in trees.items()
+  }
+  _check(_libc.setns(namespace, _CLONE_NEWNS), 'enter the mount namespace')
+  _check(_libc.unshare(_CLONE_NEWNS), 'unshare the mount namespace')
+  for place, clone in clones.items():
+    target = place.encode()
+    flags = _MOVE_MOUNT_EMPTY_PATH
+    _syscall('move_mount', _MOVE_MOUNT, clone, b'', _AT_FDCWD, target, flags)
+    os.close(clone)
+
+
+def _syscall(what: str, *arguments) -> int:
+  result = _libc.syscall(*arguments)
+  if result < 0:
+    _check(result, what)
+  return result
+
+
 def new_network() -> int:
   """Moves this process into a new network namespace: a loopback and nothing else.
 
@@ -94,6 +168,65 @@ def adopt_orphans() -> None:
   _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), 'become a subreaper')
 
 
+def die_with(parent: int) -> None:
+  """Has the kernel kill this process when `parent`, which forked it, ends.
+
+  To be called after the last change of uid, which would undo it.
+  """
+  _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), 'die with the parent')
+  if os.getppid() != parent:
+    raise ProcessLookupError('the supervisor has ended')
+
+
+def new_session_keyring() -> None:
+  """Leaves the caller's session keyring for an empty one (keyrings(7)).
+
+  Does nothing where the kernel has no keyrings or this machine's number of the call is
+  not known: there the system call filter alone keeps commands from keys.
+
+  Raises:
+    OSError: the kernel refused.
+  """
+  number = _KEYCTL.get(os.uname().machine)
+  if number is None:
+    return
+  if _libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None) == -1:
+    error = ctypes.get_errno()
+    if error not in (errno.ENOSYS, errno.EPERM):  # EPERM: a container's own filter
+      raise OSError(error, f'join a session keyring: {os.strerror(error)}')
+
+
+def processes_of(uid: int) -> list[int]:
+  """The processes on this machine that run under a uid."""
+  found = []
+  for name in os.listdir('/proc'):
+    if name.isdigit():
+      with contextlib.suppress(OSError):
+        if os.stat(f'/proc/{name}').st_uid == uid:
+          found.append(int(name))
+  return found
+
+
+def threads_of(uid: int) -> int:
+  """How many threads those processes have: what RLIMIT_NPROC counts."""
+  count = 0
+  for pid in processes_of(uid):
+    with contextlib.suppress(OSError):
+      count += len(os.listdir(f'/proc/{pid}/task'))
+  return count
+
+
+def children() -> list[int]:
+  """The processes whose parent is this one."""
+  found, own = [], os.getpid()
+  for name in os.listdir('/proc'):
+    if name.isdigit():
+      with contextlib.suppress(OSError), open(f'/proc/{name}/stat') as f:
+        if int(f.read().rpartition(') ')[2].split()[1]) == own:
+          found.append(int(name))
+  return found
+
+
 def mount_tmpfs(target: str, size_bytes: int, inodes: int, mode: int, uid: int) -> None:
   """Mounts a private in-memory file system of at most `size_bytes` and `inodes`."""
   options = f'size={size_bytes},nr_inodes={inodes},mode={mode:o},uid={uid},gid={uid}'
@@ -106,6 +239,11 @@ def mount_tmpfs(target: str, size_bytes: int, inodes: int, mode: int, uid: int) 
 def bind(source: str, target: str) -> None:
   """Makes `source`, with what is mounted below it, visible at `target` too."""
   _mount(source, target, None, _MS_BIND | _MS_REC, '')
+
+
+def move_mount(source: str, target: str) -> None:
+  """Moves the file system at `source` to `target`."""
+  _mount(source, target, None, _MS_MOVE, '')
 
 
 def unmount(target: str) -> None:

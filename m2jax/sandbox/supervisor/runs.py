@@ -1,4 +1,12 @@
-"""One command in progress: its pipes, what is kept of its output, how it ended."""
+"""One command in progress: its pipes, what is kept of its output, how it ended.
+
+bubblewrap's monitor, which we start, ends as soon as the command's first process has.
+Its init, process 1 of the command's process namespace, then dies with it, unless a
+command has taken hold of init. So init is killed from here, and the command has ended
+when the kernel reports init as ended: by then it has killed all that was in the
+namespace (pid_namespaces(7)). Init is a child of ours from the moment that the monitor
+has ended (PR_SET_CHILD_SUBREAPER), so its process id cannot become another's.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +17,39 @@ import signal
 import time
 
 import commands
+import linux
 
 OPEN, EMPTY, CLOSED = 'open', 'empty', 'closed'
 _READ_BYTES = 65536
 # Output past the limit is read and dropped; a command that prints this many times the
 # limit is not worth the CPU time any more.
 _DROPPED_OUTPUT_FACTOR = 64
-
-
-class Box:
-  """One sandbox: its directory, identity, limits and ready-made command line."""
-
-  def __init__(self, path, uid, network, limits, argv, env, group, rlimits):
-    self.path = path
-    self.uid = uid
-    self.network = network
-    self.limits = limits
-    self.argv = argv
-    self.env = env
-    self.group = group
-    self.rlimits = rlimits
-    self.run = None  # the command in progress
-    self.closed = False
+_MAX_PIPE_BYTES = 1 << 20  # what a command may make of its pipe (fcntl F_SETPIPE_SZ)
+_MAX_END_S = 10.0  # for the kernel to end what was killed
 
 
 class Run:
   """A started command. The caller watches `stdout`, `stderr` and `pidfd`.
 
+  When `pidfd` is readable, `first_ended` is due; then, whenever one of `init_fds` is,
+  and now and then, `ended`; when that is True, `result` and `close`.
+
   Raises:
     OSError: it could not be started.
   """
 
-  def __init__(self, request: int, box: Box, command: bytes, wall_s: float, stdin: int):
+  def __init__(self, request: int, box, command: bytes, wall_s: float):
     self.request = request
     self.box = box
     self.ended_by = ''  # 'wall', 'output' or 'cancel', when we killed it
+    self.inits = set()  # processes 1 that were not collected
+    self.init_fds = []
+    self.ending = False  # the first process has ended
+    self.pid = None  # of the first process, until it was collected
     self._dropped_bytes = 0
     self._oom_kills = box.group.oom_kills() if box.group else 0
     self._started = time.monotonic()
+    self._give_up = None
     self.deadline = self._started + wall_s
     pipes = []
     try:
@@ -54,28 +57,20 @@ class Run:
         pipes.append(os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
       for _, write_end in pipes[:2]:
         os.set_blocking(write_end, True)  # programs do not expect EAGAIN
-      self.pid = commands.start(
-        [*box.argv, command],
-        env=box.env,
-        directory=box.path,
-        uid=box.uid,
-        network=box.network,
-        join_fds=box.group.join_fds if box.group else [],
-        limits=box.rlimits,
-        stdin=stdin,
-        stdout=pipes[0][1],
-        stderr=pipes[1][1],
-        status=pipes[2][1],
-      )
+      streams = commands.Streams(*(write_end for _, write_end in pipes))
+      self.pid = commands.start(box, command, streams)
+      self.pidfd = os.pidfd_open(self.pid)
     except OSError:
       for read_end, _ in pipes:
         os.close(read_end)
+      if self.pid is not None:
+        self.kill('cancel')
+        os.waitpid(self.pid, 0)
       raise
     finally:
       for _, write_end in pipes:
         os.close(write_end)
     self.stdout, self.stderr, self._status = (read_end for read_end, _ in pipes)
-    self.pidfd = os.pidfd_open(self.pid)
     self._kept = {self.stdout: [], self.stderr: []}
     limit = box.limits['output_bytes']
     self._room = {self.stdout: limit, self.stderr: limit}
@@ -99,38 +94,85 @@ class Run:
     return OPEN
 
   def kill(self, ended_by: str) -> None:
-    """Kills the command, and remembers why if it is the first time."""
+    """Kills the first process, and remembers why if it is the first time."""
+    if self.pid is None:
+      return
     self.ended_by = self.ended_by or ended_by
-    # The group reaches bubblewrap's child before it has asked to die with its parent.
+    # The group reaches bubblewrap's init before it has asked to die with its parent.
     for kill in (os.killpg, os.kill):
       with contextlib.suppress(ProcessLookupError):
         kill(self.pid, signal.SIGKILL)
 
-  def finish(self, *, reported: bool) -> tuple[str | None, tuple | None]:
-    """Collects a command whose first process has ended, and ends the others.
+  # The end --------------------------------------------------------------------------
+
+  def first_ended(self, others: set[int]) -> None:
+    """Collects the first process and kills the rest of the command.
 
     Args:
-      reported: bubblewrap reports the exit code; without a report it has failed.
+      others: processes 1 and first processes of other commands.
+    """
+    self.ending = True
+    self._wall_s = time.monotonic() - self._started
+    self._give_up = time.monotonic() + _MAX_END_S
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(self.pid, signal.SIGKILL)
+    self._report = b''
+    with contextlib.suppress(BlockingIOError):
+      self._report = os.read(self._status, _READ_BYTES)
+    self._wait_status = os.waitpid(self.pid, 0)[1]
+    self.pid = None
+    if self.box.shared is None:
+      return
+    init = self._reported('child-pid')
+    if init is not None:
+      self.inits = {init} - others
+    elif not self._report.startswith(b'!'):
+      # Killed before bubblewrap had reported: any orphan may be its init, and an orphan
+      # is the init of some command that has ended.
+      self.inits = set(linux.children()) - others
+    for init in list(self.inits):
+      if not self._is_ended(init):
+        os.kill(init, signal.SIGKILL)
+        self.init_fds.append(os.pidfd_open(init))
+
+  def _is_ended(self, init: int) -> bool:
+    """Whether a process is no child of ours any more; collects it if it has ended."""
+    with contextlib.suppress(ChildProcessError):
+      if os.waitpid(init, os.WNOHANG)[0] == 0:
+        return False
+    self.inits.discard(init)
+    return True
+
+  def ended(self) -> bool:
+    """Whether nothing of the command is alive; kills what is.
+
+    Raises:
+      TimeoutError: the kernel has not ended it in `_MAX_END_S`.
+    """
+    alive = [init for init in list(self.inits) if not self._is_ended(init)]
+    if not alive:
+      survivors = self.box.survivors()
+      if not survivors:
+        return True
+      for pid in survivors:
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(pid, signal.SIGKILL)
+    if time.monotonic() > self._give_up:
+      raise TimeoutError('killed processes of the command do not end')
+    return False
+
+  def result(self) -> tuple[str | None, tuple | None]:
+    """Returns what is to be replied, once.
 
     Returns:
       `(error, None)` where the sandbox failed, or `(None, (exit code, stdout, stderr,
       dropped bytes, elapsed seconds, ended by, killed for memory))`.
     """
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(self.pid, signal.SIGKILL)
-    wall_s = time.monotonic() - self._started
     for fd in (self.stdout, self.stderr):
-      # A pipe holds 16 pages by default; a survivor that goes on writing gets no more.
-      for _ in range(16):
+      for _ in range(_MAX_PIPE_BYTES // _READ_BYTES + 1):
         if self.read_output(fd) != OPEN:
           break
-    status = b''
-    with contextlib.suppress(BlockingIOError):
-      status = os.read(self._status, _READ_BYTES)
-    for fd in (self.stdout, self.stderr, self._status, self.pidfd):
-      os.close(fd)
-    wait_status = self.wait()  # last: until now the pid is ours to kill
-    code, failure = _outcome(wait_status, status, reported)
+    code, failure = self._outcome()
     group = self.box.group
     oom = group is not None and group.oom_kills() > self._oom_kills
     if self.ended_by == 'wall':
@@ -140,25 +182,32 @@ class Run:
     stdout, stderr = (b''.join(pieces) for pieces in self._kept.values())
     if failure:
       return f'{failure} {stderr.decode(errors="replace")}', None
-    result = (code, stdout, stderr, self._dropped_bytes, wall_s, self.ended_by, oom)
-    return None, result
+    numbers = (self._dropped_bytes, self._wall_s, self.ended_by, oom)
+    return None, (code, stdout, stderr, *numbers)
 
-  def wait(self) -> int:
-    """Waits for the first process. Returns its wait status."""
-    return os.waitpid(self.pid, 0)[1]
+  def close(self) -> None:
+    """Closes the descriptors."""
+    for fd in (self.stdout, self.stderr, self._status, self.pidfd, *self.init_fds):
+      os.close(fd)
 
+  def _outcome(self) -> tuple[int, str]:
+    """Returns (exit code, '') of the command, or what kept it from being run."""
+    code = os.waitstatus_to_exitcode(self._wait_status)
+    code = 128 - code if code < 0 else code
+    if self._report.startswith(b'!'):
+      return code, self._report[1:].decode(errors='replace').strip()
+    if self.box.shared is None:
+      return code, ''
+    exit_code = self._reported('exit-code')
+    if exit_code is not None:
+      return exit_code, ''
+    return code, f'bubblewrap ended with {code} before the command did:'
 
-def _outcome(wait_status: int, status: bytes, reported: bool) -> tuple[int, str]:
-  """Returns (exit code, '') of the command, or what kept it from being run."""
-  code = os.waitstatus_to_exitcode(wait_status)
-  code = 128 - code if code < 0 else code
-  if status.startswith(b'!'):
-    return code, status[1:].decode(errors='replace').strip()
-  if not reported:
-    return code, ''
-  for line in status.splitlines():
-    with contextlib.suppress(ValueError):
-      report = json.loads(line)
-      if 'exit-code' in report:
-        return report['exit-code'], ''
-  return code, f'bubblewrap ended with {code} before the command did:'
+  def _reported(self, key: str) -> int | None:
+    """A number of bubblewrap's report (`--json-status-fd`)."""
+    for line in self._report.splitlines():
+      with contextlib.suppress(ValueError):
+        value = json.loads(line).get(key)
+        if value is not None:
+          return value
+    return None

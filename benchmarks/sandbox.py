@@ -1,0 +1,124 @@
+"""Time of one sandboxed command, and of many sandboxes at once.
+
+  python -m benchmarks.sandbox
+  python -m benchmarks.sandbox --boxes=64 --commands=4 --json
+
+Each line is a case: the wall-clock time of a command, and the user and kernel time of
+the supervisor and of everything it started (`/proc/PID/stat`, children included). The
+kernel removes namespaces in threads of its own, so `machine` is the kernel time of the
+whole machine (`/proc/stat`), other programs included: run it on an idle one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+from m2jax import sandbox
+
+_TICKS = os.sysconf('SC_CLK_TCK')
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+  """Seconds since some start; `-` gives what passed."""
+
+  wall_s: float
+  user_s: float
+  kernel_s: float
+  machine_s: float
+
+  def __sub__(self, other: Times) -> Times:
+    pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+    return Times(*(a - b for a, b in pairs))
+
+
+def now(supervisor: int) -> Times:
+  """Reads the clocks; `supervisor` is a process id."""
+  fields = Path(f'/proc/{supervisor}/stat').read_text().rpartition(') ')[2].split()
+  user, kernel, user_children, kernel_children = map(int, fields[11:15])
+  machine = Path('/proc/stat').read_text().split('\n')[0].split()
+  system = sum(int(machine[n]) for n in (3, 6, 7))  # system, irq, softirq
+  return Times(
+    time.perf_counter(),
+    (user + user_children) / _TICKS,
+    (kernel + kernel_children) / _TICKS,
+    system / _TICKS,
+  )
+
+
+async def sequential(host: sandbox.Host, commands: int) -> tuple[Times, int]:
+  """`exec('true')` again and again in one sandbox."""
+  async with await sandbox.create(host=host) as box:
+    await box.exec('true')
+    before = now(box.supervisor_pid)
+    for _ in range(commands):
+      assert (await box.exec('true')).returncode == 0
+    return now(box.supervisor_pid) - before, commands
+
+
+async def concurrent(
+  host: sandbox.Host, boxes: int, commands: int
+) -> tuple[Times, int]:
+  """Episodes at once: each makes a sandbox, runs its commands, destroys it."""
+
+  async def episode():
+    async with await sandbox.create(contents={'f': b'a\n'}, host=host) as box:
+      for _ in range(commands):
+        assert (await box.exec('wc -l f')).returncode == 0
+
+  async with await sandbox.create(host=host) as box:
+    await box.exec('true')
+    before = now(box.supervisor_pid)
+    await asyncio.gather(*(episode() for _ in range(boxes)))
+    return now(box.supervisor_pid) - before, boxes * commands
+
+
+async def measure(arguments) -> list[dict]:
+  """Runs every case. Returns one row each, times in milliseconds a command."""
+  rows = []
+  for groups in (True, False):
+    host = sandbox.Host(cgroups=groups)
+    cases = {
+      "exec('true'), one after another": sequential(host, arguments.sequential),
+      f'{arguments.boxes} sandboxes at once, {arguments.commands} commands each': (
+        concurrent(host, arguments.boxes, arguments.commands)
+      ),
+    }
+    for name, case in cases.items():
+      times, commands = await case
+      row = {'case': name, 'cgroups': groups, 'commands': commands}
+      for field, value in dataclasses.asdict(times).items():
+        row[field.replace('_s', '_ms')] = round(1000 * value / commands, 2)
+      rows.append(row)
+  await sandbox.shutdown()
+  return rows
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('--sequential', type=int, default=200)
+  parser.add_argument('--boxes', type=int, default=64)
+  parser.add_argument('--commands', type=int, default=4)
+  parser.add_argument('--json', action='store_true')
+  arguments = parser.parse_args()
+  rows = asyncio.run(measure(arguments))
+  if arguments.json:
+    print(json.dumps(rows, indent=2))
+    return
+  print(f'{"":44} {"cgroups":8}{"wall":>8}{"user":>8}{"kernel":>8}{"machine":>9}')
+  for row in rows:
+    print(
+      f'{row["case"]:44} {"yes" if row["cgroups"] else "no":8}{row["wall_ms"]:8.2f}'
+      f'{row["user_ms"]:8.2f}{row["kernel_ms"]:8.2f}{row["machine_ms"]:9.2f}'
+    )
+  print('milliseconds a command')
+
+
+if __name__ == '__main__':
+  main()

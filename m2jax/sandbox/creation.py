@@ -1,0 +1,168 @@
+"""Making sandboxes: the supervisor that serves them is started, and tested, once.
+
+Fails closed: before the first sandbox is given to anybody, a command in one tries what
+it must not be able to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from m2jax.sandbox import api, client, unavailable
+from m2jax.sandbox import sandbox as sandbox_lib
+
+_PATH = '/usr/local/bin:/usr/bin:/bin'
+_SELF_TEST = r"""
+fail() { echo "$1"; exit 1; }
+[ ! -w /proc/sys/kernel/core_pattern ] || fail 'the host /proc/sys is writable'
+[ ! -w / ] && [ ! -w /usr ] && [ ! -w /etc ] || fail 'system directories are writable'
+[ $$ -lt 16 ] || fail 'processes of the host are visible'
+while read -r name _; do
+  case $name in *:) [ "$name" = lo: ] || fail "network interface $name";; esac
+done < /proc/net/dev
+while read -r name value; do
+  [ "$name" != Seccomp: ] || [ "$value" -ge "$FILTER" ] || fail 'no system call filter'
+done < /proc/self/status
+[ ! -e /proc/1/mem ] || fail 'process 1 is within reach'
+(exit 0) || fail 'cannot fork'
+echo ready > self-test && [ "$(ulimit -Hu)" = "$PROCESSES" ] || fail 'no process limit'
+"""
+
+# (id of the loop, backend, host) -> (loop, supervisor being started or running)
+_supervisors: dict[tuple, tuple[asyncio.AbstractEventLoop, asyncio.Task]] = {}
+
+
+async def create(
+  workspace: Path | str | None = None,
+  *,
+  contents: Mapping[str, bytes] | None = None,
+  backend: str = 'bubblewrap',
+  limits: api.Limits | None = None,
+  env: Mapping[str, str] | None = None,
+  host: api.Host | None = None,
+) -> sandbox_lib.Sandbox:
+  """Makes a sandbox, about a millisecond once the first one has been made.
+
+  Args:
+    workspace: directory whose files the workspace starts with; copied, never changed.
+      A symbolic link in it is copied as a link, never followed.
+    contents: relative path -> content of files that the workspace starts with.
+    backend: 'bubblewrap', or 'rlimit_only', which is weaker.
+    limits: what the sandbox may use.
+    env: environment variables beside PATH, HOME, LANG, TERM and USER.
+    host: how sandboxes sit on this machine.
+
+  Raises:
+    SandboxUnavailable: this machine cannot; carries the line that fixes it.
+    SandboxPathError: a name in `contents` leaves the workspace, or a file of the
+      directory cannot be read.
+    OSError: the files do not fit into `limits.workspace_bytes`.
+  """
+  if backend not in api.BACKENDS:
+    raise ValueError(f'backend: want one of {api.BACKENDS}, got {backend!r}')
+  limits = limits or api.Limits()
+  host = host or api.Host(read_only=api.default_python())
+  supervisor = await _supervisor(backend, host)
+  sandbox = await _open(supervisor, backend, limits, env or {}, host)
+  try:
+    if workspace is not None:
+      await sandbox.fill(Path(workspace))
+    for name, data in (contents or {}).items():
+      await sandbox.write(name, data)
+  except BaseException:
+    await sandbox.destroy()
+    raise
+  return sandbox
+
+
+async def _open(supervisor, backend, limits, env, host) -> sandbox_lib.Sandbox:
+  inside = {
+    'PATH': ':'.join([*(f'{place}/bin' for _, place in host.read_only), _PATH]),
+    'HOME': '/workspace',
+    'LANG': 'C.UTF-8',
+    'TERM': 'dumb',
+    'USER': 'agent',
+    **env,
+  }
+  if backend == 'rlimit_only':
+    inside['PATH'] = f'{_PATH}:{sys.base_prefix}/bin'
+    inside['HOME'] = env.get('HOME', '/tmp')
+  values = {name: getattr(limits, name) for name in limits.__dataclass_fields__}
+  opening = asyncio.ensure_future(supervisor.call('open', values, inside))
+  try:
+    number, path, uid = await asyncio.shield(opening)
+  except asyncio.CancelledError:
+    opening.add_done_callback(
+      lambda done: done.exception() or supervisor.tell('close', done.result()[0])
+    )
+    raise
+  if backend == 'bubblewrap':
+    path = supervisor.root / path.lstrip('/')
+  return sandbox_lib.Sandbox(supervisor, backend, limits, number, Path(path), uid)
+
+
+async def _supervisor(backend: str, host: api.Host) -> client.Supervisor:
+  """Returns this loop's supervisor, started and tested once."""
+  loop = asyncio.get_running_loop()
+  for key, (other, task) in list(_supervisors.items()):
+    if other.is_closed():
+      del _supervisors[key]
+      if task.done() and not task.cancelled() and not task.exception():
+        task.result().abandon()
+  key = (id(loop), backend, host)
+  _, task = _supervisors.get(key, (None, None))
+  if task is None or task.done() and (task.exception() or not task.result().alive):
+    task = loop.create_task(_start_supervisor(backend, host))
+    _supervisors[key] = (loop, task)
+  return await asyncio.shield(task)
+
+
+async def _start_supervisor(backend: str, host: api.Host) -> client.Supervisor:
+  unavailable.check_machine(backend)
+  supervisor = client.Supervisor()
+  try:
+    await supervisor.start(backend, host)
+    if backend == 'bubblewrap':
+      await _self_test(supervisor, host)
+  except api.SandboxUnavailable:
+    await supervisor.close()
+    raise
+  except (api.SandboxError, OSError) as error:
+    await supervisor.close()
+    raise unavailable.explained(str(error)) from error
+  except BaseException:
+    await supervisor.close()
+    raise
+  return supervisor
+
+
+async def _self_test(supervisor: client.Supervisor, host: api.Host) -> None:
+  """Lets a command try what it must not be able to do: fails closed."""
+  limits = api.Limits(processes=16, wall_s=10.0)
+  env = {
+    'PROCESSES': str(limits.processes),
+    'FILTER': '2' if supervisor.found['filter'] else '0',  # SECCOMP_MODE_FILTER
+  }
+  sandbox = await _open(supervisor, 'bubblewrap', limits, env, host)
+  try:
+    result = await sandbox.exec(_SELF_TEST)
+    if result.returncode != 0:
+      raise api.SandboxError(result.stdout + result.stderr or 'a command timed out')
+    # The workspace must be the one that this process reads.
+    await sandbox.read('self-test')
+  finally:
+    await sandbox.destroy()
+
+
+async def shutdown() -> None:
+  """Ends this event loop's supervisors and all their sandboxes."""
+  loop = asyncio.get_running_loop()
+  for key, (other, task) in list(_supervisors.items()):
+    if other is loop:
+      del _supervisors[key]
+      await asyncio.wait([task])  # one that failed or was cancelled has ended itself
+      if not task.cancelled() and not task.exception():
+        await task.result().close()
