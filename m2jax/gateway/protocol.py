@@ -5,18 +5,20 @@ pydantic models: this runs once per completion on a core that the engine needs.
 
 What becomes of each field:
 - used: model, messages, tools, max_completion_tokens (or max_tokens), stream,
-  stream_options.include_usage, seed, logprobs (not with stream), tool_choice 'auto' and
+  stream_options.include_usage, logprobs (not with stream), tool_choice 'auto' and
   'none' ('none' leaves the tools out of the prompt);
-- sampling (temperature, top_p, top_k, frequency_penalty, presence_penalty,
+- sampling (temperature, top_p, top_k, seed, frequency_penalty, presence_penalty,
   repetition_penalty, min_p, logit_bias): overridden and counted in a training session
-  (law 4); in an evaluation session temperature, top_p and top_k are honoured and the
-  others must be neutral;
+  (law 4; a seed would make the samples of a group repeat one another); in an evaluation
+  session temperature, top_p, top_k and seed are honoured and the others must be neutral;
 - refused, because ignoring them would answer another question: n other than 1, stop,
   response_format other than text, top_logprobs, functions, function_call, audio, image
   or other non-text content;
 - accepted as 'auto' and counted: tool_choice 'required' or a named function (the engine
   does not constrain its output);
 - ignored: everything else, as real agents send many fields of their own.
+
+Every field, ignored ones too, must be JSON that the rest can digest (`strict_json`).
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ import json
 import re
 from typing import Any
 
-from m2jax.gateway.errors import invalid
+from m2jax.gateway import history as history_lib
+from m2jax.gateway.errors import ApiError, invalid
 from m2jax.rollout.api import SamplingParams
+from m2jax.text import strict_json
 
 # One encoder for all: json.dumps with an option makes a new one per call.
 dumps = json.JSONEncoder(ensure_ascii=False).encode
@@ -48,42 +52,53 @@ _REFUSED = ('stop', 'functions', 'function_call', 'audio', 'top_logprobs')
 
 @dataclasses.dataclass(frozen=True)
 class ChatRequest:
-  """One checked request.
+  """One checked request, but for the text of its messages.
 
   Attributes:
     model: the model asked for.
-    messages: OpenAI dicts in the form `text.chat` takes; 'developer' became 'system',
-      call arguments became objects.
+    history: its messages in comparable form.
     tools: OpenAI tool dicts, or None when there are none.
-    tools_json: the tools as JSON, '' when there are none: equal iff the prompt is.
+    tools_digest: b'' when there are none: equal iff the prompt's tools are.
     max_tokens: response limit asked for, or None.
     sampling: the sampling fields present and not null, as sent.
-    seed: or None.
     stream, include_usage, logprobs: as OpenAI defines them.
     ignored: names of fields accepted without effect that are worth counting.
   """
 
   model: str
-  messages: list[dict]
+  history: history_lib.History
   tools: list[dict] | None
-  tools_json: str
+  tools_digest: bytes
   max_tokens: int | None
   sampling: dict[str, Any]
-  seed: int | None
   stream: bool
   include_usage: bool
   logprobs: bool
   ignored: tuple[str, ...] = ()
 
 
-def parse_request(body: bytes) -> ChatRequest:
-  """Checks a request body. Raises ApiError (400) naming the field at fault."""
+def parse_request(body: bytes | bytearray | str) -> tuple[ChatRequest, list[dict]]:
+  """Checks a request body.
+
+  Returns:
+    The request, and its messages: OpenAI dicts in the form `text.chat` takes;
+    'developer' became 'system', call arguments became objects.
+
+  Raises:
+    ApiError: 400 naming the field at fault.
+  """
   try:
-    data = json.loads(body)
-  except (ValueError, RecursionError) as error:
-    raise invalid(f'the body is not JSON: {error}', None, 'invalid_json') from None
+    data = strict_json.loads(body)
+  except strict_json.JsonFault as fault:
+    code = None if fault.path else 'invalid_json'
+    message = fault.reason if fault.path else f'the body is {fault.reason}'
+    raise invalid(message, fault.path or None, code) from None
   if not isinstance(data, dict):
     raise invalid('the body must be a JSON object', None, 'invalid_json')
+  return _checked(data)
+
+
+def _checked(data: dict) -> tuple[ChatRequest, list[dict]]:
   model = data.get('model')
   if not isinstance(model, str):
     raise invalid('must be a string', 'model')
@@ -108,18 +123,48 @@ def parse_request(body: bytes) -> ChatRequest:
     raise invalid('is not supported with stream', 'logprobs', 'unsupported_parameter')
   tools = _tools(data.get('tools'))
   tools, ignored = _tool_choice(data.get('tool_choice'), tools)
-  return ChatRequest(
+  messages = _messages(data.get('messages'))
+  request = ChatRequest(
     model=model,
-    messages=_messages(data.get('messages')),
+    history=history_lib.of(messages),
     tools=tools,
-    tools_json=_text(dumps(tools), 'tools') if tools else '',
+    tools_digest=history_lib.digest(dumps(tools).encode()) if tools else b'',
     max_tokens=_max_tokens(data),
     sampling=_sampling(data),
-    seed=_integer(data, 'seed'),
     stream=stream,
     include_usage=stream and _flag(stream_options, 'include_usage'),
     logprobs=logprobs,
     ignored=ignored,
+  )
+  return request, messages
+
+
+def check_count(
+  messages: list[dict], request: ChatRequest, context_tokens: int
+) -> None:
+  """Refuses more messages, calls, arguments and tools than the context has tokens.
+
+  Each takes at least one token, so that no text needs to be looked at.
+
+  Raises:
+    ApiError: 400.
+  """
+  parts = len(messages) + len(request.tools or ())
+  for message in messages:
+    content = message['content']
+    parts += len(content) if isinstance(content, list) else 0
+    for call in message.get('tool_calls', ()):
+      parts += 1 + len(call['function']['arguments'])
+  if parts > context_tokens:
+    raise too_long(f'has {parts} messages, tools, calls and arguments', context_tokens)
+
+
+def too_long(what: str, context_tokens: int) -> ApiError:
+  """The error of a prompt that cannot fit the context, whatever its tokens are."""
+  return invalid(
+    f'{what}; the context holds {context_tokens} tokens: send less',
+    'messages',
+    'context_length_exceeded',
   )
 
 
@@ -150,8 +195,8 @@ def sampling_params(
   asked = request.sampling
   if training:
     neutral = {'temperature': 1, 'top_p': 1, 'top_k': 0, **_UNSUPPORTED_SAMPLING}
-    overrides = tuple(name for name in asked if asked[name] != neutral[name])
-    return SamplingParams(max_tokens, stop_ids=stop_ids, seed=request.seed), overrides
+    overrides = tuple(name for name in asked if asked[name] != neutral.get(name))
+    return SamplingParams(max_tokens, stop_ids=stop_ids), overrides
   for name, off in _UNSUPPORTED_SAMPLING.items():
     if name in asked and asked[name] != off:
       raise invalid(
@@ -166,7 +211,7 @@ def sampling_params(
     top_p=asked.get('top_p', top_p),
     top_k=asked.get('top_k', top_k),
     stop_ids=stop_ids,
-    seed=request.seed,
+    seed=asked.get('seed'),
   ), ()
 
 
@@ -221,6 +266,9 @@ def _sampling(data: dict) -> dict[str, Any]:
     if top_k < -1:
       raise invalid('must be at least 1, or 0 for off', 'top_k')
     asked['top_k'] = max(top_k, 0)
+  seed = _integer(data, 'seed')
+  if seed is not None:
+    asked['seed'] = seed
   logit_bias = data.get('logit_bias')
   if logit_bias is not None:
     if not isinstance(logit_bias, dict):
@@ -230,14 +278,8 @@ def _sampling(data: dict) -> dict[str, Any]:
 
 
 def _text(value: Any, where: str) -> str:
-  """A string that can be encoded. JSON can spell lone surrogates, UTF-8 cannot."""
   if not isinstance(value, str):
     raise invalid('must be a string', where)
-  if not value.isascii():
-    try:
-      value.encode()
-    except UnicodeEncodeError:
-      raise invalid('holds a lone surrogate, which is not text', where) from None
   return value
 
 
@@ -306,14 +348,16 @@ def _tool_calls(calls: Any, where: str) -> list[dict]:
     arguments = function.get('arguments') or '{}'
     if isinstance(arguments, str):
       try:
-        arguments = json.loads(arguments)
-      except (ValueError, RecursionError):
-        arguments = None
+        arguments = strict_json.loads(arguments)
+      except strict_json.JsonFault as fault:
+        raise invalid(
+          f'must be a JSON object, as a string; {fault}',
+          f'{where}[{i}].function.arguments',
+        ) from None
     if not isinstance(arguments, dict):
       raise invalid(
         'must be a JSON object, as a string', f'{where}[{i}].function.arguments'
       )
-    _text(dumps(arguments), f'{where}[{i}].function.arguments')
     checked.append(
       {
         'id': call.get('id'),

@@ -14,36 +14,28 @@ from typing import Any
 
 from m2jax.gateway import protocol
 from m2jax.gateway.exchange import Answer, Pending
-from m2jax.text import chat, markup
+from m2jax.text import chat
 from m2jax.text import tokenizer as tokenizer_lib
 
 
-def message(
-  text: str, tools: Sequence[dict] | None, call_prefix: str
-) -> tuple[dict, str]:
-  """A response's text as an OpenAI message, and the parser's verdict.
+def message(parsed: chat.Message, call_prefix: str) -> dict:
+  """A parsed response as an OpenAI message.
 
   Args:
-    text: the decoded response ids.
-    tools: those of the request.
     call_prefix: makes the calls' ids: '{call_prefix}_{index}'.
   """
-  parsed = chat.parse(text, tools)
   told = parsed.to_openai()
-  told['content'] = (parsed.content + broken_text(parsed, text)) or told['content']
+  told['content'] = (parsed.content + broken_text(parsed)) or told['content']
   for i, call in enumerate(told.get('tool_calls') or ()):
     call['id'] = f'{call_prefix}_{i}'
-  return told, str(parsed.status)
+  return told
 
 
-def broken_text(parsed: chat.Message, text: str) -> str:
+def broken_text(parsed: chat.Message) -> str:
   """The tool-call markup as generated, where it held no call that could be read."""
   if parsed.tool_calls or not parsed.broken_calls:
     return ''
-  text = text.removesuffix(markup.EOS)
-  _, closed, answer = text.partition(markup.THINK_END)
-  _, block, rest = (answer if closed else text).partition(markup.TOOL_CALL)
-  return ('\n' if parsed.content else '') + block + rest
+  return ('\n' if parsed.content else '') + parsed.call_text
 
 
 def completion(answer: Answer) -> dict[str, Any]:
@@ -123,7 +115,7 @@ class Stream:
     events = self.feed(answer.completion.response_ids[self._tokens :])
     deltas = self._parser.feed(self._detokenizer.flush()) + self._parser.finish()
     events += self._deltas(deltas)
-    if broken := broken_text(self._parser.message, answer.text):
+    if broken := broken_text(self._parser.message):
       events.append(self._chunk({'content': broken}))
     events.append(self._chunk({}, finish_reason(answer)))
     if self._pending.request.include_usage:

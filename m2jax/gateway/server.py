@@ -10,6 +10,7 @@ gateway.stop()
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from m2jax.gateway import app, sessions
+from m2jax.gateway import app, connections, sessions
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.exchange import Engine
 from m2jax.gateway.service import ChatService
@@ -53,6 +54,8 @@ class Gateway:
       accept_unknown=config.accept_unknown_keys,
       unknown_mode=config.unknown_key_mode,
       max_unknown=config.max_unknown_sessions,
+      max_unknown_bytes=config.max_unknown_bytes,
+      limits=sessions.Limits(config.max_session_completions, config.max_session_bytes),
     )
     self._service = ChatService(config, tokenizer, engine, record, self.sessions)
     self._server: uvicorn.Server | None = None
@@ -75,11 +78,14 @@ class Gateway:
       uvicorn.Config(
         app.build(self._service),
         loop='uvloop',
-        http='httptools',
+        http=functools.partial(
+          connections.Connection, config, self._service.counters
+        ),
         ws='none',
         lifespan='off',
         access_log=False,
         log_config=None,
+        log_level='error',  # a client must not fill the log
         server_header=False,
         timeout_keep_alive=config.keep_alive_s,
         timeout_graceful_shutdown=config.stop_timeout_s,
@@ -105,6 +111,7 @@ class Gateway:
     self._server.should_exit = True
     self._thread.join()
     self._socket.close()
+    self._service.close()
     self._thread = self._server = self._socket = None
 
   @property
@@ -121,7 +128,7 @@ class Gateway:
     Names: requests_total{status}, completions_total{finish_reason},
     parsed_total{status}, extensions_total, forks_total{reason},
     closed_by_gateway_total, overrides_total{field}, ignored_total{field},
-    prompt_tokens_total, response_tokens_total. A request that reached the engine is one
+    prompt_tokens_total, response_tokens_total, closed_connections_total{reason}. A request that reached the engine is one
     extension or one fork.
     """
     return self._service.counters.as_dict()

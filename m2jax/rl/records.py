@@ -16,6 +16,11 @@ class Completion:
     session: the API key that asked; one trajectory.
     turn: 0-based order of the completion within its session.
     parent: id of the completion whose recorded ids this prompt extends, else None.
+    follows: id of the session's completion whose answer is the last that the request's
+      messages show; the parent, if there is one. A fork follows too where the client's
+      text shows the answer but the prompt could not extend its ids. The completions
+      that the session used last are its last completion, what that follows, and so on;
+      one that was sampled again and never shown to the model is on no such path.
     fork_reason: why a session with earlier completions did not extend one of them.
     prompt_ids, response_ids: token ids as fed and as sampled.
     logprobs, versions: per response token: sampling log-probability, policy version.
@@ -45,6 +50,7 @@ class Completion:
   experts: np.ndarray | None = dataclasses.field(
     default=None, compare=False, repr=False
   )
+  follows: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

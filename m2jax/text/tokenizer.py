@@ -32,6 +32,8 @@ class Tokenizer:
 
   Attributes:
     vocab_size: largest id + 1.
+    longest_token_bytes: of the tokens that plain text encodes to; None where
+      `fewest_tokens` knows no bound.
     special_ids: id of each of M2's special tokens by its text.
     bos_id, role_id, eos_id: `]~!b[`, `]~b]`, `[e~[`.
     think_id, think_end_id, tool_call_id, tool_call_end_id: the two pairs.
@@ -62,6 +64,9 @@ class Tokenizer:
     self.tool_call_end_id = ids[markup.TOOL_CALL_END]
     self.vocab_size = len(self._bytes)
     self._weights = _byte_weights(hf, self._bytes)
+    self.longest_token_bytes = (
+      None if self._weights is None else round(1 / self._weights.min())
+    )
     self._cached = functools.lru_cache(_CACHED_TEXTS)(self._encode_plain)
     for token in markup.SPECIAL_TOKENS:
       if not set(ids.values()).isdisjoint(self._encode_plain(token)):
@@ -112,6 +117,10 @@ class Tokenizer:
     table = self._bytes
     size = len(table)
     return b''.join(table[i] if 0 <= i < size else _UNKNOWN for i in ids)
+
+  def to_json(self) -> str:
+    """The text of a `tokenizer.json`."""
+    return self._hf.to_str()
 
   def save(self, path: str | os.PathLike) -> None:
     """Writes a `tokenizer.json`; a directory gets one inside."""

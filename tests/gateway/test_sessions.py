@@ -9,7 +9,6 @@ import pytest
 
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
-from m2jax.gateway.sessions import Sessions
 from tests.gateway.conftest import response_text
 from tests.gateway.scripted_engine import ScriptedEngine
 
@@ -50,13 +49,11 @@ def test_training_samples_the_policy_itself(serve):
   for request in engine.requests:
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
-  assert (engine.requests[0].sampling.seed, engine.requests[0].sampling.max_tokens) == (
-    3,
-    9,
-  )
-  assert set(records[0].overrides) == set(BENT)
+    assert sampling.seed is None
+  assert engine.requests[0].sampling.max_tokens == 9
+  assert set(records[0].overrides) == {*BENT, 'seed'}
   assert records[1].overrides == records[2].overrides == ()
-  for field in BENT:
+  for field in (*BENT, 'seed'):
     assert gateway.counters()[f'overrides_total{{field="{field}"}}'] == 1
 
 
@@ -65,12 +62,13 @@ def test_evaluation_samples_as_asked(serve, tok):
   gateway, engine, records = serve(ANSWER, temperature=0.9, top_p=0.8, top_k=7)
   gateway.sessions.open('k', 'evaluation')
   assert ask(gateway).status_code == 200
-  assert ask(gateway, temperature=0, top_p=0.3, top_k=0).status_code == 200
+  assert ask(gateway, temperature=0, top_p=0.3, top_k=0, seed=5).status_code == 200
   seen = [
     (r.sampling.temperature, r.sampling.top_p, r.sampling.top_k)
     for r in engine.requests
   ]
   assert seen == [(0.9, 0.8, 7), (0, 0.3, 0)]
+  assert [r.sampling.seed for r in engine.requests] == [None, 5]
   assert engine.requests[0].sampling.stop_ids == (tok.eos_id,)
   for field in ('frequency_penalty', 'logit_bias', 'min_p', 'repetition_penalty'):
     reply = ask(gateway, **{field: BENT[field]})
@@ -108,13 +106,6 @@ def test_unknown_sessions_are_bounded(serve):
     ('c', 0), ('a', 2), ('b', 0), ('mine', 1),
   ]  # fmt: skip
   assert len(gateway.sessions) == 3
-
-
-def test_bad_request_opens_no_session():
-  """A key that is only looked up leaves nothing behind."""
-  sessions = Sessions(accept_unknown=True, max_unknown=2)
-  assert sessions.get('k', create=False) is None
-  assert len(sessions) == 0
 
 
 def test_bad_config_names_the_field():
