@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -52,7 +53,7 @@ class Connection(HttpToolsProtocol):
   a client sends ahead is not timed: reading pauses after the next request's headers.
 
   Attributes:
-    idle_since: loop time since when it waits for a next request; else None.
+    idle_since: monotonic time since when it waits for a next request; else None.
   """
 
   def __init__(self, bounds: GatewayConfig, counters: Counters, **server):
@@ -138,7 +139,7 @@ class Connection(HttpToolsProtocol):
   def on_response_complete(self):
     super().on_response_complete()
     if not self._in_headers and not self._in_body and not self.pipeline:
-      self.idle_since = self.loop.time()
+      self.idle_since = time.monotonic()  # finer than the loop
     self._watch()
 
   def send_400_response(self, msg: str):

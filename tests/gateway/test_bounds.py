@@ -6,18 +6,17 @@ Real sockets throughout: what is judged is a server that is being attacked.
 import concurrent.futures
 import contextlib
 import json
-import os
 import socket
 import statistics
-import threading
+import subprocess
+import sys
 import time
 
 import httpx
 import psutil
 import pytest
 
-from m2jax.gateway.config import GatewayConfig
-from tests.gateway.conftest import response_text
+from tests.gateway.conftest import SH, response_text
 
 ANSWER = response_text('t', 'fine')
 OK = {'model': 'm2jax', 'messages': [{'role': 'user', 'content': 'hi'}]}
@@ -70,11 +69,13 @@ def assert_serves(gateway):
   assert post(gateway, OK).json()['choices'][0]['message']['content'] == 'fine'
 
 
-def children_bytes():
-  """Resident bytes of this process and of those it started."""
+def own_bytes(*others):
+  """Resident bytes of this process and of those it started, but for `others`."""
   me = psutil.Process()
   total = 0
   for process in [me, *me.children(recursive=True)]:
+    if process.pid in others:
+      continue
     with contextlib.suppress(psutil.Error):
       total += process.memory_info().rss
   return total
@@ -92,8 +93,30 @@ BODIES = {
 }
 
 
+# Sends each file of a directory twice, in threads; prints the statuses.
+ATTACKER = """
+import concurrent.futures, pathlib, socket, sys
+host, port, directory = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
+def attack(path):
+  body = path.read_bytes()
+  with socket.create_connection((host, port), timeout=120) as connection:
+    try:
+      connection.sendall(
+        b'POST /v1/chat/completions HTTP/1.1\\r\\nhost: x\\r\\n'
+        b'authorization: Bearer k\\r\\ncontent-length: %d\\r\\n\\r\\n' % len(body)
+      )
+      connection.sendall(body)
+      return connection.recv(100).split()[1].decode()
+    except OSError:
+      return 'closed'
+paths = sorted(directory.iterdir()) * 2
+with concurrent.futures.ThreadPoolExecutor(4) as pool:
+  print(*pool.map(attack, paths))
+"""
+
+
 @pytest.mark.parametrize('context_tokens', [800, 200_000])
-def test_large_bodies_do_not_hold_the_loop(serve, context_tokens):
+def test_large_bodies_do_not_hold_the_loop(serve, tmp_path, context_tokens):
   """While bodies of 16 MB arrive one after the other, /health answers, and memory is
   what the settings say. With a small context their bytes alone refuse them."""
   gateway, engine, _ = serve(
@@ -105,30 +128,22 @@ def test_large_bodies_do_not_hold_the_loop(serve, context_tokens):
     read_timeout_s=5,
     read_memory_bytes=1024 * MIB,
   )
-  before = children_bytes()
-  done = threading.Event()
-  statuses, delays, peak = [], [], before
-
-  def attack(content):
-    for _ in range(2):
-      try:
-        statuses.append(post(gateway, content).status_code)
-      except httpx.TransportError:
-        statuses.append(None)
-
-  with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    attacks = [pool.submit(attack, content) for content in BODIES.values()]
+  for name, content in BODIES.items():
+    (tmp_path / name).write_bytes(content)
+  assert_serves(gateway)
+  before = peak = own_bytes()
+  delays = []
+  command = [sys.executable, '-c', ATTACKER, *map(str, address(gateway)), str(tmp_path)]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attacker:
     with httpx.Client(trust_env=False, timeout=30) as client:
       url = gateway.base_url.removesuffix('/v1') + '/health'
-      while not all(attack.done() for attack in attacks):
+      while attacker.poll() is None:
         started = time.monotonic()
         assert client.get(url).status_code == 200
         delays.append(time.monotonic() - started)
-        peak = max(peak, children_bytes())
+        peak = max(peak, own_bytes(attacker.pid))
         time.sleep(0.01)
-    for attack in attacks:
-      attack.result()
-  done.set()
+    statuses = attacker.stdout.read().split()
   delays.sort()
   print(
     f'context {context_tokens}: {len(delays)} probes, median '
@@ -137,8 +152,276 @@ def test_large_bodies_do_not_hold_the_loop(serve, context_tokens):
     f'memory +{(peak - before) / MIB:.0f} MiB, statuses {statuses}'
   )
   assert statistics.median(delays) < 0.1
-  assert not engine.requests
-  assert set(statuses) <= {400, 413, 429, None}
-  # Bodies here and at the clients (which this process is, too), and one reader.
-  assert peak - before < (1024 + 2 * 40 + 4 * 17 * 3 + 100) * MIB
+  assert len(engine.requests) == 1
+  assert len(statuses) == 2 * len(BODIES)
+  assert set(statuses) <= {'400', '413', '429', 'closed'}
+  # What arrives, twice while it goes to a reader, and the reader.
+  assert peak - before < (1024 + 2 * 40 + 100) * MIB
+  assert_serves(gateway)
+  if context_tokens == 800:
+    assert set(statuses) <= {'400', 'closed'}
+    assert peak - before < 60 * MIB  # refused by their length, so never received
+
+
+def test_a_prompt_is_refused_by_its_bytes(serve, tok):
+  """A text that cannot fit is refused before it is encoded; one that can is not."""
+  gateway, engine, _ = serve(ANSWER, engine_options={'context_tokens': 2000})
+  for text, fits in (('~' * 1500, True), ('~' * 30_000, False), ('a b ' * 400, True)):
+    reply = post(gateway, user(text))
+    assert reply.status_code == (200 if fits else 400), reply.text
+    if not fits:
+      error = reply.json()['error']
+      assert error['code'] == 'context_length_exceeded'
+      assert 'at least' in error['message'] and '2000' in error['message']
+  assert len(engine.requests) == 2
+  many = OK | {'messages': OK['messages'] * 2001}
+  reply = post(gateway, many)
+  assert reply.json()['error']['code'] == 'context_length_exceeded'
+  limit = MIB + 6 * tok.longest_token_bytes * 2000
+  assert post(gateway, b' ' * limit).json()['error']['code'] == 'invalid_json'
+  reply = post(gateway, b' ' * (limit + 1))
+  assert reply.json()['error']['code'] == 'context_length_exceeded'
+
+
+# --- Reader processes.
+
+
+def test_a_large_request_is_read_as_a_small_one(serve):
+  """The reader process gives what the loop gives: prompts, parents and errors."""
+  calls = response_text('look', 'né', [('sh', {'cmd': 'ls'})])
+  seen = []
+  for inline_bytes in (0, MIB):
+    gateway, engine, records = serve(calls, inline_bytes=inline_bytes)
+    messages = [{'role': 'user', 'content': 'count é \U0001f642'}]
+    for _ in range(3):
+      reply = post(gateway, OK | {'messages': messages, 'tools': [SH]})
+      message = reply.json()['choices'][0]['message']
+      call = message['tool_calls'][0]['id']
+      messages += [message, {'role': 'tool', 'tool_call_id': call, 'content': 'x'}]
+    faults = []
+    for body in (b'{', [], {'model': 1}, OK | {'top_p': 7}, user('x') | {'model': 'y'}):
+      reply = post(gateway, body)
+      faults.append((reply.status_code, reply.json()))
+    late = OK | {'messages': [*messages, {'role': 'system', 'content': 'late'}]}
+    reply = post(gateway, late)
+    faults.append((reply.status_code, reply.json()))
+    prompts = [record.prompt_ids for record in records]
+    parents = [record.parent is not None for record in records]
+    assert parents == [False, True, True]
+    seen.append((prompts, faults))
+  assert seen[0] == seen[1]
+
+
+def test_a_reader_that_ends_is_replaced(serve):
+  """A reader out of time, out of memory or killed costs one request its answer."""
+  gateway, _, _ = serve(
+    ANSWER,
+    engine_options={'context_tokens': 1_000_000_000},
+    inline_bytes=100,
+    read_timeout_s=2,
+    read_memory_bytes=512 * MIB,
+    max_body_bytes=32 * MIB,
+  )
+  pad = {'user': 'x' * 200}
+  assert post(gateway, OK | pad).status_code == 200
+  late = post(gateway, b'{"x":[' + b'0,' * (15 * MIB) + b'0]}')
+  assert (late.status_code, late.json()['error']['code']) == (413, 'request_too_large')
+  large = post(gateway, b'[' + b'{},' * (5 * MIB) + b'{}]')
+  assert (large.status_code, large.json()['error']['code']) == (413, 'request_too_large')
+  assert post(gateway, OK | pad).status_code == 200
+  for child in psutil.Process().children():
+    if 'reader_process' in ' '.join(child.cmdline()):
+      child.kill()
+      child.wait()
+  assert post(gateway, OK | pad).status_code == 200
+  gateway.stop()
+  readers = [' '.join(c.cmdline()) for c in psutil.Process().children()]
+  assert not [line for line in readers if 'reader_process' in line]
+
+
+def test_large_requests_wait_in_a_bounded_queue(serve):
+  """Beyond the queue a request is refused at once, with the time to come back."""
+  gateway, _, _ = serve(
+    ANSWER, inline_bytes=100, max_waiting_reads=1, engine_options={'delay_s': 0.01}
+  )
+  slow = b'{"x":[' + b'0,' * (3 * MIB) + b'0]}'
+  with concurrent.futures.ThreadPoolExecutor(6) as pool:
+    replies = list(pool.map(lambda _: post(gateway, slow), range(6)))
+  statuses = sorted(reply.status_code for reply in replies)
+  assert set(statuses) == {400, 429}
+  refused = next(reply for reply in replies if reply.status_code == 429)
+  assert refused.headers['retry-after'] == '1'
+  assert refused.json()['error']['code'] == 'gateway_busy'
+  assert 'max_waiting_reads=1' in refused.json()['error']['message']
+  assert_serves(gateway)
+
+
+def test_unfinished_bodies_are_bounded_together(serve):
+  """Bodies that never end share a bound; when their clients go, it is free again."""
+  gateway, _, _ = serve(ANSWER, max_body_bytes=MIB, max_unfinished_bytes=MIB)
+  head = (HEAD + f'content-length: {MIB}\r\n\r\n').encode()
+  half = [connect(gateway) for _ in range(2)]
+  for connection in half:
+    connection.sendall(head + b' ' * (400 << 10))
+  time.sleep(0.3)
+  reply = post(gateway, b' ' * (500 << 10))
+  assert (reply.status_code, reply.json()['error']['code']) == (429, 'gateway_busy')
+  assert 'max_unfinished_bytes' in reply.json()['error']['message']
+  assert_serves(gateway)
+  for connection in half:
+    connection.close()
+  time.sleep(0.3)
+  assert post(gateway, b' ' * (900 << 10)).status_code == 400
+  assert gateway.counters()['requests_total{status="499"}'] == 2
+
+
+# --- Connections.
+
+
+def closed(gateway, reason):
+  return gateway.counters().get(f'closed_connections_total{{reason="{reason}"}}', 0)
+
+
+@pytest.mark.parametrize(
+  'headers',
+  [
+    ''.join(f'x-{i}: y\r\n' for i in range(1000)),
+    'x: ' + 'y' * 40_000 + '\r\n',
+    'x: ' + 'y' * 1_000_000,  # never ends
+  ],
+)
+def test_header_bytes(serve, headers):
+  """Headers beyond their bytes, in one piece or in thousands, get a 431."""
+  gateway, _, _ = serve(ANSWER)
+  with connect(gateway) as connection:
+    with contextlib.suppress(ConnectionError):
+      connection.sendall((HEAD + headers + '\r\n\r\n').encode())
+    reply = answer(connection)
+  # A client that still sends when the connection closes may not see the answer.
+  if reply is not None:
+    assert (reply[0], reply[1]['error']['code']) == (431, 'headers_too_large')
+  assert closed(gateway, 'headers_too_large') == 1
+  ok = HEAD + ''.join(f'x-{i}: y\r\n' for i in range(200))
+  with connect(gateway) as connection:
+    connection.sendall((ok + 'content-length: 2\r\n\r\n{}').encode())
+    assert answer(connection)[0] == 400
+  assert_serves(gateway)
+
+
+def trickle(connection, data, pause_s=0.05, limit_s=20):
+  """Sends byte by byte until the server answers or closes."""
+  connection.settimeout(pause_s)
+  deadline = time.monotonic() + limit_s
+  for byte in data:
+    with contextlib.suppress(ConnectionError):
+      connection.sendall(bytes([byte]))
+    try:
+      connection.recv(1, socket.MSG_PEEK)
+      break
+    except TimeoutError:
+      assert time.monotonic() < deadline, 'never refused'
+    except ConnectionError:
+      break
+  connection.settimeout(30)
+
+
+@pytest.mark.parametrize(
+  'begin, rest, reason',
+  [
+    ('', HEAD * 20, 'header_timeout'),
+    ('', '\r\n' * 500, 'header_timeout'),
+    (HEAD + 'content-length: 1000\r\n\r\n', ' ' * 1000, 'body_timeout'),
+    (HEAD + 'transfer-encoding: chunked\r\n\r\n', '1\r\n \r\n' * 99, 'body_timeout'),
+  ],
+)
+@pytest.mark.parametrize('again', [False, True])
+def test_slow_senders(serve, begin, rest, reason, again):
+  """A byte now and then keeps no connection, neither a new one nor one after a
+  response."""
+  gateway, _, _ = serve(ANSWER, header_timeout_s=0.5, body_timeout_s=0.5)
+  with connect(gateway) as connection:
+    if again:
+      connection.sendall(b'HEAD / HTTP/1.1\r\nhost: x\r\n\r\n')
+      time.sleep(0.1)
+      connection.recv(65_536)
+    connection.sendall(begin.encode())
+    trickle(connection, rest.encode())
+    status, body = answer(connection)
+  assert (status, body['error']['code']) == (408, reason)
+  assert '_timeout_s=0.5' in body['error']['message']
+  assert closed(gateway, reason) == 1
+  assert_serves(gateway)
+
+
+def test_honest_connections_outlive_the_timers(serve):
+  """The timers are for what the client has to send: not for the engine's work, nor
+  for the pause between two requests, nor while a next request waits behind."""
+  gateway, _, _ = serve(
+    response_text('t', 'slow ' * 12),
+    engine_options={'delay_s': 0.05},
+    header_timeout_s=0.5,
+    body_timeout_s=0.5,
+  )
+  content = json.dumps(OK).encode()
+  request = (HEAD + f'content-length: {len(content)}\r\n\r\n').encode() + content
+  with connect(gateway) as connection:
+    started = time.monotonic()
+    connection.sendall(request)
+    assert answer(connection)[0] == 200
+    assert time.monotonic() - started > 0.6
+    time.sleep(0.8)
+    # A second request, whole, and the start of a third, sent ahead of the answers.
+    connection.sendall(request + request + request[:20])
+    assert answer(connection)[0] == 200
+    assert answer(connection)[0] == 200
+    connection.sendall(request[20:])
+    assert answer(connection)[0] == 200
+  assert not closed(gateway, 'header_timeout') and not closed(gateway, 'body_timeout')
+
+
+def test_connections(serve):
+  """At the bound the longest idle connection gives way; with none idle, the new one
+  gets a 503. A stranger's connections keep nobody out for long."""
+  gateway, _, _ = serve(ANSWER, max_connections=4, header_timeout_s=1)
+  content = json.dumps(OK).encode()
+  request = (HEAD + f'content-length: {len(content)}\r\n\r\n').encode() + content
+  with contextlib.ExitStack() as stack:
+    idle = [stack.enter_context(connect(gateway)) for _ in range(4)]
+    for connection in idle:
+      connection.sendall(request)
+      assert answer(connection)[0] == 200
+    for i in range(3):  # each takes the place of the longest idle one
+      connection = stack.enter_context(connect(gateway))
+      assert idle[i].recv(1) == b''
+    idle[3].sendall(request)
+    assert answer(idle[3])[0] == 200
+    idle[3].sendall(request[:50])
+    time.sleep(0.1)
+    refused = stack.enter_context(connect(gateway))
+    status, body = answer(refused)
+    assert (status, body['error']['code']) == (503, 'connections')
+    assert 'max_connections=4' in body['error']['message']
+    assert closed(gateway, 'idle') == 3 and closed(gateway, 'connections') == 1
+    time.sleep(1.5)  # those that never send a request are closed
+    assert_serves(gateway)
+
+
+def test_a_client_that_does_not_read(serve, tok):
+  """Its connection is closed, and its request does not stay in the engine."""
+  gateway, engine, _ = serve(
+    lambda request: tok.encode('ab' * 100_000, special=False),
+    write_timeout_s=0.5,
+    engine_options={'context_tokens': 10_000_000, 'piece_tokens': 5},
+  )
+  body = json.dumps(OK | {'stream': True, 'max_tokens': 1_000_000}).encode()
+  with socket.socket() as connection:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(address(gateway))
+    head = HEAD + f'content-length: {len(body)}\r\n\r\n'
+    connection.sendall(head.encode() + body)
+    deadline = time.monotonic() + 30
+    while not closed(gateway, 'write_timeout'):
+      assert time.monotonic() < deadline
+      time.sleep(0.05)
+  engine.script = lambda request: tok.encode(ANSWER)
   assert_serves(gateway)
