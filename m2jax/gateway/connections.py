@@ -1,8 +1,11 @@
 """HTTP connections with bounds: headers, time, idle connections.
 
 uvicorn's httptools connection bounds neither the bytes nor the time of headers and
-bodies, accepts any number of connections (`limit_concurrency` only answers 503 on them),
-and waits without end for a client that does not read. `Connection` adds that.
+bodies, accepts any number of connections (`limit_concurrency` only answers 503 on
+them), and waits without end for a client that does not read. `Connection` adds that. It
+also refuses what makes the parser call back thousands of times for one read of the
+socket, which would hold the loop: bodies in chunks of a few bytes, and many requests
+sent ahead.
 """
 
 from __future__ import annotations
@@ -20,6 +23,11 @@ from m2jax.gateway.errors import ApiError
 # What a header costs beside its bytes (RFC 7541 §4.1).
 _HEADER_OVERHEAD_BYTES = 32
 
+# A body may come in this many chunks of any size; in more, they must average
+_ANY_CHUNKS = 1000
+_LEAST_CHUNK_BYTES = 64
+# Requests that may wait behind the one being answered.
+_PIPELINED_REQUESTS = 8
 # Of a body that was answered already, dropped before the connection is closed.
 _UNREAD_BYTES = 64 << 20
 
@@ -60,10 +68,13 @@ class Connection(HttpToolsProtocol):
     super().__init__(**server)
     self._bounds = bounds
     self._counters = counters
-    self._refusal: _Refusal | None = None
+    self._refusal: _Refusal | None = None  # sent
+    self._fault: _Refusal | None = None  # found in a callback of the parser
     self._in_headers = self._in_body = self._heard = False
     self._header_bytes = 0  # of the complete lines of the present request
-    self._partial_bytes = 0  # fed since its start, while its headers are incomplete
+    self._partial_bytes = 0  # fed since the parser last found something
+    self._found = False  # it did, in the data being fed
+    self._chunks = self._body_bytes = 0  # of the present body
     self._unread_bytes = 0  # of a body whose response is complete already
     self._waits_for: str | None = None
     self._timer = self._write_timer = None
@@ -97,8 +108,11 @@ class Connection(HttpToolsProtocol):
     if self._refusal is not None or self.parser is None:
       return
     self._heard, self.idle_since = True, None
+    self._found = False
     super().data_received(data)
-    if self._in_headers and self._refusal is None:
+    if self._found:
+      self._partial_bytes = 0
+    elif self._refusal is None:  # a header, or a trailer, without an end
       self._partial_bytes += len(data)
       if self._partial_bytes > self._bounds.max_header_bytes:
         self._refuse(self._too_many_header_bytes())
@@ -108,8 +122,8 @@ class Connection(HttpToolsProtocol):
 
   def on_message_begin(self):
     super().on_message_begin()
-    self._in_headers = True
-    self._header_bytes = self._partial_bytes = 0
+    self._in_headers = self._found = True
+    self._header_bytes = 0
 
   def on_url(self, url: bytes):
     self._count_header_bytes(len(url))
@@ -120,10 +134,21 @@ class Connection(HttpToolsProtocol):
     super().on_header(name, value)
 
   def on_headers_complete(self):
-    self._in_headers, self._in_body = False, True
+    self._in_headers, self._in_body, self._found = False, True, True
+    self._chunks = self._body_bytes = 0
+    if len(self.pipeline) >= _PIPELINED_REQUESTS:
+      self._find(400, 'pipelined', f'send at most {_PIPELINED_REQUESTS} requests ahead')
     super().on_headers_complete()
 
   def on_body(self, body: bytes):
+    self._found = True
+    self._chunks += 1
+    self._body_bytes += len(body)
+    if (
+      self._chunks > _ANY_CHUNKS
+      and self._body_bytes < _LEAST_CHUNK_BYTES * self._chunks
+    ):
+      self._find(400, 'chunks_too_small', 'send the body in chunks of 64 bytes or more')
     super().on_body(body)
     if self.cycle.response_complete:
       # Read on for a while: a client that still sends would not see the response.
@@ -132,7 +157,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
   def on_message_complete(self):
-    self._in_body = False
+    self._in_body, self._found = False, True
     self._unread_bytes = 0
     super().on_message_complete()
 
@@ -143,15 +168,18 @@ class Connection(HttpToolsProtocol):
     self._watch()
 
   def send_400_response(self, msg: str):
-    self._refuse(self._refusal_of_headers or _Refusal(400, 'invalid_http', msg))
+    self._refuse(self._fault or _Refusal(400, 'invalid_http', msg))
 
-  _refusal_of_headers: _Refusal | None = None
+  def _find(self, status: int, reason: str, message: str):
+    """Ends the parsing; `send_400_response` follows."""
+    self._fault = _Refusal(status, reason, message)
+    raise ValueError(reason)
 
   def _count_header_bytes(self, count: int):
     self._header_bytes += count
     if self._header_bytes > self._bounds.max_header_bytes:
-      self._refusal_of_headers = self._too_many_header_bytes()
-      raise ValueError('too many header bytes')
+      self._fault = self._too_many_header_bytes()
+      raise ValueError(self._fault.reason)
 
   def _too_many_header_bytes(self) -> _Refusal:
     limit = self._bounds.max_header_bytes

@@ -9,8 +9,9 @@ What becomes of each field:
   'none' ('none' leaves the tools out of the prompt);
 - sampling (temperature, top_p, top_k, seed, frequency_penalty, presence_penalty,
   repetition_penalty, min_p, logit_bias): overridden and counted in a training session
-  (law 4; a seed would make the samples of a group repeat one another); in an evaluation
-  session temperature, top_p, top_k and seed are honoured and the others must be neutral;
+  (law 4; a seed would make the samples of a group repeat one another); in an
+  evaluation session temperature, top_p, top_k and seed are honoured and the others must
+  be neutral;
 - refused, because ignoring them would answer another question: n other than 1, stop,
   response_format other than text, top_logprobs, functions, function_call, audio, image
   or other non-text content;

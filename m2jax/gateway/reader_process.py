@@ -4,8 +4,8 @@ JSON and tokenizer hold Python's lock while they work, so in the gateway's own p
 large request would stop the event loop and the engine. Here it stops nobody, runs at a
 low priority, and a limit on the address space bounds what it can take.
 
-The parent sends pickled frames on stdin, first a Setup, then one of Read and Encode at a
-time, and gets one back for each: ('ok', value), ('refused', ApiError) or ('failed',
+The parent sends pickled frames on stdin, first a Setup, then one of Read and Encode at
+a time, and gets one back for each: ('ok', value), ('refused', ApiError) or ('failed',
 text). Started by `readers`; it ends with its stdin.
 """
 

@@ -49,7 +49,7 @@ class Reading(Protocol):
 class _Inline:
   """A reading on the loop."""
 
-  def __init__(self, body: bytes | bytearray, tokenizer: Tokenizer, context_tokens: int):
+  def __init__(self, body: bytearray, tokenizer: Tokenizer, context_tokens: int):
     self.request, self._messages = protocol.parse_request(body)
     protocol.check_count(self._messages, self.request, context_tokens)
     self._tokenizer = tokenizer
@@ -83,7 +83,7 @@ class Readers:
     self._waiting: list[asyncio.Future] = []
 
   @contextlib.asynccontextmanager
-  async def read(self, body: bytes | bytearray) -> AsyncIterator[Reading]:
+  async def read(self, body: bytearray) -> AsyncIterator[Reading]:
     """Reads a body; the reading holds inside the context.
 
     Raises:

@@ -78,9 +78,7 @@ class Gateway:
       uvicorn.Config(
         app.build(self._service),
         loop='uvloop',
-        http=functools.partial(
-          connections.Connection, config, self._service.counters
-        ),
+        http=functools.partial(connections.Connection, config, self._service.counters),
         ws='none',
         lifespan='off',
         access_log=False,
@@ -128,8 +126,8 @@ class Gateway:
     Names: requests_total{status}, completions_total{finish_reason},
     parsed_total{status}, extensions_total, forks_total{reason},
     closed_by_gateway_total, overrides_total{field}, ignored_total{field},
-    prompt_tokens_total, response_tokens_total, closed_connections_total{reason}. A request that reached the engine is one
-    extension or one fork.
+    prompt_tokens_total, response_tokens_total, closed_connections_total{reason}. A
+    request that reached the engine is one extension or one fork.
     """
     return self._service.counters.as_dict()
 

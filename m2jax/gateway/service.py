@@ -56,7 +56,7 @@ class ChatService:
     self._defaults = (config.temperature, config.top_p, config.top_k)
 
   def read(
-    self, body: bytes | bytearray
+    self, body: bytearray
   ) -> contextlib.AbstractAsyncContextManager[readers.Reading]:
     """Reads a body: `readers.Readers.read`."""
     return self._readers.read(body)

@@ -7,9 +7,9 @@ the recorded ids, the recorded response ids and the encoding of what the templat
 after them. Any other request forks: its prompt is the full encoding, and a reason is
 counted.
 
-What a session keeps is what that takes: of each completion the token ids that it adds to
-its parent's, 32 bytes a message (`history`) and a few digests. Prompts and texts are not
-kept. `Limits` bound it; beyond them the least recently extended conversation is
+What a session keeps is what that takes: of each completion the token ids that it adds
+to its parent's, 32 bytes a message (`history`) and a few digests. Prompts and texts are
+not kept. `Limits` bound it; beyond them the least recently extended conversation is
 forgotten.
 """
 
@@ -308,9 +308,7 @@ class Sessions:
     with self._lock:
       if key in self._opened or key in self._unknown:
         raise ValueError(f'session {key!r} is open already; close it or use a new key')
-      session = self._opened[key] = Session(
-        key, mode, self._limits, opened=True
-      )
+      session = self._opened[key] = Session(key, mode, self._limits, opened=True)
       return session
 
   def close(self, key: str):

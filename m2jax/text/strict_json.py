@@ -1,10 +1,10 @@
 """JSON as RFC 8259 has it, of bounded depth, with an error that names the place.
 
 Python's reader takes more: NaN and infinities, integers of thousands of digits, lone
-surrogates (which UTF-8 cannot write), and of a key that is given twice it silently drops
-one. What it took, the template, the tokenizer or a client's parser would trip over. The
-gateway reads requests with this module and the parser reads the model's arguments with
-it, so whatever a completion contains can be sent back as history.
+surrogates (which UTF-8 cannot write), and of a key that is given twice it silently
+drops one. What it took, the template, the tokenizer or a client's parser would trip
+over. The gateway reads requests with this module and the parser reads the model's
+arguments with it, so whatever a completion contains can be sent back as history.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-# Deeper than any schema or argument of a real tool; well below Python's recursion limit.
+# Deeper than schemas and arguments of real tools; well below Python's recursion limit.
 MAX_DEPTH = 100
 # Of a path, the parts that an error shows.
 _SHOWN_PARTS = 8
@@ -72,7 +72,7 @@ def loads(data: bytes | bytearray | str, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def check(value: Any, max_depth: int = MAX_DEPTH) -> None:
-  """Raises JsonFault for a value that `loads` would refuse; takes what json.loads gives."""
+  """Raises JsonFault for a value, as json.loads gives it, that `loads` would refuse."""
   # Each entry: a container, and where it is as (where its parent is, key in it).
   stack = [([value], None, 0)]
   while stack:

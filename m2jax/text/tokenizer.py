@@ -263,7 +263,7 @@ def _utf8(text: str) -> bytes:
 def _byte_weights(
   hf: tokenizers.Tokenizer, token_bytes: list[bytes]
 ) -> np.ndarray | None:
-  """[256] float64: one over the longest token that a byte occurs in; see fewest_tokens."""
+  """[256] float64: one over the longest token with a byte, or None (fewest_tokens)."""
   spec = json.loads(hf.to_str())
   kinds = {step['type'] for step in _steps(spec['pre_tokenizer'], 'pretokenizers')}
   plain_added = [t for t in spec['added_tokens'] if not t['special']]

@@ -227,7 +227,10 @@ def test_a_reader_that_ends_is_replaced(serve):
   late = post(gateway, b'{"x":[' + b'0,' * (15 * MIB) + b'0]}')
   assert (late.status_code, late.json()['error']['code']) == (413, 'request_too_large')
   large = post(gateway, b'[' + b'{},' * (5 * MIB) + b'{}]')
-  assert (large.status_code, large.json()['error']['code']) == (413, 'request_too_large')
+  assert (large.status_code, large.json()['error']['code']) == (
+    413,
+    'request_too_large',
+  )
   assert post(gateway, OK | pad).status_code == 200
   for child in psutil.Process().children():
     if 'reader_process' in ' '.join(child.cmdline()):
@@ -353,6 +356,33 @@ def test_slow_senders(serve, begin, rest, reason, again):
   assert_serves(gateway)
 
 
+@pytest.mark.parametrize(
+  'data, reason',
+  [
+    (
+      HEAD + 'transfer-encoding: chunked\r\n\r\n' + '1\r\n \r\n' * 9999,
+      'chunks_too_small',
+    ),
+    ('HEAD / HTTP/1.1\r\nhost: x\r\n\r\n' * 9999, 'pipelined'),
+    (
+      HEAD + 'transfer-encoding: chunked\r\n\r\n1\r\n \r\n0\r\nx: ' + 'y' * 500_000,
+      'headers_too_large',
+    ),
+  ],
+)
+def test_requests_that_hold_the_parser(serve, data, reason):
+  """What takes the server far more work than it takes the sender is cut off."""
+  gateway, _, _ = serve(ANSWER)
+  with connect(gateway) as connection:
+    with contextlib.suppress(ConnectionError):
+      connection.sendall(data.encode())
+      connection.settimeout(5)
+      while connection.recv(65_536):
+        pass
+  assert closed(gateway, reason) == 1
+  assert_serves(gateway)
+
+
 def test_honest_connections_outlive_the_timers(serve):
   """The timers are for what the client has to send: not for the engine's work, nor
   for the pause between two requests, nor while a next request waits behind."""
@@ -377,6 +407,24 @@ def test_honest_connections_outlive_the_timers(serve):
     connection.sendall(request[20:])
     assert answer(connection)[0] == 200
   assert not closed(gateway, 'header_timeout') and not closed(gateway, 'body_timeout')
+
+
+@pytest.mark.parametrize('chunk_bytes', [64, 8192, 300_000])
+def test_chunked_bodies(serve, chunk_bytes):
+  """A body may come in chunks of any usual size, larger than the bound of headers."""
+  gateway, engine, _ = serve(ANSWER, engine_options={'context_tokens': 1_000_000})
+  content = json.dumps(user('word ' * 100_000)).encode()
+  chunks = (
+    content[at : at + chunk_bytes] for at in range(0, len(content), chunk_bytes)
+  )
+  with httpx.Client(trust_env=False, timeout=60) as client:
+    reply = client.post(
+      f'{gateway.base_url}/chat/completions',
+      content=chunks,
+      headers={'authorization': 'Bearer k'},
+    )
+  assert reply.status_code == 200, reply.text
+  assert len(engine.requests[0].prompt_ids) > 100_000
 
 
 def test_connections(serve):

@@ -72,7 +72,7 @@ def ask(chat, session, messages):
   body = {'model': 'm2jax', 'messages': messages, 'max_tokens': 12}
 
   async def submit():
-    async with chat.read(json.dumps(body).encode()) as reading:
+    async with chat.read(bytearray(json.dumps(body).encode())) as reading:
       return await chat.submit(session.key, reading)
 
   pending = asyncio.run(submit())

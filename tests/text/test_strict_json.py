@@ -18,7 +18,8 @@ SCALARS = (
 VALUES = st.recursive(
   SCALARS,
   lambda inner: (
-    st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(max_size=3), inner, max_size=3)
   ),
   max_leaves=12,
 )
@@ -60,7 +61,8 @@ def test_names_the_place(text, path):
 
 
 @pytest.mark.parametrize(
-  'data', [b'', b'{', b'\xff', b'\xed\xa0\x80', '"\ud800"', '9' * 5000, '{"a" 1}', '1 2']
+  'data',
+  [b'', b'{', b'\xff', b'\xed\xa0\x80', '"\ud800"', '9' * 5000, '{"a" 1}', '1 2'],
 )
 def test_refuses_what_is_no_json(data):
   """Bytes that are not UTF-8, and texts that are not JSON."""

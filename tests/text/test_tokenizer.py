@@ -207,7 +207,15 @@ def test_only_special_ids_are_special_pieces(any_tokenizer):
   text=st.text(max_size=60)
   | st.lists(
     st.sampled_from(
-      [*markup.SPECIAL_TOKENS, markup.TOOLS_HEADER, 'user\n', ' grep', '\n', 'é', '~~~~']
+      [
+        *markup.SPECIAL_TOKENS,
+        markup.TOOLS_HEADER,
+        'user\n',
+        ' grep',
+        '\n',
+        'é',
+        '~~~~',
+      ]
     ),
     max_size=12,
   ).map(''.join)
