@@ -25,7 +25,7 @@ _HEADER_OVERHEAD_BYTES = 32
 
 # A body may come in this many chunks of any size; in more, they must average
 _ANY_CHUNKS = 1000
-_LEAST_CHUNK_BYTES = 64
+_LEAST_CHUNK_BYTES = 32
 # Requests that may wait behind the one being answered.
 _PIPELINED_REQUESTS = 8
 # Of a body that was answered already, dropped before the connection is closed.

@@ -49,7 +49,7 @@ def record(message: dict) -> bytes:
       arguments = function['arguments']
       if isinstance(arguments, str):
         arguments = json.loads(arguments)
-      shown += function['name'], json.dumps(arguments)
+      shown += function['name'], arguments
   said = digest(json.dumps(shown).encode())
   return said + (digest(reasoning.encode()) if reasoning else _NO_REASONING)
 

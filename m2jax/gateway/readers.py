@@ -76,7 +76,7 @@ class Readers:
     self._config = config
     self._tokenizer = tokenizer
     self._context_tokens = context_tokens
-    self._threads = concurrent.futures.ThreadPoolExecutor(config.readers, 'readers')
+    self._threads: concurrent.futures.Executor | None = None
     # Processes are started when the first large request comes.
     self._processes = [_Process() for _ in range(config.readers)]
     self._idle = list(self._processes)
@@ -102,6 +102,10 @@ class Readers:
 
   async def ask(self, process: _Process, command: Read | Encode) -> Any:
     """A process's answer. On cancellation the process ends."""
+    if self._threads is None:
+      self._threads = concurrent.futures.ThreadPoolExecutor(
+        self._config.readers, 'readers'
+      )
     loop = asyncio.get_running_loop()
     work = loop.run_in_executor(
       self._threads, process.ask, self._setup, command, self._config.read_timeout_s
@@ -113,10 +117,12 @@ class Readers:
       raise
 
   def close(self):
-    """Ends the processes."""
+    """Ends the processes; a later request starts them again."""
     for process in self._processes:
       process.kill()
-    self._threads.shutdown()
+    if self._threads is not None:
+      self._threads.shutdown()
+      self._threads = None
 
   def _setup(self) -> Setup:
     tokenizer = self._tokenizer.to_json()
