@@ -80,10 +80,11 @@ class Probe:
   def __init__(self, gateway):
     self.url = gateway.base_url.removesuffix('/v1') + '/health'
     self.delays_s = []
+    self.stuck_share = 0.0
     self.added_bytes = 0
 
   def until(self, done):
-    before = own_bytes()
+    before, begun = own_bytes(), time.monotonic()
     with httpx.Client(trust_env=False, timeout=60) as client:
       while not done():
         started = time.monotonic()
@@ -91,6 +92,9 @@ class Probe:
         self.delays_s.append(time.monotonic() - started)
         self.added_bytes = max(self.added_bytes, own_bytes() - before)
         time.sleep(0.01)
+    # By time, not by number: a server that is stuck is asked seldom.
+    stuck_s = sum(delay for delay in self.delays_s if delay > 0.1)
+    self.stuck_share = stuck_s / (time.monotonic() - begun)
     self.delays_s.sort()
     print(self)
 
@@ -99,6 +103,7 @@ class Probe:
     return (
       f'{len(delays_ms)} probes, median {statistics.median(delays_ms):.1f} ms, 90 % '
       f'{delays_ms[int(0.9 * len(delays_ms))]:.1f} ms, max {delays_ms[-1]:.0f} ms, '
+      f'{self.stuck_share:.0%} of the time above 100 ms, '
       f'memory +{self.added_bytes / MIB:.0f} MiB'
     )
 
@@ -158,7 +163,7 @@ def test_large_bodies_do_not_hold_the_loop(serve, tmp_path, context_tokens):
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attacker:
     probe.until(lambda: attacker.poll() is not None)
     statuses = attacker.stdout.read().split()
-  assert statistics.median(probe.delays_s) < 0.1
+  assert statistics.median(probe.delays_s) < 0.1 and probe.stuck_share < 0.3
   assert len(engine.requests) == 1
   assert len(statuses) == 2 * len(BODIES)
   assert set(statuses) <= {'400', '413', '429', 'closed'}
@@ -173,14 +178,14 @@ def test_large_bodies_do_not_hold_the_loop(serve, tmp_path, context_tokens):
 def test_large_prompts_are_encoded_off_the_loop(serve):
   """A prompt that fits, but takes the tokenizer a while, delays nobody else."""
   gateway, engine, _ = serve(ANSWER, engine_options={'context_tokens': 1_000_000})
-  content = json.dumps(user('hi there, ' * 60_000)).encode()
+  content = json.dumps(user('hi there, ' * 40_000)).encode()
   probe = Probe(gateway)
   with concurrent.futures.ThreadPoolExecutor(3) as pool:
     posts = [pool.submit(post, gateway, content) for _ in range(3)]
     probe.until(lambda: all(each.done() for each in posts))
   assert [each.result().status_code for each in posts] == [200] * 3
-  assert min(len(request.prompt_ids) for request in engine.requests) > 200_000
-  assert statistics.median(probe.delays_s) < 0.1
+  assert min(len(request.prompt_ids) for request in engine.requests) > 100_000
+  assert statistics.median(probe.delays_s) < 0.1 and probe.stuck_share < 0.3
 
 
 def test_a_prompt_is_refused_by_its_bytes(serve, tok):
