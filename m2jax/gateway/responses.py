@@ -3,7 +3,9 @@
 Reasoning travels as `reasoning_content`, in messages and in deltas; echoed back it is
 part of the history (facts/m2-and-forge.md §2.1). A tool call the parser could not read
 is no `tool_calls` entry; its markup is shown in `content`, so that an agent can see
-what happened.
+what happened. A call that the model quotes looks the same there; which of the two it is,
+`parse_status` tells beside `finish_reason`: a field of our own, the parser's verdict
+(`parsing.Status`).
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ def completion(answer: Answer) -> dict[str, Any]:
     'index': 0,
     'message': answer.message,
     'finish_reason': finish_reason(answer),
+    'parse_status': recorded.status,
     'logprobs': None,
   }
   if answer.request.logprobs:
@@ -117,7 +120,8 @@ class Stream:
     events += self._deltas(deltas)
     if broken := broken_text(self._parser.message):
       events.append(self._chunk({'content': broken}))
-    events.append(self._chunk({}, finish_reason(answer)))
+    status = {'parse_status': answer.completion.status}
+    events.append(self._chunk({}, finish_reason(answer), **status))
     if self._pending.request.include_usage:
       events.append(self._event([], usage(answer)))
     return events
@@ -134,8 +138,9 @@ class Stream:
       events.append(self._chunk({'tool_calls': [call]}))
     return events
 
-  def _chunk(self, delta: dict, finish: str | None = None) -> str:
-    return self._event([{'index': 0, 'delta': delta, 'finish_reason': finish}])
+  def _chunk(self, delta: dict, finish: str | None = None, **fields: str) -> str:
+    choice = {'index': 0, 'delta': delta, 'finish_reason': finish, **fields}
+    return self._event([choice])
 
   def _event(self, choices: list[dict], used: dict | None = None) -> str:
     chunk = {
