@@ -45,8 +45,8 @@ class GatewayConfig:
       one gets a 503.
     header_timeout_s, body_timeout_s: for all of a request's headers, from their first
       byte or the connection's start, and for all of its body; beyond, a 408.
-    write_timeout_s: how long a client may read nothing of its response; then its
-      connection is closed.
+    write_timeout_s: how long a client may leave more of its response unread than the
+      connection buffers; then it is closed.
     inline_bytes: larger bodies are read in a process of their own (`readers`).
     readers: number of such processes.
     max_waiting_reads: bodies that wait for one; beyond, a 429.

@@ -30,8 +30,9 @@ import re
 from typing import Any
 
 from m2jax.gateway import history as history_lib
+from m2jax.gateway import sampling
 from m2jax.gateway.errors import ApiError, invalid
-from m2jax.rollout.api import SamplingParams
+from m2jax.gateway.fields import flag, integer
 from m2jax.text import strict_json
 
 # One encoder for all: json.dumps with an option makes a new one per call.
@@ -40,14 +41,6 @@ dumps = json.JSONEncoder(ensure_ascii=False).encode
 ROLES = ('system', 'user', 'assistant', 'tool')
 _NAME = re.compile(r'[A-Za-z0-9_.-]{1,64}')
 
-# Sampling fields the engine lacks, with the value that means "off".
-_UNSUPPORTED_SAMPLING = {
-  'frequency_penalty': 0,
-  'presence_penalty': 0,
-  'repetition_penalty': 1,
-  'min_p': 0,
-  'logit_bias': {},
-}
 _REFUSED = ('stop', 'functions', 'function_call', 'audio', 'top_logprobs')
 
 
@@ -92,7 +85,7 @@ def parse_request(body: bytes | bytearray | str) -> tuple[ChatRequest, list[dict
     data = strict_json.loads(body)
   except strict_json.JsonFault as fault:
     code = None if fault.path else 'invalid_json'
-    message = fault.reason if fault.path else f'the body is {fault.reason}'
+    message = fault.reason if fault.path else f'the body: {fault.reason}'
     raise invalid(message, fault.path or None, code) from None
   if not isinstance(data, dict):
     raise invalid('the body must be a JSON object', None, 'invalid_json')
@@ -115,11 +108,11 @@ def _checked(data: dict) -> tuple[ChatRequest, list[dict]]:
       'response_format',
       'unsupported_parameter',
     )
-  stream = _flag(data, 'stream')
+  stream = flag(data, 'stream')
   stream_options = data.get('stream_options') or {}
   if not isinstance(stream_options, dict):
     raise invalid('must be an object', 'stream_options')
-  logprobs = _flag(data, 'logprobs')
+  logprobs = flag(data, 'logprobs')
   if logprobs and stream:
     raise invalid('is not supported with stream', 'logprobs', 'unsupported_parameter')
   tools = _tools(data.get('tools'))
@@ -131,9 +124,9 @@ def _checked(data: dict) -> tuple[ChatRequest, list[dict]]:
     tools=tools,
     tools_digest=history_lib.digest(dumps(tools).encode()) if tools else b'',
     max_tokens=_max_tokens(data),
-    sampling=_sampling(data),
+    sampling=sampling.read(data),
     stream=stream,
-    include_usage=stream and _flag(stream_options, 'include_usage'),
+    include_usage=stream and flag(stream_options, 'include_usage'),
     logprobs=logprobs,
     ignored=ignored,
   )
@@ -169,113 +162,14 @@ def too_long(what: str, context_tokens: int) -> ApiError:
   )
 
 
-def sampling_params(
-  request: ChatRequest,
-  *,
-  training: bool,
-  max_tokens: int,
-  stop_ids: tuple[int, ...],
-  defaults: tuple[float, float, int],
-) -> tuple[SamplingParams, tuple[str, ...]]:
-  """How the engine samples, and the fields that were overridden.
-
-  A training session samples the untruncated temperature-1 distribution, whatever was
-  asked (law 4); a field that asks for just that is no override.
-
-  Args:
-    training: the session's mode.
-    max_tokens: limit when the request has none.
-    stop_ids: ids that end a message.
-    defaults: temperature, top_p and top_k of evaluation where the request is silent.
-
-  Raises:
-    ApiError: 400, in evaluation, for a sampling field the engine cannot honour.
-  """
-  if request.max_tokens is not None:
-    max_tokens = request.max_tokens
-  asked = request.sampling
-  if training:
-    neutral = {'temperature': 1, 'top_p': 1, 'top_k': 0, **_UNSUPPORTED_SAMPLING}
-    overrides = tuple(name for name in asked if asked[name] != neutral.get(name))
-    return SamplingParams(max_tokens, stop_ids=stop_ids), overrides
-  for name, off in _UNSUPPORTED_SAMPLING.items():
-    if name in asked and asked[name] != off:
-      raise invalid(
-        f'the engine cannot apply it; leave it out or send {off}',
-        name,
-        'unsupported_parameter',
-      )
-  temperature, top_p, top_k = defaults
-  return SamplingParams(
-    max_tokens,
-    temperature=asked.get('temperature', temperature),
-    top_p=asked.get('top_p', top_p),
-    top_k=asked.get('top_k', top_k),
-    stop_ids=stop_ids,
-    seed=asked.get('seed'),
-  ), ()
-
-
-def _flag(data: dict, field: str) -> bool:
-  value = data.get(field)
-  if value is None:
-    return False
-  if not isinstance(value, bool):
-    raise invalid('must be true or false', field)
-  return value
-
-
-def _integer(data: dict, field: str) -> int | None:
-  value = data.get(field)
-  if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-    raise invalid('must be an integer', field)
-  return value
-
-
 def _max_tokens(data: dict) -> int | None:
   for field in ('max_completion_tokens', 'max_tokens'):
-    value = _integer(data, field)
+    value = integer(data, field)
     if value is not None:
       if value < 1:
         raise invalid('must be at least 1', field)
       return value
   return None
-
-
-def _sampling(data: dict) -> dict[str, Any]:
-  """The sampling fields that are present, range-checked."""
-  asked: dict[str, Any] = {}
-  bounds = {
-    'temperature': (0, 2),
-    'top_p': (0, 1),
-    'frequency_penalty': (-2, 2),
-    'presence_penalty': (-2, 2),
-    'repetition_penalty': (0, 10),
-    'min_p': (0, 1),
-  }
-  for field, (low, high) in bounds.items():
-    value = data.get(field)
-    if value is None:
-      continue
-    if isinstance(value, bool) or not isinstance(value, int | float):
-      raise invalid('must be a number', field)
-    if not low <= value <= high or (field == 'top_p' and value == 0):
-      raise invalid(f'must lie between {low} and {high}, not {value}', field)
-    asked[field] = value
-  top_k = _integer(data, 'top_k')
-  if top_k is not None:
-    if top_k < -1:
-      raise invalid('must be at least 1, or 0 for off', 'top_k')
-    asked['top_k'] = max(top_k, 0)
-  seed = _integer(data, 'seed')
-  if seed is not None:
-    asked['seed'] = seed
-  logit_bias = data.get('logit_bias')
-  if logit_bias is not None:
-    if not isinstance(logit_bias, dict):
-      raise invalid('must be an object of token id to bias', 'logit_bias')
-    asked['logit_bias'] = logit_bias
-  return asked
 
 
 def _text(value: Any, where: str) -> str:

@@ -3,9 +3,9 @@
 Reasoning travels as `reasoning_content`, in messages and in deltas; echoed back it is
 part of the history (facts/m2-and-forge.md §2.1). A tool call the parser could not read
 is no `tool_calls` entry; its markup is shown in `content`, so that an agent can see
-what happened. A call that the model quotes looks the same there; which of the two it is,
-`parse_status` tells beside `finish_reason`: a field of our own, the parser's verdict
-(`parsing.Status`).
+what happened. A call that the model quotes looks the same there; which of the two it
+is, `parse_status` tells beside `finish_reason`: a field of our own, the parser's
+verdict (`parsing.Status`).
 """
 
 from __future__ import annotations

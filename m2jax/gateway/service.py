@@ -15,7 +15,15 @@ from typing import Any
 
 from absl import logging
 
-from m2jax.gateway import history, prompts, protocol, readers, responses, sessions
+from m2jax.gateway import (
+  history,
+  prompts,
+  protocol,
+  readers,
+  responses,
+  sampling,
+  sessions,
+)
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, invalid, too_large
@@ -112,8 +120,9 @@ class ChatService:
         param='model',
         code='model_not_found',
       )
-    sampling, overrides = protocol.sampling_params(
-      request,
+    sampled, overrides = sampling.params(
+      request.sampling,
+      request.max_tokens,
       training=session.mode == 'training',
       max_tokens=self.config.default_max_tokens,
       stop_ids=self._stop_ids,
@@ -122,7 +131,7 @@ class ChatService:
     plan = prompts.plan(session, request, self._context_tokens)
     prompt_ids = plan.prompt_ids(await reading.encode(plan.part))
     try:
-      handle = self._engine.submit(GenerateRequest(prompt_ids, sampling), on_tokens)
+      handle = self._engine.submit(GenerateRequest(prompt_ids, sampled), on_tokens)
     except PromptTooLong as error:
       raise invalid(str(error), 'messages', 'context_length_exceeded') from error
     except ValueError as error:  # a sampling field out of the engine's range
