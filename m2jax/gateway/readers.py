@@ -76,6 +76,8 @@ class Readers:
     self._config = config
     self._tokenizer = tokenizer
     self._context_tokens = context_tokens
+    # Made once: for a large vocabulary it takes a while.
+    self._setup = Setup(tokenizer.to_json(), context_tokens, config.read_memory_bytes)
     self._threads: concurrent.futures.Executor | None = None
     # Processes are started when the first large request comes.
     self._processes = [_Process() for _ in range(config.readers)]
@@ -124,10 +126,6 @@ class Readers:
       self._threads.shutdown()
       self._threads = None
 
-  def _setup(self) -> Setup:
-    tokenizer = self._tokenizer.to_json()
-    return Setup(tokenizer, self._context_tokens, self._config.read_memory_bytes)
-
   async def _take(self) -> _Process:
     if self._idle:
       return self._idle.pop()
@@ -162,12 +160,12 @@ class _Process:
   def __init__(self):
     self._child: subprocess.Popen | None = None
 
-  def ask(self, setup, command: Read | Encode, timeout_s: float) -> Any:
+  def ask(self, setup: Setup, command: Read | Encode, timeout_s: float) -> Any:
     """Blocks until the answer. Raises ApiError, or RuntimeError for a fault of ours."""
     if self._child is None or self._child.poll() is not None:
       if isinstance(command, Encode):
         raise RuntimeError('the reader process ended between two steps of a request')
-      self._child = self._start(setup())
+      self._child = self._start(setup)
     child = self._child
     late = threading.Event()
 

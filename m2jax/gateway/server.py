@@ -11,12 +11,14 @@ gateway.stop()
 from __future__ import annotations
 
 import functools
+import resource
 import socket
 import threading
 import time
 from collections.abc import Callable
 
 import uvicorn
+from absl import logging
 
 from m2jax.gateway import app, connections, sessions
 from m2jax.gateway.config import GatewayConfig
@@ -26,6 +28,8 @@ from m2jax.rl.records import Completion
 from m2jax.text.tokenizer import Tokenizer
 
 _START_TIMEOUT_S = 30.0
+# What the process opens beside connections: checkpoints, database, pipes.
+_OTHER_FILES = 128
 
 
 class Gateway:
@@ -71,6 +75,14 @@ class Gateway:
     config = self._config
     if self._thread is not None:
       raise RuntimeError('the gateway is running already')
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < config.max_connections + _OTHER_FILES:
+      logging.warning(
+        'gateway: max_connections=%d is not enforced: this process may open %d files; '
+        'raise `ulimit -n`, or lower it',
+        config.max_connections,
+        files,
+      )
     family = socket.AF_INET6 if ':' in config.host else socket.AF_INET
     listener = socket.create_server((config.host, config.port), family=family)
     self._socket = listener

@@ -66,12 +66,16 @@ def _types(schema: Any) -> Iterator[str]:
     yield 'object'
 
 
-def typed(text: str, schema: Any) -> tuple[Any, bool]:
-  """A parameter's value by its schema, and whether it fits.
+def types(schema: Any) -> frozenset[str]:
+  """The types that a parameter's schema allows; 'string' where it names none."""
+  return frozenset(_types(schema)) or frozenset({'string'})
+
+
+def typed(text: str, types: frozenset[str]) -> tuple[Any, bool]:
+  """A parameter's value by the types of its schema, and whether it fits.
 
   Order of types: integer, number, boolean, object, array, string; JSON at last.
   """
-  types = set(_types(schema)) or {'string'}
   if text.lower() in _NULLS and ('null' in types or 'string' not in types):
     return None, True
   for kind in ('integer', 'number', 'boolean', 'object', 'array', 'string'):
@@ -81,11 +85,11 @@ def typed(text: str, schema: Any) -> tuple[Any, bool]:
       return text, True
     try:
       return _READERS[kind](text), True
-    except (ValueError, KeyError, RecursionError):
+    except (ValueError, KeyError):
       continue
   try:
     return _json(text), types.isdisjoint(_READERS)
-  except (ValueError, RecursionError):
+  except ValueError:
     return text, False
 
 

@@ -159,6 +159,8 @@ class StreamParser:
 
   def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None):
     self._schemas = arguments.parameter_schemas(tools)
+    # Of the parameters seen: a schema may be large, and a call may repeat them.
+    self._types: dict[tuple[str, str], frozenset[str]] = {}
     self._state = StreamParser._thinking
     self._ended = False  # the last piece was `[e~[`
     self._newline = ''  # the last character, if the markup after it may own it
@@ -297,16 +299,21 @@ class StreamParser:
       if junk or not name:
         self._break(Status.MALFORMED_STRUCTURE, body, name)
         continue
-      schemas = self._schemas.get(name, {})
       values, status = {}, Status.OK
       for key, value in parameters:
-        values[key], fits = arguments.typed(value.strip(), schemas.get(key))
+        values[key], fits = arguments.typed(value.strip(), self._types_of(name, key))
         if not fits:
           status = Status.INVALID_JSON
       self._verdict(status)
       call = ToolCall(name, values, status, body)
       self._calls.append(call)
       self._out.append(Delta('tool_call', call=call))
+
+  def _types_of(self, name: str, key: str) -> frozenset[str]:
+    if (name, key) not in self._types:
+      schema = self._schemas.get(name, {}).get(key)
+      self._types[name, key] = arguments.types(schema)
+    return self._types[name, key]
 
   def _think(self, text: str) -> None:
     if text:

@@ -412,7 +412,7 @@ def test_honest_connections_outlive_the_timers(serve):
   """The timers are for what the client has to send: not for the engine's work, nor
   for the pause between two requests, nor while a next request waits behind."""
   gateway, _, _ = serve(
-    response_text('t', 'slow ' * 12),
+    response_text('t', 'slow ' * 6),
     engine_options={'delay_s': 0.05},
     header_timeout_s=0.5,
     body_timeout_s=0.5,
