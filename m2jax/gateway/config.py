@@ -12,7 +12,6 @@ _POSITIVE = (
   'max_connections', 'header_timeout_s', 'body_timeout_s', 'write_timeout_s', 'readers',
   'max_waiting_reads', 'read_timeout_s', 'keep_alive_s',
 )  # fmt: skip
-_LEAST_READ_MEMORY_BYTES = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +50,7 @@ class GatewayConfig:
     readers: number of such processes.
     max_waiting_reads: bodies that wait for one; beyond, a 429.
     read_timeout_s, read_memory_bytes: what one step of reading a body may take: time,
-      and address space of the process; beyond, a 413.
+      and address space beyond what its process has at the start; beyond, a 413.
     keep_alive_s: how long an idle connection stays open; longer than a tool call runs,
       so that agents keep theirs.
     stop_timeout_s: how long `stop` lets requests in flight end.
@@ -96,7 +95,7 @@ class GatewayConfig:
       check(getattr(self, field) > 0, field, 'positive')
     least = self.max_body_bytes
     check(self.max_unfinished_bytes >= least, 'max_unfinished_bytes', f'>= {least}')
-    least = _LEAST_READ_MEMORY_BYTES  # a Python with a tokenizer
+    least = 8 * self.max_body_bytes  # what even a plain text takes to be read
     check(self.read_memory_bytes >= least, 'read_memory_bytes', f'>= {least}')
     check(self.inline_bytes >= 0, 'inline_bytes', 'at least 0')
     check(self.body_overhead_bytes >= 0, 'body_overhead_bytes', 'at least 0')

@@ -38,7 +38,8 @@ class Setup:
   Attributes:
     tokenizer: the tokenizer as JSON (`Tokenizer.to_json`).
     context_tokens: what the engine's context holds.
-    memory_bytes: limit of the process's address space.
+    memory_bytes: most address space beyond what the process has before its first
+      request.
   """
 
   tokenizer: str
@@ -96,16 +97,22 @@ class _Reader:
     return self._request
 
 
+def _address_space_bytes() -> int:
+  with open('/proc/self/statm', 'rb') as statm:
+    return int(statm.read().split()[0]) * resource.getpagesize()
+
+
 def main():
   """Serves the parent until it closes the pipe."""
   stdin = os.fdopen(os.dup(0), 'rb')
   stdout = os.fdopen(os.dup(1), 'wb')
   os.dup2(2, 1)  # whatever prints must not end up between frames
   setup = receive(stdin)
-  resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes,) * 2)
+  reader = _Reader(setup)
+  limit = _address_space_bytes() + setup.memory_bytes
+  resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   os.nice(_NICE)
-  reader = _Reader(setup)
   send(stdout, ('ok', None))
   with contextlib.suppress(EOFError, BrokenPipeError):
     while True:

@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -31,6 +32,12 @@ _MAIN = (
   'import json, sys; sys.path[:] = json.loads(sys.argv[1]); '
   'from m2jax.gateway import reader_process; reader_process.main()'
 )
+# A thread a core would cost each reader start-up time and memory, and gain it nothing.
+_ONE_THREAD = {
+  'OMP_NUM_THREADS': '1',
+  'OPENBLAS_NUM_THREADS': '1',
+  'TOKENIZERS_PARALLELISM': 'false',
+}
 
 
 class Reading(Protocol):
@@ -209,6 +216,7 @@ class _Process:
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       start_new_session=True,  # Ctrl-C is for the parent
+      env={**os.environ, **_ONE_THREAD},
     )
     timer = threading.Timer(_START_TIMEOUT_S, child.kill)
     timer.start()

@@ -152,7 +152,7 @@ def test_large_bodies_do_not_hold_the_loop(serve, tmp_path, context_tokens):
     max_body_bytes=17 * MIB,
     max_unfinished_bytes=40 * MIB,
     max_waiting_reads=4,
-    read_timeout_s=5,
+    read_timeout_s=3,
     read_memory_bytes=1024 * MIB,
   )
   for name, content in BODIES.items():
@@ -237,34 +237,55 @@ def test_a_large_request_is_read_as_a_small_one(serve):
   assert seen[0] == seen[1]
 
 
-def test_a_reader_that_ends_is_replaced(serve):
-  """A reader out of time, out of memory or killed costs one request its answer."""
+@pytest.mark.parametrize(
+  'bound, body',
+  [
+    ('read_timeout_s', b'{"x":[' + b'0,' * (8 * MIB) + b'0]}'),
+    ('memory', b'[' + b'[0],' * (5 * MIB) + b'0]'),
+    ('killed', None),
+  ],
+)
+def test_a_reader_that_ends_is_replaced(serve, bound, body):
+  """A reader out of time, out of memory or killed costs one request its answer, or
+  none; no reader outlives the gateway."""
   gateway, _, _ = serve(
     ANSWER,
     engine_options={'context_tokens': 1_000_000_000},
     inline_bytes=100,
-    read_timeout_s=2,
-    read_memory_bytes=512 * MIB,
+    read_timeout_s=0.5 if bound == 'read_timeout_s' else 60,
+    read_memory_bytes=400 * MIB,
     max_body_bytes=32 * MIB,
   )
-  pad = {'user': 'x' * 200}
-  assert post(gateway, OK | pad).status_code == 200
-  late = post(gateway, b'{"x":[' + b'0,' * (15 * MIB) + b'0]}')
-  assert (late.status_code, late.json()['error']['code']) == (413, 'request_too_large')
-  large = post(gateway, b'[' + b'{},' * (5 * MIB) + b'{}]')
-  assert (large.status_code, large.json()['error']['code']) == (
-    413,
-    'request_too_large',
-  )
-  assert post(gateway, OK | pad).status_code == 200
-  for child in psutil.Process().children():
-    if 'reader_process' in ' '.join(child.cmdline()):
+
+  def readers():
+    children = psutil.Process().children()
+    return [c for c in children if 'reader_process' in ' '.join(c.cmdline())]
+
+  small = OK | {'user': 'x' * 200}
+  assert post(gateway, small).status_code == 200
+  if body is None:
+    for child in readers():
       child.kill()
       child.wait()
-  assert post(gateway, OK | pad).status_code == 200
+  else:
+    reply = post(gateway, body)
+    error = reply.json()['error']
+    assert (reply.status_code, error['code']) == (413, 'request_too_large')
+    assert bound in error['message']
+  assert post(gateway, small).status_code == 200
+  assert len(readers()) == 1
   gateway.stop()
-  readers = [' '.join(c.cmdline()) for c in psutil.Process().children()]
-  assert not [line for line in readers if 'reader_process' in line]
+  assert not readers()
+
+
+def test_a_reader_starts_fast():
+  """What a reader imports must not grow to the accelerator's libraries."""
+  code = (
+    'import sys, m2jax.gateway.reader_process; '
+    'print(*{"jax", "fastapi", "sqlalchemy", "uvicorn"} & set(sys.modules))'
+  )
+  command = [sys.executable, '-c', code]
+  assert subprocess.check_output(command, text=True).strip() == ''
 
 
 def test_large_requests_wait_in_a_bounded_queue(serve):
