@@ -41,6 +41,8 @@ dumps = json.JSONEncoder(ensure_ascii=False).encode
 ROLES = ('system', 'user', 'assistant', 'tool')
 _NAME = re.compile(r'[A-Za-z0-9_.-]{1,64}')
 
+# The least that the template writes for a message, call, argument or tool.
+_PART_BYTES = len('<tool></tool>')
 _REFUSED = ('stop', 'functions', 'function_call', 'audio', 'top_logprobs')
 
 
@@ -134,11 +136,14 @@ def _checked(data: dict) -> tuple[ChatRequest, list[dict]]:
 
 
 def check_count(
-  messages: list[dict], request: ChatRequest, context_tokens: int
+  messages: list[dict],
+  request: ChatRequest,
+  context_tokens: int,
+  longest_token_bytes: int,
 ) -> None:
-  """Refuses more messages, calls, arguments and tools than the context has tokens.
+  """Refuses more messages, calls, arguments and tools than any context can show.
 
-  Each takes at least one token, so that no text needs to be looked at.
+  The template writes at least _PART_BYTES for each, so no text needs to be looked at.
 
   Raises:
     ApiError: 400.
@@ -149,8 +154,10 @@ def check_count(
     parts += len(content) if isinstance(content, list) else 0
     for call in message.get('tool_calls', ()):
       parts += 1 + len(call['function']['arguments'])
-  if parts > context_tokens:
-    raise too_long(f'has {parts} messages, tools, calls and arguments', context_tokens)
+  if parts * _PART_BYTES > context_tokens * longest_token_bytes:
+    raise too_long(
+      f'the request has {parts} messages, tools, calls and arguments', context_tokens
+    )
 
 
 def too_long(what: str, context_tokens: int) -> ApiError:

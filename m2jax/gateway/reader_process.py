@@ -29,6 +29,8 @@ from m2jax.text.tokenizer import Tokenizer
 
 _LENGTH = struct.Struct('<Q')
 _NICE = 5
+# Of a tokenizer that does not know: of large vocabularies, a line of blanks or dashes.
+_LONGEST_TOKEN_BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,12 @@ class _Reader:
       tools = self._request.tools
       return prompts.encode(self._messages, tools, command.part, self._tokenizer)
     self._request, self._messages = protocol.parse_request(command.body)
-    protocol.check_count(self._messages, self._request, self._context_tokens)
+    protocol.check_count(
+      self._messages,
+      self._request,
+      self._context_tokens,
+      self._tokenizer.longest_token_bytes or _LONGEST_TOKEN_BYTES,
+    )
     return self._request
 
 

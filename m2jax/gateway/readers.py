@@ -56,9 +56,8 @@ class Reading(Protocol):
 class _Inline:
   """A reading on the loop."""
 
-  def __init__(self, body: bytearray, tokenizer: Tokenizer, context_tokens: int):
+  def __init__(self, body: bytearray, tokenizer: Tokenizer):
     self.request, self._messages = protocol.parse_request(body)
-    protocol.check_count(self._messages, self.request, context_tokens)
     self._tokenizer = tokenizer
 
   async def encode(self, part: prompts.Part) -> array.array:
@@ -82,7 +81,6 @@ class Readers:
   def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, context_tokens: int):
     self._config = config
     self._tokenizer = tokenizer
-    self._context_tokens = context_tokens
     # Made once: for a large vocabulary it takes a while.
     self._setup = Setup(tokenizer.to_json(), context_tokens, config.read_memory_bytes)
     self._threads: concurrent.futures.Executor | None = None
@@ -100,7 +98,7 @@ class Readers:
         memory than the settings allow; 429 where too many wait to be read.
     """
     if len(body) <= self._config.inline_bytes:
-      yield _Inline(body, self._tokenizer, self._context_tokens)
+      yield _Inline(body, self._tokenizer)
       return
     process = await self._take()
     try:

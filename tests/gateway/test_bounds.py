@@ -199,9 +199,13 @@ def test_a_prompt_is_refused_by_its_bytes(serve, tok):
       assert error['code'] == 'context_length_exceeded'
       assert 'at least' in error['message'] and '2000' in error['message']
   assert len(engine.requests) == 2
-  many = OK | {'messages': OK['messages'] * 2001}
-  reply = post(gateway, many)
-  assert reply.json()['error']['code'] == 'context_length_exceeded'
+  calls = [{'id': 'x', 'function': {'name': 'f', 'arguments': '{}'}}] * 80_000
+  for messages in (
+    OK['messages'] * 2001,
+    [{'role': 'assistant', 'content': 'x', 'tool_calls': calls}],
+  ):
+    reply = post(gateway, OK | {'messages': messages})
+    assert reply.json()['error']['code'] == 'context_length_exceeded'
   limit = MIB + 6 * tok.longest_token_bytes * 2000
   assert post(gateway, b' ' * limit).json()['error']['code'] == 'invalid_json'
   reply = post(gateway, b' ' * (limit + 1))
@@ -276,6 +280,25 @@ def test_a_reader_that_ends_is_replaced(serve, bound, body):
   assert len(readers()) == 1
   gateway.stop()
   assert not readers()
+
+
+def test_stopping_ends_a_read(serve):
+  """A gateway that stops does not wait for what a stranger gave it to read, and can
+  be started again."""
+  gateway, _, _ = serve(ANSWER, inline_bytes=100, stop_timeout_s=0)
+  slow = b'{"x":[' + b'0,' * (7 * MIB) + b'0]}'
+  assert post(gateway, OK | {'user': 'x' * 200}).status_code == 200
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    reply = pool.submit(post, gateway, slow)
+    time.sleep(0.4)
+    started = time.monotonic()
+    gateway.stop()
+    assert time.monotonic() - started < 2
+    assert isinstance(reply.exception(), httpx.TransportError) or (
+      reply.result().status_code >= 500
+    )
+  gateway.start()
+  assert post(gateway, OK | {'user': 'x' * 200}).status_code == 200
 
 
 def test_a_reader_starts_fast():
