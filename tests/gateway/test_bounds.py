@@ -73,39 +73,61 @@ def own_bytes():
   return psutil.Process().memory_info().rss
 
 
+# Asks for /health until its stdin ends; prints how long each answer took, and how long
+# the round trip to a `cat` just before: what the machine itself takes.
+PROBE = """
+import http.client, json, select, subprocess, sys, time
+pipe = subprocess.PIPE
+echo = subprocess.Popen(['cat'], stdin=pipe, stdout=pipe, bufsize=0)
+connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=120)
+delays = []
+while not select.select([sys.stdin], [], [], 0.01)[0]:
+  times = [time.monotonic()]
+  echo.stdin.write(b'x')
+  echo.stdout.read(1)
+  times.append(time.monotonic())
+  connection.request('GET', '/health')
+  response = connection.getresponse()
+  response.read()
+  assert response.status == 200
+  times.append(time.monotonic())
+  delays.append((times[1] - times[0], times[2] - times[1]))
+echo.kill()
+print(json.dumps(delays))
+"""
+
+
 class Probe:
-  """Asks for /health until `done`; keeps the delays and the memory of the gateway's
-  process, which is this one (what readers take is bounded by the system)."""
+  """Watches a gateway from another process: how fast it answers, by how much the
+  memory of its process, which is this one, grows (a reader's is bounded by the system).
+
+  On a busy machine everything is late, so the 100 ms that are allowed grow with what an
+  idle process takes to wake up and answer.
+  """
 
   def __init__(self, gateway):
-    self.url = gateway.base_url.removesuffix('/v1') + '/health'
-    self.delays_s = []
-    self.stuck_share = 0.0
+    self.command = [sys.executable, '-c', PROBE, *map(str, address(gateway))]
     self.added_bytes = 0
 
   def until(self, done):
     before, begun = own_bytes(), time.monotonic()
-    with httpx.Client(trust_env=False, timeout=60) as client:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(self.command, stdin=pipe, stdout=pipe) as probe:
       while not done():
-        started = time.monotonic()
-        assert client.get(self.url).status_code == 200
-        self.delays_s.append(time.monotonic() - started)
         self.added_bytes = max(self.added_bytes, own_bytes() - before)
-        time.sleep(0.01)
+        time.sleep(0.02)
+      elapsed_s = time.monotonic() - begun
+      output, _ = probe.communicate()
+    machine, delays = zip(*json.loads(output), strict=True)
+    allowed_s = 0.1 + 20 * statistics.mean(machine)
     # By time, not by number: a server that is stuck is asked seldom.
-    stuck_s = sum(delay for delay in self.delays_s if delay > 0.1)
-    self.stuck_share = stuck_s / (time.monotonic() - begun)
-    self.delays_s.sort()
-    print(self)
-
-  def __str__(self):
-    delays_ms = [1e3 * delay for delay in self.delays_s]
-    return (
-      f'{len(delays_ms)} probes, median {statistics.median(delays_ms):.1f} ms, 90 % '
-      f'{delays_ms[int(0.9 * len(delays_ms))]:.1f} ms, max {delays_ms[-1]:.0f} ms, '
-      f'{self.stuck_share:.0%} of the time above 100 ms, '
-      f'memory +{self.added_bytes / MIB:.0f} MiB'
+    stuck = sum(delay for delay in delays if delay > allowed_s) / elapsed_s
+    print(
+      f'{len(delays)} probes, median {statistics.median(delays) * 1e3:.1f} ms, max '
+      f'{max(delays) * 1e3:.0f} ms, {stuck:.0%} of the time above '
+      f'{allowed_s * 1e3:.0f} ms, memory +{self.added_bytes / MIB:.0f} MiB'
     )
+    assert statistics.median(delays) < allowed_s and stuck < 0.3
 
 
 # --- Large bodies.
@@ -163,7 +185,6 @@ def test_large_bodies_do_not_hold_the_loop(serve, tmp_path, context_tokens):
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attacker:
     probe.until(lambda: attacker.poll() is not None)
     statuses = attacker.stdout.read().split()
-  assert statistics.median(probe.delays_s) < 0.1 and probe.stuck_share < 0.3
   assert len(engine.requests) == 1
   assert len(statuses) == 2 * len(BODIES)
   assert set(statuses) <= {'400', '413', '429', 'closed'}
@@ -185,7 +206,6 @@ def test_large_prompts_are_encoded_off_the_loop(serve):
     probe.until(lambda: all(each.done() for each in posts))
   assert [each.result().status_code for each in posts] == [200] * 3
   assert min(len(request.prompt_ids) for request in engine.requests) > 100_000
-  assert statistics.median(probe.delays_s) < 0.1 and probe.stuck_share < 0.3
 
 
 def test_a_prompt_is_refused_by_its_bytes(serve, tok):
