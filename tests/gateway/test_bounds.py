@@ -6,6 +6,7 @@ Real sockets throughout: what is judged is a server that is being attacked.
 import concurrent.futures
 import contextlib
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -101,8 +102,8 @@ class Probe:
   """Watches a gateway from another process: how fast it answers, by how much the
   memory of its process, which is this one, grows (a reader's is bounded by the system).
 
-  On a busy machine everything is late, so the 100 ms that are allowed grow with what an
-  idle process takes to wake up and answer.
+  On a busy machine everything is late, so the 100 ms that are allowed grow with the
+  load and with what an idle process takes to wake up and answer.
   """
 
   def __init__(self, gateway):
@@ -119,7 +120,8 @@ class Probe:
       elapsed_s = time.monotonic() - begun
       output, _ = probe.communicate()
     machine, delays = zip(*json.loads(output), strict=True)
-    allowed_s = 0.1 + 20 * statistics.mean(machine)
+    share = max(1, os.getloadavg()[0] / os.cpu_count())  # of those who want a core
+    allowed_s = share * (0.1 + 20 * statistics.median(machine))
     # By time, not by number: a server that is stuck is asked seldom.
     stuck = sum(delay for delay in delays if delay > allowed_s) / elapsed_s
     print(
