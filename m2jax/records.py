@@ -24,8 +24,10 @@ class Completion:
     status: the parser's verdict on the response (`text.chat.Message.status`).
     overrides: names of sampling fields the training session overrode.
     started_s, ended_s: wall-clock seconds since the epoch.
-    continues: where there is no parent, id of the completion whose answer the request
-      goes on from, if it is known: its ids are not kept, the template drops thinking.
+    follows: id of the session's completion whose answer is the last that the request's
+      messages show; the parent, if there is one. A fork follows too where the client's
+      text shows the answer but the prompt could not extend its ids, as when the
+      template drops thinking.
     lineage: of the weights that `versions` count (`Lineages`); the pool sets it.
     experts: [prompt + response tokens, L, top_k] int16, the expert ids that the engine
       used, -1 where it has none (`rollout.api.GenerateResult`); None: not recorded. Two
@@ -46,7 +48,7 @@ class Completion:
   overrides: tuple[str, ...] = ()
   started_s: float = 0.0
   ended_s: float = 0.0
-  continues: str | None = None
+  follows: str | None = None
   lineage: int = 0
   experts: np.ndarray | None = dataclasses.field(
     default=None, compare=False, repr=False

@@ -19,6 +19,9 @@ import httpx
 
 from m2jax.tasks.task import BadCall, Execute
 from m2jax.text import markup
+from m2jax.text.parsing import Status
+
+_BROKEN = (Status.MALFORMED_STRUCTURE, Status.UNCLOSED_BLOCK, Status.UNCLOSED_THINKING)
 
 
 class _Infrastructure(Exception):
@@ -126,7 +129,7 @@ async def run(
       if choice['finish_reason'] == 'length':
         outcome.ended = 'length'
         break
-      if not await _act(message, names, execute, config, outcome):
+      if not await _act(choice, names, execute, config, outcome):
         outcome.ended = 'answer'
         outcome.answer = message.get('content') or ''
         break
@@ -139,18 +142,20 @@ async def run(
 
 
 async def _act(
-  message: dict,
+  choice: dict,
   names: Sequence[str],
   execute: Execute,
   config: AgentConfig,
   outcome: AgentOutcome,
 ) -> bool:
   """Carries out a message's tool calls. False when it has none: the answer."""
+  message = choice['message']
   calls = message.get('tool_calls') or ()
   if not calls:
-    content = message.get('content') or ''
-    # The gateway shows the markup of a call that it could not parse.
-    if markup.TOOL_CALL not in content:
+    # The gateway shows the markup of a call that it could not parse, and of one that
+    # the model only quotes; the parser's verdict tells them apart.
+    broken = choice.get('parse_status') in _BROKEN
+    if not broken or markup.TOOL_CALL not in (message.get('content') or ''):
       return False
     # No call to reply to, so no tool message can carry this.
     outcome.tool_errors += 1

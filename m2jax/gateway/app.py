@@ -13,7 +13,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import fastapi
 from absl import logging
@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from m2jax.gateway import protocol, responses
-from m2jax.gateway.errors import ApiError
+from m2jax.gateway.errors import ApiError, busy
 from m2jax.gateway.service import ChatService
 
 CLIENT_CLOSED_REQUEST = 499
@@ -57,7 +57,7 @@ def build(service: ChatService) -> fastapi.FastAPI:
 
   @app.get('/v1/models')
   async def models(request: fastapi.Request):
-    service.sessions.get(bearer(request.scope), create=False)
+    service.sessions.find(bearer(request.scope))
     model = {
       'id': config.model_name,
       'object': 'model',
@@ -99,28 +99,46 @@ def bearer(scope: dict) -> str:
   )
 
 
-async def read_body(scope: dict, receive: Callable, limit_bytes: int) -> bytes:
-  """The whole body. Raises ApiError (413) or Disconnected."""
-  too_large = ApiError(
-    413,
-    f'the body is larger than max_body_bytes={limit_bytes}',
-    code='request_too_large',
-  )
-  for name, value in scope['headers']:
-    if name == b'content-length' and value.isdigit() and int(value) > limit_bytes:
-      raise too_large
-  chunks, size = [], 0
-  while True:
-    event = await receive()
-    if event['type'] == 'http.disconnect':
-      raise Disconnected
-    chunk = event.get('body', b'')
-    size += len(chunk)
-    if size > limit_bytes:
-      raise too_large
-    chunks.append(chunk)
-    if not event.get('more_body', False):
-      return chunks[0] if len(chunks) == 1 else b''.join(chunks)
+class Bodies:
+  """Counts the bytes of bodies that arrive or wait to be read, for all requests."""
+
+  def __init__(self, max_bytes: int):
+    self.max_bytes = max_bytes
+    self.held_bytes = 0
+
+  @contextlib.asynccontextmanager
+  async def receive(
+    self, scope: dict, receive: Callable, limit_bytes: int, too_large: ApiError
+  ) -> AsyncIterator[bytearray]:
+    """Receives a body; its bytes count until the context ends.
+
+    Raises:
+      ApiError: `too_large` beyond `limit_bytes`, or 429.
+      Disconnected: the client is gone.
+    """
+    for name, value in scope['headers']:
+      if name == b'content-length' and value.isdigit() and int(value) > limit_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+      more = True
+      while more:
+        event = await receive()
+        if event['type'] == 'http.disconnect':
+          raise Disconnected
+        chunk = event.get('body', b'')
+        more = event.get('more_body', False)
+        if len(body) + len(chunk) > limit_bytes:
+          raise too_large
+        if self.held_bytes + len(chunk) > self.max_bytes:
+          raise busy(
+            f'bodies of max_unfinished_bytes={self.max_bytes} are arriving; try again'
+          )
+        body += chunk
+        self.held_bytes += len(chunk)
+      yield body
+    finally:
+      self.held_bytes -= len(body)
 
 
 class ChatCompletions:
@@ -128,19 +146,22 @@ class ChatCompletions:
 
   def __init__(self, service: ChatService):
     self._service = service
+    self._bodies = Bodies(service.config.max_unfinished_bytes)
 
   async def __call__(self, scope: dict, receive: Callable, send: Callable):
     service = self._service
     try:
       key = bearer(scope)
-      service.sessions.get(key, create=False)  # a 401 comes before the body is read
-      body = await read_body(scope, receive, service.config.max_body_bytes)
-      request = protocol.parse_request(body)
-      session = service.sessions.get(key)
-      if request.stream:
-        status = await self._stream(session, request, receive, send)
-      else:
-        status = await self._answer(session, request, receive, send)
+      service.sessions.find(key)  # a 401 comes before the body is read
+      async with contextlib.AsyncExitStack() as stack:
+        limit_bytes, too_large = service.body_limit
+        body = await stack.enter_async_context(
+          self._bodies.receive(scope, receive, limit_bytes, too_large)
+        )
+        reading = await stack.enter_async_context(service.read(body))
+        respond = self._stream if reading.request.stream else self._answer
+        # What was received and read is given up as soon as the engine has the prompt.
+        status = await respond(key, reading, stack.aclose, receive, send)
     except Disconnected:
       status = CLIENT_CLOSED_REQUEST
     except Exception as error:
@@ -149,8 +170,9 @@ class ChatCompletions:
       await _send_json(send, status, error.body())
     service.counters.add('requests_total', status=str(status))
 
-  async def _answer(self, session, request, receive, send) -> int:
-    pending = self._service.submit(session, request)
+  async def _answer(self, key, reading, submitted, receive, send) -> int:
+    pending = await self._service.submit(key, reading)
+    await submitted()
     finished = asyncio.Queue()
     _forward(pending.handle.future, finished)
     async with _Watch(receive, pending.handle):
@@ -161,13 +183,14 @@ class ChatCompletions:
     await _send_json(send, 200, responses.completion(answer))
     return 200
 
-  async def _stream(self, session, request, receive, send) -> int:
+  async def _stream(self, key, reading, submitted, receive, send) -> int:
     """Server-sent events. Once begun, an error travels as an event of its own."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue = asyncio.Queue()
-    pending = self._service.submit(
-      session, request, lambda tokens: _call_soon(loop, queue.put_nowait, tokens)
+    pending = await self._service.submit(
+      key, reading, lambda tokens: _call_soon(loop, queue.put_nowait, tokens)
     )
+    await submitted()
     _forward(pending.handle.future, queue)
     stream = responses.Stream(pending, self._service.tokenizer)
     headers = [
@@ -236,6 +259,8 @@ async def _send_json(send: Callable, status: int, body: dict):
     (b'content-type', b'application/json'),
     (b'content-length', str(len(data)).encode()),
   ]
+  if status == 429:
+    headers.append((b'retry-after', b'1'))
   await send({'type': 'http.response.start', 'status': status, 'headers': headers})
   await send({'type': 'http.response.body', 'body': data})
 

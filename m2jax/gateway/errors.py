@@ -6,6 +6,8 @@ says what was wrong and what to do.
 
 from __future__ import annotations
 
+import functools
+
 
 class ApiError(Exception):
   """A request that gets an error answer and costs nothing else.
@@ -34,6 +36,10 @@ class ApiError(Exception):
     self.param = param
     self.code = code
 
+  def __reduce__(self):  # it travels between processes
+    make = functools.partial(ApiError, type=self.type, param=self.param, code=self.code)
+    return make, (self.status, self.message)
+
   def body(self) -> dict:
     """The error object as OpenAI sends it."""
     return {
@@ -50,3 +56,13 @@ def invalid(message: str, param: str | None, code: str | None = None) -> ApiErro
   """A 400: the request itself is at fault."""
   where = f'{param}: ' if param else ''
   return ApiError(400, where + message, param=param, code=code)
+
+
+def busy(message: str) -> ApiError:
+  """A 429: the request may be right, but a bound that all requests share is reached."""
+  return ApiError(429, message, type='rate_limit_error', code='gateway_busy')
+
+
+def too_large(message: str) -> ApiError:
+  """A 413: reading the request would take more than the gateway spends on one."""
+  return ApiError(413, message, code='request_too_large')

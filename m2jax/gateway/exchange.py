@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from m2jax.gateway import prompts, protocol, sessions
+from m2jax.gateway import history, prompts, protocol, sessions
 from m2jax.records import Completion
 from m2jax.rollout.api import GenerateRequest, GenerateResult
 
@@ -21,9 +21,15 @@ class Handle(Protocol):
 
 
 class Engine(Protocol):
-  """What the gateway needs of a rollout engine; `rollout.scheduler` is one."""
+  """What the gateway needs of a rollout engine; `rollout.scheduler` is one.
+
+  Attributes:
+    alive: whether requests are being served.
+    context_tokens: most tokens of a prompt and its response.
+  """
 
   alive: bool
+  context_tokens: int
 
   def submit(
     self,
@@ -41,7 +47,8 @@ class Pending:
   id: str
   session: sessions.Session
   request: protocol.ChatRequest
-  prompt: prompts.Prompt
+  plan: prompts.Plan
+  prompt_ids: tuple[int, ...]
   overrides: tuple[str, ...]
   handle: Handle
   started_s: float
@@ -49,7 +56,7 @@ class Pending:
   @property
   def call_prefix(self) -> str:
     """Start of the ids of its tool calls, which no other completion has."""
-    return 'call_' + self.id.removeprefix('chatcmpl-')
+    return 'call_' + self.id.removeprefix(history.COMPLETION_PREFIX)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +65,10 @@ class Answer:
 
   Attributes:
     message: the OpenAI message.
-    text: the response ids decoded.
     tokens: text of each response token, where logprobs were asked for.
   """
 
   request: protocol.ChatRequest
   completion: Completion
   message: dict
-  text: str
   tokens: tuple[str, ...] = ()

@@ -3,12 +3,18 @@
 The one place where law 4 is decided. A prompt either starts with the recorded ids of a
 completion, prompt and response, or is the full encoding of its messages with the reason
 why. Nothing in between exists.
+
+`plan` decides, from digests; `encode` then encodes what is new, where the messages are:
+in this process or in a reader's.
 """
 
 from __future__ import annotations
 
+import array
 import dataclasses
+from collections.abc import Sequence
 
+from m2jax.gateway import history as history_lib
 from m2jax.gateway import protocol, sessions
 from m2jax.gateway.errors import invalid
 from m2jax.records import Completion
@@ -20,102 +26,116 @@ _CLOSING = chat.Segment(markup.EOS, special=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prompt:
-  """A request's prompt and where it comes from.
+class Part:
+  """What of a request has to be encoded.
 
   Attributes:
-    ids: token ids to feed.
-    parent: id of the completion that `ids` extends, or None.
-    fork_reason: a key of sessions.FORK_REASONS where there is no parent, else None.
-    continues: where there is no parent, id of the completion that the request goes on
-      from and whose ids the template does not keep, else None.
-    closed_by_gateway: the parent's response was cut off (by length), so the
-      end-of-message token after it is the gateway's, not the model's.
-    tools, history: the request in comparable form (sessions.Node).
+    after: index of the assistant message whose recorded ids come before it; −1: none,
+      the whole prompt.
+    closing: begin with an end-of-message token.
+    known_tokens: number of recorded ids before it.
+    context_tokens: what the engine's context holds.
   """
 
-  ids: tuple[int, ...]
-  parent: str | None
+  after: int
+  closing: bool
+  known_tokens: int
+  context_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+  """Where a request's prompt comes from.
+
+  Attributes:
+    parent: the completion that it extends, or None.
+    follows: id of the completion whose answer its messages show last, or None.
+    fork_reason: a key of sessions.FORK_REASONS where there is no parent, else None.
+    part: what is to be encoded.
+  """
+
+  parent: sessions.Node | None
+  follows: str | None
   fork_reason: str | None
-  continues: str | None
-  closed_by_gateway: bool
-  tools: str
-  history: tuple[sessions.Shown, ...]
+  part: Part
+
+  @property
+  def closed_by_gateway(self) -> bool:
+    """The parent's response was cut off (by length), so the end-of-message token after
+    it is the gateway's, not the model's."""
+    return self.part.closing
+
+  def prompt_ids(self, encoded: array.array) -> tuple[int, ...]:
+    """The whole prompt from the encoded part."""
+    return tuple(self.parent.ids() + encoded) if self.parent else tuple(encoded)
 
   def node(
-    self, completion: Completion, message: dict, *, closed: bool
+    self,
+    request: protocol.ChatRequest,
+    completion: Completion,
+    message: dict,
+    *,
+    closed: bool,
   ) -> sessions.Node:
-    """The tree's node of this prompt's completion.
+    """What the session keeps of the completion.
 
     Args:
       message: what the client was given, as an OpenAI dict.
       closed: the response ends with the end-of-message token.
     """
+    history = request.history
+    known = self.part.known_tokens
     return sessions.Node(
-      id=completion.id,
-      tools=self.tools,
-      history=(*self.history, sessions.shown(message)),
-      call_ids=sessions.call_ids(message),
-      ids=completion.prompt_ids + completion.response_ids,
+      completion.id,
+      self.parent,
+      request.tools_digest,
+      (history.records + history_lib.record(message), history.roles + 'a'),
+      array.array('i', completion.prompt_ids[known:] + completion.response_ids),
+      call_ids=history_lib.call_ids(message),
       closed=closed,
     )
 
 
-def build(
-  session: sessions.Session,
-  request: protocol.ChatRequest,
-  tokenizer: tokenizer_lib.Tokenizer,
-) -> Prompt:
-  """The prompt of a request.
+def plan(
+  session: sessions.Session, request: protocol.ChatRequest, context_tokens: int
+) -> Plan:
+  """Finds what a request extends, or why it forks; changes nothing."""
+  history, tools = request.history, request.tools_digest
+  node = session.find(tools, history)
+  if node is not None and history.keeps_prefix:
+    part = Part(history.last, not node.closed, node.tokens, context_tokens)
+    return Plan(node, node.id, None, part)
+  reason = 'thinking_closed' if node else session.fork_reason(tools, history)
+  follows = node.id if node else session.follows(history)
+  return Plan(None, follows, reason, Part(-1, False, 0, context_tokens))
 
-  Args:
-    session: searched for a completion to extend; not changed.
+
+def encode(
+  messages: Sequence[dict],
+  tools: Sequence[dict] | None,
+  part: Part,
+  tokenizer: tokenizer_lib.Tokenizer,
+) -> array.array:
+  """Encodes a part of a request.
 
   Raises:
-    ApiError: 400, the template cannot express the messages.
+    ApiError: 400, the template cannot express the messages; or their bytes alone take
+      more tokens than the context has left, found before anything is encoded.
   """
-  messages = request.messages
-  history = tuple(map(sessions.shown, messages))
-  parent, fork_reason, closing = None, None, ()
   try:
-    node = _recorded(session, messages, request.tools_json, history)
-    if node is None:
-      fork_reason = session.fork_reason(request.tools_json, history)
+    if part.after < 0:
+      pieces = chat.segments(messages, tools, add_generation_prompt=True)
     else:
-      # Sharing the recorded strings keeps a session's memory linear in its text.
-      history = node.history + history[len(node.history) :]
-      last = len(node.history) - 1
-      if chat.keeps_prefix(messages, last):
-        parent = node
-        closing = () if node.closed else (_CLOSING,)
-        pieces = [*closing, *chat.continuation(messages, last)]
-      else:
-        fork_reason = 'thinking_closed'
-    if parent is None:
-      pieces = chat.segments(messages, request.tools, add_generation_prompt=True)
+      pieces = chat.continuation(messages, part.after)
   except chat.ChatError as error:
     raise invalid(str(error), None) from error
-  ids = tuple(tokenizer_lib.encode_chat(tokenizer, pieces).ids)
-  return Prompt(
-    ids=parent.ids + ids if parent else ids,
-    parent=parent.id if parent else None,
-    fork_reason=fork_reason,
-    continues=node.id if node and not parent else None,
-    closed_by_gateway=bool(closing),
-    tools=request.tools_json,
-    history=history,
-  )
-
-
-def _recorded(
-  session: sessions.Session,
-  messages: list[dict],
-  tools: str,
-  history: tuple[sessions.Shown, ...],
-) -> sessions.Node | None:
-  """The completion that the request's last assistant message came from."""
-  for last in range(len(messages) - 1, -1, -1):
-    if messages[last]['role'] == 'assistant':
-      ids = sessions.call_ids(messages[last])
-      return session.find(tools, history[: last + 1], ids)
-  return None
+  if part.closing:
+    pieces = [_CLOSING, *pieces]
+  text = ''.join(piece.text for piece in pieces if not piece.special)
+  special = sum(piece.special for piece in pieces)
+  fewest = part.known_tokens + special + tokenizer.fewest_tokens(text)
+  if fewest >= part.context_tokens:
+    raise protocol.too_long(
+      f'the prompt has at least {fewest} tokens', part.context_tokens
+    )
+  return array.array('i', tokenizer_lib.encode_chat(tokenizer, pieces).ids)

@@ -5,18 +5,21 @@ pydantic models: this runs once per completion on a core that the engine needs.
 
 What becomes of each field:
 - used: model, messages, tools, max_completion_tokens (or max_tokens), stream,
-  stream_options.include_usage, seed, logprobs (not with stream), tool_choice 'auto' and
+  stream_options.include_usage, logprobs (not with stream), tool_choice 'auto' and
   'none' ('none' leaves the tools out of the prompt);
-- sampling (temperature, top_p, top_k, frequency_penalty, presence_penalty,
+- sampling (temperature, top_p, top_k, seed, frequency_penalty, presence_penalty,
   repetition_penalty, min_p, logit_bias): overridden and counted in a training session
-  (law 4); in an evaluation session temperature, top_p and top_k are honoured and the
-  others must be neutral;
+  (law 4; a seed would make the samples of a group repeat one another); in an
+  evaluation session temperature, top_p, top_k and seed are honoured and the others must
+  be neutral;
 - refused, because ignoring them would answer another question: n other than 1, stop,
   response_format other than text, top_logprobs, functions, function_call, audio, image
   or other non-text content;
 - accepted as 'auto' and counted: tool_choice 'required' or a named function (the engine
   does not constrain its output);
 - ignored: everything else, as real agents send many fields of their own.
+
+Every field, ignored ones too, must be JSON that the rest can digest (`strict_json`).
 """
 
 from __future__ import annotations
@@ -26,8 +29,11 @@ import json
 import re
 from typing import Any
 
-from m2jax.gateway.errors import invalid
-from m2jax.rollout.api import SamplingParams
+from m2jax.gateway import history as history_lib
+from m2jax.gateway import sampling
+from m2jax.gateway.errors import ApiError, invalid
+from m2jax.gateway.fields import flag, integer
+from m2jax.text import strict_json
 
 # One encoder for all: json.dumps with an option makes a new one per call.
 dumps = json.JSONEncoder(ensure_ascii=False).encode
@@ -35,55 +41,60 @@ dumps = json.JSONEncoder(ensure_ascii=False).encode
 ROLES = ('system', 'user', 'assistant', 'tool')
 _NAME = re.compile(r'[A-Za-z0-9_.-]{1,64}')
 
-# Sampling fields the engine lacks, with the value that means "off".
-_UNSUPPORTED_SAMPLING = {
-  'frequency_penalty': 0,
-  'presence_penalty': 0,
-  'repetition_penalty': 1,
-  'min_p': 0,
-  'logit_bias': {},
-}
+# The least that the template writes for a message, call, argument or tool.
+_PART_BYTES = len('<tool></tool>')
 _REFUSED = ('stop', 'functions', 'function_call', 'audio', 'top_logprobs')
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatRequest:
-  """One checked request.
+  """One checked request, but for the text of its messages.
 
   Attributes:
     model: the model asked for.
-    messages: OpenAI dicts in the form `text.chat` takes; 'developer' became 'system',
-      call arguments became objects.
+    history: its messages in comparable form.
     tools: OpenAI tool dicts, or None when there are none.
-    tools_json: the tools as JSON, '' when there are none: equal iff the prompt is.
+    tools_digest: b'' when there are none: equal iff the prompt's tools are.
     max_tokens: response limit asked for, or None.
     sampling: the sampling fields present and not null, as sent.
-    seed: or None.
     stream, include_usage, logprobs: as OpenAI defines them.
     ignored: names of fields accepted without effect that are worth counting.
   """
 
   model: str
-  messages: list[dict]
+  history: history_lib.History
   tools: list[dict] | None
-  tools_json: str
+  tools_digest: bytes
   max_tokens: int | None
   sampling: dict[str, Any]
-  seed: int | None
   stream: bool
   include_usage: bool
   logprobs: bool
   ignored: tuple[str, ...] = ()
 
 
-def parse_request(body: bytes) -> ChatRequest:
-  """Checks a request body. Raises ApiError (400) naming the field at fault."""
+def parse_request(body: bytes | bytearray | str) -> tuple[ChatRequest, list[dict]]:
+  """Checks a request body.
+
+  Returns:
+    The request, and its messages: OpenAI dicts in the form `text.chat` takes;
+    'developer' became 'system', call arguments became objects.
+
+  Raises:
+    ApiError: 400 naming the field at fault.
+  """
   try:
-    data = json.loads(body)
-  except (ValueError, RecursionError) as error:
-    raise invalid(f'the body is not JSON: {error}', None, 'invalid_json') from None
+    data = strict_json.loads(body)
+  except strict_json.JsonFault as fault:
+    code = None if fault.path else 'invalid_json'
+    message = fault.reason if fault.path else f'the body: {fault.reason}'
+    raise invalid(message, fault.path or None, code) from None
   if not isinstance(data, dict):
     raise invalid('the body must be a JSON object', None, 'invalid_json')
+  return _checked(data)
+
+
+def _checked(data: dict) -> tuple[ChatRequest, list[dict]]:
   model = data.get('model')
   if not isinstance(model, str):
     raise invalid('must be a string', 'model')
@@ -99,96 +110,68 @@ def parse_request(body: bytes) -> ChatRequest:
       'response_format',
       'unsupported_parameter',
     )
-  stream = _flag(data, 'stream')
+  stream = flag(data, 'stream')
   stream_options = data.get('stream_options') or {}
   if not isinstance(stream_options, dict):
     raise invalid('must be an object', 'stream_options')
-  logprobs = _flag(data, 'logprobs')
+  logprobs = flag(data, 'logprobs')
   if logprobs and stream:
     raise invalid('is not supported with stream', 'logprobs', 'unsupported_parameter')
   tools = _tools(data.get('tools'))
   tools, ignored = _tool_choice(data.get('tool_choice'), tools)
-  return ChatRequest(
+  messages = _messages(data.get('messages'))
+  request = ChatRequest(
     model=model,
-    messages=_messages(data.get('messages')),
+    history=history_lib.of(messages),
     tools=tools,
-    tools_json=_text(dumps(tools), 'tools') if tools else '',
+    tools_digest=history_lib.digest(dumps(tools).encode()) if tools else b'',
     max_tokens=_max_tokens(data),
-    sampling=_sampling(data),
-    seed=_integer(data, 'seed'),
+    sampling=sampling.read(data),
     stream=stream,
-    include_usage=stream and _flag(stream_options, 'include_usage'),
+    include_usage=stream and flag(stream_options, 'include_usage'),
     logprobs=logprobs,
     ignored=ignored,
   )
+  return request, messages
 
 
-def sampling_params(
+def check_count(
+  messages: list[dict],
   request: ChatRequest,
-  *,
-  training: bool,
-  max_tokens: int,
-  stop_ids: tuple[int, ...],
-  defaults: tuple[float, float, int],
-) -> tuple[SamplingParams, tuple[str, ...]]:
-  """How the engine samples, and the fields that were overridden.
+  context_tokens: int,
+  longest_token_bytes: int,
+) -> None:
+  """Refuses more messages, calls, arguments and tools than any context can show.
 
-  A training session samples the untruncated temperature-1 distribution, whatever was
-  asked (law 4); a field that asks for just that is no override.
-
-  Args:
-    training: the session's mode.
-    max_tokens: limit when the request has none.
-    stop_ids: ids that end a message.
-    defaults: temperature, top_p and top_k of evaluation where the request is silent.
+  The template writes at least _PART_BYTES for each, so no text needs to be looked at.
 
   Raises:
-    ApiError: 400, in evaluation, for a sampling field the engine cannot honour.
+    ApiError: 400.
   """
-  if request.max_tokens is not None:
-    max_tokens = request.max_tokens
-  asked = request.sampling
-  if training:
-    neutral = {'temperature': 1, 'top_p': 1, 'top_k': 0, **_UNSUPPORTED_SAMPLING}
-    overrides = tuple(name for name in asked if asked[name] != neutral[name])
-    return SamplingParams(max_tokens, stop_ids=stop_ids, seed=request.seed), overrides
-  for name, off in _UNSUPPORTED_SAMPLING.items():
-    if name in asked and asked[name] != off:
-      raise invalid(
-        f'the engine cannot apply it; leave it out or send {off}',
-        name,
-        'unsupported_parameter',
-      )
-  temperature, top_p, top_k = defaults
-  return SamplingParams(
-    max_tokens,
-    temperature=asked.get('temperature', temperature),
-    top_p=asked.get('top_p', top_p),
-    top_k=asked.get('top_k', top_k),
-    stop_ids=stop_ids,
-    seed=request.seed,
-  ), ()
+  parts = len(messages) + len(request.tools or ())
+  for message in messages:
+    content = message['content']
+    parts += len(content) if isinstance(content, list) else 0
+    for call in message.get('tool_calls', ()):
+      parts += 1 + len(call['function']['arguments'])
+  if parts * _PART_BYTES > context_tokens * longest_token_bytes:
+    raise too_long(
+      f'the request has {parts} messages, tools, calls and arguments', context_tokens
+    )
 
 
-def _flag(data: dict, field: str) -> bool:
-  value = data.get(field)
-  if value is None:
-    return False
-  if not isinstance(value, bool):
-    raise invalid('must be true or false', field)
-  return value
-
-
-def _integer(data: dict, field: str) -> int | None:
-  value = data.get(field)
-  if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-    raise invalid('must be an integer', field)
-  return value
+def too_long(what: str, context_tokens: int) -> ApiError:
+  """The error of a prompt that cannot fit the context, whatever its tokens are."""
+  return invalid(
+    f'{what}; the context holds {context_tokens} tokens: send less',
+    'messages',
+    'context_length_exceeded',
+  )
 
 
 def _max_tokens(data: dict) -> int | None:
   for field in ('max_completion_tokens', 'max_tokens'):
-    value = _integer(data, field)
+    value = integer(data, field)
     if value is not None:
       if value < 1:
         raise invalid('must be at least 1', field)
@@ -196,48 +179,9 @@ def _max_tokens(data: dict) -> int | None:
   return None
 
 
-def _sampling(data: dict) -> dict[str, Any]:
-  """The sampling fields that are present, range-checked."""
-  asked: dict[str, Any] = {}
-  bounds = {
-    'temperature': (0, 2),
-    'top_p': (0, 1),
-    'frequency_penalty': (-2, 2),
-    'presence_penalty': (-2, 2),
-    'repetition_penalty': (0, 10),
-    'min_p': (0, 1),
-  }
-  for field, (low, high) in bounds.items():
-    value = data.get(field)
-    if value is None:
-      continue
-    if isinstance(value, bool) or not isinstance(value, int | float):
-      raise invalid('must be a number', field)
-    if not low <= value <= high or (field == 'top_p' and value == 0):
-      raise invalid(f'must lie between {low} and {high}, not {value}', field)
-    asked[field] = value
-  top_k = _integer(data, 'top_k')
-  if top_k is not None:
-    if top_k < -1:
-      raise invalid('must be at least 1, or 0 for off', 'top_k')
-    asked['top_k'] = max(top_k, 0)
-  logit_bias = data.get('logit_bias')
-  if logit_bias is not None:
-    if not isinstance(logit_bias, dict):
-      raise invalid('must be an object of token id to bias', 'logit_bias')
-    asked['logit_bias'] = logit_bias
-  return asked
-
-
 def _text(value: Any, where: str) -> str:
-  """A string that can be encoded. JSON can spell lone surrogates, UTF-8 cannot."""
   if not isinstance(value, str):
     raise invalid('must be a string', where)
-  if not value.isascii():
-    try:
-      value.encode()
-    except UnicodeEncodeError:
-      raise invalid('holds a lone surrogate, which is not text', where) from None
   return value
 
 
@@ -306,14 +250,16 @@ def _tool_calls(calls: Any, where: str) -> list[dict]:
     arguments = function.get('arguments') or '{}'
     if isinstance(arguments, str):
       try:
-        arguments = json.loads(arguments)
-      except (ValueError, RecursionError):
-        arguments = None
+        arguments = strict_json.loads(arguments)
+      except strict_json.JsonFault as fault:
+        raise invalid(
+          f'must be a JSON object, as a string; {fault}',
+          f'{where}[{i}].function.arguments',
+        ) from None
     if not isinstance(arguments, dict):
       raise invalid(
         'must be a JSON object, as a string', f'{where}[{i}].function.arguments'
       )
-    _text(dumps(arguments), f'{where}[{i}].function.arguments')
     checked.append(
       {
         'id': call.get('id'),

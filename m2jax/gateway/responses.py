@@ -3,7 +3,9 @@
 Reasoning travels as `reasoning_content`, in messages and in deltas; echoed back it is
 part of the history (facts/m2-and-forge.md §2.1). A tool call the parser could not read
 is no `tool_calls` entry; its markup is shown in `content`, so that an agent can see
-what happened.
+what happened. A call that the model quotes looks the same there; which of the two it
+is, `parse_status` tells beside `finish_reason`: a field of our own, the parser's
+verdict (`parsing.Status`).
 """
 
 from __future__ import annotations
@@ -14,36 +16,28 @@ from typing import Any
 
 from m2jax.gateway import protocol
 from m2jax.gateway.exchange import Answer, Pending
-from m2jax.text import chat, markup
+from m2jax.text import chat
 from m2jax.text import tokenizer as tokenizer_lib
 
 
-def message(
-  text: str, tools: Sequence[dict] | None, call_prefix: str
-) -> tuple[dict, str]:
-  """A response's text as an OpenAI message, and the parser's verdict.
+def message(parsed: chat.Message, call_prefix: str) -> dict:
+  """A parsed response as an OpenAI message.
 
   Args:
-    text: the decoded response ids.
-    tools: those of the request.
     call_prefix: makes the calls' ids: '{call_prefix}_{index}'.
   """
-  parsed = chat.parse(text, tools)
   told = parsed.to_openai()
-  told['content'] = (parsed.content + broken_text(parsed, text)) or told['content']
+  told['content'] = (parsed.content + broken_text(parsed)) or told['content']
   for i, call in enumerate(told.get('tool_calls') or ()):
     call['id'] = f'{call_prefix}_{i}'
-  return told, str(parsed.status)
+  return told
 
 
-def broken_text(parsed: chat.Message, text: str) -> str:
+def broken_text(parsed: chat.Message) -> str:
   """The tool-call markup as generated, where it held no call that could be read."""
   if parsed.tool_calls or not parsed.broken_calls:
     return ''
-  text = text.removesuffix(markup.EOS)
-  _, closed, answer = text.partition(markup.THINK_END)
-  _, block, rest = (answer if closed else text).partition(markup.TOOL_CALL)
-  return ('\n' if parsed.content else '') + block + rest
+  return ('\n' if parsed.content else '') + parsed.call_text
 
 
 def completion(answer: Answer) -> dict[str, Any]:
@@ -53,6 +47,7 @@ def completion(answer: Answer) -> dict[str, Any]:
     'index': 0,
     'message': answer.message,
     'finish_reason': finish_reason(answer),
+    'parse_status': recorded.status,
     'logprobs': None,
   }
   if answer.request.logprobs:
@@ -123,9 +118,10 @@ class Stream:
     events = self.feed(answer.completion.response_ids[self._tokens :])
     deltas = self._parser.feed(self._detokenizer.flush()) + self._parser.finish()
     events += self._deltas(deltas)
-    if broken := broken_text(self._parser.message, answer.text):
+    if broken := broken_text(self._parser.message):
       events.append(self._chunk({'content': broken}))
-    events.append(self._chunk({}, finish_reason(answer)))
+    status = {'parse_status': answer.completion.status}
+    events.append(self._chunk({}, finish_reason(answer), **status))
     if self._pending.request.include_usage:
       events.append(self._event([], usage(answer)))
     return events
@@ -142,8 +138,9 @@ class Stream:
       events.append(self._chunk({'tool_calls': [call]}))
     return events
 
-  def _chunk(self, delta: dict, finish: str | None = None) -> str:
-    return self._event([{'index': 0, 'delta': delta, 'finish_reason': finish}])
+  def _chunk(self, delta: dict, finish: str | None = None, **fields: str) -> str:
+    choice = {'index': 0, 'delta': delta, 'finish_reason': finish, **fields}
+    return self._event([choice])
 
   def _event(self, choices: list[dict], used: dict | None = None) -> str:
     chunk = {

@@ -10,14 +10,17 @@ gateway.stop()
 
 from __future__ import annotations
 
+import functools
+import resource
 import socket
 import threading
 import time
 from collections.abc import Callable
 
 import uvicorn
+from absl import logging
 
-from m2jax.gateway import app, sessions
+from m2jax.gateway import app, connections, sessions
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.exchange import Engine
 from m2jax.gateway.service import ChatService
@@ -25,6 +28,8 @@ from m2jax.records import Completion
 from m2jax.text.tokenizer import Tokenizer
 
 _START_TIMEOUT_S = 30.0
+# What the process opens beside connections: checkpoints, database, pipes.
+_OTHER_FILES = 128
 
 
 class Gateway:
@@ -53,6 +58,8 @@ class Gateway:
       accept_unknown=config.accept_unknown_keys,
       unknown_mode=config.unknown_key_mode,
       max_unknown=config.max_unknown_sessions,
+      max_unknown_bytes=config.max_unknown_bytes,
+      limits=sessions.Limits(config.max_session_completions, config.max_session_bytes),
     )
     self._service = ChatService(config, tokenizer, engine, record, self.sessions)
     self._server: uvicorn.Server | None = None
@@ -68,6 +75,14 @@ class Gateway:
     config = self._config
     if self._thread is not None:
       raise RuntimeError('the gateway is running already')
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < config.max_connections + _OTHER_FILES:
+      logging.warning(
+        'gateway: max_connections=%d is not enforced: this process may open %d files; '
+        'raise `ulimit -n`, or lower it',
+        config.max_connections,
+        files,
+      )
     family = socket.AF_INET6 if ':' in config.host else socket.AF_INET
     listener = socket.create_server((config.host, config.port), family=family)
     self._socket = listener
@@ -75,11 +90,12 @@ class Gateway:
       uvicorn.Config(
         app.build(self._service),
         loop='uvloop',
-        http='httptools',
+        http=functools.partial(connections.Connection, config, self._service.counters),
         ws='none',
         lifespan='off',
         access_log=False,
         log_config=None,
+        log_level='error',  # a client must not fill the log
         server_header=False,
         timeout_keep_alive=config.keep_alive_s,
         timeout_graceful_shutdown=config.stop_timeout_s,
@@ -105,6 +121,7 @@ class Gateway:
     self._server.should_exit = True
     self._thread.join()
     self._socket.close()
+    self._service.close()
     self._thread = self._server = self._socket = None
 
   @property
@@ -121,8 +138,8 @@ class Gateway:
     Names: requests_total{status}, completions_total{finish_reason},
     parsed_total{status}, extensions_total, forks_total{reason},
     closed_by_gateway_total, overrides_total{field}, ignored_total{field},
-    prompt_tokens_total, response_tokens_total. A request that reached the engine is one
-    extension or one fork.
+    prompt_tokens_total, response_tokens_total, closed_connections_total{reason}. A
+    request that reached the engine is one extension or one fork.
     """
     return self._service.counters.as_dict()
 

@@ -7,6 +7,7 @@ engine sampled is recorded before any of it counts as answered (law 4).
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,13 +15,26 @@ from typing import Any
 
 from absl import logging
 
-from m2jax.gateway import prompts, protocol, responses, sessions
+from m2jax.gateway import (
+  history,
+  prompts,
+  protocol,
+  readers,
+  responses,
+  sampling,
+  sessions,
+)
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.counters import Counters
-from m2jax.gateway.errors import ApiError, invalid
+from m2jax.gateway.errors import ApiError, invalid, too_large
 from m2jax.gateway.exchange import Answer, Engine, Pending
 from m2jax.records import Completion
 from m2jax.rollout.api import GenerateRequest, GenerateResult, PromptTooLong
+from m2jax.text import chat
+from m2jax.text import tokenizer as tokenizer_lib
+
+# JSON's longest spelling of one byte of text: an ASCII character as \u0041.
+_JSON_BYTES = 6
 
 
 class ChatService:
@@ -43,9 +57,34 @@ class ChatService:
     self.sessions = open_sessions
     self.counters = Counters()
     self._engine = engine
+    self._context_tokens = engine.context_tokens
+    self._readers = readers.Readers(config, tokenizer, engine.context_tokens)
     self._record = record
     self._stop_ids = (tokenizer.eos_id,)
     self._defaults = (config.temperature, config.top_p, config.top_k)
+
+  def read(
+    self, body: bytearray
+  ) -> contextlib.AbstractAsyncContextManager[readers.Reading]:
+    """Reads a body: `readers.Readers.read`."""
+    return self._readers.read(body)
+
+  def close(self):
+    """Ends the processes that read requests; they start again when needed."""
+    self._readers.close()
+
+  @property
+  def body_limit(self) -> tuple[int, ApiError]:
+    """The most bytes of a body, and the error of a larger one."""
+    config, longest = self.config, self.tokenizer.longest_token_bytes
+    if longest is not None:
+      prompt_bytes = _JSON_BYTES * longest * self._context_tokens
+      limit = config.body_overhead_bytes + prompt_bytes
+      if limit < config.max_body_bytes:
+        what = f'the body is larger than {limit} bytes'
+        return limit, protocol.too_long(what, self._context_tokens)
+    limit = config.max_body_bytes
+    return limit, too_large(f'the body is larger than max_body_bytes={limit}')
 
   def health(self) -> tuple[bool, dict[str, Any]]:
     """Whether the engine works, and its figures."""
@@ -55,46 +94,57 @@ class ChatService:
       return False, {'error': str(error)}
     return self._engine.alive, stats
 
-  def submit(
+  async def submit(
     self,
-    session: sessions.Session,
-    request: protocol.ChatRequest,
+    key: str,
+    reading: readers.Reading,
     on_tokens: Callable[[Sequence[int]], None] | None = None,
   ) -> Pending:
-    """Builds the prompt and hands it to the engine.
+    """Builds the prompt and hands it to the engine; an unknown key's session is kept
+    from here on.
+
+    Args:
+      key: the session's.
 
     Raises:
-      ApiError: 404 unknown model, 400 bad messages or a prompt too long, 503 no engine.
+      ApiError: 401 unknown key, 404 unknown model, 400 bad messages or a prompt too
+        long, 503 no engine.
     """
+    request = reading.request
+    session = self.sessions.find(key)
     if request.model != self.config.model_name:
       raise ApiError(
         404,
-        f'model: {request.model!r} is not served here; use {self.config.model_name!r}',
+        f'model: {request.model[:200]!r} is not served here; use '
+        f'{self.config.model_name!r}',
         param='model',
         code='model_not_found',
       )
-    sampling, overrides = protocol.sampling_params(
-      request,
+    sampled, overrides = sampling.params(
+      request.sampling,
+      request.max_tokens,
       training=session.mode == 'training',
       max_tokens=self.config.default_max_tokens,
       stop_ids=self._stop_ids,
       defaults=self._defaults,
     )
-    prompt = prompts.build(session, request, self.tokenizer)
+    plan = prompts.plan(session, request, self._context_tokens)
+    prompt_ids = plan.prompt_ids(await reading.encode(plan.part))
     try:
-      handle = self._engine.submit(GenerateRequest(prompt.ids, sampling), on_tokens)
+      handle = self._engine.submit(GenerateRequest(prompt_ids, sampled), on_tokens)
     except PromptTooLong as error:
       raise invalid(str(error), 'messages', 'context_length_exceeded') from error
     except ValueError as error:  # a sampling field out of the engine's range
       raise invalid(str(error), None) from error
     except Exception as error:
       raise _engine_down(error) from error
-    self._count_prompt(prompt, request, overrides)
+    self._count_prompt(plan, request, overrides)
     return Pending(
-      id='chatcmpl-' + uuid.uuid4().hex,
-      session=session,
+      id=history.COMPLETION_PREFIX + uuid.uuid4().hex,
+      session=self.sessions.keep(session),
       request=request,
-      prompt=prompt,
+      plan=plan,
+      prompt_ids=prompt_ids,
       overrides=overrides,
       handle=handle,
       started_s=time.time(),
@@ -114,25 +164,25 @@ class ChatService:
       result = future.result()
     except BaseException as error:  # CancelledError is none of Exception's
       raise _engine_down(error) from error
-    session, prompt = pending.session, pending.prompt
-    text = self.tokenizer.decode(result.tokens)
-    message, status = responses.message(
-      text, pending.request.tools, pending.call_prefix
+    session, plan, request = pending.session, pending.plan, pending.request
+    parsed = chat.parse(
+      tokenizer_lib.pieces(self.tokenizer, result.tokens), request.tools
     )
+    message = responses.message(parsed, pending.call_prefix)
     completion = Completion(
       id=pending.id,
       session=session.key,
       turn=session.turns,
-      parent=prompt.parent,
-      fork_reason=None if prompt.fork_reason == 'first' else prompt.fork_reason,
-      continues=prompt.continues,
-      prompt_ids=prompt.ids,
+      parent=plan.parent.id if plan.parent else None,
+      follows=plan.follows,
+      fork_reason=None if plan.fork_reason == 'first' else plan.fork_reason,
+      prompt_ids=pending.prompt_ids,
       response_ids=result.tokens,
       logprobs=result.logprobs,
       versions=result.versions,
       experts=result.experts,
       finish_reason=result.finish_reason,
-      status=status,
+      status=str(parsed.status),
       overrides=pending.overrides,
       started_s=pending.started_s,
       ended_s=time.time(),
@@ -145,19 +195,20 @@ class ChatService:
     if cancelled:
       return None
     closed = result.tokens[-1:] == self._stop_ids
-    session.add(prompt.node(completion, message, closed=closed))
+    session.add(plan.node(request, completion, message, closed=closed))
+    self.sessions.trim()
     tokens = ()
-    if pending.request.logprobs:
+    if request.logprobs:
       tokens = tuple(self.tokenizer.decode([token]) for token in result.tokens)
-    return Answer(pending.request, completion, message, text, tokens)
+    return Answer(request, completion, message, tokens)
 
-  def _count_prompt(self, prompt, request, overrides):
+  def _count_prompt(self, plan, request, overrides):
     count = self.counters.add
-    if prompt.fork_reason:
-      count('forks_total', reason=prompt.fork_reason)
+    if plan.fork_reason:
+      count('forks_total', reason=plan.fork_reason)
     else:
       count('extensions_total')
-    if prompt.closed_by_gateway:
+    if plan.closed_by_gateway:
       count('closed_by_gateway_total')
     for field in overrides:
       count('overrides_total', field=field)

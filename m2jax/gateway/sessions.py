@@ -1,4 +1,4 @@
-"""Sessions: one per API key, each a tree of recorded completions (law 4).
+"""Sessions: one per API key, each a forest of recorded completions (law 4).
 
 A request extends a recorded completion when its history up to the last assistant
 message is the history that completion answered plus the answer the client was given,
@@ -7,18 +7,22 @@ the recorded ids, the recorded response ids and the encoding of what the templat
 after them. Any other request forks: its prompt is the full encoding, and a reason is
 counted.
 
-Messages are compared by what the template shows of them; call ids are not part of that,
-but decide between completions that said the same.
+What a session keeps is what that takes: of each completion the token ids that it adds
+to its parent's, 32 bytes a message (`history`) and a few digests. Prompts and texts are
+not kept. `Limits` bound it; beyond them the least recently extended conversation is
+forgotten.
 """
 
 from __future__ import annotations
 
+import array
 import collections
 import dataclasses
-import json
 import threading
 
+from m2jax.gateway import history as history_lib
 from m2jax.gateway.errors import ApiError
+from m2jax.gateway.history import History
 
 # Why a request did not extend a recorded completion. Each is a counter.
 FORK_REASONS = {
@@ -31,57 +35,88 @@ FORK_REASONS = {
   'assistant_edited': 'an assistant message differs from what was returned',
   'thinking_closed': 'after a new user message the template drops earlier thinking',
   'history_rewritten': 'messages were removed, inserted or edited',
+  'forgotten': 'nothing kept matches, and completions were dropped for the limits',
 }
 
 MODES = ('training', 'evaluation')
 
-# What the template shows of a message: (role, content), of an assistant message
-# ('assistant', content, reasoning, ((name, arguments as JSON), ...)).
-Shown = tuple
+# About what the objects and table entries of a completion take beside its data.
+_COMPLETION_BYTES = 1000
 
 
-def shown(message: dict) -> Shown:
-  """The comparable form of a message; None, '' and absence are the same."""
-  role = message['role']
-  content = message.get('content') or ''
-  if isinstance(content, list):
-    content = tuple(part['text'] for part in content)
-  if role != 'assistant':
-    return role, content
-  calls = []
-  for call in message.get('tool_calls') or ():
-    function = call['function']
-    arguments = function['arguments']
-    if isinstance(arguments, str):
-      arguments = json.loads(arguments)
-    calls.append((function['name'], json.dumps(arguments)))
-  return role, content, message.get('reasoning_content') or '', tuple(calls)
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What a session may keep.
+
+  Attributes:
+    completions: most completions that later requests can extend.
+    bytes: most bytes of token ids and digests.
+  """
+
+  completions: int
+  bytes: int
 
 
-def call_ids(message: dict) -> tuple:
-  """The ids of a message's tool calls, in order."""
-  return tuple(call.get('id') for call in message.get('tool_calls') or ())
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Node:
   """One recorded completion as the root of what may follow it.
 
   Attributes:
     id: the completion's id.
-    tools: the request's tools as JSON.
-    history: messages of the request, then the answer.
-    call_ids: ids of the answer's tool calls.
-    ids: prompt and response token ids.
+    parent: the completion it extends, or None.
+    tools: digest of the request's tools.
+    call_ids: digest of the ids of the answer's tool calls.
     closed: the response ends with the end-of-message token.
+    records, roles: of the messages after the parent's, the answer last (`History`).
+    new_ids: token ids after the parent's: of prompt and response.
+    messages, tokens: length of the whole conversation.
+    key: what a request that extends it is found by.
   """
 
-  id: str
-  tools: str
-  history: tuple[Shown, ...]
-  call_ids: tuple
-  ids: tuple[int, ...]
-  closed: bool
+  __slots__ = (
+    'call_ids', 'closed', 'id', 'key', 'messages', 'new_ids', 'parent', 'records',
+    'roles', 'tokens', 'tools',
+  )  # fmt: skip
+
+  def __init__(
+    self,
+    completion_id: str,
+    parent: Node | None,
+    tools: bytes,
+    conversation: tuple[bytes, str],
+    new_ids: array.array,
+    *,
+    call_ids: bytes,
+    closed: bool,
+  ):
+    """Takes records and roles of the whole conversation; keeps what is new in it."""
+    records, roles = conversation
+    start = parent.messages if parent else 0
+    self.id, self.parent, self.tools = completion_id, parent, tools
+    self.call_ids, self.closed = call_ids, closed
+    self.records = records[start * history_lib.RECORD_BYTES :]
+    self.roles = roles[start:]
+    self.new_ids = new_ids
+    self.messages = len(roles)
+    self.tokens = len(new_ids) + (parent.tokens if parent else 0)
+    self.key = history_lib.digest(tools, records)
+
+  def ids(self) -> array.array:
+    """Token ids of prompt and response."""
+    parts, node = [], self
+    while node is not None:
+      parts.append(node.new_ids)
+      node = node.parent
+    out = array.array('i')
+    for part in reversed(parts):
+      out += part
+    return out
+
+  @property
+  def kept_bytes(self) -> int:
+    """What it takes in memory, about."""
+    return 4 * len(self.new_ids) + len(self.records) + len(self.roles) + (
+      _COMPLETION_BYTES
+    )  # fmt: skip
 
 
 class Session:
@@ -90,97 +125,173 @@ class Session:
   Attributes:
     key: the API key.
     mode: 'training' (sampling fields are overridden) or 'evaluation'.
+    opened: the key was registered; otherwise a client brought it.
     turns: completions recorded so far.
+    kept_bytes: what its completions take in memory, about.
   """
 
-  def __init__(self, key: str, mode: str):
+  def __init__(self, key: str, mode: str, limits: Limits, *, opened: bool = False):
     self.key = key
     self.mode = mode
+    self.opened = opened
     self.turns = 0
-    self._nodes: list[Node] = []
-    self._by_history: dict[tuple, list[Node]] = {}
+    self.kept_bytes = 0
+    self._limits = limits
+    self._forgot = False
+    # By completion id, parents first; conversations by their first completion, the
+    # least recently extended first.
+    self._nodes: dict[str, Node] = {}
+    self._conversations: collections.OrderedDict[str, list[Node]] = (
+      collections.OrderedDict()
+    )
+    self._by_key: dict[bytes, list[Node]] = {}
+    self._by_answer: dict[bytes, str] = {}
 
   def add(self, node: Node):
-    """Files a recorded completion."""
-    self._nodes.append(node)
-    self._by_history.setdefault((node.tools, node.history), []).append(node)
+    """Files a recorded completion, then forgets conversations beyond the limits."""
+    first = node
+    while first.parent is not None:
+      first = first.parent
+    if node.parent is not None and first.id not in self._conversations:
+      return  # its conversation was forgotten while the engine worked
+    self._conversations.setdefault(first.id, []).append(node)
+    self._conversations.move_to_end(first.id)
+    self._nodes[node.id] = node
+    self._by_key.setdefault(node.key, []).append(node)
+    self._by_answer[_answer(node)] = node.id
+    self.kept_bytes += node.kept_bytes
+    limits = self._limits
+    while len(self._nodes) > limits.completions or self.kept_bytes > limits.bytes:
+      self._forget()
 
-  def find(self, tools: str, history: tuple[Shown, ...], ids: tuple) -> Node | None:
-    """The completion whose history, answer included, this is; the newest of equals.
+  def _forget(self):
+    self._forgot = True
+    _, nodes = self._conversations.popitem(last=False)
+    for node in nodes:
+      del self._nodes[node.id]
+      self.kept_bytes -= node.kept_bytes
+      same = self._by_key[node.key]
+      same.remove(node)
+      if not same:
+        del self._by_key[node.key]
+      if self._by_answer.get(_answer(node)) == node.id:
+        del self._by_answer[_answer(node)]
+
+  def find(self, tools: bytes, history: History) -> Node | None:
+    """The completion whose history, answer included, the request's is up to its last
+    assistant message; of several the one with its call ids, else the newest.
 
     Args:
-      tools: the request's tools as JSON.
-      history: the request's messages up to the last assistant message.
-      ids: that message's call ids, which decide between completions that said the same.
+      tools: digest of the request's tools.
     """
-    nodes = self._by_history.get((tools, history))
+    if history.last < 0:
+      return None
+    end = (history.last + 1) * history_lib.RECORD_BYTES
+    nodes = self._by_key.get(history_lib.digest(tools, history.records[:end]))
     if not nodes:
       return None
-    return next((node for node in reversed(nodes) if node.call_ids == ids), nodes[-1])
+    same = (node for node in reversed(nodes) if node.call_ids == history.last_calls)
+    return next(same, nodes[-1])
 
-  def fork_reason(self, tools: str, history: tuple[Shown, ...]) -> str:
-    """Why a request that extends no completion does not: a key of FORK_REASONS.
+  def follows(self, history: History) -> str | None:
+    """Id of the completion whose answer is the last that the messages show.
 
-    Args:
-      tools: the request's tools as JSON.
-      history: all messages of the request.
+    An answer is known by its call ids, or by its content and calls; its reasoning may
+    have been dropped and what stands before it rewritten.
     """
+    for claim, said in history.answers():
+      if claim in self._nodes:
+        return claim
+      if said in self._by_answer:
+        return self._by_answer[said]
+    return None
+
+  def fork_reason(self, tools: bytes, history: History) -> str:
+    """Why a request that extends no completion does not: a key of FORK_REASONS."""
+    reason = self._fork_reason(tools, history)
+    if self._forgot and history.last >= 0 and reason in ('first', 'new_conversation'):
+      return 'forgotten'
+    return 'new_conversation' if self._forgot and reason == 'first' else reason
+
+  def _fork_reason(self, tools: bytes, history: History) -> str:
     if not self._nodes:
       return 'first'
-
-    # Judged against the completion that shares most; of equals, the one with least
-    # beyond that.
-    def closeness(node: Node) -> tuple:
-      return _common(node.history, history), node.tools == tools, -len(node.history)
-
-    best = max(self._nodes, key=closeness)
-    common = _common(best.history, history)
-    request = len(best.history) - 1
-    if common >= request and len(history) == request:
+    best, common = self._closest(tools, history)
+    if common >= best.messages - 1 and len(history) == best.messages - 1:
       return 'resampled' if best.tools == tools else 'tools_changed'
-    if common == len(best.history):
+    if common == best.messages:
       return 'tools_changed' if best.tools != tools else 'history_rewritten'
     if common == len(history):
       return 'history_rewritten'
-    old, new = best.history[common], history[common]
-    if 'system' in (old[0], new[0]) and common == 0:
+    while best.parent is not None and best.parent.messages > common:
+      best = best.parent
+    at = common - (best.parent.messages if best.parent else 0)
+    roles = best.roles[at] + history.roles[common]
+    if 's' in roles and common == 0:
       return 'system_changed'
-    if all(message[0] == 'system' for message in history[:common]):
+    if set(history.roles[:common]) <= {'s'}:
       return 'new_conversation'
-    if old[0] == new[0] == 'assistant':
-      same_but_reasoning = (old[1], old[3]) == (new[1], new[3])
-      return (
-        'reasoning_dropped' if same_but_reasoning and not new[2] else 'assistant_edited'
+    if roles == 'aa':
+      same = history_lib.said(best.records, at) == history_lib.said(
+        history.records, common
       )
+      dropped = same and not history_lib.has_reasoning(history.records, common)
+      return 'reasoning_dropped' if dropped else 'assistant_edited'
     return 'history_rewritten'
 
+  def _closest(self, tools: bytes, history: History) -> tuple[Node, int]:
+    """The completion that shares most messages with a request, and how many.
 
-def _common(a: tuple, b: tuple) -> int:
-  """Length of the common prefix."""
-  for i, (x, y) in enumerate(zip(a, b, strict=False)):
-    if x != y:
-      return i
-  return min(len(a), len(b))
+    Of equals one with the same tools, then the one with least beyond what is shared.
+    """
+    shared: dict[str, int] = {}
+    best, best_rank = None, ()
+    for node in self._nodes.values():  # parents first
+      start = 0
+      if node.parent is not None:
+        start = shared[node.parent.id]
+      if node.parent is None or start == node.parent.messages:
+        rest = history.records[start * history_lib.RECORD_BYTES :]
+        start += history_lib.common(node.records, rest)
+      shared[node.id] = start
+      rank = start, node.tools == tools, -node.messages
+      if best is None or rank > best_rank:
+        best, best_rank = node, rank
+    return best, best_rank[0]
+
+
+def _answer(node: Node) -> bytes:
+  return history_lib.said(node.records, len(node.roles) - 1)
 
 
 class Sessions:
   """The sessions by key. `open` and `close` may be called from any thread."""
 
   def __init__(
-    self, *, accept_unknown: bool, unknown_mode: str = 'evaluation', max_unknown: int
+    self,
+    *,
+    accept_unknown: bool,
+    unknown_mode: str = 'evaluation',
+    max_unknown: int,
+    max_unknown_bytes: int,
+    limits: Limits,
   ):
     """Starts empty.
 
     Args:
       accept_unknown: an unregistered key opens a session by itself; else it gets a 401.
       unknown_mode: the mode of such a session.
-      max_unknown: most such sessions kept; beyond, the least recently used is forgotten
-        and its next request starts over.
+      max_unknown, max_unknown_bytes: most such sessions kept, and what they may keep
+        together; beyond, the least recently used is forgotten and its next request
+        starts over.
+      limits: of each session.
     """
     _check_mode(unknown_mode)
     self._accept_unknown = accept_unknown
     self._unknown_mode = unknown_mode
     self._max_unknown = max_unknown
+    self._max_unknown_bytes = max_unknown_bytes
+    self._limits = limits
     self._lock = threading.Lock()
     self._opened: dict[str, Session] = {}
     self._unknown: collections.OrderedDict[str, Session] = collections.OrderedDict()
@@ -197,7 +308,7 @@ class Sessions:
     with self._lock:
       if key in self._opened or key in self._unknown:
         raise ValueError(f'session {key!r} is open already; close it or use a new key')
-      session = self._opened[key] = Session(key, mode)
+      session = self._opened[key] = Session(key, mode, self._limits, opened=True)
       return session
 
   def close(self, key: str):
@@ -206,33 +317,51 @@ class Sessions:
       self._opened.pop(key, None)
       self._unknown.pop(key, None)
 
-  def get(self, key: str, *, create: bool = True) -> Session | None:
-    """The session of a request's key; None where it is unknown and not to be created.
+  def find(self, key: str) -> Session:
+    """The session of a request's key. An unknown key's is new and not kept yet.
 
     Raises:
       ApiError: 401, the key is not registered and unknown keys are not accepted.
     """
     with self._lock:
-      session = self._opened.get(key)
+      session = self._opened.get(key) or self._unknown.get(key)
       if session is not None:
         return session
-      session = self._unknown.get(key)
-      if session is not None:
-        self._unknown.move_to_end(key)
-        return session
-      if not self._accept_unknown or not valid_key(key):
-        raise ApiError(
-          401,
-          'this API key is not a session of this gateway; open one, or set '
-          'accept_unknown_keys',
-          code='invalid_api_key',
-        )
-      if not create:
-        return None
-      session = self._unknown[key] = Session(key, self._unknown_mode)
-      if len(self._unknown) > self._max_unknown:
-        self._unknown.popitem(last=False)
+    if not self._accept_unknown or not valid_key(key):
+      raise ApiError(
+        401,
+        'this API key is not a session of this gateway; open one, or set '
+        'accept_unknown_keys',
+        code='invalid_api_key',
+      )
+    return Session(key, self._unknown_mode, self._limits)
+
+  def keep(self, session: Session) -> Session:
+    """Keeps the session of a request that passed every check.
+
+    Returns the one that is kept: another request of the key may have been first.
+    """
+    key = session.key
+    with self._lock:
+      if session.opened or key in self._opened:  # or closed since: kept no longer
+        return self._opened.get(key, session)
+      session = self._unknown.setdefault(key, session)
+      self._unknown.move_to_end(key)
+      self._trim()
       return session
+
+  def trim(self):
+    """Forgets unknown sessions beyond what they may keep together."""
+    with self._lock:
+      self._trim()
+
+  def _trim(self):
+    unknown = self._unknown
+    kept_bytes = sum(session.kept_bytes for session in unknown.values())
+    while len(unknown) > 1 and (
+      len(unknown) > self._max_unknown or kept_bytes > self._max_unknown_bytes
+    ):
+      kept_bytes -= unknown.popitem(last=False)[1].kept_bytes
 
   def __len__(self) -> int:
     return len(self._opened) + len(self._unknown)

@@ -238,7 +238,7 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
 
     Completions with the same prompt ids are samples of one request: the same tools and
     messages. Used are those whose answer another request goes on from
-    (`Completion.parent`, `continues`), and where there is none, the one that was asked
+    (`Completion.parent`, `follows`), and where there is none, the one that was asked
     for last; also the one that was asked for last of the whole session, with which the
     agent ended.
 
@@ -252,7 +252,7 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
   """
   sampled = (c for c in completions if c.finish_reason != 'cancelled')
   sampled = sorted((c for c in sampled if c.response_ids), key=lambda c: c.turn)
-  extended = {id_ for c in completions for id_ in (c.parent, c.continues)}
+  extended = {id_ for c in completions for id_ in (c.parent, c.follows)}
   requests = collections.defaultdict(list)
   for c in sampled:
     requests[c.prompt_ids].append(c)

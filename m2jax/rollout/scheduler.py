@@ -96,6 +96,11 @@ class Scheduler:
     self._give_up('it was stopped')
 
   @property
+  def context_tokens(self) -> int:
+    """Most tokens of a prompt and its response."""
+    return self._engine.config.context_tokens
+
+  @property
   def alive(self) -> bool:
     """Whether requests are being served."""
     return self._thread.is_alive() and self._dead is None

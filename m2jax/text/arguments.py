@@ -1,16 +1,21 @@
 """Tool-call parameters typed by the tool's JSON schema, as vLLM types them.
 
 Source: facts/m2-and-forge.md §2.2. Differences: `null`, `none` and `nil` stay text
-where the schema wants a string and does not allow null; values that JSON could not
-carry on (NaN, infinities, lone surrogates) do not fit.
+where the schema wants a string and does not allow null; values that a client could not
+send back (`strict_json`: NaN, lone surrogates, integers beyond 64 bits, depth) do not
+fit.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from m2jax.text import strict_json
+
+# An argument is one level down in the object of the arguments.
+_MAX_DEPTH = strict_json.MAX_DEPTH - 1
 
 
 def parameter_schemas(
@@ -61,12 +66,16 @@ def _types(schema: Any) -> Iterator[str]:
     yield 'object'
 
 
-def typed(text: str, schema: Any) -> tuple[Any, bool]:
-  """A parameter's value by its schema, and whether it fits.
+def types(schema: Any) -> frozenset[str]:
+  """The types that a parameter's schema allows; 'string' where it names none."""
+  return frozenset(_types(schema)) or frozenset({'string'})
+
+
+def typed(text: str, types: frozenset[str]) -> tuple[Any, bool]:
+  """A parameter's value by the types of its schema, and whether it fits.
 
   Order of types: integer, number, boolean, object, array, string; JSON at last.
   """
-  types = set(_types(schema)) or {'string'}
   if text.lower() in _NULLS and ('null' in types or 'string' not in types):
     return None, True
   for kind in ('integer', 'number', 'boolean', 'object', 'array', 'string'):
@@ -76,32 +85,37 @@ def typed(text: str, schema: Any) -> tuple[Any, bool]:
       return text, True
     try:
       return _READERS[kind](text), True
-    except (ValueError, KeyError, RecursionError):
+    except (ValueError, KeyError):
       continue
   try:
     return _json(text), types.isdisjoint(_READERS)
-  except (ValueError, RecursionError):
+  except ValueError:
     return text, False
+
+
+def _integer(text: str) -> int:
+  value = int(text)
+  if not strict_json.is_int64(value):
+    raise ValueError('beyond 64 bits')
+  return value
 
 
 def _number(text: str) -> int | float:
   value = float(text)
   if not math.isfinite(value):
     raise ValueError(text)
-  return int(value) if value.is_integer() else value
+  return int(value) if value.is_integer() and abs(value) < 2**63 else value
 
 
 def _json(text: str, kind: type = object) -> Any:
-  value = json.loads(text)
+  value = strict_json.loads(text, _MAX_DEPTH)
   if not isinstance(value, kind):
     raise ValueError(f'not a {kind.__name__}')
-  # Refuses what could not be sent on: NaN, infinities, lone surrogates.
-  json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
   return value
 
 
 _READERS = {
-  'integer': int,
+  'integer': _integer,
   'number': _number,
   'boolean': lambda text: _BOOLEANS[text.lower()],
   'object': lambda text: _json(text, dict),

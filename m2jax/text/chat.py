@@ -19,12 +19,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from m2jax.text import markup
-from m2jax.text.parsing import Delta, Message, Status, StreamParser, ToolCall, parse
+from m2jax.text.parsing import (
+  Delta,
+  Message,
+  Piece,
+  Status,
+  StreamParser,
+  ToolCall,
+  parse,
+)
 
 __all__ = (
   'ChatError',
   'Delta',
   'Message',
+  'Piece',
   'Segment',
   'Status',
   'StreamParser',

@@ -1,10 +1,12 @@
 """What M2 generated, read back: reasoning, content, typed tool calls, and a verdict.
 
-Source: facts/m2-and-forge.md §2.2. The text parsed is what follows the generation
-prompt `]~b]ai\\n<think>\\n`. Of reasoning and content only the newlines that the
-template itself writes are removed, so parsing inverts rendering; parameters are
-stripped, as the official guide does, and typed by the tool's schema (`arguments`).
-Where vLLM delivers whatever it can find, a call of broken structure is kept apart.
+Source: facts/m2-and-forge.md §2.2. What is parsed follows the generation prompt
+`]~b]ai\\n<think>\\n`. Only special tokens are markup: the same characters as plain
+tokens, such as a tool call quoted from a file, are text. Of reasoning and content only
+the newlines that the template itself writes are removed, so parsing inverts rendering;
+parameters are stripped, as the official guide does, and typed by the tool's schema
+(`arguments`). Where vLLM delivers whatever it can find, a call of broken structure is
+kept apart.
 
 One incremental parser serves both `parse` and streaming, so they cannot disagree.
 """
@@ -14,12 +16,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from m2jax.text import arguments
-from m2jax.text.markup import EOS, THINK_END, TOOL_CALL, TOOL_CALL_END
+from m2jax.text.markup import (
+  EOS,
+  SPECIAL_TOKENS,
+  THINK_END,
+  TOOL_CALL,
+  TOOL_CALL_END,
+)
 
 
 class Status(enum.StrEnum):
@@ -74,6 +83,7 @@ class Message:
     tool_calls: calls to run: status OK or INVALID_JSON.
     status: worst verdict over the response.
     broken_calls: attempts that are not to be run, and text after the calls, in `raw`.
+    call_text: the response from its first tool-call token on, as generated.
   """
 
   content: str = ''
@@ -81,6 +91,7 @@ class Message:
   tool_calls: tuple[ToolCall, ...] = ()
   status: Status = Status.OK
   broken_calls: tuple[ToolCall, ...] = ()
+  call_text: str = dataclasses.field(default='', compare=False)
 
   def to_openai(self) -> dict[str, Any]:
     """The message as an OpenAI dict; `content` is None beside calls without text."""
@@ -103,50 +114,62 @@ class Delta(NamedTuple):
   call: ToolCall | None = None
 
 
-def parse(text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> Message:
+class Piece(NamedTuple):
+  """Text of plain tokens, or one special token by its text."""
+
+  text: str
+  special: bool = False
+
+
+def parse(
+  generated: str | Iterable[Piece], tools: Sequence[Mapping[str, Any]] | None = None
+) -> Message:
   """Parses what the model generated after `]~b]ai\\n<think>\\n`.
 
   Args:
-    text: the generated text, with or without the final `[e~[`.
+    generated: the pieces of the generated ids (`tokenizer.Detokenizer`), with or
+      without the final `[e~[`; or a trusted text, in which every special token's text
+      is taken for the token.
     tools: OpenAI tool dicts; parameters they do not declare stay strings.
 
   Never raises on any text: `Message.status` is the verdict.
   """
   parser = StreamParser(tools)
-  parser.feed(text)
+  parser.feed(pieces(generated) if isinstance(generated, str) else generated)
   parser.finish()
   return parser.message
 
 
-_EOS_PREFIXES = tuple(EOS[:n] for n in range(1, len(EOS) + 1))
+def pieces(text: str) -> list[Piece]:
+  """A trusted text cut at its special tokens."""
+  # The pattern has one group, so every second part is a special token.
+  parts = enumerate(_SPECIAL.split(text))
+  return [Piece(part, i % 2 == 1) for i, part in parts if part]
 
 
-def _prefixes(*markers: str) -> frozenset[str]:
-  """What must wait at the end of a buffer, since a marker may complete it."""
-  waits = {m[:n] for m in markers for n in range(1, len(m))}
-  return frozenset(waits.union(_EOS_PREFIXES))
-
-
-_THINK_WAITS = _prefixes(THINK_END, TOOL_CALL, '\n' + THINK_END, '\n' + TOOL_CALL)
-_CONTENT_WAITS = _prefixes(TOOL_CALL, '\n' + TOOL_CALL)
-_LONGEST_WAIT = len(TOOL_CALL)
+_SPECIAL = re.compile('(' + '|'.join(map(re.escape, SPECIAL_TOKENS)) + ')')
 
 
 class StreamParser:
-  """`parse` over text that arrives in pieces; the chunking never changes the result.
+  """`parse` over pieces as they come; how plain text is cut never changes the result.
 
   `feed` and `finish` return the deltas to send; `message` is complete after `finish`.
-  A call is sent when its block closes. Text that may still turn out to be markup waits.
+  A call is sent when its block closes. A newline that may belong to markup waits.
   """
 
   def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None):
     self._schemas = arguments.parameter_schemas(tools)
+    # Of the parameters seen: a schema may be large, and a call may repeat them.
+    self._types: dict[tuple[str, str], frozenset[str]] = {}
     self._state = StreamParser._thinking
-    self._buffer = ''
-    self._searched = 0  # chars of the buffer known to hold no awaited marker
+    self._ended = False  # the last piece was `[e~[`
+    self._newline = ''  # the last character, if the markup after it may own it
     self._newlines_to_skip = 2  # the template's blank line after </think>
+    self._deferred: list[Piece] = []  # from a tool call inside the thinking on
+    self._block: list[str] = []  # text of the open block, or after the last one
     self._reasoning: list[str] = []
     self._content: list[str] = []
+    self._call_text: list[str] = []
     self._calls: list[ToolCall] = []
     self._broken: list[ToolCall] = []
     self._status = Status.OK
@@ -161,115 +184,113 @@ class StreamParser:
       tool_calls=tuple(self._calls),
       status=self._status,
       broken_calls=tuple(self._broken),
+      call_text=''.join(self._call_text),
     )
 
-  def feed(self, text: str) -> list[Delta]:
-    """Takes the next piece of generated text."""
-    self._buffer += text
-    return self._advance()
+  def feed(self, generated: Iterable[Piece]) -> list[Delta]:
+    """Takes the next pieces of what was generated."""
+    for piece in generated:
+      if self._state is StreamParser._done:
+        raise ValueError('StreamParser.feed after finish: start a new parser')
+      if not piece.text:
+        continue
+      if self._ended:  # not the last piece, so it was text
+        self._state(self, Piece(EOS))
+      self._ended = piece == _END
+      if not self._ended:
+        self._state(self, piece)
+    return self._take()
 
   def finish(self) -> list[Delta]:
     """Ends the response: a final `[e~[` is dropped, what waited is decided."""
-    self._buffer = self._buffer.removesuffix(EOS)
-    deltas = self._advance()
     if self._state is StreamParser._thinking:
       self._verdict(Status.UNCLOSED_THINKING)
-      reasoning, call, rest = self._buffer.partition(TOOL_CALL)
-      if call:
+      if self._deferred:
         # A call without </think> before it ends the thinking.
-        self._think(reasoning.removesuffix('\n'))
-        self._newlines_to_skip = 0
-        self._go(StreamParser._answering, call + rest)
-        deltas += self._advance()
+        self._newline, self._newlines_to_skip = '', 0
+        self._state = StreamParser._answering
+        for piece in self._deferred:
+          self._state(self, piece)
       else:
-        self._think(self._buffer)
-        self._buffer = ''
+        self._think(self._newline)
     if self._state is StreamParser._answering:
-      self._say(self._buffer)
+      self._say(self._newline)
     elif self._state is StreamParser._calling:
-      self._break(Status.UNCLOSED_BLOCK, self._buffer)
-    elif self._state is StreamParser._called and self._buffer.strip():
-      self._break(Status.MALFORMED_STRUCTURE, self._buffer)
-    self._go(StreamParser._done, '')
-    return deltas + self._take()
-
-  def _advance(self) -> list[Delta]:
-    while self._state(self):
-      pass
+      self._break(Status.UNCLOSED_BLOCK, ''.join(self._block))
+    elif self._state is StreamParser._called:
+      self._check_after_calls()
+    self._state = StreamParser._done
     return self._take()
 
   def _take(self) -> list[Delta]:
     out, self._out = self._out, []
     return out
 
-  def _go(self, state: Callable[[StreamParser], bool], buffer: str) -> bool:
-    self._state, self._buffer, self._searched = state, buffer, 0
-    return True
+  # States. Each consumes one piece.
 
-  def _find(self, marker: str) -> int:
-    """Where the marker stands in the buffer, or −1; reads no character twice."""
-    at = self._buffer.find(marker, self._searched)
-    if at < 0:
-      self._searched = max(self._searched, len(self._buffer) - len(marker) + 1)
-    return at
+  def _thinking(self, piece: Piece) -> None:
+    if piece == _THINK_END:
+      self._think(
+        (self._newline + ''.join(p.text for p in self._deferred)).removesuffix('\n')
+      )
+      self._newline = ''
+      self._state = StreamParser._answering
+    elif self._deferred or piece == _TOOL_CALL:
+      # Markup before </think> is reasoning, so a call here must wait for the end.
+      self._deferred.append(piece)
+    else:
+      self._think(self._without_newline(piece.text))
 
-  # States. Each consumes what it can and says whether the next should run.
-
-  def _thinking(self) -> bool:
-    end = self._find(THINK_END)
-    if end >= 0:
-      self._think(self._buffer[:end].removesuffix('\n'))
-      return self._go(StreamParser._answering, self._buffer[end + len(THINK_END) :])
-    # Markup before </think> is reasoning, so a call here must wait for the end.
-    call = self._buffer.find(TOOL_CALL)
-    ready = (
-      call if call >= 0 else len(self._buffer) - _waiting(self._buffer, _THINK_WAITS)
-    )
-    if call > 0 and self._buffer[call - 1] == '\n':
-      ready -= 1
-    if ready:
-      self._think(self._buffer[:ready])
-      self._buffer = self._buffer[ready:]
-      self._searched = max(0, self._searched - ready)
-    return False
-
-  def _answering(self) -> bool:
-    while self._newlines_to_skip and self._buffer:
-      if self._buffer[0] != '\n':
+  def _answering(self, piece: Piece) -> None:
+    if piece == _TOOL_CALL:
+      self._newline = ''
+      self._state = StreamParser._calling
+      self._call_text.append(TOOL_CALL)
+      return
+    text = piece.text
+    while self._newlines_to_skip and text:
+      if text[0] != '\n':
         self._newlines_to_skip = 0
         break
-      self._buffer = self._buffer[1:]
+      text = text[1:]
       self._newlines_to_skip -= 1
-    call = self._buffer.find(TOOL_CALL)
-    if call >= 0:
-      self._say(self._buffer[:call].removesuffix('\n'))
-      return self._go(StreamParser._calling, self._buffer[call + len(TOOL_CALL) :])
-    ready = len(self._buffer) - _waiting(self._buffer, _CONTENT_WAITS)
-    self._say(self._buffer[:ready])
-    self._buffer = self._buffer[ready:]
-    return False
+    self._say(self._without_newline(text))
 
-  def _calling(self) -> bool:
-    end = self._find(TOOL_CALL_END)
-    if end < 0:
-      return False
-    self._block(self._buffer[:end])
-    return self._go(StreamParser._called, self._buffer[end + len(TOOL_CALL_END) :])
+  def _calling(self, piece: Piece) -> None:
+    self._call_text.append(piece.text)
+    if piece != _TOOL_CALL_END:
+      self._block.append(piece.text)
+      return
+    self._read_block(''.join(self._block))
+    self._block.clear()
+    self._state = StreamParser._called
 
-  def _called(self) -> bool:
-    call = self._find(TOOL_CALL)
-    if call < 0:
-      return False
-    if self._buffer[:call].strip():
-      self._break(Status.MALFORMED_STRUCTURE, self._buffer[:call])
-    return self._go(StreamParser._calling, self._buffer[call + len(TOOL_CALL) :])
+  def _called(self, piece: Piece) -> None:
+    self._call_text.append(piece.text)
+    if piece != _TOOL_CALL:
+      self._block.append(piece.text)
+      return
+    self._check_after_calls()
+    self._block.clear()
+    self._state = StreamParser._calling
 
-  def _done(self) -> bool:
-    if self._buffer:
-      raise ValueError('StreamParser.feed after finish: start a new parser')
-    return False
+  def _done(self, piece: Piece) -> None:
+    """`feed` refuses before it gets here."""
 
-  def _block(self, block: str) -> None:
+  def _without_newline(self, text: str) -> str:
+    """Text that can be sent: the newline that waited, and all but a last newline."""
+    if not text:
+      return ''
+    text = self._newline + text
+    self._newline = '\n' if text.endswith('\n') else ''
+    return text.removesuffix('\n')
+
+  def _check_after_calls(self) -> None:
+    text = ''.join(self._block)
+    if text.strip():
+      self._break(Status.MALFORMED_STRUCTURE, text)
+
+  def _read_block(self, block: str) -> None:
     invokes, junk = _elements(block, 'invoke')
     if junk or not invokes:
       self._break(Status.MALFORMED_STRUCTURE, junk or block)
@@ -278,16 +299,21 @@ class StreamParser:
       if junk or not name:
         self._break(Status.MALFORMED_STRUCTURE, body, name)
         continue
-      schemas = self._schemas.get(name, {})
       values, status = {}, Status.OK
       for key, value in parameters:
-        values[key], fits = arguments.typed(value.strip(), schemas.get(key))
+        values[key], fits = arguments.typed(value.strip(), self._types_of(name, key))
         if not fits:
           status = Status.INVALID_JSON
       self._verdict(status)
       call = ToolCall(name, values, status, body)
       self._calls.append(call)
       self._out.append(Delta('tool_call', call=call))
+
+  def _types_of(self, name: str, key: str) -> frozenset[str]:
+    if (name, key) not in self._types:
+      schema = self._schemas.get(name, {}).get(key)
+      self._types[name, key] = arguments.types(schema)
+    return self._types[name, key]
 
   def _think(self, text: str) -> None:
     if text:
@@ -307,13 +333,10 @@ class StreamParser:
     self._status = max(self._status, status, key=_SEVERITY.__getitem__)
 
 
-def _waiting(text: str, waits: frozenset[str]) -> int:
-  """Length of the longest end of the text that must wait."""
-  tail = text[-_LONGEST_WAIT:]
-  for start in range(len(tail)):
-    if tail[start] in '\n<[' and tail[start:] in waits:
-      return len(tail) - start
-  return 0
+_END = Piece(EOS, special=True)
+_THINK_END = Piece(THINK_END, special=True)
+_TOOL_CALL = Piece(TOOL_CALL, special=True)
+_TOOL_CALL_END = Piece(TOOL_CALL_END, special=True)
 
 
 def _elements(text: str, tag: str) -> tuple[list[tuple[str, str]], str]:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import codecs
 import functools
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import tokenizers
 from absl import logging
 
-from m2jax.text import bpe, markup
-from m2jax.text.chat import Segment
+from m2jax.text import bpe, chat, markup
 
 # Prompts of one group and template pieces repeat; at most some 40 MB.
 _CACHED_TEXT_CHARS = 2048
@@ -31,6 +32,8 @@ class Tokenizer:
 
   Attributes:
     vocab_size: largest id + 1.
+    longest_token_bytes: of the tokens that plain text encodes to; None where
+      `fewest_tokens` knows no bound.
     special_ids: id of each of M2's special tokens by its text.
     bos_id, role_id, eos_id: `]~!b[`, `]~b]`, `[e~[`.
     think_id, think_end_id, tool_call_id, tool_call_end_id: the two pairs.
@@ -60,6 +63,10 @@ class Tokenizer:
     self.tool_call_id = ids[markup.TOOL_CALL]
     self.tool_call_end_id = ids[markup.TOOL_CALL_END]
     self.vocab_size = len(self._bytes)
+    self._weights = _byte_weights(hf, self._bytes)
+    self.longest_token_bytes = (
+      None if self._weights is None else round(1 / self._weights.min())
+    )
     self._cached = functools.lru_cache(_CACHED_TEXTS)(self._encode_plain)
     for token in markup.SPECIAL_TOKENS:
       if not set(ids.values()).isdisjoint(self._encode_plain(token)):
@@ -85,6 +92,22 @@ class Tokenizer:
       return list(self._encode_plain(text))
     return _ids(self._hf, text)
 
+  def fewest_tokens(self, text: str) -> int:
+    """A lower bound of the tokens of a plain text, from its bytes alone.
+
+    A byte weighs 1/n, where n is the length in bytes of the longest token it occurs in.
+    The bytes of a token then weigh at most 1, so the text has at least as many tokens
+    as its bytes weigh. 0 where no bound is known: a tokenizer that changes text before
+    it cuts it, or writes several bytes as one unknown token.
+
+    Raises:
+      ValueError: the text holds a lone surrogate.
+    """
+    if self._weights is None:
+      return 0
+    data = np.frombuffer(_utf8(text), np.uint8)
+    return math.ceil(np.bincount(data, minlength=256) @ self._weights - 1e-6)
+
   def decode(self, ids: Iterable[int]) -> str:
     """Text of ids, special tokens as their text; broken UTF-8 becomes U+FFFD."""
     return self.decode_bytes(ids).decode('utf-8', 'replace')
@@ -94,6 +117,10 @@ class Tokenizer:
     table = self._bytes
     size = len(table)
     return b''.join(table[i] if 0 <= i < size else _UNKNOWN for i in ids)
+
+  def to_json(self) -> str:
+    """The text of a `tokenizer.json`."""
+    return self._hf.to_str()
 
   def save(self, path: str | os.PathLike) -> None:
     """Writes a `tokenizer.json`; a directory gets one inside."""
@@ -138,7 +165,7 @@ class EncodedChat(NamedTuple):
   owned: list[bool]
 
 
-def encode_chat(tokenizer: Tokenizer, segments: Iterable[Segment]) -> EncodedChat:
+def encode_chat(tokenizer: Tokenizer, segments: Iterable[chat.Segment]) -> EncodedChat:
   """Encodes `chat.segments`: the one way from a chat to ids, for gateway and SFT.
 
   Special pieces become their id. Neighbouring plain pieces of one owner are encoded as
@@ -174,33 +201,89 @@ def encode_chat(tokenizer: Tokenizer, segments: Iterable[Segment]) -> EncodedCha
 class Detokenizer:
   """Decodes ids as they come, holding back bytes of an unfinished character.
 
-  The pieces joined, `flush` included, equal `Tokenizer.decode` of all ids.
+  The pieces joined, those of `flush` included, equal `Tokenizer.decode` of all ids. A
+  special token is a piece of its own; plain tokens that spell one are plain text.
   """
 
   def __init__(self, tokenizer: Tokenizer):
     self._tokenizer = tokenizer
+    self._specials = {i: text for text, i in tokenizer.special_ids.items()}
     self._utf8 = codecs.getincrementaldecoder('utf-8')('replace')
 
-  def push(self, ids: Iterable[int]) -> str:
-    """Text that is complete after these ids; may be empty."""
-    return self._utf8.decode(self._tokenizer.decode_bytes(ids))
+  def push(self, ids: Iterable[int]) -> list[chat.Piece]:
+    """What is complete after these ids; may be empty."""
+    out: list[chat.Piece] = []
+    plain: list[int] = []
 
-  def flush(self) -> str:
+    def end_text(final: bool) -> None:
+      data = self._tokenizer.decode_bytes(plain)
+      if text := self._utf8.decode(data, final):
+        out.append(chat.Piece(text))
+      plain.clear()
+
+    for i in ids:
+      special = self._specials.get(i)
+      if special is None:
+        plain.append(i)
+      else:
+        end_text(final=True)
+        out.append(chat.Piece(special, special=True))
+    end_text(final=False)
+    return out
+
+  def flush(self) -> list[chat.Piece]:
     """Ends the text: an unfinished character becomes U+FFFD."""
-    return self._utf8.decode(b'', final=True)
+    text = self._utf8.decode(b'', final=True)
+    return [chat.Piece(text)] if text else []
+
+
+def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> list[chat.Piece]:
+  """Decodes a whole response for `chat.parse`."""
+  detokenizer = Detokenizer(tokenizer)
+  return [*detokenizer.push(ids), *detokenizer.flush()]
 
 
 def _ids(hf: tokenizers.Tokenizer, text: str) -> list[int]:
   try:
     return hf.encode(text, add_special_tokens=False).ids
   except TypeError:
-    try:
-      text.encode()
-    except UnicodeEncodeError as error:
-      raise ValueError(
-        f'text holds a lone surrogate at character {error.start}: not valid Unicode'
-      ) from None
+    _utf8(text)
     raise
+
+
+def _utf8(text: str) -> bytes:
+  try:
+    return text.encode()
+  except UnicodeEncodeError as error:
+    raise ValueError(
+      f'text holds a lone surrogate at character {error.start}: not valid Unicode'
+    ) from None
+
+
+def _byte_weights(
+  hf: tokenizers.Tokenizer, token_bytes: list[bytes]
+) -> np.ndarray | None:
+  """[256] float64: one over the longest token with a byte, or None (fewest_tokens)."""
+  spec = json.loads(hf.to_str())
+  kinds = {step['type'] for step in _steps(spec['pre_tokenizer'], 'pretokenizers')}
+  plain_added = [t for t in spec['added_tokens'] if not t['special']]
+  if (
+    spec['normalizer'] is not None
+    or 'ByteLevel' not in kinds
+    or not kinds <= {'Sequence', 'ByteLevel', 'Split', 'Digits'}
+    or '"behavior": "Removed"' in json.dumps(spec['pre_tokenizer'])
+    or any(token['lstrip'] or token['rstrip'] for token in plain_added)
+  ):
+    return None  # text may change, or lose bytes, before it is cut into tokens
+  never = {token['id'] for token in spec['added_tokens'] if token['special']}
+  plain = {token for i, token in enumerate(token_bytes) if i not in never}
+  if not plain.issuperset(bytes([byte]) for byte in range(256)):
+    return None
+  longest = np.zeros(256)
+  for token in plain:
+    at = list(set(token))
+    longest[at] = np.maximum(longest[at], len(token))
+  return 1 / longest
 
 
 def _without_special_tokens(hf: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -217,7 +300,7 @@ def _without_special_tokens(hf: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 def _token_bytes(hf: tokenizers.Tokenizer) -> list[bytes]:
   """The bytes of each id, for byte-level and for byte-fallback vocabularies."""
   spec = json.loads(hf.to_str())
-  kinds = set(_decoder_kinds(spec['decoder']))
+  kinds = {step['type'] for step in _steps(spec['decoder'], 'decoders')}
   if 'ByteLevel' in kinds:
     to_bytes = _byte_level_bytes
   elif kinds & {'ByteFallback', 'Metaspace'}:
@@ -235,12 +318,13 @@ def _token_bytes(hf: tokenizers.Tokenizer) -> list[bytes]:
   return out
 
 
-def _decoder_kinds(decoder: dict | None) -> Iterator[str]:
-  if decoder is None:
+def _steps(step: dict | None, children: str) -> Iterator[dict]:
+  """A decoder or pre-tokenizer and, of a sequence, its parts."""
+  if step is None:
     return
-  yield decoder['type']
-  for part in decoder.get('decoders', ()):
-    yield from _decoder_kinds(part)
+  yield step
+  for part in step.get(children, ()):
+    yield from _steps(part, children)
 
 
 def _byte_level_bytes(token: str) -> bytes:

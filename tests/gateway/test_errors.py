@@ -1,5 +1,7 @@
 """Law 9: every bad request gets its own clear error, and the next one is served."""
 
+import collections
+import contextlib
 import copy
 import http.client
 import json
@@ -45,11 +47,19 @@ def tool(**function):
   return [{'type': 'function', 'function': {'name': 'f', **function}}]
 
 
+def deep_schema(depth):
+  """A request with a schema of this many objects inside one another."""
+  body = json.dumps(OK | {'tools': tool(parameters='DEEP')})
+  schema = '{"properties":{"a":' * (depth // 2) + '{}' + '}}' * (depth // 2)
+  return body.replace('"DEEP"', schema)
+
+
+SCHEMA = 'tools[0].function.parameters'
 BAD = [
   (b'', None),
   (b'{', None),
   (b'\xff', None),
-  (DEEP, None),
+  (DEEP, '[0]' * 8 + '.…'),
   ([], None),
   ({'model': 1}, 'model'),
   ({'model': None}, 'model'),
@@ -94,7 +104,7 @@ BAD = [
     'tools[0].function.parameters.properties',
   ),
   ({'tools': tool() * 2}, 'tools[1].function.name'),
-  ({'tools': tool(description='\ud800')}, 'tools'),
+  ({'tools': tool(description='\ud800')}, 'tools[0].function.description'),
   ({'tool_choice': 'required'}, 'tool_choice'),
   ({'tools': [SH], 'tool_choice': 'maybe'}, 'tool_choice'),
   ({'tools': [SH], 'tool_choice': {'function': 'sh'}}, 'tool_choice'),
@@ -103,7 +113,7 @@ BAD = [
   ({'max_completion_tokens': -1}, 'max_completion_tokens'),
   ({'temperature': 3}, 'temperature'),
   ({'temperature': 'hot'}, 'temperature'),
-  ('{"model": "m2jax", "messages": [], "temperature": NaN}', 'messages'),
+  ('{"model": "m2jax", "messages": [], "temperature": NaN}', 'temperature'),
   ({'temperature': float('nan')}, 'temperature'),
   ({'top_p': 0}, 'top_p'),
   ({'top_k': -2}, 'top_k'),
@@ -119,6 +129,45 @@ BAD = [
   ({'stream': True, 'stream_options': 3}, 'stream_options'),
   ({'stream': True, 'logprobs': True}, 'logprobs'),
   ({'functions': [{}]}, 'functions'),
+  # JSON that the rest could not digest, in any field, used or not.
+  (deep_schema(1100), SCHEMA + '.properties.a' * 2 + '.…'),
+  (deep_schema(110), SCHEMA + '.properties.a' * 2 + '.…'),
+  ({'metadata': {'\ud800': 1}}, 'metadata'),
+  ({'\udfff': 1}, None),
+  ({'user': ['x', {'y': '\ud800'}]}, 'user[1].y'),
+  (
+    {'messages': [{'role': 'user', 'content': 'x', 'name': '\ud800'}]},
+    'messages[0].name',
+  ),
+  ({'tools': tool(parameters={'properties': {'\ud800': {}}})}, SCHEMA + '.properties'),
+  ({'model': '\ud800'}, 'model'),
+  (
+    {'messages': [assistant(arguments='{"\\ud800": 1}')]},
+    'messages[0].tool_calls[0].function.arguments',
+  ),
+  (
+    {'messages': [assistant(arguments='{"a": ' + '[' * 1100 + ']' * 1100 + '}')]},
+    'messages[0].tool_calls[0].function.arguments',
+  ),
+  (
+    {'messages': [assistant(arguments='{"a": NaN}')]},
+    'messages[0].tool_calls[0].function.arguments',
+  ),
+  ({'seed': 2**64}, 'seed'),
+  ({'max_tokens': 10**40}, 'max_tokens'),
+  ({'temperature': float('inf')}, 'temperature'),
+  ({'metadata': {'a': float('-inf')}}, 'metadata.a'),
+  ('{"model": "m2jax", "seed": ' + '9' * 5000 + '}', None),
+  ('{"model": "m2jax", "messages": [], "model": "m2jax"}', 'model'),
+  (
+    '{"model": "m2jax", "messages": [{"role": "user", "role": "user"}]}',
+    'messages[0].role',
+  ),
+  ('"text"', None),
+  ('null', None),
+  ('7', None),
+  (b'\xef\xbb\xbf{}', None),
+  ('{"model": "m2jax"}'.encode('utf-16'), None),
 ]
 
 
@@ -186,6 +235,94 @@ def test_no_request_is_an_internal_error(fuzzed, data):
       at = at[key]
   reply = post(fuzzed, body)
   assert reply.status_code in (200, 400, 404), reply.text
+
+
+TEMPLATE = json.dumps(FULL).encode()
+HEADERS = st.sampled_from(
+  [
+    b'content-length: 5\r\n', b'content-length: -1\r\n', b'content-length: x\r\n',
+    b'transfer-encoding: chunked\r\n', b'expect: 100-continue\r\n',
+    b'connection: upgrade\r\nupgrade: websocket\r\n', b'connection: close\r\n',
+    b'content-type: text/plain; charset=utf-16\r\n', b'content-encoding: gzip\r\n',
+    b'x: \xff\xfe\r\n', b': empty\r\n', b'x\r\n', b'authorization: Bearer \x7f\r\n',
+  ]
+)  # fmt: skip
+
+
+@st.composite
+def damaged(draw):
+  """A good body with some bytes cut, repeated, replaced or nested."""
+  body = bytearray(TEMPLATE)
+  for _ in range(draw(st.integers(0, 3))):
+    at = draw(st.integers(0, len(body)))
+    end = draw(st.integers(at, min(len(body), at + 30)))
+    body[at:end] = draw(
+      st.binary(max_size=8)
+      | st.just(bytes(body[at:end]) * 3)
+      | st.sampled_from(
+        [
+          b'[' * 2000,
+          b'{"a":' * 2000,
+          b'"\\ud800"',
+          b'NaN',
+          b'1e999',
+          b'9' * 400,
+          b'\\',
+        ]
+      )
+    )
+  return bytes(body)
+
+
+@pytest.mark.parametrize('inline_bytes', [0, 1 << 20])
+def test_damaged_requests(tok, inline_bytes):
+  """Raw requests with damaged bodies and odd headers, for a while: each is answered or
+  closed in time, none is an error of ours, and the server is well afterwards."""
+  engine = ScriptedEngine(lambda request: tok.encode(ANSWER))
+  config = GatewayConfig(
+    accept_unknown_keys=True,
+    inline_bytes=inline_bytes,
+    header_timeout_s=0.2,
+    body_timeout_s=0.2,
+  )
+
+  statuses = collections.Counter()
+
+  @settings(deadline=None, max_examples=120)
+  @given(
+    body=damaged() | st.binary(max_size=40),
+    headers=st.lists(HEADERS, max_size=2),
+    length=st.booleans(),
+    path=st.sampled_from(
+      [b'POST /v1/chat/completions'] * 6
+      + [b'GET /v1/models', b'PUT /', b'OPTIONS *', b'POST /%ff%00?x', b'CONNECT a:1']
+    ),
+  )
+  def check(body, headers, length, path):
+    head = path + b' HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n'
+    head += b'connection: close\r\n'
+    head += b''.join(headers)
+    if length:
+      head += b'content-length: %d\r\n' % len(body)
+    with socket.create_connection(at, timeout=20) as connection:
+      reply = b''
+      with contextlib.suppress(ConnectionError):
+        connection.sendall(head + b'\r\n' + body)
+        while chunk := connection.recv(65_536):
+          reply += chunk
+    for line in reply.split(b'HTTP/1.1 ')[1:]:
+      statuses[int(line[:3])] += 1
+      assert int(line[:3]) < 500, reply
+
+  with Gateway(config, tok, engine, lambda completion: None) as gateway:
+    host, port = gateway.base_url.removeprefix('http://').removesuffix('/v1').split(':')
+    at = host, int(port)
+    check()
+    assert statuses[200] and statuses[400], statuses
+    health = httpx.get(gateway.base_url.removesuffix('/v1') + '/health')
+    assert health.json()['status'] == 'ok'
+    assert_serves(gateway)
+  engine.close()
 
 
 @pytest.fixture(scope='module')

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.gateway.sessions import FORK_REASONS
-from m2jax.text import chat
+from m2jax.text import chat, parsing
 from m2jax.text import tokenizer as tokenizer_lib
 from tests.gateway.conftest import SH, response_text
 from tests.gateway.scripted_engine import ScriptedEngine
@@ -68,6 +68,16 @@ def reply_to(message, text='a.txt'):
   return [{'role': 'tool', 'tool_call_id': c['id'], 'content': text} for c in calls]
 
 
+def spelled(tok, text):
+  """Ids of a text with one token for each character, but for the special tokens."""
+  return [
+    i
+    for piece in parsing.pieces(text)
+    for part in ([piece.text] if piece.special else piece.text)
+    for i in tok.encode(part)
+  ]
+
+
 USER = {'role': 'user', 'content': 'count'}
 
 
@@ -84,13 +94,13 @@ def test_extends_by_recorded_ids(serve, tok):
   """Within a tool cycle nothing is encoded again, whatever the tokenizer would do."""
   gateway, engine, records = serve(CALL)
   # Ids that this tokenizer would never choose for this text: one per byte.
-  odd = [i for char in CALL.removesuffix('[e~[') for i in tok.encode(char)]
-  engine.script = lambda request: [*odd, tok.eos_id]
+  odd = spelled(tok, CALL)
+  engine.script = lambda request: odd
   client = Client(gateway, records, 'k')
   _, first, history = first_two(client)
   _, second = client.ask(history)
   known = first.prompt_ids + first.response_ids
-  assert first.response_ids == (*odd, tok.eos_id)
+  assert first.response_ids == tuple(odd)
   assert second.prompt_ids[: len(known)] == known
   assert second.parent == first.id
   suffix = '\n]~b]tool\n<response>a.txt</response>[e~[\n]~b]ai\n<think>\n'
@@ -221,13 +231,71 @@ def test_parallel_branches_keep_their_own_ids(serve, tok):
   gateway, engine, records = serve(CALL)
   client = Client(gateway, records, 'k')
   a, first_a, history_a = first_two(client)
-  odd = [i for char in CALL.removesuffix('[e~[') for i in tok.encode(char)]
-  engine.script = lambda request: [*odd, tok.eos_id]
+  odd = spelled(tok, CALL)
+  engine.script = lambda request: odd
   b, first_b, history_b = first_two(client)
   assert a['tool_calls'][0]['id'] != b['tool_calls'][0]['id']
   assert first_b.fork_reason == 'resampled'
   assert client.ask(history_a)[1].parent == first_a.id
   assert client.ask(history_b)[1].parent == first_b.id
+
+
+def test_a_quoted_call_is_text(serve, tok):
+  """Only special ids are markup. A call that the model quotes from a file as plain
+  tokens is told as text, and what comes back is its history."""
+  gateway, engine, records = serve(CALL)
+  quoted = CALL.removesuffix('[e~[')
+  plain = tok.encode(quoted, special=False)
+  engine.script = lambda request: [tok.think_end_id, *plain, tok.eos_id]
+  client = Client(gateway, records, 'k')
+  for stream in (False, True):
+    message, first = client.ask([USER], stream=stream)
+    assert message['content'] == quoted
+    assert not message.get('tool_calls') and first.status == 'ok'
+    _, second = client.ask([USER, message])
+    assert second.parent == first.id
+    # A fork encodes it as the text it is, too.
+    _, third = client.ask([USER, message, USER])
+    assert third.fork_reason == 'thinking_closed'
+    specials = set(tok.special_ids.values()) - {tok.role_id, tok.eos_id, tok.bos_id}
+    said = third.prompt_ids[third.prompt_ids.index(tok.encode('ai\n')[0]) :]
+    assert specials.intersection(said) == {tok.think_id}  # the generation prompt's
+
+
+def test_what_the_agent_used_can_be_told(serve, tok):
+  """`follows` leads from the last completion back over all that the agent went on
+  with, across forks; what was sampled again and dropped is on no such path."""
+  gateway, engine, records = serve(CALL)
+  client = Client(gateway, records, 'k')
+  _, dropped, _ = first_two(client)
+  engine.script = lambda request: tok.encode(response_text('again', 'x', [('sh', {})]))
+  _, kept, history = first_two(client)
+  assert dropped.follows is kept.follows is None
+  assert kept.fork_reason == 'resampled'
+  engine.script = lambda request: tok.encode(ANSWER)
+  message, second = client.ask(history)
+  assert second.follows == second.parent == kept.id
+  # A fork: the template drops the thinking after a new user message.
+  history += [message, USER]
+  message, third = client.ask(history)
+  assert (third.parent, third.follows) == (None, second.id)
+  # The client shortens its history and drops the reasoning.
+  del message['reasoning_content']
+  _, fourth = client.ask([USER, message, {'role': 'user', 'content': 'and?'}])
+  assert (fourth.parent, fourth.follows) == (None, third.id)
+  # A call is known by its ids, even when it was edited.
+  history = copy.deepcopy(history)
+  history[1]['tool_calls'][0]['function']['arguments'] = '{"cmd": "rm"}'
+  _, fifth = client.ask(history[:3])
+  assert (fifth.fork_reason, fifth.follows) == ('assistant_edited', kept.id)
+
+  by_id = {record.id: record for record in records}
+  path, record = [], fourth
+  while record is not None:
+    path.append(record.id)
+    record = by_id.get(record.follows)
+  assert path == [fourth.id, third.id, second.id, kept.id]
+  assert dropped.id not in path
 
 
 def test_few_shot_messages_of_the_client_do_not_break_the_chain(serve):

@@ -18,7 +18,7 @@ def client_of(gateway, key='k'):
 def collect(stream):
   """A stream's deltas added up, as an agent does it."""
   message = {'role': 'assistant', 'content': '', 'reasoning_content': ''}
-  calls, finish, usage = {}, None, None
+  calls, finish, usage, status = {}, None, None, None
   for chunk in stream:
     usage = chunk.usage or usage
     for choice in chunk.choices:
@@ -32,6 +32,7 @@ def collect(stream):
         call['name'] += part.function.name or ''
         call['arguments'] += part.function.arguments or ''
       finish = choice.finish_reason or finish
+      status = getattr(choice, 'parse_status', status)
   if calls:
     message['tool_calls'] = [
       {
@@ -41,7 +42,7 @@ def collect(stream):
       }
       for call in calls.values()
     ]
-  return message, finish, usage
+  return message, finish, usage, status
 
 
 def test_answer_with_tool_call(serve, tok):
@@ -86,12 +87,13 @@ def test_stream_adds_up_to_the_answer(serve, text, piece_tokens):
   client = client_of(gateway)
   asked = {'model': 'm2jax', 'messages': QUESTION, 'tools': [SH]}
   plain = client.chat.completions.create(**asked).choices[0]
-  message, finish, usage = collect(
+  message, finish, usage, status = collect(
     client.chat.completions.create(
       **asked, stream=True, stream_options={'include_usage': True}
     )
   )
   assert finish == plain.finish_reason
+  assert status == plain.parse_status == records[-1].status
   assert message['content'] == (plain.message.content or '')
   assert message['reasoning_content'] == plain.message.reasoning_content
   said = [c.function.model_dump() for c in plain.message.tool_calls or ()]

@@ -9,8 +9,7 @@ import pytest
 
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
-from m2jax.gateway.sessions import Sessions
-from tests.gateway.conftest import response_text
+from tests.gateway.conftest import SH, response_text
 from tests.gateway.scripted_engine import ScriptedEngine
 
 ANSWER = response_text('t', 'fine')
@@ -50,13 +49,11 @@ def test_training_samples_the_policy_itself(serve):
   for request in engine.requests:
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
-  assert (engine.requests[0].sampling.seed, engine.requests[0].sampling.max_tokens) == (
-    3,
-    9,
-  )
-  assert set(records[0].overrides) == set(BENT)
+    assert sampling.seed is None
+  assert engine.requests[0].sampling.max_tokens == 9
+  assert set(records[0].overrides) == {*BENT, 'seed'}
   assert records[1].overrides == records[2].overrides == ()
-  for field in BENT:
+  for field in (*BENT, 'seed'):
     assert gateway.counters()[f'overrides_total{{field="{field}"}}'] == 1
 
 
@@ -65,12 +62,13 @@ def test_evaluation_samples_as_asked(serve, tok):
   gateway, engine, records = serve(ANSWER, temperature=0.9, top_p=0.8, top_k=7)
   gateway.sessions.open('k', 'evaluation')
   assert ask(gateway).status_code == 200
-  assert ask(gateway, temperature=0, top_p=0.3, top_k=0).status_code == 200
+  assert ask(gateway, temperature=0, top_p=0.3, top_k=0, seed=5).status_code == 200
   seen = [
     (r.sampling.temperature, r.sampling.top_p, r.sampling.top_k)
     for r in engine.requests
   ]
   assert seen == [(0.9, 0.8, 7), (0, 0.3, 0)]
+  assert [r.sampling.seed for r in engine.requests] == [None, 5]
   assert engine.requests[0].sampling.stop_ids == (tok.eos_id,)
   for field in ('frequency_penalty', 'logit_bias', 'min_p', 'repetition_penalty'):
     reply = ask(gateway, **{field: BENT[field]})
@@ -110,11 +108,113 @@ def test_unknown_sessions_are_bounded(serve):
   assert len(gateway.sessions) == 3
 
 
-def test_bad_request_opens_no_session():
-  """A key that is only looked up leaves nothing behind."""
-  sessions = Sessions(accept_unknown=True, max_unknown=2)
-  assert sessions.get('k', create=False) is None
-  assert len(sessions) == 0
+def test_what_is_refused_evicts_nobody(serve):
+  """A session begins when the engine has a request of it: errors open none, and so
+  push none out."""
+  gateway, engine, records = serve(
+    ANSWER, max_unknown_sessions=2, engine_options={'context_tokens': 300}
+  )
+  for key in ('a', 'b'):
+    assert ask(gateway, key).status_code == 200
+  late = [{'role': 'user', 'content': 'x'}, {'role': 'system', 'content': 'late'}]
+  long = [{'role': 'user', 'content': 'a b ' * 200}]
+  for i in range(20):
+    for status, fields in (
+      (404, {'model': 'other'}),
+      (400, {'messages': []}),
+      (400, {'messages': late}),
+      (400, {'messages': long}),
+      (400, {'logit_bias': {'5': 3}}),
+    ):
+      assert ask(gateway, f'stranger{i}', **fields).status_code == status
+  engine.alive = False
+  assert ask(gateway, 'stranger').status_code == 503
+  engine.alive = True
+  assert len(gateway.sessions) == 2
+  for key in ('a', 'b'):
+    assert ask(gateway, key).status_code == 200
+  assert [record.turn for record in records] == [0, 0, 1, 1]
+
+
+def converse(gateway, key, turns, messages=None):
+  """Turns of one conversation, each with a tool's output; gives the messages."""
+  messages = list(messages or [{'role': 'user', 'content': f'begin {key}'}])
+  for _ in range(turns):
+    reply = ask(gateway, key, messages=messages, tools=[SH])
+    assert reply.status_code == 200, reply.text
+    message = reply.json()['choices'][0]['message']
+    call = message['tool_calls'][0]['id']
+    messages += [message, {'role': 'tool', 'tool_call_id': call, 'content': 'x' * 50}]
+  return messages
+
+
+CALL = response_text('look', '', [('sh', {'cmd': 'ls'})])
+
+
+def test_a_turn_keeps_its_new_tokens(serve):
+  """What a session keeps grows with its text, not with the square of its turns."""
+  gateway, _, records = serve(CALL, engine_options={'context_tokens': 1_000_000})
+  session = gateway.sessions.open('k', 'training')
+  messages, kept = None, []
+  for _ in range(4):
+    messages = converse(gateway, 'k', 25, messages)
+    kept.append(session.kept_bytes)
+  assert all(record.parent for record in records[1:])
+  steps = [b - a for a, b in zip(kept, kept[1:], strict=False)]
+  assert max(steps) - min(steps) <= 0.02 * max(steps)
+  assert kept[-1] < 4 * len(records[-1].prompt_ids) + 100 * 2000
+
+
+def test_a_session_forgets_its_oldest_conversation(serve):
+  """Beyond its limits a session forgets conversations, the least recently extended
+  first: a request that would extend one is answered all the same, as a counted fork."""
+  gateway, _, records = serve(CALL, max_session_completions=6)
+  gateway.sessions.open('k', 'training')
+  texts = [[{'role': 'user', 'content': name}] for name in 'abc']
+  first = converse(gateway, 'k', 2, texts[0])
+  second = converse(gateway, 'k', 2, texts[1])
+  first = converse(gateway, 'k', 1, first)
+  converse(gateway, 'k', 2, texts[2])  # the seventh: `second` is forgotten
+  first = converse(gateway, 'k', 1, first)
+  assert records[-1].parent == records[4].id
+  converse(gateway, 'k', 1, second)
+  assert (records[-1].parent, records[-1].fork_reason) == (None, 'forgotten')
+  assert gateway.counters()['forks_total{reason="forgotten"}'] == 1
+  assert [record.turn for record in records] == list(range(len(records)))
+
+
+def test_bytes_of_sessions_are_bounded(serve):
+  """One conversation beyond a session's bytes starts over; unknown sessions beyond
+  what they may keep together are forgotten, the least recently used first."""
+  gateway, _, records = serve(
+    CALL,
+    max_session_bytes=20_000,
+    max_unknown_bytes=30_000,
+    engine_options={'context_tokens': 1_000_000},
+  )
+  session = gateway.sessions.open('mine', 'training')
+  converse(gateway, 'mine', 40)
+  assert 'forgotten' in {record.fork_reason for record in records}
+  assert session.kept_bytes <= 20_000
+  assert [record.turn for record in records] == list(range(40))
+  history = {key: converse(gateway, key, 5) for key in 'abcdef'}
+  assert 1 < len(gateway.sessions) < 7
+  converse(gateway, 'f', 1, history['f'])
+  assert records[-1].turn == 5
+  converse(gateway, 'a', 1, history['a'])
+  assert records[-1].turn == 0
+
+
+def test_a_session_closed_in_flight_stays_closed(serve):
+  """An episode that ends while its agent still asks leaves nothing behind."""
+  gateway, _, records = serve(CALL, engine_options={'delay_s': 0.1})
+  gateway.sessions.open('k', 'training')
+  thread = threading.Thread(target=lambda: ask(gateway, 'k'))
+  thread.start()
+  time.sleep(0.2)
+  gateway.sessions.close('k')
+  thread.join()
+  assert len(records) == 1 and len(gateway.sessions) == 0
 
 
 def test_bad_config_names_the_field():
@@ -124,6 +224,10 @@ def test_bad_config_names_the_field():
     ('top_p', 0),
     ('unknown_key_mode', 'x'),
     ('max_body_bytes', 0),
+    ('max_unfinished_bytes', 1000),
+    ('header_timeout_s', 0),
+    ('read_memory_bytes', 1 << 20),
+    ('inline_bytes', -1),
   ):
     with pytest.raises(ValueError, match=f'GatewayConfig.{field}='):
       GatewayConfig(**{field: value})

@@ -105,7 +105,7 @@ def completions(draw):
     turn=draw(st.integers(0, 1000)),
     parent=draw(st.none() | TEXT),
     fork_reason=draw(st.none() | TEXT),
-    continues=draw(st.none() | TEXT),
+    follows=draw(st.none() | TEXT),
     prompt_ids=prompt_ids,
     response_ids=many(IDS),
     logprobs=many(logprob),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2jax import forest, records
-from m2jax.gateway import protocol, service, sessions
+from m2jax.gateway import service, sessions
 from m2jax.gateway.config import GatewayConfig
 from m2jax.pool import data_pool
 from m2jax.rl import learner, rewards, samples
@@ -70,8 +71,12 @@ def serving(engine, variables):
 def ask(chat, session, messages):
   """One completion as a client gets it: the message."""
   body = {'model': 'm2jax', 'messages': messages, 'max_tokens': 12}
-  request = protocol.parse_request(json.dumps(body).encode())
-  pending = chat.submit(session, request)
+
+  async def submit():
+    async with chat.read(bytearray(json.dumps(body).encode())) as reading:
+      return await chat.submit(session.key, reading)
+
+  pending = asyncio.run(submit())
   future = pending.handle.future
   future.result(TIMEOUT_S)
   return chat.finish(pending, future).message
@@ -97,7 +102,12 @@ def test_recorded_routing_reproduces_the_engine(cfg, tok, engine, tmp_path):
   variables = small.init(0, cfg)
   url = f'sqlite:///{tmp_path}/pool.db'
   with data_pool.DataPool(url) as pool, serving(engine, variables) as scheduler:
-    open_sessions = sessions.Sessions(accept_unknown=False, max_unknown=1)
+    open_sessions = sessions.Sessions(
+      accept_unknown=False,
+      max_unknown=1,
+      max_unknown_bytes=1,
+      limits=sessions.Limits(completions=100, bytes=1 << 20),
+    )
     chat = service.ChatService(
       GatewayConfig(), tok, scheduler, pool.add_completion, open_sessions
     )

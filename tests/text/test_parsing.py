@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax.text import chat, markup
+from m2jax.text import chat, markup, tokenizer
 from m2jax.text.parsing import Status
 
 PLAIN = st.text('ab \n<>[]~é🙂', max_size=12)
@@ -78,18 +78,36 @@ def test_parse_inverts_render(reasoning, content, commands):
   assert message.status == 'ok'
 
 
+PIECES = st.lists(
+  st.sampled_from(markup.SPECIAL_TOKENS).map(lambda t: chat.Piece(t, special=True))
+  | st.sampled_from(
+    [
+      '\n', '\n\n', '<invoke name="sh">', '</invoke>', '<parameter name="cmd">',
+      '</parameter>', *markup.SPECIAL_TOKENS, ' word',
+    ]
+  ).map(chat.Piece)
+  | PLAIN.map(chat.Piece),
+  max_size=14,
+)  # fmt: skip
+
+
 @settings(deadline=None, max_examples=400)
-@given(GENERATED, st.data())
-def test_chunking_changes_nothing(text, data):
-  """A stream must end with what the whole text says, wherever the network cut it."""
-  cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=20)) | {0})
+@given(PIECES, st.data())
+def test_cutting_plain_text_changes_nothing(whole_pieces, data):
+  """A stream must end with what the whole response says, however its text was cut."""
   parser = chat.StreamParser(TOOLS)
   deltas = []
-  for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
-    deltas += parser.feed(text[start:end])
+  for piece in whole_pieces:
+    cuts = {0, len(piece.text)}
+    if not piece.special:
+      cuts |= data.draw(st.sets(st.integers(0, len(piece.text)), max_size=5))
+    cuts = sorted(cuts)
+    for start, end in zip(cuts, cuts[1:], strict=False):
+      deltas += parser.feed([chat.Piece(piece.text[start:end], piece.special)])
   deltas += parser.finish()
-  whole = chat.parse(text, TOOLS)
+  whole = chat.parse(whole_pieces, TOOLS)
   assert parser.message == whole
+  assert parser.message.call_text == whole.call_text
   joined = {'reasoning_content': '', 'content': ''}
   for delta in deltas:
     if delta.kind != 'tool_call':
@@ -97,6 +115,36 @@ def test_chunking_changes_nothing(text, data):
   assert joined == {'reasoning_content': whole.reasoning, 'content': whole.content}
   calls = [delta.call for delta in deltas if delta.kind == 'tool_call']
   assert calls == list(whole.tool_calls)
+
+
+@settings(deadline=None, max_examples=200)
+@given(PIECES)
+def test_plain_text_is_never_markup(generated):
+  """With every special token spelled in plain tokens, all of it is reasoning."""
+  text = ''.join(piece.text for piece in generated)
+  message = chat.parse([chat.Piece(text)] if text else [], TOOLS)
+  assert message == chat.Message(reasoning=text, status=Status.UNCLOSED_THINKING)
+
+
+def test_a_quoted_call_is_text(trained):
+  """A model that reads a file holding a tool call may quote it, anywhere."""
+  quoted = call_text(cmd='rm -rf /') + '</think>[e~['
+  plain = trained.encode(quoted, special=False)
+  think_end, eos = trained.think_end_id, trained.eos_id
+  ids = [*plain, think_end, *plain, eos]
+  message = chat.parse(tokenizer.pieces(trained, ids), TOOLS)
+  assert (message.reasoning, message.content) == (quoted, quoted)
+  assert message.status == Status.OK and not message.tool_calls
+
+  start, end = trained.tool_call_id, trained.tool_call_end_id
+  before = trained.encode('<invoke name="sh">\n<parameter name="cmd">', special=False)
+  after = trained.encode('</parameter>\n</invoke>\n', special=False)
+  inner = '<minimax:tool_call>\n</minimax:tool_call> x'
+  ids = [think_end, start, *before, *trained.encode(inner, special=False)]
+  ids += [*after, end, eos]
+  message = chat.parse(tokenizer.pieces(trained, ids), TOOLS)
+  assert [call.arguments for call in message.tool_calls] == [{'cmd': inner}]
+  assert message.status == Status.OK
 
 
 @settings(deadline=None, max_examples=300)
@@ -113,14 +161,17 @@ def test_any_text_gives_a_message_that_can_be_sent(text):
 def test_stream_sends_text_as_soon_as_it_cannot_be_markup():
   """Streaming that waits for the end would not be streaming."""
   parser = chat.StreamParser()
-  assert parser.feed('I think') == [('reasoning_content', 'I think', None)]
-  assert parser.feed('.\n</th') == [('reasoning_content', '.', None)]
-  assert parser.feed('ink>\n\nFour') == [('content', 'Four', None)]
-  assert parser.feed(' < five\n') == [('content', ' < five', None)]
-  assert parser.feed('[e~[') == [('content', '\n', None)]
-  assert parser.finish() == []
+  feed = lambda text: parser.feed([chat.Piece(text)])
+  special = lambda text: parser.feed([chat.Piece(text, special=True)])
+  assert feed('I think') == [('reasoning_content', 'I think', None)]
+  assert feed('.\n') == [('reasoning_content', '.', None)]
+  assert special('</think>') == []
+  assert feed('\n\nFour </th') == [('content', 'Four </th', None)]
+  assert feed(' < five\n') == [('content', ' < five', None)]
+  assert special('[e~[') == []
+  assert parser.finish() == [('content', '\n', None)]
   with pytest.raises(ValueError, match='after finish'):
-    parser.feed('more')
+    feed('more')
 
 
 @pytest.mark.parametrize(
@@ -215,6 +266,11 @@ def test_types(schema, text, value):
     ('array', '[' * 100_000),
     ('object', '{"a": NaN}'),
     ('object', '{"a": "\\ud800"}'),
+    ('object', '{"\\ud800": 1}'),
+    ('object', '{"a": 1, "a": 2}'),
+    ('object', '{"a": ' + '9' * 30 + '}'),
+    ('array', '[' * 100 + ']' * 100),
+    ('integer', '9' * 30),
   ],
 )
 def test_unfit_values_stay_text(kind, text):
@@ -240,3 +296,15 @@ def test_hostile_text_takes_linear_time():
     start = time.process_time()
     chat.parse(text, TOOLS)
     assert time.process_time() - start < 2
+
+
+def test_a_large_schema_is_read_once():
+  """A client's schema of 100,000 branches costs a call of 1,000 parameters nothing."""
+  branches = [{'type': 'integer'}, *[{'type': 'string'}] * 100_000]
+  schema = {'properties': {'p': {'anyOf': branches}}}
+  start = time.process_time()
+  call = '<invoke name="f">' + '<parameter name="p">7</parameter>' * 1000 + '</invoke>'
+  text = f'</think><minimax:tool_call>{call}</minimax:tool_call>'
+  message = chat.parse(text, [{'name': 'f', 'parameters': schema}])
+  assert message.tool_calls[0].arguments == {'p': 7}
+  assert time.process_time() - start < 2

@@ -171,18 +171,68 @@ def test_detokenizer_streams_what_decode_gives(any_tokenizer, seed, text):
   out, at = [], 0
   while at < len(ids):
     step = rng.randint(1, 3)
-    out.append(stream.push(ids[at : at + step]))
+    out += stream.push(ids[at : at + step])
     at += step
-  out.append(stream.flush())
-  assert ''.join(out) == any_tokenizer.decode(ids)
+  out += stream.flush()
+  assert ''.join(piece.text for piece in out) == any_tokenizer.decode(ids)
+  specials = [i for i in ids if i in any_tokenizer.special_ids.values()]
+  assert [any_tokenizer.special_ids[p.text] for p in out if p.special] == specials
 
 
 def test_detokenizer_waits_for_whole_characters(trained):
   """A client that shows each piece must never see a replacement character."""
   stream = tokenizer.Detokenizer(trained)
-  pieces = [stream.push([i]) for i in trained.encode('数🙂')]
+  ids = trained.encode('数🙂')
+  pieces = [''.join(p.text for p in stream.push([i])) for i in ids]
   assert ''.join(pieces) == '数🙂'
   assert set(pieces) == {'', '数', '🙂'}
+
+
+def test_only_special_ids_are_special_pieces(any_tokenizer):
+  """A special token spelled in plain tokens, as a file may hold it, is text."""
+  text = '<think>[e~[ <minimax:tool_call>'
+  plain = any_tokenizer.encode(text, special=False)
+  assert tokenizer.pieces(any_tokenizer, plain) == [(text, False)]
+  marked = any_tokenizer.encode(text)
+  assert [p.special for p in tokenizer.pieces(any_tokenizer, marked)] == [
+    True, True, False, True,
+  ]  # fmt: skip
+  # A character that a special token cuts in two is broken, as in `decode`.
+  half = any_tokenizer.encode('🙂', special=False)[:1] + marked[:1]
+  assert tokenizer.pieces(any_tokenizer, half)[0] == ('\ufffd', False)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+  text=st.text(max_size=60)
+  | st.lists(
+    st.sampled_from(
+      [
+        *markup.SPECIAL_TOKENS,
+        markup.TOOLS_HEADER,
+        'user\n',
+        ' grep',
+        '\n',
+        'é',
+        '~~~~',
+      ]
+    ),
+    max_size=12,
+  ).map(''.join)
+)
+def test_fewest_tokens_is_a_lower_bound(any_tokenizer, text):
+  """A prompt refused by its bytes must never be one that would have fitted."""
+  tokens = len(any_tokenizer.encode(text, special=False))
+  assert any_tokenizer.fewest_tokens(text) <= tokens
+
+
+def test_fewest_tokens_is_of_use(trained):
+  """The bound refuses what is far too long."""
+  text = '~' * 100_000
+  assert trained.fewest_tokens(text) > 100_000 / 32
+  assert trained.fewest_tokens('') == 0
+  with pytest.raises(ValueError, match='lone surrogate'):
+    trained.fewest_tokens('\ud800')
 
 
 def test_ids_outside_the_vocabulary_decode(trained):

@@ -1,0 +1,248 @@
+"""HTTP connections with bounds: headers, time, idle connections.
+
+uvicorn's httptools connection bounds neither the bytes nor the time of headers and
+bodies, accepts any number of connections (`limit_concurrency` only answers 503 on
+them), and waits without end for a client that does not read. `Connection` adds that. It
+also refuses what makes the parser call back thousands of times for one read of the
+socket, which would hold the loop: bodies in chunks of a few bytes, and many requests
+sent ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from m2jax.gateway.config import GatewayConfig
+from m2jax.gateway.counters import Counters
+from m2jax.gateway.errors import ApiError
+
+# What a header costs beside its bytes (RFC 7541 §4.1).
+_HEADER_OVERHEAD_BYTES = 32
+
+# A body may come in this many chunks of any size; in more, they must average
+_ANY_CHUNKS = 1000
+_LEAST_CHUNK_BYTES = 32
+# Requests that may wait behind the one being answered.
+_PIPELINED_REQUESTS = 8
+# Of a body that was answered already, dropped before the connection is closed.
+_UNREAD_BYTES = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refusal:
+  """An answer that ends a connection.
+
+  Attributes:
+    reason: label of the counter closed_connections_total.
+  """
+
+  status: int
+  reason: str
+  message: str
+
+  def response(self) -> bytes:
+    error = ApiError(self.status, self.message, code=self.reason)
+    body = json.dumps(error.body()).encode()
+    return STATUS_LINE[self.status] + (
+      b'content-type: application/json\r\ncontent-length: %d\r\n'
+      b'connection: close\r\n\r\n%b' % (len(body), body)
+    )
+
+
+class Connection(HttpToolsProtocol):
+  """One client's connection.
+
+  A timer runs while a request's headers are awaited and one while its body is; both are
+  set when the wait begins and no byte extends them. While a response is under way, what
+  a client sends ahead is not timed: reading pauses after the next request's headers.
+
+  Attributes:
+    idle_since: monotonic time since when it waits for a next request; else None.
+  """
+
+  def __init__(self, bounds: GatewayConfig, counters: Counters, **server):
+    super().__init__(**server)
+    self._bounds = bounds
+    self._counters = counters
+    self._refusal: _Refusal | None = None  # sent
+    self._fault: _Refusal | None = None  # found in a callback of the parser
+    self._in_headers = self._in_body = self._heard = False
+    self._header_bytes = 0  # of the complete lines of the present request
+    self._partial_bytes = 0  # fed since the parser last found something
+    self._found = False  # it did, in the data being fed
+    self._chunks = self._body_bytes = 0  # of the present body
+    self._unread_bytes = 0  # of a body whose response is complete already
+    self._waits_for: str | None = None
+    self._timer = self._write_timer = None
+    self.idle_since: float | None = None
+
+  # The connection's life.
+
+  def connection_made(self, transport):
+    super().connection_made(transport)
+    limit = self._bounds.max_connections
+    if len(self.connections) > limit:
+      idle = [c for c in self.connections if c.idle_since is not None]
+      if not idle:
+        self._refuse(
+          _Refusal(503, 'connections', f'max_connections={limit} are open; try again')
+        )
+        return
+      self._counters.add('closed_connections_total', reason='idle')
+      oldest = min(idle, key=lambda connection: connection.idle_since)
+      oldest.transport.close()
+      self.connections.discard(oldest)
+    self._watch()
+
+  def connection_lost(self, exc):
+    for timer in (self._timer, self._write_timer, self.timeout_keep_alive_task):
+      if timer is not None:
+        timer.cancel()
+    super().connection_lost(exc)
+
+  def data_received(self, data: bytes):
+    if self._refusal is not None or self.parser is None:
+      return
+    self._heard, self.idle_since = True, None
+    self._found = False
+    super().data_received(data)
+    if self._found:
+      self._partial_bytes = 0
+    elif self._refusal is None:  # a header, or a trailer, without an end
+      self._partial_bytes += len(data)
+      if self._partial_bytes > self._bounds.max_header_bytes:
+        self._refuse(self._too_many_header_bytes())
+    self._watch()
+
+  # The parser's callbacks. An exception ends in `send_400_response`.
+
+  def on_message_begin(self):
+    super().on_message_begin()
+    self._in_headers = self._found = True
+    self._header_bytes = 0
+
+  def on_url(self, url: bytes):
+    self._count_header_bytes(len(url))
+    super().on_url(url)
+
+  def on_header(self, name: bytes, value: bytes):
+    self._count_header_bytes(len(name) + len(value) + _HEADER_OVERHEAD_BYTES)
+    super().on_header(name, value)
+
+  def on_headers_complete(self):
+    self._in_headers, self._in_body, self._found = False, True, True
+    self._chunks = self._body_bytes = 0
+    if len(self.pipeline) >= _PIPELINED_REQUESTS:
+      self._find(400, 'pipelined', f'send at most {_PIPELINED_REQUESTS} requests ahead')
+    super().on_headers_complete()
+
+  def on_body(self, body: bytes):
+    self._found = True
+    self._chunks += 1
+    self._body_bytes += len(body)
+    if (
+      self._chunks > _ANY_CHUNKS
+      and self._body_bytes < _LEAST_CHUNK_BYTES * self._chunks
+    ):
+      self._find(400, 'chunks_too_small', 'send the body in chunks of 64 bytes or more')
+    super().on_body(body)
+    if self.cycle.response_complete:
+      # Read on for a while: a client that still sends would not see the response.
+      self._unread_bytes += len(body)
+      if self._unread_bytes > _UNREAD_BYTES:
+        self.transport.abort()
+
+  def on_message_complete(self):
+    self._in_body, self._found = False, True
+    self._unread_bytes = 0
+    super().on_message_complete()
+
+  def on_response_complete(self):
+    super().on_response_complete()
+    if not self._in_headers and not self._in_body and not self.pipeline:
+      self.idle_since = time.monotonic()  # finer than the loop
+    self._watch()
+
+  def send_400_response(self, msg: str):
+    self._refuse(self._fault or _Refusal(400, 'invalid_http', msg))
+
+  def _find(self, status: int, reason: str, message: str):
+    """Ends the parsing; `send_400_response` follows."""
+    self._fault = _Refusal(status, reason, message)
+    raise ValueError(reason)
+
+  def _count_header_bytes(self, count: int):
+    self._header_bytes += count
+    if self._header_bytes > self._bounds.max_header_bytes:
+      self._fault = self._too_many_header_bytes()
+      raise ValueError(self._fault.reason)
+
+  def _too_many_header_bytes(self) -> _Refusal:
+    limit = self._bounds.max_header_bytes
+    message = f'the headers are larger than max_header_bytes={limit}'
+    return _Refusal(431, 'headers_too_large', message)
+
+  # Timers.
+
+  def _watch(self):
+    """Sets the timer of what the connection waits for now, if that is new."""
+    waits_for = self._awaited()
+    if waits_for == self._waits_for:
+      return
+    if self._timer is not None:
+      self._timer.cancel()
+      self._timer = None
+    self._waits_for = waits_for
+    if waits_for is not None:
+      seconds = getattr(self._bounds, f'{waits_for}_timeout_s')
+      self._timer = self.loop.call_later(seconds, self._late, waits_for, seconds)
+
+  def _awaited(self) -> str | None:
+    if self._refusal is not None or self.transport.is_closing():
+      return None
+    responding = self.cycle is not None and not self.cycle.response_complete
+    if self._in_body and not self.pipeline:
+      return 'body'
+    if responding or self.idle_since is not None:  # idle: uvicorn's keep-alive timer
+      return None
+    return 'header'
+
+  def _late(self, waits_for: str, seconds: float):
+    self._timer = None
+    message = f'no complete {waits_for} within {waits_for}_timeout_s={seconds:g}'
+    self._refuse(_Refusal(408, f'{waits_for}_timeout', message))
+
+  def pause_writing(self):
+    super().pause_writing()
+    seconds = self._bounds.write_timeout_s
+    self._write_timer = self.loop.call_later(seconds, self._stuck)
+
+  def resume_writing(self):
+    super().resume_writing()
+    if self._write_timer is not None:
+      self._write_timer.cancel()
+      self._write_timer = None
+
+  def _stuck(self):
+    self._counters.add('closed_connections_total', reason='write_timeout')
+    self.transport.abort()
+
+  def _refuse(self, refusal: _Refusal):
+    """Ends the connection, with an answer where none has begun."""
+    if self._refusal is not None:
+      return
+    self._refusal = refusal
+    self._counters.add('closed_connections_total', reason=refusal.reason)
+    begun = (
+      self.cycle is not None
+      and self.cycle.response_started
+      and not (self.cycle.response_complete and (self._in_headers or not self._in_body))
+    )
+    if self._heard and not begun or refusal.status == 503:
+      self.transport.write(refusal.response())
+    self.transport.close()
+    self._watch()

@@ -1,0 +1,237 @@
+"""Reads requests: small ones on the gateway's loop, large ones in reader processes.
+
+`Readers.read` gives a Reading: the checked request, and a way to encode what of it a
+plan needs. Both ways run the same code (`protocol.parse_request`, `prompts.encode`).
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from absl import logging
+
+from m2jax.gateway import prompts, protocol
+from m2jax.gateway.config import GatewayConfig
+from m2jax.gateway.errors import busy, too_large
+from m2jax.gateway.reader_process import Encode, Read, Setup, receive, send
+from m2jax.text.tokenizer import Tokenizer
+
+_START_TIMEOUT_S = 60.0
+# The child finds this package where the parent did, however that was started.
+_MAIN = (
+  'import json, sys; sys.path[:] = json.loads(sys.argv[1]); '
+  'from m2jax.gateway import reader_process; reader_process.main()'
+)
+# A thread a core would cost each reader start-up time and memory, and gain it nothing.
+_ONE_THREAD = {
+  'OMP_NUM_THREADS': '1',
+  'OPENBLAS_NUM_THREADS': '1',
+  'TOKENIZERS_PARALLELISM': 'false',
+}
+
+
+class Reading(Protocol):
+  """A request as read.
+
+  Attributes:
+    request: the checked request.
+  """
+
+  request: protocol.ChatRequest
+
+  async def encode(self, part: prompts.Part) -> array.array:
+    """Token ids of a part. Raises ApiError (400, 413)."""
+
+
+class _Inline:
+  """A reading on the loop."""
+
+  def __init__(self, body: bytearray, tokenizer: Tokenizer):
+    self.request, self._messages = protocol.parse_request(body)
+    self._tokenizer = tokenizer
+
+  async def encode(self, part: prompts.Part) -> array.array:
+    return prompts.encode(self._messages, self.request.tools, part, self._tokenizer)
+
+
+class _Remote:
+  """A reading in a reader process."""
+
+  def __init__(self, readers: Readers, process: _Process, request):
+    self._readers, self._process = readers, process
+    self.request = request
+
+  async def encode(self, part: prompts.Part) -> array.array:
+    return await self._readers.ask(self._process, Encode(part))
+
+
+class Readers:
+  """The ways to read a request. Used on the gateway's loop only, but for `close`."""
+
+  def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, context_tokens: int):
+    self._config = config
+    self._tokenizer = tokenizer
+    # Made once: for a large vocabulary it takes a while.
+    self._setup = Setup(tokenizer.to_json(), context_tokens, config.read_memory_bytes)
+    self._threads: concurrent.futures.Executor | None = None
+    # Processes are started when the first large request comes.
+    self._processes = [_Process() for _ in range(config.readers)]
+    self._idle = list(self._processes)
+    self._waiting: list[asyncio.Future] = []
+
+  @contextlib.asynccontextmanager
+  async def read(self, body: bytearray) -> AsyncIterator[Reading]:
+    """Reads a body; the reading holds inside the context.
+
+    Raises:
+      ApiError: 400 for a fault in the body; 413 where reading it takes more time or
+        memory than the settings allow; 429 where too many wait to be read.
+    """
+    if len(body) <= self._config.inline_bytes:
+      yield _Inline(body, self._tokenizer)
+      return
+    process = await self._take()
+    try:
+      request = await self.ask(process, Read(body))
+      yield _Remote(self, process, request)
+    finally:
+      self._give_back(process)
+
+  async def ask(self, process: _Process, command: Read | Encode) -> Any:
+    """A process's answer. On cancellation the process ends."""
+    if self._threads is None:
+      self._threads = concurrent.futures.ThreadPoolExecutor(
+        self._config.readers, 'readers'
+      )
+    loop = asyncio.get_running_loop()
+    work = loop.run_in_executor(
+      self._threads, process.ask, self._setup, command, self._config.read_timeout_s
+    )
+    try:
+      return await work
+    except asyncio.CancelledError:
+      process.kill()
+      raise
+
+  def close(self):
+    """Ends the processes; a later request starts them again."""
+    for process in self._processes:
+      process.kill()
+    if self._threads is not None:
+      self._threads.shutdown()
+      self._threads = None
+
+  async def _take(self) -> _Process:
+    if self._idle:
+      return self._idle.pop()
+    if len(self._waiting) >= self._config.max_waiting_reads:
+      raise busy(
+        f'max_waiting_reads={self._config.max_waiting_reads} large requests wait to be '
+        'read; try again'
+      )
+    turn = asyncio.get_running_loop().create_future()
+    self._waiting.append(turn)
+    try:
+      return await turn
+    except asyncio.CancelledError:
+      if turn.done() and not turn.cancelled():
+        self._give_back(turn.result())
+      else:
+        self._waiting.remove(turn)
+      raise
+
+  def _give_back(self, process: _Process):
+    while self._waiting:
+      turn = self._waiting.pop(0)
+      if not turn.done():
+        turn.set_result(process)
+        return
+    self._idle.append(process)
+
+
+class _Process:
+  """A reader process, started when needed and again after its end."""
+
+  def __init__(self):
+    self._child: subprocess.Popen | None = None
+
+  def ask(self, setup: Setup, command: Read | Encode, timeout_s: float) -> Any:
+    """Blocks until the answer. Raises ApiError, or RuntimeError for a fault of ours."""
+    if self._child is None or self._child.poll() is not None:
+      if isinstance(command, Encode):
+        raise RuntimeError('the reader process ended between two steps of a request')
+      self._child = self._start(setup)
+    child = self._child
+    late = threading.Event()
+
+    def kill():
+      late.set()
+      child.kill()
+
+    timer = threading.Timer(timeout_s, kill)
+    timer.start()
+    try:
+      send(child.stdin, command)
+      kind, value = receive(child.stdout)
+    except (EOFError, OSError, ValueError):  # ValueError: closed by `kill`
+      _end(child)
+      if late.is_set():
+        raise too_large(
+          f'reading the request takes more than read_timeout_s={timeout_s:g}: send less'
+        ) from None
+      logging.warning('gateway: a reader process ended, code %s', child.returncode)
+      raise too_large(
+        'reading the request takes more than read_memory_bytes, or ended the process '
+        'that read it: send less'
+      ) from None
+    finally:
+      timer.cancel()
+    if kind == 'refused':
+      raise value
+    if kind == 'failed':
+      raise RuntimeError(f'a reader process failed: {value}')
+    return value
+
+  def kill(self):
+    """Ends the process; from any thread. A later `ask` starts another."""
+    child, self._child = self._child, None
+    if child is not None:
+      _end(child)
+
+  def _start(self, setup: Setup) -> subprocess.Popen:
+    child = subprocess.Popen(
+      [sys.executable, '-c', _MAIN, json.dumps(sys.path)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      start_new_session=True,  # Ctrl-C is for the parent
+      env={**os.environ, **_ONE_THREAD},
+    )
+    timer = threading.Timer(_START_TIMEOUT_S, child.kill)
+    timer.start()
+    try:
+      send(child.stdin, setup)
+      receive(child.stdout)
+    except (EOFError, OSError) as error:
+      _end(child)
+      raise RuntimeError('a reader process does not start; see stderr') from error
+    finally:
+      timer.cancel()
+    return child
+
+
+def _end(child: subprocess.Popen):
+  child.kill()
+  child.wait()
+  for stream in (child.stdin, child.stdout):
+    with contextlib.suppress(OSError):  # what was not written yet is lost
+      stream.close()
