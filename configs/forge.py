@@ -75,18 +75,34 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   )
   c.rl = dict(
     steps=60,
-    seconds=0.0,
-    dev_every=10,
+    seconds=0.0,  # no limit
+    dev_every=10,  # updates between evaluations on the development split
     dev_tasks=105,
-    groups_per_step=16,
+    patience=3,  # stop after so many of them without a new best
+    groups_per_step=16,  # with a non-zero advantage
+    refill_factor=3.0,  # take at most this many times as many to find them
     group_size=8,
     capacity=32,  # N, in groups
     window='default',  # W = 0.3 N
+    item_deadline_s=300.0,
+    updates_per_batch=1,
     checkpoint_every=20,
-    curriculum=dict(floor=0.1),  # of a family that never fails
+    curriculum=dict(floor=0.1, memory=64.0),
     learner=dict(
+      algorithm='cispo',  # or 'expert_iteration'
+      is_weight_max=5.0,
+      normaliser='prompt',  # or 'token'
+      shuffle_rewards=False,
       step=dict(micro_rows=2, detach_mtp=True),
-      reward=dict(alpha=0.1, beta=0.0),
+      reward=dict(
+        alpha=0.1,  # of the process reward: a malformed turn is -1
+        beta=0.0,  # of the speed reward: at most 1, for a success
+        gamma=1.0,
+        thinking_bonus=0.0,
+        baseline='mean',
+        baseline_over='trajectory',  # or 'turn'
+        normalise=False,  # by the standard deviation of the group
+      ),
     ),
     optimizer=dict(
       name='muon',
