@@ -10,7 +10,7 @@ from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError
 from m2jax.forge import run
 from m2jax.forge.config import ForgeConfig
-from m2jax.forge.rl_loop import RolloutsFailed
+from m2jax.forge.roles import RolloutsFailed
 from m2jax.observe import stats
 from m2jax.train.workdir import OtherRun
 

@@ -36,10 +36,6 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between submissions after fail
 _PROBES = 32  # failures in a row beyond the capacity, by default
 
 
-class RolloutsFailed(RuntimeError):
-  """No rollout group completes any more; the message says why."""
-
-
 class RlLoop:
   """`resume` once, then `run`, which trains until the budget is used up.
 
@@ -125,7 +121,7 @@ class RlLoop:
     try:
       while not self._over() and self._step():
         pass
-    except RolloutsFailed as error:
+    except roles_lib.RolloutsFailed as error:
       failed = error
     if self._saved != self._learner.version:
       self._save(self._learner.version)
@@ -229,13 +225,13 @@ class RlLoop:
       raise self._broken
     failed, reason = self._queue.failed_in_a_row, self._queue.last_failure
     if not self._roles.scheduler.alive:
-      raise RolloutsFailed(
+      raise roles_lib.RolloutsFailed(
         f'the rollout engine has stopped; see the log. The last failure of a rollout '
         f'group: {reason or "none"}'
       )
     limit = self._rl.max_failed_groups or self._rl.capacity + _PROBES
     if failed >= limit:
-      raise RolloutsFailed(
+      raise roles_lib.RolloutsFailed(
         f'{failed} rollout groups failed in a row (rl.max_failed_groups is {limit}), '
         f'the last: {reason}. Mend the cause and start the run again: it goes on from '
         f'step {self._learner.version}'

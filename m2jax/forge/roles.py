@@ -22,6 +22,10 @@ from m2jax.tasks import terminal
 from m2jax.text.tokenizer import Tokenizer
 
 
+class RolloutsFailed(RuntimeError):
+  """Engine, gateway or sandbox do not work any more; the message says why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
   """The running roles that produce trajectories."""
@@ -107,6 +111,9 @@ def success_on(
   """Success of the engine's weights on a split: all, then by family and chain length.
 
   The tasks are the split's first; one episode each.
+
+  Raises:
+    RolloutsFailed: infrastructure ended every episode, so that nothing was measured.
   """
   specs = [
     terminal.spec(split, i, seed=0, config=config.terminal) for i in range(tasks)
@@ -126,6 +133,11 @@ def success_on(
       calls = terminal.make(t.task).baseline_calls
       for cell in (('all', None), (t.family, calls)):
         cells[cell].append(t.success)
+  if out and not cells:
+    raise RolloutsFailed(
+      f'none of {len(out)} episodes on the split {split!r} could be judged; the last '
+      f'ended by {out[-1].reason}'
+    )
   order = sorted(cells, key=lambda cell: (cell[0] != 'all', cell))
   return [
     Tally(*cell, successes=sum(cells[cell]), n=len(cells[cell])) for cell in order

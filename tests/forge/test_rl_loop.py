@@ -201,7 +201,7 @@ def test_a_sandbox_that_never_works(tmp_path, tok, monkeypatch):
   boxes = Sandboxes(monkeypatch)
   boxes.until_s = float('inf')
   with Run(tmp_path, tok, max_failed_groups=6) as run:
-    with pytest.raises(rl_loop.RolloutsFailed) as error:
+    with pytest.raises(roles.RolloutsFailed) as error:
       run.loop.run()
     for part in ('6 rollout groups', 'max_failed_groups', 'no space left on device'):
       assert part in str(error.value)

@@ -1,0 +1,72 @@
+"""Evaluation of the engine's weights: what is counted, and what nobody can count."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import types
+
+import pytest
+
+from m2jax.forge import roles
+from m2jax.records import Trajectory
+from m2jax.tasks import terminal
+
+
+class Runner:
+  """Episodes that end as `judge(task)` says: a success, or None for infrastructure."""
+
+  def __init__(self, judge):
+    self._judge = judge
+
+  def group(self, spec, count, **_):
+    task = terminal.make(spec)
+    success = self._judge(task)
+    end = Trajectory(
+      session=spec,
+      item=-1,
+      rank=0,
+      task=spec,
+      family=task.family,
+      ended='infrastructure' if success is None else 'answer',
+      reason='no sandbox',
+      success=success or 0.0,
+      wall_s=0.0,
+      tool_calls=0,
+    )
+    future = concurrent.futures.Future()
+    future.set_result([end] * count)
+    return future
+
+
+def success_on(judge, tasks=60):
+  config = types.SimpleNamespace(terminal=terminal.TerminalConfig())
+  pool = types.SimpleNamespace(add_trajectory=lambda trajectory: None)
+  running = types.SimpleNamespace(runner=Runner(judge))
+  return roles.success_on(config, running, pool, 'dev', tasks, 1.0)
+
+
+def test_cells_add_up_to_all():
+  """Each family and chain length has its own count, and together they are all."""
+  found = success_on(lambda task: float(task.baseline_calls < 3))
+  total, *cells = found
+  assert (total.family, total.calls, total.n) == ('all', None, 60)
+  assert sum(cell.n for cell in cells) == 60
+  assert sum(cell.successes for cell in cells) == total.successes > 0
+  assert {cell.successes == cell.n for cell in cells if cell.calls < 3} == {True}
+
+
+def test_failures_of_the_machine_are_not_judged():
+  """Half of the episodes broke: the rate is that of the others."""
+
+  def judge(task):
+    index = int(task.spec.rpartition('/')[2].partition('?')[0])
+    return None if index % 2 else 1.0
+
+  total, *_ = success_on(judge)
+  assert total.successes == total.n == 30
+
+
+def test_an_evaluation_that_judged_nothing_is_an_error():
+  """A success rate of 0 would be a lie; the reason is what helps."""
+  with pytest.raises(roles.RolloutsFailed, match='60 episodes.*no sandbox'):
+    success_on(lambda task: None)
