@@ -93,7 +93,9 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       is_weight_max=5.0,
       normaliser='prompt',  # or 'token'
       shuffle_rewards=False,
-      step=dict(micro_rows=2, detach_mtp=True),
+      row_tokens=2048,  # most groups are one row
+      row_terms=3072,
+      step=dict(micro_rows=1, detach_mtp=True),
       reward=dict(
         alpha=0.1,  # of the process reward: a malformed turn is -1
         beta=0.0,  # of the speed reward: at most 1, for a success
