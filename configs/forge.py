@@ -44,9 +44,13 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     lines=(20, 80),
     pseudo_names=0.7,
     pseudo_words=0.7,
+    spare_calls=2,
     weights=ASKED,
   )
-  c.teacher = dict(scale=1.0)  # of the mistake rates; 0 is a perfect teacher
+  c.teacher = dict(
+    scale=1.0,  # of the mistake rates; 0 is a perfect teacher
+    looks=0.2,  # lists the files before a command, while calls are to spare
+  )
   c.engine = dict(slots=64, context_tokens=640)
   c.engine.update(  # few shapes: each takes seconds to compile
     decode_rows=(64,),

@@ -127,6 +127,19 @@ def test_malformed_call_is_answered_and_made_good():
   assert all(demonstrate(task, config).mistakes == () for task in strict)
 
 
+def test_looks_cost_spare_calls_and_change_nothing():
+  """The teacher lists the files while it may, and does the same as without."""
+  config = teacher.TeacherConfig(malformed_call=0.0, rates={}, looks=1.0)
+  for spare in (0, 1, 2):
+    knobs = terminal.TerminalConfig(spare_calls=spare)
+    for task in tasks_of('steps_3', 6, config=knobs):
+      demo, plain = demonstrate(task, config), demonstrate(task, PERFECT)
+      done = [call[shell.ARGUMENT] for call in commands(demo)]
+      assert done.count('ls') == spare and demo.success == 1.0
+      without = [command for command in done if command != 'ls']
+      assert without == [call[shell.ARGUMENT] for call in commands(plain)]
+
+
 def test_demonstrations_are_repeatable_and_attempts_differ():
   """The SFT set is a function of config and specs; a second pass may err elsewhere."""
   tasks = [task for family in FAMILIES for task in tasks_of(family, 2)]

@@ -91,6 +91,9 @@ class TeacherConfig:
     rates: family -> kind of mistake -> probability, each time it could be made.
       Families or kinds left out are free of it.
     malformed_call: probability of one malformed tool call in a demonstration.
+    looks: probability, before each command, that the teacher lists the files first,
+      as long as calls are to spare. No mistake, and nothing follows from it: how many
+      calls were made then says little about how much is left to do.
     scale: multiplies every rate, capped at 1; 0 makes the teacher perfect.
     seed: which stream of mistakes.
   """
@@ -99,6 +102,7 @@ class TeacherConfig:
     default_factory=lambda: RATES
   )
   malformed_call: float = 0.05
+  looks: float = 0.0
   scale: float = 1.0
   seed: int = 0
 
@@ -120,11 +124,13 @@ class TeacherConfig:
           raise ValueError(
             f'TeacherConfig.rates[{family!r}][{kind!r}] is {rate}: expected 0-1'
           )
-    if not 0.0 <= self.malformed_call <= 1.0 or self.scale < 0.0:
-      raise ValueError(
-        f'TeacherConfig.malformed_call is {self.malformed_call} and scale is '
-        f'{self.scale}: expected a probability and a factor of 0 or more'
-      )
+    for name in ('malformed_call', 'looks'):
+      if not 0.0 <= getattr(self, name) <= 1.0:
+        raise ValueError(
+          f'TeacherConfig.{name} is {getattr(self, name)}: expected a probability'
+        )
+    if self.scale < 0.0:
+      raise ValueError(f'TeacherConfig.scale is {self.scale}: expected 0 or more')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +197,9 @@ async def demonstrate(
   lesson = terminal.FAMILIES[task.family].teach(
     task.params, lambda kind: slips(kind, rates.get(kind, 0.0))
   )
-  may_spare_one = task.max_tool_calls > task.baseline_calls
-  malformed = may_spare_one and slips('malformed_call', config.malformed_call)
+  spare = task.max_tool_calls - task.baseline_calls
+  malformed = spare > 0 and slips('malformed_call', config.malformed_call)
+  spare -= malformed
   printed = None
   while True:
     try:
@@ -200,6 +207,9 @@ async def demonstrate(
     except StopIteration as end:
       answer: draw.Answer = end.value
       break
+    if spare and config.looks and rng.random() < config.looks:
+      await call('look around', {shell.ARGUMENT: 'ls'})
+      spare -= 1
     if malformed:
       await call(thought, {MISNAMED_ARGUMENT: command})
       malformed = False
