@@ -49,7 +49,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   )
   c.teacher = dict(
     scale=1.0,  # of the mistake rates; 0 is a perfect teacher
-    looks=0.2,  # lists the files before a command, while calls are to spare
+    looks=0.06,  # lists the files before a command, while calls are to spare
   )
   c.engine = dict(slots=64, context_tokens=640)
   c.engine.update(  # few shapes: each takes seconds to compile
@@ -64,29 +64,29 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     agent=dict(max_tokens=64, observation_bytes=400, system='Use sh.'),
   )
   c.sft = dict(
-    demonstrations=4000,
+    demonstrations=6000,
     families=DEMONSTRATED,
     tokens_per_step=2048,  # input tokens, before prefixes are merged
     row_tokens=1024,
-    loop=dict(steps=850, checkpoint_every=400),
+    loop=dict(steps=1100, checkpoint_every=400),
     step=dict(micro_rows=2),
     optimizer=dict(
       name='muon',
       learning_rate=0.02,
       adam_learning_rate=3e-3,
-      schedule=dict(kind='wsd', total_steps=850, decay_steps=300, final_fraction=0.1),
+      schedule=dict(kind='wsd', total_steps=1100, decay_steps=400, final_fraction=0.1),
     ),
   )
   c.rl = dict(
-    steps=60,
+    steps=40,
     seconds=0.0,  # no limit
     dev_every=10,  # updates between evaluations on the development split
     dev_tasks=105,
     patience=3,  # stop after so many of them without a new best
-    groups_per_step=16,  # with a non-zero advantage
+    groups_per_step=8,  # with a non-zero advantage
     refill_factor=3.0,  # take at most this many times as many to find them
-    group_size=8,
-    capacity=32,  # N, in groups
+    group_size=16,
+    capacity=16,  # N, in groups
     window='default',  # W = 0.3 N
     item_deadline_s=300.0,
     updates_per_batch=1,
@@ -107,14 +107,14 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
         thinking_bonus=0.0,
         baseline='mean',
         baseline_over='trajectory',  # or 'turn'
-        normalise=False,  # by the standard deviation of the group
+        normalise=True,  # by the standard deviation of the group
       ),
     ),
     optimizer=dict(
       name='muon',
       learning_rate=5e-3,
-      adam_learning_rate=1e-3,
-      schedule=dict(kind='linear', total_steps=60, final_fraction=0.1),
+      adam_learning_rate=5e-4,
+      schedule=dict(kind='linear', total_steps=40, final_fraction=0.1),
     ),
   )
   c.more_sft = None
