@@ -49,7 +49,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   )
   c.teacher = dict(
     scale=1.0,  # of the mistake rates; 0 is a perfect teacher
-    looks=0.06,  # lists the files before a command, while calls are to spare
+    looks=0.2,  # lists the files before a command, while calls are to spare
   )
   c.engine = dict(slots=64, context_tokens=640)
   c.engine.update(  # few shapes: each takes seconds to compile
