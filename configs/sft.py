@@ -31,7 +31,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.model = dataclasses.asdict(model_config.tiny())
   c.tokenizer = ''  # path of a tokenizer.json; empty trains one on the chats
   c.sft = job.sft.to_dict()
-  del c.sft.demonstrations
+  del c.sft.demonstrations, c.sft.families
   if variant == 'smoke':
     c.sft.loop.update(steps=6, checkpoint_every=3, log_every=1)
   elif variant:
