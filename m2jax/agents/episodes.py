@@ -12,6 +12,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -43,6 +44,8 @@ class EpisodeConfig:
     backend: of the sandbox, 'bubblewrap' or 'rlimit_only'.
     limits: of the sandbox.
     concurrency: episodes at once, of training and of evaluation each.
+    evaluation_deadline_s: for all episodes of an evaluation together; what has not
+      ended then is an infrastructure failure.
     model: name the agent asks for.
   """
 
@@ -50,6 +53,7 @@ class EpisodeConfig:
   backend: str = 'bubblewrap'
   limits: sandbox.Limits = sandbox.Limits(cpu_s=2, wall_s=5.0)
   concurrency: int = 64
+  evaluation_deadline_s: float = 1200.0
   model: str = 'm2jax'
 
 
@@ -198,21 +202,44 @@ def evaluate(
   specs: Sequence[str],
   *,
   temperature: float = 1.0,
+  deadline_s: float = 1200.0,
   on_end: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
   """One episode per task, as an evaluation session without truncation of the sampling.
 
-  Trajectories that ended by infrastructure are tried once more; what fails twice is
-  returned as it is, for the caller to count apart.
+  Trajectories that ended by infrastructure are tried once more; what fails twice, or
+  has not ended after `deadline_s`, is returned as such a failure, for the caller to
+  count apart.
   """
+  ends_s = time.monotonic() + deadline_s
+
+  def result(spec, future) -> Trajectory:
+    try:
+      (trajectory,) = future.result(timeout=max(0.0, ends_s - time.monotonic()))
+    except concurrent.futures.TimeoutError:
+      future.cancel()
+      trajectory = Trajectory(
+        session=f'eval-{uuid.uuid4().hex}',
+        item=-1,
+        rank=0,
+        task=spec,
+        family=terminal.make(spec).family,
+        ended='infrastructure',
+        reason=f'the evaluation did not end within {deadline_s:g} s',
+        success=0.0,
+        wall_s=deadline_s,
+        tool_calls=0,
+      )
+    return trajectory
+
   sampling = {'temperature': temperature, 'top_p': 1.0, 'top_k': 0}
   options = dict(prefix='eval', mode='evaluation', sampling=sampling)
   futures = [runner.group(spec, 1, **options) for spec in specs]
   out = []
   for spec, future in zip(specs, futures, strict=True):
-    (trajectory,) = future.result()
-    if trajectory.ended == 'infrastructure':
-      (trajectory,) = runner.group(spec, 1, **options).result()
+    trajectory = result(spec, future)
+    if trajectory.ended == 'infrastructure' and time.monotonic() < ends_s:
+      trajectory = result(spec, runner.group(spec, 1, **options))
     if on_end is not None:
       on_end(trajectory)
     out.append(trajectory)

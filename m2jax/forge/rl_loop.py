@@ -161,17 +161,25 @@ class RlLoop:
     return done or self._out_of_time() or self._dev.flat(self._rl.patience)
 
   def _develop(self, step: int) -> None:
-    """Measures the weights on the development split while rollouts go on."""
-    success = roles_lib.evaluate(
-      self._config,
-      self._roles,
-      self._pool,
-      self._metrics,
-      stage='during RL',
-      step=step,
-      split='dev',
-      tasks=self._rl.dev_tasks,
-    )
+    """Measures the weights on the development split while rollouts go on.
+
+    An outage costs the measurement, not the run: whether that goes on, the failures of
+    its groups decide.
+    """
+    try:
+      success = roles_lib.evaluate(
+        self._config,
+        self._roles,
+        self._pool,
+        self._metrics,
+        stage='during RL',
+        step=step,
+        split='dev',
+        tasks=self._rl.dev_tasks,
+      )
+    except roles_lib.RolloutsFailed as error:
+      logging.warning('step %d: not measured: %s', step, error)
+      return
     self._dev.add(success)
     logging.info('step %d: development split %.3f', step, success)
 

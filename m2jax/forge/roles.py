@@ -126,7 +126,13 @@ def success_on(
     pool.add_trajectory(trajectory)
     on_progress(done / len(specs))
 
-  out = episodes.evaluate(roles.runner, specs, temperature=temperature, on_end=on_end)
+  out = episodes.evaluate(
+    roles.runner,
+    specs,
+    temperature=temperature,
+    deadline_s=config.episodes.evaluation_deadline_s,
+    on_end=on_end,
+  )
   cells: dict[tuple[str, int | None], list[float]] = collections.defaultdict(list)
   for t in out:
     if t.ended != 'infrastructure':  # nobody's failure, so not judged

@@ -104,6 +104,7 @@ class Run:
     base = forge_worker.config()
     fields = dict(steps=4, seconds=0.0, items=0, groups_per_step=2, group_size=2)
     fields |= dict(capacity=4, window=None, checkpoint_every=2, refill_factor=1.0)
+    fields |= dict(dev_every=0)
     rl = dataclasses.replace(base.rl, **fields | config)
     assert isinstance(rl, RlConfig)
     self.config = dataclasses.replace(base, rl=rl, model=model_config.tiny())
@@ -219,10 +220,13 @@ def test_the_budget_is_checked_while_waiting(tmp_path, tok, monkeypatch):
   assert 3.0 <= time.monotonic() - started_s < 30.0
 
 
-def test_an_engine_outage(tmp_path, tok):
-  """Requests that the engine refuses for two seconds cost their groups alone; an engine
-  that has stopped for good ends the run with what it said."""
-  with Run(tmp_path, tok, steps=1000, max_failed_groups=24) as run:
+@pytest.mark.parametrize('dev_every', [0, 1])
+def test_an_engine_outage(tmp_path, tok, dev_every):
+  """Requests that the engine refuses for two seconds cost their groups alone, and the
+  evaluations on the development split between them; an engine that has stopped for
+  good ends the run with what it said."""
+  options = dict(max_failed_groups=24, dev_every=dev_every, dev_tasks=2)
+  with Run(tmp_path, tok, steps=1000, **options) as run:
     thread, raised = in_thread(run)
     wait_until(lambda: run.learner.version >= 2)
     run.engine.broken = True

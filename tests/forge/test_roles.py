@@ -7,13 +7,17 @@ import types
 
 import pytest
 
+from m2jax.agents import episodes
 from m2jax.forge import roles
 from m2jax.records import Trajectory
 from m2jax.tasks import terminal
 
+HANGS = -1.0
+
 
 class Runner:
-  """Episodes that end as `judge(task)` says: a success, or None for infrastructure."""
+  """Episodes that end as `judge(task)` says: a success, None for infrastructure, or
+  never."""
 
   def __init__(self, judge):
     self._judge = judge
@@ -34,12 +38,16 @@ class Runner:
       tool_calls=0,
     )
     future = concurrent.futures.Future()
-    future.set_result([end] * count)
+    if success != HANGS:
+      future.set_result([end] * count)
     return future
 
 
-def success_on(judge, tasks=60):
-  config = types.SimpleNamespace(terminal=terminal.TerminalConfig())
+def success_on(judge, tasks=60, deadline_s=600.0):
+  config = types.SimpleNamespace(
+    terminal=terminal.TerminalConfig(),
+    episodes=episodes.EpisodeConfig(evaluation_deadline_s=deadline_s),
+  )
   pool = types.SimpleNamespace(add_trajectory=lambda trajectory: None)
   running = types.SimpleNamespace(runner=Runner(judge))
   return roles.success_on(config, running, pool, 'dev', tasks, 1.0)
@@ -70,3 +78,12 @@ def test_an_evaluation_that_judged_nothing_is_an_error():
   """A success rate of 0 would be a lie; the reason is what helps."""
   with pytest.raises(roles.RolloutsFailed, match='60 episodes.*no sandbox'):
     success_on(lambda task: None)
+
+
+def test_what_hangs_ends_with_the_deadline():
+  """An episode that never ends costs itself, and is no failure of the policy."""
+  first = terminal.spec('dev', 0)
+  total, *_ = success_on(
+    lambda task: HANGS if task.spec == first else 1.0, deadline_s=0.5
+  )
+  assert total.successes == total.n == 59
