@@ -34,7 +34,7 @@ class Evaluation:
   """Held-out success of one stage; every pair is (successes, tasks).
 
   Attributes:
-    stage: 'before SFT', 'after SFT', 'after RL', or a control's name.
+    stage: 'after SFT', 'after RL', or a control's.
     sampled: at temperature 1.
     greedy: at temperature 0, None where it was not measured.
     families: family → pair at temperature 1.
