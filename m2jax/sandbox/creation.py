@@ -95,13 +95,17 @@ async def _open(supervisor, backend, limits, env, host) -> sandbox_lib.Sandbox:
   try:
     number, path, uid = await asyncio.shield(opening)
   except asyncio.CancelledError:
-    opening.add_done_callback(
-      lambda done: done.exception() or supervisor.tell('close', done.result()[0])
-    )
+    opening.add_done_callback(lambda done: _close_unwanted(supervisor, done))
     raise
   if backend == 'bubblewrap':
     path = supervisor.root / path.lstrip('/')
   return sandbox_lib.Sandbox(supervisor, backend, limits, number, Path(path), uid)
+
+
+def _close_unwanted(supervisor: client.Supervisor, opening: asyncio.Future) -> None:
+  """Ends a sandbox that was opened for somebody who no longer waits for it."""
+  if not opening.cancelled() and opening.exception() is None:
+    supervisor.tell('close', opening.result()[0])
 
 
 async def _supervisor(backend: str, host: api.Host) -> client.Supervisor:

@@ -54,6 +54,9 @@ def config() -> ForgeConfig:
     capacity=6,
     checkpoint_every=CHECKPOINT_EVERY,
     refill_factor=MOST_PER_STEP / PER_STEP,
+    dev_every=6,
+    dev_tasks=2,
+    patience=0,  # a policy that learns nothing would end the run
   )
   values = c.to_dict()
   values['episodes'] = {**values['episodes'], 'backend': values.pop('sandbox')}
