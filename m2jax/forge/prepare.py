@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -101,12 +102,28 @@ def sft(
   return state.variables
 
 
-def take_over(start: Path, workdir: Path) -> None:
-  """Copies what another run made before its second phase, unless it is there already.
+# What decides the SFT weights: a run and its controls have these in common.
+_SHARED = ('seed', 'model', 'terminal', 'teacher', 'sft')
+
+
+def take_over(config: ForgeConfig, workdir: Path) -> None:
+  """Copies what the run `config.start` made before its second phase, if it is missing.
 
   Raises:
-    FileNotFoundError: the other run has not finished its SFT.
+    FileNotFoundError: the other run has not begun its SFT.
+    ValueError: its SFT had other settings.
   """
+  start = Path(config.start)
+  settings = start / 'config.json'
+  if settings.exists():
+    theirs = json.loads(settings.read_text())
+    ours = json.loads(json.dumps(dataclasses.asdict(config)))
+    differing = [name for name in _SHARED if theirs.get(name) != ours[name]]
+    if differing:
+      raise ValueError(
+        f'ForgeConfig.start={start}: that run has another {", ".join(differing)}; give '
+        'this run the same'
+      )
   for name in ('demonstrations.jsonl', 'tokenizer.json', 'sft'):
     source, target = start / name, workdir / name
     if target.exists():

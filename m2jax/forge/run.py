@@ -80,7 +80,7 @@ class _Run:
   def phases(self) -> None:
     config, workdir, view = self._config, self._workdir, self._view
     if config.start:
-      prepare.take_over(Path(config.start), workdir)
+      prepare.take_over(config, workdir)
     view.begin('demonstrations')
     demos = prepare.make_demonstrations(
       config, workdir / 'demonstrations.jsonl', view.set_progress

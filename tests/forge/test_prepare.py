@@ -1,0 +1,51 @@
+"""Before the second phase: what a control takes over from the run it rivals."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from m2jax.forge import prepare
+from m2jax.train.workdir import open_workdir
+from tests.forge import forge_worker
+
+
+@pytest.fixture
+def finished(tmp_path):
+  """A run's workdir after SFT, as far as it matters here."""
+  workdir = tmp_path / 'run'
+  open_workdir(forge_worker.config(), workdir)
+  (workdir / 'sft' / '3').mkdir(parents=True)
+  (workdir / 'sft' / '3' / 'weights').write_text('w')
+  (workdir / 'demonstrations.jsonl').write_text('d')
+  (workdir / 'tokenizer.json').write_text('t')
+  return workdir
+
+
+def control(start, **changes):
+  return dataclasses.replace(forge_worker.config(), start=str(start), **changes)
+
+
+def test_a_control_begins_with_the_runs_own_weights(tmp_path, finished):
+  """Everything before the second phase is copied, once: the control's own stays."""
+  workdir = tmp_path / 'control'
+  workdir.mkdir()
+  prepare.take_over(control(finished), workdir)
+  assert (workdir / 'sft' / '3' / 'weights').read_text() == 'w'
+  (finished / 'tokenizer.json').write_text('other')
+  prepare.take_over(control(finished), workdir)
+  assert (workdir / 'tokenizer.json').read_text() == 't'
+
+
+def test_other_settings_of_sft_are_named(tmp_path, finished):
+  """Weights of another seed or another SFT would be no fair start."""
+  with pytest.raises(ValueError, match='another seed'):
+    prepare.take_over(control(finished, seed=9), tmp_path)
+
+
+def test_a_run_before_its_sft_is_named(tmp_path, finished):
+  """The message says what is missing, and that SFT has to be finished."""
+  (finished / 'demonstrations.jsonl').unlink()
+  with pytest.raises(FileNotFoundError, match='demonstrations.jsonl'):
+    prepare.take_over(control(finished), tmp_path)
