@@ -19,16 +19,10 @@ import ml_collections
 from m2jax import config as model_config
 
 # What the teacher demonstrates: single calls, and chains of two and three.
-DEMONSTRATED = dict(steps_1=0.4, steps_2=0.35, steps_3=0.25)
+DEMONSTRATED = dict(steps_1=0.3, steps_2=0.35, steps_3=0.35)
 # What RL and the evaluations ask for: mostly chains that no demonstration shows.
 ASKED = dict(
-  steps_2=1.0,
-  steps_3=1.0,
-  steps_4=1.0,
-  steps_5=1.0,
-  steps_6=1.0,
-  trail=1.0,
-  dead_end=1.0,
+  steps_3=1.0, steps_4=1.0, steps_5=1.0, steps_6=1.0, trail=2.0, dead_end=2.0
 )
 
 
@@ -37,7 +31,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.seed = 0
   c.sandbox = 'bubblewrap'  # or 'rlimit_only', a weaker mode
   c.model = dataclasses.asdict(model_config.tiny())
-  c.eval_tasks = 420  # held-out tasks per evaluation, one episode each
+  c.eval_tasks = 300  # held-out tasks per evaluation, one episode each
   c.dev_tasks = 210  # tasks of the development split after each phase
   c.start = ''  # workdir whose demonstrations, tokenizer and SFT weights are taken over
   c.terminal = dict(
@@ -92,7 +86,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     item_deadline_s=300.0,
     updates_per_batch=1,
     checkpoint_every=20,
-    curriculum=dict(floor=0.1, memory=64.0),
+    partial_credit=0.5,  # for an end state that is right in part
+    curriculum=dict(floor=0.3, memory=64.0),
     learner=dict(
       algorithm='cispo',  # or 'expert_iteration'
       is_weight_max=5.0,
@@ -115,7 +110,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       name='muon',
       learning_rate=5e-3,
       adam_learning_rate=5e-4,
-      schedule=dict(kind='linear', total_steps=40, final_fraction=0.1),
+      schedule=dict(kind='wsd', total_steps=40, decay_steps=20, final_fraction=0.1),
     ),
   )
   c.more_sft = None

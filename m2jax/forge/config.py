@@ -71,6 +71,8 @@ class RlConfig:
     updates_per_batch: optimizer steps on the groups of one update, each over all of
       them, against the same recorded log-probabilities; they are one policy version,
       one ledger entry and one metrics record.
+    partial_credit: what a rollout earns at most for an end state that is right in part
+      (`TerminalConfig.partial_credit`); evaluations give none.
     item_deadline_s: seconds from an item's submission, or reissue, to the end of its
       last episode, the wait for a free agent included; past it the item fails.
     max_failed_groups: failed items in a row that stop the run with their reason; None
@@ -94,6 +96,7 @@ class RlConfig:
   patience: int = 0
   refill_factor: float = 3.0
   updates_per_batch: int = 1
+  partial_credit: float = 0.0
   item_deadline_s: float = 600.0
   max_failed_groups: int | None = None
 

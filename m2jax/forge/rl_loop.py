@@ -10,6 +10,7 @@ that were running, and one that does not end stops the run with its reason.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import threading
 import time
@@ -64,6 +65,9 @@ class RlLoop:
       self._rl.window,
       deadline_s=self._rl.item_deadline_s,
       on_expired=self._cancel,
+    )
+    self._tasks = dataclasses.replace(
+      config.terminal, partial_credit=self._rl.partial_credit
     )
     weights = config.terminal.weights or dict.fromkeys(terminal.FAMILIES, 1.0)
     self._curriculum = Curriculum(self._rl.curriculum, weights, self._rl.group_size)
@@ -283,7 +287,7 @@ class RlLoop:
         'train',
         index,
         seed=self._config.seed,
-        config=self._config.terminal,
+        config=self._tasks,
         family=self._curriculum.draw(f'{self._config.seed}/{index}'),
       )
       self._start(self._queue.submit(spec, rl.group_size))
@@ -306,7 +310,7 @@ class RlLoop:
   def _on_end(self, trajectory: Trajectory) -> None:
     self._pool.add_trajectory(trajectory)
     if trajectory.ended != 'infrastructure':
-      self._curriculum.observe(trajectory.family, trajectory.success)
+      self._curriculum.observe(trajectory.family, trajectory.success >= 1)
     with self._lock:
       self._finished += 1
     if self._view is not None and trajectory.rank == 0:

@@ -286,7 +286,8 @@ def by_completion(groups: Sequence[GroupCredit]) -> dict[str, float]:
 def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   """Metrics of a batch: means over judged trajectories, counts of what was left out.
 
-  Means are NaN when no trajectory was judged, which is not the same as 0;
+  Means are NaN when no trajectory was judged, which is not the same as 0; `success` is
+  the share whose verdict is 1, so partial credit is not part of it.
   `success/FAMILY` is there for each family with a judged trajectory.
   `dropped_fraction` is the share of trajectories that train nothing: masked, in a
   dropped group, or without an advantage of their own.
@@ -297,13 +298,13 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   )
   families: dict[str, list[float]] = {}
   for c in judged:
-    families.setdefault(c.trajectory.family, []).append(c.trajectory.success)
+    families.setdefault(c.trajectory.family, []).append(c.trajectory.success >= 1)
 
   def mean(values):
     return float(np.mean(values)) if len(values) else float('nan')
 
   return {
-    'success': mean([c.trajectory.success for c in judged]),
+    'success': mean([c.trajectory.success >= 1 for c in judged]),
     **{f'success/{family}': mean(values) for family, values in families.items()},
     'reward': mean([c.reward.total for c in judged]),
     'reward_process': mean([c.reward.process for c in judged]),

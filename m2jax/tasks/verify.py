@@ -4,6 +4,10 @@ The end state is compared with the one computed when the task was built: exactly
 expected files, each a regular file with the expected bytes, nothing beside them. The
 agent may have left symlinks, pipes, deep trees or gigabytes, so nothing is followed,
 every read is bounded by the expected size, and a walk stops at the first surprise.
+
+Partial credit, for training: of the files that had to change, and the answer if one was
+asked for, the share that is right, less one for each other file that was changed and
+for files beside them; not below 0.
 """
 
 from __future__ import annotations
@@ -31,21 +35,71 @@ class Expected:
     answer: the right final answer, or None where any will do. There has to be one: an
       agent that may fall silent after an edit forgets to answer where it matters.
     loose: paths compared without leading and trailing white space.
+    before: the workspace as the agent found it; only read for partial credit.
+    partial_credit: what a share of 1 is worth, in [0, 1], when the whole is not right.
+
+  Raises:
+    ValueError: partial credit for a workspace with directories.
   """
 
   files: Mapping[str, bytes]
   answer: str | None = None
   loose: frozenset[str] = frozenset()
+  before: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+  partial_credit: float = 0.0
+
+  def __post_init__(self):
+    if self.partial_credit and any('/' in path for path in (*self.files, *self.before)):
+      raise ValueError('Expected.partial_credit is for workspaces without directories')
 
   def __call__(self, workspace: Path, answer: str) -> float:
-    """Returns 1.0 if `workspace` and `answer` are as expected, else 0.0.
+    """Returns 1.0 if `workspace` and `answer` are as expected, else partial credit.
 
     Raises:
       OSError: the workspace is missing or the machine failed while reading it.
     """
     said = normalize_answer(answer)
     right = bool(said) if self.answer is None else said == normalize_answer(self.answer)
-    return float(right and self._matches(workspace))
+    if right and self._matches(workspace):
+      return 1.0
+    if not self.partial_credit:
+      return 0.0
+    return self.partial_credit * self._share(workspace, right)
+
+  def _share(self, workspace: Path, right: bool) -> float:
+    """Share of what had to change that is right, less what should not have changed."""
+    paths = self.before.keys() | self.files.keys()
+    try:
+      fd = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # the agent owns it and shut us out
+      return 0.0
+    try:
+      as_expected = {path: self._path_matches(fd, path) for path in paths}
+      with os.scandir(fd) as entries:
+        others = any(entry.name not in paths for entry in entries)
+    except OSError as error:
+      if error.errno in _AGENT_ERRORS:
+        return 0.0
+      raise
+    finally:
+      os.close(fd)
+    to_change = {p for p in paths if self.before.get(p) != self.files.get(p)}
+    done = [as_expected[path] for path in to_change]
+    if self.answer is not None:
+      done.append(right)
+    spoiled = others + sum(not as_expected[path] for path in paths - to_change)
+    return max(0, sum(done) - spoiled) / len(done) if done else 0.0
+
+  def _path_matches(self, fd: int, path: str) -> bool:
+    try:
+      if path in self.files:
+        return _file_matches(fd, path, self.files[path], path in self.loose)
+      os.stat(path, dir_fd=fd, follow_symlinks=False)
+    except OSError as error:
+      if error.errno not in _AGENT_ERRORS:
+        raise
+      return path not in self.files and error.errno == errno.ENOENT
+    return False
 
   def _matches(self, workspace: Path) -> bool:
     directories = {''}

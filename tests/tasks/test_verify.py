@@ -42,6 +42,48 @@ def test_succeeds_exactly_when_files_are_equal(tmp_path_factory, expected, found
   assert verify.Expected(expected)(directory, 'done') == float(expected == found)
 
 
+flat = st.dictionaries(st.sampled_from('abcd'), st.binary(max_size=2), min_size=1)
+
+
+@settings(deadline=None, max_examples=100)
+@given(before=flat, expected=flat, found=flat, said=st.sampled_from(['7', '8']))
+def test_partial_credit_is_the_share_of_what_had_to_change(
+  tmp_path_factory, before, expected, found, said
+):
+  """What was asked for counts, what was spoiled besides is subtracted; at least 0."""
+  directory = tmp_path_factory.mktemp('box')
+  put(directory, found)
+  judge = verify.Expected(expected, '7', before=before, partial_credit=0.5)
+  right, asked, spoiled = float(said == '7'), 1, 0
+  for path in {*before, *expected}:
+    if before.get(path) != expected.get(path):
+      asked += 1
+      right += found.get(path) == expected.get(path)
+    else:
+      spoiled += found.get(path) != expected.get(path)
+  spoiled += bool(found.keys() - before.keys() - expected.keys())
+  whole = found == expected and said == '7'
+  want = 1.0 if whole else 0.5 * max(0.0, right - spoiled) / asked
+  assert judge(directory, said) == want
+
+
+def test_partial_credit_follows_no_link(tmp_path):
+  """A link to a file with the right bytes is not that file."""
+  (tmp_path / 'outside').write_bytes(b'new')
+  box = tmp_path / 'box'
+  box.mkdir()
+  (box / 'a').symlink_to(tmp_path / 'outside')
+  (box / 'b').write_bytes(b'new')
+  before, after = {'a': b'old', 'b': b'old'}, {'a': b'new', 'b': b'new'}
+  judge = verify.Expected(after, before=before, partial_credit=1.0)
+  assert judge(box, 'done') == 0.5
+  (box / 'b').unlink()
+  os.mkfifo(box / 'b')
+  assert judge(box, 'done') == 0.0
+  with pytest.raises(ValueError, match='without directories'):
+    verify.Expected({'d/a': b''}, partial_credit=0.5)
+
+
 def test_loose_files_ignore_outer_white_space_only(box):
   """A count may be written with or without a newline, but not with another count."""
   expected = verify.Expected(FILES | {'n.txt': b'12\n'}, loose=frozenset({'n.txt'}))

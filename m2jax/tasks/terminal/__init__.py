@@ -110,7 +110,13 @@ def make(spec: str) -> task_lib.Task:
     files=_encode(draft.files),
     max_tool_calls=draft.calls + config.spare_calls,
     baseline_calls=draft.calls,
-    verify=verify.Expected(_encode(after), draft.answer, frozenset(draft.loose)),
+    verify=verify.Expected(
+      _encode(after),
+      draft.answer,
+      frozenset(draft.loose),
+      before=_encode(draft.files),
+      partial_credit=config.partial_credit,
+    ),
     params=draft.params,
   )
 

@@ -21,6 +21,8 @@ class TerminalConfig:
     max_hops: most notes to follow before the file they lead to (1-3).
     max_matches: most files that a search for several files finds (2-4).
     spare_calls: tool calls allowed beyond those that suffice.
+    partial_credit: at most this for an end state that is right in part; an agent whose
+      whole end state is right gets 1 in any case. 0 for evaluations.
   """
 
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -31,13 +33,14 @@ class TerminalConfig:
   max_hops: int = 2
   max_matches: int = 3
   spare_calls: int = 1
+  partial_credit: float = 0.0
 
   def __post_init__(self):
     for field, (low, high) in (('files', self.files), ('lines', self.lines)):
       object.__setattr__(self, field, (low, high))  # lists come from JSON and configs
     _require('files', self.files, 3 <= self.files[0] <= self.files[1] <= 12, '3-12')
     _require('lines', self.lines, 16 <= self.lines[0] <= self.lines[1] <= 400, '16-400')
-    for field in ('pseudo_names', 'pseudo_words'):
+    for field in ('pseudo_names', 'pseudo_words', 'partial_credit'):
       value = getattr(self, field)
       _require(field, value, 0.0 <= value <= 1.0, 'a share in [0, 1]')
     _require('max_hops', self.max_hops, 1 <= self.max_hops <= 3, '1-3')

@@ -100,7 +100,7 @@ def is_nameable(word: str) -> bool:
 
 
 def pseudo_word(rng: random.Random, split: str) -> str:
-  """Returns a made-up word of 4-12 lower-case letters that belongs to `split`.
+  """Returns a made-up word of 4-8 lower-case letters that belongs to `split`.
 
   Half are syllables, half the head of one real word of the split with the tail of
   another: their pieces are spelled like names that really occur.
@@ -108,13 +108,11 @@ def pseudo_word(rng: random.Random, split: str) -> str:
   words = load(split).words
   while True:
     if rng.random() < 0.5:
-      syllables = (
-        rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.choice((2, 2, 3)))
-      )
+      syllables = (rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(2))
       word = ''.join(syllables) + rng.choice(_CODAS)
     else:
       head, tail = rng.choice(words), rng.choice(words)
-      word = head[: rng.randint(2, 6)] + tail[-rng.randint(2, 6) :]
+      word = head[: rng.randint(2, 4)] + tail[-rng.randint(2, 4) :]
     if len(word) >= 4 and split_of(word) == split and word not in _COMMON:
       return word
 
@@ -126,10 +124,10 @@ def pseudo_stem(rng: random.Random, split: str) -> str:
   """
   while True:
     stem, form = pseudo_word(rng, split), rng.random()
-    if form < 0.3:
+    if form < 0.1:
       other = pseudo_word(rng, split)[: rng.randint(2, 6)]
-      stem = f'{stem[:6]}_{other}' if form < 0.15 else stem[:5].title() + other.title()
-    elif form < 0.4:
+      stem = f'{stem[:6]}_{other}' if form < 0.05 else stem[:5].title() + other.title()
+    elif form < 0.2:
       stem += str(rng.randint(2, 64))
     if split_of(stem) == split:
       return stem

@@ -10,12 +10,12 @@ its own:
   notes   the .py file to which one of two notes leads: cat of the first
 
 `steps_N` takes N calls. A note names the file, or another note that does. The first of
-two words or notes is the right one; only where a file is all that is asked for, it may
-be a dead end: nothing has the first word, or the first note does not exist, and the
-second has to be tried. In a `trail` three or four notes lead to the file, and in a
-`dead_end` the file that lies behind one has to be acted upon, among other steps. Both
-take three to five calls. So short chains show each thing that long ones need, but not
-together, and not how far to go.
+two words or notes is the right one, except that a question may lead to a dead end:
+nothing has the first word, or the first note does not exist, and the second has to be
+tried. In a `trail` three to five notes lead to the file, which takes four to six calls
+with what has to be done; in a `dead_end` of three to six calls the file that lies
+behind one has to be acted upon, among other steps. So short chains show each thing that
+long ones need, but not together, and not how far to go.
 """
 
 from __future__ import annotations
@@ -193,14 +193,15 @@ def _build_steps(draw: Draw, calls: int) -> Draft:
   plot, left = _Plot(draw, calls + 1), calls
   while left:
     by = draw.pick(tuple(_PHRASES)) if draw.chance(0.5) else 'name'
-    hops = draw.rng.randint(1, 2) if by == 'note' else 1
-    dead_end = False
-    cost = 1 + (hops if by != 'name' else 0)
-    verb = _verb(draw, last=left <= cost)
+    hops = 0 if by == 'name' else draw.rng.randint(1, 2) if by == 'note' else 1
+    dead_end = by in ('words', 'notes') and draw.chance(0.5)
+    verb = _verb(draw, last=left <= 1 + hops + dead_end)
     if verb == 'which':  # to find it is all that is asked
-      by = draw.pick(tuple(_PHRASES))
+      by, hops = draw.pick(tuple(_PHRASES)), 1
       dead_end = by in ('words', 'notes') and draw.chance(0.5)
-      hops, cost = 1, 1 + dead_end
+    elif verb != 'count':
+      dead_end = False
+    cost = (verb != 'which') + hops + dead_end
     if (
       cost > left
       or (verb == 'create' and by != 'name')
@@ -213,7 +214,7 @@ def _build_steps(draw: Draw, calls: int) -> Draft:
 
 
 def _build_trail(draw: Draw) -> Draft:
-  hops = draw.rng.randint(3, 4)
+  hops = draw.rng.randint(3, 5)
   plot = _Plot(draw, 3)
   verb = _verb(draw, last=True)
   if verb == 'which' or verb == 'create':
@@ -223,8 +224,8 @@ def _build_trail(draw: Draw) -> Draft:
 
 
 def _build_dead_end(draw: Draw) -> Draft:
-  """Two calls to find, one to act, and up to two sentences before or after."""
-  calls = draw.rng.randint(3, 5)
+  """Two calls to find, one to act, and up to three sentences before or after."""
+  calls = draw.rng.randint(3, 6)
   plot = _Plot(draw, calls)
   at = draw.rng.randint(0, calls - 3)
   for i in range(calls - 2):
