@@ -59,21 +59,21 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     agent=dict(max_tokens=64, observation_bytes=400, system='Use sh.'),
   )
   c.sft = dict(
-    demonstrations=6000,
+    demonstrations=5000,
     families=DEMONSTRATED,
     tokens_per_step=2048,  # input tokens, before prefixes are merged
     row_tokens=1024,
-    loop=dict(steps=1100, checkpoint_every=400),
+    loop=dict(steps=1000, checkpoint_every=400),
     step=dict(micro_rows=2),
     optimizer=dict(
       name='muon',
       learning_rate=0.02,
       adam_learning_rate=3e-3,
-      schedule=dict(kind='wsd', total_steps=1100, decay_steps=400, final_fraction=0.1),
+      schedule=dict(kind='wsd', total_steps=1000, decay_steps=400, final_fraction=0.1),
     ),
   )
   c.rl = dict(
-    steps=40,
+    steps=32,
     seconds=0.0,  # no limit
     dev_every=10,  # updates between evaluations on the development split
     dev_tasks=105,
@@ -85,7 +85,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     window='default',  # W = 0.3 N
     item_deadline_s=300.0,
     updates_per_batch=1,
-    checkpoint_every=20,
+    checkpoint_every=16,
     partial_credit=0.5,  # for an end state that is right in part
     curriculum=dict(floor=0.3, memory=64.0),
     learner=dict(
@@ -110,7 +110,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       name='muon',
       learning_rate=5e-3,
       adam_learning_rate=5e-4,
-      schedule=dict(kind='wsd', total_steps=40, decay_steps=20, final_fraction=0.1),
+      schedule=dict(kind='wsd', total_steps=32, decay_steps=16, final_fraction=0.1),
     ),
   )
   c.more_sft = None
@@ -130,11 +130,11 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   elif variant == 'more_sft':
     c.more_sft = ml_collections.ConfigDict(
       dict(
-        loop=dict(steps=2000, checkpoint_every=400),
+        loop=dict(steps=1700, checkpoint_every=400),
         optimizer=c.sft.optimizer.to_dict(),
       )
     )
-    c.more_sft.optimizer.schedule.update(total_steps=2000, decay_steps=700)
+    c.more_sft.optimizer.schedule.update(total_steps=1700, decay_steps=600)
     c.rl = None
   elif variant == 'expert_iteration':
     c.rl.learner.algorithm = 'expert_iteration'

@@ -99,7 +99,8 @@ class _Run:
           config, samples, variables, manager, self._metrics, files
         )
         running.scheduler.update_weights(jax.tree.map(jnp.copy, variables), 0)
-        self._evaluate(AFTER_SFT, manager.latest_step(), running)
+        if not config.start:  # else that run has measured these weights
+          self._evaluate(AFTER_SFT, manager.latest_step(), running)
       if config.rl is not None:
         self._rl(variables, running, files)
       elif config.more_sft is not None:
