@@ -211,7 +211,8 @@ def test_zero_advantage_groups_are_dropped(success):
   summary = rewards.summary([alike, mixed, broken])
   assert summary['groups_zero_advantage'] == summary['groups_masked'] == 1
   assert (summary['trajectories'], summary['trajectories_masked']) == (11, 2)
-  assert summary['success'] == pytest.approx((7 * success + 1) / 9)
+  # a verdict of 0.1 is partial credit, no success
+  assert summary['success'] == pytest.approx((7 * (success == 1) + 1) / 9)
   assert len(rewards.by_session([alike, broken])) == 7
   assert math.isnan(rewards.summary([broken])['success'])  # not a success rate of 0
 
