@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import itertools
 import threading
 import time
 import uuid
@@ -244,18 +243,3 @@ def evaluate(
       on_end(trajectory)
     out.append(trajectory)
   return out
-
-
-def by_family(
-  trajectories: Sequence[Trajectory],
-) -> dict[str, tuple[float, int]]:
-  """family → (successes, judged episodes); infrastructure failures are not judged."""
-  judged = sorted(
-    (t for t in trajectories if t.ended != 'infrastructure'), key=lambda t: t.family
-  )
-  return {
-    family: (sum(t.success for t in group), len(group))
-    for family, group in (
-      (f, list(g)) for f, g in itertools.groupby(judged, key=lambda t: t.family)
-    )
-  }

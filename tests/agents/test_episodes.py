@@ -130,7 +130,7 @@ def test_a_perfect_policy_solves_every_family(start, tok):
     assert (trajectory.ended, trajectory.success) == ('answer', 1.0), trajectory
     assert (trajectory.tool_calls, trajectory.tool_errors) == (task.baseline_calls, 0)
     assert (trajectory.item, trajectory.wall_s > 0) == (-1, True)
-  assert episodes.by_family(out) == dict.fromkeys(terminal.FAMILIES, (1.0, 1))
+  assert sorted(t.family for t in out) == sorted(terminal.FAMILIES)
   assert {mode for _, mode in sessions.opened} == {'evaluation'}
   sampling = {(r.sampling.temperature, r.sampling.top_p) for r in engine.requests}
   assert sampling == {(0.5, 1.0)}
@@ -191,7 +191,6 @@ def test_a_dead_sandbox_is_in_no_baseline(start, tok):
   assert [t.ended for t in out] == ['answer', 'answer', 'infrastructure', 'answer']
   assert [t.success for t in out if t.ended == 'answer'] == [1.0, 0.0, 1.0]
   assert 'supervisor' in out[2].reason
-  assert episodes.by_family(out) == {'append': (2.0, 3)}
   assert len(gateway.sessions) == 0
 
   group = [(t, [r for r in records if r.session == t.session]) for t in out]
@@ -239,7 +238,6 @@ def test_what_fails_twice_is_not_judged(start, tok):
     out = episodes.evaluate(runner, specs, on_end=ended.append)
   assert {t.ended for t in out} == {'infrastructure'} and ended == out
   assert all(t.reason for t in out)
-  assert episodes.by_family(out) == {}
   assert not engine.requests
   assert len(sessions.opened) == 4 and len(gateway.sessions) == 0
 
