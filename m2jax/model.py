@@ -1,11 +1,7 @@
 """M2: embed → L blocks → final norm → untied head, and K MTP modules.
 
 Design §5; facts/m2-and-forge.md §1.4 and §3. `M2` is a thin Flax module that owns the
-parameters; everything it does is a pure function over `variables`:
-
-  params: embed [V, D] · layers {block arrays, leading L} · final_norm [D] · head [D, V]
-          · mtp {module arrays, leading K; absent when K = 0}
-  router: layers [L, E] · mtp [K, E]: selection biases, state rather than parameters.
+parameters (params.py); everything it does is a pure function over `variables`.
 
 With a mesh (`sharding`) `forward` and `token_logprobs` take and return global arrays;
 what lies between runs once on each device, over its own shard of B, S, V and of the
@@ -26,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from m2jax import forest as forest_lib
+from m2jax import params as params_lib
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.kernels import fp32
@@ -34,26 +31,6 @@ from m2jax.layers import attention, block, mtp, rope
 from m2jax.layers.norm import rms_norm
 from m2jax.moe import by_expert
 from m2jax.sharding import ONE_DEVICE, Sharding
-
-_RESIDUAL_OUTPUTS = ('o', 'down')  # projections that write into the residual stream
-
-
-def _init_arrays(key, shapes, copies: int, cfg: ModelConfig):
-  """Arrays of `shapes` with a leading axis of `copies`: norms 1, kernels normal."""
-  leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=lambda s: type(s) is tuple)
-  out = []
-  for (path, shape), leaf_key in zip(
-    leaves, jax.random.split(key, len(leaves)), strict=True
-  ):
-    name = path[-1].key
-    if len(shape) == 1:
-      out.append(jnp.ones((copies, *shape), cfg.param_dtype))
-      continue
-    std = shape[-2] ** -0.5
-    if name in _RESIDUAL_OUTPUTS:
-      std *= (2 * cfg.num_layers) ** -0.5
-    out.append(std * jax.random.normal(leaf_key, (copies, *shape), cfg.param_dtype))
-  return jax.tree.unflatten(tree, out)
 
 
 class M2(nn.Module):
@@ -68,28 +45,16 @@ class M2(nn.Module):
   @nn.compact
   def __call__(self, tokens: jax.Array) -> jax.Array:
     cfg = self.cfg
-    normal = nn.initializers.normal(0.02, cfg.param_dtype)
     params = {
-      'embed': self.param('embed', normal, (cfg.vocab_size, cfg.embed_dim)),
-      'layers': self.param(
-        'layers', _init_arrays, block.shapes(cfg), cfg.num_layers, cfg
-      ),
-      'final_norm': self.param(
-        'final_norm', nn.initializers.ones, (cfg.embed_dim,), cfg.param_dtype
-      ),
-      'head': self.param('head', normal, (cfg.embed_dim, cfg.vocab_size)),
+      name: self.param(name, params_lib.initialize, part)
+      for name, part in params_lib.initializers(cfg).items()
     }
-    biases = {'layers': (cfg.num_layers, cfg.num_experts)}
-    if cfg.num_mtp_modules:
-      params['mtp'] = self.param(
-        'mtp', _init_arrays, mtp.shapes(cfg), cfg.num_mtp_modules, cfg
-      )
-      biases['mtp'] = (cfg.num_mtp_modules, cfg.num_experts)
     # Steps of 1e-3 would be lost in bfloat16 as a bias grows.
     state_dtype = jnp.promote_types(cfg.param_dtype, jnp.float32)
+    shapes = params_lib.router_tree(cfg, lambda shape: shape)
     router = {
       name: self.variable('router', name, jnp.zeros, shape, state_dtype).value
-      for name, shape in biases.items()
+      for name, shape in shapes.items()
     }
     variables = {'params': params, 'router': router}
     hidden, _, _ = trunk(cfg, variables, forest_lib.causal(tokens))

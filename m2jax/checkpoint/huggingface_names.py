@@ -1,9 +1,9 @@
 """Names and shapes of M2's tensors in a Hugging Face checkpoint.
 
-facts/m2-and-forge.md §1.3, as released and as transformers writes them. MTP modules,
-which no release has, get the names of the one implementation that reads them (§3,
-SGLang PR 13981): `model.mtp_layers.K.` with `h_norm`, `e_norm`, `linear_projection` and
-the block's own names.
+Made of the names in params.py, as released and as transformers writes them. MTP
+modules, which no release has, get the names of the one implementation that reads them
+(facts/m2-and-forge.md §3, SGLang PR 13981): `model.mtp_layers.K.` with `h_norm`,
+`e_norm`, `linear_projection` and the block's own names.
 
 There a matrix is [out, in], here [in, out]; there every layer and expert has a tensor
 of its own, here they are stacked.
@@ -17,37 +17,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from m2jax import model as model_lib
-from m2jax.checkpoint import leaves
+from m2jax import params
 from m2jax.config import ModelConfig
 
 MTP_PREFIX = 'model.mtp_layers.'
-ROUTER_BIAS = 'e_score_correction_bias'
 
-_TOP = {
-  'params/embed': 'model.embed_tokens.weight',
-  'params/final_norm': 'model.norm.weight',
-  'params/head': 'lm_head.weight',
-}
-_BLOCK = {
-  'attn_norm': 'input_layernorm.weight',
-  'q': 'self_attn.q_proj.weight',
-  'k': 'self_attn.k_proj.weight',
-  'v': 'self_attn.v_proj.weight',
-  'o': 'self_attn.o_proj.weight',
-  'q_norm': 'self_attn.q_norm.weight',
-  'k_norm': 'self_attn.k_norm.weight',
-  'moe_norm': 'post_attention_layernorm.weight',
-  'router': 'block_sparse_moe.gate.weight',
-}
-_EXPERT = {'gate': 'w1.weight', 'down': 'w2.weight', 'up': 'w3.weight'}
-_MTP = {
-  'hidden_norm': 'h_norm.weight',
-  'embed_norm': 'e_norm.weight',
-  'proj': 'linear_projection.weight',
-}
 _UNTRANSPOSED = ('params/embed',)  # a table of rows there and here
 
 
@@ -72,25 +47,30 @@ class Tensor(NamedTuple):
 @functools.lru_cache(maxsize=4)
 def shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
   """Shape of every leaf of the model's variables by path. Do not change the dict."""
-  init = functools.partial(model_lib.M2(cfg).init, jax.random.key(0))
-  variables = jax.eval_shape(init, jax.ShapeDtypeStruct((1, 2), jnp.int32))
-  tree = {name: dict(variables[name]) for name in ('params', 'router')}
-  return {name: leaf.shape for name, leaf in leaves.table(tree).items()}
+  shapes = params.shapes(cfg)
+  leaves = jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): shape
+    for path, shape in leaves
+  }
 
 
 def tensors(cfg: ModelConfig) -> list[Tensor]:
   """All tensors of a model, layer after layer."""
   of = shapes(cfg)
-  found = [
-    _tensor(of, leaf, (), name) for leaf, name in _TOP.items() if leaf != 'params/head'
-  ]
+
+  def top(leaf: str) -> Tensor:
+    return _tensor(of, f'params/{leaf}', (), params.TOP[leaf].released)
+
+  found = [top(leaf) for leaf in params.TOP if leaf != 'head']
   for layer in range(cfg.num_layers):
     found += _block(of, 'params/layers', 'router/layers', layer, 'model.layers.')
-  found.append(_tensor(of, 'params/head', (), _TOP['params/head']))
+  found.append(top('head'))
   for module in range(cfg.num_mtp_modules):
+    prefix = f'{MTP_PREFIX}{module}.'
     found += [
-      _tensor(of, f'params/mtp/{leaf}', (module,), f'{MTP_PREFIX}{module}.{name}')
-      for leaf, name in _MTP.items()
+      _tensor(of, f'params/mtp/{leaf}', (module,), prefix + param.released)
+      for leaf, param in params.MTP.items()
     ]
     found += _block(of, 'params/mtp/layers', 'router/mtp', module, MTP_PREFIX)
   missed = sum(map(math.prod, of.values())) - sum(math.prod(t.shape) for t in found)
@@ -98,16 +78,18 @@ def tensors(cfg: ModelConfig) -> list[Tensor]:
   return found
 
 
-def _block(of, params: str, bias: str, layer: int, prefix: str) -> Iterator[Tensor]:
-  """Tensors of one decoder block: `layer` of the arrays below `params`."""
+def _block(of, path: str, bias: str, layer: int, prefix: str) -> Iterator[Tensor]:
+  """Tensors of one decoder block: `layer` of the arrays below `path`."""
   prefix = f'{prefix}{layer}.'
-  for leaf, name in _BLOCK.items():
-    yield _tensor(of, f'{params}/{leaf}', (layer,), prefix + name)
-  yield _tensor(of, bias, (layer,), f'{prefix}block_sparse_moe.{ROUTER_BIAS}')
-  for expert in range(of[f'{params}/gate'][1]):
-    for leaf, name in _EXPERT.items():
-      name = f'{prefix}block_sparse_moe.experts.{expert}.{name}'
-      yield _tensor(of, f'{params}/{leaf}', (layer, expert), name)
+  experts = {n: p for n, p in params.BLOCK.items() if p.kind is params.Kind.EXPERT}
+  for leaf, param in params.BLOCK.items():
+    if leaf not in experts:
+      yield _tensor(of, f'{path}/{leaf}', (layer,), prefix + param.released)
+  yield _tensor(of, bias, (layer,), prefix + params.ROUTER_BIAS)
+  for expert in range(of[f'{path}/gate'][1]):
+    for leaf, param in experts.items():
+      name = f'{prefix}block_sparse_moe.experts.{expert}.{param.released}'
+      yield _tensor(of, f'{path}/{leaf}', (layer, expert), name)
 
 
 def _tensor(of, leaf: str, index: tuple[int, ...], name: str) -> Tensor:

@@ -19,26 +19,6 @@ from m2jax.moe import dispatch, router
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
-def shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-  """Parameter shapes of one block."""
-  d, e, f = cfg.embed_dim, cfg.num_experts, cfg.expert_dim
-  q, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-  return {
-    'attn_norm': (d,),
-    'q': (d, q),
-    'k': (d, kv),
-    'v': (d, kv),
-    'o': (q, d),
-    'q_norm': (q,),
-    'k_norm': (kv,),
-    'moe_norm': (d,),
-    'router': (d, e),
-    'gate': (e, d, f),
-    'up': (e, d, f),
-    'down': (e, f, d),
-  }
-
-
 class Routing(NamedTuple):
   """What the router did in one block.
 

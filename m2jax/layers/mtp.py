@@ -15,19 +15,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from m2jax.config import ModelConfig
-from m2jax.layers import block
 from m2jax.layers.norm import rms_norm
-
-
-def shapes(cfg: ModelConfig) -> dict:
-  """Parameter shapes of one module."""
-  d = cfg.embed_dim
-  return {
-    'hidden_norm': (d,),
-    'embed_norm': (d,),
-    'proj': (2 * d, d),
-    'layers': block.shapes(cfg),
-  }
 
 
 def join(parent_state, embedding, p, cfg: ModelConfig):

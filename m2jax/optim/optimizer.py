@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from m2jax.optim import kinds, schedules
-from m2jax.optim.kinds import Kind
+from m2jax import params as params_lib
+from m2jax.optim import schedules
 from m2jax.optim.muon import PRECONDITIONINGS, muon
+from m2jax.params import Kind
 
 NAMES = ('adamw', 'muon')
 
@@ -76,7 +77,7 @@ class OptimizerConfig:
     check(self.weight_decay >= 0, 'weight_decay', 'at least 0')
     check(self.clip_norm is None or self.clip_norm > 0, 'clip_norm', 'positive')
     known = tuple(str(kind) for kind in Kind)
-    matrices = tuple(k for k in known if kinds.RANK[Kind(k)] >= 2)
+    matrices = tuple(k for k in known if k != Kind.NORM)
     check(
       set(self.weight_decay_kinds) <= set(known), 'weight_decay_kinds', f'among {known}'
     )
@@ -84,7 +85,7 @@ class OptimizerConfig:
 
 
 def make(config: OptimizerConfig) -> optax.GradientTransformation:
-  """The optimizer; `init` and `update` take trees that `kinds.classify` knows.
+  """The optimizer; `init` and `update` take trees that `params.kinds` knows.
 
   `update` needs `params` (weight decay). Gradients are clipped before anything else.
 
@@ -98,7 +99,7 @@ def make(config: OptimizerConfig) -> optax.GradientTransformation:
 
   def decays(params):
     return jax.tree.map(
-      lambda kind: kind in config.weight_decay_kinds, kinds.classify(params)
+      lambda kind: kind in config.weight_decay_kinds, params_lib.kinds(params)
     )
 
   def group(name: str, direction: optax.GradientTransformation):
@@ -130,7 +131,7 @@ def assignment(config: OptimizerConfig, params: Any) -> Any:
   """The tree of `params` with 'muon' or 'adam' for each leaf: who updates it."""
   by_muon = config.muon_kinds if config.name == 'muon' else ()
   return jax.tree.map(
-    lambda kind: 'muon' if kind in by_muon else 'adam', kinds.classify(params)
+    lambda kind: 'muon' if kind in by_muon else 'adam', params_lib.kinds(params)
   )
 
 
@@ -151,7 +152,7 @@ def norms(name: str, tree: Any) -> dict[str, jax.Array]:
   """
   squares: dict[Kind, jax.Array] = {}
   leaves = zip(
-    jax.tree.leaves(kinds.classify(tree)), jax.tree.leaves(tree), strict=True
+    jax.tree.leaves(params_lib.kinds(tree)), jax.tree.leaves(tree), strict=True
   )
   for kind, leaf in leaves:
     square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))

@@ -25,7 +25,6 @@ from m2jax.sharding.rules import (
   ACTIVATIONS,
   DISPATCHES,
   MESH_AXES,
-  PARAMETERS,
   PRESETS,
   Rules,
 )
@@ -42,7 +41,6 @@ __all__ = [
   'DISPATCHES',
   'MESH_AXES',
   'ONE_DEVICE',
-  'PARAMETERS',
   'PRESETS',
   'MeshConfig',
   'Rules',

@@ -9,6 +9,8 @@ import dataclasses
 
 from jax.sharding import PartitionSpec as P
 
+from m2jax import params
+
 Axes = str | tuple[str, ...] | None
 
 MESH_AXES = ('data', 'fsdp', 'context', 'expert', 'tensor')
@@ -17,29 +19,6 @@ DISPATCHES = ('gather', 'ragged', 'padded')
 BATCH = ('rows', 'tokens')
 STORED = ('model', 'expert_model')
 COMPUTE = ('vocab', 'heads', 'experts', 'expert_hidden')
-
-# Logical axes of each parameter by the last component of its path; axes that stack
-# layers or modules come before these.
-PARAMETERS: dict[str, tuple[str | None, ...]] = {
-  'embed': ('vocab', 'model'),
-  'head': ('model', 'vocab'),
-  'final_norm': (None,),
-  'hidden_norm': (None,),
-  'embed_norm': (None,),
-  'proj': ('model', None),
-  'attn_norm': (None,),
-  'q': ('model', 'heads'),
-  'k': ('model', 'heads'),
-  'v': ('model', 'heads'),
-  'o': ('heads', 'model'),
-  'q_norm': ('heads',),
-  'k_norm': ('heads',),
-  'moe_norm': (None,),
-  'router': ('model', None),
-  'gate': ('experts', 'expert_model', 'expert_hidden'),
-  'up': ('experts', 'expert_model', 'expert_hidden'),
-  'down': ('experts', 'expert_hidden', 'expert_model'),
-}
 
 # Activations whose axes meet in one array.
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
@@ -88,7 +67,8 @@ class Rules:
       raise ValueError(
         f'Rules.dispatch={self.dispatch!r}: must be None or one of {DISPATCHES}'
       )
-    for array, logical in (*PARAMETERS.items(), *ACTIVATIONS.items()):
+    parameters = {name: param.split for name, param in params.BY_NAME.items()}
+    for array, logical in (*parameters.items(), *ACTIVATIONS.items()):
       self.spec(array, *logical)
 
   def mesh_axes(self, logical: str | None) -> tuple[str, ...]:

@@ -19,18 +19,18 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from m2jax.config import ModelConfig
+from m2jax.params import BY_NAME, Kind
 from m2jax.sharding.mesh import MeshConfig, make_mesh
 from m2jax.sharding.rules import (
   BATCH,
   COMPUTE,
   MESH_AXES,
-  PARAMETERS,
   PRESETS,
   STORED,
   Rules,
 )
 
-_WIDE = ('router', 'head')  # used in at least fp32: never gathered in less
+_WIDE = (Kind.ROUTER, Kind.HEAD)  # used in at least fp32: never gathered in less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +169,10 @@ class Sharding:
     def one(name, leaf):
       if isinstance(leaf, Mapping):
         return self.gather_params(leaf, dtype)
-      for dim, logical in enumerate(PARAMETERS[name]):
+      for dim, logical in enumerate(BY_NAME[name].split):
         axes = self.axes(logical) if logical in STORED else ()
         if axes:
-          to = leaf.dtype if name in _WIDE else np.dtype(dtype)
+          to = leaf.dtype if BY_NAME[name].kind in _WIDE else np.dtype(dtype)
           leaf = _gather(leaf, axes, dim, to)
       return leaf
 
@@ -209,7 +209,7 @@ class Sharding:
     for logical, fields in sizes.items():
       for field, value in fields.items():
         if value % self.size(logical):
-          arrays = [n for n, axes in PARAMETERS.items() if logical in axes]
+          arrays = [n for n, p in BY_NAME.items() if logical in p.split]
           raise ValueError(
             f'ModelConfig.{field}={value} does not divide into {self.size(logical)} '
             f'shards: mesh axes {self.axes(logical)} split axis {logical!r} of '

@@ -7,27 +7,20 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from m2jax import params as params_lib
 from m2jax.config import ModelConfig
 from m2jax.forest import TOKEN_FIELDS, Forest
-from m2jax.sharding.rules import PARAMETERS, Rules
-
-_MODULE = ('hidden_norm', 'embed_norm', 'proj')
-_OUTSIDE = ('embed', 'final_norm', 'head')
+from m2jax.sharding.rules import Rules
 
 
 def param_specs(cfg: ModelConfig, rules: Rules) -> dict[str, Any]:
   """PartitionSpecs of the model's variables {'params': …, 'router': …}."""
 
-  def specs(names, *stacked):
-    return {name: rules.spec(name, *stacked, *PARAMETERS[name]) for name in names}
+  def leaf(name, param, stacked):
+    return rules.spec(name, *(None for _ in stacked), *param.split)
 
-  block = [n for n in PARAMETERS if n not in (*_OUTSIDE, *_MODULE)]
-  params = {**specs(_OUTSIDE), 'layers': specs(block, None)}
-  router = {'layers': P()}
-  if cfg.num_mtp_modules:
-    params['mtp'] = {**specs(_MODULE, None), 'layers': specs(block, None)}
-    router['mtp'] = P()
-  return {'params': params, 'router': router}
+  router = params_lib.router_tree(cfg, lambda _: P())
+  return {'params': params_lib.tree(cfg, leaf), 'router': router}
 
 
 def like_params(tree: Any, params: Any, specs: Any) -> Any:

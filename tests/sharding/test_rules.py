@@ -13,8 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from m2jax import config, sharding
-from m2jax.layers import block, mtp
+from m2jax import config, params, sharding
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.train import step as train_step
 from tests.sharding import small
@@ -50,7 +49,7 @@ def test_specs_have_the_model_s_structure(modules):
   like = shapes(cfg)
   assert jax.tree.structure(specs) == jax.tree.structure(like)
   for path, leaf in jax.tree.leaves_with_path(like['params']):
-    logical = sharding.PARAMETERS[path[-1].key]
+    logical = params.BY_NAME[path[-1].key].split
     stacked = len(path) > 1  # over layers or modules
     assert leaf.ndim == len(logical) + stacked, path
 
@@ -67,16 +66,8 @@ def test_logical_axes_are_the_shapes_axes():
     'model': {cfg.embed_dim, 2 * cfg.embed_dim},
     'expert_model': {cfg.embed_dim},
   }
-  arrays = {
-    **block.shapes(cfg),
-    **{name: s for name, s in mtp.shapes(cfg).items() if name != 'layers'},
-    'embed': (cfg.vocab_size, cfg.embed_dim),
-    'head': (cfg.embed_dim, cfg.vocab_size),
-    'final_norm': (cfg.embed_dim,),
-  }
-  assert set(arrays) == set(sharding.PARAMETERS)
-  for name, shape in arrays.items():
-    for size, logical in zip(shape, sharding.PARAMETERS[name], strict=True):
+  for name, param in params.BY_NAME.items():
+    for size, logical in zip(param.shape(cfg), param.split, strict=True):
       assert logical is None or size in sizes[logical], name
 
 
