@@ -46,17 +46,17 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     scale=1.0,  # of the mistake rates; 0 is a perfect teacher
     looks=0.2,  # lists the files before a command, while calls are to spare
   )
-  c.engine = dict(slots=64, context_tokens=640)
+  c.engine = dict(slots=64, context_tokens=768)
   c.engine.update(  # few shapes: each takes seconds to compile
     decode_rows=(64,),
-    contexts=(192, 384, 640),
+    contexts=(192, 384, 768),
     prefill_shapes=((1, 64), (8, 32)),
     record_experts=False,  # rollouts keep expert ids, and training replays them
   )
   c.scheduler = dict(decode_steps=8, reuse_stale_prefix=False)
   c.episodes = dict(
     concurrency=64,  # agents at once
-    agent=dict(max_tokens=64, observation_bytes=400, system='Use sh.'),
+    agent=dict(max_tokens=96, observation_bytes=400, system='Use sh.'),
   )
   c.sft = dict(
     demonstrations=5000,
@@ -108,8 +108,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     ),
     optimizer=dict(
       name='muon',
-      learning_rate=5e-3,
-      adam_learning_rate=5e-4,
+      learning_rate=7e-3,
+      adam_learning_rate=7e-4,
       schedule=dict(kind='wsd', total_steps=32, decay_steps=16, final_fraction=0.1),
     ),
   )

@@ -1,10 +1,10 @@
-"""Which family the next training task is of: one whose groups are likely mixed.
+"""Which family the next training task is of: one whose verdicts differ.
 
-A group whose trajectories all succeed, or all fail, has zero advantage and teaches
-nothing (DAPO's dynamic sampling and ScaleRL's retired prompts, facts/algorithms.md
-§3.3). With success rate p, a group of G is mixed with probability 1 − p^G − (1 − p)^G:
-each family comes in proportion to it, but never below a floor, so that what was learned
-stays in the batch and what cannot be done yet is tried now and then.
+A group whose trajectories have equal verdicts has zero advantage and teaches nothing
+(DAPO's dynamic sampling and ScaleRL's retired prompts, facts/algorithms.md §3.3). Each
+family comes in proportion to the standard deviation of its recent verdicts, but never
+below a floor, so that what was learned stays in the batch and what cannot be done yet
+is tried now and then.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class CurriculumConfig:
-  """How success makes a family more or less frequent.
+  """How verdicts make a family more or less frequent.
 
   Attributes:
-    floor: least factor on a family's frequency, in (0, 1]; the factor is the chance of
-      a mixed group where that is larger. 1 is no curriculum.
-    memory: trajectories over which success is averaged, roughly.
+    floor: least factor on a family's frequency, in (0, 1]; the factor is twice the
+      standard deviation of the verdicts where that is larger: 1 at a success rate of
+      1/2. A floor of 1 is no curriculum.
+    memory: trajectories over which verdicts are averaged, roughly.
   """
 
   floor: float = 1.0
@@ -35,49 +36,55 @@ class CurriculumConfig:
       raise ValueError(f'CurriculumConfig.memory={self.memory}: must be at least 1')
 
 
-class Curriculum:
-  """Recent success by family, and draws by it; safe from any thread.
+@dataclasses.dataclass
+class _Average:
+  """Of recent successes, verdicts and their squares; as if half had succeeded."""
 
-  A restart forgets the successes: what was submitted is in the pool, and a few batches
+  success: float = 0.5
+  verdict: float = 0.5
+  square: float = 0.5
+
+  def observe(self, verdict: float, share: float) -> None:
+    self.success += share * ((verdict >= 1) - self.success)
+    self.verdict += share * (verdict - self.verdict)
+    self.square += share * (verdict**2 - self.square)
+
+  def deviation(self) -> float:
+    return max(0.0, self.square - self.verdict**2) ** 0.5
+
+
+class Curriculum:
+  """Recent verdicts by family, and draws by them; safe from any thread.
+
+  A restart forgets the verdicts: what was submitted is in the pool, and a few batches
   measure them again.
   """
 
-  def __init__(
-    self, config: CurriculumConfig, weights: Mapping[str, float], group_size: int
-  ):
+  def __init__(self, config: CurriculumConfig, weights: Mapping[str, float]):
     self._config = config
     self._weights = dict(weights)
-    self._group_size = group_size
     # every family is worth a try until it was measured
-    self._success = dict.fromkeys(weights, 0.5)
+    self._recent = {family: _Average() for family in weights}
     self._lock = threading.Lock()
 
-  def observe(self, family: str, success: float) -> None:
-    """Takes the verdict on one trajectory."""
+  def observe(self, family: str, verdict: float) -> None:
+    """Takes the verdict on one trajectory, in [0, 1]."""
     with self._lock:
-      average = self._success.get(family, 0.5)
-      self._success[family] = average + (success - average) / self._config.memory
+      average = self._recent.setdefault(family, _Average())
+      average.observe(verdict, 1 / self._config.memory)
 
   def success(self) -> dict[str, float]:
-    """Recent success of each family."""
+    """Recent share of verdicts of 1, by family."""
     with self._lock:
-      return dict(self._success)
+      return {family: average.success for family, average in self._recent.items()}
 
   def draw(self, key: str) -> str:
     """A family, by the present weights; equal keys draw alike."""
-    success, floor = self.success(), self._config.floor
     names = sorted(self._weights)
+    with self._lock:
+      factors = [2 * self._recent[name].deviation() for name in names]
     weights = [
-      self._weights[f] * max(floor, mixed(success[f], self._group_size)) for f in names
+      self._weights[name] * max(self._config.floor, factor)
+      for name, factor in zip(names, factors, strict=True)
     ]
     return random.Random(key).choices(names, weights)[0]
-
-
-def mixed(success: float, group_size: int) -> float:
-  """Probability that a group has both successes and failures.
-
-  Example:
-    >>> mixed(0.5, 2), mixed(1.0, 8)
-    (0.5, 0.0)
-  """
-  return 1.0 - success**group_size - (1.0 - success) ** group_size

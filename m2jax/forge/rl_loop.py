@@ -70,7 +70,7 @@ class RlLoop:
       config.terminal, partial_credit=self._rl.partial_credit
     )
     weights = config.terminal.weights or dict.fromkeys(terminal.FAMILIES, 1.0)
-    self._curriculum = Curriculum(self._rl.curriculum, weights, self._rl.group_size)
+    self._curriculum = Curriculum(self._rl.curriculum, weights)
     self._dev = Plateau()
     self._lock = threading.Lock()
     self._finished = 0  # rollouts that ended since the last record
@@ -310,7 +310,7 @@ class RlLoop:
   def _on_end(self, trajectory: Trajectory) -> None:
     self._pool.add_trajectory(trajectory)
     if trajectory.ended != 'infrastructure':
-      self._curriculum.observe(trajectory.family, trajectory.success >= 1)
+      self._curriculum.observe(trajectory.family, trajectory.success)
     with self._lock:
       self._finished += 1
     if self._view is not None and trajectory.rank == 0:

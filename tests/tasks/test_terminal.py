@@ -164,8 +164,8 @@ def test_tasks_are_short_and_bounded(family):
     sentences = task.instruction.split('. ')
     assert len(sentences) <= task.baseline_calls
     for sentence in sentences:
-      assert 2 <= len(sentence.split()) <= 14, task.instruction
-      assert len(sentence) <= 100
+      assert 2 <= len(sentence.split()) <= 18, task.instruction
+      assert len(sentence) <= 110
     assert 1 <= task.baseline_calls <= steps.MAX_CALLS
     assert task.max_tool_calls == task.baseline_calls + 1
     assert 3 <= len(task.files) <= 12

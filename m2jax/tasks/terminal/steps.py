@@ -13,9 +13,9 @@ its own:
 two words or notes is the right one, except that a question may lead to a dead end:
 nothing has the first word, or the first note does not exist, and the second has to be
 tried. In a `trail` three to five notes lead to the file, which takes four to six calls
-with what has to be done; in a `dead_end` of three to six calls the file that lies
-behind one has to be acted upon, among other steps. So short chains show each thing that
-long ones need, but not together, and not how far to go.
+with what has to be done; in a `dead_end` of three to five calls one or two lead
+nowhere before the right one, which has to be acted upon. So short chains show each
+thing that long ones need, but not together, and not how far to go.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _ACTIONS = ('rename', 'copy', 'delete', 'append', 'create', 'replace')
 _QUESTIONS = ('count', 'which')
 _PHRASES = {
   'word': 'the file with {}',
-  'words': 'the file with {} or {}',
+  'words': 'the file with {}',
   'note': 'the .py file from {}',
-  'notes': 'the .py file from {} or {}',
+  'notes': 'the .py file from {}',
 }
 _COMMANDS = {
   'rename': 'mv {file} {new}',
@@ -91,7 +91,7 @@ class _Plot:
     self.fresh.remove(file)
     return file
 
-  def find(self, by: str, hops: int, dead_end: bool) -> tuple[str, list[str]]:
+  def find(self, by: str, hops: int, dead_ends: int) -> tuple[str, list[str]]:
     """A file, and the words or notes that a phrase gives to find it by."""
     draw = self.draw
     if by == 'name':
@@ -102,7 +102,6 @@ class _Plot:
       file = self.take_fresh()
       of = [draw.plant(self.files, file, 1, 6)]
       self.after[file] = self.files[file]
-      other = draw.word(self.all() | {of[0]: []})
     else:
       file = note = self.take_fresh('.py')
       for _ in range(hops):
@@ -110,9 +109,11 @@ class _Plot:
         self.files[name] = self.after[name] = [note]
         note = name
       of = [note]
-      other = draw.new_name(self.all(), '.txt')
     if by in ('words', 'notes'):
-      of.insert(0 if dead_end else 1, other)
+      for _ in range(dead_ends or 1):
+        known = self.all() | dict.fromkeys(of, [])
+        other = draw.word(known) if by == 'words' else draw.new_name(known, '.txt')
+        of.insert(0 if dead_ends else 1, other)
     return file, of
 
   def all(self) -> Files:
@@ -120,16 +121,14 @@ class _Plot:
     said = '\n'.join(step['ask'] for step in self.steps)
     return {**self.files, **{name: self.after[name] for name in self.after}, said: []}
 
-  def add(
-    self, verb: str, by: str = 'name', hops: int = 1, dead_end: bool = False
-  ) -> None:
+  def add(self, verb: str, by: str = 'name', hops: int = 1, dead_ends: int = 0) -> None:
     """Draws one more step.
 
     Args:
       verb: a key of `_SENTENCES`.
       by: how the file is found: 'name' or a key of `_PHRASES`.
       hops: notes to the file.
-      dead_end: of two words or notes the second is the right one.
+      dead_ends: words or notes before the right one; if 0, one more comes behind it.
     """
     draw, after = self.draw, self.after
     step: dict[str, Any] = {'verb': verb, 'by': by, 'of': []}
@@ -138,8 +137,8 @@ class _Plot:
     elif verb == 'replace' and by == 'name':
       file = self.take_fresh()  # whose words can still be planted
     else:
-      file, step['of'] = self.find(by, hops, dead_end)
-    phrase = _PHRASES[by].format(*step['of']) if step['of'] else file
+      file, step['of'] = self.find(by, hops, dead_ends)
+    phrase = _PHRASES[by].format(' or '.join(step['of'])) if step['of'] else file
     if verb in ('rename', 'copy'):
       step['new'] = draw.new_name(self.all(), suffix_of(file))
       after[step['new']] = after[file] if verb == 'copy' else after.pop(file)
@@ -208,7 +207,7 @@ def _build_steps(draw: Draw, calls: int) -> Draft:
       or (cost < left and verb in _QUESTIONS)
     ):
       continue
-    plot.add(verb, by, hops, dead_end)
+    plot.add(verb, by, hops, int(dead_end))
     left -= cost
   return plot.draft(calls)
 
@@ -224,12 +223,12 @@ def _build_trail(draw: Draw) -> Draft:
 
 
 def _build_dead_end(draw: Draw) -> Draft:
-  """Two calls to find, one to act, and up to three sentences before or after."""
-  calls = draw.rng.randint(3, 6)
-  plot = _Plot(draw, calls)
-  at = draw.rng.randint(0, calls - 3)
-  for i in range(calls - 2):
-    verb = _verb(draw, last=i == calls - 3)
+  """Two or three calls to find, one to act, perhaps one more before or after."""
+  dead_ends, sentences = draw.rng.randint(1, 2), draw.rng.randint(1, 2)
+  plot = _Plot(draw, sentences + 1)
+  at = draw.rng.randrange(sentences)
+  for i in range(sentences):
+    verb = _verb(draw, last=i == sentences - 1)
     if i != at:
       if verb == 'which':
         raise Redraw
@@ -237,8 +236,8 @@ def _build_dead_end(draw: Draw) -> Draft:
     else:
       if verb in ('which', 'create'):
         raise Redraw
-      plot.add(verb, draw.pick(('words', 'notes')), dead_end=True)
-  return plot.draft(calls)
+      plot.add(verb, draw.pick(('words', 'notes')), dead_ends=dead_ends)
+  return plot.draft(dead_ends + 1 + sentences)
 
 
 def _find(step):
