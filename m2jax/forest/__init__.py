@@ -12,10 +12,18 @@ from m2jax.forest.buckets import by_bucket, sizes
 from m2jax.forest.cutting import Buckets, Chunk, Plan, cut
 from m2jax.forest.merging import LOSSES, chain, merge
 from m2jax.forest.replay import Disagreement, disagreement
-from m2jax.forest.types import TOKEN_FIELDS, Forest, Sample, causal
+from m2jax.forest.types import (
+  TERM_FIELDS,
+  TOKEN_FIELDS,
+  Forest,
+  Sample,
+  causal,
+  select,
+)
 
 __all__ = (
   'LOSSES',
+  'TERM_FIELDS',
   'TOKEN_FIELDS',
   'Buckets',
   'Chunk',
@@ -29,5 +37,6 @@ __all__ = (
   'cut',
   'disagreement',
   'merge',
+  'select',
   'sizes',
 )

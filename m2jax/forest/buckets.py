@@ -6,12 +6,11 @@ Axes: B rows, S tokens in a row, M loss terms in a row.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from m2jax.forest.types import Forest
+from m2jax.forest.types import Forest, select
 
 
 def sizes(least: int, most: int, ratio: float = 2.0) -> tuple[int, ...]:
@@ -71,20 +70,7 @@ def by_bucket(
     shapes[tokens, fit(int(terms[row]), row_terms, 'by_bucket: terms of a row')].append(
       row
     )
-  return [_cut(batch, rows, *shape) for shape, rows in sorted(shapes.items())]
-
-
-def _cut(batch: Forest, rows: Sequence[int], tokens: int, terms: int) -> Forest:
-  term_fields = ('term_token', 'old_logprob', 'advantage', 'weight')
-  term_fields += ('term_sample', 'term_offset')
-  fills = {'parent': -1, 'term_sample': -1, 'term_offset': -1, 'experts': -1}
-  columns = {}
-  for field in dataclasses.fields(Forest):
-    values = getattr(batch, field.name)
-    if values is None:
-      continue
-    size = terms if field.name in term_fields else tokens
-    values = values[rows, :size]
-    pad = [(0, 0), (0, size - values.shape[1])] + [(0, 0)] * (values.ndim - 2)
-    columns[field.name] = np.pad(values, pad, constant_values=fills.get(field.name, 0))
-  return Forest(**columns)
+  return [
+    select(batch, rows, row_tokens=tokens, row_terms=terms)
+    for (tokens, terms), rows in sorted(shapes.items())
+  ]

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from m2jax.forest import buckets as buckets_lib
-from m2jax.forest.types import Forest, padding
+from m2jax.forest.types import FIELDS, TOKEN_FIELDS, Forest, padding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,16 +303,15 @@ class _Builder:
       most *= 2
     out = padding(1, size, most)
     out = dataclasses.replace(out, subtree_end=np.zeros((1, stack + size), np.int32))
-    for name in ('tokens', 'position', 'multiplicity'):
-      getattr(out, name)[0, : len(ids)] = getattr(tree, name)[0, ids]
-    for name in ('old_logprob', 'advantage', 'weight', 'term_sample', 'term_offset'):
-      getattr(out, name)[0, : len(slots)] = getattr(tree, name)[0, slots]
     out.term_token[0, : len(slots)] = tokens
-    if tree.experts is not None:
-      experts = np.full((1, size, *tree.experts.shape[2:]), -1, np.int32)
-      experts[0, : len(ids)] = tree.experts[0, ids]
-      out = dataclasses.replace(out, experts=experts)
-    return out, stack, len(ids)
+    copied = {}
+    for name in FIELDS.keys() - {'parent', 'subtree_end', 'term_token'}:
+      if (values := getattr(tree, name)) is not None:
+        of, columns = (ids, size) if name in TOKEN_FIELDS else (slots, most)
+        shape = 1, columns, *values.shape[2:]
+        copied[name] = np.full(shape, FIELDS[name]['fill'], values.dtype)
+        copied[name][0, : len(of)] = values[0, of]
+    return dataclasses.replace(out, **copied), stack, len(ids)
 
   def _terms_of(self, runs):
     """Terms of the tokens in `runs`: their slots in the tree, their tokens' indices."""

@@ -6,6 +6,7 @@ Axes: B rows, S tokens in a row, M loss terms in a row, L layers.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -34,15 +35,16 @@ class Sample:
   experts: np.ndarray | None = None
 
 
-# What a Forest has for every token of a row, [B, S, …].
-TOKEN_FIELDS = (
-  'tokens',
-  'position',
-  'parent',
-  'subtree_end',
-  'multiplicity',
-  'experts',
-)
+def _per_token(dtype, fill: int = 0, **options):
+  return _field('token', dtype, fill, options)
+
+
+def _per_term(dtype, fill: int = 0, **options):
+  return _field('term', dtype, fill, options)
+
+
+def _field(per: str, dtype, fill: int, options):
+  return dataclasses.field(metadata=dict(per=per, dtype=dtype, fill=fill), **options)
 
 
 @jax.tree_util.register_dataclass
@@ -63,18 +65,19 @@ class Forest:
     experts: [B, S, L, top_k] int32 recorded expert ids (-1: route freely), or None.
   """
 
-  tokens: np.ndarray
-  position: np.ndarray
-  parent: np.ndarray
-  subtree_end: np.ndarray
-  multiplicity: np.ndarray
-  term_token: np.ndarray
-  old_logprob: np.ndarray
-  advantage: np.ndarray
-  weight: np.ndarray
-  term_sample: np.ndarray
-  term_offset: np.ndarray
-  experts: np.ndarray | None = None
+  # Batching, cutting, placement and planning read axis, dtype and fill from here.
+  tokens: np.ndarray = _per_token(np.int32)
+  position: np.ndarray = _per_token(np.int32)
+  parent: np.ndarray = _per_token(np.int32, fill=-1)
+  subtree_end: np.ndarray = _per_token(np.int32)
+  multiplicity: np.ndarray = _per_token(np.int32)
+  term_token: np.ndarray = _per_term(np.int32)
+  old_logprob: np.ndarray = _per_term(np.float32)
+  advantage: np.ndarray = _per_term(np.float32)
+  weight: np.ndarray = _per_term(np.float32)
+  term_sample: np.ndarray = _per_term(np.int32, fill=-1)
+  term_offset: np.ndarray = _per_term(np.int32, fill=-1)
+  experts: np.ndarray | None = _per_token(np.int32, fill=-1, default=None)
 
   @property
   def num_tokens(self) -> int:
@@ -82,25 +85,44 @@ class Forest:
     return int(np.sum(np.asarray(self.subtree_end) > 0))
 
 
+FIELDS = {field.name: field.metadata for field in dataclasses.fields(Forest)}
+TOKEN_FIELDS = tuple(name for name, of in FIELDS.items() if of['per'] == 'token')
+TERM_FIELDS = tuple(name for name, of in FIELDS.items() if of['per'] == 'term')
+
+
 def padding(rows: int, row_tokens: int, row_terms: int) -> Forest:
   """A forest [rows, row_tokens] of nothing but padding; host arrays of its own."""
-
-  def full(columns, dtype, fill=0):
-    return np.full((rows, columns), fill, dtype)
-
+  size = {'token': row_tokens, 'term': row_terms}
   return Forest(
-    tokens=full(row_tokens, np.int32),
-    position=full(row_tokens, np.int32),
-    parent=full(row_tokens, np.int32, -1),
-    subtree_end=full(row_tokens, np.int32),
-    multiplicity=full(row_tokens, np.int32),
-    term_token=full(row_terms, np.int32),
-    old_logprob=full(row_terms, np.float32),
-    advantage=full(row_terms, np.float32),
-    weight=full(row_terms, np.float32),
-    term_sample=full(row_terms, np.int32, -1),
-    term_offset=full(row_terms, np.int32, -1),
+    **{
+      name: np.full((rows, size[of['per']]), of['fill'], of['dtype'])
+      for name, of in FIELDS.items()
+      if name != 'experts'
+    }
   )
+
+
+def select(
+  batch: Forest,
+  index: slice | Sequence[int],
+  *,
+  rows: int | None = None,
+  row_tokens: int | None = None,
+  row_terms: int | None = None,
+) -> Forest:
+  """Rows `index` of host arrays, padded to `rows`, cut or padded to S and M."""
+  size = {'token': row_tokens, 'term': row_terms}
+  out = {}
+  for name, of in FIELDS.items():
+    if (values := getattr(batch, name)) is None:
+      continue
+    values = values[index, : size[of['per']]]
+    shape = values.shape[0] if rows is None else rows, size[of['per']]
+    shape = shape[0], values.shape[1] if shape[1] is None else shape[1]
+    pad = [(0, want - have) for want, have in zip(shape, values.shape, strict=False)]
+    pad += [(0, 0)] * (values.ndim - 2)
+    out[name] = np.pad(values, pad, constant_values=of['fill'])
+  return Forest(**out)
 
 
 def causal(tokens: jax.Array) -> Forest:

@@ -72,17 +72,9 @@ def batch(placed: Placed) -> forest.Forest:
   rows, tokens = placed.micro_rows, placed.workload.context
   shapes = jax.eval_shape(lambda: forest.causal(jnp.zeros((rows, tokens), jnp.int32)))
   terms = placed.workload.terms or shapes.weight.shape[1]
-  names = (
-    'term_token',
-    'old_logprob',
-    'advantage',
-    'weight',
-    'term_sample',
-    'term_offset',
-  )
   cut = {
     name: jax.ShapeDtypeStruct((rows, terms), getattr(shapes, name).dtype)
-    for name in names
+    for name in forest.TERM_FIELDS
   }
   return dataclasses.replace(shapes, **cut)
 

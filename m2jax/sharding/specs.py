@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from m2jax import params as params_lib
 from m2jax.config import ModelConfig
-from m2jax.forest import TOKEN_FIELDS, Forest
+from m2jax.forest import TERM_FIELDS, TOKEN_FIELDS, Forest
 from m2jax.sharding.rules import Rules
 
 
@@ -58,8 +58,7 @@ def batch_specs(rules: Rules) -> Forest:
   term = rules.spec('loss terms', 'rows')
   return Forest(
     **dict.fromkeys(TOKEN_FIELDS, token),
-    **dict.fromkeys(('term_token', 'old_logprob', 'advantage', 'weight'), term),
-    **dict.fromkeys(('term_sample', 'term_offset'), term),
+    **dict.fromkeys(TERM_FIELDS, term),
   )
 
 

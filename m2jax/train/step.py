@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from m2jax import model
+from m2jax import forest, model
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
@@ -193,18 +193,8 @@ def loss_and_metrics(
 
 def micro_batches(batch: Forest, rows: int) -> Iterator[Forest]:
   """Slices of `rows` rows; the last is filled up with padding rows."""
-  fills = {'parent': -1, 'term_sample': -1, 'term_offset': -1, 'experts': -1}
-
-  def cut(field, start):
-    values = getattr(batch, field.name)
-    if values is None:
-      return None
-    values = values[start : start + rows]
-    pad = [(0, rows - len(values))] + [(0, 0)] * (values.ndim - 1)
-    return np.pad(values, pad, constant_values=fills.get(field.name, 0))
-
   for start in range(0, len(batch.tokens), rows):
-    yield Forest(**{f.name: cut(f, start) for f in dataclasses.fields(Forest)})
+    yield forest.select(batch, slice(start, start + rows), rows=rows)
 
 
 def make_step(
