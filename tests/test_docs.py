@@ -1,0 +1,70 @@
+"""What code and pages cite is there: sections of the facts, laws, files, tests."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / 'docs'
+CODE = [
+  path
+  for folder in ('m2jax', 'experiments', 'configs', 'benchmarks', 'launch', 'tests')
+  for path in sorted((ROOT / folder).rglob('*.py'))
+]
+PAGES = [ROOT / 'README.md', *sorted(DOCS.rglob('*.md'))]
+CITED = re.compile(
+  r'([a-z0-9-]+)\.md((?:,? (?:and )?§[0-9]+(?:\.[0-9]+)*(?:–[0-9]+)?)+)'
+)
+
+
+def sections(page: pathlib.Path) -> set[str]:
+  """Numbers of the headings, and of numbered points below them: '1.4', '1.4.2'."""
+  found, heading = set(), ''
+  for line in page.read_text().splitlines():
+    if match := re.match(r'#+ ([0-9]+(?:\.[0-9]+)*)\.? ', line):
+      heading = match[1]
+      found.add(heading)
+    elif heading and (match := re.match(r'([0-9]+)\. ', line)):
+      found.add(f'{heading}.{match[1]}')
+  return found
+
+
+@pytest.mark.parametrize('page', sorted(p.name for p in (DOCS / 'facts').glob('*.md')))
+def test_cited_facts_are_there(page):
+  """A reader who follows a citation finds the section."""
+  known = sections(DOCS / 'facts' / page)
+  for path in CODE:
+    text = re.sub(r'\s*\n\s*(# )?', ' ', path.read_text())
+    for name, numbers in CITED.findall(text):
+      if f'{name}.md' == page:
+        for number in re.findall(r'§([0-9.]+[0-9]|[0-9]+)', numbers):
+          assert number in known, f'{path.relative_to(ROOT)}: {page} §{number}'
+
+
+def test_cited_pages_are_there():
+  """No citation names a page that a reader of the repository does not have."""
+  pages = {path.name for path in PAGES}
+  for path in CODE:
+    for name, _ in CITED.findall(path.read_text()):
+      assert f'{name}.md' in pages, f'{path.relative_to(ROOT)} cites {name}.md'
+
+
+def test_cited_sections_and_laws_of_the_design_are_there():
+  """'DESIGN §6' and 'law 5' mean docs/design.md."""
+  known = sections(DOCS / 'design.md')
+  for path in CODE:
+    for number in re.findall(r'(?i:design) §([0-9]+)', path.read_text()):
+      assert number in known, f'{path.relative_to(ROOT)}: DESIGN §{number}'
+    for number in re.findall(r'\blaws? ([0-9]+)\b', path.read_text()):
+      assert f'4.{number}' in known, f'{path.relative_to(ROOT)}: law {number}'
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda p: p.name)
+def test_links_and_named_tests_are_there(page):
+  """Relative links of a page, and the tests it names, exist."""
+  text = page.read_text()
+  for target in re.findall(r'\]\(([^)#:]+)(?:#[^)]*)?\)', text):
+    assert (page.parent / target).exists(), f'{page.name} links to {target}'
+  for target in re.findall(r'`(tests/[\w/]+(?:\.py)?)`', text):
+    assert (ROOT / target).exists(), f'{page.name} names {target}'
