@@ -29,7 +29,7 @@ SHARD_BYTES = 10**8
 
 
 def config(gigabytes: float):
-  """A model of about so many gigabytes in bf16; one tensor has a tenth of 4 GB."""
+  """A model of about `gigabytes` GB in bf16; one tensor has a tenth of 4 GB."""
   from m2jax.config import ModelConfig
 
   def make(layers):

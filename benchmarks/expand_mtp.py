@@ -46,7 +46,7 @@ STEP = StepConfig(micro_rows=ROWS)
 
 
 def settings(steps: int) -> stages.PretrainConfig:
-  """Training for so many steps: a warm-up, then a fall to a tenth."""
+  """Training for `steps` steps: a warm-up, then a fall to a tenth."""
   tokens = steps * TOKENS
   return stages.PretrainConfig(
     stages=((CONTEXT, ROWS, 0),),

@@ -131,7 +131,7 @@ def pad_to(batch: forest.Forest, terms: int) -> list[forest.Forest]:
 
 
 def in_batches(forests, batch_tokens: int) -> list[forest.Forest]:
-  """Rows of one shape together, up to so many tokens."""
+  """Rows of one shape together, up to `batch_tokens` tokens."""
   out = []
   for batch in forests:
     rows = max(1, batch_tokens // batch.tokens.shape[1])

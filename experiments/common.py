@@ -42,7 +42,7 @@ _CHATTY_FILES = ('/orbax/', '/jax/', '/grain/', '/etils/')  # these use absl's l
 
 
 class BadInput(ValueError):
-  """A mistake of the person at the keys: told in one line, without a traceback."""
+  """A user error: reported in one line, without a traceback."""
 
 
 def workdir() -> pathlib.Path:
@@ -58,7 +58,7 @@ def values() -> dict[str, Any]:
     raise BadInput('--config is missing: give configs/NAME.py[:variant]')
   try:
     return CONFIG.value.to_dict()
-  except OSError as error:  # the file could not be read; told only now
+  except OSError as error:  # the file could not be read; reported only now
     raise BadInput(f'--config: {_last_line(error)}') from error
 
 

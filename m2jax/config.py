@@ -26,7 +26,7 @@ class ModelConfig:
     num_mtp_modules: multi-token-prediction modules K; 0 is none.
     window: positions that a layer with a sliding window sees, its own included; None:
       every layer sees all. MTP modules always see all.
-    full_attention_every: with a window, the last of every so many layers has none.
+    full_attention_every: with a window, every n-th layer has none.
     sinks: first positions of a path, seen by every layer.
     router_scores: 'sigmoid', or 'softmax' over all experts.
     dtype: activations ('float32', 'bfloat16' or 'float64'); parameters stay fp32.

@@ -176,7 +176,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class SampleBatches(Iterator[list[Sample]]):
-  """Whole samples, in stream order, as many as fit a budget of tokens.
+  """Whole samples, in stream order, up to a budget of tokens.
 
   The budget counts each sample's tokens in full; `forest.merge` needs fewer where
   samples share prefixes. A batch may hold the end of one epoch and the start of the

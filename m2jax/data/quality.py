@@ -158,7 +158,7 @@ def fit(
 
 
 def _minimise(loss, params, steps: int):
-  """L-BFGS with line search, to a gradient of 1e-6 or for so many steps."""
+  """L-BFGS with line search, to a gradient of 1e-6 or for `steps` steps."""
   optimizer = optax.lbfgs()
   value_and_grad = optax.value_and_grad_from_state(loss)
 

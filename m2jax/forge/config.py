@@ -63,7 +63,7 @@ class RlConfig:
     curriculum: which families the tasks are of.
     dev_every: updates between evaluations on the development split; 0 is never.
     dev_tasks: tasks of such an evaluation.
-    patience: stop once so many of these evaluations in a row were no better than the
+    patience: stop once this many of these evaluations in a row were no better than the
       best before; 0 is never.
     refill_factor: an update takes items until `groups_per_step` of them have a non-zero
       advantage, or until it has taken this many times `groups_per_step`; 1 trains on

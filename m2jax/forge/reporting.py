@@ -1,4 +1,4 @@
-"""What a finished run is told in: the report's input, made from metrics and pool."""
+"""The report of a finished run: its input, made from metrics and pool."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Pending:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """A recorded completion and what the client is told of it.
+  """A recorded completion and the response to the client.
 
   Attributes:
     message: the OpenAI message.

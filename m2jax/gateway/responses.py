@@ -1,4 +1,4 @@
-"""What the client is told: OpenAI's response object and its stream of chunks.
+"""Responses to the client: OpenAI's response object and its stream of chunks.
 
 Reasoning travels as `reasoning_content`, in messages and in deltas; echoed back it is
 part of the history (facts/m2-and-forge.md §2.1). A tool call the parser could not read
@@ -26,11 +26,11 @@ def message(parsed: chat.Message, call_prefix: str) -> dict:
   Args:
     call_prefix: makes the calls' ids: '{call_prefix}_{index}'.
   """
-  told = parsed.to_openai()
-  told['content'] = (parsed.content + broken_text(parsed)) or told['content']
-  for i, call in enumerate(told.get('tool_calls') or ()):
+  message = parsed.to_openai()
+  message['content'] = (parsed.content + broken_text(parsed)) or message['content']
+  for i, call in enumerate(message.get('tool_calls') or ()):
     call['id'] = f'{call_prefix}_{i}'
-  return told
+  return message
 
 
 def broken_text(parsed: chat.Message) -> str:

@@ -73,7 +73,7 @@ def attend(
   Where a row's tokens are dealt to devices, x holds this device's share, subtree_end
   and position the whole row: keys and values of the row are gathered.
 
-  `window` counts positions: of its path a token sees the last so many, and the first
+  `window` counts positions: a token sees the last `window` of its path, and the first
   `cfg.sinks`. It needs `position` [B, S].
 
   `above` = k, v [B, P, K, H] of a path that the tokens hang off; it comes first in the

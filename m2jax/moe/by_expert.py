@@ -28,7 +28,7 @@ def order(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.A
   of each expert, without those of id E.
 
   Raises:
-    ValueError: (E + 1)·A is beyond 2**32; no device's memory holds rows for so many.
+    ValueError: (E + 1)·A is beyond 2**32; no device's memory holds rows for that many.
   """
   sizes = num_experts + 1
   if sizes * ids.size >= 2**32:

@@ -17,49 +17,49 @@ import jax
 import jax.numpy as jnp
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
-Stretches = tuple[tuple[int, int], ...]
+Segments = tuple[tuple[int, int], ...]
 
 KINDS = ('constant', 'linear', 'cosine', 'wsd')
 
 
 @dataclasses.dataclass(frozen=True)
 class Clock:
-  """Tokens consumed after so many updates, exact, on the host.
+  """Tokens consumed after a number of updates, exact, on the host.
 
   Attributes:
-    stretches: (updates, tokens of each update) one after the other; the last goes on
+    segments: (updates, tokens of each update) one after the other; the last goes on
       for ever, whatever its number of updates.
   """
 
-  stretches: Stretches
+  segments: Segments
 
   def __post_init__(self):
-    if not self.stretches or any(n < 0 or size < 1 for n, size in self.stretches):
+    if not self.segments or any(n < 0 or size < 1 for n, size in self.segments):
       raise ValueError(
-        f'stretches={self.stretches!r}: want (updates, tokens of each update), the '
+        f'segments={self.segments!r}: want (updates, tokens of each update), the '
         'tokens positive'
       )
 
   def tokens(self, step: int) -> int:
     """Tokens consumed by the first `step` updates."""
     consumed, left = 0, step
-    for number, size in self.stretches[:-1]:
+    for number, size in self.segments[:-1]:
       consumed += min(left, number) * size
       left -= min(left, number)
-    return consumed + left * self.stretches[-1][1]
+    return consumed + left * self.segments[-1][1]
 
   def step(self, tokens: int) -> int:
     """The first update before which at least `tokens` were consumed."""
     step, left = 0, tokens
-    for number, size in self.stretches[:-1]:
+    for number, size in self.segments[:-1]:
       if left <= number * size:
         return step + -(-left // size)
       step, left = step + number, left - number * size
-    return step + -(-left // self.stretches[-1][1])
+    return step + -(-left // self.segments[-1][1])
 
 
 def piecewise(points: Sequence[tuple[int, float]], tokens: int) -> float:
-  """Value of the last of the points (from so many tokens, value) that is reached."""
+  """Value of the last of the points (tokens, value) that is reached."""
   return [value for start, value in points if start <= tokens][-1]
 
 
@@ -75,7 +75,7 @@ class ScheduleConfig:
     total_steps: where the decay ends; not used by 'constant'.
     decay_steps: 'wsd' only.
     final_fraction: multiplier from `total_steps` on.
-    stretches: of a `Clock`; given, warm-up and decay advance with the tokens of the
+    segments: of a `Clock`; given, warm-up and decay advance with the tokens of the
       updates, not with their number.
   """
 
@@ -84,7 +84,7 @@ class ScheduleConfig:
   total_steps: int = 0
   decay_steps: int = 0
   final_fraction: float = 0.0
-  stretches: Stretches = ()
+  segments: Segments = ()
 
   def __post_init__(self):
     def check(ok: bool, field: str, want: str):
@@ -109,8 +109,8 @@ def multiplier(config: ScheduleConfig) -> Schedule:
   if config.kind == 'wsd':
     length = config.decay_steps
   start = config.total_steps - length
-  warm_up = _share(config.stretches, 0, max(config.warmup_steps, 1))
-  decay = _share(config.stretches, start, start + length)
+  warm_up = _share(config.segments, 0, max(config.warmup_steps, 1))
+  decay = _share(config.segments, start, start + length)
 
   def value(step):
     step = jnp.asarray(step, jnp.float32)
@@ -124,15 +124,15 @@ def multiplier(config: ScheduleConfig) -> Schedule:
   return value
 
 
-def _share(stretches: Stretches, start: int, stop: int) -> Schedule:
+def _share(segments: Segments, start: int, stop: int) -> Schedule:
   """Share of the way from update `start` to `stop` that lies behind a float32 step."""
-  if not stretches:
+  if not segments:
     return lambda step: (step - start) / (stop - start)
-  clock = Clock(stretches)
+  clock = Clock(segments)
   # float32 holds no trillions of tokens, but every step below 2**24 and every share
   parts, first = [], 0
-  for index, (number, size) in enumerate(stretches):
-    last = stop if index == len(stretches) - 1 else first + number
+  for index, (number, size) in enumerate(segments):
+    last = stop if index == len(segments) - 1 else first + number
     low, high = max(first, start), min(last, stop)
     if low < high:
       whole = clock.tokens(stop) - clock.tokens(start)

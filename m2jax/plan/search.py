@@ -49,7 +49,7 @@ class Candidate:
 
 
 def meshes(devices: int, rules: str) -> Iterator[MeshConfig]:
-  """All meshes of powers of two with so many devices that the rules can use."""
+  """All meshes of powers of two with `devices` devices that the rules can use."""
   used = PRESETS[rules]
   names = ('rows', 'tokens', 'vocab', 'heads', 'experts', 'expert_hidden')
   split = {axis for name in names for axis in used.mesh_axes(name)}

@@ -109,7 +109,7 @@ class Placed:
 
 
 def place(name: str, workload: Workload, devices: int) -> Placed:
-  """The workload on its mesh for so many devices.
+  """The workload on its mesh for `devices` devices.
 
   Raises:
     ValueError: it has none, or its rows do not divide into its passes.

@@ -245,10 +245,10 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
   So after a lost connection the repetition is trained and the answer nobody received is
   not; of n samples the one that the agent went on with. Everything else is trained,
   whether or not a request goes on from it: what came before the context was reset or
-  rewritten, and sub-agents under the same key, whose prompts differ. Two cases cannot
-  be told apart from a repetition, and only the last is trained: sub-agents with equal
-  prompts that end after one completion; and of several samples the one that the agent
-  sends back changed, for example without its reasoning.
+  rewritten, and sub-agents under the same key, whose prompts differ. Two cases look
+  like a repetition, and only the last is trained: sub-agents with equal prompts that
+  end after one completion; and of several samples the one that the agent sends back
+  changed, for example without its reasoning.
   """
   sampled = (c for c in completions if c.finish_reason != 'cancelled')
   sampled = sorted((c for c in sampled if c.response_ids), key=lambda c: c.turn)

@@ -364,5 +364,5 @@ class Batcher:
     return rows
 
   def _context(self, tokens: int) -> int:
-    """The smallest compiled context that holds so many tokens."""
+    """The smallest compiled context that holds `tokens` tokens."""
     return next(c for c in self.engine.config.contexts if c >= tokens)

@@ -26,7 +26,7 @@ from m2jax.layers.norm import rms_norm
 from m2jax.rollout.kv_cache import EXPERT_DTYPE, KvCache, Tail
 from m2jax.sharding import ONE_DEVICE, Sharding
 
-# Scores of so many new tokens a row are not stored: forest attention over both parts.
+# From this many new tokens a row on, scores are not stored: forest attention instead.
 _LONG_CHUNK = 512
 
 

@@ -9,7 +9,7 @@ Rows move in loops of slices whose count is a traced number: padding rows cost n
 and XLA updates the donated cache in place.
 
 Where expert ids are recorded they lie beside the keys and values of their token and
-move with them: whoever takes over a prefix has its ids.
+move with them: a request that takes over a prefix has its ids.
 
 Axes: L layers, S slots, P rows of a call, C cached positions, N positions of a tail,
 K key/value heads, H head dim.

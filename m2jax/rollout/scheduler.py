@@ -79,7 +79,7 @@ class Scheduler:
     self._dead: str | None = None
 
   def start(self, *, warmup: bool = True) -> Scheduler:
-    """Compiles all shapes (unless told not to), then starts the engine thread."""
+    """Compiles all shapes (unless disabled), then starts the engine thread."""
     batcher = self._batcher
     if warmup:
       batcher.state = self._engine.warmup(batcher.variables, batcher.state)

@@ -110,7 +110,7 @@ def _change_mode(name: str, directory: int, mode: int) -> None:
 
 
 class _Bounded(io.BytesIO):
-  """Memory that takes only so many bytes."""
+  """Memory that takes a bounded number of bytes."""
 
   def __init__(self, max_bytes: int):
     super().__init__()

@@ -217,7 +217,7 @@ class Sharding:
           )
 
   def check_batch(self, rows: int, row_tokens: int | None = None) -> None:
-    """Raises ValueError unless a batch of so many rows (of tokens) divides evenly."""
+    """Raises ValueError unless `rows` rows (of `row_tokens` tokens) divide evenly."""
     for logical, value in (('rows', rows), ('tokens', row_tokens)):
       shards = self.size(logical)
       runs = 2 if logical == 'tokens' and shards > 1 else 1  # see `token_index`

@@ -41,7 +41,7 @@ _MARKUP_ROOM = 0.12
 _WHOLE_ROOM = 0.55
 # A word is prose if at most this share of it stands in paths, calls, quotes and so on.
 _IDENTIFIER_SHARE = 0.1
-# A merge must occur in so many distinct pre-tokens; else it would spell one name.
+# A merge must occur in this many distinct pre-tokens; else it would spell one name.
 _MERGE_WORDS = 3
 
 _SPECIAL = re.compile('|'.join(re.escape(token) for token in SPECIAL_TOKENS))

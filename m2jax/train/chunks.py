@@ -137,7 +137,7 @@ def programs(
 
 
 def _seen(stack: model.Stack, batch: Forest) -> model.Stack:
-  """The first P slots, as many as the batch's indices count."""
+  """The first P slots, which the batch's indices count."""
   slots = batch.subtree_end.shape[1] - batch.tokens.shape[1]
   return jax.tree.map(lambda a: a[:, :, :slots], stack)
 

@@ -47,7 +47,7 @@ class Hosts:
   shards: tuple[int, ...] = (0,)
 
   def check(self, rows: int) -> None:
-    """Raises ValueError unless so many rows divide over the hosts."""
+    """Raises ValueError unless `rows` rows divide over the hosts."""
     if rows % self.count:
       raise ValueError(f'{rows} rows of a batch do not divide over {self.count} hosts')
 

@@ -228,7 +228,7 @@ def held_out(
   documents: Sequence[np.ndarray],
   sharding: Sharding = ONE_DEVICE,
 ) -> dict[str, float]:
-  """`loss` and `mtp_loss` in nats per token, means over so many `tokens`.
+  """`loss` and `mtp_loss` in nats per token, means over `tokens`.
 
   Rows have the shape of the last stage, and each document comes once.
   """

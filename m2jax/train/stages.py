@@ -24,7 +24,7 @@ from m2jax.train.step import StepConfig
 
 
 class Stage(NamedTuple):
-  """A stretch of training on batches of one shape.
+  """A segment of training on batches of one shape.
 
   Attributes:
     context: S, tokens of a row.
@@ -118,7 +118,7 @@ class PretrainConfig:
     schedule(self)  # refuses phases of less than a batch now
 
   @property
-  def stretches(self) -> schedules.Stretches:
+  def segments(self) -> schedules.Segments:
     """(steps, tokens of a step) of each stage."""
     sizes = [stage.context * stage.rows for stage in self.stages]
     return tuple(
@@ -129,7 +129,7 @@ class PretrainConfig:
   @property
   def clock(self) -> schedules.Clock:
     """Steps to tokens consumed, and back."""
-    return schedules.Clock(self.stretches)
+    return schedules.Clock(self.segments)
 
 
 def schedule(config: PretrainConfig) -> ScheduleConfig:
@@ -137,7 +137,7 @@ def schedule(config: PretrainConfig) -> ScheduleConfig:
   phases, clock = config.phases, config.clock
   common = {
     'warmup_steps': clock.step(phases.warmup_tokens),
-    'stretches': config.stretches,
+    'segments': config.segments,
   }
   if not phases.decay_tokens:
     return ScheduleConfig('constant', **common)
@@ -159,7 +159,7 @@ class Settings(NamedTuple):
 
 
 def settings(config: PretrainConfig, tokens: int) -> Settings:
-  """Those of the batch before which so many tokens were consumed."""
+  """Those of the batch before which `tokens` tokens were consumed."""
   phases, step = config.phases, config.step
   mtp, bias = [(0, step.mtp_weight)], [(0, step.bias_update_rate)]
   if phases.decay_tokens:
@@ -228,7 +228,7 @@ class StagedRows(Iterator[Pieces]):
     return {'step': self._step, 'stage': self._stage, 'rows': self._rows.state()}
 
   def __next__(self) -> Pieces:
-    steps = [number for number, _ in self._config.stretches]
+    steps = [number for number, _ in self._config.segments]
     if self._step == sum(steps[: self._stage + 1]) and steps[self._stage]:
       if self._stage + 1 == len(steps):
         raise StopIteration

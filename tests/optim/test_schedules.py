@@ -74,18 +74,18 @@ def test_bad_fields_are_named(fields, name):
     ScheduleConfig(**fields)
 
 
-stretches = st.lists(
+segments = st.lists(
   st.tuples(st.integers(1, 9), st.integers(1, 50)), min_size=1, max_size=4
 ).map(tuple)
 
 
-@given(stretches, st.integers(0, 60), st.integers(0, 2000))
-def test_clock_counts_tokens(stretches, step, tokens):
+@given(segments, st.integers(0, 60), st.integers(0, 2000))
+def test_clock_counts_tokens(segments, step, tokens):
   """Against adding up update by update; and `step` is the first update before which at
   least so many tokens were consumed."""
-  sizes = [size for number, size in stretches for _ in range(number)]
-  sizes += [stretches[-1][1]] * (2100 - len(sizes))
-  clock = Clock(stretches)
+  sizes = [size for number, size in segments for _ in range(number)]
+  sizes += [segments[-1][1]] * (2100 - len(sizes))
+  clock = Clock(segments)
   assert clock.tokens(step) == sum(sizes[:step])
   first = clock.step(tokens)
   assert clock.tokens(first) >= tokens
@@ -101,21 +101,21 @@ def test_clock_of_trillions():
 
 
 @settings(deadline=None, max_examples=40)
-@given(stretches, st.integers(0, 5), st.integers(1, 30), st.data())
-def test_tokens_drive_the_schedule(stretches, warmup, length, data):
-  """With stretches, warm-up and decay advance with the tokens of the updates: by the
+@given(segments, st.integers(0, 5), st.integers(1, 30), st.data())
+def test_tokens_drive_the_schedule(segments, warmup, length, data):
+  """With segments, warm-up and decay advance with the tokens of the updates: by the
   definition over sums of tokens; alike batches give the plain schedule."""
   decay = data.draw(st.integers(1, length))
   total = warmup + length
-  config = ScheduleConfig('wsd', warmup, total, decay, 0.25, stretches)
-  clock = Clock(stretches)
+  config = ScheduleConfig('wsd', warmup, total, decay, 0.25, segments)
+  clock = Clock(segments)
   start, end = clock.tokens(total - decay), clock.tokens(total)
   for step in range(total + 3):
     warm = min(1.0, clock.tokens(step + 1) / max(clock.tokens(warmup), 1))
     done = min(max((clock.tokens(step) - start) / (end - start), 0.0), 1.0)
     want = warm * (0.25 + 0.75 * (1 - done))
     assert values(config, step) == pytest.approx(want, rel=1e-5)
-  alike = tuple((number, 7) for number, _ in stretches)
+  alike = tuple((number, 7) for number, _ in segments)
   plain = ScheduleConfig('wsd', warmup, total, decay, 0.25)
   tokens = ScheduleConfig('wsd', warmup, total, decay, 0.25, alike)
   steps = range(total + 3)
@@ -130,7 +130,7 @@ def test_piecewise():
 
 
 @pytest.mark.parametrize('bad', [(), ((3, 0),), ((-1, 4),)])
-def test_bad_stretches_are_named(bad):
+def test_bad_segments_are_named(bad):
   """They would count no tokens, or count backwards."""
-  with pytest.raises(ValueError, match='stretches='):
+  with pytest.raises(ValueError, match='segments='):
     Clock(bad)

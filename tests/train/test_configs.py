@@ -83,7 +83,7 @@ def test_pretraining_configs_build(module, variant):
   stages, loop = built.pretrain.stages, built.pretrain.loop
   assert max(stage.context for stage in stages) <= built.model.max_positions
   if stages[-1].tokens:
-    assert loop.steps == sum(number for number, _ in built.pretrain.stretches)
+    assert loop.steps == sum(number for number, _ in built.pretrain.segments)
   for name, domain in built.text.domains.items():
     common.build(pretrain_job.DomainConfig, domain, name)
 

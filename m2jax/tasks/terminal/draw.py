@@ -125,7 +125,7 @@ class Draw:
     return self.word(files) + suffix
 
   def cut(self, source: corpus.Source, around: int | None = None) -> list[str]:
-    """Returns a stretch of the source's lines, with line `around` in it if given."""
+    """Returns a run of the source's lines, with line `around` in it if given."""
     total, (low, high) = len(source.lines), self.config.lines
     length = min(total, self.rng.randint(low, high))
     first, last = 0, total - length

@@ -73,7 +73,7 @@ class _Plot:
     after: the workspace after the steps so far.
     fresh: files that no step has touched.
     named: files that an earlier sentence has named, which later ones may use.
-    steps: what the teacher is told, one dict a sentence.
+    steps: the teacher's script, one dict a sentence.
   """
 
   def __init__(self, draw: Draw, count: int):
@@ -292,7 +292,7 @@ _MISTAKES = ('wrong_option', 'clobber', 'first_only', 'not_in_place')
 
 
 def steps_family(calls: int) -> str:
-  """Name of the family whose tasks take so many calls."""
+  """Name of the family whose tasks take `calls` calls."""
   return f'steps_{calls}'
 
 
