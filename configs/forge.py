@@ -37,8 +37,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.terminal = dict(
     files=(3, 5),
     lines=(20, 80),
-    pseudo_names=0.7,
-    pseudo_words=0.7,
+    pseudo_names=1.0,
+    pseudo_words=1.0,
     spare_calls=2,
     weights=ASKED,
   )
@@ -108,8 +108,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     ),
     optimizer=dict(
       name='muon',
-      learning_rate=7e-3,
-      adam_learning_rate=7e-4,
+      learning_rate=5e-3,
+      adam_learning_rate=5e-4,
       schedule=dict(kind='wsd', total_steps=32, decay_steps=16, final_fraction=0.1),
     ),
   )

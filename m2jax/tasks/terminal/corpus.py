@@ -100,20 +100,11 @@ def is_nameable(word: str) -> bool:
 
 
 def pseudo_word(rng: random.Random, split: str) -> str:
-  """Returns a made-up word of 4-8 lower-case letters that belongs to `split`.
-
-  Half are syllables, half the head of one real word of the split with the tail of
-  another: their pieces are spelled like names that really occur.
-  """
-  words = load(split).words
+  """Returns a made-up word of two syllables, 4-7 letters, that belongs to `split`."""
   while True:
-    if rng.random() < 0.5:
-      syllables = (rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(2))
-      word = ''.join(syllables) + rng.choice(_CODAS)
-    else:
-      head, tail = rng.choice(words), rng.choice(words)
-      word = head[: rng.randint(2, 4)] + tail[-rng.randint(2, 4) :]
-    if len(word) >= 4 and split_of(word) == split and word not in _COMMON:
+    syllables = (rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(2))
+    word = ''.join(syllables) + rng.choice(_CODAS)
+    if split_of(word) == split and word not in _COMMON:
       return word
 
 
