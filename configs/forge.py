@@ -19,7 +19,7 @@ import ml_collections
 from m2jax import config as model_config
 
 # What the teacher demonstrates: single calls, and chains of two and three.
-DEMONSTRATED = dict(steps_1=0.3, steps_2=0.35, steps_3=0.35)
+DEMONSTRATED = dict(steps_1=0.2, steps_2=0.3, steps_3=0.5)
 # What RL and the evaluations ask for: mostly chains that no demonstration shows.
 ASKED = dict(
   steps_3=1.0, steps_4=1.0, steps_5=1.0, steps_6=1.0, trail=2.0, dead_end=2.0
