@@ -133,7 +133,7 @@ def test_made_up_names_are_many_and_of_one_split():
     words = [corpus.pseudo_word(rng, split) for _ in range(500)]
     stems = [corpus.pseudo_stem(rng, split) for _ in range(500)]
     assert len(set(words)) > 450 and len(set(stems)) > 480
-    assert all(re.fullmatch('[a-z]{4,12}', word) for word in words)
+    assert all(re.fullmatch('[a-z]{4,7}', word) for word in words)
     assert all(re.fullmatch('[A-Za-z]+(_[a-z]+)?[0-9]*', stem) for stem in stems)
     assert {corpus.split_of(word) for word in words + stems} == {split}
     assert any('_' in stem for stem in stems) and any(s[-1].isdigit() for s in stems)
