@@ -55,7 +55,7 @@ def test_perfect_teacher_solves_every_task_by_real_commands(family):
     assert all(len(call[shell.ARGUMENT]) <= 80 for call in calls)
     for message in demo.messages:
       if message['role'] == 'assistant':
-        assert 1 <= len(message['reasoning_content'].split()) <= 14
+        assert 1 <= len(message['reasoning_content'].split()) <= 18
       elif message['role'] == 'tool':
         assert len(message['content']) <= 120
 
@@ -94,7 +94,7 @@ def test_default_teacher_rarely_errs_at_steps():
   tallies = asyncio.run(
     teacher.measure(tasks_of('steps_2', 120), local_shell.workspace)
   )
-  assert 0.85 <= tallies['steps_2'].success_rate < 1.0
+  assert 0.8 <= tallies['steps_2'].success_rate < 1.0
 
 
 def test_mistakes_do_not_show_in_the_words():
