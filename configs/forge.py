@@ -47,9 +47,9 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     looks=0.2,  # lists the files before a command, while calls are to spare
   )
   c.engine = dict(slots=64, context_tokens=768)
-  c.engine.update(  # few shapes: each takes seconds to compile
-    decode_rows=(64,),
-    contexts=(192, 384, 768),
+  c.engine.update(  # a step costs what its shape does; each takes a second to compile
+    decode_rows=(16, 32, 64),
+    contexts=(192, 320, 448, 768),
     prefill_shapes=((1, 64), (8, 32)),
     record_experts=False,  # rollouts keep expert ids, and training replays them
   )
@@ -115,6 +115,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   )
   c.more_sft = None
   if variant == 'smoke':
+    c.engine.update(decode_rows=(64,), contexts=(192, 384, 768))
     c.eval_tasks = c.dev_tasks = 8
     c.sft.update(demonstrations=60)
     c.sft.loop.update(steps=12, checkpoint_every=6)
