@@ -31,6 +31,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.seed = 0
   c.sandbox = 'bubblewrap'  # or 'rlimit_only', a weaker mode
   c.model = dataclasses.asdict(model_config.tiny())
+  c.mesh = dict(data=2)  # of SFT: a CPU core each
   c.eval_tasks = 300  # held-out tasks per evaluation, one episode each
   c.dev_tasks = 210  # tasks of the development split after each phase
   c.start = ''  # workdir whose demonstrations, tokenizer and SFT weights are taken over

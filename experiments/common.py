@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging as std_logging
+import math
 import os
 import pathlib
 import re
@@ -21,6 +22,9 @@ from typing import Any, NoReturn
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
+
+if typing.TYPE_CHECKING:
+  from m2jax.sharding import MeshConfig
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
 FRESH = flags.DEFINE_bool('fresh', False, 'Delete the run in --workdir and start anew.')
@@ -60,6 +64,20 @@ def values() -> dict[str, Any]:
     return CONFIG.value.to_dict()
   except OSError as error:  # the file could not be read; reported only now
     raise BadInput(f'--config: {_last_line(error)}') from error
+
+
+def virtual_devices(mesh: MeshConfig) -> None:
+  """Cuts the CPU into as many devices as `mesh` asks for, where it is one.
+
+  To be called before anything uses jax. XLA runs much of one device's program on one
+  thread, so that a mesh over the CPU's cores is faster than one device. What
+  JAX_NUM_CPU_DEVICES or XLA_FLAGS say holds, and so does a device that is no CPU.
+  """
+  import jax
+
+  flags_set = 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
+  if jax.config.jax_num_cpu_devices < 0 and not flags_set and not DISTRIBUTED.value:
+    jax.config.update('jax_num_cpu_devices', math.prod(mesh.sizes.values()))
 
 
 def join_processes() -> int:

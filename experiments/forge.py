@@ -19,6 +19,7 @@ def main():
   values = common.values()
   values['episodes'] = {**values['episodes'], 'backend': values.pop('sandbox')}
   config = common.build(ForgeConfig, values)
+  common.virtual_devices(config.mesh)
   evaluations = run.run(config, common.workdir(), fresh=common.FRESH.value)
   print('\nheld-out success            temperature 1 [95 % interval]     greedy')
   for row in evaluations:

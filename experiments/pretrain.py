@@ -140,6 +140,7 @@ def make_tokenizer(config: Config, source: Sequence[Document]) -> tokenizer.Toke
 
 def main():
   config, workdir = common.build(Config, common.values()), common.workdir()
+  common.virtual_devices(config.mesh)
   process = common.join_processes()
   sharding = sharding_lib.make(config.mesh)
   run = dataclasses.replace(config, mesh=MeshConfig())  # the same on any mesh

@@ -158,12 +158,15 @@ def router_tree(cfg: ModelConfig, leaf: Callable[[tuple[int, ...]], Any]) -> Any
 
 
 def shapes(cfg: ModelConfig) -> dict[str, Any]:
-  """Shapes of the model's variables {'params': …, 'router': …}."""
+  """`jax.ShapeDtypeStruct`s of the model's variables {'params': …, 'router': …}."""
 
   def leaf(_, param: Param, stacked):
-    return (*stacked, *param.shape(cfg))
+    return jax.ShapeDtypeStruct((*stacked, *param.shape(cfg)), cfg.param_dtype)
 
-  return {'params': tree(cfg, leaf), 'router': router_tree(cfg, lambda shape: shape)}
+  def bias(shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  return {'params': tree(cfg, leaf), 'router': router_tree(cfg, bias)}
 
 
 # Standard deviation of normal values, by the whole shape. What writes into the residual

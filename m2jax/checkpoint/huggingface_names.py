@@ -16,9 +16,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import jax
-
 from m2jax import params
+from m2jax.checkpoint import leaves
 from m2jax.config import ModelConfig
 
 MTP_PREFIX = 'model.mtp_layers.'
@@ -47,12 +46,7 @@ class Tensor(NamedTuple):
 @functools.lru_cache(maxsize=4)
 def shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
   """Shape of every leaf of the model's variables by path. Do not change the dict."""
-  shapes = params.shapes(cfg)
-  leaves = jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): shape
-    for path, shape in leaves
-  }
+  return {name: leaf.shape for name, leaf in leaves.table(params.shapes(cfg)).items()}
 
 
 def tensors(cfg: ModelConfig) -> list[Tensor]:

@@ -116,11 +116,12 @@ def select(
   for name, of in FIELDS.items():
     if (values := getattr(batch, name)) is None:
       continue
-    values = values[index, : size[of['per']]]
-    shape = values.shape[0] if rows is None else rows, size[of['per']]
-    shape = shape[0], values.shape[1] if shape[1] is None else shape[1]
-    pad = [(0, want - have) for want, have in zip(shape, values.shape, strict=False)]
-    pad += [(0, 0)] * (values.ndim - 2)
+    length = size[of['per']]
+    values = values[index, :length]
+    pad = [(0, 0)] * values.ndim
+    for axis, want in enumerate((rows, length)):
+      if want is not None:
+        pad[axis] = 0, want - values.shape[axis]
     out[name] = np.pad(values, pad, constant_values=of['fill'])
   return Forest(**out)
 

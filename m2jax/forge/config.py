@@ -12,6 +12,7 @@ from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.rl.learner import LearnerConfig
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig
+from m2jax.sharding import MeshConfig
 from m2jax.tasks.terminal import TerminalConfig
 from m2jax.tasks.terminal.teacher import TeacherConfig
 from m2jax.train import sft
@@ -135,6 +136,13 @@ class RolloutConfig:
   episodes: EpisodeConfig
   eval_tasks: int
 
+  def __post_init__(self):
+    if self.terminal.partial_credit:
+      raise ValueError(
+        f'terminal.partial_credit={self.terminal.partial_credit}: evaluations give '
+        'none; set rl.partial_credit, which RL alone uses'
+      )
+
 
 @dataclasses.dataclass(frozen=True)
 class ForgeConfig(RolloutConfig):
@@ -147,6 +155,8 @@ class ForgeConfig(RolloutConfig):
     rl: the second phase; None stops after SFT.
     more_sft: in its place, as a control.
     dev_tasks: tasks of the development split after each phase.
+    mesh: devices that SFT trains on; a run may go on on another mesh. Engine and RL
+      use one device.
     start: workdir of a run whose demonstrations, tokenizer and SFT weights are taken
       over, so that a control starts where that run's RL did; '' makes them.
   """
@@ -157,8 +167,10 @@ class ForgeConfig(RolloutConfig):
   rl: RlConfig | None
   more_sft: MoreSftConfig | None = None
   dev_tasks: int = 0
+  mesh: MeshConfig = MeshConfig()
   start: str = ''
 
   def __post_init__(self):
+    super().__post_init__()
     if self.rl is not None and self.more_sft is not None:
       raise ValueError('ForgeConfig: rl and more_sft are both set: choose one')

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from m2jax import forest, sandbox
+from m2jax import sharding as sharding_lib
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.data import chats as chats_lib
 from m2jax.forge.config import ForgeConfig
@@ -87,7 +88,10 @@ def sft(
   files: dict[str, bytes],
   phase: str = 'sft',
 ):
-  """Trains `variables`, which stay, on the demonstrations; returns trained ones."""
+  """Trains `variables`, which stay, on the demonstrations and the config's mesh.
+
+  Returns trained ones on one device, which engine and RL use.
+  """
   state = sft_lib.fit(
     config.sft,
     config.model,
@@ -98,8 +102,9 @@ def sft(
     metrics=metrics,
     files=files,
     phase=phase,
+    sharding=sharding_lib.make(config.mesh),
   )
-  return state.variables
+  return jax.device_put(state.variables, jax.local_devices()[0])
 
 
 # What decides the SFT weights: a run and its controls have these in common.

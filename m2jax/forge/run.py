@@ -19,6 +19,7 @@ from m2jax.observe.terminal import ForgeView
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.pool import data_pool
 from m2jax.rl import learner
+from m2jax.sharding import MeshConfig
 from m2jax.train import step as train_step
 from m2jax.train.workdir import open_workdir
 
@@ -29,7 +30,8 @@ DURING_RL = 'during RL'
 
 def run(config: ForgeConfig, workdir: Path, fresh: bool = False) -> list:
   """Runs or resumes the job; returns the held-out evaluations in order of stage."""
-  open_workdir(config, workdir, fresh)
+  anywhere = dataclasses.replace(config, mesh=MeshConfig())
+  open_workdir(anywhere, workdir, fresh)
   with (
     metrics_lib.MetricsWriter(workdir) as metrics,
     ForgeView(_expected_s(config)) as view,
@@ -50,8 +52,11 @@ def _expected_s(config: ForgeConfig) -> dict[str, float]:
   seconds = {
     'demonstrations': 0.015 * config.sft.demonstrations,
     'SFT': config.sft.loop.seconds or 0.2 * config.sft.loop.steps,
-    f'eval {AFTER_SFT}': eval_s,
   }
+  if config.start:  # made there
+    seconds = dict.fromkeys(seconds, 1.0)
+  else:
+    seconds[f'eval {AFTER_SFT}'] = eval_s
   if config.rl is not None:
     seconds |= {
       'RL': config.rl.seconds or 6.0 * config.rl.steps,

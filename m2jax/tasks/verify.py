@@ -69,9 +69,8 @@ class Expected:
   def _share(self, workspace: Path, right: bool) -> float:
     """Share of what had to change that is right, less what should not have changed."""
     paths = self.before.keys() | self.files.keys()
-    try:
-      fd = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # the agent owns it and shut us out
+    fd = _open(workspace)
+    if fd is None:
       return 0.0
     try:
       as_expected = {path: self._path_matches(fd, path) for path in paths}
@@ -107,11 +106,8 @@ class Expected:
       while '/' in path:
         path = path.rpartition('/')[0]
         directories.add(path)
-    try:
-      root = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # the agent owns it and shut us out
-      return False
-    return self._directory_matches(root, '', directories)
+    root = _open(workspace)
+    return root is not None and self._directory_matches(root, '', directories)
 
   def _directory_matches(self, fd: int, prefix: str, directories: set[str]) -> bool:
     """Compares one directory and those below it; closes `fd`."""
@@ -144,6 +140,14 @@ class Expected:
       raise
     finally:
       os.close(fd)
+
+
+def _open(workspace: Path) -> int | None:
+  """Descriptor of the workspace; None if the agent, who owns it, shut us out."""
+  try:
+    return os.open(workspace, os.O_RDONLY | os.O_DIRECTORY)
+  except PermissionError:
+    return None
 
 
 def _file_matches(directory_fd: int, name: str, content: bytes, loose: bool) -> bool:

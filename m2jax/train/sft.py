@@ -13,6 +13,7 @@ from m2jax.data import packing
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.optim.optimizer import OptimizerConfig
+from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import loop
 from m2jax.train import step as train_step
 from m2jax.train.loop import LoopConfig
@@ -49,14 +50,19 @@ def fit(
   metrics: MetricsWriter,
   files: Mapping[str, bytes],
   phase: str = 'sft',
+  sharding: Sharding = ONE_DEVICE,
 ) -> train_step.TrainState:
   """Trains on samples, or resumes; the variables are taken over.
 
   `seed` is of the order of the samples, `files` go into every checkpoint, `phase`
-  is the name in the metrics.
+  is the name in the metrics. The state lies on `sharding`'s mesh.
+
+  Raises:
+    ValueError: model, row_tokens or micro_rows do not divide over the mesh.
   """
   optimizer = optimizer_lib.make(config.optimizer)
-  step = train_step.make_step(model, optimizer, train_step.nll, config.step)
+  step = train_step.make_step(model, optimizer, train_step.nll, config.step, sharding)
+  state = train_step.init_state(variables, optimizer)
 
   def make_batches(position):
     return packing.SampleBatches(
@@ -70,7 +76,7 @@ def fit(
     return train_step.normalise(rows)
 
   return loop.fit(
-    train_step.init_state(variables, optimizer),
+    train_step.place_state(state, model, optimizer, sharding),
     step,
     make_batches,
     to_forest,

@@ -191,8 +191,10 @@ def _verb(draw: Draw, last: bool) -> str:
 def _build_steps(draw: Draw, calls: int) -> Draft:
   plot, left = _Plot(draw, calls + 1), calls
   while left:
-    by = draw.pick(tuple(_PHRASES)) if draw.chance(0.35) else 'name'
-    hops = 0 if by == 'name' else draw.rng.randint(1, 2) if by == 'note' else 1
+    by, hops = 'name', 0
+    if draw.chance(0.35):
+      by = draw.pick(tuple(_PHRASES))
+      hops = draw.rng.randint(1, 2) if by == 'note' else 1
     dead_end = by in ('words', 'notes') and draw.chance(0.5)
     verb = _verb(draw, last=left <= 1 + hops + dead_end)
     if verb == 'which':  # to find it is all that is asked
