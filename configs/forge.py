@@ -17,6 +17,7 @@ import dataclasses
 import ml_collections
 
 from m2jax import config as model_config
+from m2jax import sharding
 
 # What the teacher demonstrates: single calls, and chains of two and three.
 DEMONSTRATED = dict(steps_1=0.2, steps_2=0.3, steps_3=0.5)
@@ -31,7 +32,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.seed = 0
   c.sandbox = 'bubblewrap'  # or 'rlimit_only', a weaker mode
   c.model = dataclasses.asdict(model_config.tiny())
-  c.mesh = dict(data=2)  # of SFT: a CPU core each
+  c.mesh = dataclasses.asdict(sharding.MeshConfig(data=2))  # of SFT: a core each
   c.eval_tasks = 300  # held-out tasks per evaluation, one episode each
   c.dev_tasks = 210  # tasks of the development split after each phase
   c.start = ''  # workdir whose demonstrations, tokenizer and SFT weights are taken over

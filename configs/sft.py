@@ -30,6 +30,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.checkpoint = ''  # a run's workdir; empty starts from random weights
   c.model = dataclasses.asdict(model_config.tiny())
   c.tokenizer = ''  # path of a tokenizer.json; empty trains one on the chats
+  c.mesh = job.mesh
   c.sft = job.sft.to_dict()
   del c.sft.demonstrations, c.sft.families
   if variant == 'smoke':

@@ -11,6 +11,7 @@ import dataclasses
 import jax
 
 from experiments import common
+from m2jax import sharding
 from m2jax.checkpoint import CheckpointError, CheckpointManager, policy
 from m2jax.config import ModelConfig
 from m2jax.data import chats
@@ -25,7 +26,8 @@ from m2jax.train.workdir import OtherRun, keep_tokenizer, open_workdir
 class Config:
   """One run. With a `checkpoint` its model and tokenizer count, not those here.
 
-  `system` and `tools` are for chats that bring none; see `data.chats`.
+  `system` and `tools` are for chats that bring none; see `data.chats`. A run may go on
+  on another mesh.
   """
 
   seed: int
@@ -36,14 +38,17 @@ class Config:
   model: ModelConfig
   tokenizer: str
   sft: sft.SftConfig
+  mesh: sharding.MeshConfig = sharding.MeshConfig()
 
 
 def main():
   config, workdir = common.build(Config, common.values()), common.workdir()
+  common.virtual_devices(config.mesh)
   found = chats.read(config.demonstrations, system=config.system, tools=config.tools)
   source = policy.load(config.checkpoint) if config.checkpoint else None
   model = source.model if source else config.model
-  open_workdir(config, workdir, common.FRESH.value)
+  anywhere = dataclasses.replace(config, mesh=sharding.MeshConfig())
+  open_workdir(anywhere, workdir, common.FRESH.value)
 
   def make_tokenizer():
     if source:
@@ -69,6 +74,7 @@ def main():
       manager=manager,
       metrics=metrics,
       files={policy.TOKENIZER_FILE: path.read_bytes()},
+      sharding=sharding.make(config.mesh),
     )
   loss = metrics_lib.read(workdir, 'sft')[-1]['loss']
   print(

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from m2jax.rollout import prefill_plan
+from m2jax.rollout import decode_plan, prefill_plan
 from m2jax.rollout.api import GenerateRequest, GenerateResult
 from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.engine import Engine
@@ -253,19 +253,27 @@ class Batcher:
     self.table.state[ready] = State.DECODE
 
   def _decode(self) -> None:
-    """One decode call, and what follows from it for each request."""
-    table = self.table
-    slots = table.where(State.DECODE)
+    """A few steps of every slot that decodes, in as few positions as it takes."""
+    slots, config = self.table.where(State.DECODE), self.engine.config
     if not slots.size:
       return
-    rows = next(r for r in self.engine.config.decode_rows if r >= len(slots))
+    held = self.table.held[slots]
+    for which, rows, context in decode_plan.choose(
+      held, config.decode_rows, config.contexts
+    ):
+      if not self._decode_call(slots[which], rows, context):
+        return
+
+  def _decode_call(self, slots: np.ndarray, rows: int, context: int) -> bool:
+    """One call, and what follows from it for each request; False if all failed."""
+    table = self.table
     self.state, sampled = self.engine.generate_many(
       self.variables,
       self.state,
       self._rows(slots, rows),
       np.int32(len(slots)),
       np.int32(self.config.decode_steps),
-      context=self._context(int(table.held[slots].max())),
+      context=context,
     )
     sampled = jax.tree.map(lambda x: x[: len(slots)], jax.device_get(sampled))
     before = table.held[slots] + 1
@@ -279,7 +287,7 @@ class Batcher:
         EngineError(f'the weights of version {self.version} give non-finite logits')
       )
       self.reset()
-      return
+      return False
     for slot, begin in zip(slots.tolist(), before.tolist(), strict=True):
       job = self.jobs.get(slot)
       if job is not None and job.on_tokens is not None:
@@ -288,6 +296,7 @@ class Batcher:
       job = self.jobs.get(int(slots[row]))
       if job is not None:
         self._end(job, 'stop' if sampled.ended[row] == STOP else 'length')
+    return True
 
   def _count_sampled(self, tokens: int) -> None:
     self.failures = 0

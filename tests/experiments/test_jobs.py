@@ -91,6 +91,21 @@ def test_sft_from_random_weights(tmp_path, chats):
   assert len(metrics_lib.read(tmp_path / 'run', 'sft')) == 6
 
 
+def test_sft_on_a_mesh_is_sft(tmp_path, chats):
+  """One and two devices give the same losses; a run goes on on another mesh."""
+
+  def losses(name, devices):
+    flags = [f'--workdir={tmp_path / name}', f'--config.demonstrations={chats}']
+    flags += [f'--config.model.{field}' for field in conftest.SMALL]
+    flags += [f'--config.mesh.data={devices}', '--config.sft.optimizer.name=adamw']
+    conftest.run('sft', *flags, *conftest.SFT, variant=':smoke')
+    return [r['loss'] for r in metrics_lib.read(tmp_path / name, 'sft')]
+
+  alone, mesh = losses('alone', 1), losses('mesh', 2)
+  assert len(mesh) == 6 and mesh == pytest.approx(alone, rel=1e-4)
+  assert losses('mesh', 1) == mesh
+
+
 def test_evaluate(tmp_path, tuned):
   """Table and JSON agree; every family's tasks add up; the interval holds the rate."""
   flags = [f'--workdir={tmp_path}', f'--checkpoint={tuned[0]}', *conftest.ENGINE]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax import model
-from m2jax.rollout import decode_state, forward, kv_cache, prefill_plan
+from m2jax.rollout import decode_plan, decode_state, forward, kv_cache, prefill_plan
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
 from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG, log_softmax
@@ -203,6 +203,31 @@ def test_context_longer_than_the_model_is_refused():
   """RoPE would extrapolate in silence."""
   with pytest.raises(ValueError, match='context_tokens=65 exceeds.*max_positions=64'):
     Engine(CFG, EngineConfig(slots=2, context_tokens=65))
+
+
+@given(st.lists(st.integers(0, 768), min_size=1, max_size=64))
+def test_decode_calls_share_out_the_slots(held):
+  """Each slot is in one call, with room for it; together they cost no more than the one
+  call that would do, and than any cut in two."""
+  rows, contexts = (8, 32, 64), (192, 384, 768)
+  held = np.array(held)
+
+  def cost(size, context):
+    fixed = decode_plan.CALL_ROWS, decode_plan.ROW_POSITIONS
+    return (size + fixed[0]) * (context + fixed[1])
+
+  def fit(sizes, value):
+    return next(size for size in sizes if size >= value)
+
+  calls = decode_plan.choose(held, rows, contexts)
+  together = np.concatenate([which for which, *_ in calls])
+  assert sorted(together.tolist()) == list(range(len(held)))
+  for which, size, context in calls:
+    assert size == fit(rows, len(which)) and context == fit(contexts, held[which].max())
+  total = sum(cost(size, context) for _, size, context in calls)
+  for cut in (0, *contexts):
+    parts = [part for part in (held[held <= cut], held[held > cut]) if part.size]
+    assert total <= sum(cost(fit(rows, len(p)), fit(contexts, p.max())) for p in parts)
 
 
 @given(
