@@ -7,6 +7,9 @@ Values of `m2()` are the released config.json's (facts/m2-and-forge.md §1.1);
 from __future__ import annotations
 
 import dataclasses
+import functools
+
+from m2jax.checks import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +63,7 @@ class ModelConfig:
   remat: bool = False
 
   def __post_init__(self):
-    def check(ok: bool, field: str, want: str):
-      if not ok:
-        value = getattr(self, field)
-        raise ValueError(f'ModelConfig.{field}={value!r}: must be {want}')
-
+    check = functools.partial(require, self)
     for field in dataclasses.fields(self):
       if field.type == 'int' and field.name not in ('num_mtp_modules', 'sinks'):
         check(getattr(self, field.name) > 0, field.name, 'positive')

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import logging
 
+from m2jax.checks import require
 from m2jax.data import (
   documents,
   long_context,
@@ -63,10 +64,8 @@ class DomainConfig:
   repository_field: str = ''
 
   def __post_init__(self):
-    if self.join not in JOINS:
-      raise ValueError(f'DomainConfig.join={self.join!r}: must be one of {JOINS}')
-    if self.weight < 0:
-      raise ValueError(f'DomainConfig.weight={self.weight}: must not be negative')
+    require(self, self.join in JOINS, 'join', f'one of {JOINS}')
+    require(self, self.weight >= 0, 'weight', 'at least 0')
 
 
 class Corpus(NamedTuple):

@@ -23,11 +23,13 @@ category's documents of one domain in source order to within one copy of its sum
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from m2jax.checks import require
 from m2jax.data.documents import fingerprint, fingerprint_of
 
 
@@ -48,11 +50,7 @@ class MixtureConfig:
   epoch: float = 1.0
 
   def __post_init__(self):
-    def check(ok: bool, field: str, want: str):
-      if not ok:
-        value = getattr(self, field)
-        raise ValueError(f'MixtureConfig.{field}={value!r}: must be {want}')
-
+    check = functools.partial(require, self)
     check(self.cap > 0, 'cap', 'positive')
     check(0 <= self.floor <= 1, 'floor', 'in [0, 1]')
     check(self.gain >= 1, 'gain', 'at least 1')

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from m2jax.agents.episodes import EpisodeConfig
+from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.forge.curriculum import CurriculumConfig
 from m2jax.optim.optimizer import OptimizerConfig
@@ -102,11 +104,7 @@ class RlConfig:
   max_failed_groups: int | None = None
 
   def __post_init__(self):
-    def check(ok: bool, field: str, want: str):
-      if not ok:
-        value = getattr(self, field)
-        raise ValueError(f'RlConfig.{field}={value!r}: must be {want}')
-
+    check = functools.partial(require, self)
     check(self.refill_factor >= 1, 'refill_factor', 'at least 1')
     check(self.updates_per_batch >= 1, 'updates_per_batch', 'at least 1')
     check(self.item_deadline_s > 0, 'item_deadline_s', 'positive')

@@ -14,6 +14,8 @@ import random
 import threading
 from collections.abc import Mapping
 
+from m2jax.checks import require
+
 
 @dataclasses.dataclass(frozen=True)
 class CurriculumConfig:
@@ -30,10 +32,8 @@ class CurriculumConfig:
   memory: float = 64.0
 
   def __post_init__(self):
-    if not 0 < self.floor <= 1:
-      raise ValueError(f'CurriculumConfig.floor={self.floor}: must be in (0, 1]')
-    if self.memory < 1:
-      raise ValueError(f'CurriculumConfig.memory={self.memory}: must be at least 1')
+    require(self, 0 < self.floor <= 1, 'floor', 'in (0, 1]')
+    require(self, self.memory >= 1, 'memory', 'at least 1')
 
 
 @dataclasses.dataclass

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
+from m2jax.checks import require
 from m2jax.gateway import sessions
 
 _POSITIVE = (
@@ -86,11 +88,7 @@ class GatewayConfig:
   stop_timeout_s: int = 2
 
   def __post_init__(self):
-    def check(ok: bool, field: str, want: str):
-      if not ok:
-        value = getattr(self, field)
-        raise ValueError(f'GatewayConfig.{field}={value!r}: must be {want}')
-
+    check = functools.partial(require, self)
     for field in _POSITIVE:
       check(getattr(self, field) > 0, field, 'positive')
     least = self.max_body_bytes

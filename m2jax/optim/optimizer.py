@@ -7,6 +7,7 @@ matrices with Adam for embedding, head, norms, router and biases (§1.9).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from m2jax import params as params_lib
+from m2jax.checks import require
 from m2jax.optim import schedules
 from m2jax.optim.muon import PRECONDITIONINGS, muon
 from m2jax.params import Kind
@@ -59,11 +61,7 @@ class OptimizerConfig:
   muon_consistent_rms: float | None = None
 
   def __post_init__(self):
-    def check(ok: bool, field: str, want: str):
-      if not ok:
-        value = getattr(self, field)
-        raise ValueError(f'OptimizerConfig.{field}={value!r}: must be {want}')
-
+    check = functools.partial(require, self)
     check(self.name in NAMES, 'name', f'one of {NAMES}')
     check(self.learning_rate >= 0, 'learning_rate', 'at least 0')
     adam = self.adam_learning_rate

@@ -11,10 +11,13 @@ router bias) is `piecewise` in tokens.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+
+from m2jax.checks import require
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 Segments = tuple[tuple[int, int], ...]
@@ -87,11 +90,7 @@ class ScheduleConfig:
   segments: Segments = ()
 
   def __post_init__(self):
-    def check(ok: bool, field: str, want: str):
-      if not ok:
-        value = getattr(self, field)
-        raise ValueError(f'ScheduleConfig.{field}={value!r}: must be {want}')
-
+    check = functools.partial(require, self)
     check(self.kind in KINDS, 'kind', f'one of {KINDS}')
     check(self.warmup_steps >= 0, 'warmup_steps', 'at least 0')
     check(0 <= self.final_fraction <= 1, 'final_fraction', 'in [0, 1]')

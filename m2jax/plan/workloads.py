@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.sharding import MeshConfig
@@ -39,13 +40,10 @@ class Workload:
   passes: tuple[int, ...] = (1,)
 
   def __post_init__(self):
-    if self.kind not in (*TRAINING, *SERVING):
-      raise ValueError(
-        f'Workload.kind={self.kind!r}: must be one of {TRAINING + SERVING}'
-      )
+    kinds = TRAINING + SERVING
+    require(self, self.kind in kinds, 'kind', f'one of {kinds}')
     for field in ('rows', 'context'):
-      if getattr(self, field) < 1:
-        raise ValueError(f'Workload.{field}={getattr(self, field)}: must be positive')
+      require(self, getattr(self, field) >= 1, field, 'positive')
     if self.kind == 'prefill' and not 0 < self.tokens:
       raise ValueError("Workload.tokens: a 'prefill' needs the tokens of its chunk")
     if len(self.passes) not in (1, len(self.meshes)):

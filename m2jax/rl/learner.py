@@ -23,6 +23,7 @@ import optax
 from absl import logging
 
 from m2jax import forest
+from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.records import Lineages
 from m2jax.rl import cispo, expert_iteration, packing, rewards, samples
@@ -63,10 +64,8 @@ class LearnerConfig:
   shuffle_rewards: bool = False
 
   def __post_init__(self):
-    if self.algorithm not in ALGORITHMS:
-      raise ValueError(
-        f'LearnerConfig.algorithm={self.algorithm!r}: must be one of {ALGORITHMS}'
-      )
+    known = self.algorithm in ALGORITHMS
+    require(self, known, 'algorithm', f'one of {ALGORITHMS}')
     # what rows hold, chunks must hold too
     if self.buckets.stack_tokens[-1] < self.row_tokens:
       raise ValueError(

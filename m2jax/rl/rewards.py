@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from m2jax import records
+from m2jax.checks import require
 from m2jax.records import TrajectoryReward
 
 # h: decreasing, h(0) = 1, h(1) = 1/2.
@@ -90,11 +92,7 @@ class RewardConfig:
   normalise: bool = False
 
   def __post_init__(self):
-    def check(ok: bool, field: str, want: str):
-      if not ok:
-        value = getattr(self, field)
-        raise ValueError(f'RewardConfig.{field}={value!r}: must be {want}')
-
+    check = functools.partial(require, self)
     check(0 <= self.gamma <= 1, 'gamma', 'in [0, 1]')
     check(self.format_penalty <= 0, 'format_penalty', 'at most 0')
     check(self.thinking_bonus >= 0, 'thinking_bonus', 'at least 0')

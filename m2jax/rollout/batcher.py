@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from m2jax.checks import require
 from m2jax.rollout import decode_plan, prefill_plan
 from m2jax.rollout.api import GenerateRequest, GenerateResult
 from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
@@ -68,9 +69,7 @@ class SchedulerConfig:
 
   def __post_init__(self):
     for field in ('decode_steps', 'prefill_budget_tokens', 'min_copy_tokens'):
-      if getattr(self, field) < 1:
-        value = getattr(self, field)
-        raise ValueError(f'SchedulerConfig.{field}={value!r}: must be at least 1')
+      require(self, getattr(self, field) >= 1, field, 'at least 1')
 
 
 @dataclasses.dataclass(eq=False)

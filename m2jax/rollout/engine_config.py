@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+
+from m2jax.checks import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +42,7 @@ class EngineConfig:
   record_experts: bool = False
 
   def __post_init__(self):
-    def check(ok: bool, field: str, want: str):
-      if not ok:
-        raise ValueError(
-          f'EngineConfig.{field}={getattr(self, field)!r}: must be {want}'
-        )
-
+    check = functools.partial(require, self)
     for field in ('slots', 'max_steps', 'max_stop_ids', 'confident_tokens'):
       check(getattr(self, field) > 0, field, 'positive')
     check(self.context_tokens > 1, 'context_tokens', 'at least 2')

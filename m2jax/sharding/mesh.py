@@ -10,6 +10,7 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from m2jax.checks import require
 from m2jax.sharding.rules import MESH_AXES, PRESETS
 
 
@@ -32,12 +33,8 @@ class MeshConfig:
 
   def __post_init__(self):
     for name, size in self.sizes.items():
-      if size < 1:
-        raise ValueError(f'MeshConfig.{name}={size}: must be at least 1')
-    if self.rules not in PRESETS:
-      raise ValueError(
-        f'MeshConfig.rules={self.rules!r}: must be one of {list(PRESETS)}'
-      )
+      require(self, size >= 1, name, 'at least 1')
+    require(self, self.rules in PRESETS, 'rules', f'one of {list(PRESETS)}')
 
   @property
   def sizes(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ import dataclasses
 from jax.sharding import PartitionSpec as P
 
 from m2jax import params
+from m2jax.checks import require
 
 Axes = str | tuple[str, ...] | None
 
@@ -63,10 +64,8 @@ class Rules:
           f'Rules.{name}={getattr(self, name)!r}: no mesh axis {sorted(unknown)}; '
           f'there are {MESH_AXES}'
         )
-    if self.dispatch not in (None, *DISPATCHES):
-      raise ValueError(
-        f'Rules.dispatch={self.dispatch!r}: must be None or one of {DISPATCHES}'
-      )
+    known = self.dispatch in (None, *DISPATCHES)
+    require(self, known, 'dispatch', f'None or one of {DISPATCHES}')
     parameters = {name: param.split for name, param in params.BY_NAME.items()}
     for array, logical in (*parameters.items(), *ACTIVATIONS.items()):
       self.spec(array, *logical)

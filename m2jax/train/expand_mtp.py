@@ -33,6 +33,7 @@ from m2jax import forest
 from m2jax import model as model_lib
 from m2jax.checkpoint import policy
 from m2jax.checkpoint.manager import CheckpointManager
+from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.observe import metrics as metrics_lib
 from m2jax.train import pretrain
@@ -66,11 +67,7 @@ class ExpandConfig:
   tolerance: float = 0.01
 
   def __post_init__(self):
-    def check(ok: bool, field: str, want: str):
-      if not ok:
-        value = getattr(self, field)
-        raise ValueError(f'ExpandConfig.{field}={value!r}: must be {want}')
-
+    check = functools.partial(require, self)
     check(self.source in SOURCES, 'source', f'one of {SOURCES}')
     check(self.modules >= 1, 'modules', 'at least 1')
     check(self.check_every >= 1, 'check_every', 'at least 1')

@@ -9,11 +9,13 @@ the rate of the router bias.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from m2jax.checks import require
 from m2jax.data import packing
 from m2jax.data.stream import StateMismatch
 from m2jax.optim import schedules
@@ -61,11 +63,7 @@ class PhasesConfig:
   bias_updates_until: float = 1.0
 
   def __post_init__(self):
-    def check(ok: bool, field: str, want: str):
-      if not ok:
-        value = getattr(self, field)
-        raise ValueError(f'PhasesConfig.{field}={value!r}: must be {want}')
-
+    check = functools.partial(require, self)
     check(self.tokens >= 0, 'tokens', 'at least 0')
     check(self.warmup_tokens >= 0, 'warmup_tokens', 'at least 0')
     most = self.tokens - self.warmup_tokens if self.tokens else 0

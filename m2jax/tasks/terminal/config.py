@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
+
+from m2jax.checks import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +41,14 @@ class TerminalConfig:
   def __post_init__(self):
     for field, (low, high) in (('files', self.files), ('lines', self.lines)):
       object.__setattr__(self, field, (low, high))  # lists come from JSON and configs
-    _require('files', self.files, 3 <= self.files[0] <= self.files[1] <= 12, '3-12')
-    _require('lines', self.lines, 16 <= self.lines[0] <= self.lines[1] <= 400, '16-400')
+    check = functools.partial(require, self)
+    check(3 <= self.files[0] <= self.files[1] <= 12, 'files', 'within 3-12')
+    check(16 <= self.lines[0] <= self.lines[1] <= 400, 'lines', 'within 16-400')
     for field in ('pseudo_names', 'pseudo_words', 'partial_credit'):
-      value = getattr(self, field)
-      _require(field, value, 0.0 <= value <= 1.0, 'a share in [0, 1]')
-    _require('max_hops', self.max_hops, 1 <= self.max_hops <= 3, '1-3')
-    _require('max_matches', self.max_matches, 2 <= self.max_matches <= 4, '2-4')
-    _require('spare_calls', self.spare_calls, 0 <= self.spare_calls <= 8, '0-8')
+      check(0.0 <= getattr(self, field) <= 1.0, field, 'a share in [0, 1]')
+    check(1 <= self.max_hops <= 3, 'max_hops', '1-3')
+    check(2 <= self.max_matches <= 4, 'max_matches', '2-4')
+    check(0 <= self.spare_calls <= 8, 'spare_calls', '0-8')
 
   def changes(self) -> str:
     """Returns the fields that shape a task and differ from the default, as JSON."""
@@ -72,8 +75,3 @@ class TerminalConfig:
         f'unknown TerminalConfig fields in {changes!r}: expected {sorted(known)}'
       )
     return cls(**fields)
-
-
-def _require(field: str, value, holds: bool, expected: str) -> None:
-  if not holds:
-    raise ValueError(f'TerminalConfig.{field} is {value!r}: expected {expected}')

@@ -1,0 +1,24 @@
+"""One form for the errors of settings: which field, its value, what it must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def require(config: Any, ok: bool, field: str, want: str) -> None:
+  """Raises ValueError unless `ok`: 'Config.field=value: must be want'.
+
+  Args:
+    config: the dataclass whose field it is.
+    ok: whether the field's value will do.
+    field: its name.
+    want: what it must be, 'at least 1'.
+
+  Example:
+    >>> def __post_init__(self):
+    ...   check = functools.partial(require, self)
+    ...   check(self.steps >= 1, 'steps', 'at least 1')
+  """
+  if not ok:
+    value = getattr(config, field)
+    raise ValueError(f'{type(config).__name__}.{field}={value!r}: must be {want}')
