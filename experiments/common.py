@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging as std_logging
 import math
 import os
@@ -183,7 +184,8 @@ def run(
   """Runs a program: `main()` after the flags are parsed.
 
   Bad input (BadInput, any ValueError, files that are not there, and what else is
-  `expected`) ends it with one line and code 2, Ctrl-C and SIGTERM with code 130.
+  `expected`) and a full disk end it with one line and code 2, Ctrl-C and SIGTERM with
+  code 130.
   `distributed` says that it calls `join_processes`.
   """
 
@@ -198,6 +200,10 @@ def run(
       main()
     except (ValueError, FileNotFoundError, *expected) as error:
       fail(error)
+    except OSError as error:
+      if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        raise
+      fail(BadInput(f'{error.strerror}: make room, then the same command resumes'))
     except KeyboardInterrupt:
       print('\nstopped: the same command resumes', file=sys.stderr)
       sys.exit(INTERRUPTED)

@@ -14,7 +14,7 @@ from m2jax.data import documents
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.train import expand_mtp
 from m2jax.train import pretrain as train_pretrain
-from m2jax.train.workdir import OtherRun, open_workdir
+from m2jax.train.workdir import WorkdirError, open_workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,4 +70,4 @@ def main():
 
 
 if __name__ == '__main__':
-  common.run(main, CheckpointError, OtherRun)
+  common.run(main, CheckpointError, WorkdirError)

@@ -12,7 +12,7 @@ from m2jax.forge import run
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.roles import RolloutsFailed
 from m2jax.observe import stats
-from m2jax.train.workdir import OtherRun
+from m2jax.train.workdir import WorkdirError
 
 
 def main():
@@ -33,5 +33,5 @@ def main():
 
 if __name__ == '__main__':
   common.run(
-    main, CheckpointError, OtherRun, sandbox.SandboxUnavailable, RolloutsFailed
+    main, CheckpointError, WorkdirError, sandbox.SandboxUnavailable, RolloutsFailed
   )

@@ -28,7 +28,7 @@ from m2jax.sharding import MeshConfig
 from m2jax.text import tokenizer
 from m2jax.train import pretrain
 from m2jax.train.stages import PretrainConfig, Stage
-from m2jax.train.workdir import OtherRun, keep_tokenizer, open_workdir
+from m2jax.train.workdir import WorkdirError, keep_tokenizer, open_workdir
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -147,7 +147,7 @@ def main():
   path = workdir / policy.TOKENIZER_FILE
   corpus, held_out = open_text(config.text)
   with common.leader_first() as leads:
-    open_workdir(run, workdir, common.FRESH.value and leads)
+    open_workdir(run, workdir, common.FRESH.value, leads)
     make = functools.partial(make_tokenizer, config, corpus.source)
     encode = encoder(keep_tokenizer(path, make, config.model.vocab_size))
     sources = stage_sources(
@@ -189,4 +189,4 @@ def main():
 
 
 if __name__ == '__main__':
-  common.run(main, CheckpointError, OtherRun, distributed=True)
+  common.run(main, CheckpointError, WorkdirError, distributed=True)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import jax
 
@@ -19,7 +20,7 @@ from m2jax.observe import metrics as metrics_lib
 from m2jax.text import tokenizer
 from m2jax.train import sft
 from m2jax.train import step as train_step
-from m2jax.train.workdir import OtherRun, keep_tokenizer, open_workdir
+from m2jax.train.workdir import WorkdirError, keep_tokenizer, open_workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Config:
 def main():
   config, workdir = common.build(Config, common.values()), common.workdir()
   common.virtual_devices(config.mesh)
+  if not os.path.isfile(config.demonstrations):
+    raise common.BadInput(
+      f'--config.demonstrations={config.demonstrations}: no such file; give JSON lines '
+      'of chats, such as demonstrations.jsonl in the workdir of experiments.forge'
+    )
   found = chats.read(config.demonstrations, system=config.system, tools=config.tools)
   source = policy.load(config.checkpoint) if config.checkpoint else None
   model = source.model if source else config.model
@@ -84,4 +90,4 @@ def main():
 
 
 if __name__ == '__main__':
-  common.run(main, CheckpointError, OtherRun)
+  common.run(main, CheckpointError, WorkdirError)

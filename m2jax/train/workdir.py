@@ -3,57 +3,128 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from absl import logging
 
 from m2jax.text import tokenizer
 
 _FILE = 'config.json'
+_LOCK = '.lock'
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of some shared storage
+
+_locks: dict[Path, IO[str]] = {}  # open until the process ends
 
 
-class OtherRun(RuntimeError):
-  """The workdir holds a run with other settings."""
+class WorkdirError(RuntimeError):
+  """The workdir cannot be this run's."""
 
 
-def open_workdir(config: Any, workdir: Path, fresh: bool = False) -> None:
-  """Makes the workdir the run's own, or checks that it is.
+class OtherRun(WorkdirError):
+  """The workdir holds a run with other settings, or another process works in it."""
+
+
+class UnusableWorkdir(WorkdirError):
+  """Nothing can be written to the workdir."""
+
+
+def open_workdir(
+  config: Any, workdir: Path, fresh: bool = False, leads: bool = True
+) -> None:
+  """Makes the workdir the run's own and this process's, or checks that it is.
 
   Args:
     config: a dataclass of JSON-able values.
-    workdir: made if missing.
+    workdir: made if missing; locked until this process ends.
     fresh: delete the run that it holds.
+    leads: False in the processes of a job that follow its first one, which holds the
+      lock and deletes.
 
   Raises:
-    OtherRun: it holds a run with other settings; names them. A run that left nothing
-      but its settings is none.
+    OtherRun: it holds a run with other settings, and names them; or a run goes on in
+      it, and names its process. A run that left nothing but its settings is none.
+    UnusableWorkdir: it cannot be made or written.
   """
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    if leads:
+      _lock(workdir)
+    _claim(config, workdir, fresh and leads)
+  except OSError as error:
+    raise UnusableWorkdir(
+      f'--workdir={workdir}: {error.strerror}: give a directory that can be written'
+    ) from error
+
+
+def _claim(config: Any, workdir: Path, fresh: bool) -> None:
   path = workdir / _FILE
   now = json.loads(json.dumps(dataclasses.asdict(config)))
-  if path.exists() and any(other != path for other in workdir.iterdir()):
+  if path.exists() and any(p.name not in (_FILE, _LOCK) for p in workdir.iterdir()):
     before = json.loads(path.read_text())
     if not before.keys() & now.keys():  # such as a model's
       raise OtherRun(f'{path} was not written by a run: give another --workdir')
-    if fresh:
-      shutil.rmtree(workdir)
-      open_workdir(config, workdir)
-      return
     differing = [
       f'{name}: there {old!r}, now {new!r}'
       for name, old, new in differences(before, now)
     ]
-    if differing:
+    if fresh:
+      _empty(workdir)
+    elif differing:
       raise OtherRun(
         f'{workdir} holds a run with other settings ({"; ".join(differing)}): '
         'give another --workdir, or --fresh to delete it and start anew'
       )
-    return
-  workdir.mkdir(parents=True, exist_ok=True)
+    else:
+      return
   new = path.with_suffix('.new')
   new.write_text(json.dumps(now, indent=2))
   new.replace(path)
+
+
+def _lock(workdir: Path) -> None:
+  """Keeps other processes out of the workdir until this one ends, however it does.
+
+  A record lock: no child inherits it, so none can outlive the run with it.
+  """
+  workdir = workdir.resolve()
+  if workdir in _locks:
+    return
+  file = open(workdir / _LOCK, 'a+')  # stays open: closing it gives the lock up
+  try:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError as error:
+    file.seek(0)
+    holder = file.read().strip()
+    file.close()
+    if error.errno in _NO_LOCKS:
+      logging.warning('%s: no locks there: start no second run in it', workdir)
+      return
+    if error.errno not in (errno.EACCES, errno.EAGAIN):
+      raise
+    raise OtherRun(
+      f'--workdir={workdir} is in use by {holder or "another process"}: wait until it '
+      'has ended, or give another --workdir'
+    ) from error
+  file.truncate(0)
+  file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+  file.flush()
+  _locks[workdir] = file
+
+
+def _empty(workdir: Path) -> None:
+  for path in workdir.iterdir():
+    if path.is_dir() and not path.is_symlink():
+      shutil.rmtree(path)
+    elif path.name != _LOCK:
+      path.unlink()
 
 
 def keep_tokenizer(

@@ -52,7 +52,7 @@ CASES = {
   'missing demonstrations': (
     'sft',
     ['--workdir={tmp}/w', '--config.demonstrations={tmp}/gone.jsonl'],
-    '{tmp}/gone.jsonl',
+    '--config.demonstrations={tmp}/gone.jsonl: no such file',
   ),
   'bad demonstration': (
     'sft',
@@ -150,4 +150,4 @@ def test_nothing_is_left_behind(outcomes):
   tmp, _ = outcomes
   assert not (tmp / 'w').exists()
   left = {p.name for p in (tmp / 'claimed').iterdir()}
-  assert left == {'config.json'}
+  assert left == {'config.json', '.lock'}

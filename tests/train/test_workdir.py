@@ -1,7 +1,12 @@
 """A workdir holds one run: its settings, its tokenizer, and no other's."""
 
+import contextlib
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -39,8 +44,53 @@ def test_other_settings_are_named(tmp_path):
   ):
     workdir.open_workdir(other, tmp_path)
   workdir.open_workdir(other, tmp_path, fresh=True)
-  assert [path.name for path in tmp_path.iterdir()] == ['config.json']
+  assert not (tmp_path / 'metrics.jsonl').exists()
   assert json.loads((tmp_path / 'config.json').read_text())['inner']['sizes'] == [1, 3]
+
+
+_HOLD = """
+import pathlib, sys, time
+from m2jax.train import workdir
+from tests.train.test_workdir import Config
+workdir.open_workdir(Config(), pathlib.Path(sys.argv[1]))
+if sys.argv[2:]:
+  import os
+  if os.fork() == 0:  # a child that outlives the run, as a stray worker might
+    time.sleep(60)
+print('held', flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize('children', [(), ('fork',)])
+def test_one_process_at_a_time(tmp_path, children):
+  """A second process is refused by name, also with `fresh`; once the first was killed
+  the run goes on, whatever its children do."""
+  command = [sys.executable, '-c', _HOLD, str(tmp_path / 'run'), *children]
+  holder = subprocess.Popen(
+    command, stdout=subprocess.PIPE, text=True, start_new_session=True
+  )
+  try:
+    assert holder.stdout.readline() == 'held\n'
+    for fresh in (False, True):
+      with pytest.raises(workdir.OtherRun, match=f'process {holder.pid} on '):
+        workdir.open_workdir(Config(), tmp_path / 'run', fresh)
+    workdir.open_workdir(Config(), tmp_path / 'run', leads=False)  # another of its job
+    holder.kill()
+    holder.wait()
+    workdir.open_workdir(Config(), tmp_path / 'run')
+  finally:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(holder.pid, signal.SIGKILL)
+    holder.wait()
+    holder.stdout.close()
+
+
+def test_a_workdir_that_cannot_be_made_is_named(tmp_path):
+  """One line with the flag and the reason."""
+  (tmp_path / 'file').touch()
+  with pytest.raises(workdir.UnusableWorkdir, match='--workdir=.*file/run: Not a dir'):
+    workdir.open_workdir(Config(), tmp_path / 'file' / 'run')
 
 
 def test_a_failed_start_claims_nothing(tmp_path):
