@@ -54,7 +54,7 @@ def config(gigabytes: float):
 
 def model_bytes(cfg) -> int:
   """Bytes of the model's tensors in bf16, and of router biases in fp32."""
-  from m2jax.checkpoint import huggingface_names as names
+  from m2jax.checkpoint.huggingface import names
 
   return sum(
     _size(t.shape) * (4 if t.leaf.startswith('router/') else 2)
@@ -64,7 +64,7 @@ def model_bytes(cfg) -> int:
 
 def largest_bytes(cfg) -> int:
   """Bytes of the largest tensor of the checkpoint."""
-  from m2jax.checkpoint import huggingface_names as names
+  from m2jax.checkpoint.huggingface import names
 
   return 2 * max(_size(t.shape) for t in names.tensors(cfg))
 
@@ -75,7 +75,7 @@ def generate(directory: pathlib.Path, gigabytes: float) -> None:
   import numpy as np
 
   from m2jax.checkpoint import huggingface, leaves
-  from m2jax.checkpoint import huggingface_names as names
+  from m2jax.checkpoint.huggingface import names
 
   cfg = config(gigabytes)
   rng = np.random.default_rng(0)

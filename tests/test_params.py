@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from m2jax import config, model, params, sharding
-from m2jax.checkpoint import huggingface_names
+from m2jax.checkpoint.huggingface import names
 from m2jax.params import Kind, kind_of, kinds
 
 WANT = {
@@ -38,13 +38,13 @@ def test_every_leaf_of_the_model_has_its_kind():
   cfg = dataclasses.replace(config.tiny(), num_mtp_modules=3)
   tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
   variables = jax.eval_shape(model.M2(cfg).init, jax.random.key(0), tokens)
-  found = jax.tree_util.tree_leaves_with_path(kinds(variables['params']))
-  names = set()
-  for path, kind in found:
+  leaves = jax.tree_util.tree_leaves_with_path(kinds(variables['params']))
+  found = set()
+  for path, kind in leaves:
     name = path[-1].key
-    names.add(name)
+    found.add(name)
     assert kind == WANT[name], path
-  assert names == set(WANT)
+  assert found == set(WANT)
 
 
 def test_unknown_and_misshapen_leaves_raise():
@@ -70,7 +70,7 @@ def test_a_new_parameter_is_one_line(monkeypatch):
   )
   monkeypatch.setitem(params.BLOCK, 'gizmo', gizmo)
   monkeypatch.setattr(params, 'BY_NAME', {**params.BY_NAME, 'gizmo': gizmo})
-  huggingface_names.shapes.cache_clear()
+  names.shapes.cache_clear()
   cfg = dataclasses.replace(config.tiny(), num_mtp_modules=1)
   kv = cfg.num_kv_heads * cfg.head_dim
   try:
@@ -80,10 +80,9 @@ def test_a_new_parameter_is_one_line(monkeypatch):
     assert kinds(variables['params'])['layers']['gizmo'] == Kind.MATRIX
     specs = sharding.param_specs(cfg, sharding.PRESETS['fsdp_ep'])
     assert jax.tree.structure(specs) == jax.tree.structure(variables)
-    names = [t.name for t in huggingface_names.tensors(cfg) if 'gizmo' in t.name]
-    assert names == [
+    assert [t.name for t in names.tensors(cfg) if 'gizmo' in t.name] == [
       *(f'model.layers.{layer}.gizmo.weight' for layer in range(cfg.num_layers)),
       'model.mtp_layers.0.gizmo.weight',
     ]
   finally:
-    huggingface_names.shapes.cache_clear()
+    names.shapes.cache_clear()

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from m2jax import sharding
-from m2jax.checkpoint import huggingface, leaves, safetensors_io, streaming
+from m2jax.checkpoint import huggingface, leaves
+from m2jax.checkpoint.huggingface import safetensors_io, streaming
 
 MESH = sharding.MeshConfig(expert=2, fsdp=2, tensor=2)
 

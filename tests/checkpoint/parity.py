@@ -14,7 +14,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from m2jax import model
-from m2jax.checkpoint import huggingface, huggingface_names, leaves
+from m2jax.checkpoint import huggingface, leaves
+from m2jax.checkpoint.huggingface import names
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 
@@ -33,7 +34,7 @@ def computed(cfg, variables, tokens):
   grads, logits = gradient(cfg, variables['params'], variables['router'], tokens)
   table = leaves.table({'params': grads})
   found = {}
-  for tensor in huggingface_names.tensors(cfg):
+  for tensor in names.tensors(cfg):
     if tensor.leaf in table:
       part = np.asarray(table[tensor.leaf])[tensor.index]
       found[f'grad.{tensor.name}'] = part.T if tensor.transposed else part

@@ -25,13 +25,10 @@ from m2jax.checkpoint import (
   CheckpointMismatch,
   CorruptCheckpoint,
   MissingCheckpoint,
-  fp8,
   huggingface,
-  huggingface_names,
   leaves,
-  safetensors_io,
-  streaming,
 )
+from m2jax.checkpoint.huggingface import fp8, names, safetensors_io, streaming
 from m2jax.config import ModelConfig, m2
 from m2jax.text import tokenizer
 from tests.checkpoint import parity
@@ -63,7 +60,7 @@ def random_variables(cfg=CFG, seed=0):
   return leaves.nest(
     {
       leaf: jnp.asarray(rng.normal(size=shape), cfg.param_dtype)
-      for leaf, shape in huggingface_names.shapes(cfg).items()
+      for leaf, shape in names.shapes(cfg).items()
     }
   )
 
@@ -106,7 +103,7 @@ class TestTransformers:
   def test_parameters_of_the_release(self):
     """M2 has the parameters and block scales that the published files add up to."""
     cfg = dataclasses.replace(m2(), num_mtp_modules=0)
-    tensors = huggingface_names.tensors(cfg)
+    tensors = names.tensors(cfg)
     total = sum(int(np.prod(t.shape)) for t in tensors)
     assert total == 228_689_764_864
     scales = sum(
@@ -402,7 +399,8 @@ class TestSaving:
     is left and succeeds."""
     script = """
 import os, signal, sys
-from m2jax.checkpoint import huggingface, streaming
+from m2jax.checkpoint import huggingface
+from m2jax.checkpoint.huggingface import streaming
 from tests.checkpoint.test_huggingface import CFG, random_variables
 rows = streaming.rows
 def killed(array, index, *args, **kwargs):

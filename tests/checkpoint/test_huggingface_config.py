@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2jax.checkpoint import CheckpointMismatch, CorruptCheckpoint, huggingface_config
+from m2jax.checkpoint import CheckpointMismatch, CorruptCheckpoint
+from m2jax.checkpoint.huggingface import config as config_lib
 from m2jax.config import ModelConfig, m2, tiny
 
 # facts/m2-and-forge.md §1.1: what several copies of the released file agree on.
@@ -57,7 +58,7 @@ def without(*names):
 
 def test_released():
   """The released file is the preset `m2()`, with the three modules it promises."""
-  cfg, block = huggingface_config.decode(RELEASED)
+  cfg, block = config_lib.decode(RELEASED)
   assert block == (128, 128)
   want = dataclasses.replace(m2(), num_mtp_modules=3, param_dtype='bfloat16')
   assert dataclasses.replace(cfg, remat=True) == want
@@ -74,7 +75,7 @@ def test_released():
 def test_transformers_dialect(rope, rotary_dim):
   """Without a partial factor the whole head rotates."""
   values = {**without('rotary_dim', 'rope_theta'), 'rope_parameters': rope}
-  cfg, _ = huggingface_config.decode(values)
+  cfg, _ = config_lib.decode(values)
   assert (cfg.rotary_dim, cfg.rope_theta) == (rotary_dim, 1e4)
 
 
@@ -109,13 +110,13 @@ def configs(draw):
 def test_round_trip(cfg):
   """Every field comes back, in both dialects alone, and transformers, which truncates
   head_dim · factor, rotates as many dims as this model."""
-  values = json.loads(json.dumps(huggingface_config.encode(cfg, cfg.param_dtype, {})))
-  assert huggingface_config.decode(values).cfg == cfg
+  values = json.loads(json.dumps(config_lib.encode(cfg, cfg.param_dtype, {})))
+  assert config_lib.decode(values).cfg == cfg
   rope = values['rope_parameters']
   assert int(cfg.head_dim * rope['partial_rotary_factor']) == cfg.rotary_dim
   for names in (('rope_parameters',), ('rotary_dim', 'rope_theta')):
     half = {k: v for k, v in values.items() if k not in names}
-    assert huggingface_config.decode(half).cfg == cfg
+    assert config_lib.decode(half).cfg == cfg
   assert all(
     values[name] is None or values[name] < cfg.vocab_size
     for name in ('bos_token_id', 'eos_token_id')
@@ -156,7 +157,7 @@ def test_other_models_are_refused(change, message, tmp_path):
   path = tmp_path / 'config.json'
   path.write_text(json.dumps(RELEASED | change))
   with pytest.raises(CheckpointMismatch) as error:
-    huggingface_config.read(tmp_path)
+    config_lib.read(tmp_path)
   assert message in str(error.value) and str(path) in str(error.value)
 
 
@@ -167,11 +168,11 @@ def test_variants_are_not_written(change):
   """The format has no words for them: read back they would be another model."""
   cfg = dataclasses.replace(tiny(), **change)
   with pytest.raises(ValueError, match=next(iter(change))):
-    huggingface_config.encode(cfg, 'float32', {})
+    config_lib.encode(cfg, 'float32', {})
 
 
 @pytest.mark.parametrize('content', ['', '{', '[1]'])
 def test_no_json(content, tmp_path: pathlib.Path):
   (tmp_path / 'config.json').write_text(content)
   with pytest.raises(CorruptCheckpoint, match=r'config\.json'):
-    huggingface_config.read(tmp_path)
+    config_lib.read(tmp_path)

@@ -14,8 +14,9 @@ import pytest
 torch = pytest.importorskip('torch')
 transformers = pytest.importorskip('transformers')
 
-from m2jax.checkpoint import fp8, huggingface, huggingface_names  # noqa: E402
-from m2jax.text import tokenizer  # noqa: E402
+from m2jax.checkpoint import huggingface  # noqa: E402
+from m2jax.checkpoint.huggingface import fp8, names  # noqa: E402
+from m2jax.text import chat, tokenizer  # noqa: E402
 from tests.checkpoint import make_golden, parity, test_huggingface  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
@@ -54,9 +55,7 @@ def test_ours(seed, tmp_path):
   huggingface.save(tmp_path / 'ours', cfg, variables, max_shard_bytes=20_000)
   loaded, about = from_pretrained(tmp_path / 'ours')
   assert not about['missing_keys'] and not about['mismatched_keys']
-  assert all(
-    k.startswith(huggingface_names.MTP_PREFIX) for k in about['unexpected_keys']
-  )
+  assert all(k.startswith(names.MTP_PREFIX) for k in about['unexpected_keys'])
   assert bool(about['unexpected_keys']) == bool(cfg.num_mtp_modules)
   assert loaded.dtype == torch.float32
   plain = dataclasses.replace(cfg, num_mtp_modules=0)
@@ -135,6 +134,30 @@ def test_tokenizer(tmp_path):
   text = 'some more text\n'
   assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
   assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+
+
+def test_an_export_chats_and_generates(tmp_path):
+  """The whole folder, MTP module and all, with nothing but transformers: its template
+  prompts as the gateway does, and `generate` samples as the model is meant to be."""
+  tokenizer.train(['some text, and some more'], 300).save(tmp_path / 'tokenizer.json')
+  cfg = dataclasses.replace(test_huggingface.CFG, vocab_size=300, num_mtp_modules=1)
+  huggingface.save(
+    tmp_path / 'out',
+    cfg,
+    test_huggingface.random_variables(cfg),
+    tokenizer=(tmp_path / 'tokenizer.json').read_bytes(),
+  )
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
+  messages = [{'role': 'user', 'content': 'some text'}]
+  options = dict(add_generation_prompt=True, tokenize=False)
+  prompt = theirs.apply_chat_template(messages, **options)
+  assert prompt == chat.render(messages, add_generation_prompt=True)
+  loaded, _ = from_pretrained(tmp_path / 'out')
+  sampled = loaded.generation_config
+  assert (sampled.do_sample, sampled.top_p, sampled.top_k) == (True, 0.95, 40)
+  ids = theirs(prompt, add_special_tokens=False, return_tensors='pt')
+  out = loaded.generate(**ids, max_new_tokens=4)
+  assert out.shape[1] > ids['input_ids'].shape[1]
 
 
 def test_generation(tmp_path):

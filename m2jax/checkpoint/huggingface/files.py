@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from m2jax.checkpoint import fp8, huggingface_names, safetensors_io
 from m2jax.checkpoint import leaves as leaves_lib
 from m2jax.checkpoint.errors import (
   CheckpointMismatch,
   CorruptCheckpoint,
   MissingCheckpoint,
 )
-from m2jax.checkpoint.huggingface_names import Tensor
+from m2jax.checkpoint.huggingface import fp8, names, safetensors_io
+from m2jax.checkpoint.huggingface.names import Tensor
 
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
@@ -57,7 +57,7 @@ class Shards:
 
   def any_mtp(self) -> bool:
     """Whether there is any tensor of an MTP module."""
-    return any(name.startswith(huggingface_names.MTP_PREFIX) for name in self._entries)
+    return any(name.startswith(names.MTP_PREFIX) for name in self._entries)
 
   def position(self, name: str) -> tuple[int, int]:
     """Where a tensor lies: number of its file, byte in it."""

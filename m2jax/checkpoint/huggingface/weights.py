@@ -1,20 +1,9 @@
-"""Hugging Face checkpoints of M2: released weights in, weights for transformers out.
-
-  cfg, variables = huggingface.load('MiniMax-M2', mesh=mesh, rules=rules)
-  huggingface.save('exported', cfg, variables)
-
-A directory holds config.json (huggingface_config.py) and safetensors under the released
-names (huggingface_names.py), in one file or in shards with an index. Weights may be
-fp32, bf16 or block-FP8 (fp8.py). Both directions stream (streaming.py): what a process
-holds beyond the arrays themselves is some pieces of streaming.PIECE_BYTES. Every
-process reads the rows that its own devices hold, and writes its share of the shards.
-"""
+"""Weights between a directory in the released format and the model's variables."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -23,25 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
 from absl import logging
 
 from m2jax import sharding as sharding_lib
-from m2jax.checkpoint import (
-  huggingface_config,
-  huggingface_files,
-  huggingface_names,
-  safetensors_io,
-  streaming,
-)
 from m2jax.checkpoint import leaves as leaves_lib
 from m2jax.checkpoint.errors import CheckpointExists, CheckpointMismatch
-from m2jax.checkpoint.huggingface_names import Tensor
+from m2jax.checkpoint.huggingface import config as config_lib
+from m2jax.checkpoint.huggingface import files as files_lib
+from m2jax.checkpoint.huggingface import names as names_lib
+from m2jax.checkpoint.huggingface import safetensors_io, streaming, texts
+from m2jax.checkpoint.huggingface.names import Tensor
 from m2jax.config import ModelConfig
-from m2jax.text import markup
-from m2jax.text.tokenizer import Tokenizer
 
-TOKENIZER = 'tokenizer.json'
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -73,11 +55,11 @@ def load(
       tensor.
     ValueError: the mesh cannot split an array by these rules; names it.
   """
-  cfg, block = huggingface_config.read(directory)
+  cfg, block = config_lib.read(directory)
   if dtype is not None:
     cfg = dataclasses.replace(cfg, param_dtype=jnp.dtype(dtype).name)
   with contextlib.ExitStack() as stack:
-    shards = huggingface_files.Shards(directory, stack)
+    shards = files_lib.Shards(directory, stack)
     if cfg.num_mtp_modules and not shards.any_mtp():
       logging.info(
         '%s: its config promises %d MTP modules, its files have none: loaded without',
@@ -85,9 +67,9 @@ def load(
         cfg.num_mtp_modules,
       )
       cfg = dataclasses.replace(cfg, num_mtp_modules=0)
-    wanted = huggingface_names.tensors(cfg)
+    wanted = names_lib.tensors(cfg)
     shards.check(wanted, block)
-    shapes = huggingface_names.shapes(cfg)
+    shapes = names_lib.shapes(cfg)
     shardings = _shardings(cfg, shapes, mesh, rules)
     fillers = {
       leaf: streaming.Filler(shape, _dtype(cfg, leaf), shardings[leaf])
@@ -136,12 +118,12 @@ def save(
     kept = dtype is None or tensor.leaf.startswith('router/')
     return jnp.dtype(table[tensor.leaf].dtype if kept else dtype)
 
-  tensors = {tensor.name: tensor for tensor in huggingface_names.tensors(cfg)}
+  tensors = {tensor.name: tensor for tensor in names_lib.tensors(cfg)}
   specs = {
     name: (safetensors_io.code_of(stored(tensor)), tensor.shape)
     for name, tensor in tensors.items()
   }
-  texts = _texts(cfg, str(stored(tensors['lm_head.weight'])), tokenizer)
+  beside = texts.files(cfg, str(stored(tensors['lm_head.weight'])), tokenizer)
 
   def pieces(name: str) -> Iterator[np.ndarray]:
     tensor, kind = tensors[name], stored(tensors[name])
@@ -166,7 +148,7 @@ def save(
           for _ in pieces(name):
             pass
     if len(files) > 1:
-      texts[huggingface_files.INDEX] = _json(
+      beside[files_lib.INDEX] = texts.as_json(
         {
           'metadata': {
             'total_size': sum(safetensors_io.nbytes(*spec) for spec in specs.values())
@@ -175,7 +157,7 @@ def save(
         }
       )
     if jax.process_index() == 0:
-      for name, text in texts.items():
+      for name, text in beside.items():
         _write(os.path.join(folder, name), text)
 
 
@@ -187,7 +169,7 @@ def _dtype(cfg: ModelConfig, leaf: str) -> np.dtype:
 def _fill(
   filler: streaming.Filler,
   tensor: Tensor,
-  shards: huggingface_files.Shards,
+  shards: files_lib.Shards,
   block: tuple[int, int],
 ):
   """Reads what this process's devices hold of a tensor into its place."""
@@ -226,7 +208,7 @@ def _checked(cfg: ModelConfig, variables: Mapping[str, Any]) -> dict[str, Any]:
   """The variables by path; raises CheckpointMismatch unless they are the model's."""
   given = {name: variables.get(name, {}) for name in ('params', 'router')}
   table = leaves_lib.table(given)
-  want = huggingface_names.shapes(cfg)
+  want = names_lib.shapes(cfg)
   lines = [
     f'{name}: {leaves_lib.spec(leaf)} is no part of the model'
     for name, leaf in table.items()
@@ -257,28 +239,9 @@ def _plan(
     parts[-1][name] = spec
     room -= size
   if len(parts) == 1:
-    return {huggingface_files.SINGLE: parts[0]}
+    return {files_lib.SINGLE: parts[0]}
   count = len(parts)
   return {f'model-{i:05}-of-{count:05}.safetensors': p for i, p in enumerate(parts, 1)}
-
-
-def _texts(cfg: ModelConfig, stored: str, tokenizer: bytes | None) -> dict[str, bytes]:
-  """Files beside the weights, by name."""
-  if tokenizer is None:
-    return {huggingface_config.FILE: _json(huggingface_config.encode(cfg, stored, {}))}
-  tok = Tokenizer(tokenizers.Tokenizer.from_buffer(tokenizer))
-  ids = {'bos_token_id': tok.bos_id, 'eos_token_id': tok.eos_id}
-  about = {
-    'tokenizer_class': 'PreTrainedTokenizerFast',
-    'bos_token': markup.BOS,
-    'eos_token': markup.EOS,
-    'model_max_length': cfg.max_positions,
-  }
-  return {
-    huggingface_config.FILE: _json(huggingface_config.encode(cfg, stored, ids)),
-    TOKENIZER: tokenizer,
-    'tokenizer_config.json': _json(about),
-  }
 
 
 @contextlib.contextmanager
@@ -329,7 +292,3 @@ def _sync(directory: str):
     os.fsync(fd)
   finally:
     os.close(fd)
-
-
-def _json(values: Mapping[str, Any]) -> bytes:
-  return (json.dumps(values, indent=2) + '\n').encode()

@@ -1,0 +1,58 @@
+"""Files beside the weights: what a model is, how it generates and how it chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+
+from m2jax.checkpoint.huggingface import config as config_lib
+from m2jax.config import ModelConfig
+from m2jax.text import chat_template, markup
+from m2jax.text.tokenizer import Tokenizer
+
+TOKENIZER = 'tokenizer.json'
+# How M2 is sampled (facts/m2-and-forge.md §1.2).
+_SAMPLING = {'do_sample': True, 'temperature': 1.0, 'top_p': 0.95, 'top_k': 40}
+
+
+def files(cfg: ModelConfig, stored: str, tokenizer: bytes | None) -> dict[str, bytes]:
+  """Content of each file by name.
+
+  Without generation_config.json transformers would take the model's own settings for
+  settings of generation, and refuse them.
+
+  Args:
+    cfg: the model.
+    stored: dtype of the weights.
+    tokenizer: content of the tokenizer.json; None leaves out what belongs to it.
+  """
+  ids, texts = {}, {}
+  if tokenizer is not None:
+    tok = Tokenizer(tokenizers.Tokenizer.from_buffer(tokenizer))
+    ids = {'bos_token_id': tok.bos_id, 'eos_token_id': tok.eos_id}
+    about = {
+      'tokenizer_class': 'PreTrainedTokenizerFast',
+      'bos_token': markup.BOS,
+      'eos_token': markup.EOS,
+      'model_max_length': cfg.max_positions,
+    }
+    texts = {
+      TOKENIZER: tokenizer,
+      'tokenizer_config.json': as_json(about),
+      'chat_template.jinja': chat_template.source().encode(),
+    }
+  values = config_lib.encode(cfg, stored, ids)
+  generation = {name: values[name] for name in ('bos_token_id', 'eos_token_id')}
+  return {
+    config_lib.FILE: as_json(values),
+    'generation_config.json': as_json(generation | _SAMPLING),
+    **texts,
+  }
+
+
+def as_json(values: Mapping[str, Any]) -> bytes:
+  """The bytes of a file."""
+  return (json.dumps(values, indent=2) + '\n').encode()
