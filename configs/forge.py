@@ -133,11 +133,10 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   elif variant == 'more_sft':
     c.more_sft = ml_collections.ConfigDict(
       dict(
-        loop=dict(steps=1600, checkpoint_every=400),
+        loop=dict(steps=2000, checkpoint_every=500),
         optimizer=c.sft.optimizer.to_dict(),
       )
     )
-    c.more_sft.optimizer.schedule.update(total_steps=1600, decay_steps=600)
     c.rl = None
   elif variant == 'expert_iteration':
     c.rl.learner.algorithm = 'expert_iteration'
