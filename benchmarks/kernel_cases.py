@@ -17,7 +17,6 @@ import numpy as np
 from m2jax import config
 from m2jax.kernels import grouped_matmul, qk_norm_rope, token_logprobs, tree_attention
 from m2jax.kernels.grouped_matmul import reference as matmul_reference
-from m2jax.kernels.tree_attention import reference as attention_reference
 
 M2 = config.m2()
 
@@ -79,20 +78,9 @@ def _attention_make(rows, length, heads, kv_heads, dim, kind, dtype):
   return [q, k, v, jnp.array(np.tile(tree(kind, length), (rows, 1))), weight]
 
 
-def _attention_reference(q, k, v, end):
-  index = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
-  return attention_reference.attend(
-    q,
-    k,
-    v,
-    end,
-    index,
-    window=None,
-    sinks=0,
-    q_position=None,
-    k_position=None,
-    scale=q.shape[-1] ** -0.5,
-  )
+def _attention(q, k, v, end, implementation=None):
+  seen = tree_attention.Visibility(end)
+  return tree_attention.attend(q, k, v, seen, implementation=implementation)
 
 
 def _attention_cost(arrays, both):
@@ -181,8 +169,8 @@ ATTENTION = Op(
     },
   },
   make=_attention_make,
-  ours=tree_attention.attend,
-  reference=_attention_reference,
+  ours=_attention,
+  reference=functools.partial(_attention, implementation='reference'),
   peers=_attention_peers,
   cost=_attention_cost,
   wrt=3,

@@ -225,7 +225,7 @@ class Trainer:
     time_of = functools.partial(timed, self.where)
 
     def attention(qkv, ends, _):
-      return tree_attention.attend(*qkv, ends)
+      return tree_attention.attend(*qkv, tree_attention.Visibility(ends))
 
     def moe(x_weights, ids, kernels):
       x, weights = x_weights

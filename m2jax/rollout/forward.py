@@ -79,6 +79,7 @@ def extend(
     live = jnp.concatenate([before, recent], axis=1)
     subtree_end = jnp.where(live, S + N, 0).astype(jnp.int32)
     q_index = jnp.broadcast_to((S + index).astype(jnp.int32), (P, C))
+    visibility = tree_attention.Visibility(subtree_end, q_index)
 
   def body(x, layer):
     p, bias, cached, tail = layer
@@ -96,7 +97,7 @@ def extend(
         keys = jnp.concatenate([cached.k.transpose(0, 3, 1, 2), longer.k], axis=1)
         values = jnp.concatenate([cached.v.transpose(0, 2, 1, 3), longer.v], axis=1)
         keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-        out = tree_attention.attend(q, keys, values, subtree_end, q_index=q_index)
+        out = tree_attention.attend(q, keys, values, visibility)
       out = out.reshape(P * C, -1) @ p['o'].astype(x.dtype)
       return sharding.psum(out, 'heads'), longer
 

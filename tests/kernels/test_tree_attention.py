@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2jax.kernels import tree_attention
-from m2jax.kernels.tree_attention import cpu, reference, visits
+from m2jax.kernels.tree_attention import Visibility, cpu, reference
 
 BLOCK = 128  # what odd sizes are odd to: queries and keys of a visit on a CPU
 LONG = 1025  # keys from which on its visits are longer
@@ -58,7 +58,8 @@ def value_and_grads(q, k, v, weight, end, implementation, **more):
   """The output and the cotangents of q, k and v under `weight`."""
 
   def loss(q, k, v):
-    out = tree_attention.attend(q, k, v, end, implementation=implementation, **more)
+    seen = Visibility(end, **more)
+    out = tree_attention.attend(q, k, v, seen, implementation=implementation)
     return jnp.sum(
       (out * weight).astype(jnp.promote_types(out.dtype, jnp.float32))
     ), out
@@ -260,8 +261,9 @@ def test_scale():
   q, k, v, _ = arrays(rng, 1, 12, 12, 2, 2, 4)
   end = np.full((1, 12), 12, np.int32)
   mean = np.cumsum(v, axis=1) / np.arange(1, 13)[None, :, None, None]
+  seen = Visibility(end)
   for implementation in ('cpu', 'reference'):
-    out = tree_attention.attend(q, k, v, end, scale=0.0, implementation=implementation)
+    out = tree_attention.attend(q, k, v, seen, scale=0.0, implementation=implementation)
     np.testing.assert_allclose(out, mean, atol=1e-6)
 
 
@@ -281,9 +283,9 @@ def test_errors():
   q = jnp.zeros((1, 4, 2, 4))
   end = jnp.full((1, 4), 4)
   with pytest.raises(ValueError, match='implementation=.*gpu9'):
-    tree_attention.attend(q, q, q, end, implementation='gpu9')
+    tree_attention.attend(q, q, q, Visibility(end), implementation='gpu9')
   with pytest.raises(ValueError, match='k_position'):
-    tree_attention.attend(q, q, q, end, window=2)
+    tree_attention.attend(q, q, q, Visibility(end, window=2))
 
 
 def test_shift_is_each_querys_own():
@@ -310,11 +312,11 @@ def test_visits_hold_what_is_seen(seed):
   rng = np.random.default_rng(seed)
   rows, length, block_q, b, at_once = 2, 512, 64, 16, 3
   _, end, _ = random_forest(rng, rows, length)
-  index = np.broadcast_to(np.arange(length, dtype=np.int32), end.shape)
   per_row = length // b
-  static = cpu._Static(rows, block_q, b, per_row, at_once, None, 0)
-  plan = cpu._plan(static, visits.Index(index, end, None, None), group=1)
-  seen = np.asarray(reference.visible(end, index))
+  static = cpu._Static(rows, block_q, b, per_row, at_once)
+  index = Visibility(end).complete(length)
+  plan = cpu._plan(static, index, group=1)
+  seen = np.asarray(reference.visible(index))
   seen = seen.reshape(rows, length // block_q, block_q, per_row, b).any((2, 4))
   padding = rows * per_row
   for row, block in np.ndindex(*seen.shape[:2]):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2jax.kernels import tree_attention
-from m2jax.kernels.tree_attention import gpu
+from m2jax.kernels.tree_attention import Visibility, gpu
 from tests.kernels import cuda
 from tests.kernels.test_tree_attention import arrays, random_forest, value_and_grads
 
@@ -114,4 +114,4 @@ def test_refusals():
   ):
     q = jnp.zeros(shape, dtype)
     with pytest.raises(ValueError, match=match):
-      tree_attention.attend(q, q, q, end, implementation='gpu')
+      tree_attention.attend(q, q, q, Visibility(end), implementation='gpu')

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from m2jax.kernels import tree_attention
-from m2jax.kernels.tree_attention import reference, tpu
-from m2jax.kernels.tree_attention.visits import WHOLE, Index, block_kinds, visits
+from m2jax.kernels.tree_attention import Visibility, reference, tpu
+from m2jax.kernels.tree_attention.visits import WHOLE, block_kinds, visits
 from tests.kernels.test_tree_attention import arrays, random_forest, value_and_grads
 
 BLOCK = 16
@@ -64,25 +64,15 @@ def document_ends(*lengths):
   return end
 
 
-def index_of(end, *, q_index=None, window=None, q_position=None, k_position=None):
+def index_of(end, **more):
   """The kernel's view of integers [ROWS, …], padded to blocks."""
 
-  def padded(x, fill=0):
-    x = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK)), constant_values=fill)
+  def padded(x, padding):
+    x = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK)), constant_values=padding)
     return jnp.array(x.reshape(1, -1), jnp.int32)
 
-  if q_index is None:
-    q_index = np.tile(np.arange(LENGTH), (ROWS, 1))
-  windowed = window is not None
-  index = Index(
-    padded(q_index, fill=-1),
-    padded(end),
-    padded(q_position) if windowed else None,
-    padded(k_position) if windowed else None,
-  )
+  index = Visibility(end, sinks=2, **more).complete(LENGTH).map(padded, padded)
   static = tpu._Static(
-    window=window,
-    sinks=2,
     scale=1.0,
     rows=ROWS,
     kv_heads=KV_HEADS,
@@ -207,15 +197,7 @@ def test_kinds_are_sound_and_visits_are_what_they_say(data):
       more |= dict(window=5, q_position=positions[0], k_position=positions[1])
   static, index = index_of(end, **more)
   kinds = np.asarray(block_kinds(static, index))
-  rows = [None if x is None else x.reshape(ROWS, -1) for x in index]
-  seen = reference.visible(
-    rows[1],
-    rows[0],
-    window=static.window,
-    sinks=static.sinks,
-    q_position=rows[2],
-    k_position=rows[3],
-  )
+  seen = reference.visible(jax.tree.map(lambda x: x.reshape(ROWS, -1), index))
   m, n = kinds.shape[1:]
   seen = np.asarray(seen).reshape(ROWS, m, BLOCK, n, BLOCK)
   some, every = seen.any((2, 4)), seen.all((2, 4))
@@ -365,11 +347,11 @@ def test_refusals():
   q = jnp.zeros((1, 4, 2, 4), jnp.float16)
   end = jnp.full((1, 4), 4)
   with pytest.raises(ValueError, match='float16.*must all be bfloat16'):
-    tree_attention.attend(q, q, q, end, implementation='tpu')
+    tree_attention.attend(q, q, q, Visibility(end), implementation='tpu')
   long = jax.ShapeDtypeStruct((1, 2**18, 1, 4), jnp.float32)
   with pytest.raises(ValueError, match='scalar memory.*q_index'):
     jax.eval_shape(
       functools.partial(tree_attention.attend, implementation='tpu'),
       *[long] * 3,
-      jax.ShapeDtypeStruct((1, 2**18), jnp.int32),
+      Visibility(jax.ShapeDtypeStruct((1, 2**18), jnp.int32)),
     )

@@ -85,12 +85,9 @@ def attention(shape, shards, *, dtype=jnp.bfloat16, window=None, sinks=0):
         q.reshape(rows, queries, -1, dim),
         k.reshape(rows, keys, -1, dim),
         v.reshape(rows, keys, -1, dim),
-        end,
-        q_index=q_index,
-        window=window,
-        sinks=sinks,
-        q_position=position[:, :queries],
-        k_position=position,
+        tree_attention.Visibility(
+          end, q_index, window, sinks, position[:, :queries], position
+        ),
       )
       return out.reshape(q.shape)
 

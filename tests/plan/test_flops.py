@@ -85,7 +85,8 @@ def test_attention_core_is_that_of_the_compiled_program():
 
   def f(q, k, v):
     end = jnp.full((ROWS, TOKENS), TOKENS, jnp.int32)
-    return tree_attention.attend(q, k, v, end, implementation='reference')
+    seen = tree_attention.Visibility(end)
+    return tree_attention.attend(q, k, v, seen, implementation='reference')
 
   kv = (ROWS, TOKENS, CFG.num_kv_heads, H)
   counted = xla(f, (ROWS, TOKENS, CFG.num_heads, H), kv, kv)

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from m2jax.kernels.tree_attention.visits import Index, block_kinds
+from m2jax.kernels.tree_attention.visibility import Visibility
+from m2jax.kernels.tree_attention.visits import block_kinds
 
 _KEY_BLOCK = 16  # tokens
 # Tokens of a query block and keys of a visit, in rows of up to _SHORT_ROW keys and in
@@ -40,8 +41,6 @@ class _Static(NamedTuple):
   block_k: int
   key_blocks: int  # of a row
   at_once: int  # key blocks of a visit
-  window: int | None
-  sinks: int
 
 
 class _Plan(NamedTuple):
@@ -54,17 +53,13 @@ class _Plan(NamedTuple):
     count: visits.
     query: [visits at most] the block of queries; sorted.
     keys: [visits at most, p] key blocks.
-    q_index, q_position: [m, r]; -1 on padding; positions are None without a window.
-    end, k_position: [n + 1, b]; 0 on padding.
+    index: by block: of queries [m, r], of keys [n + 1, b].
   """
 
   count: jax.Array
   query: jax.Array
   keys: jax.Array
-  q_index: jax.Array
-  q_position: jax.Array | None
-  end: jax.Array
-  k_position: jax.Array | None
+  index: Visibility
 
 
 def _sizes(queries: int, keys: int) -> tuple[int, int]:
@@ -105,7 +100,7 @@ def _split_keys(x, block):
   return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0)))
 
 
-def _plan(static: _Static, index: Index, group: int) -> _Plan:
+def _plan(static: _Static, index: Visibility, group: int) -> _Plan:
   seen = block_kinds(static, index) != 0
   rows, m, n = seen.shape
   seen = seen.reshape(rows * m, n)
@@ -121,20 +116,18 @@ def _plan(static: _Static, index: Index, group: int) -> _Plan:
   keys = keys.at[slot].set(block, mode='drop')
   query = jnp.arange(rows * m, dtype=jnp.int32)
 
-  def of_queries(x):
-    return None if x is None else jnp.repeat(x.reshape(rows * m, -1), group, axis=1)
+  def of_queries(x, _):
+    return jnp.repeat(x.reshape(rows * m, -1), group, axis=1)
 
-  def of_keys(x):
-    return None if x is None else jnp.pad(x.reshape(rows * n, -1), ((0, 1), (0, 0)))
+  def of_keys(x, padding):
+    pad = (0, 1), (0, 0)
+    return jnp.pad(x.reshape(rows * n, -1), pad, constant_values=padding)
 
   return _Plan(
     jnp.sum(visits),
     jnp.repeat(query, visits, total_repeat_length=most),
     keys.reshape(most, static.at_once),
-    of_queries(index.q_index),
-    of_queries(index.q_position),
-    of_keys(index.subtree_end),
-    of_keys(index.k_position),
+    index.map(of_queries, of_keys),
   )
 
 
@@ -164,14 +157,15 @@ def _seen(static: _Static, plan: _Plan, i, keys_first: bool):
   # numbers, then queries and keys along their axes
   of_q = (lambda x: x[None]) if keys_first else (lambda x: x[:, None])
   of_k = (lambda x: x[:, None]) if keys_first else (lambda x: x[None])
-  q = of_q(_at(plan.q_index, query))
+  index = plan.index
+  q = of_q(_at(index.q_index, query))
   first = blocks % static.key_blocks * static.block_k
   k = first[:, None] + jnp.arange(static.block_k, dtype=jnp.int32)
-  seen = (of_k(k.reshape(-1)) <= q) & (q < of_k(plan.end[blocks].reshape(-1)))
-  if static.window is not None:
-    q_at = of_q(_at(plan.q_position, query))
-    k_at = of_k(plan.k_position[blocks].reshape(-1))
-    seen &= (q_at - k_at < static.window) | (k_at < static.sinks)
+  seen = (of_k(k.reshape(-1)) <= q) & (q < of_k(index.subtree_end[blocks].reshape(-1)))
+  if index.window is not None:
+    q_at = of_q(_at(index.q_position, query))
+    k_at = of_k(index.k_position[blocks].reshape(-1))
+    seen &= (q_at - k_at < index.window) | (k_at < index.sinks)
   return seen
 
 
@@ -266,26 +260,19 @@ def _attend_bwd(static, residuals, d_out):
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def attend(
-  q, k, v, subtree_end, q_index, *, window, sinks, q_position, k_position, scale
-):
+def attend(q, k, v, visibility: Visibility, *, scale):
   """Same contract as `reference.attend`."""
   block_q, visit = _sizes(q.shape[1], k.shape[1])
-  end = _pad(subtree_end, _KEY_BLOCK)
+  index = visibility.map(
+    lambda x, padding: _pad(x, block_q, padding),
+    lambda x, padding: _pad(x, _KEY_BLOCK, padding),
+  )
   static = _Static(
     rows=len(q),
     block_q=block_q,
     block_k=_KEY_BLOCK,
-    key_blocks=end.shape[1] // _KEY_BLOCK,
+    key_blocks=index.subtree_end.shape[1] // _KEY_BLOCK,
     at_once=visit // _KEY_BLOCK,
-    window=window,
-    sinks=sinks,
-  )
-  index = Index(
-    _pad(q_index, block_q, fill=-1),
-    end,
-    None if window is None else _pad(q_position, block_q),
-    None if window is None else _pad(k_position, _KEY_BLOCK),
   )
   wide = jnp.promote_types(q.dtype, jnp.float32)
   out = _attend(

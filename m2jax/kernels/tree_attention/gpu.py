@@ -25,14 +25,13 @@ from jax.experimental.pallas import triton as plgpu
 
 from m2jax.kernels import block_sizes
 from m2jax.kernels.pallas import dot
-from m2jax.kernels.tree_attention.visits import Index, block_kinds
+from m2jax.kernels.tree_attention.visibility import Visibility
+from m2jax.kernels.tree_attention.visits import block_kinds
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 class _Static(NamedTuple):
-  window: int | None
-  sinks: int
   scale: float
   rows: int
   group: int
@@ -52,16 +51,16 @@ def _each_visit(partners, count, init, visit):
   return lax.fori_loop(0, count[...], lambda t, x: visit(partners[t], x), init)
 
 
-def _seen(static: _Static, q_at, k_id, index: Index):
+def _seen(static: _Static, q_at, k_id, index: Visibility):
   """[q, k] bool: which keys of block `k_id` the queries `q_at` see."""
   at = pl.ds(k_id * static.block_k, static.block_k)
   key = k_id * static.block_k + lax.iota(jnp.int32, static.block_k)
   q = index.q_index[q_at][:, None]
   seen = (key[None] <= q) & (q < index.subtree_end[at][None])
-  if static.window is not None:
+  if index.window is not None:
     k_at = index.k_position[at][None]
-    near = index.q_position[q_at][:, None] - k_at < static.window
-    seen &= near | (k_at < static.sinks)
+    near = index.q_position[q_at][:, None] - k_at < index.window
+    seen &= near | (k_at < index.sinks)
   return seen
 
 
@@ -147,12 +146,12 @@ def _d_kv_kernel(static, index, partners, count, q, k, v, d_out, lse, delta, d_k
 class _Specs(NamedTuple):
   """Grid: heads, blocks of a row, rows. Only pointers: nothing is copied ahead."""
 
-  index: Index
+  index: Visibility
   partners: pl.BlockSpec
   count: pl.BlockSpec
 
 
-def _specs(index: Index, partners):
+def _specs(index: Visibility, partners):
   whole = jax.tree.map(
     lambda x: pl.BlockSpec((None, x.shape[1]), lambda h, i, b: (b, 0)), index
   )
@@ -279,9 +278,7 @@ def refusal(q, k, v) -> str | None:
   return None
 
 
-def attend(
-  q, k, v, subtree_end, q_index, *, window, sinks, q_position, k_position, scale
-):
+def attend(q, k, v, visibility: Visibility, *, scale):
   """Same contract as `reference.attend`.
 
   Raises:
@@ -295,23 +292,15 @@ def attend(
   block = block_sizes.get('gpu', 'tree_attention')['tokens']
   padded_dim = max(16, pl.next_power_of_2(dim))  # blocks are powers of two
 
-  def pad(x, fill=0):
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), constant_values=fill)
+  def pad(x, padding):
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), constant_values=padding)
     return x.astype(jnp.int32)
 
   def tensor(x):
     padding = (0, 0), (0, -x.shape[1] % block), (0, 0), (0, padded_dim - dim)
     return jnp.pad(x, padding)
 
-  windowed = window is not None
-  index = Index(
-    pad(q_index, -1),
-    pad(subtree_end),
-    pad(q_position) if windowed else None,
-    pad(k_position) if windowed else None,
-  )
-  static = _Static(
-    window, sinks, scale, batch, heads // kv_heads, block, block, -(-keys // block)
-  )
+  static = _Static(scale, batch, heads // kv_heads, block, block, -(-keys // block))
+  index = visibility.map(pad, pad)
   out = _attend(static, *map(tensor, (q, k, v)), index)
   return out[:, :queries, :, :dim]

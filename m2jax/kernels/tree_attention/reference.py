@@ -9,45 +9,30 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from m2jax.kernels.tree_attention.visibility import Visibility
 
-def visible(
-  subtree_end,
-  q_index,
-  *,
-  k_index=None,
-  window=None,
-  sinks=0,
-  q_position=None,
-  k_position=None,
-):
-  """[B, Q, S] bool; indices and positions are [B, Q] and [B, S] int32."""
+
+def visible(visibility: Visibility, *, k_index=None):
+  """[B, Q, S] bool of a complete Visibility; `k_index` [B, S] if not 0 … S-1."""
   if k_index is None:
-    k_index = jnp.arange(subtree_end.shape[1])[None]
-  q = q_index[:, :, None]
-  seen = (k_index[:, None] <= q) & (q < subtree_end[:, None])
-  if window is not None:
-    near = q_position[:, :, None] - k_position[:, None] < window
-    seen &= near | (k_position[:, None] < sinks)
+    k_index = jnp.arange(visibility.subtree_end.shape[1])[None]
+  q = visibility.q_index[:, :, None]
+  seen = (k_index[:, None] <= q) & (q < visibility.subtree_end[:, None])
+  if visibility.window is not None:
+    k_position = visibility.k_position[:, None]
+    near = visibility.q_position[:, :, None] - k_position < visibility.window
+    seen &= near | (k_position < visibility.sinks)
   return seen
 
 
-def attend(
-  q, k, v, subtree_end, q_index, *, window, sinks, q_position, k_position, scale
-):
+def attend(q, k, v, visibility: Visibility, *, scale):
   """q [B, Q, N, H], k, v [B, S, K, H] → [B, Q, N, H]; seeing none gives 0."""
   batch, queries, heads, head_dim = q.shape
   kv_heads = k.shape[2]
   at_least_fp32 = jnp.promote_types(q.dtype, jnp.float32)
   q = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
   scores = jnp.einsum('bqkgh,bskh->bkgqs', q, k, preferred_element_type=at_least_fp32)
-  seen = visible(
-    subtree_end,
-    q_index,
-    window=window,
-    sinks=sinks,
-    q_position=q_position,
-    k_position=k_position,
-  )[:, None, None]
+  seen = visible(visibility)[:, None, None]
   scores = jnp.where(seen, scores * scale, -jnp.inf)
   top = jnp.max(scores, axis=-1, keepdims=True)
   top = jnp.where(jnp.isfinite(top), top, 0)

@@ -31,11 +31,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from m2jax.kernels import block_sizes, pallas
+from m2jax.kernels.tree_attention.visibility import Visibility
 from m2jax.kernels.tree_attention.visits import (
   ID_BITS,
   MASKED,
   WHOLE,
-  Index,
   block_kinds,
   block_of,
   partner_of,
@@ -48,8 +48,6 @@ _TABLE = 160 * 1024  # visits in one table, at most: 640 KiB of scalar memory
 
 
 class _Static(NamedTuple):
-  window: int | None
-  sinks: int
   scale: float
   rows: int
   kv_heads: int
@@ -77,16 +75,16 @@ def _column(row):
   return jnp.broadcast_to(row, (_LANES, row.shape[1])).T[:, :1]
 
 
-def _seen(static: _Static, k_id, index: Index):
+def _seen(static: _Static, k_id, index: Visibility):
   """[k, q] bool: which keys the queries see. `index` holds refs of one block each."""
   key = lax.rem(k_id, np.int32(static.key_blocks)) * static.block_k
   key += lax.broadcasted_iota(jnp.int32, (static.block_k, static.block_q), 0)
   q = index.q_index[...]
   seen = (key <= q) & (q < _column(index.subtree_end[...]))
-  if static.window is not None:
+  if index.window is not None:
     k_at = _column(index.k_position[...])
-    near = index.q_position[...] - k_at < static.window
-    seen &= near | (k_at < static.sinks)
+    near = index.q_position[...] - k_at < index.window
+    seen &= near | (k_at < index.sinks)
   return seen
 
 
@@ -192,20 +190,19 @@ class _Specs(NamedTuple):
   q: pl.BlockSpec  # of [rows · Q, K·G·H]
   k: pl.BlockSpec  # of [rows · S, K·H]
   statistic: pl.BlockSpec  # of [K, G, rows · Q]
-  index: Index
+  index: Visibility
 
 
-def _specs(static: _Static, by_query: bool) -> _Specs:
+def _specs(static: _Static, index: Visibility, by_query: bool) -> _Specs:
   q_id, k_id = (block_of, partner_of) if by_query else (partner_of, block_of)
   q, k = static.block_q, static.block_k
   q_row = pl.BlockSpec((1, q), lambda h, t, table: (0, q_id(table[t])))
   k_row = pl.BlockSpec((1, k), lambda h, t, table: (0, k_id(table[t])))
-  windowed = static.window is not None
   return _Specs(
     pl.BlockSpec((q, static.group * static.dim), lambda h, t, m: (q_id(m[t]), h)),
     pl.BlockSpec((k, static.dim), lambda h, t, table: (k_id(table[t]), h)),
     pl.BlockSpec((None, static.group, q), lambda h, t, table: (h, 0, q_id(table[t]))),
-    Index(q_row, k_row, q_row if windowed else None, k_row if windowed else None),
+    index.map(lambda *_: q_row, lambda *_: k_row),
   )
 
 
@@ -242,7 +239,7 @@ def _like(x):
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(static, q, k, v, index):
   """q [rows·Q, N·H], k, v [rows·S, K·H] → out like q, logsumexp [K, G, rows·Q] fp32."""
-  by = _specs(static, by_query=True)
+  by = _specs(static, index, by_query=True)
   group, dim, block = static.group, static.dim, static.block_q
   lse = jax.ShapeDtypeStruct((static.kv_heads, group, len(q)), jnp.float32)
   return _call(
@@ -261,7 +258,7 @@ def _forward(static, q, k, v, index):
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(static, q, k, v, index, out, lse, d_out):
   """Cotangents of q, k and v."""
-  by = _specs(static, by_query=True)
+  by = _specs(static, index, by_query=True)
   kinds = block_kinds(static, index)
   d_q, delta = _call(
     _d_q_kernel,
@@ -274,7 +271,7 @@ def _backward(static, q, k, v, index, out, lse, d_out):
     [(static.group, static.dim, static.block_q)],
     dots=3,
   )
-  by = _specs(static, by_query=False)
+  by = _specs(static, index, by_query=False)
   d_k, d_v = _call(
     _d_kv_kernel,
     static,
@@ -351,9 +348,7 @@ def _flat(x, block, rows, fill=0):
   return x.reshape(x.shape[0] // rows, -1, *x.shape[2:])
 
 
-def attend(
-  q, k, v, subtree_end, q_index, *, window, sinks, q_position, k_position, scale
-):
+def attend(q, k, v, visibility: Visibility, *, scale):
   """Same contract as `reference.attend`.
 
   Raises:
@@ -374,24 +369,16 @@ def attend(
     x = jnp.pad(x, ((0, 0),) * 3 + ((0, padded_dim - dim),))
     return _flat(x.reshape(*x.shape[:2], -1), block, rows)
 
-  def integers(x, block, fill=0):
-    return _flat(x, block, rows, fill).astype(jnp.int32)[:, None]
+  def integers(block):
+    return lambda x, padding: _flat(x, block, rows, padding).astype(jnp.int32)[:, None]
 
-  windowed = window is not None
   arrays = (
     tensor(q, block_q),
     tensor(k, block_k),
     tensor(v, block_k),
-    Index(
-      integers(q_index, block_q, fill=-1),
-      integers(subtree_end, block_k),
-      integers(q_position, block_q) if windowed else None,
-      integers(k_position, block_k) if windowed else None,
-    ),
+    visibility.map(integers(block_q), integers(block_k)),
   )
   static = _Static(
-    window,
-    sinks,
     scale,
     rows,
     kv_heads,

@@ -5,29 +5,21 @@ Axes: B rows; m, n query and key blocks of a row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
+
+from m2jax.kernels.tree_attention.visibility import Visibility
 
 ID_BITS = 14  # of a block's id in a table
 MASKED, WHOLE = 1, 2  # kinds of visits; one of kind 0 only sets a result to 0
 
 
-class Index(NamedTuple):
-  """Integers of each token, [..., padded length] int32."""
-
-  q_index: jax.Array  # -1 on padding
-  subtree_end: jax.Array  # 0 on padding
-  q_position: jax.Array | None
-  k_position: jax.Array | None
-
-
-def block_kinds(static, index: Index) -> jax.Array:
+def block_kinds(static, index: Visibility) -> jax.Array:
   """[rows, query blocks, key blocks] int32: 0 where nothing is seen, else the kind.
 
   Extremes decide, so a block called MASKED may yet show nothing or everything.
-  `static` has rows, block_q, block_k, key_blocks (of a row), window and sinks.
+  `static` has rows, block_q, block_k and key_blocks (of a row); `index` is padded to
+  whole blocks.
   """
   q = index.q_index.reshape(static.rows, -1, 1, static.block_q)
   end = index.subtree_end.reshape(static.rows, 1, -1, static.block_k)
@@ -38,14 +30,14 @@ def block_kinds(static, index: Index) -> jax.Array:
   seen = (first_key <= last_q) & (first_q < jnp.max(end, axis=-1))
   # here padding counts: its -1 and 0 leave the block to the mask
   whole = (last_key <= jnp.min(q, axis=-1)) & (last_q < jnp.min(end, axis=-1))
-  if static.window is not None:
+  if index.window is not None:
     q_at = index.q_position.reshape(q.shape)
     k_at = index.k_position.reshape(end.shape)
     first_k, last_k = jnp.min(k_at, axis=-1), jnp.max(k_at, axis=-1)
     first_at = jnp.min(jnp.where(q < 0, top, q_at), axis=-1)
-    seen &= (first_at - last_k < static.window) | (first_k < static.sinks)
-    near = jnp.max(q_at, axis=-1) - first_k < static.window
-    whole &= near | (last_k < static.sinks)
+    seen &= (first_at - last_k < index.window) | (first_k < index.sinks)
+    near = jnp.max(q_at, axis=-1) - first_k < index.window
+    whole &= near | (last_k < index.sinks)
   return jnp.where(seen, jnp.where(whole, WHOLE, MASKED), 0).astype(jnp.int32)
 
 
