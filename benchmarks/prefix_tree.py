@@ -345,7 +345,7 @@ class Runner:
         continue
       done.add(chunk.shape)
       slots = size if chunk.shape[2] or chunk.kind == 'pop' else 0
-      stack = model.empty_stack(self.cfg, 1, slots)
+      stack = model.empty_prefix(self.cfg, 1, slots)
       sums = self.parts.zeros(self.variables, chunk.batch)
       args = (self.variables, sums, stack, stack, chunk.batch)
       if chunk.kind == 'pop':

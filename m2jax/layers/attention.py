@@ -61,42 +61,26 @@ def attend(
   p,
   cfg: ModelConfig,
   tables,
-  subtree_end,
+  visibility: tree_attention.Visibility,
   sharding: Sharding = ONE_DEVICE,
   *,
-  window: int | None = None,
-  position=None,
-  above=None,
+  prefix=None,
 ):
-  """Forest attention: x [T, D], subtree_end [B, S] → [T, D], and x's own k, v.
+  """Forest attention: x [T, D] → [T, D], and x's own k, v [B, S, K, H].
 
-  Where a row's tokens are dealt to devices, x holds this device's share, subtree_end
-  and position the whole row: keys and values of the row are gathered.
+  Where a row's tokens are dealt to devices, x holds this device's share, `visibility`
+  the keys of the whole row: they are gathered.
 
-  `window` counts positions: a token sees the last `window` of its path, and the first
-  `cfg.sinks`. It needs `position` [B, S].
-
-  `above` = k, v [B, P, K, H] of a path that the tokens hang off; it comes first in the
-  row: S = P + C, and subtree_end and position have it, too.
+  `prefix` = k, v [B, P, K, H] of the path that the tokens continue; its keys come first
+  in `visibility`, too.
   """
   q, k, v = _project(x, p, cfg, tables, sharding)
-  rows = subtree_end.shape[0]
+  rows = len(visibility.subtree_end)
   q, k, v = (a.reshape(rows, -1, *a.shape[1:]) for a in (q, k, v))
-  q_index, own = None, (k, v)
-  if above is not None:
-    q_index = above[0].shape[1] + jnp.arange(q.shape[1], dtype=jnp.int32)
-    q_index = jnp.broadcast_to(q_index, q.shape[:2])
-    k, v = (jnp.concatenate(pair, axis=1) for pair in zip(above, own, strict=True))
-  if sharding.size('tokens') > 1:
-    q_index = jnp.broadcast_to(sharding.token_index(q.shape[1]), q.shape[:2])
-    k, v = sharding.gather_tokens(k), sharding.gather_tokens(v)
-  windowed = {}
-  if window is not None:
-    q_position = position
-    if q_index is not None:
-      q_position = jnp.take_along_axis(position, q_index, axis=1)
-    windowed = dict(window=window, sinks=cfg.sinks)
-    windowed.update(q_position=q_position, k_position=position)
-  out = tree_attention.attend(q, k, v, subtree_end, q_index=q_index, **windowed)
+  own = k, v
+  if prefix is not None:
+    k, v = (jnp.concatenate(pair, axis=1) for pair in zip(prefix, own, strict=True))
+  k, v = sharding.gather_tokens(k), sharding.gather_tokens(v)
+  out = tree_attention.attend(q, k, v, visibility)
   out = out.reshape(x.shape[0], -1) @ p['o'].astype(x.dtype)
   return sharding.psum(out, 'heads'), own

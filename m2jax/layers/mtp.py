@@ -1,21 +1,53 @@
-"""Multi-token prediction module (algorithms.md §4.1, law 2).
+"""Multi-token prediction modules (algorithms.md §4.1, law 2).
 
 Module k at node v reads the state of module k-1 at parent(v) (module 0 is the trunk
 after its final norm) and the embedding of v, and predicts v's children: it looks one
-token further than module k-1. Keys of position below k have no such
-state and are hidden.
-Hidden half first in the projection (m2-and-forge.md §3); final norm and head are the
-trunk's.
+token further than module k-1. Keys of position below k have no such state and are
+hidden. Hidden half first in the projection (m2-and-forge.md §3); final norm and head
+are the trunk's.
 
-Axes: T = B·S tokens, D model.
+Axes: B rows, S tokens, T = B·S, P tokens of a cached prefix, D model, E experts, K
+key/value heads, H head dim; mtp modules.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 
 from m2jax.config import ModelConfig
+from m2jax.forest import Forest
+from m2jax.kernels.tree_attention import Visibility
+from m2jax.layers import attention, block, head, loop
+from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
+from m2jax.sharding import Sharding
+
+
+class Cache(NamedTuple):
+  """Keys and values [mtp, B, ·, K, H] and states [mtp, B, ·, D] of the modules."""
+
+  k: jax.Array
+  v: jax.Array
+  states: jax.Array
+
+
+class Outputs(NamedTuple):
+  """What the modules made of a batch.
+
+  Attributes:
+    logprob: [mtp, B, S]; module k scores tokens of position k + 1 and deeper, else 0.
+    load: [mtp, E] fp32 expert assignments of this device's tokens.
+    own: the tokens' own Cache entries, where there is a prefix.
+  """
+
+  logprob: jax.Array
+  load: jax.Array
+  own: Cache | None
 
 
 def join(parent_state, embedding, p, cfg: ModelConfig):
@@ -28,3 +60,65 @@ def join(parent_state, embedding, p, cfg: ModelConfig):
     axis=-1,
   )
   return both @ p['proj'].astype(both.dtype)
+
+
+def apply(
+  cfg: ModelConfig,
+  variables,
+  shared,
+  state: jax.Array,
+  batch: Forest,
+  tables,
+  visibility: Visibility,
+  sharding: Sharding,
+  prefix: Cache | None = None,
+) -> Outputs:
+  """Chains the modules, each reading the states of the one before.
+
+  Args:
+    cfg: the model.
+    variables: {'params', 'router'}; of them the modules' own.
+    shared: parameters of embedding, final norm and head, the head whole.
+    state: [B, S, D] of the trunk at each token's parent.
+    batch: this device's tokens.
+    tables: of RoPE at the batch's positions.
+    visibility: of the trunk, with positions; windows are not the modules'.
+    sharding: the mesh.
+    prefix: of the path that the tokens continue.
+  """
+  embedding = embed(cfg, shared, batch.tokens, sharding)
+
+  def module(state, stacked):
+    k, p, bias, prefix = stacked
+    p = sharding.gather_params(p, cfg.dtype)
+    end = jnp.where(visibility.k_position >= k, visibility.subtree_end, 0)
+    attend = functools.partial(
+      attention.attend,
+      cfg=cfg,
+      tables=tables,
+      visibility=dataclasses.replace(visibility, subtree_end=end),
+      sharding=sharding,
+      prefix=None if prefix is None else prefix[:2],
+    )
+    x = join(state.reshape(embedding.shape), embedding, p, cfg)
+    multiplicity = jnp.where(batch.position >= k, batch.multiplicity, 0).reshape(-1)
+    x, own, routing = block.apply(
+      x, p['layers'], bias, cfg, attend, multiplicity, sharding=sharding
+    )
+    x = rms_norm(x, shared['final_norm'], cfg.rms_norm_eps).reshape(state.shape)
+    above = None if prefix is None else prefix.states
+    state = head.at_parent(x, batch, sharding, above)
+    logprob, _ = head.score(shared, state, batch, sharding, depth=k + 1)
+    kept = None if prefix is None else Cache(*own, x)
+    return state, Outputs(logprob, routing.load, kept)
+
+  modules = cfg.num_mtp_modules
+  stacked = (
+    jnp.arange(1, modules + 1),
+    variables['params']['mtp'],
+    variables['router']['mtp'],
+    prefix,
+  )
+  module = loop.recomputed(module, cfg.remat, sharding)
+  unroll = modules if cfg.unroll_layers else 1
+  return jax.lax.scan(module, state, stacked, unroll=unroll)[1]

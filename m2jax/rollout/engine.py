@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from m2jax import model
 from m2jax.config import ModelConfig
+from m2jax.layers import head
 from m2jax.rollout import forward, kv_cache, sampling
 from m2jax.rollout.decode_state import (
   LENGTH,
@@ -67,7 +67,6 @@ class Engine:
       )
     self.cfg = cfg
     self.config = config
-    self._m2 = model.M2(cfg)
     self._mesh = mesh or jax.sharding.Mesh(np.array(jax.devices()[:1]), ('data',))
     self._replicated = jax.sharding.NamedSharding(
       self._mesh, jax.sharding.PartitionSpec()
@@ -199,7 +198,7 @@ class Engine:
 
   def _sample(self, params, hidden, slots: Slots):
     """Draws each row's next token from hidden [P, D]; rows at rest stay as they are."""
-    logits = model.head(self._m2, params, hidden)
+    logits = head.logits(params['params'], hidden)
     token, logprob = sampling.sample(
       logits,
       slots.seed,

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from m2jax import model
 from m2jax.config import ModelConfig
 from m2jax.kernels import tree_attention
 from m2jax.layers import attention, block, rope
+from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
 from m2jax.rollout.kv_cache import EXPERT_DTYPE, KvCache, Tail
 from m2jax.sharding import ONE_DEVICE, Sharding
@@ -109,7 +109,7 @@ def extend(
       longer = longer._replace(experts=ids)
     return x, longer
 
-  x = model._embed(cfg, params, tokens, sharding)
+  x = embed(cfg, params, tokens, sharding)
   weights = (params['layers'], variables['router']['layers'])
   if cfg.unroll_layers:
     tails = []

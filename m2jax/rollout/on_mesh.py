@@ -18,9 +18,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from m2jax import model
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
+from m2jax.layers import head
 from m2jax.rollout import forward, kv_cache, sampling
 from m2jax.rollout.kv_cache import KvCache, Tail
 from m2jax.sharding import Sharding
@@ -91,7 +91,7 @@ def decode(
 
   def run(variables, cache, tokens, lengths, draws):
     hidden, tail = _extend(cfg, sharding, variables, cache, tokens[:, None], lengths)
-    logits = model.head(None, variables, hidden[:, 0])
+    logits = head.logits(variables['params'], hidden[:, 0])
     logits = sharding.all_gather(logits, 'vocab', axis=1)
     token, logprob = sampling.sample(logits, *draws)
     return _append(cache, tail, lengths), token, logprob

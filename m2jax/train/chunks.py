@@ -121,7 +121,7 @@ def programs(
     slots = batch.subtree_end.shape[1] - batch.tokens.shape[1]
 
     def sums(params, router, batch):
-      stack = model.empty_stack(cfg, 1, slots)
+      stack = model.empty_prefix(cfg, 1, slots)
       return params, *forward(params, stack, router, batch)[1]
 
     like = jax.eval_shape(sums, variables['params'], variables['router'], batch)
@@ -136,7 +136,7 @@ def programs(
   )
 
 
-def _seen(stack: model.Stack, batch: Forest) -> model.Stack:
+def _seen(stack: model.PrefixCache, batch: Forest) -> model.PrefixCache:
   """The first P slots, which the batch's indices count."""
   slots = batch.subtree_end.shape[1] - batch.tokens.shape[1]
   return jax.tree.map(lambda a: a[:, :, :slots], stack)
@@ -154,7 +154,7 @@ def gradients(parts: Programs, variables, plan: Plan):
   wide = jnp.promote_types(cfg.dtype, jnp.float32)
 
   def buffers(slots):
-    stack = model.empty_stack(cfg, 1, slots)
+    stack = model.empty_prefix(cfg, 1, slots)
     return stack, jax.tree.map(lambda a: jnp.zeros(a.shape, wide), stack)
 
   sums = None

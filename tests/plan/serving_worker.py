@@ -24,10 +24,9 @@ MESHES = {
 
 def expected(cfg, variables, tokens):
   """Greedy token and its log-probability after each row's first LENGTHS + 1 tokens."""
-  from m2jax import forest, model
+  from m2jax import model
 
-  hidden = model.trunk(cfg, variables, forest.causal(tokens))[0]
-  logits = model.head(model.M2(cfg), variables, hidden)
+  logits = model.M2(cfg).apply(variables, tokens)
   logprobs = jax.nn.log_softmax(logits)[np.arange(ROWS), LENGTHS]
   return np.argmax(logprobs, -1), np.max(logprobs, -1)
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax import model
+from m2jax.layers import head
 from m2jax.rollout import decode_plan, decode_state, forward, kv_cache, prefill_plan
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
@@ -41,7 +42,7 @@ def cached_logits(cfg, chunk, steps, variables, sequences, lengths):
   for begin in range(0, chunk * steps, chunk):
     tokens = sequences[row, lengths[:, None] + begin + jnp.arange(chunk)]
     hidden, tail = forward.extend(cfg, variables, tokens, cached, lengths, tail, begin)
-    out.append(model.head(model.M2(cfg), variables, hidden))
+    out.append(head.logits(variables['params'], hidden))
   return jnp.concatenate(out, axis=1)
 
 

@@ -1,0 +1,29 @@
+"""Token embedding, its table split over devices by words, channels or both.
+
+Axes: B rows, S tokens, T = B·S, D model.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from m2jax.config import ModelConfig
+from m2jax.sharding import ONE_DEVICE, Sharding
+
+
+def embed(
+  cfg: ModelConfig, params, tokens: jax.Array, sharding: Sharding = ONE_DEVICE
+) -> jax.Array:
+  """[B, S] → [T, D]. The table is never gathered: tokens go where their piece is."""
+  table, tokens = params['embed'], tokens.reshape(-1)
+  tokens = sharding.all_gather(tokens, 'model', axis=0)
+  if sharding.size('vocab') == 1:
+    x = jnp.take(table, tokens, axis=0).astype(cfg.dtype)
+  else:
+    here = tokens - sharding.index('vocab') * len(table)
+    own = (here >= 0) & (here < len(table))
+    x = jnp.take(table, jnp.where(own, here, 0), axis=0)
+    x = jnp.where(own[:, None], x, 0).astype(cfg.dtype)
+    x = sharding.psum(x, 'vocab')
+  return sharding.all_to_all(x, 'model', split=0, join=1)

@@ -1,0 +1,57 @@
+"""A body over stacked layers: scanned or unrolled, with windows, recomputation or not.
+
+Axes: L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from m2jax import sharding as sharding_lib
+from m2jax.config import ModelConfig
+from m2jax.moe import by_expert
+from m2jax.sharding import Sharding
+
+Body = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def recomputed(body: Body, remat: bool, sharding: Sharding) -> Body:
+  """`body` with what its backward pass computes again: with `remat` all but the order
+  of assignments, which is small and slow to make; else gathered weights."""
+  if remat:
+    policy = jax.checkpoint_policies.save_only_these_names(by_expert.NAME)
+    return jax.checkpoint(body, policy=policy)
+  if sharding.gathers:
+    return jax.checkpoint(body, policy=sharding_lib.keep_all_but_weights)
+  return body
+
+
+def over_layers(
+  body: Callable[[int | None], Body], x, stacked, cfg: ModelConfig, sharding: Sharding
+):
+  """x → body(window)(x, layer's slice) for each layer; outputs stacked [L, …].
+
+  Layers that differ in their window form a period; a scan goes over whole periods.
+  """
+  bodies = [recomputed(body(window), cfg.remat, sharding) for window in cfg.windows]
+
+  def several(x, layers):
+    outs = []
+    for layer in range(len(jax.tree.leaves(layers)[0])):
+      one = jax.tree.map(lambda a, layer=layer: a[layer], layers)
+      x, out = bodies[layer % len(bodies)](x, one)
+      outs.append(out)
+    return x, jax.tree.map(lambda *a: jnp.stack(a), *outs)
+
+  if cfg.unroll_layers:
+    return several(x, stacked)
+  if len(bodies) == 1:
+    return jax.lax.scan(bodies[0], x, stacked)
+  shape = cfg.num_layers // len(bodies), len(bodies)
+  periods = jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), stacked)
+  x, outs = jax.lax.scan(several, x, periods)
+  return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outs)
