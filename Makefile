@@ -49,7 +49,7 @@ TUNABLES := $(TUNABLES):glibc.malloc.trim_threshold=4294967296
 forge: setup
 	GLIBC_TUNABLES=$(TUNABLES) $(BIN)/python -m experiments.forge \
 	  --config=configs/forge.py --workdir=$(WORKDIR) \
-	  --config.sandbox=$(SANDBOX) $(ARGS)
+	  --config.episodes.backend=$(SANDBOX) $(ARGS)
 
 test: setup lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not long' $(ARGS)

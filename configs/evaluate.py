@@ -12,17 +12,21 @@ configs/forge.py: a policy is measured under the prompts it was trained with.
 Variants: `:smoke` takes 8 tasks, to see that it works.
 """
 
+import dataclasses
+
 import ml_collections
 
 from configs import forge
+from m2jax.forge.config import RolloutConfig
 
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
   job = forge.get_config()
   c = ml_collections.ConfigDict()
   c.temperatures = (1.0, 0.0)
-  for name in ('sandbox', 'eval_tasks', 'terminal', 'engine', 'scheduler', 'episodes'):
-    c[name] = job[name]
+  for field in dataclasses.fields(RolloutConfig):
+    if field.name != 'model':
+      c[field.name] = job[field.name]
   if variant == 'smoke':
     c.eval_tasks = 8
   elif variant:

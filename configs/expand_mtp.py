@@ -17,7 +17,8 @@ Variant `:smoke` runs for seconds.
 
 import ml_collections
 
-from configs import pretrain
+from configs import fields, pretrain
+from m2jax.train.expand_mtp import ExpandConfig
 
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
@@ -45,4 +46,5 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     tolerance=0.01,
     joint=part,
   )
+  fields.complete(c.expand, ExpandConfig)
   return c

@@ -16,8 +16,10 @@ import dataclasses
 
 import ml_collections
 
+from configs import fields
 from m2jax import config as model_config
 from m2jax import sharding
+from m2jax.forge.config import ForgeConfig
 
 # What the teacher demonstrates: single calls, and chains of two and three.
 DEMONSTRATED = dict(steps_1=0.2, steps_2=0.3, steps_3=0.5)
@@ -30,7 +32,6 @@ ASKED = dict(
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
   c.seed = 0
-  c.sandbox = 'bubblewrap'  # or 'rlimit_only', a weaker mode
   c.model = dataclasses.asdict(model_config.tiny())
   c.mesh = dataclasses.asdict(sharding.MeshConfig(data=2))  # of SFT: a core each
   c.eval_tasks = 300  # held-out tasks per evaluation, one episode each
@@ -56,7 +57,9 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     record_experts=False,  # rollouts keep expert ids, and training replays them
   )
   c.scheduler = dict(decode_steps=8, reuse_stale_prefix=False)
+  c.gateway = dict(port=0)  # any free one
   c.episodes = dict(
+    backend='bubblewrap',  # the sandbox; or 'rlimit_only', a weaker mode
     concurrency=64,  # agents at once
     agent=dict(max_tokens=96, observation_bytes=400, system='Use sh.'),
   )
@@ -146,4 +149,4 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     raise ValueError(
       f'unknown variant {variant!r}: want smoke, more_sft, expert_iteration or shuffled'
     )
-  return c
+  return fields.complete(c, ForgeConfig)

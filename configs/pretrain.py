@@ -19,8 +19,10 @@ import sysconfig
 
 import ml_collections
 
+from configs import fields
 from m2jax import config as model_config
 from m2jax import sharding
+from m2jax.train.stages import PretrainConfig
 
 EXCLUDED = ('test', 'tests', 'site-packages', 'dist-packages')
 
@@ -87,4 +89,5 @@ def get_config(variant: str = 'tiny') -> ml_collections.ConfigDict:
     c.pretrain.step.update(micro_rows=2)
   elif variant != 'tiny':
     raise ValueError(f'unknown variant {variant!r}: want tiny, smoke or stages')
+  fields.complete(c.pretrain, PretrainConfig)
   return c

@@ -23,7 +23,9 @@ import dataclasses
 
 import ml_collections
 
+from configs import fields
 from m2jax import config as model_config
+from m2jax.train.stages import PretrainConfig
 
 VARIANTS = {
   'coarse': {},
@@ -82,4 +84,5 @@ def get_config(variant: str = 'fine') -> ml_collections.ConfigDict:
     ),
     optimizer=dict(name='adamw', learning_rate=4e-4, weight_decay=0.1),
   )
+  fields.complete(c.pretrain, PretrainConfig)
   return c

@@ -22,8 +22,9 @@ import dataclasses
 
 import ml_collections
 
-from configs import m2
+from configs import fields, m2
 from m2jax import config as model_config
+from m2jax.train.stages import PretrainConfig
 
 BILLION = 10**9
 CONSTANT, DECAY = 19_900 * BILLION, 9_300 * BILLION  # tokens, published
@@ -82,4 +83,5 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     ),
     optimizer=dict(name='adamw', learning_rate=2.4e-4, weight_decay=0.1),
   )
+  fields.complete(c.pretrain, PretrainConfig)
   return c

@@ -11,6 +11,11 @@ The model and the tokenizer are the checkpoint's. Any API key is a session of it
 
 import ml_collections
 
+from configs import fields
+from m2jax.gateway.config import GatewayConfig
+from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.scheduler import SchedulerConfig
+
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
   if variant:
@@ -31,4 +36,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     prefill_shapes=((1, 16), (1, 256), (4, 64)),
   )
   c.scheduler = dict(decode_steps=8)
+  fields.complete(c.gateway, GatewayConfig)
+  fields.complete(c.engine, EngineConfig)
+  fields.complete(c.scheduler, SchedulerConfig)
   return c

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import importlib.util
 import logging as std_logging
 import math
 import os
@@ -247,11 +248,29 @@ def _parse(argv: list[str]) -> list[str]:
     given = [a for a in argv if field in a.partition('=')[0].split('.')]
     if not given:
       raise  # a mistake inside the config file
-    fail(BadInput(f"{given[0]}: the config has no field '{field}'"))
+    beside = _fields_beside(given[0], argv)
+    fail(BadInput(f"{given[0]}: the config has no field '{field}'{beside}"))
   except (flags.Error, OSError) as error:
     # What a config file raises comes with its traceback as text.
     about, traced, _ = str(error).partition(': Error whilst parsing config file:')
     fail(BadInput(f'{about}: {_last_line(error)}' if traced else about))
+
+
+def _fields_beside(flag: str, argv: list[str]) -> str:
+  """'; config.GROUP has …', for an override of a field that its group has not."""
+  source = next((a for a in argv if a.startswith('--config=')), '').partition('=')[2]
+  path, _, variant = source.partition(':')
+  spec = importlib.util.spec_from_file_location('config_again', path)
+  if spec is None or not os.path.exists(path):
+    return ''
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  group, where = module.get_config(*filter(None, [variant])), 'config'
+  for name in flag.partition('=')[0].split('.')[1:]:
+    if not isinstance(group.get(name), ml_collections.ConfigDict):
+      break
+    group, where = group[name], f'{where}.{name}'
+  return f'; {where} has {", ".join(sorted(group))}'
 
 
 def _last_line(error: Exception) -> str:

@@ -30,7 +30,6 @@ def main():
   found = policy.load(CHECKPOINT.value or workdir, STEP.value)
   temperatures = values.pop('temperatures')
   values['model'] = dataclasses.asdict(found.model)
-  values['episodes'] = {**values['episodes'], 'backend': values.pop('sandbox')}
   config = common.build(RolloutConfig, values)
   logging.info('evaluating step %d of %s', found.step, found.directory)
   workdir.mkdir(parents=True, exist_ok=True)

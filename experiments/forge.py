@@ -16,9 +16,7 @@ from m2jax.train.workdir import WorkdirError
 
 
 def main():
-  values = common.values()
-  values['episodes'] = {**values['episodes'], 'backend': values.pop('sandbox')}
-  config = common.build(ForgeConfig, values)
+  config = common.build(ForgeConfig, common.values())
   common.virtual_devices(config.mesh)
   evaluations = run.run(config, common.workdir(), fresh=common.FRESH.value)
   print('\nheld-out success            temperature 1 [95 % interval]     greedy')

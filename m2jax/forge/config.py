@@ -10,6 +10,7 @@ from m2jax.agents.episodes import EpisodeConfig
 from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.forge.curriculum import CurriculumConfig
+from m2jax.gateway.config import GatewayConfig
 from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.rl.learner import LearnerConfig
 from m2jax.rollout.engine_config import EngineConfig
@@ -61,7 +62,7 @@ class RlConfig:
     checkpoint_every: updates between checkpoints.
     learner: how groups become an update.
     optimizer: of this phase.
-    items: work items in all: RL also stops once they are trained or failed; 0 is no
+    max_items: work items in all: RL also stops once they are trained or failed; 0 is no
       limit.
     curriculum: which families the tasks are of.
     dev_every: updates between evaluations on the development split; 0 is never.
@@ -92,7 +93,7 @@ class RlConfig:
   checkpoint_every: int
   learner: LearnerConfig
   optimizer: OptimizerConfig
-  items: int = 0
+  max_items: int = 0
   curriculum: CurriculumConfig = CurriculumConfig()
   dev_every: int = 0
   dev_tasks: int = 96
@@ -122,6 +123,7 @@ class RolloutConfig:
     model: the policy; `vocab_size` is the tokenizer's.
     terminal: the tasks.
     engine, scheduler: the rollout engine.
+    gateway: what stands between agents and engine.
     episodes: agents and sandboxes.
     eval_tasks: held-out tasks per evaluation, one episode each; 0 leaves the held-out
       split unread, as while something is chosen.
@@ -131,6 +133,7 @@ class RolloutConfig:
   terminal: TerminalConfig
   engine: EngineConfig
   scheduler: SchedulerConfig
+  gateway: GatewayConfig
   episodes: EpisodeConfig
   eval_tasks: int
 

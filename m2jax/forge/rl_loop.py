@@ -273,7 +273,7 @@ class RlLoop:
     while True:
       state = self._queue.state()
       index = state.next_index
-      if rl.items and index >= rl.items:
+      if rl.max_items and index >= rl.max_items:
         self._queue.close()
         return
       if state.pending + state.completed >= rl.capacity:
@@ -386,8 +386,8 @@ class RlLoop:
     progress = step / rl.steps
     if rl.seconds:
       progress = max(progress, self._used_s / rl.seconds)
-    if rl.items:
-      progress = max(progress, state.head / rl.items)
+    if rl.max_items:
+      progress = max(progress, state.head / rl.max_items)
     self._metrics.write(
       'rl',
       step,

@@ -73,7 +73,7 @@ def rollouts(
       config.model,
       config.engine,
       config.scheduler,
-      GatewayConfig(),
+      config.gateway,
       variables,
       tok,
       pool.add_completion,

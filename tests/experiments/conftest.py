@@ -143,7 +143,7 @@ def forged(tmp_path_factory):
   """
   root = tmp_path_factory.mktemp('forged')
   workdir, output = root / 'run', root / 'output'
-  flags = [f'--workdir={workdir}', *ENGINE, '--config.sandbox=rlimit_only']
+  flags = [f'--workdir={workdir}', *ENGINE, '--config.episodes.backend=rlimit_only']
   flags += [f'--config.model.{field}' for field in SMALL]
   flags += ['--config.rl.steps=5', '--config.rl.checkpoint_every=1']
   job = start('forge', *flags, variant=':smoke', output=output)

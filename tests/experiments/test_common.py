@@ -1,10 +1,90 @@
 """ConfigDict → dataclasses: every mistake names its place."""
 
 import dataclasses
+import typing
 
 import pytest
 
+from configs import (
+  evaluate,
+  expand_mtp,
+  fields,
+  forge,
+  pretrain,
+  pretrain_m2,
+  serve,
+  sft,
+)
 from experiments import common
+from m2jax.forge.config import ForgeConfig, RolloutConfig
+from m2jax.gateway.config import GatewayConfig
+from m2jax.rl.learner import LearnerConfig
+from m2jax.rl.rewards import RewardConfig
+from m2jax.train.expand_mtp import ExpandConfig
+from m2jax.train.sft import SftConfig
+from m2jax.train.stages import PretrainConfig
+from m2jax.train.step import StepConfig
+
+
+def leaves(kind, prefix='', without=()):
+  """Dotted names of what a dataclass holds, parts that may be None included."""
+  hints = typing.get_type_hints(kind)
+  for field in dataclasses.fields(kind):
+    if field.name not in without:
+      name, kinds = f'{prefix}{field.name}', fields.kinds_of(hints[field.name])
+      parts = [k for k in kinds if dataclasses.is_dataclass(k)]
+      yield from leaves(parts[0], f'{name}.') if parts else [name]
+
+
+COMPLETE = {
+  'forge': (forge.get_config(), ForgeConfig, ('more_sft',)),
+  'forge:more_sft': (forge.get_config('more_sft'), ForgeConfig, ('rl',)),
+  'evaluate': (evaluate.get_config(), RolloutConfig, ('model',)),
+  'sft': (sft.get_config().sft, SftConfig, ()),
+  'pretrain': (pretrain.get_config().pretrain, PretrainConfig, ()),
+  'pretrain_m2': (pretrain_m2.get_config().pretrain, PretrainConfig, ()),
+  'expand_mtp': (expand_mtp.get_config().expand, ExpandConfig, ()),
+  'serve': (serve.get_config().gateway, GatewayConfig, ()),
+}
+
+
+@pytest.mark.parametrize('name', COMPLETE)
+def test_every_field_can_be_set(name):
+  """A flag can only set what the config has; fields with a default count."""
+  config, kind, without = COMPLETE[name]
+  missing = []
+  for leaf in leaves(kind, without=without):
+    group = config
+    for part in leaf.split('.')[:-1]:
+      group = group[part]
+    if leaf.split('.')[-1] not in group:
+      missing.append(leaf)
+  assert not missing
+
+
+def test_completing_changes_nothing():
+  """What the config leaves out is the dataclass's own default."""
+  assert common.build(ForgeConfig, forge.get_config()).rl.learner == LearnerConfig(
+    **{
+      **dataclasses.asdict(LearnerConfig()),
+      'buckets': LearnerConfig().buckets,
+      'row_tokens': 2048,
+      'row_terms': 3072,
+      'step': StepConfig(micro_rows=1, detach_mtp=True),
+      'reward': RewardConfig(alpha=0.1, gamma=1.0, normalise=True),
+    }
+  )
+
+
+def test_a_default_of_none_has_its_type():
+  """`--config.x=0.1` needs to know that x may be a number, though it is None."""
+  config = forge.get_config()
+  assert config.rl.optimizer.muon_consistent_rms is None
+  config.lock().update_from_flattened_dict({'rl.optimizer.muon_consistent_rms': 0.2})
+  built = common.build(ForgeConfig, config)
+  assert built.rl.optimizer.muon_consistent_rms == 0.2
+  with pytest.raises(TypeError):
+    config.rl.optimizer.muon_consistent_rms = 'much'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,7 +109,7 @@ def test_sft_on_a_mesh_is_sft(tmp_path, chats):
 def test_evaluate(tmp_path, tuned):
   """Table and JSON agree; every family's tasks add up; the interval holds the rate."""
   flags = [f'--workdir={tmp_path}', f'--checkpoint={tuned[0]}', *conftest.ENGINE]
-  flags += ['--config.sandbox=rlimit_only', '--config.temperatures=(0.7,)']
+  flags += ['--config.episodes.backend=rlimit_only', '--config.temperatures=(0.7,)']
   flags += ['--config.eval_tasks=4', '--config.episodes.agent.max_tokens=16']
   output = conftest.run('evaluate', *flags)
   found = json.loads((tmp_path / 'evaluation.json').read_text())
@@ -165,6 +165,10 @@ def test_forge_stops_resumes_and_is_evaluated(forged):
   with contextlib.closing(sqlite3.connect(workdir / 'pool.db')) as pool:
     forked = 'SELECT COUNT(*) FROM completions WHERE fork_reason IS NOT NULL'
     assert records[-1]['gateway/forks'] <= pool.execute(forked).fetchone()[0]
-  flags = [f'--workdir={workdir}', *conftest.ENGINE, '--config.sandbox=rlimit_only']
+  flags = [
+    f'--workdir={workdir}',
+    *conftest.ENGINE,
+    '--config.episodes.backend=rlimit_only',
+  ]
   table = conftest.run('evaluate', *flags, variant=':smoke')
   assert f'step 5 of {workdir / "rl"}' in table

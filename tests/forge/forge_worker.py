@@ -48,7 +48,7 @@ def config() -> ForgeConfig:
   c.rl.update(
     steps=1000,
     seconds=0.0,
-    items=ITEMS,
+    max_items=ITEMS,
     groups_per_step=PER_STEP,
     group_size=2,
     capacity=6,
@@ -59,7 +59,6 @@ def config() -> ForgeConfig:
     patience=0,  # a policy that learns nothing would end the run
   )
   values = c.to_dict()
-  values['episodes'] = {**values['episodes'], 'backend': values.pop('sandbox')}
   return common.build(ForgeConfig, values)
 
 

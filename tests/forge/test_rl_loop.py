@@ -102,7 +102,7 @@ class Run:
 
   def __init__(self, directory, tok, learner=None, agent=AGENT, **config):
     base = forge_worker.config()
-    fields = dict(steps=4, seconds=0.0, items=0, groups_per_step=2, group_size=2)
+    fields = dict(steps=4, seconds=0.0, max_items=0, groups_per_step=2, group_size=2)
     fields |= dict(capacity=4, window=None, checkpoint_every=2, refill_factor=1.0)
     fields |= dict(dev_every=0)
     rl = dataclasses.replace(base.rl, **fields | config)
@@ -265,7 +265,7 @@ def test_groups_without_advantage_are_replaced(tmp_path, tok):
   """Dynamic sampling: an update takes until two groups are useful, six at most; what it
   drops is taken all the same: the finite queue is drained with no item twice."""
   learner = Learner(useful=lambda item: item % 3 == 0 and item < 12)
-  config = dict(items=20, refill_factor=3.0, window=1, updates_per_batch=2)
+  config = dict(max_items=20, refill_factor=3.0, window=1, updates_per_batch=2)
   with Run(tmp_path, tok, learner, steps=100, **config) as run:
     run.loop.run()
     assert learner.passes == {2}
@@ -286,7 +286,7 @@ def test_time_is_up_in_the_middle_of_a_step(tmp_path, tok, monkeypatch):
   time the run takes it again, and every item of the queue is trained once."""
   boxes = Sandboxes(monkeypatch)
   boxes.hang = set(range(13, 1000))  # after six groups
-  config = dict(steps=100, items=12, refill_factor=3.0, capacity=8)
+  config = dict(steps=100, max_items=12, refill_factor=3.0, capacity=8)
   first = Learner(useful=lambda item: item < 2)
   with Run(tmp_path, tok, first, seconds=6.0, **config) as run:
     run.loop.run()

@@ -161,7 +161,7 @@ def test_soak(tmp_path, tok, monkeypatch):
   assert lives >= 2  # else nothing was ever undone
   boxes.until_s, boxes.hang = 0.0, set()
   learner = Mortal(items=ITEMS)
-  with Run(tmp_path, tok, learner, agent, items=1, **options) as run:  # drain
+  with Run(tmp_path, tok, learner, agent, max_items=1, **options) as run:  # drain
     run.engine.script = Agents(tok)
     run.loop.run()
     items, failures = run.pool.next_index(), run.pool.failures()

@@ -1,0 +1,50 @@
+"""Makes a config complete, so that every field can be set on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+
+import ml_collections
+
+_SCALARS = (bool, int, float, str)  # that a flag can set where the default is None
+
+
+def complete(
+  config: ml_collections.ConfigDict, kind: type, without: tuple[str, ...] = ()
+) -> ml_collections.ConfigDict:
+  """Adds the defaults of a dataclass's fields that `config` leaves out, also in parts.
+
+  Args:
+    config: fields of `kind`; changed and returned.
+    kind: the dataclass that `experiments.common.build` makes of it.
+    without: fields that come from elsewhere.
+  """
+  hints = typing.get_type_hints(kind)
+  for field in dataclasses.fields(kind):
+    name, kinds = field.name, kinds_of(hints[field.name])
+    if name in without:
+      continue
+    if name not in config:
+      if field.default is not dataclasses.MISSING:
+        default = field.default
+      elif field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+      else:
+        continue  # `build` says what is missing
+      if dataclasses.is_dataclass(default):
+        default = dataclasses.asdict(default)
+      elif default is None and kinds[0] in _SCALARS:
+        default = ml_collections.config_dict.placeholder(kinds[0])  # None, of a type
+      config[name] = default
+    elif isinstance(config[name], ml_collections.ConfigDict):
+      for part in filter(dataclasses.is_dataclass, kinds):
+        complete(config[name], part)
+  return config
+
+
+def kinds_of(hint) -> tuple[type, ...]:
+  """X, Y of a hint `X | Y`."""
+  union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+  return typing.get_args(hint) if union else (hint,)
