@@ -2,7 +2,10 @@
 
 import pathlib
 import re
+import runpy
 
+import jax
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -68,3 +71,29 @@ def test_links_and_named_tests_are_there(page):
     assert (page.parent / target).exists(), f'{page.name} links to {target}'
   for target in re.findall(r'`(tests/[\w/]+(?:\.py)?)`', text):
     assert (ROOT / target).exists(), f'{page.name} names {target}'
+
+
+def test_the_readme_s_code_runs(tmp_path):
+  """The first thing a reader pastes works, and does what its comments say."""
+  (code,) = re.findall(
+    r'```python\n(import jax.*?)```', PAGES[0].read_text(), re.DOTALL
+  )
+  (tmp_path / 'readme.py').write_text(code)
+  names = runpy.run_path(str(tmp_path / 'readme.py'))
+  assert names['logits'].shape == (1, 4, 768)
+  batch, params = names['batch'], names['variables']['params']
+  assert batch.num_tokens == 5 and int((batch.weight > 0).sum()) == 4
+
+  def alone(params):
+    total = 0.0
+    for sample in names['samples']:
+      one = names['forest'].merge([sample], row_tokens=8)
+      names['loss'].__globals__['batch'] = one
+      total += names['loss'](params)
+    return total
+
+  gradient = jax.grad(alone)(params)
+  for a, b in zip(
+    jax.tree.leaves(names['gradient']), jax.tree.leaves(gradient), strict=True
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
