@@ -124,7 +124,7 @@ def pack(rows: Sequence[np.ndarray]) -> forest.Forest:
 
 
 def batches(text: Text, seed: int) -> Iterator[forest.Forest]:
-  """Training batches without end, weights normalised."""
+  """Training batches without end."""
   rng = np.random.default_rng([seed, 1])
 
   def piece(size):
@@ -143,7 +143,7 @@ def batches(text: Text, seed: int) -> Iterator[forest.Forest]:
     at_terms = np.take_along_axis(answers, np.asarray(batch.term_token), axis=1)
     weight = np.asarray(batch.weight) * np.where(at_terms, ANSWER_WEIGHT, 1)
     weight = weight.astype(np.float32)
-    yield train_step.normalise(dataclasses.replace(batch, weight=weight))
+    yield dataclasses.replace(batch, weight=weight)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -41,7 +41,7 @@ from benchmarks import prefix_tree_workloads as workloads
 from m2jax import config as model_config
 from m2jax import forest, model
 from m2jax.rl import learner
-from m2jax.train import chunks
+from m2jax.train import chunks, feeds
 from m2jax.train import step as train_step
 
 OBJECTIVE = functools.partial(learner.objective, is_weight_max=5.0)
@@ -135,7 +135,7 @@ def in_batches(forests, batch_tokens: int) -> list[forest.Forest]:
   out = []
   for batch in forests:
     rows = max(1, batch_tokens // batch.tokens.shape[1])
-    out += train_step.micro_batches(batch, min(rows, len(batch.tokens)))
+    out += feeds.micro_batches(batch, min(rows, len(batch.tokens)))
   return out
 
 

@@ -49,6 +49,7 @@ from m2jax.kernels import tree_attention
 from m2jax.kernels.token_logprobs import token_logprobs
 from m2jax.moe import dispatch
 from m2jax.optim import optimizer as optimizer_lib
+from m2jax.train import feeds
 from m2jax.train import step as train_step
 
 # a set of their own: tests import this beside programs with flags of the same names
@@ -183,8 +184,8 @@ class Trainer:
     )
     tokens = rows_of_tokens()
     rows, length = tokens.shape
-    self.batch = train_step.normalise(
-      forest.chain(list(tokens), row_tokens=length, rows=rows, row_terms=length)
+    self.batch = forest.chain(
+      list(tokens), row_tokens=length, rows=rows, row_terms=length
     )
     # transformers' router bias does not move
     self.config = train_step.StepConfig(micro_rows=rows, bias_update_rate=0.0)
@@ -249,7 +250,7 @@ class Trainer:
     programs = train_step.programs(
       self.cfg, self.optimizer, train_step.nll, self.config, self.where
     )
-    (part,) = train_step.micro_batches(self.batch, _ROWS.value)
+    (part,) = feeds.micro_batches(self.batch, _ROWS.value)
     part = self.where.place(part, sharding.batch_specs(self.where.rules))
     sums = jax.block_until_ready(programs.micro(self.state.variables, part))
     times = []

@@ -106,7 +106,14 @@ class Learner:
     bound = functools.partial(objective, is_weight_max=config.is_weight_max)
     if config.algorithm == 'expert_iteration':
       bound = expert_iteration.objective
-    self._step = chunks.make_step(cfg, optimizer, bound, config.step)
+    self._step = train_step.make_step(
+      cfg,
+      optimizer,
+      bound,
+      config.step,
+      mean=False,  # weights have the normaliser of the batch
+      feed=chunks.feed(chunks.programs(cfg, bound, config.step)),
+    )
 
   @property
   def version(self) -> int:
@@ -153,7 +160,7 @@ class Learner:
     )
     if groups_samples:
       for _ in range(passes):
-        self.state, scalars = self._step(self.state, batch.plan, batch.rows)
+        self.state, scalars = self._step(self.state, batch)
         fetched = train_step.fetch(scalars, f'rl step {version}')
       metrics |= fetched
       metrics |= _counts(list(itertools.chain.from_iterable(groups_samples)), batch)

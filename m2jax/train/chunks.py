@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from m2jax import model
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest, Plan
+from m2jax.train import feeds
 from m2jax.train import step as train_step
 
 _SLOTS = 2  # axis of the stack's arrays
@@ -43,7 +43,7 @@ class Programs(NamedTuple):
     push: (variables, stack, batch, start) → stack, which is donated.
     leaf: (variables, sums, stack, cotangents, batch) → sums, cotangents; both donated.
     pop: (variables, sums, stack, cotangents, batch, start) → as leaf.
-    zeros: (variables, batch) → sums (gradients, metrics, loads) of nothing.
+    zeros: (variables, batch) → `train.step.Sums` of nothing.
     cfg: the model's.
   """
 
@@ -83,7 +83,7 @@ def programs(
       has_aux=True,
     )
     grads, seen = pull((jnp.ones_like(loss), own_cotangents(own)))
-    sums = jax.tree.map(jnp.add, sums, (grads, *aux))
+    sums = jax.tree.map(jnp.add, sums, train_step.Sums(grads, *aux))
     slots = seen.k.shape[_SLOTS]
     cotangents = jax.tree.map(
       lambda a, b: a.at[:, :, :slots].add(b.astype(a.dtype)), cotangents, seen
@@ -122,7 +122,7 @@ def programs(
 
     def sums(params, router, batch):
       stack = model.empty_prefix(cfg, 1, slots)
-      return params, *forward(params, stack, router, batch)[1]
+      return train_step.Sums(params, *forward(params, stack, router, batch)[1])
 
     like = jax.eval_shape(sums, variables['params'], variables['router'], batch)
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
@@ -143,7 +143,7 @@ def _seen(stack: model.PrefixCache, batch: Forest) -> model.PrefixCache:
 
 
 def gradients(parts: Programs, variables, plan: Plan):
-  """(gradients, metrics, loads) of a tree: what `train.step.Programs.apply` takes.
+  """`train.step.Sums` of a tree.
 
   Args:
     parts: from `programs`.
@@ -180,27 +180,18 @@ def gradients(parts: Programs, variables, plan: Plan):
   return sums
 
 
-def make_step(
-  cfg: ModelConfig,
-  optimizer: optax.GradientTransformation,
-  objective: train_step.Objective,
-  config: train_step.StepConfig,
-) -> Callable[..., tuple[train_step.TrainState, dict[str, jax.Array]]]:
-  """`train.step.make_step` for plans: `step(state, plan, rows=None)`.
+def feed(parts: Programs):
+  """For `train.step.make_step`: batches with a `plan`, `rows`, or both."""
 
-  `rows` are those of a Forest, in micro-batches as always, and belong to the same
-  update; one of the two may be None.
-  """
-  parts = programs(cfg, objective, config)
-  of_rows = train_step.programs(cfg, optimizer, objective, config)
+  def make(of_rows, config, sharding):
+    row_sums = feeds.rows(of_rows, config, sharding)
 
-  def step(state: train_step.TrainState, plan: Plan | None, rows: Forest | None = None):
-    sums = None
-    if plan is not None:
-      sums = gradients(parts, state.variables, plan)
-    if rows is not None:
-      batches = train_step.micro_batches(rows, config.micro_rows)
-      sums = train_step.sum_of(of_rows, state.variables, batches, sums=sums)
-    return of_rows.apply(state, sums)
+    def sums(variables, batch):
+      if batch.plan is not None:
+        yield gradients(parts, variables, batch.plan)
+      if batch.rows is not None:
+        yield from row_sums(variables, batch.rows)
 
-  return step
+    return sums
+
+  return make

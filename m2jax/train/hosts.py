@@ -6,7 +6,7 @@ one host: they read the same rows. Where processes share some shards and not oth
 all are one host, and each reads the whole batch.
 
 A step takes the rows of this host. Its micro-batches are the hosts' side by side, and
-the weights are normalised over all of them on the devices: no host waits for another.
+weights are summed up on the devices: no host waits for another.
 
 Axes: B rows of a whole batch.
 """
@@ -19,18 +19,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from m2jax import sharding as sharding_lib
-from m2jax.config import ModelConfig
 from m2jax.forest import Forest
 from m2jax.sharding import Sharding
-from m2jax.train import step as train_step
-from m2jax.train.step import Objective, Step, StepConfig, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +34,7 @@ class Hosts:
 
   Attributes:
     index, count: (h, H): the h-th of H equal parts of the rows.
-    shards: first rows of this host's row shards, of a batch with a row a shard.
+    shards: this host's row shards.
   """
 
   index: int = 0
@@ -62,16 +57,18 @@ def find(sharding: Sharding) -> Hosts:
   for device, (rows,) in where.devices_indices_map((total,)).items():
     held.setdefault(device.process_index, set()).update(range(*rows.indices(total)))
   parts = sorted({tuple(sorted(shards)) for shards in held.values()})
-  if len(parts) == 1 or len(parts) * len(parts[0]) != total:
-    return Hosts()
-  if len({len(part) for part in parts}) > 1 or len(set().union(*parts)) < total:
-    return Hosts()
+  alike = len({len(part) for part in parts}) == 1
+  disjoint = len(parts) * len(parts[0]) == total == len(set().union(*parts))
+  if not alike or not disjoint:
+    return Hosts(shards=tuple(range(total)))
   mine = tuple(sorted(held[jax.process_index()]))
   return Hosts(parts.index(mine), len(parts), mine)
 
 
 def place(local: Forest, hosts: Hosts, sharding: Sharding) -> Forest:
   """The batch of all hosts, on the mesh, out of this host's rows."""
+  if sharding.mesh is None:
+    return local
 
   def one(spec, leaf):
     rows = len(leaf) * hosts.count
@@ -93,48 +90,6 @@ def place(local: Forest, hosts: Hosts, sharding: Sharding) -> Forest:
     if leaf is not None:
       placed[field.name] = one(getattr(specs, field.name), np.asarray(leaf))
   return Forest(**placed)
-
-
-def make_step(
-  cfg: ModelConfig,
-  optimizer: optax.GradientTransformation,
-  objective: Objective,
-  config: StepConfig,
-  sharding: Sharding,
-) -> Step:
-  """`train_step.make_step` over the rows of each host, weights not normalised yet.
-
-  With one host this is `train_step.make_step` after `train_step.normalise`.
-
-  Raises:
-    ValueError: model or micro_rows do not divide over mesh and hosts.
-  """
-  hosts = find(sharding)
-  if hosts.count == 1:
-    whole = train_step.make_step(cfg, optimizer, objective, config, sharding)
-    return lambda state, batch: whole(state, train_step.normalise(batch))
-  sharding.check(cfg)
-  sharding.check_batch(config.micro_rows)
-  hosts.check(config.micro_rows)
-  programs = train_step.programs(cfg, optimizer, objective, config, sharding)
-
-  @jax.jit
-  def normalised(weights):
-    total = sum(jnp.sum(weight) for weight in weights)
-    return [weight / jnp.maximum(total, 1e-9) for weight in weights]
-
-  def step(state: TrainState, batch: Forest):
-    sharding.check_batch(config.micro_rows, batch.tokens.shape[1])
-    local = train_step.micro_batches(batch, config.micro_rows // hosts.count)
-    parts = [place(part, hosts, sharding) for part in local]
-    weights = normalised([part.weight for part in parts])
-    batches = (
-      dataclasses.replace(part, weight=weight)
-      for part, weight in zip(parts, weights, strict=True)
-    )
-    return programs.apply(state, train_step.sum_of(programs, state.variables, batches))
-
-  return step
 
 
 def gather(state: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -31,8 +31,8 @@ from m2jax.data import packing
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.sharding import ONE_DEVICE, Sharding
+from m2jax.train import feeds, loop, stages
 from m2jax.train import hosts as hosts_lib
-from m2jax.train import loop, stages
 from m2jax.train import step as train_step
 from m2jax.train.loop import LoopConfig
 from m2jax.train.stages import Pieces, PretrainConfig, Settings, Stage, StagedRows
@@ -104,7 +104,7 @@ def _make_trainer(
   optimizer = dataclasses.replace(config.optimizer, schedule=stages.schedule(config))
   tx = optimizer_lib.make(optimizer)
   make = functools.partial(
-    hosts_lib.make_step, model, objective=train_step.nll, sharding=sharding
+    train_step.make_step, model, objective=train_step.nll, sharding=sharding
   )
   if only_mtp:
     tx = _only_mtp(tx)
@@ -209,7 +209,7 @@ def _make_frozen_step(
     return train_step.nll(jax.lax.stop_gradient(logprob), batch)
 
   config = dataclasses.replace(config, detach_mtp=True)
-  step = hosts_lib.make_step(model, optimizer, watched, config, sharding)
+  step = train_step.make_step(model, optimizer, watched, config, sharding)
 
   def frozen(state: train_step.TrainState, batch: forest.Forest):
     bias = jnp.copy(state.variables['router']['layers'])  # the state is donated
@@ -251,13 +251,13 @@ def score(
   """Means over the loss terms of batches; see `held_out`."""
   sums = _metrics(config, model, sharding)
   specs = sharding_lib.batch_specs(sharding.rules)
-  totals, tokens = {}, 0.0
+  totals = {'weight': 0.0}
   for batch in batches:
-    tokens += float(np.sum(batch.weight))
-    for part in train_step.micro_batches(batch, config.micro_rows):
+    for part in feeds.micro_batches(batch, config.micro_rows):
       part = sharding.place(part, specs)
       for name, value in jax.device_get(sums(variables, part)).items():
         totals[name] = totals.get(name, 0.0) + float(value)
+  tokens = totals.pop('weight')
   means = {name: total / max(tokens, 1.0) for name, total in totals.items()}
   return {**means, 'tokens': int(tokens)}
 

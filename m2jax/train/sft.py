@@ -70,10 +70,9 @@ def fit(
     )
 
   def to_forest(batch):
-    rows = forest.merge(
+    return forest.merge(
       batch, row_tokens=config.row_tokens, row_terms=config.row_tokens
     )
-    return train_step.normalise(rows)
 
   return loop.fit(
     train_step.place_state(state, model, optimizer, sharding),

@@ -1,12 +1,13 @@
-"""The train step: forest batch → loss terms → gradients → optimizer and router bias.
+"""The train step: batch → loss terms → gradients → optimizer and router bias.
 
 What is learned is an `objective(logprob, batch) -> (loss, metrics)`, a sum over the
 loss terms of a forest; pre-training and SFT use `nll`, RL brings its own. MTP is added
-over the same terms (facts/algorithms.md §4.1: L = main + λ/K · Σ_k L^k). Weights of a
-batch are normalised on the host, so every loss and metric is a sum: a batch of many
-rows may be cut into micro-batches of one compiled shape and gives the same update
-(law 3). On a mesh the model says where it computes what; loss terms, optimizer and
-router bias are left to the compiler, over arrays that lie where `sharding` puts them.
+over the same terms (facts/algorithms.md §4.1: L = main + λ/K · Σ_k L^k). Losses and
+metrics are sums, so a batch may come in parts and gives the same update (law 3): a feed
+yields the sums of each part, rows of a forest (train/feeds.py) or a tree in chunks
+(train/chunks.py). On a mesh the model says where it computes what; loss terms,
+optimizer and router bias are left to the compiler, over arrays that lie where
+`sharding` puts them.
 
 Axes: B rows, S tokens, M loss terms of a row, L layers, E experts, K MTP modules.
 """
@@ -16,24 +17,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from m2jax import forest, model
+from m2jax import model
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
 from m2jax.moe import router
 from m2jax.sharding import ONE_DEVICE, Sharding
+from m2jax.train import feeds
 
 # (logprob [B, M], batch) → scalar loss, dict of scalar metrics; all of them sums
 Objective = Callable[[jax.Array, Forest], tuple[jax.Array, dict[str, jax.Array]]]
-Step = Callable[['TrainState', Forest], tuple['TrainState', dict[str, jax.Array]]]
+Step = Callable[['TrainState', Any], tuple['TrainState', dict[str, jax.Array]]]
 
 
 @jax.tree_util.register_dataclass
@@ -136,12 +137,6 @@ def nll(logprob: jax.Array, batch: Forest) -> tuple[jax.Array, dict[str, jax.Arr
   return -jnp.sum(batch.weight * logprob), {}
 
 
-def normalise(batch: Forest) -> Forest:
-  """The batch with weights that sum to 1: the mean over its terms. Host arrays."""
-  total = float(np.sum(batch.weight))
-  return dataclasses.replace(batch, weight=batch.weight / np.float32(max(total, 1e-9)))
-
-
 def fetch(metrics: dict[str, jax.Array], where: str) -> dict[str, float]:
   """A step's metrics as numbers on the host.
 
@@ -177,13 +172,17 @@ def loss_and_loads(
 def loss_and_metrics(
   out: model.Outputs, batch, cfg, objective, config: StepConfig
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Scalar loss and metrics of a batch from what the model made of it."""
+  """Scalar loss and metrics of a batch from what the model made of it.
+
+  Sums over the loss terms; `weight` is the sum of their weights.
+  """
   loss, metrics = objective(at_terms(out.logprob, batch), batch)
 
   def weighted(values):  # [B, S] → sum over the terms
     return jnp.sum(batch.weight * at_terms(values, batch))
 
-  metrics = dict(metrics, loss=loss, entropy=weighted(out.entropy))
+  weight = jnp.sum(batch.weight.astype(loss.dtype))
+  metrics = dict(metrics, loss=loss, entropy=weighted(out.entropy), weight=weight)
   if cfg.num_mtp_modules:
     mtp_loss = -sum(weighted(lp) for lp in out.mtp_logprob) / cfg.num_mtp_modules
     metrics['mtp_loss'] = mtp_loss
@@ -191,10 +190,36 @@ def loss_and_metrics(
   return loss, metrics
 
 
-def micro_batches(batch: Forest, rows: int) -> Iterator[Forest]:
-  """Slices of `rows` rows; the last is filled up with padding rows."""
-  for start in range(0, len(batch.tokens), rows):
-    yield forest.select(batch, slice(start, start + rows), rows=rows)
+class Sums(NamedTuple):
+  """What a part of a batch adds to the update.
+
+  Attributes:
+    gradients: of the parameters.
+    metrics: scalars.
+    loads: expert assignments, as `model.Outputs`.
+  """
+
+  gradients: Any
+  metrics: dict[str, jax.Array]
+  loads: dict[str, jax.Array]
+
+
+class Programs(NamedTuple):
+  """The jitted parts of a step, which can be lowered ahead of time.
+
+  Attributes:
+    micro: (variables, forest) → Sums.
+    add: two Sums → their sum.
+    apply: (state, Sums) → (state, metrics); donates the state.
+  """
+
+  micro: Callable[..., Sums]
+  add: Callable[..., Sums]
+  apply: Callable[..., Any]
+
+
+# (variables, batch) → the Sums of each part of the batch
+Feed = Callable[[Any, Any], Iterable[Sums]]
 
 
 def make_step(
@@ -203,54 +228,37 @@ def make_step(
   objective: Objective,
   config: StepConfig,
   sharding: Sharding = ONE_DEVICE,
+  *,
+  mean: bool = True,
+  feed: Callable[[Programs, StepConfig, Sharding], Feed] = feeds.rows,
 ) -> Step:
-  """`step(state, batch) -> (state, metrics)` over host batches; the state is donated.
+  """`step(state, batch) -> (state, metrics)`; the state is donated.
 
   Metrics are scalars: the objective's, `loss`, `entropy`, `mtp_loss`, `grad_norm` and
   `max_violation` (router balance, mean over layers).
 
-  With a mesh the state lies as `state_specs` says, every process passes the same batch,
-  and `config.micro_rows` are the rows of one pass over all devices.
+  Args:
+    cfg: the model.
+    optimizer: of its parameters.
+    objective: what is learned.
+    config: settings.
+    sharding: with a mesh the state lies as `state_specs` says, and `config.micro_rows`
+      are the rows of one pass over all devices.
+    mean: divide by the sum of the batch's weights.
+    feed: cuts a batch in parts; `feeds.rows` takes this host's rows of a forest.
 
   Raises:
-    ValueError: model or micro_rows do not divide over the mesh.
+    ValueError: model or micro_rows do not divide over mesh and hosts.
   """
   sharding.check(cfg)
-  sharding.check_batch(config.micro_rows)
-  specs = sharding_lib.batch_specs(sharding.rules)
-  parts = programs(cfg, optimizer, objective, config, sharding)
+  parts = programs(cfg, optimizer, objective, config, sharding, mean=mean)
+  sums_of = feed(parts, config, sharding)
 
-  def placed(batch):
-    for part in micro_batches(batch, config.micro_rows):
-      sharding.check_batch(*part.tokens.shape)
-      yield sharding.place(part, specs)
-
-  def step(state: TrainState, batch: Forest):
-    return parts.apply(state, sum_of(parts, state.variables, placed(batch)))
+  def step(state: TrainState, batch):
+    sums = functools.reduce(parts.add, sums_of(state.variables, batch))
+    return parts.apply(state, sums)
 
   return step
-
-
-class Programs(NamedTuple):
-  """The jitted parts of a step, which can be lowered ahead of time.
-
-  Attributes:
-    micro: (variables, batch) → (gradients, metrics, loads), sums over the batch.
-    add: two of those → their sum.
-    apply: (state, sums) → (state, metrics); donates the state.
-  """
-
-  micro: Callable[..., Any]
-  add: Callable[..., Any]
-  apply: Callable[..., Any]
-
-
-def sum_of(parts: Programs, variables, batches: Iterable[Forest], sums=None):
-  """What `Programs.apply` takes: the sums of placed micro-batches, added to `sums`."""
-  for batch in batches:
-    out = parts.micro(variables, batch)
-    sums = out if sums is None else parts.add(sums, out)
-  return sums
 
 
 def programs(
@@ -259,6 +267,8 @@ def programs(
   objective: Objective,
   config: StepConfig,
   sharding: Sharding = ONE_DEVICE,
+  *,
+  mean: bool = True,
 ) -> Programs:
   """What `make_step` runs; see there."""
 
@@ -269,13 +279,19 @@ def programs(
     grads, (metrics, loads) = jax.grad(loss, has_aux=True)(
       variables['params'], variables['router'], batch
     )
-    return grads, metrics, loads
+    return Sums(grads, metrics, loads)
 
   def add(a, b):
     return jax.tree.map(jnp.add, a, b)
 
-  def apply(state: TrainState, sums):
+  def apply(state: TrainState, sums: Sums):
     grads, metrics, loads = sums
+    metrics = dict(metrics)
+    weight = metrics.pop('weight')
+    if mean:
+      scale = 1 / jnp.maximum(weight, 1e-9)
+      grads = jax.tree.map(lambda x: (x * scale).astype(x.dtype), grads)
+      metrics = {name: value * scale for name, value in metrics.items()}
     params, router_state = state.variables['params'], state.variables['router']
     updates, opt_state = optimizer.update(grads, state.opt_state, params)
     biases = {

@@ -31,9 +31,11 @@ def main(
     jax.distributed.initialize(coordinator, processes, process)
   assert len(jax.devices()) == devices * processes
 
+  from m2jax import forest
   from m2jax import sharding as sharding_lib
   from m2jax.checkpoint import CheckpointManager
   from m2jax.optim import optimizer as optimizer_lib
+  from m2jax.train import hosts as hosts_lib
   from m2jax.train import step as train_step
   from tests.sharding import small
 
@@ -43,6 +45,7 @@ def main(
   )
   config = train_step.StepConfig(micro_rows=4)
   cfg = small.config(dtype='float32', param_dtype='float32')
+  hosts = hosts_lib.find(sharding)
   step = train_step.make_step(cfg, optimizer, train_step.nll, config, sharding)
   state = train_step.new_state(cfg, optimizer, jax.random.key(0), sharding)
   losses = []
@@ -50,7 +53,10 @@ def main(
     if manager.latest_step() is not None:
       state = manager.restore(like=state).state
     for number in range(int(state.step), steps):
-      batch = train_step.normalise(small.batch(number, rows=8))
+      batch = small.batch(number, rows=8)
+      part = len(batch.tokens) // hosts.count
+      mine = slice(hosts.index * part, (hosts.index + 1) * part)
+      batch = forest.select(batch, mine)
       state, metrics = step(state, batch)
       losses.append(train_step.fetch(metrics, f'step {number}')['loss'])
     manager.save(int(state.step), state, {'process': process})

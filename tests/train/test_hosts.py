@@ -58,7 +58,8 @@ class Device:
   [
     ([0, 0, 1, 1, 2, 2, 3, 3], (1, 4, (2, 3))),
     ([0, 1, 2, 3, 0, 1, 2, 3], (1, 4, (1, 5))),
-    ([0] * 6 + [1] * 2, (0, 1, (0,))),  # unequal parts: everyone reads all
+    # unequal parts: everyone reads all
+    ([0] * 6 + [1] * 2, (0, 1, tuple(range(8)))),
   ],
 )
 def test_who_reads_what(processes, want):

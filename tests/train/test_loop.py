@@ -37,7 +37,7 @@ def batches(state):
 
 
 def to_forest(batch):
-  return train_step.normalise(forest.merge(batch, row_tokens=24, rows=1, row_terms=24))
+  return forest.merge(batch, row_tokens=24, rows=1, row_terms=24)
 
 
 def fit(

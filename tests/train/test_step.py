@@ -13,6 +13,7 @@ import pytest
 
 from m2jax import forest
 from m2jax.config import ModelConfig
+from m2jax.train import feeds
 from m2jax.train import step as train_step
 from tests import row_model
 
@@ -66,9 +67,8 @@ def documents():
 
 
 def chains():
-  """Rows of five documents and of one, weights normalised."""
-  batch = forest.chain(documents(), row_tokens=ROW, row_terms=ROW)
-  return train_step.normalise(batch)
+  """Rows of five documents and of one."""
+  return forest.chain(documents(), row_tokens=ROW, row_terms=ROW)
 
 
 def after_step(batch, micro_rows=2):
@@ -196,18 +196,20 @@ def test_state_is_donated_and_goes_on():
   assert float(again['loss']) != float(metrics['loss'])
 
 
-def test_normalise():
-  """Weights sum to 1 over the whole batch; a batch without terms stays without."""
+def test_the_mean_is_over_the_whole_batch():
+  """Only the ratio of weights counts, over all micro-batches together; a batch without
+  terms gives no gradient, and no division by zero."""
   batch = split_rows()
-  assert np.sum(train_step.normalise(batch).weight) == pytest.approx(1.0)
+  scaled = dataclasses.replace(batch, weight=8 * batch.weight)
+  assert_same(after_step(scaled, 1), after_step(batch, 2))
   empty = dataclasses.replace(batch, weight=np.zeros_like(batch.weight))
-  assert not np.any(train_step.normalise(empty).weight)
+  assert after_step(empty)[1]['grad_norm'] == 0.0
 
 
 def test_micro_batches_are_padding_to_the_end():
   """Slices hold every row once; what fills the last is seen by none and weighs 0."""
   batch = forest.chain(documents()[:3], row_tokens=LENGTH)
-  parts = list(train_step.micro_batches(batch, 2))
+  parts = list(feeds.micro_batches(batch, 2))
   assert [p.tokens.shape for p in parts] == [(2, LENGTH)] * 2
   for field in dataclasses.fields(forest.Forest):
     if field.name != 'experts':

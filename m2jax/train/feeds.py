@@ -1,0 +1,42 @@
+"""Rows of a forest into a train step: part after part, each placed on the mesh.
+
+Axes: B rows, S tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from m2jax import forest
+from m2jax.forest import Forest
+from m2jax.sharding import Sharding
+from m2jax.train import hosts as hosts_lib
+
+
+def micro_batches(batch: Forest, rows: int) -> Iterator[Forest]:
+  """Slices of `rows` rows; the last is filled up with padding rows."""
+  for start in range(0, len(batch.tokens), rows):
+    yield forest.select(batch, slice(start, start + rows), rows=rows)
+
+
+def rows(parts, config, sharding: Sharding):
+  """Feeds this host's rows of a batch, `config.micro_rows` of all hosts in one pass.
+
+  Args:
+    parts, config: `step.Programs` and `step.StepConfig`.
+    sharding: the mesh.
+
+  Raises:
+    ValueError: micro_rows do not divide over mesh and hosts.
+  """
+  sharding.check_batch(config.micro_rows)
+  hosts = hosts_lib.find(sharding)
+  hosts.check(config.micro_rows)
+
+  def feed(variables: Any, batch: Forest):
+    sharding.check_batch(config.micro_rows, batch.tokens.shape[1])
+    for part in micro_batches(batch, config.micro_rows // hosts.count):
+      yield parts.micro(variables, hosts_lib.place(part, hosts, sharding))
+
+  return feed
