@@ -27,6 +27,7 @@ from ml_collections import config_flags
 
 if typing.TYPE_CHECKING:
   from m2jax.sharding import MeshConfig
+  from m2jax.train.loop import LoopConfig
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
 FRESH = flags.DEFINE_bool('fresh', False, 'Delete the run in --workdir and start anew.')
@@ -80,6 +81,29 @@ def virtual_devices(mesh: MeshConfig) -> None:
   flags_set = 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
   if jax.config.jax_num_cpu_devices < 0 and not flags_set and not DISTRIBUTED.value:
     jax.config.update('jax_num_cpu_devices', math.prod(mesh.sizes.values()))
+
+
+@contextlib.contextmanager
+def view(job: str, loop: LoopConfig, metrics, leads: bool = True) -> Iterator[None]:
+  """Shows a training job while the body runs, from its metrics; process 0 alone does.
+
+  Args:
+    job: its name.
+    loop: its budget.
+    metrics: the MetricsWriter that it writes to.
+    leads: whether this is process 0.
+  """
+  if not leads:
+    yield
+    return
+  from m2jax.observe.terminal import RunView
+
+  expected_s = loop.seconds or 0.2 * loop.steps  # until progress tells
+  with RunView({job: expected_s}, title=f'm2jax {job}') as shown:
+    metrics.add_listener(shown.on_record)
+    shown.begin(job)
+    yield
+    shown.done()
 
 
 def join_processes() -> int:

@@ -43,7 +43,10 @@ def main():
     )
 
   held_out = documents.Encoded(held_out, encode)
-  with MetricsWriter(workdir) as metrics:
+  with (
+    MetricsWriter(workdir) as metrics,
+    common.view('expand_mtp', config.expand.joint.loop, metrics),
+  ):
     model, state = expand_mtp.fit(
       config.expand,
       start.model,

@@ -161,7 +161,11 @@ def main():
 
   checkpoints = CheckpointManager(workdir / 'pretrain')
   records = workdir if leads else workdir / f'process{process}'
-  with checkpoints as manager, MetricsWriter(records) as metrics:
+  with (
+    checkpoints as manager,
+    MetricsWriter(records) as metrics,
+    common.view('pretrain', config.pretrain.loop, metrics, leads),
+  ):
     state = pretrain.fit(
       config.pretrain,
       config.model,

@@ -68,7 +68,11 @@ def main():
   room = min(config.sft.row_tokens, config.sft.tokens_per_step, model.max_positions)
   samples = chats.encode(found, tok, room)
   checkpoints = CheckpointManager(workdir / 'sft')
-  with checkpoints as manager, metrics_lib.MetricsWriter(workdir) as metrics:
+  with (
+    checkpoints as manager,
+    metrics_lib.MetricsWriter(workdir) as metrics,
+    common.view('sft', config.sft.loop, metrics),
+  ):
     state = sft.fit(
       config.sft,
       model,

@@ -15,7 +15,7 @@ from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forge import prepare, reporting, rl_loop, roles
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe import metrics as metrics_lib
-from m2jax.observe.terminal import ForgeView
+from m2jax.observe.terminal import RunView
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.pool import data_pool
 from m2jax.rl import learner
@@ -34,7 +34,7 @@ def run(config: ForgeConfig, workdir: Path, fresh: bool = False) -> list:
   open_workdir(anywhere, workdir, fresh)
   with (
     metrics_lib.MetricsWriter(workdir) as metrics,
-    ForgeView(_expected_s(config)) as view,
+    RunView(_expected_s(config)) as view,
     data_pool.DataPool(f'sqlite:///{workdir.absolute()}/pool.db') as pool,
   ):
     for record in metrics_lib.read(workdir):

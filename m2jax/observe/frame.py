@@ -89,7 +89,7 @@ class State:
       if phase.name == name:
         return phase
     names = ', '.join(phase.name for phase in self.phases)
-    raise ValueError(f'ForgeView: no phase {name!r}; the phases are {names}')
+    raise ValueError(f'RunView: no phase {name!r}; the phases are {names}')
 
   def begin(self, name: str) -> None:
     """Starts a phase; one that ran before starts anew, ones jumped over are done."""

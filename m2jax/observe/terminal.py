@@ -27,11 +27,11 @@ from m2jax.observe import frame
 _MAX_HZ = 4.0
 
 
-class ForgeView:
+class RunView:
   """Shows a run while it goes; a context manager, safe from any thread.
 
   Example:
-    with ForgeView({'setup': 20, 'SFT': 150, 'RL': 400}) as view:
+    with RunView({'setup': 20, 'SFT': 150, 'RL': 400}) as view:
       metrics.add_listener(view.on_record)
       view.begin('SFT')
   """
@@ -60,9 +60,9 @@ class ForgeView:
       ValueError: no phases, or refresh_hz outside (0, 4].
     """
     if not phases:
-      raise ValueError('ForgeView: phases is empty; name at least one phase')
+      raise ValueError('RunView: phases is empty; name at least one phase')
     if not 0 < refresh_hz <= _MAX_HZ:
-      raise ValueError(f'ForgeView: refresh_hz={refresh_hz} is not in (0, {_MAX_HZ}]')
+      raise ValueError(f'RunView: refresh_hz={refresh_hz} is not in (0, {_MAX_HZ}]')
     self._console = console or rich.console.Console(file=sys.stdout)
     self._plain_every_s = plain_every_s
     self._refresh_hz = refresh_hz
@@ -88,7 +88,7 @@ class ForgeView:
       and console.encoding.lower().startswith('utf')
     )
 
-  def start(self) -> ForgeView:
+  def start(self) -> RunView:
     """Begins to draw or to print. `stop` also runs at exit, so the cursor returns."""
     self._stopping.clear()
     atexit.register(self.stop)
@@ -123,7 +123,7 @@ class ForgeView:
       thread.join()
       self._print_line()
 
-  def __enter__(self) -> ForgeView:
+  def __enter__(self) -> RunView:
     return self.start()
 
   def __exit__(self, *unused) -> None:

@@ -17,6 +17,7 @@ from absl import logging
 
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forest import Forest
+from m2jax.observe import compiling
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.train.step import Step, TrainState, fetch
 
@@ -37,7 +38,8 @@ class LoopConfig:
 
   Attributes:
     steps: optimizer steps in all.
-    seconds: also stop after this much training time, restarts included; 0 is no limit.
+    seconds: also stop after this much training time, restarts included, compilation
+      not; 0 is no limit.
       For one process only: several would stop at different steps.
     checkpoint_every: steps between checkpoints; the last step always has one.
     log_every: steps between metric records.
@@ -93,9 +95,10 @@ def fit(
   batches = make_batches(data_state)
   scalars = None
   done = int(state.step)
+  first = done + 1
   if _over(config, done, used_s):
     return state
-  started = time.monotonic() - used_s
+  started, compiled_s = time.monotonic() - used_s, compiling.seconds()
   saved = None  # step of the last save
   pending = None  # metrics on the device, of the step before
   tokens, window_started = 0, time.monotonic()
@@ -119,7 +122,9 @@ def fit(
     if pending is not None:
       _write(metrics, phase, done - 1, *pending)
     pending = None
-    used_s = time.monotonic() - started
+    used_s = time.monotonic() - started - (compiling.seconds() - compiled_s)
+    if done == first:
+      logging.info('%s: compiled in %.0f s', phase, compiling.seconds() - compiled_s)
     over = _over(config, done, used_s)
     if done % config.log_every == 0 or over:
       now = time.monotonic()

@@ -72,7 +72,7 @@ def _console(width: int = 100, *, is_terminal: bool = True) -> rich.console.Cons
   )
 
 
-def _frame(view: terminal.ForgeView, width: int = 100) -> list[str]:
+def _frame(view: terminal.RunView, width: int = 100) -> list[str]:
   """What the view draws, as plain lines."""
   console = _console(width)
   console.print(view._draw())
@@ -82,7 +82,7 @@ def _frame(view: terminal.ForgeView, width: int = 100) -> list[str]:
 
 def test_the_frame_holds_the_figures_a_person_looks_for():
   """Issue's list: phase, time left, success, reward, tokens/s, lag, pool, window."""
-  view = terminal.ForgeView(PHASES, console=_console())
+  view = terminal.RunView(PHASES, console=_console())
   view.begin('SFT')
   view.begin('RL')
   view.on_record({'phase': 'eval', 'family': 'all', 'successes': 30, 'n': 40})
@@ -146,7 +146,7 @@ def test_any_input_is_drawn_within_the_width_and_nothing_is_obeyed(
   records, messages, states, window, width
 ):
   """Missing and hostile fields: no exception, no tearing, no control characters."""
-  view = terminal.ForgeView(PHASES, console=_console(width))
+  view = terminal.RunView(PHASES, console=_console(width))
   view.begin('RL')
   for record in records:
     view.on_record(record)
@@ -164,7 +164,7 @@ def test_any_input_is_drawn_within_the_width_and_nothing_is_obeyed(
 
 def test_the_window_strip_shows_what_may_be_taken_and_what_is_forbidden():
   """The report's Figure 5: N = 8, W = 4, head 7 running, 8–10 taken, 11+ blocked."""
-  view = terminal.ForgeView(PHASES, console=_console())
+  view = terminal.RunView(PHASES, console=_console())
   states = ['pending', 'taken', 'taken', 'taken', 'completed', 'pending', 'failed']
   view.set_window(states, head=7, window=4)
   (line,) = [line for line in _frame(view) if line.startswith('window')]
@@ -195,7 +195,7 @@ def test_time_left_follows_progress_and_falls_back_to_the_plan():
 def test_without_a_terminal_it_prints_plain_lines():
   """CI and pipes: one line every few seconds, no escape codes, and phase changes."""
   console = _console(is_terminal=False)
-  with terminal.ForgeView(PHASES, console=console, plain_every_s=0.05) as view:
+  with terminal.RunView(PHASES, console=console, plain_every_s=0.05) as view:
     assert not view.interactive
     view.begin('RL')
     view.on_record(FULL_RECORD)
@@ -217,7 +217,7 @@ def test_a_closed_pipe_does_not_stop_the_run():
   read_fd, write_fd = os.pipe()
   file = os.fdopen(write_fd, 'w')
   console = rich.console.Console(file=file, force_terminal=False)
-  with terminal.ForgeView(PHASES, console=console, plain_every_s=0.02) as view:
+  with terminal.RunView(PHASES, console=console, plain_every_s=0.02) as view:
     os.close(read_fd)
     view.begin('RL')
     time.sleep(0.1)
@@ -229,10 +229,10 @@ def test_a_closed_pipe_does_not_stop_the_run():
 def test_constructor_and_phases_are_checked():
   """Law 9: the message says what was wrong."""
   with pytest.raises(ValueError, match='phases is empty'):
-    terminal.ForgeView({})
+    terminal.RunView({})
   with pytest.raises(ValueError, match='refresh_hz=9'):
-    terminal.ForgeView(PHASES, refresh_hz=9)
-  view = terminal.ForgeView(PHASES, console=_console())
+    terminal.RunView(PHASES, refresh_hz=9)
+  view = terminal.RunView(PHASES, console=_console())
   with pytest.raises(ValueError, match='setup, SFT, eval, RL, report'):
     view.begin('SLF')
 
@@ -246,7 +246,7 @@ def test_live_view_gives_the_terminal_and_the_log_handlers_back():
   console = _console()
   try:
     with pytest.raises(KeyboardInterrupt):
-      with terminal.ForgeView(PHASES, console=console, refresh_hz=4) as view:
+      with terminal.RunView(PHASES, console=console, refresh_hz=4) as view:
         assert view.interactive
         view.begin('RL')
         handler.emit(std_logging.LogRecord('x', 20, 'f', 1, 'a log line', None, None))
@@ -268,7 +268,7 @@ from m2jax.observe import terminal
 
 def main(_):
   logging.set_verbosity(logging.INFO)
-  with terminal.ForgeView({'SFT': 5, 'RL': 5}, refresh_hz=4) as view:
+  with terminal.RunView({'SFT': 5, 'RL': 5}, refresh_hz=4) as view:
     view.begin('RL')
     for step in range(200):
       view.on_record({'phase': 'rl', 'step': step, 'loss': 0.1, 'success': 0.5})
@@ -327,7 +327,7 @@ def test_on_a_real_terminal_ctrl_c_leaves_it_clean():
 def test_a_refresh_is_cheap():
   """The processor belongs to the run: 2 ms here at two a second, 30 with slack."""
   console = _console()
-  view = terminal.ForgeView(PHASES, console=console)
+  view = terminal.RunView(PHASES, console=console)
   view.begin('RL')
   view.on_record(FULL_RECORD)
   view.set_window(['pending', 'completed'] * 32, head=3, window=19)

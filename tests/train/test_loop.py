@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from m2jax import forest
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.data import packing
+from m2jax.observe import compiling
 from m2jax.observe import metrics as metrics_lib
 from m2jax.train import loop
 from m2jax.train import step as train_step
@@ -170,6 +172,7 @@ def test_seconds_count_over_restarts(tmp_path, monkeypatch):
 
   clock = Clock()
   monkeypatch.setattr(loop, 'time', clock)
+  monkeypatch.setattr(loop.compiling, 'seconds', lambda: 0.0)
 
   def slow(state, batch):
     clock.now_s += 1.0
@@ -181,6 +184,29 @@ def test_seconds_count_over_restarts(tmp_path, monkeypatch):
   clock.now_s += 1e6  # a night passes
   state = fit(tmp_path, counter(), slow, budget)
   assert int(state.step) == 7
+
+
+def test_compilation_is_outside_the_budget(tmp_path):
+  """A budget of seconds is of training: a slow compiler took 20 s of SFT for itself."""
+
+  @jax.jit
+  def compiles(x):
+    for _ in range(300):  # each a new operation to the compiler
+      x = jnp.sin(x) @ x
+    return x
+
+  def step(state, batch):
+    if int(state.step) == 0:
+      jax.block_until_ready(compiles(jnp.eye(8)))
+    return count(state, batch)
+
+  started, before = time.monotonic(), compiling.seconds()
+  budget = loop.LoopConfig(steps=3, seconds=1e6, checkpoint_every=3, log_every=1)
+  fit(tmp_path, counter(), step, budget)
+  took_s, compiled_s = time.monotonic() - started, compiling.seconds() - before
+  used_s = metrics_lib.read(tmp_path, 'sft')[-1]['used_s']
+  assert compiled_s > 0.2
+  assert used_s <= took_s - compiled_s
 
 
 @pytest.mark.parametrize('bad', ['loss', 'grad_norm'])
