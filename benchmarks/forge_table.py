@@ -43,6 +43,7 @@ class Row:
     dev, held_out, greedy: all tasks of a split; None where it was not measured.
     by_calls: tool calls that suffice → held-out pair.
     families: family → held-out pair.
+    longer: held-out pair of chains longer than any that was demonstrated.
     steps: updates of the phase.
     tokens: tokens that it trained on, after prefixes were merged.
     seconds: that it took, evaluations during it included.
@@ -56,6 +57,7 @@ class Row:
   greedy: Pair | None
   by_calls: Mapping[int, Pair]
   families: Mapping[str, Pair]
+  longer: Pair | None
   steps: int
   tokens: int
   seconds: float
@@ -82,14 +84,20 @@ def rows(workdir: pathlib.Path) -> list[Row]:
     if r['phase'] == 'eval' and r['stage'] in _PHASE_OF_STAGE:
       key = r['split'], r['temperature'], r['family'], r.get('calls')
       stages[r['stage']][key] = r['successes'], r['n']
+  # families of demonstrations are steps_1, steps_2 …
+  demonstrated = max(
+    (int(name.rpartition('_')[2]) for name in config['sft']['families']), default=0
+  )
   out = []
   for stage, found in stages.items():
     held_out = {k[2:]: v for k, v in found.items() if k[:2] == ('held_out', 1.0)}
-    families, by_calls = {}, {}
+    families, by_calls, longer = {}, {}, None
     for (family, calls), pair in sorted(held_out.items(), key=str):
       if calls is not None:
         families[family] = _sum(families.get(family), pair)
         by_calls[calls] = _sum(by_calls.get(calls), pair)
+        if calls > demonstrated:
+          longer = _sum(longer, pair)
     trained = [r for r in records if r['phase'] == _PHASE_OF_STAGE[stage]]
     out.append(
       Row(
@@ -101,6 +109,7 @@ def rows(workdir: pathlib.Path) -> list[Row]:
         greedy=found.get(('held_out', 0.0, 'all', None)),
         by_calls=dict(sorted(by_calls.items())),
         families=families,
+        longer=longer,
         steps=max((r['step'] for r in trained), default=0),
         tokens=int(sum(r.get('forest_tokens', r.get('tokens', 0)) for r in trained)),
         seconds=trained[-1]['used_s'] if trained else 0.0,
@@ -170,12 +179,15 @@ def print_means(found: Sequence[Row]) -> None:
     by_calls = [
       np.mean([row.by_calls[c][0] / row.by_calls[c][1] for row in of]) for c in calls
     ]
+    longer = [row.longer[0] / row.longer[1] for row in of if row.longer]
     lines.append(
       [arm, str(len(of)), f'{np.mean(shares):.3f}']
       + [f'{min(shares):.3f} to {max(shares):.3f}']
+      + [f'{np.mean(longer):.3f}' if longer else '']
       + [f'{share:.2f}' for share in by_calls]
     )
-  _print(['run', 'seeds', 'mean', 'range'] + [f'{c} calls' for c in calls], lines)
+  header = ['run', 'seeds', 'mean', 'range', 'longer than shown']
+  _print(header + [f'{c} calls' for c in calls], lines)
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ def write_run(workdir, *, seed=0, algorithm='cispo', good=30):
           metrics.write('eval', step, **fields, **cell)
   config = {'seed': seed, 'rl': {'learner': {'algorithm': algorithm}}}
   config['rl']['learner']['shuffle_rewards'] = False
+  config['sft'] = {'families': {'steps_1': 0.5, 'steps_3': 0.5}}
   (workdir / 'config.json').write_text(json.dumps(config))
   return workdir
 
@@ -53,6 +54,7 @@ def test_rows_are_the_recorded_counts(workdir):
   assert (rl.held_out, rl.dev, rl.greedy) == ((30, 40), (31, 40), (34, 40))
   assert rl.by_calls == {3: (27, 35), 4: (3, 5)}
   assert rl.families == {'trail': (28, 35), 'dead_end': (2, 5)}
+  assert rl.longer == (3, 5)  # than the three calls that were demonstrated
   assert (sft.steps, sft.tokens, sft.seconds) == (9, 1000, 4.0)
   assert (rl.steps, rl.tokens, rl.seconds) == (2, 100, 6.0)
 
@@ -76,6 +78,6 @@ def test_command_line(workdir):
   assert '| dead_end | 0.40 | 0.40 |' in call('--families', workdir).stdout
   other = write_run(workdir.parent / 'other', seed=1, good=20)
   means = call('--means', workdir, other).stdout
-  assert '| RL | 2 | 0.625 | 0.500 to 0.750 |' in means
+  assert '| RL | 2 | 0.625 | 0.500 to 0.750 | 0.600 |' in means
   wrong = call(workdir.parent / 'nosuch')
   assert wrong.returncode == 2 and 'nosuch' in wrong.stderr
