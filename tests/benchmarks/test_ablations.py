@@ -51,14 +51,13 @@ def test_needles():
 
 
 def test_batches():
-  """Weights sum to 1, answers weigh more than the rest, a seed decides everything."""
+  """Answers weigh more than the rest, a seed decides everything."""
   text = ablations.Text(stream(), stream(1), VALUES)
   runs = [ablations.batches(text, seed) for seed in (3, 3, 4)]
   for a, b, other in itertools.islice(zip(*runs, strict=True), 3):
     np.testing.assert_array_equal(a.tokens, b.tokens)
     assert not np.array_equal(a.tokens, other.tokens)
     weight = np.asarray(a.weight)
-    assert weight.sum() == pytest.approx(1, rel=1e-5)
     light, heavy = np.unique(weight[weight > 0])
     assert heavy / light == pytest.approx(ablations.ANSWER_WEIGHT)
     plain = ablations.ROWS // 4
