@@ -102,6 +102,7 @@ def main(workdir: pathlib.Path):
   rl_loop.RlLoop.resume, rl_loop.RlLoop._save = resume, save
   learner.Learner.update = update
   workdir.mkdir(parents=True, exist_ok=True)
+  common.virtual_devices(config().mesh)
   run.run(config(), workdir)
   witness('done')
 

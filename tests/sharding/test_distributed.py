@@ -88,8 +88,8 @@ def test_the_job_goes_on_on_another_mesh(tmp_path):
     child = pretrain(tmp_path / 'run', *mesh, environment=devices)
     ((out, err),) = processes_lib.finish([child])
     assert child.returncode == 0, err[-3000:]
-    return out
+    return out[out.index('held-out loss') :]  # after the live view
 
   first = report('--config.mesh.fsdp=2')
-  assert 'held-out loss' in first and 'after 6 steps' in first
+  assert 'after 6 steps' in first
   assert report('--config.mesh.expert=2') == report() == first
