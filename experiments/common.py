@@ -79,7 +79,8 @@ def virtual_devices(mesh: MeshConfig) -> None:
   import jax
 
   flags_set = 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
-  if jax.config.jax_num_cpu_devices < 0 and not flags_set and not DISTRIBUTED.value:
+  several = flags.FLAGS.is_parsed() and DISTRIBUTED.value
+  if jax.config.jax_num_cpu_devices < 0 and not flags_set and not several:
     jax.config.update('jax_num_cpu_devices', math.prod(mesh.sizes.values()))
 
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2jax import forest
-from m2jax.train import chunks
+from m2jax.rl import packing
+from m2jax.train import chunks, feeds
 from m2jax.train import step as train_step
 from tests.model import test_forest_equivalence as rows
 
@@ -118,14 +119,13 @@ def test_as_one_row():
     variables = rows.variables_for(cfg, 3)
     tree = forest.merge(samples)
     optimizer = optax.sgd(0.1)
+    in_chunks = chunks.feed(chunks.programs(cfg, rows.objective, step))
+    cut = packing.Batch(rows=None, plan=forest.cut(tree, BUCKETS), chunked=1)
     got, want = (
-      make(cfg, optimizer, rows.objective, step)(
+      train_step.make_step(cfg, optimizer, rows.objective, step, feed=feed)(
         train_step.init_state(jax.tree.map(jnp.copy, variables), optimizer), batch
       )
-      for make, batch in (
-        (chunks.make_step, forest.cut(tree, BUCKETS)),
-        (train_step.make_step, tree),
-      )
+      for feed, batch in ((in_chunks, cut), (feeds.rows, tree))
     )
     assert got[1].keys() == want[1].keys()
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
