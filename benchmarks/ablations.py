@@ -42,6 +42,7 @@ from configs import ablations
 from m2jax import forest
 from m2jax import model as model_lib
 from m2jax.data import corpus
+from m2jax.layers import head
 from m2jax.moe import router
 from m2jax.optim import OptimizerConfig, optimizer
 from m2jax.optim.schedules import ScheduleConfig
@@ -150,7 +151,7 @@ def batches(text: Text, seed: int) -> Iterator[forest.Forest]:
 def _look(cfg, variables, batch):
   """Σ −log p and number of the terms, expert loads [L, E], best next token [B, S]."""
   hidden, routing = model_lib.trunk(cfg, variables, batch)[:2]
-  logits = model_lib.head(model_lib.M2(cfg), variables, hidden)
+  logits = head.logits(variables['params'], hidden)
   scores = jax.nn.log_softmax(logits[:, :-1])
   logprob = jnp.take_along_axis(scores, batch.tokens[:, 1:, None], axis=2)[..., 0]
   return -jnp.sum(logprob), logprob.size, routing.load, jnp.argmax(logits, axis=-1)
