@@ -250,9 +250,8 @@ class Trainer:
     programs = train_step.programs(
       self.cfg, self.optimizer, train_step.nll, self.config, self.where
     )
-    (part,) = feeds.micro_batches(self.batch, _ROWS.value)
-    part = self.where.place(part, sharding.batch_specs(self.where.rules))
-    sums = jax.block_until_ready(programs.micro(self.state.variables, part))
+    feed = feeds.rows(programs, self.config, self.where)
+    (sums,) = jax.block_until_ready(list(feed(self.state.variables, self.batch)))
     times = []
     for _ in range(6):
       started = time.perf_counter()

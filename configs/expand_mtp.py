@@ -17,7 +17,8 @@ Variant `:smoke` runs for seconds.
 
 import ml_collections
 
-from configs import fields, pretrain
+from configs import pretrain
+from experiments import fields
 from m2jax.train.expand_mtp import ExpandConfig
 
 

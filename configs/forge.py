@@ -16,7 +16,7 @@ import dataclasses
 
 import ml_collections
 
-from configs import fields
+from experiments import fields
 from m2jax import config as model_config
 from m2jax import sharding
 from m2jax.forge.config import ForgeConfig

@@ -19,7 +19,7 @@ import sysconfig
 
 import ml_collections
 
-from configs import fields
+from experiments import fields
 from m2jax import config as model_config
 from m2jax import sharding
 from m2jax.train.stages import PretrainConfig

@@ -23,7 +23,7 @@ import dataclasses
 
 import ml_collections
 
-from configs import fields
+from experiments import fields
 from m2jax import config as model_config
 from m2jax.train.stages import PretrainConfig
 

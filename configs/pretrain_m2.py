@@ -22,7 +22,8 @@ import dataclasses
 
 import ml_collections
 
-from configs import fields, m2
+from configs import m2
+from experiments import fields
 from m2jax import config as model_config
 from m2jax.train.stages import PretrainConfig
 

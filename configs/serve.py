@@ -11,7 +11,7 @@ The model and the tokenizer are the checkpoint's. Any API key is a session of it
 
 import ml_collections
 
-from configs import fields
+from experiments import fields
 from m2jax.gateway.config import GatewayConfig
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig

@@ -16,7 +16,6 @@ import re
 import signal
 import sys
 import traceback
-import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -24,6 +23,8 @@ from typing import Any, NoReturn
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
+
+from experiments import fields
 
 if typing.TYPE_CHECKING:
   from m2jax.sharding import MeshConfig
@@ -170,16 +171,16 @@ def build(kind: type, values: Any, path: str = 'config') -> Any:
   if not dataclasses.is_dataclass(kind) or values is None:
     return tuple(values) if isinstance(values, list) else values
   hints = typing.get_type_hints(kind)
-  fields = {f.name: f for f in dataclasses.fields(kind)}
-  unknown = sorted(set(values) - set(fields))
+  known = {f.name: f for f in dataclasses.fields(kind)}
+  unknown = sorted(set(values) - set(known))
   if unknown:
     raise BadInput(
       f'{path}: {kind.__name__} has no field {", ".join(unknown)}; '
-      f'it has {", ".join(fields)}'
+      f'it has {", ".join(known)}'
     )
   missing = [
     name
-    for name, f in fields.items()
+    for name, f in known.items()
     if name not in values
     and f.default is dataclasses.MISSING
     and f.default_factory is dataclasses.MISSING
@@ -198,10 +199,8 @@ def build(kind: type, values: Any, path: str = 'config') -> Any:
 
 def _inner(hint: Any) -> Any:
   """`X` of `X | None`."""
-  if typing.get_origin(hint) in (typing.Union, types.UnionType):
-    kinds = [k for k in typing.get_args(hint) if k is not type(None)]
-    return kinds[0] if len(kinds) == 1 else hint
-  return hint
+  kinds = [kind for kind in fields.kinds_of(hint) if kind is not type(None)]
+  return kinds[0] if len(kinds) == 1 else hint
 
 
 def run(

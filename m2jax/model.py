@@ -49,12 +49,9 @@ class M2(nn.Module):
       name: self.param(name, params_lib.initialize, part)
       for name, part in params_lib.initializers(cfg).items()
     }
-    # Steps of 1e-3 would be lost in bfloat16 as a bias grows.
-    state_dtype = jnp.promote_types(cfg.param_dtype, jnp.float32)
-    shapes = params_lib.router_tree(cfg, lambda shape: shape)
     router = {
-      name: self.variable('router', name, jnp.zeros, shape, state_dtype).value
-      for name, shape in shapes.items()
+      name: self.variable('router', name, jnp.zeros, like.shape, like.dtype).value
+      for name, like in params_lib.shapes(cfg)['router'].items()
     }
     variables = {'params': params, 'router': router}
     return head.logits(params, trunk(cfg, variables, forest_lib.causal(tokens)).hidden)

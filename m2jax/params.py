@@ -163,8 +163,11 @@ def shapes(cfg: ModelConfig) -> dict[str, Any]:
   def leaf(_, param: Param, stacked):
     return jax.ShapeDtypeStruct((*stacked, *param.shape(cfg)), cfg.param_dtype)
 
+  # Steps of 1e-3 would be lost in bfloat16 as a bias grows.
+  bias_dtype = jnp.promote_types(cfg.param_dtype, jnp.float32)
+
   def bias(shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.ShapeDtypeStruct(shape, bias_dtype)
 
   return {'params': tree(cfg, leaf), 'router': router_tree(cfg, bias)}
 

@@ -39,8 +39,7 @@ class LoopConfig:
   Attributes:
     steps: optimizer steps in all.
     seconds: also stop after this much training time, restarts included, compilation
-      not; 0 is no limit.
-      For one process only: several would stop at different steps.
+      not; 0 is no limit. For one process only: several would stop at different steps.
     checkpoint_every: steps between checkpoints; the last step always has one.
     log_every: steps between metric records.
   """

@@ -119,18 +119,20 @@ def test_fp8(tmp_path):
     np.testing.assert_array_equal(ours[name], value, err_msg=name)
 
 
+def exported(directory, **changes):
+  """Writes a whole folder, `out`, of a small model; its tokenizer."""
+  path = directory / 'tokenizer.json'
+  tokenizer.train(['some text, and some more'], 300).save(path)
+  cfg = dataclasses.replace(test_huggingface.CFG, vocab_size=300, **changes)
+  variables = test_huggingface.random_variables(cfg)
+  huggingface.save(directory / 'out', cfg, variables, tokenizer=path.read_bytes())
+  return tokenizer.load(path)
+
+
 def test_tokenizer(tmp_path):
   """AutoTokenizer reads the exported directory, and encodes as we do."""
-  tokenizer.train(['some text, and some more'], 300).save(tmp_path / 'tokenizer.json')
-  cfg = dataclasses.replace(test_huggingface.CFG, vocab_size=300)
-  huggingface.save(
-    tmp_path / 'out',
-    cfg,
-    test_huggingface.random_variables(cfg),
-    tokenizer=(tmp_path / 'tokenizer.json').read_bytes(),
-  )
+  ours = exported(tmp_path)
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
-  ours = tokenizer.load(tmp_path / 'tokenizer.json')
   text = 'some more text\n'
   assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
   assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
@@ -139,14 +141,7 @@ def test_tokenizer(tmp_path):
 def test_an_export_chats_and_generates(tmp_path):
   """The whole folder, MTP module and all, with nothing but transformers: its template
   prompts as the gateway does, and `generate` samples as the model is meant to be."""
-  tokenizer.train(['some text, and some more'], 300).save(tmp_path / 'tokenizer.json')
-  cfg = dataclasses.replace(test_huggingface.CFG, vocab_size=300, num_mtp_modules=1)
-  huggingface.save(
-    tmp_path / 'out',
-    cfg,
-    test_huggingface.random_variables(cfg),
-    tokenizer=(tmp_path / 'tokenizer.json').read_bytes(),
-  )
+  exported(tmp_path, num_mtp_modules=1)
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
   messages = [{'role': 'user', 'content': 'some text'}]
   options = dict(add_generation_prompt=True, tokenize=False)

@@ -8,14 +8,13 @@ import pytest
 from configs import (
   evaluate,
   expand_mtp,
-  fields,
   forge,
   pretrain,
   pretrain_m2,
   serve,
   sft,
 )
-from experiments import common
+from experiments import common, fields
 from m2jax.forge.config import ForgeConfig, RolloutConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.rl.learner import LearnerConfig

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+from m2jax import params as params_lib
 from m2jax import sharding as sharding_lib
 from m2jax.checkpoint import leaves as leaves_lib
 from m2jax.checkpoint.errors import CheckpointExists, CheckpointMismatch
@@ -69,11 +70,10 @@ def load(
       cfg = dataclasses.replace(cfg, num_mtp_modules=0)
     wanted = names_lib.tensors(cfg)
     shards.check(wanted, block)
-    shapes = names_lib.shapes(cfg)
-    shardings = _shardings(cfg, shapes, mesh, rules)
+    shardings = _shardings(cfg, names_lib.shapes(cfg), mesh, rules)
     fillers = {
-      leaf: streaming.Filler(shape, _dtype(cfg, leaf), shardings[leaf])
-      for leaf, shape in shapes.items()
+      leaf: streaming.Filler(like.shape, like.dtype, shardings[leaf])
+      for leaf, like in leaves_lib.table(params_lib.shapes(cfg)).items()
     }
     for tensor in sorted(wanted, key=lambda t: shards.position(t.name)):
       _fill(fillers[tensor.leaf], tensor, shards, block)
@@ -159,11 +159,6 @@ def save(
     if jax.process_index() == 0:
       for name, text in beside.items():
         _write(os.path.join(folder, name), text)
-
-
-def _dtype(cfg: ModelConfig, leaf: str) -> np.dtype:
-  dtype = jnp.dtype(cfg.param_dtype)
-  return jnp.promote_types(dtype, jnp.float32) if leaf.startswith('router/') else dtype
 
 
 def _fill(

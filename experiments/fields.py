@@ -12,20 +12,17 @@ _SCALARS = (bool, int, float, str)  # that a flag can set where the default is N
 
 
 def complete(
-  config: ml_collections.ConfigDict, kind: type, without: tuple[str, ...] = ()
+  config: ml_collections.ConfigDict, kind: type
 ) -> ml_collections.ConfigDict:
   """Adds the defaults of a dataclass's fields that `config` leaves out, also in parts.
 
   Args:
     config: fields of `kind`; changed and returned.
     kind: the dataclass that `experiments.common.build` makes of it.
-    without: fields that come from elsewhere.
   """
   hints = typing.get_type_hints(kind)
   for field in dataclasses.fields(kind):
     name, kinds = field.name, kinds_of(hints[field.name])
-    if name in without:
-      continue
     if name not in config:
       if field.default is not dataclasses.MISSING:
         default = field.default
