@@ -37,7 +37,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.eval_tasks = 300  # held-out tasks per evaluation, one episode each
   c.dev_tasks = 210  # tasks of the development split after each phase
   c.start = ''  # workdir whose demonstrations, tokenizer and SFT weights are taken over
-  c.terminal = dict(
+  c.tasks = dict(
+    kind='terminal',  # or the import path of your own (docs/add_a_task.md)
     files=(3, 5),
     lines=(20, 80),
     pseudo_names=1.0,
@@ -46,6 +47,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     weights=ASKED,
   )
   c.teacher = dict(
+    kind='terminal',
     scale=1.0,  # of the mistake rates; 0 is a perfect teacher
     looks=0.2,  # lists the files before a command, while calls are to spare
   )
@@ -61,7 +63,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.episodes = dict(
     backend='bubblewrap',  # the sandbox; or 'rlimit_only', a weaker mode
     concurrency=64,  # agents at once
-    agent=dict(max_tokens=96, observation_bytes=400, system='Use sh.'),
+    agent=dict(kind='whitebox', max_tokens=96, observation_bytes=400, system='Use sh.'),
   )
   c.sft = dict(
     demonstrations=2500,

@@ -17,7 +17,6 @@ import ml_collections
 
 from configs import forge
 from m2jax import config as model_config
-from m2jax.tasks.terminal import shell
 
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
@@ -26,7 +25,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.seed = 0
   c.demonstrations = 'workdir/forge/demonstrations.jsonl'
   c.system = job.episodes.agent.system  # of chats without one; '' leaves the default
-  c.tools = (shell.TOOL,)  # of chats without any
+  c.tools = ()  # of chats without any
   c.checkpoint = ''  # a run's workdir; empty starts from random weights
   c.model = dataclasses.asdict(model_config.tiny())
   c.tokenizer = ''  # path of a tokenizer.json; empty trains one on the chats

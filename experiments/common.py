@@ -170,6 +170,10 @@ def build(kind: type, values: Any, path: str = 'config') -> Any:
     values = values.to_dict(preserve_field_references=False)
   if not dataclasses.is_dataclass(kind) or values is None:
     return tuple(values) if isinstance(values, list) else values
+  try:
+    kind = fields.chosen(kind, values)
+  except ValueError as error:
+    raise BadInput(f'{path}.{error}') from error
   hints = typing.get_type_hints(kind)
   known = {f.name: f for f in dataclasses.fields(kind)}
   unknown = sorted(set(values) - set(known))

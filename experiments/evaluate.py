@@ -1,4 +1,4 @@
-"""Held-out success of a checkpoint on the terminal tasks: by family, by chain length.
+"""Held-out success of a checkpoint on tasks: by family, by chain length.
 
   python -m experiments.evaluate --config=configs/evaluate.py \
     --checkpoint=workdir/forge --workdir=workdir/evaluate
@@ -14,7 +14,7 @@ from absl import flags, logging
 from experiments import common
 from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError, policy
-from m2jax.forge import roles
+from m2jax.forge import evaluation, roles
 from m2jax.forge.config import RolloutConfig
 from m2jax.observe import stats
 from m2jax.pool.data_pool import DataPool
@@ -40,8 +40,8 @@ def main():
     roles.rollouts(config, found.variables, tok, pool) as running,
   ):
     for temperature in temperatures:
-      tallies = roles.success_on(
-        config, running, pool, 'held_out', config.eval_tasks, temperature
+      tallies = evaluation.success_on(
+        running, 'held_out', config.eval_tasks, temperature
       )
       rows += [_row(temperature, tally) for tally in tallies]
       logging.info('temperature %g: done', temperature)
@@ -62,7 +62,7 @@ def main():
   print(f'\nwritten to {path}')
 
 
-def _row(temperature: float, tally: roles.Tally) -> dict:
+def _row(temperature: float, tally: evaluation.Tally) -> dict:
   """A result with its Wilson interval; `calls` is null for any number of calls."""
   low, high = stats.wilson(tally.successes, tally.n)
   return {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
+from typing import Any
 
 import ml_collections
 
@@ -20,6 +22,7 @@ def complete(
     config: fields of `kind`; changed and returned.
     kind: the dataclass that `experiments.common.build` makes of it.
   """
+  kind = chosen(kind, config)
   hints = typing.get_type_hints(kind)
   for field in dataclasses.fields(kind):
     name, kinds = field.name, kinds_of(hints[field.name])
@@ -39,6 +42,16 @@ def complete(
       for part in filter(dataclasses.is_dataclass, kinds):
         complete(config[name], part)
   return config
+
+
+def chosen(kind: type, values: Mapping[str, Any]) -> type:
+  """The dataclass that `values` are of: that of their `kind`, where it has kinds.
+
+  Raises:
+    ValueError: a `kind` that is not there.
+  """
+  of_kind = getattr(kind, 'of_kind', None)
+  return of_kind(values['kind']) if of_kind and 'kind' in values else kind
 
 
 def kinds_of(hint) -> tuple[type, ...]:

@@ -1,1 +1,5 @@
-"""Agents: programs that solve tasks through the gateway and a sandbox's tools."""
+"""Agents: programs that solve tasks through the gateway (`agents.agent`)."""
+
+from m2jax.agents.agent import Agent, AgentConfig, Endpoint, Outcome, make
+
+__all__ = ['Agent', 'AgentConfig', 'Endpoint', 'Outcome', 'make']

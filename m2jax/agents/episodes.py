@@ -18,12 +18,9 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from m2jax import sandbox
-from m2jax.agents import http, whitebox
+from m2jax import agents, sandbox, tasks
+from m2jax.agents.agent import AgentConfig
 from m2jax.records import Trajectory
-from m2jax.tasks import task as task_lib
-from m2jax.tasks import terminal
-from m2jax.tasks.terminal import shell
 
 
 class Sessions(Protocol):
@@ -39,7 +36,7 @@ class EpisodeConfig:
   """How episodes run.
 
   Attributes:
-    agent: the white-box agent's settings; `max_turns` is set per task.
+    agent: who acts.
     backend: of the sandbox, 'bubblewrap' or 'rlimit_only'.
     limits: of the sandbox.
     concurrency: episodes at once, of training and of evaluation each.
@@ -48,7 +45,9 @@ class EpisodeConfig:
     model: name the agent asks for.
   """
 
-  agent: whitebox.AgentConfig = whitebox.AgentConfig()
+  agent: AgentConfig = dataclasses.field(
+    default_factory=lambda: AgentConfig.of_kind('whitebox')()
+  )
   backend: str = 'bubblewrap'
   limits: sandbox.Limits = sandbox.Limits(cpu_s=2, wall_s=5.0)
   concurrency: int = 64
@@ -69,7 +68,7 @@ class Runner:
     self._running = {
       mode: asyncio.Semaphore(config.concurrency) for mode in ('training', 'evaluation')
     }
-    self._client = None
+    self._agent: agents.Agent | None = None
 
   def __enter__(self) -> Runner:
     self._thread.start()
@@ -92,8 +91,8 @@ class Runner:
     for other in others:
       other.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    if self._client is not None:
-      await self._client.aclose()
+    if self._agent is not None:
+      await self._agent.close()
     await sandbox.shutdown()
 
   def group(
@@ -123,7 +122,7 @@ class Runner:
     )
 
   async def _group(self, spec, count, item, prefix, mode, sampling, on_end):
-    task = terminal.make(spec)
+    task = tasks.make(spec)
 
     async def one(rank):
       trajectory = await self._episode(task, item, rank, prefix, mode, sampling)
@@ -144,55 +143,32 @@ class Runner:
       finally:
         self._sessions.close(key)
 
-  async def _act(self, task: task_lib.Task, key, item, rank, sampling) -> Trajectory:
-    if self._client is None:
-      self._client = http.make_client()
-    config = self._config
-    agent = dataclasses.replace(
-      config.agent,
-      max_turns=task.max_tool_calls + 1,
-      sampling={**config.agent.sampling, **sampling},
-    )
-
-    def trajectory(**ended) -> Trajectory:
-      return Trajectory(
-        session=key, item=item, rank=rank, task=task.spec, family=task.family, **ended
-      )
-
+  async def _act(self, task: tasks.Task, key, item, rank, sampling) -> Trajectory:
+    if self._agent is None:
+      self._agent = agents.make(self._config.agent)
+    agent, config = self._agent, self._config
+    endpoint = agents.Endpoint(self._base_url, key, config.model, sampling)
     try:
-      opened = shell.workspace(task, backend=config.backend, limits=config.limits)
-      async with opened as (execute, directory):
-        outcome = await whitebox.run(
-          task.instruction,
-          client=self._client,
-          base_url=self._base_url,
-          api_key=key,
-          model=config.model,
-          tools=[shell.TOOL],
-          execute=execute,
-          config=agent,
-        )
-        success = 0.0
-        if outcome.ended == 'answer':
-          success = task.verify(directory, outcome.answer)
+      opened = task.open(backend=config.backend, limits=config.limits)
+      async with opened as environment:
+        episode = await agent.prepare(task, environment, endpoint)
+        try:
+          await agent.run(episode)
+        finally:
+          outcome = await agent.finish(episode)
+        success = await agent.reward(task, environment, outcome)
     except (sandbox.SandboxError, OSError) as error:
       logging.warning('episode of %s: %r', task.spec, error)
-      return trajectory(
-        ended='infrastructure',
-        reason=repr(error),
-        success=0.0,
-        wall_s=0.0,
-        tool_calls=0,
-      )
-    return trajectory(
-      ended=outcome.ended,
-      reason=outcome.reason,
+      outcome = agents.Outcome(ended='infrastructure', reason=repr(error))
+      success = 0.0
+    return Trajectory(
+      session=key,
+      item=item,
+      rank=rank,
+      task=task.spec,
+      family=task.family,
       success=success,
-      wall_s=outcome.wall_s,
-      tool_calls=outcome.tool_calls,
-      tool_errors=outcome.tool_errors,
-      answer=outcome.answer,
-      messages=tuple(outcome.messages),
+      **{**vars(outcome), 'messages': tuple(outcome.messages)},
     )
 
 
@@ -222,7 +198,7 @@ def evaluate(
         item=-1,
         rank=0,
         task=spec,
-        family=terminal.make(spec).family,
+        family=tasks.make(spec).family,
         ended='infrastructure',
         reason=f'the evaluation did not end within {deadline_s:g} s',
         success=0.0,

@@ -1,9 +1,8 @@
 """The white-box agent: completions, tool calls and observations over plain HTTP.
 
-It knows a base URL and a key, as any agent does (facts/m2-and-forge.md §4.4); what
-makes it white-box is that its loop is ours to change. Every episode ends in one of
-`records.Trajectory`'s ways: a real end is judged, an infrastructure failure is
-masked from the loss (law 5), so the two are never mixed up here.
+It knows a base URL and a key, as any agent does (docs/facts/m2-and-forge.md §4.4); what
+makes it white-box is that its loop is ours to change. A real end of an episode is
+judged, an infrastructure failure is masked from the loss (law 5).
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import httpx
 
-from m2jax.tasks.task import BadCall, Execute
+from m2jax.agents import http
+from m2jax.agents.agent import Agent, AgentConfig, Endpoint, Outcome
+from m2jax.tasks import BadCall, Environment, Execute, Task
 from m2jax.text import markup
 from m2jax.text.parsing import Status
 
@@ -33,13 +34,11 @@ class _ContextExceeded(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class AgentConfig:
-  """How an episode runs.
+class WhiteboxConfig(AgentConfig):
+  """How an episode runs. A task sets how many turns it may take.
 
   Attributes:
-    max_turns: completions per episode.
     max_tokens: response tokens per completion.
-    system: system prompt; None leaves the model's default.
     observation_bytes: tool output beyond this is cut in its middle, with a marker.
     sampling: more fields of the request, e.g. {'temperature': 0}; a training session
       overrides what would bend the sampled distribution.
@@ -48,136 +47,136 @@ class AgentConfig:
     request_timeout_s: wall-clock limit of one completion.
   """
 
-  max_turns: int = 8
+  kind: str = 'whitebox'
   max_tokens: int = 128
-  system: str | None = None
   observation_bytes: int = 2048
-  sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+  sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   retries: int = 3
   retry_delay_s: float = 0.2
   request_timeout_s: float = 600.0
 
 
+Config = WhiteboxConfig
+
+
 @dataclasses.dataclass
-class AgentOutcome:
-  """How an episode ended.
+class _Episode:
+  """One episode.
 
   Attributes:
-    ended: 'answer', 'max_turns', 'length', 'context' or 'infrastructure'.
-    reason: for 'infrastructure', what broke.
-    answer: text of the last assistant message if `ended` is 'answer', else ''.
-    messages: the whole chat as OpenAI dicts.
-    tool_calls: calls executed.
-    tool_errors: calls that did not parse, named no tool or had wrong arguments.
-    wall_s: wall-clock seconds.
+    post: posts a completion request and gives its body.
+    body: of each request; its messages grow.
+    execute: runs tool calls, those of `names`.
+    max_turns: completions that it may take.
+    started_s: on the monotonic clock.
+    outcome: what becomes of it.
   """
 
-  ended: str = ''
-  reason: str = ''
-  answer: str = ''
-  messages: list[dict] = dataclasses.field(default_factory=list)
-  tool_calls: int = 0
-  tool_errors: int = 0
-  wall_s: float = 0.0
+  post: Callable[[dict], Awaitable[dict]]
+  body: dict[str, Any]
+  execute: Execute
+  names: list[str]
+  max_turns: int
+  started_s: float
+  outcome: Outcome
 
 
-async def run(
-  task: str | Sequence[dict],
-  *,
-  client: httpx.AsyncClient,
-  base_url: str,
-  api_key: str,
-  model: str,
-  tools: Sequence[dict],
-  execute: Execute,
-  config: AgentConfig,
-) -> AgentOutcome:
-  """Runs one episode; never raises for what the model or the infrastructure did.
+class Whitebox(Agent):
+  """The agent; its methods never raise for what the model or the gateway did."""
 
-  Args:
-    task: the instruction, or the messages to start from.
-    client: shared between agents (`agents.http.make_client`).
-    base_url: of the gateway, with '/v1'.
-    api_key: the session.
-    tools: OpenAI tool dicts.
-    execute: `(name, arguments)` to observation. Raises BadCall when the model is to
-      blame; any other exception ends the episode as 'infrastructure'.
-  """
-  started = time.monotonic()
-  outcome = AgentOutcome()
-  if config.system is not None:
-    outcome.messages.append({'role': 'system', 'content': config.system})
-  if isinstance(task, str):
-    outcome.messages.append({'role': 'user', 'content': task})
-  else:
-    outcome.messages.extend(task)
-  post = _poster(client, base_url, api_key, config)
-  body = {
-    'model': model,
-    'messages': outcome.messages,
-    'tools': list(tools),
-    'max_tokens': config.max_tokens,
-    **config.sampling,
-  }
-  names = [tool['function']['name'] for tool in tools]
-  try:
-    outcome.ended = 'max_turns'
-    for _ in range(config.max_turns):
-      choice = (await post(body))['choices'][0]
-      message = choice['message']
-      outcome.messages.append(message)
-      if choice['finish_reason'] == 'length':
-        outcome.ended = 'length'
-        break
-      if not await _act(choice, names, execute, config, outcome):
-        outcome.ended = 'answer'
-        outcome.answer = message.get('content') or ''
-        break
-  except _ContextExceeded:
-    outcome.ended = 'context'
-  except _Infrastructure as error:
-    outcome.ended, outcome.reason = 'infrastructure', str(error)
-  outcome.wall_s = time.monotonic() - started
-  return outcome
+  def __init__(self, config: WhiteboxConfig):
+    self._config = config
+    self._client = http.make_client()
 
+  async def prepare(
+    self, task: Task, environment: Environment, endpoint: Endpoint
+  ) -> _Episode:
+    config, messages = self._config, []
+    if config.system is not None:
+      messages.append({'role': 'system', 'content': config.system})
+    messages.append({'role': 'user', 'content': task.instruction})
+    body = {
+      'model': endpoint.model,
+      'messages': messages,
+      'tools': list(task.tools),
+      'max_tokens': config.max_tokens,
+      **config.sampling,
+      **endpoint.sampling,
+    }
+    return _Episode(
+      post=_poster(self._client, endpoint, config),
+      body=body,
+      execute=environment.execute,
+      names=[tool['function']['name'] for tool in task.tools],
+      max_turns=task.max_tool_calls + 1,
+      started_s=time.monotonic(),
+      outcome=Outcome(messages=messages),
+    )
 
-async def _act(
-  choice: dict,
-  names: Sequence[str],
-  execute: Execute,
-  config: AgentConfig,
-  outcome: AgentOutcome,
-) -> bool:
-  """Carries out a message's tool calls. False when it has none: the answer."""
-  message = choice['message']
-  calls = message.get('tool_calls') or ()
-  if not calls:
-    # The gateway shows the markup of a call that it could not parse, and of one that
-    # the model only quotes; the parser's verdict tells them apart.
-    broken = choice.get('parse_status') in _BROKEN
-    if not broken or markup.TOOL_CALL not in (message.get('content') or ''):
-      return False
-    # No call to reply to, so no tool message can carry this.
-    outcome.tool_errors += 1
-    outcome.messages.append({'role': 'user', 'content': 'error: malformed tool call'})
-    return True
-  for call in calls:
-    name = call['function']['name']
+  async def run(self, episode: _Episode) -> None:
+    outcome = episode.outcome
     try:
-      if name not in names:
-        raise BadCall(f'no tool {name!r}; use {", ".join(names)}')
-      arguments = json.loads(call['function']['arguments'])
-      observation = cut(await execute(name, arguments), config.observation_bytes)
-      outcome.tool_calls += 1
+      for _ in range(episode.max_turns):
+        choice = (await episode.post(episode.body))['choices'][0]
+        message = choice['message']
+        outcome.messages.append(message)
+        if choice['finish_reason'] == 'length':
+          outcome.ended = 'length'
+          return
+        if not await self._act(choice, episode):
+          outcome.ended, outcome.answer = 'answer', message.get('content') or ''
+          return
+      outcome.ended = 'max_turns'
+    except _ContextExceeded:
+      outcome.ended = 'context'
+    except _Infrastructure as error:
+      outcome.ended, outcome.reason = 'infrastructure', str(error)
+
+  async def finish(self, episode: _Episode) -> Outcome:
+    episode.outcome.wall_s = time.monotonic() - episode.started_s
+    return episode.outcome
+
+  async def close(self) -> None:
+    await self._client.aclose()
+
+  async def _act(self, choice: dict, episode: _Episode) -> bool:
+    """Carries out a message's tool calls. False when it has none: the answer."""
+    outcome, message = episode.outcome, choice['message']
+    calls = message.get('tool_calls') or ()
+    if not calls:
+      # The gateway shows the markup of a call that it could not parse, and of one that
+      # the model only quotes; the parser's verdict tells them apart.
+      broken = choice.get('parse_status') in _BROKEN
+      if not broken or markup.TOOL_CALL not in (message.get('content') or ''):
+        return False
+      # No call to reply to, so no tool message can carry this.
+      outcome.tool_errors += 1
+      outcome.messages.append({'role': 'user', 'content': 'error: malformed tool call'})
+      return True
+    for call in calls:
+      observation = await self._call(call['function'], episode)
+      outcome.messages.append(
+        {'role': 'tool', 'tool_call_id': call['id'], 'content': observation}
+      )
+    return True
+
+  async def _call(self, function: dict, episode: _Episode) -> str:
+    """Runs one call; gives what the model reads of it."""
+    outcome, name = episode.outcome, function['name']
+    try:
+      if name not in episode.names:
+        raise BadCall(f'no tool {name!r}; use {", ".join(episode.names)}')
+      shown = await episode.execute(name, json.loads(function['arguments']))
     except BadCall as error:
       outcome.tool_errors += 1
-      observation = f'error: {error}'
+      return f'error: {error}'
     except Exception as error:
       raise _Infrastructure(f'tool {name}: {error!r}') from error
-    outcome.messages.append(
-      {'role': 'tool', 'tool_call_id': call['id'], 'content': observation}
-    )
-  return True
+    outcome.tool_calls += 1
+    return cut(shown, self._config.observation_bytes)
+
+
+make = Whitebox
 
 
 def cut(text: str, limit_bytes: int) -> str:
@@ -198,11 +197,14 @@ def cut(text: str, limit_bytes: int) -> str:
 
 
 def _poster(
-  client: httpx.AsyncClient, base_url: str, api_key: str, config: AgentConfig
+  client: httpx.AsyncClient, endpoint: Endpoint, config: WhiteboxConfig
 ) -> Callable[[dict], Awaitable[dict]]:
   """A function that posts a completion request, with retries, and gives its body."""
-  url = httpx.URL(base_url.rstrip('/') + '/chat/completions')
-  headers = {'authorization': f'Bearer {api_key}', 'content-type': 'application/json'}
+  url = httpx.URL(endpoint.base_url.rstrip('/') + '/chat/completions')
+  headers = {
+    'authorization': f'Bearer {endpoint.api_key}',
+    'content-type': 'application/json',
+  }
   timeout = httpx.Timeout(config.request_timeout_s).as_dict()
 
   async def post(body: dict) -> dict:

@@ -16,8 +16,7 @@ from m2jax.rl.learner import LearnerConfig
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig
 from m2jax.sharding import MeshConfig
-from m2jax.tasks.terminal import TerminalConfig
-from m2jax.tasks.terminal.teacher import TeacherConfig
+from m2jax.tasks import TasksConfig, TeacherConfig
 from m2jax.train import sft
 from m2jax.train.loop import LoopConfig
 
@@ -76,7 +75,7 @@ class RlConfig:
       them, against the same recorded log-probabilities; they are one policy version,
       one ledger entry and one metrics record.
     partial_credit: what a rollout earns at most for an end state that is right in part
-      (`TerminalConfig.partial_credit`); evaluations give none.
+      (`TasksConfig.partial_credit`); evaluations give none.
     item_deadline_s: seconds from an item's submission, or reissue, to the end of its
       last episode, the wait for a free agent included; past it the item fails.
     max_failed_groups: failed items in a row that stop the run with their reason; None
@@ -121,7 +120,7 @@ class RolloutConfig:
 
   Attributes:
     model: the policy; `vocab_size` is the tokenizer's.
-    terminal: the tasks.
+    tasks: what is asked.
     engine, scheduler: the rollout engine.
     gateway: what stands between agents and engine.
     episodes: agents and sandboxes.
@@ -130,7 +129,7 @@ class RolloutConfig:
   """
 
   model: ModelConfig
-  terminal: TerminalConfig
+  tasks: TasksConfig
   engine: EngineConfig
   scheduler: SchedulerConfig
   gateway: GatewayConfig
@@ -138,9 +137,9 @@ class RolloutConfig:
   eval_tasks: int
 
   def __post_init__(self):
-    if self.terminal.partial_credit:
+    if self.tasks.partial_credit:
       raise ValueError(
-        f'terminal.partial_credit={self.terminal.partial_credit}: evaluations give '
+        f'tasks.partial_credit={self.tasks.partial_credit}: evaluations give '
         'none; set rl.partial_credit, which RL alone uses'
       )
 

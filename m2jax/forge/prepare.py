@@ -6,20 +6,19 @@ import asyncio
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from m2jax import forest, sandbox
+from m2jax import forest, sandbox, tasks
 from m2jax import sharding as sharding_lib
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.data import chats as chats_lib
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe.metrics import MetricsWriter
-from m2jax.tasks import terminal
-from m2jax.tasks.terminal import demonstrations, shell
+from m2jax.tasks import demonstrations
 from m2jax.text import tokenizer
 from m2jax.train import sft as sft_lib
 from m2jax.train import workdir
@@ -31,13 +30,11 @@ def make_demonstrations(
   """The teacher's demonstrations, made once and kept at `path`."""
   if not path.exists():
     total = config.sft.demonstrations
-    tasks = config.terminal
+    drawn_from = config.tasks
     if config.sft.families:
-      tasks = dataclasses.replace(tasks, weights=config.sft.families)
-    specs = [
-      terminal.spec('train', i, seed=config.seed + 1_000_003, config=tasks)
-      for i in range(total)
-    ]
+      drawn_from = dataclasses.replace(drawn_from, weights=config.sft.families)
+    seed = config.seed + 1_000_003
+    specs = [tasks.spec(drawn_from, 'train', i, seed=seed) for i in range(total)]
 
     async def collect():
       try:
@@ -46,7 +43,7 @@ def make_demonstrations(
           config.teacher,
           backend=config.episodes.backend,
           limits=config.episodes.limits,
-          on_demo=lambda done: on_progress(done / total),
+          on_done=lambda done: on_progress(done / total),
         )
       finally:
         await sandbox.shutdown()
@@ -55,12 +52,14 @@ def make_demonstrations(
   return demonstrations.read(path)
 
 
-def chats(config: ForgeConfig, demos) -> list[chats_lib.Chat]:
-  """Demonstrations as the agent would send them, system prompt and tool included."""
+def chats(
+  config: ForgeConfig, demos: Sequence[tasks.Demonstration]
+) -> list[chats_lib.Chat]:
+  """Demonstrations as the agent would send them, system prompt and tools included."""
   system = config.episodes.agent.system
   return [
-    chats_lib.Chat(spec, chats_lib.with_system(demo.messages, system), [shell.TOOL])
-    for spec, demo in demos
+    chats_lib.Chat(d.task, chats_lib.with_system(d.messages, system), d.tools)
+    for d in demos
   ]
 
 
@@ -108,7 +107,7 @@ def sft(
 
 
 # What decides the SFT weights: a run and its controls have these in common.
-_SHARED = ('seed', 'model', 'terminal', 'teacher', 'sft')
+_SHARED = ('seed', 'model', 'tasks', 'teacher', 'sft')
 
 
 def take_over(config: ForgeConfig, workdir: Path) -> None:

@@ -18,19 +18,19 @@ import time
 import numpy as np
 from absl import logging
 
+from m2jax import tasks
 from m2jax.checkpoint import policy
 from m2jax.checkpoint.errors import CheckpointError
 from m2jax.checkpoint.manager import CheckpointManager
-from m2jax.forge import roles as roles_lib
+from m2jax.forge import evaluation
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.curriculum import Curriculum
 from m2jax.forge.plateau import Plateau
-from m2jax.forge.roles import Rollouts
+from m2jax.forge.roles import Rollouts, RolloutsFailed
 from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool, work_queue
 from m2jax.records import Trajectory, WorkItem
 from m2jax.rl import learner, rewards
-from m2jax.tasks import terminal
 
 _POLL_S = 1.0  # between looks at queue, budget and engine while the learner waits
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between submissions after failures
@@ -49,28 +49,26 @@ class RlLoop:
     config: ForgeConfig,
     roles: Rollouts,
     the_learner: learner.Learner,
-    pool: data_pool.DataPool,
     manager: CheckpointManager,
     metrics: metrics_lib.MetricsWriter,
     files: dict[str, bytes],
     view=None,
   ):
     self._config, self._rl = config, config.rl
-    self._roles, self._learner, self._pool = roles, the_learner, pool
+    self._roles, self._learner, self._pool = roles, the_learner, roles.pool
     self._manager, self._metrics, self._files = manager, metrics, files
     self._view = view
     self._queue = work_queue.WorkQueue(
-      pool,
+      roles.pool,
       self._rl.capacity,
       self._rl.window,
       deadline_s=self._rl.item_deadline_s,
       on_expired=self._cancel,
     )
     self._tasks = dataclasses.replace(
-      config.terminal, partial_credit=self._rl.partial_credit
+      config.tasks, partial_credit=self._rl.partial_credit
     )
-    weights = config.terminal.weights or dict.fromkeys(terminal.FAMILIES, 1.0)
-    self._curriculum = Curriculum(self._rl.curriculum, weights)
+    self._curriculum = Curriculum(self._rl.curriculum, tasks.families(config.tasks))
     self._dev = Plateau()
     self._lock = threading.Lock()
     self._finished = 0  # rollouts that ended since the last record
@@ -125,7 +123,7 @@ class RlLoop:
     try:
       while not self._over() and self._step():
         pass
-    except roles_lib.RolloutsFailed as error:
+    except RolloutsFailed as error:
       failed = error
     if self._saved != self._learner.version:
       self._save(self._learner.version)
@@ -171,17 +169,15 @@ class RlLoop:
     its groups decide.
     """
     try:
-      success = roles_lib.evaluate(
-        self._config,
+      success = evaluation.evaluate(
         self._roles,
-        self._pool,
         self._metrics,
         stage='during RL',
         step=step,
         split='dev',
         tasks=self._rl.dev_tasks,
       )
-    except roles_lib.RolloutsFailed as error:
+    except RolloutsFailed as error:
       logging.warning('step %d: not measured: %s', step, error)
       return
     self._dev.add(success)
@@ -237,13 +233,13 @@ class RlLoop:
       raise self._broken
     failed, reason = self._queue.failed_in_a_row, self._queue.last_failure
     if not self._roles.scheduler.alive:
-      raise roles_lib.RolloutsFailed(
+      raise RolloutsFailed(
         f'the rollout engine has stopped; see the log. The last failure of a rollout '
         f'group: {reason or "none"}'
       )
     limit = self._rl.max_failed_groups or self._rl.capacity + _PROBES
     if failed >= limit:
-      raise roles_lib.RolloutsFailed(
+      raise RolloutsFailed(
         f'{failed} rollout groups failed in a row (rl.max_failed_groups is {limit}), '
         f'the last: {reason}. Mend the cause and start the run again: it goes on from '
         f'step {self._learner.version}'
@@ -283,13 +279,9 @@ class RlLoop:
         return
       pause_s = min(_LONGEST_PAUSE_S, _SHORTEST_PAUSE_S * 2.0 ** min(failed - 1, 10))
       self._next_submit_s = time.monotonic() + pause_s
-      spec = terminal.spec(
-        'train',
-        index,
-        seed=self._config.seed,
-        config=self._tasks,
-        family=self._curriculum.draw(f'{self._config.seed}/{index}'),
-      )
+      seed = self._config.seed
+      family = self._curriculum.draw(f'{seed}/{index}')
+      spec = tasks.spec(self._tasks, 'train', index, seed=seed, family=family)
       self._start(self._queue.submit(spec, rl.group_size))
 
   def _start(self, item: WorkItem) -> None:

@@ -12,7 +12,7 @@ from absl import logging
 
 from m2jax import forest
 from m2jax.checkpoint.manager import CheckpointManager
-from m2jax.forge import prepare, reporting, rl_loop, roles
+from m2jax.forge import evaluation, prepare, reporting, rl_loop, roles
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe import metrics as metrics_lib
 from m2jax.observe.terminal import RunView
@@ -90,7 +90,7 @@ class _Run:
     demos = prepare.make_demonstrations(
       config, workdir / 'demonstrations.jsonl', view.set_progress
     )
-    verified = [(spec, demo) for spec, demo in demos if demo.success == 1]
+    verified = [demo for demo in demos if demo.success == 1]
     tok = prepare.make_tokenizer(config, verified, workdir / 'tokenizer.json')
     files = {'tokenizer.json': (workdir / 'tokenizer.json').read_bytes()}
     samples = prepare.encode(config, tok, verified)
@@ -126,7 +126,6 @@ class _Run:
         config,
         running,
         the_learner,
-        self._pool,
         manager,
         self._metrics,
         files,
@@ -162,10 +161,8 @@ class _Run:
       if not tasks or (stage, split, temperature) in self._measured:
         continue
       started = time.monotonic()
-      success = roles.evaluate(
-        config,
+      success = evaluation.evaluate(
         running,
-        self._pool,
         self._metrics,
         stage=stage,
         step=step,

@@ -1,1 +1,26 @@
-"""What agents are trained and judged on: a task, its workspace and its verifier."""
+"""Tasks: what agents are asked, where they act, how they are judged (`tasks.task`)."""
+
+from m2jax.tasks.demonstrations import Demonstration, TeacherConfig
+from m2jax.tasks.task import (
+  BadCall,
+  Environment,
+  Execute,
+  Task,
+  TasksConfig,
+  families,
+  make,
+  spec,
+)
+
+__all__ = [
+  'BadCall',
+  'Demonstration',
+  'Environment',
+  'Execute',
+  'Task',
+  'TasksConfig',
+  'TeacherConfig',
+  'families',
+  'make',
+  'spec',
+]

@@ -18,7 +18,7 @@ from m2jax.tasks import terminal
 from m2jax.tasks.terminal import shell
 from tests.gateway.conftest import response_text
 
-AGENT = whitebox.AgentConfig(max_tokens=400, retry_delay_s=0.01)
+AGENT = whitebox.WhiteboxConfig(max_tokens=400, retry_delay_s=0.01)
 WRONG = response_text('no idea', 'none of it')
 
 
@@ -275,7 +275,7 @@ def test_leaving_the_runner_ends_what_runs(start, tok, within):
     lambda request: tok.encode(text),
     engine_options={'delay_s': delay_s},
     limits=sandbox.Limits(wall_s=600.0),
-    agent=whitebox.AgentConfig(max_tokens=5000),
+    agent=whitebox.WhiteboxConfig(max_tokens=5000),
   )
 
   def commands():

@@ -1,14 +1,17 @@
 """The white-box agent against the real gateway: every way an episode can go and end."""
 
 import asyncio
+import dataclasses
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
-from m2jax import sandbox
-from m2jax.agents import http, whitebox
+from m2jax import agents, sandbox
+from m2jax.agents import Endpoint, whitebox
 from m2jax.sandbox import ExecResult
+from m2jax.tasks import Environment
 from m2jax.tasks.terminal import shell
 from tests.gateway.conftest import response_text
 from tests.tasks import local_shell
@@ -25,21 +28,38 @@ def turns(tok, *texts):
   return lambda request: tok.encode(left.pop(0))
 
 
-def episode(gateway, *, box=None, base_url=None, key='k', **config):
-  """One episode with a client of its own."""
+@dataclasses.dataclass(frozen=True)
+class Question:
+  """A task as far as an agent sees it, around a box that it may break."""
+
+  box: object
+  max_tool_calls: int = 7
+  instruction: str = 'How many?'
+  tools: tuple = (shell.TOOL,)
+
+  def environment(self):
+    return Environment(shell.executor(self.box), Path('/'))
+
+
+async def act(agent, task, base_url, key='k', sampling=None):
+  """One episode, through the agent's own methods."""
+  endpoint = Endpoint(base_url, key, 'm2jax', sampling or {})
+  episode = await agent.prepare(task, task.environment(), endpoint)
+  await agent.run(episode)
+  return await agent.finish(episode)
+
+
+def episode(gateway, *, box=None, base_url=None, key='k', max_turns=8, **config):
+  """One episode of an agent of its own."""
+  config = whitebox.WhiteboxConfig(**{'retry_delay_s': 0.01} | config)
+  task = Question(box or local_shell.Box('/'), max_turns - 1)
 
   async def run():
-    async with http.make_client() as client:
-      return await whitebox.run(
-        'How many?',
-        client=client,
-        base_url=base_url or gateway.base_url,
-        api_key=key,
-        model='m2jax',
-        tools=[shell.TOOL],
-        execute=shell.executor(box or local_shell.Box('/')),
-        config=whitebox.AgentConfig(**{'retry_delay_s': 0.01} | config),
-      )
+    agent = agents.make(config)
+    try:
+      return await act(agent, task, base_url or gateway.base_url, key)
+    finally:
+      await agent.close()
 
   return asyncio.run(run())
 
@@ -165,24 +185,15 @@ def test_cancelled_episode_cancels_its_completion(serve):
   gateway, engine, _ = serve('on ' * 5000, engine_options={'delay_s': 0.01})
 
   async def run():
-    async with http.make_client() as client:
-      agent = asyncio.ensure_future(
-        whitebox.run(
-          [{'role': 'user', 'content': 'hi'}],
-          client=client,
-          base_url=gateway.base_url,
-          api_key='k',
-          model='m2jax',
-          tools=[],
-          execute=shell.executor(local_shell.Box('/')),
-          config=whitebox.AgentConfig(max_tokens=5000),
-        )
-      )
-      while not engine.requests:
-        await asyncio.sleep(0.01)
-      agent.cancel()
-      with pytest.raises(asyncio.CancelledError):
-        await agent
+    agent = agents.make(whitebox.WhiteboxConfig(max_tokens=5000))
+    task = Question(local_shell.Box('/'))
+    acting = asyncio.ensure_future(act(agent, task, gateway.base_url))
+    while not engine.requests:
+      await asyncio.sleep(0.01)
+    acting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await acting
+    await agent.close()
 
   asyncio.run(run())
   deadline = time.monotonic() + 10
@@ -205,28 +216,18 @@ def test_many_agents_reuse_connections(serve, tok):
   opened = []
 
   async def run():
-    async with http.make_client() as client:
-      transport = client._transport
-      new = transport._new
-      transport._new = lambda: opened.append(1) or new()
+    class Quick:
+      async def exec(self, command):
+        return ExecResult(0, 'x', '')
 
-      class Quick:
-        async def exec(self, command):
-          return ExecResult(0, 'x', '')
-
-      async def agent(i):
-        return await whitebox.run(
-          'hi',
-          client=client,
-          base_url=gateway.base_url,
-          api_key=f'k{i}',
-          model='m2jax',
-          tools=[shell.TOOL],
-          execute=shell.executor(Quick()),
-          config=whitebox.AgentConfig(max_turns=5),
-        )
-
-      return await asyncio.gather(*map(agent, range(16)))
+    agent, task = agents.make(whitebox.WhiteboxConfig()), Question(Quick(), 4)
+    transport = agent._client._transport
+    new = transport._new
+    transport._new = lambda: opened.append(1) or new()
+    one = (act(agent, task, gateway.base_url, f'k{i}') for i in range(16))
+    outcomes = await asyncio.gather(*one)
+    await agent.close()
+    return outcomes
 
   outcomes = asyncio.run(run())
   assert {outcome.ended for outcome in outcomes} == {'max_turns'}
@@ -248,22 +249,15 @@ def test_agents_in_real_sandboxes(serve, tok):
   gateway, _, _ = serve(script)
 
   async def run():
-    async def agent(client, i):
+    agent = agents.make(whitebox.WhiteboxConfig())
+
+    async def one(i):
       contents = {'name': f'agent {i}\n'.encode()}
       async with await sandbox.create(contents=contents) as box:
-        return await whitebox.run(
-          'Who are you?',
-          client=client,
-          base_url=gateway.base_url,
-          api_key=f'k{i}',
-          model='m2jax',
-          tools=[shell.TOOL],
-          execute=shell.executor(box),
-          config=whitebox.AgentConfig(),
-        )
+        return await act(agent, Question(box), gateway.base_url, f'k{i}')
 
-    async with http.make_client() as client:
-      outcomes = await asyncio.gather(*(agent(client, i) for i in range(6)))
+    outcomes = await asyncio.gather(*(one(i) for i in range(6)))
+    await agent.close()
     await sandbox.shutdown()
     return outcomes
 

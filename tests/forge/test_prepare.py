@@ -46,9 +46,9 @@ def test_other_settings_of_sft_are_named(tmp_path, finished):
 
 def test_evaluations_refuse_partial_credit():
   """Set on the tasks it would raise every success; RL has its own field."""
-  tasks = dataclasses.replace(forge_worker.config().terminal, partial_credit=0.5)
+  tasks = dataclasses.replace(forge_worker.config().tasks, partial_credit=0.5)
   with pytest.raises(ValueError, match='rl.partial_credit'):
-    dataclasses.replace(forge_worker.config(), terminal=tasks)
+    dataclasses.replace(forge_worker.config(), tasks=tasks)
 
 
 def test_a_run_before_its_sft_is_named(tmp_path, finished):

@@ -32,7 +32,7 @@ from tests.forge import forge_worker
 from tests.gateway.conftest import response_text
 from tests.gateway.scripted_engine import ScriptedEngine
 
-AGENT = whitebox.AgentConfig(max_tokens=60, retries=1, retry_delay_s=0.01)
+AGENT = whitebox.WhiteboxConfig(max_tokens=60, retries=1, retry_delay_s=0.01)
 
 
 class Engine(ScriptedEngine):
@@ -133,9 +133,8 @@ class Run:
     self.manager = stack.enter_context(CheckpointManager(self.directory / 'rl', keep=2))
     loop = rl_loop.RlLoop(
       self.config,
-      roles.Rollouts(self.engine, gateway, runner),
+      roles.Rollouts(self.config, self.pool, self.engine, gateway, runner),
       self.learner,
-      self.pool,
       self.manager,
       self.metrics,
       files={},

@@ -8,9 +8,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from m2jax import sandbox
+from m2jax import sandbox, tasks
 from m2jax.tasks.terminal import shell
 
+SANDBOX = dict(backend='bubblewrap', limits=sandbox.Limits(cpu_s=2, wall_s=5.0))
 IN_MEMORY = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
 
 
@@ -44,8 +45,8 @@ class Box:
 
 @contextlib.asynccontextmanager
 async def workspace(task):
-  """`shell.workspace` without the sandbox: the commands are the teacher's own."""
+  """The task's environment without the sandbox: the commands are the teacher's own."""
   with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
     directory = Path(name)
     put(directory, task.files)
-    yield shell.executor(Box(directory)), directory
+    yield tasks.Environment(shell.executor(Box(directory)), directory)

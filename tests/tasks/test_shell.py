@@ -6,9 +6,9 @@ import pytest
 
 from m2jax import sandbox
 from m2jax.sandbox import ExecResult
-from m2jax.tasks import terminal
-from m2jax.tasks.task import BadCall
+from m2jax.tasks import BadCall, terminal
 from m2jax.tasks.terminal import shell
+from tests.tasks.local_shell import SANDBOX
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,8 @@ def test_workspace_runs_calls_in_the_sandbox():
   task = terminal.make(terminal.spec('train', 0, family='append'))
 
   async def run():
-    async with shell.workspace(task) as (execute, directory):
+    async with task.open(**SANDBOX) as environment:
+      execute, directory = environment.execute, environment.workspace
       name = min(task.files)
       shown = await execute('sh', {'cmd': f'wc -c < {name}; id -u; echo hi > new'})
       with pytest.raises(BadCall):

@@ -28,7 +28,7 @@ def some(family, count, split='train', seed=0, **knobs):
 def judge(task, files, answer):
   with tempfile.TemporaryDirectory(dir=IN_MEMORY) as directory:
     put(Path(directory), files)
-    return task.verify(Path(directory), answer)
+    return task.expected(Path(directory), answer)
 
 
 _DIGEST = """
@@ -39,7 +39,7 @@ for split in terminal.SPLITS:
   for i in range(60):
     task = terminal.make(terminal.spec(split, i, 3))
     for part in (task.spec, task.instruction, sorted(task.files.items()),
-                 sorted(task.verify.files.items()), task.verify.answer):
+                 sorted(task.expected.files.items()), task.expected.answer):
       digest.update(repr(part).encode())
 print(digest.hexdigest())
 """
@@ -173,14 +173,14 @@ def test_tasks_are_short_and_bounded(family):
       content.isascii() and len(content) < 9000 for content in task.files.values()
     )
     assert all(re.fullmatch(r'[A-Za-z]\w*\.(py|txt|sh)', name) for name in task.files)
-    assert task.verify.answer is None or len(task.verify.answer) <= 20
+    assert task.expected.answer is None or len(task.expected.answer) <= 20
 
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_verdicts_are_about_answer_and_workspace(family):
   """Right end state: 1. Wrong answer, nothing done, or another file touched: 0."""
   for task in some(family, 6) + some(family, 3, 'held_out'):
-    after, answer = dict(task.verify.files), task.verify.answer
+    after, answer = dict(task.expected.files), task.expected.answer
     assert judge(task, after, answer or 'done') == 1.0
     if answer is None:
       assert judge(task, task.files, 'done') == 0.0
@@ -198,7 +198,7 @@ def test_verdicts_are_about_answer_and_workspace(family):
 def test_answers_are_not_guessable():
   """No constant answer does well on a family that asks for one."""
   for family in FAMILIES:
-    answers = [task.verify.answer for task in some(family, 100)]
+    answers = [task.expected.answer for task in some(family, 100)]
     asked = [answer for answer in answers if answer is not None]
     if asked:
       commonest = max(asked.count(answer) for answer in set(asked))
@@ -215,7 +215,7 @@ def test_knobs_change_tasks_and_travel_in_the_spec():
   names = {name for task in some('rename', 30, pseudo_names=0.0) for name in task.files}
   assert names <= {source.name for source in corpus.load('train').sources}
   many = some('delete_matching', 30, max_matches=4, files=(5, 6))
-  assert max(len(task.files) - len(task.verify.files) for task in many) == 4
+  assert max(len(task.files) - len(task.expected.files) for task in many) == 4
 
 
 def test_weights_choose_families():

@@ -1,22 +1,21 @@
-"""Knobs of the terminal tasks: how many files, how long, how unfamiliar, how deep."""
+"""Settings of the terminal tasks: how many files, how long, how unfamiliar."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
 
 from m2jax.checks import require
+from m2jax.tasks.task import TasksConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class TerminalConfig:
+class TerminalConfig(TasksConfig):
   """What terminal tasks are drawn from.
 
   Attributes:
-    weights: family -> relative frequency; families left out never come. Empty: all
-      families equally often.
+    weights: as in `TasksConfig`; empty: all families equally often.
     files: fewest and most real files in a workspace.
     lines: fewest and most lines a real file is cut to.
     pseudo_names: share of files renamed to a made-up word.
@@ -24,11 +23,9 @@ class TerminalConfig:
     max_hops: most notes to follow before the file they lead to (1-3).
     max_matches: most files that a search for several files finds (2-4).
     spare_calls: tool calls allowed beyond those that suffice.
-    partial_credit: at most this for an end state that is right in part; an agent whose
-      whole end state is right gets 1 in any case. 0 for evaluations.
   """
 
-  weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  kind: str = 'terminal'
   files: tuple[int, int] = (3, 5)
   lines: tuple[int, int] = (20, 80)
   pseudo_names: float = 0.5
@@ -36,15 +33,15 @@ class TerminalConfig:
   max_hops: int = 2
   max_matches: int = 3
   spare_calls: int = 1
-  partial_credit: float = 0.0
 
   def __post_init__(self):
+    super().__post_init__()
     for field, (low, high) in (('files', self.files), ('lines', self.lines)):
       object.__setattr__(self, field, (low, high))  # lists come from JSON and configs
     check = functools.partial(require, self)
     check(3 <= self.files[0] <= self.files[1] <= 12, 'files', 'within 3-12')
     check(16 <= self.lines[0] <= self.lines[1] <= 400, 'lines', 'within 16-400')
-    for field in ('pseudo_names', 'pseudo_words', 'partial_credit'):
+    for field in ('pseudo_names', 'pseudo_words'):
       check(0.0 <= getattr(self, field) <= 1.0, field, 'a share in [0, 1]')
     check(1 <= self.max_hops <= 3, 'max_hops', '1-3')
     check(2 <= self.max_matches <= 4, 'max_matches', '2-4')
@@ -55,7 +52,8 @@ class TerminalConfig:
     changed = {
       field.name: getattr(self, field.name)
       for field in dataclasses.fields(self)
-      if field.name != 'weights' and getattr(self, field.name) != field.default
+      if field.name not in ('kind', 'weights')
+      and getattr(self, field.name) != field.default
     }
     return json.dumps(changed, separators=(',', ':'), sort_keys=True) if changed else ''
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from m2jax import sandbox
@@ -67,20 +65,3 @@ def executor(box: sandbox.Sandbox) -> task_lib.Execute:
     return observation(await box.exec(command_of(name, arguments)))
 
   return execute
-
-
-@contextlib.asynccontextmanager
-async def workspace(
-  task: task_lib.Task, **create_options: Any
-) -> AsyncIterator[tuple[task_lib.Execute, Path]]:
-  """Opens a sandbox that holds a task's files.
-
-  Args:
-    task: the task.
-    **create_options: for `sandbox.create`.
-
-  Yields:
-    What runs tool calls there, and the directory for the task's verifier.
-  """
-  async with await sandbox.create(contents=task.files, **create_options) as box:
-    yield executor(box), box.workspace

@@ -24,25 +24,18 @@ imitating it well is not enough.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
+from m2jax.tasks import demonstrations
 from m2jax.tasks import task as task_lib
-from m2jax.tasks import terminal
 from m2jax.tasks.terminal import draw, shell, steps
+from m2jax.tasks.terminal.families import FAMILIES
+from m2jax.tasks.terminal.task import TerminalTask
 
 MISNAMED_ARGUMENT = 'command'  # instead of shell.ARGUMENT
-
-# A fresh workspace holding the task's files: what runs calls there, its directory.
-OpenWorkspace = Callable[
-  [task_lib.Task],
-  contextlib.AbstractAsyncContextManager[tuple[task_lib.Execute, Path]],
-]
 
 RATES: Mapping[str, Mapping[str, float]] = {
   'count_lines': {'wrong_option': 0.3, 'wrong_file': 0.05},
@@ -84,7 +77,7 @@ RATES: Mapping[str, Mapping[str, float]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class TeacherConfig:
+class TeacherConfig(demonstrations.TeacherConfig):
   """How often the teacher errs.
 
   Attributes:
@@ -98,6 +91,7 @@ class TeacherConfig:
     seed: which stream of mistakes.
   """
 
+  kind: str = 'terminal'
   rates: Mapping[str, Mapping[str, float]] = dataclasses.field(
     default_factory=lambda: RATES
   )
@@ -108,12 +102,12 @@ class TeacherConfig:
 
   def __post_init__(self):
     for family, rates in self.rates.items():
-      if family not in terminal.FAMILIES:
+      if family not in FAMILIES:
         raise ValueError(
           f'TeacherConfig.rates: unknown family {family!r}: expected one of '
-          f'{sorted(terminal.FAMILIES)}'
+          f'{sorted(FAMILIES)}'
         )
-      kinds = terminal.FAMILIES[family].mistakes
+      kinds = FAMILIES[family].mistakes
       for kind, rate in rates.items():
         if kind not in kinds:
           raise ValueError(
@@ -133,34 +127,53 @@ class TeacherConfig:
       raise ValueError(f'TeacherConfig.scale is {self.scale}: expected 0 or more')
 
 
-@dataclasses.dataclass(frozen=True)
-class Demo:
-  """One demonstration.
+class _Transcript:
+  """The chat so far; its tool calls are really run."""
 
-  Attributes:
-    messages: OpenAI chat dicts from the user's instruction to the final answer.
-    success: the verifier's verdict in [0, 1].
-    mistakes: kinds made, in order; not to be seen in the messages.
-  """
+  def __init__(self, task: TerminalTask, execute: task_lib.Execute):
+    self.messages: list[dict] = [{'role': 'user', 'content': task.instruction}]
+    self._execute = execute
 
-  messages: tuple[dict, ...]
-  success: float
-  mistakes: tuple[str, ...]
+  async def call(self, thought: str, arguments: Mapping[str, str]) -> str:
+    """Adds a tool call and what it printed, which is returned."""
+    call_id = f'call_{len(self.messages) // 2}'
+    function = {'name': shell.NAME, 'arguments': json.dumps(arguments)}
+    self.messages.append(
+      {
+        'role': 'assistant',
+        'content': '',
+        'reasoning_content': thought,
+        'tool_calls': [{'id': call_id, 'type': 'function', 'function': function}],
+      }
+    )
+    try:
+      printed = await self._execute(shell.NAME, arguments)
+    except task_lib.BadCall as error:
+      printed = f'error: {error}'
+    self.messages.append({'role': 'tool', 'tool_call_id': call_id, 'content': printed})
+    return printed
+
+  def answer(self, answer: draw.Answer) -> None:
+    self.messages.append(
+      {
+        'role': 'assistant',
+        'content': answer.content,
+        'reasoning_content': answer.thought,
+      }
+    )
 
 
 async def demonstrate(
-  task: task_lib.Task,
-  execute: task_lib.Execute,
-  workspace: Path,
+  task: TerminalTask,
+  environment: task_lib.Environment,
   config: TeacherConfig = TeacherConfig(),
   attempt: int = 0,
-) -> Demo:
-  """Solves a task, or fails at it, in a workspace that holds the task's files.
+) -> demonstrations.Demonstration:
+  """Solves a task, or fails at it, in an environment that holds the task's files.
 
   Args:
     task: a terminal task.
-    execute: runs one tool call there and returns what an agent would read.
-    workspace: the directory, for the verdict.
+    environment: where.
     config: rates of mistakes.
     attempt: draws other mistakes on the same task.
   """
@@ -174,27 +187,8 @@ async def demonstrate(
     mistakes.append(kind)
     return True
 
-  messages: list[dict] = [{'role': 'user', 'content': task.instruction}]
-
-  async def call(thought: str, arguments: Mapping[str, str]) -> str:
-    call_id = f'call_{len(messages) // 2}'
-    function = {'name': shell.NAME, 'arguments': json.dumps(arguments)}
-    messages.append(
-      {
-        'role': 'assistant',
-        'content': '',
-        'reasoning_content': thought,
-        'tool_calls': [{'id': call_id, 'type': 'function', 'function': function}],
-      }
-    )
-    try:
-      printed = await execute(shell.NAME, arguments)
-    except task_lib.BadCall as error:
-      printed = f'error: {error}'
-    messages.append({'role': 'tool', 'tool_call_id': call_id, 'content': printed})
-    return printed
-
-  lesson = terminal.FAMILIES[task.family].teach(
+  chat = _Transcript(task, environment.execute)
+  lesson = FAMILIES[task.family].teach(
     task.params, lambda kind: slips(kind, rates.get(kind, 0.0))
   )
   spare = task.max_tool_calls - task.baseline_calls
@@ -208,47 +202,14 @@ async def demonstrate(
       answer: draw.Answer = end.value
       break
     if spare and config.looks and rng.random() < config.looks:
-      await call('look around', {shell.ARGUMENT: 'ls'})
+      await chat.call('look around', {shell.ARGUMENT: 'ls'})
       spare -= 1
     if malformed:
-      await call(thought, {MISNAMED_ARGUMENT: command})
+      await chat.call(thought, {MISNAMED_ARGUMENT: command})
       malformed = False
-    printed = await call(thought, {shell.ARGUMENT: command})
-  messages.append(
-    {
-      'role': 'assistant',
-      'content': answer.content,
-      'reasoning_content': answer.thought,
-    }
+    printed = await chat.call(thought, {shell.ARGUMENT: command})
+  chat.answer(answer)
+  success = await task.verify(environment, answer.content)
+  return demonstrations.Demonstration(
+    task.spec, chat.messages, task.tools, success, mistakes
   )
-  return Demo(tuple(messages), task.verify(workspace, answer.content), tuple(mistakes))
-
-
-@dataclasses.dataclass
-class Tally:
-  """What the teacher did in one family: demonstrations, successes, mistakes."""
-
-  demos: int = 0
-  successes: float = 0.0
-  mistakes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-
-  @property
-  def success_rate(self) -> float:
-    return self.successes / self.demos
-
-
-async def measure(
-  tasks: Iterable[task_lib.Task],
-  open_workspace: OpenWorkspace = shell.workspace,
-  config: TeacherConfig = TeacherConfig(),
-) -> dict[str, Tally]:
-  """Returns family -> tally of one real demonstration per task."""
-  tallies: dict[str, Tally] = collections.defaultdict(Tally)
-  for task in tasks:
-    async with open_workspace(task) as (execute, workspace):
-      demo = await demonstrate(task, execute, workspace, config)
-    tally = tallies[task.family]
-    tally.demos += 1
-    tally.successes += demo.success
-    tally.mistakes.update(demo.mistakes)
-  return dict(tallies)

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from m2jax.agents import episodes
-from m2jax.forge import roles
+from m2jax.forge import evaluation, roles
 from m2jax.records import Trajectory
 from m2jax.tasks import terminal
 
@@ -45,12 +45,12 @@ class Runner:
 
 def success_on(judge, tasks=60, deadline_s=600.0):
   config = types.SimpleNamespace(
-    terminal=terminal.TerminalConfig(),
+    tasks=terminal.TerminalConfig(),
     episodes=episodes.EpisodeConfig(evaluation_deadline_s=deadline_s),
   )
   pool = types.SimpleNamespace(add_trajectory=lambda trajectory: None)
-  running = types.SimpleNamespace(runner=Runner(judge))
-  return roles.success_on(config, running, pool, 'dev', tasks, 1.0)
+  running = types.SimpleNamespace(config=config, pool=pool, runner=Runner(judge))
+  return evaluation.success_on(running, 'dev', tasks, 1.0)
 
 
 def test_cells_add_up_to_all():

@@ -1,0 +1,104 @@
+"""Success of the engine's weights on a split of the tasks, measured and recorded."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+from m2jax import tasks as tasks_lib
+from m2jax.agents import episodes
+from m2jax.forge.roles import Rollouts, RolloutsFailed
+from m2jax.observe.metrics import MetricsWriter
+from m2jax.records import Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+  """Successes and judged tasks of one part of an evaluation.
+
+  Attributes:
+    family: or 'all'.
+    calls: tool calls that suffice for the tasks; None for 'all'.
+  """
+
+  family: str
+  calls: int | None
+  successes: float
+  n: int
+
+
+def success_on(
+  roles: Rollouts,
+  split: str,
+  tasks: int,
+  temperature: float,
+  on_progress: Callable[[float], None] = lambda f: None,
+) -> list[Tally]:
+  """Success of the engine's weights on a split: all, then by family and chain length.
+
+  The tasks are the split's first; one episode each.
+
+  Raises:
+    RolloutsFailed: infrastructure ended every episode, so that nothing was measured.
+  """
+  specs = [tasks_lib.spec(roles.config.tasks, split, i) for i in range(tasks)]
+  done = 0
+
+  def on_end(trajectory: Trajectory):
+    nonlocal done
+    done += 1
+    roles.pool.add_trajectory(trajectory)
+    on_progress(done / len(specs))
+
+  out = episodes.evaluate(
+    roles.runner,
+    specs,
+    temperature=temperature,
+    deadline_s=roles.config.episodes.evaluation_deadline_s,
+    on_end=on_end,
+  )
+  cells: dict[tuple[str, int | None], list[float]] = collections.defaultdict(list)
+  for t in out:
+    if t.ended != 'infrastructure':  # nobody's failure, so not judged
+      calls = tasks_lib.make(t.task).baseline_calls
+      for cell in (('all', None), (t.family, calls)):
+        cells[cell].append(t.success)
+  if out and not cells:
+    raise RolloutsFailed(
+      f'none of {len(out)} episodes on the split {split!r} could be judged; the last '
+      f'ended by {out[-1].reason}'
+    )
+  order = sorted(cells, key=lambda cell: (cell[0] != 'all', cell))
+  return [
+    Tally(*cell, successes=sum(cells[cell]), n=len(cells[cell])) for cell in order
+  ]
+
+
+def evaluate(
+  roles: Rollouts,
+  metrics: MetricsWriter,
+  *,
+  stage: str,
+  step: int,
+  split: str,
+  tasks: int,
+  temperature: float = 1.0,
+  on_progress: Callable[[float], None] = lambda f: None,
+) -> float:
+  """Measures and records success of the engine's weights; returns the share solved."""
+  tallies = success_on(roles, split, tasks, temperature, on_progress)
+  for tally in tallies:
+    calls = {} if tally.calls is None else {'calls': tally.calls}
+    metrics.write(
+      'eval',
+      step,
+      stage=stage,
+      split=split,
+      temperature=temperature,
+      family=tally.family,
+      successes=float(tally.successes),
+      n=tally.n,
+      **calls,
+    )
+  return tallies[0].successes / max(tallies[0].n, 1) if tallies else 0.0

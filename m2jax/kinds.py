@@ -1,0 +1,40 @@
+"""Parts of a run that a config chooses by `kind`: tasks, teachers, agents.
+
+A kind is a module, of this repository or of anyone: a name without a dot is a module of
+the package that it belongs to (`terminal` of `m2jax.tasks`), one with a dot is an
+import path (`mylab.puzzles`). The module defines the config of its kind, which holds
+the fields that `experiments.common.build` fills, so that each can be set by a flag.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+
+def module(package: str, kind: str) -> ModuleType:
+  """The module that `kind` names.
+
+  Raises:
+    ValueError: there is none. An error inside the module is raised as it is.
+
+  Example:
+    >>> module('m2jax.tasks', 'terminal').__name__
+    'm2jax.tasks.terminal'
+  """
+  name = kind if '.' in kind else f'{package}.{kind}'
+  try:
+    return importlib.import_module(name)
+  except ModuleNotFoundError as error:
+    if error.name is None or not f'{name}.'.startswith(f'{error.name}.'):
+      raise
+    raise ValueError(
+      f'kind={kind!r}: no module {name}; want a module of {package} '
+      f'({", ".join(_names(package))}) or the import path of your own, with a dot'
+    ) from error
+
+
+def _names(package: str) -> list[str]:
+  path = importlib.import_module(package).__path__
+  return [module.name for module in pkgutil.iter_modules(path) if module.ispkg]

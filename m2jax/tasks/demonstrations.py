@@ -1,0 +1,103 @@
+"""Demonstrations of a teacher, made by really running its tool calls.
+
+On disk they are JSON lines of OpenAI `messages` and `tools`, as `data.chats` reads
+them, with the task's spec and the verdict beside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from m2jax import kinds
+from m2jax.tasks import task as task_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherConfig:
+  """Who demonstrates: the fields that every teacher has.
+
+  Attributes:
+    kind: module that defines the teacher (`m2jax.kinds`); that of its tasks.
+  """
+
+  kind: str
+
+  @classmethod
+  def of_kind(cls, kind: str) -> type[TeacherConfig]:
+    """The config of a kind. Raises ValueError for a kind that has no teacher."""
+    module = kinds.module(__package__, kind)
+    if not hasattr(module, 'TeacherConfig'):
+      raise ValueError(f'kind={kind!r}: {module.__name__} has no teacher')
+    return module.TeacherConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Demonstration:
+  """One demonstration.
+
+  Attributes:
+    task: the task's spec.
+    messages: OpenAI chat dicts from the user's instruction to the final answer.
+    tools: OpenAI tool dicts that it was offered.
+    success: the verifier's verdict in [0, 1].
+    mistakes: kinds made, in order; not to be seen in the messages.
+  """
+
+  task: str
+  messages: Sequence[Mapping[str, Any]]
+  tools: Sequence[Mapping[str, Any]]
+  success: float
+  mistakes: Sequence[str] = ()
+
+
+async def collect(
+  specs: Sequence[str],
+  teacher: TeacherConfig,
+  *,
+  concurrency: int = 16,
+  on_done: Callable[[int], None] = lambda done: None,
+  **open_options: Any,
+) -> list[Demonstration]:
+  """One demonstration of each task, in order.
+
+  Args:
+    specs: of the tasks.
+    teacher: who demonstrates.
+    concurrency: environments at once.
+    on_done: called with the number done so far.
+    **open_options: of the environments (`Task.open`).
+  """
+  demonstrate = kinds.module(__package__, teacher.kind).demonstrate
+  running = asyncio.Semaphore(concurrency)
+  done = 0
+
+  async def one(spec: str) -> Demonstration:
+    nonlocal done
+    task = task_lib.make(spec)
+    async with running, task.open(**open_options) as environment:
+      demonstration = await demonstrate(task, environment, teacher)
+    done += 1
+    on_done(done)
+    return demonstration
+
+  return await asyncio.gather(*map(one, specs))
+
+
+def write(path: Path, demonstrations: Sequence[Demonstration]) -> None:
+  """Writes demonstrations; the file appears whole or not at all."""
+  new = path.with_suffix('.new')
+  with open(new, 'w', encoding='utf-8') as file:
+    for demonstration in demonstrations:
+      file.write(json.dumps(dataclasses.asdict(demonstration)) + '\n')
+  new.replace(path)
+
+
+def read(path: Path) -> list[Demonstration]:
+  """Reads what `write` wrote."""
+  lines = path.read_text(encoding='utf-8').splitlines()
+  return [Demonstration(**json.loads(line)) for line in lines]

@@ -1,0 +1,156 @@
+"""From a spec to a terminal task, and the draw of a spec (docs/design.md §3).
+
+A spec holds everything its task needs, the settings that differ from the default
+included. Both functions are pure: the same arguments give the same task in every
+process that runs the same Python version (the files are its standard library's own).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from m2jax import sandbox
+from m2jax.tasks import task as task_lib
+from m2jax.tasks import verify
+from m2jax.tasks.terminal import corpus, draw, shell
+from m2jax.tasks.terminal.config import TerminalConfig
+from m2jax.tasks.terminal.families import FAMILIES
+
+SPLITS = corpus.SPLITS
+_DEFAULT = TerminalConfig()
+_MAX_DRAWS = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class TerminalTask:
+  """A `tasks.Task` over a workspace of files, with the one tool `sh`.
+
+  Attributes:
+    files: the workspace at the start: relative POSIX path -> content.
+    expected: the end state that counts as success.
+    params: what the family drew, for the teacher; agents never see it.
+  """
+
+  spec: str
+  family: str
+  split: str
+  instruction: str
+  max_tool_calls: int
+  baseline_calls: int
+  files: Mapping[str, bytes]
+  expected: verify.Expected
+  params: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+  tools: Sequence[Mapping[str, Any]] = (shell.TOOL,)
+
+  @contextlib.asynccontextmanager
+  async def open(self, **create_options: Any) -> AsyncIterator[task_lib.Environment]:
+    """Opens a sandbox that holds the files; see `tasks.Task.open`."""
+    async with await sandbox.create(contents=self.files, **create_options) as box:
+      yield task_lib.Environment(shell.executor(box), box.workspace)
+
+  async def verify(self, environment: task_lib.Environment, answer: str) -> float:
+    """The verdict on the files and the answer; see `tasks.Task.verify`."""
+    return self.expected(environment.workspace, answer)
+
+
+def families(config: TerminalConfig) -> Mapping[str, float]:
+  """Relative frequency of each family; equal where the config has no weights."""
+  return dict(config.weights) or dict.fromkeys(FAMILIES, 1.0)
+
+
+def spec(
+  split: str,
+  index: int,
+  seed: int = 0,
+  config: TerminalConfig = _DEFAULT,
+  family: str | None = None,
+) -> str:
+  """Returns the spec of the index-th task of a stream.
+
+  Args:
+    split: 'train', 'dev' or 'held_out'; they share no file, word or number.
+    index: position in the stream, >= 0.
+    seed: which stream.
+    config: knobs; its weights say how often each family comes.
+    family: this family instead of a drawn one.
+
+  Raises:
+    ValueError: an unknown split or family, a negative index, or weights without mass.
+  """
+  if split not in SPLITS:
+    raise ValueError(f'unknown split {split!r}: expected one of {SPLITS}')
+  if index < 0:
+    raise ValueError(f'task index is {index}: expected 0 or more')
+  weights = families(config)
+  for name in (*weights, *([family] if family else [])):
+    if name not in FAMILIES:
+      raise ValueError(f'unknown family {name!r}: expected one of {sorted(FAMILIES)}')
+  if min(weights.values()) < 0 or not sum(weights.values()) > 0:
+    raise ValueError(f'TerminalConfig.weights are {weights}: expected some above 0')
+  if family is None:
+    names = sorted(weights)
+    rng = random.Random(f'family/{split}/{seed}/{index}')
+    family = rng.choices(names, [weights[name] for name in names])[0]
+  changes = config.changes()
+  name = f'terminal/{split}/{family}/{seed}/{index}'
+  return f'{name}?{changes}' if changes else name
+
+
+@functools.lru_cache(maxsize=4096)
+def make(spec: str) -> TerminalTask:
+  """Returns the task that a spec names.
+
+  Raises:
+    ValueError: `spec` does not come from `terminal.spec`.
+  """
+  name, _, changes = spec.partition('?')
+  parts = name.split('/')
+  if (
+    len(parts) != 5
+    or parts[0] != 'terminal'
+    or parts[1] not in SPLITS
+    or parts[2] not in FAMILIES
+  ):
+    raise ValueError(
+      f'{spec!r} names no terminal task: expected terminal/SPLIT/FAMILY/SEED/INDEX'
+    )
+  config = TerminalConfig.from_changes(changes)
+  split, family = parts[1:3]
+  source = draw.Draw(split, random.Random(spec), config)
+  for _ in range(_MAX_DRAWS):
+    try:
+      draft = FAMILIES[family].build(source)
+      break
+    except draw.Redraw:
+      continue
+  else:
+    raise ValueError(
+      f'{spec!r}: no such task in {_MAX_DRAWS} draws; the knobs leave too little room'
+    )
+  after = draft.files if draft.after is None else draft.after
+  return TerminalTask(
+    spec=spec,
+    family=family,
+    split=split,
+    instruction=draft.instruction,
+    files=_encode(draft.files),
+    max_tool_calls=draft.calls + config.spare_calls,
+    baseline_calls=draft.calls,
+    expected=verify.Expected(
+      _encode(after),
+      draft.answer,
+      frozenset(draft.loose),
+      before=_encode(draft.files),
+      partial_credit=config.partial_credit,
+    ),
+    params=draft.params,
+  )
+
+
+def _encode(files: draw.Files) -> dict[str, bytes]:
+  return {name: draw.encode(lines) for name, lines in files.items()}
