@@ -1,0 +1,150 @@
+"""Tasks and agents from outside the package: the pages that show how, executed."""
+
+import asyncio
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import common
+from m2jax import tasks
+from m2jax.agents import episodes
+from m2jax.data import chats
+from m2jax.forge.config import ForgeConfig
+from m2jax.tasks import demonstrations
+from tests.gateway.conftest import response_text
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope='module')
+def mylab(tmp_path_factory):
+  """The package `mylab` of the pages, importable."""
+  folder = tmp_path_factory.mktemp('lab') / 'mylab'
+  folder.mkdir()
+  for page in ('add_a_task', 'add_an_agent', 'add_a_reward'):
+    text = (ROOT / 'docs' / f'{page}.md').read_text()
+    for code in re.findall(r'```python\n(.*?)```', text, re.DOTALL):
+      name = re.match(r'# mylab/(\w+\.py)', code)[1]
+      with (folder / name).open('a') as file:
+        file.write(code)
+  sys.path.insert(0, str(folder.parent))
+  yield folder
+  sys.path.remove(str(folder.parent))
+
+
+def values_of(mylab):
+  return runpy.run_path(str(mylab / 'sums_config.py'))['get_config']('smoke')
+
+
+def config(mylab, **agent):
+  values = values_of(mylab)
+  values.episodes.agent = agent
+  return common.build(ForgeConfig, values)
+
+
+def reader(tok):
+  """A policy that reads what it has not read, one bad call first, and adds."""
+
+  def policy(request):
+    prompt = tok.decode(request.prompt_ids)
+    seen = re.findall('<response>(.*?)</response>', prompt, re.DOTALL)
+    numbers = [s for s in seen if s.isdigit()]
+    if not seen:
+      return tok.encode(response_text('try', calls=[('read', {'name': 'c'})]))
+    if len(numbers) < 2:
+      name = 'ab'[len(numbers)]
+      return tok.encode(response_text('read', calls=[('read', {'name': name})]))
+    return tok.encode(response_text('add', str(sum(map(int, numbers)))))
+
+  return policy
+
+
+@pytest.mark.parametrize(
+  'agent, success',
+  [
+    (dict(kind='mylab.chatter'), 1.0),
+    (dict(kind='mylab.careful', price=0.25), 0.75),
+    (dict(kind='whitebox'), 1.0),
+  ],
+)
+def test_an_agent_from_outside_solves_a_task_from_outside(
+  mylab, serve, tok, agent, success
+):
+  """The config names both; no line of the package does."""
+  made = config(mylab, **agent)
+  specs = [tasks.spec(made.tasks, 'held_out', i) for i in range(3)]
+  assert len(set(specs)) == 3
+  gateway, _, records = serve(reader(tok))
+  with episodes.Runner(made.episodes, gateway.base_url, gateway.sessions) as runner:
+    out = episodes.evaluate(runner, specs)
+  for trajectory in out:
+    assert (trajectory.ended, trajectory.success) == ('answer', success), trajectory
+    assert (trajectory.tool_calls, trajectory.tool_errors) == (2, 1)
+    assert trajectory.family == 'two_numbers'
+  by_session = [[r for r in records if r.session == t.session] for t in out]
+  for completions in by_session:  # one chain of recorded ids: nothing is retokenised
+    assert [c.parent for c in completions[1:]] == [c.id for c in completions[:-1]]
+    assert len(completions) == 4
+
+
+def test_demonstrations_from_outside_are_chats(mylab, tmp_path):
+  """What the teacher of a new kind did is what SFT reads."""
+  made = config(mylab, kind='whitebox')
+  specs = [tasks.spec(made.tasks, 'train', i) for i in range(4)]
+  path = tmp_path / 'demonstrations.jsonl'
+  collected = asyncio.run(
+    demonstrations.collect(specs, made.teacher, backend='', limits=None)
+  )
+  demonstrations.write(path, collected)
+  assert [d.task for d in demonstrations.read(path)] == specs
+  assert all(d.success == 1.0 for d in demonstrations.read(path))
+  assert [chat.tools[0]['function']['name'] for chat in chats.read(path)] == [
+    'read'
+  ] * 4
+
+
+@pytest.mark.parametrize(
+  'field, kind, said',
+  [
+    ('tasks', 'terminals', 'tasks.kind=.terminals.: no module m2jax.tasks.terminals'),
+    ('tasks', 'mylab.nothing', 'tasks.kind=.mylab.nothing.: no module'),
+    ('teacher', 'mylab.chatter', 'teacher.kind=.mylab.chatter.: .* has no teacher'),
+  ],
+)
+def test_a_kind_that_is_not_there_is_named(mylab, field, kind, said):
+  """A misspelt kind ends in one line with the field and the choices."""
+  values = values_of(mylab).to_dict()
+  values[field] = {'kind': kind}
+  with pytest.raises(common.BadInput, match=said):
+    common.build(ForgeConfig, values)
+
+
+@pytest.mark.long
+def test_the_main_job_learns_on_them(mylab, tmp_path):
+  """`experiments.forge` with the page's config, an outside agent and a flag of the
+  outside task runs every phase."""
+  path = mylab / 'both_config.py'
+  path.write_text(
+    'from experiments import fields\n'
+    'from m2jax.forge.config import ForgeConfig\n'
+    'from mylab import sums_config\n\n\n'
+    "def get_config(variant=''):\n"
+    '  c = sums_config.get_config(variant)\n'
+    "  c.episodes.agent = dict(kind='mylab.chatter', max_tokens=16)\n"
+    '  return fields.complete(c, ForgeConfig)\n'
+  )
+  command = [sys.executable, '-m', 'experiments.forge', f'--config={path}:smoke']
+  command += [f'--workdir={tmp_path / "run"}', '--config.tasks.most=60']
+  environment = os.environ | {'PYTHONPATH': f'{mylab.parent}:{ROOT}'}
+  done = subprocess.run(
+    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert 'after RL' in done.stdout
+  report = (tmp_path / 'run' / 'report.html').read_text()
+  assert 'two_numbers' in report
