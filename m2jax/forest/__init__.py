@@ -10,7 +10,7 @@ Laws 1–3 of the design; why merging is exact: facts/algorithms.md §6.
 
 from m2jax.forest.buckets import by_bucket, sizes
 from m2jax.forest.cutting import Buckets, Chunk, Plan, cut
-from m2jax.forest.merging import LOSSES, chain, merge
+from m2jax.forest.merging import LOSSES, Size, chain, measure, merge
 from m2jax.forest.replay import Disagreement, disagreement
 from m2jax.forest.types import (
   TERM_FIELDS,
@@ -31,11 +31,13 @@ __all__ = (
   'Forest',
   'Plan',
   'Sample',
+  'Size',
   'by_bucket',
   'causal',
   'chain',
   'cut',
   'disagreement',
+  'measure',
   'merge',
   'select',
   'sizes',

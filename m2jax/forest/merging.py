@@ -87,6 +87,22 @@ def merge(
   return batch
 
 
+class Size(NamedTuple):
+  """What `merge` would make: rows, and tokens in them, repeated paths included."""
+
+  rows: int
+  tokens: int
+
+
+def measure(samples: Sequence[Sample], *, row_tokens: int, row_terms: int) -> Size:
+  """The size of `merge(samples, …)`, from lengths alone. Errors as `merge`."""
+  samples = _checked(samples, row_tokens, row_terms)
+  found = trie.build([s.tokens for s in samples])
+  places = _place(found, [_num_terms(s) for s in samples], row_tokens, row_terms)
+  new = (len(samples[p.index].tokens) - p.shared for p in places)
+  return Size(1 + max(p.row for p in places), sum(new))
+
+
 def chain(
   documents: Sequence[np.ndarray],
   *,

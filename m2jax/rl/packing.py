@@ -10,7 +10,6 @@ Axes: n rows, S tokens of a row, M loss terms of a row.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -78,9 +77,8 @@ def _suits_rows(group, row_tokens, row_terms, buckets) -> bool:
   most_terms = max(len(s.tokens) - s.prompt_length for s in group)
   if longest > row_tokens or most_terms > row_terms:
     return False
-  group = [dataclasses.replace(s, experts=None) for s in group]  # only lengths count
-  split = forest.merge(group, row_tokens=row_tokens, row_terms=row_terms)
-  if len(split.tokens) == 1:
+  size = forest.measure(group, row_tokens=row_tokens, row_terms=row_terms)
+  if size.rows == 1:
     return True
   plan = forest.cut(forest.merge(group), buckets)
-  return split.num_tokens <= len(plan) * buckets.chunk_tokens[-1]
+  return size.tokens <= len(plan) * buckets.chunk_tokens[-1]

@@ -148,7 +148,10 @@ def test_split(given_samples, spare, spare_terms):
   row_terms = spare_terms + max(
     1, *(len(s.tokens) - s.prompt_length for s in given_samples)
   )
-  batch = forest.merge(given_samples, row_tokens=row_tokens, row_terms=row_terms)
+  limits = dict(row_tokens=row_tokens, row_terms=row_terms)
+  batch = forest.merge(given_samples, **limits)
+  size = forest.measure(given_samples, **limits)  # foretold from lengths
+  assert size == (len(batch.tokens), batch.num_tokens)
   assert batch.tokens.shape[1] == row_tokens
   assert batch.term_token.shape == (len(batch.tokens), row_terms)
   check_shape_of_rows(batch)
