@@ -48,7 +48,7 @@ def completions(kind: Sessions, session: str, rng: np.random.Generator):
   """The completions of one session."""
 
   def ids(n):
-    return tuple(np.minimum(rng.zipf(1.3, n), 200_000).tolist())
+    return np.minimum(rng.zipf(1.3, n), 200_000).astype(np.int32)
 
   prompt, parent = ids(kind.first), None
   for turn in range(kind.turns):
@@ -62,13 +62,13 @@ def completions(kind: Sessions, session: str, rng: np.random.Generator):
       fork_reason=None,
       prompt_ids=prompt,
       response_ids=response,
-      logprobs=tuple(noise.astype(np.float32).tolist()),
-      versions=(turn,) * kind.response,
+      logprobs=noise.astype(np.float32),
+      versions=np.full(kind.response, turn, np.int32),
       finish_reason='stop',
       status='ok',
     )
     yield c
-    parent, prompt = c.id, prompt + response + ids(kind.observation)
+    parent, prompt = c.id, np.concatenate([prompt, response, ids(kind.observation)])
 
 
 def measure(kind: Sessions, whole: bool) -> float:

@@ -1,4 +1,9 @@
-"""Records of gateway, agents, pool and learner (DESIGN §3): plain, serialisable."""
+"""Records of engine, gateway, agents, pool and learner (DESIGN §3): plain data.
+
+Token ids, log-probabilities and versions are arrays from the engine to the loss: a
+completion of a long context is copied where it is stored and where it is trained, and
+nowhere between.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,26 @@ from collections.abc import Sequence
 import numpy as np
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
+class ByValue:
+  """Equality for dataclasses with arrays: by value, field by field.
+
+  Fields with `compare=False` are left out. The dataclass needs `eq=False`.
+  """
+
+  __hash__ = None
+
+  def __eq__(self, other: object) -> bool:
+    if type(other) is not type(self):
+      return NotImplemented
+    return all(
+      np.array_equal(getattr(self, field.name), getattr(other, field.name))
+      for field in dataclasses.fields(self)
+      if field.compare
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Completion(ByValue):
   """One (state, action) pair as the gateway saw it: the unit of training.
 
   Attributes:
@@ -18,8 +41,9 @@ class Completion:
     turn: 0-based order of the completion within its session.
     parent: id of the completion whose recorded ids this prompt extends, else None.
     fork_reason: why a session with earlier completions did not extend one of them.
-    prompt_ids, response_ids: token ids as fed and as sampled.
-    logprobs, versions: per response token: sampling log-probability, policy version.
+    prompt_ids, response_ids: token ids as fed and as sampled, int32.
+    logprobs, versions: per response token: sampling log-probability, float32; policy
+      version, int32. Any sequence will do for these four; it becomes an array.
     finish_reason: 'stop', 'length' or 'cancelled'.
     status: the parser's verdict on the response (`text.chat.Message.status`).
     overrides: names of sampling fields the training session overrode.
@@ -39,10 +63,10 @@ class Completion:
   turn: int
   parent: str | None
   fork_reason: str | None
-  prompt_ids: tuple[int, ...]
-  response_ids: tuple[int, ...]
-  logprobs: tuple[float, ...]
-  versions: tuple[int, ...]
+  prompt_ids: np.ndarray
+  response_ids: np.ndarray
+  logprobs: np.ndarray
+  versions: np.ndarray
   finish_reason: str
   status: str
   overrides: tuple[str, ...] = ()
@@ -53,6 +77,16 @@ class Completion:
   experts: np.ndarray | None = dataclasses.field(
     default=None, compare=False, repr=False
   )
+
+  def __post_init__(self):
+    for field in ('prompt_ids', 'response_ids', 'versions'):
+      object.__setattr__(self, field, np.asarray(getattr(self, field), np.int32))
+    object.__setattr__(self, 'logprobs', np.asarray(self.logprobs, np.float32))
+
+  @property
+  def tokens(self) -> np.ndarray:
+    """Prompt and response ids, int32: what a continuation of it begins with."""
+    return np.concatenate([self.prompt_ids, self.response_ids])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from m2jax.gateway import history, prompts, protocol, sessions
 from m2jax.records import Completion
 from m2jax.rollout.api import GenerateRequest, GenerateResult
@@ -48,7 +50,7 @@ class Pending:
   session: sessions.Session
   request: protocol.ChatRequest
   plan: prompts.Plan
-  prompt_ids: tuple[int, ...]
+  prompt_ids: np.ndarray
   overrides: tuple[str, ...]
   handle: Handle
   started_s: float

@@ -10,9 +10,10 @@ in this process or in a reader's.
 
 from __future__ import annotations
 
-import array
 import dataclasses
 from collections.abc import Sequence
+
+import numpy as np
 
 from m2jax.gateway import history as history_lib
 from m2jax.gateway import protocol, sessions
@@ -65,9 +66,9 @@ class Plan:
     it is the gateway's, not the model's."""
     return self.part.closing
 
-  def prompt_ids(self, encoded: array.array) -> tuple[int, ...]:
-    """The whole prompt from the encoded part."""
-    return tuple(self.parent.ids() + encoded) if self.parent else tuple(encoded)
+  def prompt_ids(self, encoded: np.ndarray) -> np.ndarray:
+    """The whole prompt from the encoded part, int32."""
+    return np.concatenate([self.parent.ids(), encoded]) if self.parent else encoded
 
   def node(
     self,
@@ -90,7 +91,7 @@ class Plan:
       self.parent,
       request.tools_digest,
       (history.records + history_lib.record(message), history.roles + 'a'),
-      array.array('i', completion.prompt_ids[known:] + completion.response_ids),
+      np.concatenate([completion.prompt_ids[known:], completion.response_ids]),
       call_ids=history_lib.call_ids(message),
       closed=closed,
     )
@@ -115,7 +116,7 @@ def encode(
   tools: Sequence[dict] | None,
   part: Part,
   tokenizer: tokenizer_lib.Tokenizer,
-) -> array.array:
+) -> np.ndarray:
   """Encodes a part of a request.
 
   Raises:
@@ -138,4 +139,4 @@ def encode(
     raise protocol.too_long(
       f'the prompt has at least {fewest} tokens', part.context_tokens
     )
-  return array.array('i', tokenizer_lib.encode_chat(tokenizer, pieces).ids)
+  return np.asarray(tokenizer_lib.encode_chat(tokenizer, pieces).ids, np.int32)

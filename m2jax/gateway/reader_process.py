@@ -11,7 +11,6 @@ text). Started by `readers`; it ends with its stdin.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import dataclasses
 import os
@@ -21,6 +20,7 @@ import struct
 import sys
 from typing import Any, BinaryIO
 
+import numpy as np
 import tokenizers
 
 from m2jax.gateway import prompts, protocol
@@ -90,7 +90,7 @@ class _Reader:
     self._request: protocol.ChatRequest | None = None
     self._messages: list[dict] = []
 
-  def answer(self, command: Read | Encode) -> protocol.ChatRequest | array.array:
+  def answer(self, command: Read | Encode) -> protocol.ChatRequest | np.ndarray:
     if isinstance(command, Encode):
       tools = self._request.tools
       return prompts.encode(self._messages, tools, command.part, self._tokenizer)

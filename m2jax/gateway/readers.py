@@ -6,7 +6,6 @@ plan needs. Both ways run the same code (`protocol.parse_request`, `prompts.enco
 
 from __future__ import annotations
 
-import array
 import asyncio
 import concurrent.futures
 import contextlib
@@ -18,6 +17,7 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
+import numpy as np
 from absl import logging
 
 from m2jax.gateway import prompts, protocol
@@ -49,7 +49,7 @@ class Reading(Protocol):
 
   request: protocol.ChatRequest
 
-  async def encode(self, part: prompts.Part) -> array.array:
+  async def encode(self, part: prompts.Part) -> np.ndarray:
     """Token ids of a part. Raises ApiError (400, 413)."""
 
 
@@ -60,7 +60,7 @@ class _Inline:
     self.request, self._messages = protocol.parse_request(body)
     self._tokenizer = tokenizer
 
-  async def encode(self, part: prompts.Part) -> array.array:
+  async def encode(self, part: prompts.Part) -> np.ndarray:
     return prompts.encode(self._messages, self.request.tools, part, self._tokenizer)
 
 
@@ -71,7 +71,7 @@ class _Remote:
     self._readers, self._process = readers, process
     self.request = request
 
-  async def encode(self, part: prompts.Part) -> array.array:
+  async def encode(self, part: prompts.Part) -> np.ndarray:
     return await self._readers.ask(self._process, Encode(part))
 
 

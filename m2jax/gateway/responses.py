@@ -59,7 +59,9 @@ def completion(answer: Answer) -> dict[str, Any]:
           'bytes': list(token.encode()),
           'top_logprobs': [],
         }
-        for token, logprob in zip(answer.tokens, recorded.logprobs, strict=True)
+        for token, logprob in zip(
+          answer.tokens, recorded.logprobs.tolist(), strict=True
+        )
       ]
     }
   return {
@@ -115,7 +117,7 @@ class Stream:
 
   def end(self, answer: Answer) -> list[str]:
     """What waited, the finish reason and, if asked for, the usage."""
-    events = self.feed(answer.completion.response_ids[self._tokens :])
+    events = self.feed(answer.completion.response_ids[self._tokens :].tolist())
     deltas = self._parser.feed(self._detokenizer.flush()) + self._parser.finish()
     events += self._deltas(deltas)
     if broken := broken_text(self._parser.message):

@@ -166,7 +166,7 @@ class ChatService:
       raise _engine_down(error) from error
     session, plan, request = pending.session, pending.plan, pending.request
     parsed = chat.parse(
-      tokenizer_lib.pieces(self.tokenizer, result.tokens), request.tools
+      tokenizer_lib.pieces(self.tokenizer, result.tokens.tolist()), request.tools
     )
     message = responses.message(parsed, pending.call_prefix)
     completion = Completion(
@@ -188,18 +188,18 @@ class ChatService:
       ended_s=time.time(),
     )
     cancelled = result.finish_reason == 'cancelled'
-    if result.tokens or not cancelled:
+    if len(result.tokens) or not cancelled:
       self._record(completion)
       session.turns += 1
       self._count_completion(completion)
     if cancelled:
       return None
-    closed = result.tokens[-1:] == self._stop_ids
+    closed = tuple(result.tokens[-1:].tolist()) == self._stop_ids
     session.add(plan.node(request, completion, message, closed=closed))
     self.sessions.trim()
     tokens = ()
     if request.logprobs:
-      tokens = tuple(self.tokenizer.decode([token]) for token in result.tokens)
+      tokens = tuple(self.tokenizer.decode([t]) for t in result.tokens.tolist())
     return Answer(request, completion, message, tokens)
 
   def _count_prompt(self, plan, request, overrides):

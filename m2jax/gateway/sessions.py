@@ -15,10 +15,11 @@ forgotten.
 
 from __future__ import annotations
 
-import array
 import collections
 import dataclasses
 import threading
+
+import numpy as np
 
 from m2jax.gateway import history as history_lib
 from m2jax.gateway.errors import ApiError
@@ -83,7 +84,7 @@ class Node:
     parent: Node | None,
     tools: bytes,
     conversation: tuple[bytes, str],
-    new_ids: array.array,
+    new_ids: np.ndarray,
     *,
     call_ids: bytes,
     closed: bool,
@@ -100,16 +101,13 @@ class Node:
     self.tokens = len(new_ids) + (parent.tokens if parent else 0)
     self.key = history_lib.digest(tools, records)
 
-  def ids(self) -> array.array:
-    """Token ids of prompt and response."""
+  def ids(self) -> np.ndarray:
+    """Token ids of prompt and response, int32."""
     parts, node = [], self
     while node is not None:
       parts.append(node.new_ids)
       node = node.parent
-    out = array.array('i')
-    for part in reversed(parts):
-      out += part
-    return out
+    return np.concatenate(parts[::-1])
 
   @property
   def kept_bytes(self) -> int:

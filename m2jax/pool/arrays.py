@@ -8,7 +8,7 @@ begin so, it is stored whole. Either way `unpack` gives back what went in.
 
 A header byte, then four little-endian int32 lengths (stored prompt ids, response,
 shared ids, shared positions whose expert ids differ), int32 prompt ids, int32 response
-ids, float32 log-probabilities (float64 where float32 would lose bits), int32 versions;
+ids, float32 log-probabilities, int32 versions;
 where expert ids were recorded, int32 L and top_k, the int32 positions that differ, and
 int16 ids of these and of all positions after the shared ones. Above `COMPRESS_BYTES`
 what follows the header is a zstd frame.
@@ -20,7 +20,6 @@ import collections
 import math
 import struct
 import threading
-from typing import NamedTuple
 
 import numpy as np
 import zstandard
@@ -31,18 +30,9 @@ COMPRESS_BYTES = 128
 
 _LENGTHS = struct.Struct('<iiii')
 _EXPERTS = struct.Struct('<ii')
-_ZSTD, _FLOAT64, _HAS_EXPERTS = 1, 2, 4  # header bits
+_ZSTD, _HAS_EXPERTS = 1, 4  # header bits
+_RECORD_BYTES = 1500  # of a completion in memory besides its arrays' values, about
 _local = threading.local()
-
-
-class Arrays(NamedTuple):
-  """The fields of `records.Completion` that a blob holds."""
-
-  prompt_ids: tuple[int, ...]
-  response_ids: tuple[int, ...]
-  logprobs: tuple[float, ...]
-  versions: tuple[int, ...]
-  experts: np.ndarray | None
 
 
 class Recent:
@@ -89,20 +79,13 @@ def pack(c: records.Completion, parent: records.Completion | None) -> bytes:
   if shared and c.experts is not None:
     differs = (c.experts[:shared] != parent.experts).any(axis=(1, 2))
     changed = np.flatnonzero(differs).astype('<i4')
-  logprobs = np.array(c.logprobs, '<f8')
-  narrow = logprobs.astype('<f4')
-  flags = 0
-  if np.array_equal(narrow, logprobs):
-    logprobs = narrow  # the engine samples in float32: nothing is lost
-  else:
-    flags = _FLOAT64
-  own = c.prompt_ids[shared:]
+  flags, own = 0, c.prompt_ids[shared:]
   parts = [
     _LENGTHS.pack(len(own), len(c.response_ids), shared, len(changed)),
-    np.array(own, '<i4').tobytes(),
-    np.array(c.response_ids, '<i4').tobytes(),
-    logprobs.tobytes(),
-    np.array(c.versions, '<i4').tobytes(),
+    own.astype('<i4', copy=False).tobytes(),
+    c.response_ids.astype('<i4', copy=False).tobytes(),
+    c.logprobs.astype('<f4', copy=False).tobytes(),
+    c.versions.astype('<i4', copy=False).tobytes(),
   ]
   if c.experts is not None:
     flags |= _HAS_EXPERTS
@@ -112,8 +95,10 @@ def pack(c: records.Completion, parent: records.Completion | None) -> bytes:
   return compress(flags, b''.join(parts))
 
 
-def unpack(blob: bytes, parent: records.Completion | None) -> Arrays:
-  """The inverse of `pack`.
+def unpack(
+  blob: bytes, parent: records.Completion | None
+) -> dict[str, np.ndarray | None]:
+  """The inverse of `pack`: the fields of `records.Completion` that a blob holds.
 
   Raises:
     ValueError: the blob needs its parent, and there is none or another one.
@@ -124,7 +109,7 @@ def unpack(blob: bytes, parent: records.Completion | None) -> Arrays:
     raise ValueError(
       f'data pool: a completion whose parent has {shared} tokens lost it'
     )
-  offset, out = _LENGTHS.size, []
+  offset = _LENGTHS.size
 
   def read(dtype: str, count: int) -> np.ndarray:
     nonlocal offset
@@ -132,28 +117,27 @@ def unpack(blob: bytes, parent: records.Completion | None) -> Arrays:
     offset += values.nbytes
     return values
 
-  logprob_dtype = '<f8' if flags & _FLOAT64 else '<f4'
-  for dtype, count in (
-    ('<i4', own),
-    ('<i4', response),
-    (logprob_dtype, response),
-    ('<i4', response),
-  ):
-    out.append(tuple(read(dtype, count).tolist()))
+  prompt_ids = read('<i4', own)
   if shared:
-    out[0] = parent.prompt_ids + parent.response_ids + out[0]
-  experts = None
+    prompt_ids = np.concatenate([parent.prompt_ids, parent.response_ids, prompt_ids])
+  out = {
+    'prompt_ids': prompt_ids,
+    'response_ids': read('<i4', response),
+    'logprobs': read('<f4', response),
+    'versions': read('<i4', response),
+    'experts': None,
+  }
   if flags & _HAS_EXPERTS:
     ids = tuple(_EXPERTS.unpack_from(body, offset))
     offset += _EXPERTS.size
     positions = read('<i4', changed)
     rest = own + response
     kept = read('<i2', (changed + rest) * math.prod(ids)).reshape(-1, *ids)
-    experts = kept[changed:]
+    out['experts'] = kept[changed:]
     if shared:
-      experts = np.concatenate([parent.experts, experts])
-      experts[positions] = kept[:changed]
-  return Arrays(*out, experts)
+      out['experts'] = np.concatenate([parent.experts, kept[changed:]])
+      out['experts'][positions] = kept[:changed]
+  return out
 
 
 def compress(flags: int, body: bytes) -> bytes:
@@ -175,13 +159,14 @@ def _shared(c: records.Completion, parent: records.Completion | None) -> int:
   """How many ids of the prompt the parent holds: all of the parent's, or none."""
   if parent is None or parent.session != c.session or parent.id != c.parent:
     return 0
-  ids = parent.prompt_ids + parent.response_ids
-  if c.prompt_ids[: len(ids)] != ids:
+  middle, end = len(parent.prompt_ids), _tokens(parent)
+  begins = np.array_equal(c.prompt_ids[:middle], parent.prompt_ids)
+  if not begins or not np.array_equal(c.prompt_ids[middle:end], parent.response_ids):
     return 0
   mine, theirs = c.experts, parent.experts
   if mine is not None and (theirs is None or mine.shape[1:] != theirs.shape[1:]):
     return 0
-  return len(ids)
+  return end
 
 
 def _tokens(c: records.Completion) -> int:
@@ -189,8 +174,8 @@ def _tokens(c: records.Completion) -> int:
 
 
 def _memory_bytes(c: records.Completion) -> int:
-  """Roughly what remembering it costs: a pointer and an int for every token."""
-  return 36 * _tokens(c) + (0 if c.experts is None else c.experts.nbytes)
+  arrays = (c.prompt_ids, c.response_ids, c.logprobs, c.versions, c.experts)
+  return _RECORD_BYTES + sum(a.nbytes for a in arrays if a is not None)
 
 
 def _zstd() -> zstandard.ZstdCompressor:

@@ -7,7 +7,6 @@ Token ids, log-probabilities, versions and expert ids of a completion are one bl
 from __future__ import annotations
 
 import json
-import math
 import os
 import uuid
 from collections.abc import Iterable
@@ -214,7 +213,7 @@ def check_completion(c: records.Completion) -> None:
         f'completion {c.id}: {field} has {len(getattr(c, field))} entries for '
         f'{len(c.response_ids)} response tokens'
       )
-  if not all(map(math.isfinite, c.logprobs)):
+  if not np.isfinite(c.logprobs).all():
     raise ValueError(f'completion {c.id}: logprobs has a value that is not finite')
   tokens = len(c.prompt_ids) + len(c.response_ids)
   if (e := c.experts) is not None and (
@@ -249,8 +248,8 @@ def completion_row(
     prompt_tokens=len(c.prompt_ids),
     response_tokens=len(c.response_ids),
     lineage=c.lineage,
-    first_version=min(c.versions, default=None),
-    last_version=max(c.versions, default=None),
+    first_version=int(c.versions.min()) if c.versions.size else None,
+    last_version=int(c.versions.max()) if c.versions.size else None,
     arrays=arrays.pack(c, parent),
     superseded=False,
   )
@@ -266,7 +265,6 @@ def completions_of(rows: Iterable[sa.Row]) -> dict[str, records.Completion]:
   for row in rows:
     if row.arrays is None:
       continue
-    fields = arrays.unpack(row.arrays, out.get(row.parent))
     out[row.id] = records.Completion(
       id=row.id,
       session=row.session,
@@ -280,7 +278,7 @@ def completions_of(rows: Iterable[sa.Row]) -> dict[str, records.Completion]:
       started_s=row.started_s,
       ended_s=row.ended_s,
       lineage=row.lineage,
-      **fields._asdict(),
+      **arrays.unpack(row.arrays, out.get(row.parent)),
     )
   return out
 

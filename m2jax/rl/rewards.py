@@ -249,11 +249,11 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
   changed, for example without its reasoning.
   """
   sampled = (c for c in completions if c.finish_reason != 'cancelled')
-  sampled = sorted((c for c in sampled if c.response_ids), key=lambda c: c.turn)
+  sampled = sorted((c for c in sampled if len(c.response_ids)), key=lambda c: c.turn)
   extended = {id_ for c in completions for id_ in (c.parent, c.follows)}
   requests = collections.defaultdict(list)
   for c in sampled:
-    requests[c.prompt_ids].append(c)
+    requests[c.prompt_ids.tobytes()].append(c)
 
   def last(of):
     return {max(of, key=lambda c: (c.started_s, c.turn)).id}

@@ -60,12 +60,12 @@ def from_group(
     raise ValueError(f'{len(weights)} weights for {len(terms)} completions')
   return [
     forest.Sample(
-      tokens=np.array(c.prompt_ids + c.response_ids, np.int32),
+      tokens=c.tokens,
       prompt_length=len(c.prompt_ids),
-      old_logprobs=np.array(c.logprobs, np.float32),
+      old_logprobs=c.logprobs,
       advantages=np.full(len(c.response_ids), advantage, np.float32),
       weights=np.full(len(c.response_ids), weight, np.float32),
-      versions=np.array(c.versions, np.int32),
+      versions=c.versions,
       experts=c.experts,
     )
     for (c, advantage), weight in zip(terms, weights, strict=True)

@@ -7,8 +7,11 @@ log-probability it was sampled with and the policy version that sampled it (law 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
+
+from m2jax.records import ByValue
 
 
 class PromptTooLong(ValueError):
@@ -36,23 +39,23 @@ class SamplingParams:
   seed: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerateRequest:
-  """One completion asked of the engine."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class GenerateRequest(ByValue):
+  """One completion asked of the engine; `prompt_ids` are any sequence of integers."""
 
-  prompt_ids: tuple[int, ...]
+  prompt_ids: Sequence[int] | np.ndarray
   sampling: SamplingParams
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerateResult:
+@dataclasses.dataclass(frozen=True, eq=False)
+class GenerateResult(ByValue):
   """One completion as sampled.
 
   Attributes:
-    tokens: response ids, the stop token included when there was one.
-    logprobs: log-probability of each token under the distribution it was drawn from
-      (after temperature and truncation; greedy reports the temperature-1 value).
-    versions: policy version of each token; weights may change in flight.
+    tokens: response ids, int32, the stop token included when there was one.
+    logprobs: float32, of each token under the distribution it was drawn from (after
+      temperature and truncation; greedy reports the temperature-1 value).
+    versions: int32, policy version of each token; weights may change in flight.
     finish_reason: 'stop', 'length' or 'cancelled'.
     experts: [prompt + response tokens, L, top_k] int16, the experts that each token
       went to in the trunk when its K/V were computed; None unless
@@ -62,9 +65,9 @@ class GenerateResult:
       cancelled request did not get to); training then routes by itself.
   """
 
-  tokens: tuple[int, ...]
-  logprobs: tuple[float, ...]
-  versions: tuple[int, ...]
+  tokens: np.ndarray
+  logprobs: np.ndarray
+  versions: np.ndarray
   finish_reason: str
   experts: np.ndarray | None = dataclasses.field(
     default=None, compare=False, repr=False

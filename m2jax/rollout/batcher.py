@@ -325,7 +325,7 @@ class Batcher:
 
   def _deliver(self, job: Job, count: int, reason: str) -> None:
     begin = len(job.prompt)
-    take = lambda x: tuple(x[job.slot, begin : begin + count].tolist())
+    take = lambda x: x[job.slot, begin : begin + count].copy()
     table = self.table
     self.counts['cancelled' if reason == 'cancelled' else 'completions'] += 1
     job.future.set_result(

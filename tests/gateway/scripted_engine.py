@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from m2jax.rollout.api import GenerateRequest, GenerateResult, PromptTooLong
 
 
@@ -95,9 +97,9 @@ class ScriptedEngine:
     if on_tokens and rest:
       on_tokens(tuple(tokens[-rest:]))
     result = GenerateResult(
-      tokens=tuple(tokens),
-      logprobs=tuple(-self._random.random() for _ in tokens),
-      versions=(self.version,) * len(tokens),
+      tokens=np.array(tokens, np.int32),
+      logprobs=np.array([-self._random.random() for _ in tokens], np.float32),
+      versions=np.full(len(tokens), self.version, np.int32),
       finish_reason=reason,
     )
     self.results.append((request, result))

@@ -256,7 +256,7 @@ def test_a_large_request_is_read_as_a_small_one(serve):
     late = OK | {'messages': [*messages, {'role': 'system', 'content': 'late'}]}
     reply = post(gateway, late)
     faults.append((reply.status_code, reply.json()))
-    prompts = [record.prompt_ids for record in records]
+    prompts = [record.prompt_ids.tolist() for record in records]
     parents = [record.parent is not None for record in records]
     assert parents == [False, True, True]
     seen.append((prompts, faults))

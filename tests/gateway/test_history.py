@@ -9,6 +9,7 @@ import copy
 import json
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -99,9 +100,9 @@ def test_extends_by_recorded_ids(serve, tok):
   client = Client(gateway, records, 'k')
   _, first, history = first_two(client)
   _, second = client.ask(history)
-  known = first.prompt_ids + first.response_ids
-  assert first.response_ids == tuple(odd)
-  assert second.prompt_ids[: len(known)] == known
+  known = first.tokens.tolist()
+  assert first.response_ids.tolist() == list(odd)
+  assert second.prompt_ids[: len(known)].tolist() == known
   assert second.parent == first.id
   suffix = '\n]~b]tool\n<response>a.txt</response>[e~[\n]~b]ai\n<think>\n'
   assert tok.decode(second.prompt_ids[len(known) :]) == suffix
@@ -180,7 +181,7 @@ def test_reason(serve, tok, change, tools, reason):
     assert record.parent is None
     assert counters[f'forks_total{{reason="{reason}"}}'] == 1
     pieces = chat.segments(history, tools, True)
-    assert record.prompt_ids == tuple(tokenizer_lib.encode_chat(tok, pieces).ids)
+    assert record.prompt_ids.tolist() == tokenizer_lib.encode_chat(tok, pieces).ids
 
 
 def test_response_cut_off_by_length_is_closed(serve, tok):
@@ -191,9 +192,9 @@ def test_response_cut_off_by_length_is_closed(serve, tok):
   _, first, history = first_two(client)
   _, second = client.ask(history)
   assert first.finish_reason == 'length'
-  known = first.prompt_ids + first.response_ids
+  known = first.tokens.tolist()
   assert second.parent == first.id
-  assert second.prompt_ids[: len(known)] == known
+  assert second.prompt_ids[: len(known)].tolist() == known
   assert second.prompt_ids[len(known)] == tok.eos_id
   assert gateway.counters()['closed_by_gateway_total'] == 1
 
@@ -221,7 +222,9 @@ def test_malformed_call_is_shown_and_kept(serve, tok, broken, shown):
   # No user message between: the gateway must recognise its own words.
   _, second = client.ask([USER, message])
   assert second.parent == first.id
-  assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+  np.testing.assert_array_equal(
+    second.prompt_ids[: len(first.prompt_ids)], first.prompt_ids
+  )
   _, third = client.ask([USER, message, USER])
   assert third.fork_reason == 'thinking_closed'
 
@@ -258,7 +261,8 @@ def test_a_quoted_call_is_text(serve, tok):
     _, third = client.ask([USER, message, USER])
     assert third.fork_reason == 'thinking_closed'
     specials = set(tok.special_ids.values()) - {tok.role_id, tok.eos_id, tok.bos_id}
-    said = third.prompt_ids[third.prompt_ids.index(tok.encode('ai\n')[0]) :]
+    ids = third.prompt_ids.tolist()
+    said = ids[ids.index(tok.encode('ai\n')[0]) :]
     assert specials.intersection(said) == {tok.think_id}  # the generation prompt's
 
 
@@ -449,10 +453,13 @@ def test_law_4(running, tok, data):
     request, result = engine.results[-1]
 
     # What was sampled is what was recorded.
-    assert record.prompt_ids == request.prompt_ids
-    assert record.response_ids == result.tokens
-    assert record.logprobs == result.logprobs
-    assert record.versions == result.versions
+    for recorded, sampled in (
+      (record.prompt_ids, request.prompt_ids),
+      (record.response_ids, result.tokens),
+      (record.logprobs, result.logprobs),
+      (record.versions, result.versions),
+    ):
+      np.testing.assert_array_equal(recorded, sampled, strict=True)
     assert record.turn == len(known)
     assert (request.sampling.temperature, request.sampling.top_p) == (1.0, 1.0)
 
@@ -469,20 +476,20 @@ def test_law_4(running, tok, data):
     closed = any(m['role'] == 'user' for m in history[last + 1 :])
     if parents and not closed:
       parent = parents[record.parent]
-      ids = parent.prompt_ids + parent.response_ids
+      ids = parent.tokens.tolist()
       assert record.fork_reason is None
-      assert record.prompt_ids[: len(ids)] == ids
+      assert record.prompt_ids[: len(ids)].tolist() == ids
       full = chat.render(history, tools, True)
       head = chat.render(history[: last + 1], tools)
       assert full.startswith(head)
-      scaffold = '\n' if parent.response_ids[-1:] == (tok.eos_id,) else '[e~[\n'
+      scaffold = '\n' if parent.response_ids[-1:].tolist() == [tok.eos_id] else '[e~[\n'
       suffix = tok.decode(record.prompt_ids[len(ids) :])
       assert suffix == scaffold + full[len(head) :]
     else:
       assert record.parent is None
       assert (record.fork_reason is None) == (not known)
       pieces = chat.segments(history, tools, True)
-      assert list(record.prompt_ids) == tokenizer_lib.encode_chat(tok, pieces).ids
+      assert record.prompt_ids.tolist() == tokenizer_lib.encode_chat(tok, pieces).ids
       if parents:
         assert record.fork_reason == 'thinking_closed'
     known.append((tools, [*history, message], record))
@@ -490,8 +497,8 @@ def test_law_4(running, tok, data):
 
   # Nothing lost, nothing counted twice.
   new = records[start:]
-  assert [r.response_ids for r in new] == [
-    result.tokens for _, result in engine.results
+  assert [r.response_ids.tolist() for r in new] == [
+    result.tokens.tolist() for _, result in engine.results
   ]
   assert len({r.id for r in new}) == len(new) == len(known)
   delta = collections.Counter(gateway.counters())

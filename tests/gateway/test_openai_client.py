@@ -59,8 +59,8 @@ def test_answer_with_tool_call(serve, tok):
   assert call.function.name == 'sh'
   assert call.function.arguments == '{"cmd": "wc -l <a.txt", "n": 2}'
   assert reply.id == record.id
-  assert record.response_ids == tuple(tok.encode(CALL))
-  assert record.prompt_ids == engine.requests[0].prompt_ids
+  assert record.response_ids.tolist() == list(tok.encode(CALL))
+  assert record.prompt_ids.tolist() == engine.requests[0].prompt_ids.tolist()
   assert reply.usage.prompt_tokens == len(record.prompt_ids)
   assert reply.usage.completion_tokens == len(record.response_ids)
   assert (record.turn, record.parent, record.fork_reason) == (0, None, None)
@@ -125,7 +125,7 @@ def test_logprobs(serve, tok):
     model='m2jax', messages=QUESTION, logprobs=True
   )
   entries = reply.choices[0].logprobs.content
-  assert tuple(e.logprob for e in entries) == records[0].logprobs
+  assert [e.logprob for e in entries] == records[0].logprobs.tolist()
   assert ''.join(e.token for e in entries) == tok.decode(records[0].response_ids)
 
 

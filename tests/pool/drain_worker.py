@@ -178,9 +178,9 @@ class Worker:
     attempts = set()
     for trajectory, completions in group:
       assert [c.turn for c in completions] == [0, 1], completions
-      attempts |= {c.prompt_ids for c in completions}
+      attempts |= {tuple(c.prompt_ids.tolist()) for c in completions}
       for c in completions:
-        assert c.response_ids == (trajectory.rank, c.turn)
+        assert c.response_ids.tolist() == [trajectory.rank, c.turn]
         assert c.session == trajectory.session and c.prompt_ids[0] == index
     assert len(attempts) == 1, attempts
     weights.append(index)

@@ -28,7 +28,7 @@ def sessions(draw):
     ids = tuple(rng.integers(0, 50, draw(st.integers(0, 6))).tolist())
     prompt = ids
     if parent is not None:
-      base = parent.prompt_ids + parent.response_ids
+      base = tuple(parent.tokens.tolist())
       if draw(st.integers(0, 4)) == 0:
         base = base[:-1]  # a parent that the prompt does not extend
       prompt = base + ids
@@ -47,7 +47,7 @@ def sessions(draw):
         parent=parent.id if parent is not None else None,
         prompt_ids=prompt,
         response_ids=tuple(rng.integers(0, 50, n).tolist()),
-        logprobs=tuple(rng.normal(size=n).tolist()),
+        logprobs=rng.normal(size=n),
         versions=tuple(rng.integers(0, 9, n).tolist()),
         experts=experts,
       )
@@ -106,7 +106,7 @@ def test_a_session_grows_by_its_new_tokens():
       versions=(3,) * 50,
     )
     blobs.append(arrays.pack(c, parent))
-    parent, tokens = c, prompt + c.response_ids
+    parent, tokens = c, tuple(c.tokens.tolist())
   assert sum(map(len, blobs)) < 1.2 * 4 * len(tokens)
   assert max(map(len, blobs)) < 2 * min(map(len, blobs))
 
@@ -129,8 +129,8 @@ def test_only_true_prefixes_are_left_out():
 
 def test_what_is_remembered_is_bounded():
   """By bytes, expert ids included: the oldest go first, and sessions that ended."""
-  recent = arrays.Recent(max_bytes=500)
-  for key in 'abc':  # of 5 tokens each, 180 bytes
+  recent = arrays.Recent(max_bytes=4000)
+  for key in 'abc':  # of about 1,500 bytes each
     recent.add(completion(key))
   assert recent.get('a/0') is None
   assert recent.get('b/0') and recent.get('c/0')
@@ -138,5 +138,5 @@ def test_what_is_remembered_is_bounded():
   assert recent.get('c/0') is None and recent.get('b/0')
   recent.add(completion('d'))
   assert recent.get('b/0') and recent.get('d/0') and recent.get(None) is None
-  recent.add(completion('e', experts=np.zeros((5, 4, 8), np.int16)))  # 500 bytes
+  recent.add(completion('e', experts=np.zeros((5, 40, 8), np.int16)))  # and 3,200
   assert not any(recent.get(f'{key}/0') for key in 'abcd')

@@ -159,7 +159,7 @@ def test_disagreement_of_two_routers(cfg, engine):
       request = GenerateRequest(prompt, SamplingParams(max_tokens=6, seed=version))
       found.append(scheduler.submit(request).future.result(TIMEOUT_S))
   batch = [
-    forest.Sample(np.array(prompt + r.tokens), len(prompt), experts=r.experts)
+    forest.Sample(np.array([*prompt, *r.tokens]), len(prompt), experts=r.experts)
     for r in found
   ]
   got = forest.disagreement(batch)
@@ -229,7 +229,7 @@ def test_ids_survive_to_the_forest(group):
   want = collections.defaultdict(list)  # path → ids of its last token, best last
   for sampled in (False, True):
     for c in reversed([c for turns in group for c in turns]):
-      ids = c.prompt_ids + c.response_ids
+      ids = tuple(c.tokens.tolist())
       for i in range(len(ids)):
         in_response = i >= len(c.prompt_ids)
         if c.experts is not None and in_response == sampled and c.experts[i, 0, 0] >= 0:

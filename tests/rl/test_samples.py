@@ -48,7 +48,8 @@ def test_a_sample_is_a_completion():
   ]
   assert len(got) == len(want) == 6
   for sample, (completion, advantage) in zip(got, want, strict=True):
-    assert tuple(sample.tokens) == completion.prompt_ids + completion.response_ids
+    want_ids = [*completion.prompt_ids, *completion.response_ids]
+    assert sample.tokens.tolist() == want_ids
     assert sample.prompt_length == len(completion.prompt_ids)
     np.testing.assert_allclose(sample.old_logprobs, completion.logprobs)
     np.testing.assert_array_equal(sample.versions, completion.versions)
