@@ -111,16 +111,16 @@ class WorkItem:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-  """How one episode ended. Its completions lie in the pool under `session`.
+  """How one episode ended. Its completions are in the pool under `session`.
 
   Attributes:
     session: the gateway session (API key) of the episode.
     item: index of its work item, or -1 outside training (evaluation).
     rank: 0 … group_size − 1 within the item.
     task, family: the task's spec string and family name.
-    ended: 'answer', 'max_turns', 'length' or 'context': real ends, which are judged;
-      or 'infrastructure', which is masked from loss and baseline (law 5).
-    reason: for 'infrastructure', what broke.
+    end_reason: 'answer', 'max_turns', 'length' or 'context', which are judged; or
+      'infrastructure', which is masked from loss and baseline (law 5).
+    error: for 'infrastructure', what broke.
     success: the verifier's verdict in [0, 1].
     wall_s: wall-clock seconds of the episode, tools included.
     tool_calls: commands run; tool_errors: calls that did not parse or named no tool.
@@ -133,12 +133,12 @@ class Trajectory:
   rank: int
   task: str
   family: str
-  ended: str
+  end_reason: str
   success: float
   wall_s: float
   tool_calls: int
   tool_errors: int = 0
-  reason: str = ''
+  error: str = ''
   answer: str = ''
   messages: tuple[dict, ...] = ()
 

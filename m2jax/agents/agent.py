@@ -58,18 +58,18 @@ class Outcome:
   """How an episode ended.
 
   Attributes:
-    ended: 'answer', 'max_turns', 'length' or 'context'; 'infrastructure' for what is
-      not the model's doing, which is masked from the loss (law 5).
-    reason: for 'infrastructure', what broke.
-    answer: text of the last assistant message if `ended` is 'answer', else ''.
+    end_reason: 'answer', 'max_turns', 'length' or 'context'; or 'infrastructure', which
+      is not the model's doing and is masked from the loss (law 5).
+    error: for 'infrastructure', what broke.
+    answer: text of the last assistant message if `end_reason` is 'answer', else ''.
     messages: the whole chat as OpenAI dicts, for people to read.
     tool_calls: calls executed.
     tool_errors: calls that did not parse, named no tool or had wrong arguments.
     wall_s: wall-clock seconds.
   """
 
-  ended: str = ''
-  reason: str = ''
+  end_reason: str = ''
+  error: str = ''
   answer: str = ''
   messages: Sequence[dict] = dataclasses.field(default_factory=list)
   tool_calls: int = 0
@@ -104,7 +104,7 @@ class Agent(abc.ABC):
     self, task: Task, environment: Environment, outcome: Outcome
   ) -> float:
     """Success in [0, 1]: the task's verdict on an answer, 0 where there is none."""
-    if outcome.ended != 'answer':
+    if outcome.end_reason != 'answer':
       return 0.0
     return await task.verify(environment, outcome.answer)
 

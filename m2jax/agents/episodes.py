@@ -159,7 +159,7 @@ class Runner:
         success = await agent.reward(task, environment, outcome)
     except (sandbox.SandboxError, OSError) as error:
       logging.warning('episode of %s: %r', task.spec, error)
-      outcome = agents.Outcome(ended='infrastructure', reason=repr(error))
+      outcome = agents.Outcome(end_reason='infrastructure', error=repr(error))
       success = 0.0
     return Trajectory(
       session=key,
@@ -199,8 +199,8 @@ def evaluate(
         rank=0,
         task=spec,
         family=tasks.make(spec).family,
-        ended='infrastructure',
-        reason=f'the evaluation did not end within {deadline_s:g} s',
+        end_reason='infrastructure',
+        error=f'the evaluation did not end within {deadline_s:g} s',
         success=0.0,
         wall_s=deadline_s,
         tool_calls=0,
@@ -213,7 +213,7 @@ def evaluate(
   out = []
   for spec, future in zip(specs, futures, strict=True):
     trajectory = result(spec, future)
-    if trajectory.ended == 'infrastructure' and time.monotonic() < ends_s:
+    if trajectory.end_reason == 'infrastructure' and time.monotonic() < ends_s:
       trajectory = result(spec, runner.group(spec, 1, **options))
     if on_end is not None:
       on_end(trajectory)

@@ -121,16 +121,16 @@ class Whitebox(Agent):
         message = choice['message']
         outcome.messages.append(message)
         if choice['finish_reason'] == 'length':
-          outcome.ended = 'length'
+          outcome.end_reason = 'length'
           return
         if not await self._act(choice, episode):
-          outcome.ended, outcome.answer = 'answer', message.get('content') or ''
+          outcome.end_reason, outcome.answer = 'answer', message.get('content') or ''
           return
-      outcome.ended = 'max_turns'
+      outcome.end_reason = 'max_turns'
     except _ContextExceeded:
-      outcome.ended = 'context'
+      outcome.end_reason = 'context'
     except _Infrastructure as error:
-      outcome.ended, outcome.reason = 'infrastructure', str(error)
+      outcome.end_reason, outcome.error = 'infrastructure', str(error)
 
   async def finish(self, episode: _Episode) -> Outcome:
     episode.outcome.wall_s = time.monotonic() - episode.started_s

@@ -60,14 +60,14 @@ def success_on(
   )
   cells: dict[tuple[str, int | None], list[float]] = collections.defaultdict(list)
   for t in out:
-    if t.ended != 'infrastructure':  # nobody's failure, so not judged
+    if t.end_reason != 'infrastructure':  # nobody's failure, so not judged
       calls = tasks_lib.make(t.task).baseline_calls
       for cell in (('all', None), (t.family, calls)):
         cells[cell].append(t.success)
   if out and not cells:
     raise RolloutsFailed(
       f'none of {len(out)} episodes on the split {split!r} could be judged; the last '
-      f'ended by {out[-1].reason}'
+      f'ended by {out[-1].error}'
     )
   order = sorted(cells, key=lambda cell: (cell[0] != 'all', cell))
   return [

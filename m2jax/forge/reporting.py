@@ -91,7 +91,7 @@ def _episode(stored: StoredTrajectory, pool: DataPool) -> report.Episode:
       for turn in turns
     ],
     reward=reward.total if reward is not None else None,
-    ended=t.ended,
-    reason=t.reason,
+    end_reason=t.end_reason,
+    error=t.error,
     wall_s=t.wall_s,
   )

@@ -249,7 +249,7 @@ class RlLoop:
     """How windowed FIFO treated items just taken; draws the window."""
     head, states = self._queue.states()
     if self._view is not None:
-      shown = ['taken' if s == 'ended' else s for s in states]
+      shown = ['taken' if s == 'retired' else s for s in states]
       self._view.set_window(shown, head=head, window=self._queue.window)
     ages = [t.age_items for t in taken]
     distances = [t.order_distance for t in taken]
@@ -301,7 +301,7 @@ class RlLoop:
 
   def _on_end(self, trajectory: Trajectory) -> None:
     self._pool.add_trajectory(trajectory)
-    if trajectory.ended != 'infrastructure':
+    if trajectory.end_reason != 'infrastructure':
       self._curriculum.observe(trajectory.family, trajectory.success)
     with self._lock:
       self._finished += 1
@@ -322,10 +322,10 @@ class RlLoop:
     try:
       try:
         trajectories = future.result()
-        if any(t.ended != 'infrastructure' for t in trajectories):
+        if any(t.end_reason != 'infrastructure' for t in trajectories):
           self._queue.complete(item.index)
           return
-        reason = trajectories[0].reason or 'infrastructure'
+        reason = trajectories[0].error or 'infrastructure'
       except data_pool.PoolBroken:
         raise
       except Exception as error:
@@ -333,7 +333,7 @@ class RlLoop:
         reason = repr(error)
       self._queue.fail(item.index, reason)
     except Exception as error:
-      logging.exception('item %d could not be ended', item.index)
+      logging.exception('item %d could not be retired', item.index)
       self._broken = error
 
   # --- Recording ---

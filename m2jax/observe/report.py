@@ -93,7 +93,7 @@ class Episode:
     family, task: the task's family and spec.
     success: the verifier's verdict in [0, 1]; reward: the sum over its turns.
     messages: the chat as OpenAI dicts. turns: one per assistant message.
-    ended, reason: how it ended and, for an infrastructure failure, why.
+    end_reason, error: how it ended and, for an infrastructure failure, why.
     wall_s: wall-clock seconds.
   """
 
@@ -105,8 +105,8 @@ class Episode:
   messages: Sequence[Mapping[str, Any]]
   turns: Sequence[Turn] = ()
   reward: float | None = None
-  ended: str = ''
-  reason: str = ''
+  end_reason: str = ''
+  error: str = ''
   wall_s: float = 0.0
 
 
@@ -347,7 +347,7 @@ def _episode(episode: Episode) -> dict[str, Any]:
   task = next(
     (s.text for s in transcript.steps(episode.messages) if s.kind == 'task'), ''
   )
-  facts = [episode.ended, episode.reason, f'{episode.wall_s:.1f} s']
+  facts = [episode.end_reason, episode.error, f'{episode.wall_s:.1f} s']
   turns = max(1, len(episode.turns))
   return {
     'phase': printable(episode.phase),
@@ -364,7 +364,7 @@ def _episode(episode: Episode) -> dict[str, Any]:
 
 
 def _verdict(episode: Episode) -> str:
-  if episode.ended == 'infrastructure':
+  if episode.end_reason == 'infrastructure':
     return 'not judged'
   return 'solved' if episode.success >= 1 else 'failed'
 

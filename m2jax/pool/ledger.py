@@ -81,7 +81,7 @@ def complete(connection: sa.Connection, index: int) -> None:
   if have != row.group_size:
     raise ValueError(
       f'complete: item {index} has {have} of {row.group_size} trajectories; add one '
-      "with ended='infrastructure' for each episode that broke"
+      "with end_reason='infrastructure' for each episode that broke"
     )
   _set(connection, [index], state='completed')
 

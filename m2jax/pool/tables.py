@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from m2jax import records
 from m2jax.pool import arrays
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _metadata = sa.MetaData()
 # SQLite gives rowids only to columns spelled INTEGER.
@@ -55,8 +55,8 @@ trajectories = sa.Table(
   sa.Column('rank', sa.Integer, nullable=False),
   sa.Column('task', sa.Text, nullable=False),
   sa.Column('family', sa.String, nullable=False),
-  sa.Column('ended', sa.String, nullable=False),
-  sa.Column('reason', sa.Text, nullable=False),
+  sa.Column('end_reason', sa.String, nullable=False),
+  sa.Column('error', sa.Text, nullable=False),
   sa.Column('success', sa.Float, nullable=False),
   sa.Column('wall_s', sa.Float, nullable=False),
   sa.Column('tool_calls', sa.Integer, nullable=False),
@@ -286,7 +286,7 @@ def completions_of(rows: Iterable[sa.Row]) -> dict[str, records.Completion]:
 def trajectory_row(t: records.Trajectory) -> dict[str, Any]:
   """The trajectory as a row of `trajectories`, `superseded` false."""
   row = {f: getattr(t, f) for f in _TRAJECTORY_FIELDS}
-  for field in ('answer', 'reason'):
+  for field in ('answer', 'error'):
     row[field] = clean_text(row[field])
   text = json.dumps(t.messages, separators=(',', ':'))
   row['messages'] = arrays.compress(0, text.encode())
@@ -316,8 +316,8 @@ _TRAJECTORY_FIELDS = (
   'rank',
   'task',
   'family',
-  'ended',
-  'reason',
+  'end_reason',
+  'error',
   'success',
   'wall_s',
   'tool_calls',

@@ -1,14 +1,14 @@
 """Windowed FIFO: out-of-order consumption, bounded by a window at the oldest item.
 
 Forge's scheduler between rollouts and the learner (facts/m2-and-forge.md §4.5; DESIGN
-§6 fixes what the report leaves open). Items enter in submission order and end either
+§6 fixes what the report leaves open). Items enter in submission order and retire either
 taken or failed. With capacity N, window W and head = the oldest item that has not
-ended:
+retired:
 
-  submit   raises `Full` while N items are live (submitted and not ended);
-  take     gives only completed items with index in [head, head + W − 1], lowest first;
-           completed items beyond are forbidden. Ended items keep their window position,
-           so the window moves only when the head itself ends.
+  submit   raises `Full` while N items are live (submitted and not retired);
+  take     returns only completed items with index in [head, head + W − 1], lowest
+           first; completed items beyond are forbidden. Retired items keep their window
+           position, so the window moves only when the head itself retires.
 
 W = 1 is strict FIFO. `window=None` is greedy: any completed item may be taken; W = N is
 not greedy, since head + N stays blocked. Between the submission of an item and its
@@ -35,7 +35,7 @@ class Full(RuntimeError):
 
 
 class NotPending(ValueError):
-  """The item has already completed or ended, or was never submitted."""
+  """The item has already completed or retired, or was never submitted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,17 +43,17 @@ class WindowState:
   """The queue at one moment. Counts are items.
 
   Attributes:
-    head: oldest index that has not ended; next_index when nothing is live.
+    head: oldest index that has not retired; next_index when nothing is live.
     next_index: index that the next submission gets.
     capacity: N; window: W, or None when greedy.
     pending: submitted, still running.
     completed: finished and not taken: takeable + forbidden.
     takeable: what an unlimited take would give now (taking moves the window).
-    in_window: completed items inside the window as it lies now.
-    forbidden: completed items beyond the window as it lies now.
-    remaining: window positions not yet used up by ended items, the "Remaining Window
+    in_window: completed items inside the present window.
+    forbidden: completed items beyond the present window.
+    remaining: window positions not yet used up by retired items, the "Remaining Window
       Capacity" of the report's Fig. 5; None when greedy.
-    taken, failed: ended since the queue was made or restored.
+    taken, failed: retired since the queue was made or restored.
     head_age_s: seconds since the head was submitted; 0 when nothing is live.
   """
 
@@ -90,7 +90,7 @@ class WindowedFifo:
     """Makes an empty queue.
 
     Args:
-      capacity: N, most items submitted and not ended; at least 1.
+      capacity: N, most items submitted and not retired; at least 1.
       window: W, at least 1; None is greedy; 'default' is `default_window(capacity)`.
       clock: seconds, for `head_age_s`.
 
@@ -115,7 +115,7 @@ class WindowedFifo:
     self._pending: dict[int, Any] = {}
     self._completed: dict[int, Any] = {}
     self._ready: list[int] = []  # heap of the completed indices
-    self._ended: set[int] = set()  # ended indices above the head
+    self._retired: set[int] = set()  # retired indices above the head
     self._submitted_s: dict[int, float] = {}
     self._taken = 0
     self._failed = 0
@@ -253,8 +253,8 @@ class WindowedFifo:
     """Sets an unused queue to a saved state (law 5; `WorkQueue.resume` calls it).
 
     Args:
-      head: oldest index that has not ended.
-      taken: ended indices (taken or failed) in (head, next_index); older ones may be
+      head: oldest index that has not retired.
+      taken: retired indices (taken or failed) in (head, next_index); older ones may be
         listed too and are ignored.
       next_index: index that the next submission gets.
       completed: results of finished items that were not taken.
@@ -265,26 +265,26 @@ class WindowedFifo:
       RuntimeError: the queue has been used.
       ValueError: the sets overlap, leave their range or contradict `head`.
     """
-    ended = {i for i in taken if i >= head}
+    retired = {i for i in taken if i >= head}
     completed = dict(completed or {})
     items = dict(pending or {})
-    rest = set(range(head, next_index)) - ended - completed.keys()
-    listed = [*ended, *completed, *items]
+    rest = set(range(head, next_index)) - retired - completed.keys()
+    listed = [*retired, *completed, *items]
     if len(set(listed)) != len(listed):
       raise ValueError('restore: taken, completed and pending overlap')
     if any(not head <= i < next_index for i in listed):
       raise ValueError(
-        f'restore: an index lies outside [head, next_index) = [{head}, {next_index})'
+        f'restore: an index is outside [head, next_index) = [{head}, {next_index})'
       )
-    if head in ended or head < 0 or head > next_index:
+    if head in retired or head < 0 or head > next_index:
       raise ValueError(
-        f'restore: head={head} must be an item that has not ended, or next_index'
+        f'restore: head={head} must be an item that has not retired, or next_index'
       )
     with self._changed:
       if self._next_index:
         raise RuntimeError('restore: only an unused queue can be restored')
       now = self._clock()
-      self._head, self._next_index, self._ended = head, next_index, ended
+      self._head, self._next_index, self._retired = head, next_index, retired
       self._pending = {i: items.get(i) for i in sorted(rest)}
       self._completed = completed
       self._ready = sorted(completed)
@@ -293,7 +293,7 @@ class WindowedFifo:
 
   @property
   def head(self) -> int:
-    """Oldest index that has not ended; next_index when nothing is live."""
+    """Oldest index that has not retired; next_index when nothing is live."""
     with self._changed:
       return self._head
 
@@ -305,7 +305,7 @@ class WindowedFifo:
 
   @property
   def drained(self) -> bool:
-    """Closed, with nothing live: the stream has come to its end."""
+    """Closed, with nothing live: the stream is finished."""
     with self._changed:
       return self._closed and not self._live()
 
@@ -320,7 +320,7 @@ class WindowedFifo:
       in_window = sum(self._allowed(i, self._head) for i in self._ready)
       remaining = None
       if self.window is not None:
-        used = sum(i < self._head + self.window for i in self._ended)
+        used = sum(i < self._head + self.window for i in self._retired)
         remaining = self.window - used
       submitted_s = self._submitted_s.get(self._head)
       return WindowState(
@@ -342,12 +342,12 @@ class WindowedFifo:
   def states(self) -> tuple[int, list[str]]:
     """The head, and the states of the items from there on, for views.
 
-    A state is 'pending', 'completed' or 'ended' (taken or failed, inside the window).
+    A state is 'pending', 'completed' or 'retired' (taken or failed, inside the window).
     """
     with self._changed:
       found = [
-        'ended'
-        if i in self._ended
+        'retired'
+        if i in self._retired
         else 'completed'
         if i in self._completed
         else 'pending'
@@ -363,21 +363,21 @@ class WindowedFifo:
 
   def _takeable(self, limit: int) -> int:
     """How many items `take(limit)` would give."""
-    head, ended, count = self._head, set(), 0
+    head, retired, count = self._head, set(), 0
     for index in sorted(self._ready):
       if count == limit or not self._allowed(index, head):
         break
       count += 1
-      ended.add(index)
-      while head in ended or head in self._ended:
+      retired.add(index)
+      while head in retired or head in self._retired:
         head += 1
     return count
 
   def _end(self, index: int) -> None:
     del self._submitted_s[index]
-    self._ended.add(index)
-    while self._head in self._ended:
-      self._ended.remove(self._head)
+    self._retired.add(index)
+    while self._head in self._retired:
+      self._retired.remove(self._head)
       self._head += 1
 
   def _check_pending(self, index: int) -> None:

@@ -115,10 +115,10 @@ class WorkQueue:
       again = self._pool.rollback(ledger)
       present = self._pool.ledger()
       completed = self._pool.items('completed', first=present.head)
-      ended = self._pool.items('taken', 'failed', first=present.head)
+      retired = self._pool.items('taken', 'failed', first=present.head)
       self._fifo.restore(
         present.head,
-        [item.index for item in ended],
+        [item.index for item in retired],
         present.next_index,
         completed={item.index: None for item in completed},
         pending={item.index: item for item in again},
@@ -149,7 +149,7 @@ class WorkQueue:
     return item
 
   def complete(self, index: int) -> bool:
-    """Marks an item as ready to be taken; False if it had ended before.
+    """Marks an item as ready to be taken; False if it had retired before.
 
     Raises:
       ValueError: trajectories of its group are missing in the pool.
@@ -164,7 +164,7 @@ class WorkQueue:
     return True
 
   def fail(self, index: int, reason: str) -> bool:
-    """Ends an item without a result; False if it had ended before."""
+    """Ends an item without a result; False if it had retired before."""
     with self._lock:
       if index not in self._fifo.pending():
         return False

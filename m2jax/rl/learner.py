@@ -206,7 +206,7 @@ def _counts(
 
 def _shuffle_success(group: rewards.Group) -> rewards.Group:
   """The group with `success` permuted over its judged trajectories, alike each time."""
-  judged = [t for t, _ in group if t.ended != 'infrastructure']
+  judged = [t for t, _ in group if t.end_reason != 'infrastructure']
   values = [t.success for t in judged]
   random.Random(','.join(t.session for t in judged)).shuffle(values)
   paid = {t.session: value for t, value in zip(judged, values, strict=True)}

@@ -187,7 +187,7 @@ def advantages(group: Group, config: RewardConfig) -> GroupCredit:
     group: trajectories, each with its completions.
     config: the reward.
   """
-  real = [i for i, (t, _) in enumerate(group) if t.ended != 'infrastructure']
+  real = [i for i, (t, _) in enumerate(group) if t.end_reason != 'infrastructure']
   used = [acted(completions) for _, completions in group]
   times = [_time(group[i][0], used[i], config.speed_unit) for i in real]
   speed_baseline = config.speed_baseline or (np.mean(times) if times else 0.0)

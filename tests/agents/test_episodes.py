@@ -127,7 +127,7 @@ def test_a_perfect_policy_solves_every_family(start, tok):
   assert [t.task for t in out] == specs and ended == out
   for trajectory in out:
     task = terminal.make(trajectory.task)
-    assert (trajectory.ended, trajectory.success) == ('answer', 1.0), trajectory
+    assert (trajectory.end_reason, trajectory.success) == ('answer', 1.0), trajectory
     assert (trajectory.tool_calls, trajectory.tool_errors) == (task.baseline_calls, 0)
     assert (trajectory.item, trajectory.wall_s > 0) == (-1, True)
   assert sorted(t.family for t in out) == sorted(terminal.FAMILIES)
@@ -158,7 +158,7 @@ def test_a_group_is_one_task_by_ranks(start, tok):
     (7, rank, spec) for rank in (0, 1, 2)
   ]
   assert [t.success for t in out] == [1.0, 0.0, 1.0]
-  assert {t.ended for t in out} == {'answer'}
+  assert {t.end_reason for t in out} == {'answer'}
   assert ended == out
   assert [(t.session, 'training') for t in out] == sessions.opened
   turns = collections.Counter(record.session for record in records)
@@ -188,9 +188,9 @@ def test_a_dead_sandbox_is_in_no_baseline(start, tok):
   runner, gateway, _, records, _ = start(policy, concurrency=1)
   with runner:
     out = runner.group(spec, 4, item=0).result(60)
-  assert [t.ended for t in out] == ['answer', 'answer', 'infrastructure', 'answer']
-  assert [t.success for t in out if t.ended == 'answer'] == [1.0, 0.0, 1.0]
-  assert 'supervisor' in out[2].reason
+  assert [t.end_reason for t in out] == ['answer', 'answer', 'infrastructure', 'answer']
+  assert [t.success for t in out if t.end_reason == 'answer'] == [1.0, 0.0, 1.0]
+  assert 'supervisor' in out[2].error
   assert len(gateway.sessions) == 0
 
   group = [(t, [r for r in records if r.session == t.session]) for t in out]
@@ -222,7 +222,7 @@ def test_evaluation_tries_infrastructure_once_more(start, tok):
   with runner:
     out = episodes.evaluate(runner, specs, on_end=ended.append)
   assert killed
-  assert [(t.ended, t.success) for t in out] == [('answer', 1.0)] * 2
+  assert [(t.end_reason, t.success) for t in out] == [('answer', 1.0)] * 2
   assert ended == out  # the first try is not told
   assert len(sessions.opened) == 3 and len(gateway.sessions) == 0
 
@@ -236,8 +236,8 @@ def test_what_fails_twice_is_not_judged(start, tok):
   ended = []
   with runner:
     out = episodes.evaluate(runner, specs, on_end=ended.append)
-  assert {t.ended for t in out} == {'infrastructure'} and ended == out
-  assert all(t.reason for t in out)
+  assert {t.end_reason for t in out} == {'infrastructure'} and ended == out
+  assert all(t.error for t in out)
   assert not engine.requests
   assert len(sessions.opened) == 4 and len(gateway.sessions) == 0
 

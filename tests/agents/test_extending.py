@@ -83,7 +83,9 @@ def test_an_agent_from_outside_solves_a_task_from_outside(
   with episodes.Runner(made.episodes, gateway.base_url, gateway.sessions) as runner:
     out = episodes.evaluate(runner, specs)
   for trajectory in out:
-    assert (trajectory.ended, trajectory.success) == ('answer', success), trajectory
+    assert (trajectory.end_reason, trajectory.success) == ('answer', success), (
+      trajectory
+    )
     assert (trajectory.tool_calls, trajectory.tool_errors) == (2, 1)
     assert trajectory.family == 'two_numbers'
   by_session = [[r for r in records if r.session == t.session] for t in out]

@@ -69,7 +69,11 @@ def test_episode_is_one_chain_of_recorded_ids(serve, tok):
   gateway, _, records = serve(turns(tok, CALL, CALL, ANSWER))
   box = local_shell.Box('/')
   outcome = episode(gateway, box=box, system='Be brief.')
-  assert (outcome.ended, outcome.answer, outcome.reason) == ('answer', 'It is 3.', '')
+  assert (outcome.end_reason, outcome.answer, outcome.error) == (
+    'answer',
+    'It is 3.',
+    '',
+  )
   assert (outcome.tool_calls, outcome.tool_errors) == (2, 0)
   assert box.commands == ['echo hello; echo oops >&2; exit 3'] * 2
   roles = [message['role'] for message in outcome.messages]
@@ -93,7 +97,11 @@ def test_bad_call_is_told_to_the_model(serve, tok, bad, role, said):
   """The model's mistake is counted and told to it; it does not end the episode."""
   gateway, _, _ = serve(turns(tok, bad, CALL, ANSWER))
   outcome = episode(gateway)
-  assert (outcome.ended, outcome.tool_errors, outcome.tool_calls) == ('answer', 1, 1)
+  assert (outcome.end_reason, outcome.tool_errors, outcome.tool_calls) == (
+    'answer',
+    1,
+    1,
+  )
   [observation] = [m for m in outcome.messages[1:] if 'error' in str(m['content'])]
   assert observation['role'] == role
   assert said in observation['content']
@@ -116,15 +124,15 @@ def test_parallel_calls_each_get_their_answer(serve, tok):
 def test_real_ends(serve, tok):
   """Running out of turns, of tokens or of context are ends of their own kind."""
   gateway, _, records = serve(lambda request: tok.encode(CALL))
-  assert episode(gateway, max_turns=3, key='a').ended == 'max_turns'
+  assert episode(gateway, max_turns=3, key='a').end_reason == 'max_turns'
   assert len(records) == 3
-  assert episode(gateway, max_tokens=3, key='b').ended == 'length'
+  assert episode(gateway, max_tokens=3, key='b').end_reason == 'length'
   room = len(records[1].prompt_ids) + len(records[1].response_ids) + 1
   gateway, _, _ = serve(
     lambda request: tok.encode(CALL), engine_options={'context_tokens': room}
   )
   outcome = episode(gateway)
-  assert outcome.ended == 'context'
+  assert outcome.end_reason == 'context'
   assert outcome.messages[-1]['role'] == 'tool'
 
 
@@ -132,20 +140,20 @@ def test_infrastructure_failures_are_never_the_models(serve, tok):
   """Law 5: a dead engine, gateway, key or sandbox masks the episode and says why."""
   gateway, engine, _ = serve(RuntimeError('device lost'))
   outcome = episode(gateway, retries=2)
-  assert (outcome.ended, outcome.answer) == ('infrastructure', '')
-  assert '503' in outcome.reason and 'device lost' in outcome.reason
+  assert (outcome.end_reason, outcome.answer) == ('infrastructure', '')
+  assert '503' in outcome.error and 'device lost' in outcome.error
   assert len(engine.requests) == 3
 
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))
     port = free.getsockname()[1]
   outcome = episode(gateway, base_url=f'http://127.0.0.1:{port}/v1', retries=1)
-  assert outcome.ended == 'infrastructure'
-  assert 'ConnectError' in outcome.reason
+  assert outcome.end_reason == 'infrastructure'
+  assert 'ConnectError' in outcome.error
 
   gateway, engine, _ = serve(CALL, accept_unknown_keys=False)
   outcome = episode(gateway)
-  assert outcome.ended == 'infrastructure' and '401' in outcome.reason
+  assert outcome.end_reason == 'infrastructure' and '401' in outcome.error
   assert gateway.counters()['requests_total{status="401"}'] == 1  # no use in retrying
 
   class Broken:
@@ -154,7 +162,7 @@ def test_infrastructure_failures_are_never_the_models(serve, tok):
 
   gateway, _, _ = serve(CALL)
   outcome = episode(gateway, box=Broken())
-  assert outcome.ended == 'infrastructure' and 'no space left' in outcome.reason
+  assert outcome.end_reason == 'infrastructure' and 'no space left' in outcome.error
   assert outcome.tool_calls == 0
 
 
@@ -165,7 +173,7 @@ def test_short_outage_is_survived(serve, tok):
     lambda request: failing.pop() if failing else tok.encode(ANSWER)
   )
   outcome = episode(gateway, retries=3)
-  assert (outcome.ended, outcome.answer) == ('answer', 'It is 3.')
+  assert (outcome.end_reason, outcome.answer) == ('answer', 'It is 3.')
   assert len(records) == 1
 
 
@@ -173,7 +181,7 @@ def test_slow_gateway_times_out_as_infrastructure(serve, tok):
   """A completion that never ends is given up, and the engine stops working on it."""
   gateway, engine, _ = serve('on ' * 5000, engine_options={'delay_s': 0.02})
   outcome = episode(gateway, request_timeout_s=0.2, retries=0, max_tokens=5000)
-  assert outcome.ended == 'infrastructure' and 'Timeout' in outcome.reason
+  assert outcome.end_reason == 'infrastructure' and 'Timeout' in outcome.error
   deadline = time.monotonic() + 10
   while not engine.cancelled['requests'] and time.monotonic() < deadline:
     time.sleep(0.01)
@@ -230,7 +238,7 @@ def test_many_agents_reuse_connections(serve, tok):
     return outcomes
 
   outcomes = asyncio.run(run())
-  assert {outcome.ended for outcome in outcomes} == {'max_turns'}
+  assert {outcome.end_reason for outcome in outcomes} == {'max_turns'}
   assert len(records) == 80
   assert len(opened) <= 16
 

@@ -106,8 +106,8 @@ def _episode(text: str = 'plain', index: int = 0) -> report.Episode:
     task=text,
     success=1.0,
     reward=1.1,
-    ended='answer',
-    reason=text,
+    end_reason='answer',
+    error=text,
     wall_s=1.25,
     messages=(
       {'role': 'system', 'content': text},
@@ -250,7 +250,7 @@ def test_trajectories_are_readable_with_credit_and_versions():
   assert 'data-verdict="solved"' in text
   alike = _one(dataclasses.replace(_episode(), turns=[report.Turn(-1e-17)]))
   assert '<b class="none">+0.000</b>' in alike
-  broken = dataclasses.replace(_episode(), ended='infrastructure', success=0.0)
+  broken = dataclasses.replace(_episode(), end_reason='infrastructure', success=0.0)
   assert 'data-verdict="not judged"' in _one(broken)  # law 5: not a failure
   failed = dataclasses.replace(_episode(), success=0.0)
   assert 'data-verdict="failed"' in _one(failed)

@@ -48,7 +48,7 @@ def completion(key, turn=0, **fields):
 
 def trajectory(session, item, rank=0, **fields):
   defaults = dict(
-    task='count lines', family='count', ended='answer', success=1.0, wall_s=0.5
+    task='count lines', family='count', end_reason='answer', success=1.0, wall_s=0.5
   )
   return Trajectory(session, item, rank, tool_calls=2, **defaults | fields)
 
@@ -135,7 +135,7 @@ def test_records_come_back_exactly(shared, c, messages):
   back where there were any."""
   session = f's{next(shared.counter)}'
   c = dataclasses.replace(c, id=session, session=session)
-  t = trajectory(session, -1, messages=tuple(messages), answer='é', ended='length')
+  t = trajectory(session, -1, messages=tuple(messages), answer='é', end_reason='length')
   shared.add_completion(c)
   shared.add_trajectory(t)
   shared.flush()
@@ -151,12 +151,12 @@ def test_records_come_back_exactly(shared, c, messages):
 def test_hostile_text_is_kept_readable(pool):
   """Law 9: tool output with NUL or lone surrogates costs neither job nor record."""
   messages = ({'role': 'tool', 'content': 'a\0b\udc80'},)
-  t = trajectory('s', -1, answer='x\0\udcff', reason='\udc80', messages=messages)
+  t = trajectory('s', -1, answer='x\0\udcff', error='\udc80', messages=messages)
   pool.add_trajectory(t)
   pool.flush()
   (stored,) = pool.sample_trajectories(1)
   got = stored.trajectory
-  assert got.messages == messages and got.answer == 'x\ufffd?' and got.reason == '?'
+  assert got.messages == messages and got.answer == 'x\ufffd?' and got.error == '?'
 
 
 def test_untrainable_completions_are_refused(pool):

@@ -20,7 +20,7 @@ def credit(*kinds):
       rank,
       EPISODES[kind],
       ('ok', 'ok'),
-      ended='infrastructure' if kind == 'broken' else 'answer',
+      end_reason='infrastructure' if kind == 'broken' else 'answer',
     )
     for rank, kind in enumerate(kinds)
   ]

@@ -18,7 +18,7 @@ def episode(
   success=1.0,
   statuses=('ok',),
   *,
-  ended='answer',
+  end_reason='answer',
   wall_s=1.0,
   tool_calls=1,
   tokens=2,
@@ -43,7 +43,16 @@ def episode(
     for turn, status in enumerate(statuses)
   ]
   trajectory = Trajectory(
-    session, 0, rank, 't', 'f', ended, success, wall_s, tool_calls, messages=messages
+    session,
+    0,
+    rank,
+    't',
+    'f',
+    end_reason,
+    success,
+    wall_s,
+    tool_calls,
+    messages=messages,
   )
   return trajectory, completions
 
@@ -146,7 +155,7 @@ def test_infrastructure_changes_nothing(rows, places, config):
   group = make_group(rows)
   broken = list(group)
   for k, place in enumerate(places):
-    lost = episode(100 + k, 0.0, ('ok', 'ok'), ended='infrastructure', wall_s=99.0)
+    lost = episode(100 + k, 0.0, ('ok', 'ok'), end_reason='infrastructure', wall_s=99.0)
     broken.insert(place, lost)
   plain, mixed = (rewards.advantages(g, config) for g in (group, broken))
   kept = [c for c in mixed.credits if not c.masked]
@@ -200,7 +209,7 @@ def test_zero_advantage_groups_are_dropped(success):
   """All alike teaches nothing: dropped and counted, even when a mean is inexact."""
   alike = advantages([episode(i, success) for i in range(7)])
   mixed = advantages([episode(0, 1.0), episode(1, 0.0)])
-  broken = advantages([episode(i, ended='infrastructure') for i in range(2)])
+  broken = advantages([episode(i, end_reason='infrastructure') for i in range(2)])
   single = advantages([episode(0)], baseline='leave_one_out')
   assert [g.dropped for g in (alike, mixed, broken, single)] == [
     'zero_advantage',
@@ -354,7 +363,7 @@ def test_a_group_of_one(over, baseline):
   0 at every turn, also after a malformed one."""
   group = [
     episode(0, 1.0, ('invalid_json', 'ok')),
-    episode(1, ended='infrastructure'),
+    episode(1, end_reason='infrastructure'),
   ]
   credit = advantages(group, baseline=baseline, baseline_over=over)
   assert credit.credits[0].advantages.tolist() == [0.0, 0.0]

@@ -9,7 +9,7 @@ from m2jax.records import Completion, Trajectory
 from m2jax.rl import cispo, rewards, samples
 
 
-def episode(item, rank, success, turns=2, ended='answer'):
+def episode(item, rank, success, turns=2, end_reason='answer'):
   """Turns that extend each other; each prompt ends with an observation of its own."""
   session, ids, out = f'{item}.{rank}', (1, 2, 3 + item), []
   for turn in range(turns):
@@ -29,7 +29,7 @@ def episode(item, rank, success, turns=2, ended='answer'):
     )
     out.append(completion)
     ids = ids + response + (90, 91)  # what the tool answered
-  return Trajectory(session, item, rank, 't', 'f', ended, success, 1.0, 1), out
+  return Trajectory(session, item, rank, 't', 'f', end_reason, success, 1.0, 1), out
 
 
 def credit(item, successes, **kwargs):
@@ -61,7 +61,7 @@ def test_what_is_left_out():
   """Dropped groups and masked trajectories are in neither terms nor normaliser."""
   kept = credit(0, (1.0, 0.0))
   dropped = credit(1, (1.0, 1.0))
-  masked = episode(2, 2, 0.0, ended='infrastructure')
+  masked = episode(2, 2, 0.0, end_reason='infrastructure')
   broken = rewards.advantages(
     [episode(2, 0, 1.0), episode(2, 1, 0.0), masked], rewards.RewardConfig()
   )
