@@ -1,4 +1,4 @@
-"""RL beside its rivals: runs of the main job and of its controls in one table.
+"""RL and its controls: runs of the main job in one table.
 
   for s in 0 1 2; do
     make forge WORKDIR=workdir/seed$s ARGS=--config.seed=$s
@@ -25,28 +25,27 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from m2jax.observe import metrics, stats
-
-Pair = tuple[float, int]  # successes, tasks
+from m2jax.observe import evaluations, metrics, stats
+from m2jax.observe.evaluations import Pair
 
 _PHASE_OF_STAGE = {'after SFT': 'sft', 'after more SFT': 'more_sft', 'after RL': 'rl'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """What one stage of one run came to; pairs are at temperature 1 but for `greedy`.
+  """The result of one stage of a run; pairs except `greedy` are at temperature 1.
 
   Attributes:
     run: name of the workdir.
-    arm: what the stage did: 'SFT', 'RL', or a control.
+    arm: 'SFT', 'RL', or the name of a control.
     seed: of the run.
-    dev, held_out, greedy: all tasks of a split; None where it was not measured.
-    by_calls: tool calls that suffice → held-out pair.
+    dev, held_out, greedy: all tasks of a split; None if it was not measured.
+    by_calls: number of tool calls that suffice → held-out pair.
     families: family → held-out pair.
-    longer: held-out pair of chains longer than any that was demonstrated.
+    longer: held-out pair of the chains longer than any demonstration.
     steps: updates of the phase.
-    tokens: tokens that it trained on, after prefixes were merged.
-    seconds: that it took, evaluations during it included.
+    tokens: tokens trained on, after merging prefixes.
+    seconds: duration of the phase, including the evaluations during it.
   """
 
   run: str
@@ -64,7 +63,7 @@ class Row:
 
 
 def arm_of(stage: str, config: Mapping) -> str:
-  """What a stage of a run with these settings did."""
+  """Name of the arm of a stage of a run with these settings."""
   if stage == 'after SFT':
     return 'SFT'
   if stage == 'after more SFT':
@@ -79,47 +78,39 @@ def rows(workdir: pathlib.Path) -> list[Row]:
   """One row for each stage that a run evaluated, in order."""
   config = json.loads((workdir / 'config.json').read_text())
   records = list(metrics.read(workdir))
-  stages: dict[str, dict] = collections.defaultdict(dict)
-  for r in records:
-    if r['phase'] == 'eval' and r['stage'] in _PHASE_OF_STAGE:
-      key = r['split'], r['temperature'], r['family'], r.get('calls')
-      stages[r['stage']][key] = r['successes'], r['n']
-  # families of demonstrations are steps_1, steps_2 …
+  by_split = {
+    split: {row.stage: row for row in evaluations.by_stage(records, split)}
+    for split in ('held_out', 'dev')
+  }
+  # The families of the demonstrations are steps_1, steps_2 …
   demonstrated = max(
     (int(name.rpartition('_')[2]) for name in config['sft']['families']), default=0
   )
   out = []
-  for stage, found in stages.items():
-    held_out = {k[2:]: v for k, v in found.items() if k[:2] == ('held_out', 1.0)}
-    families, by_calls, longer = {}, {}, None
-    for (family, calls), pair in sorted(held_out.items(), key=str):
-      if calls is not None:
-        families[family] = _sum(families.get(family), pair)
-        by_calls[calls] = _sum(by_calls.get(calls), pair)
-        if calls > demonstrated:
-          longer = _sum(longer, pair)
+  for stage in dict.fromkeys(s for found in by_split.values() for s in found):
+    if stage not in _PHASE_OF_STAGE:
+      continue
+    none = evaluations.Evaluation(stage, sampled=(0, 0))
+    held_out, dev = (by_split[split].get(stage, none) for split in by_split)
+    longer = [pair for n, pair in held_out.lengths.items() if n > demonstrated]
     trained = [r for r in records if r['phase'] == _PHASE_OF_STAGE[stage]]
     out.append(
       Row(
         run=workdir.name,
         arm=arm_of(stage, config),
         seed=config['seed'],
-        dev=found.get(('dev', 1.0, 'all', None)),
-        held_out=held_out.get(('all', None)),
-        greedy=found.get(('held_out', 0.0, 'all', None)),
-        by_calls=dict(sorted(by_calls.items())),
-        families=families,
-        longer=longer,
+        dev=dev.sampled if dev.sampled[1] else None,
+        held_out=held_out.sampled if held_out.sampled[1] else None,
+        greedy=held_out.greedy,
+        by_calls=held_out.lengths,
+        families=dict(sorted(held_out.families.items())),
+        longer=evaluations.total(longer) if longer else None,
         steps=max((r['step'] for r in trained), default=0),
         tokens=int(sum(r.get('forest_tokens', r.get('tokens', 0)) for r in trained)),
         seconds=trained[-1]['used_s'] if trained else 0.0,
       )
     )
   return out
-
-
-def _sum(one: Pair | None, other: Pair) -> Pair:
-  return (one[0] + other[0], one[1] + other[1]) if one else other
 
 
 def _share(pair: Pair | None) -> str:
@@ -141,7 +132,7 @@ def _print(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
 
 
 def print_runs(found: Sequence[Row]) -> None:
-  """A line a stage: success on both splits, by chain length, and what it cost."""
+  """One line per stage: success on both splits, by chain length, and the cost."""
   calls = sorted({c for row in found for c in row.by_calls})
   header = ['run', 'seed', 'dev [95 %]', 'held-out [95 %]', 'greedy']
   header += [f'{c} calls' for c in calls] + ['updates', 'tokens', 's']
@@ -158,7 +149,7 @@ def print_runs(found: Sequence[Row]) -> None:
 
 
 def print_families(found: Sequence[Row]) -> None:
-  """A line a family, a column a stage: held-out success."""
+  """Held-out success: one line per family, one column per stage."""
   families = sorted({f for row in found for f in row.families})
   header = ['family'] + [f'{row.arm}, seed {row.seed}' for row in found]
   _print(
@@ -167,7 +158,7 @@ def print_families(found: Sequence[Row]) -> None:
 
 
 def print_means(found: Sequence[Row]) -> None:
-  """A line an arm: mean and range of held-out success over its seeds."""
+  """One line per arm: mean and range of held-out success over the seeds."""
   arms: dict[str, list[Row]] = collections.defaultdict(list)
   for row in found:
     if row.held_out:
@@ -194,8 +185,8 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   parser.add_argument('workdir', nargs='+', type=pathlib.Path)
   how = parser.add_mutually_exclusive_group()
-  how.add_argument('--families', action='store_true', help='a line a family')
-  how.add_argument('--means', action='store_true', help='a line an arm, over seeds')
+  how.add_argument('--families', action='store_true', help='one line per family')
+  how.add_argument('--means', action='store_true', help='one line per arm, over seeds')
   how.add_argument('--json', action='store_true')
   args = parser.parse_args()
   missing = [str(w) for w in args.workdir if not (w / metrics.FILE_NAME).exists()]

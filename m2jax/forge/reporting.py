@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from m2jax.forge.config import ForgeConfig
+from m2jax.observe import evaluations, report
 from m2jax.observe import metrics as metrics_lib
-from m2jax.observe import report
 from m2jax.pool import windowed_fifo
 from m2jax.pool.data_pool import DataPool, StoredTrajectory
 
@@ -19,10 +19,10 @@ _SHOWN_EPISODES = 60  # of training and of evaluation each
 
 def write(
   config: ForgeConfig, workdir: Path, pool: DataPool
-) -> list[report.Evaluation]:
+) -> list[evaluations.Evaluation]:
   """Writes `report.html`; returns its headline rows."""
   records = metrics_lib.read(workdir)
-  evaluations = report.evaluations(records)
+  rows = evaluations.by_stage(records)
   shown = [
     _episode(stored, pool)
     for evaluation in (False, True)
@@ -42,14 +42,14 @@ def write(
     shown,
     report.Summary(
       'm2jax forge',
-      evaluations,
+      rows,
       facts=_facts(records, pool),
       capacity_items=rl.capacity if rl is not None else None,
       window_items=window,
     ),
     json.loads(json.dumps(dataclasses.asdict(config))),
   )
-  return evaluations
+  return rows
 
 
 def _facts(records, pool: DataPool) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What a run tells people: metric records, the live terminal view, the report.
+"""What a run reports: metric records, the live terminal view, the HTML report.
 
-`metrics.jsonl` is the truth (DESIGN §6, Observability). The terminal view, TensorBoard
-and the report read the same records; `names` lists what may be in them. Every value is
-optional: a reader shows what it finds.
+`metrics.jsonl` is the source of truth (DESIGN §6, Observability). The terminal view,
+TensorBoard and the report read the same records; `names` lists the metrics that they
+may have. Every value is optional: a reader shows what it finds.
 """

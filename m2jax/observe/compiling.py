@@ -1,4 +1,4 @@
-"""Seconds that jax has spent compiling: no part of a budget of training."""
+"""Time that jax spends compiling, which training budgets do not count."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import threading
 
 import jax
 
-_EVENT = '/jax/core/compile/backend_compile_duration'  # also of programs from its cache
+_EVENT = '/jax/core/compile/backend_compile_duration'  # also sent on a cache hit
 _spent = threading.local()
 
 
 def seconds() -> float:
-  """Of the calling thread, since this module was imported."""
+  """Seconds that the calling thread has compiled since this module was imported."""
   return getattr(_spent, 'seconds', 0.0)
 
 

@@ -1,8 +1,8 @@
-"""What the terminal view shows: its state, drawn as lines of text.
+"""The state of the terminal view, and how it is drawn as lines of text.
 
-Kept apart from `terminal.py` so that it can be drawn without a terminal. Lines are
-cut, never wrapped, and laid out by hand: a rich table costs several times as much and
-the processor belongs to the run.
+Separate from `terminal.py` so that it can be drawn without a terminal. Lines are
+truncated, never wrapped, and laid out by hand: a rich table costs several times as
+much, and the run needs the processor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from m2jax.observe import metrics, names, stats, transcript
 from m2jax.observe.printable import one_line
 
 _BARS = '▁▂▃▄▅▆▇█'
-_HISTORY = 240  # values kept for the sparklines
+_HISTORY = 240  # values in a sparkline
 _SNIPPET_LINES = 6
 _AVERAGED = tuple(map(names.checked, ('success', 'reward', 'loss')))
 _SERVICES = ('engine', 'gateway')
@@ -34,7 +34,7 @@ _INSIDE = {
 _STEP_STYLE = {
   'task': ('task', ''),
   'thinking': ('think', 'italic dim'),
-  'text': ('says', ''),
+  'text': ('text', ''),
   'call': ('$', 'yellow'),
   'observation': ('→', 'blue'),
   'answer': ('answer', 'bold'),
@@ -44,7 +44,7 @@ _BEYOND = {**_INSIDE, 'pending': ('░', 'dim'), 'completed': ('▒', 'magenta')
 
 @dataclasses.dataclass
 class Phase:
-  """One phase of the run; times are of the monotonic clock."""
+  """One phase of the run; times are from the monotonic clock."""
 
   name: str
   expected_s: float
@@ -54,13 +54,13 @@ class Phase:
   note: str = ''
 
   def elapsed_s(self) -> float:
-    """Seconds spent in it so far."""
+    """Seconds spent in the phase so far."""
     if self.started_s is None:
       return 0.0
     return (self.ended_s or time.monotonic()) - self.started_s
 
   def left_s(self) -> float:
-    """Seconds it should still take: by its progress, before that by plan."""
+    """Estimated seconds left: from the progress, or from the plan until there is any."""
     if self.ended_s is not None:
       return 0.0
     if self.progress is not None and self.progress > 0.02:
@@ -70,7 +70,7 @@ class Phase:
 
 @dataclasses.dataclass
 class State:
-  """Everything the view knows. Its owner holds a lock around every call."""
+  """Everything that the view shows. The owner holds a lock around every call."""
 
   title: str
   phases: list[Phase]
@@ -79,12 +79,16 @@ class State:
   latest: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
   history: dict[str, collections.deque] = dataclasses.field(default_factory=dict)
   current: Phase | None = None
-  learning: str = ''  # the metric phase that learns now: 'sft' or 'rl'
+  learning: str = ''  # phase of the latest records with a loss: 'sft' or 'rl'
   window: tuple[tuple[str, ...], int, int | None] | None = None
   snippet: Sequence[Mapping[str, Any]] = ()
 
   def find(self, name: str) -> Phase:
-    """The phase of that name; ValueError when there is none."""
+    """Returns the phase of that name.
+
+    Raises:
+      ValueError: there is none.
+    """
     for phase in self.phases:
       if phase.name == name:
         return phase
@@ -92,7 +96,7 @@ class State:
     raise ValueError(f'RunView: no phase {name!r}; the phases are {names}')
 
   def begin(self, name: str) -> None:
-    """Starts a phase; one that ran before starts anew, ones jumped over are done."""
+    """Starts a phase, or restarts it; phases skipped on the way count as done."""
     self.current = self.find(name)
     for phase in self.phases[: self.phases.index(self.current)]:
       if phase.started_s is None:
@@ -101,22 +105,22 @@ class State:
     self.current.ended_s = self.current.progress = None
 
   def end_current(self, note: str = '') -> Phase | None:
-    """Ends the running phase and returns it, None when none runs."""
+    """Ends the running phase and returns it; None if none is running."""
     ended, self.current = self.current, None
     if ended is not None:
       ended.ended_s, ended.note = time.monotonic(), note
     return ended
 
   def set_progress(self, fraction: float) -> None:
-    """Sets the done share of the running phase, if one runs."""
+    """Sets the completed fraction of the running phase, if there is one."""
     if self.current is not None:
       self.current.progress = min(1.0, max(0.0, fraction))
 
   def add(self, record: Mapping[str, Any]) -> None:
-    """Takes a metric record: latest values by metric phase, history for averages."""
+    """Adds a metric record to the latest values and to the history for averages."""
     phase = str(record.get('phase', ''))
     if phase == 'eval':
-      # Only the overall, sampled figure is shown; families are the report's.
+      # Shows the overall, sampled result only; the report has the families.
       if record.get('family', 'all') != 'all' or record.get('temperature') == 0:
         return
     elif phase != self.learning and 'loss' in record:
@@ -132,7 +136,7 @@ class State:
       self.set_progress(progress)
 
   def value(self, key: str) -> Any:
-    """Latest value of the learning phase, else of any phase, else None.
+    """Latest value in the learning phase, else in any phase, else None.
 
     Raises:
       KeyError: the name is not in `names`.
@@ -149,11 +153,11 @@ class State:
     return stats.moving_average(values, self.average_steps)[-1] if values else None
 
   def left_s(self) -> float:
-    """Seconds until the last phase ends, as far as is known."""
+    """Estimated seconds until the last phase ends."""
     return sum(phase.left_s() for phase in self.phases)
 
   def fraction(self) -> float:
-    """Done share of the whole run, by time."""
+    """Completed fraction of the whole run, by time."""
     spent = sum(phase.elapsed_s() for phase in self.phases)
     total = spent + self.left_s()
     return spent / total if total > 0 else 0.0
@@ -182,7 +186,7 @@ def draw(state: State, width: int) -> Text:
 
 
 def plain_line(state: State) -> str:
-  """One line of ASCII for logs: phase, time left and the figures that matter."""
+  """One line of ASCII for logs: phase, time left and the main metrics."""
   phase = state.current.name if state.current else 'idle'
   parts = [
     state.title,
@@ -225,7 +229,7 @@ def number(value: Any) -> float | None:
 
 
 def short(value: Any) -> str:
-  """A number in few characters, a dash for none, other things as text."""
+  """A number in few characters, a dash for None, anything else as text."""
   if isinstance(value, float) and not math.isfinite(value):
     return str(value)
   if number(value) is None:
@@ -271,7 +275,7 @@ def _progress_bar(state: State, width: int) -> Text:
 
 
 def _learning(state: State) -> list[Text]:
-  """Success, reward and loss with their courses, then the policy's figures."""
+  """Success, reward and loss with sparklines, then metrics of the policy."""
   last_eval = _last_eval(state)
   evaluation = '' if last_eval is None else f'last eval {short(last_eval)}'
   step = state.latest.get(state.learning, {}).get('step')
@@ -293,7 +297,7 @@ def _learning(state: State) -> list[Text]:
 
 
 def _flow(state: State, width: int) -> list[Text]:
-  """Throughput, pool, window and the services' own counters."""
+  """Throughput, pool, window and the counters of the services."""
   lines = [
     _figures(
       'speed',
@@ -332,7 +336,7 @@ def _curve(state: State, key: str, value: Any, note: str) -> Text:
 
 
 def _sparkline(values: Sequence[float], cells: int) -> str:
-  """The last values as bars, from the lowest to the highest of them."""
+  """The latest values as bars, scaled from their minimum to their maximum."""
   values = list(values)
   size = max(1, math.ceil(len(values) / cells))
   means = [
@@ -353,16 +357,16 @@ def _window(state: State, width: int) -> Text:
     return line.append('-')
   states, head, window = state.window
   line.append(f'head {head:,} ', 'dim').append('[')
-  room = max(8, width - len(line) - 2)
+  cells = max(8, width - len(line) - 2)
   size = len(states) if window is None else window
-  # The bracket closes after W positions, items submitted or not.
-  for offset in range(min(max(size, len(states)), room)):
+  # The bracket closes after W positions, even if fewer items were submitted.
+  for offset in range(min(max(size, len(states)), cells)):
     signs = _INSIDE if offset < size else _BEYOND
     if offset == size:
       line.append(']')
     item = states[offset] if offset < len(states) else None
     line.append(*signs.get(item, (' ' if item is None else '?', 'dim')))
-  if size >= len(states) or size >= room:
+  if size >= len(states) or size >= cells:
     line.append(']')
   return line
 
@@ -379,7 +383,7 @@ def _memory(state: State) -> str:
 
 
 def _snippet(messages: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
-  """At most six lines of a trajectory: the task, then the end of the story."""
+  """At most six lines of a trajectory: the task, then the last steps."""
   shown = [step for step in transcript.steps(messages) if step.kind in _STEP_STYLE]
   if len(shown) > _SNIPPET_LINES:
     shown = [shown[0], *shown[1 - _SNIPPET_LINES :]]

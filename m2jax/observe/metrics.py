@@ -1,24 +1,23 @@
 """The run's metrics: append-only `metrics.jsonl`, fanned out to TensorBoard and views.
 
-DESIGN §6 (Observability) and law 5. One JSON object a line:
+DESIGN §6 (Observability) and law 5. One JSON object per line:
 
   {"schema": 1, "lineage": 0, "time_s": …, "phase": "rl", "step": 12, scalars…}
   {"schema": 1, "lineage": 1, "time_s": …,
    "supersedes": {"phase": "rl", "after_step": 10}}
 
 `lineage` counts the processes that wrote the file: 0, then +1 for each reopening. The
-second kind is a marker: whatever stands before it in the file for that phase with a
-later step belongs to weights that no longer exist. Nothing is rewritten; `read` leaves
-the superseded records out. JSON has no NaN: a number that is not finite is written as
-null and read back as NaN.
+second kind is a marker: every earlier record of that phase with a later step belongs to
+weights that no longer exist. Nothing is rewritten; `read` omits the superseded records.
+JSON has no NaN: a non-finite number is written as null and read back as NaN.
 
-Each record is one `write(2)` by the caller, so a SIGKILL right after `write` returns
-loses nothing, and one in the middle tears at most the last line, which the next
-opening cuts off. (A power loss may take the last seconds: there is no fsync.)
-TensorBoard and the listeners are served by a thread of our own, off the caller's path.
+Each record is one `write(2)` by the caller, so a SIGKILL after `write` has returned
+loses nothing, and one during it truncates at most the last line, which the next opening
+removes. (A power loss may lose the last seconds: there is no fsync.) A separate thread
+serves TensorBoard and the listeners, so that the caller does not wait for them.
 
-`names.py` lists every name. One that it lacks is written all the same, with a warning
-once: a run of hours does not end because of a name. The tests make it an error.
+`names.py` lists every name. A name that is missing there is still written, with one
+warning: a run of hours does not fail over a name. The tests turn it into an error.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ FILE_NAME = 'metrics.jsonl'
 TENSORBOARD_DIR = 'tensorboard'
 RESERVED = frozenset(('schema', 'lineage', 'phase', 'step', 'time_s', 'supersedes'))
 
-# Made once: json.dumps with options makes an encoder for every call.
+# Created once: json.dumps with options creates an encoder on every call.
 _ENCODER = json.JSONEncoder(separators=(',', ':'), allow_nan=False)
 
 Record = dict[str, Any]
@@ -65,15 +64,16 @@ class MetricsWriter:
   """
 
   def __init__(self, workdir: str | os.PathLike, *, use_tensorboard: bool = True):
-    """Opens or creates the file; a torn last line is cut off, and that is logged.
+    """Opens or creates the file; removes an incomplete last line and logs that.
 
     Args:
-      workdir: directory of the run; made if missing.
+      workdir: directory of the run; created if missing.
       use_tensorboard: also write event files, one run per phase, in
         workdir/tensorboard/<phase>.
 
     Raises:
-      MetricsError: the file is damaged before its last line, or from a newer version.
+      MetricsError: the file is damaged before its last line, or was written by a newer
+        version.
       OSError: the directory cannot be written.
     """
     workdir = pathlib.Path(workdir)
@@ -102,23 +102,23 @@ class MetricsWriter:
     """Appends one record: one `write(2)`, after which a SIGKILL cannot lose it.
 
     Args:
-      phase: one of `names.PHASES`: steps count up within a phase.
+      phase: one of `names.PHASES`; steps increase within a phase.
       step: the phase's step, >= 0.
       scalars, more: numbers (NumPy and JAX scalars too), booleans or short strings;
-        None is left out.
+        None is omitted.
 
     Raises:
       TypeError: a value is not a scalar, or step is not an integer.
-      UnlistedMetric: a warning, once a name: it is not in `names.METRICS`.
-      ValueError: a key is one of the record's own, phase is empty, or step is negative.
-      OSError: the disk is full or gone; the file is left as it was.
+      UnlistedMetric: a warning, once per name that is not in `names.METRICS`.
+      ValueError: a key is reserved, phase is empty, or step is negative.
+      OSError: the disk is full or gone; the file is unchanged.
     """
     record = self._head()
     record['phase'], record['step'] = _phase_and_step(phase, step, lowest=0)
     for source in (scalars or {}), more:
       for key, value in source.items():
         if key in RESERVED:
-          raise ValueError(f'metrics: scalar {key!r} would overwrite the record field')
+          raise ValueError(f'metrics: scalar {key!r} has the name of a record field')
         if value is not None:
           record[key] = _scalar(key, value)
           if (phase, key) not in self._checked:
@@ -126,9 +126,9 @@ class MetricsWriter:
     self._append(record)
 
   def supersede(self, phase: str, after_step: int) -> None:
-    """Declares the phase's records with step > after_step, written so far, void.
+    """Voids the phase's records so far with step > after_step.
 
-    Call it after restoring a checkpoint, for each phase that had gone further;
+    Call it after restoring a checkpoint, for each phase that had advanced further;
     after_step = −1 voids the whole phase. TensorBoard drops the same steps.
 
     Raises:
@@ -140,9 +140,9 @@ class MetricsWriter:
     self._append(marker)
 
   def add_listener(self, listener: Listener) -> None:
-    """Calls `listener(record)` for every later record, in file order, in one thread.
+    """Calls `listener(record)` for every later record, in file order, from one thread.
 
-    A listener that raises is logged and dropped: a view never stops a job.
+    A listener that raises is logged and removed: a view never stops a job.
     """
     with self._lock:
       self._listeners = [*self._listeners, listener]
@@ -176,8 +176,8 @@ class MetricsWriter:
     self._checked.add((phase, name))
     for what in names.unlisted(phase, [name]):
       warnings.warn(
-        f'metrics: {what} is not in m2jax/observe/names.py: add its line there, with '
-        'unit and meaning',
+        f'metrics: {what} is not in m2jax/observe/names.py: add a line with its unit '
+        'and meaning',
         names.UnlistedMetric,
         stacklevel=3,
       )
@@ -192,7 +192,7 @@ class MetricsWriter:
   def _append(self, record: Record) -> None:
     try:
       line = _ENCODER.encode(record)
-    except ValueError:  # a number that is not finite, which is rare
+    except ValueError:  # a non-finite number, which is rare
       line = _ENCODER.encode({k: _strict(v) for k, v in record.items()})
     data = line.encode() + b'\n'
     with self._lock:
@@ -209,7 +209,7 @@ class MetricsWriter:
       try:
         entry = self._queue.get(timeout=wait_s and max(0.0, wait_s))
       except queue.Empty:
-        entry = threading.Event()  # that nobody waits for: time to flush
+        entry = threading.Event()  # nobody waits for it: time to flush
       if isinstance(entry, dict):
         self._serve(entry)
         flush_at_s = min(flush_at_s, time.monotonic() + 1)
@@ -234,18 +234,18 @@ class MetricsWriter:
       try:
         listener(record)
       except Exception:
-        logging.exception('metrics: listener %r failed and is dropped', listener)
+        logging.exception('metrics: listener %r failed and is removed', listener)
         with self._lock:
-          self._listeners = [kept for kept in self._listeners if kept is not listener]
+          self._listeners = [x for x in self._listeners if x is not listener]
 
   def _on_events(self, method: str, *args) -> None:
     if self._events is None:
       return
     try:
       getattr(self._events, method)(*args)
-    except Exception:  # JSONL is the truth: it goes on without the event files
+    except Exception:  # JSONL is the source of truth: go on without event files
       logging.exception(
-        'metrics: TensorBoard files cannot be written; going on without'
+        'metrics: cannot write TensorBoard files; continuing without them'
       )
       self._events = None
 
@@ -254,12 +254,12 @@ def read(workdir: str | os.PathLike, phase: str | None = None) -> list[Record]:
   """Records of the surviving lineage, in file order.
 
   Args:
-    workdir: the run's directory; without a file in it the result is empty.
-    phase: only this phase's records.
+    workdir: the run's directory; if it has no such file, the result is empty.
+    phase: return the records of this phase only.
 
   Returns:
-    Records without markers and without what the markers void. A torn last line, as
-    SIGKILL leaves it, is ignored.
+    Records, without the markers and without the records that they void. An incomplete
+    last line, as SIGKILL leaves it, is ignored.
 
   Raises:
     MetricsError: a line before the last is damaged, or from a newer schema.
@@ -270,7 +270,7 @@ def read(workdir: str | os.PathLike, phase: str | None = None) -> list[Record]:
 
 
 def survivors(records: list[Record]) -> list[Record]:
-  """Applies the markers: what is left of records in file order."""
+  """Applies the markers: the records that remain, in file order."""
   alive: list[Record] = []
   for record in records:
     marker = record.get('supersedes')
@@ -278,9 +278,9 @@ def survivors(records: list[Record]) -> list[Record]:
       alive.append(record)
     else:
       alive = [
-        kept
-        for kept in alive
-        if kept['phase'] != marker['phase'] or kept['step'] <= marker['after_step']
+        r
+        for r in alive
+        if r['phase'] != marker['phase'] or r['step'] <= marker['after_step']
       ]
   return alive
 
@@ -331,7 +331,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _parse(path: pathlib.Path) -> tuple[list[Record], int]:
-  """Returns all records, markers included, and the length in bytes of whole lines."""
+  """Returns all records, markers included, and the bytes of the complete lines."""
   try:
     data = path.read_bytes()
   except FileNotFoundError:
@@ -350,11 +350,11 @@ def _parse(path: pathlib.Path) -> tuple[list[Record], int]:
         record['phase'], record['step']
     except (ValueError, KeyError, TypeError) as error:
       raise MetricsError(
-        f'{where}: not a metrics record ({error!r}). Remove the line to go on.'
+        f'{where}: not a metrics record ({error!r}). Remove this line to continue.'
       ) from error
     if newer:
       raise MetricsError(
-        f'{where}: schema {record["schema"]}, this version knows up to {SCHEMA}. '
+        f'{where}: schema {record["schema"]}; this version reads up to {SCHEMA}. '
         'Use the version that wrote it, or another workdir.'
       )
     records.append({k: math.nan if v is None else v for k, v in record.items()})
@@ -362,10 +362,12 @@ def _parse(path: pathlib.Path) -> tuple[list[Record], int]:
 
 
 def _repair(path: pathlib.Path) -> int:
-  """Cuts off a torn last line; returns the last lineage in the file, −1 if none."""
+  """Removes an incomplete last line; returns the file's last lineage, −1 if none."""
   records, end_bytes = _parse(path)
-  torn_bytes = path.stat().st_size - end_bytes if path.exists() else 0
-  if torn_bytes:
-    logging.warning('%s: cut off a torn last line of %d bytes', path, torn_bytes)
+  excess_bytes = path.stat().st_size - end_bytes if path.exists() else 0
+  if excess_bytes:
+    logging.warning(
+      '%s: removed an incomplete last line of %d bytes', path, excess_bytes
+    )
     os.truncate(path, end_bytes)
   return max((record['lineage'] for record in records), default=-1)

@@ -1,17 +1,17 @@
 """Every name in the metric records: unit, meaning, and where it is shown.
 
-Writers and readers share this table. `metrics.MetricsWriter` warns of a name that is
-not in it; plots, terminal view and report look up every name they read here, so that a
-misspelt one fails when the module is imported or first drawn, instead of leaving a plot
-empty; TensorBoard carries the meanings as descriptions. To record something new, write
-it and add its line. tests/experiments/test_metric_names.py compares the table with what
-a run of the main job writes.
+Writers and readers share this table. `metrics.MetricsWriter` warns about a name that is
+not in it. Plots, terminal view and report look up every name that they read here, so
+that a misspelt one raises an error instead of leaving a plot empty. TensorBoard shows
+the meanings as descriptions. To record a new metric, write it and add a line here;
+tests/experiments/test_metric_names.py compares the table with what a run of the main
+job writes.
 
 A record also has the fields `schema`, `lineage`, `time_s`, `phase` and `step`, which
-`metrics.py` explains. A name `group/*` stands for every name that begins with `group/`.
+`metrics.py` explains. `group/*` matches every name that begins with `group/`.
 
-Evaluation records, phase 'eval': for each split and temperature one of the family
-'all', and one of each family and chain length, `calls`.
+Evaluation records, phase 'eval': for each split and temperature one record of the
+family 'all', and one for each family and chain length (`calls`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-# Records of a phase count their own steps.
+# Each phase counts its own steps.
 PHASES = {
   'pretrain': 'pre-training; MTP expansion: all parameters together',
-  'frozen': 'MTP expansion: the new modules alone',
+  'frozen': 'MTP expansion: the new modules only',
   'held_out': 'loss on held-out documents at the end of pre-training',
   'frozen_held_out': 'loss on held-out documents between rounds of MTP expansion',
   'sft': 'supervised fine-tuning',
-  'more_sft': 'more of it, the control of reinforcement learning',
-  'rl': 'reinforcement learning: one record an update',
+  'more_sft': 'more fine-tuning, a control of reinforcement learning',
+  'rl': 'reinforcement learning: one record per update',
   'eval': 'evaluation in the real environment',
 }
 PLACES = ('plot', 'view', 'report')
@@ -43,12 +43,12 @@ class Metric:
 
   Attributes:
     name: key in the record.
-    phases: whose records have it.
+    phases: phases whose records have it.
     unit: of the value; '1' is a plain number, 'text' a string.
     meaning: one line, shown beside the plot.
-    shown: where: 'plot' and 'report' (a table) are on the report's page, 'view' is the
-      terminal. Empty: in metrics.jsonl and TensorBoard only.
-    when: condition under which records have it; empty where every run writes it.
+    shown: 'plot' and 'report' (a table) are in the report, 'view' is the terminal.
+      Empty: in metrics.jsonl and TensorBoard only.
+    when: condition under which records have it; empty if every run writes it.
   """
 
   name: str
@@ -80,21 +80,21 @@ _TRAINING = (
     when='the model has MTP modules',
   ),
   Metric('tokens', _SCORED, 'tokens', 'scored'),
-  Metric('tokens', _LOOP, 'tokens', 'trained on since the record before'),
-  Metric('used_s', _TRAIN, 's', 'that the phase has taken so far, restarts included'),
+  Metric('tokens', _LOOP, 'tokens', 'trained on since the previous record'),
+  Metric('used_s', _TRAIN, 's', 'spent in the phase so far, restarts included'),
   Metric('grad_norm', ('rl',), '1', 'of the gradient, before clipping', ('plot',)),
   Metric('grad_norm', _LOOP, '1', 'of the gradient, before clipping'),
   Metric(
     'max_violation',
     _TRAIN,
     '1',
-    'load of the fullest expert over the mean load − 1, mean over layers',
+    'load of the busiest expert over the mean load − 1, mean over layers',
   ),
-  Metric('learning_rate/*', _PRETRAIN, '1', 'of a kind of parameters'),
+  Metric('learning_rate/*', _PRETRAIN, '1', 'of one kind of parameters'),
   Metric('mtp_weight', _PRETRAIN, '1', "of the MTP loss in the stage's loss"),
   Metric('context', _PRETRAIN, 'tokens', 'row length of the stage'),
   Metric('consumed_tokens', _PRETRAIN, 'tokens', 'trained on since the start'),
-  Metric('epoch', _LOOP, 'epochs', 'begun over the data', when='the data is finite'),
+  Metric('epoch', _LOOP, 'epochs', 'passes over the data begun so far', when='the data is finite'),
   Metric(
     'tokens_per_s',
     (*_SFT, 'rl'),
@@ -133,15 +133,15 @@ _REWARD = (
   Metric('groups', _RL, 'groups', 'taken by the update'),
   Metric('groups_zero_advantage', _RL, 'groups', 'dropped: all returns are equal'),
   Metric(
-    'groups_refilled', _RL, 'groups', 'taken beyond the first, to replace dropped'
+    'groups_refilled', _RL, 'groups', 'taken to replace dropped groups'
   ),
   Metric(
-    'dropped_fraction', _RL, 'share', 'of the trajectories taken that train nothing'
+    'dropped_fraction', _RL, 'share', 'of the trajectories taken that contribute no gradient'
   ),
   Metric('completions_unused', _RL, 'completions', 'that no agent acted on: untrained'),
   Metric('groups_masked', _RL, 'groups', 'dropped: infrastructure failures only'),
   Metric('trajectories', _RL, 'trajectories', 'taken by the update'),
-  Metric('trajectories_masked', _RL, 'trajectories', 'that infrastructure ended'),
+  Metric('trajectories_masked', _RL, 'trajectories', 'masked: infrastructure failures'),
 )
 
 _OFF_POLICY = (
@@ -153,7 +153,7 @@ _OFF_POLICY = (
     'of tokens beyond the cap of π/π_old',
     ('plot', 'view'),
   ),
-  Metric('clipped_mass', _RL, '1', 'mean of π/π_old that the cap took away', ('plot',)),
+  Metric('clipped_mass', _RL, '1', 'mean of π/π_old removed by the cap', ('plot',)),
   Metric('approx_kl', _RL, 'nats', 'estimate of KL(π_old ‖ π), per token', ('plot',)),
   Metric('abs_log_ratio', _RL, 'nats', 'mean of |log π/π_old| over tokens', ('plot',)),
   Metric('old_logprob', _RL, 'nats', 'mean log-probability when sampled'),
@@ -217,10 +217,10 @@ _FLOW = (
   ),
   Metric('pool/taken', _RL, 'items', 'taken so far', ('view', 'report')),
   Metric('pool/failed', _RL, 'items', 'failed so far', ('view', 'report')),
-  Metric('pool/pruned_completions', _RL, 'completions', 'whose token ids were dropped'),
-  Metric('pool/missed_syncs', _RL, 'times', 'that the log could not be checkpointed'),
-  Metric('pool/late_completions', _RL, 'completions', 'of items that had ended'),
-  Metric('pool/late_trajectories', _RL, 'trajectories', 'of items that had ended'),
+  Metric('pool/pruned_completions', _RL, 'completions', 'whose token ids were deleted'),
+  Metric('pool/missed_syncs', _RL, 'times', 'that the WAL could not be checkpointed'),
+  Metric('pool/late_completions', _RL, 'completions', 'of items already retired'),
+  Metric('pool/late_trajectories', _RL, 'trajectories', 'of items already retired'),
   Metric('input_tokens', _RL, 'tokens', 'of the samples, before merging'),
   Metric('forest_tokens', _RL, 'tokens', 'after merging'),
   Metric(
@@ -235,7 +235,7 @@ _FLOW = (
     when='rollouts record expert ids',
   ),
   Metric('rollouts_per_s', _RL, 'episodes/s', 'finished', ('plot', 'view')),
-  Metric('wait_s', _RL, 's', 'that the update waited for items'),
+  Metric('wait_s', _RL, 's', 'the update waited for items'),
   Metric('train_s', _RL, 's', 'from groups to new weights'),
   Metric('step_s', _RL, 's', 'from one update to the next'),
   Metric('engine/tokens_per_s', _RL, 'tokens/s', 'sampled', ('plot', 'view', 'report')),
@@ -245,14 +245,14 @@ _FLOW = (
     'gateway/forks',
     _RL,
     'requests',
-    'that extend no recorded completion of their session',
+    'that do not extend a recorded completion of their session',
     ('view', 'report'),
   ),
   Metric(
     'gateway/overrides',
     _RL,
     'fields',
-    'of requests that training overrode',
+    'of requests overridden for training',
     ('view', 'report'),
   ),
   Metric(
@@ -305,7 +305,7 @@ def find(phase: str, name: str) -> Metric | None:
 
 
 def metric(phase: str, name: str) -> Metric:
-  """The metric that a reader is about to use.
+  """The metric of a record's key, for readers.
 
   Raises:
     KeyError: it is not listed.
@@ -317,7 +317,7 @@ def metric(phase: str, name: str) -> Metric:
 
 
 def checked(name: str) -> str:
-  """The name, for a reader that takes it from any phase.
+  """Returns the name, for a reader that accepts it from any phase.
 
   Raises:
     KeyError: no phase has it.
@@ -328,13 +328,13 @@ def checked(name: str) -> str:
 
 
 def group(prefix: str, place: str) -> list[str]:
-  """Names `prefix/…` that are shown at a place, in the table's order."""
-  own = f'{prefix}/'
-  return [m.name for m in METRICS if m.name.startswith(own) and place in m.shown]
+  """Names `prefix/…` that are shown at `place`, in table order."""
+  start = f'{prefix}/'
+  return [m.name for m in METRICS if m.name.startswith(start) and place in m.shown]
 
 
 def unlisted(phase: str, keys: Iterable[str]) -> list[str]:
-  """What of a record the table lacks: its keys, or nothing but the phase."""
+  """Descriptions of the keys that the table lacks, or of the phase if it lacks that."""
   if phase not in PHASES:
     return [f'phase {phase!r}']
   return [f'{key!r} of phase {phase!r}' for key in keys if find(phase, key) is None]

@@ -1,6 +1,6 @@
-"""Which plots the report shows, from the metric records; `names` says what they mean.
+"""The plots of the report, made from the metric records; `names` has their meanings.
 
-A plot without data is left out, and so is a section without plots.
+Plots without data and sections without plots are omitted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Counts = dict[float, tuple[float, int]]  # update → (tasks solved, tried)
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-  """A finished plot: its title, what it says, its legend (name, class) and drawing."""
+  """A finished plot: title, note, legend (name, class) and drawing."""
 
   title: str
   note: str
@@ -34,7 +34,7 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """Plots under one heading; `small` ones are half as wide and share a legend."""
+  """Plots under one heading; `small` ones are half as wide and share one legend."""
 
   title: str
   plots: Sequence[Plot]
@@ -42,7 +42,7 @@ class Section:
 
   @property
   def legend(self) -> list[tuple[str, str]]:
-    """What a section of small plots explains once."""
+    """The legend that small plots share; empty otherwise."""
     if not self.small:
       return []
     return list(dict.fromkeys(entry for plot in self.plots for entry in plot.legend))
@@ -50,14 +50,14 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Curves:
-  """A plot to draw: some names of one phase over its steps.
+  """A plot to draw: metrics of one phase over its steps.
 
   Attributes:
-    title: of the plot; the note below is the meaning of the first name.
+    title: of the plot; the note below it is the meaning of the first metric.
     names: keys of the records.
     phase: of the records.
-    average: draw the moving average over the single values; for one name.
-    limit: bound to draw, a key of the bounds given to `sections`, and its name.
+    average: draw the moving average over the values; only for a single name.
+    limit: key of a bound that `sections` computes, and its name in the legend.
     y_limits: fixed y range.
 
   Raises:
@@ -77,7 +77,7 @@ class Curves:
 
   @property
   def metric(self) -> names.Metric:
-    """The first name's metric, which gives note and unit."""
+    """The metric of the first name, which gives note and unit."""
     return names.metric(self.phase, self.names[0])
 
 
@@ -124,11 +124,11 @@ def sections(
   capacity_items: int | None = None,
   window_items: int | None = None,
 ) -> list[Section]:
-  """All sections with something to show.
+  """All sections that have plots.
 
   Args:
-    records: surviving metric records.
-    capacity_items, window_items: N and W of windowed FIFO, for the bounds.
+    records: metric records, without superseded ones.
+    capacity_items, window_items: N and W of windowed FIFO, which give the bounds.
   """
   bounds: dict[str, float] = {}
   if window_items is not None:
@@ -165,8 +165,8 @@ def sections(
   return [section for section in found if section.plots]
 
 
-def _course(records: Records, key: str) -> tuple[list[float], list[float]]:
-  """Steps and values of a scalar, where it was recorded."""
+def _values(records: Records, key: str) -> tuple[list[float], list[float]]:
+  """Steps and values of a scalar, for the records that have it."""
   pairs = [
     (float(r['step']), float(r[key]))
     for r in records
@@ -208,7 +208,7 @@ def _note(metric: names.Metric) -> str:
 
 
 def _line(records: Records, name: str, colour: int) -> list[svg.Series]:
-  x, y = _course(records, name)
+  x, y = _values(records, name)
   if not any(map(math.isfinite, y)):
     return []
   maximum = name.endswith('_max')
@@ -226,8 +226,8 @@ def _line(records: Records, name: str, colour: int) -> list[svg.Series]:
 
 
 def _averaged(records: Records, name: str) -> list[svg.Series]:
-  """A noisy course and its moving average."""
-  x, y = _course(records, name)
+  """The values and their moving average."""
+  x, y = _values(records, name)
   if not y:
     return []
   average = stats.moving_average(y, _AVERAGE_STEPS)
@@ -238,7 +238,7 @@ def _averaged(records: Records, name: str) -> list[svg.Series]:
 
 
 def _evaluated(records: Records, split: str, last_update: float) -> dict[str, Counts]:
-  """family → counts of a split's evaluations at temperature 1, over the updates.
+  """family → counts of a split's evaluations at temperature 1, by update.
 
   A later record of the same tasks at the same update replaces an earlier one.
   """
@@ -251,21 +251,21 @@ def _evaluated(records: Records, split: str, last_update: float) -> dict[str, Co
       or not record.get('n')
     ):
       continue
-    # Evaluations before RL count another phase's steps: they are at update 0.
+    # Evaluations before RL have steps of another phase: plot them at update 0.
     x = {'after SFT': 0.0, 'after RL': last_update, 'during RL': float(record['step'])}
     if (update := x.get(record.get('stage'))) is not None:
       key = record.get('family', 'all'), record.get('calls'), update
       latest[key] = record['successes'], record['n']
   counts: dict[str, Counts] = {}
   for (family, _, update), (successes, n) in latest.items():
-    own = counts.setdefault(family, {})
-    before = own.get(update, (0, 0))
-    own[update] = before[0] + successes, before[1] + n
+    by_update = counts.setdefault(family, {})
+    before = by_update.get(update, (0, 0))
+    by_update[update] = before[0] + successes, before[1] + n
   return counts
 
 
 def _points(name: str, counts: Counts | None, colour: int) -> list[svg.Series]:
-  """Shares with their Wilson intervals."""
+  """Success rates with their Wilson intervals."""
   if not counts:
     return []
   intervals = [stats.wilson(successes, n) for successes, n in counts.values()]
@@ -285,13 +285,13 @@ def _points(name: str, counts: Counts | None, colour: int) -> list[svg.Series]:
 def _success(
   title: str, name: str, rl: Records, points: Sequence[svg.Series], note: str, **options
 ) -> Plot:
-  """Training success, and evaluations at temperature 1 as points."""
+  """Training success as lines, evaluations at temperature 1 as points."""
   series = [*_averaged(rl, name), *points]
   return _finish(title, note, series, y_format=svg.percent, y_limits=_SHARE, **options)
 
 
 def _families(rl: Records, dev: Mapping[str, Counts], last_update: float) -> list[Plot]:
-  """A small plot for each family, all over the same updates."""
+  """A small plot per family, all with the same x range."""
   prefix = 'success/'
   names.metric('rl', f'{prefix}*')
   found = {key.removeprefix(prefix) for r in rl for key in r if key.startswith(prefix)}

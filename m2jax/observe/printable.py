@@ -1,8 +1,8 @@
-"""Text for people's eyes: hostile model output made safe to show.
+"""Makes untrusted model output safe to display.
 
-A terminal obeys control characters and a browser obeys bidirectional marks; what a
-model or its tools printed may hold either. They are shown, not obeyed. HTML escaping
-is the template's own work and comes on top.
+A terminal obeys control characters and a browser obeys bidirectional marks; the output
+of a model or of its tools may contain either. Here they become visible code points.
+HTML escaping is separate: the template does it.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ def _show(match: re.Match) -> str:
 
 
 def printable(text: object) -> str:
-  """Any object as text without control characters; newlines and tabs stay."""
+  """Any object as text without control characters, except newlines and tabs."""
   text = text if isinstance(text, str) else '' if text is None else str(text)
   return _UNSAFE.sub(_show, text.replace('\r\n', '\n'))
 
 
 def one_line(text: object, limit_chars: int) -> str:
-  """`printable`, white space collapsed, cut to at most limit_chars with an ellipsis."""
+  """`printable` with white space collapsed, truncated to limit_chars with an ellipsis."""
   text = text if isinstance(text, str) else '' if text is None else str(text)
-  # Cut before the regular work: an observation may be a megabyte.
+  # Truncate before the regex: an observation may be a megabyte.
   text = ' '.join(printable(text[: 8 * limit_chars + 64]).split())
   return text if len(text) <= limit_chars else text[: limit_chars - 1] + '…'
 
 
 def clip(text: object, limit_chars: int) -> str:
-  """`printable`; a long text keeps its head and tail and says what was left out."""
+  """`printable`; of a long text the head, the tail and a count of what was omitted."""
   text = text if isinstance(text, str) else '' if text is None else str(text)
   if len(text) <= limit_chars:
     return printable(text)
   head, tail = limit_chars * 2 // 3, limit_chars // 3
-  left_out = len(text) - head - tail
+  omitted = len(text) - head - tail
   return (
-    f'{printable(text[:head])}\n… {left_out:,} characters left out …\n'
+    f'{printable(text[:head])}\n… {omitted:,} characters omitted …\n'
     f'{printable(text[-tail:])}'
   )

@@ -1,9 +1,9 @@
 """The report of a run: one self-contained HTML page.
 
-Headline success with Wilson intervals, learning curves, off-policy and window plots,
-throughput, configuration, and trajectories to read. It loads nothing: style, script
-and plots are inline, and the page's own content security policy admits no other. All
-text passes `printable` and is escaped by the template; trajectories are hostile output.
+Success with Wilson intervals, learning curves, off-policy and window plots, throughput,
+configuration, and trajectories. It loads nothing: style, script and plots are inline,
+and the page's content security policy allows nothing else. Trajectories are untrusted
+output: all text passes `printable`, and the template escapes it.
 """
 
 from __future__ import annotations
@@ -15,49 +15,31 @@ import hashlib
 import os
 import pathlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from m2jax.observe import names, plots, stats, svg, transcript
+from m2jax.observe.evaluations import Evaluation, Pair
 from m2jax.observe.printable import clip, one_line, printable
 
 _TEMPLATES = pathlib.Path(__file__).parent / 'templates'
 _STEP_LIMIT_CHARS = 6000
-SERVICES = ('pool', 'engine', 'gateway')  # whose counters are listed
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-  """Held-out success of one stage; every pair is (successes, tasks).
-
-  Attributes:
-    stage: 'after SFT', 'after RL', or a control's.
-    sampled: at temperature 1.
-    greedy: at temperature 0, None where it was not measured.
-    families: family → pair at temperature 1.
-    lengths: chain length in tool calls → pair at temperature 1.
-  """
-
-  stage: str
-  sampled: tuple[float, int]
-  greedy: tuple[float, int] | None = None
-  families: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
-  lengths: Mapping[int, tuple[float, int]] = dataclasses.field(default_factory=dict)
+SERVICES = ('pool', 'engine', 'gateway')  # services whose counters are listed
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-  """What stands on top of the report.
+  """The head of the report.
 
   Attributes:
     title: of the page.
     evaluations: rows of the headline table, in order.
     facts: short name → value, such as wall-clock time or parameters.
-    capacity_items, window_items: N and W of windowed FIFO; with them the plots show
-      the bounds N + W − 2 on age and W − 1 on out-of-order distance (DESIGN §6).
+    capacity_items, window_items: N and W of windowed FIFO; if given, the plots show the
+      bounds N + W − 2 on age and W − 1 on out-of-order distance (DESIGN §6).
   """
 
   title: str
@@ -69,12 +51,12 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-  """What training knows of one assistant message; None and () where it does not.
+  """Training data of one assistant message; None, () or '' if unknown.
 
   Attributes:
     advantage: of its response tokens.
     versions: policy versions that sampled it.
-    response_tokens: how many tokens were sampled.
+    response_tokens: number of sampled tokens.
     status: the parser's verdict.
   """
 
@@ -91,9 +73,9 @@ class Episode:
   Attributes:
     phase, step: when it was sampled: 'rl' and the update, or an evaluation's stage.
     family, task: the task's family and spec.
-    success: the verifier's verdict in [0, 1]; reward: the sum over its turns.
+    success: the verifier's verdict in [0, 1]. reward: the sum over the turns.
     messages: the chat as OpenAI dicts. turns: one per assistant message.
-    end_reason, error: how it ended and, for an infrastructure failure, why.
+    end_reason: how it ended. error: the cause of an infrastructure failure.
     wall_s: wall-clock seconds.
   """
 
@@ -110,55 +92,6 @@ class Episode:
   wall_s: float = 0.0
 
 
-def evaluations(
-  records: Iterable[Mapping[str, Any]], split: str = 'held_out'
-) -> list[Evaluation]:
-  """Headline rows from evaluation records, in order of the stages' first records.
-
-  A later record of the same stage, temperature, family and chain length replaces an
-  earlier one; stage 'during RL' is a curve, not a row.
-
-  Args:
-    records: of any phase.
-    split: 'held_out' or 'dev'; records that name none are held out.
-  """
-  found: dict[str, dict[tuple[bool, str, int | None], tuple[float, int]]] = {}
-  for record in records:
-    if record.get('phase') != 'eval' or record.get('stage') in (None, 'during RL'):
-      continue
-    if record.get('split', 'held_out') != split:
-      continue
-    greedy = record.get('temperature') == 0
-    key = greedy, record.get('family', 'all'), record.get('calls')
-    pair = record['successes'], record['n']
-    found.setdefault(record['stage'], {})[key] = pair
-  return [_evaluation(stage, pairs) for stage, pairs in found.items()]
-
-
-def _evaluation(
-  stage: str, pairs: Mapping[tuple[bool, str, int | None], tuple[float, int]]
-) -> Evaluation:
-  families: dict[str, tuple[float, int]] = {}
-  lengths: dict[int, tuple[float, int]] = {}
-  for (greedy, family, calls), pair in pairs.items():
-    if not greedy and family != 'all':
-      _add(families, family, pair)
-      if calls is not None:
-        _add(lengths, calls, pair)
-  return Evaluation(
-    stage,
-    sampled=pairs.get((False, 'all', None), (0, 0)),
-    greedy=pairs.get((True, 'all', None)),
-    families=families,
-    lengths=dict(sorted(lengths.items())),
-  )
-
-
-def _add(sums: dict, key: Any, pair: tuple[float, int]) -> None:
-  before = sums.get(key, (0, 0))
-  sums[key] = before[0] + pair[0], before[1] + pair[1]
-
-
 def write_report(
   path: str | os.PathLike,
   records: Sequence[Mapping[str, Any]],
@@ -166,14 +99,14 @@ def write_report(
   summary: Summary,
   config: Mapping[str, Any],
 ) -> None:
-  """Writes the page; an old one is replaced only once the new one is whole.
+  """Writes the page; replaces an old one only when the new one is complete.
 
   Args:
     path: of the HTML file.
     records: `metrics.read(workdir)`.
-    trajectories: episodes to read; all of them are put on the page.
-    summary: what stands on top.
-    config: nested mapping of the run's settings.
+    trajectories: episodes; all of them are on the page.
+    summary: the head of the page.
+    config: the run's settings, a nested mapping.
 
   Raises:
     OSError: the file cannot be written.
@@ -233,8 +166,8 @@ def _csp_hash(text: str) -> Markup:
   return Markup(f"'sha256-{base64.b64encode(digest).decode()}'")
 
 
-def _rate(pair: tuple[float, int] | None) -> dict[str, Any] | None:
-  """A pair as the table shows it; None where nothing was measured."""
+def _rate(pair: Pair | None) -> dict[str, Any] | None:
+  """A pair as the table shows it; None if it was not measured."""
   if pair is None or not pair[1]:
     return None
   successes, n = pair
@@ -254,7 +187,7 @@ def _percent(share: float) -> str:
 
 
 def _exact(value: Any) -> str:
-  """Whole numbers with all their digits, others in few."""
+  """Integers with all their digits, other numbers in few."""
   if not isinstance(value, (int, float)):
     return str(value)
   return f'{int(value):,}' if value == value // 1 else svg.number(value)
@@ -275,7 +208,7 @@ def _headline(rows: Sequence[Evaluation]) -> list[dict[str, Any]]:
 
 
 def _tables(rows: Sequence[Evaluation]) -> list[tuple[str, str, dict[str, Any]]]:
-  """Title, first column and contents of the tables under the headline."""
+  """Title, first column and contents of the tables below the headline."""
   found = (
     ('By chain length', 'tool calls', _parts(rows, 'lengths')),
     ('By family', 'family', _parts(rows, 'families')),
@@ -284,7 +217,7 @@ def _tables(rows: Sequence[Evaluation]) -> list[tuple[str, str, dict[str, Any]]]
 
 
 def _parts(rows: Sequence[Evaluation], field: str) -> dict[str, Any] | None:
-  """A column per stage, and what RL (else the last stage) changed."""
+  """A column per stage, and the change by RL (or else by the last stage)."""
   parts = [getattr(row, field) for row in rows]
   keys = sorted({key for part in parts for key in part})
   if not keys:
@@ -309,7 +242,7 @@ def _parts(rows: Sequence[Evaluation], field: str) -> dict[str, Any] | None:
 def _move(
   cells: Sequence[dict[str, Any] | None], pair: tuple[int, int] | None
 ) -> dict[str, Any] | None:
-  """The change between two cells of a family's row, None where one is missing."""
+  """The change between two cells of a row; None if one is missing."""
   if pair is None or not (cells[pair[0]] and cells[pair[1]]):
     return None
   before, after = cells[pair[0]]['rate'], cells[pair[1]]['rate']
@@ -321,7 +254,7 @@ def _move(
 
 
 def _counters(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
-  """Last values of the services' counters, by service."""
+  """Last values of the counters, by service."""
   groups: dict[str, list[tuple[str, str]]] = {}
   for service in SERVICES:
     for key in names.group(service, 'report'):
@@ -373,9 +306,9 @@ def _steps(episode: Episode) -> list[dict[str, Any]]:
   shown = []
   last_turn = -1
   for step in transcript.steps(episode.messages):
-    own = step.kind in ('thinking', 'text', 'call', 'answer')
+    assistant = step.kind in ('thinking', 'text', 'call', 'answer')
     turn = None
-    if own and step.turn != last_turn and step.turn < len(episode.turns):
+    if assistant and step.turn != last_turn and step.turn < len(episode.turns):
       turn, last_turn = _turn(step.turn, episode.turns[step.turn]), step.turn
     shown.append(
       {

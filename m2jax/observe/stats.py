@@ -1,7 +1,7 @@
-"""Small statistics for people: intervals, moving averages, quantiles.
+"""Statistics for reports: intervals, moving averages, quantiles.
 
 Wilson's score interval: E. B. Wilson, "Probable Inference, the Law of Succession, and
-Statistical Inference", JASA 22 (1927). Plain Python: it runs on a handful of numbers.
+Statistical Inference", JASA 22 (1927). Plain Python, for a handful of numbers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
   """Wilson score interval of a proportion.
 
-  The interval holds every p with |p̂ − p| <= z·√(p(1 − p)/n): the values that a score
-  test at z would not reject.
+  The interval is every p with |p̂ − p| <= z·√(p(1 − p)/n): the values that a score test
+  at z does not reject.
 
   Args:
     successes: successes among n; a sum of scores in [0, 1] may be fractional.
-    n: trials. 0 gives (0, 1): nothing is known.
+    n: trials; 0 gives (0, 1).
     z: normal quantile; 1.96 for 95 %.
 
   Returns:
@@ -38,16 +38,16 @@ def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
   spread = z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
   low = (centre - spread) / (1 + z2 / n)
   high = (centre + spread) / (1 + z2 / n)
-  # At p̂ = 0 and 1 one end is exact; rounding would put it a hair outside.
+  # At p̂ = 0 and 1 one end is exact; rounding could move it outside [0, 1].
   low = 0.0 if successes == 0 else max(0.0, low)
   high = 1.0 if successes == n else min(1.0, high)
   return low, high
 
 
 def moving_average(values: Iterable[float], window: int) -> list[float]:
-  """Trailing mean of the last `window` values, over what there is at the start.
+  """Trailing mean of the last `window` values, or of as many as there are yet.
 
-  Values that are not finite are left out; where a window holds none, the mean is NaN.
+  Non-finite values are ignored; a window without finite values gives NaN.
 
   Raises:
     ValueError: window < 1.
@@ -57,8 +57,8 @@ def moving_average(values: Iterable[float], window: int) -> list[float]:
   values = list(values)
   means = []
   for end in range(1, len(values) + 1):
-    kept = [v for v in values[max(0, end - window) : end] if math.isfinite(v)]
-    means.append(math.fsum(kept) / len(kept) if kept else math.nan)
+    finite = [v for v in values[max(0, end - window) : end] if math.isfinite(v)]
+    means.append(math.fsum(finite) / len(finite) if finite else math.nan)
   return means
 
 

@@ -1,9 +1,9 @@
-"""Plots as inline SVG, for one self-contained page: no scripts, no fonts, no files.
+"""Plots as inline SVG, for a self-contained page: no scripts, no fonts, no files.
 
-Colours and type come from the page's style sheet by class (`s0` … `s5` for series), so
+Colours and fonts come from the page's style sheet by class (`s0` … `s5` for series), so
 a plot follows the reader's light or dark setting. Coordinates are in a view box of
-WIDTH × HEIGHT units and scale with the page. `data-plot` carries the drawn points as
-JSON for the page's hover script.
+WIDTH × HEIGHT units and scale with the page. `data-plot` has the drawn points as JSON,
+for the page's hover script.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from markupsafe import Markup
 
 WIDTH, HEIGHT = 480, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34
-_MOST_POINTS = 400  # a series keeps at most this many; more cannot be seen
+_MAX_POINTS = 400  # of a series; more could not be distinguished
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-  """One course of values.
+  """A series to plot.
 
   Attributes:
-    name: for the legend and the hover box.
-    x, y: coordinates; points that are not finite are left out and break the line.
+    name: in the legend and the hover box.
+    x, y: coordinates; non-finite points are skipped and interrupt the line.
     colour: 0 … 5, a class of the style sheet.
     style: 'line', 'faint' (a line behind others), 'points', or 'limit' (dashed).
     low, high: ends of the whiskers of each point, for 'points'.
-    reduce: how neighbours merge when there are too many points: 'mean' or 'max'.
+    reduce: how neighbours are merged if there are too many points: 'mean' or 'max'.
   """
 
   name: str
@@ -62,7 +62,7 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-  """A share in [0, 1] as a percentage with one decimal at most."""
+  """A fraction in [0, 1] as a percentage with at most one decimal."""
   return f'{100 * value:.1f}'.removesuffix('.0') + ' %' if math.isfinite(value) else '–'
 
 
@@ -87,19 +87,19 @@ def line_plot(
   x_limits: tuple[float, float] | None = None,
   width: int = WIDTH,
 ) -> Markup:
-  """Courses over a common x axis.
+  """Plots series over a common x axis.
 
   Args:
     series: what to draw, in drawing order.
     label: what the plot shows, for screen readers.
     x_label: caption of the x axis.
     y_format: tick and hover text of y values: `number` or `percent`.
-    y_limits: fixed y range; by default the values and zero, if it is near.
-    x_limits: x range; by default that of the values.
-    width: of the view box; a plot for half a column needs half of WIDTH.
+    y_limits: fixed y range; by default the range of the values, and zero if it is near.
+    x_limits: x range; by default the range of the values.
+    width: of the view box; a plot of half a column needs half of WIDTH.
 
   Returns:
-    An <svg> element, or '' when there is no finite point to draw.
+    An <svg> element, or '' if there is no finite point.
   """
   drawn = [_reduce(s) for s in series]
   xs = [x for s in drawn for x in s.x]
@@ -107,25 +107,17 @@ def line_plot(
   if not any(math.isfinite(y) for s in drawn for y in s.y):
     return Markup('')
   low, high = x_limits or (min(xs), max(xs))
-  right = width - _RIGHT
+  right, base = width - _RIGHT, HEIGHT - _BOTTOM
   y_ticks = ticks(*(y_limits or _y_range(ys)), about=5)
   about = max(2, 6 * width // WIDTH)
   x_ticks = [t for t in ticks(low, high, about) if low <= t <= high]
   place_x = _scale(low, high, _LEFT, right)
-  place_y = _scale(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP)
-
+  place_y = _scale(y_ticks[0], y_ticks[-1], base, _TOP)
   parts = [
-    Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
-      _LEFT, right, place_y(t), place_y(t)
-    )
-    + _text(_LEFT - 6, place_y(t) + 3.5, y_format(t), 'end')
-    for t in y_ticks
+    *_y_axis([(place_y(t), y_format(t)) for t in y_ticks], right),
+    *_x_axis([(place_x(t), number(t)) for t in x_ticks], right, x_label),
+    *(_drawn(s, place_x, place_y) for s in drawn),
   ]
-  base = HEIGHT - _BOTTOM
-  parts += [_text(place_x(t), base + 14, number(t), 'middle') for t in x_ticks]
-  middle = (_LEFT + right) / 2
-  parts.append(_text(middle, HEIGHT - 4, x_label, 'middle', 'axis'))
-  parts += [_course(s, place_x, place_y) for s in drawn]
   hover = {
     'x': [place_x(low), place_x(high), low, high],
     'xLabel': x_label,
@@ -145,8 +137,26 @@ def line_plot(
   ).format(width, HEIGHT, label, json.dumps(hover), Markup('').join(parts), _TOP, base)
 
 
+def _y_axis(marks: Sequence[tuple[float, str]], right: float) -> list[Markup]:
+  """A grid line and its text for each (y coordinate, text)."""
+  line = Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>')
+  return [
+    line.format(_LEFT, right, y, y) + _text(_LEFT - 6, y + 3.5, text, 'end')
+    for y, text in marks
+  ]
+
+
+def _x_axis(
+  marks: Sequence[tuple[float, str]], right: float, label: str
+) -> list[Markup]:
+  """The text at each (x coordinate, text), and the caption of the axis."""
+  texts = [_text(x, HEIGHT - _BOTTOM + 14, text, 'middle') for x, text in marks]
+  caption = _text((_LEFT + right) / 2, HEIGHT - 4, label, 'middle', 'axis')
+  return [*texts, caption]
+
+
 def interval(value: float, low: float, high: float, colour: int = 0) -> Markup:
-  """A share with its interval as a dot on a rule from 0 to 1."""
+  """A fraction and its interval: a dot and whiskers on a line from 0 to 1."""
   width, height = 200, 18
   place = _scale(0.0, 1.0, 4, width - 4)
   middle = height / 2
@@ -169,7 +179,7 @@ def interval(value: float, low: float, high: float, colour: int = 0) -> Markup:
 
 
 def change(before: float, after: float) -> Markup:
-  """A share that moved, as two dots on a rule from 0 to 1."""
+  """The change of a fraction: two dots on a line from 0 to 1."""
   width, height = 200, 18
   place = _scale(0.0, 1.0, 4, width - 4)
   middle = height / 2
@@ -194,9 +204,9 @@ def change(before: float, after: float) -> Markup:
 
 
 def _reduce(series: Series) -> Series:
-  """At most _MOST_POINTS points, by merging neighbours; x ascending."""
+  """Merges neighbours until there are at most _MAX_POINTS points; sorts by x."""
   order = sorted(range(len(series.x)), key=lambda i: series.x[i])
-  if series.style in ('points', 'limit') or len(order) <= _MOST_POINTS:
+  if series.style in ('points', 'limit') or len(order) <= _MAX_POINTS:
     pick = lambda values: [values[i] for i in order] if values else []  # noqa: E731
     return dataclasses.replace(
       series,
@@ -205,7 +215,7 @@ def _reduce(series: Series) -> Series:
       low=pick(series.low),
       high=pick(series.high),
     )
-  size = math.ceil(len(order) / _MOST_POINTS)
+  size = math.ceil(len(order) / _MAX_POINTS)
   xs, ys = [], []
   for start in range(0, len(order), size):
     part = order[start : start + size]
@@ -220,7 +230,7 @@ def _y_range(ys: Sequence[float]) -> tuple[float, float]:
   low, high = min(ys), max(ys)
   if low == high:
     return (low - 1, high + 1) if low == 0 else (min(0, 2 * low), max(0, 2 * low))
-  # Zero is part of the axis unless it would flatten the course.
+  # Include zero unless it would flatten the curve.
   if 0 < low < 0.6 * high:
     low = 0.0
   return low, high
@@ -245,7 +255,7 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str = 'tick') -> Mar
   )
 
 
-def _course(
+def _drawn(
   series: Series,
   place_x: Callable[[float], float],
   place_y: Callable[[float], float],

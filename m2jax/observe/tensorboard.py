@@ -1,10 +1,10 @@
 """TensorBoard event files from metric records: one run (directory) per phase.
 
-Steps count within a phase, and TensorBoard's restart mark (a session start at step s
-voids every earlier event of that run with step >= s) works per run, hence one run
-each. All scalars of a record go into one event, which costs a tenth of tensorboardX's
-`add_scalar` per scalar; framing and protocol buffers are tensorboardX's own. The first
-value of a tag carries its unit and meaning (`names`), which TensorBoard shows.
+Each phase is a run because it counts its own steps, and because TensorBoard handles a
+restart per run: a session start at step s voids all earlier events of the run with
+step >= s. All scalars of a record go into one event, which costs a tenth of
+tensorboardX's `add_scalar` per scalar; framing and protocol buffers are tensorboardX's.
+The first value of a tag has its unit and meaning (`names`), which TensorBoard shows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from m2jax.observe import names
 
 
 class EventFiles:
-  """Event files of all phases, opened as phases appear. For one thread."""
+  """Event files of all phases, opened when a phase first appears. Not thread-safe."""
 
   def __init__(self, directory: str | os.PathLike, suffix: str = ''):
-    """Remembers where to write; `suffix` keeps two openings in one second apart."""
+    """Sets the directory; `suffix` distinguishes files opened within one second."""
     self._directory = pathlib.Path(directory)
     self._suffix = suffix
     self._writers: dict[str, event_file_writer.EventsWriter] = {}
@@ -35,7 +35,7 @@ class EventFiles:
   def add(
     self, phase: str, step: int, time_s: float, scalars: Mapping[str, Any]
   ) -> None:
-    """Writes the numbers among `scalars` as one event; strings are left out."""
+    """Writes the numbers among `scalars` as one event; skips strings."""
     values = [
       summary_pb2.Summary.Value(
         tag=key, simple_value=float(value), metadata=self._description(phase, key)
@@ -50,7 +50,7 @@ class EventFiles:
       )
 
   def purge(self, phase: str, purge_step: int) -> None:
-    """Marks a restart: readers drop the phase's earlier events from purge_step on."""
+    """Marks a restart: readers drop the phase's earlier events with step >= purge_step."""
     session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     self._writer(phase).write_event(
       event_pb2.Event(wall_time=time.time(), step=purge_step, session_log=session)

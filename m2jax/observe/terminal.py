@@ -1,9 +1,9 @@
 """The live terminal view of a run: phases, learning, pool, window, latest trajectory.
 
-Fed with the metric records of `metrics.MetricsWriter` (DESIGN §6, Observability):
+It shows the records of `metrics.MetricsWriter` (DESIGN §6, Observability):
 `metrics.add_listener(view.on_record)`. On a terminal it redraws twice a second through
-`rich.live`; log lines appear above it. Elsewhere (pipes, CI) it prints one plain line
-every few seconds. `frame.py` draws; this file keeps the state and owns the screen.
+`rich.live`; log lines appear above it. Elsewhere (pipes, CI) it prints a plain line
+every few seconds. `frame.py` draws; this module controls the screen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_HZ = 4.0
 
 
 class RunView:
-  """Shows a run while it goes; a context manager, safe from any thread.
+  """Shows a run in progress; a context manager, thread-safe.
 
   Example:
     with RunView({'setup': 20, 'SFT': 150, 'RL': 400}) as view:
@@ -46,14 +46,14 @@ class RunView:
     plain_every_s: float = 10.0,
     average_steps: int = 10,
   ):
-    """Prepares the view; nothing is shown before `start` or `with`.
+    """Prepares the view, which `start` or `with` then shows.
 
     Args:
       phases: phase name → expected seconds, in order. Names are unique.
       console: where to draw; standard output by default.
-      title: first words of the view.
-      refresh_hz: redraws per second, at most 4: the run needs the processor.
-      plain_every_s: seconds between lines when the console is no terminal.
+      title: shown first.
+      refresh_hz: redraws per second, at most 4, to leave the processor to the run.
+      plain_every_s: seconds between lines if the console is not a terminal.
       average_steps: steps in the moving averages of success and reward.
 
     Raises:
@@ -89,7 +89,7 @@ class RunView:
     )
 
   def start(self) -> RunView:
-    """Begins to draw or to print. `stop` also runs at exit, so the cursor returns."""
+    """Starts drawing or printing. `stop` also runs at exit, to restore the cursor."""
     self._stopping.clear()
     atexit.register(self.stop)
     if self.interactive:
@@ -109,7 +109,7 @@ class RunView:
     return self
 
   def stop(self) -> None:
-    """Draws the last state, gives the terminal back as it was. Twice is fine."""
+    """Draws the last state and restores the terminal. Idempotent."""
     atexit.unregister(self.stop)
     self._stopping.set()
     live, self._live = self._live, None
@@ -130,7 +130,7 @@ class RunView:
     self.stop()
 
   def begin(self, phase: str) -> None:
-    """The phase starts now; the one before it is done.
+    """Starts a phase; the previous one is done.
 
     Raises:
       ValueError: the phase was not named in the constructor.
@@ -142,7 +142,7 @@ class RunView:
     self._announce(f'{phase}: started')
 
   def done(self, note: str = '') -> None:
-    """The current phase is done; `note` (a few words) stays beside its name."""
+    """Ends the current phase; `note` (a few words) is shown beside its name."""
     with self._lock:
       ended = self._state.end_current(note)
     if ended is not None:
@@ -150,13 +150,13 @@ class RunView:
       self._announce(f'{ended.name}: done in {frame.clock(ended.elapsed_s())}{words}')
 
   def set_progress(self, fraction: float) -> None:
-    """Done share of the current phase in [0, 1]; without it the clock is used."""
+    """Sets the completed fraction of the current phase; by default time decides it."""
     if math.isfinite(fraction):
       with self._lock:
         self._state.set_progress(fraction)
 
   def on_record(self, record: Mapping[str, Any]) -> None:
-    """Takes one metric record; unknown fields are kept, missing ones stay blank."""
+    """Shows a metric record; missing fields stay blank."""
     with self._lock:
       self._state.add(record)
 
@@ -168,8 +168,9 @@ class RunView:
     Args:
       states: state of items head, head + 1, …: 'pending', 'completed', 'taken' or
         'failed'.
-      head: index of the first of them, the oldest item neither taken nor failed.
-      window: W; completed items from head + W on are forbidden. None is greedy.
+      head: index of the first one, the oldest item neither taken nor failed.
+      window: W; completed items at head + W or later may not be taken. None is
+        greedy.
     """
     with self._lock:
       self._state.window = (tuple(states), head, window)
@@ -180,13 +181,13 @@ class RunView:
       self._state.snippet = messages
 
   def _draw(self) -> rich.console.RenderableType:
-    # A view never stops a job. No logging here: a log line waits for the screen's
-    # lock, which the redrawing thread holds.
+    # A view never stops a job. Do not log here: a log line waits for the lock of the
+    # screen, which the redrawing thread holds.
     try:
       with self._lock:
         return frame.draw(self._state, self._console.width)
     except Exception as error:
-      return rich.text.Text(f'(the view cannot be drawn: {error!r})', style='red')
+      return rich.text.Text(f'(cannot draw the view: {error!r})', style='red')
 
   def _print_lines(self) -> None:
     while not self._stopping.wait(self._plain_every_s):
@@ -207,14 +208,14 @@ class RunView:
       line = line.encode(encoding, 'replace').decode(encoding)
       self._console.file.write(line + '\n')
       self._console.file.flush()
-    except (OSError, ValueError):  # the reader of the pipe has gone; the run goes on
+    except (OSError, ValueError):  # the pipe's reader has exited; the run continues
       self._stopping.set()
 
   def _redirect_logging(self) -> None:
-    """Sends handlers that hold the old standard streams to the redirected ones.
+    """Points handlers with the original standard streams to the redirected ones.
 
-    rich replaces sys.stdout and sys.stderr, but a handler made earlier, absl's among
-    them, keeps the stream it was made with and would write into the drawing.
+    rich replaces sys.stdout and sys.stderr, but a handler created earlier, such as
+    absl's, still has the original stream and would write into the drawing.
     """
     for handler in _stream_handlers():
       stream = handler.stream

@@ -1,8 +1,8 @@
-"""A trajectory's chat messages as steps a person can follow.
+"""A trajectory's chat messages as a readable list of steps.
 
 OpenAI chat dicts (`role`, `content`, `reasoning_content`, `tool_calls`) become task,
-thinking, call, observation and answer. The dicts come from agents and may hold
-anything in any place; nothing here trusts their shape.
+thinking, call, observation and answer. The dicts come from agents, so that any value
+may have any type; nothing here trusts their structure.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """One thing that was said or done.
+  """One message, or one part of an assistant message.
 
   Attributes:
     kind: 'system', 'task', 'thinking', 'text', 'call', 'observation' or 'answer'.
-    text: what it was, as the model or the tool wrote it.
-    turn: 0-based count of the assistant messages so far; the assistant's own steps
-      carry the number of their message.
-    tool: for a call, the tool's name.
+    text: as the model or the tool wrote it.
+    turn: number of assistant messages before this one; all steps of an assistant
+      message have the same turn.
+    tool: name of the tool, for a call.
   """
 
   kind: str
@@ -74,7 +74,7 @@ def _assistant(message: Mapping[str, Any], content: str, turn: int) -> Iterator[
 
 
 def _call(call: Any, turn: int) -> tuple[str, int, str]:
-  """Text, turn and tool of a call: the bare command where it is the only argument."""
+  """Text, turn and tool of a call; the text of a sole string argument is its value."""
   function = call.get('function') if isinstance(call, Mapping) else None
   if not isinstance(function, Mapping):
     return str(call), turn, ''

@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 
-from m2jax.observe import frame, metrics, names, plots, report
+from m2jax.observe import evaluations, frame, metrics, names, plots, report
 
 HERE = pathlib.Path(__file__).parent
 PHASES = ('sft', 'rl', 'eval')  # those that plots, view and report show
@@ -70,7 +70,7 @@ def _view(records) -> str:
 
 
 def _tables(records) -> list[str]:
-  summary = report.Summary('t', report.evaluations(records))
+  summary = report.Summary('t', evaluations.by_stage(records))
   return re.findall('<table.*?</table>', report.render(records, [], summary, {}), re.S)
 
 

@@ -15,7 +15,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from m2jax.observe import plots, printable, report, stats, svg, transcript
+from m2jax.observe import (
+  evaluations,
+  plots,
+  printable,
+  report,
+  stats,
+  svg,
+  transcript,
+)
 
 HOSTILE = (
   '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>'
@@ -137,8 +145,8 @@ def _render(text: str = 'plain', **changes) -> str:
     'summary': report.Summary(
       title=text,
       evaluations=[
-        *report.evaluations(records),
-        report.Evaluation(text, (3, 40), None, {text: (3, 40)}),
+        *evaluations.by_stage(records),
+        evaluations.Evaluation(text, (3, 40), None, {text: (3, 40)}),
       ],
       facts={text: text},
       capacity_items=64,
@@ -156,7 +164,7 @@ def _render(text: str = 'plain', **changes) -> str:
 def test_headline_numbers_are_those_given(counts):
   """What people quote: rate, Wilson interval, counts and greedy, for every stage."""
   rows = [
-    report.Evaluation(f'stage {i}', (solved, 400), (greedy, 400))
+    evaluations.Evaluation(f'stage {i}', (solved, 400), (greedy, 400))
     for i, (solved, greedy) in enumerate(counts)
   ]
   page = _Page(report.render([], [], report.Summary('t', rows), {}))
@@ -188,8 +196,8 @@ def test_evaluations_keep_the_latest_record_and_leave_curves_out():
   old = {'phase': 'eval', 'stage': 'after RL', 'step': 3, 'successes': 1, 'n': 40}
   new = {**old, 'successes': 9}
   curve = {**old, 'stage': 'during RL'}
-  (row,) = report.evaluations([old, curve, new, {'phase': 'rl', 'step': 1}])
-  assert row == report.Evaluation('after RL', (9, 40))
+  (row,) = evaluations.by_stage([old, curve, new, {'phase': 'rl', 'step': 1}])
+  assert row == evaluations.Evaluation('after RL', (9, 40))
 
 
 def test_hostile_text_changes_no_element_and_is_shown():
@@ -265,7 +273,7 @@ def test_a_long_observation_keeps_its_ends_and_says_what_is_missing():
   assert len(text) < 60_000
   assert 'begin xxx' in text
   assert 'xxx end' in text
-  left_out = int(re.search(r'… ([\d,]+) characters left out', text)[1].replace(',', ''))
+  left_out = int(re.search(r'… ([\d,]+) characters omitted', text)[1].replace(',', ''))
   shown = text.count('x' * 10) * 10
   assert abs(left_out + shown - len(long)) < 2000
 
@@ -360,7 +368,7 @@ def test_development_success_is_drawn_over_the_updates_with_its_interval():
   y = {share: svg.HEIGHT - 34 - share * (svg.HEIGHT - 44) for share in (low, high)}
   assert f'y1="{y[low]:.2f}" y2="{y[high]:.2f}"' in drawing
   # evaluations during RL are no rows of the headline
-  assert report.evaluations(records) == report.evaluations(_records())
+  assert evaluations.by_stage(records) == evaluations.by_stage(_records())
 
 
 def test_success_by_family_over_the_updates():
@@ -396,13 +404,13 @@ def test_chain_lengths_have_a_table():
       ('b', 12, 1 + 2 * gain),
     )
   ]
-  summary = report.Summary('t', report.evaluations(records))
+  summary = report.Summary('t', evaluations.by_stage(records))
   page = _Page(report.render(records, [], summary, {}))
   rows = {cells[0]: cells[1:] for cells in page.rows if cells}
   assert rows['1'][:2] == ['65.0 % 13 / 20', '85.0 % 17 / 20']
   assert rows['12'] == ['10.0 % 1 / 10', '50.0 % 5 / 10', '', '+40.0']
   assert rows['b'][:2] == ['40.0 % 8 / 20', '70.0 % 14 / 20']
-  assert report.evaluations(records, 'dev') == []
+  assert evaluations.by_stage(records, 'dev') == []
 
 
 def _limit(plot: plots.Plot) -> float:

@@ -1,6 +1,6 @@
 'use strict';
 
-// Plots: a rule at the pointer and the values of every series at its place.
+// Plots: a vertical line at the pointer, and the value of each series there.
 for (const svg of document.querySelectorAll('svg.plot')) {
   const plot = JSON.parse(svg.dataset.plot);
   const cursor = svg.querySelector('.cursor');
@@ -25,7 +25,7 @@ for (const svg of document.querySelectorAll('svg.plot')) {
         if (best < 0 || Math.abs(v - x) < Math.abs(series.x[best] - x)) best = i;
       });
       if (best < 0) continue;
-      // Sparse points speak only where they stand.
+      // Show the value of a sparse series only near its points.
       const away = Math.abs(series.x[best] - x) / (high - low || 1);
       if (away > 0.03 && plot.series.length > 1) continue;
       if (near === null) near = series.x[best];
@@ -44,8 +44,8 @@ for (const svg of document.querySelectorAll('svg.plot')) {
     tip.textContent = [`${plot.xLabel} ${near}`, ...lines].join('\n');
     const offset = box.left - figure.getBoundingClientRect().left;
     const start = place / svg.viewBox.baseVal.width * box.width + offset;
-    const room = figure.clientWidth - tip.offsetWidth - 4;
-    tip.style.left = `${Math.max(4, Math.min(start + 12, room))}px`;
+    const last = figure.clientWidth - tip.offsetWidth - 4;
+    tip.style.left = `${Math.max(4, Math.min(start + 12, last))}px`;
     tip.style.top = `${box.top - figure.getBoundingClientRect().top + 8}px`;
   });
 }
