@@ -5,8 +5,8 @@ manager = CheckpointManager(workdir / 'checkpoints')
 manager.save(step, state, host={'ledger': …}, files={'tokenizer.json': …})
 state, host, files = manager.restore(like=jax.eval_shape(init))
 
-`huggingface` reads and writes weights in the released form; `policy` finds a trained
-model in a run's workdir.
+`huggingface` reads and writes weights in the released format; `policy` loads a trained
+model from a run's workdir.
 """
 
 from m2jax.checkpoint.errors import (

@@ -1,23 +1,23 @@
-"""What can be wrong with a checkpoint, as errors a person can act on (law 9)."""
+"""Errors of checkpoints, with messages that say what to do (law 9)."""
 
 from __future__ import annotations
 
 
 class CheckpointError(Exception):
-  """Base of the errors of this room."""
+  """Base class of the errors of this package."""
 
 
 class MissingCheckpoint(CheckpointError, FileNotFoundError):
-  """No such directory or step; the message says what exists there."""
+  """No such directory or step; the message lists what exists."""
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
-  """The saved arrays do not fit the state asked for; the message names the leaves."""
+  """The saved arrays do not match the requested state; the message names the leaves."""
 
 
 class CorruptCheckpoint(CheckpointError):
-  """A committed step cannot be read back as it was written."""
+  """A committed step cannot be read, or differs from what was written."""
 
 
 class CheckpointExists(CheckpointError, FileExistsError):
-  """Something is where a checkpoint was to be written; nothing was changed."""
+  """The target of a save already exists; nothing was changed."""

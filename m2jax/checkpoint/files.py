@@ -1,8 +1,8 @@
-"""Orbax handler for small files that commit together with the arrays of a step.
+"""Orbax handler for small files that are committed with the arrays of a step.
 
-The files lie in the step's directory under their own names, so that a tokenizer or a
-ledger can be read by people and other tools. Their sizes and CRC-32s are in
-`manifest.json` beside them. This module imports Orbax: import it late.
+The files are in the step's directory under their own names, so that people and other
+tools can read a tokenizer or a ledger. `manifest.json` beside them has their sizes and
+CRC-32s. This module imports Orbax, which is slow: import it late.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ def check_name(name: str):
   """Raises ValueError unless `name` is a plain file name other than the manifest's."""
   plain = name == pathlib.PurePosixPath(name).name and name not in ('', '.', '..')
   if not plain or '\\' in name or name == MANIFEST:
-    raise ValueError(f'checkpoint file name {name!r}: must be a plain file name')
+    raise ValueError(
+      f'checkpoint file name {name!r}: must be a plain file name, not {MANIFEST}'
+    )
 
 
 class FilesHandler(ocp.AsyncCheckpointHandler):
-  """Writes and reads a mapping of file name to bytes."""
+  """Writes and reads a mapping from file name to bytes."""
 
   async def async_save(self, directory: epath.Path, args: FilesSave):
-    """Starts writing `args.files` in the background; process 0 writes for all."""
+    """Starts writing `args.files` in the background; only process 0 writes."""
 
     async def write():
       if jax.process_index() != 0:
@@ -51,17 +53,21 @@ class FilesHandler(ocp.AsyncCheckpointHandler):
     raise NotImplementedError('files are saved through an asynchronous checkpointer')
 
   def restore(self, directory: epath.Path, args: FilesRestore) -> dict[str, bytes]:
-    """All files; raises ValueError naming one that is not as it was written."""
+    """Returns all files.
+
+    Raises:
+      ValueError: a file differs from what was written; names it.
+    """
     manifest = json.loads((directory / MANIFEST).read_text())
     files = {}
     for name, want in manifest.items():
       data = (directory / name).read_bytes()
       if len(data) != want['size_bytes']:
         raise ValueError(
-          f'file {name}: {len(data)} bytes, {want["size_bytes"]} were written'
+          f'file {name}: has {len(data)} bytes, {want["size_bytes"]} were written'
         )
       if zlib.crc32(data) != want['crc32']:
-        raise ValueError(f'file {name}: its CRC-32 is not the one that was written')
+        raise ValueError(f'file {name}: CRC-32 differs from the one that was written')
       files[name] = data
     return files
 
@@ -69,7 +75,7 @@ class FilesHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(FilesHandler, for_save=True)
 @dataclasses.dataclass
 class FilesSave(ocp.args.CheckpointArgs):
-  """What to write: file name to bytes."""
+  """The files to write: file name to bytes."""
 
   files: Mapping[str, bytes]
 
@@ -77,4 +83,4 @@ class FilesSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(FilesHandler, for_restore=True)
 @dataclasses.dataclass
 class FilesRestore(ocp.args.CheckpointArgs):
-  """Reads everything that was written."""
+  """Reads all files."""

@@ -1,8 +1,8 @@
-"""A training state as a table of named leaves: what is saved, compared and restored.
+"""A training state as a table of named leaves, to save, compare and restore it.
 
-A leaf's name is its path in the pytree, `params/layers/q` or `optimizer/1/mu/embed`:
-the same for a dict, a dataclass and a named tuple, so that a checkpoint does not depend
-on the Python classes that held the state.
+A leaf's name is its path in the pytree, such as `params/layers/q` or
+`optimizer/1/mu/embed`. It is the same for a dict, a dataclass and a named tuple, so that
+a checkpoint does not depend on the Python classes of the state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_LISTED = 12  # leaves named in one error
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-  """Shape, dtype name ('float32', 'key<fry>'…) and, where taken, CRC-32 of a leaf."""
+  """Shape, dtype name ('float32', 'key<fry>', …) and optional CRC-32 of a leaf."""
 
   shape: tuple[int, ...]
   dtype: str
@@ -34,7 +34,7 @@ def table(tree: Any) -> dict[str, Any]:
   """Leaves of `tree` by name, in the tree's order.
 
   Raises:
-    ValueError: two leaves have one name, or the tree is a bare leaf.
+    ValueError: two leaves have the same name, or the tree is a single leaf.
   """
   leaves = {}
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -56,7 +56,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     for folder in folders:
       node = node.setdefault(folder, {})
       if not isinstance(node, dict):
-        raise ValueError(f'{name!r} lies below another leaf of the state')
+        raise ValueError(f'{name!r} is below another leaf of the state')
     if last in node:
       raise ValueError(f'two leaves of the state are both named {name!r}')
     node[last] = leaf
@@ -69,28 +69,28 @@ def is_key(leaf: Any) -> bool:
 
 
 def as_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
-  """`leaf` as an array that cannot be changed under an asynchronous save.
+  """`leaf` as an array that cannot change during an asynchronous save.
 
   Raises:
     TypeError: it is not an array or a number.
   """
   if isinstance(leaf, jax.Array):
-    return leaf  # immutable; if donated later, the save holds its own copy
+    return leaf  # immutable; the save has its own copy if it is donated later
   if isinstance(leaf, (np.ndarray, np.generic, bool, int, float)):
     return np.array(leaf)
   raise TypeError(
     f'state leaf {name!r} is a {type(leaf).__name__}: only arrays and numbers are '
-    'state; put other things into `host` or `files`'
+    'allowed; put other values into `host` or `files`'
   )
 
 
 def storable(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-  """The plain array that is written for `leaf`: a PRNG key's uint32 data."""
+  """The array written for `leaf`: a PRNG key's uint32 data, or itself."""
   return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def as_asked(stored: jax.Array, like: Any) -> jax.Array:
-  """Undoes `storable`: PRNG key data becomes keys of `like`'s kind again."""
+  """Undoes `storable`: converts PRNG key data to keys of `like`'s type."""
   if not is_key(like):
     return stored
   for impl in ('threefry2x32', 'rbg', 'unsafe_rbg'):
@@ -100,7 +100,7 @@ def as_asked(stored: jax.Array, like: Any) -> jax.Array:
 
 
 def crc32(leaf: jax.Array | np.ndarray) -> int | None:
-  """CRC-32 of the leaf's bytes; None where this host does not hold all of it."""
+  """CRC-32 of the leaf's bytes; None if this host does not have all of it."""
   if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
     return None
   return zlib.crc32(
@@ -116,22 +116,22 @@ def spec(leaf: Any, checksum: int | None = None) -> LeafSpec:
 def differences(
   saved: Mapping[str, LeafSpec], asked: Mapping[str, LeafSpec], partial: bool
 ) -> str | None:
-  """One line for each leaf that does not fit; None if all do.
+  """One line per leaf that does not match; None if all match.
 
   Args:
     saved, asked: the two tables.
-    partial: saved leaves that were not asked for are fine.
+    partial: accept saved leaves that are not requested.
   """
   lines = []
   for name, want in asked.items():
     have = saved.get(name)
     if have is None:
-      lines.append(f'{name}: not in the checkpoint, asked for {want}')
+      lines.append(f'{name}: not in the checkpoint, requested {want}')
     elif (have.shape, have.dtype) != (want.shape, want.dtype):
-      lines.append(f'{name}: saved {have}, asked for {want}')
+      lines.append(f'{name}: saved {have}, requested {want}')
   if not partial:
     lines += [
-      f'{name}: saved {have}, not asked for'
+      f'{name}: saved {have}, not requested'
       for name, have in saved.items()
       if name not in asked
     ]
@@ -139,7 +139,7 @@ def differences(
 
 
 def listing(lines: Sequence[str]) -> str:
-  """The first lines for an error message, indented, and how many more there are."""
+  """The first lines, indented, and the number of further ones, for an error message."""
   more = len(lines) - _MAX_LISTED
   shown = [*lines[:_MAX_LISTED], *([f'… and {more} more'] if more > 0 else [])]
   return '\n'.join(f'  {line}' for line in shown)

@@ -1,12 +1,12 @@
-"""A directory of training steps, each one atomic commit of arrays, ledger and files.
+"""A directory of training steps, each an atomic commit of arrays, ledger and files.
 
-Law 5 of the design: what the learner knows (weights, optimizer, random keys) and what
-the host knows (queue head and taken ids, data position, policy version) are one
-checkpoint, so that a restart can never pair new weights with an old ledger. Orbax
-writes a step under a temporary name and renames it when all of it is on disk: after a
-SIGKILL at any moment the whole step is there, or it is not there at all.
+Law 5 of the design: the state on devices (weights, optimizer, random keys) and the state
+of the host (queue head and taken ids, data position, policy version) are one checkpoint,
+so that a restart cannot combine new weights with an old ledger. Orbax writes a step
+under a temporary name and renames it when it is complete on disk: after a SIGKILL at any
+time a step is either complete or absent.
 
-A step's directory: `state/` the arrays (OCDBT), `host/` with `host.json`,
+A step's directory has `state/`, the arrays (OCDBT), and `host/` with `host.json`,
 `leaves.json` (names, shapes, dtypes, checksums) and the caller's files.
 """
 
@@ -32,11 +32,11 @@ from m2jax.checkpoint.errors import (
 
 _HOST = 'host.json'
 _LEAVES = 'leaves.json'
-_CHECKSUM_LIMIT_BYTES = 2**28  # above it CRC-32s would hold up the calling thread
+_CHECKSUM_LIMIT_BYTES = 2**28  # above it CRC-32s would block the caller for too long
 
 
 class Restored(NamedTuple):
-  """A step read back: arrays, host dict, files by name, and which step it was."""
+  """A restored step: arrays, host dict, files by name, and its number."""
 
   state: Any
   host: dict[str, Any]
@@ -47,7 +47,8 @@ class Restored(NamedTuple):
 class CheckpointManager:
   """Saves and restores steps in one directory.
 
-  One manager writes a directory at a time; any number may read it with `read_only`.
+  Only one manager at a time may write to a directory; any number may read from it with
+  `read_only`.
   """
 
   def __init__(
@@ -58,13 +59,13 @@ class CheckpointManager:
     keep_every_steps: int | None = None,
     read_only: bool = False,
   ):
-    """Opens a directory; a writer makes it and clears what killed saves left behind.
+    """Opens a directory; a writer creates it and deletes what killed saves have left.
 
     Args:
       directory: local path, or a URL that Orbax can write (gs://…).
-      keep: newest steps kept; None keeps all.
-      keep_every_steps: steps that this divides are kept for good.
-      read_only: only restore; changes nothing, safe beside a running job.
+      keep: number of newest steps to keep; None keeps all.
+      keep_every_steps: steps divisible by it are kept permanently.
+      read_only: only restores, changes nothing; safe while a job writes.
     """
     if keep is not None and keep < 1:
       raise ValueError(f'keep={keep}: must be at least 1, or None to keep all')
@@ -73,10 +74,10 @@ class CheckpointManager:
     self._orbax = None
     if read_only:
       return
-    # Orbax's manager wants one caller at a time, and one whom no Ctrl-C stops halfway:
-    # it would forget threads that it has started.
+    # Orbax's manager needs a single caller that a Ctrl-C cannot interrupt: otherwise it
+    # loses track of threads that it has started.
     self._caller = futures.ThreadPoolExecutor(1, 'checkpoint')
-    from orbax import checkpoint as ocp  # 0.3 s, and only needed here
+    from orbax import checkpoint as ocp  # takes 0.3 s, and is only needed here
 
     options = ocp.CheckpointManagerOptions(
       max_to_keep=keep,
@@ -107,22 +108,22 @@ class CheckpointManager:
     host: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
   ):
-    """Starts saving a step; the caller may go on (and donate or change) at once.
+    """Starts saving a step; the caller may donate or change the state right away.
 
-    Waits first for a save still in progress, and raises its error if it failed.
+    First waits for a save in progress, and raises its error if it failed.
 
     Args:
       step: greater than every step in the directory.
-      state: pytree of jax or numpy arrays or numbers; typed PRNG keys are fine.
-      host: JSON-able; comes back as JSON gives it (tuples as lists).
+      state: pytree of jax or numpy arrays, typed PRNG keys, or numbers.
+      host: JSON-serialisable; restored as JSON does (tuples become lists).
       files: plain file name to content.
 
     Raises:
-      TypeError: a leaf of `state` or a value of `host` is of a kind that is not saved.
+      TypeError: a leaf of `state` or a value of `host` has an unsupported type.
       ValueError: `step` is not new, or a file's name is not plain.
     """
     if self._orbax is None:
-      raise ValueError(f'{self.directory} was opened read_only: nothing can be saved')
+      raise ValueError(f'{self.directory} was opened read_only: cannot save')
     from orbax import checkpoint as ocp
 
     from m2jax.checkpoint import files as files_lib
@@ -135,7 +136,7 @@ class CheckpointManager:
     for name, data in (files or {}).items():
       files_lib.check_name(name)
       if name in (_HOST, _LEAVES):
-        raise ValueError(f'checkpoint file name {name!r} is taken')
+        raise ValueError(f'checkpoint file name {name!r} is reserved')
       written[name] = bytes(data)
     plain = {name: leaves_lib.storable(leaf) for name, leaf in table.items()}
     specs = _specs(table, plain)
@@ -157,12 +158,12 @@ class CheckpointManager:
     self._orbax.save(step, args=args, force=True)
 
   def wait(self):
-    """Returns when the last save is committed; raises its error if it failed."""
+    """Waits until the last save is committed; raises its error if it failed."""
     if self._orbax is not None:
       self._caller.submit(self._orbax.wait_until_finished).result()
 
   def close(self):
-    """Waits, then releases threads."""
+    """Waits, then stops the threads."""
     if self._orbax is not None:
       with self._caller:
         self._caller.submit(self._orbax.close).result()
@@ -180,16 +181,16 @@ class CheckpointManager:
 
     Args:
       step: None is the latest.
-      like: pytree of arrays or `jax.ShapeDtypeStruct`s that says structure, shapes,
-        dtypes and, by its `.sharding`s, the placement: the mesh may differ from the
-        one that saved. numpy leaves come back as numpy. None gives nested dicts of
-        numpy arrays under the names that were saved.
-      partial: read only the leaves of `like` (weights without their optimizer).
+      like: pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes,
+        dtypes and, as `.sharding`, the placement: the mesh may differ from that of the
+        save. numpy leaves are restored as numpy. None gives nested dicts of numpy
+        arrays under the saved names.
+      partial: read only the leaves of `like` (such as weights without the optimizer).
 
     Raises:
       MissingCheckpoint: no such directory or step.
-      CheckpointMismatch: `like` does not fit; names every differing leaf.
-      CorruptCheckpoint: the step's data cannot be read back as written.
+      CheckpointMismatch: `like` does not match; names every differing leaf.
+      CorruptCheckpoint: the step cannot be read, or differs from what was written.
     """
     step = self._find(step)
     path = self._path(step)
@@ -201,7 +202,7 @@ class CheckpointManager:
       wrong = leaves_lib.differences(saved, asked, partial)
       if wrong:
         raise CheckpointMismatch(
-          f'checkpoint {path} does not fit the state asked for:\n{wrong}'
+          f'checkpoint {path} does not match the requested state:\n{wrong}'
         )
     table = _asked(like)
     tree = self._read(path, 'state', _state_args(table))
@@ -217,24 +218,24 @@ class CheckpointManager:
   def read_host(
     self, step: int | None = None
   ) -> tuple[dict[str, Any], dict[str, bytes], int]:
-    """Reads a step's host dict and files, without its arrays.
+    """Reads a step's host dict and files, but not its arrays.
 
     Args:
       step: None is the latest.
 
     Returns:
-      The host dict, the files by name, and which step it was.
+      The host dict, the files by name, and the number of the step.
 
     Raises:
       MissingCheckpoint: no such directory or step.
-      CorruptCheckpoint: this part cannot be read back as written.
+      CorruptCheckpoint: they cannot be read, or differ from what was written.
     """
     step = self._find(step)
     host, _, files = self._read_host(self._path(step))
     return host, files, step
 
   def _read_host(self, path: str):
-    """Host dict, what its arrays must be, and the caller's files."""
+    """Host dict, specs of the arrays, and the caller's files."""
     files = self._read(path, 'host', _files_args())
     try:
       host = json.loads(files.pop(_HOST))
@@ -261,22 +262,22 @@ class CheckpointManager:
       raise MissingCheckpoint(f'{what}: {self.directory} is not a directory')
     entries = sorted(p.name for p in path.iterdir())[:10]
     raise MissingCheckpoint(
-      f'{what} in {self.directory}: it holds {entries or "nothing"}'
+      f'{what} in {self.directory}: it contains {entries or "nothing"}'
     )
 
   def _read(self, path: str, item: str, args) -> Any:
-    """Reads one item of a step; any failure in there is a corrupt checkpoint."""
+    """Reads one item of a step; any error means a corrupt checkpoint."""
     from orbax import checkpoint as ocp
 
     try:
       with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         return reader.restore(path, args=ocp.args.Composite(**{item: args}))[item]
-    except Exception as e:  # Orbax, tensorstore and json each raise their own
+    except Exception as e:  # Orbax, tensorstore and json raise different types
       raise self._corrupt(path, f'{item}: {_reason(e)}') from e
 
   def _verify(self, path: str, name: str, leaf: Any, saved: leaves_lib.LeafSpec):
     if saved.crc32 is not None and leaves_lib.crc32(leaf) not in (None, saved.crc32):
-      raise self._corrupt(path, f'{name}: its CRC-32 is not the one that was written')
+      raise self._corrupt(path, f'{name}: CRC-32 differs from the one that was written')
 
   def _corrupt(self, path: str, reason: str) -> CorruptCheckpoint:
     others = [s for s in self.steps() if str(s) != os.path.basename(path)]
@@ -287,7 +288,7 @@ class CheckpointManager:
 
 
 def _reason(error: BaseException) -> str:
-  """The first cause in one line, without the page of settings tensorstore adds."""
+  """The root cause in one line, without the settings that tensorstore appends."""
   while error.__cause__ is not None:
     error = error.__cause__
   text = str(error).partition(' [tensorstore_spec=')[0].partition('\n')[0]
@@ -295,16 +296,16 @@ def _reason(error: BaseException) -> str:
 
 
 def _encode_host(host: Mapping[str, Any]) -> bytes:
-  """JSON of `host`, made now: the caller's dict may change while the save runs."""
+  """JSON of `host`, encoded now: the caller may change the dict during the save."""
   _check_keys('host', host)
   try:
-    return json.dumps(host).encode()  # no indent: that would leave the C encoder
+    return json.dumps(host).encode()  # indent would disable the C encoder
   except (TypeError, ValueError) as e:
-    raise TypeError(f'checkpoint `host` must be JSON-able: {e}') from e
+    raise TypeError(f'checkpoint `host` must be JSON-serialisable: {e}') from e
 
 
 def _check_keys(where: str, value: Any):
-  """JSON would turn int keys into strings without a word: refuses them."""
+  """Raises TypeError for int keys, which JSON would silently turn into strings."""
   items = value.items() if isinstance(value, Mapping) else enumerate(value)
   for key, item in items:
     if isinstance(value, Mapping) and not isinstance(key, str):
@@ -314,7 +315,7 @@ def _check_keys(where: str, value: Any):
 
 
 def _specs(table, plain) -> dict[str, leaves_lib.LeafSpec]:
-  """Name, shape, dtype of each leaf, with CRC-32s where that is cheap."""
+  """Specs of the leaves by name, with CRC-32s if that is cheap."""
   checksum = sum(leaf.nbytes for leaf in plain.values()) <= _CHECKSUM_LIMIT_BYTES
   return {
     name: leaves_lib.spec(leaf, leaves_lib.crc32(plain[name]) if checksum else None)
@@ -344,7 +345,7 @@ def _files_args():
 
 
 def _state_args(table: Mapping[str, Any]):
-  """Orbax's arguments that read each leaf to where `table` wants it."""
+  """Orbax arguments that restore each leaf with the placement in `table`."""
   from orbax import checkpoint as ocp
 
   def how(leaf):

@@ -1,7 +1,7 @@
-"""A policy out of a checkpoint: model config, weights and tokenizer, no optimizer.
+"""Loads a policy from a checkpoint: model config, weights and tokenizer.
 
-Every job that trains puts `host(model)` into its checkpoints' host part and its
-tokenizer beside it, so that a checkpoint alone says how to run it.
+Every training job saves `host(model)` in the host part of its checkpoints, and its
+tokenizer with it, so that a checkpoint is sufficient to run the model.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from m2jax.config import ModelConfig
 from m2jax.text.tokenizer import Tokenizer
 
 TOKENIZER_FILE = 'tokenizer.json'
-# Where a workdir keeps its checkpoints: the phase that comes last counts.
+# Directories of checkpoints in a workdir; the first one that exists is loaded.
 PHASES = ('rl', 'more_sft', 'sft', 'pretrain')
 
 
 class Policy(NamedTuple):
-  """What it takes to generate.
+  """A model that is ready to generate.
 
   Attributes:
     model: the model's shape.
     variables: {'params', 'router'} of `model.M2`.
     tokenizer: content of its `tokenizer.json`.
     step: of the checkpoint.
-    directory: of the checkpoints it was found in.
+    directory: of the checkpoints.
   """
 
   model: ModelConfig
@@ -46,7 +46,7 @@ class Policy(NamedTuple):
   directory: str
 
   def load_tokenizer(self) -> Tokenizer:
-    """The tokenizer, ready to use."""
+    """Builds the tokenizer."""
     return Tokenizer(tokenizers.Tokenizer.from_buffer(self.tokenizer))
 
 
@@ -56,7 +56,7 @@ def host(model: ModelConfig) -> dict[str, Any]:
 
 
 def find(directory: str | os.PathLike) -> str:
-  """The directory of checkpoints in `directory`: itself, or its latest phase.
+  """The directory of checkpoints: `directory` itself, or that of its latest phase.
 
   Raises:
     MissingCheckpoint: there is none; names the path.
@@ -69,13 +69,13 @@ def find(directory: str | os.PathLike) -> str:
     raise MissingCheckpoint(f'no checkpoint: {root} is not a directory')
   entries = sorted(path.name for path in root.iterdir())[:10]
   raise MissingCheckpoint(
-    f'no checkpoint in {root} or its {", ".join(PHASES)}: it holds '
-    f'{entries or "nothing"}'
+    f'no checkpoint in {root} or its {", ".join(PHASES)}: it '
+    f'contains {entries or "nothing"}'
   )
 
 
 def load(directory: str | os.PathLike, step: int | None = None) -> Policy:
-  """Reads a policy, safe beside the job that writes there.
+  """Reads a policy; safe while a job writes to the directory.
 
   Args:
     directory: of checkpoints, or a workdir.
@@ -83,8 +83,8 @@ def load(directory: str | os.PathLike, step: int | None = None) -> Policy:
 
   Raises:
     MissingCheckpoint: no such directory or step.
-    CheckpointMismatch: the checkpoint is no policy, or of another version.
-    CorruptCheckpoint: it cannot be read back as it was written.
+    CheckpointMismatch: the checkpoint is not of a policy, or of another version.
+    CorruptCheckpoint: it cannot be read, or differs from what was written.
   """
   path = find(directory)
   manager = CheckpointManager(path, read_only=True)
@@ -100,12 +100,12 @@ def load(directory: str | os.PathLike, step: int | None = None) -> Policy:
 def _model(host: Mapping[str, Any], files: Mapping[str, bytes], path: str):
   if 'model' not in host or TOKENIZER_FILE not in files:
     raise CheckpointMismatch(
-      f'checkpoint {path} holds no policy: its host part needs "model", and beside it '
+      f'checkpoint {path} is not of a policy: its host part needs "model" and '
       f'{TOKENIZER_FILE}'
     )
   try:
     return ModelConfig(**host['model'])
   except (TypeError, ValueError) as error:
     raise CheckpointMismatch(
-      f'checkpoint {path}: this version cannot build its model: {error}'
+      f'checkpoint {path}: this version cannot build the model: {error}'
     ) from error

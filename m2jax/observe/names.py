@@ -94,7 +94,13 @@ _TRAINING = (
   Metric('mtp_weight', _PRETRAIN, '1', "of the MTP loss in the stage's loss"),
   Metric('context', _PRETRAIN, 'tokens', 'row length of the stage'),
   Metric('consumed_tokens', _PRETRAIN, 'tokens', 'trained on since the start'),
-  Metric('epoch', _LOOP, 'epochs', 'passes over the data begun so far', when='the data is finite'),
+  Metric(
+    'epoch',
+    _LOOP,
+    'epochs',
+    'passes over the data begun so far',
+    when='the data is finite',
+  ),
   Metric(
     'tokens_per_s',
     (*_SFT, 'rl'),
@@ -132,11 +138,12 @@ _REWARD = (
   Metric('turns', _RL, 'turns', 'mean number of trained turns of an episode'),
   Metric('groups', _RL, 'groups', 'taken by the update'),
   Metric('groups_zero_advantage', _RL, 'groups', 'dropped: all returns are equal'),
+  Metric('groups_refilled', _RL, 'groups', 'taken to replace dropped groups'),
   Metric(
-    'groups_refilled', _RL, 'groups', 'taken to replace dropped groups'
-  ),
-  Metric(
-    'dropped_fraction', _RL, 'share', 'of the trajectories taken that contribute no gradient'
+    'dropped_fraction',
+    _RL,
+    'share',
+    'of the trajectories taken that contribute no gradient',
   ),
   Metric('completions_unused', _RL, 'completions', 'that no agent acted on: untrained'),
   Metric('groups_masked', _RL, 'groups', 'dropped: infrastructure failures only'),

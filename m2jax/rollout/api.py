@@ -23,12 +23,12 @@ class SamplingParams:
   """How one completion is sampled.
 
   Attributes:
-    max_tokens: most response tokens; the engine also stops at its context length.
+    max_tokens: maximum response tokens; the engine also stops at its context length.
     temperature: 0 is greedy. Training rollouts use 1.0, untruncated (DESIGN §6).
     top_p: nucleus mass in (0, 1]; 1 is off.
-    top_k: most likely tokens kept; 0 is off.
+    top_k: number of most likely tokens to draw from; 0 is off.
     stop_ids: token ids that end the response; the stop token is part of it.
-    seed: makes this request's draws repeatable; None draws from the engine's stream.
+    seed: makes this request's draws reproducible; None uses the engine's stream.
   """
 
   max_tokens: int
@@ -41,7 +41,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerateRequest(ByValue):
-  """One completion asked of the engine; `prompt_ids` are any sequence of integers."""
+  """A request for one completion; `prompt_ids` is any sequence of integers."""
 
   prompt_ids: Sequence[int] | np.ndarray
   sampling: SamplingParams
@@ -52,17 +52,17 @@ class GenerateResult(ByValue):
   """One completion as sampled.
 
   Attributes:
-    tokens: response ids, int32, the stop token included when there was one.
+    tokens: response ids, int32, including the stop token if there is one.
     logprobs: float32, of each token under the distribution it was drawn from (after
       temperature and truncation; greedy reports the temperature-1 value).
     versions: int32, policy version of each token; weights may change in flight.
     finish_reason: 'stop', 'length' or 'cancelled'.
-    experts: [prompt + response tokens, L, top_k] int16, the experts that each token
-      went to in the trunk when its K/V were computed; None unless
+    experts: [prompt + response tokens, L, top_k] int16, the experts that the trunk
+      routed each token to when its K/V were computed; None unless
       `EngineConfig.record_experts`. A prompt token found in the prefix cache has the
-      ids of the K/V that were found, whichever version computed them. -1 where there
-      are no K/V: the last response token, which was never fed back (and what a
-      cancelled request did not get to); training then routes by itself.
+      ids recorded with the cached K/V, whichever version computed them. -1 where there
+      are no K/V: the last response token, which was never fed back, and the unprocessed
+      tokens of a cancelled request; training computes the routing of these.
   """
 
   tokens: np.ndarray

@@ -1,8 +1,8 @@
-"""What the engine thread does: place, prefill, decode, deliver. No threads in here.
+"""The work of the engine thread: place, prefill, decode, deliver. Starts no threads.
 
 One `tick` places waiting requests in idle slots (first come, first served, except that
-a request waits for a prefix that is being prefilled for another), prefills within a
-budget, decodes a few steps and delivers what ended.
+a request waits for a prefix that is being prefilled for another one), prefills within a
+budget, decodes a few steps and delivers the finished requests.
 
 Axes: P rows of a call, N decode steps of a call.
 """
@@ -44,7 +44,7 @@ TOTALS = (
 
 
 class EngineError(RuntimeError):
-  """The engine could not serve a request; the request itself was in order."""
+  """The engine could not serve a request, although the request was valid."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,10 @@ class SchedulerConfig:
   Attributes:
     decode_steps: steps per decode call; the host wakes once per call.
     prefill_budget_tokens: padded prompt tokens computed between two decode calls.
-    min_copy_tokens: shortest shared prefix worth a copy, or worth waiting for.
+    min_copy_tokens: shortest shared prefix that is copied or waited for.
     reuse_stale_prefix: parked K/V of older weights may be reused (see scheduler.py).
     max_failures: consecutive failing steps after which the scheduler gives up.
-    seed: of the stream that requests without a seed draw from.
+    seed: of the random stream for requests without a seed.
   """
 
   decode_steps: int = 8
@@ -74,7 +74,7 @@ class SchedulerConfig:
 
 @dataclasses.dataclass(eq=False)
 class Job:
-  """A request under way; slot is -1 while it waits."""
+  """A request in progress; slot is -1 while it waits."""
 
   prompt: np.ndarray
   request: GenerateRequest
@@ -93,7 +93,7 @@ class Batcher:
     waiting: requests without a slot, oldest first.
     jobs: requests by slot.
     counts: totals since the start, by the names in TOTALS.
-    failures: failing ticks since the last decode call that succeeded.
+    failures: failed ticks since the last successful decode call.
   """
 
   def __init__(
@@ -115,7 +115,7 @@ class Batcher:
     self.reset()
 
   def reset(self) -> None:
-    """Empty slots and a new device state; waiting requests stay."""
+    """Empties the slots and creates a new device state; keeps the waiting requests."""
     config = self.engine.config
     self.state = self.engine.init_decode_state()
     self.table = SlotTable(
@@ -138,7 +138,7 @@ class Batcher:
     return (self.counts['sampled_tokens'] - before) / elapsed
 
   def cancel(self, job: Job) -> None:
-    """Ends a request with what it has; one that has ended already is left alone."""
+    """Finishes a request with its tokens so far; no effect on a finished one."""
     if self.jobs.get(job.slot) is job:
       self._end(job, 'cancelled')
     elif job in self.waiting:
@@ -150,7 +150,7 @@ class Batcher:
     self._place()
     while budget > 0 and (used := self._prefill()):
       budget -= used
-      self._place()  # those that waited for a prefix that is there now
+      self._place()  # requests that waited for a prefix that is now cached
     self._admit()
     self._decode()
 
@@ -158,7 +158,7 @@ class Batcher:
     """Moves waiting requests to idle slots, copying the prefixes they share."""
     table, held_back = self.table, []
     copies = []
-    # Those held back keep their claim to a slot: later requests do not overtake them.
+    # Requests held back still claim a slot: later requests do not overtake them.
     limit = self.engine.config.decode_rows[-1]
     while self.waiting and len(self.jobs) + len(held_back) < limit:
       job = self.waiting.popleft()
@@ -180,7 +180,8 @@ class Batcher:
         self._ready.append(job.slot)
     self.waiting.extendleft(reversed(held_back))
     if copies:
-      # In the order of placement: a later one may take the slot an earlier one copies.
+      # In the order of placement: a later request may take the slot that an earlier
+      # one copies from.
       sources, targets, hits = zip(*copies, strict=True)
       self.state = self.engine.copy_rows(
         self.state,
@@ -192,7 +193,7 @@ class Batcher:
       self.counts['copies'] += len(copies)
 
   def _prefill(self) -> int:
-    """One prefill call; returns its padded tokens, 0 when nothing was left to do."""
+    """One prefill call; returns its padded tokens, 0 if there was nothing to do."""
     table = self.table
     # Oldest first: `used` is when the slot was taken.
     slots = np.flatnonzero((table.state == State.PREFILL) & (table.held < table.target))
@@ -204,7 +205,7 @@ class Batcher:
       remaining, self.engine.config.prefill_shapes
     )
     slots = slots[which]
-    # A chunk that would pass the end of the context begins earlier, over known tokens.
+    # A chunk that would exceed the context starts earlier, at tokens already computed.
     last = self.engine.config.context_tokens - chunk
     starts = np.minimum(table.held[slots], last)
     tokens = np.zeros((rows, chunk), np.int32)
@@ -229,7 +230,7 @@ class Batcher:
     return rows * chunk
 
   def _admit(self) -> None:
-    """Lets the prefilled slots decode."""
+    """Sets the prefilled slots decoding."""
     ready, self._ready = self._ready, []
     if not ready:
       return
@@ -252,7 +253,7 @@ class Batcher:
     self.table.state[ready] = State.DECODE
 
   def _decode(self) -> None:
-    """A few steps of every slot that decodes, in as few positions as it takes."""
+    """Decodes a few steps of every active slot, reading as few positions as possible."""
     slots, config = self.table.where(State.DECODE), self.engine.config
     if not slots.size:
       return
@@ -264,7 +265,7 @@ class Batcher:
         return
 
   def _decode_call(self, slots: np.ndarray, rows: int, context: int) -> bool:
-    """One call, and what follows from it for each request; False if all failed."""
+    """One decode call and its effect on each request; False if all requests failed."""
     table = self.table
     self.state, sampled = self.engine.generate_many(
       self.variables,
@@ -281,7 +282,7 @@ class Batcher:
     drawn = np.arange(sampled.logprobs.shape[1]) < sampled.counts[:, None]
     broken = (~np.isfinite(sampled.logprobs) & drawn).any(axis=1)
     if broken.any():
-      # NaN in the cache is no harmless garbage: a weight of 0 times NaN is NaN.
+      # NaN in the cache would spread: an attention weight of 0 times NaN is NaN.
       self.fail_running(
         EngineError(f'the weights of version {self.version} give non-finite logits')
       )
@@ -291,10 +292,10 @@ class Batcher:
       job = self.jobs.get(slot)
       if job is not None and job.on_tokens is not None:
         self._stream(job, begin)
-    for row in np.flatnonzero(sampled.ended != RUNNING):
+    for row in np.flatnonzero(sampled.finish_code != RUNNING):
       job = self.jobs.get(int(slots[row]))
       if job is not None:
-        self._end(job, 'stop' if sampled.ended[row] == STOP else 'length')
+        self._end(job, 'stop' if sampled.finish_code[row] == STOP else 'length')
     return True
 
   def _count_sampled(self, tokens: int) -> None:
@@ -310,12 +311,12 @@ class Batcher:
     end = self.table.held[job.slot] + 1
     try:
       job.on_tokens(tuple(self.table.tokens[job.slot, begin:end].tolist()))
-    except Exception as error:  # the caller's fault costs the caller's request only
+    except Exception as error:  # an error of one caller fails that request only
       logging.exception('on_tokens raised')
       self.fail(job, EngineError(f'on_tokens raised {error!r}'))
 
   def _end(self, job: Job, reason: str) -> None:
-    """The request of a slot ends with what it has; the slot is parked."""
+    """Finishes a request with its tokens so far and parks its slot."""
     table, slot = self.table, job.slot
     decoded = table.state[slot] == State.DECODE
     count = int(table.held[slot]) + 1 - len(job.prompt) if decoded else 0
@@ -339,7 +340,7 @@ class Batcher:
     )
 
   def _experts(self, job: Job, tokens: int) -> np.ndarray | None:
-    """See GenerateResult.experts; of the request's first `tokens`."""
+    """GenerateResult.experts of the request's first `tokens` tokens."""
     if not self.engine.config.record_experts:
       return None
     cfg = self.engine.cfg
@@ -353,7 +354,7 @@ class Batcher:
     return ids
 
   def fail(self, job: Job, error: EngineError) -> None:
-    """Ends a request with an error; what its slot holds is not used again."""
+    """Fails a request with an error; the cache of its slot is not reused."""
     if self.jobs.get(job.slot) is job:
       del self.jobs[job.slot]
       self.table.drop(job.slot)
@@ -361,7 +362,7 @@ class Batcher:
     job.future.set_exception(error)
 
   def fail_running(self, error: EngineError) -> None:
-    """Fails the requests that hold slots."""
+    """Fails the requests that have slots."""
     for job in list(self.jobs.values()):
       self.fail(job, error)
     self._ready.clear()

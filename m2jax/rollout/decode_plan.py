@@ -1,18 +1,17 @@
-"""Which slots decode together: short sequences apart from long ones, where it pays.
+"""Decides which slots decode together: long sequences apart if that is cheaper.
 
-A call reads as many cache positions of every row as its longest row needs, so one long
-sequence makes all others of its call expensive.
+A call reads the same number of cache positions for every row, as its longest row needs,
+so that one long sequence makes all others in the call expensive.
 
-Axes: n slots that decode.
+Axes: n decoding slots.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-# What a row costs beside its attention, in cache positions, and what a call does, in
-# rows of no position: measured on two CPU cores; they only have to be of the right
-# order.
+# Cost of a row besides attention, in cache positions, and cost of a call, in rows
+# without positions. Measured on two CPU cores; only the order of magnitude matters.
 ROW_POSITIONS = 192
 CALL_ROWS = 1
 
@@ -20,19 +19,19 @@ CALL_ROWS = 1
 def choose(
   held: np.ndarray, rows: tuple[int, ...], contexts: tuple[int, ...]
 ) -> list[tuple[np.ndarray, int, int]]:
-  """Splits the slots over calls of compiled shapes so that they cost least in all.
+  """Splits the slots over calls of compiled shapes, at the least total cost.
 
   Args:
     held: [n] cache positions each slot reads; at most contexts[-1].
-    rows, contexts: sizes that may be used, ascending; n is at most rows[-1].
+    rows, contexts: available sizes, ascending; n is at most rows[-1].
 
   Returns:
     Calls (indices into held, rows, context), each slot in one of them.
   """
-  needed = np.searchsorted(contexts, held)  # index of the least context that will do
+  needed = np.searchsorted(contexts, held)  # index of the smallest sufficient context
   counts = np.bincount(needed, minlength=len(contexts))
-  # Cheapest split of the slots that need the first contexts: cost, and its calls
-  # (low, high, size), of those whose index is at least low and below high.
+  # best[high]: the cheapest split of the slots with needed < high, as its cost and its
+  # calls (low, high, size), each for the slots with low <= needed < high.
   best: list[tuple[int, list[tuple[int, int, int]]]] = [(0, [])]
   for high in range(1, len(contexts) + 1):
     if not counts[high - 1]:

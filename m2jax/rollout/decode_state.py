@@ -1,4 +1,4 @@
-"""What the engine's functions take and return: slots, prefixes, sampled tokens.
+"""Arguments and results of the engine's functions: slots, prefixes, sampled tokens.
 
 Axes: S slots, P rows of a call, N decode steps of a call, M stop ids.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-RUNNING, STOP, LENGTH = 0, 1, 2  # values of Sampled.ended
+RUNNING, STOP, LENGTH = 0, 1, 2  # values of Sampled.finish_code
 
 
 def _pytree(*meta: str):
@@ -27,14 +27,14 @@ def _pytree(*meta: str):
 
 @_pytree()
 class Slots:
-  """Decoding state of S slots (or of P rows), each field [S] unless named.
+  """Decoding state of S slots (or of P rows); each field is [S] unless noted.
 
   Attributes:
-    length: int32, K/V entries held: the sequence without its last token.
+    length: int32, cached K/V entries: the sequence without its last token.
     token: int32, the last token, not yet consumed.
-    remaining: int32, response tokens still allowed; 0 is a slot that does not decode.
+    remaining: int32, response tokens still allowed; 0 if the slot does not decode.
     sampled: int32, response tokens so far, the index into the slot's random stream.
-    confident: int32, consecutive last tokens whose probability was near 1.
+    confident: int32, number of consecutive latest tokens with probability near 1.
     seed: [S, 2] uint32, the random stream.
     temperature, top_p: float32. top_k: int32. See SamplingParams.
     stop_ids: [S, M] int32, padded with -1.
@@ -69,7 +69,7 @@ def make_slots(rows: int, max_stop_ids: int) -> Slots:
 
 @_pytree()
 class DecodeState:
-  """The cache of all slots and where each of them is. Donated by every call."""
+  """The cache and decoding state of all slots. Every call donates it."""
 
   cache: Any
   slots: Slots
@@ -77,7 +77,7 @@ class DecodeState:
 
 @_pytree()
 class Prefix:
-  """A prefilled sequence: one-slot cache of full context, entries held, last token."""
+  """A prefilled sequence: a one-slot cache, its number of entries, the last token."""
 
   cache: Any
   length: jax.Array
@@ -86,25 +86,25 @@ class Prefix:
 
 @_pytree()
 class Sampled:
-  """What `generate_many` drew; `counts[p]` leading entries of row p are valid.
+  """Result of `generate_many`; the first counts[p] entries of row p are valid.
 
   Attributes:
     tokens: [P, N] int32.
     logprobs: [P, N] float32, of the distribution drawn from (greedy: temperature 1).
     counts: [P] int32.
-    ended: [P] int32: RUNNING, STOP (a stop id) or LENGTH (max tokens, context, or the
+    finish_code: [P] int32: RUNNING, STOP (a stop id) or LENGTH (max tokens, context, or the
       run of confident tokens).
   """
 
   tokens: jax.Array
   logprobs: jax.Array
   counts: jax.Array
-  ended: jax.Array
+  finish_code: jax.Array
 
 
 @_pytree('tokens_idx', 'valid_idx', 'length_idx', 'samples_per_slot')
 class ResultTokens:
-  """JetStream's ResultTokens, with the log-probabilities that it lacks.
+  """JetStream's ResultTokens, with log-probabilities added.
 
   `data` [S, 3] int32 holds the columns token, valid, length; `log_prob` is [S, 1].
   """

@@ -1,19 +1,19 @@
-"""The rollout engine: decoding over slots, in the shape of JetStream's Engine 0.2.2.
+"""The rollout engine: decoding over slots, with the API of JetStream's Engine 0.2.2.
 
 Two sets of calls over the same pure functions (facts/jax-anchors.md §3.2):
 
 - JetStream's: `prefill`, `insert`, `generate`, one request or one step at a time, so
-  that a JetStream driver can host the engine (`rollout.jetstream` adapts the types).
+  that a JetStream driver can run the engine (`rollout.jetstream` adapts the types).
 - The scheduler's: `prefill_rows` (a chunk of several prompts at once, in place),
   `copy_rows` (a shared prefix), `admit` (a slot starts decoding), `generate_many`
   (several steps in one call; stop tokens, lengths and early end on the device).
 
-Prefill only fills the cache: it consumes a prompt but its last token, which the first
-decode step consumes. So every sampled token comes out of one code path, and a slot's
-prefix can be reused without logits. A position is written before it is visible; what
-lies at or beyond a slot's length is (finite) garbage that nobody sees.
+Prefill only fills the cache: it consumes all tokens of a prompt except the last, which
+the first decode step consumes. Every sampled token therefore comes from one code path,
+and a slot's prefix can be reused without logits. A position is written before it is
+visible; entries at or beyond a slot's length are undefined, but finite and never read.
 
-All shapes come from the buckets in EngineConfig: after `warmup` nothing compiles.
+All shapes are buckets of EngineConfig: after `warmup` nothing compiles.
 
 Axes: S slots, P rows of a call (a bucket; rows beyond num_rows are padding), C chunk
 tokens, N decode steps of a call, M stop ids, V vocabulary, D model.
@@ -47,7 +47,7 @@ from m2jax.rollout.engine_config import EngineConfig
 
 
 class Engine:
-  """Prefill, insert and generate for one model; holds no state but compiled functions.
+  """Prefill, insert and generate for one model; its only state is compiled functions.
 
   Weights are an argument of every call (`variables` of `model.M2(cfg)`), so they may
   change between any two calls; the state is an argument too and is donated.
@@ -89,7 +89,7 @@ class Engine:
     self._jit_prefill = jax.jit(self._prefill)
 
   def _init_cache(self, slots: int) -> kv_cache.KvCache:
-    # Every decode call writes max_steps entries, wherever its rows end.
+    # Every decode call writes max_steps entries, even for rows that finish earlier.
     positions = self.config.context_tokens + self.config.max_steps
     config = self.config
     return kv_cache.init(
@@ -106,7 +106,7 @@ class Engine:
     tail = self._empty_tail(*tokens.shape)
     return forward.extend(self.cfg, params, tokens, cached, starts, tail, 0)[1]
 
-  # --- What the scheduler calls. Pure; each is jitted above with `state` donated.
+  # --- Calls of the scheduler. Pure; __init__ jits each with `state` donated.
 
   def _prefill_rows(
     self, params, state: DecodeState, rows, num_rows, tokens, starts, *, context: int
@@ -115,8 +115,8 @@ class Engine:
 
     Args:
       rows: [P] int32 slots, distinct in the first num_rows. num_rows: int32.
-      tokens: [P, C] int32. Padding at a row's tail writes garbage, which must lie at or
-        beyond the slot's length.
+      tokens: [P, C] int32. Padding at the end of a row writes undefined entries, which
+        must be at or beyond the slot's length.
       starts: [P] int32, at most context_tokens - C.
       context: static; the cache positions read, at least max(starts).
     """
@@ -140,7 +140,7 @@ class Engine:
   def _generate_many(
     self, params, state: DecodeState, rows, num_rows, steps, *, context: int
   ) -> tuple[DecodeState, Sampled]:
-    """Up to `steps` decode steps of slots `rows`; ends early when none of them runs.
+    """Up to `steps` decode steps of slots `rows`; stops early when all have finished.
 
     Args:
       rows: [P] int32 slots, distinct in the first num_rows. num_rows: int32.
@@ -162,7 +162,7 @@ class Engine:
       tokens=jnp.zeros((P, N), jnp.int32),
       logprobs=jnp.zeros((P, N), jnp.float32),
       counts=jnp.zeros(P, jnp.int32),
-      ended=jnp.zeros(P, jnp.int32),
+      finish_code=jnp.zeros(P, jnp.int32),
     )
 
     def unfinished(carry):
@@ -174,14 +174,14 @@ class Engine:
       hidden, tail = forward.extend(
         self.cfg, params, slots.token[:, None], cached, starts, tail, step
       )
-      slots, token, logprob, running, ended = self._sample(params, hidden[:, 0], slots)
+      slots, token, logprob, running, code = self._sample(params, hidden[:, 0], slots)
       sampled = Sampled(
         tokens=lax.dynamic_update_slice(sampled.tokens, token[:, None], (0, step)),
         logprobs=lax.dynamic_update_slice(
           sampled.logprobs, logprob[:, None].astype(jnp.float32), (0, step)
         ),
         counts=sampled.counts + running,
-        ended=jnp.where(running, ended, sampled.ended),
+        finish_code=jnp.where(running, code, sampled.finish_code),
       )
       return step + 1, tail, slots, sampled
 
@@ -192,12 +192,15 @@ class Engine:
     return DecodeState(cache, _scatter(state.slots, slots, rows, num_rows)), sampled
 
   def _expert_ids(self, state: DecodeState, slot, *, context: int) -> jax.Array:
-    """Expert ids [context, L, top_k] int16 of a slot's first positions; what lies at or
-    beyond the slot's length is garbage. Wants config.record_experts."""
+    """Expert ids [context, L, top_k] int16 of a slot's first positions.
+
+    Entries at or beyond the slot's length are undefined. Requires
+    config.record_experts.
+    """
     return state.cache.experts[:, slot, :context].swapaxes(0, 1)
 
   def _sample(self, params, hidden, slots: Slots):
-    """Draws each row's next token from hidden [P, D]; rows at rest stay as they are."""
+    """Draws each row's next token from hidden [P, D]; finished rows do not change."""
     logits = head.logits(params['params'], hidden)
     token, logprob = sampling.sample(
       logits,
@@ -214,25 +217,25 @@ class Engine:
     stopped = jnp.any(token[:, None] == slots.stop_ids, axis=1)
     remaining = slots.remaining - 1
     exhausted = (remaining <= 0) | (confident >= self.config.confident_tokens)
-    ended = jnp.where(stopped, STOP, jnp.where(exhausted, LENGTH, RUNNING))
+    code = jnp.where(stopped, STOP, jnp.where(exhausted, LENGTH, RUNNING))
     slots = dataclasses.replace(
       slots,
       length=slots.length + count,
       token=jnp.where(running, token, slots.token),
-      remaining=jnp.where(running & (ended == RUNNING), remaining, 0),
+      remaining=jnp.where(running & (code == RUNNING), remaining, 0),
       sampled=slots.sampled + count,
       confident=jnp.where(running, confident, slots.confident),
     )
-    return slots, token, logprob, count, ended.astype(jnp.int32)
+    return slots, token, logprob, count, code.astype(jnp.int32)
 
   # --- JetStream's Engine API, 0.2.2.
 
   def prefill(self, params, *, existing_prefix=None, padded_tokens, true_length):
-    """K/V of a prompt, or of what follows an existing prefix (which stays valid).
+    """K/V of a prompt, or of the tokens after an existing prefix (which stays valid).
 
     Args:
       padded_tokens: [n] int32, n at most max_prefill_length for no recompilation.
-      true_length: tokens that are not padding, at least 1.
+      true_length: number of tokens without padding, at least 1.
     """
     if existing_prefix is None:
       existing_prefix = Prefix(self._init_cache(1), jnp.int32(-1), jnp.int32(0))
@@ -240,8 +243,8 @@ class Engine:
     return self._jit_prefill(params, existing_prefix, tokens, jnp.int32(true_length))
 
   def _prefill(self, params, prefix: Prefix, tokens, true_length) -> Prefix:
-    # The existing prefix's last token is not consumed yet: it leads the chunk. With no
-    # prefix (length -1) the chunk is the tokens alone, from position 0.
+    # The last token of an existing prefix is not consumed yet, so the chunk starts with
+    # it. Without a prefix (length -1) the chunk is the tokens only, from position 0.
     fresh = prefix.length < 0
     lead = jnp.where(fresh, jnp.roll(tokens, -1), tokens)
     first = jnp.where(fresh, tokens[0], prefix.token)
@@ -249,12 +252,12 @@ class Engine:
     starts = jnp.maximum(prefix.length, 0)[None]
     row, context = jnp.zeros(1, jnp.int32), self.config.context_tokens
     tail = self._extend(params, prefix.cache, row, chunk[None], starts, context=context)
-    # Padding may pass the end of the context: write into a wider copy, then cut.
-    wider = kv_cache.pad(prefix.cache, chunk.shape[0])
-    wider = kv_cache.append(wider, tail, row, jnp.int32(1), starts)
+    # Padding may exceed the context: write into a longer copy, then crop it.
+    longer = kv_cache.pad(prefix.cache, chunk.shape[0])
+    longer = kv_cache.append(longer, tail, row, jnp.int32(1), starts)
     positions = context + self.config.max_steps
     return Prefix(
-      cache=kv_cache.crop(wider, positions),
+      cache=kv_cache.crop(longer, positions),
       length=prefix.length + true_length,
       token=tokens[true_length - 1],
     )
@@ -262,12 +265,12 @@ class Engine:
   def insert(
     self, prefix: Prefix, decode_state: DecodeState, slot: int, *, slots=None
   ) -> DecodeState:
-    """Puts a prefix in a slot, which then decodes until its context is full.
+    """Puts a prefix into a slot, which then decodes until its context is full.
 
     Args:
-      slots: sampling of the request as Slots of one row (see make_slots); its length
-        and token come from the prefix, a remaining of 0 means what the context allows.
-        The default is temperature 1, no stop ids, a stream seeded by the slot.
+      slots: sampling of the request as Slots of one row (see make_slots). The prefix
+        sets length and token; remaining = 0 means as much as the context allows. The
+        default is temperature 1, no stop ids and a stream seeded by the slot.
     """
     if slots is None:
       slots = make_slots(1, self.config.max_stop_ids)
@@ -275,13 +278,13 @@ class Engine:
     return self._jit_insert(prefix, decode_state, jnp.int32(slot), slots)
 
   def _insert(self, prefix: Prefix, state: DecodeState, slot, slots: Slots):
-    room = self.config.context_tokens - 1 - prefix.length
-    limit = jnp.where(slots.remaining > 0, slots.remaining, room)
+    most = self.config.context_tokens - 1 - prefix.length
+    limit = jnp.where(slots.remaining > 0, slots.remaining, most)
     slots = dataclasses.replace(
       slots,
       length=prefix.length[None],
       token=prefix.token[None],
-      remaining=jnp.clip(limit, 0, room),
+      remaining=jnp.clip(limit, 0, most),
     )
     rows, one = slot[None], jnp.int32(1)
     cache = kv_cache.insert(state.cache, prefix.cache, slot)
@@ -301,7 +304,7 @@ class Engine:
     hidden, tail = forward.extend(
       self.cfg, params, slots.token[:, None], cached, slots.length, tail, 0
     )
-    # A slot that does not decode writes at its own length, where nobody looks.
+    # A slot that does not decode writes at its own length, which is never read.
     cache = kv_cache.append(state.cache, tail, rows, jnp.int32(S), slots.length)
     slots, token, logprob, count, _ = self._sample(params, hidden[:, 0], slots)
     result = ResultTokens(
@@ -317,10 +320,10 @@ class Engine:
     return jax.device_put(DecodeState(cache, slots), self._replicated)
 
   def load_params(self, params):
-    """Places weights on the mesh; those already laid out on it stay as they are.
+    """Places weights on the mesh; leaves those that are on it already.
 
-    Placement is part of what a compiled program was compiled for: every set of weights
-    must pass through here, or the first call with it compiles anew.
+    Programs are compiled for a placement: every set of weights must pass through here,
+    or its first call compiles again.
     """
 
     def place(x):
@@ -345,7 +348,7 @@ class Engine:
 
   @property
   def max_prefill_length(self) -> int:
-    """Longest prompt of one `prefill`: a power of two, as JetStream's buckets are."""
+    """Longest prompt of one `prefill`: a power of two, like JetStream's buckets."""
     return 1 << (self.config.context_tokens.bit_length() - 1)
 
   @property
@@ -359,9 +362,9 @@ class Engine:
   # --- Compilation.
 
   def warmup(self, params, state: DecodeState) -> DecodeState:
-    """Compiles every shape the scheduler uses; returns the state, unchanged in effect.
+    """Compiles every shape that the scheduler uses; returns an equivalent state.
 
-    Padding rows only: nothing of the state that anyone reads is touched.
+    All rows are padding, so that no visible entry changes.
     """
     config, none = self.config, np.int32(0)
     rows = lambda n: np.zeros(n, np.int32)
@@ -385,7 +388,7 @@ class Engine:
     return jax.block_until_ready(state)
 
   def compilations(self) -> int:
-    """Programs compiled so far for the scheduler's calls."""
+    """Number of programs compiled so far for the scheduler's calls."""
     calls = (self.prefill_rows, self.copy_rows, self.generate_many, self.admit)
     return sum(call._cache_size() for call in (*calls, self.expert_ids))
 

@@ -10,23 +10,23 @@ from m2jax.checks import require
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-  """Sizes of one engine. Buckets left empty are derived; all are sorted tuples.
+  """Sizes of an engine. Empty buckets are derived; all are sorted tuples.
 
   Attributes:
-    slots: S, sequences held at once, decoding or parked. A session keeps its prefix as
-      long as no S other sequences were of use since.
+    slots: S, sequences in the cache, decoding or parked. A session's prefix stays until
+      S other sequences have been used since.
     context_tokens: prompt and response together, per slot.
-    max_steps: N, most decode steps in one call; the host wakes once per call.
-    decode_rows: batch sizes of a decode call, at most `slots`; the largest is how many
-      requests are served at once.
+    max_steps: N, maximum decode steps per call; the host wakes once per call.
+    decode_rows: batch sizes of a decode call, at most `slots`; the largest limits the
+      requests served at once.
     prefill_shapes: (rows, chunk tokens) of a prefill call.
     contexts: cache positions read by a call; the last must be context_tokens.
-    max_stop_ids: M, most stop ids of a request.
-    confident_probability, confident_tokens: a generation ends ('length') after this
-      many consecutive tokens above this probability (the report's stability rule).
+    max_stop_ids: M, maximum stop ids per request.
+    confident_probability, confident_tokens: a generation ends ('length') after
+      confident_tokens consecutive tokens above this probability (DESIGN §6).
     cache_dtype: of the K/V cache; None is the model's activation dtype.
-    record_experts: keep the expert ids of every token beside its K/V and give them with
-      the result, for routing replay in training: 2·L·top_k bytes a token.
+    record_experts: store the expert ids of every token with its K/V and return them
+      with the result, for routing replay in training: 2·L·top_k bytes per token.
   """
 
   slots: int = 64
@@ -75,8 +75,8 @@ class EngineConfig:
     )
 
 
-# Few shapes: each costs a compilation per context. These suit turns that bring a few
-# dozen tokens to a sequence that is in the cache, beside first prompts of hundreds.
+# Few shapes, because each is compiled once per context. These fit turns that add a few
+# dozen tokens to a cached sequence, and first prompts of hundreds of tokens.
 _PREFILL_SHAPES = ((1, 32), (4, 32), (8, 64), (1, 256))
 
 

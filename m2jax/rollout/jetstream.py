@@ -1,8 +1,8 @@
-"""Lets google-jetstream 0.2.2 host the engine (extra `jetstream`).
+"""Runs the engine in google-jetstream 0.2.2 (extra `jetstream`).
 
-JetStream's driver wants subclasses of its own abstract types and calls `jax.tree_map`,
-which JAX has since removed (facts/jax-anchors.md §0.3, §3.2). Importing this module
-imports JetStream, and TensorFlow with it: nothing else in the project imports it.
+JetStream's driver requires subclasses of its abstract types and calls `jax.tree_map`,
+which JAX has since removed (facts/jax-anchors.md §0.3, §3.2). This module imports
+JetStream, and with it TensorFlow: nothing else in the project imports this module.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ engine_api.ResultTokens.register(ResultTokens)
 
 
 class JetStreamEngine(engine_api.Engine):
-  """`Engine` as JetStream's type, with the weights and the tokenizer it asks for.
+  """`Engine` as JetStream's type, with the weights and the tokenizer that it requires.
 
   Args:
-    variables: weights that `load_params` returns.
+    variables: weights, returned by `load_params`.
     tokenizer: an object of JetStream's tokenizer_api.Tokenizer.
   """
 

@@ -1,15 +1,16 @@
 """The key/value cache of the engine's slots, and moving rows in and out of it.
 
-A call never writes to the cache while it attends: it gathers its rows once, keeps the
-new entries in a short tail, and writes them back at its end (see forward.py). A cache
-updated at every step costs several times as much on CPU, where XLA copies it and turns
-it for the matmul. Keys lie transposed, so that scores read them in order.
+A call does not write to the cache while it attends: it gathers its rows once, collects
+the new entries in a short tail, and writes them back at the end (see forward.py).
+Updating the cache at every step costs several times as much on CPU, where XLA copies
+and transposes it for the matmul. Keys are stored transposed, so that the score matmul
+reads them sequentially.
 
-Rows move in loops of slices whose count is a traced number: padding rows cost nothing,
+Rows are copied by loops over slices with a traced trip count: padding rows cost nothing,
 and XLA updates the donated cache in place.
 
-Where expert ids are recorded they lie beside the keys and values of their token and
-move with them: a request that takes over a prefix has its ids.
+Recorded expert ids are stored with the keys and values of their token and copied with
+them: a request that takes over a prefix gets its ids.
 
 Axes: L layers, S slots, P rows of a call, C cached positions, N positions of a tail,
 K key/value heads, H head dim.
@@ -45,7 +46,7 @@ class Tail(NamedTuple):
 
 
 def _context_axes(cache: KvCache) -> KvCache:
-  """Which axis of each array counts positions."""
+  """The axis of positions in each array."""
   return KvCache(k=4, v=3, experts=None if cache.experts is None else 2)
 
 
@@ -57,7 +58,7 @@ def init(
   *,
   record_experts: bool = False,
 ) -> KvCache:
-  """An empty cache in dtype; None is the activations' dtype."""
+  """An empty cache of `dtype`; None is the activations' dtype."""
   kv, head, dtype = cfg.num_kv_heads, cfg.head_dim, dtype or cfg.dtype
   ids = (cfg.num_layers, slots, context_tokens, cfg.experts_per_token)
   return KvCache(
@@ -68,11 +69,11 @@ def init(
 
 
 def gather(cache: KvCache, rows: jax.Array, context: int, *, split: bool):
-  """The first `context` positions of slots `rows` [P]: keys and values, to attend to.
+  """Keys and values of the first `context` positions of slots `rows` [P].
 
   Returns:
-    A KvCache of P slots; with `split` a tuple over layers of KvCaches without the
-    leading axis, which a loop over steps reads without slicing them out every time.
+    A KvCache of P slots; with `split`, a tuple over layers of KvCaches without the
+    leading axis, so that a loop over steps need not slice them out each time.
   """
   cache = cache._replace(experts=None)
   axes = _context_axes(cache)
@@ -111,11 +112,11 @@ def append(
 ) -> KvCache:
   """Writes the tail's N positions at starts [P] of slots `rows` [P].
 
-  starts + N must not pass the end of the cache.
+  starts + N must not exceed the length of the cache.
   """
   if not isinstance(tail, Tail):  # split
     tail = jax.tree.map(lambda *layers: jnp.stack(layers), *tail)
-  turned = KvCache(
+  transposed = KvCache(
     k=tail.k.transpose(0, 1, 3, 4, 2),
     v=tail.v.transpose(0, 1, 3, 2, 4),
     experts=tail.experts,
@@ -130,17 +131,17 @@ def append(
 
     return lax.fori_loop(0, num_rows, body, x)
 
-  return jax.tree.map(leaf, _context_axes(cache), cache, turned)
+  return jax.tree.map(leaf, _context_axes(cache), cache, transposed)
 
 
 def insert(cache: KvCache, one: KvCache, slot: jax.Array) -> KvCache:
-  """Puts a cache of one slot and the same positions at `slot`."""
+  """Writes a cache of one slot and equally many positions to `slot`."""
   put = lambda axis, x, new: lax.dynamic_update_slice(x, new, _at(x, axis, slot, 0))
   return jax.tree.map(put, _context_axes(cache), cache, one)
 
 
 def pad(cache: KvCache, positions: int) -> KvCache:
-  """The cache with more positions, of zeros, at its end."""
+  """Appends `positions` positions of zeros."""
 
   def leaf(axis, x):
     widths = [(0, 0)] * x.ndim
@@ -151,7 +152,7 @@ def pad(cache: KvCache, positions: int) -> KvCache:
 
 
 def crop(cache: KvCache, positions: int) -> KvCache:
-  """The cache's first positions."""
+  """The first `positions` positions."""
   cut = lambda axis, x: lax.slice_in_dim(x, 0, positions, axis=axis)
   return jax.tree.map(cut, _context_axes(cache), cache)
 

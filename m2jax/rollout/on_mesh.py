@@ -1,10 +1,10 @@
-"""Prefill and one decode step on a mesh: the engine's calls for weights in pieces.
+"""Prefill and one decode step on a mesh, with sharded weights.
 
-Under the rules `serve` nothing is gathered for use: rows of the cache lie over `data`
-and `expert`, heads, words and expert channels over `tensor`, experts over `expert`, and
-tokens travel to their experts. Pure functions over global arrays; inside, each device
-works on its own rows. The engine (`rollout.engine`) runs on one device today and does
-not call them; `m2jax.plan` compiles them for a slice.
+Under the rules `serve` no weights are gathered: rows of the cache are sharded over
+`data` and `expert`, heads, vocabulary and expert channels over `tensor`, experts over
+`expert`, and tokens are sent to their experts. Pure functions over global arrays; inside,
+each device computes its own rows. The engine (`rollout.engine`) runs on one device and
+does not call these functions yet; `m2jax.plan` compiles them for a slice.
 
 Axes: P rows, C new tokens of a row, S positions of the cache, N positions of a tail,
 V vocabulary, D model, L layers, K key/value heads, H head dim.
@@ -37,7 +37,7 @@ class Sampling(NamedTuple):
 
 
 def cache_specs(rules: sharding_lib.Rules) -> KvCache:
-  """PartitionSpecs of a KvCache: rows, and heads as the key/value projections."""
+  """PartitionSpecs of a KvCache: rows, and heads like the key/value projections."""
   spec = rules.spec('cache', None, 'rows', 'heads', None, None)
   return KvCache(spec, spec)
 
@@ -50,12 +50,12 @@ def prefill(
   tokens: jax.Array,
   starts: jax.Array,
 ) -> KvCache:
-  """Consumes C tokens of each row, and writes their keys and values.
+  """Consumes C tokens of each row and writes their keys and values.
 
   Args:
     cache: k [L, P, K, H, S], v [L, P, K, S, H].
     tokens: [P, C] int32.
-    starts: [P] int32, positions held before; at most S - C.
+    starts: [P] int32, positions in the cache before; at most S - C.
 
   Returns:
     The cache with positions starts … starts + C - 1 of each row filled.
@@ -83,10 +83,10 @@ def decode(
   """Consumes each row's last token and draws its next.
 
   Args:
-    cache: as `prefill`. tokens: [P] int32. lengths: [P] int32, positions held.
+    cache: as `prefill`. tokens: [P] int32. lengths: [P] int32, positions in use.
 
   Returns:
-    The cache with one more position a row, tokens [P] int32, logprobs [P] fp32.
+    The cache with one more position per row, tokens [P] int32, logprobs [P] fp32.
   """
 
   def run(variables, cache, tokens, lengths, draws):

@@ -1,22 +1,22 @@
-"""Which prompts the next prefill call serves, and in which of the compiled shapes."""
+"""Decides which prompts the next prefill call serves, and in which compiled shape."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# What a call costs whatever its size, in tokens of prefill work: measured on two CPU
-# cores; it only has to be of the right order.
+# Fixed cost of a call, in tokens of prefill work. Measured on two CPU cores; only the
+# order of magnitude matters.
 CALL_TOKENS = 48
 
 
 def choose(
   remaining: np.ndarray, shapes: tuple[tuple[int, int], ...]
 ) -> tuple[np.ndarray, int, int]:
-  """Picks the shape with the most useful tokens per cost; the oldest prompt is served.
+  """Picks the shape with the most useful tokens per cost; always serves the oldest.
 
   Args:
     remaining: [n] tokens each prompt still needs, oldest first; all positive.
-    shapes: (rows, chunk tokens) that may be used.
+    shapes: available (rows, chunk tokens).
 
   Returns:
     (which prompts, rows, chunk): at most `rows` indices into remaining.

@@ -1,4 +1,4 @@
-"""Checks a request before it is queued: every field, with an error that names it."""
+"""Checks every field of a request before it is queued; errors name the field."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 from m2jax.rollout.api import GenerateRequest, PromptTooLong
 
-MIN_TEMPERATURE = 1e-6  # below it, other than 0, float32 has no room
+MIN_TEMPERATURE = 1e-6  # smaller ones, other than 0, overflow float32
 
 
 def check(
   request: GenerateRequest, *, vocab_size: int, context_tokens: int, max_stop_ids: int
 ) -> np.ndarray:
-  """Returns the prompt as int32 [n].
+  """Checks a request; returns its prompt as int32 [n].
 
   Raises:
     PromptTooLong: the prompt leaves no room for a response of one token.
@@ -41,7 +41,7 @@ def check(
   if prompt.size >= context_tokens:
     raise PromptTooLong(
       f'prompt_ids: {prompt.size} tokens leave no room for a response in a context of '
-      f'{context_tokens} tokens'
+      f'{context_tokens} tokens; shorten the prompt'
     )
   need(_is_int(sampling.max_tokens, 1), 'max_tokens', 'an integer, at least 1')
   temperature = sampling.temperature

@@ -1,13 +1,14 @@
-"""On-device sampling: one token and its log-probability per row, parameters per row.
+"""On-device sampling of one token per row, with its log-probability.
 
-Temperature, then top-k, then top-p; the log-probability is that of the distribution
-really drawn from, in fp32 or wider (DESIGN laws 4 and 8). Rows with temperature 0 take
-the most likely token and report its temperature-1 log-probability.
+Each row has its own parameters. Temperature applies first, then top-k, then top-p; the
+log-probability is that of the distribution actually drawn from, in fp32 or wider
+(DESIGN laws 4 and 8). Rows with temperature 0 take the most likely token and report its
+temperature-1 log-probability.
 
-Draws invert the cumulative distribution in two levels: first a block of the vocabulary,
-then a token in it. That needs two uniforms per row, where Gumbel noise needs V hashes
-(on CPU more work than the softmax), and sums over sqrt(V) terms, which fp32 can do.
-A row's draw depends on its own key and logits only, never on its neighbours.
+A draw inverts the cumulative distribution in two levels: first a block of the
+vocabulary, then a token in it. That takes two uniforms per row, where Gumbel noise takes
+V hashes (on CPU more work than the softmax), and sums of sqrt(V) terms, for which fp32
+is precise enough. A row's draw depends on its own key and logits only.
 
 Axes: B rows, V vocabulary, N blocks of M tokens, N·M >= V.
 """
@@ -43,11 +44,11 @@ def sample(
     tokens [B] int32 and logprobs [B] of logits' dtype.
   """
   greedy = temperature <= 0
-  # Peak first: a small temperature must not overflow.
+  # Subtract the peak first: a small temperature must not overflow.
   scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
   scaled = scaled / jnp.where(greedy, 1.0, temperature)[:, None].astype(logits.dtype)
   truncated = ~greedy & ((top_k > 0) | (top_p < 1))
-  # Truncation costs more than all else here: only when some row asks for it.
+  # Truncation is the most expensive step: skip it unless some row asks for it.
   scaled = lax.cond(
     jnp.any(truncated),
     lambda x: jnp.where(truncated[:, None], truncate(x, top_k, top_p), x),
@@ -65,17 +66,17 @@ def truncate(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array
   """Sets tokens outside top-k, then outside the nucleus, to -inf.
 
   The nucleus is the smallest set of most likely tokens, among the top k renormalised,
-  whose mass reaches top_p. Tokens as likely as the last one kept are kept too.
+  whose mass reaches top_p. Tokens tied with its least likely one are included.
 
-  Thresholds are found by bisection over the bits of the logits: exact, and on CPU a
-  seventh of the cost of a sort.
+  Bisection over the bits of the logits finds the thresholds: exact, and on CPU a seventh
+  of the cost of a sort.
 
   Args:
     scaled: [B, V], temperature applied, at most 0 with 0 the peak of each row.
     top_k: [B] int32, 0 is off. top_p: [B], 1 is off.
   """
   integer = jnp.int64 if scaled.dtype == jnp.float64 else jnp.int32
-  # Floats of one sign sort as their bits do; 0 is the most likely token.
+  # Floats of one sign are ordered like their bits; 0 is the most likely token.
   depth = lax.bitcast_convert_type(jnp.abs(scaled), integer)
   one = jnp.ones_like(scaled)
   kept = (top_k <= 0)[:, None] | (depth <= _depth(depth, one, top_k.astype(one.dtype)))
@@ -90,7 +91,7 @@ def _depth(depth: jax.Array, weight: jax.Array, goal: jax.Array) -> jax.Array:
   bits = jnp.iinfo(depth.dtype).bits - 1
 
   def halve(i, low):
-    # `low` grows to the largest d for which the tokens with depth < d fall short.
+    # `low` converges to the largest d for which tokens with depth < d fall short.
     step = low + (jnp.ones_like(low) << (bits - 1 - i))
     reached = jnp.sum(jnp.where(depth < step, weight, 0), axis=-1, keepdims=True)
     return jnp.where(reached < goal[:, None], step, low)
@@ -121,8 +122,8 @@ def draw(mass: jax.Array, uniforms: jax.Array) -> jax.Array:
 def _invert(mass: jax.Array, uniform: jax.Array) -> jax.Array:
   """First index with positive mass whose cumulative mass exceeds uniform · total."""
   positive = mass > 0
-  # Parallel prefix sums need not be monotone to the last bit: both the total and the
-  # index come from entries with mass, so that rounding cannot pick one without.
+  # Parallel prefix sums need not be monotone to the last bit: total and index both come
+  # from entries with mass, so that rounding cannot pick an entry without mass.
   upto = jnp.where(positive, jnp.cumsum(mass, axis=-1), 0)
   threshold = uniform.astype(mass.dtype) * jnp.max(upto, axis=-1)
   return jnp.argmax(upto > threshold[:, None], axis=-1).astype(jnp.int32)

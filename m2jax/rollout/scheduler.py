@@ -1,18 +1,18 @@
-"""The engine as a service: requests from any thread, one thread that serves them.
+"""The engine as a service: any thread submits requests, one thread serves them.
 
-Weights are swapped between two device calls, with requests in flight: every token
-carries the version that sampled it, and its log-probability is that of the distribution
-it was really drawn from (DESIGN law 4).
+Weights change between two device calls, with requests in flight: every token records
+the version that sampled it, and its log-probability is that of the distribution it was
+actually drawn from (DESIGN law 4).
 
-K/V computed under older weights stays in use: for requests in flight always, for parked
-prefixes when `reuse_stale_prefix` is set. A token's recorded log-probability is then
-that of (current weights, older K/V): exactly the policy that sampled it, and so the
-right denominator of an importance ratio, but not what a full forward pass under either
-version gives. Without `reuse_stale_prefix` only requests in flight at a swap see the
-mixture.
+K/V computed under older weights stay in use: always for requests in flight, and for
+parked prefixes if `reuse_stale_prefix` is set. A token's recorded log-probability is
+then that of (current weights, older K/V). This is exactly the policy that sampled it,
+and therefore the right denominator of an importance ratio, but it differs from a full
+forward pass under either version. Without `reuse_stale_prefix` only requests in flight
+during an update use mixed versions.
 
-A seeded request draws the same random numbers whatever else is in the batch. Its logits
-may still differ in the last bits between batch sizes, as matmuls do.
+A seeded request draws the same random numbers regardless of the rest of the batch. Its
+logits may still differ in the last bits between batch sizes, because matmuls do.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = ['EngineError', 'Handle', 'Scheduler', 'SchedulerConfig']
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-  """A request under way.
+  """A request in progress.
 
   Attributes:
-    future: of a GenerateResult, or of EngineError. Its own `cancel` does nothing.
-    cancel: ends the request; the future then gives what was sampled so far, with
-      finish_reason 'cancelled'. Harmless after the end.
+    future: gives a GenerateResult or raises EngineError. Its own `cancel` has no effect.
+    cancel: finishes the request with the tokens so far and finish_reason 'cancelled'; no
+      effect on a finished request.
   """
 
   future: concurrent.futures.Future
@@ -51,10 +51,10 @@ class Handle:
 
 
 class Scheduler:
-  """Serves requests on an engine from a thread of its own.
+  """Serves requests on an engine, in its own thread.
 
   `submit`, `update_weights`, `stats` and a handle's `cancel` may be called from any
-  thread. Weights given to the scheduler must not be donated by their owner.
+  thread. The caller must not donate weights that it has passed here.
   """
 
   def __init__(
@@ -79,7 +79,7 @@ class Scheduler:
     self._dead: str | None = None
 
   def start(self, *, warmup: bool = True) -> Scheduler:
-    """Compiles all shapes (unless disabled), then starts the engine thread."""
+    """Compiles all shapes (unless `warmup` is False), then starts the engine thread."""
     batcher = self._batcher
     if warmup:
       batcher.state = self._engine.warmup(batcher.variables, batcher.state)
@@ -87,7 +87,7 @@ class Scheduler:
     return self
 
   def stop(self) -> None:
-    """Ends the thread after its current step; unfinished requests get EngineError."""
+    """Stops the thread after its current step; unfinished requests fail."""
     with self._wake:
       self._stopping = True
       self._wake.notify()
@@ -97,7 +97,7 @@ class Scheduler:
 
   @property
   def context_tokens(self) -> int:
-    """Most tokens of a prompt and its response."""
+    """Maximum tokens of a prompt and its response together."""
     return self._engine.config.context_tokens
 
   @property
@@ -128,7 +128,7 @@ class Scheduler:
       max_stop_ids=self._engine.config.max_stop_ids,
     )
     future = concurrent.futures.Future()
-    # From now on only the handle cancels; asyncio.wrap_future would otherwise.
+    # From here on only the handle can cancel; otherwise asyncio.wrap_future could.
     future.set_running_or_notify_cancel()
     with self._wake:
       if self._dead is not None:
@@ -142,26 +142,28 @@ class Scheduler:
     return Handle(future, lambda: self._cancel(job))
 
   def update_weights(self, variables: Any, version: int) -> None:
-    """Swaps the weights before the next device call; requests in flight go on.
+    """Replaces the weights before the next device call; requests in flight continue.
 
     Raises:
-      ValueError: version does not go up, or shapes or dtypes differ from before.
+      ValueError: version does not increase, or shapes or dtypes differ from before.
     """
     variables = self._engine.load_params(variables)
-    if _form(variables) != _form(self._batcher.variables):
+    if _signature(variables) != _signature(self._batcher.variables):
       raise ValueError("variables: tree, shapes or dtypes differ from the engine's")
     with self._wake:
       queued = self._next_weights
       latest = queued[1] if queued else self._batcher.version
-      if version <= latest:  # a version names one set of weights
-        raise ValueError(f'version={version}: the engine already has {latest}')
+      if version <= latest:  # a version identifies one set of weights
+        raise ValueError(
+          f'version={version}: must be above {latest}, which the engine already has'
+        )
       self._next_weights = (variables, version)
       self._wake.notify()
 
   def stats(self) -> dict[str, float]:
-    """The present state and totals since the start; a snapshot, cheap.
+    """A cheap snapshot of the state, and totals since the start.
 
-    queue_length, active_slots, parked_slots (idle, with a prefix to offer), slots,
+    queue_length, active_slots, parked_slots (idle, with a reusable prefix), slots,
     policy_version, tokens_per_s (sampled, over the last ten seconds), and the totals
     of `batcher.TOTALS`.
     """
@@ -196,7 +198,7 @@ class Scheduler:
         for job in cancels:
           self._batcher.cancel(job)
         self._batcher.tick()
-      except Exception as error:  # nothing of the step's state can be trusted
+      except Exception as error:  # the state after a failed step is unknown
         logging.exception('a rollout step failed')
         self._recover(error)
 
@@ -205,7 +207,7 @@ class Scheduler:
     return bool(self._stopping or messages or self._batcher.busy)
 
   def _take_messages(self) -> list[Job]:
-    """Takes what other threads left; returns the cancelled requests. Under _wake."""
+    """Takes messages of other threads; returns the cancelled requests. Needs _wake."""
     batcher = self._batcher
     batcher.waiting.extend(self._inbox)
     self._inbox.clear()
@@ -217,7 +219,7 @@ class Scheduler:
     return cancels
 
   def _recover(self, cause: Exception) -> None:
-    """The requests in slots fail, the state is made anew, those that wait go on."""
+    """Fails the requests in slots and creates a new state; waiting requests continue."""
     batcher = self._batcher
     error = EngineError(f'a rollout step failed: {cause!r}')
     error.__cause__ = cause
@@ -229,7 +231,7 @@ class Scheduler:
     try:
       batcher.reset()
     except Exception as error:  # such as no memory for a new cache
-      self._give_up(f'no new state after {cause!r}: {error!r}')
+      self._give_up(f'cannot create a new state after {cause!r}: {error!r}')
 
   def _give_up(self, reason: str) -> None:
     batcher = self._batcher
@@ -243,6 +245,6 @@ class Scheduler:
       batcher.fail(batcher.waiting.popleft(), error)
 
 
-def _form(variables) -> tuple:
+def _signature(variables) -> tuple:
   leaves, structure = jax.tree.flatten(variables)
   return structure, [(x.shape, x.dtype) for x in leaves]

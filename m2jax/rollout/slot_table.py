@@ -1,9 +1,9 @@
-"""What the host knows of the engine's slots: what lies where, and where to put more.
+"""The host's record of the engine's slots, and the placement of requests in them.
 
-A slot is idle, prefilling or decoding. An idle slot keeps the sequence that ended there
-('parked'): a request whose prompt shares a prefix with it takes the slot over, or
-copies the prefix, and prefills the rest only. All bookkeeping is in numpy arrays, so
-that a decode call costs the host a few vector operations whatever the number of rows.
+A slot is idle, prefilling or decoding. An idle slot keeps its last sequence ('parked'):
+a request whose prompt shares a prefix with it takes over the slot, or copies the prefix,
+and prefills only the rest. All records are numpy arrays, so that a decode call costs the
+host a few vector operations, independent of the number of rows.
 
 Axes: S slots, C context positions.
 """
@@ -28,8 +28,8 @@ class Placement:
 
   Attributes:
     slot: the slot it takes.
-    source: the slot its prefix is copied from; `slot` when it lies there already.
-    hit_tokens: prefix positions whose K/V need not be computed.
+    source: the slot that its prefix is copied from; `slot` if it is there already.
+    hit_tokens: prefix positions whose K/V are cached.
   """
 
   slot: int
@@ -44,10 +44,10 @@ class SlotTable:
     state: [S] State.
     tokens: [S, C] int32, prompt and response.
     logprobs, versions: [S, C], of response tokens.
-    held: [S] positions whose K/V is in the cache; tokens[:held] are known.
+    held: [S] positions whose K/V are in the cache; tokens[:held] are valid.
     target: [S] positions that prefill has to reach.
     kv_version: [S] oldest policy version among the slot's K/V.
-    used: [S] when the slot was last of use, for least-recently-used eviction.
+    used: [S] when the slot was last used, for least-recently-used eviction.
   """
 
   def __init__(self, slots: int, context_tokens: int, *, min_copy_tokens: int):
@@ -66,7 +66,7 @@ class SlotTable:
     return np.flatnonzero(self.state == state)
 
   def place(self, prompt: np.ndarray, usable: np.ndarray) -> Placement | None:
-    """Chooses a slot for a prompt [n], or None: wait for a prefix now being computed.
+    """Chooses a slot for a prompt [n]; None to wait for a prefix being computed.
 
     There must be an idle slot. The last prompt token is never part of a hit: decoding
     starts by consuming it.
@@ -83,19 +83,21 @@ class SlotTable:
       return None
 
     idle = self.where(State.IDLE)
-    # A parked sequence that the prompt extends to its end loses nothing to it.
+    # Taking over a parked sequence that the prompt extends loses nothing.
     continued = idle[(ready[idle] == hit) & (self.held[idle] == hit)]
     if hit and continued.size:
       return Placement(int(continued[0]), int(continued[0]), hit)
     oldest = int(idle[np.argmin(self.used[idle])])
     if hit < self._min_copy_tokens:
       return Placement(oldest, oldest, int(ready[oldest]))
-    if self.state[source] == State.IDLE:  # of the others, `used` is when they began
+    if (
+      self.state[source] == State.IDLE
+    ):  # for other states, `used` is when they started
       self._touch(source)
     return Placement(oldest, source, hit)
 
   def take(self, placement: Placement, prompt: np.ndarray, version: int) -> None:
-    """Gives the slot to a prompt whose prefix is, or is about to be, in its cache."""
+    """Assigns the slot to a prompt whose prefix is, or is about to be, in its cache."""
     slot, hit = placement.slot, placement.hit_tokens
     oldest = min(int(self.kv_version[placement.source]), version) if hit else version
     self.kv_version[slot] = oldest
@@ -106,18 +108,18 @@ class SlotTable:
     self._touch(slot)
 
   def park(self, slot: int) -> None:
-    """The slot's request ended; its held prefix stays for others."""
+    """Frees the slot of a finished request; its prefix stays available."""
     self.state[slot] = State.IDLE
     self._touch(slot)
 
   def drop(self, slot: int) -> None:
-    """The slot's request failed; what it holds is not to be trusted."""
+    """Frees the slot of a failed request; its cache is not reused."""
     self.state[slot] = State.IDLE
     self.held[slot] = 0
     self.used[slot] = 0
 
   def append(self, rows, counts, tokens, logprobs, version: int) -> None:
-    """Records what a decode call drew: counts[p] tokens of row p at its sequence's end.
+    """Appends the tokens of a decode call, counts[p] for row p.
 
     Args:
       rows: [P] slots. counts: [P]. tokens, logprobs: [P, N].
@@ -132,7 +134,7 @@ class SlotTable:
     self.held[rows] += counts
 
   def _shared_prefix(self, prompt: np.ndarray) -> np.ndarray:
-    """[S] leading tokens that each slot shares with the prompt, its last one apart."""
+    """[S] leading tokens that each slot shares with the prompt without its last token."""
     n = len(prompt) - 1
     if not n:
       return np.zeros(len(self.held), np.int32)

@@ -173,7 +173,7 @@ class TestMissing:
 
   def test_not_a_checkpoint_directory(self, tmp_path):
     (tmp_path / 'metrics.jsonl').touch()
-    with pytest.raises(MissingCheckpoint, match=r"it holds \['metrics.jsonl'\]"):
+    with pytest.raises(MissingCheckpoint, match=r"it contains \['metrics.jsonl'\]"):
       CheckpointManager(tmp_path, read_only=True).restore()
 
   def test_no_such_step(self, saved):

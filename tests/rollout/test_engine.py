@@ -136,7 +136,7 @@ def test_generate_many_ends_rows_and_then_itself(engine, variables, reference):
   stop_at = greedy.index(greedy[2]) + 1
   ends = [decode_state.STOP, decode_state.LENGTH, decode_state.STOP]
   assert sampled.counts.tolist() == [stop_at, 2, 1, 0]
-  assert sampled.ended.tolist()[:3] == ends
+  assert sampled.finish_code.tolist()[:3] == ends
   assert sampled.tokens[0, :stop_at].tolist() == greedy[:stop_at]
   assert state.slots.length[rows[:3]].tolist() == [5 + stop_at, 7, 6]
   assert state.slots.remaining[rows].tolist() == [0, 0, 0, 0]
@@ -161,7 +161,10 @@ def test_a_run_of_near_certain_tokens_ends_the_response(engine, variables):
     state, sampled = engine.generate_many(
       sharp, state, rows[:4], np.int32(2), np.int32(4), context=CONTEXT
     )
-    counts, ended = counts + sampled.counts[:2], np.maximum(ended, sampled.ended[:2])
+    counts, ended = (
+      counts + sampled.counts[:2],
+      np.maximum(ended, sampled.finish_code[:2]),
+    )
   assert counts.tolist() == [ENGINE_CONFIG.confident_tokens, 36]
   assert ended.tolist() == [decode_state.LENGTH, decode_state.RUNNING]
 

@@ -1,9 +1,10 @@
 """config.json of MiniMaxM2ForCausalLM ↔ ModelConfig (facts/m2-and-forge.md §1.1, §1.3).
 
-Two dialects are read. Released: `rotary_dim` and `rope_theta` at the top. transformers
-5: `rope_parameters` with `rope_theta` and perhaps `partial_rotary_factor`; without
-either the whole head rotates. What is written says it both ways. A field that asks for
-something this model does not have is refused.
+Two dialects are read. Released: `rotary_dim` and `rope_theta` at the top level.
+transformers 5: `rope_parameters` with `rope_theta` and optionally
+`partial_rotary_factor`; without rotary_dim or factor, RoPE applies to the whole head.
+Written files have both. A field with a value that this model does not support raises an
+error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from m2jax.checkpoint.errors import (
 from m2jax.config import ModelConfig
 
 FILE = 'config.json'
-BLOCK = (128, 128)  # of block-FP8, where the config does not say
+BLOCK = (128, 128)  # default block of block-FP8
 
 # ModelConfig field → config.json's.
 _FIELDS = {
@@ -38,7 +39,7 @@ _FIELDS = {
   'rms_norm_eps': 'rms_norm_eps',
   'max_positions': 'max_position_embeddings',
 }
-# What M2 is; another value is another model. Absent means this one.
+# The only supported values; an absent field means this value.
 _ONLY = {
   'model_type': 'minimax_m2',
   'hidden_act': 'silu',
@@ -51,20 +52,20 @@ _ONLY = {
   'shared_intermediate_size': 0,
 }
 _OPTIONAL_NUMBERS = ('rotary_dim', 'rope_theta', 'num_mtp_modules')
-_MTP_ONLY = {'mtp_transformer_layers': 1}  # where there are MTP modules
-# ModelConfig fields that Hugging Face has no words for; transformers keeps the section.
+_MTP_ONLY = {'mtp_transformer_layers': 1}  # if there are MTP modules
+# ModelConfig fields without a counterpart; transformers preserves the section.
 _SECTION = 'm2jax'
-# Loaded without these such a model would run, and compute something else.
+# A model with other values would load without them, and compute something else.
 _ABLATIONS = {'window': None, 'router_scores': 'sigmoid'}
 _OWN = ('dtype', 'remat', 'unroll_layers')
 _RELEASED_IDS = {'bos_token_id': 200_034, 'eos_token_id': 200_020}
 
 
 class Read(NamedTuple):
-  """What a config.json says.
+  """The contents of a config.json.
 
   Attributes:
-    cfg: the model; its param_dtype is the dtype that the config declares.
+    cfg: the model; its param_dtype is the declared dtype.
     block: rows and columns of an FP8 block.
   """
 
@@ -77,8 +78,8 @@ def read(directory: str | os.PathLike) -> Read:
 
   Raises:
     MissingCheckpoint: there is none.
-    CorruptCheckpoint: it is no JSON object.
-    CheckpointMismatch: it describes no model that this project has; names the field.
+    CorruptCheckpoint: it is not a JSON object.
+    CheckpointMismatch: it describes an unsupported model; names the field.
   """
   path = os.path.join(os.fspath(directory), FILE)
   try:
@@ -89,7 +90,7 @@ def read(directory: str | os.PathLike) -> Read:
       raise MissingCheckpoint(f'{directory} is not a directory') from None
     entries = sorted(os.listdir(directory))[:10]
     raise MissingCheckpoint(
-      f'no {FILE} in {directory}: it holds {entries or "nothing"}'
+      f'no {FILE} in {directory}: it contains {entries or "nothing"}'
     ) from None
   except ValueError as error:
     raise CorruptCheckpoint(f'{path}: not JSON: {error}') from error
@@ -102,19 +103,19 @@ def read(directory: str | os.PathLike) -> Read:
 
 
 def decode(values: Mapping[str, Any]) -> Read:
-  """What the fields of a config.json say.
+  """Decodes the fields of a config.json.
 
   Raises:
-    ValueError, TypeError, AttributeError: a field is missing, malformed, or of
-      another model.
+    ValueError, TypeError, AttributeError: a field is missing, malformed, or has an
+      unsupported value.
   """
   _check(values, _ONLY)
   kinds = values.get('attn_type_list') or []
   if any(kind != 1 for kind in kinds):
-    raise ValueError(f'attn_type_list={kinds}: only 1, full attention, is known here')
+    raise ValueError(f'attn_type_list={kinds}: only 1, full attention, is supported')
   missing = [name for name in _FIELDS.values() if values.get(name) is None]
   if missing:
-    raise ValueError(f'lacks {", ".join(missing)}')
+    raise ValueError(f'missing fields: {", ".join(missing)}')
   for name in (*_FIELDS.values(), *_OPTIONAL_NUMBERS):
     if not isinstance(values.get(name, 0), (int, float, type(None))):
       raise ValueError(f'{name}={values[name]!r}: must be a number')
@@ -125,34 +126,34 @@ def decode(values: Mapping[str, Any]) -> Read:
   if modules:
     _check(values, _MTP_ONLY)
   rotary_dim, rope_theta = _rope(values)
-  own = values.get(_SECTION) or {}
+  section = values.get(_SECTION) or {}
   cfg = ModelConfig(
     **{field: values[name] for field, name in _FIELDS.items()},
     rotary_dim=rotary_dim,
     rope_theta=rope_theta,
     num_mtp_modules=modules,
     param_dtype=declared,
-    **{'dtype': declared, **{name: own[name] for name in _OWN if name in own}},
+    **{'dtype': declared, **{name: section[name] for name in _OWN if name in section}},
   )
   return Read(cfg, _fp8_block(values.get('quantization_config')))
 
 
 def encode(cfg: ModelConfig, stored: str, ids: Mapping[str, int]) -> dict[str, Any]:
-  """Fields of the config.json of a model.
+  """The fields of a model's config.json.
 
   Args:
     cfg: the model.
     stored: dtype of the weights in the files.
-    ids: bos_token_id and eos_token_id; empty takes the released ones where they fit.
+    ids: bos_token_id and eos_token_id; if empty, the released ones that fit.
 
   Raises:
-    ValueError: the model is a variant that the format has no words for.
+    ValueError: the model is a variant that the format cannot describe.
   """
   for field, only in _ABLATIONS.items():
     if getattr(cfg, field) != only:
       raise ValueError(
-        f'ModelConfig.{field}={getattr(cfg, field)!r}: the released format can only '
-        f'say {only!r}'
+        f'ModelConfig.{field}={getattr(cfg, field)!r}: the released format can '
+        f'only describe {only!r}'
       )
   factor = cfg.rotary_dim / cfg.head_dim
   if int(cfg.head_dim * factor) != cfg.rotary_dim:  # as transformers computes it
@@ -182,7 +183,7 @@ def encode(cfg: ModelConfig, stored: str, ids: Mapping[str, int]) -> dict[str, A
 def _check(values: Mapping[str, Any], only: Mapping[str, Any]):
   for name, want in only.items():
     if values.get(name, want) != want and not (values[name] is None and not want):
-      raise ValueError(f'{name}={values[name]!r}: only {want!r} is known here')
+      raise ValueError(f'{name}={values[name]!r}: only {want!r} is supported')
 
 
 def _rope(values: Mapping[str, Any]) -> tuple[int, float]:
@@ -190,12 +191,12 @@ def _rope(values: Mapping[str, Any]) -> tuple[int, float]:
   rope = values.get('rope_parameters') or values.get('rope_scaling') or {}
   kind = rope.get('rope_type', rope.get('type', 'default'))
   if kind != 'default':
-    raise ValueError(f'rope_type={kind!r}: only default is known here')
+    raise ValueError(f'rope_type={kind!r}: only default is supported')
   theta = rope.get('rope_theta', values.get('rope_theta', ModelConfig.rope_theta))
   factor = rope.get('partial_rotary_factor', values.get('partial_rotary_factor'))
   dim = values.get('rotary_dim')
   if dim is None:
-    # transformers truncates; the little bit is for factors such as 6/47
+    # transformers truncates; the 1e-6 is for factors such as 6/47
     dim = int(values['head_dim'] * (1.0 if factor is None else factor) + 1e-6)
   elif factor is not None and abs(values['head_dim'] * factor - dim) > 0.01:
     raise ValueError(
@@ -210,8 +211,12 @@ def _fp8_block(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
     return BLOCK
   method = quantization.get('quant_method')
   if method != 'fp8':
-    raise ValueError(f'quantization_config.quant_method={method!r}: only fp8 is known')
+    raise ValueError(
+      f'quantization_config.quant_method={method!r}: only fp8 is supported'
+    )
   block = tuple(quantization.get('weight_block_size') or BLOCK)
   if len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
-    raise ValueError(f'quantization_config.weight_block_size={block}: want two sizes')
+    raise ValueError(
+      f'quantization_config.weight_block_size={block}: must be two sizes'
+    )
   return block

@@ -1,7 +1,7 @@
-"""The safetensors files of a checkpoint directory as one table of tensors.
+"""The safetensors files of a checkpoint directory, as one table of tensors.
 
 Either `model.safetensors`, or shards and `model.safetensors.index.json`, whose
-`weight_map` says which file holds a tensor.
+`weight_map` maps a tensor to its file.
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ class Shards:
     """Opens the files and reads their headers; the stack closes them.
 
     Raises:
-      MissingCheckpoint: a file is not there.
-      CorruptCheckpoint: index or header of a file cannot be read, or a file is
-        truncated.
+      MissingCheckpoint: a file does not exist.
+      CorruptCheckpoint: the index or a header cannot be read, or a file is truncated.
     """
     self._directory = os.fspath(directory)
     weight_map = self._weight_map()
     files = sorted(set(weight_map.values())) or [SINGLE]
     absent = [f for f in files if not os.path.isfile(os.path.join(directory, f))]
     if absent:
-      where = f'{INDEX} names files' if weight_map else 'files'
+      which = f'files named in {INDEX} are' if weight_map else 'it is'
       raise MissingCheckpoint(
-        f'checkpoint {directory}: {where} that are not there:\n'
-        f'{leaves_lib.listing(absent)}'
+        f'checkpoint {directory}: {which} missing:\n{leaves_lib.listing(absent)}'
       )
     self._entries = {}
     for number, file in enumerate(files):
@@ -60,18 +58,18 @@ class Shards:
     return any(name.startswith(names.MTP_PREFIX) for name in self._entries)
 
   def position(self, name: str) -> tuple[int, int]:
-    """Where a tensor lies: number of its file, byte in it."""
+    """Position of a tensor: number of its file, offset in bytes."""
     number, _, entry = self._entries[name]
     return number, entry.offset
 
   def row_bytes(self, name: str) -> int:
-    """Bytes of a row of a tensor, as fp32 where it is FP8."""
+    """Bytes of a row of a tensor, as fp32 if it is FP8."""
     entry = self._entries[name][2]
     code = 'F32' if entry.code == fp8.CODE else entry.code
     return safetensors_io.nbytes(code, entry.shape[1:])
 
   def rows(self, name: str, start: int, stop: int, block) -> np.ndarray:
-    """Rows of a tensor, FP8 as fp32."""
+    """Rows of a tensor; FP8 is converted to fp32."""
     _, reader, entry = self._entries[name]
     values = reader.rows(name, start, stop)
     if entry.code != fp8.CODE:
@@ -82,7 +80,7 @@ class Shards:
     return fp8.dequantize(values, scale, block, start)
 
   def check(self, wanted: Sequence[Tensor], block: tuple[int, int]):
-    """Raises CheckpointMismatch unless the files hold exactly what is wanted."""
+    """Raises CheckpointMismatch unless the files have exactly the wanted tensors."""
     lines, known = [], set()
     for tensor in wanted:
       known.add(tensor.name)
@@ -96,15 +94,15 @@ class Shards:
           self._fits(scale, fp8.scale_shape(tensor.shape, block), lines)
     for name, (_, _, entry) in self._entries.items():
       if name not in known:
-        lines.append(f'{name}: {entry} is no part of the model')
+        lines.append(f'{name}: {entry} is not part of the model')
     if lines:
       raise CheckpointMismatch(
-        f'checkpoint {self._directory}: its tensors do not fit its config.json:\n'
+        f'checkpoint {self._directory}: the tensors do not match config.json:\n'
         f'{leaves_lib.listing(lines)}'
       )
 
   def _fits(self, name: str, shape: tuple[int, ...], lines: list[str]):
-    """The tensor's entry; None, and a line, where it is not as it must be."""
+    """The tensor's entry; None, and a line in `lines`, if it is wrong."""
     _, reader, entry = self._entries.get(name, (None, None, None))
     want = f'[{",".join(map(str, shape))}]'
     if entry is None:
@@ -112,7 +110,7 @@ class Shards:
     elif entry.shape != shape:
       lines.append(f'{name}: {entry}, should be {want}, in {reader.path}')
     elif entry.code not in safetensors_io.DTYPES:
-      lines.append(f'{name}: dtype {entry.code} is not known, in {reader.path}')
+      lines.append(f'{name}: dtype {entry.code} is not supported, in {reader.path}')
     else:
       return entry
     return None
@@ -125,7 +123,7 @@ class Shards:
       with open(path, encoding='utf-8') as file:
         weight_map = dict(json.load(file)['weight_map'])
       if not all(os.path.basename(f) == f for f in weight_map.values()):
-        raise ValueError('a file outside the directory')
+        raise ValueError('it names a file outside the directory')
     except (KeyError, TypeError, ValueError) as error:
       raise CorruptCheckpoint(f'{path}: not an index: {error!r}') from error
     return weight_map

@@ -1,12 +1,12 @@
 """Names and shapes of M2's tensors in a Hugging Face checkpoint.
 
-Made of the names in params.py, as released and as transformers writes them. MTP
-modules, which no release has, get the names of the one implementation that reads them
+They follow from the names in params.py, as released and as transformers writes them. No
+release has MTP modules; they get the names of the one implementation that reads them
 (facts/m2-and-forge.md §3, SGLang PR 13981): `model.mtp_layers.K.` with `h_norm`,
-`e_norm`, `linear_projection` and the block's own names.
+`e_norm`, `linear_projection` and the names of the block.
 
-There a matrix is [out, in], here [in, out]; there every layer and expert has a tensor
-of its own, here they are stacked.
+The checkpoint's matrices are [out, in], with a tensor per layer and expert; ours are
+[in, out], stacked over layers and experts.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from m2jax.config import ModelConfig
 
 MTP_PREFIX = 'model.mtp_layers.'
 
-_UNTRANSPOSED = ('params/embed',)  # a table of rows there and here
+_UNTRANSPOSED = ('params/embed',)  # a table of rows in both
 
 
 class Tensor(NamedTuple):
-  """A tensor of the checkpoint and its place in the model's variables.
+  """A tensor of the checkpoint and its position in the model's variables.
 
   Attributes:
     name: in the checkpoint.
-    shape: there.
-    leaf: path of the array it is part of, 'params/layers/gate'.
-    index: of its part on the leading axes of that array: (layer,) or (layer, expert).
-    transposed: the array holds its transpose.
+    shape: in the checkpoint.
+    leaf: path of the array that it is part of, such as 'params/layers/gate'.
+    index: into the leading axes of that array: (layer,) or (layer, expert).
+    transposed: whether the array has its transpose.
   """
 
   name: str
@@ -45,7 +45,7 @@ class Tensor(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-  """Shape of every leaf of the model's variables by path. Do not change the dict."""
+  """Shape of every leaf of the model's variables by path. Do not modify the dict."""
   return {name: leaf.shape for name, leaf in leaves.table(params.shapes(cfg)).items()}
 
 
@@ -68,7 +68,7 @@ def tensors(cfg: ModelConfig) -> list[Tensor]:
     ]
     found += _block(of, 'params/mtp/layers', 'router/mtp', module, MTP_PREFIX)
   missed = sum(map(math.prod, of.values())) - sum(math.prod(t.shape) for t in found)
-  assert not missed, f'{missed} numbers of the model have no name here'
+  assert not missed, f'{missed} elements of the model have no name in the checkpoint'
   return found
 
 

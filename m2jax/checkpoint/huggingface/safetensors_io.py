@@ -1,9 +1,9 @@
-"""Safetensors files, read and written a few rows at a time.
+"""Reads and writes safetensors files a few rows at a time.
 
 The format (github.com/huggingface/safetensors): the header's length as 8 little-endian
 bytes; the header, JSON of {name: {dtype, shape, data_offsets [begin, end)}}; the data.
-The library reads a tensor as a whole and writes a file from tensors that are all in
-memory; a checkpoint larger than the host's memory needs neither to happen.
+The safetensors library reads whole tensors, and writes a file from tensors that are all
+in memory; neither works for a checkpoint larger than the host's memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _METADATA = '__metadata__'
 
 
 class Entry(NamedTuple):
-  """One tensor of a file: format's dtype code, shape, first byte in the file."""
+  """One tensor of a file: dtype code of the format, shape, offset in bytes."""
 
   code: str
   shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class Reader:
-  """One file, read with `pread`: no mapped pages, nothing kept.
+  """One file, read with `pread`: no memory map, no cache.
 
   Attributes:
     path: of the file.
@@ -55,7 +55,7 @@ class Reader:
 
     Raises:
       FileNotFoundError: no such file.
-      CorruptCheckpoint: no header, or the file ends before a tensor; names the first.
+      CorruptCheckpoint: there is no header, or a tensor is truncated; names the first.
     """
     self.path = os.fspath(path)
     self._fd = os.open(self.path, os.O_RDONLY)
@@ -69,10 +69,10 @@ class Reader:
     os.close(self._fd)
 
   def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-    """Rows [start, stop) of a tensor, as a new array; elements of a 1-D tensor.
+    """Rows [start, stop) of a tensor (elements if it is 1-D), as a new array.
 
     Raises:
-      CorruptCheckpoint: the file ends before them.
+      CorruptCheckpoint: the file ends before these rows.
     """
     code, shape, offset = self.entries[name]
     out = np.empty((stop - start, *shape[1:]), DTYPES[code])
@@ -91,7 +91,7 @@ class Reader:
     first = _LENGTH_BYTES + length
     if size < first or not length:
       raise CorruptCheckpoint(
-        f'{self.path}: {size} bytes do not hold a safetensors header'
+        f'{self.path}: {size} bytes are too few for a safetensors header'
         + (f' of {length} bytes' if size >= _LENGTH_BYTES else '')
       )
     try:
@@ -103,7 +103,7 @@ class Reader:
       }
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
       raise CorruptCheckpoint(
-        f'{self.path}: its safetensors header cannot be read: {error!r}'
+        f'{self.path}: cannot read the safetensors header: {error!r}'
       ) from error
     for name, (entry, end) in sorted(found.items(), key=lambda item: item[1][1]):
       if end > size:
@@ -127,7 +127,7 @@ def code_of(dtype: Any) -> str:
   """The format's code of a numpy or jax dtype.
 
   Raises:
-    ValueError: the format has it not, or this project has no use for it.
+    ValueError: the format or this module does not support it.
   """
   try:
     return _CODES[np.dtype(dtype)]
@@ -147,9 +147,9 @@ def write(
   Args:
     path: must not exist.
     tensors: dtype code and shape by name, in the order of writing.
-    pieces: gives a tensor's rows, in order and in arrays of its dtype.
+    pieces: tensor name → its rows, in order, as arrays of its dtype.
   """
-  header: dict[str, Any] = {_METADATA: {'format': 'pt'}}  # transformers asks for it
+  header: dict[str, Any] = {_METADATA: {'format': 'pt'}}  # transformers requires it
   end = 0
   for name, (code, shape) in tensors.items():
     begin, end = end, end + nbytes(code, shape)
@@ -162,16 +162,16 @@ def write(
       before = file.tell()
       for piece in pieces(name):
         if piece.dtype != DTYPES[code]:
-          raise TypeError(f'tensor {name}: a piece of {piece.dtype}, not {code}')
+          raise TypeError(f'tensor {name}: a piece has dtype {piece.dtype}, not {code}')
         file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
       if file.tell() - before != nbytes(code, shape):
-        raise ValueError(f'tensor {name}: {file.tell() - before} bytes for {shape}')
+        raise ValueError(f'tensor {name}: got {file.tell() - before} bytes for {shape}')
     file.flush()
     os.fsync(file.fileno())
 
 
 def _pread(fd: int, count: int, offset: int) -> bytes:
-  """`count` bytes at `offset`; one call reads at most 2 GB."""
+  """Reads `count` bytes at `offset`; a single os.pread reads at most 2 GB."""
   out = bytearray()
   while len(out) < count:
     more = os.pread(fd, count - len(out), offset + len(out))
@@ -182,7 +182,7 @@ def _pread(fd: int, count: int, offset: int) -> bytes:
 
 
 def _entry(tensor: Mapping[str, Any], first: int) -> Entry:
-  """An Entry of the header's description of a tensor; `first` byte of the data."""
+  """An Entry from a tensor's description in the header; the data begin at `first`."""
   begin, _ = tensor['data_offsets']
   shape = tuple(int(size) for size in tensor['shape'])
   if begin < 0 or min(shape, default=0) < 0:

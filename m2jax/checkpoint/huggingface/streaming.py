@@ -1,8 +1,8 @@
 """Pieces of host memory ↔ large arrays on devices, a piece at a time.
 
-An array is filled on its devices: each device's part is allocated there once, and each
-piece is written into it by a computation that donates it. So neither the host nor a
-device holds any part twice, also where the device's memory is the host's.
+An array is filled on its devices: each device's part is allocated once, and a
+computation that donates the part writes each piece into it. Neither the host nor a
+device therefore holds any part twice, even if they share memory.
 
 Axes: pieces are [rows, columns] or [rows] of one matrix or vector of a stacked array.
 """
@@ -22,14 +22,14 @@ PIECE_BYTES = 2**25
 
 
 def row_ranges(start: int, stop: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-  """[start, stop) in consecutive ranges of at most PIECE_BYTES, at least one row."""
+  """Splits [start, stop) into ranges of at most PIECE_BYTES, or of one row."""
   step = max(1, PIECE_BYTES // max(row_bytes, 1))
   for first in range(start, stop, step):
     yield first, min(first + step, stop)
 
 
 class _Part(NamedTuple):
-  """What one device holds: [start, stop) of each axis of the whole array."""
+  """The part of one device: [start, stop) of each axis of the whole array."""
 
   device: jax.Device
   bounds: tuple[tuple[int, int], ...]
@@ -41,7 +41,7 @@ class Filler:
   def __init__(
     self, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
   ):
-    """Allocates zeros of `dtype` on each device that holds a part of the array."""
+    """Allocates zeros of `dtype` on each device that has a part of the array."""
     self._shape, self._sharding = shape, sharding
     indices = sharding.addressable_devices_indices_map(shape)
     self._buffers = {}
@@ -53,15 +53,15 @@ class Filler:
   def wanted(
     self, index: tuple[int, ...], transposed: bool
   ) -> dict[tuple[int, int], list[_Part]]:
-    """Row ranges that devices need of the matrix at `index`, and which devices.
+    """Row ranges of the matrix at `index` that this process needs, and for which parts.
 
-    Rows and columns are the stored ones; if `transposed`, the array's are swapped.
+    Rows and columns are those of the file; if `transposed`, the array's are swapped.
     """
     found: dict[tuple[int, int], list[_Part]] = {}
     for part in self._buffers:
-      lead, own = part.bounds[: len(index)], part.bounds[len(index) :]
+      lead, matrix = part.bounds[: len(index)], part.bounds[len(index) :]
       if all(a <= i < b for i, (a, b) in zip(index, lead, strict=True)):
-        found.setdefault(own[-1 if transposed else 0], []).append(part)
+        found.setdefault(matrix[-1 if transposed else 0], []).append(part)
     return found
 
   def put(
@@ -74,19 +74,19 @@ class Filler:
   ):
     """Writes full rows from `first_row` of the matrix at `index` into `parts`."""
     for part in parts:
-      own = part.bounds[len(index) :]
-      own = own[::-1] if transposed else own
-      start = [first_row - own[0][0]]
+      bounds = part.bounds[len(index) :]
+      bounds = bounds[::-1] if transposed else bounds
+      start = [first_row - bounds[0][0]]
       mine = piece
       if piece.ndim == 2:
-        mine = piece[:, slice(*own[1])]
+        mine = piece[:, slice(*bounds[1])]
         start.append(0)
       start = start[::-1] if transposed else start
       lead = [i - a for i, (a, _) in zip(index, part.bounds, strict=False)]
       mine = jax.device_put(mine, part.device)
       at = np.array([*lead, *start], np.int32)
       self._buffers[part] = _write(self._buffers[part], mine, at, transposed)
-    # Or pieces would queue up in the host's memory.
+    # Otherwise pieces would queue up in the host's memory.
     jax.block_until_ready([self._buffers[part] for part in parts])
 
   def array(self) -> jax.Array:
@@ -116,7 +116,7 @@ def rows(
 ) -> np.ndarray:
   """Rows [start, stop) of the matrix (its transpose) at `index`, on the host.
 
-  Where an array spans processes all of them must call this, and all get the rows.
+  If the array spans processes, all of them must call this, and all get the rows.
   """
   if isinstance(array, np.ndarray):
     matrix = array[index].T if transposed else array[index]
@@ -130,9 +130,9 @@ def rows(
 def _read(sharding, count: int, lead: int, transposed: bool, dtype: np.dtype):
   """Compiled `rows`: (array, [*index, start]) → the rows on every device.
 
-  Each device cuts out what it has of them, and these are summed. Slices of the whole
-  array would not do: where an index is not known before, the compiler gathers a sharded
-  array on every device to cut it there.
+  Each device slices its part of them, and the parts are summed. Slicing the whole array
+  would not work: for a dynamic index the compiler gathers a sharded array on every
+  device before slicing.
   """
   if not isinstance(sharding, jax.sharding.NamedSharding):
     return jax.jit(functools.partial(_cut, _ALONE, count, lead, transposed, dtype))
@@ -150,17 +150,17 @@ def _read(sharding, count: int, lead: int, transposed: bool, dtype: np.dtype):
 
 
 class _Split(NamedTuple):
-  """How an array is split: over which mesh axes each of its axes."""
+  """The sharding of an array: the mesh axes over which each of its axes is split."""
 
   mesh: jax.sharding.Mesh | None
   axes: list[tuple[str, ...]]
 
   def first(self, axis: int, size: int):
-    """Where this device's `size` begin on an axis of the whole array."""
+    """Start of this device's `size` elements on an axis of the whole array."""
     return jax.lax.axis_index(self.axes[axis]) * size if self.axes[axis] else 0
 
   def parts(self, axis: int) -> int:
-    """Into how many an axis is split."""
+    """Number of parts of an axis."""
     return math.prod(self.mesh.shape[name] for name in self.axes[axis])
 
 
@@ -169,7 +169,7 @@ _ALONE = _Split(None, [()] * _MAX_AXES)
 
 
 def _cut(split: _Split, count, lead, transposed, dtype, shard, at):
-  """`count` rows from at[-1] of the matrix at at[:-1] of the array `shard` is of."""
+  """`count` rows from at[-1] of the matrix at index at[:-1] of the sharded array."""
   here = True
   for axis in range(lead):
     size = shard.shape[0]
@@ -189,27 +189,27 @@ def _cut(split: _Split, count, lead, transposed, dtype, shard, at):
     return out
   used = {name for axes in split.axes for name in axes}
   for name in split.mesh.axis_names:
-    if name not in used:  # copies: one of them counts
+    if name not in used:  # replicas: only the first one contributes
       here &= jax.lax.axis_index(name) == 0
-  # As bits, where a sum with zeros keeps every one, the sign of -0.0 too.
+  # Sum the bits: adding zeros preserves all of them, including the sign of -0.0.
   bits = jax.lax.bitcast_convert_type(out, f'uint{8 * dtype.itemsize}')
   bits = jax.lax.psum(jnp.where(here, bits, 0), split.mesh.axis_names)
   return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def _range(split: _Split, lead: int, axis: int, shard, begin, count: int):
-  """[begin, begin + count) of an axis of the whole; zeros where it is not here."""
+  """[begin, begin + count) of an axis of the whole; zeros for other devices' parts."""
   size = shard.shape[axis]
-  own = min(size, count)
+  most = min(size, count)
   first = split.first(lead + axis, size)
-  local = jnp.clip(begin - first, 0, size - own)
-  part = jax.lax.dynamic_slice_in_dim(shard, local, own, axis)
+  local = jnp.clip(begin - first, 0, size - most)
+  part = jax.lax.dynamic_slice_in_dim(shard, local, most, axis)
   if not split.axes[lead + axis]:
     return part
-  # It belongs at first + local − begin, which may be outside on either side.
-  at = jnp.clip(first + local - begin + own, 0, count + own)
+  # Its position is first + local − begin, which may be out of range on either side.
+  at = jnp.clip(first + local - begin + most, 0, count + most)
   shape = [*part.shape]
-  shape[axis] = count + 2 * own
+  shape[axis] = count + 2 * most
   zeros = jnp.zeros(shape, part.dtype)
   padded = jax.lax.dynamic_update_slice_in_dim(zeros, part, at, axis)
-  return jax.lax.slice_in_dim(padded, own, own + count, axis=axis)
+  return jax.lax.slice_in_dim(padded, most, most + count, axis=axis)

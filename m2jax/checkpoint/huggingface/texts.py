@@ -1,4 +1,4 @@
-"""Files beside the weights: what a model is, how it generates and how it chats."""
+"""The files beside the weights: model, generation and chat settings."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SAMPLING = {'do_sample': True, 'temperature': 1.0, 'top_p': 0.95, 'top_k': 40}
 def files(cfg: ModelConfig, stored: str, tokenizer: bytes | None) -> dict[str, bytes]:
   """Content of each file by name.
 
-  Without generation_config.json transformers would take the model's own settings for
-  settings of generation, and refuse them.
+  Without generation_config.json, transformers takes the model's settings for generation
+  settings and raises an error.
 
   Args:
     cfg: the model.
     stored: dtype of the weights.
-    tokenizer: content of the tokenizer.json; None leaves out what belongs to it.
+    tokenizer: content of the tokenizer.json; None omits the tokenizer's files.
   """
   ids, texts = {}, {}
   if tokenizer is not None:
@@ -54,5 +54,5 @@ def files(cfg: ModelConfig, stored: str, tokenizer: bytes | None) -> dict[str, b
 
 
 def as_json(values: Mapping[str, Any]) -> bytes:
-  """The bytes of a file."""
+  """JSON of the values, as the content of a file."""
   return (json.dumps(values, indent=2) + '\n').encode()

@@ -1,4 +1,4 @@
-"""Weights between a directory in the released format and the model's variables."""
+"""Loads and saves the model's variables in the released format."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from m2jax.config import ModelConfig
 
 MAX_SHARD_BYTES = 5 * 10**9
 
+Spec = tuple[str, tuple[int, ...]]  # dtype code and shape of a tensor
+
 
 def load(
   directory: str | os.PathLike,
@@ -35,26 +37,26 @@ def load(
   rules: sharding_lib.Rules | None = None,
   dtype: Any = None,
 ) -> tuple[ModelConfig, dict[str, Any]]:
-  """Reads a model straight onto its devices.
+  """Reads a model directly onto its devices.
 
   Args:
     directory: local, with config.json and *.safetensors.
     mesh: None is one device.
-    rules: how they are split over the mesh; None puts all on each device.
-    dtype: of the parameters ('float32', 'bfloat16'); None is what config.json declares.
-      Router biases are at least fp32 whatever it is.
+    rules: how parameters are sharded over the mesh; None replicates them.
+    dtype: of the parameters ('float32', 'bfloat16'); None is that of config.json.
+      Router biases are always at least fp32.
 
   Returns:
     The model's config, with `param_dtype` as loaded, and {'params', 'router'} of
-    `model.M2`. MTP modules that the config promises and the files lack are left out.
+    `model.M2`. MTP modules that are in the config but not in the files are omitted.
 
   Raises:
     MissingCheckpoint: no such directory or file; names it.
-    CheckpointMismatch: config.json describes another kind of model, or tensors are
-      missing, superfluous or of the wrong shape; names them.
-    CorruptCheckpoint: a file is truncated or is no safetensors file; names file and
+    CheckpointMismatch: config.json describes an unsupported model, or tensors are
+      missing, unexpected or of the wrong shape; names them.
+    CorruptCheckpoint: a file is truncated or not a safetensors file; names file and
       tensor.
-    ValueError: the mesh cannot split an array by these rules; names it.
+    ValueError: the mesh cannot shard an array by these rules; names it.
   """
   cfg, block = config_lib.read(directory)
   if dtype is not None:
@@ -63,7 +65,7 @@ def load(
     shards = files_lib.Shards(directory, stack)
     if cfg.num_mtp_modules and not shards.any_mtp():
       logging.info(
-        '%s: its config promises %d MTP modules, its files have none: loaded without',
+        '%s: config.json has %d MTP modules, the files have none: loaded without them',
         directory,
         cfg.num_mtp_modules,
       )
@@ -92,73 +94,89 @@ def save(
 ):
   """Writes a directory that `load` and transformers' MiniMaxM2ForCausalLM read.
 
-  It appears as a whole or not at all. With several processes all must call this, on
-  one shared file system.
+  The directory appears complete or not at all. With several processes all must call
+  this, on a shared file system.
 
   Args:
-    directory: local; must not exist, or be empty.
+    directory: local; must not exist or be empty.
     cfg: the model.
     variables: {'params', 'router'}; jax arrays on any mesh, or numpy arrays.
     tokenizer: content of the tokenizer.json that goes with the weights.
-    dtype: of the written parameters; None is the arrays' own. Router biases always
+    dtype: of the written parameters; None is that of the arrays. Router biases always
       keep theirs.
-    max_shard_bytes: most data in a file, unless one tensor has more.
+    max_shard_bytes: maximum data per file, unless a single tensor has more.
 
   Raises:
-    CheckpointExists: there is something in `directory`.
+    CheckpointExists: `directory` is not empty.
     CheckpointMismatch: the arrays are not those of a model of this config.
     ValueError: the config has sliding windows or softmax routers.
   """
   directory = os.path.abspath(directory)
   if os.path.isdir(directory) and os.listdir(directory) or os.path.isfile(directory):
-    raise CheckpointExists(f'{directory} exists: give a new directory')
-  table = _checked(cfg, variables)
+    raise CheckpointExists(f'{directory} exists: choose a new directory')
+  source = _Source(cfg, _checked(cfg, variables), dtype)
+  stored = source.stored('lm_head.weight').name
+  side_files = texts.files(cfg, stored, tokenizer)
+  files = _plan(source.specs(), max_shard_bytes)
+  if len(files) > 1:
+    side_files[files_lib.INDEX] = texts.as_json(_index(files))
+  with _appearing(directory) as folder:
+    for number, (file, part) in enumerate(files.items()):
+      if number % jax.process_count() == jax.process_index():
+        safetensors_io.write(os.path.join(folder, file), part, source.pieces)
+      else:
+        for name in part:  # reading is collective
+          for _ in source.pieces(name):
+            pass
+    if jax.process_index() == 0:
+      for name, text in side_files.items():
+        _write(os.path.join(folder, name), text)
 
-  def stored(tensor: Tensor) -> np.dtype:
-    kept = dtype is None or tensor.leaf.startswith('router/')
-    return jnp.dtype(table[tensor.leaf].dtype if kept else dtype)
 
-  tensors = {tensor.name: tensor for tensor in names_lib.tensors(cfg)}
-  specs = {
-    name: (safetensors_io.code_of(stored(tensor)), tensor.shape)
-    for name, tensor in tensors.items()
-  }
-  beside = texts.files(cfg, str(stored(tensors['lm_head.weight'])), tokenizer)
+class _Source:
+  """The tensors of a checkpoint, as they are written, from arrays on any mesh."""
 
-  def pieces(name: str) -> Iterator[np.ndarray]:
-    tensor, kind = tensors[name], stored(tensors[name])
-    row_bytes = int(np.prod(tensor.shape[1:], dtype=np.int64)) * kind.itemsize
+  def __init__(self, cfg: ModelConfig, table: Mapping[str, Any], dtype: Any):
+    """Takes the variables by path, and the dtype to write (None: the arrays')."""
+    self._tensors = {tensor.name: tensor for tensor in names_lib.tensors(cfg)}
+    self._table = table
+    self._dtype = dtype
+
+  def stored(self, name: str) -> np.dtype:
+    """The dtype that a tensor is written with."""
+    leaf = self._tensors[name].leaf
+    same = self._dtype is None or leaf.startswith('router/')
+    return jnp.dtype(self._table[leaf].dtype if same else self._dtype)
+
+  def specs(self) -> dict[str, Spec]:
+    """All tensors by name, in the order of writing."""
+    return {
+      name: (safetensors_io.code_of(self.stored(name)), tensor.shape)
+      for name, tensor in self._tensors.items()
+    }
+
+  def pieces(self, name: str) -> Iterator[np.ndarray]:
+    """A tensor's rows, in order, a piece at a time. Collective over processes."""
+    tensor, dtype = self._tensors[name], self.stored(name)
+    row_bytes = int(np.prod(tensor.shape[1:], dtype=np.int64)) * dtype.itemsize
     for start, stop in streaming.row_ranges(0, tensor.shape[0], row_bytes):
       yield streaming.rows(
-        table[tensor.leaf],
+        self._table[tensor.leaf],
         tensor.index,
         start,
         stop,
         transposed=tensor.transposed,
-        dtype=kind,
+        dtype=dtype,
       )
 
-  files = _plan(specs, max_shard_bytes)
-  with _appearing(directory) as folder:
-    for number, (file, part) in enumerate(files.items()):
-      if number % jax.process_count() == jax.process_index():
-        safetensors_io.write(os.path.join(folder, file), part, pieces)
-      else:
-        for name in part:  # reading is collective
-          for _ in pieces(name):
-            pass
-    if len(files) > 1:
-      beside[files_lib.INDEX] = texts.as_json(
-        {
-          'metadata': {
-            'total_size': sum(safetensors_io.nbytes(*spec) for spec in specs.values())
-          },
-          'weight_map': {name: file for file, part in files.items() for name in part},
-        }
-      )
-    if jax.process_index() == 0:
-      for name, text in beside.items():
-        _write(os.path.join(folder, name), text)
+
+def _index(files: Mapping[str, Mapping[str, Spec]]) -> dict[str, Any]:
+  """Content of the index of several files."""
+  specs = [spec for part in files.values() for spec in part.values()]
+  return {
+    'metadata': {'total_size': sum(safetensors_io.nbytes(*spec) for spec in specs)},
+    'weight_map': {name: file for file, part in files.items() for name in part},
+  }
 
 
 def _fill(
@@ -167,7 +185,7 @@ def _fill(
   shards: files_lib.Shards,
   block: tuple[int, int],
 ):
-  """Reads what this process's devices hold of a tensor into its place."""
+  """Reads the rows of a tensor that this process's devices need."""
   row_bytes = shards.row_bytes(tensor.name)
   wanted = filler.wanted(tensor.index, tensor.transposed)
   for (first, last), parts in wanted.items():
@@ -182,10 +200,10 @@ def _shardings(
   mesh: jax.sharding.Mesh | None,
   rules: sharding_lib.Rules | None,
 ) -> dict[str, jax.sharding.Sharding]:
-  """Where every leaf goes."""
+  """The sharding of every leaf."""
   if mesh is None:
     if rules is not None:
-      raise ValueError('rules without a mesh: give both, or neither for one device')
+      raise ValueError('rules without a mesh: pass both, or neither for one device')
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return dict.fromkeys(shapes, device)
   specs = leaves_lib.table(sharding_lib.param_specs(cfg, rules or sharding_lib.Rules()))
@@ -195,17 +213,17 @@ def _shardings(
     try:
       found[leaf].shard_shape(shape)
     except ValueError as error:
-      raise ValueError(f'{leaf} cannot be split by these rules: {error}') from error
+      raise ValueError(f'{leaf} cannot be sharded by these rules: {error}') from error
   return found
 
 
 def _checked(cfg: ModelConfig, variables: Mapping[str, Any]) -> dict[str, Any]:
-  """The variables by path; raises CheckpointMismatch unless they are the model's."""
+  """The variables by path; CheckpointMismatch if they do not match the config."""
   given = {name: variables.get(name, {}) for name in ('params', 'router')}
   table = leaves_lib.table(given)
   want = names_lib.shapes(cfg)
   lines = [
-    f'{name}: {leaves_lib.spec(leaf)} is no part of the model'
+    f'{name}: {leaves_lib.spec(leaf)} is not part of the model'
     for name, leaf in table.items()
     if name not in want
   ]
@@ -216,23 +234,23 @@ def _checked(cfg: ModelConfig, variables: Mapping[str, Any]) -> dict[str, Any]:
       lines.append(f'{name}: {leaves_lib.spec(table[name])}, should be {list(shape)}')
   if lines:
     raise CheckpointMismatch(
-      f'the variables do not fit the config:\n{leaves_lib.listing(lines)}'
+      f'the variables do not match the config:\n{leaves_lib.listing(lines)}'
     )
   return table
 
 
 def _plan(
-  specs: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
-) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
-  """Tensors of each file, in order, by the files' names."""
-  parts, room = [{}], max_shard_bytes
+  specs: Mapping[str, Spec], max_shard_bytes: int
+) -> dict[str, dict[str, Spec]]:
+  """File name → the tensors of the file, in order."""
+  parts, left = [{}], max_shard_bytes
   for name, spec in specs.items():
     size = safetensors_io.nbytes(*spec)
-    if size > room and parts[-1]:
+    if size > left and parts[-1]:
       parts.append({})
-      room = max_shard_bytes
+      left = max_shard_bytes
     parts[-1][name] = spec
-    room -= size
+    left -= size
   if len(parts) == 1:
     return {files_lib.SINGLE: parts[0]}
   count = len(parts)
@@ -241,9 +259,9 @@ def _plan(
 
 @contextlib.contextmanager
 def _appearing(directory: str) -> Iterator[str]:
-  """A new directory that takes its name when the block has ended without an error.
+  """A new directory that is renamed to `directory` if the block raises no error.
 
-  What a killed process left of one is deleted by the next.
+  The next call deletes an incomplete one that a killed process has left.
   """
   parent, name = os.path.split(directory)
   folder = os.path.join(parent, f'.{name}.incomplete')
@@ -251,7 +269,7 @@ def _appearing(directory: str) -> Iterator[str]:
   if first:
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
-  _meet('huggingface: begun')
+  _meet('huggingface: started')
   try:
     yield folder
     _meet('huggingface: written')
@@ -266,7 +284,7 @@ def _appearing(directory: str) -> Iterator[str]:
 
 
 def _meet(what: str):
-  """Waits until all processes are here."""
+  """Waits until all processes have called this."""
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
 
