@@ -250,7 +250,7 @@ def kinds(trajectories, cfg, args) -> list[Kind]:
   again = Operations(
     whole.tokens,
     whole.pairs,
-    plan.core_tokens,
+    plan.trunk_tokens,
     int((tree.position[0][core] + 1).sum()),
   )
   return [*out, Kind('e', [plan], [again])]

@@ -69,7 +69,7 @@ def get_config(variant: str = 'fine') -> ml_collections.ConfigDict:
       decay_mtp_weight=0.3,
       bias_updates_until=1.0,
     ),
-    lanes=0,
+    streams=0,
     held_out_batches=8,
     loop=dict(
       steps=-(-tokens // (context * rows)),

@@ -73,7 +73,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       decay_mtp_weight=0.1,
       bias_updates_until=1 - 0.5 / 14.8,
     ),
-    lanes=64,
+    streams=64,
     held_out_batches=8,
     loop=dict(steps=steps, seconds=0.0, checkpoint_every=500, log_every=1),
     step=dict(

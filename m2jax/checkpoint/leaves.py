@@ -1,8 +1,8 @@
 """A training state as a table of named leaves, to save, compare and restore it.
 
 A leaf's name is its path in the pytree, such as `params/layers/q` or
-`optimizer/1/mu/embed`. It is the same for a dict, a dataclass and a named tuple, so that
-a checkpoint does not depend on the Python classes of the state.
+`optimizer/1/mu/embed`. It is the same for a dict, a dataclass and a named tuple, so
+that a checkpoint does not depend on the Python classes of the state.
 """
 
 from __future__ import annotations

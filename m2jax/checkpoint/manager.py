@@ -1,10 +1,10 @@
 """A directory of training steps, each an atomic commit of arrays, ledger and files.
 
-Law 5 of the design: the state on devices (weights, optimizer, random keys) and the state
-of the host (queue head and taken ids, data position, policy version) are one checkpoint,
-so that a restart cannot combine new weights with an old ledger. Orbax writes a step
-under a temporary name and renames it when it is complete on disk: after a SIGKILL at any
-time a step is either complete or absent.
+Law 5 of the design: the state on devices (weights, optimizer, random keys) and the
+state of the host (queue head and taken ids, data position, policy version) are one
+checkpoint, so that a restart cannot combine new weights with an old ledger. Orbax
+writes a step under a temporary name and renames it when it is complete on disk: after a
+SIGKILL at any time a step is either complete or absent.
 
 A step's directory has `state/`, the arrays (OCDBT), and `host/` with `host.json`,
 `leaves.json` (names, shapes, dtypes, checksums) and the caller's files.

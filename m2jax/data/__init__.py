@@ -2,11 +2,11 @@
 
 texts = text_files.TextFiles(text_files.find(root, ('.py',)), root=root)
 tokens = documents.Encoded(texts, encode)
-batches = packing.DocumentRows(tokens, row_tokens=512, rows=8, lanes=8, seed=0)
+batches = packing.DocumentRows(tokens, row_tokens=512, rows=8, streams=8, seed=0)
 for pieces in batches:
   step(forest.chain(pieces, row_tokens=512, rows=8))
-  host['data'] = batches.state()          # JSON-able; into the checkpoint
+  host['data'] = batches.state()          # JSON-serialisable; goes into the checkpoint
 
-`corpus` makes such a source of several domains: scored (`quality`), mixed (`mixture`)
-and, for long contexts, joined (`long_context`).
+`corpus` builds such a source from several domains: scored (`quality`), mixed
+(`mixture`) and, for long contexts, joined (`long_context`).
 """

@@ -1,7 +1,7 @@
-"""Demonstrations as chats: JSON lines of OpenAI messages, and what SFT trains of them.
+"""Chats as JSON lines of OpenAI messages, and as samples for SFT.
 
-On disk one chat is one line, `{"messages": […], "tools": […]}`; `tools` may be left
-out, other keys are ignored.
+Each line of a file is a chat, `{"messages": […], "tools": […]}`; `tools` is optional,
+and other keys are ignored.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Chat(NamedTuple):
   tools: Sequence[Mapping[str, Any]] = ()
 
   def text(self) -> str:
-    """As the template writes it."""
+    """The chat as rendered by the template."""
     return chat.render(self.messages, self.tools)
 
 
 def with_system(messages: Iterable[Mapping[str, Any]], system: str | None) -> list:
-  """The messages under a system prompt, unless None or they bring one."""
+  """Prepends a system prompt, unless it is None or the messages have one."""
   messages = list(messages)
-  own = messages and messages[0].get('role') in ('system', 'developer')
-  if system is None or own:
+  has_system = messages and messages[0].get('role') in ('system', 'developer')
+  if system is None or has_system:
     return messages
   return [{'role': 'system', 'content': system}, *messages]
 
@@ -54,11 +54,12 @@ def read(
 
   Args:
     path: of the JSON lines.
-    system, tools: for chats that bring none.
+    system, tools: defaults for chats without them.
 
   Raises:
     FileNotFoundError: no such file.
-    ValueError: a line is no chat that trains something; names it. Or there is none.
+    ValueError: a line is not a chat with an assistant message; names the line. Or
+      there are no chats.
   """
   chats = []
   with open(path, encoding='utf-8') as file:
@@ -75,38 +76,39 @@ def read(
       except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f'{where}: not a chat: {error!r}') from error
       if not owned:
-        raise ValueError(f'{where}: no assistant message to learn from')
+        raise ValueError(f'{where}: no assistant message to train on')
       chats.append(found)
   if not chats:
-    raise ValueError(f'{os.fspath(path)} holds no chats')
+    raise ValueError(f'{os.fspath(path)} contains no chats')
   return chats
 
 
 def encode(
   chats: Iterable[Chat], tok: tokenizer.Tokenizer, max_tokens: int
 ) -> list[Sample]:
-  """Chats as samples: what the assistant wrote is trained, the rest is read.
+  """Chats as samples that train the assistant's tokens; the rest is context.
 
-  Chats of more than `max_tokens` are left out with a warning.
+  Chats of more than `max_tokens` are skipped with a warning.
 
   Raises:
-    ValueError: none is left, or a chat has no assistant message.
+    ValueError: no chat remains, or one has no assistant message.
   """
   chats, samples = list(chats), []
   for found in chats:
     pieces = chat.segments(found.messages, found.tools)
     ids, owned = tokenizer.encode_chat(tok, pieces)
     if not any(owned):
-      raise ValueError(f'{found.name}: no assistant message to learn from')
-    length = max(i for i, mine in enumerate(owned) if mine) + 1
+      raise ValueError(f'{found.name}: no assistant message to train on')
+    length = max(i for i, trained in enumerate(owned) if trained) + 1
     if length > max_tokens:
       logging.warning(
-        '%s has %d tokens, more than %d: left out', found.name, length, max_tokens
+        '%s has %d tokens, more than %d: skipped', found.name, length, max_tokens
       )
       continue
     samples.append(demos.sample(ids[:length], owned[:length]))
   if not samples:
     raise ValueError(
-      f'none of {len(chats)} demonstrations has at most {max_tokens} tokens'
+      f'none of {len(chats)} demonstrations has at most {max_tokens} tokens: raise the '
+      'limit or shorten them'
     )
   return samples

@@ -1,12 +1,12 @@
-"""From directories and settings to the source that a stage of pre-training reads.
+"""Builds the data source of a pre-training stage from directories and settings.
 
   domains  →  documents  →  survey (size, score, category of each)
                               →  joined (long documents of related ones)
-                              →  mixed (each as often as the mixture says)
+                              →  mixed (repeated according to the mixture)
 
-A domain is a directory of text files and of files of records, or one such file. The
-survey reads every document once; its table is kept in a file, and read from there as
-long as documents and scorer are the same.
+A domain is a directory of text files and record files, or one such file. The survey
+reads every document once; its table is cached in a file as long as documents and scorer
+do not change.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ JOINS = ('code', 'texts')
 
 @dataclasses.dataclass(frozen=True)
 class DomainConfig:
-  """Where the documents of a domain are, and how they count.
+  """The documents of a domain, and their use.
 
   Attributes:
-    root: a directory, or one file of records.
-    suffixes: endings of the files wanted; `record_files.READERS` says which are files
-      of records, every other file is one document.
-    exclude_dirs: names of directories that are not entered.
+    root: a directory, or a single file.
+    suffixes: of the files to read. Files with a suffix in `record_files.READERS` have
+      records; any other file is one document.
+    exclude_dirs: names of directories to skip.
     weight: of the domain in the mixture.
-    text_field: of a record.
-    category_field: field of a record that names its category; '' or a record without
-      it: the domain is the category.
-    join: how long documents are made of these: 'code' joins the files of a repository
-      in dependency order, 'texts' those most alike.
-    repository_field: field that names the repository; '' or a record without it: the
-      first folder of its path.
+    text_field: field of a record with its text.
+    category_field: field of a record with its category; '' or a record without it: the
+      domain is the category.
+    join: how long documents are built: 'code' joins the files of a repository in
+      dependency order, 'texts' the most similar texts.
+    repository_field: field with the repository; '' or a record without it: the first
+      directory of its path.
   """
 
   root: str
@@ -69,12 +69,12 @@ class DomainConfig:
 
 
 class Corpus(NamedTuple):
-  """Documents of several domains, domain after domain.
+  """The documents of several domains, in order of domain.
 
   Attributes:
     source: the documents.
     domains: [n] index of each document's domain in `configs`.
-    configs: the domains.
+    configs: settings of the domains.
     names: of the domains.
   """
 
@@ -85,14 +85,14 @@ class Corpus(NamedTuple):
 
 
 class Table(NamedTuple):
-  """What a mixture needs to know of each document; arrays are [n].
+  """Data about each document for the mixture; arrays are [n].
 
   Attributes:
     sizes: UTF-8 bytes.
-    scores: of the scorer.
+    scores: given by the scorer.
     categories: index of each document's category in `labels`.
     repositories: index of the repository.
-    paths: in the repository, or names.
+    paths: in the repository, or the documents' names.
     labels: of the categories.
   """
 
@@ -107,7 +107,7 @@ class Table(NamedTuple):
 def load(
   domains: Mapping[str, DomainConfig], held_out: float
 ) -> tuple[Corpus, Sequence[Document]]:
-  """(training corpus, held-out documents) of the files as they are now.
+  """Reads the current files; returns (training corpus, held-out documents).
 
   Raises:
     FileNotFoundError: a domain has no files.
@@ -133,13 +133,13 @@ def load(
     raise ValueError(
       f'{len(corpus.source)} documents to train on and {len(held)} held out of '
       f'{", ".join(config.root for config in domains.values())}: both need at least '
-      'one; see held_out'
+      'one: change held_out or add documents'
     )
   return corpus, held
 
 
 def open_domain(config: DomainConfig) -> list[Sequence[Document]]:
-  """Sources of a domain: its text files together, then each file of records."""
+  """Sources of a domain: all text files as one, then each record file."""
   root = pathlib.Path(config.root)
   if root.is_file():
     paths, root = [root], root.parent
@@ -164,21 +164,21 @@ def survey(
   """Reads every document once.
 
   Args:
-    scorer: None scores all alike.
-    path: where the table is kept, an .npz file.
-    scorer_print: fingerprint of the scorer (`quality.load`); the kept table is made
-      anew when this or the documents have changed.
+    scorer: None gives all documents the same score.
+    path: .npz file that caches the table.
+    scorer_print: fingerprint of the scorer (`quality.load`); a cached table is replaced
+      if this or the documents have changed.
 
   Raises:
-    ValueError: the scorer gave no number; names the document.
+    ValueError: the scorer did not return a number; names the document.
   """
   print_ = documents.fingerprint(
     corpus.source.fingerprint, corpus.domains, corpus.configs, scorer_print
   )
   if path is not None and pathlib.Path(path).exists():
-    with np.load(path) as kept:
-      if str(kept['fingerprint']) == print_:
-        return Table(*(kept[name] for name in Table._fields))
+    with np.load(path) as cached:
+      if str(cached['fingerprint']) == print_:
+        return Table(*(cached[name] for name in Table._fields))
   logging.info('reading %d documents for their size and score', len(corpus.source))
   sizes, scores, labels, repositories, paths = [], [], [], [], []
   for index, domain in enumerate(corpus.domains):
@@ -211,10 +211,10 @@ def survey(
 
 
 def joined(corpus: Corpus, table: Table, most: int) -> tuple[Corpus, Table]:
-  """The corpus as long documents of at most `most` bytes; `DomainConfig.join` says how.
+  """The corpus as long documents of at most `most` bytes, built as in DomainConfig.join.
 
-  A long document scores the mean of its members by size; the first one gives its
-  category and repository.
+  The score of a long document is the mean over its members, weighted by size; category
+  and repository are those of the first member.
   """
   groups: list[list[int]] = []
   for number, config in enumerate(corpus.configs):
@@ -228,8 +228,8 @@ def joined(corpus: Corpus, table: Table, most: int) -> tuple[Corpus, Table]:
       paths, repositories = table.paths[mine].tolist(), table.repositories[mine]
       found = long_context.related_code(paths, repositories.tolist(), sizes, read, most)
     else:
-      likeness = long_context.vectors(map(read, range(len(mine))))
-      found = long_context.related_texts(likeness, sizes, most)
+      vectors = long_context.vectors(map(read, range(len(mine))))
+      found = long_context.related_texts(vectors, sizes, most)
     groups += [[int(mine[i]) for i in group] for group in found]
   first = np.array([group[0] for group in groups], np.int64)
   sizes = np.array([table.sizes[group].sum() for group in groups])
@@ -248,7 +248,7 @@ def joined(corpus: Corpus, table: Table, most: int) -> tuple[Corpus, Table]:
 def mixed(
   corpus: Corpus, table: Table, config: MixtureConfig, seed: int
 ) -> mixture.Mixture:
-  """The corpus with each document as often as the mixture's rule says."""
+  """The corpus with each document repeated according to the mixture's rule."""
   found = mixture.repetitions(
     table.sizes,
     corpus.domains,

@@ -1,7 +1,7 @@
-"""Demonstrations: token sequences of which only some tokens are imitated.
+"""Demonstrations: token sequences with a loss on some of the tokens.
 
-A demonstration is one whole episode: what the environment wrote (prompt, observations)
-is read, what the teacher wrote is trained. On disk it is a JSON line
+A demonstration is a whole episode: the environment's tokens (prompt, observations) are
+context, the teacher's tokens are trained. On disk it is a JSON line
 `{"tokens": […], "loss_mask": […]}`.
 """
 
@@ -21,10 +21,10 @@ def sample(tokens: Sequence[int], loss_mask: Sequence[int]) -> Sample:
 
   Args:
     tokens: [S] ids.
-    loss_mask: [S], 0 or 1. Token 0 has nothing to be predicted from.
+    loss_mask: [S], 0 or 1. Token 0 cannot be trained: nothing predicts it.
 
   Raises:
-    ValueError: lengths differ, token 0 is masked in, or no token is.
+    ValueError: lengths differ, the mask of token 0 is true, or none is.
   """
   tokens = np.asarray(tokens, np.int32)
   mask = np.asarray(loss_mask, bool)
@@ -41,7 +41,7 @@ def sample(tokens: Sequence[int], loss_mask: Sequence[int]) -> Sample:
 
 
 def loss_mask(demo: Sample) -> np.ndarray:
-  """[S] bool: the tokens of `demo` that are trained."""
+  """[S] bool: which tokens of `demo` are trained."""
   response = len(demo.tokens) - demo.prompt_length
   weights = np.ones(response) if demo.weights is None else demo.weights
   return np.concatenate([np.zeros(demo.prompt_length, bool), np.asarray(weights) > 0])
@@ -57,10 +57,10 @@ def write(path: str | os.PathLike, demos: Iterable[Sample]):
 
 
 def read(path: str | os.PathLike) -> list[Sample]:
-  """Reads what `write` wrote.
+  """Reads demonstrations from a file of `write`.
 
   Raises:
-    ValueError: names the line that is not a demonstration.
+    ValueError: a line is not a demonstration; names it.
   """
   demos = []
   with open(path, encoding='utf-8') as file:

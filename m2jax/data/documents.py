@@ -1,10 +1,10 @@
-"""Documents and what is done to a source of them: choose, join, encode.
+"""Documents, and operations on sources of documents: select, join, encode.
 
-A source is anything with `len`, integer indexing and, where a saved position should be
-refused when the data have changed, a `fingerprint`: what grain calls a random-access
-data source. Sources of `Document`s are `text_files.TextFiles` and those of
-`record_files`; `Encoded` makes token arrays of one, for `packing.DocumentRows`. Nothing
-is read before it is asked for.
+A source is anything with `len` and integer indexing (grain's random-access data
+source), and optionally a `fingerprint`, so that a saved position raises an error if the
+data have changed. `text_files.TextFiles` and the classes of `record_files` are sources
+of `Document`s; `Encoded` converts one to token arrays, for `packing.DocumentRows`.
+Sources read a document only when it is indexed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Document(NamedTuple):
   """One text.
 
   Attributes:
-    text: all of it.
-    name: where it is from, unique in its source: a path, or a file and a row.
-    fields: what else its record says (its language, its repository).
+    text: the whole text.
+    name: a path, or a file and a row; unique in its source.
+    fields: the other fields of its record, such as language or repository.
   """
 
   text: str
@@ -32,7 +32,7 @@ class Document(NamedTuple):
 
 
 def fingerprint(*parts: Any) -> str:
-  """16 hex digits that differ when a part does; parts are texts, numbers or arrays."""
+  """A hash of 16 hex digits over parts: texts, numbers or arrays."""
   digest = hashlib.sha256()
   for part in parts:
     data = part.tobytes() if isinstance(part, np.ndarray) else str(part).encode()
@@ -41,12 +41,12 @@ def fingerprint(*parts: Any) -> str:
 
 
 def fingerprint_of(source: Sequence[Any]) -> str | None:
-  """A source's own fingerprint, if it has one."""
+  """The fingerprint of a source, if it has one."""
   return getattr(source, 'fingerprint', None)
 
 
 class Subset(Sequence):
-  """Some items of a source, in the order given; an index may come several times."""
+  """Some items of a source, in the given order; indices may repeat."""
 
   def __init__(self, source: Sequence[Any], indices: Iterable[int]):
     self._source = source
@@ -61,7 +61,7 @@ class Subset(Sequence):
 
 
 class Chain(Sequence):
-  """Several sources as one, one after the other."""
+  """The concatenation of several sources."""
 
   def __init__(self, sources: Sequence[Sequence[Any]]):
     self._sources = list(sources)
@@ -79,10 +79,10 @@ class Chain(Sequence):
 
 
 class Joined(Sequence):
-  """Groups of documents, each group as one long document.
+  """Groups of documents, each as one long document.
 
-  Its text is the members' texts, one after the other with `separator` between; its
-  name and fields are the first one's.
+  The text is the members' texts joined by `separator`; name and fields are those of the
+  first member.
   """
 
   def __init__(
@@ -95,7 +95,7 @@ class Joined(Sequence):
     self._groups = [tuple(map(int, group)) for group in groups]
     self._separator = separator
     if not all(self._groups):
-      raise ValueError('a group to join has no documents')
+      raise ValueError('a group of documents to join is empty')
     self.fingerprint = fingerprint(fingerprint_of(source), self._groups, separator)
 
   def __len__(self) -> int:
@@ -108,12 +108,12 @@ class Joined(Sequence):
 
 
 class Encoded(Sequence):
-  """One token array [tokens] int32 a document, encoded when it is asked for."""
+  """A token array [tokens] int32 per document, encoded when it is indexed."""
 
   def __init__(
     self, source: Sequence[Document], encode: Callable[[str], Sequence[int]]
   ):
-    """Takes a source and `encode`: text to ids, with what separates documents."""
+    """`encode` converts a text to ids, including any document separator."""
     self._source, self._encode = source, encode
     self.fingerprint = fingerprint_of(source)
 
@@ -125,8 +125,8 @@ class Encoded(Sequence):
 
 
 def held_out(name: str, share: float) -> bool:
-  """Whether the document of this name is among the `share` in [0, 1] held out.
+  """Whether the document of this name is in the held-out fraction `share` in [0, 1].
 
-  It depends on the name only, so that documents that come later move no other one.
+  It depends on the name only, so that adding documents does not move others.
   """
   return zlib.crc32(name.encode()) < share * 2**32

@@ -1,11 +1,10 @@
-"""Long documents out of related short ones: which to join, and in what order.
+"""Groups related short documents into long ones.
 
-For the stages of long context (facts/m2-and-forge.md §1.5) documents are concatenated
-that have something to say to each other: the files of a repository, what is imported
-before what imports it, and texts on one theme, each after the one most like it. Both
-functions give groups of indices for `documents.Joined`; every document is in exactly
-one group, and none is cut. (That related material is concatenated is the report's; how,
-is ours.)
+Stages with a long context (facts/m2-and-forge.md §1.5) concatenate related documents:
+the files of a repository, each after the files that it imports, and texts on similar
+topics, each after the most similar one. Both functions return groups of indices for
+`documents.Joined`; every document is in exactly one group and stays whole. (The report
+states that related material is concatenated; the method is ours.)
 
 Axes: n documents, F hashed features.
 """
@@ -34,10 +33,10 @@ _SCRIPT_SUFFIXES = ('.ts', '.tsx', '.js', '.jsx', '.mjs')
 
 
 def imports(path: str, text: str) -> Iterator[str]:
-  """Paths, relative to the repository, that the file may mean by what it imports.
+  """Paths in the repository that the imports of a file may refer to.
 
   Python (absolute and relative imports), C and C++ (`#include "…"`), JavaScript and
-  TypeScript (relative imports). What is not there, the caller passes over.
+  TypeScript (relative imports). The caller ignores paths that do not exist.
   """
   folder, suffix = posixpath.dirname(path), posixpath.splitext(path)[1]
   if suffix == '.py':
@@ -58,11 +57,11 @@ def imports(path: str, text: str) -> Iterator[str]:
 
 
 def _python_modules(folder: str, text: str) -> Iterator[str]:
-  """Modules as paths without suffix, at every folder that may be on Python's path."""
+  """Modules as paths without suffix, from every directory that may be in sys.path."""
   for module, names, plain in _PYTHON.findall(text):
     if plain:
       modules = [(name.split() or [''])[0] for name in plain.split(',')]
-    else:  # what is imported from a module may be a module itself
+    else:  # a name imported from a module may be a module itself
       inside = [(name.split() or [''])[0] for name in names.strip('()').split(',')]
       joint = '' if module.endswith('.') or not module else '.'
       modules = [module, *(f'{module}{joint}{name}' for name in inside)]
@@ -76,10 +75,10 @@ def _python_modules(folder: str, text: str) -> Iterator[str]:
         yield _normal(base, tail)
       elif tail:
         yield tail
-        above = folder
-        while above:  # src/package/module.py imports package.other
-          yield _normal(above, tail)
-          above = posixpath.dirname(above)
+        base = folder
+        while base:  # src/package/module.py imports package.other
+          yield _normal(base, tail)
+          base = posixpath.dirname(base)
 
 
 def _normal(folder: str, name: str) -> str:
@@ -89,9 +88,8 @@ def _normal(folder: str, name: str) -> str:
 def dependency_order(files: Mapping[str, str]) -> list[str]:
   """Paths of a repository, each after the files that it imports.
 
-  Files that do not import each other stay in the order of their paths, so that folders
-  stay together. In a cycle the first path in that order comes last of its cycle: it was
-  asked for first, and what it needs goes before it.
+  Files that do not import each other are ordered by path, so that directories stay
+  together. In a cycle, the first path in that order comes last.
 
   Args:
     files: path → text.
@@ -103,7 +101,7 @@ def dependency_order(files: Mapping[str, str]) -> list[str]:
       continue
     seen.add(root)
     stack = [(root, _present(root, files))]
-    while stack:  # depth first, without recursion: chains of imports are long
+    while stack:  # depth first, without recursion: import chains can be long
       path, needed = stack[-1]
       following = next((other for other in needed if other not in seen), None)
       if following is None:
@@ -127,14 +125,14 @@ def related_code(
   read: Callable[[int], str],
   most: int,
 ) -> Groups:
-  """Files of a repository in dependency order, cut into groups of at most `most`.
+  """Splits each repository, in dependency order, into groups of at most `most`.
 
   Args:
     paths: [n], unique within a repository.
-    repositories: [n], to which repository (or folder) each file belongs.
-    sizes: [n] in tokens or bytes; a file larger than `most` is a group of its own.
-    read: text of a file; one repository is in memory at a time.
-    most: size of a group.
+    repositories: [n], the repository (or directory) of each file.
+    sizes: [n] in tokens or bytes; a file larger than `most` is a separate group.
+    read: returns the text of a file; one repository at a time is in memory.
+    most: maximum size of a group.
   """
   members: dict[Hashable, list[int]] = {}
   for index, repository in enumerate(repositories):
@@ -161,42 +159,42 @@ def _cut(order: Iterable[int], sizes: Sequence[int], most: int) -> Groups:
 
 
 def vectors(texts: Iterable[str], width: int = 512) -> np.ndarray:
-  """[n, width] float32 of length 1: hashed TF-IDF, inner products are likeness.
+  """[n, width] float32 unit vectors: hashed TF-IDF; inner products are similarities.
 
-  Words are hashed to a column and a sign, so that the inner products of the hashed
-  vectors are those of the full ones on average; tf = 1 + log count, idf = log(n / n_w)
-  of the hashed columns' words.
+  A word is hashed to a column and a sign, so that inner products of the hashed vectors
+  are unbiased; tf = 1 + log count, idf = log(n / n_w) by word.
   """
-  found = []  # of each text: hashes of its words, and how often each
-  spread: dict[int, int] = {}
+  found = []  # per text: hashes of its words and their counts
+  documents_with: dict[int, int] = {}
   for text in texts:
     words = _WORD.findall(text.lower())
-    hashes, often = np.unique(
+    hashes, count = np.unique(
       [zlib.crc32(w.encode()) for w in words], return_counts=True
     )
     hashes = hashes.astype(np.int64)
-    found.append((hashes, often))
+    found.append((hashes, count))
     for word in hashes.tolist():
-      spread[word] = spread.get(word, 0) + 1
+      documents_with[word] = documents_with.get(word, 0) + 1
   out = np.zeros((len(found), width), np.float32)
-  for row, (hashes, often) in zip(out, found, strict=True):
-    idf = np.log(len(found) / np.array([spread[w] for w in hashes.tolist()], float))
-    value = (1 + np.log(often)) * idf * np.where(hashes & 1, 1.0, -1.0)
+  for row, (hashes, count) in zip(out, found, strict=True):
+    frequency = np.array([documents_with[w] for w in hashes.tolist()], float)
+    idf = np.log(len(found) / frequency)
+    value = (1 + np.log(count)) * idf * np.where(hashes & 1, 1.0, -1.0)
     np.add.at(row, (hashes >> 1) % width, value)
   lengths = np.linalg.norm(out, axis=1, keepdims=True)
   return out / np.maximum(lengths, 1e-12)
 
 
-def related_texts(likeness: np.ndarray, sizes: Sequence[int], most: int) -> Groups:
-  """Greedy chains: each text is followed by the one most like it that is left.
+def related_texts(vectors: np.ndarray, sizes: Sequence[int], most: int) -> Groups:
+  """Greedy chains: each text is followed by the most similar one that is left.
 
-  A group begins with the first text left and goes on while the next fits `most`. One
-  chain costs n · F for every link: split more than some ten thousand texts first.
+  A group starts with the first text left and continues while a text fits into `most`.
+  Each step costs n · F: split more than some ten thousand texts beforehand.
 
   Args:
-    likeness: [n, F] vectors of length 1 (`vectors`).
-    sizes: [n] in tokens or bytes; a text larger than `most` is a group of its own.
-    most: size of a group.
+    vectors: [n, F] unit vectors (see `vectors`).
+    sizes: [n] in tokens or bytes; a text larger than `most` is a separate group.
+    most: maximum size of a group.
   """
   left = np.ones(len(sizes), bool)
   sizes = np.asarray(sizes)
@@ -210,7 +208,7 @@ def related_texts(likeness: np.ndarray, sizes: Sequence[int], most: int) -> Grou
       fits = left & (sizes + used <= most)
       if not fits.any():
         break
-      scores = np.where(fits, likeness @ likeness[group[-1]], -np.inf)
+      scores = np.where(fits, vectors @ vectors[group[-1]], -np.inf)
       following = int(np.argmax(scores))
       group.append(following)
       left[following] = False

@@ -1,23 +1,24 @@
-"""Weighted mixtures: how often each document comes in an epoch of given size.
+"""Weighted mixtures: the number of copies of each document in an epoch of given size.
 
-Up-sampling that keeps diversity. Document i has a size n_i (tokens or bytes), a domain
-d (where it is from), a category c (what it is about) and a quality q_i > 0. With T the
-size of the mixture's epoch, N = Σ n_i of the domains of positive weight, and these
-weights w_d, the repetition of a document, its expected number of copies in an epoch, is
+The rule up-samples good documents and preserves diversity. Document i has a size n_i
+(tokens or bytes), a domain d (its origin), a category c (its topic) and a quality q_i >
+0. Let T be the size of the mixture's epoch, w_d the weights of the domains and N = Σ
+n_i over the domains of positive weight. The repetition of a document, its expected
+number of copies in an epoch, is
 
   r_i = min(cap, λ · v_i),   v_i = w_d · q_i / Σ_{j in d} n_j q_j,   λ such that
   Σ n_i r_i = T,
 
-so that a domain's share of the epoch is w_d / Σ w, within a domain good documents come
-more often in proportion to q, no document more than `cap` times, and what the cap cuts
-off goes to all others in proportion. Then no category may fall below its floor,
-`floor` · T · n_c / N: those that would are filled up to it by the same rule among their
-own documents, and the others share what is left. (The report says that high-quality
-data were up-sampled and categories kept diverse, not how: the rule and its numbers are
-ours.)
+A domain's share of the epoch is therefore w_d / Σ w, and within a domain documents are
+repeated in proportion to q. No document has more than `cap` copies; the excess goes to
+all others in proportion. In addition, every category has a floor, `floor` · T · n_c /
+N: a category below it is filled up to it by the same rule over its own documents, and
+the other categories share the rest. (The report states that high-quality data were
+up-sampled and categories kept diverse, but not how: the rule and its numbers are ours.)
 
-An epoch is drawn systematically: a document comes ⌊r⌋ or ⌈r⌉ times, and any group of a
-category's documents of one domain in source order to within one copy of its sum of r.
+An epoch is drawn by systematic sampling: a document has ⌊r⌋ or ⌈r⌉ copies, and any run
+of one category's documents of one domain, in source order, has its sum of r to within
+one copy.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from m2jax.data.documents import fingerprint, fingerprint_of
 
 @dataclasses.dataclass(frozen=True)
 class MixtureConfig:
-  """Numbers of the rule.
+  """Parameters of the rule.
 
   Attributes:
-    cap: most copies of a document in an epoch.
-    floor: least share of a category, in units of its natural share; in [0, 1].
-    gain: q of the best document over q of the worst; 1 repeats all alike.
-    epoch: T over N, the size of an epoch in units of all documents once.
+    cap: maximum copies of a document in an epoch.
+    floor: minimum share of a category, relative to its natural share; in [0, 1].
+    gain: q of the best document over q of the worst; 1 ignores quality.
+    epoch: T / N, the size of an epoch relative to every document once.
   """
 
   cap: float = 4.0
@@ -58,7 +59,7 @@ class MixtureConfig:
 
 
 def quality(ranks: np.ndarray, gain: float) -> np.ndarray:
-  """q = gain^rank, rank in [0, 1]: the worst document 1, the best `gain`."""
+  """q = gain^rank, rank in [0, 1]: 1 for the worst document, `gain` for the best."""
   return np.asarray(gain, np.float64) ** np.asarray(ranks, np.float64)
 
 
@@ -70,30 +71,31 @@ def repetitions(
   weights: Sequence[float],
   config: MixtureConfig,
 ) -> np.ndarray:
-  """r of every document, by the rule above.
+  """The repetition r of every document, by the rule above.
 
   Args:
     sizes: [n] positive.
     domains: [n] in [0, len(weights)).
-    categories: [n] not negative.
+    categories: [n] non-negative.
     qualities: [n] positive.
-    weights: of each domain, not negative; a domain of weight 0 is left out.
+    weights: of the domains, non-negative; a domain of weight 0 is excluded.
     config: cap, floor and epoch.
 
   Returns:
-    [n] float64 in [0, cap], with Σ sizes · r = T, unless the cap forbids it.
+    [n] float64 in [0, cap], with Σ sizes · r = T unless the cap prevents it.
 
   Raises:
-    ValueError: there are no documents, or a number is out of its range.
+    ValueError: there are no documents, or a value is out of range.
   """
   sizes = np.asarray(sizes, np.float64)
   domains, categories = np.asarray(domains), np.asarray(categories)
   qualities, weights = np.asarray(qualities, float), np.asarray(weights, float)
   if not len(sizes) or np.any(sizes <= 0) or np.any(qualities <= 0):
-    raise ValueError('a mixture needs documents, sizes and qualities positive')
+    raise ValueError('a mixture needs documents with positive sizes and qualities')
   if np.any(weights < 0) or not np.any(weights[domains] > 0):
     raise ValueError(
-      f'domain weights {weights.tolist()}: want some positive, none less'
+      f'domain weights {weights.tolist()}: none may be negative, and at least one '
+      'domain with documents must be positive'
     )
   mass = np.bincount(domains, sizes * qualities, len(weights))
   density = weights[domains] * qualities / mass[domains]
@@ -102,7 +104,7 @@ def repetitions(
   total = config.epoch * natural.sum()
   floors = config.floor * config.epoch * natural
   pinned = np.zeros(len(natural), bool)
-  while True:  # at most once a category: what is pinned stays so
+  while True:  # at most one pass per category: pinned ones stay pinned
     free = used & ~pinned[categories]
     found = np.zeros(len(sizes))
     rest = total - floors[pinned].sum()
@@ -118,15 +120,15 @@ def repetitions(
 
 
 def _fill(density, sizes, total: float, cap: float) -> np.ndarray:
-  """min(cap, λ·density) with Σ sizes · that = total, or all at the cap."""
+  """r = min(cap, λ·density) with Σ sizes · r = total, or r = cap for all."""
   if len(sizes) == 0 or cap * sizes.sum() <= total:
     return np.full(len(sizes), cap)
-  order = np.argsort(-density, kind='stable')  # the first to reach the cap come first
+  order = np.argsort(-density, kind='stable')  # those that reach the cap first
   size, dense = sizes[order], density[order]
-  at_cap = cap * (np.cumsum(size) - size)  # taken by those before, all at the cap
-  below = np.cumsum((size * dense)[::-1])[::-1]  # Σ of these and those after
+  at_cap = cap * (np.cumsum(size) - size)  # of the documents before, all at the cap
+  below = np.cumsum((size * dense)[::-1])[::-1]  # of this document and those after
   scale = (total - at_cap) / below
-  first = int(np.argmax(scale * dense <= cap))  # the first that stays below the cap
+  first = int(np.argmax(scale * dense <= cap))  # the first below the cap
   return np.minimum(cap, max(scale[first], 0.0) * density)
 
 
@@ -135,17 +137,17 @@ def counts(repetition: np.ndarray, groups: np.ndarray, seed: int) -> np.ndarray:
 
   Args:
     repetition: [n] r.
-    groups: [n] any keys; documents of one lie side by side in the drawing.
-    seed: of the one number drawn.
+    groups: [n] any keys; documents of a group are adjacent in the sampling order.
+    seed: of the one random number.
 
   Returns:
-    [n] int64; over any run of one group's documents, in their order, the sum is that of
-    r to within one.
+    [n] int64; over any run of a group's documents, in order, the sum differs from that
+    of r by at most one.
   """
   key = np.array([seed, 0], np.uint64)
   word = int(np.random.Philox(key=key).random_raw(1)[0])
   order = np.argsort(groups, kind='stable')
-  # from whole copies and remainders: a sum of many r would lose the small ones
+  # Sum whole copies and remainders separately: a sum of many r would lose small ones.
   whole = np.floor(repetition)
   ends = np.cumsum((repetition - whole)[order]) + word / 2.0**64
   extra = np.diff(np.floor(np.concatenate([[word / 2.0**64], ends])))
@@ -155,7 +157,7 @@ def counts(repetition: np.ndarray, groups: np.ndarray, seed: int) -> np.ndarray:
 
 
 class Mixture(Sequence):
-  """A source in which document i of another comes `counts[i]` times, in its order."""
+  """A source with `counts[i]` copies of document i of another source, in its order."""
 
   def __init__(self, source: Sequence[Any], counts: Sequence[int]):
     self._source = source

@@ -1,7 +1,7 @@
-"""Batches from a stream: full rows of text, or samples under a token budget.
+"""Batches from a stream: full rows of text, or samples within a token budget.
 
-Both iterators are deterministic and carry their whole position in `state()`, a small
-JSON-able dict that belongs into the checkpoint's host part beside the ledger (law 5).
+Both iterators are deterministic. Their whole position is `state()`, a small
+JSON-serialisable dict for the host part of the checkpoint (law 5).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from m2jax.forest import Sample
 
 
 class DocumentRows(Iterator[list[np.ndarray]]):
-  """Documents cut and concatenated into rows that are full to the last token.
+  """Concatenates and splits documents into rows without padding.
 
   A batch is a list of int32 token arrays whose lengths fill `rows` rows of `row_tokens`
-  one after the other, so that `forest.chain(batch, row_tokens=…, rows=…)` has no
-  padding. A document that reaches a row's end is cut there and goes on in the next row
-  of its lane, or the next batch, as a chain of its own.
+  in order, so that `forest.chain(batch, row_tokens=…, rows=…)` has no padding. A
+  document that reaches the end of a row is split there and continues in the next row of
+  its stream, or in the next batch, as a separate chain.
 
-  Rows are filled from `lanes` token streams side by side, so that a batch holds at
-  least so many documents however long they are: lane l of L reads the documents at
-  positions l, l + L, l + 2L, … of the shuffled order, and fills rows/L rows of every
-  batch, one after the other. Which documents a lane reads, and its stream of tokens,
-  depend neither on rows and row length nor on the number of hosts: host h of H has the
-  h-th part of the lanes and of each batch's rows, and reads nothing else.
+  Rows are filled from `streams` parallel token streams, so that a batch contains at
+  least that many documents even if they are long: stream l of L reads the documents at
+  positions l, l + L, l + 2L, … of the shuffled order, and fills rows/L consecutive rows
+  of every batch. The documents and tokens of a stream depend neither on rows and row
+  length nor on the number of hosts: host h of H has the h-th part of the streams and of
+  each batch's rows, and reads only those.
   """
 
   def __init__(
@@ -37,71 +37,73 @@ class DocumentRows(Iterator[list[np.ndarray]]):
     *,
     row_tokens: int,
     rows: int,
-    lanes: int = 1,
+    streams: int = 1,
     host: tuple[int, int] = (0, 1),
     seed: int | None = 0,
     epochs: int | None = None,
     state: dict[str, Any] | None = None,
   ):
-    """Starts at the beginning, or at a `state()` of an iterator over the same source.
+    """Starts at the beginning, or at the `state()` of an iterator over the same source.
 
     Args:
-      documents: source of token arrays (see `stream`); empty ones are passed over.
-      row_tokens, rows: S and B of the whole batch, all hosts together.
-      lanes: streams side by side; divides `rows`.
-      host: (h, H); H divides `lanes`.
-      seed: order of the documents; None keeps the source's.
-      epochs: passes over the documents, with one lane only: lanes would end at
-        different batches. None is endless. Then only the last batch may be shorter.
-      state: where to go on. `row_tokens`, `rows` and `host` may differ from those it
-        was saved under: each lane's tokens continue all the same. Of several hosts,
-        `merge_states` makes one state.
+      documents: source of token arrays (see `stream`); empty ones are skipped.
+      row_tokens, rows: S and B of the whole batch, over all hosts.
+      streams: number of parallel token streams; divides `rows`.
+      host: (h, H); H divides `streams`.
+      seed: of the order of the documents; None uses the source's order.
+      epochs: passes over the documents; None is endless. Requires a single stream,
+        because streams would end at different batches. The last batch may be shorter.
+      state: position to continue from. `row_tokens`, `rows` and `host` may differ from
+        those of the save: the tokens of each stream continue regardless. `merge_states`
+        combines the states of several hosts.
 
     Raises:
-      StateMismatch: the state is of another seed, source or number of lanes, or has not
-        the lanes of this host.
+      StateMismatch: the state has another seed, source or number of streams, or lacks
+        the streams of this host.
     """
     if row_tokens < 1 or rows < 1:
       raise ValueError(f'row_tokens={row_tokens}, rows={rows}: must be positive')
     index, hosts = host
-    if lanes < 1 or rows % lanes or hosts < 1 or lanes % hosts or index >= hosts:
+    if streams < 1 or rows % streams or hosts < 1 or streams % hosts or index >= hosts:
       raise ValueError(
-        f'rows={rows}, lanes={lanes}, host={host}: lanes must divide rows, and the '
-        'number of hosts the lanes'
+        f'rows={rows}, streams={streams}, host={host}: streams must divide rows, and the '
+        'number of hosts must divide streams'
       )
-    if lanes > 1 and epochs is not None:
-      raise ValueError(f'lanes={lanes}, epochs={epochs}: epochs end with one lane only')
-    self._row_tokens, self._lanes = row_tokens, lanes
-    self._rows_per_lane = rows // lanes
-    self._stream = Stream(documents, seed=seed, epochs=epochs)
-    first = index * (lanes // hosts)
-    mine = range(first, first + lanes // hosts)
-    where = {lane: (lane, 0) for lane in mine}
+    if streams > 1 and epochs is not None:
+      raise ValueError(
+        f'streams={streams}, epochs={epochs}: a number of epochs needs a single stream'
+      )
+    self._row_tokens, self._count = row_tokens, streams
+    self._rows_per_stream = rows // streams
+    self._order = Stream(documents, seed=seed, epochs=epochs)
+    first = index * (streams // hosts)
+    mine = range(first, first + streams // hosts)
+    where = {n: (n, 0) for n in mine}
     if state is not None:
       where = self._restore(state, mine)
-    self._own = {
-      lane: _Lane(self._stream, lanes, position, offset)
-      for lane, (position, offset) in where.items()
+    self._streams = {
+      n: _TokenStream(self._order, streams, position, offset)
+      for n, (position, offset) in where.items()
     }
 
   @property
   def epoch(self) -> int:
-    """Passes over the source that every lane has completed."""
-    last = min(lane.position for lane in self._own.values())
-    return last // len(self._stream.source)
+    """Passes over the source that every stream has completed."""
+    last = min(stream.position for stream in self._streams.values())
+    return last // len(self._order.source)
 
   def state(self) -> dict[str, Any]:
-    """Where each lane of this host goes on: document in the stream, offset in it."""
-    where = {str(n): [lane.position, lane.offset] for n, lane in self._own.items()}
-    return {**self._stream.identity(), 'lanes': self._lanes, 'where': where}
+    """Position of each stream of this host: document in the order, offset in it."""
+    where = {str(n): [x.position, x.offset] for n, x in self._streams.items()}
+    return {**self._order.identity(), 'streams': self._count, 'where': where}
 
   def __next__(self) -> list[np.ndarray]:
     pieces: list[np.ndarray] = []
-    for lane in self._own.values():
-      for _ in range(self._rows_per_lane):
+    for stream in self._streams.values():
+      for _ in range(self._rows_per_stream):
         left = self._row_tokens
         while left:
-          piece = lane.take(left)
+          piece = stream.take(left)
           if piece is None:
             if not pieces:
               raise StopIteration
@@ -111,38 +113,38 @@ class DocumentRows(Iterator[list[np.ndarray]]):
     return pieces
 
   def _restore(self, state: dict[str, Any], mine: range) -> dict[int, tuple[int, int]]:
-    self._stream.check(state)
-    if state.get('lanes') != self._lanes:
+    self._order.check(state)
+    if state.get('streams') != self._count:
       raise StateMismatch(
-        'the saved data position does not fit: '
-        f'lanes: saved {state.get("lanes")!r}, now {self._lanes}'
+        'the saved data position does not match: '
+        f'streams: saved {state.get("streams")!r}, now {self._count}'
       )
-    missing = [lane for lane in mine if str(lane) not in state['where']]
+    missing = [n for n in mine if str(n) not in state['where']]
     if missing:
       raise StateMismatch(
-        f'the saved data position has not lane {missing[0]}: it is of other hosts; '
-        'merge_states joins them'
+        f'the saved data position lacks stream {missing[0]}: it is of other hosts; '
+        'combine them with merge_states'
       )
-    return {lane: tuple(state['where'][str(lane)]) for lane in mine}
+    return {n: tuple(state['where'][str(n)]) for n in mine}
 
 
-class _Lane:
-  """One stream of tokens: the documents at every `stride`-th position."""
+class _TokenStream:
+  """The tokens of the documents at every `stride`-th position of an order."""
 
-  def __init__(self, stream: Stream, stride: int, position: int, offset: int):
-    self._stream, self._stride = stream, stride
+  def __init__(self, order: Stream, stride: int, position: int, offset: int):
+    self._order, self._stride = order, stride
     self.position, self.offset = position, offset
-    self._document: np.ndarray | None = None  # the one at `position`, once read
+    self._document: np.ndarray | None = None  # the document at `position`, once read
 
   def take(self, most: int) -> np.ndarray | None:
-    """The next 1 … `most` tokens of one document; None at the end of the stream."""
+    """The next 1 … `most` tokens of a document; None at the end of the stream."""
     empty = 0
     while True:
       if self._document is None:
-        index = self._stream.index(self.position)
+        index = self._order.index(self.position)
         if index is None:
           return None
-        self._document = np.asarray(self._stream.source[index], np.int32)
+        self._document = np.asarray(self._order.source[index], np.int32)
       piece = self._document[self.offset : self.offset + most]
       self.offset += len(piece)
       if self.offset >= len(self._document):
@@ -151,26 +153,26 @@ class _Lane:
       if len(piece):
         return piece
       empty += 1
-      if empty >= 2 * len(self._stream.source):  # over a whole epoch, wherever it began
+      if empty >= 2 * len(self._order.source):  # at least one whole epoch
         raise ValueError(
-          f'{empty} documents without tokens in a row: '
-          'probably every document of the source is empty'
+          f'{empty} documents without tokens in a row: probably all documents of the '
+          'source are empty'
         )
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-  """One state of a `DocumentRows` out of those of its hosts, in any order.
+  """Combines the states of the hosts of a `DocumentRows`, in any order.
 
   Raises:
-    StateMismatch: they are not of one iterator, or not of all of its hosts.
+    StateMismatch: they are of different iterators, or some hosts are missing.
   """
-  where = {lane: at for state in states for lane, at in state['where'].items()}
+  where = {n: at for state in states for n, at in state['where'].items()}
   merged = {**states[0], 'where': where}
   if any({**state, 'where': where} != merged for state in states):
-    raise StateMismatch('the data positions to merge are not of one stream')
-  if len(where) != merged['lanes']:
+    raise StateMismatch('the data positions to merge are of different iterators')
+  if len(where) != merged['streams']:
     raise StateMismatch(
-      f'the data positions to merge have {len(where)} of {merged["lanes"]} lanes'
+      f'the data positions to merge have {len(where)} of {merged["streams"]} streams'
     )
   return merged
 
@@ -178,9 +180,9 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class SampleBatches(Iterator[list[Sample]]):
   """Whole samples, in stream order, up to a budget of tokens.
 
-  The budget counts each sample's tokens in full; `forest.merge` needs fewer where
-  samples share prefixes. A batch may hold the end of one epoch and the start of the
-  next. `seed`, `epochs`, `state` and errors as in `DocumentRows`.
+  The budget counts all tokens of each sample; `forest.merge` needs fewer if samples
+  share prefixes. A batch may contain the end of one epoch and the start of the next.
+  `seed`, `epochs`, `state` and errors are as in `DocumentRows`.
   """
 
   def __init__(
@@ -201,7 +203,7 @@ class SampleBatches(Iterator[list[Sample]]):
 
   @property
   def epoch(self) -> int:
-    """Passes over the source completed."""
+    """Completed passes over the source."""
     return self._position // len(self._stream.source)
 
   def state(self) -> dict[str, Any]:

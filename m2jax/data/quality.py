@@ -1,11 +1,11 @@
-"""Scores of documents: a small classifier, and the seat that any reward can take.
+"""Quality scores of documents, and a small classifier that computes them.
 
 A scorer is any callable document → number, higher is better: a `Classifier`, a rule, a
-reward model behind a function. The mixture only asks for the order of the numbers (it
-works on `ranks`), so that scorers of any scale can take the seat.
+reward model behind a function. The mixture only uses the order of the numbers (their
+`ranks`), so that scorers may have any scale.
 
 The classifier is a logistic regression over hashed n-grams of words, trained on
-documents that somebody called good or bad:
+documents labelled good or bad:
 
   x_f = 1/√m for each of the m buckets that an n-gram of the document hashes to,
   p = σ(w·x + b),   minimise mean cross-entropy + l2/2 · ‖w‖².
@@ -36,15 +36,15 @@ from m2jax.data.documents import Document
 Scorer = Callable[[Document], float]
 
 _VERSION = 1
-# words, numbers, and each run of one other mark: text and code alike
+# words, numbers, and runs of one punctuation mark, for text and code
 _WORD = re.compile(r'[^\W\d_]+|\d+|(?:([^\w\s])\1*)|_+|\n[ \t]*')
 
 
 def features(text: str, *, buckets: int, longest: int) -> np.ndarray:
-  """The buckets that the text's n-grams of 1 … `longest` words hash to, each once.
+  """The distinct buckets of the text's n-grams of 1 … `longest` words.
 
-  CRC-32 is the same in every process and release. Case is kept out, line breaks with
-  their indentation are words: layout tells code and tables from noise.
+  CRC-32 is the same in every process and release. Case is ignored; line breaks with
+  their indentation are words, because layout distinguishes code and tables from noise.
   """
   words = [m[0].lower().encode() for m in _WORD.finditer(text)]
   found = set()
@@ -58,12 +58,12 @@ def features(text: str, *, buckets: int, longest: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Classifier:
-  """p(good | document): a scorer.
+  """A scorer: p(good | document).
 
   Attributes:
     weights: [buckets] float32.
     bias: of the logit.
-    longest: words of the longest n-gram.
+    longest: maximum words of an n-gram.
   """
 
   weights: np.ndarray
@@ -81,7 +81,7 @@ class Classifier:
 
   def save(self, path: str | os.PathLike) -> None:
     """Writes an .npz file."""
-    with open(path, 'wb') as file:  # np.savez would change a name without suffix
+    with open(path, 'wb') as file:  # np.savez would add a suffix to the name
       np.savez_compressed(
         file,
         version=_VERSION,
@@ -92,11 +92,11 @@ class Classifier:
 
   @classmethod
   def load(cls, path: str | os.PathLike) -> Classifier:
-    """Reads what `save` wrote.
+    """Reads a classifier from a file of `save`.
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: it is no classifier of this version.
+      ValueError: the file is not a classifier of this version.
     """
     try:
       with np.load(path) as file:
@@ -104,8 +104,10 @@ class Classifier:
         if version == _VERSION:
           return cls(file['weights'], float(file['bias']), int(file['longest']))
     except (KeyError, ValueError, EOFError) as error:
-      raise ValueError(f'{path} is no quality classifier: {error!r}') from error
-    raise ValueError(f'{path}: a classifier of version {version}, not {_VERSION}')
+      raise ValueError(f'{path} is not a quality classifier: {error!r}') from error
+    raise ValueError(
+      f'{path}: classifier version {version} is not supported, only {_VERSION}'
+    )
 
 
 def fit(
@@ -117,23 +119,23 @@ def fit(
   l2: float = 1e-4,
   steps: int = 200,
 ) -> Classifier:
-  """Trains a classifier: the minimum is unique, so nothing depends on a seed.
+  """Trains a classifier. The minimum is unique, so that no seed is needed.
 
   Args:
     texts: documents.
-    labels: true is good. Both kinds weigh alike, however many there are of each.
+    labels: True is good. Both classes have the same total weight.
     buckets, longest: see `features`.
-    l2: strength of the penalty on the weights, not on the bias.
-    steps: most steps of L-BFGS; it stops where the gradient vanishes.
+    l2: strength of the penalty on the weights; the bias has none.
+    steps: maximum steps of L-BFGS, which stops when the gradient vanishes.
 
   Raises:
-    ValueError: the labels are all the same, or not one for each text.
+    ValueError: the labels are all equal, or not one per text.
   """
   good = np.asarray(labels, bool)
   if len(good) != len(texts) or good.all() or not good.any():
     raise ValueError(
-      f'{len(texts)} texts and {len(good)} labels, {good.sum()} of them good: want a '
-      'label for each text, and both kinds'
+      f'{len(texts)} texts and {len(good)} labels, {good.sum()} of them good: need one '
+      'label per text, and both classes'
     )
   found = [features(text, buckets=buckets, longest=longest) for text in texts]
   column = jnp.asarray(np.concatenate(found))
@@ -158,11 +160,11 @@ def fit(
 
 
 def _minimise(loss, params, steps: int):
-  """L-BFGS with line search, to a gradient of 1e-6 or for `steps` steps."""
+  """L-BFGS with line search, until the gradient norm is 1e-6 or for `steps` steps."""
   optimizer = optax.lbfgs()
   value_and_grad = optax.value_and_grad_from_state(loss)
 
-  def going(carry):
+  def unfinished(carry):
     _, _, step, norm = carry
     return (step < steps) & (norm > 1e-6)
 
@@ -178,21 +180,21 @@ def _minimise(loss, params, steps: int):
   @jax.jit
   def run(params):
     carry = params, optimizer.init(params), 0, jnp.array(jnp.inf)
-    return jax.lax.while_loop(going, advance, carry)[0]
+    return jax.lax.while_loop(unfinished, advance, carry)[0]
 
   return run(params)
 
 
 def load(name: str) -> tuple[Scorer, str]:
-  """The scorer of a name, and a fingerprint of it.
+  """Loads a scorer; returns it with a fingerprint.
 
   Args:
-    name: path of a saved `Classifier`, or `module:function`; of a function the
-      fingerprint is the name.
+    name: path of a saved `Classifier`, or `module:function`, whose fingerprint is the
+      name.
 
   Raises:
-    FileNotFoundError: there is neither; names it.
-    ValueError: the file is no classifier.
+    FileNotFoundError: neither exists; names it.
+    ValueError: the file is not a classifier.
   """
   module, colon, attribute = name.rpartition(':')
   if os.path.exists(name) or not colon:
@@ -206,16 +208,16 @@ def load(name: str) -> tuple[Scorer, str]:
 
 
 def score(source: Sequence[Document], scorer: Scorer) -> np.ndarray:
-  """[n] float64 of every document.
+  """[n] float64 scores of all documents.
 
   Raises:
-    ValueError: the scorer gave no finite number; names the document.
+    ValueError: the scorer did not return a finite number; names the document.
   """
   return np.array([score_one(document, scorer) for document in _each(source)])
 
 
 def score_one(document: Document, scorer: Scorer) -> float:
-  """The score of one document; errors as `score`."""
+  """The score of one document; raises the errors of `score`."""
   value = scorer(document)
   try:
     number = float(value)
@@ -223,18 +225,19 @@ def score_one(document: Document, scorer: Scorer) -> float:
     number = math.nan
   if not math.isfinite(number):
     raise ValueError(
-      f'the scorer gave {value!r} for document {document.name}: want a finite number'
+      f'the scorer returned {value!r} for document {document.name}: must be a finite '
+      'number'
     )
   return number
 
 
 def _each(source: Sequence[Document]) -> Iterator[Document]:
-  # by index: a source need not say where it ends in any other way
+  # By index: a source need not raise IndexError at its end, as iteration requires.
   return (source[i] for i in range(len(source)))
 
 
 def ranks(scores: Sequence[float]) -> np.ndarray:
-  """[n] in (0, 1): share of documents with a lower score, half of those that tie."""
+  """[n] in (0, 1): fraction of documents with a lower score; ties count half."""
   scores = np.asarray(scores, np.float64)
   ordered = np.sort(scores)
   below = np.searchsorted(ordered, scores, side='left')

@@ -1,10 +1,10 @@
-r"""Files of records as sources of documents: JSON lines, Parquet, ArrayRecord.
+r"""Record files as sources of documents: JSON lines, Parquet, ArrayRecord.
 
 A record is a mapping with the text in one of its fields. In JSON lines (`.jsonl`) it is
 a line, in Parquet (`.parquet`) a row, in ArrayRecord (`.array_record`, read by grain)
-one UTF-8 JSON object. Parquet needs pyarrow, an extra: `pip install 'm2jax[parquet]'`.
-All are random access, from any thread: an index of where lines or row groups begin is
-made when a file is opened, and a record is read when it is asked for.
+a UTF-8 JSON object. Parquet needs pyarrow, an extra: `pip install 'm2jax[parquet]'`.
+All sources have random access and are thread-safe: opening a file builds an index of
+its lines or row groups, and indexing reads one record.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from m2jax.data.documents import Document
 
 
 class JsonLines(Sequence):
-  """One document a line of one file; blank lines are passed over."""
+  """One document per line of a file; blank lines are skipped."""
 
   def __init__(self, path: str | os.PathLike, *, text_field: str = 'text'):
-    """Reads the file once, to know where its lines begin."""
+    """Reads the file once to find the start of its lines."""
     self._path, self._text_field = pathlib.Path(path), text_field
     starts, lines, offset = [], [], 0
     with open(self._path, 'rb') as file:
@@ -42,7 +42,7 @@ class JsonLines(Sequence):
     return len(self._starts)
 
   def name(self, index: int) -> str:
-    """The document's name, without reading it."""
+    """The name of a document, without reading it."""
     return f'{self._path.name}:{self._lines[index]}'
 
   def __getitem__(self, index: int) -> Document:
@@ -54,10 +54,10 @@ class JsonLines(Sequence):
 
 
 class ArrayRecords(Sequence):
-  """One document a record of one ArrayRecord file: a UTF-8 JSON object."""
+  """One document per record of an ArrayRecord file, each a UTF-8 JSON object."""
 
   def __init__(self, path: str | os.PathLike, *, text_field: str = 'text'):
-    from grain import sources  # 0.5 s, and only needed here
+    from grain import sources  # takes 0.5 s, and is only needed here
 
     self._path, self._text_field = pathlib.Path(path), text_field
     size = self._path.stat().st_size
@@ -68,7 +68,7 @@ class ArrayRecords(Sequence):
     return len(self._records)
 
   def name(self, index: int) -> str:
-    """The document's name, without reading it."""
+    """The name of a document, without reading it."""
     return f'{self._path.name}:{index}'
 
   def __getitem__(self, index: int) -> Document:
@@ -78,10 +78,10 @@ class ArrayRecords(Sequence):
 
 
 class Parquet(Sequence):
-  """One document a row of one Parquet file.
+  """One document per row of a Parquet file.
 
-  The row group read last stays in memory: documents side by side cost one reading,
-  documents in random order one each. Where that is too slow, write smaller groups.
+  The latest row group stays in memory: sequential access reads each group once, random
+  access reads one per document. If that is too slow, write smaller groups.
   """
 
   def __init__(self, path: str | os.PathLike, *, text_field: str = 'text'):
@@ -104,13 +104,13 @@ class Parquet(Sequence):
     size = self._path.stat().st_size
     self.fingerprint = documents.fingerprint(self._path.name, size, self._ends)
     self._group, self._rows = -1, None
-    self._lock = threading.Lock()  # a ParquetFile crashes when two threads read it
+    self._lock = threading.Lock()  # a ParquetFile crashes if two threads read it
 
   def __len__(self) -> int:
     return int(self._ends[-1]) if len(self._ends) else 0
 
   def name(self, index: int) -> str:
-    """The document's name, without reading it."""
+    """The name of a document, without reading it."""
     return f'{self._path.name}:{index}'
 
   def __getitem__(self, index: int) -> Document:
@@ -135,7 +135,7 @@ READERS: Mapping[str, Callable[..., Sequence[Document]]] = {
 def write_array_record(
   path: str | os.PathLike, records: Iterable[Mapping[str, Any]]
 ) -> None:
-  """Writes records as `ArrayRecords` reads them, one to a group for random access."""
+  """Writes records for `ArrayRecords`, one per group for random access."""
   from array_record.python import array_record_module
 
   writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
@@ -156,7 +156,8 @@ def _document(record: Any, text_field: str, name: str, path: str) -> Document:
   if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
     has = ', '.join(map(str, record)) if isinstance(record, dict) else 'no fields'
     raise ValueError(
-      f'{path}: {name} has no text in its field {text_field!r}; it has {has}'
+      f'{path}: {name} has no text in the field {text_field!r}; it has {has}; set '
+      'text_field'
     )
   fields = {key: value for key, value in record.items() if key != text_field}
   return Document(record[text_field], name, fields)

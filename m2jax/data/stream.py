@@ -1,9 +1,9 @@
 """An endless, shuffled, resumable order over a random-access source.
 
 The order is a pure function of (seed, epoch, number of items): the state of a stream is
-one integer, and any process on any machine continues it alike. A source is anything
-with `len` and integer indexing: a list, `text_files.TextFiles`, a grain data source or
-a finite `grain.MapDataset`.
+one integer, and any process on any machine continues it identically. A source is
+anything with `len` and integer indexing: a list, `text_files.TextFiles`, a grain data
+source or a finite `grain.MapDataset`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 
 _STATE_VERSION = 1
-_ORDERS_KEPT = 2  # lanes side by side pass from one epoch to the next at other times
+_CACHED_ORDERS = 2  # parallel token streams enter the next epoch at different times
 
 
 class StateMismatch(ValueError):
-  """A saved position belongs to other data, another seed or another format."""
+  """A saved position is of other data, another seed or another format."""
 
 
 class Stream:
-  """Items of `source`, epoch after epoch, by position from 0.
+  """The items of `source`, over epochs, by position from 0.
 
   Args:
-    source: not empty, and unchanged while the stream and its states live.
-    seed: each epoch has its own permutation; None keeps the source's order.
+    source: not empty; must not change during the lifetime of the stream and its states.
+    seed: gives each epoch a different permutation; None uses the source's order.
     epochs: passes over the source; None is endless.
   """
 
@@ -38,10 +38,10 @@ class Stream:
     self.source = source
     self.seed = seed
     self.epochs = epochs
-    self._orders: dict[int, np.ndarray] = {}  # of the last epochs asked for
+    self._orders: dict[int, np.ndarray] = {}  # of the latest epochs
 
   def index(self, position: int) -> int | None:
-    """Which item of the source lies at `position`; None past the last epoch."""
+    """The index of the item at `position`; None after the last epoch."""
     epoch, at = divmod(position, len(self.source))
     if self.epochs is not None and epoch >= self.epochs:
       return None
@@ -51,13 +51,13 @@ class Stream:
       # Raw Philox words are the same in every NumPy; Generator's methods may change.
       key = np.array([self.seed, epoch], np.uint64)
       words = np.random.Philox(key=key).random_raw(len(self.source))
-      if len(self._orders) == _ORDERS_KEPT:
+      if len(self._orders) == _CACHED_ORDERS:
         del self._orders[next(iter(self._orders))]
       self._orders[epoch] = np.argsort(words, kind='stable')
     return int(self._orders[epoch][at])
 
   def identity(self) -> dict[str, Any]:
-    """What a saved position is only valid for; JSON-able."""
+    """The properties that a saved position depends on; JSON-serialisable."""
     return {
       'version': _STATE_VERSION,
       'seed': self.seed,
@@ -66,11 +66,11 @@ class Stream:
     }
 
   def check(self, state: dict[str, Any]):
-    """Raises StateMismatch, naming what differs, unless `state` is of this stream."""
+    """Raises StateMismatch, which lists the differences, if `state` does not match."""
     lines = [
       f'{name}: saved {state.get(name)!r}, now {now!r}'
       for name, now in self.identity().items()
       if state.get(name) != now
     ]
     if lines:
-      raise StateMismatch('the saved data position does not fit: ' + '; '.join(lines))
+      raise StateMismatch('the saved data position does not match: ' + '; '.join(lines))

@@ -16,15 +16,15 @@ def find(
   *,
   exclude_dirs: Iterable[str] = (),
 ) -> list[pathlib.Path]:
-  """Files anywhere below `root`, in the same order on every file system.
+  """Files in `root` and its subdirectories, in an order independent of file systems.
 
   Args:
     root: a directory.
-    suffixes: endings of the names wanted ('.py').
-    exclude_dirs: names of directories that are not entered ('tests').
+    suffixes: of the files to return, such as '.py'.
+    exclude_dirs: names of directories to skip, such as 'tests'.
 
   Raises:
-    FileNotFoundError: `root` is no directory, or nothing matches.
+    FileNotFoundError: `root` is not a directory, or no file matches.
   """
   root = pathlib.Path(root)
   if not root.is_dir():
@@ -35,20 +35,20 @@ def find(
     folders[:] = [name for name in folders if name not in excluded]
     found += [pathlib.Path(folder, n) for n in names if n.endswith(tuple(suffixes))]
   if not found:
-    raise FileNotFoundError(f'no file below {root} ends in {" or ".join(suffixes)}')
+    raise FileNotFoundError(f'no file in {root} ends in {" or ".join(suffixes)}')
   return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 class TextFiles(Sequence):
-  """One document a file, read when it is asked for; its name is the path below `root`.
+  """One document per file, read when it is indexed; its name is its path in `root`.
 
   Attributes:
-    fingerprint: of the files' names and sizes; a saved data position is refused when
-      they have changed.
+    fingerprint: of the files' names and sizes; a saved data position becomes invalid if
+      they change.
   """
 
   def __init__(self, paths: Iterable[str | os.PathLike], *, root: str | os.PathLike):
-    """Takes the files as they are now, in order (`find`)."""
+    """Opens the files, in order (`find`)."""
     self._paths = [pathlib.Path(path) for path in paths]
     self._names = [path.relative_to(root).as_posix() for path in self._paths]
     sizes = [path.stat().st_size for path in self._paths]
@@ -58,10 +58,10 @@ class TextFiles(Sequence):
     return len(self._paths)
 
   def name(self, index: int) -> str:
-    """The document's name, without reading it."""
+    """The name of a document, without reading it."""
     return self._names[index]
 
   def __getitem__(self, index: int) -> Document:
-    # Bytes that are not UTF-8 become U+FFFD: one odd file must not end a run.
+    # Invalid UTF-8 becomes U+FFFD: one such file must not stop a run.
     text = self._paths[index].read_text(encoding='utf-8', errors='replace')
     return Document(text, self._names[index], {'path': self._names[index]})

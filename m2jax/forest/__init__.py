@@ -1,10 +1,10 @@
-"""Forest: tokens of many prefix trees in depth-first order, the one batch layout.
+"""Forest, the only batch layout: tokens of prefix trees in depth-first order.
 
 Laws 1–3 of the design; why merging is exact: facts/algorithms.md §6.
 
   batch = forest.merge(samples, row_tokens=4096)     # rows of merged prefix trees
   forest.by_bucket(batch, forest.sizes(512, 4096))   # the same rows in few shapes
-  tree = forest.merge(samples)                       # one row, however long
+  tree = forest.merge(samples)                       # one row of any length
   forest.cut(tree, buckets)                          # chunks for `train.chunks`
 """
 

@@ -1,4 +1,4 @@
-"""Few shapes for rows of many lengths: each shape is compiled once.
+"""Few shapes for rows of many lengths, because each shape is compiled once.
 
 Axes: B rows, S tokens in a row, M loss terms in a row.
 """
@@ -14,16 +14,18 @@ from m2jax.forest.types import Forest, select
 
 
 def sizes(least: int, most: int, ratio: float = 2.0) -> tuple[int, ...]:
-  """least, about least·ratio, … up to `most`, each a multiple of `least`.
+  """Sizes least, about least·ratio, … up to `most`; all but `most` multiples of `least`.
 
-  Rounding up to one of them adds at most a factor of `ratio`, and there are about
-  log(most / least) / log(ratio) of them.
+  Rounding up to a size costs at most a factor of `ratio`, and there are about
+  log(most / least) / log(ratio) sizes.
 
   Raises:
     ValueError: not 0 < least <= most, or a ratio of at most 1.
   """
   if not 0 < least <= most:
-    raise ValueError(f'sizes: want 0 < least <= most, not {least}, {most}')
+    raise ValueError(
+      f'sizes: least={least}, most={most}: must satisfy 0 < least <= most'
+    )
   if ratio <= 1:
     raise ValueError(f'sizes: ratio={ratio} must be above 1')
   out = [least]
@@ -34,29 +36,29 @@ def sizes(least: int, most: int, ratio: float = 2.0) -> tuple[int, ...]:
 
 
 def fit(size: int, buckets: Sequence[int], what: str) -> int:
-  """The smallest bucket that holds `size`.
+  """The smallest bucket of at least `size`.
 
   Raises:
-    ValueError: none does; the message begins with `what`.
+    ValueError: there is none; the message starts with `what`.
   """
   for bucket in buckets:
     if size <= bucket:
       return bucket
-  raise ValueError(f'{what}: {size} is more than the largest bucket, {buckets[-1]}')
+  raise ValueError(f'{what}: {size} exceeds the largest bucket, {buckets[-1]}')
 
 
 def by_bucket(
   batch: Forest, row_tokens: Sequence[int], row_terms: Sequence[int] | None = None
 ) -> list[Forest]:
-  """The rows of a host batch, cut to the smallest shape that holds each.
+  """Groups the rows of a host batch by the smallest shape that fits each.
 
-  Rows of one shape stay together in their order. There are at most
-  len(row_tokens) · len(row_terms) shapes, which bounds the compilations of a step whose
-  number of rows is fixed (`StepConfig.micro_rows`).
+  Rows of the same shape keep their order. There are at most len(row_tokens) ·
+  len(row_terms) shapes, which bounds the compilations of a step with a fixed number of
+  rows (`StepConfig.micro_rows`).
 
   Args:
-    batch: from `merge` or `chain`; rows of padding alone are dropped.
-    row_tokens, row_terms: ascending sizes, for example from `sizes`; None keeps M.
+    batch: from `merge` or `chain`; rows that are only padding are dropped.
+    row_tokens, row_terms: ascending sizes, for example from `sizes`; None is M.
 
   Raises:
     ValueError: a row has more tokens or terms than the largest size.

@@ -1,19 +1,20 @@
-"""Cuts a tree of any size into chunks that are trained one after the other.
+"""Cuts a tree of any size into chunks that are trained in sequence.
 
-A token with more than C tokens in its subtree (itself included) lies on the *core*,
-which is closed under parents. What hangs off the core are whole subtrees of at most C
-tokens: the *pieces*. The plan walks the core depth first. One root path at a time, the
-*stack*, is on the device, slot = position:
+Tokens with more than C tokens in their subtree (themselves included) form the *trunk*,
+which is closed under parents. The subtrees attached to it have at most C tokens: the
+*pieces*. The plan traverses the trunk depth first. The device holds one root path at a
+time, the *stack*, with slot = position:
 
-  push  a run of the path: its keys, values and states go onto the stack;
-  leaf  a chunk of pieces, all hanging off the path at hand, forward and backward;
-  pop   a run of the path, once all that hangs off it is done: forward again, and
-        backward with the cotangents that its descendants left on the stack.
+  push  a segment of the path: its keys, values and states are put on the stack;
+  leaf  a chunk of pieces that are attached to the current path: forward and backward;
+  pop   a segment of the path, after everything attached to it: forward again, and
+        backward with the cotangents of its descendants from the stack.
 
-Pieces that hang off different points of one path share a chunk, deeper ones first: then
-stack slot j is seen by the chunk's tokens up to some index, an interval as in any
-forest. Each token is trained once, in a leaf or a pop; core tokens cost one forward
-more. Push/visit/pop over K/V stacks is AReaL-DTA's idea (facts/rl-systems.md §3.2).
+Pieces attached to different points of a path share a chunk, deeper ones first: stack
+slot j is then visible to the chunk's tokens up to some index, an interval as in any
+forest. Each token is trained once, in a leaf or a pop; trunk tokens cost one additional
+forward pass. Push and pop over K/V stacks are from AReaL-DTA (facts/rl-systems.md
+§3.2).
 
 Axes: N tokens of the tree, C of a chunk, P of the stack, M loss terms, L layers.
 """
@@ -37,11 +38,11 @@ class Buckets:
   """Shapes that chunks are padded to.
 
   Attributes:
-    chunk_tokens: C, ascending; the largest is what a chunk holds at most.
-    stack_tokens: P, ascending; the largest is the stack's size: no path to a piece may
-      be longer. Pieces that hang off nothing have P = 0.
-    terms_per_token: a chunk of C has room for C times this many loss terms; a chunk
-      with more gets twice the room, and so on.
+    chunk_tokens: C, ascending; the last is the maximum size of a chunk.
+    stack_tokens: P, ascending; the last is the size of the stack: no path to a piece
+      may be longer. Pieces without a parent have P = 0.
+    terms_per_token: a chunk of C tokens is padded to C times this many loss terms, or
+      to the next doubling of that if it has more.
   """
 
   chunk_tokens: tuple[int, ...]
@@ -52,22 +53,26 @@ class Buckets:
     for name in ('chunk_tokens', 'stack_tokens'):
       values = getattr(self, name)
       if not values or list(values) != sorted(set(values)) or values[0] < 1:
-        raise ValueError(f'Buckets.{name}={values}: want ascending sizes of at least 1')
+        raise ValueError(
+          f'Buckets.{name}={values}: must be ascending sizes of at least 1'
+        )
     if self.terms_per_token < 1:
-      raise ValueError(f'Buckets.terms_per_token={self.terms_per_token}: at least 1')
+      raise ValueError(
+        f'Buckets.terms_per_token={self.terms_per_token}: must be at least 1'
+      )
 
-  def most_programs(self, most_terms: int = 1) -> int:
-    """How many shapes the three kinds of chunks can have together.
+  def max_programs(self, max_terms: int = 1) -> int:
+    """Maximum number of shapes of the three kinds of chunks together.
 
     Args:
-      most_terms: loss terms of one chunk at most.
+      max_terms: maximum loss terms of a chunk.
     """
     stacks = len(self.stack_tokens)
-    rooms = 0  # for terms, over the sizes of a chunk
+    shapes = 0  # pairs of chunk size and number of terms
     for size in self.chunk_tokens:
-      room = size * self.terms_per_token
-      rooms += 1 + max(0, math.ceil(math.log2(most_terms / room)))
-    return stacks * len(self.chunk_tokens) + (2 * stacks + 1) * rooms
+      terms = size * self.terms_per_token
+      shapes += 1 + max(0, math.ceil(math.log2(max_terms / terms)))
+    return stacks * len(self.chunk_tokens) + (2 * stacks + 1) * shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +81,10 @@ class Chunk:
 
   Attributes:
     kind: 'push', 'leaf' or 'pop'.
-    batch: Forest of [1, C]. Indices in `parent` and `subtree_end` count the P slots of
-      the stack first, so `subtree_end` is [1, P + C]. A push has no terms.
-    start: push, pop: position of the first token, which is its slot.
-    length: tokens that are not padding.
+    batch: Forest of [1, C]. Indices in `parent` and `subtree_end` start with the P
+      slots of the stack, so that `subtree_end` is [1, P + C]. A push has no terms.
+    start: for push and pop, the position of the first token, which is its slot.
+    length: number of tokens without padding.
   """
 
   kind: str
@@ -89,7 +94,7 @@ class Chunk:
 
   @property
   def shape(self) -> tuple[str, int, int, int]:
-    """kind, C, P, M: what a program is compiled for."""
+    """(kind, C, P, M), which a program is compiled for."""
     tokens = self.batch.tokens.shape[1]
     stack = self.batch.subtree_end.shape[1] - tokens
     return self.kind, tokens, stack, self.batch.weight.shape[1]
@@ -97,62 +102,64 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """The order in which a tree is trained; iterate for its chunks.
+  """The order in which a tree is trained; iterating gives its chunks.
 
   Attributes:
     tree: the forest of one row that was cut.
     buckets: the shapes.
     tokens: N.
-    core_tokens: those that are pushed and popped: one forward pass more.
-    longest_path: tokens on the stack at most.
+    trunk_tokens: tokens that are pushed and popped, with an additional forward pass.
+    longest_path: maximum tokens on the stack.
   """
 
   tree: Forest
   buckets: Buckets
   tokens: int
-  core_tokens: int
+  trunk_tokens: int
   longest_path: int
-  _visits: tuple[tuple, ...] = dataclasses.field(repr=False)
+  _steps: tuple[tuple, ...] = dataclasses.field(repr=False)
 
   def __len__(self) -> int:
-    return len(self._visits)
+    return len(self._steps)
 
   def __iter__(self) -> Iterator[Chunk]:
     build = _Builder(self.tree, self.buckets)
-    for kind, *where in self._visits:
+    for kind, *where in self._steps:
       yield build.leaf(*where) if kind == 'leaf' else build.run(kind, *where)
 
 
 def cut(tree: Forest, buckets: Buckets) -> Plan:
-  """Plans the chunks of a forest of one row, as `merge(samples)` makes it.
+  """Plans the chunks of a forest of one row, as from `merge(samples)`.
 
-  Host time and memory are linear in the tree; arrays of a chunk are made when the plan
-  is iterated.
+  Host time and memory are linear in the tree; the arrays of a chunk are created during
+  iteration of the plan.
 
   Raises:
     ValueError: more than one row, or a path longer than the stack.
   """
   if len(tree.tokens) != 1:
-    raise ValueError(f'cut: want one row, not {len(tree.tokens)}: merge(samples)')
+    raise ValueError(
+      f'cut: the forest has {len(tree.tokens)} rows, not 1: use merge(samples)'
+    )
   size, n = buckets.chunk_tokens[-1], tree.num_tokens
   parent, end = tree.parent[0, :n], tree.subtree_end[0, :n]
-  core = end - np.arange(n) > size
-  below_core = (parent < 0) | core[np.maximum(parent, 0)]
-  pieces = _attached(np.flatnonzero(~core & below_core), parent, end)
-  children = np.bincount(parent[core & (parent >= 0)], minlength=n)
-  is_knot = core & (children != 1)
-  is_knot[[at for at in pieces if at >= 0]] = True
-  knots = np.flatnonzero(is_knot).tolist()
-  up = _knots_above(knots, end)
-  visits = _walk(tree, buckets, knots, up, _bins(pieces, knots, up, size))
-  tops = (visit[1] + len(visit[2]) for visit in visits if visit[0] == 'push')
+  trunk = end - np.arange(n) > size
+  attached = (parent < 0) | trunk[np.maximum(parent, 0)]
+  pieces = _by_parent(np.flatnonzero(~trunk & attached), parent, end)
+  children = np.bincount(parent[trunk & (parent >= 0)], minlength=n)
+  is_branch = trunk & (children != 1)
+  is_branch[[at for at in pieces if at >= 0]] = True
+  branches = np.flatnonzero(is_branch).tolist()
+  up = _branches_above(branches, end)
+  steps = _walk(tree, buckets, branches, up, _bins(pieces, branches, up, size))
+  tops = (step[1] + len(step[2]) for step in steps if step[0] == 'push')
   longest = max(tops, default=0)
   buckets_lib.fit(longest, buckets.stack_tokens, 'cut: stack_tokens: a path')
-  return Plan(tree, buckets, n, int(core.sum()), longest, tuple(visits))
+  return Plan(tree, buckets, n, int(trunk.sum()), longest, tuple(steps))
 
 
-def _attached(roots, parent, end) -> dict[int, list[tuple[int, int]]]:
-  """(size, root) of the pieces by the core token that they hang off; -1 is none."""
+def _by_parent(roots, parent, end) -> dict[int, list[tuple[int, int]]]:
+  """(size, root) of the pieces by the trunk token they are attached to; -1 if none."""
   pieces = collections.defaultdict(list)
   columns = (parent[roots], end[roots] - roots, roots)
   for at, size, root in zip(*(c.tolist() for c in columns), strict=True):
@@ -160,67 +167,67 @@ def _attached(roots, parent, end) -> dict[int, list[tuple[int, int]]]:
   return pieces
 
 
-def _knots_above(knots, end) -> dict[int, int]:
-  """The next knot above each, -1 where there is none."""
+def _branches_above(branches, end) -> dict[int, int]:
+  """The nearest branch point above each branch point, -1 if there is none."""
   up, path = {}, []
-  for knot in knots:
-    while path and end[path[-1]] <= knot:
+  for branch in branches:
+    while path and end[path[-1]] <= branch:
       path.pop()
-    up[knot] = path[-1] if path else -1
-    path.append(knot)
+    up[branch] = path[-1] if path else -1
+    path.append(branch)
   return up
 
 
-def _bins(pieces, knots, up, size) -> dict[int, list[list[tuple[int, int]]]]:
-  """Pieces in chunks of at most `size` tokens, by the deepest knot of each chunk.
+def _bins(pieces, branches, up, size) -> dict[int, list[list[tuple[int, int]]]]:
+  """Packs pieces into chunks of at most `size` tokens, by deepest branch point.
 
-  From the bottom up: a chunk that still has room takes what hangs off the path above
-  it, the larger pieces first and each into the fullest chunk that holds it.
+  Works from the bottom up: a chunk with free tokens takes pieces that are attached to
+  the path above it, larger ones first, each into the fullest chunk that it fits.
   """
   found = collections.defaultdict(list)
-  # by knot, chunks begun below it that have room: (room, serial, pieces)
-  having_room = collections.defaultdict(list)
+  # by branch point, chunks started below it that are not full: (free, serial, pieces)
+  not_full = collections.defaultdict(list)
   serial = 0
-  for knot in [*reversed(knots), -1]:
-    rooms = sorted(having_room.pop(knot, []))
-    for piece in sorted(pieces.get(knot, []), reverse=True):
-      at = bisect.bisect_left(rooms, (piece[0],))
-      if at < len(rooms):
-        room, number, chunk = rooms.pop(at)
+  for branch in [*reversed(branches), -1]:
+    open_chunks = sorted(not_full.pop(branch, []))
+    for piece in sorted(pieces.get(branch, []), reverse=True):
+      at = bisect.bisect_left(open_chunks, (piece[0],))
+      if at < len(open_chunks):
+        free, number, chunk = open_chunks.pop(at)
       else:
-        room, number, chunk = size, serial, []
+        free, number, chunk = size, serial, []
         serial += 1
-        found[knot].append(chunk)
-      chunk.append((piece[1], piece[1] + piece[0], knot))
-      if room > piece[0]:
-        bisect.insort(rooms, (room - piece[0], number, chunk))
-    if knot >= 0:
-      having_room[up[knot]] += rooms
+        found[branch].append(chunk)
+      chunk.append((piece[1], piece[1] + piece[0], branch))
+      if free > piece[0]:
+        bisect.insort(open_chunks, (free - piece[0], number, chunk))
+    if branch >= 0:
+      not_full[up[branch]] += open_chunks
   return found
 
 
-def _walk(tree, buckets, knots, up, bins) -> list[tuple]:
-  """Visits in order: ('push' | 'pop', start, token ids) and ('leaf', pieces)."""
+def _walk(tree, buckets, branches, up, bins) -> list[tuple]:
+  """Steps in order: ('push' | 'pop', start, token ids) and ('leaf', pieces)."""
   position, end = tree.position[0], tree.subtree_end[0]
   size = buckets.chunk_tokens[-1]
   inner = set(up.values())
-  bottoms = [k for k in knots if k not in inner]
+  bottoms = [b for b in branches if b not in inner]
   due = collections.defaultdict(list)  # chunks by the first bottom below their path
-  for knot, chunks in bins.items():
-    below = bottoms[bisect.bisect_left(bottoms, knot)] if knot >= 0 else -1
+  for branch, chunks in bins.items():
+    below = bottoms[bisect.bisect_left(bottoms, branch)] if branch >= 0 else -1
     due[below] += chunks
   path = np.zeros(1 + max((int(position[b]) for b in bottoms), default=-1), np.int64)
-  visits, depth = [('leaf', chunk) for chunk in due[-1]], 0
+  steps, depth = [('leaf', chunk) for chunk in due[-1]], 0
 
   def pop(to):
     nonlocal depth
     while depth > to:
       start = max(to, depth - size)
-      visits.append(('pop', start, path[start:depth].copy()))
+      steps.append(('pop', start, path[start:depth].copy()))
       depth = start
 
   for bottom in bottoms:
-    knot, above = bottom, up[bottom]
+    branch, above = bottom, up[bottom]
     shared = 0
     if depth:
       before = path[depth - 1]
@@ -228,24 +235,24 @@ def _walk(tree, buckets, knots, up, bins) -> list[tuple]:
         above = up[above]
       shared = int(position[above]) + 1 if above >= 0 else 0
       pop(shared)
-    # between two knots ids are consecutive
-    while knot >= 0 and position[knot] >= shared:
-      first = max(shared, int(position[up[knot]]) + 1 if up[knot] >= 0 else 0)
-      stop = int(position[knot]) + 1
-      path[first:stop] = np.arange(knot + 1 - (stop - first), knot + 1)
-      knot = up[knot]
+    # Token ids between two branch points are consecutive.
+    while branch >= 0 and position[branch] >= shared:
+      first = max(shared, int(position[up[branch]]) + 1 if up[branch] >= 0 else 0)
+      stop = int(position[branch]) + 1
+      path[first:stop] = np.arange(branch + 1 - (stop - first), branch + 1)
+      branch = up[branch]
     target = int(position[bottom]) + 1
     while depth < target:
       stop = min(depth + size, target)
-      visits.append(('push', depth, path[depth:stop].copy()))
+      steps.append(('push', depth, path[depth:stop].copy()))
       depth = stop
-    visits += [('leaf', chunk) for chunk in due[bottom]]
+    steps += [('leaf', chunk) for chunk in due[bottom]]
   pop(0)
-  return visits
+  return steps
 
 
 class _Builder:
-  """Makes the arrays of a chunk from those of its tree."""
+  """Builds the arrays of a chunk from those of its tree."""
 
   def __init__(self, tree: Forest, buckets: Buckets):
     self._buckets = buckets
@@ -254,18 +261,18 @@ class _Builder:
     self._terms = live[np.argsort(tree.term_token[0, live], kind='stable')]
     self._term_token = tree.term_token[0, self._terms]
     counts = np.bincount(self._term_token, minlength=tree.tokens.shape[1])
-    self._terms_before = np.concatenate([[0], np.cumsum(counts)])  # each token
+    self._terms_before = np.concatenate([[0], np.cumsum(counts)])  # by token
 
   def leaf(self, pieces) -> Chunk:
-    """Pieces (first, end, knot above or -1), deeper knots first."""
+    """A chunk of pieces (first, end, branch point or -1), deeper branch points first."""
     position = self._tree.position[0]
-    depth = np.array([-1 if k < 0 else int(position[k]) for _, _, k in pieces])
+    depth = np.array([-1 if b < 0 else int(position[b]) for _, _, b in pieces])
     order = np.lexsort(([p[0] for p in pieces], -depth))
     depth, pieces = depth[order], [pieces[i] for i in order]
     runs = [piece[:2] for piece in pieces]
     batch, stack, length = self._batch('leaf', runs, int(depth[0]) + 1)
     stops = np.cumsum([stop - start for start, stop in runs])
-    # slot j is seen by the pieces that hang off it or deeper, the first of the chunk
+    # Slot j is visible to the pieces attached to it or deeper, the first of the chunk.
     seen = np.searchsorted(-depth, -np.arange(stack), side='right')
     seen = np.concatenate([[0], stops])[seen]
     batch.subtree_end[0, :stack] = np.where(seen > 0, stack + seen, 0)
@@ -279,7 +286,7 @@ class _Builder:
     return Chunk('leaf', batch, 0, length)
 
   def run(self, kind: str, start: int, ids: np.ndarray) -> Chunk:
-    """A run of the path, from slot `start`."""
+    """A segment of the path, from slot `start`."""
     cuts = np.flatnonzero(np.diff(ids) != 1) + 1
     parts = np.split(ids, cuts)
     runs = [(int(part[0]), int(part[-1]) + 1) for part in parts]
@@ -291,7 +298,7 @@ class _Builder:
     return Chunk(kind, batch, start, length)
 
   def _batch(self, kind, runs, depth):
-    """A chunk's arrays but for parents and ends, stack tokens P, and its tokens."""
+    """A chunk's arrays except parents and ends, the size P, and its number of tokens."""
     tree, buckets = self._tree, self._buckets
     ids = np.concatenate([np.arange(*run) for run in runs])
     size = buckets_lib.fit(len(ids), buckets.chunk_tokens, 'chunk_tokens')
@@ -314,7 +321,7 @@ class _Builder:
     return dataclasses.replace(out, **copied), stack, len(ids)
 
   def _terms_of(self, runs):
-    """Terms of the tokens in `runs`: their slots in the tree, their tokens' indices."""
+    """Terms of the tokens in `runs`: slots in the tree, indices of their tokens."""
     slots, tokens, offset = [], [], 0
     for start, stop in runs:
       low, high = self._terms_before[start], self._terms_before[stop]

@@ -1,7 +1,7 @@
 """Samples → forest: exact merge of shared prefixes and packing into rows.
 
-Why merging is exact: facts/algorithms.md §6. Rows are planned from lengths alone, then
-every array is written once, by slices; counts come from differences at path ends.
+Why merging is exact: facts/algorithms.md §6. Rows are planned from lengths only; then
+each array is written once, by slices. Counts are differences of cumulative sums.
 
 Axes: B rows, S tokens in a row, M loss terms in a row, L layers, n samples.
 """
@@ -21,7 +21,7 @@ LOSSES = ('response', 'path')
 
 
 class _Place(NamedTuple):
-  """Where a sample goes: its row and what it shares with that row's last path."""
+  """The placement of a sample: its row, and the prefix shared with that row's last path."""
 
   index: int
   row: int
@@ -38,29 +38,29 @@ def merge(
 ) -> Forest:
   """Merges the samples' shared prefixes exactly and packs the trees into rows.
 
-  A tree larger than a row is split by repeating the path to the split; each sample, and
-  so each of its terms and its unit of multiplicity, lives in one row. (`cut` splits a
-  tree without repeating anything.)
+  A tree larger than a row is split, and the path to the split repeated; each sample,
+  and therefore each of its terms and its unit of multiplicity, is in one row. (`cut`
+  splits a tree without repetition.)
 
   Args:
     samples: any samples; prefixes are matched on token ids only.
-    row_tokens: S; None takes one row as long as the merged samples.
-    rows: pad to this many rows; None takes what is needed.
-    row_terms: M: no row gets more terms, and all are padded to it (fixed shapes compile
-      once); None takes what is needed.
-    loss: which of the two losses that are called tree training, where samples are
-      completions and a response is context in later ones:
-      'response': each response is trained once, in the sample that gave it (Forge);
-      'path': each root-to-leaf path is a row that trains all responses on it, so a
+    row_tokens: S; None gives one row as long as the merged samples.
+    rows: number of rows to pad to; None gives as few as possible.
+    row_terms: M, the maximum terms of a row, to which all rows are padded (fixed shapes
+      compile once); None gives as few as possible.
+    loss: which of two losses that are called tree training, for samples that are
+      completions, each with earlier responses as context:
+      'response': each response is trained once, in its own sample (Forge);
+      'path': each root-to-leaf path is a row that trains all responses on it, so that a
       term's weight is multiplied by the number of paths through its token. Samples that
-      already are whole paths, with a term on every response in them, need 'response'.
+      are whole paths already, with a term on every response in them, need 'response'.
 
   Returns:
     Forest of [rows, row_tokens].
 
   Raises:
-    ValueError: a sample is empty, longer than a row or inconsistent in its lengths, the
-      samples do not fit `rows`, or an unknown loss.
+    ValueError: a sample is empty, longer than a row or has inconsistent lengths, the
+      samples do not fit into `rows`, or the loss is unknown.
 
   Example:
     >>> f = merge([Sample([5, 6, 7], 2), Sample([5, 6, 8], 2)], row_tokens=4)
@@ -68,7 +68,7 @@ def merge(
     ([[5, 6, 7, 8]], [[-1, 0, 1, 1]], [[4, 4, 3, 4]])
   """
   if loss not in LOSSES:
-    raise ValueError(f'merge: loss={loss!r}, want one of {LOSSES}')
+    raise ValueError(f'merge: loss={loss!r}: must be one of {LOSSES}')
   if not samples:
     raise ValueError('merge needs at least one sample')
   samples = _checked(samples, row_tokens, row_terms)
@@ -110,20 +110,23 @@ def chain(
   rows: int | None = None,
   row_terms: int | None = None,
 ) -> Forest:
-  """Packs documents into rows as chains, nothing shared; every token but the first of a
-  document is a loss term of weight 1. Arguments and errors as `merge`."""
+  """Packs documents into rows as chains that share nothing.
+
+  Every token of a document except the first is a loss term of weight 1. Arguments and
+  errors are those of `merge`.
+  """
   if not documents:
     raise ValueError('chain needs at least one document')
   samples = [Sample(np.asarray(d), prompt_length=min(1, len(d))) for d in documents]
   samples = _checked(samples, row_tokens, row_terms)
   lengths = np.array([len(s.tokens) for s in samples])
-  alone = trie.Trie(np.arange(len(samples)), np.zeros_like(lengths), lengths)
-  places = _place(alone, [_num_terms(s) for s in samples], row_tokens, row_terms)
+  separate = trie.Trie(np.arange(len(samples)), np.zeros_like(lengths), lengths)
+  places = _place(separate, [_num_terms(s) for s in samples], row_tokens, row_terms)
   return _fill(samples, places, row_tokens, rows, row_terms)[0]
 
 
 def _checked(samples, row_tokens: int | None, row_terms: int | None) -> list[Sample]:
-  """The samples with int32 tokens and array experts."""
+  """Validates the samples; converts tokens to int32, and experts to arrays."""
   out = []
   for index, sample in enumerate(samples):
     sample = dataclasses.replace(sample, tokens=np.asarray(sample.tokens))
@@ -151,7 +154,7 @@ def _validate(index: int, sample: Sample, row_tokens, row_terms):
     )
   if not 0 <= sample.prompt_length <= length:
     raise ValueError(
-      f'sample {index}: prompt_length={sample.prompt_length} outside [0, {length}]'
+      f'sample {index}: prompt_length={sample.prompt_length}: must be in [0, {length}]'
     )
   for name in ('old_logprobs', 'advantages', 'weights', 'versions'):
     values = getattr(sample, name)
@@ -178,7 +181,7 @@ def _num_terms(sample: Sample) -> int:
 
 
 def _reweighted(sample: Sample, paths: np.ndarray) -> Sample:
-  """The sample with each term's weight times the paths [len(tokens)] through it."""
+  """Multiplies each term's weight by the number of paths [len(tokens)] through it."""
   weights = 1.0 if sample.weights is None else np.asarray(sample.weights)
   return dataclasses.replace(sample, weights=weights * paths[sample.prompt_length :])
 
@@ -186,10 +189,10 @@ def _reweighted(sample: Sample, paths: np.ndarray) -> Sample:
 def _place(
   found: trie.Trie, num_terms: Sequence[int], row_tokens: int, row_terms: int | None
 ) -> list[_Place]:
-  """Puts each sample into the row that shares most with it, then the fullest."""
+  """Puts each sample into the row with the longest shared prefix, then the fullest."""
   n = len(found.order)
   row_terms = sum(num_terms) if row_terms is None else row_terms
-  # of each row: tokens, terms, and what its last path shares with the sample at hand
+  # By row: tokens, terms, and the prefix that its last path shares with the sample.
   used, terms, common = np.zeros((3, n), np.int64)
   places, rows = [], 0
   for index, shared, length in zip(*map(np.ndarray.tolist, found), strict=True):
@@ -209,7 +212,7 @@ def _place(
 
 
 class _Row:
-  """Cursor of a row that is being filled."""
+  """The state of a row while it is filled."""
 
   def __init__(self, row_tokens: int):
     self.path = np.zeros(row_tokens, np.int32)  # row index of the last path's tokens
@@ -227,7 +230,7 @@ def _fill(
 ) -> tuple[Forest, list]:
   """The forest, and (place, first new token, path of row indices) by place.
 
-  The paths are made only where some sample has recorded experts.
+  The paths are empty unless some sample has recorded experts.
   """
   needed = 1 + max(p.row for p in places)
   if rows is not None and needed > rows:
@@ -238,7 +241,9 @@ def _fill(
       counts[p.row] += _num_terms(samples[p.index])
     row_terms = max(int(counts.max()), 1)
   out = padding(needed if rows is None else rows, row_tokens, row_terms)
-  ends = np.zeros((needed, row_tokens + 1), np.int32)  # samples that end at a token
+  ends = np.zeros(
+    (needed, row_tokens + 1), np.int32
+  )  # number of samples that end at a token
   iota = np.arange(max(row_tokens, row_terms), dtype=np.int32)
   cursors = [_Row(row_tokens) for _ in range(needed)]
   keep_paths = any(s.experts is not None for s in samples)
@@ -261,7 +266,7 @@ def _fill(
       paths.append((place, start, row.path[:length].copy()))
   for row, cursor in enumerate(cursors):
     out.subtree_end[row, cursor.path[: cursor.length]] = cursor.used
-    # samples through a token are those that end in its subtree
+    # The samples through a token are those that end in its subtree.
     before = np.concatenate([[0], np.cumsum(ends[row, : cursor.used])])
     end = out.subtree_end[row, : cursor.used]
     out.multiplicity[row, : cursor.used] = before[end] - before[: cursor.used]
@@ -269,20 +274,20 @@ def _fill(
 
 
 def _fill_terms(out: Forest, place: _Place, sample: Sample, row: _Row, iota) -> int:
-  """Writes the sample's terms and returns where the row's next ones go."""
+  """Writes the sample's terms; returns the index of the row's next term."""
   n = len(sample.tokens) - sample.prompt_length
-  keep = slice(None)
+  nonzero = slice(None)
   if sample.weights is not None and np.count_nonzero(sample.weights) < n:
-    keep = np.flatnonzero(sample.weights)
-  offset = iota[:n][keep]
+    nonzero = np.flatnonzero(sample.weights)
+  offset = iota[:n][nonzero]
   to = place.row, slice(row.terms, row.terms + len(offset))
-  out.term_token[to] = row.path[sample.prompt_length : len(sample.tokens)][keep]
+  out.term_token[to] = row.path[sample.prompt_length : len(sample.tokens)][nonzero]
   for column, values, default in (
     (out.old_logprob, sample.old_logprobs, 0.0),
     (out.advantage, sample.advantages, 1.0),
     (out.weight, sample.weights, 1.0),
   ):
-    column[to] = default if values is None else np.asarray(values)[keep]
+    column[to] = default if values is None else np.asarray(values)[nonzero]
   out.term_sample[to] = place.index
   out.term_offset[to] = offset
   return row.terms + len(offset)

@@ -1,10 +1,10 @@
-"""Recorded expert ids in forest order: which record of a shared token holds.
+"""Recorded expert ids in forest order, with one canonical record per shared token.
 
-Samples that share a token may bring different records of it (another replica, another
-policy version). The record of a sample that *sampled* the token is canonical: it holds
-before any that saw the token in its prompt; among equals the first sample's does. It is
-the same in every row that repeats the token. Where all records agree, replay of the
-merged forest is exact; how often they do not is `disagreement`.
+Samples that share a token may have different records of it (from another replica or
+policy version). The record of a sample that *sampled* the token takes precedence over
+those of samples with the token in their prompt; among equals the first sample's does.
+It is the same in every row that repeats the token. If all records agree, replay on the
+merged forest is exact; `disagreement` measures how often they do not.
 
 Axes: B rows, S tokens in a row, L layers, k experts of a token.
 """
@@ -21,13 +21,13 @@ from m2jax.forest.types import Sample
 
 
 class Disagreement(NamedTuple):
-  """How often recorded expert ids differ between samples that share a token.
+  """Frequency of different records among samples that share a token.
 
   Attributes:
-    compared: records of a token that another sample's canonical record replaces.
-    tokens: those of them with another set of experts in some layer.
-    choices: (token, layer) pairs of them with another set of experts.
-    rate: tokens / compared; 0 where nothing was compared.
+    compared: number of records replaced by another sample's canonical record.
+    tokens: of these, those with a different set of experts in some layer.
+    choices: (token, layer) pairs with a different set of experts.
+    rate: tokens / compared; 0 if nothing was compared.
   """
 
   compared: int
@@ -40,7 +40,7 @@ class Disagreement(NamedTuple):
 
 
 def disagreement(samples: Sequence[Sample]) -> Disagreement:
-  """Compares every record of a shared token with its canonical one, as sets."""
+  """Compares every record of a shared token with the canonical one, as sets."""
   tokens = [np.asarray(s.tokens, np.int32) for s in samples]
   recorded = [_recorded(s) for s in samples]
   compared = different = choices = 0
@@ -62,7 +62,7 @@ def disagreement(samples: Sequence[Sample]) -> Disagreement:
 
 
 def canonical(samples, found: trie.Trie, paths, shape) -> np.ndarray:
-  """[B, S, L, k] canonical ids of every token, -1 where none was recorded.
+  """[B, S, L, k] canonical ids of every token, -1 if none was recorded.
 
   `paths` has (place, first new token, row index of each token) of every sample in
   sorted order.
@@ -80,11 +80,13 @@ def canonical(samples, found: trie.Trie, paths, shape) -> np.ndarray:
 
 
 def _sources(samples, found: trie.Trie):
-  """Sample indices in sorted order, and for each the sample whose record holds at each
-  of its tokens (-1: none)."""
+  """Sample indices in sorted order, and for each the samples of the canonical records.
+
+  The second list has an array [tokens] of sample indices per sample, -1 if none.
+  """
   total = int(np.sum(found.lengths - found.shared))
   source = np.full(total, -1)  # of each node of the trie
-  rank = np.full(total, np.iinfo(np.int64).max)  # the lowest holds
+  rank = np.full(total, np.iinfo(np.int64).max)  # the lowest is canonical
   path = np.zeros(int(found.lengths.max()), np.int64)  # node of each token
   paths, nodes = [], 0
   for index, shared, length in zip(*map(np.ndarray.tolist, found), strict=True):
@@ -103,7 +105,7 @@ def _sources(samples, found: trie.Trie):
 
 
 def _recorded(sample: Sample) -> np.ndarray | None:
-  """[len(tokens)] whether a token has a record."""
+  """[len(tokens)] bool: whether a token has a record; None without any."""
   if sample.experts is None:
     return None
   return np.any(np.asarray(sample.experts) >= 0, axis=(1, 2))

@@ -1,9 +1,8 @@
-"""The trie of many token sequences, from their sorted order and shared lengths.
+"""The trie of token sequences, as their sorted order and shared prefix lengths.
 
-Sorted sequences are the depth-first order of their trie, and what each shares with the
-one before it is all there is to know about the trie's shape. Sorting compares bytes
-and reads each token a few times at most, which is fast enough not to matter; the rest
-is linear in the tokens.
+Sorted sequences are in depth-first order of their trie, and the lengths of the prefixes
+that neighbours share determine its shape. Sorting compares bytes and reads each token a
+few times at most, which is negligible; everything else is linear in the tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ class Trie(NamedTuple):
 
   Attributes:
     order: [n] the sequences' indices.
-    shared: [n] leading tokens that each has in common with the one before it.
-    lengths: [n] their numbers of tokens; like `shared` in sorted order.
+    shared: [n] length of the common prefix with the previous one, in sorted order.
+    lengths: [n] number of tokens, in sorted order.
   """
 
   order: np.ndarray
@@ -31,8 +30,8 @@ class Trie(NamedTuple):
 
 
 def build(tokens: Sequence[np.ndarray]) -> Trie:
-  """Sorts int32 sequences and measures what neighbours share; equal ones keep order."""
-  # big-endian, so that bytes compare as the ids do
+  """Sorts int32 sequences and computes shared prefix lengths. The sort is stable."""
+  # Big-endian, so that bytes compare like the ids.
   keys = [t.astype('>i4').tobytes() for t in tokens]
   order = np.array(sorted(range(len(keys)), key=keys.__getitem__))
   pairs = zip(order[:-1], order[1:], strict=True)
@@ -41,7 +40,7 @@ def build(tokens: Sequence[np.ndarray]) -> Trie:
 
 
 def shared_length(a: np.ndarray, b: np.ndarray) -> int:
-  """Number of leading tokens that two sequences have in common."""
+  """Length of the common prefix of two sequences."""
   n = min(len(a), len(b))
   for start in range(0, n, _BLOCK):
     stop = min(start + _BLOCK, n)
@@ -53,9 +52,11 @@ def shared_length(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def leaves_through(trie: Trie) -> list[np.ndarray]:
-  """For each sequence in sorted order and each of its tokens: the root-to-leaf paths
-  that pass through it. Equal sequences are as many paths; one that another continues
-  is none."""
+  """Number of root-to-leaf paths through each token, by sequence in sorted order.
+
+  Equal sequences count as separate paths; a sequence that another one continues is not
+  a path.
+  """
   n = len(trie.order)
   leaf = np.ones(n, bool)
   for i in range(n - 2, -1, -1):

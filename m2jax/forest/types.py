@@ -1,4 +1,4 @@
-"""What goes into a forest and what it is: laws 1 and 2 of the design.
+"""Samples and forests: laws 1 and 2 of the design.
 
 Axes: B rows, S tokens in a row, M loss terms in a row, L layers.
 """
@@ -14,16 +14,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-  """One token sequence and what its response tokens weigh in the loss.
+  """A token sequence, with the loss terms of its response tokens.
 
   Attributes:
     tokens: int ids, prompt and response.
-    prompt_length: leading tokens without a loss term.
+    prompt_length: number of leading tokens without a loss term.
     old_logprobs, advantages, weights, versions: one value per response token, length
       `len(tokens) - prompt_length`; None means 0, 1, 1 and 0. A token of weight 0 has
       no term.
-    experts: [len(tokens), L, top_k] recorded expert ids, -1 where not recorded. Where
-      samples share a token, the record of one that sampled it holds (replay.py).
+    experts: [len(tokens), L, top_k] recorded expert ids, -1 if not recorded. If samples
+      share a token, the record of one that sampled it is used (replay.py).
   """
 
   tokens: np.ndarray
@@ -56,16 +56,16 @@ class Forest:
     tokens: [B, S] int32.
     position: [B, S] int32, depth from the root: the RoPE index.
     parent: [B, S] int32, index in the row, -1 at a root and on padding.
-    subtree_end: [B, S] int32, exclusive; 0 on padding, which sees and is seen by none.
-    multiplicity: [B, S] int32, samples of this row that pass through the token.
+    subtree_end: [B, S] int32, exclusive; 0 on padding, which no token sees.
+    multiplicity: [B, S] int32, number of samples of this row through the token.
     term_token: [B, M] int32, index in the row of the token a loss term belongs to.
     old_logprob, advantage, weight: [B, M] float32; weight 0 on padding.
-    term_sample, term_offset: [B, M] int32, the sample a term came from and its offset
-      in that sample's response; -1 on padding.
-    experts: [B, S, L, top_k] int32 recorded expert ids (-1: route freely), or None.
+    term_sample, term_offset: [B, M] int32, the sample of a term and its offset in that
+      sample's response; -1 on padding.
+    experts: [B, S, L, top_k] int32 recorded expert ids (-1: not replayed), or None.
   """
 
-  # Batching, cutting, placement and planning read axis, dtype and fill from here.
+  # Batching, cutting, sharding and planning use this metadata: axis, dtype and fill.
   tokens: np.ndarray = _per_token(np.int32)
   position: np.ndarray = _per_token(np.int32)
   parent: np.ndarray = _per_token(np.int32, fill=-1)
@@ -81,7 +81,7 @@ class Forest:
 
   @property
   def num_tokens(self) -> int:
-    """Tokens that are not padding."""
+    """Number of tokens without padding."""
     return int(np.sum(np.asarray(self.subtree_end) > 0))
 
 
@@ -91,7 +91,7 @@ TERM_FIELDS = tuple(name for name, of in FIELDS.items() if of['per'] == 'term')
 
 
 def padding(rows: int, row_tokens: int, row_terms: int) -> Forest:
-  """A forest [rows, row_tokens] of nothing but padding; host arrays of its own."""
+  """A new forest [rows, row_tokens] of padding, in host arrays."""
   size = {'token': row_tokens, 'term': row_terms}
   return Forest(
     **{
@@ -110,7 +110,7 @@ def select(
   row_tokens: int | None = None,
   row_terms: int | None = None,
 ) -> Forest:
-  """Rows `index` of host arrays, padded to `rows`, cut or padded to S and M."""
+  """Rows `index` of host arrays, padded to `rows`, truncated or padded to S and M."""
   size = {'token': row_tokens, 'term': row_terms}
   out = {}
   for name, of in FIELDS.items():
@@ -127,7 +127,7 @@ def select(
 
 
 def causal(tokens: jax.Array) -> Forest:
-  """Rows [B, S] of one whole chain each, with a term on every token but the first."""
+  """Rows [B, S] of one chain each, with a term on every token except the first."""
   xp = np if isinstance(tokens, np.ndarray) else jax.numpy
   batch, length = tokens.shape
   index = xp.broadcast_to(xp.arange(length, dtype=xp.int32), (batch, length))

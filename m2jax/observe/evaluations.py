@@ -1,4 +1,4 @@
-"""Evaluation records as one row per stage: successes of all tasks, by family and length.
+"""Evaluation records as one row per stage: all tasks, by family and by length.
 
 The report and `benchmarks.forge_table` show these rows.
 """

@@ -60,7 +60,7 @@ class Phase:
     return (self.ended_s or time.monotonic()) - self.started_s
 
   def left_s(self) -> float:
-    """Estimated seconds left: from the progress, or from the plan until there is any."""
+    """Estimated seconds left, from the progress or, without any yet, the plan."""
     if self.ended_s is not None:
       return 0.0
     if self.progress is not None and self.progress > 0.02:

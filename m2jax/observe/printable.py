@@ -28,7 +28,7 @@ def printable(text: object) -> str:
 
 
 def one_line(text: object, limit_chars: int) -> str:
-  """`printable` with white space collapsed, truncated to limit_chars with an ellipsis."""
+  """`printable` with white space collapsed; longer texts end in an ellipsis."""
   text = text if isinstance(text, str) else '' if text is None else str(text)
   # Truncate before the regex: an observation may be a megabyte.
   text = ' '.join(printable(text[: 8 * limit_chars + 64]).split())

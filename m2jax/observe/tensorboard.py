@@ -50,7 +50,7 @@ class EventFiles:
       )
 
   def purge(self, phase: str, purge_step: int) -> None:
-    """Marks a restart: readers drop the phase's earlier events with step >= purge_step."""
+    """Marks a restart: readers drop earlier events of the phase from purge_step on."""
     session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     self._writer(phase).write_event(
       event_pb2.Event(wall_time=time.time(), step=purge_step, session_log=session)

@@ -253,7 +253,7 @@ class Batcher:
     self.table.state[ready] = State.DECODE
 
   def _decode(self) -> None:
-    """Decodes a few steps of every active slot, reading as few positions as possible."""
+    """Decodes a few steps of every active slot, at the least cost."""
     slots, config = self.table.where(State.DECODE), self.engine.config
     if not slots.size:
       return

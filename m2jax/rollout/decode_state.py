@@ -92,8 +92,8 @@ class Sampled:
     tokens: [P, N] int32.
     logprobs: [P, N] float32, of the distribution drawn from (greedy: temperature 1).
     counts: [P] int32.
-    finish_code: [P] int32: RUNNING, STOP (a stop id) or LENGTH (max tokens, context, or the
-      run of confident tokens).
+    finish_code: [P] int32: RUNNING, STOP (a stop id) or LENGTH (max tokens, context, or
+      the run of confident tokens).
   """
 
   tokens: jax.Array

@@ -6,8 +6,8 @@ Updating the cache at every step costs several times as much on CPU, where XLA c
 and transposes it for the matmul. Keys are stored transposed, so that the score matmul
 reads them sequentially.
 
-Rows are copied by loops over slices with a traced trip count: padding rows cost nothing,
-and XLA updates the donated cache in place.
+Rows are copied by loops over slices with a traced trip count: padding rows cost
+nothing, and XLA updates the donated cache in place.
 
 Recorded expert ids are stored with the keys and values of their token and copied with
 them: a request that takes over a prefix gets its ids.

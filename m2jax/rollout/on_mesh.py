@@ -2,9 +2,9 @@
 
 Under the rules `serve` no weights are gathered: rows of the cache are sharded over
 `data` and `expert`, heads, vocabulary and expert channels over `tensor`, experts over
-`expert`, and tokens are sent to their experts. Pure functions over global arrays; inside,
-each device computes its own rows. The engine (`rollout.engine`) runs on one device and
-does not call these functions yet; `m2jax.plan` compiles them for a slice.
+`expert`, and tokens are sent to their experts. Pure functions over global arrays;
+inside, each device computes its own rows. The engine (`rollout.engine`) runs on one
+device and does not call these functions yet; `m2jax.plan` compiles them for a slice.
 
 Axes: P rows, C new tokens of a row, S positions of the cache, N positions of a tail,
 V vocabulary, D model, L layers, K key/value heads, H head dim.

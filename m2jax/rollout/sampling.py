@@ -6,9 +6,9 @@ log-probability is that of the distribution actually drawn from, in fp32 or wide
 temperature-1 log-probability.
 
 A draw inverts the cumulative distribution in two levels: first a block of the
-vocabulary, then a token in it. That takes two uniforms per row, where Gumbel noise takes
-V hashes (on CPU more work than the softmax), and sums of sqrt(V) terms, for which fp32
-is precise enough. A row's draw depends on its own key and logits only.
+vocabulary, then a token in it. That takes two uniforms per row, where Gumbel noise
+takes V hashes (on CPU more work than the softmax), and sums of sqrt(V) terms, for which
+fp32 is precise enough. A row's draw depends on its own key and logits only.
 
 Axes: B rows, V vocabulary, N blocks of M tokens, N·M >= V.
 """
@@ -68,8 +68,8 @@ def truncate(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array
   The nucleus is the smallest set of most likely tokens, among the top k renormalised,
   whose mass reaches top_p. Tokens tied with its least likely one are included.
 
-  Bisection over the bits of the logits finds the thresholds: exact, and on CPU a seventh
-  of the cost of a sort.
+  Bisection over the bits of the logits finds the thresholds: exact, and on CPU a
+  seventh of the cost of a sort.
 
   Args:
     scaled: [B, V], temperature applied, at most 0 with 0 the peak of each row.

@@ -41,9 +41,10 @@ class Handle:
   """A request in progress.
 
   Attributes:
-    future: gives a GenerateResult or raises EngineError. Its own `cancel` has no effect.
-    cancel: finishes the request with the tokens so far and finish_reason 'cancelled'; no
-      effect on a finished request.
+    future: gives a GenerateResult or raises EngineError. Its own `cancel` has no
+      effect.
+    cancel: finishes the request with the tokens so far and finish_reason 'cancelled';
+      no effect on a finished request.
   """
 
   future: concurrent.futures.Future
@@ -219,7 +220,7 @@ class Scheduler:
     return cancels
 
   def _recover(self, cause: Exception) -> None:
-    """Fails the requests in slots and creates a new state; waiting requests continue."""
+    """Fails the requests in slots, creates a new state; waiting requests continue."""
     batcher = self._batcher
     error = EngineError(f'a rollout step failed: {cause!r}')
     error.__cause__ = cause

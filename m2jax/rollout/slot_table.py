@@ -1,9 +1,9 @@
 """The host's record of the engine's slots, and the placement of requests in them.
 
 A slot is idle, prefilling or decoding. An idle slot keeps its last sequence ('parked'):
-a request whose prompt shares a prefix with it takes over the slot, or copies the prefix,
-and prefills only the rest. All records are numpy arrays, so that a decode call costs the
-host a few vector operations, independent of the number of rows.
+a request whose prompt shares a prefix with it takes over the slot, or copies the
+prefix, and prefills only the rest. All records are numpy arrays, so that a decode call
+costs the host a few vector operations, independent of the number of rows.
 
 Axes: S slots, C context positions.
 """
@@ -134,7 +134,7 @@ class SlotTable:
     self.held[rows] += counts
 
   def _shared_prefix(self, prompt: np.ndarray) -> np.ndarray:
-    """[S] leading tokens that each slot shares with the prompt without its last token."""
+    """[S] leading tokens that each slot shares with prompt[:-1]."""
     n = len(prompt) - 1
     if not n:
       return np.zeros(len(self.held), np.int32)

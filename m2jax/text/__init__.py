@@ -1,7 +1,7 @@
 """Text: M2's special tokens, chat template, response parser and tokenizers.
 
-`chat` turns OpenAI messages into M2's prompt and back; `tokenizer` turns prompt pieces
-into ids without letting user text forge a special token; `bpe` trains a small
-byte-level vocabulary; `strict_json` reads JSON that all of them can digest.
+`chat` converts OpenAI messages to M2's prompt and back; `tokenizer` encodes the pieces
+of a prompt so that user text cannot produce a special token; `bpe` trains a small
+byte-level vocabulary; `strict_json` reads JSON that all of them can handle.
 Source: facts/m2-and-forge.md §2.
 """

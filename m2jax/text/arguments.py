@@ -1,9 +1,8 @@
-"""Tool-call parameters typed by the tool's JSON schema, as vLLM types them.
+"""Converts tool-call parameters to the types of the tool's JSON schema, like vLLM.
 
-Source: facts/m2-and-forge.md §2.2. Differences: `null`, `none` and `nil` stay text
-where the schema wants a string and does not allow null; values that a client could not
-send back (`strict_json`: NaN, lone surrogates, integers beyond 64 bits, depth) do not
-fit.
+Source: facts/m2-and-forge.md §2.2. Differences: `null`, `none` and `nil` stay text if
+the schema allows strings but not null; values that a client could not send back
+(`strict_json`: NaN, lone surrogates, integers beyond 64 bits, depth) do not match.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from typing import Any
 
 from m2jax.text import strict_json
 
-# An argument is one level down in the object of the arguments.
+# An argument is one level below the object of all arguments.
 _MAX_DEPTH = strict_json.MAX_DEPTH - 1
 
 
 def parameter_schemas(
   tools: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Mapping[str, Any]]:
-  """Parameter name to schema, for each tool by name; takes OpenAI tool dicts."""
+  """Tool name → parameter name → schema, from OpenAI tool dicts."""
   schemas = {}
   for tool in tools or ():
     function = tool.get('function', tool)
@@ -48,7 +47,7 @@ _PYTHON_TYPES = (
 
 
 def _types(schema: Any) -> Iterator[str]:
-  """Types a JSON schema allows, from type, enum, anyOf, oneOf and allOf."""
+  """Types that a JSON schema allows, from type, enum, anyOf, oneOf and allOf."""
   if not isinstance(schema, Mapping):
     return
   declared = schema.get('type')
@@ -62,19 +61,20 @@ def _types(schema: Any) -> Iterator[str]:
     branches = schema.get(key)
     for branch in branches if isinstance(branches, list) else ():
       yield from _types(branch)
-  if '$ref' in schema:  # references name structured types
+  if '$ref' in schema:  # assume that references are to structured types
     yield 'object'
 
 
 def types(schema: Any) -> frozenset[str]:
-  """The types that a parameter's schema allows; 'string' where it names none."""
+  """The types that a parameter's schema allows; 'string' if it names none."""
   return frozenset(_types(schema)) or frozenset({'string'})
 
 
 def typed(text: str, types: frozenset[str]) -> tuple[Any, bool]:
-  """A parameter's value by the types of its schema, and whether it fits.
+  """A parameter's value by the types of its schema, and whether it matches one.
 
-  Order of types: integer, number, boolean, object, array, string; JSON at last.
+  The types are tried in this order: integer, number, boolean, object, array, string;
+  then any JSON.
   """
   if text.lower() in _NULLS and ('null' in types or 'string' not in types):
     return None, True

@@ -1,19 +1,21 @@
-"""Trains the small byte-level BPE that a tiny policy learns shell work with.
+"""Trains a small byte-level BPE for tiny policies that work in a shell.
 
-A vocabulary of a few hundred tokens has to be spent where a tiny model feels it. What
-fixes the cuts is the pre-tokenizer, in this order:
+A vocabulary of a few hundred tokens must be used where it helps a tiny model most. The
+pre-tokenizer splits text by these rules, in order:
 
-  1. markup (M2's tags with their newlines, role headers, the constant lines of the
-     system block): pieces seen often are one token each, listed literally;
-  2. ` word` and ` -flag` stand with their space if, and only if, that very string is in
-     the vocabulary; merges never cross the space, so any other word is a space followed
-     by the same tokens as after a slash, a quote or a newline (but for words whole in
-     the vocabulary without the space, as `py`: ` py` by itself is spelled out);
-  3. letters, single digits, newlines, spaces and punctuation never mix.
+  1. Markup (M2's tags with their newlines, role headers, the constant lines of the
+     system block): frequent pieces are one token each, listed literally.
+  2. ` word` and ` -flag` include their space if and only if that exact string is in the
+     vocabulary. Merges never cross the space, so any other word is a space followed by
+     the same tokens as after a slash, a quote or a newline (except words that are whole
+     in the vocabulary without the space, such as `py`: a separate ` py` is spelled
+     out).
+  3. Letters, single digits, newlines, spaces and punctuation never mix.
 
-Frequent pre-tokens enter the vocabulary whole (`ignore_merges`). The merges are trained
-on the distinct others, each counted once, so that they follow spelling rather than the
-few names that training tasks repeat: a name never seen falls into few pieces too.
+Frequent pre-tokens are whole in the vocabulary (`ignore_merges`). The merges are
+trained on the other distinct pre-tokens, each counted once, so that they reflect
+spelling rather than the few names that training tasks repeat: a new name also becomes
+few tokens.
 
 Any text round-trips. The result is an ordinary `tokenizer.json`; ids: 256 bytes, whole
 entries, merges, special tokens.
@@ -33,15 +35,15 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from m2jax.text import markup
 from m2jax.text.markup import BOS, EOS, ROLE, SPECIAL_TOKENS
 
-# Shares of the texts in which something must occur to enter the vocabulary whole.
+# Fraction of the texts that must contain a string for it to be a whole token.
 _WHOLE_SHARE = 0.02
 _BOILERPLATE_SHARE = 0.25
-# Shares of the free vocabulary at most spent on markup, and on whole pre-tokens.
-_MARKUP_ROOM = 0.12
-_WHOLE_ROOM = 0.55
-# A word is prose if at most this share of it stands in paths, calls, quotes and so on.
+# Largest fractions of the free vocabulary for markup and for whole pre-tokens.
+_MARKUP_FRACTION = 0.12
+_WHOLE_FRACTION = 0.55
+# A word is prose if at most this fraction of it is in paths, calls, quotes and so on.
 _IDENTIFIER_SHARE = 0.1
-# A merge must occur in this many distinct pre-tokens; else it would spell one name.
+# A merge must occur in this many distinct pre-tokens, not just in one name.
 _MERGE_WORDS = 3
 
 _SPECIAL = re.compile('|'.join(re.escape(token) for token in SPECIAL_TOKENS))
@@ -51,13 +53,13 @@ _SYSTEM = re.compile(
 _TAG = r'</?(?:invoke|parameter|response|tools?)(?: name="[^"\n]*")?>'
 _TAGS = re.compile(rf'\n?(?:{_TAG}\n?)+')
 _ONE_TAG = re.compile(rf'{_TAG}\n?')
-# Text at the start of a piece: what follows the role token.
+# Text at the start of a piece, after the role token.
 _HEADERS = ('system\n', 'user\n', 'ai\n', 'tool\n<response>')
 _HEADER = re.compile(r'\A(?:' + '|'.join(_HEADERS) + ')')
 _TOOLS = (markup.TOOLS_HEADER, markup.TOOLS_FOOTER, markup.TOOLS_EXAMPLE)
 
 _LETTERS = r'[\p{L}\p{M}]'
-# What makes the word before it part of a larger name: `word.py`, `word_x`, `word(`.
+# Makes the preceding word part of a larger name: `word.py`, `word_x`, `word(`.
 _COMPOUND = r"""[\p{N}_/\\=(\[{@*~-]|[.:'"][\p{L}\p{N}_]"""
 _RULES = (
   r' {2,}',
@@ -70,7 +72,7 @@ _RULES = (
   r' ?(?:<[^\s\p{L}\p{M}\p{N}<]*|[^\s\p{L}\p{M}\p{N}<]+)',
   r'\s',
 )
-# What stands before the word in a pre-token of the second and third rule.
+# Precedes the word in a pre-token of the second and third rule.
 _BEFORE_WORD = re.compile(r' -{0,2}')
 
 
@@ -78,36 +80,38 @@ def train(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
   """Trains a byte-level BPE of exactly `vocab_size` tokens.
 
   Args:
-    texts: rendered chats, or plain text; special tokens in them are taken as such.
-    vocab_size: at least 256 bytes + M2's special tokens + the role headers; ids that
-      the texts cannot fill are `<unused_…>` tokens, which no plain text encodes to.
+    texts: rendered chats, or plain text; special tokens in them count as special.
+    vocab_size: at least 256 bytes + M2's special tokens + the role headers; surplus ids
+      are `<unused_…>` tokens, which no plain text encodes to.
 
   Raises:
     ValueError: no texts, or a vocabulary too small for bytes and special tokens.
   """
   texts = list(texts)
-  room = vocab_size - 256 - len(SPECIAL_TOKENS)
-  if room < len(_HEADERS):
-    least = vocab_size - room + len(_HEADERS)
+  free = vocab_size - 256 - len(SPECIAL_TOKENS)
+  if free < len(_HEADERS):
+    least = vocab_size - free + len(_HEADERS)
     raise ValueError(f'vocab_size={vocab_size}: must be at least {least}')
   if not any(texts):
-    raise ValueError('no text to train a tokenizer on: give at least one string')
-  literals = _markup(texts, int(room * _MARKUP_ROOM))
+    raise ValueError('no text to train a tokenizer on: pass at least one string')
+  literals = _markup(texts, int(free * _MARKUP_FRACTION))
   splitter = _splitter(literals)
-  whole, rest = _whole_and_rest(texts, splitter, set(literals), int(room * _WHOLE_ROOM))
+  whole, rest = _whole_and_rest(
+    texts, splitter, set(literals), int(free * _WHOLE_FRACTION)
+  )
   entries = [_to_alphabet(entry) for entry in [*literals, *whole]]
   vocab = sorted(pre_tokenizers.ByteLevel.alphabet())
   vocab += [entry for entry in entries if len(entry) > 1]
   merges = []
   known = set(vocab)
-  for left, right in _merges(rest, room):
+  for left, right in _merges(rest, free):
     if left + right not in known:
-      if len(vocab) == 256 + room:
+      if len(vocab) == 256 + free:
         break
       vocab.append(left + right)
       known.add(left + right)
     merges.append((left, right))
-  return _assemble(vocab, merges, literals, room + 256 - len(vocab))
+  return _assemble(vocab, merges, literals, free + 256 - len(vocab))
 
 
 def _assemble(
@@ -136,7 +140,7 @@ def _to_alphabet(text: str) -> str:
 
 
 def _splitter(literals: Iterable[str]) -> pre_tokenizers.PreTokenizer:
-  """Cuts text into pre-tokens: the literals first, longest first, then the rules."""
+  """Splits text into pre-tokens: first at literals, longest first, then by the rules."""
   patterns = [_literal(text) for text in sorted(literals, key=len, reverse=True)]
   pattern = '|'.join([*patterns, *_RULES])
   return pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated')
@@ -146,7 +150,7 @@ def _literal(text: str) -> str:
   pattern = re.sub(r'([\\.^$*+?{}\[\]()|])', r'\\\1', text)
   if text.startswith(_HEADERS):
     return r'\A' + pattern  # only right after the role token
-  # A line that starts like a word must not be found inside a longer word.
+  # A line that starts with a word must not match inside a longer word.
   return r'(?<![^\n])' + pattern if text[0].isalnum() else pattern
 
 
@@ -167,14 +171,14 @@ def _markup(texts: Sequence[str], limit: int) -> list[str]:
   least = max(2, _WHOLE_SHARE * len(texts))
   tags = [tag for tag, n in count.items() if n >= least]
   tags.sort(key=lambda tag: (-count[tag] * len(tag), tag))
-  # The template's own constants too, for when the tools between them are others.
+  # Include the template's constants: other chats have other tools between them.
   constant = [text for text in _TOOLS if any(text in system for system in set(systems))]
   found = dict.fromkeys([*_HEADERS, *constant, *lines, *tags])
   return list(found)[: max(limit, len(_HEADERS))]
 
 
 def _boilerplate(systems: Sequence[str]) -> list[str]:
-  """Longest runs of lines that a good part of the system blocks share verbatim."""
+  """Longest runs of lines that many of the system blocks share verbatim."""
   least = max(2, _BOILERPLATE_SHARE * len(systems))
   blocks = Counter(systems)
   lines, runs = Counter(), Counter()
@@ -203,7 +207,7 @@ def _boilerplate(systems: Sequence[str]) -> list[str]:
 def _whole_and_rest(
   texts: Sequence[str], splitter, literals: set[str], limit: int
 ) -> tuple[list[str], set[str]]:
-  """Pre-tokens that enter the vocabulary whole, and the others without their space."""
+  """Pre-tokens that become whole tokens, and the others without their space."""
   cuts: dict[str, tuple[set[str], set[str]]] = {}
   texts_with: Counter[str] = Counter()
   texts_naming: Counter[str] = Counter()
@@ -224,7 +228,7 @@ def _whole_and_rest(
       continue
     if _is_spaced(token) and texts_naming[token[1:]] > _IDENTIFIER_SHARE * n:
       continue
-    whole[token] = n * (1 + len(token) // 4)  # about the tokens it saves
+    whole[token] = n * (1 + len(token) // 4)  # roughly the number of tokens saved
   chosen = sorted(whole, key=lambda token: (-whole[token], token))[:limit]
   known = literals.union(chosen)
   rest = set()
@@ -243,8 +247,8 @@ def _is_spaced(token: str) -> bool:
 
 
 def _names(tokens: Sequence[str]) -> set[str]:
-  """Words that stand in paths, calls, quotes and the like, not after a plain space."""
-  # A lone space before a word says that the word goes on: ` name.py`.
+  """Words in paths, calls, quotes and the like, rather than after a plain space."""
+  # A separate space before a word means that the name continues: ` name.py`.
   pairs = zip(['\n', *tokens], tokens, strict=False)
   return {
     word
@@ -253,12 +257,12 @@ def _names(tokens: Sequence[str]) -> set[str]:
   }
 
 
-def _merges(rest: set[str], room: int) -> list[tuple[str, str]]:
-  """Trains merges on the distinct pre-tokens; each merge occurs in several of them."""
+def _merges(rest: set[str], free: int) -> list[tuple[str, str]]:
+  """Trains merges on the distinct pre-tokens; each occurs in several of them."""
   trainee = tokenizers.Tokenizer(models.BPE())
   trainee.pre_tokenizer = _byte_level()
   trainer = trainers.BpeTrainer(
-    vocab_size=256 + 2 * room,  # more than fits: some turn out to be known already
+    vocab_size=256 + 2 * free,  # more than needed: some are in the vocabulary
     min_frequency=_MERGE_WORDS,
     show_progress=False,
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

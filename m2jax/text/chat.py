@@ -1,11 +1,11 @@
-"""M2's chat template: OpenAI messages to the exact string M2 was trained on.
+"""M2's chat template: renders OpenAI messages as the exact string M2 was trained on.
 
-Source: facts/m2-and-forge.md §2.1. The template is cut into segments that say which
-text the model owns (loss and law 4) and which strings are special tokens, so that a
-gateway and SFT encode the same pieces (`tokenizer.encode_chat`) and text written by a
-user can never become a special token.
+Source: facts/m2-and-forge.md §2.1. Rendering gives segments that mark
+the text that the model generates (loss and law 4) and the special tokens, so that
+gateway and SFT encode the same pieces (`tokenizer.encode_chat`) and a user's text can
+never become a special token.
 
-Where this differs from the published template, on purpose:
+Intended differences from the published template:
   - `content: null` renders as nothing (the template prints `None`);
   - content that the template would drop silently (images, a system message that is
     not the first, arguments that are not a JSON object) raises `ChatError`.
@@ -48,18 +48,18 @@ __all__ = (
 
 
 class ChatError(ValueError):
-  """Messages or tools that M2's template cannot express; names the offending index."""
+  """Messages or tools that M2's template cannot express; names the index."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-  """What may vary in M2's template.
+  """Options of M2's template.
 
   Attributes:
-    default_system: system text when the messages bring none (M2's; M2.5 and M2.7 add
-      a sentence with the model's name).
+    default_system: system text for messages without one (M2's; M2.5 and M2.7 add a
+      sentence with the model's name).
     keep_all_thinking: render the reasoning of every assistant message. M2's template
-      keeps only that after the last user message.
+      renders only the reasoning after the last user message.
   """
 
   default_system: str = markup.DEFAULT_SYSTEM
@@ -73,10 +73,10 @@ class Segment(NamedTuple):
   """A piece of a rendered chat.
 
   Attributes:
-    text: the piece; all pieces joined are the rendered string.
+    text: the piece; the rendered string is the concatenation of all pieces.
     owned: the model generates it (reasoning, content, tool calls, `[e~[`).
-    special: one special token put there by the template. Other pieces are plain text,
-      whatever they contain.
+    special: one special token of the template. Other pieces are plain text, whatever
+      they contain.
     message: index of the message it belongs to; −1 for an implied system message,
       len(messages) for the generation prompt.
   """
@@ -103,10 +103,10 @@ def render(
       `current_location`.
     tools: OpenAI tool dicts, with or without the `{'type': 'function'}` envelope.
     add_generation_prompt: end with `]~b]ai\\n<think>\\n`.
-    template: what may vary.
+    template: options.
 
   Raises:
-    ChatError: the messages cannot be expressed; the text names the index.
+    ChatError: the template cannot express the messages; names the index.
   """
   pieces = segments(messages, tools, add_generation_prompt, template=template)
   return ''.join(piece.text for piece in pieces)
@@ -119,14 +119,14 @@ def segments(
   *,
   template: Template = DEFAULT,
 ) -> list[Segment]:
-  """`render` cut into pieces by owner; see `Segment`. Arguments as for `render`.
+  """`render` as pieces by owner; see `Segment`. Arguments as for `render`.
 
-  An assistant message without reasoning is rendered without a thinking block, so what
-  it owns follows `]~b]ai\\n`, not the generation prompt: demonstrations for SFT should
-  carry reasoning.
+  An assistant message without reasoning is rendered without a thinking block, so its
+  text follows `]~b]ai\\n`, not the generation prompt: demonstrations for SFT should
+  have reasoning.
   """
   if not messages:
-    raise ChatError('messages is empty: give at least one message')
+    raise ChatError('messages is empty: pass at least one message')
   first = messages[0]
   has_system = _role(first, 0) == 'system'
   at = 0 if has_system else -1
@@ -161,10 +161,10 @@ def continuation(
   *,
   template: Template = DEFAULT,
 ) -> list[Segment]:
-  """The pieces that follow the `[e~[` of assistant message `index`.
+  """The pieces after the `[e~[` of assistant message `index`.
 
   A gateway appends them to recorded ids instead of encoding the history again (law 4):
-  `segments(messages, …)` ends with them. Only right where `keeps_prefix` holds.
+  `segments(messages, …)` ends with them. Valid only if `keeps_prefix` is true.
   """
   if messages[index].get('role') != 'assistant':
     raise ChatError(
@@ -178,24 +178,26 @@ def continuation(
 def keeps_prefix(
   messages: Sequence[Mapping[str, Any]], index: int, *, template: Template = DEFAULT
 ) -> bool:
-  """Whether the prompt up to assistant message `index` survives what follows it.
+  """Whether later messages leave the prompt up to assistant message `index` unchanged.
 
-  A later user message makes M2's template drop earlier reasoning, so the prompt changes
-  behind the recorded ids; within a tool cycle it does not.
+  After a later user message, M2's template omits earlier reasoning, so that the prompt
+  differs from the recorded ids; within a tool cycle it does not.
   """
   later = messages[index + 1 :]
   return template.keep_all_thinking or all(m.get('role') != 'user' for m in later)
 
 
 def _valid(pieces: list[Segment]) -> list[Segment]:
-  """Refuses what UTF-8 cannot write: JSON lets a client send half a character."""
+  """Raises ChatError for lone surrogates, which JSON allows and UTF-8 does not."""
   for piece in pieces:
     if not piece.text.isascii():
       try:
         piece.text.encode()
       except UnicodeEncodeError:
         where = f'messages[{piece.message}]' if piece.message >= 0 else 'tools'
-        raise ChatError(f'{where} holds a lone surrogate: not valid Unicode') from None
+        raise ChatError(
+          f'{where} contains a lone surrogate: not valid Unicode'
+        ) from None
   return pieces
 
 
@@ -210,8 +212,8 @@ def _turns(
   users = [i for i, role in enumerate(roles) if role == 'user']
   last_user = -1 if template.keep_all_thinking or not users else users[-1]
   # The template only remembers whether the last assistant message called a tool.
-  said = [i for i in range(start) if roles[i] == 'assistant']
-  called = bool(said and messages[said[-1]].get('tool_calls'))
+  before = [i for i in range(start) if roles[i] == 'assistant']
+  called = bool(before and messages[before[-1]].get('tool_calls'))
   previous = roles[start - 1] if start else None
   for i in range(start, len(messages)):
     message, role = messages[i], roles[i]
@@ -316,7 +318,7 @@ def _invoke(call: Any, where: str) -> str:
 
 
 def _responses(message: Mapping[str, Any], i: int) -> str:
-  """One `<response>`; of list content one per part, its closing tag on a new line."""
+  """One `<response>`; for a list one per part, with the closing tag on a new line."""
   content = message.get('content')
   if isinstance(content, list) and content:
     parts = (_part(part, i, k) for k, part in enumerate(content))
@@ -364,4 +366,4 @@ def _part(part: Any, i: int, k: int) -> str:
     if isinstance(text, str):
       return text
   kind = part.get('type') if isinstance(part, Mapping) else type(part).__name__
-  raise ChatError(f'messages[{i}].content[{k}] is {kind!r}: M2 reads text parts only')
+  raise ChatError(f'messages[{i}].content[{k}] is {kind!r}: M2 accepts text parts only')

@@ -1,9 +1,9 @@
 """M2's chat template as Jinja, for programs that render chats themselves.
 
-The same text as `chat.render`, from the same fixed strings: chat_template.jinja with
-the constants of markup.py set before it. Unlike `chat.render` it cannot keep a user's
-text from reading as special tokens, and it takes the arguments of a call as an object
-only.
+It renders the same text as `chat.render`, from the same strings: chat_template.jinja,
+preceded by the constants of markup.py. Unlike `chat.render` it cannot prevent a user's
+text from becoming special tokens, and it requires the arguments of a call to be an
+object.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ _CONSTANTS = {
 
 
 def source() -> str:
-  """The template. It wants `messages`, and may have `tools` and
-  `add_generation_prompt`, as `transformers.apply_chat_template` gives them."""
+  """The template's source.
+
+  Its variables are `messages` and optionally `tools` and `add_generation_prompt`, as
+  `transformers.apply_chat_template` passes them.
+  """
   body = importlib.resources.files('m2jax.text').joinpath('chat_template.jinja')
   set_ = ''.join(
     f'{{%- set {name} = {json.dumps(value)} -%}}\n'

@@ -28,7 +28,7 @@ TOOLS_FOOTER = (
   '</tools>\n\n'
   'When making tool calls, use XML format to invoke tools and pass parameters:\n\n'
 )
-# Stands between the two tool-call tokens of the instructions.
+# Between the two tool-call tokens of the instructions.
 TOOLS_EXAMPLE = (
   '\n<invoke name="tool-name-1">\n'
   '<parameter name="param-key-1">param-value-1</parameter>\n'

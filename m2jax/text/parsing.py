@@ -1,14 +1,14 @@
-"""What M2 generated, read back: reasoning, content, typed tool calls, and a verdict.
+"""Parses M2's responses into reasoning, content, typed tool calls and a status.
 
-Source: facts/m2-and-forge.md §2.2. What is parsed follows the generation prompt
+Source: facts/m2-and-forge.md §2.2. The input follows the generation prompt
 `]~b]ai\\n<think>\\n`. Only special tokens are markup: the same characters as plain
-tokens, such as a tool call quoted from a file, are text. Of reasoning and content only
-the newlines that the template itself writes are removed, so parsing inverts rendering;
-parameters are stripped, as the official guide does, and typed by the tool's schema
-(`arguments`). Where vLLM delivers whatever it can find, a call of broken structure is
-kept apart.
+tokens, such as a tool call quoted from a file, are text. Reasoning and content lose
+only the newlines that the template writes, so that parsing inverts rendering;
+parameters are stripped, as in the official guide, and typed by the tool's schema
+(`arguments`). Unlike vLLM, which returns whatever it finds, calls with a broken
+structure are separate.
 
-One incremental parser serves both `parse` and streaming, so they cannot disagree.
+`parse` and streaming use the same incremental parser, so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from m2jax.text.markup import (
 
 
 class Status(enum.StrEnum):
-  """Verdict on a call or a whole response; a response has its worst, last is worst.
+  """Status of a call or of a response, from best to worst; a response has its worst.
 
   OK: well formed.
-  INVALID_JSON: an argument does not fit its declared type; delivered as text.
-  MALFORMED_STRUCTURE: a block without an `<invoke>`, text where only elements may
-    stand, or text after the calls.
-  UNCLOSED_BLOCK: `<minimax:tool_call>` never closed.
-  UNCLOSED_THINKING: no `</think>`; a tool call ends the thinking, or nothing does.
+  INVALID_JSON: an argument does not match its declared type; returned as text.
+  MALFORMED_STRUCTURE: a block without an `<invoke>`, text where only elements are
+    allowed, or text after the calls.
+  UNCLOSED_BLOCK: `<minimax:tool_call>` is never closed.
+  UNCLOSED_THINKING: there is no `</think>`; a tool call ends the thinking, or nothing.
   """
 
   OK = 'ok'
@@ -58,7 +58,7 @@ def _new_id() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-  """One call: arguments typed by the schema; `raw` is its text as generated."""
+  """A call: arguments typed by the schema; `raw` is the generated text."""
 
   name: str
   arguments: dict[str, Any]
@@ -80,10 +80,10 @@ class Message:
   Attributes:
     content: text for the user.
     reasoning: text before `</think>`.
-    tool_calls: calls to run: status OK or INVALID_JSON.
-    status: worst verdict over the response.
-    broken_calls: attempts that are not to be run, and text after the calls, in `raw`.
-    call_text: the response from its first tool-call token on, as generated.
+    tool_calls: calls to execute, with status OK or INVALID_JSON.
+    status: the worst in the response.
+    broken_calls: calls that cannot be executed and text after calls, in `raw`.
+    call_text: the generated text from the first tool-call token on.
   """
 
   content: str = ''
@@ -94,7 +94,7 @@ class Message:
   call_text: str = dataclasses.field(default='', compare=False)
 
   def to_openai(self) -> dict[str, Any]:
-    """The message as an OpenAI dict; `content` is None beside calls without text."""
+    """The message as an OpenAI dict; without text, `content` is None if there are calls."""
     out: dict[str, Any] = {
       'role': 'assistant',
       'content': self.content or (None if self.tool_calls else ''),
@@ -106,8 +106,11 @@ class Message:
 
 
 class Delta(NamedTuple):
-  """A step of a stream: `kind` 'reasoning_content' or 'content' with `text`, or
-  'tool_call' with a complete `call`."""
+  """A step of a stream.
+
+  `kind` is 'reasoning_content' or 'content', with `text`, or 'tool_call', with a
+  complete `call`.
+  """
 
   kind: str
   text: str = ''
@@ -115,7 +118,7 @@ class Delta(NamedTuple):
 
 
 class Piece(NamedTuple):
-  """Text of plain tokens, or one special token by its text."""
+  """The text of plain tokens, or of one special token."""
 
   text: str
   special: bool = False
@@ -128,11 +131,11 @@ def parse(
 
   Args:
     generated: the pieces of the generated ids (`tokenizer.Detokenizer`), with or
-      without the final `[e~[`; or a trusted text, in which every special token's text
-      is taken for the token.
-    tools: OpenAI tool dicts; parameters they do not declare stay strings.
+      without the final `[e~[`; or a trusted text, in which the text of a special token
+      counts as the token.
+    tools: OpenAI tool dicts; undeclared parameters stay strings.
 
-  Never raises on any text: `Message.status` is the verdict.
+  Raises no error for any text: `Message.status` reports what is wrong.
   """
   parser = StreamParser(tools)
   parser.feed(pieces(generated) if isinstance(generated, str) else generated)
@@ -141,7 +144,7 @@ def parse(
 
 
 def pieces(text: str) -> list[Piece]:
-  """A trusted text cut at its special tokens."""
+  """Splits a trusted text at its special tokens."""
   # The pattern has one group, so every second part is a special token.
   parts = enumerate(_SPECIAL.split(text))
   return [Piece(part, i % 2 == 1) for i, part in parts if part]
@@ -151,22 +154,22 @@ _SPECIAL = re.compile('(' + '|'.join(map(re.escape, SPECIAL_TOKENS)) + ')')
 
 
 class StreamParser:
-  """`parse` over pieces as they come; how plain text is cut never changes the result.
+  """Incremental `parse`; the result does not depend on how plain text is split.
 
-  `feed` and `finish` return the deltas to send; `message` is complete after `finish`.
-  A call is sent when its block closes. A newline that may belong to markup waits.
+  `feed` and `finish` return the deltas to send; `message` is complete after `finish`. A
+  call is sent when its block closes. A newline that may belong to markup is held back.
   """
 
   def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None):
     self._schemas = arguments.parameter_schemas(tools)
-    # Of the parameters seen: a schema may be large, and a call may repeat them.
+    # Cached by parameter: a schema may be large, and calls may repeat parameters.
     self._types: dict[tuple[str, str], frozenset[str]] = {}
     self._state = StreamParser._thinking
-    self._ended = False  # the last piece was `[e~[`
-    self._newline = ''  # the last character, if the markup after it may own it
+    self._eos_pending = False  # the last piece was `[e~[`
+    self._newline = ''  # a last newline that may belong to the markup after it
     self._newlines_to_skip = 2  # the template's blank line after </think>
-    self._deferred: list[Piece] = []  # from a tool call inside the thinking on
-    self._block: list[str] = []  # text of the open block, or after the last one
+    self._deferred: list[Piece] = []  # from a tool call inside the thinking onwards
+    self._block: list[str] = []  # text of the open block, or after the last block
     self._reasoning: list[str] = []
     self._content: list[str] = []
     self._call_text: list[str] = []
@@ -177,7 +180,7 @@ class StreamParser:
 
   @property
   def message(self) -> Message:
-    """What has been parsed so far."""
+    """The message parsed so far."""
     return Message(
       content=''.join(self._content),
       reasoning=''.join(self._reasoning),
@@ -188,21 +191,21 @@ class StreamParser:
     )
 
   def feed(self, generated: Iterable[Piece]) -> list[Delta]:
-    """Takes the next pieces of what was generated."""
+    """Parses the next pieces of the response."""
     for piece in generated:
       if self._state is StreamParser._done:
         raise ValueError('StreamParser.feed after finish: start a new parser')
       if not piece.text:
         continue
-      if self._ended:  # not the last piece, so it was text
+      if self._eos_pending:  # it was not the last piece, so it is text
         self._state(self, Piece(EOS))
-      self._ended = piece == _END
-      if not self._ended:
+      self._eos_pending = piece == _END
+      if not self._eos_pending:
         self._state(self, piece)
     return self._take()
 
   def finish(self) -> list[Delta]:
-    """Ends the response: a final `[e~[` is dropped, what waited is decided."""
+    """Ends the response: drops a final `[e~[` and resolves what was held back."""
     if self._state is StreamParser._thinking:
       self._verdict(Status.UNCLOSED_THINKING)
       if self._deferred:
@@ -236,7 +239,7 @@ class StreamParser:
       self._newline = ''
       self._state = StreamParser._answering
     elif self._deferred or piece == _TOOL_CALL:
-      # Markup before </think> is reasoning, so a call here must wait for the end.
+      # Markup before </think> is reasoning, so that a call must wait for the end.
       self._deferred.append(piece)
     else:
       self._think(self._without_newline(piece.text))
@@ -275,10 +278,10 @@ class StreamParser:
     self._state = StreamParser._calling
 
   def _done(self, piece: Piece) -> None:
-    """`feed` refuses before it gets here."""
+    """Never called: `feed` raises an error first."""
 
   def _without_newline(self, text: str) -> str:
-    """Text that can be sent: the newline that waited, and all but a last newline."""
+    """Text to send: the newline held back, and the text without a last newline."""
     if not text:
       return ''
     text = self._newline + text
@@ -340,9 +343,9 @@ _TOOL_CALL_END = Piece(TOOL_CALL_END, special=True)
 
 
 def _elements(text: str, tag: str) -> tuple[list[tuple[str, str]], str]:
-  """`<tag name="…">body</tag>` as (name, body), and what else stands there, stripped.
+  """`<tag name="…">body</tag>` as (name, body), and the text between them, stripped.
 
-  Linear in the text, whatever it holds. A name may be unquoted, as in the guide.
+  Takes time linear in the text. A name may be unquoted, as in the guide.
   """
   opening, closing = f'<{tag} name=', f'</{tag}>'
   found, junk, at = [], [], 0

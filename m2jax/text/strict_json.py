@@ -1,10 +1,10 @@
-"""JSON as RFC 8259 has it, of bounded depth, with an error that names the place.
+"""Reads JSON as in RFC 8259, of bounded depth; errors name the path.
 
-Python's reader takes more: NaN and infinities, integers of thousands of digits, lone
-surrogates (which UTF-8 cannot write), and of a key that is given twice it silently
-drops one. What it took, the template, the tokenizer or a client's parser would trip
-over. The gateway reads requests with this module and the parser reads the model's
-arguments with it, so whatever a completion contains can be sent back as history.
+Python's reader accepts more: NaN and infinities, integers of thousands of digits and
+lone surrogates (which UTF-8 cannot encode), and it silently drops a value of a
+duplicate key. The template, the tokenizer or a client's parser would then fail. The
+gateway reads requests with this module, and the parser the model's arguments, so that
+any completion can be sent back as history.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 # Deeper than schemas and arguments of real tools; well below Python's recursion limit.
 MAX_DEPTH = 100
-# Of a path, the parts that an error shows.
+# Parts of a path that an error shows.
 _SHOWN_PARTS = 8
 _SHOWN_KEY_CHARS = 64
 
@@ -25,11 +25,11 @@ _TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\],]', re.DOTALL)
 
 
 class JsonFault(ValueError):
-  """JSON that is refused.
+  """JSON that cannot be accepted.
 
   Attributes:
-    path: the place, as 'tools[0].function.name'; '' for the whole text.
-    reason: what is wrong with it.
+    path: where, such as 'tools[0].function.name'; '' for the whole text.
+    reason: what is wrong there.
   """
 
   def __init__(self, path: str, reason: str):
@@ -50,11 +50,11 @@ def loads(data: bytes | bytearray | str, max_depth: int = MAX_DEPTH) -> Any:
 
   Args:
     data: a text, or its UTF-8 bytes.
-    max_depth: most objects and lists inside one another.
+    max_depth: maximum nesting of objects and lists.
 
   Raises:
-    JsonFault: not JSON, nested deeper, a key twice in one object, a lone surrogate, a
-      number that is not finite or an integer beyond 64 bits.
+    JsonFault: not JSON, nested deeper, a duplicate key in an object, a lone surrogate,
+      a non-finite number or an integer beyond 64 bits.
   """
   try:
     text = data if isinstance(data, str) else data.decode()
@@ -72,20 +72,22 @@ def loads(data: bytes | bytearray | str, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def check(value: Any, max_depth: int = MAX_DEPTH) -> None:
-  """Raises JsonFault for a value, as json.loads gives it, that `loads` would refuse."""
-  # Each entry: a container, and where it is as (where its parent is, key in it).
+  """Raises JsonFault for a value of json.loads that `loads` would not accept."""
+  # Entries: a container, its location as (location of its parent, key), its depth.
   stack = [([value], None, 0)]
   while stack:
     container, where, depth = stack.pop()
     is_object = isinstance(container, dict)
     for key, item in container.items() if is_object else enumerate(container):
       if is_object and not key.isascii() and not _is_text(key):
-        raise JsonFault(_path(where), f'the key {_shown(key)} holds a lone surrogate')
+        raise JsonFault(
+          _path(where), f'the key {_shown(key)} contains a lone surrogate'
+        )
       kind = type(item)
       if kind is str:
         if not item.isascii() and not _is_text(item):
           raise JsonFault(
-            _path((where, key)), 'holds a lone surrogate, which is not text'
+            _path((where, key)), 'contains a lone surrogate, which is not text'
           )
       elif kind is dict or kind is list:
         if depth >= max_depth:
@@ -151,8 +153,8 @@ def _shown(key: str) -> str:
 
 
 def _locate(text: str, max_depth: int) -> JsonFault:
-  """The first place where a text that is JSON so far is too deep or repeats a key."""
-  # Each entry: key or index of the present item, and an object's keys so far.
+  """The first place where a text is nested too deep or repeats a key."""
+  # Entries: key or index of the current item, and the keys of an object so far.
   stack: list[list] = []
   for match in _TOKEN.finditer(text):
     token = match[0]
@@ -168,6 +170,6 @@ def _locate(text: str, max_depth: int) -> JsonFault:
       key = json.loads(token)
       stack[-1][0] = key
       if key in stack[-1][1]:
-        return JsonFault(_join(key for key, _ in stack), 'is given twice in one object')
+        return JsonFault(_join(key for key, _ in stack), 'is a duplicate key')
       stack[-1][1].add(key)
   return JsonFault('', 'not JSON')

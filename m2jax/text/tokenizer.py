@@ -1,8 +1,8 @@
-"""Text to token ids and back, and the one way to encode a chat.
+"""Encodes text and chats as token ids, and decodes ids.
 
-Wraps a Hugging Face `tokenizers.Tokenizer`. Two rules on top of the library (law 4):
-plain text never encodes to a special token, whatever it contains; and ids decode to
-bytes one by one, so text can be streamed and never shows a broken character.
+Wraps a Hugging Face `tokenizers.Tokenizer` with two additional rules (law 4): plain
+text never encodes to a special token, whatever it contains; and each id decodes to
+bytes by itself, so that text can be streamed without broken characters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from absl import logging
 
 from m2jax.text import bpe, chat, markup
 
-# Prompts of one group and template pieces repeat; at most some 40 MB.
+# Prompts of a group and pieces of the template repeat; at most about 40 MB.
 _CACHED_TEXT_CHARS = 2048
 _CACHED_TEXTS = 2048
 _UNKNOWN = '\N{REPLACEMENT CHARACTER}'.encode()
@@ -32,23 +32,23 @@ class Tokenizer:
 
   Attributes:
     vocab_size: largest id + 1.
-    longest_token_bytes: of the tokens that plain text encodes to; None where
-      `fewest_tokens` knows no bound.
-    special_ids: id of each of M2's special tokens by its text.
+    longest_token_bytes: of the tokens that plain text encodes to; None if
+      `fewest_tokens` has no bound.
+    special_ids: text → id of M2's special tokens.
     bos_id, role_id, eos_id: `]~!b[`, `]~b]`, `[e~[`.
     think_id, think_end_id, tool_call_id, tool_call_end_id: the two pairs.
   """
 
   def __init__(self, hf: tokenizers.Tokenizer):
-    """Takes a library tokenizer; adds those of M2's special tokens that it lacks.
+    """Wraps a tokenizer of the library; adds the missing special tokens of M2.
 
     Raises:
-      ValueError: its decoder does not give bytes token by token, or its model would
-        encode plain text to a special token.
+      ValueError: the decoder does not decode single tokens to bytes, or the model
+        would encode plain text to a special token.
     """
     missing = [t for t in markup.SPECIAL_TOKENS if hf.token_to_id(t) is None]
     if missing:
-      logging.info('Tokenizer lacks %s: added at the end.', ' '.join(missing))
+      logging.info('The tokenizer lacks %s: added at the end.', ' '.join(missing))
     hf.add_special_tokens(list(markup.SPECIAL_TOKENS))
     hf.no_truncation()
     hf.no_padding()
@@ -71,20 +71,20 @@ class Tokenizer:
     for token in markup.SPECIAL_TOKENS:
       if not set(ids.values()).isdisjoint(self._encode_plain(token)):
         raise ValueError(
-          f'this tokenizer encodes the plain text {token!r} to a special token, so any '
-          'user could write one; use a model that splits it'
+          f'this tokenizer encodes the plain text {token!r} to a special token, so '
+          'that any user could write one; use a model that splits it'
         )
 
   def encode(self, text: str, special: bool = True) -> list[int]:
     """Token ids of a text.
 
     Args:
-      text: any text that UTF-8 can write.
-      special: read special tokens in it: only for trusted text. False encodes them as
-        the plain text they are.
+      text: any valid Unicode text.
+      special: whether special tokens in it count as such, only for trusted text. False
+        encodes them as plain text.
 
     Raises:
-      ValueError: the text holds a lone surrogate.
+      ValueError: the text contains a lone surrogate.
     """
     if not special:
       if len(text) <= _CACHED_TEXT_CHARS:
@@ -93,15 +93,15 @@ class Tokenizer:
     return _ids(self._hf, text)
 
   def fewest_tokens(self, text: str) -> int:
-    """A lower bound of the tokens of a plain text, from its bytes alone.
+    """A lower bound on the number of tokens of a plain text, from its bytes only.
 
-    A byte weighs 1/n, where n is the length in bytes of the longest token it occurs in.
-    The bytes of a token then weigh at most 1, so the text has at least as many tokens
-    as its bytes weigh. 0 where no bound is known: a tokenizer that changes text before
-    it cuts it, or writes several bytes as one unknown token.
+    The weight of a byte is 1/n, where n is the length in bytes of the longest token
+    that contains it. The weights of a token's bytes sum to at most 1, so that the sum
+    over the text is a lower bound. It is 0 for a tokenizer that changes text before
+    splitting it, or that maps several bytes to one unknown token.
 
     Raises:
-      ValueError: the text holds a lone surrogate.
+      ValueError: the text contains a lone surrogate.
     """
     if self._weights is None:
       return 0
@@ -109,11 +109,11 @@ class Tokenizer:
     return math.ceil(np.bincount(data, minlength=256) @ self._weights - 1e-6)
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Text of ids, special tokens as their text; broken UTF-8 becomes U+FFFD."""
+    """The text of ids, including special tokens; invalid UTF-8 becomes U+FFFD."""
     return self.decode_bytes(ids).decode('utf-8', 'replace')
 
   def decode_bytes(self, ids: Iterable[int]) -> bytes:
-    """Bytes of ids; an id outside the vocabulary is U+FFFD."""
+    """The bytes of ids; an id outside the vocabulary gives U+FFFD."""
     table = self._bytes
     size = len(table)
     return b''.join(table[i] if 0 <= i < size else _UNKNOWN for i in ids)
@@ -123,7 +123,7 @@ class Tokenizer:
     return self._hf.to_str()
 
   def save(self, path: str | os.PathLike) -> None:
-    """Writes a `tokenizer.json`; a directory gets one inside."""
+    """Writes a `tokenizer.json`, to `path` or into the directory `path`."""
     path = os.fspath(path)
     self._hf.save(os.path.join(path, _FILE) if os.path.isdir(path) else path)
 
@@ -140,17 +140,17 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load(path: str | os.PathLike) -> Tokenizer:
-  """Loads any Hugging Face `tokenizer.json`, by file or by directory.
+  """Loads a Hugging Face `tokenizer.json` from a file or a directory.
 
   Raises:
     FileNotFoundError: there is none.
-    ValueError: the file is not one, or see `Tokenizer`.
+    ValueError: the file is not a tokenizer, or see `Tokenizer`.
   """
   path = os.fspath(path)
   if os.path.isdir(path):
     path = os.path.join(path, _FILE)
   if not os.path.isfile(path):
-    raise FileNotFoundError(f'no tokenizer at {path}: give a {_FILE} or its directory')
+    raise FileNotFoundError(f'no tokenizer at {path}: pass a {_FILE} or its directory')
   try:
     hf = tokenizers.Tokenizer.from_file(path)
   except Exception as error:  # the library raises bare Exception
@@ -159,18 +159,18 @@ def load(path: str | os.PathLike) -> Tokenizer:
 
 
 class EncodedChat(NamedTuple):
-  """Token ids of a chat, and for each whether the model owns it."""
+  """Token ids of a chat, and whether the model generates each."""
 
   ids: list[int]
   owned: list[bool]
 
 
 def encode_chat(tokenizer: Tokenizer, segments: Iterable[chat.Segment]) -> EncodedChat:
-  """Encodes `chat.segments`: the one way from a chat to ids, for gateway and SFT.
+  """Encodes `chat.segments`; gateway and SFT both use this function.
 
-  Special pieces become their id. Neighbouring plain pieces of one owner are encoded as
-  one text, so only the border between prompt and response forces a cut, exactly where
-  generation starts.
+  Special pieces become their id. Adjacent plain pieces with the same owner are encoded
+  as one text, so that text is split only between prompt and response, where generation
+  starts.
   """
   ids: list[int] = []
   owned: list[bool] = []
@@ -199,10 +199,10 @@ def encode_chat(tokenizer: Tokenizer, segments: Iterable[chat.Segment]) -> Encod
 
 
 class Detokenizer:
-  """Decodes ids as they come, holding back bytes of an unfinished character.
+  """Decodes ids incrementally, holding back the bytes of an incomplete character.
 
-  The pieces joined, those of `flush` included, equal `Tokenizer.decode` of all ids. A
-  special token is a piece of its own; plain tokens that spell one are plain text.
+  The concatenation of all pieces, including those of `flush`, is `Tokenizer.decode` of
+  all ids. Each special token is a separate piece; plain tokens that spell one are text.
   """
 
   def __init__(self, tokenizer: Tokenizer):
@@ -211,7 +211,7 @@ class Detokenizer:
     self._utf8 = codecs.getincrementaldecoder('utf-8')('replace')
 
   def push(self, ids: Iterable[int]) -> list[chat.Piece]:
-    """What is complete after these ids; may be empty."""
+    """The pieces that these ids complete; may be empty."""
     out: list[chat.Piece] = []
     plain: list[int] = []
 
@@ -232,7 +232,7 @@ class Detokenizer:
     return out
 
   def flush(self) -> list[chat.Piece]:
-    """Ends the text: an unfinished character becomes U+FFFD."""
+    """Ends the text: an incomplete character becomes U+FFFD."""
     text = self._utf8.decode(b'', final=True)
     return [chat.Piece(text)] if text else []
 
@@ -256,14 +256,14 @@ def _utf8(text: str) -> bytes:
     return text.encode()
   except UnicodeEncodeError as error:
     raise ValueError(
-      f'text holds a lone surrogate at character {error.start}: not valid Unicode'
+      f'text contains a lone surrogate at character {error.start}: not valid Unicode'
     ) from None
 
 
 def _byte_weights(
   hf: tokenizers.Tokenizer, token_bytes: list[bytes]
 ) -> np.ndarray | None:
-  """[256] float64: one over the longest token with a byte, or None (fewest_tokens)."""
+  """[256] float64: 1 / longest token with the byte; None if unknown (fewest_tokens)."""
   spec = json.loads(hf.to_str())
   kinds = {step['type'] for step in _steps(spec['pre_tokenizer'], 'pretokenizers')}
   plain_added = [t for t in spec['added_tokens'] if not t['special']]
@@ -274,7 +274,7 @@ def _byte_weights(
     or '"behavior": "Removed"' in json.dumps(spec['pre_tokenizer'])
     or any(token['lstrip'] or token['rstrip'] for token in plain_added)
   ):
-    return None  # text may change, or lose bytes, before it is cut into tokens
+    return None  # text may change, or lose bytes, before it is split into tokens
   never = {token['id'] for token in spec['added_tokens'] if token['special']}
   plain = {token for i, token in enumerate(token_bytes) if i not in never}
   if not plain.issuperset(bytes([byte]) for byte in range(256)):
@@ -287,7 +287,7 @@ def _byte_weights(
 
 
 def _without_special_tokens(hf: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-  """The same tokenizer, reading special tokens as plain text."""
+  """The same tokenizer, with special tokens encoded as plain text."""
   spec = json.loads(hf.to_str())
   for token in spec['added_tokens']:
     token['special'] |= token['content'] in markup.SPECIAL_TOKENS
@@ -319,7 +319,7 @@ def _token_bytes(hf: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _steps(step: dict | None, children: str) -> Iterator[dict]:
-  """A decoder or pre-tokenizer and, of a sequence, its parts."""
+  """A decoder or pre-tokenizer and, if it is a sequence, its parts."""
   if step is None:
     return
   yield step

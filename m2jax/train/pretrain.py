@@ -158,7 +158,7 @@ def fit(
       process calls this with the same arguments and its own `metrics`.
 
   Raises:
-    ValueError: model, rows or lanes do not divide over mesh or hosts.
+    ValueError: model, rows or streams do not divide over mesh or hosts.
   """
   hosts = hosts_lib.find(sharding)
   trainer = make_trainer(config, model, only_mtp, sharding)

@@ -81,7 +81,7 @@ class PretrainConfig:
   Attributes:
     stages: one after the other, as (context, rows, tokens); see `Stage`.
     phases: what changes on the way.
-    lanes: streams of documents side by side (`packing.DocumentRows`), so that a batch
+    streams: streams of documents side by side (`packing.DocumentRows`), so that a batch
       has at least so many documents; divides the rows of every stage. 0: as many as
       possible.
     held_out_batches: most batches that the held-out loss is measured on.
@@ -96,7 +96,7 @@ class PretrainConfig:
   step: StepConfig
   optimizer: OptimizerConfig
   phases: PhasesConfig = PhasesConfig()
-  lanes: int = 0
+  streams: int = 0
 
   def __post_init__(self):
     stages = tuple(Stage(*stage) for stage in self.stages)
@@ -107,9 +107,9 @@ class PretrainConfig:
         f'PretrainConfig.stages={self.stages!r}: want (context, rows, tokens), all '
         'positive; only the last may have 0 tokens'
       )
-    if self.lanes < 0 or self.lanes and any(s.rows % self.lanes for s in stages):
+    if self.streams < 0 or self.streams and any(s.rows % self.streams for s in stages):
       raise ValueError(
-        f'PretrainConfig.lanes={self.lanes}: must divide the rows of every stage'
+        f'PretrainConfig.streams={self.streams}: must divide the rows of every stage'
       )
     if self.optimizer.schedule != ScheduleConfig():
       raise ValueError('PretrainConfig.optimizer.schedule: set PretrainConfig.phases')
@@ -202,13 +202,16 @@ class StagedRows(Iterator[Pieces]):
 
     Raises:
       StateMismatch: the state is of other data.
-      ValueError: not one source for each stage, or lanes do not divide over the hosts.
+      ValueError: not one source for each stage, or streams do not divide over the
+        hosts.
     """
     if len(sources) != len(config.stages):
       raise ValueError(f'{len(sources)} sources for {len(config.stages)} stages')
     self._config, self._sources, self._seed = config, sources, seed
     self._host = host
-    self._lanes = config.lanes or int(np.gcd.reduce([s.rows for s in config.stages]))
+    self._streams = config.streams or int(
+      np.gcd.reduce([s.rows for s in config.stages])
+    )
     self._step, self._stage, rows = 0, 0, None
     if state is not None:
       if 'step' not in state:
@@ -245,7 +248,7 @@ class StagedRows(Iterator[Pieces]):
       self._sources[self._stage],
       row_tokens=stage.context,
       rows=stage.rows,
-      lanes=self._lanes,
+      streams=self._streams,
       host=self._host,
       seed=self._seed,
       state=state,

@@ -137,7 +137,7 @@ def test_round_trip(cfg):
     ({'hidden_act': 'gelu'}, "hidden_act='gelu'"),
     ({'attn_type_list': [0, 1]}, 'attn_type_list'),
     ({'mtp_transformer_layers': 2}, 'mtp_transformer_layers=2'),
-    ({'hidden_size': None}, 'lacks hidden_size'),
+    ({'hidden_size': None}, 'missing fields: hidden_size'),
     ({'num_attention_heads': 47}, 'num_heads=47'),
     ({'hidden_size': 'many'}, "hidden_size='many'"),
     ({'rotary_dim': [64]}, 'rotary_dim=[64]'),

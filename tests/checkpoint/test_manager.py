@@ -193,10 +193,10 @@ def test_mismatch_names_every_leaf(saved):
   lines = str(error.value).splitlines()
   assert str(saved / '2') in lines[0]
   assert {line.strip() for line in lines[1:]} == {
-    'params/embed: saved float32[16,8], asked for float32[16,9]',
-    'params/layers/q: saved bfloat16[2,8,8], asked for float32[2,8,8]',
-    'params/new: not in the checkpoint, asked for float32[3]',
-    'params/nan: saved float32[3], not asked for',
+    'params/embed: saved float32[16,8], requested float32[16,9]',
+    'params/layers/q: saved bfloat16[2,8,8], requested float32[2,8,8]',
+    'params/new: not in the checkpoint, requested float32[3]',
+    'params/nan: saved float32[3], not requested',
   }
 
 

@@ -59,7 +59,7 @@ def test_bad_line(tmp_path, line):
 
 def test_no_chats(tmp_path):
   """An empty file would train on nothing."""
-  with pytest.raises(ValueError, match='holds no chats'):
+  with pytest.raises(ValueError, match='contains no chats'):
     chats.read(write(tmp_path / 'a.jsonl').absolute())
 
 

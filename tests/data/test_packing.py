@@ -192,20 +192,20 @@ class TestLanes:
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     row_tokens=st.integers(1, 20),
     hosts=st.sampled_from([1, 2, 3]),
-    lanes_per_host=st.integers(1, 3),
-    rows_per_lane=st.integers(1, 2),
+    streams_per_host=st.integers(1, 3),
+    rows_per_stream=st.integers(1, 2),
     seed=st.integers(0, 99),
     consumed=st.integers(0, 6),
   )
   def test_hosts_share_one_stream(
-    self, sizes, row_tokens, hosts, lanes_per_host, rows_per_lane, seed, consumed
+    self, sizes, row_tokens, hosts, streams_per_host, rows_per_stream, seed, consumed
   ):
     """What the hosts read side by side is what one host would read, batch for batch; no
     two read the same position; and their states merge to the state of one host, from
     which any number of hosts goes on."""
-    lanes = hosts * lanes_per_host
-    common = {'row_tokens': row_tokens, 'rows': lanes * rows_per_lane}
-    common.update(lanes=lanes, seed=seed)
+    streams = hosts * streams_per_host
+    common = {'row_tokens': row_tokens, 'rows': streams * rows_per_stream}
+    common.update(streams=streams, seed=seed)
     source = documents(sizes)
 
     def open_hosts(state=None):
@@ -219,7 +219,7 @@ class TestLanes:
       assert equal([next(whole)], [sum((next(part) for part in parts), [])])
     states = json.loads(json.dumps([part.state() for part in parts]))
     own = [set(state['where']) for state in states]
-    assert sum(map(len, own)) == len(set.union(*own)) == lanes
+    assert sum(map(len, own)) == len(set.union(*own)) == streams
     merged = packing.merge_states(states[::-1])
     assert merged == whole.state()
     rest = list(itertools.islice(whole, 4))
@@ -232,53 +232,53 @@ class TestLanes:
   @settings(deadline=None, max_examples=40)
   @given(
     count=st.integers(1, 12),
-    lanes=st.integers(1, 5),
+    streams=st.integers(1, 5),
     seed=st.none() | st.integers(0, 99),
   )
-  def test_each_document_once_an_epoch(self, count, lanes, seed):
-    """Over all lanes together, however far one is ahead of another."""
+  def test_each_document_once_an_epoch(self, count, streams, seed):
+    """Over all streams together, however far one is ahead of another."""
     source = documents([3] * count)
     rows = packing.DocumentRows(
-      source, row_tokens=3, rows=lanes, lanes=lanes, seed=seed
+      source, row_tokens=3, rows=streams, streams=streams, seed=seed
     )
-    epochs = 2 * lanes  # after which a whole number of batches is full
-    pieces = sum((next(rows) for _ in range(count * epochs // lanes)), [])
+    epochs = 2 * streams  # after which a whole number of batches is full
+    pieces = sum((next(rows) for _ in range(count * epochs // streams)), [])
     found = np.bincount([int(piece[0]) // 1000 for piece in pieces])
     np.testing.assert_array_equal(found, epochs)
 
   def test_a_batch_has_many_documents(self):
     """Documents longer than a batch do not make batches of one document."""
     source = documents([100_000] * 8)
-    rows = packing.DocumentRows(source, row_tokens=16, rows=8, lanes=4, seed=1)
+    rows = packing.DocumentRows(source, row_tokens=16, rows=8, streams=4, seed=1)
     for _ in range(3):
       assert len({id(piece.base) for piece in next(rows)}) == 4
 
   def test_batches_fill_the_forest(self):
-    """The rows of all lanes pack into the forest without padding."""
+    """The rows of all streams pack into the forest without padding."""
     source = documents([5, 9, 2, 30, 7])
-    rows = packing.DocumentRows(source, row_tokens=8, rows=6, lanes=3, seed=1)
+    rows = packing.DocumentRows(source, row_tokens=8, rows=6, streams=3, seed=1)
     for batch in itertools.islice(rows, 5):
       assert forest.chain(batch, row_tokens=8, rows=6).num_tokens == 48
 
   def test_rows_and_length_may_change(self):
-    """A later stage of longer rows goes on with each lane's tokens."""
-    source, common = documents([50, 60, 70, 80]), {'lanes': 2, 'seed': 3}
+    """A later stage of longer rows goes on with each stream's tokens."""
+    source, common = documents([50, 60, 70, 80]), {'streams': 2, 'seed': 3}
     first = packing.DocumentRows(source, row_tokens=8, rows=4, **common)
     next(first)
     longer = packing.DocumentRows(
       source, row_tokens=32, rows=2, state=first.state(), **common
     )
-    per_lane = [np.concatenate(next(first)).reshape(2, -1) for _ in range(2)]
-    want = np.concatenate(per_lane, axis=1)
+    per_stream = [np.concatenate(next(first)).reshape(2, -1) for _ in range(2)]
+    want = np.concatenate(per_stream, axis=1)
     np.testing.assert_array_equal(np.concatenate(next(longer)).reshape(2, -1), want)
 
   @pytest.mark.parametrize(
     ('more', 'match'),
     [
-      ({'rows': 4, 'lanes': 3}, 'lanes must divide rows'),
-      ({'rows': 4, 'lanes': 4, 'host': (0, 3)}, 'number of hosts'),
-      ({'rows': 4, 'lanes': 4, 'host': (2, 2)}, 'number of hosts'),
-      ({'rows': 4, 'lanes': 2, 'epochs': 1}, 'one lane only'),
+      ({'rows': 4, 'streams': 3}, 'streams must divide rows'),
+      ({'rows': 4, 'streams': 4, 'host': (0, 3)}, 'number of hosts'),
+      ({'rows': 4, 'streams': 4, 'host': (2, 2)}, 'number of hosts'),
+      ({'rows': 4, 'streams': 2, 'epochs': 1}, 'needs a single stream'),
     ],
   )
   def test_bad_arguments_are_named(self, more, match):
@@ -290,16 +290,16 @@ class TestLanes:
     """Half of a state, or one of another division, would lose documents."""
     source, common = documents([5, 6, 7]), {'row_tokens': 4, 'rows': 4}
     states = [
-      packing.DocumentRows(source, lanes=4, host=(h, 2), **common).state()
+      packing.DocumentRows(source, streams=4, host=(h, 2), **common).state()
       for h in range(2)
     ]
-    with pytest.raises(stream.StateMismatch, match='lanes: saved 4, now 2'):
-      packing.DocumentRows(source, lanes=2, state=states[0], **common)
-    with pytest.raises(stream.StateMismatch, match='not lane 2'):
-      packing.DocumentRows(source, lanes=4, state=states[0], **common)
-    with pytest.raises(stream.StateMismatch, match='2 of 4 lanes'):
+    with pytest.raises(stream.StateMismatch, match='streams: saved 4, now 2'):
+      packing.DocumentRows(source, streams=2, state=states[0], **common)
+    with pytest.raises(stream.StateMismatch, match='lacks stream 2'):
+      packing.DocumentRows(source, streams=4, state=states[0], **common)
+    with pytest.raises(stream.StateMismatch, match='2 of 4 streams'):
       packing.merge_states(states[:1])
-    other = packing.DocumentRows(source, lanes=4, seed=9, **common).state()
+    other = packing.DocumentRows(source, streams=4, seed=9, **common).state()
     with pytest.raises(stream.StateMismatch, match='not of one stream'):
       packing.merge_states([states[0], other])
 

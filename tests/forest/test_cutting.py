@@ -94,11 +94,11 @@ def test_cut(given_samples, chunk_tokens, stack_tokens):
   pushed = sum(c.length for c in plan if c.kind == 'push')
   assert (
     pushed
-    == plan.core_tokens
+    == plan.trunk_tokens
     == plan.tokens - sum(c.length for c in plan if c.kind == 'leaf')
   )
   shapes = {c.shape for c in plan}
-  assert len(shapes) <= buckets.most_programs(max(s[3] for s in shapes))
+  assert len(shapes) <= buckets.max_programs(max(s[3] for s in shapes))
   assert len(plan) == len(list(plan))
 
 
@@ -142,7 +142,7 @@ def test_memory_is_one_path():
       for i in range(leaves)
     ]
     plan = forest.cut(forest.merge(given_samples), forest.Buckets((8,), (32,)))
-    assert plan.longest_path == plan.core_tokens == 20
+    assert plan.longest_path == plan.trunk_tokens == 20
     assert len(plan) == 3 + leaves + 3
 
 

@@ -188,7 +188,7 @@ def test_memory_and_compilations():
     peaks.append(max(seen) - before)
     compiled.append(sum(p._cache_size() for p in (parts.push, parts.leaf, parts.pop)))
   assert peaks[0] == peaks[1] == peaks[2]
-  assert compiled[0] == compiled[1] == compiled[2] <= BUCKETS.most_programs()
+  assert compiled[0] == compiled[1] == compiled[2] <= BUCKETS.max_programs()
 
 
 def live_bytes() -> int:

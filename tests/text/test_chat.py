@@ -148,7 +148,7 @@ def _calling(**function):
     ),
     (_calling(name='f', arguments='[1]'), r'must be a JSON object, not list'),
     (_calling(name='f', arguments='[' * 100_000), r'arguments: not JSON'),
-    ([USER, {'role': 'user', 'content': '\ud800'}], r'messages\[1\] holds a lone surr'),
+    ([USER, {'role': 'user', 'content': '\ud800'}], r'messages\[1\] contains a lone'),
   ],
 )
 def test_refusals_name_the_message(messages, complaint):

@@ -43,7 +43,7 @@ def test_hosts_read_apart_and_train_together(tmp_path):
   losses = sum((part['losses'] for part in parts), [])
   assert losses == pytest.approx(alone['losses'], rel=1e-4)
   assert sum((part['consumed'] for part in parts), []) == alone['consumed']
-  assert third[0]['data'] == alone['data']  # the very next token of every lane
+  assert third[0]['data'] == alone['data']  # the very next token of every stream
 
 
 class Device:
@@ -99,7 +99,7 @@ def test_batches_of_hosts_are_the_batch():
     assert json.loads(json.dumps(merged)) == json.loads(json.dumps(whole.state()))
     if number in (1, 4):
       parts = rows(2, merged)
-  with pytest.raises(StateMismatch, match='1 of 2 lanes'):
+  with pytest.raises(StateMismatch, match='1 of 2 streams'):
     stages.merge_states([parts[0].state()])
   next(parts[0])
   with pytest.raises(StateMismatch, match='not of one'):
@@ -110,6 +110,6 @@ def test_rows_must_divide():
   """Named before anything is compiled."""
   with pytest.raises(ValueError, match='6 rows of a batch do not divide over 4 hosts'):
     hosts.Hosts(0, 4).check(6)
-  config = test_pretrain.config(lanes=1)
+  config = test_pretrain.config(streams=1)
   with pytest.raises(ValueError, match='number of hosts'):
     stages.StagedRows(config, [[np.ones(3)]] * 2, seed=1, host=(0, 2))

@@ -77,21 +77,21 @@ def test_staged_rows_resume_at_the_exact_next_batch(consumed, one_source):
 
 
 def test_stages_share_or_begin_a_source():
-  """With one source the second stage goes on with each lane's next token; with a source
+  """With one source the second stage goes on with each stream's next token; with a source
   of its own it begins there."""
   shared, other = documents(), documents(1)
   batches = list(stages.StagedRows(config(), [shared, shared], seed=1))
-  longer = config(stages=((8, 4, 96 + 320),), lanes=2)
+  longer = config(stages=((8, 4, 96 + 320),), streams=2)
   plain = list(stages.StagedRows(longer, [shared], seed=1))
 
-  def lanes(batches):  # two lanes: each fills half of every batch
+  def streams(batches):  # two streams: each fills half of every batch
     halves = [np.concatenate(b.arrays).reshape(2, -1) for b in batches]
     return np.concatenate(halves, axis=1)
 
-  np.testing.assert_array_equal(lanes(batches), lanes(plain))
+  np.testing.assert_array_equal(streams(batches), streams(plain))
   batches = list(stages.StagedRows(config(), [shared, other], seed=1))
   alone = list(stages.StagedRows(config(stages=((32, 2, 320),)), [other], seed=1))
-  np.testing.assert_array_equal(lanes(batches[3:]), lanes(alone))
+  np.testing.assert_array_equal(streams(batches[3:]), streams(alone))
   with pytest.raises(ValueError, match='1 sources for 2 stages'):
     stages.StagedRows(config(), [shared], seed=1)
   with pytest.raises(StateMismatch, match='another version'):
@@ -261,7 +261,7 @@ def test_only_mtp_leaves_the_main_model(tmp_path, whole):
     ({'stages': ()}, 'stages='),
     ({'stages': ((8, 4, 0), (32, 2, 0))}, 'stages='),
     ({'stages': ((8, 0, 9),)}, 'stages='),
-    ({'lanes': 4}, 'lanes=4'),
+    ({'streams': 4}, 'streams=4'),
     ({'optimizer': OptimizerConfig(schedule=ScheduleConfig('cosine', 0, 9))}, 'phases'),
   ],
 )
