@@ -54,11 +54,12 @@ def get_config(variant: str = 'tiny') -> ml_collections.ConfigDict:
       final_fraction=0.1,  # of the learning rate
       decay_mtp_weight=0.1,
       bias_updates_until=0.95,  # fraction of tokens
-    ), streams=0,  # parallel token streams of a batch; 0: as many as divide all stages'
-    rows held_out_batches=20, loop=dict(steps=2000, seconds=300.0,
-    checkpoint_every=200), step=dict(micro_rows=4, mtp_weight=0.3,
-    bias_update_rate=1e-3), optimizer=dict(name='muon', learning_rate=0.02,
-    adam_learning_rate=3e-3),
+    ),
+    streams=0,  # parallel token streams; 0: the gcd of all stages' rows
+    held_out_batches=20,
+    loop=dict(steps=2000, seconds=300.0, checkpoint_every=200),
+    step=dict(micro_rows=4, mtp_weight=0.3, bias_update_rate=1e-3),
+    optimizer=dict(name='muon', learning_rate=0.02, adam_learning_rate=3e-3),
   )
   if variant == 'stages':
     library = sysconfig.get_path('stdlib')

@@ -211,7 +211,7 @@ def survey(
 
 
 def joined(corpus: Corpus, table: Table, most: int) -> tuple[Corpus, Table]:
-  """The corpus as long documents of at most `most` bytes, built as in DomainConfig.join.
+  """The corpus as long documents of at most `most` bytes, built as in `join`.
 
   The score of a long document is the mean over its members, weighted by size; category
   and repository are those of the first member.

@@ -66,8 +66,8 @@ class DocumentRows(Iterator[list[np.ndarray]]):
     index, hosts = host
     if streams < 1 or rows % streams or hosts < 1 or streams % hosts or index >= hosts:
       raise ValueError(
-        f'rows={rows}, streams={streams}, host={host}: streams must divide rows, and the '
-        'number of hosts must divide streams'
+        f'rows={rows}, streams={streams}, host={host}: streams must divide rows, and '
+        'the number of hosts must divide streams'
       )
     if streams > 1 and epochs is not None:
       raise ValueError(

@@ -14,7 +14,7 @@ from m2jax.forest.types import Forest, select
 
 
 def sizes(least: int, most: int, ratio: float = 2.0) -> tuple[int, ...]:
-  """Sizes least, about least·ratio, … up to `most`; all but `most` multiples of `least`.
+  """least, about least·ratio, … up to `most`; multiples of `least`, except `most`.
 
   Rounding up to a size costs at most a factor of `ratio`, and there are about
   log(most / least) / log(ratio) sizes.

@@ -264,7 +264,7 @@ class _Builder:
     self._terms_before = np.concatenate([[0], np.cumsum(counts)])  # by token
 
   def leaf(self, pieces) -> Chunk:
-    """A chunk of pieces (first, end, branch point or -1), deeper branch points first."""
+    """A chunk of pieces (first, end, branch point or -1), deeper ones first."""
     position = self._tree.position[0]
     depth = np.array([-1 if b < 0 else int(position[b]) for _, _, b in pieces])
     order = np.lexsort(([p[0] for p in pieces], -depth))
@@ -298,7 +298,7 @@ class _Builder:
     return Chunk(kind, batch, start, length)
 
   def _batch(self, kind, runs, depth):
-    """A chunk's arrays except parents and ends, the size P, and its number of tokens."""
+    """A chunk's arrays except parents and ends; P; the number of tokens."""
     tree, buckets = self._tree, self._buckets
     ids = np.concatenate([np.arange(*run) for run in runs])
     size = buckets_lib.fit(len(ids), buckets.chunk_tokens, 'chunk_tokens')

@@ -21,7 +21,7 @@ LOSSES = ('response', 'path')
 
 
 class _Place(NamedTuple):
-  """The placement of a sample: its row, and the prefix shared with that row's last path."""
+  """The row of a sample, and the length it shares with that row's last path."""
 
   index: int
   row: int

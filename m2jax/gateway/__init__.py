@@ -1,5 +1,5 @@
 """The gateway: OpenAI's HTTP dialect in front of the rollout engine (DESIGN §2, law 4).
 
-Agents speak plain HTTP and see text; token ids, log-probabilities and policy versions
-are recorded here, where they are exact.
+Agents use plain HTTP and see text; the gateway records the exact token ids,
+log-probabilities and policy versions.
 """

@@ -3,8 +3,8 @@
 - POST /v1/chat/completions, GET /v1/models, GET /health, GET /metrics, HEAD /.
 - `Authorization: Bearer KEY`; the key is the session.
 
-The completion route is a plain ASGI callable: one task watches for the client to hang
-up, nothing else is spent on a request beside its own work.
+The completion route is a plain ASGI callable; its only overhead per request is a task
+that waits for the client to disconnect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class Disconnected(Exception):
-  """The client hung up before its request was complete."""
+  """The client disconnected before its request was complete."""
 
 
 def build(service: ChatService) -> fastapi.FastAPI:
@@ -86,7 +86,7 @@ def build(service: ChatService) -> fastapi.FastAPI:
 
 
 def bearer(scope: dict) -> str:
-  """The API key of a request. Raises ApiError (401) where there is none."""
+  """The API key of a request. Raises ApiError (401) if there is none."""
   for name, value in scope['headers']:
     if name == b'authorization':
       scheme, _, key = value.decode('latin-1').partition(' ')
@@ -94,13 +94,13 @@ def bearer(scope: dict) -> str:
         return key.strip()
   raise ApiError(
     401,
-    'no API key: send "Authorization: Bearer KEY"; the key names the session',
+    'no API key: send "Authorization: Bearer KEY"; the key identifies the session',
     code='invalid_api_key',
   )
 
 
 class Bodies:
-  """Counts the bytes of bodies that arrive or wait to be read, for all requests."""
+  """Counts the bytes of all bodies that are arriving or waiting to be read."""
 
   def __init__(self, max_bytes: int):
     self.max_bytes = max_bytes
@@ -113,8 +113,8 @@ class Bodies:
     """Receives a body; its bytes count until the context ends.
 
     Raises:
-      ApiError: `too_large` beyond `limit_bytes`, or 429.
-      Disconnected: the client is gone.
+      ApiError: `too_large` above `limit_bytes`, or 429.
+      Disconnected: the client has disconnected.
     """
     for name, value in scope['headers']:
       if name == b'content-length' and value.isdigit() and int(value) > limit_bytes:
@@ -132,7 +132,8 @@ class Bodies:
           raise too_large
         if self.held_bytes + len(chunk) > self.max_bytes:
           raise busy(
-            f'bodies of max_unfinished_bytes={self.max_bytes} are arriving; try again'
+            f'bodies of more than max_unfinished_bytes={self.max_bytes} are arriving; '
+            'try again'
           )
         body += chunk
         self.held_bytes += len(chunk)
@@ -160,7 +161,7 @@ class ChatCompletions:
         )
         reading = await stack.enter_async_context(service.read(body))
         respond = self._stream if reading.request.stream else self._answer
-        # What was received and read is given up as soon as the engine has the prompt.
+        # Body and reader are released as soon as the engine has the prompt.
         status = await respond(key, reading, stack.aclose, receive, send)
     except Disconnected:
       status = CLIENT_CLOSED_REQUEST
@@ -184,7 +185,7 @@ class ChatCompletions:
     return 200
 
   async def _stream(self, key, reading, submitted, receive, send) -> int:
-    """Server-sent events. Once begun, an error travels as an event of its own."""
+    """Server-sent events. After the start, an error is sent as an event."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue = asyncio.Queue()
     pending = await self._service.submit(
@@ -215,7 +216,7 @@ class ChatCompletions:
 
 
 class _Watch:
-  """While inside, cancels the engine's work when the client hangs up."""
+  """A context that cancels the engine's work when the client disconnects."""
 
   def __init__(self, receive: Callable, handle):
     self._receive, self._handle = receive, handle
@@ -235,13 +236,13 @@ class _Watch:
 
 
 def _forward(future: concurrent.futures.Future, queue: asyncio.Queue):
-  """Puts the future on the loop's queue once it is done, after tokens put before."""
+  """Puts the future on the queue when it is done, after all of its tokens."""
   loop = asyncio.get_running_loop()
   future.add_done_callback(lambda done: _call_soon(loop, queue.put_nowait, done))
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable, *args):
-  """From the engine's thread; a gateway that has stopped in between hears nothing."""
+  """Calls from the engine's thread; no effect if the gateway has stopped since."""
   with contextlib.suppress(RuntimeError):
     loop.call_soon_threadsafe(function, *args)
 
@@ -266,7 +267,7 @@ async def _send_json(send: Callable, status: int, body: dict):
 
 
 async def _send_events(send: Callable, events: Iterable[str], *, last: bool = False):
-  """Sends server-sent events, one write for all."""
+  """Sends server-sent events in a single write."""
   data = ''.join(f'data: {event}\n\n' for event in events).encode()
   if data or last:
     await send({'type': 'http.response.body', 'body': data, 'more_body': not last})

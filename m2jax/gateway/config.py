@@ -18,44 +18,45 @@ _POSITIVE = (
 
 @dataclasses.dataclass(frozen=True)
 class GatewayConfig:
-  """How the gateway listens, whom it serves and what it assumes.
+  """Settings of the gateway, with the response when a limit is exceeded.
 
   Attributes:
-    model_name: the one model served; requests for another get a 404.
-    host, port: where to listen; port 0 takes a free one.
-    accept_unknown_keys: a key nobody registered opens a session; else it gets a 401.
+    model_name: the model served; requests for another one get a 404.
+    host, port: where to listen; port 0 chooses a free port.
+    accept_unknown_keys: whether an unregistered key opens a session; else it gets a
+      401.
     unknown_key_mode: the mode of such a session, 'training' or 'evaluation'.
-    max_unknown_sessions, max_unknown_bytes: most of them remembered, and what they may
-      keep together; the least recently used is forgotten first.
-    max_session_completions, max_session_bytes: most completions of a session that later
-      requests can extend, and the bytes of token ids and digests kept for that. Beyond,
-      its least recently extended conversation is forgotten: a request that would extend
-      it forks, with the reason 'forgotten'.
-    default_max_tokens: response limit of a request that names none.
-    temperature, top_p, top_k: evaluation defaults (DESIGN §6).
-    max_body_bytes: larger requests get a 413.
-    body_overhead_bytes: what a body may hold beside its prompt. A body larger than this
-      and 6 bytes (JSON's longest spelling of a byte) for each byte of a context full of
-      the tokenizer's longest token gets a 400, code 'context_length_exceeded', before
-      it is read.
-    max_unfinished_bytes: of bodies that arrive or wait to be read, together; beyond, a
+    max_unknown_sessions, max_unknown_bytes: maximum number of such sessions, and their
+      total memory; the least recently used is deleted first.
+    max_session_completions, max_session_bytes: maximum completions of a session that
+      later requests can extend, and the memory for their token ids and digests. Above
+      it, the least recently extended conversation is deleted: a request that would
+      extend it forks, with the reason 'forgotten'.
+    default_max_tokens: response limit of a request without one.
+    temperature, top_p, top_k: defaults for evaluation (DESIGN §6).
+    max_body_bytes: maximum size of a request; 413.
+    body_overhead_bytes: maximum size of a body besides its prompt. A body larger than
+      this plus 6 bytes (JSON's longest encoding of a byte) for each byte of a context
+      full of the tokenizer's longest token gets a 400, code 'context_length_exceeded',
+      before it is read.
+    max_unfinished_bytes: total of the bodies that are arriving or waiting to be read;
       429.
-    max_header_bytes: of the request line and headers, 32 more for each header (as RFC
-      7541 counts); beyond, a 431.
-    max_connections: beyond, the connection that has idled longest is closed, or the new
-      one gets a 503.
-    header_timeout_s, body_timeout_s: for all of a request's headers, from their first
-      byte or the connection's start, and for all of its body; beyond, a 408.
-    write_timeout_s: how long a client may leave more of its response unread than the
-      connection buffers; then it is closed.
-    inline_bytes: larger bodies are read in a process of their own (`readers`).
-    readers: number of such processes.
-    max_waiting_reads: bodies that wait for one; beyond, a 429.
-    read_timeout_s, read_memory_bytes: what one step of reading a body may take: time,
-      and address space beyond what its process has at the start; beyond, a 413.
-    keep_alive_s: how long an idle connection stays open; longer than a tool call runs,
-      so that agents keep theirs.
-    stop_timeout_s: how long `stop` lets requests in flight end.
+    max_header_bytes: of the request line and headers, plus 32 per header (as in RFC
+      7541); 431.
+    max_connections: above it, the connection that has been idle longest is closed, or
+      the new one gets a 503.
+    header_timeout_s, body_timeout_s: for all headers of a request, from their first
+      byte or the start of the connection, and for its whole body; 408.
+    write_timeout_s: how long a client may leave more of a response unread than fits the
+      connection's buffers, before the connection is closed.
+    inline_bytes: larger bodies are read in a separate process (`readers`).
+    readers: number of these processes.
+    max_waiting_reads: maximum bodies waiting for a reader; 429.
+    read_timeout_s, read_memory_bytes: time for one step of reading a body, and address
+      space in addition to that of the process at its start; 413.
+    keep_alive_s: how long an idle connection stays open; longer than a tool call, so
+      that agents keep their connections.
+    stop_timeout_s: time that `stop` gives requests in flight.
   """
 
   model_name: str = 'm2jax'
@@ -93,7 +94,7 @@ class GatewayConfig:
       check(getattr(self, field) > 0, field, 'positive')
     least = self.max_body_bytes
     check(self.max_unfinished_bytes >= least, 'max_unfinished_bytes', f'>= {least}')
-    least = 8 * self.max_body_bytes  # what even a plain text takes to be read
+    least = 8 * self.max_body_bytes  # reading even plain text takes this much
     check(self.read_memory_bytes >= least, 'read_memory_bytes', f'>= {least}')
     check(self.inline_bytes >= 0, 'inline_bytes', 'at least 0')
     check(self.body_overhead_bytes >= 0, 'body_overhead_bytes', 'at least 0')

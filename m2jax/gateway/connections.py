@@ -1,11 +1,11 @@
-"""HTTP connections with bounds: headers, time, idle connections.
+"""HTTP connections with limits on headers, time and idle connections.
 
-uvicorn's httptools connection bounds neither the bytes nor the time of headers and
-bodies, accepts any number of connections (`limit_concurrency` only answers 503 on
-them), and waits without end for a client that does not read. `Connection` adds that. It
-also refuses what makes the parser call back thousands of times for one read of the
-socket, which would hold the loop: bodies in chunks of a few bytes, and many requests
-sent ahead.
+uvicorn's httptools connection limits neither the size nor the time of headers and
+bodies, accepts any number of connections (`limit_concurrency` only answers them with a
+503), and waits forever for a client that does not read. `Connection` adds these limits.
+It also rejects input for which the parser would call back thousands of times per read
+of the socket and block the loop: bodies in chunks of a few bytes, and many pipelined
+requests.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError
 
-# What a header costs beside its bytes (RFC 7541 §4.1).
+# Added to the bytes of a header (RFC 7541 §4.1).
 _HEADER_OVERHEAD_BYTES = 32
 
-# A body may come in this many chunks of any size; in more, they must average
+# A body may have this many chunks of any size; more must have this average size.
 _ANY_CHUNKS = 1000
 _LEAST_CHUNK_BYTES = 32
-# Requests that may wait behind the one being answered.
+# Maximum requests that wait behind the current one.
 _PIPELINED_REQUESTS = 8
-# Of a body that was answered already, dropped before the connection is closed.
+# Bytes of a body discarded after its response, before the connection is closed.
 _UNREAD_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class _Refusal:
-  """An answer that ends a connection.
+class _Rejection:
+  """A response that ends a connection.
 
   Attributes:
-    reason: label of the counter closed_connections_total.
+    reason: label in the counter closed_connections_total.
   """
 
   status: int
@@ -54,33 +54,33 @@ class _Refusal:
 
 
 class Connection(HttpToolsProtocol):
-  """One client's connection.
+  """The connection of a client.
 
-  A timer runs while a request's headers are awaited and one while its body is; both are
-  set when the wait begins and no byte extends them. While a response is under way, what
-  a client sends ahead is not timed: reading pauses after the next request's headers.
+  Headers and body of a request have a timer each, which starts with the wait and is not
+  extended by received bytes. During a response, pipelined requests are not timed:
+  reading pauses after the headers of the next request.
 
   Attributes:
-    idle_since: monotonic time since when it waits for a next request; else None.
+    idle_since: monotonic time since which it waits for the next request; None if busy.
   """
 
   def __init__(self, bounds: GatewayConfig, counters: Counters, **server):
     super().__init__(**server)
     self._bounds = bounds
     self._counters = counters
-    self._refusal: _Refusal | None = None  # sent
-    self._fault: _Refusal | None = None  # found in a callback of the parser
-    self._in_headers = self._in_body = self._heard = False
-    self._header_bytes = 0  # of the complete lines of the present request
-    self._partial_bytes = 0  # fed since the parser last found something
-    self._found = False  # it did, in the data being fed
-    self._chunks = self._body_bytes = 0  # of the present body
-    self._unread_bytes = 0  # of a body whose response is complete already
+    self._rejection: _Rejection | None = None  # sent
+    self._fault: _Rejection | None = None  # found in a callback of the parser
+    self._in_headers = self._in_body = self._received = False
+    self._header_bytes = 0  # of the complete lines of the current request
+    self._partial_bytes = 0  # received since the parser's last callback
+    self._found = False  # whether the current data caused a callback
+    self._chunks = self._body_bytes = 0  # of the current body
+    self._unread_bytes = 0  # of a body whose response is already complete
     self._waits_for: str | None = None
     self._timer = self._write_timer = None
     self.idle_since: float | None = None
 
-  # The connection's life.
+  # Lifecycle.
 
   def connection_made(self, transport):
     super().connection_made(transport)
@@ -88,8 +88,8 @@ class Connection(HttpToolsProtocol):
     if len(self.connections) > limit:
       idle = [c for c in self.connections if c.idle_since is not None]
       if not idle:
-        self._refuse(
-          _Refusal(503, 'connections', f'max_connections={limit} are open; try again')
+        self._reject(
+          _Rejection(503, 'connections', f'max_connections={limit} are open; try again')
         )
         return
       self._counters.add('closed_connections_total', reason='idle')
@@ -105,20 +105,20 @@ class Connection(HttpToolsProtocol):
     super().connection_lost(exc)
 
   def data_received(self, data: bytes):
-    if self._refusal is not None or self.parser is None:
+    if self._rejection is not None or self.parser is None:
       return
-    self._heard, self.idle_since = True, None
+    self._received, self.idle_since = True, None
     self._found = False
     super().data_received(data)
     if self._found:
       self._partial_bytes = 0
-    elif self._refusal is None:  # a header, or a trailer, without an end
+    elif self._rejection is None:  # an incomplete header or trailer
       self._partial_bytes += len(data)
       if self._partial_bytes > self._bounds.max_header_bytes:
-        self._refuse(self._too_many_header_bytes())
+        self._reject(self._too_many_header_bytes())
     self._watch()
 
-  # The parser's callbacks. An exception ends in `send_400_response`.
+  # Callbacks of the parser. An exception leads to `send_400_response`.
 
   def on_message_begin(self):
     super().on_message_begin()
@@ -137,7 +137,7 @@ class Connection(HttpToolsProtocol):
     self._in_headers, self._in_body, self._found = False, True, True
     self._chunks = self._body_bytes = 0
     if len(self.pipeline) >= _PIPELINED_REQUESTS:
-      self._find(400, 'pipelined', f'send at most {_PIPELINED_REQUESTS} requests ahead')
+      self._find(400, 'pipelined', f'pipeline at most {_PIPELINED_REQUESTS} requests')
     super().on_headers_complete()
 
   def on_body(self, body: bytes):
@@ -151,7 +151,7 @@ class Connection(HttpToolsProtocol):
       self._find(400, 'chunks_too_small', 'send the body in chunks of 64 bytes or more')
     super().on_body(body)
     if self.cycle.response_complete:
-      # Read on for a while: a client that still sends would not see the response.
+      # Continue reading for a while: a client that still sends might miss the response.
       self._unread_bytes += len(body)
       if self._unread_bytes > _UNREAD_BYTES:
         self.transport.abort()
@@ -168,11 +168,11 @@ class Connection(HttpToolsProtocol):
     self._watch()
 
   def send_400_response(self, msg: str):
-    self._refuse(self._fault or _Refusal(400, 'invalid_http', msg))
+    self._reject(self._fault or _Rejection(400, 'invalid_http', msg))
 
   def _find(self, status: int, reason: str, message: str):
-    """Ends the parsing; `send_400_response` follows."""
-    self._fault = _Refusal(status, reason, message)
+    """Stops the parser, which then calls `send_400_response`."""
+    self._fault = _Rejection(status, reason, message)
     raise ValueError(reason)
 
   def _count_header_bytes(self, count: int):
@@ -181,15 +181,15 @@ class Connection(HttpToolsProtocol):
       self._fault = self._too_many_header_bytes()
       raise ValueError(self._fault.reason)
 
-  def _too_many_header_bytes(self) -> _Refusal:
+  def _too_many_header_bytes(self) -> _Rejection:
     limit = self._bounds.max_header_bytes
     message = f'the headers are larger than max_header_bytes={limit}'
-    return _Refusal(431, 'headers_too_large', message)
+    return _Rejection(431, 'headers_too_large', message)
 
   # Timers.
 
   def _watch(self):
-    """Sets the timer of what the connection waits for now, if that is new."""
+    """Restarts the timer if the connection now waits for something else."""
     waits_for = self._awaited()
     if waits_for == self._waits_for:
       return
@@ -202,7 +202,7 @@ class Connection(HttpToolsProtocol):
       self._timer = self.loop.call_later(seconds, self._late, waits_for, seconds)
 
   def _awaited(self) -> str | None:
-    if self._refusal is not None or self.transport.is_closing():
+    if self._rejection is not None or self.transport.is_closing():
       return None
     responding = self.cycle is not None and not self.cycle.response_complete
     if self._in_body and not self.pipeline:
@@ -214,7 +214,7 @@ class Connection(HttpToolsProtocol):
   def _late(self, waits_for: str, seconds: float):
     self._timer = None
     message = f'no complete {waits_for} within {waits_for}_timeout_s={seconds:g}'
-    self._refuse(_Refusal(408, f'{waits_for}_timeout', message))
+    self._reject(_Rejection(408, f'{waits_for}_timeout', message))
 
   def pause_writing(self):
     super().pause_writing()
@@ -231,18 +231,18 @@ class Connection(HttpToolsProtocol):
     self._counters.add('closed_connections_total', reason='write_timeout')
     self.transport.abort()
 
-  def _refuse(self, refusal: _Refusal):
-    """Ends the connection, with an answer where none has begun."""
-    if self._refusal is not None:
+  def _reject(self, rejection: _Rejection):
+    """Ends the connection, with a response unless one has started."""
+    if self._rejection is not None:
       return
-    self._refusal = refusal
-    self._counters.add('closed_connections_total', reason=refusal.reason)
-    begun = (
+    self._rejection = rejection
+    self._counters.add('closed_connections_total', reason=rejection.reason)
+    started = (
       self.cycle is not None
       and self.cycle.response_started
       and not (self.cycle.response_complete and (self._in_headers or not self._in_body))
     )
-    if self._heard and not begun or refusal.status == 503:
-      self.transport.write(refusal.response())
+    if self._received and not started or rejection.status == 503:
+      self.transport.write(rejection.response())
     self.transport.close()
     self._watch()

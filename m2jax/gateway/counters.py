@@ -1,4 +1,4 @@
-"""Counters of the gateway as a plain dict, under Prometheus' naming rules."""
+"""Counters of the gateway, with names as in Prometheus."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import collections
 
 
 class Counters:
-  """Counts by name and one label. Written on the gateway's loop, read from anywhere."""
+  """Counts by name and label. Written on the gateway's loop, read from any thread."""
 
   def __init__(self):
     self._counts: collections.Counter[str] = collections.Counter()

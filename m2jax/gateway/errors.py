@@ -1,7 +1,7 @@
-"""Errors of the HTTP dialect: one exception that becomes OpenAI's error object (law 9).
+"""Errors of the HTTP API: an exception that becomes OpenAI's error object (law 9).
 
 Body: `{"error": {"message", "type", "param", "code"}}`; the message names the field,
-says what was wrong and what to do.
+what is wrong with it and what to do.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import functools
 
 
 class ApiError(Exception):
-  """A request that gets an error answer and costs nothing else.
+  """An error response to a request.
 
   Attributes:
     status: HTTP status.
-    message: for a person: what was wrong, where, what to do.
+    message: for people: what is wrong, where, and what to do.
     type: OpenAI's error class, e.g. 'invalid_request_error'.
-    param: the offending field, dotted, e.g. 'messages[2].role'.
-    code: for a program, e.g. 'context_length_exceeded'.
+    param: path of the field, e.g. 'messages[2].role'.
+    code: for programs, e.g. 'context_length_exceeded'.
   """
 
   def __init__(
@@ -36,7 +36,7 @@ class ApiError(Exception):
     self.param = param
     self.code = code
 
-  def __reduce__(self):  # it travels between processes
+  def __reduce__(self):  # reader processes send it
     make = functools.partial(ApiError, type=self.type, param=self.param, code=self.code)
     return make, (self.status, self.message)
 
@@ -53,16 +53,16 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None, code: str | None = None) -> ApiError:
-  """A 400: the request itself is at fault."""
+  """A 400: the request is invalid."""
   where = f'{param}: ' if param else ''
   return ApiError(400, where + message, param=param, code=code)
 
 
 def busy(message: str) -> ApiError:
-  """A 429: the request may be right, but a bound that all requests share is reached."""
+  """A 429: the request may be valid, but a limit of all requests is reached."""
   return ApiError(429, message, type='rate_limit_error', code='gateway_busy')
 
 
 def too_large(message: str) -> ApiError:
-  """A 413: reading the request would take more than the gateway spends on one."""
+  """A 413: reading the request would exceed the limits of a single request."""
   return ApiError(413, message, code='request_too_large')

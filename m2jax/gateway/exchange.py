@@ -1,4 +1,4 @@
-"""One completion on its way through the gateway, and the engine as it needs it."""
+"""Records of a completion in progress, and the engine's interface."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Handle(Protocol):
 
 
 class Engine(Protocol):
-  """What the gateway needs of a rollout engine; `rollout.scheduler` is one.
+  """The interface of a rollout engine, such as `rollout.scheduler`.
 
   Attributes:
     alive: whether requests are being served.
-    context_tokens: most tokens of a prompt and its response.
+    context_tokens: maximum tokens of a prompt and its response together.
   """
 
   alive: bool
@@ -57,7 +57,7 @@ class Pending:
 
   @property
   def call_prefix(self) -> str:
-    """Start of the ids of its tool calls, which no other completion has."""
+    """Prefix of the ids of its tool calls; unique to the completion."""
     return 'call_' + self.id.removeprefix(history.COMPLETION_PREFIX)
 
 
@@ -67,7 +67,7 @@ class Answer:
 
   Attributes:
     message: the OpenAI message.
-    tokens: text of each response token, where logprobs were asked for.
+    tokens: text of each response token, if logprobs were requested.
   """
 
   request: protocol.ChatRequest

@@ -1,4 +1,4 @@
-"""Fields of a request by type, with an error that names them."""
+"""Typed access to the fields of a request; errors name the field."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from m2jax.gateway.errors import invalid
 
 
 def flag(data: dict, field: str) -> bool:
-  """A field that is true or false; absent or null is false."""
+  """A boolean field; absent or null is False."""
   value = data.get(field)
   if value is None:
     return False
@@ -16,7 +16,7 @@ def flag(data: dict, field: str) -> bool:
 
 
 def integer(data: dict, field: str) -> int | None:
-  """A field that is an integer, or None."""
+  """An integer field; absent or null is None."""
   value = data.get(field)
   if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
     raise invalid('must be an integer', field)

@@ -1,9 +1,9 @@
-"""A conversation in comparable form: digests of its messages in place of their text.
+"""Conversations as digests of their messages, for comparison.
 
-Messages are compared by what the template shows of them. A message becomes a record of
-two digests, one of role, content and calls, one of the reasoning, so that a session
-keeps 32 bytes a message whatever the message holds. Call ids are not shown; they decide
-between completions that said the same.
+Messages are compared by what the template renders. The record of a message is two
+digests, one of role, content and calls, one of the reasoning, so that a session stores
+32 bytes per message of any size. Call ids are not rendered; they distinguish
+completions with the same content.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ COMPLETION_PREFIX = 'chatcmpl-'
 
 
 def digest(*parts: bytes) -> bytes:
-  """16 bytes that no other parts give."""
+  """A digest of 16 bytes of the concatenated parts."""
   return hashlib.blake2b(b''.join(parts), digest_size=_DIGEST_BYTES).digest()
 
 
 def record(message: dict) -> bytes:
-  """A message's record; None, '' and absence are the same.
+  """The record of a message; None, '' and absence are equivalent.
 
   Args:
-    message: an OpenAI dict in the form `text.chat` takes.
+    message: an OpenAI dict as for `text.chat`.
   """
   content = message.get('content') or ''
   if isinstance(content, list):
@@ -50,8 +50,8 @@ def record(message: dict) -> bytes:
       if isinstance(arguments, str):
         arguments = json.loads(arguments)
       shown += function['name'], arguments
-  said = digest(json.dumps(shown).encode())
-  return said + (digest(reasoning.encode()) if reasoning else _NO_REASONING)
+  content = digest(json.dumps(shown).encode())
+  return content + (digest(reasoning.encode()) if reasoning else _NO_REASONING)
 
 
 def call_ids(message: dict) -> bytes:
@@ -62,17 +62,16 @@ def call_ids(message: dict) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class History:
-  """A request's messages.
+  """The messages of a request.
 
   Attributes:
-    records: RECORD_BYTES for each message, in order.
+    records: RECORD_BYTES per message, in order.
     roles: the first letter of each message's role.
     last: index of the last assistant message, or −1.
     last_calls: `call_ids` of that message.
-    keeps_prefix: the template writes the messages up to `last` as it wrote them for the
-      completion that answered with `last` (`chat.keeps_prefix`).
-    claims: for each assistant message the id of the completion that its call ids name,
-      or ''.
+    keeps_prefix: whether the template renders the messages up to `last` as it did for
+      the completion that returned `last` (`chat.keeps_prefix`).
+    claims: per assistant message, the id of the completion in its call ids, or ''.
   """
 
   records: bytes
@@ -86,27 +85,27 @@ class History:
     return len(self.roles)
 
   def answers(self) -> Iterator[tuple[str, bytes]]:
-    """Claim and digest of each assistant message, the last first."""
+    """Claim and content digest of each assistant message, the last first."""
     claims = reversed(self.claims)
     for i in range(len(self.roles) - 1, -1, -1):
       if self.roles[i] == 'a':
-        yield next(claims), said(self.records, i)
+        yield next(claims), content_digest(self.records, i)
 
 
-def said(records: bytes, i: int) -> bytes:
+def content_digest(records: bytes, i: int) -> bytes:
   """Digest of message i without its reasoning."""
   at = i * RECORD_BYTES
   return records[at : at + _DIGEST_BYTES]
 
 
 def has_reasoning(records: bytes, i: int) -> bool:
-  """Whether message i came with reasoning."""
+  """Whether message i has reasoning."""
   at = i * RECORD_BYTES
   return records[at + _DIGEST_BYTES : at + RECORD_BYTES] != _NO_REASONING
 
 
 def common(a: bytes, b: bytes) -> int:
-  """The number of first messages that two conversations share."""
+  """The number of leading messages that two conversations share."""
   size = min(len(a), len(b))
   if a[:size] == b[:size]:
     return size // RECORD_BYTES
@@ -115,16 +114,16 @@ def common(a: bytes, b: bytes) -> int:
 
 
 def of(messages: Sequence[dict]) -> History:
-  """The comparable form of a request's checked messages."""
-  said_by = [i for i, m in enumerate(messages) if m['role'] == 'assistant']
-  last = said_by[-1] if said_by else -1
+  """The history of a request's checked messages."""
+  answers = [i for i, m in enumerate(messages) if m['role'] == 'assistant']
+  last = answers[-1] if answers else -1
   return History(
     records=b''.join(map(record, messages)),
     roles=''.join(message['role'][0] for message in messages),
     last=last,
-    last_calls=call_ids(messages[last]) if said_by else b'',
-    keeps_prefix=bool(said_by) and chat.keeps_prefix(messages, last),
-    claims=tuple(_claim(messages[i]) for i in said_by),
+    last_calls=call_ids(messages[last]) if answers else b'',
+    keeps_prefix=bool(answers) and chat.keeps_prefix(messages, last),
+    claims=tuple(_claim(messages[i]) for i in answers),
   )
 
 

@@ -1,11 +1,10 @@
-"""From messages to prompt ids: recorded ids where they hold, the template elsewhere.
+"""Prompt ids of messages, from recorded ids or from the template.
 
-The one place where law 4 is decided. A prompt either starts with the recorded ids of a
-completion, prompt and response, or is the full encoding of its messages with the reason
-why. Nothing in between exists.
+This module implements law 4. A prompt either starts with the recorded ids of a
+completion, prompt and response, or is the full encoding of its messages, with a reason.
 
-`plan` decides, from digests; `encode` then encodes what is new, where the messages are:
-in this process or in a reader's.
+`plan` decides which, by digests; `encode` then encodes the new part in the process that
+has the messages: this one or a reader.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from m2jax.records import Completion
 from m2jax.text import chat, markup
 from m2jax.text import tokenizer as tokenizer_lib
 
-# Follows a response that the engine ended before the model did.
+# Closes a response that the engine ended, not the model.
 _CLOSING = chat.Segment(markup.EOS, special=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-  """What of a request has to be encoded.
+  """The part of a request to encode.
 
   Attributes:
-    after: index of the assistant message whose recorded ids come before it; −1: none,
-      the whole prompt.
-    closing: begin with an end-of-message token.
+    after: index of the assistant message whose recorded ids precede it; −1 for the
+      whole prompt.
+    closing: start with an end-of-message token.
     known_tokens: number of recorded ids before it.
-    context_tokens: what the engine's context holds.
+    context_tokens: size of the engine's context.
   """
 
   after: int
@@ -46,13 +45,13 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-  """Where a request's prompt comes from.
+  """The source of a request's prompt.
 
   Attributes:
     parent: the completion that it extends, or None.
-    follows: id of the completion whose answer its messages show last, or None.
-    fork_reason: a key of sessions.FORK_REASONS where there is no parent, else None.
-    part: what is to be encoded.
+    follows: id of the completion of the last answer in its messages, or None.
+    fork_reason: a key of sessions.FORK_REASONS if there is no parent, else None.
+    part: the part to encode.
   """
 
   parent: sessions.Node | None
@@ -62,8 +61,10 @@ class Plan:
 
   @property
   def closed_by_gateway(self) -> bool:
-    """The parent's response was cut off (by length), so the end-of-message token after
-    it is the gateway's, not the model's."""
+    """Whether the end-of-message token after the parent's response is the gateway's.
+
+    This is the case if the response was truncated by its length.
+    """
     return self.part.closing
 
   def prompt_ids(self, encoded: np.ndarray) -> np.ndarray:
@@ -78,11 +79,11 @@ class Plan:
     *,
     closed: bool,
   ) -> sessions.Node:
-    """What the session keeps of the completion.
+    """The node of the completion in its session.
 
     Args:
-      message: what the client was given, as an OpenAI dict.
-      closed: the response ends with the end-of-message token.
+      message: the OpenAI message that the client received.
+      closed: whether the response ends with the end-of-message token.
     """
     history = request.history
     known = self.part.known_tokens
@@ -100,7 +101,7 @@ class Plan:
 def plan(
   session: sessions.Session, request: protocol.ChatRequest, context_tokens: int
 ) -> Plan:
-  """Finds what a request extends, or why it forks; changes nothing."""
+  """Finds the completion that a request extends, or why it forks. No side effects."""
   history, tools = request.history, request.tools_digest
   node = session.find(tools, history)
   if node is not None and history.keeps_prefix:
@@ -120,8 +121,8 @@ def encode(
   """Encodes a part of a request.
 
   Raises:
-    ApiError: 400, the template cannot express the messages; or their bytes alone take
-      more tokens than the context has left, found before anything is encoded.
+    ApiError: 400, the template cannot express the messages, or a lower bound from
+      their bytes shows before encoding that the context is too short.
   """
   try:
     if part.after < 0:

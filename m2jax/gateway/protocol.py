@@ -1,25 +1,24 @@
-"""OpenAI chat-completions requests, checked by hand and turned into plain records.
+"""Validates OpenAI chat-completions requests and converts them to plain records.
 
-Source: the traffic of real agents (facts/pipelines.md §2). Parsing is by hand, not by
-pydantic models: this runs once per completion on a core that the engine needs.
+Source: the traffic of real agents (facts/pipelines.md §2). Validation is by hand rather
+than by pydantic models: it runs once per completion, on a CPU that the engine needs.
 
-What becomes of each field:
+Treatment of each field:
 - used: model, messages, tools, max_completion_tokens (or max_tokens), stream,
   stream_options.include_usage, logprobs (not with stream), tool_choice 'auto' and
-  'none' ('none' leaves the tools out of the prompt);
+  'none' ('none' omits the tools from the prompt);
 - sampling (temperature, top_p, top_k, seed, frequency_penalty, presence_penalty,
   repetition_penalty, min_p, logit_bias): overridden and counted in a training session
-  (law 4; a seed would make the samples of a group repeat one another); in an
-  evaluation session temperature, top_p, top_k and seed are honoured and the others must
-  be neutral;
-- refused, because ignoring them would answer another question: n other than 1, stop,
+  (law 4; a seed would make the samples of a group identical); in an evaluation session
+  temperature, top_p, top_k and seed are honoured and the others must be neutral;
+- rejected, because ignoring them would change the meaning: n other than 1, stop,
   response_format other than text, top_logprobs, functions, function_call, audio, image
   or other non-text content;
 - accepted as 'auto' and counted: tool_choice 'required' or a named function (the engine
   does not constrain its output);
-- ignored: everything else, as real agents send many fields of their own.
+- ignored: all others, because real agents send many additional fields.
 
-Every field, ignored ones too, must be JSON that the rest can digest (`strict_json`).
+All fields, including ignored ones, must be JSON that `strict_json` accepts.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ from m2jax.gateway.errors import ApiError, invalid
 from m2jax.gateway.fields import flag, integer
 from m2jax.text import strict_json
 
-# One encoder for all: json.dumps with an option makes a new one per call.
+# Created once: json.dumps with options creates an encoder on every call.
 dumps = json.JSONEncoder(ensure_ascii=False).encode
 
 ROLES = ('system', 'user', 'assistant', 'tool')
 _NAME = re.compile(r'[A-Za-z0-9_.-]{1,64}')
 
-# The least that the template writes for a message, call, argument or tool.
+# Minimum bytes that the template renders per message, call, argument or tool.
 _PART_BYTES = len('<tool></tool>')
-_REFUSED = ('stop', 'functions', 'function_call', 'audio', 'top_logprobs')
+_UNSUPPORTED = ('stop', 'functions', 'function_call', 'audio', 'top_logprobs')
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatRequest:
-  """One checked request, but for the text of its messages.
+  """A checked request, without the text of its messages.
 
   Attributes:
-    model: the model asked for.
-    history: its messages in comparable form.
-    tools: OpenAI tool dicts, or None when there are none.
-    tools_digest: b'' when there are none: equal iff the prompt's tools are.
-    max_tokens: response limit asked for, or None.
-    sampling: the sampling fields present and not null, as sent.
+    model: the requested model.
+    history: digests of its messages.
+    tools: OpenAI tool dicts, or None if there are none.
+    tools_digest: equal iff the prompt's tools are; b'' without tools.
+    max_tokens: requested response limit, or None.
+    sampling: the sampling fields that are present and not null, as sent.
     stream, include_usage, logprobs: as OpenAI defines them.
     ignored: names of fields accepted without effect that are worth counting.
   """
@@ -77,11 +76,11 @@ def parse_request(body: bytes | bytearray | str) -> tuple[ChatRequest, list[dict
   """Checks a request body.
 
   Returns:
-    The request, and its messages: OpenAI dicts in the form `text.chat` takes;
-    'developer' became 'system', call arguments became objects.
+    The request, and its messages: OpenAI dicts as for `text.chat`, with 'developer'
+    replaced by 'system' and the arguments of calls as objects.
 
   Raises:
-    ApiError: 400 naming the field at fault.
+    ApiError: 400, which names the invalid field.
   """
   try:
     data = strict_json.loads(body)
@@ -98,9 +97,9 @@ def _checked(data: dict) -> tuple[ChatRequest, list[dict]]:
   model = data.get('model')
   if not isinstance(model, str):
     raise invalid('must be a string', 'model')
-  for field in _REFUSED:
+  for field in _UNSUPPORTED:
     if data.get(field) not in (None, [], '', {}, 0, False):
-      raise invalid('is not supported; leave it out', field, 'unsupported_parameter')
+      raise invalid('is not supported; omit it', field, 'unsupported_parameter')
   if data.get('n') not in (None, 1):
     raise invalid('must be 1; send n requests instead', 'n', 'unsupported_parameter')
   response_format = data.get('response_format')
@@ -141,9 +140,9 @@ def check_count(
   context_tokens: int,
   longest_token_bytes: int,
 ) -> None:
-  """Refuses more messages, calls, arguments and tools than any context can show.
+  """Rejects more messages, calls, arguments and tools than fit into the context.
 
-  The template writes at least _PART_BYTES for each, so no text needs to be looked at.
+  The template renders at least _PART_BYTES for each, so that no text is inspected.
 
   Raises:
     ApiError: 400.
@@ -161,9 +160,9 @@ def check_count(
 
 
 def too_long(what: str, context_tokens: int) -> ApiError:
-  """The error of a prompt that cannot fit the context, whatever its tokens are."""
+  """The error of a prompt that cannot fit into the context."""
   return invalid(
-    f'{what}; the context holds {context_tokens} tokens: send less',
+    f'{what}; the context holds {context_tokens} tokens: shorten the messages',
     'messages',
     'context_length_exceeded',
   )
@@ -186,7 +185,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _content(value: Any, where: str, *, keep_parts: bool) -> str | list[dict]:
-  """A message's text; of a tool message the parts stay, as the template shows them."""
+  """A message's text; or its parts, which the template renders for tool messages."""
   if value is None:
     return ''
   if isinstance(value, str):
@@ -299,7 +298,7 @@ def _tools(value: Any) -> list[dict] | None:
 
 
 def _schema(schema: Any, where: str):
-  """An object schema, as far as the tool-call parser reads it."""
+  """Checks what the tool-call parser uses of an object schema."""
   if not isinstance(schema, dict):
     raise invalid('must be a JSON schema object', where)
   if schema.get('type', 'object') != 'object':

@@ -1,12 +1,12 @@
-"""The process in which large requests are read: parsed, checked and encoded.
+"""A process that parses, checks and encodes large requests.
 
-JSON and tokenizer hold Python's lock while they work, so in the gateway's own process a
-large request would stop the event loop and the engine. Here it stops nobody, runs at a
-low priority, and a limit on the address space bounds what it can take.
+JSON and tokenizer hold Python's global lock, so that a large request in the gateway's
+process would block the event loop and the engine. A separate process does not block
+them, runs at a low priority, and has a limit on its address space.
 
-The parent sends pickled frames on stdin, first a Setup, then one of Read and Encode at
-a time, and gets one back for each: ('ok', value), ('refused', ApiError) or ('failed',
-text). Started by `readers`; it ends with its stdin.
+The parent sends pickled frames on stdin, first a Setup, then one Read or Encode at a
+time, and receives a frame for each: ('ok', value), ('rejected', ApiError) or ('failed',
+text). `readers` starts the process, which exits when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from m2jax.text.tokenizer import Tokenizer
 
 _LENGTH = struct.Struct('<Q')
 _NICE = 5
-# Of a tokenizer that does not know: of large vocabularies, a line of blanks or dashes.
+# If the tokenizer has no bound. Large vocabularies have lines of blanks or dashes.
 _LONGEST_TOKEN_BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-  """What a reader works with.
+  """Settings of a reader.
 
   Attributes:
     tokenizer: the tokenizer as JSON (`Tokenizer.to_json`).
-    context_tokens: what the engine's context holds.
-    memory_bytes: most address space beyond what the process has before its first
-      request.
+    context_tokens: size of the engine's context.
+    memory_bytes: maximum address space in addition to that of the process before its
+      first request.
   """
 
   tokenizer: str
@@ -51,14 +51,14 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-  """Asks for the ChatRequest of a body, which the reader remembers."""
+  """Requests the ChatRequest of a body, which the reader keeps."""
 
   body: bytearray
 
 
 @dataclasses.dataclass(frozen=True)
 class Encode:
-  """Asks for the token ids of a part of the request read last."""
+  """Requests the token ids of a part of the latest request."""
 
   part: prompts.Part
 
@@ -72,7 +72,7 @@ def send(stream: BinaryIO, value: Any) -> None:
 
 
 def receive(stream: BinaryIO) -> Any:
-  """Reads one frame. Raises EOFError when the other side is gone."""
+  """Reads one frame. Raises EOFError if the other side has closed the stream."""
   head = stream.read(_LENGTH.size)
   if len(head) < _LENGTH.size:
     raise EOFError
@@ -113,7 +113,7 @@ def main():
   """Serves the parent until it closes the pipe."""
   stdin = os.fdopen(os.dup(0), 'rb')
   stdout = os.fdopen(os.dup(1), 'wb')
-  os.dup2(2, 1)  # whatever prints must not end up between frames
+  os.dup2(2, 1)  # printed text must not go between the frames
   setup = receive(stdin)
   reader = _Reader(setup)
   limit = _address_space_bytes() + setup.memory_bytes
@@ -126,9 +126,9 @@ def main():
       try:
         reply = 'ok', reader.answer(receive(stdin))
       except ApiError as error:
-        reply = 'refused', error
+        reply = 'rejected', error
       except MemoryError:
-        reply = 'refused', too_large('reading the request takes too much memory')
+        reply = 'rejected', too_large('reading the request takes too much memory')
       except EOFError:
         raise
       except Exception as error:

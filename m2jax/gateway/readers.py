@@ -1,7 +1,8 @@
-"""Reads requests: small ones on the gateway's loop, large ones in reader processes.
+"""Reads small requests on the gateway's loop and large ones in reader processes.
 
-`Readers.read` gives a Reading: the checked request, and a way to encode what of it a
-plan needs. Both ways run the same code (`protocol.parse_request`, `prompts.encode`).
+`Readers.read` gives a Reading: the checked request, and a method that encodes the part
+that a plan needs. Both kinds run the same code (`protocol.parse_request`,
+`prompts.encode`).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from m2jax.gateway.reader_process import Encode, Read, Setup, receive, send
 from m2jax.text.tokenizer import Tokenizer
 
 _START_TIMEOUT_S = 60.0
-# The child finds this package where the parent did, however that was started.
+# The child imports this package from the same path as the parent.
 _MAIN = (
   'import json, sys; sys.path[:] = json.loads(sys.argv[1]); '
   'from m2jax.gateway import reader_process; reader_process.main()'
 )
-# A thread a core would cost each reader start-up time and memory, and gain it nothing.
+# A thread per CPU would cost each reader start-up time and memory without benefit.
 _ONE_THREAD = {
   'OMP_NUM_THREADS': '1',
   'OPENBLAS_NUM_THREADS': '1',
@@ -41,7 +42,7 @@ _ONE_THREAD = {
 
 
 class Reading(Protocol):
-  """A request as read.
+  """A request that has been read.
 
   Attributes:
     request: the checked request.
@@ -54,7 +55,7 @@ class Reading(Protocol):
 
 
 class _Inline:
-  """A reading on the loop."""
+  """A request that was read on the loop."""
 
   def __init__(self, body: bytearray, tokenizer: Tokenizer):
     self.request, self._messages = protocol.parse_request(body)
@@ -65,7 +66,7 @@ class _Inline:
 
 
 class _Remote:
-  """A reading in a reader process."""
+  """A request that was read in a reader process."""
 
   def __init__(self, readers: Readers, process: _Process, request):
     self._readers, self._process = readers, process
@@ -76,26 +77,26 @@ class _Remote:
 
 
 class Readers:
-  """The ways to read a request. Used on the gateway's loop only, but for `close`."""
+  """Reads requests. All methods except `close` run on the gateway's loop."""
 
   def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, context_tokens: int):
     self._config = config
     self._tokenizer = tokenizer
-    # Made once: for a large vocabulary it takes a while.
+    # Created once: it is slow for a large vocabulary.
     self._setup = Setup(tokenizer.to_json(), context_tokens, config.read_memory_bytes)
     self._threads: concurrent.futures.Executor | None = None
-    # Processes are started when the first large request comes.
+    # Processes start with the first large request.
     self._processes = [_Process() for _ in range(config.readers)]
     self._idle = list(self._processes)
     self._waiting: list[asyncio.Future] = []
 
   @contextlib.asynccontextmanager
   async def read(self, body: bytearray) -> AsyncIterator[Reading]:
-    """Reads a body; the reading holds inside the context.
+    """Reads a body; the reading is valid inside the context.
 
     Raises:
-      ApiError: 400 for a fault in the body; 413 where reading it takes more time or
-        memory than the settings allow; 429 where too many wait to be read.
+      ApiError: 400 if the body is invalid; 413 if reading it takes more time or memory
+        than the settings allow; 429 if too many bodies are waiting.
     """
     if len(body) <= self._config.inline_bytes:
       yield _Inline(body, self._tokenizer)
@@ -108,7 +109,7 @@ class Readers:
       self._give_back(process)
 
   async def ask(self, process: _Process, command: Read | Encode) -> Any:
-    """A process's answer. On cancellation the process ends."""
+    """Returns a process's reply. Cancellation kills the process."""
     if self._threads is None:
       self._threads = concurrent.futures.ThreadPoolExecutor(
         self._config.readers, 'readers'
@@ -124,7 +125,7 @@ class Readers:
       raise
 
   def close(self):
-    """Ends the processes; a later request starts them again."""
+    """Kills the processes; a later request starts them again."""
     for process in self._processes:
       process.kill()
     if self._threads is not None:
@@ -136,8 +137,8 @@ class Readers:
       return self._idle.pop()
     if len(self._waiting) >= self._config.max_waiting_reads:
       raise busy(
-        f'max_waiting_reads={self._config.max_waiting_reads} large requests wait to be '
-        'read; try again'
+        f'max_waiting_reads={self._config.max_waiting_reads} large requests are '
+        'waiting to be read; try again'
       )
     turn = asyncio.get_running_loop().create_future()
     self._waiting.append(turn)
@@ -160,16 +161,16 @@ class Readers:
 
 
 class _Process:
-  """A reader process, started when needed and again after its end."""
+  """A reader process, started on demand and restarted after its exit."""
 
   def __init__(self):
     self._child: subprocess.Popen | None = None
 
   def ask(self, setup: Setup, command: Read | Encode, timeout_s: float) -> Any:
-    """Blocks until the answer. Raises ApiError, or RuntimeError for a fault of ours."""
+    """Blocks until the reply. Raises ApiError, or RuntimeError for internal errors."""
     if self._child is None or self._child.poll() is not None:
       if isinstance(command, Encode):
-        raise RuntimeError('the reader process ended between two steps of a request')
+        raise RuntimeError('the reader process exited between two steps of a request')
       self._child = self._start(setup)
     child = self._child
     late = threading.Event()
@@ -189,21 +190,21 @@ class _Process:
         raise too_large(
           f'reading the request takes more than read_timeout_s={timeout_s:g}: send less'
         ) from None
-      logging.warning('gateway: a reader process ended, code %s', child.returncode)
+      logging.warning('gateway: a reader process exited with code %s', child.returncode)
       raise too_large(
-        'reading the request takes more than read_memory_bytes, or ended the process '
-        'that read it: send less'
+        'reading the request takes more than read_memory_bytes, or crashed the reader: '
+        'send less'
       ) from None
     finally:
       timer.cancel()
-    if kind == 'refused':
+    if kind == 'rejected':
       raise value
     if kind == 'failed':
       raise RuntimeError(f'a reader process failed: {value}')
     return value
 
   def kill(self):
-    """Ends the process; from any thread. A later `ask` starts another."""
+    """Kills the process, from any thread. A later `ask` starts a new one."""
     child, self._child = self._child, None
     if child is not None:
       _end(child)
@@ -223,7 +224,7 @@ class _Process:
       receive(child.stdout)
     except (EOFError, OSError) as error:
       _end(child)
-      raise RuntimeError('a reader process does not start; see stderr') from error
+      raise RuntimeError('a reader process did not start; see stderr') from error
     finally:
       timer.cancel()
     return child
@@ -233,5 +234,5 @@ def _end(child: subprocess.Popen):
   child.kill()
   child.wait()
   for stream in (child.stdin, child.stdout):
-    with contextlib.suppress(OSError):  # what was not written yet is lost
+    with contextlib.suppress(OSError):  # unwritten data are lost
       stream.close()

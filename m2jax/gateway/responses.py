@@ -1,11 +1,10 @@
 """Responses to the client: OpenAI's response object and its stream of chunks.
 
-Reasoning travels as `reasoning_content`, in messages and in deltas; echoed back it is
-part of the history (facts/m2-and-forge.md §2.1). A tool call the parser could not read
-is no `tool_calls` entry; its markup is shown in `content`, so that an agent can see
-what happened. A call that the model quotes looks the same there; which of the two it
-is, `parse_status` tells beside `finish_reason`: a field of our own, the parser's
-verdict (`parsing.Status`).
+Reasoning is `reasoning_content`, in messages and in deltas; a client that sends it back
+makes it part of the history (facts/m2-and-forge.md §2.1). A tool call that the parser
+cannot read is not in `tool_calls`; its markup is in `content`, so that an agent can see
+it. A call that the model quotes looks the same; the additional field `parse_status`,
+next to `finish_reason`, distinguishes the two (`parsing.Status`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def message(parsed: chat.Message, call_prefix: str) -> dict:
   """A parsed response as an OpenAI message.
 
   Args:
-    call_prefix: makes the calls' ids: '{call_prefix}_{index}'.
+    call_prefix: the ids of the calls are '{call_prefix}_{index}'.
   """
   message = parsed.to_openai()
   message['content'] = (parsed.content + broken_text(parsed)) or message['content']
@@ -34,7 +33,7 @@ def message(parsed: chat.Message, call_prefix: str) -> dict:
 
 
 def broken_text(parsed: chat.Message) -> str:
-  """The tool-call markup as generated, where it held no call that could be read."""
+  """The generated tool-call markup, if no call in it could be read."""
   if parsed.tool_calls or not parsed.broken_calls:
     return ''
   return ('\n' if parsed.content else '') + parsed.call_text
@@ -75,7 +74,7 @@ def completion(answer: Answer) -> dict[str, Any]:
 
 
 def finish_reason(answer: Answer) -> str:
-  """OpenAI's: 'length', 'tool_calls' or 'stop'."""
+  """OpenAI's finish reason: 'length', 'tool_calls' or 'stop'."""
   reason = answer.completion.finish_reason
   if reason == 'stop' and answer.message.get('tool_calls'):
     return 'tool_calls'
@@ -83,7 +82,7 @@ def finish_reason(answer: Answer) -> str:
 
 
 def usage(answer: Answer) -> dict[str, int]:
-  """Token counts, as fed and as sampled."""
+  """Numbers of prompt and sampled tokens."""
   prompt = len(answer.completion.prompt_ids)
   response = len(answer.completion.response_ids)
   return {
@@ -94,9 +93,9 @@ def usage(answer: Answer) -> dict[str, int]:
 
 
 class Stream:
-  """Chunks of one streamed completion; each method gives JSON texts to send.
+  """Chunks of a streamed completion; each method returns JSON texts to send.
 
-  What the deltas add up to is the message that is recorded: one parser makes both.
+  The deltas add up to the recorded message, because both come from the same parser.
   """
 
   def __init__(self, pending: Pending, tokenizer: tokenizer_lib.Tokenizer):
@@ -111,12 +110,12 @@ class Stream:
     return [self._chunk({'role': 'assistant', 'content': ''})]
 
   def feed(self, tokens: Sequence[int]) -> list[str]:
-    """Chunks for new tokens; none while they may still be markup."""
+    """Chunks for new tokens; none as long as they may be markup."""
     self._tokens += len(tokens)
     return self._deltas(self._parser.feed(self._detokenizer.push(tokens)))
 
   def end(self, answer: Answer) -> list[str]:
-    """What waited, the finish reason and, if asked for, the usage."""
+    """The remaining text, the finish reason and, if requested, the usage."""
     events = self.feed(answer.completion.response_ids[self._tokens :].tolist())
     deltas = self._parser.feed(self._detokenizer.flush()) + self._parser.finish()
     events += self._deltas(deltas)

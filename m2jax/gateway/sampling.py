@@ -1,8 +1,8 @@
-"""The sampling fields of a request: which are honoured, overridden and refused.
+"""The sampling fields of a request: which are honoured, overridden or rejected.
 
-A training session samples the untruncated temperature-1 distribution, whatever was
-asked (law 4), from the engine's own stream: a seed would make the samples of a group
-repeat one another. An evaluation session is sampled as asked, as far as the engine can.
+A training session always samples the untruncated temperature-1 distribution (law 4),
+from the engine's random stream: a seed would make the samples of a group identical. An
+evaluation session samples as requested, as far as the engine supports it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from m2jax.gateway.errors import invalid
 from m2jax.gateway.fields import integer
 from m2jax.rollout.api import SamplingParams
 
-# Sampling fields the engine lacks, with the value that means "off".
+# Sampling fields that the engine lacks, with the value that means "off".
 _UNSUPPORTED = {
   'frequency_penalty': 0,
   'presence_penalty': 0,
@@ -24,7 +24,7 @@ _UNSUPPORTED = {
 
 
 def read(data: dict) -> dict[str, Any]:
-  """The sampling fields that are present, range-checked."""
+  """The sampling fields that are present; checks their ranges."""
   found: dict[str, Any] = {}
   bounds = {
     'temperature': (0, 2),
@@ -41,7 +41,7 @@ def read(data: dict) -> dict[str, Any]:
     if isinstance(value, bool) or not isinstance(value, int | float):
       raise invalid('must be a number', field)
     if not low <= value <= high or (field == 'top_p' and value == 0):
-      raise invalid(f'must lie between {low} and {high}, not {value}', field)
+      raise invalid(f'must be between {low} and {high}, not {value}', field)
     found[field] = value
   top_k = integer(data, 'top_k')
   if top_k is not None:
@@ -54,7 +54,7 @@ def read(data: dict) -> dict[str, Any]:
   logit_bias = data.get('logit_bias')
   if logit_bias is not None:
     if not isinstance(logit_bias, dict):
-      raise invalid('must be an object of token id to bias', 'logit_bias')
+      raise invalid('must be an object from token id to bias', 'logit_bias')
     found['logit_bias'] = logit_bias
   return found
 
@@ -68,20 +68,20 @@ def params(
   stop_ids: tuple[int, ...],
   defaults: tuple[float, float, int],
 ) -> tuple[SamplingParams, tuple[str, ...]]:
-  """How the engine samples, and the fields that were overridden.
+  """The engine's sampling parameters, and the overridden fields.
 
-  A field that asks for what a training session does anyway is no override.
+  A field with the value that a training session uses anyway does not count.
 
   Args:
-    asked: as `read` gives it.
+    asked: sampling fields, from `read`.
     asked_tokens: response limit of the request, or None.
-    training: the session's mode.
-    max_tokens: limit when the request has none.
+    training: whether the session is of that mode.
+    max_tokens: limit of requests without one.
     stop_ids: ids that end a message.
-    defaults: temperature, top_p and top_k of evaluation where the request is silent.
+    defaults: temperature, top_p and top_k for evaluation requests without them.
 
   Raises:
-    ApiError: 400, in evaluation, for a sampling field the engine cannot honour.
+    ApiError: 400, in evaluation, for a sampling field that the engine lacks.
   """
   if asked_tokens is not None:
     max_tokens = asked_tokens
@@ -92,7 +92,7 @@ def params(
   for name, off in _UNSUPPORTED.items():
     if name in asked and asked[name] != off:
       raise invalid(
-        f'the engine cannot apply it; leave it out or send {off}',
+        f'the engine does not support it; omit it or send {off}',
         name,
         'unsupported_parameter',
       )

@@ -1,4 +1,4 @@
-"""The gateway as one object: uvicorn in a thread of its own, in the engine's process.
+"""The gateway as an object: uvicorn in a thread of the engine's process.
 
 gateway = Gateway(GatewayConfig(), tokenizer, scheduler, pool.record)
 gateway.start()
@@ -28,16 +28,16 @@ from m2jax.records import Completion
 from m2jax.text.tokenizer import Tokenizer
 
 _START_TIMEOUT_S = 30.0
-# What the process opens beside connections: checkpoints, database, pipes.
+# Files besides connections: checkpoints, database, pipes.
 _OTHER_FILES = 128
 
 
 class Gateway:
-  """Serves one engine to any number of agents.
+  """Serves an engine to any number of agents.
 
   Attributes:
     sessions: `open(key, mode)` and `close(key)`, from any thread.
-    base_url: 'http://host:port/v1', once started.
+    base_url: 'http://host:port/v1', after the start.
   """
 
   def __init__(
@@ -47,10 +47,10 @@ class Gateway:
     engine: Engine,
     record: Callable[[Completion], None],
   ):
-    """Builds the server; nothing listens yet.
+    """Builds the server; `start` starts it.
 
     Args:
-      record: takes every finished completion before its response is sent, on the
+      record: called with every finished completion before its response is sent, on the
         gateway's thread: it must return fast. If it raises, the client gets a 500.
     """
     self._config = config
@@ -67,10 +67,10 @@ class Gateway:
     self._socket: socket.socket | None = None
 
   def start(self) -> Gateway:
-    """Listens; returns when requests are answered.
+    """Starts listening; returns when the server is ready.
 
     Raises:
-      OSError: the port is taken or the host is not ours.
+      OSError: the port is in use, or the host is not an address of this machine.
     """
     config = self._config
     if self._thread is not None:
@@ -78,8 +78,8 @@ class Gateway:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < config.max_connections + _OTHER_FILES:
       logging.warning(
-        'gateway: max_connections=%d is not enforced: this process may open %d files; '
-        'raise `ulimit -n`, or lower it',
+        'gateway: max_connections=%d is not enforced, because this process may open '
+        'only %d files: raise `ulimit -n`, or lower max_connections',
         config.max_connections,
         files,
       )
@@ -115,7 +115,7 @@ class Gateway:
     return self
 
   def stop(self):
-    """Gives requests in flight `stop_timeout_s` to end, then closes connections."""
+    """Waits up to `stop_timeout_s` for requests in flight, then closes connections."""
     if self._thread is None:
       return
     self._server.should_exit = True
@@ -126,7 +126,7 @@ class Gateway:
 
   @property
   def base_url(self) -> str:
-    """What an OpenAI client takes as its base URL."""
+    """The base URL for OpenAI clients."""
     if self._socket is None:
       raise RuntimeError('the gateway is not running: start it first')
     host, port = self._socket.getsockname()[:2]
@@ -138,8 +138,8 @@ class Gateway:
     Names: requests_total{status}, completions_total{finish_reason},
     parsed_total{status}, extensions_total, forks_total{reason},
     closed_by_gateway_total, overrides_total{field}, ignored_total{field},
-    prompt_tokens_total, response_tokens_total, closed_connections_total{reason}. A
-    request that reached the engine is one extension or one fork.
+    prompt_tokens_total, response_tokens_total, closed_connections_total{reason}.
+    Each request that reached the engine is an extension or a fork.
     """
     return self._service.counters.as_dict()
 

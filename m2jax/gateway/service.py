@@ -1,7 +1,7 @@
-"""From a checked request to a recorded completion: prompt, engine, parse, record.
+"""Computes and records the completion of a checked request.
 
-`submit` and `finish` run on the gateway's loop; between them the engine works. What the
-engine sampled is recorded before any of it counts as answered (law 4).
+`submit` and `finish` run on the gateway's loop; the engine works between them. Sampled
+tokens are recorded before the response is complete (law 4).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from m2jax.rollout.api import GenerateRequest, GenerateResult, PromptTooLong
 from m2jax.text import chat
 from m2jax.text import tokenizer as tokenizer_lib
 
-# JSON's longest spelling of one byte of text: an ASCII character as \u0041.
+# JSON's longest encoding of one byte of text: an ASCII character as \u0041.
 _JSON_BYTES = 6
 
 
 class ChatService:
-  """Completions for sessions, from an engine, into `record`.
+  """Completions of an engine for sessions, passed to `record`.
 
   Attributes:
-    config, tokenizer, sessions, counters: as given.
+    config, tokenizer, sessions: as passed. counters: of this service.
   """
 
   def __init__(
@@ -70,12 +70,12 @@ class ChatService:
     return self._readers.read(body)
 
   def close(self):
-    """Ends the processes that read requests; they start again when needed."""
+    """Kills the reader processes; they restart on demand."""
     self._readers.close()
 
   @property
   def body_limit(self) -> tuple[int, ApiError]:
-    """The most bytes of a body, and the error of a larger one."""
+    """The maximum bytes of a body, and the error of a larger one."""
     config, longest = self.config, self.tokenizer.longest_token_bytes
     if longest is not None:
       prompt_bytes = _JSON_BYTES * longest * self._context_tokens
@@ -87,7 +87,7 @@ class ChatService:
     return limit, too_large(f'the body is larger than max_body_bytes={limit}')
 
   def health(self) -> tuple[bool, dict[str, Any]]:
-    """Whether the engine works, and its figures."""
+    """Whether the engine is running, and its statistics."""
     try:
       stats = self._engine.stats()
     except Exception as error:
@@ -100,15 +100,16 @@ class ChatService:
     reading: readers.Reading,
     on_tokens: Callable[[Sequence[int]], None] | None = None,
   ) -> Pending:
-    """Builds the prompt and hands it to the engine; an unknown key's session is kept
-    from here on.
+    """Builds the prompt and submits it to the engine.
+
+    From here on the session of an unknown key is stored.
 
     Args:
-      key: the session's.
+      key: of the session.
 
     Raises:
-      ApiError: 401 unknown key, 404 unknown model, 400 bad messages or a prompt too
-        long, 503 no engine.
+      ApiError: 401 unknown key, 404 unknown model, 400 invalid messages or a prompt
+        that is too long, 503 no engine.
     """
     request = reading.request
     session = self.sessions.find(key)
@@ -153,16 +154,16 @@ class ChatService:
   def finish(
     self, pending: Pending, future: concurrent.futures.Future[GenerateResult]
   ) -> Answer | None:
-    """Records a finished completion; None when it was cancelled.
+    """Records a finished completion; returns None if it was cancelled.
 
-    A cancelled completion is recorded too if it has tokens, but nothing can extend it.
+    A cancelled completion with tokens is recorded too, but cannot be extended.
 
     Raises:
-      ApiError: 503, the engine failed; nothing is recorded then.
+      ApiError: 503, the engine failed, and nothing is recorded.
     """
     try:
       result = future.result()
-    except BaseException as error:  # CancelledError is none of Exception's
+    except BaseException as error:  # CancelledError is not an Exception
       raise _engine_down(error) from error
     session, plan, request = pending.session, pending.plan, pending.request
     parsed = chat.parse(
@@ -224,7 +225,7 @@ class ChatService:
 
 
 def _engine_down(error: BaseException) -> ApiError:
-  logging.error('gateway: the engine refused or failed: %r', error)
+  logging.error('gateway: the engine failed: %r', error)
   return ApiError(
     503,
     f'the engine is not available: {error}',

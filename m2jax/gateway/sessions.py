@@ -1,16 +1,14 @@
 """Sessions: one per API key, each a forest of recorded completions (law 4).
 
-A request extends a recorded completion when its history up to the last assistant
-message is the history that completion answered plus the answer the client was given,
-under the same tools, and the template writes that history as before. Its prompt is then
-the recorded ids, the recorded response ids and the encoding of what the template adds
-after them. Any other request forks: its prompt is the full encoding, and a reason is
-counted.
+A request extends a recorded completion if its tools are the same, its messages up to
+the last assistant message are the messages of that completion plus its answer, and the
+template renders them as before. Its prompt is then the recorded prompt and response
+ids, and the encoding of what follows. Any other request forks: its prompt is the full
+encoding of its messages, and its reason is counted.
 
-What a session keeps is what that takes: of each completion the token ids that it adds
-to its parent's, 32 bytes a message (`history`) and a few digests. Prompts and texts are
-not kept. `Limits` bound it; beyond them the least recently extended conversation is
-forgotten.
+A session stores only what this needs: the token ids that each completion adds to its
+parent, 32 bytes per message (`history`) and a few digests, but no texts. `Limits` bound
+its size; above them the least recently extended conversation is deleted.
 """
 
 from __future__ import annotations
@@ -25,33 +23,33 @@ from m2jax.gateway import history as history_lib
 from m2jax.gateway.errors import ApiError
 from m2jax.gateway.history import History
 
-# Why a request did not extend a recorded completion. Each is a counter.
+# Reasons why a request does not extend a recorded completion. Each has a counter.
 FORK_REASONS = {
   'first': 'the session had no completions yet',
-  'new_conversation': 'another first message: a sub-agent, or a new start',
+  'new_conversation': 'a different first message: a sub-agent, or a restart',
   'resampled': 'a recorded request was sent again',
   'system_changed': 'the system message differs',
   'tools_changed': 'the tools differ',
   'reasoning_dropped': 'an assistant message came back without its reasoning',
   'assistant_edited': 'an assistant message differs from what was returned',
-  'thinking_closed': 'after a new user message the template drops earlier thinking',
+  'thinking_closed': 'after a new user message the template omits earlier thinking',
   'history_rewritten': 'messages were removed, inserted or edited',
-  'forgotten': 'nothing kept matches, and completions were dropped for the limits',
+  'forgotten': 'nothing stored matches, and completions were deleted for the limits',
 }
 
 MODES = ('training', 'evaluation')
 
-# About what the objects and table entries of a completion take beside its data.
+# Approximate size of a completion's objects and table entries, besides its data.
 _COMPLETION_BYTES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What a session may keep.
+  """Limits of a session.
 
   Attributes:
-    completions: most completions that later requests can extend.
-    bytes: most bytes of token ids and digests.
+    completions: maximum completions that later requests can extend.
+    bytes: maximum bytes of token ids and digests.
   """
 
   completions: int
@@ -59,18 +57,19 @@ class Limits:
 
 
 class Node:
-  """One recorded completion as the root of what may follow it.
+  """A recorded completion, which later requests may extend.
 
   Attributes:
     id: the completion's id.
-    parent: the completion it extends, or None.
+    parent: the completion that it extends, or None.
     tools: digest of the request's tools.
     call_ids: digest of the ids of the answer's tool calls.
-    closed: the response ends with the end-of-message token.
-    records, roles: of the messages after the parent's, the answer last (`History`).
-    new_ids: token ids after the parent's: of prompt and response.
+    closed: whether the response ends with the end-of-message token.
+    records, roles: of the messages after the parent's, ending with the answer
+      (`History`).
+    new_ids: token ids of prompt and response after the parent's.
     messages, tokens: length of the whole conversation.
-    key: what a request that extends it is found by.
+    key: for finding the completion that a request extends.
   """
 
   __slots__ = (
@@ -89,7 +88,7 @@ class Node:
     call_ids: bytes,
     closed: bool,
   ):
-    """Takes records and roles of the whole conversation; keeps what is new in it."""
+    """Stores the new part of `conversation`, records and roles of all messages."""
     records, roles = conversation
     start = parent.messages if parent else 0
     self.id, self.parent, self.tools = completion_id, parent, tools
@@ -110,22 +109,22 @@ class Node:
     return np.concatenate(parts[::-1])
 
   @property
-  def kept_bytes(self) -> int:
-    """What it takes in memory, about."""
+  def size_bytes(self) -> int:
+    """Approximate size in memory."""
     return 4 * len(self.new_ids) + len(self.records) + len(self.roles) + (
       _COMPLETION_BYTES
     )  # fmt: skip
 
 
 class Session:
-  """One API key's mode and its recorded completions. Used on the gateway's loop only.
+  """The mode and the recorded completions of an API key, for the gateway's loop only.
 
   Attributes:
     key: the API key.
     mode: 'training' (sampling fields are overridden) or 'evaluation'.
-    opened: the key was registered; otherwise a client brought it.
-    turns: completions recorded so far.
-    kept_bytes: what its completions take in memory, about.
+    opened: whether the key was registered; otherwise a client chose it.
+    turns: number of completions recorded so far.
+    size_bytes: approximate size of its completions in memory.
   """
 
   def __init__(self, key: str, mode: str, limits: Limits, *, opened: bool = False):
@@ -133,11 +132,11 @@ class Session:
     self.mode = mode
     self.opened = opened
     self.turns = 0
-    self.kept_bytes = 0
+    self.size_bytes = 0
     self._limits = limits
     self._forgot = False
-    # By completion id, parents first; conversations by their first completion, the
-    # least recently extended first.
+    # Nodes by completion id, parents first; conversations by their first completion,
+    # the least recently extended first.
     self._nodes: dict[str, Node] = {}
     self._conversations: collections.OrderedDict[str, list[Node]] = (
       collections.OrderedDict()
@@ -146,20 +145,20 @@ class Session:
     self._by_answer: dict[bytes, str] = {}
 
   def add(self, node: Node):
-    """Files a recorded completion, then forgets conversations beyond the limits."""
+    """Adds a recorded completion; deletes conversations above the limits."""
     first = node
     while first.parent is not None:
       first = first.parent
     if node.parent is not None and first.id not in self._conversations:
-      return  # its conversation was forgotten while the engine worked
+      return  # its conversation was deleted while the engine worked
     self._conversations.setdefault(first.id, []).append(node)
     self._conversations.move_to_end(first.id)
     self._nodes[node.id] = node
     self._by_key.setdefault(node.key, []).append(node)
     self._by_answer[_answer(node)] = node.id
-    self.kept_bytes += node.kept_bytes
+    self.size_bytes += node.size_bytes
     limits = self._limits
-    while len(self._nodes) > limits.completions or self.kept_bytes > limits.bytes:
+    while len(self._nodes) > limits.completions or self.size_bytes > limits.bytes:
       self._forget()
 
   def _forget(self):
@@ -167,7 +166,7 @@ class Session:
     _, nodes = self._conversations.popitem(last=False)
     for node in nodes:
       del self._nodes[node.id]
-      self.kept_bytes -= node.kept_bytes
+      self.size_bytes -= node.size_bytes
       same = self._by_key[node.key]
       same.remove(node)
       if not same:
@@ -176,8 +175,9 @@ class Session:
         del self._by_answer[_answer(node)]
 
   def find(self, tools: bytes, history: History) -> Node | None:
-    """The completion whose history, answer included, the request's is up to its last
-    assistant message; of several the one with its call ids, else the newest.
+    """The completion with the request's messages up to the last assistant message.
+
+    Of several completions the one with the same call ids, else the newest.
 
     Args:
       tools: digest of the request's tools.
@@ -192,20 +192,20 @@ class Session:
     return next(same, nodes[-1])
 
   def follows(self, history: History) -> str | None:
-    """Id of the completion whose answer is the last that the messages show.
+    """Id of the completion of the last recorded answer in the messages.
 
-    An answer is known by its call ids, or by its content and calls; its reasoning may
-    have been dropped and what stands before it rewritten.
+    An answer is identified by its call ids, or by its content and calls; the client may
+    have dropped its reasoning and rewritten the messages before it.
     """
-    for claim, said in history.answers():
+    for claim, digest in history.answers():
       if claim in self._nodes:
         return claim
-      if said in self._by_answer:
-        return self._by_answer[said]
+      if digest in self._by_answer:
+        return self._by_answer[digest]
     return None
 
   def fork_reason(self, tools: bytes, history: History) -> str:
-    """Why a request that extends no completion does not: a key of FORK_REASONS."""
+    """The key of FORK_REASONS for a request that extends no completion."""
     reason = self._fork_reason(tools, history)
     if self._forgot and history.last >= 0 and reason in ('first', 'new_conversation'):
       return 'forgotten'
@@ -230,17 +230,16 @@ class Session:
     if set(history.roles[:common]) <= {'s'}:
       return 'new_conversation'
     if roles == 'aa':
-      same = history_lib.said(best.records, at) == history_lib.said(
-        history.records, common
-      )
+      before = history_lib.content_digest(best.records, at)
+      same = before == history_lib.content_digest(history.records, common)
       dropped = same and not history_lib.has_reasoning(history.records, common)
       return 'reasoning_dropped' if dropped else 'assistant_edited'
     return 'history_rewritten'
 
   def _closest(self, tools: bytes, history: History) -> tuple[Node, int]:
-    """The completion that shares most messages with a request, and how many.
+    """The completion that shares most messages with a request, and their number.
 
-    Of equals one with the same tools, then the one with least beyond what is shared.
+    Among equals prefers the same tools, then the shortest conversation.
     """
     shared: dict[str, int] = {}
     best, best_rank = None, ()
@@ -259,7 +258,7 @@ class Session:
 
 
 def _answer(node: Node) -> bytes:
-  return history_lib.said(node.records, len(node.roles) - 1)
+  return history_lib.content_digest(node.records, len(node.roles) - 1)
 
 
 class Sessions:
@@ -277,11 +276,10 @@ class Sessions:
     """Starts empty.
 
     Args:
-      accept_unknown: an unregistered key opens a session by itself; else it gets a 401.
+      accept_unknown: whether an unregistered key opens a session; else it gets a 401.
       unknown_mode: the mode of such a session.
-      max_unknown, max_unknown_bytes: most such sessions kept, and what they may keep
-        together; beyond, the least recently used is forgotten and its next request
-        starts over.
+      max_unknown, max_unknown_bytes: maximum number of such sessions, and their total
+        size; above it, the least recently used is deleted.
       limits: of each session.
     """
     _check_mode(unknown_mode)
@@ -310,13 +308,13 @@ class Sessions:
       return session
 
   def close(self, key: str):
-    """Forgets a key and its tree. Requests in flight still end and are recorded."""
+    """Deletes a session. Requests in flight still finish and are recorded."""
     with self._lock:
       self._opened.pop(key, None)
       self._unknown.pop(key, None)
 
   def find(self, key: str) -> Session:
-    """The session of a request's key. An unknown key's is new and not kept yet.
+    """The session of a request's key; for an unknown key a new one, not stored yet.
 
     Raises:
       ApiError: 401, the key is not registered and unknown keys are not accepted.
@@ -335,13 +333,13 @@ class Sessions:
     return Session(key, self._unknown_mode, self._limits)
 
   def keep(self, session: Session) -> Session:
-    """Keeps the session of a request that passed every check.
+    """Stores the session of a request that passed all checks.
 
-    Returns the one that is kept: another request of the key may have been first.
+    Returns the stored session: another request of the key may have been first.
     """
     key = session.key
     with self._lock:
-      if session.opened or key in self._opened:  # or closed since: kept no longer
+      if session.opened or key in self._opened:  # or closed since: not stored
         return self._opened.get(key, session)
       session = self._unknown.setdefault(key, session)
       self._unknown.move_to_end(key)
@@ -349,24 +347,24 @@ class Sessions:
       return session
 
   def trim(self):
-    """Forgets unknown sessions beyond what they may keep together."""
+    """Deletes unknown sessions above their total size."""
     with self._lock:
       self._trim()
 
   def _trim(self):
     unknown = self._unknown
-    kept_bytes = sum(session.kept_bytes for session in unknown.values())
+    size_bytes = sum(session.size_bytes for session in unknown.values())
     while len(unknown) > 1 and (
-      len(unknown) > self._max_unknown or kept_bytes > self._max_unknown_bytes
+      len(unknown) > self._max_unknown or size_bytes > self._max_unknown_bytes
     ):
-      kept_bytes -= unknown.popitem(last=False)[1].kept_bytes
+      size_bytes -= unknown.popitem(last=False)[1].size_bytes
 
   def __len__(self) -> int:
     return len(self._opened) + len(self._unknown)
 
 
 def valid_key(key: str) -> bool:
-  """Whether a key can travel in a header as it is."""
+  """Whether a key can be sent in a header unchanged."""
   return 0 < len(key) <= 256 and key.isascii() and key.isprintable() and ' ' not in key
 
 

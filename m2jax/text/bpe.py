@@ -140,7 +140,7 @@ def _to_alphabet(text: str) -> str:
 
 
 def _splitter(literals: Iterable[str]) -> pre_tokenizers.PreTokenizer:
-  """Splits text into pre-tokens: first at literals, longest first, then by the rules."""
+  """Splits text into pre-tokens: by literals, longest first, then by the rules."""
   patterns = [_literal(text) for text in sorted(literals, key=len, reverse=True)]
   pattern = '|'.join([*patterns, *_RULES])
   return pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated')

@@ -94,7 +94,7 @@ class Message:
   call_text: str = dataclasses.field(default='', compare=False)
 
   def to_openai(self) -> dict[str, Any]:
-    """The message as an OpenAI dict; without text, `content` is None if there are calls."""
+    """The message as an OpenAI dict; calls without text have `content` None."""
     out: dict[str, Any] = {
       'role': 'assistant',
       'content': self.content or (None if self.tool_calls else ''),

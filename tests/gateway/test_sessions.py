@@ -158,7 +158,7 @@ def test_a_turn_keeps_its_new_tokens(serve):
   messages, kept = None, []
   for _ in range(4):
     messages = converse(gateway, 'k', 25, messages)
-    kept.append(session.kept_bytes)
+    kept.append(session.size_bytes)
   assert all(record.parent for record in records[1:])
   steps = [b - a for a, b in zip(kept, kept[1:], strict=False)]
   assert max(steps) - min(steps) <= 0.02 * max(steps)
@@ -195,7 +195,7 @@ def test_bytes_of_sessions_are_bounded(serve):
   session = gateway.sessions.open('mine', 'training')
   converse(gateway, 'mine', 40)
   assert 'forgotten' in {record.fork_reason for record in records}
-  assert session.kept_bytes <= 20_000
+  assert session.size_bytes <= 20_000
   assert [record.turn for record in records] == list(range(40))
   history = {key: converse(gateway, key, 5) for key in 'abcdef'}
   assert 1 < len(gateway.sessions) < 7

@@ -77,7 +77,7 @@ def test_staged_rows_resume_at_the_exact_next_batch(consumed, one_source):
 
 
 def test_stages_share_or_begin_a_source():
-  """With one source the second stage goes on with each stream's next token; with a source
+  """With one source the second stage continues each stream at its next token; with a
   of its own it begins there."""
   shared, other = documents(), documents(1)
   batches = list(stages.StagedRows(config(), [shared, shared], seed=1))
