@@ -44,7 +44,13 @@ from m2jax import model as model_lib
 from m2jax.data import corpus
 from m2jax.layers import head
 from m2jax.moe import router
-from m2jax.optim import OptimizerConfig, optimizer
+from m2jax.optim import (
+  AdamConfig,
+  ByKind,
+  MuonConfig,
+  OptimizerConfig,
+  optimizer,
+)
 from m2jax.optim.schedules import ScheduleConfig
 from m2jax.text import tokenizer
 from m2jax.train import step as train_step
@@ -196,7 +202,10 @@ def train(variant: str, seeds: Sequence[int], steps: int, path: str) -> list[dic
   )
   tx = optimizer.make(
     OptimizerConfig(
-      'muon', learning_rate=0.02, adam_learning_rate=3e-3, schedule=schedule
+      by_kind=ByKind(matrix='muon', expert='muon'),
+      muon=MuonConfig(learning_rate=0.02),
+      adam=AdamConfig(learning_rate=3e-3),
+      schedule=schedule,
     )
   )
   rate = ablations.bias_update_rate(variant)

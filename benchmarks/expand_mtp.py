@@ -34,10 +34,10 @@ from m2jax import forest
 from m2jax.checkpoint import CheckpointManager
 from m2jax.data import corpus, documents, packing
 from m2jax.observe.metrics import MetricsWriter
-from m2jax.optim import OptimizerConfig
+from m2jax.optim import AdamConfig, ByKind, MuonConfig, OptimizerConfig
 from m2jax.text import tokenizer
 from m2jax.train import expand_mtp, pretrain, stages
-from m2jax.train.loop import LoopConfig
+from m2jax.train.loop import LoopConfig, Run
 from m2jax.train.step import StepConfig
 
 CONTEXT, ROWS, VOCABULARY, MODULES = 256, 4, 1024, 3
@@ -60,7 +60,11 @@ def settings(steps: int) -> stages.PretrainConfig:
     held_out_batches=20,
     loop=LoopConfig(steps=steps, checkpoint_every=steps),
     step=STEP,
-    optimizer=OptimizerConfig('muon', learning_rate=0.02, adam_learning_rate=3e-3),
+    optimizer=OptimizerConfig(
+      by_kind=ByKind(matrix='muon', expert='muon'),
+      muon=MuonConfig(learning_rate=0.02),
+      adam=AdamConfig(learning_rate=3e-3),
+    ),
   )
 
 
@@ -102,11 +106,8 @@ def compare(args, seed: int, data, workdir: pathlib.Path) -> list[dict]:
         settings(steps),
         model,
         [train],
+        Run('pretrain', manager, metrics),
         seed=seed,
-        manager=manager,
-        metrics=metrics,
-        host={},
-        files={},
         **more,
       ).variables
 

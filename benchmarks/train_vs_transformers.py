@@ -142,7 +142,9 @@ def model_config():
 
 
 def optimizer_config() -> optimizer_lib.OptimizerConfig:
-  return optimizer_lib.OptimizerConfig(learning_rate=1e-3, clip_norm=None)
+  return optimizer_lib.OptimizerConfig(
+    adam=optimizer_lib.AdamConfig(learning_rate=1e-3), clip_norm=None
+  )
 
 
 def rows_of_tokens() -> np.ndarray:
@@ -415,7 +417,7 @@ def compare() -> dict:
   check_torch()
   cfg = model_config()
   here = os.path.dirname(os.path.abspath(__file__))
-  adam = optimizer_config()
+  adam = optimizer_config().adam
   settings = dict(
     tokens=rows_of_tokens().tolist(),
     threads=_THREADS.value,

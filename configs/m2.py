@@ -45,7 +45,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     raise ValueError(f'unknown variant {variant!r}: there is none')
   c = ml_collections.ConfigDict()
   c.model = dataclasses.asdict(model_config.m2())
-  c.optimizer = dict(name='adamw', learning_rate=2.4e-4, weight_decay=0.1)
+  c.optimizer = dict(adam=dict(learning_rate=2.4e-4), weight_decay=0.1)
   c.mtp_weight = 0.3
   c.bias_update_rate = 1e-3
   c.is_weight_max = 5.0

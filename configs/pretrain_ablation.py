@@ -82,7 +82,7 @@ def get_config(variant: str = 'fine') -> ml_collections.ConfigDict:
       mtp_weight=0.3,
       bias_update_rate=0.0 if 'no_bias' in variant else 1e-3,
     ),
-    optimizer=dict(name='adamw', learning_rate=4e-4, weight_decay=0.1),
+    optimizer=dict(adam=dict(learning_rate=4e-4), weight_decay=0.1),
   )
   fields.complete(c.pretrain, PretrainConfig)
   return c

@@ -82,7 +82,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       bias_update_rate=1e-3,
       compiler_options=dict.fromkeys(m2.SPARSE_CORES, True),
     ),
-    optimizer=dict(name='adamw', learning_rate=2.4e-4, weight_decay=0.1),
+    optimizer=dict(adam=dict(learning_rate=2.4e-4), weight_decay=0.1),
   )
   fields.complete(c.pretrain, PretrainConfig)
   return c

@@ -7,6 +7,7 @@ python -m experiments.expand_mtp --config=configs/expand_mtp.py \
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from experiments import common, pretrain
 from m2jax.checkpoint import CheckpointError, policy
@@ -14,6 +15,7 @@ from m2jax.data import documents
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.train import expand_mtp
 from m2jax.train import pretrain as train_pretrain
+from m2jax.train.loop import Run
 from m2jax.train.workdir import WorkdirError, open_workdir
 
 
@@ -51,14 +53,19 @@ def main():
       config.expand,
       start.model,
       start.variables,
-      sources(config.expand.frozen.stages),
-      sources(config.expand.joint.stages),
-      held_out,
+      expand_mtp.Data(
+        sources(config.expand.frozen.stages),
+        sources(config.expand.joint.stages),
+        held_out,
+      ),
+      workdir,
+      functools.partial(
+        Run,
+        metrics=metrics,
+        host={'config': dataclasses.asdict(config)},
+        files={policy.TOKENIZER_FILE: start.tokenizer},
+      ),
       seed=config.seed,
-      workdir=workdir,
-      metrics=metrics,
-      host={'config': dataclasses.asdict(config)},
-      files={policy.TOKENIZER_FILE: start.tokenizer},
     )
     loss = train_pretrain.held_out(
       config.expand.joint, model, state.variables, held_out

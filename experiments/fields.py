@@ -32,12 +32,8 @@ def complete(
       elif field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
       else:
-        continue  # `build` says what is missing
-      if dataclasses.is_dataclass(default):
-        default = dataclasses.asdict(default)
-      elif default is None and kinds[0] in _SCALARS:
-        default = ml_collections.config_dict.placeholder(kinds[0])  # None, of a type
-      config[name] = default
+        continue  # `build` reports what is missing
+      config[name] = _settable(default, kinds)
     elif isinstance(config[name], ml_collections.ConfigDict):
       for part in filter(dataclasses.is_dataclass, kinds):
         complete(config[name], part)
@@ -52,6 +48,19 @@ def chosen(kind: type, values: Mapping[str, Any]) -> type:
   """
   of_kind = getattr(kind, 'of_kind', None)
   return of_kind(values['kind']) if of_kind and 'kind' in values else kind
+
+
+def _settable(value, kinds: tuple[type, ...]):
+  """A default as a flag can set it: None with its type, a dataclass as a ConfigDict."""
+  if value is None and kinds[0] in _SCALARS:
+    return ml_collections.config_dict.placeholder(kinds[0])
+  if not dataclasses.is_dataclass(value):
+    return value
+  hints = typing.get_type_hints(type(value))
+  names = [field.name for field in dataclasses.fields(value)]
+  return ml_collections.ConfigDict(
+    {name: _settable(getattr(value, name), kinds_of(hints[name])) for name in names}
+  )
 
 
 def kinds_of(hint) -> tuple[type, ...]:

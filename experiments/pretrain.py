@@ -27,6 +27,7 @@ from m2jax.observe.metrics import MetricsWriter
 from m2jax.sharding import MeshConfig
 from m2jax.text import tokenizer
 from m2jax.train import pretrain
+from m2jax.train.loop import Run
 from m2jax.train.stages import PretrainConfig, Stage
 from m2jax.train.workdir import WorkdirError, keep_tokenizer, open_workdir
 
@@ -143,11 +144,11 @@ def main():
   common.virtual_devices(config.mesh)
   process = common.join_processes()
   sharding = sharding_lib.make(config.mesh)
-  run = dataclasses.replace(config, mesh=MeshConfig())  # the same on any mesh
+  settings = dataclasses.replace(config, mesh=MeshConfig())  # the same on any mesh
   path = workdir / policy.TOKENIZER_FILE
   corpus, held_out = open_text(config.text)
   with common.leader_first() as leads:
-    open_workdir(run, workdir, common.FRESH.value, leads)
+    open_workdir(settings, workdir, common.FRESH.value, leads)
     make = functools.partial(make_tokenizer, config, corpus.source)
     encode = encoder(keep_tokenizer(path, make, config.model.vocab_size))
     sources = stage_sources(
@@ -166,15 +167,19 @@ def main():
     MetricsWriter(records) as metrics,
     common.view('pretrain', config.pretrain.loop, metrics, leads),
   ):
+    run = Run(
+      'pretrain',
+      manager,
+      metrics,
+      host={'config': dataclasses.asdict(config)},
+      files={policy.TOKENIZER_FILE: path.read_bytes()},
+    )
     state = pretrain.fit(
       config.pretrain,
       config.model,
       sources,
+      run,
       seed=config.seed,
-      manager=manager,
-      metrics=metrics,
-      host={**policy.host(config.model), 'config': dataclasses.asdict(config)},
-      files={policy.TOKENIZER_FILE: path.read_bytes()},
       sharding=sharding,
     )
     loss = pretrain.held_out(

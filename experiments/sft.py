@@ -20,6 +20,7 @@ from m2jax.observe import metrics as metrics_lib
 from m2jax.text import tokenizer
 from m2jax.train import sft
 from m2jax.train import step as train_step
+from m2jax.train.loop import Run
 from m2jax.train.workdir import WorkdirError, keep_tokenizer, open_workdir
 
 
@@ -73,17 +74,18 @@ def main():
     metrics_lib.MetricsWriter(workdir) as metrics,
     common.view('sft', config.sft.loop, metrics),
   ):
+    variables = (
+      source.variables
+      if source
+      else train_step.init_variables(model, jax.random.key(config.seed))
+    )
     state = sft.fit(
       config.sft,
       model,
-      source.variables
-      if source
-      else train_step.init_variables(model, jax.random.key(config.seed)),
+      variables,
       samples,
+      Run('sft', manager, metrics, files={policy.TOKENIZER_FILE: path.read_bytes()}),
       seed=config.seed,
-      manager=manager,
-      metrics=metrics,
-      files={policy.TOKENIZER_FILE: path.read_bytes()},
       sharding=sharding.make(config.mesh),
     )
   loss = metrics_lib.read(workdir, 'sft')[-1]['loss']

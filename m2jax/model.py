@@ -4,8 +4,8 @@ Design §5; facts/m2-and-forge.md §1.4 and §3. `M2` is a thin Flax module that
 parameters (params.py); everything it does is a pure function over `variables`.
 
 With a mesh (`sharding`) `forward` and `token_logprobs` take and return global arrays;
-what lies between runs once on each device, over its own shard of B, S, V and of the
-layers' axes.
+what they call runs on each device, over its own shard of B, S, V and of the layers'
+axes.
 
 Axes: B rows, S tokens, T = B·S, P tokens of a cached prefix, D model, V vocabulary,
 L layers, E experts, K key/value heads, H head dim; mtp modules.
@@ -60,12 +60,12 @@ class M2(nn.Module):
 class PrefixCache(NamedTuple):
   """What tokens need of the path that they continue (forest/cutting.py).
 
-  The third axis of every array are slots, by position.
+  The third axis of every array is that of slots, indexed by position.
 
   Attributes:
     k, v: [L, B, P, K, H], the trunk's keys and values.
-    states: [1, B, P, D], the trunk's after its final norm.
-    mtp: the same of the MTP modules, the leading axis theirs.
+    states: [1, B, P, D], the trunk's states after its final norm.
+    mtp: of the MTP modules, the same with mtp as leading axis.
   """
 
   k: jax.Array
@@ -86,15 +86,10 @@ def empty_prefix(cfg: ModelConfig, rows: int, tokens: int) -> PrefixCache:
   return PrefixCache(*zeros(cfg.num_layers, 1), modules)
 
 
-class _Once(NamedTuple):
-  """What all layers of a step share."""
-
-  tables: tuple[jax.Array, jax.Array]  # of RoPE
-  visibility: Visibility
-
-
-def _once(cfg, batch: Forest, sharding: Sharding, prefix: PrefixCache | None) -> _Once:
-  """Tables and visibility of whole rows: a prefix first, then the batch's tokens."""
+def _metadata(
+  cfg: ModelConfig, batch: Forest, sharding: Sharding, prefix: PrefixCache | None
+) -> attention.Metadata:
+  """RoPE's tables, and the visibility of whole rows: a prefix, then the tokens."""
   position = jnp.asarray(batch.position)
   tables = rope.tables(position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
   rows, length = position.shape
@@ -113,21 +108,21 @@ def _once(cfg, batch: Forest, sharding: Sharding, prefix: PrefixCache | None) ->
     q_position=position,
     k_position=sharding.gather_tokens(k_position),
   )
-  return _Once(tables, visibility)
+  return attention.Metadata(tables, visibility)
 
 
 class Trunk(NamedTuple):
-  """What the trunk made of a batch.
+  """The trunk's results for a batch.
 
   Attributes:
     hidden: [B, S, D] after the final norm.
     routing: ids [L, T, k] and load [L, E].
-    own: the tokens' own k, v [L, B, S, K, H], where there is a prefix.
+    new_kv: keys and values [L, B, S, K, H] of the tokens; None without a prefix.
   """
 
   hidden: jax.Array
   routing: block.Routing
-  own: tuple[jax.Array, jax.Array] | None
+  new_kv: tuple[jax.Array, jax.Array] | None
 
 
 def trunk(
@@ -136,45 +131,45 @@ def trunk(
   batch: Forest,
   sharding: Sharding = ONE_DEVICE,
   prefix: PrefixCache | None = None,
-  once: _Once | None = None,
+  metadata: attention.Metadata | None = None,
 ) -> Trunk:
-  """Hidden states of a forest's tokens, perhaps below a prefix.
+  """Hidden states of a forest's tokens, which may continue a cached prefix.
 
   Works on shards: with a mesh, call it inside `sharding.shard_map`.
   """
-  once = once or _once(cfg, batch, sharding, prefix)
+  metadata = metadata or _metadata(cfg, batch, sharding, prefix)
   params, multiplicity = variables['params'], batch.multiplicity.reshape(-1)
 
   def layer_body(window):
-    visibility = dataclasses.replace(once.visibility, window=window, sinks=cfg.sinks)
+    visibility = metadata.visibility
+    visibility = dataclasses.replace(visibility, window=window, sinks=cfg.sinks)
 
     def body(x, layer):
-      p, bias, replay, above = layer
+      p, bias, replay, prefix_kv = layer
       p = sharding.gather_params(p, cfg.dtype)
       attend = functools.partial(
         attention.attend,
         cfg=cfg,
-        tables=once.tables,
-        visibility=visibility,
+        metadata=metadata._replace(visibility=visibility),
         sharding=sharding,
-        prefix=above,
+        prefix=prefix_kv,
       )
-      x, own, routing = block.apply(
+      x, new_kv, routing = block.apply(
         x, p, bias, cfg, attend, multiplicity, replay, sharding
       )
-      return x, (routing, None if above is None else own)
+      return x, (routing, None if prefix_kv is None else new_kv)
 
     return body
 
   replay = None
   if batch.experts is not None:  # [B, S, L, k] → [L, T, k]
     replay = batch.experts.reshape(-1, *batch.experts.shape[2:]).swapaxes(0, 1)
-  above = None if prefix is None else (prefix.k, prefix.v)
-  stacked = (params['layers'], variables['router']['layers'], replay, above)
+  prefix_kv = None if prefix is None else (prefix.k, prefix.v)
+  stacked = (params['layers'], variables['router']['layers'], replay, prefix_kv)
   x = embed(cfg, params, batch.tokens, sharding)
-  x, (routing, own) = loop.over_layers(layer_body, x, stacked, cfg, sharding)
+  x, (routing, new_kv) = loop.over_layers(layer_body, x, stacked, cfg, sharding)
   x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
-  return Trunk(x.reshape(*batch.tokens.shape, -1), routing, own)
+  return Trunk(x.reshape(*batch.tokens.shape, -1), routing, new_kv)
 
 
 class Outputs(NamedTuple):
@@ -206,8 +201,8 @@ def forward(
 
   Args:
     variables, batch: global arrays, best placed by `sharding`'s specs already.
-    detach_mtp: stops the MTP loss's gradient at trunk, embedding and head, so that
-      only the modules learn from it.
+    detach_mtp: stop the MTP loss's gradient at trunk, embedding and head: only the
+      modules learn from it.
     sharding: the mesh to run on; the result does not depend on it (law 6).
   """
   if sharding.mesh is None:
@@ -222,7 +217,7 @@ def forward(
   )(variables, batch)
 
 
-def forward_below(
+def forward_with_prefix(
   cfg: ModelConfig,
   variables,
   batch: Forest,
@@ -235,9 +230,9 @@ def forward_below(
   Indices in the batch's `parent` and `subtree_end` count the prefix's slots first.
 
   Returns:
-    Outputs of the batch's tokens, and their own entries of a PrefixCache.
+    Outputs of the batch's tokens, and their new entries of a PrefixCache.
   """
-  return _forward_below(cfg, detach_mtp, ONE_DEVICE, variables, batch, prefix)
+  return _forward_with_prefix(cfg, detach_mtp, ONE_DEVICE, variables, batch, prefix)
 
 
 def token_logprobs(
@@ -256,49 +251,51 @@ def _forward(cfg: ModelConfig, detach_mtp: bool, sharding: Sharding, variables, 
   """`forward` on one device's shards."""
   if sharding.size('tokens') > 1:
     fields = {name: getattr(batch, name) for name in forest_lib.TOKEN_FIELDS}
-    batch = dataclasses.replace(batch, **jax.tree.map(sharding.deal_tokens, fields))
-  out = _forward_below(cfg, detach_mtp, sharding, variables, batch, None)[0]
+    batch = dataclasses.replace(batch, **jax.tree.map(sharding.to_zigzag, fields))
+  out = _forward_with_prefix(cfg, detach_mtp, sharding, variables, batch, None)[0]
   if sharding.size('tokens') == 1:
     return out
 
-  def collect(x, axis=1):
-    rows = sharding.collect_tokens(x.reshape(-1, *x.shape[axis:]))
+  def as_stored(x, axis=1):
+    rows = sharding.from_zigzag(x.reshape(-1, *x.shape[axis:]))
     return rows.reshape(x.shape)
 
   return out._replace(
-    logprob=collect(out.logprob),
-    entropy=collect(out.entropy),
-    mtp_logprob=collect(out.mtp_logprob, axis=2),
-    experts=collect(out.experts),
+    logprob=as_stored(out.logprob),
+    entropy=as_stored(out.entropy),
+    mtp_logprob=as_stored(out.mtp_logprob, axis=2),
+    experts=as_stored(out.experts),
   )
 
 
-def _forward_below(cfg, detach_mtp, sharding: Sharding, variables, batch, prefix):
-  """Outputs, and the tokens' own PrefixCache entries where there is a prefix."""
+def _forward_with_prefix(
+  cfg, detach_mtp, sharding: Sharding, variables, batch, prefix: PrefixCache | None
+):
+  """Outputs, and the tokens' new PrefixCache entries; None without a prefix."""
   params = variables['params']
   params = dict(params, **sharding.gather_params({'head': params['head']}, cfg.dtype))
-  once = _once(cfg, batch, sharding, prefix)
-  hidden, routing, own = trunk(cfg, variables, batch, sharding, prefix, once)
-  above = None if prefix is None else prefix.states[0]
-  state = head.at_parent(hidden, batch, sharding, above)
+  metadata = _metadata(cfg, batch, sharding, prefix)
+  hidden, routing, new_kv = trunk(cfg, variables, batch, sharding, prefix, metadata)
+  cached_states = None if prefix is None else prefix.states[0]
+  state = head.at_parent(hidden, batch, sharding, cached_states)
   logprob, entropy = head.score(params, state, batch, sharding, depth=1)
   loads = {'layers': routing.load}
   if cfg.num_mtp_modules:
     shared = params
     if detach_mtp:
       state, shared = jax.lax.stop_gradient((state, params))
-    above = None if prefix is None else prefix.mtp
+    cache = None if prefix is None else prefix.mtp
     modules = mtp.apply(
-      cfg, variables, shared, state, batch, *once, sharding, prefix=above
+      cfg, variables, shared, state, batch, metadata, sharding, prefix=cache
     )
     loads['mtp'] = modules.load
   else:
     none = jnp.zeros((0, *logprob.shape), logprob.dtype)
-    cache = None if prefix is None else empty_prefix(cfg, *batch.tokens.shape).mtp
-    modules = mtp.Outputs(none, None, cache)
+    new = None if prefix is None else empty_prefix(cfg, *batch.tokens.shape).mtp
+    modules = mtp.Outputs(none, None, new)
   loads = sharding.psum(loads, 'rows', 'tokens')
   experts = routing.ids.swapaxes(0, 1).reshape(*logprob.shape, -1, routing.ids.shape[2])
   outputs = Outputs(logprob, entropy, modules.logprob, loads, experts)
   if prefix is None:
     return outputs, None
-  return outputs, PrefixCache(*own, hidden[None], modules.own)
+  return outputs, PrefixCache(*new_kv, hidden[None], modules.new)

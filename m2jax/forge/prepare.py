@@ -22,6 +22,7 @@ from m2jax.tasks import demonstrations
 from m2jax.text import tokenizer
 from m2jax.train import sft as sft_lib
 from m2jax.train import workdir
+from m2jax.train.loop import Run
 
 
 def make_demonstrations(
@@ -96,11 +97,8 @@ def sft(
     config.model,
     jax.tree.map(jnp.copy, variables),
     samples,
+    Run(phase, manager, metrics, files=files),
     seed=config.seed,
-    manager=manager,
-    metrics=metrics,
-    files=files,
-    phase=phase,
     sharding=sharding_lib.make(config.mesh),
   )
   return jax.device_put(state.variables, jax.local_devices()[0])

@@ -115,6 +115,8 @@ class _Run:
     config = self._config
     self._view.begin('RL')
     optimizer = optimizer_lib.make(config.rl.optimizer)
+    partition = optimizer_lib.describe(config.rl.optimizer, variables['params'])
+    logging.info('rl: %s', partition)
     with CheckpointManager(self._workdir / 'rl', keep=2) as manager:
       the_learner = learner.Learner(
         config.model,

@@ -2,15 +2,18 @@
 
 One RMSNorm over all N·H query channels and one over all K·H key channels, before the
 head split and before RoPE. Activations are [T, D] matrices: one matmul a projection.
-Where heads are split over devices a norm still spans all of them: the mean squares of
-q and k, two numbers a token, are averaged over the shards.
+With heads split over devices a norm is still over all heads: the mean squares of q and
+k, two numbers a token, are averaged over the shards.
 
-Axes: T = B·S tokens, D model, N query heads, K key/value heads, H head dim; of this
-device where they are split.
+Axes: B rows, S tokens, T = B·S, P tokens of a cached prefix, D model, N query heads,
+K key/value heads, H head dim; sizes are those of this device's shard.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 
 from m2jax.config import ModelConfig
@@ -20,13 +23,25 @@ from m2jax.layers.norm import mean_square
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
+class Metadata(NamedTuple):
+  """What attention needs of a batch besides activations; the same for all layers.
+
+  Attributes:
+    tables: cos, sin [T, R/2] of RoPE.
+    visibility: which keys each query sees.
+  """
+
+  tables: tuple[jax.Array, jax.Array]
+  visibility: tree_attention.Visibility
+
+
 def project(x, p, cfg: ModelConfig, tables, sharding: Sharding = ONE_DEVICE):
   """x [T, D] → q [T, N, H], k, v [T, K, H], normed and rotated.
 
-  For who attends to them otherwise than `attend`, such as to a cache.
+  For attention other than `attend`, such as the rollout engine's over its cache.
 
   Raises:
-    ValueError: the model has sliding windows, which only `attend` knows.
+    ValueError: the model has sliding windows, which only `attend` supports.
   """
   if cfg.window is not None:
     raise ValueError(
@@ -46,9 +61,9 @@ def _project(x, p, cfg: ModelConfig, tables, sharding: Sharding):
 
 
 def _variances(q, k, sharding: Sharding):
-  """Mean squares over the channels of all shards, in one exchange; None if not split.
+  """Mean squares over the channels of all shards, in one all-reduce; None if not split.
 
-  Shards are of one size, so the mean of their means is the mean.
+  Shards have equal sizes, so the mean of their means is the mean.
   """
   if sharding.size('heads') == 1:
     return None, None
@@ -60,27 +75,32 @@ def attend(
   x,
   p,
   cfg: ModelConfig,
-  tables,
-  visibility: tree_attention.Visibility,
+  metadata: Metadata,
   sharding: Sharding = ONE_DEVICE,
   *,
   prefix=None,
 ):
-  """Forest attention: x [T, D] → [T, D], and x's own k, v [B, S, K, H].
+  """Forest attention: x [T, D] → [T, D], and the new keys and values [B, S, K, H].
 
-  Where a row's tokens are dealt to devices, x holds this device's share, `visibility`
-  the keys of the whole row: they are gathered.
+  With a row's tokens split over devices, x has this device's tokens and
+  `metadata.visibility` all keys of the row: keys and values are gathered.
 
-  `prefix` = k, v [B, P, K, H] of the path that the tokens continue; its keys come first
-  in `visibility`, too.
+  Args:
+    x: activations after the norm.
+    p: the block's parameters.
+    cfg: the model.
+    metadata: of the batch; its keys are those of the prefix, then the tokens'.
+    sharding: the mesh.
+    prefix: cached k, v [B, P, K, H] of the path that the tokens continue.
   """
-  q, k, v = _project(x, p, cfg, tables, sharding)
+  visibility = metadata.visibility
+  q, k, v = _project(x, p, cfg, metadata.tables, sharding)
   rows = len(visibility.subtree_end)
   q, k, v = (a.reshape(rows, -1, *a.shape[1:]) for a in (q, k, v))
-  own = k, v
+  new = k, v
   if prefix is not None:
-    k, v = (jnp.concatenate(pair, axis=1) for pair in zip(prefix, own, strict=True))
+    k, v = (jnp.concatenate(pair, axis=1) for pair in zip(prefix, new, strict=True))
   k, v = sharding.gather_tokens(k), sharding.gather_tokens(v)
   out = tree_attention.attend(q, k, v, visibility)
   out = out.reshape(x.shape[0], -1) @ p['o'].astype(x.dtype)
-  return sharding.psum(out, 'heads'), own
+  return sharding.psum(out, 'heads'), new

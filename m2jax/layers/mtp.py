@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
-from m2jax.kernels.tree_attention import Visibility
 from m2jax.layers import attention, block, head, loop
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
@@ -37,17 +36,17 @@ class Cache(NamedTuple):
 
 
 class Outputs(NamedTuple):
-  """What the modules made of a batch.
+  """The modules' results for a batch.
 
   Attributes:
     logprob: [mtp, B, S]; module k scores tokens of position k + 1 and deeper, else 0.
     load: [mtp, E] fp32 expert assignments of this device's tokens.
-    own: the tokens' own Cache entries, where there is a prefix.
+    new: Cache entries of the tokens; None without a prefix.
   """
 
   logprob: jax.Array
   load: jax.Array
-  own: Cache | None
+  new: Cache | None
 
 
 def join(parent_state, embedding, p, cfg: ModelConfig):
@@ -68,8 +67,7 @@ def apply(
   shared,
   state: jax.Array,
   batch: Forest,
-  tables,
-  visibility: Visibility,
+  metadata: attention.Metadata,
   sharding: Sharding,
   prefix: Cache | None = None,
 ) -> Outputs:
@@ -77,40 +75,40 @@ def apply(
 
   Args:
     cfg: the model.
-    variables: {'params', 'router'}; of them the modules' own.
-    shared: parameters of embedding, final norm and head, the head whole.
+    variables: {'params', 'router'}, of which only the modules' are read.
+    shared: parameters of embedding, final norm and head, the head gathered.
     state: [B, S, D] of the trunk at each token's parent.
     batch: this device's tokens.
-    tables: of RoPE at the batch's positions.
-    visibility: of the trunk, with positions; windows are not the modules'.
+    metadata: of the trunk, with positions; the modules have no windows.
     sharding: the mesh.
-    prefix: of the path that the tokens continue.
+    prefix: cached, of the path that the tokens continue.
   """
   embedding = embed(cfg, shared, batch.tokens, sharding)
+  visibility = metadata.visibility
 
   def module(state, stacked):
     k, p, bias, prefix = stacked
     p = sharding.gather_params(p, cfg.dtype)
     end = jnp.where(visibility.k_position >= k, visibility.subtree_end, 0)
+    visible = dataclasses.replace(visibility, subtree_end=end)
     attend = functools.partial(
       attention.attend,
       cfg=cfg,
-      tables=tables,
-      visibility=dataclasses.replace(visibility, subtree_end=end),
+      metadata=metadata._replace(visibility=visible),
       sharding=sharding,
       prefix=None if prefix is None else prefix[:2],
     )
     x = join(state.reshape(embedding.shape), embedding, p, cfg)
     multiplicity = jnp.where(batch.position >= k, batch.multiplicity, 0).reshape(-1)
-    x, own, routing = block.apply(
+    x, new_kv, routing = block.apply(
       x, p['layers'], bias, cfg, attend, multiplicity, sharding=sharding
     )
     x = rms_norm(x, shared['final_norm'], cfg.rms_norm_eps).reshape(state.shape)
-    above = None if prefix is None else prefix.states
-    state = head.at_parent(x, batch, sharding, above)
+    cached_states = None if prefix is None else prefix.states
+    state = head.at_parent(x, batch, sharding, cached_states)
     logprob, _ = head.score(shared, state, batch, sharding, depth=k + 1)
-    kept = None if prefix is None else Cache(*own, x)
-    return state, Outputs(logprob, routing.load, kept)
+    new = None if prefix is None else Cache(*new_kv, x)
+    return state, Outputs(logprob, routing.load, new)
 
   modules = cfg.num_mtp_modules
   stacked = (

@@ -1,18 +1,18 @@
-"""Where arrays lie on a mesh: logical axes → mesh axes as data, and what follows.
+"""Sharding: rules from logical to mesh axes, as data; placement and collectives.
 
-Five mesh axes: `data` replicates the weights, `fsdp` and `context` also store a piece
-of them, `expert` holds different experts, `tensor` splits matrices. What each logical
-axis is split over stands in one `Rules`. Three kinds of logical axes:
+Five mesh axes: `data` replicates the weights, `fsdp` and `context` also store a shard
+of them, `expert` holds different experts, `tensor` splits matrices. One `Rules` maps
+each logical axis to mesh axes. There are three kinds of logical axes:
 
   batch     rows B, tokens S: every device has its own tokens
-  compute   vocab V, heads N·H and K·H, experts E, expert_hidden F: every device has its
-            own channels; sums over them end in a psum
-  storage   model, expert_model (both D): a piece rests on each device, and the whole is
+  compute   vocab V, heads N·H and K·H, experts E, expert_hidden F: every device computes
+            its own channels; sums over them end in a psum
+  storage   model, expert_model (both D): each device stores a shard, and the whole is
             gathered where it is used (FSDP)
 
-The model runs as one `shard_map` in which each device sees its own shard and every
-collective is written down (`Sharding.psum`, `all_gather`, …): the program of 512 chips
-can be read. On `ONE_DEVICE` all of them return what they are given.
+The model runs as one `shard_map`, in which each device sees its own shard and every
+collective is explicit (`Sharding.psum`, `all_gather`, …), so that the program of 512
+chips can be read. On `ONE_DEVICE` each returns its argument.
 
 Axes: B rows, S tokens, D model, N, K heads, H head dim, E experts, F expert hidden,
 V vocabulary, L layers.

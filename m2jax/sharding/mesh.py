@@ -19,8 +19,8 @@ class MeshConfig:
   """Sizes of the mesh axes, in devices, and which rules use them.
 
   Attributes:
-    data, fsdp, context, expert, tensor: see the module; their product is the number of
-      devices.
+    data, fsdp, context, expert, tensor: see `m2jax.sharding`; their product is the
+      number of devices.
     rules: name of a preset.
   """
 
@@ -45,10 +45,10 @@ class MeshConfig:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
   """A mesh over the first of `devices` (None: of all), neighbours along the last axes.
 
-  On TPU its axes lie along those of the torus, or along parts of them.
+  On TPU its axes follow those of the torus, or parts of them.
 
   Raises:
-    ValueError: there are fewer devices than the sizes ask for.
+    ValueError: the sizes need more devices than there are.
   """
   sizes = tuple(config.sizes.values())
   devices = jax.devices() if devices is None else devices
@@ -59,12 +59,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
   placed = mesh_utils.create_device_mesh(
     sizes, devices[: math.prod(sizes)], allow_split_physical_axes=True
   )
-  # Auto: outside the model's shard_map (optimizer, metrics) the compiler places.
+  # Auto: outside the model's shard_map (optimizer, metrics) the compiler shards.
   types = (AxisType.Auto,) * len(MESH_AXES)
   return Mesh(placed, MESH_AXES, axis_types=types)
 
 
 def abstract_mesh(config: MeshConfig) -> AbstractMesh:
-  """The mesh without devices: enough to trace and lower for."""
+  """The mesh without devices, to trace and lower for."""
   types = (AxisType.Auto,) * len(MESH_AXES)
   return AbstractMesh(tuple(config.sizes.values()), MESH_AXES, axis_types=types)

@@ -1,4 +1,4 @@
-"""Logical axes of every array, and which mesh axes split them: rules as data.
+"""The mesh axes that split each logical axis: rules as data.
 
 Axes: see `m2jax.sharding`.
 """
@@ -21,7 +21,7 @@ BATCH = ('rows', 'tokens')
 STORED = ('model', 'expert_model')
 COMPUTE = ('vocab', 'heads', 'experts', 'expert_hidden')
 
-# Activations whose axes meet in one array.
+# Activations, whose axes must not share a mesh axis.
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
   'activations of the heads': ('rows', 'tokens', 'heads'),
   'logits': ('rows', 'tokens', 'vocab'),
@@ -31,18 +31,18 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """Logical axis → mesh axes; None is not split. See the module for what each is.
+  """Logical axis → mesh axes; None is not split. `m2jax.sharding` describes the axes.
 
   Attributes:
     rows, tokens: of the batch.
-    vocab, heads, experts, expert_hidden: computed in parallel. `heads` splits query and
-      key/value heads alike.
+    vocab, heads, experts, expert_hidden: computed in parallel. `heads` splits both query
+      and key/value heads.
     model, expert_model: D of dense and of expert matrices, in storage only.
-    dispatch: how tokens reach experts elsewhere, one of `moe.dispatch`'s
+    dispatch: how tokens are sent to experts on other devices, one of `moe.dispatch`'s
       implementations; None resolves by the platform lowered for.
 
   Raises:
-    ValueError: an axis that no mesh has; one mesh axis twice in one array (names the
+    ValueError: an unknown mesh axis, or one mesh axis twice in one array (names the
       array and the axes).
   """
 
@@ -95,11 +95,11 @@ class Rules:
 _TENSOR = dict(vocab='tensor', heads='tensor', expert_hidden='tensor')
 
 PRESETS: dict[str, Rules] = {
-  # One device, or the same on each.
+  # One device, or the same work on each.
   'cpu': Rules(),
-  # Rows over devices, weights on each.
+  # Rows are split, weights replicated.
   'data': Rules(rows='data'),
-  # Weights in pieces; no expert axis.
+  # Weights are sharded in storage; no expert axis.
   'fsdp': Rules(
     rows=('data', 'fsdp'),
     tokens='context',
@@ -107,9 +107,9 @@ PRESETS: dict[str, Rules] = {
     expert_model=('fsdp', 'context'),
     **_TENSOR,
   ),
-  # The same, with experts apart: tokens travel, expert weights are gathered less. Dense
-  # weights are copied along `expert`: they are few, and finer pieces of D would be
-  # thinner than a TPU's tiles.
+  # The same with expert parallelism: tokens are sent, and less of the expert weights is
+  # gathered. Dense weights are replicated over `expert`: they are few, and finer shards
+  # of D would be narrower than a TPU's tiles.
   'fsdp_ep': Rules(
     rows=('data', 'fsdp', 'expert'),
     tokens='context',
@@ -118,6 +118,6 @@ PRESETS: dict[str, Rules] = {
     expert_model=('fsdp', 'context'),
     **_TENSOR,
   ),
-  # Weights rest where they are used: nothing is gathered for a step of few tokens.
+  # No weights are gathered, for steps of few tokens.
   'serve': Rules(rows=('data', 'expert'), experts='expert', **_TENSOR),
 }

@@ -1,4 +1,4 @@
-"""A mesh with rules over it: placing arrays, and the collectives between shards.
+"""A mesh with its rules: placement of arrays, and collectives between shards.
 
 Axes: see `m2jax.sharding`.
 """
@@ -30,15 +30,15 @@ from m2jax.sharding.rules import (
   Rules,
 )
 
-_WIDE = (Kind.ROUTER, Kind.HEAD)  # used in at least fp32: never gathered in less
+_WIDE = (Kind.ROUTER, Kind.HEAD)  # used in at least fp32, and gathered so
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-  """A mesh and the rules over it; without a mesh, one device.
+  """A mesh and its rules; without a mesh, one device.
 
   The collectives work on shards, inside `shard_map`. Each takes a logical axis and
-  leaves its argument as it is where that axis is not split.
+  returns its argument where that axis is not split.
   """
 
   mesh: Mesh | AbstractMesh | None = None
@@ -60,7 +60,7 @@ class Sharding:
     return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
   def place(self, tree: Any, specs: Any) -> Any:
-    """Arrays onto the mesh; every process passes the same, and keeps its shards.
+    """Arrays onto the mesh; every process passes the same arrays and stores its shards.
 
     Args:
       tree: numpy or jax arrays.
@@ -83,15 +83,15 @@ class Sharding:
 
   def shard_map(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`f` on each device's shards."""
-    # Without the varying-axes check: loops in kernels carry constants, which the check
-    # would want cast. Gradients then follow the rule that holds without it: a psum's
-    # transpose is a psum, and what is replicated comes back summed.
+    # Without the varying-axes check, which would need casts of the constants that loops
+    # in kernels carry. Without it a psum's transpose is a psum, and the gradient of a
+    # replicated array is its sum over the devices.
     return jax.shard_map(
       f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
   def index(self, logical: str) -> jax.Array | int:
-    """Which shard of a logical axis this device has."""
+    """Index of this device's shard of a logical axis."""
     axes = self.axes(logical)
     return lax.axis_index(axes) if axes else 0
 
@@ -106,20 +106,21 @@ class Sharding:
     return lax.pmean(x, axes) if axes else x
 
   def all_gather(self, x: jax.Array, logical: str, axis: int) -> jax.Array:
-    """Shards of a logical axis joined along `axis`."""
+    """Shards of a logical axis, concatenated along `axis`."""
     axes = self.axes(logical)
     return lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
 
   def all_to_all(self, x: jax.Array, logical: str, split: int, join: int) -> jax.Array:
-    """Cuts x along `split`, one part to each shard; joins what comes along `join`."""
+    """Splits x along `split`, a part to each shard; concatenates along `join`."""
     axes = self.axes(logical)
     return lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
 
   def token_index(self, count: int) -> jax.Array:
-    """[count] int32: where in their row this device's tokens are, ascending.
+    """[count] int32: indices in their row of this device's tokens, ascending.
 
-    Later tokens see more. A row is cut into twice as many runs as devices, and each has
-    one from the front and its mirror image from the back, so that all see equally many.
+    The zigzag layout: a row is divided into twice as many runs as devices, and each
+    device has one from the front and its mirror image from the back. Later tokens see
+    more keys; so divided, all devices have the same number of query-key pairs.
     """
     shards, run = self.size('tokens'), jnp.arange(count // 2, dtype=jnp.int32)
     front = self.index('tokens')
@@ -127,8 +128,8 @@ class Sharding:
       [front * len(run) + run, (2 * shards - 1 - front) * len(run) + run]
     )
 
-  def deal_tokens(self, x: jax.Array) -> jax.Array:
-    """[B, S/n, …] as a batch is stored, run after run → this device's two runs."""
+  def to_zigzag(self, x: jax.Array) -> jax.Array:
+    """[B, S/n, …] in the order of the row → the same in zigzag layout."""
     axes = self.axes('tokens')
     if not axes:
       return x
@@ -136,17 +137,17 @@ class Sharding:
     return jnp.take(whole, self.token_index(x.shape[1]), axis=1)
 
   def gather_tokens(self, x: jax.Array) -> jax.Array:
-    """[B, S/n, …] of dealt tokens → [B, S, …] in the order of the row."""
+    """[B, S/n, …] in zigzag layout → [B, S, …] in the order of the row."""
     axes, shards = self.axes('tokens'), self.size('tokens')
     if not axes:
       return x
-    dealt = lax.all_gather(x, axes, axis=1, tiled=True)
-    runs = dealt.reshape(len(x), 2 * shards, -1, *x.shape[2:])
+    zigzag = lax.all_gather(x, axes, axis=1, tiled=True)
+    runs = zigzag.reshape(len(x), 2 * shards, -1, *x.shape[2:])
     order = [2 * i for i in range(shards)] + [2 * i + 1 for i in range(shards)][::-1]
-    return runs[:, np.array(order)].reshape(dealt.shape)
+    return runs[:, np.array(order)].reshape(zigzag.shape)
 
-  def collect_tokens(self, x: jax.Array) -> jax.Array:
-    """The inverse of `deal_tokens`."""
+  def from_zigzag(self, x: jax.Array) -> jax.Array:
+    """The inverse of `to_zigzag`."""
     if not self.axes('tokens'):
       return x
     start = self.index('tokens') * x.shape[1]
@@ -154,14 +155,14 @@ class Sharding:
 
   @property
   def gathers(self) -> bool:
-    """Whether weights rest in pieces and are gathered for use."""
+    """Whether weights are sharded in storage and gathered where they are used."""
     return bool(self.axes(*STORED))
 
   def gather_params(self, params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """Parameters by name, whole along their storage axes, ready for use.
+    """Parameters by name, gathered along their storage axes.
 
-    What is gathered travels as `dtype` (router and head: as stored); gradients come
-    back summed in the parameters' own dtype.
+    They are cast to `dtype` before the all-gather, except router and head; gradients
+    are summed in the parameters' own dtype.
     """
     if not self.gathers:
       return dict(params)
@@ -190,13 +191,13 @@ class Sharding:
     ]
     if idle:
       raise ValueError(
-        f'sharding rules give nothing to mesh axes {idle} of {dict(self.mesh.shape)}: '
+        f'sharding rules do not use mesh axes {idle} of {dict(self.mesh.shape)}: '
         'their devices would all do the same work'
       )
     if not set(self.axes('experts')) <= set(self.axes(*BATCH)):
       raise ValueError(
-        f'sharding rules split experts over {self.axes("experts")}, of which some have '
-        'no rows of their own: tokens would be sent to experts more than once'
+        f'sharding rules split experts over {self.axes("experts")}, some of which do '
+        'not split the batch: tokens would be sent to experts more than once'
       )
     sizes = {
       'vocab': {'vocab_size': cfg.vocab_size},
@@ -249,15 +250,15 @@ def keep_all_but_weights(primitive, *_, **params) -> bool:
 
 
 def _gather(x, axes, dim, dtype):
-  """Shards of a parameter joined along `dim` as `dtype`."""
+  """All-gather of a parameter along `dim`, as `dtype`."""
   stored = x.dtype
 
-  def whole(_, x):
+  def gather(_, x):
     return lax.all_gather(x.astype(dtype), axes, axis=dim, tiled=True)
 
-  def piece(_, d_out):
-    # Summed over many devices: in the parameter's precision, not the activations'.
+  def scatter(_, d_out):
+    # A sum over many devices: in the parameter's precision, not the activations'.
     d_out = d_out.astype(stored)
     return lax.psum_scatter(d_out, axes, scatter_dimension=dim, tiled=True)
 
-  return linear_call(whole, piece, (), x)
+  return linear_call(gather, scatter, (), x)

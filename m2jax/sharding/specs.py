@@ -53,7 +53,7 @@ def like_params(tree: Any, params: Any, specs: Any) -> Any:
 
 
 def batch_specs(rules: Rules) -> Forest:
-  """PartitionSpecs of a Forest batch. Loss terms lie with their rows."""
+  """PartitionSpecs of a Forest batch. Loss terms are split as their rows."""
   token = rules.spec('batch', 'rows', 'tokens')
   term = rules.spec('loss terms', 'rows')
   return Forest(

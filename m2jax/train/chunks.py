@@ -1,21 +1,23 @@
 """Training of trees larger than a row or than memory: exact, by push and pop.
 
 The chunks of `forest.cut` run one after the other. Keys, values and states of one root
-path lie on a stack on the device, and beside them the cotangents that finished
-descendants have left there:
+path are on a stack on the device, with the cotangents that finished descendants have
+added to them:
 
-  push  forward of a run of the path; its entries go onto the stack
-  leaf  forward and backward of what hangs off the path; its loss terms and expert loads
-        count, its gradient is added, its cotangents go to the stack
-  pop   forward once more of a run of the path and backward from its own loss terms and
-        from the cotangents of its entries; the entries are dropped
+  push  forward of a run of the path; its entries are written to the stack
+  leaf  forward and backward of tokens below the path: adds their loss terms, expert
+        loads and gradient to the sums, and cotangents to the stack
+  pop   forward of a run of the path again, and backward from its loss terms and the
+        cotangents of its entries, which are then removed
 
-Every function is that of `model.forward` and `train.step.loss_and_metrics` on the whole
-tree, so the sums are the same (law 3). Memory is the stack with its cotangents, as long
-as the longest path may be, and one chunk; the number of leaves is not in it. Each kind
-of chunk is compiled once a shape (`forest.Buckets`).
+Each is the function of `model.forward` and `train.step.loss_and_metrics` on the whole
+tree, so the sums are the same (law 3). Memory is that of one chunk and of the stack
+with its cotangents, which is as long as the longest path; it does not grow with the
+number of leaves. Each kind of chunk is compiled once for each shape
+(`forest.Buckets`).
 
-Axes: B = 1 row, C tokens of a chunk, P slots of the stack a chunk sees, M loss terms.
+Axes: B = 1 row, C tokens of a chunk, P slots of the stack that a chunk sees, M loss
+terms.
 """
 
 from __future__ import annotations
@@ -57,86 +59,105 @@ class Programs(NamedTuple):
 def programs(
   cfg: ModelConfig, objective: train_step.Objective, config: train_step.StepConfig
 ) -> Programs:
-  """Makes the parts; `config.micro_rows` has no meaning to them. One device."""
-
-  def forward(params, above, router, batch):
-    variables = {'params': params, 'router': router}
-    out, own = model.forward_below(
-      cfg, variables, batch, above, detach_mtp=config.detach_mtp
-    )
-    loss, metrics = train_step.loss_and_metrics(out, batch, cfg, objective, config)
-    return (loss, own), (metrics, out.loads)
-
-  def push(variables, stack, batch, start):
-    own = model.forward_below(cfg, variables, batch, _seen(stack, batch))[1]
-    return jax.tree.map(
-      lambda a, b: lax.dynamic_update_slice_in_dim(a, b, start, _SLOTS), stack, own
-    )
-
-  def backward(variables, sums, stack, cotangents, batch, own_cotangents):
-    """`own_cotangents(like)` are those of the chunk's own entries."""
-    params, router = variables['params'], variables['router']
-    (loss, own), pull, aux = jax.vjp(
-      lambda params, above: forward(params, above, router, batch),
-      params,
-      _seen(stack, batch),
-      has_aux=True,
-    )
-    grads, seen = pull((jnp.ones_like(loss), own_cotangents(own)))
-    sums = jax.tree.map(jnp.add, sums, train_step.Sums(grads, *aux))
-    slots = seen.k.shape[_SLOTS]
-    cotangents = jax.tree.map(
-      lambda a, b: a.at[:, :, :slots].add(b.astype(a.dtype)), cotangents, seen
-    )
-    return sums, cotangents
-
-  def leaf(variables, sums, stack, cotangents, batch):
-    def none(own):
-      return jax.tree.map(jnp.zeros_like, own)
-
-    return backward(variables, sums, stack, cotangents, batch, none)
-
-  def pop(variables, sums, stack, cotangents, batch, start):
-    tokens = batch.tokens.shape[1]
-    # slots past the run are of paths that are done
-    live = batch.subtree_end[:, -tokens:] > 0
-
-    def left(own):
-      def one(a, like):
-        a = lax.dynamic_slice_in_dim(a, start, tokens, _SLOTS)
-        seen = live.reshape(1, 1, tokens, *[1] * (a.ndim - 3))
-        return jnp.where(seen, a, 0).astype(like.dtype)
-
-      return jax.tree.map(one, cotangents, own)
-
-    sums, after = backward(variables, sums, stack, cotangents, batch, left)
-
-    def clear(a):
-      zeros = jnp.zeros((*a.shape[:_SLOTS], tokens, *a.shape[_SLOTS + 1 :]), a.dtype)
-      return lax.dynamic_update_slice_in_dim(a, zeros, start, _SLOTS)
-
-    return sums, jax.tree.map(clear, after)
-
-  def zeros(variables, batch):
-    slots = batch.subtree_end.shape[1] - batch.tokens.shape[1]
-
-    def sums(params, router, batch):
-      stack = model.empty_prefix(cfg, 1, slots)
-      return train_step.Sums(params, *forward(params, stack, router, batch)[1])
-
-    like = jax.eval_shape(sums, variables['params'], variables['router'], batch)
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-
+  """Makes the parts, for one device; they do not use `config.micro_rows`."""
+  functions = _Functions(cfg, objective, config)
   return Programs(
-    push=config.jit(push, donate_argnums=1),
-    leaf=config.jit(leaf, donate_argnums=(1, 3)),
-    pop=config.jit(pop, donate_argnums=(1, 3)),
-    zeros=zeros,
+    push=config.jit(functions.push, donate_argnums=1),
+    leaf=config.jit(functions.leaf, donate_argnums=(1, 3)),
+    pop=config.jit(functions.pop, donate_argnums=(1, 3)),
+    zeros=functions.zeros,
     cfg=cfg,
   )
 
 
-def _seen(stack: model.PrefixCache, batch: Forest) -> model.PrefixCache:
+class _Functions(NamedTuple):
+  """What `Programs` compiles; see there for arguments and results."""
+
+  cfg: ModelConfig
+  objective: train_step.Objective
+  config: train_step.StepConfig
+
+  def push(self, variables, stack, batch, start):
+    prefix = _visible(stack, batch)
+    new = model.forward_with_prefix(self.cfg, variables, batch, prefix)[1]
+
+    def write(slots, entries):
+      return lax.dynamic_update_slice_in_dim(slots, entries, start, _SLOTS)
+
+    return jax.tree.map(write, stack, new)
+
+  def leaf(self, variables, sums, stack, cotangents, batch):
+    def none(new):
+      return jax.tree.map(jnp.zeros_like, new)
+
+    return self._backward(variables, sums, stack, cotangents, batch, none)
+
+  def pop(self, variables, sums, stack, cotangents, batch, start):
+    tokens = batch.tokens.shape[1]
+    # Slots past the end of the run hold cotangents of earlier paths.
+    live = batch.subtree_end[:, -tokens:] > 0
+
+    def from_descendants(new):
+      def read(slots, like):
+        entries = lax.dynamic_slice_in_dim(slots, start, tokens, _SLOTS)
+        mask = live.reshape(1, 1, tokens, *[1] * (entries.ndim - 3))
+        return jnp.where(mask, entries, 0).astype(like.dtype)
+
+      return jax.tree.map(read, cotangents, new)
+
+    sums, cotangents_after = self._backward(
+      variables, sums, stack, cotangents, batch, from_descendants
+    )
+
+    def clear(slots):
+      shape = *slots.shape[:_SLOTS], tokens, *slots.shape[_SLOTS + 1 :]
+      zeros = jnp.zeros(shape, slots.dtype)
+      return lax.dynamic_update_slice_in_dim(slots, zeros, start, _SLOTS)
+
+    return sums, jax.tree.map(clear, cotangents_after)
+
+  def zeros(self, variables, batch):
+    slots = batch.subtree_end.shape[1] - batch.tokens.shape[1]
+
+    def sums(params, router, batch):
+      stack = model.empty_prefix(self.cfg, 1, slots)
+      return train_step.Sums(params, *self._forward(params, stack, router, batch)[1])
+
+    like = jax.eval_shape(sums, variables['params'], variables['router'], batch)
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+
+  def _forward(self, params, prefix, router, batch):
+    """((loss, the tokens' new cache entries), (metrics, expert loads))."""
+    variables = {'params': params, 'router': router}
+    detach = self.config.detach_mtp
+    out, new = model.forward_with_prefix(
+      self.cfg, variables, batch, prefix, detach_mtp=detach
+    )
+    loss, metrics = train_step.loss_and_metrics(
+      out, batch, self.cfg, self.objective, self.config
+    )
+    return (loss, new), (metrics, out.loads)
+
+  def _backward(self, variables, sums, stack, cotangents, batch, new_cotangents):
+    """`new_cotangents(entries)` are the cotangents of the chunk's new entries."""
+    params, router = variables['params'], variables['router']
+    (loss, new), pull, aux = jax.vjp(
+      lambda params, prefix: self._forward(params, prefix, router, batch),
+      params,
+      _visible(stack, batch),
+      has_aux=True,
+    )
+    grads, d_prefix = pull((jnp.ones_like(loss), new_cotangents(new)))
+    sums = jax.tree.map(jnp.add, sums, train_step.Sums(grads, *aux))
+    slots = d_prefix.k.shape[_SLOTS]
+
+    def add(total, d):
+      return total.at[:, :, :slots].add(d.astype(total.dtype))
+
+    return sums, jax.tree.map(add, cotangents, d_prefix)
+
+
+def _visible(stack: model.PrefixCache, batch: Forest) -> model.PrefixCache:
   """The first P slots, which the batch's indices count."""
   slots = batch.subtree_end.shape[1] - batch.tokens.shape[1]
   return jax.tree.map(lambda a: a[:, :, :slots], stack)
@@ -148,7 +169,7 @@ def gradients(parts: Programs, variables, plan: Plan):
   Args:
     parts: from `programs`.
     variables: {'params', 'router'}.
-    plan: from `forest.cut`; its weights are normalised already.
+    plan: from `forest.cut`, with normalised weights.
   """
   cfg = parts.cfg
   wide = jnp.promote_types(cfg.dtype, jnp.float32)
@@ -165,7 +186,7 @@ def gradients(parts: Programs, variables, plan: Plan):
       sums = parts.zeros(variables, batch)
     if chunk.kind == 'push':
       if stack is None:
-        # a run is written with its padding, so the last needs room for it
+        # A run is written with its padding: the last one needs room for it.
         most = plan.buckets.stack_tokens[-1] + plan.buckets.chunk_tokens[-1]
         stack, cotangents = buffers(most)
       stack = parts.push(variables, stack, batch, chunk.start)
@@ -173,7 +194,7 @@ def gradients(parts: Programs, variables, plan: Plan):
       sums, cotangents = parts.pop(
         variables, sums, stack, cotangents, batch, chunk.start
       )
-    elif chunk.shape[2] == 0:  # sees no path: as any row
+    elif chunk.shape[2] == 0:  # has no prefix
       sums, _ = parts.leaf(variables, sums, *buffers(0), batch)
     else:
       sums, cotangents = parts.leaf(variables, sums, stack, cotangents, batch)

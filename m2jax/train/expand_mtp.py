@@ -4,16 +4,18 @@ M2 pre-trains with one module and expands to three in the decay phase of continu
 pre-training: new modules are copied, trained with the main model frozen until their
 loss is stable, then all is trained together (facts/m2-and-forge.md §3). What is copied
 is ambiguous: the report's text says the main model, its Figure 2 draws module 1. Both
-are choices here, and random weights to compare with:
+are sources here, beside random weights to compare with:
 
-  'mtp'     all of module 1, its router bias too.
-  'main'    the block is the last main block; the projection takes the hidden state as
-            it is (identity) and little of the embedding (noise of a tenth of a random
-            projection's size); norms 1 (facts/algorithms.md §4.2, our choice).
-  'random'  a module as at the start of a pre-training.
+  'mtp'     module 1, with its router bias.
+  'main'    the block is the last main block; the projection passes the hidden state
+            (identity) and adds a little of the embedding (noise of a tenth of a random
+            projection's size); norms are 1 (facts/algorithms.md §4.2, our choice).
+  'random'  a module as at the start of pre-training.
 
-What stable means is ours too: the held-out loss of the modules fell by less than
-`tolerance`, relatively, over the last `check_every` steps.
+"Stable" is our definition too: the held-out loss of the modules fell by less than the
+fraction `tolerance` over the last `check_every` steps.
+
+Axes: mtp modules.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,17 +33,17 @@ import numpy as np
 
 from m2jax import forest
 from m2jax import model as model_lib
-from m2jax.checkpoint import policy
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.observe import metrics as metrics_lib
 from m2jax.train import pretrain
 from m2jax.train import step as train_step
+from m2jax.train.loop import Run
 from m2jax.train.stages import PretrainConfig
 
 SOURCES = ('mtp', 'main', 'random')
-FROZEN = 'frozen'  # directory and phase of the first part
+FROZEN, JOINT = 'frozen', 'pretrain'  # directories and phases of the two parts
 _HELD_OUT = 'frozen_held_out'
 _EMBED_NOISE = 0.1  # of the standard deviation of a random projection
 
@@ -51,12 +53,12 @@ class ExpandConfig:
   """More MTP modules.
 
   Attributes:
-    modules: K afterwards.
-    source: what new modules begin as; see above.
-    frozen: training with the main model frozen; its `loop.steps` is the most.
+    frozen: training with the main model frozen, for at most its `loop.steps`.
+    joint: training of everything together.
+    modules: MTP modules afterwards.
+    source: initial weights of new modules; see above.
     check_every: steps of the frozen part between two held-out measurements.
     tolerance: relative fall of the loss between two of them that counts as stable.
-    joint: training of all together.
   """
 
   frozen: PretrainConfig
@@ -80,13 +82,13 @@ def expand(
   source: str,
   key: jax.Array,
 ) -> tuple[ModelConfig, dict[str, Any]]:
-  """The model with `modules` MTP modules; what it had stays as it is.
+  """The model with `modules` MTP modules; the weights that it had are unchanged.
 
   Args:
-    variables: {'params', 'router'}; its arrays are shared with the result.
+    variables: {'params', 'router'}; the result shares its arrays.
     source: see above. 'main' and 'random' also make the first module of a model that
       has none, such as the released ones.
-    key: of what is random.
+    key: of random weights.
 
   Raises:
     ValueError: the model has as many modules already, or none to copy.
@@ -133,8 +135,11 @@ def expand(
 def module_losses(
   model: ModelConfig, variables, batches: Iterable[forest.Forest]
 ) -> np.ndarray:
-  """[K] float64, nats per token that the module scores: module k none of the first
-  k + 1 of a document. (The training's loss divides all by the same number of terms.)"""
+  """[mtp] float64: nats per token that the module scores.
+
+  Module k scores none of the first k + 1 tokens of a document. (The training loss
+  divides all modules by the same number of terms.)
+  """
   total, terms = np.zeros((2, model.num_mtp_modules))
   for batch in batches:
     loss, number = jax.device_get(_module_sums(model, variables, batch))
@@ -144,7 +149,7 @@ def module_losses(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _module_sums(model: ModelConfig, variables, batch: forest.Forest):
-  """Of each module [K]: −Σ weight · log p, and Σ weight of what it scores."""
+  """Of each module [mtp]: −Σ weight · log p, and Σ weight of what it scores."""
   scores = model_lib.forward(model, variables, batch).mtp_logprob
   at_terms = jax.vmap(lambda values: train_step.at_terms(values, batch))
   first = jnp.arange(2, 2 + model.num_mtp_modules)  # positions
@@ -153,88 +158,99 @@ def _module_sums(model: ModelConfig, variables, batch: forest.Forest):
   return loss, jnp.sum(batch.weight * at_terms(scored), (1, 2))
 
 
+class Data(NamedTuple):
+  """What an expansion reads.
+
+  Attributes:
+    frozen, joint: of each stage of that part, a source of token arrays.
+    held_out: documents that decide when the loss of the modules is stable.
+  """
+
+  frozen: Sequence[Sequence[np.ndarray]]
+  joint: Sequence[Sequence[np.ndarray]]
+  held_out: Sequence[np.ndarray]
+
+
 def fit(
   config: ExpandConfig,
   model: ModelConfig,
   variables: dict[str, Any],
-  sources: Sequence[Sequence[np.ndarray]],
-  joint_sources: Sequence[Sequence[np.ndarray]],
-  held_out: Sequence[np.ndarray],
+  data: Data,
+  workdir: pathlib.Path,
+  make_run: Callable[[str, CheckpointManager], Run],
   *,
   seed: int,
-  workdir: pathlib.Path,
-  metrics: metrics_lib.MetricsWriter,
-  host: Mapping[str, Any],
-  files: Mapping[str, bytes],
 ) -> tuple[ModelConfig, train_step.TrainState]:
   """Expands, trains the new modules alone and then everything, or resumes.
 
-  The frozen part leaves its checkpoints in `workdir/frozen`, the joint one in
-  `workdir/pretrain`, where a policy is looked for.
+  The frozen part saves its checkpoints in `workdir/frozen`, the joint one in
+  `workdir/pretrain`, where `checkpoint.policy` looks for a policy.
 
   Args:
+    config: the settings.
+    model: before the expansion.
     variables: of `model`; taken over.
-    sources, joint_sources: what the stages of either part read (`pretrain.fit`).
-    held_out: token arrays that say when the new modules' loss is stable.
-    seed: of what is random, and of the order of the documents.
-    workdir: of the run; `metrics` writes there.
-    host, files: go into every checkpoint; `policy.host` is added.
+    data: the documents.
+    workdir: of the run, and of its metrics.
+    make_run: phase and checkpoint manager → where the part's output goes.
+    seed: of random weights, and of the order of the documents.
   """
   model, variables = expand(
     model, variables, config.modules, config.source, jax.random.key(seed)
   )
-  common = {
-    'seed': seed,
-    'metrics': metrics,
-    'host': {**host, **policy.host(model)},
-    'files': files,
-  }
   with CheckpointManager(workdir / FROZEN) as manager:
+    run = make_run(FROZEN, manager)
 
     def train(steps: int, variables) -> train_step.TrainState:
       loop = dataclasses.replace(config.frozen.loop, steps=steps)
+      part = dataclasses.replace(config.frozen, loop=loop)
       return pretrain.fit(
-        dataclasses.replace(config.frozen, loop=loop),
-        model,
-        sources,
-        variables=variables,
-        manager=manager,
-        phase=FROZEN,
-        only_mtp=True,
-        **common,
+        part, model, data.frozen, run, seed=seed, variables=variables, only_mtp=True
       )
 
-    state = _until_stable(config, model, variables, train, held_out, metrics, workdir)
-  with CheckpointManager(workdir / 'pretrain') as manager:
+    def measure(state: train_step.TrainState) -> float:
+      loss = pretrain.held_out(config.frozen, model, state.variables, data.held_out)
+      run.metrics.write(_HELD_OUT, int(state.step), loss)
+      return loss['mtp_loss']
+
+    known = {r['step']: r['mtp_loss'] for r in metrics_lib.read(workdir, _HELD_OUT)}
+    state = _until_stable(config, variables, train, measure, known)
+  with CheckpointManager(workdir / JOINT) as manager:
+    run, variables = make_run(JOINT, manager), state.variables
     state = pretrain.fit(
-      config.joint,
-      model,
-      joint_sources,
-      variables=state.variables,
-      manager=manager,
-      **common,
+      config.joint, model, data.joint, run, seed=seed, variables=variables
     )
   return model, state
 
 
-def _until_stable(config, model, variables, train, held_out, metrics, workdir):
-  """Trains round by round; a round's loss is recorded, so that a restart decides alike.
+def _until_stable(
+  config: ExpandConfig,
+  variables,
+  train: Callable[[int, Any], train_step.TrainState],
+  measure: Callable[[train_step.TrainState], float],
+  known: Mapping[int, float],
+) -> train_step.TrainState:
+  """Trains round by round until the held-out loss of the modules is stable.
 
-  When a round's record is written, its checkpoint is on disk.
+  Args:
+    config: the rule.
+    variables: where to start.
+    train: up to a step, from variables, or resumed.
+    measure: the loss, which it records.
+    known: step → loss that an earlier process recorded, so that a restart decides as
+      that process did. A round's checkpoint is on disk before its loss is recorded.
   """
-  known = {r['step']: r['mtp_loss'] for r in metrics_lib.read(workdir, _HELD_OUT)}
   losses, state = [], None
   for number in itertools.count(1):
     steps = min(number * config.check_every, config.frozen.loop.steps)
-    if steps not in known:
+    if steps in known:
+      losses.append(known[steps])
+    else:
       state = train(steps, variables)
       variables = state.variables
       if int(state.step) < steps:  # the data or the seconds ended
         return state
-      loss = pretrain.held_out(config.frozen, model, state.variables, held_out)
-      metrics.write(_HELD_OUT, steps, loss)
-      known[steps] = loss['mtp_loss']
-    losses.append(known[steps])
+      losses.append(measure(state))
     stable = len(losses) > 1 and losses[-2] - losses[-1] < config.tolerance * losses[-2]
     if stable or steps == config.frozen.loop.steps:
       return train(steps, variables) if state is None else state

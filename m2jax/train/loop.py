@@ -34,7 +34,7 @@ class Batches(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
-  """How long to train, and what to leave behind.
+  """How long to train, and how often to record.
 
   Attributes:
     steps: optimizer steps in all.
@@ -49,6 +49,38 @@ class LoopConfig:
   checkpoint_every: int = 200
   log_every: int = 5
 
+  def reached(self, done: int, used_s: float) -> bool:
+    """Whether the budget is used up after `done` steps and `used_s` seconds."""
+    return done >= self.steps or bool(self.seconds and used_s >= self.seconds)
+
+  def progress(self, done: int, used_s: float) -> float:
+    """Fraction of the budget that is used, at most 1."""
+    by_time = used_s / self.seconds if self.seconds else 0.0
+    return min(max(done / self.steps, by_time), 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """Where a run's checkpoints and metrics go.
+
+  Attributes:
+    phase: its name in the metrics.
+    manager: of its checkpoints.
+    metrics: writer of its records.
+    host: JSON-able values for every checkpoint, such as the config.
+    files: files for every checkpoint, such as the tokenizer.
+  """
+
+  phase: str
+  manager: CheckpointManager
+  metrics: MetricsWriter
+  host: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+  def with_host(self, **values: Any) -> Run:
+    """The same run with more values for every checkpoint."""
+    return dataclasses.replace(self, host={**self.host, **values})
+
 
 def fit(
   state: TrainState,
@@ -56,14 +88,9 @@ def fit(
   make_batches: Callable[[dict[str, Any] | None], Batches],
   to_forest: Callable[[Any], Forest],
   config: LoopConfig,
-  *,
-  phase: str,
-  manager: CheckpointManager,
-  metrics: MetricsWriter,
-  host: Mapping[str, Any] | None = None,
-  files: Mapping[str, bytes] | None = None,
+  run: Run,
 ) -> TrainState:
-  """Trains until the budget is used up, resuming from the manager's latest checkpoint.
+  """Trains until the budget is used up, resuming from the run's latest checkpoint.
 
   Args:
     state: where to start without a checkpoint.
@@ -71,89 +98,109 @@ def fit(
     make_batches: data position (None: the beginning) → iterator.
     to_forest: batch → host Forest.
     config: the budget.
-    phase: name in the metrics.
-    manager, metrics: where checkpoints and records go.
-    host, files: more for every checkpoint (config, tokenizer).
+    run: where checkpoints and records go.
 
   Raises:
     ValueError: a limit of seconds, and several processes.
     FloatingPointError: the loss or its gradient is not finite; names the step. Checked
-      before every checkpoint, so that none holds what came of it.
+      before every checkpoint, so that none is saved after such a step.
   """
   if config.seconds and jax.process_count() > 1:
     raise ValueError(
       f'LoopConfig.seconds={config.seconds}: {jax.process_count()} processes would '
       'stop at different steps; set seconds=0 and limit the steps'
     )
-  data_state, used_s = None, 0.0
-  if manager.latest_step() is not None:
-    restored = manager.restore(like=state)
-    state, data_state = restored.state, restored.host['data']
-    used_s = restored.host['used_s']
-    metrics.supersede(phase, restored.step)
-  batches = make_batches(data_state)
-  scalars = None
-  done = int(state.step)
-  first = done + 1
-  if _over(config, done, used_s):
+  state, position, used_s = _restore(state, run)
+  batches = make_batches(position)
+  first = done = int(state.step)
+  if config.reached(done, used_s):
     return state
-  started, compiled_s = time.monotonic() - used_s, compiling.seconds()
-  saved = None  # step of the last save
-  pending = None  # metrics on the device, of the step before
-  tokens, window_started = 0, time.monotonic()
+  clock, records = _Clock(used_s), _Records(run)
+  scalars, saved = None, None  # metrics of the last step; step of the last checkpoint
 
   def save():
-    # first the record: a restart from this checkpoint does not take its step again
-    nonlocal pending, saved
-    if pending is None:
-      fetch(scalars, f'{phase} step {done}')
-    else:
-      _write(metrics, phase, done, *pending)
-    pending, saved = None, done
-    where = {'data': batches.state(), 'used_s': used_s, **(host or {})}
-    manager.save(done, state, where, files)
+    nonlocal saved
+    # The record first: a restart from this checkpoint does not repeat its step.
+    if not records.write():
+      fetch(scalars, f'{run.phase} step {done}')
+    host = {'data': batches.state(), 'used_s': used_s, **run.host}
+    run.manager.save(done, state, host, run.files)
+    saved = done
 
   for batch in batches:
     forest = to_forest(batch)
     state, scalars = step(state, forest)
     done += 1
-    tokens += forest.num_tokens
-    if pending is not None:
-      _write(metrics, phase, done - 1, *pending)
-    pending = None
-    used_s = time.monotonic() - started - (compiling.seconds() - compiled_s)
-    if done == first:
-      logging.info('%s: compiled in %.0f s', phase, compiling.seconds() - compiled_s)
-    over = _over(config, done, used_s)
+    records.write()  # of the step before, while this one runs
+    records.count(forest.num_tokens)
+    used_s = clock.used_s()
+    if done == first + 1:
+      logging.info('%s: compiled in %.0f s', run.phase, clock.compiled_s())
+    over = config.reached(done, used_s)
     if done % config.log_every == 0 or over:
-      now = time.monotonic()
-      progress = done / config.steps
-      if config.seconds:
-        progress = max(progress, used_s / config.seconds)
-      extra = {
-        'tokens': tokens,  # since the record before
-        'tokens_per_s': tokens / (now - window_started),
-        'used_s': used_s,
-        'progress': min(progress, 1.0),
-        'epoch': getattr(batches, 'epoch', None),
-      }
-      pending = scalars, extra
-      tokens, window_started = 0, now
+      progress, epoch = config.progress(done, used_s), getattr(batches, 'epoch', None)
+      records.hold(done, scalars, used_s=used_s, progress=progress, epoch=epoch)
     if over or done % config.checkpoint_every == 0:
       save()
     if over:
       break
   else:
-    logging.info('%s: the data ended after step %d', phase, done)
+    logging.info('%s: the data ended after step %d', run.phase, done)
     if scalars is not None and saved != done:
       save()
-  manager.wait()
+  run.manager.wait()
   return state
 
 
-def _over(config: LoopConfig, done: int, used_s: float) -> bool:
-  return done >= config.steps or bool(config.seconds and used_s >= config.seconds)
+def _restore(
+  state: TrainState, run: Run
+) -> tuple[TrainState, dict[str, Any] | None, float]:
+  """State, data position and seconds used, of the latest checkpoint if there is one."""
+  if run.manager.latest_step() is None:
+    return state, None, 0.0
+  restored = run.manager.restore(like=state)
+  run.metrics.supersede(run.phase, restored.step)
+  return restored.state, restored.host['data'], restored.host['used_s']
 
 
-def _write(metrics: MetricsWriter, phase: str, step: int, scalars, extra) -> None:
-  metrics.write(phase, step, fetch(scalars, f'{phase} step {step}'), **extra)
+class _Clock:
+  """Seconds of training: of former processes of the run too, compilation excluded."""
+
+  def __init__(self, used_s: float):
+    self._start, self._compiled_s = time.monotonic() - used_s, compiling.seconds()
+
+  def compiled_s(self) -> float:
+    return compiling.seconds() - self._compiled_s
+
+  def used_s(self) -> float:
+    return time.monotonic() - self._start - self.compiled_s()
+
+
+class _Records:
+  """The metrics of a run, each record held until the next step runs."""
+
+  def __init__(self, run: Run):
+    self._run = run
+    self._held: tuple[int, Any, dict[str, Any]] | None = None
+    self._tokens, self._since = 0, time.monotonic()
+
+  def count(self, tokens: int) -> None:
+    """Adds a step's tokens to the next record."""
+    self._tokens += tokens
+
+  def hold(self, step: int, scalars: Mapping[str, jax.Array], **more: Any) -> None:
+    """Holds a record of a step; its metrics stay on the device."""
+    now = time.monotonic()
+    rate = self._tokens / (now - self._since)
+    more |= {'tokens': self._tokens, 'tokens_per_s': rate}
+    self._held = step, scalars, more
+    self._tokens, self._since = 0, now
+
+  def write(self) -> bool:
+    """Writes the record that is held; False where there is none."""
+    if self._held is None:
+      return False
+    step, scalars, more = self._held
+    phase, self._held = self._run.phase, None
+    self._run.metrics.write(phase, step, fetch(scalars, f'{phase} step {step}'), **more)
+    return True

@@ -15,26 +15,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 
 from m2jax import forest
+from m2jax import params as params_lib
 from m2jax import sharding as sharding_lib
-from m2jax.checkpoint.manager import CheckpointManager
+from m2jax.checkpoint import policy
 from m2jax.config import ModelConfig
 from m2jax.data import packing
-from m2jax.observe.metrics import MetricsWriter
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import feeds, loop, stages
 from m2jax.train import hosts as hosts_lib
 from m2jax.train import step as train_step
-from m2jax.train.loop import LoopConfig
+from m2jax.train.loop import LoopConfig, Run
 from m2jax.train.stages import Pieces, PretrainConfig, Settings, Stage, StagedRows
 from m2jax.train.step import StepConfig
 
@@ -103,12 +104,14 @@ def _make_trainer(
 ):
   optimizer = dataclasses.replace(config.optimizer, schedule=stages.schedule(config))
   tx = optimizer_lib.make(optimizer)
+  trained = params_lib.shapes(model)['params']
   make = functools.partial(
     train_step.make_step, model, objective=train_step.nll, sharding=sharding
   )
   if only_mtp:
-    tx = _only_mtp(tx)
+    tx, trained = _only_mtp(tx), {'mtp': trained['mtp']}
     make = functools.partial(_make_frozen_step, model, sharding=sharding)
+  logging.info('optimizer: %s', optimizer_lib.describe(optimizer, trained))
 
   @functools.cache
   def made(values: Settings) -> train_step.Step:
@@ -134,28 +137,25 @@ def fit(
   config: PretrainConfig,
   model: ModelConfig,
   sources: Sequence[Sequence[np.ndarray]],
+  run: Run,
   *,
   seed: int,
-  manager: CheckpointManager,
-  metrics: MetricsWriter,
-  host: Mapping[str, Any],
-  files: Mapping[str, bytes],
   variables: dict[str, Any] | None = None,
-  phase: str = 'pretrain',
   only_mtp: bool = False,
   sharding: Sharding = ONE_DEVICE,
 ) -> train_step.TrainState:
   """Trains from random or given weights, or resumes.
 
   Args:
+    config: the settings.
+    model: its shape, which goes into every checkpoint.
     sources: of each stage, a source of token arrays (see `data.stream`).
+    run: where checkpoints and records go.
     seed: of the weights and of the order of the documents.
-    host, files: go into every checkpoint.
-    variables: to start from; taken over. None are random ones.
-    phase: name in the metrics.
+    variables: where to start; taken over. None is random weights.
     only_mtp: freeze the main model, router biases included: only the MTP modules learn.
     sharding: the mesh to train on; `step.micro_rows` are rows over all of it. Every
-      process calls this with the same arguments and its own `metrics`.
+      process calls this with the same arguments and its own `run.metrics`.
 
   Raises:
     ValueError: model, rows or streams do not divide over mesh or hosts.
@@ -176,11 +176,7 @@ def fit(
     ),
     functools.partial(to_batch, config, hosts.count),
     config.loop,
-    phase=phase,
-    manager=manager,
-    metrics=metrics,
-    host=host,
-    files=files,
+    run.with_host(**policy.host(model)),
   )
 
 

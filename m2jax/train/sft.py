@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+
+from absl import logging
 
 from m2jax import forest
 from m2jax.checkpoint import policy
-from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.config import ModelConfig
 from m2jax.data import packing
-from m2jax.observe.metrics import MetricsWriter
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import loop
 from m2jax.train import step as train_step
-from m2jax.train.loop import LoopConfig
+from m2jax.train.loop import LoopConfig, Run
 from m2jax.train.step import StepConfig
 
 
@@ -44,18 +44,21 @@ def fit(
   model: ModelConfig,
   variables,
   samples: Sequence[forest.Sample],
+  run: Run,
   *,
   seed: int,
-  manager: CheckpointManager,
-  metrics: MetricsWriter,
-  files: Mapping[str, bytes],
-  phase: str = 'sft',
   sharding: Sharding = ONE_DEVICE,
 ) -> train_step.TrainState:
-  """Trains on samples, or resumes; the variables are taken over.
+  """Trains on samples, or resumes.
 
-  `seed` is of the order of the samples, `files` go into every checkpoint, `phase`
-  is the name in the metrics. The state lies on `sharding`'s mesh.
+  Args:
+    config: the settings.
+    model: its shape, which goes into every checkpoint.
+    variables: where to start; taken over.
+    samples: what is learned.
+    run: where checkpoints and records go.
+    seed: of the order of the samples.
+    sharding: the mesh that the returned state is on.
 
   Raises:
     ValueError: model, row_tokens or micro_rows do not divide over the mesh.
@@ -63,6 +66,8 @@ def fit(
   optimizer = optimizer_lib.make(config.optimizer)
   step = train_step.make_step(model, optimizer, train_step.nll, config.step, sharding)
   state = train_step.init_state(variables, optimizer)
+  partition = optimizer_lib.describe(config.optimizer, state.variables['params'])
+  logging.info('%s: %s', run.phase, partition)
 
   def make_batches(position):
     return packing.SampleBatches(
@@ -80,9 +85,5 @@ def fit(
     make_batches,
     to_forest,
     config.loop,
-    phase=phase,
-    manager=manager,
-    metrics=metrics,
-    host=policy.host(model),
-    files=files,
+    run.with_host(**policy.host(model)),
   )

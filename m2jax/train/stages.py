@@ -81,9 +81,9 @@ class PretrainConfig:
   Attributes:
     stages: one after the other, as (context, rows, tokens); see `Stage`.
     phases: what changes on the way.
-    streams: streams of documents side by side (`packing.DocumentRows`), so that a batch
-      has at least so many documents; divides the rows of every stage. 0: as many as
-      possible.
+    streams: of documents, read side by side (`packing.DocumentRows`), so that a batch
+      has at least this many documents; divides the rows of every stage. 0: the largest
+      number that does.
     held_out_batches: most batches that the held-out loss is measured on.
     loop: the budget; its `steps` may end a run before its stages do.
     step: train-step settings.
@@ -202,16 +202,15 @@ class StagedRows(Iterator[Pieces]):
 
     Raises:
       StateMismatch: the state is of other data.
-      ValueError: not one source for each stage, or streams do not divide over the
-        hosts.
+      ValueError: not one source for each stage, or streams do not divide over hosts.
     """
     if len(sources) != len(config.stages):
       raise ValueError(f'{len(sources)} sources for {len(config.stages)} stages')
     self._config, self._sources, self._seed = config, sources, seed
     self._host = host
-    self._streams = config.streams or int(
-      np.gcd.reduce([s.rows for s in config.stages])
-    )
+    self._streams = config.streams
+    if not self._streams:
+      self._streams = int(np.gcd.reduce([s.rows for s in config.stages]))
     self._step, self._stage, rows = 0, 0, None
     if state is not None:
       if 'step' not in state:

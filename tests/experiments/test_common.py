@@ -78,12 +78,12 @@ def test_completing_changes_nothing():
 def test_a_default_of_none_has_its_type():
   """`--config.x=0.1` needs to know that x may be a number, though it is None."""
   config = forge.get_config()
-  assert config.rl.optimizer.muon_consistent_rms is None
-  config.lock().update_from_flattened_dict({'rl.optimizer.muon_consistent_rms': 0.2})
+  assert config.rl.optimizer.muon.consistent_rms is None
+  config.lock().update_from_flattened_dict({'rl.optimizer.muon.consistent_rms': 0.2})
   built = common.build(ForgeConfig, config)
-  assert built.rl.optimizer.muon_consistent_rms == 0.2
+  assert built.rl.optimizer.muon.consistent_rms == 0.2
   with pytest.raises(TypeError):
-    config.rl.optimizer.muon_consistent_rms = 'much'
+    config.rl.optimizer.muon.consistent_rms = 'much'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,26 @@ import pytest
 from optax import contrib
 
 from m2jax import config, model
-from m2jax.optim import OptimizerConfig, ScheduleConfig, learning_rates, make, norms
-from m2jax.optim.muon import muon, orthogonalize
+from m2jax.optim import (
+  AdamConfig,
+  ByKind,
+  MuonConfig,
+  OptimizerConfig,
+  ScheduleConfig,
+  learning_rates,
+  make,
+)
+from m2jax.optim.muon import orthogonalize, scale_by_muon
+from m2jax.optim.optimizer import Part, describe, partition
+from m2jax.params import Kind
 
 MUON = OptimizerConfig(
-  name='muon', learning_rate=0.02, adam_learning_rate=1e-3, clip_norm=None
+  by_kind=ByKind(matrix='muon', expert='muon'),
+  muon=MuonConfig(learning_rate=0.02),
+  adam=AdamConfig(learning_rate=1e-3),
+  clip_norm=None,
 )
+ADAM = dataclasses.replace(MUON, by_kind=ByKind())
 MATRICES = {'q', 'k', 'v', 'o', 'proj', 'gate', 'up', 'down'}
 
 
@@ -40,6 +54,10 @@ def tree(seed: int, scale=1.0):
       'down': normal(2, 3, 5, 8),
     },
   }
+
+
+def muon_with(**fields) -> OptimizerConfig:
+  return dataclasses.replace(MUON, muon=dataclasses.replace(MUON.muon, **fields))
 
 
 @functools.cache
@@ -72,26 +90,28 @@ def newton_schulz(x):
 
 def muon_reference(config, param, gradients):
   """Muon with Nesterov momentum and optax's bias corrections, one matrix."""
-  beta, momentum = config.muon_beta, np.zeros_like(param)
+  beta, momentum = config.muon.beta, np.zeros_like(param)
   for n, gradient in enumerate(gradients, 1):
     momentum = beta * momentum + (1 - beta) * gradient
     ahead = beta * momentum / (1 - beta ** (n + 1))
     ahead = ahead + (1 - beta) * gradient / (1 - beta**n)
     scale = max(1, param.shape[1] / param.shape[0]) ** 0.5
-    rate = config.learning_rate
+    rate = config.muon.learning_rate
     decay = config.weight_decay * param
     param = param - rate * (scale * newton_schulz(ahead) + decay)
   return param
 
 
-def adamw_reference(config, rate, param, gradients, decays):
+def adamw_reference(config, param, gradients, decays):
+  adam = config.adam
   m = v = np.zeros_like(param)
   for n, gradient in enumerate(gradients, 1):
-    m = config.b1 * m + (1 - config.b1) * gradient
-    v = config.b2 * v + (1 - config.b2) * gradient**2
-    direction = m / (1 - config.b1**n)
-    direction = direction / (np.sqrt(v / (1 - config.b2**n)) + config.eps)
-    param = param - rate * (direction + decays * config.weight_decay * param)
+    m = adam.b1 * m + (1 - adam.b1) * gradient
+    v = adam.b2 * v + (1 - adam.b2) * gradient**2
+    direction = m / (1 - adam.b1**n)
+    direction = direction / (np.sqrt(v / (1 - adam.b2**n)) + adam.eps)
+    decay = decays * config.weight_decay * param
+    param = param - adam.learning_rate * (direction + decay)
   return param
 
 
@@ -100,11 +120,11 @@ def flat64(params):
   return {path[-1].key: np.asarray(leaf, np.float64) for path, leaf in pairs}
 
 
-@pytest.mark.parametrize('name', ['adamw', 'muon'])
-def test_three_steps_against_numpy(name):
+@pytest.mark.parametrize('config', [ADAM, MUON], ids=['adam', 'muon'])
+def test_three_steps_against_numpy(config):
   """Independent reference per leaf: momentum, bias correction, decay by kind, and for
   Muon each matrix of each layer and expert by itself, so that axes cannot be mixed."""
-  config = dataclasses.replace(MUON, name=name, weight_decay=0.1)
+  config = dataclasses.replace(config, weight_decay=0.1)
   params = tree(0)
   gradients = [tree(seed, scale=0.01) for seed in (1, 2, 3)]
   _, after = run(config, params, gradients)
@@ -112,16 +132,15 @@ def test_three_steps_against_numpy(name):
   start = flat64(params)
   for leaf_name, got in flat64(after).items():
     mine = [g[leaf_name] for g in gradients]
-    if name == 'muon' and leaf_name in MATRICES:
+    if config.by_kind.matrix == 'muon' and leaf_name in MATRICES:
       want = np.empty_like(got)
       for index in np.ndindex(got.shape[:-2]):
         want[index] = muon_reference(
           config, start[leaf_name][index], [g[index] for g in mine]
         )
     else:
-      rate = config.learning_rate if name == 'adamw' else config.adam_learning_rate
       decays = leaf_name in MATRICES | {'embed', 'head'}
-      want = adamw_reference(config, rate, start[leaf_name], mine, decays)
+      want = adamw_reference(config, start[leaf_name], mine, decays)
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=2e-5, err_msg=leaf_name)
 
 
@@ -160,7 +179,7 @@ def test_each_leaf_of_the_model_gets_the_right_optimizer():
 def test_tiny_gradients_are_not_lost(scale, preconditioning):
   """Gradients of RL lie mostly below 1e-14 (facts/algorithms.md §3.3): an ε of 1e-8
   in Adam or in Muon's normalisation would stop training."""
-  optimizer = dataclasses.replace(MUON, muon_preconditioning=preconditioning)
+  optimizer = muon_with(preconditioning=preconditioning)
   updates, _ = run(optimizer, tree(0), [tree(1, scale)])
   whole, _ = run(optimizer, tree(0), [tree(1)])
   for small, full in zip(jax.tree.leaves(updates), jax.tree.leaves(whole), strict=True):
@@ -172,7 +191,7 @@ def test_an_expert_without_tokens_stays(preconditioning):
   """Its gradient is exactly 0: neither NaN nor a step."""
   params, grads = tree(0), tree(1)
   grads['layers']['gate'] = grads['layers']['gate'].at[:, 1].set(0)
-  optimizer = dataclasses.replace(MUON, muon_preconditioning=preconditioning)
+  optimizer = muon_with(preconditioning=preconditioning)
   updates, _ = run(optimizer, params, [grads, grads])
   np.testing.assert_array_equal(updates['layers']['gate'][:, 1], 0)
   assert np.all(np.isfinite(updates['layers']['gate']))
@@ -187,7 +206,7 @@ def test_muon_is_optaxs(nesterov):
   reference = contrib.scale_by_muon(
     nesterov=nesterov, weight_dimension_numbers=jax.tree.map(lambda _: axes, leaves)
   )
-  ours = muon(nesterov=nesterov, consistent_rms=None)
+  ours = scale_by_muon(nesterov=nesterov, consistent_rms=None)
   states = [tx.init(leaves) for tx in (reference, ours)]
   for seed in (1, 2, 3):
     grads = {name: tree(seed)['layers'][name] for name in leaves}
@@ -218,7 +237,7 @@ def test_batched_and_mapped_forms_agree(shape, way):
 
 def test_consistent_rms_gives_muon_the_size_of_adam():
   """arXiv 2502.16982: every element moves by about 0.2 of the rate at any shape."""
-  optimizer = dataclasses.replace(MUON, muon_consistent_rms=0.2)
+  optimizer = muon_with(consistent_rms=0.2)
   params = {'q': jnp.zeros((2, 128, 128)), 'gate': jnp.zeros((2, 2, 128, 48))}
   rng = np.random.default_rng(0)
   grads = jax.tree.map(
@@ -232,9 +251,9 @@ def test_consistent_rms_gives_muon_the_size_of_adam():
 
 def test_clipping_is_by_the_norm_of_all_gradients():
   """Clipping each leaf alone would turn the gradient."""
-  plain = dataclasses.replace(
-    MUON, name='adamw', b1=0.0, b2=0.0, eps=1e6, learning_rate=1e6, clip_norm=0.5
-  )  # with ε this large Adam is gradient descent with rate 1
+  # with ε this large Adam is gradient descent with rate 1
+  adam = AdamConfig(learning_rate=1e6, b1=0.0, b2=0.0, eps=1e6)
+  plain = OptimizerConfig(adam=adam, clip_norm=0.5)
   grads = tree(1)
   updates, _ = run(plain, tree(0), [grads])
   norm = float(optax.tree.norm(grads))
@@ -261,29 +280,42 @@ def test_schedule_scales_both_rates_and_is_what_is_logged():
   np.testing.assert_allclose(ratio, 0.5, rtol=1e-2)
 
 
-def test_norms_by_kind_add_up():
-  """The kinds' norms partition the global norm, which is optax's."""
-  logged = norms('grad_norm', tree(1))
-  total = logged.pop('grad_norm')
-  np.testing.assert_allclose(total, optax.tree.norm(tree(1)), rtol=1e-6)
-  assert set(logged) == {
-    f'grad_norm/{k}'
-    for k in ('embedding', 'head', 'norm', 'matrix', 'router', 'expert')
+def test_the_partition_is_described():
+  """Every kind with what updates it; a stacked weight is one array."""
+  assert partition(MUON, tree(0)) == {
+    'embedding': Part('adam', 1, 128),
+    'expert': Part('muon', 2, 480),
+    'head': Part('adam', 1, 128),
+    'matrix': Part('muon', 2, 384),
+    'norm': Part('adam', 2, 24),
+    'router': Part('adam', 1, 48),
   }
-  squares = sum(float(v) ** 2 for v in logged.values())
-  np.testing.assert_allclose(squares, float(total) ** 2, rtol=1e-5)
+  assert 'expert by muon (2 arrays, 480 parameters)' in describe(MUON, tree(0))
+
+
+def test_an_unknown_parameter_is_an_error():
+  """Left to a default it would train with the wrong optimizer without a word."""
+  params = {'layers': {'gamma': jnp.ones((2, 8))}}
+  for optimizer in (ADAM, MUON):
+    for use in (make(optimizer).init, functools.partial(describe, optimizer)):
+      with pytest.raises(ValueError, match='unknown parameter layers/gamma'):
+        use(params)
+
+
+def test_every_kind_has_a_rule():
+  """A new kind of parameter needs a field in ByKind."""
+  assert {field.name for field in dataclasses.fields(ByKind)} == set(Kind)
 
 
 def test_hyperparameters_do_not_change_the_state():
   """A checkpoint must resume under another rate, decay, clipping or schedule."""
   other = dataclasses.replace(
     MUON,
-    learning_rate=1.0,
+    muon=MuonConfig(learning_rate=1.0, preconditioning='aol', ns_steps=4),
+    adam=AdamConfig(learning_rate=1.0),
     weight_decay=0.1,
     clip_norm=1.0,
     schedule=ScheduleConfig('cosine', 1, 10),
-    muon_preconditioning='aol',
-    muon_ns_steps=4,
   )
   shapes = [jax.eval_shape(make(c).init, tree(0)) for c in (MUON, other)]
   assert jax.tree.structure(shapes[0]) == jax.tree.structure(shapes[1])
@@ -300,19 +332,20 @@ def test_precision_of_the_parameters_is_kept():
 
 
 @pytest.mark.parametrize(
-  ('fields', 'name'),
+  ('make_config', 'fields', 'name'),
   [
-    ({'name': 'sgd'}, 'name'),
-    ({'learning_rate': -1.0}, 'learning_rate'),
-    ({'b2': 1.0}, 'b2'),
-    ({'eps': 0.0}, 'eps'),
-    ({'clip_norm': 0.0}, 'clip_norm'),
-    ({'weight_decay_kinds': ('matrixes',)}, 'weight_decay_kinds'),
-    ({'muon_kinds': ('norm',)}, 'muon_kinds'),
-    ({'muon_preconditioning': 'spectral'}, 'muon_preconditioning'),
+    (OptimizerConfig, {'clip_norm': 0.0}, 'clip_norm'),
+    (OptimizerConfig, {'weight_decay_kinds': ('matrixes',)}, 'weight_decay_kinds'),
+    (OptimizerConfig, {'by_kind': ByKind(norm='muon')}, 'by_kind.norm'),
+    (OptimizerConfig, {'by_kind': ByKind(head='sgd')}, 'by_kind.head'),
+    (AdamConfig, {'learning_rate': -1.0}, 'learning_rate'),
+    (AdamConfig, {'b2': 1.0}, 'b2'),
+    (AdamConfig, {'eps': 0.0}, 'eps'),
+    (MuonConfig, {'learning_rate': -1.0}, 'learning_rate'),
+    (MuonConfig, {'preconditioning': 'spectral'}, 'preconditioning'),
   ],
 )
-def test_bad_fields_are_named(fields, name):
+def test_bad_fields_are_named(make_config, fields, name):
   """A broken config says which field and what it should be (law 9)."""
-  with pytest.raises(ValueError, match=f'OptimizerConfig.{name}='):
-    OptimizerConfig(**fields)
+  with pytest.raises(ValueError, match=f'{make_config.__name__}.{name}='):
+    make_config(**fields)

@@ -41,7 +41,7 @@ def main(
 
   sharding = sharding_lib.make(sharding_lib.MeshConfig(**mesh))
   optimizer = optimizer_lib.make(
-    optimizer_lib.OptimizerConfig(name='adamw', learning_rate=1e-2)
+    optimizer_lib.OptimizerConfig(adam=optimizer_lib.AdamConfig(learning_rate=1e-2))
   )
   config = train_step.StepConfig(micro_rows=4)
   cfg = small.config(dtype='float32', param_dtype='float32')

@@ -187,7 +187,7 @@ def run(case: Case) -> dict[str, Any]:
 def steps(name: str) -> dict[str, Any]:
   """Two optimizer steps of two micro-batches each, from the seed on."""
   cfg = small.config()
-  optimizer = optimizer_lib.make(optimizer_lib.OptimizerConfig(name=name))
+  optimizer = optimizer_lib.make(small.optimizer(name))
   config = train_step.StepConfig(micro_rows=4, bias_update_rate=1e-2)
 
   def train(where):

@@ -13,6 +13,7 @@ import numpy as np
 
 from m2jax import forest
 from m2jax.config import ModelConfig
+from m2jax.optim import ByKind, MuonConfig, OptimizerConfig
 
 ROW_TOKENS = 48
 
@@ -35,6 +36,12 @@ def config(**changes) -> ModelConfig:
     param_dtype='float64',
   )
   return dataclasses.replace(base, **changes)
+
+
+def optimizer(matrices: str) -> OptimizerConfig:
+  """`matrices` updates matrices and experts, Adam the rest; all at one rate."""
+  kinds = ByKind(matrix=matrices, expert=matrices)
+  return OptimizerConfig(by_kind=kinds, muon=MuonConfig(learning_rate=1e-3))
 
 
 def batch(seed: int, rows: int) -> forest.Forest:

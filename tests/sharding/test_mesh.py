@@ -25,7 +25,7 @@ SHORT = (
   'expert',
   'expert, gathered',
   'three',
-  'steps:adamw',
+  'steps:adam',
 )
 LONG = (
   'data fsdp',

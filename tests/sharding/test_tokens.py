@@ -41,8 +41,8 @@ def test_deal_gather_and_collect(shards):
   stored = jnp.stack(jnp.split(row, shards, axis=1))
 
   def both(where, x):
-    dealt = where.deal_tokens(x)
-    return dealt, where.gather_tokens(dealt), where.collect_tokens(dealt)
+    zigzag = where.to_zigzag(x)
+    return zigzag, where.gather_tokens(zigzag), where.from_zigzag(zigzag)
 
   where, (dealt, gathered, collected) = over(shards, both, stored)
   _, index = over(shards, lambda s: s.token_index(TOKENS // shards))

@@ -47,9 +47,9 @@ def main(
   from m2jax import sharding as sharding_lib
   from m2jax.checkpoint import CheckpointManager
   from m2jax.observe import metrics as metrics_lib
-  from m2jax.optim import OptimizerConfig
+  from m2jax.optim import AdamConfig, OptimizerConfig
   from m2jax.train import hosts, pretrain
-  from m2jax.train.loop import LoopConfig
+  from m2jax.train.loop import LoopConfig, Run
   from m2jax.train.stages import PretrainConfig
   from m2jax.train.step import StepConfig
   from tests.sharding import small
@@ -63,7 +63,7 @@ def main(
     held_out_batches=1,
     loop=LoopConfig(steps=steps, checkpoint_every=100, log_every=1),
     step=StepConfig(micro_rows=4, bias_update_rate=1e-2),
-    optimizer=OptimizerConfig(name='adamw', learning_rate=1e-2),
+    optimizer=OptimizerConfig(adam=AdamConfig(learning_rate=1e-2)),
   )
   sharding = sharding_lib.make(sharding_lib.MeshConfig(**mesh))
   workdir = os.path.join(directory, f'process{process}')
@@ -75,11 +75,8 @@ def main(
       config,
       cfg,
       [source, source],
+      Run('pretrain', manager, metrics),
       seed=1,
-      manager=manager,
-      metrics=metrics,
-      host={},
-      files={},
       sharding=sharding,
     )
     data = manager.read_host()[0]['data']

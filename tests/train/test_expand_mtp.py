@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from m2jax.observe import metrics as metrics_lib
 from m2jax.train import expand_mtp
 from m2jax.train import step as train_step
 from m2jax.train.expand_mtp import ExpandConfig
-from m2jax.train.loop import LoopConfig
+from m2jax.train.loop import LoopConfig, Run
 from m2jax.train.stages import PhasesConfig
 from tests import row_model
 from tests.train import test_pretrain
@@ -135,14 +136,10 @@ def fit(workdir, config, source, joint_source):
       config,
       CFG,
       variables(),
-      [source],
-      [joint_source],
-      test_pretrain.documents(7),
+      expand_mtp.Data([source], [joint_source], test_pretrain.documents(7)),
+      workdir,
+      functools.partial(Run, metrics=metrics, files={policy.TOKENIZER_FILE: b'{}'}),
       seed=1,
-      workdir=workdir,
-      metrics=metrics,
-      host={},
-      files={policy.TOKENIZER_FILE: b'{}'},
     )
 
 

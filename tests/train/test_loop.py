@@ -42,9 +42,7 @@ def to_forest(batch):
   return forest.merge(batch, row_tokens=24, rows=1, row_terms=24)
 
 
-def fit(
-  workdir, state, step, config, make_batches=batches, make_forest=to_forest, **more
-):
+def fit(workdir, state, step, config, make_batches=batches, **more):
   """One life of a run in `workdir`."""
   with (
     CheckpointManager(workdir / 'checkpoints') as manager,
@@ -54,12 +52,9 @@ def fit(
       state,
       step,
       make_batches,
-      make_forest,
+      to_forest,
       config,
-      phase='sft',
-      manager=manager,
-      metrics=metrics,
-      **more,
+      loop.Run('sft', manager, metrics, **more),
     )
 
 
@@ -191,7 +186,7 @@ def test_compilation_is_outside_the_budget(tmp_path):
 
   @jax.jit
   def compiles(x):
-    for _ in range(300):  # each a new operation to the compiler
+    for _ in range(1000):  # each a new operation to the compiler
       x = jnp.sin(x) @ x
     return x
 
@@ -205,7 +200,7 @@ def test_compilation_is_outside_the_budget(tmp_path):
   fit(tmp_path, counter(), step, budget)
   took_s, compiled_s = time.monotonic() - started, compiling.seconds() - before
   used_s = metrics_lib.read(tmp_path, 'sft')[-1]['used_s']
-  assert compiled_s > 0.2
+  assert compiled_s > 0.1
   assert used_s <= took_s - compiled_s
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.data.stream import StateMismatch
 from m2jax.observe import metrics as metrics_lib
-from m2jax.optim import OptimizerConfig, ScheduleConfig
+from m2jax.optim import AdamConfig, OptimizerConfig, ScheduleConfig
 from m2jax.train import loop, pretrain, stages
 from m2jax.train.stages import PhasesConfig, PretrainConfig, Settings
 from m2jax.train.step import StepConfig
@@ -40,7 +40,7 @@ def config(**more) -> PretrainConfig:
     'held_out_batches': 2,
     'loop': loop.LoopConfig(steps=100, checkpoint_every=2, log_every=1),
     'step': StepConfig(micro_rows=2, mtp_weight=0.3, bias_update_rate=1e-2),
-    'optimizer': OptimizerConfig(learning_rate=1e-2),
+    'optimizer': OptimizerConfig(adam=AdamConfig(learning_rate=1e-2)),
   }
   return PretrainConfig(**{**fields, **more})
 
@@ -77,8 +77,8 @@ def test_staged_rows_resume_at_the_exact_next_batch(consumed, one_source):
 
 
 def test_stages_share_or_begin_a_source():
-  """With one source the second stage continues each stream at its next token; with a
-  of its own it begins there."""
+  """With one source the second stage continues with each stream's next token; with a
+  source of its own it begins there."""
   shared, other = documents(), documents(1)
   batches = list(stages.StagedRows(config(), [shared, shared], seed=1))
   longer = config(stages=((8, 4, 96 + 320),), streams=2)
@@ -157,11 +157,8 @@ def fit(workdir, sources, cfg=None, **more):
       cfg or config(),
       CFG,
       sources,
+      loop.Run('pretrain', manager, metrics),
       seed=1,
-      manager=manager,
-      metrics=metrics,
-      host={},
-      files={},
       **more,
     )
 
