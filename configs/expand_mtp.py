@@ -4,13 +4,13 @@ COMMAND: python -m experiments.expand_mtp --config=configs/expand_mtp.py \
            --config.checkpoint=workdir/pretrain --workdir=workdir/expand_mtp
 HARDWARE: two CPU cores, for the tiny model of configs/pretrain.py. TIME: at most 600 +
   600 steps of 4,096 tokens and the compilations.
-RESULT: workdir/expand_mtp/pretrain holds a checkpoint with K = 3; prints the held-out
-  loss of the main model and the mean of its modules'. Which source is better:
+RESULT: workdir/expand_mtp/pretrain holds a checkpoint with three modules; prints the
+  held-out loss of the main model and the mean of its modules'. Which source is better:
   `python -m benchmarks.expand_mtp`.
 
 --config.expand.source is 'mtp' (module 1, the report's Figure 2), 'main' (the last main
-block, its text) or 'random'. The rule for stable, and all numbers but K and the weight
-0.1, are ours: the report gives none.
+block, its text) or 'random'. The rule for stable, and all numbers but the three modules
+and the weight 0.1, are ours: the report gives none.
 
 Variant `:smoke` runs for seconds.
 """

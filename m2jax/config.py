@@ -26,10 +26,10 @@ class ModelConfig:
     num_experts, experts_per_token, expert_dim: E, top-k, F.
     rms_norm_eps: added to the mean square in every RMSNorm.
     max_positions: longest path from a root, in tokens.
-    num_mtp_modules: multi-token-prediction modules K; 0 is none.
+    num_mtp_modules: multi-token-prediction modules; 0 is none.
     window: positions that a layer with a sliding window sees, its own included; None:
-      every layer sees all. MTP modules always see all.
-    full_attention_every: with a window, every n-th layer has none.
+      all layers have full attention. MTP modules always have.
+    full_attention_every: with a window, every n-th layer has full attention.
     sinks: first positions of a path, seen by every layer.
     router_scores: 'sigmoid', or 'softmax' over all experts.
     dtype: activations ('float32', 'bfloat16' or 'float64'); parameters stay fp32.

@@ -1,18 +1,18 @@
-"""The parameters of M2: the one place that says what they are.
+"""The parameters of M2, in tables.
 
-A line each in `TOP`, `BLOCK` and `MTP`: axes, mesh axes, initialisation, kind, and the
-name in the released format (facts/m2-and-forge.md §1.3, §1.4 and §3). Shapes,
+Each is a line of `TOP`, `BLOCK` or `MTP`: axes, mesh axes, initialisation, kind, and
+the name in the released format (facts/m2-and-forge.md §1.3, §1.4 and §3). Shapes,
 initial values, PartitionSpecs, optimizer groups and the converter read these tables; a
 new parameter is a line here and its use in a layer.
 
 The variables of a model are
 
   params: TOP's arrays · layers {BLOCK's, leading L}
-          · mtp {MTP's, leading K; layers {BLOCK's, leading K}; absent when K = 0}
-  router: layers [L, E] · mtp [K, E]: selection biases, state rather than parameters.
+          · mtp {MTP's, leading mtp; layers {BLOCK's, leading mtp}; absent without MTP}
+  router: layers [L, E] · mtp [mtp, E]: selection biases, state rather than parameters.
 
 Axes: V vocabulary, D model, DD two of D, Q = N·H query, KV = K·H key/value, E experts,
-F expert hidden; L layers and K MTP modules stack.
+F expert hidden; stacked over L layers and mtp modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from m2jax.config import ModelConfig
 
 
 class Kind(enum.StrEnum):
-  """What weight decay, Muon and freezing ask for, instead of a name."""
+  """By which optimizers and weight decay are chosen, instead of by name."""
 
   EMBEDDING = 'embedding'  # [V, D]: rows are looked up
   HEAD = 'head'  # [D, V]
@@ -132,11 +132,11 @@ def sizes(cfg: ModelConfig) -> dict[str, int]:
 
 
 def tree(cfg: ModelConfig, leaf: Callable[[str, Param, tuple[int, ...]], Any]) -> Any:
-  """What the model's parameters are, made of `leaf(name, param, stacked)`.
+  """A tree with the structure of the model's parameters.
 
   Args:
     cfg: the model.
-    leaf: gives a leaf; `stacked` are the sizes of the axes before the parameter's own.
+    leaf: (name, param, sizes of the stacked axes, which come first) → leaf.
   """
 
   def several(table: Mapping[str, Param], *stacked: int):
@@ -150,7 +150,7 @@ def tree(cfg: ModelConfig, leaf: Callable[[str, Param, tuple[int, ...]], Any]) -
 
 
 def router_tree(cfg: ModelConfig, leaf: Callable[[tuple[int, ...]], Any]) -> Any:
-  """What the selection biases are, made of `leaf(shape)`."""
+  """A tree with the structure of the selection biases, of `leaf(shape)`."""
   biases = {'layers': leaf((cfg.num_layers, cfg.num_experts))}
   if cfg.num_mtp_modules:
     biases['mtp'] = leaf((cfg.num_mtp_modules, cfg.num_experts))
@@ -172,8 +172,8 @@ def shapes(cfg: ModelConfig) -> dict[str, Any]:
   return {'params': tree(cfg, leaf), 'router': router_tree(cfg, bias)}
 
 
-# Standard deviation of normal values, by the whole shape. What writes into the residual
-# stream, twice a layer, is the smaller for it.
+# Standard deviation of normal values, by the whole shape. Outputs to the residual
+# stream, two in each layer, are scaled down by the number of layers.
 INITS: dict[str, Callable[[tuple[int, ...], ModelConfig], float]] = {
   'normal': lambda shape, cfg: 0.02,
   'fan_in': lambda shape, cfg: shape[-2] ** -0.5,

@@ -1,7 +1,7 @@
 """One decoder block: x += Attn(norm(x)); x += MoE(norm(x)) (m2-and-forge.md §1.4.1).
 
-A block's parameters are one dict of arrays; the model stacks them over layers.
-Split over devices, each has its own tokens, heads, experts and channels (sharding.py).
+A block's parameters are one dict of arrays; the model stacks them over layers. On a
+mesh each device has its own tokens, heads, experts and channels (`m2jax.sharding`).
 
 Axes: T tokens, D model, N, K heads, H head dim, E experts, F expert hidden, k top-k.
 """
@@ -20,7 +20,7 @@ from m2jax.sharding import ONE_DEVICE, Sharding
 
 
 class Routing(NamedTuple):
-  """What the router did in one block.
+  """The router's assignments in one block.
 
   Attributes:
     ids: [T, k] experts used.
@@ -43,8 +43,15 @@ def apply(
 ):
   """x [T, D] → x [T, D], attention's extra output, Routing.
 
-  `attend(normed x, p) -> ([T, D], extra)` is forest or cached attention; bias [E] and
-  multiplicity [T] belong to the router; replay [T, k] or None.
+  Args:
+    x: activations.
+    p: parameters of the block.
+    bias: [E], of the router's selection.
+    cfg: the model.
+    attend: (normed x, p) → ([T, D], extra): forest or cached attention.
+    multiplicity: [T], by which assignments are counted.
+    replay: [T, k] recorded expert ids, or None.
+    sharding: the mesh.
   """
   with jax.named_scope('attention'):
     out, extra = attend(rms_norm(x, p['attn_norm'], cfg.rms_norm_eps), p)

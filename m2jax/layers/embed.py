@@ -1,4 +1,4 @@
-"""Token embedding, its table split over devices by words, channels or both.
+"""Token embedding; its table is sharded by vocabulary, channels or both.
 
 Axes: B rows, S tokens, T = B·S, D model.
 """
@@ -15,7 +15,7 @@ from m2jax.sharding import ONE_DEVICE, Sharding
 def embed(
   cfg: ModelConfig, params, tokens: jax.Array, sharding: Sharding = ONE_DEVICE
 ) -> jax.Array:
-  """[B, S] → [T, D]. The table is never gathered: tokens go where their piece is."""
+  """[B, S] → [T, D]. The table is never gathered: token ids are, and channels sent."""
   table, tokens = params['embed'], tokens.reshape(-1)
   tokens = sharding.all_gather(tokens, 'model', axis=0)
   if sharding.size('vocab') == 1:

@@ -1,4 +1,4 @@
-"""The untied head, and scores on edges: a token from the state of its parent (law 2).
+"""The untied head; a token is scored from the state of its parent (law 2).
 
 Axes: B rows, S tokens, P tokens of a cached prefix, D model, V vocabulary.
 """
@@ -27,7 +27,7 @@ def at_parent(
 ) -> jax.Array:
   """values [B, S, D] gathered at each token's parent; 0 for roots and padding.
 
-  `prefix` [B, P, D] are the values of the path that the tokens continue.
+  `prefix` [B, P, D]: cached values of the path that the tokens continue.
   """
   parent = jnp.asarray(batch.parent)
   values = sharding.gather_tokens(values)  # parents are row indices

@@ -1,4 +1,4 @@
-"""A body over stacked layers: scanned or unrolled, with windows, recomputation or not.
+"""A loop over stacked layers: scanned or unrolled, with windows and rematerialization.
 
 Axes: L layers.
 """
@@ -20,13 +20,16 @@ Body = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def recomputed(body: Body, remat: bool, sharding: Sharding) -> Body:
-  """`body` with what its backward pass computes again: with `remat` all but the order
-  of assignments, which is small and slow to make; else gathered weights."""
+  """`body` under `jax.checkpoint`.
+
+  With `remat` the backward pass recomputes everything but the order of the router's
+  assignments, which is small and slow to compute; without, it gathers weights again.
+  """
   if remat:
     policy = jax.checkpoint_policies.save_only_these_names(by_expert.NAME)
     return jax.checkpoint(body, policy=policy)
   if sharding.gathers:
-    return jax.checkpoint(body, policy=sharding_lib.keep_all_but_weights)
+    return jax.checkpoint(body, policy=sharding_lib.save_all_but_gathered)
   return body
 
 
@@ -35,7 +38,7 @@ def over_layers(
 ):
   """x → body(window)(x, layer's slice) for each layer; outputs stacked [L, …].
 
-  Layers that differ in their window form a period; a scan goes over whole periods.
+  With windows of several sizes a scan is over periods (`ModelConfig.windows`).
   """
   bodies = [recomputed(body(window), cfg.remat, sharding) for window in cfg.windows]
 

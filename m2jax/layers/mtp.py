@@ -1,10 +1,10 @@
 """Multi-token prediction modules (algorithms.md §4.1, law 2).
 
 Module k at node v reads the state of module k-1 at parent(v) (module 0 is the trunk
-after its final norm) and the embedding of v, and predicts v's children: it looks one
-token further than module k-1. Keys of position below k have no such state and are
-hidden. Hidden half first in the projection (m2-and-forge.md §3); final norm and head
-are the trunk's.
+after its final norm) and the embedding of v, and predicts v's children, one token
+further ahead than module k-1. Keys at positions below k have no such state and are
+masked. The projection's hidden half comes first (m2-and-forge.md §3); final norm and
+head are shared with the trunk.
 
 Axes: B rows, S tokens, T = B·S, P tokens of a cached prefix, D model, E experts, K
 key/value heads, H head dim; mtp modules.

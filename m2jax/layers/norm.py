@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def mean_square(x: jax.Array) -> jax.Array:
-  """Mean of x² over the last axis, which stays with size 1."""
+  """Mean of x² over the last axis, which is kept with size 1."""
   wide = _wide(x)
   return jnp.mean(wide * wide, axis=-1, keepdims=True)
 

@@ -1,6 +1,7 @@
 """Angles of rotary position embedding (m2-and-forge.md §1.4.4).
 
-Inverse frequencies theta^(-2j/R); `kernels.qk_norm_rope` turns heads by them.
+Inverse frequencies are theta^(-2j/R); `kernels.qk_norm_rope` rotates heads by these
+angles.
 
 Axes: R rotary dim.
 """

@@ -1,11 +1,11 @@
-"""Schedules: learning-rate multipliers by step, and the clock of tokens behind them.
+"""Learning-rate schedules: multipliers by step, and the conversion to tokens.
 
-One multiplier in [0, 1] serves every base rate of an optimizer (Muon's and Adam's).
+One multiplier in [0, 1] scales the base rates of all optimizers (Muon's and Adam's).
 'wsd' is warm-up, stable, decay: the constant phase followed by a decay phase that M2's
-pre-training used (facts/m2-and-forge.md §1.5). Its phases are stated in tokens, while
-an optimizer counts updates; where batches change their size, a `Clock` stands between
-the two. What has another value in another phase (the weight of MTP, the rate of the
-router bias) is `piecewise` in tokens.
+pre-training used (facts/m2-and-forge.md §1.5). Phases are given in tokens, while an
+optimizer counts updates; where the batch size changes, a `Clock` converts between them.
+Values that differ between phases (the weight of MTP, the rate of the router bias) are
+`piecewise` in tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Clock:
   """Tokens consumed after a number of updates, exact, on the host.
 
   Attributes:
-    segments: (updates, tokens of each update) one after the other; the last goes on
-      for ever, whatever its number of updates.
+    segments: (updates, tokens of each update), in order; the last has no end, whatever
+      its number of updates.
   """
 
   segments: Segments
@@ -62,7 +62,7 @@ class Clock:
 
 
 def piecewise(points: Sequence[tuple[int, float]], tokens: int) -> float:
-  """Value of the last of the points (tokens, value) that is reached."""
+  """Value of the last point (tokens, value) at or before `tokens`."""
   return [value for start, value in points if start <= tokens][-1]
 
 
@@ -74,12 +74,12 @@ class ScheduleConfig:
     kind: after the warm-up, 'constant' stays at 1; 'linear' and 'cosine' fall to
       `final_fraction` at `total_steps`; 'wsd' stays at 1 and falls linearly over the
       last `decay_steps`.
-    warmup_steps: update n of the first `warmup_steps` is made at (n + 1)/warmup_steps.
-    total_steps: where the decay ends; not used by 'constant'.
+    warmup_steps: the multiplier of update n < `warmup_steps` is (n + 1)/warmup_steps.
+    total_steps: end of the decay; not used by 'constant'.
     decay_steps: 'wsd' only.
     final_fraction: multiplier from `total_steps` on.
-    segments: of a `Clock`; given, warm-up and decay advance with the tokens of the
-      updates, not with their number.
+    segments: of a `Clock`; if given, warm-up and decay advance by the tokens of the
+      updates, not by their number.
   """
 
   kind: str = 'constant'
@@ -124,11 +124,11 @@ def multiplier(config: ScheduleConfig) -> Schedule:
 
 
 def _share(segments: Segments, start: int, stop: int) -> Schedule:
-  """Share of the way from update `start` to `stop` that lies behind a float32 step."""
+  """Fraction of the way from update `start` to `stop`, as a function of the step."""
   if not segments:
     return lambda step: (step - start) / (stop - start)
   clock = Clock(segments)
-  # float32 holds no trillions of tokens, but every step below 2**24 and every share
+  # float32 is not exact for trillions of tokens, but for steps below 2**24
   parts, first = [], 0
   for index, (number, size) in enumerate(segments):
     last = stop if index == len(segments) - 1 else first + number

@@ -1,4 +1,4 @@
-"""TPU chips as JAX devices: what one computes, holds and moves.
+"""TPU chips as JAX devices: peak FLOP/s, memory and bandwidths.
 
 Peaks, HBM size and HBM bandwidth are those of JAX's own table (jax._src.tpu_info, jax
 0.12; facts/jax-anchors.md §2.3 uses its peaks); v5p's 95 GiB of HBM is what Cloud TPU
@@ -6,7 +6,7 @@ documents. Link bandwidth is the one-way figure of the scaling book (jax-ml,
 chapter 2), a tenth below what docs.cloud.google.com/tpu/docs gives as bidirectional
 ICI bandwidth of a chip divided by its ports and by two.
 
-A device is what JAX calls one: a v5p chip is one device, a tpu7x chip is two.
+Devices are JAX's: a v5p chip is one device, a tpu7x chip is two.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Chip:
 
   Attributes:
     name: as in a topology, 'v5p'.
-    device_kind: what JAX calls it.
+    device_kind: JAX's name for it.
     peak_flops: bf16 FLOP/s.
     hbm_bytes: capacity.
     hbm_bandwidth: bytes/s.
     link_bandwidth: bytes/s of one link in one direction.
-    mxu: side of the matrix unit: what matmuls are padded to.
+    mxu: side of the matrix unit, to a multiple of which matmuls are padded.
     torus_from: a side of a slice that is a multiple of this is a ring, else a line.
     devices: of one chip.
   """
@@ -53,7 +53,7 @@ CHIPS = (
 
 
 def of_kind(device_kind: str) -> Chip:
-  """The chip JAX calls so.
+  """The chip with this `device_kind`.
 
   Raises:
     ValueError: it is not in the table.

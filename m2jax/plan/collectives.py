@@ -1,10 +1,10 @@
-"""Collectives of a compiled program: kind, bytes, groups, and what hides them.
+"""Collectives of a compiled program: kind, bytes, groups, and what overlaps them.
 
-An asynchronous collective has a start and a done, in three spellings:
-`all-gather-start` … `all-gather-done`; `async-start` around a computation that holds
-the collective; and on TPU `custom-call-start` around one that a SparseCore runs. What
-lies between start and done runs beside it and hides it as long as it lasts. One that is
-started and at once waited for is no better than a synchronous one.
+An asynchronous collective has a start and a done, in three notations:
+`all-gather-start` … `all-gather-done`; `async-start` of a computation that contains the
+collective; and on TPU `custom-call-start` of one that a SparseCore runs. Instructions
+between start and done overlap it and hide their own time of it. A collective that is
+waited for at once is no better than a synchronous one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Collective:
 
   Attributes:
     kind: of KINDS.
-    bytes: of the whole array on one device: what an all-gather or a permute results in,
-      an all-reduce, a reduce-scatter or an all-to-all starts from. Of a ragged
+    bytes: of the whole array on one device: the result of an all-gather or a permute,
+      the operand of an all-reduce, a reduce-scatter or an all-to-all. Of a ragged
       all-to-all the smaller of its two buffers: the larger has room for the worst case.
-    group: devices that exchange, as positions in the mesh; the first group.
-    times: how often it runs in one run of the program.
+    group: devices that communicate, as positions in the mesh; the first group.
+    times: number of its runs in one run of the program.
     where: op_name of the instruction or of its loop.
     asynchronous: it has a start and a done.
-    computation, beside: instructions between the two, of the computation they are in.
+    computation, overlapping: instructions between the two, and their computation.
   """
 
   kind: str
@@ -50,7 +50,7 @@ class Collective:
   where: str
   asynchronous: bool
   computation: str = ''
-  beside: tuple[hlo.Instruction, ...] = ()
+  overlapping: tuple[hlo.Instruction, ...] = ()
 
 
 def find(module: hlo.Module, devices: int) -> list[Collective]:
@@ -61,8 +61,8 @@ def find(module: hlo.Module, devices: int) -> list[Collective]:
   """
   found = []
   dones: dict[str, dict[str, hlo.Instruction]] = {}
-  for visit in hlo.walk(module):
-    line, lines = visit.instruction, module.computations[visit.computation]
+  for execution in hlo.walk(module):
+    line, lines = execution.instruction, module.computations[execution.computation]
     asynchronous = line.opcode.endswith('-start')
     core, scope = line, lines
     if line.opcode.removesuffix('-start') not in KINDS:
@@ -76,18 +76,18 @@ def find(module: hlo.Module, devices: int) -> list[Collective]:
       continue
     done = None
     if asynchronous:
-      if visit.computation not in dones:
-        dones[visit.computation] = _dones(lines)
-      done = dones[visit.computation].get(line.name)
+      if execution.computation not in dones:
+        dones[execution.computation] = _dones(lines)
+      done = dones[execution.computation].get(line.name)
     found.append(
       Collective(
         core.opcode.removesuffix('-start'),
         _bytes(core, scope, done, len(group)),
         group,
-        visit.times,
-        core.op_name or line.op_name or visit.where,
+        execution.times,
+        core.op_name or line.op_name or execution.where,
         asynchronous,
-        visit.computation,
+        execution.computation,
         _between(lines, line, done),
       )
     )
@@ -95,7 +95,7 @@ def find(module: hlo.Module, devices: int) -> list[Collective]:
 
 
 def _dones(lines: Iterable[hlo.Instruction]) -> dict[str, hlo.Instruction]:
-  """Start of an asynchronous instruction → its done; updates lie between."""
+  """Start of an asynchronous instruction → its done; there may be updates between."""
   done, origin = {}, {}
   for line in lines:
     if line.opcode.endswith('-start'):
@@ -134,7 +134,7 @@ def first_group(line: hlo.Instruction, devices: int) -> tuple[int, ...]:
   """Positions of the devices in a collective's first group, in any HLO notation.
 
   Raises:
-    ValueError: a notation that is not known here.
+    ValueError: an unknown notation.
   """
   text = line.attributes
   if pairs := re.search(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}', text):

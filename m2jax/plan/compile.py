@@ -1,4 +1,4 @@
-"""Compiles a program ahead of time and says what the compiler knows: memory and HLO."""
+"""Compiles a program ahead of time: its memory and its HLO."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Memory:
   Attributes:
     arguments: the program's, with the padding of tiles.
     padding: of the arguments.
-    outputs: that do not take an argument's place.
-    saved: activations that wait for the backward pass.
-    temporaries: all else that the program allocates.
-    resident: arrays that wait for another program.
+    outputs: not aliased to an argument.
+    saved: activations saved for the backward pass.
+    temporaries: all other allocations of the program.
+    resident: arrays of other programs that are in HBM at the same time.
     code: the program itself.
   """
 
@@ -44,7 +44,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """What came of a program.
+  """A compiled program.
 
   Attributes:
     name, runs: the program's.
@@ -67,8 +67,8 @@ def compile_program(
   """Compiles one program for the devices of its arguments' shardings.
 
   Raises:
-    ValueError: the compiler refuses; its message is kept. A program that does not fit
-      HBM is refused with the compiler's own account of memory.
+    ValueError: the compiler's error, with its message; for a program that does not fit
+      HBM this is its account of memory.
   """
   start = time.monotonic()
   traced = program.jitted.trace(*program.arguments)
@@ -83,7 +83,7 @@ def compile_program(
   arguments = device_bytes(program.arguments)
   memory = Memory(
     arguments=stats.argument_size_in_bytes,
-    # less where arguments are not used
+    # would be negative where arguments are not used
     padding=max(stats.argument_size_in_bytes - arguments, 0),
     outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
     saved=saved,
@@ -108,23 +108,23 @@ def mesh_devices(program: Program) -> Sequence[jax.Device]:
 
 
 def saved_bytes(module: hlo.Module) -> float:
-  """Bytes that the forward loop over layers stacks up for the backward pass.
+  """Bytes that the forward loop over layers saves for the backward pass.
 
-  These are the arrays of its state with one entry a turn that come out changed.
+  These are the arrays of its state that have one entry an iteration and are written.
   """
   total = 0.0
-  for visit in hlo.walk(module):
-    loop = visit.instruction
-    if loop.opcode != 'while' or visit.where or 'transpose(' in loop.op_name:
+  for execution in hlo.walk(module):
+    loop = execution.instruction
+    if loop.opcode != 'while' or execution.where or 'transpose(' in loop.op_name:
       continue
-    turns = hlo.trip_count(module, loop)
+    iterations = hlo.trip_count(module, loop)
     (body,) = loop.called('body')
     lines = {i.name: i for i in module.computations[body]}
     root = next(i for i in lines.values() if i.is_root)
     for index, (array, name) in enumerate(
       zip(loop.arrays, root.operands, strict=False)
     ):
-      if not array.dims or array.dims[0] != turns or turns < 2 or array.space:
+      if not array.dims or array.dims[0] != iterations or iterations < 2 or array.space:
         continue
       source = lines.get(name)
       same = (

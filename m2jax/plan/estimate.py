@@ -1,13 +1,12 @@
-"""Roofline of a workload from its compiled programs: what each stage costs, and why.
+"""Roofline of a workload from its compiled programs, stage by stage.
 
 A stage is a part of the model (attention, moe, the rest, the optimizer) in one pass
-(forward, recomputation, backward). It costs the larger of its FLOPs over the peak and
-its HBM bytes over the bandwidth. Collectives add their time. Of one that the HLO starts
-asynchronously as much is hidden as the instructions between its start and its done take
-at their roofs; a pass lasts at least as long as all that is hidden beside it. Nothing
-is assumed to overlap that the compiled program does not overlap, and nothing to run
-below its roof: a real step is slower. These are compile-time facts, never measured ones
-(DESIGN law 10).
+(forward, recomputation, backward). Its time is the larger of its FLOPs over the peak
+and its HBM bytes over the bandwidth. Collectives add their time. An asynchronous one is
+hidden for the time that the instructions between its start and its done take at their
+roofline; a pass takes at least the time of the collectives that it hides. Only what the
+compiled program overlaps is taken to overlap, and everything to run at its roofline: a
+real step is slower. These are compile-time facts, not measurements (DESIGN law 10).
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class Traffic:
   """All collectives of one kind over groups of one size, in one run of a program.
 
   Attributes:
-    count: how many run. bytes: of all of them (see `Collective.bytes`).
-    hidden_s, exposed_s: time on the links beside other work, and without.
+    count, bytes: of all of them (see `Collective.bytes`).
+    hidden_s, exposed_s: time on the links that overlaps other work, and that does not.
   """
 
   kind: str
@@ -104,12 +103,12 @@ class Plan:
 
   @property
   def share_of_peak(self) -> float:
-    """Useful FLOPs over what the peak would do in the time."""
+    """Useful FLOPs over the FLOPs at peak in the same time."""
     return self.useful_flops / (self.seconds * self.peak_flops)
 
   @property
   def memory_bytes(self) -> int:
-    """The most that any program needs."""
+    """The most of any program."""
     return max(p.memory.total for p in self.programs)
 
   @property
@@ -164,8 +163,10 @@ def _links(compiled: Compiled, topology: Topology):
     total = sums[c.kind, len(c.group)]
     total[0] += c.times
     total[1] += c.times * c.bytes
-    beside = traffic.seconds(compiled.module, c.beside, c.computation, topology.chip)
-    hidden = min(once, beside)
+    overlapping = traffic.seconds(
+      compiled.module, c.overlapping, c.computation, topology.chip
+    )
+    hidden = min(once, overlapping)
     which = _PASS[traffic.stage(c.where)[0]]
     for i, part in enumerate((hidden, once - hidden)):
       total[2 + i] += c.times * part

@@ -1,15 +1,15 @@
 """FLOPs of one device, counted by hand: the compiler does not see inside kernels.
 
-Two counts. *Executed* is what the matrix unit does: sides of a matmul padded to its
-side, the fp32 logits of head and router as two products (`kernels.fp32`), blocks of
-attention that are partly masked counted whole, an expert's last chunk of rows counted
-whole, the backward pass twice the forward (attention's kernels: 7 products for the
-forward's 2), and recomputation again. *Useful* is the model's own: no padding, no
+Two counts. *Executed* FLOPs are those of the matrix unit: sides of a matmul padded to
+its side, the fp32 logits of head and router as two products (`kernels.fp32`), partly
+masked blocks of attention and an expert's last chunk of rows counted whole, the
+recomputation, and twice the forward pass for the backward pass (attention's kernels: 7
+products for the forward's 2). *Useful* FLOPs are the model's: no padding, no
 recomputation, half of a square for causal attention, three times the forward pass for a
 step. A product of an m x k and a k x n matrix is 2·m·k·n.
 
-Rows are whole chains of `context` tokens, which is the most that a forest of this shape
-can cost, and experts get equally many tokens.
+Rows are chains of `context` tokens, the most expensive forests of this shape, and all
+experts get the same number of tokens.
 
 Axes: T tokens of a device, D model, N, K heads, H head dim, E experts, F expert hidden,
 V vocabulary.
@@ -36,10 +36,10 @@ class Local:
 
   Attributes:
     rows, queries: its rows, and its tokens of each.
-    ends: its tokens of a row are runs of equal length; the last of each sees so many
-      keys.
+    ends: its tokens of a row are runs of equal length; of each run, the number of keys
+      that the last token sees.
     heads, kv_heads, experts, expert_dim, vocab: its part of the model.
-    expert_tokens: assignments that its experts get when all get the same.
+    expert_tokens: assignments to its experts, if all experts have the same number.
   """
 
   rows: int

@@ -1,13 +1,13 @@
-"""Reads the text of a compiled program: its instructions, and how often each runs.
+"""Parses the text of a compiled program: its instructions and their numbers of runs.
 
-XLA's cost analysis counts the body of a loop once and says nothing of collectives;
-here the loops are walked. The grammar is that of HLO text after compilation, where
-every instruction stands on a line of its own:
+XLA's cost analysis counts the body of a loop once and has no collectives; here loops
+count with their trip counts. The grammar is that of HLO text after compilation, with
+one instruction a line:
 
   [ROOT] %name = shape opcode(%operand, …), attribute=value, …
 
-A shape carries its layout: `bf16[8,128]{1,0:T(8,128)(2,1)S(1)}` lies in memory space 1
-(VMEM on TPU) in tiles of 8 x 128, whose padding counts as bytes.
+A shape has a layout: `bf16[8,128]{1,0:T(8,128)(2,1)S(1)}` is in memory space 1 (VMEM on
+TPU), in tiles of 8 x 128, whose padding counts as bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Array:
 
   @property
   def padded_bytes(self) -> float:
-    """As it lies in memory, in whole tiles."""
+    """As stored, in whole tiles."""
     dims = list(self.dims)
     for dim, tile in zip(self.minor_to_major, reversed(self.tile), strict=False):
       dims[dim] = -(-dims[dim] // tile) * tile
@@ -85,7 +85,7 @@ class Instruction:
 
   @property
   def op_name(self) -> str:
-    """Where in the traced program it comes from; '' where the compiler made it."""
+    """Its source in the traced program; '' for the compiler's own instructions."""
     found = re.search(r'op_name="([^"]*)"', self.attributes)
     return found[1] if found else ''
 
@@ -103,8 +103,8 @@ class Module:
   """A compiled program.
 
   Attributes:
-    computations: name → instructions, in the order they run where it is scheduled.
-    entry: name of the one that runs.
+    computations: name → instructions, in order of execution if it is scheduled.
+    entry: name of the computation that runs.
   """
 
   computations: dict[str, tuple[Instruction, ...]]
@@ -181,9 +181,9 @@ def _end(line: str, start: int) -> int:
 
 
 def trip_count(module: Module, loop: Instruction) -> int:
-  """How often the body of a `while` runs: the bound its counter is compared with.
+  """Number of iterations of a `while`: the bound that its counter is compared with.
 
-  JAX's loops count from 0 by 1. One whose end the program itself decides counts once.
+  JAX's loops count from 0 by 1. A loop with a computed bound counts as one iteration.
   """
   if known := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes):
     return int(known[1])
@@ -203,15 +203,15 @@ def trip_count(module: Module, loop: Instruction) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Visit:
-  """An instruction as it runs.
+class Execution:
+  """An instruction of a running program.
 
   Attributes:
-    instruction: what runs.
-    times: how often in one run of the program.
-    where: op_name of the loop it is in, '' outside; instructions that the compiler
-      made have no name of their own.
-    computation: name of the one it is in.
+    instruction: itself.
+    times: number of its runs in one run of the program.
+    where: op_name of the loop that it is in, '' outside; for instructions of the
+      compiler, which have no name.
+    computation: name of the computation that it is in.
   """
 
   instruction: Instruction
@@ -220,21 +220,21 @@ class Visit:
   computation: str
 
 
-def walk(module: Module) -> Iterator[Visit]:
-  """Every instruction that runs, in loops as often as they turn.
+def walk(module: Module) -> Iterator[Execution]:
+  """Every instruction that runs, those of loops with the number of iterations.
 
-  Of a conditional all branches are visited. Fusions are one instruction; asynchronous
-  calls are one instruction too (see `inner`).
+  All branches of a conditional count. A fusion is one instruction, and so is an
+  asynchronous call (see `inner`).
   """
   stack = [(module.entry, 1, '')]
   while stack:
     name, times, where = stack.pop()
     for line in module.computations[name]:
-      yield Visit(line, times, where, name)
+      yield Execution(line, times, where, name)
       if line.opcode == 'while':
-        turns = times * trip_count(module, line)
+        iterations = times * trip_count(module, line)
         inside = line.op_name or where
-        stack += [(body, turns, inside) for body in line.called('body')]
+        stack += [(body, iterations, inside) for body in line.called('body')]
       elif line.opcode in ('call', 'conditional'):
         keys = ('to_apply', 'branch_computations', 'true_computation')
         called = line.called(*keys, 'false_computation')

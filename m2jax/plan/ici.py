@@ -1,19 +1,21 @@
-"""How long a collective takes on the links of a TPU slice at best.
+"""Least time of a collective on the links of a TPU slice.
 
 A slice is a grid of chips, each linked to its neighbours along every axis; an axis is a
 ring where it spans a whole side that wraps around, else a line. The devices of a group
-span some axes, a part of each. With one-way link bandwidth W (scaling book, chapter 3):
+span some axes, or parts of them. With one-way link bandwidth W (scaling book, chapter
+3), on V bytes:
 
-  gathering V bytes      (n - 1)/n · V over the sum of the axes' bandwidths, 2·W for a
-                         ring and W for a line: an end of a line hears one side only
-  reducing, scattering   the same
-  all-reduce             twice that
-  all-to-all of V        every axis of e chips carries what crosses its middle:
-                         V·e / (8·W) on a ring, V·e / (4·W) on a line; the slowest axis
-  permute                V / W
+  all-gather         (n - 1)/n · V over the sum of the axes' bandwidths, 2·W for a ring
+                     and W for a line, whose ends receive from one side only
+  reduce-scatter     the same
+  all-reduce         twice that
+  all-to-all         bytes across the middle of every axis of e chips: V·e / (8·W) on a
+                     ring, V·e / (4·W) on a line; the slowest axis
+  permute            V / W
 
-Devices that do not lie side by side share their links with the groups in between. Two
-devices on one chip talk as fast as all its links, which is not what bounds anything.
+Devices that are not neighbours share their links with the groups between them. Two
+devices of one chip are taken to communicate at the speed of all its links, which never
+bounds a step.
 """
 
 from __future__ import annotations

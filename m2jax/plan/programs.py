@@ -1,6 +1,6 @@
 """The programs of a workload with the shapes and shardings of their arguments.
 
-A train step is what `train.step.make_step` runs: `micro` for every pass, `add` between
+A train step is that of `train.step.make_step`: `micro` for every pass, `add` between
 passes, `apply` at the end. Serving is `rollout.on_mesh`. Nothing here has data: shapes
 with shardings are enough to compile.
 """
@@ -32,8 +32,8 @@ class Program(NamedTuple):
     name: 'micro', 'add', 'apply', 'prefill' or 'decode'.
     jitted: with `lower`.
     arguments: ShapeDtypeStructs with shardings.
-    runs: how often it runs in a step.
-    resident: trees of arrays that lie in HBM meanwhile and are no arguments.
+    runs: number of its runs in a step.
+    resident: trees of arrays that are in HBM at the same time and are no arguments.
   """
 
   name: str

@@ -1,10 +1,10 @@
-"""Looks for the mesh of a workload: all of them by a formula, the best few compiled.
+"""Search for the mesh of a workload: all meshes by a formula, the best few compiled.
 
-The formula is for putting candidates in order, not for reporting: compute as in
-`flops`, weights and the worst-case buffers of dropless routing through HBM, and the
-large collectives on the links of their real groups. It takes every weight gather and
-scatter as hidden and everything else as exposed; what is really hidden, what it really
-moves and whether it fits is known of the few that are then compiled.
+The formula ranks candidates and is not for reports: compute as in `flops`, HBM traffic
+of weights and of the worst-case buffers of dropless routing, and the large collectives
+on the links of their groups. It takes gathers and scatters of weights as hidden and
+everything else as exposed; overlap, traffic and memory are exact only for the few that
+are then compiled.
 
 Axes: T tokens of a device, D model, E experts, k experts of a token, L layers.
 """
@@ -28,18 +28,21 @@ from m2jax.sharding import MESH_AXES, PRESETS, MeshConfig, Sharding
 from m2jax.train import step as train_step
 
 _RULES = {True: ('fsdp', 'fsdp_ep'), False: ('serve',)}
-_ROW_TILE = 8  # rows of a TPU's tile: thinner pieces of D turn gathers into all-reduces
-# [rows, D] arrays that a mixture of experts reads or writes in a forward pass, and that
-# are alive at once in a backward pass
+_ROW_TILE = 8  # rows of a TPU's tile; XLA gathers narrower shards of D by all-reduce
+# [rows, D] arrays that a mixture of experts reads or writes in a forward pass, and
+# those alive at once in a backward pass
 _BUFFER_PASSES, _BUFFERS_ALIVE = 12, 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """A mesh and what the formula says of it.
+  """A mesh and its estimate by the formula.
 
   Attributes:
-    seconds: of a step or a call. memory_bytes: of a device.
+    placed: the workload on the mesh.
+    remat: of the model.
+    seconds: of a step or a call.
+    memory_bytes: of a device.
   """
 
   placed: Placed
@@ -114,13 +117,13 @@ def candidates(
 def formula(
   config: PlanConfig, placed: Placed, where: Sharding, topology: Topology
 ) -> tuple[float, float]:
-  """(seconds of a step, bytes of a device): see the module."""
+  """(seconds of a step, bytes of a device); see the module's docstring."""
   training = placed.workload.kind in TRAINING
   cfg = config.model if training else programs.served(config)
   chip, part = topology.chip, plan.local_part(config, placed, where)
   T, D = part.tokens, cfg.embed_dim
   layer = _layer_bytes(cfg, where, 2)
-  # every device of the expert axis may send all its tokens here
+  # every device of the expert axis may send all its tokens to this one
   shards = where.size('experts')
   rows = T * shards * min(cfg.experts_per_token, part.experts)
   buffer = 2.0 * rows * D
@@ -141,7 +144,7 @@ def formula(
   gathers = 1 + cfg.remat if training else 0
   hidden = blocks * gathers * links('all-gather', layer, 'model')
   hidden += training * blocks * links('reduce-scatter', 2 * layer, 'model')
-  exchanges = 2 * forwards - (2 if training else 0)  # there and back
+  exchanges = 2 * forwards - (2 if training else 0)  # to the experts and back
   sent = 2.0 * T * cfg.experts_per_token * D
   exposed = blocks * exchanges * links('all-to-all', sent, 'experts')
   sums = blocks * forwards * 2
@@ -159,8 +162,8 @@ def formula(
   if training:
     memory += gradients * min(placed.passes, 2) + 2 * layer  # of a layer, fp32
     memory += 3 * 4.0 * D * part.vocab  # of the head
-    kept = 2.0 * T * D if cfg.remat else 2.0 * T * (10 * D) + _BUFFERS_ALIVE * buffer
-    memory += cfg.num_layers * kept
+    saved = 2.0 * T * D if cfg.remat else 2.0 * T * (10 * D) + _BUFFERS_ALIVE * buffer
+    memory += cfg.num_layers * saved
   return seconds, memory
 
 
@@ -181,7 +184,7 @@ def _shapes(cfg: ModelConfig):
 
 
 def _spread(cfg: ModelConfig, where: Sharding, storage: bool) -> float:
-  """Parameters on one device; without `storage` as they are when gathered."""
+  """Parameters on one device; gathered, if not `storage`."""
   shapes = _shapes(cfg)
   specs = sharding_lib.param_specs(cfg, where.rules)['params']
   stored = set(where.axes('model', 'expert_model')) if not storage else set()
@@ -195,14 +198,14 @@ def _spread(cfg: ModelConfig, where: Sharding, storage: bool) -> float:
 
 
 def _layer_bytes(cfg: ModelConfig, where: Sharding, itemsize: int) -> float:
-  """Bytes of one block's weights on a device that uses them."""
+  """Bytes of one block's gathered weights on a device."""
   more = dataclasses.replace(cfg, num_layers=2, num_mtp_modules=0)
   one = dataclasses.replace(more, num_layers=1)
   return itemsize * (_spread(more, where, False) - _spread(one, where, False))
 
 
 def _state_bytes(config: PlanConfig | None, cfg, where: Sharding) -> float:
-  """Bytes of parameters and Adam's moments, or of weights that are served."""
+  """Bytes of parameters and Adam's moments, or of served weights."""
   if config is None:
     return np.dtype(jax.numpy.dtype(cfg.param_dtype)).itemsize * _spread(
       cfg, where, True

@@ -1,4 +1,4 @@
-"""A TPU slice that is not there: its devices, for compiling ahead of time with libtpu.
+"""The devices of a TPU slice, to compile for with libtpu and without a TPU.
 
 libtpu compiles on any machine; it needs a TPU neither to compile nor to tell memory
 (facts/jax-anchors.md §0.1).
@@ -15,8 +15,8 @@ from jax.experimental import topologies
 
 from m2jax.plan import chips
 
-# Where there is no TPU, libtpu shall neither ask the cloud's metadata server nor take
-# the lock that keeps a real TPU to one process.
+# Without a TPU libtpu must neither query the cloud's metadata server nor take the lock
+# that restricts a real TPU to one process.
 _ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_ACCELERATOR_TYPE': 'v5p-8',

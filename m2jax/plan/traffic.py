@@ -1,11 +1,11 @@
-"""HBM bytes that a compiled program moves, by stage, loops as often as they turn.
+"""HBM bytes that a compiled program moves, by stage, with the trip counts of loops.
 
-An instruction reads its operands and writes its result, as far as they lie in HBM
-(what XLA keeps in VMEM is free), with three exceptions, as in XLA's own cost analysis:
-of what is sliced or gathered from only the slices count; an update in place counts what
-it writes; and a kernel counts what it declares (`pallas.CostEstimate`). Buffers count
-whole: those of dropless routing have room for the worst case, and XLA's instructions go
-over all of it.
+An instruction reads its operands and writes its result if they are in HBM (VMEM is
+free), with three exceptions, as in XLA's own cost analysis: of a sliced or gathered
+operand only the slices count; an update in place counts the bytes that it writes; and a
+kernel counts the bytes that it declares (`pallas.CostEstimate`). Buffers count whole:
+those of dropless routing are sized for the worst case, and XLA's instructions read and
+write all of them.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def by_stage(module: hlo.Module) -> dict[tuple[str, str], float]:
   """(pass, part) → HBM bytes of one run on one device."""
   total: dict[tuple[str, str], float] = collections.defaultdict(float)
   known: dict[str, dict[str, hlo.Instruction]] = {}
-  for visit in hlo.walk(module):
-    line = visit.instruction
-    if visit.computation not in known:
-      lines = module.computations[visit.computation]
-      known[visit.computation] = {i.name: i for i in lines}
-    size = moved(module, line, known[visit.computation])
+  for execution in hlo.walk(module):
+    line = execution.instruction
+    if execution.computation not in known:
+      lines = module.computations[execution.computation]
+      known[execution.computation] = {i.name: i for i in lines}
+    size = moved(module, line, known[execution.computation])
     if size:
-      total[stage(line.op_name or visit.where)] += visit.times * size
+      total[stage(line.op_name or execution.where)] += execution.times * size
   return dict(total)
 
 
@@ -92,7 +92,7 @@ def moved(
     if op.removesuffix('-start') in KINDS:
       return _hbm(line.arrays[:2])
     results = [i.arrays for i in inside if i.is_root] or [line.arrays[:1]]
-    return 2 * _hbm(results[-1])  # a slice, a gather or a collective: in and out
+    return 2 * _hbm(results[-1])  # a slice, a gather or a collective: read and written
   if op == 'custom-call':
     if _KERNEL not in line.attributes:
       return 0.0
@@ -134,7 +134,7 @@ def product_flops(module: hlo.Module, line: hlo.Instruction) -> float:
 
 
 def _contracted(line: hlo.Instruction, left: tuple[int, ...]) -> int:
-  """Terms of each sum of a dot, or of a convolution (how XLA writes matmuls on TPU)."""
+  """Contracted size of a dot, or of a convolution (XLA's form of matmuls on TPU)."""
   if found := re.search(r'lhs_contracting_dims=\{([\d,]*)\}', line.attributes):
     return math.prod(left[int(d)] for d in found[1].split(',') if d)
   labels = re.search(r'dim_labels=(\w+)_', line.attributes)
@@ -148,17 +148,17 @@ def _contracted(line: hlo.Instruction, left: tuple[int, ...]) -> int:
 def seconds(
   module: hlo.Module, lines: Iterable[hlo.Instruction], computation: str, chip: Chip
 ) -> float:
-  """How long these instructions of a computation take at their roofs, one by one."""
+  """Time of these instructions of a computation at their roofline, one by one."""
   known = {i.name: i for i in module.computations[computation]}
   total = 0.0
   for line in lines:
     if line.opcode == 'while':
       (body,) = line.called('body')
-      turn = seconds(module, module.computations[body], body, chip)
-      total += hlo.trip_count(module, line) * turn
+      iteration = seconds(module, module.computations[body], body, chip)
+      total += hlo.trip_count(module, line) * iteration
       continue
     if line.opcode.endswith('-start') and line.opcode != 'copy-start':
-      continue  # runs beside, as this is what is asked for
+      continue  # asynchronous as well: it takes none of this time
     total += max(
       moved(module, line, known) / chip.hbm_bandwidth,
       product_flops(module, line) / chip.peak_flops,
@@ -167,7 +167,7 @@ def seconds(
 
 
 def _result(line: hlo.Instruction, known) -> tuple[hlo.Array, ...]:
-  """Arrays of what an operand refers to; one element of a tuple where it picks one."""
+  """Arrays of an operand; of a `copy-start` only the copied one."""
   if line.opcode == 'copy-start':
     return line.arrays[:1]
   return line.arrays

@@ -1,4 +1,4 @@
-"""What is planned: a model, its workloads, and on which mesh each runs."""
+"""Settings of a plan: a model, its workloads, and the mesh of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVING = ('prefill', 'decode')
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """One thing that a slice does again and again.
+  """A train step, or a call of the engine.
 
   Attributes:
     kind: 'pretrain' or 'rl', a train step; 'prefill' or 'decode', a call of the engine.
@@ -62,14 +62,15 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-  """All that is planned.
+  """Settings of a plan.
 
   Attributes:
     model: as it is trained.
+    workloads: by name.
+    default: names of the workloads that are planned if none is given.
     optimizer: of the train step.
-    workloads: by name. default: those that are planned unless others are asked for.
     mtp_weight, bias_update_rate, is_weight_max: see StepConfig and LearnerConfig.
-    weights_dtype: of the weights that are served, without MTP.
+    weights_dtype: of the served weights, which have no MTP modules.
     compiler_options: of XLA, for every program.
   """
 
@@ -88,10 +89,11 @@ class PlanConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-  """A workload on one mesh: what is compiled.
+  """A workload on one mesh.
 
   Attributes:
     name: of the workload.
+    workload, mesh: themselves.
     passes: of a step.
   """
 

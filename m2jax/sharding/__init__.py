@@ -5,8 +5,8 @@ of them, `expert` holds different experts, `tensor` splits matrices. One `Rules`
 each logical axis to mesh axes. There are three kinds of logical axes:
 
   batch     rows B, tokens S: every device has its own tokens
-  compute   vocab V, heads N·H and K·H, experts E, expert_hidden F: every device computes
-            its own channels; sums over them end in a psum
+  compute   vocab V, heads N·H and K·H, experts E, expert_hidden F: every device has its
+            own channels; sums over them end in a psum
   storage   model, expert_model (both D): each device stores a shard, and the whole is
             gathered where it is used (FSDP)
 
@@ -31,8 +31,8 @@ from m2jax.sharding.rules import (
 from m2jax.sharding.shards import (
   ONE_DEVICE,
   Sharding,
-  keep_all_but_weights,
   make,
+  save_all_but_gathered,
 )
 from m2jax.sharding.specs import batch_specs, like_params, param_specs
 
@@ -47,9 +47,9 @@ __all__ = [
   'Sharding',
   'abstract_mesh',
   'batch_specs',
-  'keep_all_but_weights',
   'like_params',
   'make',
   'make_mesh',
   'param_specs',
+  'save_all_but_gathered',
 ]

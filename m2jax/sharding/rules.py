@@ -35,7 +35,7 @@ class Rules:
 
   Attributes:
     rows, tokens: of the batch.
-    vocab, heads, experts, expert_hidden: computed in parallel. `heads` splits both query
+    vocab, heads, experts, expert_hidden: computed in parallel. `heads` splits query
       and key/value heads.
     model, expert_model: D of dense and of expert matrices, in storage only.
     dispatch: how tokens are sent to experts on other devices, one of `moe.dispatch`'s

@@ -240,10 +240,18 @@ def make(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Sha
   return Sharding(make_mesh(config, devices), PRESETS[config.rules])
 
 
-def keep_all_but_weights(primitive, *_, **params) -> bool:
-  """A `jax.checkpoint` policy: weights are gathered again, all else is kept.
+def save_all_but_gathered(primitive, *_, **params) -> bool:
+  """A `jax.checkpoint` policy: the backward pass gathers weights again.
 
-  Else the backward pass of a loop over layers would hold the whole weights of all.
+  Everything else is saved. Without the policy a loop over layers would save the
+  gathered weights of all of them.
+
+  It goes by the name of a primitive, because `checkpoint_name` cannot express it: the
+  name is an operation after the gather, and where a policy excludes the name jax saves
+  its operand, the gathered weight. Compiled for 8 CPU devices and 8 layers with 11.8 MB
+  of experts each: 48 MiB of temporaries and 18 all-gathers with this policy; 132 MiB
+  and 10 with the named weights excluded, with or without an inner checkpoint around the
+  gather; 134 MiB and 10 with no policy.
   """
   del params
   return primitive.name != 'linear_call'  # made by `_gather` alone

@@ -1,4 +1,4 @@
-"""Rows of a forest into a train step: part after part, each placed on the mesh.
+"""Feeds rows of a forest to a train step, in micro-batches placed on the mesh.
 
 Axes: B rows, S tokens.
 """
@@ -15,13 +15,13 @@ from m2jax.train import hosts as hosts_lib
 
 
 def micro_batches(batch: Forest, rows: int) -> Iterator[Forest]:
-  """Slices of `rows` rows; the last is filled up with padding rows."""
+  """Slices of `rows` rows; the last is padded with empty rows."""
   for start in range(0, len(batch.tokens), rows):
     yield forest.select(batch, slice(start, start + rows), rows=rows)
 
 
 def rows(parts, config, sharding: Sharding):
-  """Feeds this host's rows of a batch, `config.micro_rows` of all hosts in one pass.
+  """A feed of this host's rows; one pass has `config.micro_rows` rows of all hosts.
 
   Args:
     parts, config: `step.Programs` and `step.StepConfig`.

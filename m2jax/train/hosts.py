@@ -1,12 +1,12 @@
-"""Rows of a batch over the hosts of a run: each reads and packs its own, and no other.
+"""Rows of a batch over the hosts of a run: each host reads and packs only its own.
 
-A mesh splits the rows of a batch into shards, and each process holds some of them.
-Processes that hold the same shards (where tokens or channels are split over them) are
-one host: they read the same rows. Where processes share some shards and not others,
-all are one host, and each reads the whole batch.
+A mesh splits the rows of a batch into shards, and each process has some of them.
+Processes with the same shards (tokens or channels are split over them) are one host:
+they read the same rows. Where processes share some shards and not others, all are one
+host, and each reads the whole batch.
 
-A step takes the rows of this host. Its micro-batches are the hosts' side by side, and
-weights are summed up on the devices: no host waits for another.
+A step takes the rows of this host. A micro-batch is the concatenation of the hosts'
+parts, and weights are summed on the devices, so that no host waits for another.
 
 Axes: B rows of a whole batch.
 """
@@ -30,7 +30,7 @@ from m2jax.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-  """Which part of every batch this process reads.
+  """The part of every batch that this process reads.
 
   Attributes:
     index, count: (h, H): the h-th of H equal parts of the rows.
@@ -66,7 +66,7 @@ def find(sharding: Sharding) -> Hosts:
 
 
 def place(local: Forest, hosts: Hosts, sharding: Sharding) -> Forest:
-  """The batch of all hosts, on the mesh, out of this host's rows."""
+  """The batch of all hosts on the mesh, from this host's rows."""
   if sharding.mesh is None:
     return local
 
@@ -93,7 +93,7 @@ def place(local: Forest, hosts: Hosts, sharding: Sharding) -> Forest:
 
 
 def gather(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """Each process's JSON-able dict, on all of them; every process has to call it."""
+  """The JSON-able dict of each process, on all of them; every process must call it."""
   if jax.process_count() == 1:
     return [dict(state)]
   data = np.frombuffer(json.dumps(state).encode(), np.uint8)

@@ -49,6 +49,14 @@ class LoopConfig:
   checkpoint_every: int = 200
   log_every: int = 5
 
+  def check_processes(self) -> None:
+    """Raises ValueError for a limit of seconds with several processes."""
+    if self.seconds and jax.process_count() > 1:
+      raise ValueError(
+        f'LoopConfig.seconds={self.seconds}: {jax.process_count()} processes would '
+        'stop at different steps; set seconds=0 and limit the steps'
+      )
+
   def reached(self, done: int, used_s: float) -> bool:
     """Whether the budget is used up after `done` steps and `used_s` seconds."""
     return done >= self.steps or bool(self.seconds and used_s >= self.seconds)
@@ -102,27 +110,19 @@ def fit(
 
   Raises:
     ValueError: a limit of seconds, and several processes.
-    FloatingPointError: the loss or its gradient is not finite; names the step. Checked
-      before every checkpoint, so that none is saved after such a step.
+    FloatingPointError: loss or gradient is not finite; before a checkpoint of it.
   """
-  if config.seconds and jax.process_count() > 1:
-    raise ValueError(
-      f'LoopConfig.seconds={config.seconds}: {jax.process_count()} processes would '
-      'stop at different steps; set seconds=0 and limit the steps'
-    )
-  state, position, used_s = _restore(state, run)
-  batches = make_batches(position)
+  config.check_processes()
+  state, batches, used_s = _resume(state, make_batches, run)
   first = done = int(state.step)
   if config.reached(done, used_s):
     return state
-  clock, records = _Clock(used_s), _Records(run)
-  scalars, saved = None, None  # metrics of the last step; step of the last checkpoint
+  clock, records, saved = _Clock(used_s), _Records(run), None
 
   def save():
     nonlocal saved
     # The record first: a restart from this checkpoint does not repeat its step.
-    if not records.write():
-      fetch(scalars, f'{run.phase} step {done}')
+    records.finish(done, scalars)
     host = {'data': batches.state(), 'used_s': used_s, **run.host}
     run.manager.save(done, state, host, run.files)
     saved = done
@@ -131,8 +131,7 @@ def fit(
     forest = to_forest(batch)
     state, scalars = step(state, forest)
     done += 1
-    records.write()  # of the step before, while this one runs
-    records.count(forest.num_tokens)
+    records.stepped(forest.num_tokens)
     used_s = clock.used_s()
     if done == first + 1:
       logging.info('%s: compiled in %.0f s', run.phase, clock.compiled_s())
@@ -146,21 +145,20 @@ def fit(
       break
   else:
     logging.info('%s: the data ended after step %d', run.phase, done)
-    if scalars is not None and saved != done:
+    if done not in (first, saved):
       save()
   run.manager.wait()
   return state
 
 
-def _restore(
-  state: TrainState, run: Run
-) -> tuple[TrainState, dict[str, Any] | None, float]:
-  """State, data position and seconds used, of the latest checkpoint if there is one."""
+def _resume(state: TrainState, make_batches, run: Run):
+  """State, batches and seconds used, of the latest checkpoint if there is one."""
   if run.manager.latest_step() is None:
-    return state, None, 0.0
+    return state, make_batches(None), 0.0
   restored = run.manager.restore(like=state)
   run.metrics.supersede(run.phase, restored.step)
-  return restored.state, restored.host['data'], restored.host['used_s']
+  batches = make_batches(restored.host['data'])
+  return restored.state, batches, restored.host['used_s']
 
 
 class _Clock:
@@ -184,8 +182,9 @@ class _Records:
     self._held: tuple[int, Any, dict[str, Any]] | None = None
     self._tokens, self._since = 0, time.monotonic()
 
-  def count(self, tokens: int) -> None:
-    """Adds a step's tokens to the next record."""
+  def stepped(self, tokens: int) -> None:
+    """Writes the record of the step before, while one of `tokens` tokens runs."""
+    self._write()
     self._tokens += tokens
 
   def hold(self, step: int, scalars: Mapping[str, jax.Array], **more: Any) -> None:
@@ -196,11 +195,15 @@ class _Records:
     self._held = step, scalars, more
     self._tokens, self._since = 0, now
 
-  def write(self) -> bool:
-    """Writes the record that is held; False where there is none."""
+  def _write(self) -> None:
+    if self._held is not None:
+      step, scalars, more = self._held
+      self._held = None
+      values = fetch(scalars, f'{self._run.phase} step {step}')
+      self._run.metrics.write(self._run.phase, step, values, **more)
+
+  def finish(self, step: int, scalars: Mapping[str, jax.Array]) -> None:
+    """Writes the record that is held, or else only checks the step's metrics."""
     if self._held is None:
-      return False
-    step, scalars, more = self._held
-    phase, self._held = self._run.phase, None
-    self._run.metrics.write(phase, step, fetch(scalars, f'{phase} step {step}'), **more)
-    return True
+      fetch(scalars, f'{self._run.phase} step {step}')
+    self._write()

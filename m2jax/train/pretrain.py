@@ -1,11 +1,11 @@
 """Pre-training on text: next-token prediction and MTP over rows of documents.
 
-A run goes through stages and phases (`stages`), which depend on the tokens consumed
-alone; these are part of the data position, so that a run that is killed and started
-again goes on with the exact next batch, rate and weight.
+Stages and phases (`stages`) are functions of the number of tokens consumed, which is
+part of the data position: a run that is killed and started again continues with the
+exact next batch, learning rate and MTP weight.
 
 With several hosts each reads, packs and places its own rows of every batch (`hosts`);
-the position in a checkpoint is that of all of them.
+a checkpoint has the position of all of them.
 
 The step is compiled once for each shape of batch and each pair of MTP weight and bias
 rate, of which a run has few.
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
     forest: weights are 1 where there is a loss.
     settings: what the step is compiled for.
     consumed: tokens before it.
-    num_tokens: of all hosts; the rows are full.
+    num_tokens: of all hosts; rows have no padding.
   """
 
   forest: forest.Forest
@@ -68,7 +68,7 @@ class _HostRows(StagedRows):
   """`StagedRows` of one host whose state is that of all hosts."""
 
   def state(self) -> dict[str, Any]:
-    """Of all hosts; every one has to ask for it."""
+    """Of all hosts; every host must call it."""
     return stages.merge_states(hosts_lib.gather(super().state()))
 
 
@@ -89,9 +89,9 @@ def make_trainer(
   sharding: Sharding = ONE_DEVICE,
 ) -> Trainer:
   """What `fit` trains with: the same object for the same settings, whatever the budget,
-  so that training in several goes compiles once.
+  so that several calls compile once.
 
-  The step adds to the metrics: tokens consumed, context, MTP weight, learning rates.
+  The step adds tokens consumed, context, MTP weight and learning rates to the metrics.
   """
   budget = LoopConfig(steps=0)
   config = dataclasses.replace(config, loop=budget)
@@ -181,7 +181,7 @@ def fit(
 
 
 def _only_mtp(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-  """`tx` for the MTP modules, and no update and no state for all else."""
+  """`tx` for the MTP modules; no update and no state for all other parameters."""
 
   def labels(params):
     def label(path, leaf):
@@ -199,7 +199,7 @@ def _make_frozen_step(
   config: StepConfig,
   sharding: Sharding,
 ) -> train_step.Step:
-  """A step that leaves the main model as it is, bit for bit."""
+  """A step that does not change the main model, bit for bit."""
 
   def watched(logprob, batch):  # the main loss, for the log, without a gradient
     return train_step.nll(jax.lax.stop_gradient(logprob), batch)
@@ -226,7 +226,7 @@ def held_out(
 ) -> dict[str, float]:
   """`loss` and `mtp_loss` in nats per token, means over `tokens`.
 
-  Rows have the shape of the last stage, and each document comes once.
+  Rows have the shape of the last stage; each document is read once.
   """
   stage = config.stages[-1]
   batches = packing.DocumentRows(
@@ -279,7 +279,7 @@ def _metrics(config: StepConfig, model: ModelConfig, sharding: Sharding):
 
 
 def _forest(stage: Stage, arrays: Sequence[np.ndarray]) -> forest.Forest:
-  """One compiled shape, whatever the documents' lengths."""
+  """The documents in the stage's one shape, whatever their lengths."""
   return forest.chain(
     arrays, row_tokens=stage.context, rows=stage.rows, row_terms=stage.context
   )

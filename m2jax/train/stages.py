@@ -1,9 +1,9 @@
-"""A pre-training run as stages and phases: what is fed when, and what changes with it.
+"""Stages and phases of a pre-training run.
 
-Stages of growing context follow each other, each of one batch shape; across them run a
-constant phase and a decay phase (facts/m2-and-forge.md §1.5, §3). Both are counted in
-tokens consumed, and so is all that they decide: the learning rate, the weight of MTP,
-the rate of the router bias.
+Stages of growing context follow each other, each with one batch shape. Independently of
+them a run has a constant phase and a decay phase (facts/m2-and-forge.md §1.5, §3). Both
+are counted in tokens consumed, which decide the learning rate, the weight of MTP and
+the update rate of the router bias.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Stage(NamedTuple):
   Attributes:
     context: S, tokens of a row.
     rows: B.
-    tokens: consumed by the stage, rounded up to whole batches; 0, for the last stage
-      only, goes on until the loop's budget ends.
+    tokens: consumed by the stage, rounded up to whole batches; 0, in the last stage
+      only, is until the loop's budget ends.
   """
 
   context: int
@@ -42,16 +42,17 @@ class Stage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PhasesConfig:
-  """What changes with the tokens consumed. A change holds from the first batch on that
-  begins at or after it.
+  """What changes with the tokens consumed.
+
+  A change takes effect with the first batch that begins at or after its token.
 
   Attributes:
     tokens: of constant and decay phase together; 0 is a constant phase without end.
     warmup_tokens: over which the learning rate rises, in the constant phase.
-    decay_tokens: of the decay phase: the learning rate falls linearly.
+    decay_tokens: of the decay phase, in which the learning rate falls linearly.
     final_fraction: of the learning rate, at the end and after it.
     decay_mtp_weight: λ of MTP in the decay phase; before, it is `step.mtp_weight`.
-    bias_updates_until: fraction of `tokens` from which the router bias no longer moves;
+    bias_updates_until: fraction of `tokens` after which the router bias is frozen;
       before, its rate is `step.bias_update_rate`.
   """
 
@@ -80,14 +81,14 @@ class PretrainConfig:
 
   Attributes:
     stages: one after the other, as (context, rows, tokens); see `Stage`.
-    phases: what changes on the way.
+    phases: what changes during the run.
     streams: of documents, read side by side (`packing.DocumentRows`), so that a batch
       has at least this many documents; divides the rows of every stage. 0: the largest
       number that does.
-    held_out_batches: most batches that the held-out loss is measured on.
+    held_out_batches: the most batches of which the held-out loss is the mean.
     loop: the budget; its `steps` may end a run before its stages do.
     step: train-step settings.
-    optimizer: what updates the weights; its schedule is made of `phases`.
+    optimizer: its schedule is made from `phases`.
   """
 
   stages: tuple[Stage, ...]
@@ -113,7 +114,7 @@ class PretrainConfig:
       )
     if self.optimizer.schedule != ScheduleConfig():
       raise ValueError('PretrainConfig.optimizer.schedule: set PretrainConfig.phases')
-    schedule(self)  # refuses phases of less than a batch now
+    schedule(self)  # raises now for phases of less than a batch
 
   @property
   def segments(self) -> schedules.Segments:
@@ -150,14 +151,14 @@ def schedule(config: PretrainConfig) -> ScheduleConfig:
 
 
 class Settings(NamedTuple):
-  """What a step is compiled for, besides its batch's shape."""
+  """What a step is compiled for, besides the shape of its batch."""
 
   mtp_weight: float
   bias_update_rate: float
 
 
 def settings(config: PretrainConfig, tokens: int) -> Settings:
-  """Those of the batch before which `tokens` tokens were consumed."""
+  """Those of the batch that begins after `tokens` tokens."""
   phases, step = config.phases, config.step
   mtp, bias = [(0, step.mtp_weight)], [(0, step.bias_update_rate)]
   if phases.decay_tokens:
@@ -168,8 +169,13 @@ def settings(config: PretrainConfig, tokens: int) -> Settings:
 
 
 class Pieces(NamedTuple):
-  """A batch of documents: token arrays of this host's rows, its stage, and the tokens
-  that all hosts consumed before it."""
+  """A batch of documents.
+
+  Attributes:
+    arrays: tokens of this host's rows.
+    stage: that it belongs to.
+    consumed: tokens of all hosts before it.
+  """
 
   arrays: list[np.ndarray]
   stage: Stage
@@ -177,10 +183,10 @@ class Pieces(NamedTuple):
 
 
 class StagedRows(Iterator[Pieces]):
-  """Batches of one stage after the other.
+  """The batches of all stages, in order.
 
-  Where two stages that follow each other have the same source, the second goes on where
-  the first stopped; a source of its own is begun.
+  A stage with the same source as the stage before continues it; another source starts
+  at its beginning.
   """
 
   def __init__(
@@ -197,7 +203,7 @@ class StagedRows(Iterator[Pieces]):
     Args:
       sources: of each stage, token arrays (see `data.stream`).
       seed: order of the documents.
-      state: of one host, or of all of them merged (`merge_states`).
+      state: of one host, or of all hosts merged (`merge_states`).
       host: (h, H): reads the h-th of H parts of every batch's rows, and no other.
 
     Raises:
@@ -220,7 +226,7 @@ class StagedRows(Iterator[Pieces]):
 
   @property
   def epoch(self) -> int:
-    """Passes over the stage's source that are completed."""
+    """Completed passes over the stage's source."""
     return self._rows.epoch
 
   def state(self) -> dict[str, Any]:
@@ -255,7 +261,7 @@ class StagedRows(Iterator[Pieces]):
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  """One state of a `StagedRows` out of those of its hosts, in any order.
+  """One state of a `StagedRows` from those of its hosts, in any order.
 
   Raises:
     StateMismatch: they are not of one batch, or not of all hosts.

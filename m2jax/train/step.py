@@ -1,15 +1,14 @@
 """The train step: batch → loss terms → gradients → optimizer and router bias.
 
-What is learned is an `objective(logprob, batch) -> (loss, metrics)`, a sum over the
-loss terms of a forest; pre-training and SFT use `nll`, RL brings its own. MTP is added
-over the same terms (facts/algorithms.md §4.1: L = main + λ/K · Σ_k L^k). Losses and
-metrics are sums, so a batch may come in parts and gives the same update (law 3): a feed
-yields the sums of each part, rows of a forest (train/feeds.py) or a tree in chunks
-(train/chunks.py). On a mesh the model says where it computes what; loss terms,
-optimizer and router bias are left to the compiler, over arrays that lie where
-`sharding` puts them.
+An `objective(logprob, batch) -> (loss, metrics)` is a sum over the loss terms of a
+forest: `nll` for pre-training and SFT, RL's own for RL. The MTP loss is over the same
+terms (facts/algorithms.md §4.1: L = main + λ/mtp · Σ_k L^k, mtp the number of modules).
+Losses and metrics are sums, so that a batch in parts gives the same update (law 3): a
+feed yields the sums of each part, rows of a forest (train/feeds.py) or a tree in chunks
+(train/chunks.py). On a mesh the model has explicit collectives; those of loss terms,
+optimizer and router bias are the compiler's, for arrays placed by `sharding`.
 
-Axes: B rows, S tokens, M loss terms of a row, L layers, E experts, K MTP modules.
+Axes: B rows, S tokens, M loss terms of a row, L layers, E experts; mtp modules.
 """
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ class StepConfig:
   Attributes:
     micro_rows: rows of one forward and backward pass.
     mtp_weight: λ of the MTP loss.
-    detach_mtp: keep the MTP loss's gradient out of trunk, embedding and head.
+    detach_mtp: stop the MTP loss's gradient at trunk, embedding and head.
     bias_update_rate: u of the router bias's sign step; 0 freezes the bias.
-    compiler_options: XLA's, by name; a backend refuses those it does not know.
+    compiler_options: XLA's, by name; unknown ones are errors of the backend.
   """
 
   micro_rows: int = 4
@@ -85,7 +84,7 @@ def init_variables(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
 
 
 def init_state(variables, optimizer: optax.GradientTransformation) -> TrainState:
-  """A fresh optimizer at step 0 over the variables, which it takes over."""
+  """Step 0 with a fresh optimizer; the variables are taken over."""
   opt_state = optimizer.init(variables['params'])
   return TrainState(jnp.zeros((), jnp.int32), variables, opt_state)
 
@@ -105,7 +104,7 @@ def new_state(
   key: jax.Array,
   sharding: Sharding = ONE_DEVICE,
 ) -> TrainState:
-  """Random weights and a fresh optimizer, each shard made where it lies."""
+  """Random weights and a fresh optimizer, each shard made on its device."""
   if sharding.mesh is None:
     return _new_state(cfg, optimizer, key)
   places = sharding.named(state_specs(cfg, optimizer, sharding.rules))
@@ -119,7 +118,7 @@ def place_state(
   optimizer: optax.GradientTransformation,
   sharding: Sharding,
 ) -> TrainState:
-  """The state where `state_specs` says; as it is without a mesh."""
+  """The state sharded by `state_specs`; unchanged without a mesh."""
   return sharding.place(state, state_specs(cfg, optimizer, sharding.rules))
 
 
@@ -172,9 +171,9 @@ def loss_and_loads(
 def loss_and_metrics(
   out: model.Outputs, batch, cfg, objective, config: StepConfig
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Scalar loss and metrics of a batch from what the model made of it.
+  """Scalar loss and metrics of a batch from the model's outputs.
 
-  Sums over the loss terms; `weight` is the sum of their weights.
+  Both are sums over the loss terms; `weight` is the sum of their weights.
   """
   loss, metrics = objective(at_terms(out.logprob, batch), batch)
 
@@ -191,7 +190,7 @@ def loss_and_metrics(
 
 
 class Sums(NamedTuple):
-  """What a part of a batch adds to the update.
+  """The sums of one part of a batch.
 
   Attributes:
     gradients: of the parameters.
@@ -242,10 +241,11 @@ def make_step(
     optimizer: of its parameters.
     objective: what is learned.
     config: settings.
-    sharding: with a mesh the state lies as `state_specs` says, and `config.micro_rows`
+    sharding: with a mesh the state is sharded by `state_specs`, and `config.micro_rows`
       are the rows of one pass over all devices.
     mean: divide by the sum of the batch's weights.
-    feed: cuts a batch in parts; `feeds.rows` takes this host's rows of a forest.
+    feed: yields the sums of each part of a batch; `feeds.rows` takes this host's rows
+      of a forest.
 
   Raises:
     ValueError: model or micro_rows do not divide over mesh and hosts.

@@ -1,4 +1,4 @@
-"""A workdir belongs to one run: the settings it was started with lie in it."""
+"""A workdir belongs to one run, whose settings it stores."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class UnusableWorkdir(WorkdirError):
 def open_workdir(
   config: Any, workdir: Path, fresh: bool = False, leads: bool = True
 ) -> None:
-  """Makes the workdir the run's own and this process's, or checks that it is.
+  """Claims a workdir for a run and locks it for this process.
 
   Args:
     config: a dataclass of JSON-able values.
-    workdir: made if missing; locked until this process ends.
+    workdir: created if missing; locked until this process ends.
     fresh: delete the run that it holds.
-    leads: False in the processes of a job that follow its first one, which holds the
-      lock and deletes.
+    leads: False in the processes of a job other than the first, which has the lock and
+      deletes.
 
   Raises:
-    OtherRun: it holds a run with other settings, and names them; or a run goes on in
-      it, and names its process. A run that left nothing but its settings is none.
-    UnusableWorkdir: it cannot be made or written.
+    OtherRun: it holds a run with other settings (names them), or one that is running
+      (names its process). Settings alone do not count as a run.
+    UnusableWorkdir: it cannot be created or written.
   """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -90,14 +90,14 @@ def _claim(config: Any, workdir: Path, fresh: bool) -> None:
 
 
 def _lock(workdir: Path) -> None:
-  """Keeps other processes out of the workdir until this one ends, however it does.
+  """Locks the workdir until this process ends, in whatever way.
 
-  A record lock: no child inherits it, so none can outlive the run with it.
+  A record lock, which children do not inherit: none can hold it after the run.
   """
   workdir = workdir.resolve()
   if workdir in _locks:
     return
-  file = open(workdir / _LOCK, 'a+')  # stays open: closing it gives the lock up
+  file = open(workdir / _LOCK, 'a+')  # stays open: closing it releases the lock
   try:
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except OSError as error:
@@ -130,7 +130,7 @@ def _empty(workdir: Path) -> None:
 def keep_tokenizer(
   path: Path, make: Callable[[], tokenizer.Tokenizer], vocab_size: int
 ) -> tokenizer.Tokenizer:
-  """The run's tokenizer, made once and kept at `path`.
+  """The run's tokenizer, made once and stored at `path`.
 
   Raises:
     ValueError: it has more tokens than the model's `vocab_size`.

@@ -99,7 +99,7 @@ def sample_loss(params, router, tokens, old, advantage, weight, experts, cfg):
 
 
 def row_loss(params, router, samples, cfg):
-  """Σ over samples of CISPO terms + λ/K Σ_k of MTP terms, each sample on its own."""
+  """Σ over samples of CISPO terms + λ/mtp Σ_k of MTP terms, each sample on its own."""
   total, mtp = 0.0, 0.0
   for s in samples:
     columns = [

@@ -117,12 +117,12 @@ def test_what_runs_beside_an_asynchronous_collective(between, flops):
   module = hlo.parse(ASYNC.replace('BETWEEN', between))
   first, second = collectives.find(module, 8)
   assert (first.kind, first.bytes, first.asynchronous) == ('all-gather', 1024, True)
-  work = [i for i in first.beside if not i.opcode.startswith('custom-call')]
+  work = [i for i in first.overlapping if not i.opcode.startswith('custom-call')]
   assert [traffic.product_flops(module, i) for i in work] == [flops]
-  time = traffic.seconds(module, first.beside, 'main', V5P)
+  time = traffic.seconds(module, first.overlapping, 'main', V5P)
   hbm = 2 * 4 * 8 * 8 / V5P.hbm_bandwidth
   assert time == pytest.approx(max(hbm, flops / V5P.peak_flops))
-  assert (second.bytes, second.asynchronous, second.beside) == (1024, True, ())
+  assert (second.bytes, second.asynchronous, second.overlapping) == (1024, True, ())
 
 
 RAGGED = """%inside (p: bf16[64], q: bf16[512]) -> bf16[512] {

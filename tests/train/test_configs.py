@@ -89,7 +89,7 @@ def test_pretraining_configs_build(module, variant):
 
 
 def test_m2_config_is_the_report():
-  """19.9T and 9.3T tokens, 8K to 32K to 192K, MTP 0.3 to 0.1, K = 1."""
+  """19.9T and 9.3T tokens, 8K to 32K to 192K, MTP 0.3 to 0.1, one module."""
   built = common.build(pretrain_job.Config, pretrain_m2.get_config())
   job = built.pretrain
   assert built.model == config.m2() and built.model.num_mtp_modules == 1

@@ -103,7 +103,7 @@ def test_the_loss_curve_is_bit_identical(tmp_path):
   assert all(leaf['crc32'] is not None for leaf in states[0].values())
   assert policy.load(workdir).step == STEPS
 
-  # Such a checkpoint is what expansion starts from; its result is a policy with K = 3.
+  # Expansion starts from such a checkpoint; its result is a policy with 3 modules.
   flags = [f'--config.checkpoint={workdir}']
   output = finish(tmp_path / 'expanded', texts, 'expand_mtp', flags)
   assert '3 MTP modules; held-out loss' in output

@@ -2,7 +2,7 @@
 
 They follow from the names in params.py, as released and as transformers writes them. No
 release has MTP modules; they get the names of the one implementation that reads them
-(facts/m2-and-forge.md §3, SGLang PR 13981): `model.mtp_layers.K.` with `h_norm`,
+(facts/m2-and-forge.md §3, SGLang PR 13981): `model.mtp_layers.0.` with `h_norm`,
 `e_norm`, `linear_projection` and the names of the block.
 
 The checkpoint's matrices are [out, in], with a tensor per layer and expert; ours are
