@@ -1,12 +1,13 @@
-"""What is to run where, as frozen dataclasses, and what today's jobs cannot do yet.
+"""A launch as frozen dataclasses, and the parts of one that the jobs do not support.
 
-Targets read the fields they need; a flag file may hold those of several.
+Targets read the fields that they need; a flag file may have those of several targets.
 
-A `Launch` is a gang of `Role`s: each has a command, and TPU slices of its own or a
-machine without one. `experiments.pretrain` runs as one process on each host of a slice
-(`--distributed`); all other jobs are one process each: `experiments.forge` holds
-trainer, rollout engine and gateway, `experiments.serve` engine and gateway. `unmet`
-says which part of a launch they would do wrong; printing shows it, running refuses.
+A `Launch` is a gang of `Role`s, each with a command and its own TPU slices, or a
+machine without TPUs. `experiments.pretrain` runs as one process per host of a slice
+(`--distributed`); all other jobs are single processes: `experiments.forge` has trainer,
+rollout engine and gateway, `experiments.serve` engine and gateway. `unmet` lists the
+parts of a launch that the jobs would do wrong; printing warns about them, and running
+raises an error.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Sequence
 
 from launch.topology import Slice
 
-# Jobs that join the processes of other hosts, and jobs that open --workdir as a URL.
-# tests/launch holds both against the code.
+# Jobs that run on several hosts, and jobs that accept a URL as --workdir.
+# tests/launch compares both with the code.
 MULTI_HOST_JOBS: frozenset[str] = frozenset({'pretrain'})
 URL_WORKDIR_JOBS: frozenset[str] = frozenset()
 
@@ -30,12 +31,12 @@ _NAME_LENGTH = 40
 
 
 class LaunchError(ValueError):
-  """A launch that cannot be done as asked; the message says what to change."""
+  """A launch that is not possible; the message says what to change."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-  """One command line, and what it reads on its standard input."""
+  """A command line and its standard input."""
 
   argv: tuple[str, ...]
   stdin: str = ''
@@ -47,9 +48,9 @@ class Role:
 
   Attributes:
     name: lower-case letters, digits and hyphens.
-    argv: the command, started on every host.
+    argv: the command, which runs on every host.
     slice: TPUs of one replica; None is a machine without TPUs.
-    replicas: independent copies, each a JAX program of its own.
+    replicas: independent copies, each a separate JAX program.
   """
 
   name: str
@@ -62,11 +63,13 @@ class Role:
     if not self.argv or any(re.search(r'[\n\0]', arg) for arg in self.argv):
       raise LaunchError(f'role {self.name}: its command is empty or has a line break')
     if self.replicas < 1:
-      raise LaunchError(f'role {self.name}: replicas={self.replicas}, want 1 or more')
+      raise LaunchError(
+        f'role {self.name}: replicas={self.replicas}: must be at least 1'
+      )
 
   @property
   def hosts(self) -> int:
-    """Of one replica."""
+    """Number of hosts of one replica."""
     return self.slice.hosts if self.slice else 1
 
 
@@ -76,19 +79,19 @@ class Launch:
 
   Attributes:
     name: of the run.
-    roles: of a JobSet, the first one's end is the end of all.
-    project, zone: of Google Cloud; the region follows from the zone.
+    roles: a JobSet ends with its first role.
+    project, zone: of Google Cloud; the zone determines the region.
     cluster: GKE cluster.
     image: container image, REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME:TAG.
-    bucket: gs://NAME, for code that is uploaded and results that are saved.
+    bucket: gs://NAME, for uploaded code and saved results.
     storage: an xpk storage, mounted at `mount`; '' is none.
     queue: Kueue's local queue; '' is none.
-    max_restarts: of the whole gang, after which a failure is final.
-    runtime_version: software of TPU VMs, of `tpu-vm versions list`.
+    max_restarts: of the whole gang, before a failure is final.
+    runtime_version: software of TPU VMs, from `tpu-vm versions list`.
     python: of TPU VMs, 3.11 or later.
-    spot: capacity that may be taken away.
-    reservation: takes the TPUs from it.
-    queued: TPU VMs come by a queued resource.
+    spot: use spot capacity.
+    reservation: use TPUs of this reservation.
+    queued: create TPU VMs as a queued resource.
   """
 
   name: str
@@ -112,15 +115,15 @@ class Launch:
     _check_name('name', self.name)
     names = [name for name, _ in self.instances()]
     if not names or len(set(names)) < len(names):
-      raise LaunchError(f'roles {names}: want one or more, each with its own name')
+      raise LaunchError(f'roles {names}: need at least one, with distinct names')
     if not re.fullmatch(r'[a-z]+-[a-z]+\d+-[a-z]', self.zone):
-      raise LaunchError(f'zone {self.zone!r}: want one such as us-east5-a')
+      raise LaunchError(f'zone {self.zone!r}: must be a zone such as us-east5-a')
     if not self.project:
-      raise LaunchError('project is missing: give the id of the Google Cloud project')
+      raise LaunchError('project is missing: set the id of the Google Cloud project')
     if self.bucket and not re.fullmatch(r'gs://[^/]+', self.bucket):
-      raise LaunchError(f'bucket {self.bucket!r}: want gs://NAME')
+      raise LaunchError(f'bucket {self.bucket!r}: must be gs://NAME')
     if self.spot and self.reservation:
-      raise LaunchError('spot and reservation: want at most one of them')
+      raise LaunchError('spot and reservation: set at most one of them')
     for name in names:
       if len(f'{self.name}-{name}') > _NAME_LENGTH:
         raise LaunchError(
@@ -130,14 +133,14 @@ class Launch:
 
   @property
   def region(self) -> str:
-    """The zone's."""
+    """The region of the zone."""
     return self.zone.rpartition('-')[0]
 
   def instances(self) -> list[tuple[str, Role]]:
-    """(name, role) of every replica; a single one has its role's name.
+    """(name, role) of every replica; a single one has the name of its role.
 
-    Each is a program of its own. Several slices of one JobSet job, one xpk workload or
-    one queued resource would be taken for one program over all of them.
+    Each is a separate program. Several slices in one JobSet job, xpk workload or queued
+    resource would count as one program.
     """
     return [
       (role.name if role.replicas == 1 else f'{role.name}-{i}', role)
@@ -153,7 +156,7 @@ class Launch:
 
 
 def job(name: str, workdir: str, args: Sequence[str] = ()) -> tuple[str, ...]:
-  """argv of `python -m experiments.NAME`, with its config unless `args` name one."""
+  """argv of `python -m experiments.NAME`, with its default config unless in `args`."""
   argv = ['python', '-m', f'experiments.{name}']
   if not any(arg.startswith('--config=') for arg in args):
     argv.append(f'--config=configs/{name}.py')
@@ -161,16 +164,16 @@ def job(name: str, workdir: str, args: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def unmet(launch: Launch, target: str) -> list[str]:
-  """Reasons why today's jobs would not do what the launch says; [] is none.
+  """Reasons why the jobs cannot do what the launch says; [] if there are none.
 
   Args:
-    target: what starts it; all but 'tpu_vm' run it in containers.
+    target: of the launch; all except 'tpu_vm' run containers.
   """
   reasons = []
   for role in launch.roles:
     match = re.search(r' -m experiments\.(\w+)', ' ' + ' '.join(role.argv[:3]))
     if not match:
-      continue  # not one of ours
+      continue  # not a job of this project
     name = match[1]
     who = f'role {role.name}: experiments.{name}'
     if name == 'common' or not (_EXPERIMENTS / f'{name}.py').exists():
@@ -178,13 +181,13 @@ def unmet(launch: Launch, target: str) -> list[str]:
       continue
     if role.hosts > 1 and name not in MULTI_HOST_JOBS:
       reasons.append(
-        f'{who} is one process and never joins others: {role.slice} has {role.hosts} '
-        'hosts, and none would know of the others'
+        f'{who} runs as a single process: {role.slice} has {role.hosts} hosts, which '
+        'would run independently'
       )
     elif role.hosts > 1 and '--distributed' not in role.argv:
       reasons.append(
-        f'{who} needs --distributed: {role.slice} has {role.hosts} hosts, and none '
-        'would know of the others'
+        f'{who} needs --distributed: {role.slice} has {role.hosts} hosts, which would '
+        'run independently'
       )
     workdirs = [a.partition('=')[2] for a in role.argv if a.startswith('--workdir=')]
     if not workdirs:
@@ -192,37 +195,37 @@ def unmet(launch: Launch, target: str) -> list[str]:
     workdir = workdirs[-1]
     if role.replicas > 1:
       reasons.append(
-        f'{who} has a workdir, which belongs to one process; there are '
+        f'{who} has a workdir, which only one process may use; there are '
         f'{role.replicas} replicas'
       )
     mounted = launch.storage and workdir.startswith(launch.mount + '/')
     if '://' in workdir:
       if name not in URL_WORKDIR_JOBS:
         reasons.append(
-          f"{who} takes --workdir={workdir} for a path on the host's own disk, and "
-          'is lost with it: give a local path, in containers one on a --storage'
+          f"{who} treats --workdir={workdir} as a path on the host's disk, which is "
+          'lost with the host: use a local path, in containers one on a --storage'
         )
     elif target == 'tpu_vm' and role.hosts > 1:
       reasons.append(
-        f"{who} needs one workdir for all hosts; {workdir} is on each host's own disk, "
-        'unless you mounted it yourself: use xpk or JobSet with a --storage'
+        f'{who} needs one workdir for all hosts; {workdir} is on the disk of each '
+        'host, unless you have mounted it: use xpk or JobSet with a --storage'
       )
     elif target != 'tpu_vm' and not mounted:
       reasons.append(
-        f"{who} would write to {workdir} on its container's own disk, lost with "
-        f'it: give a --storage, and a --workdir in {launch.mount}'
+        f"{who} would write to {workdir} on its container's disk, which is lost with "
+        f'it: set a --storage, and a --workdir in {launch.mount}'
       )
   return reasons
 
 
 def check(launch: Launch, target: str) -> None:
-  """Raises LaunchError if there is anything `unmet`."""
+  """Raises LaunchError if `unmet` returns any reasons."""
   if reasons := unmet(launch, target):
     raise LaunchError('\n  '.join(['not run:', *reasons]))
 
 
 def shell(command: Command) -> str:
-  """The command as a POSIX shell reads it, over several lines if it is long."""
+  """The command for a POSIX shell, on several lines if it is long."""
   words = [_quote(arg) for arg in command.argv]
   text = ' '.join(words)
   if len(text) > 88:
@@ -232,7 +235,7 @@ def shell(command: Command) -> str:
 
 
 def _quote(arg: str) -> str:
-  """Leaves the name of a flag outside the quotes."""
+  """Quotes an argument, but not the name of a flag."""
   flag, equals, value = arg.partition('=')
   if equals and re.fullmatch(r'--[\w.-]+', flag):
     return f'{flag}={shlex.quote(value) if value else ""}'
@@ -242,5 +245,6 @@ def _quote(arg: str) -> str:
 def _check_name(what: str, name: str) -> None:
   if not _NAME.fullmatch(name):
     raise LaunchError(
-      f'{what} {name!r}: want lower-case letters, digits and hyphens, a letter first'
+      f'{what} {name!r}: must be lower-case letters, digits and hyphens, starting with '
+      'a letter'
     )

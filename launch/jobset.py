@@ -1,14 +1,15 @@
-"""A gang as one JobSet on GKE: every replica is a job, every host of it a pod.
+"""A gang as one JobSet on GKE: each replica is a job, each of its hosts a pod.
 
 Sources: JobSet's API jobset.x-k8s.io/v1alpha2 (as in kubeflow-trainer-api 2.3.0); what
-xpk 1.16.0 asks for a TPU slice (commands/workload.py: node selectors, google.com/tpu,
-toleration, exclusive topology); the coordinator of jax 0.10.2
+xpk 1.16.0 requests for a TPU slice (commands/workload.py: node selectors,
+google.com/tpu, toleration, exclusive topology); the coordinator of jax 0.10.2
 (_src/clusters/k8s_cluster.py its host name, cloud_tpu_cluster.py its port). Number and
-ids of JAX's processes come from what GKE gives TPU pods: TPU_WORKER_HOSTNAMES and
-TPU_WORKER_ID.
+ids of JAX's processes come from variables that GKE sets in TPU pods:
+TPU_WORKER_HOSTNAMES and TPU_WORKER_ID.
 
-Unlike xpk's pods these are neither privileged nor on the host's network, since agents'
-commands run in them. Exit code 2, which our jobs give for bad input, is never retried.
+Unlike xpk's pods these are neither privileged nor on the host's network, because
+agents' commands run in them. Exit code 2, which our jobs use for bad input, is never
+retried.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _BAD_INPUT = 2
 
 
 def hostname(launch: Launch, instance: str, host: int = 0) -> str:
-  """Name by which the gang's pods reach a host of a replica."""
+  """The host name of a replica's host in the gang."""
   return f'{launch.name}-{instance}-0-{host}.{launch.name}'
 
 
@@ -66,7 +67,7 @@ def _job(launch: Launch, name: str, role: Role) -> dict[str, Any]:
   }
   template: dict[str, Any] = {}
   if role.slice:
-    # One slice to a node pool, and a node pool to one job.
+    # One slice per node pool, and one job per node pool.
     template['metadata'] = {
       'annotations': {_EXCLUSIVE: 'cloud.google.com/gke-nodepool'}
     }
@@ -76,7 +77,7 @@ def _job(launch: Launch, name: str, role: Role) -> dict[str, Any]:
     }
     pod['tolerations'] = [{'key': 'google.com/tpu', 'operator': 'Exists'}]
   if launch.storage:
-    claim = {'claimName': f'{launch.storage}-pvc'}  # xpk's name for it
+    claim = {'claimName': f'{launch.storage}-pvc'}  # xpk's name of the claim
     pod['volumes'] = [{'name': 'workdir', 'persistentVolumeClaim': claim}]
   on_exit = {'containerName': role.name, 'operator': 'In', 'values': [_BAD_INPUT]}
   template['spec'] = {
@@ -94,7 +95,7 @@ def _container(launch: Launch, name: str, role: Role) -> dict[str, Any]:
   container: dict[str, Any] = {
     'name': role.name,
     'image': launch.image,
-    # Kubernetes expands $(NAME), and makes $$ one dollar.
+    # Kubernetes expands $(NAME), and replaces $$ by $.
     'command': [arg.replace('$', '$$') for arg in role.argv],
   }
   if role.slice is None:
@@ -109,7 +110,7 @@ def _container(launch: Launch, name: str, role: Role) -> dict[str, Any]:
 
 
 def run(launch: Launch) -> list[Command]:
-  """Points kubectl at the cluster, and creates the JobSet."""
+  """Configures kubectl for the cluster and creates the JobSet."""
   launch.need('jobset', 'cluster')
   credentials = (
     *('gcloud', 'container', 'clusters', 'get-credentials', launch.cluster),
@@ -121,7 +122,7 @@ def run(launch: Launch) -> list[Command]:
 
 
 def watch(launch: Launch) -> list[Command]:
-  """The gang's pods, and what the first role prints."""
+  """Shows the gang's pods and the log of the first role."""
   selector = f'--selector=jobset.sigs.k8s.io/jobset-name={launch.name}'
   job = f'job/{launch.name}-{launch.instances()[0][0]}-0'
   return [
@@ -131,7 +132,7 @@ def watch(launch: Launch) -> list[Command]:
 
 
 def delete(launch: Launch) -> list[Command]:
-  """Ends the gang."""
+  """Deletes the gang."""
   return [Command(('kubectl', 'delete', 'jobset', launch.name))]
 
 

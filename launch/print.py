@@ -1,9 +1,9 @@
-"""Prints the commands of a launch; with --run, runs them.
+"""Prints the commands of a launch, or runs them with --run.
 
   python -m launch.print --flagfile=launch/example.flags --target=xpk --step=run
 
-A step stops at its first command that fails. What today's jobs would do wrong is
-printed to standard error, and is a reason not to run.
+A step stops at the first command that fails. Parts of the launch that the jobs would do
+wrong are printed to standard error, and prevent a run.
 """
 
 from __future__ import annotations
@@ -24,16 +24,23 @@ TARGETS = {
   'xm': xm_launch.STEPS,
 }
 TARGET = flags.DEFINE_enum(
-  'target', None, list(TARGETS), 'What starts the job.', flag_values=options.FLAGS
+  'target',
+  None,
+  list(TARGETS),
+  'The target that runs the job.',
+  flag_values=options.FLAGS,
 )
 STEP = flags.DEFINE_string(
-  'step', 'run', 'Of the target; an unknown one lists all.', flag_values=options.FLAGS
+  'step',
+  'run',
+  'Step of the target; an unknown one lists all.',
+  flag_values=options.FLAGS,
 )
 RUN = flags.DEFINE_bool('run', False, 'Run the commands.', flag_values=options.FLAGS)
 
 
 def commands(launch: config.Launch, target: str, step: str) -> list[Command]:
-  """Of one step of a target."""
+  """The commands of a step of a target."""
   if step not in TARGETS[target]:
     raise LaunchError(f'{target} has the steps {", ".join(TARGETS[target])}')
   return TARGETS[target][step](launch)
@@ -43,7 +50,7 @@ def execute(found: list[Command]) -> None:
   """Runs the commands in order.
 
   Raises:
-    LaunchError: one failed, or its program is not installed; the rest is not run.
+    LaunchError: a command failed or is not installed; later ones do not run.
   """
   for command in found:
     print('+ ' + config.shell(command), file=sys.stderr, flush=True)
@@ -54,7 +61,7 @@ def execute(found: list[Command]) -> None:
     except FileNotFoundError as error:
       raise LaunchError(f'{command.argv[0]} is not installed') from error
     if done.returncode:
-      raise LaunchError(f'{command.argv[0]} ended with code {done.returncode}')
+      raise LaunchError(f'{command.argv[0]} exited with code {done.returncode}')
 
 
 def main(argv):

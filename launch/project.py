@@ -1,7 +1,7 @@
-"""An empty Google Cloud project → APIs, a bucket, an image registry, the image.
+"""Sets up an empty Google Cloud project: APIs, a bucket, a registry, the image.
 
-Flags: gcloud 528.0.0 (`gcloud … --help`), docker. The names of the services are not
-checked by any tool that works offline.
+Flags: gcloud 528.0.0 (`gcloud … --help`), docker. No offline tool can check the names
+of the services.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SERVICES = (
 
 
 def setup(launch: Launch) -> list[Command]:
-  """APIs, bucket, registry."""
+  """Enables APIs; creates bucket and registry."""
   launch.need('setup', 'bucket', 'image')
   host, repository = _registry(launch.image)
   project = f'--project={launch.project}'
@@ -35,7 +35,7 @@ def setup(launch: Launch) -> list[Command]:
 
 
 def image(launch: Launch) -> list[Command]:
-  """Builds the working tree's image and pushes it."""
+  """Builds the image of the working tree and pushes it."""
   launch.need('docker', 'image')
   tag = f'--tag={launch.image}'
   return [
@@ -49,7 +49,7 @@ def _registry(image: str) -> tuple[str, str]:
   parts = image.split('/')
   if len(parts) != 4 or not parts[0].endswith('-docker.pkg.dev'):
     raise LaunchError(
-      f'image {image!r}: want REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME:TAG'
+      f'image {image!r}: must be REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME:TAG'
     )
   return parts[0], parts[2]
 

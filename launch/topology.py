@@ -1,9 +1,9 @@
-"""A slice of TPU v5p: shape → chips, hosts, TensorCores and the names others give it.
+"""A slice of TPU v5p: shape → chips, hosts, TensorCores and names in other tools.
 
 Source: xpk 1.16.0, core/system_characteristics.py (supported shapes, TensorCores per
 chip, chips per host, GKE's name). `v5p:4x4x4` is a shape in chips; `v5p-8` counts
-TensorCores: 4 chips, one host. A count means the shape nearest to a cube, which is
-xpk's choice too up to v5p-12288; a larger slice must be given by its shape.
+TensorCores: 4 chips, one host. A count means the shape closest to a cube, as in xpk, up
+to v5p-12288; larger slices need a shape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CORES_PER_CHIP = 2
 _SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # below one cube of 4x4x4
 _CUBES = 140  # of 4x4x4 in the largest slice
 _LONGEST = 256
-_MOST_NAMED = 12288  # TensorCores
+_MAX_NAMED = 12288  # TensorCores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Slice:
   def __post_init__(self):
     if not _supported(self.shape):
       raise ValueError(
-        f'v5p has no slice of {self.topology}: want 2x2x1, 2x2x2, 2x2x4, 2x4x4, or '
+        f'v5p has no slice of {self.topology}: use 2x2x1, 2x2x2, 2x2x4, 2x4x4, or '
         f'three multiples of 4, smallest first, of at most {_CUBES} cubes of 4x4x4'
       )
 
@@ -48,27 +48,27 @@ class Slice:
 
   @property
   def chips(self) -> int:
-    """In the slice."""
+    """Number of chips."""
     return math.prod(self.shape)
 
   @property
   def hosts(self) -> int:
-    """Virtual machines of the slice: JAX processes of one program."""
+    """Number of virtual machines, and of JAX processes of a program."""
     return self.chips // CHIPS_PER_HOST
 
   @property
   def accelerator_type(self) -> str:
-    """The name that counts TensorCores, such as v5p-128.
+    """The name with the number of TensorCores, such as v5p-128.
 
     Raises:
-      ValueError: the name means another shape of as many chips.
+      ValueError: the name means another shape with the same number of chips.
     """
     name = f'{GENERATION}-{self.chips * CORES_PER_CHIP}'
     if (usual := _usual_shape(self.chips)) != self.shape:
-      means = 'x'.join(map(str, usual)) if usual else 'no one shape'
+      means = 'x'.join(map(str, usual)) if usual else 'no single shape'
       raise ValueError(
-        f'{name} means {means}, not {self.topology}: take another shape, or a target '
-        'that is told the shape (xpk, jobset)'
+        f'{name} means {means}, not {self.topology}: use another shape, or a target '
+        'that accepts a shape (xpk, jobset)'
       )
     return name
 
@@ -87,12 +87,12 @@ def parse(text: str) -> Slice:
   match = re.fullmatch(GENERATION + r'-(\d+)', text)
   if not match:
     raise ValueError(
-      f'topology {text!r}: want v5p:AxBxC in chips, such as v5p:4x4x4, or v5p-CORES, '
-      'such as v5p-128; other generations are not known here'
+      f'topology {text!r}: must be v5p:AxBxC in chips, such as v5p:4x4x4, or '
+      'v5p-CORES, such as v5p-128; other generations are not supported'
     )
   chips, odd = divmod(int(match[1]), CORES_PER_CHIP)
   if odd or (shape := _usual_shape(chips)) is None:
-    raise ValueError(f'no slice is called {text}: give its shape in chips')
+    raise ValueError(f'no slice is called {text}: use its shape in chips')
   return Slice(shape)
 
 
@@ -103,8 +103,8 @@ def _supported(shape: tuple[int, ...]) -> bool:
 
 
 def _usual_shape(chips: int) -> tuple[int, int, int] | None:
-  """What a count of chips alone means."""
-  if chips * CORES_PER_CHIP > _MOST_NAMED:
+  """The shape that a number of chips means."""
+  if chips * CORES_PER_CHIP > _MAX_NAMED:
     return None
   sides = [side for side in range(4, _LONGEST + 1, 4) if chips % side == 0]
   pairs = itertools.combinations_with_replacement(sides, 2)

@@ -1,11 +1,11 @@
 """TPU VMs over ssh: create, install, start, watch, save, delete.
 
 Flags: gcloud 528.0.0, `gcloud compute tpus {tpu-vm,queued-resources} … --help`. Its
-chip-based `--type` knows v2 to v4 only, so a slice is named by its TensorCores, and a
-shape that such a name does not mean is refused.
+chip-based `--type` supports v2 to v4 only, so that a slice is named by its number of
+TensorCores; other shapes raise an error.
 
-Each replica of a role is a TPU VM; roles without TPUs are refused. Commands go to all
-hosts of a replica at once.
+Each replica of a role is a TPU VM; roles without TPUs raise an error. Commands run on
+all hosts of a replica at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _LOG = 'm2jax.log'
 
 
 def versions(launch: Launch) -> list[Command]:
-  """Lists what `runtime_version` can be."""
+  """Lists the possible values of `runtime_version`."""
   where = (f'--zone={launch.zone}', f'--project={launch.project}')
   return [Command(('gcloud', 'compute', 'tpus', 'tpu-vm', 'versions', 'list', *where))]
 
 
 def create(launch: Launch) -> list[Command]:
-  """Asks for the TPU VMs, in a queue unless told otherwise."""
+  """Requests the TPU VMs, by default as a queued resource."""
   launch.need('tpu_vm', 'runtime_version')
   reserved = ('--reserved',) if launch.reservation else ()
   flags = ('--spot',) if launch.spot else reserved
@@ -43,13 +43,13 @@ def create(launch: Launch) -> list[Command]:
 
 
 def status(launch: Launch) -> list[Command]:
-  """Whether they are there yet: ACTIVE of a queued resource, READY of a TPU VM."""
+  """Shows the state: ACTIVE is ready for a queued resource, READY for a TPU VM."""
   verb = 'queued-resources describe' if launch.queued else 'tpu-vm describe'
   return [_tpus(launch, verb, node) for node, _ in _nodes(launch)]
 
 
 def install(launch: Launch) -> list[Command]:
-  """Uploads the last commit through the bucket, and installs it on every host."""
+  """Uploads the last commit to the bucket and installs it on every host."""
   launch.need('tpu_vm', 'bucket')
   uploaded = f'{launch.bucket}/code/{launch.name}.tar.gz'
   script = (
@@ -66,7 +66,7 @@ def install(launch: Launch) -> list[Command]:
 
 
 def run(launch: Launch) -> list[Command]:
-  """Starts the roles; they go on when ssh ends, and write to a log."""
+  """Starts the roles; they continue after ssh ends, and write to a log."""
   return [
     _ssh(
       launch,
@@ -85,7 +85,7 @@ def watch(launch: Launch) -> list[Command]:
 
 
 def save(launch: Launch) -> list[Command]:
-  """Copies what the first host of each replica wrote to the bucket."""
+  """Copies the output of the first host of each replica to the bucket."""
   launch.need('tpu_vm', 'bucket')
   return [
     _ssh(
@@ -112,12 +112,12 @@ def _nodes(launch: Launch):
   for role in launch.roles:
     if role.slice is None:
       raise LaunchError(
-        f'role {role.name} has no TPUs: run it on any machine, or take --target=jobset'
+        f'role {role.name} has no TPUs: run it on any machine, or use --target=jobset'
       )
   if launch.max_restarts:
     raise LaunchError(
-      f'max_restarts={launch.max_restarts}: nothing restarts a command on a TPU VM; '
-      'start it again by hand, and it resumes'
+      f'max_restarts={launch.max_restarts}: TPU VMs do not restart commands; start '
+      'it again by hand, and it resumes'
     )
   return [(f'{launch.name}-{name}', role) for name, role in launch.instances()]
 

@@ -1,20 +1,21 @@
-"""XManager: launches a gang, and refuses what its Kubernetes executor would drop.
+"""Launches a gang by XManager; rejects what its Kubernetes executor would drop.
 
   python -m launch.xm_launch --via=xpk --flagfile=launch/example.flags
 
-Read in xmanager 0.8.5.post1, which is the extra `launch`:
+From the source of xmanager 0.8.5.post1, the extra `launch`:
 
-  xmanager/cloud/kubernetes.py  `requirements_from_executor` passes over TPU types;
-    `node_selector_from_executor` knows GPUs only; `Client.launch` makes one plain
-    batch/v1 Job per xm.Job, without parallelism, completions, volumes, labels of our
-    own or retries (`backoff_limit=0`), in the namespace `default` of kubectl's
+  xmanager/cloud/kubernetes.py  `requirements_from_executor` ignores TPU types;
+    `node_selector_from_executor` supports GPUs only; `Client.launch` creates a plain
+    batch/v1 Job per xm.Job, without parallelism, completions, volumes, custom labels
+    or retries (`backoff_limit=0`), in the namespace `default` of kubectl's
     current context. Of `xm.JobRequirements` it reads `task_requirements` and, for an
-    obsolete annotation, `accelerator`; topology, replicas, location, service tier,
-    slices and architecture are not looked at. `tpu_capability` counts only with TPUs.
+    obsolete annotation, `accelerator`; it ignores topology, replicas, location,
+    service tier, slices and architecture. `tpu_capability` has an effect only with
+    TPUs.
   xmanager/xm_local/executors.py  `Local` ignores every requirement but `local_gpu`.
-  xmanager/cloud/vertex.py  knows TPU v2 and v3.
+  xmanager/cloud/vertex.py  supports TPU v2 and v3.
 
-So TPUs are had by running the command of another target on this machine, as an
+Roles with TPUs therefore run the command of another target on this machine, as an
 `xm.Binary` under `xm_local.Local`; `--via=kubernetes` is for roles without TPUs.
 """
 
@@ -28,19 +29,19 @@ from launch import config, options
 from launch.config import Command, Launch, LaunchError
 
 
-def refused(launch: Launch) -> list[str]:
-  """Parts of a launch for which XManager's Kubernetes executor has no place."""
+def unsupported(launch: Launch) -> list[str]:
+  """Parts of a launch that XManager's Kubernetes executor does not support."""
   reasons = []
   for role in launch.roles:
     if role.slice:
       reasons.append(
-        f'role {role.name}: no TPUs are requested, so {role.slice} would be lost, '
-        f'which has {role.hosts} host{"s" * (role.hosts > 1)}'
+        f'role {role.name}: it requests no TPUs, so that {role.slice} with '
+        f'{role.hosts} host{"s" * (role.hosts > 1)} would be dropped'
       )
     if role.replicas > 1:
-      reasons.append(f'role {role.name}: starts 1 replica, not {role.replicas}')
+      reasons.append(f'role {role.name}: it starts 1 replica, not {role.replicas}')
   fields = {
-    'cluster': "takes the cluster of kubectl's current context",
+    'cluster': "uses the cluster of kubectl's current context",
     'storage': 'mounts nothing',
     'queue': 'sets no label for Kueue',
     'max_restarts': 'never restarts',
@@ -55,14 +56,14 @@ def refused(launch: Launch) -> list[str]:
 
 
 def dropped(executor) -> list[str]:
-  """What an `xm_local.Kubernetes` asks for and its launcher does not pass on."""
+  """Requirements of an `xm_local.Kubernetes` that its launcher ignores."""
   needs, reasons = executor.requirements, []
   for resource in needs.task_requirements:
     if str(resource).startswith('TPU_'):
       reasons.append(f'{resource}={needs.topology.name}: no limit and no node selector')
     elif str(resource) in ('LOCAL_GPU', 'EPHEMERAL_STORAGE'):
-      reasons.append(f'{resource}: becomes a limit that Kubernetes does not have')
-  # The default tier is PROD. The architecture follows from an accelerator.
+      reasons.append(f'{resource}: becomes a limit that Kubernetes does not support')
+  # The default tier is PROD. An accelerator determines the architecture.
   tier = str(needs.service_tier).removeprefix('ServiceTier.')
   ignored = {
     'replicas': needs.replicas if needs.replicas != 1 else None,
@@ -73,21 +74,21 @@ def dropped(executor) -> list[str]:
     'tpu_capability': executor.tpu_capability,
   }
   return reasons + [
-    f'{name}={value}: not read' for name, value in ignored.items() if value is not None
+    f'{name}={value}: ignored' for name, value in ignored.items() if value is not None
   ]
 
 
 def check(launch: Launch, executors: Mapping[str, Any] | None = None) -> None:
-  """Raises LaunchError if the Kubernetes executor would drop part; names all parts."""
-  reasons = refused(launch) + [
+  """Raises LaunchError that lists the parts the Kubernetes executor would drop."""
+  reasons = unsupported(launch) + [
     f'role {name}: {reason}'
     for name, executor in (executors or {}).items()
     for reason in dropped(executor)
   ]
   if reasons:
     raise LaunchError(
-      "XManager's Kubernetes executor (xmanager/cloud/kubernetes.py) would drop, "
-      'without a word:\n  ' + '\n  '.join(reasons) + '\ntake --via=xpk or --via=jobset'
+      "XManager's Kubernetes executor (xmanager/cloud/kubernetes.py) would drop "
+      'silently:\n  ' + '\n  '.join(reasons) + '\nuse --via=xpk or --via=jobset'
     )
 
 
@@ -95,7 +96,7 @@ def add(experiment, launch: Launch) -> None:
   """Adds the gang to an experiment as jobs of XManager's Kubernetes executor.
 
   Raises:
-    LaunchError: the executor would drop part of it.
+    LaunchError: the executor would drop a part of it.
   """
   from xmanager import xm, xm_local
 
@@ -112,7 +113,7 @@ def add(experiment, launch: Launch) -> None:
 
 
 def add_command(experiment, via: str, args: Sequence[str]) -> None:
-  """Adds `launch.print --run` of another target, as a program on this machine."""
+  """Adds `launch.print --run` of another target as a program on this machine."""
   from xmanager import xm, xm_local
 
   spec = xm.Binary(path=sys.executable)
@@ -122,11 +123,11 @@ def add_command(experiment, via: str, args: Sequence[str]) -> None:
 
 
 def run(launch: Launch) -> list[Command]:
-  """What starts this script."""
-  del launch  # the flags that made it are passed on
+  """The command that starts this script."""
+  del launch  # its flags are passed on
   via = options.VIA.value
   if via is None:
-    raise LaunchError('--target=xm needs --via: what XManager is to start')
+    raise LaunchError('--target=xm needs --via, the target that XManager starts')
   return [
     Command(('python', '-m', 'launch.xm_launch', f'--via={via}', *options.given()))
   ]

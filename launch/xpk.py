@@ -1,10 +1,10 @@
 """xpk: a GKE cluster with Kueue and JobSet, a shared disk, and a workload per replica.
 
-Flags: xpk 1.16.0, parser/{cluster,storage,workload}.py. A device type is given by its
-shape (`v5p-4x4x4`), since a count of TensorCores can mean several shapes.
+Flags: xpk 1.16.0, parser/{cluster,storage,workload}.py. A device type is named by its
+shape (`v5p-4x4x4`), because a number of TensorCores can mean several shapes.
 
-A workload has one command, so a gang is one workload per replica, and nothing schedules
-them together; for that take `jobset`. Roles without TPUs are refused.
+A workload has one command, so a gang is one workload per replica, and they are not
+scheduled together; use `jobset` for that. Roles without TPUs raise an error.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _STORAGE_GB = 1024
 
 
 def cluster(launch: Launch) -> list[Command]:
-  """A cluster that has room for every role's slices."""
+  """Creates a cluster with the slices of all roles."""
   slices = [role.slice for role in launch.roles if role.slice]
   if len(set(slices)) != 1:
     raise LaunchError(
-      f'xpk makes a cluster of one kind of slice, the roles have {len(set(slices))}: '
-      'make it for one of them, and add node pools for the others'
+      f'xpk creates a cluster with one kind of slice, the roles have '
+      f'{len(set(slices))}: create it for one of them, and add node pools for others'
     )
   capacity = '--spot' if launch.spot else '--on-demand'
   if launch.reservation:
@@ -35,7 +35,7 @@ def cluster(launch: Launch) -> list[Command]:
 
 
 def storage(launch: Launch) -> list[Command]:
-  """A Filestore share that every pod of the cluster can mount."""
+  """Creates a Filestore share that every pod of the cluster can mount."""
   launch.need('xpk storage', 'storage')
   args = (
     '--type=gcpfilestore',
@@ -57,18 +57,18 @@ def teardown(launch: Launch) -> list[Command]:
 
 
 def run(launch: Launch) -> list[Command]:
-  """One workload per replica of a role."""
+  """Creates one workload per replica of a role."""
   launch.need('xpk', 'image')
   return [_workload(launch, name, role) for name, role in launch.instances()]
 
 
 def watch(launch: Launch) -> list[Command]:
-  """What the workloads are doing."""
+  """Shows the state of the workloads."""
   return [_xpk(launch, 'workload list', f'--filter-by-job={launch.name}')]
 
 
 def delete(launch: Launch) -> list[Command]:
-  """Ends the workloads."""
+  """Deletes the workloads."""
   return [
     _xpk(launch, 'workload delete', f'--workload={launch.name}-{name}')
     for name, _ in launch.instances()
@@ -78,7 +78,8 @@ def delete(launch: Launch) -> list[Command]:
 def _workload(launch: Launch, name: str, role: Role) -> Command:
   if role.slice is None:
     raise LaunchError(
-      f'role {role.name} has no TPUs: an xpk workload has; take --target=jobset'
+      f'role {role.name} has no TPUs, but an xpk workload needs them: use '
+      '--target=jobset'
     )
   args = [
     f'--workload={launch.name}-{name}',

@@ -1,4 +1,4 @@
-"""Where untrusted commands run (DESIGN §6): bubblewrap, or a weaker mode by name."""
+"""Sandboxes for untrusted commands (DESIGN §6): bubblewrap, or a weaker backend."""
 
 from m2jax.sandbox.api import Capabilities as Capabilities
 from m2jax.sandbox.api import ExecResult as ExecResult

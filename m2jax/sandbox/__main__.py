@@ -1,9 +1,9 @@
 """Prints what the sandbox enforces here: `python -m m2jax.sandbox [BACKEND]`.
 
-Exits with 1, and the line that fixes it on standard error, where the backend cannot be
-used. With --quick only that is found out, not what each limit does. With --install a
+If the backend cannot be used, exits with 1 and prints a command that fixes it to
+standard error. With --quick only this is tested, not each limit. With --install a
 missing bubblewrap or libseccomp is first installed by the system's package manager, if
-this user may.
+the user is allowed to.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def _report(backend: str, quick: bool) -> str:
 
 
 def _table(capabilities: sandbox.Capabilities) -> str:
-  lines = [f'sandbox {capabilities.backend}', 'kept from commands:']
+  lines = [f'sandbox {capabilities.backend}', 'isolation:']
   for name, holds in capabilities.isolation.items():
     lines.append(f'  {name:20} {"yes" if holds else "NO"}')
   lines.append('limits:')

@@ -1,7 +1,7 @@
-"""What the sandbox room promises: limits, results, errors (DESIGN §6).
+"""The sandbox's limits, results and errors (DESIGN §6).
 
 A limit is either enforced by a named mechanism or reported as not enforced
-(`Capabilities`); what cannot be isolated is refused (`SandboxUnavailable`).
+(`Capabilities`). Without isolation there is no sandbox (`SandboxUnavailable`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ BACKENDS = ('bubblewrap', 'rlimit_only')
 
 
 class SandboxError(RuntimeError):
-  """The sandbox failed, not the command: nobody's reward may depend on it (law 5)."""
+  """The sandbox failed, not the command: rewards must not depend on it (law 5)."""
 
 
 class SandboxUnavailable(SandboxError):
-  """This machine cannot give the sandbox asked for.
+  """This machine does not support the requested sandbox.
 
   Attributes:
-    reason: what was tried and failed.
-    fix: one line that a person can run or do.
+    reason: what failed.
+    fix: one line: a command to run, or what to do.
   """
 
   def __init__(self, reason: str, fix: str):
@@ -34,27 +34,27 @@ class SandboxUnavailable(SandboxError):
 
 
 class SandboxPathError(SandboxError):
-  """A path that leaves the workspace, or is not a plain file; never followed.
+  """A path that leaves the workspace or is not a regular file; it is not followed.
 
-  An agent can cause it, by putting a link or a pipe where a file was expected.
+  An agent can cause this with a link or a pipe in place of a file.
   """
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What one sandbox may use. All positive.
+  """Limits of a sandbox. All are positive.
 
   Attributes:
     cpu_s: CPU time of each process of a command; whole seconds.
-    memory_bytes: all processes of a sandbox together under a control group, swap and
-      the files that they write included. Elsewhere the address space of each process,
-      and `Capabilities` reports the limit as not enforced.
-    processes: processes (threads count) at once in one command.
-    output_bytes: kept of each of stdout and stderr; the rest is dropped as it comes,
-      and a command that goes on printing (64 times as much) is killed.
-    file_bytes: size of any one file.
-    workspace_bytes: all files of the workspace together; those of /tmp and /dev/shm
-      together have the same limit, and go with each command.
+    memory_bytes: with a control group, of all processes of a sandbox together,
+      including swap and their files in memory. Otherwise the address space of each
+      process, and `Capabilities` reports the limit as not enforced.
+    processes: processes and threads of a command at any time.
+    output_bytes: returned of each of stdout and stderr; the rest is dropped, and a
+      command that prints 64 times as much is killed.
+    file_bytes: size of a single file.
+    workspace_bytes: all files of the workspace together. /tmp and /dev/shm together
+      have the same limit; their files last for one command.
     wall_s: elapsed time of a command.
   """
 
@@ -72,22 +72,22 @@ class Limits:
       kinds = (int, float) if field.name == 'wall_s' else (int,)
       if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
         kind = 'number' if field.name == 'wall_s' else 'whole number'
-        raise ValueError(f'Limits.{field.name}: want a positive {kind}, got {value!r}')
+        raise ValueError(f'Limits.{field.name}={value!r}: must be a positive {kind}')
 
 
 @dataclasses.dataclass(frozen=True)
 class ExecResult:
-  """How a command ended.
+  """The result of a command.
 
   Attributes:
-    returncode: as a shell reports it: 128 + n after signal n; 124 when timed out; 137
-      when killed for memory or for endless output.
-    stdout, stderr: UTF-8, undecodable bytes replaced; cut at `Limits.output_bytes`.
-    truncated: some output was dropped.
-    wall_s: elapsed time from start to end.
-    timed_out: killed because its wall-clock time was over.
-    oom: the kernel killed one of its processes for memory. Known only under a control
-      group; elsewhere allocation fails and the program reports that itself.
+    returncode: as in a shell: 128 + n after signal n; 124 after a timeout; 137 if
+      killed for memory or for too much output.
+    stdout, stderr: UTF-8, undecodable bytes replaced; up to `Limits.output_bytes`.
+    truncated: whether output was dropped.
+    wall_s: elapsed time.
+    timed_out: whether it was killed for its elapsed time.
+    oom: whether the kernel killed one of its processes for memory. Known only with a
+      control group; otherwise allocation fails, and the program reports it.
   """
 
   returncode: int
@@ -101,14 +101,15 @@ class ExecResult:
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-  """How sandboxes sit on this machine; one supervisor serves each distinct value.
+  """Use of this machine by sandboxes; each distinct value has its own supervisor.
 
   Attributes:
-    uids: `[low, high)`, where the caller is root: each sandbox runs under its own. None
-      picks a range that this machine maps.
-    read_only: (directory on the host, place in the sandbox), beside /usr.
-    parallel_execs: commands running at once; more wait, their clocks not running.
-    cgroups: use control groups where they can be had.
+    uids: `[low, high)`, if the caller is root: each sandbox runs under a separate uid.
+      None chooses a range that this machine maps.
+    read_only: (directory on the host, path in the sandbox), in addition to /usr.
+    parallel_execs: maximum commands at a time; others wait, without using up their
+      time.
+    cgroups: use control groups if they are available.
   """
 
   uids: tuple[int, int] | None = None
@@ -118,25 +119,25 @@ class Host:
 
   def __post_init__(self):
     if self.uids is not None and not 0 < self.uids[0] < self.uids[1]:
-      raise ValueError(f'Host.uids: want (low, high), 0 < low < high: {self.uids}')
+      raise ValueError(f'Host.uids={self.uids}: must be (low, high), 0 < low < high')
     if self.parallel_execs < 1:
-      raise ValueError(f'Host.parallel_execs: want at least 1: {self.parallel_execs}')
+      raise ValueError(f'Host.parallel_execs={self.parallel_execs}: must be at least 1')
     for source, target in self.read_only:
       if not os.path.isdir(source) or not target.startswith('/'):
         raise ValueError(
-          f'Host.read_only: want (directory, absolute path): {(source, target)}'
+          f'Host.read_only: {(source, target)} must be (directory, absolute path)'
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-  """What was really seen to hold here, each by trying it (`probe.capabilities`).
+  """What holds on this machine, from a trial of each property (`probe.capabilities`).
 
   Attributes:
     backend: 'bubblewrap' or 'rlimit_only'.
-    isolation: property -> whether a command tried to break it and failed.
-    limits: field of `Limits` -> mechanism that enforced it in a trial, or None.
-    notes: what a person should know, one line each.
+    isolation: property -> whether a command failed to break it.
+    limits: field of `Limits` -> mechanism that enforced it in the trial, or None.
+    notes: further information, one line each.
   """
 
   backend: str
@@ -146,17 +147,19 @@ class Capabilities:
 
 
 def default_python() -> tuple[tuple[str, str], ...]:
-  """`Host.read_only` that gives commands a `python3`: ours, where /usr has none."""
+  """`Host.read_only` with a `python3`: this interpreter's, if /usr has none."""
   if shutil.which('python3', path='/usr/local/bin:/usr/bin:/bin'):
     return ()
-  # At the same path: an interpreter may have its own location compiled in.
+  # At the same path: an interpreter may contain its location.
   return ((sys.base_prefix, sys.base_prefix),)
 
 
 def default_uids() -> tuple[int, int]:
-  """Uids beyond any real user's, among those that this user namespace maps."""
+  """Uids above those of real users, among those that this user namespace maps."""
   with open('/proc/self/uid_map') as f:
     top = max(int(line.split()[0]) + int(line.split()[2]) for line in f)
   if top >= 265_536:
     return 200_000, 265_536
-  return max(top // 2, 1), max(top - 2, 2)  # a container's 65,536: not nobody's
+  return max(top // 2, 1), max(
+    top - 2, 2
+  )  # a container with 65,536 uids: avoid that of nobody

@@ -1,11 +1,10 @@
-"""A workspace as a tar archive, and back: nothing in it can hurt who packs it.
+"""Packs an untrusted workspace as a tar archive, and unpacks it.
 
-A command may leave directories thousands deep, files with holes far larger than any
-memory, times that no calendar has, files that their owner may not read. So a walk holds
-one descriptor however deep it is and follows no link, the archive has a size that it
-may not pass, and holes stay holes (the sparse format 1.0 of GNU tar in PAX headers).
-Pipes, sockets and extended attributes are left out. To be used only while nothing runs
-in the tree.
+A command may leave directories thousands of levels deep, sparse files larger than
+memory, invalid times, and files that their owner cannot read. A walk therefore holds a
+single descriptor at any depth and follows no links, the size of the archive is limited,
+and holes stay holes (the sparse format 1.0 of GNU tar, in PAX headers). Pipes, sockets
+and extended attributes are omitted. Use it only while nothing runs in the tree.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ from m2jax.sandbox import api, files
 
 _BLOCK_BYTES = 512
 _COPY_BYTES = 1 << 20
-_MAX_HEADER_MTIME_S = 8**11 - 1  # what the octal field of a tar header holds
+_MAX_HEADER_MTIME_S = 8**11 - 1  # maximum of the octal field in a tar header
 _CODEC = {'encoding': 'utf-8', 'errors': 'surrogateescape'}
 
 
 class _Walk:
-  """A place in a tree, moved one step at a time.
+  """A position in a tree, moved one step at a time.
 
   Args:
-    root_fd: open directory; stays the caller's.
-    force: let the owner into directories and files that forbid it, for the time being.
+    root_fd: open directory; the caller closes it.
+    force: temporarily permit the owner to enter directories and read files.
   """
 
   def __init__(self, root_fd: int, *, force: bool = False):
     self.fd = os.open('.', files.DIRECTORY, dir_fd=root_fd)
     self.names = []
     self._force = force
-    self._above = []  # (device, inode) of the directories above
-    self._modes = []  # to give back on the way up, or None
+    self._above = []  # (device, inode) of the parent directories
+    self._modes = []  # to restore when leaving, or None
 
   def path(self, name: str) -> str:
-    """Path of an entry of the present directory, from the root."""
+    """Path of an entry of the current directory, from the root."""
     return '/'.join([*self.names, name])
 
   def down(self, name: str) -> None:
@@ -57,7 +56,7 @@ class _Walk:
     self._modes.append(mode)
 
   def up(self) -> None:
-    """Leaves the present directory for the one above."""
+    """Moves to the parent directory."""
     fd = os.open('..', files.DIRECTORY, dir_fd=self.fd)
     mode = self._modes.pop()
     if mode is not None:
@@ -82,7 +81,7 @@ class _Walk:
       self.down(name)
 
   def close(self) -> None:
-    """Closes the descriptor, and gives back the modes where that is still possible."""
+    """Closes the descriptor and restores the modes where possible."""
     with contextlib.suppress(OSError, api.SandboxPathError):
       while self.names:
         self.up()
@@ -90,7 +89,7 @@ class _Walk:
 
 
 def _permit(name: str, directory: int, bits: int) -> int | None:
-  """Adds permission bits. Returns the mode before, or None if it had them."""
+  """Adds permission bits. Returns the previous mode, or None if it had them."""
   mode = stat.S_IMODE(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
   if mode & bits == bits:
     return None
@@ -101,7 +100,7 @@ def _permit(name: str, directory: int, bits: int) -> int | None:
 def _change_mode(name: str, directory: int, mode: int) -> None:
   fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
   try:
-    os.chmod(f'/proc/self/fd/{fd}', mode)  # of what was opened, never a link's target
+    os.chmod(f'/proc/self/fd/{fd}', mode)  # of the opened file, never a link's target
   finally:
     os.close(fd)
 
@@ -110,7 +109,7 @@ def _change_mode(name: str, directory: int, mode: int) -> None:
 
 
 class _Bounded(io.BytesIO):
-  """Memory that takes a bounded number of bytes."""
+  """An in-memory file of bounded size."""
 
   def __init__(self, max_bytes: int):
     super().__init__()
@@ -128,7 +127,7 @@ def pack(root_fd: int, max_bytes: int, *, force: bool = True) -> bytes:
   Args:
     root_fd: open directory.
     max_bytes: of the archive.
-    force: read what its owner may not, changing its mode for the time being.
+    force: temporarily change modes to read files that the owner cannot read.
 
   Raises:
     SandboxPathError: the archive is too large, or something cannot be read.
@@ -157,7 +156,7 @@ def _pack(tar: tarfile.TarFile, walk: _Walk, force: bool) -> None:
       continue
     info = os.stat(name, dir_fd=walk.fd, follow_symlinks=False)
     entry = _entry(walk.path(name), info)
-    tar.members.clear()  # they serve `getmember`; each holds a whole path
+    tar.members.clear()  # only `getmember` needs them; each holds a whole path
     if stat.S_ISDIR(info.st_mode):
       entry.type = tarfile.DIRTYPE
       tar.addfile(entry)
@@ -204,12 +203,12 @@ def _pack_file(tar, walk: _Walk, name: str, entry: tarfile.TarInfo, force: bool)
 
 
 def _segments(fd: int, size: int) -> list[tuple[int, int]]:
-  """`(offset, length)` of what is not a hole."""
+  """`(offset, length)` of the data between holes."""
   found, end = [], 0
   while end < size:
     try:
       start = os.lseek(fd, end, os.SEEK_DATA)
-    except OSError:  # ENXIO: a hole up to the end
+    except OSError:  # ENXIO: the rest is a hole
       break
     end = os.lseek(fd, start, os.SEEK_HOLE)
     found.append((start, end - start))
@@ -243,16 +242,16 @@ def _pack_sparse(tar, file, entry: tarfile.TarInfo, segments, size: int) -> None
 
 
 def unpack(root_fd: int, owner: int | None, archive: bytes) -> None:
-  """Fills an empty directory with what `pack` saw.
+  """Fills an empty directory from an archive.
 
   Args:
-    root_fd: open directory that nobody else uses yet.
-    owner: uid and gid of everything; None leaves them the caller's.
-    archive: of `pack`.
+    root_fd: open directory that nothing else uses yet.
+    owner: uid and gid of all files; None is the caller's.
+    archive: from `pack`.
 
   Raises:
-    OSError: there is no room.
-    tarfile.TarError, SandboxPathError: not such an archive.
+    OSError: there is not enough space.
+    tarfile.TarError, SandboxPathError: the archive is not from `pack`.
   """
   directories = []
   walk, sources = _Walk(root_fd), _Walk(root_fd)
@@ -279,8 +278,8 @@ def unpack(root_fd: int, owner: int | None, archive: bytes) -> None:
           continue
         _finish(name, walk.fd, owner, entry)
       if archive[tar.offset : tar.offset + _BLOCK_BYTES] != bytes(_BLOCK_BYTES):
-        raise tarfile.ReadError('the archive is cut')
-    # Children first: a mode may keep the owner out, and what is made changes times.
+        raise tarfile.ReadError('the archive is truncated')
+    # Children first: a mode may exclude the owner, and adding entries changes times.
     for above, name, entry in reversed(directories):
       walk.go(above)
       os.chmod(name, entry.mode, dir_fd=walk.fd)
@@ -304,7 +303,7 @@ def _unpack_file(tar, entry: tarfile.TarInfo, name: str, directory: int) -> None
         while view:
           view = view[target.write(view) :]
       if length > 0:
-        raise tarfile.ReadError('the archive is cut')
+        raise tarfile.ReadError('the archive is truncated')
     target.truncate(entry.size)
 
 
@@ -324,7 +323,7 @@ def _set_time(name: str, directory: int, entry) -> None:
 
 
 def clear(root_fd: int) -> None:
-  """Removes everything below a directory, however deep."""
+  """Removes the contents of a directory, at any depth."""
   walk = _Walk(root_fd, force=True)
   try:
     while True:

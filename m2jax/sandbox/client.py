@@ -1,8 +1,8 @@
-"""The caller's side of the supervisor: one socket, one callback per reply.
+"""The client of the supervisor: a socket, and a callback per reply.
 
-The supervisor (`supervisor/`) is started once per event loop and kind of sandbox, by
-a spawn that does not copy this process. Costs the caller one send and one receive per
-command.
+The supervisor (`supervisor/`) starts once per event loop and kind of sandbox, by a
+spawn that does not copy this process. A command costs the caller one send and one
+receive.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from m2jax.sandbox import api, seccomp
 
 _HEADER_BYTES = 4
 _SCRIPT = Path(__file__).parent / 'supervisor'
-_END_S = 5.0  # for the supervisor to end every command
+_END_S = 5.0  # time for the supervisor to end all commands
 
 
-def _kept_environment() -> dict[str, str]:
+def _environment() -> dict[str, str]:
   # No secrets, and no GLIBC_TUNABLES: huge pages would make each fork slow.
   names = ('LD_LIBRARY_PATH',)
   return {name: os.environ[name] for name in names if name in os.environ}
@@ -35,7 +35,7 @@ class Supervisor(asyncio.Protocol):
   """A running supervisor process."""
 
   def __init__(self):
-    self.found = {}  # what its start reported
+    self.found = {}  # reported by its start
     self._received = bytearray()
     self._replies = {}  # request id -> Future
     self._next_request = 0
@@ -45,12 +45,12 @@ class Supervisor(asyncio.Protocol):
     self._directory = None
 
   async def start(self, backend: str, host: api.Host) -> None:
-    """Starts the process and has it prepare the machine.
+    """Starts the process, which prepares the machine.
 
     Raises:
-      SandboxError: it could not; the text says why.
+      SandboxError: this failed; the message has the reason.
     """
-    # Not $TMPDIR for root: a uid that owns nothing must be able to walk there.
+    # Not $TMPDIR for root: unprivileged uids must be able to enter the directory.
     place = '/tmp' if os.geteuid() == 0 else None
     self._directory = tempfile.mkdtemp(prefix='m2jax-sandbox-', dir=place)
     self._socket, theirs = socket.socketpair()
@@ -60,8 +60,8 @@ class Supervisor(asyncio.Protocol):
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=(theirs.fileno(),),
-        env=_kept_environment(),
-        start_new_session=True,  # Ctrl-C is the caller's to handle
+        env=_environment(),
+        start_new_session=True,  # the caller handles Ctrl-C
       )
     finally:
       theirs.close()
@@ -86,36 +86,36 @@ class Supervisor(asyncio.Protocol):
 
   @property
   def alive(self) -> bool:
-    """Whether requests can still be made."""
+    """Whether it accepts requests."""
     return self._transport is not None and not self._transport.is_closing()
 
   @property
   def pid(self) -> int:
-    """Its process id."""
+    """The process id."""
     return self._process.pid
 
   @property
   def root(self) -> Path:
-    """This machine's file tree as the supervisor sees it, with its own mounts."""
+    """The root directory of the supervisor's mount namespace."""
     return Path(f'/proc/{self._process.pid}/root')
 
   async def call(self, operation: str, *arguments):
-    """Makes a request and waits for its reply.
+    """Sends a request and waits for its reply.
 
     Raises:
-      SandboxError: the supervisor could not do it, or has ended.
+      SandboxError: the request failed, or the supervisor has exited.
     """
     _, reply = self.request(operation, *arguments)
     return await reply
 
   def request(self, operation: str, *arguments) -> tuple[int, asyncio.Future]:
-    """Makes a request. Returns its number and its reply to come.
+    """Sends a request. Returns its number and the future of its reply.
 
     Raises:
-      SandboxError: the supervisor has ended.
+      SandboxError: the supervisor has exited.
     """
     if not self.alive:
-      raise api.SandboxError('the sandbox supervisor has ended')
+      raise api.SandboxError('the sandbox supervisor has exited')
     number = self._next_request
     self._next_request += 1
     record = marshal.dumps((number, operation, arguments))
@@ -123,20 +123,20 @@ class Supervisor(asyncio.Protocol):
     self._replies[number] = reply = asyncio.get_running_loop().create_future()
     return number, reply
 
-  def tell(self, operation: str, *arguments) -> None:
-    """Makes a request whose reply does not matter; nothing if the process is gone."""
+  def notify(self, operation: str, *arguments) -> None:
+    """Sends a request and ignores its reply; no effect if the process has exited."""
     if self.alive:
       number, _ = self.request(operation, *arguments)
       del self._replies[number]
 
   async def close(self) -> None:
-    """Ends the process and with it every command, mount and control group."""
+    """Ends the process, and with it all commands, mounts and control groups."""
     if self._transport is not None:
       self._transport.close()
     await asyncio.to_thread(self._wait)
 
   def abandon(self) -> None:
-    """Like `close`, for when the event loop is already closed."""
+    """Like `close`, if the event loop is already closed."""
     if self._socket is not None:
       with contextlib.suppress(OSError):
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -147,7 +147,7 @@ class Supervisor(asyncio.Protocol):
       try:
         self._process.wait(_END_S)
       except subprocess.TimeoutExpired:
-        self._process.kill()  # what it started dies with it
+        self._process.kill()  # its children die with it
         self._process.wait()
     self._remove_directory()
 
@@ -179,6 +179,6 @@ class Supervisor(asyncio.Protocol):
   def connection_lost(self, error) -> None:
     for reply in self._replies.values():
       if not reply.done():
-        reply.set_exception(api.SandboxError('the sandbox supervisor has ended'))
+        reply.set_exception(api.SandboxError('the sandbox supervisor has exited'))
     self._replies.clear()
-    self._remove_directory()  # the supervisor does, unless it was killed
+    self._remove_directory()  # the supervisor has done this, unless it was killed

@@ -1,7 +1,7 @@
-"""Making sandboxes: the supervisor that serves them is started, and tested, once.
+"""Creates sandboxes; starts and tests their supervisor once.
 
-Fails closed: before the first sandbox is given to anybody, a command in one tries what
-it must not be able to do.
+Fails closed: before the first sandbox is returned, a command in one tries actions that
+must fail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ done < /proc/net/dev
 while read -r name value; do
   [ "$name" != Seccomp: ] || [ "$value" -ge "$FILTER" ] || fail 'no system call filter'
 done < /proc/self/status
-[ ! -e /proc/1/mem ] || fail 'process 1 is within reach'
+[ ! -e /proc/1/mem ] || fail 'process 1 is accessible'
 (exit 0) || fail 'cannot fork'
 echo ready > self-test && [ "$(ulimit -Hu)" = "$PROCESSES" ] || fail 'no process limit'
 """
@@ -44,25 +44,25 @@ async def create(
   env: Mapping[str, str] | None = None,
   host: api.Host | None = None,
 ) -> sandbox_lib.Sandbox:
-  """Makes a sandbox, about a millisecond once the first one has been made.
+  """Creates a sandbox; takes about a millisecond after the first one.
 
   Args:
-    workspace: directory whose files the workspace starts with; copied, never changed.
-      A symbolic link in it is copied as a link, never followed.
-    contents: relative path -> content of files that the workspace starts with.
-    backend: 'bubblewrap', or 'rlimit_only', which is weaker.
-    limits: what the sandbox may use.
-    env: environment variables beside PATH, HOME, LANG, TERM and USER.
-    host: how sandboxes sit on this machine.
+    workspace: directory to copy into the workspace. Symbolic links are copied as links,
+      never followed.
+    contents: relative path -> content of further initial files.
+    backend: 'bubblewrap', or the weaker 'rlimit_only'.
+    limits: of the sandbox.
+    env: environment variables in addition to PATH, HOME, LANG, TERM and USER.
+    host: use of this machine.
 
   Raises:
-    SandboxUnavailable: this machine cannot; carries the line that fixes it.
+    SandboxUnavailable: this machine does not support it; says how to fix that.
     SandboxPathError: a name in `contents` leaves the workspace, or a file of the
       directory cannot be read.
     OSError: the files do not fit into `limits.workspace_bytes`.
   """
   if backend not in api.BACKENDS:
-    raise ValueError(f'backend: want one of {api.BACKENDS}, got {backend!r}')
+    raise ValueError(f'backend={backend!r}: must be one of {api.BACKENDS}')
   limits = limits or api.Limits()
   host = host or api.Host(read_only=api.default_python())
   supervisor = await _supervisor(backend, host)
@@ -103,13 +103,13 @@ async def _open(supervisor, backend, limits, env, host) -> sandbox_lib.Sandbox:
 
 
 def _close_unwanted(supervisor: client.Supervisor, opening: asyncio.Future) -> None:
-  """Ends a sandbox that was opened for somebody who no longer waits for it."""
+  """Closes a sandbox whose caller has stopped waiting for it."""
   if not opening.cancelled() and opening.exception() is None:
-    supervisor.tell('close', opening.result()[0])
+    supervisor.notify('close', opening.result()[0])
 
 
 async def _supervisor(backend: str, host: api.Host) -> client.Supervisor:
-  """Returns this loop's supervisor, started and tested once."""
+  """Returns this loop's supervisor; starts and tests it the first time."""
   loop = asyncio.get_running_loop()
   for key, (other, task) in list(_supervisors.items()):
     if other.is_closed():
@@ -144,7 +144,7 @@ async def _start_supervisor(backend: str, host: api.Host) -> client.Supervisor:
 
 
 async def _self_test(supervisor: client.Supervisor, host: api.Host) -> None:
-  """Lets a command try what it must not be able to do: fails closed."""
+  """Runs a command that tries actions which must fail."""
   limits = api.Limits(processes=16, wall_s=10.0)
   env = {
     'PROCESSES': str(limits.processes),
@@ -155,7 +155,7 @@ async def _self_test(supervisor: client.Supervisor, host: api.Host) -> None:
     result = await sandbox.exec(_SELF_TEST)
     if result.returncode != 0:
       raise api.SandboxError(result.stdout + result.stderr or 'a command timed out')
-    # The workspace must be the one that this process reads.
+    # This process must see the file that the command wrote.
     await sandbox.read('self-test')
   finally:
     await sandbox.destroy()
@@ -167,6 +167,6 @@ async def shutdown() -> None:
   for key, (other, task) in list(_supervisors.items()):
     if other is loop:
       del _supervisors[key]
-      await asyncio.wait([task])  # one that failed or was cancelled has ended itself
+      await asyncio.wait([task])  # one that failed or was cancelled has already exited
       if not task.cancelled() and not task.exception():
         await task.result().close()

@@ -1,8 +1,9 @@
-"""Reading and writing a directory that an untrusted command has had its hands in.
+"""Reads and writes files in a directory that untrusted commands can modify.
 
 A command may leave symbolic links to host files, pipes that block their reader, or
-directories swapped for links. So each step of a path is opened on its own, relative to
-the one before it, and no link is ever followed (open(2): O_NOFOLLOW, O_NONBLOCK).
+directories replaced by links. Each component of a path is therefore opened separately,
+relative to the previous one, without following links (open(2): O_NOFOLLOW,
+O_NONBLOCK).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | OPEN
 
 
 class Tree:
-  """A workspace seen through a file descriptor of its root.
+  """Access to a workspace by a file descriptor of its root.
 
   Args:
-    root_fd: open directory; stays the caller's.
-    owner: uid and gid that new files get; None leaves them the caller's.
+    root_fd: open directory; the caller closes it.
+    owner: uid and gid of new files; None is the caller's.
   """
 
   def __init__(self, root_fd: int, owner: int | None):
@@ -36,8 +37,8 @@ class Tree:
 
     Raises:
       FileNotFoundError: there is nothing at `path`.
-      SandboxPathError: `path` leaves the workspace, passes a link, is not a regular
-        file, is unreadable, or holds more than `max_bytes`.
+      SandboxPathError: `path` leaves the workspace, contains a link, is not a regular
+        file, is unreadable, or larger than `max_bytes`.
     """
     names = parts(path)
     parent = self._parent(names, make=False)
@@ -56,10 +57,10 @@ class Tree:
     return data
 
   def write(self, path: str | PurePosixPath, data: bytes, mode: int = 0o644) -> None:
-    """Puts a file in place of whatever is at `path`; makes missing directories.
+    """Writes a file, replacing what is at `path`; creates missing directories.
 
     Raises:
-      SandboxPathError: `path` leaves the workspace, passes a link, or is a directory.
+      SandboxPathError: `path` leaves the workspace, contains a link, or is a directory.
       OSError: the workspace is full.
     """
     names = parts(path)
@@ -85,7 +86,7 @@ class Tree:
         view = view[file.write(view) :]
 
   def _parent(self, names: list[str], *, make: bool) -> int:
-    """Returns a new descriptor of the directory that holds the last of `names`."""
+    """Returns a new descriptor of the directory that contains the last of `names`."""
     fd = os.dup(self._root_fd)
     for number, name in enumerate(names[:-1], start=1):
       try:
@@ -120,16 +121,16 @@ def parts(path: str | PurePosixPath) -> list[str]:
       raise api.SandboxPathError(f'{path}: not below {_MOUNT}')
     pure = pure.relative_to(_MOUNT)
   if not pure.parts or '..' in pure.parts or '\0' in str(pure):
-    raise api.SandboxPathError(f'{path!r}: want a file path inside the workspace')
+    raise api.SandboxPathError(f'{path!r}: must be a file path in the workspace')
   return list(pure.parts)
 
 
 class explained:
-  """Turns what an agent's tricks make the kernel say into SandboxPathError."""
+  """Converts errors of the kernel that an agent can cause to SandboxPathError."""
 
   _WORDS = {
     errno.ELOOP: 'a symbolic link, not followed',
-    errno.ENOTDIR: 'passes something that is not a directory',
+    errno.ENOTDIR: 'contains something that is not a directory',
     errno.EISDIR: 'a directory',
     errno.ENXIO: 'not a regular file',
     errno.EACCES: 'permission denied',

@@ -1,6 +1,6 @@
-"""What a sandbox really enforces on this machine: each promise is attacked once.
+"""Tests what a sandbox enforces on this machine by attacking each property once.
 
-A limit counts as enforced only if a command that tried to pass it was stopped.
+A limit counts as enforced only if a command that tried to exceed it was stopped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _mechanisms(found: Mapping) -> dict[str, str | None]:
     if grouped
     else None,  # one process's rlimit is not the sandbox's
     'processes': 'rlimit and cgroup' if grouped else 'rlimit',
-    'output_bytes': 'cut while it is read',
+    'output_bytes': 'truncated while it is read',
     'file_bytes': 'rlimit',
     'workspace_bytes': 'size of a private in-memory file system',
     'wall_s': 'killed by the supervisor',
@@ -124,14 +124,14 @@ async def _cpu(backend, host) -> bool:
 
 
 async def _memory(backend, host) -> bool:
-  # tail keeps all that it may have to print.
+  # tail stores all that it may have to print.
   hog = 'set -o pipefail; head -c 200M /dev/zero | tail -c 190M | wc -c'
   result, _ = await _run(backend, host, hog, memory_bytes=64 * _MIB)
   return result.returncode != 0 and not result.timed_out
 
 
 async def _processes(backend, host) -> bool:
-  # Bash waits longer and longer after a fork that fails; its first word is enough.
+  # Bash waits longer and longer after a failed fork; the first message is enough.
   many = 'for i in {1..24}; do sleep 5 & done'
   result, _ = await _run(backend, host, many, 0.7, processes=8)
   return 'fork' in result.stderr

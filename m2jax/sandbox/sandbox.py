@@ -1,11 +1,11 @@
-"""A sandbox in use: `exec`, `read`, `write`, `snapshot`, `restore`, `destroy`.
+"""A sandbox: `exec`, `read`, `write`, `snapshot`, `restore`, `destroy`.
 
-Backend 'bubblewrap': every command is one bubblewrap run with its own namespaces and
-no network, under a uid that is not root, in a workspace that persists between commands.
-The workspace is an in-memory file system of limited size, mounted where only the
-supervisor sees it: it cannot fill the host's disk, and goes with the job, however that
+Backend 'bubblewrap': every command is a bubblewrap run with separate namespaces and
+without a network, under a non-root uid, in a workspace that persists between commands.
+The workspace is an in-memory file system of limited size in the supervisor's mount
+namespace: it cannot fill the host's disk, and disappears with the job, however that
 ends.
-Backend 'rlimit_only' is weaker and has to be asked for by name: the command sees the
+Backend 'rlimit_only' is weaker and must be chosen explicitly: the command sees the
 host's files and network; it has rlimits, and its process group is killed at the end.
 Source: DESIGN §6, facts/pipelines.md §1.
 """
@@ -22,11 +22,11 @@ from pathlib import Path, PurePosixPath
 from m2jax.sandbox import api, archive, files
 
 _ARCHIVE_OVERHEAD_BYTES = 64 << 20  # headers, long names
-_MAX_COMMAND_BYTES = 120_000  # the kernel takes 131,072 in one argument
+_MAX_COMMAND_BYTES = 120_000  # the kernel's limit for one argument is 131,072
 
 
 class Sandbox:
-  """A workspace and the right to run commands in it. Made by `create`."""
+  """A workspace, and commands in it. Use `create` to make one."""
 
   def __init__(self, supervisor, backend, limits, number, path, uid):
     self._supervisor = supervisor
@@ -42,37 +42,36 @@ class Sandbox:
 
   @property
   def supervisor_facts(self) -> Mapping:
-    """What the supervisor found: `root`, `cgroups` ('v1', 'v2', 'none'), the reason."""
+    """Facts from the supervisor: `root`, `cgroups` ('v1', 'v2', 'none'), the reason."""
     return self._supervisor.found
 
   @property
   def supervisor_pid(self) -> int:
-    """Process that starts the commands; its children's times are theirs."""
+    """The process that starts the commands; its children's times are theirs."""
     return self._supervisor.pid
 
   @property
   def workspace(self) -> Path:
-    """Directory through which this machine's code may look at the workspace.
+    """The workspace directory, for code on this machine.
 
-    Do not trust what a command left there: `read` follows no links, `open` does.
+    Its contents are untrusted: `read` follows no links, but `open` does.
     """
     self._check_open()
     return self._workspace
 
   async def exec(self, command: str, timeout_s: float | None = None) -> api.ExecResult:
-    """Runs a bash command; commands of one sandbox run one after another.
+    """Runs a bash command; commands of a sandbox run sequentially.
 
-    Nothing of a command lives on but the files in the workspace: the result is there
-    when every process of it has ended. Cancelling kills it; the sandbox's next call
-    waits until that is done.
+    Only files in the workspace outlast a command: the result is available when all its
+    processes have ended. Cancellation kills the command; the next call waits for this.
 
     Args:
       command: text for `bash -c`, in the workspace directory, without input.
-      timeout_s: elapsed time after which it is killed, if below `limits.wall_s`.
+      timeout_s: elapsed time until it is killed, if below `limits.wall_s`.
 
     Raises:
       ValueError: `timeout_s` is not a positive number.
-      SandboxError: the sandbox failed; says nothing about the command.
+      SandboxError: the sandbox failed, not the command.
     """
     wall_s = self._wall_s(timeout_s)
     text = command.encode(errors='replace')
@@ -105,7 +104,7 @@ class Sandbox:
     if timeout_s is None:
       return float(self.limits.wall_s)
     if not timeout_s > 0:  # nan is not
-      raise ValueError(f'timeout_s: want a positive number, got {timeout_s!r}')
+      raise ValueError(f'timeout_s={timeout_s!r}: must be a positive number')
     return float(min(timeout_s, self.limits.wall_s))
 
   async def _exec(self, command: bytes, wall_s: float) -> tuple:
@@ -116,16 +115,16 @@ class Sandbox:
     except BaseException:
       self._busy.release()
       raise
-    # The reply, not this coroutine, tells when the command has ended.
+    # The command has ended when the reply comes, even if this coroutine is cancelled.
     reply.add_done_callback(self._over)
     try:
       return await asyncio.shield(reply)
     except asyncio.CancelledError:
-      self._supervisor.tell('cancel', number)
+      self._supervisor.notify('cancel', number)
       raise
 
   async def _alone(self, work: Callable):
-    """Awaits `work()` to its end, even if the caller does not; nothing else runs."""
+    """Runs `work()` exclusively and to its end, even if the caller is cancelled."""
     await self._busy.acquire()
     try:
       self._check_open()
@@ -139,16 +138,16 @@ class Sandbox:
   def _over(self, done: asyncio.Future) -> None:
     self._busy.release()
     if not done.cancelled():
-      done.exception()  # where the caller has gone, nobody else will ask
+      done.exception()  # mark it as retrieved if the caller was cancelled
 
   async def read(
     self, path: str | PurePosixPath, max_bytes: int | None = None
   ) -> bytes:
-    """Returns a file of the workspace, following no link.
+    """Returns the content of a file of the workspace, without following links.
 
     Raises:
       FileNotFoundError: there is nothing at `path`.
-      SandboxPathError: not a plain file inside the workspace, or above `max_bytes`
+      SandboxPathError: not a regular file in the workspace, or above `max_bytes`
         (default: `limits.workspace_bytes`).
     """
     async with self._busy:
@@ -158,10 +157,10 @@ class Sandbox:
   async def write(
     self, path: str | PurePosixPath, data: bytes, mode: int = 0o644
   ) -> None:
-    """Puts a file in the workspace, in place of what was there, following no link.
+    """Writes a file in the workspace, replacing what was there; follows no links.
 
     Raises:
-      SandboxPathError: `path` leaves the workspace or passes a link.
+      SandboxPathError: `path` leaves the workspace or contains a link.
       OSError: the workspace is full.
     """
     async with self._busy:
@@ -171,11 +170,11 @@ class Sandbox:
   async def snapshot(self) -> bytes:
     """Returns the workspace as an uncompressed tar, for `restore`.
 
-    Pipes, sockets and extended attributes are left out.
+    Pipes, sockets and extended attributes are omitted.
 
     Raises:
-      SandboxPathError: it would be larger than `limits.workspace_bytes` and 64 MiB for
-        names. An agent can cause that.
+      SandboxPathError: it would be larger than `limits.workspace_bytes` plus 64 MiB for
+        names. An agent can cause this.
     """
 
     async def work():
@@ -185,13 +184,13 @@ class Sandbox:
     return await self._alone(work)
 
   async def restore(self, snapshot: bytes) -> None:
-    """Makes the workspace what it was when `snapshot` was taken.
+    """Restores the workspace from a snapshot.
 
-    Takes the memory of a second workspace until it is done. If it fails the workspace
-    is as it was.
+    Needs the memory of a second workspace in the meantime. If it fails, the workspace
+    is unchanged.
 
     Raises:
-      SandboxError: `snapshot` is not of `Sandbox.snapshot`, or the sandbox failed.
+      SandboxError: `snapshot` is not from `Sandbox.snapshot`, or the sandbox failed.
       OSError: the files do not fit into `limits.workspace_bytes`.
     """
     await self._alone(lambda: self._restore(snapshot))
@@ -207,26 +206,26 @@ class Sandbox:
       await self._supervisor.call('adopt', self._number)
     except BaseException:
       if fd is not None:
-        await self._forget(fd, path)
-      self._supervisor.tell('unstage', self._number)
+        await self._remove(fd, path)
+      self._supervisor.notify('unstage', self._number)
       raise
     old, self._root_fd = self._root_fd, fd
     self._tree = files.Tree(fd, self._uid)
-    await self._forget(old, f'{self._workspace}.old')
+    await self._remove(old, f'{self._workspace}.old')
 
-  async def _forget(self, fd: int, path: str | Path) -> None:
-    """Removes a workspace: a file system of its own goes when nobody has it open."""
+  async def _remove(self, fd: int, path: str | Path) -> None:
+    """Removes a workspace; closing the last descriptor removes a mounted one."""
     if self.backend == 'rlimit_only':
-      await asyncio.to_thread(_remove, fd, path)
+      await asyncio.to_thread(_clear, fd, path)
     os.close(fd)
 
   async def destroy(self) -> None:
-    """Ends the sandbox and removes its workspace. A second call does nothing.
+    """Ends the sandbox and removes its workspace. Idempotent.
 
-    A running command is killed at once. On return nothing of the sandbox is alive.
+    Kills a running command at once. On return no process of the sandbox is alive.
     """
     if self._ending is None:
-      # Not after waiting for the lock, which a command may hold.
+      # Before waiting for the lock, which a command may hold.
       reply = None
       with contextlib.suppress(api.SandboxError):
         _, reply = self._supervisor.request('close', self._number)
@@ -239,12 +238,12 @@ class Sandbox:
         await reply
     async with self._busy:
       fd, self._root_fd = self._root_fd, None
-      await self._forget(fd, self._workspace)
+      await self._remove(fd, self._workspace)
 
   async def fill(self, source: Path) -> None:
     """Copies a directory of the host into an empty workspace.
 
-    Its links are copied as links, never followed; pipes and sockets are left out.
+    Links are copied as links, never followed; pipes and sockets are omitted.
 
     Raises:
       SandboxPathError: a file cannot be read.
@@ -275,7 +274,7 @@ def _open_directory(path: str | Path) -> int:
   return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def _remove(fd: int, path: str | Path) -> None:
+def _clear(fd: int, path: str | Path) -> None:
   with contextlib.suppress(OSError, api.SandboxError):
     archive.clear(fd)
     os.rmdir(path)

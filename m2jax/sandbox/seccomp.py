@@ -1,9 +1,9 @@
-"""The system calls that a sandboxed command may not make, as a seccomp program.
+"""A seccomp program that denies system calls to sandboxed commands.
 
-libseccomp compiles the table below for this machine's architecture and knows the
-numbers of its calls; bubblewrap loads the result (`bwrap --seccomp`). A call of another
-architecture (i386 and x32 on x86_64) kills the process. A call that is newer than the
-installed libseccomp fails with ENOSYS, as on an older kernel: nobody has judged it yet.
+libseccomp compiles the table below for this machine's architecture; bubblewrap loads
+the result (`bwrap --seccomp`). A call of another architecture (i386 and x32 on x86_64)
+kills the process. A call that is newer than the installed libseccomp fails with ENOSYS,
+as on an older kernel, because it has not been reviewed.
 Source: seccomp(2), seccomp_rule_add(3).
 """
 
@@ -18,20 +18,20 @@ import resource
 import socket
 
 _LIBRARY = 'libseccomp.so.2'
-# Elsewhere the arguments of clone(2) may be in another order: not tried.
+# Other architectures may order the arguments of clone(2) differently: untested.
 _MACHINES = ('x86_64', 'aarch64')
-_REFUSED = {
-  'reach into other processes': (
+_DENIED = {
+  'access to other processes': (
     'ptrace process_vm_readv process_vm_writev process_madvise process_mrelease kcmp '
     'pidfd_getfd move_pages migrate_pages'
   ),
-  'keys of the kernel, which outlive a process': 'add_key request_key keyctl',
-  'parts of the kernel with a history of holes, rarely needed': (
+  'kernel keys, which outlive a process': 'add_key request_key keyctl',
+  'rarely needed parts of the kernel with a history of vulnerabilities': (
     'io_setup '
     'userfaultfd io_uring_setup io_uring_enter io_uring_register bpf perf_event_open '
     'personality modify_ldt vm86 vm86old uselib lookup_dcookie remap_file_pages'
   ),
-  'memory and queues that no file limit counts': (
+  'memory and queues that file limits do not count': (
     'memfd_create memfd_secret ipc shmget shmat shmctl shmdt semget semop semctl '
     'semtimedop semtimedop_time64 msgget msgsnd msgrcv msgctl mq_open mq_unlink '
     'mq_timedsend mq_timedsend_time64 mq_timedreceive mq_timedreceive_time64 mq_notify '
@@ -49,7 +49,7 @@ _REFUSED = {
     'setdomainname iopl ioperm vhangup sysfs _sysctl bdflush'
   ),
 }
-# Its flags are behind a pointer; on ENOSYS libraries use clone, whose flags are not.
+# Its flags are behind a pointer; on ENOSYS, libraries fall back to clone.
 _ABSENT = 'clone3'
 _NAMESPACE_FLAGS = (
   0x00020000,  # CLONE_NEWNS
@@ -60,8 +60,8 @@ _NAMESPACE_FLAGS = (
   0x20000000,  # CLONE_NEWPID
   0x40000000,  # CLONE_NEWNET
 )
-# Others are not in the network namespace (AF_VSOCK reaches a virtual machine's host)
-# or are rarely used code (AF_ALG).
+# Others are outside the network namespace (AF_VSOCK reaches a virtual machine's host)
+# or rarely used (AF_ALG).
 _SOCKET_FAMILIES = (
   socket.AF_UNSPEC,
   socket.AF_UNIX,
@@ -70,9 +70,8 @@ _SOCKET_FAMILIES = (
   socket.AF_NETLINK,
 )
 _LAST_FAMILY = 63
-_TERMINAL_INPUT = (0x5412, 0x541C)  # ioctl TIOCSTI, TIOCLINUX: type for another
-# Between the calls that every architecture numbers for itself and what the next years
-# may bring.
+_TERMINAL_INPUT = (0x5412, 0x541C)  # ioctl TIOCSTI, TIOCLINUX: inject input
+# Numbers that all architectures share, including those of future calls.
 _NEW_CALLS = range(424, 512)
 
 _ALLOW = 0x7FFF0000
@@ -80,7 +79,7 @@ _KILL_PROCESS = 0x80000000
 _ATTRIBUTE_FOREIGN, _ATTRIBUTE_OPTIMIZE = 2, 8
 _BINARY_TREE = 2
 _NOT_EQUAL, _GREATER, _MASKED_EQUAL = 1, 6, 7
-_LOW = 0xFFFFFFFF  # the kernel reads these arguments as 32 bits: so must the filter
+_LOW = 0xFFFFFFFF  # the kernel reads these arguments as 32 bits, and so must the filter
 _UNKNOWN = -1  # __NR_SCMP_ERROR
 
 
@@ -96,7 +95,7 @@ class _Comparison(ctypes.Structure):
 
 
 class _Filter:
-  """A filter being built: `seccomp_init` to `seccomp_export_bpf`."""
+  """A filter under construction: `seccomp_init` to `seccomp_export_bpf`."""
 
   def __init__(self, library: ctypes.CDLL):
     self._library = library
@@ -104,15 +103,15 @@ class _Filter:
     library.seccomp_syscall_resolve_num_arch.restype = ctypes.c_void_p
     self._context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
     if not self._context:
-      raise OSError(errno.ENOMEM, 'libseccomp cannot start a filter')
+      raise OSError(errno.ENOMEM, 'libseccomp cannot create a filter')
 
   def set(self, attribute: int, value: int) -> bool:
-    """Returns whether this version of the library knows the attribute."""
+    """Returns whether this version of the library supports the attribute."""
     value = ctypes.c_uint32(value)
     return self._library.seccomp_attr_set(self._context, attribute, value) == 0
 
   def number(self, name: str) -> int:
-    """The number of a system call here; below 0 for one that is not of this machine."""
+    """The number of a system call; below 0 if this machine does not have it."""
     return self._library.seccomp_syscall_resolve_name(name.encode())
 
   def knows(self, number: int) -> bool:
@@ -123,18 +122,18 @@ class _Filter:
       ctypes.CDLL(None).free(ctypes.c_void_p(name))
     return bool(name)
 
-  def refuse(self, number: int, error: int, *comparisons: tuple) -> None:
-    """Makes a call fail with `error`, where all comparisons hold."""
+  def deny(self, number: int, error: int, *comparisons: tuple) -> None:
+    """Makes a call fail with `error` if all comparisons hold."""
     action = ctypes.c_uint32(0x00050000 | error)  # SCMP_ACT_ERRNO
     rows = (_Comparison * len(comparisons))(*(_Comparison(*c) for c in comparisons))
     result = self._library.seccomp_rule_add_array(
       self._context, action, number, len(comparisons), rows
     )
     if result < 0:
-      raise OSError(-result, f'libseccomp refused a rule for system call {number}')
+      raise OSError(-result, f'libseccomp rejected a rule for system call {number}')
 
   def export(self) -> bytes:
-    """Returns the program that the kernel takes."""
+    """Returns the program for the kernel."""
     fd = os.memfd_create('seccomp', os.MFD_CLOEXEC)
     try:
       result = self._library.seccomp_export_bpf(self._context, fd)
@@ -150,7 +149,7 @@ class _Filter:
 
 
 def is_installed() -> bool:
-  """Whether the library is there."""
+  """Whether the library is installed."""
   try:
     ctypes.CDLL(_LIBRARY)
   except OSError:
@@ -160,7 +159,7 @@ def is_installed() -> bool:
 
 @functools.cache
 def program() -> tuple[bytes | None, str]:
-  """Returns `(the filter, '')`, or `(None, why this machine has none)`."""
+  """Returns `(the filter, '')`, or `(None, the reason why there is none)`."""
   machine = platform.machine()
   if machine not in _MACHINES:
     return None, f'no table of system calls for {machine}'
@@ -179,39 +178,39 @@ def program() -> tuple[bytes | None, str]:
 
 def _add_rules(rules: _Filter) -> None:
   rules.set(_ATTRIBUTE_FOREIGN, _KILL_PROCESS)
-  rules.set(_ATTRIBUTE_OPTIMIZE, _BINARY_TREE)  # of 2.5; only faster
-  for names in _REFUSED.values():
+  rules.set(_ATTRIBUTE_OPTIMIZE, _BINARY_TREE)  # since 2.5; only for speed
+  for names in _DENIED.values():
     for name in names.split():
       number = rules.number(name)
       if number >= 0:
-        rules.refuse(number, errno.EPERM)
+        rules.deny(number, errno.EPERM)
       elif number == _UNKNOWN and name in ('ptrace', 'keyctl', 'mount'):
-        raise OSError(errno.ENOSYS, f'libseccomp does not know {name}')
-  rules.refuse(rules.number(_ABSENT), errno.ENOSYS)
+        raise OSError(errno.ENOSYS, f'libseccomp does not support {name}')
+  rules.deny(rules.number(_ABSENT), errno.ENOSYS)
   for number in _NEW_CALLS:
     if not rules.knows(number):
-      rules.refuse(number, errno.ENOSYS)
+      rules.deny(number, errno.ENOSYS)
   clone = rules.number('clone')
   for flag in _NAMESPACE_FLAGS:
-    rules.refuse(clone, errno.EPERM, (0, _MASKED_EQUAL, flag, flag))
+    rules.deny(clone, errno.EPERM, (0, _MASKED_EQUAL, flag, flag))
   for name in ('socket', 'socketpair'):
     number = rules.number(name)
     for family in set(range(_LAST_FAMILY + 1)) - set(map(int, _SOCKET_FAMILIES)):
-      rules.refuse(number, errno.EAFNOSUPPORT, (0, _MASKED_EQUAL, _LOW, family))
-    rules.refuse(number, errno.EAFNOSUPPORT, (0, _GREATER, _LAST_FAMILY, 0))
+      rules.deny(number, errno.EAFNOSUPPORT, (0, _MASKED_EQUAL, _LOW, family))
+    rules.deny(number, errno.EAFNOSUPPORT, (0, _GREATER, _LAST_FAMILY, 0))
   for request in _TERMINAL_INPUT:
-    rules.refuse(rules.number('ioctl'), errno.EPERM, (1, _MASKED_EQUAL, _LOW, request))
+    rules.deny(rules.number('ioctl'), errno.EPERM, (1, _MASKED_EQUAL, _LOW, request))
   _add_limit_rules(rules)
 
 
 def _add_limit_rules(rules: _Filter) -> None:
-  """Limits of other processes, and the one that keeps core dumps from a handler."""
+  """Denies changing limits of other processes, and the limit of core dumps."""
   core = int(resource.RLIMIT_CORE)
   set_and_get = rules.number('prlimit64')
-  rules.refuse(
+  rules.deny(
     set_and_get, errno.EPERM, (1, _MASKED_EQUAL, _LOW, core), (2, _NOT_EQUAL, 0, 0)
   )
-  rules.refuse(set_and_get, errno.EPERM, (0, _NOT_EQUAL, 0, 0))
+  rules.deny(set_and_get, errno.EPERM, (0, _NOT_EQUAL, 0, 0))
   setrlimit = rules.number('setrlimit')
   if setrlimit >= 0:
-    rules.refuse(setrlimit, errno.EPERM, (0, _MASKED_EQUAL, _LOW, core))
+    rules.deny(setrlimit, errno.EPERM, (0, _MASKED_EQUAL, _LOW, core))

@@ -1,4 +1,4 @@
-"""Why this machine gives no sandbox, and the one line that changes it."""
+"""Explains why this machine has no sandbox, and how to fix it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _CONTAINER = (
   'start the container with `--security-opt seccomp=unconfined '
   '--security-opt apparmor=unconfined --cap-add SYS_ADMIN`'
 )
-_WEAKER = 'or choose the weaker backend rlimit_only by name'
+_WEAKER = 'or choose the weaker backend rlimit_only'
 
 
 def check_machine(backend: str) -> None:
-  """Raises SandboxUnavailable for what can be seen without starting anything."""
+  """Raises SandboxUnavailable for problems that are visible without a start."""
   if platform.system() != 'Linux':
     raise api.SandboxUnavailable(
       f'sandboxes need Linux, this is {platform.system()}', 'run m2jax on Linux'
@@ -50,7 +50,7 @@ def check_machine(backend: str) -> None:
 
 
 def explained(reason: str) -> api.SandboxUnavailable:
-  """Adds to a failed start the line that would most likely have prevented it."""
+  """Adds the most likely fix to the reason of a failed start."""
   return api.SandboxUnavailable(reason, _fix())
 
 
@@ -66,28 +66,28 @@ def _fix() -> str:
 
 
 def install() -> None:
-  """Installs what is missing where this user may without a password.
+  """Installs missing packages, if the user may do so without a password.
 
-  Without libseccomp there are sandboxes, but no filter of system calls: the report says
-  so, and a failure to install it raises nothing.
+  Without libseccomp there are sandboxes, but no filter of system calls. The report
+  shows this, and a failure to install it raises no error.
 
   Raises:
-    SandboxUnavailable: bubblewrap is missing, and not allowed, or the package manager
-      failed.
+    SandboxUnavailable: bubblewrap is missing, and the user may not install it or the
+      package manager failed.
   """
   needed = shutil.which('bwrap') is None
   if not needed and seccomp.is_installed():
     return
   line = _install_line()
   if line is None:
-    return  # the check that follows says what to do
+    return  # the subsequent check explains what to do
   failure = _run_installer(line)
   if failure and needed:
     raise api.SandboxUnavailable(failure, _install())
 
 
 def _run_installer(line: str) -> str:
-  """Returns what went wrong, or ''."""
+  """Returns an error message, or ''."""
   prefix = []
   if os.geteuid() != 0:
     prefix = ['sudo', '-n']
@@ -96,7 +96,7 @@ def _run_installer(line: str) -> str:
     )
     if not asked or asked.returncode:
       return 'bubblewrap (bwrap) is not installed'
-  print(f'installing what sandboxes need: {line}', flush=True)
+  print(f'installing packages for sandboxes: {line}', flush=True)
   done = subprocess.run(
     [*prefix, '/bin/sh', '-c', line], capture_output=True, text=True, check=False
   )
@@ -111,7 +111,7 @@ def _install_line() -> str | None:
 
 
 def _install() -> str:
-  """The line that installs everything."""
+  """The command that installs all packages."""
   line = _install_line()
   if line is None:
     return 'install the package `bubblewrap` with the system package manager'

@@ -177,14 +177,14 @@ def test_bad_sources_are_named():
   """Each is a mistake that would otherwise loop for ever or train on nothing."""
   with pytest.raises(ValueError, match='no items'):
     packing.DocumentRows([], row_tokens=4, rows=1)
-  with pytest.raises(ValueError, match='every document of the source is empty'):
+  with pytest.raises(ValueError, match='all documents of the source are empty'):
     next(packing.DocumentRows(documents([0, 0]), row_tokens=4, rows=1))
   batches = packing.SampleBatches(samples([3, 9]), tokens_per_batch=8, seed=None)
   with pytest.raises(ValueError, match='sample 1 has 9 tokens'):
     list(itertools.islice(batches, 3))
 
 
-class TestLanes:
+class TestStreams:
   """Streams side by side: many documents in a batch, and a part of it for each host."""
 
   @settings(deadline=None, max_examples=60)
@@ -286,7 +286,7 @@ class TestLanes:
     with pytest.raises(ValueError, match=match):
       packing.DocumentRows(documents([5]), row_tokens=4, **more)
 
-  def test_states_of_other_lanes_are_refused(self):
+  def test_states_of_other_streams_are_errors(self):
     """Half of a state, or one of another division, would lose documents."""
     source, common = documents([5, 6, 7]), {'row_tokens': 4, 'rows': 4}
     states = [
@@ -300,7 +300,7 @@ class TestLanes:
     with pytest.raises(stream.StateMismatch, match='2 of 4 streams'):
       packing.merge_states(states[:1])
     other = packing.DocumentRows(source, streams=4, seed=9, **common).state()
-    with pytest.raises(stream.StateMismatch, match='not of one stream'):
+    with pytest.raises(stream.StateMismatch, match='of different iterators'):
       packing.merge_states([states[0], other])
 
 
@@ -333,7 +333,7 @@ class TestTextFiles:
     assert self.names(root, paths) == ['a.py', 'b.py', 'pkg/c.py']
 
   def test_nothing_found_is_an_error(self, root):
-    with pytest.raises(FileNotFoundError, match='no file below .* ends in .md or .rst'):
+    with pytest.raises(FileNotFoundError, match='no file in .* ends in .md or .rst'):
       text_files.find(root, ('.md', '.rst'))
     with pytest.raises(FileNotFoundError, match='absent does not exist'):
       text_files.find(root / 'absent')

@@ -154,11 +154,11 @@ def test_a_broken_scorer_is_named(bad):
 def test_broken_files_and_labels_are_named(tmp_path):
   """A person must learn which file or label was wrong."""
   (tmp_path / 'other.npz').write_bytes(b'nonsense')
-  with pytest.raises(ValueError, match=r'other\.npz is no quality classifier'):
+  with pytest.raises(ValueError, match=r'other\.npz is not a quality classifier'):
     quality.Classifier.load(tmp_path / 'other.npz')
   with open(tmp_path / 'empty.npz', 'wb') as file:
     np.savez(file, weights=np.zeros(2))
-  with pytest.raises(ValueError, match=r'empty\.npz is no quality classifier'):
+  with pytest.raises(ValueError, match=r'empty\.npz is not a quality classifier'):
     quality.Classifier.load(tmp_path / 'empty.npz')
   with pytest.raises(ValueError, match='both kinds'):
     quality.fit(['a', 'b'], [True, True])

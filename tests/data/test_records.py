@@ -94,7 +94,7 @@ def test_bad_records_are_named(tmp_path):
   path.write_text('{"text": "a"}\n{"body": "a"}\n{"text": 3}\n[1]\nnonsense\n')
   source = record_files.JsonLines(path)
   for index, match in enumerate(
-    [r'bad\.jsonl:2 has no text in its field .text.; it has body']
+    [r'bad\.jsonl:2 has no text in the field .text.; it has body']
     + [r'bad\.jsonl:3 has no text', r'bad\.jsonl:4 .* no fields']
     + [r'bad\.jsonl:5 is not a JSON record'],
     1,
@@ -135,7 +135,7 @@ def test_joined_documents_are_one_text():
   assert [(d.text, d.name) for d in joined] == [('c|a', 'n2'), ('b', 'n1')]
   other = documents.Joined(source, [[0, 2], [1]], separator='|')
   assert joined.fingerprint != other.fingerprint
-  with pytest.raises(ValueError, match='no documents'):
+  with pytest.raises(ValueError, match='is empty'):
     documents.Joined(source, [[]])
 
 

@@ -149,10 +149,10 @@ def test_memory_is_one_path():
 def test_errors():
   """What cannot be cut says what to change."""
   tree = forest.merge([forest.Sample(np.arange(1, 12), 1)])
-  with pytest.raises(ValueError, match='stack_tokens: a path: 9 is more than .* 4'):
+  with pytest.raises(ValueError, match='stack_tokens: a path: 9 exceeds .* 4'):
     forest.cut(tree, forest.Buckets((2,), (4,)))
   rows = forest.merge([forest.Sample([1, 2]), forest.Sample([3, 4])], row_tokens=2)
-  with pytest.raises(ValueError, match='want one row, not 2'):
+  with pytest.raises(ValueError, match='has 2 rows, not 1'):
     forest.cut(rows, forest.Buckets((2,), (4,)))
   for bad in (((), (4,)), ((2,), (4, 4)), ((0,), (4,))):
     with pytest.raises(ValueError, match='ascending sizes'):

@@ -402,8 +402,8 @@ def test_causal():
   [
     (forest.Sample([]), 'sample 1 has no tokens'),
     (forest.Sample([1] * 9), 'sample 1 has 9 tokens, more than row_tokens=8'),
-    (forest.Sample([1, 2], 3), r'sample 1: prompt_length=3 outside \[0, 2\]'),
-    (forest.Sample([1, 2], -1), r'sample 1: prompt_length=-1 outside \[0, 2\]'),
+    (forest.Sample([1, 2], 3), r'sample 1: prompt_length=3: must be in \[0, 2\]'),
+    (forest.Sample([1, 2], -1), r'sample 1: prompt_length=-1: must be in \[0, 2\]'),
     (
       forest.Sample([1, 2], 1, advantages=[1.0, 2.0]),
       'sample 1: advantages has length 2',
@@ -431,7 +431,7 @@ def test_too_few_rows_or_none():
     forest.merge([forest.Sample([1, 2]), forest.Sample([3, 4])], row_tokens=2, rows=1)
   with pytest.raises(ValueError, match='at least one sample'):
     forest.merge([], row_tokens=4)
-  with pytest.raises(ValueError, match="loss='rows', want one of"):
+  with pytest.raises(ValueError, match="loss='rows': must be one of"):
     forest.merge([forest.Sample([1])], row_tokens=4, loss='rows')
   row = forest.merge([forest.Sample([1, 2, 3], 1)], row_tokens=4)
   with pytest.raises(ValueError, match='tokens of a row: 3 is more than .* 2'):

@@ -239,7 +239,7 @@ def test_bad_settings_name_the_field(changes, message):
     (lambda: Role('r', ('a\nb',)), 'line break'),
     (lambda: Role('r', ('a',), None, 0), 'replicas=0'),
     (lambda: options.role('trainer v5p:4x4x5 sft', '/w'), 'role trainer: v5p has no'),
-    (lambda: options.role('trainer cpu', '/w'), 'want .NAME TOPOLOGY'),
+    (lambda: options.role('trainer cpu', '/w'), 'must be .NAME TOPOLOGY'),
   ],
 )
 def test_what_a_target_cannot_do_is_refused(call, message):

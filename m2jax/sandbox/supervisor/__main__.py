@@ -1,11 +1,11 @@
 """The supervisor: a small process that starts, limits, watches and ends commands.
 
 A fork of the caller (a large, multi-threaded JAX process) would be slow and unsafe, so
-forks happen here: one thread, the standard library, a few MB. It runs as
-`python -I -S m2jax/sandbox/supervisor SOCKET_FD CALLER_PID`, speaks length-prefixed
-`marshal` records `(id, operation, arguments)` -> `(id, error or None, result)` over a
-socket pair (both ends are the same interpreter), and ends with its caller: end of file
-kills every command and takes the mounts and control groups along.
+this process forks instead: one thread, the standard library, a few MB. It runs as
+`python -I -S m2jax/sandbox/supervisor SOCKET_FD CALLER_PID`. Requests and replies are
+length-prefixed `marshal` records `(id, operation, arguments)` -> `(id, error or None,
+result)` over a socket pair (both ends are the same interpreter). It exits with its
+caller: at end of file it kills all commands and removes mounts and control groups.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import runs
 _HEADER_BYTES = 4
 _WATCH_CALLER_S = 5.0
 _ENDING_POLL_S = 0.01
-_END_S = 4.0  # below what the caller waits for this process
+_END_S = 4.0  # less than the caller waits for this process
 
 
 class Supervisor:
-  """Serves one caller until it goes away."""
+  """Serves one caller until it exits."""
 
   def __init__(self, connection: socket.socket, caller: int):
     self._connection = connection
@@ -46,12 +46,12 @@ class Supervisor:
   # Requests -------------------------------------------------------------------------
 
   def _start(self, config: dict) -> dict:
-    """Prepares the machine once. Returns what was found, for the caller's report."""
+    """Prepares the machine once. Returns facts for the caller's report."""
     self._machine = boxes.Machine(config)
     return self._machine.found()
 
   def _open(self, limits: dict, env: dict) -> tuple[int, str, int | None]:
-    """Makes a sandbox. Returns its number, directory and uid (None: the own one)."""
+    """Creates a sandbox. Returns its number, directory and uid (None: this one)."""
     box = self._machine.open(limits, env)
     self._boxes[box.number] = box
     return box.number, box.path, box.uid
@@ -74,13 +74,13 @@ class Supervisor:
     return box
 
   def _close(self, request: int, number: int) -> None:
-    """Ends a sandbox. The reply comes when nothing of it is left."""
+    """Ends a sandbox. Replies when nothing of it is left."""
     box = self._boxes.pop(number, None)
     if box is None:
       self._reply(request, None, None)
     elif box.run is not None:
       box.closing.append(request)
-      box.run.kill('cancel')  # what is left to do, `_finish` does
+      box.run.kill('cancel')  # `_finish` does the rest
     else:
       self._machine.discard(box)
       self._reply(request, None, None)
@@ -88,7 +88,7 @@ class Supervisor:
   # Commands -------------------------------------------------------------------------
 
   def _launch_waiting(self) -> None:
-    """Starts what may run: one command a sandbox, `parallel` in all."""
+    """Starts waiting commands: one per sandbox, `parallel` in total."""
     waiting, self._waiting = self._waiting, collections.deque()
     for item in waiting:
       request, number, command, wall_s = item
@@ -103,7 +103,7 @@ class Supervisor:
   def _launch(self, request: int, box: boxes.Box, command: bytes, wall_s: float):
     try:
       run = runs.Run(request, box, command, wall_s)
-    except Exception as error:  # noqa: BLE001 - of this sandbox, not of the others
+    except Exception as error:  # noqa: BLE001 - affects this sandbox only
       self._reply(request, f'cannot start a command: {error}', None)
       return
     self._runs[request] = run
@@ -120,7 +120,7 @@ class Supervisor:
     self._unwatch(run.pidfd)
     try:
       run.first_ended(self._known(besides=run))
-    except Exception as error:  # noqa: BLE001 - of this sandbox, not of the others
+    except Exception as error:  # noqa: BLE001 - affects this sandbox only
       self._give_up(run, error)
       return
     for fd in run.init_fds:
@@ -132,7 +132,7 @@ class Supervisor:
     self._finish_if_ended(run)
 
   def _known(self, besides: runs.Run | None = None) -> set[int]:
-    """Children that the runs collect themselves."""
+    """Children that the runs wait for."""
     others = [run for run in self._runs.values() if run is not besides]
     return {run.pid for run in others}.union(*(run.inits for run in others))
 
@@ -142,19 +142,19 @@ class Supervisor:
         return
       error, result = run.result()
       run.box.unlock()
-    except Exception as error:  # noqa: BLE001 - of this sandbox, not of the others
+    except Exception as error:  # noqa: BLE001 - affects this sandbox only
       self._give_up(run, error)
       return
     self._finish(run, error, result)
 
   def _give_up(self, run: runs.Run, error: Exception) -> None:
-    """Something of the command may be alive: its sandbox runs nothing more."""
+    """The command may still be alive: its sandbox runs nothing more."""
     run.box.broken = True
     self._boxes.pop(run.box.number, None)
     self._finish(run, f'a command did not end: {error}', None)
 
   def _finish(self, run: runs.Run, error: str | None, result) -> None:
-    """Nothing of the command is alive: replies, and discards a sandbox on its way."""
+    """Replies when no process of the command is left; discards a closing sandbox."""
     for fd in (run.stdout, run.stderr, run.pidfd, *run.init_fds):
       self._unwatch(fd)
     run.close()
@@ -168,7 +168,7 @@ class Supervisor:
         self._reply(request, None, None)
 
   def _reap_orphans(self) -> None:
-    """Collects what ended commands left behind and no run waits for."""
+    """Reaps orphans of ended commands that no run waits for."""
     known = self._known()
     with contextlib.suppress(ChildProcessError):
       while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -236,11 +236,11 @@ class Supervisor:
         self._reply(request, None, handlers[operation](*arguments))
     except ConnectionError:
       raise
-    except Exception as error:  # noqa: BLE001 - one request's, not the others'
+    except Exception as error:  # noqa: BLE001 - affects this request only
       self._reply(request, f'{operation}: {error}', None)
 
   def _cancel(self, cancelled: int) -> None:
-    """Kills a command, or drops it if it has not begun. It is still replied to."""
+    """Kills a command, or removes it if it is waiting. Both get a reply."""
     if cancelled in self._runs:
       self._runs[cancelled].kill('cancel')
     for item in [item for item in self._waiting if item[0] == cancelled]:
@@ -248,7 +248,7 @@ class Supervisor:
       self._reply(cancelled, 'the command was cancelled', None)
 
   def run(self) -> None:
-    """Serves until the caller is gone, then ends every command."""
+    """Serves until the caller exits, then ends all commands."""
     self._connection.setblocking(False)
     self._watch(self._connection.fileno(), self._serve_connection)
     try:
@@ -257,7 +257,7 @@ class Supervisor:
           function = self._on_event.get(fd)
           if function is not None:
             function()
-        # Not before: a new file must not get the number of one with an event pending.
+        # Afterwards: a new file must not get the number of one with a pending event.
         self._launch_waiting()
         self._reap_orphans()
         now = time.monotonic()

@@ -1,6 +1,6 @@
-"""Sandboxes on this machine: directories, uids, networks, groups, and their return.
+"""Resources of sandboxes: directories, uids, networks, groups, and their reuse.
 
-What a sandbox had is given to another only when nothing of the first is alive.
+Resources of a sandbox are reused only when none of its processes is alive.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import commands
 import linux
 
 _WORKSPACE_INODES = 16384
-_BUBBLEWRAP_PROCESSES = 2  # its monitor and its init
+_BUBBLEWRAP_PROCESSES = 2  # monitor and init
 
 
 def _is_below(path: str, directory: str) -> bool:
@@ -25,14 +25,14 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 class Box:
-  """One sandbox: its directories, identity, limits and ready-made command line."""
+  """A sandbox: its directories, identity, limits and prepared command line."""
 
   def __init__(self, number: int, limits: dict):
     self.number = number
     self.limits = limits
     self.shared = None  # commands.Shared under bubblewrap
     self.path = ''  # the workspace
-    self.staged = ''  # a workspace that may take its place
+    self.staged = ''  # a workspace that may replace it
     self.uid = None
     self.network = None
     self.group = None
@@ -40,14 +40,14 @@ class Box:
     self.env = {}
     self.rlimits = []
     self.run = None  # the command in progress
-    self.closing = []  # requests to be answered when all of it is gone
-    self.broken = False  # something of it may be alive for ever
+    self.closing = []  # requests to reply to when nothing of it is left
+    self.broken = False  # a process of it may never end
 
   def unlock(self) -> None:
-    """Gives its owner back the workspace directory.
+    """Restores the owner's permissions on the workspace directory.
 
-    A command may have taken that right from itself; the next would then not start, and
-    a sandbox that fails is nobody's reward.
+    A command may have removed them. The next command would then not start, and its
+    failure would count as the sandbox's, not as the agent's.
     """
     mode = os.stat(self.path, follow_symlinks=False).st_mode
     if stat.S_ISDIR(mode) and mode & stat.S_IRWXU != stat.S_IRWXU:
@@ -61,7 +61,7 @@ class Box:
 
 
 class Machine:
-  """Prepares this machine and makes sandboxes on it. `config`: see `client.py`."""
+  """Prepares this machine and creates sandboxes. `config`: see `client.py`."""
 
   def __init__(self, config: dict):
     self.isolated = config['backend'] == 'bubblewrap'
@@ -74,7 +74,7 @@ class Machine:
     self._next_uid = self._uids[0] + os.getpid() * 1009
     self._next_number = 0
     self._networks = collections.deque()
-    self.cgroups = cgroups_lib.Cgroups('none', {}, 'not asked for')
+    self.cgroups = cgroups_lib.Cgroups('none', {}, 'not requested')
     linux.adopt_orphans()
     linux.new_session_keyring()
     if self.isolated:
@@ -100,7 +100,7 @@ class Machine:
       os.mkdir(own[name])
     places = []
     for number, (source, target) in enumerate(read_only):
-      # Bound to where the dropped uid can reach it, whatever lies above the source.
+      # Bound to a path that the unprivileged uid can reach.
       place = os.path.join(self._directory, f'read_only_{number}')
       os.mkdir(place)
       linux.bind(source, place)
@@ -119,14 +119,14 @@ class Machine:
     )
 
   def _is_needed(self, mount_point: str) -> bool:
-    """Whether bubblewrap or a command needs what is mounted there."""
+    """Whether bubblewrap or a command needs this mount."""
     trees = [self._directory, *commands.ROOTS]
     files = ['/proc', '/dev', self._bwrap]
     above = any(_is_below(path, mount_point) for path in (*trees, *files))
     return above or any(_is_below(mount_point, tree) for tree in trees)
 
   def found(self) -> dict:
-    """What the caller's report needs."""
+    """Facts for the caller's report."""
     return {
       'root': self.root,
       'cgroups': self.cgroups.kind,
@@ -137,10 +137,10 @@ class Machine:
   # Sandboxes ------------------------------------------------------------------------
 
   def open(self, limits: dict, env: dict) -> Box:
-    """Makes a sandbox.
+    """Creates a sandbox.
 
     Raises:
-      OSError: the machine refused; nothing of it is left.
+      OSError: this failed; nothing of the sandbox is left.
     """
     box = Box(self._next_number, limits)
     self._next_number += 1
@@ -184,7 +184,7 @@ class Machine:
     )
 
   def _make_directory(self, box: Box, kind: str) -> str:
-    """Makes a workspace: a file system of its own, where there may be mounts."""
+    """Creates a workspace: a separate file system, if mounts are possible."""
     path = os.path.join(self._directory, f'{kind}_{box.number}')
     os.mkdir(path, 0o700)
     if self.isolated:
@@ -205,13 +205,13 @@ class Machine:
     raise OSError(f'all {high - low} uids of the range are in use')
 
   def stage(self, box: Box) -> str:
-    """Makes an empty workspace beside the present one. Returns its directory."""
+    """Creates an empty workspace next to the current one. Returns its directory."""
     self.unstage(box)
     box.staged = self._make_directory(box, 'staged')
     return box.staged
 
   def adopt(self, box: Box) -> None:
-    """Puts the staged workspace in the place of the present one."""
+    """Replaces the current workspace by the staged one."""
     if not box.staged:
       raise OSError('no workspace was staged')
     old = f'{box.path}.old'
@@ -232,7 +232,7 @@ class Machine:
     box.staged = ''
 
   def unstage(self, box: Box) -> None:
-    """Drops a staged workspace; in the weaker mode the caller removes its files."""
+    """Removes a staged workspace; in the weaker mode the caller removes its files."""
     if box.staged and self.isolated:
       self._unmake(box.staged)
     box.staged = ''
@@ -244,11 +244,11 @@ class Machine:
       os.rmdir(path)
 
   def discard(self, box: Box) -> bool:
-    """Removes a sandbox of which nothing runs.
+    """Removes a sandbox without a running command.
 
     Returns:
-      False if a process is alive under its uid or in its group all the same: then
-      these and its network go to nobody else. They are killed.
+      False if a process is still alive under its uid or in its group. It is killed, and
+      uid, group and network are not reused.
     """
     if self.isolated:
       self.unstage(box)
@@ -271,7 +271,7 @@ class Machine:
 
   def remove(self) -> bool:
     """Removes the directory and the groups. Returns False if groups are still busy."""
-    import shutil  # only now: every fork copies what is loaded
+    import shutil  # only now: every fork copies loaded modules
 
     with contextlib.suppress(OSError):
       if self.isolated:

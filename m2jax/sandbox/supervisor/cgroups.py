@@ -1,8 +1,8 @@
-"""Memory and process limits by control groups, where the machine lets us make them.
+"""Limits of memory and processes by control groups, if the machine allows them.
 
-cgroup v1 (controllers `memory` and `pids`) and v2 are detected, never assumed; groups
-are made only below the group that this process is in (facts/pipelines.md §1.1). What
-was detected is tried once with a real process before it is relied on.
+cgroup v1 (controllers `memory` and `pids`) and v2 are detected; groups are created only
+below the group of this process (facts/pipelines.md §1.1), and tested once with a real
+process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PREFIX = 'm2jax-'
 
 
 class Group:
-  """One sandbox's control groups. Processes join by writing `0` to `join_fds`.
+  """The control groups of a sandbox. Processes join by writing `0` to `join_fds`.
 
   Raises:
     OSError: their files cannot be opened.
@@ -39,14 +39,14 @@ class Group:
     return sorted(set(self.directories.values()))
 
   def oom_kills(self) -> int:
-    """How many processes of the group the kernel has killed for want of memory."""
+    """Number of processes of the group that the kernel has killed for memory."""
     for line in os.pread(self._read_fds[0], 4096, 0).split(b'\n'):
       if line.startswith(b'oom_kill '):
         return int(line.split()[1])
     return 0
 
   def count(self) -> int:
-    """How many threads are in the group; ended ones count until they are collected."""
+    """Number of threads in the group, including zombies."""
     return int(os.pread(self._read_fds[1], 64, 0))
 
   def processes(self) -> list[int]:
@@ -58,23 +58,23 @@ class Group:
     return sorted(found)
 
   def close(self) -> None:
-    """Closes the files; the groups are removed by `Cgroups.remove`."""
+    """Closes the files; `Cgroups.remove` removes the groups."""
     for fd in (*self.join_fds, *self._read_fds):
       os.close(fd)
 
 
 class Cgroups:
-  """Makes and removes groups. `kind` is 'v1', 'v2' or 'none', with the reason."""
+  """Creates and removes groups. `kind` is 'v1', 'v2' or 'none', with the reason."""
 
   def __init__(self, kind: str, parents: dict[str, str], reason: str = ''):
     self.kind = kind
     self.reason = reason
-    self.counts_swap = False  # known once a group was made
-    self._parents = parents  # controller -> directory of our own group
-    self._doomed: list[str] = []
+    self.counts_swap = False  # set when a group is created
+    self._parents = parents  # controller -> directory of this process's group
+    self._to_remove: list[str] = []
 
   def make(self, name: str, memory_bytes: int, processes: int) -> Group:
-    """Makes the groups of one sandbox.
+    """Creates the groups of a sandbox.
 
     Raises:
       OSError: the machine does not allow it.
@@ -93,12 +93,12 @@ class Cgroups:
       self._limit_swap(memory, memory_bytes)
       return Group(directories, 'memory.oom_control' if v1 else 'memory.events')
     except OSError:
-      self._doomed += set(directories.values())
+      self._to_remove += set(directories.values())
       self.sweep()
       raise
 
   def _limit_swap(self, memory: str, memory_bytes: int) -> None:
-    """Has memory and swap together get no more than the limit, where that can be."""
+    """Limits memory and swap together, if the machine allows it."""
     name, limit = 'memory.swap.max', 0
     if self.kind == 'v1':
       name, limit = 'memory.memsw.limit_in_bytes', memory_bytes
@@ -106,29 +106,29 @@ class Cgroups:
     if self.counts_swap:
       _write(memory, name, limit)
     elif self.kind == 'v1':
-      _write(memory, 'memory.swappiness', 0)  # seldom swapped, though not counted
+      _write(memory, 'memory.swappiness', 0)  # rarely swapped, but not counted
 
   def remove(self, group: Group) -> None:
-    """Removes the groups, now or as soon as the last process has left them."""
+    """Removes the groups, now or when the last process has left them."""
     group.close()
-    self._doomed += set(group.directories.values())
+    self._to_remove += set(group.directories.values())
     self.sweep()
 
   def sweep(self) -> bool:
-    """Tries again to remove what was still busy. Returns True if nothing is left."""
+    """Tries again to remove busy groups. Returns True if none is left."""
     left = []
-    for directory in self._doomed:
+    for directory in self._to_remove:
       try:
         os.rmdir(directory)
       except FileNotFoundError:
         pass
       except OSError:
         left.append(directory)
-    self._doomed = left
+    self._to_remove = left
     return not left
 
-  def sweep_strangers(self) -> None:
-    """Removes empty groups that a killed process of ours left behind."""
+  def sweep_orphaned(self) -> None:
+    """Removes empty groups of supervisors that were killed."""
     for parent in set(self._parents.values()):
       for name in os.listdir(parent):
         pid = name.removeprefix(_PREFIX).split('-')[0]
@@ -138,13 +138,13 @@ class Cgroups:
 
 
 def detect() -> Cgroups:
-  """Finds usable control groups and tries them; `kind` is 'none' where they fail."""
+  """Finds usable control groups and tries them; `kind` is 'none' if they fail."""
   try:
     kind, parents = _own_groups()
     if kind == 'none':
       return Cgroups(kind, {}, 'no memory and pids controllers for this process')
     cgroups = Cgroups(kind, parents)
-    cgroups.sweep_strangers()
+    cgroups.sweep_orphaned()
     group = cgroups.make('probe', 64 << 20, 8)
     try:
       if not _can_join(group):
@@ -157,8 +157,8 @@ def detect() -> Cgroups:
 
 
 def _own_groups() -> tuple[str, dict[str, str]]:
-  """Returns the kind and, for `memory` and `pids`, the directory of our own group."""
-  paths = {}  # controller ('' for v2) -> path of our group in its hierarchy
+  """Returns the kind, and this process's group directory by controller."""
+  paths = {}  # controller ('' for v2) -> path of this process's group
   with open('/proc/self/cgroup') as f:
     for line in f:
       _, controllers, path = line.rstrip('\n').split(':', 2)
@@ -181,14 +181,14 @@ def _own_groups() -> tuple[str, dict[str, str]]:
     with open(os.path.join(v2, 'cgroup.subtree_control')) as f:
       enabled = f.read().split()
     if not {'memory', 'pids'} <= set(enabled):
-      # Fails with EBUSY in a group that has processes, unless it is the root.
+      # Fails with EBUSY in a group with processes, unless it is the root.
       _write(v2, 'cgroup.subtree_control', '+memory +pids')
     return 'v2', {'memory': v2, 'pids': v2}
   return 'none', {}
 
 
 def _below(point: str, root: str, path: str | None) -> str | None:
-  """Directory of group `path` under mount `point`, which shows the tree from `root`."""
+  """Directory of group `path` under mount `point`, whose root is group `root`."""
   if path is None:
     return None
   root = root.rstrip('/')
@@ -205,7 +205,7 @@ def _write(directory: str, name: str, value: int | str) -> None:
 def _is_running(pid: str) -> bool:
   try:
     with open(f'/proc/{pid}/cmdline') as f:
-      return bool(f.read())  # nothing in a zombie's
+      return bool(f.read())  # empty for a zombie
   except OSError:
     return False
 

@@ -1,6 +1,6 @@
-"""How one command is started: identity, limits, and the bubblewrap command line.
+"""Starts a command: identity, limits, and the bubblewrap command line.
 
-The real uid is dropped before bubblewrap starts, always: a sandbox started by root maps
+The real uid is always dropped before bubblewrap starts: a sandbox started by root maps
 to kernel uid 0, can write the host's /proc/sys and ignores RLIMIT_NPROC
 (facts/pipelines.md §1.2).
 """
@@ -17,10 +17,10 @@ import linux
 
 STATUS_FD = 3
 FILTER_FD = 4
-_FREE_FD = 16  # above those that bubblewrap is given by number
+_FREE_FD = 16  # above the fixed numbers for bubblewrap
 _SHELL = '/bin/bash'
-# RLIMIT_NPROC is set by the shell inside, where the count is the sandbox's own: outside
-# it would count every process of the uid. Bash reads $BASH_ENV before the command.
+# The shell inside sets RLIMIT_NPROC, which there counts processes of the sandbox only;
+# outside it would count all of the uid. Bash reads $BASH_ENV before the command.
 _SHELL_START = """\
 ulimit -u "$M2JAX_PROCESSES" || exit 125
 unset BASH_ENV M2JAX_PROCESSES
@@ -35,22 +35,22 @@ _ETC = {
 }
 _ETC_OF_HOST = ('alternatives', 'ld.so.cache')
 _ROOT_LINKS = ('bin', 'sbin', 'lib', 'lib32', 'lib64', 'libx32')
-ROOTS = ('/usr', *(f'/{name}' for name in _ROOT_LINKS))  # read-only, of the host
+ROOTS = ('/usr', *(f'/{name}' for name in _ROOT_LINKS))  # of the host, read-only
 _MAX_OPEN_FILES = 256
 _SCRATCH_INODES = 16384
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-  """What all sandboxes of a supervisor see.
+  """Files that all sandboxes of a supervisor share.
 
   Attributes:
     etc: prepared /etc.
-    empty: a directory with nothing in it.
-    read_only: (source, place in the sandbox) of read-only trees.
+    empty: an empty directory.
+    read_only: (source, path in the sandbox) of read-only trees.
     filter: file with the system call filter; empty for none.
-    workspace, scratch: empty directories, where a command's own are mounted.
-    mounts: mount namespace that commands start from.
+    workspace, scratch: empty directories, the mount points of a command's own.
+    mounts: mount namespace from which commands start.
   """
 
   etc: str
@@ -86,21 +86,21 @@ def bubblewrap_argv(
   processes: int,
   env: dict[str, str],
 ) -> list[str]:
-  """Command line without the command itself, which is the last argument.
+  """The command line without its last argument, the command.
 
   Args:
     bwrap: path of bubblewrap.
-    shared: what all sandboxes see.
-    processes: most processes at once.
+    shared: files of all sandboxes.
+    processes: maximum processes at a time.
     env: the whole environment.
   """
   argv = [bwrap, '--json-status-fd', str(STATUS_FD), '--die-with-parent']
   argv += ['--new-session', '--clearenv', '--cap-drop', 'ALL']
   if shared.filter:
     argv += ['--seccomp', str(FILTER_FD)]
-  # --disable-userns wants --unshare-user to be explicit.
+  # --disable-userns requires an explicit --unshare-user.
   argv += ['--unshare-user', '--disable-userns', '--uid', '1000', '--gid', '1000']
-  # No --unshare-net: the command is started in its sandbox's own network namespace.
+  # No --unshare-net: the command starts in the network namespace of its sandbox.
   argv += ['--unshare-pid', '--unshare-ipc', '--unshare-uts']
   argv += ['--unshare-cgroup-try', '--hostname', 'sandbox']
   argv += ['--ro-bind', '/usr', '/usr', '--ro-bind', shared.etc, '/etc']
@@ -112,12 +112,12 @@ def bubblewrap_argv(
   for source, target in shared.read_only:
     argv += ['--ro-bind', source, target]
   argv += ['--proc', '/proc', '--ro-bind', '/proc/sys', '/proc/sys']
-  # Who may write /proc/1/mem decides what bubblewrap's init does.
+  # Writing to /proc/1/mem would control bubblewrap's init.
   argv += ['--ro-bind', shared.empty, '/proc/1']
   argv += ['--dev', '/dev', '--bind', os.path.join(shared.scratch, 'shm'), '/dev/shm']
   argv += ['--bind', os.path.join(shared.scratch, 'tmp'), '/tmp']
   argv += ['--bind', shared.workspace, '/workspace', '--chdir', '/workspace']
-  # /dev and / are tmpfs of bubblewrap's own, without a size: nobody may write there.
+  # /dev and / are bubblewrap's tmpfs without a size limit: not writable.
   argv += ['--remount-ro', '/dev', '--remount-ro', '/']
   inside = dict(env, BASH_ENV=_SHELL_START_PATH, M2JAX_PROCESSES=str(processes))
   for name, value in inside.items():
@@ -126,20 +126,20 @@ def bubblewrap_argv(
 
 
 def shell_argv() -> list[str]:
-  """The bare shell of the weaker mode; a command may start with `-` or `+`."""
+  """The shell; `--` permits commands that start with `-` or `+`."""
   return [_SHELL, '-c', '--']
 
 
 def resource_limits(
   *, cpu_s: int, file_bytes: int, address_bytes: int | None, processes: int | None
 ) -> list[tuple[int, tuple[int, int]]]:
-  """rlimits of one command as `(resource, (soft, hard))`; None leaves one out."""
+  """rlimits of one command as `(resource, (soft, hard))`; None omits one."""
   wanted = [
     # SIGXCPU at the soft limit, SIGKILL a second later.
     (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
     (resource.RLIMIT_FSIZE, file_bytes, file_bytes),
-    # 0 would still feed a handler that core_pattern pipes to; 1 feeds nobody (core(5),
-    # fs/coredump.c). The system call filter keeps it at 1.
+    # With 0 a handler in core_pattern still gets a dump; with 1 it does not (core(5),
+    # fs/coredump.c). The system call filter prevents changes.
     (resource.RLIMIT_CORE, 1, 1),
     (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES, _MAX_OPEN_FILES),
   ]
@@ -158,7 +158,7 @@ def resource_limits(
 
 @dataclasses.dataclass(frozen=True)
 class Streams:
-  """Descriptors of one command: write ends of pipes."""
+  """Write ends of a command's pipes."""
 
   stdout: int
   stderr: int
@@ -168,7 +168,7 @@ class Streams:
 def start(box, command: bytes, streams: Streams) -> int:
   """Forks and executes a command of a `boxes.Box` in its own session. Returns the pid.
 
-  What fails before the exec is written to `streams.status` as a line that starts with
+  An error before the exec is written to `streams.status`, as a line that starts with
   `!`.
   """
   parent = os.getpid()
@@ -194,9 +194,9 @@ def start(box, command: bytes, streams: Streams) -> int:
       os.setresgid(box.uid, box.uid, box.uid)
       os.setresuid(box.uid, box.uid, box.uid)
     if 0 in os.getresuid():
-      raise PermissionError('refused to run a command as root')
+      raise PermissionError('commands do not run as root')
     linux.die_with(parent)
-    # Python ignores these two; the command must not inherit that.
+    # Python ignores these signals; the command must not inherit that.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     for number, fd in descriptors.items():
@@ -210,9 +210,9 @@ def start(box, command: bytes, streams: Streams) -> int:
 
 
 def _enter_mounts(box) -> None:
-  """Leaves the view of all sandboxes for one with this one's workspace and scratch.
+  """Enters a mount namespace with this sandbox's workspace and a scratch directory.
 
-  It goes with the command, and so does what the command leaves in /tmp and /dev/shm.
+  The namespace ends with the command, and with it the files in /tmp and /dev/shm.
   """
   shared = box.shared
   linux.enter_mounts(shared.mounts, {shared.workspace: box.path})
@@ -225,10 +225,10 @@ def _enter_mounts(box) -> None:
 
 
 def _open_descriptors(box, streams: Streams) -> dict[int, int]:
-  """Returns open descriptors by the number that the program expects them to have.
+  """Returns open descriptors by the number that the program expects.
 
-  Every command opens its own /dev/null and its own filter: an open file is state that
-  all who have it share. Only bubblewrap has those above 2.
+  Every command opens /dev/null and the filter separately, because processes share the
+  state of an open file. Only bubblewrap gets descriptors above 2.
   """
   found = {0: os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)}
   found |= {1: streams.stdout, 2: streams.stderr}

@@ -1,4 +1,4 @@
-"""Calls that Python lacks: namespaces, mounts, orphans, keyrings (prctl(2), …)."""
+"""System calls that Python lacks: namespaces, mounts, orphans, keyrings."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str) ->
 
 
 def enter_private_mounts() -> None:
-  """Moves this process into a mount namespace of its own, which dies with it.
+  """Moves this process into a new mount namespace, which ends with it.
 
-  Root gets just that; anyone else gets it through a user namespace that maps only the
-  own uid. No mount made afterwards is seen outside or outlives the process.
+  Without root this uses a user namespace that maps only the current uid. Later mounts
+  are not visible outside and do not outlive the process.
 
   Raises:
     OSError: namespaces are not allowed here.
@@ -81,16 +81,16 @@ def enter_private_mounts() -> None:
 
 
 def new_mounts(keep) -> int:
-  """Makes a second mount namespace with little in it. The process stays in its own.
+  """Creates a second mount namespace with few mounts, without entering it.
 
   A command copies all mounts of the namespace that it starts from, and bubblewrap reads
-  their list again and again.
+  their list repeatedly.
 
   Args:
-    keep: function of a mount point: whether it stays.
+    keep: function of a mount point: whether to keep it.
 
   Returns:
-    A descriptor of it, for `enter_mounts`.
+    A descriptor for `enter_mounts`.
   """
   own = os.open('/proc/self/ns/mnt', os.O_RDONLY | os.O_CLOEXEC)
   try:
@@ -100,7 +100,9 @@ def new_mounts(keep) -> int:
     for point in reversed(points):
       point = point.encode().decode('unicode_escape')  # a space is \\040
       if not keep(point):
-        with contextlib.suppress(OSError):  # one that only a greater namespace may move
+        with contextlib.suppress(
+          OSError
+        ):  # a mount that only a parent namespace may change
           unmount(point)
     made = os.open('/proc/self/ns/mnt', os.O_RDONLY | os.O_CLOEXEC)
     _check(_libc.setns(own, _CLONE_NEWNS), 'return to the mount namespace')
@@ -114,7 +116,7 @@ def enter_mounts(namespace: int, trees: dict[str, str]) -> None:
 
   Args:
     namespace: descriptor.
-    trees: place in the copy -> directory, of now, whose file system appears there.
+    trees: path in the copy -> current directory whose file system is mounted there.
 
   Raises:
     OSError: not allowed here.
@@ -142,10 +144,10 @@ def _syscall(what: str, *arguments) -> int:
 
 
 def new_network() -> int:
-  """Moves this process into a new network namespace: a loopback and nothing else.
+  """Moves this process into a new network namespace with only a loopback interface.
 
   Returns:
-    A descriptor of it, for `enter_network`.
+    A descriptor for `enter_network`.
 
   Raises:
     OSError: namespaces are not allowed here.
@@ -164,40 +166,40 @@ def enter_network(fd: int) -> None:
 
 
 def adopt_orphans() -> None:
-  """Makes this process the parent of descendants whose own parent has ended."""
+  """Makes this process the parent of orphaned descendants."""
   _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), 'become a subreaper')
 
 
 def die_with(parent: int) -> None:
-  """Has the kernel kill this process when `parent`, which forked it, ends.
+  """Has the kernel kill this process when `parent`, which forked it, exits.
 
-  To be called after the last change of uid, which would undo it.
+  Call it after the last change of uid, which resets it.
   """
   _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), 'die with the parent')
   if os.getppid() != parent:
-    raise ProcessLookupError('the supervisor has ended')
+    raise ProcessLookupError('the supervisor has exited')
 
 
 def new_session_keyring() -> None:
-  """Leaves the caller's session keyring for an empty one (keyrings(7)).
+  """Replaces the caller's session keyring by an empty one (keyrings(7)).
 
-  Does nothing where the kernel has no keyrings or this machine's number of the call is
-  not known: there the system call filter alone keeps commands from keys.
+  No effect if the kernel has no keyrings or the number of the call is unknown: then
+  only the system call filter protects keys.
 
   Raises:
-    OSError: the kernel refused.
+    OSError: the kernel denied it.
   """
   number = _KEYCTL.get(os.uname().machine)
   if number is None:
     return
   if _libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None) == -1:
     error = ctypes.get_errno()
-    if error not in (errno.ENOSYS, errno.EPERM):  # EPERM: a container's own filter
+    if error not in (errno.ENOSYS, errno.EPERM):  # EPERM: a container's filter
       raise OSError(error, f'join a session keyring: {os.strerror(error)}')
 
 
 def processes_of(uid: int) -> list[int]:
-  """The processes on this machine that run under a uid."""
+  """The processes that run under a uid."""
   found = []
   for name in os.listdir('/proc'):
     if name.isdigit():
@@ -208,7 +210,7 @@ def processes_of(uid: int) -> list[int]:
 
 
 def threads_of(uid: int) -> int:
-  """How many threads those processes have: what RLIMIT_NPROC counts."""
+  """Number of threads of a uid, which RLIMIT_NPROC counts."""
   count = 0
   for pid in processes_of(uid):
     with contextlib.suppress(OSError):
@@ -217,12 +219,12 @@ def threads_of(uid: int) -> int:
 
 
 def children() -> list[int]:
-  """The processes whose parent is this one."""
-  found, own = [], os.getpid()
+  """The child processes of this process."""
+  found, parent = [], os.getpid()
   for name in os.listdir('/proc'):
     if name.isdigit():
       with contextlib.suppress(OSError), open(f'/proc/{name}/stat') as f:
-        if int(f.read().rpartition(') ')[2].split()[1]) == own:
+        if int(f.read().rpartition(') ')[2].split()[1]) == parent:
           found.append(int(name))
   return found
 
@@ -231,13 +233,13 @@ def mount_tmpfs(target: str, size_bytes: int, inodes: int, mode: int, uid: int) 
   """Mounts a private in-memory file system of at most `size_bytes` and `inodes`."""
   options = f'size={size_bytes},nr_inodes={inodes},mode={mode:o},uid={uid},gid={uid}'
   if uid == 0 or os.geteuid() != 0:
-    # The creator's own ids: no others are mapped in a user namespace of one.
+    # A user namespace maps only the creator's ids.
     options = f'size={size_bytes},nr_inodes={inodes},mode={mode:o}'
   _mount('tmpfs', target, 'tmpfs', _MS_NOSUID | _MS_NODEV, options)
 
 
 def bind(source: str, target: str) -> None:
-  """Makes `source`, with what is mounted below it, visible at `target` too."""
+  """Mounts `source`, including its submounts, at `target` too."""
   _mount(source, target, None, _MS_BIND | _MS_REC, '')
 
 
@@ -247,5 +249,5 @@ def move_mount(source: str, target: str) -> None:
 
 
 def unmount(target: str) -> None:
-  """Detaches the file system at `target`; open files keep it until they close."""
+  """Detaches the file system at `target`; it lasts until its files are closed."""
   _check(_libc.umount2(target.encode(), _MNT_DETACH), f'unmount {target}')

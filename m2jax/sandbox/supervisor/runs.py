@@ -1,11 +1,12 @@
-"""One command in progress: its pipes, what is kept of its output, how it ended.
+"""A command in progress: its pipes, its output and its end.
 
-bubblewrap's monitor, which we start, ends as soon as the command's first process has.
-Its init, process 1 of the command's process namespace, then dies with it, unless a
-command has taken hold of init. So init is killed from here, and the command has ended
-when the kernel reports init as ended: by then it has killed all that was in the
-namespace (pid_namespaces(7)). Init is a child of ours from the moment that the monitor
-has ended (PR_SET_CHILD_SUBREAPER), so its process id cannot become another's.
+bubblewrap's monitor, which this process starts, exits with the command's first process.
+Its init, process 1 of the command's process namespace, then dies with the monitor,
+unless the command has taken control of init. This module therefore kills init, and the
+command has ended when the kernel reports the end of init: by then it has killed all
+processes of the namespace (pid_namespaces(7)). Init is a child of this process from the
+moment that the monitor exits (PR_SET_CHILD_SUBREAPER), so that its process id cannot be
+reused.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ import linux
 
 OPEN, EMPTY, CLOSED = 'open', 'empty', 'closed'
 _READ_BYTES = 65536
-# Output past the limit is read and dropped; a command that prints this many times the
-# limit is not worth the CPU time any more.
+# Output above the limit is read and dropped; a command that prints this many times the
+# limit is killed.
 _DROPPED_OUTPUT_FACTOR = 64
-_MAX_PIPE_BYTES = 1 << 20  # what a command may make of its pipe (fcntl F_SETPIPE_SZ)
-_MAX_END_S = 10.0  # for the kernel to end what was killed
+_MAX_PIPE_BYTES = 1 << 20  # maximum of fcntl F_SETPIPE_SZ
+_MAX_END_S = 10.0  # for killed processes to end
 
 
 class Run:
-  """A started command. The caller watches `stdout`, `stderr` and `pidfd`.
+  """A started command. The caller polls `stdout`, `stderr` and `pidfd`.
 
-  When `pidfd` is readable, `first_ended` is due; then, whenever one of `init_fds` is,
-  and now and then, `ended`; when that is True, `result` and `close`.
+  When `pidfd` is readable, call `first_ended`; then call `ended` whenever one of
+  `init_fds` is readable, and periodically; when it is True, call `result` and `close`.
 
   Raises:
-    OSError: it could not be started.
+    OSError: the command could not be started.
   """
 
   def __init__(self, request: int, box, command: bytes, wall_s: float):
     self.request = request
     self.box = box
-    self.ended_by = ''  # 'wall', 'output' or 'cancel', when we killed it
-    self.inits = set()  # processes 1 that were not collected
+    self.ended_by = ''  # 'wall', 'output' or 'cancel', if it was killed
+    self.inits = set()  # processes 1 that were not reaped
     self.init_fds = []
     self.ending = False  # the first process has ended
-    self.pid = None  # of the first process, until it was collected
+    self.pid = None  # of the first process, until it is reaped
     self._dropped_bytes = 0
     self._oom_kills = box.group.oom_kills() if box.group else 0
     self._started = time.monotonic()
@@ -71,34 +72,35 @@ class Run:
       for _, write_end in pipes:
         os.close(write_end)
     self.stdout, self.stderr, self._status = (read_end for read_end, _ in pipes)
-    self._kept = {self.stdout: [], self.stderr: []}
+    self._output = {self.stdout: [], self.stderr: []}
     limit = box.limits['output_bytes']
-    self._room = {self.stdout: limit, self.stderr: limit}
+    self._left = {self.stdout: limit, self.stderr: limit}
 
   def read_output(self, fd: int) -> str:
-    """Reads once from `stdout` or `stderr`. Returns what the pipe then is."""
+    """Reads once from `stdout` or `stderr`. Returns the state of the pipe."""
     try:
       data = os.read(fd, _READ_BYTES)
     except BlockingIOError:
       return EMPTY
     if not data:
       return CLOSED
-    kept = data[: self._room[fd]]
-    if kept:
-      self._kept[fd].append(kept)
-      self._room[fd] -= len(kept)
-    self._dropped_bytes += len(data) - len(kept)
+    taken = data[: self._left[fd]]
+    if taken:
+      self._output[fd].append(taken)
+      self._left[fd] -= len(taken)
+    self._dropped_bytes += len(data) - len(taken)
     limit = self.box.limits['output_bytes'] * _DROPPED_OUTPUT_FACTOR
     if self._dropped_bytes > limit:
       self.kill('output')
     return OPEN
 
   def kill(self, ended_by: str) -> None:
-    """Kills the first process, and remembers why if it is the first time."""
+    """Kills the first process; records the reason of the first call."""
     if self.pid is None:
       return
     self.ended_by = self.ended_by or ended_by
-    # The group reaches bubblewrap's init before it has asked to die with its parent.
+    # The group includes bubblewrap's init, even before it is set to die with its
+    # parent.
     for kill in (os.killpg, os.kill):
       with contextlib.suppress(ProcessLookupError):
         kill(self.pid, signal.SIGKILL)
@@ -106,7 +108,7 @@ class Run:
   # The end --------------------------------------------------------------------------
 
   def first_ended(self, others: set[int]) -> None:
-    """Collects the first process and kills the rest of the command.
+    """Reaps the first process and kills the rest of the command.
 
     Args:
       others: processes 1 and first processes of other commands.
@@ -127,8 +129,8 @@ class Run:
     if init is not None:
       self.inits = {init} - others
     elif not self._report.startswith(b'!'):
-      # Killed before bubblewrap had reported: any orphan may be its init, and an orphan
-      # is the init of some command that has ended.
+      # Killed before bubblewrap reported: any orphan may be its init, and every orphan
+      # is the init of some ended command.
       self.inits = set(linux.children()) - others
     for init in list(self.inits):
       if not self._is_ended(init):
@@ -136,7 +138,7 @@ class Run:
         self.init_fds.append(os.pidfd_open(init))
 
   def _is_ended(self, init: int) -> bool:
-    """Whether a process is no child of ours any more; collects it if it has ended."""
+    """Whether a process is no longer a child; reaps it if it has ended."""
     with contextlib.suppress(ChildProcessError):
       if os.waitpid(init, os.WNOHANG)[0] == 0:
         return False
@@ -144,10 +146,10 @@ class Run:
     return True
 
   def ended(self) -> bool:
-    """Whether nothing of the command is alive; kills what is.
+    """Whether all processes of the command have ended; kills those that have not.
 
     Raises:
-      TimeoutError: the kernel has not ended it in `_MAX_END_S`.
+      TimeoutError: they have not ended within `_MAX_END_S`.
     """
     alive = [init for init in list(self.inits) if not self._is_ended(init)]
     if not alive:
@@ -158,14 +160,14 @@ class Run:
         with contextlib.suppress(ProcessLookupError):
           os.kill(pid, signal.SIGKILL)
     if time.monotonic() > self._give_up:
-      raise TimeoutError('killed processes of the command do not end')
+      raise TimeoutError('killed processes of the command did not end')
     return False
 
   def result(self) -> tuple[str | None, tuple | None]:
-    """Returns what is to be replied, once.
+    """The result to reply with; call it once.
 
     Returns:
-      `(error, None)` where the sandbox failed, or `(None, (exit code, stdout, stderr,
+      `(error, None)` if the sandbox failed, or `(None, (exit code, stdout, stderr,
       dropped bytes, elapsed seconds, ended by, killed for memory))`.
     """
     for fd in (self.stdout, self.stderr):
@@ -179,7 +181,7 @@ class Run:
       code, failure = 124, ''
     elif self.ended_by or (oom and failure):
       code, failure = 137, ''
-    stdout, stderr = (b''.join(pieces) for pieces in self._kept.values())
+    stdout, stderr = (b''.join(pieces) for pieces in self._output.values())
     if failure:
       return f'{failure} {stderr.decode(errors="replace")}', None
     numbers = (self._dropped_bytes, self._wall_s, self.ended_by, oom)
@@ -191,7 +193,7 @@ class Run:
       os.close(fd)
 
   def _outcome(self) -> tuple[int, str]:
-    """Returns (exit code, '') of the command, or what kept it from being run."""
+    """Returns (exit code, '') of the command, or (code, why it did not run)."""
     code = os.waitstatus_to_exitcode(self._wait_status)
     code = 128 - code if code < 0 else code
     if self._report.startswith(b'!'):
@@ -201,10 +203,10 @@ class Run:
     exit_code = self._reported('exit-code')
     if exit_code is not None:
       return exit_code, ''
-    return code, f'bubblewrap ended with {code} before the command did:'
+    return code, f'bubblewrap exited with {code} before the command:'
 
   def _reported(self, key: str) -> int | None:
-    """A number of bubblewrap's report (`--json-status-fd`)."""
+    """A number in bubblewrap's report (`--json-status-fd`)."""
     for line in self._report.splitlines():
       with contextlib.suppress(ValueError):
         value = json.loads(line).get(key)
