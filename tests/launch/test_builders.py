@@ -233,7 +233,7 @@ def test_bad_settings_name_the_field(changes, message):
     (lambda: jobset.run(a_launch(image='')), 'jobset needs image'),
     (lambda: xpk.run(a_launch(cluster='')), 'xpk needs cluster'),
     (lambda: tpu_vm.create(a_launch(runtime_version='')), 'needs runtime_version'),
-    (lambda: tpu_vm.run(a_launch(max_restarts=1)), 'nothing restarts'),
+    (lambda: tpu_vm.run(a_launch(max_restarts=1)), 'do not restart'),
     (lambda: project.setup(a_launch(image='m2jax')), 'docker.pkg.dev'),
     (lambda: xpk.cluster(a_launch(*GANG)), 'one kind of slice'),
     (lambda: Role('r', ('a\nb',)), 'line break'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import struct
 
 import pytest
@@ -89,6 +90,23 @@ def test_the_first_value_of_a_tag_brings_its_meaning(tmp_path):
     v.metadata.summary_description for e in _events(path) for v in e.summary.value
   ]
   assert found.endswith('[nats/token]')
+
+
+def test_the_page_lists_every_scalar():
+  """docs/tensorboard.md has the runs and scalars of `names`, in its order."""
+  page = pathlib.Path(__file__).parents[2] / 'docs' / 'tensorboard.md'
+  found = re.findall(r'^\| `([^`]+)` \| (.*) \|$', page.read_text(), re.MULTILINE)
+  scalars = [
+    (m.name, f'{", ".join(m.phases)} | {m.unit} | {m.meaning}')
+    for m in names.METRICS
+    if m.unit != 'text'
+  ]
+  assert found[: len(names.PHASES)] == list(names.PHASES.items())
+  rows = found[len(names.PHASES) :]
+  assert [name for name, _ in rows] == [name for name, _ in scalars]
+  assert all(
+    row.startswith(text) for (_, row), (_, text) in zip(rows, scalars, strict=True)
+  )
 
 
 def test_event_files_reach_the_disk_while_the_run_goes_on(tmp_path):
