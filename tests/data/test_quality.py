@@ -160,7 +160,7 @@ def test_broken_files_and_labels_are_named(tmp_path):
     np.savez(file, weights=np.zeros(2))
   with pytest.raises(ValueError, match=r'empty\.npz is not a quality classifier'):
     quality.Classifier.load(tmp_path / 'empty.npz')
-  with pytest.raises(ValueError, match='both kinds'):
+  with pytest.raises(ValueError, match='both classes'):
     quality.fit(['a', 'b'], [True, True])
   with pytest.raises(ValueError, match='a label for each'):
     quality.fit(['a', 'b'], [True])

@@ -434,7 +434,7 @@ def test_too_few_rows_or_none():
   with pytest.raises(ValueError, match="loss='rows': must be one of"):
     forest.merge([forest.Sample([1])], row_tokens=4, loss='rows')
   row = forest.merge([forest.Sample([1, 2, 3], 1)], row_tokens=4)
-  with pytest.raises(ValueError, match='tokens of a row: 3 is more than .* 2'):
+  with pytest.raises(ValueError, match='tokens of a row: 3 exceeds .* 2'):
     forest.by_bucket(row, (1, 2))
   with pytest.raises(ValueError, match='at least one document'):
     forest.chain([], row_tokens=4)

@@ -77,7 +77,7 @@ def test_run_stops_at_the_first_failure(tmp_path):
     Command(('sh', '-c', 'exit 3')),
     Command(('touch', str(never))),
   ]
-  with pytest.raises(LaunchError, match='sh ended with code 3'):
+  with pytest.raises(LaunchError, match='sh exited with code 3'):
     launch_print.execute(found)
   assert there.read_text() == 'text' and not never.exists()
   with pytest.raises(LaunchError, match='nosuchprogram is not installed'):

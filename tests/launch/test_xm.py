@@ -106,7 +106,7 @@ def test_requirements_that_are_not_read_are_named(xmanager):
   assert not xm_launch.dropped(kubernetes(requirements=xm.JobRequirements(cpu=1)))
   assert not xm_launch.dropped(kubernetes())
   capability = kubernetes(tpu_capability='nightly')
-  assert xm_launch.dropped(capability) == ['tpu_capability=nightly: not read']
+  assert xm_launch.dropped(capability) == ['tpu_capability=nightly: ignored']
 
 
 def test_xmanager_does_drop_them():
