@@ -97,7 +97,8 @@ def test_sft_on_a_mesh_is_sft(tmp_path, chats):
   def losses(name, devices):
     flags = [f'--workdir={tmp_path / name}', f'--config.demonstrations={chats}']
     flags += [f'--config.model.{field}' for field in conftest.SMALL]
-    flags += [f'--config.mesh.data={devices}', '--config.sft.optimizer.name=adamw']
+    flags += [f'--config.mesh.data={devices}']
+    flags += [f'--config.sft.optimizer.by_kind.{k}=adam' for k in ('matrix', 'expert')]
     conftest.run('sft', *flags, *conftest.SFT, variant=':smoke')
     return [r['loss'] for r in metrics_lib.read(tmp_path / name, 'sft')]
 
