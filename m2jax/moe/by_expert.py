@@ -1,9 +1,9 @@
-"""The stable order of assignments by expert, counted rather than compared.
+"""The stable order of assignments by expert, by counting instead of comparing.
 
-An assignment's place is the number of assignments to experts before its own, of tokens
-before its own to its own expert, and of earlier choices of its token: three sums over
-one-hots, which are matmuls and reductions. Cost is T·k·E; the two stable sorts that
-would do the same are slow to compile and to run on TPU.
+An assignment's place is the number of assignments to lower experts, plus those of
+earlier tokens to its own expert, plus earlier choices of its own token: three sums over
+one-hots, which are matmuls and reductions. The cost is T·k·E; two stable sorts would do
+the same, but are slow to compile and to run on TPU.
 
 Axes: T tokens, k experts of a token, A = T·k assignments, E experts, B blocks of c
 tokens.
@@ -16,19 +16,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-NAME = 'by_expert'  # for policies of `jax.checkpoint`: small, and slow to make again
+NAME = 'by_expert'  # for policies of `jax.checkpoint`: small, and slow to recompute
 _BLOCK = 128  # tokens whose running count is one matmul
 
 
 def order(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   """ids [T, k] int32 in [0, E] → order [A], place [A], sizes [E].
 
-  `order` lists the assignments by expert, those of one expert as they come, those of
-  id E (an expert elsewhere) last; `place` is its inverse. `sizes` are the assignments
-  of each expert, without those of id E.
+  `order` lists the assignments by expert, those of one expert in their own order, those
+  of id E (an expert of another device) last; `place` is its inverse. `sizes` is the
+  number of assignments of each expert, without those of id E.
 
   Raises:
-    ValueError: (E + 1)·A is beyond 2**32; no device's memory holds rows for that many.
+    ValueError: (E + 1)·A is 2**32 or more; more rows than any device's memory holds.
   """
   sizes = num_experts + 1
   if sizes * ids.size >= 2**32:
@@ -62,7 +62,7 @@ def order(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _before(x):
-  """Sums of what comes before along the first axis."""
+  """Sums of the preceding elements along the first axis."""
   return jnp.cumsum(x, axis=0, dtype=x.dtype) - x
 
 
@@ -73,7 +73,7 @@ def _scattered(ids, place):
 
 
 def _sorted(ids, place):
-  """A TPU sorts in parallel, and would scatter one by one; one key compiles fastest."""
+  """A TPU sorts in parallel, but scatters serially; a single key compiles fastest."""
   del place
   count = jnp.uint32(len(ids))
   key = ids.astype(jnp.uint32) * count + jnp.arange(len(ids), dtype=jnp.uint32)

@@ -1,24 +1,23 @@
-"""Expert parallelism without dropping: experts live apart, tokens reach them all.
+"""Dropless expert parallelism: experts are split over devices, tokens reach them all.
 
-Devices along the expert axis hold E/n experts and different tokens. Three exact ways,
-for a router that may send every token to one device:
+Devices along the expert axis hold E/n experts and different tokens. There are three
+exact methods, for a router that may send every token to one device:
 
-  gather  tokens of the n devices are gathered, each device runs its own experts on
-          those that chose them, and the sums are scattered back. It moves n·T·D numbers
-          each way whatever the routing, and needs nothing but dense collectives.
-  ragged  each device sorts its T·k assignments by expert and sends every device just
-          its rows (`lax.ragged_all_to_all`), which come back the same way. It moves at
-          most T·k·D numbers each way; a buffer still has room for the worst case.
-  padded  `ragged` with each part padded to the worst case through a plain all-to-all:
-          the same program where there is no ragged one. For tests.
+  gather  Tokens of the n devices are gathered, each device runs its own experts on
+          those that chose them, and the sums are scattered back. This moves n·T·D
+          numbers each way whatever the routing, with dense collectives only.
+  ragged  Each device sorts its T·k assignments by expert and sends every device only
+          its rows (`lax.ragged_all_to_all`), which come back the same way. This moves
+          at most T·k·D numbers each way, but its buffers are of worst-case size.
+  padded  `ragged` through a plain all-to-all, with each part padded to the worst case:
+          the same program for platforms without a ragged all-to-all. For tests.
 
-Dropless through a plain all-to-all, a device would send each token to each device at
-most once, in parts padded to T rows: n·T·D numbers, what `gather` moves without
-sorting. Hence `gather` where XLA has no ragged all-to-all (CPU), and by default
-everywhere but on TPU.
+A dropless plain all-to-all would send each token to each device at most once, in parts
+padded to T rows: n·T·D numbers, as many as `gather` moves without sorting. Hence
+`gather` where XLA has no ragged all-to-all (CPU), and by default everywhere but on TPU.
 
 Axes: T tokens of a device, D model, E experts, El = E/n experts of a device, k experts
-of a token, F expert hidden, n devices of the expert axis, R rows received at most.
+of a token, F expert hidden, n devices of the expert axis.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def apply(
     x: [T, D], this device's tokens.
     ids, weights: [T, k] of all E experts.
     gate, up, down: [El, D, F], [El, D, F], [El, F, D], this device's.
-    sharding: where; `rules.dispatch` fixes the way, None takes 'ragged' on TPU and
+    sharding: the mesh; `rules.dispatch` names the method, None is 'ragged' on TPU and
       'gather' elsewhere.
 
   Returns:
@@ -59,16 +58,18 @@ def apply(
   if not sharding.axes('experts'):
     out = experts.apply(*arrays)
   else:
-    way = sharding.rules.dispatch
-    ways = {
+    method = sharding.rules.dispatch
+    methods = {
       'gather': functools.partial(_gather, sharding),
       'ragged': functools.partial(_exchange, sharding, lax.ragged_all_to_all),
       'padded': functools.partial(_exchange, sharding, padded_all_to_all),
     }
-    if way is None:
-      out = lax.platform_dependent(*arrays, tpu=ways['ragged'], default=ways['gather'])
+    if method is None:
+      out = lax.platform_dependent(
+        *arrays, tpu=methods['ragged'], default=methods['gather']
+      )
     else:
-      out = ways[way](*arrays)
+      out = methods[method](*arrays)
   return sharding.psum(out, 'expert_hidden')
 
 
@@ -90,9 +91,9 @@ def _exchange(sharding: Sharding, all_to_all, x, ids, weights, gate, up, down):
   rows = experts.permute(jnp.repeat(x, top_k, axis=0), order, place)
   counts = lax.all_gather(count, axes).reshape(n, n, here)
   sizes = jnp.sum(counts, axis=-1)  # [from, to] rows
-  before = jnp.cumsum(sizes, axis=0) - sizes  # [from, to] rows of devices before
+  before = jnp.cumsum(sizes, axis=0) - sizes  # [from, to] rows of lower devices
   sent, got = sizes[me], sizes[:, me]
-  away = functools.partial(
+  send = functools.partial(
     all_to_all,
     input_offsets=jnp.cumsum(sent) - sent,
     send_sizes=sent,
@@ -100,25 +101,25 @@ def _exchange(sharding: Sharding, all_to_all, x, ids, weights, gate, up, down):
     recv_sizes=got,
     axis_name=axes,
   )
-  after = jnp.cumsum(sizes, axis=1) - sizes  # [from, to] where a part begins at home
-  back = functools.partial(
+  sender = jnp.cumsum(sizes, axis=1) - sizes  # [from, to] first row at the sender
+  send_back = functools.partial(
     all_to_all,
     input_offsets=jnp.cumsum(got) - got,
     send_sizes=got,
-    output_offsets=after[:, me],
+    output_offsets=sender[:, me],
     recv_sizes=sent,
     axis_name=axes,
   )
-  # A token's experts differ, so that at most El of its k rows come here.
+  # A token's experts differ, so at most El of its k rows come here.
   most = n * tokens * min(top_k, here)
-  received = away(rows, jnp.zeros((most, x.shape[1]), x.dtype))
+  received = send(rows, jnp.zeros((most, x.shape[1]), x.dtype))
   expert = jnp.repeat(
     jnp.tile(jnp.arange(here), n), counts[:, me].reshape(-1), total_repeat_length=most
   )
   expert = jnp.where(jnp.arange(most) < jnp.sum(got), expert, here)
   ones = jnp.ones((most, 1), x.dtype)
   out = experts.apply(received, expert[:, None], ones, gate, up, down)
-  out = back(out, jnp.zeros_like(rows))
+  out = send_back(out, jnp.zeros_like(rows))
   out = experts.permute(out, place, order).reshape(tokens, top_k, -1)
   return jnp.einsum('tkd,tk->td', out, weights.astype(x.dtype))
 
@@ -126,7 +127,7 @@ def _exchange(sharding: Sharding, all_to_all, x, ids, weights, gate, up, down):
 def padded_all_to_all(
   operand, output, *, input_offsets, send_sizes, output_offsets, recv_sizes, axis_name
 ):
-  """`lax.ragged_all_to_all`, each part padded to the longest there may be."""
+  """`lax.ragged_all_to_all` with each part padded to the longest possible."""
   row = jnp.arange(min(len(operand), len(output)))
   parts = operand.at[input_offsets[:, None] + row].get(mode='fill', fill_value=0)
   parts = jnp.where((row < send_sizes[:, None])[..., None], parts, 0)

@@ -1,9 +1,8 @@
 """Dropless SwiGLU experts: Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k.
 
-Three exact paths. *grouped* sorts assignments by expert and runs three grouped matmuls,
-at a cost independent of E. *tiled* does the same in one loop, which a CPU is faster at.
-*wide* runs every expert on every token as one matmul and weights the hidden
-activations; a few small experts are faster so.
+One implementation per platform, exact for every routing and at a cost independent of E:
+on a CPU `tiled`, elsewhere `grouped`, which sorts assignments by expert and runs three
+grouped matmuls.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden.
 """
@@ -16,9 +15,6 @@ import jax.numpy as jnp
 from m2jax.kernels import grouped_matmul
 from m2jax.moe import by_expert, tiled
 
-# Most hidden activations of experts not chosen that are cheaper than sorting.
-_WIDE_WASTE = 1 << 18
-
 
 def apply(
   x: jax.Array,
@@ -27,39 +23,18 @@ def apply(
   gate: jax.Array,
   up: jax.Array,
   down: jax.Array,
-  *,
-  path: str | None = None,
 ) -> jax.Array:
   """x [T, D], ids, weights [T, k], gate, up [E, D, F], down [E, F, D] → [T, D].
 
-  An id of E is an expert elsewhere: it adds nothing and gets no gradient.
-  `path` is 'wide', 'grouped' or 'tiled'; None takes the fastest by size and by the
-  platform lowered for.
+  `tiled.experts` where lowered for a CPU, else `grouped`. An id of E is an expert of
+  another device: it adds nothing and gets no gradient.
   """
   arrays = (x, ids, weights, gate, up, down)
-  if path is None:
-    waste = ids.shape[0] * (gate.shape[0] - ids.shape[1]) * gate.shape[2]
-    if waste > _WIDE_WASTE:
-      return jax.lax.platform_dependent(*arrays, cpu=tiled.experts, default=_grouped)
-    path = 'wide'
-  paths = {'wide': _wide, 'grouped': _grouped, 'tiled': tiled.experts}
-  return paths[path](*arrays)
+  return jax.lax.platform_dependent(*arrays, cpu=tiled.experts, default=grouped)
 
 
-def _wide(x, ids, weights, gate, up, down):
-  experts, model, hidden = gate.shape
-
-  def columns(kernel):
-    return kernel.transpose(1, 0, 2).reshape(model, experts * hidden)
-
-  h = jax.nn.silu(x @ columns(gate)) * (x @ columns(up))
-  chosen = jax.nn.one_hot(ids, experts, dtype=weights.dtype)
-  share = jnp.einsum('tk,tke->te', weights, chosen).astype(x.dtype)
-  h = (h.reshape(-1, experts, hidden) * share[:, :, None]).reshape(h.shape)
-  return h @ down.reshape(experts * hidden, model)
-
-
-def _grouped(x, ids, weights, gate, up, down):
+def grouped(x, ids, weights, gate, up, down):
+  """Same contract as `apply`: grouped matmuls over assignments sorted by expert."""
   tokens, top_k = ids.shape
   experts = gate.shape[0]
   order, place, group_sizes = by_expert.order(ids, experts)

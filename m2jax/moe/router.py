@@ -41,7 +41,7 @@ def route(
   # a sum over a one-hot, not a gather: its gradient is a product, not a scatter
   chosen = jax.nn.one_hot(ids, kernel.shape[1], dtype=dtype)
   weights = jnp.einsum('te,tke->tk', scores, chosen)
-  # bounded away from 0 by what keeps the gradient, total ** -2, finite in fp32
+  # a lower bound at which the gradient, total ** -2, is still finite in fp32
   total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-15)
   return ids, weights / total
 

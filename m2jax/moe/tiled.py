@@ -1,12 +1,13 @@
 """SwiGLU experts on a CPU: loops over tiles of tokens of one expert.
 
-Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k, as in `experts`. An expert's assignments are
-cut into tiles; a tile gathers its tokens, runs all three matmuls, so that what lies
-between them stays in the cache, and adds to its tokens' results. Large tiles are full,
-what remains of an expert goes into small ones: matmuls of many rows are faster, and
-rows that hold nothing cost as much as others. These take some token with a weight of 0.
-The backward pass is such loops again, written out. Experts without tokens have no tile,
-so the cost does not grow with E.
+Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k, as in `experts`. The assignments of each
+expert are divided into tiles. A tile gathers its tokens, runs all three matmuls, so
+that the activations between them stay in the cache, and adds to its tokens' results.
+There are two sizes of tiles: large ones are full, and the remaining assignments of an
+expert go to small ones, because matmuls of many rows are faster, but empty rows cost as
+much as others. An empty row computes some token with a weight of 0. The backward pass
+is such loops again, written out. An expert without tokens has no tile, so the cost does
+not grow with E.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden; n tiles of b
 rows; R rows of all tiles.
@@ -25,13 +26,13 @@ _TILE_ROWS = 256, 64  # large and small
 
 
 class _Tiles(NamedTuple):
-  """Tiles of one size: who sits where.
+  """The tiles of one size and the assignment of each of their rows.
 
   Attributes:
-    count: tiles that have a row; the rest have none.
+    count: tiles in use; the others have no row.
     expert: [n] of each tile.
-    token: [n, b] of each row; any where there is none.
-    assignment: [n, b] of each row, in the order of ids [T, k]; T·k where there is none.
+    token: [n, b] of each row; unspecified for empty rows.
+    assignment: [n, b] of each row, in the order of ids [T, k]; T·k for empty rows.
   """
 
   count: jax.Array
@@ -40,16 +41,26 @@ class _Tiles(NamedTuple):
   assignment: jax.Array
 
 
+class _Inputs(NamedTuple):
+  """Everything with a gradient: x [T, D], weights [T, k], and the experts' matrices."""
+
+  x: jax.Array
+  weights: jax.Array
+  gate: jax.Array
+  up: jax.Array
+  down: jax.Array
+
+
 def _sizes(rows: int, experts: int) -> list[int]:
-  """Rows of a tile, large to small: no more than what an expert has on average."""
+  """Rows of a tile, large to small: at most an expert's average number of rows."""
   most = 1 << max(3, (rows // experts).bit_length() - 1)
   return sorted({min(b, most) for b in _TILE_ROWS}, reverse=True)
 
 
-def _cut(order, start, count, b: int, n: int, top_k: int) -> _Tiles:
-  """Tiles of b rows, n at most, for `count` [E] of each expert's entries of `order`.
+def _tiles_of_size(order, start, count, b: int, n: int, top_k: int) -> _Tiles:
+  """At most n tiles of b rows for entries start … start + count - 1 of `order`.
 
-  Those of an expert begin at `start` [E].
+  start, count: [E], the entries of each expert.
   """
   rows = len(order)
   ends = jnp.cumsum(-(-count // b))
@@ -66,56 +77,69 @@ def _cut(order, start, count, b: int, n: int, top_k: int) -> _Tiles:
   )
 
 
-def _tiles(ids, experts: int) -> list[_Tiles]:
-  """Tiles by size; an id of E has no place in any."""
+def _make_tiles(ids, experts: int) -> list[_Tiles]:
+  """Tiles by size, large to small; assignments with an id of E are in none."""
   order, _, sizes = by_expert.order(ids, experts)
   start = jnp.cumsum(sizes) - sizes
-  done, found = jnp.zeros_like(sizes), []
+  done, tiles = jnp.zeros_like(sizes), []
   *larger, smallest = _sizes(ids.size, experts)
   for b in (*larger, smallest):
     n, count = ids.size // b, (sizes - done) // b * b
-    if b == smallest:  # whatever is left, cut short
+    if b == smallest:  # the remainder, with partial tiles
       n, count = n + experts, sizes - done
       if larger:
         n = min(n, experts * (larger[-1] // b))
-    found.append(_cut(order, start + done, count, b, n, ids.shape[1]))
+    tiles.append(_tiles_of_size(order, start + done, count, b, n, ids.shape[1]))
     done += count
-  return found
+  return tiles
 
 
-def _slice(x, i):
+def _item(x, i):
   return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
-def _take(x, tokens):
+def _add_item(x, value, i):
+  return jax.lax.dynamic_update_index_in_dim(x, _item(x, i) + value, i, 0)
+
+
+def _gather(x, tokens):
   return x.at[tokens].get(mode='promise_in_bounds')
 
 
-def _rows(x, at, b):
-  return jax.lax.dynamic_slice_in_dim(x, at, b)
+def _scatter_add(x, value, tokens):
+  return x.at[tokens].add(value, mode='promise_in_bounds')
 
 
-def _put(x, value, at):
-  return jax.lax.dynamic_update_slice_in_dim(x, value.astype(x.dtype), at, 0)
+def _get_rows(x, start, b):
+  return jax.lax.dynamic_slice_in_dim(x, start, b)
 
 
-def _each(tiles, tile, state):
-  """state = tile(at, expert, tokens, state) for every tile, large ones first."""
+def _set_rows(x, value, start):
+  return jax.lax.dynamic_update_slice_in_dim(x, value.astype(x.dtype), start, 0)
+
+
+def _over_tiles(tiles, body, state):
+  """state = body(first row, expert, tokens, state) for every tile, large ones first."""
   before = 0
   for size in tiles:
     n, b = size.token.shape
 
     def one(i, state, size=size, b=b, before=before):
-      return tile(before + i * b, size.expert[i], size.token[i], state)
+      return body(before + i * b, size.expert[i], size.token[i], state)
 
     state = jax.lax.fori_loop(0, size.count, one, state)
     before += n * b
   return state
 
 
-def _flat(tiles):
-  """[R]: the assignment of each row."""
+def _row_assignments(tiles):
+  """[R]: the assignment of each row of all tiles."""
   return jnp.concatenate([size.assignment.reshape(-1) for size in tiles])
+
+
+def _row_weights(weights, tiles):
+  """[R]: the weight of each row; 0 for empty rows."""
+  return jnp.append(weights.reshape(-1), 0)[_row_assignments(tiles)]
 
 
 def _dot(spec, a, b):
@@ -123,45 +147,49 @@ def _dot(spec, a, b):
   return jnp.einsum(spec, a, b, preferred_element_type=dtype)
 
 
-def _first(gate, up, i):
-  """[D, 2F]: both matrices that read the token."""
-  return jnp.concatenate([_slice(gate, i), _slice(up, i)], axis=1)
+def _outer(a, b):
+  """aᵀ·b, transposed apart: XLA's matmuls are fastest with contiguous operands."""
+  return _dot('db,bf->df', jax.lax.optimization_barrier(a.T), b)
 
 
-def _shares(weights, tiles):
-  """[R]: the weight of each row; 0 where there is none."""
-  return jnp.append(weights.reshape(-1), 0)[_flat(tiles)]
+def _gate_up(inputs: _Inputs, i):
+  """[D, 2F]: the two matrices that are multiplied by the token."""
+  return jnp.concatenate([_item(inputs.gate, i), _item(inputs.up, i)], axis=1)
 
 
-def _forward(x, weights, gate, up, down, tiles):
+def _forward(inputs: _Inputs, tiles):
   """out [T, D] and, for the backward pass, x·[gate, up] [R, 2F]."""
-  hidden, share = gate.shape[2], _shares(weights, tiles)
+  x, hidden = inputs.x, inputs.gate.shape[2]
+  row_weights = _row_weights(inputs.weights, tiles)
 
-  def tile(at, e, tokens, state):
+  def body(first, e, tokens, state):
     out, middle = state
-    both = _dot('bd,df->bf', _take(x, tokens), _first(gate, up, e))
+    both = _dot('bd,df->bf', _gather(x, tokens), _gate_up(inputs, e))
     both = both.astype(x.dtype)
     h = jax.nn.silu(both[:, :hidden]) * both[:, hidden:]
-    y = _dot('bf,fd->bd', h, _slice(down, e)) * _rows(share, at, len(tokens))[:, None]
-    return _sum(out, y, tokens), _put(middle, both, at)
+    w = _get_rows(row_weights, first, len(tokens))[:, None]
+    y = _dot('bf,fd->bd', h, _item(inputs.down, e)) * w
+    return _scatter_add(out, y, tokens), _set_rows(middle, both, first)
 
   out = jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-  middle = jnp.zeros((len(share), 2 * hidden), x.dtype)
-  out, middle = _each(tiles, tile, (out, middle))
+  middle = jnp.zeros((len(row_weights), 2 * hidden), x.dtype)
+  out, middle = _over_tiles(tiles, body, (out, middle))
   return out.astype(x.dtype), middle
 
 
-def _backward(x, weights, gate, up, down, tiles, middle, d_out):
-  """Cotangents of x, weights, gate, up, down."""
-  hidden, share = gate.shape[2], _shares(weights, tiles)
+def _backward(inputs: _Inputs, tiles, middle, d_out) -> _Inputs:
+  """Cotangents of the inputs."""
+  x, weights, _, _, down = inputs
+  hidden, row_weights = inputs.gate.shape[2], _row_weights(weights, tiles)
   dtype = jnp.promote_types(x.dtype, jnp.float32)
 
-  def tile(at, e, tokens, state):
-    d_x, d_share, d_gate, d_up, d_down = state
+  def body(first, e, tokens, state):
+    d_x, d_row_weights, d_gate, d_up, d_down = state
     b = len(tokens)
-    d_y, w = _take(d_out, tokens), _rows(share, at, b).astype(dtype)[:, None]
-    d_h = _dot('bd,fd->bf', d_y, _slice(down, e))  # not yet times w
-    both = _rows(middle, at, b).astype(dtype)
+    d_y, w = _gather(d_out, tokens), _get_rows(row_weights, first, b)
+    w = w.astype(dtype)[:, None]
+    d_h = _dot('bd,fd->bf', d_y, _item(down, e))  # not yet times w
+    both = _get_rows(middle, first, b).astype(dtype)
     g, u = both[:, :hidden], both[:, hidden:]
     s = jax.nn.sigmoid(g)
     h = g * s * u
@@ -169,47 +197,35 @@ def _backward(x, weights, gate, up, down, tiles, middle, d_out):
     d_h = d_h * w
     d_g = d_h * u * (s + g * s * (1 - s))
     d_both = jnp.concatenate([d_g, d_h * g * s], axis=1).astype(x.dtype)
-    d_first = _outer(_take(x, tokens), d_both)
-    d_gate = _add(d_gate, d_first[:, :hidden], e)
-    d_up = _add(d_up, d_first[:, hidden:], e)
-    d_down = _add(d_down, _outer((h * w).astype(x.dtype), d_y), e)
-    d_x = _sum(d_x, _dot('bf,df->bd', d_both, _first(gate, up, e)), tokens)
-    return d_x, _put(d_share, d_w, at), d_gate, d_up, d_down
+    d_gate_up = _outer(_gather(x, tokens), d_both)
+    d_gate = _add_item(d_gate, d_gate_up[:, :hidden], e)
+    d_up = _add_item(d_up, d_gate_up[:, hidden:], e)
+    d_down = _add_item(d_down, _outer((h * w).astype(x.dtype), d_y), e)
+    update = _dot('bf,df->bd', d_both, _gate_up(inputs, e))
+    d_x = _scatter_add(d_x, update, tokens)
+    return d_x, _set_rows(d_row_weights, d_w, first), d_gate, d_up, d_down
 
-  shapes = x.shape, share.shape, gate.shape, up.shape, down.shape
-  state = tuple(jnp.zeros(shape, dtype) for shape in shapes)
-  d_x, d_share, *d_kernels = _each(tiles, tile, state)
-  d_weights = jnp.zeros(weights.size + 1, dtype).at[_flat(tiles)].set(d_share)
-  grads = d_x, d_weights[:-1].reshape(weights.shape), *d_kernels
-  inputs = x, weights, gate, up, down
-  return tuple(g.astype(like.dtype) for g, like in zip(grads, inputs, strict=True))
-
-
-def _outer(a, b):
-  """aᵀ·b. XLA's matmuls are fastest with operands as they lie: a is turned apart."""
-  return _dot('db,bf->df', jax.lax.optimization_barrier(a.T), b)
-
-
-def _sum(x, value, at):
-  return x.at[at].add(value, mode='promise_in_bounds')
-
-
-def _add(x, value, i):
-  return jax.lax.dynamic_update_index_in_dim(x, _slice(x, i) + value, i, 0)
+  sums = [jnp.zeros(a.shape, dtype) for a in inputs]
+  sums[1] = jnp.zeros(row_weights.shape, dtype)
+  d_x, d_row_weights, *d_matrices = _over_tiles(tiles, body, tuple(sums))
+  d_weights = jnp.zeros(weights.size + 1, dtype)
+  d_weights = d_weights.at[_row_assignments(tiles)].set(d_row_weights)
+  grads = d_x, d_weights[:-1].reshape(weights.shape), *d_matrices
+  return _Inputs(*(g.astype(a.dtype) for g, a in zip(grads, inputs, strict=True)))
 
 
 @jax.custom_vjp
-def _experts(x, weights, gate, up, down, tiles):
-  return _forward(x, weights, gate, up, down, tiles)[0]
+def _experts(inputs: _Inputs, tiles):
+  return _forward(inputs, tiles)[0]
 
 
-def _fwd(*arrays):
-  out, middle = _forward(*arrays)
-  return out, (*arrays, middle)
+def _fwd(inputs, tiles):
+  out, middle = _forward(inputs, tiles)
+  return out, (inputs, tiles, middle)
 
 
 def _bwd(residuals, d_out):
-  return *_backward(*residuals, d_out), None
+  return _backward(*residuals, d_out), None
 
 
 _experts.defvjp(_fwd, _bwd)
@@ -217,4 +233,5 @@ _experts.defvjp(_fwd, _bwd)
 
 def experts(x, ids, weights, gate, up, down):
   """Same contract as `experts.apply`."""
-  return _experts(x, weights, gate, up, down, _tiles(ids, gate.shape[0]))
+  inputs = _Inputs(x, weights, gate, up, down)
+  return _experts(inputs, _make_tiles(ids, gate.shape[0]))

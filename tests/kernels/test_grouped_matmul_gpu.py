@@ -31,7 +31,7 @@ def interpreted(monkeypatch):
 
 
 def check(lhs, rhs, sizes, weight, tolerance=1e-5):
-  """Whatever stands in rows past the sum."""
+  """With NaN in rows past the sum."""
   want = by_hand(lhs, rhs, sizes, weight)
   live = sum(sizes)
   lhs, weight = (x.at[live:].set(jnp.nan) for x in (lhs, weight))
@@ -63,7 +63,7 @@ def test_random_sizes(data):
 @given(data=st.data())
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_tiles_cover_each_row_once(data):
-  """Each row lies in one tile, of its own group; the table is never too short."""
+  """Each row is in one tile, of its own group; the table is never too short."""
   cuts = data.draw(st.lists(st.integers(0, ROWS), min_size=9, max_size=9))
   sizes = np.diff(sorted([0, *cuts]))
   table = gpu.tiles(jnp.array(sizes, jnp.int32), ROWS, 8)
@@ -105,8 +105,8 @@ def test_lowers_for_cuda(monkeypatch, dtype, x64, kernels):
     assert cuda.lowered(run, *arrays).count(cuda.CALL) == kernels
 
 
-def test_refusal():
-  """A dtype that the kernels do not take is named."""
+def test_unsupported():
+  """The error names a dtype that the kernels do not support."""
   lhs, rhs, _ = tensors(0)
   with pytest.raises(ValueError, match='int8.*must both be bf16'):
     grouped_matmul.matmul(

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from m2jax.kernels import grouped_matmul
 from m2jax.kernels.grouped_matmul import tpu
-from m2jax.kernels.grouped_matmul.visits import visits
+from m2jax.kernels.grouped_matmul.block_pairs import block_pairs
 from tests.kernels.test_grouped_matmul import SIZES, by_hand, tensors, value_and_grads
 
 ROWS, GROUPS = 75, 5  # five tiles of 16 rows, the last cut short
@@ -106,14 +106,14 @@ def test_blocks_cut_short():
 
 @given(data=st.data())
 @settings(max_examples=12, **SAME)
-def test_visits(data):
-  """Against every pair of a tile and a group: each pair that shares a row is visited
-  once, each tile or group at all, in order, and nothing else: the cost is what has to
-  be done, however many groups there are."""
+def test_block_pairs(data):
+  """Against every pair of a tile and a group: each pair that shares a row is listed
+  once, each tile or group at least once, in order, and nothing else: the cost does not
+  depend on the number of groups."""
   cuts = data.draw(st.lists(st.integers(0, ROWS), min_size=9, max_size=9))
   sizes = np.diff(sorted([0, *cuts]))
   by_group = data.draw(st.booleans())
-  table, count = visits(jnp.array(sizes, jnp.int32), ROWS, 8, by_group)
+  table, count = block_pairs(jnp.array(sizes, jnp.int32), ROWS, 8, by_group)
   tiles, groups = (np.asarray(x)[: int(count)] for x in table[:2])
   assert len(table.tile) >= count
   assert np.all(np.diff(tiles) >= 0) and np.all(np.diff(groups) >= 0)
@@ -194,8 +194,8 @@ def test_default_is_the_platforms(monkeypatch):
     assert 'tpu_custom_call' not in lowered('tpu', jnp.float64)
 
 
-def test_refusal():
-  """A dtype that the kernels do not take is named."""
+def test_unsupported():
+  """The error names a dtype that the kernels do not support."""
   lhs, rhs, _ = tensors(0)
   with pytest.raises(ValueError, match='float16.*must both be bfloat16'):
     grouped_matmul.matmul(

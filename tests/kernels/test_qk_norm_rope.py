@@ -210,7 +210,7 @@ def test_default_is_the_platforms(split):
   assert 'tpu_custom_call' not in lowered('tpu', dim=64)
 
 
-def test_refusals():
+def test_unsupported():
   """What cannot be computed is named."""
   x, scale, cos, sin, _ = tensors(9, dim=8)
   run = functools.partial(qk_norm_rope.norm_rope, x, scale, cos, sin, eps=EPS)

@@ -18,7 +18,7 @@ from m2jax.kernels import tree_attention
 from m2jax.kernels.tree_attention import Visibility, cpu, reference
 
 BLOCK = 128  # what odd sizes are odd to: queries and keys of a visit on a CPU
-LONG = 1025  # keys from which on its visits are longer
+LONG = 1025  # keys from which on its steps are longer
 
 
 def random_forest(rng, rows: int, length: int):
@@ -306,14 +306,14 @@ def test_shift_is_each_querys_own():
 
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=10)
-def test_visits_hold_what_is_seen(seed):
+def test_plan_lists_what_is_seen(seed):
   """The blocks of keys gathered for a block of queries are those of which it sees
-  something, each once, and the last of its visits alone is not full."""
+  something, each once, and only the last of its steps is not full."""
   rng = np.random.default_rng(seed)
-  rows, length, block_q, b, at_once = 2, 512, 64, 16, 3
+  rows, length, block_q, b, step_blocks = 2, 512, 64, 16, 3
   _, end, _ = random_forest(rng, rows, length)
   per_row = length // b
-  static = cpu._Static(rows, block_q, b, per_row, at_once)
+  static = cpu._Static(rows, block_q, b, per_row, step_blocks)
   index = Visibility(end).complete(length)
   plan = cpu._plan(static, index, group=1)
   seen = np.asarray(reference.visible(index))

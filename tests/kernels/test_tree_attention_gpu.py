@@ -105,8 +105,8 @@ def test_lowers_for_cuda(monkeypatch, dtype, x64, kernels):
     assert cuda.lowered(run, q, kv, kv, q, end).count(cuda.CALL) == kernels
 
 
-def test_refusals():
-  """What the kernel does not take is named."""
+def test_unsupported():
+  """The error names what the kernel does not support."""
   end = jnp.full((1, 4), 4)
   for shape, dtype, match in (
     ((1, 4, 2, 8), jnp.int8, 'int8.*must all be bf16'),

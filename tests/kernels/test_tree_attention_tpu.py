@@ -1,5 +1,5 @@
 """The TPU kernel of forest attention, interpreted on the CPU with small blocks: values
-and gradients against the reference, what it visits, and what it lowers to (law 7)."""
+and gradients against the reference, its block pairs, and what it lowers to (law 7)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from m2jax.kernels import tree_attention
 from m2jax.kernels.tree_attention import Visibility, reference, tpu
-from m2jax.kernels.tree_attention.visits import WHOLE, block_kinds, visits
+from m2jax.kernels.tree_attention.block_pairs import FULL, block_kinds, block_pairs
 from tests.kernels.test_tree_attention import arrays, random_forest, value_and_grads
 
 BLOCK = 16
@@ -72,7 +72,7 @@ def index_of(end, **more):
     return jnp.array(x.reshape(1, -1), jnp.int32)
 
   index = Visibility(end, sinks=2, **more).complete(LENGTH).map(padded, padded)
-  static = tpu._Static(
+  static = tpu.Static(
     scale=1.0,
     rows=ROWS,
     kv_heads=KV_HEADS,
@@ -176,10 +176,10 @@ def test_unseen_blocks_are_not_read():
 
 @given(data=st.data())
 @settings(max_examples=12, **SAME)
-def test_kinds_are_sound_and_visits_are_what_they_say(data):
-  """Against the mask of every pair, for any integers: nothing seen is lost, a whole
-  block is whole, and the table names each visit once, sorted, and each block at all.
-  On chains the kinds are exact."""
+def test_kinds_and_block_pairs(data):
+  """Against the mask of every pair, for any integers: nothing seen is lost, a FULL pair
+  is full, and the table lists each pair once, sorted, and each block at least once. On
+  chains the kinds are exact."""
   rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
   more = {}
   if data.draw(st.booleans()):
@@ -202,11 +202,11 @@ def test_kinds_are_sound_and_visits_are_what_they_say(data):
   seen = np.asarray(seen).reshape(ROWS, m, BLOCK, n, BLOCK)
   some, every = seen.any((2, 4)), seen.all((2, 4))
   assert np.all(kinds[some] > 0)
-  assert np.all(every[kinds == WHOLE])
+  assert np.all(every[kinds == FULL])
   if exact:
     np.testing.assert_array_equal(kinds, some.astype(int) + every)
   for by in (kinds, kinds.swapaxes(1, 2)):
-    table, count = visits(jnp.array(by))
+    table, count = block_pairs(jnp.array(by))
     entries = np.asarray(table)[: int(count)]
     assert np.all(np.diff(entries) > 0)
     block, partner, kind = entries >> 16, entries >> 2 & (2**14 - 1), entries & 3
@@ -222,7 +222,7 @@ def test_more_rows_than_a_table_holds(monkeypatch):
   inputs = tensors(np.random.default_rng(6))
   end = random_forest(np.random.default_rng(6), ROWS, LENGTH)[1]
   want = value_and_grads(*inputs, end, implementation='tpu')
-  monkeypatch.setattr(tpu, '_TABLE', 30)
+  monkeypatch.setattr(tpu, '_MOST_PAIRS', 30)
   assert tpu._rows_together(ROWS, 5, 5) == 1
   assert tpu._rows_together(ROWS, 6, 6) == 0
   got = unmemoised()(*inputs, end, implementation='tpu')
@@ -273,8 +273,8 @@ def test_simulated(monkeypatch):
   for a, b in zip(got, want, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
   # query blocks 0, 1, 2 see 1, 1, 2 key blocks; key blocks are seen by 1, 2, 1
-  visited = [(head, visit) for head in range(KV_HEADS) for visit in range(4)]
-  assert sorted(steps) == sorted(3 * visited)
+  pairs = [(head, pair) for head in range(KV_HEADS) for pair in range(4)]
+  assert sorted(steps) == sorted(3 * pairs)
 
 
 @pytest.mark.long
@@ -341,9 +341,8 @@ def test_default_is_the_platforms(monkeypatch):
     assert 'tpu_custom_call' not in lowered('tpu', jnp.float64)
 
 
-def test_refusals():
-  """What the kernel does not take is named, with what to do; no block is too many for
-  the default."""
+def test_unsupported():
+  """The error names what the kernel does not support, and what to do."""
   q = jnp.zeros((1, 4, 2, 4), jnp.float16)
   end = jnp.full((1, 4), 4)
   with pytest.raises(ValueError, match='float16.*must all be bfloat16'):

@@ -121,7 +121,7 @@ _WORKER = """
 import json, sys
 from tests.sharding import mesh_worker
 for name, mesh, changes in json.loads(sys.argv[1]):
-  mesh_worker.CASES[name] = mesh_worker.Case(mesh, model=changes, path='wide')
+  mesh_worker.CASES[name] = mesh_worker.Case(mesh, model=changes, experts='tiled')
 mesh_worker.main([case[0] for case in json.loads(sys.argv[1])])
 """
 

@@ -6,7 +6,6 @@ A line has the largest relative error of any gradient, metric or load against on
 device, and the collectives of the compiled program as [operation, [shape, …]].
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -44,22 +43,22 @@ ROWS = 8
 @dataclasses.dataclass(frozen=True)
 class Case:
   """A mesh, how tokens reach experts, what is unusual about the model, and how experts
-  are computed: many as on TPU ('grouped') or as on CPU ('tiled'), or few ('wide')."""
+  are computed: as on TPU and GPU ('grouped') or as on CPU ('tiled')."""
 
   mesh: dict[str, Any]
   dispatch: str | None = None
   model: dict[str, Any] = dataclasses.field(default_factory=dict)
-  path: str = 'grouped'
+  experts: str = 'grouped'
 
 
 CASES = {
-  'data': Case(dict(data=8, rules='data'), path='wide'),
+  'data': Case(dict(data=8, rules='data'), experts='tiled'),
   'fsdp': Case(dict(fsdp=4)),
-  'tensor': Case(dict(tensor=4), path='wide'),
-  'context': Case(dict(context=4), path='wide'),
+  'tensor': Case(dict(tensor=4), experts='tiled'),
+  'context': Case(dict(context=4), experts='tiled'),
   'expert': Case(dict(expert=4), 'padded'),
   'expert, gathered': Case(dict(expert=4), 'gather'),
-  'three': Case(dict(context=2, expert=2, tensor=2), path='tiled'),
+  'three': Case(dict(context=2, expert=2, tensor=2), experts='tiled'),
   # the rest is long
   'data fsdp': Case(dict(data=2, fsdp=4)),
   'data expert': Case(dict(data=2, expert=2), 'padded'),
@@ -67,7 +66,7 @@ CASES = {
   'data context': Case(dict(data=2, context=4)),
   'fsdp expert': Case(dict(fsdp=2, expert=4), 'padded'),
   'fsdp tensor': Case(dict(fsdp=4, tensor=2)),
-  'fsdp context': Case(dict(fsdp=2, context=4), path='tiled'),
+  'fsdp context': Case(dict(fsdp=2, context=4), experts='tiled'),
   'expert tensor': Case(dict(expert=2, tensor=4), 'padded'),
   'expert context': Case(dict(expert=4, context=2), 'padded'),
   'tensor context': Case(dict(tensor=2, context=4)),
@@ -153,18 +152,6 @@ def group_size(groups: str) -> int:
   return len(numbers) if groups.startswith('{') else int(numbers[-1])
 
 
-@contextlib.contextmanager
-def computing(path: str):
-  """Experts are computed as `Case.path` says, on a CPU."""
-  waste = 1 << 30 if path == 'wide' else -(1 << 30)
-  many = experts._grouped if path == 'grouped' else tiled.experts
-  with (
-    mock.patch.object(experts, '_WIDE_WASTE', waste),
-    mock.patch.object(tiled, 'experts', many),
-  ):
-    yield
-
-
 def run(case: Case) -> dict[str, Any]:
   cfg = small.config(**case.model)
   where = sharding.make(sharding.MeshConfig(**case.mesh))
@@ -172,7 +159,8 @@ def run(case: Case) -> dict[str, Any]:
   where = dataclasses.replace(where, rules=rules)
   where.check(cfg)
   batch, want = reference(cfg)
-  with computing(case.path):
+  run = {'grouped': experts.grouped, 'tiled': tiled.experts}[case.experts]
+  with mock.patch.object(experts, 'apply', run):
     got, hlo = outcome(cfg, where, batch)
   errors = relative_errors(got, want)
   worst = max(errors, key=errors.get)

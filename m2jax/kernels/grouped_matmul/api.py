@@ -1,14 +1,13 @@
-"""`matmul`: the implementation of the grouped matmul for the platform lowered to."""
+"""`matmul`: the grouped matmul's implementation for the platform lowered for."""
 
 from __future__ import annotations
 
 import jax
 
-from m2jax.kernels.grouped_matmul import cpu, gpu, reference, tpu
+from m2jax.kernels.grouped_matmul import gpu, reference, tpu
 
 _IMPLEMENTATIONS = {
   'reference': reference.matmul,
-  'cpu': cpu.matmul,
   'tpu': tpu.matmul,
   'gpu': gpu.matmul,
 }
@@ -27,27 +26,30 @@ def matmul(
 ) -> jax.Array:
   """Multiplies consecutive groups of rows by their own matrices.
 
+  On a CPU this is `lax.ragged_dot`, which multiplies every row by every matrix: experts
+  take `moe.tiled` there, which does not.
+
   Args:
     lhs: [T, D], rows sorted by group.
     rhs: [E, D, F].
     group_sizes: [E] int32, sum at most T.
-    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None resolves by the platform
-      lowered for, to `lax.ragged_dot` where its own does not take these tensors.
+    implementation: 'reference', 'tpu' or 'gpu'; None is that of the platform lowered
+      for, and `lax.ragged_dot` where it has none or does not support these tensors.
 
   Returns:
-    [T, F] in lhs's dtype. Rows past the sum of the sizes give 0, and no gradient.
+    [T, F] in lhs's dtype. Rows past the sum of the sizes are 0 and get no gradient.
 
   Raises:
-    ValueError: an unknown implementation, or tensors that the one named does not take.
+    ValueError: an unknown implementation, or tensors that the one named does not
+      support.
   """
   if implementation is None:
     return jax.lax.platform_dependent(
       lhs,
       rhs,
       group_sizes,
-      cpu=cpu.matmul,
-      tpu=_ragged_dot if tpu.refusal(lhs, rhs) else tpu.matmul,
-      cuda=_ragged_dot if gpu.refusal(lhs, rhs) else gpu.matmul,
+      tpu=_ragged_dot if tpu.unsupported_reason(lhs, rhs) else tpu.matmul,
+      cuda=_ragged_dot if gpu.unsupported_reason(lhs, rhs) else gpu.matmul,
       default=_ragged_dot,
     )
   if implementation not in _IMPLEMENTATIONS:

@@ -1,7 +1,8 @@
-"""Grouped matmul on GPU: Pallas Triton kernels, one program a tile of one group's rows.
+"""Grouped matmul on GPU: Pallas Triton kernels, one program per tile of one
+group's rows.
 
-Tiles begin where their group begins, so that no row is multiplied twice; a mask cuts a
-group's last tile short. There are at most T/tile + E + 1 of them, listed in a table;
+The first tile of a group begins at its first row, so that no row is multiplied twice;
+the last one is masked. There are at most T/tile + E + 1 tiles, listed in a table;
 programs past the last return at once. Rows past the sum of the sizes are a group of
 their own, which is set to 0 without being read. For the gradient of the matrices a
 program takes a block of one matrix and loops over its group's rows.
@@ -39,7 +40,7 @@ class _Tiles(NamedTuple):
 
 
 def tiles(group_sizes, rows, tile) -> _Tiles:
-  """Tiles of `tile` rows of one group each, that of the rows past the sum included."""
+  """Tiles of `tile` rows of one group each, including those of rows past the sum."""
   groups = len(group_sizes)
   ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
   bounds = jnp.concatenate(
@@ -55,24 +56,25 @@ def tiles(group_sizes, rows, tile) -> _Tiles:
   return _Tiles(jnp.where(void, rows, first), group, bounds)
 
 
-def _live(at, end):
-  """[n] bool: which indices of the slice lie before `end`."""
+def _before(at, end):
+  """[n] bool: which indices of the slice are below `end`."""
   return at.start + lax.iota(jnp.int32, at.size) < end
 
 
 def _load(ref, at, end, lead=()):
-  """The block of a matrix at two slices, 0 where they pass `end`, a pair of bounds."""
-  live = _live(at[0], end[0])[:, None] & _live(at[1], end[1])[None]
+  """The block of a matrix at a pair of slices; 0 beyond `end`, a pair of bounds."""
+  live = _before(at[0], end[0])[:, None] & _before(at[1], end[1])[None]
   return plgpu.load(ref.at[*lead, *at], mask=live, other=0)
 
 
 def _store(ref, at, end, x):
-  live = _live(at[0], end[0])[:, None] & _live(at[1], end[1])[None]
+  live = _before(at[0], end[0])[:, None] & _before(at[1], end[1])[None]
   plgpu.store(ref.at[*at], x.astype(ref.dtype), mask=live)
 
 
-def _per_row_kernel(sizes, transpose, first, group, bounds, lhs, rhs, out):
+def _per_row_kernel(sizes, transpose, *refs):
   """Grid: columns, tiles. lhs, rhs and out are whole arrays."""
+  (first, group, bounds), (lhs, rhs, out) = _Tiles(*refs[:3]), refs[3:]
   columns, parts = sizes['columns'], pl.cdiv(lhs.shape[1], sizes['inner'])
   step, rows, inner = pl.program_id(1), lhs.shape[0], lhs.shape[1]
   begin, own = first[step], group[step]
@@ -151,8 +153,8 @@ def _per_group(lhs, d_out, group_sizes, *, dtype):
 _matmul = differentiable(_per_row, _per_group)
 
 
-def refusal(lhs, rhs) -> str | None:
-  """Why the kernels do not take these tensors; None where they do."""
+def unsupported_reason(lhs, rhs) -> str | None:
+  """Why the kernels do not support these tensors; None where they do."""
   if lhs.dtype != rhs.dtype or lhs.dtype not in _DTYPES:
     return f'{lhs.dtype}, {rhs.dtype}: must both be bf16, both fp16 or both fp32'
   return None
@@ -162,10 +164,10 @@ def matmul(lhs, rhs, group_sizes):
   """Same contract as `reference.matmul`.
 
   Raises:
-    ValueError: what `refusal` says: not both of one of the dtypes bfloat16, float16 and
-      float32.
+    ValueError: `unsupported_reason`: tensors that are not both bfloat16, both float16
+      or both float32.
   """
-  if reason := refusal(lhs, rhs):
+  if reason := unsupported_reason(lhs, rhs):
     raise ValueError(f'matmul on GPU: {reason}')
   if not len(lhs):
     return jnp.zeros((0, rhs.shape[2]), lhs.dtype)

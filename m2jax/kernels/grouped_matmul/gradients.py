@@ -1,4 +1,4 @@
-"""The gradient rule that the kernels of TPU and GPU share.
+"""The gradient rule shared by the TPU and GPU kernels.
 
 Axes: T rows sorted by group, E groups, D in, F out.
 """

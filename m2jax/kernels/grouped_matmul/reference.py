@@ -1,4 +1,4 @@
-"""Grouped matmul in plain jnp: every row times every expert, then a choice.
+"""Grouped matmul in plain jnp: every row times every matrix, then a selection.
 
 Axes: T rows sorted by group, E groups, D in, F out.
 """
@@ -18,7 +18,7 @@ def matmul(lhs, rhs, group_sizes):
   """lhs [T, D], rhs [E, D, F], group_sizes [E] → [T, F]; rows past the sum give 0."""
   dtype = jnp.promote_types(lhs.dtype, jnp.float32)
   ids = group_ids(group_sizes, lhs.shape[0])
-  # where, not a product: a row past the sum may be anything, even not a number
+  # where, not a product: rows past the sum may hold NaN
   lhs = jnp.where((ids < rhs.shape[0])[:, None], lhs, 0)
   every = jnp.einsum('td,edf->tef', lhs, rhs, preferred_element_type=dtype)
   chosen = ids[:, None] == jnp.arange(rhs.shape[0])

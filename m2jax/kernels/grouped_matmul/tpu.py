@@ -1,12 +1,13 @@
-"""Grouped matmul on TPU: Pallas Mosaic kernels that walk over tiles of rows by group.
+"""Grouped matmul on TPU: Pallas Mosaic kernels over pairs of a row tile and a group.
 
-Rows are cut into tiles. A visit is a tile and a group with rows in it; there are at
-most T/tile + E visits, listed in a table in scalar memory, and the grid is as long as
-the list. A tile's visits follow each other and add their rows into one accumulator; a
-group's visits do too, which gives the gradient of its matrix, and in between a block of
-a matrix stays in VMEM. A tile is multiplied in chunks of rows; chunks without a row of
-the group are skipped. Every other row of a product is masked, so that nothing that
-stands past the sum of the sizes, or in another group's matrix, is ever seen.
+Rows are cut into tiles. A block pair is a tile and a group that has rows in it; there
+are at most T/tile + E pairs, listed in a table in scalar memory, and the grid is as
+long as the list. The pairs of a tile are consecutive and add their rows to one
+accumulator; so are the pairs of a group, whose sum is the gradient of its matrix, and
+the matrix block stays in VMEM from one pair to the next. A tile is multiplied in chunks
+of rows; chunks without a row of the group are skipped. Rows of other groups, and rows
+past the sum of the sizes, are masked in every product, so that their values do not
+matter.
 
 Axes: T rows sorted by group, E groups, D in, F out.
 """
@@ -14,6 +15,8 @@ Axes: T rows sorted by group, E groups, D in, F out.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from m2jax.kernels import block_sizes, pallas
+from m2jax.kernels.grouped_matmul.block_pairs import BlockPairs, block_pairs
 from m2jax.kernels.grouped_matmul.gradients import differentiable
-from m2jax.kernels.grouped_matmul.visits import Visits, visits
 
 _LANES = 128
 _DTYPES = (jnp.bfloat16, jnp.float32)
-_TABLE = 128 * 1024  # visits, at most: two tables of 512 KiB of scalar memory
+_MOST_PAIRS = 128 * 1024  # two tables of 512 KiB of scalar memory
 
 
 def _sizes(dtype) -> dict[str, int]:
@@ -37,8 +40,8 @@ def _sizes(dtype) -> dict[str, int]:
   return {name: n // 2 if name in halved else n for name, n in sizes.items()}
 
 
-def _each_chunk(table: Visits, step, tile, chunk, body):
-  """`body(rows of the tile, mask [chunk, 1])` for chunks with a row of this visit."""
+def _each_chunk(table: BlockPairs, step, tile, chunk, body):
+  """`body(rows of the tile, mask [chunk, 1])` for chunks with a row of this pair."""
   group = table.group[step]
   begin, end = table.bounds[group], table.bounds[group + 1]
   for at in range(0, tile, chunk):
@@ -52,8 +55,8 @@ def _each_chunk(table: Visits, step, tile, chunk, body):
 
 
 def _per_row_kernel(tile, chunk, axis, *refs):
-  """Grid: columns, visits, parts of the contracted side."""
-  table, (lhs, rhs, out, acc) = Visits(*refs[:3]), refs[3:]
+  """Grid: columns, block pairs, parts of the contracted side."""
+  table, (lhs, rhs, out, acc) = BlockPairs(*refs[:3]), refs[3:]
   step, part = pl.program_id(1), pl.program_id(2)
   first, last = pallas.edges(table.tile, step, pl.num_programs(1))
 
@@ -72,8 +75,8 @@ def _per_row_kernel(tile, chunk, axis, *refs):
 
 
 def _per_group_kernel(tile, chunk, *refs):
-  """Grid: parts of D, parts of F, visits."""
-  table, (lhs, d_out, d_rhs, acc) = Visits(*refs[:3]), refs[3:]
+  """Grid: parts of D, parts of F, block pairs."""
+  table, (lhs, d_out, d_rhs, acc) = BlockPairs(*refs[:3]), refs[3:]
   step = pl.program_id(2)
   first, last = pallas.edges(table.group, step, pl.num_programs(2))
 
@@ -93,8 +96,11 @@ def _per_group_kernel(tile, chunk, *refs):
 
 
 def _part(size, most):
-  """Columns of a block: all, else a divisor of `size` in even number, as two cores
-  share them, else any divisor; else `most`, and the last block is cut short."""
+  """Columns of a block, at most `most`.
+
+  The whole side if it fits; else a divisor of `size` with an even quotient, for two
+  cores, or any divisor; else `most`, and the last block is partial.
+  """
   if size <= most:
     return size
   parts = range(most, 0, -_LANES)
@@ -106,26 +112,41 @@ def _row_tile(rows, most):
   return rows if rows < _LANES else min(most, rows // _LANES * _LANES)
 
 
-def _call(kernel, name, grid, order, table, inputs, in_specs, out, out_spec, flops):
-  size = sum(x.size * x.dtype.itemsize for x in (*inputs, out))
-  block = [n for n in out_spec.block_shape if n is not None]
+class _Grid(NamedTuple):
+  sizes: tuple[int | jax.Array, ...]
+  semantics: tuple[str, ...]  # of each axis: 'parallel' or 'arbitrary'
+
+
+def _call(
+  kernel: Callable,
+  name: str,
+  grid: _Grid,
+  table: BlockPairs,
+  inputs: list[pallas.Blocked],
+  out: pallas.Blocked,
+  flops: int,
+):
+  """Runs a kernel with an fp32 accumulator of the shape of an output block."""
+  arrays = [x.array for x in inputs]
+  size = sum(x.size * x.dtype.itemsize for x in (*arrays, out.array))
+  block = [n for n in out.spec.block_shape if n is not None]
   return pl.pallas_call(
     kernel,
-    out_shape=out,
+    out_shape=out.array,
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=3,
-      grid=grid,
-      in_specs=in_specs,
-      out_specs=out_spec,
+      num_scalar_prefetch=len(table),
+      grid=grid.sizes,
+      in_specs=[x.spec for x in inputs],
+      out_specs=out.spec,
       scratch_shapes=[pltpu.VMEM(block, jnp.float32)],
     ),
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=order,
-      vmem_limit_bytes=_sizes(out.dtype)['vmem_bytes'],
+      dimension_semantics=grid.semantics,
+      vmem_limit_bytes=_sizes(out.array.dtype)['vmem_bytes'],
     ),
     cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=size),
     name=f'grouped_matmul_{name}',
-  )(*table, *inputs)
+  )(*table, *arrays)
 
 
 @functools.partial(jax.jit, static_argnames='transpose')
@@ -134,7 +155,7 @@ def _per_row(lhs, rhs, group_sizes, *, transpose):
   inner, outer = rhs.shape[1:][::-1] if transpose else rhs.shape[1:]
   sizes = _sizes(lhs.dtype)
   tile = _row_tile(len(lhs), sizes['rows'])
-  table, count = visits(group_sizes, len(lhs), tile, by_group=False)
+  table, count = block_pairs(group_sizes, len(lhs), tile, by_group=False)
   columns, part = _part(outer, sizes['columns']), _part(inner, sizes['inner'])
 
   def lhs_at(c, t, p, tiles, groups, bounds):
@@ -144,21 +165,23 @@ def _per_row(lhs, rhs, group_sizes, *, transpose):
   def rhs_at(c, t, p, tiles, groups, bounds):
     return (groups[t], c, p) if transpose else (groups[t], p, c)
 
+  rhs_block = (None, columns, part) if transpose else (None, part, columns)
   return _call(
     functools.partial(_per_row_kernel, tile, sizes['chunk'], 1 if transpose else 0),
     'd_lhs' if transpose else 'forward',
-    (pl.cdiv(outer, columns), count, inner // part),
-    ('parallel', 'arbitrary', 'arbitrary'),
+    _Grid(
+      (pl.cdiv(outer, columns), count, inner // part),
+      ('parallel', 'arbitrary', 'arbitrary'),
+    ),
     table,
-    (lhs, rhs),
     [
-      pl.BlockSpec((tile, part), lhs_at),
-      pl.BlockSpec(
-        (None, columns, part) if transpose else (None, part, columns), rhs_at
-      ),
+      pallas.Blocked(lhs, pl.BlockSpec((tile, part), lhs_at)),
+      pallas.Blocked(rhs, pl.BlockSpec(rhs_block, rhs_at)),
     ],
-    jax.ShapeDtypeStruct((len(lhs), outer), lhs.dtype),
-    pl.BlockSpec((tile, columns), lambda c, t, p, tiles, *_: (tiles[t], c)),
+    pallas.Blocked(
+      jax.ShapeDtypeStruct((len(lhs), outer), lhs.dtype),
+      pl.BlockSpec((tile, columns), lambda c, t, p, tiles, *_: (tiles[t], c)),
+    ),
     2 * lhs.size * outer,
   )
 
@@ -168,22 +191,29 @@ def _per_group(lhs, d_out, group_sizes, *, dtype):
   """Σ over a group's rows of lhsᵀ d_out: [E, D, F]; 0 for an empty group."""
   sizes = _sizes(lhs.dtype)
   tile = _row_tile(len(lhs), sizes['rows'])
-  table, count = visits(group_sizes, len(lhs), tile, by_group=True)
+  table, count = block_pairs(group_sizes, len(lhs), tile, by_group=True)
   shape = lhs.shape[1], d_out.shape[1]
   d, f = (_part(n, sizes['d_rhs_columns']) for n in shape)
   return _call(
     functools.partial(_per_group_kernel, tile, sizes['chunk']),
     'd_rhs',
-    (pl.cdiv(shape[0], d), pl.cdiv(shape[1], f), count),
-    ('parallel', 'parallel', 'arbitrary'),
+    _Grid(
+      (pl.cdiv(shape[0], d), pl.cdiv(shape[1], f), count),
+      ('parallel', 'parallel', 'arbitrary'),
+    ),
     table,
-    (lhs, d_out),
     [
-      pl.BlockSpec((tile, d), lambda i, j, t, tiles, *_: (tiles[t], i)),
-      pl.BlockSpec((tile, f), lambda i, j, t, tiles, *_: (tiles[t], j)),
+      pallas.Blocked(
+        lhs, pl.BlockSpec((tile, d), lambda i, j, t, tiles, *_: (tiles[t], i))
+      ),
+      pallas.Blocked(
+        d_out, pl.BlockSpec((tile, f), lambda i, j, t, tiles, *_: (tiles[t], j))
+      ),
     ],
-    jax.ShapeDtypeStruct((len(group_sizes), *shape), dtype),
-    pl.BlockSpec((None, d, f), lambda i, j, t, tiles, groups, _: (groups[t], i, j)),
+    pallas.Blocked(
+      jax.ShapeDtypeStruct((len(group_sizes), *shape), dtype),
+      pl.BlockSpec((None, d, f), lambda i, j, t, tiles, groups, _: (groups[t], i, j)),
+    ),
     2 * lhs.size * shape[1],
   )
 
@@ -191,16 +221,18 @@ def _per_group(lhs, d_out, group_sizes, *, dtype):
 _matmul = differentiable(_per_row, _per_group)
 
 
-def refusal(lhs, rhs) -> str | None:
-  """Why the kernels do not take these tensors; None where they do."""
+def unsupported_reason(lhs, rhs) -> str | None:
+  """Why the kernels do not support these tensors; None where they do."""
   if lhs.dtype != rhs.dtype or lhs.dtype not in _DTYPES:
     return f'{lhs.dtype}, {rhs.dtype}: must both be bfloat16 or both float32'
   sizes = _sizes(lhs.dtype)
   for n in rhs.shape[1:]:
     if n % _part(n, sizes['inner']):
       return f'{n} columns: above {sizes["inner"]} they must be a multiple of {_LANES}'
-  if len(lhs) // sizes['rows'] + len(rhs) >= _TABLE:
-    return f'{len(lhs)} rows, {len(rhs)} groups: more visits than fit scalar memory'
+  if len(lhs) // sizes['rows'] + len(rhs) >= _MOST_PAIRS:
+    return (
+      f'{len(lhs)} rows, {len(rhs)} groups: more block pairs than fit scalar memory'
+    )
   return None
 
 
@@ -208,10 +240,10 @@ def matmul(lhs, rhs, group_sizes):
   """Same contract as `reference.matmul`.
 
   Raises:
-    ValueError: what `refusal` says: not both bfloat16 or both float32, or a side of the
-      matrices that no block divides.
+    ValueError: `unsupported_reason`: tensors that are not both bfloat16 or both
+      float32, a side of the matrices that no block divides, or too many block pairs.
   """
-  if reason := refusal(lhs, rhs):
+  if reason := unsupported_reason(lhs, rhs):
     raise ValueError(f'matmul on TPU: {reason}')
   if not len(lhs):  # a grid must have a step
     return jnp.zeros((0, rhs.shape[2]), lhs.dtype)

@@ -1,4 +1,4 @@
-"""`norm_rope`: the implementation of QK-norm and RoPE for the platform lowered to."""
+"""`norm_rope`: QK-norm and RoPE's implementation for the platform lowered for."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def norm_rope(
     eps: added to the mean square.
     variance: [T, 1], at least fp32: the mean square to divide by, where x is one
       device's share of the channels; None: that of x itself. It takes a gradient.
-    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None resolves by the platform
-      lowered for, to 'reference' where its own does not take these tensors.
+    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the platform
+      lowered for, or 'reference' where that does not support these tensors.
 
   Returns:
     [T, C] in x's dtype. The norm is computed in at least fp32 and rounded to x's dtype
@@ -47,7 +47,7 @@ def norm_rope(
 
   Raises:
     ValueError: an unknown implementation, heads that do not divide C, or tensors that
-      the implementation named does not take.
+      the implementation named does not support.
   """
   if x.shape[1] % head_dim or 2 * cos.shape[1] > head_dim:
     raise ValueError(
@@ -59,14 +59,14 @@ def norm_rope(
   arrays = (x, scale, cos, sin, variance)
   if implementation is None:
 
-    def own(module):
-      refused = module.refusal(x, head_dim, 2 * cos.shape[1])
-      return functools.partial((reference if refused else module).norm_rope, **static)
+    def supported(module):
+      reason = module.unsupported_reason(x, head_dim, 2 * cos.shape[1])
+      return functools.partial((reference if reason else module).norm_rope, **static)
 
     return jax.lax.platform_dependent(
       *arrays,
-      tpu=own(tpu),
-      cuda=own(gpu),
+      tpu=supported(tpu),
+      cuda=supported(gpu),
       default=functools.partial(reference.norm_rope, **static),
     )
   if implementation not in _IMPLEMENTATIONS:

@@ -1,17 +1,17 @@
 """QK-norm and RoPE on GPU: a Pallas Triton kernel that reads and writes x once.
 
-One program takes one token with all its channels; in the backward pass some tokens one
-after the other, for whose scale's gradient it leaves one row of partial sums. The
-partner of a rotated dim is read a second time, from cache. Formulas: see tpu.py.
+A program computes one token with all its channels; in the backward pass several tokens
+in sequence, and one row of partial sums of the scale's gradient. The partner of a
+rotated dim is read a second time, from cache. tpu.py has the formulas.
 
-Axes: T tokens, C = heads · H channels, H head dim, R rotary dim; c = C or the next
+Axes: T tokens, C = heads · H channels, H head dim, R rotary dim; c = C rounded up to a
 power of two.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ class _Lanes(NamedTuple):
   """Of each channel: [c]."""
 
   at: jax.Array
-  live: jax.Array  # is a channel, not filling
+  live: jax.Array  # a channel, not padding
   partner: jax.Array  # channel it is rotated with; itself past R
   angle: jax.Array  # column of cos and sin
   rotated: jax.Array
@@ -83,9 +83,23 @@ def _forward_kernel(static, x, scale, cos, sin, variance, out):
   plgpu.store(out.at[row, lanes.at], y.astype(out.dtype), mask=lanes.live)
 
 
-def _backward_kernel(
-  static, tokens, x, scale, cos, sin, variance, d_out, d_x, d_scale, d_variance
-):
+class _BackwardRefs(NamedTuple):
+  """Refs in the order in which Pallas passes them; whole arrays."""
+
+  x: Any  # [T, C]
+  scale: Any  # [C]
+  cos: Any  # [T, R/2]
+  sin: Any
+  variance: Any  # [T, 1] or None
+  d_out: Any  # like x
+  d_x: Any
+  d_scale: Any  # [programs, C]
+  d_variance: Any  # like variance
+
+
+def _backward_kernel(static, tokens, *refs):
+  """A program computes `tokens` tokens and their share of d_scale."""
+  x, scale, cos, sin, variance, d_out, d_x, d_scale, d_variance = _BackwardRefs(*refs)
   lanes = _lanes(static, x, cos)
   weight = plgpu.load(scale.at[lanes.at], mask=lanes.live, other=0).astype(jnp.float32)
   begin = pl.program_id(0) * tokens
@@ -151,8 +165,8 @@ def _bwd(static, arrays, d_out):
 _norm_rope.defvjp(_fwd, _bwd)
 
 
-def refusal(x, head_dim, rotary_dim) -> str | None:
-  """Why the kernel does not take these tensors; None where it does."""
+def unsupported_reason(x, head_dim, rotary_dim) -> str | None:
+  """Why the kernel does not support these tensors; None where it does."""
   del head_dim, rotary_dim
   if x.dtype not in _DTYPES:
     return f'{x.dtype}: must be bfloat16, float16 or float32'
@@ -165,10 +179,10 @@ def norm_rope(x, scale, cos, sin, variance, *, head_dim, eps):
   """Same contract as `reference.norm_rope`.
 
   Raises:
-    ValueError: what `refusal` says: none of bfloat16, float16 and float32, or more than
-      2^15 channels.
+    ValueError: `unsupported_reason`: a dtype other than bfloat16, float16 and float32,
+      or more than 2^15 channels.
   """
-  if reason := refusal(x, head_dim, 2 * cos.shape[1]):
+  if reason := unsupported_reason(x, head_dim, 2 * cos.shape[1]):
     raise ValueError(f'norm_rope on GPU: {reason}')
   cos, sin = (a.astype(jnp.float32) for a in (cos, sin))
   variance = None if variance is None else variance.astype(jnp.float32)

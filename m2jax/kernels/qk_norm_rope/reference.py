@@ -1,6 +1,6 @@
 """Flat RMSNorm and partial rotate-half RoPE in plain jnp (m2-and-forge.md §1.4.2–4).
 
-On a CPU XLA makes one pass of it: this is the CPU's implementation too.
+On a CPU XLA fuses it into one pass: this is the CPU's implementation too.
 
 Axes: T tokens, C = heads · H channels, H head dim, R rotary dim.
 """
@@ -21,5 +21,5 @@ def norm_rope(x, scale, cos, sin, variance, *, head_dim, eps):
   half = cos.shape[-1]
   cos, sin = cos[:, None], sin[:, None]
   a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
-  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1).reshape(x.shape)
+  rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1).reshape(x.shape)

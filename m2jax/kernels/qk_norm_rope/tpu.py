@@ -1,9 +1,9 @@
 """QK-norm and RoPE on TPU: a Pallas Mosaic kernel that reads and writes x once.
 
-A block is some tokens with all their channels. The partner of a rotated dim comes from
-a roll of the lanes of its head. The backward pass recomputes the norm; it halves the
-tokens between two cores, each of which leaves eight rows of partial sums of the scale's
-gradient.
+A block is a number of tokens with all their channels. The partner of a rotated dim
+comes from a roll of the lanes of its head. The backward pass recomputes the norm; its
+tokens are split over two cores, each of which writes eight rows of partial sums of the
+scale's gradient.
 
 With x̂ = r x, r = (variance + eps)^-1/2, y = scale x̂ and g = scale · rotateᵀ(d_out):
 d_x = r (g − x̂ mean(g x̂)), or r g where the variance is given, whose cotangent is
@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from m2jax.kernels import block_sizes
 
 _LANES, _SUBLANES = 128, 8
-_CORES = 2  # of a v4 or v5p chip; one core takes both shares in turn
+_CORES = 2  # of a v4 or v5p chip; a single core computes both shares in sequence
 _DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -36,7 +36,7 @@ class _Static(NamedTuple):
   half: int  # R/2
   eps: float
   tokens: int  # of a block
-  count: int  # of tokens in all
+  count: int  # of all tokens
 
 
 def _block_tokens():
@@ -54,7 +54,7 @@ def _wide(x):
 def _angles(static, table):
   """cos and sin of each lane of a head, [t, H]: 1 and 0 past R, sin < 0 before R/2.
 
-  `table` is [R, t], cos over sin: tokens lie along lanes in HBM, which pads no lane.
+  `table` is [R, t], cos above sin: with tokens along lanes no lane in HBM is padding.
   """
   cos, sin = table[: static.half], table[static.half :]
   past = static.head_dim - 2 * static.half, static.tokens
@@ -64,7 +64,7 @@ def _angles(static, table):
 
 
 def _rotate(static, x, cos, sin):
-  """x [t, H] fp32, cos and sin as `_angles` has them; -sin rotates back."""
+  """x [t, H] fp32, cos and sin as from `_angles`; -sin rotates back."""
   lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
   ahead = pltpu.roll(x, np.int32(static.head_dim - static.half), 1)
   behind = pltpu.roll(x, np.int32(static.half), 1)
@@ -120,7 +120,7 @@ def _backward_kernel(static, inputs, outs):
     dot = jnp.zeros((static.tokens, static.head_dim), jnp.float32)
     for head in _heads(static, x):
       part = d_y(head) * _wide(x[:, head]) * r
-      # tokens past the last may be anything
+      # tokens past the last are unspecified
       sums = jnp.where(row < static.count, part, 0).reshape(
         -1, _SUBLANES, static.head_dim
       )
@@ -139,13 +139,13 @@ def _backward_kernel(static, inputs, outs):
 
 
 def _call(kernel, name, static, inputs, outs, cores=1):
-  """Blocks of tokens in order, shared by cores. Arrays by what a block of them is."""
+  """Blocks of tokens in order, split over cores. Arrays by the kind of their blocks."""
   (rows, channels) = inputs['tokens'][0].shape
   blocks = pl.cdiv(rows, static.tokens)
   steps = pl.cdiv(blocks, cores)
 
   def at(c, i):
-    # a core without a last block stays at the one before, which it leaves as it is
+    # a core without a last block stays at the one before, which it does not change
     return jnp.minimum(c * steps + i, blocks - 1)
 
   specs = {
@@ -207,8 +207,8 @@ def _bwd(static, arrays, d_out):
 _norm_rope.defvjp(_fwd, _bwd)
 
 
-def refusal(x, head_dim, rotary_dim) -> str | None:
-  """Why the kernel does not take these tensors; None where it does."""
+def unsupported_reason(x, head_dim, rotary_dim) -> str | None:
+  """Why the kernel does not support these tensors; None where it does."""
   if x.dtype not in _DTYPES:
     return f'{x.dtype}: must be bfloat16 or float32'
   if head_dim % _LANES:
@@ -222,10 +222,10 @@ def norm_rope(x, scale, cos, sin, variance, *, head_dim, eps):
   """Same contract as `reference.norm_rope`.
 
   Raises:
-    ValueError: what `refusal` says: neither bfloat16 nor float32, heads that are not a
-      multiple of 128 channels, or rotary dims that are not one of 16.
+    ValueError: `unsupported_reason`: a dtype other than bfloat16 and float32, heads
+      that are not a multiple of 128 channels, or rotary dims that are not one of 16.
   """
-  if reason := refusal(x, head_dim, 2 * cos.shape[1]):
+  if reason := unsupported_reason(x, head_dim, 2 * cos.shape[1]):
     raise ValueError(f'norm_rope on TPU: {reason}')
   tokens, count = _block_tokens(), max(len(x), _block_tokens())
   pad = (0, count - len(x)), (0, 0)  # at least one block

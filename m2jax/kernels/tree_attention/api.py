@@ -1,4 +1,4 @@
-"""`attend`: picks an implementation of forest attention by the platform lowered for."""
+"""`attend`: forest attention's implementation for the platform lowered for."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def attend(
     k, v: [B, S, K, H] keys and values, N a multiple of K.
     visibility: which keys each query sees.
     scale: of the scores; None is H ** -0.5.
-    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None resolves by the platform
-      lowered for, to 'reference' where its own does not take these tensors.
+    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the platform
+      lowered for, or 'reference' where that does not support these tensors.
 
   Returns:
-    [B, Q, N, H] in q's dtype; a query that sees no key gives 0.
+    [B, Q, N, H] in q's dtype; 0 for a query that sees no key.
 
   Raises:
     ValueError: an unknown implementation, a window without positions, or tensors that
-      the implementation named does not take.
+      the implementation named does not support.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   arrays = (q, k, v, visibility.complete(q.shape[1]))
@@ -53,8 +53,8 @@ def attend(
     return jax.lax.platform_dependent(
       *arrays,
       cpu=call('cpu'),
-      tpu=call('reference' if tpu.refusal(q, k, v) else 'tpu'),
-      cuda=call('reference' if gpu.refusal(q, k, v) else 'gpu'),
+      tpu=call('reference' if tpu.unsupported_reason(q, k, v) else 'tpu'),
+      cuda=call('reference' if gpu.unsupported_reason(q, k, v) else 'gpu'),
       default=call('reference'),
     )
   if implementation not in _IMPLEMENTATIONS:

@@ -1,11 +1,10 @@
 """Forest attention on GPU: Pallas Triton kernels that visit only blocks that are seen.
 
-One program takes a block of queries of one head, or, for d_k and d_v, a block of keys
-with all the query heads that share it, and loops over the blocks it has to visit: a
-list of its own in memory, as long as the number beside it. Which pairs of blocks those
-are is decided as for TPUs, by extremes of `q_index` and `subtree_end`. The rest is
-FlashAttention (arXiv:2205.14135, 2307.08691) with weights recomputed in the backward
-pass.
+A program computes a block of queries of one head or, for d_k and d_v, a block of keys
+with all the query heads that share it, and loops over its block pairs: it has a list of
+its partners in memory, and their number. As on TPU, extremes of `q_index` and
+`subtree_end` decide which pairs of blocks are seen. The rest is FlashAttention
+(arXiv:2205.14135, 2307.08691) with weights recomputed in the backward pass.
 
 Axes: B rows, Q queries, S keys, N query heads, K key/value heads, G = N/K, H head dim;
 m, n blocks of a row; in kernels q, k tokens of a query and of a key block.
@@ -14,7 +13,8 @@ m, n blocks of a row; in kernels q, k tokens of a query and of a key block.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from m2jax.kernels import block_sizes
-from m2jax.kernels.pallas import dot
+from m2jax.kernels.pallas import Blocked, blocked, dot
+from m2jax.kernels.tree_attention.block_pairs import block_kinds
 from m2jax.kernels.tree_attention.visibility import Visibility
-from m2jax.kernels.tree_attention.visits import block_kinds
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -41,14 +41,15 @@ class _Static(NamedTuple):
 
 
 def _lists(kinds):
-  """kinds [B, m, n] → partners [B, m, n] int32, those to visit first; counts [B, m]."""
+  """kinds [B, m, n] → partners [B, m, n] int32, seen ones first; counts [B, m]."""
   seen = kinds > 0
   partners = jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32)
   return partners, jnp.sum(seen, axis=-1, dtype=jnp.int32)
 
 
-def _each_visit(partners, count, init, visit):
-  return lax.fori_loop(0, count[...], lambda t, x: visit(partners[t], x), init)
+def _over_partners(partners, count, add, init):
+  """add(partner id, carry) → carry over this program's block pairs."""
+  return lax.fori_loop(0, count[...], lambda t, x: add(partners[t], x), init)
 
 
 def _seen(static: _Static, q_at, k_id, index: Visibility):
@@ -68,12 +69,26 @@ def _scores(static: _Static, q, k, seen):
   return jnp.where(seen, dot(q, k, 1, 1) * static.scale, -jnp.inf)
 
 
-def _forward_kernel(static, index, partners, count, q, k, v, out, lse):
-  """q, out [q, H] and lse [q] of a block, k, v [S, H] of a head."""
+class _ForwardRefs(NamedTuple):
+  """Refs in the order in which Pallas passes them."""
+
+  index: Visibility  # of whole rows
+  partners: Any  # [n] ids of key blocks
+  count: Any  # of them that are seen
+  q: Any  # [q, H]
+  k: Any  # [S, H]
+  v: Any
+  out: Any  # like q
+  lse: Any  # [q]
+
+
+def _forward_kernel(static: _Static, *refs):
+  """A block of queries of one head: an online softmax."""
+  index, partners, count, q, k, v, out, lse = _ForwardRefs(*refs)
   q_at = pl.ds(pl.program_id(1) * static.block_q, static.block_q)
   queries = q[...]
 
-  def visit(k_id, carry):
+  def add(k_id, carry):
     top, total, acc = carry
     keys = pl.ds(k_id * static.block_k, static.block_k)
     scores = _scores(static, queries, k[keys], _seen(static, q_at, k_id, index))
@@ -87,7 +102,7 @@ def _forward_kernel(static, index, partners, count, q, k, v, out, lse):
 
   none = jnp.full(static.block_q, -jnp.inf, jnp.float32)
   init = none, jnp.zeros_like(none), jnp.zeros(queries.shape, jnp.float32)
-  top, total, acc = _each_visit(partners, count, init, visit)
+  top, total, acc = _over_partners(partners, count, add, init)
   # +inf where a query saw nothing: its weights recompute to exactly 0
   some = total > 0
   divisor = jnp.where(some, total, 1.0)
@@ -101,28 +116,46 @@ def _d_scores(static, q, k, v, d_out, lse, delta, seen):
   return weights, weights * (dot(d_out, v, 1, 1) - delta[:, None])
 
 
-def _d_q_kernel(static, index, partners, count, q, k, v, d_out, lse, delta, d_q):
-  """Blocks as in the forward kernel; lse, delta [q]."""
+class _BackwardRefs(NamedTuple):
+  """Refs in the order in which Pallas passes them, without the outputs."""
+
+  index: Visibility  # of whole rows
+  partners: Any
+  count: Any
+  q: Any
+  k: Any
+  v: Any
+  d_out: Any  # like q
+  lse: Any
+  delta: Any  # like lse
+
+
+def _d_q_kernel(static: _Static, *refs):
+  """A block of queries of one head; shapes as in `_ForwardRefs`."""
+  (*refs, d_q) = refs
+  index, partners, count, q, k, v, d_out, lse, delta = _BackwardRefs(*refs)
   q_at = pl.ds(pl.program_id(1) * static.block_q, static.block_q)
   fixed = d_out[...], lse[...], delta[...]
   queries = q[...]
 
-  def visit(k_id, acc):
+  def add(k_id, acc):
     keys = pl.ds(k_id * static.block_k, static.block_k)
     seen = _seen(static, q_at, k_id, index)
     _, d_scores = _d_scores(static, queries, k[keys], v[keys], *fixed, seen)
     return acc + dot(d_scores.astype(k.dtype), k[keys], 1, 0)
 
-  acc = _each_visit(partners, count, jnp.zeros(queries.shape, jnp.float32), visit)
+  acc = _over_partners(partners, count, add, jnp.zeros(queries.shape, jnp.float32))
   d_q[...] = (acc * static.scale).astype(d_q.dtype)
 
 
-def _d_kv_kernel(static, index, partners, count, q, k, v, d_out, lse, delta, d_k, d_v):
+def _d_kv_kernel(static: _Static, *refs):
   """k, v [k, H] of a block, q, d_out [Q, G, H] and lse, delta [G, Q] of its group."""
+  *refs, d_k, d_v = refs
+  index, partners, count, q, k, v, d_out, lse, delta = _BackwardRefs(*refs)
   k_id = pl.program_id(1)
   keys, values = k[...], v[...]
 
-  def visit(q_id, carry):
+  def add(q_id, carry):
     q_at = pl.ds(q_id * static.block_q, static.block_q)
     seen = _seen(static, q_at, k_id, index)
 
@@ -138,7 +171,7 @@ def _d_kv_kernel(static, index, partners, count, q, k, v, d_out, lse, delta, d_k
     return lax.fori_loop(0, static.group, head, carry)
 
   zeros = jnp.zeros(keys.shape, jnp.float32)
-  acc_k, acc_v = _each_visit(partners, count, (zeros, zeros), visit)
+  acc_k, acc_v = _over_partners(partners, count, add, (zeros, zeros))
   d_k[...] = (acc_k * static.scale).astype(d_k.dtype)
   d_v[...] = acc_v.astype(d_v.dtype)
 
@@ -163,20 +196,29 @@ def _specs(index: Visibility, partners):
   )
 
 
-def _call(kernel, static, index, kinds, heads, tensors, specs, outs, out_specs):
+def _call(
+  kernel: Callable,
+  static: _Static,
+  index: Visibility,
+  kinds: jax.Array,
+  heads: int,
+  tensors: list[Blocked],
+  outs: list[Blocked],
+):
+  """One kernel over heads x blocks of a row x rows; `kinds` by the kernel's blocks."""
   sizes = block_sizes.get('gpu', 'tree_attention')
   partners, count = _lists(kinds)
   return pl.pallas_call(
     functools.partial(kernel, static),
     grid=(heads, kinds.shape[1], static.rows),
-    in_specs=[*_specs(index, partners), *specs],
-    out_specs=out_specs,
-    out_shape=outs,
+    in_specs=[*_specs(index, partners), *(x.spec for x in tensors)],
+    out_specs=[x.spec for x in outs],
+    out_shape=[x.array for x in outs],
     compiler_params=plgpu.CompilerParams(
       num_warps=sizes['warps'], num_stages=sizes['stages']
     ),
-    name=f'tree_attention{kernel.__name__[:-7]}',
-  )(index, partners, count, *tensors)
+    name=f'tree_attention{kernel.__name__.removesuffix("_kernel")}',
+  )(index, partners, count, *(x.array for x in tensors))
 
 
 def _like(x):
@@ -184,7 +226,7 @@ def _like(x):
 
 
 def _q_specs(static: _Static, q, k):
-  """Of q like tensors, k like tensors and statistics [B, N, Q], by query block."""
+  """Specs of tensors like q and like k and of statistics [B, N, Q], by query block."""
   dim, group = q.shape[3], static.group
   q_spec = pl.BlockSpec((None, static.block_q, None, dim), lambda h, i, b: (b, i, h, 0))
   k_spec = pl.BlockSpec(
@@ -210,44 +252,42 @@ def _forward(static, q, k, v, index):
     index,
     block_kinds(static, index),
     heads,
-    (q, k, v),
-    [q_spec, k_spec, k_spec],
-    [_like(q), lse],
-    [q_spec, statistic],
+    blocked((q, k, v), (q_spec, k_spec, k_spec)),
+    blocked((_like(q), lse), (q_spec, statistic)),
   )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(static, q, k, v, index, out, lse, d_out):
+def _backward(static, residuals, d_out):
   """Cotangents of q, k and v."""
+  q, k, v, index, out, lse = residuals
   kinds = block_kinds(static, index)
   delta = jnp.einsum('bqnh,bqnh->bnq', out, d_out, preferred_element_type=jnp.float32)
+  tensors = (q, k, v, d_out, lse, delta)
   q_spec, k_spec, statistic = _q_specs(static, q, k)
+  specs = (q_spec, k_spec, k_spec, q_spec, statistic, statistic)
   (d_q,) = _call(
     _d_q_kernel,
     static,
     index,
     kinds,
     q.shape[2],
-    (q, k, v, d_out, lse, delta),
-    [q_spec, k_spec, k_spec, q_spec, statistic, statistic],
-    [_like(q)],
-    [q_spec],
+    blocked(tensors, specs),
+    [Blocked(_like(q), q_spec)],
   )
   queries, dim = q.shape[1], q.shape[3]
   group = pl.BlockSpec((None, queries, static.group, dim), lambda h, i, b: (b, 0, h, 0))
   statistic = pl.BlockSpec((None, static.group, queries), lambda h, i, b: (b, h, 0))
   k_spec = pl.BlockSpec((None, static.block_k, None, dim), lambda h, i, b: (b, i, h, 0))
+  specs = (group, k_spec, k_spec, group, statistic, statistic)
   d_k, d_v = _call(
     _d_kv_kernel,
     static,
     index,
     kinds.swapaxes(1, 2),
     k.shape[2],
-    (q, k, v, d_out, lse, delta),
-    [group, k_spec, k_spec, group, statistic, statistic],
-    [_like(k), _like(v)],
-    [k_spec, k_spec],
+    blocked(tensors, specs),
+    blocked((_like(k), _like(v)), (k_spec, k_spec)),
   )
   return d_q, d_k, d_v
 
@@ -263,14 +303,14 @@ def _attend_fwd(static, q, k, v, index):
 
 
 def _attend_bwd(static, residuals, d_out):
-  return *_backward(static, *residuals, d_out), None
+  return *_backward(static, residuals, d_out), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def refusal(q, k, v) -> str | None:
-  """Why the kernel does not take these tensors; None where it does."""
+def unsupported_reason(q, k, v) -> str | None:
+  """Why the kernel does not support these tensors; None where it does."""
   if not (q.dtype == k.dtype == v.dtype) or q.dtype not in _DTYPES:
     return f'{q.dtype}, {k.dtype}, {v.dtype}: must all be bf16, all fp16 or all fp32'
   if q.shape[3] > 256:
@@ -282,10 +322,10 @@ def attend(q, k, v, visibility: Visibility, *, scale):
   """Same contract as `reference.attend`.
 
   Raises:
-    ValueError: what `refusal` says: not all of one of the dtypes bfloat16, float16 and
-      float32, or a head of more than 256 dims.
+    ValueError: `unsupported_reason`: tensors that are not all bfloat16, all float16 or
+      all float32, or heads of more than 256 dims.
   """
-  if reason := refusal(q, k, v):
+  if reason := unsupported_reason(q, k, v):
     raise ValueError(f'attend on GPU: {reason}')
   batch, queries, heads, dim = q.shape
   keys, kv_heads = k.shape[1:3]

@@ -26,7 +26,7 @@ def visible(visibility: Visibility, *, k_index=None):
 
 
 def attend(q, k, v, visibility: Visibility, *, scale):
-  """q [B, Q, N, H], k, v [B, S, K, H] → [B, Q, N, H]; seeing none gives 0."""
+  """q [B, Q, N, H], k, v [B, S, K, H] → [B, Q, N, H]; 0 for a query that sees none."""
   batch, queries, heads, head_dim = q.shape
   kv_heads = k.shape[2]
   at_least_fp32 = jnp.promote_types(q.dtype, jnp.float32)

@@ -62,11 +62,11 @@ class Visibility:
   def map(
     self, of_queries: Callable[[Any, int], Any], of_keys: Callable[[Any, int], Any]
   ) -> Visibility:
-    """With another array, or what stands for it, in place of each.
+    """With `of_queries` or `of_keys` of each array in its place.
 
     Args:
-      of_queries, of_keys: functions of an array [B, Q] or [B, S] and its value on
-        padding, with which a query sees nothing and a key is not seen.
+      of_queries, of_keys: functions of an array [B, Q] or [B, S] and of the value that
+        pads it, with which a query sees nothing and a key is not seen.
     """
     windowed = self.window is not None
     return dataclasses.replace(

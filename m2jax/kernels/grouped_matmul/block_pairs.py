@@ -1,4 +1,6 @@
-"""Which tiles of rows meet which groups: the order of work of the TPU kernels.
+"""Block pairs of the TPU kernels: which tiles of rows are multiplied by which matrices.
+
+A block pair is a tile of rows and a group; a group's block is its matrix.
 
 Axes: T rows sorted by group, E groups.
 """
@@ -11,17 +13,18 @@ import jax
 import jax.numpy as jnp
 
 
-class Visits(NamedTuple):
-  tile: jax.Array  # [visits] int32, sorted
-  group: jax.Array  # [visits] int32, sorted
+class BlockPairs(NamedTuple):
+  tile: jax.Array  # [pairs] int32, sorted
+  group: jax.Array  # [pairs] int32, sorted
   bounds: jax.Array  # [E + 1] int32: group g has rows bounds[g] … bounds[g + 1] - 1
 
 
-def visits(group_sizes, rows, tile, by_group) -> tuple[Visits, jax.Array]:
-  """The visits, in order, and how many there are; the rest of the table is void.
+def block_pairs(group_sizes, rows, tile, by_group) -> tuple[BlockPairs, jax.Array]:
+  """The pairs in order, and their number; table entries past it are unspecified.
 
-  Results are written at the last visit of a tile, or of a group, so each has at least
-  one, if need be without a row of that group in that tile.
+  Every tile and group that share a row are a pair. A kernel writes a result at the last
+  pair of each tile, or of each group (`by_group`), so that each has at least one pair,
+  if necessary one without a common row.
   """
   groups, tiles = len(group_sizes), -(-rows // tile)
   ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
@@ -31,7 +34,7 @@ def visits(group_sizes, rows, tile, by_group) -> tuple[Visits, jax.Array]:
   number = jnp.where(empty, int(by_group), last - first + 1)
   first = jnp.minimum(first, tiles - 1)
   ids = jnp.arange(groups, dtype=jnp.int32)
-  if not by_group:  # tiles without a row come last, with the last group that has one
+  if not by_group:  # tiles without a row come last, with the last non-empty group
     live = -(-ends[-1:] // tile)
     first = jnp.concatenate([first, live])
     number = jnp.concatenate([number, tiles - live])
@@ -42,4 +45,4 @@ def visits(group_sizes, rows, tile, by_group) -> tuple[Visits, jax.Array]:
   entry = jnp.minimum(entry, len(ids) - 1)
   tile_of = first[entry] + step - (at - number)[entry]
   bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-  return Visits(jnp.clip(tile_of, 0, tiles - 1), ids[entry], bounds), at[-1]
+  return BlockPairs(jnp.clip(tile_of, 0, tiles - 1), ids[entry], bounds), at[-1]
