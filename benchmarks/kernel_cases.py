@@ -1,7 +1,7 @@
 """What benchmarks/kernels.py measures: shapes, costs and peers of each op.
 
 Axes: B rows, S tokens, T flat tokens, N query heads, K key/value heads, H head dim,
-D model or in, F out, E experts, V words.
+D model or in, F out or expert hidden, E experts, V words.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from m2jax import config
 from m2jax.kernels import grouped_matmul, qk_norm_rope, token_logprobs, tree_attention
 from m2jax.kernels.grouped_matmul import reference as matmul_reference
+from m2jax.moe import experts
 
 M2 = config.m2()
 
@@ -185,7 +186,7 @@ def _matmul_make(rows, inner, outer, groups, dtype):
   lhs, rhs, weight = _arrays(
     dtype, (rows, inner), (groups, inner, outer), (rows, outer)
   )
-  # as a router that is nearly balanced has them, and a tenth of the rows are filling
+  # as of a nearly balanced router, and a tenth of the rows are padding
   share = np.random.default_rng(1).dirichlet(np.full(groups, 8.0))
   sizes = np.floor(share * 0.9 * rows).astype(np.int32)
   return [lhs / inner**0.5, rhs, jnp.array(sizes), weight]
@@ -222,14 +223,7 @@ _M2_MATMUL = dict(inner=M2.embed_dim, outer=M2.expert_dim, dtype=jnp.bfloat16)
 MATMUL = Op(
   name='grouped_matmul',
   cases={
-    'cpu': {
-      'small M2, 32 experts': dict(
-        rows=16384, inner=256, outer=128, groups=32, dtype=jnp.float32
-      ),
-      '256 experts': dict(
-        rows=2048, inner=128, outer=128, groups=256, dtype=jnp.float32
-      ),
-    },
+    'cpu': {},  # experts have no grouped matmul there
     'accelerator': {
       'M2, 32 experts': dict(_M2_MATMUL, rows=32768, groups=32),
       'M2, 256 experts': dict(_M2_MATMUL, rows=32768, groups=256),
@@ -243,6 +237,84 @@ MATMUL = Op(
   cost=_matmul_cost,
   wrt=2,
   small=dict(rows=256, inner=256, outer=128, groups=8),
+)
+
+
+# --- experts
+
+
+def _experts_make(tokens, width, hidden, num_experts, top_k, dtype):
+  x, weight, gate, up, down = _arrays(
+    dtype,
+    *((tokens, width),) * 2,
+    *((num_experts, width, hidden),) * 2,
+    (num_experts, hidden, width),
+  )
+  rng = np.random.default_rng(1)
+  shares = jnp.array(rng.dirichlet(np.full(top_k, 8.0), tokens), jnp.float32)
+  ids = np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k]
+  gate, up, down = gate / width**0.5, up / width**0.5, down / hidden**0.5
+  return [x, shares, gate, up, down, jnp.array(ids, jnp.int32), weight]
+
+
+def _experts(x, shares, gate, up, down, ids):
+  return experts.apply(x, ids, shares, gate, up, down)
+
+
+def _ragged_experts(x, shares, gate, up, down, ids):
+  return experts.grouped(x, ids, shares, gate, up, down)
+
+
+def _all_experts(x, shares, gate, up, down, ids):
+  """Every expert on every token."""
+  chosen = jax.nn.one_hot(ids, len(gate), dtype=shares.dtype)
+  share = jnp.einsum('tk,tke->te', shares, chosen).astype(x.dtype)
+  h = jax.nn.silu(jnp.einsum('td,edf->etf', x, gate)) * jnp.einsum('td,edf->etf', x, up)
+  return jnp.einsum('etf,te,efd->td', h, share, down)
+
+
+def _experts_cost(arrays, both):
+  x, _, gate, up, down, ids, weight = arrays
+  flops = 2 * 3 * ids.size * gate.shape[1] * gate.shape[2]
+  forward = _bytes(x, gate, up, down, weight)
+  return flops * (3 if both else 1), forward * (3 if both else 1)
+
+
+_TINY_M2 = dict(width=128, hidden=48, num_experts=8, top_k=2, dtype=jnp.float32)
+EXPERTS = Op(
+  name='experts',
+  cases={
+    'cpu': {
+      'tiny M2, 64 tokens': dict(_TINY_M2, tokens=64),
+      'tiny M2, 1024 tokens': dict(_TINY_M2, tokens=1024),
+      'small M2, 32 experts': dict(
+        tokens=2048, width=256, hidden=128, num_experts=32, top_k=8, dtype=jnp.float32
+      ),
+      '256 experts': dict(
+        tokens=256, width=128, hidden=128, num_experts=256, top_k=8, dtype=jnp.float32
+      ),
+    },
+    'accelerator': {
+      'M2, 32 experts': dict(
+        tokens=4096,
+        width=M2.embed_dim,
+        hidden=M2.expert_dim,
+        num_experts=32,
+        top_k=M2.experts_per_token,
+        dtype=jnp.bfloat16,
+      ),
+    },
+  },
+  make=_experts_make,
+  ours=_experts,
+  reference=_all_experts,
+  peers=lambda platform, **_: (
+    {'all experts': _all_experts}
+    | ({'lax.ragged_dot': _ragged_experts} if platform == 'cpu' else {})
+  ),
+  cost=_experts_cost,
+  wrt=5,
+  small=dict(tokens=64, width=64),
 )
 
 
@@ -347,4 +419,4 @@ LOGPROBS = Op(
   small=dict(tokens=64, width=256, words=512),
 )
 
-OPS = {op.name: op for op in (ATTENTION, MATMUL, NORM_ROPE, LOGPROBS)}
+OPS = {op.name: op for op in (ATTENTION, MATMUL, EXPERTS, NORM_ROPE, LOGPROBS)}

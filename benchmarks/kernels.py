@@ -1,14 +1,14 @@
 """Kernels beside their bound and their best peer, one row a case and implementation.
 
   python -m benchmarks.kernels                      # all ops, on the device at hand
-  python -m benchmarks.kernels --ops=grouped_matmul --json
+  python -m benchmarks.kernels --ops=experts --json
   python -m benchmarks.kernels --tune=tree_attention
 
 `ms` is the fastest of --runs runs, compilation apart; `both` is the value and all
 gradients. `bound_ms` is what the device needs at least: operations by its peak or bytes
 by its memory's, whichever is more; on TPU and GPU the vendor's figures for bf16, on a
 CPU the most that a matmul and a copy reach between the ops. Operations are those
-that the result needs: visible pairs, rows that lie in a group; a pass that computes
+that the result needs: visible pairs, rows of a group; a pass that computes
 scores or logits again has no claim to them. `fraction` is bound_ms / ms. `error` is
 ‖Δ‖₂ / ‖reference‖₂, the worst of value and gradients, against the op's reference in
 float64 at a small shape, in the dtype of the timing. `peer` rows are other people's

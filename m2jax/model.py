@@ -26,6 +26,7 @@ from m2jax import params as params_lib
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
+from m2jax.kernels import tree_attention
 from m2jax.kernels.tree_attention import Visibility
 from m2jax.layers import attention, block, head, loop, mtp, rope
 from m2jax.layers.embed import embed
@@ -141,8 +142,17 @@ def trunk(
   params, multiplicity = variables['params'], batch.multiplicity.reshape(-1)
 
   def layer_body(window):
-    visibility = metadata.visibility
-    visibility = dataclasses.replace(visibility, window=window, sinks=cfg.sinks)
+    visibility = dataclasses.replace(
+      metadata.visibility, window=window, sinks=cfg.sinks
+    )
+    q, k = (
+      jax.ShapeDtypeStruct((len(x), x.shape[1], heads, cfg.head_dim), cfg.dtype)
+      for x, heads in (
+        (batch.tokens, cfg.num_heads),
+        (visibility.subtree_end, cfg.num_kv_heads),
+      )
+    )
+    visibility = tree_attention.prepare(visibility, q, k)
 
     def body(x, layer):
       p, bias, replay, prefix_kv = layer

@@ -1,1 +1,1 @@
-"""Kernels: one folder per op, with a reference and an implementation a backend."""
+"""Kernels: one folder per op, with a reference and an implementation per platform."""

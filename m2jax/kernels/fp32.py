@@ -1,12 +1,12 @@
-"""x·w in fp32 for activations of any dtype: the LM head's and the router's product.
+"""x·w in fp32 for activations of any dtype: the product of LM head and router.
 
-Rounding these weights to bf16 would move logits and with them which expert is chosen. A
-matrix unit multiplies bf16 and adds in fp32; fp32 operands cost it six products of
-parts. Activations in bf16 have one part only, so here two products do: the weights are
-split into their rounding to bf16 and the rest, rounded too. What is lost is 2**-17 of a
-weight, about what summing thousands of products in fp32 loses.
+Rounding these weights to bf16 would change the logits, and so the choice of experts. A
+matrix unit multiplies bf16 and adds in fp32; with fp32 operands it needs six products
+of bf16 parts. Activations in bf16 have one part only, so two products are enough: the
+weights are split into their rounding to bf16 and the remainder, rounded too. The error
+is 2**-17 of a weight, about that of summing thousands of products in fp32.
 
-The products of the backward pass are as precise as the activations are.
+The products of the backward pass have the precision of the activations.
 
 Axes: T tokens, D model, V outputs.
 """
@@ -25,7 +25,7 @@ def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
-  """`matmul` without its gradient rule, for those that have their own."""
+  """`matmul` without its gradient rule, for callers that have their own."""
   if x.dtype != jnp.bfloat16:
     return _exact(x, w)
   return lax.platform_dependent(x, w, cpu=_exact, default=_split)
@@ -38,7 +38,7 @@ def _exact(x, w):
 
 def _split(x, w):
   w = w.astype(jnp.float32)
-  # not by casts: the compiler may leave out a pair of them, and with it the rest
+  # not by casts: the compiler may remove a pair of them, and the remainder with it
   high = lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
   parts = (part.astype(jnp.bfloat16) for part in (high, w - high))
   return sum(jnp.matmul(x, part, preferred_element_type=jnp.float32) for part in parts)

@@ -3,6 +3,7 @@ and gradients against the reference, its block pairs, and what it lowers to (law
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -228,6 +229,22 @@ def test_more_rows_than_a_table_holds(monkeypatch):
   got = unmemoised()(*inputs, end, implementation='tpu')
   for a, b in zip(got, want, strict=True):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize('most_pairs', [tpu._MOST_PAIRS, 30])
+def test_prepared_block_pairs(monkeypatch, most_pairs):
+  """Made before, as for a loop over layers, block pairs give the same bits and are not
+  made again; also where rows are taken a few at a time."""
+  monkeypatch.setattr(tpu, '_MOST_PAIRS', most_pairs)
+  rng = np.random.default_rng(6)
+  q, k, v, _ = tensors(rng)
+  end = jnp.array(random_forest(rng, ROWS, LENGTH)[1])
+  seen = Visibility(end).complete(LENGTH)
+  want = tree_attention.attend(q, k, v, seen, implementation='tpu')
+  seen = dataclasses.replace(seen, pairs=tpu.prepare(seen, q, k))
+  monkeypatch.setattr(tpu, 'prepare', None)
+  got = tree_attention.attend(q, k, v, seen, implementation='tpu')
+  np.testing.assert_array_equal(got, want)
 
 
 def simulate(monkeypatch, inputs, end, *, cores=1, **more):

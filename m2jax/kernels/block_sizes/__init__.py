@@ -1,9 +1,9 @@
 """Sizes of the kernels' blocks: one file per device kind, checked in.
 
-A kernel asks for the sizes of its platform. Where a device of that platform is at hand
-its own file counts, if there is one; where a program is compiled for a device that is
-not, the platform's first file. Sizes change speed, never what is computed beyond the
-order of sums. `benchmarks/kernels.py --tune` measures candidates on a device.
+A kernel gets the sizes of its platform: of the local device's kind if it has a file,
+otherwise, as in ahead-of-time compilation for an absent device, of the platform's first
+file. Sizes change speed, and results only by the order of sums.
+`benchmarks/kernels.py --tune` measures candidates on a device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def get(platform: str, op: str) -> dict[str, int]:
 
 @contextlib.contextmanager
 def replaced(platform: str, op: str, **sizes: int):
-  """Within it `get` returns these sizes instead; what was compiled is forgotten."""
+  """A context in which `get` returns these sizes; clears jax's caches at both ends."""
   _replaced[platform, op] = sizes
   jax.clear_caches()
   try:

@@ -1,6 +1,6 @@
 """NVIDIA H100 and H200: 989 TFLOP/s in bf16, 3350 and 4800 GB/s.
 
-Chosen from what shared memory and registers hold; no time was measured on a device.
+Chosen by the capacity of shared memory and registers; not timed on a device.
 """
 
 SIZES = {

@@ -1,7 +1,7 @@
 """TPU v5p: 95 GiB of HBM at 2765 GB/s, 459 TFLOP/s in bf16.
 
-Chosen so that the kernels fit VMEM at M2's shapes, by compiling ahead of time; no time
-was measured on a device. Sizes are for bf16; fp32 takes half of what is marked *.
+Chosen by ahead-of-time compilation so that the kernels fit VMEM at M2's shapes; not
+timed on a device. Sizes are for bf16; those marked * are halved for fp32.
 """
 
 SIZES = {

@@ -1,11 +1,11 @@
 """LM head and log-softmax fused in chunks: logits of all positions never exist (law 8).
 
-Plain XLA on every platform: a chunk is large enough for its matmuls to hide the reading
-of the head, so a kernel could save no more than the passes over one chunk's logits.
-Logits are fp32 (`kernels.fp32`).
+Plain XLA on every platform: a chunk is large enough for its matmuls to hide the reads
+of the head, so a kernel could save only the passes over one chunk's logits. Logits are
+fp32 (`kernels.fp32`).
 
-With the vocabulary split over devices, each sees the logits of its own words only; a
-few numbers a token are summed over the shards, after the loop over chunks.
+With the vocabulary split over devices, each computes the logits of its own words only;
+a few numbers per token are summed over the shards after the loop over chunks.
 
 Axes: T tokens, D model, V vocabulary (of this device); chunks of c tokens, k targets.
 """
@@ -20,8 +20,8 @@ from jax import lax
 
 from m2jax.kernels import fp32
 
-# A chunk has the logits that stay in a CPU's cache or, where the vocabulary is larger,
-# the tokens that a matmul needs to run at speed: 0.8 GB of logits at 200,064 words.
+# A chunk's logits fit a CPU's cache or, if the vocabulary is larger, a chunk has the
+# tokens that a matmul needs to run at full speed: 0.8 GB of logits at 200,064 words.
 _CHUNK_LOGITS = 1 << 20
 _CHUNK_TOKENS = 1024
 
@@ -34,14 +34,14 @@ def _chunks(x, vocab):
 
 
 def _map(chunk, arrays, vocab):
-  """`chunk` over chunks of arrays [T, …], its results [T, …]."""
+  """Maps `chunk` over chunks of arrays [T, …]; results are [T, …]."""
   out = lax.map(chunk, tuple(_chunks(x, vocab) for x in arrays))
   count = len(arrays[0])
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
 
 
 def _here(targets, vocab, axes):
-  """Targets as words of this shard; what is outside [0, V) is another's."""
+  """Targets as words of this shard; those outside [0, V) are another shard's."""
   return targets - lax.axis_index(axes) * vocab if axes else targets
 
 
@@ -53,7 +53,7 @@ def _statistics(logits):
 
 
 def _highest(top, axes):
-  """Maximum over all shards, and what a shard's sums relative to its own weigh."""
+  """Maximum over all shards, and the factor of sums relative to this shard's own."""
   highest = lax.pmax(top, axes) if axes else top
   return highest, jnp.exp(top - highest)
 
@@ -152,8 +152,8 @@ def top_k_logprobs(
     k: at most V.
 
   Returns:
-    logprob [T, k], at least fp32, falling; words [T, k] int32, of equals the lower
-    first.
+    logprob [T, k], at least fp32, descending; words [T, k] int32, the lower first
+    among equals.
   """
   hidden, head = lax.stop_gradient((hidden, head))
   vocab = head.shape[1]

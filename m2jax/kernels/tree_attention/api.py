@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from m2jax.kernels.tree_attention import cpu, gpu, reference, tpu
 from m2jax.kernels.tree_attention.visibility import Visibility
@@ -15,6 +17,36 @@ _IMPLEMENTATIONS = {
   'tpu': tpu.attend,
   'gpu': gpu.attend,
 }
+
+
+def prepare(
+  visibility: Visibility,
+  q: jax.Array | jax.ShapeDtypeStruct,
+  k: jax.Array | jax.ShapeDtypeStruct,
+) -> Visibility:
+  """`visibility` with the TPU kernels' block pairs, for all layers that share it.
+
+  XLA does not move the making of block pairs out of the backward pass of a loop over
+  layers: outside the loop they are made once per step. On other platforms nothing is
+  computed.
+
+  Args:
+    visibility: which keys each query sees.
+    q, k: of the shapes and dtypes of those that `attend` then gets. Only the ratio of
+      their numbers of heads matters, so that heads may be split over devices.
+  """
+  visibility = visibility.complete(q.shape[1])
+  if tpu.unsupported_reason(q, k, k):
+    return visibility
+  make = functools.partial(tpu.prepare, q=q, k=k)
+  like = jax.eval_shape(make, visibility)
+
+  def unused(visibility):
+    del visibility
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+  pairs = jax.lax.platform_dependent(visibility, tpu=make, default=unused)
+  return dataclasses.replace(visibility, pairs=pairs)
 
 
 def attend(

@@ -47,6 +47,13 @@ _DTYPES = (jnp.bfloat16, jnp.float32)
 _MOST_PAIRS = 160 * 1024  # in one table: 640 KiB of scalar memory
 
 
+class _Pairs(NamedTuple):
+  """Block pairs, by query block and by key block."""
+
+  by_query: BlockPairs
+  by_key: BlockPairs
+
+
 class _Specs(NamedTuple):
   """Blocks of one pair and one key/value head."""
 
@@ -111,7 +118,7 @@ def _like(x):
 # jit: kernels are traced once for all layers of a shape, also where another platform's
 # implementation is then lowered
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(static, q, k, v, index):
+def _forward(static, q, k, v, index, pairs: _Pairs):
   """q [rows·Q, N·H], k, v [rows·S, K·H] → out like q, logsumexp [K, G, rows·Q] fp32."""
   by = _specs(static, index, by_query=True)
   group, dim, block = static.group, static.dim, static.block_q
@@ -119,7 +126,7 @@ def _forward(static, q, k, v, index):
   return _call(
     tpu_kernels.forward_kernel,
     static,
-    block_pairs(block_kinds(static, index)),
+    pairs.by_query,
     blocked((index, q, k, v), (by.index, by.q, by.k, by.k)),
     blocked((_like(q), lse), (by.q, by.statistic)),
     [(group, block), (group, block), (group, dim, block)],
@@ -130,14 +137,13 @@ def _forward(static, q, k, v, index):
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(static, residuals, d_out):
   """Cotangents of q, k and v."""
-  q, k, v, index, out, lse = residuals
-  kinds = block_kinds(static, index)
+  q, k, v, index, pairs, out, lse = residuals
 
   by = _specs(static, index, by_query=True)
   d_q, delta = _call(
     tpu_kernels.d_q_kernel,
     static,
-    block_pairs(kinds),
+    pairs.by_query,
     blocked(
       (index, q, k, v, out, d_out, lse),
       (by.index, by.q, by.k, by.k, by.q, by.q, by.statistic),
@@ -150,7 +156,7 @@ def _backward(static, residuals, d_out):
   d_k, d_v = _call(
     tpu_kernels.d_kv_kernel,
     static,
-    block_pairs(kinds.swapaxes(1, 2)),
+    pairs.by_key,
     blocked(
       (index, q, k, v, d_out, lse, delta),
       (by.index, by.q, by.k, by.k, by.q, by.statistic, by.statistic),
@@ -163,17 +169,17 @@ def _backward(static, residuals, d_out):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static, q, k, v, index):
-  return _forward(static, q, k, v, index)[0]
+def _attend(static, q, k, v, index, pairs):
+  return _forward(static, q, k, v, index, pairs)[0]
 
 
-def _attend_fwd(static, q, k, v, index):
-  out, lse = _forward(static, q, k, v, index)
-  return out, (q, k, v, index, out, lse)
+def _attend_fwd(static, *arrays):
+  out, lse = _forward(static, *arrays)
+  return out, (*arrays, out, lse)
 
 
 def _attend_bwd(static, residuals, d_out):
-  return *_backward(static, residuals, d_out), None
+  return *_backward(static, residuals, d_out), None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -225,6 +231,52 @@ def _flat(x, block, rows, fill=0):
   return x.reshape(x.shape[0] // rows, -1, *x.shape[2:])
 
 
+def _static(q, k, scale: float) -> Static:
+  block_q, block_k = _block_sizes(q, k)
+  query_blocks, key_blocks = -(-q.shape[1] // block_q), -(-k.shape[1] // block_k)
+  return Static(
+    scale=scale,
+    rows=_rows_together(len(q), query_blocks, key_blocks),
+    kv_heads=k.shape[2],
+    group=q.shape[2] // k.shape[2],
+    dim=q.shape[3] + -q.shape[3] % LANES,
+    block_q=block_q,
+    block_k=block_k,
+    key_blocks=key_blocks,
+  )
+
+
+def _index(static: Static, visibility: Visibility) -> Visibility:
+  """Integers [B / rows, 1, rows · padded length]."""
+
+  def integers(block):
+    def flat(x, padding):
+      return _flat(x.astype(jnp.int32), block, static.rows, padding)[:, None]
+
+    return flat
+
+  return visibility.map(integers(static.block_q), integers(static.block_k))
+
+
+def _over_rows(static: Static, rows: int, function: Callable, arrays):
+  """function(one table's share of each array), results with a leading [B / rows]."""
+  if static.rows == rows:
+    out = function(jax.tree.map(lambda x: x[0], arrays))
+    return jax.tree.map(lambda x: x[None], out)
+  return lax.map(function, arrays)
+
+
+def prepare(visibility: Visibility, q, k) -> _Pairs:
+  """The block pairs of q and k, of which only shapes and dtypes are used."""
+  static = _static(q, k, scale=1.0)
+
+  def make(index):
+    kinds = block_kinds(static, index)
+    return _Pairs(block_pairs(kinds), block_pairs(kinds.swapaxes(1, 2)))
+
+  return _over_rows(static, len(q), make, _index(static, visibility))
+
+
 def attend(q, k, v, visibility: Visibility, *, scale):
   """Same contract as `reference.attend`.
 
@@ -236,41 +288,20 @@ def attend(q, k, v, visibility: Visibility, *, scale):
   if reason := unsupported_reason(q, k, v):
     raise ValueError(f'attend on TPU: {reason}')
   batch, queries, heads, dim = q.shape
-  keys, kv_heads = k.shape[1:3]
-  block_q, block_k = _block_sizes(q, k)
-  query_blocks, key_blocks = -(-queries // block_q), -(-keys // block_k)
-  padded_dim = dim + -dim % LANES
-  static = Static(
-    scale=scale,
-    rows=_rows_together(batch, query_blocks, key_blocks),
-    kv_heads=kv_heads,
-    group=heads // kv_heads,
-    dim=padded_dim,
-    block_q=block_q,
-    block_k=block_k,
-    key_blocks=key_blocks,
-  )
+  static = _static(q, k, scale)
 
   def tensor(x, block):
-    x = jnp.pad(x, ((0, 0),) * 3 + ((0, padded_dim - dim),))
+    x = jnp.pad(x, ((0, 0),) * 3 + ((0, static.dim - dim),))
     return _flat(x.reshape(*x.shape[:2], -1), block, static.rows)
 
-  def integers(block):
-    def flat(x, padding):
-      return _flat(x.astype(jnp.int32), block, static.rows, padding)[:, None]
-
-    return flat
-
+  pairs = visibility.pairs
   arrays = (
-    tensor(q, block_q),
-    tensor(k, block_k),
-    tensor(v, block_k),
-    visibility.map(integers(block_q), integers(block_k)),
+    tensor(q, static.block_q),
+    tensor(k, static.block_k),
+    tensor(v, static.block_k),
+    _index(static, visibility),
+    prepare(visibility, q, k) if pairs is None else pairs,
   )
-  call = functools.partial(_attend, static)
-  if static.rows == batch:
-    out = call(*jax.tree.map(lambda x: x[0], arrays))
-  else:
-    out = lax.map(lambda xs: call(*xs), arrays)
-  out = out.reshape(batch, query_blocks * block_q, heads, padded_dim)
+  out = _over_rows(static, batch, lambda xs: _attend(static, *xs), arrays)
+  out = out.reshape(batch, -1, heads, static.dim)
   return out[:, :queries, :, :dim]

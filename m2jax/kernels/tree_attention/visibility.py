@@ -29,6 +29,7 @@ class Visibility:
       position below `sinks`; None: no window.
     sinks: see there.
     q_position, k_position: [B, Q] and [B, S] int32, needed by `window`.
+    pairs: block pairs of the TPU kernels, from `prepare`; None: `attend` makes them.
 
   Example, of two causal rows of which the second has one token of padding:
     >>> seen = Visibility(jnp.array([[3, 3, 3], [2, 2, 0]]))
@@ -40,6 +41,7 @@ class Visibility:
   sinks: int = _static(0)
   q_position: jax.Array | None = None
   k_position: jax.Array | None = None
+  pairs: Any = None
 
   def complete(self, queries: int) -> Visibility:
     """With an index for each of `queries` queries, and without unused positions.
@@ -62,7 +64,7 @@ class Visibility:
   def map(
     self, of_queries: Callable[[Any, int], Any], of_keys: Callable[[Any, int], Any]
   ) -> Visibility:
-    """With `of_queries` or `of_keys` of each array in its place.
+    """With `of_queries` or `of_keys` of each array in its place, without `pairs`.
 
     Args:
       of_queries, of_keys: functions of an array [B, Q] or [B, S] and of the value that
@@ -75,4 +77,5 @@ class Visibility:
       q_index=of_queries(self.q_index, -1),
       q_position=of_queries(self.q_position, 0) if windowed else None,
       k_position=of_keys(self.k_position, 0) if windowed else None,
+      pairs=None,
     )
