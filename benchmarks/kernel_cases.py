@@ -266,11 +266,17 @@ def _ragged_experts(x, shares, gate, up, down, ids):
 
 
 def _all_experts(x, shares, gate, up, down, ids):
-  """Every expert on every token."""
-  chosen = jax.nn.one_hot(ids, len(gate), dtype=shares.dtype)
+  """Every expert on every token, as one matrix of all their columns."""
+  num_experts, width, hidden = gate.shape
+
+  def columns(kernel):
+    return kernel.transpose(1, 0, 2).reshape(width, num_experts * hidden)
+
+  h = jax.nn.silu(x @ columns(gate)) * (x @ columns(up))
+  chosen = jax.nn.one_hot(ids, num_experts, dtype=shares.dtype)
   share = jnp.einsum('tk,tke->te', shares, chosen).astype(x.dtype)
-  h = jax.nn.silu(jnp.einsum('td,edf->etf', x, gate)) * jnp.einsum('td,edf->etf', x, up)
-  return jnp.einsum('etf,te,efd->td', h, share, down)
+  h = (h.reshape(-1, num_experts, hidden) * share[:, :, None]).reshape(h.shape)
+  return h @ down.reshape(num_experts * hidden, width)
 
 
 def _experts_cost(arrays, both):
