@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from m2jax.kernels import tree_attention
 from m2jax.kernels.tree_attention import Visibility, cpu, reference
 
-BLOCK = 128  # what odd sizes are odd to: queries and keys of a visit on a CPU
+BLOCK = 128  # what odd sizes are odd to: queries and keys of a step on a CPU
 LONG = 1025  # keys from which on its steps are longer
 
 
@@ -123,7 +123,7 @@ def test_cpu_equals_reference(seed):
   [(1, 1, 2, 2), (2, BLOCK, 4, 1), (3, 6 * BLOCK + 1, 2, 2), (2, LONG, 4, 2)],
 )
 def test_sizes(rows, length, heads, kv_heads):
-  """One token; exactly one visit; more of them, plus one token; a long row."""
+  """One token; exactly one step; several, plus one token; a long row."""
   rng = np.random.default_rng(length)
   _, end, _ = random_forest(rng, rows, length)
   assert_same(arrays(rng, rows, length, length, heads, kv_heads, 4), end, atol=3e-6)

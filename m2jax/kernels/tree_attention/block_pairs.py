@@ -17,7 +17,7 @@ PARTIAL, FULL = 1, 2  # kinds of pairs, with a mask and without; kind 0: nothing
 
 
 class BlockPairs(NamedTuple):
-  """Pairs in the order in which a kernel visits them.
+  """Pairs in the order of a kernel's grid steps.
 
   Attributes:
     table: [B·m·n] int32, block · 2^16 + partner · 2^2 + kind, sorted; ids count the

@@ -1,4 +1,4 @@
-"""Forest attention on GPU: Pallas Triton kernels that visit only blocks that are seen.
+"""Forest attention on GPU: Pallas Triton kernels that skip blocks that are not seen.
 
 A program computes a block of queries of one head or, for d_k and d_v, a block of keys
 with all the query heads that share it, and loops over its block pairs: it has a list of

@@ -1,4 +1,4 @@
-"""Forest attention on TPU: Pallas Mosaic kernels that visit only blocks that are seen.
+"""Forest attention on TPU: Pallas Mosaic kernels that skip blocks that are not seen.
 
 Queries and keys are divided into blocks. The extremes of `q_index` and `subtree_end` in
 a block decide what a pair of blocks is: no pair of tokens seen, all of them, or some.
