@@ -1,8 +1,8 @@
 """Dropless SwiGLU experts: Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k.
 
 One implementation per platform, exact for every routing, whose matmuls cost the same
-for every E: `tiled` on a CPU, elsewhere `grouped`, which sorts assignments by expert and
-runs three grouped matmuls.
+for every E: `tiled` on a CPU, elsewhere `grouped`, which sorts assignments by expert
+and runs three grouped matmuls.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden.
 """
