@@ -17,10 +17,13 @@ from m2jax import forest
 from m2jax.rl import packing
 from m2jax.train import chunks, feeds
 from m2jax.train import step as train_step
+from tests import quick
 from tests.model import test_forest_equivalence as rows
 
 BUCKETS = forest.Buckets((6,), (16,), terms_per_token=12)
-STEP = train_step.StepConfig(mtp_weight=rows.MTP_WEIGHT)
+STEP = train_step.StepConfig(
+  mtp_weight=rows.MTP_WEIGHT, compiler_options=quick.COMPILER_OPTIONS
+)
 
 
 def config(dtype: str, **changes):
@@ -43,12 +46,8 @@ def recorded(samples, variables, cfg, replay=True):
     ]
   out = []
   for sample in samples:
-    zeros = np.zeros(len(sample.tokens))
-    tokens = jnp.asarray(sample.tokens)
-    _, (_, used, _) = rows.sample_loss(
-      *variables.values(), tokens, zeros, zeros, zeros, None, cfg
-    )
-    ids = (np.stack(used, 1) + np.array([0, 1])) % cfg.num_experts
+    ids = rows.experts_used(variables, sample, cfg) + np.array([0, 1])
+    ids %= cfg.num_experts
     out.append(dataclasses.replace(sample, experts=ids.astype(np.int32)))
   assert rows.shared_paths_agree(out)
   return out
@@ -61,16 +60,13 @@ def check(samples, variables, cfg, tolerance, replay=True):
   grads, metrics, loads = chunks.gradients(programs(cfg), variables, plan)
   if not replay:
     samples = [dataclasses.replace(s, experts=None) for s in samples]
-  want, want_grads = jax.value_and_grad(rows.row_loss)(
-    *variables.values(), samples, cfg
-  )
+  want, want_grads, counted = rows.by_rows(variables, samples, cfg)
   loss = metrics['loss'] + rows.MTP_WEIGHT * metrics['mtp_loss']
   assert abs(loss - want) <= tolerance * abs(want)
   for (path, leaf), other in zip(
     jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
   ):
     assert rows.relative(leaf, other) <= tolerance, path
-  counted = rows.expected_loads(variables, samples, cfg)
   for name, load in loads.items():
     np.testing.assert_array_equal(load, counted[name])
   return plan

@@ -15,7 +15,7 @@ from m2jax.config import ModelConfig
 from m2jax.moe import experts as experts_lib
 from m2jax.rl import cispo
 from m2jax.train import step as train_step
-from tests import row_model
+from tests import quick, row_model
 
 MTP_WEIGHT = 0.3
 LENGTHS = (6, 11)
@@ -69,47 +69,61 @@ def random_samples(rng, *, count: int, vocab: int) -> list[forest.Sample]:
   return samples
 
 
-@functools.partial(jax.jit, static_argnames='cfg')
 def variables_for(cfg: ModelConfig, seed: int):
   """Random variables, norms and router biases away from their initial values."""
-  variables = model.M2(cfg).init(jax.random.key(seed), jnp.zeros((1, 2), jnp.int32))
-  params = jax.tree.map(
-    lambda a: a + 0.1 * jax.random.normal(jax.random.key(7), a.shape, a.dtype),
-    dict(variables['params']),
-  )
-  router = {
-    name: 0.05 * jax.random.normal(jax.random.key(3), bias.shape, bias.dtype)
-    for name, bias in variables['router'].items()
-  }
-  return {'params': params, 'router': router}
+  return quick.variables(cfg, seed, noise=0.1, bias=0.05)
 
 
-@functools.partial(jax.jit, static_argnames='cfg')
-def sample_loss(params, router, tokens, old, advantage, weight, experts, cfg):
-  """CISPO and MTP sums of one sample in row form; columns are over all n tokens."""
+@functools.partial(quick.jit, static_argnames='cfg')
+def sample_loss(params, router, tokens, columns, experts, cfg):
+  """CISPO and λ times MTP of one sample in row form, and the expert ids used.
+
+  `columns`: old log-probabilities, advantages and weights of all its tokens.
+  """
   variables = {'params': params, 'router': router}
   trunk, modules, used, mtp_used = row_model.score(variables, tokens, cfg, experts)
+  old, advantage, weight = columns
   logprob = jnp.concatenate([jnp.zeros(1, trunk.dtype), trunk])
   ratio = jnp.exp(jax.lax.stop_gradient(logprob) - old)
   total = -jnp.sum(weight * jnp.minimum(ratio, 5.0) * advantage * logprob)
-  mtp = 0.0
   for k, scores in enumerate(modules, start=1):
-    mtp -= jnp.sum(weight[k + 1 :] * scores)
-  return total, (mtp, used, mtp_used)
+    mtp = -jnp.sum(weight[k + 1 :] * scores)
+    total += MTP_WEIGHT * mtp / cfg.num_mtp_modules
+  return total, (used, mtp_used)
 
 
-def row_loss(params, router, samples, cfg):
-  """Σ over samples of CISPO terms + λ/mtp Σ_k of MTP terms, each sample on its own."""
-  total, mtp = 0.0, 0.0
+@functools.partial(quick.jit, static_argnames='cfg')
+def sample_grads(params, router, tokens, columns, experts, cfg):
+  grad = jax.value_and_grad(sample_loss.__wrapped__, has_aux=True)
+  return grad(params, router, tokens, columns, experts, cfg)
+
+
+def by_rows(variables, samples, cfg):
+  """Loss, its gradient and the expert loads of the samples, each on its own."""
+  total, grads = 0.0, None
+  loads = {name: np.zeros(bias.shape) for name, bias in variables['router'].items()}
   for s in samples:
     columns = [
       np.pad(np.float64(c), (s.prompt_length, 0))
       for c in (s.old_logprobs, s.advantages, s.weights)
     ]
-    tokens = jnp.asarray(s.tokens)
-    loss, (extra, _, _) = sample_loss(params, router, tokens, *columns, s.experts, cfg)
-    total, mtp = total + loss, mtp + extra
-  return total + MTP_WEIGHT * mtp / max(cfg.num_mtp_modules, 1)
+    (loss, used), grad = sample_grads(
+      *variables.values(), jnp.asarray(s.tokens), columns, s.experts, cfg
+    )
+    total += loss
+    grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
+    for name, layers in zip(('layers', 'mtp'), used, strict=True):
+      for layer, chosen in enumerate(layers):
+        np.add.at(loads[name][layer], np.asarray(chosen).ravel(), 1)
+  return total, grads, loads
+
+
+def experts_used(variables, sample, cfg):
+  """[n, L, k] ids that the router chooses for a sample."""
+  columns = np.zeros((3, len(sample.tokens)))
+  tokens = jnp.asarray(sample.tokens)
+  _, (used, _) = sample_loss(*variables.values(), tokens, columns, None, cfg)
+  return np.stack(used, 1)
 
 
 def objective(logprob, batch):
@@ -117,10 +131,21 @@ def objective(logprob, batch):
   return jnp.sum(terms), {}
 
 
-@functools.partial(jax.jit, static_argnames='cfg')
+@functools.partial(quick.jit, static_argnames='cfg')
 def forest_loss(params, router, batch, cfg):
   config = train_step.StepConfig(mtp_weight=MTP_WEIGHT)
   return train_step.loss_and_loads(params, router, batch, cfg, objective, config)
+
+
+@functools.partial(quick.jit, static_argnames='cfg')
+def forest_grads(params, router, batch, cfg):
+  grad = jax.value_and_grad(forest_loss.__wrapped__, has_aux=True)
+  return grad(params, router, batch, cfg)
+
+
+@functools.partial(quick.jit, static_argnames='cfg')
+def token_logprobs(variables, batch, cfg):
+  return model.token_logprobs(model.M2(cfg), variables, batch)
 
 
 def relative(a, b):
@@ -138,32 +163,16 @@ def test_float64(seed, modules, row_tokens, unroll):
     samples = random_samples(rng, count=9, vocab=cfg.vocab_size)
     variables = variables_for(cfg, seed)
     batch = forest.merge(samples, row_tokens=row_tokens)
-    merged = jax.value_and_grad(forest_loss, has_aux=True)
-    (loss, (_, loads)), grads = merged(*variables.values(), batch, cfg)
-    want, want_grads = jax.value_and_grad(row_loss)(*variables.values(), samples, cfg)
+    (loss, (_, loads)), grads = forest_grads(*variables.values(), batch, cfg)
+    want, want_grads, counted = by_rows(variables, samples, cfg)
     assert abs(loss - want) <= 1e-10 * abs(want)
     for path, leaf in jax.tree.leaves_with_path(grads):
       other = want_grads
       for key in path:
         other = other[key.key]
       assert relative(leaf, other) <= 1e-10, path
-    counted = expected_loads(variables, samples, cfg)
     for name, load in loads.items():
       np.testing.assert_array_equal(load, counted[name])
-
-
-def expected_loads(variables, samples, cfg):
-  """Expert loads of the samples one by one: what multiplicity must reproduce."""
-  loads = {name: np.zeros(bias.shape) for name, bias in variables['router'].items()}
-  for s in samples:
-    zeros = np.zeros(len(s.tokens))
-    _, (_, used, mtp_used) = sample_loss(
-      *variables.values(), jnp.asarray(s.tokens), zeros, zeros, zeros, s.experts, cfg
-    )
-    for name, ids in (('layers', used), ('mtp', mtp_used)):
-      for layer, chosen in enumerate(ids):
-        np.add.at(loads[name][layer], np.asarray(chosen).ravel(), 1)
-  return loads
 
 
 def test_float32_with_replay():
@@ -173,19 +182,14 @@ def test_float32_with_replay():
   variables = variables_for(cfg, 5)
   replayed = []
   for sample in samples:
-    zeros = np.zeros(len(sample.tokens))
-    _, (_, used, _) = sample_loss(
-      *variables.values(), jnp.asarray(sample.tokens), zeros, zeros, zeros, None, cfg
-    )
     # record something else than the router's own choice, so that replay is what acts
-    ids = (np.stack(used, 1) + np.array([0, 1])) % cfg.num_experts
+    ids = experts_used(variables, sample, cfg) + np.array([0, 1])
+    ids %= cfg.num_experts
     replayed.append(dataclasses.replace(sample, experts=ids.astype(np.int32)))
   batch = forest.merge(replayed, row_tokens=64)
   assert shared_paths_agree(replayed)
-  (loss, _), grads = jax.value_and_grad(forest_loss, has_aux=True)(
-    *variables.values(), batch, cfg
-  )
-  want, want_grads = jax.value_and_grad(row_loss)(*variables.values(), replayed, cfg)
+  (loss, _), grads = forest_grads(*variables.values(), batch, cfg)
+  want, want_grads, _ = by_rows(variables, replayed, cfg)
   assert abs(loss - want) <= 1e-5 * abs(want)
   for (path, leaf), other in zip(
     jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
@@ -214,7 +218,7 @@ def test_branches_do_not_touch():
 
   def score(branches):
     batch = forest.merge([forest.Sample(b, 4) for b in branches], row_tokens=64)
-    scores = model.token_logprobs(model.M2(cfg), variables, batch)
+    scores = token_logprobs(variables, batch, cfg)
     return np.asarray(train_step.at_terms(scores, batch)), batch
 
   before, batch = score(branches)
@@ -238,20 +242,18 @@ def test_row_split_does_not_matter():
     np.testing.assert_allclose(losses, losses[0], rtol=1e-12)
 
 
-@pytest.mark.parametrize('scan', [True, False])
-def test_scan_equals_unrolled(scan):
+def test_scan_equals_unrolled():
   """Scanned, unrolled and rematerialised layers are the same function."""
   cfg = config('float32')
   variables = variables_for(cfg, 4)
   batch = forest.causal(np.arange(1, 15).reshape(2, 7))
-  other = dataclasses.replace(cfg, unroll_layers=not scan, remat=True)
-  params, router = variables.values()
-  merged = jax.value_and_grad(forest_loss, has_aux=True)
-  (value, _), grads = merged(params, router, batch, cfg)
-  (value2, _), grads2 = merged(params, router, batch, other)
-  np.testing.assert_allclose(value, value2, rtol=1e-6)
-  for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(grads2), strict=True):
-    assert relative(a, b) < 1e-5
+  (value, _), grads = forest_grads(*variables.values(), batch, cfg)
+  for unroll in (True, False):
+    other = dataclasses.replace(cfg, unroll_layers=unroll, remat=True)
+    (value2, _), grads2 = forest_grads(*variables.values(), batch, other)
+    np.testing.assert_allclose(value, value2, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(grads2), strict=True):
+      assert relative(a, b) < 1e-5
 
 
 def test_experts_of_all_platforms_agree():
@@ -263,13 +265,12 @@ def test_experts_of_all_platforms_agree():
   shapes = [(6, 16, 8), (6, 16, 8), (6, 8, 16)]
   kernels = [jnp.array(0.3 * rng.normal(size=s), jnp.float32) for s in shapes]
 
-  def value_and_grads(run):
-    def loss(x, weights, kernels):
-      return jnp.sum(jnp.sin(run(x, ids, weights, *kernels)))
+  @functools.partial(quick.jit, static_argnames='run')
+  @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+  def loss(x, weights, kernels, run):
+    return jnp.sum(jnp.sin(run(x, ids, weights, *kernels)))
 
-    return jax.value_and_grad(loss, (0, 1, 2))(x, weights, kernels)
-
-  on_cpu = value_and_grads(experts_lib.apply)
-  elsewhere = value_and_grads(experts_lib.grouped)
+  on_cpu = loss(x, weights, kernels, run=experts_lib.apply)
+  elsewhere = loss(x, weights, kernels, run=experts_lib.grouped)
   for a, b in zip(jax.tree.leaves(on_cpu), jax.tree.leaves(elsewhere), strict=True):
     assert relative(a, b) < 1e-5

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from m2jax import config as config_lib
-from m2jax import forest, model
+from m2jax import forest
 from m2jax.layers import attention
 from tests.model import test_forest_equivalence as exact
 
@@ -33,11 +33,8 @@ def compare(cfg, seed, row_tokens):
   )
   variables = exact.variables_for(cfg, seed)
   batch = forest.merge(samples, row_tokens=row_tokens)
-  merged = jax.value_and_grad(exact.forest_loss, has_aux=True)
-  (loss, _), grads = merged(*variables.values(), batch, cfg)
-  want, want_grads = jax.value_and_grad(exact.row_loss)(
-    *variables.values(), samples, cfg
-  )
+  (loss, _), grads = exact.forest_grads(*variables.values(), batch, cfg)
+  want, want_grads, _ = exact.by_rows(variables, samples, cfg)
   assert abs(loss - want) <= 1e-10 * abs(want)
   for (path, leaf), other in zip(
     jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
@@ -78,7 +75,7 @@ def test_the_window_is_what_acts():
 
   def last(tokens):
     batch = forest.chain([tokens], row_tokens=11)
-    return float(model.token_logprobs(model.M2(cfg), variables, batch)[0, 10])
+    return float(exact.token_logprobs(variables, batch, cfg)[0, 10])
 
   before = last(tokens)
   for at in range(10):  # token 10 is predicted from position 9, which sees 0, 7, 8, 9
@@ -107,7 +104,7 @@ def test_branches_do_not_touch():
 
   def score(branches):
     batch = forest.merge([forest.Sample(b, 4) for b in branches], row_tokens=64)
-    scores = model.token_logprobs(model.M2(cfg), variables, batch)
+    scores = exact.token_logprobs(variables, batch, cfg)
     tokens = np.take_along_axis(np.asarray(scores), batch.term_token, axis=1)
     return tokens, batch.term_sample
 
