@@ -1,5 +1,5 @@
-"""What the mains share: flags, ConfigDict → dataclasses, errors in one line, Ctrl-C,
-and the meeting of several processes.
+"""Shared by the jobs' mains: flags, ConfigDict → dataclasses, one-line errors, Ctrl-C,
+and the start of several processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'configs/NAME.py[:variant]', lock_config=True
 )
 
-INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
+INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C ended
 _CHATTY_LOGGERS = ('httpx', 'httpcore', 'uvicorn', 'jax', 'asyncio')
 _CHATTY_FILES = ('/orbax/', '/jax/', '/grain/', '/etils/')  # these use absl's logger
 
@@ -71,11 +71,11 @@ def values() -> dict[str, Any]:
 
 
 def virtual_devices(mesh: MeshConfig) -> None:
-  """Cuts the CPU into as many devices as `mesh` asks for, where it is one.
+  """Divides the CPU into the number of devices of `mesh`.
 
-  To be called before anything uses jax. XLA runs much of one device's program on one
-  thread, so that a mesh over the CPU's cores is faster than one device. What
-  JAX_NUM_CPU_DEVICES or XLA_FLAGS say holds, and so does a device that is no CPU.
+  Call it before jax is used. XLA runs much of one device's program on one thread, so
+  that a mesh over the CPU's cores is faster than one device. JAX_NUM_CPU_DEVICES and
+  XLA_FLAGS take precedence; GPUs and TPUs are not affected.
   """
   import jax
 
@@ -87,20 +87,20 @@ def virtual_devices(mesh: MeshConfig) -> None:
 
 @contextlib.contextmanager
 def view(job: str, loop: LoopConfig, metrics, leads: bool = True) -> Iterator[None]:
-  """Shows a training job while the body runs, from its metrics; process 0 alone does.
+  """Shows the progress of a training job, from its metrics, while the body runs.
 
   Args:
     job: its name.
     loop: its budget.
     metrics: the MetricsWriter that it writes to.
-    leads: whether this is process 0.
+    leads: whether this is process 0, the only one that shows it.
   """
   if not leads:
     yield
     return
   from m2jax.observe.terminal import RunView
 
-  expected_s = loop.seconds or 0.2 * loop.steps  # until progress tells
+  expected_s = loop.seconds or 0.2 * loop.steps  # until there is progress
   with RunView({job: expected_s}, title=f'm2jax {job}') as shown:
     metrics.add_listener(shown.on_record)
     shown.begin(job)
@@ -109,10 +109,10 @@ def view(job: str, loop: LoopConfig, metrics, leads: bool = True) -> Iterator[No
 
 
 def join_processes() -> int:
-  """With --distributed meets the job's other processes; gives this one's index.
+  """With --distributed connects to the job's other processes; returns this one's index.
 
   Raises:
-    BadInput: nothing says where they are.
+    BadInput: no address or number of processes is given.
   """
   if not DISTRIBUTED.value:
     return 0
@@ -136,13 +136,13 @@ def join_processes() -> int:
 
 @contextlib.contextmanager
 def leader_first() -> Iterator[bool]:
-  """Process 0 runs the body while the others wait, who run it when it has succeeded.
+  """Process 0 runs the body first; the others wait and run it after it succeeded.
 
-  For what one makes and all read: the workdir's settings, the tokenizer. Gives whether
-  this is process 0.
+  For files that one process writes and all read: the workdir's settings, the tokenizer.
+  Yields whether this is process 0.
 
   Raises:
-    BadInput: the body failed in process 0, whose own error says how.
+    BadInput: the body failed in process 0, which reports the error.
   """
   import jax
   from jax.experimental import multihost_utils
@@ -212,10 +212,9 @@ def run(
 ) -> NoReturn:
   """Runs a program: `main()` after the flags are parsed.
 
-  Bad input (BadInput, any ValueError, files that are not there, and what else is
-  `expected`) and a full disk end it with one line and code 2, Ctrl-C and SIGTERM with
-  code 130.
-  `distributed` says that it calls `join_processes`.
+  Bad input (BadInput, any ValueError, missing files, and the `expected` errors) and a
+  full disk end it with one line and code 2, Ctrl-C and SIGTERM with code 130.
+  `distributed`: `main` calls `join_processes`.
   """
 
   def guarded(argv):
@@ -241,7 +240,7 @@ def run(
 
 
 def fail(error: Exception) -> NoReturn:
-  """Ends the program with the error's message, and code 2; --verbosity=1 says more."""
+  """Exits with the error's message and code 2; --verbosity=1 shows the traceback."""
   logging.debug('%s', error, exc_info=error)
   message = str(error) or repr(error)
   declared = type(error).__module__.partition('.')[0] in ('m2jax', 'experiments')
@@ -254,7 +253,7 @@ def fail(error: Exception) -> NoReturn:
 
 
 def quiet() -> None:
-  """Leaves libraries only their warnings; our own INFO stays."""
+  """Logs only warnings of libraries, and INFO of this project."""
   for name in _CHATTY_LOGGERS:
     std_logging.getLogger(name).setLevel(std_logging.WARNING)
 
@@ -268,24 +267,24 @@ def quiet() -> None:
 
 
 def _parse(argv: list[str]) -> list[str]:
-  """Parses the flags; what is wrong with them ends the program in one line."""
+  """Parses the flags; an error in them ends the program with one line."""
   try:
     return flags.FLAGS(argv)
   except (AttributeError, KeyError) as error:  # an override of no field
-    field = re.search(r'\w+', str(error))[0]  # a guess at what was meant may follow
+    field = re.search(r'\w+', str(error))[0]  # a suggestion may follow it
     given = [a for a in argv if field in a.partition('=')[0].split('.')]
     if not given:
-      raise  # a mistake inside the config file
+      raise  # an error inside the config file
     beside = _fields_beside(given[0], argv)
     fail(BadInput(f"{given[0]}: the config has no field '{field}'{beside}"))
   except (flags.Error, OSError) as error:
-    # What a config file raises comes with its traceback as text.
+    # An error inside a config file has its traceback in the message.
     about, traced, _ = str(error).partition(': Error whilst parsing config file:')
     fail(BadInput(f'{about}: {_last_line(error)}' if traced else about))
 
 
 def _fields_beside(flag: str, argv: list[str]) -> str:
-  """'; config.GROUP has …', for an override of a field that its group has not."""
+  """'; config.GROUP has …', for an override of a field that its group does not have."""
   source = next((a for a in argv if a.startswith('--config=')), '').partition('=')[2]
   path, _, variant = source.partition(':')
   spec = importlib.util.spec_from_file_location('config_again', path)

@@ -1,4 +1,4 @@
-"""Makes a config complete, so that every field can be set on the command line."""
+"""Completes a config, so that every field can be set on the command line."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 import ml_collections
 
-_SCALARS = (bool, int, float, str)  # that a flag can set where the default is None
+_SCALARS = (bool, int, float, str)  # types that a flag can set if the default is None
 
 
 def complete(
   config: ml_collections.ConfigDict, kind: type
 ) -> ml_collections.ConfigDict:
-  """Adds the defaults of a dataclass's fields that `config` leaves out, also in parts.
+  """Adds the defaults of a dataclass's fields that `config` omits, nested ones too.
 
   Args:
     config: fields of `kind`; changed and returned.
-    kind: the dataclass that `experiments.common.build` makes of it.
+    kind: the dataclass that `experiments.common.build` makes from it.
   """
   kind = chosen(kind, config)
   hints = typing.get_type_hints(kind)
@@ -51,7 +51,7 @@ def chosen(kind: type, values: Mapping[str, Any]) -> type:
 
 
 def _settable(value, kinds: tuple[type, ...]):
-  """A default as a flag can set it: None with its type, a dataclass as a ConfigDict."""
+  """A default that flags can set: None with its type, a dataclass as a ConfigDict."""
   if value is None and kinds[0] in _SCALARS:
     return ml_collections.config_dict.placeholder(kinds[0])
   if not dataclasses.is_dataclass(value):

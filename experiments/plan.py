@@ -1,4 +1,4 @@
-r"""What a run would take, compiled for TPUs that are not there.
+r"""Memory, collectives and roofline of a run, compiled for TPUs without having one.
 
 python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8 [--quick]
 python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8 \
@@ -23,14 +23,14 @@ TOPOLOGY = flags.DEFINE_string(
 WORKLOADS = flags.DEFINE_list(
   'workloads', [], "Names of the config's workloads; none: its `default`."
 )
-SEARCH = flags.DEFINE_bool('search', False, 'Look for meshes; compile the best.')
+SEARCH = flags.DEFINE_bool('search', False, 'Search for meshes; compile the best.')
 BEST = flags.DEFINE_integer('best', 2, 'How many meshes --search compiles.')
 JOBS = flags.DEFINE_integer('jobs', 0, 'Workloads compiled at once; 0: one a core.')
 QUICK = flags.DEFINE_bool(
   'quick',
   False,
-  'Compile with less effort than training does, in half the time: FLOPs and '
-  'collectives are the same, temporaries less, and fewer collectives are hidden.',
+  'Compile with less effort than for training, in half the time: FLOPs and collectives '
+  'are the same, temporaries smaller, and fewer collectives are hidden.',
 )
 LAYERS = flags.DEFINE_integer('layers', 0, 'Plan a model of fewer layers; 0: as it is.')
 JSON = flags.DEFINE_bool('json', False, 'Print JSON.')
@@ -54,7 +54,7 @@ def configuration(values: dict):
 
 
 def main():
-  # nothing runs here; a TPU or GPU that is at hand is left alone
+  # nothing runs here: an attached TPU or GPU is not used
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   from m2jax.plan import plan, programs, render, search, topology, workloads
   from m2jax.plan.workloads import TRAINING
@@ -65,7 +65,7 @@ def main():
   if QUICK.value:
     options['xla_optimization_level'] = 'EFFORT_O1'
     print(
-      'quick: not the programs that train; those need some percent more temporaries '
+      'quick: not the programs that train, which need some percent more temporaries '
       'and hide more of their collectives',
       file=sys.stderr,
     )
@@ -99,7 +99,7 @@ def main():
         for name in chosen:
           show(made[name].result())
       except KeyboardInterrupt:
-        # a compilation hears of no Ctrl-C; nothing is lost with it
+        # Ctrl-C does not interrupt a compilation; nothing is lost by exiting
         print('\nstopped: nothing was kept', file=sys.stderr, flush=True)
         os._exit(common.INTERRUPTED)
       finally:

@@ -36,16 +36,16 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-  """What is read; see `data.corpus`.
+  """The text to train on; see `data.corpus`.
 
   Attributes:
     root, suffixes, exclude_dirs: the only domain; an empty root is this Python's own
       library.
-    domains: name → fields of a `DomainConfig`; given, the three above are not used.
+    domains: name → fields of a `DomainConfig`; if given, the three above are not used.
     held_out: share of the documents.
     quality: scorer of documents: path of a `quality.Classifier`, or module:function;
-      '' scores all alike.
-    mixture: how often documents come, where there are several domains or scores.
+      with '' all have the same score.
+    mixture: frequencies of documents, with several domains or scores.
     join_from_context: stages of at least this context read documents joined to about
       its length; 0 is never.
   """
@@ -62,9 +62,9 @@ class TextConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """One run; without a `tokenizer` file it trains one on some `tokenizer_files`.
+  """One run; without a `tokenizer` file it trains one on `tokenizer_files` documents.
 
-  `mesh` says over how many devices, and how; a run may go on on another.
+  A run may resume on another mesh.
   """
 
   seed: int
@@ -102,7 +102,7 @@ def stage_sources(
   seed: int,
   workdir: pathlib.Path,
 ) -> list[Sequence[np.ndarray]]:
-  """What each stage reads: the same object where it is the same."""
+  """The source of each stage: the same object for equal sources."""
 
   @functools.cache
   def table():
@@ -125,13 +125,13 @@ def stage_sources(
 
 
 def bytes_per_token(source: Sequence[Document], encode: Encode) -> float:
-  """Of some documents spread over the source."""
+  """Mean over a sample of documents, evenly spaced in the source."""
   some = [source[i].text for i in range(0, len(source), -(-len(source) // 50))]
   return sum(len(t.encode()) for t in some) / sum(len(encode(t)) for t in some)
 
 
 def make_tokenizer(config: Config, source: Sequence[Document]) -> tokenizer.Tokenizer:
-  """The file's, or one trained on some documents spread over the source."""
+  """The file's, or one trained on documents evenly spaced in the source."""
   if config.tokenizer:
     return tokenizer.load(config.tokenizer)
   step = -(-len(source) // config.tokenizer_files)

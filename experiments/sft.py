@@ -26,10 +26,10 @@ from m2jax.train.workdir import WorkdirError, keep_tokenizer, open_workdir
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """One run. With a `checkpoint` its model and tokenizer count, not those here.
+  """One run; with a `checkpoint` model and tokenizer are the checkpoint's.
 
-  `system` and `tools` are for chats that bring none; see `data.chats`. A run may go on
-  on another mesh.
+  `system` and `tools` are for chats without their own; see `data.chats`. A run may
+  resume on another mesh.
   """
 
   seed: int

@@ -31,6 +31,7 @@ from m2jax import model, sharding
 from m2jax.moe import dispatch, experts, tiled
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.train import step as train_step
+from tests import quick
 from tests.sharding import small
 
 _COLLECTIVE = re.compile(
@@ -89,13 +90,8 @@ CASES = {
 
 @functools.cache
 def variables(cfg):
-  """Norms, biases and weights away from what they are at the start."""
-  made = jax.jit(train_step.init_variables, static_argnums=0)(cfg, jax.random.key(0))
-
-  def nudge(x):
-    return x + 0.1 * jax.random.normal(jax.random.key(1), x.shape, x.dtype)
-
-  return jax.tree.map(nudge, made)
+  """Norms, biases and weights away from their initial values."""
+  return quick.variables(cfg, 0, noise=0.1, bias=0.1)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from m2jax.train import step as train_step
 from m2jax.train.expand_mtp import ExpandConfig
 from m2jax.train.loop import LoopConfig, Run
 from m2jax.train.stages import PhasesConfig
-from tests import row_model
+from tests import quick, row_model
 from tests.train import test_pretrain
 
 CFG = test_pretrain.CFG
@@ -28,13 +28,7 @@ KEY = jax.random.key(5)
 
 def variables(cfg=CFG):
   """Weights of a model, router biases that differ."""
-  found = jax.jit(train_step.init_variables, static_argnums=0)(cfg, jax.random.key(0))
-  random = np.random.default_rng(0)
-  router = {
-    name: jnp.asarray(random.normal(size=bias.shape), bias.dtype)
-    for name, bias in found['router'].items()
-  }
-  return {'params': found['params'], 'router': router}
+  return quick.variables(cfg, 0, bias=1.0)
 
 
 def leaves(tree, *path):
@@ -114,7 +108,7 @@ def test_module_losses():
   documents = [np.arange(start, start + 7) for start in (1, 9)]
   batches = [forest.chain([d], row_tokens=8, rows=1) for d in documents]
   losses = expand_mtp.module_losses(bigger, after, batches)
-  score = jax.jit(lambda tokens: row_model.score(after, tokens, bigger)[1])
+  score = quick.jit(lambda tokens: row_model.score(after, tokens, bigger)[1])
   want = -np.mean([[np.mean(module) for module in score(d)] for d in documents], 0)
   np.testing.assert_allclose(losses, want, rtol=1e-4)
 

@@ -18,6 +18,7 @@ from m2jax.observe import compiling
 from m2jax.observe import metrics as metrics_lib
 from m2jax.train import loop
 from m2jax.train import step as train_step
+from tests import quick
 from tests.train import test_step
 
 CFG = dataclasses.replace(
@@ -82,8 +83,7 @@ def test_resume_is_bit_identical(tmp_path):
   budget = loop.LoopConfig(steps=9, checkpoint_every=2, log_every=1)
 
   def start():
-    variables = jax.jit(train_step.init_variables, static_argnums=0)(CFG, test_step.KEY)
-    return train_step.init_state(variables, optimizer)
+    return train_step.init_state(quick.variables(CFG, 0), optimizer)
 
   whole = fit(tmp_path / 'whole', start(), step, budget)
   with pytest.raises(Killed):  # in the step after the checkpoint of step 4

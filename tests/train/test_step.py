@@ -15,7 +15,7 @@ from m2jax import forest
 from m2jax.config import ModelConfig
 from m2jax.train import feeds
 from m2jax.train import step as train_step
-from tests import row_model
+from tests import quick, row_model
 
 CFG = ModelConfig(
   vocab_size=19,
@@ -37,7 +37,12 @@ CFG = ModelConfig(
 SGD = optax.sgd(1.0)  # the update is the gradient
 LENGTH, DOCUMENTS, RATE = 7, 6, 1e-2
 ROW = 36  # S and M of every batch here: one compiled shape
-CONFIG = train_step.StepConfig(micro_rows=2, mtp_weight=0.3, bias_update_rate=RATE)
+CONFIG = train_step.StepConfig(
+  micro_rows=2,
+  mtp_weight=0.3,
+  bias_update_rate=RATE,
+  compiler_options=quick.COMPILER_OPTIONS,
+)
 KEY = jax.random.key(0)
 
 
@@ -49,7 +54,7 @@ def float64():
 
 
 def fresh_variables():
-  variables = jax.jit(train_step.init_variables, static_argnums=0)(CFG, KEY)
+  variables = quick.variables(CFG, 0)
   # zero biases would hide an update that overwrites instead of adding
   router = {k: v + 0.01 * jnp.arange(4.0) for k, v in variables['router'].items()}
   return {'params': variables['params'], 'router': router}
@@ -85,21 +90,21 @@ def test_nll_is_the_language_model_loss():
   variables = fresh_variables()
   bias = variables['router']
 
-  @jax.jit
+  terms = DOCUMENTS * (LENGTH - 1)
+
+  @quick.jit
+  @functools.partial(jax.grad, has_aux=True)
   def one(params, tokens):
     trunk, modules, used, mtp_used = row_model.score(
       {'params': params, 'router': bias}, tokens, CFG
     )
-    return jnp.sum(trunk), jnp.sum(modules[0]), used[0], mtp_used[0]
+    nll, mtp = (-jnp.sum(scores) / terms for scores in (trunk, modules[0]))
+    return nll + CONFIG.mtp_weight * mtp, (nll, mtp, used[0], mtp_used[0])
 
-  terms = DOCUMENTS * (LENGTH - 1)
-
-  def total(params):
-    outs = [one(params, jnp.asarray(d)) for d in documents()]
-    nll, mtp = (-sum(o[i] for o in outs) / terms for i in (0, 1))
-    return nll + CONFIG.mtp_weight * mtp, (nll, mtp, [o[2:] for o in outs])
-
-  grads, (nll, mtp, used) = jax.grad(total, has_aux=True)(variables['params'])
+  parts = [one(variables['params'], jnp.asarray(d)) for d in documents()]
+  grads = jax.tree.map(lambda *leaves: sum(leaves), *[grad for grad, _ in parts])
+  nll, mtp = (sum(aux[i] for _, aux in parts) for i in (0, 1))
+  used = [aux[2:] for _, aux in parts]
   after, metrics = after_step(chains())
   assert metrics['loss'] == pytest.approx(float(nll), rel=1e-6)  # weights are fp32
   assert metrics['mtp_loss'] == pytest.approx(float(mtp), rel=1e-6)
@@ -169,7 +174,7 @@ def test_detach_mtp():
 
   config = dataclasses.replace(CONFIG, mtp_weight=1.0, detach_mtp=True)
 
-  @jax.jit
+  @quick.jit
   def grads_of(variables, batch):
     loss = functools.partial(
       train_step.loss_and_loads, cfg=CFG, objective=nothing, config=config
