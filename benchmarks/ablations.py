@@ -1,21 +1,22 @@
-"""M2's choices against their alternatives: loss, retrieval by distance, balance.
+"""Ablations of M2's design choices: loss, retrieval by distance, expert balance.
 
   python -m benchmarks.ablations             # a table; --json for the numbers
   python -m benchmarks.ablations --steps 60 --seeds 0
 
-Trains the variants of configs/ablations.py on the same batches of this Python's own
-library, a quarter of the rows as it is and the others with needles: each has one token
-of every slot's values somewhere, and as far behind it as the distance says the slot's
-question, to be answered with that very value. Values are tokens of the text, which the
-rows with needles have nowhere else; only the questions' tokens are made up. Answers
-weigh 8 times as much as other tokens in training.
+Trains the variants of configs/ablations.py on the same batches from Python's standard
+library. A quarter of the rows is plain text; the others contain needles: for each slot
+one value token, then, at a given distance, the slot's question token, and directly
+after it the same value as the answer. Values are common tokens of the text, which are
+removed from the rest of these rows; question tokens occur nowhere else. Answers have 8
+times the weight of other tokens in training.
 
-On held-out files: the loss on plain rows, in nats per token of the run's tokenizer; the
-share of answers that are the most probable token (chance among a slot's values is 1/8);
-MaxVio = (max load − mean) / mean of the experts, mean over layers, of all plain rows
-together, and of single training batches over the last quarter of the steps. Cells are
-medians over seeds [least, most]. The time it took is printed;
-it is made for 15 minutes on two idle cores, which run two variants at a time.
+Measured on held-out files: the loss on plain rows, in nats per token of the run's
+tokenizer; retrieval, the fraction of answers that are the most probable token (chance
+among a slot's values is 1/8); and MaxVio = (max load − mean load) / mean load of the
+experts, averaged over layers, of all plain rows together, and of single training
+batches over the last quarter of the steps. Cells are medians over seeds [min, max]. The
+elapsed time is printed; the defaults take about 15 minutes on two idle CPU cores, which
+run two variants at a time.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ from m2jax.text import tokenizer
 from m2jax.train import step as train_step
 
 CONTEXT, ROWS, VOCABULARY = 128, 16, 1024
-SLOTS, VALUES = 8, 8  # values of each slot
-DISTANCES = (8, 24, 56, 104)  # from a value to its question; windows see 16
-QUESTIONS = range(VOCABULARY - SLOTS, VOCABULARY)  # ids that no text has
+SLOTS, VALUES = 8, 8  # values per slot
+DISTANCES = (8, 24, 56, 104)  # from a value to its question; windows have 16
+QUESTIONS = range(VOCABULARY - SLOTS, VOCABULARY)  # ids that do not occur in text
 ANSWER_WEIGHT = 8
 HELD_OUT_BATCHES = 8
 
@@ -77,7 +78,7 @@ class Text(NamedTuple):
 
 
 def read(files: int) -> Text:
-  """Encodes the library with a tokenizer of its own."""
+  """Trains a tokenizer on the standard library and encodes it."""
   exclude = ('test', 'tests', 'site-packages', 'dist-packages')
   domain = corpus.DomainConfig(sysconfig.get_path('stdlib'), ('.py',), exclude)
   found, held_out = corpus.load({'python': domain}, 0.1)
@@ -91,14 +92,20 @@ def read(files: int) -> Text:
 
   ids = stream(train)
   common = np.argsort(-np.bincount(ids), kind='stable')
-  middle = common[150 : 150 + SLOTS * VALUES]  # neither marks nor rare words
+  middle = common[150 : 150 + SLOTS * VALUES]  # neither punctuation nor rare words
   values = np.random.default_rng(0).permutation(middle).reshape(SLOTS, VALUES)
   held = [held_out[i].text for i in range(min(len(held_out), files))]
   return Text(ids, stream(held), values)
 
 
 class Needles(NamedTuple):
-  """A row: tokens [CONTEXT], index of each answer, its distance from the value."""
+  """A row.
+
+  Attributes:
+    tokens: [CONTEXT].
+    answers: index of each answer.
+    distances: distance from each value to its question.
+  """
 
   tokens: np.ndarray
   answers: np.ndarray
@@ -106,11 +113,13 @@ class Needles(NamedTuple):
 
 
 def needles(rng: np.random.Generator, text: np.ndarray, values: np.ndarray) -> Needles:
-  """A value, a question and an answer of every slot in plain `text`, long enough."""
+  """Inserts a value, question and answer of every slot into (enough) plain `text`."""
   row = np.full(CONTEXT, -1, np.int32)
   answers, distances = [], []
   for number, slot in enumerate(rng.permutation(SLOTS)):
-    distance = DISTANCES[::-1][number % len(DISTANCES)]  # the far ones need room
+    distance = DISTANCES[::-1][
+      number % len(DISTANCES)
+    ]  # long ones first, while there is space
     while True:
       at = int(rng.integers(CONTEXT - distance - 1))
       places = [at, at + distance, at + distance + 1]
@@ -126,12 +135,12 @@ def needles(rng: np.random.Generator, text: np.ndarray, values: np.ndarray) -> N
 
 
 def pack(rows: Sequence[np.ndarray]) -> forest.Forest:
-  """One chain a row; one compiled shape."""
+  """One chain per row, so that there is one compiled shape."""
   return forest.chain(rows, row_tokens=CONTEXT, rows=ROWS, row_terms=CONTEXT)
 
 
 def batches(text: Text, seed: int) -> Iterator[forest.Forest]:
-  """Training batches without end."""
+  """Yields training batches indefinitely."""
   rng = np.random.default_rng([seed, 1])
 
   def piece(size):
@@ -155,7 +164,7 @@ def batches(text: Text, seed: int) -> Iterator[forest.Forest]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _look(cfg, variables, batch):
-  """Σ −log p and number of the terms, expert loads [L, E], best next token [B, S]."""
+  """Σ −log p, number of terms, expert loads [L, E] and best next tokens [B, S]."""
   hidden, routing = model_lib.trunk(cfg, variables, batch)[:2]
   logits = head.logits(variables['params'], hidden)
   scores = jax.nn.log_softmax(logits[:, :-1])
@@ -164,7 +173,7 @@ def _look(cfg, variables, batch):
 
 
 def evaluate(cfg, variables, text: Text) -> dict[str, Any]:
-  """Held-out loss, balance and retrieval; the same rows for every variant and seed."""
+  """Held-out loss, balance and retrieval, on the same rows for all variants."""
   rng = np.random.default_rng(12345)
   total, terms, loads = 0.0, 0, 0.0
   right: dict[int, list[bool]] = {distance: [] for distance in DISTANCES}
@@ -189,7 +198,7 @@ def evaluate(cfg, variables, text: Text) -> dict[str, Any]:
 
 
 def train(variant: str, seeds: Sequence[int], steps: int, path: str) -> list[dict]:
-  """One result a seed."""
+  """Trains a variant; returns one result per seed."""
   with np.load(path) as file:
     text = Text(**file)
   cfg = ablations.model(variant, VOCABULARY)
@@ -229,7 +238,7 @@ def train(variant: str, seeds: Sequence[int], steps: int, path: str) -> list[dic
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-  """Medians [least, most] over the seeds of each variant."""
+  """The results as a table: medians [min, max] over the seeds of each variant."""
   distances = [f'retrieval at {d}' for d in DISTANCES]
   names = ['variant', 'loss', *distances, 'MaxVio held out', 'MaxVio batch']
   lines = ['| ' + ' | '.join(names) + ' |', '|' + '---|' * len(names)]
@@ -261,7 +270,7 @@ def main() -> None:
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
   if args.steps < 15:
-    parser.error(f'--steps={args.steps}: at least 15')
+    parser.error(f'--steps={args.steps} is too few: pass at least 15')
   started = time.monotonic()
   with tempfile.TemporaryDirectory() as directory:
     path = pathlib.Path(directory, 'text.npz')

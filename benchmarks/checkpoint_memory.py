@@ -1,15 +1,15 @@
-"""Host memory that loading and saving a Hugging Face checkpoint needs beyond the model.
+"""Host memory for loading and saving a Hugging Face checkpoint, beyond the model's.
 
   python -m benchmarks.checkpoint_memory --directory=/tmp/checkpoint_memory
   python -m benchmarks.checkpoint_memory --gigabytes=0.3 --devices=8 --json
 
-Claim: at most twice the largest tensor plus 1 GB. A synthetic bf16 checkpoint of M2's
-vocabulary is written in many shards, loaded, and saved again, each in a process of its
-own on CPU devices, where the model itself is host memory. `before` is the process's
-resident memory when it starts to load (without the model) or to save (with it), `peak`
-the kernel's high-water mark since then, `beyond` what of it is neither `before` nor the
-model. Files are read and written through descriptors, never mapped: the page cache,
-which belongs to no process, is not counted. Linux only.
+Claim: at most twice the largest tensor plus 1 GB. A synthetic bf16 checkpoint with M2's
+vocabulary is written in many shards, loaded, and saved again, each in a separate
+process on CPU devices, where the model itself is in host memory. `before` is the
+process's resident memory when it starts to load (without the model) or to save (with
+the model), `peak` is the kernel's high-water mark since then, and `beyond` is `peak`
+without `before` and the model. Files are read and written through descriptors, never
+mapped, and the page cache is not counted. Linux only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARD_BYTES = 10**8
 
 
 def config(gigabytes: float):
-  """A model of about `gigabytes` GB in bf16; one tensor has a tenth of 4 GB."""
+  """A bf16 model of about `gigabytes` GB; from 2 GB, its largest tensor has 0.4 GB."""
   from m2jax.config import ModelConfig
 
   def make(layers):
@@ -70,7 +70,7 @@ def largest_bytes(cfg) -> int:
 
 
 def generate(directory: pathlib.Path, gigabytes: float) -> None:
-  """Writes the checkpoint; its leaves repeat one random layer and need no memory."""
+  """Writes the checkpoint; its leaves broadcast one random layer to save memory."""
   import jax.numpy as jnp
   import numpy as np
 
@@ -91,7 +91,7 @@ def generate(directory: pathlib.Path, gigabytes: float) -> None:
 
 
 def measure(what: str, directory: pathlib.Path, devices: int) -> dict:
-  """Loads (and for 'save' saves) in this process; what it took."""
+  """Loads in this process, and for 'save' also saves; returns a table row."""
   import jax
   import numpy as np
 
@@ -104,31 +104,35 @@ def measure(what: str, directory: pathlib.Path, devices: int) -> dict:
   if devices > 1:
     mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=devices))
     rules = sharding.PRESETS['fsdp']
-  jax.block_until_ready(jax.numpy.zeros(8) + 1)  # the backend and its threads are up
+  jax.block_until_ready(jax.numpy.zeros(8) + 1)  # starts the backend and its threads
   before = _mark()
   started = time.monotonic()
   cfg, variables = huggingface.load(directory, mesh=mesh, rules=rules)
   variables = jax.block_until_ready(variables)
-  held = sum(
+  model_size = sum(
     shard.data.nbytes
     for leaf in jax.tree.leaves(variables)
     for shard in leaf.addressable_shards
   )
-  model = held
+  model = model_size
   if what == 'save':
     target = directory.with_name('saved')
     shutil.rmtree(target, ignore_errors=True)
-    model, before, started = 0, _mark(), time.monotonic()  # it is in `before`
+    model, before, started = (
+      0,
+      _mark(),
+      time.monotonic(),
+    )  # the model is part of `before`
     huggingface.save(target, cfg, variables, max_shard_bytes=SHARD_BYTES)
   seconds = time.monotonic() - started
   peak = _status('VmHWM')
   embed = np.asarray(variables['params']['embed'][:8], np.float32)
-  assert np.isfinite(embed).all() and embed.std() > 0.5  # it was really read
+  assert np.isfinite(embed).all() and embed.std() > 0.5  # the weights were read
   return {
     'what': what,
     'devices': devices,
     'files': len(list(directory.glob('*.safetensors'))),
-    'model': held,
+    'model': model_size,
     'largest': largest_bytes(cfg),
     'before': before,
     'peak': peak,
@@ -139,7 +143,7 @@ def measure(what: str, directory: pathlib.Path, devices: int) -> dict:
 
 
 def _mark() -> int:
-  """Resets the high-water mark; the resident bytes now."""
+  """Resets the high-water mark; returns the resident bytes."""
   pathlib.Path('/proc/self/clear_refs').write_text('5')
   return _status('VmRSS')
 
@@ -159,7 +163,7 @@ def _size(shape) -> int:
 
 
 def _child(*flags: str) -> str:
-  """Output of this program with other flags, in a new process."""
+  """Runs this program with these flags in a new process; returns its output."""
   command = [sys.executable, '-m', 'benchmarks.checkpoint_memory', *flags]
   env = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
   done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
@@ -170,7 +174,9 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   parser.add_argument('--gigabytes', type=float, default=4.2)
   parser.add_argument('--devices', type=int, default=1, help='virtual CPU devices')
-  parser.add_argument('--directory', type=pathlib.Path, help='for 2 × that on disk')
+  parser.add_argument(
+    '--directory', type=pathlib.Path, help='with space for 2 × --gigabytes'
+  )
   parser.add_argument('--json', action='store_true')
   parser.add_argument('--only', choices=['generate', 'load', 'save'], help='(internal)')
   args = parser.parse_args()
@@ -199,7 +205,7 @@ def main() -> None:
       about = f'{r["what"]} | {r["devices"]} | {r["files"]}'
       print(f'| {about} | {sizes} | {r["seconds"]:.0f} |')
   if any(r['beyond'] > r['allowed'] for r in rows):
-    sys.exit('more than allowed')
+    sys.exit('FAILED: `beyond` is more than `allowed`')
 
 
 if __name__ == '__main__':

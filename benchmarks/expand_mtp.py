@@ -1,14 +1,14 @@
-"""Is copying MTP modules better than random ones? Held-out loss of each module.
+"""Compares ways to initialize added MTP modules by the held-out loss of each module.
 
   python -m benchmarks.expand_mtp            # a table; --json for the numbers
 
-Per seed a small M2 with one MTP module is pre-trained on this Python's own library.
-From that one checkpoint each source of `train.expand_mtp` makes modules 2 and 3, which
-are trained with the main model frozen and then jointly, on the same batches. Losses are
-in nats per token of the run's own tokenizer, over the same held-out files; module k
-predicts the token k + 1 ahead. Tables show medians over seeds, and how far a copied
-module is ahead of a random one of the same seed. The time it took is printed; it is
-made for 10 minutes on two idle cores.
+For each seed, a small M2 with one MTP module is pre-trained on Python's standard
+library. From that checkpoint, each source of `train.expand_mtp` initializes modules 2
+and 3, which are trained first with the main model frozen and then jointly, on the same
+batches. Losses are in nats per token of the run's tokenizer, on the same held-out
+files; module k predicts the token k + 1 ahead. Tables show medians over seeds, and how
+much lower the loss of a copied module is than that of a random one with the same seed.
+The elapsed time is printed; the defaults take about 10 minutes on two idle CPU cores.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from m2jax.train.loop import LoopConfig, Run
 from m2jax.train.step import StepConfig
 
 CONTEXT, ROWS, VOCABULARY, MODULES = 256, 4, 1024, 3
-TOKENS = CONTEXT * ROWS  # of a batch
+TOKENS = CONTEXT * ROWS  # per batch
 STEP = StepConfig(micro_rows=ROWS)
 
 
 def settings(steps: int) -> stages.PretrainConfig:
-  """Training for `steps` steps: a warm-up, then a fall to a tenth."""
+  """Training for `steps` steps: warm-up, constant, then decay to a tenth."""
   tokens = steps * TOKENS
   return stages.PretrainConfig(
     stages=((CONTEXT, ROWS, 0),),
@@ -84,7 +84,7 @@ def read(files: int):
 
 
 def held_out_batches(held_out, number: int) -> list[forest.Forest]:
-  """The same for every measurement."""
+  """Held-out batches, the same for every measurement."""
   rows = packing.DocumentRows(held_out, row_tokens=CONTEXT, rows=ROWS, seed=0)
   chain = functools.partial(
     forest.chain, row_tokens=CONTEXT, rows=ROWS, row_terms=CONTEXT
@@ -93,7 +93,7 @@ def held_out_batches(held_out, number: int) -> list[forest.Forest]:
 
 
 def compare(args, seed: int, data, workdir: pathlib.Path) -> list[dict]:
-  """One dict per source and moment, of one seed."""
+  """Trains all sources for one seed; returns one dict per source and stage."""
   train, batches = data
   model = dataclasses.replace(model_config.tiny(), vocab_size=VOCABULARY)
 
@@ -122,7 +122,7 @@ def compare(args, seed: int, data, workdir: pathlib.Path) -> list[dict]:
 
   measure('', 'one module', args.pretrain_steps, model, start)
   for source in args.sources:
-    copy = jax.tree.map(jnp.copy, start)  # training takes its weights over
+    copy = jax.tree.map(jnp.copy, start)  # training donates its weights
     cfg, variables = expand_mtp.expand(
       model, copy, MODULES, source, jax.random.key(seed)
     )
@@ -136,7 +136,7 @@ def compare(args, seed: int, data, workdir: pathlib.Path) -> list[dict]:
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:
-  """Medians of each source and moment; and what copying is ahead of random weights."""
+  """Median losses by source and stage, and the advantage of copying over random."""
 
   def losses(source, after):
     """[seeds, main and modules], seeds in order."""
@@ -191,7 +191,7 @@ def main() -> None:
     return
   print(tables(found))
   print(
-    f'\nmedians [least, most] of seeds {args.seeds}; {seconds:.0f} s, {cpu:.0f} CPU s'
+    f'\nmedians [min, max] over seeds {args.seeds}; {seconds:.0f} s, {cpu:.0f} CPU s'
   )
 
 

@@ -1,7 +1,7 @@
-"""What benchmarks/kernels.py measures: shapes, costs and peers of each op.
+"""Shapes, costs and peers of each op that benchmarks/kernels.py measures.
 
 Axes: B rows, S tokens, T flat tokens, N query heads, K key/value heads, H head dim,
-D model or in, F out or expert hidden, E experts, V words.
+D model or input, F output or expert hidden, E experts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,9 +26,16 @@ M2 = config.m2()
 class Op:
   """An op and its cases.
 
-  make(**shape) gives its arrays and last a cotangent; gradients are of the first `wrt`.
-  cost(arrays, both) is operations and bytes; peers(platform, **shape) are functions of
-  the same arrays by name. `small` are the sizes of a shape at which float64 is quick.
+  Attributes:
+    name: of the op.
+    cases: platform → name of the case → shape.
+    make: make(**shape) returns the arrays of the op, then a cotangent of its output.
+    ours: m2jax's implementation, a function of the arrays.
+    reference: the op's reference implementation.
+    peers: peers(platform, **shape) returns other implementations by name.
+    cost: cost(arrays, both) returns operations and bytes; `both` includes gradients.
+    wrt: gradients are with respect to the first `wrt` arrays.
+    small: replaces sizes of a shape so that float64 is fast.
   """
 
   name: str
@@ -55,19 +62,19 @@ def _bytes(*arrays):
 
 
 def tree(kind: str, length: int) -> np.ndarray:
-  """subtree_end [S]: 'chain', 'documents' of an eighth, or a 'star' of 15 answers."""
+  """subtree_end [S] of a 'chain', 8 'documents', or a 'star' with 15 answers."""
   if kind == 'chain':
     return np.full(length, length, np.int32)
   parts = 8 if kind == 'documents' else 16
   part = -(-length // parts)
   end = np.minimum((np.arange(length) // part + 1) * part, length).astype(np.int32)
-  if kind == 'star':  # the first part is everyone's prompt
+  if kind == 'star':  # all answers share the first part, the prompt
     end[:part] = length
   return end
 
 
 def visible_pairs(end: np.ndarray) -> int:
-  """Pairs of a token and one that it sees, in rows [B, S]."""
+  """Number of visible query-key pairs of rows [B, S]."""
   return int(np.sum(np.maximum(end - np.arange(end.shape[1]), 0)))
 
 
@@ -93,7 +100,7 @@ def _attention_cost(arrays, both):
 
 
 def _dense(q, k, v, end):
-  """jax.nn's attention with the mask of all pairs."""
+  """jax.nn's attention with a dense mask."""
   at = jnp.arange(q.shape[1])
   seen = (at[None, None] <= at[None, :, None]) & (at[None, :, None] < end[:, None])
   return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None])
@@ -105,7 +112,7 @@ def _cudnn(q, k, v, end):
 
 
 def _splash(q, k, v, end):
-  """Splash attention, which takes documents as segments and no other tree."""
+  """Splash attention, which supports documents (as segments) but no other tree."""
   from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as splash,
   )
@@ -186,7 +193,7 @@ def _matmul_make(rows, inner, outer, groups, dtype):
   lhs, rhs, weight = _arrays(
     dtype, (rows, inner), (groups, inner, outer), (rows, outer)
   )
-  # as of a nearly balanced router, and a tenth of the rows are padding
+  # loads of a nearly balanced router; a tenth of the rows is padding
   share = np.random.default_rng(1).dirichlet(np.full(groups, 8.0))
   sizes = np.floor(share * 0.9 * rows).astype(np.int32)
   return [lhs / inner**0.5, rhs, jnp.array(sizes), weight]
@@ -205,7 +212,7 @@ def _megablox(lhs, rhs, sizes):
   live = (jnp.arange(len(lhs)) < jnp.sum(sizes))[:, None]
   tiles = min(512, len(lhs)), 1024, 1024
   out = gmm(jnp.where(live, lhs, 0), rhs, sizes, lhs.dtype, tiles)
-  return jnp.where(live, out, 0)  # it writes no row past the sum
+  return jnp.where(live, out, 0)  # rows past the sum are not written
 
 
 def _tokamax_matmul(lhs, rhs, sizes):

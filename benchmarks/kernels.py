@@ -1,21 +1,22 @@
-"""Kernels beside their bound and their best peer, one row a case and implementation.
+"""Compares kernels with their roofline bound and the best other implementation.
 
-  python -m benchmarks.kernels                      # all ops, on the device at hand
+  python -m benchmarks.kernels                      # all ops, on this machine's device
   python -m benchmarks.kernels --ops=experts --json
   python -m benchmarks.kernels --tune=tree_attention
 
-`ms` is the fastest of --runs runs, compilation apart; `both` is the value and all
-gradients. `bound_ms` is what the device needs at least: operations by its peak or bytes
-by its memory's, whichever is more; on TPU and GPU the vendor's figures for bf16, on a
-CPU the most that a matmul and a copy reach between the ops. Operations are those
-that the result needs: visible pairs, rows of a group; a pass that computes
-scores or logits again has no claim to them. `fraction` is bound_ms / ms. `error` is
-‖Δ‖₂ / ‖reference‖₂, the worst of value and gradients, against the op's reference in
-float64 at a small shape, in the dtype of the timing. `peer` rows are other people's
-kernels or plain XLA; they are skipped, with the reason, where they do not run.
+There is one row per case and implementation. `ms` is the fastest of --runs runs,
+without compilation; `both` is the value and all gradients. `bound_ms` is the roofline
+bound: the larger of operations / peak FLOP/s and bytes / peak bandwidth. The peaks are
+the vendor's figures for bf16 on TPU and GPU; on a CPU, the maximum that a matmul and a
+copy reach between the ops. Only operations that the result needs are counted (visible
+pairs, rows that belong to a group), not recomputed scores or logits. `fraction` is
+bound_ms / ms. `error` is ‖Δ‖₂ / ‖reference‖₂, the larger of value and gradients,
+relative to the op's reference in float64 at a small shape, in the dtype of the timing.
+Peers are third-party kernels or plain XLA; those that do not run on this device are
+skipped, with the reason.
 
-`--tune` times candidate block sizes on a TPU or GPU and prints the best for its file in
-m2jax/kernels/block_sizes.
+`--tune` times candidate block sizes on a TPU or GPU and prints the best, to be entered
+in the device's file in m2jax/kernels/block_sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import numpy as np
 from benchmarks import kernel_cases
 from m2jax.kernels import block_sizes
 
-# what `device_kind` starts with: FLOP/s in bf16 and bytes/s, from the vendors
+# prefix of `device_kind`: FLOP/s in bf16 and bytes/s, from the vendors
 PEAKS = {
   'TPU v5 lite': (197e12, 819e9),
   'TPU v5': (459e12, 2765e9),
@@ -58,7 +59,7 @@ CANDIDATES = {
 
 
 def seconds(function, *arrays, runs: int) -> float:
-  """Fastest of `runs` or of what three seconds allow, after one that compiles."""
+  """The fastest of up to `runs` runs within three seconds, after one that compiles."""
   jax.block_until_ready(function(*arrays))
   times = []
   while len(times) < runs and sum(times) < 3:
@@ -69,7 +70,7 @@ def seconds(function, *arrays, runs: int) -> float:
 
 
 def peaks() -> tuple[float, float]:
-  """FLOP/s and bytes/s of the device at hand."""
+  """FLOP/s and bytes/s of this machine's device."""
   kind = jax.devices()[0].device_kind
   for name, peak in PEAKS.items():
     if kind.startswith(name):
@@ -77,14 +78,17 @@ def peaks() -> tuple[float, float]:
   n = 1024
   square = jnp.ones((n, n), jnp.float32)
   matmul = seconds(jax.jit(jnp.matmul), square, square, runs=40)
-  # of numpy, into an array that is there: a fresh one would time the operating system
+  # Copies into an existing array; a new one would also time page faults.
   source, target = np.ones((2, 1 << 22), np.float32)
   copy = seconds(np.copyto, target, source, runs=40)
   return 2 * n**3 / matmul, 2 * source.nbytes / copy
 
 
 def value_and_grads(function, wrt: int):
-  """The value, and the cotangents of the first `wrt` arrays under the last array."""
+  """A function that returns the value and the VJPs of the first `wrt` arrays.
+
+  Its last array is the cotangent.
+  """
 
   @jax.jit
   def both(*arrays):
@@ -97,7 +101,7 @@ def value_and_grads(function, wrt: int):
 
 
 def error(function, wrt: int, arrays, want) -> float:
-  """Worst ‖Δ‖₂ / ‖reference‖₂ of value and gradients."""
+  """The largest ‖Δ‖₂ / ‖reference‖₂ of value and gradients."""
   got = value_and_grads(function, wrt)(*arrays)
   return max(
     float(np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b))
@@ -145,7 +149,7 @@ def rows(op: kernel_cases.Op, platform: str, runs: int):
 
 
 def bounded(row: dict, flops_s: float, bytes_s: float) -> dict:
-  """The row with what the device needs at least."""
+  """The row with the roofline bound."""
   if 'ms' not in row:
     return row
   compute, memory = 1e3 * row['flops'] / flops_s, 1e3 * row['bytes'] / bytes_s
@@ -155,7 +159,7 @@ def bounded(row: dict, flops_s: float, bytes_s: float) -> dict:
 
 
 def show(found: list[dict]) -> None:
-  """One line a case and pass, with the fastest peer beside ours, then all of them."""
+  """Prints one line per case, pass and implementation; ours with the best peer."""
   line = '{:<15}{:<26}{:<9}{:<22}{:>10}{:>10}{:>9}{:>10}  {}'
   print(
     line.format(
@@ -182,7 +186,7 @@ def show(found: list[dict]) -> None:
 
 
 def tune(op: kernel_cases.Op, platform: str, runs: int) -> None:
-  """Prints the fastest of the candidate sizes over all cases, by geometric mean."""
+  """Prints the candidate sizes with the smallest geometric mean time over all cases."""
   names = CANDIDATES.get((platform, op.name))
   if names is None:
     raise SystemExit(f'{op.name} has no block sizes to tune on {platform}')
@@ -216,7 +220,9 @@ def main(argv=None) -> list[dict]:
   args = parser.parse_args(argv)
   unknown = set(args.ops.split(',')) - set(kernel_cases.OPS)
   if unknown:
-    parser.error(f'--ops: {sorted(unknown)} are not among {list(kernel_cases.OPS)}')
+    parser.error(
+      f'--ops: unknown {sorted(unknown)}; choose from {list(kernel_cases.OPS)}'
+    )
   platform = jax.default_backend()
   if args.tune:
     tune(kernel_cases.OPS[args.tune], platform, args.runs)

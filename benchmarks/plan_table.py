@@ -1,12 +1,12 @@
-"""The plan of the full model as a table: every workload on 256, 512 and 1,024 chips.
+"""Tabulates the plan of the full model: every workload on 256, 512 and 1,024 chips.
 
   python -m benchmarks.plan_table --directory=workdir/plan
   python -m benchmarks.plan_table --directory=workdir/plan --stages
 
-Claim: the train step's roofline stays above 35 % of peak. Each cell is one run of
-`experiments.plan --json` in a process of its own, minutes of compiling with libtpu on
-CPU; its result is kept in the directory and not made again while it is there. Nothing
-in the table comes from elsewhere.
+Claim: the roofline of the train step is above 35 % of peak. Each cell is one run of
+`experiments.plan --json` in a separate process, which compiles with libtpu on CPU for
+minutes. The results are stored in the directory and reused; the table contains nothing
+else.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ GIB = 2**30
 
 
 def file(directory: pathlib.Path, workload: str, topology: str) -> pathlib.Path:
-  """Where a plan is kept."""
+  """The file of a plan."""
   return directory / f'{workload}_{topology.replace(":", "_")}.json'
 
 
 def cell(directory: pathlib.Path, workload: str, topology: str, layers: int) -> dict:
-  """One plan; from its file if there is one, else from compiling it."""
+  """One plan, from its file if that exists, else by compiling it."""
   path = file(directory, workload, topology)
   if not path.exists():
     command = [sys.executable, '-m', 'experiments.plan', f'--config={CONFIG}']
@@ -45,7 +45,7 @@ def cell(directory: pathlib.Path, workload: str, topology: str, layers: int) -> 
 
 
 def mesh(plan: dict) -> str:
-  """Axes of more than one device."""
+  """The mesh axes with more than one device."""
   sizes = {k: n for k, n in plan['mesh'].items() if k != 'rules' and n > 1}
   return ' · '.join(f'{axis} {n}' for axis, n in sizes.items())
 
@@ -116,7 +116,7 @@ def stages(plan: dict) -> list[str]:
 HEAD = (
   'workload', 'chips', 'mesh', 'passes', 'parameters', 'optimizer', 'activations',
   'temporaries', 'all, of 95 GiB', 'TFLOP', 'sent GB', 'compute + HBM + links, ms',
-  'ms', 'tokens/s a chip', 'of peak',
+  'ms', 'tokens/s per chip', 'of peak',
 )  # fmt: skip
 
 
@@ -125,7 +125,9 @@ def main() -> None:
   parser.add_argument('--directory', type=pathlib.Path, required=True)
   parser.add_argument('--workloads', nargs='+', default=WORKLOADS)
   parser.add_argument('--slices', nargs='+', default=SLICES)
-  parser.add_argument('--layers', type=int, default=0, help='a model of fewer layers')
+  parser.add_argument(
+    '--layers', type=int, default=0, help='reduce the number of layers'
+  )
   parser.add_argument('--jobs', type=int, default=2, help='cells compiled at once')
   parser.add_argument('--made', action='store_true', help='compile nothing')
   parser.add_argument('--stages', action='store_true', help='one table for each plan')

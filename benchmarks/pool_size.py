@@ -1,14 +1,14 @@
-r"""Bytes of the data pool's file a completion, with prompts stored once and whole.
+"""Bytes of the data pool's file per completion, with and without shared prompts.
 
   python -m benchmarks.pool_size
   python -m benchmarks.pool_size --json
 
 Claim: a session's file grows with its new tokens, not with its prompts. Sessions of
-several turns, each prompt the last one with its response and an observation after it,
-go through the pool twice: as they are, and without their parents, which stores every
-prompt whole. Token ids follow Zipf's law, log-probabilities are float32 noise, which no
-compression shortens. File size after closing, over completions; keys and indices of the
-tables are part of it.
+several turns, in which each prompt is the previous one with its response and an
+observation appended, are written to the pool twice: as they are, and without parents,
+so that every prompt is stored in full. Token ids follow Zipf's law; log-probabilities
+are incompressible float32 noise. Reported is the file size after closing, with the keys
+and indices of its tables, divided by the number of completions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from m2jax.pool import data_pool
 
 @dataclasses.dataclass(frozen=True)
 class Sessions:
-  """Tokens of first prompt, response and observation; turns; number of sessions."""
+  """Sessions of one kind.
+
+  Attributes:
+    name: of the kind.
+    first: tokens of the first prompt.
+    response: tokens of each response.
+    observation: tokens of each observation.
+    turns: completions per session.
+    count: number of sessions.
+  """
 
   name: str
   first: int
@@ -72,7 +81,7 @@ def completions(kind: Sessions, session: str, rng: np.random.Generator):
 
 
 def measure(kind: Sessions, whole: bool) -> float:
-  """Bytes a completion."""
+  """Bytes per completion; `whole` stores every prompt in full."""
   rng = np.random.default_rng(0)
   with tempfile.TemporaryDirectory() as directory:
     path = pathlib.Path(directory) / 'pool.db'

@@ -1,8 +1,8 @@
-"""Workloads of benchmarks/prefix_tree.py: who shares what with whom.
+"""Workloads of benchmarks/prefix_tree.py.
 
 Token ids are random; only lengths matter. A workload is a list of trajectories, and a
 trajectory is the list of its completions in order, each a `forest.Sample` whose prompt
-is all that the model saw. Published set-ups: facts/rl-systems.md §3.
+is its whole context. Published set-ups: facts/rl-systems.md §3.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ def verl_a(write: _Writer, scale: float) -> Trajectories:
 
 
 def verl_b(write: _Writer, scale: float) -> Trajectories:
-  """Depth 16, 512 leaves, 69 % of the tokens shared: levels of 1, 1, 1, 1, 2, 4, …,
-  256, 512, 512, 512, 512 segments of 16 tokens."""
+  """Depth 16, 512 leaves, 69 % of the tokens shared.
+
+  Its levels have 1, 1, 1, 1, 2, 4, …, 256, 512, 512, 512, 512 segments of 16 tokens.
+  """
   segment = max(1, round(16 * scale))
   paths = [write.tokens(segment)]
   for level in range(1, 16):
@@ -87,8 +89,8 @@ def tau2(write: _Writer, scale: float) -> Trajectories:
 
 def swe(write: _Writer, scale: float) -> Trajectories:
   """A caterpillar: a prompt of 2,000 tokens, six user turns of six completions, each 80
-  tokens of thinking, 40 of action and 100 observed. When the next user message of 60
-  tokens comes, earlier thinking leaves the history."""
+  tokens of thinking, 40 of action and 100 observed. Each user message of 60 tokens
+  removes earlier thinking from the history."""
   think, act, observe, ask = (round(n * scale) for n in (80, 40, 100, 60))
   history, out = write.tokens(round(2000 * scale)), []
   for _ in range(6):

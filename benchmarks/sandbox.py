@@ -1,12 +1,12 @@
-"""Time of one sandboxed command, and of many sandboxes at once.
+"""Times one sandboxed command, and many concurrent sandboxes.
 
   python -m benchmarks.sandbox
   python -m benchmarks.sandbox --boxes=64 --commands=4 --json
 
-Each line is a case: the wall-clock time of a command, and the user and kernel time of
-the supervisor and of everything it started (`/proc/PID/stat`, children included). The
-kernel removes namespaces in threads of its own, so `machine` is the kernel time of the
-whole machine (`/proc/stat`), other programs included: run it on an idle one.
+Each line is a case: the wall-clock time per command, and the user and kernel time of
+the supervisor and its descendants (`/proc/PID/stat`). The kernel removes namespaces in
+kernel threads, so `machine` is the kernel time of the whole machine (`/proc/stat`),
+including other programs: run this on an idle machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TICKS = os.sysconf('SC_CLK_TCK')
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-  """Seconds since some start; `-` gives what passed."""
+  """Clock readings in seconds; `-` gives the time between two readings."""
 
   wall_s: float
   user_s: float
@@ -53,7 +53,7 @@ def now(supervisor: int) -> Times:
 
 
 async def sequential(host: sandbox.Host, commands: int) -> tuple[Times, int]:
-  """`exec('true')` again and again in one sandbox."""
+  """Runs `true` repeatedly in one sandbox."""
   async with await sandbox.create(host=host) as box:
     await box.exec('true')
     before = now(box.supervisor_pid)
@@ -65,7 +65,7 @@ async def sequential(host: sandbox.Host, commands: int) -> tuple[Times, int]:
 async def concurrent(
   host: sandbox.Host, boxes: int, commands: int
 ) -> tuple[Times, int]:
-  """Episodes at once: each makes a sandbox, runs its commands, destroys it."""
+  """Concurrent episodes: each creates a sandbox, runs its commands and destroys it."""
 
   async def episode():
     async with await sandbox.create(contents={'f': b'a\n'}, host=host) as box:
@@ -80,7 +80,7 @@ async def concurrent(
 
 
 async def measure(arguments) -> list[dict]:
-  """Runs every case. Returns one row each, times in milliseconds a command."""
+  """Runs every case. Returns one row each, with milliseconds per command."""
   rows = []
   for groups in (True, False):
     host = sandbox.Host(cgroups=groups)
@@ -117,7 +117,7 @@ def main() -> None:
       f'{row["case"]:44} {"yes" if row["cgroups"] else "no":8}{row["wall_ms"]:8.2f}'
       f'{row["user_ms"]:8.2f}{row["kernel_ms"]:8.2f}{row["machine_ms"]:9.2f}'
     )
-  print('milliseconds a command')
+  print('milliseconds per command')
 
 
 if __name__ == '__main__':

@@ -1,10 +1,13 @@
-"""The other side of `train_vs_transformers`: train steps of MiniMaxM2ForCausalLM.
+"""transformers' side of `train_vs_transformers`: train steps of MiniMaxM2ForCausalLM.
 
-Run by it, in a Python that has torch and transformers and need not have m2jax. Reads
-one JSON command a line from stdin and answers each with one JSON line:
+`train_vs_transformers` starts it with a Python that has torch and transformers; m2jax
+is not required. It reads one JSON command per line from stdin and answers each with one
+JSON line:
 
-  {"do": "make", "experts": NAME, "optimizer": NAME}  → {} ; weights as in DIRECTORY
-  {"do": "step"}                                      → {"seconds", "cpu", "loss"}
+  {"do": "make", "experts": NAME, "optimizer": NAME}  → {"device", "version"}
+  {"do": "step"}                                      → {"seconds", "cpu_s", "loss"}
+
+"make" loads the weights; a failed command is answered with {"error"}.
 """
 
 from __future__ import annotations
@@ -61,14 +64,14 @@ def main() -> None:
   answers, sys.stdout = sys.stdout, sys.stderr  # libraries print, too
   directory, settings = sys.argv[1], json.loads(sys.argv[2])
   torch.set_num_threads(settings['threads'])
-  # what JAX does with fp32 products on a GPU
+  # as JAX computes fp32 products on a GPU
   torch.set_float32_matmul_precision('high')
   trainer = None
   for line in sys.stdin:
     command = json.loads(line)
     try:
       if command['do'] == 'make':
-        trainer = None  # frees the last one's memory first
+        trainer = None  # frees the memory of the previous one first
         trainer = Trainer(directory, settings, command['experts'], command['optimizer'])
         answer = dict(
           device=trainer.device.type,
@@ -82,7 +85,7 @@ def main() -> None:
           cpu_s=time.process_time() - cpu,
           loss=loss,
         )
-    except Exception as e:  # an implementation may not run here, in any way
+    except Exception as e:  # an implementation may fail in any way here
       answer = dict(error=f'{type(e).__name__}: {e}'.split('\n')[0][:200])
     print(json.dumps(answer), file=answers, flush=True)
 

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import prefix_tree, prefix_tree_workloads
+from benchmarks import prefix_tree, prefix_tree_rows, prefix_tree_workloads
 from m2jax import forest
 
 VOCAB = 1 << 30  # so large that nothing is shared by chance
@@ -65,8 +65,10 @@ def settings(**changes):
 def test_rows(name, monkeypatch):
   """Every kind of rows trains every term of every completion once; (d) has the tree's
   tokens; counted operations are those of the rows."""
-  monkeypatch.setattr(prefix_tree, 'with_experts', lambda samples, tree, cfg: samples)
-  cfg = prefix_tree.small('float32')
+  monkeypatch.setattr(
+    prefix_tree_rows, 'with_experts', lambda samples, tree, cfg: samples
+  )
+  cfg = prefix_tree_rows.small('float32')
   trajectories = prefix_tree_workloads.make(name, cfg.vocab_size, scale=0.04)
   samples = flat(trajectories)
   want = sorted(
@@ -74,7 +76,7 @@ def test_rows(name, monkeypatch):
     for i, s in enumerate(samples)
     for k in range(len(s.tokens) - s.prompt_length)
   )
-  kinds = {k.name: k for k in prefix_tree.kinds(trajectories, cfg, settings())}
+  kinds = {k.name: k for k in prefix_tree_rows.kinds(trajectories, cfg, settings())}
   tree = forest.merge(samples)
   for kind in kinds.values():
     terms, sizes = [], 0
@@ -102,13 +104,13 @@ def test_rows(name, monkeypatch):
 
 def test_operations():
   """Counted operations of a plain case, worked out by hand."""
-  cfg = prefix_tree.small('float32')
+  cfg = prefix_tree_rows.small('float32')
   layer = 256 * (2 * 256 + 2 * 64) + 256 * 32 + 4 * 3 * 256 * 128
   token = 4 * layer + 256 * 512
-  assert prefix_tree.Operations(10, 0).flops(cfg) == 2 * 3 * 10 * token
+  assert prefix_tree_rows.Operations(10, 0).flops(cfg) == 2 * 3 * 10 * token
   # two products of 256 a pair and layer; five more of them backward
-  assert prefix_tree.Operations(0, 10).flops(cfg) == 2 * 10 * 4 * 256 * 7
-  assert prefix_tree.Operations(0, 0, 10, 0).flops(cfg) == 2 * 10 * token
+  assert prefix_tree_rows.Operations(0, 10).flops(cfg) == 2 * 10 * 4 * 256 * 7
+  assert prefix_tree_rows.Operations(0, 0, 10, 0).flops(cfg) == 2 * 10 * token
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The comparison with transformers: figures, messages, and m2jax's side of it."""
+"""The comparison with transformers: figures, messages and the worker of m2jax."""
 
 from __future__ import annotations
 
@@ -27,13 +27,9 @@ def parsed():
     benchmark.FLAGS[name].value = value
 
 
-def command(*more: str) -> list[str]:
-  return [sys.executable, '-m', 'benchmarks.train_vs_transformers', *SMALL, *more]
-
-
 def test_report():
-  """Medians leave out the two steps that warm up; parts and rest are the whole step;
-  the floor counts what the result needs."""
+  """Medians exclude the two warm-up steps; parts and rest add up to the step; the floor
+  counts the operations that the result needs."""
   answers = {
     'm2jax': [dict(seconds=s, cpu_s=2 * s, loss=1.0) for s in (9, 9, 1, 2, 4)],
     'transformers': [dict(seconds=s, cpu_s=s, loss=1.0) for s in (9, 9, 3, 3, 3)],
@@ -55,7 +51,7 @@ def test_report():
 
 
 def test_parameters():
-  """The model is the one that the claim is about."""
+  """The model has the 13.5M parameters that docs/speed.md states."""
   benchmark.FLAGS.layers = 4
   cfg = benchmark.model_config()
   layer = 256 * (2 * 256 + 2 * 64) + 256 * 32 + 32 * 3 * 256 * 128
@@ -63,11 +59,11 @@ def test_parameters():
   assert cfg.num_mtp_modules == 0 and cfg.num_layers == 4
 
 
-def test_our_side():
-  """m2jax's process writes weights, takes steps that learn, and times its parts."""
+def test_m2jax_worker():
+  """The worker of m2jax trains (the loss falls) and times the parts of a step."""
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
   process = subprocess.Popen(
-    command('--side=m2jax'),
+    benchmark.m2jax_command(),
     cwd=ROOT,
     env=environment,
     stdin=subprocess.PIPE,
@@ -85,7 +81,7 @@ def test_our_side():
 
 
 def test_missing_torch(tmp_path):
-  """Without torch, or without that Python, the message says what to install where."""
+  """If torch or its Python is missing, the message gives the command to install it."""
   empty = tmp_path / 'python'
   empty.write_text('#!/bin/sh\necho "No module named torch" >&2\nexit 1\n')
   empty.chmod(0o755)
@@ -96,9 +92,9 @@ def test_missing_torch(tmp_path):
     assert problem in str(e.value)
 
 
-def test_fastest_is_kept():
-  """Of what transformers can do the fastest is compared, what fails is told, and what
-  would fill the memory is not tried."""
+def test_fastest_is_chosen():
+  """The fastest combination is chosen, failures are reported, and combinations that
+  need too much memory are skipped."""
   cost = {'grouped_mm': 2.0, 'eager': 3.0}
 
   def ask(do, experts=None, optimizer=None):
@@ -119,11 +115,11 @@ def test_fastest_is_kept():
 @pytest.mark.long
 @pytest.mark.torch
 def test_against_transformers():
-  """Where torch is at hand, both sides run, and their losses agree step by step: they
-  train the same model in the same way."""
+  """If torch is installed, both sides run and their losses agree step by step."""
   pytest.importorskip('transformers')
+  command = [sys.executable, '-m', 'benchmarks.train_vs_transformers', *SMALL]
   done = subprocess.run(
-    command('--json', '--steps=2', '--device=cpu'),
+    [*command, '--json', '--steps=2', '--device=cpu'],
     cwd=ROOT,
     stdout=subprocess.PIPE,
     timeout=600,
