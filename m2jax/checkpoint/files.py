@@ -1,7 +1,7 @@
 """Orbax handler for small files that are committed with the arrays of a step.
 
 The files are in the step's directory under their own names, so that people and other
-tools can read a tokenizer or a ledger. `manifest.json` beside them has their sizes and
+tools can read a tokenizer or a ledger. `manifest.json` next to them has their sizes and
 CRC-32s. This module imports Orbax, which is slow: import it late.
 """
 

@@ -45,7 +45,7 @@ class Metric:
     name: key in the record.
     phases: phases whose records have it.
     unit: of the value; '1' is a plain number, 'text' a string.
-    meaning: one line, shown beside the plot.
+    meaning: one line, shown next to the plot.
     shown: 'plot' and 'report' (a table) are in the report, 'view' is the terminal.
       Empty: in metrics.jsonl and TensorBoard only.
     when: condition under which records have it; empty if every run writes it.

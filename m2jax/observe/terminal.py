@@ -142,7 +142,7 @@ class RunView:
     self._announce(f'{phase}: started')
 
   def done(self, note: str = '') -> None:
-    """Ends the current phase; `note` (a few words) is shown beside its name."""
+    """Ends the current phase; `note` (a few words) is shown next to its name."""
     with self._lock:
       ended = self._state.end_current(note)
     if ended is not None:

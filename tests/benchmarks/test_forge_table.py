@@ -60,7 +60,7 @@ def test_rows_are_the_recorded_counts(workdir):
 
 
 def test_arms_are_named_by_their_settings(tmp_path):
-  """A control is what its config says, whatever its directory is called."""
+  """A control is identified by its config, not by the name of its directory."""
   run = write_run(tmp_path / 'seed0', algorithm='expert_iteration')
   assert forge_table.rows(run)[-1].arm == 'expert iteration'
 

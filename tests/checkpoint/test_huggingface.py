@@ -234,7 +234,7 @@ class TestFp8:
 
   @staticmethod
   def quantise(tensors, block):
-    """What a release would hold of these weights, and the weights it stands for."""
+    """The tensors of a release with these weights, and the weights it represents."""
     stored, want = {}, {}
     for name, value in tensors.items():
       if 'proj' not in name and 'experts' not in name:

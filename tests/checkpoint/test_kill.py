@@ -80,7 +80,7 @@ def test_killed_around_the_commit(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize('event', ['os.mkdir', 'open .* w', 'os.rename', 'os.remove'])
 def test_killed_at_many_file_operations(tmp_path, event):
-  """As above at whatever operations come, from two saves in back to the first."""
+  """As above, at arbitrary operations, from two saves in back to the first."""
   sweep(tmp_path, [(event, count) for count in (14, 12, 11, 9, 7, 5, 3, 2, 1)])
 
 

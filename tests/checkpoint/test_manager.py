@@ -1,4 +1,4 @@
-"""What a checkpoint must give back, and what it must refuse."""
+"""What a checkpoint restores, and which input it rejects."""
 
 import collections
 import dataclasses
@@ -149,7 +149,7 @@ def test_keeps_the_newest_steps(tmp_path):
 
 
 def test_a_reader_changes_nothing_and_a_writer_clears_the_leftovers(saved):
-  """An evaluation beside a running job must not sweep away the save in progress; the
+  """An evaluation next to a running job must not delete the save in progress; the
   job's own restart must, and neither takes it for a step."""
   unfinished = saved / '3.orbax-checkpoint-tmp'
   shutil.copytree(saved / '2', unfinished)
@@ -246,9 +246,9 @@ def test_damage_is_never_restored_as_data(saved, tmp_path, damage):
 
 
 class TestRefusals:
-  """What cannot be saved faithfully is refused before anything is written."""
+  """State that cannot be saved exactly is rejected before anything is written."""
 
-  def refuses(self, manager, error, match, *args):
+  def rejects(self, manager, error, match, *args):
     with pytest.raises(error, match=match):
       manager.save(*args)
     assert manager.latest_step() is None
@@ -256,15 +256,15 @@ class TestRefusals:
   def test_before_anything_is_written(self, tmp_path):
     state = {'x': jnp.zeros(1)}
     with CheckpointManager(tmp_path) as manager:
-      self.refuses(manager, TypeError, "leaf 'a/b' is a str", 1, {'a': {'b': 'text'}})
-      self.refuses(manager, ValueError, 'one array', 1, jnp.zeros(1))
-      self.refuses(manager, TypeError, 'JSON', 1, state, {'x': {1, 2}})
+      self.rejects(manager, TypeError, "leaf 'a/b' is a str", 1, {'a': {'b': 'text'}})
+      self.rejects(manager, ValueError, 'one array', 1, jnp.zeros(1))
+      self.rejects(manager, TypeError, 'JSON', 1, state, {'x': {1, 2}})
       # JSON would make the key '7': a ledger would come back with other ids.
-      self.refuses(
+      self.rejects(
         manager, TypeError, 'taken` has the key 7', 1, state, {'taken': {7: 1}}
       )
       for name in ('../up', 'a/b', '', '..', 'host.json', 'manifest.json'):
-        self.refuses(manager, ValueError, 'file name', 1, state, {}, {name: b''})
+        self.rejects(manager, ValueError, 'file name', 1, state, {}, {name: b''})
 
   def test_step_must_be_new(self, saved):
     """A step is one commit: it is never written twice, nor behind a later one."""

@@ -1,4 +1,4 @@
-"""A policy comes out of a checkpoint alone, and what is none is refused by name."""
+"""A policy loads from a checkpoint alone; anything else is rejected by name."""
 
 import dataclasses
 import functools
@@ -86,7 +86,7 @@ def test_missing(workdir, tmp_path):
 
 
 def test_no_policy(workdir, trained, tmp_path):
-  """A checkpoint without a model, or of a model unknown here, is refused by name."""
+  """A checkpoint without a model, or with an unknown model, is rejected by name."""
   tokens = (workdir / 'tokenizer.json').read_bytes()
   save(tmp_path / 'a', trained, 1, host={'other': 1}, tokens=tokens)
   with pytest.raises(CheckpointMismatch, match=f'{tmp_path}/a/1 is not of a policy'):

@@ -139,7 +139,7 @@ def test_tokenizer(tmp_path):
 
 
 def test_an_export_chats_and_generates(tmp_path):
-  """The whole folder, MTP module and all, with nothing but transformers: its template
+  """The whole folder, MTP module and all, with transformers alone: its template
   prompts as the gateway does, and `generate` samples as the model is meant to be."""
   exported(tmp_path, num_mtp_modules=1)
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')

@@ -23,7 +23,7 @@ def write(path, *lines):
 
 
 def test_read_fills_in(tmp_path):
-  """System prompt and tools of the call go only to chats that bring none."""
+  """System prompt and tools of the call apply only to chats without their own."""
   own = {'role': 'system', 'content': 'Be brief.'}
   other = {'function': {'name': 'other', 'parameters': {}}}
   path = write(
@@ -51,7 +51,7 @@ def test_read_fills_in(tmp_path):
   ],
 )
 def test_bad_line(tmp_path, line):
-  """What is no chat, or has nothing to learn, is refused with its line."""
+  """Invalid chats, and chats without a response to train, are rejected by line."""
   path = write(tmp_path / 'bad.jsonl', {'messages': [USER, ANSWER]}, line)
   with pytest.raises(ValueError, match=r'bad\.jsonl, line 2'):
     chats.read(path)

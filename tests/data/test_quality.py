@@ -82,8 +82,8 @@ def test_fit_is_the_minimum_of_its_loss():
 
 
 def test_features():
-  """n-grams to the longest, each once, whatever the case; the numbers are written down,
-  so that a change of the hash, which would void saved classifiers, is seen."""
+  """n-grams up to the longest, each once, case-insensitive. Recorded numbers detect a
+  change of the hash, which would invalidate saved classifiers."""
   small = quality.features('a b A b', buckets=2**16, longest=2)
   assert len(small) == 4  # a, b, a b, b a
   assert set(quality.features('a b', buckets=2**16, longest=1)) < set(small)

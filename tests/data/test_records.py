@@ -75,7 +75,7 @@ def test_threads_read_at_once(source):
 
 
 def test_a_longer_file_is_noticed(source, tmp_path):
-  """The fingerprint, by which a saved position is refused, follows the file."""
+  """The fingerprint, which invalidates a saved position, changes with the file."""
   suffix = source.name(0).rpartition('.')[2].partition(':')[0]
   again = tmp_path / 'again'
   again.mkdir()
@@ -120,7 +120,7 @@ def texts(*found):
   picks=st.lists(st.integers(0, 30), max_size=8),
 )
 def test_chains_and_subsets(sizes, picks):
-  """Indexing a chain is indexing the list it stands for; so is a subset of it."""
+  """Indexing a chain equals indexing the concatenated list; so does a subset of it."""
   lists = [list(range(10 * i, 10 * i + n)) for i, n in enumerate(sizes)]
   flat, chain = sum(lists, []), documents.Chain(lists)
   assert list(chain) == flat == [chain[i] for i in range(len(chain))]
@@ -140,7 +140,7 @@ def test_joined_documents_are_one_text():
 
 
 def test_fingerprints_reach_the_saved_position():
-  """Through subset, mixture and encoding: other documents refuse the position."""
+  """Through subset, mixture and encoding: other documents reject the position."""
 
   class Source(list):
     fingerprint = 'one'

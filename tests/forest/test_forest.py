@@ -58,7 +58,7 @@ def path_to(batch, row, index) -> list[int]:
 
 
 def check_shape_of_rows(batch):
-  """What every forest obeys, whatever it was made from."""
+  """Invariants of every forest."""
   for row in range(len(batch.tokens)):
     end = batch.subtree_end[row]
     used = int(np.count_nonzero(end))
@@ -266,7 +266,7 @@ def check_multiplicity_of(parts, given_samples):
 
 @given(samples())
 def test_dtypes(given_samples):
-  """Arrays are int32 and float32 whatever the samples brought."""
+  """Arrays are int32 and float32 for any dtypes of the samples."""
   batch = forest.merge(given_samples, row_tokens=16, rows=12)
   floats = ('old_logprob', 'advantage', 'weight')
   for field in dataclasses.fields(forest.Forest):

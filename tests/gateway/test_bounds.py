@@ -1,4 +1,4 @@
-"""Whatever a stranger can grow has a bound, and reaching it costs nobody else.
+"""Everything that a client can grow has a bound; reaching it affects no other client.
 
 Real sockets throughout: what is judged is a server that is being attacked.
 """
@@ -169,7 +169,7 @@ with concurrent.futures.ThreadPoolExecutor(4) as pool:
 @pytest.mark.parametrize('context_tokens', [800, 200_000])
 def test_large_bodies_do_not_hold_the_loop(serve, tmp_path, context_tokens):
   """While bodies of 16 MB arrive one after the other, /health answers, and memory is
-  what the settings say. With a small context their bytes alone refuse them."""
+  what the settings say. With a small context they are rejected by their size."""
   gateway, engine, _ = serve(
     ANSWER,
     engine_options={'context_tokens': context_tokens},
@@ -195,7 +195,7 @@ def test_large_bodies_do_not_hold_the_loop(serve, tmp_path, context_tokens):
   assert_serves(gateway)
   if context_tokens == 800:
     assert set(statuses) <= {'400', 'closed'}
-    assert probe.added_bytes < 40 * MIB  # refused by their length: never received
+    assert probe.added_bytes < 40 * MIB  # rejected by their length: never received
 
 
 def test_large_prompts_are_encoded_off_the_loop(serve):
@@ -211,7 +211,7 @@ def test_large_prompts_are_encoded_off_the_loop(serve):
 
 
 def test_a_prompt_is_refused_by_its_bytes(serve, tok):
-  """A text that cannot fit is refused before it is encoded; one that can is not."""
+  """A text that cannot fit is rejected before encoding; one that can is not."""
   gateway, engine, _ = serve(ANSWER, engine_options={'context_tokens': 2000})
   for text, fits in (('~' * 1500, True), ('~' * 30_000, False), ('a b ' * 400, True)):
     reply = post(gateway, user(text))
@@ -305,7 +305,7 @@ def test_a_reader_that_ends_is_replaced(serve, bound, body):
 
 
 def test_stopping_ends_a_read(serve):
-  """A gateway that stops does not wait for what a stranger gave it to read, and can
+  """A gateway that stops does not wait for requests that it still reads, and can
   be started again."""
   gateway, _, _ = serve(ANSWER, inline_bytes=100, stop_timeout_s=0)
   slow = b'{"x":[' + b'0,' * (7 * MIB) + b'0]}'
@@ -334,7 +334,7 @@ def test_a_reader_starts_fast():
 
 
 def test_large_requests_wait_in_a_bounded_queue(serve):
-  """Beyond the queue a request is refused at once, with the time to come back."""
+  """If the queue is full, a request is rejected at once, with the time to retry."""
   gateway, _, _ = serve(
     ANSWER, inline_bytes=100, max_waiting_reads=1, engine_options={'delay_s': 0.01}
   )
@@ -343,10 +343,10 @@ def test_large_requests_wait_in_a_bounded_queue(serve):
     replies = list(pool.map(lambda _: post(gateway, slow), range(6)))
   statuses = sorted(reply.status_code for reply in replies)
   assert set(statuses) == {400, 429}
-  refused = next(reply for reply in replies if reply.status_code == 429)
-  assert refused.headers['retry-after'] == '1'
-  assert refused.json()['error']['code'] == 'gateway_busy'
-  assert 'max_waiting_reads=1' in refused.json()['error']['message']
+  rejected = next(reply for reply in replies if reply.status_code == 429)
+  assert rejected.headers['retry-after'] == '1'
+  assert rejected.json()['error']['code'] == 'gateway_busy'
+  assert 'max_waiting_reads=1' in rejected.json()['error']['message']
   assert_serves(gateway)
 
 
@@ -413,7 +413,7 @@ def trickle(connection, data, pause_s=0.05, limit_s=20):
       connection.recv(1, socket.MSG_PEEK)
       break
     except TimeoutError:
-      assert time.monotonic() < deadline, 'never refused'
+      assert time.monotonic() < deadline, 'never rejected'
     except ConnectionError:
       break
   connection.settimeout(30)
@@ -520,7 +520,7 @@ def test_chunked_bodies(serve, chunk_bytes):
 
 def test_connections(serve):
   """At the bound the longest idle connection gives way; with none idle, the new one
-  gets a 503. A stranger's connections keep nobody out for long."""
+  gets a 503. One client's connections do not lock others out for long."""
   gateway, _, _ = serve(ANSWER, max_connections=4, header_timeout_s=1)
   content = json.dumps(OK).encode()
   request = (HEAD + f'content-length: {len(content)}\r\n\r\n').encode() + content
@@ -536,8 +536,8 @@ def test_connections(serve):
     assert answer(idle[3])[0] == 200
     idle[3].sendall(request[:50])
     time.sleep(0.1)
-    refused = stack.enter_context(connect(gateway))
-    status, body = answer(refused)
+    rejected = stack.enter_context(connect(gateway))
+    status, body = answer(rejected)
     assert (status, body['error']['code']) == (503, 'connections')
     assert 'max_connections=4' in body['error']['message']
     assert closed(gateway, 'idle') == 3 and closed(gateway, 'connections') == 1

@@ -217,7 +217,7 @@ any_json = st.recursive(
 )
 @given(data=st.data())
 def test_no_request_is_an_internal_error(fuzzed, data):
-  """Any JSON anywhere in a request is answered or refused; nothing breaks."""
+  """Any JSON anywhere in a request is answered or rejected; nothing breaks."""
   body = copy.deepcopy(FULL)
   if data.draw(st.booleans()):
     body[data.draw(st.sampled_from(FIELDS))] = data.draw(any_json)
@@ -380,7 +380,7 @@ def test_status_codes(serve):
     413,
     'request_too_large',
   )
-  reply = post(gateway, (b' ' * 500 for _ in range(200)))  # chunked: no length told
+  reply = post(gateway, (b' ' * 500 for _ in range(200)))  # chunked: no content-length
   assert reply.status_code == 413
   assert_serves(gateway)
 
@@ -431,7 +431,7 @@ def test_health_and_metrics(serve):
 
 @pytest.mark.parametrize('stream', [False, True])
 def test_nothing_unrecorded_is_answered(serve, stream):
-  """If the record fails the client is told so, and gets no answer that is lost."""
+  """If recording fails, the client gets an error instead of an unrecorded answer."""
 
   def record(completion):
     raise OSError('disk full')

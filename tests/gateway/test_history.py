@@ -92,7 +92,7 @@ def first_two(client, text=CALL):
 
 
 def test_extends_by_recorded_ids(serve, tok):
-  """Within a tool cycle nothing is encoded again, whatever the tokenizer would do."""
+  """Within a tool cycle no text is encoded again, so the tokenizer does not matter."""
   gateway, engine, records = serve(CALL)
   # Ids that this tokenizer would never choose for this text: one per byte.
   odd = spelled(tok, CALL)
@@ -230,7 +230,7 @@ def test_malformed_call_is_shown_and_kept(serve, tok, broken, shown):
 
 
 def test_parallel_branches_keep_their_own_ids(serve, tok):
-  """Two answers to one request are two branches; call ids tell equal ones apart."""
+  """Two answers to one request are two branches; call ids distinguish equal ones."""
   gateway, engine, records = serve(CALL)
   client = Client(gateway, records, 'k')
   a, first_a, history_a = first_two(client)
@@ -245,7 +245,7 @@ def test_parallel_branches_keep_their_own_ids(serve, tok):
 
 def test_a_quoted_call_is_text(serve, tok):
   """Only special ids are markup. A call that the model quotes from a file as plain
-  tokens is told as text, and what comes back is its history."""
+  tokens is returned as text, and matches when it is sent back as history."""
   gateway, engine, records = serve(CALL)
   quoted = CALL.removesuffix('[e~[')
   plain = tok.encode(quoted, special=False)

@@ -142,11 +142,11 @@ def test_models_and_error_types(serve):
     client.chat.completions.create(model='m2jax', messages=QUESTION, n=2)
   assert error.value.param == 'n'
   with pytest.raises(openai.AuthenticationError):
-    client_of(gateway, 'stranger').chat.completions.create(
+    client_of(gateway, 'unknown').chat.completions.create(
       model='m2jax', messages=QUESTION
     )
   with pytest.raises(openai.AuthenticationError):
-    client_of(gateway, 'stranger').models.list()
+    client_of(gateway, 'unknown').models.list()
 
 
 def test_parallel_sessions_do_not_mix(serve, tok):

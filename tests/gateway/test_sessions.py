@@ -38,7 +38,7 @@ BENT = {
 
 
 def test_training_samples_the_policy_itself(serve):
-  """Law 4: whatever a client asks, training draws untruncated at 1, and counts that."""
+  """Law 4: training samples untruncated at temperature 1, and counts overrides."""
   gateway, engine, records = serve(ANSWER, accept_unknown_keys=False)
   gateway.sessions.open('k', 'training')
   assert ask(gateway, **BENT, seed=3, max_tokens=9).status_code == 200
@@ -58,7 +58,7 @@ def test_training_samples_the_policy_itself(serve):
 
 
 def test_evaluation_samples_as_asked(serve, tok):
-  """Evaluation honours what the engine can do and refuses what it cannot."""
+  """Evaluation applies the settings that the engine supports and rejects others."""
   gateway, engine, records = serve(ANSWER, temperature=0.9, top_p=0.8, top_k=7)
   gateway.sessions.open('k', 'evaluation')
   assert ask(gateway).status_code == 200
@@ -126,9 +126,9 @@ def test_what_is_refused_evicts_nobody(serve):
       (400, {'messages': long}),
       (400, {'logit_bias': {'5': 3}}),
     ):
-      assert ask(gateway, f'stranger{i}', **fields).status_code == status
+      assert ask(gateway, f'unknown{i}', **fields).status_code == status
   engine.alive = False
-  assert ask(gateway, 'stranger').status_code == 503
+  assert ask(gateway, 'unknown').status_code == 503
   engine.alive = True
   assert len(gateway.sessions) == 2
   for key in ('a', 'b'):

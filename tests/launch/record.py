@@ -1,4 +1,4 @@
-"""Records what other people's tools say, into recorded.json beside this file.
+"""Records the output of third-party tools in recorded.json next to this file.
 
   python -m tests.launch.record    # in an environment with xpk; gcloud, kubectl on PATH
 

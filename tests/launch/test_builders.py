@@ -190,7 +190,7 @@ def test_arguments_arrive_as_they_were_given(args):
   ],
 )
 def test_what_todays_jobs_would_do_wrong_is_told(role, target, message):
-  """A launch that cannot work is refused before it costs a slice."""
+  """A launch that cannot work is rejected before it allocates a slice."""
   reasons = config.unmet(a_launch(role), target)
   assert [message in reason for reason in reasons] == [True] * bool(message), reasons
   if message:

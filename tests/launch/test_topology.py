@@ -29,7 +29,7 @@ def test_every_slice_is_as_xpk_has_it():
   for name, (shape, hosts, chips_per_host) in _XPK.items():
     is_shape = 'x' in name
     if not is_shape and int(name.removeprefix('v5p-')) > 12288:
-      continue  # refused: see the next test
+      continue  # unsupported: see the next test
     slice = topology.parse(name.replace('-', ':') if is_shape else name)
     assert (slice.topology, slice.hosts) == (shape, hosts), name
     assert chips_per_host == topology.CHIPS_PER_HOST
@@ -61,7 +61,7 @@ def test_what_is_no_slice_is_refused(text, message):
 
 @given(st.sampled_from(_SHAPES))
 def test_a_name_that_means_another_shape_is_refused(shape):
-  """gcloud is told a count only: v5p-512 is 4x8x8, never 4x4x16."""
+  """gcloud gets only a count: v5p-512 is 4x8x8, never 4x4x16."""
   slice = topology.parse(f'v5p:{shape}')
   try:
     name = slice.accelerator_type

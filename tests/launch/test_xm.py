@@ -1,4 +1,4 @@
-"""The XManager script: what it adds, and what it refuses because it would be lost."""
+"""The XManager script: what it adds, and which settings it rejects."""
 
 from __future__ import annotations
 

@@ -414,7 +414,7 @@ def test_chain_lengths_have_a_table():
 
 
 def _limit(plot: plots.Plot) -> float:
-  """The value at which a plot's dashed line stands, read off its own axis."""
+  """The value of a plot's dashed line, read from its axis."""
   axis = re.findall(
     r'y1="([\d.]+)" y2="\1"/><text class="tick"[^>]*>([\d.]+)</text>', plot.drawing
   )

@@ -75,7 +75,7 @@ def test_tensorboard_shows_what_the_jsonl_says_after_a_restart(tmp_path):
 
 
 def test_the_first_value_of_a_tag_brings_its_meaning(tmp_path):
-  """TensorBoard shows unit and meaning beside the curve, as `names` has them."""
+  """TensorBoard shows unit and meaning from `names` next to the curve."""
   with metrics.MetricsWriter(tmp_path) as writer:
     for step in range(3):
       writer.write('rl', step, clip_fraction=0.5)
@@ -129,7 +129,7 @@ def test_a_phase_name_cannot_leave_the_directory(tmp_path, phase):
 
 
 def test_event_files_that_cannot_be_written_do_not_stop_the_run(tmp_path):
-  """JSONL is the truth; a file where the directory should be stands in its way."""
+  """JSONL is written even if a file has the name of TensorBoard's directory."""
   (tmp_path / metrics.TENSORBOARD_DIR).write_text('in the way')
   with metrics.MetricsWriter(tmp_path) as writer:
     for step in range(3):

@@ -178,7 +178,7 @@ def test_the_window_strip_shows_what_may_be_taken_and_what_is_forbidden():
 
 
 def test_time_left_follows_progress_and_falls_back_to_the_plan():
-  """A bar that lies is worse than none: checked against the arithmetic."""
+  """The bar's percentages and times equal those computed by hand."""
   now = time.monotonic()
   state = frame.State('t', [frame.Phase('a', 10), frame.Phase('b', 50)], 5, now)
   state.begin('b')
@@ -318,7 +318,7 @@ def test_on_a_real_terminal_ctrl_c_leaves_it_clean():
   assert text.rindex('\x1b[?25h') > text.rindex('\x1b[?25l')
   assert text.index('\x1b[?25h') < text.index('Traceback')
   assert text.count('a line from the log') == 1
-  # Both stand on lines of their own, not inside the drawing.
+  # Both are on their own lines, not inside the drawing.
   plain = re.sub(r'\x1b\[[0-9;?]*[a-zA-Z]', '', text).replace('\r', '\n').split('\n')
   assert any(re.fullmatch(r'I\d.*\] a line from the log *', line) for line in plain)
   assert any(re.fullmatch(r'a line from print *', line) for line in plain)

@@ -28,7 +28,7 @@ def prompt(seed: int, size: int) -> list[int]:
 def cached_logits(cfg, chunk, steps, variables, sequences, lengths):
   """Logits [3, chunk·steps, V] after `lengths` cached tokens, chunk by chunk."""
   split, row = cfg.unroll_layers, jnp.arange(3)[:, None]
-  # The cache holds garbage beyond the lengths; rows lie in other slots' order.
+  # The cache holds garbage beyond the lengths; rows are in another order than slots.
   cache = jax.tree.map(lambda x: x + 7.0, kv_cache.init(cfg, 5, 64))
   slots, zero = jnp.array([4, 0, 2]), jnp.zeros(3, jnp.int32)
   cached = kv_cache.gather(cache, slots, 24, split=split)
@@ -170,7 +170,7 @@ def test_a_run_of_near_certain_tokens_ends_the_response(engine, variables):
 
 
 def test_rows_of_padding_touch_nothing(engine, variables):
-  """Warm-up and padding rows run beside live slots."""
+  """Warm-up and padding rows run together with live slots."""
   state = engine.init_decode_state()
   state = dataclasses.replace(state, cache=jax.tree.map(lambda x: x + 3.0, state.cache))
   before = jax.device_get(state)

@@ -87,7 +87,7 @@ def test_a_hit_has_the_ids_of_its_keys(serve, recording, variables, full):
 
 
 def test_scanned_layers_and_jetstream_prefixes(variables, full):
-  """The other layout of the layers; a Prefix brings its ids along."""
+  """The other layout of the layers; a Prefix contains its ids."""
   cfg = dataclasses.replace(CFG, unroll_layers=False)
   engine = Engine(cfg, RECORDING)
   tokens = prompt(4, 20)

@@ -54,7 +54,7 @@ LOGITS = np.random.default_rng(3).normal(size=23)
   [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8), (1.5, 9, 0.8)],
 )
 def test_draws_follow_the_distribution(temperature, top_k, top_p):
-  """A bias in the draw would make every recorded log-probability a lie (law 4)."""
+  """The draws follow the recorded log-probabilities (law 4)."""
   n = 60_000
   tokens, logprobs = rows(n, LOGITS, temperature=temperature, top_k=top_k, top_p=top_p)
   want = expected(LOGITS, temperature, top_k, top_p)
@@ -116,7 +116,7 @@ def test_the_smallest_temperature_neither_overflows_nor_wanders():
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-  """Seeded requests repeat whatever shares the batch, whose rows may need the sort."""
+  """Seeded requests repeat in any batch, also one whose rows need the sort."""
   alone = rows(64, LOGITS, seed=5, counter=7)
   greedy, sorting, plain = (0.0, 0, 1.0), (1.0, 2, 0.5), (1.0, 0, 1.0)
   temperature, top_k, top_p = zip(greedy, plain, sorting, strict=True)

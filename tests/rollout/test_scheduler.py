@@ -1,4 +1,4 @@
-"""Continuous batching: whatever shares the batch, every response is as if alone."""
+"""Continuous batching: responses do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_samples_follow_the_policy(serve, variables, reference):
 
 
 def test_truncation_reaches_the_device(serve, variables, reference):
-  """top_k and top_p of a request are its own, beside rows that want neither."""
+  """top_k and top_p of a request apply to its row alone."""
   scheduler = serve()
   tokens = prompt(3, 5)
   narrow = [request(tokens, max_tokens=1, top_k=2) for _ in range(20)]
@@ -198,7 +198,7 @@ def swap_in_flight(scheduler, other, requests, at_tokens=5):
 
 
 def test_weights_swap_in_flight(serve, variables, other_variables, reference):
-  """A long rollout must not hold up the learner, nor lie about who sampled what."""
+  """A long rollout does not delay the learner, and its versions are exact."""
   scheduler = serve()
   requests = [request(prompt(i, 6), max_tokens=24) for i in range(3)]
   results = swap_in_flight(scheduler, other_variables, requests)

@@ -12,7 +12,7 @@ SLOTS, CONTEXT, MIN_COPY = 4, 24, 3
 
 
 class PlayedCache:
-  """Which token's K/V lies where; -1 is garbage."""
+  """The token whose K/V is at each position; -1: none."""
 
   def __init__(self):
     self.rows = np.full((SLOTS, CONTEXT), -1)

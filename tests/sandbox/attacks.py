@@ -1,6 +1,6 @@
 """Attacks on a sandbox, each a coroutine that asserts what must hold afterwards.
 
-They need nothing but the standard library, so that test_hostile.py can run them in its
+They need only the standard library, so that test_hostile.py can run them in its
 own process and, as `python tests/sandbox/attacks.py NAME`, in one of a user who may do
 nothing.
 """
@@ -305,7 +305,7 @@ async def inodes(host: sandbox.Host) -> None:
     assert all(int(count) < 60 for count in result.stdout.split()), result
 
 
-_CALLS = {  # x86_64: number and arguments, of what must be refused
+_CALLS = {  # x86_64: number and arguments of calls that must be denied
   'ptrace': (101, 0, 0, 0, 0),
   'process_vm_writev': (311, 2, 0, 0, 0, 0, 0),
   'keyctl': (250, 0, -3, 0),
@@ -365,7 +365,7 @@ else:
 
 
 async def system_calls(host: sandbox.Host) -> None:
-  """What no honest command needs is refused; another architecture's calls kill."""
+  """Calls that no ordinary command needs are denied; another architecture's kill."""
   files = {'call.py': _CALL.encode(), 'foreign.py': _FOREIGN.encode()}
   async with await sandbox.create(host=host, contents=files) as box:
     result = await box.exec(f'python3 call.py "{_CALLS!r}"')

@@ -67,7 +67,7 @@ def test_snapshot_restores_any_tree(before, after):
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.sampled_from(['..', 'a', '.', '', '/']), max_size=5).map('/'.join))
 def test_no_path_leaves_the_workspace(path):
-  """Any mix of dots and slashes either stays inside or is refused."""
+  """Any mix of dots and slashes either stays inside or is rejected."""
   with tempfile.TemporaryDirectory() as outer:
     root = os.path.join(outer, 'root')
     os.mkdir(root)

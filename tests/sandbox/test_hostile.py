@@ -186,7 +186,7 @@ def test_filling_the_disk(run, make, how):
   result = run(box.exec(f'{_FILL[how]}\n{used}', 20))
   sizes = [int(size) for size in result.stdout.split()]
   assert len(sizes) == 3 and max(sizes) <= 8 * _MIB, result
-  assert result.stderr  # the command was told
+  assert result.stderr  # the command got an error message
   lost = before - os.statvfs('/tmp').f_bavail * os.statvfs('/tmp').f_frsize
   assert lost < 512 * _MIB  # others write too
   if how in ('big file', 'many files'):

@@ -111,7 +111,7 @@ class _Round:
     assert (text / 'children').read_text() == ''
 
   async def _use(self) -> None:
-    """The host's calls may be refused, never led astray."""
+    """The host's calls may fail, but never leave the workspace."""
     box = self._box
     for _ in range(3):
       path = self._rng.choice(_PATHS)

@@ -271,7 +271,7 @@ def test_bad_limits_name_the_field(name, value):
 
 
 def test_bad_backend_and_names(run):
-  """Unknown backends and names that leave the workspace are refused."""
+  """Unknown backends and names that leave the workspace are rejected."""
   with pytest.raises(ValueError, match='rlimit_only'):
     run(sandbox.create(backend='podman'))
   for name in ('../x', '/etc/passwd', '', 'a/../../x'):
@@ -325,7 +325,7 @@ echo "{\\"exit-code\\": $?}" >&3
 @pytest.mark.smoke
 @pytest.mark.parametrize('kind', ['missing', 'broken', 'hollow'])
 def test_fails_closed(kind):
-  """No sandbox, one that fails, one that isolates nothing: refused, with a fix."""
+  """No sandbox, one that fails, one that isolates nothing: rejected, with a fix."""
   # Not tmp_path: other uids cannot walk there.
   with tempfile.TemporaryDirectory(dir='/tmp') as directory:
     os.chmod(directory, 0o755)

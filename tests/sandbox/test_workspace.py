@@ -1,4 +1,4 @@
-"""Workspaces as a whole: copied in, saved, restored, whatever a command left there."""
+"""Workspaces as a whole: copied in, saved and restored with any contents."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_snapshot_is_bounded(run, make):
 
 @pytest.mark.parametrize('backend', _BACKENDS)
 def test_links_of_a_copied_directory_are_not_followed(run, make, tmp_path, backend):
-  """A task's directory may have come from a stranger: its links stay links."""
+  """A task's directory may be untrusted: its links stay links."""
   secret = tmp_path / 'secret'
   secret.mkdir()
   (secret / 'key').write_text('hush')
@@ -192,7 +192,7 @@ def test_a_copied_directory_keeps_what_it_is(run, make, tmp_path):
 
 
 def test_a_copied_directory_must_fit(run, tmp_path):
-  """What is too large is refused, and nothing of the sandbox is left."""
+  """Too large contents are rejected, and nothing of the sandbox remains."""
   (tmp_path / 'f').write_bytes(os.urandom(3 * _MIB))
   with pytest.raises(OSError, match='space'):
     limits = sandbox.Limits(workspace_bytes=_MIB)

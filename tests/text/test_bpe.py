@@ -44,7 +44,7 @@ def test_identifiers_are_cut_alike_wherever_they_stand(trained, word):
 @settings(deadline=None, max_examples=100)
 @given(text=st.text('ab.c_19 \n/"<', max_size=30))
 def test_classes_never_mix(trained, text):
-  """Letters never merge across dots, underscores, digits; a digit stands alone."""
+  """Letters never merge across dots, underscores or digits; digits stay separate."""
   for piece in pieces(trained, text):
     word = piece.removeprefix(' ').lstrip('-')
     assert not any(c.isdigit() for c in piece) or len(piece) == 1
@@ -81,7 +81,7 @@ def test_prose_words_are_one_token(trained):
 
 
 def test_the_constant_prefix_is_short(trained, demonstrations, tool):
-  """System text and tools stand in every prompt: they must cost next to nothing."""
+  """System text and tools, which every prompt contains, add almost no cost."""
   system = demonstrations[0][:1]
   ids = tokenizer.encode_chat(trained, chat.segments(system, [tool])).ids
   assert len(ids) <= 10

@@ -1,4 +1,4 @@
-"""The chat template: ownership, prefixes, options and refusals."""
+"""The chat template: ownership, prefixes, options and errors."""
 
 import json
 

@@ -27,9 +27,9 @@ def test_render_equals_oracle(case):
 def test_ownership_equals_oracle(case):
   """A wrong loss mask trains the model on the template or hides its own tokens.
 
-  Two differences, on purpose: the oracle counts a rendered `<think>\\n` as generated,
-  while here the generation prompt brings it; and of a call with nothing before it, the
-  oracle gives the newline before the block to the template, here the model owns it.
+  Two deliberate differences: the oracle counts a rendered `<think>\\n` as generated,
+  while here it is part of the generation prompt; and the newline before a call without
+  preceding text belongs to the template in the oracle, but to the model here.
   """
   oracle = ''.join(('1' if owned else '0') * len(text) for text, owned in case['runs'])
   pieces = chat.segments(*_render_arguments(case))
@@ -53,9 +53,9 @@ def test_ownership_equals_oracle(case):
 def test_parse_equals_oracle(case):
   """Agents must get the calls that the reference parser would give them.
 
-  Differences, on purpose: only the template's own newlines are stripped; calls that are
-  not to be run stand apart; a parameter that the schema does not declare is a string
-  (the official guide), not a failed attempt at JSON.
+  Deliberate differences: only the template's own newlines are stripped; calls that must
+  not be run are listed separately; a parameter that the schema does not declare is a
+  string (the official guide), not a failed attempt at JSON.
   """
   message = chat.parse(case['text'], PARSE['tools'])
   assert message.reasoning.strip() == case['reasoning']

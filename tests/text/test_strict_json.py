@@ -1,4 +1,4 @@
-"""JSON that the rest cannot digest is refused, with the place of the fault."""
+"""JSON that later stages cannot process is rejected, with its place."""
 
 import json
 

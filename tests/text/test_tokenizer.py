@@ -221,13 +221,13 @@ def test_only_special_ids_are_special_pieces(any_tokenizer):
   ).map(''.join)
 )
 def test_fewest_tokens_is_a_lower_bound(any_tokenizer, text):
-  """A prompt refused by its bytes must never be one that would have fitted."""
+  """A prompt that fits is never rejected by its bytes."""
   tokens = len(any_tokenizer.encode(text, special=False))
   assert any_tokenizer.fewest_tokens(text) <= tokens
 
 
 def test_fewest_tokens_is_of_use(trained):
-  """The bound refuses what is far too long."""
+  """The bound rejects texts that are far too long."""
   text = '~' * 100_000
   assert trained.fewest_tokens(text) > 100_000 / 32
   assert trained.fewest_tokens('') == 0

@@ -1,4 +1,4 @@
-"""The files beside the weights: model, generation and chat settings."""
+"""The files next to the weights: model, generation and chat settings."""
 
 from __future__ import annotations
 
