@@ -1,4 +1,4 @@
-"""One form for the errors of settings: which field, its value, what it must be."""
+"""Uniform errors for invalid settings: field, value, and requirement."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ def require(config: Any, ok: bool, field: str, want: str) -> None:
   """Raises ValueError unless `ok`: 'Config.field=value: must be want'.
 
   Args:
-    config: the dataclass whose field it is.
-    ok: whether the field's value will do.
-    field: its name.
-    want: what it must be, 'at least 1'.
+    config: the dataclass with the field.
+    ok: whether the field's value is valid.
+    field: name of the field.
+    want: the requirement, such as 'at least 1'.
 
   Example:
     >>> def __post_init__(self):

@@ -1,9 +1,9 @@
-"""Parts of a run that a config chooses by `kind`: tasks, teachers, agents.
+"""Components that a config selects by `kind`: tasks, teachers, agents.
 
-A kind is a module, of this repository or of anyone: a name without a dot is a module of
-the package that it belongs to (`terminal` of `m2jax.tasks`), one with a dot is an
-import path (`mylab.puzzles`). The module defines the config of its kind, which holds
-the fields that `experiments.common.build` fills, so that each can be set by a flag.
+A kind is a module, of this repository or any other: a name without a dot is a module of
+the package it belongs to (`terminal` of `m2jax.tasks`), one with a dot is an import
+path (`mylab.puzzles`). The module defines the config of its kind, whose fields
+`experiments.common.build` fills, so that each can be set by a flag.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from types import ModuleType
 
 
 def module(package: str, kind: str) -> ModuleType:
-  """The module that `kind` names.
+  """Imports the module that `kind` names.
 
   Raises:
-    ValueError: there is none. An error inside the module is raised as it is.
+    ValueError: there is no such module. Errors inside the module propagate.
 
   Example:
     >>> module('m2jax.tasks', 'terminal').__name__
@@ -30,8 +30,8 @@ def module(package: str, kind: str) -> ModuleType:
     if error.name is None or not f'{name}.'.startswith(f'{error.name}.'):
       raise
     raise ValueError(
-      f'kind={kind!r}: no module {name}; want a module of {package} '
-      f'({", ".join(_names(package))}) or the import path of your own, with a dot'
+      f'kind={kind!r}: no module {name}; expected a module of {package} '
+      f'({", ".join(_names(package))}) or an import path with a dot'
     ) from error
 
 

@@ -1,8 +1,8 @@
-"""Records of engine, gateway, agents, pool and learner (DESIGN §3): plain data.
+"""Records that engine, gateway, agents, pool and learner exchange (DESIGN §3).
 
 Token ids, log-probabilities and versions are arrays from the engine to the loss: a
-completion of a long context is copied where it is stored and where it is trained, and
-nowhere between.
+completion with a long context is copied only where it is stored and where it is
+trained.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 
 
 class ByValue:
-  """Equality for dataclasses with arrays: by value, field by field.
+  """Field-by-field equality for dataclasses with arrays.
 
-  Fields with `compare=False` are left out. The dataclass needs `eq=False`.
+  Fields with `compare=False` are excluded. The dataclass needs `eq=False`.
   """
 
   __hash__ = None
@@ -33,29 +33,29 @@ class ByValue:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Completion(ByValue):
-  """One (state, action) pair as the gateway saw it: the unit of training.
+  """One (state, action) pair as recorded by the gateway: the unit of training.
 
   Attributes:
     id: unique id, also the `id` of the HTTP response.
-    session: the API key that asked; one trajectory.
+    session: the API key of the request; one trajectory.
     turn: 0-based order of the completion within its session.
     parent: id of the completion whose recorded ids this prompt extends, else None.
-    fork_reason: why a session with earlier completions did not extend one of them.
+    fork_reason: why the prompt does not extend a completion of the session.
     prompt_ids, response_ids: token ids as fed and as sampled, int32.
     logprobs, versions: per response token: sampling log-probability, float32; policy
-      version, int32. Any sequence will do for these four; it becomes an array.
+      version, int32. These four accept any sequence and convert it to an array.
     finish_reason: 'stop', 'length' or 'cancelled'.
     status: the parser's verdict on the response (`text.chat.Message.status`).
-    overrides: names of sampling fields the training session overrode.
+    overrides: names of the sampling fields that the training session overrode.
     started_s, ended_s: wall-clock seconds since the epoch.
-    follows: id of the session's completion whose answer is the last that the request's
-      messages show; the parent, if there is one. A fork follows too where the client's
-      text shows the answer but the prompt could not extend its ids, as when the
-      template drops thinking.
-    lineage: of the weights that `versions` count (`Lineages`); the pool sets it.
+    follows: id of the session's completion whose answer is the last one in the
+      request's messages; the parent, if there is one. A fork can follow a completion
+      too: the messages contain its answer, but the prompt could not extend its ids, for
+      example because the template drops thinking.
+    lineage: lineage of the weights in `versions` (`Lineages`); set by the pool.
     experts: [prompt + response tokens, L, top_k] int16, the expert ids that the engine
-      used, -1 where it has none (`rollout.api.GenerateResult`); None: not recorded. Two
-      completions are compared without it.
+      used, -1 where it has none (`rollout.api.GenerateResult`); None: not recorded.
+      Excluded from comparisons.
   """
 
   id: str
@@ -85,7 +85,7 @@ class Completion(ByValue):
 
   @property
   def tokens(self) -> np.ndarray:
-    """Prompt and response ids, int32: what a continuation of it begins with."""
+    """Prompt and response ids, int32: the prefix of a continuation."""
     return np.concatenate([self.prompt_ids, self.response_ids])
 
 
@@ -98,8 +98,8 @@ class WorkItem:
     task: the task's spec string (`tasks` rebuilds the task from it).
     group_size: trajectories sampled for it.
     attempt: 0, then +1 for every reissue after a restart.
-    taken_before: items taken before its submission, those that a restart undid left
-      out; what its age is counted from.
+    taken_before: number of items taken before its submission, except those that a
+      restart rolled back; its age is counted from there.
   """
 
   index: int
@@ -120,12 +120,14 @@ class Trajectory:
     task, family: the task's spec string and family name.
     end_reason: 'answer', 'max_turns', 'length' or 'context', which are judged; or
       'infrastructure', which is masked from loss and baseline (law 5).
-    error: for 'infrastructure', what broke.
+    error: for 'infrastructure', what failed.
     success: the verifier's verdict in [0, 1].
-    wall_s: wall-clock seconds of the episode, tools included.
-    tool_calls: commands run; tool_errors: calls that did not parse or named no tool.
+    wall_s: wall-clock seconds of the episode, including tools.
+    tool_calls: number of calls executed.
+    tool_errors: number of calls that did not parse, named an unknown tool or had wrong
+      arguments.
     answer: the final assistant text.
-    messages: the whole chat as OpenAI dicts, for people to read.
+    messages: the whole chat as OpenAI dicts, for the report.
   """
 
   session: str
@@ -145,7 +147,7 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryReward:
-  """What a trajectory earned: one row of the report.
+  """The reward of a trajectory, for the report.
 
   Attributes:
     process, speed, perf: sums over its turns, before α and β, undiscounted.
@@ -160,36 +162,35 @@ class TrajectoryReward:
 
 @dataclasses.dataclass(frozen=True)
 class Lineages:
-  """The tree of all weights that a run has had: a version is (lineage, step) (law 5).
+  """The tree of all weights of a run: a version is (lineage, step) (law 5).
 
-  Every start of the learner begins a lineage at the step it restored. What the earlier
-  lineage did after that step is lost, yet completions that its weights sampled may
-  still be trained on.
+  Every start of the learner begins a lineage at the step that it restored. The updates
+  of the previous lineage after that step are lost, but completions sampled by its
+  weights may still be trained on.
 
   Attributes:
-    branches: (parent lineage, step at which it began) of each lineage; the first is the
-      root and has the parent -1.
+    branches: (parent lineage, first step) of each lineage; the first one is the root
+      and has parent -1.
   """
 
   branches: tuple[tuple[int, int], ...] = ((-1, 0),)
 
   @property
   def current(self) -> int:
-    """The lineage of the present weights."""
+    """The lineage of the current weights."""
     return len(self.branches) - 1
 
   def updates_between(
     self, lineage: int, versions: Sequence[int], present: int
   ) -> np.ndarray:
-    """Updates that separate weights from the present ones: [len(versions)] int64.
+    """Number of updates between weights and the current ones: [len(versions)] int64.
 
-    The updates since their last common weights, of both: for weights that the present
-    ones descend from present - version, for others also what they did themselves
-    before they were lost.
+    Counts the updates of both since their last common ancestor: present - version for
+    an ancestor of the current weights, plus the lost updates for other weights.
 
     Args:
       lineage, versions: the weights.
-      present: step of the present weights, of the lineage `current`.
+      present: step of the current weights, in the lineage `current`.
     """
     versions = np.asarray(versions, np.int64)
     mine, theirs = self._path(self.current, present), self._path(lineage, None)
@@ -200,7 +201,7 @@ class Lineages:
     return present - common + np.maximum(versions - common, 0)
 
   def _path(self, lineage: int, last: int | None) -> dict[int, int | None]:
-    """The last step of each lineage on the way to the root, from the youngest on."""
+    """Last step of each lineage on the path to the root, starting at `lineage`."""
     path = {}
     while lineage >= 0:
       path[lineage] = last

@@ -1,7 +1,7 @@
-"""The agent protocol: what solves a task through a model that it reaches over HTTP.
+"""The agent protocol: a program that solves tasks through a model behind HTTP.
 
-docs/design.md §7, docs/add_an_agent.md; after the functions that Forge's agents plug
-in with, pre-process, run, post-process and reward (docs/facts/m2-and-forge.md §4.4). A
+docs/design.md §7, docs/add_an_agent.md. The methods follow the functions of Forge's
+agents: pre-process, run, post-process and reward (docs/facts/m2-and-forge.md §4.4). A
 kind of agents is a module with `Config`, an `AgentConfig`, and `make(config) -> Agent`.
 """
 
@@ -18,12 +18,12 @@ from m2jax.tasks import Environment, Task
 
 @dataclasses.dataclass(frozen=True)
 class AgentConfig:
-  """What every kind of agent has.
+  """Settings that every kind of agent has.
 
   Attributes:
     kind: module that defines the agent (`m2jax.kinds`).
-    system: the agent's system prompt, under which demonstrations are trained too; None
-      leaves the model's default.
+    system: the agent's system prompt, also used for SFT on demonstrations; None is the
+      model's default.
   """
 
   kind: str
@@ -31,20 +31,21 @@ class AgentConfig:
 
   @classmethod
   def of_kind(cls, kind: str) -> type[AgentConfig]:
-    """The config of a kind. Raises ValueError for a kind that is not there."""
+    """Returns the config class of a kind. Raises ValueError for an unknown kind."""
     return kinds.module(__package__, kind).Config
 
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-  """The model as one episode reaches it.
+  """Access to the model for one episode.
 
   Attributes:
-    base_url: of the gateway, with '/v1'.
-    api_key: the session; every episode has its own.
-    model: the name to ask for.
-    sampling: fields that an evaluation wants in each request, {'temperature': 0.0}; a
-      training session overrides what would bend the sampled distribution.
+    base_url: URL of the gateway, including '/v1'.
+    api_key: the session's key; every episode has its own.
+    model: name of the model in requests.
+    sampling: sampling fields for every request of an evaluation, such as
+      {'temperature': 0.0}; a training session overrides those that would change the
+      sampled distribution.
   """
 
   base_url: str
@@ -59,12 +60,13 @@ class Outcome:
 
   Attributes:
     end_reason: 'answer', 'max_turns', 'length' or 'context'; or 'infrastructure', which
-      is not the model's doing and is masked from the loss (law 5).
-    error: for 'infrastructure', what broke.
+      the model did not cause and which is masked from the loss (law 5).
+    error: for 'infrastructure', what failed.
     answer: text of the last assistant message if `end_reason` is 'answer', else ''.
-    messages: the whole chat as OpenAI dicts, for people to read.
-    tool_calls: calls executed.
-    tool_errors: calls that did not parse, named no tool or had wrong arguments.
+    messages: the whole chat as OpenAI dicts, for the report.
+    tool_calls: number of calls executed.
+    tool_errors: number of calls that did not parse, named an unknown tool or had wrong
+      arguments.
     wall_s: wall-clock seconds.
   """
 
@@ -78,40 +80,40 @@ class Outcome:
 
 
 class Agent(abc.ABC):
-  """One object for all episodes, which run concurrently in one event loop.
+  """One object serves all episodes, which run concurrently in one event loop.
 
-  Of each episode `agents.episodes` calls `prepare`, `run`, `finish` and `reward`, in
-  this order, while the task's environment is open. `finish` is also called when `run`
-  was cancelled or raised. SandboxError and OSError end the episode as 'infrastructure';
-  any other exception fails the work item and is logged.
+  For each episode `agents.episodes` calls `prepare`, `run`, `finish` and `reward`, in
+  this order, while the task's environment is open. `finish` is also called if `run` was
+  cancelled or raised. SandboxError and OSError end the episode as 'infrastructure'; any
+  other exception is logged and fails the work item.
   """
 
   @abc.abstractmethod
   async def prepare(
     self, task: Task, environment: Environment, endpoint: Endpoint
   ) -> Any:
-    """What the other methods need of this episode: prompt, files, a process to be."""
+    """Returns the state of the episode for the other methods, such as its prompt."""
 
   @abc.abstractmethod
   async def run(self, episode: Any) -> None:
-    """Acts until the agent has answered or may not go on."""
+    """Acts until the agent has answered or reached a limit."""
 
   @abc.abstractmethod
   async def finish(self, episode: Any) -> Outcome:
-    """Releases what the episode holds and says how it ended."""
+    """Releases the episode's resources; returns how it ended."""
 
   async def reward(
     self, task: Task, environment: Environment, outcome: Outcome
   ) -> float:
-    """Success in [0, 1]: the task's verdict on an answer, 0 where there is none."""
+    """Success in [0, 1]: the task's verdict on an answer, 0 without one."""
     if outcome.end_reason != 'answer':
       return 0.0
     return await task.verify(environment, outcome.answer)
 
   async def close(self) -> None:  # noqa: B027 (most have nothing to close)
-    """After the last episode."""
+    """Called after the last episode."""
 
 
 def make(config: AgentConfig) -> Agent:
-  """The agent that a config describes."""
+  """Makes the agent of a config."""
   return kinds.module(__package__, config.kind).make(config)

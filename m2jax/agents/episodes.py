@@ -1,8 +1,8 @@
 """Episodes: one agent, one task, one sandbox, one gateway session, one verdict.
 
-`Runner` runs them concurrently in an event loop of its own thread. Agents reach the
-model over HTTP only; what they sampled gets to the pool at the gateway, how the episode
-ended gets there from here.
+`Runner` runs them concurrently, in an event loop on a thread of its own. Agents reach
+the model over HTTP only. The gateway records what they sampled; this module returns how
+each episode ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from m2jax.records import Trajectory
 
 
 class Sessions(Protocol):
-  """Where an episode's key is registered: the gateway's `sessions`."""
+  """Registry of the episodes' keys: the gateway's `sessions`."""
 
   def open(self, key: str, mode: str = 'training') -> Any: ...
 
@@ -36,13 +36,13 @@ class EpisodeConfig:
   """How episodes run.
 
   Attributes:
-    agent: who acts.
-    backend: of the sandbox, 'bubblewrap' or 'rlimit_only'.
-    limits: of the sandbox.
-    concurrency: episodes at once, of training and of evaluation each.
-    evaluation_deadline_s: for all episodes of an evaluation together; what has not
-      ended then is an infrastructure failure.
-    model: name the agent asks for.
+    agent: settings of the agent.
+    backend: backend of the sandbox, 'bubblewrap' or 'rlimit_only'.
+    limits: limits of the sandbox.
+    concurrency: maximum concurrent episodes, separately for training and evaluation.
+    evaluation_deadline_s: time limit of an evaluation as a whole; episodes that have
+      not ended by then are infrastructure failures.
+    model: name of the model in requests.
   """
 
   agent: AgentConfig = dataclasses.field(
@@ -56,7 +56,7 @@ class EpisodeConfig:
 
 
 class Runner:
-  """Runs episodes from any thread; a context manager."""
+  """Runs episodes submitted from any thread; a context manager."""
 
   def __init__(self, config: EpisodeConfig, base_url: str, sessions: Sessions):
     self._config = config
@@ -64,7 +64,7 @@ class Runner:
     self._sessions = sessions
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._run_loop, name='agents', daemon=True)
-    # of its own for each mode: an evaluation does not queue behind training
+    # One per mode, so that an evaluation does not queue behind training.
     self._running = {
       mode: asyncio.Semaphore(config.concurrency) for mode in ('training', 'evaluation')
     }
@@ -75,7 +75,7 @@ class Runner:
     return self
 
   def __exit__(self, *exc):
-    """Cancels what still runs and waits for the loop."""
+    """Cancels the running episodes and waits for the loop to end."""
     asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join()
@@ -86,8 +86,8 @@ class Runner:
     self._loop.run_forever()
 
   async def _close(self):
-    mine = asyncio.current_task()
-    others = [t for t in asyncio.all_tasks() if t is not mine]
+    current = asyncio.current_task()
+    others = [t for t in asyncio.all_tasks() if t is not current]
     for other in others:
       other.cancel()
     await asyncio.gather(*others, return_exceptions=True)
@@ -106,15 +106,15 @@ class Runner:
     sampling: dict[str, Any] | None = None,
     on_end: Callable[[Trajectory], None] | None = None,
   ) -> concurrent.futures.Future[list[Trajectory]]:
-    """Starts `count` episodes of one task; the future gives them by rank.
+    """Starts `count` episodes of one task; the future has their results by rank.
 
     Args:
-      spec: the task's.
-      count: trajectories.
+      spec: spec of the task.
+      count: number of trajectories.
       item: index of the work item, -1 outside training.
-      prefix: of the session keys.
-      mode: the sessions' mode, 'training' or 'evaluation'.
-      sampling: more fields of each request.
+      prefix: prefix of the session keys.
+      mode: mode of the sessions, 'training' or 'evaluation'.
+      sampling: additional fields of each request.
       on_end: called with each trajectory as it ends, on the loop's thread.
     """
     return asyncio.run_coroutine_threadsafe(
@@ -130,7 +130,7 @@ class Runner:
         on_end(trajectory)
       return trajectory
 
-    async with asyncio.TaskGroup() as group:  # a failure ends the others too
+    async with asyncio.TaskGroup() as group:  # an exception cancels the others
       running = [group.create_task(one(rank)) for rank in range(count)]
     return [task.result() for task in running]
 
@@ -180,11 +180,11 @@ def evaluate(
   deadline_s: float = 1200.0,
   on_end: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-  """One episode per task, as an evaluation session without truncation of the sampling.
+  """Runs one episode per task, in evaluation sessions with untruncated sampling.
 
-  Trajectories that ended by infrastructure are tried once more; what fails twice, or
-  has not ended after `deadline_s`, is returned as such a failure, for the caller to
-  count apart.
+  Episodes that end with an infrastructure failure are retried once. Those that fail
+  twice, or have not ended after `deadline_s`, are returned with the end reason
+  'infrastructure', for the caller to count separately.
   """
   ends_s = time.monotonic() + deadline_s
 

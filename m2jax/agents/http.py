@@ -1,9 +1,9 @@
-"""An httpx client for many agents at once.
+"""An httpx client shared by many agents.
 
-httpcore's connection pool looks at every connection, with a system call each, for
-every request: at 64 agents that is ten times the CPU of the request itself. Agents talk
-to one host, so a stack of one-connection transports serves as well, at a cost that does
-not grow with the number of agents.
+For every request httpcore's connection pool checks every connection with a system call:
+at 64 agents that takes ten times the CPU time of the request itself. Agents connect to
+one host, so a stack of one-connection transports is sufficient, at a cost that does not
+grow with the number of agents.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _KEEPALIVE_S = 300.0
 class StackedTransport(httpx.AsyncBaseTransport):
   """Sends each request over the connection freed last, or a new one if all are busy.
 
-  Connections are not limited: callers in flight are the limit.
+  The number of connections is bounded only by the number of concurrent requests.
   """
 
   def __init__(self):
-    # One context for all transports: loading certificates takes milliseconds.
+    # Shared by all transports: loading certificates takes milliseconds.
     self._tls = httpx.create_ssl_context()
     self._free: list[httpx.AsyncHTTPTransport] = []
     self._closed = False
@@ -54,7 +54,7 @@ class StackedTransport(httpx.AsyncBaseTransport):
 
 
 class _Returning(httpx.AsyncByteStream):
-  """A response body that gives its connection back when it is closed."""
+  """A response body that returns its connection to the stack when it is closed."""
 
   def __init__(self, stream, transport: httpx.AsyncHTTPTransport, release):
     self._stream, self._transport, self._release = stream, transport, release
@@ -73,7 +73,7 @@ class _Returning(httpx.AsyncByteStream):
 
 
 def make_client() -> httpx.AsyncClient:
-  """A client to share between all agents of one event loop."""
+  """Makes a client for all agents of one event loop."""
   return httpx.AsyncClient(
     transport=StackedTransport(), timeout=None, trust_env=False, follow_redirects=False
   )

@@ -1,8 +1,8 @@
 """The white-box agent: completions, tool calls and observations over plain HTTP.
 
-It knows a base URL and a key, as any agent does (docs/facts/m2-and-forge.md §4.4); what
-makes it white-box is that its loop is ours to change. A real end of an episode is
-judged, an infrastructure failure is masked from the loss (law 5).
+It knows a base URL and a key, as any agent does (docs/facts/m2-and-forge.md §4.4); it
+is white-box because its loop is part of this code. An infrastructure failure is masked
+from the loss, every other end of an episode is judged (law 5).
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ _BROKEN = (Status.MALFORMED_STRUCTURE, Status.UNCLOSED_BLOCK, Status.UNCLOSED_TH
 
 
 class _Infrastructure(Exception):
-  """The episode cannot go on, and not because of the model."""
+  """The episode cannot continue, for a reason other than the model."""
 
 
 class _ContextExceeded(Exception):
-  """The prompt no longer fits the context."""
+  """The prompt exceeds the context."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WhiteboxConfig(AgentConfig):
-  """How an episode runs. A task sets how many turns it may take.
+  """How an episode runs. The task limits the number of turns.
 
   Attributes:
-    max_tokens: response tokens per completion.
-    observation_bytes: tool output beyond this is cut in its middle, with a marker.
-    sampling: more fields of the request, e.g. {'temperature': 0}; a training session
-      overrides what would bend the sampled distribution.
-    retries: more attempts after a connection failure or an HTTP 429 or 5xx.
+    max_tokens: maximum response tokens per completion.
+    observation_bytes: maximum bytes of an observation; the middle of a longer tool
+      output is replaced by a marker.
+    sampling: additional fields of the request, e.g. {'temperature': 0}; a training
+      session overrides those that would change the sampled distribution.
+    retries: additional attempts after a connection failure or an HTTP 429 or 5xx.
     retry_delay_s: pause before the first retry; doubles with each.
     request_timeout_s: wall-clock limit of one completion.
   """
@@ -64,12 +65,13 @@ class _Episode:
   """One episode.
 
   Attributes:
-    post: posts a completion request and gives its body.
-    body: of each request; its messages grow.
-    execute: runs tool calls, those of `names`.
-    max_turns: completions that it may take.
-    started_s: on the monotonic clock.
-    outcome: what becomes of it.
+    post: posts a completion request and returns the body of the response.
+    body: body of the requests; each turn extends its messages.
+    execute: runs calls of the tools in `names`.
+    names: names of the task's tools.
+    max_turns: maximum number of completions.
+    started_s: start on the monotonic clock.
+    outcome: the result, filled in as the episode proceeds.
   """
 
   post: Callable[[dict], Awaitable[dict]]
@@ -82,7 +84,7 @@ class _Episode:
 
 
 class Whitebox(Agent):
-  """The agent; its methods never raise for what the model or the gateway did."""
+  """The agent; its methods raise for no output of the model or the gateway."""
 
   def __init__(self, config: WhiteboxConfig):
     self._config = config
@@ -140,16 +142,16 @@ class Whitebox(Agent):
     await self._client.aclose()
 
   async def _act(self, choice: dict, episode: _Episode) -> bool:
-    """Carries out a message's tool calls. False when it has none: the answer."""
+    """Runs a message's tool calls; returns False if it has none and is the answer."""
     outcome, message = episode.outcome, choice['message']
     calls = message.get('tool_calls') or ()
     if not calls:
-      # The gateway shows the markup of a call that it could not parse, and of one that
-      # the model only quotes; the parser's verdict tells them apart.
+      # Content contains tool-call markup if a call could not be parsed or was only
+      # quoted by the model; the parser's status distinguishes the two.
       broken = choice.get('parse_status') in _BROKEN
       if not broken or markup.TOOL_CALL not in (message.get('content') or ''):
         return False
-      # No call to reply to, so no tool message can carry this.
+      # A tool message needs the id of a call, so this is a user message.
       outcome.tool_errors += 1
       outcome.messages.append({'role': 'user', 'content': 'error: malformed tool call'})
       return True
@@ -161,7 +163,7 @@ class Whitebox(Agent):
     return True
 
   async def _call(self, function: dict, episode: _Episode) -> str:
-    """Runs one call; gives what the model reads of it."""
+    """Runs one call; returns the observation."""
     outcome, name = episode.outcome, function['name']
     try:
       if name not in episode.names:
@@ -180,12 +182,12 @@ make = Whitebox
 
 
 def cut(text: str, limit_bytes: int) -> str:
-  """The text if it fits, else its first and last bytes with the loss named between.
+  """Returns the text if it fits, else its first and last bytes around a marker.
 
-  Lone surrogates become '?': what comes back can be sent.
+  Lone surrogates become '?', so that the result can be encoded.
 
   Args:
-    limit_bytes: most UTF-8 bytes kept; the marker comes on top.
+    limit_bytes: maximum UTF-8 bytes of the text, not counting the marker.
   """
   data = text.encode('utf-8', 'replace')
   if len(data) <= limit_bytes:
@@ -199,7 +201,7 @@ def cut(text: str, limit_bytes: int) -> str:
 def _poster(
   client: httpx.AsyncClient, endpoint: Endpoint, config: WhiteboxConfig
 ) -> Callable[[dict], Awaitable[dict]]:
-  """A function that posts a completion request, with retries, and gives its body."""
+  """Makes a function that posts a completion request, with retries."""
   url = httpx.URL(endpoint.base_url.rstrip('/') + '/chat/completions')
   headers = {
     'authorization': f'Bearer {endpoint.api_key}',

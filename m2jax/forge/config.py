@@ -26,9 +26,8 @@ class SftConfig(sft.SftConfig):
   """Supervised fine-tuning on the teacher's verified successes.
 
   Attributes:
-    demonstrations: how many the teacher tries; those that fail are left out.
-    families: what is demonstrated: family -> relative frequency. Empty: the families
-      of the tasks.
+    demonstrations: number of tasks the teacher attempts; failures are left out.
+    families: families to demonstrate -> relative frequency. Empty: those of `tasks`.
   """
 
   demonstrations: int
@@ -37,11 +36,11 @@ class SftConfig(sft.SftConfig):
 
 @dataclasses.dataclass(frozen=True)
 class MoreSftConfig:
-  """The control that goes on with SFT, from its weights, where RL would begin.
+  """The control that continues SFT from its weights instead of starting RL.
 
   Attributes:
     loop: the budget.
-    optimizer: of this phase; its state starts anew, as RL's does.
+    optimizer: optimizer of this phase; its state is initialised anew, as in RL.
   """
 
   loop: LoopConfig
@@ -53,34 +52,35 @@ class RlConfig:
   """Reinforcement learning in the real environment.
 
   Attributes:
-    steps: updates in all.
+    steps: total number of updates.
     seconds: also stop after this much RL time, restarts included; 0 is no limit.
-    groups_per_step: work items an update takes.
-    group_size: G, trajectories of an item.
+    groups_per_step: work items per update.
+    group_size: G, trajectories per item.
     capacity, window: N and W of windowed FIFO, in items ('default' is ⌊0.3 N⌋).
     checkpoint_every: updates between checkpoints.
     learner: how groups become an update.
-    optimizer: of this phase.
-    max_items: work items in all: RL also stops once they are trained or failed; 0 is no
-      limit.
-    curriculum: which families the tasks are of.
+    optimizer: optimizer of this phase.
+    max_items: total number of work items: RL also stops once all are trained or failed;
+      0 is no limit.
+    curriculum: how task families are sampled.
     dev_every: updates between evaluations on the development split; 0 is never.
-    dev_tasks: tasks of such an evaluation.
-    patience: stop once this many of these evaluations in a row were no better than the
-      best before; 0 is never.
-    refill_factor: an update takes items until `groups_per_step` of them have a non-zero
-      advantage, or until it has taken this many times `groups_per_step`; 1 trains on
-      what the first `groups_per_step` have (DAPO's dynamic sampling).
+    dev_tasks: tasks per such evaluation.
+    patience: stop after this many consecutive evaluations without a new best; 0 is
+      never.
+    refill_factor: DAPO's dynamic sampling: an update takes items until
+      `groups_per_step` of them have a non-zero advantage, but at most this many times
+      `groups_per_step`. 1 trains on the first `groups_per_step`.
     updates_per_batch: optimizer steps on the groups of one update, each over all of
       them, against the same recorded log-probabilities; they are one policy version,
       one ledger entry and one metrics record.
-    partial_credit: what a rollout earns at most for an end state that is right in part
+    partial_credit: maximum verdict on a partly correct end state
       (`TasksConfig.partial_credit`); evaluations give none.
     item_deadline_s: seconds from an item's submission, or reissue, to the end of its
-      last episode, the wait for a free agent included; past it the item fails.
-    max_failed_groups: failed items in a row that stop the run with their reason; None
-      is the capacity, which an outage fails at once, and 32 more. After a failure items
-      are submitted one at a time, after 0.1 s and up to 5 s, until one completes.
+      last episode, including the wait for a free agent; after that the item fails.
+    max_failed_groups: consecutive failed items that stop the run with the last reason;
+      None is the capacity, which an outage fails at once, plus 32. After a failure
+      items are submitted one at a time, at intervals that grow from 0.1 s to 5 s, until
+      one completes.
   """
 
   steps: int
@@ -116,16 +116,16 @@ class RlConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-  """How a policy acts on tasks, and is evaluated.
+  """How a policy acts on tasks and is evaluated.
 
   Attributes:
     model: the policy; `vocab_size` is the tokenizer's.
-    tasks: what is asked.
+    tasks: distribution of the tasks.
     engine, scheduler: the rollout engine.
-    gateway: what stands between agents and engine.
+    gateway: the HTTP server between agents and engine.
     episodes: agents and sandboxes.
-    eval_tasks: held-out tasks per evaluation, one episode each; 0 leaves the held-out
-      split unread, as while something is chosen.
+    eval_tasks: held-out tasks per evaluation, one episode each; 0 does not touch the
+      held-out split, for model selection.
   """
 
   model: ModelConfig
@@ -139,8 +139,8 @@ class RolloutConfig:
   def __post_init__(self):
     if self.tasks.partial_credit:
       raise ValueError(
-        f'tasks.partial_credit={self.tasks.partial_credit}: evaluations give '
-        'none; set rl.partial_credit, which RL alone uses'
+        f'tasks.partial_credit={self.tasks.partial_credit}: must be 0, since '
+        'evaluations give no partial credit; set rl.partial_credit for RL'
       )
 
 
@@ -149,16 +149,17 @@ class ForgeConfig(RolloutConfig):
   """One run of the main job.
 
   Attributes:
-    seed: of everything drawn: weights, tasks, teacher, sampling.
+    seed: seed of weights, tasks, teacher and sampling.
     teacher: who demonstrates.
     sft: the first phase.
     rl: the second phase; None stops after SFT.
-    more_sft: in its place, as a control.
-    dev_tasks: tasks of the development split after each phase.
-    mesh: devices that SFT trains on; a run may go on on another mesh. Engine and RL
+    more_sft: replaces `rl`, as a control.
+    dev_tasks: tasks of the development split evaluated after each phase.
+    mesh: devices that SFT trains on; a run may resume on another mesh. Engine and RL
       use one device.
-    start: workdir of a run whose demonstrations, tokenizer and SFT weights are taken
-      over, so that a control starts where that run's RL did; '' makes them.
+    start: workdir of a run whose demonstrations, tokenizer and SFT weights are reused,
+      so that a control starts from the weights where that run's RL did; '' makes new
+      ones.
   """
 
   seed: int
@@ -173,4 +174,4 @@ class ForgeConfig(RolloutConfig):
   def __post_init__(self):
     super().__post_init__()
     if self.rl is not None and self.more_sft is not None:
-      raise ValueError('ForgeConfig: rl and more_sft are both set: choose one')
+      raise ValueError('ForgeConfig: rl and more_sft are both set; set one to None')

@@ -1,10 +1,9 @@
-"""Which family the next training task is of: one whose verdicts differ.
+"""Samples the family of each training task, by how much its recent verdicts vary.
 
-A group whose trajectories have equal verdicts has zero advantage and teaches nothing
+A group whose trajectories have equal verdicts has zero advantage and no gradient
 (DAPO's dynamic sampling and ScaleRL's retired prompts, facts/algorithms.md §3.3). Each
-family comes in proportion to the standard deviation of its recent verdicts, but never
-below a floor, so that what was learned stays in the batch and what cannot be done yet
-is tried now and then.
+family is sampled in proportion to the standard deviation of its recent verdicts, with a
+floor, so that solved families stay in the batch and unsolved ones are still tried.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from m2jax.checks import require
 
 @dataclasses.dataclass(frozen=True)
 class CurriculumConfig:
-  """How verdicts make a family more or less frequent.
+  """How verdicts change the frequency of a family.
 
   Attributes:
-    floor: least factor on a family's frequency, in (0, 1]; the factor is twice the
-      standard deviation of the verdicts where that is larger: 1 at a success rate of
-      1/2. A floor of 1 is no curriculum.
-    memory: trajectories over which verdicts are averaged, roughly.
+    floor: minimum factor on a family's frequency, in (0, 1]. The factor is twice the
+      standard deviation of its verdicts: 1 at a success rate of 1/2. A floor of 1
+      disables the curriculum.
+    memory: approximate number of trajectories over which verdicts are averaged.
   """
 
   floor: float = 1.0
@@ -38,7 +37,7 @@ class CurriculumConfig:
 
 @dataclasses.dataclass
 class _Average:
-  """Of recent successes, verdicts and their squares; as if half had succeeded."""
+  """Moving averages of successes, verdicts and squared verdicts, from 1/2."""
 
   success: float = 0.5
   verdict: float = 0.5
@@ -54,32 +53,31 @@ class _Average:
 
 
 class Curriculum:
-  """Recent verdicts by family, and draws by them; safe from any thread.
+  """Samples families by their recent verdicts. Thread-safe.
 
-  A restart forgets the verdicts: what was submitted is in the pool, and a few batches
-  measure them again.
+  A restart resets the averages, which a few batches estimate again; items submitted
+  before it are in the pool.
   """
 
   def __init__(self, config: CurriculumConfig, weights: Mapping[str, float]):
     self._config = config
     self._weights = dict(weights)
-    # every family is worth a try until it was measured
     self._recent = {family: _Average() for family in weights}
     self._lock = threading.Lock()
 
   def observe(self, family: str, verdict: float) -> None:
-    """Takes the verdict on one trajectory, in [0, 1]."""
+    """Adds the verdict on one trajectory, in [0, 1]."""
     with self._lock:
       average = self._recent.setdefault(family, _Average())
       average.observe(verdict, 1 / self._config.memory)
 
   def success(self) -> dict[str, float]:
-    """Recent share of verdicts of 1, by family."""
+    """Recent fraction of trajectories with verdict 1, by family."""
     with self._lock:
       return {family: average.success for family, average in self._recent.items()}
 
   def draw(self, key: str) -> str:
-    """A family, by the present weights; equal keys draw alike."""
+    """Samples a family by the current weights; a function of them and `key` alone."""
     names = sorted(self._weights)
     with self._lock:
       factors = [2 * self._recent[name].deviation() for name in names]

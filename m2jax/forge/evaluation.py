@@ -1,4 +1,4 @@
-"""Success of the engine's weights on a split of the tasks, measured and recorded."""
+"""Evaluates the engine's weights on a split of the tasks and records the success."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from m2jax.records import Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-  """Successes and judged tasks of one part of an evaluation.
+  """Number of successes and of judged tasks, for one part of an evaluation.
 
   Attributes:
-    family: or 'all'.
-    calls: tool calls that suffice for the tasks; None for 'all'.
+    family: name of the family, or 'all'.
+    calls: tool calls that the tasks need (`Task.baseline_calls`); None for 'all'.
   """
 
   family: str
@@ -35,12 +35,13 @@ def success_on(
   temperature: float,
   on_progress: Callable[[float], None] = lambda f: None,
 ) -> list[Tally]:
-  """Success of the engine's weights on a split: all, then by family and chain length.
+  """Runs one episode on each of the first `tasks` tasks of a split.
 
-  The tasks are the split's first; one episode each.
+  Returns:
+    The tally of all tasks, then those by family and number of calls.
 
   Raises:
-    RolloutsFailed: infrastructure ended every episode, so that nothing was measured.
+    RolloutsFailed: every episode ended with an infrastructure failure.
   """
   specs = [tasks_lib.spec(roles.config.tasks, split, i) for i in range(tasks)]
   done = 0
@@ -60,14 +61,14 @@ def success_on(
   )
   cells: dict[tuple[str, int | None], list[float]] = collections.defaultdict(list)
   for t in out:
-    if t.end_reason != 'infrastructure':  # nobody's failure, so not judged
+    if t.end_reason != 'infrastructure':  # not the policy's failure
       calls = tasks_lib.make(t.task).baseline_calls
       for cell in (('all', None), (t.family, calls)):
         cells[cell].append(t.success)
   if out and not cells:
     raise RolloutsFailed(
-      f'none of {len(out)} episodes on the split {split!r} could be judged; the last '
-      f'ended by {out[-1].error}'
+      f'none of the {len(out)} episodes on the split {split!r} could be judged; the '
+      f'last failed with: {out[-1].error}'
     )
   order = sorted(cells, key=lambda cell: (cell[0] != 'all', cell))
   return [
@@ -86,7 +87,7 @@ def evaluate(
   temperature: float = 1.0,
   on_progress: Callable[[float], None] = lambda f: None,
 ) -> float:
-  """Measures and records success of the engine's weights; returns the share solved."""
+  """Evaluates the engine's weights, records the tallies, returns the success rate."""
   tallies = success_on(roles, split, tasks, temperature, on_progress)
   for tally in tallies:
     calls = {} if tally.calls is None else {'calls': tally.calls}

@@ -1,4 +1,4 @@
-"""When a curve of evaluations is flat, so that training may stop."""
+"""Early stopping: whether a curve of evaluations has stopped improving."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class Plateau:
-  """Values of one measure in order of training; larger is better.
+  """Values of one metric in order of training; larger is better.
 
   Example:
     >>> curve = Plateau([0.2, 0.5, 0.5, 0.4])
@@ -21,7 +21,7 @@ class Plateau:
     self.values.append(float(value))
 
   def flat(self, patience: int) -> bool:
-    """Whether the last `patience` values are no better than the best before them."""
+    """Whether none of the last `patience` values exceeds the best before them."""
     if not patience or len(self.values) <= patience:
       return False
     return max(self.values[-patience:]) <= max(self.values[:-patience])

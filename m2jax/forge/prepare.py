@@ -1,4 +1,4 @@
-"""Before RL: demonstrations of the teacher, the tokenizer they train, and SFT."""
+"""The phases before RL: demonstrations, the tokenizer trained on them, and SFT."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from m2jax.train.loop import Run
 def make_demonstrations(
   config: ForgeConfig, path: Path, on_progress: Callable[[float], None] = lambda f: None
 ):
-  """The teacher's demonstrations, made once and kept at `path`."""
+  """Returns the teacher's demonstrations; makes and stores them at `path` once."""
   if not path.exists():
     total = config.sft.demonstrations
     drawn_from = config.tasks
@@ -56,7 +56,7 @@ def make_demonstrations(
 def chats(
   config: ForgeConfig, demos: Sequence[tasks.Demonstration]
 ) -> list[chats_lib.Chat]:
-  """Demonstrations as the agent would send them, system prompt and tools included."""
+  """Demonstrations as the agent's requests, with its system prompt and the tools."""
   system = config.episodes.agent.system
   return [
     chats_lib.Chat(d.task, chats_lib.with_system(d.messages, system), d.tools)
@@ -65,7 +65,7 @@ def chats(
 
 
 def make_tokenizer(config: ForgeConfig, demos, path: Path) -> tokenizer.Tokenizer:
-  """A byte-level BPE trained on the run's own text, made once and kept at `path`."""
+  """Returns a byte-level BPE trained on the run's own text; made once, at `path`."""
 
   def make():
     texts = [chat.text() for chat in chats(config, demos)]
@@ -75,7 +75,7 @@ def make_tokenizer(config: ForgeConfig, demos, path: Path) -> tokenizer.Tokenize
 
 
 def encode(config: ForgeConfig, tok: tokenizer.Tokenizer, demos) -> list[forest.Sample]:
-  """Demonstrations as samples: what the teacher wrote is trained, the rest is read."""
+  """Demonstrations as samples, with loss on the teacher's tokens only."""
   return chats_lib.encode(chats(config, demos), tok, config.engine.context_tokens)
 
 
@@ -88,9 +88,10 @@ def sft(
   files: dict[str, bytes],
   phase: str = 'sft',
 ):
-  """Trains `variables`, which stay, on the demonstrations and the config's mesh.
+  """Fine-tunes a copy of `variables` on the samples, on the config's mesh.
 
-  Returns trained ones on one device, which engine and RL use.
+  Returns:
+    The trained variables on one device, where the engine and RL use them.
   """
   state = sft_lib.fit(
     config.sft,
@@ -104,16 +105,18 @@ def sft(
   return jax.device_put(state.variables, jax.local_devices()[0])
 
 
-# What decides the SFT weights: a run and its controls have these in common.
+# Settings that determine the SFT weights; a control shares them with its run.
 _SHARED = ('seed', 'model', 'tasks', 'teacher', 'sft')
 
 
 def take_over(config: ForgeConfig, workdir: Path) -> None:
-  """Copies what the run `config.start` made before its second phase, if it is missing.
+  """Copies demonstrations, tokenizer and SFT weights of the run `config.start`.
+
+  Files that exist in `workdir` already are left alone.
 
   Raises:
-    FileNotFoundError: the other run has not begun its SFT.
-    ValueError: its SFT had other settings.
+    FileNotFoundError: that run has not started its SFT.
+    ValueError: its SFT used other settings.
   """
   start = Path(config.start)
   settings = start / 'config.json'
@@ -123,8 +126,8 @@ def take_over(config: ForgeConfig, workdir: Path) -> None:
     differing = [name for name in _SHARED if theirs.get(name) != ours[name]]
     if differing:
       raise ValueError(
-        f'ForgeConfig.start={start}: that run has another {", ".join(differing)}; give '
-        'this run the same'
+        f'ForgeConfig.start={start}: that run has another {", ".join(differing)}; set '
+        'the same values in this run'
       )
   for name in ('demonstrations.jsonl', 'tokenizer.json', 'sft'):
     source, target = start / name, workdir / name
@@ -132,7 +135,7 @@ def take_over(config: ForgeConfig, workdir: Path) -> None:
       continue
     if not source.exists():
       raise FileNotFoundError(
-        f'ForgeConfig.start={start}: no {name}; give the workdir of a run that has '
+        f'ForgeConfig.start={start}: has no {name}; give the workdir of a run that has '
         'finished SFT'
       )
     partial = target.with_name(name + '.new')

@@ -1,4 +1,4 @@
-"""The report of a finished run: its input, made from metrics and pool."""
+"""Assembles the report of a run from its metrics and its data pool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN_EPISODES = 60  # of training and of evaluation each
 def write(
   config: ForgeConfig, workdir: Path, pool: DataPool
 ) -> list[evaluations.Evaluation]:
-  """Writes `report.html`; returns its headline rows."""
+  """Writes `report.html`; returns its rows of evaluations."""
   records = metrics_lib.read(workdir)
   rows = evaluations.by_stage(records)
   shown = [
@@ -72,7 +72,7 @@ def _facts(records, pool: DataPool) -> dict[str, Any]:
 def _episode(stored: StoredTrajectory, pool: DataPool) -> report.Episode:
   t, reward = stored.trajectory, stored.reward
   turns = [turn for turn in pool.turns(t.session) if not turn.superseded]
-  # The trained ones are those the agent acted on, as its messages are.
+  # Only the turns that the agent acted on were trained and appear in its messages.
   turns = [turn for turn in turns if turn.advantage is not None] or turns
   return report.Episode(
     phase='rl' if t.item >= 0 else 'eval',

@@ -1,4 +1,4 @@
-"""The roles that make trajectories: engine, gateway and agents, here in one process."""
+"""The roles that produce trajectories: engine, gateway and agents, in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from m2jax.text.tokenizer import Tokenizer
 
 
 class RolloutsFailed(RuntimeError):
-  """Engine, gateway or sandbox do not work any more; the message says why."""
+  """The engine, gateway or sandbox has failed permanently; the message gives why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Rollouts:
   """The running roles that produce trajectories.
 
   Attributes:
-    config: what they were started with.
-    pool: where trajectories and completions are recorded.
+    config: the settings they were started with.
+    pool: records trajectories and completions.
   """
 
   config: RolloutConfig
@@ -50,9 +50,10 @@ def serving(
   record: Callable[[Completion], None],
   version: int = 0,
 ) -> Iterator[tuple[Scheduler, Gateway]]:
-  """Starts engine and gateway, which gives completions to `record`; then stops them.
+  """Runs the engine and the gateway while the context is open.
 
-  `version` is that of the variables; an update needs a higher one.
+  The gateway passes each completion to `record`. `version` is the policy version of the
+  variables; an update needs a higher one.
   """
   with contextlib.ExitStack() as stack:
     engine_thread = Scheduler(Engine(model, engine), variables, version, scheduler)
@@ -71,7 +72,7 @@ def rollouts(
   pool: DataPool,
   version: int = 0,
 ) -> Iterator[Rollouts]:
-  """Starts engine, gateway and agents around the pool; stops them in reverse."""
+  """Runs engine, gateway and agents around the pool while the context is open."""
   with (
     serving(
       config.model,

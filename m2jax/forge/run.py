@@ -1,4 +1,4 @@
-"""The main job from start to report, phase after phase; resumes where it stopped."""
+"""The main job: runs its phases in order, resumes where it stopped, reports."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from m2jax.observe import metrics as metrics_lib
 from m2jax.observe.terminal import RunView
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.pool import data_pool
-from m2jax.rl import learner
+from m2jax.rl.learner import Learner
 from m2jax.sharding import MeshConfig
 from m2jax.train import step as train_step
 from m2jax.train.workdir import open_workdir
 
-UNTRAINED = -1  # policy version of random weights; SFT's is 0, RL counts on from there
+UNTRAINED = -1  # policy version of random weights; SFT's is 0, RL continues from it
 AFTER_SFT, AFTER_MORE_SFT, AFTER_RL = 'after SFT', 'after more SFT', 'after RL'
 DURING_RL = 'during RL'
 
@@ -47,13 +47,13 @@ def run(config: ForgeConfig, workdir: Path, fresh: bool = False) -> list:
 
 
 def _expected_s(config: ForgeConfig) -> dict[str, float]:
-  """Phase → seconds it may take, for the view's estimate of what is left."""
+  """Estimated seconds of each phase, for the view's remaining time."""
   eval_s = 0.1 * (config.eval_tasks + config.dev_tasks)
   seconds = {
     'demonstrations': 0.015 * config.sft.demonstrations,
     'SFT': config.sft.loop.seconds or 0.2 * config.sft.loop.steps,
   }
-  if config.start:  # made there
+  if config.start:  # taken from that run
     seconds = dict.fromkeys(seconds, 1.0)
   else:
     seconds[f'eval {AFTER_SFT}'] = eval_s
@@ -71,7 +71,7 @@ def _expected_s(config: ForgeConfig) -> dict[str, float]:
 
 
 class _Run:
-  """The phases of one run, each skipped or resumed by what it left."""
+  """The phases of one run; each is skipped or resumed from what it wrote."""
 
   def __init__(self, config: ForgeConfig, workdir: Path, metrics, view, pool):
     self._config, self._workdir = config, workdir
@@ -104,7 +104,7 @@ class _Run:
           config, samples, variables, manager, self._metrics, files
         )
         running.scheduler.update_weights(jax.tree.map(jnp.copy, variables), 0)
-        if not config.start:  # else that run has measured these weights
+        if not config.start:  # else that run has evaluated these weights
           self._evaluate(AFTER_SFT, manager.latest_step(), running)
       if config.rl is not None:
         self._rl(variables, running, files)
@@ -118,7 +118,7 @@ class _Run:
     partition = optimizer_lib.describe(config.rl.optimizer, variables['params'])
     logging.info('rl: %s', partition)
     with CheckpointManager(self._workdir / 'rl', keep=2) as manager:
-      the_learner = learner.Learner(
+      learner = Learner(
         config.model,
         config.rl.learner,
         optimizer,
@@ -127,7 +127,7 @@ class _Run:
       with rl_loop.RlLoop(
         config,
         running,
-        the_learner,
+        learner,
         manager,
         self._metrics,
         files,
@@ -135,7 +135,7 @@ class _Run:
       ) as rl:
         rl.resume()
         rl.run()
-    self._evaluate(AFTER_RL, the_learner.version, running, greedy=True)
+    self._evaluate(AFTER_RL, learner.version, running, greedy=True)
 
   def _more_sft(self, samples, variables, running: roles.Rollouts, files) -> None:
     config, more = self._config, self._config.more_sft
@@ -153,7 +153,7 @@ class _Run:
       self._evaluate(AFTER_MORE_SFT, manager.latest_step(), running, greedy=True)
 
   def _evaluate(self, stage: str, step: int, running, greedy: bool = False) -> None:
-    """Development and held-out success of a phase's last weights."""
+    """Evaluates a phase's last weights on the development and held-out splits."""
     config, view = self._config, self._view
     view.begin(f'eval {stage}')
     parts = [('dev', config.dev_tasks, 1.0), ('held_out', config.eval_tasks, 1.0)]

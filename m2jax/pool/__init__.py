@@ -1,1 +1,1 @@
-"""Windowed FIFO and the database behind it: between the agents and the learner."""
+"""The queue between agents and learner: windowed FIFO and its database."""

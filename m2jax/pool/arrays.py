@@ -1,17 +1,18 @@
-"""Arrays of a completion as one blob, which leaves out what its parent's blob holds.
+"""Arrays of a completion as one blob, as a difference from its parent's.
 
 The prompt of a completion that extends another one begins with the parent's prompt and
-response, so a session of n turns would store its first prompt n times. A blob holds the
-prompt only from there on, and of the expert ids only the positions that differ from the
-parent's. Both are compared id by id when the blob is made; where the prompt does not
-begin so, it is stored whole. Either way `unpack` gives back what went in.
+response, so a session of n turns would store its first prompt n times. A blob holds
+only the prompt ids after that prefix, and the expert ids of the prefix only at the
+positions where they differ from the parent's. Both are compared element by element when
+the blob is made; a prompt without that prefix is stored completely. `unpack` always
+returns the arrays that were packed.
 
-A header byte, then four little-endian int32 lengths (stored prompt ids, response,
+Format: a header byte, four little-endian int32 lengths (stored prompt ids, response,
 shared ids, shared positions whose expert ids differ), int32 prompt ids, int32 response
-ids, float32 log-probabilities, int32 versions;
-where expert ids were recorded, int32 L and top_k, the int32 positions that differ, and
-int16 ids of these and of all positions after the shared ones. Above `COMPRESS_BYTES`
-what follows the header is a zstd frame.
+ids, float32 log-probabilities, int32 versions; if expert ids were recorded, int32 L and
+top_k, the int32 positions that differ, and int16 ids of these and of all positions
+after the shared ones. Above `COMPRESS_BYTES` everything after the header is a zstd
+frame.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ COMPRESS_BYTES = 128
 _LENGTHS = struct.Struct('<iiii')
 _EXPERTS = struct.Struct('<ii')
 _ZSTD, _HAS_EXPERTS = 1, 4  # header bits
-_RECORD_BYTES = 1500  # of a completion in memory besides its arrays' values, about
+_RECORD_BYTES = 1500  # approximate memory of a completion without its arrays' values
 _local = threading.local()
 
 
 class Recent:
-  """Completions that others may extend, by id: the newest, up to a number of bytes."""
+  """Cache of the newest completions, which others may extend; bounded in bytes."""
 
   def __init__(self, max_bytes: int = 2**28):
     self._max_bytes = max_bytes
@@ -46,33 +47,33 @@ class Recent:
     )
 
   def get(self, id_: str | None) -> records.Completion | None:
-    """The completion, while it is remembered."""
+    """The completion, or None if it is not in the cache."""
     return self._by_id.get(id_)
 
   def add(self, c: records.Completion) -> None:
-    """Remembers a completion, and forgets the oldest beyond the number of bytes."""
+    """Adds a completion and evicts the oldest ones beyond the limit."""
     self._by_id[c.id] = c
     self._bytes += _memory_bytes(c)
     while self._bytes > self._max_bytes:
       self._bytes -= _memory_bytes(self._by_id.popitem(last=False)[1])
 
   def drop(self, sessions: set[str]) -> None:
-    """Forgets sessions that have ended."""
+    """Removes the completions of sessions that have ended."""
     for c in [c for c in self._by_id.values() if c.session in sessions]:
       self._bytes -= _memory_bytes(self._by_id.pop(c.id))
 
   def clear(self) -> None:
-    """Forgets all."""
+    """Removes all completions."""
     self._by_id.clear()
     self._bytes = 0
 
 
 def pack(c: records.Completion, parent: records.Completion | None) -> bytes:
-  """The blob of a completion.
+  """Packs the arrays of a completion into a blob.
 
   Args:
-    parent: the completion that `c.parent` names, if it is in the pool; else the prompt
-      is stored whole.
+    parent: the completion with id `c.parent`; without it the prompt is stored
+      completely.
   """
   shared = _shared(c, parent)
   changed = np.zeros(0, '<i4')
@@ -98,16 +99,16 @@ def pack(c: records.Completion, parent: records.Completion | None) -> bytes:
 def unpack(
   blob: bytes, parent: records.Completion | None
 ) -> dict[str, np.ndarray | None]:
-  """The inverse of `pack`: the fields of `records.Completion` that a blob holds.
+  """The inverse of `pack`: the fields of `records.Completion` in a blob.
 
   Raises:
-    ValueError: the blob needs its parent, and there is none or another one.
+    ValueError: the blob needs its parent, and `parent` is None or another one.
   """
   flags, body = decompress(blob)
   own, response, shared, changed = _LENGTHS.unpack_from(body)
   if shared and (parent is None or _tokens(parent) != shared):
     raise ValueError(
-      f'data pool: a completion whose parent has {shared} tokens lost it'
+      f'data pool: the parent of a completion, of {shared} tokens, is missing'
     )
   offset = _LENGTHS.size
 
@@ -141,7 +142,7 @@ def unpack(
 
 
 def compress(flags: int, body: bytes) -> bytes:
-  """A header byte and the body, a zstd frame if it is long."""
+  """A header byte and the body; a long body is compressed to a zstd frame."""
   if len(body) > COMPRESS_BYTES:
     return bytes([flags | _ZSTD]) + _zstd().compress(body)
   return bytes([flags]) + body
@@ -156,15 +157,17 @@ def decompress(blob: bytes) -> tuple[int, bytes]:
 
 
 def _shared(c: records.Completion, parent: records.Completion | None) -> int:
-  """How many ids of the prompt the parent holds: all of the parent's, or none."""
+  """Number of prompt ids shared with the parent: all of the parent's, or 0."""
   if parent is None or parent.session != c.session or parent.id != c.parent:
     return 0
   middle, end = len(parent.prompt_ids), _tokens(parent)
-  begins = np.array_equal(c.prompt_ids[:middle], parent.prompt_ids)
-  if not begins or not np.array_equal(c.prompt_ids[middle:end], parent.response_ids):
+  same_prompt = np.array_equal(c.prompt_ids[:middle], parent.prompt_ids)
+  if not same_prompt or not np.array_equal(
+    c.prompt_ids[middle:end], parent.response_ids
+  ):
     return 0
-  mine, theirs = c.experts, parent.experts
-  if mine is not None and (theirs is None or mine.shape[1:] != theirs.shape[1:]):
+  own, others = c.experts, parent.experts
+  if own is not None and (others is None or own.shape[1:] != others.shape[1:]):
     return 0
   return end
 
@@ -179,7 +182,7 @@ def _memory_bytes(c: records.Completion) -> int:
 
 
 def _zstd() -> zstandard.ZstdCompressor:
-  """This thread's compressor: making one costs as much as a completion."""
+  """This thread's compressor; making one costs as much as compressing a completion."""
   if not hasattr(_local, 'zstd'):
     _local.zstd = zstandard.ZstdCompressor(level=1)
   return _local.zstd

@@ -1,26 +1,27 @@
 """The data pool: work items, trajectories and completions in a database (law 5).
 
 Forge's Data Pool (facts/m2-and-forge.md §4.3) on SQLAlchemy Core: SQLite in WAL mode by
-default, another database by URL. One thread writes (`writer`), any may call.
+default, another database by URL. One thread writes (`writer`); any thread may call.
 
-How law 5 is kept. A work item goes pending → completed → taken, or pending → failed.
+How law 5 is implemented. A work item goes pending → completed → taken, or pending →
+failed.
 
   accepted   `submit`, `complete`, `fail` and `take` return after their commit; an item
              completes only when all its trajectories and completions are committed.
-  trained    the checkpoint of a step holds `ledger(step)` beside the weights. What it
-             says counts as trained, not the state in the database.
+  trained    the checkpoint of a step holds `ledger(step)` with the weights. The ledger
+             determines what was trained, not the state in the database.
   restart    `rollback(ledger)` of the restored checkpoint: items taken after it become
              completed again; items still pending are returned for reissue with attempt
-             + 1, and what their old attempt left is superseded: kept, never trained.
-             Items submitted after the checkpoint stay: complete ones as they are,
-             others reissued. So the data position is `next_index` of the *pool*, and no
-             item is submitted twice. Failed items stay failed: no weight depends on
-             them. Completions keep their sampling log-probabilities, so off-policy
-             correction is exact even where the policy that sampled them was rolled
-             back.
+             + 1, and the records of their old attempt are superseded: stored, but never
+             trained. Items submitted after the checkpoint remain: completed ones as
+             they are, others are reissued. So the data position is `next_index` of the
+             *pool*, and no item is submitted twice. Failed items remain failed: no
+             weights depend on them. Completions retain their sampling
+             log-probabilities, so off-policy correction is exact even if the policy
+             that sampled them was rolled back.
 
-With synchronous=NORMAL a commit survives the death of the process; `ledger` also makes
-everything before it survive the loss of power.
+With synchronous=NORMAL a commit survives a crash of the process; `ledger` also makes
+everything before it survive a power failure.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ StoredTurn = reader.StoredTurn
 
 
 class Rejected(ValueError):
-  """The database refused records; the others are safe."""
+  """The database rejected records; all others were written."""
 
 
 class Duplicate(Rejected):
@@ -58,7 +59,7 @@ class DataPool(reader.Reader):
   """The pool at a database URL, for example 'sqlite:////tmp/run/pool.db'."""
 
   def __init__(self, url: str, *, linger_s: float = 0.05, max_queued: int = 4096):
-    """Opens the pool, making its tables when they do not exist.
+    """Opens the pool and creates its tables if they do not exist.
 
     Args:
       url: SQLAlchemy URL. SQLite needs a file: threads do not share one in memory.
@@ -74,7 +75,7 @@ class DataPool(reader.Reader):
     self._late = collections.Counter()
     self._missed_syncs = 0
     self._lineage = self.lineages().current
-    self._recent = arrays.Recent()  # used by the writing thread alone
+    self._recent = arrays.Recent()  # used by the writing thread only
     self._writer = writer.Writer(
       self._engine, self._insert, linger_s=linger_s, max_queued=max_queued
     )
@@ -82,10 +83,10 @@ class DataPool(reader.Reader):
   # --- Recording ---
 
   def submit(self, item: records.WorkItem) -> None:
-    """Accepts a work item; from its return on it will be trained or end with a reason.
+    """Accepts a work item, which will then be trained or fail with a reason.
 
     Raises:
-      ValueError: the index is not the next of the stream, or the group is empty.
+      ValueError: the index is not the next in the stream, or the group is empty.
     """
     if item.group_size < 1:
       raise ValueError(f'item {item.index}: group_size={item.group_size}: must be ≥ 1')
@@ -94,12 +95,12 @@ class DataPool(reader.Reader):
   def add_completion(self, completion: records.Completion) -> None:
     """Records a completion; durable before the item of its session can complete.
 
-    A completion that arrives after its session's trajectory is kept as superseded: the
-    agent never saw it.
+    A completion that arrives after its session's trajectory is stored as superseded:
+    the agent never saw it.
 
     Raises:
-      Duplicate: the id was added before (an id older than the last 65,536 is refused by
-        the database instead, which `flush` reports).
+      Duplicate: the id was added before. An id older than the last 65,536 is rejected
+        by the database instead, which `flush` reports.
       ValueError: lengths differ, or a log-probability is not finite.
     """
     tables.check_completion(completion)
@@ -107,9 +108,9 @@ class DataPool(reader.Reader):
     self._writer.put(completion)
 
   def add_trajectory(self, trajectory: records.Trajectory) -> None:
-    """Records how an episode ended; afterwards its session is closed.
+    """Records how an episode ended, and closes its session.
 
-    A trajectory of an item that has already ended is kept as superseded.
+    A trajectory of an item that has already ended is stored as superseded.
 
     Raises:
       Duplicate: the session was added before (see `add_completion`).
@@ -122,11 +123,11 @@ class DataPool(reader.Reader):
     by_session: Mapping[str, records.TrajectoryReward],
     advantages: Mapping[str, float] | None = None,
   ) -> None:
-    """Notes what the learner gave, for reports.
+    """Records the learner's rewards and advantages, for reports.
 
     Args:
-      by_session: the rewards of trajectories.
-      advantages: of completions that were judged, by id.
+      by_session: rewards of trajectories, by session.
+      advantages: advantages of judged completions, by id.
     """
     for session, reward in by_session.items():
       self._writer.put((session, reward))
@@ -134,18 +135,18 @@ class DataPool(reader.Reader):
       self._writer.put((id_, float(advantage)))
 
   def complete(self, index: int) -> None:
-    """Marks a pending item as ready to be taken.
+    """Marks a pending item as completed.
 
     Raises:
-      ValueError: it is not pending, or trajectories of its group are missing.
+      ValueError: the item is not pending, or trajectories of its group are missing.
     """
     self._writer.call(lambda connection: ledger_lib.complete(connection, index))
 
   def fail(self, index: int, reason: str) -> None:
-    """Ends a pending item; nothing of it will be trained.
+    """Fails a pending item, which is then never trained.
 
     Raises:
-      ValueError: it is not pending.
+      ValueError: the item is not pending.
     """
     self._writer.call(lambda connection: ledger_lib.fail(connection, index, reason))
 
@@ -164,14 +165,14 @@ class DataPool(reader.Reader):
     """Waits until everything added so far is committed.
 
     Raises:
-      Rejected: records were refused since the last flush.
+      Rejected: the database rejected records since the last flush.
     """
     self._writer.call(lambda connection: None)
     if rejected := self._writer.pop_rejected():
-      raise Rejected(f'data pool refused {len(rejected)} records: {rejected[0]}')
+      raise Rejected(f'data pool rejected {len(rejected)} records: {rejected[0]}')
 
   def close(self) -> None:
-    """Writes what is queued and closes the database. Idempotent."""
+    """Writes queued records and closes the database. Idempotent."""
     self._writer.close()
     self._engine.dispose()
 
@@ -195,35 +196,35 @@ class DataPool(reader.Reader):
     if not tables.sync(self._engine):
       self._missed_syncs += 1
       logging.warning(
-        'data pool: the write-ahead log could not be moved into the database, for the '
-        '%d. time: a reader holds it up, and the log grows until it lets go',
+        'data pool: a reader blocks the checkpoint of the write-ahead log, which grows '
+        'until the reader ends its transaction (%d times so far)',
         self._missed_syncs,
       )
     return ledger
 
   def lineages(self) -> records.Lineages:
-    """The tree of the weights so far; `rollback` begins the present lineage."""
+    """The lineages so far; `rollback` begins the current one."""
     with self._engine.connect() as connection:
       return ledger_lib.lineages(connection)
 
   def rollback(self, ledger: Ledger | None) -> list[records.WorkItem]:
     """Rolls the pool back to a restored checkpoint (law 5, see the module's docstring).
 
-    Call it once at every start, before anything is submitted; without a checkpoint pass
-    None. Then run the returned items. It also begins the lineage of the weights that
-    sample from now on.
+    Call it once at every start, before anything is submitted, with None if there is no
+    checkpoint; then run the returned items. It also begins the lineage of the weights
+    that sample from then on.
 
     Returns:
       The items to run again, in order of index, with their new attempt numbers.
 
     Raises:
-      LedgerMismatch: the checkpoint is another pool's, newer than this pool, or older
-        than what `prune` kept.
+      LedgerMismatch: the checkpoint belongs to another pool, is newer than this pool,
+        or needs items that were pruned.
     """
     ledger = ledger or Ledger()
 
     def run(connection):
-      self._recent.clear()  # what was recorded before may be superseded now
+      self._recent.clear()  # its completions may be superseded now
       return ledger_lib.rollback(connection, ledger, self.run)
 
     items = self._writer.call(run)
@@ -231,19 +232,20 @@ class DataPool(reader.Reader):
     return items
 
   def prune(self, ledger: Ledger, *, keep_messages: int = 2000) -> int:
-    """Drops what no restart can need, so that the file stays bounded.
+    """Deletes what no restart can need, so that the file size stays bounded.
 
-    The token ids of items trained by `ledger`, of failed items, of evaluation and of
-    superseded attempts go. So do the messages of trajectories, with what `turns` tells
-    of them, but for a part that is spread over the whole run, for the report, and those
-    of live items. Trajectories and their rewards stay. The freed pages are used again.
+    Deletes the token ids of items trained by `ledger`, of failed items, of evaluations
+    and of superseded attempts; also the messages of trajectories and the rows behind
+    `turns`, except those of live items and, for the report, of a sample over the whole
+    run. Trajectories and their rewards are retained. Freed pages are reused.
 
     Args:
-      ledger: of the *oldest* checkpoint that may still be restored.
-      keep_messages: how many trajectories, about, keep their messages: every 2^k-th.
+      ledger: ledger of the *oldest* checkpoint that may still be restored.
+      keep_messages: approximate number of trajectories that retain their messages:
+        every 2^k-th.
 
     Returns:
-      How many completions lost their token ids.
+      The number of completions whose token ids were deleted.
     """
     return self._writer.call(
       lambda connection: ledger_lib.prune(connection, ledger, keep_messages)
@@ -257,8 +259,8 @@ class DataPool(reader.Reader):
       return ledger_lib.next_index(connection)
 
   def counts(self) -> dict[str, int]:
-    """Items by state; since the pool was opened: records that came too late, and
-    write-ahead logs that a `ledger` could not move into the database."""
+    """Number of items by state; since the pool was opened, the number of records that
+    came too late and of incomplete checkpoints of the write-ahead log."""
     i = tables.items.c
     out = dict.fromkeys(('pending', 'completed', 'taken', 'failed'), 0)
     query = sa.select(i.state, sa.func.count().label('n')).group_by(i.state)
@@ -269,7 +271,7 @@ class DataPool(reader.Reader):
       'missed_syncs': self._missed_syncs,
     }
 
-  # --- Inside ---
+  # --- Internals ---
 
   def _remember(self, key: str) -> None:
     with self._ids_lock:
@@ -280,14 +282,14 @@ class DataPool(reader.Reader):
         self._ids.popitem(last=False)
 
   def _insert(self, connection: sa.Connection, batch: list) -> None:
-    """Inserts completions, trajectories, rewards and advantages, in their order."""
+    """Inserts completions, trajectories, rewards and advantages, in order."""
     t, i = tables.trajectories.c, tables.items.c
-    closed = _chosen(
+    closed = _existing(
       connection,
       t.session,
       {r.session for r in batch if isinstance(r, records.Completion)},
     )
-    pending = _chosen(
+    pending = _existing(
       connection,
       i.index,
       {r.item for r in batch if isinstance(r, records.Trajectory)},
@@ -315,22 +317,22 @@ class DataPool(reader.Reader):
     if trajectories:
       connection.execute(sa.insert(tables.trajectories), trajectories)
     if rewarded:
-      mine = t.session == sa.bindparam('of_session')
-      connection.execute(sa.update(tables.trajectories).where(mine), rewarded)
+      matching = t.session == sa.bindparam('of_session')
+      connection.execute(sa.update(tables.trajectories).where(matching), rewarded)
     if credited:
-      mine = tables.completions.c.id == sa.bindparam('of_id')
-      connection.execute(sa.update(tables.completions).where(mine), credited)
-    for completion in added.values():  # only now that the rows are in
+      matching = tables.completions.c.id == sa.bindparam('of_id')
+      connection.execute(sa.update(tables.completions).where(matching), credited)
+    for completion in added.values():  # only after the rows are inserted
       self._recent.add(completion)
     self._recent.drop({r['session'] for r in trajectories})
     self._late['completions'] += sum(r['superseded'] for r in completions)
     self._late['trajectories'] += sum(r['superseded'] for r in trajectories)
 
 
-def _chosen(
+def _existing(
   connection: sa.Connection, column: sa.Column, values: set, *where: sa.ColumnElement
 ) -> set:
-  """Which of the values the column holds, in rows that fit `where`."""
+  """The values that occur in the column, in rows that satisfy `where`."""
   out = set()
   for part in ledger_lib.parts(list(values)):
     out.update(connection.scalars(sa.select(column).where(column.in_(part), *where)))

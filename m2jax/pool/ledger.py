@@ -1,7 +1,7 @@
-"""Work items in the database: their states, the checkpoint's ledger, roll-back (law 5).
+"""Work items in the database: states, the checkpoint's ledger, rollback (law 5).
 
-Functions on the writing connection; `data_pool`, whose docstring says how law 5 is
-kept, runs each in one transaction.
+Functions on the writing connection; `data_pool` runs each in one transaction, and its
+docstring explains how they implement law 5.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class LedgerMismatch(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-  """Which items the weights of a checkpoint were trained on; goes into the checkpoint.
+  """The items that the weights of a checkpoint were trained on; part of the checkpoint.
 
   Attributes:
     head: oldest item neither trained nor failed.
     taken: items after the head that were trained.
-    next_index: items submitted so far.
+    next_index: number of items submitted so far.
     step: learner step of the checkpoint.
-    run: id of the pool; empty fits every pool.
-    lineage: of the checkpoint's weights (`records.Lineages`).
+    run: id of the pool; an empty one matches every pool.
+    lineage: lineage of the checkpoint's weights (`records.Lineages`).
   """
 
   head: int = 0
@@ -50,29 +50,29 @@ class Ledger:
     return cls(**fields | {'taken': tuple(fields['taken'])})
 
   def trained(self, index: int) -> bool:
-    """Whether an item that did not fail is part of the checkpoint's weights."""
+    """Whether an item, unless it failed, was trained into the checkpoint's weights."""
     return index < self.head or index in self.taken
 
 
 def next_index(connection: sa.Connection) -> int:
-  """Items submitted so far: the index of the next one."""
+  """Number of items submitted so far, which is the index of the next one."""
   last = connection.scalar(sa.select(sa.func.max(tables.items.c.index)))
   return 0 if last is None else last + 1
 
 
 def submit(connection: sa.Connection, item: records.WorkItem) -> None:
-  """Inserts a pending item; ValueError unless it is the next of the stream."""
+  """Inserts a pending item. Raises ValueError unless it is the next in the stream."""
   expected = next_index(connection)
   if item.index != expected:
     raise ValueError(
-      f'submit: item {item.index}: the next index of the stream is {expected}'
+      f'submit: item {item.index}: must be the next index of the stream, {expected}'
     )
   row = dataclasses.asdict(item) | {'state': 'pending'}
   connection.execute(sa.insert(tables.items), row)
 
 
 def complete(connection: sa.Connection, index: int) -> None:
-  """pending → completed; ValueError while trajectories of the group are missing."""
+  """pending → completed. Raises ValueError if trajectories of the group are missing."""
   row = _item(connection, index, 'pending', 'complete')
   t = tables.trajectories.c
   have = connection.scalar(
@@ -81,7 +81,7 @@ def complete(connection: sa.Connection, index: int) -> None:
   if have != row.group_size:
     raise ValueError(
       f'complete: item {index} has {have} of {row.group_size} trajectories; add one '
-      "with end_reason='infrastructure' for each episode that broke"
+      "with end_reason='infrastructure' for each episode that failed"
     )
   _set(connection, [index], state='completed')
 
@@ -93,14 +93,14 @@ def fail(connection: sa.Connection, index: int, reason: str) -> None:
 
 
 def take(connection: sa.Connection, indices: list[int], step: int) -> None:
-  """completed → taken, for all of them or none."""
+  """completed → taken, for all items or none."""
   for index in indices:
     _item(connection, index, 'completed', 'take')
   _set(connection, indices, state='taken', step=step)
 
 
 def read(connection: sa.Connection, run: str, step: int | None) -> Ledger:
-  """The ledger of items taken up to and including `step` (None: all taken)."""
+  """The ledger of the items taken up to and including `step` (None: all taken)."""
   i = tables.items.c
   open_ = i.state.in_(('pending', 'completed'))
   taken = i.state == 'taken'
@@ -119,7 +119,7 @@ def read(connection: sa.Connection, run: str, step: int | None) -> Ledger:
 
 
 def lineages(connection: sa.Connection) -> records.Lineages:
-  """The lineages begun so far; before the first, its root alone."""
+  """The lineages so far; only the root before the first one begins."""
   table = tables.lineages
   rows = connection.execute(sa.select(table).order_by(table.c.lineage)).all()
   branches = tuple((r.parent, r.step) for r in rows)
@@ -127,7 +127,7 @@ def lineages(connection: sa.Connection) -> records.Lineages:
 
 
 def _begin_lineage(connection: sa.Connection, ledger: Ledger) -> None:
-  """From the checkpoint's weights on; the first one is the root itself."""
+  """Begins a lineage at the checkpoint's weights; the first one is the root."""
   table = tables.lineages
   last = connection.scalar(sa.select(sa.func.max(table.c.lineage)))
   row = {'lineage': 0, 'parent': -1, 'step': 0}
@@ -139,7 +139,7 @@ def _begin_lineage(connection: sa.Connection, ledger: Ledger) -> None:
 def rollback(
   connection: sa.Connection, ledger: Ledger, run: str
 ) -> list[records.WorkItem]:
-  """Makes the pool's states those of the ledger; returns the items to run again."""
+  """Rolls the items' states back to the ledger; returns the items to run again."""
   i = tables.items.c
   _set(connection, _undone(connection, ledger, run), state='completed', step=None)
   rows = connection.execute(
@@ -148,10 +148,10 @@ def rollback(
     .order_by(i.index)
   ).all()
   if behind := {r.index for r in rows if ledger.trained(r.index)}:
-    # Only a pool file put back from an older copy can be behind its checkpoint.
+    # Only a pool file restored from an older copy can be behind its checkpoint.
     logging.warning('data pool: items %s were trained already', sorted(behind))
     _set(connection, sorted(behind), state='taken', step=ledger.step)
-  # What is taken again is taken after their submission.
+  # Items rolled back were not taken before the submission of the live ones.
   count = sa.select(sa.func.count()).where(i.state == 'taken')
   trained = connection.scalar(count)
   connection.execute(
@@ -168,17 +168,17 @@ def rollback(
 
 
 def _undone(connection: sa.Connection, ledger: Ledger, run: str) -> list[int]:
-  """Items that were taken after the ledger; LedgerMismatch where it does not fit."""
+  """Items taken after the ledger. Raises LedgerMismatch if it does not fit the pool."""
   i = tables.items.c
   at = f'the checkpoint of step {ledger.step}'
   if ledger.run and ledger.run != run:
     raise LedgerMismatch(
       f'{at} belongs to pool {ledger.run}, this pool is {run}: use the pool of that '
-      'run, or start anew'
+      'run, or start a new run'
     )
   if (have := next_index(connection)) < ledger.next_index:
     raise LedgerMismatch(
-      f'{at} knows {ledger.next_index} items, the pool {have}: the pool was replaced '
+      f'{at} has {ledger.next_index} items, the pool {have}: the pool was replaced '
       'or truncated'
     )
   rows = connection.execute(
@@ -194,7 +194,7 @@ def _undone(connection: sa.Connection, ledger: Ledger, run: str) -> list[int]:
 
 
 def _supersede(connection: sa.Connection, reissued: list[int]) -> None:
-  """What the attempts of these items left is never trained."""
+  """Marks the records of earlier attempts at these items as superseded."""
   t, c = tables.trajectories.c, tables.completions.c
   for part in parts(reissued):
     connection.execute(
@@ -202,7 +202,7 @@ def _supersede(connection: sa.Connection, reissued: list[int]) -> None:
       .where(t.item.in_(part), ~t.superseded)
       .values(superseded=True)
     )
-  # Also completions of sessions that never came to a trajectory.
+  # Also completions of sessions without a trajectory.
   closed = sa.select(t.session).where(~t.superseded)
   connection.execute(
     sa.update(tables.completions)
@@ -212,7 +212,7 @@ def _supersede(connection: sa.Connection, reissued: list[int]) -> None:
 
 
 def prune(connection: sa.Connection, ledger: Ledger, keep_messages: int) -> int:
-  """Drops what no restart from `ledger` or later can need; returns how many."""
+  """Deletes what no restart from `ledger` or later needs; see `DataPool.prune`."""
   i, t, c = tables.items.c, tables.trajectories.c, tables.completions.c
   trained = i.state == 'taken'
   trained &= (i.index < ledger.head) | i.index.in_(ledger.taken)
@@ -225,7 +225,7 @@ def prune(connection: sa.Connection, ledger: Ledger, keep_messages: int) -> int:
   dropped = connection.execute(
     sa.update(tables.completions).where(mine, c.arrays.is_not(None)).values(arrays=None)
   )
-  # Every 2^k-th over the whole run: what a later call keeps, earlier ones kept too.
+  # Every 2^k-th over the whole run, so that later calls select from the same rows.
   have = connection.scalar(sa.select(sa.func.count()).select_from(tables.trajectories))
   every = 1
   while have > every * keep_messages:
@@ -251,8 +251,8 @@ def _item(connection: sa.Connection, index: int, state: str, verb: str) -> sa.Ro
   query = sa.select(tables.items).where(tables.items.c.index == index)
   row = connection.execute(query).one_or_none()
   if row is None or row.state != state:
-    is_ = 'was never submitted' if row is None else f'is {row.state}'
-    raise ValueError(f'{verb}: item {index} {is_}, not {state}')
+    found = 'was never submitted' if row is None else f'is {row.state}'
+    raise ValueError(f'{verb}: item {index} {found}, not {state}')
   return row
 
 

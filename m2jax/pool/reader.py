@@ -1,4 +1,4 @@
-"""Reading the data pool: rollout groups for the learner, the rest for people."""
+"""Queries on the data pool: rollout groups for the learner, the rest for reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from m2jax.pool import tables
 
 @dataclasses.dataclass(frozen=True)
 class StoredTrajectory:
-  """A trajectory as people read it."""
+  """A trajectory with its reward, for reports."""
 
   trajectory: records.Trajectory
   reward: records.TrajectoryReward | None
@@ -22,14 +22,15 @@ class StoredTrajectory:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTurn:
-  """A completion as people read it, without its token ids; outlives `prune` a while.
+  """A completion without its token ids, for reports; `prune` retains a sample of them.
 
   Attributes:
-    turn, status: of the completion.
-    lineage, versions: of the weights that sampled it; the first and the last version.
-    response_tokens: how many were sampled.
-    advantage: of its tokens; None where it was not judged.
-    superseded: kept for people alone.
+    turn, status: as in `records.Completion`.
+    lineage: lineage of the weights that sampled it.
+    versions: the first and the last version of these weights.
+    response_tokens: number of sampled tokens.
+    advantage: advantage of its tokens; None if it was not judged.
+    superseded: stored, but never trained.
   """
 
   turn: int
@@ -52,27 +53,27 @@ class Reader:
   ) -> list[tuple[records.Trajectory, list[records.Completion]]]:
     """The live trajectories of an item by rank, each with its completions by turn."""
     t, c = tables.trajectories, tables.completions
-    mine = (t.c.item == index) & ~t.c.superseded
-    rows = self._read(sa.select(t).where(mine).order_by(t.c.rank))
+    live = (t.c.item == index) & ~t.c.superseded
+    rows = self._read(sa.select(t).where(live).order_by(t.c.rank))
     sessions = [r.session for r in rows]
-    # superseded ones too: others may be stored as what comes after them
+    # Superseded ones are read too: others may be stored as extensions of them.
     stored = self._read(sa.select(c).where(c.c.session.in_(sessions)).order_by(c.c.row))
     found = tables.completions_of(stored)
-    live = {r.id for r in stored if not r.superseded}
+    live_ids = {r.id for r in stored if not r.superseded}
     by_session = {r.session: [] for r in rows}
     for completion in sorted(found.values(), key=lambda c: c.turn):
-      if completion.id in live:
+      if completion.id in live_ids:
         by_session[completion.session].append(completion)
     return [(tables.trajectory(r), by_session[r.session]) for r in rows]
 
   def completions(self, session: str) -> list[records.Completion]:
-    """Completions of a session by turn, superseded ones included; empty once pruned."""
+    """A session's completions by turn, including superseded ones; empty once pruned."""
     c = tables.completions
     rows = self._read(sa.select(c).where(c.c.session == session).order_by(c.c.row))
     return sorted(tables.completions_of(rows).values(), key=lambda c: c.turn)
 
   def turns(self, session: str) -> list[StoredTurn]:
-    """What is known of a session's completions, in order of turn."""
+    """A session's completions without token ids, in order of turn."""
     c = tables.completions.c
     query = (
       sa.select(
@@ -104,7 +105,7 @@ class Reader:
   def sample_trajectories(
     self, n: int, *, seed: int = 0, evaluation: bool | None = None
   ) -> list[StoredTrajectory]:
-    """n live trajectories with messages, drawn without replacement, oldest first."""
+    """Up to n live trajectories with messages, sampled uniformly, oldest first."""
     t = tables.trajectories
     query = sa.select(t.c.row).where(~t.c.superseded, t.c.messages.is_not(None))
     if evaluation is not None:
@@ -115,10 +116,10 @@ class Reader:
     return [_stored(row) for row in self._read(query)]
 
   def items(self, *states: str, first: int = 0) -> list[records.WorkItem]:
-    """Work items by index, of the given states (all when none is given).
+    """Work items by index, in the given states (all if none is given).
 
     Args:
-      first: items of lower index are left out.
+      first: lowest index to include.
     """
     i = tables.items
     query = sa.select(i).where(i.c.index >= first).order_by(i.c.index)

@@ -1,7 +1,7 @@
-"""The data pool's tables, and how records become rows and back.
+"""The data pool's tables, and conversion between records and rows.
 
 Token ids, log-probabilities, versions and expert ids of a completion are one blob
-(`arrays`). Messages are JSON, compressed likewise.
+(`arrays`). Messages are JSON, compressed in the same way.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ trajectories = sa.Table(
   sa.Column('total', sa.Float),
   sa.Index('trajectories_by_item', 'item', 'superseded'),
 )
-# One live trajectory per place in a group; superseded and evaluated ones are free.
+# One live trajectory per rank in a group, except for superseded ones and evaluations.
 _live_place = sa.and_(~trajectories.c.superseded, trajectories.c.item >= 0)
 sa.Index(
   'one_live_trajectory_per_rank',
@@ -81,7 +81,7 @@ sa.Index(
   postgresql_where=_live_place,
 )
 
-# The tree of the weights' histories, `records.Lineages`.
+# See `records.Lineages`.
 lineages = sa.Table(
   'lineages',
   _metadata,
@@ -110,20 +110,20 @@ completions = sa.Table(
   sa.Column('lineage', sa.Integer, nullable=False),
   sa.Column('first_version', sa.Integer),  # null without response tokens
   sa.Column('last_version', sa.Integer),
-  sa.Column('advantage', sa.Float),  # null where it was not judged
+  sa.Column('advantage', sa.Float),  # null if it was not judged
   sa.Column('superseded', sa.Boolean, nullable=False),
-  # Last, so that a query of the others need not read through it. Null once pruned.
+  # Last, so that queries of the other columns need not read it. Null once pruned.
   sa.Column('arrays', sa.LargeBinary),
 )
 
 
 def open_database(url: str) -> tuple[sa.Engine, str]:
-  """Opens a pool's database, creating what is missing.
+  """Opens a pool's database and creates missing tables.
 
   Connections with the execution option `write=True` begin write transactions.
 
   Returns:
-    The engine, and the run id that the pool got when it was made.
+    The engine, and the run id that the pool got when it was created.
 
   Raises:
     ValueError: the URL cannot be used, or holds a pool of another schema version.
@@ -169,12 +169,12 @@ def _open_tables(connection: sa.Connection, url: str) -> str:
 
 
 def sync(engine: sa.Engine) -> bool:
-  """Makes what is committed survive the loss of power, where commits do not already.
+  """Makes commits survive a power failure, on databases where they do not already.
 
   Returns:
-    Whether SQLite's write-ahead log went into the database as a whole. A reader or
-    another writer can hold that up; the log itself is on disk then, but goes on
-    growing.
+    Whether SQLite's write-ahead log was moved into the database completely. A reader or
+    another writer can block that; the log is then synced to disk, but continues to
+    grow.
   """
   if engine.dialect.name != 'sqlite':
     return True
@@ -195,17 +195,17 @@ def sync(engine: sa.Engine) -> bool:
 
 
 def clean_text(text: str) -> str:
-  """Replaces NUL and lone surrogates, which databases refuse."""
+  """Replaces NUL and lone surrogates, which databases reject."""
   text = text.replace('\0', '\ufffd')
   return text.encode('utf-8', 'replace').decode('utf-8')
 
 
 def check_completion(c: records.Completion) -> None:
-  """Refuses a completion that could not be trained on as it was sampled (law 4).
+  """Checks that a completion can be trained on as it was sampled (law 4).
 
   Raises:
-    ValueError: naming the field; lengths differ, a log-probability is not finite, or
-      expert ids are not int16 [tokens, L, top_k].
+    ValueError: lengths differ, a log-probability is not finite, or expert ids are not
+      int16 [tokens, L, top_k]; names the field.
   """
   for field in ('logprobs', 'versions'):
     if len(getattr(c, field)) != len(c.response_ids):
@@ -220,7 +220,7 @@ def check_completion(c: records.Completion) -> None:
     e.ndim != 3 or len(e) != tokens or e.dtype != np.int16
   ):
     raise ValueError(
-      f'completion {c.id}: experts is {e.dtype} {e.shape}, want int16 of '
+      f'completion {c.id}: experts is {e.dtype} {e.shape}: must be int16 '
       f'({tokens}, L, top_k)'
     )
 
@@ -228,7 +228,7 @@ def check_completion(c: records.Completion) -> None:
 def completion_row(
   c: records.Completion, parent: records.Completion | None
 ) -> dict[str, Any]:
-  """The completion as a row of `completions`, `superseded` false.
+  """The completion as a row of `completions`, not superseded.
 
   Args:
     parent: see `arrays.pack`.
@@ -256,7 +256,7 @@ def completion_row(
 
 
 def completions_of(rows: Iterable[sa.Row]) -> dict[str, records.Completion]:
-  """Completions by id, exactly as they were added; pruned ones are left out.
+  """Completions by id, exactly as they were added, without pruned ones.
 
   Args:
     rows: all rows of `completions` of some sessions, in the order they were added.
@@ -284,7 +284,7 @@ def completions_of(rows: Iterable[sa.Row]) -> dict[str, records.Completion]:
 
 
 def trajectory_row(t: records.Trajectory) -> dict[str, Any]:
-  """The trajectory as a row of `trajectories`, `superseded` false."""
+  """The trajectory as a row of `trajectories`, not superseded."""
   row = {f: getattr(t, f) for f in _TRAJECTORY_FIELDS}
   for field in ('answer', 'error'):
     row[field] = clean_text(row[field])
@@ -327,8 +327,8 @@ _TRAJECTORY_FIELDS = (
 
 
 def _on_sqlite_connect(dbapi_connection, _) -> None:
-  # The driver's own transaction control breaks savepoints: begin by hand, which is
-  # SQLAlchemy's documented way.
+  # The driver's own transaction control breaks savepoints; SQLAlchemy's documentation
+  # says to begin transactions explicitly.
   dbapi_connection.isolation_level = None
   cursor = dbapi_connection.cursor()
   cursor.execute('PRAGMA journal_mode=WAL')

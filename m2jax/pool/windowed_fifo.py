@@ -1,22 +1,22 @@
 """Windowed FIFO: out-of-order consumption, bounded by a window at the oldest item.
 
 Forge's scheduler between rollouts and the learner (facts/m2-and-forge.md §4.5; DESIGN
-§6 fixes what the report leaves open). Items enter in submission order and retire either
-taken or failed. With capacity N, window W and head = the oldest item that has not
-retired:
+§6 specifies what the report leaves open). Items enter in submission order and retire
+when they are taken or fail. With capacity N, window W and head = the oldest item that
+has not retired:
 
   submit   raises `Full` while N items are live (submitted and not retired);
   take     returns only completed items with index in [head, head + W − 1], lowest
-           first; completed items beyond are forbidden. Retired items keep their window
-           position, so the window moves only when the head itself retires.
+           first; completed items beyond are forbidden. Retired items still occupy
+           their window position, so the window moves only when the head retires.
 
 W = 1 is strict FIFO. `window=None` is greedy: any completed item may be taken; W = N is
 not greedy, since head + N stays blocked. Between the submission of an item and its
 taking at most N + W − 2 others are taken: N − 1 older live ones, and W − 1 younger
 ones.
 
-The queue is bookkeeping in memory; what must survive a crash is in `data_pool`, from
-which `work_queue` restores it (law 5).
+The queue is in memory only; the state that must survive a crash is in `data_pool`, from
+which `work_queue` restores the queue (law 5).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Full(RuntimeError):
 
 
 class NotPending(ValueError):
-  """The item has already completed or retired, or was never submitted."""
+  """The item has completed or retired, or was never submitted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +43,19 @@ class WindowState:
   """The queue at one moment. Counts are items.
 
   Attributes:
-    head: oldest index that has not retired; next_index when nothing is live.
-    next_index: index that the next submission gets.
-    capacity: N; window: W, or None when greedy.
-    pending: submitted, still running.
-    completed: finished and not taken: takeable + forbidden.
-    takeable: what an unlimited take would give now (taking moves the window).
-    in_window: completed items inside the present window.
-    forbidden: completed items beyond the present window.
-    remaining: window positions not yet used up by retired items, the "Remaining Window
-      Capacity" of the report's Fig. 5; None when greedy.
-    taken, failed: retired since the queue was made or restored.
-    head_age_s: seconds since the head was submitted; 0 when nothing is live.
+    head: oldest index that has not retired; next_index if nothing is live.
+    next_index: index of the next submission.
+    capacity: N.
+    window: W, or None if greedy.
+    pending: submitted and still running.
+    completed: finished and not taken.
+    takeable: items that an unlimited take would return now (taking moves the window).
+    in_window: completed items inside the current window.
+    forbidden: completed items beyond the current window.
+    remaining: window positions not occupied by retired items, the "Remaining Window
+      Capacity" of the report's Fig. 5; None if greedy.
+    taken, failed: items retired since the queue was created or restored.
+    head_age_s: seconds since the head was submitted; 0 if nothing is live.
   """
 
   head: int
@@ -78,7 +79,7 @@ def default_window(capacity: int) -> int:
 
 
 class WindowedFifo:
-  """A thread-safe windowed FIFO queue. Semantics: the module's docstring."""
+  """A thread-safe windowed FIFO queue, as defined in the module's docstring."""
 
   def __init__(
     self,
@@ -90,9 +91,9 @@ class WindowedFifo:
     """Makes an empty queue.
 
     Args:
-      capacity: N, most items submitted and not retired; at least 1.
+      capacity: N, the maximum number of live items; at least 1.
       window: W, at least 1; None is greedy; 'default' is `default_window(capacity)`.
-      clock: seconds, for `head_age_s`.
+      clock: returns seconds, for `head_age_s`.
 
     Raises:
       ValueError: capacity or window is out of range.
@@ -144,10 +145,10 @@ class WindowedFifo:
       return index
 
   def complete(self, index: int, result: Any = None) -> None:
-    """Marks a pending item as finished, with what `take` shall hand out for it.
+    """Marks a pending item as finished, with the result that `take` returns for it.
 
     Raises:
-      NotPending: the item is not pending, for example because it had timed out.
+      NotPending: the item is not pending, for example because it timed out.
     """
     with self._changed:
       self._check_pending(index)
@@ -157,9 +158,9 @@ class WindowedFifo:
       self._changed.notify_all()
 
   def fail(self, index: int, reason: str) -> None:
-    """Ends a pending item without a result, so that the window can move past it.
+    """Retires a pending item without a result, so that the window can move past it.
 
-    The last 256 failures stay readable in `failures` as (index, reason).
+    `failures` holds the last 256 failures as (index, reason).
 
     Raises:
       NotPending: the item is not pending.
@@ -169,13 +170,13 @@ class WindowedFifo:
       del self._pending[index]
       self.failures.append((index, reason))
       self._failed += 1
-      self._end(index)
+      self._retire(index)
       self._changed.notify_all()
 
   def take(self, n: int = 1) -> list[tuple[int, Any]]:
     """Takes up to n allowed items, lowest index first; never blocks.
 
-    Equal to n times take(1): each taking may move the window for the next.
+    Equivalent to n times take(1): each one may move the window for the next.
 
     Returns:
       (index, result) pairs in increasing order of index.
@@ -186,7 +187,7 @@ class WindowedFifo:
         index = heapq.heappop(self._ready)
         out.append((index, self._completed.pop(index)))
         self._taken += 1
-        self._end(index)
+        self._retire(index)
       if out:
         self._changed.notify_all()
       return out
@@ -196,11 +197,12 @@ class WindowedFifo:
   ) -> list[tuple[int, Any]]:
     """Waits until n items may be taken, then takes them all at once.
 
-    With a capacity of (S + 1) · n rollouts go on meanwhile, about S steps off-policy;
-    with n = N they stand still until the learner has taken (facts/rl-systems.md §1).
-    Nothing is taken while it waits, so a caller that gives up holds nothing. Of a
-    closed queue it takes what is left as soon as nothing is pending, possibly fewer
-    than n.
+    With a capacity of (S + 1) · n, rollouts continue meanwhile, about S steps
+    off-policy; with n = N they stall until the learner has taken its items
+    (facts/rl-systems.md §1). Nothing is taken before n items can be, so a caller that
+    times out holds none.
+    From a closed queue it takes the remaining items, possibly fewer than n, as soon as
+    nothing is pending.
 
     Returns:
       n pairs; an empty list after `timeout_s`; fewer at the end of a closed queue.
@@ -212,7 +214,7 @@ class WindowedFifo:
       return self.take(n) if self.wait_until_takeable(n, timeout_s) else []
 
   def wait_until_takeable(self, n: int, timeout_s: float | None = None) -> bool:
-    """Waits as `wait_for_take`, and takes nothing; False after `timeout_s`.
+    """Waits like `wait_for_take` but takes nothing; False after `timeout_s`.
 
     Raises:
       ValueError: n exceeds the capacity.
@@ -228,7 +230,7 @@ class WindowedFifo:
       )
 
   def wait_for_room(self, timeout_s: float | None = None) -> bool:
-    """Waits until an item can be submitted; False after `timeout_s` or once closed."""
+    """Waits until an item can be submitted; False after `timeout_s` or if closed."""
     with self._changed:
       self._changed.wait_for(
         lambda: self._closed or self._live() < self.capacity, timeout_s
@@ -236,7 +238,7 @@ class WindowedFifo:
       return not self._closed and self._live() < self.capacity
 
   def close(self) -> None:
-    """Ends the stream: no more submissions; live items may still be taken."""
+    """Ends the stream: no more submissions, but live items may still be taken."""
     with self._changed:
       self._closed = True
       self._changed.notify_all()
@@ -254,16 +256,16 @@ class WindowedFifo:
 
     Args:
       head: oldest index that has not retired.
-      taken: retired indices (taken or failed) in (head, next_index); older ones may be
-        listed too and are ignored.
-      next_index: index that the next submission gets.
+      taken: retired indices (taken or failed) in (head, next_index); older ones are
+        ignored.
+      next_index: index of the next submission.
       completed: results of finished items that were not taken.
       pending: items that run again. Every other index in [head, next_index) is pending
         with the item None.
 
     Raises:
       RuntimeError: the queue has been used.
-      ValueError: the sets overlap, leave their range or contradict `head`.
+      ValueError: the sets overlap, are out of range or contradict `head`.
     """
     retired = {i for i in taken if i >= head}
     completed = dict(completed or {})
@@ -293,24 +295,24 @@ class WindowedFifo:
 
   @property
   def head(self) -> int:
-    """Oldest index that has not retired; next_index when nothing is live."""
+    """Oldest index that has not retired; next_index if nothing is live."""
     with self._changed:
       return self._head
 
   @property
   def next_index(self) -> int:
-    """Index that the next submission gets."""
+    """Index of the next submission."""
     with self._changed:
       return self._next_index
 
   @property
   def drained(self) -> bool:
-    """Closed, with nothing live: the stream is finished."""
+    """Whether the queue is closed and nothing is live."""
     with self._changed:
       return self._closed and not self._live()
 
   def pending(self) -> dict[int, Any]:
-    """Items that are still running, by index."""
+    """Items that still run, by index."""
     with self._changed:
       return dict(self._pending)
 
@@ -340,9 +342,9 @@ class WindowedFifo:
       )
 
   def states(self) -> tuple[int, list[str]]:
-    """The head, and the states of the items from there on, for views.
+    """The head, and the state of each item from the head on, for views.
 
-    A state is 'pending', 'completed' or 'retired' (taken or failed, inside the window).
+    A state is 'pending', 'completed' or 'retired' (taken or failed).
     """
     with self._changed:
       found = [
@@ -362,7 +364,7 @@ class WindowedFifo:
     return self.window is None or index < head + self.window
 
   def _takeable(self, limit: int) -> int:
-    """How many items `take(limit)` would give."""
+    """Number of items that `take(limit)` would return."""
     head, retired, count = self._head, set(), 0
     for index in sorted(self._ready):
       if count == limit or not self._allowed(index, head):
@@ -373,7 +375,7 @@ class WindowedFifo:
         head += 1
     return count
 
-  def _end(self, index: int) -> None:
+  def _retire(self, index: int) -> None:
     del self._submitted_s[index]
     self._retired.add(index)
     while self._head in self._retired:

@@ -1,13 +1,13 @@
 """The queue of rollout groups: windowed FIFO and data pool, changed together.
 
-`windowed_fifo` says what may be taken and knows nothing of a crash; `data_pool`
-survives one and knows nothing of a window. Every change of an item's state goes through
-here, to the database first and then, under the same lock, to the queue: no caller does
-one without the other, and an item that ends twice (its group came home while its
-deadline passed) ends once.
+`windowed_fifo` decides what may be taken and is in memory only; `data_pool` survives a
+crash and has no window. Every change of an item's state goes through this module, to
+the database first and then, under the same lock, to the queue: no caller can change one
+without the other, and an item retires only once, even if its group ends just as its
+deadline passes.
 
-Every item has a deadline. Past it the item fails with that reason, which lets the
-window move, and `on_expired` is called so that its group can be cancelled.
+Every item has a deadline. After it the item fails with that reason, so that the window
+can move, and `on_expired` is called to cancel its group.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ class Taken(NamedTuple):
   """An item that was taken, and how windowed FIFO treated it.
 
   Attributes:
-    index: of the item.
-    age_items: items taken between its submission and its taking, over restarts too.
-    order_distance: items between it and the oldest one left when it was taken.
+    index: index of the item.
+    age_items: number of items taken between its submission and its taking, across
+      restarts.
+    order_distance: number of items between it and the oldest one left when it was
+      taken.
   """
 
   index: int
@@ -38,13 +40,13 @@ class Taken(NamedTuple):
 
 
 class WorkQueue:
-  """Work items from submission to their end; safe from any thread.
+  """Work items from submission to retirement. Thread-safe.
 
   Attributes:
-    failed_in_a_row: items that failed since one completed last.
-    last_failure: the reason of the newest failure; '' before any.
+    failed_in_a_row: number of failures since the last completion.
+    last_failure: the reason of the last failure; '' before the first.
     next_index: index of the next item: the data position.
-    drained: closed, with nothing live.
+    drained: whether the queue is closed and nothing is live.
   """
 
   def __init__(
@@ -59,27 +61,29 @@ class WorkQueue:
     """Makes an empty queue; call `resume` before anything else.
 
     Args:
-      pool: where the items are kept.
+      pool: stores the items.
       capacity, window: N and W, see `windowed_fifo.WindowedFifo`.
-      deadline_s: from submission, or reissue, to completion; None is no deadline.
-      on_expired: called with the index of an item after it failed by its deadline, from
-        a thread of this queue.
+      deadline_s: seconds from submission, or reissue, to completion; None is no limit.
+      on_expired: called with the index of an item after its deadline failed it, from a
+        thread of this queue.
     """
     if deadline_s is not None and not deadline_s > 0:
       raise ValueError(f'WorkQueue: deadline_s={deadline_s}: must be positive, or None')
     self._pool = pool
     self._fifo = windowed_fifo.WindowedFifo(capacity, window)
     self._deadline_s, self._on_expired = deadline_s, on_expired
-    self._lock = threading.Lock()  # held from a change of the pool to the queue's
-    self._taken = 0  # items taken along the history of the present weights
-    self._taken_before: dict[int, int] = {}  # of live items
+    self._lock = threading.Lock()  # held while pool and queue are changed together
+    self._taken = 0  # items taken in the history of the current weights
+    self._taken_before: dict[int, int] = {}  # by index of live items
     self.failed_in_a_row = 0
     self._due = threading.Condition()
-    self._due_s: dict[int, float] = {}  # by index, soonest first
+    self._due_s: dict[int, float] = {}  # deadlines by index, earliest first
     self._stopping = False
     self._thread = None
     if deadline_s is not None:
-      self._thread = threading.Thread(target=self._watch, name='deadlines', daemon=True)
+      self._thread = threading.Thread(
+        target=self._watch_deadlines, name='deadlines', daemon=True
+      )
       self._thread.start()
 
   @property
@@ -103,7 +107,7 @@ class WorkQueue:
     return self._fifo.drained
 
   def resume(self, ledger: data_pool.Ledger | None) -> list[records.WorkItem]:
-    """Rolls the pool back to a checkpoint and takes over its items.
+    """Rolls the pool back to a checkpoint and restores the queue from it.
 
     Returns:
       The items to run again, in order of index.
@@ -127,11 +131,11 @@ class WorkQueue:
       live = [*completed, *again]
       self._taken_before = {item.index: item.taken_before for item in live}
     for item in again:
-      self._begin(item.index)
+      self._start_deadline(item.index)
     return again
 
   def submit(self, task: str, group_size: int) -> records.WorkItem:
-    """Accepts one more group of `task`; it will be trained or end with a reason.
+    """Accepts a group of `task`, which will then be trained or fail with a reason.
 
     Raises:
       Full: N items are live.
@@ -140,19 +144,19 @@ class WorkQueue:
     with self._lock:
       index = self._fifo.next_index
       if not self._fifo.wait_for_room(0):
-        return self._fifo.submit()  # raises what is wrong
+        return self._fifo.submit()  # raises Full or RuntimeError
       item = records.WorkItem(index, task, group_size, taken_before=self._taken)
       self._pool.submit(item)
       self._fifo.submit(item)
       self._taken_before[index] = item.taken_before
-    self._begin(index)
+    self._start_deadline(index)
     return item
 
   def complete(self, index: int) -> bool:
-    """Marks an item as ready to be taken; False if it had retired before.
+    """Marks an item as completed; False if it is not pending.
 
     Raises:
-      ValueError: trajectories of its group are missing in the pool.
+      ValueError: the pool lacks trajectories of its group.
     """
     with self._lock:
       if index not in self._fifo.pending():
@@ -160,11 +164,11 @@ class WorkQueue:
       self._pool.complete(index)
       self._fifo.complete(index)
       self.failed_in_a_row = 0
-    self._end(index)
+    self._end_deadline(index)
     return True
 
   def fail(self, index: int, reason: str) -> bool:
-    """Ends an item without a result; False if it had retired before."""
+    """Fails an item; False if it is not pending."""
     with self._lock:
       if index not in self._fifo.pending():
         return False
@@ -173,11 +177,11 @@ class WorkQueue:
       del self._taken_before[index]
       self.failed_in_a_row += 1
     logging.warning('item %d failed: %s', index, reason)
-    self._end(index)
+    self._end_deadline(index)
     return True
 
   def take(self, n: int, step: int, timeout_s: float | None = None) -> list[Taken]:
-    """Waits until n items may be taken, and takes them as part of learner step `step`.
+    """Waits until n items may be taken, and takes them for learner step `step`.
 
     Returns:
       n items; none after `timeout_s`; fewer at the end of a closed queue.
@@ -187,7 +191,7 @@ class WorkQueue:
     with self._lock:
       indices = [index for index, _ in self._fifo.wait_for_take(n, timeout_s=0)]
       self._pool.take(indices, step)
-      # taken in order, so an item's head was itself or the oldest item still left
+      # Taken in order, so the head at that time was the item or the oldest one left.
       head = self._fifo.head
       out = []
       for index in indices:
@@ -197,7 +201,7 @@ class WorkQueue:
       return out
 
   def close(self) -> None:
-    """Ends the stream: no more submissions; live items may still be taken."""
+    """Ends the stream: no more submissions, but live items may still be taken."""
     self._fifo.close()
 
   def state(self) -> windowed_fifo.WindowState:
@@ -209,7 +213,7 @@ class WorkQueue:
     return self._fifo.states()
 
   def stop(self) -> None:
-    """Ends the thread of the deadlines. Idempotent."""
+    """Stops the deadline thread. Idempotent."""
     with self._due:
       self._stopping = True
       self._due.notify()
@@ -218,31 +222,31 @@ class WorkQueue:
 
   # --- Deadlines ---
 
-  def _begin(self, index: int) -> None:
+  def _start_deadline(self, index: int) -> None:
     if self._deadline_s is not None:
       with self._due:
         self._due_s[index] = time.monotonic() + self._deadline_s
         self._due.notify()
 
-  def _end(self, index: int) -> None:
+  def _end_deadline(self, index: int) -> None:
     with self._due:
       self._due_s.pop(index, None)
 
-  def _watch(self) -> None:
+  def _watch_deadlines(self) -> None:
     while True:
       with self._due:
-        soonest = next(iter(self._due_s.items()), None)
+        earliest = next(iter(self._due_s.items()), None)
         if self._stopping:
           return
-        wait_s = None if soonest is None else soonest[1] - time.monotonic()
+        wait_s = None if earliest is None else earliest[1] - time.monotonic()
         if wait_s is None or wait_s > 0:
           self._due.wait(wait_s)
           continue
-        del self._due_s[soonest[0]]
+        del self._due_s[earliest[0]]
       try:
-        if self.fail(soonest[0], f'not complete after {self._deadline_s:g} s'):
-          self._on_expired(soonest[0])
-      except data_pool.PoolBroken:  # every other caller raises it too
+        if self.fail(earliest[0], f'not complete after {self._deadline_s:g} s'):
+          self._on_expired(earliest[0])
+      except data_pool.PoolBroken:  # raised to every other caller too
         return
       except Exception:
-        logging.exception('item %d: past its deadline', soonest[0])
+        logging.exception('item %d could not be failed at its deadline', earliest[0])

@@ -1,9 +1,9 @@
-"""One thread that writes to the data pool for all others, many operations a commit.
+"""One thread that writes to the data pool for all others, many operations per commit.
 
-SQLite has one writer at a time; with one writing thread nobody waits for a lock, and a
-commit is shared by everything that arrived meanwhile. Operations are applied in the
-order in which they were put, so what a caller added before `call` is committed no later
-than the call. A row that the database refuses costs only itself.
+SQLite allows one writer at a time; with one writing thread no other thread waits for a
+lock, and all operations that arrived meanwhile share a commit. They are applied in the
+order in which they were put, so records added before a `call` are committed no later
+than the call. A row that the database rejects affects no other row.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import sqlalchemy as sa
 from absl import logging
 
-# Errors of the database itself, not of what was written: disk full, lost connection.
+# Errors of the database, not of the data: disk full, lost connection.
 _FATAL = (sa.exc.OperationalError, sa.exc.InternalError)
 
 
 class PoolBroken(RuntimeError):
-  """The database could not be written; nothing more is accepted. Fix it and restart."""
+  """The database cannot be written; nothing more is accepted. Fix it and restart."""
 
 
 class Writer:
@@ -30,7 +30,7 @@ class Writer:
 
   `put` returns at once; its record is durable after the next `call`. A call runs a
   function on the writing connection, inside a savepoint, and returns its result once
-  the transaction is committed; what the function raises is raised to its caller.
+  the transaction is committed; an exception of the function is raised to the caller.
   """
 
   def __init__(
@@ -44,10 +44,9 @@ class Writer:
     """Starts the thread.
 
     Args:
-      engine: where to write, from `tables.open_database`.
-      insert: inserts records that were put one after another, in that order, all or
-        none of them.
-      linger_s: how long records may wait for company when nobody calls.
+      engine: engine of the database, from `tables.open_database`.
+      insert: inserts consecutive records in order, all or none of them.
+      linger_s: how long records wait to be batched if no call comes.
       max_queued: `put` blocks while this many operations wait.
     """
     self._engine = engine
@@ -59,7 +58,7 @@ class Writer:
     self._queue: collections.deque[tuple[Any, futures.Future | None]] = (
       collections.deque()
     )
-    self._calls = 0  # of the queued operations, those that somebody waits for
+    self._calls = 0  # queued operations with a waiting caller
     self._closing = False
     self._error: BaseException | None = None
     self._rejected: list[str] = []
@@ -71,19 +70,19 @@ class Writer:
     self._append(record, None)
 
   def call(self, function: Callable[[sa.Connection], Any]) -> Any:
-    """Runs `function(connection)` after what was put before; waits for the commit."""
+    """Runs `function(connection)` after earlier records; waits for the commit."""
     future = futures.Future()
     self._append(function, future)
     return future.result()
 
   def pop_rejected(self) -> list[str]:
-    """Descriptions of the records that the database refused since the last call."""
+    """Descriptions of the records that the database rejected since the last call."""
     with self._changed:
       rejected, self._rejected = self._rejected, []
       return rejected
 
   def close(self) -> None:
-    """Writes what is queued and ends the thread. Idempotent."""
+    """Writes queued records and ends the thread. Idempotent."""
     with self._changed:
       self._closing = True
       self._changed.notify_all()
@@ -121,8 +120,8 @@ class Writer:
       while batch := self._next_batch():
         try:
           with connection.begin():
-            settled = self._apply(connection, batch)
-        except BaseException as error:  # the batch is lost: fail closed, loudly
+            results = self._apply(connection, batch)
+        except BaseException as error:  # the batch is lost: fail permanently
           logging.error('data pool: cannot write: %s', error)
           with self._changed:
             self._error = error
@@ -135,15 +134,15 @@ class Writer:
               broken.__cause__ = error
               future.set_exception(broken)
           return
-        for future, result, error in settled:
+        for future, result, error in results:
           if error is None:
             future.set_result(result)
           else:
             future.set_exception(error)
 
   def _apply(self, connection: sa.Connection, batch: list) -> list[tuple]:
-    """Applies a batch; returns (future, result, error) of its calls."""
-    settled, waiting = [], []
+    """Applies a batch; returns (future, result, error) of each call."""
+    results, waiting = [], []
     for operation, future in batch:
       if future is None:
         waiting.append(operation)
@@ -152,16 +151,16 @@ class Writer:
       waiting = []
       try:
         with connection.begin_nested():
-          settled.append((future, operation(connection), None))
+          results.append((future, operation(connection), None))
       except _FATAL:
         raise
       except Exception as error:
-        settled.append((future, None, error))
+        results.append((future, None, error))
     self._insert_all(connection, waiting)
-    return settled
+    return results
 
   def _insert_all(self, connection: sa.Connection, batch: list[Any]) -> None:
-    """Inserts records together or, where that fails, those that can be, one by one."""
+    """Inserts records together or, if that fails, one by one."""
     if not batch:
       return
     try:
@@ -175,6 +174,6 @@ class Writer:
           self._insert_all(connection, [record])
         return
       message = f'{batch[0]!r:.120}: {getattr(error, "orig", error)}'
-      logging.error('data pool: refused %s', message)
+      logging.error('data pool: rejected %s', message)
       with self._changed:
         self._rejected.append(message)

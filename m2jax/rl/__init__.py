@@ -1,1 +1,1 @@
-"""From rollout groups to a policy update: rewards, CISPO, samples, the learner."""
+"""The policy update from rollout groups: rewards, CISPO, samples, the learner."""

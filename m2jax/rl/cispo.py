@@ -5,11 +5,11 @@ M1 eq. 4–5 in M2's form (facts/algorithms.md §3; facts/m2-and-forge.md §4.8)
   J = 1/Σ_i |o_i| · Σ_i Σ_t sg(clip(r_{i,t}, w_min, w_max)) · Â_{i,t} · log π(o_{i,t}),
   r = π / π_old, no KL term.
 
-The clip bounds are absolute: w_max = 5 is the papers' ε_high = 4. Every other place
-that implements CISPO counts differently (facts/algorithms.md §3.2), so quote the cap
-with every result. Σ|o_i| and the average over groups are in `weight`, made once for the
-whole batch by `weights`: sums over rows and micro-batches then give the same loss for
-every split. A weight of 0 is padding.
+The clip bounds are absolute: w_max = 5 is the papers' ε_high = 4. Every other
+implementation of CISPO defines them differently (facts/algorithms.md §3.2), so quote
+the cap with every result. Σ|o_i| and the average over groups are part of `weight`,
+which `weights` computes once for the whole batch: sums over rows and micro-batches then
+give the same loss for every split. A weight of 0 is padding.
 
 Axes: arrays of loss terms of any shape; one term is one sampled token of one sample.
 """
@@ -42,7 +42,7 @@ def loss(
     advantage: Â of the completion that the term belongs to.
     weight: from `weights`; 0 on padding, whose other values may be anything.
     is_weight_max: absolute cap of the importance weight; at least 1.
-    is_weight_min: its lower bound, in [0, 1]. The default never acts.
+    is_weight_min: its lower bound, in [0, 1]. The default has no effect.
 
   Returns:
     The inputs' shape in logprob's dtype, at least float32. The gradient of a term is
@@ -80,14 +80,14 @@ def metrics(
   Returns:
     ratio: mean importance weight before the clip; 1 on-policy.
     clip_fraction: share of terms that the clip changes.
-    clipped_mass: mean of ratio − clip(ratio): importance weight that the cap took away.
-    approx_kl: mean of r − 1 − log r: estimates KL(π_old ‖ π), is never negative.
+    clipped_mass: mean of ratio − clip(ratio): importance weight removed by the cap.
+    approx_kl: mean of r − 1 − log r: estimate of KL(π_old ‖ π), never negative.
     abs_log_ratio: mean |log r|, the train-inference mismatch when on-policy.
     old_logprob: mean; minus the sampler's cross-entropy.
   """
   _check_bounds(is_weight_max, is_weight_min)
   logprob, old_logprob, _ = _masked(logprob, old_logprob, advantage, weight)
-  # One absurd term shall not make a curve unreadable; the loss has its own cap.
+  # Bounded so that one outlier does not make a curve unreadable.
   log_ratio = jnp.clip(logprob - old_logprob, -20.0, 20.0)
   ratio = jnp.exp(log_ratio)
   cut = ratio - jnp.clip(ratio, is_weight_min, is_weight_max)
@@ -107,18 +107,18 @@ def weights(
 ) -> list[np.ndarray]:
   """The weight of every term of each completion: M1's normaliser.
 
-  Pass trained groups only: what is masked or dropped is outside the normaliser. All
-  terms of the batch count, wherever they will lie, so the loss does not depend on rows.
+  Pass trained groups only: masked and dropped samples are outside the normaliser. All
+  terms of the batch count, in whatever row, so the loss does not depend on rows.
 
   Args:
     group_lengths: for each group the number of terms |o| of each of its completions.
     normaliser: 'prompt' divides by the group's own Σ|o| and averages over the groups
-      that have terms, so each prompt weighs the same; 'token' divides by Σ|o| of the
-      batch, so each token does.
+      that have terms, so that prompts have equal weight; 'token' divides by Σ|o| of the
+      batch, so that tokens have equal weight.
 
   Returns:
-    For each group a float64 array, one weight per completion, which holds for each of
-    its terms. Σ weight · |o| over everything is 1.
+    For each group a float64 array with one weight per completion, for each of its
+    terms. Σ weight · |o| over everything is 1.
 
   Raises:
     ValueError: unknown normaliser.
@@ -139,7 +139,7 @@ def weights(
 def _masked(logprob, old_logprob, advantage, weight):
   """The inputs in at least float32, with neutral values where the weight is 0."""
   dtype = jnp.promote_types(logprob.dtype, jnp.float32)
-  # Selected before any arithmetic: 0 · inf is not a number, in values and gradients.
+  # Masked before any arithmetic: 0 · inf is NaN, in values and gradients.
   return (
     jnp.where(weight != 0, x, 0).astype(dtype)
     for x in (logprob, old_logprob, advantage)
@@ -149,7 +149,7 @@ def _masked(logprob, old_logprob, advantage, weight):
 def _check_bounds(is_weight_max: float, is_weight_min: float) -> None:
   if not is_weight_max >= 1:
     raise ValueError(
-      f'is_weight_max={is_weight_max}: must be at least 1. It is an absolute cap of '
+      f'is_weight_max={is_weight_max}: must be at least 1. It is the absolute cap of '
       'the importance weight: for ε_high = 4 pass 5.0'
     )
   if not 0 <= is_weight_min <= 1:

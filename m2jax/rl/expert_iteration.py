@@ -1,9 +1,9 @@
 """Expert iteration: imitate the policy's own verified successes.
 
-ReST-EM (arXiv:2312.06585), in the loop of RL: the rival that needs no baseline, no
-ratio and no failures. What succeeded is trained by maximum likelihood, the rest is
-forgotten. It takes the same rollouts through the same loop, so that the two differ in
-the update alone.
+ReST-EM (arXiv:2312.06585) in the RL loop: the alternative to CISPO that uses no
+baseline, no ratio and no failures. Successes are trained by maximum likelihood;
+failures are discarded. It takes the same rollouts through the same loop, so that the
+two differ only in the update.
 
 Axes: B rows, M loss terms of a row.
 """
@@ -21,11 +21,11 @@ from m2jax.rl import rewards
 
 
 def credit(group: rewards.GroupCredit, threshold: float = 1.0) -> rewards.GroupCredit:
-  """The group with advantage 1 for successes, and nothing to train of the others.
+  """The group with advantage 1 for successes and no completions for failures.
 
   Args:
     group: from `rewards.advantages`.
-    threshold: success from which a trajectory is imitated.
+    threshold: minimum success of a trajectory that is imitated.
   """
   credits_ = []
   for c in group.credits:
@@ -43,5 +43,5 @@ def credit(group: rewards.GroupCredit, threshold: float = 1.0) -> rewards.GroupC
 def objective(
   logprob: jax.Array, batch: forest.Forest
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Weighted negative log-likelihood of the terms [B, M], and no metrics of its own."""
+  """Weighted negative log-likelihood of the terms [B, M]; has no metrics."""
   return -jnp.sum(batch.weight * batch.advantage * logprob), {}

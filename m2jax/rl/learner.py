@@ -1,8 +1,8 @@
-"""The learner: gives rollout groups credit, trains on them, publishes weights.
+"""The learner: assigns credit to rollout groups and trains the policy on them.
 
 Groups, as records → rewards and advantages (`credit`) → samples → prefix forest → CISPO
-(+ MTP) (`update`, one version of the policy; design §2). It knows no HTTP, database or
-tokenizer. A group of any size is trained: one whose tree rows cannot hold goes through
+(+ MTP) (`update`, one version of the policy; design §2). It imports no HTTP, database
+or tokenizer. Groups of any size are trained: trees that do not fit into rows go through
 `train.chunks`, in the same update.
 """
 
@@ -40,17 +40,17 @@ class LearnerConfig:
   Attributes:
     row_tokens, row_terms: S and M of the forest's rows; together with
       `step.micro_rows` the one compiled shape of rows.
-    buckets: shapes of the chunks in which groups too large for rows are trained
-      (`rl.packing`); the stack holds the longest path there may be.
+    buckets: shapes of the chunks for groups too large for rows (`rl.packing`); the
+      stack has to hold the longest path.
     is_weight_max: CISPO's absolute cap.
     normaliser: 'prompt' or 'token' (`cispo.weights`).
     reward: the composite reward.
     step: train-step settings; MTP is detached from the policy (m2-and-forge.md §3).
-    algorithm: 'cispo', or 'expert_iteration': the control that imitates what
-      succeeded and forgets the rest (`rl.expert_iteration`).
-    shuffle_rewards: a control: permutes success over each group's trajectories, which
-      keeps everything but the link between what was done and what was paid; a group
-      without advantage stays one.
+    algorithm: 'cispo', or 'expert_iteration', the control that imitates successes and
+      discards failures (`rl.expert_iteration`).
+    shuffle_rewards: a control that permutes success over each group's trajectories:
+      only the association of behaviour and reward is lost. A group without advantage
+      still has none.
   """
 
   row_tokens: int = 1024
@@ -66,7 +66,7 @@ class LearnerConfig:
   def __post_init__(self):
     known = self.algorithm in ALGORITHMS
     require(self, known, 'algorithm', f'one of {ALGORITHMS}')
-    # what rows hold, chunks must hold too
+    # Chunks must be able to hold whatever rows hold.
     if self.buckets.stack_tokens[-1] < self.row_tokens:
       raise ValueError(
         f'LearnerConfig.buckets.stack_tokens={self.buckets.stack_tokens}: the largest '
@@ -77,7 +77,7 @@ class LearnerConfig:
 def objective(
   logprob: jax.Array, batch: forest.Forest, *, is_weight_max: float
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """CISPO over a forest's terms [B, M], with how far off-policy they are."""
+  """CISPO loss of a forest's terms [B, M], and its off-policy metrics."""
   terms = logprob, batch.old_logprob, batch.advantage, batch.weight
   metrics = cispo.metrics(*terms, is_weight_max=is_weight_max)
   return jnp.sum(cispo.loss(*terms, is_weight_max=is_weight_max)), metrics
@@ -87,10 +87,10 @@ class Learner:
   """Owns the train state; `update` is called from one thread.
 
   Attributes:
-    state: the train state; donated by `update`, so never keep a reference to it. Its
-      step counts versions: `update`s, not the passes of one.
+    state: the train state; `update` donates it, so do not hold a reference. Its step
+      counts versions, that is calls of `update`, not passes.
     version: policy version of the state: updates since the start of RL.
-    lineages: the histories of the weights that sampled what is trained on.
+    lineages: histories of the weights that sampled the training data.
   """
 
   def __init__(
@@ -111,7 +111,7 @@ class Learner:
       optimizer,
       bound,
       config.step,
-      mean=False,  # weights have the normaliser of the batch
+      mean=False,  # the weights contain the normaliser of the batch
       feed=chunks.feed(chunks.programs(cfg, bound, config.step)),
     )
 
@@ -120,11 +120,11 @@ class Learner:
     return int(self.state.step)
 
   def variables(self) -> Any:
-    """A copy of the weights, safe to hand to the engine while training goes on."""
+    """A copy of the weights, which the engine may use while training continues."""
     return jax.tree.map(jnp.copy, self.state.variables)
 
   def credit(self, group: rewards.Group) -> rewards.GroupCredit:
-    """Rewards and advantages of a group; what `update` takes."""
+    """Computes rewards and advantages of a group, the input of `update`."""
     if self._config.shuffle_rewards:
       group = _shuffle_success(group)
     credit = rewards.advantages(group, self._config.reward)
@@ -135,19 +135,18 @@ class Learner:
   def update(
     self, credits_: Sequence[rewards.GroupCredit], passes: int = 1
   ) -> dict[str, float]:
-    """Trains on groups: one version, of `passes` optimizer steps on the same batch.
+    """Trains on groups: one version, with `passes` optimizer steps on the same batch.
 
-    The log-probabilities under the sampling policy stay those recorded, so from the
-    second pass on the ratios also hold what the passes before it changed; metrics are
-    of the last pass. A batch in which nothing is left to train (all advantages zero)
-    still counts as a version, so that every version has its metrics, and leaves the
-    weights as they are.
+    All passes use the recorded log-probabilities of the sampling policy, so from the
+    second pass on the ratios include the changes of earlier passes; metrics are those
+    of the last pass. A batch without a non-zero advantage does not change the weights
+    but still counts as a version, so that every version has a metrics record.
 
     Returns:
       Scalars for the metrics record of this version.
 
     Raises:
-      FloatingPointError: the loss or its gradient is not finite; names the step.
+      FloatingPointError: the loss or its gradient is not finite.
     """
     started, version = time.monotonic(), self.version + 1
     groups_samples = samples.from_groups(credits_, self._config.normaliser)
@@ -176,7 +175,7 @@ class Learner:
     }
 
   def _lag(self, credits_: Sequence[rewards.GroupCredit]) -> dict[str, float]:
-    """How many updates lie between the batch's sampled tokens and the weights."""
+    """Number of updates between the weights that sampled the tokens and these."""
     lags = [
       self.lineages.updates_between(c.lineage, c.versions, self.version)
       for group in credits_
@@ -192,7 +191,7 @@ class Learner:
 def _counts(
   batch_samples: Sequence[forest.Sample], batch: packing.Batch
 ) -> dict[str, float]:
-  """What merging made of the samples: `padding` is of the rows alone."""
+  """Statistics of merging; `padding` is the fraction in the rows only."""
   counts = {
     'input_tokens': sum(len(s.tokens) for s in batch_samples),
     'chunked_trees': batch.chunked,
@@ -205,12 +204,12 @@ def _counts(
 
 
 def _shuffle_success(group: rewards.Group) -> rewards.Group:
-  """The group with `success` permuted over its judged trajectories, alike each time."""
+  """Permutes `success` over the group's judged trajectories, deterministically."""
   judged = [t for t, _ in group if t.end_reason != 'infrastructure']
   values = [t.success for t in judged]
   random.Random(','.join(t.session for t in judged)).shuffle(values)
-  paid = {t.session: value for t, value in zip(judged, values, strict=True)}
+  shuffled = {t.session: value for t, value in zip(judged, values, strict=True)}
   return [
-    (dataclasses.replace(t, success=paid.get(t.session, t.success)), completions)
+    (dataclasses.replace(t, success=shuffled.get(t.session, t.success)), completions)
     for t, completions in group
   ]

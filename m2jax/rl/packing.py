@@ -1,9 +1,9 @@
-"""A batch of groups as one update runs it: rows, and chunks of what rows cannot hold.
+"""Packs the groups of one update into rows, and large groups into chunks.
 
 A group is a tree: its samples share the task. Trees that fit are packed into rows of
-one shape. One that does not is split over rows, which repeats the path to each split,
-or is trained in chunks (`train.chunks`), which runs its core twice and pads every
-chunk: whichever runs fewer tokens. Both are exact (law 3): only cost is at stake.
+one shape. A larger one is either split over rows, which repeats the path to each split,
+or trained in chunks (`train.chunks`), which run its trunk twice and pad every chunk:
+whichever runs fewer tokens. Both are exact (law 3) and differ only in cost.
 
 Axes: n rows, S tokens of a row, M loss terms of a row.
 """
@@ -18,12 +18,12 @@ from m2jax import forest
 
 
 class Batch(NamedTuple):
-  """Every sample of some groups, once; together they are one update.
+  """The samples of the groups of one update, each exactly once.
 
   Attributes:
-    rows: Forest of [n, S], or None where no group goes in rows.
+    rows: Forest of [n, S], or None if no group is in rows.
     plan: chunks of the other groups, or None.
-    chunked: how many groups these are.
+    chunked: number of groups in chunks.
   """
 
   rows: forest.Forest | None
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
   @property
   def num_tokens(self) -> int:
-    """Tokens after merging, those that rows repeat included."""
+    """Tokens after merging, including those that rows repeat."""
     rows = self.rows.num_tokens if self.rows is not None else 0
     return rows + (self.plan.tokens if self.plan is not None else 0)
 
@@ -44,10 +44,10 @@ def pack(
   row_terms: int,
   buckets: forest.Buckets,
 ) -> Batch:
-  """Decides for each group, and merges.
+  """Chooses rows or chunks for each group, and merges.
 
-  Recorded expert ids of a token shared between groups (a system prompt) are made one
-  among the groups in rows, and among those in chunks.
+  Recorded expert ids of a token shared between groups (a system prompt) are unified
+  among the groups in rows, and separately among those in chunks.
 
   Args:
     groups: samples of each group, their weights already normalised.
@@ -72,7 +72,7 @@ def pack(
 
 
 def _suits_rows(group, row_tokens, row_terms, buckets) -> bool:
-  """Whether rows hold the group and run no more tokens than chunks would."""
+  """Whether the group fits into rows and costs no more tokens there than in chunks."""
   longest = max(len(s.tokens) for s in group)
   most_terms = max(len(s.tokens) - s.prompt_length for s in group)
   if longest > row_tokens or most_terms > row_terms:

@@ -5,14 +5,14 @@ Forge's reward (facts/m2-and-forge.md §4.8, §4.10; DESIGN §6); a step t is a 
   r_t = α · process_t + β · speed_t + perf_t        speed = h(T / T_baseline)
   G_t = Σ_{τ ≥ t} γ^{τ−t} r_τ                       Â_t = G_t − B
 
-with h decreasing. The report discloses the form only. Not disclosed, and so our
-reading: α, β, γ, h, T_baseline, the size of the process terms; that speed and perf are
-paid at the last step; that speed is paid only on success; that B is the mean return of
-the group. The report's process term also names a penalty for mixing languages; it is
-not implemented here.
+with h decreasing. The report discloses the form only. Undisclosed, and therefore our
+choice: α, β, γ, h, T_baseline and the size of the process terms; that speed and perf
+are paid at the last step; that speed is paid only on success; that B is the mean return
+of the group. The report's process term also mentions a penalty for mixing languages,
+which is not implemented here.
 
-A trajectory that broke for reasons of infrastructure is masked: no term in the loss, no
-part in B, and counted. It is never a reward of 0 (law 5).
+A trajectory that ended with an infrastructure failure is masked: it has no term in the
+loss and no part in B, and is counted. It is never a reward of 0 (law 5).
 
 Axes: T turns (completions) of one trajectory.
 """
@@ -46,32 +46,31 @@ Group = Sequence[tuple[records.Trajectory, Sequence[records.Completion]]]
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-  """The undisclosed parts of the reward. All defaults are ours (module's docstring).
+  """The undisclosed parts of the reward. All defaults are our choice.
 
   Attributes:
     alpha: weight of the process reward.
     beta: weight of the speed reward.
     gamma: discount per turn, in [0, 1].
     format_penalty: process reward of a turn whose status is not in `well_formed`; ≤ 0.
-    well_formed: parser statuses that are no format error.
-    thinking_bonus: process reward of a well-formed turn that thought before it acted
-      (its message has `reasoning_content`); ≥ 0. Given only where the chat has one
-      assistant message per completion, as an append-only agent's has.
+    well_formed: parser statuses that are not format errors.
+    thinking_bonus: process reward of a well-formed turn with thinking (its message has
+      `reasoning_content`); ≥ 0. Given only if the chat has one assistant message per
+      completion, as with an append-only agent.
     speed: h, a key of `SPEEDS`.
-    speed_unit: what T counts: 'wall' seconds with tools, as in the report, 'turns', or
+    speed_unit: unit of T: 'wall' seconds including tools, as in the report, 'turns', or
       'tool_calls'.
-    speed_baseline: T_baseline in that unit; None is the mean over the group's
-      trajectories that ended for a real reason.
-    speed_on_success_only: pay speed only where success ≥ `success_threshold`.
+    speed_baseline: T_baseline in that unit; None is the mean over the group's judged
+      trajectories.
+    speed_on_success_only: pay speed only if success ≥ `success_threshold`.
     success_threshold: in (0, 1].
     baseline: B, 'mean' over the group, 'leave_one_out' (mean over the others), 'none'.
-      With nothing to be compared with, alone in its group, a trajectory has advantage
-      0, unless B is 'none'.
-    baseline_over: what B is a baseline of. 'trajectory': G_0, for all turns, so that a
-      turn is also paid for what came before it: after a malformed turn its successors
-      have a positive advantage. 'turn': the G_t of the trajectories that have a turn t,
-      so that a malformed turn is punished alone, also between two successes; turns that
-      only one trajectory came to have advantage 0.
+      A trajectory alone in its group has advantage 0, unless B is 'none'.
+    baseline_over: returns that B averages. 'trajectory': G_0, for all turns, so that a
+      turn is also credited for earlier ones: after a malformed turn, the turns that
+      follow have a positive advantage. 'turn': the G_t of the trajectories that have a
+      turn t, so that only the malformed turn is penalised, also between two successes;
+      turns that only one trajectory has get advantage 0.
     normalise: divide advantages by the standard deviation of the group's returns (M1's
       GRPO form; M2's has none).
   """
@@ -108,14 +107,14 @@ class RewardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Credit:
-  """What one trajectory of a group contributes to the loss.
+  """The contribution of one trajectory of a group to the loss.
 
   Attributes:
     trajectory: as recorded.
-    completions: those to train on, in order of turn; empty when masked.
+    completions: completions to train on, in order of turn; empty if masked.
     advantages: [len(completions)] float64, Â of every token of each completion.
-    reward: for reports; None when masked.
-    unused: completions that are not trained, since the agent did not act on them.
+    reward: for reports; None if masked.
+    unused: number of completions not trained because the agent did not act on them.
   """
 
   trajectory: records.Trajectory
@@ -126,7 +125,7 @@ class Credit:
 
   @property
   def masked(self) -> bool:
-    """Ended by infrastructure: in neither loss, normaliser nor baseline."""
+    """Infrastructure failure: not in the loss, the normaliser or the baseline."""
     return self.reward is None
 
 
@@ -135,9 +134,9 @@ class GroupCredit:
   """The credits of one rollout group.
 
   Attributes:
-    credits: one per trajectory, masked ones included.
-    dropped: why the group is not trained: 'masked' (no real end), 'zero_advantage', or
-      '' when it is.
+    credits: one per trajectory, including masked ones.
+    dropped: why the group is not trained: 'masked' (all trajectories are masked) or
+      'zero_advantage'; '' if it is trained.
   """
 
   credits: tuple[Credit, ...]
@@ -153,17 +152,17 @@ def process_rewards(
   well_formed = np.array([c.status in config.well_formed for c in completions], bool)
   out = np.where(well_formed, 0.0, config.format_penalty)
   if config.thinking_bonus:
-    said = [m for m in trajectory.messages if m.get('role') == 'assistant']
-    if len(said) == len(completions):
-      thought = [bool((m.get('reasoning_content') or '').strip()) for m in said]
+    replies = [m for m in trajectory.messages if m.get('role') == 'assistant']
+    if len(replies) == len(completions):
+      thought = [bool((m.get('reasoning_content') or '').strip()) for m in replies]
       out += config.thinking_bonus * (well_formed & np.array(thought, bool))
   return out
 
 
 def speed(time: float, baseline: float, kind: str = 'linear') -> float:
-  """h(time / baseline): 1 at once, 1/2 at the baseline, decreasing; in [0, 1].
+  """h(time / baseline): decreasing from 1 at time 0, 1/2 at the baseline; in [0, 1].
 
-  Without a baseline (0: nobody took any time) the ratio is 1.
+  With a baseline of 0, when all times are 0, the ratio is 1.
   """
   return SPEEDS[kind](time / baseline if baseline > 0 else 1.0)
 
@@ -179,9 +178,9 @@ def returns(rewards: np.ndarray, gamma: float) -> np.ndarray:
 def advantages(group: Group, config: RewardConfig) -> GroupCredit:
   """Rewards and advantages of a group, as `DataPool.group` returns it.
 
-  Completions that the agent did not act on (`acted`) earn no credit and are not
-  trained. A trajectory that ended for a real reason before its first completion has no
-  term, but its return is part of the baseline.
+  Completions that the agent did not act on (`acted`) get no credit and are not trained.
+  A judged trajectory without completions has no term, but its return is part of the
+  baseline.
 
   Args:
     group: trajectories, each with its completions.
@@ -201,14 +200,14 @@ def advantages(group: Group, config: RewardConfig) -> GroupCredit:
     ):
       fast = speed(time, speed_baseline, config.speed)
     last = config.beta * fast + trajectory.success
-    # One that never acted has its return all the same.
+    # A trajectory without turns still has a return.
     rewards = config.alpha * process if len(process) else np.zeros(1)
     rewards[-1] += last
     to_go.append(returns(rewards, config.gamma))
     parts[i] = (float(process.sum()), fast, trajectory.success)
 
   totals = np.array([g[0] for g in to_go])
-  differences = _less_baseline(to_go, config)
+  differences = _subtract_baseline(to_go, config)
   credits_, largest = [], 0.0
   for i, (trajectory, _) in enumerate(group):
     if i not in parts:
@@ -231,22 +230,22 @@ def advantages(group: Group, config: RewardConfig) -> GroupCredit:
 def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion, ...]:
   """The completions of a session that its agent acted on, in order of turn.
 
-  Left out are those that were cancelled or are empty, and those that the agent sampled
-  again and did not use. Agents do not say which they use; the rule reads it off:
+  Excluded are completions that were cancelled or are empty, and those that the agent
+  sampled again and did not use. Agents do not report which ones they use; this rule
+  infers it:
 
     Completions with the same prompt ids are samples of one request: the same tools and
-    messages. Used are those whose answer another request goes on from
-    (`Completion.parent`, `follows`), and where there is none, the one that was asked
-    for last; also the one that was asked for last of the whole session, with which the
-    agent ended.
+    messages. Used are those whose answer another request continues
+    (`Completion.parent`, `follows`) or, if there is none, the one requested last; and
+    the completion requested last in the whole session, with which the agent ended.
 
-  So after a lost connection the repetition is trained and the answer nobody received is
-  not; of n samples the one that the agent went on with. Everything else is trained,
-  whether or not a request goes on from it: what came before the context was reset or
-  rewritten, and sub-agents under the same key, whose prompts differ. Two cases look
-  like a repetition, and only the last is trained: sub-agents with equal prompts that
-  end after one completion; and of several samples the one that the agent sends back
-  changed, for example without its reasoning.
+  So after a lost connection the repeated request is trained and the undelivered answer
+  is not; of n samples the one that the agent continued. Everything else is trained,
+  whether or not a request continues it: completions before the context was reset or
+  rewritten, and those of sub-agents under the same key, whose prompts differ. Two cases
+  look like a repetition, and only the last completion is trained: sub-agents with equal
+  prompts that end after one completion; and several samples of which the agent sends
+  one back modified, for example without its reasoning.
   """
   sampled = (c for c in completions if c.finish_reason != 'cancelled')
   sampled = sorted((c for c in sampled if len(c.response_ids)), key=lambda c: c.turn)
@@ -265,14 +264,14 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
 
 
 def by_session(groups: Sequence[GroupCredit]) -> dict[str, TrajectoryReward]:
-  """Rewards of the trajectories that were judged, for `DataPool.set_rewards`."""
+  """Rewards of the judged trajectories, for `DataPool.set_rewards`."""
   return {
     c.trajectory.session: c.reward for g in groups for c in g.credits if not c.masked
   }
 
 
 def by_completion(groups: Sequence[GroupCredit]) -> dict[str, float]:
-  """Advantages of the completions that were judged, by id, for reports."""
+  """Advantages of the judged completions, by id, for reports."""
   return {
     completion.id: float(advantage)
     for group in groups
@@ -282,13 +281,12 @@ def by_completion(groups: Sequence[GroupCredit]) -> dict[str, float]:
 
 
 def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
-  """Metrics of a batch: means over judged trajectories, counts of what was left out.
+  """Metrics of a batch: means over judged trajectories, counts of the excluded ones.
 
-  Means are NaN when no trajectory was judged, which is not the same as 0; `success` is
-  the share whose verdict is 1, so partial credit is not part of it.
-  `success/FAMILY` is there for each family with a judged trajectory.
-  `dropped_fraction` is the share of trajectories that train nothing: masked, in a
-  dropped group, or without an advantage of their own.
+  Means are NaN, not 0, if no trajectory was judged. `success` is the fraction with
+  verdict 1, so it excludes partial credit; each family with a judged trajectory has a
+  `success/FAMILY`. `dropped_fraction` is the fraction of trajectories that are not
+  trained: masked, in a dropped group, or without a non-zero advantage.
   """
   judged = [c for g in groups for c in g.credits if not c.masked]
   untrained = sum(
@@ -325,19 +323,19 @@ def _time(trajectory: records.Trajectory, acted: Sequence, unit: str) -> float:
   return float(len(acted) if unit == 'turns' else trajectory.tool_calls)
 
 
-def _less_baseline(
+def _subtract_baseline(
   to_go: Sequence[np.ndarray], config: RewardConfig
 ) -> list[np.ndarray]:
-  """G_t − B of each trajectory's returns, in units of `normalise`."""
+  """G_t − B of each trajectory's returns, scaled if `normalise`."""
   if config.baseline == 'none':
     out = [g.copy() for g in to_go]
   elif config.baseline_over == 'turn':
     out = [np.zeros_like(g) for g in to_go]
     for t in range(max(map(len, to_go), default=0)):
-      there = [k for k, g in enumerate(to_go) if len(g) > t]
-      values = np.array([to_go[k][t] for k in there])
+      present = [k for k, g in enumerate(to_go) if len(g) > t]
+      values = np.array([to_go[k][t] for k in present])
       for k, value, baseline in zip(
-        there, values, _baseline(values, config), strict=True
+        present, values, _baseline(values, config), strict=True
       ):
         out[k][t] = value - baseline
   elif len(to_go) == 1:
@@ -352,7 +350,7 @@ def _less_baseline(
 
 
 def _baseline(values: np.ndarray, config: RewardConfig) -> np.ndarray:
-  """B for each of the values; a value alone is its own."""
+  """B for each of the values; that of a single value is the value itself."""
   n = len(values)
   if config.baseline == 'mean' or n < 2:
     return np.full(n, values.mean() if n else 0.0)

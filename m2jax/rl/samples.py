@@ -1,9 +1,9 @@
-"""From judged rollout groups to the samples that are merged into a forest (laws 1, 2).
+"""Converts judged rollout groups to samples for a forest (laws 1, 2).
 
 One sample per completion: its recorded prompt and response ids, exactly as fed and as
 sampled (law 4). Every response token is a loss term with the sampling log-probability,
-the completion's advantage and the weight of the batch's normaliser; prompt tokens, so
-also what tools answered, have none. Expert ids go along where they were recorded.
+the completion's advantage and the weight of the batch's normaliser; prompt tokens,
+which include tool outputs, have no term. Expert ids are included where recorded.
 `rl.packing` then merges shared prefixes.
 """
 
@@ -20,22 +20,22 @@ from m2jax.rl import cispo, rewards
 def from_groups(
   groups: Sequence[rewards.GroupCredit], normaliser: str = 'prompt'
 ) -> list[list[forest.Sample]]:
-  """Samples of a batch: dropped groups and masked trajectories have no part in it.
+  """Samples of a batch, without dropped groups and masked trajectories.
 
   Args:
     groups: from `rewards.advantages`, one per taken work item.
     normaliser: see `cispo.weights`.
 
   Returns:
-    Of each group that is left, its samples in order of trajectory and turn.
+    The samples of each remaining group, in order of trajectory and turn.
   """
-  kept = [g for g in groups if not g.dropped]
+  trained = [g for g in groups if not g.dropped]
   lengths = [
     [len(c.response_ids) for credit in g.credits for c in credit.completions]
-    for g in kept
+    for g in trained
   ]
   weights = cispo.weights(lengths, normaliser)
-  return [from_group(g, w) for g, w in zip(kept, weights, strict=True)]
+  return [from_group(g, w) for g, w in zip(trained, weights, strict=True)]
 
 
 def from_group(
@@ -44,12 +44,12 @@ def from_group(
   """Samples of one group.
 
   Args:
-    group: whose completions to turn into samples.
+    group: the group.
     weights: one per completion of the group, in order of trajectory and turn, for each
       of the completion's terms.
 
   Raises:
-    ValueError: the number of weights is not the number of completions.
+    ValueError: the numbers of weights and completions differ.
   """
   terms = [
     (completion, advantage)

@@ -1,4 +1,4 @@
-"""Tasks: what agents are asked, where they act, how they are judged (`tasks.task`)."""
+"""Tasks: instruction, environment and verdict of an episode (`tasks.task`)."""
 
 from m2jax.tasks.demonstrations import Demonstration, TeacherConfig
 from m2jax.tasks.task import (

@@ -1,7 +1,7 @@
-"""Demonstrations of a teacher, made by really running its tool calls.
+"""Demonstrations of a teacher whose tool calls are really executed.
 
 On disk they are JSON lines of OpenAI `messages` and `tools`, as `data.chats` reads
-them, with the task's spec and the verdict beside.
+them, together with the task's spec and the verdict.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from m2jax.tasks import task as task_lib
 
 @dataclasses.dataclass(frozen=True)
 class TeacherConfig:
-  """Who demonstrates: the fields that every teacher has.
+  """Settings that every kind of teacher has.
 
   Attributes:
-    kind: module that defines the teacher (`m2jax.kinds`); that of its tasks.
+    kind: module that defines the teacher and its tasks (`m2jax.kinds`).
   """
 
   kind: str
 
   @classmethod
   def of_kind(cls, kind: str) -> type[TeacherConfig]:
-    """The config of a kind. Raises ValueError for a kind that has no teacher."""
+    """Returns the config class of a kind. Raises ValueError if it has no teacher."""
     module = kinds.module(__package__, kind)
     if not hasattr(module, 'TeacherConfig'):
       raise ValueError(f'kind={kind!r}: {module.__name__} has no teacher')
@@ -43,9 +43,9 @@ class Demonstration:
   Attributes:
     task: the task's spec.
     messages: OpenAI chat dicts from the user's instruction to the final answer.
-    tools: OpenAI tool dicts that it was offered.
+    tools: OpenAI tool dicts that were available.
     success: the verifier's verdict in [0, 1].
-    mistakes: kinds made, in order; not to be seen in the messages.
+    mistakes: kinds of mistakes made, in order; the messages do not mark them.
   """
 
   task: str
@@ -63,14 +63,14 @@ async def collect(
   on_done: Callable[[int], None] = lambda done: None,
   **open_options: Any,
 ) -> list[Demonstration]:
-  """One demonstration of each task, in order.
+  """Makes one demonstration of each task; returns them in the tasks' order.
 
   Args:
-    specs: of the tasks.
-    teacher: who demonstrates.
-    concurrency: environments at once.
-    on_done: called with the number done so far.
-    **open_options: of the environments (`Task.open`).
+    specs: specs of the tasks.
+    teacher: settings of the teacher.
+    concurrency: maximum number of open environments.
+    on_done: called with the number finished so far.
+    **open_options: passed to `Task.open`.
   """
   demonstrate = kinds.module(__package__, teacher.kind).demonstrate
   running = asyncio.Semaphore(concurrency)
@@ -89,7 +89,7 @@ async def collect(
 
 
 def write(path: Path, demonstrations: Sequence[Demonstration]) -> None:
-  """Writes demonstrations; the file appears whole or not at all."""
+  """Writes demonstrations to a file, atomically."""
   new = path.with_suffix('.new')
   with open(new, 'w', encoding='utf-8') as file:
     for demonstration in demonstrations:
@@ -98,6 +98,6 @@ def write(path: Path, demonstrations: Sequence[Demonstration]) -> None:
 
 
 def read(path: Path) -> list[Demonstration]:
-  """Reads what `write` wrote."""
+  """Reads a file written by `write`."""
   lines = path.read_text(encoding='utf-8').splitlines()
   return [Demonstration(**json.loads(line)) for line in lines]

@@ -1,8 +1,8 @@
-"""The task protocol: what an agent is asked, where it acts, and how it is judged.
+"""The task protocol: instruction, environment and verdict of an episode.
 
 docs/design.md §7, docs/add_a_task.md. A kind of tasks is a module with
 
-    Config         a `TasksConfig`: what its tasks are drawn from
+    Config         a `TasksConfig`: the distribution of its tasks
     families(config) -> {family: relative frequency}
     spec(split, index, seed, config, family) -> str
     make(spec) -> Task
@@ -12,9 +12,9 @@ and, if demonstrations of its tasks can be made,
     TeacherConfig  a `tasks.TeacherConfig`
     demonstrate(task, environment, teacher) -> Demonstration     (a coroutine)
 
-A spec is a string that begins with its kind and a slash, and from which `make` builds
-the same task in every process. A verdict looks at the environment and the final answer,
-never at the trajectory, so any way to the right end state counts.
+A spec is a string that begins with its kind and a slash; `make` builds the same task
+from it in every process. A verdict depends on the environment and the final answer
+only, not on the trajectory, so any way to the right end state counts.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from typing import Any, Protocol
 from m2jax import kinds, sandbox
 from m2jax.checks import require
 
-# Runs a tool call: (tool name, arguments) -> the text to show. Raises BadCall.
+# Runs a tool call: (tool name, arguments) -> observation. Raises BadCall.
 Execute = Callable[[str, Mapping[str, Any]], Awaitable[str]]
 
 
 class BadCall(Exception):
-  """A tool call is at fault, not the tool: the text is meant for who made it."""
+  """A tool call is invalid; the agent gets the message as its observation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-  """Where one attempt at a task happens; a kind may add to it.
+  """The environment of one attempt at a task; a kind may subclass it.
 
   Attributes:
-    execute: runs a tool call there. Raises BadCall.
-    workspace: its directory on this machine, for the verifier; None if it has none.
+    execute: runs a tool call in it. Raises BadCall.
+    workspace: its directory on the host, for the verifier; None if it has none.
   """
 
   execute: Execute
@@ -53,13 +53,14 @@ class Task(Protocol):
   """One task.
 
   Attributes:
-    spec: string from which the same task can be made again.
-    family: name of the sort of task; results are reported by it.
+    spec: string from which `make` builds the same task.
+    family: class of the task within its kind; results are reported per family.
     split: 'train', 'dev' or 'held_out'.
-    instruction: what the agent reads as the user's message.
-    tools: OpenAI tool dicts that the agent is offered.
-    max_tool_calls: tool calls an episode may use.
-    baseline_calls: tool calls that suffice; results are reported by it.
+    instruction: the user's message to the agent.
+    tools: OpenAI tool dicts available to the agent.
+    max_tool_calls: maximum tool calls of an episode.
+    baseline_calls: tool calls that a correct solution needs; results are reported by
+      it.
   """
 
   spec: str
@@ -76,33 +77,32 @@ class Task(Protocol):
     """Opens a new environment for one attempt; leaving the context destroys it.
 
     Args:
-      backend, limits: of the sandbox, if the environment has one (`sandbox.create`).
+      backend, limits: for `sandbox.create`, if the environment has a sandbox.
 
     Raises:
-      SandboxError, OSError: the machine failed, which is not judged (law 5).
+      SandboxError, OSError: an infrastructure failure, which is not judged (law 5).
     """
 
   async def verify(self, environment: Environment, answer: str) -> float:
     """Returns the success in [0, 1] of an attempt that ended with `answer`.
 
-    Has to be safe on an environment that an agent filled with links, pipes or huge
-    files.
+    Must be safe on an environment that an agent filled with links, pipes or huge files.
 
     Raises:
-      SandboxError, OSError: the environment itself cannot be read, which is not judged.
+      SandboxError, OSError: the environment cannot be read; the attempt is not judged.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class TasksConfig:
-  """What tasks are drawn from: the fields that every kind has.
+  """Distribution of tasks: the settings that every kind has.
 
   Attributes:
     kind: module that defines the tasks (`m2jax.kinds`).
-    weights: family -> relative frequency; families left out never come. Empty: the
-      kind's own choice.
-    partial_credit: at most this for an end state that is right in part; an agent whose
-      whole end state is right gets 1 in any case. 0 for evaluations.
+    weights: family -> relative frequency; other families are never sampled. Empty: the
+      kind's default.
+    partial_credit: maximum verdict on a partly correct end state; a fully correct one
+      always gets 1. 0 for evaluations.
   """
 
   kind: str
@@ -114,12 +114,12 @@ class TasksConfig:
 
   @classmethod
   def of_kind(cls, kind: str) -> type[TasksConfig]:
-    """The config of a kind. Raises ValueError for a kind that is not there."""
+    """Returns the config class of a kind. Raises ValueError for an unknown kind."""
     return kinds.module(__package__, kind).Config
 
 
 def families(config: TasksConfig) -> Mapping[str, float]:
-  """Relative frequency of each family that the config draws."""
+  """Relative frequency of each family that the config samples."""
   return kinds.module(__package__, config.kind).families(config)
 
 
@@ -134,11 +134,11 @@ def spec(
   """The spec of the index-th task of a stream.
 
   Args:
-    config: what is drawn from.
+    config: distribution of the tasks.
     split: 'train', 'dev' or 'held_out'; they have no task in common.
     index: position in the stream, >= 0.
-    seed: which stream.
-    family: this family instead of a drawn one.
+    seed: seed of the stream.
+    family: family of the task; None samples one.
 
   Raises:
     ValueError: an unknown split or family, or a negative index.
@@ -147,9 +147,9 @@ def spec(
 
 
 def make(spec: str) -> Task:
-  """The task of a spec.
+  """Builds the task of a spec.
 
   Raises:
-    ValueError: the spec names no task.
+    ValueError: the spec is invalid.
   """
   return kinds.module(__package__, spec.partition('/')[0]).make(spec)

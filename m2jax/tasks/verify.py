@@ -1,13 +1,14 @@
-"""Verdict on a workspace an untrusted agent has had its hands in.
+"""Verdict on a workspace that an untrusted agent has modified.
 
 The end state is compared with the one computed when the task was built: exactly the
-expected files, each a regular file with the expected bytes, nothing beside them. The
-agent may have left symlinks, pipes, deep trees or gigabytes, so nothing is followed,
-every read is bounded by the expected size, and a walk stops at the first surprise.
+expected files, each a regular file with the expected bytes, and no others. The agent
+may have left symlinks, pipes, deep trees or gigabytes, so no link is followed, every
+read is bounded by the expected size, and a walk stops at the first difference.
 
-Partial credit, for training: of the files that had to change, and the answer if one was
-asked for, the share that is right, less one for each other file that was changed and
-for files beside them; not below 0.
+Partial credit, for training, is the fraction that is right among the files that had to
+change and the answer, if one was asked for. The number of right ones is first reduced
+by one for each other file that was changed and by one if there are additional files;
+the result is never below 0.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-# What an agent can cause with its own files; anything else is the machine's fault.
+# Errors that an agent can cause with its own files; others are the machine's.
 _AGENT_ERRORS = frozenset(
   (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.ENXIO, errno.EPERM)
 )
@@ -32,11 +33,11 @@ class Expected:
 
   Attributes:
     files: relative path -> content: the whole workspace, untouched files included.
-    answer: the right final answer, or None where any will do. There has to be one: an
-      agent that may fall silent after an edit forgets to answer where it matters.
+    answer: the right final answer; None accepts any answer that is not empty. An empty
+      one always fails: an agent that need not answer after an edit unlearns to answer.
     loose: paths compared without leading and trailing white space.
-    before: the workspace as the agent found it; only read for partial credit.
-    partial_credit: what a share of 1 is worth, in [0, 1], when the whole is not right.
+    before: the workspace at the start; only used for partial credit.
+    partial_credit: factor in [0, 1] on the partial credit of a wrong end state.
 
   Raises:
     ValueError: partial credit for a workspace with directories.
@@ -50,7 +51,9 @@ class Expected:
 
   def __post_init__(self):
     if self.partial_credit and any('/' in path for path in (*self.files, *self.before)):
-      raise ValueError('Expected.partial_credit is for workspaces without directories')
+      raise ValueError(
+        'Expected.partial_credit is only defined for workspaces without directories'
+      )
 
   def __call__(self, workspace: Path, answer: str) -> float:
     """Returns 1.0 if `workspace` and `answer` are as expected, else partial credit.
@@ -58,16 +61,18 @@ class Expected:
     Raises:
       OSError: the workspace is missing or the machine failed while reading it.
     """
-    said = normalize_answer(answer)
-    right = bool(said) if self.answer is None else said == normalize_answer(self.answer)
+    given = normalize_answer(answer)
+    right = bool(given)
+    if self.answer is not None:
+      right = given == normalize_answer(self.answer)
     if right and self._matches(workspace):
       return 1.0
     if not self.partial_credit:
       return 0.0
-    return self.partial_credit * self._share(workspace, right)
+    return self.partial_credit * self._partial(workspace, right)
 
-  def _share(self, workspace: Path, right: bool) -> float:
-    """Share of what had to change that is right, less what should not have changed."""
+  def _partial(self, workspace: Path, right: bool) -> float:
+    """Fraction of the required changes made, less the unwanted ones."""
     paths = self.before.keys() | self.files.keys()
     fd = _open(workspace)
     if fd is None:
@@ -86,8 +91,8 @@ class Expected:
     done = [as_expected[path] for path in to_change]
     if self.answer is not None:
       done.append(right)
-    spoiled = others + sum(not as_expected[path] for path in paths - to_change)
-    return max(0, sum(done) - spoiled) / len(done) if done else 0.0
+    unwanted = others + sum(not as_expected[path] for path in paths - to_change)
+    return max(0, sum(done) - unwanted) / len(done) if done else 0.0
 
   def _path_matches(self, fd: int, path: str) -> bool:
     try:
@@ -110,7 +115,7 @@ class Expected:
     return root is not None and self._directory_matches(root, '', directories)
 
   def _directory_matches(self, fd: int, prefix: str, directories: set[str]) -> bool:
-    """Compares one directory and those below it; closes `fd`."""
+    """Compares a directory recursively; closes `fd`."""
     try:
       expected = {
         path[len(prefix) :].partition('/')[0]
@@ -143,7 +148,7 @@ class Expected:
 
 
 def _open(workspace: Path) -> int | None:
-  """Descriptor of the workspace; None if the agent, who owns it, shut us out."""
+  """Descriptor of the workspace; None if its owner, the agent, denied access."""
   try:
     return os.open(workspace, os.O_RDONLY | os.O_DIRECTORY)
   except PermissionError:
@@ -151,7 +156,7 @@ def _open(workspace: Path) -> int | None:
 
 
 def _file_matches(directory_fd: int, name: str, content: bytes, loose: bool) -> bool:
-  # O_NONBLOCK: opening a pipe must not wait for its other end.
+  # O_NONBLOCK: opening a pipe must not wait for a writer.
   flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
   fd = os.open(name, flags, dir_fd=directory_fd)
   try:
@@ -170,8 +175,8 @@ def _file_matches(directory_fd: int, name: str, content: bytes, loose: bool) -> 
 def normalize_answer(answer: str) -> str:
   """Strips what does not change an answer's meaning.
 
-  White space around it, a trailing period, one pair of quotes or backticks, and a
-  leading './'. Case and everything inside count.
+  Surrounding white space, a trailing period, one pair of quotes or backticks, and a
+  leading './'. Case and inner characters are significant.
   """
   text = answer.strip()
   for _ in range(2):  # `a`. and 'a.' both lose the pair and the period

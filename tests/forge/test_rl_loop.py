@@ -255,7 +255,7 @@ def test_hanging_groups_meet_their_deadline(tmp_path, tok, monkeypatch):
     failures = run.pool.failures()
     assert 1 <= len(failures) <= 3 and 0 in failures
     assert set(failures.values()) == {'not complete after 4 s'}
-    wait_until(lambda: not set(failures) & set(run.loop._groups))
+    wait_until(lambda: not set(failures) & run.loop._groups.running())
     trained = [i for items in run.learner.updates for i in items]
     assert trained == sorted(set(range(len(trained) + len(failures))) - set(failures))
 

@@ -193,7 +193,7 @@ def test_ids_are_unique(pool, url):
       pool.add_completion(completion('s', turn, session='other'))
     pool.add_trajectory(trajectory('s', -1))
     pool.add_trajectory(trajectory('other', -1))
-    with pytest.raises(data_pool.Rejected, match='refused 2 records'):
+    with pytest.raises(data_pool.Rejected, match='rejected 2 records'):
       pool.flush()
     assert [c.turn for c in pool.completions('other')] == [1, 2]
     assert sessions(pool) == ['s', 'other']
@@ -208,8 +208,14 @@ def test_states(pool):
   play(pool, 0)
   pool.submit(WorkItem(1, 't', 1))
   for call, message in (
-    (lambda: pool.submit(WorkItem(1, 't', 1)), 'next index of the stream is 2'),
-    (lambda: pool.submit(WorkItem(3, 't', 1)), 'next index of the stream is 2'),
+    (
+      lambda: pool.submit(WorkItem(1, 't', 1)),
+      'must be the next index of the stream, 2',
+    ),
+    (
+      lambda: pool.submit(WorkItem(3, 't', 1)),
+      'must be the next index of the stream, 2',
+    ),
     (lambda: pool.submit(WorkItem(2, 't', 0)), 'group_size=0'),
     (lambda: pool.complete(0), 'item 0 is completed, not pending'),
     (lambda: pool.complete(9), 'item 9 was never submitted'),
@@ -403,9 +409,9 @@ def test_ledger_must_fit(pool, url, tmp_path):
   with DataPool(f'sqlite:///{tmp_path}/other.db') as other:
     with pytest.raises(LedgerMismatch, match='belongs to pool'):
       other.rollback(ledger)
-    with pytest.raises(LedgerMismatch, match='knows 1 items, the pool 0'):
+    with pytest.raises(LedgerMismatch, match='has 1 items, the pool 0'):
       other.rollback(dataclasses.replace(ledger, run=''))
-  with pytest.raises(LedgerMismatch, match='knows 5 items'):
+  with pytest.raises(LedgerMismatch, match='has 5 items'):
     pool.rollback(dataclasses.replace(ledger, next_index=5))
   # A pool that lost its last commits but not the item: still never trained twice.
   ahead = dataclasses.replace(ledger, head=1, next_index=1)

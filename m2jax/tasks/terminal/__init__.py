@@ -1,7 +1,7 @@
 """Shell tasks over private workspaces of real files (DESIGN §3, tasks/).
 
-`spec` draws the name of the index-th task of a split; `make` builds that task. A spec
-says everything its task needs, the knobs that differ from the default included:
+`spec` draws the spec of the index-th task of a split; `make` builds that task. A spec
+holds everything its task needs, including settings that differ from the default:
 
     terminal/held_out/find_file/7/12          split, family, seed, index
     terminal/train/longer/7/12?{"files":[4,6]}

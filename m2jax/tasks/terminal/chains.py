@@ -1,7 +1,7 @@
-"""Families of several steps: what one call prints says what the next must do.
+"""Families of several steps, where the output of one call determines the next call.
 
-Most are a way to find a file (by what it contains or defines, by its size, by notes
-that lead to it) combined with something to do with the file once found.
+Most combine a way to find a file (by its content, a definition, its size, or notes that
+lead to it) with an action on that file.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from m2jax.tasks.terminal.reading import (
 )
 
 
-def _to_do(draw: Draw, files: Files, target: str, phrase: str, calls: int) -> Draft:
-  """Draws what to do with `target`, which the instruction calls `phrase`."""
+def _draw_action(
+  draw: Draw, files: Files, target: str, phrase: str, calls: int
+) -> Draft:
+  """Draws an action on `target`, to which the instruction refers by `phrase`."""
   action = draw.pick(('count', 'rename', 'append', 'delete'))
   if action == 'count':
     ask = draw.pick(('How many lines has {}?', 'Count the lines of {}.'))
@@ -56,7 +58,7 @@ def _to_do(draw: Draw, files: Files, target: str, phrase: str, calls: int) -> Dr
 
 
 def _do(p, file: str, slip):
-  """Teaches the last step, on the file that was found."""
+  """Teaches the last step: the action on the file that was found."""
   action = p['action']
   if action == 'count':
     printed = yield Call(
@@ -83,7 +85,7 @@ def _build_act_on_found(draw: Draw) -> Draft:
     file = draw.any_file(files)
     word = draw.plant(files, file, 1, 6)
     verb = 'contains'
-  draft = _to_do(draw, files, file, f'the file that {verb} {word}', 2)
+  draft = _draw_action(draw, files, file, f'the file that {verb} {word}', 2)
   draft.params |= {'word': word, 'verb': verb}
   return draft
 
@@ -105,7 +107,7 @@ def _teach_act_on_found(p, slip):
 def _build_act_on_extreme(draw: Draw) -> Draft:
   files = draw.files()
   which, file = pick_extreme(draw, files)
-  draft = _to_do(draw, files, file, f'the {which} file', 2)
+  draft = _draw_action(draw, files, file, f'the {which} file', 2)
   draft.params |= {'which': which}
   return draft
 
@@ -127,7 +129,7 @@ def _build_follow_notes(draw: Draw) -> Draft:
     files[name] = [note]
     note = name
   phrase = f'the .py file reached from {note}'
-  draft = _to_do(draw, files, target, phrase, hops + 1)
+  draft = _draw_action(draw, files, target, phrase, hops + 1)
   draft.params |= {'note': note}
   return draft
 
@@ -165,8 +167,8 @@ def _build_fix_check(draw: Draw) -> Draft:
 
 def _teach_fix_check(p, slip):
   run = f'sh {p["check"]}'
-  said = first_line((yield Call('run the check', run)))
-  file, bad, good = (a_word(said, i).strip(':,') for i in (0, 3, 5))
+  printed = first_line((yield Call('run the check', run)))
+  file, bad, good = (a_word(printed, i).strip(':,') for i in (0, 3, 5))
   if slip('swapped'):
     bad, good = good, bad
   yield Call(f'{bad} must be {good}', sed(f's/{bad}/{good}/', file, slip))

@@ -1,4 +1,4 @@
-"""Settings of the terminal tasks: how many files, how long, how unfamiliar."""
+"""Settings of the terminal tasks: number of files, their lengths, made-up names."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from m2jax.tasks.task import TasksConfig
 
 @dataclasses.dataclass(frozen=True)
 class TerminalConfig(TasksConfig):
-  """What terminal tasks are drawn from.
+  """Distribution of the terminal tasks.
 
   Attributes:
-    weights: as in `TasksConfig`; empty: all families equally often.
-    files: fewest and most real files in a workspace.
-    lines: fewest and most lines a real file is cut to.
-    pseudo_names: share of files renamed to a made-up word.
-    pseudo_words: share of words in instructions that are made up.
-    max_hops: most notes to follow before the file they lead to (1-3).
-    max_matches: most files that a search for several files finds (2-4).
-    spare_calls: tool calls allowed beyond those that suffice.
+    weights: as in `TasksConfig`; empty: all families are equally frequent.
+    files: minimum and maximum number of real files in a workspace.
+    lines: minimum and maximum number of lines that a real file is cut to.
+    pseudo_names: fraction of files renamed to a made-up word.
+    pseudo_words: fraction of words in instructions that are made up.
+    max_hops: maximum number of notes that lead to a file (1-3).
+    max_matches: maximum number of files that a search for several files finds (2-4).
+    spare_calls: tool calls allowed beyond `Task.baseline_calls`.
   """
 
   kind: str = 'terminal'

@@ -1,11 +1,10 @@
-"""Raw material of the terminal tasks: real files, words and names, in three splits.
+"""Source data of the terminal tasks: real files, words and names, in three splits.
 
-The files are the running Python's own standard library, its licence text and the
-language documentation it carries (`pydoc_data.topics`), read from the installed copy;
-so tasks are the same wherever the same Python version runs. Every file, word and
-number belongs to one split by a hash of its name, or a residue, and no split ever
-sees the other's. Made-up words stand beside the real ones, since names never seen
-before are what a small policy finds hard to copy.
+The files are the running Python's standard library, its licence text and its language
+documentation (`pydoc_data.topics`), read from the installed copy; so tasks are the same
+for the same Python version. Every file, word and number belongs to one split, by a hash
+of its name or a residue, and the splits are disjoint. Made-up words complement the real
+ones, since unseen names are hard to copy for a small policy.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import sysconfig
 from pathlib import Path
 
 SPLITS = ('train', 'dev', 'held_out')
-# of the last decimal digit of a hash, or of a number
+# by the last decimal digit of a hash or of a number
 _DIGITS = {'held_out': (0, 1), 'dev': (2, 3)}
 _SPLIT_OF_DIGIT = tuple(
   next((split for split, digits in _DIGITS.items() if digit in digits), 'train')
@@ -58,7 +57,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-  """A line `name = value` of a source: where it is and what it says."""
+  """A line `name = value` of a source, by its 0-based index."""
 
   source: Source
   line: int
@@ -68,7 +67,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-  """Everything one split may use.
+  """The source data of one split.
 
   Attributes:
     sources: Python files and text files.
@@ -84,7 +83,7 @@ class Corpus:
 
 
 def split_of(name: str) -> str:
-  """Returns the split that owns a word or a file's stem, whatever its case."""
+  """Returns the split of a word or a file's stem; case is ignored."""
   digest = hashlib.blake2b(name.lower().encode(), digest_size=2).digest()
   return _SPLIT_OF_DIGIT[int.from_bytes(digest, 'big') % 10]
 
@@ -95,7 +94,7 @@ def split_of_number(number: int) -> str:
 
 
 def is_nameable(word: str) -> bool:
-  """Returns whether an identifier is worth naming in a task."""
+  """Returns whether an identifier may be named in a task."""
   return 3 <= len(word) <= 12 and word not in _COMMON
 
 
@@ -111,7 +110,7 @@ def pseudo_word(rng: random.Random, split: str) -> str:
 def pseudo_stem(rng: random.Random, split: str) -> str:
   """Returns a made-up stem of a file's name that belongs to `split`.
 
-  Mostly one word; like real ones, some join two, have capitals or end in digits.
+  Mostly one word; as among real stems, some join two words or end in digits.
   """
   while True:
     stem, form = pseudo_word(rng, split), rng.random()
@@ -130,7 +129,7 @@ def load(split: str) -> Corpus:
 
   Raises:
     ValueError: `split` is not one of SPLITS.
-    RuntimeError: this Python comes without its standard library's sources.
+    RuntimeError: this Python has no sources of its standard library.
   """
   if split not in SPLITS:
     raise ValueError(f'unknown split {split!r}: expected one of {SPLITS}')
@@ -179,7 +178,7 @@ def _is_plain(line: str) -> bool:
 
 @functools.cache
 def _all_sources() -> dict[str, Source]:
-  """Reads every usable file once; of two with one name, the longer stays."""
+  """Reads every usable file; of two with the same name, the longer is used."""
   root = Path(sysconfig.get_path('stdlib'))
   sources: dict[str, Source] = {}
 
@@ -203,7 +202,7 @@ def _all_sources() -> dict[str, Source]:
     add(licence.name, licence.read_text('utf-8', 'replace'))
   try:
     topics = importlib.import_module('pydoc_data.topics').topics
-  except ImportError:  # some distributions leave the documentation out
+  except ImportError:  # some distributions lack the documentation
     topics = {}
   for topic, text in sorted(topics.items()):
     if topic.isidentifier() and len(topic) <= 10:

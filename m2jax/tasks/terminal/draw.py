@@ -1,8 +1,8 @@
-"""Drawing a task's material: a workspace of cut real files, words planted in them.
+"""Draws the parts of a task: a workspace of excerpts of real files, planted words.
 
-All randomness comes from one `random.Random` seeded with the task's spec, so a task
-is the same in every process. What a family cannot use raises `Redraw`, and the family
-starts over with the generator where it stands.
+All randomness comes from one `random.Random` seeded with the task's spec, so a task is
+the same in every process. Choices that a family cannot use raise `Redraw`; the family
+then starts over with the generator in its current state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Files = dict[str, list[str]]  # name -> lines without newlines
 
 
 class Redraw(Exception):
-  """What was drawn does not make a task; try again."""
+  """The random choices do not make a valid task; draw again."""
 
 
 @dataclasses.dataclass
@@ -30,11 +30,11 @@ class Draft:
   """A task as its family drew it.
 
   Attributes:
-    instruction: what the agent reads.
+    instruction: the agent's instruction.
     files: the workspace at the start.
-    params: what the teacher needs to know.
-    calls: tool calls that suffice.
-    answer: the right final answer; None where the workspace is judged alone.
+    params: the random choices, for the teacher.
+    calls: tool calls that a correct solution needs.
+    answer: the right final answer; None if only the workspace is judged.
     after: the workspace at the end; None if it must stay as it was.
     loose: files of `after` compared without surrounding white space.
   """
@@ -49,31 +49,31 @@ class Draft:
 
 
 class Call(NamedTuple):
-  """A teacher's turn that runs a command."""
+  """A turn of the teacher that runs a command."""
 
   thought: str
   command: str
 
 
 class Answer(NamedTuple):
-  """A teacher's last turn."""
+  """The last turn of the teacher."""
 
   thought: str
   content: str
 
 
-Slip = Callable[[str], bool]  # does the teacher make this kind of mistake here?
-Lesson = Generator[Call, str, Answer]  # yields calls, is sent what they printed
+Slip = Callable[[str], bool]  # whether the teacher makes this kind of mistake
+Lesson = Generator[Call, str, Answer]  # yields calls, receives their output
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """A kind of task.
+  """A family of tasks.
 
   Attributes:
-    build: draws one, or raises Redraw.
-    teach: solves one by closed-loop commands, given `Draft.params` and a `Slip`.
-    mistakes: the kinds of mistake that `teach` may ask its `Slip` about.
+    build: draws a task, or raises Redraw.
+    teach: solves a task by closed-loop commands, given `Draft.params` and a `Slip`.
+    mistakes: the kinds of mistakes for which `teach` may call its `Slip`.
   """
 
   build: Callable[[Draw], Draft]
@@ -82,7 +82,7 @@ class Family:
 
 
 class Draw:
-  """The random choices of one task, all within its split."""
+  """Makes the random choices of one task, all within its split."""
 
   def __init__(self, split: str, rng: random.Random, config: TerminalConfig):
     self.split, self.rng, self.config = split, rng, config
@@ -109,7 +109,7 @@ class Draw:
     return corpus.split_of_number(number) == self.split
 
   def word(self, files: Files) -> str:
-    """Returns a word that appears nowhere in `files` or their names, in any case."""
+    """Returns a word that `files` and their names do not contain, in any case."""
     text = text_of(files).lower()
     for _ in range(50):
       if self.chance(self.config.pseudo_words):
@@ -125,7 +125,7 @@ class Draw:
     return self.word(files) + suffix
 
   def cut(self, source: corpus.Source, around: int | None = None) -> list[str]:
-    """Returns a run of the source's lines, with line `around` in it if given."""
+    """Returns consecutive lines of the source, including line `around` if given."""
     total, (low, high) = len(source.lines), self.config.lines
     length = min(total, self.rng.randint(low, high))
     first, last = 0, total - length
@@ -135,7 +135,7 @@ class Draw:
     return list(source.lines[start : start + length])
 
   def name_of(self, source: corpus.Source, files: Files) -> str:
-    """Returns the source's own name or a made-up one, not yet in `files`."""
+    """Returns the source's name or a made-up one; it is not yet in `files`."""
     if self.chance(self.config.pseudo_names):
       name = corpus.pseudo_stem(self.rng, self.split) + source.suffix
     else:
@@ -145,7 +145,7 @@ class Draw:
     return name
 
   def files(self, least: int = 0) -> Files:
-    """Returns a fresh workspace; insertion order is the order of drawing."""
+    """Returns a new workspace, in the order in which its files were drawn."""
     low, high = self.config.files
     count = self.rng.randint(max(low, least), max(high, least))
     files: Files = {}
@@ -154,7 +154,7 @@ class Draw:
     return files
 
   def add_constant(self, files: Files) -> tuple[str, str, str]:
-    """Adds a file that sets a name to an integer once; returns (file, name, value)."""
+    """Adds a file with one line `name = value`; returns (file, name, value)."""
     constant = self.pick(self.corpus.constants)
     file = self.name_of(constant.source, files)
     lines = self.cut(constant.source, constant.line)
@@ -179,8 +179,8 @@ class Draw:
   ) -> str:
     """Puts a word of this split on low..high lines of `file`, in no other file.
 
-    An identifier that is there already serves as it is, or is renamed throughout the
-    file to a real or made-up word. `twice` asks for a line that has it two times.
+    Uses an identifier of the file as it is, or renames it throughout the file to a real
+    or made-up word. With `twice`, some line contains it more than once.
     """
     lines = [corpus.IDENTIFIER.findall(line) for line in files[file]]
     counts = collections.Counter(word for words in lines for word in set(words))
@@ -210,7 +210,7 @@ class Draw:
     return self.pick(list(files))
 
   def other_file(self, files: Files, *known: str) -> str:
-    """Returns a file that the task is not about: what a careless reader may take."""
+    """Returns a file other than the known ones, for mistakes like `wrong_file`."""
     return self.pick([name for name in files if name not in known])
 
 
@@ -220,7 +220,7 @@ def text_of(files: Files) -> str:
 
 
 def lines_with(files: Files, file: str, word: str) -> list[int]:
-  """Returns the 1-based numbers of the lines that contain `word` as grep finds it."""
+  """Returns the 1-based numbers of the lines that contain `word`, as grep does."""
   return [i for i, line in enumerate(files[file], 1) if word in line]
 
 

@@ -1,4 +1,4 @@
-"""Families that change the workspace: its whole end state is judged."""
+"""Families that change the workspace; its complete end state is judged."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _teach_append(p, slip):
 
 
 def replaced(files: Files, file: str, old: str, new: str) -> Files:
-  """Returns the files with every `old` in one of them replaced."""
+  """Returns the files, with every `old` in `file` replaced by `new`."""
   return files | {file: [line.replace(old, new) for line in files[file]]}
 
 
@@ -94,7 +94,7 @@ def _build_delete_line(draw: Draw) -> Draft:
   lines = files[file]
   line = draw.number(2, len(lines) - 1)
   if lines[line - 1] in (lines[line - 2], lines[line]):
-    raise Redraw  # deleting the neighbour would do the same
+    raise Redraw  # deleting the adjacent line would give the same file
   after = files | {file: lines[: line - 1] + lines[line:]}
   ask = draw.pick(('Delete line {} of {}.', 'Remove line {} from {}.'))
   params = {'file': file, 'line': line}

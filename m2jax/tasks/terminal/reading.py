@@ -1,7 +1,7 @@
 """Families that ask about the workspace: the answer is judged, no file may change.
 
-Each is a `build` that draws the task with its truth, computed in Python from the
-files, and a `teach` that solves it with commands.
+Each has a `build` that draws the task and computes its answer in Python from the files,
+and a `teach` that solves it with commands.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ _CALLED = re.compile(r'(?<!def )(?<!class )\b([a-z]\w{3,})\(')
 def plant_definition(draw: Draw, files: Files) -> tuple[str, str]:
   """Makes one file define a word that one or two others call; returns (file, word).
 
-  One of the others comes earlier in the shell's order, so a search for any mention of
-  the word does not find the right file first.
+  One of the others precedes it in the shell's order, so a search for any use of the
+  word does not find the right file first.
   """
   defined = {
     name: _DEFINED.findall('\n'.join(files[name])) for name in sorted(files)[1:]
@@ -243,7 +243,7 @@ def _build_extreme(draw: Draw) -> Draft:
 
 
 def pick_extreme(draw: Draw, files: Files) -> tuple[str, str]:
-  """Returns 'largest' or 'smallest' and the one file that is it."""
+  """Returns 'largest' or 'smallest', and that file; all sizes have to differ."""
   sizes = {name: size_bytes(lines) for name, lines in files.items()}
   if len(set(sizes.values())) < len(sizes):
     raise Redraw

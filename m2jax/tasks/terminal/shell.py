@@ -1,4 +1,4 @@
-"""The one tool of the terminal tasks: `sh`, as an agent is offered it and reads it."""
+"""The tool `sh` of the terminal tasks: its schema, its calls, its observations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from m2jax import sandbox
 from m2jax.tasks import task as task_lib
 
 NAME, ARGUMENT = 'sh', 'cmd'
-SHOWN_CHARS = 160  # of what a command printed; no task needs more
+SHOWN_CHARS = 160  # of a command's output; no task needs more
 
 TOOL: Mapping[str, Any] = {
   'type': 'function',
@@ -29,7 +29,7 @@ def command_of(name: str, arguments: Mapping[str, Any]) -> str:
   """Returns the command of a tool call.
 
   Raises:
-    BadCall: another tool, or other arguments.
+    BadCall: unknown tool, or wrong arguments.
   """
   if name != NAME:
     raise task_lib.BadCall(f'no tool {name!r}; use {NAME}')
@@ -40,10 +40,10 @@ def command_of(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def observation(result: sandbox.ExecResult, limit_chars: int = SHOWN_CHARS) -> str:
-  """Returns what the agent reads of a command: its output, then its errors.
+  """Returns the observation of a command: its output, then its errors.
 
-  Text beyond `limit_chars` is only counted. A command that failed without a word is
-  told by its exit status.
+  Text beyond `limit_chars` is replaced by its length. A command that failed without
+  output is reported by its exit status.
   """
   output, errors = result.stdout, result.stderr
   if output and errors and not output.endswith('\n'):
@@ -59,7 +59,7 @@ def observation(result: sandbox.ExecResult, limit_chars: int = SHOWN_CHARS) -> s
 
 
 def executor(box: sandbox.Sandbox) -> task_lib.Execute:
-  """Returns what runs tool calls in an open sandbox."""
+  """Returns the function that runs tool calls in an open sandbox."""
 
   async def execute(name: str, arguments: Mapping[str, Any]) -> str:
     return observation(await box.exec(command_of(name, arguments)))

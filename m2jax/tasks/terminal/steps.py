@@ -1,8 +1,7 @@
-"""Families of one to six calls: sentences that are carried out one after the other.
+"""Families of one to six calls: sentences that are carried out in order.
 
-A task is a list of steps, a sentence each: something to do with a file, at the end
-perhaps a question. The file is named, or has to be found first, which takes calls of
-its own:
+A task is a list of steps, one sentence each: an action on a file, or a question in the
+last step. The file is named, or has to be found first, which takes additional calls:
 
   word    the file with a word: grep -l
   words   the file with one of two words: grep -l for the first
@@ -10,12 +9,12 @@ its own:
   notes   the .py file to which one of two notes leads: cat of the first
 
 `steps_N` takes N calls. A note names the file, or another note that does. The first of
-two words or notes is the right one, except that a question may lead to a dead end:
-nothing has the first word, or the first note does not exist, and the second has to be
-tried. In a `trail` three to five notes lead to the file, which takes four to six calls
-with what has to be done; in a `dead_end` of three to five calls one or two lead
-nowhere before the right one, which has to be acted upon. So short chains show each
-thing that long ones need, but not together, and not how far to go.
+two words or notes is the right one, except that a question may start with a dead end:
+no file has the first word, or the first note does not exist, and the second has to be
+tried. In a `trail` three to five notes lead to the file, four to six calls including
+the action; in a `dead_end`, of three to five calls, one or two words or notes are dead
+ends before the right one, and an action follows. So short chains contain each skill
+that long ones need, but neither their combinations nor their length.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ _COMMANDS = {
 }
 
 
-class _Plot:
+class _Builder:
   """A task while its steps are drawn.
 
   Attributes:
@@ -73,7 +72,8 @@ class _Plot:
     after: the workspace after the steps so far.
     fresh: files that no step has touched.
     named: files that an earlier sentence has named, which later ones may use.
-    steps: the teacher's script, one dict a sentence.
+    steps: the teacher's script, one dict per sentence.
+    answer: the answer to the last step, if it is a question.
   """
 
   def __init__(self, draw: Draw, count: int):
@@ -86,13 +86,13 @@ class _Plot:
     self.answer: str | None = None
 
   def take_fresh(self, suffix: str = '') -> str:
-    """A file that nothing has touched yet."""
+    """Draws a file that no step has touched."""
     file = self.draw.pick([name for name in self.fresh if name.endswith(suffix)])
     self.fresh.remove(file)
     return file
 
   def find(self, by: str, hops: int, dead_ends: int) -> tuple[str, list[str]]:
-    """A file, and the words or notes that a phrase gives to find it by."""
+    """Draws a file, and the words or notes by which a phrase identifies it."""
     draw = self.draw
     if by == 'name':
       if self.named and draw.chance(0.5):
@@ -117,25 +117,25 @@ class _Plot:
     return file, of
 
   def all(self) -> Files:
-    """Everything that a new name or word must not be part of."""
-    said = '\n'.join(step['ask'] for step in self.steps)
-    return {**self.files, **{name: self.after[name] for name in self.after}, said: []}
+    """All texts in which a new name or word must not occur."""
+    asked = '\n'.join(step['ask'] for step in self.steps)
+    return {**self.files, **self.after, asked: []}
 
   def add(self, verb: str, by: str = 'name', hops: int = 1, dead_ends: int = 0) -> None:
-    """Draws one more step.
+    """Adds a step.
 
     Args:
       verb: a key of `_SENTENCES`.
       by: how the file is found: 'name' or a key of `_PHRASES`.
-      hops: notes to the file.
-      dead_ends: words or notes before the right one; if 0, one more comes behind it.
+      hops: number of notes that lead to the file.
+      dead_ends: words or notes before the right one; if 0, one wrong one follows it.
     """
     draw, after = self.draw, self.after
     step: dict[str, Any] = {'verb': verb, 'by': by, 'of': []}
     if verb == 'create':
       file = ''
     elif verb == 'replace' and by == 'name':
-      file = self.take_fresh()  # whose words can still be planted
+      file = self.take_fresh()  # its words can still be replaced
     else:
       file, step['of'] = self.find(by, hops, dead_ends)
     phrase = _PHRASES[by].format(' or '.join(step['of'])) if step['of'] else file
@@ -172,7 +172,7 @@ class _Plot:
 
   def draft(self, calls: int) -> Draft:
     if self.answer is None and self.after == self.files:
-      raise Redraw  # what was made was deleted again
+      raise Redraw  # the steps cancel each other
     return Draft(
       ' '.join(step['ask'] for step in self.steps),
       self.files,
@@ -184,12 +184,12 @@ class _Plot:
 
 
 def _verb(draw: Draw, last: bool) -> str:
-  """One of the actions or, at the end, as often a question."""
+  """Draws an action or, in the last step, a question with probability 1/2."""
   return draw.pick(_QUESTIONS if last and draw.chance(0.5) else _ACTIONS)
 
 
 def _build_steps(draw: Draw, calls: int) -> Draft:
-  plot, left = _Plot(draw, calls + 1), calls
+  builder, left = _Builder(draw, calls + 1), calls
   while left:
     by, hops = 'name', 0
     if draw.chance(0.35):
@@ -197,7 +197,7 @@ def _build_steps(draw: Draw, calls: int) -> Draft:
       hops = draw.rng.randint(1, 2) if by == 'note' else 1
     dead_end = by in ('words', 'notes') and draw.chance(0.5)
     verb = _verb(draw, last=left <= 1 + hops + dead_end)
-    if verb == 'which':  # to find it is all that is asked
+    if verb == 'which':  # only asks to find the file
       by, hops = draw.pick(tuple(_PHRASES)), 1
       dead_end = by in ('words', 'notes') and draw.chance(0.5)
     elif verb != 'count':
@@ -209,41 +209,41 @@ def _build_steps(draw: Draw, calls: int) -> Draft:
       or (cost < left and verb in _QUESTIONS)
     ):
       continue
-    plot.add(verb, by, hops, int(dead_end))
+    builder.add(verb, by, hops, int(dead_end))
     left -= cost
-  return plot.draft(calls)
+  return builder.draft(calls)
 
 
 def _build_trail(draw: Draw) -> Draft:
   hops = draw.rng.randint(3, 5)
-  plot = _Plot(draw, 3)
+  builder = _Builder(draw, 3)
   verb = _verb(draw, last=True)
   if verb == 'which' or verb == 'create':
     raise Redraw
-  plot.add(verb, 'note', hops)
-  return plot.draft(hops + 1)
+  builder.add(verb, 'note', hops)
+  return builder.draft(hops + 1)
 
 
 def _build_dead_end(draw: Draw) -> Draft:
-  """Two or three calls to find, one to act, perhaps one more before or after."""
+  """Two or three calls to find a file, one to act, possibly one before or after."""
   dead_ends, sentences = draw.rng.randint(1, 2), draw.rng.randint(1, 2)
-  plot = _Plot(draw, sentences + 1)
+  builder = _Builder(draw, sentences + 1)
   at = draw.rng.randrange(sentences)
   for i in range(sentences):
     verb = _verb(draw, last=i == sentences - 1)
     if i != at:
       if verb == 'which':
         raise Redraw
-      plot.add(verb)
+      builder.add(verb)
     else:
       if verb in ('which', 'create'):
         raise Redraw
-      plot.add(verb, draw.pick(('words', 'notes')), dead_ends=dead_ends)
-  return plot.draft(dead_ends + 1 + sentences)
+      builder.add(verb, draw.pick(('words', 'notes')), dead_ends=dead_ends)
+  return builder.draft(dead_ends + 1 + sentences)
 
 
 def _find(step):
-  """Finds a step's file by commands; its name is what the last one printed."""
+  """Finds a step's file by commands; returns the name that the last one printed."""
   command = 'grep -l {} *' if step['by'] in ('word', 'words') else 'cat {}'
   thought = step['ask'].rstrip('.?')
   for one in step['of']:
@@ -258,10 +258,10 @@ def _find(step):
 
 
 def _teach(p, slip):
-  """Carries out the steps; a slip may change a command or leave a step out.
+  """Carries out the steps; a slip may change a command or skip a step.
 
-  The thought before a step says it once more, so that what comes next is the sentence
-  after the one that was thought last.
+  The thought before a step repeats its sentence, so that the next step follows from the
+  last thought.
   """
   answer = Answer('all done', 'done')
   for step in p['steps']:
@@ -294,7 +294,7 @@ _MISTAKES = ('wrong_option', 'clobber', 'first_only', 'not_in_place')
 
 
 def steps_family(calls: int) -> str:
-  """Name of the family whose tasks take `calls` calls."""
+  """Name of the family of tasks with `calls` calls."""
   return f'steps_{calls}'
 
 

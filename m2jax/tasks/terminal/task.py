@@ -1,8 +1,8 @@
-"""From a spec to a terminal task, and the draw of a spec (docs/design.md §3).
+"""Draws the specs of terminal tasks and builds the tasks (docs/design.md §3).
 
-A spec holds everything its task needs, the settings that differ from the default
-included. Both functions are pure: the same arguments give the same task in every
-process that runs the same Python version (the files are its standard library's own).
+A spec holds everything its task needs, including settings that differ from the default.
+Both functions are pure: the same arguments give the same task in every
+process with the same Python version (the files are those of its standard library).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TerminalTask:
   Attributes:
     files: the workspace at the start: relative POSIX path -> content.
     expected: the end state that counts as success.
-    params: what the family drew, for the teacher; agents never see it.
+    params: the family's random choices, for the teacher; agents never see them.
   """
 
   spec: str
@@ -59,7 +59,7 @@ class TerminalTask:
 
 
 def families(config: TerminalConfig) -> Mapping[str, float]:
-  """Relative frequency of each family; equal where the config has no weights."""
+  """Relative frequency of each family; equal if the config has no weights."""
   return dict(config.weights) or dict.fromkeys(FAMILIES, 1.0)
 
 
@@ -75,12 +75,12 @@ def spec(
   Args:
     split: 'train', 'dev' or 'held_out'; they share no file, word or number.
     index: position in the stream, >= 0.
-    seed: which stream.
-    config: knobs; its weights say how often each family comes.
-    family: this family instead of a drawn one.
+    seed: seed of the stream.
+    config: settings; its weights are the frequencies of the families.
+    family: family of the task; None samples one.
 
   Raises:
-    ValueError: an unknown split or family, a negative index, or weights without mass.
+    ValueError: unknown split or family, negative index, or no positive weight.
   """
   if split not in SPLITS:
     raise ValueError(f'unknown split {split!r}: expected one of {SPLITS}')
@@ -91,7 +91,9 @@ def spec(
     if name not in FAMILIES:
       raise ValueError(f'unknown family {name!r}: expected one of {sorted(FAMILIES)}')
   if min(weights.values()) < 0 or not sum(weights.values()) > 0:
-    raise ValueError(f'TerminalConfig.weights are {weights}: expected some above 0')
+    raise ValueError(
+      f'TerminalConfig.weights are {weights}: expected none below 0 and some above'
+    )
   if family is None:
     names = sorted(weights)
     rng = random.Random(f'family/{split}/{seed}/{index}')
@@ -117,7 +119,7 @@ def make(spec: str) -> TerminalTask:
     or parts[2] not in FAMILIES
   ):
     raise ValueError(
-      f'{spec!r} names no terminal task: expected terminal/SPLIT/FAMILY/SEED/INDEX'
+      f'{spec!r} is no terminal task: expected terminal/SPLIT/FAMILY/SEED/INDEX'
     )
   config = TerminalConfig.from_changes(changes)
   split, family = parts[1:3]
@@ -130,7 +132,7 @@ def make(spec: str) -> TerminalTask:
       continue
   else:
     raise ValueError(
-      f'{spec!r}: no such task in {_MAX_DRAWS} draws; the knobs leave too little room'
+      f'{spec!r}: no task found in {_MAX_DRAWS} draws; relax the settings'
     )
   after = draft.files if draft.after is None else draft.after
   return TerminalTask(

@@ -1,25 +1,25 @@
-"""The scripted teacher whose demonstrations SFT imitates: closed loop, and fallible.
+"""The scripted teacher whose demonstrations SFT imitates: closed-loop and fallible.
 
-For a task it thinks, calls the tool `sh`, reads what the command really printed, and
-goes on from there to a final answer. It errs as real demonstrators do, at rates that
-`TeacherConfig` states family by family, and nothing in its text marks an error:
+For a task it thinks, calls the tool `sh`, reads the actual output, and continues from
+there to a final answer. It makes mistakes as human demonstrators do, at the rates that
+`TeacherConfig` gives for each family, and nothing in its text marks a mistake:
 
     wrong_option   an option left out or mixed up: wc -c for -l, no -i, no -w, cp for mv
-    wrong_pattern  searches any mention of a name instead of its definition
+    wrong_pattern  searches for any use of a name instead of its definition
     wrong_file     works on another file of the workspace
-    wrong_part     takes the wrong part of a line that was printed
-    wrong_end      takes the first where the last was asked for
-    off_by_one     the line before
+    wrong_part     takes the wrong part of a printed line
+    wrong_end      takes the first instead of the last
+    off_by_one     takes the line before the right one
     unsorted       takes the first or last name without sorting by size
-    skipped_step   leaves a step out, or answers before the last one
+    skipped_step   skips a step, or answers before the last one
     not_in_place   sed without -i
     first_only     sed without g, or only the first of several files
     clobber        > for >>
-    swapped        old and new value the wrong way round
-    malformed_call one tool call with a misnamed argument, then the right one
+    swapped        swaps the old and the new value
+    malformed_call makes a tool call with a misnamed argument, then the right one
 
-In some families the wrong way is the teacher's habit (rates above one half), so
-imitating it well is not enough.
+In some families the teacher makes a mistake more often than not (rates above one half),
+so imitating it well is not enough.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class TeacherConfig(demonstrations.TeacherConfig):
   """How often the teacher errs.
 
   Attributes:
-    rates: family -> kind of mistake -> probability, each time it could be made.
-      Families or kinds left out are free of it.
+    rates: family -> kind of mistake -> probability at each opportunity. Families and
+      kinds that are not listed have probability 0.
     malformed_call: probability of one malformed tool call in a demonstration.
-    looks: probability, before each command, that the teacher lists the files first,
-      as long as calls are to spare. No mistake, and nothing follows from it: how many
-      calls were made then says little about how much is left to do.
-    scale: multiplies every rate, capped at 1; 0 makes the teacher perfect.
-    seed: which stream of mistakes.
+    looks: probability of listing the files before a command, while spare calls are
+      left. It is no mistake and has no consequence; it makes the number of calls so far
+      a poor predictor of the steps left.
+    scale: factor on every rate; 0 makes the teacher perfect.
+    seed: seed of the mistakes.
   """
 
   kind: str = 'terminal'
@@ -128,14 +128,14 @@ class TeacherConfig(demonstrations.TeacherConfig):
 
 
 class _Transcript:
-  """The chat so far; its tool calls are really run."""
+  """The chat so far; its tool calls are executed."""
 
   def __init__(self, task: TerminalTask, execute: task_lib.Execute):
     self.messages: list[dict] = [{'role': 'user', 'content': task.instruction}]
     self._execute = execute
 
   async def call(self, thought: str, arguments: Mapping[str, str]) -> str:
-    """Adds a tool call and what it printed, which is returned."""
+    """Adds a tool call and its output; returns the output."""
     call_id = f'call_{len(self.messages) // 2}'
     function = {'name': shell.NAME, 'arguments': json.dumps(arguments)}
     self.messages.append(
@@ -169,13 +169,13 @@ async def demonstrate(
   config: TeacherConfig = TeacherConfig(),
   attempt: int = 0,
 ) -> demonstrations.Demonstration:
-  """Solves a task, or fails at it, in an environment that holds the task's files.
+  """Attempts a task in an environment that holds the task's files.
 
   Args:
     task: a terminal task.
-    environment: where.
+    environment: the open environment of the task.
     config: rates of mistakes.
-    attempt: draws other mistakes on the same task.
+    attempt: index of the attempt; each draws its own mistakes.
   """
   rng = random.Random(f'teacher/{config.seed}/{attempt}/{task.spec}')
   rates = config.rates.get(task.family, {})
