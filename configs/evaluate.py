@@ -3,13 +3,13 @@ r"""Held-out success of a checkpoint on the terminal tasks, as the main job meas
 COMMAND: python -m experiments.evaluate --config=configs/evaluate.py \
            --checkpoint=workdir/forge --workdir=workdir/evaluate
 HARDWARE: two CPU cores.
-RESULT: a table by temperature and family with 95 % Wilson intervals, and the same as
-  evaluation.json in the workdir; the episodes lie in its evaluation.db.
+RESULT: a table by temperature and family with 95 % Wilson intervals, also written to
+  evaluation.json in the workdir; evaluation.db there has the episodes.
 
 The model and the tokenizer are the checkpoint's. Tasks, agent and engine are those of
-configs/forge.py: a policy is measured under the prompts it was trained with.
+configs/forge.py: a policy is evaluated with the prompts it was trained with.
 
-Variants: `:smoke` takes 8 tasks, to see that it works.
+Variants: `:smoke` evaluates 8 tasks, as a check.
 """
 
 import dataclasses

@@ -6,9 +6,9 @@ HARDWARE: two CPU cores, 2 GB.
 RESULT: the README's table; its settings were chosen on the development split
   (docs/rl.md).
 
-Variants: `:smoke` runs every phase for seconds, to see that it works. Controls, which
-want `--config.start=RUN`, the workdir of a run of this config, and begin with its SFT
-weights: `:more_sft` goes on with SFT, `:expert_iteration` imitates the policy's own
+Variants: `:smoke` runs every phase for seconds, as a check. The controls take
+`--config.start=RUN`, the workdir of a run of this config, and start from its SFT
+weights: `:more_sft` continues SFT, `:expert_iteration` imitates the policy's own
 successes, `:shuffled` shuffles the rewards within each group.
 """
 
@@ -21,9 +21,9 @@ from m2jax import config as model_config
 from m2jax import sharding
 from m2jax.forge.config import ForgeConfig
 
-# What the teacher demonstrates: single calls, and chains of two and three.
+# Families of the demonstrations: single calls, and chains of two and three.
 DEMONSTRATED = dict(steps_1=0.2, steps_2=0.3, steps_3=0.5)
-# What RL and the evaluations ask for: mostly chains that no demonstration shows.
+# Families of RL and the evaluations: mostly chains that no demonstration contains.
 ASKED = dict(
   steps_3=1.0, steps_4=1.0, steps_5=1.0, steps_6=1.0, trail=2.0, dead_end=2.0
 )
@@ -35,12 +35,12 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
   c.seed = 0
   c.model = dataclasses.asdict(model_config.tiny())
-  c.mesh = dataclasses.asdict(sharding.MeshConfig(data=2))  # of SFT: a core each
+  c.mesh = dataclasses.asdict(sharding.MeshConfig(data=2))  # SFT: a device per core
   c.eval_tasks = 300  # held-out tasks per evaluation, one episode each
-  c.dev_tasks = 210  # tasks of the development split after each phase
-  c.start = ''  # workdir whose demonstrations, tokenizer and SFT weights are taken over
+  c.dev_tasks = 210  # development tasks per evaluation after each phase
+  c.start = ''  # workdir whose demonstrations, tokenizer and SFT weights are reused
   c.tasks = dict(
-    kind='terminal',  # or the import path of your own (docs/add_a_task.md)
+    kind='terminal',  # or an import path (docs/add_a_task.md)
     files=(3, 5),
     lines=(20, 80),
     pseudo_names=1.0,
@@ -50,21 +50,21 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   )
   c.teacher = dict(
     kind='terminal',
-    scale=1.0,  # of the mistake rates; 0 is a perfect teacher
-    looks=0.2,  # lists the files before a command, while calls are to spare
+    scale=1.0,  # factor on the mistake rates; 0 is a perfect teacher
+    looks=0.2,  # probability of listing the files before a command
   )
   c.engine = dict(slots=64, context_tokens=768)
-  c.engine.update(  # a step costs what its shape does; each takes a second to compile
+  c.engine.update(  # compiled shapes, a second each; a step costs what its shape does
     decode_rows=(16, 32, 64),
     contexts=(192, 320, 448, 768),
     prefill_shapes=((1, 64), (8, 32)),
-    record_experts=False,  # rollouts keep expert ids, and training replays them
+    record_experts=False,  # True: rollouts record expert ids, and training replays them
   )
   c.scheduler = dict(decode_steps=8, reuse_stale_prefix=False)
-  c.gateway = dict(port=0)  # any free one
+  c.gateway = dict(port=0)  # any free port
   c.episodes = dict(
     backend='bubblewrap',  # the sandbox; or 'rlimit_only', a weaker mode
-    concurrency=64,  # agents at once
+    concurrency=64,  # maximum concurrent episodes
     agent=dict(kind='whitebox', max_tokens=96, observation_bytes=400, system='Use sh.'),
   )
   c.sft = dict(
@@ -86,16 +86,16 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     seconds=0.0,  # no limit
     dev_every=10,  # updates between evaluations on the development split
     dev_tasks=105,
-    patience=3,  # stop after this many of them without a new best
+    patience=3,  # stop after this many evaluations without a new best
     groups_per_step=8,  # with a non-zero advantage
-    refill_factor=3.0,  # take at most this many times as many to find them
+    refill_factor=3.0,  # an update takes at most this × groups_per_step
     group_size=16,
     capacity=16,  # N, in groups
     window='default',  # W = 0.3 N
     item_deadline_s=300.0,
     updates_per_batch=1,
     checkpoint_every=16,
-    partial_credit=0.5,  # for an end state that is right in part
+    partial_credit=0.5,  # maximum for a partly correct end state
     curriculum=dict(floor=0.3, memory=64.0),
     learner=dict(
       algorithm='cispo',  # or 'expert_iteration'
@@ -106,8 +106,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       row_terms=3072,
       step=dict(micro_rows=1, detach_mtp=True),
       reward=dict(
-        alpha=0.1,  # of the process reward: a malformed turn is -1
-        beta=0.0,  # of the speed reward: at most 1, for a success
+        alpha=0.1,  # weight of the process reward: -1 for a malformed turn
+        beta=0.0,  # weight of the speed reward: at most 1, for a success
         gamma=1.0,
         thinking_bonus=0.0,
         baseline='mean',

@@ -1,14 +1,14 @@
 r"""SFT of a tiny M2 on demonstrations of shell tasks, with the main job's settings.
 
 COMMAND: python -m experiments.sft --config=configs/sft.py --workdir=workdir/sft
-HARDWARE: two CPU cores. TIME: `sft.loop.seconds`, and the first compilation.
-RESULT: a checkpoint in workdir/sft; experiments.evaluate gives its held-out success.
+HARDWARE: two CPU cores. TIME: `sft.loop.seconds`, plus the first compilation.
+RESULT: a checkpoint in workdir/sft; experiments.evaluate measures its held-out success.
 
 The demonstrations are those of a run of experiments.forge, or any JSON lines with
-OpenAI `messages` and, where tools are used, `tools`. To go on from other weights:
+OpenAI `messages` and, if tools are used, `tools`. To start from other weights:
 --config.checkpoint=WORKDIR.
 
-Variants: `:smoke` runs for seconds, to see that it works.
+Variants: `:smoke` runs for seconds, as a check.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
   c.seed = 0
   c.demonstrations = 'workdir/forge/demonstrations.jsonl'
-  c.system = job.episodes.agent.system  # of chats without one; '' leaves the default
-  c.tools = ()  # of chats without any
+  c.system = job.episodes.agent.system  # for chats without; '': the model's default
+  c.tools = ()  # for chats without any
   c.checkpoint = ''  # a run's workdir; empty starts from random weights
   c.model = dataclasses.asdict(model_config.tiny())
   c.tokenizer = ''  # path of a tokenizer.json; empty trains one on the chats

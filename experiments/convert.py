@@ -1,10 +1,10 @@
-"""A run's checkpoint to a Hugging Face directory, and back; the tokenizer goes along.
+"""Converts checkpoints, with tokenizer, to Hugging Face directories and back.
 
   python -m experiments.convert --checkpoint=workdir/forge --huggingface=exported
   python -m experiments.convert --from_huggingface=exported --workdir=workdir/imported
 
-What was exported loads in transformers' MiniMaxM2ForCausalLM. What was imported is a
-run like any other: `--checkpoint=workdir/imported` serves, evaluates and trains it.
+An exported directory loads in transformers' MiniMaxM2ForCausalLM. An imported one is a
+workdir like any other: `--checkpoint=workdir/imported` serves, evaluates and trains it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from m2jax.text import tokenizer
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', None, 'To export: a workdir or a directory of checkpoints.'
 )
-STEP = flags.DEFINE_integer('step', None, 'Of the checkpoint; default: the latest.')
-TARGET = flags.DEFINE_string('huggingface', None, 'Directory to export to; new.')
+STEP = flags.DEFINE_integer('step', None, 'Checkpoint step; default: the latest.')
+TARGET = flags.DEFINE_string(
+  'huggingface', None, 'Directory to export to; new or empty.'
+)
 SOURCE = flags.DEFINE_string('from_huggingface', None, 'Directory to import.')
 DTYPE = flags.DEFINE_enum(
   'dtype',
   None,
   ['float32', 'bfloat16'],
-  'Of the weights; default: as they are when exporting, float32 when importing.',
+  'Of the weights; default: unchanged when exporting, float32 when importing.',
 )
 SHARD_BYTES = flags.DEFINE_integer(
-  'max_shard_bytes', huggingface.MAX_SHARD_BYTES, 'Most data in an exported file.'
+  'max_shard_bytes',
+  huggingface.MAX_SHARD_BYTES,
+  'Maximum bytes of weights in an exported file.',
 )
 
 
@@ -59,12 +63,12 @@ def _export():
 def _import():
   directory = common.workdir()
   if CheckpointManager(directory, read_only=True).latest_step() is not None:
-    raise common.BadInput(f'{directory} holds a checkpoint: give another --workdir')
+    raise common.BadInput(f'{directory} has a checkpoint: give another --workdir')
   tok = tokenizer.load(SOURCE.value)
   cfg, variables = huggingface.load(SOURCE.value, dtype=DTYPE.value or 'float32')
   if tok.vocab_size > cfg.vocab_size:
     raise common.BadInput(
-      f'{SOURCE.value}: its tokenizer has {tok.vocab_size} tokens, its model '
+      f'{SOURCE.value}: the tokenizer has {tok.vocab_size} tokens, but the model only '
       f'{cfg.vocab_size}'
     )
   with open(os.path.join(SOURCE.value, huggingface.TOKENIZER), 'rb') as file:

@@ -1,4 +1,4 @@
-"""Held-out success of a checkpoint on tasks: by family, by chain length.
+"""Held-out success of a checkpoint on tasks, by family and number of calls.
 
   python -m experiments.evaluate --config=configs/evaluate.py \
     --checkpoint=workdir/forge --workdir=workdir/evaluate
@@ -22,7 +22,7 @@ from m2jax.pool.data_pool import DataPool
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', None, 'A workdir or a directory of checkpoints; default: --workdir.'
 )
-STEP = flags.DEFINE_integer('step', None, 'Of the checkpoint; default: the latest.')
+STEP = flags.DEFINE_integer('step', None, 'Checkpoint step; default: the latest.')
 
 
 def main():
@@ -63,7 +63,7 @@ def main():
 
 
 def _row(temperature: float, tally: evaluation.Tally) -> dict:
-  """A result with its Wilson interval; `calls` is null for any number of calls."""
+  """A row of the table, with a Wilson interval; `calls` is None for all lengths."""
   low, high = stats.wilson(tally.successes, tally.n)
   return {
     'temperature': temperature,

@@ -1,4 +1,4 @@
-"""The gateway on a checkpoint: an OpenAI-style HTTP server, for any agent.
+"""Serves a checkpoint by the gateway: an OpenAI-style HTTP server for any agent.
 
   python -m experiments.serve --config=configs/serve.py --checkpoint=workdir/forge \
     --port=8000
@@ -23,8 +23,8 @@ from m2jax.rollout.scheduler import SchedulerConfig
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', None, 'A workdir or a directory of checkpoints.'
 )
-STEP = flags.DEFINE_integer('step', None, 'Of the checkpoint; default: the latest.')
-PORT = flags.DEFINE_integer('port', None, 'In place of config.gateway.port.')
+STEP = flags.DEFINE_integer('step', None, 'Checkpoint step; default: the latest.')
+PORT = flags.DEFINE_integer('port', None, 'Overrides config.gateway.port.')
 
 _CALL = """curl {base_url}/chat/completions -H 'Authorization: Bearer any-key' \\
   -H 'Content-Type: application/json' \\
@@ -36,7 +36,7 @@ Ctrl-C stops it."""
 def main():
   values = common.values()
   if not CHECKPOINT.value:
-    raise common.BadInput("--checkpoint is missing: give a run's workdir")
+    raise common.BadInput('--checkpoint is missing: give the workdir of a run')
   if PORT.value is not None:
     values['gateway']['port'] = PORT.value
   gateway = common.build(GatewayConfig, values['gateway'], 'config.gateway')
@@ -46,7 +46,7 @@ def main():
   tok = found.load_tokenizer()
   with contextlib.ExitStack() as stack:
     record = lambda completion: None
-    if common.WORKDIR.value:  # keep what is sampled, for people to read
+    if common.WORKDIR.value:  # record what is sampled
       common.workdir().mkdir(parents=True, exist_ok=True)
       url = f'sqlite:///{common.workdir().absolute()}/served.db'
       record = stack.enter_context(DataPool(url)).add_completion

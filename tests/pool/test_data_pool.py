@@ -259,7 +259,7 @@ def test_one_trajectory_per_rank(pool):
   pool.submit(WorkItem(0, 't', 2))
   pool.add_trajectory(trajectory('a', 0, 0))
   pool.add_trajectory(trajectory('b', 0, 0))
-  with pytest.raises(data_pool.Rejected, match='refused 1'):
+  with pytest.raises(data_pool.Rejected, match='rejected 1'):
     pool.flush()
   with pytest.raises(ValueError, match='1 of 2 trajectories'):
     pool.complete(0)
