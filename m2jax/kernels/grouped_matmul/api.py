@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import jax
 
-from m2jax.kernels.grouped_matmul import gpu, reference, tpu
+from m2jax.kernels.grouped_matmul import cpu, gpu, reference, tpu
 
 _IMPLEMENTATIONS = {
   'reference': reference.matmul,
+  'cpu': cpu.matmul,
   'tpu': tpu.matmul,
   'gpu': gpu.matmul,
 }
@@ -26,15 +27,12 @@ def matmul(
 ) -> jax.Array:
   """Multiplies consecutive groups of rows by their own matrices.
 
-  On a CPU this is `lax.ragged_dot`, which multiplies every row by every matrix: experts
-  take `moe.tiled` there, which does not.
-
   Args:
     lhs: [T, D], rows sorted by group.
     rhs: [E, D, F].
     group_sizes: [E] int32, sum at most T.
-    implementation: 'reference', 'tpu' or 'gpu'; None is that of the platform lowered
-      for, and `lax.ragged_dot` where it has none or does not support these tensors.
+    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the platform
+      lowered for, or `lax.ragged_dot` where that does not support these tensors.
 
   Returns:
     [T, F] in lhs's dtype. Rows past the sum of the sizes are 0 and get no gradient.
@@ -50,7 +48,7 @@ def matmul(
       group_sizes,
       tpu=_ragged_dot if tpu.unsupported_reason(lhs, rhs) else tpu.matmul,
       cuda=_ragged_dot if gpu.unsupported_reason(lhs, rhs) else gpu.matmul,
-      default=_ragged_dot,
+      default=cpu.matmul,
     )
   if implementation not in _IMPLEMENTATIONS:
     raise ValueError(
