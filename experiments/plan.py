@@ -100,7 +100,7 @@ def main():
           show(made[name].result())
       except KeyboardInterrupt:
         # Ctrl-C does not interrupt a compilation; nothing is lost by exiting
-        print('\nstopped: nothing was kept', file=sys.stderr, flush=True)
+        print('\nstopped: nothing was saved', file=sys.stderr, flush=True)
         os._exit(common.INTERRUPTED)
       finally:
         pool.shutdown(wait=False, cancel_futures=True)

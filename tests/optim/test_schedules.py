@@ -81,8 +81,8 @@ segments = st.lists(
 
 @given(segments, st.integers(0, 60), st.integers(0, 2000))
 def test_clock_counts_tokens(segments, step, tokens):
-  """Against adding up update by update; and `step` is the first update before which at
-  least so many tokens were consumed."""
+  """Against adding up update by update; and `step` is the first update that at least
+  this number of tokens was consumed before."""
   sizes = [size for number, size in segments for _ in range(number)]
   sizes += [segments[-1][1]] * (2100 - len(sizes))
   clock = Clock(segments)
