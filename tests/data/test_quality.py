@@ -152,7 +152,7 @@ def test_a_broken_scorer_is_named(bad):
 
 
 def test_broken_files_and_labels_are_named(tmp_path):
-  """A person must learn which file or label was wrong."""
+  """The message names the file or label that was wrong."""
   (tmp_path / 'other.npz').write_bytes(b'nonsense')
   with pytest.raises(ValueError, match=r'other\.npz is not a quality classifier'):
     quality.Classifier.load(tmp_path / 'other.npz')
@@ -162,5 +162,5 @@ def test_broken_files_and_labels_are_named(tmp_path):
     quality.Classifier.load(tmp_path / 'empty.npz')
   with pytest.raises(ValueError, match='both classes'):
     quality.fit(['a', 'b'], [True, True])
-  with pytest.raises(ValueError, match='a label for each'):
+  with pytest.raises(ValueError, match='one label per text'):
     quality.fit(['a', 'b'], [True])
