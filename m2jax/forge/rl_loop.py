@@ -230,7 +230,7 @@ class RlLoop:
     oldest = min(self._manager.steps(), default=None)
     if oldest in self._ledgers:
       self._pruned += self._pool.prune(self._ledgers[oldest])
-      self._ledgers = {s: kept for s, kept in self._ledgers.items() if s >= oldest}
+      self._ledgers = {s: x for s, x in self._ledgers.items() if s >= oldest}
 
   def _record(
     self, step: int, scalars: Mapping[str, float], waited_s: float, step_s: float

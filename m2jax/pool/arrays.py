@@ -90,9 +90,9 @@ def pack(c: records.Completion, parent: records.Completion | None) -> bytes:
   ]
   if c.experts is not None:
     flags |= _HAS_EXPERTS
-    kept = np.concatenate([c.experts[changed], c.experts[shared:]])
+    experts = np.concatenate([c.experts[changed], c.experts[shared:]])
     parts += [_EXPERTS.pack(*c.experts.shape[1:]), changed.tobytes()]
-    parts += [kept.astype('<i2').tobytes()]
+    parts += [experts.astype('<i2').tobytes()]
   return compress(flags, b''.join(parts))
 
 
@@ -133,11 +133,11 @@ def unpack(
     offset += _EXPERTS.size
     positions = read('<i4', changed)
     rest = own + response
-    kept = read('<i2', (changed + rest) * math.prod(ids)).reshape(-1, *ids)
-    out['experts'] = kept[changed:]
+    experts = read('<i2', (changed + rest) * math.prod(ids)).reshape(-1, *ids)
+    out['experts'] = experts[changed:]
     if shared:
-      out['experts'] = np.concatenate([parent.experts, kept[changed:]])
-      out['experts'][positions] = kept[:changed]
+      out['experts'] = np.concatenate([parent.experts, experts[changed:]])
+      out['experts'][positions] = experts[:changed]
   return out
 
 

@@ -1,4 +1,4 @@
-"""The gateway tests' fixtures: agents are judged against the real gateway."""
+"""The gateway tests' fixtures: agents are tested with the real gateway."""
 
 from tests.gateway.conftest import serve, tok
 

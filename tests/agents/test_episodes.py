@@ -27,7 +27,7 @@ def specs_of(*families, split='held_out'):
 
 
 def perfect(tok, specs):
-  """A policy: the teacher's lesson as far as the prompt's observations take it."""
+  """A policy: the teacher's next turn after the observations in the prompt."""
   tasks = [terminal.make(spec) for spec in specs]
 
   def policy(request):
@@ -47,7 +47,7 @@ def perfect(tok, specs):
 
 
 class Sessions:
-  """The gateway's sessions, keeping the keys in the order they were opened."""
+  """The gateway's sessions; records the keys in the order they were opened."""
 
   def __init__(self, gateway):
     self._sessions = gateway.sessions
@@ -81,7 +81,7 @@ def start(serve):
 
 
 def descendants():
-  """Ids of the living processes below this one."""
+  """Ids of the running descendants of this process."""
   found, parents = set(), [os.getpid()]
   while parents:
     for children in Path(f'/proc/{parents.pop()}/task').glob('*/children'):
@@ -195,7 +195,7 @@ def test_a_dead_sandbox_is_in_no_baseline(start, tok):
 
   group = [(t, [r for r in records if r.session == t.session]) for t in out]
   config = rewards.RewardConfig()
-  assert len(group[2][1]) == 1  # it did act: there is something to mask
+  assert len(group[2][1]) == 1  # it acted, so there is something to mask
   with_it = rewards.advantages(group, config).credits
   without = rewards.advantages(group[:2] + group[3:], config).credits
   assert with_it[2].masked and not with_it[2].completions
@@ -205,7 +205,7 @@ def test_a_dead_sandbox_is_in_no_baseline(start, tok):
 
 
 def test_evaluation_tries_infrastructure_once_more(start, tok):
-  """A sandbox that dies once costs nothing: the task is judged at the second try."""
+  """A sandbox that dies once has no effect: the second attempt is judged."""
   specs = specs_of('count_lines', 'append')
   right, killed = perfect(tok, specs), []
   before = descendants()
@@ -223,7 +223,7 @@ def test_evaluation_tries_infrastructure_once_more(start, tok):
     out = episodes.evaluate(runner, specs, on_end=ended.append)
   assert killed
   assert [(t.end_reason, t.success) for t in out] == [('answer', 1.0)] * 2
-  assert ended == out  # the first try is not told
+  assert ended == out  # the first attempt is not reported
   assert len(sessions.opened) == 3 and len(gateway.sessions) == 0
 
 
@@ -243,7 +243,7 @@ def test_what_fails_twice_is_not_judged(start, tok):
 
 
 def test_what_cannot_be_recorded_ends_the_group(start, tok):
-  """A full disk must not leave the other ranks acting for nobody."""
+  """A full disk also ends the other ranks of the group."""
   [spec] = specs_of('append')
   sleep = response_text('wait', calls=[('sh', {'cmd': 'sleep 600'})])
   first = []

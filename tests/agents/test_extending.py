@@ -1,4 +1,4 @@
-"""Tasks and agents from outside the package: the pages that show how, executed."""
+"""Tasks and agents from outside the package: executes the pages that explain them."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ def config(mylab, **agent):
 
 
 def reader(tok):
-  """A policy that reads what it has not read, one bad call first, and adds."""
+  """A policy that makes a bad call, reads both numbers, and answers with the sum."""
 
   def policy(request):
     prompt = tok.decode(request.prompt_ids)
@@ -75,7 +75,7 @@ def reader(tok):
 def test_an_agent_from_outside_solves_a_task_from_outside(
   mylab, serve, tok, agent, success
 ):
-  """The config names both; no line of the package does."""
+  """Only the config names both."""
   made = config(mylab, **agent)
   specs = [tasks.spec(made.tasks, 'held_out', i) for i in range(3)]
   assert len(set(specs)) == 3
@@ -95,7 +95,7 @@ def test_an_agent_from_outside_solves_a_task_from_outside(
 
 
 def test_demonstrations_from_outside_are_chats(mylab, tmp_path):
-  """What the teacher of a new kind did is what SFT reads."""
+  """SFT reads the demonstrations of a new kind's teacher."""
   made = config(mylab, kind='whitebox')
   specs = [tasks.spec(made.tasks, 'train', i) for i in range(4)]
   path = tmp_path / 'demonstrations.jsonl'
@@ -119,7 +119,7 @@ def test_demonstrations_from_outside_are_chats(mylab, tmp_path):
   ],
 )
 def test_a_kind_that_is_not_there_is_named(mylab, field, kind, said):
-  """A misspelt kind ends in one line with the field and the choices."""
+  """A misspelt kind gives a one-line error with the field and the choices."""
   values = values_of(mylab).to_dict()
   values[field] = {'kind': kind}
   with pytest.raises(common.BadInput, match=said):

@@ -1,4 +1,4 @@
-"""The white-box agent against the real gateway: every way an episode can go and end."""
+"""The white-box agent with the real gateway: every course and end of an episode."""
 
 import asyncio
 import dataclasses
@@ -30,7 +30,7 @@ def turns(tok, *texts):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-  """A task as far as an agent sees it, around a box that it may break."""
+  """The agent's view of a task, around a sandbox that it may break."""
 
   box: object
   max_tool_calls: int = 7
@@ -93,8 +93,8 @@ def test_episode_is_one_chain_of_recorded_ids(serve, tok):
     ('x\n</think>\n\n<minimax:tool_call>\nls[e~[', 'user', 'malformed tool call'),
   ],
 )  # fmt: skip
-def test_bad_call_is_told_to_the_model(serve, tok, bad, role, said):
-  """The model's mistake is counted and told to it; it does not end the episode."""
+def test_bad_call_is_reported_to_the_model(serve, tok, bad, role, said):
+  """The model's mistake is counted and shown to it; it does not end the episode."""
   gateway, _, _ = serve(turns(tok, bad, CALL, ANSWER))
   outcome = episode(gateway)
   assert (outcome.end_reason, outcome.tool_errors, outcome.tool_calls) == (
@@ -122,7 +122,7 @@ def test_parallel_calls_each_get_their_answer(serve, tok):
 
 
 def test_real_ends(serve, tok):
-  """Running out of turns, of tokens or of context are ends of their own kind."""
+  """Running out of turns, tokens or context has its own end reason."""
   gateway, _, records = serve(lambda request: tok.encode(CALL))
   assert episode(gateway, max_turns=3, key='a').end_reason == 'max_turns'
   assert len(records) == 3
@@ -137,7 +137,7 @@ def test_real_ends(serve, tok):
 
 
 def test_infrastructure_failures_are_never_the_models(serve, tok):
-  """Law 5: a dead engine, gateway, key or sandbox masks the episode and says why."""
+  """Law 5: a dead engine, gateway, key or sandbox masks the episode, with an error."""
   gateway, engine, _ = serve(RuntimeError('device lost'))
   outcome = episode(gateway, retries=2)
   assert (outcome.end_reason, outcome.answer) == ('infrastructure', '')
@@ -154,7 +154,7 @@ def test_infrastructure_failures_are_never_the_models(serve, tok):
   gateway, engine, _ = serve(CALL, accept_unknown_keys=False)
   outcome = episode(gateway)
   assert outcome.end_reason == 'infrastructure' and '401' in outcome.error
-  assert gateway.counters()['requests_total{status="401"}'] == 1  # no use in retrying
+  assert gateway.counters()['requests_total{status="401"}'] == 1  # not retried
 
   class Broken:
     async def exec(self, command):
@@ -167,7 +167,7 @@ def test_infrastructure_failures_are_never_the_models(serve, tok):
 
 
 def test_short_outage_is_survived(serve, tok):
-  """A failure that passes costs a retry, not the episode."""
+  """A transient failure costs a retry, not the episode."""
   failing = [RuntimeError('busy'), RuntimeError('busy')]
   gateway, _, records = serve(
     lambda request: failing.pop() if failing else tok.encode(ANSWER)
@@ -178,7 +178,7 @@ def test_short_outage_is_survived(serve, tok):
 
 
 def test_slow_gateway_times_out_as_infrastructure(serve, tok):
-  """A completion that never ends is given up, and the engine stops working on it."""
+  """A completion that never ends times out, and the engine stops working on it."""
   gateway, engine, _ = serve('on ' * 5000, engine_options={'delay_s': 0.02})
   outcome = episode(gateway, request_timeout_s=0.2, retries=0, max_tokens=5000)
   assert outcome.end_reason == 'infrastructure' and 'Timeout' in outcome.error
@@ -244,7 +244,7 @@ def test_many_agents_reuse_connections(serve, tok):
 
 
 def test_agents_in_real_sandboxes(serve, tok):
-  """The whole way: HTTP, bubblewrap, and each agent's files its own."""
+  """End to end: HTTP, bubblewrap, and separate files for each agent."""
 
   def script(request):
     prompt = tok.decode(request.prompt_ids)
@@ -273,12 +273,12 @@ def test_agents_in_real_sandboxes(serve, tok):
   assert answers == [f'agent {i}\n1' for i in range(6)]
 
 
-# --- What the model is shown.
+# --- Observations.
 
 
 @pytest.mark.parametrize('text', ['x' * 5000, 'é☃' * 1000, '\ud800' * 3000])
 def test_cut_keeps_head_and_tail_within_the_limit(text):
-  """A cut observation stays text, holds both ends and says how much is missing."""
+  """A cut observation is text, has both ends and the number of bytes cut."""
   short = whitebox.cut(text, 100)
   head, marker, tail = short.split('\n')
   assert len((head + tail).encode()) <= 100
@@ -288,7 +288,7 @@ def test_cut_keeps_head_and_tail_within_the_limit(text):
 
 
 def test_observations_are_cut(serve, tok):
-  """The config's limit holds for what is sent to the model."""
+  """The config's limit applies to what is sent to the model."""
   loud = response_text('x', calls=[('sh', {'cmd': 'yes | head -c 100000'})])
   gateway, _, _ = serve(turns(tok, loud, ANSWER))
   outcome = episode(gateway, observation_bytes=64)

@@ -1,4 +1,4 @@
-"""Evaluation of the engine's weights: what is counted, and what nobody can count."""
+"""Evaluation of the engine's weights: what is judged, and what is not."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_failures_of_the_machine_are_not_judged():
 
 
 def test_an_evaluation_that_judged_nothing_is_an_error():
-  """A success rate of 0 would be a lie; the reason is what helps."""
+  """A success rate of 0 would be wrong; the error has the reason."""
   with pytest.raises(roles.RolloutsFailed, match='60 episodes.*no sandbox'):
     success_on(lambda task: None)
 

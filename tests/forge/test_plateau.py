@@ -10,7 +10,7 @@ VALUES = st.lists(st.floats(0, 1), max_size=12)
 
 @given(VALUES, st.integers(1, 4))
 def test_a_new_best_is_never_flat(values, patience):
-  """As long as the last evaluation beats all others, training goes on."""
+  """Training continues while the last evaluation is the best."""
   assert not Plateau([*values, 1.5]).flat(patience)
 
 

@@ -1,4 +1,4 @@
-"""Before the second phase: what a control takes over from the run it rivals."""
+"""Before the second phase: what a control copies from another run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_evaluations_refuse_partial_credit():
 
 
 def test_a_run_before_its_sft_is_named(tmp_path, finished):
-  """The message says what is missing, and that SFT has to be finished."""
+  """The message names what is missing, and that SFT has to be finished."""
   (finished / 'demonstrations.jsonl').unlink()
   with pytest.raises(FileNotFoundError, match='demonstrations.jsonl'):
     prepare.take_over(control(finished), tmp_path)

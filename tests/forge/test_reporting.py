@@ -1,4 +1,4 @@
-"""The report of a run: what it says of each turn is what the learner trained."""
+"""The report of a run shows each turn as the learner trained it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ AGENT = whitebox.WhiteboxConfig(max_tokens=60, retries=1, retry_delay_s=0.01)
 
 
 class Engine(ScriptedEngine):
-  """A scripted engine that takes weights and fails when it is told to."""
+  """A scripted engine that takes weights, and fails while `broken`."""
 
   broken = False
 
@@ -57,7 +57,7 @@ class Engine(ScriptedEngine):
 class Learner:
   """Counts: its weights are how often each item was trained.
 
-  `credit` is the product's unless `useful` says which items are.
+  `credit` is the real one unless `useful` selects the items with an advantage.
   """
 
   def __init__(self, useful=None, items=1000):
@@ -98,7 +98,7 @@ class Learner:
 
 
 class Run:
-  """One life of a loop in a directory; `config` are fields of RlConfig."""
+  """One process lifetime of a loop; `config` are fields of RlConfig."""
 
   def __init__(self, directory, tok, learner=None, agent=AGENT, **config):
     base = forge_worker.config()
@@ -148,7 +148,7 @@ class Run:
 
 
 class Sandboxes:
-  """`sandbox.create`, down until a moment; counts the calls."""
+  """`sandbox.create`, failing until `until_s`; counts the calls."""
 
   def __init__(self, monkeypatch):
     self.until_s, self.hang, self.calls = 0.0, set(), 0
@@ -181,7 +181,7 @@ def in_thread(run):
 
 def test_a_sandbox_that_fails_for_ten_seconds(tmp_path, tok, monkeypatch):
   """The groups of these seconds fail, are counted and replaced at a pace that does not
-  use up the limit; then the run goes on to its end."""
+  use up the limit; then the run continues to its end."""
   boxes = Sandboxes(monkeypatch)
   boxes.until_s = time.monotonic() + 10
   with Run(tmp_path, tok, max_failed_groups=24) as run:
@@ -375,5 +375,5 @@ def test_lag_and_age_over_a_restart(tmp_path, tok):
 def wait_until(true, seconds=60):
   deadline_s = time.monotonic() + seconds
   while not true():
-    assert time.monotonic() < deadline_s, 'it did not come'
+    assert time.monotonic() < deadline_s, 'timed out'
     time.sleep(0.01)

@@ -2,8 +2,8 @@
 
 One command in ten is hostile, one request in a hundred malformed, and every minute
 engine or sandbox fails, a sandbox hangs, or the learner dies before it could save and
-is started again. M2JAX_SOAK_S is how long that goes on, 60 s by default, with the
-faults as much denser; 1800 is the whole.
+is started again. M2JAX_SOAK_S is the duration, by default 60 s with faults every 5 s;
+the full test is 1800.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ MALFORMED = (
 )
 
 
-class Dead(Exception):
-  """The learner's process ended."""
+class Crash(Exception):
+  """Stands for the end of the learner's process."""
 
 
-class Mortal(Learner):
-  """Dies after an update, before it is saved, when it is told to."""
+class CrashingLearner(Learner):
+  """Raises after an update, before it is saved, if `die` is set."""
 
   die = False
 
@@ -64,7 +64,7 @@ class Mortal(Learner):
     self.updates.clear()
     self.lags.clear()
     if self.die:
-      raise Dead
+      raise Crash
     return scalars
 
 
@@ -88,8 +88,8 @@ class Agents:
     return self._tok.encode(text)
 
 
-class Trouble:
-  """Faults and malformed requests, from a thread of its own, until `stop`."""
+class FaultInjector:
+  """Injects faults and malformed requests from threads until `stop`."""
 
   def __init__(self, run: Run, boxes: Sandboxes, rng: random.Random):
     self._run, self._boxes, self._rng = run, boxes, rng
@@ -146,21 +146,21 @@ def test_soak(tmp_path, tok, monkeypatch):
   while time.monotonic() < until_s:
     lives += 1
     left_s = until_s - time.monotonic()
-    learner = Mortal(items=ITEMS)
+    learner = CrashingLearner(items=ITEMS)
     with Run(tmp_path, tok, learner, agent, seconds=10**9, **options) as run:
       run.engine.script = Agents(tok)
       ending = threading.Timer(left_s, setattr, (learner, 'die', True))
       ending.start()
-      trouble = Trouble(run, boxes, rng)
+      injector = FaultInjector(run, boxes, rng)
       try:
-        with pytest.raises(Dead):
+        with pytest.raises(Crash):
           run.loop.run()
       finally:
         ending.cancel()
-        trouble.stop()
+        injector.stop()
   assert lives >= 2  # else nothing was ever undone
   boxes.until_s, boxes.hang = 0.0, set()
-  learner = Mortal(items=ITEMS)
+  learner = CrashingLearner(items=ITEMS)
   with Run(tmp_path, tok, learner, agent, max_items=1, **options) as run:  # drain
     run.engine.script = Agents(tok)
     run.loop.run()

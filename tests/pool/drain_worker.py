@@ -29,7 +29,7 @@ def fails(index: int) -> bool:
 
 
 class Pool(data_pool.DataPool):
-  """The pool, with a point after each commit that the queue has still to follow."""
+  """The pool, with a kill point between each of its commits and the queue's change."""
 
   point = staticmethod(lambda name: None)
 
@@ -59,7 +59,7 @@ class Worker:
     self.lock = threading.Lock()
 
   def point(self, name):
-    """A place between two steps of the protocol."""
+    """A kill point between two steps of the protocol."""
     if name == self.die_at:
       with self.lock:
         self.left -= 1

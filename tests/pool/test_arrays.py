@@ -1,4 +1,4 @@
-"""Prompts are stored once, and come back token by token."""
+"""Prompts are stored once, and restored token by token."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_only_true_prefixes_are_left_out():
 
 
 def test_what_is_remembered_is_bounded():
-  """By bytes, expert ids included: the oldest go first, and sessions that ended."""
+  """Bounded in bytes, including expert ids: evicts the oldest, and ended sessions."""
   recent = arrays.Recent(max_bytes=4000)
   for key in 'abc':  # of about 1,500 bytes each
     recent.add(completion(key))

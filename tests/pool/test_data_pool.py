@@ -1,4 +1,4 @@
-"""The data pool: what goes in comes out, states, law 5 against a model, failures."""
+"""The data pool: round trips, states, law 5 against a model, failures."""
 
 import contextlib
 import dataclasses
@@ -179,7 +179,7 @@ def test_untrainable_completions_are_refused(pool):
 def test_ids_are_unique(pool, url):
   """An id added twice raises: at once, or at flush when another process added it first.
 
-  The rows beside the refused one are not harmed.
+  Other rows of the batch are unaffected.
   """
   pool.add_completion(completion('s'))
   pool.add_trajectory(trajectory('s', -1))
@@ -197,7 +197,7 @@ def test_ids_are_unique(pool, url):
       pool.flush()
     assert [c.turn for c in pool.completions('other')] == [1, 2]
     assert sessions(pool) == ['s', 'other']
-    pool.flush()  # said once
+    pool.flush()  # reported once
 
 
 # --- Items ---
@@ -238,7 +238,7 @@ def test_states(pool):
 
 
 def test_group(pool):
-  """A group comes back by rank and turn, without the neighbours' records."""
+  """A group is returned by rank and turn, without records of other groups."""
   pool.submit(WorkItem(0, 't', 2))
   play(pool, 1)
   for rank in (1, 0):
@@ -255,7 +255,7 @@ def test_group(pool):
 
 
 def test_one_trajectory_per_rank(pool):
-  """Two episodes for one place would train one task twice: the second is refused."""
+  """Two episodes of one rank would train one task twice: the second is rejected."""
   pool.submit(WorkItem(0, 't', 2))
   pool.add_trajectory(trajectory('a', 0, 0))
   pool.add_trajectory(trajectory('b', 0, 0))
@@ -266,7 +266,7 @@ def test_one_trajectory_per_rank(pool):
 
 
 def test_late_records_are_not_trained(pool):
-  """What comes after a session or its item ended was acted on by nobody."""
+  """No agent acted on records that arrive after the end of a session or its item."""
   pool.submit(WorkItem(0, 't', 1))
   pool.add_completion(completion('s', 0))
   pool.add_trajectory(trajectory('s', 0))
@@ -277,7 +277,7 @@ def test_late_records_are_not_trained(pool):
   pool.flush()
   ((_, trained),) = pool.group(0)
   assert [c.turn for c in trained] == [0]
-  assert len(pool.completions('s')) == 3  # kept for people to read
+  assert len(pool.completions('s')) == 3  # stored for reports
   counts = pool.counts()
   assert (counts['late_completions'], counts['late_trajectories']) == (2, 1)
 
@@ -286,7 +286,7 @@ def test_late_records_are_not_trained(pool):
 
 
 def test_rollback(pool, url):
-  """The worked example: each state of an item, before and after the checkpoint."""
+  """A worked example: each state of an item, before and after the checkpoint."""
   for i in range(4):
     play(pool, i)
   pool.submit(WorkItem(4, 'five', 2))
@@ -306,7 +306,7 @@ def test_rollback(pool, url):
 
   with DataPool(url) as pool:
     again = pool.rollback(Ledger.from_dict(ledger.to_dict()))
-    # item 6 said that 3 were taken before it; one of them is taken again after it
+    # 3 were taken before item 6 was submitted; one of them is taken again after it
     assert again == [WorkItem(4, 'five', 2, 1), WorkItem(6, 'seven', 2, 1, 2)]
     assert [i.index for i in pool.items('completed')] == [1, 3, 5]
     assert [i.index for i in pool.items('taken')] == [0, 2]
@@ -315,7 +315,7 @@ def test_rollback(pool, url):
     assert [len(pool.completions(s)) for s in ('half', 'done')] == [1, 1]
     play(pool, 4, attempt=1, submit=False)
     assert [t.session for t, _ in pool.group(4)] == ['4.1.0', '4.1.1']
-    # Even where a session's name is used again, its old completions are not trained.
+    # Even if a session's key is reused, its old completions are not trained.
     pool.add_completion(completion('half', 1))
     pool.add_trajectory(trajectory('half', 6, 0))
     pool.flush()
@@ -533,7 +533,7 @@ def test_threads(url):
 
 
 def test_broken_database_stops_the_job(pool, tmp_path):
-  """Fail closed: when the database cannot be written, nobody is told that it was."""
+  """Fail closed: if the database cannot be written, no call reports success."""
   play(pool, 0)
   connection = sqlite3.connect(tmp_path / 'pool.db')
   connection.execute('DROP TABLE completions')
@@ -547,7 +547,7 @@ def test_broken_database_stops_the_job(pool, tmp_path):
 
 
 def test_opening(pool, url, tmp_path):
-  """Wrong URLs and foreign schemas get an error that names them; a run keeps its id."""
+  """Wrong URLs and other schemas get an error that names them; a run id is stable."""
   with DataPool(url) as again:
     assert again.run == pool.run
   with pytest.raises(ValueError, match='not a database URL'):

@@ -1,4 +1,4 @@
-"""Law 5 by fault injection: a real process, killed with SIGKILL, over and over."""
+"""Law 5 by fault injection: a real process, repeatedly killed with SIGKILL."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).parent
-sys.path.append(str(HERE))  # whichever way pytest imports this file
+sys.path.append(str(HERE))  # for every import mode of pytest
 import drain_worker  # noqa: E402
 
 TOTAL = 130
@@ -40,7 +40,7 @@ def start(directory, seed, *die_at):
 
 
 def check_window_order(trained):
-  """Every id was within the window of the oldest that was still to come."""
+  """Every id was within the window of the oldest one not yet taken."""
   todo = [i for i in range(TOTAL) if not drain_worker.fails(i)]
   for index in trained:
     assert index < todo[0] + drain_worker.WINDOW
@@ -58,7 +58,7 @@ def test_exactly_once_under_kill(tmp_path):
   for seed, (point, count) in enumerate(POINTS):
     process = start(tmp_path, seed, point, str(count))
     out, _ = process.communicate(timeout=120)
-    # A point may lie beyond the end of the queue; then this life ended it.
+    # A point may be beyond the end of the queue; then this process drained it.
     assert process.returncode in (-signal.SIGKILL, 0), out
     if seed % 2:
       process = start(tmp_path, 100 + seed)
@@ -75,7 +75,7 @@ def test_exactly_once_under_kill(tmp_path):
   assert sorted(trained) == [i for i in range(TOTAL) if not drain_worker.fails(i)]
   check_window_order(trained)
   assert checkpoint['ledger']['head'] == checkpoint['ledger']['next_index'] == TOTAL
-  # The test is worth nothing if the kills undid nothing.
+  # Otherwise the kills did not undo anything.
   lives = [json.loads(x) for x in (tmp_path / 'lives.jsonl').read_text().splitlines()]
   assert len(lives) >= 8
   assert sum(life['revived'] for life in lives) > 0

@@ -11,7 +11,7 @@ from m2jax.pool.windowed_fifo import Full, NotPending, WindowedFifo, default_win
 
 
 class NaiveFifo:
-  """The rules written down once more, by scanning a list: slow and independent."""
+  """An independent implementation of the rules, by scanning a list."""
 
   def __init__(self, capacity, window):
     self.capacity, self.window = capacity, window
@@ -91,7 +91,7 @@ def run(ops, fifo, naive=None):
 @settings(deadline=None, max_examples=200)
 @given(OPS, CAPACITY, WINDOW)
 def test_matches_naive_model(ops, capacity, window):
-  """Every take, refusal, head and count is what the written rules say."""
+  """Every take, error, head and count follows the rules."""
   fifo, naive = WindowedFifo(capacity, window), NaiveFifo(capacity, window)
   for _ in run(ops, fifo, naive):
     state, head = fifo.state(), naive.head()
@@ -132,7 +132,7 @@ def test_age_bound(ops, capacity, window):
   ('capacity', 'window'), [(1, 1), (8, 1), (8, 4), (10, 3), (5, 9)]
 )
 def test_age_bound_is_attained(capacity, window):
-  """The bound N + W − 2 is tight: a slow youngest item really sees that many pass."""
+  """The bound N + W − 2 is tight: a slow youngest item reaches it."""
   fifo = WindowedFifo(capacity, window)
   slow = [fifo.submit() for _ in range(capacity)][-1]
   for index in range(slow):
@@ -215,7 +215,7 @@ def test_figure_5():
 
 
 def test_failed_head_moves_the_window():
-  """A head that times out must not wedge the learner, and says why it ended."""
+  """A head that times out does not block the learner, and has a reason."""
   fifo = WindowedFifo(capacity=4, window=2)
   for _ in range(4):
     fifo.submit()
@@ -227,11 +227,11 @@ def test_failed_head_moves_the_window():
   assert [i for i, _ in fifo.take(4)] == [2, 3]
   with pytest.raises(NotPending, match='item 0 has already been taken or failed'):
     fifo.complete(0)
-  assert fifo.submit() == 4  # a failure gives its place in the capacity back
+  assert fifo.submit() == 4  # a failure frees capacity
 
 
-def test_misuse_is_refused():
-  """Completing twice, unknown items and bad sizes get errors that name the matter."""
+def test_misuse_is_an_error():
+  """Completing twice, unknown items and bad sizes get errors that name the item."""
   fifo = WindowedFifo(2)
   fifo.submit()
   fifo.complete(0)
@@ -247,7 +247,7 @@ def test_misuse_is_refused():
 
 
 def test_default_window():
-  """W = max(1, ⌊0.3 N⌋) without floating-point surprises."""
+  """W = max(1, ⌊0.3 N⌋) without rounding errors."""
   assert [default_window(n) for n in (1, 3, 4, 7, 10, 20, 64, 90)] == [
     1, 1, 1, 2, 3, 6, 19, 27,
   ]  # fmt: skip
@@ -257,7 +257,7 @@ def test_default_window():
 @settings(deadline=None, max_examples=60)
 @given(OPS, OPS, CAPACITY, WINDOW)
 def test_restored_queue_continues_alike(before, after, capacity, window):
-  """Law 5 at the queue: after restore the future is the one the old queue had."""
+  """Law 5 for the queue: a restored queue behaves like the old one."""
   old = WindowedFifo(capacity, window)
   naive = NaiveFifo(capacity, window)
   list(run(before, old, naive))
@@ -290,7 +290,7 @@ def test_restore_refuses_contradictions():
 
 
 def test_wait_for_take():
-  """Waiting takes all or nothing, wakes on completion, gives the rest at the end."""
+  """Waiting takes all or nothing, wakes on completion, takes the rest at the end."""
   fifo = WindowedFifo(capacity=4, window=4)
   for _ in range(3):
     fifo.submit()

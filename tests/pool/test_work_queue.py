@@ -1,4 +1,4 @@
-"""Pool and queue change together; deadlines; ages; what a held-up log costs."""
+"""Pool and queue change together; deadlines; ages; a blocked write-ahead log."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def wait_until(true, seconds=30):
 
 
 def test_an_item_ends_once(pool):
-  """Whatever comes second is refused in both, and changes neither."""
+  """A second change is rejected by both, and changes neither."""
   with queue_of(pool, 3, None) as queue:
     for _ in range(3):
       queue.submit('t', 1)
@@ -95,7 +95,7 @@ def test_deadline(pool):
     assert [t.index for t in queue.take(2, step=1, timeout_s=30)] == [1, 2]
     wait_until(lambda: expired)
     assert pool.failures() == {0: 'not complete after 2 s'} and expired == [0]
-    assert not roll(pool, queue, 0)  # its group comes home too late
+    assert not roll(pool, queue, 0)  # its group ends too late
     pool.flush()
     assert pool.counts()['late_trajectories'] == 1
     assert states(pool, queue) == (0, 0, 2, 1)

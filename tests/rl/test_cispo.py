@@ -73,7 +73,7 @@ def test_ratio_has_no_gradient():
 
 @pytest.mark.parametrize('cap', [1.0, 1.28, 2.0, 5.0, 1e9])
 def test_cap(cap):
-  """One-sided and absolute: both signs of Â are capped alike, small ratios are kept."""
+  """One-sided and absolute: both signs of Â are capped alike, small ratios are not."""
   old = jnp.zeros(4) - 3
   logprob = old + jnp.log(jnp.array([0.01, 0.9, 1.5, 7.39]))
   for sign in (1.0, -1.0):
@@ -85,7 +85,7 @@ def test_cap(cap):
 
 
 def test_lower_bound():
-  """is_weight_min = 0 never acts; a positive one lifts small ratios."""
+  """is_weight_min = 0 has no effect; a positive one raises small ratios."""
   logprob, old, advantage, weight = batch()
   grad = jax.grad(total)(logprob, old, advantage, weight, is_weight_min=0.8)
   ratio = np.clip(np.exp(logprob - old), 0.8, 5.0)
@@ -102,7 +102,7 @@ def test_lower_bound():
   ],
 )
 def test_bounds_are_refused(bounds):
-  """A relative ε passed as the cap (0.2) would scale on-policy terms down: refused."""
+  """A relative ε passed as the cap (0.2) would scale down on-policy terms: an error."""
   for function in (cispo.loss, cispo.metrics):
     with pytest.raises(ValueError, match=next(iter(bounds))):
       function(*batch(), **bounds)
@@ -111,7 +111,7 @@ def test_bounds_are_refused(bounds):
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from([0, 1, 8]))
 def test_order_and_padding(seed, padding):
-  """Terms may lie anywhere, between any rubbish of weight 0: same loss and gradient."""
+  """Any order of terms, with any values of weight 0 between: same loss and gradient."""
   arrays = batch(seed % 100)
   rng = np.random.default_rng(seed)
   value, grad = jax.value_and_grad(total)(*arrays)
@@ -177,7 +177,7 @@ LENGTHS = st.lists(st.lists(st.integers(0, 50), max_size=5), max_size=5)
 @settings(deadline=None)
 @given(LENGTHS, st.sampled_from(cispo.NORMALISERS))
 def test_weights_sum_to_one(lengths, normaliser):
-  """Σ weight·|o| is 1, so losses and metrics are means whatever the batch."""
+  """Σ weight·|o| is 1, so losses and metrics are means for every batch."""
   weights = cispo.weights(lengths, normaliser)
   assert [len(w) for w in weights] == [len(x) for x in lengths]
   total = sum(float(np.dot(w, x)) for w, x in zip(weights, lengths, strict=True))

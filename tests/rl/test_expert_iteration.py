@@ -1,4 +1,4 @@
-"""Expert iteration: only what succeeded is imitated, and by maximum likelihood."""
+"""Expert iteration: only successes are imitated, by maximum likelihood."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def test_only_successes_are_imitated():
 
 
 def test_a_group_of_successes_is_trained_and_one_of_failures_is_not():
-  """The other way round than CISPO for the first, whose advantages are all zero."""
+  """Unlike with CISPO, a group of successes is trained and one of failures dropped."""
   assert trained(credit('success', 'success')) == [2, 2]
   assert not credit('success', 'success').dropped
   assert credit('failure', 'failure').dropped == 'zero_advantage'

@@ -1,4 +1,4 @@
-"""One update of the learner: groups in, weights and metrics out."""
+"""One update of the learner: from groups to weights and metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def completion(session, turn, prompt, response, **fields):
 
 
 class Pool:
-  """What the learner asks of the data pool."""
+  """The part of the data pool that the learner uses."""
 
   def __init__(self, successes, version=0):
     self.successes, self.version = successes, version
@@ -111,7 +111,7 @@ def test_update_learns_what_was_paid(make):
 
 
 def test_nothing_to_learn(make):
-  """Where all of a group did alike the weights stay bit for bit, yet it is a step."""
+  """A group with equal rewards leaves the weights bit-identical, yet is a version."""
   one = make(Pool((1.0, 1.0)))
   before = jax.tree.map(np.asarray, one.variables())
   scalars = one.update([0])
@@ -130,7 +130,7 @@ def test_lag_of_a_lost_lineage(make):
   one.state = dataclasses.replace(one.state, step=jnp.asarray(3, jnp.int32))
   scalars = one.update([0])
   assert scalars['policy/lag_mean'] == scalars['policy/lag_max'] == 2
-  scalars = one.update([0])  # now of version 4: one update of this lineage apart
+  scalars = one.update([0])  # now at version 4: one update of this lineage
   assert scalars['policy/lag_max'] == 3
 
 
@@ -182,7 +182,7 @@ def test_not_finite(make):
 
 
 class TreePool(Pool):
-  """Item 0 fits a row of 12; items 1 and 2 do not: a bush, and one with long paths."""
+  """Item 0 fits a row of 12; item 1 has too many branches, item 2 too long paths."""
 
   def __init__(self, replay):
     super().__init__((1.0, 0.0, 0.5, 0.25))
@@ -250,7 +250,7 @@ def test_trees_larger_than_a_row(replay, modules):
   (variables, scalars), (want_variables, want) = got['chunks'], got['rows']
   assert (scalars.pop('chunked_trees'), want.pop('chunked_trees')) == (2, 0)
   assert scalars.pop('padding') != want.pop('padding')
-  # one row merges what the groups share, too
+  # one row also merges prefixes shared by the groups
   assert scalars.pop('forest_tokens') >= want.pop('forest_tokens')
   assert scalars.pop('replay/disagreement', None) == (0.0 if replay else None)
   want.pop('replay/disagreement', None)
@@ -282,6 +282,6 @@ def test_disagreement_is_reported(make):
 
 
 def test_buckets_hold_what_rows_hold():
-  """A stack shorter than a row would refuse in the middle of a run what fits a row."""
+  """Otherwise a group that fits a row could fail in the middle of a run."""
   with pytest.raises(ValueError, match='LearnerConfig.buckets.stack_tokens'):
     learner.LearnerConfig(row_tokens=8192)

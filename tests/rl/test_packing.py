@@ -1,4 +1,4 @@
-"""Which groups go in rows and which in chunks; that nothing is left out."""
+"""Which groups go in rows and which in chunks; that no sample is lost."""
 
 from __future__ import annotations
 

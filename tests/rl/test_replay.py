@@ -1,4 +1,4 @@
-"""Routing replay from the engine to the loss: ids recorded, kept, merged and used."""
+"""Routing replay from the engine to the loss: ids recorded, stored, merged, used."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def ask(chat, session, messages):
 
 
 class Forgetful:
-  """A pool that keeps no expert ids."""
+  """A pool that stores no expert ids."""
 
   def __init__(self, pool):
     self._pool = pool

@@ -92,7 +92,7 @@ def test_composite_by_hand():
 @settings(deadline=None)
 @given(st.lists(st.floats(-5, 5), max_size=12), st.floats(0, 1))
 def test_returns_are_the_definition(r, gamma):
-  """Reward-to-go equals the double sum it abbreviates."""
+  """Reward-to-go equals the double sum."""
   n = len(r)
   expected = [sum(gamma ** (k - t) * r[k] for k in range(t, n)) for t in range(n)]
   np.testing.assert_allclose(rewards.returns(np.array(r), gamma), expected, atol=1e-9)
@@ -100,7 +100,7 @@ def test_returns_are_the_definition(r, gamma):
 
 @pytest.mark.parametrize('kind', sorted(rewards.SPEEDS))
 def test_speed_decreases(kind):
-  """h is decreasing, 1 at once and 1/2 at the baseline, in every form on offer."""
+  """Every h is decreasing, with h(0) = 1 and h(1) = 1/2."""
   values = [rewards.speed(t, 2.0, kind) for t in np.linspace(0, 10, 50)]
   assert values == sorted(values, reverse=True) and values[0] == 1.0
   assert min(values) >= 0 and rewards.speed(2.0, 2.0, kind) == 0.5
@@ -151,7 +151,7 @@ def make_group(rows, start=0):
 @settings(deadline=None, max_examples=60)
 @given(GROUPS, st.lists(st.integers(0, 6), max_size=4), CONFIGS)
 def test_infrastructure_changes_nothing(rows, places, config):
-  """Law 5: broken episodes anywhere in a group leave every other credit as it was."""
+  """Law 5: infrastructure failures in a group leave every other credit unchanged."""
   group = make_group(rows)
   broken = list(group)
   for k, place in enumerate(places):
@@ -206,7 +206,7 @@ def test_normalise():
 
 @pytest.mark.parametrize('success', [0.0, 1.0, 0.1])
 def test_zero_advantage_groups_are_dropped(success):
-  """All alike teaches nothing: dropped and counted, even when a mean is inexact."""
+  """Equal rewards have no gradient: dropped and counted, even if a mean is inexact."""
   alike = advantages([episode(i, success) for i in range(7)])
   mixed = advantages([episode(0, 1.0), episode(1, 0.0)])
   broken = advantages([episode(i, end_reason='infrastructure') for i in range(2)])
@@ -227,7 +227,7 @@ def test_zero_advantage_groups_are_dropped(success):
 
 
 def test_process_difference_is_not_dropped():
-  """Equal outcomes but one format error: there is something to learn."""
+  """Equal outcomes with one format error have a non-zero advantage."""
   credit = advantages([episode(0), episode(1, statuses=('unclosed_block',))])
   assert credit.dropped == ''
   assert credit.credits[0].advantages[0] > 0 > credit.credits[1].advantages[0]
@@ -235,7 +235,7 @@ def test_process_difference_is_not_dropped():
 
 
 def test_thinking_bonus():
-  """Paid per turn for thinking before acting, and never to a malformed turn."""
+  """Paid for each turn with thinking, except malformed ones."""
 
   def said(reasoning):
     return {'role': 'assistant', 'content': '', 'reasoning_content': reasoning}
@@ -247,7 +247,7 @@ def test_thinking_bonus():
   config = RewardConfig(thinking_bonus=0.5)
   got = rewards.process_rewards(trajectory, completions, config)
   np.testing.assert_array_equal(got, [0.5, 0.0, -1.0])
-  # Where turns and messages do not match up, nothing is guessed.
+  # No bonus if turns and messages do not correspond.
   got = rewards.process_rewards(trajectory, completions[:2], config)
   np.testing.assert_array_equal(got, [0.0, 0.0])
 
@@ -283,31 +283,31 @@ def used(*completions):
 
 
 def test_repetitions_that_were_not_used():
-  """Each way in which an agent asks twice, and who of them acted."""
-  # The connection broke, the answer got lost, the client asked again and went on.
+  """Each way in which an agent repeats a request, and the completion it acted on."""
+  # The answer was lost with the connection; the client repeated the request.
   first = sampled('a0', (1,)), sampled('b1', (1,), fork_reason='resampled')
   assert used(*first, sampled('c2', (1, 4, 2), 'b1')) == 'b1 c2'
   # The same at a later turn, whose prompt extends one completion both times.
   later = sampled('a0', (1,)), sampled('b1', (1, 4), 'a0'), sampled('c2', (1, 4), 'a0')
   assert used(*later, sampled('d3', (1, 4, 5), 'c2')) == 'a0 c2 d3'
   assert used(*later) == 'a0 c2'  # and at the last turn
-  # The lost answer was recorded after the second was asked for.
+  # The lost answer was recorded after the second request.
   late = sampled('a2', (1,), started_s=1.0), sampled('b1', (1,), started_s=2.0)
   assert used(*late) == 'b1'
-  # Best of three: the first is gone on with.
+  # Best of three: the agent continues the first.
   three = [sampled(f'a{i}', (1,)) for i in range(3)]
   assert used(*three, sampled('b3', (1, 4), 'a0')) == 'a0 b3'
   # One was cancelled, but a request extended it: the agent had its text.
   gone_on = sampled('a0', (1,)), sampled('b1', (1,))
   lost = sampled('c2', (1, 4), 'a0', finish_reason='cancelled')
   assert used(*gone_on, lost) == 'a0'
-  # Two branches that were both gone on with.
+  # Two branches, both continued.
   fork = sampled('a0', (1,)), sampled('b1', (1, 4), 'a0'), sampled('c2', (1,))
   assert used(*fork, sampled('d3', (1, 5), 'c2')) == 'a0 b1 c2 d3'
 
 
 def test_what_only_looks_unused_is_trained():
-  """Nothing extends these by its ids, and the agent acted on all of them."""
+  """No prompt extends their ids, but the agent acted on all of them."""
   reset = sampled('a0', (1,)), sampled('b1', (7, 1), fork_reason='history_rewritten')
   assert used(*reset) == 'a0 b1'
   agents = (
@@ -317,13 +317,13 @@ def test_what_only_looks_unused_is_trained():
     sampled('d3', (1, 4, 5), 'a0'),
   )
   assert used(*agents) == 'a0 b1 c2 d3'
-  # From the beginning once more, with the same first request, and done in one turn.
+  # Restarted with the same first request, and finished in one turn.
   again = sampled('a0', (1,)), sampled('b1', (1, 4), 'a0'), sampled('c2', (1,))
   assert used(*again) == 'a0 b1 c2'
 
 
 def test_unused_completions_earn_nothing():
-  """A malformed answer that nobody received costs nothing, and is counted."""
+  """A malformed answer that was not delivered is not penalised, and is counted."""
   trajectory, _ = episode(0, 1.0)
   lost = sampled('a0', (1,), status='invalid_json'), sampled('b1', (1,))
   credit = advantages([(trajectory, lost), episode(1, 0.0)])
@@ -385,6 +385,6 @@ def test_a_group_of_one(over, baseline):
   ],
 )
 def test_config_names_the_field(field, value):
-  """Law 9: a broken config says which field and what it may be."""
+  """Law 9: the error of a bad config names the field and its valid values."""
   with pytest.raises(ValueError, match=f'RewardConfig.{field}'):
     RewardConfig(**{field: value})

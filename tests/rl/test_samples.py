@@ -1,4 +1,4 @@
-"""From judged groups to loss terms: what is in the loss, and with which weight."""
+"""From judged groups to loss terms: what is in the loss, with which weight."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,7 @@ def episode(item, rank, success, turns=2, end_reason='answer'):
       status='ok',
     )
     out.append(completion)
-    ids = ids + response + (90, 91)  # what the tool answered
+    ids = ids + response + (90, 91)  # the observation
   return Trajectory(session, item, rank, 't', 'f', end_reason, success, 1.0, 1), out
 
 

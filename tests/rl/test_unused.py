@@ -44,7 +44,7 @@ def user(text):
 
 
 def call(message):
-  """A tool's answer, after which the template keeps what was thought."""
+  """A tool message, after which the template retains thinking."""
   (made,) = message['tool_calls']
   return {'role': 'tool', 'tool_call_id': made['id'], 'content': '3'}
 
@@ -67,7 +67,7 @@ def test_a_lost_answer_is_not_trained(agent, after):
 
 @pytest.mark.parametrize('after', [call, lambda message: user('go on')])
 def test_the_best_of_three_is_trained(agent, after):
-  """Three samples, of which the agent goes on with the first."""
+  """Three samples, of which the agent continues the first."""
   ask, records = agent
   start = [user('count')]
   best, *_ = [ask(start) for _ in range(3)]

@@ -24,7 +24,7 @@ def put(directory: Path, files) -> None:
 
 
 class Box:
-  """A sandbox of no strength: /bin/sh in a directory; keeps its commands."""
+  """A stand-in for the sandbox without isolation; records its commands."""
 
   def __init__(self, directory):
     self.directory = directory
@@ -45,7 +45,7 @@ class Box:
 
 @contextlib.asynccontextmanager
 async def workspace(task):
-  """The task's environment without the sandbox: the commands are the teacher's own."""
+  """The task's environment without the sandbox, for the teacher's own commands."""
   with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
     directory = Path(name)
     put(directory, task.files)

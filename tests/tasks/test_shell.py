@@ -1,4 +1,4 @@
-"""The tool `sh`: what it takes, what it shows, and that it is run in the sandbox."""
+"""The tool `sh`: its arguments, its observations, and that it runs in the sandbox."""
 
 import asyncio
 
@@ -48,7 +48,7 @@ def test_observation(result, text):
   ],
 )
 def test_bad_call(name, arguments, said):
-  """The model is told what is wrong with its call."""
+  """The observation names what is wrong with the call."""
   with pytest.raises(BadCall, match=said):
     shell.command_of(name, arguments)
 

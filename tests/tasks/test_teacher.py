@@ -1,4 +1,4 @@
-"""The teacher: right when it makes no mistake, wrong in known ways when it does."""
+"""The teacher: correct without mistakes, and wrong in known ways with them."""
 
 import asyncio
 import collections
@@ -14,8 +14,8 @@ from m2jax.text import chat
 from tests.tasks import local_shell
 
 FAMILIES = sorted(terminal.FAMILIES)
-SKIPPED = {'skipped_step'}  # of a list of steps, another then comes first
-LUCKY = {'unsorted'}  # the first or last of a few names may be the right one
+SKIPPED = {'skipped_step'}  # another step then comes first
+LUCKY = {'unsorted'}  # may be right by chance
 PERFECT = teacher.TeacherConfig(scale=0.0)
 
 
@@ -53,7 +53,7 @@ def commands(demo):
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_perfect_teacher_solves_every_task_by_real_commands(family):
-  """Every task can be solved, in the calls it says, by short commands and thoughts."""
+  """Every task is solved in `baseline_calls` calls by short commands and thoughts."""
   for task in tasks_of(family, 32):
     demo = demonstrate(task, PERFECT)
     assert demo.success == 1.0, (task.spec, demo.messages)
@@ -70,7 +70,7 @@ def test_perfect_teacher_solves_every_task_by_real_commands(family):
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_each_mistake_is_a_mistake(family):
-  """A kind that did no harm would make the stated rates a fiction."""
+  """A mistake without effect would make the configured rates meaningless."""
   for kind in terminal.FAMILIES[family].mistakes:
     config = teacher.TeacherConfig(rates={family: {kind: 1.0}}, malformed_call=0.0)
     demos = [demonstrate(task, config) for task in tasks_of(family, 40)]
@@ -83,7 +83,7 @@ def test_each_mistake_is_a_mistake(family):
 
 
 def test_default_teacher_is_right_about_half_of_the_time():
-  """In the families of bad habits, where every right way must be there to be found."""
+  """Also in the families with frequent mistakes, every right way is demonstrated."""
   habits = sorted(set(FAMILIES) - set(steps.FAMILIES))
   demos = {family: demonstrations_of(family, 24) for family in habits}
   rates = {family: success_rate(some) for family, some in demos.items()}
@@ -98,12 +98,12 @@ def test_default_teacher_is_right_about_half_of_the_time():
 
 
 def test_default_teacher_rarely_errs_at_steps():
-  """The main job's demonstrations are honest: plausible slips, at low rates."""
+  """The main job's demonstrations have plausible mistakes at low rates."""
   assert 0.8 <= success_rate(demonstrations_of('steps_2', 120)) < 1.0
 
 
 def test_mistakes_do_not_show_in_the_words():
-  """The text of a wrong demonstration gives no mark to learn from."""
+  """The text of a wrong demonstration does not mark the mistake."""
   thoughts = collections.defaultdict(set)
   rates = {
     family: dict.fromkeys(set(of) - SKIPPED if family in steps.FAMILIES else of, 1.0)
@@ -116,11 +116,11 @@ def test_mistakes_do_not_show_in_the_words():
         demo = demonstrate(task, config)
         first = demo.messages[1]['reasoning_content']
         thoughts[name].add((family, first))
-  assert len(thoughts['wrong'] - thoughts['right']) <= 1  # a step left out comes first
+  assert len(thoughts['wrong'] - thoughts['right']) <= 1  # after a skipped step
 
 
 def test_malformed_call_is_answered_and_made_good():
-  """One bad call costs one of the spare calls, and the demonstration goes on."""
+  """A malformed call uses one spare call, and the demonstration continues."""
   config = teacher.TeacherConfig(malformed_call=1.0, rates={})
   for family in ('find_file', 'fix_check'):
     for task in tasks_of(family, 4):
@@ -133,11 +133,11 @@ def test_malformed_call_is_answered_and_made_good():
 
 
 def test_looks_cost_spare_calls_and_change_nothing():
-  """The teacher lists the files while it may, and does the same as without."""
+  """The teacher lists files while calls are left, and otherwise acts the same."""
   config = teacher.TeacherConfig(malformed_call=0.0, rates={}, looks=1.0)
   for spare in (0, 1, 2):
-    knobs = terminal.TerminalConfig(spare_calls=spare)
-    for task in tasks_of('steps_3', 6, config=knobs):
+    settings = terminal.TerminalConfig(spare_calls=spare)
+    for task in tasks_of('steps_3', 6, config=settings):
       demo, plain = demonstrate(task, config), demonstrate(task, PERFECT)
       done = [call[shell.ARGUMENT] for call in commands(demo)]
       assert done.count('ls') == spare and demo.success == 1.0
@@ -146,7 +146,7 @@ def test_looks_cost_spare_calls_and_change_nothing():
 
 
 def test_demonstrations_are_repeatable_and_attempts_differ():
-  """The SFT set is a function of config and specs; a second pass may err elsewhere."""
+  """The SFT set is a function of config and specs; another attempt errs elsewhere."""
   tasks = [task for family in FAMILIES for task in tasks_of(family, 2)]
   once, again, other = (
     [demonstrate(task, teacher.TeacherConfig(), attempt=attempt) for task in tasks]
@@ -172,13 +172,13 @@ def test_demonstrations_render_in_the_chat_template():
   'rates', [{'sing': {}}, {'append': {'sang': 0.1}}, {'append': {'clobber': 1.5}}]
 )
 def test_bad_rates_are_named(rates):
-  """A misspelt family or kind would otherwise silently make a better teacher."""
+  """A misspelt family or kind would otherwise silently lower the rate of mistakes."""
   with pytest.raises(ValueError, match='sing|sang|clobber'):
     teacher.TeacherConfig(rates=rates)
 
 
 def test_families_work_in_the_real_sandbox():
-  """The commands need no more than the sandbox gives, and its workspace is judged."""
+  """The commands work in the real sandbox, whose workspace is judged."""
 
   async def run():
     failed = []

@@ -1,4 +1,4 @@
-"""Terminal tasks: reproducible, disjoint between splits, short, judged rightly."""
+"""Terminal tasks: reproducible, disjoint between splits, short, correctly judged."""
 
 import dataclasses
 import itertools
@@ -19,8 +19,8 @@ from tests.tasks.local_shell import IN_MEMORY, put
 FAMILIES = sorted(terminal.FAMILIES)
 
 
-def some(family, count, split='train', seed=0, **knobs):
-  config = terminal.TerminalConfig(**knobs)
+def some(family, count, split='train', seed=0, **settings):
+  config = terminal.TerminalConfig(**settings)
   specs = (terminal.spec(split, i, seed, config, family) for i in range(count))
   return [terminal.make(spec) for spec in specs]
 
@@ -72,7 +72,7 @@ def test_streams_differ_by_seed_and_index():
 
 
 def _leaves(value, key=''):
-  """The values in nested dicts and lists as text, but for how a step is asked."""
+  """The values in nested dicts and lists as text, except the sentences of steps."""
   if isinstance(value, dict):
     for name, item in value.items():
       yield from _leaves(item, name)
@@ -84,7 +84,7 @@ def _leaves(value, key=''):
 
 
 def _parameters(task):
-  """The words (file stems too) and numbers that a task was given."""
+  """The words (also file stems) and numbers of a task."""
   words = {name.partition('.')[0].lower() for name in task.files}
   numbers = set()
   for value in _leaves(task.params):
@@ -97,7 +97,7 @@ def _parameters(task):
 
 
 def test_splits_share_no_file_word_or_number():
-  """Held-out success must not be memory (done-when 2): all parameters are unseen."""
+  """Held-out success must not be memorisation: all parameters are unseen."""
   words = {split: set() for split in terminal.SPLITS}
   numbers = {split: set() for split in terminal.SPLITS}
   for split in terminal.SPLITS:
@@ -114,7 +114,7 @@ def test_splits_share_no_file_word_or_number():
 
 
 def test_splits_share_no_source_and_no_vocabulary():
-  """The same, at the root: what tasks are drawn from."""
+  """The same for the source data of the tasks."""
   loaded = [corpus.load(split) for split in terminal.SPLITS]
   for pool in (
     lambda c: {source.name.partition('.')[0] for source in c.sources},
@@ -127,7 +127,7 @@ def test_splits_share_no_source_and_no_vocabulary():
 
 
 def test_made_up_names_are_many_and_of_one_split():
-  """They stand in for names never seen: hardly one twice, spelled like real ones."""
+  """They represent unseen names: almost all distinct, spelled like real ones."""
   for split in terminal.SPLITS:
     rng = random.Random(0)
     words = [corpus.pseudo_word(rng, split) for _ in range(500)]
@@ -140,7 +140,7 @@ def test_made_up_names_are_many_and_of_one_split():
 
 
 def test_workspaces_hold_real_text():
-  """Tasks are about real files: most lines stand in the library as they are."""
+  """Tasks are about real files: most lines occur verbatim in the library."""
   real = {
     line
     for split in terminal.SPLITS
@@ -196,7 +196,7 @@ def test_verdicts_are_about_answer_and_workspace(family):
 
 
 def test_answers_are_not_guessable():
-  """No constant answer does well on a family that asks for one."""
+  """No constant answer is often right in a family that asks for one."""
   for family in FAMILIES:
     answers = [task.expected.answer for task in some(family, 100)]
     asked = [answer for answer in answers if answer is not None]
@@ -205,10 +205,10 @@ def test_answers_are_not_guessable():
       assert commonest <= 0.3 * len(asked), family
 
 
-def test_knobs_change_tasks_and_travel_in_the_spec():
-  """The lead hardens tasks by config alone, and a spec rebuilds them without it."""
-  knobs = {'files': (6, 8), 'lines': (30, 40), 'max_hops': 3, 'spare_calls': 2}
-  tasks = some('follow_notes', 40, **knobs)
+def test_settings_change_tasks_and_are_part_of_the_spec():
+  """A config makes tasks harder, and the spec rebuilds them without it."""
+  settings = {'files': (6, 8), 'lines': (30, 40), 'max_hops': 3, 'spare_calls': 2}
+  tasks = some('follow_notes', 40, **settings)
   assert {task.baseline_calls for task in tasks} == {2, 3, 4}
   assert all(task.max_tool_calls == task.baseline_calls + 2 for task in tasks)
   assert all(7 <= len(task.files) <= 11 for task in tasks)
@@ -219,7 +219,7 @@ def test_knobs_change_tasks_and_travel_in_the_spec():
 
 
 def test_weights_choose_families():
-  """Weights are relative frequencies; families left out never come."""
+  """Weights are relative frequencies; unlisted families are never sampled."""
   config = terminal.TerminalConfig(weights={'rename': 3.0, 'append': 1.0})
   families = [
     terminal.make(terminal.spec('train', i, 0, config)).family for i in range(400)
@@ -246,8 +246,8 @@ def test_weights_choose_families():
     (lambda: terminal.TerminalConfig(pseudo_words=2.0), 'pseudo_words'),
   ],
 )
-def test_bad_specs_and_knobs_are_named(call, named):
-  """An error a person can act on names what was wrong (law 9)."""
+def test_bad_specs_and_settings_are_named(call, named):
+  """The error names what was wrong (law 9)."""
   with pytest.raises(ValueError, match=re.escape(named)):
     call()
 

@@ -1,4 +1,4 @@
-"""The verifier: exact about the end state, unmoved by what a hostile agent leaves."""
+"""The verifier: exact about the end state, robust against hostile workspaces."""
 
 import os
 import time
@@ -22,9 +22,9 @@ def box(tmp_path):
 
 
 def test_expected_state_succeeds(box):
-  """The least that every task relies on."""
+  """The basic verdicts that every task relies on."""
   assert verify.Expected(FILES)(box, 'anything') == 1.0
-  assert verify.Expected(FILES)(box, ' \n') == 0.0  # silence is no answer
+  assert verify.Expected(FILES)(box, ' \n') == 0.0  # an empty answer fails
   assert verify.Expected(FILES, '12')(box, '12') == 1.0
   assert verify.Expected(FILES, '12')(box, '13') == 0.0
 
@@ -50,7 +50,7 @@ flat = st.dictionaries(st.sampled_from('abcd'), st.binary(max_size=2), min_size=
 def test_partial_credit_is_the_share_of_what_had_to_change(
   tmp_path_factory, before, expected, found, said
 ):
-  """What was asked for counts, what was spoiled besides is subtracted; at least 0."""
+  """Required changes count, unwanted ones are subtracted; at least 0."""
   directory = tmp_path_factory.mktemp('box')
   put(directory, found)
   judge = verify.Expected(expected, '7', before=before, partial_credit=0.5)
@@ -186,7 +186,7 @@ def test_missing_workspace_is_not_the_agents_failure(tmp_path):
 
 
 def test_shutting_the_verifier_out_is_a_failure(box):
-  """An agent that could turn its failure into a masked one would learn to."""
+  """Otherwise an agent would learn to have its failures masked."""
   for path in (box / 'a.py', box / 'lib', box):
     path.chmod(0)
     verdict = verify.Expected(FILES)(box, 'done')
@@ -220,5 +220,5 @@ def test_no_descriptor_leaks(box):
   ],
 )
 def test_answers_are_normalised_as_documented(said, meant):
-  """What is forgiven is a closed list; case and inner text always count."""
+  """Only listed differences are ignored; case and inner text are significant."""
   assert verify.normalize_answer(said) == meant
