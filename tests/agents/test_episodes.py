@@ -65,7 +65,7 @@ class Sessions:
 def start(serve):
   """`start(policy, **EpisodeConfig) -> (runner, gateway, engine, records, sessions)`.
 
-  The gateway knows no key but those the runner opens.
+  The gateway accepts only the keys that the runner opens.
   """
 
   def start(policy, *, engine_options=None, **config):
@@ -117,8 +117,8 @@ def wait_until(true, seconds=20):
 
 
 def test_a_perfect_policy_solves_every_family(start, tok):
-  """Real commands, real verdicts: what solves the tasks gets success 1, in evaluation
-  sessions that sample as asked, and leaves no session open."""
+  """Real commands, real verdicts: correct solutions get success 1, in evaluation
+  sessions with the requested sampling, and no session remains open."""
   specs = specs_of(*sorted(terminal.FAMILIES))
   runner, gateway, engine, records, sessions = start(perfect(tok, specs))
   ended = []
@@ -139,8 +139,8 @@ def test_a_perfect_policy_solves_every_family(start, tok):
 
 
 def test_a_group_is_one_task_by_ranks(start, tok):
-  """Each rank has a session, completions and files of its own; the wrong answer is a
-  judged failure, and `on_end` hears of each."""
+  """Each rank has its own session, completions and files; the wrong answer is a judged
+  failure, and `on_end` is called for each."""
   [spec] = specs_of('append', split='train')
   right, asked = perfect(tok, [spec]), []
 
@@ -168,9 +168,9 @@ def test_a_group_is_one_task_by_ranks(start, tok):
 
 
 def test_a_dead_sandbox_is_in_no_baseline(start, tok):
-  """Law 5: the sandbox dies under one episode of a group. It ends by infrastructure,
-  the next ones get a new sandbox, and the group's advantages are those of a group in
-  which it never was."""
+  """Law 5: the sandbox dies under one episode of a group. It ends as an infrastructure
+  failure, the next ones get a new sandbox, and the group's advantages are those of the
+  group without it."""
   [spec] = specs_of('append', split='train')
   right, asked = perfect(tok, [spec]), []
   before = descendants()
@@ -228,8 +228,8 @@ def test_evaluation_tries_infrastructure_once_more(start, tok):
 
 
 def test_what_fails_twice_is_not_judged(start, tok):
-  """Files that do not fit the workspace fail before the first completion, each time:
-  two tries, no verdict, and the other tasks have theirs."""
+  """Files that do not fit the workspace fail before the first completion, in both
+  attempts: no verdict, and the other tasks are judged."""
   specs = specs_of('count_lines', 'append')
   limits = sandbox.Limits(workspace_bytes=4096, file_bytes=4096)
   runner, gateway, engine, _, sessions = start(perfect(tok, specs), limits=limits)
@@ -265,8 +265,8 @@ def test_what_cannot_be_recorded_ends_the_group(start, tok):
 
 @pytest.mark.parametrize('within', ['start', 'completion', 'command'])
 def test_leaving_the_runner_ends_what_runs(start, tok, within):
-  """Ctrl-C must leave nothing behind: no command, no supervisor, no session, and no
-  completion that the engine works on for nobody."""
+  """Ctrl-C leaves nothing behind: no command, supervisor or session, and no completion
+  in the engine."""
   [spec] = specs_of('append', split='train')
   sleep = response_text('wait', calls=[('sh', {'cmd': 'sleep 600 & sleep 600'})])
   text, delay_s = ('on ' * 5000, 0.02) if within == 'completion' else (sleep, 0.0)

@@ -128,8 +128,8 @@ def test_a_kind_that_is_not_there_is_named(mylab, field, kind, said):
 
 @pytest.mark.long
 def test_the_main_job_learns_on_them(mylab, tmp_path):
-  """`experiments.forge` with the page's config, an outside agent and a flag of the
-  outside task runs every phase."""
+  """`experiments.forge` runs every phase with the page's config, an external agent and
+  a flag of the external task."""
   path = mylab / 'both_config.py'
   path.write_text(
     'from experiments import fields\n'

@@ -15,8 +15,8 @@ def shares(curriculum, draws=4000):
 
 
 def test_frequency_follows_the_deviation_of_verdicts():
-  """Neither what always fails nor what always succeeds crowds out the rest; partial
-  credit makes a family that never succeeds worth a try."""
+  """Neither failing nor solved families crowd out the others; partial credit raises the
+  frequency of a family that never fully succeeds."""
   weights = {'never': 1.0, 'half': 1.0, 'always': 2.0, 'in part': 1.0}
   curriculum = Curriculum(CurriculumConfig(floor=0.1, memory=64), weights)
   before = shares(curriculum)

@@ -16,8 +16,8 @@ HANGS = -1.0
 
 
 class Runner:
-  """Episodes that end as `judge(task)` says: a success, None for infrastructure, or
-  never."""
+  """Episodes that end with the success `judge(task)`, None for an infrastructure
+  failure, or never."""
 
   def __init__(self, judge):
     self._judge = judge

@@ -81,11 +81,11 @@ def lives(workdir: pathlib.Path) -> list[list[dict]]:
 
 
 def surviving_updates(workdir: pathlib.Path) -> tuple[dict[int, list[int]], int]:
-  """step → items of the updates in the final weights, and how many updates were undone.
+  """step → items of the updates in the final weights, and the number of updates undone.
 
-  Checks on the way that each life began with exactly the state that was saved last of
-  its step, and that an update is full of useful items, or took all that it may, but for
-  the last of the queue.
+  Also checks that each process began with exactly the last saved state of its step, and
+  that each update except the last of the queue has enough useful items or took the
+  maximum number.
   """
   updates: dict[int, list[int]] = {}
   saved: dict[int, str] = {}
@@ -119,8 +119,8 @@ def surviving_updates(workdir: pathlib.Path) -> tuple[dict[int, list[int]], int]
 @pytest.mark.long
 def test_killed_in_rl(tmp_path):
   """Killed six times at random moments of RL, then left to drain its finite queue:
-  every item is trained exactly once in the final weights' lineage, each life began with
-  the saved state bit for bit, and metrics tell one story."""
+  every item is trained exactly once in the final weights' lineage, each process began
+  with the saved state bit for bit, and the metrics are consistent."""
   rng = random.Random(0)
   workdir = tmp_path / 'run'
   moments = [  # what to wait for, how often, and how long then at most

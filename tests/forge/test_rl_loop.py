@@ -55,7 +55,7 @@ class Engine(ScriptedEngine):
 
 
 class Learner:
-  """Counts: its weights are how often each item was trained.
+  """Counts updates: its weights are how often each item was trained.
 
   `credit` is the real one unless `useful` selects the items with an advantage.
   """
@@ -180,8 +180,8 @@ def in_thread(run):
 
 
 def test_a_sandbox_that_fails_for_ten_seconds(tmp_path, tok, monkeypatch):
-  """The groups of these seconds fail, are counted and replaced at a pace that does not
-  use up the limit; then the run continues to its end."""
+  """The groups of these seconds fail, are counted, and are replaced at a rate that does
+  not exhaust the limit; then the run continues to its end."""
   boxes = Sandboxes(monkeypatch)
   boxes.until_s = time.monotonic() + 10
   with Run(tmp_path, tok, max_failed_groups=24) as run:
@@ -221,9 +221,9 @@ def test_the_budget_is_checked_while_waiting(tmp_path, tok, monkeypatch):
 
 @pytest.mark.parametrize('dev_every', [0, 1])
 def test_an_engine_outage(tmp_path, tok, dev_every):
-  """Requests that the engine refuses for two seconds cost their groups alone, and the
-  evaluations on the development split between them; an engine that has stopped for
-  good ends the run with what it said."""
+  """Requests that the engine rejects for two seconds fail only their groups and the
+  development evaluations meanwhile; an engine that has stopped permanently ends the run
+  with its error."""
   options = dict(max_failed_groups=24, dev_every=dev_every, dev_tasks=2)
   with Run(tmp_path, tok, steps=1000, **options) as run:
     thread, raised = in_thread(run)
@@ -244,9 +244,9 @@ def test_an_engine_outage(tmp_path, tok, dev_every):
 
 
 def test_hanging_groups_meet_their_deadline(tmp_path, tok, monkeypatch):
-  """Sandboxes that never open hold neither a strict window nor the machine: their items
-  fail in pool and queue with the deadline as reason, and their episodes are cancelled,
-  while later ones are trained."""
+  """Sandboxes that never open block neither a strict window nor the machine: their
+  items fail in pool and queue with the deadline as reason and their episodes are
+  cancelled, while later ones are trained."""
   boxes = Sandboxes(monkeypatch)
   boxes.hang = {1, 2, 5}
   with Run(tmp_path, tok, window=1, item_deadline_s=4.0) as run:
@@ -261,8 +261,8 @@ def test_hanging_groups_meet_their_deadline(tmp_path, tok, monkeypatch):
 
 
 def test_groups_without_advantage_are_replaced(tmp_path, tok):
-  """Dynamic sampling: an update takes until two groups are useful, six at most; what it
-  drops is taken all the same: the finite queue is drained with no item twice."""
+  """Dynamic sampling: an update takes items until two groups are useful, at most six.
+  Dropped items count as taken: the finite queue is drained with no item twice."""
   learner = Learner(useful=lambda item: item % 3 == 0 and item < 12)
   config = dict(max_items=20, refill_factor=3.0, window=1, updates_per_batch=2)
   with Run(tmp_path, tok, learner, steps=100, **config) as run:
@@ -281,8 +281,8 @@ def test_groups_without_advantage_are_replaced(tmp_path, tok):
 
 
 def test_time_is_up_in_the_middle_of_a_step(tmp_path, tok, monkeypatch):
-  """What was taken for a step that is never trained is no part of the ledger: with more
-  time the run takes it again, and every item of the queue is trained once."""
+  """Items taken for a step that is never trained are not in the ledger: with more time
+  the run takes them again, and every item of the queue is trained once."""
   boxes = Sandboxes(monkeypatch)
   boxes.hang = set(range(13, 1000))  # after six groups
   config = dict(steps=100, max_items=12, refill_factor=3.0, capacity=8)
@@ -302,8 +302,9 @@ def test_time_is_up_in_the_middle_of_a_step(tmp_path, tok, monkeypatch):
 
 
 def test_a_run_is_pruned_to_its_oldest_checkpoint(tmp_path, tok):
-  """Token ids that no kept checkpoint can need go, also after a restart; those that the
-  older of two checkpoints would train again stay. The report's turns stay."""
+  """Token ids that no checkpoint on disk can need are deleted, also after a restart;
+  those that the older of two checkpoints would train again, and the report's turns, are
+  retained."""
   for steps in (7, 15):
     with Run(tmp_path, tok, steps=steps) as run:
       run.loop.run()
@@ -325,9 +326,9 @@ def test_a_run_is_pruned_to_its_oldest_checkpoint(tmp_path, tok):
 
 
 def test_lag_and_age_over_a_restart(tmp_path, tok):
-  """A life trains to step 4, is lost back to step 2 and goes on: groups that the lost
-  weights sampled are trained with the updates that truly lie between as their lag, and
-  ages count the items taken before the restart."""
+  """A process trains to step 4, and its successor restarts from step 2: groups sampled
+  by the lost weights are trained with the correct lag, and ages count items taken
+  before the restart."""
 
   class Lost(Exception):
     pass

@@ -138,7 +138,7 @@ class FaultInjector:
 @pytest.mark.long
 def test_soak(tmp_path, tok, monkeypatch):
   """Every item that did not fail is trained exactly once in the surviving weights,
-  those that failed have a fault as their reason, and no life ends by itself."""
+  failed ones have a fault as their reason, and no process ends except by a crash."""
   boxes, rng = Sandboxes(monkeypatch), random.Random(1)
   agent = whitebox.WhiteboxConfig(max_tokens=400, retries=1, retry_delay_s=0.01)
   options = dict(steps=10**6, capacity=8, window='default', item_deadline_s=30.0)

@@ -65,8 +65,8 @@ def same(got, want):
 @settings(max_examples=40)
 @given(sessions(), st.data())
 def test_sessions_come_back_exactly(session, data):
-  """Any tree of completions, in whatever batches it was written and over a restart of
-  the process; log-probabilities to the last bit, expert ids to the last position."""
+  """Any tree of completions is restored exactly, for any batches and across a restart
+  of the process: every bit of log-probabilities, every position of expert ids."""
   with tempfile.TemporaryDirectory() as directory:
     url = f'sqlite:///{directory}/pool.db'
     pool = DataPool(url, linger_s=0.0)
@@ -90,8 +90,8 @@ def test_sessions_come_back_exactly(session, data):
 
 
 def test_a_session_grows_by_its_new_tokens():
-  """Of twenty turns of random ids each blob holds its own tokens: all together hardly
-  more than the last prompt, not its twentyfold."""
+  """Each blob of twenty turns of random ids holds only its own tokens: together hardly
+  more than the last prompt, not twenty times as much."""
   rng = np.random.default_rng(0)
   parent, blobs, tokens = None, [], ()
   for turn in range(20):
@@ -112,8 +112,8 @@ def test_a_session_grows_by_its_new_tokens():
 
 
 def test_only_true_prefixes_are_left_out():
-  """A parent of another session, or one whose ids the prompt does not begin with, is
-  not what the blob refers to."""
+  """A blob does not refer to a parent of another session, or one whose ids the prompt
+  does not extend."""
   parent = completion('s')  # (1, 2, 3) and (4, 5)
   child = completion('s', 1, parent='s/0', prompt_ids=(1, 2, 3, 4, 5, 6))
   whole = len(arrays.pack(child, None))

@@ -131,8 +131,8 @@ def shared():
 @settings(deadline=None, max_examples=60)
 @given(c=completions(), messages=st.lists(st.dictionaries(TEXT, JSON, max_size=3)))
 def test_records_come_back_exactly(shared, c, messages):
-  """Law 4 ends here if a log-probability loses a bit or an id its sign; expert ids come
-  back where there were any."""
+  """Round trips preserve every bit of log-probabilities and the sign of ids (law 4),
+  and expert ids if there are any."""
   session = f's{next(shared.counter)}'
   c = dataclasses.replace(c, id=session, session=session)
   t = trajectory(session, -1, messages=tuple(messages), answer='é', end_reason='length')
@@ -340,8 +340,8 @@ OPS = st.lists(
 def test_exactly_once(ops, rng, window):
   """Law 5 on random histories: work, checkpoints, crashes in any order; then drained.
 
-  The lineage is a list of trained ids that a crash sets back to its last checkpoint.
-  The pool is opened anew after each crash; test_kill.py does it with real processes.
+  The lineage is a list of trained ids that a crash resets to its last checkpoint. The
+  pool is reopened after each crash; test_kill.py does this with real processes.
   """
   with tempfile.TemporaryDirectory() as directory:
     url = f'sqlite:///{directory}/pool.db'
@@ -443,8 +443,8 @@ def test_prune_keeps_what_a_restart_needs(pool):
 
 
 def test_the_report_reads_all_of_a_run(pool):
-  """However often it was pruned: the messages that stay, about as many as asked for,
-  are spread over it from its beginning to its end, with their turns."""
+  """After any number of prunings the retained messages, about as many as requested, and
+  their turns are spread over the whole run."""
   for i in range(200):
     pool.submit(WorkItem(i, 't', 1))
     pool.add_completion(completion(f's{i}'))

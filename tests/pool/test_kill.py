@@ -51,8 +51,8 @@ def check_window_order(trained):
 def test_exactly_once_under_kill(tmp_path):
   """Along the surviving lineage every item is trained once, in window order.
 
-  The process dies at each point of the protocol, and at random moments between; then
-  it may finish. Its last checkpoint tells what the surviving weights were trained on.
+  The process is killed at each point of the protocol, and at random moments; then it
+  may finish. Its last checkpoint holds what the surviving weights were trained on.
   """
   rng = random.Random(0)
   for seed, (point, count) in enumerate(POINTS):

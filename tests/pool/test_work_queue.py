@@ -83,7 +83,7 @@ def test_an_item_ends_once(pool):
 
 
 def test_deadline(pool):
-  """The head hangs under a strict window: past its deadline it fails in pool and queue
+  """The head hangs under a strict window: at its deadline it fails in pool and queue
   with the reason, is reported once, and the window moves; items in time do not fail."""
   expired = []
   options = dict(deadline_s=2.0, on_expired=expired.append)
@@ -114,8 +114,8 @@ def test_reissued_items_have_a_deadline(tmp_path):
 
 
 def test_every_end_at_once(pool):
-  """Completions, failures and deadlines race for the same items: each ends once, in
-  both alike, and everything that completed can be taken."""
+  """Completions, failures and deadlines race for the same items: each retires once,
+  equally in both, and everything that completed can be taken."""
   items = 30
   with queue_of(pool, items, None, deadline_s=0.25) as queue:
     for _ in range(items):
@@ -145,8 +145,8 @@ def test_every_end_at_once(pool):
 
 
 def test_age_over_restarts(tmp_path):
-  """Age is items taken between submission and taking along the surviving history: it
-  does not begin anew at a restart, and what was undone is not counted twice."""
+  """Age counts items taken between submission and taking in the surviving history: it
+  does not restart at a restart, and rolled-back items are not counted twice."""
   url = f'sqlite:///{tmp_path}/pool.db'
   with DataPool(url) as pool, queue_of(pool, 4, 2) as queue:
     for _ in range(4):
@@ -171,8 +171,8 @@ def test_age_over_restarts(tmp_path):
 
 
 def test_a_log_that_a_reader_holds_up_is_noticed(pool, tmp_path):
-  """A reader that never ends keeps the write-ahead log out of the database: the ledger
-  counts it each time, and stops counting when the reader has gone."""
+  """A reader that never ends blocks the checkpoint of the write-ahead log: the ledger
+  counts it each time, until the reader has ended."""
   with queue_of(pool, 4) as queue:
     queue.submit('t', 1)
     pool.ledger()

@@ -48,9 +48,9 @@ def test_on_policy_is_reinforce():
 
 
 def test_ratio_has_no_gradient():
-  """The gradient is −w·clip(r)·Â per term, and none flows into old_logprob's ratio.
+  """The gradient is −w·clip(r)·Â per term, and none flows through the ratio.
 
-  The mutant that known code has (facts/rl-systems.md §8), a differentiable ratio, has
+  An existing implementation's bug (facts/rl-systems.md §8), a differentiable ratio, has
   the same value and fails here.
   """
   logprob, old, advantage, weight = batch()

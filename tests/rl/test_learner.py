@@ -123,8 +123,8 @@ def test_nothing_to_learn(make):
 
 
 def test_lag_of_a_lost_lineage(make):
-  """Tokens of weights that a restart undid are not younger than they are: the lag
-  counts the updates from them back to the last common weights, and from there on."""
+  """The lag of tokens sampled by rolled-back weights counts the updates back to the
+  last common ancestor and from there to the current weights."""
   one = make(Pool((1.0, 0.0), version=5))
   one.lineages = Lineages(((-1, 0), (0, 3)))  # restarted from step 3
   one.state = dataclasses.replace(one.state, step=jnp.asarray(3, jnp.int32))
@@ -135,8 +135,8 @@ def test_lag_of_a_lost_lineage(make):
 
 
 def test_several_passes_are_one_version(make):
-  """Two passes move the weights as two optimizer steps do whose old log-probabilities
-  are fixed, yet the version goes up by one."""
+  """Two passes change the weights like two optimizer steps with fixed old
+  log-probabilities, but the version increases by one."""
   pool = Pool((1.0, 0.0))
   twice, once = make(pool), make(pool)
   scalars = twice.update([0], passes=2)
@@ -154,9 +154,9 @@ def test_several_passes_are_one_version(make):
 
 
 def test_shuffled_rewards_stay_in_their_group():
-  """The control breaks the link between deed and reward and nothing else: the same
-  successes in every group, so that a group without advantage stays one, the same at
-  every call, and another trajectory's in some group."""
+  """The control only breaks the association of behaviour and reward: each group has the
+  same successes, so that one without advantage still has none, in the same order at
+  every call, and in some group permuted."""
   config = learner.LearnerConfig(
     reward=rewards.RewardConfig(alpha=0.0), shuffle_rewards=True
   )
@@ -217,9 +217,9 @@ class TreePool(Pool):
   'replay, modules', [(True, 0), pytest.param(False, 1, marks=pytest.mark.long)]
 )
 def test_trees_larger_than_a_row(replay, modules):
-  """Groups that rows cannot hold, by size or by a path longer than a row, give the
-  update that one huge row gives: weights, router biases from the expert loads, and
-  every metric, in one optimizer step together with the rows."""
+  """Groups that do not fit rows, by size or by a path longer than a row, give the same
+  update as one huge row: weights, router biases from the expert loads, and every
+  metric, in one optimizer step together with the rows."""
   sizes = {
     'rows': dict(row_tokens=256, row_terms=256, buckets=forest.Buckets((256,), (256,))),
     'chunks': dict(
@@ -265,8 +265,8 @@ def test_trees_larger_than_a_row(replay, modules):
 
 
 def test_disagreement_is_reported(make):
-  """Of the prompt's three tokens, which both trajectories have a record of, one was
-  routed differently in the second: a third of the records compared."""
+  """Both trajectories have records for the prompt's three tokens, and one token was
+  routed differently: a third of the records disagree."""
 
   class Routed(Pool):
     def group(self, index):

@@ -32,8 +32,8 @@ def star(stem, leaves, leaf=2):
   ],
 )
 def test_the_cheaper_way(samples, chunked):
-  """A tree that no row holds is trained all the same, and not at any price: chunks for
-  a small overhang would run twice the tokens."""
+  """A tree that fits no row is trained in rows or chunks, whichever costs less: for a
+  small excess chunks would run twice the tokens."""
   batch = packing.pack([samples, star(1, 1)], **SIZES)
   assert batch.chunked == int(chunked)
   assert (batch.plan is not None) == chunked
@@ -43,8 +43,8 @@ def test_the_cheaper_way(samples, chunked):
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32 - 1))
 def test_every_term_once(seed):
-  """However groups are dealt out, each loss term and each unit of multiplicity is in
-  the update exactly once: the weights' sums by token id tell."""
+  """For every assignment of groups, each loss term and each unit of multiplicity is in
+  the update exactly once, which the sums of weights by token id show."""
   rng = np.random.default_rng(seed)
   groups = []
   for _ in range(rng.integers(1, 5)):

@@ -96,9 +96,9 @@ class Forgetful:
 
 
 def test_recorded_routing_reproduces_the_engine(cfg, tok, engine, tmp_path):
-  """Two trajectories of two turns go through engine, gateway and pool to the learner,
-  whose router biases are far off: by itself it would route otherwise, and does without
-  the records. With them its log-probabilities are those the engine recorded."""
+  """Two trajectories of two turns go through engine, gateway and pool to a learner with
+  very different router biases: without the records it routes differently, with them its
+  log-probabilities are those that the engine recorded."""
   variables = small.init(0, cfg)
   url = f'sqlite:///{tmp_path}/pool.db'
   with data_pool.DataPool(url) as pool, serving(engine, variables) as scheduler:
@@ -146,8 +146,8 @@ def test_recorded_routing_reproduces_the_engine(cfg, tok, engine, tmp_path):
 
 
 def test_disagreement_of_two_routers(cfg, engine):
-  """The same prompt under two router biases: the records of the second differ from the
-  first's, which hold, and the rate says how often."""
+  """The same prompt under two router biases: the records of the second completion
+  differ, those of the first are used, and the rate measures the disagreement."""
   variables = small.init(0, cfg)
   router = {'layers': variables['router']['layers'] + np.linspace(0, 1, 4)}
   prompt = tuple(range(5, 25))
@@ -173,8 +173,8 @@ LAYERS, TOP_K = 2, 2
 
 @st.composite
 def trajectories(draw):
-  """Sessions whose turns extend each other from a few common prompts, each completion
-  with records of its own, or with none."""
+  """Sessions whose turns extend each other from a few common prompts; each completion
+  has its own records or none."""
   rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
   out = []
   for session in range(draw(st.integers(1, 4))):
@@ -210,8 +210,8 @@ def trajectories(draw):
 @given(trajectories())
 def test_ids_survive_to_the_forest(group):
   """Records → pool → samples → forest: each token of the forest has the ids of the
-  first completion that sampled it and has a record of it, else of the first that saw
-  it in its prompt, else -1."""
+  first completion that sampled it and recorded it, else of the first that had it in its
+  prompt, else -1."""
   with tempfile.TemporaryDirectory() as directory:
     with data_pool.DataPool(f'sqlite:///{directory}/pool.db') as pool:
       pool.submit(records.WorkItem(0, 't', len(group)))

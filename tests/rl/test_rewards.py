@@ -253,9 +253,10 @@ def test_thinking_bonus():
 
 
 def test_turns_without_an_act():
-  """Cancelled and empty completions earn nothing; an episode without any still counts.
+  """Cancelled and empty completions get no credit; an episode without any others still
+  counts.
 
-  The order of turns is the recorded one, whatever order the completions come in.
+  The order of turns is the recorded one, independent of the order of the completions.
   """
   cancelled = episode(0, 1.0, ('ok', 'unclosed_block'))
   cancelled[1][1] = dataclasses.replace(cancelled[1][1], finish_reason='cancelled')
@@ -333,9 +334,9 @@ def test_unused_completions_earn_nothing():
 
 
 def test_baseline_per_turn():
-  """Two successes, one with a malformed first turn. Over trajectories its good second
-  turn is paid; per turn the malformed one alone is punished, by as much as its equal in
-  the other is paid, and the rest is 0."""
+  """Two successes, one with a malformed first turn. With a baseline per trajectory its
+  good second turn is rewarded; per turn only the malformed one is penalised, by as much
+  as the other's first turn is rewarded, and the rest is 0."""
   group = [
     episode(0, 1.0, ('invalid_json', 'ok', 'ok')),
     episode(1, 1.0, ('ok', 'ok')),
@@ -359,8 +360,8 @@ def test_baseline_per_turn():
 @pytest.mark.parametrize('over', rewards.BASELINE_OVERS)
 @pytest.mark.parametrize('baseline', ['mean', 'leave_one_out'])
 def test_a_group_of_one(over, baseline):
-  """With the others lost to infrastructure there is nothing to compare with: advantage
-  0 at every turn, also after a malformed one."""
+  """If all others are infrastructure failures there is nothing to compare with:
+  advantage 0 at every turn, also after a malformed one."""
   group = [
     episode(0, 1.0, ('invalid_json', 'ok')),
     episode(1, end_reason='infrastructure'),

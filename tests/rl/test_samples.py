@@ -78,7 +78,7 @@ def test_what_is_left_out():
 
 
 def test_loss_does_not_depend_on_rows():
-  """The loss is the per-prompt hand sum, however the samples are packed (law 3).
+  """The loss equals the per-prompt sum computed by hand, for every packing (law 3).
 
   Observations between the turns are prompt tokens: they are neither in the numerator
   nor in Σ|o_i|.

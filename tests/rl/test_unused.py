@@ -51,8 +51,8 @@ def call(message):
 
 @pytest.mark.parametrize('after', [call, lambda message: user('go on')])
 def test_a_lost_answer_is_not_trained(agent, after):
-  """The same request again, at the first turn and at a later one, since the client
-  never got the answer; whether or not the next prompt keeps the recorded ids."""
+  """A client that did not get the answer repeats the request, at the first turn and at
+  a later one, whether or not the next prompt extends the recorded ids."""
   ask, records = agent
   first = [user('count')]
   ask(first)

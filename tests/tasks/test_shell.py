@@ -54,8 +54,8 @@ def test_bad_call(name, arguments, said):
 
 
 def test_workspace_runs_calls_in_the_sandbox():
-  """The task's files are there, what a call writes is seen outside, and a bad call
-  reaches no shell."""
+  """The task's files exist, the host sees what a call writes, and a bad call runs no
+  shell."""
   task = terminal.make(terminal.spec('train', 0, family='append'))
 
   async def run():
