@@ -115,6 +115,31 @@ class Reader:
     query = sa.select(t).where(t.c.row.in_(chosen)).order_by(t.c.row)
     return [_stored(row) for row in self._read(query)]
 
+  def newest_trajectories(
+    self,
+    n: int,
+    *,
+    evaluation: bool | None = None,
+    success: bool | None = None,
+    family: str | None = None,
+  ) -> list[StoredTrajectory]:
+    """Up to n live trajectories with messages, newest first; None is any.
+
+    Args:
+      evaluation: only those of evaluations, or only those of training.
+      success: only those with a verdict of 1, or only those below.
+      family: only tasks of this family.
+    """
+    t = tables.trajectories
+    query = sa.select(t).where(~t.c.superseded, t.c.messages.is_not(None))
+    if evaluation is not None:
+      query = query.where(t.c.item < 0 if evaluation else t.c.item >= 0)
+    if success is not None:
+      query = query.where(t.c.success >= 1 if success else t.c.success < 1)
+    if family is not None:
+      query = query.where(t.c.family == family)
+    return [_stored(row) for row in self._read(query.order_by(t.c.row.desc()).limit(n))]
+
   def items(self, *states: str, first: int = 0) -> list[records.WorkItem]:
     """Work items by index, in the given states (all if none is given).
 

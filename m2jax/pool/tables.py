@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import urllib.parse
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -155,17 +156,43 @@ def open_database(url: str) -> tuple[sa.Engine, str]:
 def _open_tables(connection: sa.Connection, url: str) -> str:
   """Creates the tables that are missing; returns the run id."""
   _metadata.create_all(connection)
-  values = {r.key: r.value for r in connection.execute(sa.select(meta))}
+  values = _meta(connection)
   if not values:
     values = {'schema_version': str(SCHEMA_VERSION), 'run': uuid.uuid4().hex}
     rows = [{'key': k, 'value': v} for k, v in values.items()]
     connection.execute(sa.insert(meta), rows)
-  if values['schema_version'] != str(SCHEMA_VERSION):
-    raise ValueError(
-      f'data pool: {url!r} has schema version {values["schema_version"]}, this code '
-      f'reads {SCHEMA_VERSION}: use the code that wrote it, or a new pool'
-    )
+  _check_schema(values, url)
   return values['run']
+
+
+def open_read_only(path: str | os.PathLike) -> sa.Engine:
+  """An engine that only reads a SQLite pool, whose run may be writing it meanwhile.
+
+  Raises:
+    ValueError: the file is not a data pool, or one of another schema version.
+  """
+  path = os.path.abspath(path)
+  quoted = urllib.parse.quote(path)
+  engine = sa.create_engine(f'sqlite:///file:{quoted}?mode=ro&uri=true')
+  try:
+    with engine.connect() as connection:
+      _check_schema(_meta(connection), path)
+  except sa.exc.DBAPIError as error:
+    raise ValueError(f'{path}: not a data pool: {error.orig}') from error
+  return engine
+
+
+def _meta(connection: sa.Connection) -> dict[str, str]:
+  return {r.key: r.value for r in connection.execute(sa.select(meta))}
+
+
+def _check_schema(values: dict[str, str], name: str) -> None:
+  version = values.get('schema_version')
+  if version != str(SCHEMA_VERSION):
+    raise ValueError(
+      f'data pool: {name!r} has schema version {version}, this code reads '
+      f'{SCHEMA_VERSION}: use the code that wrote it, or a new pool'
+    )
 
 
 def sync(engine: sa.Engine) -> bool:
