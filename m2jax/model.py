@@ -215,16 +215,12 @@ def forward(
       modules learn from it.
     sharding: the mesh to run on; the result does not depend on it (law 6).
   """
+  run = functools.partial(_forward, cfg, detach_mtp, sharding)
   if sharding.mesh is None:
-    return _forward(cfg, detach_mtp, sharding, variables, batch)
+    return run(variables, batch)
   rules = sharding.rules
-  token = rules.spec('scores', 'rows', 'tokens')
-  stacked = rules.spec('scores', None, 'rows', 'tokens')
-  return sharding.shard_map(
-    functools.partial(_forward, cfg, detach_mtp, sharding),
-    (sharding_lib.param_specs(cfg, rules), sharding_lib.batch_specs(rules)),
-    Outputs(token, token, stacked, rules.spec('loads', None), token),
-  )(variables, batch)
+  specs = sharding_lib.param_specs(cfg, rules), sharding_lib.batch_specs(rules)
+  return sharding.shard_map(run, specs, _output_specs(rules))(variables, batch)
 
 
 def forward_with_prefix(
@@ -234,15 +230,39 @@ def forward_with_prefix(
   prefix: PrefixCache,
   *,
   detach_mtp: bool = False,
+  sharding: Sharding = ONE_DEVICE,
 ) -> tuple[Outputs, PrefixCache]:
-  """`forward` of tokens that continue a path (`forest.Chunk.batch`), on one device.
+  """`forward` of tokens that continue a path (`forest.Chunk.batch`).
 
-  Indices in the batch's `parent` and `subtree_end` count the prefix's slots first.
+  Indices in the batch's `parent` and `subtree_end` count the prefix's slots first. A
+  mesh may not split a row's tokens.
 
   Returns:
     Outputs of the batch's tokens, and their new entries of a PrefixCache.
   """
-  return _forward_with_prefix(cfg, detach_mtp, ONE_DEVICE, variables, batch, prefix)
+  run = functools.partial(_forward_with_prefix, cfg, detach_mtp, sharding)
+  if sharding.mesh is None:
+    return run(variables, batch, prefix)
+  rules = sharding.rules
+  cache = prefix_specs(rules)
+  return sharding.shard_map(
+    run,
+    (sharding_lib.param_specs(cfg, rules), sharding_lib.batch_specs(rules), cache),
+    (_output_specs(rules), cache),
+  )(variables, batch, prefix)
+
+
+def _output_specs(rules: sharding_lib.Rules) -> Outputs:
+  token = rules.spec('scores', 'rows', 'tokens')
+  stacked = rules.spec('scores', None, 'rows', 'tokens')
+  return Outputs(token, token, stacked, rules.spec('loads', None), token)
+
+
+def prefix_specs(rules: sharding_lib.Rules) -> PrefixCache:
+  """PartitionSpecs of a PrefixCache: rows as a batch's, heads as the weights'."""
+  keys = rules.spec('cached keys', None, 'rows', None, 'heads', None)
+  states = rules.spec('cached states', None, 'rows', None, None)
+  return PrefixCache(keys, keys, states, mtp.Cache(keys, keys, states))
 
 
 def token_logprobs(
@@ -301,7 +321,10 @@ def _forward_with_prefix(
     loads['mtp'] = modules.load
   else:
     none = jnp.zeros((0, *logprob.shape), logprob.dtype)
-    new = None if prefix is None else empty_prefix(cfg, *batch.tokens.shape).mtp
+    new = None
+    if prefix is not None:  # no entries, of this device's shapes
+      shape = (0, *batch.tokens.shape)
+      new = jax.tree.map(lambda a: jnp.zeros(shape + a.shape[3:], a.dtype), prefix.mtp)
     modules = mtp.Outputs(none, None, new)
   loads = sharding.psum(loads, 'rows', 'tokens')
   experts = routing.ids.swapaxes(0, 1).reshape(*logprob.shape, -1, routing.ids.shape[2])

@@ -155,8 +155,8 @@ class ForgeConfig(RolloutConfig):
     rl: the second phase; None stops after SFT.
     more_sft: replaces `rl`, as a control.
     dev_tasks: tasks of the development split evaluated after each phase.
-    mesh: devices that SFT trains on; a run may resume on another mesh. Engine and RL
-      use one device.
+    mesh: devices that SFT and RL train on; a run may resume on another mesh. The engine
+      uses one device.
     start: workdir of a run whose demonstrations, tokenizer and SFT weights are reused,
       so that a control starts from the weights where that run's RL did; '' makes new
       ones.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from m2jax import forest
+from m2jax import sharding as sharding_lib
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forge import evaluation, prepare, reporting, rl_loop, roles
 from m2jax.forge.config import ForgeConfig
@@ -123,6 +124,7 @@ class _Run:
         config.rl.learner,
         optimizer,
         train_step.init_state(variables, optimizer),
+        sharding_lib.make(config.mesh),
       )
       with rl_loop.RlLoop(
         config,

@@ -27,6 +27,7 @@ from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.records import Lineages
 from m2jax.rl import cispo, expert_iteration, packing, rewards, samples
+from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import chunks
 from m2jax.train import step as train_step
 
@@ -99,9 +100,15 @@ class Learner:
     config: LearnerConfig,
     optimizer: optax.GradientTransformation,
     state: train_step.TrainState,
+    sharding: Sharding = ONE_DEVICE,
   ):
+    """Takes the state over and places it on the mesh of `sharding`.
+
+    Raises:
+      ValueError: model, row_tokens or micro_rows do not divide over the mesh.
+    """
     self._config = config
-    self.state = state
+    self.state = train_step.place_state(state, cfg, optimizer, sharding)
     self.lineages = Lineages()
     bound = functools.partial(objective, is_weight_max=config.is_weight_max)
     if config.algorithm == 'expert_iteration':
@@ -111,8 +118,9 @@ class Learner:
       optimizer,
       bound,
       config.step,
+      sharding,
       mean=False,  # the weights contain the normaliser of the batch
-      feed=chunks.feed(chunks.programs(cfg, bound, config.step)),
+      feed=chunks.feed(cfg, bound),
     )
 
   @property
@@ -120,8 +128,9 @@ class Learner:
     return int(self.state.step)
 
   def variables(self) -> Any:
-    """A copy of the weights, which the engine may use while training continues."""
-    return jax.tree.map(jnp.copy, self.state.variables)
+    """A copy of the weights on one device, for the engine, while training continues."""
+    copies = jax.tree.map(jnp.copy, self.state.variables)
+    return jax.device_put(copies, jax.local_devices()[0])
 
   def credit(self, group: rewards.Group) -> rewards.GroupCredit:
     """Computes rewards and advantages of a group, the input of `update`."""

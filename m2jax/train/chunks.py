@@ -16,12 +16,18 @@ with its cotangents, which is as long as the longest path; it does not grow with
 number of leaves. Each kind of chunk is compiled once for each shape
 (`forest.Buckets`).
 
-Axes: B = 1 row, C tokens of a chunk, P slots of the stack that a chunk sees, M loss
-terms.
+On a mesh a chunk is the first row of a batch whose other rows are padding, one row for
+each shard: heads, experts and the storage of weights are split as in other steps, but
+the shards of rows beyond the first have nothing to do. Tokens are not split.
+
+Axes: B rows, 1 without a mesh; C tokens of a chunk, P slots of the stack that a chunk
+sees, M loss terms.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,10 +35,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from m2jax import model
+from m2jax import forest, model
+from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest, Plan
+from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import feeds
+from m2jax.train import hosts as hosts_lib
 from m2jax.train import step as train_step
 
 _SLOTS = 2  # axis of the stack's arrays
@@ -46,28 +55,52 @@ class Programs(NamedTuple):
     leaf: (variables, sums, stack, cotangents, batch) → sums, cotangents; both donated.
     pop: (variables, sums, stack, cotangents, batch, start) → as leaf.
     zeros: (variables, batch) → `train.step.Sums` of nothing.
-    cfg: the model's.
+    buffers: slots → an empty stack, and its cotangents.
+    place: a chunk's batch of host arrays → the batch on the devices.
   """
 
   push: Callable[..., Any]
   leaf: Callable[..., Any]
   pop: Callable[..., Any]
   zeros: Callable[..., Any]
-  cfg: ModelConfig
+  buffers: Callable[..., Any]
+  place: Callable[..., Any]
 
 
 def programs(
-  cfg: ModelConfig, objective: train_step.Objective, config: train_step.StepConfig
+  cfg: ModelConfig,
+  objective: train_step.Objective,
+  config: train_step.StepConfig,
+  sharding: Sharding = ONE_DEVICE,
 ) -> Programs:
-  """Makes the parts, for one device; they do not use `config.micro_rows`."""
-  functions = _Functions(cfg, objective, config)
+  """Makes the parts; they do not use `config.micro_rows`."""
+  sharding = _rows_only(sharding)
+  functions = _Functions(cfg, objective, config, sharding)
   return Programs(
     push=config.jit(functions.push, donate_argnums=1),
     leaf=config.jit(functions.leaf, donate_argnums=(1, 3)),
     pop=config.jit(functions.pop, donate_argnums=(1, 3)),
     zeros=functions.zeros,
-    cfg=cfg,
+    buffers=functions.buffers,
+    place=functools.partial(_place, sharding=sharding, hosts=hosts_lib.find(sharding)),
   )
+
+
+def _rows_only(sharding: Sharding) -> Sharding:
+  """The sharding with a row of its own for each of the shards of a row's tokens."""
+  rules = sharding.rules
+  rows = rules.mesh_axes('rows') + rules.mesh_axes('tokens')
+  rules = dataclasses.replace(rules, rows=rows or None, tokens=None)
+  return dataclasses.replace(sharding, rules=rules)
+
+
+def _place(batch: Forest, sharding: Sharding, hosts: hosts_lib.Hosts) -> Forest:
+  """A row as the first of one row per shard; every host passes the same row."""
+  if sharding.mesh is None:
+    return batch
+  rows = sharding.size('rows') // hosts.count
+  mine = slice(0, 1) if hosts.index == 0 else slice(0, 0)
+  return hosts_lib.place(forest.select(batch, mine, rows=rows), hosts, sharding)
 
 
 class _Functions(NamedTuple):
@@ -76,10 +109,13 @@ class _Functions(NamedTuple):
   cfg: ModelConfig
   objective: train_step.Objective
   config: train_step.StepConfig
+  sharding: Sharding
 
   def push(self, variables, stack, batch, start):
     prefix = _visible(stack, batch)
-    new = model.forward_with_prefix(self.cfg, variables, batch, prefix)[1]
+    new = model.forward_with_prefix(
+      self.cfg, variables, batch, prefix, sharding=self.sharding
+    )[1]
 
     def write(slots, entries):
       return lax.dynamic_update_slice_in_dim(slots, entries, start, _SLOTS)
@@ -100,7 +136,7 @@ class _Functions(NamedTuple):
     def from_descendants(new):
       def read(slots, like):
         entries = lax.dynamic_slice_in_dim(slots, start, tokens, _SLOTS)
-        mask = live.reshape(1, 1, tokens, *[1] * (entries.ndim - 3))
+        mask = live.reshape(1, *live.shape, *[1] * (entries.ndim - 3))
         return jnp.where(mask, entries, 0).astype(like.dtype)
 
       return jax.tree.map(read, cotangents, new)
@@ -117,21 +153,46 @@ class _Functions(NamedTuple):
     return sums, jax.tree.map(clear, cotangents_after)
 
   def zeros(self, variables, batch):
-    slots = batch.subtree_end.shape[1] - batch.tokens.shape[1]
+    rows, slots = len(batch.tokens), _slots(batch)
 
     def sums(params, router, batch):
-      stack = model.empty_prefix(self.cfg, 1, slots)
+      stack = model.empty_prefix(self.cfg, rows, slots)
       return train_step.Sums(params, *self._forward(params, stack, router, batch)[1])
 
     like = jax.eval_shape(sums, variables['params'], variables['router'], batch)
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+    places = None
+    if self.sharding.mesh is not None:
+      specs = sharding_lib.param_specs(self.cfg, self.sharding.rules)['params']
+      everywhere = jax.sharding.PartitionSpec()
+      places = self.sharding.named(train_step.Sums(specs, everywhere, everywhere))
+    return self._zeros(like, places)
+
+  def buffers(self, slots):
+    shape = functools.partial(
+      model.empty_prefix, self.cfg, self.sharding.size('rows'), slots
+    )
+    stack = jax.eval_shape(shape)
+    wide = jnp.promote_types(self.cfg.dtype, jnp.float32)
+    cotangents = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, wide), stack)
+    places = None
+    if self.sharding.mesh is not None:
+      places = (self.sharding.named(model.prefix_specs(self.sharding.rules)),) * 2
+    return self._zeros((stack, cotangents), places)
+
+  def _zeros(self, like, places):
+    """Zeros, each shard made on its device."""
+
+    def make():
+      return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+
+    return make() if places is None else jax.jit(make, out_shardings=places)()
 
   def _forward(self, params, prefix, router, batch):
     """((loss, the tokens' new cache entries), (metrics, expert loads))."""
     variables = {'params': params, 'router': router}
     detach = self.config.detach_mtp
     out, new = model.forward_with_prefix(
-      self.cfg, variables, batch, prefix, detach_mtp=detach
+      self.cfg, variables, batch, prefix, detach_mtp=detach, sharding=self.sharding
     )
     loss, metrics = train_step.loss_and_metrics(
       out, batch, self.cfg, self.objective, self.config
@@ -157,10 +218,14 @@ class _Functions(NamedTuple):
     return sums, jax.tree.map(add, cotangents, d_prefix)
 
 
+def _slots(batch: Forest) -> int:
+  """P, the slots of the stack that the batch's indices count."""
+  return batch.subtree_end.shape[1] - batch.tokens.shape[1]
+
+
 def _visible(stack: model.PrefixCache, batch: Forest) -> model.PrefixCache:
-  """The first P slots, which the batch's indices count."""
-  slots = batch.subtree_end.shape[1] - batch.tokens.shape[1]
-  return jax.tree.map(lambda a: a[:, :, :slots], stack)
+  """The first P slots."""
+  return jax.tree.map(lambda a: a[:, :, : _slots(batch)], stack)
 
 
 def gradients(parts: Programs, variables, plan: Plan):
@@ -171,40 +236,34 @@ def gradients(parts: Programs, variables, plan: Plan):
     variables: {'params', 'router'}.
     plan: from `forest.cut`, with normalised weights.
   """
-  cfg = parts.cfg
-  wide = jnp.promote_types(cfg.dtype, jnp.float32)
-
-  def buffers(slots):
-    stack = model.empty_prefix(cfg, 1, slots)
-    return stack, jax.tree.map(lambda a: jnp.zeros(a.shape, wide), stack)
-
   sums = None
   stack = cotangents = None
   for chunk in plan:
-    batch = chunk.batch
+    batch = parts.place(chunk.batch)
     if sums is None:
       sums = parts.zeros(variables, batch)
     if chunk.kind == 'push':
       if stack is None:
         # A run is written with its padding: the last one needs room for it.
         most = plan.buckets.stack_tokens[-1] + plan.buckets.chunk_tokens[-1]
-        stack, cotangents = buffers(most)
+        stack, cotangents = parts.buffers(most)
       stack = parts.push(variables, stack, batch, chunk.start)
     elif chunk.kind == 'pop':
       sums, cotangents = parts.pop(
         variables, sums, stack, cotangents, batch, chunk.start
       )
     elif chunk.shape[2] == 0:  # has no prefix
-      sums, _ = parts.leaf(variables, sums, *buffers(0), batch)
+      sums, _ = parts.leaf(variables, sums, *parts.buffers(0), batch)
     else:
       sums, cotangents = parts.leaf(variables, sums, stack, cotangents, batch)
   return sums
 
 
-def feed(parts: Programs):
+def feed(cfg: ModelConfig, objective: train_step.Objective):
   """For `train.step.make_step`: batches with a `plan`, `rows`, or both."""
 
   def make(of_rows, config, sharding):
+    parts = programs(cfg, objective, config, sharding)
     row_sums = feeds.rows(of_rows, config, sharding)
 
     def sums(variables, batch):

@@ -115,7 +115,7 @@ def test_as_one_row():
     variables = rows.variables_for(cfg, 3)
     tree = forest.merge(samples)
     optimizer = optax.sgd(0.1)
-    in_chunks = chunks.feed(chunks.programs(cfg, rows.objective, step))
+    in_chunks = chunks.feed(cfg, rows.objective)
     cut = packing.Batch(rows=None, plan=forest.cut(tree, BUCKETS), chunked=1)
     got, want = (
       train_step.make_step(cfg, optimizer, rows.objective, step, feed=feed)(

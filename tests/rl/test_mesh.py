@@ -1,0 +1,43 @@
+"""Law 6 for the learner: rows, chunks, replay, CISPO and MTP on a mesh are those of one
+device. Processes of 8 virtual devices each."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[2]
+FIRST = ('fsdp expert tensor', 'data context')
+SECOND = (
+  'data fsdp',
+  'fsdp context',
+  'expert context',
+  'tensor context',
+  'imitation',
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('names', [FIRST, SECOND])
+def test_updates_do_not_depend_on_the_mesh(names):
+  """Weights, moments, router biases and metrics after two updates; the state is on all
+  devices, and what the engine gets on one."""
+  child = subprocess.run(
+    [sys.executable, '-m', 'tests.rl.mesh_worker', *names],
+    cwd=_ROOT,
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+    capture_output=True,
+    text=True,
+    timeout=1200,
+  )
+  results = {r['case']: r for r in map(json.loads, child.stdout.splitlines())}
+  assert set(results) == set(names), child.stderr[-3000:]
+  for name, result in results.items():
+    assert result['leaves'] > 40, name
+    assert result['worst'][1] < 1e-9, (name, result['worst'])
+    assert result['devices'] == [8] and result['devices_of_copy'] == [1], name
