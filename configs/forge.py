@@ -104,7 +104,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       shuffle_rewards=False,
       row_tokens=2048,  # most groups are one row
       row_terms=3072,
-      step=dict(micro_rows=1, detach_mtp=True),
+      step=dict(micro_rows=2, detach_mtp=True),  # a row per device
       reward=dict(
         alpha=0.1,  # weight of the process reward: -1 for a malformed turn
         beta=0.0,  # weight of the speed reward: at most 1, for a success

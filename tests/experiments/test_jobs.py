@@ -91,6 +91,7 @@ def test_sft_from_random_weights(tmp_path, chats):
   assert len(metrics_lib.read(tmp_path / 'run', 'sft')) == 6
 
 
+@pytest.mark.long
 def test_sft_on_a_mesh_is_sft(tmp_path, chats):
   """One and two devices give the same losses; a run goes on on another mesh."""
 

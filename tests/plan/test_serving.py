@@ -30,6 +30,7 @@ def results():
   return {line['case']: line for line in lines}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', serving_worker.MESHES)
 def test_served_is_the_model(results, name):
   """Rows of unlike lengths, through the cache in two chunks and one step, against the

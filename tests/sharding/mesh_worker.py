@@ -59,8 +59,8 @@ CASES = {
   'context': Case(dict(context=4), experts='tiled'),
   'expert': Case(dict(expert=4), 'padded'),
   'expert, gathered': Case(dict(expert=4), 'gather'),
-  'three': Case(dict(context=2, expert=2, tensor=2), experts='tiled'),
   # the rest is long
+  'three': Case(dict(context=2, expert=2, tensor=2), experts='tiled'),
   'data fsdp': Case(dict(data=2, fsdp=4)),
   'data expert': Case(dict(data=2, expert=2), 'padded'),
   'data tensor': Case(dict(data=2, tensor=4)),

@@ -226,6 +226,7 @@ def test_resume_is_bit_identical(tmp_path, whole):
   assert curve(tmp_path) == curve(whole[0])
 
 
+@pytest.mark.long
 def test_only_mtp_leaves_the_main_model(tmp_path, whole):
   """Frozen, every leaf of the main model and its router biases stay bit for bit, while
   every kernel of the modules moves; the main loss is still reported."""
