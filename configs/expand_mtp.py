@@ -30,6 +30,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.seed = base.seed
   c.checkpoint = ''  # a run's workdir
   c.text = base.text
+  c.mesh = base.mesh
   tokens, warmup = (600 * 4096, 20 * 4096) if not variant else (6 * 128, 2 * 128)
   part = base.pretrain.to_dict()
   part['step']['mtp_weight'] = 0.1

@@ -10,9 +10,11 @@ import dataclasses
 import functools
 
 from experiments import common, pretrain
+from m2jax import sharding as sharding_lib
 from m2jax.checkpoint import CheckpointError, policy
 from m2jax.data import documents
 from m2jax.observe.metrics import MetricsWriter
+from m2jax.sharding import MeshConfig
 from m2jax.train import expand_mtp
 from m2jax.train import pretrain as train_pretrain
 from m2jax.train.loop import Run
@@ -21,21 +23,28 @@ from m2jax.train.workdir import WorkdirError, open_workdir
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """One run; model and tokenizer are the checkpoint's."""
+  """One run; model and tokenizer are the checkpoint's.
+
+  A run may resume on another mesh.
+  """
 
   seed: int
   checkpoint: str
   text: pretrain.TextConfig
   expand: expand_mtp.ExpandConfig
+  mesh: MeshConfig = MeshConfig()
 
 
 def main():
   config, workdir = common.build(Config, common.values()), common.workdir()
   if not config.checkpoint:
     raise common.BadInput('--config.checkpoint is missing: give the workdir of a run')
+  common.virtual_devices(config.mesh)
+  sharding = sharding_lib.make(config.mesh)
   start = policy.load(config.checkpoint)
   corpus, held_out = pretrain.open_text(config.text)
-  open_workdir(config, workdir, common.FRESH.value)
+  settings = dataclasses.replace(config, mesh=MeshConfig())  # the same on any mesh
+  open_workdir(settings, workdir, common.FRESH.value)
   (workdir / policy.TOKENIZER_FILE).write_bytes(start.tokenizer)
   encode = pretrain.encoder(start.load_tokenizer())
 
@@ -66,9 +75,10 @@ def main():
         files={policy.TOKENIZER_FILE: start.tokenizer},
       ),
       seed=config.seed,
+      sharding=sharding,
     )
     loss = train_pretrain.held_out(
-      config.expand.joint, model, state.variables, held_out
+      config.expand.joint, model, state.variables, held_out, sharding
     )
     metrics.supersede('held_out', -1)
     metrics.write('held_out', int(state.step), loss)

@@ -37,6 +37,7 @@ from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.observe import metrics as metrics_lib
+from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import pretrain
 from m2jax.train import step as train_step
 from m2jax.train.loop import Run
@@ -180,6 +181,7 @@ def fit(
   make_run: Callable[[str, CheckpointManager], Run],
   *,
   seed: int,
+  sharding: Sharding = ONE_DEVICE,
 ) -> tuple[ModelConfig, train_step.TrainState]:
   """Expands, trains the new modules alone and then everything, or resumes.
 
@@ -194,7 +196,9 @@ def fit(
     workdir: of the run, and of its metrics.
     make_run: phase and checkpoint manager → where the part's output goes.
     seed: of random weights, and of the order of the documents.
+    sharding: the mesh to train on.
   """
+  fit_part = functools.partial(pretrain.fit, seed=seed, sharding=sharding)
   model, variables = expand(
     model, variables, config.modules, config.source, jax.random.key(seed)
   )
@@ -204,12 +208,12 @@ def fit(
     def train(steps: int, variables) -> train_step.TrainState:
       loop = dataclasses.replace(config.frozen.loop, steps=steps)
       part = dataclasses.replace(config.frozen, loop=loop)
-      return pretrain.fit(
-        part, model, data.frozen, run, seed=seed, variables=variables, only_mtp=True
-      )
+      return fit_part(part, model, data.frozen, run, variables=variables, only_mtp=True)
 
     def measure(state: train_step.TrainState) -> float:
-      loss = pretrain.held_out(config.frozen, model, state.variables, data.held_out)
+      loss = pretrain.held_out(
+        config.frozen, model, state.variables, data.held_out, sharding
+      )
       run.metrics.write(_HELD_OUT, int(state.step), loss)
       return loss['mtp_loss']
 
@@ -217,9 +221,7 @@ def fit(
     state = _until_stable(config, variables, train, measure, known)
   with CheckpointManager(workdir / JOINT) as manager:
     run, variables = make_run(JOINT, manager), state.variables
-    state = pretrain.fit(
-      config.joint, model, data.joint, run, seed=seed, variables=variables
-    )
+    state = fit_part(config.joint, model, data.joint, run, variables=variables)
   return model, state
 
 

@@ -108,6 +108,30 @@ def test_sft_on_a_mesh_is_sft(tmp_path, chats):
   assert losses('mesh', 1) == mesh
 
 
+@pytest.mark.long
+def test_expansion_on_a_mesh_is_expansion(tmp_path, pretrained, texts):
+  """Both parts have the losses of one device; a run goes on on another mesh."""
+
+  def losses(name, devices):
+    flags = [f'--workdir={tmp_path / name}', f'--config.checkpoint={pretrained[0]}']
+    flags += [*conftest.text_flags(texts), f'--config.mesh.data={devices}']
+    for part in ('frozen', 'joint'):
+      by_kind = f'--config.expand.{part}.optimizer.by_kind'
+      flags += [f'{by_kind}.{kind}=adam' for kind in ('matrix', 'expert')]
+    conftest.run('expand_mtp', *flags, variant=':smoke')
+    found = metrics_lib.read(tmp_path / name)
+    parts = [r for r in found if r['phase'] in ('frozen', 'pretrain')]
+    steps = [(r['phase'], r['step']) for r in parts]
+    return steps, np.array([[r['loss'], r['mtp_loss']] for r in parts])
+
+  steps, alone = losses('alone', 1)
+  mesh_steps, mesh = losses('mesh', 2)
+  assert {phase for phase, _ in steps} == {'frozen', 'pretrain'} and len(steps) > 6
+  assert mesh_steps == steps
+  np.testing.assert_allclose(mesh, alone, rtol=1e-3)
+  np.testing.assert_array_equal(losses('mesh', 1)[1], mesh)
+
+
 def test_evaluate(tmp_path, tuned):
   """Table and JSON agree; every family's tasks add up; the interval holds the rate."""
   flags = [f'--workdir={tmp_path}', f'--checkpoint={tuned[0]}', *conftest.ENGINE]
