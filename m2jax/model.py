@@ -8,7 +8,7 @@ what they call runs on each device, over its own shard of B, S, V and of the lay
 axes.
 
 Axes: B rows, S tokens, T = B·S, P tokens of a cached prefix, D model, V vocabulary,
-L layers, E experts, K key/value heads, H head dim; mtp modules.
+L layers, E experts, k experts of a token, K key/value heads, H head dim; mtp modules.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from m2jax import forest as forest_lib
 from m2jax import params as params_lib
 from m2jax import sharding as sharding_lib
+from m2jax.axes import Array, Float, Float32, Int
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
 from m2jax.kernels import tree_attention
@@ -37,14 +38,13 @@ from m2jax.sharding import ONE_DEVICE, Sharding
 class M2(nn.Module):
   """The decoder. `m2.init(key, tokens)` gives `{'params': …, 'router': …}`.
 
-  `m2.apply(variables, tokens)`: [B, S] int32 rows of one causal chain each → logits
-  [B, S, V], at least fp32.
+  `m2.apply(variables, tokens)`: rows of one causal chain each → logits, at least fp32.
   """
 
   cfg: ModelConfig
 
   @nn.compact
-  def __call__(self, tokens: jax.Array) -> jax.Array:
+  def __call__(self, tokens: Int[Array, 'B S']) -> Float[Array, 'B S V']:
     cfg = self.cfg
     params = {
       name: self.param(name, params_lib.initialize, part)
@@ -64,14 +64,14 @@ class PrefixCache(NamedTuple):
   The third axis of every array is that of slots, indexed by position.
 
   Attributes:
-    k, v: [L, B, P, K, H], the trunk's keys and values.
-    states: [1, B, P, D], the trunk's states after its final norm.
+    k, v: the trunk's keys and values.
+    states: the trunk's states after its final norm.
     mtp: of the MTP modules, the same with mtp as leading axis.
   """
 
-  k: jax.Array
-  v: jax.Array
-  states: jax.Array
+  k: Float[Array, 'L B P K H']
+  v: Float[Array, 'L B P K H']
+  states: Float[Array, '1 B P D']
   mtp: mtp.Cache
 
 
@@ -116,14 +116,14 @@ class Trunk(NamedTuple):
   """The trunk's results for a batch.
 
   Attributes:
-    hidden: [B, S, D] after the final norm.
+    hidden: after the final norm.
     routing: ids [L, T, k] and load [L, E].
-    new_kv: keys and values [L, B, S, K, H] of the tokens; None without a prefix.
+    new_kv: keys and values of the tokens; None without a prefix.
   """
 
-  hidden: jax.Array
+  hidden: Float[Array, 'B S D']
   routing: block.Routing
-  new_kv: tuple[jax.Array, jax.Array] | None
+  new_kv: tuple[Float[Array, 'L B S K H'], Float[Array, 'L B S K H']] | None
 
 
 def trunk(
@@ -186,17 +186,17 @@ class Outputs(NamedTuple):
   """One pass over a forest.
 
   Attributes:
-    logprob, entropy: [B, S] of each token given its path; 0 at roots and padding.
-    mtp_logprob: [mtp, B, S]; module k scores tokens of position k + 1 and deeper.
-    loads: {'layers': [L, E], 'mtp': [mtp, E]} fp32 expert assignments.
-    experts: [B, S, L, k] ids used by the trunk, as a Forest records them.
+    logprob, entropy: of each token given its path; 0 at roots and padding.
+    mtp_logprob: module k scores tokens of position k + 1 and deeper.
+    loads: expert assignments of 'layers' [L, E] and 'mtp' [mtp, E].
+    experts: ids used by the trunk, as a Forest records them.
   """
 
-  logprob: jax.Array
-  entropy: jax.Array
-  mtp_logprob: jax.Array
-  loads: dict[str, jax.Array]
-  experts: jax.Array
+  logprob: Float[Array, 'B S']
+  entropy: Float[Array, 'B S']
+  mtp_logprob: Float[Array, 'mtp B S']
+  loads: dict[str, Float32[Array, '_ E']]
+  experts: Int[Array, 'B S L k']
 
 
 def forward(
@@ -267,8 +267,8 @@ def prefix_specs(rules: sharding_lib.Rules) -> PrefixCache:
 
 def token_logprobs(
   m2: M2, variables, batch: Forest, *, sharding: Sharding = ONE_DEVICE
-) -> jax.Array:
-  """[B, S] at least fp32: log p(token | its path); 0 at roots and padding."""
+) -> Float[Array, 'B S']:
+  """log p(token | its path), at least fp32; 0 at roots and padding."""
   cfg = dataclasses.replace(m2.cfg, num_mtp_modules=0)
   trunk_only = {
     kind: {name: leaf for name, leaf in variables[kind].items() if name != 'mtp'}

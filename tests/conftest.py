@@ -1,4 +1,5 @@
-"""What holds for every test: CPU unless asked otherwise, a compilation cache, profiles.
+"""What holds for every test: CPU unless asked otherwise, a compilation cache, profiles,
+and checks of the hints of arrays.
 
 Set before anything imports jax, and inherited by the processes that tests start.
 """
@@ -10,12 +11,24 @@ import signal
 from pathlib import Path
 
 from hypothesis import settings
+from jaxtyping import install_import_hook
 
-_CACHE = Path(__file__).parent.parent / '.cache' / 'jax'
+_ROOT = Path(__file__).parent.parent
+_CACHE = _ROOT / '.cache' / 'jax'
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
+
+# Each module that has hints of arrays (m2jax/axes.py) is imported with checks of them.
+install_import_hook(
+  [
+    '.'.join(path.relative_to(_ROOT).with_suffix('').parts)
+    for path in _ROOT.glob('m2jax/**/*.py')
+    if 'from m2jax.axes import' in path.read_text()
+  ],
+  'beartype.beartype',
+)
 
 # A job that a shell starts in the background ignores SIGINT, and so would all that the
 # tests start, Ctrl-C tests among them.

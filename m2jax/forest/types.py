@@ -1,38 +1,42 @@
 """Samples and forests: laws 1 and 2 of the design.
 
-Axes: B rows, S tokens in a row, M loss terms in a row, L layers.
+Axes: B rows, S tokens in a row, M loss terms in a row, L layers, k experts of a token;
+of a sample T tokens, R of them of the response.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import no_type_check
 
 import jax
 import numpy as np
 
+from m2jax.axes import Array, Float, Float32, Int, Int32
 
+
+@no_type_check  # `merge` checks it, with a message for each error
 @dataclasses.dataclass(frozen=True)
 class Sample:
   """A token sequence, with the loss terms of its response tokens.
 
   Attributes:
-    tokens: int ids, prompt and response.
+    tokens: prompt and response.
     prompt_length: number of leading tokens without a loss term.
-    old_logprobs, advantages, weights, versions: one value per response token, length
-      `len(tokens) - prompt_length`; None means 0, 1, 1 and 0. A token of weight 0 has
-      no term.
-    experts: [len(tokens), L, top_k] recorded expert ids, -1 if not recorded. If samples
-      share a token, the record of one that sampled it is used (replay.py).
+    old_logprobs, advantages, weights, versions: one value per response token,
+      R = T - prompt_length; None means 0, 1, 1 and 0. A token of weight 0 has no term.
+    experts: recorded expert ids, -1 if not recorded. If samples share a token, the
+      record of one that sampled it is used (replay.py).
   """
 
-  tokens: np.ndarray
+  tokens: Int[np.ndarray, 'T']
   prompt_length: int = 0
-  old_logprobs: np.ndarray | None = None
-  advantages: np.ndarray | None = None
-  weights: np.ndarray | None = None
-  versions: np.ndarray | None = None
-  experts: np.ndarray | None = None
+  old_logprobs: Float[np.ndarray, 'R'] | None = None
+  advantages: Float[np.ndarray, 'R'] | None = None
+  weights: Float[np.ndarray, 'R'] | None = None
+  versions: Int[np.ndarray, 'R'] | None = None
+  experts: Int[np.ndarray, 'T L k'] | None = None
 
 
 def _per_token(dtype, fill: int = 0, **options):
@@ -47,37 +51,38 @@ def _field(per: str, dtype, fill: int, options):
   return dataclasses.field(metadata=dict(per=per, dtype=dtype, fill=fill), **options)
 
 
+@no_type_check  # jax also fills it with specs and placeholders
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Forest:
   """Rows of prefix trees; token j is visible to token i iff `j <= i < subtree_end[j]`.
 
   Attributes:
-    tokens: [B, S] int32.
-    position: [B, S] int32, depth from the root: the RoPE index.
-    parent: [B, S] int32, index in the row, -1 at a root and on padding.
-    subtree_end: [B, S] int32, exclusive; 0 on padding, which no token sees.
-    multiplicity: [B, S] int32, number of samples of this row through the token.
-    term_token: [B, M] int32, index in the row of the token a loss term belongs to.
-    old_logprob, advantage, weight: [B, M] float32; weight 0 on padding.
-    term_sample, term_offset: [B, M] int32, the sample of a term and its offset in that
-      sample's response; -1 on padding.
-    experts: [B, S, L, top_k] int32 recorded expert ids (-1: not replayed), or None.
+    tokens: ids.
+    position: depth from the root: the RoPE index.
+    parent: index in the row, -1 at a root and on padding.
+    subtree_end: exclusive; 0 on padding, which no token sees.
+    multiplicity: number of samples of this row through the token.
+    term_token: index in the row of the token a loss term belongs to.
+    old_logprob, advantage, weight: of each term; weight 0 on padding.
+    term_sample, term_offset: the sample of a term and its offset in that sample's
+      response; -1 on padding.
+    experts: recorded expert ids (-1: not replayed), or None.
   """
 
   # Batching, cutting, sharding and planning use this metadata: axis, dtype and fill.
-  tokens: np.ndarray = _per_token(np.int32)
-  position: np.ndarray = _per_token(np.int32)
-  parent: np.ndarray = _per_token(np.int32, fill=-1)
-  subtree_end: np.ndarray = _per_token(np.int32)
-  multiplicity: np.ndarray = _per_token(np.int32)
-  term_token: np.ndarray = _per_term(np.int32)
-  old_logprob: np.ndarray = _per_term(np.float32)
-  advantage: np.ndarray = _per_term(np.float32)
-  weight: np.ndarray = _per_term(np.float32)
-  term_sample: np.ndarray = _per_term(np.int32, fill=-1)
-  term_offset: np.ndarray = _per_term(np.int32, fill=-1)
-  experts: np.ndarray | None = _per_token(np.int32, fill=-1, default=None)
+  tokens: Int32[Array, 'B S'] = _per_token(np.int32)
+  position: Int32[Array, 'B S'] = _per_token(np.int32)
+  parent: Int32[Array, 'B S'] = _per_token(np.int32, fill=-1)
+  subtree_end: Int32[Array, 'B S'] = _per_token(np.int32)
+  multiplicity: Int32[Array, 'B S'] = _per_token(np.int32)
+  term_token: Int32[Array, 'B M'] = _per_term(np.int32)
+  old_logprob: Float32[Array, 'B M'] = _per_term(np.float32)
+  advantage: Float32[Array, 'B M'] = _per_term(np.float32)
+  weight: Float32[Array, 'B M'] = _per_term(np.float32)
+  term_sample: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1)
+  term_offset: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1)
+  experts: Int32[Array, 'B S L k'] | None = _per_token(np.int32, fill=-1, default=None)
 
   @property
   def num_tokens(self) -> int:
@@ -126,8 +131,8 @@ def select(
   return Forest(**out)
 
 
-def causal(tokens: jax.Array) -> Forest:
-  """Rows [B, S] of one chain each, with a term on every token except the first."""
+def causal(tokens: Int[Array, 'B S']) -> Forest:
+  """Rows of one chain each, with a term on every token except the first."""
   xp = np if isinstance(tokens, np.ndarray) else jax.numpy
   batch, length = tokens.shape
   index = xp.broadcast_to(xp.arange(length, dtype=xp.int32), (batch, length))

@@ -17,14 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from m2jax.axes import Array, Float
+
 
 @jax.custom_vjp
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-  """x [..., D], w [D, V] → [..., V] in at least fp32 on every platform."""
+def matmul(x: Float[Array, '*T D'], w: Float[Array, 'D V']) -> Float[Array, '*T V']:
+  """x·w in at least fp32 on every platform."""
   return product(x, w)
 
 
-def product(x: jax.Array, w: jax.Array) -> jax.Array:
+def product(x: Float[Array, '*T D'], w: Float[Array, 'D V']) -> Float[Array, '*T V']:
   """`matmul` without its gradient rule, for callers that have their own."""
   if x.dtype != jnp.bfloat16:
     return _exact(x, w)
@@ -44,8 +46,10 @@ def _split(x, w):
   return sum(jnp.matmul(x, part, preferred_element_type=jnp.float32) for part in parts)
 
 
-def gradients(x, w, d_out):
-  """Cotangents of x and w, in their dtypes, for x [T, D] and d_out [T, V] in fp32."""
+def gradients(
+  x: Float[Array, 'T D'], w: Float[Array, 'D V'], d_out: Float[Array, 'T V']
+) -> tuple[Float[Array, 'T D'], Float[Array, 'D V']]:
+  """Cotangents: of x in its dtype, of w in that of `d_out`, at least fp32."""
   half = x.dtype == jnp.bfloat16
   precision = lax.Precision.DEFAULT if half else lax.Precision.HIGHEST
   dtype = d_out.dtype

@@ -6,16 +6,17 @@ With heads split over devices a norm is still over all heads: the mean squares o
 k, two numbers a token, are averaged over the shards.
 
 Axes: B rows, S tokens, T = B·S, P tokens of a cached prefix, D model, N query heads,
-K key/value heads, H head dim; sizes are those of this device's shard.
+K key/value heads, H head dim, R rotary dim, half = R/2; sizes are those of this
+device's shard.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
+from m2jax.axes import Array, Float
 from m2jax.config import ModelConfig
 from m2jax.kernels import tree_attention
 from m2jax.kernels.qk_norm_rope import norm_rope
@@ -27,16 +28,22 @@ class Metadata(NamedTuple):
   """What attention needs of a batch besides activations; the same for all layers.
 
   Attributes:
-    tables: cos, sin [T, R/2] of RoPE.
+    tables: cos, sin of RoPE.
     visibility: which keys each query sees.
   """
 
-  tables: tuple[jax.Array, jax.Array]
+  tables: tuple[Float[Array, 'T half'], Float[Array, 'T half']]
   visibility: tree_attention.Visibility
 
 
-def project(x, p, cfg: ModelConfig, tables, sharding: Sharding = ONE_DEVICE):
-  """x [T, D] → q [T, N, H], k, v [T, K, H], normed and rotated.
+def project(
+  x: Float[Array, 'T D'],
+  p,
+  cfg: ModelConfig,
+  tables: tuple[Float[Array, 'T half'], Float[Array, 'T half']],
+  sharding: Sharding = ONE_DEVICE,
+) -> tuple[Float[Array, 'T N H'], Float[Array, 'T K H'], Float[Array, 'T K H']]:
+  """Queries, keys and values of x, normed and rotated.
 
   For attention other than `attend`, such as the rollout engine's over its cache.
 
@@ -72,15 +79,17 @@ def _variances(q, k, sharding: Sharding):
 
 
 def attend(
-  x,
+  x: Float[Array, 'T D'],
   p,
   cfg: ModelConfig,
   metadata: Metadata,
   sharding: Sharding = ONE_DEVICE,
   *,
-  prefix=None,
-):
-  """Forest attention: x [T, D] → [T, D], and the new keys and values [B, S, K, H].
+  prefix: tuple[Float[Array, 'B P K H'], Float[Array, 'B P K H']] | None = None,
+) -> tuple[
+  Float[Array, 'T D'], tuple[Float[Array, 'B S K H'], Float[Array, 'B S K H']]
+]:
+  """Forest attention's output for x, and the new keys and values.
 
   With a row's tokens split over devices, x has this device's tokens and
   `metadata.visibility` all keys of the row: keys and values are gathered.
@@ -91,7 +100,7 @@ def attend(
     cfg: the model.
     metadata: of the batch; its keys are those of the prefix, then the tokens'.
     sharding: the mesh.
-    prefix: cached k, v [B, P, K, H] of the path that the tokens continue.
+    prefix: cached k, v of the path that the tokens continue.
   """
   visibility = metadata.visibility
   q, k, v = _project(x, p, cfg, metadata.tables, sharding)

@@ -8,11 +8,13 @@ Axes: T tokens, D model, N, K heads, H head dim, E experts, F expert hidden, k t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from m2jax.axes import Array, Float, Float32, Int
 from m2jax.config import ModelConfig
 from m2jax.layers.norm import rms_norm
 from m2jax.moe import dispatch, router
@@ -23,34 +25,34 @@ class Routing(NamedTuple):
   """The router's assignments in one block.
 
   Attributes:
-    ids: [T, k] experts used.
-    load: [E] fp32 assignments of this device's tokens, counted with multiplicity.
+    ids: experts used.
+    load: assignments of this device's tokens, counted with multiplicity.
   """
 
-  ids: jax.Array
-  load: jax.Array
+  ids: Int[Array, 'T k']
+  load: Float32[Array, 'E']
 
 
 def apply(
-  x,
+  x: Float[Array, 'T D'],
   p,
-  bias,
+  bias: Float[Array, 'E'],
   cfg: ModelConfig,
-  attend,
-  multiplicity,
-  replay=None,
+  attend: Callable,
+  multiplicity: Int[Array, 'T'],
+  replay: Int[Array, 'T k'] | None = None,
   sharding: Sharding = ONE_DEVICE,
-):
-  """x [T, D] → x [T, D], attention's extra output, Routing.
+) -> tuple[Float[Array, 'T D'], Any, Routing]:
+  """The block's x, attention's extra output, Routing.
 
   Args:
     x: activations.
     p: parameters of the block.
-    bias: [E], of the router's selection.
+    bias: of the router's selection.
     cfg: the model.
-    attend: (normed x, p) → ([T, D], extra): forest or cached attention.
-    multiplicity: [T], by which assignments are counted.
-    replay: [T, k] recorded expert ids, or None.
+    attend: (normed x, p) → (what is added to x, extra): forest or cached attention.
+    multiplicity: by which assignments are counted.
+    replay: recorded expert ids, or None.
     sharding: the mesh.
   """
   with jax.named_scope('attention'):

@@ -5,17 +5,17 @@ Axes: B rows, S tokens, T = B·S, D model.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
+from m2jax.axes import Array, Float, Int
 from m2jax.config import ModelConfig
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
 def embed(
-  cfg: ModelConfig, params, tokens: jax.Array, sharding: Sharding = ONE_DEVICE
-) -> jax.Array:
-  """[B, S] → [T, D]. The table is never gathered: token ids are, and channels sent."""
+  cfg: ModelConfig, params, tokens: Int[Array, 'B S'], sharding: Sharding = ONE_DEVICE
+) -> Float[Array, 'T D']:
+  """The tokens' vectors. The table is never gathered: ids are, and channels sent."""
   table, tokens = params['embed'], tokens.reshape(-1)
   tokens = sharding.all_gather(tokens, 'model', axis=0)
   if sharding.size('vocab') == 1:

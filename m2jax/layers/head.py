@@ -5,29 +5,29 @@ Axes: B rows, S tokens, P tokens of a cached prefix, D model, V vocabulary.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
+from m2jax.axes import Array, Float, Int
 from m2jax.forest import Forest
 from m2jax.kernels import fp32
 from m2jax.kernels.token_logprobs import token_logprobs
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
-def logits(params, hidden: jax.Array) -> jax.Array:
-  """[..., V], at least fp32, of hidden [..., D] after the final norm."""
+def logits(params, hidden: Float[Array, '*T D']) -> Float[Array, '*T V']:
+  """Logits, at least fp32, of hidden states after the final norm."""
   return fp32.matmul(hidden, params['head'])
 
 
 def at_parent(
-  values: jax.Array,
+  values: Float[Array, 'B S D'],
   batch: Forest,
   sharding: Sharding = ONE_DEVICE,
-  prefix: jax.Array | None = None,
-) -> jax.Array:
-  """values [B, S, D] gathered at each token's parent; 0 for roots and padding.
+  prefix: Float[Array, 'B P D'] | None = None,
+) -> Float[Array, 'B S D']:
+  """Values gathered at each token's parent; 0 for roots and padding.
 
-  `prefix` [B, P, D]: cached values of the path that the tokens continue.
+  `prefix`: cached values of the path that the tokens continue.
   """
   parent = jnp.asarray(batch.parent)
   values = sharding.gather_tokens(values)  # parents are row indices
@@ -38,9 +38,14 @@ def at_parent(
 
 
 def score(
-  params, state: jax.Array, batch: Forest, sharding: Sharding, *, depth: int | jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Log-probability and entropy [B, S] of each token from its parent's state [B, S, D].
+  params,
+  state: Float[Array, 'B S D'],
+  batch: Forest,
+  sharding: Sharding,
+  *,
+  depth: int | Int[Array, ''],
+) -> tuple[Float[Array, 'B S'], Float[Array, 'B S']]:
+  """Log-probability and entropy of each token from its parent's state.
 
   Both are 0 at roots, padding and tokens of position below `depth`.
   """

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from m2jax.axes import Array, Float, Float32
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
 from m2jax.layers import attention, block, head, loop
@@ -28,29 +29,34 @@ from m2jax.sharding import Sharding
 
 
 class Cache(NamedTuple):
-  """Keys and values [mtp, B, ·, K, H] and states [mtp, B, ·, D] of the modules."""
+  """Keys, values and states of the modules at P tokens: of a prefix, or new ones."""
 
-  k: jax.Array
-  v: jax.Array
-  states: jax.Array
+  k: Float[Array, 'mtp B P K H']
+  v: Float[Array, 'mtp B P K H']
+  states: Float[Array, 'mtp B P D']
 
 
 class Outputs(NamedTuple):
   """The modules' results for a batch.
 
   Attributes:
-    logprob: [mtp, B, S]; module k scores tokens of position k + 1 and deeper, else 0.
-    load: [mtp, E] fp32 expert assignments of this device's tokens.
+    logprob: module k scores tokens of position k + 1 and deeper, else 0.
+    load: expert assignments of this device's tokens; None without modules.
     new: Cache entries of the tokens; None without a prefix.
   """
 
-  logprob: jax.Array
-  load: jax.Array
+  logprob: Float[Array, 'mtp B S']
+  load: Float32[Array, 'mtp E'] | None
   new: Cache | None
 
 
-def join(parent_state, embedding, p, cfg: ModelConfig):
-  """Module input from the parent's state and the token's embedding, [T, D] each."""
+def join(
+  parent_state: Float[Array, 'T D'],
+  embedding: Float[Array, 'T D'],
+  p,
+  cfg: ModelConfig,
+) -> Float[Array, 'T D']:
+  """Module input from the parent's state and the token's embedding."""
   both = jnp.concatenate(
     [
       rms_norm(parent_state, p['hidden_norm'], cfg.rms_norm_eps),
@@ -65,7 +71,7 @@ def apply(
   cfg: ModelConfig,
   variables,
   shared,
-  state: jax.Array,
+  state: Float[Array, 'B S D'],
   batch: Forest,
   metadata: attention.Metadata,
   sharding: Sharding,
@@ -77,7 +83,7 @@ def apply(
     cfg: the model.
     variables: {'params', 'router'}, of which only the modules' are read.
     shared: parameters of embedding, final norm and head, the head gathered.
-    state: [B, S, D] of the trunk at each token's parent.
+    state: of the trunk at each token's parent.
     batch: this device's tokens.
     metadata: of the trunk, with positions; the modules have no windows.
     sharding: the mesh.

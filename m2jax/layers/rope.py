@@ -3,17 +3,20 @@
 Inverse frequencies are theta^(-2j/R); `kernels.qk_norm_rope` rotates heads by these
 angles.
 
-Axes: R rotary dim.
+Axes: T tokens, R rotary dim; half = R/2.
 """
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
+from m2jax.axes import Array, Float, Int
 
-def tables(position: jax.Array, rotary_dim: int, theta: float, dtype=jnp.float32):
-  """cos, sin [..., R/2] of position [...]; at least fp32."""
+
+def tables(
+  position: Int[Array, '*T'], rotary_dim: int, theta: float, dtype=jnp.float32
+) -> tuple[Float[Array, '*T half'], Float[Array, '*T half']]:
+  """cos, sin of each position's angles; at least fp32."""
   dtype = jnp.promote_types(dtype, jnp.float32)
   j = jnp.arange(rotary_dim // 2, dtype=dtype)
   angle = position[..., None].astype(dtype) * theta ** (-2 * j / rotary_dim)

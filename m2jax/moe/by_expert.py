@@ -11,17 +11,20 @@ tokens.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+
+from m2jax.axes import Array, Int, Int32
 
 NAME = 'by_expert'  # for policies of `jax.checkpoint`: small, and slow to recompute
 _BLOCK = 128  # tokens whose running count is one matmul
 
 
-def order(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """ids [T, k] int32 in [0, E] → order [A], place [A], sizes [E].
+def order(
+  ids: Int[Array, 'T k'], num_experts: int
+) -> tuple[Int32[Array, 'A'], Int32[Array, 'A'], Int32[Array, 'E']]:
+  """ids in [0, E] → order, place, sizes.
 
   `order` lists the assignments by expert, those of one expert in their own order, those
   of id E (an expert of another device) last; `place` is its inverse. `sizes` is the

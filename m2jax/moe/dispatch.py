@@ -24,35 +24,35 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from m2jax.axes import Array, Float, Int
 from m2jax.moe import by_expert, experts
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
 def apply(
-  x: jax.Array,
-  ids: jax.Array,
-  weights: jax.Array,
-  gate: jax.Array,
-  up: jax.Array,
-  down: jax.Array,
+  x: Float[Array, 'T D'],
+  ids: Int[Array, 'T k'],
+  weights: Float[Array, 'T k'],
+  gate: Float[Array, 'El D F'],
+  up: Float[Array, 'El D F'],
+  down: Float[Array, 'El F D'],
   *,
   sharding: Sharding = ONE_DEVICE,
-) -> jax.Array:
+) -> Float[Array, 'T D']:
   """Σ_k w_k · expert_k(x) with experts and their hidden channels split over devices.
 
   Args:
-    x: [T, D], this device's tokens.
-    ids, weights: [T, k] of all E experts.
-    gate, up, down: [El, D, F], [El, D, F], [El, F, D], this device's.
+    x: this device's tokens.
+    ids, weights: of all E experts.
+    gate, up, down: of this device's experts and hidden channels.
     sharding: the mesh; `rules.dispatch` names the method, None is 'ragged' on TPU and
       'gather' elsewhere.
 
   Returns:
-    [T, D] in x's dtype.
+    In x's dtype.
   """
   arrays = (x, ids, weights, gate, up, down)
   if not sharding.axes('experts'):

@@ -4,7 +4,8 @@ One implementation per platform, exact for every routing, whose matmuls cost the
 for every E: `tiled` on a CPU, elsewhere `grouped`, which sorts assignments by expert
 and runs three grouped matmuls.
 
-Axes: T tokens, D model, E experts, k experts of a token, F expert hidden.
+Axes: T tokens, D model, E experts, k experts of a token, A = T·k assignments,
+F expert hidden.
 """
 
 from __future__ import annotations
@@ -12,28 +13,35 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from m2jax.axes import Array, Float, Int, Shaped
 from m2jax.kernels import grouped_matmul
 from m2jax.moe import by_expert, tiled
 
 
 def apply(
-  x: jax.Array,
-  ids: jax.Array,
-  weights: jax.Array,
-  gate: jax.Array,
-  up: jax.Array,
-  down: jax.Array,
-) -> jax.Array:
-  """x [T, D], ids, weights [T, k], gate, up [E, D, F], down [E, F, D] → [T, D].
+  x: Float[Array, 'T D'],
+  ids: Int[Array, 'T k'],
+  weights: Float[Array, 'T k'],
+  gate: Float[Array, 'E D F'],
+  up: Float[Array, 'E D F'],
+  down: Float[Array, 'E F D'],
+) -> Float[Array, 'T D']:
+  """Σ_k w_k · expert_k(x): `tiled.experts` where lowered for a CPU, else `grouped`.
 
-  `tiled.experts` where lowered for a CPU, else `grouped`. An id of E is an expert of
-  another device: it adds nothing and gets no gradient.
+  An id of E is an expert of another device: it adds nothing and gets no gradient.
   """
   arrays = (x, ids, weights, gate, up, down)
   return jax.lax.platform_dependent(*arrays, cpu=tiled.experts, default=grouped)
 
 
-def grouped(x, ids, weights, gate, up, down):
+def grouped(
+  x: Float[Array, 'T D'],
+  ids: Int[Array, 'T k'],
+  weights: Float[Array, 'T k'],
+  gate: Float[Array, 'E D F'],
+  up: Float[Array, 'E D F'],
+  down: Float[Array, 'E F D'],
+) -> Float[Array, 'T D']:
   """Same contract as `apply`: grouped matmuls over assignments sorted by expert."""
   tokens, top_k = ids.shape
   experts = gate.shape[0]
@@ -47,7 +55,9 @@ def grouped(x, ids, weights, gate, up, down):
 
 
 @jax.custom_vjp
-def permute(rows, order, inverse):
+def permute(
+  rows: Shaped[Array, 'A D'], order: Int[Array, 'A'], inverse: Int[Array, 'A']
+) -> Shaped[Array, 'A D']:
   """rows[order]; the backward pass is the inverse gather, not a scatter."""
   del inverse
   return rows[order]

@@ -13,22 +13,23 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from m2jax.axes import Array, Float, Float32, Int
 from m2jax.kernels import fp32
 from m2jax.moe import by_expert
 
 
 def route(
-  x: jax.Array,
-  kernel: jax.Array,
-  bias: jax.Array,
+  x: Float[Array, 'T D'],
+  kernel: Float[Array, 'D E'],
+  bias: Float[Array, 'E'],
   top_k: int,
-  replay: jax.Array | None = None,
+  replay: Int[Array, 'T k'] | None = None,
   scores: str = 'sigmoid',
-) -> tuple[jax.Array, jax.Array]:
-  """Chooses experts: x [T, D], kernel [D, E], bias [E] → ids, weights [T, k].
+) -> tuple[Int[Array, 'T k'], Float[Array, 'T k']]:
+  """Chooses experts: their ids, and weights.
 
-  `replay` [T, k] int32 replaces the choice where its entry is not -1; the weights are
-  always this model's own scores of the experts used. Weights are at least fp32.
+  `replay` replaces the choice where its entry is not -1; the weights, at least fp32,
+  are always this model's own scores of the experts used.
   `scores` is 'sigmoid' or 'softmax'.
   """
   dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -46,19 +47,23 @@ def route(
   return ids, weights / total
 
 
-def loads(ids: jax.Array, multiplicity: jax.Array, num_experts: int) -> jax.Array:
-  """[E] fp32: assignments of each expert, a token counted `multiplicity` [T] times."""
+def loads(
+  ids: Int[Array, 'T k'], multiplicity: Int[Array, 'T'], num_experts: int
+) -> Float32[Array, 'E']:
+  """Assignments of each expert, a token counted `multiplicity` times."""
   chosen = jax.nn.one_hot(ids, num_experts, dtype=jnp.float32)
   return jnp.einsum('tke,t->e', chosen, multiplicity.astype(jnp.float32))
 
 
-def update_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
-  """One sign step towards equal loads; leading axes (layers) are batch."""
+def update_bias(
+  bias: Float[Array, '*L E'], load: Float[Array, '*L E'], rate: float
+) -> Float[Array, '*L E']:
+  """One sign step towards equal loads in each layer."""
   mean = jnp.mean(load, axis=-1, keepdims=True)
   return bias + rate * jnp.sign(mean - load)
 
 
-def max_violation(load: jax.Array) -> jax.Array:
-  """(max load − mean) / mean over the last axis: 0 is perfect balance."""
+def max_violation(load: Float[Array, '*L E']) -> Float[Array, '*L']:
+  """(max load − mean) / mean over a layer's experts: 0 is perfect balance."""
   mean = jnp.mean(load, axis=-1)
   return (jnp.max(load, axis=-1) - mean) / jnp.maximum(mean, 1e-9)

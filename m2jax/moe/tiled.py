@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from m2jax.axes import Array, Float, Int
 from m2jax.moe import by_expert
 
 _TILE_ROWS = 256, 64  # large and small
@@ -231,7 +232,14 @@ def _bwd(residuals, d_out):
 _experts.defvjp(_fwd, _bwd)
 
 
-def experts(x, ids, weights, gate, up, down):
+def experts(
+  x: Float[Array, 'T D'],
+  ids: Int[Array, 'T k'],
+  weights: Float[Array, 'T k'],
+  gate: Float[Array, 'E D F'],
+  up: Float[Array, 'E D F'],
+  down: Float[Array, 'E F D'],
+) -> Float[Array, 'T D']:
   """Same contract as `experts.apply`."""
   inputs = _Inputs(x, weights, gate, up, down)
   return _experts(inputs, _make_tiles(ids, gate.shape[0]))

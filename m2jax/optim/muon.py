@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from m2jax.axes import Array, Float, Int32
 from m2jax.checks import require
 from m2jax.optim.rule import UpdateRule
 from m2jax.params import Kind
@@ -65,9 +66,9 @@ class MuonConfig(UpdateRule):
 
 
 class MuonState(NamedTuple):
-  """Steps taken (int32 scalar) and the momentum, one array a parameter."""
+  """Steps taken and the momentum, one array a parameter."""
 
-  count: jax.Array
+  count: Int32[Array, '']
   mu: Any
 
 
@@ -114,13 +115,13 @@ def scale_by_muon(
 
 
 def orthogonalize(
-  x: jax.Array,
+  x: Float[Array, '*batch fan_in fan_out'],
   *,
   eps: float = 1e-15,
   ns_steps: int = 5,
   preconditioning: str = 'frobenius',
-) -> jax.Array:
-  """Approximately U Vᵀ of each matrix U S Vᵀ of x [..., in, out]; 0 for a zero matrix.
+) -> Float[Array, '*batch fan_in fan_out']:
+  """Approximately U Vᵀ of each matrix U S Vᵀ of x; 0 for a zero matrix.
 
   Args:
     x: of any float dtype, which is the result's.

@@ -11,7 +11,7 @@ the cap with every result. Σ|o_i| and the average over groups are part of `weig
 which `weights` computes once for the whole batch: sums over rows and micro-batches then
 give the same loss for every split. A weight of 0 is padding.
 
-Axes: arrays of loss terms of any shape; one term is one sampled token of one sample.
+Axes: *M loss terms, in arrays of any shape; one is one sampled token of one sample.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from m2jax.axes import Array, Float
+
 NORMALISERS = ('prompt', 'token')
 
 
 def loss(
-  logprob: jax.Array,
-  old_logprob: jax.Array,
-  advantage: jax.Array,
-  weight: jax.Array,
+  logprob: Float[Array, '*M'],
+  old_logprob: Float[Array, '*M'],
+  advantage: Float[Array, '*M'],
+  weight: Float[Array, '*M'],
   *,
   is_weight_max: float = 5.0,
   is_weight_min: float = 0.0,
-) -> jax.Array:
+) -> Float[Array, '*M']:
   """CISPO loss of each term, −weight · sg(clip(r)) · Â · log π; minimise the sum.
 
   Args:
@@ -45,8 +47,8 @@ def loss(
     is_weight_min: its lower bound, in [0, 1]. The default has no effect.
 
   Returns:
-    The inputs' shape in logprob's dtype, at least float32. The gradient of a term is
-    −weight · clip(r) · Â · ∇ log π.
+    In logprob's dtype, at least float32. The gradient of a term is −weight · clip(r) ·
+    Â · ∇ log π.
 
   Raises:
     ValueError: a bound is out of range; below 1 even on-policy terms would be scaled.
@@ -64,14 +66,14 @@ def loss(
 
 
 def metrics(
-  logprob: jax.Array,
-  old_logprob: jax.Array,
-  advantage: jax.Array,
-  weight: jax.Array,
+  logprob: Float[Array, '*M'],
+  old_logprob: Float[Array, '*M'],
+  advantage: Float[Array, '*M'],
+  weight: Float[Array, '*M'],
   *,
   is_weight_max: float = 5.0,
   is_weight_min: float = 0.0,
-) -> dict[str, jax.Array]:
+) -> dict[str, Float[Array, '']]:
   """How far off-policy the terms are. Arguments as `loss`.
 
   Every value is a sum over terms times `weight`. Weights of a batch sum to 1, so values
@@ -104,7 +106,7 @@ def metrics(
 
 def weights(
   group_lengths: Sequence[Sequence[int]], normaliser: str = 'prompt'
-) -> list[np.ndarray]:
+) -> list[Float[np.ndarray, '_completions']]:
   """The weight of every term of each completion: M1's normaliser.
 
   Pass trained groups only: masked and dropped samples are outside the normaliser. All

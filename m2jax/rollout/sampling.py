@@ -21,27 +21,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from m2jax.axes import Array, Float, Int, Int32, UInt32
+
 
 def sample(
-  logits: jax.Array,
-  seeds: jax.Array,
-  counters: jax.Array,
-  temperature: jax.Array,
-  top_k: jax.Array,
-  top_p: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+  logits: Float[Array, 'B V'],
+  seeds: UInt32[Array, 'B 2'],
+  counters: Int[Array, 'B'],
+  temperature: Float[Array, 'B'],
+  top_k: Int[Array, 'B'],
+  top_p: Float[Array, 'B'],
+) -> tuple[Int32[Array, 'B'], Float[Array, 'B']]:
   """Draws one token per row.
 
   Args:
-    logits: [B, V] float32 or wider.
-    seeds: [B, 2] uint32, a row's random stream.
-    counters: [B] int32, the draw's index in that stream.
-    temperature: [B] float32; 0 is greedy.
-    top_k: [B] int32; 0 is off.
-    top_p: [B] float32 in (0, 1]; 1 is off.
+    logits: float32 or wider.
+    seeds: a row's random stream.
+    counters: the draw's index in that stream.
+    temperature: 0 is greedy.
+    top_k: 0 is off.
+    top_p: in (0, 1]; 1 is off.
 
   Returns:
-    tokens [B] int32 and logprobs [B] of logits' dtype.
+    tokens, and logprobs of logits' dtype.
   """
   greedy = temperature <= 0
   # Subtract the peak first: a small temperature must not overflow.
@@ -62,7 +64,9 @@ def sample(
   return tokens, chosen - jnp.log(jnp.sum(mass, axis=-1))
 
 
-def truncate(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def truncate(
+  scaled: Float[Array, 'B V'], top_k: Int[Array, 'B'], top_p: Float[Array, 'B']
+) -> Float[Array, 'B V']:
   """Sets tokens outside top-k, then outside the nucleus, to -inf.
 
   The nucleus is the smallest set of most likely tokens, among the top k renormalised,
@@ -72,8 +76,8 @@ def truncate(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array
   seventh of the cost of a sort.
 
   Args:
-    scaled: [B, V], temperature applied, at most 0 with 0 the peak of each row.
-    top_k: [B] int32, 0 is off. top_p: [B], 1 is off.
+    scaled: temperature applied, at most 0 with 0 the peak of each row.
+    top_k, top_p: as in `sample`.
   """
   integer = jnp.int64 if scaled.dtype == jnp.float64 else jnp.int32
   # Floats of one sign are ordered like their bits; 0 is the most likely token.
@@ -86,8 +90,10 @@ def truncate(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array
   return jnp.where(kept, scaled, -jnp.inf)
 
 
-def _depth(depth: jax.Array, weight: jax.Array, goal: jax.Array) -> jax.Array:
-  """[B, 1]: least d for which the weight of tokens with depth <= d reaches goal [B]."""
+def _depth(
+  depth: Int[Array, 'B V'], weight: Float[Array, 'B V'], goal: Float[Array, 'B']
+) -> Int[Array, 'B 1']:
+  """The least d for which the weight of tokens with depth <= d reaches the goal."""
   bits = jnp.iinfo(depth.dtype).bits - 1
 
   def halve(i, low):
@@ -99,15 +105,12 @@ def _depth(depth: jax.Array, weight: jax.Array, goal: jax.Array) -> jax.Array:
   return lax.fori_loop(0, bits, halve, jnp.zeros_like(depth[:, :1]))
 
 
-def draw(mass: jax.Array, uniforms: jax.Array) -> jax.Array:
+def draw(mass: Float[Array, 'B V'], uniforms: Float[Array, 'B 2']) -> Int32[Array, 'B']:
   """Draws an index in proportion to its mass; never one whose mass is 0.
 
   Args:
-    mass: [B, V] non-negative, not normalised, some positive.
-    uniforms: [B, 2] in [0, 1).
-
-  Returns:
-    [B] int32.
+    mass: non-negative, not normalised, some positive.
+    uniforms: in [0, 1).
   """
   size = mass.shape[-1]
   width = math.isqrt(size - 1) + 1
@@ -119,7 +122,7 @@ def draw(mass: jax.Array, uniforms: jax.Array) -> jax.Array:
   return block * width + _invert(within, uniforms[:, 1])
 
 
-def _invert(mass: jax.Array, uniform: jax.Array) -> jax.Array:
+def _invert(mass: Float[Array, 'B N'], uniform: Float[Array, 'B']) -> Int32[Array, 'B']:
   """First index with positive mass whose cumulative mass exceeds uniform · total."""
   positive = mass > 0
   # Parallel prefix sums need not be monotone to the last bit: total and index both come

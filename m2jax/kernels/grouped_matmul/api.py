@@ -1,9 +1,13 @@
-"""`matmul`: the grouped matmul's implementation for the platform lowered for."""
+"""`matmul`: the grouped matmul's implementation for the platform lowered for.
+
+Axes: T rows sorted by group, E groups, D in, F out.
+"""
 
 from __future__ import annotations
 
 import jax
 
+from m2jax.axes import Array, Float, Int
 from m2jax.kernels.grouped_matmul import cpu, gpu, reference, tpu
 
 _IMPLEMENTATIONS = {
@@ -19,23 +23,23 @@ def _ragged_dot(lhs, rhs, group_sizes):
 
 
 def matmul(
-  lhs: jax.Array,
-  rhs: jax.Array,
-  group_sizes: jax.Array,
+  lhs: Float[Array, 'T D'],
+  rhs: Float[Array, 'E D F'],
+  group_sizes: Int[Array, 'E'],
   *,
   implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, 'T F']:
   """Multiplies consecutive groups of rows by their own matrices.
 
   Args:
-    lhs: [T, D], rows sorted by group.
-    rhs: [E, D, F].
-    group_sizes: [E] int32, sum at most T.
+    lhs: rows sorted by group.
+    rhs: the groups' matrices.
+    group_sizes: rows of each group, int32; sum at most T.
     implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the platform
       lowered for, or `lax.ragged_dot` where that does not support these tensors.
 
   Returns:
-    [T, F] in lhs's dtype. Rows past the sum of the sizes are 0 and get no gradient.
+    In lhs's dtype. Rows past the sum of the sizes are 0 and get no gradient.
 
   Raises:
     ValueError: an unknown implementation, or tensors that the one named does not

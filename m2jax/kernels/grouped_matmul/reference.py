@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from m2jax.axes import Array, Float, Int
 
-def group_ids(group_sizes, num_rows):
-  """[E] sizes → [T] group of each row; E for rows past the sum of the sizes."""
+
+def group_ids(group_sizes: Int[Array, 'E'], num_rows: int) -> Int[Array, 'T']:
+  """The group of each of T = `num_rows` rows; E for rows past the sum of the sizes."""
   ends = jnp.cumsum(group_sizes)
   return jnp.sum(jnp.arange(num_rows)[:, None] >= ends[None], axis=1)
 
 
-def matmul(lhs, rhs, group_sizes):
-  """lhs [T, D], rhs [E, D, F], group_sizes [E] → [T, F]; rows past the sum give 0."""
+def matmul(
+  lhs: Float[Array, 'T D'], rhs: Float[Array, 'E D F'], group_sizes: Int[Array, 'E']
+) -> Float[Array, 'T F']:
+  """Each row times its group's matrix; rows past the sum of the sizes give 0."""
   dtype = jnp.promote_types(lhs.dtype, jnp.float32)
   ids = group_ids(group_sizes, lhs.shape[0])
   # where, not a product: rows past the sum may hold NaN

@@ -1,4 +1,7 @@
-"""`norm_rope`: QK-norm and RoPE's implementation for the platform lowered for."""
+"""`norm_rope`: QK-norm and RoPE's implementation for the platform lowered for.
+
+Axes: T tokens, C = heads · H channels, H head dim, R rotary dim; half = R/2.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import functools
 
 import jax
 
+from m2jax.axes import Array, Float
 from m2jax.kernels.qk_norm_rope import gpu, reference, tpu
 
 _IMPLEMENTATIONS = {
@@ -17,33 +21,33 @@ _IMPLEMENTATIONS = {
 
 
 def norm_rope(
-  x: jax.Array,
-  scale: jax.Array,
-  cos: jax.Array,
-  sin: jax.Array,
+  x: Float[Array, 'T C'],
+  scale: Float[Array, 'C'],
+  cos: Float[Array, 'T half'],
+  sin: Float[Array, 'T half'],
   *,
   head_dim: int,
   eps: float,
-  variance: jax.Array | None = None,
+  variance: Float[Array, 'T 1'] | None = None,
   implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, 'T C']:
   """RMSNorm over all channels of queries, or of keys, then RoPE on each head.
 
   Args:
-    x: [T, C], heads · head_dim channels.
-    scale: [C] of the norm.
-    cos, sin: [T, R/2], at least fp32; no gradient. Of each head the first R dims are
-      rotated, dim i with dim i + R/2.
+    x: queries or keys of all heads.
+    scale: of the norm.
+    cos, sin: at least fp32; no gradient. Of each head the first R dims are rotated, dim
+      i with dim i + R/2.
     head_dim: channels of a head.
     eps: added to the mean square.
-    variance: [T, 1], at least fp32: the mean square to divide by, where x is one
-      device's share of the channels; None: that of x itself. It takes a gradient.
+    variance: at least fp32: the mean square to divide by, where x is one device's share
+      of the channels; None: that of x itself. It takes a gradient.
     implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the platform
       lowered for, or 'reference' where that does not support these tensors.
 
   Returns:
-    [T, C] in x's dtype. The norm is computed in at least fp32 and rounded to x's dtype
-    before the scale, and after it, as M2 does.
+    In x's dtype. The norm is computed in at least fp32 and rounded to x's dtype before
+    the scale, and after it, as M2 does.
 
   Raises:
     ValueError: an unknown implementation, heads that do not divide C, or tensors that

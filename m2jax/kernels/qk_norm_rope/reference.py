@@ -2,7 +2,7 @@
 
 On a CPU XLA fuses it into one pass: this is the CPU's implementation too.
 
-Axes: T tokens, C = heads · H channels, H head dim, R rotary dim.
+Axes: T tokens, C = heads · H channels, H head dim, R rotary dim; half = R/2.
 """
 
 from __future__ import annotations
@@ -10,9 +10,20 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from m2jax.axes import Array, Float
 
-def norm_rope(x, scale, cos, sin, variance, *, head_dim, eps):
-  """x [T, C] / rms, times scale [C], with the first R dims of each head rotated."""
+
+def norm_rope(
+  x: Float[Array, 'T C'],
+  scale: Float[Array, 'C'],
+  cos: Float[Array, 'T half'],
+  sin: Float[Array, 'T half'],
+  variance: Float[Array, 'T 1'] | None,
+  *,
+  head_dim: int,
+  eps: float,
+) -> Float[Array, 'T C']:
+  """x / rms, times scale, with the first R dims of each head rotated."""
   wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
   if variance is None:
     variance = jnp.mean(wide * wide, axis=-1, keepdims=True)

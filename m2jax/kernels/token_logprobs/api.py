@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from m2jax.axes import Array, Float, Int
 from m2jax.kernels import fp32
 
 # A chunk's logits fit a CPU's cache or, if the vocabulary is larger, a chunk has the
@@ -118,21 +119,21 @@ _token_logprobs.defvjp(_fwd, _bwd)
 
 
 def token_logprobs(
-  hidden: jax.Array,
-  head: jax.Array,
-  targets: jax.Array,
+  hidden: Float[Array, 'T D'],
+  head: Float[Array, 'D V'],
+  targets: Int[Array, 'T *k'],
   axes: tuple[str, ...] = (),
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, 'T *k'], Float[Array, 'T']]:
   """log softmax(hidden·head)[target] and the entropy of that softmax.
 
   Args:
-    hidden: [T, D].
-    head: [D, V]; inside a `shard_map`, this device's words of it.
-    targets: [T] or [T, k] int32, words of the whole vocabulary.
+    hidden: after the final norm.
+    head: inside a `shard_map`, this device's words of it.
+    targets: one word of each token, or k; int32, of the whole vocabulary.
     axes: mesh axes that split the vocabulary; hidden is the same along them.
 
   Returns:
-    logprob like targets, entropy [T], at least fp32. The entropy carries no gradient.
+    logprob and entropy, at least fp32. The entropy carries no gradient.
   """
   columns = targets if targets.ndim == 2 else targets[:, None]
   logprob, entropy = _token_logprobs(hidden, head, columns, axes)
@@ -140,8 +141,11 @@ def token_logprobs(
 
 
 def top_k_logprobs(
-  hidden: jax.Array, head: jax.Array, k: int, axes: tuple[str, ...] = ()
-) -> tuple[jax.Array, jax.Array]:
+  hidden: Float[Array, 'T D'],
+  head: Float[Array, 'D V'],
+  k: int,
+  axes: tuple[str, ...] = (),
+) -> tuple[Float[Array, 'T k'], Int[Array, 'T k']]:
   """The k most likely words of softmax(hidden·head) and their log-probabilities.
 
   The teacher's side of a top-K KL (algorithms.md §4.2): no gradient. The student's side
@@ -152,8 +156,7 @@ def top_k_logprobs(
     k: at most V.
 
   Returns:
-    logprob [T, k], at least fp32, descending; words [T, k] int32, the lower first
-    among equals.
+    logprob, at least fp32, descending; words, int32, the lower first among equals.
   """
   hidden, head = lax.stop_gradient((hidden, head))
   vocab = head.shape[1]

@@ -1,4 +1,7 @@
-"""`attend`: forest attention's implementation for the platform lowered for."""
+"""`attend`: forest attention's implementation for the platform lowered for.
+
+Axes: B rows, Q queries, S keys, N query heads, K key/value heads, H head dim.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from m2jax.axes import Array, Float
 from m2jax.kernels.tree_attention import cpu, gpu, reference, tpu
 from m2jax.kernels.tree_attention.visibility import Visibility
 
@@ -21,8 +25,8 @@ _IMPLEMENTATIONS = {
 
 def prepare(
   visibility: Visibility,
-  q: jax.Array | jax.ShapeDtypeStruct,
-  k: jax.Array | jax.ShapeDtypeStruct,
+  q: Float[Array | jax.ShapeDtypeStruct, 'B Q N H'],
+  k: Float[Array | jax.ShapeDtypeStruct, 'B S K H'],
 ) -> Visibility:
   """`visibility` with the TPU kernels' block pairs, for all layers that share it.
 
@@ -50,26 +54,26 @@ def prepare(
 
 
 def attend(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
+  q: Float[Array, 'B Q N H'],
+  k: Float[Array, 'B S K H'],
+  v: Float[Array, 'B S K H'],
   visibility: Visibility,
   *,
   scale: float | None = None,
   implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, 'B Q N H']:
   """Softmax attention in which a token sees its ancestors and itself.
 
   Args:
-    q: [B, Q, N, H] queries.
-    k, v: [B, S, K, H] keys and values, N a multiple of K.
+    q: queries; N is a multiple of K.
+    k, v: keys and values.
     visibility: which keys each query sees.
     scale: of the scores; None is H ** -0.5.
     implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the platform
       lowered for, or 'reference' where that does not support these tensors.
 
   Returns:
-    [B, Q, N, H] in q's dtype; 0 for a query that sees no key.
+    In q's dtype; 0 for a query that sees no key.
 
   Raises:
     ValueError: an unknown implementation, a window without positions, or tensors that

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from m2jax.axes import Array, Bool, Float, Int
 from m2jax.kernels.tree_attention.visibility import Visibility
 
 
-def visible(visibility: Visibility, *, k_index=None):
-  """[B, Q, S] bool of a complete Visibility; `k_index` [B, S] if not 0 … S-1."""
+def visible(
+  visibility: Visibility, *, k_index: Int[Array, 'B S'] | None = None
+) -> Bool[Array, 'B Q S']:
+  """Which keys each query of a complete Visibility sees; `k_index` if not 0 … S-1."""
   if k_index is None:
     k_index = jnp.arange(visibility.subtree_end.shape[1])[None]
   q = visibility.q_index[:, :, None]
@@ -25,8 +28,15 @@ def visible(visibility: Visibility, *, k_index=None):
   return seen
 
 
-def attend(q, k, v, visibility: Visibility, *, scale):
-  """q [B, Q, N, H], k, v [B, S, K, H] → [B, Q, N, H]; 0 for a query that sees none."""
+def attend(
+  q: Float[Array, 'B Q N H'],
+  k: Float[Array, 'B S K H'],
+  v: Float[Array, 'B S K H'],
+  visibility: Visibility,
+  *,
+  scale: float,
+) -> Float[Array, 'B Q N H']:
+  """Softmax attention; 0 for a query that sees no key."""
   batch, queries, heads, head_dim = q.shape
   kv_heads = k.shape[2]
   at_least_fp32 = jnp.promote_types(q.dtype, jnp.float32)

@@ -7,40 +7,43 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
+
+from m2jax.axes import Array, Int32
 
 
 def _static(default):
   return dataclasses.field(default=default, metadata={'static': True})
 
 
+@no_type_check  # jax also fills it with specs and placeholders
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visibility:
   """Key j is seen by query i iff `j <= q_index[i] < subtree_end[j]`.
 
   Attributes:
-    subtree_end: [B, S] int32; 0 hides a key.
-    q_index: [B, Q] int32 index of each query in the row; None: 0 … Q-1, Q = S.
+    subtree_end: 0 hides a key.
+    q_index: index of each query in the row; None: 0 … Q-1, Q = S.
     window: a query also needs `q_position - k_position < window`, except for keys of
       position below `sinks`; None: no window.
     sinks: see there.
-    q_position, k_position: [B, Q] and [B, S] int32, needed by `window`.
+    q_position, k_position: needed by `window`.
     pairs: block pairs of the TPU kernels, from `prepare`; None: `attend` makes them.
 
   Example, of two causal rows of which the second has one token of padding:
     >>> seen = Visibility(jnp.array([[3, 3, 3], [2, 2, 0]]))
   """
 
-  subtree_end: jax.Array
-  q_index: jax.Array | None = None
+  subtree_end: Int32[Array, 'B S']
+  q_index: Int32[Array, 'B Q'] | None = None
   window: int | None = _static(None)
   sinks: int = _static(0)
-  q_position: jax.Array | None = None
-  k_position: jax.Array | None = None
+  q_position: Int32[Array, 'B Q'] | None = None
+  k_position: Int32[Array, 'B S'] | None = None
   pairs: Any = None
 
   def complete(self, queries: int) -> Visibility:
