@@ -27,7 +27,7 @@ from ml_collections import config_flags
 from experiments import fields
 
 if typing.TYPE_CHECKING:
-  from m2jax.sharding import MeshConfig
+  from m2jax.sharding import MeshConfig, Sharding
   from m2jax.train.loop import LoopConfig
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
@@ -132,6 +132,31 @@ def join_processes() -> int:
     ) from error
   logging.info('process %d of %d', jax.process_index(), jax.process_count())
   return jax.process_index()
+
+
+def make_sharding(mesh: MeshConfig) -> Sharding:
+  """The job's mesh; for several processes whose config has none, all devices as fsdp.
+
+  To be called after `join_processes`.
+
+  Raises:
+    BadInput: the mesh leaves out devices of the job's processes.
+  """
+  import jax
+
+  from m2jax import sharding
+
+  size, devices = math.prod(mesh.sizes.values()), jax.device_count()
+  if jax.process_count() > 1 and size == 1:
+    mesh = dataclasses.replace(mesh, fsdp=devices)
+    logging.info('config.mesh: all %d devices, fsdp=%d', devices, devices)
+  elif jax.process_count() > 1 and size != devices:
+    raise BadInput(
+      f'config.mesh has {size} devices, the {jax.process_count()} processes have '
+      f'{devices}: set --config.mesh.data, fsdp, expert, tensor and context so that '
+      f'their product is {devices}'
+    )
+  return sharding.make(mesh)
 
 
 @contextlib.contextmanager

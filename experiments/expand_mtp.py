@@ -10,7 +10,6 @@ import dataclasses
 import functools
 
 from experiments import common, pretrain
-from m2jax import sharding as sharding_lib
 from m2jax.checkpoint import CheckpointError, policy
 from m2jax.data import documents
 from m2jax.observe.metrics import MetricsWriter
@@ -40,7 +39,7 @@ def main():
   if not config.checkpoint:
     raise common.BadInput('--config.checkpoint is missing: give the workdir of a run')
   common.virtual_devices(config.mesh)
-  sharding = sharding_lib.make(config.mesh)
+  sharding = common.make_sharding(config.mesh)
   start = policy.load(config.checkpoint)
   corpus, held_out = pretrain.open_text(config.text)
   settings = dataclasses.replace(config, mesh=MeshConfig())  # the same on any mesh

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from experiments import common
-from m2jax import sharding as sharding_lib
 from m2jax.checkpoint import CheckpointError, CheckpointManager, policy
 from m2jax.config import ModelConfig
 from m2jax.data import corpus as corpus_lib
@@ -143,7 +142,7 @@ def main():
   config, workdir = common.build(Config, common.values()), common.workdir()
   common.virtual_devices(config.mesh)
   process = common.join_processes()
-  sharding = sharding_lib.make(config.mesh)
+  sharding = common.make_sharding(config.mesh)
   settings = dataclasses.replace(config, mesh=MeshConfig())  # the same on any mesh
   path = workdir / policy.TOKENIZER_FILE
   corpus, held_out = open_text(config.text)

@@ -86,7 +86,7 @@ def main():
       samples,
       Run('sft', manager, metrics, files={policy.TOKENIZER_FILE: path.read_bytes()}),
       seed=config.seed,
-      sharding=sharding.make(config.mesh),
+      sharding=common.make_sharding(config.mesh),
     )
   loss = metrics_lib.read(workdir, 'sft')[-1]['loss']
   print(

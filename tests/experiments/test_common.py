@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 
+import jax
 import pytest
 
 from configs import (
@@ -15,6 +16,7 @@ from configs import (
   sft,
 )
 from experiments import common, fields
+from m2jax import sharding
 from m2jax.forge.config import ForgeConfig, RolloutConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.rl.learner import LearnerConfig
@@ -69,7 +71,7 @@ def test_completing_changes_nothing():
       'buckets': LearnerConfig().buckets,
       'row_tokens': 2048,
       'row_terms': 3072,
-      'step': StepConfig(micro_rows=1, detach_mtp=True),
+      'step': StepConfig(micro_rows=2, detach_mtp=True),
       'reward': RewardConfig(alpha=0.1, gamma=1.0, normalise=True),
     }
   )
@@ -125,3 +127,16 @@ def test_build_refuses(values, message):
   """Unknown, missing and bad fields, each with the dotted path to it."""
   with pytest.raises(common.BadInput, match='^' + message.replace('.', r'\.')):
     common.build(Outer, values)
+
+
+def test_processes_and_mesh_agree(monkeypatch):
+  """Several processes whose mesh leaves out devices would each train a part of a job,
+  and fail at the first checkpoint; without a mesh they take all devices."""
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(jax, 'device_count', lambda: 4)
+  monkeypatch.setattr(sharding, 'make', lambda mesh: mesh.sizes)
+  with pytest.raises(common.BadInput, match='has 2 devices, the 2 processes have 4'):
+    common.make_sharding(sharding.MeshConfig(data=2))
+  assert common.make_sharding(sharding.MeshConfig())['fsdp'] == 4
+  mesh = sharding.MeshConfig(data=2, tensor=2)
+  assert common.make_sharding(mesh) == mesh.sizes

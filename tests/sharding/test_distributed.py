@@ -46,7 +46,7 @@ def test_the_job_runs_as_two_processes(tmp_path):
     children = [
       pretrain(
         tmp_path / 'run',
-        *('--distributed', '--config.mesh.fsdp=2', *flags),
+        *('--distributed', *flags),  # the mesh is all devices by default
         environment={
           'JAX_NUM_CPU_DEVICES': '1',
           'JAX_COORDINATOR_ADDRESS': f'localhost:{port}',
