@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import no_type_check
+from typing import SupportsIndex, no_type_check
 
 import jax
 import numpy as np
@@ -109,7 +109,7 @@ def padding(rows: int, row_tokens: int, row_terms: int) -> Forest:
 
 def select(
   batch: Forest,
-  index: slice | Sequence[int],
+  index: slice | Sequence[SupportsIndex],
   *,
   rows: int | None = None,
   row_tokens: int | None = None,

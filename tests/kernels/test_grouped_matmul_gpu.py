@@ -108,7 +108,10 @@ def test_lowers_for_cuda(monkeypatch, dtype, x64, kernels):
 def test_unsupported():
   """The error names a dtype that the kernels do not support."""
   lhs, rhs, _ = tensors(0)
-  with pytest.raises(ValueError, match='int8.*must both be bf16'):
+  with pytest.raises(ValueError, match='float8.*must both be bf16'):
     grouped_matmul.matmul(
-      lhs.astype(jnp.int8), rhs, jnp.zeros(GROUPS, int), implementation='gpu'
+      lhs.astype(jnp.float8_e4m3fn),
+      rhs,
+      jnp.zeros(GROUPS, int),
+      implementation='gpu',
     )

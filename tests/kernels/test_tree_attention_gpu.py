@@ -109,7 +109,7 @@ def test_unsupported():
   """The error names what the kernel does not support."""
   end = jnp.full((1, 4), 4)
   for shape, dtype, match in (
-    ((1, 4, 2, 8), jnp.int8, 'int8.*must all be bf16'),
+    ((1, 4, 2, 8), jnp.float8_e4m3fn, 'float8.*must all be bf16'),
     ((1, 4, 2, 300), jnp.float32, 'head dim 300'),
   ):
     q = jnp.zeros(shape, dtype)

@@ -16,7 +16,7 @@ import pytest
 
 from m2jax import config as config_lib
 from m2jax import forest
-from m2jax.layers import attention
+from m2jax.layers import attention, rope
 from tests.model import test_forest_equivalence as exact
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -170,8 +170,9 @@ def test_bad_settings_are_named(changes, match):
 def test_not_served():
   """The engine's cached attention has no windows: it is refused, not served wrongly."""
   cfg = exact.config('float32', **HYBRID)
+  tables = rope.tables(jnp.zeros(1, jnp.int32), cfg.rotary_dim, cfg.rope_theta)
   with pytest.raises(ValueError, match='window=3: .* not served'):
-    attention.project(jnp.zeros((1, cfg.embed_dim)), {}, cfg, None)
+    attention.project(jnp.zeros((1, cfg.embed_dim)), {}, cfg, tables)
 
 
 def test_presets_have_none():
