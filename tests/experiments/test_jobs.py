@@ -79,6 +79,7 @@ def test_sft_goes_on_from_a_checkpoint(pretrained, tuned):
   assert 'on 12 chats' in tuned[1]
 
 
+@pytest.mark.long
 def test_sft_from_random_weights(tmp_path, chats):
   """Without a checkpoint it trains a tokenizer on the chats; a second start is done."""
   flags = [f'--workdir={tmp_path / "run"}', f'--config.demonstrations={chats}']

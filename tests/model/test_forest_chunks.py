@@ -137,6 +137,7 @@ def test_windows():
     check(samples, rows.variables_for(cfg, 7), cfg, 1e-10)
 
 
+@pytest.mark.long
 def test_cotangents_matter():
   """The comparison can fail: without the cotangents that descendants leave, which is
   caching the prefix without its gradient, the gradient is far off."""

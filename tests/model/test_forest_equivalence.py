@@ -242,6 +242,7 @@ def test_row_split_does_not_matter():
     np.testing.assert_allclose(losses, losses[0], rtol=1e-12)
 
 
+@pytest.mark.long
 def test_scan_equals_unrolled():
   """Scanned, unrolled and rematerialised layers are the same function."""
   cfg = config('float32')

@@ -141,6 +141,7 @@ def rounds(workdir):
   return [r['step'] for r in metrics_lib.read(workdir, 'frozen_held_out')]
 
 
+@pytest.mark.long
 def test_both_parts_and_resume(tmp_path):
   """Frozen until the loss is stable, then joint: killed in either part, the run takes
   the same decisions and ends with the same weights, which are a policy."""
