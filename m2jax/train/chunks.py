@@ -165,7 +165,7 @@ class _Functions(NamedTuple):
       specs = sharding_lib.param_specs(self.cfg, self.sharding.rules)['params']
       everywhere = jax.sharding.PartitionSpec()
       places = self.sharding.named(train_step.Sums(specs, everywhere, everywhere))
-    return self._zeros(like, places)
+    return _zeros(like, places)
 
   def buffers(self, slots):
     shape = functools.partial(
@@ -177,15 +177,7 @@ class _Functions(NamedTuple):
     places = None
     if self.sharding.mesh is not None:
       places = (self.sharding.named(model.prefix_specs(self.sharding.rules)),) * 2
-    return self._zeros((stack, cotangents), places)
-
-  def _zeros(self, like, places):
-    """Zeros, each shard made on its device."""
-
-    def make():
-      return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-
-    return make() if places is None else jax.jit(make, out_shardings=places)()
+    return _zeros((stack, cotangents), places)
 
   def _forward(self, params, prefix, router, batch):
     """((loss, the tokens' new cache entries), (metrics, expert loads))."""
@@ -216,6 +208,16 @@ class _Functions(NamedTuple):
       return total.at[:, :, :slots].add(d.astype(total.dtype))
 
     return sums, jax.tree.map(add, cotangents, d_prefix)
+
+
+def _zeros(like, places):
+  """Zeros, each shard made on its device; `places` is a tree prefix of `like`."""
+  if places is None:
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+  places = jax.tree.broadcast(places, like)
+  return jax.tree.map(
+    lambda a, place: jnp.zeros(a.shape, a.dtype, device=place), like, places
+  )
 
 
 def _slots(batch: Forest) -> int:
