@@ -9,6 +9,7 @@ one device, after two updates of groups in rows and in chunks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -91,11 +92,17 @@ def updates(case: Case, where: sharding.Sharding):
   return one, {name: value for name, value in scalars.items() if name not in timings}
 
 
+@functools.cache
+def alone(replay: bool, algorithm: str):
+  """`updates` of one device."""
+  return updates(Case({}, replay, algorithm), sharding.ONE_DEVICE)
+
+
 def run(case: Case) -> dict[str, Any]:
   where = sharding.make(sharding.MeshConfig(**case.mesh))
   one, scalars = updates(case, where)
-  alone, want = updates(case, sharding.ONE_DEVICE)
-  states = jax.device_get((one.state, alone.state))
+  reference, want = alone(case.replay, case.algorithm)
+  states = jax.device_get((one.state, reference.state))
   errors = relative_errors((states[0], scalars), (states[1], want))
   worst = max(errors, key=errors.get)
   spread = {len(x.sharding.device_set) for x in jax.tree.leaves(one.state.variables)}
