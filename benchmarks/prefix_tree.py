@@ -13,6 +13,7 @@ optimizer update, which is the same for all. The kinds of rows
   (c) the common prompt shared, everything after it separate
   (d) the prefix tree in one row
   (e) the prefix tree in chunks of up to a quarter, by push and pop
+  (f) rows or chunks of up to --row_tokens, as `rl.packing` chooses: bounded memory
 
 Rows of one shape run together, up to --batch_tokens. Times are medians over rounds;
 in each round every kind runs once. If all batches of a kind would take longer than
@@ -44,7 +45,7 @@ from benchmarks import prefix_tree_workloads as workloads
 from benchmarks.prefix_tree_rows import Kind
 from m2jax import forest, model
 from m2jax.rl import learner
-from m2jax.train import chunks
+from m2jax.train import chunks, host_memory
 from m2jax.train import step as train_step
 
 OBJECTIVE = functools.partial(learner.objective, is_weight_max=5.0)
@@ -101,7 +102,7 @@ class Runner:
 
   def compile(self, kind: Kind):
     """Compiles every shape, and records the number of programs and their memory."""
-    if kind.name == 'e':
+    if isinstance(kind.batches[0], forest.Plan):
       self.run(kind, [0])
       shapes = {c.shape for c in kind.batches[0]}
       kind.programs = len(shapes)
@@ -308,18 +309,27 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   names = list(workloads.WORKLOADS)
   parser.add_argument('--workloads', nargs='+', choices=names, default=names)
-  parser.add_argument('--kinds', nargs='+', default=list('abcde'))
+  parser.add_argument('--kinds', nargs='+', default=list('abcdef'))
   parser.add_argument('--rounds', type=int, default=3)
   parser.add_argument('--limit_s', type=float, default=600.0)
   parser.add_argument('--batch_tokens', type=int, default=4096)
+  parser.add_argument('--row_tokens', type=int, default=4096, help='of (f)')
   parser.add_argument('--clock', choices=CLOCKS, default='wall')
   parser.add_argument('--scale', type=float, default=1.0, help='factor of every length')
   parser.add_argument('--dtype', default='float32')
   parser.add_argument('--mtp_modules', type=int, default=0)
+  parser.add_argument(
+    '--keep_memory',
+    action=argparse.BooleanOptionalAction,
+    default=True,
+    help='keep freed memory, as the jobs do',
+  )
   parser.add_argument('--merge', action='store_true', help='time forest.merge only')
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
   logging.set_verbosity(logging.INFO)
+  if args.keep_memory:
+    host_memory.keep_freed()
   if args.merge:
     for row in merge_speed(args.rounds, CLOCKS[args.clock]):
       print(json.dumps(row), flush=True)

@@ -1,4 +1,4 @@
-"""Rows of the kinds (a) to (e) of benchmarks/prefix_tree.py, and their operations."""
+"""Rows of the kinds (a) to (f) of benchmarks/prefix_tree.py, and their operations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from m2jax import config as model_config
 from m2jax import forest, model
+from m2jax.rl import packing
 from m2jax.train import feeds
 from m2jax.train import step as train_step
 
@@ -75,7 +76,7 @@ class Kind:
   """One way to run a workload.
 
   Attributes:
-    batches: forests; for (e), plans.
+    batches: forests; for chunks, plans.
     operations: counted operations of each batch.
     tokens: tokens of all batches without padding.
     chosen: indices of the batches that are run.
@@ -218,20 +219,40 @@ def kinds(trajectories, cfg, args) -> list[Kind]:
     ('d', [row]),
   ]
   out = [Kind(name, batches, [count(b) for b in batches]) for name, batches in found]
-  quarter = -(-tokens // (4 * ROUND)) * ROUND
+  plan = forest.cut(tree, buckets(tree, -(-tokens // (4 * ROUND)) * ROUND))
+  return [*out, Kind('e', [plan], [count_chunks(plan)]), packed(samples, tree, args)]
+
+
+def buckets(tree: forest.Forest, chunk_tokens: int) -> forest.Buckets:
+  """Chunks of up to `chunk_tokens`, and of a quarter of that; stacks for every path."""
   longest = int(tree.position.max()) + 1
-  sizes = forest.sizes(-(-quarter // (4 * ROUND)) * ROUND, quarter)
-  stacks = forest.sizes(sizes[0], -(-longest // sizes[0]) * sizes[0])
-  plan = forest.cut(tree, forest.Buckets(sizes, stacks))
-  whole = count(tree)
-  trunk = tree.subtree_end[0] - np.arange(tokens) > quarter
-  again = Operations(
-    whole.tokens,
-    whole.pairs,
-    plan.trunk_tokens,
-    int((tree.position[0][trunk] + 1).sum()),
+  sizes = forest.sizes(-(-chunk_tokens // (4 * ROUND)) * ROUND, chunk_tokens)
+  return forest.Buckets(
+    sizes, forest.sizes(sizes[0], -(-longest // sizes[0]) * sizes[0])
   )
-  return [*out, Kind('e', [plan], [again])]
+
+
+def count_chunks(plan: forest.Plan) -> Operations:
+  """Operations of a plan; its trunk's forward pass runs twice."""
+  tree, size = plan.tree, plan.buckets.chunk_tokens[-1]
+  whole = count(tree)
+  trunk = tree.subtree_end[0] - np.arange(tree.tokens.shape[1]) > size
+  again_pairs = int((tree.position[0][trunk] + 1).sum())
+  return Operations(whole.tokens, whole.pairs, plan.trunk_tokens, again_pairs)
+
+
+def packed(samples, tree, args) -> Kind:
+  """(f): as `rl.packing` chooses for rows and chunks of `args.row_tokens`."""
+  batch = packing.pack(
+    [samples],
+    row_tokens=args.row_tokens,
+    row_terms=power(4 * args.row_tokens),
+    buckets=buckets(tree, args.row_tokens),
+  )
+  if batch.plan is not None:
+    return Kind('f', [batch.plan], [count_chunks(batch.plan)])
+  rows = in_batches([batch.rows], args.row_tokens)
+  return Kind('f', rows, [count(row) for row in rows])
 
 
 def with_experts(samples, tree, cfg):

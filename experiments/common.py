@@ -71,7 +71,7 @@ def values() -> dict[str, Any]:
 
 
 def virtual_devices(mesh: MeshConfig) -> None:
-  """Divides the CPU into the number of devices of `mesh`.
+  """Divides the CPU into the number of devices of `mesh`, and keeps freed memory.
 
   Call it before jax is used. XLA runs much of one device's program on one thread, so
   that a mesh over the CPU's cores is faster than one device. JAX_NUM_CPU_DEVICES and
@@ -79,10 +79,20 @@ def virtual_devices(mesh: MeshConfig) -> None:
   """
   import jax
 
+  from m2jax.train import host_memory
+
+  if jax.config.jax_platforms == 'cpu' or not _accelerator_installed():
+    host_memory.keep_freed()
   flags_set = 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
   several = flags.FLAGS.is_parsed() and DISTRIBUTED.value
   if jax.config.jax_num_cpu_devices < 0 and not flags_set and not several:
     jax.config.update('jax_num_cpu_devices', math.prod(mesh.sizes.values()))
+
+
+def _accelerator_installed() -> bool:
+  """Whether jax may find a TPU or GPU: its packages are here."""
+  names = 'libtpu', 'jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin'
+  return any(importlib.util.find_spec(name) for name in names)
 
 
 @contextlib.contextmanager

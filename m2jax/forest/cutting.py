@@ -122,6 +122,21 @@ class Plan:
   def __len__(self) -> int:
     return len(self._steps)
 
+  @property
+  def cost_tokens(self) -> float:
+    """Cost in tokens of one forward and backward pass each, padding included.
+
+    A push, a forward pass alone, is a third of that.
+    """
+    total = 0.0
+    for kind, *where in self._steps:
+      tokens = len(where[-1])
+      if kind == 'leaf':
+        tokens = sum(end - first for first, end, _ in where[0])
+      run = buckets_lib.fit(tokens, self.buckets.chunk_tokens, 'chunk_tokens')
+      total += run / 3 if kind == 'push' else run
+    return total
+
   def __iter__(self) -> Iterator[Chunk]:
     build = _Builder(self.tree, self.buckets)
     for kind, *where in self._steps:

@@ -2,8 +2,10 @@
 
 A group is a tree: its samples share the task. Trees that fit are packed into rows of
 one shape. A larger one is either split over rows, which repeats the path to each split,
-or trained in chunks (`train.chunks`), which run its trunk twice and pad every chunk:
-whichever runs fewer tokens. Both are exact (law 3) and differ only in cost.
+or trained in chunks (`train.chunks`), which run the forward pass of its trunk twice and
+pad every chunk: whichever costs less. Both are exact (law 3). Memory is bounded by the
+size of a row or of a chunk. `python -m benchmarks.prefix_tree` compares the estimate
+with the time taken (docs/prefix_tree.md).
 
 Axes: n rows, S tokens of a row, M loss terms of a row.
 """
@@ -72,7 +74,7 @@ def pack(
 
 
 def _suits_rows(group, row_tokens, row_terms, buckets) -> bool:
-  """Whether the group fits into rows and costs no more tokens there than in chunks."""
+  """Whether the group fits into rows and costs no more there than in chunks."""
   longest = max(len(s.tokens) for s in group)
   most_terms = max(len(s.tokens) - s.prompt_length for s in group)
   if longest > row_tokens or most_terms > row_terms:
@@ -81,4 +83,4 @@ def _suits_rows(group, row_tokens, row_terms, buckets) -> bool:
   if size.rows == 1:
     return True
   plan = forest.cut(forest.merge(group), buckets)
-  return size.tokens <= len(plan) * buckets.chunk_tokens[-1]
+  return size.tokens <= plan.cost_tokens
