@@ -3,8 +3,10 @@ r"""Pre-training M2: 228.7B parameters, 29.2T tokens. A plan; nobody has run it 
 COMMAND: python -m experiments.pretrain --config=configs/pretrain_m2.py \
            --workdir=DIRECTORY --distributed --config.tokenizer=PATH/tokenizer.json \
            --config.text.domains.code.root=… (and so on)
-HARDWARE: 512 chips of TPU v5p (8x8x8) as planned: 76 GiB of each at 8K. Later stages
-  want other meshes, which a run may resume on: those of configs/m2.py.
+HARDWARE: the slice TOPOLOGY, 512 chips in 128 processes, as planned: 76 GiB of each at
+  8K. Every stage has the mesh and the passes of configs/m2.py for this slice; the run
+  goes from one to the next by itself. A run may resume on another slice with other
+  meshes and passes: set all of `pretrain.stages`, or change this file.
 TIME: a step at 8K is planned to take 9.5 s (docs/plan.md): at that rate 29.2T tokens
   are 256 days.
 RESULT: not known; the report gives no loss of its base model.
@@ -27,6 +29,7 @@ from experiments import fields
 from m2jax import config as model_config
 from m2jax.train.stages import PretrainConfig
 
+TOPOLOGY = 'v5p:8x8x8'  # tests/train/test_topologies.py starts every stage on it
 BILLION = 10**9
 CONSTANT, DECAY = 19_900 * BILLION, 9_300 * BILLION  # tokens, published
 
@@ -56,13 +59,26 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   )
   c.tokenizer = 'data/tokenizer.json'
   c.tokenizer_files = 0
-  c.mesh = dict(data=4, fsdp=128, rules='fsdp')  # 512 chips; contexts to 8K
-  stages = (  # (context, rows, tokens): 12,582,912 tokens a batch
-    (8_192, 1_536, 26_200 * BILLION),
-    (32_768, 384, 2_000 * BILLION),
-    (196_608, 64, 1_000 * BILLION),
+  c.mesh = dict(data=4, fsdp=128, rules='fsdp')  # of stages without one of their own
+  stages = (  # 12,582,912 tokens a batch, in one pass
+    dict(context=8_192, rows=1_536, tokens=26_200 * BILLION, passes=1),
+    dict(
+      context=32_768,
+      rows=384,
+      tokens=2_000 * BILLION,
+      passes=1,
+      mesh=dict(fsdp=128, tensor=4, rules='fsdp'),
+    ),
+    dict(
+      context=196_608,
+      rows=64,
+      tokens=1_000 * BILLION,
+      passes=1,
+      mesh=dict(fsdp=64, context=2, tensor=4, rules='fsdp'),
+    ),
   )
-  steps = sum(-(-tokens // (context * rows)) for context, rows, tokens in stages)
+  sizes = [(s['tokens'], s['context'] * s['rows']) for s in stages]
+  steps = sum(-(-tokens // size) for tokens, size in sizes)
   c.pretrain = dict(
     stages=stages,
     phases=dict(
@@ -73,11 +89,10 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       decay_mtp_weight=0.1,
       bias_updates_until=1 - 0.5 / 14.8,
     ),
-    streams=64,
+    streams=64,  # of documents; all rows of the last stage
     held_out_batches=8,
     loop=dict(steps=steps, seconds=0.0, checkpoint_every=500, log_every=1),
     step=dict(
-      micro_rows=1_536,  # a batch in one pass
       mtp_weight=0.3,
       bias_update_rate=1e-3,
       compiler_options=dict.fromkeys(m2.SPARSE_CORES, True),

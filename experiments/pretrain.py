@@ -63,7 +63,7 @@ class TextConfig:
 class Config:
   """One run; without a `tokenizer` file it trains one on `tokenizer_files` documents.
 
-  A run may resume on another mesh.
+  A run may resume on another mesh, with other passes.
   """
 
   seed: int
@@ -143,7 +143,9 @@ def main():
   common.virtual_devices(config.mesh)
   process = common.join_processes()
   sharding = common.make_sharding(config.mesh)
-  settings = dataclasses.replace(config, mesh=MeshConfig())  # the same on any mesh
+  settings = dataclasses.replace(  # the same on any mesh
+    config, mesh=MeshConfig(), pretrain=config.pretrain.on_any_mesh()
+  )
   path = workdir / policy.TOKENIZER_FILE
   corpus, held_out = open_text(config.text)
   with common.leader_first() as leads:
@@ -187,6 +189,7 @@ def main():
       state.variables,
       documents.Encoded(held_out, encode),
       sharding,
+      step=int(state.step),
     )
     metrics.supersede('held_out', -1)
     metrics.write('held_out', int(state.step), loss)

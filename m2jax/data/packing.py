@@ -168,7 +168,9 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
   """
   where = {n: at for state in states for n, at in state['where'].items()}
   merged = {**states[0], 'where': where}
-  if any({**state, 'where': where} != merged for state in states):
+  # Hosts that read the same streams are at the same positions.
+  apart = any(where[n] != at for state in states for n, at in state['where'].items())
+  if apart or any({**state, 'where': where} != merged for state in states):
     raise StateMismatch('the data positions to merge are of different iterators')
   if len(where) != merged['streams']:
     raise StateMismatch(

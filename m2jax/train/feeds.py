@@ -12,6 +12,7 @@ from m2jax import forest
 from m2jax.forest import Forest
 from m2jax.sharding import Sharding
 from m2jax.train import hosts as hosts_lib
+from m2jax.train.hosts import Hosts
 
 
 def micro_batches(batch: Forest, rows: int) -> Iterator[Forest]:
@@ -20,18 +21,19 @@ def micro_batches(batch: Forest, rows: int) -> Iterator[Forest]:
     yield forest.select(batch, slice(start, start + rows), rows=rows)
 
 
-def rows(parts, config, sharding: Sharding):
+def rows(parts, config, sharding: Sharding, hosts: Hosts | None = None):
   """A feed of this host's rows; one pass has `config.micro_rows` rows of all hosts.
 
   Args:
     parts, config: `step.Programs` and `step.StepConfig`.
     sharding: the mesh.
+    hosts: the part of a batch that this process reads; None: `hosts.find`.
 
   Raises:
     ValueError: micro_rows do not divide over mesh and hosts.
   """
   sharding.check_batch(config.micro_rows)
-  hosts = hosts_lib.find(sharding)
+  hosts = hosts or hosts_lib.find(sharding)
   hosts.check(config.micro_rows)
 
   def feed(variables: Any, batch: Forest):

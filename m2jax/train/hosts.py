@@ -1,9 +1,9 @@
 """Rows of a batch over the hosts of a run: each host reads and packs only its own.
 
 A mesh splits the rows of a batch into shards, and each process has some of them.
-Processes with the same shards (tokens or channels are split over them) are one host:
-they read the same rows. Where processes share some shards and not others, all are one
-host, and each reads the whole batch.
+Processes that have a shard in common (tokens or channels are split over them) are one
+host: they read the same rows. A host that is one of more than the data has streams
+reads the rows of its neighbours too (`find`).
 
 A step takes the rows of this host. A micro-batch is the concatenation of the hosts'
 parts, and weights are summed on the devices, so that no host waits for another.
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -47,8 +48,14 @@ class Hosts:
       raise ValueError(f'{rows} rows of a batch do not divide over {self.count} hosts')
 
 
-def find(sharding: Sharding) -> Hosts:
-  """This process's part of the rows of a batch on a mesh."""
+def find(sharding: Sharding, streams: int = 0) -> Hosts:
+  """This process's part of the rows of a batch on a mesh.
+
+  Args:
+    sharding: the mesh.
+    streams: of the data, which divide over the hosts: their number is at most the
+      greatest common divisor of it and the number of hosts; 0 is no limit.
+  """
   if sharding.mesh is None:
     return Hosts()
   total = sharding.size('rows')
@@ -56,13 +63,24 @@ def find(sharding: Sharding) -> Hosts:
   held: dict[int, set[int]] = {}
   for device, (rows,) in where.devices_indices_map((total,)).items():
     held.setdefault(device.process_index, set()).update(range(*rows.indices(total)))
-  parts = sorted({tuple(sorted(shards)) for shards in held.values()})
-  alike = len({len(part) for part in parts}) == 1
-  disjoint = len(parts) * len(parts[0]) == total == len(set().union(*parts))
-  if not alike or not disjoint:
-    return Hosts(shards=tuple(range(total)))
-  mine = tuple(sorted(held[jax.process_index()]))
-  return Hosts(parts.index(mine), len(parts), mine)
+  parts = sorted(map(sorted, _joined(held.values())))
+  if len({len(part) for part in parts}) > 1:
+    return Hosts(shards=tuple(range(total)))  # unequal: each reads the whole batch
+  count = math.gcd(len(parts), streams)
+  groups = np.reshape(np.array(parts), (count, -1))
+  mine = min(held[jax.process_index()])
+  index = next(i for i, group in enumerate(groups) if mine in group)
+  return Hosts(index, count, tuple(sorted(map(int, groups[index]))))
+
+
+def _joined(sets: Iterable[set[int]]) -> list[set[int]]:
+  """The sets, those with a common element as one."""
+  joined: list[set[int]] = []
+  for found in sets:
+    touching = [other for other in joined if other & found]
+    joined = [other for other in joined if not other & found]
+    joined.append(found.union(*touching))
+  return joined
 
 
 def place(local: Forest, hosts: Hosts, sharding: Sharding) -> Forest:

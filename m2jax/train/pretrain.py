@@ -7,15 +7,19 @@ exact next batch, learning rate and MTP weight.
 With several hosts each reads, packs and places its own rows of every batch (`hosts`);
 a checkpoint has the position of all of them.
 
-The step is compiled once for each shape of batch and each pair of MTP weight and bias
-rate, of which a run has few.
+A stage may have a mesh of its own: where it begins, the state is resharded. A run ends
+before a stage whose mesh has another number of devices, and resumes on those.
+
+The step is compiled once for each stage and each pair of MTP weight and bias rate, of
+which a run has few.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +35,7 @@ from m2jax.checkpoint import policy
 from m2jax.config import ModelConfig
 from m2jax.data import packing
 from m2jax.optim import optimizer as optimizer_lib
-from m2jax.sharding import ONE_DEVICE, Sharding
+from m2jax.sharding import ONE_DEVICE, MeshConfig, Sharding
 from m2jax.train import feeds, loop, stages
 from m2jax.train import hosts as hosts_lib
 from m2jax.train import step as train_step
@@ -45,41 +49,85 @@ class Batch(NamedTuple):
 
   Attributes:
     forest: weights are 1 where there is a loss.
+    stage: that it belongs to.
     settings: what the step is compiled for.
     consumed: tokens before it.
     num_tokens: of all hosts; rows have no padding.
   """
 
   forest: forest.Forest
+  stage: Stage
   settings: Settings
   consumed: int
   num_tokens: int
 
 
-def to_batch(config: PretrainConfig, num_hosts: int, pieces: Pieces) -> Batch:
+class Place(NamedTuple):
+  """Where a stage is trained: the mesh, and this host's part of the rows."""
+
+  sharding: Sharding
+  hosts: hosts_lib.Hosts
+
+
+Places = Mapping[Stage, Place | None]
+
+
+def places(config: PretrainConfig, model: ModelConfig, job: Sharding) -> Places:
+  """Where each stage is trained; None for a mesh of another size than the job's.
+
+  Args:
+    config: the stages.
+    model: that is trained.
+    job: the mesh of the stages that have none of their own.
+
+  Raises:
+    ValueError: model or rows of a stage do not divide over its mesh (names the stage).
+  """
+
+  def place(stage: Stage) -> Place | None:
+    where = job
+    if stage.mesh is not None:
+      if _size(stage.mesh) != _devices(job):
+        return None
+      where = sharding_lib.make(stage.mesh)
+    where.check(model)
+    where.check_batch(config.micro_rows(stage), stage.context)
+    return Place(where, hosts_lib.find(where, config.num_streams))
+
+  found: dict[Stage, Place | None] = {}
+  for number, stage in enumerate(config.stages):
+    try:
+      found[stage] = place(stage)
+    except ValueError as error:
+      raise ValueError(f'PretrainConfig.stages[{number}]: {error}') from error
+  return found
+
+
+def _size(mesh: MeshConfig) -> int:
+  return math.prod(mesh.sizes.values())
+
+
+def _devices(job: Sharding) -> int:
+  return 1 if job.mesh is None else job.mesh.size
+
+
+def to_batch(config: PretrainConfig, where: Places, pieces: Pieces) -> Batch:
   """Documents as a forest of the stage's one shape."""
-  stage = pieces.stage._replace(rows=pieces.stage.rows // num_hosts)
-  rows = _forest(stage, pieces.arrays)
+  hosts = where[pieces.stage].hosts.count
+  rows = _forest(pieces.stage.context, pieces.stage.rows // hosts, pieces.arrays)
   found = stages.settings(config, pieces.consumed)
-  return Batch(rows, found, pieces.consumed, rows.num_tokens * num_hosts)
-
-
-class _HostRows(StagedRows):
-  """`StagedRows` of one host whose state is that of all hosts."""
-
-  def state(self) -> dict[str, Any]:
-    """Of all hosts; every host must call it."""
-    return stages.merge_states(hosts_lib.gather(super().state()))
+  return Batch(rows, pieces.stage, found, pieces.consumed, rows.num_tokens * hosts)
 
 
 Step = Callable[[train_step.TrainState, Batch], tuple[train_step.TrainState, dict]]
 
 
 class Trainer(NamedTuple):
-  """An optimizer and a step over `Batch`es."""
+  """An optimizer, a step over `Batch`es, and where the stages are trained."""
 
   optimizer: optax.GradientTransformation
   step: Step
+  places: Places
 
 
 def make_trainer(
@@ -105,32 +153,60 @@ def _make_trainer(
   optimizer = dataclasses.replace(config.optimizer, schedule=stages.schedule(config))
   tx = optimizer_lib.make(optimizer)
   trained = params_lib.shapes(model)['params']
-  make = functools.partial(
-    train_step.make_step, model, objective=train_step.nll, sharding=sharding
-  )
+  make = functools.partial(train_step.make_step, model, objective=train_step.nll)
   if only_mtp:
     tx, trained = _only_mtp(tx), {'mtp': trained['mtp']}
-    make = functools.partial(_make_frozen_step, model, sharding=sharding)
+    make = functools.partial(_make_frozen_step, model)
   logging.info('optimizer: %s', optimizer_lib.describe(optimizer, trained))
 
+  where = places(config, model, sharding)
+
   @functools.cache
-  def made(values: Settings) -> train_step.Step:
+  def made(stage: Stage, values: Settings) -> train_step.Step:
     return make(
-      optimizer=tx, config=dataclasses.replace(config.step, **values._asdict())
+      optimizer=tx,
+      config=step_config(config, stage, values),
+      sharding=where[stage].sharding,
+      feed=functools.partial(feeds.rows, hosts=where[stage].hosts),
     )
 
   rates = jax.jit(functools.partial(optimizer_lib.learning_rates, optimizer))
 
   def step(state: train_step.TrainState, batch: Batch):
+    on = where[batch.stage].sharding
+    if on.mesh is not None and on.mesh != state.step.sharding.mesh:
+      sizes = {name: size for name, size in on.mesh.shape.items() if size > 1}
+      logging.info('context %d: on the mesh %s', batch.stage.context, sizes)
+      state = _moved(state, on.named(train_step.state_specs(model, tx, on.rules)))
     scales = rates(state.step)
-    state, metrics = made(batch.settings)(state, batch.forest)
+    state, metrics = made(batch.stage, batch.settings)(state, batch.forest)
     metrics |= {f'learning_rate/{name}': rate for name, rate in scales.items()}
     metrics['mtp_weight'] = batch.settings.mtp_weight
     metrics['context'] = batch.forest.tokens.shape[1]
     metrics['consumed_tokens'] = batch.consumed + batch.num_tokens
     return state, metrics
 
-  return Trainer(tx, step)
+  return Trainer(tx, step, where)
+
+
+def _moved(state: train_step.TrainState, places: Any) -> train_step.TrainState:
+  """The state on another mesh of the same devices.
+
+  One array after the other, in every process in the same order: on CPUs the collectives
+  of programs that run at the same time wait for each other.
+  """
+
+  def one(leaf, place):
+    return jax.block_until_ready(jax.device_put(leaf, place))
+
+  return jax.tree.map(one, state, places)
+
+
+def step_config(config: PretrainConfig, stage: Stage, values: Settings) -> StepConfig:
+  """What a step of a stage is made for."""
+  return dataclasses.replace(
+    config.step, micro_rows=config.micro_rows(stage), **values._asdict()
+  )
 
 
 def fit(
@@ -154,29 +230,58 @@ def fit(
     seed: of the weights and of the order of the documents.
     variables: where to start; taken over. None is random weights.
     only_mtp: freeze the main model, router biases included: only the MTP modules learn.
-    sharding: the mesh to train on; `step.micro_rows` are rows over all of it. Every
-      process calls this with the same arguments and its own `run.metrics`.
+    sharding: the mesh to train on, where a stage has none of its own. Every process
+      calls this with the same arguments and its own `run.metrics`.
 
   Raises:
-    ValueError: model, rows or streams do not divide over mesh or hosts.
+    ValueError: model or rows of a stage do not divide over its mesh, or its mesh has
+      another number of devices than `sharding`.
   """
-  hosts = hosts_lib.find(sharding)
   trainer = make_trainer(config, model, only_mtp, sharding)
-  tx = trainer.optimizer
+  tx, first = trainer.optimizer, _first_place(config, trainer.places, run, sharding)
   if variables is None:
-    state = train_step.new_state(model, tx, jax.random.key(seed), sharding)
+    state = train_step.new_state(model, tx, jax.random.key(seed), first)
   else:
     state = train_step.init_state(variables, tx)
-    state = train_step.place_state(state, model, tx, sharding)
-  return loop.fit(
+    state = train_step.place_state(state, model, tx, first)
+  hosts = [
+    place and (place.hosts.index, place.hosts.count)
+    for place in map(trainer.places.get, config.stages)
+  ]
+  state = loop.fit(
     state,
     trainer.step,
-    lambda position: _HostRows(
-      config, sources, seed=seed, state=position, host=(hosts.index, hosts.count)
+    lambda position: StagedRows(
+      config, sources, seed=seed, state=position, hosts=hosts, gather=hosts_lib.gather
     ),
-    functools.partial(to_batch, config, hosts.count),
+    functools.partial(to_batch, config, trainer.places),
     config.loop,
     run.with_host(**policy.host(model)),
+  )
+  done = int(state.step)
+  number = config.stage_at(done)
+  if done < config.loop.steps and trainer.places[config.stages[number]] is None:
+    logging.warning('step %d ends a stage: %s', done, _misfit(config, number, sharding))
+  return state
+
+
+def _first_place(
+  config: PretrainConfig, where: Places, run: Run, job: Sharding
+) -> Sharding:
+  """The mesh of the next batch; where it has other devices, that of the last batch."""
+  done = run.manager.latest_step() or 0
+  numbers = config.stage_at(done), config.stage_at(max(done - 1, 0))
+  found = [place for n in numbers if (place := where[config.stages[n]])]
+  if not found:
+    raise ValueError(_misfit(config, numbers[0], job))
+  return found[0].sharding
+
+
+def _misfit(config: PretrainConfig, number: int, job: Sharding) -> str:
+  size = _size(config.stages[number].mesh)
+  return (
+    f'PretrainConfig.stages[{number}].mesh has {size} devices, the job has '
+    f'{_devices(job)}: resume on {size} devices, or give the stage another mesh'
   )
 
 
@@ -198,6 +303,7 @@ def _make_frozen_step(
   optimizer: optax.GradientTransformation,
   config: StepConfig,
   sharding: Sharding,
+  feed: Callable[..., train_step.Feed],
 ) -> train_step.Step:
   """A step that does not change the main model, bit for bit."""
 
@@ -205,7 +311,7 @@ def _make_frozen_step(
     return train_step.nll(jax.lax.stop_gradient(logprob), batch)
 
   config = dataclasses.replace(config, detach_mtp=True)
-  step = train_step.make_step(model, optimizer, watched, config, sharding)
+  step = train_step.make_step(model, optimizer, watched, config, sharding, feed=feed)
 
   def frozen(state: train_step.TrainState, batch: forest.Forest):
     bias = jnp.copy(state.variables['router']['layers'])  # the state is donated
@@ -223,18 +329,25 @@ def held_out(
   variables,
   documents: Sequence[np.ndarray],
   sharding: Sharding = ONE_DEVICE,
+  *,
+  step: int | None = None,
 ) -> dict[str, float]:
   """`loss` and `mtp_loss` in nats per token, means over `tokens`.
 
-  Rows have the shape of the last stage; each document is read once.
+  Rows have the shape of the stage in which the batch before `step` was trained, and its
+  mesh; None: of the last stage. Each document is read once.
   """
-  stage = config.stages[-1]
+  stage = config.stages[-1 if step is None else config.stage_at(max(step - 1, 0))]
+  place = places(config, model, sharding)[stage]
+  where = sharding if place is None else place.sharding
   batches = packing.DocumentRows(
     documents, row_tokens=stage.context, rows=stage.rows, seed=None, epochs=1
   )
   pieces = (p for p, _ in zip(batches, range(config.held_out_batches), strict=False))
-  batches = (_forest(stage, p) for p in pieces)
-  return score(config.step, model, variables, batches, sharding)
+  batches = (_forest(stage.context, stage.rows, p) for p in pieces)
+  variables = where.place(variables, sharding_lib.param_specs(model, where.rules))
+  settings = Settings(config.step.mtp_weight, config.step.bias_update_rate)
+  return score(step_config(config, stage, settings), model, variables, batches, where)
 
 
 def score(
@@ -278,8 +391,6 @@ def _metrics(config: StepConfig, model: ModelConfig, sharding: Sharding):
   return metrics
 
 
-def _forest(stage: Stage, arrays: Sequence[np.ndarray]) -> forest.Forest:
-  """The documents in the stage's one shape, whatever their lengths."""
-  return forest.chain(
-    arrays, row_tokens=stage.context, rows=stage.rows, row_terms=stage.context
-  )
+def _forest(context: int, rows: int, arrays: Sequence[np.ndarray]) -> forest.Forest:
+  """The documents in one shape, whatever their lengths."""
+  return forest.chain(arrays, row_tokens=context, rows=rows, row_terms=context)

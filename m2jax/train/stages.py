@@ -1,16 +1,18 @@
 """Stages and phases of a pre-training run.
 
-Stages of growing context follow each other, each with one batch shape. Independently of
-them a run has a constant phase and a decay phase (facts/m2-and-forge.md §1.5, §3). Both
-are counted in tokens consumed, which decide the learning rate, the weight of MTP and
-the update rate of the router bias.
+Stages of growing context follow each other, each with one batch shape, and with the
+passes and the mesh that such a batch needs. Independently of them a run has a constant
+phase and a decay phase (facts/m2-and-forge.md §1.5, §3). Both are counted in tokens
+consumed, which decide the learning rate, the weight of MTP and the update rate of the
+router bias.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ from m2jax.data.stream import StateMismatch
 from m2jax.optim import schedules
 from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.optim.schedules import ScheduleConfig
+from m2jax.sharding import MeshConfig
 from m2jax.train.loop import LoopConfig
 from m2jax.train.step import StepConfig
 
@@ -33,11 +36,24 @@ class Stage(NamedTuple):
     rows: B.
     tokens: consumed by the stage, rounded up to whole batches; 0, in the last stage
       only, is until the loop's budget ends.
+    passes: forward and backward passes of a batch, which divide its rows; 0: passes of
+      `step.micro_rows` rows.
+    mesh: to train the stage on; None: the job's.
   """
 
   context: int
   rows: int
   tokens: int = 0
+  passes: int = 0
+  mesh: MeshConfig | None = None
+
+
+def _stage(values: Mapping[str, Any] | Sequence[Any]) -> Stage:
+  """A stage from a config file, where it is a mapping or a plain tuple."""
+  stage = Stage(**values) if isinstance(values, Mapping) else Stage(*values)
+  if isinstance(stage.mesh, Mapping):
+    stage = stage._replace(mesh=MeshConfig(**stage.mesh))
+  return stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +96,7 @@ class PretrainConfig:
   """Training on documents.
 
   Attributes:
-    stages: one after the other, as (context, rows, tokens); see `Stage`.
+    stages: one after the other, as (context, rows, tokens) or mappings; see `Stage`.
     phases: what changes during the run.
     streams: of documents, read side by side (`packing.DocumentRows`), so that a batch
       has at least this many documents; divides the rows of every stage. 0: the largest
@@ -100,14 +116,20 @@ class PretrainConfig:
   streams: int = 0
 
   def __post_init__(self):
-    stages = tuple(Stage(*stage) for stage in self.stages)
-    object.__setattr__(self, 'stages', stages)  # plain tuples come from a config file
-    sizes = [size for stage in stages for size in stage][:-1]  # all but the last tokens
+    stages = tuple(map(_stage, self.stages))
+    object.__setattr__(self, 'stages', stages)
+    sizes = [size for stage in stages for size in stage[:3]][:-1]  # not the last tokens
     if not stages or min(sizes) < 1 or stages[-1].tokens < 0:
       raise ValueError(
         f'PretrainConfig.stages={self.stages!r}: want (context, rows, tokens), all '
         'positive; only the last may have 0 tokens'
       )
+    for number, stage in enumerate(stages):
+      if stage.passes < 0 or stage.passes and stage.rows % stage.passes:
+        raise ValueError(
+          f'PretrainConfig.stages[{number}].passes={stage.passes}: must divide its '
+          f'{stage.rows} rows, or be 0'
+        )
     if self.streams < 0 or self.streams and any(s.rows % self.streams for s in stages):
       raise ValueError(
         f'PretrainConfig.streams={self.streams}: must divide the rows of every stage'
@@ -129,6 +151,36 @@ class PretrainConfig:
   def clock(self) -> schedules.Clock:
     """Steps to tokens consumed, and back."""
     return schedules.Clock(self.segments)
+
+  @property
+  def num_streams(self) -> int:
+    """Of documents; `streams` itself unless that is 0."""
+    return self.streams or int(np.gcd.reduce([stage.rows for stage in self.stages]))
+
+  def stage_at(self, step: int) -> int:
+    """Index of the stage of the batch after `step` batches; at the end, the last."""
+    ends = list(itertools.accumulate(steps for steps, _ in self.segments))
+    return sum(end <= step for end in ends[:-1])
+
+  def micro_rows(self, stage: Stage) -> int:
+    """Rows of one pass of a stage's batch."""
+    if stage.passes:
+      return stage.rows // stage.passes
+    return min(self.step.micro_rows, stage.rows)
+
+  def on_any_mesh(self) -> PretrainConfig:
+    """Without what may differ when the run resumes: meshes, passes, compiler options.
+
+    The result does not depend on them (laws 3 and 6).
+    """
+    stages = tuple(stage._replace(passes=0, mesh=None) for stage in self.stages)
+    defaults = StepConfig()
+    step = dataclasses.replace(
+      self.step,
+      micro_rows=defaults.micro_rows,
+      compiler_options=defaults.compiler_options,
+    )
+    return dataclasses.replace(self, stages=stages, step=step)
 
 
 def schedule(config: PretrainConfig) -> ScheduleConfig:
@@ -182,6 +234,9 @@ class Pieces(NamedTuple):
   consumed: int
 
 
+Host = tuple[int, int]  # (h, H): the h-th of H parts of every batch's rows
+
+
 class StagedRows(Iterator[Pieces]):
   """The batches of all stages, in order.
 
@@ -196,15 +251,19 @@ class StagedRows(Iterator[Pieces]):
     *,
     seed: int,
     state: Mapping[str, Any] | None = None,
-    host: tuple[int, int] = (0, 1),
+    hosts: Sequence[Host | None] | None = None,
+    gather: Callable[[dict[str, Any]], Sequence[dict[str, Any]]] = lambda own: [own],
   ):
     """Starts at the beginning, or at a `state()`.
 
     Args:
       sources: of each stage, token arrays (see `data.stream`).
       seed: order of the documents.
-      state: of one host, or of all hosts merged (`merge_states`).
-      host: (h, H): reads the h-th of H parts of every batch's rows, and no other.
+      state: position to continue from. The hosts may be others than those of the save.
+      hosts: in each stage, the part of the rows that this host reads: all that it
+        reads. None in place of a stage: the iteration ends before it.
+      gather: a host's position → those of all hosts. Every host calls it at the same
+        batch: for `state()`, and where a stage begins, since its hosts may be others.
 
     Raises:
       StateMismatch: the state is of other data.
@@ -213,15 +272,15 @@ class StagedRows(Iterator[Pieces]):
     if len(sources) != len(config.stages):
       raise ValueError(f'{len(sources)} sources for {len(config.stages)} stages')
     self._config, self._sources, self._seed = config, sources, seed
-    self._host = host
-    self._streams = config.streams
-    if not self._streams:
-      self._streams = int(np.gcd.reduce([s.rows for s in config.stages]))
+    self._hosts = hosts or [(0, 1)] * len(sources)
+    self._gather = gather
     self._step, self._stage, rows = 0, 0, None
     if state is not None:
       if 'step' not in state:
         raise StateMismatch('the saved data position has no step: of another version')
       self._step, self._stage, rows = state['step'], state['stage'], state['rows']
+    if self._next_is_open():
+      rows = self._enter(rows)
     self._rows = self._open(rows)
 
   @property
@@ -230,31 +289,44 @@ class StagedRows(Iterator[Pieces]):
     return self._rows.epoch
 
   def state(self) -> dict[str, Any]:
-    """Batches so far, the stage of the last one, and the position in its source."""
-    return {'step': self._step, 'stage': self._stage, 'rows': self._rows.state()}
+    """Batches so far, the stage of the last one, and the position in its source; of all
+    hosts, all of which must call it."""
+    position = {'step': self._step, 'stage': self._stage}
+    return merge_states(self._gather({**position, 'rows': self._rows.state()}))
 
   def __next__(self) -> Pieces:
-    steps = [number for number, _ in self._config.segments]
-    if self._step == sum(steps[: self._stage + 1]) and steps[self._stage]:
-      if self._stage + 1 == len(steps):
+    if self._stage_is_over():
+      if not self._next_is_open():
         raise StopIteration
-      before = self._sources[self._stage]
-      self._stage += 1
-      same = self._sources[self._stage] is before
-      self._rows = self._open(self._rows.state() if same else None)
+      self._rows = self._open(self._enter(self.state()['rows']))
     consumed = self._config.clock.tokens(self._step)
     arrays = next(self._rows)
     self._step += 1
     return Pieces(arrays, self._config.stages[self._stage], consumed)
 
+  def _stage_is_over(self) -> bool:
+    steps = [number for number, _ in self._config.segments]
+    return self._step == sum(steps[: self._stage + 1]) and bool(steps[self._stage])
+
+  def _next_is_open(self) -> bool:
+    """Whether the stage is over and its successor is trained here."""
+    after = [*self._hosts, None][self._stage + 1]
+    return after is not None and self._stage_is_over()
+
+  def _enter(self, rows: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Goes to the next stage; returns the position in its source."""
+    before = self._sources[self._stage]
+    self._stage += 1
+    return rows if self._sources[self._stage] is before else None
+
   def _open(self, state: dict[str, Any] | None) -> packing.DocumentRows:
-    stage = self._config.stages[self._stage]
+    stage, host = self._config.stages[self._stage], self._hosts[self._stage]
     return packing.DocumentRows(
       self._sources[self._stage],
       row_tokens=stage.context,
       rows=stage.rows,
-      streams=self._streams,
-      host=self._host,
+      streams=self._config.num_streams,
+      host=host or (0, 1),
       seed=self._seed,
       state=state,
     )

@@ -34,6 +34,7 @@ def main(
   process: int = 0,
   processes: int = 1,
   coordinator: str = '',
+  second_mesh: dict[str, int] | None = None,
 ):
   import jax
 
@@ -59,7 +60,8 @@ def main(
   sizes = rng.integers(5, 60, 30)
   source = Watched([rng.integers(1, cfg.vocab_size, n) for n in sizes])
   config = PretrainConfig(
-    stages=((16, 8, 2 * 128), (32, 4, 0)),  # two batches, then longer rows
+    # two batches, then longer rows
+    stages=((16, 8, 2 * 128), dict(context=32, rows=4, mesh=second_mesh)),
     held_out_batches=1,
     loop=LoopConfig(steps=steps, checkpoint_every=100, log_every=1),
     step=StepConfig(micro_rows=4, bias_update_rate=1e-2),

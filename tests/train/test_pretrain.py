@@ -16,8 +16,9 @@ from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.data.stream import StateMismatch
 from m2jax.observe import metrics as metrics_lib
 from m2jax.optim import AdamConfig, OptimizerConfig, ScheduleConfig
+from m2jax.sharding import MeshConfig
 from m2jax.train import loop, pretrain, stages
-from m2jax.train.stages import PhasesConfig, PretrainConfig, Settings
+from m2jax.train.stages import PhasesConfig, PretrainConfig, Settings, Stage
 from m2jax.train.step import StepConfig
 from tests.train import test_step
 
@@ -226,6 +227,55 @@ def test_resume_is_bit_identical(tmp_path, whole):
   assert curve(tmp_path) == curve(whole[0])
 
 
+def test_a_stage_on_other_devices_ends_the_job(tmp_path, whole, caplog):
+  """It says which mesh the next stage wants, and goes on where that is there; a job
+  that begins on the wrong devices does not start."""
+  first, second = config().stages
+  elsewhere = second._replace(mesh=MeshConfig(fsdp=2))
+  sources = [documents()] * 2
+  with caplog.at_level('WARNING'):
+    state = fit(tmp_path, sources, config(stages=(first, elsewhere)))
+  assert int(state.step) == 3
+  assert 'stages[1].mesh has 2 devices, the job has 1: resume on 2' in caplog.text
+  with pytest.raises(ValueError, match=r'stages\[0\].mesh has 2 devices'):
+    fit(tmp_path / 'new', sources, config(stages=(elsewhere,)))
+  state = fit(tmp_path, sources)
+  for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(whole[1]), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_what_may_differ_when_a_run_resumes():
+  """Meshes, passes and the compiler's options are no part of what is trained; rows and
+  rates are."""
+  (context, rows, tokens, *_), last = config().stages
+  mesh = MeshConfig(fsdp=2)
+  other = config(
+    stages=(Stage(context, rows, tokens, 2, mesh), last),
+    step=dataclasses.replace(config().step, micro_rows=1, compiler_options={'a': 1}),
+  )
+  assert other != config() and other.on_any_mesh() == config().on_any_mesh()
+  for fields in (
+    {'stages': ((context, 2 * rows, tokens), last)},
+    {'step': dataclasses.replace(config().step, mtp_weight=0.1)},
+  ):
+    assert config(**fields).on_any_mesh() != config().on_any_mesh()
+
+
+def test_stages_from_a_config_file():
+  """A mapping and a tuple are the same stage; passes are of the stage's rows."""
+  mesh = dict(fsdp=2, rules='fsdp')
+  mapping = dict(context=8, rows=4, tokens=96, passes=2, mesh=mesh)
+  built = config(stages=(mapping, (32, 2, 320)))
+  assert built.stages == (
+    Stage(8, 4, 96, 2, MeshConfig(fsdp=2, rules='fsdp')),
+    Stage(32, 2, 320),
+  )
+  step = dataclasses.replace(built.step, micro_rows=8)  # more than a batch has
+  built = dataclasses.replace(built, step=step)
+  assert [built.micro_rows(stage) for stage in built.stages] == [2, 2]
+  assert [built.stage_at(step) for step in (0, 2, 3, 7, 8)] == [0, 0, 1, 1, 1]
+
+
 @pytest.mark.long
 def test_only_mtp_leaves_the_main_model(tmp_path, whole):
   """Frozen, every leaf of the main model and its router biases stay bit for bit, while
@@ -259,6 +309,7 @@ def test_only_mtp_leaves_the_main_model(tmp_path, whole):
     ({'stages': ()}, 'stages='),
     ({'stages': ((8, 4, 0), (32, 2, 0))}, 'stages='),
     ({'stages': ((8, 0, 9),)}, 'stages='),
+    ({'stages': ((8, 4, 96, 3), (32, 2, 320))}, r'stages\[0\].passes=3'),
     ({'streams': 4}, 'streams=4'),
     ({'optimizer': OptimizerConfig(schedule=ScheduleConfig('cosine', 0, 9))}, 'phases'),
   ],
