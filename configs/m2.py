@@ -2,7 +2,7 @@ r"""The full model on TPU v5p: what is planned before a pod is rented.
 
 COMMAND: python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8
 HARDWARE: any machine with libtpu (`pip install -e '.[tpu]'`) and 5 GB of memory; what
-  is planned are slices of 256 (v5p:4x8x8), 512 (8x8x8) and 1,024 chips (8x8x16).
+  is planned are the slices TOPOLOGIES, of 256, 512 and 1,024 chips.
 PLAN FIGURES: `python -m benchmarks.plan_table --directory=DIR` (docs/plan.md).
 RESULT: for each program memory against 95 GiB, FLOPs, collectives, and the roofline.
   The goal is that every workload fits and a train step stays above 35 % of peak.
@@ -17,6 +17,8 @@ import dataclasses
 import ml_collections
 
 from m2jax import config as model_config
+
+TOPOLOGIES = ('v5p:4x8x8', 'v5p:8x8x8', 'v5p:8x8x16')
 
 # Collectives on the SparseCores, several queued at once: weights are gathered while the
 # TensorCores compute. Names of libtpu's options; the rest of XLA's stay as they are.
