@@ -155,12 +155,20 @@ class Launch:
       raise LaunchError(f'{target} needs {", ".join(missing)}')
 
 
-def job(name: str, workdir: str, args: Sequence[str] = ()) -> tuple[str, ...]:
-  """argv of `python -m experiments.NAME`, with its default config unless in `args`."""
+def job(
+  name: str, workdir: str, args: Sequence[str] = (), hosts: int = 1
+) -> tuple[str, ...]:
+  """argv of `python -m experiments.NAME`, with its default config unless in `args`.
+
+  On several hosts a job that can run on them gets --distributed.
+  """
   argv = ['python', '-m', f'experiments.{name}']
   if not any(arg.startswith('--config=') for arg in args):
     argv.append(f'--config=configs/{name}.py')
-  return (*argv, f'--workdir={workdir}', *args)
+  argv.append(f'--workdir={workdir}')
+  if hosts > 1 and name in MULTI_HOST_JOBS and '--distributed' not in args:
+    argv.append('--distributed')
+  return (*argv, *args)
 
 
 def unmet(launch: Launch, target: str) -> list[str]:

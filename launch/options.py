@@ -93,10 +93,12 @@ def role(text: str, workdir: str) -> Role:
   shape, _, replicas = where.partition('*')
   try:
     slice = None if shape == 'cpu' else topology.parse(shape)
+    hosts = slice.hosts if slice else 1
     count = int(replicas or 1)
   except ValueError as error:
     raise LaunchError(f'role {name}: {error}') from error
-  return Role(name, config.job(job, f'{workdir}/{name}', args), slice, count)
+  argv = config.job(job, f'{workdir}/{name}', args, hosts)
+  return Role(name, argv, slice, count)
 
 
 def given() -> list[str]:

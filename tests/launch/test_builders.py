@@ -46,8 +46,10 @@ def a_launch(*roles: Role, **changes) -> config.Launch:
 
 
 def a_role(name='trainer', where='v5p:2x2x1', job='pretrain', replicas=1, args=()):
-  argv = config.job(job, f'/workdir/first/{name}', args)
-  return Role(name, argv, parse(where) if where else None, replicas)
+  slice_ = parse(where) if where else None
+  hosts = slice_.hosts if slice_ else 1
+  argv = config.job(job, f'/workdir/first/{name}', args, hosts)
+  return Role(name, argv, slice_, replicas)
 
 
 GANG = (
@@ -176,9 +178,14 @@ def test_arguments_arrive_as_they_were_given(args):
   ('role', 'target', 'message'),
   [
     (a_role(where='v5p:4x4x4', job='forge'), 'jobset', 'runs as a single process'),
-    (a_role(where='v5p:4x4x4'), 'jobset', 'needs --distributed'),
+    (
+      Role('r', config.job('pretrain', '/workdir/r'), parse('v5p:4x4x4')),
+      'jobset',
+      'needs --distributed',
+    ),
+    (a_role(where='v5p:4x4x4'), 'jobset', None),
     (a_role(where='v5p:4x4x4', args=['--distributed']), 'jobset', None),
-    (a_role(where='v5p:4x4x4', args=['--distributed']), 'tpu_vm', 'one workdir'),
+    (a_role(where='v5p:4x4x4'), 'tpu_vm', 'one workdir'),
     (a_role(job='rollout'), 'jobset', 'is not a job'),
     (a_role(job='serve', replicas=2), 'jobset', 'only one process may use'),
     (Role('r', config.job('sft', 'gs://b/x')), 'jobset', 'as a path on the host'),
@@ -246,6 +253,23 @@ def test_what_a_target_cannot_do_is_refused(call, message):
   """Nothing that was asked for is left out of a command without a word."""
   with pytest.raises(LaunchError, match=message):
     call()
+
+
+@pytest.mark.parametrize('job', sorted(config.MULTI_HOST_JOBS))
+@pytest.mark.parametrize('room', [xpk, jobset, tpu_vm])
+def test_every_host_of_a_slice_joins_the_job(room, job):
+  """A slice of many hosts gets --distributed, once, from every builder; one host and
+  a job of a single process do not. Without it each host would train alone."""
+
+  def words(text):
+    launch = a_launch(options.role(text, '/workdir/first'))
+    found = [*room.run(launch)]
+    return re.split(r'[\s\'"=]+', ' '.join([*found[-1].argv, found[-1].stdin]))
+
+  assert words(f'trainer v5p:8x8x8 {job}').count('--distributed') == 1
+  assert words(f'trainer v5p:8x8x8 {job} --distributed').count('--distributed') == 1
+  assert '--distributed' not in words(f'trainer v5p:2x2x1 {job}')
+  assert '--distributed' not in words('trainer v5p:8x8x8 serve')
 
 
 def test_gang_from_flags():
