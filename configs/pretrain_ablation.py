@@ -25,6 +25,7 @@ import ml_collections
 
 from experiments import fields
 from m2jax import config as model_config
+from m2jax import sharding
 from m2jax.train.stages import PretrainConfig
 
 VARIANTS = {
@@ -56,6 +57,7 @@ def get_config(variant: str = 'fine') -> ml_collections.ConfigDict:
     mixture=dict(cap=4.0, floor=0.5, gain=4.0, epoch=1.0),
     join_from_context=0,
   )
+  c.mesh = dataclasses.asdict(sharding.MeshConfig())  # several processes: all devices
   c.tokenizer = 'data/tokenizer.json'
   c.tokenizer_files = 0
   tokens, context, rows = 500_000_000_000, 8_192, 512  # 4,194,304 tokens a batch

@@ -6,7 +6,8 @@ COMMAND: python -m experiments.pretrain --config=configs/pretrain_m2.py \
 HARDWARE: the slice TOPOLOGY, 512 chips in 128 processes, as planned: 76 GiB of each at
   8K. Every stage has the mesh and the passes of configs/m2.py for this slice; the run
   goes from one to the next by itself. A run may resume on another slice with other
-  meshes and passes: set all of `pretrain.stages`, or change this file.
+  meshes and passes: --config.mesh.data=2 --config.pretrain.stages[0].passes=2 on 256
+  chips until the first stage ends.
 TIME: a step at 8K is planned to take 9.5 s (docs/plan.md): at that rate 29.2T tokens
   are 256 days.
 RESULT: not known; the report gives no loss of its base model.
@@ -27,11 +28,16 @@ import ml_collections
 from configs import m2
 from experiments import fields
 from m2jax import config as model_config
+from m2jax.sharding import MeshConfig
 from m2jax.train.stages import PretrainConfig
 
 TOPOLOGY = 'v5p:8x8x8'  # tests/train/test_topologies.py starts every stage on it
 BILLION = 10**9
 CONSTANT, DECAY = 19_900 * BILLION, 9_300 * BILLION  # tokens, published
+
+
+def _mesh(**sizes: int) -> dict[str, int | str]:
+  return dataclasses.asdict(MeshConfig(**sizes, rules='fsdp'))
 
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
@@ -59,7 +65,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   )
   c.tokenizer = 'data/tokenizer.json'
   c.tokenizer_files = 0
-  c.mesh = dict(data=4, fsdp=128, rules='fsdp')  # of stages without one of their own
+  c.mesh = _mesh(data=4, fsdp=128)  # of stages without one of their own
   stages = (  # 12,582,912 tokens a batch, in one pass
     dict(context=8_192, rows=1_536, tokens=26_200 * BILLION, passes=1),
     dict(
@@ -67,14 +73,14 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       rows=384,
       tokens=2_000 * BILLION,
       passes=1,
-      mesh=dict(fsdp=128, tensor=4, rules='fsdp'),
+      mesh=_mesh(fsdp=128, tensor=4),
     ),
     dict(
       context=196_608,
       rows=64,
       tokens=1_000 * BILLION,
       passes=1,
-      mesh=dict(fsdp=64, context=2, tensor=4, rules='fsdp'),
+      mesh=_mesh(fsdp=64, context=2, tensor=4),
     ),
   )
   sizes = [(s['tokens'], s['context'] * s['rows']) for s in stages]

@@ -48,12 +48,18 @@ class Stage(NamedTuple):
   mesh: MeshConfig | None = None
 
 
-def _stage(values: Mapping[str, Any] | Sequence[Any]) -> Stage:
+def _stage(number: int, values: Mapping[str, Any] | Sequence[Any]) -> Stage:
   """A stage from a config file, where it is a mapping or a plain tuple."""
-  stage = Stage(**values) if isinstance(values, Mapping) else Stage(*values)
-  if isinstance(stage.mesh, Mapping):
-    stage = stage._replace(mesh=MeshConfig(**stage.mesh))
-  return stage
+  try:
+    stage = Stage(**values) if isinstance(values, Mapping) else Stage(*values)
+    if isinstance(stage.mesh, Mapping):
+      stage = stage._replace(mesh=MeshConfig(**stage.mesh))
+    return stage
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f'PretrainConfig.stages[{number}]={values!r}: {error}; want the fields '
+      f'{", ".join(Stage._fields)}'
+    ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +122,7 @@ class PretrainConfig:
   streams: int = 0
 
   def __post_init__(self):
-    stages = tuple(map(_stage, self.stages))
+    stages = tuple(_stage(*numbered) for numbered in enumerate(self.stages))
     object.__setattr__(self, 'stages', stages)
     sizes = [size for stage in stages for size in stage[:3]][:-1]  # not the last tokens
     if not stages or min(sizes) < 1 or stages[-1].tokens < 0:

@@ -10,6 +10,7 @@ from experiments import common
 from experiments import expand_mtp as expand_job
 from experiments import pretrain as pretrain_job
 from m2jax import config
+from m2jax.sharding import MeshConfig
 from m2jax.train import step as train_step
 from m2jax.train.stages import settings
 
@@ -84,6 +85,8 @@ def test_pretraining_configs_build(module, variant):
   assert max(stage.context for stage in stages) <= built.model.max_positions
   if stages[-1].tokens:
     assert loop.steps == sum(number for number, _ in built.pretrain.segments)
+  mesh = module.get_config(variant).mesh  # --config.mesh.* can set what is there
+  assert set(mesh) == {field.name for field in dataclasses.fields(MeshConfig)}
   for name, domain in built.text.domains.items():
     common.build(pretrain_job.DomainConfig, domain, name)
 

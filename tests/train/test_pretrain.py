@@ -310,6 +310,8 @@ def test_only_mtp_leaves_the_main_model(tmp_path, whole):
     ({'stages': ((8, 4, 0), (32, 2, 0))}, 'stages='),
     ({'stages': ((8, 0, 9),)}, 'stages='),
     ({'stages': ((8, 4, 96, 3), (32, 2, 320))}, r'stages\[0\].passes=3'),
+    ({'stages': ((8, 4, 96), {'context': 32, 'row': 2})}, r'stages\[1\].*row.*want'),
+    ({'stages': ((8, 4, 0, 1, {'fsdp': 0}),)}, r'stages\[0\].*fsdp=0'),
     ({'streams': 4}, 'streams=4'),
     ({'optimizer': OptimizerConfig(schedule=ScheduleConfig('cosine', 0, 9))}, 'phases'),
   ],
