@@ -218,14 +218,16 @@ def test_m2_trains_what_is_planned():
     assert found[stage.rows, stage.context] == (mesh, stage.passes)
 
 
-STAGES = [
-  (module, number)
-  for module in PRETRAINING
-  for number in range(len(module.get_config().pretrain.stages))
-]
+def every_stage():
+  """Each (module, number); of a module the first and the last are in the fast suite."""
+  for module in PRETRAINING:
+    count = len(module.get_config().pretrain.stages)
+    for number in range(count):
+      marks = [pytest.mark.long] if 0 < number < count - 1 else []
+      yield pytest.param(module, number, marks=marks)
 
 
-@pytest.mark.parametrize(('module', 'number'), STAGES)
+@pytest.mark.parametrize(('module', 'number'), list(every_stage()))
 def test_the_first_step_of_every_stage_lowers(module, number):
   """Two layers of the model, all else as it is: the job's own programs, for TPU, on the
   stage's mesh."""
