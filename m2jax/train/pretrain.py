@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +34,12 @@ from m2jax.checkpoint import policy
 from m2jax.config import ModelConfig
 from m2jax.data import packing
 from m2jax.optim import optimizer as optimizer_lib
-from m2jax.sharding import ONE_DEVICE, MeshConfig, Sharding
-from m2jax.train import feeds, loop, stages
+from m2jax.sharding import ONE_DEVICE, Sharding
+from m2jax.train import feeds, loop, placement, stages
 from m2jax.train import hosts as hosts_lib
 from m2jax.train import step as train_step
 from m2jax.train.loop import LoopConfig, Run
+from m2jax.train.placement import Places
 from m2jax.train.stages import Pieces, PretrainConfig, Settings, Stage, StagedRows
 from m2jax.train.step import StepConfig
 
@@ -60,55 +60,6 @@ class Batch(NamedTuple):
   settings: Settings
   consumed: int
   num_tokens: int
-
-
-class Place(NamedTuple):
-  """Where a stage is trained: the mesh, and this host's part of the rows."""
-
-  sharding: Sharding
-  hosts: hosts_lib.Hosts
-
-
-Places = Mapping[Stage, Place | None]
-
-
-def places(config: PretrainConfig, model: ModelConfig, job: Sharding) -> Places:
-  """Where each stage is trained; None for a mesh of another size than the job's.
-
-  Args:
-    config: the stages.
-    model: that is trained.
-    job: the mesh of the stages that have none of their own.
-
-  Raises:
-    ValueError: model or rows of a stage do not divide over its mesh (names the stage).
-  """
-
-  def place(stage: Stage) -> Place | None:
-    where = job
-    if stage.mesh is not None:
-      if _size(stage.mesh) != _devices(job):
-        return None
-      where = sharding_lib.make(stage.mesh)
-    where.check(model)
-    where.check_batch(config.micro_rows(stage), stage.context)
-    return Place(where, hosts_lib.find(where, config.num_streams))
-
-  found: dict[Stage, Place | None] = {}
-  for number, stage in enumerate(config.stages):
-    try:
-      found[stage] = place(stage)
-    except ValueError as error:
-      raise ValueError(f'PretrainConfig.stages[{number}]: {error}') from error
-  return found
-
-
-def _size(mesh: MeshConfig) -> int:
-  return math.prod(mesh.sizes.values())
-
-
-def _devices(job: Sharding) -> int:
-  return 1 if job.mesh is None else job.mesh.size
 
 
 def to_batch(config: PretrainConfig, where: Places, pieces: Pieces) -> Batch:
@@ -159,7 +110,7 @@ def _make_trainer(
     make = functools.partial(_make_frozen_step, model)
   logging.info('optimizer: %s', optimizer_lib.describe(optimizer, trained))
 
-  where = places(config, model, sharding)
+  where = placement.places(config, model, sharding)
 
   @functools.cache
   def made(stage: Stage, values: Settings) -> train_step.Step:
@@ -173,11 +124,7 @@ def _make_trainer(
   rates = jax.jit(functools.partial(optimizer_lib.learning_rates, optimizer))
 
   def step(state: train_step.TrainState, batch: Batch):
-    on = where[batch.stage].sharding
-    if on.mesh is not None and on.mesh != state.step.sharding.mesh:
-      sizes = {name: size for name, size in on.mesh.shape.items() if size > 1}
-      logging.info('context %d: on the mesh %s', batch.stage.context, sizes)
-      state = _moved(state, on.named(train_step.state_specs(model, tx, on.rules)))
+    state = placement.move(where[batch.stage].sharding, state, model, tx)
     scales = rates(state.step)
     state, metrics = made(batch.stage, batch.settings)(state, batch.forest)
     metrics |= {f'learning_rate/{name}': rate for name, rate in scales.items()}
@@ -187,19 +134,6 @@ def _make_trainer(
     return state, metrics
 
   return Trainer(tx, step, where)
-
-
-def _moved(state: train_step.TrainState, places: Any) -> train_step.TrainState:
-  """The state on another mesh of the same devices.
-
-  One array after the other, in every process in the same order: on CPUs the collectives
-  of programs that run at the same time wait for each other.
-  """
-
-  def one(leaf, place):
-    return jax.block_until_ready(jax.device_put(leaf, place))
-
-  return jax.tree.map(one, state, places)
 
 
 def step_config(config: PretrainConfig, stage: Stage, values: Settings) -> StepConfig:
@@ -238,12 +172,13 @@ def fit(
       another number of devices than `sharding`.
   """
   trainer = make_trainer(config, model, only_mtp, sharding)
-  tx, first = trainer.optimizer, _first_place(config, trainer.places, run, sharding)
+  tx, first = trainer.optimizer, placement.first(config, trainer.places, run, sharding)
   if variables is None:
     state = train_step.new_state(model, tx, jax.random.key(seed), first)
   else:
     state = train_step.init_state(variables, tx)
-    state = train_step.place_state(state, model, tx, first)
+    state = train_step.place_state(state, model, tx, sharding)
+    state = placement.move(first, state, model, tx)
   hosts = [
     place and (place.hosts.index, place.hosts.count)
     for place in map(trainer.places.get, config.stages)
@@ -261,28 +196,10 @@ def fit(
   done = int(state.step)
   number = config.stage_at(done)
   if done < config.loop.steps and trainer.places[config.stages[number]] is None:
-    logging.warning('step %d ends a stage: %s', done, _misfit(config, number, sharding))
+    logging.warning(
+      'step %d ends a stage: %s', done, placement.misfit(config, number, sharding)
+    )
   return state
-
-
-def _first_place(
-  config: PretrainConfig, where: Places, run: Run, job: Sharding
-) -> Sharding:
-  """The mesh of the next batch; where it has other devices, that of the last batch."""
-  done = run.manager.latest_step() or 0
-  numbers = config.stage_at(done), config.stage_at(max(done - 1, 0))
-  found = [place for n in numbers if (place := where[config.stages[n]])]
-  if not found:
-    raise ValueError(_misfit(config, numbers[0], job))
-  return found[0].sharding
-
-
-def _misfit(config: PretrainConfig, number: int, job: Sharding) -> str:
-  size = _size(config.stages[number].mesh)
-  return (
-    f'PretrainConfig.stages[{number}].mesh has {size} devices, the job has '
-    f'{_devices(job)}: resume on {size} devices, or give the stage another mesh'
-  )
 
 
 def _only_mtp(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -338,14 +255,15 @@ def held_out(
   mesh; None: of the last stage. Each document is read once.
   """
   stage = config.stages[-1 if step is None else config.stage_at(max(step - 1, 0))]
-  place = places(config, model, sharding)[stage]
+  place = placement.places(config, model, sharding)[stage]
   where = sharding if place is None else place.sharding
   batches = packing.DocumentRows(
     documents, row_tokens=stage.context, rows=stage.rows, seed=None, epochs=1
   )
   pieces = (p for p, _ in zip(batches, range(config.held_out_batches), strict=False))
   batches = (_forest(stage.context, stage.rows, p) for p in pieces)
-  variables = where.place(variables, sharding_lib.param_specs(model, where.rules))
+  specs = sharding_lib.param_specs(model, where.rules)
+  variables = placement.reshard(where, variables, specs)
   settings = Settings(config.step.mtp_weight, config.step.bias_update_rate)
   return score(step_config(config, stage, settings), model, variables, batches, where)
 

@@ -43,7 +43,9 @@ def test_hosts_read_apart_and_train_together(tmp_path):
   )
   assert [one['host'] for one in first] == [[0, 2], [1, 2]]
   assert not set(first[0]['read']) & set(first[1]['read'])
-  (second,) = run(directory, dict(expert=2), steps=4, devices=2)
+  (second,) = run(
+    directory, dict(expert=2), second_mesh=dict(data=2), steps=4, devices=2
+  )
   third = run(directory, dict(context=4), steps=6, devices=2, processes=2)
   assert [one['host'] for one in third] == [[0, 1], [0, 1]]
   assert third[0]['read'] == third[1]['read']

@@ -29,7 +29,7 @@ from m2jax.forest import Forest
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.plan import programs, topology, workloads
 from m2jax.plan.workloads import TRAINING, Placed, Workload
-from m2jax.train import hosts, pretrain, stages
+from m2jax.train import hosts, placement, pretrain, stages
 from m2jax.train import step as train_step
 from tests.plan import fake
 from tests.train import test_hosts, test_pretrain
@@ -139,7 +139,7 @@ def test_every_stage_divides_over_the_processes(module):
   config, devices = built(module)
   job = config.pretrain
   with on_slice(devices):
-    where = pretrain.places(job, config.model, sharding_lib.make(config.mesh))
+    where = placement.places(job, config.model, sharding_lib.make(config.mesh))
   parts = []
   for stage in job.stages:
     assert where[stage] is not None, 'a mesh of other devices'
@@ -156,7 +156,7 @@ def test_a_stage_that_does_not_fit_is_named():
   second = second._replace(passes=2)
   job = dataclasses.replace(config.pretrain, stages=(first, second, third))
   with on_slice(devices), pytest.raises(ValueError, match=r'stages\[1\]: 192 rows'):
-    pretrain.places(job, config.model, sharding_lib.make(config.mesh))
+    placement.places(job, config.model, sharding_lib.make(config.mesh))
 
 
 def through_the_stages(job: stages.PretrainConfig, parts):
