@@ -61,7 +61,10 @@ def places(config: PretrainConfig, model: ModelConfig, job: Sharding) -> Places:
     try:
       found[stage] = place(stage)
     except ValueError as error:
-      raise ValueError(f'PretrainConfig.stages[{number}]: {error}') from error
+      raise ValueError(
+        f'PretrainConfig.stages[{number}], passes of {config.micro_rows(stage)} rows: '
+        f'{error}'
+      ) from error
   return found
 
 

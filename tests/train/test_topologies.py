@@ -155,7 +155,7 @@ def test_a_stage_that_does_not_fit_is_named():
   first, second, third = config.pretrain.stages
   second = second._replace(passes=2)
   job = dataclasses.replace(config.pretrain, stages=(first, second, third))
-  with on_slice(devices), pytest.raises(ValueError, match=r'stages\[1\]: 192 rows'):
+  with on_slice(devices), pytest.raises(ValueError, match=r'stages\[1\].*192 rows'):
     placement.places(job, config.model, sharding_lib.make(config.mesh))
 
 
