@@ -45,6 +45,9 @@ CONFIG = config_flags.DEFINE_config_file(
 )
 
 INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C ended
+# When one of several processes dies, JAX ends the others after the first; when one ends
+# before the others, after the second.
+_HEARTBEAT_TIMEOUT_S, _SHUTDOWN_TIMEOUT_S = 30, 60
 _CHATTY_LOGGERS = ('httpx', 'httpcore', 'uvicorn', 'jax', 'asyncio')
 _CHATTY_FILES = ('/orbax/', '/jax/', '/grain/', '/etils/')  # these use absl's logger
 
@@ -134,7 +137,11 @@ def join_processes() -> int:
     if f'JAX_{name.upper()}' in os.environ
   }
   try:
-    jax.distributed.initialize(**{name: int(value) for name, value in ours.items()})
+    jax.distributed.initialize(
+      **{name: int(value) for name, value in ours.items()},
+      heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
+      shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
+    )
   except ValueError as error:
     raise BadInput(
       f'--distributed: {error} Set JAX_COORDINATOR_ADDRESS=HOST:PORT, '

@@ -39,31 +39,36 @@ def main():
   if not config.checkpoint:
     raise common.BadInput('--config.checkpoint is missing: give the workdir of a run')
   common.virtual_devices(config.mesh)
+  process = common.join_processes()
   sharding = common.make_sharding(config.mesh)
   start = policy.load(config.checkpoint)
   corpus, held_out = pretrain.open_text(config.text)
   settings = dataclasses.replace(config, mesh=MeshConfig())  # the same on any mesh
-  open_workdir(settings, workdir, common.FRESH.value)
-  (workdir / policy.TOKENIZER_FILE).write_bytes(start.tokenizer)
   encode = pretrain.encoder(start.load_tokenizer())
 
-  def sources(stages):
+  def sources(part):
     return pretrain.stage_sources(
-      config.text, stages, corpus, encode, seed=config.seed, workdir=workdir
+      config.text, part.stages, corpus, encode, seed=config.seed, workdir=workdir
     )
 
+  with common.leader_first() as leads:
+    open_workdir(settings, workdir, common.FRESH.value, leads)
+    if leads:
+      (workdir / policy.TOKENIZER_FILE).write_bytes(start.tokenizer)
+    frozen, joint = sources(config.expand.frozen), sources(config.expand.joint)
   held_out = documents.Encoded(held_out, encode)
+  records = workdir if leads else workdir / f'process{process}'
   with (
-    MetricsWriter(workdir) as metrics,
-    common.view('expand_mtp', config.expand.joint.loop, metrics),
+    MetricsWriter(records) as metrics,
+    common.view('expand_mtp', config.expand.joint.loop, metrics, leads),
   ):
     model, state = expand_mtp.fit(
       config.expand,
       start.model,
       start.variables,
       expand_mtp.Data(
-        sources(config.expand.frozen.stages),
-        sources(config.expand.joint.stages),
+        frozen,
+        joint,
         held_out,
       ),
       workdir,
@@ -89,4 +94,4 @@ def main():
 
 
 if __name__ == '__main__':
-  common.run(main, CheckpointError, WorkdirError)
+  common.run(main, CheckpointError, WorkdirError, distributed=True)

@@ -9,6 +9,7 @@ from experiments import common
 from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError
 from m2jax.forge import run
+from m2jax.forge.commands import Stopped
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.roles import RolloutsFailed
 from m2jax.observe import stats
@@ -18,7 +19,11 @@ from m2jax.train.workdir import WorkdirError
 def main():
   config = common.build(ForgeConfig, common.values())
   common.virtual_devices(config.mesh)
-  evaluations = run.run(config, common.workdir(), fresh=common.FRESH.value)
+  process = common.join_processes()
+  sharding = common.make_sharding(config.mesh)
+  evaluations = run.run(config, common.workdir(), common.FRESH.value, sharding)
+  if process:
+    return  # process 0 reports
   print('\nheld-out success            temperature 1 [95 % interval]     greedy')
   for row in evaluations:
     successes, n = row.sampled
@@ -30,6 +35,11 @@ def main():
 
 
 if __name__ == '__main__':
-  common.run(
-    main, CheckpointError, WorkdirError, sandbox.SandboxUnavailable, RolloutsFailed
+  expected = (
+    CheckpointError,
+    WorkdirError,
+    sandbox.SandboxUnavailable,
+    RolloutsFailed,
+    Stopped,
   )
+  common.run(main, *expected, distributed=True)

@@ -46,6 +46,8 @@ class Config:
 def main():
   config, workdir = common.build(Config, common.values()), common.workdir()
   common.virtual_devices(config.mesh)
+  process = common.join_processes()
+  mesh = common.make_sharding(config.mesh)
   if not os.path.isfile(config.demonstrations):
     raise common.BadInput(
       f'--config.demonstrations={config.demonstrations}: no such file; give JSON lines '
@@ -55,7 +57,6 @@ def main():
   source = policy.load(config.checkpoint) if config.checkpoint else None
   model = source.model if source else config.model
   anywhere = dataclasses.replace(config, mesh=sharding.MeshConfig())
-  open_workdir(anywhere, workdir, common.FRESH.value)
 
   def make_tokenizer():
     if source:
@@ -65,14 +66,17 @@ def main():
     return tokenizer.train([chat.text() for chat in found], model.vocab_size)
 
   path = workdir / policy.TOKENIZER_FILE
-  tok = keep_tokenizer(path, make_tokenizer, model.vocab_size)
+  with common.leader_first() as leads:
+    open_workdir(anywhere, workdir, common.FRESH.value, leads)
+    tok = keep_tokenizer(path, make_tokenizer, model.vocab_size)
   room = min(config.sft.row_tokens, config.sft.tokens_per_step, model.max_positions)
   samples = chats.encode(found, tok, room)
   checkpoints = CheckpointManager(workdir / 'sft')
+  records = workdir if leads else workdir / f'process{process}'
   with (
     checkpoints as manager,
-    metrics_lib.MetricsWriter(workdir) as metrics,
-    common.view('sft', config.sft.loop, metrics),
+    metrics_lib.MetricsWriter(records) as metrics,
+    common.view('sft', config.sft.loop, metrics, leads),
   ):
     variables = (
       source.variables
@@ -86,9 +90,9 @@ def main():
       samples,
       Run('sft', manager, metrics, files={policy.TOKENIZER_FILE: path.read_bytes()}),
       seed=config.seed,
-      sharding=common.make_sharding(config.mesh),
+      sharding=mesh,
     )
-  loss = metrics_lib.read(workdir, 'sft')[-1]['loss']
+  loss = metrics_lib.read(records, 'sft')[-1]['loss']
   print(
     f'loss {loss:.3f} nats/token after {int(state.step)} steps on {len(samples)} chats'
     f'\ncheckpoint: {workdir / "sft"}'
@@ -96,4 +100,4 @@ def main():
 
 
 if __name__ == '__main__':
-  common.run(main, CheckpointError, WorkdirError)
+  common.run(main, CheckpointError, WorkdirError, distributed=True)

@@ -1,4 +1,7 @@
-"""The phases before RL: demonstrations, the tokenizer trained on them, and SFT."""
+"""The phases before RL: demonstrations, the tokenizer trained on them, and SFT.
+
+And what RL starts from. Where several processes train, all call `sft` and `learner`.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,30 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from m2jax import forest, sandbox, tasks
 from m2jax import sharding as sharding_lib
+from m2jax.checkpoint import policy
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.data import chats as chats_lib
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe.metrics import MetricsWriter
+from m2jax.optim import optimizer as optimizer_lib
+from m2jax.rl.learner import Learner
+from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.tasks import demonstrations
 from m2jax.text import tokenizer
 from m2jax.train import sft as sft_lib
-from m2jax.train import workdir
+from m2jax.train import step as train_step
+from m2jax.train import workdir as workdir_lib
 from m2jax.train.loop import Run
+
+DEMONSTRATIONS = 'demonstrations.jsonl'
 
 
 def make_demonstrations(
@@ -71,7 +83,7 @@ def make_tokenizer(config: ForgeConfig, demos, path: Path) -> tokenizer.Tokenize
     texts = [chat.text() for chat in chats(config, demos)]
     return tokenizer.train(texts, config.model.vocab_size)
 
-  return workdir.keep_tokenizer(path, make, config.model.vocab_size)
+  return workdir_lib.keep_tokenizer(path, make, config.model.vocab_size)
 
 
 def encode(config: ForgeConfig, tok: tokenizer.Tokenizer, demos) -> list[forest.Sample]:
@@ -79,30 +91,88 @@ def encode(config: ForgeConfig, tok: tokenizer.Tokenizer, demos) -> list[forest.
   return chats_lib.encode(chats(config, demos), tok, config.engine.context_tokens)
 
 
+class Material(NamedTuple):
+  """What SFT learns from, and the files of every checkpoint."""
+
+  samples: list[forest.Sample]
+  tokenizer: tokenizer.Tokenizer
+  files: dict[str, bytes]
+
+
+def material(config: ForgeConfig, workdir: Path, demos=None) -> Material:
+  """Samples and tokenizer of the demonstrations in `workdir`."""
+  if demos is None:
+    demos = make_demonstrations(config, workdir / DEMONSTRATIONS)
+  verified = [demo for demo in demos if demo.success == 1]
+  path = workdir / policy.TOKENIZER_FILE
+  tok = make_tokenizer(config, verified, path)
+  samples = encode(config, tok, verified)
+  return Material(samples, tok, {policy.TOKENIZER_FILE: path.read_bytes()})
+
+
+class Tuned(NamedTuple):
+  """Weights after SFT.
+
+  Attributes:
+    variables: on the mesh.
+    copy: for the engine, on one device of this process.
+    step: of the last checkpoint.
+  """
+
+  variables: Any
+  copy: Any
+  step: int
+
+
 def sft(
   config: ForgeConfig,
   samples: list[forest.Sample],
   variables,
-  manager: CheckpointManager,
+  workdir: Path,
   metrics: MetricsWriter,
   files: dict[str, bytes],
+  *,
   phase: str = 'sft',
-):
-  """Fine-tunes a copy of `variables` on the samples, on the config's mesh.
+  sharding: Sharding = ONE_DEVICE,
+) -> Tuned:
+  """Fine-tunes a copy of `variables` on the samples; every process calls it.
 
-  Returns:
-    The trained variables on one device, where the engine and RL use them.
+  Args:
+    phase: 'sft' or 'more_sft', which continues with settings of its own; also the
+      directory of the checkpoints.
+    sharding: the mesh.
   """
-  state = sft_lib.fit(
-    config.sft,
+  settings, seed = config.sft, config.seed
+  if phase == 'more_sft':
+    more = config.more_sft
+    settings = dataclasses.replace(settings, loop=more.loop, optimizer=more.optimizer)
+    seed += 1  # another order of the samples
+  with CheckpointManager(workdir / phase, keep=1) as manager:
+    state = sft_lib.fit(
+      settings,
+      config.model,
+      jax.tree.map(jnp.copy, variables),
+      samples,
+      Run(phase, manager, metrics, files=files),
+      seed=seed,
+      sharding=sharding,
+    )
+  copy = sharding_lib.local_copy(state.variables)
+  return Tuned(state.variables, copy, int(state.step))
+
+
+def learner(config: ForgeConfig, variables, sharding: Sharding) -> Learner:
+  """RL's learner, which takes the variables over; every process makes one."""
+  optimizer = optimizer_lib.make(config.rl.optimizer)
+  partition = optimizer_lib.describe(config.rl.optimizer, variables['params'])
+  logging.info('rl: %s', partition)
+  return Learner(
     config.model,
-    jax.tree.map(jnp.copy, variables),
-    samples,
-    Run(phase, manager, metrics, files=files),
-    seed=config.seed,
-    sharding=sharding_lib.make(config.mesh),
+    config.rl.learner,
+    optimizer,
+    train_step.init_state(variables, optimizer),
+    sharding,
   )
-  return jax.device_put(state.variables, jax.local_devices()[0])
 
 
 # Settings that determine the SFT weights; a control shares them with its run.
@@ -129,7 +199,7 @@ def take_over(config: ForgeConfig, workdir: Path) -> None:
         f'ForgeConfig.start={start}: that run has another {", ".join(differing)}; set '
         'the same values in this run'
       )
-  for name in ('demonstrations.jsonl', 'tokenizer.json', 'sft'):
+  for name in (DEMONSTRATIONS, policy.TOKENIZER_FILE, 'sft'):
     source, target = start / name, workdir / name
     if target.exists():
       continue

@@ -1,4 +1,9 @@
-"""The main job: runs its phases in order, resumes where it stopped, reports."""
+"""The main job: runs its phases in order, resumes where it stopped, reports.
+
+With several processes this is what process 0 does; the others follow (`forge.follow`).
+Process 0 has everything that is not on the mesh: pool, gateway, agents, rollout engine
+(on one of its own devices), metrics, view and budget.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,18 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from absl import logging
 
 from m2jax import forest
 from m2jax import sharding as sharding_lib
 from m2jax.checkpoint.manager import CheckpointManager
-from m2jax.forge import evaluation, prepare, reporting, rl_loop, roles
+from m2jax.forge import evaluation, follow, lead, prepare, reporting, rl_loop, roles
+from m2jax.forge.commands import Commands
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe import metrics as metrics_lib
 from m2jax.observe.terminal import RunView
-from m2jax.optim import optimizer as optimizer_lib
 from m2jax.pool import data_pool
-from m2jax.rl.learner import Learner
-from m2jax.sharding import MeshConfig
+from m2jax.sharding import MeshConfig, Sharding
 from m2jax.train import step as train_step
 from m2jax.train.workdir import open_workdir
 
@@ -29,21 +32,43 @@ AFTER_SFT, AFTER_MORE_SFT, AFTER_RL = 'after SFT', 'after more SFT', 'after RL'
 DURING_RL = 'during RL'
 
 
-def run(config: ForgeConfig, workdir: Path, fresh: bool = False) -> list:
-  """Runs or resumes the job; returns the held-out evaluations in order of stage."""
-  anywhere = dataclasses.replace(config, mesh=MeshConfig())
-  open_workdir(anywhere, workdir, fresh)
-  with (
-    metrics_lib.MetricsWriter(workdir) as metrics,
-    RunView(_expected_s(config)) as view,
-    data_pool.DataPool(f'sqlite:///{workdir.absolute()}/pool.db') as pool,
-  ):
-    for record in metrics_lib.read(workdir):
-      view.on_record(record)
-    metrics.add_listener(view.on_record)
-    _Run(config, workdir, metrics, view, pool).phases()
-    metrics.flush()
-    evaluations = reporting.write(config, workdir, pool)
+def run(
+  config: ForgeConfig,
+  workdir: Path,
+  fresh: bool = False,
+  sharding: Sharding | None = None,
+) -> list:
+  """Runs or resumes the job; returns the held-out evaluations in order of stage.
+
+  Every process of the job calls it with the same arguments. Only process 0 returns
+  evaluations.
+
+  Args:
+    config: the settings.
+    workdir: of the run, on storage that the processes share.
+    fresh: delete the run that it holds.
+    sharding: the mesh to train on; None is the config's.
+  """
+  sharding = sharding_lib.make(config.mesh) if sharding is None else sharding
+  if jax.process_index():
+    follow.run(config, workdir, sharding)
+    return []
+  commands = Commands()
+  with commands.leading():
+    anywhere = dataclasses.replace(config, mesh=MeshConfig())
+    open_workdir(anywhere, workdir, fresh)
+    commands.send('begin')
+    with (
+      metrics_lib.MetricsWriter(workdir) as metrics,
+      RunView(_expected_s(config)) as view,
+      data_pool.DataPool(f'sqlite:///{workdir.absolute()}/pool.db') as pool,
+    ):
+      for record in metrics_lib.read(workdir):
+        view.on_record(record)
+      metrics.add_listener(view.on_record)
+      _Run(config, workdir, metrics, view, pool, commands, sharding).phases()
+      metrics.flush()
+      evaluations = reporting.write(config, workdir, pool)
   return evaluations
 
 
@@ -74,9 +99,19 @@ def _expected_s(config: ForgeConfig) -> dict[str, float]:
 class _Run:
   """The phases of one run; each is skipped or resumed from what it wrote."""
 
-  def __init__(self, config: ForgeConfig, workdir: Path, metrics, view, pool):
+  def __init__(
+    self,
+    config: ForgeConfig,
+    workdir: Path,
+    metrics: metrics_lib.MetricsWriter,
+    view: RunView,
+    pool: data_pool.DataPool,
+    commands: Commands,
+    sharding: Sharding,
+  ):
     self._config, self._workdir = config, workdir
     self._metrics, self._view, self._pool = metrics, view, pool
+    self._commands, self._sharding = commands, sharding
     self._measured = {
       (r['stage'], r['split'], r['temperature'])
       for r in metrics_lib.read(workdir, 'eval')
@@ -89,43 +124,43 @@ class _Run:
       prepare.take_over(config, workdir)
     view.begin('demonstrations')
     demos = prepare.make_demonstrations(
-      config, workdir / 'demonstrations.jsonl', view.set_progress
+      config, workdir / prepare.DEMONSTRATIONS, view.set_progress
     )
-    verified = [demo for demo in demos if demo.success == 1]
-    tok = prepare.make_tokenizer(config, verified, workdir / 'tokenizer.json')
-    files = {'tokenizer.json': (workdir / 'tokenizer.json').read_bytes()}
-    samples = prepare.encode(config, tok, verified)
-    view.done(f'teacher {len(verified) / len(demos):.2f}')
+    samples, tok, files = prepare.material(config, workdir, demos)
+    view.done(f'teacher {len(samples) / len(demos):.2f}')
     _log_tokens(samples)
     variables = train_step.init_variables(config.model, jax.random.key(config.seed))
     with roles.rollouts(config, variables, tok, self._pool, UNTRAINED) as running:
-      with CheckpointManager(workdir / 'sft', keep=1) as manager:
-        view.begin('SFT')
-        variables = prepare.sft(
-          config, samples, variables, manager, self._metrics, files
-        )
-        running.scheduler.update_weights(jax.tree.map(jnp.copy, variables), 0)
-        if not config.start:  # else that run has evaluated these weights
-          self._evaluate(AFTER_SFT, manager.latest_step(), running)
+      view.begin('SFT')
+      variables, step = self._sft('sft', samples, variables, files, running)
+      if not config.start:  # else that run has evaluated these weights
+        self._evaluate(AFTER_SFT, step, running)
       if config.rl is not None:
         self._rl(variables, running, files)
       elif config.more_sft is not None:
-        self._more_sft(samples, variables, running, files)
+        view.begin('more SFT')
+        _, step = self._sft('more_sft', samples, variables, files, running)
+        self._evaluate(AFTER_MORE_SFT, step, running, greedy=True)
+
+  def _sft(self, phase: str, samples, variables, files, running: roles.Rollouts):
+    """Trains the phase and serves its weights; returns them, and their step."""
+    self._commands.send('sft', phase=phase)
+    tuned = prepare.sft(
+      *(self._config, samples, variables, self._workdir, self._metrics, files),
+      phase=phase,
+      sharding=self._sharding,
+    )
+    version = 0 if phase == 'sft' else 1
+    running.scheduler.update_weights(tuned.copy, version)
+    return tuned.variables, tuned.step
 
   def _rl(self, variables, running: roles.Rollouts, files) -> None:
-    config = self._config
+    config, commands = self._config, self._commands
     self._view.begin('RL')
-    optimizer = optimizer_lib.make(config.rl.optimizer)
-    partition = optimizer_lib.describe(config.rl.optimizer, variables['params'])
-    logging.info('rl: %s', partition)
+    commands.send('rl')
+    learner = prepare.learner(config, variables, self._sharding)
     with CheckpointManager(self._workdir / 'rl', keep=2) as manager:
-      learner = Learner(
-        config.model,
-        config.rl.learner,
-        optimizer,
-        train_step.init_state(variables, optimizer),
-        sharding_lib.make(config.mesh),
-      )
+      learner, manager = lead.lead(learner, manager, commands, self._workdir)
       with rl_loop.RlLoop(
         config,
         running,
@@ -138,21 +173,6 @@ class _Run:
         rl.resume()
         rl.run()
     self._evaluate(AFTER_RL, learner.version, running, greedy=True)
-
-  def _more_sft(self, samples, variables, running: roles.Rollouts, files) -> None:
-    config, more = self._config, self._config.more_sft
-    self._view.begin('more SFT')
-    continued = dataclasses.replace(
-      config,
-      seed=config.seed + 1,  # another order of the samples
-      sft=dataclasses.replace(config.sft, loop=more.loop, optimizer=more.optimizer),
-    )
-    with CheckpointManager(self._workdir / 'more_sft', keep=1) as manager:
-      variables = prepare.sft(
-        continued, samples, variables, manager, self._metrics, files, 'more_sft'
-      )
-      running.scheduler.update_weights(jax.tree.map(jnp.copy, variables), 1)
-      self._evaluate(AFTER_MORE_SFT, manager.latest_step(), running, greedy=True)
 
   def _evaluate(self, stage: str, step: int, running, greedy: bool = False) -> None:
     """Evaluates a phase's last weights on the development and held-out splits."""

@@ -4,6 +4,9 @@ Groups, as records → rewards and advantages (`credit`) → samples → prefix 
 (+ MTP) (`update`, one version of the policy; design §2). It imports no HTTP, database
 or tokenizer. Groups of any size are trained: trees that do not fit into rows go through
 `train.chunks`, in the same update.
+
+In several processes one of them packs an update (`pack`), each gets its own part of the
+rows (`parts`), and all train it (`train`).
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import functools
 import itertools
 import random
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +26,14 @@ import optax
 from absl import logging
 
 from m2jax import forest
+from m2jax import sharding as sharding_lib
 from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.records import Lineages
 from m2jax.rl import cispo, expert_iteration, packing, rewards, samples
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import chunks
+from m2jax.train import hosts as hosts_lib
 from m2jax.train import step as train_step
 
 ALGORITHMS = ('cispo', 'expert_iteration')
@@ -84,6 +89,22 @@ def objective(
   return jnp.sum(cispo.loss(*terms, is_weight_max=is_weight_max)), metrics
 
 
+class Packed(NamedTuple):
+  """Groups that are ready to be trained, as one version of the policy.
+
+  Attributes:
+    batch: rows and chunks; empty if no group has an advantage.
+    metrics: of the groups.
+    tokens: after merging, of all hosts.
+    pack_s: seconds spent on it.
+  """
+
+  batch: packing.Batch
+  metrics: Mapping[str, float] = {}
+  tokens: int = 0
+  pack_s: float = 0.0
+
+
 class Learner:
   """Owns the train state; `update` is called from one thread.
 
@@ -92,6 +113,7 @@ class Learner:
       counts versions, that is calls of `update`, not passes.
     version: policy version of the state: updates since the start of RL.
     lineages: histories of the weights that sampled the training data.
+    hosts: the part of the rows that this process trains.
   """
 
   def __init__(
@@ -104,12 +126,15 @@ class Learner:
   ):
     """Takes the state over and places it on the mesh of `sharding`.
 
+    With several processes all of them make a learner, from the same arguments.
+
     Raises:
       ValueError: model, row_tokens or micro_rows do not divide over the mesh.
     """
     self._config = config
     self.state = train_step.place_state(state, cfg, optimizer, sharding)
     self.lineages = Lineages()
+    self.hosts = hosts_lib.find(sharding)
     bound = functools.partial(objective, is_weight_max=config.is_weight_max)
     if config.algorithm == 'expert_iteration':
       bound = expert_iteration.objective
@@ -128,9 +153,11 @@ class Learner:
     return int(self.state.step)
 
   def variables(self) -> Any:
-    """A copy of the weights on one device, for the engine, while training continues."""
-    copies = jax.tree.map(jnp.copy, self.state.variables)
-    return jax.device_put(copies, jax.local_devices()[0])
+    """A copy of the weights on one device of this process, for the engine.
+
+    With several processes all of them must call it.
+    """
+    return sharding_lib.local_copy(self.state.variables)
 
   def credit(self, group: rewards.Group) -> rewards.GroupCredit:
     """Computes rewards and advantages of a group, the input of `update`."""
@@ -157,7 +184,11 @@ class Learner:
     Raises:
       FloatingPointError: the loss or its gradient is not finite.
     """
-    started, version = time.monotonic(), self.version + 1
+    return self.train(self.pack(credits_), passes)
+
+  def pack(self, credits_: Sequence[rewards.GroupCredit]) -> Packed:
+    """Merges and packs groups for `train`."""
+    started_s = time.monotonic()
     groups_samples = samples.from_groups(credits_, self._config.normaliser)
     metrics = dict(rewards.summary(credits_), **self._lag(credits_))
     batch = packing.pack(
@@ -167,20 +198,39 @@ class Learner:
       buckets=self._config.buckets,
     )
     if groups_samples:
-      for _ in range(passes):
-        self.state, scalars = self._step(self.state, batch)
-        fetched = train_step.fetch(scalars, f'rl step {version}')
-      metrics |= fetched
       metrics |= _counts(list(itertools.chain.from_iterable(groups_samples)), batch)
-    else:
+    return Packed(batch, metrics, batch.num_tokens, time.monotonic() - started_s)
+
+  def parts(self, packed: Packed) -> list[Packed]:
+    """The update as each host trains it: its own rows, and all chunks."""
+    rows = self._config.step.micro_rows
+    return [
+      packed._replace(batch=part)
+      for part in packing.parts(packed.batch, rows, self.hosts.count)
+    ]
+
+  def train(self, packed: Packed, passes: int = 1) -> dict[str, float]:
+    """Trains on a packed update; see `update`.
+
+    With several processes all of them call it, each with its host's part.
+    """
+    started_s, version = time.monotonic(), self.version + 1
+    fetched = {}
+    if packed.batch.empty:
       logging.info('step %d: every group has zero advantage', version)
+    else:
+      for _ in range(passes):
+        self.state, scalars = self._step(self.state, packed.batch)
+        fetched = train_step.fetch(scalars, f'rl step {version}')
     step = jnp.full_like(self.state.step, version)
     self.state = dataclasses.replace(self.state, step=step)
-    seconds = time.monotonic() - started
-    return metrics | {
-      'forest_tokens': batch.num_tokens,
+    seconds = packed.pack_s + time.monotonic() - started_s
+    return {
+      **packed.metrics,
+      **fetched,
+      'forest_tokens': packed.tokens,
       'train_s': seconds,
-      'tokens_per_s': passes * batch.num_tokens / seconds,
+      'tokens_per_s': passes * packed.tokens / seconds,
     }
 
   def _lag(self, credits_: Sequence[rewards.GroupCredit]) -> dict[str, float]:

@@ -16,6 +16,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from m2jax import forest
 
 
@@ -31,6 +33,11 @@ class Batch(NamedTuple):
   rows: forest.Forest | None
   plan: forest.Plan | None
   chunked: int
+
+  @property
+  def empty(self) -> bool:
+    """Whether there is nothing to train."""
+    return self.rows is None and self.plan is None
 
   @property
   def num_tokens(self) -> int:
@@ -84,3 +91,26 @@ def _suits_rows(group, row_tokens, row_terms, buckets) -> bool:
     return True
   plan = forest.cut(forest.merge(group), buckets)
   return size.tokens <= plan.cost_tokens
+
+
+def parts(batch: Batch, micro_rows: int, hosts: int) -> list[Batch]:
+  """The batch of each host: its rows of every micro-batch, and the whole plan.
+
+  The hosts' rows side by side are the micro-batches of one host, so that the sums of a
+  step have the same terms in the same order (`train.hosts`).
+
+  Args:
+    micro_rows: rows of a micro-batch of all hosts.
+    hosts: their number, which divides `micro_rows`.
+  """
+  if hosts == 1:
+    return [batch]
+  if batch.rows is None:
+    return [batch] * hosts
+  passes = -(-len(batch.rows.tokens) // micro_rows)
+  whole = forest.select(batch.rows, slice(None), rows=passes * micro_rows)
+  index = np.arange(passes * micro_rows).reshape(passes, hosts, -1)
+  return [
+    batch._replace(rows=forest.select(whole, index[:, host].ravel()))
+    for host in range(hosts)
+  ]

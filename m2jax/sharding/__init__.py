@@ -20,6 +20,7 @@ V vocabulary, L layers.
 
 from __future__ import annotations
 
+from m2jax.sharding.local import local_copy
 from m2jax.sharding.mesh import MeshConfig, abstract_mesh, make_mesh
 from m2jax.sharding.rules import (
   ACTIVATIONS,
@@ -48,6 +49,7 @@ __all__ = [
   'abstract_mesh',
   'batch_specs',
   'like_params',
+  'local_copy',
   'make',
   'make_mesh',
   'param_specs',

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import jax
 from absl import logging
+from jax.experimental import multihost_utils
 
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forest import Forest
@@ -39,7 +40,8 @@ class LoopConfig:
   Attributes:
     steps: optimizer steps in all.
     seconds: also stop after this much training time, restarts included, compilation
-      not; 0 is no limit. For one process only: several would stop at different steps.
+      not; 0 is no limit. With several processes the clock of process 0 counts, read
+      every `log_every` steps.
     checkpoint_every: steps between checkpoints; the last step always has one.
     log_every: steps between metric records.
   """
@@ -49,17 +51,17 @@ class LoopConfig:
   checkpoint_every: int = 200
   log_every: int = 5
 
-  def check_processes(self) -> None:
-    """Raises ValueError for a limit of seconds with several processes."""
-    if self.seconds and jax.process_count() > 1:
-      raise ValueError(
-        f'LoopConfig.seconds={self.seconds}: {jax.process_count()} processes would '
-        'stop at different steps; set seconds=0 and limit the steps'
-      )
-
   def reached(self, done: int, used_s: float) -> bool:
     """Whether the budget is used up after `done` steps and `used_s` seconds."""
     return done >= self.steps or bool(self.seconds and used_s >= self.seconds)
+
+  def over(self, done: int, used_s: float) -> bool:
+    """`reached` for all processes alike; each of them calls it after every step."""
+    if not self.seconds or jax.process_count() == 1 or done >= self.steps:
+      return self.reached(done, used_s)
+    if done % self.log_every:
+      return False  # asking process 0 waits for the step
+    return bool(multihost_utils.broadcast_one_to_all(self.reached(done, used_s)))
 
   def progress(self, done: int, used_s: float) -> float:
     """Fraction of the budget that is used, at most 1."""
@@ -109,10 +111,8 @@ def fit(
     run: where checkpoints and records go.
 
   Raises:
-    ValueError: a limit of seconds, and several processes.
     FloatingPointError: loss or gradient is not finite; before a checkpoint of it.
   """
-  config.check_processes()
   state, batches, used_s = _resume(state, make_batches, run)
   first = done = int(state.step)
   if config.reached(done, used_s):
@@ -135,7 +135,7 @@ def fit(
     used_s = clock.used_s()
     if done == first + 1:
       logging.info('%s: compiled in %.0f s', run.phase, clock.compiled_s())
-    over = config.reached(done, used_s)
+    over = config.over(done, used_s)
     if done % config.log_every == 0 or over:
       progress, epoch = config.progress(done, used_s), getattr(batches, 'epoch', None)
       records.hold(done, scalars, used_s=used_s, progress=progress, epoch=epoch)

@@ -1,0 +1,121 @@
+"""Commands of process 0 to the other processes of a job.
+
+They go through the job's coordination service, which process 0 hosts, and not through a
+collective on the devices: a process may wait for hours while rollouts run, and must
+notice meanwhile that the others have ended. Law: whatever process 0 commands, it does
+itself at once, so that all processes run the same programs on the mesh in the same
+order.
+
+When a process dies, JAX ends the others within the heartbeat's timeout. When process 0
+ends for any other reason, it commands `stop` with the reason. When another process
+fails, it leaves the reason, which stops process 0 at its next command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax._src import distributed  # JAX has no public access to the key-value store
+
+_POLL_MS = 2000  # so that signals are handled
+_FAILED = 'forge/failed'
+
+
+class Stopped(RuntimeError):
+  """Another process of the job has stopped, which ends this one too."""
+
+
+class Commands:
+  """Sent by process 0 and received by each of the others, in order.
+
+  With one process `send` does nothing.
+  """
+
+  def __init__(self):
+    self._client = distributed.global_state.client
+    self._next, self._oldest = 0, 0
+    self.several = jax.process_count() > 1
+
+  def send(self, do: str, **fields: Any) -> None:
+    """Tells the other processes what all do next.
+
+    Args:
+      do: a case of `follow`.
+      **fields: JSON-able.
+
+    Raises:
+      Stopped: one of them has failed.
+    """
+    if not self.several:
+      return
+    for name, reason in self._client.key_value_dir_get(_FAILED):
+      raise Stopped(f'process {name.rpartition("/")[2]} stopped: {reason}')
+    self._put(dict(fields, do=do))
+
+  def _put(self, command: dict[str, Any]) -> None:
+    self._client.key_value_set(_key(self._next), json.dumps(command))
+    self._next += 1
+
+  def receive(self) -> dict[str, Any]:
+    """Waits for the next command.
+
+    Raises:
+      Stopped: process 0 has stopped before its end.
+    """
+    while True:
+      try:
+        text = self._client.blocking_key_value_get(_key(self._next), _POLL_MS)
+        break
+      except jax.errors.JaxRuntimeError as error:
+        if 'DEADLINE_EXCEEDED' not in str(error):
+          raise Stopped(f'process 0 cannot be reached: {error}') from error
+    self._next += 1
+    command = json.loads(text)
+    if command['do'] == 'stop' and command['reason']:
+      raise Stopped(command['reason'])
+    return command
+
+  def forget(self) -> None:
+    """Deletes the commands that every process has received.
+
+    To be called after a collective that all processes run because of the last one.
+    """
+    if self.several:
+      for number in range(self._oldest, self._next):
+        self._client.key_value_delete(_key(number))
+      self._oldest = self._next
+
+  @contextlib.contextmanager
+  def leading(self) -> Iterator[None]:
+    """Commands `stop` at the end of the body, with the reason if it failed."""
+    reason = ''
+    try:
+      yield
+    except BaseException as error:
+      reason = 'process 0 stopped: see its message'
+      if isinstance(error, KeyboardInterrupt):
+        reason = 'process 0 was stopped: the same command resumes'
+      raise
+    finally:
+      if self.several:
+        self._put(dict(do='stop', reason=reason))
+
+  @contextlib.contextmanager
+  def following(self) -> Iterator[None]:
+    """Leaves the reason for process 0 if the body fails."""
+    try:
+      yield
+    except Stopped:
+      raise
+    except BaseException as error:
+      reason = str(error) or type(error).__name__
+      self._client.key_value_set(f'{_FAILED}/{jax.process_index()}', reason)
+      raise
+
+
+def _key(number: int) -> str:
+  return f'forge/command/{number}'

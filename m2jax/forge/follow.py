@@ -1,0 +1,83 @@
+"""What the other processes of the main job do: the commands of process 0.
+
+Process 0 has the pool, the gateway, the agents, the rollout engine, the metrics and the
+budget. The others train with it on the mesh: SFT, and then every update of RL, each
+from its own rows of the step's files (`forge.step_files`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+from absl import logging
+
+from m2jax.checkpoint.manager import CheckpointManager
+from m2jax.forge import prepare
+from m2jax.forge.commands import Commands
+from m2jax.forge.config import ForgeConfig
+from m2jax.forge.step_files import DIRECTORY, StepFiles
+from m2jax.observe import metrics as metrics_lib
+from m2jax.rl.learner import Learner, Packed
+from m2jax.sharding import MeshConfig, Sharding
+from m2jax.train import step as train_step
+from m2jax.train.workdir import open_workdir
+
+
+def run(config: ForgeConfig, workdir: Path, sharding: Sharding) -> None:
+  """Follows process 0 until it stops.
+
+  Raises:
+    Stopped: it stopped before its end; gives the reason.
+    OtherRun: this process was started with other settings.
+  """
+  commands = Commands()
+  with commands.following():
+    commands.receive()  # process 0 has opened the workdir
+    open_workdir(dataclasses.replace(config, mesh=MeshConfig()), workdir, leads=False)
+    records = workdir / f'process{jax.process_index()}'
+    with metrics_lib.MetricsWriter(records) as metrics:
+      _phases(config, workdir, sharding, commands, metrics)
+
+
+def _phases(config, workdir, sharding, commands, metrics) -> None:
+  variables = train_step.init_variables(config.model, jax.random.key(config.seed))
+  while True:
+    command = commands.receive()
+    logging.info('process 0: %s', command)
+    match command['do']:
+      case 'sft':
+        samples, _, files = prepare.material(config, workdir)
+        variables = prepare.sft(
+          *(config, samples, variables, workdir, metrics, files),
+          phase=command['phase'],
+          sharding=sharding,
+        ).variables
+      case 'rl':
+        learner = prepare.learner(config, variables, sharding)
+        del variables  # the learner has taken them over
+        follow_rl(learner, workdir, config.rl.learner.buckets, commands)
+        return
+      case 'stop':
+        return
+
+
+def follow_rl(learner: Learner, workdir: Path, buckets, commands: Commands) -> None:
+  """Trains, saves and publishes with process 0, until it stops."""
+  files = StepFiles(workdir / DIRECTORY)
+  with CheckpointManager(workdir / 'rl', keep=2) as manager:
+    while True:
+      command = commands.receive()
+      match command['do']:
+        case 'restore':
+          learner.state = manager.restore(command['step'], learner.state).state
+        case 'train':
+          batch = files.read(command['step'], learner.hosts.index, buckets)
+          learner.train(Packed(batch), command['passes'])
+        case 'publish':
+          learner.variables()
+        case 'save':
+          manager.save(command['step'], learner.state)
+        case 'stop':
+          return
