@@ -3,9 +3,9 @@
 Targets read the fields that they need; a flag file may have those of several targets.
 
 A `Launch` is a gang of `Role`s, each with a command and its own TPU slices, or a
-machine without TPUs. `experiments.pretrain` runs as one process per host of a slice
-(`--distributed`); all other jobs are single processes: `experiments.forge` has trainer,
-rollout engine and gateway, `experiments.serve` engine and gateway. `unmet` lists the
+machine without TPUs. Jobs that train run as one process per host of a slice
+(`--distributed`); all others are single processes. Process 0 of `experiments.forge`
+also has rollout engine and gateway, `experiments.serve` has both. `unmet` lists the
 parts of a launch that the jobs would do wrong; printing warns about them, and running
 raises an error.
 """
@@ -22,7 +22,7 @@ from launch.topology import Slice
 
 # Jobs that run on several hosts, and jobs that accept a URL as --workdir.
 # tests/launch compares both with the code.
-MULTI_HOST_JOBS: frozenset[str] = frozenset({'pretrain'})
+MULTI_HOST_JOBS: frozenset[str] = frozenset({'expand_mtp', 'forge', 'pretrain', 'sft'})
 URL_WORKDIR_JOBS: frozenset[str] = frozenset()
 
 _EXPERIMENTS = pathlib.Path(__file__).parent.parent / 'experiments'

@@ -52,7 +52,9 @@ class FilesHandler(ocp.AsyncCheckpointHandler):
   def save(self, directory: epath.Path, args: FilesSave):
     raise NotImplementedError('files are saved through an asynchronous checkpointer')
 
-  def restore(self, directory: epath.Path, args: FilesRestore) -> dict[str, bytes]:
+  def restore(
+    self, directory: epath.Path, args: FilesRestore | None = None
+  ) -> dict[str, bytes]:
     """Returns all files.
 
     Raises:

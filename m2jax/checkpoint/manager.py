@@ -205,7 +205,7 @@ class CheckpointManager:
           f'checkpoint {path} does not match the requested state:\n{wrong}'
         )
     table = _asked(like)
-    tree = self._read(path, 'state', _state_args(table))
+    tree = self._read(path, _state_args(table))
     read = leaves_lib.table(tree)
     restored = []
     for name, leaf in table.items():
@@ -235,8 +235,19 @@ class CheckpointManager:
     return host, files, step
 
   def _read_host(self, path: str):
-    """Host dict, specs of the arrays, and the caller's files."""
-    files = self._read(path, 'host', _files_args())
+    """Host dict, specs of the arrays, and the caller's files.
+
+    Unlike the arrays, of which every process reads its part, one process may read them
+    alone: Orbax's reader would wait for the others.
+    """
+    from etils import epath
+
+    from m2jax.checkpoint import files as files_lib
+
+    try:
+      files = files_lib.FilesHandler().restore(epath.Path(path) / 'host')
+    except (OSError, ValueError, KeyError, TypeError) as e:
+      raise self._corrupt(path, f'host: {_reason(e)}') from e
     try:
       host = json.loads(files.pop(_HOST))
       return host, _decode_specs(files.pop(_LEAVES)), files
@@ -265,15 +276,15 @@ class CheckpointManager:
       f'{what} in {self.directory}: it contains {entries or "nothing"}'
     )
 
-  def _read(self, path: str, item: str, args) -> Any:
-    """Reads one item of a step; any error means a corrupt checkpoint."""
+  def _read(self, path: str, args) -> Any:
+    """Reads the arrays of a step; any error means a corrupt checkpoint."""
     from orbax import checkpoint as ocp
 
     try:
       with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        return reader.restore(path, args=ocp.args.Composite(**{item: args}))[item]
+        return reader.restore(path, args=ocp.args.Composite(state=args))['state']
     except Exception as e:  # Orbax, tensorstore and json raise different types
-      raise self._corrupt(path, f'{item}: {_reason(e)}') from e
+      raise self._corrupt(path, f'state: {_reason(e)}') from e
 
   def _verify(self, path: str, name: str, leaf: Any, saved: leaves_lib.LeafSpec):
     if saved.crc32 is not None and leaves_lib.crc32(leaf) not in (None, saved.crc32):
@@ -336,12 +347,6 @@ def _asked(like: Any) -> dict[str, Any]:
     name: leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)
     for name, leaf in leaves_lib.table(like).items()
   }
-
-
-def _files_args():
-  from m2jax.checkpoint import files as files_lib
-
-  return files_lib.FilesRestore()
 
 
 def _state_args(table: Mapping[str, Any]):

@@ -38,9 +38,15 @@ class Runner:
     self._recorded = mesh_worker.Pool(True)
 
   def group(self, spec, count, *, item, prefix, on_end, **_):
-    del spec, count
+    del spec
+    recorded = self._recorded.group(item % 3)
+    while len(recorded) < count:
+      failed = dataclasses.replace(
+        recorded[0][0], rank=len(recorded), end_reason='infrastructure'
+      )
+      recorded.append((failed, []))
     ended = []
-    for end, turns in self._recorded.group(item % 3):
+    for end, turns in recorded:
       session = f'{prefix}-{end.rank}'
       for turn in turns:
         self._pool.add_completion(
@@ -100,6 +106,7 @@ def config(items: int, chunks: bool):
     optimizer=small.optimizer('adam'),
     max_items=items,
     groups_per_step=PER_STEP,
+    group_size=4,
     checkpoint_every=CHECKPOINT_EVERY,
     capacity=4,
     window=1,

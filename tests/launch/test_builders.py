@@ -177,7 +177,7 @@ def test_arguments_arrive_as_they_were_given(args):
 @pytest.mark.parametrize(
   ('role', 'target', 'message'),
   [
-    (a_role(where='v5p:4x4x4', job='forge'), 'jobset', 'runs as a single process'),
+    (a_role(where='v5p:4x4x4', job='serve'), 'jobset', 'runs as a single process'),
     (
       Role('r', config.job('pretrain', '/workdir/r'), parse('v5p:4x4x4')),
       'jobset',
@@ -210,7 +210,7 @@ def test_the_jobs_are_still_as_this_room_takes_them():
   sources = [*_ROOT.glob('experiments/*.py'), *_ROOT.glob('m2jax/**/*.py')]
   assert len(sources) > 50
   several = [p.stem for p in sources if 'common.join_processes()' in p.read_text()]
-  assert several == sorted(config.MULTI_HOST_JOBS)
+  assert sorted(several) == sorted(config.MULTI_HOST_JOBS)
   common = pytest.importorskip('experiments.common')
   with mock.patch.object(common, 'WORKDIR', mock.Mock(value='gs://b/x')):
     assert str(common.workdir()) == 'gs:/b/x'

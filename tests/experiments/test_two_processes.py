@@ -1,0 +1,92 @@
+"""The jobs that train, as two processes: what one process learns, and one clean end."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from m2jax.checkpoint import policy
+from m2jax.observe import metrics as metrics_lib
+from tests import processes as processes_lib
+from tests.experiments import conftest
+
+
+def start(job, *flags, devices=1):
+  """Two processes of a job's smoke variant, started."""
+  port = processes_lib.free_port()
+  return [
+    processes_lib.start(
+      f'experiments.{job}',
+      f'--config=configs/{job}.py:smoke',
+      '--distributed',
+      *flags,
+      JAX_NUM_CPU_DEVICES=str(devices),
+      JAX_COORDINATOR_ADDRESS=f'localhost:{port}',
+      JAX_NUM_PROCESSES='2',
+      JAX_PROCESS_ID=str(process),
+    )
+    for process in range(2)
+  ]
+
+
+def finish(children):
+  """(exit code, standard output, standard error) of each."""
+  ended = processes_lib.finish(children, 600)
+  return [(child.returncode, *out) for child, out in zip(children, ended, strict=True)]
+
+
+def same(workdir, reference):
+  """Compares the last weights of two runs, in float32."""
+  found, want = policy.load(workdir), policy.load(reference)
+  assert found.step == want.step and found.model == want.model
+  for a, b in zip(
+    *map(jax.tree.leaves, (found.variables, want.variables)), strict=True
+  ):
+    assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b)
+
+
+@pytest.mark.long
+def test_sft_and_expansion(tmp_path, chats, pretrained, texts):
+  """Both give the weights of one process; a limit of seconds ends SFT at one step,
+  though the processes have clocks of their own."""
+  one = '--config.mesh.data=1'
+  tune = [f'--config.demonstrations={chats}', *conftest.SFT]
+  tune += [f'--config.model.{field}' for field in conftest.SMALL]
+  limit = ['--config.sft.loop.seconds=0.001', '--config.sft.loop.log_every=3']
+  expand = [f'--config.checkpoint={pretrained[0]}', *conftest.text_flags(texts)]
+  expand.append('--config.expand.joint.loop.seconds=0')
+  expand.append('--config.expand.frozen.loop.seconds=0')
+  both = start('sft', f'--workdir={tmp_path}/sft', *tune, *limit, one)
+  for code, out, err in finish(both):
+    assert code == 0 and 'after 3 steps' in out, err[-3000:]
+  steps = '--config.sft.loop.steps=3'
+  alone = f'--workdir={tmp_path}/sft_alone'
+  conftest.run('sft', alone, *tune, steps, one, variant=':smoke')
+  same(tmp_path / 'sft', tmp_path / 'sft_alone')
+
+  both = start('expand_mtp', f'--workdir={tmp_path}/expand', *expand, one)
+  for code, out, err in finish(both):
+    assert code == 0 and '3 MTP modules' in out, err[-3000:]
+  alone = f'--workdir={tmp_path}/expand_alone'
+  conftest.run('expand_mtp', alone, *expand, one, variant=':smoke')
+  same(tmp_path / 'expand', tmp_path / 'expand_alone')
+
+
+@pytest.mark.long
+def test_forge(tmp_path):
+  """The main job to its end, over fsdp and tensor: process 0 alone has the pool and the
+  evaluations. Bad input of one process ends both with a line each."""
+  flags = [f'--workdir={tmp_path}/run', *conftest.ENGINE]
+  flags += [f'--config.model.{field}' for field in conftest.SMALL]
+  flags += ['--config.episodes.backend=rlimit_only', '--config.eval_tasks=4']
+  flags += ['--config.mesh.data=1', '--config.mesh.fsdp=2', '--config.mesh.tensor=2']
+  flags += ['--config.model.num_kv_heads=2', '--config.rl.refill_factor=1']
+  first, second = finish(start('forge', *flags, devices=2))
+  assert first[0] == 0 and 'after RL' in first[1], first[2][-3000:]
+  assert second[0] == 0 and 'after RL' not in second[1], second[2][-3000:]
+  assert [r['step'] for r in metrics_lib.read(tmp_path / 'run', 'rl')] == [1, 2, 3]
+  assert policy.load(tmp_path / 'run').directory.endswith('rl')
+  first, second = finish(start('forge', *flags, '--config.seed=1', devices=2))
+  assert first[0] == 2 and 'other settings (seed' in first[2]
+  assert second[0] == 2 and 'error: process 0 stopped' in second[2]
