@@ -136,6 +136,7 @@ def join_processes() -> int:
     for name in ('num_processes', 'process_id')
     if f'JAX_{name.upper()}' in os.environ
   }
+  jax.config.update('jax_enable_preemption_service', False)  # it takes SIGTERM
   try:
     jax.distributed.initialize(
       **{name: int(value) for name, value in ours.items()},

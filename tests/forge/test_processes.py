@@ -54,9 +54,9 @@ def same(directory, reference):
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10), state, want
   )
   names = ('step', 'loss', 'grad_norm', 'entropy', 'mtp_loss', 'max_violation')
-  names += ('forest_tokens', 'chunked_trees', 'ratio_max', 'input_tokens')
+  names += ('forest_tokens', 'chunked_trees', 'input_tokens')
   curves = [
-    [[r.get(name) for name in names] for r in metrics_lib.read(run, 'rl')]
+    [[r.get(name, 0.0) for name in names] for r in metrics_lib.read(run, 'rl')]
     for run in (directory, reference)
   ]
   for got, wanted in zip(*curves, strict=True):
@@ -74,7 +74,7 @@ def test_processes_learn_what_one_device_learns(tmp_path):
   mesh = dict(fsdp=2, expert=2, tensor=2)
   finish(start(run, mesh, devices=4, processes=2, items=ITEMS))
   same(run, alone)
-  assert 'chunked_trees' in metrics_lib.read(alone, 'rl')[0]
+  assert sum(r['chunked_trees'] for r in metrics_lib.read(alone, 'rl')) > 1
   # the steps' files are deleted once a checkpoint does not need them
   left = {int(path.name) for path in (run / 'rl_steps').iterdir()}
   assert left <= {weights(run)[1]}
