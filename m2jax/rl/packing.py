@@ -16,9 +16,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from m2jax import forest
+from m2jax.train import hosts as hosts_lib
 
 
 class Batch(NamedTuple):
@@ -96,21 +95,13 @@ def _suits_rows(group, row_tokens, row_terms, buckets) -> bool:
 def parts(batch: Batch, micro_rows: int, hosts: int) -> list[Batch]:
   """The batch of each host: its rows of every micro-batch, and the whole plan.
 
-  The hosts' rows side by side are the micro-batches of one host, so that the sums of a
-  step have the same terms in the same order (`train.hosts`).
-
   Args:
     micro_rows: rows of a micro-batch of all hosts.
     hosts: their number, which divides `micro_rows`.
   """
-  if hosts == 1:
-    return [batch]
   if batch.rows is None:
     return [batch] * hosts
-  passes = -(-len(batch.rows.tokens) // micro_rows)
-  whole = forest.select(batch.rows, slice(None), rows=passes * micro_rows)
-  index = np.arange(passes * micro_rows).reshape(passes, hosts, -1)
   return [
-    batch._replace(rows=forest.select(whole, index[:, host].ravel()))
+    batch._replace(rows=hosts_lib.part(batch.rows, micro_rows, host, hosts))
     for host in range(hosts)
   ]

@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from m2jax import forest
 from m2jax import sharding as sharding_lib
 from m2jax.forest import Forest
 from m2jax.sharding import Sharding
@@ -81,6 +82,25 @@ def _joined(sets: Iterable[set[int]]) -> list[set[int]]:
     joined = [other for other in joined if not other & found]
     joined.append(found.union(*touching))
   return joined
+
+
+def part(batch: Forest, micro_rows: int, index: int, count: int) -> Forest:
+  """The rows of one host, of a batch that every process has packed alike.
+
+  The hosts' rows side by side are the micro-batches of one host, so that the sums of a
+  step have the same terms.
+
+  Args:
+    batch: host arrays.
+    micro_rows: rows of a micro-batch of all hosts, which `count` divides.
+    index, count: as in `Hosts`.
+  """
+  if count == 1:
+    return batch
+  passes = -(-len(batch.tokens) // micro_rows)
+  whole = forest.select(batch, slice(None), rows=passes * micro_rows)
+  rows = np.arange(passes * micro_rows).reshape(passes, count, -1)
+  return forest.select(whole, rows[:, index].ravel())
 
 
 def place(local: Forest, hosts: Hosts, sharding: Sharding) -> Forest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from absl import logging
 
@@ -14,6 +15,7 @@ from m2jax.data import packing
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.sharding import ONE_DEVICE, Sharding
+from m2jax.train import hosts as hosts_lib
 from m2jax.train import loop
 from m2jax.train import step as train_step
 from m2jax.train.loop import LoopConfig, Run
@@ -39,6 +41,18 @@ class SftConfig:
   optimizer: OptimizerConfig
 
 
+class Batch(NamedTuple):
+  """A batch of samples, merged.
+
+  Attributes:
+    forest: the rows of this host.
+    num_tokens: of all hosts.
+  """
+
+  forest: forest.Forest
+  num_tokens: int
+
+
 def fit(
   config: SftConfig,
   model: ModelConfig,
@@ -58,13 +72,15 @@ def fit(
     samples: what is learned.
     run: where checkpoints and records go.
     seed: of the order of the samples.
-    sharding: the mesh that the returned state is on.
+    sharding: the mesh that the returned state is on. Every process calls this with the
+      same arguments and its own `run.metrics`, and trains its own rows.
 
   Raises:
     ValueError: model, row_tokens or micro_rows do not divide over the mesh.
   """
   optimizer = optimizer_lib.make(config.optimizer)
-  step = train_step.make_step(model, optimizer, train_step.nll, config.step, sharding)
+  hosts = hosts_lib.find(sharding)
+  train = train_step.make_step(model, optimizer, train_step.nll, config.step, sharding)
   state = train_step.init_state(variables, optimizer)
   partition = optimizer_lib.describe(config.optimizer, state.variables['params'])
   logging.info('%s: %s', run.phase, partition)
@@ -74,16 +90,21 @@ def fit(
       samples, tokens_per_batch=config.tokens_per_step, seed=seed, state=position
     )
 
-  def to_forest(batch):
-    return forest.merge(
-      batch, row_tokens=config.row_tokens, row_terms=config.row_tokens
+  def to_batch(samples):
+    rows = forest.merge(
+      samples, row_tokens=config.row_tokens, row_terms=config.row_tokens
     )
+    mine = hosts_lib.part(rows, config.step.micro_rows, hosts.index, hosts.count)
+    return Batch(mine, rows.num_tokens)
+
+  def step(state: train_step.TrainState, batch: Batch):
+    return train(state, batch.forest)
 
   return loop.fit(
     train_step.place_state(state, model, optimizer, sharding),
     step,
     make_batches,
-    to_forest,
+    to_batch,
     config.loop,
     run.with_host(**policy.host(model)),
   )

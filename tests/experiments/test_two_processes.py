@@ -64,6 +64,11 @@ def test_sft_and_expansion(tmp_path, chats, pretrained, texts):
   alone = f'--workdir={tmp_path}/sft_alone'
   conftest.run('sft', alone, *tune, steps, one, variant=':smoke')
   same(tmp_path / 'sft', tmp_path / 'sft_alone')
+  (last,), (want,) = (
+    metrics_lib.read(tmp_path / run, 'sft')[-1:] for run in ('sft', 'sft_alone')
+  )
+  assert last['loss'] == pytest.approx(want['loss'], rel=1e-4)
+  assert last['max_violation'] == pytest.approx(want['max_violation'], rel=1e-4)
 
   both = start('expand_mtp', f'--workdir={tmp_path}/expand', *expand, one)
   for code, out, err in finish(both):

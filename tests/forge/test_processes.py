@@ -17,7 +17,7 @@ from m2jax.pool import data_pool
 from tests import processes as processes_lib
 from tests.forge import learn_worker
 
-ITEMS = 6
+ITEMS = 4
 
 
 def start(directory, mesh, *, devices, processes=1, **fields):
@@ -66,13 +66,11 @@ def same(directory, reference):
 @pytest.mark.long
 def test_processes_learn_what_one_device_learns(tmp_path):
   """The same recorded groups, in rows and in chunks, over fsdp, expert and tensor in
-  two processes: weights, optimizer, router biases and metrics of one device. A run on
-  one mesh goes on on another."""
+  two processes: weights, optimizer, router biases and metrics of one device."""
   alone, run = tmp_path / 'alone', tmp_path / 'run'
-  first = start(run, dict(expert=2, tensor=2), devices=2, processes=2, items=ITEMS - 2)
-  finish(first + start(alone, {}, devices=1, items=ITEMS))
   mesh = dict(fsdp=2, expert=2, tensor=2)
-  finish(start(run, mesh, devices=4, processes=2, items=ITEMS))
+  children = start(run, mesh, devices=4, processes=2, items=ITEMS)
+  finish(children + start(alone, {}, devices=1, items=ITEMS))
   same(run, alone)
   assert sum(r['chunked_trees'] for r in metrics_lib.read(alone, 'rl')) > 1
   # the steps' files are deleted once a checkpoint does not need them
@@ -103,7 +101,8 @@ def kill(children, victim: int, after: int, delay_s: float) -> float:
 def test_one_of_two_processes_is_killed(tmp_path):
   """Either process, at random moments: the other ends by itself, and after restarts
   every item is trained exactly once in the lineage of the final weights, which are
-  those of one device that was never interrupted."""
+  those of one device that was never interrupted. The last start is one process, on
+  another mesh."""
   rng, items = random.Random(1), 20
   alone, run = tmp_path / 'alone', tmp_path / 'run'
   reference = start(alone, {}, devices=1, items=items, chunks=False)
@@ -112,7 +111,8 @@ def test_one_of_two_processes_is_killed(tmp_path):
   for victim, after in ((1, 3), (0, 4)):
     ended_s = kill(start(run, mesh, **fields), victim, after, rng.uniform(0, 0.3))
     assert ended_s < 2 * learn_worker.HEARTBEAT_S + 10
-  finish(start(run, mesh, **fields) + reference)
+  fields |= dict(devices=4, processes=1)
+  finish(start(run, dict(fsdp=2, expert=2), **fields) + reference)
 
   updates, undone, lives = {}, 0, 0
   for line in (run / 'witness.jsonl').read_text().splitlines():

@@ -68,3 +68,34 @@ def test_every_term_once(seed):
     np.add.at(want, s.tokens[s.prompt_length :], s.weights)
   np.testing.assert_allclose(weight, want, rtol=1e-6)
   assert through == sum(len(s.tokens) for g in groups for s in g)
+
+
+@pytest.mark.parametrize('hosts', [1, 2, 4])
+def test_hosts_have_the_micro_batches_side_by_side(hosts):
+  """Host by host each micro-batch is that of one host, the last one's padding included;
+  the plan is everyone's."""
+  # of different prompts, which otherwise would be merged
+  groups = [star(9, 8), *(group([10 + i] * 5 + [2] * 4) for i in range(5))]
+  batch = packing.pack(groups, **SIZES)
+  number, micro_rows = len(batch.rows.tokens), 4
+  assert number % micro_rows and number > micro_rows and batch.plan is not None
+  parts = packing.parts(batch, micro_rows, hosts)
+  assert all(part.plan is batch.plan for part in parts)
+  share = micro_rows // hosts
+  for micro in range(-(-number // micro_rows)):
+    rows = slice(micro * micro_rows, (micro + 1) * micro_rows)
+    want = forest.select(batch.rows, rows, rows=micro_rows)
+    mine = slice(micro * share, (micro + 1) * share)
+    got = [forest.select(part.rows, mine, rows=share) for part in parts]
+    for name in forest.TOKEN_FIELDS + forest.TERM_FIELDS:
+      if name != 'experts':
+        side_by_side = np.concatenate([getattr(one, name) for one in got])
+        np.testing.assert_array_equal(side_by_side, getattr(want, name))
+
+
+def test_hosts_without_rows():
+  """A batch of chunks only, and an empty one."""
+  batch = packing.pack([star(9, 8)], **SIZES)
+  for whole in (batch, packing.Batch(None, None, 0)):
+    assert whole.rows is None
+    assert packing.parts(whole, 4, 2) == [whole, whole]

@@ -243,3 +243,22 @@ def test_records(tmp_path):
   records = metrics_lib.read(tmp_path)
   assert [(r['step'], r['loss']) for r in records] == [(3, 2.0), (6, 5.0), (8, 7.0)]
   assert records[-1]['progress'] == 1.0
+
+
+def test_processes_agree_on_the_seconds(monkeypatch):
+  """With several processes the limit of seconds is process 0's decision, asked at the
+  steps of a record only; the limit of steps needs no question."""
+  config = loop.LoopConfig(steps=10, seconds=5.0, log_every=2)
+  assert config.over(1, 5.0) and not config.over(1, 4.0)
+  asked = []
+
+  def of_process_0(mine):
+    asked.append(mine)
+    return np.bool_(True)
+
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(loop.multihost_utils, 'broadcast_one_to_all', of_process_0)
+  assert not config.over(1, 6.0) and config.over(10, 0.0) and not asked
+  assert config.over(2, 4.0) and asked == [False]
+  unlimited = dataclasses.replace(config, seconds=0.0)
+  assert not unlimited.over(2, 6.0) and unlimited.over(10, 6.0) and len(asked) == 1
