@@ -2,7 +2,7 @@
 
 They go through the job's coordination service, which process 0 hosts, and not through a
 collective on the devices: a process may wait for hours while rollouts run, and must
-notice meanwhile that the others have ended. Law: whatever process 0 commands, it does
+notice meanwhile that the others have ended. Whatever process 0 commands, it does
 itself at once, so that all processes run the same programs on the mesh in the same
 order.
 

@@ -100,7 +100,7 @@ def part(batch: Forest, micro_rows: int, index: int, count: int) -> Forest:
   passes = -(-len(batch.tokens) // micro_rows)
   whole = forest.select(batch, slice(None), rows=passes * micro_rows)
   rows = np.arange(passes * micro_rows).reshape(passes, count, -1)
-  return forest.select(whole, rows[:, index].ravel())
+  return forest.select(whole, rows[:, index].ravel().tolist())
 
 
 def place(local: Forest, hosts: Hosts, sharding: Sharding) -> Forest:
