@@ -71,7 +71,8 @@ class Sharding:
 
     def one(spec, leaf):
       sharding = NamedSharding(self.mesh, spec)
-      if isinstance(leaf, jax.Array):
+      on_mesh = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+      if on_mesh or (isinstance(leaf, jax.Array) and sharding.is_fully_addressable):
         return jax.device_put(leaf, sharding)
       leaf = np.asarray(leaf)
       return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
