@@ -99,6 +99,7 @@ class LeadManager:
 
   def wait(self) -> None:
     self._manager.wait()
+    self._files.prune(self.latest_step() or 0)
 
   def restore(self, step: int | None = None, like: Any = None) -> Restored:
     step = self.latest_step() if step is None else step

@@ -73,9 +73,7 @@ def test_processes_learn_what_one_device_learns(tmp_path):
   finish(children + start(alone, {}, devices=1, items=ITEMS))
   same(run, alone)
   assert sum(r['chunked_trees'] for r in metrics_lib.read(alone, 'rl')) > 1
-  # the steps' files are deleted once a checkpoint does not need them
-  left = {int(path.name) for path in (run / 'rl_steps').iterdir()}
-  assert left <= {weights(run)[1]}
+  assert not list((run / 'rl_steps').iterdir())  # the last checkpoint needs no files
 
 
 def kill(children, victim: int, after: int, delay_s: float) -> float:
