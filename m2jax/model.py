@@ -139,7 +139,8 @@ def trunk(
   Works on shards: with a mesh, call it inside `sharding.shard_map`.
   """
   metadata = metadata or _metadata(cfg, batch, sharding, prefix)
-  params, multiplicity = variables['params'], batch.multiplicity.reshape(-1)
+  params = variables['params']
+  multiplicity = sharding.residual_part(batch.multiplicity.reshape(-1))
 
   def layer_body(window):
     visibility = dataclasses.replace(
@@ -156,6 +157,7 @@ def trunk(
 
     def body(x, layer):
       p, bias, replay, prefix_kv = layer
+      replay = jax.tree.map(sharding.residual_part, replay)
       p = sharding.gather_params(p, cfg.dtype)
       attend = functools.partial(
         attention.attend,
@@ -179,6 +181,7 @@ def trunk(
   x = embed(cfg, params, batch.tokens, sharding)
   x, (routing, new_kv) = loop.over_layers(layer_body, x, stacked, cfg, sharding)
   x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
+  x = sharding.gather_residual(x)
   return Trunk(x.reshape(*batch.tokens.shape, -1), routing, new_kv)
 
 
@@ -326,7 +329,7 @@ def _forward_with_prefix(
       shape = (0, *batch.tokens.shape)
       new = jax.tree.map(lambda a: jnp.zeros(shape + a.shape[3:], a.dtype), prefix.mtp)
     modules = mtp.Outputs(none, None, new)
-  loads = sharding.psum(loads, 'rows', 'tokens')
+  loads = sharding.psum(loads, 'rows', 'tokens', 'residual')
   experts = routing.ids.swapaxes(0, 1).reshape(*logprob.shape, -1, routing.ids.shape[2])
   outputs = Outputs(logprob, entropy, modules.logprob, loads, experts)
   if prefix is None:

@@ -91,8 +91,9 @@ def attend(
 ]:
   """Forest attention's output for x, and the new keys and values.
 
-  With a row's tokens split over devices, x has this device's tokens and
-  `metadata.visibility` all keys of the row: keys and values are gathered.
+  x and the output have this device's part of the residual stream; queries, keys and
+  values are of all T tokens. With a row's tokens split over devices, T are this
+  device's and `metadata.visibility` has all keys of the row, which are gathered.
 
   Args:
     x: activations after the norm.
@@ -103,6 +104,7 @@ def attend(
     prefix: cached k, v of the path that the tokens continue.
   """
   visibility = metadata.visibility
+  x = sharding.gather_residual(x)
   q, k, v = _project(x, p, cfg, metadata.tables, sharding)
   rows = len(visibility.subtree_end)
   q, k, v = (a.reshape(rows, -1, *a.shape[1:]) for a in (q, k, v))
@@ -112,4 +114,4 @@ def attend(
   k, v = sharding.gather_tokens(k), sharding.gather_tokens(v)
   out = tree_attention.attend(q, k, v, visibility)
   out = out.reshape(x.shape[0], -1) @ p['o'].astype(x.dtype)
-  return sharding.psum(out, 'heads'), new
+  return sharding.sum_to_residual(out, 'heads'), new

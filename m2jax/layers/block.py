@@ -1,9 +1,11 @@
 """One decoder block: x += Attn(norm(x)); x += MoE(norm(x)) (m2-and-forge.md §1.4.1).
 
 A block's parameters are one dict of arrays; the model stacks them over layers. On a
-mesh each device has its own tokens, heads, experts and channels (`m2jax.sharding`).
+mesh each device has its own tokens, heads, experts and channels (`m2jax.sharding`);
+norms, router and residual stream have its part of `Rules.residual`.
 
-Axes: T tokens, D model, N, K heads, H head dim, E experts, F expert hidden, k top-k.
+Axes: T tokens of a device, Tr of its part of the residual stream, D model, N, K heads,
+H head dim, E experts, F expert hidden, k top-k.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ class Routing(NamedTuple):
   """The router's assignments in one block.
 
   Attributes:
-    ids: experts used.
-    load: assignments of this device's tokens, counted with multiplicity.
+    ids: experts used, of all tokens of the device.
+    load: assignments of its part of them, counted with multiplicity.
   """
 
   ids: Int[Array, 'T k']
@@ -34,15 +36,15 @@ class Routing(NamedTuple):
 
 
 def apply(
-  x: Float[Array, 'T D'],
+  x: Float[Array, 'Tr D'],
   p,
   bias: Float[Array, 'E'],
   cfg: ModelConfig,
   attend: Callable,
-  multiplicity: Int[Array, 'T'],
-  replay: Int[Array, 'T k'] | None = None,
+  multiplicity: Int[Array, 'Tr'],
+  replay: Int[Array, 'Tr k'] | None = None,
   sharding: Sharding = ONE_DEVICE,
-) -> tuple[Float[Array, 'T D'], Any, Routing]:
+) -> tuple[Float[Array, 'Tr D'], Any, Routing]:
   """The block's x, attention's extra output, Routing.
 
   Args:
@@ -63,7 +65,9 @@ def apply(
     ids, weights = router.route(
       y, p['router'], bias, cfg.experts_per_token, replay, cfg.router_scores
     )
+    load = router.loads(ids, jnp.asarray(multiplicity), cfg.num_experts)
+    # each device routes its part: ids and weights are less to gather than to recompute
+    y, ids, weights = map(sharding.gather_residual, (y, ids, weights))
     kernels = (p[name].astype(x.dtype) for name in ('gate', 'up', 'down'))
     x = x + dispatch.apply(y, ids, weights, *kernels, sharding=sharding)
-    load = router.loads(ids, jnp.asarray(multiplicity), cfg.num_experts)
   return x, extra, Routing(ids, jax.lax.stop_gradient(load))

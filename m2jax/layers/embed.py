@@ -14,9 +14,13 @@ from m2jax.sharding import ONE_DEVICE, Sharding
 
 def embed(
   cfg: ModelConfig, params, tokens: Int[Array, 'B S'], sharding: Sharding = ONE_DEVICE
-) -> Float[Array, 'T D']:
-  """The tokens' vectors. The table is never gathered: ids are, and channels sent."""
+) -> Float[Array, '_ D']:
+  """The vectors of the tokens, or of this device's part of the residual stream.
+
+  The table is never gathered: ids are, and channels sent.
+  """
   table, tokens = params['embed'], tokens.reshape(-1)
+  count = len(tokens)
   tokens = sharding.all_gather(tokens, 'model', axis=0)
   if sharding.size('vocab') == 1:
     x = jnp.take(table, tokens, axis=0).astype(cfg.dtype)
@@ -25,5 +29,6 @@ def embed(
     own = (here >= 0) & (here < len(table))
     x = jnp.take(table, jnp.where(own, here, 0), axis=0)
     x = jnp.where(own[:, None], x, 0).astype(cfg.dtype)
-    x = sharding.psum(x, 'vocab')
-  return sharding.all_to_all(x, 'model', split=0, join=1)
+  # [devices of `model`, T, D of this device]
+  x = sharding.sum_to_residual(x.reshape(-1, count, x.shape[1]), 'vocab', axis=1)
+  return sharding.all_to_all(x, 'model', split=0, join=2)[0]

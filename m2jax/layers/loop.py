@@ -13,20 +13,28 @@ import jax.numpy as jnp
 
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
+from m2jax.kernels import tree_attention
 from m2jax.moe import by_expert
 from m2jax.sharding import Sharding
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def recomputed(body: Body, remat: bool, sharding: Sharding) -> Body:
-  """`body` under `jax.checkpoint`.
+# By ModelConfig.remat: names of what is saved. The router's assignments are small, and
+# slow to sort again.
+_SAVED = {
+  'layer': (by_expert.NAME,),
+  'attention': (by_expert.NAME, tree_attention.NAME),
+}
 
-  With `remat` the backward pass recomputes everything but the order of the router's
-  assignments, which is small and slow to compute; without, it gathers weights again.
+
+def recomputed(body: Body, cfg: ModelConfig, sharding: Sharding) -> Body:
+  """`body` under the `jax.checkpoint` that `cfg.remat` names.
+
+  With 'none' weights are still gathered again.
   """
-  if remat:
-    policy = jax.checkpoint_policies.save_only_these_names(by_expert.NAME)
+  if cfg.remat in _SAVED:
+    policy = jax.checkpoint_policies.save_only_these_names(*_SAVED[cfg.remat])
     return jax.checkpoint(body, policy=policy)
   if sharding.gathers:
     return jax.checkpoint(body, policy=sharding_lib.save_all_but_gathered)
@@ -40,7 +48,7 @@ def over_layers(
 
   With windows of several sizes a scan is over periods (`ModelConfig.windows`).
   """
-  bodies = [recomputed(body(window), cfg.remat, sharding) for window in cfg.windows]
+  bodies = [recomputed(body(window), cfg, sharding) for window in cfg.windows]
 
   def several(x, layers):
     outs = []

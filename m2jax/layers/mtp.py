@@ -92,7 +92,7 @@ def apply(
   embedding = embed(cfg, shared, batch.tokens, sharding)
   visibility = metadata.visibility
 
-  def module(state, stacked):
+  def block_of_module(state, stacked):
     k, p, bias, prefix = stacked
     p = sharding.gather_params(p, cfg.dtype)
     end = jnp.where(visibility.k_position >= k, visibility.subtree_end, 0)
@@ -104,17 +104,26 @@ def apply(
       sharding=sharding,
       prefix=None if prefix is None else prefix[:2],
     )
-    x = join(state.reshape(embedding.shape), embedding, p, cfg)
+    own = sharding.residual_part(state.reshape(-1, cfg.embed_dim))
+    x = join(own, embedding, p, cfg)
     multiplicity = jnp.where(batch.position >= k, batch.multiplicity, 0).reshape(-1)
+    multiplicity = sharding.residual_part(multiplicity)
     x, new_kv, routing = block.apply(
       x, p['layers'], bias, cfg, attend, multiplicity, sharding=sharding
     )
-    x = rms_norm(x, shared['final_norm'], cfg.rms_norm_eps).reshape(state.shape)
+    x = rms_norm(x, shared['final_norm'], cfg.rms_norm_eps)
+    x = sharding.gather_residual(x).reshape(state.shape)
     cached_states = None if prefix is None else prefix.states
     state = head.at_parent(x, batch, sharding, cached_states)
-    logprob, _ = head.score(shared, state, batch, sharding, depth=k + 1)
-    new = None if prefix is None else Cache(*new_kv, x)
-    return state, Outputs(logprob, routing.load, new)
+    return state, (routing.load, None if prefix is None else Cache(*new_kv, x))
+
+  block_of_module = loop.recomputed(block_of_module, cfg, sharding)
+
+  def module(state, stacked):
+    state, (load, new) = block_of_module(state, stacked)
+    # not recomputed: the head saves its inputs and one number a token
+    logprob, _ = head.score(shared, state, batch, sharding, depth=stacked[0] + 1)
+    return state, Outputs(logprob, load, new)
 
   modules = cfg.num_mtp_modules
   stacked = (
@@ -123,6 +132,5 @@ def apply(
     variables['router']['mtp'],
     prefix,
   )
-  module = loop.recomputed(module, cfg.remat, sharding)
   unroll = modules if cfg.unroll_layers else 1
   return jax.lax.scan(module, state, stacked, unroll=unroll)[1]

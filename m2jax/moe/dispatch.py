@@ -41,7 +41,7 @@ def apply(
   down: Float[Array, 'El F D'],
   *,
   sharding: Sharding = ONE_DEVICE,
-) -> Float[Array, 'T D']:
+) -> Float[Array, '_ D']:
   """Σ_k w_k · expert_k(x) with experts and their hidden channels split over devices.
 
   Args:
@@ -52,7 +52,7 @@ def apply(
       'gather' elsewhere.
 
   Returns:
-    In x's dtype.
+    In x's dtype; of this device's part of the residual stream (`Rules.residual`).
   """
   arrays = (x, ids, weights, gate, up, down)
   if not sharding.axes('experts'):
@@ -70,7 +70,7 @@ def apply(
       )
     else:
       out = methods[method](*arrays)
-  return sharding.psum(out, 'expert_hidden')
+  return sharding.sum_to_residual(out, 'expert_hidden')
 
 
 def _gather(sharding: Sharding, x, ids, weights, gate, up, down):

@@ -157,10 +157,12 @@ def executed(cfg: ModelConfig, part: Local, mxu: int, training: bool) -> Stages:
     part.tokens, 2 * cfg.embed_dim, cfg.embed_dim, mxu
   )
   heads = (1 + cfg.num_mtp_modules) * head
-  again = blocks if cfg.remat else 0
-  for times, which in ((blocks, 'forward'), (again, 'recompute')):
-    total[which, 'attention'] = times * attention
-    total[which, 'moe'] = times * moe
+  total['forward', 'attention'] = blocks * attention
+  total['forward', 'moe'] = blocks * moe
+  if cfg.remat != 'none':
+    saved = one['core'] if cfg.remat == 'attention' else 0
+    total['recompute', 'attention'] = blocks * (attention - saved)
+    total['recompute', 'moe'] = blocks * moe
   total['backward', 'attention'] = blocks * (2 * one['attention'] + 3.5 * one['core'])
   total['backward', 'moe'] = blocks * 2 * (one['experts'] + one['router'])
   total['forward', 'rest'] = _FP32 * heads + join

@@ -62,7 +62,7 @@ def candidates(name: str, found: Sequence[Candidate], topology: str) -> str:
     mesh = ', '.join(f'{axis} {n}' for axis, n in sizes.items())
     lines.append(
       f'  {c.seconds * 1e3:10,.0f} ms {_gib(c.memory_bytes):>7} GiB  '
-      f'{c.placed.passes} passes, remat {"on" if c.remat else "off"}, {mesh}'
+      f'{c.placed.passes} passes, remat {c.remat}, {mesh}'
     )
   return '\n'.join(lines)
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from m2jax import sharding as sharding_lib
-from m2jax.config import ModelConfig
+from m2jax.config import REMAT, ModelConfig
 from m2jax.plan import flops, ici, plan, programs
 from m2jax.plan.topology import Topology
 from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
@@ -46,7 +46,7 @@ class Candidate:
   """
 
   placed: Placed
-  remat: bool
+  remat: str
   seconds: float
   memory_bytes: float
 
@@ -100,7 +100,7 @@ def candidates(
           where.check_batch(placed.micro_rows, workload.context if training else None)
         except ValueError:
           break
-        for remat in (True, False) if training else (False,):
+        for remat in REMAT if training else ('none',):
           model = dataclasses.replace(config.model, remat=remat)
           one = dataclasses.replace(config, model=model)
           seconds, memory = formula(one, placed, where, topology)
@@ -129,7 +129,8 @@ def formula(
   buffer = 2.0 * rows * D
 
   blocks = cfg.num_layers + (cfg.num_mtp_modules if training else 0)
-  forwards = 1 + (2 + cfg.remat if training else 0)  # a backward pass is two
+  again = cfg.remat != 'none'
+  forwards = 1 + (2 + again if training else 0)  # a backward pass is two
   compute = sum(flops.executed(cfg, part, chip.mxu, training).values())
   moved = blocks * forwards * (2 * layer + _BUFFER_PASSES * buffer)
   cache = _cache_bytes(cfg, placed, where) if not training else 0.0
@@ -141,7 +142,7 @@ def formula(
       return 0.0
     return ici.seconds(kind, size, group, topology.shape, chip)
 
-  gathers = 1 + cfg.remat if training else 0
+  gathers = 1 + again if training else 0
   hidden = blocks * gathers * links('all-gather', layer, 'model')
   hidden += training * blocks * links('reduce-scatter', 2 * layer, 'model')
   exchanges = 2 * forwards - (2 if training else 0)  # to the experts and back
@@ -162,7 +163,12 @@ def formula(
   if training:
     memory += gradients * min(placed.passes, 2) + 2 * layer  # of a layer, fp32
     memory += 3 * 4.0 * D * part.vocab  # of the head
-    saved = 2.0 * T * D if cfg.remat else 2.0 * T * (10 * D) + _BUFFERS_ALIVE * buffer
+    own = T / where.size('residual')
+    saved = {
+      'none': 2.0 * own * (10 * D) + _BUFFERS_ALIVE * buffer,
+      'layer': 2.0 * own * D,
+      'attention': 2.0 * own * D + T * part.heads * (2.0 * cfg.head_dim + 4),
+    }[cfg.remat]
     memory += cfg.num_layers * saved
   return seconds, memory
 

@@ -2,11 +2,17 @@
 
 Five mesh axes: `data` replicates the weights, `fsdp` and `context` also store a shard
 of them, `expert` holds different experts, `tensor` splits matrices. One `Rules` maps
-each logical axis to mesh axes. There are three kinds of logical axes:
+each logical axis to mesh axes. There are four kinds of logical axes:
 
   batch     rows B, tokens S: every device has its own tokens
+  residual  T, the tokens of a device flattened: between attention and experts each
+            device of the group that shares them has a part (sequence parallelism,
+            arXiv:2205.05198): residual stream, norms, router, and what is saved for the
+            backward pass. All of them are gathered before a matmul whose channels are
+            split, and its sum is scattered after: the traffic of an all-reduce
   compute   vocab V, heads N·H and K·H, experts E, expert_hidden F: every device has its
-            own channels; sums over them end in a psum
+            own channels; sums over them end in a psum or, into the residual stream, a
+            reduce-scatter
   storage   model, expert_model (both D): each device stores a shard, and the whole is
             gathered where it is used (FSDP)
 

@@ -23,6 +23,7 @@ COMPUTE = ('vocab', 'heads', 'experts', 'expert_hidden')
 
 # Activations, whose axes must not share a mesh axis.
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
+  'residual stream': ('rows', 'tokens', 'residual'),
   'activations of the heads': ('rows', 'tokens', 'heads'),
   'logits': ('rows', 'tokens', 'vocab'),
   'hidden activations of the experts': ('rows', 'tokens', 'expert_hidden'),
@@ -35,6 +36,8 @@ class Rules:
 
   Attributes:
     rows, tokens: of the batch.
+    residual: a device's tokens between attention and experts, where activations have
+      all channels; None repeats them, for steps of too few tokens to split.
     vocab, heads, experts, expert_hidden: computed in parallel. `heads` splits query
       and key/value heads.
     model, expert_model: D of dense and of expert matrices, in storage only.
@@ -48,6 +51,7 @@ class Rules:
 
   rows: Axes = None
   tokens: Axes = None
+  residual: Axes = None
   vocab: Axes = None
   heads: Axes = None
   experts: Axes = None
@@ -57,7 +61,7 @@ class Rules:
   dispatch: str | None = None
 
   def __post_init__(self):
-    for name in (*BATCH, *COMPUTE, *STORED):
+    for name in (*BATCH, 'residual', *COMPUTE, *STORED):
       unknown = set(self.mesh_axes(name)) - set(MESH_AXES)
       if unknown:
         raise ValueError(
@@ -105,6 +109,7 @@ PRESETS: dict[str, Rules] = {
     tokens='context',
     model=('fsdp', 'context'),
     expert_model=('fsdp', 'context'),
+    residual='tensor',
     **_TENSOR,
   ),
   # The same with expert parallelism: tokens are sent, and less of the expert weights is
@@ -116,6 +121,7 @@ PRESETS: dict[str, Rules] = {
     experts='expert',
     model=('fsdp', 'context'),
     expert_model=('fsdp', 'context'),
+    residual='tensor',
     **_TENSOR,
   ),
   # No weights are gathered, for steps of few tokens.

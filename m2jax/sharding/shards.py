@@ -116,6 +116,36 @@ class Sharding:
     axes = self.axes(logical)
     return lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
 
+  def residual_part(self, x: jax.Array) -> jax.Array:
+    """[T, …] → [T/n, …]: this device's tokens of the residual stream.
+
+    Raises:
+      ValueError: T does not divide.
+    """
+    shards = self.size('residual')
+    if shards == 1:
+      return x
+    if len(x) % shards:
+      raise ValueError(self._uneven_residual(len(x)))
+    part = len(x) // shards
+    return lax.dynamic_slice_in_dim(x, self.index('residual') * part, part)
+
+  def gather_residual(self, x: jax.Array) -> jax.Array:
+    """The inverse of `residual_part`: [T/n, …] → [T, …]."""
+    return self.all_gather(x, 'residual', axis=0)
+
+  def sum_to_residual(self, x: jax.Array, logical: str, axis: int = 0) -> jax.Array:
+    """Sum over the shards of `logical` → this device's part of its T tokens.
+
+    One reduce-scatter where the axes are those that split the residual stream.
+    `axis` is that of T.
+    """
+    axes = self.axes('residual')
+    if axes and axes == self.axes(logical):
+      return lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
+    x = jnp.moveaxis(self.psum(x, logical), axis, 0)
+    return jnp.moveaxis(self.residual_part(x), 0, axis)
+
   def token_index(self, count: int) -> jax.Array:
     """[count] int32: indices in their row of this device's tokens, ascending.
 
@@ -229,6 +259,17 @@ class Sharding:
           f'parts, {runs} for each of {shards} shards over mesh axes '
           f'{self.axes(logical)}'
         )
+    if row_tokens is not None:
+      tokens = rows // self.size('rows') * (row_tokens // self.size('tokens'))
+      if tokens % self.size('residual'):
+        raise ValueError(self._uneven_residual(tokens))
+
+  def _uneven_residual(self, tokens: int) -> str:
+    return (
+      f'{tokens} tokens of a device do not divide into {self.size("residual")} equal '
+      f'parts: mesh axes {self.axes("residual")} split the residual stream '
+      '(Rules.residual); take more rows, or longer ones'
+    )
 
 
 ONE_DEVICE = Sharding()

@@ -50,7 +50,7 @@ CFG = ModelConfig(
   max_positions=64,
   num_mtp_modules=2,
   dtype='bfloat16',
-  remat=True,
+  remat='layer',
 )
 
 

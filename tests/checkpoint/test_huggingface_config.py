@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from m2jax.checkpoint import CheckpointMismatch, CorruptCheckpoint
 from m2jax.checkpoint.huggingface import config as config_lib
-from m2jax.config import ModelConfig, m2, tiny
+from m2jax.config import REMAT, ModelConfig, m2, tiny
 
 # facts/m2-and-forge.md §1.1: what several copies of the released file agree on.
 RELEASED = {
@@ -61,7 +61,7 @@ def test_released():
   cfg, block = config_lib.decode(RELEASED)
   assert block == (128, 128)
   want = dataclasses.replace(m2(), num_mtp_modules=3, param_dtype='bfloat16')
-  assert dataclasses.replace(cfg, remat=True) == want
+  assert dataclasses.replace(cfg, remat='layer') == want
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def configs(draw):
     num_mtp_modules=draw(st.integers(0, 3)),
     dtype=draw(st.sampled_from(['float32', 'bfloat16'])),
     param_dtype=draw(st.sampled_from(['float32', 'bfloat16'])),
-    remat=draw(st.booleans()),
+    remat=draw(st.sampled_from(REMAT)),
     unroll_layers=draw(st.booleans()),
   )
 

@@ -53,7 +53,7 @@ def compare(cfg, seed, row_tokens):
       dict(num_layers=3, window=4, full_attention_every=3, unroll_layers=False),
       marks=pytest.mark.long,
     ),
-    pytest.param(3, 40, dict(HYBRID, remat=True), marks=pytest.mark.long),
+    pytest.param(3, 40, dict(HYBRID, remat='layer'), marks=pytest.mark.long),
   ],
 )
 def test_float64(seed, row_tokens, changes):

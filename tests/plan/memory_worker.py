@@ -21,7 +21,7 @@ def main():
   mesh = sharding.MeshConfig(data=2, fsdp=2, expert=2)
   load = workloads.Workload('rl', 16, 64, terms=48, meshes=(mesh,), passes=(2,))
   model = dataclasses.replace(
-    config.tiny(), num_mtp_modules=0, unroll_layers=False, remat=True
+    config.tiny(), num_mtp_modules=0, unroll_layers=False, remat='layer'
   )
   plan = workloads.PlanConfig(model, {'small': load})
   placed = workloads.place('small', load, 8)

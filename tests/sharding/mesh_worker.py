@@ -72,7 +72,7 @@ CASES = {
   'expert context': Case(dict(expert=4, context=2), 'padded'),
   'tensor context': Case(dict(tensor=2, context=4)),
   'serve': Case(dict(data=2, expert=2, tensor=2, rules='serve')),
-  'remat': Case(dict(fsdp=2, expert=2, tensor=2), model=dict(remat=True)),
+  'remat': Case(dict(fsdp=2, expert=2, tensor=2), model=dict(remat='layer')),
   'unrolled': Case(dict(fsdp=2, context=2, tensor=2), model=dict(unroll_layers=True)),
   'few experts a device': Case(dict(expert=8), 'padded'),
   'float32': Case(

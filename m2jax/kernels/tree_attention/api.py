@@ -10,17 +10,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from m2jax.axes import Array, Float
 from m2jax.kernels.tree_attention import cpu, gpu, reference, tpu
 from m2jax.kernels.tree_attention.visibility import Visibility
 
-_IMPLEMENTATIONS = {
-  'reference': reference.attend,
-  'cpu': cpu.attend,
-  'tpu': tpu.attend,
-  'gpu': gpu.attend,
-}
+_IMPLEMENTATIONS = {'reference': reference, 'cpu': cpu, 'tpu': tpu, 'gpu': gpu}
+
+# For policies of `jax.checkpoint`: output and logsumexp. A backward pass that has them
+# saved recomputes q, k and v only, and runs no forward kernel.
+NAME = 'tree_attention'
 
 
 def prepare(
@@ -80,21 +80,54 @@ def attend(
       the implementation named does not support.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  arrays = (q, k, v, visibility.complete(q.shape[1]))
-
-  def call(name):
-    return functools.partial(_IMPLEMENTATIONS[name], scale=scale)
-
-  if implementation is None:
-    return jax.lax.platform_dependent(
-      *arrays,
-      cpu=call('cpu'),
-      tpu=call('reference' if tpu.unsupported_reason(q, k, v) else 'tpu'),
-      cuda=call('reference' if gpu.unsupported_reason(q, k, v) else 'gpu'),
-      default=call('reference'),
-    )
-  if implementation not in _IMPLEMENTATIONS:
+  if implementation not in (None, *_IMPLEMENTATIONS):
     raise ValueError(
       f'attend: implementation={implementation!r}, want one of {list(_IMPLEMENTATIONS)}'
     )
-  return call(implementation)(*arrays)
+  visibility = visibility.complete(q.shape[1])
+  if implementation == 'reference':  # its gradients are jax's
+    return reference.attend(q, k, v, visibility, scale=scale)
+  return _attend((implementation, scale), q, k, v, visibility)
+
+
+def _run(which: str, static, q, k, v, visibility, *residuals):
+  """An implementation's 'forward' or 'backward'."""
+  implementation, scale = static
+
+  def of(name):
+    return functools.partial(getattr(_IMPLEMENTATIONS[name], which), scale=scale)
+
+  arrays = (q, k, v, visibility, *residuals)
+  if implementation is not None:
+    return of(implementation)(*arrays)
+  return jax.lax.platform_dependent(
+    *arrays,
+    cpu=of('cpu'),
+    tpu=of('reference' if tpu.unsupported_reason(q, k, v) else 'tpu'),
+    cuda=of('reference' if gpu.unsupported_reason(q, k, v) else 'gpu'),
+    default=of('reference'),
+  )
+
+
+# One gradient for all platforms: results named inside of `platform_dependent` would be
+# saved for each of its branches.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static, q, k, v, visibility):
+  return _run('forward', static, q, k, v, visibility)[0]
+
+
+def _attend_fwd(static, q, k, v, visibility):
+  out, lse = _run('forward', static, q, k, v, visibility)
+  flat = out.reshape(*out.shape[:2], -1)  # as the kernels store it: no copy on TPU
+  flat, lse = checkpoint_name((flat, lse), NAME)
+  return flat.reshape(out.shape), (q, k, v, visibility, flat, lse)
+
+
+def _attend_bwd(static, residuals, d_out):
+  q, k, v, visibility, flat, lse = residuals
+  out = flat.reshape(d_out.shape)
+  arrays = (q, k, v, visibility, out, lse, d_out)
+  return *_run('backward', static, *arrays), None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)

@@ -17,7 +17,6 @@ query block, p key blocks of a step, c = p·b keys of a step.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -98,6 +97,13 @@ def _split_keys(x, block):
   x = _pad(x, block)
   x = x.reshape(-1, block, *x.shape[2:]).transpose(2, 0, 1, 3)
   return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0)))
+
+
+def _join_keys(x, like):
+  """Inverse of `_split_keys`, in shape and dtype of `like`."""
+  batch, length, heads, head_dim = like.shape
+  x = x[:, :-1].transpose(1, 2, 0, 3).reshape(batch, -1, heads, head_dim)
+  return x[:, :length].astype(like.dtype)
 
 
 def _plan(static: _Static, index: Visibility, group: int) -> _Plan:
@@ -243,25 +249,17 @@ def _backward(static, residuals, d_out):
   return d_q.swapaxes(2, 3), d_k, d_v
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static, q, k, v, plan):
-  return _forward(static, q, k, v, plan)[0]
+class _Blocks(NamedTuple):
+  """Inputs in blocks, the queries scaled."""
+
+  static: _Static
+  q: jax.Array  # [m, K, r, H]
+  k: jax.Array  # [K, n + 1, b, H]
+  v: jax.Array
+  plan: _Plan
 
 
-def _attend_fwd(static, q, k, v, plan):
-  out, lse = _forward(static, q, k, v, plan)
-  return out, (q, k, v, plan, out, lse)
-
-
-def _attend_bwd(static, residuals, d_out):
-  return *_backward(static, residuals, d_out), None
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
-
-
-def attend(q, k, v, visibility: Visibility, *, scale):
-  """Same contract as `reference.attend`."""
+def _blocks(q, k, v, visibility: Visibility, scale) -> _Blocks:
   block_q, step = _sizes(q.shape[1], k.shape[1])
   index = visibility.map(
     lambda x, padding: _pad(x, block_q, padding),
@@ -275,11 +273,38 @@ def attend(q, k, v, visibility: Visibility, *, scale):
     step_blocks=step // _KEY_BLOCK,
   )
   wide = jnp.promote_types(q.dtype, jnp.float32)
-  out = _attend(
+  return _Blocks(
     static,
     _split_queries(q.astype(wide) * scale, block_q, k.shape[2]),
     _split_keys(k.astype(wide), _KEY_BLOCK),
     _split_keys(v.astype(wide), _KEY_BLOCK),
     _plan(static, index, q.shape[2] // k.shape[2]),
   )
-  return _join_queries(out, q, block_q)
+
+
+def forward(q, k, v, visibility: Visibility, *, scale):
+  """Same contract as `reference.forward`."""
+  static, *arrays = _blocks(q, k, v, visibility, scale)
+  out, lse = _forward(static, *arrays)
+  like = jax.ShapeDtypeStruct((*q.shape[:3], 1), lse.dtype)
+  lse = _join_queries(lse[..., None], like, static.block_q)
+  return _join_queries(out, q, static.block_q), lse[..., 0].swapaxes(1, 2)
+
+
+def backward(q, k, v, visibility: Visibility, out, lse, d_out, *, scale):
+  """Same contract as `reference.backward`."""
+  static, *arrays = _blocks(q, k, v, visibility, scale)
+  # as `_forward` leaves it where a query saw nothing
+  pad = (0, 0), (0, 0), (0, -lse.shape[2] % static.block_q)
+  lse = jnp.pad(lse, pad, constant_values=jnp.inf).swapaxes(1, 2)[..., None]
+
+  def split(x):
+    return _split_queries(x.astype(lse.dtype), static.block_q, k.shape[2])
+
+  residuals = *arrays, split(out), split(lse)[..., 0]
+  d_q, d_k, d_v = _backward(static, residuals, split(d_out))
+  return (
+    _join_queries(d_q * scale, q, static.block_q),
+    _join_keys(d_k, k),
+    _join_keys(d_v, v),
+  )

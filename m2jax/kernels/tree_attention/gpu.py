@@ -292,23 +292,6 @@ def _backward(static, residuals, d_out):
   return d_q, d_k, d_v
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static, q, k, v, index):
-  return _forward(static, q, k, v, index)[0]
-
-
-def _attend_fwd(static, q, k, v, index):
-  out, lse = _forward(static, q, k, v, index)
-  return out, (q, k, v, index, out, lse)
-
-
-def _attend_bwd(static, residuals, d_out):
-  return *_backward(static, residuals, d_out), None
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
-
-
 def unsupported_reason(q, k, v) -> str | None:
   """Why the kernel does not support these tensors; None where it does."""
   if not (q.dtype == k.dtype == v.dtype) or q.dtype not in _DTYPES:
@@ -318,8 +301,8 @@ def unsupported_reason(q, k, v) -> str | None:
   return None
 
 
-def attend(q, k, v, visibility: Visibility, *, scale):
-  """Same contract as `reference.attend`.
+def forward(q, k, v, visibility: Visibility, *, scale):
+  """Same contract as `reference.forward`.
 
   Raises:
     ValueError: `unsupported_reason`: tensors that are not all bfloat16, all float16 or
@@ -327,20 +310,43 @@ def attend(q, k, v, visibility: Visibility, *, scale):
   """
   if reason := unsupported_reason(q, k, v):
     raise ValueError(f'attend on GPU: {reason}')
-  batch, queries, heads, dim = q.shape
+  static, index = _static(q, k, visibility, scale)
+  out, lse = _forward(static, *(_tensor(static, x) for x in (q, k, v)), index)
+  return _cut(out, q), lse[:, :, : q.shape[1]]
+
+
+def backward(q, k, v, visibility: Visibility, out, lse, d_out, *, scale):
+  """Same contract as `reference.backward`."""
+  static, index = _static(q, k, visibility, scale)
+  # as `forward` leaves it where a query saw nothing
+  pad = (0, 0), (0, 0), (0, -lse.shape[2] % static.block_q)
+  lse = jnp.pad(lse, pad, constant_values=jnp.inf)
+  tensors = [_tensor(static, x) for x in (q, k, v, out, d_out)]
+  cotangents = _backward(static, (*tensors[:3], index, tensors[3], lse), tensors[4])
+  return tuple(_cut(d, x) for d, x in zip(cotangents, (q, k, v), strict=True))
+
+
+def _static(q, k, visibility: Visibility, scale) -> tuple[_Static, Visibility]:
+  """With the padded integers of queries and keys."""
   keys, kv_heads = k.shape[1:3]
   block = block_sizes.get('gpu', 'tree_attention')['tokens']
-  padded_dim = max(16, pl.next_power_of_2(dim))  # blocks are powers of two
 
   def pad(x, padding):
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), constant_values=padding)
     return x.astype(jnp.int32)
 
-  def tensor(x):
-    padding = (0, 0), (0, -x.shape[1] % block), (0, 0), (0, padded_dim - dim)
-    return jnp.pad(x, padding)
+  group = q.shape[2] // kv_heads
+  static = _Static(scale, len(q), group, block, block, -(-keys // block))
+  return static, visibility.map(pad, pad)
 
-  static = _Static(scale, batch, heads // kv_heads, block, block, -(-keys // block))
-  index = visibility.map(pad, pad)
-  out = _attend(static, *map(tensor, (q, k, v)), index)
-  return out[:, :queries, :, :dim]
+
+def _tensor(static: _Static, x):
+  """[B, S, heads, H], S padded to full blocks and H to a power of two."""
+  padded_dim = max(16, pl.next_power_of_2(x.shape[3]))  # blocks are powers of two
+  tokens = (0, -x.shape[1] % static.block_q)
+  return jnp.pad(x, ((0, 0), tokens, (0, 0), (0, padded_dim - x.shape[3])))
+
+
+def _cut(x, like):
+  """The inverse of `_tensor`, in the shape of `like`."""
+  return x[:, : like.shape[1], :, : like.shape[3]]

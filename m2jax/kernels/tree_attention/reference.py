@@ -7,6 +7,7 @@ Axes: B rows, Q queries, S keys, N query heads, K key/value heads, G = N/K, H he
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from m2jax.axes import Array, Bool, Float, Int
@@ -37,6 +38,21 @@ def attend(
   scale: float,
 ) -> Float[Array, 'B Q N H']:
   """Softmax attention; 0 for a query that sees no key."""
+  return forward(q, k, v, visibility, scale=scale)[0]
+
+
+def forward(
+  q: Float[Array, 'B Q N H'],
+  k: Float[Array, 'B S K H'],
+  v: Float[Array, 'B S K H'],
+  visibility: Visibility,
+  *,
+  scale: float,
+) -> tuple[Float[Array, 'B Q N H'], Float[Array, 'B N Q']]:
+  """`attend`'s result and the logsumexp of each query's scores, at least fp32.
+
+  The logsumexp is +inf where a query sees no key.
+  """
   batch, queries, heads, head_dim = q.shape
   kv_heads = k.shape[2]
   at_least_fp32 = jnp.promote_types(q.dtype, jnp.float32)
@@ -48,6 +64,14 @@ def attend(
   top = jnp.where(jnp.isfinite(top), top, 0)
   weights = jnp.exp(scores - top)
   total = jnp.sum(weights, axis=-1, keepdims=True)
-  weights = weights / jnp.where(total > 0, total, 1)
-  out = jnp.einsum('bkgqs,bskh->bqkgh', weights.astype(v.dtype), v)
-  return out.reshape(batch, queries, heads, head_dim)
+  some = jnp.where(total > 0, total, 1)
+  out = jnp.einsum('bkgqs,bskh->bqkgh', (weights / some).astype(v.dtype), v)
+  lse = jnp.where(total > 0, top + jnp.log(some), jnp.inf)
+  return out.reshape(batch, queries, heads, head_dim), lse.reshape(batch, heads, -1)
+
+
+def backward(q, k, v, visibility: Visibility, out, lse, d_out, *, scale: float):
+  """Cotangents of q, k and v; `out` and `lse` are `forward`'s results."""
+  del out, lse
+  _, vjp = jax.vjp(lambda *x: attend(*x, visibility, scale=scale), q, k, v)
+  return vjp(d_out)

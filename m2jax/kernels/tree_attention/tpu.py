@@ -168,23 +168,6 @@ def _backward(static, residuals, d_out):
   return d_q, d_k, d_v
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static, q, k, v, index, pairs):
-  return _forward(static, q, k, v, index, pairs)[0]
-
-
-def _attend_fwd(static, *arrays):
-  out, lse = _forward(static, *arrays)
-  return out, (*arrays, out, lse)
-
-
-def _attend_bwd(static, residuals, d_out):
-  return *_backward(static, residuals, d_out), None, None
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
-
-
 def _most_tokens(q, k):
   """Most tokens of a query block, smaller for fp32 and large groups, and key block."""
   sizes = block_sizes.get('tpu', 'tree_attention')
@@ -277,8 +260,8 @@ def prepare(visibility: Visibility, q, k) -> _Pairs:
   return _over_rows(static, len(q), make, _index(static, visibility))
 
 
-def attend(q, k, v, visibility: Visibility, *, scale):
-  """Same contract as `reference.attend`.
+def forward(q, k, v, visibility: Visibility, *, scale):
+  """Same contract as `reference.forward`.
 
   Raises:
     ValueError: `unsupported_reason`: tensors that are not all bfloat16 or all float32,
@@ -287,21 +270,58 @@ def attend(q, k, v, visibility: Visibility, *, scale):
   """
   if reason := unsupported_reason(q, k, v):
     raise ValueError(f'attend on TPU: {reason}')
-  batch, queries, heads, dim = q.shape
   static = _static(q, k, scale)
+  out, lse = _over_rows(
+    static,
+    len(q),
+    lambda arrays: _forward(static, *arrays),
+    _arrays(static, q, k, v, visibility),
+  )
+  # [B / rows, K, G, rows · padded Q] → [B, N, Q]
+  lse = lse.reshape(*lse.shape[:3], static.rows, -1)
+  lse = jnp.moveaxis(lse, 3, 1).reshape(len(q), q.shape[2], -1)
+  return _unflat(out, q), lse[:, :, : q.shape[1]]
 
-  def tensor(x, block):
-    x = jnp.pad(x, ((0, 0),) * 3 + ((0, static.dim - dim),))
-    return _flat(x.reshape(*x.shape[:2], -1), block, static.rows)
 
+def backward(q, k, v, visibility: Visibility, out, lse, d_out, *, scale):
+  """Same contract as `reference.backward`."""
+  static = _static(q, k, scale)
+  # as `forward` leaves it where a query saw nothing
+  pad = (0, 0), (0, 0), (0, -lse.shape[2] % static.block_q)
+  lse = jnp.pad(lse, pad, constant_values=jnp.inf)
+  lse = lse.reshape(-1, static.rows, static.kv_heads, static.group, lse.shape[2])
+  lse = jnp.moveaxis(lse, 1, 3).reshape(len(lse), static.kv_heads, static.group, -1)
+  arrays = _arrays(static, q, k, v, visibility)
+  out, d_out = (_tensor(static, x, static.block_q) for x in (out, d_out))
+  cotangents = _over_rows(
+    static,
+    len(q),
+    lambda arrays: _backward(static, *arrays),
+    ((*arrays, out, lse), d_out),
+  )
+  return tuple(_unflat(d, x) for d, x in zip(cotangents, (q, k, v), strict=True))
+
+
+def _tensor(static: Static, x, block):
+  """[B, S, heads, H] → [B / rows, rows · padded S, heads · padded H]."""
+  x = jnp.pad(x, ((0, 0),) * 3 + ((0, static.dim - x.shape[3]),))
+  return _flat(x.reshape(*x.shape[:2], -1), block, static.rows)
+
+
+def _unflat(x, like):
+  """The inverse of `_tensor`, in the shape of `like`."""
+  batch, length, heads, dim = like.shape
+  x = x.reshape(batch, -1, heads, x.shape[2] // heads)
+  return x[:, :length, :, :dim]
+
+
+def _arrays(static: Static, q, k, v, visibility: Visibility):
+  """What the kernels take, with a leading [B / rows]."""
   pairs = visibility.pairs
-  arrays = (
-    tensor(q, static.block_q),
-    tensor(k, static.block_k),
-    tensor(v, static.block_k),
+  return (
+    _tensor(static, q, static.block_q),
+    _tensor(static, k, static.block_k),
+    _tensor(static, v, static.block_k),
     _index(static, visibility),
     prepare(visibility, q, k) if pairs is None else pairs,
   )
-  out = _over_rows(static, batch, lambda xs: _attend(static, *xs), arrays)
-  out = out.reshape(batch, -1, heads, static.dim)
-  return out[:, :queries, :, :dim]
