@@ -27,9 +27,7 @@ from m2jax import sharding as sharding_lib
 from m2jax.axes import Array, Float, Float32, Int
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
-from m2jax.kernels import tree_attention
-from m2jax.kernels.tree_attention import Visibility
-from m2jax.layers import attention, block, head, loop, mtp, rope
+from m2jax.layers import attention, block, head, loop, mtp
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
 from m2jax.sharding import ONE_DEVICE, Sharding
@@ -87,29 +85,8 @@ def empty_prefix(cfg: ModelConfig, rows: int, tokens: int) -> PrefixCache:
   return PrefixCache(*zeros(cfg.num_layers, 1), modules)
 
 
-def _metadata(
-  cfg: ModelConfig, batch: Forest, sharding: Sharding, prefix: PrefixCache | None
-) -> attention.Metadata:
-  """RoPE's tables, and the visibility of whole rows: a prefix, then the tokens."""
-  position = jnp.asarray(batch.position)
-  tables = rope.tables(position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
-  rows, length = position.shape
-  q_index, k_position = None, position
-  if sharding.size('tokens') > 1:
-    q_index = jnp.broadcast_to(sharding.token_index(length), position.shape)
-  elif prefix is not None:
-    slots = jnp.arange(prefix.states.shape[2], dtype=position.dtype)
-    q_index = jnp.arange(length, dtype=jnp.int32) + len(slots)
-    q_index = jnp.broadcast_to(q_index, position.shape)
-    slots = jnp.broadcast_to(slots, (rows, len(slots)))
-    k_position = jnp.concatenate([slots, position], axis=1)
-  visibility = Visibility(
-    sharding.gather_tokens(jnp.asarray(batch.subtree_end)),
-    q_index,
-    q_position=position,
-    k_position=sharding.gather_tokens(k_position),
-  )
-  return attention.Metadata(tables, visibility)
+def _slots(prefix: PrefixCache | None) -> int:
+  return 0 if prefix is None else prefix.states.shape[2]
 
 
 class Trunk(NamedTuple):
@@ -138,22 +115,12 @@ def trunk(
 
   Works on shards: with a mesh, call it inside `sharding.shard_map`.
   """
-  metadata = metadata or _metadata(cfg, batch, sharding, prefix)
+  metadata = metadata or attention.metadata(cfg, batch, sharding, _slots(prefix))
   params = variables['params']
   multiplicity = sharding.residual_part(batch.multiplicity.reshape(-1))
 
   def layer_body(window):
-    visibility = dataclasses.replace(
-      metadata.visibility, window=window, sinks=cfg.sinks
-    )
-    q, k = (
-      jax.ShapeDtypeStruct((len(x), x.shape[1], heads, cfg.head_dim), cfg.dtype)
-      for x, heads in (
-        (batch.tokens, cfg.num_heads),
-        (visibility.subtree_end, cfg.num_kv_heads),
-      )
-    )
-    visibility = tree_attention.prepare(visibility, q, k)
+    of_layer = attention.of_layer(metadata, cfg, window)
 
     def body(x, layer):
       p, bias, replay, prefix_kv = layer
@@ -162,7 +129,7 @@ def trunk(
       attend = functools.partial(
         attention.attend,
         cfg=cfg,
-        metadata=metadata._replace(visibility=visibility),
+        metadata=of_layer,
         sharding=sharding,
         prefix=prefix_kv,
       )
@@ -282,22 +249,14 @@ def token_logprobs(
 
 def _forward(cfg: ModelConfig, detach_mtp: bool, sharding: Sharding, variables, batch):
   """`forward` on one device's shards."""
-  if sharding.size('tokens') > 1:
-    fields = {name: getattr(batch, name) for name in forest_lib.TOKEN_FIELDS}
-    batch = dataclasses.replace(batch, **jax.tree.map(sharding.to_zigzag, fields))
+  fields = {name: getattr(batch, name) for name in forest_lib.TOKEN_FIELDS}
+  batch = dataclasses.replace(batch, **jax.tree.map(sharding.to_zigzag, fields))
   out = _forward_with_prefix(cfg, detach_mtp, sharding, variables, batch, None)[0]
-  if sharding.size('tokens') == 1:
-    return out
-
-  def as_stored(x, axis=1):
-    rows = sharding.from_zigzag(x.reshape(-1, *x.shape[axis:]))
-    return rows.reshape(x.shape)
-
   return out._replace(
-    logprob=as_stored(out.logprob),
-    entropy=as_stored(out.entropy),
-    mtp_logprob=as_stored(out.mtp_logprob, axis=2),
-    experts=as_stored(out.experts),
+    logprob=sharding.from_zigzag(out.logprob),
+    entropy=sharding.from_zigzag(out.entropy),
+    mtp_logprob=sharding.from_zigzag(out.mtp_logprob, axis=2),
+    experts=sharding.from_zigzag(out.experts),
   )
 
 
@@ -307,7 +266,7 @@ def _forward_with_prefix(
   """Outputs, and the tokens' new PrefixCache entries; None without a prefix."""
   params = variables['params']
   params = dict(params, **sharding.gather_params({'head': params['head']}, cfg.dtype))
-  metadata = _metadata(cfg, batch, sharding, prefix)
+  metadata = attention.metadata(cfg, batch, sharding, _slots(prefix))
   hidden, routing, new_kv = trunk(cfg, variables, batch, sharding, prefix, metadata)
   cached_states = None if prefix is None else prefix.states[0]
   state = head.at_parent(hidden, batch, sharding, cached_states)

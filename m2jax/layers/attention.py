@@ -12,14 +12,18 @@ device's shard.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from m2jax.axes import Array, Float
 from m2jax.config import ModelConfig
+from m2jax.forest import Forest
 from m2jax.kernels import tree_attention
 from m2jax.kernels.qk_norm_rope import norm_rope
+from m2jax.layers import rope
 from m2jax.layers.norm import mean_square
 from m2jax.sharding import ONE_DEVICE, Sharding
 
@@ -34,6 +38,45 @@ class Metadata(NamedTuple):
 
   tables: tuple[Float[Array, 'T half'], Float[Array, 'T half']]
   visibility: tree_attention.Visibility
+
+
+def metadata(
+  cfg: ModelConfig, batch: Forest, sharding: Sharding, prefix_slots: int = 0
+) -> Metadata:
+  """Of whole rows: `prefix_slots` cached tokens, then the batch's."""
+  position = jnp.asarray(batch.position)
+  tables = rope.tables(position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
+  rows, length = position.shape
+  q_index, k_position = None, position
+  if sharding.size('tokens') > 1:
+    q_index = jnp.broadcast_to(sharding.token_index(length), position.shape)
+  elif prefix_slots:
+    slots = jnp.arange(prefix_slots, dtype=position.dtype)
+    q_index = jnp.arange(length, dtype=jnp.int32) + prefix_slots
+    q_index = jnp.broadcast_to(q_index, position.shape)
+    slots = jnp.broadcast_to(slots, (rows, prefix_slots))
+    k_position = jnp.concatenate([slots, position], axis=1)
+  visibility = tree_attention.Visibility(
+    sharding.gather_tokens(jnp.asarray(batch.subtree_end)),
+    q_index,
+    q_position=position,
+    k_position=sharding.gather_tokens(k_position),
+  )
+  return Metadata(tables, visibility)
+
+
+def of_layer(metadata: Metadata, cfg: ModelConfig, window: int | None) -> Metadata:
+  """With the visibility in layers of this window, prepared for the kernels once."""
+  visibility = dataclasses.replace(metadata.visibility, window=window, sinks=cfg.sinks)
+  q, k = (
+    jax.ShapeDtypeStruct((*index.shape, heads, cfg.head_dim), cfg.dtype)
+    for index, heads in (
+      (visibility.q_position, cfg.num_heads),
+      (visibility.subtree_end, cfg.num_kv_heads),
+    )
+  )
+  visibility = tree_attention.prepare(visibility, q, k)
+  return metadata._replace(visibility=visibility)
 
 
 def project(

@@ -177,12 +177,14 @@ class Sharding:
     order = [2 * i for i in range(shards)] + [2 * i + 1 for i in range(shards)][::-1]
     return runs[:, np.array(order)].reshape(zigzag.shape)
 
-  def from_zigzag(self, x: jax.Array) -> jax.Array:
-    """The inverse of `to_zigzag`."""
+  def from_zigzag(self, x: jax.Array, axis: int = 1) -> jax.Array:
+    """The inverse of `to_zigzag`; `axis` is that of the tokens, rows are before it."""
     if not self.axes('tokens'):
       return x
-    start = self.index('tokens') * x.shape[1]
-    return lax.dynamic_slice_in_dim(self.gather_tokens(x), start, x.shape[1], axis=1)
+    count = x.shape[axis]
+    row = self.gather_tokens(x.reshape(-1, *x.shape[axis:]))
+    start = self.index('tokens') * count
+    return lax.dynamic_slice_in_dim(row, start, count, axis=1).reshape(x.shape)
 
   @property
   def gathers(self) -> bool:

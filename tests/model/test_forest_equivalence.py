@@ -249,8 +249,8 @@ def test_scan_equals_unrolled():
   variables = variables_for(cfg, 4)
   batch = forest.causal(np.arange(1, 15).reshape(2, 7))
   (value, _), grads = forest_grads(*variables.values(), batch, cfg)
-  for unroll in (True, False):
-    other = dataclasses.replace(cfg, unroll_layers=unroll, remat='layer')
+  for unroll, remat in ((True, 'layer'), (False, 'attention')):
+    other = dataclasses.replace(cfg, unroll_layers=unroll, remat=remat)
     (value2, _), grads2 = forest_grads(*variables.values(), batch, other)
     np.testing.assert_allclose(value, value2, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(grads2), strict=True):

@@ -73,7 +73,10 @@ CASES = {
   'tensor context': Case(dict(tensor=2, context=4)),
   'serve': Case(dict(data=2, expert=2, tensor=2, rules='serve')),
   'remat': Case(dict(fsdp=2, expert=2, tensor=2), model=dict(remat='layer')),
-  'unrolled': Case(dict(fsdp=2, context=2, tensor=2), model=dict(unroll_layers=True)),
+  'unrolled': Case(
+    dict(fsdp=2, context=2, tensor=2),
+    model=dict(unroll_layers=True, remat='attention'),
+  ),
   'few experts a device': Case(dict(expert=8), 'padded'),
   'float32': Case(
     dict(fsdp=2, expert=2, tensor=2),

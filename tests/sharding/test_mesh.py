@@ -147,15 +147,29 @@ def test_fsdp_gathers_layer_by_layer(short):
   assert (TOKENS,) in gathered
 
 
-def test_tensor_parallelism_never_gathers(short):
-  """Only sums: no logits, no q or k are gathered. QK-norm's is two numbers a token, and
-  nothing as long as a shard of the vocabulary crosses devices."""
+def test_tensor_parallelism_splits_the_residual_stream(short):
+  """Tokens are gathered before attention and before the experts, with their routing,
+  and scattered after: nothing of the residual stream is all-reduced, and no logits, q,
+  k or weights cross devices. What is summed: QK-norm's two numbers a token, the head's
+  few, and the gradients of parameters that all devices have."""
   found = by_operation(short['tensor'])
-  assert set(found) == {'all-reduce'}
-  shapes = [shape for instance in found['all-reduce'] for shape in instance]
-  assert (TOKENS, 2) in shapes
-  assert (TOKENS, CFG.embed_dim) in shapes
-  assert not any({CFG.vocab_size, CFG.vocab_size // 4} & set(shape) for shape in shapes)
+  assert set(found) == {'all-reduce', 'all-gather', 'reduce-scatter'}
+  shapes = {k: [s for instance in v for s in instance] for k, v in found.items()}
+  whole, part = (TOKENS, CFG.embed_dim), (TOKENS // 4, CFG.embed_dim)
+  # 2 in a layer and an MTP module, and their final states; as often backward, where
+  # what was scattered is gathered
+  assert shapes['all-gather'].count(whole) == 2 * (2 + 2 + 1)
+  assert shapes['reduce-scatter'].count(part) == 2 * (2 + 2 + 1)
+  routing = (TOKENS, CFG.experts_per_token)
+  assert set(shapes['all-gather']) == {whole, (1, *whole), routing}
+  summed = shapes['all-reduce']
+  assert (TOKENS, 2) in summed
+  assert not any(shape[-2:] in (whole, part) for shape in summed)
+  assert not any(
+    {CFG.vocab_size, CFG.vocab_size // 4} & set(shape)
+    for instance in shapes.values()
+    for shape in instance
+  )
 
 
 def test_experts_are_reached_by_all_to_all(short):

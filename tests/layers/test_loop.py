@@ -1,0 +1,104 @@
+"""What each remat policy saves and what it runs again, read from the programs."""
+
+from __future__ import annotations
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from m2jax import model, params
+from m2jax.kernels import tree_attention
+from m2jax.layers import loop
+from m2jax.sharding import ONE_DEVICE
+from tests import quick
+from tests.sharding import small
+
+BLOCKS = 3  # two layers and an MTP module
+
+
+def config(remat: str):
+  return small.config(remat=remat, dtype='float32', param_dtype='float32')
+
+
+def equations(jaxpr, times=1):
+  """Each equation of a program and of those it calls, and how often it runs."""
+  for eqn in jaxpr.eqns:
+    yield eqn, times
+    inner = times * (eqn.params['length'] if eqn.primitive.name == 'scan' else 1)
+    for program in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, 'eqns')):
+      if hasattr(program, 'eqns'):
+        yield from equations(getattr(program, 'jaxpr', program), inner)
+
+
+def counts(remat: str) -> dict[str, int]:
+  """How often one step runs each kernel of the TPU and products with the head."""
+  cfg, batch = config(remat), small.batch(0, 2)
+
+  def loss(values, router):
+    out = model.forward(cfg, {'params': values, 'router': router}, batch)
+    return jnp.sum(out.logprob) + jnp.sum(out.mtp_logprob)
+
+  shapes = params.shapes(cfg)
+  program = jax.make_jaxpr(jax.grad(loss))(shapes['params'], shapes['router'])
+  found = collections.Counter()
+  for eqn, times in equations(program.jaxpr):
+    if eqn.primitive.name == 'dot_general':
+      sizes = {n for v in (*eqn.invars, *eqn.outvars) for n in v.aval.shape}
+      found['head'] += times * (cfg.vocab_size in sizes)
+    elif eqn.primitive.name == 'pallas_call':
+      # the program has the kernels of all platforms, one of which is lowered
+      if 'triton' not in type(eqn.params['compiler_params']).__module__:
+        found[eqn.params['name']] += times
+  return found
+
+
+@pytest.mark.parametrize('remat', ['none', 'layer', 'attention'])
+def test_what_runs_again(remat):
+  """'layer' runs a block's forward pass twice; 'attention' all of it but the attention
+  kernel: 2 products of its 11. Neither runs the head of an MTP module again, whose
+  forward pass and two gradients need the logits twice and two more products."""
+  found, twice = counts(remat), 1 + (remat != 'none')
+  forward = 2 if remat == 'layer' else 1
+  assert found['tree_attention_forward'] == forward * BLOCKS
+  assert found['tree_attention_d_q'] == found['tree_attention_d_kv'] == BLOCKS
+  assert found['qk_norm_rope_forward'] == twice * 2 * BLOCKS
+  assert found['grouped_matmul_forward'] == twice * 3 * BLOCKS
+  heads = 1 + config(remat).num_mtp_modules
+  assert found['head'] == heads * (2 + 2)
+
+
+@pytest.mark.parametrize('remat', ['layer', 'attention'])
+def test_what_is_saved(remat):
+  """'layer' saves the input, 'attention' also output and logsumexp; the gradient is
+  that of the function without a policy."""
+  rows, tokens, heads, head_dim = 2, 24, 4, 8
+  rng = np.random.default_rng(0)
+  seen = tree_attention.Visibility(jnp.full((rows, tokens), tokens, jnp.int32))
+  x = jnp.asarray(rng.normal(size=(rows, tokens, 6)), jnp.float32)
+  weights = jnp.asarray(rng.normal(size=(3, 6, heads * head_dim)), jnp.float32)
+
+  def body(x, w):
+    q, k, v = jnp.einsum('bsd,ndh->nbsh', x, w).reshape(3, rows, tokens, heads, -1)
+    out = tree_attention.attend(q, k, v, seen)
+    return x + jnp.sin(out.reshape(rows, tokens, -1)) @ w[0].T, None
+
+  policy = loop.recomputed(body, config(remat), ONE_DEVICE)
+  saved = jax.eval_shape(lambda *a: jax.vjp(policy, *a)[1], x, weights)
+  shapes = collections.Counter(leaf.shape for leaf in jax.tree.leaves(saved))
+  expected = collections.Counter([x.shape, weights.shape])
+  if remat == 'attention':
+    expected.update([(rows, tokens, heads * head_dim), (rows, heads, tokens)])
+  assert {s: n for s, n in shapes.items() if rows in s or s in expected} == {
+    **expected,
+    **{s: n for s, n in shapes.items() if s == seen.subtree_end.shape},
+  }
+
+  def gradient(f):
+    run = quick.jit(jax.grad(lambda *a: jnp.sum(f(*a)[0] ** 2), argnums=(0, 1)))
+    return run(x, weights)
+
+  for a, b in zip(gradient(policy), gradient(body), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
