@@ -34,7 +34,7 @@ def equations(jaxpr, times=1):
 
 
 def counts(remat: str) -> dict[str, int]:
-  """How often one step runs each kernel of the TPU and products with the head."""
+  """How often a step runs the TPU's attention kernels, and products with the head."""
   cfg, batch = config(remat), small.batch(0, 2)
 
   def loss(values, router):
@@ -60,12 +60,10 @@ def test_what_runs_again(remat):
   """'layer' runs a block's forward pass twice; 'attention' all of it but the attention
   kernel: 2 products of its 11. Neither runs the head of an MTP module again, whose
   forward pass and two gradients need the logits twice and two more products."""
-  found, twice = counts(remat), 1 + (remat != 'none')
+  found = counts(remat)
   forward = 2 if remat == 'layer' else 1
   assert found['tree_attention_forward'] == forward * BLOCKS
   assert found['tree_attention_d_q'] == found['tree_attention_d_kv'] == BLOCKS
-  assert found['qk_norm_rope_forward'] == twice * 2 * BLOCKS
-  assert found['grouped_matmul_forward'] == twice * 3 * BLOCKS
   heads = 1 + config(remat).num_mtp_modules
   assert found['head'] == heads * (2 + 2)
 
@@ -87,14 +85,11 @@ def test_what_is_saved(remat):
 
   policy = loop.recomputed(body, config(remat), ONE_DEVICE)
   saved = jax.eval_shape(lambda *a: jax.vjp(policy, *a)[1], x, weights)
-  shapes = collections.Counter(leaf.shape for leaf in jax.tree.leaves(saved))
-  expected = collections.Counter([x.shape, weights.shape])
+  shapes = {leaf.shape for leaf in jax.tree.leaves(saved) if leaf.ndim > 1}
+  expected = {x.shape, weights.shape}
   if remat == 'attention':
-    expected.update([(rows, tokens, heads * head_dim), (rows, heads, tokens)])
-  assert {s: n for s, n in shapes.items() if rows in s or s in expected} == {
-    **expected,
-    **{s: n for s, n in shapes.items() if s == seen.subtree_end.shape},
-  }
+    expected |= {(rows, tokens, heads * head_dim), (rows, heads, tokens)}
+  assert shapes - {seen.subtree_end.shape} == expected
 
   def gradient(f):
     run = quick.jit(jax.grad(lambda *a: jnp.sum(f(*a)[0] ** 2), argnums=(0, 1)))
