@@ -22,8 +22,7 @@ TOPOLOGIES = ('v5p:4x8x8', 'v5p:8x8x8', 'v5p:8x8x16')
 
 # Collectives on the SparseCores, several queued at once: weights are gathered while the
 # TensorCores compute. Names of libtpu's options; the rest of XLA's stay as they are.
-# All-reduces stay off them: libtpu 0.0.42 crashes on those over half of a ring of chips,
-# which a mesh with tensor 4 has.
+# All-reduces are not: with them libtpu 0.0.42 crashes while it compiles pretrain_32k.
 SPARSE_CORES = (
   'xla_tpu_enable_sparse_core_collective_offload_all_gather',
   'xla_tpu_enable_sparse_core_collective_offload_2d_all_gather',
