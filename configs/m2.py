@@ -22,11 +22,11 @@ TOPOLOGIES = ('v5p:4x8x8', 'v5p:8x8x8', 'v5p:8x8x16')
 
 # Collectives on the SparseCores, several queued at once: weights are gathered while the
 # TensorCores compute. Names of libtpu's options; the rest of XLA's stay as they are.
-# All-reduces are not: with them libtpu 0.0.42 crashes while it compiles pretrain_32k.
 SPARSE_CORES = (
   'xla_tpu_enable_sparse_core_collective_offload_all_gather',
   'xla_tpu_enable_sparse_core_collective_offload_2d_all_gather',
   'xla_tpu_enable_sparse_core_collective_offload_3d_all_gather',
+  'xla_tpu_enable_sparse_core_collective_offload_all_reduce',
   'xla_tpu_enable_sparse_core_collective_offload_reduce_scatter',
   'xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter',
   'xla_tpu_use_tc_device_shape_on_sc',
