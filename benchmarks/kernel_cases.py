@@ -272,7 +272,7 @@ def _ragged_experts(x, shares, gate, up, down, ids):
   """`experts.grouped` with XLA's own grouped matmul."""
   top_k = ids.shape[1]
   order, place, sizes = by_expert.order(ids, len(gate))
-  rows = experts.permute(jnp.repeat(x, top_k, axis=0), order, place)
+  rows = experts.take(x, order, place.reshape(ids.shape))
   h = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes))
   h = h * jax.lax.ragged_dot(rows, up, sizes)
   out = experts.permute(jax.lax.ragged_dot(h, down, sizes), place, order)

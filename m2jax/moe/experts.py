@@ -46,12 +46,29 @@ def grouped(
   tokens, top_k = ids.shape
   experts = gate.shape[0]
   order, place, group_sizes = by_expert.order(ids, experts)
-  rows = permute(jnp.repeat(x, top_k, axis=0), order, place)
+  rows = take(x, order, place.reshape(ids.shape))
   h = jax.nn.silu(grouped_matmul.matmul(rows, gate, group_sizes))
   h = h * grouped_matmul.matmul(rows, up, group_sizes)
   out = permute(grouped_matmul.matmul(h, down, group_sizes), place, order)
   out = out.reshape(tokens, top_k, -1)
   return jnp.einsum('tkd,tk->td', out, weights.astype(x.dtype))
+
+
+@jax.custom_vjp
+def take(
+  x: Shaped[Array, 'T D'], order: Int[Array, 'A'], place: Int[Array, 'T k']
+) -> Shaped[Array, 'A D']:
+  """The tokens of assignments in `order`, whose inverse is `place`.
+
+  The backward pass is a gather and a sum over k, not a scatter.
+  """
+  return x[order // place.shape[1]]
+
+
+take.defvjp(
+  lambda x, order, place: (take(x, order, place), place),
+  lambda place, d_rows: (jnp.sum(d_rows[place], axis=1), None, None),
+)
 
 
 @jax.custom_vjp

@@ -43,6 +43,8 @@ class Rules:
     model, expert_model: D of dense and of expert matrices, in storage only.
     dispatch: how tokens are sent to experts on other devices, one of `moe.dispatch`'s
       implementations; None resolves by the platform lowered for.
+    exchange_factor: rows that a device has room for in a round of `moe.exchange`, in
+      multiples of those that it sends: 1.25 makes one round of an imbalance of 25 %.
 
   Raises:
     ValueError: an unknown mesh axis, or one mesh axis twice in one array (names the
@@ -59,6 +61,7 @@ class Rules:
   model: Axes = None
   expert_model: Axes = None
   dispatch: str | None = None
+  exchange_factor: float = 1.25
 
   def __post_init__(self):
     for name in (*BATCH, 'residual', *COMPUTE, *STORED):
@@ -70,6 +73,7 @@ class Rules:
         )
     known = self.dispatch in (None, *DISPATCHES)
     require(self, known, 'dispatch', f'None or one of {DISPATCHES}')
+    require(self, self.exchange_factor > 0, 'exchange_factor', 'positive')
     parameters = {name: param.split for name, param in params.BY_NAME.items()}
     for array, logical in (*parameters.items(), *ACTIVATIONS.items()):
       self.spec(array, *logical)

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from m2jax.kernels import grouped_matmul
 from m2jax.kernels.grouped_matmul import tpu
 from m2jax.kernels.grouped_matmul.block_pairs import block_pairs
+from tests.kernels.parts import check_cuts
 from tests.kernels.test_grouped_matmul import SIZES, by_hand, tensors, value_and_grads
 
 ROWS, GROUPS = 75, 5  # five tiles of 16 rows, the last cut short
@@ -113,9 +114,13 @@ def test_block_pairs(data):
   cuts = data.draw(st.lists(st.integers(0, ROWS), min_size=9, max_size=9))
   sizes = np.diff(sorted([0, *cuts]))
   by_group = data.draw(st.booleans())
-  table, count = block_pairs(jnp.array(sizes, jnp.int32), ROWS, 8, by_group)
-  tiles, groups = (np.asarray(x)[: int(count)] for x in table[:2])
-  assert len(table.tile) >= count
+  split = data.draw(st.booleans())
+  table = block_pairs(jnp.array(sizes, jnp.int32), ROWS, 8, by_group, split)
+  start, *cuts, count = np.asarray(table.parts).tolist()
+  tiles, groups = (np.asarray(x)[:count] for x in table[:2])
+  assert start == 0 and len(table.tile) >= count
+  check_cuts(cuts, groups if by_group else tiles, split)
+  assert table.steps == max(np.diff([0, *cuts, count]))
   assert np.all(np.diff(tiles) >= 0) and np.all(np.diff(groups) >= 0)
   owner = np.repeat(np.arange(len(sizes)), sizes)
   want = {(row // 8, g) for row, g in enumerate(owner)}

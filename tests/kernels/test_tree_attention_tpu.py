@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from m2jax.kernels import tree_attention
 from m2jax.kernels.tree_attention import Visibility, reference, tpu
 from m2jax.kernels.tree_attention.block_pairs import FULL, block_kinds, block_pairs
+from tests.kernels.parts import check_cuts
 from tests.kernels.test_tree_attention import arrays, random_forest, value_and_grads
 
 BLOCK = 16
@@ -207,8 +208,13 @@ def test_kinds_and_block_pairs(data):
   if exact:
     np.testing.assert_array_equal(kinds, some.astype(int) + every)
   for by in (kinds, kinds.swapaxes(1, 2)):
-    table, count = block_pairs(jnp.array(by))
-    entries = np.asarray(table)[: int(count)]
+    split = data.draw(st.booleans())
+    pairs = block_pairs(jnp.array(by), split)
+    start, *cuts, count = np.asarray(pairs.parts).tolist()
+    entries = np.asarray(pairs.table)[:count]
+    assert start == 0
+    check_cuts(cuts, entries >> 16, split)
+    assert pairs.steps == max(np.diff([0, *cuts, count]))
     assert np.all(np.diff(entries) > 0)
     block, partner, kind = entries >> 16, entries >> 2 & (2**14 - 1), entries & 3
     np.testing.assert_array_equal(np.unique(block), np.arange(ROWS * by.shape[1]))

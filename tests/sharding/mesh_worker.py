@@ -28,7 +28,8 @@ import numpy as np
 import optax
 
 from m2jax import model, sharding
-from m2jax.moe import dispatch, experts, tiled
+from m2jax.moe import exchange as exchange_lib
+from m2jax.moe import experts, tiled
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.train import step as train_step
 from tests import quick
@@ -206,7 +207,7 @@ def exchange() -> dict[str, Any]:
   rows = where.rules.spec('rows', 'experts')
 
   def one(operand, start, sent, to, got):
-    return dispatch.padded_all_to_all(
+    return exchange_lib.padded_all_to_all(
       operand,
       jnp.zeros((4, 1)),
       input_offsets=start,

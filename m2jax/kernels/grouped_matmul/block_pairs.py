@@ -12,19 +12,28 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from m2jax.kernels import pallas
+
 
 class BlockPairs(NamedTuple):
   tile: jax.Array  # [pairs] int32, sorted
   group: jax.Array  # [pairs] int32, sorted
   bounds: jax.Array  # [E + 1] int32: group g has rows bounds[g] … bounds[g + 1] - 1
+  parts: jax.Array  # [2] or [3] int32: bounds of the parts of one or two cores
+
+  @property
+  def steps(self) -> jax.Array:
+    """Pairs of the longest part."""
+    return jnp.max(jnp.diff(self.parts))
 
 
-def block_pairs(group_sizes, rows, tile, by_group) -> tuple[BlockPairs, jax.Array]:
-  """The pairs in order, and their number; table entries past it are unspecified.
+def block_pairs(group_sizes, rows, tile, by_group, split=False) -> BlockPairs:
+  """The pairs in order; table entries past the last part are unspecified.
 
   Every tile and group that share a row are a pair. A kernel writes a result at the last
   pair of each tile, or of each group (`by_group`), so that each has at least one pair,
-  if necessary one without a common row.
+  if necessary one without a common row. With `split`, and two tiles or groups, there
+  are two parts of nearly equal length, each of whole tiles, or groups (`by_group`).
   """
   groups, tiles = len(group_sizes), -(-rows // tile)
   ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
@@ -45,4 +54,9 @@ def block_pairs(group_sizes, rows, tile, by_group) -> tuple[BlockPairs, jax.Arra
   entry = jnp.minimum(entry, len(ids) - 1)
   tile_of = first[entry] + step - (at - number)[entry]
   bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-  return BlockPairs(jnp.clip(tile_of, 0, tiles - 1), ids[entry], bounds), at[-1]
+  tile_of, group = jnp.clip(tile_of, 0, tiles - 1), ids[entry]
+  if split and (groups if by_group else tiles) > 1:
+    parts = pallas.halves(group if by_group else tile_of, at[-1])
+  else:
+    parts = jnp.concatenate([jnp.zeros(1, jnp.int32), at[-1:]])
+  return BlockPairs(tile_of, group, bounds, parts)

@@ -7,7 +7,9 @@ accumulator; so are the pairs of a group, whose sum is the gradient of its matri
 the matrix block stays in VMEM from one pair to the next. A tile is multiplied in chunks
 of rows; chunks without a row of the group are skipped. Rows of other groups, and rows
 past the sum of the sizes, are masked in every product, so that their values do not
-matter.
+matter. Two cores of a chip share the blocks of columns; where there is an odd number of
+them, as with few columns on each of several tensor-parallel devices, each has half of
+the list.
 
 Axes: T rows sorted by group, E groups, D in, F out.
 """
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,25 +41,26 @@ def _sizes(dtype) -> dict[str, int]:
   return {name: n // 2 if name in halved else n for name, n in sizes.items()}
 
 
-def _each_chunk(table: BlockPairs, step, tile, chunk, body):
+def _each_chunk(table: BlockPairs, entry, tile, chunk, body):
   """`body(rows of the tile, mask [chunk, 1])` for chunks with a row of this pair."""
-  group = table.group[step]
+  group = table.group[entry.at]
   begin, end = table.bounds[group], table.bounds[group + 1]
   for at in range(0, tile, chunk):
     size = min(chunk, tile - at)
-    row = table.tile[step] * tile + at
+    row = table.tile[entry.at] * tile + at
 
-    @pl.when((begin < row + size) & (row < end))
+    @pl.when(entry.live & (begin < row + size) & (row < end))
     def _(at=at, size=size, row=row):
       ids = row + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
       body(pl.ds(at, size), (begin <= ids) & (ids < end))
 
 
 def _per_row_kernel(tile, chunk, axis, *refs):
-  """Grid: columns, block pairs, parts of the contracted side."""
-  table, (lhs, rhs, out, acc) = BlockPairs(*refs[:3]), refs[3:]
-  step, part = pl.program_id(1), pl.program_id(2)
-  first, last = pallas.edges(table.tile, step, pl.num_programs(1))
+  """Grid: columns x parts of the table, block pairs, parts of the contracted side."""
+  table, (lhs, rhs, out, acc) = BlockPairs(*refs[:4]), refs[4:]
+  entry = pallas.entry(table.parts, pl.program_id(0), pl.program_id(1))
+  part = pl.program_id(2)
+  first, last = pallas.edges(table.tile, entry)
 
   @pl.when(first & (part == 0))
   def _():
@@ -67,7 +69,7 @@ def _per_row_kernel(tile, chunk, axis, *refs):
   def add(rows, mask):
     acc[rows] += jnp.where(mask, pallas.dot(lhs[rows], rhs[...], 1, axis), 0)
 
-  _each_chunk(table, step, tile, chunk, add)
+  _each_chunk(table, entry, tile, chunk, add)
 
   @pl.when(last & (part == pl.num_programs(2) - 1))
   def _():
@@ -75,10 +77,10 @@ def _per_row_kernel(tile, chunk, axis, *refs):
 
 
 def _per_group_kernel(tile, chunk, *refs):
-  """Grid: parts of D, parts of F, block pairs."""
-  table, (lhs, d_out, d_rhs, acc) = BlockPairs(*refs[:3]), refs[3:]
-  step = pl.program_id(2)
-  first, last = pallas.edges(table.group, step, pl.num_programs(2))
+  """Grid: parts of D x parts of F x parts of the table, block pairs."""
+  table, (lhs, d_out, d_rhs, acc) = BlockPairs(*refs[:4]), refs[4:]
+  entry = pallas.entry(table.parts, pl.program_id(0), pl.program_id(1))
+  first, last = pallas.edges(table.group, entry)
 
   @pl.when(first)
   def _():
@@ -88,7 +90,7 @@ def _per_group_kernel(tile, chunk, *refs):
     x, y = (jnp.where(mask, r[rows], 0).astype(r.dtype) for r in (lhs, d_out))
     acc[...] += pallas.dot(x, y, 0, 0)
 
-  _each_chunk(table, step, tile, chunk, add)
+  _each_chunk(table, entry, tile, chunk, add)
 
   @pl.when(last)
   def _():
@@ -112,21 +114,19 @@ def _row_tile(rows, most):
   return rows if rows < _LANES else min(most, rows // _LANES * _LANES)
 
 
-class _Grid(NamedTuple):
-  sizes: tuple[int | jax.Array, ...]
-  semantics: tuple[str, ...]  # of each axis: 'parallel' or 'arbitrary'
-
-
 def _call(
   kernel: Callable,
   name: str,
-  grid: _Grid,
+  grid: tuple[int | jax.Array, ...],
   table: BlockPairs,
   inputs: list[pallas.Blocked],
   out: pallas.Blocked,
   flops: int,
 ):
-  """Runs a kernel with an fp32 accumulator of the shape of an output block."""
+  """Runs a kernel with an fp32 accumulator of the shape of an output block.
+
+  A chip of two cores divides the first axis of the grid between them.
+  """
   arrays = [x.array for x in inputs]
   size = sum(x.size * x.dtype.itemsize for x in (*arrays, out.array))
   block = [n for n in out.spec.block_shape if n is not None]
@@ -135,13 +135,13 @@ def _call(
     out_shape=out.array,
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=len(table),
-      grid=grid.sizes,
+      grid=grid,
       in_specs=[x.spec for x in inputs],
       out_specs=out.spec,
       scratch_shapes=[pltpu.VMEM(block, jnp.float32)],
     ),
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=grid.semantics,
+      dimension_semantics=('parallel', *['arbitrary'] * (len(grid) - 1)),
       vmem_limit_bytes=_sizes(out.array.dtype)['vmem_bytes'],
     ),
     cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=size),
@@ -155,32 +155,44 @@ def _per_row(lhs, rhs, group_sizes, *, transpose):
   inner, outer = rhs.shape[1:][::-1] if transpose else rhs.shape[1:]
   sizes = _sizes(lhs.dtype)
   tile = _row_tile(len(lhs), sizes['rows'])
-  table, count = block_pairs(group_sizes, len(lhs), tile, by_group=False)
   columns, part = _part(outer, sizes['columns']), _part(inner, sizes['inner'])
+  blocks, inner_parts = pl.cdiv(outer, columns), inner // part
+  table = block_pairs(
+    group_sizes, len(lhs), tile, by_group=False, split=blocks % 2 == 1
+  )
 
-  def lhs_at(c, t, p, tiles, groups, bounds):
-    live = jnp.maximum(bounds[len(rhs)] - 1, 0)  # the last row: none past it is read
-    return jnp.minimum(tiles[t], lax.div(live, jnp.int32(tile))), p
+  def at(index):
+    """`index`: (block of columns, tile, group, part, table) → a block's index."""
 
-  def rhs_at(c, t, p, tiles, groups, bounds):
-    return (groups[t], c, p) if transpose else (groups[t], p, c)
+    def of_step(lead, step, p, *refs):
+      table = BlockPairs(*refs)
+      e = pallas.entry(table.parts, lead, step)
+      p = jnp.where(e.live, p, inner_parts - 1)  # nothing is copied past a part
+      c = pallas.block_of(table.parts, lead)
+      return index(c, table.tile[e.at], table.group[e.at], p, table)
+
+    return of_step
+
+  def lhs_at(c, tile_id, group, p, table):
+    live = jnp.maximum(table.bounds[len(rhs)] - 1, 0)  # no row past the last is read
+    return jnp.minimum(tile_id, lax.div(live, jnp.int32(tile))), p
+
+  def rhs_at(c, tile_id, group, p, table):
+    return (group, c, p) if transpose else (group, p, c)
 
   rhs_block = (None, columns, part) if transpose else (None, part, columns)
   return _call(
     functools.partial(_per_row_kernel, tile, sizes['chunk'], 1 if transpose else 0),
     'd_lhs' if transpose else 'forward',
-    _Grid(
-      (pl.cdiv(outer, columns), count, inner // part),
-      ('parallel', 'arbitrary', 'arbitrary'),
-    ),
+    (blocks * (len(table.parts) - 1), table.steps, inner_parts),
     table,
     [
-      pallas.Blocked(lhs, pl.BlockSpec((tile, part), lhs_at)),
-      pallas.Blocked(rhs, pl.BlockSpec(rhs_block, rhs_at)),
+      pallas.Blocked(lhs, pl.BlockSpec((tile, part), at(lhs_at))),
+      pallas.Blocked(rhs, pl.BlockSpec(rhs_block, at(rhs_at))),
     ],
     pallas.Blocked(
       jax.ShapeDtypeStruct((len(lhs), outer), lhs.dtype),
-      pl.BlockSpec((tile, columns), lambda c, t, p, tiles, *_: (tiles[t], c)),
+      pl.BlockSpec((tile, columns), at(lambda c, tile_id, *_: (tile_id, c))),
     ),
     2 * lhs.size * outer,
   )
@@ -191,28 +203,40 @@ def _per_group(lhs, d_out, group_sizes, *, dtype):
   """Σ over a group's rows of lhsᵀ d_out: [E, D, F]; 0 for an empty group."""
   sizes = _sizes(lhs.dtype)
   tile = _row_tile(len(lhs), sizes['rows'])
-  table, count = block_pairs(group_sizes, len(lhs), tile, by_group=True)
   shape = lhs.shape[1], d_out.shape[1]
   d, f = (_part(n, sizes['d_rhs_columns']) for n in shape)
+  across = pl.cdiv(shape[1], f)
+  blocks = pl.cdiv(shape[0], d) * across
+  table = block_pairs(group_sizes, len(lhs), tile, True, split=blocks % 2 == 1)
+
+  def at(index):
+    """`index`: (tile, group, block of D, block of F) → a block's index."""
+
+    def of_step(lead, step, *refs):
+      table = BlockPairs(*refs)
+      e = pallas.entry(table.parts, lead, step).at
+      block = pallas.block_of(table.parts, lead)
+      i, j = lax.div(block, jnp.int32(across)), lax.rem(block, jnp.int32(across))
+      return index(table.tile[e], table.group[e], i, j)
+
+    return of_step
+
   return _call(
     functools.partial(_per_group_kernel, tile, sizes['chunk']),
     'd_rhs',
-    _Grid(
-      (pl.cdiv(shape[0], d), pl.cdiv(shape[1], f), count),
-      ('parallel', 'parallel', 'arbitrary'),
-    ),
+    (blocks * (len(table.parts) - 1), table.steps),
     table,
     [
       pallas.Blocked(
-        lhs, pl.BlockSpec((tile, d), lambda i, j, t, tiles, *_: (tiles[t], i))
+        lhs, pl.BlockSpec((tile, d), at(lambda tile_id, group, i, j: (tile_id, i)))
       ),
       pallas.Blocked(
-        d_out, pl.BlockSpec((tile, f), lambda i, j, t, tiles, *_: (tiles[t], j))
+        d_out, pl.BlockSpec((tile, f), at(lambda tile_id, group, i, j: (tile_id, j)))
       ),
     ],
     pallas.Blocked(
       jax.ShapeDtypeStruct((len(group_sizes), *shape), dtype),
-      pl.BlockSpec((None, d, f), lambda i, j, t, tiles, groups, _: (groups[t], i, j)),
+      pl.BlockSpec((None, d, f), at(lambda tile_id, group, i, j: (group, i, j))),
     ),
     2 * lhs.size * shape[1],
   )

@@ -1,9 +1,9 @@
 """QK-norm and RoPE on TPU: a Pallas Mosaic kernel that reads and writes x once.
 
 A block is a number of tokens with all their channels. The partner of a rotated dim
-comes from a roll of the lanes of its head. The backward pass recomputes the norm; its
-tokens are split over two cores, each of which writes eight rows of partial sums of the
-scale's gradient.
+comes from a roll of the lanes of its head. The backward pass recomputes the norm. The
+tokens are split over two cores; in the backward pass each of them writes eight rows of
+partial sums of the scale's gradient.
 
 With x̂ = r x, r = (variance + eps)^-1/2, y = scale x̂ and g = scale · rotateᵀ(d_out):
 d_x = r (g − x̂ mean(g x̂)), or r g where the variance is given, whose cotangent is
@@ -138,14 +138,19 @@ def _backward_kernel(static, inputs, outs):
       d_x[:, head] = (r * (g - x_hat * mean)).astype(d_x.dtype)
 
 
-def _call(kernel, name, static, inputs, outs, cores=1):
+def _cores(static):
+  """Cores with a block of their own: one that had none would write another's."""
+  return min(_CORES, pl.cdiv(static.count, static.tokens))
+
+
+def _call(kernel, name, static, inputs, outs):
   """Blocks of tokens in order, split over cores. Arrays by the kind of their blocks."""
   (rows, channels) = inputs['tokens'][0].shape
-  blocks = pl.cdiv(rows, static.tokens)
+  cores, blocks = _cores(static), pl.cdiv(rows, static.tokens)
   steps = pl.cdiv(blocks, cores)
 
   def at(c, i):
-    # a core without a last block stays at the one before, which it does not change
+    # a core without a last block stays at the one before, and has the same result
     return jnp.minimum(c * steps + i, blocks - 1)
 
   specs = {
@@ -170,7 +175,7 @@ def _call(kernel, name, static, inputs, outs, cores=1):
     out_specs=out_specs,
     out_shape=outs,
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=('parallel', 'parallel' if cores == 1 else 'arbitrary'),
+      dimension_semantics=('parallel', 'arbitrary'),
       vmem_limit_bytes=block_sizes.get('tpu', 'qk_norm_rope')['vmem_bytes'],
     ),
     cost_estimate=pl.CostEstimate(
@@ -195,11 +200,11 @@ def _fwd(static, *arrays):
 def _bwd(static, arrays, d_out):
   x, scale, table, variance = arrays
   inputs = {'tokens': [x, d_out], 'scale': scale, 'lanes': [table, variance]}
-  sums = jax.ShapeDtypeStruct((_CORES * _SUBLANES, x.shape[1]), jnp.float32)
+  sums = jax.ShapeDtypeStruct((_cores(static) * _SUBLANES, x.shape[1]), jnp.float32)
   outs = {'tokens': jax.ShapeDtypeStruct(x.shape, x.dtype), 'sums': sums}
   if variance is not None:
     outs['lanes'] = jax.ShapeDtypeStruct(variance.shape, jnp.float32)
-  outs = _call(_backward_kernel, 'backward', static, inputs, outs, _CORES)
+  outs = _call(_backward_kernel, 'backward', static, inputs, outs)
   d_scale = jnp.sum(outs['sums'], axis=0, keepdims=True).astype(scale.dtype)
   return outs['tokens'], d_scale, None, outs.get('lanes')
 

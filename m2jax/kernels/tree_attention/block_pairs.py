@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from m2jax.kernels import pallas
 from m2jax.kernels.tree_attention.visibility import Visibility
 
 ID_BITS = 14  # of a block's id in a table
@@ -21,12 +22,17 @@ class BlockPairs(NamedTuple):
 
   Attributes:
     table: [B·m·n] int32, block · 2^16 + partner · 2^2 + kind, sorted; ids count the
-      blocks of all rows. Entries past `count` are unspecified.
-    count: the number of pairs.
+      blocks of all rows. Entries past the last part are unspecified.
+    parts: [2] or [3] int32, bounds of the parts of one or two cores.
   """
 
   table: jax.Array
-  count: jax.Array
+  parts: jax.Array
+
+  @property
+  def steps(self) -> jax.Array:
+    """Pairs of the longest part."""
+    return jnp.max(jnp.diff(self.parts))
 
 
 def block_kinds(static, index: Visibility) -> jax.Array:
@@ -56,19 +62,24 @@ def block_kinds(static, index: Visibility) -> jax.Array:
   return jnp.where(seen, jnp.where(full, FULL, PARTIAL), 0).astype(jnp.int32)
 
 
-def block_pairs(kinds: jax.Array) -> BlockPairs:
+def block_pairs(kinds: jax.Array, split: bool = False) -> BlockPairs:
   """kinds [B, m, n] → the pairs of which something is seen.
 
   A block that sees nothing has one pair of kind 0, since its result must be written.
+  With `split`, and two blocks, there are two parts of whole blocks and nearly equal
+  length.
   """
-  _, m, n = kinds.shape
+  rows, m, n = kinds.shape
   nothing = jnp.all(kinds == 0, axis=2, keepdims=True)
   listed = (kinds > 0) | (nothing & (jnp.arange(n) == 0))
   at = jnp.nonzero(listed.reshape(-1), size=kinds.size, fill_value=0)[0]
   at = at.astype(jnp.int32)
   block, partner = at // n, at // (m * n) * n + at % n
   table = (block << (ID_BITS + 2)) | (partner << 2) | kinds.reshape(-1)[at]
-  return BlockPairs(table, jnp.sum(listed, dtype=jnp.int32))
+  count = jnp.sum(listed, dtype=jnp.int32)
+  if split and rows * m > 1:
+    return BlockPairs(table, pallas.halves(block, count))
+  return BlockPairs(table, jnp.stack([jnp.zeros_like(count), count]))
 
 
 def block_of(entry):

@@ -5,7 +5,8 @@ a block decide what a pair of blocks is: no pair of tokens seen, all of them, or
 The pairs that are seen are listed in a table of one int32 each, which is prefetched to
 scalar memory; the grid is as long as the list, so that a pair that is not seen costs
 neither a grid step nor a copy of keys and values. No mask is computed where all tokens
-of a pair are seen.
+of a pair are seen. Two cores of a chip share the heads; where there is an odd number of
+them, as on one of eight tensor-parallel devices, each has half of the list.
 
 The rest is FlashAttention (arXiv:2205.14135, 2307.08691): an online softmax forward;
 backward one kernel for d_q over pairs by query block, and one for d_k and d_v over
@@ -29,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from m2jax.kernels import block_sizes
+from m2jax.kernels import block_sizes, pallas
 from m2jax.kernels.pallas import Blocked, blocked
 from m2jax.kernels.tree_attention import tpu_kernels
 from m2jax.kernels.tree_attention.block_pairs import (
@@ -66,12 +67,22 @@ class _Specs(NamedTuple):
 def _specs(static: Static, index: Visibility, by_query: bool) -> _Specs:
   q_id, k_id = (block_of, partner_of) if by_query else (partner_of, block_of)
   q, k = static.block_q, static.block_k
-  q_row = pl.BlockSpec((1, q), lambda h, t, table: (0, q_id(table[t])))
-  k_row = pl.BlockSpec((1, k), lambda h, t, table: (0, k_id(table[t])))
+
+  def spec(shape, index):
+    """`index`: (head, entry of the table) → the block's index."""
+
+    def at(lead, step, table, parts):
+      pair = table[pallas.entry(parts, lead, step).at]
+      return index(pallas.block_of(parts, lead), pair)
+
+    return pl.BlockSpec(shape, at)
+
+  q_row = spec((1, q), lambda h, pair: (0, q_id(pair)))
+  k_row = spec((1, k), lambda h, pair: (0, k_id(pair)))
   return _Specs(
-    pl.BlockSpec((q, static.group * static.dim), lambda h, t, m: (q_id(m[t]), h)),
-    pl.BlockSpec((k, static.dim), lambda h, t, table: (k_id(table[t]), h)),
-    pl.BlockSpec((None, static.group, q), lambda h, t, table: (h, 0, q_id(table[t]))),
+    spec((q, static.group * static.dim), lambda h, pair: (q_id(pair), h)),
+    spec((k, static.dim), lambda h, pair: (k_id(pair), h)),
+    spec((None, static.group, q), lambda h, pair: (h, 0, q_id(pair))),
     index.map(lambda *_: q_row, lambda *_: k_row),
   )
 
@@ -85,7 +96,10 @@ def _call(
   scratch: list[tuple[int, ...]],
   products: int,
 ):
-  """One kernel over K heads x block pairs; `products` matmuls for each."""
+  """One kernel over K heads x parts, block pairs; `products` matmuls for each.
+
+  A chip of two cores divides the first axis between them.
+  """
   arrays, out_shape = [x.array for x in inputs], [x.array for x in outs]
   scores = static.kv_heads * static.group * pairs.table.size
   scores *= static.block_q * static.block_k
@@ -94,8 +108,8 @@ def _call(
     functools.partial(kernel, static),
     out_shape=out_shape,
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=1,
-      grid=(static.kv_heads, pairs.count),
+      num_scalar_prefetch=len(pairs),
+      grid=(static.kv_heads * (len(pairs.parts) - 1), pairs.steps),
       in_specs=[x.spec for x in inputs],
       out_specs=[x.spec for x in outs],
       scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
@@ -108,7 +122,7 @@ def _call(
       bytes_accessed=size,
     ),
     name=f'tree_attention_{kernel.__name__.removesuffix("_kernel")}',
-  )(pairs.table, *arrays)
+  )(*pairs, *arrays)
 
 
 def _like(x):
@@ -255,7 +269,9 @@ def prepare(visibility: Visibility, q, k) -> _Pairs:
 
   def make(index):
     kinds = block_kinds(static, index)
-    return _Pairs(block_pairs(kinds), block_pairs(kinds.swapaxes(1, 2)))
+    split = static.kv_heads % 2 == 1  # cores cannot share the heads equally
+    by_key = block_pairs(kinds.swapaxes(1, 2), split)
+    return _Pairs(block_pairs(kinds, split), by_key)
 
   return _over_rows(static, len(q), make, _index(static, visibility))
 

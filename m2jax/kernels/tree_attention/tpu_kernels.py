@@ -2,7 +2,7 @@
 
 Scores are transposed, [keys, queries]: statistics of a query are then rows, which
 broadcast over sublanes and are stored in HBM without padding. A grid step is one block
-pair and one key/value head.
+pair and one key/value head; grid axis 0 is heads times parts of the table.
 
 Axes: K key/value heads, G query heads of each, H head dim; k, q tokens of a key and of
 a query block; rows of B.
@@ -42,20 +42,22 @@ class Static(NamedTuple):
   key_blocks: int  # of a row
 
 
-def _run_pair(table, init: Callable, mask: Callable, add: Callable, finish: Callable):
+def _run_pair(refs, init: Callable, mask: Callable, add: Callable, finish: Callable):
   """One grid step: `init` before a block's first pair, `finish` after its last.
 
-  In between `add(mask)` for what the pair adds to the block's result; a FULL pair has
-  no mask.
+  In between `add(mask(entry))` for what the pair adds to the block's result; a FULL
+  pair has no mask. Steps past a core's part of the table do nothing.
   """
-  step, last_step = pl.program_id(1), pl.num_programs(1) - 1
-  entry = table[step]
-  before = table[jnp.maximum(step - 1, 0)]
-  after = table[jnp.minimum(step + 1, last_step)]
-  pl.when((step == 0) | (block_of(before) != block_of(entry)))(init)
-  pl.when(kind_of(entry) == FULL)(lambda: add(None))
-  pl.when(kind_of(entry) == PARTIAL)(lambda: add(mask()))
-  pl.when((step == last_step) | (block_of(after) != block_of(entry)))(finish)
+  e = pallas.entry(refs.parts, pl.program_id(0), pl.program_id(1))
+  entry = refs.table[e.at]
+  before = refs.table[jnp.maximum(e.at - 1, e.begin)]
+  after = refs.table[jnp.minimum(e.at + 1, e.end - 1)]
+  first = (e.at == e.begin) | (block_of(before) != block_of(entry))
+  last = (e.at == e.end - 1) | (block_of(after) != block_of(entry))
+  pl.when(e.live & first)(init)
+  pl.when(e.live & (kind_of(entry) == FULL))(lambda: add(None))
+  pl.when(e.live & (kind_of(entry) == PARTIAL))(lambda: add(mask(entry)))
+  pl.when(e.live & last)(finish)
 
 
 def _column(row):
@@ -90,7 +92,8 @@ def _head(static: Static, g: int):
 class _ForwardRefs(NamedTuple):
   """Refs in the order in which Pallas passes them."""
 
-  table: Any  # in scalar memory
+  table: Any  # in scalar memory, as are its parts
+  parts: Any
   index: Visibility
   q: Any  # [q, G·H]
   k: Any  # [k, H]
@@ -105,7 +108,8 @@ class _ForwardRefs(NamedTuple):
 
 def forward_kernel(static: Static, *refs):
   """Pairs by query block: an online softmax."""
-  table, index, q, k, v, out, lse, top, total, acc = _ForwardRefs(*refs)
+  refs = _ForwardRefs(*refs)
+  index, q, k, v, out, lse, top, total, acc = refs[2:]
 
   def init():
     top[...] = jnp.full_like(top, -jnp.inf)
@@ -134,8 +138,7 @@ def forward_kernel(static: Static, *refs):
       _, columns = _head(static, g)
       out[:, columns] = (acc[g] / divisor[g : g + 1]).T.astype(out.dtype)
 
-  k_id = partner_of(table[pl.program_id(1)])
-  _run_pair(table, init, lambda: _seen(static, k_id, index), add, finish)
+  _run_pair(refs, init, lambda e: _seen(static, partner_of(e), index), add, finish)
 
 
 def _d_scores(static: Static, heads, lse, delta, seen):
@@ -152,6 +155,7 @@ class _DqRefs(NamedTuple):
   """Refs in the order in which Pallas passes them; shapes as in `_ForwardRefs`."""
 
   table: Any
+  parts: Any
   index: Visibility
   q: Any
   k: Any
@@ -166,7 +170,8 @@ class _DqRefs(NamedTuple):
 
 def d_q_kernel(static: Static, *refs):
   """Pairs by query block."""
-  table, index, q, k, v, out, d_out, lse, d_q, delta, acc = _DqRefs(*refs)
+  refs = _DqRefs(*refs)
+  index, q, k, v, out, d_out, lse, d_q, delta, acc = refs[2:]
 
   def init():
     for g in range(static.group):
@@ -187,14 +192,14 @@ def d_q_kernel(static: Static, *refs):
       _, columns = _head(static, g)
       d_q[:, columns] = (acc[g] * static.scale).T.astype(d_q.dtype)
 
-  k_id = partner_of(table[pl.program_id(1)])
-  _run_pair(table, init, lambda: _seen(static, k_id, index), add, finish)
+  _run_pair(refs, init, lambda e: _seen(static, partner_of(e), index), add, finish)
 
 
 class _DkvRefs(NamedTuple):
   """Refs in the order in which Pallas passes them; shapes as in `_ForwardRefs`."""
 
   table: Any
+  parts: Any
   index: Visibility
   q: Any
   k: Any
@@ -233,5 +238,4 @@ def d_kv_kernel(static: Static, *refs):
     d_k[...] = (refs.d_k_acc[...] * static.scale).astype(d_k.dtype)
     d_v[...] = refs.d_v_acc[...].astype(d_v.dtype)
 
-  k_id = block_of(refs.table[pl.program_id(1)])
-  _run_pair(refs.table, init, lambda: _seen(static, k_id, refs.index), add, finish)
+  _run_pair(refs, init, lambda e: _seen(static, block_of(e), refs.index), add, finish)
