@@ -83,9 +83,9 @@ class _Round(NamedTuple):
 def _round(static: _Static, counts, number) -> _Round:
   me = lax.axis_index(static.axes)
   here = counts.shape[2]
-  sizes = jnp.sum(counts, axis=2)  # [from, to]
+  sizes = jnp.sum(counts, axis=2, dtype=jnp.int32)  # [from, to]
   queued = jnp.cumsum(sizes, axis=0) - sizes  # first place in the receiver's queue
-  first = number * static.rows
+  first = number * jnp.int32(static.rows)
   done = jnp.clip(first - queued, 0, sizes)
   size = jnp.clip(first + static.rows - queued, 0, sizes) - done
   at_sender = jnp.cumsum(sizes, axis=1) - sizes + done
@@ -106,7 +106,7 @@ def _round(static: _Static, counts, number) -> _Round:
     recv_sizes=size[me],
   )
   ends = jnp.cumsum(counts[:, me].reshape(-1))  # of the queue's runs of one expert
-  at = first + jnp.arange(static.rows, dtype=ends.dtype)
+  at = first + jnp.arange(static.rows, dtype=jnp.int32)
   run = jnp.sum(ends <= at[:, None], axis=1, dtype=jnp.int32)
   expert = jnp.where(at < ends[-1], run % here, here)
   return _Round(send, send_back, expert[:, None])
@@ -114,9 +114,9 @@ def _round(static: _Static, counts, number) -> _Round:
 
 def _over_rounds(static: _Static, counts, body, state):
   """state = body(_Round, state) until every queue is empty."""
-  longest = jnp.max(jnp.sum(counts, axis=(0, 2)))
+  longest = jnp.max(jnp.sum(counts, axis=(0, 2), dtype=jnp.int32))
   return lax.fori_loop(
-    0,
+    jnp.int32(0),
     -(-longest // static.rows),
     lambda number, state: body(_round(static, counts, number), state),
     state,

@@ -167,20 +167,32 @@ def test_gpu_heads_of_any_size(interpreted):
   check(tensors(6, dim=8), 'gpu', 2e-6, dim=8)
 
 
-@pytest.mark.parametrize('split', [False, True])
-def test_simulated(interpreted, monkeypatch, split):
+@pytest.mark.parametrize(
+  'split, cores, tokens',
+  [
+    (False, 1, TOKENS),
+    (True, 1, TOKENS),
+    # blocks that two cores cannot share equally
+    pytest.param(True, 2, 20, marks=pytest.mark.long),
+    pytest.param(False, 2, 60, marks=pytest.mark.long),
+  ],
+)
+def test_simulated(interpreted, monkeypatch, split, cores, tokens):
   """On a simulated TPU no two accesses race, and nothing is read before it is
   written: not the tokens past the last either."""
   params = pltpu.InterpretParams(
-    detect_races=True, uninitialized_memory='nan', out_of_bounds_reads='raise'
+    detect_races=True,
+    uninitialized_memory='nan',
+    out_of_bounds_reads='raise',
+    num_cores_or_threads=cores,
   )
   call = functools.partial(tpu.pl.pallas_call.func, interpret=params)
   monkeypatch.setattr(tpu.pl, 'pallas_call', call)
   jax.clear_caches()
   run = jax.jit(value_and_grads.__wrapped__, static_argnames='implementation')
-  variance = jnp.full((TOKENS, 1), 2.0) if split else None
+  variance = jnp.full((tokens, 1), 2.0) if split else None
   try:
-    check(tensors(7), 'tpu', 2e-6, variance, run=run)
+    check(tensors(7, tokens=tokens), 'tpu', 2e-6, variance, run=run)
   finally:
     pltpu.reset_tpu_interpret_mode_state()
     jax.clear_caches()

@@ -165,6 +165,15 @@ def test_branches_do_not_touch():
     np.testing.assert_array_equal(a[:, :middle], b[:, :middle])
 
 
+@pytest.mark.parametrize('lengths', [(LENGTH,), (16, 32, 16, 3), ()])
+def test_one_key_head(lengths):
+  """An odd number of heads: two cores have half of the block pairs each, those of
+  padding too."""
+  rng = np.random.default_rng(9)
+  inputs = arrays(rng, ROWS, LENGTH, LENGTH, 2, 1, DIM)
+  assert_same(inputs, document_ends(*lengths))
+
+
 def test_unseen_blocks_are_not_read():
   """NaN in blocks that nobody asked for reaches nothing: 0 · NaN would."""
   inputs = tensors(np.random.default_rng(5))
@@ -327,6 +336,24 @@ def test_simulated_grid(monkeypatch, cores, dtype, tolerance, queries, windowed)
     assert a.dtype == dtype
     scale = max(1.0, np.abs(b).max())
     np.testing.assert_allclose(np.float32(a), b, atol=tolerance * scale, rtol=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('cores', [1, 2])
+@pytest.mark.parametrize('rows', [1, ROWS])
+def test_simulated_halves(monkeypatch, cores, rows):
+  """Cores that share a head write no block of each other's, also where one of them has
+  fewer pairs; neither has more than all but one block."""
+  rng = np.random.default_rng(10)
+  inputs = arrays(rng, rows, LENGTH, LENGTH, 2, 1, DIM)
+  end = document_ends(LENGTH)[:rows]
+  got, steps = simulate(monkeypatch, inputs, end, cores=cores)
+  want = value_and_grads(*inputs, end, implementation='reference')
+  for a, b in zip(got, want, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+  # blocks of a row see 1 … 5: halves of 6 and 9, or whole rows
+  most = 9 if rows == 1 else 15
+  assert sorted(steps) == sorted(3 * [(i, t) for i in range(2) for t in range(most)])
 
 
 @pytest.mark.long

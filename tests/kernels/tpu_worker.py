@@ -33,6 +33,7 @@ ATTENTION = {
   'attention 192k, a quarter of the queries': ((1, 49152, 196608), 1, {}),
   'attention 192k, 2 rows': ((2, 196608, 196608), 4, {}),
   'attention 4k, one key head': ((4, 4096, 4096), 8, {}),
+  'attention 192k, one key head': ((1, 196608, 196608), 8, {}),
   'attention 4k, window': ((1, 4096, 4096), 1, dict(window=1024, sinks=4)),
   'attention 4001, fp32': ((1, 4001, 4001), 4, dict(dtype=jnp.float32)),
 }
@@ -41,6 +42,8 @@ MATMUL = {
   'matmul 256 experts': (32768, 256, {}),
   'matmul 256 experts, down': (32768, 256, dict(down=True)),
   'matmul 32 experts': (32768, 32, {}),
+  'matmul 32 experts, half the columns': (32768, 32, dict(shards=2)),
+  'matmul 32 experts, down, half the rows': (32768, 32, dict(down=True, shards=2)),
   'matmul 32 experts, 8 rows': (8, 32, {}),
   'matmul 32 experts, fp32': (32768, 32, dict(dtype=jnp.float32)),
 }
@@ -98,8 +101,8 @@ def attention(shape, shards, *, dtype=jnp.bfloat16, window=None, sinks=0):
   return run, [(q, dtype), (kv, dtype), (kv, dtype), (q, dtype), *integers]
 
 
-def matmul(rows, experts, *, dtype=jnp.bfloat16, down=False):
-  width, hidden = M2.embed_dim, M2.expert_dim
+def matmul(rows, experts, *, dtype=jnp.bfloat16, down=False, shards=1):
+  width, hidden = M2.embed_dim, M2.expert_dim // shards
   if down:
     width, hidden = hidden, width
 

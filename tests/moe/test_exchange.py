@@ -12,7 +12,6 @@ import subprocess
 import sys
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ import pytest
 from m2jax import sharding
 from m2jax.moe import dispatch, exchange
 from tests.moe import exchange_worker as worker
+from tests.moe.jaxprs import equations
 
 _ROOT = pathlib.Path(__file__).parents[2]
 ROUTINGS = worker.routings()
@@ -88,14 +88,6 @@ def programs(devices, tokens=4096, width=8, top_k=8, remat=False):
   ]
   ids = jax.ShapeDtypeStruct((devices * tokens, top_k), jnp.int32)
   return jax.make_jaxpr(run)(*arrays, ids)
-
-
-def equations(jaxpr):
-  """All equations, those inside of others too."""
-  for eqn in jaxpr.eqns:
-    yield eqn
-    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-      yield from equations(inner)
 
 
 @pytest.mark.parametrize('devices', [4, 32])
