@@ -18,8 +18,8 @@ import pytest
 
 from m2jax import sharding
 from m2jax.moe import dispatch, exchange
+from tests.jaxprs import equations
 from tests.moe import exchange_worker as worker
-from tests.moe.jaxprs import equations
 
 _ROOT = pathlib.Path(__file__).parents[2]
 ROUTINGS = worker.routings()

@@ -152,6 +152,8 @@ def test_unknown_names_are_refused():
     sharding.Rules(heads='model')
   with pytest.raises(ValueError, match='Rules.dispatch'):
     sharding.Rules(dispatch='carrier pigeon')
+  with pytest.raises(ValueError, match='Rules.exchange_factor=0'):
+    sharding.Rules(exchange_factor=0)
   with pytest.raises(ValueError, match="MeshConfig.rules='ep'"):
     sharding.MeshConfig(rules='ep')
   with pytest.raises(ValueError, match='MeshConfig.fsdp=0'):
