@@ -67,6 +67,22 @@ def join(
   return both @ p['proj'].astype(both.dtype)
 
 
+def _attend(
+  k, cfg: ModelConfig, metadata: attention.Metadata, sharding: Sharding, prefix
+):
+  """Attention of module k, which sees no key of a position below k."""
+  visibility = metadata.visibility
+  end = jnp.where(visibility.k_position >= k, visibility.subtree_end, 0)
+  visible = dataclasses.replace(visibility, subtree_end=end)
+  return functools.partial(
+    attention.attend,
+    cfg=cfg,
+    metadata=metadata._replace(visibility=visible),
+    sharding=sharding,
+    prefix=None if prefix is None else prefix[:2],
+  )
+
+
 def apply(
   cfg: ModelConfig,
   variables,
@@ -90,20 +106,11 @@ def apply(
     prefix: cached, of the path that the tokens continue.
   """
   embedding = embed(cfg, shared, batch.tokens, sharding)
-  visibility = metadata.visibility
 
   def block_of_module(state, stacked):
     k, p, bias, prefix = stacked
     p = sharding.gather_params(p, cfg.dtype)
-    end = jnp.where(visibility.k_position >= k, visibility.subtree_end, 0)
-    visible = dataclasses.replace(visibility, subtree_end=end)
-    attend = functools.partial(
-      attention.attend,
-      cfg=cfg,
-      metadata=metadata._replace(visibility=visible),
-      sharding=sharding,
-      prefix=None if prefix is None else prefix[:2],
-    )
+    attend = _attend(k, cfg, metadata, sharding, prefix)
     own = sharding.residual_part(state.reshape(-1, cfg.embed_dim))
     x = join(own, embedding, p, cfg)
     multiplicity = jnp.where(batch.position >= k, batch.multiplicity, 0).reshape(-1)
