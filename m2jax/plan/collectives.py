@@ -1,8 +1,9 @@
 """Collectives of a compiled program: kind, bytes, groups, and what overlaps them.
 
-An asynchronous collective has a start and a done, in three notations:
+An asynchronous collective has a start and a done, in four notations:
 `all-gather-start` … `all-gather-done`; `async-start` of a computation that contains the
-collective; and on TPU `custom-call-start` of one that a SparseCore runs. Instructions
+collective; and on TPU `custom-call-start … called_computations=` (newer compilers) or
+`call-start … to_apply=` (older ones) of one that a SparseCore runs. Instructions
 between start and done overlap it and hide their own time of it. A collective that is
 waited for at once is no better than a synchronous one.
 """

@@ -242,14 +242,25 @@ def walk(module: Module) -> Iterator[Execution]:
 
 
 def inner(module: Module, line: Instruction) -> list[Instruction]:
-  """Instructions of the computations that a fusion or an asynchronous call runs."""
+  """Instructions of the computations that a fusion or an asynchronous call runs.
+
+  A call names its computation `to_apply`, as a reduction names its operator: only of
+  calls is it what runs. A synchronous `call` runs line by line (see `walk`): it has
+  nothing inside.
+  """
+  return [] if line.opcode == 'call' else _inside(module, line)
+
+
+def _inside(module: Module, line: Instruction) -> list[Instruction]:
   keys = ('calls', 'called_computations', 'called_computation')
+  if line.opcode in ('call', 'call-start'):
+    keys += ('to_apply',)
   found = []
   for name in line.called(*keys):
     for inside in module.computations.get(name, ()):
       found.append(inside)
       if inside.opcode in ('fusion', 'call') or inside.opcode.endswith('-start'):
-        found += inner(module, inside)
+        found += _inside(module, inside)
   return found
 
 

@@ -107,6 +107,28 @@ ENTRY %main (p: bf16[64], a: f32[8,8]) -> bf16[512] {
 
 
 @pytest.mark.parametrize(
+  'opcode, computation',
+  [('custom-call', 'called_computations={%inside}'), ('call', 'to_apply=%inside')],
+)
+def test_asynchronous_calls_of_each_compiler(opcode, computation):
+  """The compiler of jax 0.10 writes a call where that of jax 0.12 writes a custom call:
+  a plan that reads only one of them loses every gather of the weights."""
+  text = ASYNC.replace('custom-call', opcode).replace('BETWEEN', '')
+  text = text.replace('called_computations={%inside}', computation)
+  first, second = collectives.find(hlo.parse(text), 8)
+  assert (first.kind, first.bytes, first.group) == ('all-gather', 1024, tuple(range(8)))
+  assert first.asynchronous and second.asynchronous
+
+
+def test_a_synchronous_call_counts_once():
+  """Its lines run as lines of their own: a collective found again through the call
+  itself would count twice."""
+  text = ASYNC.replace('BETWEEN', '%c = bf16[512]{0} call(%p), to_apply=%inside')
+  found = collectives.find(hlo.parse(text), 8)
+  assert [c.asynchronous for c in found].count(False) == 1
+
+
+@pytest.mark.parametrize(
   'between, flops',
   [('%n = f32[8,8]{1,0} negate(%a)', 0), ('%f = f32[8,8]{1,0} FUSION', 1024)],
 )
