@@ -7,10 +7,12 @@ import math
 from absl import logging
 
 from m2jax import sharding as sharding_lib
+from m2jax.plan import collectives, estimate, flops, hlo, programs
 from m2jax.plan import compile as compile_lib
-from m2jax.plan import estimate, flops, programs
 from m2jax.plan.topology import Topology
 from m2jax.plan.workloads import TRAINING, Placed, PlanConfig
+
+_MODEL = ('micro', 'prefill', 'decode')  # programs that run the model
 
 
 def sharding(placed: Placed, topology: Topology) -> sharding_lib.Sharding:
@@ -38,12 +40,29 @@ def local_part(
   return flops.local(config.model, where, placed.micro_rows, load.new_tokens, keys)
 
 
+def check_gathers(name: str, module: hlo.Module, where: sharding_lib.Sharding) -> None:
+  """A program whose mesh shards weights has to gather them.
+
+  Raises:
+    ValueError: it has no all-gather that this parser can see: every figure of its
+      communication would be too small.
+  """
+  if not where.gathers:
+    return
+  if all(c.kind != 'all-gather' for c in collectives.find(module, where.mesh.size)):
+    raise ValueError(
+      f'{name}: mesh {dict(where.mesh.shape)} gathers weights, but no all-gather was '
+      'found in the compiled program. The compiler writes collectives in a notation '
+      'that m2jax.plan does not read: install the versions of constraints.txt'
+    )
+
+
 def make(config: PlanConfig, placed: Placed, topology: Topology) -> estimate.Plan:
   """Compiles a workload's programs for a slice and estimates them.
 
   Raises:
-    ValueError: the model does not divide over the mesh, has sliding windows, or a
-      program does not compile.
+    ValueError: the model does not divide over the mesh, has sliding windows, a
+      program does not compile, or one that gathers weights has no all-gather.
   """
   if config.model.window is not None:
     raise ValueError(
@@ -58,7 +77,9 @@ def make(config: PlanConfig, placed: Placed, topology: Topology) -> estimate.Pla
     logging.info('%s: compiling %s for %s', placed.name, program.name, topology.name)
     compiled = compile_lib.compile_program(program, config.compiler_options)
     logging.info('%s: %s took %.0f s', placed.name, program.name, compiled.seconds)
-    stages = counted if program.name in ('micro', 'prefill', 'decode') else {}
+    if program.name in _MODEL:
+      check_gathers(f'{placed.name}: {program.name}', compiled.module, where)
+    stages = counted if program.name in _MODEL else {}
     found.append(estimate.estimate(compiled, stages, topology))
     state = program.arguments[0]
   parameters, optimizer = programs.state_bytes(state)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from m2jax.plan import chips, collectives, hlo, ici, traffic
+from m2jax import sharding
+from m2jax.plan import chips, collectives, hlo, ici, plan, traffic
 from tests import processes
 from tests.plan import hlo_worker
 
@@ -118,6 +119,23 @@ def test_asynchronous_calls_of_each_compiler(opcode, computation):
   first, second = collectives.find(hlo.parse(text), 8)
   assert (first.kind, first.bytes, first.group) == ('all-gather', 1024, tuple(range(8)))
   assert first.asynchronous and second.asynchronous
+
+
+@pytest.mark.parametrize('axis', ['fsdp', 'context'])
+def test_weights_that_are_never_gathered_are_an_error(axis):
+  """A notation that the parser does not know would make communication free."""
+  mesh = sharding.abstract_mesh(sharding.MeshConfig(**{axis: 8}))
+  sharded = sharding.Sharding(mesh, sharding.PRESETS['fsdp_ep'])
+  module = hlo.parse(ASYNC.replace('BETWEEN', ''))
+  plan.check_gathers('x: micro', module, sharded)
+  none = hlo.parse(
+    ASYNC.replace('BETWEEN', '')
+    .replace('called_computations', 'new_name')
+    .replace('all-gather-', 'new-')
+  )
+  plan.check_gathers('x: micro', none, sharding.Sharding())
+  with pytest.raises(ValueError, match=f"x: micro: .*'{axis}': 8.* no all-gather"):
+    plan.check_gathers('x: micro', none, sharded)
 
 
 def test_a_synchronous_call_counts_once():
