@@ -63,7 +63,7 @@ def row(workload: str, topology: str, plan: dict) -> str:
   bound = plan['bound']
   seconds, devices = plan['seconds'], plan['devices']
   cells = (
-    workload,
+    workload if plan['job'] else f'{workload} (no job yet)',
     devices,
     mesh(plan),
     plan['passes'],
@@ -74,7 +74,7 @@ def row(workload: str, topology: str, plan: dict) -> str:
     f'{plan["memory_bytes"] / GIB:.1f}' + ('' if plan['fits'] else ' **too much**'),
     f'{flops / 1e12:,.0f}',
     f'{links / 1e9:,.0f}',
-    f'{bound["compute_s"] * 1e3:,.0f} + {bound["hbm_s"] * 1e3:,.0f} '
+    f'{bound["compute_bound_s"] * 1e3:,.0f} + {bound["hbm_bound_s"] * 1e3:,.0f} '
     f'+ {bound["links_s"] * 1e3:,.0f}',
     f'{seconds * 1e3:,.0f}',
     f'{plan["tokens"] / seconds / devices:,.0f}',
@@ -93,15 +93,15 @@ def stages(plan: dict) -> list[str]:
   longest = max(plan['programs'], key=lambda p: p['runs'] * p['seconds'])
   lines = [
     '',
-    '| stage | TFLOP | GB of HBM | compute ms | HBM ms |',
+    '| stage | TFLOP | GB of HBM | ms bound by compute | by HBM |',
     '|---|---|---|---|---|',
   ]
   for s in longest['stages']:
-    if max(s['compute_s'], s['hbm_s']) < 5e-5:
+    if s['compute_bound_s'] + s['hbm_bound_s'] < 5e-5:
       continue
     lines.append(
       f'| {s["name"]} | {s["flops"] / 1e12:.1f} | {s["hbm_bytes"] / 1e9:.1f} | '
-      f'{s["compute_s"] * 1e3:.1f} | {s["hbm_s"] * 1e3:.1f} |'
+      f'{s["compute_bound_s"] * 1e3:.1f} | {s["hbm_bound_s"] * 1e3:.1f} |'
     )
   lines += ['', '| collective | group | count | GB | hidden ms | exposed ms |']
   lines += ['|---|---|---|---|---|---|']
@@ -116,7 +116,7 @@ def stages(plan: dict) -> list[str]:
 HEAD = (
   'workload', 'chips', 'mesh', 'passes', 'parameters', 'optimizer', 'activations',
   'temporaries', 'all, of 95 GiB', 'TFLOP', 'sent GB', 'compute + HBM + links, ms',
-  'ms', 'tokens/s per chip', 'of peak',
+  'ms', 'tokens/s per chip', 'of peak, at most',
 )  # fmt: skip
 
 

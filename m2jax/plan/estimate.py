@@ -1,8 +1,10 @@
-"""Roofline of a workload from its compiled programs, stage by stage.
+"""Roofline of a workload from its compiled programs, instruction by instruction.
 
-A stage is a part of the model (attention, moe, the rest, the optimizer) in one pass
-(forward, recomputation, backward). Its time is the larger of its FLOPs over the peak
-and its HBM bytes over the bandwidth. Collectives add their time. An asynchronous one is
+The time of an instruction is the larger of its FLOPs over the peak and its HBM bytes
+over the bandwidth. A stage is a part of the model (attention, moe, the rest, the
+optimizer) in one pass (forward, recomputation, backward); its FLOPs are counted by hand
+(`flops`), padding included, and divided over its instructions as the compiled program
+has their matmuls. Collectives add their time. An asynchronous one is
 hidden for the time that the instructions between its start and its done take at their
 roofline; a pass takes at least the time of the collectives that it hides. Only what the
 compiled program overlaps is taken to overlap, and everything to run at its roofline: a
@@ -13,8 +15,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 
 from m2jax.plan import collectives, flops, ici, traffic
+from m2jax.plan.chips import Chip
 from m2jax.plan.compile import Compiled, Memory
 from m2jax.plan.topology import Topology
 
@@ -23,18 +27,22 @@ _PASS = {'forward': 'forward', 'recompute': 'backward', 'backward': 'backward'}
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-  """One part of one pass, in one run of a program."""
+  """One part of one pass, in one run of a program.
+
+  Attributes:
+    compute_bound_s, hbm_bound_s: time of its instructions, by what bounds each.
+  """
 
   name: str
   flops: float
   hbm_bytes: float
-  compute_s: float
-  hbm_s: float
+  compute_bound_s: float
+  hbm_bound_s: float
 
   @property
   def seconds(self) -> float:
-    """The larger of the two."""
-    return max(self.compute_s, self.hbm_s)
+    """Of all its instructions, each at its roofline."""
+    return self.compute_bound_s + self.hbm_bound_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +85,14 @@ class Plan:
   """A workload on a slice.
 
   Attributes:
+    job: that runs these programs; None if no job does.
     tokens: new tokens of a step, of all devices.
     useful_flops: of a step, on one device.
     parameters_bytes, optimizer_bytes: on one device, without padding.
   """
 
   workload: str
+  job: str | None
   topology: str
   devices: int
   mesh: dict[str, int | str]
@@ -123,33 +133,54 @@ def estimate(compiled: Compiled, counted: flops.Stages, topology: Topology) -> E
   Args:
     counted: (pass, part) → FLOPs of one run on one device.
   """
-  chip = topology.chip
-  moved = traffic.by_stage(compiled.module)
-  stages = tuple(
-    Stage(
-      ' '.join(key),
-      counted.get(key, 0.0),
-      moved.get(key, 0.0),
-      counted.get(key, 0.0) / chip.peak_flops,
-      moved.get(key, 0.0) / chip.hbm_bandwidth,
-    )
-    for key in sorted(set(counted) | set(moved))
-  )
+  parts = stages(traffic.work(compiled.module), counted, topology.chip)
   links, by_pass = _links(compiled, topology)
   seconds = 0.0
   for name in ('forward', 'backward'):
-    work = sum(s.seconds for s in stages if _PASS[s.name.split()[0]] == name)
+    work = sum(s.seconds for s in parts if _PASS[s.name.split()[0]] == name)
     hidden, exposed = by_pass[name]
     seconds += max(work, hidden) + exposed
   return Estimate(
     compiled.name,
     compiled.runs,
     compiled.memory,
-    stages,
+    parts,
     links,
     seconds,
     compiled.seconds,
   )
+
+
+def stages(
+  work: Sequence[traffic.Work], counted: flops.Stages, chip: Chip
+) -> tuple[Stage, ...]:
+  """The stages of a program.
+
+  The FLOPs that `counted` has for a stage are divided as `work` has its matmuls; other
+  stages have those of `work`.
+  """
+  by_stage = collections.defaultdict(list)
+  for one in work:
+    by_stage[one.stage].append(one)
+  found = []
+  for key in sorted(set(counted) | set(by_stage)):
+    parts = by_stage[key]
+    moved = sum(w.times * w.hbm_bytes for w in parts)
+    products = sum(w.times * w.flops for w in parts)
+    total = counted.get(key, products)
+    factor = total / products if products else 0.0
+    compute_s = hbm_s = 0.0
+    for w in parts:
+      product_s = w.times * factor * w.flops / chip.peak_flops
+      moving_s = w.times * w.hbm_bytes / chip.hbm_bandwidth
+      if product_s >= moving_s:
+        compute_s += product_s
+      else:
+        hbm_s += moving_s
+    if not products:  # no instruction has them: a kernel that declares none
+      compute_s = max(total / chip.peak_flops - hbm_s, 0.0)
+    found.append(Stage(' '.join(key), total, moved, compute_s, hbm_s))
+  return tuple(found)
 
 
 def _links(compiled: Compiled, topology: Topology):

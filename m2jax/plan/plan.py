@@ -10,7 +10,7 @@ from m2jax import sharding as sharding_lib
 from m2jax.plan import collectives, estimate, flops, hlo, programs
 from m2jax.plan import compile as compile_lib
 from m2jax.plan.topology import Topology
-from m2jax.plan.workloads import TRAINING, Placed, PlanConfig
+from m2jax.plan.workloads import JOBS, TRAINING, Placed, PlanConfig
 
 _MODEL = ('micro', 'prefill', 'decode')  # programs that run the model
 
@@ -86,6 +86,7 @@ def make(config: PlanConfig, placed: Placed, topology: Topology) -> estimate.Pla
   load = placed.workload
   return estimate.Plan(
     workload=placed.name,
+    job=JOBS[load.kind],
     topology=topology.name,
     devices=len(topology.devices),
     mesh={**placed.mesh.sizes, 'rules': placed.mesh.rules},

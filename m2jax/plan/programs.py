@@ -67,8 +67,8 @@ def device_bytes(tree: Any) -> int:
   return sum(map(one, jax.tree.leaves(tree)))
 
 
-def batch(placed: Placed) -> forest.Forest:
-  """Shapes of one pass's forest."""
+def batch(cfg: ModelConfig, placed: Placed) -> forest.Forest:
+  """Shapes of one pass's forest; RL's has expert ids to replay."""
   rows, tokens = placed.micro_rows, placed.workload.context
   shapes = jax.eval_shape(lambda: forest.causal(jnp.zeros((rows, tokens), jnp.int32)))
   terms = placed.workload.terms or shapes.weight.shape[1]
@@ -76,6 +76,9 @@ def batch(placed: Placed) -> forest.Forest:
     name: jax.ShapeDtypeStruct((rows, terms), getattr(shapes, name).dtype)
     for name in forest.TERM_FIELDS
   }
+  if placed.workload.kind == 'rl':
+    ids = rows, tokens, cfg.num_layers, cfg.experts_per_token
+    cut['experts'] = jax.ShapeDtypeStruct(ids, jnp.int32)
   return dataclasses.replace(shapes, **cut)
 
 
@@ -112,7 +115,9 @@ def train(
   )
   parts = train_step.programs(cfg, optimizer, objective, step, where)
   state = train_state(config, where)
-  forest_shapes = shaped(where, batch(placed), sharding_lib.batch_specs(where.rules))
+  forest_shapes = shaped(
+    where, batch(cfg, placed), sharding_lib.batch_specs(where.rules)
+  )
   everywhere = jax.sharding.PartitionSpec()
   sums = jax.eval_shape(parts.micro, state.variables, forest_shapes)
   gradients, *scalars = sums

@@ -17,6 +17,7 @@ def report(plan: Plan) -> str:
   mesh = ', '.join(f'{name} {size}' for name, size in plan.mesh.items() if size != 1)
   lines = [
     f'{plan.workload} on {plan.topology}: {plan.devices} devices ({mesh})',
+    f'  of {plan.job}' if plan.job else '  no job runs these programs yet',
     f'  {plan.rows} rows, {plan.tokens:,} tokens a step, {plan.passes} passes',
     '  memory of a device, GiB:',
     f'    parameters {_gib(plan.parameters_bytes)}, '
@@ -26,22 +27,24 @@ def report(plan: Plan) -> str:
     lines += _program(program)
   verdict = 'fits' if plan.fits else 'does NOT fit'
   lines += [
-    f'  {verdict}: {_gib(plan.memory_bytes)} of {_gib(plan.hbm_bytes)} GiB',
+    f'  {verdict}: {_gib(plan.memory_bytes)} of {_gib(plan.hbm_bytes)} GiB, '
+    f'{_gib(plan.hbm_bytes - plan.memory_bytes)} left',
     f'  roofline: {plan.seconds * 1e3:,.1f} ms a step, '
     f'{plan.tokens / plan.seconds / plan.devices:,.0f} tokens/s a device, '
-    f'{plan.share_of_peak:.1%} of peak (useful FLOPs; compile-time estimate)',
+    f'at most {plan.share_of_peak:.1%} of peak (useful FLOPs; no kernel reaches its '
+    'roofline)',
   ]
   return '\n'.join(lines)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
   """All fields of a plan, and what follows from them."""
-  bound = {'compute_s': 0.0, 'hbm_s': 0.0, 'links_s': 0.0}
+  bound = {'compute_bound_s': 0.0, 'hbm_bound_s': 0.0, 'links_s': 0.0}
   for program in plan.programs:
     stages = 0.0
     for s in program.stages:
-      which = 'compute_s' if s.compute_s >= s.hbm_s else 'hbm_s'
-      bound[which] += program.runs * s.seconds
+      for which in ('compute_bound_s', 'hbm_bound_s'):
+        bound[which] += program.runs * getattr(s, which)
       stages += s.seconds
     bound['links_s'] += program.runs * (program.seconds - stages)
   return {
@@ -78,12 +81,12 @@ def _program(program: Estimate) -> list[str]:
     f'resident {_gib(memory.resident)}, code {_gib(memory.code)}',
   ]
   if any(s.seconds > 5e-5 for s in program.stages):
-    lines.append('    stage                    TFLOP      GB    compute ms   HBM ms')
+    lines.append('    stage                    TFLOP      GB  ms by compute   by HBM')
   for s in program.stages:
     if s.seconds > 5e-5:
       lines.append(
         f'    {s.name:22s} {s.flops / 1e12:8.1f} {s.hbm_bytes / 1e9:8.1f} '
-        f'{s.compute_s * 1e3:12.1f} {s.hbm_s * 1e3:8.1f}'
+        f'{s.compute_bound_s * 1e3:14.1f} {s.hbm_bound_s * 1e3:8.1f}'
       )
   if program.collectives:
     lines.append('    collective        group  count       GB   hidden ms  exposed ms')

@@ -7,8 +7,11 @@ libtpu compiles on any machine; it needs a TPU neither to compile nor to tell me
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import importlib.metadata
 import importlib.util
 import os
+import re
 
 import jax
 from jax.experimental import topologies
@@ -42,16 +45,32 @@ class Topology:
   shape: tuple[int, ...]
 
 
+def check_version(version: str) -> None:
+  """Raises ValueError if jax's extra `tpu` pins libtpu to other versions than this.
+
+  Another one compiles, and may crash while the program's text is read.
+  """
+  for needed in importlib.metadata.requires('jax') or ():
+    pin = re.match(r'libtpu==([\d.*]+)', needed)
+    if pin and not fnmatch.fnmatchcase(version, pin[1]):
+      raise ValueError(
+        f'libtpu {version} is not the one that jax {jax.__version__} is made for: '
+        f"pip install 'libtpu=={pin[1]}'"
+      )
+
+
 def load(name: str) -> Topology:
   """The slice `name`: generation and shape in chips, such as 'v5p:8x8x8'.
 
   Raises:
-    ValueError: libtpu is missing, or knows no such slice.
+    ValueError: libtpu is missing, of another version than jax needs, or knows no such
+      slice.
   """
   if importlib.util.find_spec('libtpu') is None:
     raise ValueError(
       "compiling for a TPU needs libtpu (no TPU is needed): pip install -e '.[tpu]'"
     )
+  check_version(importlib.metadata.version('libtpu'))
   for variable, value in _ENVIRONMENT.items():
     os.environ.setdefault(variable, value)
   try:

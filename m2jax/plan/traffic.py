@@ -1,4 +1,4 @@
-"""HBM bytes that a compiled program moves, by stage, with the trip counts of loops.
+"""HBM bytes and matmuls of a compiled program's instructions, by stage.
 
 An instruction reads its operands and writes its result if they are in HBM (VMEM is
 free), with three exceptions, as in XLA's own cost analysis: of a sliced or gathered
@@ -14,6 +14,7 @@ import collections
 import math
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from m2jax.plan import hlo
 from m2jax.plan.chips import Chip
@@ -56,19 +57,37 @@ def stage(op_name: str) -> tuple[str, str]:
   return ('backward' if 'transpose(' in op_name else 'forward'), part
 
 
-def by_stage(module: hlo.Module) -> dict[tuple[str, str], float]:
-  """(pass, part) → HBM bytes of one run on one device."""
-  total: dict[tuple[str, str], float] = collections.defaultdict(float)
+class Work(NamedTuple):
+  """What one instruction does in one of its runs on one device.
+
+  Attributes:
+    stage: (pass, part).
+    times: number of its runs in one run of the program.
+    hbm_bytes: that it moves.
+    flops: of its matmuls, without padding, and those that a kernel declares.
+  """
+
+  stage: tuple[str, str]
+  times: int
+  hbm_bytes: float
+  flops: float
+
+
+def work(module: hlo.Module) -> list[Work]:
+  """The instructions of one run that move bytes or multiply matrices."""
+  found = []
   known: dict[str, dict[str, hlo.Instruction]] = {}
   for execution in hlo.walk(module):
     line = execution.instruction
     if execution.computation not in known:
       lines = module.computations[execution.computation]
       known[execution.computation] = {i.name: i for i in lines}
-    size = moved(module, line, known[execution.computation])
-    if size:
-      total[stage(line.op_name or execution.where)] += execution.times * size
-  return dict(total)
+    beside = known[execution.computation]
+    size, flops = moved(module, line, beside), product_flops(module, line, beside)
+    if size or flops:
+      name = line.op_name or execution.where
+      found.append(Work(stage(name), execution.times, size, flops))
+  return found
 
 
 def moved(
@@ -116,15 +135,21 @@ def moved(
   return _hbm(line.arrays) + sum(map(operand, everything))
 
 
-def product_flops(module: hlo.Module, line: hlo.Instruction) -> float:
-  """FLOPs of the matmuls in one run of an instruction, and those a kernel declares."""
+def product_flops(
+  module: hlo.Module, line: hlo.Instruction, known: dict[str, hlo.Instruction]
+) -> float:
+  """FLOPs of the matmuls in one run of an instruction, and those a kernel declares.
+
+  Args:
+    known: the instructions of its computation, by name.
+  """
   if _KERNEL in line.attributes:
     declared = _FLOPS.search(line.attributes)
     return float(declared[1]) if declared else 0.0
-  if line.opcode != 'fusion':
-    return 0.0
-  lines = hlo.inner(module, line)
-  known = {i.name: i for i in lines}
+  lines = [line]
+  if line.opcode == 'fusion':
+    lines = hlo.inner(module, line)
+    known = {i.name: i for i in lines}
   total = 0.0
   for i in lines:
     if i.opcode in ('dot', 'convolution') and i.operands[0] in known:
@@ -161,7 +186,7 @@ def seconds(
       continue  # asynchronous as well: it takes none of this time
     total += max(
       moved(module, line, known) / chip.hbm_bandwidth,
-      product_flops(module, line) / chip.peak_flops,
+      product_flops(module, line, known) / chip.peak_flops,
     )
   return total
 

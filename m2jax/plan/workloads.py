@@ -13,6 +13,13 @@ from m2jax.sharding import MeshConfig
 
 TRAINING = ('pretrain', 'rl')
 SERVING = ('prefill', 'decode')
+# The job that runs the programs planned for a kind; None: no job does yet.
+JOBS = {
+  'pretrain': 'experiments.pretrain',
+  'rl': 'experiments.forge',
+  'prefill': None,
+  'decode': None,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +47,7 @@ class Workload:
   passes: tuple[int, ...] = (1,)
 
   def __post_init__(self):
-    kinds = TRAINING + SERVING
-    require(self, self.kind in kinds, 'kind', f'one of {kinds}')
+    require(self, self.kind in JOBS, 'kind', f'one of {list(JOBS)}')
     for field in ('rows', 'context'):
       require(self, getattr(self, field) >= 1, field, 'positive')
     if self.kind == 'prefill' and not 0 < self.tokens:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from m2jax import sharding
-from m2jax.plan import chips, collectives, hlo, ici, plan, traffic
+from m2jax.plan import chips, collectives, estimate, hlo, ici, plan, traffic
 from tests import processes
 from tests.plan import hlo_worker
 
@@ -158,11 +158,34 @@ def test_what_runs_beside_an_asynchronous_collective(between, flops):
   first, second = collectives.find(module, 8)
   assert (first.kind, first.bytes, first.asynchronous) == ('all-gather', 1024, True)
   work = [i for i in first.overlapping if not i.opcode.startswith('custom-call')]
-  assert [traffic.product_flops(module, i) for i in work] == [flops]
+  assert [traffic.product_flops(module, i, {}) for i in work] == [flops]
   time = traffic.seconds(module, first.overlapping, 'main', V5P)
   hbm = 2 * 4 * 8 * 8 / V5P.hbm_bandwidth
   assert time == pytest.approx(max(hbm, flops / V5P.peak_flops))
   assert (second.bytes, second.asynchronous, second.overlapping) == (1024, True, ())
+
+
+ROOFS = """ENTRY %main (a: f32[512,512], b: f32[4096]) -> f32[4096] {
+  %a = f32[512,512]{1,0} parameter(0)
+  %b = f32[4096]{0} parameter(1)
+  %d = f32[512,512]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %n = f32[4096]{0} negate(%b)
+}
+"""
+
+
+def test_every_instruction_has_its_own_roof():
+  """A matmul does not hide the bytes of the next instruction of its stage, which would
+  promise time that the program takes."""
+  matmul, negate = traffic.work(hlo.parse(ROOFS))
+  assert matmul.stage == negate.stage == ('forward', 'rest')
+  assert (matmul.flops, matmul.hbm_bytes) == (2 * 512**3, 3 * 4 * 512**2)
+  assert (negate.flops, negate.hbm_bytes) == (0, 2 * 4 * 4096)
+  padded = 40 * matmul.flops
+  (stage,) = estimate.stages([matmul, negate], {matmul.stage: padded}, V5P)
+  assert stage.compute_bound_s == pytest.approx(padded / V5P.peak_flops)
+  assert stage.hbm_bound_s == pytest.approx(negate.hbm_bytes / V5P.hbm_bandwidth)
+  assert padded / V5P.peak_flops > matmul.hbm_bytes / V5P.hbm_bandwidth
 
 
 RAGGED = """%inside (p: bf16[64], q: bf16[512]) -> bf16[512] {
@@ -215,7 +238,7 @@ def test_traffic_counts_slices_and_loops():
   w = jax.ShapeDtypeStruct((layers, 256, 256), jnp.float32)
   x = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
   module = hlo.parse(jax.jit(f).lower(x, w).compile().as_text())
-  moved = sum(traffic.by_stage(module).values())
+  moved = sum(w.times * w.hbm_bytes for w in traffic.work(module))
   weights, activations = 4 * layers * 256 * 256, 4 * layers * rows * 256
   assert weights <= moved <= 3 * weights + 8 * activations
   dots = [v for v in hlo.walk(module) if v.times == layers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -30,6 +31,17 @@ def test_without_libtpu_it_says_what_to_install(monkeypatch):
     topology.load('v5p:8x8x8')
 
 
+def test_another_libtpu_is_named(monkeypatch):
+  """It compiles, and then crashes where its HLO is read, without a word."""
+  pins = ['numpy>=2.0', 'libtpu==0.0.42.*; extra == "tpu"']
+  monkeypatch.setattr(importlib.metadata, 'requires', lambda name: pins)
+  topology.check_version('0.0.42.1')
+  with pytest.raises(
+    ValueError, match=r"0\.0\.52 .* pip install 'libtpu==0\.0\.42\.\*'"
+  ):
+    topology.check_version('0.0.52')
+
+
 def test_unknown_topology(monkeypatch):
   """libtpu's own words come with what would have been right."""
 
@@ -37,6 +49,8 @@ def test_unknown_topology(monkeypatch):
     raise jax.errors.JaxRuntimeError('INVALID_ARGUMENT: Invalid TPU name: TPU v9')
 
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: object())
+  monkeypatch.setattr(importlib.metadata, 'version', lambda name: '0.0.42.1')
+  monkeypatch.setattr(importlib.metadata, 'requires', lambda name: [])
   monkeypatch.setattr(topology.topologies, 'get_topology_desc', refuse)
   for name in topology._ENVIRONMENT:
     monkeypatch.setenv(name, topology._ENVIRONMENT[name])
