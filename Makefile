@@ -42,10 +42,8 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 sandbox: $(INSTALLED)
 	@$(BIN)/python -m m2jax.sandbox $(SANDBOX) --quick --install
 
-# Huge pages, and memory kept rather than given back after each step, make training of
-# the tiny model on CPUs faster.
-TUNABLES := glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824
-TUNABLES := $(TUNABLES):glibc.malloc.trim_threshold=4294967296
+# Huge pages make training of the tiny model on CPUs faster.
+TUNABLES := glibc.malloc.hugetlb=1
 forge: setup
 	GLIBC_TUNABLES=$(TUNABLES) $(BIN)/python -m experiments.forge \
 	  --config=configs/forge.py --workdir=$(WORKDIR) \
