@@ -32,7 +32,10 @@ def rows(parts, config, sharding: Sharding, hosts: Hosts | None = None):
   Raises:
     ValueError: micro_rows do not divide over mesh and hosts.
   """
-  sharding.check_batch(config.micro_rows)
+  try:
+    sharding.check_batch(config.micro_rows)
+  except ValueError as error:
+    raise ValueError(f'StepConfig.micro_rows={config.micro_rows}: {error}') from error
   hosts = hosts or hosts_lib.find(sharding)
   hosts.check(config.micro_rows)
 

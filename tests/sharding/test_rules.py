@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from m2jax import config, params, sharding
 from m2jax.optim import optimizer as optimizer_lib
+from m2jax.train import feeds
 from m2jax.train import step as train_step
 from tests.sharding import small
 
@@ -168,6 +169,8 @@ def test_what_does_not_divide_is_refused_by_name():
     on(expert=3).check(config.m2())
   with pytest.raises(ValueError, match='6 rows of a batch do not divide into 4'):
     on(fsdp=2, expert=2).check_batch(6)
+  with pytest.raises(ValueError, match='StepConfig.micro_rows=6: 6 rows'):
+    feeds.rows(None, train_step.StepConfig(micro_rows=6), on(fsdp=2, expert=2))
   with pytest.raises(ValueError, match='100 tokens of a batch .* into 16 equal'):
     on(context=8).check_batch(4, 100)
 
