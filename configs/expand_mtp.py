@@ -1,7 +1,7 @@
 r"""One MTP module to three by weight copy: frozen main model first, then jointly.
 
 COMMAND: python -m experiments.expand_mtp --config=configs/expand_mtp.py \
-           --config.checkpoint=workdir/pretrain --workdir=workdir/expand_mtp
+           --config.init_from=workdir/pretrain --workdir=workdir/expand_mtp
 HARDWARE: two CPU cores, for the tiny model of configs/pretrain.py. TIME: at most 600 +
   600 steps of 4,096 tokens and the compilations.
 RESULT: workdir/expand_mtp/pretrain holds a checkpoint with three modules; prints the
@@ -28,7 +28,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   base = pretrain.get_config(variant or 'tiny')
   c = ml_collections.ConfigDict()
   c.seed = base.seed
-  c.checkpoint = ''  # a run's workdir
+  c.init_from = ''  # a run's workdir, or a directory in the released format
   c.text = base.text
   c.mesh = base.mesh
   tokens, warmup = (600 * 4096, 20 * 4096) if not variant else (6 * 128, 2 * 128)

@@ -43,6 +43,7 @@ def get_config(variant: str = 'tiny') -> ml_collections.ConfigDict:
     join_from_context=0,  # stages of this context or more read joined documents
   )
   c.mesh = dataclasses.asdict(sharding.MeshConfig())  # one device
+  c.init_from = ''  # a run's workdir, or a directory in the released format
   c.tokenizer = ''  # path of a tokenizer.json; empty trains one on the text
   c.tokenizer_files = 200  # that it is trained on
   c.pretrain = dict(

@@ -58,6 +58,7 @@ def get_config(variant: str = 'fine') -> ml_collections.ConfigDict:
     join_from_context=0,
   )
   c.mesh = dataclasses.asdict(sharding.MeshConfig())  # several processes: all devices
+  c.init_from = ''  # a run's workdir, or a directory in the released format
   c.tokenizer = 'data/tokenizer.json'
   c.tokenizer_files = 0
   tokens, context, rows = 500_000_000_000, 8_192, 512  # 4,194,304 tokens a batch

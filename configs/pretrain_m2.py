@@ -66,6 +66,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.tokenizer = 'data/tokenizer.json'
   c.tokenizer_files = 0
   c.mesh = _mesh(data=4, fsdp=128)  # of stages without one of their own
+  c.init_from = ''  # a run's workdir, or a directory in the released format
   stages = (  # 12,582,912 tokens a batch, in one pass
     dict(context=8_192, rows=1_536, tokens=26_200 * BILLION, passes=1),
     dict(

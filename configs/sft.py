@@ -6,7 +6,7 @@ RESULT: a checkpoint in workdir/sft; experiments.evaluate measures its held-out 
 
 The demonstrations are those of a run of experiments.forge, or any JSON lines with
 OpenAI `messages` and, if tools are used, `tools`. To start from other weights:
---config.checkpoint=WORKDIR.
+--config.init_from=DIRECTORY, of a run or of a model in the released format.
 
 Variants: `:smoke` runs for seconds, as a check.
 """
@@ -26,7 +26,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.demonstrations = 'workdir/forge/demonstrations.jsonl'
   c.system = job.episodes.agent.system  # for chats without; '': the model's default
   c.tools = ()  # for chats without any
-  c.checkpoint = ''  # a run's workdir; empty starts from random weights
+  # a run's workdir or a directory in the released format; empty: random weights
+  c.init_from = ''
   c.model = dataclasses.asdict(model_config.tiny())
   c.tokenizer = ''  # path of a tokenizer.json; empty trains one on the chats
   c.mesh = job.mesh

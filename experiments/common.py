@@ -177,6 +177,15 @@ def make_sharding(mesh: MeshConfig) -> Sharding:
   return sharding.make(mesh)
 
 
+def resumes(checkpoints: pathlib.Path) -> bool:
+  """Whether the job goes on from a checkpoint of its own in this directory."""
+  from m2jax.checkpoint import CheckpointManager
+
+  if FRESH.value:
+    return False
+  return CheckpointManager(checkpoints, read_only=True).latest_step() is not None
+
+
 @contextlib.contextmanager
 def leader_first() -> Iterator[bool]:
   """Process 0 runs the body first; the others wait and run it after it succeeded.

@@ -1,7 +1,7 @@
 """Expands the MTP modules of a pre-trained checkpoint by weight copy, and trains them.
 
 python -m experiments.expand_mtp --config=configs/expand_mtp.py \
-  --config.checkpoint=workdir/pretrain --workdir=workdir/expand_mtp
+  --config.init_from=workdir/pretrain --workdir=workdir/expand_mtp
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 
 from experiments import common, pretrain
-from m2jax.checkpoint import CheckpointError, policy
+from m2jax.checkpoint import CheckpointError, initial, policy
 from m2jax.data import documents
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.sharding import MeshConfig
@@ -28,7 +28,7 @@ class Config:
   """
 
   seed: int
-  checkpoint: str
+  init_from: str
   text: pretrain.TextConfig
   expand: expand_mtp.ExpandConfig
   mesh: MeshConfig = MeshConfig()
@@ -36,12 +36,12 @@ class Config:
 
 def main():
   config, workdir = common.build(Config, common.values()), common.workdir()
-  if not config.checkpoint:
-    raise common.BadInput('--config.checkpoint is missing: give the workdir of a run')
+  if not config.init_from:
+    raise common.BadInput('--config.init_from is missing: give the workdir of a run')
   common.virtual_devices(config.mesh)
   process = common.join_processes()
   sharding = common.make_sharding(config.mesh)
-  start = policy.load(config.checkpoint)
+  start = initial.load(config.init_from, sharding=sharding)
   corpus, held_out = pretrain.open_text(config.text)
   settings = dataclasses.replace(config, mesh=MeshConfig())  # the same on any mesh
   encode = pretrain.encoder(start.load_tokenizer())

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments import common
-from m2jax.checkpoint import CheckpointError, CheckpointManager, policy
+from m2jax.checkpoint import CheckpointError, CheckpointManager, initial, policy
 from m2jax.config import ModelConfig
 from m2jax.data import corpus as corpus_lib
 from m2jax.data import documents, quality
@@ -63,7 +63,8 @@ class TextConfig:
 class Config:
   """One run; without a `tokenizer` file it trains one on `tokenizer_files` documents.
 
-  A run may resume on another mesh, with other passes.
+  `init_from`: weights to start from, with their tokenizer; they must be of `model`. A
+  run may resume on another mesh, with other passes.
   """
 
   seed: int
@@ -73,6 +74,7 @@ class Config:
   tokenizer_files: int
   pretrain: PretrainConfig
   mesh: MeshConfig = MeshConfig()
+  init_from: str = ''
 
 
 def open_text(text: TextConfig) -> tuple[Corpus, Sequence[Document]]:
@@ -146,11 +148,16 @@ def main():
   settings = dataclasses.replace(  # the same on any mesh
     config, mesh=MeshConfig(), pretrain=config.pretrain.on_any_mesh()
   )
-  path = workdir / policy.TOKENIZER_FILE
+  path, own = workdir / policy.TOKENIZER_FILE, workdir / 'pretrain'
   corpus, held_out = open_text(config.text)
+  make, variables = functools.partial(make_tokenizer, config, corpus.source), None
+  if config.init_from and not common.resumes(own):
+    source = initial.load(config.init_from, config.model, sharding)
+    initial.check(source.model, config.model, config.init_from)
+    make, variables = source.load_tokenizer, source.variables
+    del source
   with common.leader_first() as leads:
     open_workdir(settings, workdir, common.FRESH.value, leads)
-    make = functools.partial(make_tokenizer, config, corpus.source)
     encode = encoder(keep_tokenizer(path, make, config.model.vocab_size))
     sources = stage_sources(
       config.text,
@@ -161,7 +168,7 @@ def main():
       workdir=workdir,
     )
 
-  checkpoints = CheckpointManager(workdir / 'pretrain')
+  checkpoints = CheckpointManager(own)
   records = workdir if leads else workdir / f'process{process}'
   with (
     checkpoints as manager,
@@ -181,6 +188,7 @@ def main():
       sources,
       run,
       seed=config.seed,
+      variables=variables,
       sharding=sharding,
     )
     loss = pretrain.held_out(
@@ -195,7 +203,7 @@ def main():
     metrics.write('held_out', int(state.step), loss)
   print(
     f'held-out loss {loss["loss"]:.3f} nats/token over {loss["tokens"]} tokens after '
-    f'{int(state.step)} steps\ncheckpoint: {workdir / "pretrain"}'
+    f'{int(state.step)} steps\ncheckpoint: {own}'
   )
 
 

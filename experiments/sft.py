@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on chats, from random weights or from a checkpoint.
+"""Supervised fine-tuning on chats, from random or given weights.
 
   python -m experiments.sft --config=configs/sft.py --workdir=workdir/sft \
     --config.demonstrations=workdir/forge/demonstrations.jsonl
@@ -13,7 +13,7 @@ import jax
 
 from experiments import common
 from m2jax import sharding
-from m2jax.checkpoint import CheckpointError, CheckpointManager, policy
+from m2jax.checkpoint import CheckpointError, CheckpointManager, initial, policy
 from m2jax.config import ModelConfig
 from m2jax.data import chats
 from m2jax.observe import metrics as metrics_lib
@@ -26,7 +26,7 @@ from m2jax.train.workdir import WorkdirError, keep_tokenizer, open_workdir
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """One run; with a `checkpoint` model and tokenizer are the checkpoint's.
+  """One run; with `init_from` model and tokenizer are those of the weights.
 
   `system` and `tools` are for chats without their own; see `data.chats`. A run may
   resume on another mesh.
@@ -36,7 +36,7 @@ class Config:
   demonstrations: str
   system: str | None
   tools: tuple[dict, ...]
-  checkpoint: str
+  init_from: str
   model: ModelConfig
   tokenizer: str
   sft: sft.SftConfig
@@ -54,7 +54,9 @@ def main():
       'of chats, such as demonstrations.jsonl in the workdir of experiments.forge'
     )
   found = chats.read(config.demonstrations, system=config.system, tools=config.tools)
-  source = policy.load(config.checkpoint) if config.checkpoint else None
+  own = workdir / 'sft'
+  start = own if common.resumes(own) else config.init_from
+  source = initial.load(start, config.model, mesh) if config.init_from else None
   model = source.model if source else config.model
   anywhere = dataclasses.replace(config, mesh=sharding.MeshConfig())
 
@@ -71,7 +73,7 @@ def main():
     tok = keep_tokenizer(path, make_tokenizer, model.vocab_size)
   room = min(config.sft.row_tokens, config.sft.tokens_per_step, model.max_positions)
   samples = chats.encode(found, tok, room)
-  checkpoints = CheckpointManager(workdir / 'sft')
+  checkpoints = CheckpointManager(own)
   records = workdir if leads else workdir / f'process{process}'
   with (
     checkpoints as manager,
@@ -95,7 +97,7 @@ def main():
   loss = metrics_lib.read(records, 'sft')[-1]['loss']
   print(
     f'loss {loss:.3f} nats/token after {int(state.step)} steps on {len(samples)} chats'
-    f'\ncheckpoint: {workdir / "sft"}'
+    f'\ncheckpoint: {own}'
   )
 
 

@@ -18,9 +18,11 @@ import tokenizers
 from etils import epath
 
 from m2jax import model as model_lib
+from m2jax import sharding as sharding_lib
 from m2jax.checkpoint.errors import CheckpointMismatch, MissingCheckpoint
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.config import ModelConfig
+from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.text.tokenizer import Tokenizer
 
 TOKENIZER_FILE = 'tokenizer.json'
@@ -74,12 +76,17 @@ def find(directory: str | os.PathLike) -> str:
   )
 
 
-def load(directory: str | os.PathLike, step: int | None = None) -> Policy:
+def load(
+  directory: str | os.PathLike,
+  step: int | None = None,
+  sharding: Sharding = ONE_DEVICE,
+) -> Policy:
   """Reads a policy; safe while a job writes to the directory.
 
   Args:
     directory: of checkpoints, or a workdir.
     step: None is the latest.
+    sharding: the mesh to read onto; all its processes must call this.
 
   Raises:
     MissingCheckpoint: no such directory or step.
@@ -92,8 +99,10 @@ def load(directory: str | os.PathLike, step: int | None = None) -> Policy:
   model = _model(host, files, f'{path}/{step}')
   init = functools.partial(model_lib.M2(model).init, jax.random.key(0))
   shapes = jax.eval_shape(init, jax.ShapeDtypeStruct((1, 2), jnp.int32))
-  like = {'variables': {name: dict(shapes[name]) for name in ('params', 'router')}}
-  variables = manager.restore(step, like=like, partial=True).state['variables']
+  like = {name: dict(shapes[name]) for name in ('params', 'router')}
+  like = sharding.shaped(like, sharding_lib.param_specs(model, sharding.rules))
+  found = manager.restore(step, like={'variables': like}, partial=True)
+  variables = found.state['variables']
   return Policy(model, variables, files[TOKENIZER_FILE], step, path)
 
 

@@ -43,17 +43,6 @@ class Program(NamedTuple):
   resident: tuple[Any, ...] = ()
 
 
-def shaped(where: sharding_lib.Sharding, tree: Any, specs: Any) -> Any:
-  """Shapes of `tree` with shardings; `specs` is a prefix of it."""
-
-  def subtree(place, part):
-    return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), part
-    )
-
-  return jax.tree.map(subtree, where.named(specs), tree)
-
-
 def device_bytes(tree: Any) -> int:
   """Bytes on one device of shapes with shardings, without the padding of tiles."""
 
@@ -88,7 +77,7 @@ def train_state(config: PlanConfig, where: sharding_lib.Sharding) -> Any:
   state = jax.eval_shape(
     lambda key: train_step.new_state(cfg, optimizer, key), jax.random.key(0)
   )
-  return shaped(where, state, train_step.state_specs(cfg, optimizer, where.rules))
+  return where.shaped(state, train_step.state_specs(cfg, optimizer, where.rules))
 
 
 def train(
@@ -115,16 +104,16 @@ def train(
   )
   parts = train_step.programs(cfg, optimizer, objective, step, where)
   state = train_state(config, where)
-  forest_shapes = shaped(
-    where, batch(cfg, placed), sharding_lib.batch_specs(where.rules)
+  forest_shapes = where.shaped(
+    batch(cfg, placed), sharding_lib.batch_specs(where.rules)
   )
   everywhere = jax.sharding.PartitionSpec()
   sums = jax.eval_shape(parts.micro, state.variables, forest_shapes)
   gradients, *scalars = sums
   specs = sharding_lib.param_specs(cfg, where.rules)['params']
   sums = (
-    shaped(where, gradients, specs),
-    *(shaped(where, tree, everywhere) for tree in scalars),
+    where.shaped(gradients, specs),
+    *(where.shaped(tree, everywhere) for tree in scalars),
   )
   several = placed.passes > 1
   held = (state.opt_state, state.step, *((sums,) if several else ()))
@@ -153,14 +142,14 @@ def serve(config: PlanConfig, placed: Placed, where: sharding_lib.Sharding) -> P
   variables = jax.eval_shape(
     lambda key: train_step.init_variables(cfg, key), jax.random.key(0)
   )
-  variables = shaped(where, variables, sharding_lib.param_specs(cfg, rules))
+  variables = where.shaped(variables, sharding_lib.param_specs(cfg, rules))
   positions = load.context + load.new_tokens
   cache = jax.eval_shape(lambda: kv_cache.init(cfg, rows, positions))
-  cache = shaped(where, cache, on_mesh.cache_specs(rules))
+  cache = where.shaped(cache, on_mesh.cache_specs(rules))
   spec = rules.spec('rows', 'rows')
 
   def row(*shape, dtype=jnp.int32):
-    return shaped(where, jax.ShapeDtypeStruct((rows, *shape), dtype), spec)
+    return where.shaped(jax.ShapeDtypeStruct((rows, *shape), dtype), spec)
 
   if load.kind == 'prefill':
     jitted = on_mesh.jit_prefill(cfg, where)

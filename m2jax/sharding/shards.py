@@ -59,6 +59,18 @@ class Sharding:
     """A tree of PartitionSpecs as NamedShardings on the mesh."""
     return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
+  def shaped(self, tree: Any, specs: Any) -> Any:
+    """Shapes of `tree` with their shardings; `specs` is a tree prefix of it."""
+    if self.mesh is None:
+      return tree
+
+    def subtree(place, part):
+      return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), part
+      )
+
+    return jax.tree.map(subtree, self.named(specs), tree)
+
   def place(self, tree: Any, specs: Any) -> Any:
     """Arrays onto the mesh; every process passes the same arrays and stores its shards.
 

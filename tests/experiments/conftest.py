@@ -131,7 +131,7 @@ def tuned(tmp_path_factory, pretrained, chats):
   """(workdir, output) of SFT from the pre-trained weights."""
   workdir = tmp_path_factory.mktemp('tuned') / 'run'
   flags = [f'--workdir={workdir}', f'--config.demonstrations={chats}', *SFT]
-  flags.append(f'--config.checkpoint={pretrained[0]}')
+  flags.append(f'--config.init_from={pretrained[0]}')
   return workdir, run('sft', *flags, variant=':smoke')
 
 

@@ -46,7 +46,7 @@ CASES = {
     [
       '--workdir={tmp}/w',
       '--config.demonstrations={tmp}/chats.jsonl',
-      '--config.checkpoint={tmp}/gone',
+      '--config.init_from={tmp}/gone',
     ],
     '{tmp}/gone',
   ),

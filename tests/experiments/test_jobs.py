@@ -118,7 +118,7 @@ def test_expansion_on_a_mesh_is_expansion(tmp_path, pretrained, texts):
   """Both parts have the losses of one device; a run goes on on another mesh."""
 
   def losses(name, devices):
-    flags = [f'--workdir={tmp_path / name}', f'--config.checkpoint={pretrained[0]}']
+    flags = [f'--workdir={tmp_path / name}', f'--config.init_from={pretrained[0]}']
     flags += [*conftest.text_flags(texts), f'--config.mesh.data={devices}']
     for part in ('frozen', 'joint'):
       by_kind = f'--config.expand.{part}.optimizer.by_kind'

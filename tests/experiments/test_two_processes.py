@@ -54,7 +54,7 @@ def test_sft_and_expansion(tmp_path, chats, pretrained, texts):
   tune = [f'--config.demonstrations={chats}', *conftest.SFT]
   tune += [f'--config.model.{field}' for field in conftest.SMALL]
   limit = ['--config.sft.loop.seconds=0.001', '--config.sft.loop.log_every=3']
-  expand = [f'--config.checkpoint={pretrained[0]}', *conftest.text_flags(texts)]
+  expand = [f'--config.init_from={pretrained[0]}', *conftest.text_flags(texts)]
   expand.append('--config.expand.joint.loop.seconds=0')
   expand.append('--config.expand.frozen.loop.seconds=0')
   both = start('sft', f'--workdir={tmp_path}/sft', *tune, *limit, one)

@@ -104,7 +104,7 @@ def test_the_loss_curve_is_bit_identical(tmp_path):
   assert policy.load(workdir).step == STEPS
 
   # Expansion starts from such a checkpoint; its result is a policy with 3 modules.
-  flags = [f'--config.checkpoint={workdir}']
+  flags = [f'--config.init_from={workdir}']
   output = finish(tmp_path / 'expanded', texts, 'expand_mtp', flags)
   assert '3 MTP modules; held-out loss' in output
   expanded, before = policy.load(tmp_path / 'expanded'), policy.load(workdir)

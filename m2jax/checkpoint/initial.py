@@ -1,0 +1,88 @@
+"""Weights to start a job from: a run's checkpoint, or a model in the released format.
+
+Both are read straight onto the job's mesh: no device has more than its own part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+from etils import epath
+
+from m2jax import params
+from m2jax.checkpoint import huggingface, policy
+from m2jax.checkpoint.errors import CheckpointMismatch
+from m2jax.config import ModelConfig
+from m2jax.sharding import ONE_DEVICE, Sharding
+
+# How a job computes is its own choice, whatever the weights were trained or stored as.
+_OF_THE_JOB = ('dtype', 'param_dtype', 'remat', 'unroll_layers')
+
+
+def load(
+  directory: str | os.PathLike,
+  job: ModelConfig | None = None,
+  sharding: Sharding = ONE_DEVICE,
+) -> policy.Policy:
+  """The weights with which a job starts.
+
+  Args:
+    directory: of checkpoints, a run's workdir, or one with config.json and safetensors
+      in the released format, with its tokenizer.json.
+    job: the model that is returned has its dtypes and its remat; None: as stored.
+    sharding: the mesh to read onto; all its processes must call this.
+
+  Raises:
+    MissingCheckpoint, CheckpointMismatch, CorruptCheckpoint: as `policy.load` and
+      `huggingface.load`.
+  """
+  root = epath.Path(directory)
+  if root.is_dir() and list(root.glob('*.safetensors')):
+    found = _released(root, job and job.param_dtype, sharding)
+  else:
+    found = policy.load(directory, sharding=sharding)
+  if job is None:
+    return found
+  chosen = {name: getattr(job, name) for name in _OF_THE_JOB}
+  model = dataclasses.replace(found.model, **chosen)
+  shapes = params.shapes(model)
+  variables = {
+    kind: jax.tree.map(_cast, found.variables[kind], dict(shapes[kind]))
+    for kind in ('params', 'router')
+  }
+  return found._replace(model=model, variables=variables)
+
+
+def check(found: ModelConfig, wanted: ModelConfig, directory: str) -> None:
+  """Raises CheckpointMismatch with the fields in which the models differ."""
+  pairs = {
+    f.name: (getattr(found, f.name), getattr(wanted, f.name))
+    for f in dataclasses.fields(ModelConfig)
+    if f.name not in _OF_THE_JOB
+  }
+  wrong = [f'{name}={a}, not {b}' for name, (a, b) in pairs.items() if a != b]
+  if not wrong:
+    return
+  hint = ''
+  if found.num_mtp_modules < wanted.num_mtp_modules:
+    hint = '; experiments.expand_mtp adds MTP modules'
+  raise CheckpointMismatch(
+    f'the model of {directory} is not config.model: it has {", ".join(wrong)}{hint}'
+  )
+
+
+def _released(root: epath.Path, dtype: str | None, sharding: Sharding) -> policy.Policy:
+  path = root / huggingface.TOKENIZER
+  if not path.exists():
+    raise CheckpointMismatch(f'{root} has no {path.name}, which the job needs')
+  rules = None if sharding.mesh is None else sharding.rules
+  model, variables = huggingface.load(
+    root, mesh=sharding.mesh, rules=rules, dtype=dtype
+  )
+  return policy.Policy(model, variables, path.read_bytes(), 0, os.fspath(root))
+
+
+def _cast(leaf, like):
+  return leaf if leaf.dtype == like.dtype else leaf.astype(like.dtype)
