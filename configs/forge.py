@@ -39,6 +39,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.eval_tasks = 300  # held-out tasks per evaluation, one episode each
   c.dev_tasks = 210  # development tasks per evaluation after each phase
   c.start = ''  # workdir whose demonstrations, tokenizer and SFT weights are reused
+  c.init_from = ''  # weights that SFT starts from, of a run or in the released format
   c.tasks = dict(
     kind='terminal',  # or an import path (docs/add_a_task.md)
     files=(3, 5),

@@ -14,8 +14,10 @@ from etils import epath
 from m2jax import params
 from m2jax.checkpoint import huggingface, policy
 from m2jax.checkpoint.errors import CheckpointMismatch
+from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.config import ModelConfig
 from m2jax.sharding import ONE_DEVICE, Sharding
+from m2jax.text.tokenizer import Tokenizer
 
 # How a job computes is its own choice, whatever the weights were trained or stored as.
 _OF_THE_JOB = ('dtype', 'param_dtype', 'remat', 'unroll_layers')
@@ -39,7 +41,7 @@ def load(
       `huggingface.load`.
   """
   root = epath.Path(directory)
-  if root.is_dir() and list(root.glob('*.safetensors')):
+  if _is_released(root):
     found = _released(root, job and job.param_dtype, sharding)
   else:
     found = policy.load(directory, sharding=sharding)
@@ -53,6 +55,16 @@ def load(
     for kind in ('params', 'router')
   }
   return found._replace(model=model, variables=variables)
+
+
+def tokenizer(directory: str | os.PathLike) -> Tokenizer:
+  """The tokenizer of the weights, which are not read. Errors as `load`."""
+  root = epath.Path(directory)
+  if _is_released(root):
+    return policy.read_tokenizer(_tokenizer_file(root).read_bytes())
+  manager = CheckpointManager(policy.find(directory), read_only=True)
+  _, files, _ = manager.read_host()
+  return policy.read_tokenizer(files[policy.TOKENIZER_FILE])
 
 
 def check(found: ModelConfig, wanted: ModelConfig, directory: str) -> None:
@@ -73,15 +85,24 @@ def check(found: ModelConfig, wanted: ModelConfig, directory: str) -> None:
   )
 
 
-def _released(root: epath.Path, dtype: str | None, sharding: Sharding) -> policy.Policy:
+def _is_released(root: epath.Path) -> bool:
+  return root.is_dir() and bool(list(root.glob('*.safetensors')))
+
+
+def _tokenizer_file(root: epath.Path) -> epath.Path:
   path = root / huggingface.TOKENIZER
   if not path.exists():
     raise CheckpointMismatch(f'{root} has no {path.name}, which the job needs')
+  return path
+
+
+def _released(root: epath.Path, dtype: str | None, sharding: Sharding) -> policy.Policy:
+  content = _tokenizer_file(root).read_bytes()
   rules = None if sharding.mesh is None else sharding.rules
   model, variables = huggingface.load(
     root, mesh=sharding.mesh, rules=rules, dtype=dtype
   )
-  return policy.Policy(model, variables, path.read_bytes(), 0, os.fspath(root))
+  return policy.Policy(model, variables, content, 0, os.fspath(root))
 
 
 def _cast(leaf, like):

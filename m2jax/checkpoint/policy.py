@@ -49,7 +49,12 @@ class Policy(NamedTuple):
 
   def load_tokenizer(self) -> Tokenizer:
     """Builds the tokenizer."""
-    return Tokenizer(tokenizers.Tokenizer.from_buffer(self.tokenizer))
+    return read_tokenizer(self.tokenizer)
+
+
+def read_tokenizer(content: bytes) -> Tokenizer:
+  """Builds a tokenizer from the content of its `tokenizer.json`."""
+  return Tokenizer(tokenizers.Tokenizer.from_buffer(content))
 
 
 def host(model: ModelConfig) -> dict[str, Any]:

@@ -160,6 +160,8 @@ class ForgeConfig(RolloutConfig):
     start: workdir of a run whose demonstrations, tokenizer and SFT weights are reused,
       so that a control starts from the weights where that run's RL did; '' makes new
       ones.
+    init_from: weights that SFT starts from, with their tokenizer: a run's workdir or a
+      directory in the released format, of the config's model; '' is random weights.
   """
 
   seed: int
@@ -170,8 +172,11 @@ class ForgeConfig(RolloutConfig):
   dev_tasks: int = 0
   mesh: MeshConfig = MeshConfig()
   start: str = ''
+  init_from: str = ''
 
   def __post_init__(self):
     super().__post_init__()
+    if self.start and self.init_from:
+      raise ValueError('ForgeConfig: start and init_from are both set; set one')
     if self.rl is not None and self.more_sft is not None:
       raise ValueError('ForgeConfig: rl and more_sft are both set; set one to None')

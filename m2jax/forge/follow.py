@@ -21,7 +21,6 @@ from m2jax.forge.step_files import DIRECTORY, StepFiles
 from m2jax.observe import metrics as metrics_lib
 from m2jax.rl.learner import Learner, Packed
 from m2jax.sharding import MeshConfig, Sharding
-from m2jax.train import step as train_step
 from m2jax.train.workdir import open_workdir
 
 
@@ -42,7 +41,7 @@ def run(config: ForgeConfig, workdir: Path, sharding: Sharding) -> None:
 
 
 def _phases(config, workdir, sharding, commands, metrics) -> None:
-  variables = train_step.init_variables(config.model, jax.random.key(config.seed))
+  variables = prepare.start(config, workdir, sharding).variables
   while True:
     command = commands.receive()
     logging.info('process 0: %s', command)

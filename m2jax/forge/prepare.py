@@ -19,7 +19,7 @@ from absl import logging
 
 from m2jax import forest, sandbox, tasks
 from m2jax import sharding as sharding_lib
-from m2jax.checkpoint import policy
+from m2jax.checkpoint import initial, policy
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.data import chats as chats_lib
 from m2jax.forge.config import ForgeConfig
@@ -77,9 +77,12 @@ def chats(
 
 
 def make_tokenizer(config: ForgeConfig, demos, path: Path) -> tokenizer.Tokenizer:
-  """Returns a byte-level BPE trained on the run's own text; made once, at `path`."""
+  """The run's tokenizer, stored at `path`: that of the weights that it starts from, or
+  a byte-level BPE trained on the run's own text."""
 
   def make():
+    if config.init_from:
+      return initial.tokenizer(config.init_from)
     texts = [chat.text() for chat in chats(config, demos)]
     return tokenizer.train(texts, config.model.vocab_size)
 
@@ -108,6 +111,31 @@ def material(config: ForgeConfig, workdir: Path, demos=None) -> Material:
   tok = make_tokenizer(config, verified, path)
   samples = encode(config, tok, verified)
   return Material(samples, tok, {policy.TOKENIZER_FILE: path.read_bytes()})
+
+
+class Start(NamedTuple):
+  """Weights before SFT: for the mesh, and for the engine on one device."""
+
+  variables: Any
+  served: Any
+
+
+def start(config: ForgeConfig, workdir: Path, sharding: Sharding) -> Start:
+  """Random weights, or those of `config.init_from`; every process calls it.
+
+  Where SFT resumes, its checkpoint replaces them, and none are read.
+
+  Raises:
+    CheckpointMismatch: they are of another model; names the fields.
+  """
+  with CheckpointManager(workdir / 'sft', read_only=True) as manager:
+    resumes = manager.latest_step() is not None
+  if resumes or not config.init_from:
+    random = train_step.init_variables(config.model, jax.random.key(config.seed))
+    return Start(random, random)
+  found = initial.load(config.init_from, config.model, sharding)
+  initial.check(found.model, config.model, config.init_from)
+  return Start(found.variables, sharding_lib.local_copy(found.variables))
 
 
 class Tuned(NamedTuple):

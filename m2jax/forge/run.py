@@ -24,7 +24,6 @@ from m2jax.observe import metrics as metrics_lib
 from m2jax.observe.terminal import RunView
 from m2jax.pool import data_pool
 from m2jax.sharding import MeshConfig, Sharding
-from m2jax.train import step as train_step
 from m2jax.train.workdir import open_workdir
 
 UNTRAINED = -1  # policy version of random weights; SFT's is 0, RL continues from it
@@ -129,8 +128,8 @@ class _Run:
     samples, tok, files = prepare.material(config, workdir, demos)
     view.done(f'teacher {len(samples) / len(demos):.2f}')
     _log_tokens(samples)
-    variables = train_step.init_variables(config.model, jax.random.key(config.seed))
-    with roles.rollouts(config, variables, tok, self._pool, UNTRAINED) as running:
+    variables, served = prepare.start(config, workdir, self._sharding)
+    with roles.rollouts(config, served, tok, self._pool, UNTRAINED) as running:
       view.begin('SFT')
       variables, step = self._sft('sft', samples, variables, files, running)
       if not config.start:  # else that run has evaluated these weights

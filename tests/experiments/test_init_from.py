@@ -15,6 +15,8 @@ from tests.experiments import conftest
 
 EIGHT = ['--config.mesh.fsdp=4', '--config.mesh.expert=2', '--config.mesh.data=1']
 ONE = ['--config.mesh.data=1']
+LONG = ('engine.context_tokens=1024', 'engine.contexts=(1024,)', 'sft.row_tokens=1024')
+LONG += ('sft.tokens_per_step=2048', 'rl.learner.row_tokens=1024')
 
 
 @pytest.fixture(scope='module')
@@ -79,3 +81,29 @@ def test_other_sizes_are_named(tmp_path, pretrained, texts):
   output = conftest.run('pretrain', *flags, variant=':smoke', code=2)
   assert 'expert_dim=16, not 24' in output
   assert 'experiments.expand_mtp adds MTP modules' in output
+
+
+@pytest.mark.long
+def test_the_main_job_starts_from_released_weights(tmp_path, released):
+  """On eight devices, to its end: SFT at a rate of 0 saves them with their tokenizer,
+  and what RL made of them is exported."""
+  flags = [f'--workdir={tmp_path / "run"}', f'--config.init_from={released}', *EIGHT]
+  flags += [*conftest.ENGINE, '--config.episodes.backend=rlimit_only']
+  # The tokenizer is of other text: many tokens a demonstration.
+  flags += [f'--config.{field}' for field in LONG]
+  flags += [f'--config.model.{field}' for field in conftest.SMALL]
+  flags += ['--config.sft.step.micro_rows=8', '--config.rl.learner.step.micro_rows=8']
+  # SFT that changes nothing
+  flags += ['--config.sft.optimizer.adam.learning_rate=0.0', '--config.rl.steps=1']
+  flags += ['--config.sft.optimizer.weight_decay=0.0']
+  flags += [f'--config.sft.optimizer.by_kind.{k}=adam' for k in ('matrix', 'expert')]
+  flags += ['--config.sft.step.bias_update_rate=0.0']
+  conftest.run('forge', *flags, variant=':smoke')
+  _, start = huggingface.load(released)
+  tuned = policy.load(tmp_path / 'run' / 'sft')
+  jax.tree.map(np.testing.assert_array_equal, tuned.variables, start)
+  assert tuned.tokenizer == (released / 'tokenizer.json').read_bytes()
+  convert(tmp_path / 'run', tmp_path / 'exported')
+  _, again = huggingface.load(tmp_path / 'exported')
+  trained = policy.load(tmp_path / 'run' / 'rl')
+  jax.tree.map(np.testing.assert_array_equal, again, trained.variables)
