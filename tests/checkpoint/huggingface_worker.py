@@ -2,10 +2,11 @@
 
   python -m tests.checkpoint.huggingface_worker ID COUNT PORT SOURCE TARGET
 
-Prints the bytes of tensors it read.
+Prints the bytes of tensors it read, on two meshes, and the model's.
 """
 
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -14,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 from m2jax import sharding
 from m2jax.checkpoint import huggingface, leaves
 from m2jax.checkpoint.huggingface import safetensors_io, streaming
-
-MESH = sharding.MeshConfig(expert=2, fsdp=2, tensor=2)
 
 
 def check_rows():
@@ -49,29 +48,40 @@ def main():
   # Process 0 gets the first experts, process 1 the others.
   grid = np.array(jax.devices()).reshape(2, 2, 2)  # expert, fsdp, tensor
   order = grid.transpose(1, 0, 2).reshape([1, 2, 1, 2, 2])
-  mesh = jax.sharding.Mesh(order, sharding.MESH_AXES)
   rules = sharding.PRESETS['fsdp_ep']
-  total = 0
-  rows = safetensors_io.Reader.rows
-
-  def counted(reader, *args):
-    nonlocal total
-    out = rows(reader, *args)
-    total += out.nbytes
-    return out
-
-  safetensors_io.Reader.rows = counted
-  cfg, variables = huggingface.load(source, mesh=mesh, rules=rules)
-  own, total = total, 0
-  _, whole = huggingface.load(source)
+  (_, whole), stored = counted(source)
   whole = leaves.table(jax.tree.map(np.asarray, whole))
+  cfg, variables, read = load(source, order, rules, whole)
+  huggingface.save(target, cfg, variables, max_shard_bytes=8_000)
+  # Each process gets a half of the columns of nearly every matrix.
+  columns = np.array(jax.devices()).reshape([1, 4, 2, 1, 1])
+  halves = load(source, columns, sharding.PRESETS['fsdp'], whole)[2]
+  print('read', read, 'and', halves, 'of', stored)
+
+
+def load(source, devices, rules, whole):
+  """Loads onto a mesh and compares; also returns the bytes of tensors that it read."""
+  mesh = jax.sharding.Mesh(devices, sharding.MESH_AXES)
+  (cfg, variables), read = counted(source, mesh=mesh, rules=rules)
   specs = leaves.table(sharding.param_specs(cfg, rules))
   for name, leaf in leaves.table(variables).items():
     assert leaf.sharding == jax.sharding.NamedSharding(mesh, specs[name]), name
     for shard in leaf.addressable_shards:
       np.testing.assert_array_equal(shard.data, whole[name][shard.index])
-  huggingface.save(target, cfg, variables, max_shard_bytes=8_000)
-  print('read', own, 'of', total)
+  return cfg, variables, read
+
+
+def counted(source, **options):
+  """What `huggingface.load` returns, and the bytes of tensors that it read."""
+  sizes, rows = [], safetensors_io.Reader.rows
+
+  def counting(*args):
+    out = rows(*args)
+    sizes.append(out.nbytes)
+    return out
+
+  with mock.patch.object(safetensors_io.Reader, 'rows', counting):
+    return huggingface.load(source, **options), sum(sizes)
 
 
 if __name__ == '__main__':

@@ -4,6 +4,10 @@ An array is filled on its devices: each device's part is allocated once, and a
 computation that donates the part writes each piece into it. Neither the host nor a
 device therefore holds any part twice, even if they share memory.
 
+A file stores a matrix row after row, and a process reads whole rows. Where a mesh of
+several processes splits the columns, each layer is therefore filled as if it split the
+rows, so that each process reads its share, and is then sent to where it belongs.
+
 Axes: pieces are [rows, columns] or [rows] of one matrix or vector of a stacked array.
 """
 
@@ -26,6 +30,12 @@ def row_ranges(start: int, stop: int, row_bytes: int) -> Iterator[tuple[int, int
   step = max(1, PIECE_BYTES // max(row_bytes, 1))
   for first in range(start, stop, step):
     yield first, min(first + step, stop)
+
+
+def _names(spec: jax.sharding.PartitionSpec, axis: int) -> tuple[str, ...]:
+  """The mesh axes that split an axis, outermost first."""
+  names = spec[axis] if axis < len(spec) else None
+  return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 class _Part(NamedTuple):
@@ -89,12 +99,117 @@ class Filler:
     # Otherwise pieces would queue up in the host's memory.
     jax.block_until_ready([self._buffers[part] for part in parts])
 
+  def flush(self, index: tuple[int, ...]):
+    """All pieces of the layer index[0] are put; of the array if it has no layers."""
+
   def array(self) -> jax.Array:
     """The filled array; the filler is empty afterwards."""
     buffers, self._buffers = list(self._buffers.values()), {}
     return jax.make_array_from_single_device_arrays(
       self._shape, self._sharding, buffers
     )
+
+
+class RowFiller:
+  """A Filler of an array whose columns are split: a layer's rows are filled, then sent.
+
+  All processes must flush the same layers in the same order.
+  """
+
+  def __init__(
+    self,
+    shape: tuple[int, ...],
+    dtype: Any,
+    target: jax.sharding.NamedSharding,
+    moved: tuple[str, ...],
+    lead: int,
+    transposed: bool,
+  ):
+    """Allocates zeros.
+
+    Args:
+      target: the array's sharding.
+      moved: the innermost mesh axes of the file's columns; they split its rows while
+        they are filled.
+      lead: number of the axes before the matrix; the first of them, if any, is that of
+        layers, which is not split.
+      transposed: whether the array has the transpose of the file's matrices.
+    """
+    self._dtype, self._layers = dtype, min(lead, 1)
+    self._shape = shape[self._layers :]
+    row, column = (-1, -2) if transposed else (-2, -1)
+    row, column = len(self._shape) + row, len(self._shape) + column
+    axes = [_names(target.spec, axis) for axis in range(self._layers, len(shape))]
+    axes[row], axes[column] = axes[row] + moved, axes[column][: -len(moved)]
+    spec = jax.sharding.PartitionSpec(*(names or None for names in axes))
+    self._by_rows = jax.sharding.NamedSharding(target.mesh, spec)
+    self._filler: Filler | None = None
+
+    def send(array, layer, at):
+      sent = jax.lax.all_to_all(layer, moved, column, row, tiled=True)
+      if not self._layers:
+        return sent
+      return jax.lax.dynamic_update_index_in_dim(array, sent, at, 0)
+
+    whole = jax.sharding.PartitionSpec()
+    send = jax.shard_map(
+      send,
+      mesh=target.mesh,
+      in_specs=(target.spec, spec, whole),
+      out_specs=target.spec,
+      check_vma=False,
+    )
+    self._send = jax.jit(send, donate_argnums=(0, 1), out_shardings=target)
+    zeros = functools.partial(jnp.zeros, shape, dtype)
+    self._array = jax.jit(zeros, out_shardings=target)()
+
+  def wanted(self, index, transposed):
+    """As `Filler.wanted`."""
+    if self._filler is None:
+      self._filler = Filler(self._shape, self._dtype, self._by_rows)
+    return self._filler.wanted(index[self._layers :], transposed)
+
+  def put(self, piece, index, first_row, transposed, parts):
+    """As `Filler.put`."""
+    index = index[self._layers :]
+    self._filler.put(piece, index, first_row, transposed, parts)
+
+  def flush(self, index):
+    """As `Filler.flush`; collective over processes."""
+    layer, self._filler = self._filler.array(), None
+    self._array = self._send(self._array, layer, np.int32(index[0] if index else 0))
+    # Otherwise the next layer is filled while this one still exists twice.
+    jax.block_until_ready(self._array)
+
+  def array(self) -> jax.Array:
+    """As `Filler.array`."""
+    array, self._array = self._array, None
+    return array
+
+
+def filler(
+  shape: tuple[int, ...],
+  dtype: Any,
+  sharding: jax.sharding.Sharding,
+  lead: int,
+  transposed: bool,
+) -> Filler | RowFiller:
+  """The filler with which each process reads the fewest rows.
+
+  Args:
+    lead: number of the array's axes before its matrices, or vectors.
+    transposed: whether it has the transpose of the file's matrices.
+  """
+  processes = {device.process_index for device in sharding.device_set}
+  if len(processes) > 1 and len(shape) - lead == 2:
+    row, column = (lead + 1, lead) if transposed else (lead, lead + 1)
+    moved, held = _names(sharding.spec, column), _names(sharding.spec, row)
+    parts = lambda names: math.prod(sharding.mesh.shape[name] for name in names)
+    while shape[row] % parts(held + moved):
+      moved = moved[1:]
+    if parts(moved) > 1:
+      return RowFiller(shape, dtype, sharding, moved, lead, transposed)
+  return Filler(shape, dtype, sharding)
 
 
 @functools.partial(jax.jit, static_argnames='transposed', donate_argnums=0)
@@ -136,10 +251,8 @@ def _read(sharding, count: int, lead: int, transposed: bool, dtype: np.dtype):
   """
   if not isinstance(sharding, jax.sharding.NamedSharding):
     return jax.jit(functools.partial(_cut, _ALONE, count, lead, transposed, dtype))
-  spec = sharding.spec
-  axes = [spec[i] if i < len(spec) else None for i in range(_MAX_AXES)]
-  axes = [(a,) if isinstance(a, str) else tuple(a or ()) for a in axes]
-  mesh = sharding.mesh
+  spec, mesh = sharding.spec, sharding.mesh
+  axes = [_names(spec, i) for i in range(_MAX_AXES)]
   cut = functools.partial(_cut, _Split(mesh, axes), count, lead, transposed, dtype)
   whole = jax.sharding.PartitionSpec()
   return jax.jit(

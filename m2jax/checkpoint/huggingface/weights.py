@@ -73,14 +73,19 @@ def load(
     wanted = names_lib.tensors(cfg)
     shards.check(wanted, block)
     shardings = _shardings(cfg, names_lib.shapes(cfg), mesh, rules)
-    fillers = {
-      leaf: streaming.Filler(like.shape, like.dtype, shardings[leaf])
-      for leaf, like in leaves_lib.table(params_lib.shapes(cfg)).items()
-    }
-    for tensor in sorted(wanted, key=lambda t: shards.position(t.name)):
-      _fill(fillers[tensor.leaf], tensor, shards, block)
-    variables = leaves_lib.nest({leaf: f.array() for leaf, f in fillers.items()})
-  return cfg, variables
+    shapes = leaves_lib.table(params_lib.shapes(cfg))
+    fillers = {}
+    for leaf, layer in _layers(wanted, shards):
+      if leaf not in fillers:
+        like, one = shapes[leaf], layer[0]
+        fillers[leaf] = streaming.filler(
+          like.shape, like.dtype, shardings[leaf], len(one.index), one.transposed
+        )
+      for tensor in layer:
+        _fill(fillers[leaf], tensor, shards, block)
+      fillers[leaf].flush(layer[0].index)
+    found = {leaf: fillers[leaf].array() for leaf in shapes}
+  return cfg, leaves_lib.nest(found)
 
 
 def save(
@@ -179,8 +184,18 @@ def _index(files: Mapping[str, Mapping[str, Spec]]) -> dict[str, Any]:
   }
 
 
+def _layers(
+  wanted: list[Tensor], shards: files_lib.Shards
+) -> list[tuple[str, list[Tensor]]]:
+  """Leaf and its tensors of a layer, in the order of the files."""
+  found: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
+  for tensor in sorted(wanted, key=lambda t: shards.position(t.name)):
+    found.setdefault((tensor.leaf, tensor.index[:1]), []).append(tensor)
+  return [(leaf, layer) for (leaf, _), layer in found.items()]
+
+
 def _fill(
-  filler: streaming.Filler,
+  filler: streaming.Filler | streaming.RowFiller,
   tensor: Tensor,
   shards: files_lib.Shards,
   block: tuple[int, int],
