@@ -3,10 +3,14 @@
 import dataclasses
 import re
 
+import jax
 import numpy as np
 import pytest
 
-from m2jax.checkpoint import huggingface
+from m2jax import params
+from m2jax.checkpoint import huggingface, policy
+from m2jax.checkpoint.manager import CheckpointManager
+from m2jax.text import tokenizer
 from tests import processes
 from tests.checkpoint.test_huggingface import CFG, files_of, random_variables
 
@@ -52,3 +56,57 @@ def test_load_and_save_on_a_mesh(tmp_path, count):
   assert have.keys() == want.keys()
   for name, value in want.items():
     np.testing.assert_array_equal(have[name], value)
+
+
+LARGE = dataclasses.replace(
+  CFG,
+  vocab_size=4096,
+  num_layers=8,
+  embed_dim=512,
+  num_heads=8,
+  head_dim=64,
+  num_experts=16,
+  expert_dim=1024,
+  num_mtp_modules=0,
+  param_dtype='bfloat16',
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('kind', ['released', 'checkpoint'])
+def test_a_process_reads_its_share(tmp_path, kind):
+  """Two processes read 420 MB, half of the columns each. Memory of released weights is
+  bounded too: no host of a pod could hold the whole model. (Orbax has what it reads
+  twice, for a moment.)"""
+  tokenizer.train(['some text'], 300).save(tmp_path / policy.TOKENIZER_FILE)
+  content = (tmp_path / policy.TOKENIZER_FILE).read_bytes()
+  small = dataclasses.replace(LARGE, num_layers=1, num_experts=4)
+  rng = np.random.default_rng(0)
+  for name, cfg in {'small': small, 'large': LARGE}.items():
+    variables = jax.tree.map(  # bits that cannot be compressed
+      lambda x: np.frombuffer(rng.bytes(x.size * x.dtype.itemsize), x.dtype).reshape(
+        x.shape
+      ),
+      params.shapes(cfg),
+    )
+    if kind == 'released':
+      huggingface.save(tmp_path / name, cfg, variables, tokenizer=content)
+    else:
+      with CheckpointManager(tmp_path / name) as manager:
+        files = {policy.TOKENIZER_FILE: content}
+        manager.save(0, {'variables': variables}, host=policy.host(cfg), files=files)
+  port = processes.free_port()
+  workers = [
+    processes.start(
+      'tests.checkpoint.memory_worker',
+      *(process, 2, port, tmp_path / 'small', tmp_path / 'large'),
+    )
+    for process in range(2)
+  ]
+  for out, err in processes.finish(workers, timeout_s=240):
+    match = re.search(r'^held (\d+) read (\d+) peak (\d+)$', out, re.MULTILINE)
+    assert match, out + err[-3000:]
+    held, read, peak = map(int, match.groups())
+    assert held > 200e6
+    assert read < 1.1 * held, (held, read)
+    assert kind != 'released' or peak < held + 80e6, (held, peak)

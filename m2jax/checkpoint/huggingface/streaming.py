@@ -159,7 +159,7 @@ class RowFiller:
       out_specs=target.spec,
       check_vma=False,
     )
-    self._send = jax.jit(send, donate_argnums=(0, 1), out_shardings=target)
+    self._send = jax.jit(send, donate_argnums=0, out_shardings=target)
     zeros = functools.partial(jnp.zeros, shape, dtype)
     self._array = jax.jit(zeros, out_shardings=target)()
 
