@@ -1,4 +1,4 @@
-"""Variables without a compilation, and compilations that take half the time.
+"""Variables without a compilation.
 
 Random initial values by jax take seconds to compile for every model, more than most
 tests of a small model otherwise do.
@@ -6,22 +6,13 @@ tests of a small model otherwise do.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from m2jax import params as params_lib
 from m2jax.config import ModelConfig
-
-# XLA then optimises less; its passes over HLO are not affected.
-COMPILER_OPTIONS = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
-jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
 
 def variables(

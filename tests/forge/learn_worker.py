@@ -13,14 +13,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
-import os
 import pathlib
 import sys
-
-# Less optimised code compiles in half the time.
-os.environ['XLA_FLAGS'] = (
-  '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
-)
 
 import jax
 

@@ -13,7 +13,6 @@ from m2jax import model, params
 from m2jax.kernels import tree_attention
 from m2jax.layers import loop
 from m2jax.sharding import ONE_DEVICE
-from tests import quick
 from tests.sharding import small
 
 BLOCKS = 3  # two layers and an MTP module
@@ -92,7 +91,7 @@ def test_what_is_saved(remat):
   assert shapes - {seen.subtree_end.shape} == expected
 
   def gradient(f):
-    run = quick.jit(jax.grad(lambda *a: jnp.sum(f(*a)[0] ** 2), argnums=(0, 1)))
+    run = jax.jit(jax.grad(lambda *a: jnp.sum(f(*a)[0] ** 2), argnums=(0, 1)))
     return run(x, weights)
 
   for a, b in zip(gradient(policy), gradient(body), strict=True):

@@ -17,13 +17,10 @@ from m2jax import forest
 from m2jax.rl import packing
 from m2jax.train import chunks, feeds
 from m2jax.train import step as train_step
-from tests import quick
 from tests.model import test_forest_equivalence as rows
 
 BUCKETS = forest.Buckets((6,), (16,), terms_per_token=12)
-STEP = train_step.StepConfig(
-  mtp_weight=rows.MTP_WEIGHT, compiler_options=quick.COMPILER_OPTIONS
-)
+STEP = train_step.StepConfig(mtp_weight=rows.MTP_WEIGHT)
 
 
 def config(dtype: str, **changes):

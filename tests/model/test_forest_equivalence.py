@@ -74,7 +74,7 @@ def variables_for(cfg: ModelConfig, seed: int):
   return quick.variables(cfg, seed, noise=0.1, bias=0.05)
 
 
-@functools.partial(quick.jit, static_argnames='cfg')
+@functools.partial(jax.jit, static_argnames='cfg')
 def sample_loss(params, router, tokens, columns, experts, cfg):
   """CISPO and λ times MTP of one sample in row form, and the expert ids used.
 
@@ -92,7 +92,7 @@ def sample_loss(params, router, tokens, columns, experts, cfg):
   return total, (used, mtp_used)
 
 
-@functools.partial(quick.jit, static_argnames='cfg')
+@functools.partial(jax.jit, static_argnames='cfg')
 def sample_grads(params, router, tokens, columns, experts, cfg):
   grad = jax.value_and_grad(sample_loss.__wrapped__, has_aux=True)
   return grad(params, router, tokens, columns, experts, cfg)
@@ -131,19 +131,19 @@ def objective(logprob, batch):
   return jnp.sum(terms), {}
 
 
-@functools.partial(quick.jit, static_argnames='cfg')
+@functools.partial(jax.jit, static_argnames='cfg')
 def forest_loss(params, router, batch, cfg):
   config = train_step.StepConfig(mtp_weight=MTP_WEIGHT)
   return train_step.loss_and_loads(params, router, batch, cfg, objective, config)
 
 
-@functools.partial(quick.jit, static_argnames='cfg')
+@functools.partial(jax.jit, static_argnames='cfg')
 def forest_grads(params, router, batch, cfg):
   grad = jax.value_and_grad(forest_loss.__wrapped__, has_aux=True)
   return grad(params, router, batch, cfg)
 
 
-@functools.partial(quick.jit, static_argnames='cfg')
+@functools.partial(jax.jit, static_argnames='cfg')
 def token_logprobs(variables, batch, cfg):
   return model.token_logprobs(model.M2(cfg), variables, batch)
 
@@ -266,7 +266,7 @@ def test_experts_of_all_platforms_agree():
   shapes = [(6, 16, 8), (6, 16, 8), (6, 8, 16)]
   kernels = [jnp.array(0.3 * rng.normal(size=s), jnp.float32) for s in shapes]
 
-  @functools.partial(quick.jit, static_argnames='run')
+  @functools.partial(jax.jit, static_argnames='run')
   @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
   def loss(x, weights, kernels, run):
     return jnp.sum(jnp.sin(run(x, ids, weights, *kernels)))

@@ -8,16 +8,9 @@ of each gradient against `experts.apply` on one device with all tokens and exper
 """
 
 import collections
+import dataclasses
 import functools
 import json
-import os
-
-os.environ['XLA_FLAGS'] = (
-  '--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 '
-  '--xla_llvm_disable_expensive_passes=true'
-)
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +73,7 @@ def on_mesh(method, factor):
 
 def main():
   jax.config.update('jax_enable_x64', True)
+  jax.config.update('jax_num_cpu_devices', DEVICES)
   exchange.MIN_ROWS = 1
   calls = collections.Counter()
   padded = exchange.padded_all_to_all

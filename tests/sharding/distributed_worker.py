@@ -4,13 +4,7 @@ python -m tests.sharding.distributed_worker JSON, with the fields of `main`.
 """
 
 import json
-import os
 import sys
-
-# Less optimised code compiles in half the time.
-os.environ['XLA_FLAGS'] = (
-  '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
-)
 
 
 def main(

@@ -10,17 +10,10 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import re
 import sys
 from typing import Any
 from unittest import mock
-
-# Less optimised code compiles in half the time; XLA's own passes are not affected.
-os.environ['XLA_FLAGS'] = (
-  '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 '
-  '--xla_llvm_disable_expensive_passes=true'
-)
 
 import jax
 import jax.numpy as jnp
@@ -230,6 +223,7 @@ def exchange() -> dict[str, Any]:
 
 def main(names):
   jax.config.update('jax_enable_x64', True)
+  jax.config.update('jax_num_cpu_devices', 8)
   exchange_lib.MIN_ROWS = 1  # so that there is more than one round
   for name in names:
     kind, _, argument = name.partition(':')

@@ -7,11 +7,6 @@ import json
 import os
 import sys
 
-# Less optimised code compiles in half the time.
-os.environ['XLA_FLAGS'] = (
-  '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
-)
-
 
 class Watched(list):
   """Documents, and which of them were read."""

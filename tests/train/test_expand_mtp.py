@@ -108,7 +108,7 @@ def test_module_losses():
   documents = [np.arange(start, start + 7) for start in (1, 9)]
   batches = [forest.chain([d], row_tokens=8, rows=1) for d in documents]
   losses = expand_mtp.module_losses(bigger, after, batches)
-  score = quick.jit(lambda tokens: row_model.score(after, tokens, bigger)[1])
+  score = jax.jit(lambda tokens: row_model.score(after, tokens, bigger)[1])
   want = -np.mean([[np.mean(module) for module in score(d)] for d in documents], 0)
   np.testing.assert_allclose(losses, want, rtol=1e-4)
 

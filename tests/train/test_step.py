@@ -41,7 +41,6 @@ CONFIG = train_step.StepConfig(
   micro_rows=2,
   mtp_weight=0.3,
   bias_update_rate=RATE,
-  compiler_options=quick.COMPILER_OPTIONS,
 )
 KEY = jax.random.key(0)
 
@@ -92,7 +91,7 @@ def test_nll_is_the_language_model_loss():
 
   terms = DOCUMENTS * (LENGTH - 1)
 
-  @quick.jit
+  @jax.jit
   @functools.partial(jax.grad, has_aux=True)
   def one(params, tokens):
     trunk, modules, used, mtp_used = row_model.score(
@@ -174,7 +173,7 @@ def test_detach_mtp():
 
   config = dataclasses.replace(CONFIG, mtp_weight=1.0, detach_mtp=True)
 
-  @quick.jit
+  @jax.jit
   def grads_of(variables, batch):
     loss = functools.partial(
       train_step.loss_and_loads, cfg=CFG, objective=nothing, config=config
