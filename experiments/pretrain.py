@@ -23,7 +23,7 @@ from m2jax.data.corpus import Corpus, DomainConfig
 from m2jax.data.documents import Document
 from m2jax.data.mixture import MixtureConfig
 from m2jax.observe.metrics import MetricsWriter
-from m2jax.sharding import MeshConfig
+from m2jax.sharding import MeshConfig, Sharding
 from m2jax.text import tokenizer
 from m2jax.train import pretrain
 from m2jax.train.loop import Run
@@ -132,12 +132,24 @@ def bytes_per_token(source: Sequence[Document], encode: Encode) -> float:
 
 
 def make_tokenizer(config: Config, source: Sequence[Document]) -> tokenizer.Tokenizer:
-  """The file's, or one trained on documents evenly spaced in the source."""
+  """That of the weights to start from, the file's, or one trained on documents evenly
+  spaced in the source."""
+  if config.init_from:
+    return initial.tokenizer(config.init_from)
   if config.tokenizer:
     return tokenizer.load(config.tokenizer)
   step = -(-len(source) // config.tokenizer_files)
   texts = [source[i].text for i in range(0, len(source), step)]
   return tokenizer.train(texts, config.model.vocab_size)
+
+
+def given_weights(config: Config, sharding: Sharding) -> dict[str, Any] | None:
+  """The variables that a new run starts from; None if they are random."""
+  if not config.init_from:
+    return None
+  found = initial.load(config.init_from, config.model, sharding)
+  initial.check(found.model, config.model, config.init_from)
+  return found.variables
 
 
 def main():
@@ -150,14 +162,10 @@ def main():
   )
   path, own = workdir / policy.TOKENIZER_FILE, workdir / 'pretrain'
   corpus, held_out = open_text(config.text)
-  make, variables = functools.partial(make_tokenizer, config, corpus.source), None
-  if config.init_from and not common.resumes(own):
-    source = initial.load(config.init_from, config.model, sharding)
-    initial.check(source.model, config.model, config.init_from)
-    make, variables = source.load_tokenizer, source.variables
-    del source
+  variables = None if common.resumes(own) else given_weights(config, sharding)
   with common.leader_first() as leads:
     open_workdir(settings, workdir, common.FRESH.value, leads)
+    make = functools.partial(make_tokenizer, config, corpus.source)
     encode = encoder(keep_tokenizer(path, make, config.model.vocab_size))
     sources = stage_sources(
       config.text,
