@@ -43,7 +43,8 @@ from absl import logging
 from benchmarks import prefix_tree_rows
 from benchmarks import prefix_tree_workloads as workloads
 from benchmarks.prefix_tree_rows import Kind
-from m2jax import forest, model
+from m2jax import forest
+from m2jax.layers import prefix_cache
 from m2jax.rl import learner
 from m2jax.train import chunks, host_memory
 from m2jax.train import step as train_step
@@ -125,7 +126,7 @@ class Runner:
         continue
       done.add(chunk.shape)
       slots = size if chunk.shape[2] or chunk.kind == 'pop' else 0
-      stack = model.empty_prefix(self.cfg, 1, slots)
+      stack = prefix_cache.empty(self.cfg, 1, slots)
       sums = self.parts.zeros(self.variables, chunk.batch)
       args = (self.variables, sums, stack, stack, chunk.batch)
       if chunk.kind == 'pop':

@@ -7,8 +7,8 @@ With a mesh (`sharding`) `forward` and `token_logprobs` take and return global a
 what they call runs on each device, over its own shard of B, S, V and of the layers'
 axes.
 
-Axes: B rows, S tokens, T = B·S, P tokens of a cached prefix, D model, V vocabulary,
-L layers, E experts, k experts of a token, K key/value heads, H head dim; mtp modules.
+Axes: B rows, S tokens, T = B·S, D model, V vocabulary, L layers, E experts, k experts
+of a token, K key/value heads, H head dim; mtp modules.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from m2jax import sharding as sharding_lib
 from m2jax.axes import Array, Float, Float32, Int
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
-from m2jax.layers import attention, block, head, loop, mtp
+from m2jax.layers import attention, block, head, loop, mtp, prefix_cache
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
+from m2jax.layers.prefix_cache import PrefixCache
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
@@ -54,39 +55,6 @@ class M2(nn.Module):
     }
     variables = {'params': params, 'router': router}
     return head.logits(params, trunk(cfg, variables, forest_lib.causal(tokens)).hidden)
-
-
-class PrefixCache(NamedTuple):
-  """What tokens need of the path that they continue (forest/cutting.py).
-
-  The third axis of every array is that of slots, indexed by position.
-
-  Attributes:
-    k, v: the trunk's keys and values.
-    states: the trunk's states after its final norm.
-    mtp: of the MTP modules, the same with mtp as leading axis.
-  """
-
-  k: Float[Array, 'L B P K H']
-  v: Float[Array, 'L B P K H']
-  states: Float[Array, '1 B P D']
-  mtp: mtp.Cache
-
-
-def empty_prefix(cfg: ModelConfig, rows: int, tokens: int) -> PrefixCache:
-  """Zeros for paths of `tokens`."""
-
-  def zeros(copies, states):
-    keys = (copies, rows, tokens, cfg.num_kv_heads, cfg.head_dim)
-    shapes = keys, keys, (states, rows, tokens, cfg.embed_dim)
-    return (jnp.zeros(shape, cfg.dtype) for shape in shapes)
-
-  modules = mtp.Cache(*zeros(cfg.num_mtp_modules, cfg.num_mtp_modules))
-  return PrefixCache(*zeros(cfg.num_layers, 1), modules)
-
-
-def _slots(prefix: PrefixCache | None) -> int:
-  return 0 if prefix is None else prefix.states.shape[2]
 
 
 class Trunk(NamedTuple):
@@ -115,7 +83,9 @@ def trunk(
 
   Works on shards: with a mesh, call it inside `sharding.shard_map`.
   """
-  metadata = metadata or attention.metadata(cfg, batch, sharding, _slots(prefix))
+  metadata = metadata or attention.metadata(
+    cfg, batch, sharding, prefix_cache.slots(prefix)
+  )
   params = variables['params']
   multiplicity = sharding.residual_part(batch.multiplicity.reshape(-1))
 
@@ -214,7 +184,7 @@ def forward_with_prefix(
   if sharding.mesh is None:
     return run(variables, batch, prefix)
   rules = sharding.rules
-  cache = prefix_specs(rules)
+  cache = prefix_cache.specs(rules)
   return sharding.shard_map(
     run,
     (sharding_lib.param_specs(cfg, rules), sharding_lib.batch_specs(rules), cache),
@@ -226,13 +196,6 @@ def _output_specs(rules: sharding_lib.Rules) -> Outputs:
   token = rules.spec('scores', 'rows', 'tokens')
   stacked = rules.spec('scores', None, 'rows', 'tokens')
   return Outputs(token, token, stacked, rules.spec('loads', None), token)
-
-
-def prefix_specs(rules: sharding_lib.Rules) -> PrefixCache:
-  """PartitionSpecs of a PrefixCache: rows as a batch's, heads as the weights'."""
-  keys = rules.spec('cached keys', None, 'rows', None, 'heads', None)
-  states = rules.spec('cached states', None, 'rows', None, None)
-  return PrefixCache(keys, keys, states, mtp.Cache(keys, keys, states))
 
 
 def token_logprobs(
@@ -266,7 +229,7 @@ def _forward_with_prefix(
   """Outputs, and the tokens' new PrefixCache entries; None without a prefix."""
   params = variables['params']
   params = dict(params, **sharding.gather_params({'head': params['head']}, cfg.dtype))
-  metadata = attention.metadata(cfg, batch, sharding, _slots(prefix))
+  metadata = attention.metadata(cfg, batch, sharding, prefix_cache.slots(prefix))
   hidden, routing, new_kv = trunk(cfg, variables, batch, sharding, prefix, metadata)
   cached_states = None if prefix is None else prefix.states[0]
   state = head.at_parent(hidden, batch, sharding, cached_states)

@@ -39,6 +39,8 @@ from m2jax import forest, model
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest, Plan
+from m2jax.layers import prefix_cache
+from m2jax.layers.prefix_cache import PrefixCache
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import feeds
 from m2jax.train import hosts as hosts_lib
@@ -156,7 +158,7 @@ class _Functions(NamedTuple):
     rows, slots = len(batch.tokens), _slots(batch)
 
     def sums(params, router, batch):
-      stack = model.empty_prefix(self.cfg, rows, slots)
+      stack = prefix_cache.empty(self.cfg, rows, slots)
       return train_step.Sums(params, *self._forward(params, stack, router, batch)[1])
 
     like = jax.eval_shape(sums, variables['params'], variables['router'], batch)
@@ -169,14 +171,14 @@ class _Functions(NamedTuple):
 
   def buffers(self, slots):
     shape = functools.partial(
-      model.empty_prefix, self.cfg, self.sharding.size('rows'), slots
+      prefix_cache.empty, self.cfg, self.sharding.size('rows'), slots
     )
     stack = jax.eval_shape(shape)
     wide = jnp.promote_types(self.cfg.dtype, jnp.float32)
     cotangents = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, wide), stack)
     places = None
     if self.sharding.mesh is not None:
-      places = (self.sharding.named(model.prefix_specs(self.sharding.rules)),) * 2
+      places = (self.sharding.named(prefix_cache.specs(self.sharding.rules)),) * 2
     return _zeros((stack, cotangents), places)
 
   def _forward(self, params, prefix, router, batch):
@@ -225,7 +227,7 @@ def _slots(batch: Forest) -> int:
   return batch.subtree_end.shape[1] - batch.tokens.shape[1]
 
 
-def _visible(stack: model.PrefixCache, batch: Forest) -> model.PrefixCache:
+def _visible(stack: PrefixCache, batch: Forest) -> PrefixCache:
   """The first P slots."""
   return jax.tree.map(lambda a: a[:, :, : _slots(batch)], stack)
 
