@@ -8,6 +8,10 @@ Two sets of calls over the same pure functions (facts/jax-anchors.md §3.2):
   `copy_rows` (a shared prefix), `admit` (a slot starts decoding), `generate_many`
   (several steps in one call; stop tokens, lengths and early end on the device).
 
+The functions are `rollout.calls`; on a mesh each runs as one `shard_map`, placed as
+`rollout.placement` says. With several processes all make the same calls, in the same
+order and with the same arguments.
+
 Prefill only fills the cache: it consumes all tokens of a prompt except the last, which
 the first decode step consumes. Every sampled token therefore comes from one code path,
 and a slot's prefix can be reused without logits. A position is written before it is
@@ -21,29 +25,23 @@ tokens, N decode steps of a call, M stop ids, V vocabulary, D model.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
+from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
-from m2jax.layers import head
-from m2jax.rollout import forward, kv_cache, sampling
-from m2jax.rollout.decode_state import (
-  LENGTH,
-  RUNNING,
-  STOP,
-  DecodeState,
-  Prefix,
-  ResultTokens,
-  Sampled,
-  Slots,
-  make_slots,
-)
+from m2jax.rollout import kv_cache, placement
+from m2jax.rollout.calls import Calls
+from m2jax.rollout.decode_state import DecodeState, Prefix, ResultTokens, make_slots
 from m2jax.rollout.engine_config import EngineConfig
+from m2jax.sharding import ONE_DEVICE, Sharding
+
+_EVERYWHERE = PartitionSpec()
 
 
 class Engine:
@@ -54,12 +52,19 @@ class Engine:
   """
 
   def __init__(
-    self,
-    cfg: ModelConfig,
-    config: EngineConfig,
-    *,
-    mesh: jax.sharding.Mesh | None = None,
+    self, cfg: ModelConfig, config: EngineConfig, sharding: Sharding = ONE_DEVICE
   ):
+    """Compiles nothing yet.
+
+    Args:
+      cfg: the model.
+      config: sizes.
+      sharding: the mesh; its rules are replaced by `placement.serving`'s.
+
+    Raises:
+      ValueError: the context is longer than the model's, or the model does not divide
+        over the mesh; names the field.
+    """
     if config.context_tokens > cfg.max_positions:
       raise ValueError(
         f'EngineConfig.context_tokens={config.context_tokens} exceeds '
@@ -67,26 +72,64 @@ class Engine:
       )
     self.cfg = cfg
     self.config = config
-    self._mesh = mesh or jax.sharding.Mesh(np.array(jax.devices()[:1]), ('data',))
-    self._replicated = jax.sharding.NamedSharding(
-      self._mesh, jax.sharding.PartitionSpec()
+    self.sharding = placement.serving(cfg, sharding)
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ('data',))
+    self._mesh = self.sharding.mesh or one
+    rules, records = self.sharding.rules, config.record_experts
+    weights = _EVERYWHERE
+    if self.sharding.mesh is not None:
+      weights = sharding_lib.param_specs(cfg, rules)
+    state = placement.state_specs(rules, record_experts=records)
+    prefix = placement.prefix_specs(rules, record_experts=records)
+    self._weights, self._state, self._prefix = weights, state, prefix
+    calls, all_ = Calls(cfg, config, self.sharding), _EVERYWHERE
+    self.prefill_rows = self._jit(
+      calls.prefill_rows, (weights, state, *[all_] * 4), state, donate=1, context=True
     )
-    self._empty_tail = functools.partial(
-      kv_cache.empty_tail,
-      cfg,
-      split=cfg.unroll_layers,
-      record_experts=config.record_experts,
+    self.copy_rows = self._jit(
+      calls.copy_rows, (state, *[all_] * 3), state, donate=0, context=True
     )
-    jit = functools.partial(jax.jit, donate_argnames='state')
-    context = functools.partial(jit, static_argnames='context')
-    self.prefill_rows = context(self._prefill_rows)
-    self.copy_rows = context(self._copy_rows)
-    self.generate_many = context(self._generate_many)
-    self.admit = jit(self._admit)
-    self.expert_ids = jax.jit(self._expert_ids, static_argnames='context')
-    self._jit_generate = jit(self._generate_one)
-    self._jit_insert = jit(self._insert)
-    self._jit_prefill = jax.jit(self._prefill)
+    self.generate_many = self._jit(
+      *(calls.generate_many, (weights, state, *[all_] * 3), (state, all_)),
+      donate=1,
+      context=True,
+    )
+    self.admit = self._jit(calls.admit, (state, *[all_] * 3), state, donate=0)
+    self.expert_ids = self._jit(calls.expert_ids, (state, all_), all_, context=True)
+    self._jit_generate = self._jit(
+      calls.generate_one, (weights, state), (state, all_), donate=1
+    )
+    self._jit_insert = self._jit(
+      calls.insert, (prefix, state, all_, all_), state, donate=1
+    )
+    self._jit_prefill = self._jit(calls.prefill, (weights, prefix, all_, all_), prefix)
+    self._new_state = jax.jit(self._empty_state, out_shardings=self._named(state))
+    self._new_prefix = jax.jit(self._empty_prefix, out_shardings=self._named(prefix))
+
+  def _jit(
+    self, f: Callable, arguments, results, *, donate=None, context: bool = False
+  ):
+    """A function of `Calls`, compiled for the specs of its arguments and results.
+
+    Args:
+      donate: position of the state.
+      context: whether it has the static argument `context`.
+    """
+
+    def call(*args, **static):
+      part = functools.partial(f, **static)
+      return self.sharding.shard_map(part, arguments, results)(*args)
+
+    call.__name__ = f.__name__
+    return jax.jit(
+      call,
+      donate_argnums=donate,
+      static_argnames=('context',) if context else (),
+      out_shardings=self._named(results),  # else a second call may compile again
+    )
+
+  def _named(self, specs):
+    return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
 
   def _init_cache(self, slots: int) -> kv_cache.KvCache:
     # Every decode call writes max_steps entries, even for rows that finish earlier.
@@ -100,133 +143,13 @@ class Engine:
       record_experts=config.record_experts,
     )
 
-  def _extend(self, params, cache, rows, tokens, starts, *, context: int):
-    """K/V entries, as a Tail, of tokens [P, C] at starts of slots rows [P]."""
-    cached = kv_cache.gather(cache, rows, context, split=self.cfg.unroll_layers)
-    tail = self._empty_tail(*tokens.shape)
-    return forward.extend(self.cfg, params, tokens, cached, starts, tail, 0)[1]
+  def _empty_state(self) -> DecodeState:
+    config = self.config
+    slots = make_slots(config.slots, config.max_stop_ids)
+    return DecodeState(self._init_cache(config.slots), jax.tree.map(jnp.asarray, slots))
 
-  # --- Calls of the scheduler. Pure; __init__ jits each with `state` donated.
-
-  def _prefill_rows(
-    self, params, state: DecodeState, rows, num_rows, tokens, starts, *, context: int
-  ) -> DecodeState:
-    """Consumes a chunk of each row: writes its K/V at starts … starts + C - 1.
-
-    Args:
-      rows: [P] int32 slots, distinct in the first num_rows. num_rows: int32.
-      tokens: [P, C] int32. Padding at the end of a row writes undefined entries, which
-        must be at or beyond the slot's length.
-      starts: [P] int32, at most context_tokens - C.
-      context: static; the cache positions read, at least max(starts).
-    """
-    tail = self._extend(params, state.cache, rows, tokens, starts, context=context)
-    cache = kv_cache.append(state.cache, tail, rows, num_rows, starts)
-    return dataclasses.replace(state, cache=cache)
-
-  def _copy_rows(
-    self, state: DecodeState, sources, targets, num_rows, *, context: int
-  ) -> DecodeState:
-    """Copies the first `context` positions of slots sources [S] to targets [S]."""
-    cache = kv_cache.copy(state.cache, sources, targets, num_rows, context)
-    return dataclasses.replace(state, cache=cache)
-
-  def _admit(self, state: DecodeState, rows, num_rows, slots: Slots) -> DecodeState:
-    """Sets the decoding state of slots `rows` [S]; their cache must hold the prefix."""
-    return dataclasses.replace(
-      state, slots=_scatter(state.slots, slots, rows, num_rows)
-    )
-
-  def _generate_many(
-    self, params, state: DecodeState, rows, num_rows, steps, *, context: int
-  ) -> tuple[DecodeState, Sampled]:
-    """Up to `steps` decode steps of slots `rows`; stops early when all have finished.
-
-    Args:
-      rows: [P] int32 slots, distinct in the first num_rows. num_rows: int32.
-      steps: int32, at most config.max_steps.
-      context: static; cache positions read, at least max(length).
-    """
-    P, N = rows.shape[0], self.config.max_steps
-    slots = jax.tree.map(lambda x: x[rows], state.slots)
-    live = jnp.arange(P) < num_rows
-    slots = dataclasses.replace(
-      slots,
-      remaining=jnp.where(live, slots.remaining, 0),
-      length=jnp.where(live, slots.length, 0),
-    )
-    starts = slots.length
-    cached = kv_cache.gather(state.cache, rows, context, split=self.cfg.unroll_layers)
-    tail = self._empty_tail(P, N)
-    sampled = Sampled(
-      tokens=jnp.zeros((P, N), jnp.int32),
-      logprobs=jnp.zeros((P, N), jnp.float32),
-      counts=jnp.zeros(P, jnp.int32),
-      finish_code=jnp.zeros(P, jnp.int32),
-    )
-
-    def unfinished(carry):
-      step, _, slots, _ = carry
-      return (step < steps) & jnp.any(slots.remaining > 0)
-
-    def one(carry):
-      step, tail, slots, sampled = carry
-      hidden, tail = forward.extend(
-        self.cfg, params, slots.token[:, None], cached, starts, tail, step
-      )
-      slots, token, logprob, running, code = self._sample(params, hidden[:, 0], slots)
-      sampled = Sampled(
-        tokens=lax.dynamic_update_slice(sampled.tokens, token[:, None], (0, step)),
-        logprobs=lax.dynamic_update_slice(
-          sampled.logprobs, logprob[:, None].astype(jnp.float32), (0, step)
-        ),
-        counts=sampled.counts + running,
-        finish_code=jnp.where(running, code, sampled.finish_code),
-      )
-      return step + 1, tail, slots, sampled
-
-    _, tail, slots, sampled = lax.while_loop(
-      unfinished, one, (jnp.int32(0), tail, slots, sampled)
-    )
-    cache = kv_cache.append(state.cache, tail, rows, num_rows, starts)
-    return DecodeState(cache, _scatter(state.slots, slots, rows, num_rows)), sampled
-
-  def _expert_ids(self, state: DecodeState, slot, *, context: int) -> jax.Array:
-    """Expert ids [context, L, top_k] int16 of a slot's first positions.
-
-    Entries at or beyond the slot's length are undefined. Requires
-    config.record_experts.
-    """
-    return state.cache.experts[:, slot, :context].swapaxes(0, 1)
-
-  def _sample(self, params, hidden, slots: Slots):
-    """Draws each row's next token from hidden [P, D]; finished rows do not change."""
-    logits = head.logits(params['params'], hidden)
-    token, logprob = sampling.sample(
-      logits,
-      slots.seed,
-      slots.sampled,
-      slots.temperature,
-      slots.top_k,
-      slots.top_p,
-    )
-    running = slots.remaining > 0
-    count = running.astype(jnp.int32)
-    near_one = logprob > np.log(self.config.confident_probability)
-    confident = jnp.where(near_one, slots.confident + 1, 0)
-    stopped = jnp.any(token[:, None] == slots.stop_ids, axis=1)
-    remaining = slots.remaining - 1
-    exhausted = (remaining <= 0) | (confident >= self.config.confident_tokens)
-    code = jnp.where(stopped, STOP, jnp.where(exhausted, LENGTH, RUNNING))
-    slots = dataclasses.replace(
-      slots,
-      length=slots.length + count,
-      token=jnp.where(running, token, slots.token),
-      remaining=jnp.where(running & (code == RUNNING), remaining, 0),
-      sampled=slots.sampled + count,
-      confident=jnp.where(running, confident, slots.confident),
-    )
-    return slots, token, logprob, count, code.astype(jnp.int32)
+  def _empty_prefix(self) -> Prefix:
+    return Prefix(self._init_cache(1), jnp.int32(-1), jnp.int32(0))
 
   # --- JetStream's Engine API, 0.2.2.
 
@@ -238,29 +161,9 @@ class Engine:
       true_length: number of tokens without padding, at least 1.
     """
     if existing_prefix is None:
-      existing_prefix = Prefix(self._init_cache(1), jnp.int32(-1), jnp.int32(0))
-    tokens = jnp.asarray(padded_tokens, jnp.int32)
-    return self._jit_prefill(params, existing_prefix, tokens, jnp.int32(true_length))
-
-  def _prefill(self, params, prefix: Prefix, tokens, true_length) -> Prefix:
-    # The last token of an existing prefix is not consumed yet, so the chunk starts with
-    # it. Without a prefix (length -1) the chunk is the tokens only, from position 0.
-    fresh = prefix.length < 0
-    lead = jnp.where(fresh, jnp.roll(tokens, -1), tokens)
-    first = jnp.where(fresh, tokens[0], prefix.token)
-    chunk = jnp.concatenate([first[None], lead])
-    starts = jnp.maximum(prefix.length, 0)[None]
-    row, context = jnp.zeros(1, jnp.int32), self.config.context_tokens
-    tail = self._extend(params, prefix.cache, row, chunk[None], starts, context=context)
-    # Padding may exceed the context: write into a longer copy, then crop it.
-    longer = kv_cache.pad(prefix.cache, chunk.shape[0])
-    longer = kv_cache.append(longer, tail, row, jnp.int32(1), starts)
-    positions = context + self.config.max_steps
-    return Prefix(
-      cache=kv_cache.crop(longer, positions),
-      length=prefix.length + true_length,
-      token=tokens[true_length - 1],
-    )
+      existing_prefix = self._new_prefix()
+    tokens = np.asarray(padded_tokens, np.int32)
+    return self._jit_prefill(params, existing_prefix, tokens, np.int32(true_length))
 
   def insert(
     self, prefix: Prefix, decode_state: DecodeState, slot: int, *, slots=None
@@ -275,20 +178,7 @@ class Engine:
     if slots is None:
       slots = make_slots(1, self.config.max_stop_ids)
       slots.seed[0] = (0, slot)
-    return self._jit_insert(prefix, decode_state, jnp.int32(slot), slots)
-
-  def _insert(self, prefix: Prefix, state: DecodeState, slot, slots: Slots):
-    most = self.config.context_tokens - 1 - prefix.length
-    limit = jnp.where(slots.remaining > 0, slots.remaining, most)
-    slots = dataclasses.replace(
-      slots,
-      length=prefix.length[None],
-      token=prefix.token[None],
-      remaining=jnp.clip(limit, 0, most),
-    )
-    rows, one = slot[None], jnp.int32(1)
-    cache = kv_cache.insert(state.cache, prefix.cache, slot)
-    return DecodeState(cache, _scatter(state.slots, slots, rows, one))
+    return self._jit_insert(prefix, decode_state, np.int32(slot), slots)
 
   def generate(
     self, params, decode_state: DecodeState
@@ -296,47 +186,27 @@ class Engine:
     """One step of every slot. A slot that does not decode has valid = 0."""
     return self._jit_generate(params, decode_state)
 
-  def _generate_one(self, params, state: DecodeState):
-    S, context = self.config.slots, self.config.context_tokens
-    rows, slots = jnp.arange(S), state.slots
-    cached = kv_cache.gather(state.cache, rows, context, split=self.cfg.unroll_layers)
-    tail = self._empty_tail(S, 1)
-    hidden, tail = forward.extend(
-      self.cfg, params, slots.token[:, None], cached, slots.length, tail, 0
-    )
-    # A slot that does not decode writes at its own length, which is never read.
-    cache = kv_cache.append(state.cache, tail, rows, jnp.int32(S), slots.length)
-    slots, token, logprob, count, _ = self._sample(params, hidden[:, 0], slots)
-    result = ResultTokens(
-      jnp.stack([token, count, slots.sampled], axis=1), logprob[:, None]
-    )
-    return DecodeState(cache, slots), result
-
   def init_decode_state(self) -> DecodeState:
     """All slots empty."""
-    config = self.config
-    slots = make_slots(config.slots, config.max_stop_ids)
-    cache = self._init_cache(config.slots)
-    return jax.device_put(DecodeState(cache, slots), self._replicated)
+    return self._new_state()
 
   def load_params(self, params):
-    """Places weights on the mesh; leaves those that are on it already.
+    """Places weights as the calls need them; leaves those that are so placed already.
 
-    Programs are compiled for a placement: every set of weights must pass through here,
-    or its first call compiles again.
+    Arrays may be placed for another mesh of the same devices, or be of numpy. Programs
+    are compiled for a placement: every set of weights must pass through here, or its
+    first call compiles again. With several processes all must call it.
     """
-
-    def place(x):
-      sharding = getattr(x, 'sharding', None)
-      on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
-      if on_mesh and sharding.mesh == self._mesh:
-        return x
-      return jax.device_put(x, self._replicated)
-
-    return jax.tree.map(place, params)
+    if self.sharding.mesh is not None:
+      return self.sharding.place(params, self._weights)
+    replicated = self._named(_EVERYWHERE)
+    return jax.tree.map(lambda x: jax.device_put(x, replicated), params)
 
   def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
-    return self._replicated
+    """Of a prefix's arrays; on a mesh a tree of them, which `Prefix` has."""
+    if self.sharding.mesh is None:
+      return self._named(_EVERYWHERE)
+    return self._named(self._prefix)
 
   @property
   def max_concurrent_decodes(self) -> int:
@@ -391,10 +261,3 @@ class Engine:
     """Number of programs compiled so far for the scheduler's calls."""
     calls = (self.prefill_rows, self.copy_rows, self.generate_many, self.admit)
     return sum(call._cache_size() for call in (*calls, self.expert_ids))
-
-
-def _scatter(into: Slots, rows_of: Slots, rows, num_rows) -> Slots:
-  """Writes rows_of's first num_rows entries to `rows` of `into`."""
-  size = into.length.shape[0]
-  target = jnp.where(jnp.arange(rows.shape[0]) < num_rows, rows, size)
-  return jax.tree.map(lambda x, y: x.at[target].set(y, mode='drop'), into, rows_of)

@@ -93,11 +93,20 @@ def gather(cache: KvCache, rows: jax.Array, context: int, *, split: bool):
 
 
 def empty_tail(
-  cfg: ModelConfig, rows: int, tokens: int, *, split: bool, record_experts: bool = False
+  cfg: ModelConfig,
+  rows: int,
+  tokens: int,
+  *,
+  split: bool,
+  record_experts: bool = False,
+  head_shards: int = 1,
 ):
-  """A Tail of zeros in the activations' dtype; with `split` a tuple over layers."""
+  """A Tail of zeros in the activations' dtype; with `split` a tuple over layers.
+
+  `head_shards`: of the key/value heads, of which the tail has one.
+  """
   lead = () if split else (cfg.num_layers,)
-  shape = (*lead, rows, tokens, cfg.num_kv_heads, cfg.head_dim)
+  shape = (*lead, rows, tokens, cfg.num_kv_heads // head_shards, cfg.head_dim)
   ids = (*lead, rows, tokens, cfg.experts_per_token)
   tail = Tail(
     k=jnp.zeros(shape, cfg.dtype),
@@ -107,6 +116,13 @@ def empty_tail(
   return (tail,) * cfg.num_layers if split else tail
 
 
+def stacked(tail) -> Tail:
+  """A Tail with the axis of layers, of one that may be split."""
+  if isinstance(tail, Tail):
+    return tail
+  return jax.tree.map(lambda *layers: jnp.stack(layers), *tail)
+
+
 def append(
   cache: KvCache, tail, rows: jax.Array, num_rows: jax.Array, starts: jax.Array
 ) -> KvCache:
@@ -114,8 +130,7 @@ def append(
 
   starts + N must not exceed the length of the cache.
   """
-  if not isinstance(tail, Tail):  # split
-    tail = jax.tree.map(lambda *layers: jnp.stack(layers), *tail)
+  tail = stacked(tail)
   transposed = KvCache(
     k=tail.k.transpose(0, 1, 3, 4, 2),
     v=tail.v.transpose(0, 1, 3, 2, 4),

@@ -75,6 +75,7 @@ class Scheduler:
     self._inbox: list[Job] = []
     self._cancels: list[Job] = []
     self._next_weights: tuple[Any, int] | None = None
+    self._latest_version = version
     self._random = np.random.default_rng(config.seed)
     self._stopping = False
     self._dead: str | None = None
@@ -148,17 +149,15 @@ class Scheduler:
     Raises:
       ValueError: version does not increase, or shapes or dtypes differ from before.
     """
-    variables = self._engine.load_params(variables)
     if _signature(variables) != _signature(self._batcher.variables):
       raise ValueError("variables: tree, shapes or dtypes differ from the engine's")
     with self._wake:
-      queued = self._next_weights
-      latest = queued[1] if queued else self._batcher.version
+      latest = self._latest_version
       if version <= latest:  # a version identifies one set of weights
         raise ValueError(
           f'version={version}: must be above {latest}, which the engine already has'
         )
-      self._next_weights = (variables, version)
+      self._next_weights, self._latest_version = (variables, version), version
       self._wake.notify()
 
   def stats(self) -> dict[str, float]:
@@ -194,8 +193,10 @@ class Scheduler:
         self._wake.wait_for(self._has_work)
         if self._stopping:
           return
-        cancels = self._take_messages()
+        cancels, weights = self._take_messages()
       try:
+        if weights is not None:
+          self._replace_weights(*weights)
         for job in cancels:
           self._batcher.cancel(job)
         self._batcher.tick()
@@ -207,17 +208,25 @@ class Scheduler:
     messages = self._inbox or self._cancels or self._next_weights
     return bool(self._stopping or messages or self._batcher.busy)
 
-  def _take_messages(self) -> list[Job]:
-    """Takes messages of other threads; returns the cancelled requests. Needs _wake."""
+  def _take_messages(self) -> tuple[list[Job], tuple[Any, int] | None]:
+    """Takes messages of other threads; returns cancelled requests and new weights.
+
+    Needs _wake.
+    """
     batcher = self._batcher
     batcher.waiting.extend(self._inbox)
     self._inbox.clear()
     cancels, self._cancels = self._cancels, []
-    if self._next_weights is not None:
-      batcher.variables, batcher.version = self._next_weights
-      self._next_weights = None
-      batcher.counts['weight_updates'] += 1
-    return cancels
+    weights, self._next_weights = self._next_weights, None
+    return cancels, weights
+
+  def _replace_weights(self, variables: Any, version: int) -> None:
+    # Placed by the thread that calls the engine: two threads must not start programs
+    # over several devices at the same time.
+    batcher = self._batcher
+    batcher.variables = self._engine.load_params(variables)
+    batcher.version = version
+    batcher.counts['weight_updates'] += 1
 
   def _recover(self, cause: Exception) -> None:
     """Fails the requests in slots, creates a new state; waiting requests continue."""

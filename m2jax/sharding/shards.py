@@ -95,7 +95,9 @@ class Sharding:
     return jax.tree.map(subtree, specs, tree)
 
   def shard_map(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`f` on each device's shards."""
+    """`f` on each device's shards; without a mesh, `f`."""
+    if self.mesh is None:
+      return f
     # Without the varying-axes check, which would need casts of the constants that loops
     # in kernels carry. Without it a psum's transpose is a psum, and the gradient of a
     # replicated array is its sum over the devices.
