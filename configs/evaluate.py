@@ -17,6 +17,7 @@ import dataclasses
 import ml_collections
 
 from configs import forge
+from m2jax import sharding
 from m2jax.forge.config import RolloutConfig
 
 
@@ -24,6 +25,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   job = forge.get_config()
   c = ml_collections.ConfigDict()
   c.temperatures = (1.0, 0.0)
+  c.mesh = dataclasses.asdict(sharding.MeshConfig())  # several processes: all devices
   for field in dataclasses.fields(RolloutConfig):
     if field.name != 'model':
       c[field.name] = job[field.name]

@@ -9,9 +9,12 @@ RESULT: prints the base URL and a call to try; Ctrl-C stops it. With --workdir t
 The model and the tokenizer are the checkpoint's. Any API key is a session of its own.
 """
 
+import dataclasses
+
 import ml_collections
 
 from experiments import fields
+from m2jax import sharding
 from m2jax.gateway.config import GatewayConfig
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig
@@ -21,6 +24,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   if variant:
     raise ValueError(f'unknown variant {variant!r}: there is none')
   c = ml_collections.ConfigDict()
+  c.mesh = dataclasses.asdict(sharding.MeshConfig())  # several processes: all devices
   c.gateway = dict(
     model_name='m2jax',
     host='127.0.0.1',

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
+from typing import Any
 
 from absl import flags, logging
 
-from experiments import common
+from experiments import common, served
 from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError, policy
 from m2jax.forge import evaluation, roles
+from m2jax.forge.commands import Stopped
 from m2jax.forge.config import RolloutConfig
 from m2jax.observe import stats
 from m2jax.pool.data_pool import DataPool
+from m2jax.sharding import MeshConfig
 
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', None, 'A workdir or a directory of checkpoints; default: --workdir.'
@@ -27,17 +31,35 @@ STEP = flags.DEFINE_integer('step', None, 'Checkpoint step; default: the latest.
 
 def main():
   values, workdir = common.values(), common.workdir()
-  found = policy.load(CHECKPOINT.value or workdir, STEP.value)
   temperatures = values.pop('temperatures')
+  mesh = common.build(MeshConfig, values.pop('mesh'), 'config.mesh')
+  common.virtual_devices(mesh)
+  common.join_processes()
+  sharding = common.make_sharding(mesh)
+  found = served.load(CHECKPOINT.value or workdir, STEP.value, sharding)
   values['model'] = dataclasses.asdict(found.model)
   config = common.build(RolloutConfig, values)
   logging.info('evaluating step %d of %s', found.step, found.directory)
+  with served.engine(found, config.engine, sharding) as engine:
+    if engine is not None:  # else this is not process 0
+      rows = _evaluate(config, found, engine, workdir, temperatures)
+      _report(found, rows, workdir)
+
+
+def _evaluate(
+  config: RolloutConfig,
+  found: policy.Policy,
+  engine: Any,
+  workdir: pathlib.Path,
+  temperatures: tuple[float, ...],
+) -> list[dict]:
+  """Rows of the table."""
   workdir.mkdir(parents=True, exist_ok=True)
   tok = found.load_tokenizer()
   rows = []
   with (
     DataPool(f'sqlite:///{workdir.absolute()}/evaluation.db') as pool,
-    roles.rollouts(config, found.variables, tok, pool) as running,
+    roles.rollouts(config, found.variables, tok, pool, engine=engine) as running,
   ):
     for temperature in temperatures:
       tallies = evaluation.success_on(
@@ -45,6 +67,10 @@ def main():
       )
       rows += [_row(temperature, tally) for tally in tallies]
       logging.info('temperature %g: done', temperature)
+  return rows
+
+
+def _report(found: policy.Policy, rows: list[dict], workdir: pathlib.Path) -> None:
   path = workdir / 'evaluation.json'
   about = {'checkpoint': found.directory, 'step': found.step}
   path.write_text(json.dumps({**about, 'held_out': rows}, indent=2) + '\n')
@@ -78,4 +104,5 @@ def _row(temperature: float, tally: evaluation.Tally) -> dict:
 
 
 if __name__ == '__main__':
-  common.run(main, CheckpointError, sandbox.SandboxUnavailable)
+  expected = CheckpointError, sandbox.SandboxUnavailable, roles.RolloutsFailed, Stopped
+  common.run(main, *expected, distributed=True)

@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from typing import Any
 
 from absl import flags
 
-from experiments import common
+from experiments import common, served
 from m2jax.checkpoint import CheckpointError, policy
 from m2jax.forge import roles
+from m2jax.forge.commands import Stopped
 from m2jax.gateway.config import GatewayConfig
 from m2jax.pool.data_pool import DataPool
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig
+from m2jax.sharding import MeshConfig
 
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', None, 'A workdir or a directory of checkpoints.'
@@ -42,7 +45,27 @@ def main():
   gateway = common.build(GatewayConfig, values['gateway'], 'config.gateway')
   engine = common.build(EngineConfig, values['engine'], 'config.engine')
   scheduler = common.build(SchedulerConfig, values['scheduler'], 'config.scheduler')
-  found = policy.load(CHECKPOINT.value, STEP.value)
+  mesh = common.build(MeshConfig, values['mesh'], 'config.mesh')
+  common.virtual_devices(mesh)
+  common.join_processes()
+  sharding = common.make_sharding(mesh)
+  found = served.load(CHECKPOINT.value, STEP.value, sharding)
+  with served.engine(found, engine, sharding) as running:
+    if running is not None:  # else this is not process 0
+      _serve(found, running, scheduler, gateway)
+
+
+def _serve(
+  found: policy.Policy,
+  engine: Any,
+  scheduler: SchedulerConfig,
+  gateway: GatewayConfig,
+) -> None:
+  """Until Ctrl-C.
+
+  Raises:
+    RolloutsFailed: the engine has stopped.
+  """
   tok = found.load_tokenizer()
   with contextlib.ExitStack() as stack:
     record = lambda completion: None
@@ -50,9 +73,7 @@ def main():
       common.workdir().mkdir(parents=True, exist_ok=True)
       url = f'sqlite:///{common.workdir().absolute()}/served.db'
       record = stack.enter_context(DataPool(url)).add_completion
-    serving = roles.serving(
-      found.model, engine, scheduler, gateway, found.variables, tok, record
-    )
+    serving = roles.serving(engine, scheduler, gateway, found.variables, tok, record)
     try:
       running, server = stack.enter_context(serving)
     except OSError as error:
@@ -64,9 +85,11 @@ def main():
     with contextlib.suppress(KeyboardInterrupt):
       while running.alive:
         time.sleep(1.0)
-      raise RuntimeError('the rollout engine has stopped; see the log')
+      raise roles.RolloutsFailed(
+        f'the rollout engine has stopped: {running.stopped_reason}'
+      )
   print('\nstopped')
 
 
 if __name__ == '__main__':
-  common.run(main, CheckpointError)
+  common.run(main, CheckpointError, roles.RolloutsFailed, Stopped, distributed=True)

@@ -22,7 +22,9 @@ from launch.topology import Slice
 
 # Jobs that run on several hosts, and jobs that accept a URL as --workdir.
 # tests/launch compares both with the code.
-MULTI_HOST_JOBS: frozenset[str] = frozenset({'expand_mtp', 'forge', 'pretrain', 'sft'})
+MULTI_HOST_JOBS: frozenset[str] = frozenset(
+  {'evaluate', 'expand_mtp', 'forge', 'pretrain', 'serve', 'sft'}
+)
 URL_WORKDIR_JOBS: frozenset[str] = frozenset()
 
 _EXPERIMENTS = pathlib.Path(__file__).parent.parent / 'experiments'

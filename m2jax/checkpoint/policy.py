@@ -81,6 +81,15 @@ def find(directory: str | os.PathLike) -> str:
   )
 
 
+def describe(
+  directory: str | os.PathLike, step: int | None = None
+) -> tuple[ModelConfig, int]:
+  """The model of a policy and the step, None being the latest; raises as `load`."""
+  path = find(directory)
+  host, files, step = CheckpointManager(path, read_only=True).read_host(step)
+  return _model(host, files, f'{path}/{step}'), step
+
+
 def load(
   directory: str | os.PathLike,
   step: int | None = None,

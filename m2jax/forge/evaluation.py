@@ -41,7 +41,8 @@ def success_on(
     The tally of all tasks, then those by family and number of calls.
 
   Raises:
-    RolloutsFailed: every episode ended with an infrastructure failure.
+    RolloutsFailed: every episode ended with an infrastructure failure, or the engine
+      has stopped.
   """
   specs = [tasks_lib.spec(roles.config.tasks, split, i) for i in range(tasks)]
   done = 0
@@ -59,6 +60,10 @@ def success_on(
     deadline_s=roles.config.episodes.evaluation_deadline_s,
     on_end=on_end,
   )
+  if not roles.scheduler.alive:  # the last episodes have failed for that reason
+    raise RolloutsFailed(
+      f'the rollout engine has stopped: {roles.scheduler.stopped_reason}'
+    )
   cells: dict[tuple[str, int | None], list[float]] = collections.defaultdict(list)
   for t in out:
     if t.end_reason != 'infrastructure':  # not the policy's failure

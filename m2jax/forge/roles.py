@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from m2jax.agents import episodes
-from m2jax.config import ModelConfig
 from m2jax.forge.config import RolloutConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.pool.data_pool import DataPool
 from m2jax.records import Completion
 from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
 from m2jax.text.tokenizer import Tokenizer
 
@@ -41,8 +40,7 @@ class Rollouts:
 
 @contextlib.contextmanager
 def serving(
-  model: ModelConfig,
-  engine: EngineConfig,
+  engine: Any,
   scheduler: SchedulerConfig,
   gateway: GatewayConfig,
   variables,
@@ -52,11 +50,17 @@ def serving(
 ) -> Iterator[tuple[Scheduler, Gateway]]:
   """Runs the engine and the gateway while the context is open.
 
-  The gateway passes each completion to `record`. `version` is the policy version of the
-  variables; an update needs a higher one.
+  Args:
+    engine: an Engine, or a LeadEngine.
+    scheduler: settings.
+    gateway: settings.
+    variables: the weights.
+    tok: the tokenizer.
+    record: is passed each completion.
+    version: policy version of the weights; an update needs a higher one.
   """
   with contextlib.ExitStack() as stack:
-    engine_thread = Scheduler(Engine(model, engine), variables, version, scheduler)
+    engine_thread = Scheduler(engine, variables, version, scheduler)
     stack.callback(engine_thread.stop)
     engine_thread.start()
     server = Gateway(gateway, tok, engine_thread, record)
@@ -71,12 +75,15 @@ def rollouts(
   tok: Tokenizer,
   pool: DataPool,
   version: int = 0,
+  engine: Any = None,
 ) -> Iterator[Rollouts]:
-  """Runs engine, gateway and agents around the pool while the context is open."""
+  """Runs engine, gateway and agents around the pool while the context is open.
+
+  `engine` is one of the config's sizes; None is one on the first device.
+  """
   with (
     serving(
-      config.model,
-      config.engine,
+      engine or Engine(config.model, config.engine),
       config.scheduler,
       config.gateway,
       variables,

@@ -47,6 +47,10 @@ class EngineError(RuntimeError):
   """The engine could not serve a request, although the request was valid."""
 
 
+class EngineLost(EngineError):
+  """No call of the engine will succeed again; says why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
   """How the engine thread divides its time.

@@ -29,11 +29,18 @@ from absl import logging
 
 from m2jax.rollout import requests
 from m2jax.rollout.api import GenerateRequest
-from m2jax.rollout.batcher import TOTALS, Batcher, EngineError, Job, SchedulerConfig
+from m2jax.rollout.batcher import (
+  TOTALS,
+  Batcher,
+  EngineError,
+  EngineLost,
+  Job,
+  SchedulerConfig,
+)
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.slot_table import State
 
-__all__ = ['EngineError', 'Handle', 'Scheduler', 'SchedulerConfig']
+__all__ = ['EngineError', 'EngineLost', 'Handle', 'Scheduler', 'SchedulerConfig']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +113,11 @@ class Scheduler:
   def alive(self) -> bool:
     """Whether requests are being served."""
     return self._thread.is_alive() and self._dead is None
+
+  @property
+  def stopped_reason(self) -> str | None:
+    """Why it has stopped serving requests; None while it has not."""
+    return self._dead
 
   def submit(
     self,
@@ -200,6 +212,8 @@ class Scheduler:
         for job in cancels:
           self._batcher.cancel(job)
         self._batcher.tick()
+      except EngineLost as error:
+        self._give_up(str(error))
       except Exception as error:  # the state after a failed step is unknown
         logging.exception('a rollout step failed')
         self._recover(error)

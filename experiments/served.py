@@ -1,0 +1,58 @@
+"""Shared by the jobs that run a checkpoint's policy: its weights and the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from experiments import common
+from m2jax.checkpoint import policy
+from m2jax.forge import lead_engine
+from m2jax.forge.commands import Commands
+from m2jax.rollout import placement
+from m2jax.rollout.engine import Engine
+from m2jax.rollout.engine_config import EngineConfig
+from m2jax.sharding import Sharding
+
+
+def load(
+  directory: str | os.PathLike, step: int | None, sharding: Sharding
+) -> policy.Policy:
+  """Reads a policy, each device only its part; every process calls it.
+
+  Raises:
+    ValueError: the model does not divide over the mesh; names the field.
+    CheckpointError: see `policy.load`.
+  """
+  with common.leader_first():
+    model, step = policy.describe(directory, step)
+  if jax.process_count() > 1:  # a job may be writing: the step that process 0 has found
+    step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+  return policy.load(directory, step, placement.serving(model, sharding))
+
+
+@contextlib.contextmanager
+def engine(
+  found: policy.Policy, config: EngineConfig, sharding: Sharding
+) -> Iterator[Any]:
+  """The engine of process 0, for one scheduler, until the body ends.
+
+  In each of the other processes the body gets None, after process 0's has ended.
+
+  Raises:
+    Stopped: process 0 stopped before its end.
+  """
+  made, commands = Engine(found.model, config, sharding), Commands()
+  if jax.process_index():
+    with commands.following():
+      lead_engine.follow(made, found.variables, commands)
+    yield None
+  else:
+    with commands.leading():
+      yield lead_engine.lead(made, commands)

@@ -1,0 +1,172 @@
+"""The rollout engine over several processes: the calls of process 0, made by all.
+
+Process 0 has scheduler, gateway and tasks, and makes every call on the engine from one
+thread. Each is sent to the other processes before (`forge.commands`), by its name and
+with its host arrays, a few kilobytes; they make the same call on the same mesh.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from m2jax.config import ModelConfig
+from m2jax.forge.commands import Commands, Stopped
+from m2jax.rollout.decode_state import DecodeState, Sampled, Slots
+from m2jax.rollout.engine import Engine
+from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.scheduler import EngineLost
+
+
+def lead(engine: Engine, commands: Commands) -> Any:
+  """The engine for process 0's scheduler: that given, with one process."""
+  return LeadEngine(engine, commands) if commands.several else engine
+
+
+class LeadEngine:
+  """`rollout.engine.Engine` for process 0's scheduler; see there.
+
+  The weights are those that every process loads at its start.
+  """
+
+  def __init__(self, engine: Engine, commands: Commands):
+    self._engine, self._commands = engine, commands
+    self._loaded = False
+
+  @property
+  def cfg(self) -> ModelConfig:
+    return self._engine.cfg
+
+  @property
+  def config(self) -> EngineConfig:
+    return self._engine.config
+
+  def load_params(self, params: Any) -> Any:
+    """Raises NotImplementedError at the second call."""
+    if self._loaded:
+      raise NotImplementedError(
+        'an engine of several processes cannot replace its weights: start it again '
+        'from the new checkpoint'
+      )
+    self._loaded = True
+    with self._all('load_params'):
+      return self._engine.load_params(params)
+
+  def init_decode_state(self) -> DecodeState:
+    with self._all('init_decode_state'):
+      return self._engine.init_decode_state()
+
+  def warmup(self, params: Any, state: DecodeState) -> DecodeState:
+    with self._all('warmup'):
+      state = self._engine.warmup(params, state)
+    self._commands.forget()  # it needed all processes
+    return state
+
+  def prefill_rows(self, params, state, *arrays, context: int) -> DecodeState:
+    with self._all('prefill_rows', arrays, context=context):
+      return self._engine.prefill_rows(params, state, *arrays, context=context)
+
+  def copy_rows(self, state, *arrays, context: int) -> DecodeState:
+    with self._all('copy_rows', arrays, context=context):
+      return self._engine.copy_rows(state, *arrays, context=context)
+
+  def admit(self, state, *arrays) -> DecodeState:
+    with self._all('admit', arrays):
+      return self._engine.admit(state, *arrays)
+
+  def generate_many(
+    self, params, state, *arrays, context: int
+  ) -> tuple[DecodeState, Sampled]:
+    with self._all('generate_many', arrays, context=context):
+      state, sampled = self._engine.generate_many(
+        params, state, *arrays, context=context
+      )
+      sampled = jax.device_get(sampled)
+    self._commands.forget()  # the tokens needed all processes
+    return state, sampled
+
+  def expert_ids(self, state, slot, *, context: int) -> np.ndarray:
+    with self._all('expert_ids', (slot,), context=context):
+      return jax.device_get(self._engine.expert_ids(state, slot, context=context))
+
+  @contextlib.contextmanager
+  def _all(
+    self, name: str, arrays: Sequence[Any] = (), **static: int
+  ) -> Iterator[None]:
+    """The other processes make the call of the body.
+
+    Raises:
+      EngineLost: the call failed here or one of them has failed: whether the others
+        have made it is unknown.
+    """
+    try:
+      self._commands.send(name, arrays=[_encode(x) for x in arrays], static=static)
+      yield
+    except Stopped as error:
+      raise EngineLost(str(error)) from error
+    except jax.errors.JaxRuntimeError as error:
+      first = str(error).strip().partition('\n')[0]
+      raise EngineLost(
+        f'{name}, a call of all {jax.process_count()} processes, failed; has one of '
+        f'them ended? ({first})'
+      ) from error
+
+
+def follow(engine: Engine, variables: Any, commands: Commands) -> None:
+  """Makes the calls of process 0 until it stops.
+
+  Args:
+    engine: of the same sizes and mesh.
+    variables: the weights that process 0 gives its scheduler.
+    commands: from process 0.
+
+  Raises:
+    Stopped: process 0 stopped before its end; gives the reason.
+  """
+  state = None
+  while True:
+    command = commands.receive()
+    arrays = [_decode(x) for x in command.get('arrays', ())]
+    static = command.get('static', {})
+    match command['do']:
+      case 'load_params':
+        variables = engine.load_params(variables)
+      case 'init_decode_state':
+        state = engine.init_decode_state()
+      case 'warmup':
+        state = engine.warmup(variables, state)
+      case 'prefill_rows':
+        state = engine.prefill_rows(variables, state, *arrays, **static)
+      case 'copy_rows':
+        state = engine.copy_rows(state, *arrays, **static)
+      case 'admit':
+        state = engine.admit(state, *arrays)
+      case 'generate_many':
+        state, _ = engine.generate_many(variables, state, *arrays, **static)
+      case 'expert_ids':
+        engine.expert_ids(state, *arrays, **static)
+      case 'stop':
+        return
+
+
+def _encode(value: Any) -> dict[str, Any]:
+  """A numpy array, or a Slots of them, as JSON."""
+  if isinstance(value, Slots):
+    return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+  value = np.asarray(value)
+  data = base64.b64encode(value.tobytes()).decode()
+  return {'dtype': value.dtype.str, 'shape': value.shape, 'data': data}
+
+
+def _decode(value: dict[str, Any]) -> Any:
+  """The inverse of `_encode`."""
+  if 'dtype' not in value:
+    return Slots(**{name: _decode(field) for name, field in value.items()})
+  array = np.frombuffer(base64.b64decode(value['data']), value['dtype'])
+  return array.reshape(value['shape'])
