@@ -291,8 +291,11 @@ def run(
   app.run(guarded, flags_parser=_parse)
 
 
-def fail(error: Exception) -> NoReturn:
-  """Exits with the error's message and code 2; --verbosity=1 shows the traceback."""
+def fail(error: Exception, at_once: bool = False) -> NoReturn:
+  """Exits with the error's message and code 2; --verbosity=1 shows the traceback.
+
+  `at_once` is for the loss of another process: JAX would wait for it, and then abort.
+  """
   logging.debug('%s', error, exc_info=error)
   message = str(error) or repr(error)
   declared = type(error).__module__.partition('.')[0] in ('m2jax', 'experiments')
@@ -300,7 +303,10 @@ def fail(error: Exception) -> NoReturn:
     where = traceback.extract_tb(error.__traceback__)[-1]
     name = '/'.join(pathlib.Path(where.filename).parts[-3:])
     message += f' ({name}, line {where.lineno}; --verbosity=1 shows the traceback)'
-  print(f'error: {message}', file=sys.stderr)
+  print(f'error: {message}', file=sys.stderr, flush=True)
+  if at_once:
+    sys.stdout.flush()
+    os._exit(2)
   sys.exit(2)
 
 

@@ -49,10 +49,19 @@ def engine(
     Stopped: process 0 stopped before its end.
   """
   made, commands = Engine(found.model, config, sharding), Commands()
+  if not commands.several:
+    yield made
+    return
   if jax.process_index():
     with commands.following():
       lead_engine.follow(made, found.variables, commands)
     yield None
-  else:
+    return
+  leading = lead_engine.LeadEngine(made, commands)
+  try:
     with commands.leading():
-      yield lead_engine.lead(made, commands)
+      yield leading
+  except Exception as error:
+    if leading.lost:
+      common.fail(error, at_once=True)
+    raise

@@ -179,18 +179,32 @@ def evaluate(
   temperature: float = 1.0,
   deadline_s: float = 1200.0,
   on_end: Callable[[Trajectory], None] | None = None,
+  check: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
   """Runs one episode per task, in evaluation sessions with untruncated sampling.
 
   Episodes that end with an infrastructure failure are retried once. Those that fail
   twice, or have not ended after `deadline_s`, are returned with the end reason
   'infrastructure', for the caller to count separately.
+
+  Args:
+    runner: runs them.
+    specs: specs of the tasks.
+    temperature: of the sampling.
+    deadline_s: of the whole evaluation.
+    on_end: called with each result.
+    check: called every second while episodes run; an exception of it ends the
+      evaluation.
   """
   ends_s = time.monotonic() + deadline_s
 
   def result(spec, future) -> Trajectory:
+    check()
+    while not future.done() and (left_s := ends_s - time.monotonic()) > 0:
+      concurrent.futures.wait([future], timeout=min(1.0, left_s))
+      check()
     try:
-      (trajectory,) = future.result(timeout=max(0.0, ends_s - time.monotonic()))
+      (trajectory,) = future.result(timeout=0)
     except concurrent.futures.TimeoutError:
       future.cancel()
       trajectory = Trajectory(

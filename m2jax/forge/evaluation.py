@@ -47,6 +47,12 @@ def success_on(
   specs = [tasks_lib.spec(roles.config.tasks, split, i) for i in range(tasks)]
   done = 0
 
+  def check():
+    if not roles.scheduler.alive:
+      raise RolloutsFailed(
+        f'the rollout engine has stopped: {roles.scheduler.stopped_reason}'
+      )
+
   def on_end(trajectory: Trajectory):
     nonlocal done
     done += 1
@@ -59,11 +65,9 @@ def success_on(
     temperature=temperature,
     deadline_s=roles.config.episodes.evaluation_deadline_s,
     on_end=on_end,
+    check=check,
   )
-  if not roles.scheduler.alive:  # the last episodes have failed for that reason
-    raise RolloutsFailed(
-      f'the rollout engine has stopped: {roles.scheduler.stopped_reason}'
-    )
+  check()  # else the last episodes may have failed for that reason
   cells: dict[tuple[str, int | None], list[float]] = collections.defaultdict(list)
   for t in out:
     if t.end_reason != 'infrastructure':  # not the policy's failure

@@ -24,20 +24,18 @@ from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import EngineLost
 
 
-def lead(engine: Engine, commands: Commands) -> Any:
-  """The engine for process 0's scheduler: that given, with one process."""
-  return LeadEngine(engine, commands) if commands.several else engine
-
-
 class LeadEngine:
   """`rollout.engine.Engine` for process 0's scheduler; see there.
 
   The weights are those that every process loads at its start.
+
+  Attributes:
+    lost: whether a call has failed, so that no other will succeed.
   """
 
   def __init__(self, engine: Engine, commands: Commands):
     self._engine, self._commands = engine, commands
-    self._loaded = False
+    self._loaded, self.lost = False, False
 
   @property
   def cfg(self) -> ModelConfig:
@@ -109,13 +107,11 @@ class LeadEngine:
       self._commands.send(name, arrays=[_encode(x) for x in arrays], static=static)
       yield
     except Stopped as error:
+      self.lost = True
       raise EngineLost(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
-      first = str(error).strip().partition('\n')[0]
-      raise EngineLost(
-        f'{name}, a call of all {jax.process_count()} processes, failed; has one of '
-        f'them ended? ({first})'
-      ) from error
+      self.lost = True
+      raise EngineLost(_failed(name, error)) from error
 
 
 def follow(engine: Engine, variables: Any, commands: Commands) -> None:
@@ -127,32 +123,42 @@ def follow(engine: Engine, variables: Any, commands: Commands) -> None:
     commands: from process 0.
 
   Raises:
-    Stopped: process 0 stopped before its end; gives the reason.
+    Stopped: process 0 stopped before its end, or a call failed; gives the reason.
   """
   state = None
-  while True:
-    command = commands.receive()
+  while (command := commands.receive())['do'] != 'stop':
+    name, static = command['do'], command.get('static', {})
     arrays = [_decode(x) for x in command.get('arrays', ())]
-    static = command.get('static', {})
-    match command['do']:
-      case 'load_params':
-        variables = engine.load_params(variables)
-      case 'init_decode_state':
-        state = engine.init_decode_state()
-      case 'warmup':
-        state = engine.warmup(variables, state)
-      case 'prefill_rows':
-        state = engine.prefill_rows(variables, state, *arrays, **static)
-      case 'copy_rows':
-        state = engine.copy_rows(state, *arrays, **static)
-      case 'admit':
-        state = engine.admit(state, *arrays)
-      case 'generate_many':
-        state, _ = engine.generate_many(variables, state, *arrays, **static)
-      case 'expert_ids':
-        engine.expert_ids(state, *arrays, **static)
-      case 'stop':
-        return
+    try:
+      match name:
+        case 'load_params':
+          variables = engine.load_params(variables)
+        case 'init_decode_state':
+          state = engine.init_decode_state()
+        case 'warmup':
+          state = engine.warmup(variables, state)
+        case 'prefill_rows':
+          state = engine.prefill_rows(variables, state, *arrays, **static)
+        case 'copy_rows':
+          state = engine.copy_rows(state, *arrays, **static)
+        case 'admit':
+          state = engine.admit(state, *arrays)
+        case 'generate_many':
+          state, _ = engine.generate_many(variables, state, *arrays, **static)
+        case 'expert_ids':
+          engine.expert_ids(state, *arrays, **static)
+        case _:
+          raise ValueError(f'process 0 sent a command {name!r}: is it another version?')
+    except jax.errors.JaxRuntimeError as error:
+      raise Stopped(_failed(name, error)) from error
+
+
+def _failed(name: str, error: Exception) -> str:
+  first = str(error).strip().partition('\n')[0]
+  return (
+    f'{name}, a call of all {jax.process_count()} processes, failed; has one of them '
+    f'ended? ({first})'
+  )
 
 
 def _encode(value: Any) -> dict[str, Any]:

@@ -225,7 +225,10 @@ class ChatService:
 
 
 def _engine_down(error: BaseException) -> ApiError:
-  logging.error('gateway: the engine failed: %r', error)
+  # Not once for each of the requests that fail together.
+  logging.log_every_n_seconds(
+    logging.ERROR, 'gateway: the engine failed: %r', 5.0, error
+  )
   return ApiError(
     503,
     f'the engine is not available: {error}',
