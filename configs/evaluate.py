@@ -9,6 +9,8 @@ RESULT: a table by temperature and family with 95 % Wilson intervals, also writt
 The model and the tokenizer are the checkpoint's. Tasks, agent and engine are those of
 configs/forge.py: a policy is evaluated with the prompts it was trained with.
 
+The engine runs on `mesh`, with --distributed in several processes (docs/rl.md).
+
 Variants: `:smoke` evaluates 8 tasks, as a check.
 """
 

@@ -7,6 +7,8 @@ RESULT: prints the base URL and a call to try; Ctrl-C stops it. With --workdir t
   completions are kept in its served.db.
 
 The model and the tokenizer are the checkpoint's. Any API key is a session of its own.
+
+The engine runs on `mesh`, with --distributed in several processes (docs/rl.md).
 """
 
 import dataclasses

@@ -3,9 +3,10 @@
 Targets read the fields that they need; a flag file may have those of several targets.
 
 A `Launch` is a gang of `Role`s, each with a command and its own TPU slices, or a
-machine without TPUs. Jobs that train run as one process per host of a slice
-(`--distributed`); all others are single processes. Process 0 of `experiments.forge`
-also has rollout engine and gateway, `experiments.serve` has both. `unmet` lists the
+machine without TPUs. Jobs that train, serve or evaluate run as one process per host of
+a slice (`--distributed`); all others are single processes. Process 0 of
+`experiments.forge` and `experiments.serve` has the gateway; of `forge` it also has the
+rollout engine, which `serve` has on the whole slice. `unmet` lists the
 parts of a launch that the jobs would do wrong; printing warns about them, and running
 raises an error.
 """

@@ -4,7 +4,7 @@ The blocks are those of `model.trunk`, with one softmax over two parts: the cach
 prefix, which is read-only, and the tail, the entries added since the prefix was
 gathered. In prefill the tail is a whole chunk; in decoding it has a few positions,
 which are filled one by one. On a mesh the functions run inside `shard_map`, on this
-device's rows, heads, experts and part of the vocabulary (`rollout.on_mesh`).
+device's rows, heads, experts and part of the vocabulary (`rollout.calls`).
 
 Axes: P rows, C new tokens of a row, S cached positions, N tail positions, T = P·C,
 D model, L layers, K key/value heads, G query heads per K, H head dim.

@@ -3,8 +3,9 @@
 Under the rules `serve` no weights are gathered: rows of the cache are sharded over
 `data` and `expert`, heads, vocabulary and expert channels over `tensor`, experts over
 `expert`, and tokens are sent to their experts. Pure functions over global arrays;
-inside, each device computes its own rows. The engine (`rollout.engine`) runs on one
-device and does not call these functions yet; `m2jax.plan` compiles them for a slice.
+inside, each device computes its own rows. `m2jax.plan` compiles them for a slice. The
+engine (`rollout.calls`) does not call them: its slots can be in any row, so each of its
+devices stores all of them.
 
 Axes: P rows, C new tokens of a row, S positions of the cache, N positions of a tail,
 V vocabulary, D model, L layers, K key/value heads, H head dim.

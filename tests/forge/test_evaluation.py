@@ -43,13 +43,16 @@ class Runner:
     return future
 
 
-def success_on(judge, tasks=60, deadline_s=600.0):
+def success_on(judge, tasks=60, deadline_s=600.0, stopped=None):
   config = types.SimpleNamespace(
     tasks=terminal.TerminalConfig(),
     episodes=episodes.EpisodeConfig(evaluation_deadline_s=deadline_s),
   )
   pool = types.SimpleNamespace(add_trajectory=lambda trajectory: None)
-  running = types.SimpleNamespace(config=config, pool=pool, runner=Runner(judge))
+  engine = types.SimpleNamespace(alive=not stopped, stopped_reason=stopped)
+  running = types.SimpleNamespace(
+    config=config, pool=pool, runner=Runner(judge), scheduler=engine
+  )
   return evaluation.success_on(running, 'dev', tasks, 1.0)
 
 
@@ -78,6 +81,12 @@ def test_an_evaluation_that_judged_nothing_is_an_error():
   """A success rate of 0 would be wrong; the error has the reason."""
   with pytest.raises(roles.RolloutsFailed, match='60 episodes.*no sandbox'):
     success_on(lambda task: None)
+
+
+def test_an_engine_that_stopped_ends_the_evaluation():
+  """A rate of the episodes that ended before would be of other tasks."""
+  with pytest.raises(roles.RolloutsFailed, match='has stopped: no memory'):
+    success_on(lambda task: HANGS, stopped='no memory')
 
 
 def test_what_hangs_ends_with_the_deadline():

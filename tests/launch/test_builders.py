@@ -177,7 +177,7 @@ def test_arguments_arrive_as_they_were_given(args):
 @pytest.mark.parametrize(
   ('role', 'target', 'message'),
   [
-    (a_role(where='v5p:4x4x4', job='serve'), 'jobset', 'runs as a single process'),
+    (a_role(where='v5p:4x4x4', job='convert'), 'jobset', 'runs as a single process'),
     (
       Role('r', config.job('pretrain', '/workdir/r'), parse('v5p:4x4x4')),
       'jobset',
@@ -269,7 +269,7 @@ def test_every_host_of_a_slice_joins_the_job(room, job):
   assert words(f'trainer v5p:8x8x8 {job}').count('--distributed') == 1
   assert words(f'trainer v5p:8x8x8 {job} --distributed').count('--distributed') == 1
   assert '--distributed' not in words(f'trainer v5p:2x2x1 {job}')
-  assert '--distributed' not in words('trainer v5p:8x8x8 serve')
+  assert '--distributed' not in words('trainer v5p:8x8x8 convert')
 
 
 def test_gang_from_flags():
