@@ -1,0 +1,107 @@
+"""Process 0's calls of the engine, made again by a follower from what was sent."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from m2jax.forge import lead_engine
+from m2jax.forge.commands import Stopped
+from m2jax.rollout.api import GenerateRequest, SamplingParams
+from m2jax.rollout.scheduler import EngineLost
+from tests.rollout.test_engine import prompt
+
+TIMEOUT_S = 120
+
+
+class Sent:
+  """`forge.commands.Commands` within one process: JSON texts, in order."""
+
+  several = True
+
+  def __init__(self):
+    self.texts, self.failure = [], None
+
+  def send(self, do, **fields):
+    if self.failure:
+      raise self.failure
+    self.texts.append(json.dumps(dict(fields, do=do)))
+
+  def forget(self):
+    pass
+
+  def receive(self):
+    return json.loads(self.texts.pop(0))
+
+
+class Recorded:
+  """An engine, and the tokens that its decode calls return."""
+
+  def __init__(self, engine):
+    self._engine = engine
+    self.sampled, self.states = [], []
+
+  def __getattr__(self, name):
+    return getattr(self._engine, name)
+
+  def generate_many(self, *args, **kwargs):
+    state, sampled = self._engine.generate_many(*args, **kwargs)
+    self.sampled.append(jax.device_get(sampled))
+    self.states.append(jax.device_get(state.slots))
+    return state, sampled
+
+
+def test_a_follower_makes_the_same_calls(engine, variables, serve):
+  """A program of a mesh needs all its processes: with other arguments, or in another
+  order, they would wait for each other for ever, or draw other tokens."""
+  sent = Sent()
+  ours, theirs = Recorded(engine), Recorded(engine)
+  scheduler = serve(lead_engine.LeadEngine(ours, sent))
+  # A shared prefix (copied), more requests than slots, greedy and drawn.
+  handles = [
+    scheduler.submit(
+      GenerateRequest(
+        prompt(i % 3, 9) + prompt(i, 2 + i),
+        SamplingParams(max_tokens=5 + i, temperature=float(i % 2), seed=i, top_k=7),
+      )
+    )
+    for i in range(8)
+  ]
+  for handle in handles:
+    assert len(handle.future.result(TIMEOUT_S).tokens)
+  scheduler.stop()
+  names = [json.loads(text)['do'] for text in sent.texts]
+  assert {'load_params', 'init_decode_state', 'prefill_rows', 'admit'} < set(names)
+  sent.send('stop', reason='')
+  lead_engine.follow(theirs, variables, sent)
+  assert len(ours.sampled) > 3 and not sent.texts
+  for record in ('sampled', 'states'):
+    jax.tree.map(
+      np.testing.assert_array_equal, getattr(theirs, record), getattr(ours, record)
+    )
+
+
+def test_the_loss_of_a_process_is_final(engine, serve):
+  """No retry: whether the other processes have made the call is unknown."""
+  sent = Sent()
+  leading = lead_engine.LeadEngine(engine, sent)
+  scheduler = serve(leading, max_failures=100)
+  sent.failure = Stopped('process 1 stopped: out of memory')
+  handle = scheduler.submit(GenerateRequest(prompt(1, 5), SamplingParams(max_tokens=3)))
+  with pytest.raises(Exception, match='process 1 stopped: out of memory'):
+    handle.future.result(TIMEOUT_S)
+  assert leading.lost and not scheduler.alive
+  assert 'process 1 stopped' in scheduler.stopped_reason
+  with pytest.raises(EngineLost):
+    leading.init_decode_state()
+
+
+def test_weights_of_several_processes_stay(engine, variables):
+  """The other processes would go on with the old ones: an error, not another policy."""
+  leading = lead_engine.LeadEngine(engine, Sent())
+  leading.load_params(variables)
+  with pytest.raises(NotImplementedError, match='start it again'):
+    leading.load_params(variables)
