@@ -81,7 +81,7 @@ class Engine:
       weights = sharding_lib.param_specs(cfg, rules)
     state = placement.state_specs(rules, record_experts=records)
     prefix = placement.prefix_specs(rules, record_experts=records)
-    self._weights, self._state, self._prefix = weights, state, prefix
+    self._weights, self._prefix = weights, prefix
     calls, all_ = Calls(cfg, config, self.sharding), _EVERYWHERE
     self.prefill_rows = self._jit(
       calls.prefill_rows, (weights, state, *[all_] * 4), state, donate=1, context=True

@@ -18,7 +18,8 @@ class EngineConfig:
     context_tokens: prompt and response together, per slot.
     max_steps: N, maximum decode steps per call; the host wakes once per call.
     decode_rows: batch sizes of a decode call, at most `slots`; the largest limits the
-      requests served at once.
+      requests served at once. On a mesh multiples of the devices that split the rows
+      (`rollout.placement`) leave none idle.
     prefill_shapes: (rows, chunk tokens) of a prefill call.
     contexts: cache positions read by a call; the last must be context_tokens.
     max_stop_ids: M, maximum stop ids per request.

@@ -56,7 +56,7 @@ class Case:
 
 CASES = {
   'fsdp expert tensor': Case(dict(fsdp=2, expert=2, tensor=2), jetstream=True),
-  'data tensor': Case(dict(data=2, tensor=4), jetstream=True),
+  'data tensor': Case(dict(data=2, tensor=4)),
   'data': Case(dict(data=8)),
   'fsdp': Case(dict(fsdp=8)),
   'expert': Case(dict(expert=8)),
