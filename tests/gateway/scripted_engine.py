@@ -42,7 +42,7 @@ class ScriptedEngine:
     self.context_tokens = context_tokens
     self.delay_s = delay_s
     self.piece_tokens = piece_tokens
-    self.alive = True
+    self.alive, self.stopped_reason = True, None
     self.version = 0
     self.requests: list[GenerateRequest] = []
     self.results: list[tuple[GenerateRequest, GenerateResult]] = []
