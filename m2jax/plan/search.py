@@ -1,10 +1,10 @@
 """Search for the mesh of a workload: all meshes by a formula, the best few compiled.
 
 The formula ranks candidates and is not for reports: compute as in `flops`, HBM traffic
-of weights and of the worst-case buffers of dropless routing, and the large collectives
-on the links of their groups. It takes gathers and scatters of weights as hidden and
-everything else as exposed; overlap, traffic and memory are exact only for the few that
-are then compiled.
+of weights and of the experts' rows, and the large collectives on the links of their
+groups, as often as the lowered step has them (`Counts`). It takes gathers and scatters
+of weights as hidden and everything else as exposed; overlap, traffic and memory are
+exact only for the few that are then compiled.
 
 Axes: T tokens of a device, D model, E experts, k experts of a token, L layers.
 """
@@ -21,6 +21,7 @@ import numpy as np
 
 from m2jax import sharding as sharding_lib
 from m2jax.config import REMAT, ModelConfig
+from m2jax.moe import exchange
 from m2jax.plan import flops, ici, plan, programs
 from m2jax.plan.topology import Topology
 from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
@@ -32,6 +33,44 @@ _ROW_TILE = 8  # rows of a TPU's tile; XLA gathers narrower shards of D by all-r
 # [rows, D] arrays that a mixture of experts reads or writes in a forward pass, and
 # those alive at once in a backward pass
 _BUFFER_PASSES, _BUFFERS_ALIVE = 12, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+  """Collectives of one block in one pass over the batch.
+
+  Attributes:
+    weight_gathers, weight_scatters: of the block's weights.
+    exchanges: of [T·k, D] rows with devices that have other experts.
+    gathers, scatters: of [T, D] activations over devices that split the residual
+      stream, where the rules split it.
+    sums: all-reduces of the same, where they do not.
+  """
+
+  weight_gathers: int
+  weight_scatters: int
+  exchanges: int
+  gathers: int
+  scatters: int
+  sums: int
+
+
+def counts(remat: str, training: bool, split_residual: bool) -> Counts:
+  """How often a block communicates, by its remat policy.
+
+  Forward: attention and experts each gather their tokens and scatter their sums; the
+  rows go to the experts and return. Backward: the same transposed, but rows and
+  cotangents go to the experts and the rows' gradient returns (`moe.exchange`). What is
+  recomputed repeats both gathers of tokens and the sum after attention, as no policy
+  saves them; the sum after the experts is not needed again.
+  """
+  if not training:
+    return Counts(0, 0, 2, *((2, 2, 0) if split_residual else (0, 0, 2)))
+  again = remat != 'none'
+  gathers, scatters = 2 + 2 + 2 * again, 2 + 2 + again
+  if not split_residual:  # a sum's transpose is a sum
+    return Counts(2, 1, 2 + 3, 0, 0, 4 + again)
+  return Counts(2, 1, 2 + 3, gathers, scatters, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,18 +160,20 @@ def formula(
   training = placed.workload.kind in TRAINING
   cfg = config.model if training else programs.served(config)
   chip, part = topology.chip, plan.local_part(config, placed, where)
-  T, D = part.tokens, cfg.embed_dim
+  T, D, k = part.tokens, cfg.embed_dim, cfg.experts_per_token
   layer = _layer_bytes(cfg, where, 2)
-  # every device of the expert axis may send all its tokens to this one
-  shards = where.size('experts')
-  rows = T * shards * min(cfg.experts_per_token, part.experts)
+  rows, rounds = T * k, 1
+  if shards := len(where.axes('experts')) and where.size('experts'):
+    factor = where.rules.exchange_factor
+    rows = exchange.buffer_rows(T, k, shards, part.experts, factor)
+    rounds = math.ceil(T * k / rows)  # of experts with equal loads
   buffer = 2.0 * rows * D
 
   blocks = cfg.num_layers + (cfg.num_mtp_modules if training else 0)
-  again = cfg.remat != 'none'
+  again = cfg.remat != 'none' or bool(shards)  # `moe.exchange` always recomputes
   forwards = 1 + (2 + again if training else 0)  # a backward pass is two
   compute = sum(flops.executed(cfg, part, chip.mxu, training).values())
-  moved = blocks * forwards * (2 * layer + _BUFFER_PASSES * buffer)
+  moved = blocks * forwards * (2 * layer + rounds * _BUFFER_PASSES * buffer)
   cache = _cache_bytes(cfg, placed, where) if not training else 0.0
   work = max(compute / chip.peak_flops, (moved + cache) / chip.hbm_bandwidth)
 
@@ -142,14 +183,14 @@ def formula(
       return 0.0
     return ici.seconds(kind, size, group, topology.shape, chip)
 
-  gathers = 1 + again if training else 0
-  hidden = blocks * gathers * links('all-gather', layer, 'model')
-  hidden += training * blocks * links('reduce-scatter', 2 * layer, 'model')
-  exchanges = 2 * forwards - (2 if training else 0)  # to the experts and back
-  sent = 2.0 * T * cfg.experts_per_token * D
-  exposed = blocks * exchanges * links('all-to-all', sent, 'experts')
-  sums = blocks * forwards * 2
-  exposed += sums * links('all-reduce', 2.0 * T * D, 'heads')
+  n = counts(cfg.remat, training, bool(where.axes('residual')))
+  hidden = blocks * n.weight_gathers * links('all-gather', layer, 'model')
+  hidden += blocks * n.weight_scatters * links('reduce-scatter', 2 * layer, 'model')
+  exposed = blocks * n.exchanges * links('all-to-all', 2.0 * T * k * D, 'experts')
+  activations = 2.0 * T * D
+  exposed += blocks * n.gathers * links('all-gather', activations, 'residual')
+  exposed += blocks * n.scatters * links('reduce-scatter', activations, 'residual')
+  exposed += blocks * n.sums * links('all-reduce', activations, 'heads')
   keys = 2.0 * 2 * part.rows * placed.workload.context * part.kv_heads * cfg.head_dim
   if training:
     exposed += blocks * forwards * links('all-gather', keys, 'tokens')
