@@ -22,16 +22,22 @@ TOPOLOGIES = ('v5p:4x8x8', 'v5p:8x8x8', 'v5p:8x8x16')
 
 # Collectives on the SparseCores, several queued at once: weights are gathered while the
 # TensorCores compute. Names of libtpu's options; the rest of XLA's stay as they are.
+# All-reduces are kept off them: libtpu 0.0.42.1 offloads them by default and aborts in
+# its check `abs(inc) < core_count()` (UniDirRingStrategy) while it compiles some over
+# `tensor`. Absent is not enough, the option has to be False. The sums of the residual
+# stream are reduce-scatters; the all-reduces that remain are small.
 SPARSE_CORES = (
   'xla_tpu_enable_sparse_core_collective_offload_all_gather',
   'xla_tpu_enable_sparse_core_collective_offload_2d_all_gather',
   'xla_tpu_enable_sparse_core_collective_offload_3d_all_gather',
-  'xla_tpu_enable_sparse_core_collective_offload_all_reduce',
   'xla_tpu_enable_sparse_core_collective_offload_reduce_scatter',
   'xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter',
   'xla_tpu_use_tc_device_shape_on_sc',
   'xla_tpu_enable_sparse_core_offload_queuing_in_lhs',
 )
+COMPILER_OPTIONS = dict.fromkeys(SPARSE_CORES, True) | {
+  'xla_tpu_enable_sparse_core_collective_offload_all_reduce': False
+}
 
 
 def _fsdp(data: int, fsdp: int, context: int = 1, tensor: int = 1) -> dict:
@@ -52,7 +58,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.bias_update_rate = 1e-3
   c.is_weight_max = 5.0
   c.weights_dtype = 'bfloat16'
-  c.compiler_options = dict.fromkeys(SPARSE_CORES, True)
+  c.compiler_options = dict(COMPILER_OPTIONS)
   # 12,582,912 tokens a step, as configs/pretrain_m2.py; meshes of 256, 512 and 1,024
   c.workloads = dict(
     pretrain_8k=dict(

@@ -102,7 +102,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     step=dict(
       mtp_weight=0.3,
       bias_update_rate=1e-3,
-      compiler_options=dict.fromkeys(m2.SPARSE_CORES, True),
+      compiler_options=dict(m2.COMPILER_OPTIONS),
     ),
     optimizer=dict(adam=dict(learning_rate=2.4e-4), weight_decay=0.1),
   )
