@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pathlib
 import sys
 from concurrent import futures
 
@@ -33,6 +34,9 @@ QUICK = flags.DEFINE_bool(
   'are the same, temporaries smaller, and fewer collectives are hidden.',
 )
 LAYERS = flags.DEFINE_integer('layers', 0, 'Plan a model of fewer layers; 0: as it is.')
+STORE = flags.DEFINE_string(
+  'store', None, 'Directory of compiled programs: only others are compiled.'
+)
 JSON = flags.DEFINE_bool('json', False, 'Print JSON.')
 
 
@@ -72,6 +76,7 @@ def main():
   config = dataclasses.replace(config, model=model, compiler_options=options)
   chosen = workloads.select(config, WORKLOADS.value)
   slice_ = topology.load(TOPOLOGY.value)
+  store = pathlib.Path(STORE.value) if STORE.value else None
   found = []
 
   def show(made):
@@ -81,7 +86,7 @@ def main():
 
   def planned(name):
     placed = workloads.place(name, chosen[name], len(slice_.devices))
-    return plan.make(config, placed, slice_)
+    return plan.make(config, placed, slice_, store)
 
   if SEARCH.value:
     for name, workload in chosen.items():
@@ -89,7 +94,7 @@ def main():
       if not JSON.value:
         print(render.candidates(name, tried, slice_.name), flush=True)
       for candidate in tried[: BEST.value]:
-        show(search.compiled(config, candidate, slice_))
+        show(search.compiled(config, candidate, slice_, store))
   else:
     # one compilation cannot keep two cores busy; train steps take longest
     with futures.ThreadPoolExecutor(JOBS.value or os.cpu_count()) as pool:

@@ -1,8 +1,17 @@
-"""Compiles a program ahead of time: its memory and its HLO."""
+"""Compiles a program ahead of time: its memory and its HLO.
+
+Both can be stored: a program is compiled again only if it changed, so that figures can
+be computed again by other code in seconds.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,7 +59,7 @@ class Compiled:
     name, runs: the program's.
     module: its HLO.
     devices: in the order in which the HLO counts them.
-    seconds: tracing, lowering and compiling.
+    seconds: compiling.
   """
 
   name: str
@@ -61,44 +70,76 @@ class Compiled:
   seconds: float
 
 
+_SIZES = ('argument', 'output', 'alias', 'temp', 'generated_code')
+
+
 def compile_program(
-  program: Program, options: Mapping[str, Any], platform: str = 'tpu'
+  program: Program,
+  options: Mapping[str, Any],
+  platform: str = 'tpu',
+  store: pathlib.Path | None = None,
 ) -> Compiled:
   """Compiles one program for the devices of its arguments' shardings.
+
+  Args:
+    options: XLA's.
+    store: directory of compiled programs; one that is there is not compiled again.
 
   Raises:
     ValueError: the compiler's error, with its message; for a program that does not fit
       HBM this is its account of memory.
   """
-  start = time.monotonic()
   traced = program.jitted.trace(*program.arguments)
   lowered = traced.lower(lowering_platforms=(platform,))
-  try:
-    compiled = lowered.compile(compiler_options=dict(options))
-  except jax.errors.JaxRuntimeError as error:
-    raise ValueError(f'{program.name} does not compile: {error}') from error
-  stats = compiled.memory_analysis()
-  module = hlo.parse(compiled.as_text())
+  devices = tuple(mesh_devices(program))
+  path = store and store / f'{_key(lowered, options, devices)}.json.gz'
+  if path and path.exists():
+    found = json.loads(gzip.decompress(path.read_bytes()))
+  else:
+    found = _compile(program.name, lowered, options)
+    if path:
+      store.mkdir(parents=True, exist_ok=True)
+      path.write_bytes(gzip.compress(json.dumps(found).encode(), 1))
+  sizes = found['sizes']
+  module = hlo.parse(found['text'])
   saved = int(saved_bytes(module))
   arguments = device_bytes(program.arguments)
   memory = Memory(
-    arguments=stats.argument_size_in_bytes,
+    arguments=sizes['argument'],
     # would be negative where arguments are not used
-    padding=max(stats.argument_size_in_bytes - arguments, 0),
-    outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+    padding=max(sizes['argument'] - arguments, 0),
+    outputs=sizes['output'] - sizes['alias'],
     saved=saved,
-    temporaries=stats.temp_size_in_bytes - saved,
+    temporaries=sizes['temp'] - saved,
     resident=device_bytes(program.resident),
-    code=stats.generated_code_size_in_bytes,
+    code=sizes['generated_code'],
   )
-  return Compiled(
-    program.name,
-    program.runs,
-    memory,
-    module,
-    tuple(mesh_devices(program)),
-    time.monotonic() - start,
+  return Compiled(program.name, program.runs, memory, module, devices, found['seconds'])
+
+
+def _compile(name: str, lowered, options: Mapping[str, Any]) -> dict[str, Any]:
+  start = time.monotonic()
+  try:
+    compiled = lowered.compile(compiler_options=dict(options))
+  except jax.errors.JaxRuntimeError as error:
+    raise ValueError(f'{name} does not compile: {error}') from error
+  stats = compiled.memory_analysis()
+  return dict(
+    text=compiled.as_text(),
+    sizes={size: getattr(stats, f'{size}_size_in_bytes') for size in _SIZES},
+    seconds=time.monotonic() - start,
   )
+
+
+def _key(lowered, options: Mapping[str, Any], devices: Sequence[jax.Device]) -> str:
+  """Of all that a compiled program depends on."""
+  places = [(d.id, getattr(d, 'coords', None)) for d in devices]
+  compiler = next(
+    (d.version for d in importlib.metadata.distributions(name='libtpu')), None
+  )
+  about = jax.__version__, compiler, devices[0].device_kind, places
+  text = repr((about, sorted(options.items()))) + lowered.as_text()
+  return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def mesh_devices(program: Program) -> Sequence[jax.Device]:

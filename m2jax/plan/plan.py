@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import pathlib
 
 from absl import logging
 
@@ -12,7 +14,8 @@ from m2jax.plan import compile as compile_lib
 from m2jax.plan.topology import Topology
 from m2jax.plan.workloads import JOBS, TRAINING, Placed, PlanConfig
 
-_MODEL = ('micro', 'prefill', 'decode')  # programs that run the model
+_COUNTED = ('micro', 'prefill', 'decode')  # whose FLOPs are counted by hand
+_MODEL = (*_COUNTED, 'push', 'leaf', 'pop')
 
 
 def sharding(placed: Placed, topology: Topology) -> sharding_lib.Sharding:
@@ -57,8 +60,16 @@ def check_gathers(name: str, module: hlo.Module, where: sharding_lib.Sharding) -
     )
 
 
-def make(config: PlanConfig, placed: Placed, topology: Topology) -> estimate.Plan:
+def make(
+  config: PlanConfig,
+  placed: Placed,
+  topology: Topology,
+  store: pathlib.Path | None = None,
+) -> estimate.Plan:
   """Compiles a workload's programs for a slice and estimates them.
+
+  Args:
+    store: directory of compiled programs (see `compile.compile_program`).
 
   Raises:
     ValueError: the model does not divide over the mesh, has sliding windows, a
@@ -68,21 +79,23 @@ def make(config: PlanConfig, placed: Placed, topology: Topology) -> estimate.Pla
     raise ValueError(
       f'ModelConfig.window={config.model.window}: FLOPs are counted for full attention'
     )
+  config = dataclasses.replace(config, model=placed.model(config.model))
   where = sharding(placed, topology)
   training = placed.workload.kind in TRAINING
   part = local_part(config, placed, where)
   counted = flops.executed(config.model, part, topology.chip.mxu, training)
-  found, state = [], None
-  for program in programs.make(config, placed, where):
+  found, every = [], programs.make(config, placed, where)
+  for program in every:
     logging.info('%s: compiling %s for %s', placed.name, program.name, topology.name)
-    compiled = compile_lib.compile_program(program, config.compiler_options)
+    compiled = compile_lib.compile_program(
+      program, config.compiler_options, store=store
+    )
     logging.info('%s: %s took %.0f s', placed.name, program.name, compiled.seconds)
     if program.name in _MODEL:
       check_gathers(f'{placed.name}: {program.name}', compiled.module, where)
-    stages = counted if program.name in _MODEL else {}
+    stages = counted if program.name in _COUNTED else {}
     found.append(estimate.estimate(compiled, stages, topology))
-    state = program.arguments[0]
-  parameters, optimizer = programs.state_bytes(state)
+  parameters, optimizer = programs.state_bytes(every)
   load = placed.workload
   return estimate.Plan(
     workload=placed.name,

@@ -1,27 +1,31 @@
 """The programs of a workload with the shapes and shardings of their arguments.
 
 A train step is that of `train.step.make_step`: `micro` for every pass, `add` between
-passes, `apply` at the end. Serving is `rollout.on_mesh`. Nothing here has data: shapes
-with shardings are enough to compile.
+passes, `apply` at the end. RL has those of the learner: `micro` replays recorded expert
+ids, and `push`, `leaf` and `pop` (`train.chunks`) train trees that do not fit into a
+row. Serving is `rollout.on_mesh`. Nothing here has data: shapes with shardings are
+enough to compile.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from m2jax import forest
+from m2jax import forest, model
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.optim import optimizer as optimizer_lib
-from m2jax.plan.workloads import TRAINING, Placed, PlanConfig
+from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
 from m2jax.rl import learner
 from m2jax.rollout import kv_cache, on_mesh
+from m2jax.train import chunks
 from m2jax.train import step as train_step
 
 
@@ -29,10 +33,10 @@ class Program(NamedTuple):
   """One compiled program of a workload.
 
   Attributes:
-    name: 'micro', 'add', 'apply', 'prefill' or 'decode'.
+    name: 'micro', 'add', 'apply', 'push', 'leaf', 'pop', 'prefill' or 'decode'.
     jitted: with `lower`.
     arguments: ShapeDtypeStructs with shardings.
-    runs: number of its runs in a step.
+    runs: number of its runs in a step; 0 of chunks, which depend on the trees.
     resident: trees of arrays that are in HBM at the same time and are no arguments.
   """
 
@@ -83,38 +87,22 @@ def train_state(config: PlanConfig, where: sharding_lib.Sharding) -> Any:
 def train(
   config: PlanConfig, placed: Placed, where: sharding_lib.Sharding
 ) -> list[Program]:
-  """`micro`, `add` where there are several passes, and `apply`.
+  """`micro`, `add` where there are several passes, and `apply`; RL's chunks.
 
   Raises:
     ValueError: the model or the batch does not divide over the mesh.
   """
-  cfg = config.model
+  cfg, load = config.model, placed.workload
   where.check(cfg)
-  where.check_batch(placed.micro_rows, placed.workload.context)
+  where.check_batch(placed.micro_rows, load.context)
   optimizer = optimizer_lib.make(config.optimizer)
-  rl = placed.workload.kind == 'rl'
-  objective = train_step.nll
-  if rl:
-    objective = functools.partial(learner.objective, is_weight_max=config.is_weight_max)
-  step = train_step.StepConfig(
-    micro_rows=placed.micro_rows,
-    mtp_weight=config.mtp_weight,
-    detach_mtp=rl,
-    bias_update_rate=config.bias_update_rate,
-  )
+  objective, step = _objective(config, placed)
   parts = train_step.programs(cfg, optimizer, objective, step, where)
   state = train_state(config, where)
   forest_shapes = where.shaped(
     batch(cfg, placed), sharding_lib.batch_specs(where.rules)
   )
-  everywhere = jax.sharding.PartitionSpec()
-  sums = jax.eval_shape(parts.micro, state.variables, forest_shapes)
-  gradients, *scalars = sums
-  specs = sharding_lib.param_specs(cfg, where.rules)['params']
-  sums = (
-    where.shaped(gradients, specs),
-    *(where.shaped(tree, everywhere) for tree in scalars),
-  )
+  sums = _sums(cfg, parts, state.variables, forest_shapes, where)
   several = placed.passes > 1
   held = (state.opt_state, state.step, *((sums,) if several else ()))
   programs = [
@@ -124,7 +112,86 @@ def train(
     programs.append(
       Program('add', parts.add, (sums, sums), placed.passes - 1, (state,))
     )
-  return [*programs, Program('apply', parts.apply, (state, sums), 1)]
+  programs.append(Program('apply', parts.apply, (state, sums), 1))
+  if load.chunk_tokens:
+    parts = chunks.programs(cfg, objective, step, where)
+    programs += _chunks(cfg, load, parts, state, sums, chunks.rows_only(where))
+  return programs
+
+
+def _objective(config: PlanConfig, placed: Placed):
+  """The loss and the settings of a workload's step."""
+  rl = placed.workload.kind == 'rl'
+  objective = train_step.nll
+  if rl:
+    objective = functools.partial(learner.objective, is_weight_max=config.is_weight_max)
+  return objective, train_step.StepConfig(
+    micro_rows=placed.micro_rows,
+    mtp_weight=config.mtp_weight,
+    detach_mtp=rl,
+    bias_update_rate=config.bias_update_rate,
+  )
+
+
+def _sums(cfg, parts, variables, forest_shapes, where: sharding_lib.Sharding):
+  """Shapes and shardings of a pass's results."""
+  gradients, *scalars = jax.eval_shape(parts.micro, variables, forest_shapes)
+  everywhere = jax.sharding.PartitionSpec()
+  specs = sharding_lib.param_specs(cfg, where.rules)['params']
+  return train_step.Sums(
+    shaped(where, gradients, specs),
+    *(shaped(where, tree, everywhere) for tree in scalars),
+  )
+
+
+def _chunks(
+  cfg: ModelConfig,
+  load: Workload,
+  parts: chunks.Programs,
+  state: train_step.TrainState,
+  sums: train_step.Sums,
+  where: sharding_lib.Sharding,
+) -> list[Program]:
+  """Push, leaf and pop of a chunk at the end of a path of `load.context` tokens.
+
+  Their shapes are those that `forest.cut` makes of a chain with recorded expert ids.
+  """
+  size, one = load.chunk_tokens, cfg.num_layers
+  buckets = forest.Buckets((size,), (load.context,), terms_per_token=1)
+  length = 2 * size + 1  # two runs of the path, of which the second sees the stack
+  ids = np.zeros((length, one, cfg.experts_per_token), np.int32)
+  values = np.ones(length - 1, np.float32)
+  sample = forest.Sample(
+    np.zeros(length, np.int32), 1, values, values, values, experts=ids
+  )
+  batches = {c.kind: c.batch for c in forest.cut(forest.merge([sample]), buckets)}
+  rows, specs = where.size('rows'), sharding_lib.batch_specs(where.rules)
+
+  def of_kind(kind):
+    like = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batches[kind]
+    )
+    return shaped(where, like, specs)
+
+  buffers = jax.eval_shape(lambda: parts.buffers(load.context + size))
+  cache = model.prefix_specs(where.rules)
+  stack, cotangents = (shaped(where, buffer, cache) for buffer in buffers)
+  start = shaped(
+    where, jax.ShapeDtypeStruct((), jnp.int32), jax.sharding.PartitionSpec()
+  )
+  variables, waiting = state.variables, (state.opt_state, state.step)
+  both = variables, sums, stack, cotangents
+  return [
+    Program(
+      'push',
+      parts.push,
+      (variables, stack, of_kind('push'), start),
+      0,
+      (*waiting, sums, cotangents),
+    ),
+    Program('leaf', parts.leaf, (*both, of_kind('leaf')), 0, waiting),
+    Program('pop', parts.pop, (*both, of_kind('pop'), start), 0, waiting),
+  ]
 
 
 def serve(config: PlanConfig, placed: Placed, where: sharding_lib.Sharding) -> Program:
@@ -181,8 +248,9 @@ def make(
   return [serve(config, placed, where)]
 
 
-def state_bytes(state: Any) -> tuple[int, int]:
-  """Bytes on one device of parameters and optimizer, a program's first argument."""
+def state_bytes(made: Sequence[Program]) -> tuple[int, int]:
+  """Bytes on one device of parameters and optimizer."""
+  state = next((p for p in made if p.name == 'apply'), made[0]).arguments[0]
   if isinstance(state, train_step.TrainState):
     return device_bytes(state.variables), device_bytes(state.opt_state)
   return device_bytes(state), 0

@@ -65,7 +65,7 @@ def candidates(name: str, found: Sequence[Candidate], topology: str) -> str:
     mesh = ', '.join(f'{axis} {n}' for axis, n in sizes.items())
     lines.append(
       f'  {c.seconds * 1e3:10,.0f} ms {_gib(c.memory_bytes):>7} GiB  '
-      f'{c.placed.passes} passes, remat {c.remat}, {mesh}'
+      f'{c.placed.passes} passes, remat {c.placed.workload.remat}, {mesh}'
     )
   return '\n'.join(lines)
 
@@ -73,7 +73,8 @@ def candidates(name: str, found: Sequence[Candidate], topology: str) -> str:
 def _program(program: Estimate) -> list[str]:
   memory = program.memory
   lines = [
-    f'  {program.name} x {program.runs}: {program.seconds * 1e3:,.1f} ms '
+    f'  {program.name} x {program.runs or "each chunk"}: '
+    f'{program.seconds * 1e3:,.1f} ms '
     f'(compiled in {program.compile_s:.0f} s)',
     f'    memory {_gib(memory.total)}: arguments {_gib(memory.arguments)} '
     f'(padding {_gib(memory.padding)}), outputs {_gib(memory.outputs)}, '

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import pathlib
 from collections.abc import Iterator
 
 import jax
@@ -78,14 +79,12 @@ class Candidate:
   """A mesh and its estimate by the formula.
 
   Attributes:
-    placed: the workload on the mesh.
-    remat: of the model.
+    placed: the workload, with its remat, on the mesh.
     seconds: of a step or a call.
     memory_bytes: of a device.
   """
 
   placed: Placed
-  remat: str
   seconds: float
   memory_bytes: float
 
@@ -140,11 +139,11 @@ def candidates(
         except ValueError:
           break
         for remat in REMAT if training else ('none',):
-          model = dataclasses.replace(config.model, remat=remat)
-          one = dataclasses.replace(config, model=model)
-          seconds, memory = formula(one, placed, where, topology)
+          chosen = dataclasses.replace(workload, remat=remat)
+          one = dataclasses.replace(placed, workload=chosen)
+          seconds, memory = formula(config, one, where, topology)
           if memory <= topology.chip.hbm_bytes:
-            found.append(Candidate(placed, remat, seconds, memory))
+            found.append(Candidate(one, seconds, memory))
   if not found:
     raise ValueError(
       f'workload {name!r}: no mesh of {devices} devices fits '
@@ -158,6 +157,7 @@ def formula(
 ) -> tuple[float, float]:
   """(seconds of a step, bytes of a device); see the module's docstring."""
   training = placed.workload.kind in TRAINING
+  config = dataclasses.replace(config, model=placed.model(config.model))
   cfg = config.model if training else programs.served(config)
   chip, part = topology.chip, plan.local_part(config, placed, where)
   T, D, k = part.tokens, cfg.embed_dim, cfg.experts_per_token
@@ -215,12 +215,13 @@ def formula(
 
 
 def compiled(
-  config: PlanConfig, candidate: Candidate, topology: Topology
+  config: PlanConfig,
+  candidate: Candidate,
+  topology: Topology,
+  store: pathlib.Path | None = None,
 ) -> plan.estimate.Plan:
   """The candidate's programs compiled and estimated; raises as `plan.make`."""
-  model = dataclasses.replace(config.model, remat=candidate.remat)
-  one = dataclasses.replace(config, model=model)
-  return plan.make(one, candidate.placed, topology)
+  return plan.make(config, candidate.placed, topology, store)
 
 
 @functools.cache

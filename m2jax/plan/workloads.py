@@ -36,6 +36,9 @@ class Workload:
     meshes: one for each number of devices planned for.
     passes: forward and backward passes of a step, the same number for every mesh, or
       one for each.
+    remat: of the model in this workload; None: as the model has it.
+    chunk_tokens: of the chunks in which the learner trains trees that do not fit into
+      a row, for 'rl'; their stack has `context` tokens. 0: they are not compiled.
   """
 
   kind: str
@@ -45,6 +48,8 @@ class Workload:
   terms: int = 0
   meshes: tuple[MeshConfig, ...] = ()
   passes: tuple[int, ...] = (1,)
+  remat: str | None = None
+  chunk_tokens: int = 0
 
   def __post_init__(self):
     require(self, self.kind in JOBS, 'kind', f'one of {list(JOBS)}')
@@ -107,6 +112,10 @@ class Placed:
   workload: Workload
   mesh: MeshConfig
   passes: int = 1
+
+  def model(self, cfg: ModelConfig) -> ModelConfig:
+    """The model with the workload's remat."""
+    return dataclasses.replace(cfg, remat=self.workload.remat or cfg.remat)
 
   @property
   def micro_rows(self) -> int:

@@ -76,7 +76,7 @@ def programs(
   sharding: Sharding = ONE_DEVICE,
 ) -> Programs:
   """Makes the parts; they do not use `config.micro_rows`."""
-  sharding = _rows_only(sharding)
+  sharding = rows_only(sharding)
   functions = _Functions(cfg, objective, config, sharding)
   return Programs(
     push=config.jit(functions.push, donate_argnums=1),
@@ -88,7 +88,7 @@ def programs(
   )
 
 
-def _rows_only(sharding: Sharding) -> Sharding:
+def rows_only(sharding: Sharding) -> Sharding:
   """The sharding with a row of its own for each of the shards of a row's tokens."""
   rules = sharding.rules
   rows = rules.mesh_axes('rows') + rules.mesh_axes('tokens')

@@ -1,4 +1,5 @@
-"""Compiles a small model's train step on 8 virtual CPU devices; prints its memory.
+"""Compiles a small model's train step on 8 virtual CPU devices; prints its memory, and
+compares the chunks' arguments with those of a learner.
 
 Its own process: the number of devices is set before jax starts.
 """
@@ -6,6 +7,7 @@ Its own process: the number of devices is set before jax starts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -31,11 +33,68 @@ def main():
     found = dict(
       name=program.name,
       runs=program.runs,
-      state=programs.state_bytes(program.arguments[0]),
+      state=programs.state_bytes([program]),
       expected=programs.device_bytes(program.arguments),
       **dataclasses.asdict(compiled.memory),
     )
     print(json.dumps(found), flush=True)
+  print(json.dumps(chunked(plan, placed, where)), flush=True)
+
+
+def chunked(plan, placed, where):
+  """Differences of planned arguments from those of `chunks.gradients` on a tree."""
+  import numpy as np
+
+  from m2jax import forest
+  from m2jax.plan import programs
+  from m2jax.rl import learner
+  from m2jax.train import chunks
+  from m2jax.train import step as train_step
+
+  load = dataclasses.replace(placed.workload, chunk_tokens=16)
+  placed = dataclasses.replace(placed, workload=load)
+  planned = {p.name: p.arguments for p in programs.make(plan, placed, where)}
+  cfg, passed = plan.model, {}
+  objective = functools.partial(learner.objective, is_weight_max=5.0)
+  parts = chunks.programs(cfg, objective, train_step.StepConfig(), where)
+
+  def record(kind, result):
+    def call(*arguments):
+      passed[kind] = arguments
+      return result(*arguments)
+
+    return call
+
+  parts = parts._replace(
+    push=record('push', lambda variables, stack, *_: stack),
+    leaf=record('leaf', lambda _, sums, stack, cotangents, *__: (sums, cotangents)),
+    pop=record('pop', lambda _, sums, stack, cotangents, *__: (sums, cotangents)),
+  )
+  state = train_step.new_state(
+    cfg, programs.optimizer_lib.make(plan.optimizer), jax.random.key(0), where
+  )
+  length = 50
+  ids = np.zeros((length, cfg.num_layers, cfg.experts_per_token), np.int32)
+  ones = np.ones(length - 1, np.float32)
+  sample = forest.Sample(np.arange(length), 1, ones, ones, ones, experts=ids)
+  buckets = forest.Buckets((16,), (load.context,), terms_per_token=1)
+  chunks.gradients(parts, state.variables, forest.cut(forest.merge([sample]), buckets))
+  differences = []
+  for kind, arguments in passed.items():
+    pairs = zip(
+      jax.tree.leaves_with_path(planned[kind]),
+      jax.tree.leaves_with_path(arguments),
+      strict=True,
+    )
+    for (path, want), (_, got) in pairs:
+      got = got if isinstance(got, jax.Array) else jax.numpy.int32(got)
+      same = (want.shape, want.dtype) == (got.shape, got.dtype)
+      if want.shape:
+        same &= want.sharding.is_equivalent_to(got.sharding, len(want.shape))
+      if not same:
+        name = jax.tree_util.keystr(path)
+        differences.append(f'{kind}{name}: {want} is not {got.aval} {got.sharding}')
+  return dict(name='chunks', kinds=sorted(passed), differences=differences)
 
 
 if __name__ == '__main__':

@@ -51,7 +51,7 @@ def test_state_of_a_chip_is_the_sum_over_its_specs(mesh):
   state = programs.train_state(plan, where)
   optimizer = programs.optimizer_lib.make(plan.optimizer)
   specs = train_step.state_specs(cfg, optimizer, rules)
-  parameters, moments = programs.state_bytes(state)
+  parameters, moments = map(programs.device_bytes, (state.variables, state.opt_state))
   sizes = mesh.sizes
   assert parameters == lowest(specs.variables, state.variables, sizes)
   assert moments == lowest(specs.opt_state, state.opt_state, sizes)
@@ -69,7 +69,7 @@ def compiled():
   child = processes.start('tests.plan.memory_worker')
   ((out, err),) = processes.finish([child], timeout_s=300)
   lines = [json.loads(line) for line in out.splitlines()]
-  assert len(lines) == 3, err[-3000:]
+  assert len(lines) == 4, err[-3000:]
   return {line['name']: line for line in lines}
 
 
@@ -114,3 +114,10 @@ def test_several_passes_need_their_sums():
   gradients = programs.device_bytes(two[1].arguments) // 2
   more = programs.device_bytes(two[0].resident) - programs.device_bytes(one[0].resident)
   assert more == gradients
+
+
+def test_chunks_are_the_learners(compiled):
+  """Push, leaf and pop are planned for the arrays that the learner passes when a tree
+  in chunks is trained on a mesh: shapes, dtypes and places."""
+  assert compiled['chunks']['kinds'] == ['leaf', 'pop', 'push']
+  assert compiled['chunks']['differences'] == []
