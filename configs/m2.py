@@ -79,10 +79,11 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       kind='rl',
       rows=64,
       context=196_608,
-      remat='attention',  # 46 of 53 s were attention, a tenth of it recomputed
+      remat='attention',
       chunk_tokens=8_192,  # of trees that do not fit into a row
-      meshes=(_fsdp(1, 32, 4, 2), _fsdp(1, 64, 2, 4), _fsdp(1, 64, 2, 8)),
-      passes=(2, 1, 1),
+      # the stack of a path of 196,608 tokens needs tensor 4
+      meshes=(_fsdp(1, 16, 4, 4), _fsdp(1, 32, 4, 4), _fsdp(2, 32, 4, 4)),
+      passes=(4, 2, 1),
     ),
     prefill=dict(
       kind='prefill',

@@ -3,6 +3,7 @@ r"""Memory, collectives and roofline of a run, compiled for TPUs without having 
 python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8 [--quick]
 python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8 \
   --workloads=pretrain_8k --search
+python -m experiments.plan --config=configs/m2.py --calibrate
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ QUICK = flags.DEFINE_bool(
   'are the same, temporaries smaller, and fewer collectives are hidden.',
 )
 LAYERS = flags.DEFINE_integer('layers', 0, 'Plan a model of fewer layers; 0: as it is.')
+TOKENS = flags.DEFINE_integer(
+  'tokens', 0, "Tokens of a training step, in one pass; 0: the config's."
+)
+CALIBRATE = flags.DEFINE_bool(
+  'calibrate', False, 'Print the shares of the roofs that estimates have, and exit.'
+)
 STORE = flags.DEFINE_string(
   'store', None, 'Directory of compiled programs: only others are compiled.'
 )
@@ -63,6 +70,9 @@ def main():
   from m2jax.plan import plan, programs, render, search, topology, workloads
   from m2jax.plan.workloads import TRAINING
 
+  if CALIBRATE.value:
+    print(render.calibration())
+    return
   config = configuration(common.values())
   model = programs.layers(config.model, LAYERS.value)
   options = dict(config.compiler_options)
@@ -75,6 +85,8 @@ def main():
     )
   config = dataclasses.replace(config, model=model, compiler_options=options)
   chosen = workloads.select(config, WORKLOADS.value)
+  if TOKENS.value:
+    chosen = {name: w.of_tokens(TOKENS.value) for name, w in chosen.items()}
   slice_ = topology.load(TOPOLOGY.value)
   store = pathlib.Path(STORE.value) if STORE.value else None
   found = []

@@ -42,6 +42,7 @@ class Collective:
     where: op_name of the instruction or of its loop.
     asynchronous: it has a start and a done.
     computation, overlapping: instructions between the two, and their computation.
+    instruction: itself, or its start.
   """
 
   kind: str
@@ -52,6 +53,7 @@ class Collective:
   asynchronous: bool
   computation: str = ''
   overlapping: tuple[hlo.Instruction, ...] = ()
+  instruction: hlo.Instruction | None = None
 
 
 def find(module: hlo.Module, devices: int) -> list[Collective]:
@@ -90,6 +92,7 @@ def find(module: hlo.Module, devices: int) -> list[Collective]:
         asynchronous,
         execution.computation,
         _between(lines, line, done),
+        line,
       )
     )
   return found

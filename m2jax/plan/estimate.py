@@ -4,22 +4,28 @@ The time of an instruction is the larger of its FLOPs over the peak and its HBM 
 over the bandwidth. A stage is a part of the model (attention, moe, the rest, the
 optimizer) in one pass (forward, recomputation, backward); its FLOPs are counted by hand
 (`flops`), padding included, and divided over its instructions as the compiled program
-has their matmuls. Collectives add their time. An asynchronous one is
-hidden for the time that the instructions between its start and its done take at their
-roofline; a pass takes at least the time of the collectives that it hides. Only what the
-compiled program overlaps is taken to overlap, and everything to run at its roofline: a
-real step is slower. These are compile-time facts, not measurements (DESIGN law 10).
+has their matmuls. Collectives add their time, that of the links or of their HBM bytes,
+whichever is longer. An asynchronous one is hidden for the time that the instructions
+between its start and its done take at their roofline; a pass takes at least the time of
+the collectives that it hides, and of all its HBM bytes. Only what the compiled program
+overlaps is taken to overlap, and everything to run at its roofline: a real step is
+slower. These are compile-time facts, not measurements (DESIGN law 10).
+
+The bound has every part at its roof; an estimate divides the parts by the shares of
+their roofs that published runs reach (`efficiency`). What is hidden in the bound stays
+hidden.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from m2jax.plan import collectives, flops, ici, traffic
+from m2jax.plan import collectives, efficiency, flops, ici, traffic
 from m2jax.plan.chips import Chip
 from m2jax.plan.compile import Compiled, Memory
+from m2jax.plan.efficiency import Efficiency
 from m2jax.plan.topology import Topology
 
 _PASS = {'forward': 'forward', 'recompute': 'backward', 'backward': 'backward'}
@@ -31,6 +37,7 @@ class Stage:
 
   Attributes:
     compute_bound_s, hbm_bound_s: time of its instructions, by what bounds each.
+    core_s: attention's kernels, a part of compute_bound_s.
   """
 
   name: str
@@ -38,11 +45,20 @@ class Stage:
   hbm_bytes: float
   compute_bound_s: float
   hbm_bound_s: float
+  core_s: float = 0.0
 
   @property
   def seconds(self) -> float:
     """Of all its instructions, each at its roofline."""
     return self.compute_bound_s + self.hbm_bound_s
+
+  def seconds_at(self, share: Efficiency) -> float:
+    """Of all its instructions, each at its share of its roofline."""
+    is_experts = self.name.endswith(' moe')
+    products = (self.compute_bound_s - self.core_s) / (
+      share.experts if is_experts else share.matmul
+    )
+    return products + self.core_s / share.attention + self.hbm_bound_s / share.hbm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +79,27 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
+class Links:
+  """All collectives of a pass, in one run of a program.
+
+  Attributes:
+    name: 'forward' or 'backward', with what is recomputed.
+    hidden_s, exposed_s: see Traffic.
+    least_s: of all the pass's HBM bytes.
+  """
+
+  name: str
+  hidden_s: float
+  exposed_s: float
+  least_s: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Estimate:
   """One program, one run.
 
   Attributes:
     runs: in a step.
-    seconds: of one run.
   """
 
   name: str
@@ -76,8 +107,27 @@ class Estimate:
   memory: Memory
   stages: tuple[Stage, ...]
   collectives: tuple[Traffic, ...]
-  seconds: float
+  passes: tuple[Links, ...]
   compile_s: float
+
+  @property
+  def seconds(self) -> float:
+    """Of one run, at the roofline."""
+    return self.seconds_at(efficiency.ROOF)
+
+  def seconds_at(self, share: Efficiency, experts: float = 1.0) -> float:
+    """Of one run at shares of the roofline; `experts` times the work of the experts."""
+    total = 0.0
+    for part in self.passes:
+      work = sum(
+        s.seconds_at(share) * (experts if s.name.endswith(' moe') else 1)
+        for s in self.stages
+        if _PASS[s.name.split()[0]] == part.name
+      )
+      exposed = part.exposed_s / share.links
+      least = part.least_s / share.hbm - exposed
+      total += max(work, part.hidden_s / share.links, least) + exposed
+    return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +158,34 @@ class Plan:
 
   @property
   def seconds(self) -> float:
-    """Of a step, or of a call."""
+    """Of a step, or of a call, at the roofline."""
     return sum(p.runs * p.seconds for p in self.programs)
+
+  def estimate_s(
+    self, share: Efficiency = efficiency.CALIBRATED, imbalance: float = 1.0
+  ) -> float:
+    """Of a step, or of a call, at shares of the roofline.
+
+    Args:
+      imbalance: assignments of the busiest chip's experts over the mean. It changes
+        nothing where every chip has all experts, each for its own tokens.
+    """
+    experts = imbalance if self.splits_experts else 1.0
+    return sum(p.runs * p.seconds_at(share, experts) for p in self.programs)
+
+  @property
+  def splits_experts(self) -> bool:
+    """Whether the busiest expert's chip is waited for."""
+    return self.mesh['expert'] > 1
+
+  def share(self, seconds: float) -> float:
+    """Useful FLOPs over the FLOPs at peak in the time of a step."""
+    return self.useful_flops / (seconds * self.peak_flops)
 
   @property
   def share_of_peak(self) -> float:
-    """Useful FLOPs over the FLOPs at peak in the same time."""
-    return self.useful_flops / (self.seconds * self.peak_flops)
+    """At the roofline: an upper bound."""
+    return self.share(self.seconds)
 
   @property
   def memory_bytes(self) -> int:
@@ -127,32 +198,41 @@ class Plan:
     return self.memory_bytes <= self.hbm_bytes
 
 
-def estimate(compiled: Compiled, counted: flops.Stages, topology: Topology) -> Estimate:
+def estimate(
+  compiled: Compiled,
+  counted: flops.Stages,
+  topology: Topology,
+  core: Mapping[str, float] | None = None,
+) -> Estimate:
   """The roofline of one program.
 
   Args:
     counted: (pass, part) → FLOPs of one run on one device.
+    core: pass → those of attention's kernels.
   """
-  parts = stages(traffic.work(compiled.module), counted, topology.chip)
+  parts = stages(traffic.work(compiled.module), counted, topology.chip, core or {})
   links, by_pass = _links(compiled, topology)
-  seconds = 0.0
+  passes = []
   for name in ('forward', 'backward'):
-    work = sum(s.seconds for s in parts if _PASS[s.name.split()[0]] == name)
-    hidden, exposed = by_pass[name]
-    seconds += max(work, hidden) + exposed
+    own = [s for s in parts if _PASS[s.name.split()[0]] == name]
+    least = sum(s.hbm_bytes for s in own) / topology.chip.hbm_bandwidth
+    passes.append(Links(name, *by_pass[name], least))
   return Estimate(
     compiled.name,
     compiled.runs,
     compiled.memory,
     parts,
     links,
-    seconds,
+    tuple(passes),
     compiled.seconds,
   )
 
 
 def stages(
-  work: Sequence[traffic.Work], counted: flops.Stages, chip: Chip
+  work: Sequence[traffic.Work],
+  counted: flops.Stages,
+  chip: Chip,
+  core: Mapping[str, float] | None = None,
 ) -> tuple[Stage, ...]:
   """The stages of a program.
 
@@ -171,6 +251,8 @@ def stages(
     factor = total / products if products else 0.0
     compute_s = hbm_s = 0.0
     for w in parts:
+      if w.communicates:
+        continue
       product_s = w.times * factor * w.flops / chip.peak_flops
       moving_s = w.times * w.hbm_bytes / chip.hbm_bandwidth
       if product_s >= moving_s:
@@ -179,7 +261,9 @@ def stages(
         hbm_s += moving_s
     if not products:  # no instruction has them: a kernel that declares none
       compute_s = max(total / chip.peak_flops - hbm_s, 0.0)
-    found.append(Stage(' '.join(key), total, moved, compute_s, hbm_s))
+    kernel = (core or {}).get(key[0], 0.0) if key[1] == 'attention' else 0.0
+    core_s = compute_s * kernel / total if total else 0.0
+    found.append(Stage(' '.join(key), total, moved, compute_s, hbm_s, core_s))
   return tuple(found)
 
 
@@ -190,7 +274,12 @@ def _links(compiled: Compiled, topology: Topology):
   by_pass = collections.defaultdict(lambda: [0.0, 0.0])
   for c in collectives.find(compiled.module, len(coords)):
     group = [coords[i] for i in c.group]
-    once = ici.seconds(c.kind, c.bytes, group, topology.shape, topology.chip)
+    lines = {i.name: i for i in compiled.module.computations[c.computation]}
+    memory = traffic.moved(compiled.module, c.instruction, lines)
+    once = max(
+      ici.seconds(c.kind, c.bytes, group, topology.shape, topology.chip),
+      memory / topology.chip.hbm_bandwidth,
+    )
     total = sums[c.kind, len(c.group)]
     total[0] += c.times
     total[1] += c.times * c.bytes

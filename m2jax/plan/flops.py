@@ -171,6 +171,18 @@ def executed(cfg: ModelConfig, part: Local, mxu: int, training: bool) -> Stages:
   return dict(total)
 
 
+def core(
+  cfg: ModelConfig, part: Local, mxu: int, training: bool
+) -> Mapping[str, float]:
+  """pass → those of `executed`'s FLOPs of attention that its kernels do."""
+  one = layer(cfg, part, mxu)['core'] * cfg.num_layers
+  if not training:
+    return {'forward': one}
+  one *= 1 + cfg.num_mtp_modules / cfg.num_layers
+  again = one if cfg.remat == 'layer' else 0.0
+  return {'forward': one, 'recompute': again, 'backward': 3.5 * one}
+
+
 def useful(cfg: ModelConfig, part: Local, training: bool) -> float:
   """The model's own FLOPs in one pass: of a step, three times the forward's."""
   one = sum(layer(cfg, part, padded=False).values())

@@ -83,7 +83,8 @@ def make(
   where = sharding(placed, topology)
   training = placed.workload.kind in TRAINING
   part = local_part(config, placed, where)
-  counted = flops.executed(config.model, part, topology.chip.mxu, training)
+  sizes = config.model, part, topology.chip.mxu, training
+  counted, core = flops.executed(*sizes), flops.core(*sizes)
   found, every = [], programs.make(config, placed, where)
   for program in every:
     logging.info('%s: compiling %s for %s', placed.name, program.name, topology.name)
@@ -93,8 +94,8 @@ def make(
     logging.info('%s: %s took %.0f s', placed.name, program.name, compiled.seconds)
     if program.name in _MODEL:
       check_gathers(f'{placed.name}: {program.name}', compiled.module, where)
-    stages = counted if program.name in _COUNTED else {}
-    found.append(estimate.estimate(compiled, stages, topology))
+    by_hand = (counted, core) if program.name in _COUNTED else ({}, {})
+    found.append(estimate.estimate(compiled, by_hand[0], topology, by_hand[1]))
   parameters, optimizer = programs.state_bytes(every)
   load = placed.workload
   return estimate.Plan(

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from m2jax.plan import efficiency
 from m2jax.plan.estimate import Estimate, Plan
 from m2jax.plan.search import Candidate
 
 GIB = 2**30
+IMBALANCE = (1.25, 1.5)  # of the busiest experts, over the mean
 
 
 def report(plan: Plan) -> str:
@@ -29,11 +31,52 @@ def report(plan: Plan) -> str:
   lines += [
     f'  {verdict}: {_gib(plan.memory_bytes)} of {_gib(plan.hbm_bytes)} GiB, '
     f'{_gib(plan.hbm_bytes - plan.memory_bytes)} left',
-    f'  roofline: {plan.seconds * 1e3:,.1f} ms a step, '
-    f'{plan.tokens / plan.seconds / plan.devices:,.0f} tokens/s a device, '
-    f'at most {plan.share_of_peak:.1%} of peak (useful FLOPs; no kernel reaches its '
+    f'  bound:    {_speed(plan, plan.seconds)} (useful FLOPs; no kernel reaches its '
     'roofline)',
+    f'  estimate: {_speed(plan, plan.estimate_s())} (kernels as in published runs, see '
+    '--calibrate)',
   ]
+  if plan.splits_experts:
+    lines += [
+      f'  with {load} times the mean load on the busiest experts: '
+      f'{_speed(plan, plan.estimate_s(imbalance=load))}'
+      for load in IMBALANCE
+    ]
+  else:
+    lines.append(
+      '  an imbalance of experts changes nothing: every chip has all of them'
+    )
+  return '\n'.join(lines)
+
+
+def _speed(plan: Plan, seconds: float) -> str:
+  tokens = plan.tokens / seconds / plan.devices
+  return (
+    f'{seconds * 1e3:,.1f} ms a step, {tokens:,.0f} tokens/s a device, '
+    f'{plan.share(seconds):.1%} of peak'
+  )
+
+
+def calibration() -> str:
+  """Shares of the roofs, the published runs, and how far one share misses them."""
+  share, chip = efficiency.CALIBRATED, efficiency.V5P
+  lines = ['shares of the roof on v5p:']
+  for field, value in dataclasses.asdict(share).items():
+    run = efficiency.RUNS.get(field)
+    lines.append(f'  {field:10s} {value:.3f}  {run.name if run else "assumed"}')
+  lines += [
+    '',
+    'run                                 tokens/s a chip      seconds of a step',
+    '                                  published  formula   at the roof  formula  '
+    'error with one share for all matmuls',
+  ]
+  errors = efficiency.spread(chip, share)
+  for run in efficiency.RUNS.values():
+    roof, seconds = run.seconds(efficiency.ROOF, chip), run.seconds(share, chip)
+    lines.append(
+      f'{run.name:34s} {run.tokens_per_s:8,.1f} {run.tokens / seconds:8,.1f} '
+      f'{roof:13,.1f} {seconds:8,.1f}  {errors[run.name] - 1:+.1%}'
+    )
   return '\n'.join(lines)
 
 
@@ -51,6 +94,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
     **dataclasses.asdict(plan),
     'seconds': plan.seconds,
     'share_of_peak': plan.share_of_peak,
+    'estimate_s': plan.estimate_s(),
+    'estimated_share': plan.share(plan.estimate_s()),
+    'imbalance_s': {str(load): plan.estimate_s(imbalance=load) for load in IMBALANCE},
     'memory_bytes': plan.memory_bytes,
     'fits': plan.fits,
     'bound': bound,

@@ -65,12 +65,15 @@ class Work(NamedTuple):
     times: number of its runs in one run of the program.
     hbm_bytes: that it moves.
     flops: of its matmuls, without padding, and those that a kernel declares.
+    communicates: it is a collective, whose bytes move while the links are busy
+      (`estimate`).
   """
 
   stage: tuple[str, str]
   times: int
   hbm_bytes: float
   flops: float
+  communicates: bool = False
 
 
 def work(module: hlo.Module) -> list[Work]:
@@ -86,8 +89,17 @@ def work(module: hlo.Module) -> list[Work]:
     size, flops = moved(module, line, beside), product_flops(module, line, beside)
     if size or flops:
       name = line.op_name or execution.where
-      found.append(Work(stage(name), execution.times, size, flops))
+      collective = communicates(module, line)
+      found.append(Work(stage(name), execution.times, size, flops, collective))
   return found
+
+
+def communicates(module: hlo.Module, line: hlo.Instruction) -> bool:
+  """Whether it is a collective, or starts one."""
+  if line.opcode.removesuffix('-start') in KINDS:
+    return True
+  starts = line.opcode.endswith('-start')
+  return starts and any(i.opcode in KINDS for i in hlo.inner(module, line))
 
 
 def moved(

@@ -63,6 +63,18 @@ class Workload:
         f'{len(self.meshes)} meshes'
       )
 
+  def of_tokens(self, tokens: int) -> Workload:
+    """With a training step of so many tokens, in one pass; serving as it is.
+
+    Raises:
+      ValueError: they are no whole rows.
+    """
+    if self.kind not in TRAINING:
+      return self
+    if tokens % self.context:
+      raise ValueError(f'--tokens={tokens}: not a multiple of {self.context}, a row')
+    return dataclasses.replace(self, rows=tokens // self.context, passes=(1,))
+
   @property
   def new_tokens(self) -> int:
     """New tokens of each row."""

@@ -269,3 +269,29 @@ def test_links_of_a_ring_a_line_and_a_torus():
   assert exchange == pytest.approx(V * 8 / (8 * W))
   # by counting: each chip sends V/8 to each, on average 2 links far, over 16 links
   assert exchange == pytest.approx(8 * V * 2 / (16 * W))
+
+
+HIDDEN = """%inside (p: bf16[64]) -> bf16[4194304] {
+  %p = bf16[64]{0} parameter(0)
+  ROOT %g = bf16[4194304]{0} all-gather(%p), replica_groups={}, dimensions={0}
+}
+ENTRY %main (p: bf16[64], a: f32[512,512]) -> bf16[4194304] {
+  %p = bf16[64]{0} parameter(0)
+  %a = f32[512,512]{1,0} parameter(1)
+  %s = ((bf16[64]), bf16[4194304]) async-start(%p), calls=%inside
+  %d = f32[512,512]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %e = bf16[4194304]{0} async-done(%s)
+}
+"""
+
+
+def test_bytes_of_a_collective_take_no_time_of_their_own():
+  """They move while its links are busy: a gather that a matmul hides would count a
+  second time, as an instruction between the two."""
+  work = traffic.work(hlo.parse(HIDDEN))
+  gather, matmul = work
+  assert gather.communicates and gather.hbm_bytes == 2 * 2 * 4194304
+  assert not matmul.communicates
+  (stage,) = estimate.stages(work, {}, V5P)
+  assert stage.hbm_bytes == gather.hbm_bytes + matmul.hbm_bytes
+  assert stage.seconds == matmul.hbm_bytes / V5P.hbm_bandwidth
