@@ -41,6 +41,9 @@ TOKENS = flags.DEFINE_integer(
 CALIBRATE = flags.DEFINE_bool(
   'calibrate', False, 'Print the shares of the roofs that estimates have, and exit.'
 )
+CHUNKS = flags.DEFINE_bool(
+  'chunks', True, "Compile RL's chunks as well, which takes longer than its rows."
+)
 STORE = flags.DEFINE_string(
   'store', None, 'Directory of compiled programs: only others are compiled.'
 )
@@ -85,6 +88,10 @@ def main():
     )
   config = dataclasses.replace(config, model=model, compiler_options=options)
   chosen = workloads.select(config, WORKLOADS.value)
+  if not CHUNKS.value:
+    chosen = {
+      name: dataclasses.replace(w, chunk_tokens=0) for name, w in chosen.items()
+    }
   if TOKENS.value:
     chosen = {name: w.of_tokens(TOKENS.value) for name, w in chosen.items()}
   slice_ = topology.load(TOPOLOGY.value)

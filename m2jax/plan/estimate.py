@@ -189,13 +189,18 @@ class Plan:
 
   @property
   def memory_bytes(self) -> int:
-    """The most of any program."""
-    return max(p.memory.total for p in self.programs)
+    """The most of any program of a step."""
+    return max(p.memory.total for p in self.programs if p.runs)
 
   @property
   def fits(self) -> bool:
     """Whether that is within HBM."""
     return self.memory_bytes <= self.hbm_bytes
+
+  @property
+  def chunk_bytes(self) -> int:
+    """The most of any program of chunks; 0 without."""
+    return max((p.memory.total for p in self.programs if not p.runs), default=0)
 
 
 def estimate(

@@ -36,6 +36,9 @@ def report(plan: Plan) -> str:
     f'  estimate: {_speed(plan, plan.estimate_s())} (kernels as in published runs, see '
     '--calibrate)',
   ]
+  if plan.chunk_bytes:
+    verdict = 'fit' if plan.chunk_bytes <= plan.hbm_bytes else 'do NOT fit'
+    lines.insert(-2, f'  chunks of trees {verdict}: {_gib(plan.chunk_bytes)} GiB')
   if plan.splits_experts:
     lines += [
       f'  with {load} times the mean load on the busiest experts: '
@@ -90,15 +93,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
         bound[which] += program.runs * getattr(s, which)
       stages += s.seconds
     bound['links_s'] += program.runs * (program.seconds - stages)
+  fields = dataclasses.asdict(plan)
+  for program, one in zip(plan.programs, fields['programs'], strict=True):
+    one['seconds'] = program.seconds
+    one['estimate_s'] = program.seconds_at(efficiency.CALIBRATED)
   return {
-    **dataclasses.asdict(plan),
+    **fields,
     'seconds': plan.seconds,
     'share_of_peak': plan.share_of_peak,
     'estimate_s': plan.estimate_s(),
     'estimated_share': plan.share(plan.estimate_s()),
+    'splits_experts': plan.splits_experts,
     'imbalance_s': {str(load): plan.estimate_s(imbalance=load) for load in IMBALANCE},
     'memory_bytes': plan.memory_bytes,
     'fits': plan.fits,
+    'chunk_bytes': plan.chunk_bytes,
     'bound': bound,
   }
 
