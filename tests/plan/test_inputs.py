@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from configs import m2
+from configs import m2, pretrain_m2
 from experiments import plan as plan_job
 from m2jax import config, sharding
 from m2jax.plan import chips, plan, topology, workloads
@@ -100,6 +100,25 @@ def test_rows_that_do_not_divide():
       workloads.place('m2', load, 512),
       where,
     )
+
+
+@pytest.mark.parametrize(
+  'options', [m2.get_config(), pretrain_m2.get_config().pretrain.step]
+)
+def test_all_reduces_are_not_offloaded(options):
+  """libtpu 0.0.42.1 offloads them unless it is told not to, and then aborts in the
+  compilation of meshes with tensor parallelism: every job's options say so."""
+  name = 'xla_tpu_enable_sparse_core_collective_offload_all_reduce'
+  assert options.compiler_options[name] is False
+  assert all(options.compiler_options[name] for name in m2.SPARSE_CORES)
+
+
+def test_tokens_of_a_step():
+  """Whole rows in one pass, or an error with the length of a row."""
+  load = LOAD.of_tokens(4_194_304)
+  assert (load.rows, load.passes) == (512, (1,))
+  with pytest.raises(ValueError, match='--tokens=1000: not a multiple of 8192'):
+    LOAD.of_tokens(1000)
 
 
 @pytest.mark.parametrize('devices', [256, 512, 1024])

@@ -11,7 +11,9 @@ import sys
 
 import pytest
 
+from benchmarks import plan_compilers
 from m2jax import config
+from m2jax.plan import search
 from tests.plan import tpu_worker
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -51,3 +53,37 @@ def test_step_compiles(name):
   assert sent['ragged-all-to-all']['bytes'] == pytest.approx(count * once, rel=0.01)
   kinds = {c['kind'] for c in micro['collectives']}
   assert {'all-gather', 'ragged-all-to-all'} <= kinds
+
+
+def test_collectives_of_this_compiler():
+  """Bytes by hand, for the compiler that is installed: run with each supported pair of
+  jax and libtpu, this says that both give the plan the same collectives."""
+  name = 'fsdp tensor'
+  child = subprocess.run(
+    [sys.executable, '-m', 'benchmarks.plan_compilers', '--worker', name],
+    cwd=_ROOT,
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+    capture_output=True,
+    text=True,
+    timeout=1200,
+  )
+  assert child.returncode == 0, child.stderr[-3000:]
+  found = json.loads(child.stdout.splitlines()[-1])['found']
+  sizes = {(kind, group): size for kind, group, size in found}
+  cfg, tensor, fsdp = config.m2(), 4, 16
+  D = cfg.embed_dim
+  experts = cfg.num_experts * 3 * D * cfg.expert_dim // tensor
+  heads = 2 * D * (cfg.num_heads + cfg.num_kv_heads) * cfg.head_dim // tensor
+  router, head = D * cfg.num_experts, D * cfg.vocab_size // tensor
+  # a layer's weights twice, in bf16; router and head in fp32, the head once
+  gathered = 2 * (2 * (experts + heads) + 4 * router) + 4 * head
+  assert sizes['all-gather', fsdp] == pytest.approx(gathered, rel=0.005)
+  scattered = 4 * (experts + heads + router + head)  # gradients, in fp32
+  assert sizes['reduce-scatter', fsdp] == pytest.approx(scattered, rel=0.005)
+  # a block's tokens, and those at both ends of the trunk
+  n = search.counts('layer', True, True)
+  tokens = 2 * D * plan_compilers.CONTEXT * plan_compilers.DEVICES // fsdp
+  gathers, scatters = (n.gathers + 2) * tokens, (n.scatters + 2) * tokens
+  assert sizes['all-gather', tensor] == pytest.approx(gathers, rel=0.005)
+  assert sizes['reduce-scatter', tensor] == pytest.approx(scatters, rel=0.005)
+  assert sizes['all-reduce', tensor] < 0.01 * tokens * n.gathers
