@@ -23,7 +23,7 @@ import numpy as np
 from m2jax import sharding as sharding_lib
 from m2jax.config import REMAT, ModelConfig
 from m2jax.moe import exchange
-from m2jax.plan import flops, ici, plan, programs
+from m2jax.plan import efficiency, flops, ici, plan, programs
 from m2jax.plan.topology import Topology
 from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
 from m2jax.sharding import MESH_AXES, PRESETS, MeshConfig, Sharding
@@ -31,9 +31,10 @@ from m2jax.train import step as train_step
 
 _RULES = {True: ('fsdp', 'fsdp_ep'), False: ('serve',)}
 _ROW_TILE = 8  # rows of a TPU's tile; XLA gathers narrower shards of D by all-reduce
-# [rows, D] arrays that a mixture of experts reads or writes in a forward pass, and
-# those alive at once in a backward pass
-_BUFFER_PASSES, _BUFFERS_ALIVE = 12, 6
+# As compiled: [rows, D] arrays that are alive at once in a backward pass (7 in
+# pretrain_8k, 12 to 20 at longer contexts); gathered weights of a block that XLA
+# converts and copies, as a multiple of their bytes, in a step.
+_BUFFERS_ALIVE, _WEIGHTS_MOVED = 12, 4.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +174,15 @@ def formula(
   again = cfg.remat != 'none' or bool(shards)  # `moe.exchange` always recomputes
   forwards = 1 + (2 + again if training else 0)  # a backward pass is two
   compute = sum(flops.executed(cfg, part, chip.mxu, training).values())
-  moved = blocks * forwards * (2 * layer + rounds * _BUFFER_PASSES * buffer)
   cache = _cache_bytes(cfg, placed, where) if not training else 0.0
-  work = max(compute / chip.peak_flops, (moved + cache) / chip.hbm_bandwidth)
+  forward, backward = efficiency.ROW_ARRAYS
+  if training:  # beside the kernels, which compute bounds
+    arrays = forward * (1 + again) + backward
+    moved = blocks * (rounds * arrays * buffer + _WEIGHTS_MOVED * layer)
+    work = compute / chip.peak_flops + moved / chip.hbm_bandwidth
+  else:
+    moved = blocks * (rounds * forward * buffer + layer) + cache
+    work = max(compute / chip.peak_flops, moved / chip.hbm_bandwidth)
 
   def links(kind, size, *logical):
     group = _group(where, topology, logical)
