@@ -12,11 +12,14 @@ directory: of a program that did not change only the figures are computed again.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import subprocess
 import sys
 from concurrent import futures
+
+from m2jax.plan import efficiency, estimate
 
 SLICES = ('v5p:4x8x8', 'v5p:8x8x8', 'v5p:8x8x16')
 WORKLOADS = ('pretrain_8k', 'pretrain_32k', 'rl_192k', 'prefill', 'decode')
@@ -64,7 +67,7 @@ def row(workload: str, topology: str, plan: dict) -> str:
     p['runs'] * c['bytes'] for p in plan['programs'] for c in p['collectives']
   )
   flops = sum(p['runs'] * s['flops'] for p in plan['programs'] for s in p['stages'])
-  bound, seconds, estimate = plan['bound'], plan['seconds'], plan['estimate_s']
+  bound, seconds, estimated = plan['bound'], plan['seconds'], plan['estimate_s']
   per_chip = plan['tokens'] / plan['devices']
   left = (plan['hbm_bytes'] - plan['memory_bytes']) / GIB
   cells = (
@@ -83,9 +86,9 @@ def row(workload: str, topology: str, plan: dict) -> str:
     f'+ {bound["links_s"] * 1e3:,.0f}',
     f'{seconds * 1e3:,.0f}',
     f'{plan["share_of_peak"]:.1%}',
-    f'{estimate * 1e3:,.0f}',
+    f'{estimated * 1e3:,.0f}',
     f'**{plan["estimated_share"]:.1%}**',
-    f'{per_chip / estimate:,.0f}',
+    f'{per_chip / estimated:,.0f}',
   )
   return '| ' + ' | '.join(map(str, cells)) + ' |'
 
@@ -112,6 +115,43 @@ def sensitivity(workload: str, plan: dict) -> list[str]:
   cells = [f'{plan["estimate_s"] * 1e3:,.0f}']
   cells += [f'{seconds * 1e3:,.0f}' for seconds in plan['imbalance_s'].values()]
   return [f'| {workload} | {plan["devices"]} | ' + ' | '.join(cells) + ' |']
+
+
+def improvements(workload: str, plan: dict) -> str:
+  """A line: the estimated share of peak, and with one improvement after the other."""
+  share = efficiency.CALIBRATED
+  dense = dataclasses.replace(share, experts=share.matmul)
+
+  def of_peak(share, **changes) -> str:
+    seconds = sum(p['runs'] * _seconds(p, share, **changes) for p in plan['programs'])
+    return f'{plan["useful_flops"] / (seconds * plan["peak_flops"]):.1%}'
+
+  cells = (
+    of_peak(share),
+    of_peak(dense),
+    of_peak(dense, rest=False),
+    of_peak(dense, rest=False, recompute=False),
+    of_peak(dense, rest=False, recompute=False, exposed=False),
+  )
+  return f'| {workload} | {plan["devices"]} | ' + ' | '.join(cells) + ' |'
+
+
+def _seconds(program: dict, share, *, rest=True, recompute=True, exposed=True) -> float:
+  """Of a program at shares of the roof, without some of its parts."""
+  stages = []
+  for fields in program['stages']:
+    stage = estimate.Stage(**fields)
+    if not rest and stage.name.endswith(' rest'):
+      stage = dataclasses.replace(stage, hbm_bound_s=0.0)
+    if not recompute and stage.name == 'recompute attention':
+      products = stage.compute_bound_s - stage.core_s
+      stage = dataclasses.replace(stage, compute_bound_s=products, core_s=0.0)
+    stages.append(stage)
+  passes = [estimate.Links(**fields) for fields in program['passes']]
+  if not exposed:
+    passes = [dataclasses.replace(one, exposed_s=0.0) for one in passes]
+  one = estimate.Estimate('', 1, None, tuple(stages), (), tuple(passes), 0.0)
+  return one.seconds_at(share)
 
 
 def total(memory: dict) -> int:
@@ -161,6 +201,13 @@ def table(head, lines: list[str]) -> None:
     print('\n'.join(lines))
 
 
+IMPROVED = (
+  'workload', 'chips', 'estimate', 'experts as fast as dense matmuls',
+  'and no copies of weights', 'and attention not recomputed',
+  'and all collectives hidden',
+)  # fmt: skip
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   parser.add_argument('--directory', type=pathlib.Path, required=True)
@@ -195,6 +242,8 @@ def main() -> None:
   made = {key: plan for key, plan in found.items() if plan}
   table(HEAD, [row(*key, plan) for key, plan in found.items()])
   table(CHUNKS, [line for plan in made.values() for line in chunks(plan)])
+  trained = {key: plan for key, plan in made.items() if plan['optimizer_bytes']}
+  table(IMPROVED, [improvements(w, plan) for (w, _), plan in trained.items()])
   table(BALANCE, [line for (w, _), p in made.items() for line in sensitivity(w, p)])
   if args.stages:
     for (workload, topology), plan in found.items():
