@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m2jax import forest, model
+from m2jax import forest
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
+from m2jax.layers import prefix_cache
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
 from m2jax.rl import learner
@@ -139,8 +140,8 @@ def _sums(cfg, parts, variables, forest_shapes, where: sharding_lib.Sharding):
   everywhere = jax.sharding.PartitionSpec()
   specs = sharding_lib.param_specs(cfg, where.rules)['params']
   return train_step.Sums(
-    shaped(where, gradients, specs),
-    *(shaped(where, tree, everywhere) for tree in scalars),
+    where.shaped(gradients, specs),
+    *(where.shaped(tree, everywhere) for tree in scalars),
   )
 
 
@@ -171,13 +172,13 @@ def _chunks(
     like = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batches[kind]
     )
-    return shaped(where, like, specs)
+    return where.shaped(like, specs)
 
   buffers = jax.eval_shape(lambda: parts.buffers(load.context + size))
-  cache = model.prefix_specs(where.rules)
-  stack, cotangents = (shaped(where, buffer, cache) for buffer in buffers)
-  start = shaped(
-    where, jax.ShapeDtypeStruct((), jnp.int32), jax.sharding.PartitionSpec()
+  cache = prefix_cache.specs(where.rules)
+  stack, cotangents = (where.shaped(buffer, cache) for buffer in buffers)
+  start = where.shaped(
+    jax.ShapeDtypeStruct((), jnp.int32), jax.sharding.PartitionSpec()
   )
   variables, waiting = state.variables, (state.opt_state, state.step)
   both = variables, sums, stack, cotangents
