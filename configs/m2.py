@@ -4,9 +4,10 @@ COMMAND: python -m experiments.plan --config=configs/m2.py --topology=v5p:8x8x8
 HARDWARE: any machine with libtpu (`pip install -e '.[tpu]'`) and 5 GB of memory; what
   is planned are the slices TOPOLOGIES, of 256, 512 and 1,024 chips.
 PLAN FIGURES: `python -m benchmarks.plan_table --directory=DIR` (docs/plan.md).
-RESULT: for each program memory against 95 GiB, FLOPs, collectives, and the roofline.
-  The goal is that every workload fits and a train step stays above 35 % of peak.
-  Compile-time estimates: nobody has run them on a TPU.
+RESULT: for each program memory against 95 GiB, FLOPs, collectives, a bound and an
+  estimate of the time. The goal is that every workload fits, and an estimate of 40 % of
+  peak for pretrain_8k and rl_192k on 512 chips; docs/plan.md says what it takes.
+  Compile-time figures: nobody has run them on a TPU.
 
 The batch is that of configs/pretrain_m2.py. Meshes are a choice; `--search` looks for
 others. Not published, so ours: all of it but the model.
