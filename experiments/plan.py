@@ -67,6 +67,20 @@ def configuration(values: dict):
   return common.build(workloads.PlanConfig, {**values, 'workloads': loads})
 
 
+def selected(config) -> dict:
+  """The workloads that the flags choose, as they change them."""
+  from m2jax.plan import workloads
+
+  chosen = workloads.select(config, WORKLOADS.value)
+  if not CHUNKS.value:
+    chosen = {
+      name: dataclasses.replace(w, chunk_tokens=0) for name, w in chosen.items()
+    }
+  if TOKENS.value:
+    chosen = {name: w.of_tokens(TOKENS.value) for name, w in chosen.items()}
+  return chosen
+
+
 def main():
   # nothing runs here: an attached TPU or GPU is not used
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -87,13 +101,7 @@ def main():
       file=sys.stderr,
     )
   config = dataclasses.replace(config, model=model, compiler_options=options)
-  chosen = workloads.select(config, WORKLOADS.value)
-  if not CHUNKS.value:
-    chosen = {
-      name: dataclasses.replace(w, chunk_tokens=0) for name, w in chosen.items()
-    }
-  if TOKENS.value:
-    chosen = {name: w.of_tokens(TOKENS.value) for name, w in chosen.items()}
+  chosen = selected(config)
   slice_ = topology.load(TOPOLOGY.value)
   store = pathlib.Path(STORE.value) if STORE.value else None
   found = []

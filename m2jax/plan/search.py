@@ -211,14 +211,20 @@ def formula(
   if training:
     memory += gradients * min(placed.passes, 2) + 2 * layer  # of a layer, fp32
     memory += 3 * 4.0 * D * part.vocab  # of the head
-    own = T / where.size('residual')
-    saved = {
-      'none': 2.0 * own * (10 * D) + _BUFFERS_ALIVE * buffer,
-      'layer': 2.0 * own * D,
-      'attention': 2.0 * own * D + T * part.heads * (2.0 * cfg.head_dim + 4),
-    }[cfg.remat]
+    saved = _saved_bytes(cfg, part, where.size('residual'), buffer)
     memory += cfg.num_layers * saved
   return seconds, memory
+
+
+def _saved_bytes(cfg: ModelConfig, part: flops.Local, shards: int, buffer: float):
+  """Bytes that a block saves for the backward pass, by its remat policy."""
+  T, D = part.tokens, cfg.embed_dim
+  own = T / shards  # of the residual stream
+  return {
+    'none': 2.0 * own * (10 * D) + _BUFFERS_ALIVE * buffer,
+    'layer': 2.0 * own * D,
+    'attention': 2.0 * own * D + T * part.heads * (2.0 * cfg.head_dim + 4),
+  }[cfg.remat]
 
 
 def compiled(
