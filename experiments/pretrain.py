@@ -167,14 +167,9 @@ def main():
     open_workdir(settings, workdir, common.FRESH.value, leads)
     make = functools.partial(make_tokenizer, config, corpus.source)
     encode = encoder(keep_tokenizer(path, make, config.model.vocab_size))
-    sources = stage_sources(
-      config.text,
-      config.pretrain.stages,
-      corpus,
-      encode,
-      seed=config.seed,
-      workdir=workdir,
-    )
+    place = dict(seed=config.seed, workdir=workdir)
+    stages = config.pretrain.stages
+    sources = stage_sources(config.text, stages, corpus, encode, **place)
 
   checkpoints = CheckpointManager(own)
   records = workdir if leads else workdir / f'process{process}'

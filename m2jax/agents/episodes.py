@@ -193,8 +193,7 @@ def evaluate(
     temperature: of the sampling.
     deadline_s: of the whole evaluation.
     on_end: called with each result.
-    check: called every second while episodes run; an exception of it ends the
-      evaluation.
+    check: called every second while episodes run; its exceptions end the evaluation.
   """
   ends_s = time.monotonic() + deadline_s
 

@@ -199,12 +199,11 @@ def formula(
   exposed += blocks * n.scatters * links('reduce-scatter', activations, 'residual')
   exposed += blocks * n.sums * links('all-reduce', activations, 'heads')
   keys = 2.0 * 2 * part.rows * placed.workload.context * part.kv_heads * cfg.head_dim
-  if training:
-    exposed += blocks * forwards * links('all-gather', keys, 'tokens')
   state = _state_bytes(config if training else None, cfg, where)
   gradients = state / 3 if training else 0.0
-  if training and placed.mesh.data > 1:
-    exposed += links('all-reduce', gradients, 'data')
+  if training:
+    exposed += blocks * forwards * links('all-gather', keys, 'tokens')
+    exposed += links('all-reduce', gradients, 'data') if placed.mesh.data > 1 else 0.0
   seconds = placed.passes * (max(work, hidden) + exposed)
 
   memory = state + cache + 2 * layer + buffer * (_BUFFERS_ALIVE if training else 2)
