@@ -67,7 +67,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.tokenizer_files = 0
   c.mesh = _mesh(data=4, fsdp=128)  # of stages without one of their own
   c.init_from = ''  # a run's workdir, or a directory in the released format
-  stages = (  # 12,582,912 tokens a batch, in one pass
+  stages = (  # 12,582,912 tokens a batch
     dict(context=8_192, rows=1_536, tokens=26_200 * BILLION, passes=1),
     dict(
       context=32_768,
@@ -80,8 +80,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       context=196_608,
       rows=64,
       tokens=1_000 * BILLION,
-      passes=1,
-      mesh=_mesh(fsdp=64, context=2, tensor=4),
+      passes=2,
+      mesh=_mesh(fsdp=32, context=4, tensor=4),
     ),
   )
   sizes = [(s['tokens'], s['context'] * s['rows']) for s in stages]
