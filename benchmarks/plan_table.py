@@ -3,7 +3,7 @@
   python -m benchmarks.plan_table --directory=workdir/plan
   python -m benchmarks.plan_table --directory=workdir/plan --stages
 
-Claim: the estimate of pretrain_8k and rl_192k on 512 chips is at least 40 % of peak.
+Goal: an estimate of at least 40 % of peak for pretrain_8k and rl_192k on 512 chips.
 Each cell is one run of `experiments.plan --json` in a separate process, which compiles
 with libtpu on CPU for minutes. Results and compiled programs are stored in the
 directory: of a program that did not change only the figures are computed again.
