@@ -119,7 +119,7 @@ class Runner:
   def _chunk_bytes(self, plan):
     """Bytes of the largest chunk program: arguments (and stack) and temporaries."""
     largest = 0
-    size = plan.buckets.stack_tokens[-1] + plan.buckets.chunk_tokens[-1]
+    size = chunks.stack_slots(plan.buckets)
     done = set()
     for chunk in plan:
       if chunk.kind == 'push' or chunk.shape in done:

@@ -174,7 +174,7 @@ def _chunks(
     )
     return where.shaped(like, specs)
 
-  buffers = jax.eval_shape(lambda: parts.buffers(load.context + size))
+  buffers = jax.eval_shape(lambda: parts.buffers(chunks.stack_slots(buckets)))
   cache = prefix_cache.specs(where.rules)
   stack, cotangents = (where.shaped(buffer, cache) for buffer in buffers)
   start = where.shaped(

@@ -119,10 +119,7 @@ class _Functions(NamedTuple):
       self.cfg, variables, batch, prefix, sharding=self.sharding
     )[1]
 
-    def write(slots, entries):
-      return lax.dynamic_update_slice_in_dim(slots, entries, start, _SLOTS)
-
-    return jax.tree.map(write, stack, new)
+    return jax.tree.map(functools.partial(_write, start), stack, new)
 
   def leaf(self, variables, sums, stack, cotangents, batch):
     def none(new):
@@ -137,7 +134,7 @@ class _Functions(NamedTuple):
 
     def from_descendants(new):
       def read(slots, like):
-        entries = lax.dynamic_slice_in_dim(slots, start, tokens, _SLOTS)
+        entries = _read(start, slots, tokens)
         mask = live.reshape(1, *live.shape, *[1] * (entries.ndim - 3))
         return jnp.where(mask, entries, 0).astype(like.dtype)
 
@@ -149,8 +146,7 @@ class _Functions(NamedTuple):
 
     def clear(slots):
       shape = *slots.shape[:_SLOTS], tokens, *slots.shape[_SLOTS + 1 :]
-      zeros = jnp.zeros(shape, slots.dtype)
-      return lax.dynamic_update_slice_in_dim(slots, zeros, start, _SLOTS)
+      return _write(start, slots, jnp.zeros(shape, slots.dtype))
 
     return sums, jax.tree.map(clear, cotangents_after)
 
@@ -232,6 +228,38 @@ def _visible(stack: PrefixCache, batch: Forest) -> PrefixCache:
   return jax.tree.map(lambda a: a[:, :, : _slots(batch)], stack)
 
 
+def stack_slots(buckets: forest.Buckets) -> int:
+  """Slots of the stack: of the longest path and no more, so that a chunk that sees all
+  of it is given no copy."""
+  return max(buckets.stack_tokens[-1], buckets.chunk_tokens[-1])
+
+
+def _window(start, slots, tokens: int):
+  """A run's slots, moved back into the stack: the first, and by how many.
+
+  A run is padded, and its padding may lie beyond the stack.
+  """
+  at = jnp.minimum(start, slots.shape[_SLOTS] - tokens)
+  return at, start - at
+
+
+def _read(start, slots, tokens: int):
+  """Entries of `tokens` slots from `start`; undefined beyond the stack."""
+  at, back = _window(start, slots, tokens)
+  found = lax.dynamic_slice_in_dim(slots, at, tokens, _SLOTS)
+  return jnp.roll(found, -back, _SLOTS)
+
+
+def _write(start, slots, entries):
+  """The slots with `entries` from `start`; those beyond the stack are dropped."""
+  tokens = entries.shape[_SLOTS]
+  at, back = _window(start, slots, tokens)
+  before = lax.dynamic_slice_in_dim(slots, at, tokens, _SLOTS)
+  index = jnp.arange(tokens).reshape(-1, *[1] * (slots.ndim - _SLOTS - 1))
+  after = jnp.where(index >= back, jnp.roll(entries, back, _SLOTS), before)
+  return lax.dynamic_update_slice_in_dim(slots, after, at, _SLOTS)
+
+
 def gradients(parts: Programs, variables, plan: Plan):
   """`train.step.Sums` of a tree.
 
@@ -248,9 +276,7 @@ def gradients(parts: Programs, variables, plan: Plan):
       sums = parts.zeros(variables, batch)
     if chunk.kind == 'push':
       if stack is None:
-        # A run is written with its padding: the last one needs room for it.
-        most = plan.buckets.stack_tokens[-1] + plan.buckets.chunk_tokens[-1]
-        stack, cotangents = parts.buffers(most)
+        stack, cotangents = parts.buffers(stack_slots(plan.buckets))
       stack = parts.push(variables, stack, batch, chunk.start)
     elif chunk.kind == 'pop':
       sums, cotangents = parts.pop(

@@ -109,4 +109,4 @@ def test_a_process_reads_its_share(tmp_path, kind):
     held, read, peak = map(int, match.groups())
     assert held > 200e6
     assert read < 1.1 * held, (held, read)
-    assert kind != 'released' or peak < held + 80e6, (held, peak)
+    assert kind != 'released' or peak < 1.6 * held, (held, peak)  # all is twice that

@@ -13,6 +13,7 @@ import types
 import pytest
 
 from m2jax.checkpoint import policy
+from tests import processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -32,6 +33,24 @@ SFT = ['--config.sft.row_tokens=640', '--config.sft.tokens_per_step=1280']
 def command(job, *flags, variant=''):
   config = f'--config=configs/{job}.py{variant}'
   return [sys.executable, '-m', f'experiments.{job}', config, *map(str, flags)]
+
+
+def two(job, *flags, variant='', devices=1):
+  """Two processes of a job, started together."""
+  port = processes.free_port()
+  return [
+    processes.start(
+      f'experiments.{job}',
+      *command(job, *flags, variant=variant)[3:],
+      '--distributed',
+      PYTHONUNBUFFERED='1',
+      JAX_NUM_CPU_DEVICES=str(devices),
+      JAX_COORDINATOR_ADDRESS=f'localhost:{port}',
+      JAX_NUM_PROCESSES='2',
+      JAX_PROCESS_ID=str(process),
+    )
+    for process in range(2)
+  ]
 
 
 def run(job, *flags, variant='', code=0):

@@ -38,12 +38,6 @@ MESH = ['--config.mesh.fsdp=2', '--config.mesh.expert=2', '--config.mesh.tensor=
 HEARTBEAT_S = 30  # experiments.common
 
 
-@pytest.fixture(autouse=True)
-def quick_compilation(monkeypatch):
-  flags = [f'--{name}={value}' for name, value in quick.COMPILER_OPTIONS.items()]
-  monkeypatch.setenv('XLA_FLAGS', ' '.join(flags).lower())
-
-
 @pytest.fixture(scope='module')
 def checkpoint(tmp_path_factory):
   """A policy of random weights."""
@@ -60,25 +54,6 @@ def checkpoint(tmp_path_factory):
     manager.save(3, {'variables': variables}, policy.host(cfg), files)
     manager.wait()
   return directory
-
-
-def start(job, *flags, devices):
-  """Two processes of a job, started."""
-  port = processes.free_port()
-  return [
-    processes.start(
-      f'experiments.{job}',
-      f'--config=configs/{job}.py',
-      '--distributed',
-      *flags,
-      PYTHONUNBUFFERED='1',
-      JAX_NUM_CPU_DEVICES=str(devices),
-      JAX_COORDINATOR_ADDRESS=f'localhost:{port}',
-      JAX_NUM_PROCESSES='2',
-      JAX_PROCESS_ID=str(process),
-    )
-    for process in range(2)
-  ]
 
 
 def found(workdir):
@@ -104,7 +79,7 @@ def test_evaluation_does_not_depend_on_the_mesh(tmp_path, checkpoint):
   flags = [f'--checkpoint={checkpoint}', *EVALUATE, '--config.eval_tasks=5']
   conftest.run('evaluate', f'--workdir={tmp_path}/alone', *flags)
   conftest.run('evaluate', f'--workdir={tmp_path}/eight', *flags, *MESH)
-  both = start('evaluate', f'--workdir={tmp_path}/two', *flags, *MESH, devices=4)
+  both = conftest.two('evaluate', f'--workdir={tmp_path}/two', *flags, *MESH, devices=4)
   outputs = processes.finish(both, 300)
   for child, (_, err) in zip(both, outputs, strict=True):
     assert child.returncode == 0, err[-3000:]
@@ -123,7 +98,7 @@ def test_the_death_of_a_process_ends_an_evaluation(tmp_path, checkpoint):
   """One line and no table from the other, within the heartbeat: neither a hang nor a
   rate of the episodes that happened to end."""
   flags = [f'--checkpoint={checkpoint}', *EVALUATE, '--config.eval_tasks=300']
-  children = start('evaluate', f'--workdir={tmp_path}', *flags, devices=1)
+  children = conftest.two('evaluate', f'--workdir={tmp_path}', *flags, devices=1)
   try:
     deadline = time.monotonic() + 120
     while not _rows(tmp_path / 'evaluation.db'):
@@ -155,7 +130,7 @@ def test_two_processes_serve(checkpoint):
   """Any client of process 0; Ctrl-C of it ends both with code 0. Without a mesh in the
   config the rows of a call are split over all devices."""
   flags = [f'--checkpoint={checkpoint}', '--port=0', *ENGINE]
-  children = start('serve', *flags, devices=2)
+  children = conftest.two('serve', *flags, devices=2)
   try:
     for line in children[0].stdout:
       if 'serving step' in line:

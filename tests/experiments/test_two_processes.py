@@ -12,24 +12,6 @@ from tests import processes as processes_lib
 from tests.experiments import conftest
 
 
-def start(job, *flags, devices=1):
-  """Two processes of a job's smoke variant, started."""
-  port = processes_lib.free_port()
-  return [
-    processes_lib.start(
-      f'experiments.{job}',
-      f'--config=configs/{job}.py:smoke',
-      '--distributed',
-      *flags,
-      JAX_NUM_CPU_DEVICES=str(devices),
-      JAX_COORDINATOR_ADDRESS=f'localhost:{port}',
-      JAX_NUM_PROCESSES='2',
-      JAX_PROCESS_ID=str(process),
-    )
-    for process in range(2)
-  ]
-
-
 def finish(children):
   """(exit code, standard output, standard error) of each."""
   ended = processes_lib.finish(children, 600)
@@ -57,7 +39,9 @@ def test_sft_and_expansion(tmp_path, chats, pretrained, texts):
   expand = [f'--config.init_from={pretrained[0]}', *conftest.text_flags(texts)]
   expand.append('--config.expand.joint.loop.seconds=0')
   expand.append('--config.expand.frozen.loop.seconds=0')
-  both = start('sft', f'--workdir={tmp_path}/sft', *tune, *limit, one)
+  both = conftest.two(
+    'sft', f'--workdir={tmp_path}/sft', *tune, *limit, one, variant=':smoke'
+  )
   for code, out, err in finish(both):
     assert code == 0 and 'after 3 steps' in out, err[-3000:]
   steps = '--config.sft.loop.steps=3'
@@ -70,7 +54,9 @@ def test_sft_and_expansion(tmp_path, chats, pretrained, texts):
   assert last['loss'] == pytest.approx(want['loss'], rel=1e-4)
   assert last['max_violation'] == pytest.approx(want['max_violation'], rel=1e-4)
 
-  both = start('expand_mtp', f'--workdir={tmp_path}/expand', *expand, one)
+  both = conftest.two(
+    'expand_mtp', f'--workdir={tmp_path}/expand', *expand, one, variant=':smoke'
+  )
   for code, out, err in finish(both):
     assert code == 0 and '3 MTP modules' in out, err[-3000:]
   alone = f'--workdir={tmp_path}/expand_alone'
@@ -87,11 +73,13 @@ def test_forge(tmp_path):
   flags += ['--config.episodes.backend=rlimit_only', '--config.eval_tasks=4']
   flags += ['--config.mesh.data=1', '--config.mesh.fsdp=2', '--config.mesh.tensor=2']
   flags += ['--config.model.num_kv_heads=2', '--config.rl.refill_factor=1']
-  first, second = finish(start('forge', *flags, devices=2))
+  first, second = finish(conftest.two('forge', *flags, variant=':smoke', devices=2))
   assert first[0] == 0 and 'after RL' in first[1], first[2][-3000:]
   assert second[0] == 0 and 'after RL' not in second[1], second[2][-3000:]
   assert [r['step'] for r in metrics_lib.read(tmp_path / 'run', 'rl')] == [1, 2, 3]
   assert policy.load(tmp_path / 'run').directory.endswith('rl')
-  first, second = finish(start('forge', *flags, '--config.seed=1', devices=2))
+  first, second = finish(
+    conftest.two('forge', *flags, '--config.seed=1', variant=':smoke', devices=2)
+  )
   assert first[0] == 2 and 'other settings (seed' in first[2]
   assert second[0] == 2 and 'error: process 0 stopped' in second[2]

@@ -50,10 +50,10 @@ def recorded(samples, variables, cfg, replay=True):
   return out
 
 
-def check(samples, variables, cfg, tolerance, replay=True):
+def check(samples, variables, cfg, tolerance, replay=True, buckets=BUCKETS):
   """Chunked sums against the samples one by one, in row form."""
   samples = recorded(samples, variables, cfg, replay)
-  plan = forest.cut(forest.merge(samples), BUCKETS)
+  plan = forest.cut(forest.merge(samples), buckets)
   grads, metrics, loads = chunks.gradients(programs(cfg), variables, plan)
   if not replay:
     samples = [dataclasses.replace(s, experts=None) for s in samples]
@@ -80,6 +80,26 @@ def test_float64(seed, count, replay):
     samples = rows.random_samples(rng, count=count, vocab=cfg.vocab_size)
     variables = rows.variables_for(cfg, 0)
     check(samples, variables, cfg, 1e-10, replay)
+
+
+def test_a_path_that_fills_the_stack():
+  """The last run of a path of P tokens is padded beyond the stack, which has no slots
+  for padding: what is there already must stay."""
+  with jax.enable_x64():
+    cfg = config('float64')
+    rng = np.random.default_rng(1)
+    path = rng.integers(1, cfg.vocab_size, 8)
+    samples = []
+    for _ in range(2):
+      tokens = np.concatenate([path, rng.integers(1, cfg.vocab_size, 3)])
+      logprobs, advantages, weights = rng.random((3, len(tokens) - 2), np.float32)
+      samples.append(
+        forest.Sample(tokens.astype(np.int32), 2, logprobs, advantages, weights)
+      )
+    variables, buckets = rows.variables_for(cfg, 0), forest.Buckets((6,), (8,), 12)
+    plan = check(samples, variables, cfg, 1e-10, replay=False, buckets=buckets)
+    runs = [(c.start, c.shape[1]) for c in plan if c.kind == 'push']
+    assert plan.longest_path == 8 and runs == [(0, 6), (6, 6)]
 
 
 @pytest.mark.long

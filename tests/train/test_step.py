@@ -42,7 +42,6 @@ CONFIG = train_step.StepConfig(
   mtp_weight=0.3,
   bias_update_rate=RATE,
 )
-KEY = jax.random.key(0)
 
 
 @pytest.fixture(autouse=True)
