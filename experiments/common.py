@@ -48,6 +48,7 @@ INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C ended
 # When one of several processes dies, JAX ends the others after the first; when one ends
 # before the others, after the second.
 _HEARTBEAT_TIMEOUT_S, _SHUTDOWN_TIMEOUT_S = 30, 60
+_PROCESS_VARIABLES = {'count': 'JAX_NUM_PROCESSES', 'process': 'JAX_PROCESS_ID'}
 _CHATTY_LOGGERS = ('httpx', 'httpcore', 'uvicorn', 'jax', 'asyncio')
 _CHATTY_FILES = ('/orbax/', '/jax/', '/grain/', '/etils/')  # these use absl's logger
 
@@ -131,15 +132,17 @@ def join_processes() -> int:
     return 0
   import jax
 
+  from m2jax import sharding
+
   ours = {
-    name: os.environ[f'JAX_{name.upper()}']
-    for name in ('num_processes', 'process_id')
-    if f'JAX_{name.upper()}' in os.environ
+    name: int(os.environ[variable])
+    for name, variable in _PROCESS_VARIABLES.items()
+    if variable in os.environ
   }
   jax.config.update('jax_enable_preemption_service', False)  # it takes SIGTERM
   try:
-    jax.distributed.initialize(
-      **{name: int(value) for name, value in ours.items()},
+    sharding.join(
+      **ours,
       heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
       shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
     )

@@ -26,6 +26,7 @@ V vocabulary, L layers.
 
 from __future__ import annotations
 
+from m2jax.sharding.distributed import join
 from m2jax.sharding.local import local_copy
 from m2jax.sharding.mesh import MeshConfig, abstract_mesh, make_mesh
 from m2jax.sharding.rules import (
@@ -54,6 +55,7 @@ __all__ = [
   'Sharding',
   'abstract_mesh',
   'batch_specs',
+  'join',
   'like_params',
   'local_copy',
   'make',

@@ -42,7 +42,7 @@ def main():
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', 8 // count)
   if count > 1:
-    jax.distributed.initialize(f'127.0.0.1:{port}', count, process)
+    sharding.join(f'127.0.0.1:{port}', count, process)
   else:
     check_rows()
   # Process 0 gets the first experts, process 1 the others.

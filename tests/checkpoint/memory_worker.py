@@ -36,7 +36,7 @@ def main():
   process, count, port = map(int, sys.argv[1:4])
   small, large = sys.argv[4:]
   jax.config.update('jax_num_cpu_devices', 4 // count)
-  jax.distributed.initialize(f'127.0.0.1:{port}', count, process)
+  sharding.join(f'127.0.0.1:{port}', count, process)
   mesh = jax.sharding.Mesh(
     np.array(jax.devices()).reshape(1, 4, 1, 1, 1), sharding.MESH_AXES
   )

@@ -18,6 +18,8 @@ import sys
 
 import jax
 
+from m2jax import sharding as sharding_lib
+
 HEARTBEAT_S = 10
 PER_STEP, CHECKPOINT_EVERY = 2, 2
 
@@ -124,11 +126,10 @@ def main(
   jax.config.update('jax_enable_x64', True)
   jax.config.update('jax_num_cpu_devices', devices)
   if processes > 1:
-    jax.distributed.initialize(
+    sharding_lib.join(
       coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_S
     )
 
-  from m2jax import sharding as sharding_lib
   from m2jax import tasks
   from m2jax.checkpoint.manager import CheckpointManager
   from m2jax.forge import follow, lead, prepare, rl_loop, roles

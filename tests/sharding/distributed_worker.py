@@ -19,14 +19,14 @@ def main(
 ):
   import jax
 
+  from m2jax import sharding as sharding_lib
+
   jax.config.update('jax_num_cpu_devices', devices)
   if processes > 1:
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(coordinator, processes, process)
+    sharding_lib.join(coordinator, processes, process)
   assert len(jax.devices()) == devices * processes
 
   from m2jax import forest
-  from m2jax import sharding as sharding_lib
   from m2jax.checkpoint import CheckpointManager
   from m2jax.optim import optimizer as optimizer_lib
   from m2jax.train import hosts as hosts_lib

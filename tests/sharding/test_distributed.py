@@ -15,13 +15,18 @@ def train(directory, mesh, *, steps, devices, processes=1):
 
 
 @pytest.mark.long
-def test_two_processes_train_and_one_goes_on(tmp_path):
+def test_two_processes_train_and_one_goes_on(tmp_path, monkeypatch):
   """Two processes of two devices train, save together, and both see the losses of one
   device; from their checkpoint one process of four devices goes on over another mesh,
   and two processes from its checkpoint over a third."""
   alone = train(tmp_path / 'alone', {}, steps=6, devices=1)[0]
   directory = tmp_path / 'run'
-  first = train(directory, dict(fsdp=2, tensor=2), steps=2, devices=2, processes=2)
+  cache = tmp_path / 'cache'
+  with monkeypatch.context() as patch:
+    patch.setenv('JAX_COMPILATION_CACHE_DIR', str(cache))
+    patch.setenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+    first = train(directory, dict(fsdp=2, tensor=2), steps=2, devices=2, processes=2)
+  assert not list(cache.glob('*'))  # programs loaded from it mix up collectives
   assert first[0] == first[1]
   second = train(directory, dict(expert=4), steps=4, devices=4)
   third = train(directory, dict(context=2, expert=2), steps=6, devices=2, processes=2)

@@ -33,14 +33,14 @@ def main(
 ):
   import jax
 
+  from m2jax import sharding as sharding_lib
+
   jax.config.update('jax_num_cpu_devices', devices)
   if processes > 1:
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(coordinator, processes, process)
+    sharding_lib.join(coordinator, processes, process)
 
   import numpy as np
 
-  from m2jax import sharding as sharding_lib
   from m2jax.checkpoint import CheckpointManager
   from m2jax.observe import metrics as metrics_lib
   from m2jax.optim import AdamConfig, OptimizerConfig
