@@ -187,7 +187,7 @@ class Sharding:
     if not axes:
       return x
     zigzag = lax.all_gather(x, axes, axis=1, tiled=True)
-    runs = zigzag.reshape(len(x), 2 * shards, -1, *x.shape[2:])
+    runs = zigzag.reshape(len(x), 2 * shards, x.shape[1] // 2, *x.shape[2:])
     order = [2 * i for i in range(shards)] + [2 * i + 1 for i in range(shards)][::-1]
     return runs[:, np.array(order)].reshape(zigzag.shape)
 
@@ -196,7 +196,7 @@ class Sharding:
     if not self.axes('tokens'):
       return x
     count = x.shape[axis]
-    row = self.gather_tokens(x.reshape(-1, *x.shape[axis:]))
+    row = self.gather_tokens(x.reshape(math.prod(x.shape[:axis]), *x.shape[axis:]))
     start = self.index('tokens') * count
     return lax.dynamic_slice_in_dim(row, start, count, axis=1).reshape(x.shape)
 

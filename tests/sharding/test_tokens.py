@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m2jax import config
+from m2jax import config, model, params
 from m2jax.plan import flops
 from m2jax.sharding import PRESETS, MeshConfig, Sharding, abstract_mesh
+from tests.sharding import small
 
 TOKENS = 48
 
@@ -58,3 +59,16 @@ def test_rows_that_cannot_be_dealt_are_refused():
   where.check_batch(1, 48)
   with pytest.raises(ValueError, match='44 tokens .* 8 equal parts'):
     where.check_batch(1, 44)
+
+
+def test_a_model_without_mtp_over_context():
+  """Its MTP outputs have no rows to put back into order: found by compiling the plan's
+  smallest case, which failed on a size of 0."""
+  cfg = small.config(num_mtp_modules=0, dtype='float32', param_dtype='float32')
+  mesh = abstract_mesh(MeshConfig(context=2))
+  where = Sharding(mesh, PRESETS['fsdp_ep'])
+  batch = small.batch(0, 1)
+  out = jax.eval_shape(
+    lambda v: model.forward(cfg, v, batch, sharding=where), params.shapes(cfg)
+  )
+  assert out.logprob.shape == batch.tokens.shape and not out.mtp_logprob.size
