@@ -4,7 +4,12 @@ One `tick` places waiting requests in idle slots (first come, first served, exce
 a request waits for a prefix that is being prefilled for another one), prefills within a
 budget, decodes a few steps and delivers the finished requests.
 
-Axes: P rows of a call, N decode steps of a call.
+A request is placed when there are pages for its prompt. When pages run out while it
+decodes, the sequence that started last is retracted: it waits in front of the queue,
+keeps the tokens drawn so far with their log-probabilities, versions and expert ids, and
+goes on drawing where its random stream was.
+
+Axes: g groups of devices, P rows of a group in a call, N decode steps of a call.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from m2jax.rollout import decode_plan, prefill_plan
 from m2jax.rollout.api import GenerateRequest, GenerateResult
 from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.engine import Engine
-from m2jax.rollout.slot_table import SlotTable, State
+from m2jax.rollout.sequences import Sequences, State
 
 _RATE_WINDOW_S = 10.0
 TOTALS = (
@@ -35,7 +40,7 @@ TOTALS = (
   'prefill_padding_tokens',
   'sampled_tokens',
   'decode_calls',
-  'copies',
+  'retractions',
   'completions',
   'cancelled',
   'failed',
@@ -58,27 +63,31 @@ class SchedulerConfig:
   Attributes:
     decode_steps: steps per decode call; the host wakes once per call.
     prefill_budget_tokens: padded prompt tokens computed between two decode calls.
-    min_copy_tokens: shortest shared prefix that is copied or waited for.
-    reuse_stale_prefix: parked K/V of older weights may be reused (see scheduler.py).
+    reuse_stale_prefix: cached K/V of older weights may be reused (see scheduler.py).
     max_failures: consecutive failing steps after which the scheduler gives up.
     seed: of the random stream for requests without a seed.
   """
 
   decode_steps: int = 8
   prefill_budget_tokens: int = 1024
-  min_copy_tokens: int = 8
-  reuse_stale_prefix: bool = True
+  reuse_stale_prefix: bool = False
   max_failures: int = 3
   seed: int = 0
 
   def __post_init__(self):
-    for field in ('decode_steps', 'prefill_budget_tokens', 'min_copy_tokens'):
+    for field in ('decode_steps', 'prefill_budget_tokens'):
       require(self, getattr(self, field) >= 1, field, 'at least 1')
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-  """A request in progress; slot is -1 while it waits."""
+  """A request in progress; slot is -1 while it waits.
+
+  Attributes:
+    tokens: the prompt, and what was drawn before the sequence was retracted.
+    logprobs, versions: of the tokens that were drawn.
+    experts: ids recorded before it was retracted, of its first tokens; or None.
+  """
 
   prompt: np.ndarray
   request: GenerateRequest
@@ -86,13 +95,22 @@ class Job:
   on_tokens: Callable[[tuple[int, ...]], None] | None
   future: concurrent.futures.Future
   slot: int = -1
+  tokens: np.ndarray = dataclasses.field(init=False)
+  logprobs: np.ndarray = dataclasses.field(init=False)
+  versions: np.ndarray = dataclasses.field(init=False)
+  experts: np.ndarray | None = None
+
+  def __post_init__(self):
+    self.tokens = self.prompt
+    self.logprobs = np.zeros(0, np.float32)
+    self.versions = np.zeros(0, np.int64)
 
 
 class Batcher:
   """The engine's requests, slots and device state; used by one thread.
 
   Attributes:
-    variables, version: the weights in use; may be replaced between two ticks.
+    variables, version: the weights in use; see `replace_weights`.
     state: the engine's DecodeState.
     waiting: requests without a slot, oldest first.
     jobs: requests by slot.
@@ -120,15 +138,18 @@ class Batcher:
 
   def reset(self) -> None:
     """Empties the slots and creates a new device state; keeps the waiting requests."""
-    config = self.engine.config
     self.state = self.engine.init_decode_state()
-    self.table = SlotTable(
-      config.slots,
-      config.context_tokens,
-      min_copy_tokens=self.config.min_copy_tokens,
-    )
+    self.table = Sequences(self.engine.config, self.engine.groups)
     self.jobs: dict[int, Job] = {}
     self._ready: list[int] = []  # slots prefilled, not yet admitted
+
+  def replace_weights(self, variables: Any, version: int) -> None:
+    """Between two ticks; sequences in slots go on with the K/V that they have."""
+    self.variables, self.version = variables, version
+    if not self.config.reuse_stale_prefix:
+      for cache in self.table.caches:
+        cache.clear()
+    self.counts['weight_updates'] += 1
 
   @property
   def busy(self) -> bool:
@@ -147,7 +168,7 @@ class Batcher:
       self._end(job, 'cancelled')
     elif job in self.waiting:
       self.waiting.remove(job)
-      self._deliver(job, 0, 'cancelled')
+      self._deliver(job, 'cancelled')
 
   def tick(self) -> None:
     budget = self.config.prefill_budget_tokens
@@ -159,127 +180,151 @@ class Batcher:
     self._decode()
 
   def _place(self) -> None:
-    """Moves waiting requests to idle slots, copying the prefixes they share."""
+    """Moves waiting requests to idle slots with pages for them."""
     table, held_back = self.table, []
-    copies = []
+    idle = int(np.sum(table.state == State.IDLE))
     # Requests held back still claim a slot: later requests do not overtake them.
-    limit = self.engine.config.decode_rows[-1]
-    while self.waiting and len(self.jobs) + len(held_back) < limit:
+    while self.waiting and len(held_back) < idle:
       job = self.waiting.popleft()
-      usable = np.ones(len(table.state), bool)
-      if not self.config.reuse_stale_prefix:
-        usable = table.kv_version == self.version
-      placement = table.place(job.prompt, usable)
-      if placement is None:
+      placed = table.place(job.tokens, ahead=self.config.decode_steps)
+      if placed == 'soon':
         held_back.append(job)
         continue
-      table.take(placement, job.prompt, self.version)
-      if placement.source != placement.slot:
-        copies.append((placement.source, placement.slot, placement.hit_tokens))
-      job.slot = placement.slot
-      self.jobs[job.slot] = job
-      self.counts['prompt_tokens'] += len(job.prompt)
-      self.counts['prefix_hit_tokens'] += placement.hit_tokens
-      if table.held[job.slot] == table.target[job.slot]:
-        self._ready.append(job.slot)
+      if placed == 'full':  # later requests do not overtake it
+        self.waiting.appendleft(job)
+        break
+      job.slot, hit = placed
+      self._take(job, hit)
+      idle -= 1
     self.waiting.extendleft(reversed(held_back))
-    if copies:
-      # In the order of placement: a later request may take the slot that an earlier
-      # one copies from.
-      sources, targets, hits = zip(*copies, strict=True)
-      self.state = self.engine.copy_rows(
-        self.state,
-        self._rows(sources, len(table.state)),
-        self._rows(targets, len(table.state)),
-        np.int32(len(copies)),
-        context=self._context(max(hits)),
-      )
-      self.counts['copies'] += len(copies)
+
+  def _take(self, job: Job, hit: int) -> None:
+    table, slot, drawn = self.table, job.slot, len(job.logprobs)
+    table.take(slot, job.tokens, self.version)
+    end = len(job.tokens)
+    table.logprobs[slot, end - drawn : end] = job.logprobs
+    table.versions[slot, end - drawn : end] = job.versions
+    self.jobs[slot] = job
+    if not drawn:
+      self.counts['prompt_tokens'] += len(job.prompt)
+      self.counts['prefix_hit_tokens'] += hit
+    if table.held[slot] == table.target[slot]:
+      self._ready.append(slot)
 
   def _prefill(self) -> int:
     """One prefill call; returns its padded tokens, 0 if there was nothing to do."""
-    table = self.table
-    # Oldest first: `used` is when the slot was taken.
+    table, groups = self.table, self.engine.groups
     slots = np.flatnonzero((table.state == State.PREFILL) & (table.held < table.target))
     if not slots.size:
       return 0
-    slots = slots[np.argsort(table.used[slots])]
+    slots = slots[np.argsort(table.started[slots])]
     remaining = table.target[slots] - table.held[slots]
-    which, rows, chunk = prefill_plan.choose(
-      remaining, self.engine.config.prefill_shapes
+    which, size, chunk = prefill_plan.choose(
+      remaining, table.group(slots), self.engine.config.prefill_shapes
     )
-    slots = slots[which]
-    # A chunk that would exceed the context starts earlier, at tokens already computed.
-    last = self.engine.config.context_tokens - chunk
-    starts = np.minimum(table.held[slots], last)
-    tokens = np.zeros((rows, chunk), np.int32)
-    tokens[: len(slots)] = table.tokens[
-      slots[:, None], starts[:, None] + np.arange(chunk)
-    ]
+    slots, remaining = slots[which], remaining[which]
+    starts, counts = table.held[slots].copy(), np.minimum(remaining, chunk)
+    positions = starts[:, None] + np.arange(chunk)
+    positions = np.minimum(positions, self.engine.config.context_tokens - 1)
+    at, _ = self._lay(slots, size)
+    rows = lambda values: self._spread(values, at, groups * size)
     self.state = self.engine.prefill_rows(
       self.variables,
       self.state,
-      self._rows(slots, rows),
-      np.int32(len(slots)),
-      tokens,
-      self._rows(starts, rows),
-      context=self._context(int(starts.max())),
+      rows(table.tokens[slots[:, None], positions]),
+      rows(starts),
+      rows(counts),
+      rows(self._tables(slots, int((starts + counts).max()))),
     )
-    reached = np.minimum(starts + chunk, table.target[slots])
-    computed = int(np.sum(reached - table.held[slots]))
-    table.held[slots] = reached
-    self.counts['prefill_tokens'] += computed
-    self.counts['prefill_padding_tokens'] += rows * chunk - computed
-    self._ready.extend(slots[reached == table.target[slots]].tolist())
-    return rows * chunk
+    table.held[slots] = starts + counts
+    self.counts['prefill_tokens'] += int(counts.sum())
+    self.counts['prefill_padding_tokens'] += groups * size * chunk - int(counts.sum())
+    for slot in slots.tolist():
+      self._share(slot)
+    self._ready.extend(slots[counts == remaining].tolist())
+    return groups * size * chunk
+
+  def _share(self, slot: int) -> None:
+    """Makes a sequence's pages known, if all are of weights that may be reused."""
+    current = self.table.version[slot] == self.version
+    if current or self.config.reuse_stale_prefix:
+      self.table.share(slot)
 
   def _admit(self) -> None:
     """Sets the prefilled slots decoding."""
     ready, self._ready = self._ready, []
     if not ready:
       return
-    config = self.engine.config
-    slots = make_slots(config.slots, config.max_stop_ids)
-    for row, slot in enumerate(ready):
+    config, ready = self.engine.config, np.array(ready)
+    total = self.engine.groups * config.slots
+    slots = make_slots(total, config.max_stop_ids)
+    at, num_rows = self._lay(ready, config.slots)
+    for row, slot in zip(at.tolist(), ready.tolist(), strict=True):
       job = self.jobs[slot]
-      sampling, n = job.request.sampling, len(job.prompt)
+      sampling, n, drawn = job.request.sampling, len(job.tokens), len(job.logprobs)
       slots.length[row] = n - 1
-      slots.token[row] = job.prompt[-1]
-      slots.remaining[row] = min(sampling.max_tokens, config.context_tokens - n)
+      slots.token[row] = job.tokens[-1]
+      slots.remaining[row] = min(sampling.max_tokens - drawn, config.context_tokens - n)
+      slots.sampled[row] = drawn
+      slots.confident[row] = _confident(job.logprobs, config.confident_probability)
       slots.seed[row] = (job.seed >> 32) & 0xFFFFFFFF, job.seed & 0xFFFFFFFF
       slots.temperature[row] = sampling.temperature
       slots.top_p[row] = sampling.top_p
       slots.top_k[row] = min(sampling.top_k, self.engine.cfg.vocab_size)
       slots.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
-    self.state = self.engine.admit(
-      self.state, self._rows(ready, config.slots), np.int32(len(ready)), slots
-    )
+    rows = self._spread(ready % config.slots, at, total)
+    self.state = self.engine.admit(self.state, rows, num_rows, slots)
     self.table.state[ready] = State.DECODE
 
   def _decode(self) -> None:
     """Decodes a few steps of every active slot, at the least cost."""
-    slots, config = self.table.where(State.DECODE), self.engine.config
+    table, config = self.table, self.engine.config
+    self._reserve()
+    slots = table.where(State.DECODE)
     if not slots.size:
       return
-    held = self.table.held[slots]
-    for which, rows, context in decode_plan.choose(
-      held, config.decode_rows, config.contexts
+    ahead = table.held[slots] + self.config.decode_steps
+    pages = -(-np.minimum(ahead, config.context_tokens) // config.page_tokens)
+    for which, size, n in decode_plan.choose(
+      pages, table.group(slots), config.decode_rows, config.table_sizes
     ):
-      if not self._decode_call(slots[which], rows, context):
+      if not self._decode_call(slots[which], size, n):
         return
 
-  def _decode_call(self, slots: np.ndarray, rows: int, context: int) -> bool:
+  def _reserve(self) -> None:
+    """Gives each decoding slot pages for the next steps; retracts others if needed."""
+    table, context = self.table, self.engine.config.context_tokens
+    slots = table.where(State.DECODE)
+    for slot in slots[np.argsort(table.started[slots])].tolist():
+      need = min(int(table.held[slot]) + self.config.decode_steps, context)
+      while table.state[slot] == State.DECODE and not table.reserve(slot, need):
+        self._retract(table.youngest(table.group(slot)))
+
+  def _retract(self, slot: int) -> None:
+    """Takes a sequence's pages; it is first in the queue, with what it has drawn."""
+    job = self.jobs[slot]
+    if self.table.state[slot] == State.DECODE:
+      self._save(job)
+      job.experts = self._experts(job, int(self.table.held[slot]))
+    self._share(slot)
+    self._leave(job)
+    self.waiting.appendleft(job)
+    self.counts['retractions'] += 1
+
+  def _decode_call(self, slots: np.ndarray, size: int, n: int) -> bool:
     """One decode call and its effect on each request; False if all requests failed."""
-    table = self.table
+    table, config, groups = self.table, self.engine.config, self.engine.groups
+    at, num_rows = self._lay(slots, size)
+    rows = lambda values: self._spread(values, at, groups * size)
     self.state, sampled = self.engine.generate_many(
       self.variables,
       self.state,
-      self._rows(slots, rows),
-      np.int32(len(slots)),
+      rows((slots % config.slots).astype(np.int32)),
+      num_rows,
+      rows(table.tables[slots, :n]),
       np.int32(self.config.decode_steps),
-      context=context,
     )
-    sampled = jax.tree.map(lambda x: x[: len(slots)], jax.device_get(sampled))
+    sampled = jax.tree.map(lambda x: x[at], jax.device_get(sampled))
     before = table.held[slots] + 1
     table.append(slots, sampled.counts, sampled.tokens, sampled.logprobs, self.version)
     self._count_sampled(int(sampled.counts.sum()))
@@ -320,26 +365,39 @@ class Batcher:
       self.fail(job, EngineError(f'on_tokens raised {error!r}'))
 
   def _end(self, job: Job, reason: str) -> None:
-    """Finishes a request with its tokens so far and parks its slot."""
-    table, slot = self.table, job.slot
-    decoded = table.state[slot] == State.DECODE
-    count = int(table.held[slot]) + 1 - len(job.prompt) if decoded else 0
-    del self.jobs[slot]
-    table.park(slot)
-    self._deliver(job, count, reason)
+    """Finishes a request with its tokens so far; its full pages stay cached."""
+    self._save(job)
+    self._deliver(job, reason)
+    self._share(job.slot)
+    self._leave(job)
 
-  def _deliver(self, job: Job, count: int, reason: str) -> None:
-    begin = len(job.prompt)
-    take = lambda x: x[job.slot, begin : begin + count].copy()
-    table = self.table
+  def _leave(self, job: Job) -> None:
+    """Takes the slot from a request."""
+    slot = job.slot
+    del self.jobs[slot]
+    if slot in self._ready:
+      self._ready.remove(slot)
+    self.table.leave(slot)
+    job.slot = -1
+
+  def _save(self, job: Job) -> None:
+    """Copies what has been drawn from the slot's record to the request's."""
+    table, slot = self.table, job.slot
+    if table.state[slot] == State.DECODE:
+      end, begin = int(table.held[slot]) + 1, len(job.prompt)
+      job.tokens = table.tokens[slot, :end].copy()
+      job.logprobs = table.logprobs[slot, begin:end].copy()
+      job.versions = table.versions[slot, begin:end].copy()
+
+  def _deliver(self, job: Job, reason: str) -> None:
     self.counts['cancelled' if reason == 'cancelled' else 'completions'] += 1
     job.future.set_result(
       GenerateResult(
-        tokens=take(table.tokens),
-        logprobs=take(table.logprobs),
-        versions=take(table.versions),
+        tokens=job.tokens[len(job.prompt) :],
+        logprobs=job.logprobs,
+        versions=job.versions,
         finish_reason=reason,
-        experts=self._experts(job, begin + count),
+        experts=self._experts(job, len(job.tokens)),
       )
     )
 
@@ -347,21 +405,23 @@ class Batcher:
     """GenerateResult.experts of the request's first `tokens` tokens."""
     if not self.engine.config.record_experts:
       return None
-    cfg = self.engine.cfg
+    cfg, table = self.engine.cfg, self.table
     ids = np.full((tokens, cfg.num_layers, cfg.experts_per_token), -1, np.int16)
-    held = int(self.table.held[job.slot]) if job.slot >= 0 else 0
+    held = int(table.held[job.slot]) if job.slot >= 0 else 0
     if held := min(held, tokens):
+      slot = np.array([job.slot])
       found = self.engine.expert_ids(
-        self.state, np.int32(job.slot), context=self._context(held)
+        self.state, np.int32(table.group(job.slot)), self._tables(slot, held)[0]
       )
       ids[:held] = np.asarray(found)[:held]
+    if job.experts is not None:  # of the K/V that the tokens were drawn with
+      ids[: len(job.experts)] = job.experts
     return ids
 
   def fail(self, job: Job, error: EngineError) -> None:
-    """Fails a request with an error; the cache of its slot is not reused."""
+    """Fails a request with an error; its own pages are not reused."""
     if self.jobs.get(job.slot) is job:
-      del self.jobs[job.slot]
-      self.table.drop(job.slot)
+      self._leave(job)
     self.counts['failed'] += 1
     job.future.set_exception(error)
 
@@ -369,13 +429,32 @@ class Batcher:
     """Fails the requests that have slots."""
     for job in list(self.jobs.values()):
       self.fail(job, error)
-    self._ready.clear()
 
-  def _rows(self, values, size: int) -> np.ndarray:
-    rows = np.zeros(size, np.int32)
-    rows[: len(values)] = values
-    return rows
+  def _lay(self, slots: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of slots in a call of `size` rows a group, and the number of each group."""
+    groups = self.engine.groups
+    group = self.table.group(slots)
+    counts = np.bincount(group, minlength=groups).astype(np.int32)
+    at = np.empty(len(slots), np.int64)
+    for g in range(groups):
+      at[group == g] = g * size + np.arange(counts[g])
+    return at, counts
 
-  def _context(self, tokens: int) -> int:
-    """The smallest compiled context that holds `tokens` tokens."""
-    return next(c for c in self.engine.config.contexts if c >= tokens)
+  def _spread(self, values: np.ndarray, at: np.ndarray, rows: int) -> np.ndarray:
+    """values [p, …] in rows `at` [p] of `rows`; zeros elsewhere."""
+    out = np.zeros((rows, *values.shape[1:]), np.int32)
+    out[at] = values
+    return out
+
+  def _tables(self, slots: np.ndarray, positions: int) -> np.ndarray:
+    """Page tables of the smallest compiled size that holds the positions."""
+    config = self.engine.config
+    pages = config.pages_of(positions)
+    n = next(n for n in config.table_sizes if n >= pages)
+    return self.table.tables[slots, :n]
+
+
+def _confident(logprobs: np.ndarray, probability: float) -> int:
+  """Number of the last tokens that all are likelier than `probability`."""
+  unsure = np.flatnonzero(~(logprobs > np.log(probability)))
+  return len(logprobs) - (int(unsure[-1]) + 1 if unsure.size else 0)

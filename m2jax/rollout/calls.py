@@ -1,12 +1,13 @@
 """The engine's calls as pure functions; on a mesh, of each device's part.
 
-Every device stores all slots and is given all rows of a call. It consumes the tokens of
-its own rows (`placement.own_rows`); their new cache entries and tokens are gathered,
-so that all devices return the same slots. The other devices of a row have its other
-heads, experts, channels and parts of the vocabulary.
+A device has the slots and pages of its group (`rollout.placement`) and is given its
+rows of a call. The other devices of a group have other heads, experts, channels and
+parts of the vocabulary. All groups take the same steps, because they exchange tokens
+with each other's experts.
 
-Axes: S slots, P rows of a call (a bucket; rows beyond num_rows are padding), C chunk
-tokens, N decode steps of a call, M stop ids, V vocabulary, D model.
+Axes: S slots, P rows of a call (a bucket; rows beyond num_rows [1] are padding), n
+pages of a table, C chunk tokens, N decode steps of a call, M stop ids, V vocabulary, D
+model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from jax import lax
 
 from m2jax.config import ModelConfig
 from m2jax.layers import head
-from m2jax.rollout import forward, kv_cache, placement, sampling
+from m2jax.rollout import forward, sampling
+from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.decode_state import (
   LENGTH,
   RUNNING,
@@ -46,64 +48,37 @@ class Calls:
   # --- The scheduler's calls.
 
   def prefill_rows(
-    self, params, state: DecodeState, rows, num_rows, tokens, starts, *, context: int
+    self, params, state: DecodeState, tokens, starts, counts, tables
   ) -> DecodeState:
-    """Consumes a chunk of each row: writes its K/V at starts … starts + C - 1.
+    """Stores the keys and values of a chunk of each row.
 
     Args:
-      rows: [P] int32 slots, distinct in the first num_rows. num_rows: int32.
-      tokens: [P, C] int32. Padding at the end of a row writes undefined entries, which
-        must be at or beyond the slot's length.
-      starts: [P] int32, at most context_tokens - C.
-      context: static; the cache positions read, at least max(starts).
+      tokens: [P, C] int32. starts, counts, tables: see `forward.Rows`; a row of
+        padding has count 0.
     """
-    tail = self._consume(params, state.cache, rows, tokens, starts, context=context)
-    cache = kv_cache.append(state.cache, tail, rows, num_rows, starts)
-    return dataclasses.replace(state, cache=cache)
-
-  def copy_rows(
-    self, state: DecodeState, sources, targets, num_rows, *, context: int
-  ) -> DecodeState:
-    """Copies the first `context` positions of slots sources [S] to targets [S]."""
-    cache = kv_cache.copy(state.cache, sources, targets, num_rows, context)
-    return dataclasses.replace(state, cache=cache)
+    rows = forward.Rows(tokens, starts, counts, tables)
+    return dataclasses.replace(state, pages=self._extend(params, state.pages, rows)[1])
 
   def admit(self, state: DecodeState, rows, num_rows, slots: Slots) -> DecodeState:
-    """Sets the decoding state of slots `rows` [S]; their cache must hold the prefix."""
+    """Sets the decoding state of slots `rows` [S]; their prefix must be stored."""
     return dataclasses.replace(
-      state, slots=_scatter(state.slots, slots, rows, num_rows)
+      state, slots=_scatter(state.slots, slots, rows, num_rows[0])
     )
 
   def generate_many(
-    self, params, state: DecodeState, rows, num_rows, steps, *, context: int
+    self, params, state: DecodeState, rows, num_rows, tables, steps
   ) -> tuple[DecodeState, Sampled]:
     """Up to `steps` decode steps of slots `rows`; stops early when all have finished.
 
     Args:
-      rows: [P] int32 slots, distinct in the first num_rows. num_rows: int32.
+      rows: [P] int32 slots, distinct in the first num_rows.
+      tables: [P, n] int32, pages of at least length + steps positions each.
       steps: int32, at most config.max_steps.
-      context: static; cache positions read, at least max(length).
     """
     P, N = rows.shape[0], self.config.max_steps
     slots = jax.tree.map(lambda x: x[rows], state.slots)
-    live = jnp.arange(P) < num_rows
-    slots = dataclasses.replace(
-      slots,
-      remaining=jnp.where(live, slots.remaining, 0),
-      length=jnp.where(live, slots.length, 0),
-    )
-    all_starts = slots.length
-    own, slots = placement.own_rows(self.sharding, (rows, slots))
-    cached, tail = self._gather(state.cache, own, N, context)
-    tail, slots, sampled = self._decode(params, cached, tail, slots, steps)
-    tail = self._all_entries(tail, P)
-    slots, sampled = placement.all_rows(self.sharding, (slots, sampled), P)
-    cache = kv_cache.append(state.cache, tail, rows, num_rows, all_starts)
-    return DecodeState(cache, _scatter(state.slots, slots, rows, num_rows)), sampled
-
-  def _decode(self, params, cached, tail, slots: Slots, steps):
-    """The steps of `generate_many` for this device's rows: tail, slots, Sampled."""
-    P, N, starts = len(slots.length), self.config.max_steps, slots.length
+    live = jnp.arange(P) < num_rows[0]
+    slots = dataclasses.replace(slots, remaining=jnp.where(live, slots.remaining, 0))
     sampled = Sampled(
       tokens=jnp.zeros((P, N), jnp.int32),
       logprobs=jnp.zeros((P, N), jnp.float32),
@@ -111,21 +86,15 @@ class Calls:
       finish_code=jnp.zeros(P, jnp.int32),
     )
 
-    def any_left(slots):
-      # All devices take the same steps: in each they exchange tokens.
-      left = jnp.any(slots.remaining > 0).astype(jnp.int32)
-      return self.sharding.psum(left, 'rows') > 0
-
     def unfinished(carry):
       step, left, *_ = carry
       return (step < steps) & left
 
     def one(carry):
-      step, _, tail, slots, sampled = carry
-      hidden, tail = self._extend(
-        params, slots.token[:, None], cached, starts, tail, step
+      step, _, pages, slots, sampled = carry
+      pages, slots, (token, logprob, running, code) = self._step(
+        params, pages, slots, tables
       )
-      slots, token, logprob, running, code = self._sample(params, hidden[:, 0], slots)
       sampled = Sampled(
         tokens=lax.dynamic_update_slice(sampled.tokens, token[:, None], (0, step)),
         logprobs=lax.dynamic_update_slice(
@@ -134,18 +103,32 @@ class Calls:
         counts=sampled.counts + running,
         finish_code=jnp.where(running, code, sampled.finish_code),
       )
-      return step + 1, any_left(slots), tail, slots, sampled
+      return step + 1, self._any_left(slots), pages, slots, sampled
 
-    begin = jnp.int32(0), any_left(slots), tail, slots, sampled
-    return lax.while_loop(unfinished, one, begin)[2:]
+    begin = jnp.int32(0), self._any_left(slots), state.pages, slots, sampled
+    _, _, pages, slots, sampled = lax.while_loop(unfinished, one, begin)
+    return DecodeState(pages, _scatter(state.slots, slots, rows, num_rows[0])), sampled
 
-  def expert_ids(self, state: DecodeState, slot, *, context: int) -> jax.Array:
-    """Expert ids [context, L, top_k] int16 of a slot's first positions.
+  def expert_ids(self, state: DecodeState, group, table) -> jax.Array:
+    """Expert ids [n·page, L, top_k] int16 of the pages `table` [n] of a group.
 
-    Entries at or beyond the slot's length are undefined. Requires
-    config.record_experts.
+    Requires config.record_experts.
     """
-    return state.cache.experts[:, slot, :context].swapaxes(0, 1)
+    ids = pages_lib.expert_ids(state.pages, table)
+    mine = self.sharding.index('rows') == group
+    return self.sharding.psum(jnp.where(mine, ids, 0), 'rows')
+
+  def _step(self, params, pages, slots: Slots, tables):
+    """One token of each running row: pages, slots, (token, logprob, count, code)."""
+    running = (slots.remaining > 0).astype(jnp.int32)
+    rows = forward.Rows(slots.token[:, None], slots.length, running, tables)
+    hidden, pages = self._extend(params, pages, rows)
+    slots, *drawn = self._sample(params, hidden[:, 0], slots)
+    return pages, slots, drawn
+
+  def _any_left(self, slots: Slots):
+    left = jnp.any(slots.remaining > 0).astype(jnp.int32)
+    return self.sharding.psum(left, 'rows') > 0
 
   def _sample(self, params, hidden, slots: Slots):
     """Draws each row's next token from hidden [P, D]; finished rows do not change."""
@@ -177,39 +160,14 @@ class Calls:
     )
     return slots, token, logprob, count, code.astype(jnp.int32)
 
-  def _gather(self, cache, rows, tokens: int, context: int):
-    """The cached entries of slots `rows` [P], and an empty tail of `tokens`."""
-    split = self.cfg.unroll_layers
-    tail = kv_cache.empty_tail(
-      self.cfg,
-      len(rows),
-      tokens,
-      split=split,
-      record_experts=self.config.record_experts,
-      head_shards=self.sharding.size('heads'),
-    )
-    return kv_cache.gather(cache, rows, context, split=split), tail
+  def _extend(self, params, pages, rows: forward.Rows):
+    return forward.extend(self.cfg, params, pages, rows, self.sharding)
 
-  def _extend(self, params, tokens, cached, starts, tail, offset):
-    """`forward.extend` of this device's rows."""
-    return forward.extend(
-      *(self.cfg, params, tokens, cached, starts, tail, offset, self.sharding)
-    )
+  # --- JetStream's calls: slot s has pages of its own, one after the other.
 
-  def _consume(self, params, cache, rows, tokens, starts, *, context: int):
-    """Entries, as a Tail, of tokens [P, C] at starts of slots `rows` [P]."""
-    own = placement.own_rows(self.sharding, (rows, tokens, starts))
-    own_rows, own_tokens, own_starts = own
-    cached, tail = self._gather(cache, own_rows, tokens.shape[1], context)
-    _, tail = self._extend(params, own_tokens, cached, own_starts, tail, 0)
-    return self._all_entries(tail, len(rows))
-
-  def _all_entries(self, tail, rows: int) -> kv_cache.Tail:
-    """The new entries of all rows, of each device's own."""
-    tail = kv_cache.stacked(tail)
-    return placement.all_rows(self.sharding, tail, rows, axis=1)
-
-  # --- JetStream's calls.
+  def _table(self, slot):
+    n = self.config.context_pages
+    return 1 + slot * n + jnp.arange(n)
 
   def prefill(self, params, prefix: Prefix, tokens, true_length) -> Prefix:
     # The last token of an existing prefix is not consumed yet, so the chunk starts with
@@ -217,17 +175,14 @@ class Calls:
     fresh = prefix.length < 0
     lead = jnp.where(fresh, jnp.roll(tokens, -1), tokens)
     first = jnp.where(fresh, tokens[0], prefix.token)
-    chunk = jnp.concatenate([first[None], lead])
-    starts = jnp.maximum(prefix.length, 0)[None]
-    row, context = jnp.zeros(1, jnp.int32), self.config.context_tokens
-    chunk = chunk[None]
-    tail = self._consume(params, prefix.cache, row, chunk, starts, context=context)
-    # Padding may exceed the context: write into a longer copy, then crop it.
-    longer = kv_cache.pad(prefix.cache, chunk.shape[1])
-    longer = kv_cache.append(longer, tail, row, jnp.int32(1), starts)
-    positions = context + self.config.max_steps
+    rows = forward.Rows(
+      tokens=jnp.concatenate([first[None], lead])[None],
+      starts=jnp.maximum(prefix.length, 0)[None],
+      counts=jnp.where(fresh, true_length - 1, true_length)[None],
+      tables=self._table(0)[None],
+    )
     return Prefix(
-      cache=kv_cache.crop(longer, positions),
+      pages=self._extend(params, prefix.pages, rows)[1],
       length=prefix.length + true_length,
       token=tokens[true_length - 1],
     )
@@ -241,31 +196,24 @@ class Calls:
       token=prefix.token[None],
       remaining=jnp.clip(limit, 0, most),
     )
-    rows, one = slot[None], jnp.int32(1)
-    cache = kv_cache.insert(state.cache, prefix.cache, slot)
-    return DecodeState(cache, _scatter(state.slots, slots, rows, one))
+    slot -= self.sharding.index('rows') * self.config.slots
+    mine = (slot >= 0) & (slot < self.config.slots)
+    targets = jnp.where(mine, self._table(slot), pages_lib.UNUSED)
+    pages = pages_lib.copy(state.pages, targets, prefix.pages, self._table(0))
+    one = mine.astype(jnp.int32)
+    return DecodeState(pages, _scatter(state.slots, slots, slot[None], one))
 
   def generate_one(
     self, params, state: DecodeState
   ) -> tuple[DecodeState, ResultTokens]:
     """One step of every slot."""
-    S, context = self.config.slots, self.config.context_tokens
-    rows = jnp.arange(S)
-    own, slots = placement.own_rows(self.sharding, (rows, state.slots))
-    cached, tail = self._gather(state.cache, own, 1, context)
-    tokens, starts = slots.token[:, None], slots.length
-    hidden, tail = self._extend(params, tokens, cached, starts, tail, 0)
-    tail = self._all_entries(tail, S)
-    # A slot that does not decode writes at its own length, which is never read.
-    cache = kv_cache.append(state.cache, tail, rows, jnp.int32(S), state.slots.length)
-    slots, token, logprob, count, _ = self._sample(params, hidden[:, 0], slots)
-    slots, token, logprob, count = placement.all_rows(
-      self.sharding, (slots, token, logprob, count), S
-    )
+    tables = jax.vmap(self._table)(jnp.arange(self.config.slots))
+    pages, slots, drawn = self._step(params, state.pages, state.slots, tables)
+    token, logprob, count, _ = drawn
     result = ResultTokens(
       jnp.stack([token, count, slots.sampled], axis=1), logprob[:, None]
     )
-    return DecodeState(cache, slots), result
+    return DecodeState(pages, slots), result
 
 
 def _scatter(into: Slots, rows_of: Slots, rows, num_rows) -> Slots:

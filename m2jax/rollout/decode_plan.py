@@ -1,50 +1,56 @@
 """Decides which slots decode together: long sequences apart if that is cheaper.
 
-A call reads the same number of cache positions for every row, as its longest row needs,
-so that one long sequence makes all others in the call expensive.
+A call reads equally many pages for every row, those that its longest row needs, so one
+long sequence makes all others in the call expensive.
 
-Axes: n decoding slots.
+Axes: n decoding slots, in g groups of devices with rows of their own.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-# Cost of a row besides attention, in cache positions, and cost of a call, in rows
-# without positions. Measured on two CPU cores; only the order of magnitude matters.
-ROW_POSITIONS = 192
+# Cost of a row besides attention, in pages, and cost of a call, in rows without pages.
+# Measured on two CPU cores; only the order of magnitude matters.
+ROW_PAGES = 12
 CALL_ROWS = 1
 
 
 def choose(
-  held: np.ndarray, rows: tuple[int, ...], contexts: tuple[int, ...]
+  pages: np.ndarray,
+  group: np.ndarray,
+  rows: tuple[int, ...],
+  sizes: tuple[int, ...],
 ) -> list[tuple[np.ndarray, int, int]]:
   """Splits the slots over calls of compiled shapes, at the least total cost.
 
   Args:
-    held: [n] cache positions each slot reads; at most contexts[-1].
-    rows, contexts: available sizes, ascending; n is at most rows[-1].
+    pages: [n] pages that each slot needs; at most sizes[-1].
+    group: [n] of each slot; at most rows[-1] of each.
+    rows, sizes: available rows of a group and pages of a table, ascending.
 
   Returns:
-    Calls (indices into held, rows, context), each slot in one of them.
+    Calls (indices into pages, rows, table size), each slot in one of them.
   """
-  needed = np.searchsorted(contexts, held)  # index of the smallest sufficient context
-  counts = np.bincount(needed, minlength=len(contexts))
+  needed = np.searchsorted(sizes, pages)  # index of the smallest sufficient size
+  counts = np.zeros((group.max() + 1, len(sizes)), np.int64)
+  np.add.at(counts, (group, needed), 1)
   # best[high]: the cheapest split of the slots with needed < high, as its cost and its
-  # calls (low, high, size), each for the slots with low <= needed < high.
+  # calls (low, high, rows), each for the slots with low <= needed < high.
   best: list[tuple[int, list[tuple[int, int, int]]]] = [(0, [])]
-  for high in range(1, len(contexts) + 1):
-    if not counts[high - 1]:
+  for high in range(1, len(sizes) + 1):
+    if not counts[:, high - 1].any():
       best.append(best[-1])
       continue
     splits = []
     for low in range(high):
-      size = next((r for r in rows if r >= counts[low:high].sum()), None)
+      most = counts[:, low:high].sum(axis=1).max()
+      size = next((r for r in rows if r >= most), None)
       if size is not None:
-        cost = (size + CALL_ROWS) * (ROW_POSITIONS + contexts[high - 1])
+        cost = (size + CALL_ROWS) * (ROW_PAGES + sizes[high - 1])
         splits.append((best[low][0] + cost, [*best[low][1], (low, high, size)]))
     best.append(min(splits))
   return [
-    (np.flatnonzero((needed >= low) & (needed < high)), size, contexts[high - 1])
+    (np.flatnonzero((needed >= low) & (needed < high)), size, sizes[high - 1])
     for low, high, size in best[-1][1]
   ]

@@ -69,17 +69,20 @@ def make_slots(rows: int, max_stop_ids: int) -> Slots:
 
 @_pytree()
 class DecodeState:
-  """The cache and decoding state of all slots. Every call donates it."""
+  """The pages, and the decoding state of all slots. Every call donates it."""
 
-  cache: Any
+  pages: Any
   slots: Slots
 
 
 @_pytree()
 class Prefix:
-  """A prefilled sequence: a one-slot cache, its number of entries, the last token."""
+  """A prefilled sequence: pages in order, its number of entries, the last token.
 
-  cache: Any
+  The first page is unused (see rollout/pages.py).
+  """
+
+  pages: Any
   length: jax.Array
   token: jax.Array
 

@@ -1,25 +1,28 @@
-"""The rollout engine: decoding over slots, with the API of JetStream's Engine 0.2.2.
+"""The rollout engine: decoding over pages, with the API of JetStream's Engine 0.2.2.
 
 Two sets of calls over the same pure functions (facts/jax-anchors.md §3.2):
 
+- The scheduler's: `prefill_rows` (a chunk of several prompts at once), `admit` (a slot
+  starts decoding), `generate_many` (several steps in one call; stop tokens, lengths and
+  early end on the device). The host decides which pages a sequence has and passes its
+  page table with every call.
 - JetStream's: `prefill`, `insert`, `generate`, one request or one step at a time, so
   that a JetStream driver can run the engine (`rollout.jetstream` adapts the types).
-- The scheduler's: `prefill_rows` (a chunk of several prompts at once, in place),
-  `copy_rows` (a shared prefix), `admit` (a slot starts decoding), `generate_many`
-  (several steps in one call; stop tokens, lengths and early end on the device).
+  They need a page for every position of every slot, the default of EngineConfig.pages.
 
 The functions are `rollout.calls`; on a mesh each runs as one `shard_map`, placed as
-`rollout.placement` says. With several processes all make the same calls, in the same
-order and with the same arguments.
+`rollout.placement` says: slots, rows and pages are of g groups, in the order of groups.
+With several processes all make the same calls, in the same order and with the same
+arguments.
 
 Prefill only fills the cache: it consumes all tokens of a prompt except the last, which
 the first decode step consumes. Every sampled token therefore comes from one code path,
-and a slot's prefix can be reused without logits. A position is written before it is
-visible; entries at or beyond a slot's length are undefined, but finite and never read.
+and a prefix can be reused without logits. A position is written before it is visible;
+entries at or beyond a sequence's length are undefined, but finite and never read.
 
 All shapes are buckets of EngineConfig: after `warmup` nothing compiles.
 
-Axes: S slots, P rows of a call (a bucket; rows beyond num_rows are padding), C chunk
+Axes: g groups, S slots, P rows and pages of a group; n pages of a table, C chunk
 tokens, N decode steps of a call, M stop ids, V vocabulary, D model.
 """
 
@@ -35,7 +38,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
-from m2jax.rollout import kv_cache, placement
+from m2jax.rollout import forward, placement
+from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.calls import Calls
 from m2jax.rollout.decode_state import DecodeState, Prefix, ResultTokens, make_slots
 from m2jax.rollout.engine_config import EngineConfig
@@ -78,78 +82,79 @@ class Engine:
     rules, records = self.sharding.rules, config.record_experts
     weights = _EVERYWHERE
     if self.sharding.mesh is not None:
-      weights = sharding_lib.param_specs(cfg, rules)
+      weights = placement.weight_specs(cfg, rules)
     state = placement.state_specs(rules, record_experts=records)
     prefix = placement.prefix_specs(rules, record_experts=records)
-    self._weights, self._prefix = weights, prefix
+    self._prefix = prefix
     calls, all_ = Calls(cfg, config, self.sharding), _EVERYWHERE
+    row = placement.rows_spec(rules)
     self.prefill_rows = self._jit(
-      calls.prefill_rows, (weights, state, *[all_] * 4), state, donate=1, context=True
-    )
-    self.copy_rows = self._jit(
-      calls.copy_rows, (state, *[all_] * 3), state, donate=0, context=True
+      calls.prefill_rows, (weights, state, *[row] * 4), state, donate=1
     )
     self.generate_many = self._jit(
-      *(calls.generate_many, (weights, state, *[all_] * 3), (state, all_)),
+      calls.generate_many,
+      (weights, state, *[row] * 3, all_),
+      (state, row),
       donate=1,
-      context=True,
+      whole=True,
     )
-    self.admit = self._jit(calls.admit, (state, *[all_] * 3), state, donate=0)
-    self.expert_ids = self._jit(calls.expert_ids, (state, all_), all_, context=True)
+    self.admit = self._jit(calls.admit, (state, *[row] * 3), state, donate=0)
+    self.expert_ids = self._jit(calls.expert_ids, (state, all_, all_), all_)
     self._jit_generate = self._jit(
-      calls.generate_one, (weights, state), (state, all_), donate=1
+      calls.generate_one, (weights, state), (state, row), donate=1, whole=True
     )
     self._jit_insert = self._jit(
       calls.insert, (prefix, state, all_, all_), state, donate=1
     )
     self._jit_prefill = self._jit(calls.prefill, (weights, prefix, all_, all_), prefix)
+    split = functools.partial(forward.split_layers, cfg)
+    self._split_layers = jax.jit(split, out_shardings=self._named(weights))
     self._new_state = jax.jit(self._empty_state, out_shardings=self._named(state))
     self._new_prefix = jax.jit(self._empty_prefix, out_shardings=self._named(prefix))
 
-  def _jit(
-    self, f: Callable, arguments, results, *, donate=None, context: bool = False
-  ):
+  @property
+  def groups(self) -> int:
+    """g, of devices that share rows; see `rollout.placement`."""
+    return self.sharding.size('rows')
+
+  def _jit(self, f: Callable, arguments, results, *, donate=None, whole: bool = False):
     """A function of `Calls`, compiled for the specs of its arguments and results.
 
     Args:
       donate: position of the state.
-      context: whether it has the static argument `context`.
+      whole: whether its second result goes to every device, for the host.
     """
 
-    def call(*args, **static):
-      part = functools.partial(f, **static)
-      return self.sharding.shard_map(part, arguments, results)(*args)
+    def call(*args):
+      return self.sharding.shard_map(f, arguments, results)(*args)
 
     call.__name__ = f.__name__
-    return jax.jit(
-      call,
-      donate_argnums=donate,
-      static_argnames=('context',) if context else (),
-      out_shardings=self._named(results),  # else a second call may compile again
-    )
+    # Without out_shardings a second call may compile again.
+    out = (results[0], _EVERYWHERE) if whole else results
+    return jax.jit(call, donate_argnums=donate, out_shardings=self._named(out))
 
   def _named(self, specs):
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
 
-  def _init_cache(self, slots: int) -> kv_cache.KvCache:
-    # Every decode call writes max_steps entries, even for rows that finish earlier.
-    positions = self.config.context_tokens + self.config.max_steps
+  def _empty_pages(self, pages: int) -> pages_lib.Pages:
     config = self.config
-    return kv_cache.init(
+    return pages_lib.empty(
       self.cfg,
-      slots,
-      positions,
+      pages,
+      config.page_tokens,
       config.cache_dtype,
       record_experts=config.record_experts,
     )
 
   def _empty_state(self) -> DecodeState:
     config = self.config
-    slots = make_slots(config.slots, config.max_stop_ids)
-    return DecodeState(self._init_cache(config.slots), jax.tree.map(jnp.asarray, slots))
+    slots = make_slots(self.groups * config.slots, config.max_stop_ids)
+    pages = self._empty_pages(self.groups * config.pages)
+    return DecodeState(pages, jax.tree.map(jnp.asarray, slots))
 
   def _empty_prefix(self) -> Prefix:
-    return Prefix(self._init_cache(1), jnp.int32(-1), jnp.int32(0))
+    pages = self._empty_pages(1 + self.config.context_pages)
+    return Prefix(pages, jnp.int32(-1), jnp.int32(0))
 
   # --- JetStream's Engine API, 0.2.2.
 
@@ -178,12 +183,14 @@ class Engine:
     if slots is None:
       slots = make_slots(1, self.config.max_stop_ids)
       slots.seed[0] = (0, slot)
+    self._check_own_pages()
     return self._jit_insert(prefix, decode_state, np.int32(slot), slots)
 
   def generate(
     self, params, decode_state: DecodeState
   ) -> tuple[DecodeState, ResultTokens]:
     """One step of every slot. A slot that does not decode has valid = 0."""
+    self._check_own_pages()
     return self._jit_generate(params, decode_state)
 
   def init_decode_state(self) -> DecodeState:
@@ -198,9 +205,12 @@ class Engine:
     first call compiles again. With several processes all must call it.
     """
     if self.sharding.mesh is not None:
-      return self.sharding.place(params, self._weights)
-    replicated = self._named(_EVERYWHERE)
-    return jax.tree.map(lambda x: jax.device_put(x, replicated), params)
+      specs = sharding_lib.param_specs(self.cfg, self.sharding.rules)
+      params = self.sharding.place(params, specs)
+    else:
+      replicated = self._named(_EVERYWHERE)
+      params = jax.tree.map(lambda x: jax.device_put(x, replicated), params)
+    return self._split_layers(params) if self.cfg.unroll_layers else params
 
   def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
     """Of a prefix's arrays; on a mesh a tree of them, which `Prefix` has."""
@@ -210,7 +220,7 @@ class Engine:
 
   @property
   def max_concurrent_decodes(self) -> int:
-    return self.config.slots
+    return self.groups * self.config.slots
 
   @property
   def samples_per_slot(self) -> int:
@@ -236,28 +246,33 @@ class Engine:
 
     All rows are padding, so that no visible entry changes.
     """
-    config, none = self.config, np.int32(0)
-    rows = lambda n: np.zeros(n, np.int32)
-    for context in config.contexts:
-      state = self.copy_rows(
-        state, rows(config.slots), rows(config.slots), none, context=context
-      )
-      for n in config.decode_rows:
+    config, g = self.config, self.groups
+    rows = lambda *shape: np.zeros((g * shape[0], *shape[1:]), np.int32)
+    for n in config.table_sizes:
+      for size in config.decode_rows:
+        tables = rows(size, n)
         state, _ = self.generate_many(
-          params, state, rows(n), none, none, context=context
+          params, state, rows(size), rows(1), tables, np.int32(0)
         )
-      for n, chunk in config.prefill_shapes:
-        tokens = np.zeros((n, chunk), np.int32)
-        state = self.prefill_rows(
-          params, state, rows(n), none, tokens, rows(n), context=context
-        )
+      for size, chunk in config.prefill_shapes:
+        tokens, tables = rows(size, chunk), rows(size, n)
+        state = self.prefill_rows(params, state, tokens, rows(size), rows(size), tables)
       if config.record_experts:
-        self.expert_ids(state, none, context=context)
-    empty = make_slots(config.slots, config.max_stop_ids)
-    state = self.admit(state, rows(config.slots), none, empty)
+        self.expert_ids(state, np.int32(0), np.zeros(n, np.int32))
+    empty = make_slots(g * config.slots, config.max_stop_ids)
+    state = self.admit(state, rows(config.slots), rows(1), empty)
     return jax.block_until_ready(state)
 
   def compilations(self) -> int:
     """Number of programs compiled so far for the scheduler's calls."""
-    calls = (self.prefill_rows, self.copy_rows, self.generate_many, self.admit)
-    return sum(call._cache_size() for call in (*calls, self.expert_ids))
+    calls = (self.prefill_rows, self.generate_many, self.admit, self.expert_ids)
+    return sum(call._cache_size() for call in calls)
+
+  def _check_own_pages(self) -> None:
+    config = self.config
+    need = 1 + config.slots * config.context_pages
+    if config.pages < need:
+      raise ValueError(
+        f"EngineConfig.pages={config.pages}: JetStream's calls need {need}, a page "
+        'for every position of every slot'
+      )

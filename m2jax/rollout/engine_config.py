@@ -1,4 +1,8 @@
-"""The engine's sizes: slots, context and the shape buckets that bound compilation."""
+"""The engine's sizes: slots, pages and the shape buckets that bound compilation.
+
+On a mesh every size is of one group of devices that shares rows (`rollout.placement`):
+an engine of 4 groups has 4 times the slots and pages.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,18 @@ from m2jax.checks import require
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-  """Sizes of an engine. Empty buckets are derived; all are sorted tuples.
+  """Sizes of an engine. Empty buckets and 0 pages are derived; tuples are sorted.
 
   Attributes:
-    slots: S, sequences in the cache, decoding or parked. A session's prefix stays until
-      S other sequences have been used since.
-    context_tokens: prompt and response together, per slot.
+    slots: S, sequences that are being prefilled or decoded.
+    context_tokens: prompt and response together, per sequence.
+    page_tokens: tokens of a page; whole pages are shared by equal prefixes.
+    pages: of the cache, at most so many tokens in all, of running sequences and of
+      prefixes of finished ones. 0: room for every slot at its full context.
     max_steps: N, maximum decode steps per call; the host wakes once per call.
-    decode_rows: batch sizes of a decode call, at most `slots`; the largest limits the
-      requests served at once. On a mesh multiples of the devices that split the rows
-      (`rollout.placement`) leave none idle.
+    decode_rows: batch sizes of a decode call; the largest is `slots`.
     prefill_shapes: (rows, chunk tokens) of a prefill call.
-    contexts: cache positions read by a call; the last must be context_tokens.
+    contexts: positions read by a call; the last must be context_tokens.
     max_stop_ids: M, maximum stop ids per request.
     confident_probability, confident_tokens: a generation ends ('length') after
       confident_tokens consecutive tokens above this probability (DESIGN §6).
@@ -32,6 +36,8 @@ class EngineConfig:
 
   slots: int = 64
   context_tokens: int = 384
+  page_tokens: int = 16
+  pages: int = 0
   max_steps: int = 8
   decode_rows: tuple[int, ...] = ()
   prefill_shapes: tuple[tuple[int, int], ...] = ()
@@ -44,8 +50,9 @@ class EngineConfig:
 
   def __post_init__(self):
     check = functools.partial(require, self)
-    for field in ('slots', 'max_steps', 'max_stop_ids', 'confident_tokens'):
+    for field in ('slots', 'page_tokens', 'max_steps', 'max_stop_ids'):
       check(getattr(self, field) > 0, field, 'positive')
+    check(self.confident_tokens > 0, 'confident_tokens', 'positive')
     check(self.context_tokens > 1, 'context_tokens', 'at least 2')
     check(0 < self.confident_probability < 1, 'confident_probability', 'in (0, 1)')
     derived = {
@@ -55,10 +62,19 @@ class EngineConfig:
     }
     for field, value in derived.items():
       object.__setattr__(self, field, tuple(sorted(getattr(self, field) or value)))
+    if not self.pages:
+      object.__setattr__(self, 'pages', 1 + self.slots * self.context_pages)
+    least = 1 + self.context_pages
     check(
-      self.decode_rows[0] > 0 and self.decode_rows[-1] <= self.slots,
+      self.pages >= least,
+      'pages',
+      f'at least {least}: one sequence of context_tokens={self.context_tokens} in '
+      f'pages of page_tokens={self.page_tokens}, and one page for padding',
+    )
+    check(
+      self.decode_rows[0] > 0 and self.decode_rows[-1] == self.slots,
       'decode_rows',
-      f'positive and at most slots={self.slots}',
+      f'positive, the largest slots={self.slots}',
     )
     check(
       self.contexts[0] > 0 and self.contexts[-1] == self.context_tokens,
@@ -74,6 +90,20 @@ class EngineConfig:
       f'(rows, chunk) pairs with rows in [1, slots={self.slots}] and chunks in '
       f'[1, context_tokens={self.context_tokens}]',
     )
+
+  @property
+  def context_pages(self) -> int:
+    """Pages of a sequence of context_tokens."""
+    return self.pages_of(self.context_tokens)
+
+  def pages_of(self, tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // self.page_tokens)
+
+  @functools.cached_property
+  def table_sizes(self) -> tuple[int, ...]:
+    """n of the compiled page tables, ascending."""
+    return tuple(sorted({self.pages_of(context) for context in self.contexts}))
 
 
 # Few shapes, because each is compiled once per context. These fit turns that add a few

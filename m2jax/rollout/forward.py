@@ -1,19 +1,17 @@
-"""The trunk over cached chains: new tokens see the cache and the tail before them.
+"""The trunk over paged sequences: new tokens are stored, then see all before them.
 
-The blocks are those of `model.trunk`, with one softmax over two parts: the cached
-prefix, which is read-only, and the tail, the entries added since the prefix was
-gathered. In prefill the tail is a whole chunk; in decoding it has a few positions,
-which are filled one by one. On a mesh the functions run inside `shard_map`, on this
-device's rows, heads, experts and part of the vocabulary (`rollout.calls`).
+The blocks are those of `model.trunk`. Prefill, decoding and JetStream's calls all are
+this function, for chunks of many tokens or of one. On a mesh it runs inside
+`shard_map`, on this device's rows, pages, heads, experts and part of the vocabulary.
 
-Axes: P rows, C new tokens of a row, S cached positions, N tail positions, T = P·C,
-D model, L layers, K key/value heads, G query heads per K, H head dim.
+Axes: P rows, C new tokens of a row, n pages of a table, S = n·page positions, D model,
+L layers, K key/value heads, G query heads per K, H head dim.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,154 +22,128 @@ from m2jax.kernels import tree_attention
 from m2jax.layers import attention, block, rope
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
-from m2jax.rollout.kv_cache import EXPERT_DTYPE, KvCache, Tail
+from m2jax.rollout import pages as pages_lib
+from m2jax.rollout.pages import Pages
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 # Rows of at least this many new tokens use tree attention, which stores no scores.
 _LONG_CHUNK = 512
 
 
+class Rows(NamedTuple):
+  """What a call consumes of its rows.
+
+  Attributes:
+    tokens: [P, C] int32.
+    starts: [P] int32, positions stored before; token i of row p has starts[p] + i.
+    counts: [P] int32, tokens without padding.
+    tables: [P, n] int32, pages of each row's positions, which end within n pages.
+  """
+
+  tokens: jax.Array
+  starts: jax.Array
+  counts: jax.Array
+  tables: jax.Array
+
+
 def extend(
   cfg: ModelConfig,
   variables,
-  tokens: jax.Array,
-  cached: KvCache | tuple[KvCache, ...],
-  lengths: jax.Array,
-  tail: Tail | tuple[Tail, ...],
-  offset: jax.Array | int,
+  pages: Pages,
+  rows: Rows,
   sharding: Sharding = ONE_DEVICE,
-) -> tuple[jax.Array, Tail]:
-  """Consumes C tokens of each row.
+) -> tuple[jax.Array, Pages]:
+  """Consumes the tokens: hidden [P, C, D] after the final norm, and the pages.
 
-  Token i of row p has position lengths[p] + offset + i. It sees cached positions below
-  lengths[p] and tail positions up to offset + i, its own.
-
-  Args:
-    tokens: [P, C] int32.
-    cached: k [L, P, K, H, S], v [L, P, K, S, H]; like the tail a tuple over layers when
-      cfg.unroll_layers.
-    lengths: [P] int32, cached positions that are visible.
-    tail: its first `offset` entries are in use; offset + C <= N.
-    sharding: with a mesh, all other arguments are this device's part.
-
-  Returns:
-    hidden [P, C, D] after the final norm, and the tail with C more entries, including
-    expert ids if the tail has an array for them.
+  A token sees the stored positions up to its own. Hidden states of padding are
+  undefined. With a mesh all arguments are this device's part.
   """
-  params, (P, C) = variables['params'], tokens.shape
-  index = offset + jnp.arange(C)
-  position = (lengths[:, None] + index).reshape(-1)
-  tables = rope.tables(position, cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
-  S = (cached[0] if cfg.unroll_layers else cached).k.shape[-1]
-  N = (tail[0] if cfg.unroll_layers else tail).k.shape[-3]
-  attention_over = _short_chunk if C < _LONG_CHUNK else _long_chunk
-  over_cache_and_tail = attention_over(lengths, index, S, N)
+  params, (P, C) = variables['params'], rows.tokens.shape
+  position = rows.starts[:, None] + jnp.arange(C)
+  live = jnp.arange(C) < rows.counts[:, None]
+  at = pages_lib.places(rows.tables, position, live, pages.page_tokens)
+  tables = rope.tables(position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
+  over_pages = _short_chunk if C < _LONG_CHUNK else _long_chunk
 
-  def body(x, layer):
-    p, bias, cached, tail = layer
-
+  def body(x, pages, p, bias, layer):
     def attend(x, p):
       qkv = attention.project(x, p, cfg, tables, sharding)
       q, k, v = (a.reshape(P, C, *a.shape[1:]) for a in qkv)
-      longer = _extended(tail, offset, k=k, v=v)
-      out = over_cache_and_tail(q, cached, longer)
+      after = pages_lib.write(pages, layer, at, k, v)
+      keys, values = pages_lib.read(after, layer, rows.tables)
+      out = over_pages(q, keys.astype(q.dtype), values.astype(q.dtype), position)
       out = out.reshape(P * C, -1) @ p['o'].astype(x.dtype)
-      return sharding.psum(out, 'heads'), longer
+      return sharding.psum(out, 'heads'), after
 
-    ones = jnp.ones_like(position)
-    x, longer, routing = block.apply(x, p, bias, cfg, attend, ones, sharding=sharding)
-    if tail.experts is not None:
-      ids = routing.ids.reshape(P, C, -1).astype(EXPERT_DTYPE)
-      longer = _extended(longer, offset, experts=ids)
-    return x, longer
+    ones = jnp.ones(P * C, jnp.int32)
+    x, after, routing = block.apply(x, p, bias, cfg, attend, ones, sharding=sharding)
+    ids = routing.ids.reshape(P, C, -1)
+    return x, pages_lib.write_experts(after, layer, at, ids)
 
-  x = embed(cfg, params, tokens, sharding)
+  x = embed(cfg, params, rows.tokens, sharding)
   weights = (params['layers'], variables['router']['layers'])
-  x, tail = _through_layers(cfg, body, x, weights, cached, tail)
+  x, pages = _through_layers(cfg, body, x, pages, weights)
   x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
-  return x.reshape(P, C, -1), tail
+  return x.reshape(P, C, -1), pages
 
 
-def _extended(tail: Tail, offset, **entries: jax.Array) -> Tail:
-  """The tail with new entries [P, C, …] of the named arrays at `offset`."""
-  return tail._replace(
-    **{
-      name: lax.dynamic_update_slice_in_dim(getattr(tail, name), new, offset, axis=1)
-      for name, new in entries.items()
-    }
-  )
+def _through_layers(cfg: ModelConfig, body, x, pages, weights):
+  """Applies `body` to every layer, unrolled or scanned; returns x and the pages."""
+  if cfg.unroll_layers:
+    layers, biases = weights
+    if not isinstance(layers, tuple):  # else `split_layers` has done it
+      layers, biases = _split(cfg, layers), _split(cfg, biases)
+    for l, (p, bias) in enumerate(zip(layers, biases, strict=True)):
+      x, pages = body(x, pages, p, bias, l)
+    return x, pages
+
+  def one(carry, layer):
+    (p, bias), l = layer
+    return body(*carry, p, bias, l), None
+
+  layers = (weights, jnp.arange(cfg.num_layers))
+  return lax.scan(one, (x, pages), layers)[0]
 
 
-def _through_layers(cfg: ModelConfig, body, x, weights, cached, tail):
-  """Applies `body` to every layer, unrolled or scanned; returns x and the tail."""
-  if not cfg.unroll_layers:
-    return lax.scan(body, x, (*weights, cached, tail))
-  tails = []
-  for l in range(cfg.num_layers):
-    p, bias = jax.tree.map(operator.itemgetter(l), weights)
-    x, longer = body(x, (p, bias, cached[l], tail[l]))
-    tails.append(longer)
-  return x, tuple(tails)
+def split_layers(cfg: ModelConfig, variables):
+  """The weights with a tuple over layers in place of stacked arrays.
 
-
-def _short_chunk(lengths, index, S: int, N: int) -> Callable[..., jax.Array]:
-  """Attention (q, cached, tail) → out of tokens at tail positions `index` [C]."""
-  P, C = len(lengths), len(index)
-  before = jnp.arange(S) < lengths[:, None]  # [P, S]
-  recent = jnp.arange(N) <= index[:, None]  # [C, N]
-  seen = jnp.concatenate(
-    [
-      jnp.broadcast_to(before[:, None], (P, C, S)),
-      jnp.broadcast_to(recent, (P, C, N)),
-    ],
-    axis=-1,
-  )
-  return lambda q, cached, tail: _attend(q, cached, tail, seen)
-
-
-def _long_chunk(lengths, index, S: int, N: int) -> Callable[..., jax.Array]:
-  """The same by tree attention, over rows of S + N tokens.
-
-  Cached positions at or beyond the length, and tail positions not yet in use, are
-  padding.
+  XLA copies each slice of a stacked array that a matmul reads, in every call.
   """
-  P, C = len(lengths), len(index)
-  before = jnp.arange(S) < lengths[:, None]  # [P, S]
-  recent = jnp.broadcast_to(jnp.arange(N) <= index[-1], (P, N))
-  live = jnp.concatenate([before, recent], axis=1)
-  subtree_end = jnp.where(live, S + N, 0).astype(jnp.int32)
-  q_index = jnp.broadcast_to((S + index).astype(jnp.int32), (P, C))
-  visibility = tree_attention.Visibility(subtree_end, q_index)
-
-  def attend(q, cached, tail):
-    keys = jnp.concatenate([cached.k.transpose(0, 3, 1, 2), tail.k], axis=1)
-    values = jnp.concatenate([cached.v.transpose(0, 2, 1, 3), tail.v], axis=1)
-    keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-    return tree_attention.attend(q, keys, values, visibility)
-
-  return attend
+  params, router = variables['params'], variables['router']
+  return {
+    **variables,
+    'params': {**params, 'layers': _split(cfg, params['layers'])},
+    'router': {**router, 'layers': _split(cfg, router['layers'])},
+  }
 
 
-def _attend(q, cached: KvCache, tail: Tail, seen) -> jax.Array:
-  """q [P, C, K·G, H], cached k [P, K, H, S], v [P, K, S, H], tail [P, N, K, H] each,
-  seen [P, C, S + N] → [P, C, K·G, H]; scores and softmax at least fp32."""
-  P, C, heads, H = q.shape
-  K, S = cached.k.shape[1], cached.k.shape[-1]
+def _split(cfg: ModelConfig, stacked) -> tuple:
+  layer = lambda l: jax.tree.map(operator.itemgetter(l), stacked)
+  return tuple(layer(l) for l in range(cfg.num_layers))
+
+
+def _short_chunk(q, keys, values, position) -> jax.Array:
+  """q [P, C, K·G, H], keys, values [K, P, S, H], position [P, C] → [P, C, K·G, H];
+  scores and softmax at least fp32."""
+  (P, C, heads, H), (K, _, S, _) = q.shape, keys.shape
   wide = jnp.promote_types(q.dtype, jnp.float32)
-  # One matrix per (row, kv head): on CPU several times as fast as einsum's order.
-  q = q.reshape(P, C, K, heads // K, H).transpose(0, 2, 1, 3, 4).reshape(P, K, -1, H)
-  scores = jnp.concatenate(
-    [
-      jnp.einsum('pkqh,pkhs->pkqs', q, cached.k, preferred_element_type=wide),
-      jnp.einsum('pkqh,pnkh->pkqn', q, tail.k, preferred_element_type=wide),
-    ],
-    axis=-1,
-  )
-  scores = scores.reshape(P, K, C, heads // K, -1) * H**-0.5
-  scores = jnp.where(seen[:, None, :, None], scores, -jnp.inf)
-  weights = (
-    jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(P, K, q.shape[2], -1)
-  )
-  out = jnp.einsum('pkqs,pksh->pkqh', weights[..., :S], cached.v.astype(q.dtype))
-  out += jnp.einsum('pkqn,pnkh->pkqh', weights[..., S:], tail.v.astype(q.dtype))
-  return out.reshape(P, K, C, -1, H).transpose(0, 2, 1, 3, 4).reshape(P, C, heads, H)
+  # One matrix per (kv head, row): on CPU several times as fast as einsum's order.
+  q = q.reshape(P, C, K, heads // K, H).transpose(2, 0, 1, 3, 4).reshape(K, P, -1, H)
+  scores = jnp.einsum('kpqh,kpsh->kpqs', q, keys, preferred_element_type=wide)
+  scores = scores.reshape(K, P, C, heads // K, S) * H**-0.5
+  seen = jnp.arange(S) <= position[..., None]  # [P, C, S]
+  weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, -jnp.inf), axis=-1)
+  weights = weights.astype(q.dtype).reshape(K, P, -1, S)
+  out = jnp.einsum('kpqs,kpsh->kpqh', weights, values)
+  return out.reshape(K, P, C, -1, H).transpose(1, 2, 0, 3, 4).reshape(P, C, heads, H)
+
+
+def _long_chunk(q, keys, values, position) -> jax.Array:
+  """The same by tree attention; positions after a row's last are padding."""
+  S = keys.shape[2]
+  live = jnp.arange(S) <= position[:, -1:]
+  subtree_end = jnp.where(live, S, 0).astype(jnp.int32)
+  visibility = tree_attention.Visibility(subtree_end, position.astype(jnp.int32))
+  keys, values = (x.transpose(1, 2, 0, 3) for x in (keys, values))
+  return tree_attention.attend(q, keys, values, visibility)

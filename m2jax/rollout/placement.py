@@ -1,11 +1,11 @@
 """The engine on a mesh: which device stores and computes what.
 
 No weights are gathered: heads, vocabulary and expert channels are split over `tensor`,
-experts over `expert`. All other axes split the rows of a call. Every device stores all
-slots (of its heads), so that any slot can be in any row: each computes its own rows,
-and their results and new cache entries are gathered.
+experts over `expert`. All other axes split the rows: each *group* of devices that
+shares rows has slots and pages of its own, which no other group reads. A sequence stays
+in the group where it began; its host tables name pages of that group.
 
-Axes: P rows of a call, n shards of the rows, S slots.
+Axes: g groups, S slots and P rows of a group.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
+from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.rollout.decode_state import DecodeState, Prefix
-from m2jax.rollout.kv_cache import KvCache
+from m2jax.rollout.pages import Pages
 from m2jax.sharding import PRESETS, Rules, Sharding
 
 _ROWS = ('data', 'fsdp', 'context', 'expert')
@@ -50,45 +49,42 @@ def serving(cfg: ModelConfig, sharding: Sharding) -> Sharding:
   return served
 
 
-def cache_specs(rules: Rules, *, record_experts: bool) -> KvCache:
-  """PartitionSpecs of a KvCache: heads like the key/value projections."""
-  spec = rules.spec('cache', None, None, 'heads', None, None)
-  return KvCache(spec, spec, _EVERYWHERE if record_experts else None)
+def weight_specs(cfg: ModelConfig, rules: Rules) -> dict[str, Any]:
+  """PartitionSpecs of the weights as the calls take them (`forward.split_layers`)."""
+  specs = sharding_lib.param_specs(cfg, rules)
+  if not cfg.unroll_layers:
+    return specs
+
+  def split(stacked):
+    is_spec = lambda x: isinstance(x, PartitionSpec)
+    one = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stacked, is_leaf=is_spec)
+    return (one,) * cfg.num_layers
+
+  return {
+    name: dict(tree, layers=split(tree['layers'])) for name, tree in specs.items()
+  }
+
+
+def rows_spec(rules: Rules) -> PartitionSpec:
+  """Of arrays whose first axis is the slots or the rows of all groups."""
+  return rules.spec('rows', 'rows')
+
+
+def page_specs(rules: Rules, *, record_experts: bool, groups: bool = True) -> Pages:
+  """PartitionSpecs of Pages; without `groups` every group has the same pages."""
+  rows = 'rows' if groups else None
+  spec = rules.spec('pages', None, 'heads', rows, None, None)
+  ids = rules.spec('page experts', None, rows, None, None)
+  return Pages(spec, spec, ids if record_experts else None)
 
 
 def state_specs(rules: Rules, *, record_experts: bool) -> DecodeState:
   """PartitionSpecs of a DecodeState, a prefix of its tree."""
-  cache = cache_specs(rules, record_experts=record_experts)
-  return DecodeState(cache, _EVERYWHERE)
+  pages = page_specs(rules, record_experts=record_experts)
+  return DecodeState(pages, rows_spec(rules))
 
 
 def prefix_specs(rules: Rules, *, record_experts: bool) -> Prefix:
-  """PartitionSpecs of a Prefix."""
-  cache = cache_specs(rules, record_experts=record_experts)
-  return Prefix(cache, _EVERYWHERE, _EVERYWHERE)
-
-
-def own_rows(sharding: Sharding, tree: Any) -> Any:
-  """[P, …] → this device's [⌈P/n⌉, …]; rows beyond the last are zeros."""
-  shards = sharding.size('rows')
-  if shards == 1:
-    return tree
-
-  def one(x):
-    part = -(-len(x) // shards)
-    x = jnp.pad(x, [(0, part * shards - len(x))] + [(0, 0)] * (x.ndim - 1))
-    return lax.dynamic_slice_in_dim(x, sharding.index('rows') * part, part)
-
-  return jax.tree.map(one, tree)
-
-
-def all_rows(sharding: Sharding, tree: Any, count: int, axis: int = 0) -> Any:
-  """The inverse of `own_rows`, for `count` = P rows along `axis`."""
-  if sharding.size('rows') == 1:
-    return tree
-
-  def one(x):
-    gathered = sharding.all_gather(x, 'rows', axis)
-    return lax.slice_in_dim(gathered, 0, count, axis=axis)
-
-  return jax.tree.map(one, tree)
+  """PartitionSpecs of a Prefix, which every group has."""
+  pages = page_specs(rules, record_experts=record_experts, groups=False)
+  return Prefix(pages, _EVERYWHERE, _EVERYWHERE)

@@ -4,8 +4,8 @@ Weights change between two device calls, with requests in flight: every token re
 the version that sampled it, and its log-probability is that of the distribution it was
 actually drawn from (DESIGN law 4).
 
-K/V computed under older weights stay in use: always for requests in flight, and for
-parked prefixes if `reuse_stale_prefix` is set. A token's recorded log-probability is
+K/V computed under older weights stay in use for requests in flight, and for cached
+prefixes if `reuse_stale_prefix` is set. A token's recorded log-probability is
 then that of (current weights, older K/V). This is exactly the policy that sampled it,
 and therefore the right denominator of an importance ratio, but it differs from a full
 forward pass under either version. Without `reuse_stale_prefix` only requests in flight
@@ -38,7 +38,7 @@ from m2jax.rollout.batcher import (
   SchedulerConfig,
 )
 from m2jax.rollout.engine import Engine
-from m2jax.rollout.slot_table import State
+from m2jax.rollout.sequences import State
 
 __all__ = ['EngineError', 'EngineLost', 'Handle', 'Scheduler', 'SchedulerConfig']
 
@@ -75,6 +75,7 @@ class Scheduler:
     config = config or SchedulerConfig()
     self._engine = engine
     self._max_failures = config.max_failures
+    self._signature = _signature(variables)
     self._batcher = Batcher(engine, engine.load_params(variables), version, config)
     self._thread = threading.Thread(target=self._run, name='rollout', daemon=True)
     self._wake = threading.Condition()
@@ -161,7 +162,7 @@ class Scheduler:
     Raises:
       ValueError: version does not increase, or shapes or dtypes differ from before.
     """
-    if _signature(variables) != _signature(self._batcher.variables):
+    if _signature(variables) != self._signature:
       raise ValueError("variables: tree, shapes or dtypes differ from the engine's")
     with self._wake:
       latest = self._latest_version
@@ -175,19 +176,22 @@ class Scheduler:
   def stats(self) -> dict[str, float]:
     """A cheap snapshot of the state, and totals since the start.
 
-    queue_length, active_slots, parked_slots (idle, with a reusable prefix), slots,
-    policy_version, tokens_per_s (sampled, over the last ten seconds), and the totals
-    of `batcher.TOTALS`.
+    queue_length, active_slots, slots, pages, cached_pages (of prefixes that no request
+    reads), free_pages, evicted_pages, policy_version, tokens_per_s (sampled, over the
+    last ten seconds), and the totals of `batcher.TOTALS`.
     """
     batcher = self._batcher
     with self._wake:
       waiting = len(self._inbox) + len(batcher.waiting)
-    idle = batcher.table.state == State.IDLE
+    table = batcher.table
     return {key: batcher.counts[key] for key in TOTALS} | {
       'queue_length': waiting,
-      'active_slots': int(np.sum(~idle)),
-      'parked_slots': int(np.sum(idle & (batcher.table.held > 0))),
-      'slots': len(idle),
+      'active_slots': int(np.sum(table.state != State.IDLE)),
+      'slots': len(table.state),
+      'pages': sum(cache.pages for cache in table.caches),
+      'cached_pages': sum(cache.cached for cache in table.caches),
+      'free_pages': sum(cache.available - cache.cached for cache in table.caches),
+      'evicted_pages': sum(cache.evicted for cache in table.caches),
       'policy_version': batcher.version,
       'tokens_per_s': batcher.tokens_per_s,
     }
@@ -237,10 +241,7 @@ class Scheduler:
   def _replace_weights(self, variables: Any, version: int) -> None:
     # Placed by the thread that calls the engine: two threads must not start programs
     # over several devices at the same time.
-    batcher = self._batcher
-    batcher.variables = self._engine.load_params(variables)
-    batcher.version = version
-    batcher.counts['weight_updates'] += 1
+    self._batcher.replace_weights(self._engine.load_params(variables), version)
 
   def _recover(self, cause: Exception) -> None:
     """Fails the requests in slots, creates a new state; waiting requests continue."""

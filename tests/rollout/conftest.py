@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,9 @@ CFG = ModelConfig(
   unroll_layers=True,
 )
 ENGINE_CONFIG = EngineConfig(
-  slots=6,
+  slots=4,
   context_tokens=CONTEXT,
+  page_tokens=4,
   max_steps=4,
   decode_rows=(1, 4),
   prefill_shapes=((4, 8), (1, 32)),
@@ -43,6 +45,9 @@ ENGINE_CONFIG = EngineConfig(
   max_stop_ids=3,
   confident_tokens=32,
 )
+
+
+RECORDING = dataclasses.replace(ENGINE_CONFIG, record_experts=True)
 
 
 def init(seed: int, cfg: ModelConfig = CFG):
@@ -104,13 +109,18 @@ def engine():
   return Engine(CFG, ENGINE_CONFIG)
 
 
+@pytest.fixture(scope='session')
+def recording():
+  return Engine(CFG, RECORDING)
+
+
 @pytest.fixture
 def serve(engine, variables):
   """serve(**SchedulerConfig fields): a started Scheduler, stopped at the end."""
   with contextlib.ExitStack() as stack:
 
     def start(engine=engine, variables=variables, *, run=True, **fields):
-      fields = {'min_copy_tokens': 2, 'decode_steps': 4} | fields
+      fields = {'decode_steps': 4} | fields
       scheduler = Scheduler(engine, variables, config=SchedulerConfig(**fields))
       stack.callback(scheduler.stop)
       return scheduler.start(warmup=False) if run else scheduler

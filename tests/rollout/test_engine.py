@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from m2jax import model
 from m2jax.layers import head
-from m2jax.rollout import decode_plan, decode_state, forward, kv_cache, prefill_plan
+from m2jax.rollout import decode_plan, decode_state, forward, pages, prefill_plan
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
 from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG, log_softmax
 
-NONE = np.int32(0)
+THREE = np.array([3], np.int32)
 
 
 def prompt(seed: int, size: int) -> list[int]:
@@ -26,37 +26,41 @@ def prompt(seed: int, size: int) -> list[int]:
 
 
 def cached_logits(cfg, chunk, steps, variables, sequences, lengths):
-  """Logits [3, chunk·steps, V] after `lengths` cached tokens, chunk by chunk."""
-  split, row = cfg.unroll_layers, jnp.arange(3)[:, None]
-  # The cache holds garbage beyond the lengths; rows are in another order than slots.
-  cache = jax.tree.map(lambda x: x + 7.0, kv_cache.init(cfg, 5, 64))
-  slots, zero = jnp.array([4, 0, 2]), jnp.zeros(3, jnp.int32)
-  cached = kv_cache.gather(cache, slots, 24, split=split)
-  whole = kv_cache.empty_tail(cfg, *sequences.shape, split=split)
-  _, whole = forward.extend(cfg, variables, sequences, cached, zero, whole, 0)
-  cache = kv_cache.append(cache, whole, slots, jnp.int32(3), zero)
-
-  cached = kv_cache.gather(cache, slots, 24, split=split)
-  tail = kv_cache.empty_tail(cfg, 3, chunk * steps, split=split)
+  """Logits [3, chunk·steps, V] after `lengths` stored tokens, chunk by chunk."""
+  row = jnp.arange(3)[:, None]
+  # Pages hold garbage beyond the lengths, and are in no order.
+  cache = jax.tree.map(lambda x: x + 7.0, pages.empty(cfg, 30, 4))
+  tables = jnp.asarray(np.random.default_rng(1).permutation(29)[:27].reshape(3, 9) + 1)
+  whole = forward.Rows(sequences[:, :20], jnp.zeros(3, jnp.int32), lengths, tables)
+  _, cache = forward.extend(cfg, variables, cache, whole)
   out = []
   for begin in range(0, chunk * steps, chunk):
-    tokens = sequences[row, lengths[:, None] + begin + jnp.arange(chunk)]
-    hidden, tail = forward.extend(cfg, variables, tokens, cached, lengths, tail, begin)
+    starts = lengths + begin
+    tokens = sequences[row, starts[:, None] + jnp.arange(chunk)]
+    rows = forward.Rows(tokens, starts, jnp.full(3, chunk), tables)
+    hidden, cache = forward.extend(cfg, variables, cache, rows)
     out.append(head.logits(variables['params'], hidden))
   return jnp.concatenate(out, axis=1)
 
 
-@pytest.mark.parametrize('unroll, chunk, steps', [(True, 1, 3), (False, 5, 2)])
-def test_cached_logits_equal_a_full_pass(unroll, chunk, steps, variables):
-  """Prefix, tail and their shared softmax must be causal attention, at any split."""
+@pytest.mark.parametrize(
+  'unroll, chunk, steps, long',
+  [(True, 1, 3, 512), (False, 5, 2, 512), (True, 5, 2, 5)],
+)
+def test_cached_logits_equal_a_full_pass(
+  unroll, chunk, steps, long, variables, monkeypatch
+):
+  """Tokens see what was stored and each other, at any split, from any pages; long
+  chunks by tree attention."""
+  monkeypatch.setattr(forward, '_LONG_CHUNK', long)
   cfg = dataclasses.replace(CFG, unroll_layers=unroll)
   sequences = np.random.default_rng(0).integers(CFG.vocab_size, size=(3, 31))
   want = jax.jit(model.M2(cfg).apply)(variables, sequences)
-  jitted = jax.jit(cached_logits, static_argnums=(0, 1, 2))
+  jitted = jax.jit(lambda *args: cached_logits(cfg, chunk, steps, *args))
   for seed in range(10):
     lengths = np.random.default_rng(seed).integers(0, 21, size=3)
     lengths[seed % 3] = (0, 20)[seed % 2]  # the ends, always
-    got = jitted(cfg, chunk, steps, variables, sequences, lengths)
+    got = jitted(variables, sequences, lengths)
     for row, n in enumerate(lengths):
       np.testing.assert_allclose(got[row], want[row, n : n + chunk * steps], atol=2e-4)
 
@@ -120,18 +124,20 @@ def test_generate_many_ends_rows_and_then_itself(engine, variables, reference):
   greedy = reference.greedy(variables, tokens, 4)
   state = engine.init_decode_state()
   rows = np.array([2, 1, 3, 0], np.int32)
+  tables = np.arange(1, 25, dtype=np.int32).reshape(4, 6)
   chunk = np.tile(np.array(tokens + [0, 0], np.int32), (4, 1))
+  counts = np.array([5, 5, 5, 0], np.int32)
   state = engine.prefill_rows(
-    variables, state, rows, np.int32(3), chunk, np.zeros(4, np.int32), context=24
+    variables, state, chunk, np.zeros(4, np.int32), counts, tables
   )
-  slots = decode_state.make_slots(6, 3)
+  slots = decode_state.make_slots(4, 3)
   slots.length[:], slots.token[:], slots.temperature[:] = 5, tokens[-1], 0
   slots.remaining[:3] = 10, 2, 10
   slots.stop_ids[0, 1] = greedy[2]
   slots.stop_ids[2, 0] = greedy[0]
-  state = engine.admit(state, np.resize(rows, 6), np.int32(3), slots)
+  state = engine.admit(state, rows, THREE, slots)
   state, sampled = engine.generate_many(
-    variables, state, rows, np.int32(3), np.int32(4), context=24
+    variables, state, rows, THREE, tables, np.int32(4)
   )
   stop_at = greedy.index(greedy[2]) + 1
   ends = [decode_state.STOP, decode_state.LENGTH, decode_state.STOP]
@@ -140,9 +146,7 @@ def test_generate_many_ends_rows_and_then_itself(engine, variables, reference):
   assert sampled.tokens[0, :stop_at].tolist() == greedy[:stop_at]
   assert state.slots.length[rows[:3]].tolist() == [5 + stop_at, 7, 6]
   assert state.slots.remaining[rows].tolist() == [0, 0, 0, 0]
-  _, sampled = engine.generate_many(
-    variables, state, rows, np.int32(3), np.int32(4), context=24
-  )
+  _, sampled = engine.generate_many(variables, state, rows, THREE, tables, np.int32(4))
   assert sampled.counts.tolist() == [0, 0, 0, 0]
 
 
@@ -151,16 +155,15 @@ def test_a_run_of_near_certain_tokens_ends_the_response(engine, variables):
   params = dict(variables['params'])
   params['head'] = params['head'] * 1e5  # every choice is certain
   sharp = {**variables, 'params': params}
-  slots = decode_state.make_slots(6, 3)
+  slots = decode_state.make_slots(4, 3)
   slots.token[:2], slots.remaining[:2] = 1, 40
   slots.temperature[1] = 1e9  # near uniform: never confident
-  rows = np.arange(6, dtype=np.int32)
-  state = engine.admit(engine.init_decode_state(), rows, np.int32(2), slots)
+  rows, two = np.arange(4, dtype=np.int32), np.array([2], np.int32)
+  tables = np.arange(1, 49, dtype=np.int32).reshape(4, 12)
+  state = engine.admit(engine.init_decode_state(), rows, two, slots)
   counts, ended = 0, 0
   for _ in range(9):
-    state, sampled = engine.generate_many(
-      sharp, state, rows[:4], np.int32(2), np.int32(4), context=CONTEXT
-    )
+    state, sampled = engine.generate_many(sharp, state, rows, two, tables, np.int32(4))
     counts, ended = (
       counts + sampled.counts[:2],
       np.maximum(ended, sampled.finish_code[:2]),
@@ -172,18 +175,43 @@ def test_a_run_of_near_certain_tokens_ends_the_response(engine, variables):
 def test_rows_of_padding_touch_nothing(engine, variables):
   """Warm-up and padding rows run together with live slots."""
   state = engine.init_decode_state()
-  state = dataclasses.replace(state, cache=jax.tree.map(lambda x: x + 3.0, state.cache))
+  state = dataclasses.replace(state, pages=jax.tree.map(lambda x: x + 3.0, state.pages))
   before = jax.device_get(state)
   after = jax.device_get(engine.warmup(variables, state))
-  jax.tree.map(np.testing.assert_array_equal, before, after)
+  jax.tree.map(np.testing.assert_array_equal, before.slots, after.slots)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_array_equal(x[:, :, 1:], y[:, :, 1:]),
+    before.pages,
+    after.pages,
+  )
 
 
 def test_state_is_donated(engine, variables):
   """At M2's size two caches do not fit."""
   state = engine.init_decode_state()
-  rows = np.zeros(4, np.int32)
-  engine.generate_many(variables, state, rows, NONE, NONE, context=24)
-  assert all(x.is_deleted() for x in jax.tree.leaves(state.cache))
+  rows, none = np.zeros(4, np.int32), np.zeros(1, np.int32)
+  tables = np.zeros((4, 6), np.int32)
+  engine.generate_many(variables, state, rows, none, tables, none[0])
+  assert all(x.is_deleted() for x in jax.tree.leaves(state.pages))
+
+
+def test_no_program_copies_the_cache(engine, variables):
+  """At M2's size a copy of the pages, even of one layer's, would be most of a step."""
+  config = ENGINE_CONFIG
+  cfg = dataclasses.replace(CFG, unroll_layers=False)
+  many = Engine(cfg, dataclasses.replace(config, pages=5000))
+  state = jax.eval_shape(many.init_decode_state)
+  rows, one = np.zeros(4, np.int32), np.zeros(1, np.int32)
+  tables = np.zeros((4, 12), np.int32)
+  lowered = [
+    many.generate_many.lower(variables, state, rows, one, tables, one[0]),
+    many.prefill_rows.lower(
+      variables, state, np.zeros((4, 8), np.int32), rows, rows, tables
+    ),
+  ]
+  layer_bytes = 5000 * 4 * CFG.num_kv_heads * CFG.head_dim * 4
+  for program in lowered:
+    assert program.compile().memory_analysis().temp_size_in_bytes < layer_bytes / 2
 
 
 @pytest.mark.parametrize(
@@ -192,6 +220,8 @@ def test_state_is_donated(engine, variables):
     ('slots', 0),
     ('context_tokens', 1),
     ('decode_rows', (2, 8)),
+    ('page_tokens', 0),
+    ('pages', 12),
     ('contexts', (16,)),
     ('prefill_shapes', ((1, 100),)),
     ('confident_probability', 1.0),
@@ -209,40 +239,49 @@ def test_context_longer_than_the_model_is_refused():
     Engine(CFG, EngineConfig(slots=2, context_tokens=65))
 
 
-@given(st.lists(st.integers(0, 768), min_size=1, max_size=64))
-def test_decode_calls_share_out_the_slots(held):
+@given(
+  st.lists(st.tuples(st.integers(1, 48), st.integers(0, 2)), min_size=1, max_size=96)
+)
+def test_decode_calls_share_out_the_slots(sequences):
   """Each slot is in one call, with room for it; together they cost no more than the one
   call that would do, and than any cut in two."""
-  rows, contexts = (8, 32, 64), (192, 384, 768)
-  held = np.array(held)
+  rows, sizes = (8, 32, 96), (12, 24, 48)
+  pages, group = np.array(sequences).T
 
-  def cost(size, context):
-    fixed = decode_plan.CALL_ROWS, decode_plan.ROW_POSITIONS
-    return (size + fixed[0]) * (context + fixed[1])
+  def cost(size, n):
+    return (size + decode_plan.CALL_ROWS) * (n + decode_plan.ROW_PAGES)
 
   def fit(sizes, value):
     return next(size for size in sizes if size >= value)
 
-  calls = decode_plan.choose(held, rows, contexts)
+  def most(which):
+    return np.bincount(group[which]).max()
+
+  calls = decode_plan.choose(pages, group, rows, sizes)
   together = np.concatenate([which for which, *_ in calls])
-  assert sorted(together.tolist()) == list(range(len(held)))
-  for which, size, context in calls:
-    assert size == fit(rows, len(which)) and context == fit(contexts, held[which].max())
-  total = sum(cost(size, context) for _, size, context in calls)
-  for cut in (0, *contexts):
-    parts = [part for part in (held[held <= cut], held[held > cut]) if part.size]
-    assert total <= sum(cost(fit(rows, len(p)), fit(contexts, p.max())) for p in parts)
+  assert sorted(together.tolist()) == list(range(len(pages)))
+  for which, size, n in calls:
+    assert size == fit(rows, most(which)) and n == fit(sizes, pages[which].max())
+  total = sum(cost(size, n) for _, size, n in calls)
+  for cut in (0, *sizes):
+    parts = [np.flatnonzero(pages <= cut), np.flatnonzero(pages > cut)]
+    assert total <= sum(
+      cost(fit(rows, most(p)), fit(sizes, pages[p].max())) for p in parts if p.size
+    )
 
 
 @given(
-  st.lists(st.integers(1, 300), min_size=1, max_size=40),
+  st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2)), min_size=1, max_size=40),
   st.integers(1, 64),
   st.integers(2, 384),
 )
-def test_a_prefill_call_serves_the_oldest_within_its_shape(remaining, slots, context):
-  """The oldest prompt always moves on: no mix of later ones can starve it."""
+def test_a_prefill_call_serves_the_oldest_within_its_shape(prompts, slots, context):
+  """The oldest prompt of a group always moves on: later ones cannot starve it."""
   config = EngineConfig(slots=slots, context_tokens=context)
-  which, rows, chunk = prefill_plan.choose(np.array(remaining), config.prefill_shapes)
+  remaining, group = np.array(prompts).T
+  which, rows, chunk = prefill_plan.choose(remaining, group, config.prefill_shapes)
   assert (rows, chunk) in config.prefill_shapes
-  assert which[0] == 0 and len(which) <= rows
-  assert len(set(which.tolist())) == len(which) <= len(remaining)
+  assert len(set(which.tolist())) == len(which)
+  for g in np.unique(group):
+    assert np.flatnonzero(group == g)[0] in which
+    assert np.sum(group[which] == g) <= rows

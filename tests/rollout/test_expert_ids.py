@@ -11,11 +11,9 @@ import pytest
 from m2jax import forest, model
 from m2jax.rollout import decode_state
 from m2jax.rollout.engine import Engine
-from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG
+from tests.rollout.conftest import CFG, CONTEXT, RECORDING
 from tests.rollout.test_engine import prompt
 from tests.rollout.test_scheduler import request, run
-
-RECORDING = dataclasses.replace(ENGINE_CONFIG, record_experts=True)
 
 
 @pytest.fixture(scope='module')
@@ -30,11 +28,6 @@ def full():
     return np.asarray(out.experts[0, : len(tokens)])
 
   return ids
-
-
-@pytest.fixture(scope='module')
-def recording():
-  return Engine(CFG, RECORDING)
 
 
 def check(full, variables, tokens, result):
@@ -53,7 +46,7 @@ def test_hits_copies_and_chunks(serve, recording, variables, full):
   scheduler = serve(recording)
   shared = prompt(7, 12)
   group = run(scheduler, *(request(shared, max_tokens=5) for _ in range(4)))
-  assert scheduler.stats()['copies'] == 3
+  assert scheduler.stats()['prefix_hit_tokens'] == 3 * 8
   for result in group:
     check(full, variables, shared, result)
   turns = [shared + list(r.tokens) + prompt(8 + i, 3) for i, r in enumerate(group)]
@@ -73,17 +66,17 @@ def test_a_hit_has_the_ids_of_its_keys(serve, recording, variables, full):
   sampling went on from that: its record says so, not what the new ones would do."""
   router = {'layers': variables['router']['layers'] + np.linspace(0, 9, 4)}
   biased = {**variables, 'router': router}
-  scheduler = serve(recording)
-  tokens = prompt(7, 12)
+  scheduler = serve(recording, reuse_stale_prefix=True)
+  tokens = prompt(7, 13)
   run(scheduler, request(tokens, max_tokens=1))
   scheduler.update_weights(biased, 1)
   result = run(scheduler, request(tokens, max_tokens=3))
-  assert scheduler.stats()['prefix_hit_tokens'] == 11
+  assert scheduler.stats()['prefix_hit_tokens'] == 12
   old, new = (np.sort(full(v, tokens)) for v in (variables, biased))
-  np.testing.assert_array_equal(np.sort(result.experts[:11]), old[:11])
-  assert (old[:11] != new[:11]).any()
+  np.testing.assert_array_equal(np.sort(result.experts[:12]), old[:12])
+  assert (old[:12] != new[:12]).any()
   # K/V of old weights or not, this bias leaves experts 2 and 3
-  np.testing.assert_array_equal(np.sort(result.experts[11:14])[..., 0], 2)
+  np.testing.assert_array_equal(np.sort(result.experts[12:15])[..., 0], 2)
 
 
 def test_scanned_layers_and_jetstream_prefixes(variables, full):
@@ -105,7 +98,8 @@ def test_scanned_layers_and_jetstream_prefixes(variables, full):
   for _ in range(3):
     state, result = engine.generate(variables, state)
     sampled.append(int(result.data[2, 0]))
-  ids = np.asarray(engine.expert_ids(state, 2, context=24))
+  pages = 1 + 2 * RECORDING.context_pages + np.arange(6)  # slot 2's
+  ids = np.asarray(engine.expert_ids(state, np.int32(0), pages.astype(np.int32)))
   want = full(variables, [*tokens, *sampled])
   np.testing.assert_array_equal(np.sort(ids[:22]), np.sort(want[:22]))
 
@@ -114,7 +108,7 @@ def test_off_and_cancelled(serve, engine, recording):
   """By default nothing is recorded and nothing is there to pay for; a request that is
   cancelled before it had a slot has no ids, and no one else's."""
   assert run(serve(engine), request(prompt(1, 5))).experts is None
-  assert engine.init_decode_state().cache.experts is None
+  assert engine.init_decode_state().pages.experts is None
   scheduler = serve(recording, run=False)
   handle = scheduler.submit(request(prompt(1, 5)))
   handle.cancel()

@@ -1,0 +1,123 @@
+"""The key/value cache of the engine: pages of tokens, found through page tables.
+
+A sequence's tokens are in pages that can be anywhere; its page table lists them. Page 0
+belongs to no sequence: what must not be kept is written there (padding, and rows that
+have finished). Recorded expert ids are stored with the keys and values of their token,
+so a request that shares a prefix gets its ids.
+
+Writes and reads index the whole arrays, layers included: XLA updates the donated cache
+in place, and no layer is copied out of the stack.
+
+Axes: L layers, K key/value heads, pages, page tokens of a page, H head dim, P rows of a
+call, n pages of a table, C new tokens of a row, S = n·page positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from m2jax.config import ModelConfig
+
+EXPERT_DTYPE = jnp.int16
+UNUSED = 0  # the page of what is not kept
+
+
+class Pages(NamedTuple):
+  """k, v [L, K, pages, page, H], experts [L, pages, page, top_k] int16 or None."""
+
+  k: jax.Array
+  v: jax.Array
+  experts: jax.Array | None = None
+
+  @property
+  def page_tokens(self) -> int:
+    return self.k.shape[3]
+
+
+def empty(
+  cfg: ModelConfig,
+  pages: int,
+  page_tokens: int,
+  dtype=None,
+  *,
+  record_experts: bool = False,
+) -> Pages:
+  """Zeros of `dtype`; None is the activations' dtype."""
+  shape = (cfg.num_layers, cfg.num_kv_heads, pages, page_tokens, cfg.head_dim)
+  ids = (cfg.num_layers, pages, page_tokens, cfg.experts_per_token)
+  dtype = dtype or cfg.dtype
+  return Pages(
+    k=jnp.zeros(shape, dtype),
+    v=jnp.zeros(shape, dtype),
+    experts=jnp.zeros(ids, EXPERT_DTYPE) if record_experts else None,
+  )
+
+
+class Places(NamedTuple):
+  """Where the new tokens of a call are stored: page and offset, [P, C] int32."""
+
+  page: jax.Array
+  offset: jax.Array
+
+
+def places(tables, positions, live, page_tokens: int) -> Places:
+  """Places of positions [P, C] by tables [P, n]; those not `live` [P, C] are unused."""
+  index = positions // page_tokens
+  inside = jnp.minimum(index, tables.shape[1] - 1)
+  page = jnp.take_along_axis(tables, inside, axis=1)
+  live = live & (index < tables.shape[1])
+  return Places(jnp.where(live, page, UNUSED), positions % page_tokens)
+
+
+def write(pages: Pages, layer, at: Places, k, v) -> Pages:
+  """Stores k, v [P, C, K, H] of a layer."""
+  set_ = lambda x, new: x.at[layer, :, at.page, at.offset].set(
+    new.astype(x.dtype), mode='promise_in_bounds'
+  )
+  return pages._replace(k=set_(pages.k, k), v=set_(pages.v, v))
+
+
+def write_experts(pages: Pages, layer, at: Places, ids) -> Pages:
+  """Stores expert ids [P, C, top_k] of a layer; nothing if they are not recorded."""
+  if pages.experts is None:
+    return pages
+  ids = ids.astype(EXPERT_DTYPE)
+  experts = pages.experts.at[layer, at.page, at.offset].set(
+    ids, mode='promise_in_bounds'
+  )
+  return pages._replace(experts=experts)
+
+
+def read(pages: Pages, layer, tables) -> tuple[jax.Array, jax.Array]:
+  """Keys and values of a layer in the pages of tables [P, n]: [K, P, S, H] each."""
+  L, K, count, page, H = pages.k.shape
+  # One gather of whole pages from all layers' and heads'.
+  heads = (layer * K + jnp.arange(K)) * count
+  index = heads[:, None, None] + tables
+  take = lambda x: (
+    x.reshape(L * K * count, page, H)
+    .at[index]
+    .get(mode='promise_in_bounds')
+    .reshape(K, len(tables), -1, H)
+  )
+  return take(pages.k), take(pages.v)
+
+
+def expert_ids(pages: Pages, table) -> jax.Array:
+  """Expert ids [S, L, top_k] int16 in the pages of a table [n]."""
+  found = pages.experts[:, table]
+  return found.reshape(found.shape[0], -1, found.shape[-1]).swapaxes(0, 1)
+
+
+def copy(into: Pages, targets, source: Pages, sources) -> Pages:
+  """Copies pages `sources` [n] of one cache to `targets` [n] of another."""
+
+  def one(axis, x, y):
+    at = (slice(None),) * axis
+    return x.at[(*at, targets)].set(y[(*at, sources)])
+
+  axes = Pages(2, 2, None if into.experts is None else 1)
+  return jax.tree.map(one, axes, into, source)

@@ -1,0 +1,189 @@
+"""The host's record of the sequences in the engine's slots.
+
+Numpy arrays over slots, so that a decode call costs the host a few vector operations,
+independent of the number of rows. A slot is idle, prefilling or decoding; its first
+pages may be shared with other sequences (`prefix_cache`), the others are its own.
+
+Axes: S slots of all groups, C context positions, n pages of a sequence.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.pages import UNUSED
+from m2jax.rollout.prefix_cache import Node, PrefixCache
+
+
+class State(enum.IntEnum):
+  IDLE = 0
+  PREFILL = 1
+  DECODE = 2
+
+
+class Sequences:
+  """The sequences of all slots and the pages of their groups.
+
+  Attributes:
+    state: [S] State.
+    tokens: [S, C] int32, prompt and response.
+    logprobs, versions: [S, C], of response tokens.
+    held: [S] positions whose K/V are stored.
+    target: [S] positions that prefill has to reach.
+    version: [S] policy version when the sequence got the slot, the oldest of the K/V
+      in its own pages.
+    started: [S] when the sequence got the slot; a count.
+    tables: [S, n] int32, pages; UNUSED where none is needed yet.
+    caches: the pages of each group.
+  """
+
+  def __init__(self, config: EngineConfig, groups: int):
+    slots, context = config.slots * groups, config.context_tokens
+    self.group_slots = config.slots
+    self.page_tokens = config.page_tokens
+    self.state = np.full(slots, State.IDLE, np.int8)
+    self.tokens = np.zeros((slots, context), np.int32)
+    self.logprobs = np.zeros((slots, context), np.float32)
+    self.versions = np.zeros((slots, context), np.int64)
+    self.held = np.zeros(slots, np.int32)
+    self.target = np.zeros(slots, np.int32)
+    self.version = np.zeros(slots, np.int64)
+    self.started = np.zeros(slots, np.int64)
+    self.tables = np.full((slots, config.context_pages), UNUSED, np.int32)
+    self.caches = [PrefixCache(config.pages, config.page_tokens) for _ in range(groups)]
+    self._shared: list[list[Node]] = [[] for _ in range(slots)]
+    self._count = np.zeros(slots, np.int32)  # pages in tables
+    self._clock = 0
+
+  def where(self, state: State) -> np.ndarray:
+    return np.flatnonzero(self.state == state)
+
+  def group(self, slot):
+    """Of a slot, or of an array of them."""
+    return slot // self.group_slots
+
+  def youngest(self, group: int) -> int:
+    """The slot of a group whose sequence started last."""
+    first = group * self.group_slots
+    slots = np.arange(first, first + self.group_slots)
+    busy = slots[self.state[slots] != State.IDLE]
+    return int(busy[np.argmax(self.started[busy])])
+
+  def cache(self, slot: int) -> PrefixCache:
+    return self.caches[self.group(slot)]
+
+  def place(self, tokens: np.ndarray, ahead: int) -> tuple[int, int] | str:
+    """Chooses a slot for tokens [n]: (slot, tokens whose K/V are stored).
+
+    There must be pages for the tokens and for `ahead` more.
+
+    The last token is never part of a hit: decoding starts by consuming it. Prefers the
+    group with the longest prefix, then the one with most pages to give.
+
+    Returns:
+      Instead 'full' if no group has a slot and room for the tokens, and 'soon' if
+      another sequence is computing a longer prefix of the tokens.
+    """
+    prefix = tokens[:-1]
+    choices = []
+    for group, cache in enumerate(self.caches):
+      first = group * self.group_slots
+      states = self.state[first : first + self.group_slots]
+      free = np.flatnonzero(states == State.IDLE)
+      nodes = cache.match(prefix)
+      taken = sum(node.users == 0 for node in nodes)
+      most = min(len(tokens) + ahead, self.tokens.shape[1])
+      need = self._pages_of(most) - len(nodes)
+      if free.size and need <= cache.available - taken:
+        choices.append((len(nodes), cache.available, first + int(free[0])))
+    if not choices:
+      return 'full'
+    pages, _, slot = max(choices)
+    hit = pages * self.page_tokens
+    return 'soon' if self._coming(prefix) > hit else (slot, hit)
+
+  def take(self, slot: int, tokens: np.ndarray, version: int) -> int:
+    """Gives a slot, as `place` chose it, to a sequence; returns its stored tokens."""
+    cache = self.cache(slot)
+    nodes = cache.match(tokens[:-1])
+    cache.hold(nodes)
+    self._shared[slot] = nodes
+    self.tables[slot] = UNUSED
+    self.tables[slot, : len(nodes)] = [node.page for node in nodes]
+    self._count[slot] = len(nodes)
+    self.tokens[slot, : len(tokens)] = tokens
+    self.held[slot] = len(nodes) * self.page_tokens
+    self.target[slot] = len(tokens) - 1
+    self.version[slot] = version
+    self.state[slot] = State.PREFILL
+    self._clock += 1
+    self.started[slot] = self._clock
+    if not self.reserve(slot, len(tokens)):
+      raise RuntimeError(f'slot {slot} was placed without room for its pages')
+    return int(self.held[slot])
+
+  def reserve(self, slot: int, positions: int) -> bool:
+    """Adds pages for so many positions; False, and none, if there are too few."""
+    have, need = int(self._count[slot]), self._pages_of(positions)
+    if need <= have:
+      return True
+    pages = self.cache(slot).allocate(need - have)
+    if pages is None:
+      return False
+    self.tables[slot, have:need] = pages
+    self._count[slot] = need
+    return True
+
+  def append(self, slots, counts, tokens, logprobs, version: int) -> None:
+    """Appends the tokens of a decode call, counts[p] for row p.
+
+    Args:
+      slots: [P]. counts: [P]. tokens, logprobs: [P, N].
+    """
+    step = np.arange(tokens.shape[1])
+    drawn = step < counts[:, None]
+    row = np.broadcast_to(slots[:, None], drawn.shape)[drawn]
+    position = (self.held[slots][:, None] + 1 + step)[drawn]
+    self.tokens[row, position] = tokens[drawn]
+    self.logprobs[row, position] = logprobs[drawn]
+    self.versions[row, position] = version
+    self.held[slots] += counts
+
+  def share(self, slot: int) -> None:
+    """Makes the slot's full pages known to later sequences."""
+    shared = self._shared[slot]
+    for index in range(len(shared), int(self.held[slot]) // self.page_tokens):
+      start = index * self.page_tokens
+      tokens = self.tokens[slot, start : start + self.page_tokens]
+      page = int(self.tables[slot, index])
+      node = self.cache(slot).insert(shared, tokens, page, self.version[slot])
+      if node is None:
+        return
+      shared.append(node)
+      self.tables[slot, index] = node.page
+
+  def leave(self, slot: int) -> None:
+    """Frees the slot; known pages stay cached, the sequence's own are free."""
+    shared, cache = self._shared[slot], self.cache(slot)
+    cache.free(self.tables[slot, len(shared) : self._count[slot]].tolist())
+    cache.release(shared)
+    self._shared[slot], self._count[slot] = [], 0
+    self.tables[slot] = UNUSED
+    self.state[slot] = State.IDLE
+
+  def _pages_of(self, positions: int) -> int:
+    return -(-positions // self.page_tokens)
+
+  def _coming(self, prefix: np.ndarray) -> int:
+    """Tokens of the longest prefix, in whole pages, that is being computed."""
+    slots = self.where(State.PREFILL)
+    n = len(prefix)
+    if not slots.size or not n:
+      return 0
+    differs = self.tokens[slots, :n] != prefix
+    equal = np.where(differs.any(axis=1), differs.argmax(axis=1), n)
+    equal = np.minimum(equal, self.target[slots])
+    return int(equal.max()) // self.page_tokens * self.page_tokens
