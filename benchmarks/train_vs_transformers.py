@@ -38,7 +38,7 @@ import time
 
 from absl import app, flags, logging
 
-from benchmarks import m2jax_worker, prefix_tree_rows
+from benchmarks import m2jax_worker, prefix_tree_rows, sides
 
 # A separate set: tests also import programs with flags of the same names.
 FLAGS = flags.FlagValues()
@@ -137,49 +137,19 @@ def operations(cfg) -> float:
   return prefix_tree_rows.Operations(rows * length, pairs).flops(cfg)
 
 
-class Side:
-  """A worker process that answers commands."""
-
-  def __init__(self, name: str, command: list[str]):
-    self.name = name
-    cores = sorted(os.sched_getaffinity(0))[: _THREADS.value]
-    environment = dict(os.environ, OMP_NUM_THREADS=str(len(cores)))
-    if _REUSE_MEMORY.value:
-      environment['GLIBC_TUNABLES'] = TUNABLES
-    if _DEVICE.value == 'cpu':
-      environment['JAX_PLATFORMS'] = 'cpu'
-    environment['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'  # torch uses the GPU, too
-    xla_flags = [XLA_FLAGS]
-    if _SPLIT_ROWS.value:
-      xla_flags.append(SPLIT_XLA_FLAGS)
-    xla_flags.append(environment.get('XLA_FLAGS', ''))  # the last one takes effect
-    environment['XLA_FLAGS'] = ' '.join(xla_flags).strip()
-    self.process = subprocess.Popen(
-      command,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      env=environment,
-      text=True,
-      preexec_fn=lambda: os.sched_setaffinity(0, cores),
-    )
-
-  def ask(self, do: str, **more) -> dict:
-    """The answer to a command; a failed one has `error`."""
-    try:
-      self.process.stdin.write(json.dumps(dict(do=do, **more)) + '\n')
-      self.process.stdin.flush()
-      answer = self.process.stdout.readline()
-    except BrokenPipeError:
-      answer = ''
-    if not answer:
-      raise SystemExit(
-        f'the process of {self.name} ended during {do!r}; its messages are above'
-      )
-    return json.loads(answer)
-
-  def close(self) -> None:
-    self.process.stdin.close()
-    self.process.wait(timeout=60)
+def side(name: str, command: list[str]) -> sides.Side:
+  """A worker with the settings of memory, threads and vectors of both sides."""
+  environment = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}  # torch uses the GPU, too
+  if _REUSE_MEMORY.value:
+    environment['GLIBC_TUNABLES'] = TUNABLES
+  if _DEVICE.value == 'cpu':
+    environment['JAX_PLATFORMS'] = 'cpu'
+  xla_flags = [XLA_FLAGS]
+  if _SPLIT_ROWS.value:
+    xla_flags.append(SPLIT_XLA_FLAGS)
+  xla_flags.append(os.environ.get('XLA_FLAGS', ''))  # the last one takes effect
+  environment['XLA_FLAGS'] = ' '.join(xla_flags).strip()
+  return sides.Side(name, command, sides.cores(_THREADS.value), environment)
 
 
 def check_torch() -> None:
@@ -207,7 +177,7 @@ def experts_gb(cfg) -> float:
   return 4e-9 * each * cfg.num_layers * _ROWS.value * _ROW_TOKENS.value
 
 
-def fastest_torch(side: Side, cfg) -> tuple[dict, dict]:
+def fastest_torch(side: sides.Side, cfg) -> tuple[dict, dict]:
   """The settings of the fastest step, and seconds or the problem of each one tried."""
   found = {}
   for name in _EXPERTS.value:
@@ -252,12 +222,12 @@ def m2jax_command() -> list[str]:
   return [sys.executable, '-m', m2jax_worker.__name__, given]
 
 
-def alternate(sides: list[Side]) -> dict[str, list[dict]]:
+def alternate(workers: list[sides.Side]) -> dict[str, list[dict]]:
   """Answers of each side to its steps, two of them to compile and to warm up."""
-  answers = {side.name: [] for side in sides}
+  answers = {worker.name: [] for worker in workers}
   for number in range(_STEPS.value + 2):
-    for side in sides:
-      answers[side.name].append(side.ask('step'))
+    for worker in workers:
+      answers[worker.name].append(worker.ask('step'))
       time.sleep(PAUSE_S)
     times = (f'{name} {a[-1]["seconds"]:.3f} s' for name, a in answers.items())
     logging.info('step %d of %d: %s', number + 1, _STEPS.value + 2, ', '.join(times))
@@ -269,10 +239,10 @@ def compare() -> dict:
   check_torch()
   cfg = model_config()
   with tempfile.TemporaryDirectory() as directory:
-    ours = Side('m2jax', m2jax_command())
+    ours = side('m2jax', m2jax_command())
     weights = os.path.join(directory, 'weights')
     us = ours.ask('save', directory=weights)
-    theirs = Side('transformers', torch_command(weights))
+    theirs = side('transformers', torch_command(weights))
     chosen, tried = fastest_torch(theirs, cfg)
     them = theirs.ask('make', **chosen)
     if {us['device'], them['device']} not in ({'cpu'}, {'gpu', 'cuda'}):
@@ -301,10 +271,10 @@ def compare() -> dict:
 def report(cfg, answers, parts) -> dict:
   """Figures from the answers to 'step' and to 'parts'."""
   tokens = _ROWS.value * _ROW_TOKENS.value
-  sides = {}
+  results = {}
   for name, steps in answers.items():
     wall = [a['seconds'] for a in steps[2:]]
-    sides[name] = dict(
+    results[name] = dict(
       step_s=statistics.median(wall),
       fastest_s=min(wall),
       cpu_s=statistics.median(a['cpu_s'] for a in steps[2:]),
@@ -313,13 +283,13 @@ def report(cfg, answers, parts) -> dict:
     )
   parts = dict(parts)
   speed = parts.pop('matmul_flops_s')
-  step_s = sides['m2jax']['step_s']
+  step_s = results['m2jax']['step_s']
   parts['rest'] = step_s - sum(parts.values())
   pairs = zip(answers['transformers'][2:], answers['m2jax'][2:], strict=True)
   return dict(
     tokens=tokens,
-    sides=sides,
-    speed_up=sides['m2jax']['tokens_s'] / sides['transformers']['tokens_s'],
+    sides=results,
+    speed_up=results['m2jax']['tokens_s'] / results['transformers']['tokens_s'],
     speed_ups=[a['seconds'] / b['seconds'] for a, b in pairs],
     matmul_gflop_s=speed / 1e9,
     step_gflop=operations(cfg) / 1e9,

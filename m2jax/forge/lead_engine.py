@@ -45,6 +45,10 @@ class LeadEngine:
   def config(self) -> EngineConfig:
     return self._engine.config
 
+  @property
+  def groups(self) -> int:
+    return self._engine.groups
+
   def load_params(self, params: Any) -> Any:
     """Raises NotImplementedError at the second call."""
     if self._loaded:
@@ -66,37 +70,27 @@ class LeadEngine:
     self._commands.forget()  # it needed all processes
     return state
 
-  def prefill_rows(self, params, state, *arrays, context: int) -> DecodeState:
-    with self._all('prefill_rows', arrays, context=context):
-      return self._engine.prefill_rows(params, state, *arrays, context=context)
-
-  def copy_rows(self, state, *arrays, context: int) -> DecodeState:
-    with self._all('copy_rows', arrays, context=context):
-      return self._engine.copy_rows(state, *arrays, context=context)
+  def prefill_rows(self, params, state, *arrays) -> DecodeState:
+    with self._all('prefill_rows', arrays):
+      return self._engine.prefill_rows(params, state, *arrays)
 
   def admit(self, state, *arrays) -> DecodeState:
     with self._all('admit', arrays):
       return self._engine.admit(state, *arrays)
 
-  def generate_many(
-    self, params, state, *arrays, context: int
-  ) -> tuple[DecodeState, Sampled]:
-    with self._all('generate_many', arrays, context=context):
-      state, sampled = self._engine.generate_many(
-        params, state, *arrays, context=context
-      )
+  def generate_many(self, params, state, *arrays) -> tuple[DecodeState, Sampled]:
+    with self._all('generate_many', arrays):
+      state, sampled = self._engine.generate_many(params, state, *arrays)
       sampled = jax.device_get(sampled)
     self._commands.forget()  # the tokens needed all processes
     return state, sampled
 
-  def expert_ids(self, state, slot, *, context: int) -> np.ndarray:
-    with self._all('expert_ids', (slot,), context=context):
-      return jax.device_get(self._engine.expert_ids(state, slot, context=context))
+  def expert_ids(self, state, *arrays) -> np.ndarray:
+    with self._all('expert_ids', arrays):
+      return jax.device_get(self._engine.expert_ids(state, *arrays))
 
   @contextlib.contextmanager
-  def _all(
-    self, name: str, arrays: Sequence[Any] = (), **static: int
-  ) -> Iterator[None]:
+  def _all(self, name: str, arrays: Sequence[Any] = ()) -> Iterator[None]:
     """The other processes make the call of the body.
 
     Raises:
@@ -104,7 +98,7 @@ class LeadEngine:
         have made it is unknown.
     """
     try:
-      self._commands.send(name, arrays=[_encode(x) for x in arrays], static=static)
+      self._commands.send(name, arrays=[_encode(x) for x in arrays])
       yield
     except Stopped as error:
       self.lost = True
@@ -127,7 +121,7 @@ def follow(engine: Engine, variables: Any, commands: Commands) -> None:
   """
   state = None
   while (command := commands.receive())['do'] != 'stop':
-    name, static = command['do'], command.get('static', {})
+    name = command['do']
     arrays = [_decode(x) for x in command.get('arrays', ())]
     try:
       match name:
@@ -138,15 +132,13 @@ def follow(engine: Engine, variables: Any, commands: Commands) -> None:
         case 'warmup':
           state = engine.warmup(variables, state)
         case 'prefill_rows':
-          state = engine.prefill_rows(variables, state, *arrays, **static)
-        case 'copy_rows':
-          state = engine.copy_rows(state, *arrays, **static)
+          state = engine.prefill_rows(variables, state, *arrays)
         case 'admit':
           state = engine.admit(state, *arrays)
         case 'generate_many':
-          state, _ = engine.generate_many(variables, state, *arrays, **static)
+          state, _ = engine.generate_many(variables, state, *arrays)
         case 'expert_ids':
-          engine.expert_ids(state, *arrays, **static)
+          engine.expert_ids(state, *arrays)
         case _:
           raise ValueError(f'process 0 sent a command {name!r}: is it another version?')
     except jax.errors.JaxRuntimeError as error:

@@ -3,8 +3,8 @@
 A train step is that of `train.step.make_step`: `micro` for every pass, `add` between
 passes, `apply` at the end. RL has those of the learner: `micro` replays recorded expert
 ids, and `push`, `leaf` and `pop` (`train.chunks`) train trees that do not fit into a
-row. Serving is `rollout.on_mesh`. Nothing here has data: shapes with shardings are
-enough to compile.
+row. Serving has calls of `rollout.engine`. Nothing here has data: shapes with shardings
+are enough to compile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from m2jax.layers import prefix_cache
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
 from m2jax.rl import learner
-from m2jax.rollout import kv_cache, on_mesh
+from m2jax.rollout import forward, placement
+from m2jax.rollout.engine import Engine
+from m2jax.rollout.engine_config import EngineConfig
 from m2jax.train import chunks
 from m2jax.train import step as train_step
 
@@ -196,41 +198,45 @@ def _chunks(
 
 
 def serve(config: PlanConfig, placed: Placed, where: sharding_lib.Sharding) -> Program:
-  """A call of `rollout.on_mesh`: a prefill's chunk, or one step of decoding.
+  """A call of `rollout.engine`: a prefill's chunk, or one step of decoding.
 
-  The cache of the call's rows is its argument; it has room for what the call adds.
+  Its slots are the call's rows, and its pages those of their contexts, with room for
+  what the call adds.
 
   Raises:
     ValueError: the model or the rows do not divide over the mesh.
   """
   load, cfg = placed.workload, served(config)
-  where.check(cfg)
+  where = placement.serving(cfg, where)
   where.check_batch(load.rows)
-  rules, rows = where.rules, load.rows
+  rows, positions = load.rows, load.context + load.new_tokens
+  slots = rows // where.size('rows')
+  engine_config = EngineConfig(
+    slots=slots,
+    context_tokens=positions,
+    page_tokens=config.page_tokens,
+    decode_rows=(slots,),
+    contexts=(positions,),
+    prefill_shapes=((slots, load.new_tokens),),
+    max_stop_ids=1,
+  )
+  engine = Engine(cfg, engine_config, where)
   variables = jax.eval_shape(
     lambda key: train_step.init_variables(cfg, key), jax.random.key(0)
   )
-  variables = where.shaped(variables, sharding_lib.param_specs(cfg, rules))
-  positions = load.context + load.new_tokens
-  cache = jax.eval_shape(lambda: kv_cache.init(cfg, rows, positions))
-  cache = where.shaped(cache, on_mesh.cache_specs(rules))
-  spec = rules.spec('rows', 'rows')
+  if cfg.unroll_layers:
+    variables = jax.eval_shape(functools.partial(forward.split_layers, cfg), variables)
+  variables = where.shaped(variables, placement.weight_specs(cfg, where.rules))
+  state = engine.state_shapes()
+  if load.kind == 'decode':
+    return Program('decode', engine.generate_step, (variables, state), 1)
 
-  def row(*shape, dtype=jnp.int32):
-    return where.shaped(jax.ShapeDtypeStruct((rows, *shape), dtype), spec)
+  def row(*shape):
+    like = jax.ShapeDtypeStruct((rows, *shape), jnp.int32)
+    return where.shaped(like, placement.rows_spec(where.rules))
 
-  if load.kind == 'prefill':
-    jitted = on_mesh.jit_prefill(cfg, where)
-    return Program('prefill', jitted, (variables, cache, row(load.tokens), row()), 1)
-  draws = on_mesh.Sampling(
-    row(2, dtype=jnp.uint32),
-    row(),
-    row(dtype=jnp.float32),
-    row(),
-    row(dtype=jnp.float32),
-  )
-  jitted = on_mesh.jit_decode(cfg, where)
-  return Program('decode', jitted, (variables, cache, row(), row(), draws), 1)
+  arguments = (row(load.tokens), row(), row(), row(engine_config.context_pages))
+  return Program('prefill', engine.prefill_rows, (variables, state, *arguments), 1)
 
 
 def served(config: PlanConfig) -> ModelConfig:

@@ -94,6 +94,7 @@ class PlanConfig:
     optimizer: of the train step.
     mtp_weight, bias_update_rate, is_weight_max: see StepConfig and LearnerConfig.
     weights_dtype: of the served weights, which have no MTP modules.
+    page_tokens: of the served cache.
     compiler_options: of XLA, for every program.
   """
 
@@ -105,6 +106,7 @@ class PlanConfig:
   bias_update_rate: float = 1e-3
   is_weight_max: float = 5.0
   weights_dtype: str = 'bfloat16'
+  page_tokens: int = 128
   compiler_options: Mapping[str, str | bool | int] = dataclasses.field(
     default_factory=dict
   )

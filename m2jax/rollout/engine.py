@@ -100,7 +100,7 @@ class Engine:
     )
     self.admit = self._jit(calls.admit, (state, *[row] * 3), state, donate=0)
     self.expert_ids = self._jit(calls.expert_ids, (state, all_, all_), all_)
-    self._jit_generate = self._jit(
+    self.generate_step = self._jit(
       calls.generate_one, (weights, state), (state, row), donate=1, whole=True
     )
     self._jit_insert = self._jit(
@@ -135,6 +135,12 @@ class Engine:
 
   def _named(self, specs):
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
+
+  def state_shapes(self) -> DecodeState:
+    """Shapes and shardings of the state, for compilation without data."""
+    rules, records = self.sharding.rules, self.config.record_experts
+    specs = placement.state_specs(rules, record_experts=records)
+    return self.sharding.shaped(jax.eval_shape(self._empty_state), specs)
 
   def _empty_pages(self, pages: int) -> pages_lib.Pages:
     config = self.config
@@ -191,7 +197,7 @@ class Engine:
   ) -> tuple[DecodeState, ResultTokens]:
     """One step of every slot. A slot that does not decode has valid = 0."""
     self._check_own_pages()
-    return self._jit_generate(params, decode_state)
+    return self.generate_step(params, decode_state)
 
   def init_decode_state(self) -> DecodeState:
     """All slots empty."""

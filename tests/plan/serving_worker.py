@@ -32,29 +32,38 @@ def expected(cfg, variables, tokens):
 
 
 def served(cfg, variables, tokens, mesh):
-  """The same through the cache, in two chunks and one step."""
+  """The same by the engine's calls, two chunks and one step."""
   from m2jax import sharding
-  from m2jax.rollout import kv_cache, on_mesh
+  from m2jax.rollout import decode_state
+  from m2jax.rollout.engine import Engine
+  from m2jax.rollout.engine_config import EngineConfig
 
   where = sharding.make(sharding.MeshConfig(**mesh, rules='serve'))
-  rules = where.rules
-  variables = where.place(variables, sharding.param_specs(cfg, rules))
-  cache = where.place(
-    kv_cache.init(cfg, ROWS, TOKENS + ROOM), on_mesh.cache_specs(rules)
+  groups = where.size('rows')
+  slots = ROWS // groups
+  config = EngineConfig(
+    slots=slots,
+    context_tokens=TOKENS + ROOM,
+    page_tokens=4,
+    decode_rows=(slots,),
+    max_stop_ids=1,
   )
-  prefill = on_mesh.jit_prefill(cfg, where)
+  engine = Engine(cfg, config, where)
+  weights, state = engine.load_params(variables), engine.init_decode_state()
+  pages = 1 + np.arange(slots * config.context_pages, dtype=np.int32)
+  tables = np.tile(pages.reshape(slots, -1), (groups, 1))
   for start, stop in CHUNKS:
-    starts = jnp.full(ROWS, start, jnp.int32)
-    cache = prefill(variables, cache, tokens[:, start:stop], starts)
-  zeros = jnp.zeros(ROWS)
-  draws = on_mesh.Sampling(
-    jnp.zeros((ROWS, 2), jnp.uint32), jnp.zeros(ROWS, jnp.int32), zeros,
-    jnp.zeros(ROWS, jnp.int32), zeros + 1,
-  )  # fmt: skip
-  last = tokens[np.arange(ROWS), LENGTHS]
-  decode = on_mesh.jit_decode(cfg, where)
-  _, token, logprob = decode(variables, cache, last, jnp.asarray(LENGTHS), draws)
-  return np.asarray(token), np.asarray(logprob)
+    starts = np.full(ROWS, start, np.int32)
+    counts = np.full(ROWS, stop - start, np.int32)
+    chunk = np.asarray(tokens[:, start:stop])
+    state = engine.prefill_rows(weights, state, chunk, starts, counts, tables)
+  how = decode_state.make_slots(ROWS, 1)
+  how.length[:], how.remaining[:], how.temperature[:] = LENGTHS, 2, 0
+  how.token[:] = np.asarray(tokens)[np.arange(ROWS), LENGTHS]
+  rows = np.tile(np.arange(slots, dtype=np.int32), groups)
+  state = engine.admit(state, rows, np.full(groups, slots, np.int32), how)
+  _, result = engine.generate(weights, state)
+  return np.asarray(result.data)[:, 0], np.asarray(result.log_prob)[:, 0]
 
 
 def main(names):

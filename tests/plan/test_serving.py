@@ -1,4 +1,4 @@
-"""Prefill and decode on a mesh: the plan compiles them, so they have to be right."""
+"""The engine's calls that the plan compiles, on meshes, against the model."""
 
 from __future__ import annotations
 

