@@ -1,0 +1,58 @@
+"""The comparison of rollout engines: what it serves and how it reports."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import rollout, rollout_worker, rollout_workload
+
+
+def test_sessions_extend_their_past():
+  """A prefix cache can be judged only if prompts go on from prompts and responses."""
+  given = rollout_workload.Sessions(
+    count=3, turns=4, system_tokens=5, task_tokens=2, turn_tokens=3, new_tokens=2
+  )
+  prompts = {session: [] for session in range(3)}
+
+  def serve(step):
+    waiting = [(session, None) for session in range(3)]
+    while waiting:
+      session, response = waiting.pop(0)
+      prompt = step(session, response)
+      if prompt is not None:
+        prompts[session].append((prompt, response))
+        waiting.append((session, [len(prompt), session]))
+
+  counts = rollout_workload.play(given, 0, serve)
+  assert counts == dict(prompt_tokens=3 * (7 + 12 + 17 + 22), new_tokens=3 * 4 * 2)
+  assert len({tuple(p[0][0][:5]) for p in prompts.values()}) == 1
+  assert len({tuple(p[0][0]) for p in prompts.values()}) == 3
+  for turns in prompts.values():
+    for (before, _), (after, response) in zip(turns, turns[1:], strict=False):
+      assert after[: len(before) + 2] == before + response
+
+
+def test_ratios_are_of_each_round(capsys):
+  """Load on the machine changes from round to round, for all sides alike."""
+  answer = lambda tokens, seconds: dict(tokens=tokens, seconds=seconds, cpu_s=1.0)
+  sides = {
+    'm2jax': [answer(100, 1), answer(100, 2), answer(100, 4)],
+    'vllm': [answer(100, 2), answer(100, 4), answer(100, 4)],
+  }
+  rollout.show(dict(versions=dict(m2jax='jax 1'), found={'8 requests': sides}))
+  out = capsys.readouterr().out
+  assert '2.00 (1.00 to 2.00)' in out and '50' in out.split('m2jax', 2)[2]
+
+
+@pytest.mark.long
+def test_the_worker_serves_sessions():
+  """Our side runs the whole of it, and finds the past of each turn in its cache."""
+  server = rollout_worker.Server(slots=2)
+  try:
+    batch = server.batch(requests=3, prompt=5, new=4, seed=0)
+    found = server.sessions(seed=0, count=2, turns=3)
+  finally:
+    server.scheduler.stop()
+  assert batch['tokens'] == 12 and len(batch['first']) == 4
+  assert found['tokens'] == 2 * 3 * 32
+  assert found['hit_tokens'] > 0.6 * found['prompt_tokens']
