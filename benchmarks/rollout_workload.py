@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 VOCABULARY = 512
-# Of a M2 with 13.5M parameters (docs/facts/clients-and-peers.md §2).
+# An M2 with 13.5M parameters.
 MODEL = dict(
   vocab_size=VOCABULARY,
   num_layers=4,

@@ -44,6 +44,7 @@ def apply(
   multiplicity: Int[Array, 'Tr'],
   replay: Int[Array, 'Tr k'] | None = None,
   sharding: Sharding = ONE_DEVICE,
+  experts: Callable | None = None,
 ) -> tuple[Float[Array, 'Tr D'], Any, Routing]:
   """The block's x, attention's extra output, Routing.
 
@@ -56,6 +57,8 @@ def apply(
     multiplicity: by which assignments are counted.
     replay: recorded expert ids, or None.
     sharding: the mesh.
+    experts: (normed x, expert ids, weights, p) → what is added to x; None is
+      `dispatch.apply`.
   """
   with jax.named_scope('attention'):
     out, extra = attend(rms_norm(x, p['attn_norm'], cfg.rms_norm_eps), p)
@@ -68,6 +71,10 @@ def apply(
     load = router.loads(ids, jnp.asarray(multiplicity), cfg.num_experts)
     # each device routes its part: ids and weights are less to gather than to recompute
     y, ids, weights = map(sharding.gather_residual, (y, ids, weights))
-    kernels = (p[name].astype(x.dtype) for name in ('gate', 'up', 'down'))
-    x = x + dispatch.apply(y, ids, weights, *kernels, sharding=sharding)
+    if experts is not None:
+      out = experts(y, ids, weights, p)
+    else:
+      kernels = (p[name].astype(x.dtype) for name in ('gate', 'up', 'down'))
+      out = dispatch.apply(y, ids, weights, *kernels, sharding=sharding)
+    x = x + out
   return x, extra, Routing(ids, jax.lax.stop_gradient(load))

@@ -107,7 +107,9 @@ class Engine:
       calls.insert, (prefix, state, all_, all_), state, donate=1
     )
     self._jit_prefill = self._jit(calls.prefill, (weights, prefix, all_, all_), prefix)
-    split = functools.partial(forward.split_layers, cfg)
+    # On a TPU or a GPU there are kernels for groups of any size.
+    dense = self.sharding.mesh is None and jax.default_backend() == 'cpu'
+    split = functools.partial(forward.split_layers, cfg, dense=dense)
     self._split_layers = jax.jit(split, out_shardings=self._named(weights))
     self._new_state = jax.jit(self._empty_state, out_shardings=self._named(state))
     self._new_prefix = jax.jit(self._empty_prefix, out_shardings=self._named(prefix))

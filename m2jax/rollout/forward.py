@@ -10,6 +10,7 @@ L layers, K key/value heads, G query heads per K, H head dim.
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import NamedTuple
 
@@ -22,10 +23,13 @@ from m2jax.kernels import tree_attention
 from m2jax.layers import attention, block, rope
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
+from m2jax.moe import batched
 from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.pages import Pages
 from m2jax.sharding import ONE_DEVICE, Sharding
 
+DENSE = 'dense'  # a layer's experts as two matrices
+DENSE_TOKENS = 8  # for calls of at most so many tokens
 # Rows of at least this many new tokens use tree attention, which stores no scores.
 _LONG_CHUNK = 512
 
@@ -76,7 +80,12 @@ def extend(
       return sharding.psum(out, 'heads'), after
 
     ones = jnp.ones(P * C, jnp.int32)
-    x, after, routing = block.apply(x, p, bias, cfg, attend, ones, sharding=sharding)
+    experts = None
+    if P * C <= DENSE_TOKENS and DENSE in p:
+      experts = functools.partial(_all_experts, cfg)
+    x, after, routing = block.apply(
+      *(x, p, bias, cfg, attend, ones), sharding=sharding, experts=experts
+    )
     ids = routing.ids.reshape(P, C, -1)
     return x, pages_lib.write_experts(after, layer, at, ids)
 
@@ -105,17 +114,29 @@ def _through_layers(cfg: ModelConfig, body, x, pages, weights):
   return lax.scan(one, (x, pages), layers)[0]
 
 
-def split_layers(cfg: ModelConfig, variables):
+def split_layers(cfg: ModelConfig, variables, *, dense: bool = False):
   """The weights with a tuple over layers in place of stacked arrays.
 
   XLA copies each slice of a stacked array that a matmul reads, in every call.
+
+  Args:
+    dense: adds each layer's experts as `batched.dense` has them.
   """
   params, router = variables['params'], variables['router']
+  layers = _split(cfg, params['layers'])
+  if dense:
+    kernels = lambda p: (p['gate'], p['up'], p['down'])
+    layers = tuple({**p, DENSE: batched.dense(*kernels(p))} for p in layers)
   return {
     **variables,
-    'params': {**params, 'layers': _split(cfg, params['layers'])},
+    'params': {**params, 'layers': layers},
     'router': {**router, 'layers': _split(cfg, router['layers'])},
   }
+
+
+def _all_experts(cfg: ModelConfig, x, ids, weights, p):
+  kernels = (matrix.astype(x.dtype) for matrix in p[DENSE])
+  return batched.all_experts(x, ids, weights, *kernels, cfg.num_experts)
 
 
 def _split(cfg: ModelConfig, stacked) -> tuple:

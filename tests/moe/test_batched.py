@@ -1,0 +1,41 @@
+"""Experts for few tokens: exact for every routing, whatever fits into the batch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from m2jax.moe import batched
+from tests.moe import test_tiled as tiled_tests
+
+
+@pytest.mark.parametrize('rows', [1, 4, None])
+@pytest.mark.parametrize('kind', ['even', 'one expert', 'elsewhere', 'all elsewhere'])
+def test_routings(kind, rows, monkeypatch):
+  """Value and every gradient against float64 NumPy; with room for fewer of an expert's
+  tokens than it has, and for all."""
+  if rows:
+    monkeypatch.setattr(batched, '_rows', lambda *_: rows)
+  ids = tiled_tests.routing(kind)
+  with jax.enable_x64():
+    arrays = tiled_tests.tensors(0, dtype=np.float64)
+    want = tiled_tests.by_hand(*arrays, ids)
+    run = tiled_tests.value_and_grads.__wrapped__  # `rows` is not part of its key
+    got = run(*arrays, jnp.array(ids), run=batched.experts)
+    for name, a, b in zip(tiled_tests.NAMES, got, want, strict=True):
+      scale = max(1.0, np.abs(b).max())
+      np.testing.assert_allclose(a, b, atol=1e-12 * scale, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize('kind', ['even', 'one expert', 'all elsewhere'])
+def test_all_experts(kind):
+  """In two plain matmuls; those that were not chosen add nothing."""
+  ids = tiled_tests.routing(kind)
+  with jax.enable_x64():
+    x, weights, *kernels = tiled_tests.tensors(0, dtype=np.float64)[:5]
+    want = batched.experts(x, jnp.array(ids), weights, *kernels)
+    dense = batched.dense(*kernels)
+    got = batched.all_experts(x, jnp.array(ids), weights, *dense, len(kernels[0]))
+  np.testing.assert_allclose(got, want, atol=1e-12)
