@@ -49,7 +49,7 @@ def engine_config(slots: int) -> EngineConfig:
     pages=1 + max(slots * 16, 2 * workload.CONTEXT),
     decode_rows=tuple(sorted({min(8, slots), min(16, slots), slots})),
     contexts=(128, 512, 1024, workload.CONTEXT),
-    prefill_shapes=((8, 64), (1, 64)),
+    prefill_shapes=tuple((min(rows, slots), 64) for rows in (1, 8, 32)),
   )
 
 
