@@ -1,9 +1,9 @@
 """SwiGLU experts for few tokens on a CPU: one batched matmul over all experts.
 
-Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k, as in `experts`. Every expert gets room for
-C of its tokens, and three batched matmuls read its matrices where they are; a loop over
-tiles (`tiled`) copies them out first, which for few tokens is most of the time. The
-assignments beyond C, if an expert has more, go to `tiled`.
+Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k, as in `experts`, for the rollout engine.
+Every expert gets room for C of its tokens, and three batched matmuls read its matrices
+where they are; a loop over tiles (`tiled`) copies them out first, which for few tokens
+is most of the time. The assignments beyond C, if an expert has more, go to `tiled`.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden, C rows of an
 expert; columns 2·E·F, rows E·F of the dense form.
@@ -53,7 +53,7 @@ def experts(
   y = dot('ecf,efd->ecd', h, down).reshape(E * rows, -1)
   y = jnp.take(y, slot, axis=0, mode='fill', fill_value=0)  # [T, k, D]
   out = jnp.einsum('tkd,tk->td', y, weights.astype(dtype)).astype(x.dtype)
-  if rows >= T:
+  if rows >= ids.size:  # a token may have an expert more than once, in a replay
     return out
   rest = jnp.where(inside, E, ids)
   arrays = (x, rest, weights, gate, up, down)
@@ -88,6 +88,6 @@ def all_experts(
 
 
 def _rows(tokens: int, top_k: int, experts: int) -> int:
-  """C: twice an expert's average number of tokens, or room for all."""
+  """C: twice an expert's average number of tokens; no more than there are."""
   average = -(-tokens * top_k // experts)
-  return min(-(-2 * average // _ROWS) * _ROWS, -(-tokens // _ROWS) * _ROWS)
+  return -(-min(2 * average, tokens) // _ROWS) * _ROWS

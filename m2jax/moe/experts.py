@@ -1,8 +1,8 @@
 """Dropless SwiGLU experts: Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k.
 
 One implementation per platform, exact for every routing, whose matmuls cost the same
-for every E: `tiled` on a CPU (`batched` for few tokens), elsewhere `grouped`, which
-sorts assignments by expert and runs three grouped matmuls.
+for every E: `tiled` on a CPU, elsewhere `grouped`, which sorts assignments by expert
+and runs three grouped matmuls.
 
 Axes: T tokens, D model, E experts, k experts of a token, A = T·k assignments,
 F expert hidden.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from m2jax.axes import Array, Float, Int, Shaped
 from m2jax.kernels import grouped_matmul
-from m2jax.moe import batched, by_expert, tiled
+from m2jax.moe import by_expert, tiled
 
 
 def apply(
@@ -26,14 +26,12 @@ def apply(
   up: Float[Array, 'E D F'],
   down: Float[Array, 'E F D'],
 ) -> Float[Array, 'T D']:
-  """Σ_k w_k · expert_k(x): `grouped`, or on a CPU `tiled`, or `batched` if T is small.
+  """Σ_k w_k · expert_k(x): `tiled.experts` where lowered for a CPU, else `grouped`.
 
   An id of E is an expert of another device: it adds nothing and gets no gradient.
   """
   arrays = (x, ids, weights, gate, up, down)
-  few = batched.worthwhile(*ids.shape, gate.shape[0])
-  on_cpu = batched.experts if few else tiled.experts
-  return jax.lax.platform_dependent(*arrays, cpu=on_cpu, default=grouped)
+  return jax.lax.platform_dependent(*arrays, cpu=tiled.experts, default=grouped)
 
 
 def grouped(

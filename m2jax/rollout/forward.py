@@ -80,9 +80,7 @@ def extend(
       return sharding.psum(out, 'heads'), after
 
     ones = jnp.ones(P * C, jnp.int32)
-    experts = None
-    if P * C <= DENSE_TOKENS and DENSE in p:
-      experts = functools.partial(_all_experts, cfg)
+    experts = _experts_of(cfg, P * C, p)
     x, after, routing = block.apply(
       *(x, p, bias, cfg, attend, ones), sharding=sharding, experts=experts
     )
@@ -134,9 +132,25 @@ def split_layers(cfg: ModelConfig, variables, *, dense: bool = False):
   }
 
 
+def _experts_of(cfg: ModelConfig, tokens: int, p):
+  """`block.apply`'s experts for calls of few tokens of a layer that has DENSE."""
+  if DENSE not in p:
+    return None
+  if tokens <= DENSE_TOKENS:
+    return functools.partial(_all_experts, cfg)
+  if batched.worthwhile(tokens, cfg.experts_per_token, cfg.num_experts):
+    return _batched_experts
+  return None
+
+
 def _all_experts(cfg: ModelConfig, x, ids, weights, p):
   kernels = (matrix.astype(x.dtype) for matrix in p[DENSE])
   return batched.all_experts(x, ids, weights, *kernels, cfg.num_experts)
+
+
+def _batched_experts(x, ids, weights, p):
+  kernels = (p[name].astype(x.dtype) for name in ('gate', 'up', 'down'))
+  return batched.experts(x, ids, weights, *kernels)
 
 
 def _split(cfg: ModelConfig, stacked) -> tuple:

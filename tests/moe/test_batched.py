@@ -10,15 +10,25 @@ import pytest
 from m2jax.moe import batched
 from tests.moe import test_tiled as tiled_tests
 
+KINDS = ('even', 'one expert', 'repeated', 'elsewhere', 'all elsewhere')
+
+
+def routing(kind):
+  """`test_tiled.routing`; or experts that a token may have twice, as in a replay."""
+  if kind == 'repeated':
+    shape = tiled_tests.TOKENS, tiled_tests.TOP_K
+    return np.random.default_rng(2).integers(2, size=shape)
+  return tiled_tests.routing(kind)
+
 
 @pytest.mark.parametrize('rows', [1, 4, None])
-@pytest.mark.parametrize('kind', ['even', 'one expert', 'elsewhere', 'all elsewhere'])
+@pytest.mark.parametrize('kind', KINDS)
 def test_routings(kind, rows, monkeypatch):
   """Value and every gradient against float64 NumPy; with room for fewer of an expert's
   tokens than it has, and for all."""
   if rows:
     monkeypatch.setattr(batched, '_rows', lambda *_: rows)
-  ids = tiled_tests.routing(kind)
+  ids = routing(kind)
   with jax.enable_x64():
     arrays = tiled_tests.tensors(0, dtype=np.float64)
     want = tiled_tests.by_hand(*arrays, ids)
@@ -29,10 +39,23 @@ def test_routings(kind, rows, monkeypatch):
       np.testing.assert_allclose(a, b, atol=1e-12 * scale, rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize('kind', ['even', 'one expert', 'all elsewhere'])
+def test_more_assignments_than_tokens():
+  """Of one expert, if the tokens have it twice: all count, although they are more than
+  the room for each token."""
+  tokens = 6
+  x, weights, *kernels = tiled_tests.tensors(0, tokens=tokens)[:5]
+  twice = jnp.full((tokens, 2), 3)
+  once = twice.at[:, 1].set(tiled_tests.EXPERTS)
+  got = batched.experts(x, twice, weights, *kernels)
+  total = weights.sum(axis=1, keepdims=True)
+  want = batched.experts(x, once, jnp.repeat(total, 2, axis=1), *kernels)
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('kind', KINDS)
 def test_all_experts(kind):
   """In two plain matmuls; those that were not chosen add nothing."""
-  ids = tiled_tests.routing(kind)
+  ids = routing(kind)
   with jax.enable_x64():
     x, weights, *kernels = tiled_tests.tensors(0, dtype=np.float64)[:5]
     want = batched.experts(x, jnp.array(ids), weights, *kernels)
