@@ -25,8 +25,16 @@ class SamplingParams:
   Attributes:
     max_tokens: maximum response tokens; the engine also stops at its context length.
     temperature: 0 is greedy. Training rollouts use 1.0, untruncated (DESIGN §6).
+    min_p: least probability of a token that may be drawn, as a share of the most
+      likely one's; 0 is off.
     top_p: nucleus mass in (0, 1]; 1 is off.
     top_k: number of most likely tokens to draw from; 0 is off.
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens of the
+      response, once or for each time; 0 is off.
+    repetition_penalty: divides the positive logits of tokens of prompt or response, and
+      multiplies the negative ones; 1 is off.
+    logit_bias: (token id, what is added to its logit), ….
+    top_logprobs: number of most likely tokens to report for each of the response.
     stop_ids: token ids that end the response; the stop token is part of it.
     seed: makes this request's draws reproducible; None uses the engine's stream.
   """
@@ -35,6 +43,12 @@ class SamplingParams:
   temperature: float = 1.0
   top_p: float = 1.0
   top_k: int = 0
+  min_p: float = 0.0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  repetition_penalty: float = 1.0
+  logit_bias: tuple[tuple[int, float], ...] = ()
+  top_logprobs: int = 0
   stop_ids: tuple[int, ...] = ()
   seed: int | None = None
 
@@ -54,7 +68,7 @@ class GenerateResult(ByValue):
   Attributes:
     tokens: response ids, int32, including the stop token if there is one.
     logprobs: float32, of each token under the distribution it was drawn from (after
-      temperature and truncation; greedy reports the temperature-1 value).
+      penalties, temperature and truncation; greedy reports the temperature-1 value).
     versions: int32, policy version of each token; weights may change in flight.
     finish_reason: 'stop', 'length' or 'cancelled'.
     experts: [prompt + response tokens, L, top_k] int16, the experts that the trunk
@@ -63,6 +77,9 @@ class GenerateResult(ByValue):
       ids recorded with the cached K/V, whichever version computed them. -1 where there
       are no K/V: the last response token, which was never fed back, and the unprocessed
       tokens of a cancelled request; training computes the routing of these.
+    top_ids, top_logprobs: [response tokens, SamplingParams.top_logprobs] int32 and
+      float32, the most likely tokens of the same distribution, likeliest first; None
+      unless asked for.
   """
 
   tokens: np.ndarray
@@ -70,5 +87,11 @@ class GenerateResult(ByValue):
   versions: np.ndarray
   finish_reason: str
   experts: np.ndarray | None = dataclasses.field(
+    default=None, compare=False, repr=False
+  )
+  top_ids: np.ndarray | None = dataclasses.field(
+    default=None, compare=False, repr=False
+  )
+  top_logprobs: np.ndarray | None = dataclasses.field(
     default=None, compare=False, repr=False
   )

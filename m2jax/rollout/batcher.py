@@ -28,7 +28,7 @@ from absl import logging
 from m2jax.checks import require
 from m2jax.rollout import decode_plan, prefill_plan
 from m2jax.rollout.api import GenerateRequest, GenerateResult
-from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
+from m2jax.rollout.decode_state import RUNNING, STOP, Slots, make_slots
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.sequences import Sequences, State
 
@@ -46,6 +46,11 @@ TOTALS = (
   'failed',
   'weight_updates',
 )
+
+
+# Fields of SamplingParams that Slots has under the same name.
+_COPIED = ('temperature', 'min_p', 'top_p')
+_COPIED += ('presence_penalty', 'frequency_penalty', 'repetition_penalty')
 
 
 class EngineError(RuntimeError):
@@ -87,6 +92,8 @@ class Job:
     tokens: the prompt, and what was drawn before the sequence was retracted.
     logprobs, versions: of the tokens that were drawn.
     experts: ids recorded before it was retracted, of its first tokens; or None.
+    top: of each decode call the most likely ids and their log-probabilities, if the
+      request asks for them.
   """
 
   prompt: np.ndarray
@@ -99,6 +106,7 @@ class Job:
   logprobs: np.ndarray = dataclasses.field(init=False)
   versions: np.ndarray = dataclasses.field(init=False)
   experts: np.ndarray | None = None
+  top: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
 
   def __post_init__(self):
     self.tokens = self.prompt
@@ -257,21 +265,10 @@ class Batcher:
       return
     config, ready = self.engine.config, np.array(ready)
     total = self.engine.groups * config.slots
-    slots = make_slots(total, config.max_stop_ids)
+    slots = make_slots(total, config)
     at, num_rows = self._lay(ready, config.slots)
     for row, slot in zip(at.tolist(), ready.tolist(), strict=True):
-      job = self.jobs[slot]
-      sampling, n, drawn = job.request.sampling, len(job.tokens), len(job.logprobs)
-      slots.length[row] = n - 1
-      slots.token[row] = job.tokens[-1]
-      slots.remaining[row] = min(sampling.max_tokens - drawn, config.context_tokens - n)
-      slots.sampled[row] = drawn
-      slots.confident[row] = _confident(job.logprobs, config.confident_probability)
-      slots.seed[row] = (job.seed >> 32) & 0xFFFFFFFF, job.seed & 0xFFFFFFFF
-      slots.temperature[row] = sampling.temperature
-      slots.top_p[row] = sampling.top_p
-      slots.top_k[row] = min(sampling.top_k, self.engine.cfg.vocab_size)
-      slots.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
+      _fill(slots, row, self.jobs[slot], self.engine)
     rows = self._spread(ready % config.slots, at, total)
     self.state = self.engine.admit(self.state, rows, num_rows, slots)
     self.table.state[ready] = State.DECODE
@@ -337,10 +334,13 @@ class Batcher:
       )
       self.reset()
       return False
-    for slot, begin in zip(slots.tolist(), before.tolist(), strict=True):
-      job = self.jobs.get(slot)
-      if job is not None and job.on_tokens is not None:
-        self._stream(job, begin)
+    for row, slot in enumerate(slots.tolist()):
+      job = self.jobs[slot]
+      if count := job.request.sampling.top_logprobs:
+        part = row, slice(sampled.counts[row]), slice(count)
+        job.top.append((sampled.top_ids[part], sampled.top_logprobs[part]))
+      if job.on_tokens is not None:
+        self._stream(job, int(before[row]))
     for row in np.flatnonzero(sampled.finish_code != RUNNING):
       job = self.jobs.get(int(slots[row]))
       if job is not None:
@@ -391,6 +391,7 @@ class Batcher:
 
   def _deliver(self, job: Job, reason: str) -> None:
     self.counts['cancelled' if reason == 'cancelled' else 'completions'] += 1
+    top = [np.concatenate(parts) for parts in zip(*job.top, strict=True)]
     job.future.set_result(
       GenerateResult(
         tokens=job.tokens[len(job.prompt) :],
@@ -398,6 +399,8 @@ class Batcher:
         versions=job.versions,
         finish_reason=reason,
         experts=self._experts(job, len(job.tokens)),
+        top_ids=top[0] if top else None,
+        top_logprobs=top[1] if top else None,
       )
     )
 
@@ -452,6 +455,24 @@ class Batcher:
     pages = config.pages_of(positions)
     n = next(n for n in config.table_sizes if n >= pages)
     return self.table.tables[slots, :n]
+
+
+def _fill(slots: Slots, row: int, job: Job, engine: Engine) -> None:
+  """Sets a row to how a request draws its next token."""
+  config, sampling = engine.config, job.request.sampling
+  n, drawn = len(job.tokens), len(job.logprobs)
+  slots.length[row], slots.token[row] = n - 1, job.tokens[-1]
+  slots.remaining[row] = min(sampling.max_tokens - drawn, config.context_tokens - n)
+  slots.sampled[row], slots.prompt[row] = drawn, len(job.prompt)
+  slots.confident[row] = _confident(job.logprobs, config.confident_probability)
+  slots.seed[row] = (job.seed >> 32) & 0xFFFFFFFF, job.seed & 0xFFFFFFFF
+  for field in _COPIED:
+    getattr(slots, field)[row] = getattr(sampling, field)
+  slots.top_k[row] = min(sampling.top_k, engine.cfg.vocab_size)
+  slots.top[row] = sampling.top_logprobs
+  slots.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
+  for i, (token, bias) in enumerate(sampling.logit_bias):
+    slots.bias_ids[row, i], slots.bias[row, i] = token, bias
 
 
 def _confident(logprobs: np.ndarray, probability: float) -> int:

@@ -13,6 +13,7 @@ model.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,17 @@ from m2jax.rollout.decode_state import (
 )
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.sharding import Sharding
+
+
+class Drawn(NamedTuple):
+  """One step's result of P rows; see `decode_state.Sampled`. count: 1 if running."""
+
+  token: jax.Array
+  logprob: jax.Array
+  count: jax.Array
+  code: jax.Array
+  top_ids: jax.Array
+  top_logprobs: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +87,7 @@ class Calls:
       tables: [P, n] int32, pages of at least length + steps positions each.
       steps: int32, at most config.max_steps.
     """
-    P, N = rows.shape[0], self.config.max_steps
+    P, N, top = rows.shape[0], self.config.max_steps, self.config.max_top_logprobs
     slots = jax.tree.map(lambda x: x[rows], state.slots)
     live = jnp.arange(P) < num_rows[0]
     slots = dataclasses.replace(slots, remaining=jnp.where(live, slots.remaining, 0))
@@ -84,6 +96,8 @@ class Calls:
       logprobs=jnp.zeros((P, N), jnp.float32),
       counts=jnp.zeros(P, jnp.int32),
       finish_code=jnp.zeros(P, jnp.int32),
+      top_ids=jnp.zeros((P, N, top), jnp.int32),
+      top_logprobs=jnp.zeros((P, N, top), jnp.float32),
     )
 
     def unfinished(carry):
@@ -92,16 +106,15 @@ class Calls:
 
     def one(carry):
       step, _, pages, slots, sampled = carry
-      pages, slots, (token, logprob, running, code) = self._step(
-        params, pages, slots, tables
-      )
+      pages, slots, drawn = self._step(params, pages, slots, tables)
+      at = lambda into, new: lax.dynamic_update_index_in_dim(into, new, step, 1)
       sampled = Sampled(
-        tokens=lax.dynamic_update_slice(sampled.tokens, token[:, None], (0, step)),
-        logprobs=lax.dynamic_update_slice(
-          sampled.logprobs, logprob[:, None].astype(jnp.float32), (0, step)
-        ),
-        counts=sampled.counts + running,
-        finish_code=jnp.where(running, code, sampled.finish_code),
+        tokens=at(sampled.tokens, drawn.token),
+        logprobs=at(sampled.logprobs, drawn.logprob),
+        counts=sampled.counts + drawn.count,
+        finish_code=jnp.where(drawn.count > 0, drawn.code, sampled.finish_code),
+        top_ids=at(sampled.top_ids, drawn.top_ids),
+        top_logprobs=at(sampled.top_logprobs, drawn.top_logprobs),
       )
       return step + 1, self._any_left(slots), pages, slots, sampled
 
@@ -119,29 +132,30 @@ class Calls:
     return self.sharding.psum(jnp.where(mine, ids, 0), 'rows')
 
   def _step(self, params, pages, slots: Slots, tables):
-    """One token of each running row: pages, slots, (token, logprob, count, code)."""
+    """One token of each running row: pages, slots, Drawn."""
     running = (slots.remaining > 0).astype(jnp.int32)
     rows = forward.Rows(slots.token[:, None], slots.length, running, tables)
     hidden, pages = self._extend(params, pages, rows)
-    slots, *drawn = self._sample(params, hidden[:, 0], slots)
+    logits = head.logits(params['params'], hidden[:, 0])
+    logits = self.sharding.all_gather(logits, 'vocab', axis=1)
+    slots, drawn = self._sample(_adjusted(logits, slots, pages, tables), slots)
     return pages, slots, drawn
 
   def _any_left(self, slots: Slots):
     left = jnp.any(slots.remaining > 0).astype(jnp.int32)
     return self.sharding.psum(left, 'rows') > 0
 
-  def _sample(self, params, hidden, slots: Slots):
-    """Draws each row's next token from hidden [P, D]; finished rows do not change."""
-    logits = head.logits(params['params'], hidden)
-    logits = self.sharding.all_gather(logits, 'vocab', axis=1)
-    token, logprob = sampling.sample(
-      logits,
+  def _sample(self, logits, slots: Slots):
+    """Draws each row's next token; finished rows do not change."""
+    how = sampling.Draws(
       slots.seed,
       slots.sampled,
       slots.temperature,
+      slots.min_p,
       slots.top_k,
       slots.top_p,
     )
+    token, logprob, logprobs = sampling.sample(logits, how)
     running = slots.remaining > 0
     count = running.astype(jnp.int32)
     near_one = logprob > np.log(self.config.confident_probability)
@@ -158,7 +172,23 @@ class Calls:
       sampled=slots.sampled + count,
       confident=jnp.where(running, confident, slots.confident),
     )
-    return slots, token, logprob, count, code.astype(jnp.int32)
+    top = self._top(logprobs, slots)
+    logprob, code = logprob.astype(jnp.float32), code.astype(jnp.int32)
+    return slots, Drawn(token, logprob, count, code, *top)
+
+  def _top(self, logprobs, slots: Slots):
+    """The most likely tokens and their log-probabilities, if a row asks for them."""
+    count = self.config.max_top_logprobs
+    shape = len(logprobs), count
+    none = lambda _: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+
+    def find(logprobs):
+      values, ids = lax.top_k(logprobs, count)
+      return ids.astype(jnp.int32), values.astype(jnp.float32)
+
+    if not count:
+      return none(logprobs)
+    return lax.cond(jnp.any(slots.top > 0), find, none, logprobs)
 
   def _extend(self, params, pages, rows: forward.Rows):
     return forward.extend(self.cfg, params, pages, rows, self.sharding)
@@ -195,6 +225,7 @@ class Calls:
       length=prefix.length[None],
       token=prefix.token[None],
       remaining=jnp.clip(limit, 0, most),
+      prompt=prefix.length[None] + 1,
     )
     slot -= self.sharding.index('rows') * self.config.slots
     mine = (slot >= 0) & (slot < self.config.slots)
@@ -209,11 +240,31 @@ class Calls:
     """One step of every slot."""
     tables = jax.vmap(self._table)(jnp.arange(self.config.slots))
     pages, slots, drawn = self._step(params, state.pages, state.slots, tables)
-    token, logprob, count, _ = drawn
-    result = ResultTokens(
-      jnp.stack([token, count, slots.sampled], axis=1), logprob[:, None]
-    )
+    data = jnp.stack([drawn.token, drawn.count, slots.sampled], axis=1)
+    result = ResultTokens(data, drawn.logprob[:, None])
     return DecodeState(pages, slots), result
+
+
+def _adjusted(logits, slots: Slots, pages, tables):
+  """The logits with the penalties and biases of rows that have any."""
+  how = sampling.Penalties(
+    slots.presence_penalty,
+    slots.frequency_penalty,
+    slots.repetition_penalty,
+    slots.bias_ids,
+    slots.bias,
+  )
+
+  def penalize(logits):
+    tokens = pages_lib.read_tokens(pages, tables)
+    position = jnp.arange(tokens.shape[1])
+    stored = position <= slots.length[:, None]  # the last token, too
+    prompt = position < slots.prompt[:, None]
+    return sampling.penalize(logits, how, tokens, stored & prompt, stored & ~prompt)
+
+  off = (how.presence == 0) & (how.frequency == 0) & (how.repetition == 1)
+  off &= jnp.all(how.bias == 0, axis=1)
+  return lax.cond(jnp.all(off), lambda x: x, penalize, logits)
 
 
 def _scatter(into: Slots, rows_of: Slots, rows, num_rows) -> Slots:

@@ -11,7 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from m2jax.rollout.engine_config import EngineConfig
+
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of Sampled.finish_code
+NO_TOKEN = np.iinfo(np.int32).max
 
 
 def _pytree(*meta: str):
@@ -36,8 +39,12 @@ class Slots:
     sampled: int32, response tokens so far, the index into the slot's random stream.
     confident: int32, number of consecutive latest tokens with probability near 1.
     seed: [S, 2] uint32, the random stream.
-    temperature, top_p: float32. top_k: int32. See SamplingParams.
+    temperature, min_p, top_p, presence_penalty, frequency_penalty,
+      repetition_penalty: float32. top_k: int32. See SamplingParams.
+    prompt: int32, tokens of the prompt: those after it are the response's.
+    top: int32, most likely tokens that are asked for.
     stop_ids: [S, M] int32, padded with -1.
+    bias_ids: [S, b] int32, padded with the largest int32. bias: [S, b] float32.
   """
 
   length: jax.Array
@@ -47,23 +54,42 @@ class Slots:
   confident: jax.Array
   seed: jax.Array
   temperature: jax.Array
+  min_p: jax.Array
   top_p: jax.Array
   top_k: jax.Array
+  presence_penalty: jax.Array
+  frequency_penalty: jax.Array
+  repetition_penalty: jax.Array
+  prompt: jax.Array
+  top: jax.Array
   stop_ids: jax.Array
+  bias_ids: jax.Array
+  bias: jax.Array
 
 
-def make_slots(rows: int, max_stop_ids: int) -> Slots:
+def make_slots(rows: int, config: EngineConfig) -> Slots:
   """Host-side (numpy) Slots that do not decode, to be filled in and admitted."""
-  ints = {
-    f: np.zeros(rows, np.int32)
-    for f in ('length', 'token', 'remaining', 'sampled', 'confident', 'top_k')
-  }
+  int32 = lambda *shape, value=0: np.full((rows, *shape), value, np.int32)
+  float32 = lambda value=0.0: np.full(rows, value, np.float32)
   return Slots(
-    **ints,
+    length=int32(),
+    token=int32(),
+    remaining=int32(),
+    sampled=int32(),
+    confident=int32(),
     seed=np.zeros((rows, 2), np.uint32),
-    temperature=np.ones(rows, np.float32),
-    top_p=np.ones(rows, np.float32),
-    stop_ids=np.full((rows, max_stop_ids), -1, np.int32),
+    temperature=float32(1),
+    min_p=float32(),
+    top_p=float32(1),
+    top_k=int32(),
+    presence_penalty=float32(),
+    frequency_penalty=float32(),
+    repetition_penalty=float32(1),
+    prompt=int32(),
+    top=int32(),
+    stop_ids=int32(config.max_stop_ids, value=-1),
+    bias_ids=int32(config.max_logit_bias, value=NO_TOKEN),
+    bias=np.zeros((rows, config.max_logit_bias), np.float32),
   )
 
 
@@ -97,12 +123,16 @@ class Sampled:
     counts: [P] int32.
     finish_code: [P] int32: RUNNING, STOP (a stop id) or LENGTH (max tokens, context, or
       the run of confident tokens).
+    top_ids, top_logprobs: [P, N, top] int32 and float32, the most likely tokens; not
+      set if no row asks for them.
   """
 
   tokens: jax.Array
   logprobs: jax.Array
   counts: jax.Array
   finish_code: jax.Array
+  top_ids: jax.Array
+  top_logprobs: jax.Array
 
 
 @_pytree('tokens_idx', 'valid_idx', 'length_idx', 'samples_per_slot')

@@ -156,7 +156,7 @@ class Engine:
 
   def _empty_state(self) -> DecodeState:
     config = self.config
-    slots = make_slots(self.groups * config.slots, config.max_stop_ids)
+    slots = make_slots(self.groups * config.slots, config)
     pages = self._empty_pages(self.groups * config.pages)
     return DecodeState(pages, jax.tree.map(jnp.asarray, slots))
 
@@ -189,7 +189,7 @@ class Engine:
         default is temperature 1, no stop ids and a stream seeded by the slot.
     """
     if slots is None:
-      slots = make_slots(1, self.config.max_stop_ids)
+      slots = make_slots(1, self.config)
       slots.seed[0] = (0, slot)
     self._check_own_pages()
     return self._jit_insert(prefix, decode_state, np.int32(slot), slots)
@@ -267,7 +267,7 @@ class Engine:
         state = self.prefill_rows(params, state, tokens, rows(size), rows(size), tables)
       if config.record_experts:
         self.expert_ids(state, np.int32(0), np.zeros(n, np.int32))
-    empty = make_slots(g * config.slots, config.max_stop_ids)
+    empty = make_slots(g * config.slots, config)
     state = self.admit(state, rows(config.slots), rows(1), empty)
     return jax.block_until_ready(state)
 

@@ -27,6 +27,8 @@ class EngineConfig:
     prefill_shapes: (rows, chunk tokens) of a prefill call.
     contexts: positions read by a call; the last must be context_tokens.
     max_stop_ids: M, maximum stop ids per request.
+    max_logit_bias: b, maximum tokens of a request's logit_bias.
+    max_top_logprobs: maximum of a request's top_logprobs.
     confident_probability, confident_tokens: a generation ends ('length') after
       confident_tokens consecutive tokens above this probability (DESIGN §6).
     cache_dtype: of the K/V cache; None is the model's activation dtype.
@@ -43,6 +45,8 @@ class EngineConfig:
   prefill_shapes: tuple[tuple[int, int], ...] = ()
   contexts: tuple[int, ...] = ()
   max_stop_ids: int = 8
+  max_logit_bias: int = 16
+  max_top_logprobs: int = 0
   confident_probability: float = 0.99
   confident_tokens: int = 3000
   cache_dtype: str | None = None
@@ -52,6 +56,8 @@ class EngineConfig:
     check = functools.partial(require, self)
     for field in ('slots', 'page_tokens', 'max_steps', 'max_stop_ids'):
       check(getattr(self, field) > 0, field, 'positive')
+    for field in ('max_logit_bias', 'max_top_logprobs'):
+      check(getattr(self, field) >= 0, field, 'at least 0')
     check(self.confident_tokens > 0, 'confident_tokens', 'positive')
     check(self.context_tokens > 1, 'context_tokens', 'at least 2')
     check(0 < self.confident_probability < 1, 'confident_probability', 'in (0, 1)')

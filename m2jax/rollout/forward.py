@@ -87,6 +87,7 @@ def extend(
     ids = routing.ids.reshape(P, C, -1)
     return x, pages_lib.write_experts(after, layer, at, ids)
 
+  pages = pages_lib.write_tokens(pages, at, rows.tokens)
   x = embed(cfg, params, rows.tokens, sharding)
   weights = (params['layers'], variables['router']['layers'])
   x, pages = _through_layers(cfg, body, x, pages, weights)

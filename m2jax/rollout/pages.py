@@ -26,10 +26,12 @@ UNUSED = 0  # the page of what is not kept
 
 
 class Pages(NamedTuple):
-  """k, v [L, K, pages, page, H], experts [L, pages, page, top_k] int16 or None."""
+  """k, v [L, K, pages, page, H], tokens [pages, page] int32, experts [L, pages, page,
+  top_k] int16 or None."""
 
   k: jax.Array
   v: jax.Array
+  tokens: jax.Array
   experts: jax.Array | None = None
 
   @property
@@ -52,6 +54,7 @@ def empty(
   return Pages(
     k=jnp.zeros(shape, dtype),
     v=jnp.zeros(shape, dtype),
+    tokens=jnp.zeros((pages, page_tokens), jnp.int32),
     experts=jnp.zeros(ids, EXPERT_DTYPE) if record_experts else None,
   )
 
@@ -80,6 +83,12 @@ def write(pages: Pages, layer, at: Places, k, v) -> Pages:
   return pages._replace(k=set_(pages.k, k), v=set_(pages.v, v))
 
 
+def write_tokens(pages: Pages, at: Places, tokens) -> Pages:
+  """Stores tokens [P, C]."""
+  stored = pages.tokens.at[at.page, at.offset].set(tokens, mode='promise_in_bounds')
+  return pages._replace(tokens=stored)
+
+
 def write_experts(pages: Pages, layer, at: Places, ids) -> Pages:
   """Stores expert ids [P, C, top_k] of a layer; nothing if they are not recorded."""
   if pages.experts is None:
@@ -106,6 +115,12 @@ def read(pages: Pages, layer, tables) -> tuple[jax.Array, jax.Array]:
   return take(pages.k), take(pages.v)
 
 
+def read_tokens(pages: Pages, tables) -> jax.Array:
+  """The tokens in the pages of tables [P, n]: [P, S]."""
+  found = pages.tokens.at[tables].get(mode='promise_in_bounds')
+  return found.reshape(len(tables), -1)
+
+
 def expert_ids(pages: Pages, table) -> jax.Array:
   """Expert ids [S, L, top_k] int16 in the pages of a table [n]."""
   found = pages.experts[:, table]
@@ -119,5 +134,5 @@ def copy(into: Pages, targets, source: Pages, sources) -> Pages:
     at = (slice(None),) * axis
     return x.at[(*at, targets)].set(y[(*at, sources)])
 
-  axes = Pages(2, 2, None if into.experts is None else 1)
+  axes = Pages(2, 2, 0, None if into.experts is None else 1)
   return jax.tree.map(one, axes, into, source)

@@ -75,7 +75,8 @@ def page_specs(rules: Rules, *, record_experts: bool, groups: bool = True) -> Pa
   rows = 'rows' if groups else None
   spec = rules.spec('pages', None, 'heads', rows, None, None)
   ids = rules.spec('page experts', None, rows, None, None)
-  return Pages(spec, spec, ids if record_experts else None)
+  tokens = rules.spec('page tokens', rows, None)
+  return Pages(spec, spec, tokens, ids if record_experts else None)
 
 
 def state_specs(rules: Rules, *, record_experts: bool) -> DecodeState:

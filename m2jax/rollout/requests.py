@@ -7,12 +7,13 @@ import math
 import numpy as np
 
 from m2jax.rollout.api import GenerateRequest, PromptTooLong
+from m2jax.rollout.engine_config import EngineConfig
 
 MIN_TEMPERATURE = 1e-6  # smaller ones, other than 0, overflow float32
 
 
 def check(
-  request: GenerateRequest, *, vocab_size: int, context_tokens: int, max_stop_ids: int
+  request: GenerateRequest, vocab_size: int, config: EngineConfig
 ) -> np.ndarray:
   """Checks a request; returns its prompt as int32 [n].
 
@@ -38,6 +39,7 @@ def check(
   prompt = ids(request.prompt_ids, 'prompt_ids')
   if not prompt.size:
     raise ValueError('prompt_ids: must not be empty')
+  context_tokens = config.context_tokens
   if prompt.size >= context_tokens:
     raise PromptTooLong(
       f'prompt_ids: {prompt.size} tokens leave no room for a response in a context of '
@@ -51,10 +53,23 @@ def check(
     f'0 (greedy) or at least {MIN_TEMPERATURE}',
   )
   need(0 < sampling.top_p <= 1, 'top_p', 'in (0, 1]')
+  need(0 <= sampling.min_p <= 1, 'min_p', 'in [0, 1]')
+  for field in ('presence_penalty', 'frequency_penalty'):
+    need(math.isfinite(getattr(sampling, field)), field, 'a finite number')
+  need(0 < sampling.repetition_penalty < math.inf, 'repetition_penalty', 'positive')
+  most = config.max_logit_bias
+  need(len(sampling.logit_bias) <= most, 'logit_bias', f'at most {most} tokens')
+  ids([token for token, _ in sampling.logit_bias], 'sampling.logit_bias')
+  finite = all(math.isfinite(bias) for _, bias in sampling.logit_bias)
+  need(finite, 'logit_bias', 'finite numbers')
+  most = config.max_top_logprobs
+  need(_is_int(sampling.top_logprobs, 0), 'top_logprobs', 'an integer, at least 0')
+  need(sampling.top_logprobs <= most, 'top_logprobs', f'at most {most}')
   need(_is_int(sampling.top_k, 0), 'top_k', 'an integer, at least 0')
   need(sampling.seed is None or _is_int(sampling.seed), 'seed', 'an integer or None')
   stop_ids = ids(sampling.stop_ids, 'sampling.stop_ids')
-  need(stop_ids.size <= max_stop_ids, 'stop_ids', f'at most {max_stop_ids} token ids')
+  most = config.max_stop_ids
+  need(stop_ids.size <= most, 'stop_ids', f'at most {most} token ids')
   return prompt
 
 

@@ -1,75 +1,128 @@
 """On-device sampling of one token per row, with its log-probability.
 
-Each row has its own parameters. Temperature applies first, then top-k, then top-p; the
-log-probability is that of the distribution actually drawn from, in fp32 or wider
-(DESIGN laws 4 and 8). Rows with temperature 0 take the most likely token and report its
-temperature-1 log-probability.
+Each row has its own parameters. Penalties and biases change the logits; then the
+temperature applies, min-p, top-k and top-p. The log-probability is that of the
+distribution actually drawn from, in fp32 or wider (DESIGN laws 4 and 8). Rows with
+temperature 0 take the most likely token and report its temperature-1 log-probability.
 
 A draw inverts the cumulative distribution in two levels: first a block of the
 vocabulary, then a token in it. That takes two uniforms per row, where Gumbel noise
 takes V hashes (on CPU more work than the softmax), and sums of sqrt(V) terms, for which
 fp32 is precise enough. A row's draw depends on its own key and logits only.
 
-Axes: B rows, V vocabulary, N blocks of M tokens, N·M >= V.
+Axes: B rows, V vocabulary, S positions, b biased tokens, N blocks of M tokens, N·M >=
+V.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from m2jax.axes import Array, Float, Int, Int32, UInt32
+from m2jax.axes import Array, Bool, Float, Int, Int32, UInt32
 
 
-def sample(
-  logits: Float[Array, 'B V'],
-  seeds: UInt32[Array, 'B 2'],
-  counters: Int[Array, 'B'],
-  temperature: Float[Array, 'B'],
-  top_k: Int[Array, 'B'],
-  top_p: Float[Array, 'B'],
-) -> tuple[Int32[Array, 'B'], Float[Array, 'B']]:
-  """Draws one token per row.
+class Draws(NamedTuple):
+  """How the token of each row is drawn.
 
-  Args:
-    logits: float32 or wider.
+  Attributes:
     seeds: a row's random stream.
     counters: the draw's index in that stream.
     temperature: 0 is greedy.
+    min_p: least probability, as a share of the most likely token's; 0 is off.
     top_k: 0 is off.
     top_p: in (0, 1]; 1 is off.
+  """
+
+  seeds: UInt32[Array, 'B 2']
+  counters: Int[Array, 'B']
+  temperature: Float[Array, 'B']
+  min_p: Float[Array, 'B']
+  top_k: Int[Array, 'B']
+  top_p: Float[Array, 'B']
+
+
+class Penalties(NamedTuple):
+  """What changes the logits of each row; the first token of a response is counted.
+
+  Attributes:
+    presence: subtracted from tokens that are in the response; 0 is off.
+    frequency: subtracted for each time that they are.
+    repetition: divides the positive logits of tokens of prompt or response, and
+      multiplies the negative ones (arXiv:1909.05858 §4.1); 1 is off.
+    biased, bias: tokens, or V for none, and what is added to their logits.
+  """
+
+  presence: Float[Array, 'B']
+  frequency: Float[Array, 'B']
+  repetition: Float[Array, 'B']
+  biased: Int[Array, 'B b']
+  bias: Float[Array, 'B b']
+
+
+def sample(
+  logits: Float[Array, 'B V'], how: Draws
+) -> tuple[Int32[Array, 'B'], Float[Array, 'B'], Float[Array, 'B V']]:
+  """Draws one token per row of logits, which are float32 or wider.
 
   Returns:
-    tokens, and logprobs of logits' dtype.
+    tokens, their log-probabilities, and those of the whole distribution.
   """
-  greedy = temperature <= 0
+  greedy = how.temperature <= 0
   # Subtract the peak first: a small temperature must not overflow.
   scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
-  scaled = scaled / jnp.where(greedy, 1.0, temperature)[:, None].astype(logits.dtype)
-  truncated = ~greedy & ((top_k > 0) | (top_p < 1))
+  temperature = jnp.where(greedy, 1.0, how.temperature)
+  scaled = scaled / temperature[:, None].astype(logits.dtype)
+  truncated = ~greedy & ((how.min_p > 0) | (how.top_k > 0) | (how.top_p < 1))
   # Truncation is the most expensive step: skip it unless some row asks for it.
   scaled = lax.cond(
     jnp.any(truncated),
-    lambda x: jnp.where(truncated[:, None], truncate(x, top_k, top_p), x),
+    lambda x: jnp.where(truncated[:, None], truncate(x, how), x),
     lambda x: x,
     scaled,
   )
   mass = jnp.exp(scaled)
-  drawn = draw(mass, jax.vmap(_uniform_pair)(seeds, counters))
+  drawn = draw(mass, jax.vmap(_uniform_pair)(how.seeds, how.counters))
   tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
-  chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
-  return tokens, chosen - jnp.log(jnp.sum(mass, axis=-1))
+  logprobs = scaled - jnp.log(jnp.sum(mass, axis=-1, keepdims=True))
+  return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], logprobs
 
 
-def truncate(
-  scaled: Float[Array, 'B V'], top_k: Int[Array, 'B'], top_p: Float[Array, 'B']
+def penalize(
+  logits: Float[Array, 'B V'],
+  how: Penalties,
+  tokens: Int[Array, 'B S'],
+  prompt: Bool[Array, 'B S'],
+  response: Bool[Array, 'B S'],
 ) -> Float[Array, 'B V']:
-  """Sets tokens outside top-k, then outside the nucleus, to -inf.
+  """The logits with penalties for tokens that are there already, and biases.
 
-  The nucleus is the smallest set of most likely tokens, among the top k renormalised,
+  Args:
+    tokens: of prompt and response, at any position.
+    prompt, response: which positions are.
+  """
+  row = jnp.arange(len(logits))[:, None]
+  count = lambda where: (
+    jnp.zeros(logits.shape, jnp.int32).at[row, tokens].add(where, mode='drop')
+  )
+  column = lambda x: x[:, None].astype(logits.dtype)
+  drawn = count(response.astype(jnp.int32))
+  seen = (drawn > 0) | (count(prompt.astype(jnp.int32)) > 0)
+  factor = column(how.repetition)
+  repeated = jnp.where(logits > 0, logits / factor, logits * factor)
+  logits = jnp.where(seen, repeated, logits)
+  logits -= column(how.frequency) * drawn + column(how.presence) * (drawn > 0)
+  return logits.at[row, how.biased].add(how.bias.astype(logits.dtype), mode='drop')
+
+
+def truncate(scaled: Float[Array, 'B V'], how: Draws) -> Float[Array, 'B V']:
+  """Sets tokens below min-p or outside top-k, then outside the nucleus, to -inf.
+
+  The nucleus is the smallest set of most likely tokens, of those left renormalised,
   whose mass reaches top_p. Tokens tied with its least likely one are included.
 
   Bisection over the bits of the logits finds the thresholds: exact, and on CPU a
@@ -77,16 +130,17 @@ def truncate(
 
   Args:
     scaled: temperature applied, at most 0 with 0 the peak of each row.
-    top_k, top_p: as in `sample`.
   """
   integer = jnp.int64 if scaled.dtype == jnp.float64 else jnp.int32
   # Floats of one sign are ordered like their bits; 0 is the most likely token.
   depth = lax.bitcast_convert_type(jnp.abs(scaled), integer)
   one = jnp.ones_like(scaled)
+  top_k = how.top_k
   kept = (top_k <= 0)[:, None] | (depth <= _depth(depth, one, top_k.astype(one.dtype)))
+  kept &= scaled >= jnp.log(how.min_p.astype(scaled.dtype))[:, None]
   mass = jnp.where(kept, jnp.exp(scaled), 0)
-  goal = top_p.astype(mass.dtype) * jnp.sum(mass, axis=-1)
-  kept &= (top_p >= 1)[:, None] | (depth <= _depth(depth, mass, goal))
+  goal = how.top_p.astype(mass.dtype) * jnp.sum(mass, axis=-1)
+  kept &= (how.top_p >= 1)[:, None] | (depth <= _depth(depth, mass, goal))
   return jnp.where(kept, scaled, -jnp.inf)
 
 

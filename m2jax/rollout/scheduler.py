@@ -136,12 +136,8 @@ class Scheduler:
       ValueError: a field is out of range; the message names it.
       EngineError: the scheduler has stopped.
     """
-    prompt = requests.check(
-      request,
-      vocab_size=self._engine.cfg.vocab_size,
-      context_tokens=self._engine.config.context_tokens,
-      max_stop_ids=self._engine.config.max_stop_ids,
-    )
+    engine = self._engine
+    prompt = requests.check(request, engine.cfg.vocab_size, engine.config)
     future = concurrent.futures.Future()
     # From here on only the handle can cancel; otherwise asyncio.wrap_future could.
     future.set_running_or_notify_cancel()

@@ -57,7 +57,7 @@ def served(cfg, variables, tokens, mesh):
     counts = np.full(ROWS, stop - start, np.int32)
     chunk = np.asarray(tokens[:, start:stop])
     state = engine.prefill_rows(weights, state, chunk, starts, counts, tables)
-  how = decode_state.make_slots(ROWS, 1)
+  how = decode_state.make_slots(ROWS, config)
   how.length[:], how.remaining[:], how.temperature[:] = LENGTHS, 2, 0
   how.token[:] = np.asarray(tokens)[np.arange(ROWS), LENGTHS]
   rows = np.tile(np.arange(slots, dtype=np.int32), groups)

@@ -43,6 +43,8 @@ ENGINE_CONFIG = EngineConfig(
   prefill_shapes=((4, 8), (1, 32)),
   contexts=(24, CONTEXT),
   max_stop_ids=3,
+  max_logit_bias=3,
+  max_top_logprobs=4,
   confident_tokens=32,
 )
 

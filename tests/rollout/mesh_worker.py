@@ -127,7 +127,7 @@ def jetstream(engine: Engine, weights) -> dict[str, Any]:
   longer = jax.device_put(longer, engine.get_prefix_destination_sharding())
   used = [1, engine.max_concurrent_decodes - 2]
   for i, (slot, prefix) in enumerate(zip(used, (first, longer), strict=True)):
-    slots = make_slots(1, CONFIG.max_stop_ids)
+    slots = make_slots(1, CONFIG)
     slots.seed[0] = (0, i)
     state = engine.insert(prefix, state, slot, slots=slots)
   for step in range(3):

@@ -73,7 +73,7 @@ def test_jetstream_calls_decode_greedily(engine, variables, reference):
     padded = np.zeros(32, np.int32)
     padded[: len(tokens)] = tokens
     prefix = engine.prefill(variables, padded_tokens=padded, true_length=len(tokens))
-    slots = decode_state.make_slots(1, ENGINE_CONFIG.max_stop_ids)
+    slots = decode_state.make_slots(1, ENGINE_CONFIG)
     slots.temperature[:] = 0
     state = engine.insert(prefix, state, slot, slots=slots)
     jax.tree.map(lambda x: x.delete(), prefix)  # as JetStream's driver does
@@ -107,7 +107,7 @@ def test_prefill_continues_an_existing_prefix(engine, variables, reference):
       padded_tokens=padded,
       true_length=end - begin,
     )
-  slots = decode_state.make_slots(1, ENGINE_CONFIG.max_stop_ids)
+  slots = decode_state.make_slots(1, ENGINE_CONFIG)
   slots.temperature[:] = 0
   state = engine.insert(prefix, engine.init_decode_state(), 2, slots=slots)
   out = []
@@ -130,7 +130,7 @@ def test_generate_many_ends_rows_and_then_itself(engine, variables, reference):
   state = engine.prefill_rows(
     variables, state, chunk, np.zeros(4, np.int32), counts, tables
   )
-  slots = decode_state.make_slots(4, 3)
+  slots = decode_state.make_slots(4, ENGINE_CONFIG)
   slots.length[:], slots.token[:], slots.temperature[:] = 5, tokens[-1], 0
   slots.remaining[:3] = 10, 2, 10
   slots.stop_ids[0, 1] = greedy[2]
@@ -155,7 +155,7 @@ def test_a_run_of_near_certain_tokens_ends_the_response(engine, variables):
   params = dict(variables['params'])
   params['head'] = params['head'] * 1e5  # every choice is certain
   sharp = {**variables, 'params': params}
-  slots = decode_state.make_slots(4, 3)
+  slots = decode_state.make_slots(4, ENGINE_CONFIG)
   slots.token[:2], slots.remaining[:2] = 1, 40
   slots.temperature[1] = 1e9  # near uniform: never confident
   rows, two = np.arange(4, dtype=np.int32), np.array([2], np.int32)

@@ -91,7 +91,7 @@ def test_scanned_layers_and_jetstream_prefixes(variables, full):
     padded_tokens=np.array(tokens[9:]),
     true_length=11,
   )
-  slots = decode_state.make_slots(1, RECORDING.max_stop_ids)
+  slots = decode_state.make_slots(1, RECORDING)
   slots.temperature[:] = 0
   state = engine.insert(prefix, engine.init_decode_state(), 2, slots=slots)
   sampled = []

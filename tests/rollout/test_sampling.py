@@ -15,24 +15,29 @@ from tests.rollout.conftest import log_softmax
 sample = jax.jit(sampling.sample)
 
 
-def rows(n, logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, counter=None):
+def rows(
+  n, logits, *, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0, seed=0, counter=None
+):
   """n draws from one row of logits, each with its own index in one stream."""
   full = lambda value, dtype: jnp.full(n, value, dtype)
   counters = jnp.arange(n) if counter is None else full(counter, jnp.int32)
-  return sample(
-    jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, len(logits))),
+  how = sampling.Draws(
     jnp.broadcast_to(jnp.array([0, seed], jnp.uint32), (n, 2)),
     counters,
     full(temperature, jnp.float32),
+    full(min_p, jnp.float32),
     full(top_k, jnp.int32),
     full(top_p, jnp.float32),
   )
+  logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, len(logits)))
+  return sample(logits, how)[:2]
 
 
-def expected(logits, temperature, top_k, top_p):
+def expected(logits, temperature, top_k, top_p, min_p=0.0):
   """The distribution as a loop over ranked tokens, float64."""
   logits = np.float64(np.float32(logits)) / temperature
   order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+  order = [i for i in order if np.exp(logits[i] - logits[order[0]]) >= min_p]
   kept = order[: top_k or len(order)]
   probability = np.exp(log_softmax(logits[kept]))
   nucleus, mass = [], 0.0
@@ -50,14 +55,23 @@ LOGITS = np.random.default_rng(3).normal(size=23)
 
 
 @pytest.mark.parametrize(
-  'temperature, top_k, top_p',
-  [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8), (1.5, 9, 0.8)],
+  'temperature, top_k, top_p, min_p',
+  [
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 1.0, 0.0),
+    (1.3, 5, 1.0, 0.0),
+    (1.0, 0, 0.8, 0.0),
+    (1.5, 9, 0.8, 0.0),
+    (1.0, 0, 1.0, 0.2),
+    (1.5, 9, 0.8, 0.15),
+  ],
 )
-def test_draws_follow_the_distribution(temperature, top_k, top_p):
+def test_draws_follow_the_distribution(temperature, top_k, top_p, min_p):
   """The draws follow the recorded log-probabilities (law 4)."""
   n = 60_000
-  tokens, logprobs = rows(n, LOGITS, temperature=temperature, top_k=top_k, top_p=top_p)
-  want = expected(LOGITS, temperature, top_k, top_p)
+  how = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+  tokens, logprobs = rows(n, LOGITS, **how)
+  want = expected(LOGITS, **how)
   support = want > 0
   observed = np.bincount(np.asarray(tokens), minlength=len(LOGITS))
   assert observed[~support].sum() == 0
@@ -121,14 +135,15 @@ def test_a_row_does_not_depend_on_its_neighbours():
   greedy, sorting, plain = (0.0, 0, 1.0), (1.0, 2, 0.5), (1.0, 0, 1.0)
   temperature, top_k, top_p = zip(greedy, plain, sorting, strict=True)
   fill = lambda x, dtype: jnp.asarray(np.resize(x, (64, *np.shape(x)[1:])), dtype)
-  tokens, logprobs = sample(
-    fill([-LOGITS, LOGITS, LOGITS], jnp.float32),
+  how = sampling.Draws(
     fill([[9, 9], [0, 5], [0, 5]], jnp.uint32),
     fill([1, 7, 7], jnp.int32),
     fill(temperature, jnp.float32),
+    jnp.zeros(64),
     fill(top_k, jnp.int32),
     fill(top_p, jnp.float32),
   )
+  tokens, logprobs, _ = sample(fill([-LOGITS, LOGITS, LOGITS], jnp.float32), how)
   assert tokens[1] == alone[0][0]
   assert logprobs[1] == alone[1][0]
 
@@ -145,3 +160,38 @@ def test_draw_never_picks_an_index_without_mass(seed, size):
     jnp.asarray(mass, jnp.float32), jnp.asarray(uniforms, jnp.float32)
   )
   assert np.all(mass[np.arange(32), np.asarray(index)] > 0)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_penalties_and_biases(seed):
+  """Against a loop over the tokens of a row, in float64; rows without any stay."""
+  random = np.random.default_rng(seed)
+  rows_, size, length = 4, 11, 9
+  logits = random.normal(size=(rows_, size)) * 3
+  tokens = random.integers(size, size=(rows_, length))
+  ends = np.sort(random.integers(length + 1, size=(rows_, 2)))
+  index = np.arange(length)
+  prompt = index < ends[:, :1]
+  response = ~prompt & (index < ends[:, 1:])
+  presence, frequency = random.uniform(-2, 2, (2, rows_))
+  repetition = random.uniform(0.5, 2, rows_)
+  presence[0] = frequency[0] = 0
+  repetition[0] = 1
+  biased = np.array([[size, size], [3, size], [3, 5], [0, size]])
+  bias = random.normal(size=biased.shape)
+  how = sampling.Penalties(presence, frequency, repetition, biased, bias)
+  how = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), how)
+  got = sampling.penalize(jnp.asarray(logits), how, tokens, prompt, response)
+  want = logits.copy()
+  for row in range(rows_):
+    drawn = tokens[row, response[row]].tolist()
+    for token in {*drawn, *tokens[row, prompt[row]].tolist()}:
+      factor = repetition[row] if want[row, token] < 0 else 1 / repetition[row]
+      want[row, token] *= factor
+    for token in set(drawn):
+      want[row, token] -= presence[row] + frequency[row] * drawn.count(token)
+    for token, value in zip(biased[row], bias[row], strict=True):
+      if token < size:
+        want[row, token] += value
+  np.testing.assert_allclose(got, want, atol=1e-5)
+  np.testing.assert_allclose(got[0], logits[0], atol=1e-6)

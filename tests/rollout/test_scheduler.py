@@ -15,7 +15,7 @@ import pytest
 
 from m2jax.rollout.api import GenerateRequest, PromptTooLong, SamplingParams
 from m2jax.rollout.scheduler import EngineError, Scheduler, SchedulerConfig
-from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG
+from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG, log_softmax
 from tests.rollout.test_engine import prompt
 
 TIMEOUT_S = 60
@@ -177,6 +177,52 @@ def test_truncation_reaches_the_device(serve, variables, reference):
   assert set(draws[20:]) == {ranked[0]}
   assert all(lp == 0 for r in results[::2][20:] for lp in r.logprobs)
   assert len({r.tokens[0] for r in results[1::2]}) > 3
+
+
+def penalised(reference, variables, prompt, result, sampling):
+  """[n, V] float64: log-probabilities that each token was drawn with."""
+  logits = reference.logits(variables, [*prompt, *result.tokens])[len(prompt) - 1 : -1]
+  for i, row in enumerate(logits):
+    drawn = result.tokens[:i].tolist()
+    for token in {*prompt, *drawn}:
+      row[token] *= sampling.repetition_penalty ** (1 if row[token] < 0 else -1)
+    for token in set(drawn):
+      row[token] -= sampling.presence_penalty
+      row[token] -= sampling.frequency_penalty * drawn.count(token)
+    for token, bias in sampling.logit_bias:
+      row[token] += bias
+  return log_softmax(logits / (sampling.temperature or 1.0))
+
+
+def test_penalties_biases_and_likeliest_tokens(serve, variables, reference):
+  """Of each request alone, whatever else is in the batch; tokens of the prompt count
+  also when they were found in the prefix cache."""
+  scheduler = serve()
+  tokens = prompt(3, 14)
+  how = [
+    dict(presence_penalty=2.0, frequency_penalty=0.5),
+    dict(repetition_penalty=1.7, temperature=0.0),
+    dict(logit_bias=((5, 4.0), (7, -3.0)), top_logprobs=2),
+    dict(top_logprobs=4, temperature=0.7),
+    dict(),
+  ]
+  for _ in range(2):
+    requests = [request(tokens, max_tokens=20, **fields) for fields in how]
+    results = run(scheduler, *requests)
+    for r, result in zip(requests, results, strict=True):
+      want = penalised(reference, variables, tokens, result, r.sampling)
+      chosen = want[np.arange(len(want)), result.tokens]
+      np.testing.assert_allclose(result.logprobs, chosen, atol=2e-4)
+      if r.sampling.temperature == 0:
+        np.testing.assert_array_equal(result.tokens, want.argmax(axis=1))
+      if count := r.sampling.top_logprobs:
+        best = np.sort(want)[:, : -count - 1 : -1]
+        np.testing.assert_allclose(result.top_logprobs, best, atol=2e-4)
+        at = np.take_along_axis(want, result.top_ids, axis=1)
+        np.testing.assert_allclose(at, best, atol=2e-4)
+      else:
+        assert result.top_ids is None
+  assert scheduler.stats()['prefix_hit_tokens'] >= 12 * 5
 
 
 def swap_in_flight(scheduler, other, requests, at_tokens=5):
@@ -345,6 +391,13 @@ def test_the_longest_prompt_is_served_and_the_next_refused(serve):
     ('sampling.seed', request([1], seed=1.5)),
     ('sampling.stop_ids', request([1], stop_ids=(CFG.vocab_size,))),
     ('sampling.stop_ids', request([1], stop_ids=(1, 2, 3, 4))),
+    ('sampling.min_p', request([1], min_p=1.5)),
+    ('sampling.presence_penalty', request([1], presence_penalty=float('inf'))),
+    ('sampling.repetition_penalty', request([1], repetition_penalty=0.0)),
+    ('sampling.logit_bias', request([1], logit_bias=((CFG.vocab_size, 1.0),))),
+    ('sampling.logit_bias', request([1], logit_bias=((1, 1.0),) * 4)),
+    ('sampling.logit_bias', request([1], logit_bias=((1, float('nan')),))),
+    ('sampling.top_logprobs', request([1], top_logprobs=5)),
   ],
 )
 def test_a_bad_request_is_refused_by_name(serve, field, bad):
