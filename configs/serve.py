@@ -40,6 +40,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     decode_rows=(1, 8),
     contexts=(128, 768),  # few shapes: each takes seconds to compile
     prefill_shapes=((1, 16), (1, 256), (4, 64)),
+    max_top_logprobs=20,
   )
   c.scheduler = dict(decode_steps=8)
   fields.complete(c.gateway, GatewayConfig)

@@ -68,9 +68,11 @@ class Answer:
   Attributes:
     message: the OpenAI message.
     tokens: text of each response token, if logprobs were requested.
+    likeliest: of each, (text, log-probability) of the top_logprobs that were requested.
   """
 
   request: protocol.ChatRequest
   completion: Completion
   message: dict
   tokens: tuple[str, ...] = ()
+  likeliest: tuple[tuple[tuple[str, float], ...], ...] = ()

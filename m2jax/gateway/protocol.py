@@ -5,15 +5,15 @@ than by pydantic models: it runs once per completion, on a CPU that the engine n
 
 Treatment of each field:
 - used: model, messages, tools, max_completion_tokens (or max_tokens), stream,
-  stream_options.include_usage, logprobs (not with stream), tool_choice 'auto' and
-  'none' ('none' omits the tools from the prompt);
+  stream_options.include_usage, logprobs and top_logprobs (not with stream), tool_choice
+  'auto' and 'none' ('none' omits the tools from the prompt);
 - sampling (temperature, top_p, top_k, seed, frequency_penalty, presence_penalty,
   repetition_penalty, min_p, logit_bias): overridden and counted in a training session
-  (law 4; a seed would make the samples of a group identical); in an evaluation session
-  temperature, top_p, top_k and seed are honoured and the others must be neutral;
+  (law 4; a seed would make the samples of a group identical), and honoured in an
+  evaluation session;
 - rejected, because ignoring them would change the meaning: n other than 1, stop,
-  response_format other than text, top_logprobs, functions, function_call, audio, image
-  or other non-text content;
+  response_format other than text, functions, function_call, audio, image or other
+  non-text content;
 - accepted as 'auto' and counted: tool_choice 'required' or a named function (the engine
   does not constrain its output);
 - ignored: all others, because real agents send many additional fields.
@@ -42,7 +42,8 @@ _NAME = re.compile(r'[A-Za-z0-9_.-]{1,64}')
 
 # Minimum bytes that the template renders per message, call, argument or tool.
 _PART_BYTES = len('<tool></tool>')
-_UNSUPPORTED = ('stop', 'functions', 'function_call', 'audio', 'top_logprobs')
+_UNSUPPORTED = ('stop', 'functions', 'function_call', 'audio')
+MAX_TOP_LOGPROBS = 20  # OpenAI's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class ChatRequest:
     tools_digest: equal iff the prompt's tools are; b'' without tools.
     max_tokens: requested response limit, or None.
     sampling: the sampling fields that are present and not null, as sent.
-    stream, include_usage, logprobs: as OpenAI defines them.
+    stream, include_usage, logprobs, top_logprobs: as OpenAI defines them.
     ignored: names of fields accepted without effect that are worth counting.
   """
 
@@ -69,6 +70,7 @@ class ChatRequest:
   stream: bool
   include_usage: bool
   logprobs: bool
+  top_logprobs: int = 0
   ignored: tuple[str, ...] = ()
 
 
@@ -129,9 +131,19 @@ def _checked(data: dict) -> tuple[ChatRequest, list[dict]]:
     stream=stream,
     include_usage=stream and flag(stream_options, 'include_usage'),
     logprobs=logprobs,
+    top_logprobs=_top_logprobs(data, logprobs),
     ignored=ignored,
   )
   return request, messages
+
+
+def _top_logprobs(data: dict, logprobs: bool) -> int:
+  count = integer(data, 'top_logprobs') or 0
+  if not 0 <= count <= MAX_TOP_LOGPROBS:
+    raise invalid(f'must be between 0 and {MAX_TOP_LOGPROBS}', 'top_logprobs')
+  if count and not logprobs:
+    raise invalid('needs logprobs: true', 'top_logprobs')
+  return count
 
 
 def check_count(

@@ -50,17 +50,12 @@ def completion(answer: Answer) -> dict[str, Any]:
     'logprobs': None,
   }
   if answer.request.logprobs:
+    likeliest = answer.likeliest or ((),) * len(answer.tokens)
+    drawn = zip(answer.tokens, recorded.logprobs.tolist(), likeliest, strict=True)
     choice['logprobs'] = {
       'content': [
-        {
-          'token': token,
-          'logprob': logprob if math.isfinite(logprob) else -9999.0,
-          'bytes': list(token.encode()),
-          'top_logprobs': [],
-        }
-        for token, logprob in zip(
-          answer.tokens, recorded.logprobs.tolist(), strict=True
-        )
+        _entry(token, logprob) | {'top_logprobs': [_entry(*other) for other in others]}
+        for token, logprob, others in drawn
       ]
     }
   return {
@@ -71,6 +66,12 @@ def completion(answer: Answer) -> dict[str, Any]:
     'choices': [choice],
     'usage': usage(answer),
   }
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+  # JSON has no -inf; OpenAI's clients expect -9999 for it.
+  logprob = logprob if math.isfinite(logprob) else -9999.0
+  return {'token': token, 'logprob': logprob, 'bytes': list(token.encode())}
 
 
 def finish_reason(answer: Answer) -> str:

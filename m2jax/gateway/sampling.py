@@ -2,7 +2,7 @@
 
 A training session always samples the untruncated temperature-1 distribution (law 4),
 from the engine's random stream: a seed would make the samples of a group identical. An
-evaluation session samples as requested, as far as the engine supports it.
+evaluation session samples as requested.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from m2jax.gateway.errors import invalid
 from m2jax.gateway.fields import integer
 from m2jax.rollout.api import SamplingParams
 
-# Sampling fields that the engine lacks, with the value that means "off".
-_UNSUPPORTED = {
+# Fields that SamplingParams has under the same name, with the value that is off.
+_OFF = {
   'frequency_penalty': 0,
   'presence_penalty': 0,
   'repetition_penalty': 1,
   'min_p': 0,
-  'logit_bias': {},
 }
 
 
@@ -40,7 +39,8 @@ def read(data: dict) -> dict[str, Any]:
       continue
     if isinstance(value, bool) or not isinstance(value, int | float):
       raise invalid('must be a number', field)
-    if not low <= value <= high or (field == 'top_p' and value == 0):
+    positive = field in ('top_p', 'repetition_penalty')
+    if not low <= value <= high or (positive and value == 0):
       raise invalid(f'must be between {low} and {high}, not {value}', field)
     found[field] = value
   top_k = integer(data, 'top_k')
@@ -51,12 +51,24 @@ def read(data: dict) -> dict[str, Any]:
   seed = integer(data, 'seed')
   if seed is not None:
     found['seed'] = seed
-  logit_bias = data.get('logit_bias')
-  if logit_bias is not None:
-    if not isinstance(logit_bias, dict):
-      raise invalid('must be an object from token id to bias', 'logit_bias')
-    found['logit_bias'] = logit_bias
+  if data.get('logit_bias') is not None:
+    found['logit_bias'] = _logit_bias(data['logit_bias'])
   return found
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+  """OpenAI's object from token id to bias, as SamplingParams has it."""
+  if not isinstance(value, dict):
+    raise invalid('must be an object from token id to bias', 'logit_bias')
+  for token, bias in value.items():
+    # isdecimal: int() also takes signs, spaces and underscores.
+    if not (token.isascii() and token.isdecimal() and len(token) < 10):
+      raise invalid(f'{token[:20]!r} is not a token id', 'logit_bias')
+    number = isinstance(bias, int | float) and not isinstance(bias, bool)
+    if not number or not -100 <= bias <= 100:
+      raise invalid('biases must be numbers between -100 and 100', 'logit_bias')
+  merged = {int(token): float(bias) for token, bias in value.items()}
+  return tuple(merged.items())
 
 
 def params(
@@ -67,6 +79,7 @@ def params(
   max_tokens: int,
   stop_ids: tuple[int, ...],
   defaults: tuple[float, float, int],
+  top_logprobs: int = 0,
 ) -> tuple[SamplingParams, tuple[str, ...]]:
   """The engine's sampling parameters, and the overridden fields.
 
@@ -79,29 +92,24 @@ def params(
     max_tokens: limit of requests without one.
     stop_ids: ids that end a message.
     defaults: temperature, top_p and top_k for evaluation requests without them.
-
-  Raises:
-    ApiError: 400, in evaluation, for a sampling field that the engine lacks.
+    top_logprobs: number of most likely tokens to report; of the policy in training.
   """
   if asked_tokens is not None:
     max_tokens = asked_tokens
   if training:
-    neutral = {'temperature': 1, 'top_p': 1, 'top_k': 0, **_UNSUPPORTED}
+    neutral = {'temperature': 1, 'top_p': 1, 'top_k': 0, 'logit_bias': (), **_OFF}
     overrides = tuple(name for name in asked if asked[name] != neutral.get(name))
-    return SamplingParams(max_tokens, stop_ids=stop_ids), overrides
-  for name, off in _UNSUPPORTED.items():
-    if name in asked and asked[name] != off:
-      raise invalid(
-        f'the engine does not support it; omit it or send {off}',
-        name,
-        'unsupported_parameter',
-      )
+    sampled = SamplingParams(max_tokens, stop_ids=stop_ids, top_logprobs=top_logprobs)
+    return sampled, overrides
   temperature, top_p, top_k = defaults
   return SamplingParams(
     max_tokens,
     temperature=asked.get('temperature', temperature),
     top_p=asked.get('top_p', top_p),
     top_k=asked.get('top_k', top_k),
+    **{name: asked.get(name, off) for name, off in _OFF.items()},
+    logit_bias=asked.get('logit_bias', ()),
+    top_logprobs=top_logprobs,
     stop_ids=stop_ids,
     seed=asked.get('seed'),
   ), ()

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from m2jax.gateway import (
@@ -128,6 +129,7 @@ class ChatService:
       max_tokens=self.config.default_max_tokens,
       stop_ids=self._stop_ids,
       defaults=self._defaults,
+      top_logprobs=request.top_logprobs,
     )
     plan = prompts.plan(session, request, self._context_tokens)
     prompt_ids = plan.prompt_ids(await reading.encode(plan.part))
@@ -198,10 +200,18 @@ class ChatService:
     closed = tuple(result.tokens[-1:].tolist()) == self._stop_ids
     session.add(plan.node(request, completion, message, closed=closed))
     self.sessions.trim()
-    tokens = ()
+    tokens, likeliest = (), ()
     if request.logprobs:
-      tokens = tuple(self.tokenizer.decode([t]) for t in result.tokens.tolist())
-    return Answer(request, completion, message, tokens)
+      tokens = self._texts(result.tokens)
+    if request.top_logprobs:
+      likeliest = tuple(
+        tuple(zip(self._texts(ids), logprobs.tolist(), strict=True))
+        for ids, logprobs in zip(result.top_ids, result.top_logprobs, strict=True)
+      )
+    return Answer(request, completion, message, tokens, likeliest)
+
+  def _texts(self, ids: np.ndarray) -> tuple[str, ...]:
+    return tuple(self.tokenizer.decode([token]) for token in ids.tolist())
 
   def _count_prompt(self, plan, request, overrides):
     count = self.counters.add

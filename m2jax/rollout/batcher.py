@@ -15,10 +15,8 @@ Axes: g groups of devices, P rows of a group in a call, N decode steps of a call
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,9 +25,10 @@ from absl import logging
 
 from m2jax.checks import require
 from m2jax.rollout import decode_plan, prefill_plan
-from m2jax.rollout.api import GenerateRequest, GenerateResult
-from m2jax.rollout.decode_state import RUNNING, STOP, Slots, make_slots
+from m2jax.rollout.api import GenerateResult
+from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.engine import Engine
+from m2jax.rollout.jobs import Job
 from m2jax.rollout.sequences import Sequences, State
 
 _RATE_WINDOW_S = 10.0
@@ -46,11 +45,6 @@ TOTALS = (
   'failed',
   'weight_updates',
 )
-
-
-# Fields of SamplingParams that Slots has under the same name.
-_COPIED = ('temperature', 'min_p', 'top_p')
-_COPIED += ('presence_penalty', 'frequency_penalty', 'repetition_penalty')
 
 
 class EngineError(RuntimeError):
@@ -82,36 +76,6 @@ class SchedulerConfig:
   def __post_init__(self):
     for field in ('decode_steps', 'prefill_budget_tokens'):
       require(self, getattr(self, field) >= 1, field, 'at least 1')
-
-
-@dataclasses.dataclass(eq=False)
-class Job:
-  """A request in progress; slot is -1 while it waits.
-
-  Attributes:
-    tokens: the prompt, and what was drawn before the sequence was retracted.
-    logprobs, versions: of the tokens that were drawn.
-    experts: ids recorded before it was retracted, of its first tokens; or None.
-    top: of each decode call the most likely ids and their log-probabilities, if the
-      request asks for them.
-  """
-
-  prompt: np.ndarray
-  request: GenerateRequest
-  seed: int
-  on_tokens: Callable[[tuple[int, ...]], None] | None
-  future: concurrent.futures.Future
-  slot: int = -1
-  tokens: np.ndarray = dataclasses.field(init=False)
-  logprobs: np.ndarray = dataclasses.field(init=False)
-  versions: np.ndarray = dataclasses.field(init=False)
-  experts: np.ndarray | None = None
-  top: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
-
-  def __post_init__(self):
-    self.tokens = self.prompt
-    self.logprobs = np.zeros(0, np.float32)
-    self.versions = np.zeros(0, np.int64)
 
 
 class Batcher:
@@ -268,7 +232,7 @@ class Batcher:
     slots = make_slots(total, config)
     at, num_rows = self._lay(ready, config.slots)
     for row, slot in zip(at.tolist(), ready.tolist(), strict=True):
-      _fill(slots, row, self.jobs[slot], self.engine)
+      self.jobs[slot].fill(slots, row, self.engine)
     rows = self._spread(ready % config.slots, at, total)
     self.state = self.engine.admit(self.state, rows, num_rows, slots)
     self.table.state[ready] = State.DECODE
@@ -391,7 +355,7 @@ class Batcher:
 
   def _deliver(self, job: Job, reason: str) -> None:
     self.counts['cancelled' if reason == 'cancelled' else 'completions'] += 1
-    top = [np.concatenate(parts) for parts in zip(*job.top, strict=True)]
+    top_ids, top_logprobs = job.likeliest()
     job.future.set_result(
       GenerateResult(
         tokens=job.tokens[len(job.prompt) :],
@@ -399,8 +363,8 @@ class Batcher:
         versions=job.versions,
         finish_reason=reason,
         experts=self._experts(job, len(job.tokens)),
-        top_ids=top[0] if top else None,
-        top_logprobs=top[1] if top else None,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
       )
     )
 
@@ -455,27 +419,3 @@ class Batcher:
     pages = config.pages_of(positions)
     n = next(n for n in config.table_sizes if n >= pages)
     return self.table.tables[slots, :n]
-
-
-def _fill(slots: Slots, row: int, job: Job, engine: Engine) -> None:
-  """Sets a row to how a request draws its next token."""
-  config, sampling = engine.config, job.request.sampling
-  n, drawn = len(job.tokens), len(job.logprobs)
-  slots.length[row], slots.token[row] = n - 1, job.tokens[-1]
-  slots.remaining[row] = min(sampling.max_tokens - drawn, config.context_tokens - n)
-  slots.sampled[row], slots.prompt[row] = drawn, len(job.prompt)
-  slots.confident[row] = _confident(job.logprobs, config.confident_probability)
-  slots.seed[row] = (job.seed >> 32) & 0xFFFFFFFF, job.seed & 0xFFFFFFFF
-  for field in _COPIED:
-    getattr(slots, field)[row] = getattr(sampling, field)
-  slots.top_k[row] = min(sampling.top_k, engine.cfg.vocab_size)
-  slots.top[row] = sampling.top_logprobs
-  slots.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
-  for i, (token, bias) in enumerate(sampling.logit_bias):
-    slots.bias_ids[row, i], slots.bias[row, i] = token, bias
-
-
-def _confident(logprobs: np.ndarray, probability: float) -> int:
-  """Number of the last tokens that all are likelier than `probability`."""
-  unsure = np.flatnonzero(~(logprobs > np.log(probability)))
-  return len(logprobs) - (int(unsure[-1]) + 1 if unsure.size else 0)

@@ -107,7 +107,9 @@ class Calls:
     def one(carry):
       step, _, pages, slots, sampled = carry
       pages, slots, drawn = self._step(params, pages, slots, tables)
-      at = lambda into, new: lax.dynamic_update_index_in_dim(into, new, step, 1)
+      at = lambda into, new: lax.dynamic_update_index_in_dim(
+        into, new.astype(into.dtype), step, 1
+      )
       sampled = Sampled(
         tokens=at(sampled.tokens, drawn.token),
         logprobs=at(sampled.logprobs, drawn.logprob),
@@ -173,8 +175,7 @@ class Calls:
       confident=jnp.where(running, confident, slots.confident),
     )
     top = self._top(logprobs, slots)
-    logprob, code = logprob.astype(jnp.float32), code.astype(jnp.int32)
-    return slots, Drawn(token, logprob, count, code, *top)
+    return slots, Drawn(token, logprob, count, code.astype(jnp.int32), *top)
 
   def _top(self, logprobs, slots: Slots):
     """The most likely tokens and their log-probabilities, if a row asks for them."""

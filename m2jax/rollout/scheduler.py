@@ -34,10 +34,10 @@ from m2jax.rollout.batcher import (
   Batcher,
   EngineError,
   EngineLost,
-  Job,
   SchedulerConfig,
 )
 from m2jax.rollout.engine import Engine
+from m2jax.rollout.jobs import Job
 from m2jax.rollout.sequences import State
 
 __all__ = ['EngineError', 'EngineLost', 'Handle', 'Scheduler', 'SchedulerConfig']

@@ -96,11 +96,15 @@ class ScriptedEngine:
     rest = len(tokens) % self.piece_tokens
     if on_tokens and rest:
       on_tokens(tuple(tokens[-rest:]))
+    likeliest = request.sampling.top_logprobs
+    ids = np.tile(np.arange(likeliest, dtype=np.int32), (len(tokens), 1))
     result = GenerateResult(
       tokens=np.array(tokens, np.int32),
       logprobs=np.array([-self._random.random() for _ in tokens], np.float32),
       versions=np.full(len(tokens), self.version, np.int32),
       finish_reason=reason,
+      top_ids=ids if likeliest else None,
+      top_logprobs=-ids.astype(np.float32) if likeliest else None,
     )
     self.results.append((request, result))
     return result

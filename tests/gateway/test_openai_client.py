@@ -127,6 +127,18 @@ def test_logprobs(serve, tok):
   entries = reply.choices[0].logprobs.content
   assert [e.logprob for e in entries] == records[0].logprobs.tolist()
   assert ''.join(e.token for e in entries) == tok.decode(records[0].response_ids)
+  assert all(e.top_logprobs == [] for e in entries)
+
+
+def test_top_logprobs(serve, tok):
+  """The most likely tokens of each position, as many as asked for, likeliest first."""
+  gateway, _, _ = serve(response_text('a', 'b'))
+  reply = client_of(gateway).chat.completions.create(
+    model='m2jax', messages=QUESTION, logprobs=True, top_logprobs=3
+  )
+  for entry in reply.choices[0].logprobs.content:
+    likeliest = [(other.token, other.logprob) for other in entry.top_logprobs]
+    assert likeliest == [(tok.decode([i]), -i) for i in range(3)]
 
 
 def test_models_and_error_types(serve):
