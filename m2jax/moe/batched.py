@@ -1,4 +1,4 @@
-"""SwiGLU experts for few tokens on a CPU: one batched matmul over all experts.
+"""SwiGLU experts on a CPU without gradients: batched matmuls over all experts.
 
 Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k, as in `experts`, for the rollout engine.
 Every expert gets room for C of its tokens, and three batched matmuls read its matrices
@@ -6,23 +6,26 @@ where they are; a loop over tiles (`tiled`) copies them out first, which for few
 is most of the time. The assignments beyond C, if an expert has more, go to `tiled`.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden, C rows of an
-expert; columns 2·E·F, rows E·F of the dense form.
+expert; n blocks of b tokens; columns 2·E·F, rows E·F of the dense form.
 """
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from m2jax.axes import Array, Float, Int
+from m2jax.axes import Array, Float, Float32, Int
 from m2jax.moe import tiled
 
 _ROWS = 8  # C is a multiple
+_BLOCK = 64
 
 
 def worthwhile(tokens: int, top_k: int, experts: int) -> bool:
-  """Whether most experts have a token, but few of them many."""
-  return experts <= 2 * tokens * top_k <= 32 * experts
+  """Whether most experts have a token."""
+  return experts <= 2 * tokens * top_k
 
 
 def experts(
@@ -36,23 +39,22 @@ def experts(
   """Same contract as `experts.apply`."""
   (T, k), E = ids.shape, gate.shape[0]
   rows = _rows(T, k, E)
-  chosen = ids[..., None] == jnp.arange(E)  # an id of E is in none
-  count = jnp.sum(chosen, axis=1, dtype=jnp.int32)
-  before = jnp.cumsum(count, axis=0) - count  # of each expert, in earlier tokens
-  repeats = jnp.tril(ids[:, :, None] == ids[:, None, :], -1).sum(-1)
-  place = jnp.take_along_axis(before, jnp.minimum(ids, E - 1), axis=1) + repeats
+  place = _places(ids, E)
   inside = (place < rows) & (ids < E)
-  slot = jnp.where(inside, ids * rows + place, E * rows)
+  slot = ids * rows + place
   token = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[:, None], ids.shape)
-  tokens = jnp.zeros(E * rows, jnp.int32).at[slot].set(token, mode='drop')
+  at = jnp.where(inside, slot, E * rows)
+  tokens = jnp.zeros(E * rows, jnp.int32).at[at].set(token, mode='drop')
   dtype = jnp.promote_types(x.dtype, jnp.float32)
   dot = lambda spec, a, b: jnp.einsum(spec, a, b, preferred_element_type=dtype)
-  ordered = x[tokens].reshape(E, rows, -1)
+  take = lambda x, at: x.at[at].get(mode='promise_in_bounds')
+  ordered = take(x, tokens).reshape(E, rows, -1)
   h = jax.nn.silu(dot('ecd,edf->ecf', ordered, gate))
   h = (h * dot('ecd,edf->ecf', ordered, up)).astype(x.dtype)
   y = dot('ecf,efd->ecd', h, down).reshape(E * rows, -1)
-  y = jnp.take(y, slot, axis=0, mode='fill', fill_value=0)  # [T, k, D]
-  out = jnp.einsum('tkd,tk->td', y, weights.astype(dtype)).astype(x.dtype)
+  y = take(y, jnp.where(inside, slot, 0))  # [T, k, D]
+  scale = jnp.where(inside, weights, 0).astype(dtype)
+  out = jnp.sum(y * scale[..., None], axis=1).astype(x.dtype)
   if rows >= ids.size:  # a token may have an expert more than once, in a replay
     return out
   rest = jnp.where(inside, E, ids)
@@ -88,6 +90,27 @@ def all_experts(
 
 
 def _rows(tokens: int, top_k: int, experts: int) -> int:
-  """C: twice an expert's average number of tokens; no more than there are."""
-  average = -(-tokens * top_k // experts)
-  return -(-min(2 * average, tokens) // _ROWS) * _ROWS
+  """C: what random routing rarely exceeds, 2.8 deviations; no more than there are."""
+  average = tokens * top_k / experts
+  rows = min(math.ceil(average + 2.8 * math.sqrt(average)), tokens)
+  return -(-rows // _ROWS) * _ROWS
+
+
+def _places(ids: Int[Array, 'T k'], experts: int) -> Int[Array, 'T k']:
+  """The number of earlier assignments of each one's expert."""
+  T = len(ids)
+  chosen = jnp.sum(ids[..., None] == jnp.arange(experts), axis=1, dtype=jnp.float32)
+  blocks = -(-T // _BLOCK)
+  size = min(T, _BLOCK)
+  padded = jnp.pad(chosen, ((0, blocks * size - T), (0, 0)))
+  chosen = padded.reshape(blocks, size, experts)
+  # Products of counts are exact, and much faster than cumsum on a CPU.
+  inside = jnp.einsum('ij,nje->nie', _below(size), chosen)
+  before = _below(blocks) @ jnp.sum(chosen, axis=1)
+  before = (inside + before[:, None]).reshape(-1, experts)[:T].astype(jnp.int32)
+  repeats = jnp.tril(ids[:, :, None] == ids[:, None, :], -1).sum(-1)
+  return jnp.take_along_axis(before, jnp.minimum(ids, experts - 1), axis=1) + repeats
+
+
+def _below(n: int) -> Float32[Array, 'n n']:
+  return jnp.tril(jnp.ones((n, n), jnp.float32), -1)
