@@ -1,12 +1,13 @@
 """SwiGLU experts on a CPU without gradients: batched matmuls over all experts.
 
 Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k, as in `experts`, for the rollout engine.
-Every expert gets room for C of its tokens, and three batched matmuls read its matrices
+Every expert gets room for C of its tokens, and two batched matmuls read its matrices
 where they are; a loop over tiles (`tiled`) copies them out first, which for few tokens
-is most of the time. The assignments beyond C, if an expert has more, go to `tiled`.
+is most of the time. The assignments beyond C, if an expert has more, are computed in
+such a loop.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden, C rows of an
-expert; n blocks of b tokens; columns 2·E·F, rows E·F of the dense form.
+expert; n blocks of b tokens; columns 2·F, and 2·E·F × E·F of the dense form.
 """
 
 from __future__ import annotations
@@ -15,52 +16,77 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from m2jax.axes import Array, Float, Float32, Int
-from m2jax.moe import tiled
 
 _ROWS = 8  # C is a multiple
 _BLOCK = 64
 
 
-def worthwhile(tokens: int, top_k: int, experts: int) -> bool:
-  """Whether most experts have a token."""
-  return experts <= 2 * tokens * top_k
+def fused(gate: Float[Array, 'E D F'], up: Float[Array, 'E D F']) -> jax.Array:
+  """The first matrices of `experts`, [E, D, 2F]: one matmul instead of two."""
+  return jnp.concatenate([gate, up], axis=2)
 
 
 def experts(
   x: Float[Array, 'T D'],
   ids: Int[Array, 'T k'],
   weights: Float[Array, 'T k'],
-  gate: Float[Array, 'E D F'],
-  up: Float[Array, 'E D F'],
+  gate_up: Float[Array, 'E D columns'],
   down: Float[Array, 'E F D'],
 ) -> Float[Array, 'T D']:
-  """Same contract as `experts.apply`."""
-  (T, k), E = ids.shape, gate.shape[0]
+  """Same contract as `experts.apply`, with `fused` matrices."""
+  (T, k), E = ids.shape, len(down)
   rows = _rows(T, k, E)
   place = _places(ids, E)
   inside = (place < rows) & (ids < E)
   slot = ids * rows + place
-  token = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[:, None], ids.shape)
   at = jnp.where(inside, slot, E * rows)
+  token = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[:, None], ids.shape)
   tokens = jnp.zeros(E * rows, jnp.int32).at[at].set(token, mode='drop')
-  dtype = jnp.promote_types(x.dtype, jnp.float32)
-  dot = lambda spec, a, b: jnp.einsum(spec, a, b, preferred_element_type=dtype)
-  take = lambda x, at: x.at[at].get(mode='promise_in_bounds')
-  ordered = take(x, tokens).reshape(E, rows, -1)
-  h = jax.nn.silu(dot('ecd,edf->ecf', ordered, gate))
-  h = (h * dot('ecd,edf->ecf', ordered, up)).astype(x.dtype)
-  y = dot('ecf,efd->ecd', h, down).reshape(E * rows, -1)
-  y = take(y, jnp.where(inside, slot, 0))  # [T, k, D]
-  scale = jnp.where(inside, weights, 0).astype(dtype)
-  out = jnp.sum(y * scale[..., None], axis=1).astype(x.dtype)
-  if rows >= ids.size:  # a token may have an expert more than once, in a replay
-    return out
-  rest = jnp.where(inside, E, ids)
-  arrays = (x, rest, weights, gate, up, down)
-  none = lambda x, *_: jnp.zeros_like(x)
-  return out + jax.lax.cond(jnp.all(rest == E), none, tiled.experts, *arrays)
+  ordered = _take(x, tokens).reshape(E, rows, -1)
+  y = _swiglu(ordered, gate_up, down).reshape(E * rows, -1)
+  y = _take(y, jnp.where(inside, slot, 0))  # [T, k, D]
+  scale = jnp.where(inside, weights, 0).astype(y.dtype)
+  out = jnp.sum(y * scale[..., None], axis=1)
+  out = _add_rest(out, rows, x, ids, place, weights, gate_up, down)
+  return out.astype(x.dtype)
+
+
+def _add_rest(out, rows: int, x, ids, place, weights, gate_up, down):
+  """Adds the assignments beyond `rows` of an expert, `rows` of one at a time."""
+  E = len(down)
+  tile = jnp.where(ids < E, place // rows, 0).astype(jnp.int32)  # 0: done
+  tiles = jnp.zeros(E, jnp.int32).at[ids].max(tile, mode='drop')
+  ends = jnp.cumsum(tiles)
+  token = jnp.broadcast_to(jnp.arange(len(x), dtype=jnp.int32)[:, None], ids.shape)
+
+  def one(i, out):
+    expert = jnp.sum(i >= ends)
+    number = i - (ends - tiles)[expert] + 1
+    mine = (ids == expert) & (tile == number)
+    at = jnp.where(mine, place % rows, rows)
+    fill = lambda x: jnp.zeros(rows, x.dtype).at[at].set(x, mode='drop')
+    tokens = fill(token)
+    kernels = (lax.dynamic_slice_in_dim(m, expert, 1) for m in (gate_up, down))
+    y = _swiglu(_take(x, tokens)[None], *kernels)[0]
+    y *= fill(weights)[:, None].astype(y.dtype)
+    return out.at[tokens].add(y, mode='promise_in_bounds')
+
+  return lax.fori_loop(0, ends[-1], one, out)
+
+
+def _swiglu(x: Float[Array, 'E C D'], gate_up, down) -> Float[Array, 'E C D']:
+  """Each expert's tokens through its matrices; at least fp32."""
+  dtype, F = jnp.promote_types(x.dtype, jnp.float32), down.shape[1]
+  dot = lambda a, b: jnp.einsum('ecd,edf->ecf', a, b, preferred_element_type=dtype)
+  h = dot(x, gate_up)
+  return dot((jax.nn.silu(h[..., :F]) * h[..., F:]).astype(x.dtype), down)
+
+
+def _take(x, at):
+  return x.at[at].get(mode='promise_in_bounds')
 
 
 def dense(gate, up, down) -> tuple[jax.Array, jax.Array]:

@@ -29,6 +29,7 @@ from m2jax.rollout.pages import Pages
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 DENSE = 'dense'  # a layer's experts as two matrices
+FUSED = 'gate_up'  # and as two matrices an expert, in place of gate and up
 DENSE_TOKENS = 8  # for calls of at most so many tokens
 # Rows of at least this many new tokens use tree attention, which stores no scores.
 _LONG_CHUNK = 512
@@ -119,13 +120,12 @@ def split_layers(cfg: ModelConfig, variables, *, dense: bool = False):
   XLA copies each slice of a stacked array that a matmul reads, in every call.
 
   Args:
-    dense: adds each layer's experts as `batched.dense` has them.
+    dense: gives each layer's experts as `batched.dense` and `batched.fused` do.
   """
   params, router = variables['params'], variables['router']
   layers = _split(cfg, params['layers'])
   if dense:
-    kernels = lambda p: (p['gate'], p['up'], p['down'])
-    layers = tuple({**p, DENSE: batched.dense(*kernels(p))} for p in layers)
+    layers = tuple(map(_for_batched, layers))
   return {
     **variables,
     'params': {**params, 'layers': layers},
@@ -133,15 +133,19 @@ def split_layers(cfg: ModelConfig, variables, *, dense: bool = False):
   }
 
 
+def _for_batched(p):
+  gate, up, down = (p[name] for name in ('gate', 'up', 'down'))
+  rest = {name: x for name, x in p.items() if name not in ('gate', 'up')}
+  return {**rest, FUSED: batched.fused(gate, up), DENSE: batched.dense(gate, up, down)}
+
+
 def _experts_of(cfg: ModelConfig, tokens: int, p):
-  """`block.apply`'s experts for calls of few tokens of a layer that has DENSE."""
+  """`block.apply`'s experts, if the weights were split with `dense`."""
   if DENSE not in p:
     return None
   if tokens <= DENSE_TOKENS:
     return functools.partial(_all_experts, cfg)
-  if batched.worthwhile(tokens, cfg.experts_per_token, cfg.num_experts):
-    return _batched_experts
-  return None
+  return _batched_experts
 
 
 def _all_experts(cfg: ModelConfig, x, ids, weights, p):
@@ -150,7 +154,7 @@ def _all_experts(cfg: ModelConfig, x, ids, weights, p):
 
 
 def _batched_experts(x, ids, weights, p):
-  kernels = (p[name].astype(x.dtype) for name in ('gate', 'up', 'down'))
+  kernels = (p[name].astype(x.dtype) for name in (FUSED, 'down'))
   return batched.experts(x, ids, weights, *kernels)
 
 

@@ -10,6 +10,11 @@ import pytest
 from m2jax.moe import batched
 from tests.moe import test_tiled as tiled_tests
 
+
+def experts(x, ids, weights, gate, up, down):
+  return batched.experts(x, ids, weights, batched.fused(gate, up), down)
+
+
 KINDS = ('even', 'one expert', 'repeated', 'elsewhere', 'all elsewhere')
 
 
@@ -33,7 +38,7 @@ def test_routings(kind, rows, monkeypatch):
     arrays = tiled_tests.tensors(0, dtype=np.float64)
     want = tiled_tests.by_hand(*arrays, ids)
     run = tiled_tests.value_and_grads.__wrapped__  # `rows` is not part of its key
-    got = run(*arrays, jnp.array(ids), run=batched.experts)
+    got = run(*arrays, jnp.array(ids), run=experts)
     for name, a, b in zip(tiled_tests.NAMES, got, want, strict=True):
       scale = max(1.0, np.abs(b).max())
       np.testing.assert_allclose(a, b, atol=1e-12 * scale, rtol=0, err_msg=name)
@@ -46,9 +51,9 @@ def test_more_assignments_than_tokens():
   x, weights, *kernels = tiled_tests.tensors(0, tokens=tokens)[:5]
   twice = jnp.full((tokens, 2), 3)
   once = twice.at[:, 1].set(tiled_tests.EXPERTS)
-  got = batched.experts(x, twice, weights, *kernels)
+  got = experts(x, twice, weights, *kernels)
   total = weights.sum(axis=1, keepdims=True)
-  want = batched.experts(x, once, jnp.repeat(total, 2, axis=1), *kernels)
+  want = experts(x, once, jnp.repeat(total, 2, axis=1), *kernels)
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -58,7 +63,7 @@ def test_all_experts(kind):
   ids = routing(kind)
   with jax.enable_x64():
     x, weights, *kernels = tiled_tests.tensors(0, dtype=np.float64)[:5]
-    want = batched.experts(x, jnp.array(ids), weights, *kernels)
+    want = experts(x, jnp.array(ids), weights, *kernels)
     dense = batched.dense(*kernels)
     got = batched.all_experts(x, jnp.array(ids), weights, *dense, len(kernels[0]))
   np.testing.assert_allclose(got, want, atol=1e-12)
