@@ -22,7 +22,7 @@ from jax import lax
 
 from m2jax.config import ModelConfig
 from m2jax.layers import head
-from m2jax.rollout import forward, sampling
+from m2jax.rollout import contexts, forward, sampling
 from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.decode_state import (
   LENGTH,
@@ -51,11 +51,17 @@ class Drawn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-  """The calls of an engine of these sizes. `sharding` is `placement.serving`'s."""
+  """The calls of an engine of these sizes.
+
+  Attributes:
+    sharding: `placement.serving`'s.
+    contexts: decoding works on copies of its rows' pages; see contexts.py.
+  """
 
   cfg: ModelConfig
   config: EngineConfig
   sharding: Sharding
+  contexts: bool = False
 
   # --- The scheduler's calls.
 
@@ -120,8 +126,14 @@ class Calls:
       )
       return step + 1, self._any_left(slots), pages, slots, sampled
 
-    begin = jnp.int32(0), self._any_left(slots), state.pages, slots, sampled
+    starts, pages = slots.length, state.pages
+    if self.contexts:
+      pages = contexts.take(pages, tables)
+    begin = jnp.int32(0), self._any_left(slots), pages, slots, sampled
     _, _, pages, slots, sampled = lax.while_loop(unfinished, one, begin)
+    if self.contexts:
+      new = slots.length - starts
+      pages = contexts.put_back(state.pages, pages, tables, starts, new, N)
     return DecodeState(pages, _scatter(state.slots, slots, rows, num_rows[0])), sampled
 
   def expert_ids(self, state: DecodeState, group, table) -> jax.Array:
@@ -257,7 +269,7 @@ def _adjusted(logits, slots: Slots, pages, tables):
   )
 
   def penalize(logits):
-    tokens = pages_lib.read_tokens(pages, tables)
+    tokens = pages.read_tokens(tables)
     position = jnp.arange(tokens.shape[1])
     stored = position <= slots.length[:, None]  # the last token, too
     prompt = position < slots.prompt[:, None]

@@ -86,7 +86,10 @@ class Engine:
     state = placement.state_specs(rules, record_experts=records)
     prefix = placement.prefix_specs(rules, record_experts=records)
     self._prefix = prefix
-    calls, all_ = Calls(cfg, config, self.sharding), _EVERYWHERE
+    # On a TPU or a GPU there are kernels for pages and for groups of any size.
+    alone = self.sharding.mesh is None and jax.default_backend() == 'cpu'
+    unrolled = alone and cfg.unroll_layers
+    calls, all_ = Calls(cfg, config, self.sharding, unrolled), _EVERYWHERE
     row = placement.rows_spec(rules)
     self.prefill_rows = self._jit(
       calls.prefill_rows, (weights, state, *[row] * 4), state, donate=1
@@ -107,9 +110,7 @@ class Engine:
       calls.insert, (prefix, state, all_, all_), state, donate=1
     )
     self._jit_prefill = self._jit(calls.prefill, (weights, prefix, all_, all_), prefix)
-    # On a TPU or a GPU there are kernels for groups of any size.
-    dense = self.sharding.mesh is None and jax.default_backend() == 'cpu'
-    split = functools.partial(forward.split_layers, cfg, dense=dense)
+    split = functools.partial(forward.split_layers, cfg, dense=alone)
     self._split_layers = jax.jit(split, out_shardings=self._named(weights))
     self._new_state = jax.jit(self._empty_state, out_shardings=self._named(state))
     self._new_prefix = jax.jit(self._empty_prefix, out_shardings=self._named(prefix))

@@ -19,20 +19,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from m2jax.config import ModelConfig
-from m2jax.kernels import tree_attention
 from m2jax.layers import attention, block, rope
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
 from m2jax.moe import batched
-from m2jax.rollout import pages as pages_lib
+from m2jax.rollout.contexts import Contexts
 from m2jax.rollout.pages import Pages
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 DENSE = 'dense'  # a layer's experts as two matrices
 FUSED = 'gate_up'  # and as two matrices an expert, in place of gate and up
 DENSE_TOKENS = 8  # for calls of at most so many tokens
-# Rows of at least this many new tokens use tree attention, which stores no scores.
-_LONG_CHUNK = 512
 
 
 class Rows(NamedTuple):
@@ -54,10 +51,10 @@ class Rows(NamedTuple):
 def extend(
   cfg: ModelConfig,
   variables,
-  pages: Pages,
+  pages: Pages | Contexts,
   rows: Rows,
   sharding: Sharding = ONE_DEVICE,
-) -> tuple[jax.Array, Pages]:
+) -> tuple[jax.Array, Pages | Contexts]:
   """Consumes the tokens: hidden [P, C, D] after the final norm, and the pages.
 
   A token sees the stored positions up to its own. Hidden states of padding are
@@ -66,17 +63,15 @@ def extend(
   params, (P, C) = variables['params'], rows.tokens.shape
   position = rows.starts[:, None] + jnp.arange(C)
   live = jnp.arange(C) < rows.counts[:, None]
-  at = pages_lib.places(rows.tables, position, live, pages.page_tokens)
+  at = pages.places(rows.tables, position, live)
   tables = rope.tables(position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
-  over_pages = _short_chunk if C < _LONG_CHUNK else _long_chunk
 
   def body(x, pages, p, bias, layer):
     def attend(x, p):
       qkv = attention.project(x, p, cfg, tables, sharding)
       q, k, v = (a.reshape(P, C, *a.shape[1:]) for a in qkv)
-      after = pages_lib.write(pages, layer, at, k, v)
-      keys, values = pages_lib.read(after, layer, rows.tables)
-      out = over_pages(q, keys.astype(q.dtype), values.astype(q.dtype), position)
+      after = pages.write(layer, at, k, v)
+      out = after.attend(layer, q, rows.tables, position)
       out = out.reshape(P * C, -1) @ p['o'].astype(x.dtype)
       return sharding.psum(out, 'heads'), after
 
@@ -86,9 +81,9 @@ def extend(
       *(x, p, bias, cfg, attend, ones), sharding=sharding, experts=experts
     )
     ids = routing.ids.reshape(P, C, -1)
-    return x, pages_lib.write_experts(after, layer, at, ids)
+    return x, after.write_experts(layer, at, ids)
 
-  pages = pages_lib.write_tokens(pages, at, rows.tokens)
+  pages = pages.write_tokens(at, rows.tokens)
   x = embed(cfg, params, rows.tokens, sharding)
   weights = (params['layers'], variables['router']['layers'])
   x, pages = _through_layers(cfg, body, x, pages, weights)
@@ -161,29 +156,3 @@ def _batched_experts(x, ids, weights, p):
 def _split(cfg: ModelConfig, stacked) -> tuple:
   layer = lambda l: jax.tree.map(operator.itemgetter(l), stacked)
   return tuple(layer(l) for l in range(cfg.num_layers))
-
-
-def _short_chunk(q, keys, values, position) -> jax.Array:
-  """q [P, C, K·G, H], keys, values [K, P, S, H], position [P, C] → [P, C, K·G, H];
-  scores and softmax at least fp32."""
-  (P, C, heads, H), (K, _, S, _) = q.shape, keys.shape
-  wide = jnp.promote_types(q.dtype, jnp.float32)
-  # One matrix per (kv head, row): on CPU several times as fast as einsum's order.
-  q = q.reshape(P, C, K, heads // K, H).transpose(2, 0, 1, 3, 4).reshape(K, P, -1, H)
-  scores = jnp.einsum('kpqh,kpsh->kpqs', q, keys, preferred_element_type=wide)
-  scores = scores.reshape(K, P, C, heads // K, S) * H**-0.5
-  seen = jnp.arange(S) <= position[..., None]  # [P, C, S]
-  weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, -jnp.inf), axis=-1)
-  weights = weights.astype(q.dtype).reshape(K, P, -1, S)
-  out = jnp.einsum('kpqs,kpsh->kpqh', weights, values)
-  return out.reshape(K, P, C, -1, H).transpose(1, 2, 0, 3, 4).reshape(P, C, heads, H)
-
-
-def _long_chunk(q, keys, values, position) -> jax.Array:
-  """The same by tree attention; positions after a row's last are padding."""
-  S = keys.shape[2]
-  live = jnp.arange(S) <= position[:, -1:]
-  subtree_end = jnp.where(live, S, 0).astype(jnp.int32)
-  visibility = tree_attention.Visibility(subtree_end, position.astype(jnp.int32))
-  keys, values = (x.transpose(1, 2, 0, 3) for x in (keys, values))
-  return tree_attention.attend(q, keys, values, visibility)

@@ -20,9 +20,17 @@ import jax
 import jax.numpy as jnp
 
 from m2jax.config import ModelConfig
+from m2jax.rollout import attention
 
 EXPERT_DTYPE = jnp.int16
 UNUSED = 0  # the page of what is not kept
+
+
+class Places(NamedTuple):
+  """Where the new tokens of a call are stored: page and offset, [P, C] int32."""
+
+  page: jax.Array
+  offset: jax.Array
 
 
 class Pages(NamedTuple):
@@ -37,6 +45,58 @@ class Pages(NamedTuple):
   @property
   def page_tokens(self) -> int:
     return self.k.shape[3]
+
+  def places(self, tables, positions, live) -> Places:
+    """Of positions [P, C] by tables [P, n]; those not `live` [P, C] are unused."""
+    index = positions // self.page_tokens
+    inside = jnp.minimum(index, tables.shape[1] - 1)
+    page = jnp.take_along_axis(tables, inside, axis=1)
+    live = live & (index < tables.shape[1])
+    return Places(jnp.where(live, page, UNUSED), positions % self.page_tokens)
+
+  def write(self, layer, at: Places, k, v) -> Pages:
+    """Stores k, v [P, C, K, H] of a layer."""
+    set_ = lambda x, new: x.at[layer, :, at.page, at.offset].set(
+      new.astype(x.dtype), mode='promise_in_bounds'
+    )
+    return self._replace(k=set_(self.k, k), v=set_(self.v, v))
+
+  def write_tokens(self, at: Places, tokens) -> Pages:
+    """Stores tokens [P, C]."""
+    stored = self.tokens.at[at.page, at.offset].set(tokens, mode='promise_in_bounds')
+    return self._replace(tokens=stored)
+
+  def write_experts(self, layer, at: Places, ids) -> Pages:
+    """Stores expert ids [P, C, top_k] of a layer; nothing if they are not recorded."""
+    if self.experts is None:
+      return self
+    ids = ids.astype(EXPERT_DTYPE)
+    at = self.experts.at[layer, at.page, at.offset]
+    return self._replace(experts=at.set(ids, mode='promise_in_bounds'))
+
+  def read(self, layer, tables) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of a layer in the pages of tables [P, n]: [K, P, S, H] each."""
+    L, K, count, page, H = self.k.shape
+    # One gather of whole pages from all layers' and heads'.
+    heads = (layer * K + jnp.arange(K)) * count
+    index = heads[:, None, None] + tables
+    take = lambda x: (
+      x.reshape(L * K * count, page, H)
+      .at[index]
+      .get(mode='promise_in_bounds')
+      .reshape(K, len(tables), -1, H)
+    )
+    return take(self.k), take(self.v)
+
+  def attend(self, layer, q, tables, position) -> jax.Array:
+    """Attention of q [P, C, K·G, H] at position [P, C] over each row so far."""
+    keys, values = (x.astype(q.dtype) for x in self.read(layer, tables))
+    return attention.attend(q, keys, values, position)
+
+  def read_tokens(self, tables) -> jax.Array:
+    """The tokens in the pages of tables [P, n]: [P, S]."""
+    found = self.tokens.at[tables].get(mode='promise_in_bounds')
+    return found.reshape(len(tables), -1)
 
 
 def empty(
@@ -57,68 +117,6 @@ def empty(
     tokens=jnp.zeros((pages, page_tokens), jnp.int32),
     experts=jnp.zeros(ids, EXPERT_DTYPE) if record_experts else None,
   )
-
-
-class Places(NamedTuple):
-  """Where the new tokens of a call are stored: page and offset, [P, C] int32."""
-
-  page: jax.Array
-  offset: jax.Array
-
-
-def places(tables, positions, live, page_tokens: int) -> Places:
-  """Places of positions [P, C] by tables [P, n]; those not `live` [P, C] are unused."""
-  index = positions // page_tokens
-  inside = jnp.minimum(index, tables.shape[1] - 1)
-  page = jnp.take_along_axis(tables, inside, axis=1)
-  live = live & (index < tables.shape[1])
-  return Places(jnp.where(live, page, UNUSED), positions % page_tokens)
-
-
-def write(pages: Pages, layer, at: Places, k, v) -> Pages:
-  """Stores k, v [P, C, K, H] of a layer."""
-  set_ = lambda x, new: x.at[layer, :, at.page, at.offset].set(
-    new.astype(x.dtype), mode='promise_in_bounds'
-  )
-  return pages._replace(k=set_(pages.k, k), v=set_(pages.v, v))
-
-
-def write_tokens(pages: Pages, at: Places, tokens) -> Pages:
-  """Stores tokens [P, C]."""
-  stored = pages.tokens.at[at.page, at.offset].set(tokens, mode='promise_in_bounds')
-  return pages._replace(tokens=stored)
-
-
-def write_experts(pages: Pages, layer, at: Places, ids) -> Pages:
-  """Stores expert ids [P, C, top_k] of a layer; nothing if they are not recorded."""
-  if pages.experts is None:
-    return pages
-  ids = ids.astype(EXPERT_DTYPE)
-  experts = pages.experts.at[layer, at.page, at.offset].set(
-    ids, mode='promise_in_bounds'
-  )
-  return pages._replace(experts=experts)
-
-
-def read(pages: Pages, layer, tables) -> tuple[jax.Array, jax.Array]:
-  """Keys and values of a layer in the pages of tables [P, n]: [K, P, S, H] each."""
-  L, K, count, page, H = pages.k.shape
-  # One gather of whole pages from all layers' and heads'.
-  heads = (layer * K + jnp.arange(K)) * count
-  index = heads[:, None, None] + tables
-  take = lambda x: (
-    x.reshape(L * K * count, page, H)
-    .at[index]
-    .get(mode='promise_in_bounds')
-    .reshape(K, len(tables), -1, H)
-  )
-  return take(pages.k), take(pages.v)
-
-
-def read_tokens(pages: Pages, tables) -> jax.Array:
-  """The tokens in the pages of tables [P, n]: [P, S]."""
-  found = pages.tokens.at[tables].get(mode='promise_in_bounds')
-  return found.reshape(len(tables), -1)
 
 
 def expert_ids(pages: Pages, table) -> jax.Array:

@@ -1,0 +1,94 @@
+"""The key/value cache of one call's rows, in order, for decoding on a CPU.
+
+A call takes its rows' pages out of the cache once, decodes several steps, and puts what
+is new back; every step reads keys and values where they are. Elsewhere kernels read
+pages through their tables. `Contexts` has the methods of `Pages` that `forward.extend`
+needs.
+
+Axes: those of pages.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from m2jax.rollout import attention
+from m2jax.rollout.pages import EXPERT_DTYPE, Pages, Places
+
+
+class Contexts(NamedTuple):
+  """k [K, P, H, S], v [K, P, S, H] of each layer, which XLA would copy out of a stack;
+  tokens [P, S]; experts [L, P, S, top_k] or None."""
+
+  k: tuple[jax.Array, ...]
+  v: tuple[jax.Array, ...]
+  tokens: jax.Array
+  experts: jax.Array | None
+
+  def places(self, tables, positions, live) -> Places:
+    """Row and position; one beyond the last for those that are not live."""
+    del tables
+    P, S = self.tokens.shape
+    row = jnp.broadcast_to(jnp.arange(P)[:, None], positions.shape)
+    return Places(row, jnp.where(live, positions, S))
+
+  def write(self, layer: int, at: Places, k, v) -> Contexts:
+    def set_(stack, at, new):
+      new = at.set(new.astype(stack[layer].dtype), mode='drop')
+      return (*stack[:layer], new, *stack[layer + 1 :])
+
+    return self._replace(
+      k=set_(self.k, self.k[layer].at[:, at.page, :, at.offset], k),
+      v=set_(self.v, self.v[layer].at[:, at.page, at.offset], v.transpose(2, 0, 1, 3)),
+    )
+
+  def write_tokens(self, at: Places, tokens) -> Contexts:
+    stored = self.tokens.at[at.page, at.offset].set(tokens, mode='drop')
+    return self._replace(tokens=stored)
+
+  def write_experts(self, layer: int, at: Places, ids) -> Contexts:
+    if self.experts is None:
+      return self
+    stored = self.experts.at[layer, at.page, at.offset]
+    return self._replace(experts=stored.set(ids.astype(EXPERT_DTYPE), mode='drop'))
+
+  def attend(self, layer: int, q, tables, position) -> jax.Array:
+    del tables
+    keys, values = self.k[layer].astype(q.dtype), self.v[layer].astype(q.dtype)
+    return attention.short_chunk(q, keys, values, position)
+
+  def read_tokens(self, tables) -> jax.Array:
+    del tables
+    return self.tokens
+
+
+def take(pages: Pages, tables) -> Contexts:
+  """The contexts in the pages of tables [P, n]."""
+  layers = [pages.read(layer, tables) for layer in range(len(pages.k))]
+  tokens, ids = pages.read_tokens(tables), pages.experts
+  if ids is not None:  # of what is there already nothing reads them
+    ids = jnp.zeros((len(ids), *tokens.shape, ids.shape[-1]), ids.dtype)
+  k = tuple(keys.swapaxes(2, 3) for keys, _ in layers)
+  return Contexts(k, tuple(values for _, values in layers), tokens, ids)
+
+
+def put_back(pages: Pages, contexts: Contexts, tables, starts, counts, most: int):
+  """The pages, with positions starts … starts + counts - 1 [P] of the contexts.
+
+  Args:
+    most: that counts can be.
+  """
+  P, S = contexts.tokens.shape
+  positions = starts[:, None] + jnp.arange(most)
+  at = pages.places(tables, positions, jnp.arange(most) < counts[:, None])
+  row, positions = jnp.arange(P)[:, None], jnp.minimum(positions, S - 1)
+  for layer, (k, v) in enumerate(zip(contexts.k, contexts.v, strict=True)):
+    k, v = k[:, row, :, positions], v[:, row, positions].transpose(1, 2, 0, 3)
+    pages = pages.write(layer, at, k, v)
+    if pages.experts is not None:
+      ids = contexts.experts[layer, row, positions]
+      pages = pages.write_experts(layer, at, ids)
+  return pages.write_tokens(at, contexts.tokens[row, positions])
