@@ -145,6 +145,23 @@ class Calls:
     mine = self.sharding.index('rows') == group
     return self.sharding.psum(jnp.where(mine, ids, 0), 'rows')
 
+  def read_pages(self, state: DecodeState, group, table) -> pages_lib.Pages:
+    """The pages `table` [n] of a group, n in place of all pages."""
+    take = lambda axis, x: jnp.take(x, table, axis=axis)
+    found = jax.tree.map(take, pages_lib.axes(state.pages), state.pages)
+    mine = self.sharding.index('rows') == group
+    total = lambda x: self.sharding.psum(jnp.where(mine, x, 0), 'rows')
+    return jax.tree.map(total, found)
+
+  def write_pages(
+    self, state: DecodeState, group, table, new: pages_lib.Pages
+  ) -> DecodeState:
+    """Stores what `read_pages` gave in the pages `table` [n] of a group."""
+    mine = self.sharding.index('rows') == group
+    targets = jnp.where(mine, table, pages_lib.UNUSED)
+    pages = pages_lib.copy(state.pages, targets, new, jnp.arange(len(table)))
+    return dataclasses.replace(state, pages=pages)
+
   def _step(self, params, pages, slots: Slots, tables):
     """One token of each running row: pages, slots, Drawn."""
     running = (slots.remaining > 0).astype(jnp.int32)

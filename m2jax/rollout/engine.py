@@ -103,6 +103,11 @@ class Engine:
     )
     self.admit = self._jit(calls.admit, (state, *[row] * 3), state, donate=0)
     self.expert_ids = self._jit(calls.expert_ids, (state, all_, all_), all_)
+    # Pages to and from host memory, or another engine.
+    self.read_pages = self._jit(calls.read_pages, (state, all_, all_), prefix.pages)
+    self.write_pages = self._jit(
+      calls.write_pages, (state, all_, all_, prefix.pages), state, donate=0
+    )
     self.generate_step = self._jit(
       calls.generate_one, (weights, state), (state, row), donate=1, whole=True
     )

@@ -132,5 +132,9 @@ def copy(into: Pages, targets, source: Pages, sources) -> Pages:
     at = (slice(None),) * axis
     return x.at[(*at, targets)].set(y[(*at, sources)])
 
-  axes = Pages(2, 2, 0, None if into.experts is None else 1)
-  return jax.tree.map(one, axes, into, source)
+  return jax.tree.map(one, axes(into), into, source)
+
+
+def axes(pages: Pages) -> Pages:
+  """The axis of the pages in each array."""
+  return Pages(2, 2, 0, None if pages.experts is None else 1)
