@@ -18,7 +18,7 @@ SIZES = {
   },
   'paged_attention': {
     'queries': 64,  # of a block, times query heads of a group, at most
-    'programs': 264,  # from which on a row's pages are not divided: two a multiprocessor
+    'programs': 264,  # at most by dividing rows' pages: two a multiprocessor
     'warps': 4,
     'stages': 2,
   },

@@ -26,21 +26,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from m2jax.kernels import block_sizes
+from m2jax.kernels.paged_attention.blocks import MOST_TREE, Blocks, Seen, seen
+from m2jax.kernels.paged_attention.cache import Cache
 from m2jax.kernels.pallas import dot
-from m2jax.kernels.paged_attention.cache import Cache, ancestors
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _LEAST = 16  # of each side of a product
-_MOST_TREE = 32  # tokens of a chunk that is a tree: one bit each
 
 
 class _Static(NamedTuple):
   scale: float
-  kv_heads: int
-  group: int
-  queries: int  # tokens of a block of queries
-  query_blocks: int  # m
-  rows: int  # of a block of queries, a power of two
+  blocks: Blocks  # their rows a power of two
   parts: int  # of a row's pages
 
 
@@ -69,7 +65,7 @@ def _seen(refs: _Refs, first, page):
   at = key - refs.start[...]
   bits = jnp.broadcast_to(refs.tree[...][:, None], seen.shape)
   at = jnp.broadcast_to(at, seen.shape)
-  bit = lax.shift_right_logical(bits, jnp.clip(at, 0, _MOST_TREE - 1)) & 1
+  bit = lax.shift_right_logical(bits, jnp.clip(at, 0, MOST_TREE - 1)) & 1
   return seen & ((at < 0) | (bit == 1))
 
 
@@ -103,8 +99,8 @@ def _kernel(static: _Static, tree: bool, *refs):
     total = total * keep + jnp.sum(weights, axis=1)
     return new_top, total, acc * keep[:, None] + update
 
-  none = jnp.full(static.rows, -jnp.inf, jnp.float32)
-  init = none, jnp.zeros_like(none), jnp.zeros((static.rows, dim), jnp.float32)
+  none = jnp.full(static.blocks.rows, -jnp.inf, jnp.float32)
+  init = none, jnp.zeros_like(none), jnp.zeros((static.blocks.rows, dim), jnp.float32)
   top, total, acc = lax.fori_loop(begin, end, add, init)
   some = total > 0
   divisor = jnp.where(some, total, 1.0)
@@ -113,7 +109,7 @@ def _kernel(static: _Static, tree: bool, *refs):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _call(static: _Static, q, cache: Cache, length, start, position, tree):
+def _call(static: _Static, q, cache: Cache, seen: Seen):
   """q [P, K, m, q, H] → per part out like q and logsumexp [P, K, m, q], fp32."""
   (P, K, m, rows, dim), (L, _, pages, page, _) = q.shape, cache.k.shape
   sizes = block_sizes.get('gpu', 'paged_attention')
@@ -128,14 +124,14 @@ def _call(static: _Static, q, cache: Cache, length, start, position, tree):
     return pl.BlockSpec(shape, at)
 
   of_query = spec((None, None, rows), lambda p, h, b, s: (p, b, 0))
+  trees = [x for x in (seen.position, seen.tree) if x is not None]
   head = spec((L, None, pages, page, dim), lambda p, h, b, s: (0, h, 0, 0, 0))
   arrays = [
     (cache.layer[None], spec((1,), lambda p, h, b, s: (0,))),
     (cache.tables, spec((None, cache.tables.shape[1]), lambda p, h, b, s: (p, 0))),
-    (length, spec((None, None), lambda p, h, b, s: (p, b))),
-    (start, spec((None,), lambda p, h, b, s: (p,))),
-    (position, of_query),
-    *([] if tree is None else [(tree, of_query)]),
+    (seen.length, spec((None, None), lambda p, h, b, s: (p, b))),
+    (seen.start, spec((None,), lambda p, h, b, s: (p,))),
+    *((x, of_query) for x in trees),
     (q, spec((None, None, None, rows, dim), lambda p, h, b, s: (p, h, b, 0, 0))),
     (cache.k, head),
     (cache.v, head),
@@ -145,7 +141,7 @@ def _call(static: _Static, q, cache: Cache, length, start, position, tree):
     (None, None, None, None, rows, dim), lambda p, h, b, s: (s, p, h, b, 0, 0)
   )
   return pl.pallas_call(
-    functools.partial(_kernel, static, tree is not None),
+    functools.partial(_kernel, static, len(trees) > 1),
     grid=(P * K, m, static.parts),
     in_specs=[spec for _, spec in arrays],
     out_specs=[
@@ -176,8 +172,8 @@ def unsupported_reason(q, cache: Cache, position, subtree_end=None) -> str | Non
   for what, n, most in (('page', page, 256), ('head dim', dim, 256)):
     if n < _LEAST or n > most or n & (n - 1):
       return f'{what} {n}: must be a power of two, {_LEAST} to {most}'
-  if subtree_end is not None and q.shape[1] > _MOST_TREE:
-    return f'a tree of {q.shape[1]} tokens: at most {_MOST_TREE}'
+  if subtree_end is not None and q.shape[1] > MOST_TREE:
+    return f'a tree of {q.shape[1]} tokens: at most {MOST_TREE}'
   return None
 
 
@@ -186,25 +182,11 @@ def _static(q, cache: Cache, scale: float) -> _Static:
   (P, C, N, _), K = q.shape, cache.k.shape[1]
   group = N // K
   queries = min(C, max(1, sizes['queries'] // group))
-  blocks = -(-C // queries)
-  programs = P * K * blocks
-  parts = max(1, min(sizes['programs'] // programs, cache.tables.shape[1]))
   rows = max(_LEAST, pl.next_power_of_2(queries * group))
-  return _Static(scale, K, group, queries, blocks, rows, parts)
-
-
-def _blocks(static: _Static, x, fill):
-  """[P, C] → [P, m, queries]."""
-  pad = static.query_blocks * static.queries - x.shape[1]
-  x = jnp.pad(x, ((0, 0), (0, pad)), constant_values=fill)
-  return x.reshape(len(x), static.query_blocks, static.queries)
-
-
-def _per_head(static: _Static, x):
-  """[P, m, queries] → [P, m, q], each value once per head of the group."""
-  x = jnp.repeat(x, static.group, axis=2)
-  pad = ((0, 0), (0, 0), (0, static.rows - x.shape[2]))
-  return jnp.pad(x, pad, constant_values=-1)
+  blocks = Blocks(K, group, C, queries, rows)
+  programs = P * K * blocks.number
+  parts = max(1, min(sizes['programs'] // programs, cache.tables.shape[1]))
+  return _Static(scale, blocks, parts)
 
 
 def attend(q, cache: Cache, position, subtree_end=None, *, scale):
@@ -217,25 +199,14 @@ def attend(q, cache: Cache, position, subtree_end=None, *, scale):
   cache = cache.stacked()
   if reason := unsupported_reason(q, cache, position, subtree_end):
     raise ValueError(f'attend on GPU: {reason}')
+  if not q.size:
+    return jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)
   static = _static(q, cache, scale)
-  (P, C, N, H), K, G, m = q.shape, static.kv_heads, static.group, static.query_blocks
-  position = _blocks(static, jnp.asarray(position, jnp.int32), -1)
-  length = jnp.clip(jnp.max(position, 2) + 1, 0, cache.positions)
-  tree = None
-  if subtree_end is not None:
-    tree = _per_head(static, _blocks(static, ancestors(subtree_end), 0))
-  pad = ((0, 0), (0, m * static.queries - C), (0, 0), (0, 0))
-  blocks = jnp.pad(q, pad).reshape(P, m, static.queries, K, G, H)
-  blocks = blocks.transpose(0, 3, 1, 2, 4, 5).reshape(P, K, m, -1, H)
-  pad = ((0, 0),) * 3 + ((0, static.rows - blocks.shape[3]), (0, 0))
-  blocks = jnp.pad(blocks, pad)
-  start = position[:, 0, 0]
-  parts = _call(static, blocks, cache, length, start, _per_head(static, position), tree)
-  out, lse = _total(*parts)
-  used = static.queries * G
-  out = out[:, :, :, :used].reshape(P, K, -1, G, H)[:, :, :C].transpose(0, 2, 1, 3, 4)
-  lse = lse[:, :, :, :used].reshape(P, K, -1, G)[:, :, :C].transpose(0, 2, 1, 3)
-  return out.reshape(P, C, N, H).astype(q.dtype), lse.reshape(P, C, N)
+  blocks = static.blocks
+  out, lse = _total(
+    *_call(static, blocks.of(q), cache, seen(blocks, cache, position, subtree_end))
+  )
+  return blocks.undo(out).astype(q.dtype), blocks.undo(lse)
 
 
 def _total(out, lse):
