@@ -56,9 +56,16 @@ class Pages(NamedTuple):
 
   def write(self, layer, at: Places, k, v) -> Pages:
     """Stores k, v [P, C, K, H] of a layer."""
-    set_ = lambda x, new: x.at[layer, :, at.page, at.offset].set(
-      new.astype(x.dtype), mode='promise_in_bounds'
-    )
+    L, K, pages, page, H = self.k.shape
+    # Single tokens of all layers' and heads' pages: for updates of several heads at once
+    # XLA on TPU wants another layout than the kernel that reads them, and copies all.
+    heads = (layer * K + jnp.arange(K)) * pages
+    index = (heads + at.page[..., None]) * page + at.offset[..., None]
+
+    def set_(x, new):
+      tokens = x.reshape(L * K * pages * page, H).at[index]
+      return tokens.set(new.astype(x.dtype), mode='promise_in_bounds').reshape(x.shape)
+
     return self._replace(k=set_(self.k, k), v=set_(self.v, v))
 
   def write_tokens(self, at: Places, tokens) -> Pages:
