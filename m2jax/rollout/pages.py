@@ -57,8 +57,8 @@ class Pages(NamedTuple):
   def write(self, layer, at: Places, k, v) -> Pages:
     """Stores k, v [P, C, K, H] of a layer."""
     L, K, pages, page, H = self.k.shape
-    # Single tokens of all layers' and heads' pages: for updates of several heads at once
-    # XLA on TPU wants another layout than the kernel that reads them, and copies all.
+    # Single tokens of all layers' and heads' pages: for updates of several heads
+    # XLA on TPU wants another layout than the kernel that reads, and copies all.
     heads = (layer * K + jnp.arange(K)) * pages
     index = (heads + at.page[..., None]) * page + at.offset[..., None]
 

@@ -86,9 +86,10 @@ class Seen(NamedTuple):
 
 
 def seen(blocks: Blocks, cache: Cache, position, subtree_end) -> Seen:
-  position, S = jnp.asarray(position, jnp.int32), cache.positions
+  S = cache.positions
+  position = jnp.minimum(jnp.asarray(position, jnp.int32), S - 1)
   split = blocks.split(position, -1)
-  length = jnp.clip(jnp.max(split, 2) + 1, 0, S)
+  length = jnp.max(split, 2) + 1
   unmasked = jnp.min(jnp.where(split < 0, S, split + 1), 2)
   start, tree = position[:, 0], None
   if subtree_end is not None:

@@ -95,9 +95,14 @@ def _length(static: Static, scalars: Scalars, item: _Item):
   return scalars.length[item.row * static.blocks.number + item.query_block]
 
 
+def _ceil(n, size: int):
+  """n / size, rounded up; int32 under x64, too."""
+  return lax.div(n + np.int32(size - 1), np.int32(size))
+
+
 def _each_copy(static, scalars: Scalars, refs: _Refs, item, block, slot, act):
   """`act` on the copies of a block's pages; none for a block past the item's last."""
-  pages = pl.cdiv(_length(static, scalars, item), static.page)
+  pages = _ceil(_length(static, scalars, item), static.page)
   count = jnp.clip(pages - block * static.pages, 0, static.pages)
   first = item.row * static.table + block * static.pages
 
@@ -110,7 +115,7 @@ def _each_copy(static, scalars: Scalars, refs: _Refs, item, block, slot, act):
         pltpu.make_async_copy(
           stack.at[scalars.layer[0], item.head, page],
           buffer.at[slot, i],
-          refs.semaphores.at[slot, which],
+          refs.semaphores.at[slot, np.int32(which)],
         )
       )
     return _
@@ -176,33 +181,34 @@ def kernel(static: Static, tree: bool, *refs):
   more = (step + 1) * static.cores + core < static.items
   copies = functools.partial(_each_copy, static, scalars, refs)
   start, wait = lambda copy: copy.start(), lambda copy: copy.wait()
+  zero = np.int32(0)  # int32 under x64, too
 
   @pl.when(step == 0)
   def _():
     refs.slot[0] = 0
-    pl.when(live)(lambda: copies(item, 0, 0, start))
+    pl.when(live)(lambda: copies(item, zero, zero, start))
 
   @pl.when(live)
   def _():
     _begin(refs)
-    blocks = pl.cdiv(_length(static, scalars, item), static.block)
+    blocks = _ceil(_length(static, scalars, item), static.block)
     at = item.row * static.blocks.number + item.query_block
     whole = lax.div(scalars.unmasked[at], np.int32(static.block))
     first = refs.slot[0]
-    after = lax.rem(first + blocks, 2)
+    after = lax.rem(first + blocks, np.int32(2))
 
     def one(masked, block, _):
-      slot = lax.rem(first + block, 2)
+      slot = lax.rem(first + block, np.int32(2))
       last = block + 1 == blocks
       pl.when(~last)(lambda: copies(item, block + 1, 1 - slot, start))
-      pl.when(last & more)(lambda: copies(following, 0, 1 - slot, start))
+      pl.when(last & more)(lambda: copies(following, zero, 1 - slot, start))
       copies(item, block, slot, wait)
       _add(static, scalars, refs, item, block, slot, masked)
       return _
 
     lax.fori_loop(0, whole, functools.partial(one, False), 0)
     lax.fori_loop(whole, blocks, functools.partial(one, True), 0)
-    pl.when((blocks == 0) & more)(lambda: copies(following, 0, after, start))
+    pl.when((blocks == 0) & more)(lambda: copies(following, zero, after, start))
     refs.slot[0] = after
     _finish(refs)
 
