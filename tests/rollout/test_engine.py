@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax import model
-from m2jax.layers import head
 from m2jax.kernels.paged_attention import cpu as paged_attention
+from m2jax.layers import head
 from m2jax.rollout import decode_plan, decode_state, forward, prefill_plan
 from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.engine import Engine
