@@ -168,7 +168,7 @@ def bounded(row: dict, flops_s: float, bytes_s: float) -> dict:
 
 def show(found: list[dict]) -> None:
   """Prints one line per case, pass and implementation; ours with the best peer."""
-  line = '{:<15}{:<26}{:<9}{:<22}{:>10}{:>10}{:>9}{:>10}  {}'
+  line = '{:<16}{:<27}{:<9}{:<28}{:>10}{:>10}{:>9}{:>10}  {}'
   print(
     line.format(
       *('op', 'case', 'pass', 'implementation', 'ms', 'bound ms', 'fraction', 'error'),

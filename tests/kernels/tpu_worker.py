@@ -86,7 +86,7 @@ PAGED = {
 LAYERS = {
   'paged layers, decode': ((32, 1), 32768, 128, 4, {}),
   'paged layers, decode, one key head': ((32, 1), 32768, 64, 8, {}),
-  'paged layers, prefill': ((8, 512), 32768, 128, 8, {}),
+  'paged layers, prefill': ((8, 512), 196608, 128, 8, {}),
 }
 MAKERS = {
   'attention': ATTENTION,
