@@ -50,9 +50,13 @@ CANDIDATES = {
     rows=(256, 512), chunk=(128, 256), columns=(512, 768), d_rhs_columns=(768, 1024)
   ),
   ('tpu', 'qk_norm_rope'): dict(tokens=(128, 256)),
+  ('tpu', 'paged_attention'): dict(tokens=(256, 512, 1024), queries=(256, 512, 1024)),
   ('gpu', 'tree_attention'): dict(tokens=(32, 64, 128), warps=(4, 8), stages=(1, 2, 3)),
   ('gpu', 'grouped_matmul'): dict(
     rows=(64, 128), columns=(64, 128), inner=(32, 64), warps=(4, 8), stages=(2, 3, 4)
+  ),
+  ('gpu', 'paged_attention'): dict(
+    queries=(16, 64, 128), programs=(132, 264, 528), warps=(4, 8), stages=(2, 3)
   ),
   ('gpu', 'qk_norm_rope'): dict(tokens=(4, 16, 64), warps=(4, 8, 16)),
 }
@@ -89,6 +93,8 @@ def value_and_grads(function, wrt: int):
 
   Its last array is the cotangent.
   """
+  if not wrt:
+    return jax.jit(lambda *arrays: (function(*arrays[:-1]),))
 
   @jax.jit
   def both(*arrays):
@@ -132,6 +138,8 @@ def rows(op: kernel_cases.Op, platform: str, runs: int):
         'forward': jax.jit(lambda *a, f=function: f(*a[:-1])),
         'both': value_and_grads(function, op.wrt),
       }
+      if not op.wrt:
+        del passes['both']
       row = dict(op=op.name, case=case, implementation=name)
       try:
         worst = error(function, op.wrt, small, want)
@@ -160,7 +168,7 @@ def bounded(row: dict, flops_s: float, bytes_s: float) -> dict:
 
 def show(found: list[dict]) -> None:
   """Prints one line per case, pass and implementation; ours with the best peer."""
-  line = '{:<15}{:<26}{:<9}{:<22}{:>10}{:>10}{:>9}{:>10}  {}'
+  line = '{:<16}{:<27}{:<9}{:<28}{:>10}{:>10}{:>9}{:>10}  {}'
   print(
     line.format(
       *('op', 'case', 'pass', 'implementation', 'ms', 'bound ms', 'fraction', 'error'),

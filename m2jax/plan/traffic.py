@@ -35,6 +35,7 @@ _FREE = (
   'replica-id',
 )
 _SLICES = ('dynamic-slice', 'slice', 'gather')
+_UPDATES = ('dynamic-update-slice', 'scatter')  # in place, of their first operand
 _SEE_THROUGH = ('bitcast', 'reshape', 'get-tuple-element')
 _DECLARED = re.compile(r'"bytes_accessed":"?(\d+)')
 _FLOPS = re.compile(r'"flops":"?(\d+)')
@@ -232,7 +233,7 @@ def _fusion(module: hlo.Module, body: str):
     for line, position in uses[name]:
       if line.opcode in _SLICES and position == 0:
         total += sum(a.padded_bytes for a in line.arrays)
-      elif line.opcode == 'dynamic-update-slice' and position == 0:
+      elif line.opcode in _UPDATES and position == 0:
         continue
       elif line.opcode in _SEE_THROUGH:
         below = read(line.name)
@@ -262,8 +263,8 @@ def _written(module, known, root: hlo.Instruction) -> float | None:
   """Bytes that a fusion writes where its result is an update in place, else None."""
   while root.opcode in _SEE_THROUGH and root.operands[0] in known:
     root = known[root.operands[0]]
-  if root.opcode == 'dynamic-update-slice':
-    update = known[root.operands[1]]
+  if root.opcode in _UPDATES:
+    update = known[root.operands[1 if root.opcode == 'dynamic-update-slice' else -1]]
     return 2 * sum(a.padded_bytes for a in update.arrays)
   if root.opcode == 'fusion':
     lines = module.computations[root.called('calls')[0]]

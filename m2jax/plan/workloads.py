@@ -17,8 +17,8 @@ SERVING = ('prefill', 'decode')
 JOBS = {
   'pretrain': 'experiments.pretrain',
   'rl': 'experiments.forge',
-  'prefill': None,
-  'decode': None,
+  'prefill': 'experiments.serve',
+  'decode': 'experiments.serve',
 }
 
 

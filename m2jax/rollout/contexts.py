@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from m2jax.rollout import attention
+from m2jax.kernels.paged_attention import cpu as paged_attention
 from m2jax.rollout.pages import EXPERT_DTYPE, Pages, Places
 
 
@@ -58,7 +58,7 @@ class Contexts(NamedTuple):
   def attend(self, layer: int, q, tables, position) -> jax.Array:
     del tables
     keys, values = self.k[layer].astype(q.dtype), self.v[layer].astype(q.dtype)
-    return attention.short_chunk(q, keys, values, position)
+    return paged_attention.short_chunk(q, keys, values, position)[0]
 
   def read_tokens(self, tables) -> jax.Array:
     del tables

@@ -64,6 +64,7 @@ def extend(
   position = rows.starts[:, None] + jnp.arange(C)
   live = jnp.arange(C) < rows.counts[:, None]
   at = pages.places(rows.tables, position, live)
+  sees_up_to = jnp.where(live, position, -1)  # no page is read for padding
   tables = rope.tables(position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
 
   def body(x, pages, p, bias, layer):
@@ -71,7 +72,7 @@ def extend(
       qkv = attention.project(x, p, cfg, tables, sharding)
       q, k, v = (a.reshape(P, C, *a.shape[1:]) for a in qkv)
       after = pages.write(layer, at, k, v)
-      out = after.attend(layer, q, rows.tables, position)
+      out = after.attend(layer, q, rows.tables, sees_up_to)
       out = out.reshape(P * C, -1) @ p['o'].astype(x.dtype)
       return sharding.psum(out, 'heads'), after
 

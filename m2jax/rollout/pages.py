@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from m2jax.config import ModelConfig
-from m2jax.rollout import attention
+from m2jax.kernels import paged_attention
 
 EXPERT_DTYPE = jnp.int16
 UNUSED = 0  # the page of what is not kept
@@ -56,9 +56,16 @@ class Pages(NamedTuple):
 
   def write(self, layer, at: Places, k, v) -> Pages:
     """Stores k, v [P, C, K, H] of a layer."""
-    set_ = lambda x, new: x.at[layer, :, at.page, at.offset].set(
-      new.astype(x.dtype), mode='promise_in_bounds'
-    )
+    L, K, pages, page, H = self.k.shape
+    # Single tokens of all layers' and heads' pages: for updates of several heads
+    # XLA on TPU wants another layout than the kernel that reads, and copies all.
+    heads = (layer * K + jnp.arange(K)) * pages
+    index = (heads + at.page[..., None]) * page + at.offset[..., None]
+
+    def set_(x, new):
+      tokens = x.reshape(L * K * pages * page, H).at[index]
+      return tokens.set(new.astype(x.dtype), mode='promise_in_bounds').reshape(x.shape)
+
     return self._replace(k=set_(self.k, k), v=set_(self.v, v))
 
   def write_tokens(self, at: Places, tokens) -> Pages:
@@ -76,22 +83,12 @@ class Pages(NamedTuple):
 
   def read(self, layer, tables) -> tuple[jax.Array, jax.Array]:
     """Keys and values of a layer in the pages of tables [P, n]: [K, P, S, H] each."""
-    L, K, count, page, H = self.k.shape
-    # One gather of whole pages from all layers' and heads'.
-    heads = (layer * K + jnp.arange(K)) * count
-    index = heads[:, None, None] + tables
-    take = lambda x: (
-      x.reshape(L * K * count, page, H)
-      .at[index]
-      .get(mode='promise_in_bounds')
-      .reshape(K, len(tables), -1, H)
-    )
-    return take(self.k), take(self.v)
+    return paged_attention.gather(paged_attention.Cache(self.k, self.v, tables, layer))
 
   def attend(self, layer, q, tables, position) -> jax.Array:
     """Attention of q [P, C, K·G, H] at position [P, C] over each row so far."""
-    keys, values = (x.astype(q.dtype) for x in self.read(layer, tables))
-    return attention.attend(q, keys, values, position)
+    cache = paged_attention.Cache(self.k, self.v, tables, layer)
+    return paged_attention.attend(q, cache, position)
 
   def read_tokens(self, tables) -> jax.Array:
     """The tokens in the pages of tables [P, n]: [P, S]."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 from m2jax.kernels.token_logprobs.api import _CHUNK_TOKENS
@@ -47,6 +49,35 @@ def test_logits_never_exist(compiled, case):
   assert tokens == 32 * _CHUNK_TOKENS
   parts = 2 * 2 * tpu_worker.M2.embed_dim * words
   assert found[case]['temp_bytes'] < parts + 5 * 4 * _CHUNK_TOKENS * words
+
+
+@pytest.mark.parametrize('case', tpu_worker.PAGED)
+def test_paged_attention_compiles(compiled, case):
+  """One kernel, which needs a few times the memory of its queries and none for the
+  cache, also where the tables do not fit scalar memory at once."""
+  found, stderr = compiled
+  assert case in found, stderr
+  memory = found[case]
+  assert memory['kernels'] == 1
+  assert memory['temp_bytes'] < 5 * memory['output_bytes'] + (4 << 20)
+
+
+@pytest.mark.parametrize('case', tpu_worker.LAYERS)
+def test_layers_do_not_copy_the_cache(compiled, case):
+  """Writing a layer's keys and values and reading them again copies no layer: XLA gives
+  the cache one layout for both."""
+  found, stderr = compiled
+  assert case in found, stderr
+  assert found[case]['kernels'] == 1
+  assert found[case]['temp_bytes'] < layer_bytes(tpu_worker.LAYERS[case]) / 2
+
+
+def layer_bytes(case) -> int:
+  """Of keys, or of values."""
+  (stack, dtype), *_ = tpu_worker.paged_shapes(
+    *case[:-1], case[-1].get('dtype', jnp.bfloat16)
+  )
+  return math.prod(stack[1:]) * jnp.dtype(dtype).itemsize
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Compiles kernels, forward and backward, for one v5p chip that need not be there.
+"""Compiles kernels, with their gradients, for one v5p chip that need not be there.
 
 python -m tests.kernels.tpu_worker CASE…    (of CASES; needs libtpu)
 
@@ -19,8 +19,14 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from m2jax import config
-from m2jax.kernels import grouped_matmul, qk_norm_rope, tree_attention
+from m2jax.kernels import (
+  grouped_matmul,
+  paged_attention,
+  qk_norm_rope,
+  tree_attention,
+)
 from m2jax.kernels.token_logprobs import token_logprobs, top_k_logprobs
+from m2jax.rollout.pages import Pages
 
 M2 = config.m2()
 
@@ -64,11 +70,31 @@ LOGPROBS = {
   'logprobs of 32k tokens, an eighth of the words': (32768, 8, {}),
   'top-20 KL of 32k tokens, an eighth of the words': (32768, 8, dict(k=20)),
 }
+# [P, C], positions of a row, tokens of a page, shards of the heads, and what differs
+PAGED = {
+  'paged decode 32k': ((32, 1), 32768, 64, 8, {}),
+  'paged decode 32k, all heads': ((32, 1), 32768, 128, 1, {}),
+  'paged decode 192k': ((16, 1), 196608, 64, 8, {}),
+  'paged decode 192k, small pages, more than one table': ((32, 1), 196608, 16, 8, {}),
+  'paged decode 32k, fp32': ((32, 1), 32768, 16, 8, dict(dtype=jnp.float32)),
+  'paged tree of 4': ((32, 4), 32768, 64, 8, dict(tree=True)),
+  'paged prefill 192k': ((2, 2048), 196608, 64, 8, {}),
+  'paged prefill 32k, all heads': ((2, 512), 32768, 32, 1, {}),
+  'paged prefill 32k, fp32': ((2, 500), 32768, 16, 4, dict(dtype=jnp.float32)),
+}
+# as the engine calls it: layers in a loop, each written before it is read
+LAYERS = {
+  'paged layers, decode': ((32, 1), 32768, 128, 4, {}),
+  'paged layers, decode, one key head': ((32, 1), 32768, 64, 8, {}),
+  'paged layers, prefill': ((8, 512), 196608, 128, 8, {}),
+}
 MAKERS = {
   'attention': ATTENTION,
   'matmul': MATMUL,
   'norm_rope': NORM_ROPE,
   'logprobs': LOGPROBS,
+  'paged': PAGED,
+  'layers': LAYERS,
 }
 CASES = tuple(name for cases in MAKERS.values() for name in cases)
 # a row that blocks do not divide is padded; rows too long for one table go one by one
@@ -163,6 +189,50 @@ def logprobs(tokens, shards, *, k=None):
   return run, [states, states, head, ((tokens,), jnp.int32)]
 
 
+STACK = 4  # layers of a cache
+
+
+def paged_shapes(call, positions, page, shards, dtype):
+  """Of k and v, which are a quarter of what the tables could name, q and tables."""
+  (rows, chunk), dim = call, M2.head_dim
+  n = positions // page
+  kv_heads = M2.num_kv_heads // shards
+  stack = (STACK, kv_heads, rows * n // 4 + 1, page, dim)
+  q = (rows, chunk, M2.num_heads // shards, dim)
+  return (stack, dtype), (q, dtype), ((rows, n), jnp.int32), ((rows, chunk), jnp.int32)
+
+
+def paged(call, positions, page, shards, *, dtype=jnp.bfloat16, tree=False):
+  stack, q, tables, at = paged_shapes(call, positions, page, shards, dtype)
+
+  def run(q, k, v, tables, layer, position, end):
+    cache = paged_attention.Cache(k, v, tables, layer)
+    end = end if tree else None
+    return paged_attention.attend(q, cache, position, end, logsumexp=True)
+
+  return run, [q, stack, stack, tables, ((), jnp.int32), at, at]
+
+
+def layers(call, positions, page, shards, *, dtype=jnp.bfloat16):
+  stack, q, tables, at = paged_shapes(call, positions, page, shards, dtype)
+  kv_heads, pages = stack[0][1:3]
+  new = ((*call, kv_heads, M2.head_dim), dtype)
+
+  def run(k, v, tokens, q, new, tables, position):
+    def layer(carry, l):
+      q, pages = carry
+      pages = pages.write(l, places, new, new)
+      return (q + pages.attend(l, q, tables, position), pages), None
+
+    pages = Pages(k, v, tokens)
+    places = pages.places(tables, position, position >= 0)
+    (q, pages), _ = jax.lax.scan(layer, (q, pages), jnp.arange(STACK))
+    return pages.k, pages.v, pages.tokens, q
+
+  tokens = ((pages, page), jnp.int32)
+  return run, [stack, stack, tokens, q, new, tables, at]
+
+
 def main(names):
   jax.config.update('jax_platforms', 'cpu')
   os.environ.update(
@@ -178,7 +248,8 @@ def main(names):
     run, shapes = globals()[kind](*args, **more)
     arrays = [jax.ShapeDtypeStruct(*shape, sharding=chip) for shape in shapes]
     started = time.process_time()
-    compiled = jax.jit(run).lower(*arrays).compile()
+    donated = (0, 1, 2) if kind == 'layers' else ()
+    compiled = jax.jit(run, donate_argnums=donated).lower(*arrays).compile()
     memory = compiled.memory_analysis()
     found = dict(
       case=name,

@@ -70,7 +70,7 @@ def main(names):
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', 8)
   jax.config.update('jax_enable_x64', True)
-  from m2jax.rollout import attention
+  from m2jax.kernels.paged_attention import cpu as paged_attention
   from m2jax.train import step as train_step
   from tests.sharding import small
 
@@ -80,7 +80,7 @@ def main(names):
   tokens = tokens.astype(jnp.int32)
   token, logprob = expected(cfg, variables, tokens)
   for name in names:
-    attention._LONG_CHUNK = 2 if 'long' in name else 512
+    paged_attention.LONG_CHUNK = 2 if 'long' in name else 512
     got_token, got_logprob = served(cfg, variables, tokens, MESHES[name])
     error = float(np.max(np.abs(got_logprob - logprob)))
     same = bool((got_token == token).all())

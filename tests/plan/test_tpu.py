@@ -25,10 +25,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize('name', tpu_worker.SLICES)
-def test_step_compiles(name):
-  """What no test on CPU sees: that kernels, layouts and collectives exist on the chip,
-  that the step fits, and that the program sends and holds what its specs say."""
+def planned(name):
   child = subprocess.run(
     [sys.executable, '-m', 'tests.plan.tpu_worker', name],
     cwd=_ROOT,
@@ -38,7 +35,25 @@ def test_step_compiles(name):
     timeout=2700,
   )
   assert child.returncode == 0, child.stderr[-3000:]
-  plan = json.loads(child.stdout.splitlines()[-1])
+  return json.loads(child.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize('name', tpu_worker.SERVED)
+def test_the_engine_does_not_copy_its_cache(name):
+  """In the programs that serve, on the chip, there is no room for a copy of the keys of
+  one layer: not for the kernel that reads them, nor for the writes."""
+  (program,) = planned(name)['programs']
+  cfg, (rows, context, _) = config.m2(), tpu_worker.SERVED[name]
+  keys = 2 * rows * context * cfg.num_kv_heads // 4 * cfg.head_dim
+  assert program['memory']['arguments'] > 2 * 2 * keys
+  assert program['memory']['temporaries'] < keys
+
+
+@pytest.mark.parametrize('name', tpu_worker.SLICES)
+def test_step_compiles(name):
+  """What no test on CPU sees: that kernels, layouts and collectives exist on the chip,
+  that the step fits, and that the program sends and holds what its specs say."""
+  plan = planned(name)
   assert plan['fits']
   assert 0 < plan['share_of_peak'] < 1
   micro, apply = plan['programs']

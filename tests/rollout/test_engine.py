@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax import model
+from m2jax.kernels.paged_attention import cpu as paged_attention
 from m2jax.layers import head
-from m2jax.rollout import attention, decode_plan, decode_state, forward, prefill_plan
+from m2jax.rollout import decode_plan, decode_state, forward, prefill_plan
 from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
@@ -53,7 +54,7 @@ def test_cached_logits_equal_a_full_pass(
 ):
   """Tokens see what was stored and each other, at any split, from any pages; long
   chunks by tree attention."""
-  monkeypatch.setattr(attention, '_LONG_CHUNK', long)
+  monkeypatch.setattr(paged_attention, 'LONG_CHUNK', long)
   cfg = dataclasses.replace(CFG, unroll_layers=unroll)
   sequences = np.random.default_rng(0).integers(CFG.vocab_size, size=(3, 31))
   want = jax.jit(model.M2(cfg).apply)(variables, sequences)

@@ -16,5 +16,11 @@ SIZES = {
     'warps': 4,
     'stages': 3,
   },
+  'paged_attention': {
+    'queries': 64,  # of a block, times query heads of a group, at most
+    'programs': 264,  # at most by dividing rows' pages: two a multiprocessor
+    'warps': 4,
+    'stages': 2,
+  },
   'qk_norm_rope': {'tokens': 16, 'warps': 8},  # rows of a program of the backward pass
 }

@@ -21,4 +21,9 @@ SIZES = {
     'tokens': 128,  # of a block: a multiple of 128
     'vmem_bytes': 32 << 20,
   },
+  'paged_attention': {
+    'tokens': 512,  # of a block of pages
+    'queries': 512,  # * of a block, times query heads of a group, at most
+    'vmem_bytes': 32 << 20,
+  },
 }

@@ -1,0 +1,77 @@
+"""The GPU kernel of paged attention, interpreted on the CPU with small blocks, and what
+it lowers to for CUDA (law 7)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from m2jax.kernels import paged_attention
+from m2jax.kernels.paged_attention import gpu
+from tests.kernels import cuda
+from tests.kernels.paged import attend, case, check
+
+# blocks of four tokens' queries; rows divided in several parts
+SIZES = dict(queries=12, programs=24, warps=4, stages=2)
+SAME = dict(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+  """Kernels run as XLA loops on the CPU."""
+  call = functools.partial(gpu.pl.pallas_call, interpret=True)
+  monkeypatch.setattr(gpu.pl, 'pallas_call', call)
+  monkeypatch.setattr(gpu.block_sizes, 'get', lambda platform, op: SIZES)
+
+
+@given(
+  seed=st.integers(0, 2**32 - 1), chunk=st.sampled_from([1, 9]), tree=st.booleans()
+)
+@settings(max_examples=14, **SAME)
+def test_equals_loops(seed, chunk, tree):
+  """Decoding in four parts of a row's pages, some of them empty, prefill and trees;
+  NaN wherever no row has stored anything."""
+  check(case(np.random.default_rng(seed), chunk, tree=tree), 'gpu')
+
+
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16])
+def test_low_precision(dtype):
+  """Inputs of 16 bits accumulate in fp32."""
+  check(case(np.random.default_rng(1), 9, dtype=dtype), 'gpu', atol=0.02)
+
+
+@pytest.mark.parametrize(
+  'dtype, x64, kernels',
+  [(jnp.bfloat16, False, 1), (jnp.float32, True, 1), (jnp.float64, True, 0)],
+)
+@pytest.mark.parametrize('chunk, tree', [(1, False), (4, True)])
+def test_lowers_for_cuda(monkeypatch, dtype, x64, kernels, chunk, tree):
+  """Without a name a Triton kernel is lowered for CUDA, with x64 too, and plain XLA for
+  a dtype that it lacks."""
+  monkeypatch.undo()
+  jax.clear_caches()
+  with jax.enable_x64(x64):
+    one = case(np.random.default_rng(0), chunk, dtype=dtype, tree=tree)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), one)
+    run = functools.partial(attend.__wrapped__, implementation=None)
+    assert cuda.lowered(run, shapes).count(cuda.CALL) == kernels
+
+
+@pytest.mark.parametrize(
+  'change, match',
+  [
+    (dict(page=12), 'page 12: must be a power of two'),
+    (dict(chunk=33, tree=True), 'a tree of 33 tokens: at most 32'),
+  ],
+)
+def test_unsupported(change, match):
+  """The error names what the kernel does not support."""
+  one = case(np.random.default_rng(0), **{'chunk': 2, **change})
+  with pytest.raises(ValueError, match=match):
+    paged_attention.attend(*one, implementation='gpu')

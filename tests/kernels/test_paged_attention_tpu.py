@@ -1,0 +1,172 @@
+"""The TPU kernel of paged attention, interpreted on the CPU with small blocks, and what
+the default lowers to (law 7)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+
+from m2jax.kernels import paged_attention
+from m2jax.kernels.paged_attention import tpu
+from tests.kernels.paged import ROWS, TABLE, attend, case, check
+
+# blocks of two pages, four of a table; of four tokens' queries
+SIZES = dict(tokens=32, queries=24, vmem_bytes=32 << 20)
+SAME = dict(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+  """Kernels run as XLA loops on the CPU."""
+  call = functools.partial(tpu.pl.pallas_call, interpret=True)
+  monkeypatch.setattr(tpu.pl, 'pallas_call', call)
+  monkeypatch.setattr(tpu.block_sizes, 'get', lambda platform, op: SIZES)
+  monkeypatch.setattr(tpu, '_SUBLANES', 4)
+
+
+def fresh():
+  """`attend` traced anew: memory does not know what a test has patched."""
+  jax.clear_caches()
+  return jax.jit(attend.__wrapped__, static_argnames='implementation')
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=8, **SAME)
+def test_prefill(seed):
+  """Blocks of queries, the last cut short; rows that share pages, padding, empty rows;
+  NaN wherever no row has stored anything."""
+  check(case(np.random.default_rng(seed), 9), 'tpu')
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=8, **SAME)
+def test_decode(seed):
+  """One token of each row."""
+  check(case(np.random.default_rng(seed), 1), 'tpu')
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=8, **SAME)
+def test_trees(seed):
+  """Drafts to be verified, of several blocks of queries."""
+  check(case(np.random.default_rng(seed), 9, tree=True), 'tpu')
+
+
+def test_tokens_of_a_whole_word():
+  """The last of 32 tokens has the sign bit."""
+  check(case(np.random.default_rng(0), 32, tree=True), 'tpu')
+
+
+def test_low_precision():
+  """bfloat16 in tiles of its own; sums in fp32."""
+  check(case(np.random.default_rng(1), 5, dtype=jnp.bfloat16), 'tpu', atol=0.02)
+
+
+def test_cache_of_another_dtype():
+  """Queries of float32 over a cache of bfloat16: as if it were float32."""
+  one = case(np.random.default_rng(2), 5, dtype=jnp.bfloat16)
+  one = one._replace(q=one.q.astype(jnp.float32))
+  check(one, 'tpu', atol=3e-6)
+
+
+def test_beyond_the_table():
+  one = case(np.random.default_rng(3), 9, unstored=7.0)
+  last = np.full_like(one.position, one.cache.positions - 1)
+  want = attend(one._replace(position=last), 'tpu')
+  got = attend(one._replace(position=last + 40), 'tpu')
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_more_rows_than_tables_fit(monkeypatch):
+  """Rows are then taken a few at a time, to the same bits."""
+  one = case(np.random.default_rng(4), 9, tree=True)
+  want = attend(one, 'tpu')
+  monkeypatch.setattr(tpu, '_MOST_ENTRIES', 2 * TABLE)
+  assert tpu._rows_together(ROWS, TABLE) == 1
+  assert tpu._rows_together(ROWS, 2 * TABLE + 1) == 0
+  jax.tree.map(np.testing.assert_array_equal, fresh()(one, 'tpu'), want)
+
+
+@pytest.mark.parametrize('cores', [1, 2])
+@pytest.mark.parametrize('chunk, tree', [(1, False), (9, True)])
+@pytest.mark.long
+def test_simulated(monkeypatch, chunk, tree, cores):
+  """On a simulated TPU, on which a race, a read of what was never written or one out of
+  bounds is an error, cores take turns and a page is copied once for a block of queries
+  that sees it."""
+  steps = []
+
+  def record(token, point, core):
+    del core
+    steps.append(tuple(int(i) for i in point))
+    return token
+
+  params = pltpu.InterpretParams(
+    detect_races=True,
+    uninitialized_memory='nan',
+    out_of_bounds_reads='raise',
+    num_cores_or_threads=cores,
+    random_seed=cores,
+    grid_point_recorder=record,
+  )
+  one = case(np.random.default_rng(5), chunk, tree=tree, unstored=7.0)
+  try:
+    with monkeypatch.context() as patch:
+      call = functools.partial(tpu.pl.pallas_call.func, interpret=params)
+      patch.setattr(tpu.pl, 'pallas_call', call)
+      check(one, 'tpu', run=fresh())
+  finally:
+    pltpu.reset_tpu_interpret_mode_state()
+    jax.clear_caches()
+  items = ROWS * 2 * -(-chunk // 4)
+  assert sorted(steps) == [(core, i) for core in range(2) for i in range(items // 2)]
+
+
+def lowered(platform, dtype=jnp.bfloat16):
+  one = case(np.random.default_rng(0), 5, dtype=dtype)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), one)
+  traced = fresh().trace(shapes, None)
+  return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_default_is_the_platforms(monkeypatch):
+  """Without a name the kernel is lowered for a TPU, on a machine that has none, and
+  only there; under x64 too, where a dtype that TPUs lack takes plain XLA."""
+  monkeypatch.undo()
+  assert lowered('tpu').count('tpu_custom_call') == 1
+  assert 'custom_call' not in lowered('cpu')
+  with jax.enable_x64():
+    assert lowered('tpu', jnp.float32).count('tpu_custom_call') == 1
+    assert 'tpu_custom_call' not in lowered('tpu', jnp.float64)
+
+
+@pytest.mark.parametrize(
+  'change, match',
+  [
+    (dict(dtype=jnp.float16), 'float16.*must be bfloat16'),
+    (dict(page=12), 'pages of 12 tokens by 128 dims.*tiles of 8 by 128'),
+    (dict(chunk=33, tree=True), 'a tree of 33 tokens: at most 32'),
+  ],
+)
+def test_unsupported(change, match):
+  """The error names what the kernel does not support."""
+  one = case(np.random.default_rng(0), **{'chunk': 2, **change})
+  with pytest.raises(ValueError, match=match):
+    paged_attention.attend(*one, implementation='tpu')
+
+
+def test_no_rows():
+  """A grid without a step."""
+  one = case(np.random.default_rng(0), 2)
+  cache = one.cache._replace(tables=one.cache.tables[:0])
+  out, lse = paged_attention.attend(
+    one.q[:0], cache, one.position[:0], logsumexp=True, implementation='tpu'
+  )
+  assert out.shape == (0, *one.q.shape[1:]) and lse.shape == out.shape[:3]
