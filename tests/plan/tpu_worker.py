@@ -17,7 +17,8 @@ import jax
 # On every kind 8 devices share the experts, so that none gathers all of them.
 SLICES = {'v5p:4x4x4': 64, 'v6e:16x16': 256, 'tpu7x:4x4x4': 128}
 CONTEXT = 1024
-SERVED = {'prefill': (8, 131_072, 64), 'decode': (32, 32_768, 0)}  # rows, context, new
+# rows, context, new tokens; a layer's keys are more than its experts
+SERVED = {'prefill': (32, 131_072, 64), 'decode': (128, 32_768, 0)}
 
 
 def main(name):
