@@ -64,7 +64,7 @@ class Publisher:
     full_every: int = 16,
     keep_full: int = 2,
   ):
-    """Opens a directory and deletes what a killed publisher has left unannounced.
+    """Opens a directory; deletes what a killed publisher has left unfinished.
 
     Args:
       directory: on storage that the readers share: a local path, or a URL that Orbax
@@ -79,11 +79,11 @@ class Publisher:
     self._root = layout.root(directory)
     self._dtype, self._full_every, self._keep_full = dtype, full_every, keep_full
     self._several, self._process = jax.process_count() > 1, jax.process_index()
-    self._whole = CheckpointManager(layout.whole_dir(self._root), keep=None)
     if self._process == 0:
-      (self._root / 'versions').mkdir(parents=True, exist_ok=True)
       self._clear()
     self._barrier('open')
+    # After that: the manager does not look at the directory again.
+    self._whole = CheckpointManager(layout.whole_dir(self._root), keep=None)
     self._serial = max(layout.serials(self._root), default=0)
     self._since_full = 0
     self._before: _Parts | None = None  # of the last version; None: unknown
@@ -224,14 +224,14 @@ class Publisher:
     layout.write(path / layout.ANNOUNCEMENT, json.dumps(content).encode())
 
   def _clear(self) -> None:
-    """Deletes versions that were never announced."""
+    """Deletes what is not announced: unfinished, or half deleted."""
     announced = set(layout.serials(self._root))
-    for path in (self._root / 'versions').iterdir():
-      if not (path.name.isdigit() and int(path.name) in announced):
-        logging.warning('deleting %s, which was never announced', path)
-        path.rmtree()
-    for serial in set(self._whole.steps()) - announced:
-      (layout.whole_dir(self._root) / str(serial)).rmtree()
+    for parent in (self._root / 'versions', layout.whole_dir(self._root)):
+      parent.mkdir(parents=True, exist_ok=True)
+      for path in parent.iterdir():
+        if path.name.isdigit() and int(path.name) not in announced:
+          logging.warning('deleting %s, which is not announced', path)
+          path.rmtree()
 
   def _prune(self) -> None:
     """Deletes the versions before the oldest whole one that is kept."""
