@@ -182,6 +182,7 @@ def meshes():
   return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_from_the_learners_mesh_to_the_engines(meshes):
   """8 devices; the learner's weights are split over fsdp and tensor, the engine's over
   experts and tensor, with requests in flight: every device of the engine gets exactly
