@@ -175,8 +175,8 @@ def loss_and_metrics(
   """Scalar loss and metrics of a batch from the model's outputs.
 
   Both are sums over the loss terms; `weight` is the sum of their weights. With a replay
-  `replayed` is the number of tokens that have one, and `rerouted` of those for which a
-  router would choose other experts.
+  `replayed` is the number of tokens that have one, with multiplicity, and `rerouted` of
+  those for which a router would choose other experts.
   """
   loss, metrics = objective(at_terms(out.logprob, batch), batch)
 
@@ -190,10 +190,10 @@ def loss_and_metrics(
     metrics['mtp_loss'] = mtp_loss
     loss = loss + config.mtp_weight * mtp_loss
   if out.rerouted is not None:
-    replayed = jnp.asarray(batch.experts[..., 0] >= 0)  # [B, S, L]
+    replayed = jnp.any(batch.experts[..., 0] >= 0, axis=-1)  # [B, S]
     metrics |= {
-      'replayed': jnp.sum(jnp.any(replayed, axis=-1), dtype=jnp.float32),
-      'rerouted': jnp.sum(out.rerouted > 0, dtype=jnp.float32),
+      name: jnp.sum(batch.multiplicity * tokens, dtype=loss.dtype)
+      for name, tokens in (('replayed', replayed), ('rerouted', out.rerouted > 0))
     }
   return loss, metrics
 
