@@ -78,11 +78,14 @@ def announcement(root: epath.Path, serial: int) -> dict[str, Any]:
   """
   path = version_dir(root, serial) / ANNOUNCEMENT
   try:
-    content = json.loads(path.read_bytes())
-    if content['format'] != FORMAT:
+    found = json.loads(path.read_bytes())
+    if found['format'] != FORMAT:
       raise CorruptCheckpoint(
-        f'{path} has format {content["format"]}, this code reads {FORMAT}'
+        f'{path} has format {found["format"]}, this code reads {FORMAT}'
       )
+    content = found['content']
+    if found['crc32'] != _checksum(content):
+      raise CorruptCheckpoint(f'{path} is not what was written')
   except FileNotFoundError as error:
     raise MissingCheckpoint(
       f'version {serial} is not in {root}: it has versions {serials(root) or "none"}'
@@ -90,6 +93,17 @@ def announcement(root: epath.Path, serial: int) -> dict[str, Any]:
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise CorruptCheckpoint(f'cannot read {path}: {error!r}') from error
   return content
+
+
+def announce(root: epath.Path, content: dict[str, Any]) -> None:
+  """Announces the version of `content['serial']`, which exists from then on."""
+  found = {'format': FORMAT, 'crc32': _checksum(content), 'content': content}
+  path = version_dir(root, content['serial']) / ANNOUNCEMENT
+  write(path, json.dumps(found).encode())
+
+
+def _checksum(content: Any) -> int:
+  return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def read_file(root: epath.Path, content: dict[str, Any], name: str) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
 import zlib
@@ -121,7 +120,10 @@ class Publisher:
     self._before = now
     self._since_full = 0 if whole else self._since_full + 1
     if self._process == 0:
-      self._prune()
+      try:
+        self._prune()
+      except OSError as error:  # the next one tries again
+        logging.warning('old versions in %s were not deleted: %s', self._root, error)
     seconds = time.monotonic() - started_s
     return _result(layout.announcement(self._root, this.serial), seconds)
 
@@ -205,7 +207,6 @@ class Publisher:
     whole = [n for n in names if n.startswith('whole')]
     saved = layout.whole_dir(self._root) / str(version.serial)
     content = {
-      'format': layout.FORMAT,
       **version._asdict(),
       'time_s': time.time(),
       'deltas': [n.removesuffix('.json') for n in deltas],
@@ -221,7 +222,7 @@ class Publisher:
       },
       'files': files,
     }
-    layout.write(path / layout.ANNOUNCEMENT, json.dumps(content).encode())
+    layout.announce(self._root, content)
 
   def _clear(self) -> None:
     """Deletes what is not announced: unfinished, or half deleted."""

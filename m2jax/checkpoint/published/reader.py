@@ -115,29 +115,40 @@ class Reader:
 
   def _reach(self, content: Mapping[str, Any], asked: Mapping[str, Any]) -> _Held:
     """The values of a version, by the way with the least to read that is intact."""
-    errors = []
-    for _, start, chain in sorted(self._ways(content), key=lambda way: way[:2]):
-      try:
-        return self._follow(start, chain, asked)
-      except CorruptCheckpoint as error:
-        logging.warning('%s; trying another way', error)
-        errors.append(str(error))
+    tried, errors = set(), []
+    for near in (True, False):  # usually the ways nearby are enough
+      for size, start, chain in sorted(self._ways(content, near), key=lambda w: w[:2]):
+        if (size, start) in tried:
+          continue
+        tried.add((size, start))
+        try:
+          return self._follow(start, chain, asked)
+        except CorruptCheckpoint as error:
+          logging.warning('%s; trying another way', error)
+          errors.append(str(error))
     raise CorruptCheckpoint(
       f'version {content["serial"]} in {self._root} cannot be read: '
       + ('; '.join(errors) or 'no whole version before it, with all differences after')
     )
 
   def _ways(
-    self, content: Mapping[str, Any]
+    self, content: Mapping[str, Any], near: bool
   ) -> Iterator[tuple[int, int, list[Mapping[str, Any]]]]:
-    """(bytes to read, serial to start from, announcements of the differences)."""
-    chain, size, serial = [], 0, content['serial']
+    """(bytes to read, serial to start from, announcements of the differences).
+
+    Args:
+      content: the version's announcement.
+      near: only until those before can hardly be less to read.
+    """
+    chain, size, serial, least = [], 0, content['serial'], None
     while True:
-      if serial == self._serial:
-        yield size, serial, list(reversed(chain))
-      if content['whole']:
-        yield size + content['whole_bytes'], serial, list(reversed(chain))
-      if not content['deltas']:
+      whole = content['whole_bytes'] if content['whole'] else None
+      for cost, possible in ((0, serial == self._serial), (whole, whole is not None)):
+        if possible:
+          least = size + cost if least is None else min(least, size + cost)
+          yield size + cost, serial, list(reversed(chain))
+      enough = least is not None and (not self._serial or size >= least)
+      if not content['deltas'] or (near and (enough or serial <= self._serial)):
         return
       chain.append(content)
       size += content['delta_bytes']
@@ -145,7 +156,7 @@ class Reader:
       try:
         content = layout.announcement(self._root, serial)
       except CheckpointError:
-        if serial == self._serial:
+        if serial == self._serial:  # what is held needs no announcement
           yield size, serial, list(reversed(chain))
         return
 
