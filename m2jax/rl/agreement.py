@@ -4,7 +4,7 @@ Both compute the log-probability of each sampled token, by different programs: r
 merged trees here, pages and single steps there. For tokens that were sampled by exactly
 the weights that are trained the difference should only be rounding, and what is more is
 an error or a difference of precision that importance ratios then carry
-(docs/facts/rl-systems.md §5.4). Tokens of older weights differ for a good reason; they
+(docs/facts/rl-systems.md §5). Tokens of older weights differ for a good reason; they
 are in `cispo.metrics`. If expert ids are replayed, the share of tokens for which the
 learner's router would choose others is measured too.
 
