@@ -130,6 +130,8 @@ class Outputs(NamedTuple):
     mtp_logprob: module k scores tokens of position k + 1 and deeper.
     loads: expert assignments of 'layers' [L, E] and 'mtp' [mtp, E].
     experts: ids used by the trunk, as a Forest records them.
+    rerouted: layers whose router would choose other experts than are replayed; None
+      without a replay.
   """
 
   logprob: Float[Array, 'B S']
@@ -137,6 +139,7 @@ class Outputs(NamedTuple):
   mtp_logprob: Float[Array, 'mtp B S']
   loads: dict[str, Float32[Array, '_ E']]
   experts: Int[Array, 'B S L k']
+  rerouted: Int32[Array, 'B S'] | None = None
 
 
 def forward(
@@ -195,7 +198,7 @@ def forward_with_prefix(
 def _output_specs(rules: sharding_lib.Rules) -> Outputs:
   token = rules.spec('scores', 'rows', 'tokens')
   stacked = rules.spec('scores', None, 'rows', 'tokens')
-  return Outputs(token, token, stacked, rules.spec('loads', None), token)
+  return Outputs(token, token, stacked, rules.spec('loads', None), token, token)
 
 
 def token_logprobs(
@@ -220,6 +223,7 @@ def _forward(cfg: ModelConfig, detach_mtp: bool, sharding: Sharding, variables, 
     entropy=sharding.from_zigzag(out.entropy),
     mtp_logprob=sharding.from_zigzag(out.mtp_logprob, axis=2),
     experts=sharding.from_zigzag(out.experts),
+    rerouted=jax.tree.map(sharding.from_zigzag, out.rerouted),
   )
 
 
@@ -253,7 +257,12 @@ def _forward_with_prefix(
     modules = mtp.Outputs(none, None, new)
   loads = sharding.psum(loads, 'rows', 'tokens', 'residual')
   experts = routing.ids.swapaxes(0, 1).reshape(*logprob.shape, -1, routing.ids.shape[2])
-  outputs = Outputs(logprob, entropy, modules.logprob, loads, experts)
+  rerouted = None
+  if routing.rerouted is not None:
+    rerouted = jnp.sum(routing.rerouted, axis=0, dtype=jnp.int32)
+    rerouted = rerouted.reshape(logprob.shape)
+  scores = logprob, entropy, modules.logprob
+  outputs = Outputs(*scores, loads, experts, rerouted)
   if prefix is None:
     return outputs, None
   return outputs, PrefixCache(*new_kv, hidden[None], modules.new)

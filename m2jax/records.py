@@ -160,6 +160,28 @@ class TrajectoryReward:
   total: float
 
 
+_LINEAGE_STEPS = 2**20  # more updates than a lineage has
+
+
+def policy_version(lineage: int, step: int) -> int:
+  """(lineage, step) as one number: higher for later weights of a run. Fits int32."""
+  return lineage * _LINEAGE_STEPS + step
+
+
+def split_versions(versions: np.ndarray) -> tuple[int, np.ndarray]:
+  """Lineage and steps of numbers of `policy_version`; the lineage of none is 0.
+
+  Raises:
+    ValueError: they are of several lineages.
+  """
+  versions = np.asarray(versions, np.int64)
+  lineages = (versions + 1) // _LINEAGE_STEPS  # the first step is -1
+  if len(found := np.unique(lineages)) > 1:
+    raise ValueError(f'versions of the lineages {found.tolist()} in one completion')
+  lineage = int(found[0]) if found.size else 0
+  return lineage, (versions - lineage * _LINEAGE_STEPS).astype(np.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Lineages:
   """The tree of all weights of a run: a version is (lineage, step) (law 5).

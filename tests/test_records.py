@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2jax.records import Lineages
+from m2jax.records import Lineages, policy_version, split_versions
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,23 @@ def test_distance_in_the_tree_of_updates(lengths, rng):
     common = next(node for node in theirs if node in mine)
     want = (step - common[1]) + (last - common[1])
     assert lineages.updates_between(lineage, (step,), last).tolist() == [want]
+
+
+_WEIGHTS = st.tuples(st.integers(0, 2046), st.integers(-1, 2**20 - 2))
+
+
+@given(_WEIGHTS, _WEIGHTS)
+def test_a_version_is_one_number(a, b):
+  """Later weights have higher numbers, in whichever lineage; no two have the same one;
+  both parts come back, also of the step -1 before training; it fits int32."""
+  assert (policy_version(*a) < policy_version(*b)) == (a < b)
+  assert (policy_version(*a) == policy_version(*b)) == (a == b)
+  lineage, steps = split_versions([policy_version(*a)] * 2)
+  assert (lineage, steps.tolist()) == (a[0], [a[1]] * 2)
+  assert -(2**31) <= policy_version(*a) < 2**31
+
+
+def test_versions_of_several_lineages_are_an_error():
+  assert split_versions([])[0] == 0
+  with pytest.raises(ValueError, match=r'lineages \[0, 2\]'):
+    split_versions([policy_version(0, 7), policy_version(2, 7)])

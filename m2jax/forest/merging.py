@@ -156,7 +156,7 @@ def _validate(index: int, sample: Sample, row_tokens, row_terms):
     raise ValueError(
       f'sample {index}: prompt_length={sample.prompt_length}: must be in [0, {length}]'
     )
-  for name in ('old_logprobs', 'advantages', 'weights', 'versions'):
+  for name in ('old_logprobs', 'advantages', 'weights', 'versions', 'lags'):
     values = getattr(sample, name)
     if values is not None and len(values) != length - sample.prompt_length:
       raise ValueError(
@@ -286,6 +286,7 @@ def _fill_terms(out: Forest, place: _Place, sample: Sample, row: _Row, iota) -> 
     (out.old_logprob, sample.old_logprobs, 0.0),
     (out.advantage, sample.advantages, 1.0),
     (out.weight, sample.weights, 1.0),
+    (out.lag, sample.lags, -1),
   ):
     column[to] = default if values is None else np.asarray(values)[nonzero]
   out.term_sample[to] = place.index

@@ -24,8 +24,9 @@ class Sample:
   Attributes:
     tokens: prompt and response.
     prompt_length: number of leading tokens without a loss term.
-    old_logprobs, advantages, weights, versions: one value per response token,
-      R = T - prompt_length; None means 0, 1, 1 and 0. A token of weight 0 has no term.
+    old_logprobs, advantages, weights, versions, lags: one value per response token,
+      R = T - prompt_length; None means 0, 1, 1, 0 and -1. A token of weight 0 has no
+      term.
     experts: recorded expert ids, -1 if not recorded. If samples share a token, the
       record of one that sampled it is used (replay.py).
   """
@@ -36,6 +37,7 @@ class Sample:
   advantages: Float[np.ndarray, 'R'] | None = None
   weights: Float[np.ndarray, 'R'] | None = None
   versions: Int[np.ndarray, 'R'] | None = None
+  lags: Int[np.ndarray, 'R'] | None = None
   experts: Int[np.ndarray, 'T L k'] | None = None
 
 
@@ -65,6 +67,7 @@ class Forest:
     multiplicity: number of samples of this row through the token.
     term_token: index in the row of the token a loss term belongs to.
     old_logprob, advantage, weight: of each term; weight 0 on padding.
+    lag: updates between the weights that sampled a term's token and these; -1: unknown.
     term_sample, term_offset: the sample of a term and its offset in that sample's
       response; -1 on padding.
     experts: recorded expert ids (-1: not replayed), or None.
@@ -80,6 +83,7 @@ class Forest:
   old_logprob: Float32[Array, 'B M'] = _per_term(np.float32)
   advantage: Float32[Array, 'B M'] = _per_term(np.float32)
   weight: Float32[Array, 'B M'] = _per_term(np.float32)
+  lag: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1)
   term_sample: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1)
   term_offset: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1)
   experts: Int32[Array, 'B S L k'] | None = _per_token(np.int32, fill=-1, default=None)
@@ -149,6 +153,7 @@ def causal(tokens: Int[Array, 'B S']) -> Forest:
     old_logprob=0 * floats,
     advantage=floats,
     weight=floats,
+    lag=0 * index[:, 1:] - 1,
     term_sample=xp.broadcast_to(xp.arange(batch, dtype=xp.int32)[:, None], terms.shape),
     term_offset=terms - 1,
   )

@@ -60,6 +60,13 @@ class LeadEngine:
     with self._all('load_params'):
       return self._engine.load_params(params)
 
+  @property
+  def loads_in_any_thread(self) -> bool:
+    return False
+
+  def load_parts(self, params: Any, part_bytes: int) -> Iterator[Any]:
+    yield self.load_params(params)
+
   def init_decode_state(self) -> DecodeState:
     with self._all('init_decode_state'):
       return self._engine.init_decode_state()

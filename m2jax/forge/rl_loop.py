@@ -271,6 +271,7 @@ class RlLoop:
         'engine/tokens_per_s': engine['tokens_per_s'],
         'engine/queue_length': engine['queue_length'],
         'engine/active_slots': engine['active_slots'],
+        'engine/update_pause_s': engine.get('update_pause_s', 0.0),
         'gateway/forks': forks,
         'gateway/overrides': overrides,
         'memory/rss_bytes': metrics_lib.rss_bytes(),

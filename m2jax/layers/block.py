@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from m2jax.axes import Array, Float, Float32, Int
+from m2jax.axes import Array, Bool, Float, Float32, Int
 from m2jax.config import ModelConfig
 from m2jax.layers.norm import rms_norm
 from m2jax.moe import dispatch, router
@@ -29,10 +29,13 @@ class Routing(NamedTuple):
   Attributes:
     ids: experts used, of all tokens of the device.
     load: assignments of its part of them, counted with multiplicity.
+    rerouted: of all tokens of the device, whether a replay uses other experts than the
+      router would choose; None without a replay.
   """
 
   ids: Int[Array, 'T k']
   load: Float32[Array, 'E']
+  rerouted: Bool[Array, 'T'] | None = None
 
 
 def apply(
@@ -65,16 +68,17 @@ def apply(
     x = x + out
   with jax.named_scope('moe'):
     y = rms_norm(x, p['moe_norm'], cfg.rms_norm_eps)
-    ids, weights = router.route(
+    ids, weights, rerouted = router.decide(
       y, p['router'], bias, cfg.experts_per_token, replay, cfg.router_scores
     )
     load = router.loads(ids, jnp.asarray(multiplicity), cfg.num_experts)
     # each device routes its part: ids and weights are less to gather than to recompute
     y, ids, weights = map(sharding.gather_residual, (y, ids, weights))
+    rerouted = jax.tree.map(sharding.gather_residual, rerouted)
     if experts is not None:
       out = experts(y, ids, weights, p)
     else:
       kernels = (p[name].astype(x.dtype) for name in ('gate', 'up', 'down'))
       out = dispatch.apply(y, ids, weights, *kernels, sharding=sharding)
     x = x + out
-  return x, extra, Routing(ids, jax.lax.stop_gradient(load))
+  return x, extra, Routing(ids, jax.lax.stop_gradient(load), rerouted)

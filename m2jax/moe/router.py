@@ -9,13 +9,30 @@ Axes: T tokens, D model, E experts, k experts of a token.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from m2jax.axes import Array, Float, Float32, Int
+from m2jax.axes import Array, Bool, Float, Float32, Int
 from m2jax.kernels import fp32
 from m2jax.moe import by_expert
+
+
+class Routes(NamedTuple):
+  """The experts of tokens.
+
+  Attributes:
+    ids: experts used.
+    weights: of them, at least fp32.
+    rerouted: whether a replay uses other experts than this model would choose; None
+      without a replay.
+  """
+
+  ids: Int[Array, 'T k']
+  weights: Float[Array, 'T k']
+  rerouted: Bool[Array, 'T'] | None
 
 
 def route(
@@ -26,7 +43,19 @@ def route(
   replay: Int[Array, 'T k'] | None = None,
   scores: str = 'sigmoid',
 ) -> tuple[Int[Array, 'T k'], Float[Array, 'T k']]:
-  """Chooses experts: their ids, and weights.
+  """Chooses experts: their ids, and weights; see `decide`."""
+  return decide(x, kernel, bias, top_k, replay, scores)[:2]
+
+
+def decide(
+  x: Float[Array, 'T D'],
+  kernel: Float[Array, 'D E'],
+  bias: Float[Array, 'E'],
+  top_k: int,
+  replay: Int[Array, 'T k'] | None = None,
+  scores: str = 'sigmoid',
+) -> Routes:
+  """Chooses experts, and compares the choice with a replay.
 
   `replay` replaces the choice where its entry is not -1; the weights, at least fp32,
   are always this model's own scores of the experts used.
@@ -36,15 +65,17 @@ def route(
   score = {'sigmoid': jax.nn.sigmoid, 'softmax': jax.nn.softmax}[scores]
   scores = score(fp32.matmul(x, kernel))
   _, ids = jax.lax.top_k(jax.lax.stop_gradient(scores) + bias, top_k)
+  rerouted = None
   if replay is not None:
-    ids = jnp.where(replay >= 0, replay, ids)
+    own, ids = ids, jnp.where(replay >= 0, replay, ids)
+    rerouted = jnp.any(jnp.sort(own) != jnp.sort(ids), axis=-1)
   ids = checkpoint_name(ids, by_expert.NAME)
   # a sum over a one-hot, not a gather: its gradient is a product, not a scatter
   chosen = jax.nn.one_hot(ids, kernel.shape[1], dtype=dtype)
   weights = jnp.einsum('te,tke->tk', scores, chosen)
   # a lower bound at which the gradient, total ** -2, is still finite in fp32
   total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-15)
-  return ids, weights / total
+  return Routes(ids, weights / total, rerouted)
 
 
 def loads(

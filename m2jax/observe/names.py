@@ -163,6 +163,25 @@ _OFF_POLICY = (
   Metric('clipped_mass', _RL, '1', 'mean of π/π_old removed by the cap', ('plot',)),
   Metric('approx_kl', _RL, 'nats', 'estimate of KL(π_old ‖ π), per token', ('plot',)),
   Metric('abs_log_ratio', _RL, 'nats', 'mean of |log π/π_old| over tokens', ('plot',)),
+  Metric(
+    'mismatch/tokens', _RL, 'tokens', 'trained that the same weights have sampled'
+  ),
+  Metric(
+    'mismatch/mean',
+    _RL,
+    'nats',
+    'mean over those of |log-probability here − in the engine|',
+    ('plot',),
+    when='there are such tokens',
+  ),
+  Metric(
+    'mismatch/max',
+    _RL,
+    'nats',
+    'largest over those of |log-probability here − in the engine|',
+    ('plot',),
+    when='there are such tokens',
+  ),
   Metric('old_logprob', _RL, 'nats', 'mean log-probability when sampled'),
   Metric(
     'policy/lag_mean',
@@ -241,6 +260,13 @@ _FLOW = (
     'of shared tokens whose recorded experts differ',
     when='rollouts record expert ids',
   ),
+  Metric(
+    'replay/rerouted',
+    _RL,
+    'share',
+    'of tokens with recorded experts for which a router would now choose others',
+    when='rollouts record expert ids',
+  ),
   Metric('rollouts_per_s', _RL, 'episodes/s', 'finished', ('plot', 'view')),
   Metric('wait_s', _RL, 's', 'the update waited for items'),
   Metric('train_s', _RL, 's', 'from groups to new weights'),
@@ -248,6 +274,9 @@ _FLOW = (
   Metric('engine/tokens_per_s', _RL, 'tokens/s', 'sampled', ('plot', 'view', 'report')),
   Metric('engine/queue_length', _RL, 'requests', 'waiting', ('view', 'report')),
   Metric('engine/active_slots', _RL, 'slots', 'in use', ('view', 'report')),
+  Metric(
+    'engine/update_pause_s', _RL, 's', 'without decoding at the last change of weights'
+  ),
   Metric(
     'gateway/forks',
     _RL,

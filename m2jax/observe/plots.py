@@ -94,6 +94,7 @@ OFF_POLICY = (
   Curves('Clipped mass', ('clipped_mass',)),
   Curves('KL divergence', ('approx_kl',)),
   Curves('Log-ratio', ('abs_log_ratio',)),
+  Curves('Mismatch', ('mismatch/mean', 'mismatch/max')),
   Curves('Policy lag', ('policy/lag_mean', 'policy/lag_max')),
 )
 WINDOW = (

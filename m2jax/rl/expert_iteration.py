@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from m2jax import forest
-from m2jax.rl import rewards
+from m2jax.rl import agreement, rewards
 
 
 def credit(group: rewards.GroupCredit, threshold: float = 1.0) -> rewards.GroupCredit:
@@ -43,5 +43,6 @@ def credit(group: rewards.GroupCredit, threshold: float = 1.0) -> rewards.GroupC
 def objective(
   logprob: jax.Array, batch: forest.Forest
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Weighted negative log-likelihood of the terms [B, M]; has no metrics."""
-  return -jnp.sum(batch.weight * batch.advantage * logprob), {}
+  """Weighted negative log-likelihood of the terms [B, M], and `agreement`'s sums."""
+  loss = -jnp.sum(batch.weight * batch.advantage * logprob)
+  return loss, agreement.measure(logprob, batch)

@@ -29,8 +29,8 @@ from m2jax import forest
 from m2jax import sharding as sharding_lib
 from m2jax.checks import require
 from m2jax.config import ModelConfig
-from m2jax.records import Lineages
-from m2jax.rl import cispo, expert_iteration, packing, rewards, samples
+from m2jax.records import Completion, Lineages
+from m2jax.rl import agreement, cispo, expert_iteration, packing, rewards, samples
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import chunks
 from m2jax.train import hosts as hosts_lib
@@ -86,6 +86,7 @@ def objective(
   """CISPO loss of a forest's terms [B, M], and its off-policy metrics."""
   terms = logprob, batch.old_logprob, batch.advantage, batch.weight
   metrics = cispo.metrics(*terms, is_weight_max=is_weight_max)
+  metrics |= agreement.measure(logprob, batch)
   return jnp.sum(cispo.loss(*terms, is_weight_max=is_weight_max)), metrics
 
 
@@ -189,7 +190,7 @@ class Learner:
   def pack(self, credits_: Sequence[rewards.GroupCredit]) -> Packed:
     """Merges and packs groups for `train`."""
     started_s = time.monotonic()
-    groups_samples = samples.from_groups(credits_, self._config.normaliser)
+    groups_samples = samples.from_groups(credits_, self._config.normaliser, self._lags)
     metrics = dict(rewards.summary(credits_), **self._lag(credits_))
     batch = packing.pack(
       groups_samples,
@@ -215,28 +216,36 @@ class Learner:
     With several processes all of them call it, each with its host's part.
     """
     started_s, version = time.monotonic(), self.version + 1
-    fetched = {}
+    fetched, agreed = {}, {}
     if packed.batch.empty:
       logging.info('step %d: every group has zero advantage', version)
     else:
       for _ in range(passes):
         self.state, scalars = self._step(self.state, packed.batch)
         fetched = train_step.fetch(scalars, f'rl step {version}')
+        # Of the first pass, before the weights change.
+        agreed = agreed or agreement.finish(fetched)
     step = jnp.full_like(self.state.step, version)
     self.state = dataclasses.replace(self.state, step=step)
     seconds = packed.pack_s + time.monotonic() - started_s
     return {
       **packed.metrics,
-      **fetched,
+      **agreement.without_sums(fetched),
+      **agreed,
       'forest_tokens': packed.tokens,
       'train_s': seconds,
       'tokens_per_s': passes * packed.tokens / seconds,
     }
 
+  def _lags(self, completion: Completion) -> np.ndarray:
+    """Updates since the weights that sampled each token of a response."""
+    lineage, versions = completion.lineage, completion.versions
+    return self.lineages.updates_between(lineage, versions, self.version)
+
   def _lag(self, credits_: Sequence[rewards.GroupCredit]) -> dict[str, float]:
     """Number of updates between the weights that sampled the tokens and these."""
     lags = [
-      self.lineages.updates_between(c.lineage, c.versions, self.version)
+      self._lags(c)
       for group in credits_
       for credit in group.credits
       for c in credit.completions

@@ -9,22 +9,29 @@ which include tool outputs, have no term. Expert ids are included where recorded
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from m2jax import forest
+from m2jax.records import Completion
 from m2jax.rl import cispo, rewards
+
+# (completion) → updates since the weights that sampled each of its tokens
+Lags = Callable[[Completion], np.ndarray]
 
 
 def from_groups(
-  groups: Sequence[rewards.GroupCredit], normaliser: str = 'prompt'
+  groups: Sequence[rewards.GroupCredit],
+  normaliser: str = 'prompt',
+  lags: Lags | None = None,
 ) -> list[list[forest.Sample]]:
   """Samples of a batch, without dropped groups and masked trajectories.
 
   Args:
     groups: from `rewards.advantages`, one per taken work item.
     normaliser: see `cispo.weights`.
+    lags: None: unknown.
 
   Returns:
     The samples of each remaining group, in order of trajectory and turn.
@@ -35,11 +42,11 @@ def from_groups(
     for g in trained
   ]
   weights = cispo.weights(lengths, normaliser)
-  return [from_group(g, w) for g, w in zip(trained, weights, strict=True)]
+  return [from_group(g, w, lags) for g, w in zip(trained, weights, strict=True)]
 
 
 def from_group(
-  group: rewards.GroupCredit, weights: Sequence[float]
+  group: rewards.GroupCredit, weights: Sequence[float], lags: Lags | None = None
 ) -> list[forest.Sample]:
   """Samples of one group.
 
@@ -47,6 +54,7 @@ def from_group(
     group: the group.
     weights: one per completion of the group, in order of trajectory and turn, for each
       of the completion's terms.
+    lags: None: unknown.
 
   Raises:
     ValueError: the numbers of weights and completions differ.
@@ -66,6 +74,7 @@ def from_group(
       advantages=np.full(len(c.response_ids), advantage, np.float32),
       weights=np.full(len(c.response_ids), weight, np.float32),
       versions=c.versions,
+      lags=None if lags is None else lags(c),
       experts=c.experts,
     )
     for (c, advantage), weight in zip(terms, weights, strict=True)

@@ -30,6 +30,7 @@ from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
 from m2jax.rollout.sequences import Sequences, State
+from m2jax.rollout.swap import Pauses
 
 _RATE_WINDOW_S = 10.0
 TOTALS = (
@@ -65,6 +66,7 @@ class SchedulerConfig:
     reuse_stale_prefix: cached K/V of older weights may be reused (see scheduler.py).
     max_failures: consecutive failing steps after which the scheduler gives up.
     seed: of the random stream for requests without a seed.
+    weights_part_bytes: bytes of new weights placed on a mesh between two decode calls.
   """
 
   decode_steps: int = 8
@@ -72,9 +74,10 @@ class SchedulerConfig:
   reuse_stale_prefix: bool = False
   max_failures: int = 3
   seed: int = 0
+  weights_part_bytes: int = 2**28
 
   def __post_init__(self):
-    for field in ('decode_steps', 'prefill_budget_tokens'):
+    for field in ('decode_steps', 'prefill_budget_tokens', 'weights_part_bytes'):
       require(self, getattr(self, field) >= 1, field, 'at least 1')
 
 
@@ -88,6 +91,7 @@ class Batcher:
     jobs: requests by slot.
     counts: totals since the start, by the names in TOTALS.
     failures: failed ticks since the last successful decode call.
+    pauses: of decoding, when weights are replaced.
   """
 
   def __init__(
@@ -105,6 +109,7 @@ class Batcher:
     self.waiting: collections.deque[Job] = collections.deque()
     self.counts = collections.Counter()
     self.failures = 0
+    self.pauses = Pauses()
     self._rates = collections.deque([(time.monotonic(), 0)])
     self.reset()
 
@@ -118,6 +123,7 @@ class Batcher:
   def replace_weights(self, variables: Any, version: int) -> None:
     """Between two ticks; sequences in slots go on with the K/V that they have."""
     self.variables, self.version = variables, version
+    self.pauses.exchanged(decoding=bool(self.table.where(State.DECODE).size))
     if not self.config.reuse_stale_prefix:
       for cache in self.table.caches:
         cache.clear()
@@ -243,6 +249,7 @@ class Batcher:
     self._reserve()
     slots = table.where(State.DECODE)
     if not slots.size:
+      self.pauses.idle()
       return
     ahead = table.held[slots] + self.config.decode_steps
     pages = -(-np.minimum(ahead, config.context_tokens) // config.page_tokens)
@@ -277,6 +284,7 @@ class Batcher:
     table, config, groups = self.table, self.engine.config, self.engine.groups
     at, num_rows = self._lay(slots, size)
     rows = lambda values: self._spread(values, at, groups * size)
+    self.pauses.begin_decode()
     self.state, sampled = self.engine.generate_many(
       self.variables,
       self.state,
@@ -286,6 +294,7 @@ class Batcher:
       np.int32(self.config.decode_steps),
     )
     sampled = jax.tree.map(lambda x: x[at], jax.device_get(sampled))
+    self.pauses.end_decode()
     before = table.held[slots] + 1
     table.append(slots, sampled.counts, sampled.tokens, sampled.logprobs, self.version)
     self._count_sampled(int(sampled.counts.sum()))

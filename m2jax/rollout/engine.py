@@ -29,7 +29,8 @@ tokens, N decode steps of a call, M stop ids, V vocabulary, D model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -218,13 +219,38 @@ class Engine:
     are compiled for a placement: every set of weights must pass through here, or its
     first call compiles again. With several processes all must call it.
     """
+    *_, placed = self.load_parts(params)
+    return placed
+
+  def load_parts(self, params, part_bytes: int = 2**62) -> Iterator[Any]:
+    """`load_params` in parts: gives None after each, and at last the weights.
+
+    Args:
+      part_bytes: a part ends with the array that makes it so large.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    everywhere = self._named(_EVERYWHERE)
+    specs = [_EVERYWHERE] * len(leaves)
     if self.sharding.mesh is not None:
       specs = sharding_lib.param_specs(self.cfg, self.sharding.rules)
-      params = self.sharding.place(params, specs)
-    else:
-      replicated = self._named(_EVERYWHERE)
-      params = jax.tree.map(lambda x: jax.device_put(x, replicated), params)
-    return self._split_layers(params) if self.cfg.unroll_layers else params
+      specs = jax.tree.leaves(jax.tree.broadcast(specs, params))
+    since = 0
+    for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+      if self.sharding.mesh is not None:
+        leaves[i] = self.sharding.place(leaf, spec)
+      else:
+        leaves[i] = jax.device_put(leaf, everywhere)
+      since += leaf.nbytes
+      if since >= part_bytes:
+        since = 0
+        yield None
+    params = structure.unflatten(leaves)
+    yield self._split_layers(params) if self.cfg.unroll_layers else params
+
+  @property
+  def loads_in_any_thread(self) -> bool:
+    """Whether weights may be loaded while another thread calls the engine."""
+    return self.sharding.mesh is None
 
   def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
     """Of a prefix's arrays; on a mesh a tree of them, which `Prefix` has."""

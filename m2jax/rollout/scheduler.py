@@ -39,6 +39,7 @@ from m2jax.rollout.batcher import (
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
 from m2jax.rollout.sequences import State
+from m2jax.rollout.swap import Swap
 
 __all__ = ['EngineError', 'EngineLost', 'Handle', 'Scheduler', 'SchedulerConfig']
 
@@ -82,8 +83,10 @@ class Scheduler:
     # Under _wake: messages to the engine thread.
     self._inbox: list[Job] = []
     self._cancels: list[Job] = []
-    self._next_weights: tuple[Any, int] | None = None
+    self._next_weights: Swap | None = None
     self._latest_version = version
+    self._swap: Swap | None = None  # used by the engine thread
+    self._part_bytes = config.weights_part_bytes
     self._random = np.random.default_rng(config.seed)
     self._stopping = False
     self._dead: str | None = None
@@ -153,28 +156,40 @@ class Scheduler:
     return Handle(future, lambda: self._cancel(job))
 
   def update_weights(self, variables: Any, version: int) -> None:
-    """Replaces the weights before the next device call; requests in flight continue.
+    """Replaces the weights between two device calls; requests in flight continue.
+
+    They may be placed for another mesh. On one device this places them and waits for
+    it; on a mesh the engine's thread does, between its calls.
 
     Raises:
       ValueError: version does not increase, or shapes or dtypes differ from before.
     """
     if _signature(variables) != self._signature:
       raise ValueError("variables: tree, shapes or dtypes differ from the engine's")
+    self._check_version(version)
+    if self._engine.loads_in_any_thread:
+      parts = iter([jax.block_until_ready(self._engine.load_params(variables))])
+    else:
+      parts = self._engine.load_parts(variables, self._part_bytes)
     with self._wake:
-      latest = self._latest_version
-      if version <= latest:  # a version identifies one set of weights
-        raise ValueError(
-          f'version={version}: must be above {latest}, which the engine already has'
-        )
-      self._next_weights, self._latest_version = (variables, version), version
+      self._check_version(version)
+      self._next_weights, self._latest_version = Swap(parts, version), version
       self._wake.notify()
+
+  def _check_version(self, version: int) -> None:
+    latest = self._latest_version
+    if version <= latest:  # a version identifies one set of weights
+      raise ValueError(
+        f'version={version}: must be above {latest}, which the engine already has'
+      )
 
   def stats(self) -> dict[str, float]:
     """A cheap snapshot of the state, and totals since the start.
 
     queue_length, active_slots, slots, pages, cached_pages (of prefixes that no request
     reads), free_pages, evicted_pages, policy_version, tokens_per_s (sampled, over the
-    last ten seconds), and the totals of `batcher.TOTALS`.
+    last ten seconds), update_pause_s and update_pause_longest_s (`swap.Pauses`), and
+    the totals of `batcher.TOTALS`.
     """
     batcher = self._batcher
     with self._wake:
@@ -190,6 +205,7 @@ class Scheduler:
       'evicted_pages': sum(cache.evicted for cache in table.caches),
       'policy_version': batcher.version,
       'tokens_per_s': batcher.tokens_per_s,
+      **batcher.pauses.stats(),
     }
 
   def _cancel(self, job: Job) -> None:
@@ -205,10 +221,9 @@ class Scheduler:
         self._wake.wait_for(self._has_work)
         if self._stopping:
           return
-        cancels, weights = self._take_messages()
+        cancels = self._take_messages()
       try:
-        if weights is not None:
-          self._replace_weights(*weights)
+        self._replace_weights()
         for job in cancels:
           self._batcher.cancel(job)
         self._batcher.tick()
@@ -219,25 +234,29 @@ class Scheduler:
         self._recover(error)
 
   def _has_work(self) -> bool:
-    messages = self._inbox or self._cancels or self._next_weights
+    messages = self._inbox or self._cancels or self._next_weights or self._swap
     return bool(self._stopping or messages or self._batcher.busy)
 
-  def _take_messages(self) -> tuple[list[Job], tuple[Any, int] | None]:
-    """Takes messages of other threads; returns cancelled requests and new weights.
-
-    Needs _wake.
-    """
+  def _take_messages(self) -> list[Job]:
+    """Takes messages of other threads; returns cancelled requests. Needs _wake."""
     batcher = self._batcher
     batcher.waiting.extend(self._inbox)
     self._inbox.clear()
     cancels, self._cancels = self._cancels, []
-    weights, self._next_weights = self._next_weights, None
-    return cancels, weights
+    if self._swap is None:  # else those on their way come first
+      self._swap, self._next_weights = self._next_weights, None
+    return cancels
 
-  def _replace_weights(self, variables: Any, version: int) -> None:
-    # Placed by the thread that calls the engine: two threads must not start programs
-    # over several devices at the same time.
-    self._batcher.replace_weights(self._engine.load_params(variables), version)
+  def _replace_weights(self) -> None:
+    """Places a part of new weights; replaces the old ones when all are placed."""
+    swap, self._swap = self._swap, None
+    if swap is None:
+      return
+    weights = swap.advance(to_the_end=not self._batcher.busy)
+    if weights is None:
+      self._swap = swap
+    else:
+      self._batcher.replace_weights(weights, swap.version)
 
   def _recover(self, cause: Exception) -> None:
     """Fails the requests in slots, creates a new state; waiting requests continue."""

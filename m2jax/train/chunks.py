@@ -199,7 +199,7 @@ class _Functions(NamedTuple):
       has_aux=True,
     )
     grads, d_prefix = pull((jnp.ones_like(loss), new_cotangents(new)))
-    sums = jax.tree.map(jnp.add, sums, train_step.Sums(grads, *aux))
+    sums = train_step.add(sums, train_step.Sums(grads, *aux))
     slots = d_prefix.k.shape[_SLOTS]
 
     def add(total, d):

@@ -31,7 +31,8 @@ from m2jax.moe import router
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import feeds
 
-# (logprob [B, M], batch) → scalar loss, dict of scalar metrics; all of them sums
+# (logprob [B, M], batch) → scalar loss, dict of scalar metrics; all of them sums,
+# except those whose names end in _max
 Objective = Callable[[jax.Array, Forest], tuple[jax.Array, dict[str, jax.Array]]]
 Step = Callable[['TrainState', Any], tuple['TrainState', dict[str, jax.Array]]]
 
@@ -173,7 +174,9 @@ def loss_and_metrics(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Scalar loss and metrics of a batch from the model's outputs.
 
-  Both are sums over the loss terms; `weight` is the sum of their weights.
+  Both are sums over the loss terms; `weight` is the sum of their weights. With a replay
+  `replayed` is the number of tokens that have one, with multiplicity, and `rerouted` of
+  those for which a router would choose other experts.
   """
   loss, metrics = objective(at_terms(out.logprob, batch), batch)
 
@@ -186,6 +189,12 @@ def loss_and_metrics(
     mtp_loss = -sum(weighted(lp) for lp in out.mtp_logprob) / cfg.num_mtp_modules
     metrics['mtp_loss'] = mtp_loss
     loss = loss + config.mtp_weight * mtp_loss
+  if out.rerouted is not None:
+    replayed = jnp.any(batch.experts[..., 0] >= 0, axis=-1)  # [B, S]
+    metrics |= {
+      name: jnp.sum(batch.multiplicity * tokens, dtype=loss.dtype)
+      for name, tokens in (('replayed', replayed), ('rerouted', out.rerouted > 0))
+    }
   return loss, metrics
 
 
@@ -201,6 +210,17 @@ class Sums(NamedTuple):
   gradients: Any
   metrics: dict[str, jax.Array]
   loads: dict[str, jax.Array]
+
+
+def add(a: Sums, b: Sums) -> Sums:
+  """Sums of both parts; of metrics whose names end in _max the larger one."""
+  sums = jax.tree.map(jnp.add, a, b)
+  largest = {
+    name: jnp.maximum(value, b.metrics[name])
+    for name, value in a.metrics.items()
+    if name.endswith('_max')
+  }
+  return sums._replace(metrics=sums.metrics | largest)
 
 
 class Programs(NamedTuple):
@@ -280,9 +300,6 @@ def programs(
       variables['params'], variables['router'], batch
     )
     return Sums(grads, metrics, loads)
-
-  def add(a, b):
-    return jax.tree.map(jnp.add, a, b)
 
   def apply(state: TrainState, sums: Sums):
     grads, metrics, loads = sums
