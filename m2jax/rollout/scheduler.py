@@ -172,9 +172,10 @@ class Scheduler:
   def stats(self) -> dict[str, float]:
     """A cheap snapshot of the state, and totals since the start.
 
-    queue_length, active_slots, slots, pages, cached_pages (of prefixes that no request
-    reads), free_pages, evicted_pages, policy_version, tokens_per_s (sampled, over the
-    last ten seconds), and the totals of `batcher.TOTALS`.
+    queue_length, active_slots, slots, pages, page_tokens, cached_pages (of prefixes
+    that no request reads), free_pages, evicted_pages, prefill_budget_tokens,
+    decode_steps, policy_version, tokens_per_s (sampled, over the last ten seconds), and
+    the totals of `batcher.TOTALS`.
     """
     batcher = self._batcher
     with self._wake:
@@ -188,6 +189,9 @@ class Scheduler:
       'cached_pages': sum(cache.cached for cache in table.caches),
       'free_pages': sum(cache.available - cache.cached for cache in table.caches),
       'evicted_pages': sum(cache.evicted for cache in table.caches),
+      'page_tokens': table.page_tokens,
+      'prefill_budget_tokens': batcher.config.prefill_budget_tokens,
+      'decode_steps': batcher.config.decode_steps,
       'policy_version': batcher.version,
       'tokens_per_s': batcher.tokens_per_s,
     }

@@ -1,0 +1,221 @@
+"""What a router knows of its replicas, and how it learns it. Starts no threads.
+
+The same object serves `rollout.router` and the simulation in `benchmarks.kv_routing`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from m2jax.rollout.page_journal import Event
+from m2jax.rollout.prefix_index import PrefixIndex
+from m2jax.rollout.routing_policies import Choice, Policy, Query, View
+from m2jax.rollout.service_rates import RateEstimator, Rates
+
+_MEMORY = 0.02  # weight of the newest response in the mean length
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """Of a replica, as its statistics report them.
+
+  Attributes:
+    pages: of its cache, with page_tokens tokens each.
+    slots: requests at a time.
+    budget_tokens: prompt tokens computed between two decode calls.
+    steps: tokens of a sequence in a decode call.
+  """
+
+  pages: int
+  page_tokens: int
+  slots: int
+  budget_tokens: float = math.inf
+  steps: int = 1
+
+
+@dataclasses.dataclass(eq=False)
+class Flight:
+  """A request that was sent to a replica and has not ended.
+
+  Attributes:
+    chain: digests of the prompt's full pages.
+    missing_tokens: of the prompt that the replica is expected to compute.
+    streams: whether its first token has been drawn.
+  """
+
+  replica: int
+  chain: Sequence[bytes]
+  prompt_tokens: int
+  missing_tokens: int
+  version: int
+  streams: bool = False
+
+
+class Replica:
+  """What is known of one replica.
+
+  Attributes:
+    alive: whether it can take requests.
+    index: its pages.
+    estimator: of its rates.
+  """
+
+  def __init__(self, number: int, sizes: Sizes, prior: Rates, version: int, stale: bool):
+    self.number, self.sizes = number, sizes
+    self.alive = True
+    self.index = PrefixIndex(sizes.pages, version, keep_stale=stale)
+    self.estimator = RateEstimator(prior)
+    self._flights: set[Flight] = set()
+    self._waiting = self._waiting_tokens = 0
+
+  def view(self, cached_tokens: int, response_tokens: float) -> View:
+    sizes = self.sizes
+    return View(
+      replica=self.number,
+      cached_tokens=cached_tokens,
+      waiting=self._waiting,
+      waiting_tokens=self._waiting_tokens,
+      decoding=len(self._flights) - self._waiting,
+      slots=sizes.slots,
+      budget_tokens=sizes.budget_tokens,
+      steps=sizes.steps,
+      response_tokens=response_tokens,
+      rates=self.estimator.rates,
+    )
+
+  def add(self, flight: Flight) -> None:
+    self._flights.add(flight)
+    self._waiting += 1
+    self._waiting_tokens += flight.missing_tokens
+
+  def first_token(self, flight: Flight) -> None:
+    if flight in self._flights and not flight.streams:
+      flight.streams = True
+      self._waiting -= 1
+      self._waiting_tokens -= flight.missing_tokens
+
+  def remove(self, flight: Flight) -> None:
+    self.first_token(flight)
+    self._flights.discard(flight)
+
+
+class Fleet:
+  """All replicas. Not thread-safe.
+
+  Attributes:
+    replicas: by number.
+    policy: chooses among those that are alive.
+    version: of the policy whose weights new requests get.
+  """
+
+  def __init__(
+    self,
+    sizes: Sequence[Sizes],
+    policy: Policy,
+    prior: Rates,
+    *,
+    version: int = 0,
+    keep_stale: bool = False,
+    seed: int = 0,
+  ):
+    if len({size.page_tokens for size in sizes}) != 1:
+      raise ValueError('sizes: all replicas must have pages of the same page_tokens')
+    self.page_tokens = sizes[0].page_tokens
+    self.policy = policy
+    self.version = version
+    self._prior, self._keep_stale = prior, keep_stale
+    self._random = np.random.default_rng(seed)
+    self._response_tokens: float | None = None
+    self.replicas = [self._new(number, size) for number, size in enumerate(sizes)]
+
+  def _new(self, number: int, sizes: Sizes) -> Replica:
+    return Replica(number, sizes, self._prior, self.version, self._keep_stale)
+
+  def choose(
+    self, chain: Sequence[bytes], prompt_tokens: int, session: bytes = b''
+  ) -> Choice | None:
+    """Where a request goes; None if no replica is alive."""
+    mean = self._response_tokens or 1.0
+    views = [
+      replica.view(self._cached(replica, chain, prompt_tokens), mean)
+      for replica in self.replicas
+      if replica.alive
+    ]
+    if not views:
+      return None
+    query = Query(prompt_tokens, session, float(self._random.random()))
+    return self.policy(query, views)
+
+  def send(
+    self, choice: Choice, chain: Sequence[bytes], prompt_tokens: int
+  ) -> Flight:
+    """Counts a request as sent; its pages are expected at the replica from now on."""
+    replica = self.replicas[choice.replica]
+    cached = self._cached(replica, chain, prompt_tokens)
+    if choice.source is not None:
+      source = self.replicas[choice.source]
+      cached = max(cached, self._cached(source, chain, prompt_tokens))
+    flight = Flight(
+      choice.replica, chain, prompt_tokens, prompt_tokens - cached, self.version
+    )
+    replica.index.use(chain, self.version)
+    replica.add(flight)
+    return flight
+
+  def first_token(self, flight: Flight) -> None:
+    """The request streams: its prompt has been computed."""
+    self.replicas[flight.replica].first_token(flight)
+
+  def end(
+    self, flight: Flight, chain: Sequence[bytes], response_tokens: int | None
+  ) -> None:
+    """The request has ended.
+
+    Args:
+      chain: of its prompt and response, which are cached now.
+      response_tokens: None if it failed.
+    """
+    replica = self.replicas[flight.replica]
+    replica.remove(flight)
+    if response_tokens is None:
+      return
+    replica.index.use(chain, flight.version)
+    mean = self._response_tokens
+    if mean is None:
+      self._response_tokens = float(response_tokens)
+    else:
+      self._response_tokens = mean + _MEMORY * (response_tokens - mean)
+
+  def observe(
+    self, number: int, stats: Mapping[str, float], events: Sequence[Event] = ()
+  ) -> None:
+    """Takes a replica's statistics and what is new in its journal."""
+    replica = self.replicas[number]
+    replica.estimator.observe(stats)
+    replica.index.apply(events)
+
+  def advance(self, version: int) -> None:
+    """All replicas get new weights."""
+    self.version = version
+    for replica in self.replicas:
+      replica.index.advance(version)
+
+  def lose(self, number: int) -> None:
+    """A replica is gone, and its pages with it."""
+    self.replicas[number].alive = False
+    self.replicas[number].index.clear()
+
+  def replace(self, number: int, sizes: Sizes) -> None:
+    """A new replica, without pages, serves under this number."""
+    self.replicas[number] = self._new(number, sizes)
+
+  def _cached(
+    self, replica: Replica, chain: Sequence[bytes], prompt_tokens: int
+  ) -> int:
+    # The last token of a prompt is always computed.
+    tokens = replica.index.match(chain) * self.page_tokens
+    return min(tokens, (prompt_tokens - 1) // self.page_tokens * self.page_tokens)

@@ -1,0 +1,189 @@
+"""Which replica serves a request: pure functions of what a router knows.
+
+The cost-aware policy is Forge's (facts/m2-and-forge.md §4.7), whose formula is not
+published. Ours is argmin over replicas j of the expected time to the first token,
+
+  wait_j + min(recompute the missing prefix, migrate it from another replica),
+
+with all times from measured rates. No session is pinned: a conversation follows its
+pages as long as that is cheaper than to compute them again elsewhere.
+
+The others are what it is compared with: prefix-aware is the rule of vllm-router's and
+SGLang's `cache_aware`, sticky is consistent hashing of the session
+(facts/rl-systems.md §4.5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+
+from m2jax.rollout.service_rates import Rates
+
+
+@dataclasses.dataclass(frozen=True)
+class Query:
+  """A request.
+
+  Attributes:
+    prompt_tokens: of its prompt.
+    session: identifies its conversation.
+    draw: a random number in [0, 1), the policy's only source of randomness.
+  """
+
+  prompt_tokens: int
+  session: bytes = b''
+  draw: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+  """What is known of a replica that can take requests.
+
+  Attributes:
+    replica: its number.
+    cached_tokens: of the prompt's prefix that it has, or will have.
+    waiting: requests sent to it without a first token yet, and waiting_tokens the
+      prompt tokens that it has to compute for them.
+    decoding: requests that are drawing tokens.
+    slots: requests that it serves at the same time.
+    budget_tokens: prompt tokens that it computes between two decode calls.
+    steps: tokens of a sequence in a decode call.
+    response_tokens: expected of a request.
+    rates: times of its work.
+  """
+
+  replica: int
+  cached_tokens: int
+  waiting: int
+  waiting_tokens: int
+  decoding: int
+  slots: int
+  budget_tokens: float
+  steps: int
+  response_tokens: float
+  rates: Rates
+
+  @property
+  def load(self) -> int:
+    """Requests in flight."""
+    return self.waiting + self.decoding
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """Where a request goes.
+
+  Attributes:
+    replica: that serves it.
+    source: from which it takes pages of the prefix first, or None.
+  """
+
+  replica: int
+  source: int | None = None
+
+
+Policy = Callable[[Query, Sequence[View]], Choice]
+
+
+def random(query: Query, views: Sequence[View]) -> Choice:
+  """Any replica."""
+  return Choice(views[int(query.draw * len(views))].replica)
+
+
+def least_loaded(query: Query, views: Sequence[View]) -> Choice:
+  """The replica with fewest requests in flight."""
+  least = min(view.load for view in views)
+  return random(query, [view for view in views if view.load == least])
+
+
+def sticky(query: Query, views: Sequence[View]) -> Choice:
+  """Rendezvous hashing of the session: it moves only if its replica is gone."""
+
+  def weight(view: View) -> bytes:
+    key = query.session + view.replica.to_bytes(4, 'big')
+    return hashlib.blake2b(key, digest_size=8).digest()
+
+  return Choice(max(views, key=weight).replica)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixAware:
+  """The longest cached prefix, unless the load is out of balance.
+
+  Attributes:
+    least_share: of the prompt that must be cached; else the least loaded replica.
+    absolute, relative: the load is out of balance when its maximum is above the minimum
+      by more than `absolute` requests and by more than the factor `relative`. The
+      defaults had the higher hit rate of the two that are published.
+  """
+
+  least_share: float = 0.5
+  absolute: int = 32
+  relative: float = 1.5
+
+  def __call__(self, query: Query, views: Sequence[View]) -> Choice:
+    loads = [view.load for view in views]
+    most, least = max(loads), min(loads)
+    if most - least > self.absolute and most > self.relative * least:
+      return least_loaded(query, views)
+    longest = max(view.cached_tokens for view in views)
+    if longest <= self.least_share * query.prompt_tokens:
+      return least_loaded(query, views)
+    return least_loaded(query, [v for v in views if v.cached_tokens == longest])
+
+
+@dataclasses.dataclass(frozen=True)
+class CostAware:
+  """The least expected time to the first token.
+
+  Attributes:
+    migration_s: to move one token's keys and values between two replicas, as measured;
+      inf where they cannot be moved.
+    migration_latency_s: of a migration of any size.
+  """
+
+  migration_s: float = math.inf
+  migration_latency_s: float = 0.0
+
+  def __call__(self, query: Query, views: Sequence[View]) -> Choice:
+    source = max(views, key=lambda view: view.cached_tokens)
+    options = [self._cost(query, view, source) for view in views]
+    cost = min(cost for cost, _ in options)
+    best = [choice for c, choice in options if c <= cost * (1 + 1e-9)]
+    return best[int(query.draw * len(best))]
+
+  def _cost(self, query: Query, view: View, source: View) -> tuple[float, Choice]:
+    wait, prefill_s = wait_s(view), effective_prefill_s(view)
+    missing = query.prompt_tokens - view.cached_tokens
+    recompute = wait + missing * prefill_s, Choice(view.replica)
+    moved = source.cached_tokens - view.cached_tokens
+    if moved <= 0 or math.isinf(self.migration_s):
+      return recompute
+    # Pages travel while the request would wait.
+    arrives = self.migration_latency_s + moved * self.migration_s
+    migrate = max(wait, arrives) + (missing - moved) * prefill_s
+    return min(recompute, (migrate, Choice(view.replica, source.replica)), key=_first)
+
+
+def _first(pair):
+  return pair[0]
+
+
+def effective_prefill_s(view: View) -> float:
+  """Of a prompt token, with the decode calls between two chunks of prefill."""
+  decode = view.rates.decode_s(view.decoding, view.steps) if view.decoding else 0.0
+  return view.rates.prefill_s + decode / view.budget_tokens
+
+
+def wait_s(view: View) -> float:
+  """Until the replica begins with a request that is sent to it now."""
+  decode = view.rates.decode_s(max(view.decoding, 1), view.steps)
+  wait = view.waiting_tokens * effective_prefill_s(view) + decode
+  above = view.load + 1 - view.slots
+  if above > 0:  # as many responses have to end before
+    ends_s = view.response_tokens / view.steps * decode / view.slots
+    wait = max(wait, above * ends_s)
+  return wait
