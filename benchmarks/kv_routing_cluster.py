@@ -33,10 +33,6 @@ from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.fleet import Fleet, Sizes
 from m2jax.rollout.jobs import Job
 from m2jax.rollout.routing_policies import Choice, Policy
-from m2jax.rollout.service_rates import Rates
-
-# Before anything is measured: of the right order of magnitude, equal for all replicas.
-PRIOR = Rates(prefill_s=1e-4, call_s=0.1, draw_s=1e-4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +144,7 @@ class Cluster:
       config.scheduler.decode_steps,
     )
     self._oracle = policy if global_knowledge else None
-    self.fleet = Fleet([size] * config.replicas, policy, PRIOR, seed=seed)
+    self.fleet = Fleet([size] * config.replicas, policy, seed=seed)
     self.requests: list[Request] = []
     self._events: list[tuple[float, int, Callable[[], None]]] = []
     self._count = itertools.count()
@@ -275,7 +271,9 @@ def summary(cluster: Cluster) -> dict[str, float]:
   ttft = np.array([r.first - r.submitted for r in cluster.requests])
   wall = max(r.ended for r in cluster.requests)
   busy = np.array([replica.busy_s for replica in cluster.replicas])
-  prompts = sum(len(cluster.traces[r.session].turns[r.turn].prompt) for r in cluster.requests)
+  prompts = sum(
+    len(cluster.traces[r.session].turns[r.turn].prompt) for r in cluster.requests
+  )
   return {
     'hit_rate': total('prefix_hit_tokens') / prompts,
     'ttft_p50_s': float(np.quantile(ttft, 0.5)),

@@ -17,6 +17,7 @@ from m2jax.rollout.routing_policies import Choice, Policy, Query, View
 from m2jax.rollout.service_rates import RateEstimator, Rates
 
 _MEMORY = 0.02  # weight of the newest response in the mean length
+_MIGRATION_MEMORY = 0.1  # weight of the newest interval in the mean time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,19 @@ class Sizes:
   slots: int
   budget_tokens: float = math.inf
   steps: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Prior:
+  """What is assumed before the first measurements, equally of all replicas.
+
+  Attributes:
+    rates: of the right order of magnitude.
+    migration_s: see `View`; inf if replicas have no pool of pages in common.
+  """
+
+  rates: Rates = Rates(prefill_s=1e-4, call_s=0.1, draw_s=1e-4)
+  migration_s: float = math.inf
 
 
 @dataclasses.dataclass(eq=False)
@@ -62,15 +76,20 @@ class Replica:
     alive: whether it can take requests.
     index: its pages.
     estimator: of its rates.
+    migration_s: to take one token's keys and values from another replica.
   """
 
-  def __init__(self, number: int, sizes: Sizes, prior: Rates, version: int, stale: bool):
-    self.number, self.sizes = number, sizes
+  def __init__(self, number: int, sizes: Sizes, index: PrefixIndex, prior: Prior):
+    """Alive, without requests."""
+    self.number, self.sizes, self.index = number, sizes, index
     self.alive = True
-    self.index = PrefixIndex(sizes.pages, version, keep_stale=stale)
-    self.estimator = RateEstimator(prior)
+    self.estimator = RateEstimator(prior.rates)
+    self.migration_s = prior.migration_s
+    self._moved: tuple[float, float] | None = None  # the replica's counters
     self._flights: set[Flight] = set()
     self._waiting = self._waiting_tokens = 0
+    self._prefilled: float | None = None  # the replica's counter
+    self._progress = 0.0  # computed of the waiting tokens
 
   def view(self, cached_tokens: int, response_tokens: float) -> View:
     sizes = self.sizes
@@ -78,13 +97,14 @@ class Replica:
       replica=self.number,
       cached_tokens=cached_tokens,
       waiting=self._waiting,
-      waiting_tokens=self._waiting_tokens,
+      waiting_tokens=max(0.0, self._waiting_tokens - self._progress),
       decoding=len(self._flights) - self._waiting,
       slots=sizes.slots,
       budget_tokens=sizes.budget_tokens,
       steps=sizes.steps,
       response_tokens=response_tokens,
       rates=self.estimator.rates,
+      migration_s=self.migration_s,
     )
 
   def add(self, flight: Flight) -> None:
@@ -97,6 +117,25 @@ class Replica:
       flight.streams = True
       self._waiting -= 1
       self._waiting_tokens -= flight.missing_tokens
+      self._progress = max(0.0, self._progress - flight.missing_tokens)
+
+  def observe(self, stats: Mapping[str, float]) -> None:
+    self.estimator.observe(stats)
+    self._observe_migration(stats)
+    tokens = stats['prefill_tokens']
+    computed = tokens - (tokens if self._prefilled is None else self._prefilled)
+    self._prefilled = tokens
+    progress = self._progress + max(0.0, computed)
+    self._progress = min(progress, self._waiting_tokens)
+
+  def _observe_migration(self, stats: Mapping[str, float]) -> None:
+    if 'migrated_tokens' not in stats:
+      return
+    now = stats['migrated_tokens'], stats['migration_s']
+    tokens, seconds = np.subtract(now, self._moved or now)
+    self._moved = now
+    if tokens > 0 and seconds >= 0:
+      self.migration_s += _MIGRATION_MEMORY * (seconds / tokens - self.migration_s)
 
   def remove(self, flight: Flight) -> None:
     self.first_token(flight)
@@ -116,8 +155,8 @@ class Fleet:
     self,
     sizes: Sequence[Sizes],
     policy: Policy,
-    prior: Rates,
     *,
+    prior: Prior | None = None,
     version: int = 0,
     keep_stale: bool = False,
     seed: int = 0,
@@ -127,13 +166,15 @@ class Fleet:
     self.page_tokens = sizes[0].page_tokens
     self.policy = policy
     self.version = version
-    self._prior, self._keep_stale = prior, keep_stale
+    self._prior, self._keep_stale = prior or Prior(), keep_stale
     self._random = np.random.default_rng(seed)
     self._response_tokens: float | None = None
     self.replicas = [self._new(number, size) for number, size in enumerate(sizes)]
 
   def _new(self, number: int, sizes: Sizes) -> Replica:
-    return Replica(number, sizes, self._prior, self.version, self._keep_stale)
+    stale = self._keep_stale
+    index = PrefixIndex(sizes.pages, self.version, keep_stale=stale)
+    return Replica(number, sizes, index, self._prior)
 
   def choose(
     self, chain: Sequence[bytes], prompt_tokens: int, session: bytes = b''
@@ -150,9 +191,7 @@ class Fleet:
     query = Query(prompt_tokens, session, float(self._random.random()))
     return self.policy(query, views)
 
-  def send(
-    self, choice: Choice, chain: Sequence[bytes], prompt_tokens: int
-  ) -> Flight:
+  def send(self, choice: Choice, chain: Sequence[bytes], prompt_tokens: int) -> Flight:
     """Counts a request as sent; its pages are expected at the replica from now on."""
     replica = self.replicas[choice.replica]
     cached = self._cached(replica, chain, prompt_tokens)
@@ -195,7 +234,7 @@ class Fleet:
   ) -> None:
     """Takes a replica's statistics and what is new in its journal."""
     replica = self.replicas[number]
-    replica.estimator.observe(stats)
+    replica.observe(stats)
     replica.index.apply(events)
 
   def advance(self, version: int) -> None:

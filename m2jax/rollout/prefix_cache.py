@@ -58,9 +58,7 @@ class PrefixCache:
     evicted: cached pages given up so far.
   """
 
-  def __init__(
-    self, pages: int, page_tokens: int, journal: PageJournal | None = None
-  ):
+  def __init__(self, pages: int, page_tokens: int, journal: PageJournal | None = None):
     """All pages are free; the journal, if any, is told what is cached."""
     self._journal = journal
     self.page_tokens = page_tokens

@@ -53,18 +53,21 @@ class View:
     steps: tokens of a sequence in a decode call.
     response_tokens: expected of a request.
     rates: times of its work.
+    migration_s: to take one token's keys and values from another replica; inf if it
+      cannot.
   """
 
   replica: int
   cached_tokens: int
   waiting: int
-  waiting_tokens: int
+  waiting_tokens: float
   decoding: int
   slots: int
   budget_tokens: float
   steps: int
   response_tokens: float
   rates: Rates
+  migration_s: float = math.inf
 
   @property
   def load(self) -> int:
@@ -137,39 +140,35 @@ class PrefixAware:
 
 @dataclasses.dataclass(frozen=True)
 class CostAware:
-  """The least expected time to the first token.
+  """The least expected time to the first token, and delay of the requests around it.
 
   Attributes:
-    migration_s: to move one token's keys and values between two replicas, as measured;
-      inf where they cannot be moved.
-    migration_latency_s: of a migration of any size.
+    others: weight of the delay of others. A replica computes prompts between the decode
+      calls of all its requests: each token that it computes delays each of them.
   """
 
-  migration_s: float = math.inf
-  migration_latency_s: float = 0.0
+  others: float = 1.0
 
   def __call__(self, query: Query, views: Sequence[View]) -> Choice:
     source = max(views, key=lambda view: view.cached_tokens)
     options = [self._cost(query, view, source) for view in views]
-    cost = min(cost for cost, _ in options)
-    best = [choice for c, choice in options if c <= cost * (1 + 1e-9)]
+    least = min(cost for cost, _ in options) * (1 + 1e-9)
+    best = [choice for cost, choice in options if cost <= least]
     return best[int(query.draw * len(best))]
 
   def _cost(self, query: Query, view: View, source: View) -> tuple[float, Choice]:
-    wait, prefill_s = wait_s(view), effective_prefill_s(view)
+    wait = wait_s(view)
+    token_s = effective_prefill_s(view)
+    token_s += self.others * view.load * view.rates.prefill_s
     missing = query.prompt_tokens - view.cached_tokens
-    recompute = wait + missing * prefill_s, Choice(view.replica)
+    recompute = wait + missing * token_s
     moved = source.cached_tokens - view.cached_tokens
-    if moved <= 0 or math.isinf(self.migration_s):
-      return recompute
-    # Pages travel while the request would wait.
-    arrives = self.migration_latency_s + moved * self.migration_s
-    migrate = max(wait, arrives) + (missing - moved) * prefill_s
-    return min(recompute, (migrate, Choice(view.replica, source.replica)), key=_first)
-
-
-def _first(pair):
-  return pair[0]
+    if moved > 0 and math.isfinite(view.migration_s):
+      # Pages travel while the request would wait.
+      migrate = max(wait, moved * view.migration_s) + (missing - moved) * token_s
+      if migrate < recompute:
+        return migrate, Choice(view.replica, source.replica)
+    return recompute, Choice(view.replica)
 
 
 def effective_prefill_s(view: View) -> float:
@@ -187,3 +186,12 @@ def wait_s(view: View) -> float:
     ends_s = view.response_tokens / view.steps * decode / view.slots
     wait = max(wait, above * ends_s)
   return wait
+
+
+POLICIES: dict[str, Policy] = {
+  'random': random,
+  'least_loaded': least_loaded,
+  'sticky': sticky,
+  'prefix_aware': PrefixAware(),
+  'cost_aware': CostAware(),
+}

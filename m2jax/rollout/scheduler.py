@@ -38,6 +38,7 @@ from m2jax.rollout.batcher import (
 )
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
+from m2jax.rollout.page_journal import Event
 from m2jax.rollout.sequences import State
 
 __all__ = ['EngineError', 'EngineLost', 'Handle', 'Scheduler', 'SchedulerConfig']
@@ -195,6 +196,10 @@ class Scheduler:
       'policy_version': batcher.version,
       'tokens_per_s': batcher.tokens_per_s,
     }
+
+  def page_events(self) -> list[Event]:
+    """What has changed in the cached pages since the last call; for one reader."""
+    return self._batcher.journal.read()
 
   def _cancel(self, job: Job) -> None:
     with self._wake:

@@ -5,13 +5,12 @@ Between two snapshots of a replica's statistics its engine thread was busy for
   busy_s ≈ prefill_s · (prefill tokens) + call_s · (decode calls) + draw_s · (sampled
   tokens)
 
-The three times are the non-negative least-squares fit over the last intervals, and a
-prior of little weight, so that they follow a change of load or of hardware.
+The three times are the non-negative least-squares fit over the intervals so far, the
+latest with most weight, and a prior of little weight.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping
@@ -19,8 +18,8 @@ from collections.abc import Mapping
 import numpy as np
 
 COUNTERS = ('prefill_tokens', 'decode_calls', 'sampled_tokens')
-_INTERVALS = 64
-_PRIOR_WEIGHT = 0.05  # of the evidence of an interval
+_DECAY = 0.998  # of the evidence of an interval, when the next one is added
+_PRIOR_WEIGHT = 0.05  # of the evidence of the largest interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +47,16 @@ class RateEstimator:
     rates: the estimate.
   """
 
-  def __init__(self, prior: Rates, *, least_s: float = 0.2):
+  def __init__(self, prior: Rates, *, least_s: float = 1.0):
     """Snapshots less than `least_s` of busy time apart are taken together."""
     self.rates = prior
-    self._prior = prior
     self._least_s = least_s
-    self._rows: collections.deque[np.ndarray] = collections.deque(maxlen=_INTERVALS)
     self._last: np.ndarray | None = None
+    # Sums over intervals, the latest with most weight: of work [3] times work and times
+    # busy seconds. The prior is an interval of each kind of work alone.
+    self._prior = np.array(dataclasses.astuple(prior))
+    self._products, self._busy = np.zeros((3, 3)), np.zeros(3)
+    self._squares = np.zeros(3)
 
   def observe(self, stats: Mapping[str, float]) -> None:
     """Takes a snapshot of `Scheduler.stats`; one that went back begins anew."""
@@ -66,33 +68,29 @@ class RateEstimator:
     if now[0] - last[0] < self._least_s:
       return
     self._last = now
-    self._rows.append(now - last)
-    rows = np.stack(self._rows)
-    busy, work = rows[:, 0], rows[:, 1:]
-    # The prior is an interval of each kind of work alone, of the mean amount.
-    scale = np.maximum(work.mean(axis=0), 1.0)
-    prior = np.array(dataclasses.astuple(self._prior))
-    weight = np.sqrt(_PRIOR_WEIGHT)
+    busy, work = (now - last)[0], (now - last)[1:]
+    self._products = _DECAY * self._products + np.outer(work, work)
+    self._busy = _DECAY * self._busy + work * busy
+    self._squares = np.maximum(self._squares, work**2)
+    weight = _PRIOR_WEIGHT * np.maximum(self._squares, 1.0)
     found = _least_squares(
-      np.concatenate([work, np.diag(scale * weight)]),
-      np.concatenate([busy, scale * prior * weight]),
+      self._products + np.diag(weight), self._busy + weight * self._prior
     )
     self.rates = Rates(*found.tolist())
 
 
-def _least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  """argmin ‖a x − b‖ over x ≥ 0, by trying which entries are 0; a [n, 3], b [n]."""
-  scale = np.linalg.norm(a, axis=0)
-  a = a / scale
-  best, least = np.zeros(a.shape[1]), np.inf
-  for count in range(a.shape[1], -1, -1):
-    for free in itertools.combinations(range(a.shape[1]), count):
-      x = np.zeros(a.shape[1])
-      if free:
-        x[list(free)] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
-      error = np.linalg.norm(a @ x - b)
-      if np.all(x >= 0) and error < least:
-        best, least = x, error
-    if count == a.shape[1] and least < np.inf:
+def _least_squares(products: np.ndarray, targets: np.ndarray) -> np.ndarray:
+  """argmin xᵀ products x − 2 xᵀ targets over x ≥ 0, trying which entries are 0."""
+  scale = np.sqrt(np.diag(products))
+  products, targets = products / np.outer(scale, scale), targets / scale
+  best, least = np.zeros(len(scale)), 0.0
+  for count in range(len(scale), 0, -1):
+    for free in itertools.combinations(range(len(scale)), count):
+      free, x = list(free), np.zeros(len(scale))
+      x[free] = np.linalg.solve(products[np.ix_(free, free)], targets[free])
+      value = x @ products @ x - 2 * x @ targets
+      if np.all(x >= 0) and value < least:
+        best, least = x, value
+    if count == len(scale) and least < 0:
       break  # the unconstrained optimum
   return best / scale
