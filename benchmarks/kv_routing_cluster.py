@@ -244,7 +244,9 @@ class Cluster:
   def _end(self, request: Request, turn: Turn, flight, seed: int) -> None:
     request.ended = self.now
     del self.replicas[request.replica].engine.responses[seed]
-    self.fleet.end(flight, turn.chain, len(turn.response))
+    stored = len(turn.prompt) + len(turn.response) - 1  # not the last token
+    chain = turn.chain[: stored // self.config.engine.page_tokens]
+    self.fleet.end(flight, chain, len(turn.response))
     turns = self.traces[request.session].turns
     if request.turn + 1 < len(turns):
       submit = functools.partial(self._submit, request.session, request.turn + 1)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from m2jax.rollout import service_rates
 from m2jax.rollout.page_journal import Event
 from m2jax.rollout.prefix_index import PrefixIndex
 from m2jax.rollout.routing_policies import Choice, Policy, Query, View
@@ -91,8 +92,9 @@ class Replica:
     self._prefilled: float | None = None  # the replica's counter
     self._progress = 0.0  # computed of the waiting tokens
 
-  def view(self, cached_tokens: int, response_tokens: float) -> View:
-    sizes = self.sizes
+  def view(self, cached_tokens: int, response_tokens: float, others: Rates) -> View:
+    """For a prompt; `others` are the rates of replicas that have been measured."""
+    sizes, estimator = self.sizes, self.estimator
     return View(
       replica=self.number,
       cached_tokens=cached_tokens,
@@ -103,7 +105,7 @@ class Replica:
       budget_tokens=sizes.budget_tokens,
       steps=sizes.steps,
       response_tokens=response_tokens,
-      rates=self.estimator.rates,
+      rates=estimator.rates if estimator.measured else others,
       migration_s=self.migration_s,
     )
 
@@ -169,6 +171,7 @@ class Fleet:
     self._prior, self._keep_stale = prior or Prior(), keep_stale
     self._random = np.random.default_rng(seed)
     self._response_tokens: float | None = None
+    self._rates = self._prior.rates  # of a replica that has not worked yet
     self.replicas = [self._new(number, size) for number, size in enumerate(sizes)]
 
   def _new(self, number: int, sizes: Sizes) -> Replica:
@@ -182,7 +185,7 @@ class Fleet:
     """Where a request goes; None if no replica is alive."""
     mean = self._response_tokens or 1.0
     views = [
-      replica.view(self._cached(replica, chain, prompt_tokens), mean)
+      replica.view(self._cached(replica, chain, prompt_tokens), mean, self._rates)
       for replica in self.replicas
       if replica.alive
     ]
@@ -236,6 +239,8 @@ class Fleet:
     replica = self.replicas[number]
     replica.observe(stats)
     replica.index.apply(events)
+    found = [r.estimator.rates for r in self.replicas if r.estimator.measured]
+    self._rates = service_rates.mean(found) if found else self._prior.rates
 
   def advance(self, version: int) -> None:
     """All replicas get new weights."""

@@ -32,6 +32,7 @@ from m2jax.rollout import page_chain
 from m2jax.rollout.api import GenerateRequest
 from m2jax.rollout.batcher import TOTALS, EngineError
 from m2jax.rollout.fleet import Fleet, Flight, Prior, Sizes
+from m2jax.rollout.restarts import Restarts
 from m2jax.rollout.routing_policies import POLICIES, Policy
 from m2jax.rollout.scheduler import Handle
 
@@ -132,6 +133,9 @@ class Router:
       seed=config.seed,
     )
     self._make = make
+    self._restarts = Restarts(
+      self._restart if make is not None else None, config.max_restarts, config.restart_s
+    )
     self._random = np.random.default_rng(config.seed)
     # _lock guards the fleet, the replicas and the counters, and is never held during a
     # call to a replica. _publishing is held during one to its weights.
@@ -139,8 +143,6 @@ class Router:
     self._publishing = threading.Lock()
     self._weights = (variables, version)
     self._stop = threading.Event()
-    self._restarts: dict[int, threading.Thread] = {}
-    self._reasons: dict[int, str] = {}
     self._counts = {'resubmissions': 0, 'lost_replicas': 0, 'predicted_hit_tokens': 0}
     self._past = dict.fromkeys(TOTALS, 0)  # totals of replicas that are gone
     self._latest = [dict.fromkeys(TOTALS, 0) for _ in replicas]
@@ -156,8 +158,7 @@ class Router:
     self._stop.set()
     if self._observer.ident is not None:
       self._observer.join()
-    for thread in list(self._restarts.values()):
-      thread.join()
+    self._restarts.stop()
     for replica in self._replicas:
       replica.stop()
 
@@ -175,7 +176,7 @@ class Router:
     """Whether requests are being served, or will be when a replica has restarted."""
     with self._lock:
       living = any(replica.alive for replica in self._fleet.replicas)
-      return not self._stop.is_set() and (living or bool(self._restarts))
+    return not self._stop.is_set() and (living or self._restarts.pending)
 
   @property
   def stopped_reason(self) -> str | None:
@@ -184,8 +185,8 @@ class Router:
       return None
     if self._stop.is_set():
       return 'it was stopped'
-    with self._lock:
-      return '; '.join(f'replica {i}: {r}' for i, r in sorted(self._reasons.items()))
+    reasons = sorted(self._restarts.reasons.items())
+    return '; '.join(f'replica {number}: {reason}' for number, reason in reasons)
 
   def submit(
     self,
@@ -346,11 +347,10 @@ class Router:
       error = future.exception()
       if error is None:
         result = future.result()
-        tokens = np.concatenate([call.request.prompt_ids, result.tokens])
-        page = self._fleet.page_tokens
-        self._end(
-          flight, page_chain.chain(tokens, page, call.chain), result.tokens.size
-        )
+        # The last token was never fed back.
+        stored = np.concatenate([call.request.prompt_ids, result.tokens])[:-1]
+        chain = page_chain.chain(stored, self._fleet.page_tokens, call.chain)
+        self._end(flight, chain, result.tokens.size)
         call.future.set_result(result)
         return
       self._end(flight)
@@ -387,40 +387,16 @@ class Router:
       if not self._fleet.replicas[number].alive:
         return
       self._fleet.lose(number)
-      self._reasons[number] = reason
       self._counts['lost_replicas'] += 1
       for key in TOTALS:
         self._past[key] += self._latest[number][key]
       self._latest[number] = dict.fromkeys(TOTALS, 0)
-      logging.warning('replica %d is lost: %s', number, reason)
-      if self._make is None or self._stop.is_set():
-        return
-      thread = threading.Thread(
-        target=self._restart, args=(number,), name=f'replica {number}', daemon=True
-      )
-      self._restarts[number] = thread
-      thread.start()
+      self._restarts.begin(number, reason)
+    logging.warning('replica %d is lost: %s', number, reason)
 
   def _restart(self, number: int) -> None:
-    delay = self.config.restart_s
-    try:
-      for _ in range(self.config.max_restarts):
-        if self._stop.wait(delay):
-          return
-        delay *= 2
-        try:
-          replica = self._make(number, *self._weights)
-          self._return(number, replica)
-          return
-        except Exception as error:
-          logging.exception('replica %d does not start', number)
-          self._reasons[number] = f'it does not start: {error!r}'
-    finally:
-      with self._lock:
-        del self._restarts[number]
-
-  def _return(self, number: int, replica) -> None:
-    """Sends requests to a new replica, once it has the latest weights."""
+    """Makes a replica; requests are sent to it once it has the latest weights."""
+    replica = self._make(number, *self._weights)
     stats = replica.stats()
     with self._publishing:
       variables, version = self._weights
@@ -429,7 +405,6 @@ class Router:
       with self._lock:
         self._replicas[number] = replica
         self._fleet.replace(number, _sizes(stats))
-        self._reasons.pop(number, None)
     logging.info('replica %d serves again', number)
 
   def _run(self) -> None:

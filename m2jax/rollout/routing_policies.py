@@ -158,8 +158,7 @@ class CostAware:
 
   def _cost(self, query: Query, view: View, source: View) -> tuple[float, Choice]:
     wait = wait_s(view)
-    token_s = effective_prefill_s(view)
-    token_s += self.others * view.load * view.rates.prefill_s
+    token_s = (1 + self.others) * effective_prefill_s(view)
     missing = query.prompt_tokens - view.cached_tokens
     recompute = wait + missing * token_s
     moved = source.cached_tokens - view.cached_tokens

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -45,11 +45,12 @@ class RateEstimator:
 
   Attributes:
     rates: the estimate.
+    measured: whether it rests on more than the prior.
   """
 
   def __init__(self, prior: Rates, *, least_s: float = 1.0):
     """Snapshots less than `least_s` of busy time apart are taken together."""
-    self.rates = prior
+    self.rates, self.measured = prior, False
     self._least_s = least_s
     self._last: np.ndarray | None = None
     # Sums over intervals, the latest with most weight: of work [3] times work and times
@@ -76,7 +77,12 @@ class RateEstimator:
     found = _least_squares(
       self._products + np.diag(weight), self._busy + weight * self._prior
     )
-    self.rates = Rates(*found.tolist())
+    self.rates, self.measured = Rates(*found.tolist()), True
+
+
+def mean(rates: Sequence[Rates]) -> Rates:
+  """Of at least one replica."""
+  return Rates(*np.mean([dataclasses.astuple(r) for r in rates], axis=0).tolist())
 
 
 def _least_squares(products: np.ndarray, targets: np.ndarray) -> np.ndarray:
