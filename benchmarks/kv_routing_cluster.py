@@ -30,8 +30,9 @@ from benchmarks.kv_routing_trace import Session, Turn
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.batcher import TOTALS, SchedulerConfig
 from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.fleet import Fleet, Sizes
+from m2jax.rollout.fleet import Fleet, Prior, Sizes
 from m2jax.rollout.jobs import Job
+from m2jax.rollout.prefix_cache import PrefixCache
 from m2jax.rollout.routing_policies import Choice, Policy
 
 
@@ -73,7 +74,7 @@ class Request:
   ended: float = 0.0
 
 
-class _Replica:
+class SimulatedReplica:
   """An engine's Batcher in simulated time."""
 
   def __init__(self, number: int, config: ClusterConfig, shared: SharedCache | None):
@@ -82,11 +83,23 @@ class _Replica:
     self.batcher = make_batcher(self.engine, config.scheduler, shared)
     self.busy_s = 0.0
     self.ticking = False
+    self.tick_ends = 0.0
+    self.link_free = 0.0  # when it can send or receive pages
+    self.migrated_tokens, self.migration_s = 0, 0.0
     self.new_version: int | None = None
     self.arrived: list[Job] = []
 
   def stats(self) -> dict[str, float]:
-    return {key: self.batcher.counts[key] for key in TOTALS} | {'busy_s': self.busy_s}
+    """What `rollout.fleet` reads of `Scheduler.stats`."""
+    return {key: self.batcher.counts[key] for key in TOTALS} | {
+      'busy_s': self.busy_s,
+      'migrated_tokens': self.migrated_tokens,
+      'migration_s': self.migration_s,
+    }
+
+  @property
+  def cache(self) -> PrefixCache:
+    return self.batcher.table.caches[0]
 
   @property
   def has_work(self) -> bool:
@@ -135,7 +148,7 @@ class Cluster:
       pages = sum(len(turn.chain) for s in traces for turn in s.turns) + 1
       page_tokens = config.engine.page_tokens
       cache = SharedCache(pages, page_tokens, config.replicas)
-    self.replicas = [_Replica(i, config, cache) for i in range(config.replicas)]
+    self.replicas = [SimulatedReplica(i, config, cache) for i in range(config.replicas)]
     size = Sizes(
       config.engine.pages - 1,
       config.engine.page_tokens,
@@ -144,7 +157,11 @@ class Cluster:
       config.scheduler.decode_steps,
     )
     self._oracle = policy if global_knowledge else None
-    self.fleet = Fleet([size] * config.replicas, policy, seed=seed)
+    prior = Prior()
+    if config.migration_bytes_per_s:
+      seconds = config.token_bytes / config.migration_bytes_per_s
+      prior = dataclasses.replace(prior, migration_s=seconds)
+    self.fleet = Fleet([size] * config.replicas, policy, prior=prior, seed=seed)
     self.requests: list[Request] = []
     self._events: list[tuple[float, int, Callable[[], None]]] = []
     self._count = itertools.count()
@@ -173,7 +190,8 @@ class Cluster:
   def _start(self, group: int) -> None:
     for number, session in enumerate(self.traces):
       if session.group == group:
-        self._submit(number, 0)
+        submit = functools.partial(self._submit, number, 0)
+        self._at(self.now + session.start_s, submit)
 
   def _swap(self) -> None:
     self._version += 1
@@ -196,7 +214,29 @@ class Cluster:
     flight = self.fleet.send(choice, chain, len(turn.prompt))
     request.replica = choice.replica
     request.predicted_tokens = len(turn.prompt) - flight.missing_tokens
-    self._enqueue(request, turn, flight)
+    enqueue = functools.partial(self._enqueue, request, turn, flight)
+    if choice.source is None:
+      enqueue()
+      return
+    source, target = self.replicas[choice.source], self.replicas[choice.replica]
+    version = source.batcher.version
+    nodes = source.cache.match(turn.prompt[:-1])
+    source.cache.hold(nodes)
+    moved = len(nodes) - len(target.cache.match(turn.prompt[:-1]))
+    tokens = max(moved, 0) * self.config.engine.page_tokens
+    seconds = tokens * self.config.token_bytes / self.config.migration_bytes_per_s
+    begin = max(self.now, source.link_free, target.link_free)
+    source.link_free = target.link_free = begin + seconds
+
+    def arrive():
+      source.cache.release(nodes)
+      target.migrated_tokens += tokens
+      target.migration_s += self.now - request.submitted
+      if version == target.batcher.version == source.batcher.version:
+        _adopt(target.cache, turn.prompt, len(nodes), version)
+      enqueue()
+
+    self._at(begin + seconds, arrive)
 
   def _enqueue(self, request: Request, turn: Turn, flight) -> None:
     replica = self.replicas[request.replica]
@@ -217,17 +257,18 @@ class Cluster:
     replica.arrived.append(job)
     self._wake(replica)
 
-  def _wake(self, replica: _Replica) -> None:
+  def _wake(self, replica: SimulatedReplica) -> None:
     if not replica.ticking:
       replica.ticking = True
       self._at(self.now, functools.partial(self._tick, replica))
 
-  def _tick(self, replica: _Replica) -> None:
+  def _tick(self, replica: SimulatedReplica) -> None:
     spent = replica.tick()
     done, self._outbox = self._outbox, []
+    replica.tick_ends = self.now + spent
     self._at(self.now + spent, functools.partial(self._tock, replica, done))
 
-  def _tock(self, replica: _Replica, done: list[Callable[[], None]]) -> None:
+  def _tock(self, replica: SimulatedReplica, done: list[Callable[[], None]]) -> None:
     """The end of a tick: deliveries, and the next."""
     self.fleet.observe(replica.number, replica.stats(), replica.batcher.journal.read())
     for deliver in done:
@@ -259,6 +300,23 @@ class Cluster:
       self._start(self._next_group - 1)
 
 
+def _adopt(cache: PrefixCache, prompt: np.ndarray, pages: int, version: int) -> None:
+  """Stores the first pages of a prompt that have come from another replica."""
+  size = cache.page_tokens
+  nodes = cache.match(prompt[: pages * size])
+  cache.hold(nodes)
+  own = cache.allocate(pages - len(nodes)) or []
+  while own:
+    start = len(nodes) * size
+    node = cache.insert(nodes, prompt[start : start + size], own[0], version)
+    if node is None:
+      break
+    nodes.append(node)
+    own.pop(0)
+  cache.free(own)
+  cache.release(nodes)
+
+
 def summary(cluster: Cluster) -> dict[str, float]:
   """What a replay shows.
 
@@ -285,6 +343,7 @@ def summary(cluster: Cluster) -> dict[str, float]:
     'busy': float(busy.mean() / wall),
     'wall_s': wall,
     'computed_tokens': total('prefill_tokens'),
+    'migrated_tokens': sum(r.migrated_tokens for r in cluster.replicas),
     'retractions': total('retractions'),
     'predicted': sum(r.predicted_tokens for r in cluster.requests) / prompts,
   }

@@ -24,21 +24,23 @@ class Times:
   """Seconds of an engine's work.
 
   Attributes:
-    prefill_call_s: of a prefill call, and prefill_token_s of each of its tokens with
-      padding.
+    prefill_call_s: of a prefill call, prefill_token_s of each of its tokens with
+      padding, prefill_position_s of each position that a token attends to.
     decode_call_s: of a decode call; step_s of each of its steps, row_s of each row of a
       step, position_s of each position that a row reads.
   """
 
   prefill_call_s: float
   prefill_token_s: float
+  prefill_position_s: float
   decode_call_s: float
   step_s: float
   row_s: float
   position_s: float
 
-  def prefill(self, padded_tokens: int) -> float:
-    return self.prefill_call_s + padded_tokens * self.prefill_token_s
+  def prefill(self, padded_tokens: int, positions: int) -> float:
+    tokens = padded_tokens * self.prefill_token_s
+    return self.prefill_call_s + tokens + positions * self.prefill_position_s
 
   def decode(self, steps: int, rows: int, positions: int) -> float:
     step = self.step_s + rows * self.row_s + positions * self.position_s
@@ -72,7 +74,9 @@ class SimulatedEngine:
     return params
 
   def prefill_rows(self, params, state, tokens, starts, counts, tables):
-    self.spent_s += self.times.prefill(tokens.size)
+    starts, counts = starts.astype(np.int64), counts.astype(np.int64)
+    positions = int((counts * (2 * starts + counts + 1) // 2).sum())
+    self.spent_s += self.times.prefill(tokens.size, positions)
 
   def admit(self, state, rows, num_rows, slots):
     for row, slot in enumerate(rows[: int(num_rows[0])].tolist()):

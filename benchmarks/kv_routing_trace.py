@@ -49,7 +49,7 @@ class TraceConfig:
   response_tokens: float = 250
   tool_s: float = 3.0
   tool_p99: float = 20.0
-  edits: float = 0.05
+  edits: float = 0.07
   context_tokens: int = 131072
   page_tokens: int = 128
   vocabulary: int = 200_064
@@ -74,8 +74,11 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Session:
+  """A conversation, whose first request comes start_s after its group begins."""
+
   group: int
   turns: list[Turn]
+  start_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,11 +140,11 @@ class PrefixAware:
 
 @dataclasses.dataclass(frozen=True)
 class CostAware:
-  """The least expected time to the first token, and delay of the requests around it.
+  """The least expected time to the first token, and work that others wait for.
 
   Attributes:
-    others: weight of the delay of others. A replica computes prompts between the decode
-      calls of all its requests: each token that it computes delays each of them.
+    others: weight of the work beside the request's own time. What a replica computes
+      for this request delays those that come after it.
   """
 
   others: float = 1.0
@@ -157,32 +157,41 @@ class CostAware:
     return best[int(query.draw * len(best))]
 
   def _cost(self, query: Query, view: View, source: View) -> tuple[float, Choice]:
-    wait = wait_s(view)
-    token_s = (1 + self.others) * effective_prefill_s(view)
     missing = query.prompt_tokens - view.cached_tokens
-    recompute = wait + missing * token_s
+    recompute = self._compute(view, missing, 0.0)
     moved = source.cached_tokens - view.cached_tokens
     if moved > 0 and math.isfinite(view.migration_s):
-      # Pages travel while the request would wait.
-      migrate = max(wait, moved * view.migration_s) + (missing - moved) * token_s
+      migrate = self._compute(view, missing - moved, moved * view.migration_s)
       if migrate < recompute:
         return migrate, Choice(view.replica, source.replica)
     return recompute, Choice(view.replica)
 
+  def _compute(self, view: View, tokens: int, arrives_s: float) -> float:
+    """With so many tokens to compute, once the others have arrived."""
+    wait = max(arrives_s, wait_s(view))  # pages travel while the request would wait
+    work = prefill_s(view, tokens)
+    return wait + work + self.others * work + decode_s(view)
 
-def effective_prefill_s(view: View) -> float:
-  """Of a prompt token, with the decode calls between two chunks of prefill."""
-  decode = view.rates.decode_s(view.decoding, view.steps) if view.decoding else 0.0
-  return view.rates.prefill_s + decode / view.budget_tokens
+
+def decode_s(view: View) -> float:
+  """Of a decode call, the one that gives the request its first token."""
+  return view.rates.decode_s(max(view.decoding, 1), view.steps)
+
+
+def prefill_s(view: View, tokens: float) -> float:
+  """Of prompt tokens, with the decode calls between two chunks of them."""
+  calls = tokens / view.budget_tokens if view.decoding else 0.0
+  return tokens * view.rates.prefill_s + calls * decode_s(view)
 
 
 def wait_s(view: View) -> float:
   """Until the replica begins with a request that is sent to it now."""
-  decode = view.rates.decode_s(max(view.decoding, 1), view.steps)
-  wait = view.waiting_tokens * effective_prefill_s(view) + decode
+  running = decode_s(view) / 2 if view.load else 0.0  # the rest of the present call
+  wait = running + prefill_s(view, view.waiting_tokens)
   above = view.load + 1 - view.slots
-  if above > 0:  # as many responses have to end before
-    ends_s = view.response_tokens / view.steps * decode / view.slots
+  if above > 0:  # so many responses have to end before
+    call = decode_s(view)
+    ends_s = view.response_tokens / view.steps * call / view.slots
     wait = max(wait, above * ends_s)
   return wait
 

@@ -19,7 +19,7 @@ import numpy as np
 
 COUNTERS = ('prefill_tokens', 'decode_calls', 'sampled_tokens')
 _DECAY = 0.998  # of the evidence of an interval, when the next one is added
-_PRIOR_WEIGHT = 0.05  # of the evidence of the largest interval
+_PRIOR_WEIGHT = 0.01  # of the evidence of the largest interval
 
 
 @dataclasses.dataclass(frozen=True)

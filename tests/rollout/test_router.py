@@ -9,7 +9,8 @@ import pytest
 
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.page_journal import Event
-from m2jax.rollout.router import Router, RouterConfig
+from m2jax.rollout.router import Router
+from m2jax.rollout.router_config import RouterConfig
 from m2jax.rollout.scheduler import EngineError, Scheduler, SchedulerConfig
 from tests.rollout.conftest import CONTEXT, log_softmax
 from tests.rollout.replicas import FakeReplica
