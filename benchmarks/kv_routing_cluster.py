@@ -164,7 +164,7 @@ class Cluster:
     self.fleet = Fleet([size] * config.replicas, policy, prior=prior, seed=seed)
     self.requests: list[Request] = []
     self._events: list[tuple[float, int, Callable[[], None]]] = []
-    self._count = itertools.count()
+    self._count, self._seeds = itertools.count(), itertools.count()
     self._outbox: list[Callable[[], None]] = []
     self._left = [0] * (1 + max(session.group for session in traces))
     for session in traces:
@@ -240,7 +240,7 @@ class Cluster:
 
   def _enqueue(self, request: Request, turn: Turn, flight) -> None:
     replica = self.replicas[request.replica]
-    seed = len(self.requests)
+    seed = next(self._seeds)
     replica.engine.responses[seed] = turn.response
     future = concurrent.futures.Future()
     sampling = SamplingParams(max_tokens=len(turn.response))

@@ -147,7 +147,7 @@ class CostAware:
       for this request delays those that come after it.
   """
 
-  others: float = 1.0
+  others: float = 0.5
 
   def __call__(self, query: Query, views: Sequence[View]) -> Choice:
     source = max(views, key=lambda view: view.cached_tokens)

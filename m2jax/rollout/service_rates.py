@@ -2,8 +2,8 @@
 
 Between two snapshots of a replica's statistics its engine thread was busy for
 
-  busy_s ≈ prefill_s · (prefill tokens) + call_s · (decode calls) + draw_s · (sampled
-  tokens)
+  busy_s ≈ prefill_s · (prefill tokens, with padding) + call_s · (decode calls)
+           + draw_s · (sampled tokens)
 
 The three times are the non-negative least-squares fit over the intervals so far, the
 latest with most weight, and a prior of little weight.
@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-COUNTERS = ('prefill_tokens', 'decode_calls', 'sampled_tokens')
 _DECAY = 0.998  # of the evidence of an interval, when the next one is added
 _PRIOR_WEIGHT = 0.01  # of the evidence of the largest interval
 
@@ -61,7 +60,9 @@ class RateEstimator:
 
   def observe(self, stats: Mapping[str, float]) -> None:
     """Takes a snapshot of `Scheduler.stats`; one that went back begins anew."""
-    now = np.array([stats['busy_s'], *(stats[key] for key in COUNTERS)], float)
+    tokens = stats['prefill_tokens'] + stats['prefill_padding_tokens']
+    work = tokens, stats['decode_calls'], stats['sampled_tokens']
+    now = np.array([stats['busy_s'], *work], float)
     last = self._last
     if last is None or np.any(now < last):  # the first, or another engine's
       self._last = now

@@ -135,7 +135,7 @@ def test_migrated_pages_are_not_computed_and_none_is_lost(traces):
   assert found['migrated_tokens'] > 0
   assert found['hit_rate'] > still['hit_rate']
   token_s = 1.0 / 1e4
-  assert all(r.migration_s >= token_s for r in alone.fleet.replicas)  # as measured
+  assert all(r.migration_s > 0.999 * token_s for r in alone.fleet.replicas)
   for replica in alone.replicas:
     cache = replica.cache
     assert cache.available == cache.pages

@@ -15,6 +15,8 @@ from m2jax.rollout.routing_policies import POLICIES, CostAware, Query, View
 from m2jax.rollout.service_rates import RateEstimator, Rates
 
 RATES = Rates(prefill_s=1e-3, call_s=0.1, draw_s=1e-4)
+COUNTERS = ('busy_s', 'prefill_tokens', 'prefill_padding_tokens')
+COUNTERS += ('decode_calls', 'sampled_tokens')
 IDLE = View(0, 0, 0, 0.0, 0, 8, 1000.0, 4, 20.0, RATES)
 
 
@@ -122,7 +124,7 @@ def test_rates_are_those_of_the_work(seed):
   random = np.random.default_rng(seed)
   want = Rates(2e-5, 0.15, 3e-4)
   estimator = RateEstimator(Rates(1e-4, 0.1, 1e-4))
-  stats = dict(busy_s=0.0, prefill_tokens=0, decode_calls=0, sampled_tokens=0)
+  stats = dict.fromkeys(COUNTERS, 0)
   for _ in range(400):
     tokens, calls = int(random.exponential(3000)), random.poisson(8) + 1
     rows = random.poisson(9)
@@ -139,7 +141,7 @@ def test_rates_are_those_of_the_work(seed):
 
 def test_rates_are_never_negative_and_survive_a_replaced_engine():
   estimator = RateEstimator(RATES)
-  stats = dict(busy_s=10.0, prefill_tokens=100, decode_calls=0, sampled_tokens=0)
+  stats = dict.fromkeys(COUNTERS, 0) | dict(busy_s=10.0, prefill_tokens=100)
   estimator.observe(stats)
   estimator.observe({**stats, 'busy_s': 20.0, 'decode_calls': 50})
   assert estimator.measured
