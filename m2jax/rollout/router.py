@@ -360,6 +360,7 @@ class Router:
 
   def _restart(self, number: int) -> None:
     """Makes a replica; requests are sent to it once it has the latest weights."""
+    self._replicas[number].stop()  # it may have memory that the new one needs
     replica = self._make(number, *self._weights)
     stats = replica.stats()
     with self._publishing:
