@@ -166,7 +166,7 @@ def table(rows: list[dict]) -> str:
       f'{row["tokens_per_s"]:,.0f}',
       f'{row["balance"]:.2f}',
       f'{row["computed_share"]:.1%}',
-      f'{row["predicted"]:.1%}',
+      '' if row['policy'] in ORACLES else f'{row["predicted"]:.1%}',
     ]
     lines.append('| ' + ' | '.join(cells) + ' |')
   return '\n'.join(lines)

@@ -81,6 +81,7 @@ class SimulatedReplica:
     self.number = number
     self.engine = SimulatedEngine(config.engine, config.times, config.vocabulary)
     self.batcher = make_batcher(self.engine, config.scheduler, shared)
+    self.batcher.journal.read()  # from now on it is kept
     self.busy_s = 0.0
     self.ticking = False
     self.tick_ends = 0.0

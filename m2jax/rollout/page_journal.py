@@ -1,17 +1,17 @@
 """What changed in an engine's cached pages, for a reader in another thread.
 
-`PrefixCache` writes, a router reads. The journal is bounded: when nobody reads in time
-it forgets what it has, and the reader learns that it must start again.
+`PrefixCache` writes, a router reads. Nothing is kept before the first reading. The
+journal is bounded: when nobody reads in time it forgets what it has, and the reader
+learns that it must start again.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
   """A change.
 
   Attributes:
@@ -32,8 +32,11 @@ class PageJournal:
     """Keeps up to `most` unread events."""
     self._events: collections.deque[Event] = collections.deque()
     self._most = most
+    self._read = False  # ever
 
   def add(self, kind: str, digest: bytes = b'', version: int = 0) -> None:
+    if not self._read:
+      return
     if len(self._events) >= self._most:
       # As if the pages were gone: a reader then expects too little, never too much.
       self._events.clear()
@@ -41,7 +44,8 @@ class PageJournal:
     self._events.append(Event(kind, digest, version))
 
   def read(self) -> list[Event]:
-    """Removes and returns what was added since the last call."""
+    """Removes and returns what was added since the last call; none at the first."""
+    self._read = True
     events = []
     while True:
       try:

@@ -30,6 +30,7 @@ from m2jax.rollout import page_chain
 from m2jax.rollout.api import GenerateRequest
 from m2jax.rollout.batcher import TOTALS, EngineError
 from m2jax.rollout.fleet import Fleet, Flight, Prior, Sizes
+from m2jax.rollout.page_journal import Event
 from m2jax.rollout.restarts import Restarts
 from m2jax.rollout.router_config import RouterConfig
 from m2jax.rollout.routing_policies import POLICIES, Policy
@@ -87,6 +88,8 @@ class Router:
       raise ValueError('replicas: at least one is needed')
     self.config = config = config or RouterConfig()
     self._replicas = list(replicas)
+    for replica in replicas:  # from now on its journal is kept
+      _page_events(replica)
     self._context_tokens = min(replica.context_tokens for replica in replicas)
     self._fleet = Fleet(
       [_sizes(replica.stats()) for replica in replicas],
@@ -232,8 +235,7 @@ class Router:
     for number, replica in living:
       try:
         stats = replica.stats()
-        read = getattr(replica, 'page_events', None)
-        events = read() if read is not None else ()
+        events = _page_events(replica)
       except Exception as error:  # such as a broken connection
         stats, events = None, ()
         reason = f'its statistics cannot be read: {error!r}'
@@ -363,6 +365,7 @@ class Router:
     self._replicas[number].stop()  # it may have memory that the new one needs
     replica = self._make(number, *self._weights)
     stats = replica.stats()
+    _page_events(replica)
     with self._publishing:
       variables, version = self._weights
       if stats['policy_version'] < version:
@@ -378,6 +381,12 @@ class Router:
         self.observe()
       except Exception:  # one failed look is not the end of the service
         logging.exception('the replicas could not be observed')
+
+
+def _page_events(replica) -> Sequence[Event]:
+  """What is new in its journal, if it has one."""
+  read = getattr(replica, 'page_events', None)
+  return read() if read is not None else ()
 
 
 def _sizes(stats: dict[str, float]) -> Sizes:

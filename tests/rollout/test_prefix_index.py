@@ -103,6 +103,7 @@ def test_the_least_recently_used_conversation_goes_first_and_from_its_end():
 def test_following_a_journal_is_knowing_the_cache(prompts, pages):
   """With the journal read, expected and cached pages are the same."""
   journal = PageJournal()
+  journal.read()
   cache, index = PrefixCache(pages + 1, PAGE, journal), PrefixIndex(pages)
   for tokens in prompts:
     tokens = tokens[: pages * PAGE]
@@ -123,6 +124,8 @@ def test_following_a_journal_is_knowing_the_cache(prompts, pages):
 
 def test_an_unread_journal_is_bounded_and_says_that_it_lost_events():
   journal = PageJournal(most=3)
+  journal.add('stored', b'nobody reads yet', 0)
+  assert journal.read() == []
   for i in range(5):
     journal.add('stored', bytes([i]), 0)
   events = journal.read()

@@ -7,11 +7,12 @@ import threading
 import numpy as np
 import pytest
 
+from m2jax.rollout import replicas as replicas_lib
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.page_journal import Event
 from m2jax.rollout.router import Router
 from m2jax.rollout.router_config import RouterConfig
-from m2jax.rollout.scheduler import EngineError, Scheduler, SchedulerConfig
+from m2jax.rollout.scheduler import EngineError, SchedulerConfig
 from tests.rollout.conftest import CONTEXT, log_softmax
 from tests.rollout.replicas import FakeReplica
 from tests.rollout.test_engine import prompt
@@ -231,13 +232,37 @@ def test_config_errors_name_the_field():
 @pytest.fixture
 def two(engine, variables):
   """Two replicas of one engine: its functions are compiled once."""
-  config = SchedulerConfig(decode_steps=4)
-  replicas = [
-    Scheduler(engine, variables, config=config).start(warmup=False) for _ in range(2)
-  ]
-  router = Router(replicas, config=RouterConfig(observe_s=0.01)).start()
-  yield router, replicas
+  config = RouterConfig(observe_s=0.01, restart_s=0.01)
+  scheduler = SchedulerConfig(decode_steps=4, max_failures=1)
+  router = replicas_lib.start(
+    [engine, engine], variables, 0, scheduler, config, warmup=False
+  )
+  yield router, router._replicas
   router.stop()
+
+
+def test_a_real_replica_dies_and_comes_back(two, serve):
+  """Its requests give the tokens that they would have given."""
+  router, replicas = two
+  one = serve()
+  requests = [request(prompt(i, 9), max_tokens=9, seed=i) for i in range(8)]
+  want = [one.submit(r).future.result(TIMEOUT_S) for r in requests]
+  first = list(replicas)
+
+  def broken():
+    raise RuntimeError('a chip is gone')
+
+  first[0]._batcher.tick = broken
+  handles = [router.submit(r) for r in requests]
+  for handle, expected in zip(handles, want, strict=True):
+    assert list(handle.future.result(TIMEOUT_S).tokens) == list(expected.tokens)
+  stats = router.stats()
+  assert stats['resubmissions'] > 0 and stats['lost_replicas'] == 1
+  router._restarts.wait()
+  assert replicas[0] is not first[0] and replicas[1] is first[1]
+  assert router.stats()['living_replicas'] == 2
+  again = replicas[0].submit(requests[0]).future.result(TIMEOUT_S)
+  assert list(again.tokens) == list(want[0].tokens)
 
 
 def test_two_engines_give_the_tokens_of_one(two, serve):
