@@ -69,7 +69,7 @@ class Restarts:
       try:
         self._make(number)
         with self._lock:
-          del self.reasons[number]
+          self.reasons.pop(number, None)
         break
       except Exception as error:
         logging.exception('replica %d does not start', number)

@@ -6,8 +6,8 @@ the router has learned of all of them (`fleet`). Nothing is pinned.
 - A replica that stops serving loses its requests. Those of which nothing has been
   streamed are submitted to another one, with the same seed, so that they draw from the
   same random stream; the others fail with EngineError, as they would at one engine.
-- With `make` the router replaces a replica that has stopped. The new one gets the
-  weights published last before it serves.
+- With `make` the router replaces a replica that has stopped; without, it waits for it
+  to be alive again. It gets the weights published last before it serves.
 - Weights are published to all replicas. A request keeps to the replica's rules: every
   token has the version that drew it (DESIGN law 4).
 
@@ -26,17 +26,14 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from m2jax.rollout import page_chain
+from m2jax.rollout import page_chain, replica_stats
 from m2jax.rollout.api import GenerateRequest
 from m2jax.rollout.batcher import TOTALS, EngineError
-from m2jax.rollout.fleet import Fleet, Flight, Prior, Sizes
-from m2jax.rollout.page_journal import Event
+from m2jax.rollout.fleet import Fleet, Flight, Prior
 from m2jax.rollout.restarts import Restarts
 from m2jax.rollout.router_config import RouterConfig
 from m2jax.rollout.routing_policies import POLICIES, Policy
 from m2jax.rollout.scheduler import Handle
-
-_SIZES = ('page_tokens', 'prefill_budget_tokens', 'decode_steps')  # not summed
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,7 +78,8 @@ class Router:
       replicas: each a Scheduler, or what has its interface; all with the same model and
         the weights of `version`.
       make: called as make(number, variables, version) in a thread of its own; returns a
-        new serving replica in place of one that has stopped. None: it stays away.
+        new serving replica in place of one that has stopped. None: only
+        one that is alive again comes back.
       variables: the weights of `version`, which only `make` needs.
     """
     if not replicas:
@@ -89,10 +87,10 @@ class Router:
     self.config = config = config or RouterConfig()
     self._replicas = list(replicas)
     for replica in replicas:  # from now on its journal is kept
-      _page_events(replica)
+      replica_stats.page_events(replica)
     self._context_tokens = min(replica.context_tokens for replica in replicas)
     self._fleet = Fleet(
-      [_sizes(replica.stats()) for replica in replicas],
+      [replica_stats.sizes(replica.stats()) for replica in replicas],
       POLICIES[config.policy],
       prior=Prior(migration_s=config.migration_s),
       version=version,
@@ -212,42 +210,35 @@ class Router:
     sent. policy_version is the least.
     """
     with self._lock:
-      living = [(r.number, self._replicas[r.number]) for r in self._living()]
-      total = dict(self._past, **self._counts, replicas=len(self._replicas))
-    total['living_replicas'] = len(living)
-    found = [replica.stats() for _, replica in living]
-    for stats in found:
-      for key, value in stats.items():
-        if key not in (*_SIZES, 'policy_version'):
-          total[key] = total.get(key, 0) + value
-    for key in _SIZES:
-      total[key] = found[0][key] if found else 0
-    versions = [stats['policy_version'] for stats in found]
-    total['policy_version'] = min(versions, default=self._weights[1])
-    for key in ('queue_length', 'active_slots', 'slots', 'tokens_per_s'):
-      total.setdefault(key, 0)
-    return total
+      living = [self._replicas[r.number] for r in self._living()]
+      past = self._past | self._counts | {'replicas': len(self._replicas)}
+      version = self._weights[1]
+    return replica_stats.total([replica.stats() for replica in living], past, version)
 
   def observe(self) -> None:
     """Learns from the replicas' statistics and journals; the router's thread does."""
     with self._lock:
-      living = [(r.number, self._replicas[r.number]) for r in self._living()]
-    for number, replica in living:
+      known = [
+        (r.number, r.alive, self._replicas[r.number]) for r in self._fleet.replicas
+      ]
+    for number, alive, replica in known:
       try:
-        stats = replica.stats()
-        events = _page_events(replica)
-      except Exception as error:  # such as a broken connection
-        stats, events = None, ()
-        reason = f'its statistics cannot be read: {error!r}'
-      if not replica.alive:
-        self._lose(number, replica, replica.stopped_reason or 'it was stopped')
-      elif stats is None:
-        logging.warning('replica %d: %s', number, reason)
-      else:
-        with self._lock:
-          if self._replicas[number] is replica:
-            self._latest[number] = {key: stats.get(key, 0) for key in TOTALS}
-            self._fleet.observe(number, stats, events)
+        if alive:
+          self._observe(number, replica)
+        elif replica.alive and not self._restarts.pending:  # such as a lost connection
+          self._adopt(number, replica)
+      except Exception as error:
+        logging.warning('replica %d cannot be observed: %r', number, error)
+
+  def _observe(self, number: int, replica) -> None:
+    if not replica.alive:
+      self._lose(number, replica, replica.stopped_reason or 'it was stopped')
+      return
+    stats, events = replica.stats(), replica_stats.page_events(replica)
+    with self._lock:
+      if self._replicas[number] is replica:
+        self._latest[number] = {key: stats.get(key, 0) for key in TOTALS}
+        self._fleet.observe(number, stats, events)
 
   # --- A request on its way.
 
@@ -361,18 +352,24 @@ class Router:
     logging.warning('replica %d is lost: %s', number, reason)
 
   def _restart(self, number: int) -> None:
-    """Makes a replica; requests are sent to it once it has the latest weights."""
+    """Makes a replica in place of one that has stopped."""
     self._replicas[number].stop()  # it may have memory that the new one needs
-    replica = self._make(number, *self._weights)
+    self._adopt(number, self._make(number, *self._weights))
+
+  def _adopt(self, number: int, replica) -> None:
+    """Sends requests to a replica from now on; it has the latest weights before."""
     stats = replica.stats()
-    _page_events(replica)
+    replica_stats.page_events(replica)
     with self._publishing:
       variables, version = self._weights
       if stats['policy_version'] < version:
+        if variables is None:
+          raise EngineError(f'no weights of version {version} to give to it')
         replica.update_weights(variables, version)
       with self._lock:
         self._replicas[number] = replica
-        self._fleet.replace(number, _sizes(stats))
+        self._fleet.replace(number, replica_stats.sizes(stats))
+    self._restarts.reasons.pop(number, None)
     logging.info('replica %d serves again', number)
 
   def _run(self) -> None:
@@ -381,19 +378,3 @@ class Router:
         self.observe()
       except Exception:  # one failed look is not the end of the service
         logging.exception('the replicas could not be observed')
-
-
-def _page_events(replica) -> Sequence[Event]:
-  """What is new in its journal, if it has one."""
-  read = getattr(replica, 'page_events', None)
-  return read() if read is not None else ()
-
-
-def _sizes(stats: dict[str, float]) -> Sizes:
-  return Sizes(
-    pages=int(stats['pages']),
-    page_tokens=int(stats['page_tokens']),
-    slots=int(stats['slots']),
-    budget_tokens=stats['prefill_budget_tokens'],
-    steps=int(stats['decode_steps']),
-  )

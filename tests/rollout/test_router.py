@@ -189,6 +189,27 @@ def test_a_new_replica_has_the_latest_weights_before_it_serves():
   router.stop()
 
 
+def test_a_replica_that_is_alive_again_serves_again():
+  """Such as one in another process, after its connection was lost."""
+  router, replicas = fakes(1)
+  replicas[0].die('connection reset')
+  with pytest.raises(EngineError):
+    router.submit(request(prompt(0, 5)))
+  assert not router.alive
+  replicas[0].alive = True
+  router.observe()
+  router.submit(request(prompt(0, 5)))
+  replicas[0].finish(0)
+  assert router.alive and router.stopped_reason is None
+  router.update_weights(None, 1)
+  replicas[0].die('connection reset')
+  router.observe()
+  replicas[0].alive, replicas[0].version = True, 0
+  router.observe()  # it has older weights, and the router none to give to it
+  assert not router.alive
+  router.stop()
+
+
 def test_restarts_are_bounded():
   tries = []
 
