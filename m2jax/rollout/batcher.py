@@ -38,6 +38,7 @@ TOTALS = (
   'prefix_hit_tokens',
   'prefill_tokens',
   'prefill_padding_tokens',
+  'prefill_positions',
   'sampled_tokens',
   'decode_calls',
   'retractions',
@@ -217,6 +218,8 @@ class Batcher:
     )
     table.held[slots] = starts + counts
     self.counts['prefill_tokens'] += int(counts.sum())
+    attended = counts * (2 * starts.astype(np.int64) + counts + 1) // 2
+    self.counts['prefill_positions'] += int(attended.sum())
     self.counts['prefill_padding_tokens'] += groups * size * chunk - int(counts.sum())
     for slot in slots.tolist():
       self._share(slot)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from m2jax.rollout import service_rates
+from m2jax.rollout import routing_policies, service_rates
 from m2jax.rollout.page_journal import Event
 from m2jax.rollout.prefix_index import PrefixIndex
 from m2jax.rollout.routing_policies import Choice, Policy, Query, View
@@ -48,7 +48,7 @@ class Prior:
     migration_s: see `View`; inf if replicas have no pool of pages in common.
   """
 
-  rates: Rates = Rates(prefill_s=1e-4, call_s=0.1, draw_s=1e-4)
+  rates: Rates = Rates(1e-4, 0.0, call_s=0.1, draw_s=1e-4)
   migration_s: float = math.inf
 
 
@@ -58,7 +58,8 @@ class Flight:
 
   Attributes:
     chain: digests of the prompt's full pages.
-    missing_tokens: of the prompt that the replica is expected to compute.
+    missing_tokens: of the prompt that the replica is expected to compute, and
+      missing_positions that they attend to.
     streams: whether its first token has been drawn.
   """
 
@@ -66,6 +67,7 @@ class Flight:
   chain: Sequence[bytes]
   prompt_tokens: int
   missing_tokens: int
+  missing_positions: float
   version: int
   streams: bool = False
 
@@ -89,17 +91,21 @@ class Replica:
     self._moved: tuple[float, float] | None = None  # the replica's counters
     self._flights: set[Flight] = set()
     self._waiting = self._waiting_tokens = 0
+    self._waiting_positions = 0.0
     self._prefilled: float | None = None  # the replica's counter
     self._progress = 0.0  # computed of the waiting tokens
 
   def view(self, cached_tokens: int, response_tokens: float, others: Rates) -> View:
     """For a prompt; `others` are the rates of replicas that have been measured."""
     sizes, estimator = self.sizes, self.estimator
+    left = self._waiting_tokens - self._progress
+    share = left / self._waiting_tokens if self._waiting_tokens else 0.0
     return View(
       replica=self.number,
       cached_tokens=cached_tokens,
       waiting=self._waiting,
-      waiting_tokens=max(0.0, self._waiting_tokens - self._progress),
+      waiting_tokens=left,
+      waiting_positions=self._waiting_positions * share,
       decoding=len(self._flights) - self._waiting,
       slots=sizes.slots,
       budget_tokens=sizes.budget_tokens,
@@ -113,12 +119,14 @@ class Replica:
     self._flights.add(flight)
     self._waiting += 1
     self._waiting_tokens += flight.missing_tokens
+    self._waiting_positions += flight.missing_positions
 
   def first_token(self, flight: Flight) -> None:
     if flight in self._flights and not flight.streams:
       flight.streams = True
       self._waiting -= 1
       self._waiting_tokens -= flight.missing_tokens
+      self._waiting_positions -= flight.missing_positions
       self._progress = max(0.0, self._progress - flight.missing_tokens)
 
   def observe(self, stats: Mapping[str, float]) -> None:
@@ -202,7 +210,12 @@ class Fleet:
       source = self.replicas[choice.source]
       cached = max(cached, self._cached(source, chain, prompt_tokens))
     flight = Flight(
-      choice.replica, chain, prompt_tokens, prompt_tokens - cached, self.version
+      choice.replica,
+      chain,
+      prompt_tokens,
+      prompt_tokens - cached,
+      routing_policies.positions(cached, prompt_tokens),
+      self.version,
     )
     replica.index.use(chain, self.version)
     replica.add(flight)

@@ -46,7 +46,8 @@ class View:
     replica: its number.
     cached_tokens: of the prompt's prefix that it has, or will have.
     waiting: requests sent to it without a first token yet, and waiting_tokens the
-      prompt tokens that it has to compute for them.
+      prompt tokens that it has to compute for them; these attend to
+      waiting_positions.
     decoding: requests that are drawing tokens.
     slots: requests that it serves at the same time.
     budget_tokens: prompt tokens that it computes between two decode calls.
@@ -61,6 +62,7 @@ class View:
   cached_tokens: int
   waiting: int
   waiting_tokens: float
+  waiting_positions: float
   decoding: int
   slots: int
   budget_tokens: float
@@ -157,20 +159,26 @@ class CostAware:
     return best[int(query.draw * len(best))]
 
   def _cost(self, query: Query, view: View, source: View) -> tuple[float, Choice]:
-    missing = query.prompt_tokens - view.cached_tokens
-    recompute = self._compute(view, missing, 0.0)
+    end = query.prompt_tokens
+    recompute = self._compute(view, view.cached_tokens, end, 0.0)
     moved = source.cached_tokens - view.cached_tokens
     if moved > 0 and math.isfinite(view.migration_s):
-      migrate = self._compute(view, missing - moved, moved * view.migration_s)
+      arrives = moved * view.migration_s
+      migrate = self._compute(view, source.cached_tokens, end, arrives)
       if migrate < recompute:
         return migrate, Choice(view.replica, source.replica)
     return recompute, Choice(view.replica)
 
-  def _compute(self, view: View, tokens: int, arrives_s: float) -> float:
-    """With so many tokens to compute, once the others have arrived."""
+  def _compute(self, view: View, start: int, end: int, arrives_s: float) -> float:
+    """Of computing the tokens from start to end, once those before have arrived."""
     wait = max(arrives_s, wait_s(view))  # pages travel while the request would wait
-    work = prefill_s(view, tokens)
+    work = prefill_s(view, end - start, positions(start, end))
     return wait + work + self.others * work + decode_s(view)
+
+
+def positions(start: int, end: int) -> float:
+  """That the tokens from start to end of a sequence attend to, all together."""
+  return (end - start) * (start + end + 1) / 2
 
 
 def decode_s(view: View) -> float:
@@ -178,16 +186,17 @@ def decode_s(view: View) -> float:
   return view.rates.decode_s(max(view.decoding, 1), view.steps)
 
 
-def prefill_s(view: View, tokens: float) -> float:
+def prefill_s(view: View, tokens: float, attended: float) -> float:
   """Of prompt tokens, with the decode calls between two chunks of them."""
   calls = tokens / view.budget_tokens if view.decoding else 0.0
-  return tokens * view.rates.prefill_s + calls * decode_s(view)
+  rates = view.rates
+  return tokens * rates.prefill_s + attended * rates.position_s + calls * decode_s(view)
 
 
 def wait_s(view: View) -> float:
   """Until the replica begins with a request that is sent to it now."""
   running = decode_s(view) / 2 if view.load else 0.0  # the rest of the present call
-  wait = running + prefill_s(view, view.waiting_tokens)
+  wait = running + prefill_s(view, view.waiting_tokens, view.waiting_positions)
   above = view.load + 1 - view.slots
   if above > 0:  # so many responses have to end before
     call = decode_s(view)

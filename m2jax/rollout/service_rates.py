@@ -2,10 +2,11 @@
 
 Between two snapshots of a replica's statistics its engine thread was busy for
 
-  busy_s ≈ prefill_s · (prefill tokens, with padding) + call_s · (decode calls)
-           + draw_s · (sampled tokens)
+  busy_s ≈ prefill_s · (prefill tokens, with padding)
+           + position_s · (positions that they attend to)
+           + call_s · (decode calls) + draw_s · (sampled tokens)
 
-The three times are the non-negative least-squares fit over the intervals so far, the
+The four times are the non-negative least-squares fit over the intervals so far, the
 latest with most weight, and a prior of little weight.
 """
 
@@ -26,11 +27,13 @@ class Rates:
   """Times of an engine's work.
 
   Attributes:
-    prefill_s: of a prompt token that is not cached.
+    prefill_s: of a prompt token that is not cached, and position_s of each position
+      that it attends to: a token deep in a prompt costs more than one at its begin.
     call_s: of a decode call, and draw_s of each token that it samples.
   """
 
   prefill_s: float
+  position_s: float
   call_s: float
   draw_s: float
 
@@ -52,16 +55,17 @@ class RateEstimator:
     self.rates, self.measured = prior, False
     self._least_s = least_s
     self._last: np.ndarray | None = None
-    # Sums over intervals, the latest with most weight: of work [3] times work and times
+    # Sums over intervals, the latest with most weight: of work [4] times work and times
     # busy seconds. The prior is an interval of each kind of work alone.
     self._prior = np.array(dataclasses.astuple(prior))
-    self._products, self._busy = np.zeros((3, 3)), np.zeros(3)
-    self._squares = np.zeros(3)
+    self._products, self._busy = np.zeros((4, 4)), np.zeros(4)
+    self._squares = np.zeros(4)
 
   def observe(self, stats: Mapping[str, float]) -> None:
     """Takes a snapshot of `Scheduler.stats`; one that went back begins anew."""
     tokens = stats['prefill_tokens'] + stats['prefill_padding_tokens']
-    work = tokens, stats['decode_calls'], stats['sampled_tokens']
+    reads = stats['prefill_positions']
+    work = tokens, reads, stats['decode_calls'], stats['sampled_tokens']
     now = np.array([stats['busy_s'], *work], float)
     last = self._last
     if last is None or np.any(now < last):  # the first, or another engine's

@@ -121,7 +121,7 @@ TestFleet.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 
 def test_a_group_is_computed_once():
   """Samples of a prompt, at the same time, expect the pages of the first."""
-  slow = Prior(Rates(prefill_s=1.0, call_s=0.1, draw_s=0.0))
+  slow = Prior(Rates(1.0, 0.0, call_s=0.1, draw_s=0.0))
   fleet = Fleet([SIZES] * 4, POLICIES['cost_aware'], prior=slow)
   tokens = np.arange(9)
   chain = page_chain.chain(tokens, PAGE)
@@ -155,7 +155,7 @@ def test_an_idle_replica_is_taken_to_be_as_fast_as_the_others():
 
 
 def test_times_of_migration_are_measured():
-  prior = Prior(Rates(1.0, 1.0, 1.0), migration_s=1.0)
+  prior = Prior(Rates(1.0, 1.0, 1.0, 1.0), migration_s=1.0)
   fleet = Fleet([SIZES] * 2, POLICIES['random'], prior=prior)
   for step in range(100):
     moved = dict(migrated_tokens=10 * step, migration_s=0.1 * step)

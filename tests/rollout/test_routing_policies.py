@@ -14,10 +14,10 @@ from m2jax.rollout import routing_policies
 from m2jax.rollout.routing_policies import POLICIES, CostAware, Query, View
 from m2jax.rollout.service_rates import RateEstimator, Rates
 
-RATES = Rates(prefill_s=1e-3, call_s=0.1, draw_s=1e-4)
+RATES = Rates(1e-3, 0.0, call_s=0.1, draw_s=1e-4)
 COUNTERS = ('busy_s', 'prefill_tokens', 'prefill_padding_tokens')
-COUNTERS += ('decode_calls', 'sampled_tokens')
-IDLE = View(0, 0, 0, 0.0, 0, 8, 1000.0, 4, 20.0, RATES)
+COUNTERS += ('prefill_positions', 'decode_calls', 'sampled_tokens')
+IDLE = View(0, 0, 0, 0.0, 0.0, 0, 8, 1000.0, 4, 20.0, RATES)
 
 
 def views(*changes) -> list[View]:
@@ -33,12 +33,13 @@ VIEW = st.builds(
   cached_tokens=st.integers(0, 500),
   waiting=st.integers(0, 20),
   waiting_tokens=st.floats(0, 1e5),
+  waiting_positions=st.floats(0, 1e9),
   decoding=st.integers(0, 20),
   slots=st.integers(1, 16),
   budget_tokens=st.floats(1, 1e5),
   steps=st.integers(1, 16),
   response_tokens=st.floats(1, 1000),
-  rates=st.builds(Rates, *[st.floats(0, 1)] * 3),
+  rates=st.builds(Rates, *[st.floats(0, 1)] * 4),
   migration_s=st.one_of(st.floats(1e-9, 1), st.just(math.inf)),
 )
 
@@ -122,13 +123,16 @@ def test_a_full_replica_costs_the_time_until_a_response_ends():
 def test_rates_are_those_of_the_work(seed):
   """Busy time made from known rates and noise gives the rates back."""
   random = np.random.default_rng(seed)
-  want = Rates(2e-5, 0.15, 3e-4)
-  estimator = RateEstimator(Rates(1e-4, 0.1, 1e-4))
+  want = Rates(2e-5, 1e-9, 0.15, 3e-4)
+  estimator = RateEstimator(Rates(1e-4, 0.0, 0.1, 1e-4))
   stats = dict.fromkeys(COUNTERS, 0)
   for _ in range(400):
     tokens, calls = int(random.exponential(3000)), random.poisson(8) + 1
     rows = random.poisson(9)
     work = want.prefill_s * tokens + want.call_s * calls + want.draw_s * calls * rows
+    reads = tokens * int(random.integers(50_000))
+    work += want.position_s * reads
+    stats['prefill_positions'] += reads
     stats['busy_s'] += work * random.normal(1, 0.02)
     stats['prefill_tokens'] += tokens
     stats['decode_calls'] += calls
@@ -136,6 +140,7 @@ def test_rates_are_those_of_the_work(seed):
     estimator.observe(stats)
   found = estimator.rates
   assert found.prefill_s == pytest.approx(want.prefill_s, rel=0.15)
+  assert found.position_s == pytest.approx(want.position_s, rel=0.15)
   assert found.decode_s(9, 1) == pytest.approx(want.decode_s(9, 1), rel=0.05)
 
 
