@@ -6,7 +6,7 @@
   python -m benchmarks.kv_routing --measure            # an engine on this machine
 
 Claim: routing by cost keeps at least 97 % of the oracle's hit rate and has the lowest
-99th percentile of the time to the first token of all policies.
+99th percentile of the time to the first token of all policies, on average over seeds.
 
 A batch of agent sessions (kv_routing_trace) is replayed through each policy, several
 seeds. Router and replicas are the real code (kv_routing_cluster, kv_routing_engine);
