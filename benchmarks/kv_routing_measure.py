@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import nnls
 
+from benchmarks import rollout_worker
 from benchmarks.kv_routing_cluster import ClusterConfig
 from benchmarks.kv_routing_engine import Times
 from benchmarks.kv_routing_trace import TraceConfig
 from benchmarks.rollout_workload import CONTEXT, MODEL
 from m2jax import model
-from m2jax.config import ModelConfig
 from m2jax.rollout.decode_state import make_slots
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
@@ -42,6 +42,7 @@ _ENGINE = EngineConfig(
 def times(engine: Engine) -> Times:
   """Measures prefill and decode calls of all shapes."""
   cfg, config = engine.cfg, engine.config
+  every, steps = config.slots, config.max_steps
   m2 = model.M2(cfg)
   variables = jax.jit(m2.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
   params = engine.load_params(variables)
@@ -53,7 +54,7 @@ def times(engine: Engine) -> Times:
       tokens = np.ones((rows, chunk), np.int32)
       start = np.full(rows, context - chunk, np.int32)
       count = np.full(rows, chunk, np.int32)
-      tables = np.stack([_table(row, n) for row in range(rows)])
+      tables = np.stack([_table(config, row, n) for row in range(rows)])
       seconds = []
       for _ in range(_ROUNDS):
         begin = time.perf_counter()
@@ -62,23 +63,23 @@ def times(engine: Engine) -> Times:
         seconds.append(time.perf_counter() - begin)
       reads = rows * chunk * (2 * (context - chunk) + chunk + 1) // 2
       prefill.append((1, rows * chunk, reads, statistics.median(seconds)))
-    for live in (1, SLOTS):
-      slots = make_slots(SLOTS, config)
-      slots.length[:], slots.remaining[:] = context - 2 * STEPS * _ROUNDS, 1 << 20
-      order = np.arange(SLOTS, dtype=np.int32)
+    for live in (1, every):
+      slots = make_slots(every, config)
+      slots.length[:], slots.remaining[:] = context - steps - 1, 1 << 20
+      order = np.arange(every, dtype=np.int32)
       number = np.array([live], np.int32)
-      tables = np.stack([_table(row, n) for row in range(SLOTS)])
+      tables = np.stack([_table(config, row, n) for row in range(every)])
       seconds = []
       for _ in range(_ROUNDS):
-        state = engine.admit(state, order, np.array([SLOTS], np.int32), slots)
+        state = engine.admit(state, order, np.array([every], np.int32), slots)
         begin = time.perf_counter()
         state, found = engine.generate_many(
-          params, state, order, number, tables, np.int32(STEPS)
+          params, state, order, number, tables, np.int32(steps)
         )
         jax.block_until_ready(found)
         seconds.append(time.perf_counter() - begin)
-      reads = STEPS * live * context
-      decode.append((1, STEPS, STEPS * live, reads, statistics.median(seconds)))
+      reads = steps * live * context
+      decode.append((1, steps, steps * live, reads, statistics.median(seconds)))
   a, b = _fit(prefill), _fit([(s, r, p, t) for _, s, r, p, t in decode])
   return Times(a[0], a[1], a[2], 0.0, b[0], b[1], b[2])
 
@@ -87,7 +88,7 @@ def scaled(
   cluster: ClusterConfig, trace: TraceConfig
 ) -> tuple[ClusterConfig, TraceConfig]:
   """Replicas with measured times, and sessions of the same statistics for them."""
-  engine = Engine(ModelConfig(**MODEL, dtype='float32', unroll_layers=True), _ENGINE)
+  engine = Engine(rollout_worker.model_config(), _ENGINE)
   share = CONTEXT / trace.context_tokens
   smaller = dataclasses.replace(
     trace,
@@ -114,8 +115,8 @@ def scaled(
   )
 
 
-def _table(row: int, pages: int) -> np.ndarray:
-  return 1 + row * _ENGINE.context_pages + np.arange(pages, dtype=np.int32)
+def _table(config: EngineConfig, row: int, pages: int) -> np.ndarray:
+  return 1 + row * config.context_pages + np.arange(pages, dtype=np.int32)
 
 
 def _fit(rows: list[tuple]) -> np.ndarray:

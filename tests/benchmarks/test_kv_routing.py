@@ -11,7 +11,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import kv_routing, kv_routing_trace
+from benchmarks import kv_routing, kv_routing_measure, kv_routing_trace
 from benchmarks.kv_routing_cluster import Cluster, ClusterConfig, summary
 from benchmarks.kv_routing_engine import Times
 from benchmarks.kv_routing_oracle import best_response, first_token_s
@@ -225,6 +225,12 @@ def test_simulated_replicas_hit_what_real_engines_hit():
   # The router's index, fed by the journals, was right about all of them.
   assert expected == sum(hits)
   assert summary(cluster)['predicted'] == summary(cluster)['hit_rate']
+
+
+@pytest.mark.long
+def test_times_are_measured_on_a_real_engine():
+  found = dataclasses.astuple(kv_routing_measure.times(Engine(CFG, ENGINE_CONFIG)))
+  assert min(found) >= 0 and sum(found[:2]) > 0 and sum(found[3:]) > 0
 
 
 def test_the_oracle_knows_how_long_a_replica_is_busy(traces):
