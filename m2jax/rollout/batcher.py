@@ -29,6 +29,7 @@ from m2jax.rollout.api import GenerateResult
 from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
+from m2jax.rollout.page_journal import PageJournal
 from m2jax.rollout.sequences import Sequences, State
 from m2jax.rollout.swap import Pauses
 
@@ -38,6 +39,7 @@ TOTALS = (
   'prefix_hit_tokens',
   'prefill_tokens',
   'prefill_padding_tokens',
+  'prefill_positions',
   'sampled_tokens',
   'decode_calls',
   'retractions',
@@ -45,6 +47,7 @@ TOTALS = (
   'cancelled',
   'failed',
   'weight_updates',
+  'busy_s',
 )
 
 
@@ -90,6 +93,7 @@ class Batcher:
     waiting: requests without a slot, oldest first.
     jobs: requests by slot.
     counts: totals since the start, by the names in TOTALS.
+    journal: of the cached pages.
     failures: failed ticks since the last successful decode call.
     pauses: of decoding, when weights are replaced.
   """
@@ -110,13 +114,15 @@ class Batcher:
     self.counts = collections.Counter()
     self.failures = 0
     self.pauses = Pauses()
+    self.journal = PageJournal()
     self._rates = collections.deque([(time.monotonic(), 0)])
     self.reset()
 
   def reset(self) -> None:
     """Empties the slots and creates a new device state; keeps the waiting requests."""
     self.state = self.engine.init_decode_state()
-    self.table = Sequences(self.engine.config, self.engine.groups)
+    self.journal.add('cleared')
+    self.table = Sequences(self.engine.config, self.engine.groups, self.journal)
     self.jobs: dict[int, Job] = {}
     self._ready: list[int] = []  # slots prefilled, not yet admitted
 
@@ -149,6 +155,7 @@ class Batcher:
       self._deliver(job, 'cancelled')
 
   def tick(self) -> None:
+    begin = time.monotonic()
     budget = self.config.prefill_budget_tokens
     self._place()
     while budget > 0 and (used := self._prefill()):
@@ -156,6 +163,7 @@ class Batcher:
       self._place()  # requests that waited for a prefix that is now cached
     self._admit()
     self._decode()
+    self.counts['busy_s'] += time.monotonic() - begin
 
   def _place(self) -> None:
     """Moves waiting requests to idle slots with pages for them."""
@@ -216,6 +224,8 @@ class Batcher:
     )
     table.held[slots] = starts + counts
     self.counts['prefill_tokens'] += int(counts.sum())
+    attended = counts * (2 * starts.astype(np.int64) + counts + 1) // 2
+    self.counts['prefill_positions'] += int(attended.sum())
     self.counts['prefill_padding_tokens'] += groups * size * chunk - int(counts.sum())
     for slot in slots.tolist():
       self._share(slot)

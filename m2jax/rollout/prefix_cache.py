@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from m2jax.rollout import page_chain
+from m2jax.rollout.page_journal import PageJournal
 from m2jax.rollout.pages import UNUSED
 
 
@@ -33,6 +35,7 @@ class Node:
     users: running sequences that read it.
     used: when it was last used.
     known: whether it is in the tree; a sequence may go on to read it when it is not.
+    digest: `page_chain` of its prefix, if there is a journal.
   """
 
   parent: Node | None
@@ -43,6 +46,7 @@ class Node:
   users: int = 0
   used: int = 0
   known: bool = True
+  digest: bytes = page_chain.ROOT
 
 
 class PrefixCache:
@@ -54,7 +58,9 @@ class PrefixCache:
     evicted: cached pages given up so far.
   """
 
-  def __init__(self, pages: int, page_tokens: int):
+  def __init__(self, pages: int, page_tokens: int, journal: PageJournal | None = None):
+    """All pages are free; the journal, if any, is told what is cached."""
+    self._journal = journal
     self.page_tokens = page_tokens
     self.pages = pages - 1
     self.evicted = 0
@@ -126,6 +132,9 @@ class PrefixCache:
     if node is None:
       node = Node(parent, key, page, version, users=1, used=next(self._clock))
       parent.children[key] = node
+      if self._journal is not None:
+        node.digest = page_chain.link(parent.digest, key)
+        self._journal.add('stored', node.digest, version)
       return node
     if node.version != version:
       return None
@@ -154,6 +163,8 @@ class PrefixCache:
     self._root.children.clear()
     self._leaves.clear()
     self._idle = 0
+    if self._journal is not None:
+      self._journal.add('cleared')
 
   def _add_leaf(self, node: Node) -> None:
     if node.known and node.parent and not node.users and not node.children:
@@ -169,6 +180,8 @@ class PrefixCache:
     self._free.append(node.page)
     self._idle -= 1
     self.evicted += 1
+    if self._journal is not None:
+      self._journal.add('evicted', node.digest, node.version)
     self._add_leaf(node.parent)
 
   def _nodes(self) -> Iterator[Node]:

@@ -38,6 +38,7 @@ from m2jax.rollout.batcher import (
 )
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
+from m2jax.rollout.page_journal import Event
 from m2jax.rollout.sequences import State
 from m2jax.rollout.swap import Swap
 
@@ -186,9 +187,10 @@ class Scheduler:
   def stats(self) -> dict[str, float]:
     """A cheap snapshot of the state, and totals since the start.
 
-    queue_length, active_slots, slots, pages, cached_pages (of prefixes that no request
-    reads), free_pages, evicted_pages, policy_version, tokens_per_s (sampled, over the
-    last ten seconds), update_pause_s and update_pause_longest_s (`swap.Pauses`), and
+    queue_length, active_slots, slots, pages, page_tokens, cached_pages (of prefixes
+    that no request reads), free_pages, evicted_pages, prefill_budget_tokens,
+    decode_steps, policy_version, tokens_per_s (sampled, over the last ten seconds),
+    update_pause_s and update_pause_longest_s (`swap.Pauses`), and
     the totals of `batcher.TOTALS`.
     """
     batcher = self._batcher
@@ -203,10 +205,17 @@ class Scheduler:
       'cached_pages': sum(cache.cached for cache in table.caches),
       'free_pages': sum(cache.available - cache.cached for cache in table.caches),
       'evicted_pages': sum(cache.evicted for cache in table.caches),
+      'page_tokens': table.page_tokens,
+      'prefill_budget_tokens': batcher.config.prefill_budget_tokens,
+      'decode_steps': batcher.config.decode_steps,
       'policy_version': batcher.version,
       'tokens_per_s': batcher.tokens_per_s,
       **batcher.pauses.stats(),
     }
+
+  def page_events(self) -> list[Event]:
+    """What has changed in the cached pages since the last call; for one reader."""
+    return self._batcher.journal.read()
 
   def _cancel(self, job: Job) -> None:
     with self._wake:

@@ -14,6 +14,7 @@ import enum
 import numpy as np
 
 from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.page_journal import PageJournal
 from m2jax.rollout.pages import UNUSED
 from m2jax.rollout.prefix_cache import Node, PrefixCache
 
@@ -40,7 +41,9 @@ class Sequences:
     caches: the pages of each group.
   """
 
-  def __init__(self, config: EngineConfig, groups: int):
+  def __init__(
+    self, config: EngineConfig, groups: int, journal: PageJournal | None = None
+  ):
     slots, context = config.slots * groups, config.context_tokens
     self.group_slots = config.slots
     self.page_tokens = config.page_tokens
@@ -53,7 +56,9 @@ class Sequences:
     self.version = np.zeros(slots, np.int64)
     self.started = np.zeros(slots, np.int64)
     self.tables = np.full((slots, config.context_pages), UNUSED, np.int32)
-    self.caches = [PrefixCache(config.pages, config.page_tokens) for _ in range(groups)]
+    self.caches = [
+      PrefixCache(config.pages, config.page_tokens, journal) for _ in range(groups)
+    ]
     self._shared: list[list[Node]] = [[] for _ in range(slots)]
     self._count = np.zeros(slots, np.int32)  # pages in tables
     self._clock = 0
