@@ -140,40 +140,32 @@ class PrefixAware:
     return least_loaded(query, [v for v in views if v.cached_tokens == longest])
 
 
-@dataclasses.dataclass(frozen=True)
-class CostAware:
-  """The least expected time to the first token, and work that others wait for.
+def cost_aware(query: Query, views: Sequence[View]) -> Choice:
+  """The least expected time to the first token."""
+  source = max(views, key=lambda view: view.cached_tokens)
+  options = [cost_s(query, view, source) for view in views]
+  least = min(cost for cost, _ in options) * (1 + 1e-9)
+  best = [choice for cost, choice in options if cost <= least]
+  return best[int(query.draw * len(best))]
 
-  Attributes:
-    others: weight of the work beside the request's own time. What a replica computes
-      for this request delays those that come after it.
-  """
 
-  others: float = 0.5
+def cost_s(query: Query, view: View, source: View) -> tuple[float, Choice]:
+  """Time to the first token at a replica, which may take pages from `source` first."""
+  end = query.prompt_tokens
+  recompute = _compute_s(view, view.cached_tokens, end, 0.0)
+  moved = source.cached_tokens - view.cached_tokens
+  if moved > 0 and math.isfinite(view.migration_s):
+    arrives = moved * view.migration_s
+    migrate = _compute_s(view, source.cached_tokens, end, arrives)
+    if migrate < recompute:
+      return migrate, Choice(view.replica, source.replica)
+  return recompute, Choice(view.replica)
 
-  def __call__(self, query: Query, views: Sequence[View]) -> Choice:
-    source = max(views, key=lambda view: view.cached_tokens)
-    options = [self._cost(query, view, source) for view in views]
-    least = min(cost for cost, _ in options) * (1 + 1e-9)
-    best = [choice for cost, choice in options if cost <= least]
-    return best[int(query.draw * len(best))]
 
-  def _cost(self, query: Query, view: View, source: View) -> tuple[float, Choice]:
-    end = query.prompt_tokens
-    recompute = self._compute(view, view.cached_tokens, end, 0.0)
-    moved = source.cached_tokens - view.cached_tokens
-    if moved > 0 and math.isfinite(view.migration_s):
-      arrives = moved * view.migration_s
-      migrate = self._compute(view, source.cached_tokens, end, arrives)
-      if migrate < recompute:
-        return migrate, Choice(view.replica, source.replica)
-    return recompute, Choice(view.replica)
-
-  def _compute(self, view: View, start: int, end: int, arrives_s: float) -> float:
-    """Of computing the tokens from start to end, once those before have arrived."""
-    wait = max(arrives_s, wait_s(view))  # pages travel while the request would wait
-    work = prefill_s(view, end - start, positions(start, end))
-    return wait + work + self.others * work + decode_s(view)
+def _compute_s(view: View, start: int, end: int, arrives_s: float) -> float:
+  """Of computing the tokens from start to end, once those before have arrived."""
+  wait = max(arrives_s, wait_s(view))  # pages travel while the request would wait
+  return wait + prefill_s(view, end - start, positions(start, end)) + decode_s(view)
 
 
 def positions(start: int, end: int) -> float:
@@ -210,5 +202,5 @@ POLICIES: dict[str, Policy] = {
   'least_loaded': least_loaded,
   'sticky': sticky,
   'prefix_aware': PrefixAware(),
-  'cost_aware': CostAware(),
+  'cost_aware': cost_aware,
 }

@@ -119,17 +119,20 @@ TestFleet = Machine.TestCase
 TestFleet.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_group_is_computed_once():
-  """Samples of a prompt, at the same time, expect the pages of the first."""
+def test_a_prefix_that_is_being_computed_is_worth_the_wait_for_its_rest():
+  """Samples of one prompt expect the pages of the first, once little is left of it."""
   slow = Prior(Rates(1.0, 0.0, call_s=0.1, draw_s=0.0))
   fleet = Fleet([SIZES] * 4, POLICIES['cost_aware'], prior=slow)
-  tokens = np.arange(9)
-  chain = page_chain.chain(tokens, PAGE)
-  flights = []
-  for _ in range(3):
-    choice = fleet.choose(chain, 9)
-    flights.append(fleet.send(choice, chain, 9))
-  assert [flight.missing_tokens for flight in flights] == [9, 1, 1]
+  chain = page_chain.chain(np.arange(9), PAGE)
+  first = fleet.choose(chain, 9)
+  fleet.observe(first.replica, stats())
+  assert fleet.send(first, chain, 9).missing_tokens == 9
+  second = fleet.choose(chain, 9)  # 9 s to wait for, or 9 s to compute
+  assert second.replica != first.replica
+  fleet.observe(first.replica, stats(prefill_tokens=8))
+  third = fleet.choose(chain, 9)
+  assert third.replica == first.replica
+  assert fleet.send(third, chain, 9).missing_tokens == 1
 
 
 def test_computed_tokens_are_no_longer_waited_for():

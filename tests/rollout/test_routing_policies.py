@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.rollout import routing_policies
-from m2jax.rollout.routing_policies import POLICIES, CostAware, Query, View
+from m2jax.rollout.routing_policies import POLICIES, Query, View
 from m2jax.rollout.service_rates import RateEstimator, Rates
 
 RATES = Rates(1e-3, 0.0, call_s=0.1, draw_s=1e-4)
@@ -89,7 +89,7 @@ def test_cost_aware_weighs_the_queue_against_the_prefix():
     dict(waiting=1, waiting_tokens=100.0),
     dict(waiting=1, waiting_tokens=5000.0),
   )
-  policy = CostAware()
+  policy = routing_policies.cost_aware
   assert policy(query, views(dict(cached_tokens=400, **short), {})).replica == 0
   assert policy(query, views(dict(cached_tokens=400, **long), {})).replica == 1
 
@@ -98,7 +98,7 @@ def test_cost_aware_moves_pages_where_that_is_cheaper_than_computing_them():
   query = Query(401)
   busy = dict(cached_tokens=400, waiting=1, waiting_tokens=5000.0)
   fast, slow = 1e-5, 1e-1
-  policy = CostAware()
+  policy = routing_policies.cost_aware
   assert policy(query, views(busy, dict(migration_s=fast))).source == 0
   assert policy(query, views(busy, dict(migration_s=slow))).source is None
   assert policy(query, views(busy, dict(migration_s=math.inf))).source is None
@@ -107,7 +107,7 @@ def test_cost_aware_moves_pages_where_that_is_cheaper_than_computing_them():
 @given(st.integers(0, 400), st.floats(0, 1e4), st.floats(0, 1e4))
 def test_cost_grows_with_the_queue_and_falls_with_the_prefix(cached, one, other):
   query = Query(401)
-  cost = lambda **change: CostAware()._cost(query, views(change)[0], IDLE)[0]
+  cost = lambda **change: routing_policies.cost_s(query, views(change)[0], IDLE)[0]
   low, high = sorted((one, other))
   assert cost(waiting_tokens=low, waiting=1) <= cost(waiting_tokens=high, waiting=1)
   assert cost(cached_tokens=cached) <= cost(cached_tokens=0)
@@ -116,7 +116,7 @@ def test_cost_grows_with_the_queue_and_falls_with_the_prefix(cached, one, other)
 def test_a_full_replica_costs_the_time_until_a_response_ends():
   long = dict(response_tokens=2000.0, cached_tokens=300)
   full = views(dict(decoding=8, **long), dict(decoding=7, **long))
-  assert CostAware()(Query(401), full).replica == 1
+  assert routing_policies.cost_aware(Query(401), full).replica == 1
 
 
 @pytest.mark.parametrize('seed', range(3))
