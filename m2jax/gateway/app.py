@@ -178,7 +178,7 @@ class ChatCompletions:
     streaming.forward(pending.handle.future, finished)
     async with streaming.Watch(receive, pending.handle):
       future = await finished.get()
-    answer = self._service.finish(pending, future)
+    answer = await self._service.finish(pending, future)
     if answer is None:
       return CLIENT_CLOSED_REQUEST
     await _send_json(send, 200, responses.completion(answer))
@@ -204,7 +204,7 @@ class ChatCompletions:
         await _send_events(send, stream.begin())
         while not isinstance(item := await queue.get(), concurrent.futures.Future):
           await _send_events(send, stream.feed(item))
-        answer = self._service.finish(pending, item)
+        answer = await self._service.finish(pending, item)
         if answer is None:
           return CLIENT_CLOSED_REQUEST
         await _send_events(send, [*stream.end(answer), '[DONE]'], last=True)

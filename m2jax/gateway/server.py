@@ -10,14 +10,11 @@ gateway.stop()
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from m2jax.gateway import app, sessions
+from m2jax.gateway import app, session_api, sessions
 from m2jax.gateway.config import GatewayConfig
-from m2jax.gateway.exchange import Engine
+from m2jax.gateway.exchange import Engine, Record
 from m2jax.gateway.listener import Listener
 from m2jax.gateway.service import ChatService
-from m2jax.records import Completion
 from m2jax.text.tokenizer import Tokenizer
 
 
@@ -34,13 +31,16 @@ class Gateway:
     config: GatewayConfig,
     tokenizer: Tokenizer,
     engine: Engine,
-    record: Callable[[Completion], None],
+    record: Record,
+    remote: session_api.RemoteSessions | None = None,
   ):
     """Builds the server; `start` starts it.
 
     Args:
       record: called with every finished completion before its response is sent, on the
-        gateway's thread: it must return fast. If it raises, the client gets a 500.
+        gateway's thread: it must return fast. If it raises, or the future that it
+        returns does, the client gets a 500.
+      remote: how other processes may open sessions; None: they may not.
     """
     self.sessions = sessions.Sessions(
       accept_unknown=config.accept_unknown_keys,
@@ -51,6 +51,8 @@ class Gateway:
     )
     self._service = ChatService(config, tokenizer, engine, record, self.sessions)
     application = app.build(self._service)
+    if remote is not None:
+      session_api.add_routes(application, self.sessions, remote)
     self._listener = Listener('gateway', application, config, self._service.counters)
 
   def start(self) -> Gateway:
