@@ -67,7 +67,7 @@ def run(
     with (
       metrics_lib.MetricsWriter(workdir) as metrics,
       RunView(_expected_s(config)) as view,
-      shared.open_pool(config, workdir) as pool,
+      shared.claim_pool(config, workdir) as pool,
     ):
       for record in metrics_lib.read(workdir):
         view.on_record(record)

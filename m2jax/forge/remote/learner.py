@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import logging
 
 from m2jax.agents import episodes
@@ -84,7 +85,16 @@ class EvaluationRunner(episodes.Runner):
 
 
 def rollouts_in(workdir: Path):
-  """`roles.rollouts` for a learner whose other roles are processes of their own."""
+  """`roles.rollouts` for a learner whose other roles are processes of their own.
+
+  Raises:
+    ValueError: the learner itself has several processes.
+  """
+  if jax.process_count() > 1:
+    raise ValueError(
+      '--role=learner: one process publishes weights so far: leave out --distributed, '
+      'or use --role=all'
+    )
 
   @contextlib.contextmanager
   def rollouts(

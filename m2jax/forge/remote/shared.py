@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import sqlalchemy as sa
 from absl import logging
 
 from m2jax.checkpoint import policy
@@ -23,7 +24,7 @@ from m2jax.text import tokenizer
 from m2jax.train.workdir import open_workdir
 
 WEIGHTS = 'weights'
-_KEY = 'roles.key'
+_KEY, _POOL = 'roles.key', 'pool.id'
 _POLL_S = 0.2
 _SAY_EVERY_S = 30.0
 
@@ -81,8 +82,39 @@ def wait_for_tokenizer(workdir: Path) -> tokenizer.Tokenizer:
 
 
 def open_pool(config: ForgeConfig, workdir: Path) -> DataPool:
-  """The run's pool, for a role other than the learner."""
-  return DataPool(pool_url(config, workdir))
+  """The run's pool; its process has to be able to write it.
+
+  Raises:
+    ValueError: `config.roles.pool_url` cannot be used; says why.
+  """
+  try:
+    return DataPool(pool_url(config, workdir))
+  except (ImportError, sa.exc.SQLAlchemyError) as error:
+    first = str(error).partition('\n')[0]
+    raise ValueError(
+      f'config.roles.pool_url={config.roles.pool_url!r}: cannot open it: {first}'
+    ) from error
+
+
+def claim_pool(config: ForgeConfig, workdir: Path) -> DataPool:
+  """The run's pool, for the learner, whose run it must be.
+
+  Raises:
+    ValueError: `config.roles.pool_url` has the items of another run.
+  """
+  pool = open_pool(config, workdir)
+  path = workdir / _POOL
+  if not config.roles.pool_url:
+    return pool
+  mine = path.read_text() if path.exists() else None
+  if mine != pool.run and (mine is not None or pool.next_index()):
+    pool.close()
+    raise ValueError(
+      f'config.roles.pool_url={config.roles.pool_url!r}: has the pool of another run '
+      f'than {workdir}: give an empty database'
+    )
+  path.write_text(pool.run)
+  return pool
 
 
 def wait_for(what: str, condition: Callable[[], bool]) -> None:

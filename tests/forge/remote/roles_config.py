@@ -1,4 +1,4 @@
-"""A run for tests of the roles: a tiny model, tasks without a sandbox, a finite queue."""
+"""A run for the tests of the roles: a tiny model, tasks without a sandbox, an end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def get_config(variant=''):
   c.engine.update(slots=4, decode_rows=(4,), contexts=(384,), context_tokens=384)
   c.engine.update(prefill_shapes=((4, 64),))
   c.episodes.update(concurrency=4)
-  c.episodes.agent.update(max_tokens=16, retries=1)
+  agent = dict(kind='tests.forge.remote.parity', max_tokens=16, retries=1)
+  c.episodes.agent = agent
   c.sft.families = {}
   c.sft.update(demonstrations=30, tokens_per_step=1024)
   c.sft.loop.update(steps=3, checkpoint_every=2)
@@ -31,7 +32,7 @@ def get_config(variant=''):
     groups_per_step=PER_STEP,
     group_size=2,
     capacity=6,
-    checkpoint_every=3,
+    checkpoint_every=7,
     refill_factor=1.0,
     dev_every=0,
     patience=0,

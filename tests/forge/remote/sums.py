@@ -1,4 +1,7 @@
-"""Tasks without a sandbox: read two numbers with a tool, answer with their sum."""
+"""Tasks without a sandbox, and an agent whose verdicts differ under any policy.
+
+A task is to read two numbers with a tool and to answer with their sum.
+"""
 
 from __future__ import annotations
 
