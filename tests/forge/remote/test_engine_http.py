@@ -115,7 +115,7 @@ def test_tokens_arrive_while_they_are_drawn(connect, scripted):
 
 def test_a_cancelled_request_keeps_its_tokens(connect, scripted):
   """As with the scheduler itself: the tokens so far, 'cancelled'."""
-  engine = scripted(lambda r: range(1, 41), delay_s=0.02)
+  engine = scripted(lambda r: range(1, 41), delay_s=0.2)
   client, _ = connect(engine)
   seen = []
   handle = client.submit(request([1], 40), seen.extend)
@@ -130,7 +130,7 @@ def test_a_cancelled_request_keeps_its_tokens(connect, scripted):
 
 def test_a_client_that_disconnects_cancels(connect, scripted):
   """A client that is killed costs the engine nothing more."""
-  engine = scripted(lambda r: range(1, 41), delay_s=0.05)
+  engine = scripted(lambda r: range(1, 41), delay_s=0.4)
   client, server = connect(engine)
   content = wire.encode_request('mine', request([1], 40))
   with httpx.stream('POST', server.url + '/generate', content=content) as response:
@@ -141,16 +141,16 @@ def test_a_client_that_disconnects_cancels(connect, scripted):
 def test_signs_of_life(connect, scripted):
   """An engine that needs longer than `silence_timeout_s` for a token is not given up;
   one that gives no sign of life is."""
-  engine = scripted(lambda r: [1, 2], delay_s=1.0, piece_tokens=1)
+  engine = scripted(lambda r: [1], delay_s=3.0)
   for alive_s, works in ((0.1, True), (60.0, False)):
     _, server = connect(engine, alive_s=alive_s)
-    settings = dataclasses.replace(QUICK, silence_timeout_s=0.5)
+    settings = dataclasses.replace(QUICK, silence_timeout_s=1.5)
     with engine_client.RemoteScheduler(
       server.url, CFG.vocab_size, ENGINE_CONFIG, config=settings
     ) as client:
-      future = client.submit(request([1], 2)).future
+      future = client.submit(request([1], 1)).future
       if works:
-        assert future.result(30).tokens.tolist() == [1, 2]
+        assert future.result(30).tokens.tolist() == [1]
       else:
         with pytest.raises(EngineError, match='ReadTimeout'):
           future.result(30)
@@ -294,7 +294,7 @@ def test_malformed_requests(connect, serve, body, field):
 
 def test_bounds(connect, scripted):
   """Bodies, ids in progress, and requests in progress are bounded."""
-  engine = scripted(lambda r: range(1, 41), delay_s=0.05)
+  engine = scripted(lambda r: range(1, 41), delay_s=0.5)
   client, server = connect(engine, max_requests=1)
   url = server.url + '/generate'
   large = b'\0' * (wire.request_limit(CONTEXT) + 1)
@@ -309,7 +309,14 @@ def test_bounds(connect, scripted):
     with pytest.raises(EngineError, match='max_requests'):
       client.submit(request([1])).future.result(30)
   wait_until(lambda: engine.cancelled['requests'] == 1)
-  assert len(client.submit(request([1])).future.result(30).tokens) == 8
+
+  def served():
+    try:
+      return len(client.submit(request([1], 2)).future.result(30).tokens) == 2
+    except EngineError:  # the server has not noticed the end of the other yet
+      return False
+
+  wait_until(served)
 
 
 @settings(max_examples=60, deadline=None)
