@@ -27,6 +27,7 @@ from m2jax.pool import data_pool, work_queue
 from m2jax.rl import learner as learner_lib
 from m2jax.rl import rewards
 
+
 class RlLoop:
   """Call `resume` once, then `run`, which trains until the budget is used up.
 
