@@ -1,27 +1,91 @@
 """The main job: a tiny M2 learns shell tasks, by SFT and then by RL.
 
-python -m experiments.forge --config=configs/forge.py --workdir=workdir/forge
+  python -m experiments.forge --config=configs/forge.py --workdir=workdir/forge
+
+In processes of their own, each with the same --config and --workdir (docs/roles.md):
+
+  python -m experiments.forge --role=learner …
+  python -m experiments.forge --role=engine …
+  python -m experiments.forge --role=gateway …
+  python -m experiments.forge --role=agents …   # any number of these
 """
 
 from __future__ import annotations
 
+import errno
+
+from absl import flags
+
 from experiments import common
 from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError
+from m2jax.forge import roles as roles_lib
 from m2jax.forge import run
 from m2jax.forge.commands import Stopped
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.remote import agents, engine, gateway, learner
 from m2jax.forge.roles import RolloutsFailed
 from m2jax.observe import stats
+from m2jax.pool.data_pool import PoolBroken
 from m2jax.train.workdir import WorkdirError
+
+EXPECTED = (  # errors of the user and of the machine, reported in one line
+  CheckpointError,
+  WorkdirError,
+  sandbox.SandboxUnavailable,
+  RolloutsFailed,
+  Stopped,
+  PoolBroken,
+)
+_ADDRESS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
+ROLE = flags.DEFINE_enum(
+  'role',
+  'all',
+  ('all', 'learner', 'engine', 'gateway', 'agents'),
+  'What this process does; all: everything.',
+)
 
 
 def main():
   config = common.build(ForgeConfig, common.values())
+  if ROLE.value in ('all', 'learner'):
+    _learn(config)
+  else:
+    _serve(config)
+
+
+def _serve(config: ForgeConfig) -> None:
+  """Engine, gateway or agents, until Ctrl-C or SIGTERM."""
+  for flag, given in (('fresh', common.FRESH), ('distributed', common.DISTRIBUTED)):
+    if given.value:
+      raise common.BadInput(f'--{flag}: is for --role=learner, not {ROLE.value}')
+  workdir, roles = common.workdir(), config.roles
+  if ROLE.value == 'engine':
+    common.virtual_devices(roles.engine_mesh)
+  role = {'engine': engine, 'gateway': gateway, 'agents': agents}[ROLE.value]
+  try:
+    role.run(config, workdir)
+  except KeyboardInterrupt:
+    print('\nstopped')
+  except OSError as error:
+    url = {'engine': 'engine_url', 'gateway': 'gateway_url'}.get(ROLE.value)
+    if url is None or error.errno not in _ADDRESS:
+      raise
+    raise common.BadInput(
+      f'--config.roles.{url}={getattr(roles, url)}: {error.strerror}: choose '
+      'another port, or end the process that has it'
+    ) from error
+
+
+def _learn(config: ForgeConfig) -> None:
+  """The learner, or the whole run in one process, until it is complete."""
   common.virtual_devices(config.mesh)
   process = common.join_processes()
   sharding = common.make_sharding(config.mesh)
-  evaluations = run.run(config, common.workdir(), common.FRESH.value, sharding)
+  workdir, rollouts = common.workdir(), roles_lib.rollouts
+  if ROLE.value == 'learner':
+    rollouts = learner.rollouts_in(workdir)
+  evaluations = run.run(config, workdir, common.FRESH.value, sharding, rollouts)
   if process:
     return  # process 0 reports
   print('\nheld-out success            temperature 1 [95 % interval]     greedy')
@@ -35,11 +99,4 @@ def main():
 
 
 if __name__ == '__main__':
-  expected = (
-    CheckpointError,
-    WorkdirError,
-    sandbox.SandboxUnavailable,
-    RolloutsFailed,
-    Stopped,
-  )
-  common.run(main, *expected, distributed=True)
+  common.run(main, *EXPECTED, distributed=True)

@@ -108,6 +108,11 @@ class WorkItem:
   attempt: int = 0
   taken_before: int = 0
 
+  @property
+  def session_prefix(self) -> str:
+    """Prefix of the sessions of this attempt, up to a dash."""
+    return f'rl-{self.index}-{self.attempt}'
+
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:

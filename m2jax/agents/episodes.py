@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import inspect
 import threading
 import time
 import uuid
@@ -24,11 +25,15 @@ from m2jax.records import Trajectory
 
 
 class Sessions(Protocol):
-  """Registry of the episodes' keys: the gateway's `sessions`."""
+  """Registry of the episodes' keys: the gateway's `sessions`, or a client of it.
+
+  What a method returns is awaited if it can be. An OSError of `open` ends the episode
+  as an infrastructure failure.
+  """
 
   def open(self, key: str, mode: str = 'training') -> Any: ...
 
-  def close(self, key: str): ...
+  def close(self, key: str) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,18 +142,30 @@ class Runner:
   async def _episode(self, task, item, rank, prefix, mode, sampling) -> Trajectory:
     async with self._running[mode]:
       key = f'{prefix}-{uuid.uuid4().hex}'
-      self._sessions.open(key, mode)
       try:
-        return await self._act(task, key, item, rank, sampling or {})
+        outcome, success = await self._act(task, key, mode, sampling or {})
       finally:
-        self._sessions.close(key)
+        await _settled(self._sessions.close(key))
+    return Trajectory(
+      session=key,
+      item=item,
+      rank=rank,
+      task=task.spec,
+      family=task.family,
+      success=success,
+      **{**vars(outcome), 'messages': tuple(outcome.messages)},
+    )
 
-  async def _act(self, task: tasks.Task, key, item, rank, sampling) -> Trajectory:
+  async def _act(
+    self, task: tasks.Task, key: str, mode: str, sampling: dict[str, Any]
+  ) -> tuple[agents.Outcome, float]:
+    """Opens the session and runs the episode; returns its outcome and success."""
     if self._agent is None:
       self._agent = agents.make(self._config.agent)
     agent, config = self._agent, self._config
     endpoint = agents.Endpoint(self._base_url, key, config.model, sampling)
     try:
+      await _settled(self._sessions.open(key, mode))
       opened = task.open(backend=config.backend, limits=config.limits)
       async with opened as environment:
         episode = await agent.prepare(task, environment, endpoint)
@@ -161,15 +178,12 @@ class Runner:
       logging.warning('episode of %s: %r', task.spec, error)
       outcome = agents.Outcome(end_reason='infrastructure', error=repr(error))
       success = 0.0
-    return Trajectory(
-      session=key,
-      item=item,
-      rank=rank,
-      task=task.spec,
-      family=task.family,
-      success=success,
-      **{**vars(outcome), 'messages': tuple(outcome.messages)},
-    )
+    return outcome, success
+
+
+async def _settled(result: Any) -> None:
+  if inspect.isawaitable(result):
+    await result
 
 
 def evaluate(

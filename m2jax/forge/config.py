@@ -10,6 +10,7 @@ from m2jax.agents.episodes import EpisodeConfig
 from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.forge.curriculum import CurriculumConfig
+from m2jax.forge.remote.config import RolesConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.rl.learner import LearnerConfig
@@ -162,6 +163,7 @@ class ForgeConfig(RolloutConfig):
       ones.
     init_from: weights that SFT starts from, with their tokenizer: a run's workdir or a
       directory in the released format, of the config's model; '' is random weights.
+    roles: how the roles find each other, if they are processes of their own.
   """
 
   seed: int
@@ -173,6 +175,7 @@ class ForgeConfig(RolloutConfig):
   mesh: MeshConfig = MeshConfig()
   start: str = ''
   init_from: str = ''
+  roles: RolesConfig = RolesConfig()
 
   def __post_init__(self):
     super().__post_init__()
@@ -180,3 +183,7 @@ class ForgeConfig(RolloutConfig):
       raise ValueError('ForgeConfig: start and init_from are both set; set one')
     if self.rl is not None and self.more_sft is not None:
       raise ValueError('ForgeConfig: rl and more_sft are both set; set one to None')
+
+  def anywhere(self) -> ForgeConfig:
+    """The settings that belong to the run: not its devices and processes."""
+    return dataclasses.replace(self, mesh=MeshConfig(), roles=RolesConfig())

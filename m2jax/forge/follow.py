@@ -7,7 +7,6 @@ from its own rows of the step's files (`forge.step_files`).
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import jax
@@ -20,7 +19,7 @@ from m2jax.forge.config import ForgeConfig
 from m2jax.forge.step_files import DIRECTORY, StepFiles
 from m2jax.observe import metrics as metrics_lib
 from m2jax.rl.learner import Learner, Packed
-from m2jax.sharding import MeshConfig, Sharding
+from m2jax.sharding import Sharding
 from m2jax.train.workdir import open_workdir
 
 
@@ -34,7 +33,7 @@ def run(config: ForgeConfig, workdir: Path, sharding: Sharding) -> None:
   commands = Commands()
   with commands.following():
     commands.receive()  # process 0 has opened the workdir
-    open_workdir(dataclasses.replace(config, mesh=MeshConfig()), workdir, leads=False)
+    open_workdir(config.anywhere(), workdir, leads=False)
     records = workdir / f'process{jax.process_index()}'
     with metrics_lib.MetricsWriter(records) as metrics:
       _phases(config, workdir, sharding, commands, metrics)

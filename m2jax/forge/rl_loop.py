@@ -18,6 +18,7 @@ from m2jax.checkpoint.errors import CheckpointError
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forge import evaluation
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.leased_groups import LeasedGroups
 from m2jax.forge.plateau import Plateau
 from m2jax.forge.roles import Rollouts, RolloutsFailed
 from m2jax.forge.rollout_groups import RolloutGroups
@@ -47,7 +48,8 @@ class RlLoop:
     self._roles, self._learner, self._pool = roles, learner, roles.pool
     self._manager, self._metrics, self._files = manager, metrics, files
     self._view = view
-    self._groups = RolloutGroups(config, roles, view)
+    kind = LeasedGroups if roles.leased else RolloutGroups
+    self._groups = kind(config, roles, view)
     self._queue = self._groups.queue
     self._dev = Plateau()
     self._started_s = (
@@ -73,12 +75,13 @@ class RlLoop:
       self._started_s -= restored.host['used_s']
       self._dev = Plateau(restored.host['dev'])
       self._saved = restored.step
-      variables = self._learner.variables()
-      self._roles.scheduler.update_weights(variables, self._learner.version)
     self._read_ledgers()
     self._metrics.supersede('rl', self._learner.version)
     reissue = self._queue.resume(ledger)
     self._learner.lineages = self._pool.lineages()
+    if ledger is not None:  # served in the lineage that has begun
+      variables = self._learner.variables()
+      self._roles.scheduler.update_weights(variables, self._learner.version)
     if not self._over():
       for item in reissue:
         self._groups.start(item)
@@ -229,7 +232,10 @@ class RlLoop:
     """Prunes the pool to the oldest checkpoint on disk."""
     oldest = min(self._manager.steps(), default=None)
     if oldest in self._ledgers:
-      self._pruned += self._pool.prune(self._ledgers[oldest])
+      # Longer than any episode that may still be reported.
+      abandoned_s = 3 * self._rl.item_deadline_s
+      ledger = self._ledgers[oldest]
+      self._pruned += self._pool.prune(ledger, abandoned_s=abandoned_s)
       self._ledgers = {s: x for s, x in self._ledgers.items() if s >= oldest}
 
   def _record(
@@ -268,6 +274,7 @@ class RlLoop:
         'pool/missed_syncs': counts['missed_syncs'],
         'pool/late_completions': counts['late_completions'],
         'pool/late_trajectories': counts['late_trajectories'],
+        'pool/reissued': self._groups.reissued,
         'engine/tokens_per_s': engine['tokens_per_s'],
         'engine/queue_length': engine['queue_length'],
         'engine/active_slots': engine['active_slots'],

@@ -29,6 +29,7 @@ class Rollouts:
   Attributes:
     config: the settings they were started with.
     pool: records trajectories and completions.
+    leased: whether work items are run by agents in other processes, under leases.
   """
 
   config: RolloutConfig
@@ -36,6 +37,7 @@ class Rollouts:
   scheduler: Scheduler
   gateway: Gateway
   runner: episodes.Runner
+  leased: bool = False
 
 
 @contextlib.contextmanager

@@ -34,7 +34,10 @@ class RolloutGroups:
   Attributes:
     queue: the work items.
     curriculum: draws the family of each new item.
+    reissued: attempts that other processes have lost (`leased_groups`).
   """
+
+  reissued = 0
 
   def __init__(self, config: ForgeConfig, roles: Rollouts, view=None):
     self._rl, self._seed = config.rl, config.seed
@@ -101,7 +104,7 @@ class RolloutGroups:
       item.task,
       item.group_size,
       item=item.index,
-      prefix=f'rl-{item.index}-{item.attempt}',
+      prefix=item.session_prefix,
       on_end=self._on_episode,
     )
     self._futures[item.index] = future
@@ -159,6 +162,10 @@ class RolloutGroups:
 
   def _on_episode(self, trajectory: Trajectory) -> None:
     self._roles.pool.add_trajectory(trajectory)
+    self._observe(trajectory)
+
+  def _observe(self, trajectory: Trajectory) -> None:
+    """Counts an episode that has ended, and shows it."""
     if trajectory.end_reason != 'infrastructure':
       self.curriculum.observe(trajectory.family, trajectory.success)
     with self._lock:

@@ -7,8 +7,10 @@ Process 0 has everything that is not on the mesh: pool, gateway, agents, rollout
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import jax
@@ -20,11 +22,14 @@ from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forge import evaluation, follow, lead, prepare, reporting, rl_loop, roles
 from m2jax.forge.commands import Commands
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.remote import shared
 from m2jax.observe import metrics as metrics_lib
 from m2jax.observe.terminal import RunView
 from m2jax.pool import data_pool
-from m2jax.sharding import MeshConfig, Sharding
+from m2jax.sharding import Sharding
 from m2jax.train.workdir import open_workdir
+
+Rollouts = Callable[..., AbstractContextManager[roles.Rollouts]]
 
 UNTRAINED = -1  # policy version of random weights; SFT's is 0, RL continues from it
 AFTER_SFT, AFTER_MORE_SFT, AFTER_RL = 'after SFT', 'after more SFT', 'after RL'
@@ -36,6 +41,7 @@ def run(
   workdir: Path,
   fresh: bool = False,
   sharding: Sharding | None = None,
+  rollouts: Rollouts = roles.rollouts,
 ) -> list:
   """Runs or resumes the job; returns the held-out evaluations in order of stage.
 
@@ -47,6 +53,8 @@ def run(
     workdir: of the run, on storage that the processes share.
     fresh: delete the run that it holds.
     sharding: the mesh to train on; None is the config's.
+    rollouts: starts what produces trajectories, with the arguments of `roles.rollouts`;
+      the other roles, or the access to them (`forge.remote.learner`).
   """
   sharding = sharding_lib.make(config.mesh) if sharding is None else sharding
   if jax.process_index():
@@ -54,18 +62,19 @@ def run(
     return []
   commands = Commands()
   with commands.leading():
-    anywhere = dataclasses.replace(config, mesh=MeshConfig())
-    open_workdir(anywhere, workdir, fresh)
+    open_workdir(config.anywhere(), workdir, fresh)
     commands.send('begin')
     with (
       metrics_lib.MetricsWriter(workdir) as metrics,
       RunView(_expected_s(config)) as view,
-      data_pool.DataPool(f'sqlite:///{workdir.absolute()}/pool.db') as pool,
+      shared.claim_pool(config, workdir) as pool,
     ):
       for record in metrics_lib.read(workdir):
         view.on_record(record)
       metrics.add_listener(view.on_record)
-      _Run(config, workdir, metrics, view, pool, commands, sharding).phases()
+      rollouts = functools.partial(rollouts, config)
+      made = _Run(config, workdir, metrics, view, pool, commands, sharding)
+      made.phases(rollouts)
       metrics.flush()
       evaluations = reporting.write(config, workdir, pool)
   return evaluations
@@ -117,7 +126,7 @@ class _Run:
       if r['stage'] != DURING_RL
     }
 
-  def phases(self) -> None:
+  def phases(self, rollouts: Rollouts) -> None:
     config, workdir, view = self._config, self._workdir, self._view
     if config.start:
       prepare.take_over(config, workdir)
@@ -129,7 +138,7 @@ class _Run:
     view.done(f'teacher {len(samples) / len(demos):.2f}')
     _log_tokens(samples)
     variables, served = prepare.start(config, workdir, self._sharding)
-    with roles.rollouts(config, served, tok, self._pool, UNTRAINED) as running:
+    with rollouts(served, tok, self._pool, UNTRAINED) as running:
       view.begin('SFT')
       variables, step = self._sft('sft', samples, variables, files, running)
       if not config.start:  # else that run has evaluated these weights

@@ -21,7 +21,7 @@ from starlette import routing
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from m2jax.gateway import protocol, responses
+from m2jax.gateway import protocol, responses, streaming
 from m2jax.gateway.errors import ApiError, busy
 from m2jax.gateway.service import ChatService
 
@@ -175,10 +175,10 @@ class ChatCompletions:
     pending = await self._service.submit(key, reading)
     await submitted()
     finished = asyncio.Queue()
-    _forward(pending.handle.future, finished)
-    async with _Watch(receive, pending.handle):
+    streaming.forward(pending.handle.future, finished)
+    async with streaming.Watch(receive, pending.handle):
       future = await finished.get()
-    answer = self._service.finish(pending, future)
+    answer = await self._service.finish(pending, future)
     if answer is None:
       return CLIENT_CLOSED_REQUEST
     await _send_json(send, 200, responses.completion(answer))
@@ -189,22 +189,22 @@ class ChatCompletions:
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue = asyncio.Queue()
     pending = await self._service.submit(
-      key, reading, lambda tokens: _call_soon(loop, queue.put_nowait, tokens)
+      key, reading, lambda tokens: streaming.call_soon(loop, queue.put_nowait, tokens)
     )
     await submitted()
-    _forward(pending.handle.future, queue)
+    streaming.forward(pending.handle.future, queue)
     stream = responses.Stream(pending, self._service.tokenizer)
     headers = [
       (b'content-type', b'text/event-stream; charset=utf-8'),
       (b'cache-control', b'no-cache'),
     ]
-    async with _Watch(receive, pending.handle):
+    async with streaming.Watch(receive, pending.handle):
       await send({'type': 'http.response.start', 'status': 200, 'headers': headers})
       try:
         await _send_events(send, stream.begin())
         while not isinstance(item := await queue.get(), concurrent.futures.Future):
           await _send_events(send, stream.feed(item))
-        answer = self._service.finish(pending, item)
+        answer = await self._service.finish(pending, item)
         if answer is None:
           return CLIENT_CLOSED_REQUEST
         await _send_events(send, [*stream.end(answer), '[DONE]'], last=True)
@@ -213,38 +213,6 @@ class ChatCompletions:
         await _send_events(send, [protocol.dumps(error.body())], last=True)
         return error.status
     return 200
-
-
-class _Watch:
-  """A context that cancels the engine's work when the client disconnects."""
-
-  def __init__(self, receive: Callable, handle):
-    self._receive, self._handle = receive, handle
-
-  async def __aenter__(self):
-    self._task = asyncio.ensure_future(self._watch())
-
-  async def __aexit__(self, error_type, error, traceback):
-    self._task.cancel()
-    if error_type is not None:
-      self._handle.cancel()
-
-  async def _watch(self):
-    while (await self._receive())['type'] != 'http.disconnect':
-      pass
-    self._handle.cancel()
-
-
-def _forward(future: concurrent.futures.Future, queue: asyncio.Queue):
-  """Puts the future on the queue when it is done, after all of its tokens."""
-  loop = asyncio.get_running_loop()
-  future.add_done_callback(lambda done: _call_soon(loop, queue.put_nowait, done))
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable, *args):
-  """Calls from the engine's thread; no effect if the gateway has stopped since."""
-  with contextlib.suppress(RuntimeError):
-    loop.call_soon_threadsafe(function, *args)
 
 
 def _as_api_error(error: Exception) -> ApiError:

@@ -42,6 +42,11 @@ class Engine(Protocol):
   def stats(self) -> dict[str, Any]: ...
 
 
+# Gets every finished completion. A future that it returns is done when the record is
+# durable; the response waits for it.
+Record = Callable[[Completion], concurrent.futures.Future | None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Pending:
   """A completion in the engine."""

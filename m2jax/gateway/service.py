@@ -1,11 +1,13 @@
 """Computes and records the completion of a checked request.
 
 `submit` and `finish` run on the gateway's loop; the engine works between them. Sampled
-tokens are recorded before the response is complete (law 4).
+tokens are recorded before the response is complete (law 4); where the record goes to a
+database that other processes read, `finish` waits for its commit.
 """
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import time
@@ -28,7 +30,7 @@ from m2jax.gateway import (
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, invalid, too_large
-from m2jax.gateway.exchange import Answer, Engine, Pending
+from m2jax.gateway.exchange import Answer, Engine, Pending, Record
 from m2jax.records import Completion
 from m2jax.rollout.api import GenerateRequest, GenerateResult, PromptTooLong
 from m2jax.text import chat
@@ -50,7 +52,7 @@ class ChatService:
     config: GatewayConfig,
     tokenizer,
     engine: Engine,
-    record: Callable[[Completion], None],
+    record: Record,
     open_sessions: sessions.Sessions,
   ):
     self.config = config
@@ -153,7 +155,7 @@ class ChatService:
       started_s=time.time(),
     )
 
-  def finish(
+  async def finish(
     self, pending: Pending, future: concurrent.futures.Future[GenerateResult]
   ) -> Answer | None:
     """Records a finished completion; returns None if it was cancelled.
@@ -192,9 +194,11 @@ class ChatService:
     )
     cancelled = result.finish_reason == 'cancelled'
     if len(result.tokens) or not cancelled:
-      self._record(completion)
+      recorded = self._record(completion)
       session.turns += 1
       self._count_completion(completion)
+      if recorded is not None:
+        await asyncio.wrap_future(recorded)
     if cancelled:
       return None
     closed = tuple(result.tokens[-1:].tolist()) == self._stop_ids

@@ -247,6 +247,7 @@ _FLOW = (
   Metric('pool/missed_syncs', _RL, 'times', 'that the WAL could not be checkpointed'),
   Metric('pool/late_completions', _RL, 'completions', 'of items already retired'),
   Metric('pool/late_trajectories', _RL, 'trajectories', 'of items already retired'),
+  Metric('pool/reissued', _RL, 'items', 'attempts lost by agents, since the start'),
   Metric('input_tokens', _RL, 'tokens', 'of the samples, before merging'),
   Metric('forest_tokens', _RL, 'tokens', 'after merging'),
   Metric(

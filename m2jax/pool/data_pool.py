@@ -29,13 +29,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+import time
 from collections.abc import Iterable, Mapping
+from concurrent import futures
 
 import sqlalchemy as sa
 from absl import logging
 
 from m2jax import records
-from m2jax.pool import arrays, reader, tables, writer
+from m2jax.pool import arrays, leases, reader, tables, writer
 from m2jax.pool import ledger as ledger_lib
 
 _REMEMBERED_IDS = 65_536
@@ -56,7 +58,14 @@ class Duplicate(Rejected):
 
 
 class DataPool(reader.Reader):
-  """The pool at a database URL, for example 'sqlite:////tmp/run/pool.db'."""
+  """The pool at a database URL, for example 'sqlite:////tmp/run/pool.db'.
+
+  One process has the queue: `submit`, `complete`, `fail`, `take`, `reissue`,
+  `rollback`, `prune`. Others may record completions, and run items under leases.
+
+  Attributes:
+    begun_lineage: that `rollback` began; 0 before.
+  """
 
   def __init__(self, url: str, *, linger_s: float = 0.05, max_queued: int = 4096):
     """Opens the pool and creates its tables if they do not exist.
@@ -75,6 +84,7 @@ class DataPool(reader.Reader):
     self._late = collections.Counter()
     self._missed_syncs = 0
     self._lineage = self.lineages().current
+    self.begun_lineage = 0
     self._recent = arrays.Recent()  # used by the writing thread only
     self._writer = writer.Writer(
       self._engine, self._insert, linger_s=linger_s, max_queued=max_queued
@@ -105,7 +115,16 @@ class DataPool(reader.Reader):
     """
     tables.check_completion(completion)
     self._remember('completion ' + completion.id)
-    self._writer.put(completion)
+    self._writer.put(dataclasses.replace(completion, lineage=self._lineage))
+
+  def record_completion(self, completion: records.Completion) -> futures.Future:
+    """Records a completion of the lineage that it has; the future is done at commit.
+
+    For a gateway in another process than the agents. Raises as `add_completion`.
+    """
+    tables.check_completion(completion)
+    self._remember('completion ' + completion.id)
+    return self._writer.begin(lambda connection: self._insert(connection, [completion]))
 
   def add_trajectory(self, trajectory: records.Trajectory) -> None:
     """Records how an episode ended, and closes its session.
@@ -160,6 +179,52 @@ class DataPool(reader.Reader):
     if len(set(indices)) != len(indices):
       raise ValueError(f'take: an index occurs twice in {indices}')
     self._writer.call(lambda connection: ledger_lib.take(connection, indices, step))
+
+  # --- Items that other processes run (`leases`) ---
+
+  def claim(self, owner: str, n: int) -> list[leases.Claim]:
+    """Leases up to n pending items that nobody has; `owner` is for messages."""
+    return self._writer.call(lambda connection: leases.claim(connection, owner, n))
+
+  def heartbeat(self, held: Iterable[str]) -> set[str]:
+    """Keeps leases; returns those that still hold. The others' groups must stop."""
+    held = list(held)
+    return self._writer.call(lambda connection: leases.heartbeat(connection, held))
+
+  def report(
+    self,
+    claimed: leases.Claim,
+    trajectories: Iterable[records.Trajectory],
+    end: str = leases.COMPLETE,
+  ) -> bool:
+    """Records the trajectories of a claimed group and how it ended, at once.
+
+    Returns:
+      False, and nothing is recorded, if the lease is lost or was reported under before.
+    """
+    trajectories = list(trajectories)
+
+    def run(connection):
+      if not leases.holds(connection, claimed):
+        return False
+      self._insert(connection, trajectories)
+      leases.report(connection, claimed, end)
+      return True
+
+    return self._writer.call(run)
+
+  def open_leases(self) -> list[leases.Lease]:
+    """The leases of pending items, by index."""
+    with self._engine.connect() as connection:
+      return leases.current(connection)
+
+  def reissue(self, index: int) -> records.WorkItem:
+    """Ends the lease of a pending item; the next claim is another attempt at it.
+
+    Raises:
+      ValueError: the item is not pending.
+    """
+    return self._writer.call(lambda connection: leases.reissue(connection, index))
 
   def flush(self) -> None:
     """Waits until everything added so far is committed.
@@ -229,9 +294,12 @@ class DataPool(reader.Reader):
 
     items = self._writer.call(run)
     self._lineage = self.lineages().current
+    self.begun_lineage = self._lineage
     return items
 
-  def prune(self, ledger: Ledger, *, keep_messages: int = 2000) -> int:
+  def prune(
+    self, ledger: Ledger, *, keep_messages: int = 2000, abandoned_s: float = 0.0
+  ) -> int:
     """Deletes what no restart can need, so that the file size stays bounded.
 
     Deletes the token ids of items trained by `ledger`, of failed items, of evaluations
@@ -243,12 +311,15 @@ class DataPool(reader.Reader):
       ledger: ledger of the *oldest* checkpoint that may still be restored.
       keep_messages: approximate number of trajectories that retain their messages:
         every 2^k-th.
+      abandoned_s: also delete the token ids of completions that began so long ago and
+        have no trajectory, since their agent was killed; 0: do not.
 
     Returns:
       The number of completions whose token ids were deleted.
     """
+    before_s = time.time() - abandoned_s if abandoned_s else 0.0
     return self._writer.call(
-      lambda connection: ledger_lib.prune(connection, ledger, keep_messages)
+      lambda connection: ledger_lib.prune(connection, ledger, keep_messages, before_s)
     )
 
   # --- Counting ---
@@ -284,12 +355,12 @@ class DataPool(reader.Reader):
   def _insert(self, connection: sa.Connection, batch: list) -> None:
     """Inserts completions, trajectories, rewards and advantages, in order."""
     t, i = tables.trajectories.c, tables.items.c
-    closed = _existing(
+    closed = ledger_lib.existing(
       connection,
       t.session,
       {r.session for r in batch if isinstance(r, records.Completion)},
     )
-    pending = _existing(
+    pending = ledger_lib.existing(
       connection,
       i.index,
       {r.item for r in batch if isinstance(r, records.Trajectory)},
@@ -299,7 +370,6 @@ class DataPool(reader.Reader):
     added: dict[str, records.Completion] = {}
     for r in batch:
       if isinstance(r, records.Completion):
-        r = dataclasses.replace(r, lineage=self._lineage)
         parent = added.get(r.parent) or self._recent.get(r.parent)
         row = tables.completion_row(r, parent) | {'superseded': r.session in closed}
         completions.append(row)
@@ -327,13 +397,3 @@ class DataPool(reader.Reader):
     self._recent.drop({r['session'] for r in trajectories})
     self._late['completions'] += sum(r['superseded'] for r in completions)
     self._late['trajectories'] += sum(r['superseded'] for r in trajectories)
-
-
-def _existing(
-  connection: sa.Connection, column: sa.Column, values: set, *where: sa.ColumnElement
-) -> set:
-  """The values that occur in the column, in rows that satisfy `where`."""
-  out = set()
-  for part in ledger_lib.parts(list(values)):
-    out.update(connection.scalars(sa.select(column).where(column.in_(part), *where)))
-  return out

@@ -15,6 +15,9 @@ from absl import logging
 from m2jax import records
 from m2jax.pool import tables
 
+# Columns of an item that no other process runs (`leases`).
+UNCLAIMED = {'lease': None, 'beats': 0, 'report': None}
+
 
 class LedgerMismatch(RuntimeError):
   """The checkpoint's ledger does not fit this pool."""
@@ -83,20 +86,20 @@ def complete(connection: sa.Connection, index: int) -> None:
       f'complete: item {index} has {have} of {row.group_size} trajectories; add one '
       "with end_reason='infrastructure' for each episode that failed"
     )
-  _set(connection, [index], state='completed')
+  set_items(connection, [index], state='completed')
 
 
 def fail(connection: sa.Connection, index: int, reason: str) -> None:
   """pending → failed, with its reason."""
   _item(connection, index, 'pending', 'fail')
-  _set(connection, [index], state='failed', reason=tables.clean_text(reason))
+  set_items(connection, [index], state='failed', reason=tables.clean_text(reason))
 
 
 def take(connection: sa.Connection, indices: list[int], step: int) -> None:
   """completed → taken, for all items or none."""
   for index in indices:
     _item(connection, index, 'completed', 'take')
-  _set(connection, indices, state='taken', step=step)
+  set_items(connection, indices, state='taken', step=step)
 
 
 def read(connection: sa.Connection, run: str, step: int | None) -> Ledger:
@@ -141,7 +144,8 @@ def rollback(
 ) -> list[records.WorkItem]:
   """Rolls the items' states back to the ledger; returns the items to run again."""
   i = tables.items.c
-  _set(connection, _undone(connection, ledger, run), state='completed', step=None)
+  set_items(connection, _undone(connection, ledger, run), state='completed', step=None)
+  _complete_reported(connection)
   rows = connection.execute(
     sa.select(tables.items)
     .where(i.state.in_(('pending', 'completed')))
@@ -150,7 +154,7 @@ def rollback(
   if behind := {r.index for r in rows if ledger.trained(r.index)}:
     # Only a pool file restored from an older copy can be behind its checkpoint.
     logging.warning('data pool: items %s were trained already', sorted(behind))
-    _set(connection, sorted(behind), state='taken', step=ledger.step)
+    set_items(connection, sorted(behind), state='taken', step=ledger.step)
   # Items rolled back were not taken before the submission of the live ones.
   count = sa.select(sa.func.count()).where(i.state == 'taken')
   trained = connection.scalar(count)
@@ -160,11 +164,22 @@ def rollback(
     .values(taken_before=trained)
   )
   reissue = [r.index for r in rows if r.state == 'pending' and r.index not in behind]
-  _set(connection, reissue, attempt=i.attempt + 1)
+  set_items(connection, reissue, attempt=i.attempt + 1, **UNCLAIMED)
   _supersede(connection, reissue)
   _begin_lineage(connection, ledger)
   pending = sa.select(tables.items).where(i.state == 'pending').order_by(i.index)
   return [tables.work_item(row) for row in connection.execute(pending)]
+
+
+def _complete_reported(connection: sa.Connection) -> None:
+  """Completes items whose groups other processes reported while nobody was there."""
+  i = tables.items.c
+  reported = sa.select(i.index).where(i.state == 'pending', i.report == '')
+  for index in connection.scalars(reported).all():
+    try:
+      complete(connection, index)
+    except ValueError as error:  # it is run again
+      logging.warning('data pool: %s', error)
 
 
 def _undone(connection: sa.Connection, ledger: Ledger, run: str) -> list[int]:
@@ -211,7 +226,12 @@ def _supersede(connection: sa.Connection, reissued: list[int]) -> None:
   )
 
 
-def prune(connection: sa.Connection, ledger: Ledger, keep_messages: int) -> int:
+def prune(
+  connection: sa.Connection,
+  ledger: Ledger,
+  keep_messages: int,
+  abandoned_before_s: float = 0.0,
+) -> int:
   """Deletes what no restart from `ledger` or later needs; see `DataPool.prune`."""
   i, t, c = tables.items.c, tables.trajectories.c, tables.completions.c
   trained = i.state == 'taken'
@@ -222,6 +242,9 @@ def prune(connection: sa.Connection, ledger: Ledger, keep_messages: int) -> int:
   over = sa.select(i.index).where(i.pruned | (i.state == 'failed'))
   done = t.superseded | (t.item < 0) | t.item.in_(over)
   mine = c.superseded | c.session.in_(sa.select(t.session).where(done))
+  if abandoned_before_s:
+    old = c.started_s < abandoned_before_s
+    mine |= old & c.session.not_in(sa.select(t.session))
   dropped = connection.execute(
     sa.update(tables.completions).where(mine, c.arrays.is_not(None)).values(arrays=None)
   )
@@ -247,6 +270,21 @@ def parts(values: list, size: int = 500) -> Iterator[list]:
   return (values[i : i + size] for i in range(0, len(values), size))
 
 
+def existing(
+  connection: sa.Connection, column: sa.Column, values: set, *where: sa.ColumnElement
+) -> set:
+  """The values that occur in the column, in rows that satisfy `where`."""
+  out = set()
+  for part in parts(list(values)):
+    out.update(connection.scalars(sa.select(column).where(column.in_(part), *where)))
+  return out
+
+
+def pending(connection: sa.Connection, index: int, verb: str) -> sa.Row:
+  """The row of a pending item. Raises ValueError, about `verb`, if it is not."""
+  return _item(connection, index, 'pending', verb)
+
+
 def _item(connection: sa.Connection, index: int, state: str, verb: str) -> sa.Row:
   query = sa.select(tables.items).where(tables.items.c.index == index)
   row = connection.execute(query).one_or_none()
@@ -256,7 +294,8 @@ def _item(connection: sa.Connection, index: int, state: str, verb: str) -> sa.Ro
   return row
 
 
-def _set(connection: sa.Connection, indices: list[int], **values) -> None:
+def set_items(connection: sa.Connection, indices: list[int], **values) -> None:
+  """Sets columns of some items."""
   i = tables.items
   for part in parts(indices):
     connection.execute(sa.update(i).where(i.c.index.in_(part)).values(**values))

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from m2jax import records
 from m2jax.pool import arrays
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _metadata = sa.MetaData()
 # SQLite gives rowids only to columns spelled INTEGER.
@@ -44,6 +44,9 @@ items = sa.Table(
   sa.Column('step', sa.Integer),  # learner step that took it
   sa.Column('taken_before', sa.Integer, nullable=False),
   sa.Column('pruned', sa.Boolean, nullable=False, default=False),
+  sa.Column('lease', sa.String, unique=True),  # these three: see `leases`
+  sa.Column('beats', sa.Integer, nullable=False, default=0),
+  sa.Column('report', sa.Text),
   sa.Index('items_by_state', 'state', 'step', 'index'),
 )
 
@@ -358,9 +361,9 @@ def _on_sqlite_connect(dbapi_connection, _) -> None:
   # says to begin transactions explicitly.
   dbapi_connection.isolation_level = None
   cursor = dbapi_connection.cursor()
+  cursor.execute('PRAGMA busy_timeout=30000')  # also for the next one
   cursor.execute('PRAGMA journal_mode=WAL')
   cursor.execute('PRAGMA synchronous=NORMAL')
-  cursor.execute('PRAGMA busy_timeout=30000')
   cursor.close()
 
 

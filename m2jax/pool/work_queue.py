@@ -180,6 +180,17 @@ class WorkQueue:
     self._end_deadline(index)
     return True
 
+  def reissue(self, index: int) -> bool:
+    """Starts another attempt at an item that a lost process ran; False if not pending.
+
+    Its deadline stays.
+    """
+    with self._lock:
+      if index not in self._fifo.pending():
+        return False
+      self._pool.reissue(index)
+    return True
+
   def take(self, n: int, step: int, timeout_s: float | None = None) -> list[Taken]:
     """Waits until n items may be taken, and takes them for learner step `step`.
 

@@ -71,9 +71,14 @@ class Writer:
 
   def call(self, function: Callable[[sa.Connection], Any]) -> Any:
     """Runs `function(connection)` after earlier records; waits for the commit."""
+    return self.begin(function).result()
+
+  def begin(self, function: Callable[[sa.Connection], Any]) -> futures.Future:
+    """Queues such a call; the future has its result once it is committed."""
     future = futures.Future()
+    future.set_running_or_notify_cancel()  # nobody else can end it
     self._append(function, future)
-    return future.result()
+    return future
 
   def pop_rejected(self) -> list[str]:
     """Descriptions of the records that the database rejected since the last call."""

@@ -70,7 +70,8 @@ def digest(state) -> str:
   return found.hexdigest()[:16]
 
 
-def main(workdir: pathlib.Path):
+def instrument(workdir: pathlib.Path):
+  """Wraps the product's methods; returns the function that writes a line."""
   path = workdir / 'witness.jsonl'
 
   def witness(what: str, **more):
@@ -83,7 +84,7 @@ def main(workdir: pathlib.Path):
     product(self)
     state = self._learner.state
     scheduler, deadline_s = self._roles.scheduler, time.monotonic() + 10
-    while (served := scheduler.stats()['policy_version']) != int(state.step):
+    while (served := scheduler.stats().get('policy_version')) != int(state.step):
       if time.monotonic() > deadline_s:
         break
       time.sleep(0.01)  # the engine swaps weights between two calls
@@ -101,6 +102,11 @@ def main(workdir: pathlib.Path):
 
   rl_loop.RlLoop.resume, rl_loop.RlLoop._save = resume, save
   learner.Learner.update = update
+  return witness
+
+
+def main(workdir: pathlib.Path):
+  witness = instrument(workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   common.virtual_devices(config().mesh)
   run.run(config(), workdir)

@@ -109,7 +109,7 @@ def test_reissued_items_have_a_deadline(tmp_path):
   with DataPool(url) as pool:
     with queue_of(pool, 4, deadline_s=0.2) as queue:
       assert [item.attempt for item in pool.items('pending')] == [1]
-      wait_until(lambda: pool.failures())
+      wait_until(lambda: queue.state().failed)
       assert states(pool, queue) == (0, 0, 0, 1)
 
 

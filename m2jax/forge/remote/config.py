@@ -1,0 +1,66 @@
+"""Settings of a run whose roles are processes of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import urllib.parse
+
+from m2jax.checks import require
+from m2jax.forge.remote.engine_client import RemoteConfig
+from m2jax.forge.remote.engine_server import EngineServerConfig
+from m2jax.sharding import MeshConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RolesConfig:
+  """How the roles find each other; without effect on a run in one process.
+
+  Attributes:
+    engine_url, gateway_url: by which the other roles reach them. A port of 0 in
+      `engine_server` or the gateway's config is the port of the URL.
+    pool_url: SQLAlchemy URL of the pool's database; '' is WORKDIR/pool.db. SQLite is
+      for processes of one machine.
+    key_file: file with the secret that the roles share; '' is WORKDIR/roles.key, which
+      the learner makes.
+    engine_server: the engine's HTTP server.
+    engine_client: how the gateway uses the engine.
+    engine_mesh: devices of the engine's process.
+    lease_s: a group whose agents' process gives no sign of life for this long goes to
+      another one.
+    poll_s: between two looks into the database, of agents and learner.
+    full_every: every n-th published version is also written as a whole.
+  """
+
+  engine_url: str = 'http://127.0.0.1:8101'
+  gateway_url: str = 'http://127.0.0.1:8102'
+  pool_url: str = ''
+  key_file: str = ''
+  engine_server: EngineServerConfig = EngineServerConfig()
+  engine_client: RemoteConfig = RemoteConfig()
+  engine_mesh: MeshConfig = MeshConfig()
+  lease_s: float = 60.0
+  poll_s: float = 0.2
+  full_every: int = 16
+
+  def __post_init__(self):
+    check = functools.partial(require, self)
+    for field in ('engine_url', 'gateway_url'):
+      check(_has_port(getattr(self, field)), field, 'a URL such as http://HOST:PORT')
+    check(self.poll_s > 0, 'poll_s', 'positive')
+    least = 4 * self.poll_s  # a holder gives four signs of life in a lease
+    check(self.lease_s >= least, 'lease_s', f'at least 4 × poll_s = {least:g}')
+    check(self.full_every >= 1, 'full_every', 'at least 1')
+
+
+def port(url: str) -> int:
+  """The port of a URL of `RolesConfig`."""
+  return urllib.parse.urlsplit(url).port
+
+
+def _has_port(url: str) -> bool:
+  try:
+    parts = urllib.parse.urlsplit(url)
+    return parts.scheme in ('http', 'https') and bool(parts.hostname and parts.port)
+  except ValueError:
+    return False

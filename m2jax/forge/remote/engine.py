@@ -1,0 +1,141 @@
+"""The engine's role: serves the weights that were published last."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+
+from absl import logging
+
+from m2jax import sharding as sharding_lib
+from m2jax.checkpoint import CheckpointError, published
+from m2jax.forge.config import ForgeConfig
+from m2jax.forge.remote import config as config_lib
+from m2jax.forge.remote import shared
+from m2jax.forge.remote.engine_server import EngineServer
+from m2jax.forge.roles import RolloutsFailed
+from m2jax.records import policy_version
+from m2jax.rollout.engine import Engine
+from m2jax.rollout.scheduler import Scheduler
+
+_POLL_S = 1.0
+
+
+class Follower:
+  """Gives a scheduler the versions of a directory, in a thread.
+
+  Attributes:
+    version: the one that was loaded last.
+    error: why it stopped; None while it runs.
+  """
+
+  def __init__(
+    self,
+    reader: published.Reader,
+    version: published.Version,
+    scheduler: Scheduler,
+    like,
+  ):
+    self.version, self.error = version, None
+    self._reader, self._scheduler, self._like = reader, scheduler, like
+    self._stopping = threading.Event()
+    self._thread = threading.Thread(target=self._run, name='follow', daemon=True)
+
+  def __enter__(self) -> Follower:
+    self._thread.start()
+    return self
+
+  def __exit__(self, *exc):
+    self._stopping.set()
+    self._thread.join()
+
+  def wait(self, timeout_s: float) -> None:
+    """Waits; less long if it stops."""
+    self._thread.join(timeout_s)
+
+  def _run(self) -> None:
+    try:
+      while not self._stopping.is_set():
+        found = self._reader.wait(self.version, timeout_s=_POLL_S)
+        if found is not None:
+          self._take(found)
+        elif (latest := self._reader.latest()) and latest.serial < self.version.serial:
+          raise RolloutsFailed(
+            'the published weights are those of a run that was started anew: start '
+            'this role again'
+          )
+    except Exception as error:
+      logging.exception('the published weights cannot be followed')
+      self.error = error
+
+  def _take(self, found: published.Version) -> None:
+    try:
+      variables = self._reader.load(found, self._like)
+    except CheckpointError as error:  # damaged, or deleted meanwhile: a newer one comes
+      logging.warning('version %s was not loaded: %s', found, error)
+      self._stopping.wait(_POLL_S)
+      return
+    self._scheduler.update_weights(variables, number(found))
+    self.version = found
+    logging.info('weights of lineage %d, step %d', found.lineage, found.step)
+
+
+def number(version: published.Version) -> int:
+  """The policy version of tokens that these weights sample."""
+  return policy_version(version.lineage, version.step)
+
+
+def load_first(reader: published.Reader, like) -> tuple[published.Version, object]:
+  """The newest version that can be loaded, once there is one."""
+  failed = None
+
+  def found() -> bool:
+    return reader.latest() not in (None, failed)
+
+  while True:
+    shared.wait_for('the learner to publish weights', found)
+    version = reader.latest()
+    try:
+      return version, reader.load(version, like)
+    except CheckpointError as error:
+      logging.warning('version %s was not loaded: %s', version, error)
+      failed = version
+
+
+def run(config: ForgeConfig, workdir: Path) -> None:
+  """Serves until it is interrupted.
+
+  Raises:
+    RolloutsFailed: the engine has stopped, with the reason.
+    OSError: the port is in use.
+  """
+  roles = config.roles
+  key = shared.join(config, workdir)
+  sharding = sharding_lib.make(roles.engine_mesh)
+  engine = Engine(config.model, config.engine, sharding)
+  reader = published.Reader(workdir / shared.WEIGHTS)
+  like = published.like(config.model, engine.sharding)
+  version, variables = load_first(reader, like)
+  server = roles.engine_server
+  if not server.port:
+    server = dataclasses.replace(server, port=config_lib.port(roles.engine_url))
+  scheduler = Scheduler(engine, variables, number(version), config.scheduler)
+  del variables
+  try:
+    scheduler.start()
+    with (
+      EngineServer(server, scheduler, key) as running,
+      Follower(reader, version, scheduler, like) as follower,
+    ):
+      logging.info('the engine serves at %s', running.url)
+      print(f'engine: {running.url}', flush=True)
+      while scheduler.alive and follower.error is None:
+        follower.wait(_POLL_S)
+      if follower.error is not None:
+        raise RolloutsFailed(str(follower.error)) from follower.error
+      raise RolloutsFailed(
+        f'the rollout engine has stopped: {scheduler.stopped_reason}'
+      )
+  finally:
+    scheduler.stop()

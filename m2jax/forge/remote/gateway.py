@@ -1,0 +1,75 @@
+"""The gateway's role: completions by an engine elsewhere, recorded in the pool."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import time
+from pathlib import Path
+
+from absl import logging
+
+from m2jax import records
+from m2jax.forge.config import ForgeConfig
+from m2jax.forge.remote import config as config_lib
+from m2jax.forge.remote import shared
+from m2jax.forge.remote.engine_client import RemoteScheduler
+from m2jax.gateway.server import Gateway
+from m2jax.gateway.session_api import RemoteSessions
+from m2jax.pool.data_pool import DataPool
+
+
+def recorder(pool: DataPool):
+  """Records completions with the lineage and the steps of their weights."""
+
+  def record(completion: records.Completion) -> concurrent.futures.Future:
+    # Of two lineages, since the learner restarted meanwhile: an error, and the agent
+    # asks again.
+    lineage, steps = records.split_versions(completion.versions)
+    return pool.record_completion(
+      dataclasses.replace(completion, lineage=lineage, versions=steps)
+    )
+
+  return record
+
+
+def run(config: ForgeConfig, workdir: Path) -> None:
+  """Serves until it is interrupted.
+
+  Raises:
+    OSError: the port is in use.
+    PoolBroken: the database cannot be written.
+  """
+  roles, settings = config.roles, config.gateway
+  key = shared.join(config, workdir)
+  tok = shared.wait_for_tokenizer(workdir)
+  if not settings.port:
+    settings = dataclasses.replace(settings, port=config_lib.port(roles.gateway_url))
+  # Longer than an episode can last.
+  age_s = 2 * config.episodes.evaluation_deadline_s
+  if config.rl is not None:
+    age_s += 2 * config.rl.item_deadline_s
+  engine = RemoteScheduler(
+    roles.engine_url,
+    config.model.vocab_size,
+    config.engine,
+    key,
+    roles.engine_client,
+  )
+  with (
+    shared.open_pool(config, workdir) as pool,
+    engine,
+    Gateway(
+      settings, tok, engine, recorder(pool), RemoteSessions(key, max_age_s=age_s)
+    ) as gateway,
+  ):
+    logging.info('the gateway serves at %s', gateway.base_url)
+    print(f'gateway: {gateway.base_url}', flush=True)
+    was_alive = True
+    while True:
+      time.sleep(roles.engine_client.poll_s)
+      pool.flush()  # raises if it cannot be written any more
+      if engine.alive != was_alive:
+        was_alive = engine.alive
+        message = 'answers' if was_alive else f'is down: {engine.stopped_reason}'
+        logging.warning('the rollout engine %s', message)

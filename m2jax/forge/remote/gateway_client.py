@@ -1,0 +1,112 @@
+"""The gateway in another process: its sessions, its health and its counters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+from absl import logging
+
+from m2jax.agents import http
+
+_TIMEOUT_S = 30.0
+_RETRY_S = 0.5  # between attempts
+
+
+class SessionClient:
+  """`open` and `close` of the gateway's sessions, on the loop of the agents.
+
+  A gateway that cannot be reached, such as one that restarts, is tried again for
+  `patience_s`; then `open` raises ConnectionError, which is an infrastructure failure
+  of the episode, and `close` leaves the session to the gateway.
+  """
+
+  def __init__(self, url: str, secret: str, *, patience_s: float = 60.0):
+    self._url = url.rstrip('/') + '/v1/sessions'
+    self._headers = {'authorization': f'Bearer {secret}'}
+    self._patience_s = patience_s
+    self._client: httpx.AsyncClient | None = None
+
+  async def open(self, key: str, mode: str = 'training') -> None:
+    body = json.dumps({'key': key, 'mode': mode}).encode()
+    response = await self._send('POST', self._url, body, self._patience_s)
+    # A retry after a lost response finds it open: keys are unique.
+    if response.status_code not in (201, 409):
+      raise ConnectionError(
+        f'the gateway did not open a session: HTTP {response.status_code}: '
+        f'{response.text[:200]}'
+      )
+
+  async def close(self, key: str) -> None:
+    try:
+      await self._send('DELETE', f'{self._url}/{key}', patience_s=0.0)
+    except ConnectionError as error:
+      logging.debug('a session was not closed: %s', error)
+
+  async def _send(
+    self, method: str, url: str, body: bytes = b'', patience_s: float = 0.0
+  ) -> httpx.Response:
+    if self._client is None:
+      self._client = http.make_client()
+    timeout = httpx.Timeout(_TIMEOUT_S).as_dict()
+    ends_s = time.monotonic() + patience_s
+    while True:
+      request = httpx.Request(
+        *(method, url),
+        headers=self._headers,
+        content=body,
+        extensions={'timeout': timeout},
+      )
+      try:
+        response = await self._client.send(request)
+        if response.status_code != 503:
+          return response
+        failure = f'HTTP 503: {response.text[:200]}'
+      except httpx.TransportError as error:
+        failure = repr(error)
+      if time.monotonic() >= ends_s:
+        raise ConnectionError(f'the gateway at {url} cannot be reached: {failure}')
+      await asyncio.sleep(_RETRY_S)
+
+
+class GatewayClient:
+  """What the learner and the agents' process ask the gateway; from any thread."""
+
+  def __init__(self, url: str):
+    self._url = url.rstrip('/')
+    self._client = httpx.Client(timeout=_TIMEOUT_S, trust_env=False)
+    self._lock = threading.Lock()  # the counters are asked for by one thread at a time
+    self._counters: dict[str, int] = {}
+
+  @property
+  def base_url(self) -> str:
+    """The base URL for agents."""
+    return self._url + '/v1'
+
+  def health(self) -> tuple[bool, dict[str, Any]]:
+    """Whether gateway and engine serve, and the engine's statistics."""
+    try:
+      response = self._client.get(self._url + '/health')
+      return response.status_code == 200, response.json().get('engine', {})
+    except (httpx.HTTPError, ValueError, AttributeError) as error:
+      return False, {'error': repr(error)}
+
+  def counters(self) -> dict[str, int]:
+    """See `Gateway.counters`; the last known ones if it cannot be reached."""
+    try:
+      text = self._client.get(self._url + '/metrics').text
+      lines = [line.rpartition(' ') for line in text.splitlines()]
+      found = {n.removeprefix('gateway_'): int(v) for n, _, v in lines}
+    except (httpx.HTTPError, ValueError) as error:
+      logging.warning('the counters of the gateway are not known: %r', error)
+      return dict(self._counters)
+    with self._lock:
+      self._counters = found
+    return dict(found)
+
+  def close(self) -> None:
+    self._client.close()

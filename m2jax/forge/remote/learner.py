@@ -1,0 +1,122 @@
+"""The learner's role: `forge.run`, with the other roles at their URLs.
+
+Weights go to a directory of published versions, work items to the pool's database,
+where agents claim them. Evaluations run their episodes here, against the gateway.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import logging
+
+from m2jax.agents import episodes
+from m2jax.checkpoint import published
+from m2jax.forge import roles
+from m2jax.forge.config import ForgeConfig
+from m2jax.forge.remote import engine as engine_role
+from m2jax.forge.remote import shared
+from m2jax.forge.remote.gateway_client import GatewayClient, SessionClient
+from m2jax.pool.data_pool import DataPool
+from m2jax.records import policy_version
+from m2jax.text.tokenizer import Tokenizer
+
+_NO_STATS = {'tokens_per_s': 0.0, 'queue_length': 0, 'active_slots': 0}
+
+
+class PublishedWeights:
+  """The engine as the learner sees it: takes weights, gives statistics.
+
+  Attributes:
+    alive, stopped_reason: an engine elsewhere may always come back.
+  """
+
+  alive, stopped_reason = True, None
+
+  def __init__(
+    self,
+    publisher: published.Publisher,
+    latest: published.Version | None,
+    gateway: GatewayClient,
+    pool: DataPool,
+  ):
+    self._publisher, self._gateway, self._pool = publisher, gateway, pool
+    self._latest = None if latest is None else engine_role.number(latest)
+
+  def update_weights(self, variables: Any, version: int) -> None:
+    """Publishes the weights; those that a restart only passes through are not new."""
+    lineage = self._pool.begun_lineage
+    number = policy_version(lineage, version)
+    if self._latest is not None and number <= self._latest:
+      logging.info('weights of lineage %d, step %d: not new', lineage, version)
+      return
+    self._publisher.publish(variables, version, lineage)
+    self._latest = number
+
+  def wait_until_served(self) -> None:
+    """Waits until the engine samples by the weights that were published last."""
+
+    def served() -> bool:
+      serves, stats = self._gateway.health()
+      return serves and stats.get('policy_version', self._latest - 1) >= self._latest
+
+    shared.wait_for('gateway and engine to serve the new weights', served)
+
+  def stats(self) -> dict[str, Any]:
+    """See `Scheduler.stats`; zeros while the engine does not answer."""
+    return _NO_STATS | self._gateway.health()[1]
+
+
+class EvaluationRunner(episodes.Runner):
+  """Runs evaluations, which are of the weights that were published last."""
+
+  def __init__(self, *args, weights: PublishedWeights):
+    super().__init__(*args)
+    self._weights = weights
+
+  def group(self, spec: str, count: int, **options) -> concurrent.futures.Future:
+    self._weights.wait_until_served()
+    return super().group(spec, count, **options)
+
+
+def rollouts_in(workdir: Path):
+  """`roles.rollouts` for a learner whose other roles are processes of their own.
+
+  Raises:
+    ValueError: the learner itself has several processes.
+  """
+  if jax.process_count() > 1:
+    raise ValueError(
+      '--role=learner: one process publishes weights so far: leave out --distributed, '
+      'or use --role=all'
+    )
+
+  @contextlib.contextmanager
+  def rollouts(
+    config: ForgeConfig, variables: Any, tok: Tokenizer, pool: DataPool, version: int
+  ) -> Iterator[roles.Rollouts]:
+    del tok  # the gateway's role reads it
+    directory, urls = workdir / shared.WEIGHTS, config.roles
+    key = shared.make_key(config, workdir)
+    gateway = GatewayClient(urls.gateway_url)
+    sessions = SessionClient(urls.gateway_url, key)
+    with (
+      contextlib.closing(gateway),
+      published.Publisher(
+        directory, dtype=config.model.dtype, full_every=urls.full_every
+      ) as publisher,
+    ):
+      latest = published.Reader(directory).latest()
+      weights = PublishedWeights(publisher, latest, gateway, pool)
+      weights.update_weights(variables, version)
+      with EvaluationRunner(
+        *(config.episodes, gateway.base_url, sessions), weights=weights
+      ) as runner:
+        yield roles.Rollouts(config, pool, weights, gateway, runner, leased=True)
+
+  return rollouts

@@ -1,0 +1,127 @@
+"""What the roles find in the shared directory of a run.
+
+WORKDIR/ config.json tokenizer.json  as in one process
+         roles.key                   the shared secret, made by the learner
+         weights/                    published versions (`checkpoint.published`)
+         pool.db                     unless `RolesConfig.pool_url` names another one
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import sqlalchemy as sa
+from absl import logging
+
+from m2jax.checkpoint import policy
+from m2jax.forge.config import ForgeConfig
+from m2jax.pool.data_pool import DataPool
+from m2jax.text import tokenizer
+from m2jax.train.workdir import open_workdir
+
+WEIGHTS = 'weights'
+_KEY, _POOL = 'roles.key', 'pool.id'
+_POLL_S = 0.2
+_SAY_EVERY_S = 30.0
+
+
+def pool_url(config: ForgeConfig, workdir: Path) -> str:
+  """URL of the pool's database."""
+  return config.roles.pool_url or f'sqlite:///{workdir.absolute()}/pool.db'
+
+
+def make_key(config: ForgeConfig, workdir: Path) -> str:
+  """The shared secret; makes WORKDIR/roles.key once, unless a file is configured."""
+  path = workdir / _KEY
+  if not config.roles.key_file and not path.exists():
+    new = path.with_suffix('.new')
+    new.unlink(missing_ok=True)
+    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(file, 'w', encoding='ascii') as out:
+      out.write(secrets.token_urlsafe(32))
+    new.rename(path)
+  return read_key(config, workdir)
+
+
+def read_key(config: ForgeConfig, workdir: Path) -> str:
+  """The shared secret. Raises ValueError if the file cannot be read or is empty."""
+  path = Path(config.roles.key_file or workdir / _KEY)
+  try:
+    key = path.read_text(encoding='ascii').strip()
+  except (OSError, UnicodeDecodeError) as error:
+    raise ValueError(f'config.roles.key_file: cannot read {path}: {error}') from error
+  if not key or not key.isprintable() or ' ' in key:
+    raise ValueError(
+      f'config.roles.key_file: {path} must have one line of printable ASCII characters'
+    )
+  return key
+
+
+def join(config: ForgeConfig, workdir: Path) -> str:
+  """Waits for the learner to have opened the workdir; returns the shared secret.
+
+  Raises:
+    OtherRun: this role was started with other settings.
+  """
+  wait_for(f'the learner to open {workdir}', (workdir / 'config.json').exists)
+  if not config.roles.key_file:
+    wait_for(f'the learner to write {workdir / _KEY}', (workdir / _KEY).exists)
+  open_workdir(config.anywhere(), workdir, leads=False)
+  return read_key(config, workdir)
+
+
+def wait_for_tokenizer(workdir: Path) -> tokenizer.Tokenizer:
+  """The run's tokenizer, once the learner has made it."""
+  path = workdir / policy.TOKENIZER_FILE
+  wait_for(f'the learner to make {path}', path.exists)
+  return tokenizer.load(path)
+
+
+def open_pool(config: ForgeConfig, workdir: Path) -> DataPool:
+  """The run's pool; its process has to be able to write it.
+
+  Raises:
+    ValueError: `config.roles.pool_url` cannot be used; says why.
+  """
+  try:
+    return DataPool(pool_url(config, workdir))
+  except (ImportError, sa.exc.SQLAlchemyError) as error:
+    first = str(error).partition('\n')[0]
+    raise ValueError(
+      f'config.roles.pool_url={config.roles.pool_url!r}: cannot open it: {first}'
+    ) from error
+
+
+def claim_pool(config: ForgeConfig, workdir: Path) -> DataPool:
+  """The run's pool, for the learner, whose run it must be.
+
+  Raises:
+    ValueError: `config.roles.pool_url` has the items of another run.
+  """
+  pool = open_pool(config, workdir)
+  path = workdir / _POOL
+  if not config.roles.pool_url:
+    return pool
+  mine = path.read_text() if path.exists() else None
+  if mine != pool.run and (mine is not None or pool.next_index()):
+    pool.close()
+    raise ValueError(
+      f'config.roles.pool_url={config.roles.pool_url!r}: has the pool of another run '
+      f'than {workdir}: give an empty database'
+    )
+  path.write_text(pool.run)
+  return pool
+
+
+def wait_for(what: str, condition: Callable[[], bool]) -> None:
+  """Waits without a limit; logs now and then what for."""
+  say_s = time.monotonic() + 1.0
+  while not condition():
+    if time.monotonic() >= say_s:
+      logging.info('waiting for %s', what)
+      say_s = time.monotonic() + _SAY_EVERY_S
+    time.sleep(_POLL_S)

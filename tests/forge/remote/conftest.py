@@ -1,0 +1,6 @@
+"""The small model of the engine's tests, and the gateway tests' tokenizer."""
+
+from tests.gateway.conftest import tok
+from tests.rollout.conftest import engine, recording, serve, variables
+
+__all__ = ['engine', 'recording', 'serve', 'tok', 'variables']

@@ -1,0 +1,348 @@
+"""An engine over HTTP: the scheduler's results, bounds, and failures as EngineError."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import struct
+import time
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2jax.forge.remote import engine_client, engine_server, wire
+from m2jax.rollout.api import (
+  GenerateRequest,
+  GenerateResult,
+  PromptTooLong,
+  SamplingParams,
+)
+from m2jax.rollout.scheduler import EngineError
+from tests.gateway.scripted_engine import ScriptedEngine
+from tests.rollout.conftest import CFG, ENGINE_CONFIG, RECORDING
+
+CONTEXT = ENGINE_CONFIG.context_tokens
+QUICK = engine_client.RemoteConfig(poll_s=0.02, silence_timeout_s=5.0)
+
+
+@pytest.fixture
+def connect():
+  """connect(scheduler, key=…, **EngineServerConfig fields): (client, server)."""
+  with contextlib.ExitStack() as stack:
+
+    def start(scheduler, *, key='', their_key=None, config=ENGINE_CONFIG, **fields):
+      settings = engine_server.EngineServerConfig(**fields)
+      server = engine_server.EngineServer(settings, scheduler, key)
+      stack.enter_context(server)
+      client = engine_client.RemoteScheduler(
+        server.url, CFG.vocab_size, config, key if their_key is None else their_key,
+        QUICK,
+      )  # fmt: skip
+      return stack.enter_context(client), server
+
+    yield start
+
+
+@pytest.fixture
+def scripted():
+  """scripted(script, **options): a ScriptedEngine that is closed at the end."""
+  with contextlib.ExitStack() as stack:
+
+    def start(script, **options):
+      engine = ScriptedEngine(script, context_tokens=CONTEXT, **options)
+      stack.callback(engine.close)
+      return engine
+
+    yield start
+
+
+def request(prompt, max_tokens=8, **sampling):
+  return GenerateRequest(prompt, SamplingParams(max_tokens=max_tokens, **sampling))
+
+
+def wait_until(condition, timeout_s=30.0):
+  ends_s = time.monotonic() + timeout_s
+  while not condition():
+    assert time.monotonic() < ends_s
+    time.sleep(0.005)
+
+
+def same(got: GenerateResult, want: GenerateResult):
+  assert got == want  # tokens, log-probabilities, versions, finish_reason
+  for field in ('experts', 'top_ids', 'top_logprobs'):
+    ours, theirs = getattr(got, field), getattr(want, field)
+    assert (ours is None) == (theirs is None), field
+    if ours is not None:
+      np.testing.assert_array_equal(ours, theirs)
+      assert ours.dtype == theirs.dtype
+
+
+def test_results_are_those_of_the_scheduler(connect, serve, recording):
+  """Every field: tokens, log-probabilities, versions, experts, likeliest tokens."""
+  local = serve(recording)
+  client, _ = connect(local, config=RECORDING, key='secret')
+  for sampling in (
+    dict(temperature=0.0, top_logprobs=2),
+    dict(seed=7, top_k=5, logit_bias=((3, 1.5),), presence_penalty=0.5),
+  ):
+    made = request(np.arange(1, 8), **sampling)
+    streamed = []
+    got = client.submit(made, streamed.extend).future.result(30)
+    same(got, local.submit(made).future.result(30))
+    assert streamed == got.tokens.tolist() and got.experts.shape[0] == 7 + 8
+  assert client.wait(5) and client.stats()['slots'] == ENGINE_CONFIG.slots
+  assert client.context_tokens == CONTEXT
+
+
+def test_tokens_arrive_while_they_are_drawn(connect, scripted):
+  """The first tokens are there long before the last."""
+  engine = scripted(lambda r: range(1, 31), delay_s=0.02)
+  client, _ = connect(engine)
+  pieces = []
+  handle = client.submit(
+    request([1], 30), lambda tokens: pieces.append((handle_done(), tokens))
+  )
+  handle_done = lambda: handle.future.done()
+  assert handle.future.result(30).tokens.tolist() == list(range(1, 31))
+  assert [t for _, tokens in pieces for t in tokens] == list(range(1, 31))
+  assert len(pieces) > 3 and not any(done for done, _ in pieces)
+
+
+def test_a_cancelled_request_keeps_its_tokens(connect, scripted):
+  """As with the scheduler itself: the tokens so far, 'cancelled'."""
+  engine = scripted(lambda r: range(1, 41), delay_s=0.2)
+  client, _ = connect(engine)
+  seen = []
+  handle = client.submit(request([1], 40), seen.extend)
+  wait_until(lambda: seen)
+  handle.cancel()
+  result = handle.future.result(30)
+  assert result.finish_reason == 'cancelled'
+  assert 0 < len(result.tokens) < 40 and result.tokens.tolist() == seen
+  assert len(result.logprobs) == len(result.tokens)
+  handle.cancel()  # no effect
+
+
+def test_a_client_that_disconnects_cancels(connect, scripted):
+  """A client that is killed costs the engine nothing more."""
+  engine = scripted(lambda r: range(1, 41), delay_s=0.4)
+  client, server = connect(engine)
+  content = wire.encode_request('mine', request([1], 40))
+  with httpx.stream('POST', server.url + '/generate', content=content) as response:
+    next(response.iter_raw())
+  wait_until(lambda: engine.cancelled['requests'] == 1)
+
+
+def test_signs_of_life(connect, scripted):
+  """An engine that needs longer than `silence_timeout_s` for a token is not given up;
+  one that gives no sign of life is."""
+  engine = scripted(lambda r: [1], delay_s=3.0)
+  for alive_s, works in ((0.1, True), (60.0, False)):
+    _, server = connect(engine, alive_s=alive_s)
+    settings = dataclasses.replace(QUICK, silence_timeout_s=1.5)
+    with engine_client.RemoteScheduler(
+      server.url, CFG.vocab_size, ENGINE_CONFIG, config=settings
+    ) as client:
+      future = client.submit(request([1], 1)).future
+      if works:
+        assert future.result(30).tokens.tolist() == [1]
+      else:
+        with pytest.raises(EngineError, match='ReadTimeout'):
+          future.result(30)
+
+
+def test_an_engine_that_restarts(scripted):
+  """Requests in flight and meanwhile fail with EngineError; later ones are served."""
+  engine = scripted(lambda r: range(1, 21), delay_s=0.4)
+  config = engine_server.EngineServerConfig(stop_timeout_s=1)
+  with engine_server.EngineServer(config, engine) as first:
+    port = int(first.url.rpartition(':')[2])
+    client = engine_client.RemoteScheduler(
+      first.url, CFG.vocab_size, ENGINE_CONFIG, config=QUICK
+    ).start()
+    assert client.wait(10)
+    seen = []
+    flying = client.submit(request([1], 20), seen.extend)
+    wait_until(lambda: seen)
+  with pytest.raises(EngineError):
+    flying.future.result(30)
+  with pytest.raises(EngineError):
+    client.submit(request([1])).future.result(30)
+  wait_until(lambda: not client.alive)
+  assert client.stopped_reason
+  config = dataclasses.replace(config, port=port)
+  with engine_server.EngineServer(config, engine):
+    wait_until(lambda: client.alive)
+    assert len(client.submit(request([1], 2)).future.result(30).tokens) == 2
+    client.stop()
+  with pytest.raises(EngineError, match='stopped'):
+    client.submit(request([1]))
+
+
+def test_errors_before_anything_is_sent(connect, scripted):
+  """What the scheduler refuses, the client refuses, with the same errors."""
+  engine = scripted(lambda r: [1])
+  client, _ = connect(engine)
+  with pytest.raises(PromptTooLong, match='prompt_ids'):
+    client.submit(request(np.ones(CONTEXT, int)))
+  with pytest.raises(ValueError, match='sampling.top_p'):
+    client.submit(request([1], top_p=2.0))
+  with pytest.raises(ValueError, match='prompt_ids'):
+    client.submit(request([CFG.vocab_size]))
+  assert not engine.requests
+
+
+def test_an_engine_that_fails(connect, scripted):
+  """A failed step is an EngineError with its reason, and so is a stopped engine."""
+  engine = scripted(lambda r: RuntimeError('out of memory'))
+  client, _ = connect(engine)
+  with pytest.raises(EngineError, match='out of memory'):
+    client.submit(request([1])).future.result(30)
+  engine.alive = False
+  with pytest.raises(EngineError):
+    client.submit(request([1])).future.result(30)
+  engine.stopped_reason = 'the device is gone'
+  wait_until(lambda: client.stopped_reason == 'the device is gone')
+  assert not client.alive
+
+
+def test_another_config_is_not_served(connect, scripted):
+  other = dataclasses.replace(ENGINE_CONFIG, contexts=(), context_tokens=32)
+  client, _ = connect(scripted(lambda r: [1]), config=other)
+  wait_until(lambda: 'same config' in (client.stopped_reason or ''))
+
+
+def test_keys(connect, scripted):
+  """No key, or another one: 401 for every route, and nothing reaches the engine."""
+  engine = scripted(lambda r: [1])
+  client, server = connect(engine, key='right', their_key='wrong')
+  with pytest.raises(EngineError, match='401'):
+    client.submit(request([1])).future.result(30)
+  for method, path in (('GET', '/health'), ('POST', '/cancel'), ('POST', '/generate')):
+    assert httpx.request(method, server.url + path).status_code == 401
+  assert not engine.requests
+  right, _ = connect(engine, key='right')
+  assert right.wait(10)
+
+
+def test_beyond_loopback_only_with_a_key(scripted):
+  engine = scripted(lambda r: [1])
+  config = engine_server.EngineServerConfig(host='0.0.0.0')
+  with pytest.raises(ValueError, match="EngineServerConfig.host='0.0.0.0'.*key"):
+    engine_server.EngineServer(config, engine)
+  engine_server.EngineServer(config, engine, 'secret')
+
+
+def document(header, body=b''):
+  text = header if isinstance(header, bytes) else json.dumps(header).encode()
+  return struct.pack('<I', len(text)) + text + body
+
+
+GOOD = {'id': 'a', 'sampling': {'max_tokens': 1}}
+ONE = np.ones(1, '<i4').tobytes()
+
+
+@pytest.mark.parametrize(
+  'body, field',
+  [
+    (b'', 'header'),
+    (b'\xff\xff\xff\xff', 'header'),
+    (document(b'{'), 'header'),
+    (document(b'[' * 60_000), 'header'),
+    (document([]), 'id and sampling'),
+    (document({**GOOD, 'id': ''}), 'id'),
+    (document({**GOOD, 'id': 'x' * 65}), 'id'),
+    (document(GOOD, b'123'), 'prompt_ids'),
+    (document(GOOD), 'prompt_ids'),
+    (document(GOOD, np.full(1, 2**30, '<i4').tobytes()), 'prompt_ids'),
+    (document(GOOD, np.full(1, -1, '<i4').tobytes()), 'prompt_ids'),
+    (document({**GOOD, 'sampling': {}}), 'max_tokens'),
+    *(
+      (document({**GOOD, 'sampling': {'max_tokens': 1, **bad}}, ONE), next(iter(bad)))
+      for bad in (
+        {'max_tokens': True},
+        {'max_tokens': 0},
+        {'max_tokens': 10**30},
+        {'temperature': 'hot'},
+        {'temperature': float('nan')},
+        {'top_p': [1]},
+        {'stop_ids': 3},
+        {'stop_ids': [1, 2, 3, 4]},
+        {'stop_ids': ['1']},
+        {'logit_bias': [[1]]},
+        {'logit_bias': [[1, 2.0]] * 9},
+        {'seed': 1.5},
+        {'prompt': 1},
+      )
+    ),
+  ],
+)
+def test_malformed_requests(connect, serve, body, field):
+  """A 400 that names the field; the engine goes on."""
+  local = serve()
+  client, server = connect(local)
+  response = httpx.post(server.url + '/generate', content=body)
+  assert response.status_code == 400, response.text
+  assert field in response.json()['error']['message']
+  assert local.stats()['queue_length'] == 0
+
+
+def test_bounds(connect, scripted):
+  """Bodies, ids in progress, and requests in progress are bounded."""
+  engine = scripted(lambda r: range(1, 41), delay_s=0.5)
+  client, server = connect(engine, max_requests=1)
+  url = server.url + '/generate'
+  large = b'\0' * (wire.request_limit(CONTEXT) + 1)
+  assert httpx.post(url, content=large).status_code == 413
+  assert httpx.post(server.url + '/cancel', content=b'x' * 1000).status_code == 413
+  assert httpx.get(server.url + '/else').status_code == 404
+  content = wire.encode_request('mine', request([1], 40))
+  with httpx.stream('POST', url, content=content) as response:
+    next(response.iter_raw())
+    again = httpx.post(url, content=content)
+    assert again.status_code == 400 and "'mine'" in again.text
+    with pytest.raises(EngineError, match='max_requests'):
+      client.submit(request([1])).future.result(30)
+  wait_until(lambda: engine.cancelled['requests'] == 1)
+
+  def served():
+    try:
+      return len(client.submit(request([1], 2)).future.result(30).tokens) == 2
+    except EngineError:  # the server has not noticed the end of the other yet
+      return False
+
+  wait_until(served)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.binary(max_size=200), flip=st.integers(0, 10_000))
+def test_bytes_of_strangers(data, flip):
+  """Reading gives a request or Malformed, whatever the bytes are."""
+  valid = bytearray(wire.encode_request('id', request([1, 2, 3], stop_ids=(1,))))
+  valid[flip % len(valid)] ^= 1 + flip % 255
+  for body in (data, bytes(valid)):
+    try:
+      _, made = wire.decode_request(body)
+    except wire.Malformed:
+      continue
+    assert isinstance(made, GenerateRequest)
+
+
+@given(st.lists(st.binary(max_size=30), max_size=6), st.integers(1, 7))
+@settings(max_examples=40, deadline=None)
+def test_frames_survive_any_division_into_chunks(payloads, size):
+  data = b''.join(wire.frame(wire.TOKENS, p) for p in payloads)
+
+  async def chunks():
+    for i in range(0, len(data), size):
+      yield data[i : i + size]
+
+  async def read():
+    return [frame async for frame in wire.frames(chunks(), 100)]
+
+  assert asyncio.run(read()) == [(wire.TOKENS, p) for p in payloads]
