@@ -78,7 +78,9 @@ def instrument(workdir: pathlib.Path):
     line = json.dumps(dict(what=what, pid=os.getpid(), **more))
     with open(path, 'a', encoding='utf-8') as file:
       print(line, file=file)
-    print(line, flush=True)
+    # A line of its own, whatever the view's thread is writing.
+    sys.stdout.write(f'\n{line}\n')
+    sys.stdout.flush()
 
   def resume(self, product=rl_loop.RlLoop.resume):
     product(self)
