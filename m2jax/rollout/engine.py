@@ -194,9 +194,11 @@ class Engine:
     pages = self._empty_pages(1 + self.config.context_pages)
     return Prefix(pages, jnp.int32(-1), jnp.int32(0))
 
-  def speculate(self, drafts: int, *args) -> tuple[DecodeState, Sampled, Drafted]:
-    """`speculative.generate_many` with a number of drafts, 1 … config.draft_tokens."""
-    return self._speculative[drafts](*args)
+  def speculate(
+    self, params, state: DecodeState, drafts: int, *arrays
+  ) -> tuple[DecodeState, Sampled, Drafted]:
+    """`generate_many` with drafts, 1 … config.draft_tokens; see `speculative`."""
+    return self._speculative[int(drafts)](params, state, *arrays)
 
   # --- JetStream's Engine API, 0.2.2.
 
@@ -321,7 +323,7 @@ class Engine:
         none = rows(size), rows(1), tables, np.int32(0)
         state, _ = self.generate_many(params, state, *none)
         for drafts in self._speculative:
-          state, *_ = self.speculate(drafts, params, state, *none)
+          state, *_ = self.speculate(params, state, drafts, *none)
       for size, chunk in config.prefill_shapes:
         tokens, tables = rows(size, chunk), rows(size, n)
         state = self.prefill_rows(params, state, tokens, rows(size), rows(size), tables)

@@ -82,7 +82,7 @@ def forget(pages, rows: Rows) -> Pages | Contexts:
 def prefill(
   cfg: ModelConfig, variables, pages, rows: Rows, hidden, begin: Start, sharding
 ) -> Pages | Contexts:
-  """All modules consume the tokens that the trunk has; hidden [P, C, D] is its state."""
+  """All modules consume the tokens of which the trunk's states are hidden [P, C, D]."""
   states = jnp.concatenate([begin.states[0][:, None], hidden[:, :-1]], axis=1)
   modules = len(begin.states)
   return _consume(cfg, variables, pages, rows, states, begin, modules, None, sharding)[

@@ -12,8 +12,9 @@ keys and values.
 Writes and reads index the whole arrays, layers included: XLA updates the donated cache
 in place, and no layer is copied out of the stack.
 
-Axes: L layers, with those of mtp modules, K key/value heads, pages, page tokens of a page, H head dim, P rows of a
-call, n pages of a table, C new tokens of a row, S = n·page positions.
+Axes: L layers, with those of mtp modules, K key/value heads, pages, page tokens of a
+page, H head dim, D model, P rows of a call, n pages of a table, C new tokens of a row,
+S = n·page positions.
 """
 
 from __future__ import annotations

@@ -188,8 +188,8 @@ class Scheduler:
 
     queue_length, active_slots, slots, pages, cached_pages (of prefixes that no request
     reads), free_pages, evicted_pages, policy_version, tokens_per_s (sampled, over the
-    last ten seconds), update_pause_s and update_pause_longest_s (`swap.Pauses`), and
-    the totals of `batcher.TOTALS`.
+    last ten seconds), update_pause_s and update_pause_longest_s (`swap.Pauses`), the
+    totals of `batcher.TOTALS` and those of `Drafting.stats`.
     """
     batcher = self._batcher
     with self._wake:
@@ -206,6 +206,7 @@ class Scheduler:
       'policy_version': batcher.version,
       'tokens_per_s': batcher.tokens_per_s,
       **batcher.pauses.stats(),
+      **batcher.drafting.stats(),
     }
 
   def _cancel(self, job: Job) -> None:
