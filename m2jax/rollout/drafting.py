@@ -96,7 +96,7 @@ class Drafting:
     drawn = np.arange(sampled.logprobs.shape[1]) < sampled.counts[:, None]
     finite = ~(~np.isfinite(sampled.logprobs) & drawn).any(axis=1)
     if drafted:
-      self._count(drafts, *drafted)
+      self.count(drafts, *drafted)
       finite &= drafted[0].finite
     steps = drafted[0].verified if drafted else sampled.counts
     self.record(rows, drafts, seconds, int(steps.max()))
@@ -110,7 +110,8 @@ class Drafting:
     if self._calls[key] > 1 and steps:  # the first may have been compiled
       self._seconds[key].append(seconds / steps)
 
-  def _count(self, drafts: int, drafted: Drafted) -> None:
+  def count(self, drafts: int, drafted: Drafted) -> None:
+    """Takes what became of the drafts of a call, on the host."""
     tested, accepted = drafted.tested.sum(axis=0), drafted.accepted.sum(axis=0)
     self.verified += int(drafted.verified.sum())
     self.drafted += int(drafted.verified.sum()) * drafts
