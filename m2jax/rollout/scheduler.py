@@ -36,6 +36,7 @@ from m2jax.rollout.batcher import (
   EngineLost,
   SchedulerConfig,
 )
+from m2jax.rollout.drafting import Drafting
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
 from m2jax.rollout.sequences import State
@@ -112,6 +113,11 @@ class Scheduler:
   def context_tokens(self) -> int:
     """Maximum tokens of a prompt and its response together."""
     return self._engine.config.context_tokens
+
+  @property
+  def drafting(self) -> Drafting:
+    """What has been measured of drafts; changes while requests are served."""
+    return self._batcher.drafting
 
   @property
   def alive(self) -> bool:

@@ -84,11 +84,16 @@ def plain_and(serve, drafting):
   """plain_and(variables, requests): results without drafts, with K, and stats."""
 
   def both(variables, requests):
-    plain = serve(drafting, variables, draft_tokens=0)
-    want = run(plain, *requests)
-    assert plain.stats()['drafted_tokens'] == 0
-    scheduler = serve(drafting, variables, draft_tokens=K)
-    return want, run(scheduler, *requests), scheduler.stats()
+    found = []
+    for drafts in (0, K):
+      scheduler = serve(drafting, variables, run=False, draft_tokens=drafts)
+      handles = [scheduler.submit(r) for r in requests]  # all before the first step
+      scheduler.start(warmup=False)
+      results = [handle.future.result(60) for handle in handles]
+      found.append((results, scheduler.stats()))
+    (want, plain), (got, stats) = found
+    assert plain['drafted_tokens'] == 0 < stats['drafted_tokens']
+    return want, got, stats
 
   return both
 
@@ -296,7 +301,7 @@ def test_plain_steps_between(serve, drafting, noisy):
   want = run(scheduler, *requests)
   scheduler = serve(drafting, noisy, run=False)
   choices = iter([0, K, 0, 0, K, K, K, 0, *[K] * 99])
-  scheduler._batcher.drafting.choose = lambda rows: next(choices)
+  scheduler.drafting.choose = lambda rows: next(choices)
   got = run(scheduler.start(warmup=False), *requests)
   for a, b in zip(want, got, strict=True):
     same(a, b)
