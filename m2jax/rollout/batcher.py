@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import time
 from typing import Any
 
 import jax
@@ -30,10 +29,10 @@ from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.drafting import Drafting
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
+from m2jax.rollout.rate import Rate
 from m2jax.rollout.sequences import Sequences, State
 from m2jax.rollout.swap import Pauses
 
-_RATE_WINDOW_S = 10.0
 TOTALS = (
   'prompt_tokens',
   'prefix_hit_tokens',
@@ -121,7 +120,7 @@ class Batcher:
     self.counts = collections.Counter()
     self.failures = 0
     self.pauses = Pauses()
-    self._rates = collections.deque([(time.monotonic(), 0)])
+    self._rate = Rate()
     self.reset()
 
   def reset(self) -> None:
@@ -147,9 +146,7 @@ class Batcher:
   @property
   def tokens_per_s(self) -> float:
     """Sampled tokens over the last ten seconds."""
-    then, before = self._rates[0]
-    elapsed = max(time.monotonic() - then, 1e-9)
-    return (self.counts['sampled_tokens'] - before) / elapsed
+    return self._rate.per_s
 
   def cancel(self, job: Job) -> None:
     """Finishes a request with its tokens so far; no effect on a finished one."""
@@ -343,10 +340,7 @@ class Batcher:
     self.failures = 0
     self.counts['decode_calls'] += 1
     self.counts['sampled_tokens'] += tokens
-    now = time.monotonic()
-    self._rates.append((now, self.counts['sampled_tokens']))
-    while len(self._rates) > 2 and self._rates[0][0] < now - _RATE_WINDOW_S:
-      self._rates.popleft()
+    self._rate.add(tokens)
 
   def _stream(self, job: Job, begin: int) -> None:
     end = self.table.held[job.slot] + 1

@@ -33,6 +33,7 @@ class Drafting:
     sizes: K that may be chosen, ascending.
     verified: verifications of a row so far.
     drafted, accepted: drafts so far.
+    calls: number of calls by (rows, K).
   """
 
   def __init__(self, most: int, fixed: int | None = None):
@@ -42,7 +43,7 @@ class Drafting:
     # Half a draft as a start, until some are measured.
     self._tested, self._right = np.ones(most), np.full(most, 0.5)
     self._seconds = collections.defaultdict(lambda: collections.deque(maxlen=_RECENT))
-    self._calls: collections.Counter = collections.Counter()
+    self.calls: collections.Counter = collections.Counter()
     self._last: dict[tuple[int, int], int] = {}
 
   @property
@@ -59,9 +60,9 @@ class Drafting:
     if len(self.sizes) == 1:
       return self.sizes[0]
     for drafts in self.sizes:
-      if self._calls[rows, drafts] < TRIALS:
+      if self.calls[rows, drafts] < TRIALS:
         return drafts
-    now = sum(self._calls[rows, drafts] for drafts in self.sizes)
+    now = sum(self.calls[rows, drafts] for drafts in self.sizes)
     oldest = min(self.sizes, key=lambda drafts: self._last[rows, drafts])
     if now % TRY_EVERY == 0:
       return oldest
@@ -105,9 +106,9 @@ class Drafting:
   def record(self, rows: int, drafts: int, seconds: float, steps: int) -> None:
     """Takes the time of a call of so many steps of all rows."""
     key = rows, drafts
-    self._calls[key] += 1
-    self._last[key] = self._calls.total()
-    if self._calls[key] > 1 and steps:  # the first may have been compiled
+    self.calls[key] += 1
+    self._last[key] = self.calls.total()
+    if self.calls[key] > 1 and steps:  # the first may have been compiled
       self._seconds[key].append(seconds / steps)
 
   def count(self, drafts: int, drafted: Drafted) -> None:

@@ -115,7 +115,7 @@ class Engine:
       donate=1,
       whole=True,
     )
-    self._speculative = {
+    self.speculative = {
       drafts: self._jit(
         functools.partial(speculative.generate_many, calls, drafts),
         (weights, state, *[row] * 3, all_),
@@ -198,7 +198,7 @@ class Engine:
     self, params, state: DecodeState, drafts: int, *arrays
   ) -> tuple[DecodeState, Sampled, Drafted]:
     """`generate_many` with drafts, 1 … config.draft_tokens; see `speculative`."""
-    return self._speculative[int(drafts)](params, state, *arrays)
+    return self.speculative[int(drafts)](params, state, *arrays)
 
   # --- JetStream's Engine API, 0.2.2.
 
@@ -322,7 +322,7 @@ class Engine:
         tables = rows(size, n)
         none = rows(size), rows(1), tables, np.int32(0)
         state, _ = self.generate_many(params, state, *none)
-        for drafts in self._speculative:
+        for drafts in self.speculative:
           state, *_ = self.speculate(params, state, drafts, *none)
       for size, chunk in config.prefill_shapes:
         tokens, tables = rows(size, chunk), rows(size, n)
@@ -336,7 +336,7 @@ class Engine:
   def compilations(self) -> int:
     """Number of programs compiled so far for the scheduler's calls."""
     calls = (self.prefill_rows, self.generate_many, self.admit, self.expert_ids)
-    calls += tuple(self._speculative.values())
+    calls += tuple(self.speculative.values())
     return sum(call._cache_size() for call in calls)
 
   def _check_own_pages(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m2jax.forge import lead_engine
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.batcher import Batcher
 from m2jax.rollout.drafting import TRIALS, TRY_EVERY, Drafting
@@ -25,6 +26,7 @@ from tests import row_model
 from tests.rollout import conftest as small
 from tests.rollout.conftest import CONTEXT, ENGINE_CONFIG, Reference, init
 from tests.rollout.test_engine import prompt
+from tests.rollout.test_lead_engine import Sent
 from tests.rollout.test_scheduler import penalised, request, run, swap_in_flight
 
 K = 2
@@ -331,6 +333,77 @@ def test_numbers_of_drafts_are_checked(drafting, noisy):
   for wrong in (3, -1):
     with pytest.raises(ValueError, match=f'SchedulerConfig.draft_tokens={wrong}'):
       Batcher(drafting, noisy, 0, SchedulerConfig(decode_steps=4, draft_tokens=wrong))
+
+
+class Recorded:
+  """An engine, and the tokens that its calls with drafts return."""
+
+  def __init__(self, engine):
+    self._engine, self.sampled = engine, []
+
+  def __getattr__(self, name):
+    return getattr(self._engine, name)
+
+  def speculate(self, *args):
+    state, *found = self._engine.speculate(*args)
+    self.sampled.append(jax.device_get(found))
+    return state, *found
+
+
+def test_other_processes_draft_the_same(serve, drafting, noisy):
+  """A program of a mesh needs all its processes, with the same arguments."""
+  sent, ours, theirs = Sent(), Recorded(drafting), Recorded(drafting)
+  scheduler = serve(lead_engine.LeadEngine(ours, sent), noisy, draft_tokens=K)
+  run(scheduler, *(request(prompt(i, 6), 9, seed=i) for i in range(3)))
+  scheduler.stop()
+  sent.send('stop', reason='')
+  lead_engine.follow(theirs, noisy, sent)
+  assert ours.sampled
+  jax.tree.map(np.testing.assert_array_equal, theirs.sampled, ours.sampled)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('unroll', [True, False])
+def test_numbers_of_drafts_that_change(serve, unroll):
+  """While the scheduler tries all numbers of drafts, with 3 modules over 2 layers, with
+  sequences in order and with pages: tokens are those of plain decoding."""
+  cfg = dataclasses.replace(small.CFG, num_mtp_modules=3, unroll_layers=unroll)
+  variables = init(2, cfg)
+  requests = [
+    request(prompt(i % 5, 5 + i), max_tokens=25, seed=i, **WAYS[i % len(WAYS)])
+    for i in range(14)
+  ]
+  plain = dataclasses.replace(CONFIG, draft_tokens=0, pages=0)
+  want = run(serve(Engine(cfg, plain), variables), *requests)
+  drafting = Engine(cfg, dataclasses.replace(plain, draft_tokens=3))
+  scheduler = serve(drafting, variables)
+  got = run(scheduler, *requests)
+  for a, b in zip(want, got, strict=True):
+    same(a, b)
+  tried = {drafts for _, drafts in scheduler.drafting.calls}
+  assert tried == {0, 1, 2, 3}
+  assert drafting.compilations() == 4 + 3  # prefill, admit and expert ids
+
+
+@pytest.mark.long
+def test_no_program_copies_the_cache():
+  """At M2's size a copy of the pages, even of one layer's, would be most of a step."""
+  pages = 5000
+  cfg = dataclasses.replace(CFG, unroll_layers=False)
+  config = dataclasses.replace(CONFIG, pages=pages, record_experts=False)
+  engine = Engine(cfg, config)
+  variables, state = init(0, CFG), jax.eval_shape(engine.init_decode_state)
+  rows, one = np.zeros(4, np.int32), np.zeros(1, np.int32)
+  tables = np.zeros((4, 12), np.int32)
+  layer_bytes = pages * 4 * CFG.num_kv_heads * CFG.head_dim * 4
+  for lowered in (
+    engine.speculative[K].lower(variables, state, rows, one, tables, one[0]),
+    engine.prefill_rows.lower(
+      variables, state, np.zeros((4, 8), np.int32), rows, rows, tables
+    ),
+  ):
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < layer_bytes / 2
 
 
 @given(
