@@ -1,10 +1,16 @@
 """Measures speculative decoding with MTP modules: tokens/s by batch size and drafts.
 
   python -m benchmarks.speculative --workdir=DIR [--json]
+  python -m benchmarks.speculative --agreeing=0.3
 
 A small M2 with three MTP modules is pre-trained on Python's standard library (the model
 and the modules together, as `pretrain.fit` does; DIR/pretrain has its checkpoints,
-from which another run goes on). Then batches of prompts from held-out files are served
+from which another run goes on). With --agreeing=NOISE nothing is trained: the model is
+that of `benchmarks.rollout` (13.5M parameters without modules), random, but made so that
+modules and trunk predict much the same. What that tells is the speed at the acceptance
+that the table shows, of a model of which a step for few rows mostly reads weights.
+
+Then batches of prompts from held-out files are served
 that arrive together, each drawing --new tokens:
 
   0         by an engine without modules: the baseline
@@ -31,9 +37,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import expand_mtp
+from benchmarks import expand_mtp, rollout_worker
 from m2jax import config as model_config
 from m2jax.checkpoint import CheckpointManager
 from m2jax.config import ModelConfig
@@ -43,6 +51,7 @@ from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
 from m2jax.train import pretrain
+from m2jax.train import step as train_step
 from m2jax.train.loop import Run
 
 _CHECKPOINT_EVERY = 25  # training steps
@@ -71,6 +80,36 @@ def trained(args, workdir: pathlib.Path):
   ):
     run = Run('pretrain', manager, metrics)
     return cfg, pretrain.fit(settings, cfg, [train], run, seed=0).variables, held_out
+
+
+def agreeing(cfg: ModelConfig, variables, noise: float):
+  """Weights of which modules and trunk predict much the same, without noise the same.
+
+  Blocks add little, so that the next token depends on the last one alone; a module
+  reads that token's embedding.
+  """
+  params = dict(variables['params'])
+  quiet = lambda p: {**p, 'o': p['o'] * noise, 'down': p['down'] * noise}
+  mtp = dict(params['mtp'], layers=quiet(params['mtp']['layers']))
+  hidden = mtp['proj'][:, : cfg.embed_dim] * noise
+  passed = jnp.broadcast_to(jnp.eye(cfg.embed_dim, dtype=hidden.dtype), hidden.shape)
+  mtp['proj'] = jnp.concatenate([hidden, passed], axis=1)
+  return {
+    **variables,
+    'params': {**params, 'layers': quiet(params['layers']), 'mtp': mtp},
+  }
+
+
+def untrained(args):
+  """What `trained` returns, of random weights."""
+  cfg = dataclasses.replace(rollout_worker.model_config(), num_mtp_modules=MODULES)
+  variables = train_step.init_variables(cfg, jax.random.key(0))
+  params = variables['params']
+  # Logits that spread over some nats, as a trained model's do.
+  spread = dict(params, embed=params['embed'] * 50, head=params['head'] * 10)
+  variables = agreeing(cfg, {**variables, 'params': spread}, args.agreeing)
+  texts = np.random.default_rng(0).integers(1, cfg.vocab_size, (99, 2 * args.prompt))
+  return cfg, variables, list(texts)
 
 
 class Side:
@@ -201,7 +240,8 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
-  parser.add_argument('--workdir', type=pathlib.Path, required=True)
+  parser.add_argument('--workdir', type=pathlib.Path)
+  parser.add_argument('--agreeing', type=float, help='noise; nothing is trained')
   parser.add_argument('--layers', type=int, default=8, help='of the trunk')
   parser.add_argument('--steps', type=int, default=150, help='of training')
   parser.add_argument('--files', type=int, default=400, help='to train on')
@@ -213,8 +253,13 @@ def main() -> None:
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
   started, found = time.monotonic(), []
-  cfg, variables, held_out = trained(args, args.workdir)
-  print(f'trained: {time.monotonic() - started:.0f} s', file=sys.stderr)
+  if args.agreeing is not None:
+    cfg, variables, held_out = untrained(args)
+  elif args.workdir:
+    cfg, variables, held_out = trained(args, args.workdir)
+  else:
+    parser.error('one of --workdir and --agreeing')
+  print(f'weights: {time.monotonic() - started:.0f} s', file=sys.stderr)
   for rows in args.requests:
     found += serve(cfg, variables, held_out, rows, args)
     print(f'{rows} requests: {time.monotonic() - started:.0f} s', file=sys.stderr)

@@ -131,7 +131,10 @@ class Pages(NamedTuple):
     """A module's states [P, D] in the pages of position [P]."""
     index = jnp.clip(position // self.page_tokens, 0, tables.shape[1] - 1)
     page = jnp.take_along_axis(tables, index[:, None], axis=1)[:, 0]
-    return self.states[module, page]
+    # A gather from all modules': a slice of one's would be copied.
+    modules, pages, D = self.states.shape
+    flat = self.states.reshape(modules * pages, D)
+    return flat.at[module * pages + page].get(mode='promise_in_bounds')
 
 
 def empty(

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import speculative
 from m2jax.forge import lead_engine
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.batcher import Batcher
@@ -44,21 +45,10 @@ CONFIG = dataclasses.replace(
 
 
 def agreeing(seed: int, noise: float):
-  """Weights of which modules and trunk predict much the same.
-
-  Blocks add little, so that the next token depends on the last one alone; a module
-  reads that token's embedding. Without noise both compute the same.
-  """
+  """Weights of which modules and trunk predict much the same."""
   variables = init(seed, CFG)
-  params = dict(variables['params'])
-  quiet = lambda p: {**p, 'o': p['o'] * noise, 'down': p['down'] * noise}
-  mtp = dict(params['mtp'], layers=quiet(params['mtp']['layers']))
-  hidden = mtp['proj'][:, : CFG.embed_dim] * noise
-  passed = jnp.broadcast_to(jnp.eye(CFG.embed_dim), hidden.shape)
-  mtp['proj'] = jnp.concatenate([hidden, passed], axis=1)
-  params.update(layers=quiet(params['layers']), mtp=mtp)
-  params['head'] = params['head'] / 2
-  return {**variables, 'params': params}
+  params = dict(variables['params'], head=variables['params']['head'] / 2)
+  return speculative.agreeing(CFG, {**variables, 'params': params}, noise)
 
 
 @pytest.fixture(scope='module')
