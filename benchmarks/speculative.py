@@ -6,8 +6,8 @@
 A small M2 with three MTP modules is pre-trained on Python's standard library (the model
 and the modules together, as `pretrain.fit` does; DIR/pretrain has its checkpoints,
 from which another run goes on). With --agreeing=NOISE nothing is trained: the model is
-that of `benchmarks.rollout` (13.5M parameters without modules), random, but made so that
-modules and trunk predict much the same. What that tells is the speed at the acceptance
+that of `benchmarks.rollout` (13.5M parameters without modules), random, but made so
+that modules and trunk predict much the same. That tells the speed at the acceptance
 that the table shows, of a model of which a step for few rows mostly reads weights.
 
 Then batches of prompts from held-out files are served
