@@ -78,6 +78,14 @@ def score(variables, tokens, cfg, experts=None):
 
   Module k's entry scores tokens[k+1:]. `experts` [n, L, top_k] fixes the trunk's ids.
   """
+  params = variables['params']
+  (trunk, *modules), used, mtp_ids = states(variables, tokens, cfg, experts)
+  logprobs = [_logprob(h[:-1], params, tokens[k + 2 :]) for k, h in enumerate(modules)]
+  return _logprob(trunk[:-1], params, tokens[1:]), logprobs, used, mtp_ids
+
+
+def states(variables, tokens, cfg, experts=None):
+  """One sample [n] → states hᵏ [n-k, D] of trunk and modules, ids of both."""
   params, router = variables['params'], variables['router']
   x = params['embed'][tokens]
   used = []
@@ -89,8 +97,7 @@ def score(variables, tokens, cfg, experts=None):
     x, ids = _block(x, p, router['layers'][layer], cfg, fixed, window)
     used.append(ids)
   h = _norm(x, params['final_norm'], cfg.rms_norm_eps)
-  trunk = _logprob(h[:-1], params, tokens[1:])
-  modules, mtp_ids = [], []
+  found, mtp_ids = [h], []
   for k in range(1, cfg.num_mtp_modules + 1):
     m = params['mtp']
     hidden = _norm(h[: len(tokens) - k], m['hidden_norm'][k - 1], cfg.rms_norm_eps)
@@ -102,5 +109,5 @@ def score(variables, tokens, cfg, experts=None):
     x, ids = _block(x, p, router['mtp'][k - 1], cfg)
     mtp_ids.append(ids)
     h = _norm(x, params['final_norm'], cfg.rms_norm_eps)
-    modules.append(_logprob(h[:-1], params, tokens[k + 1 :]))
-  return trunk, modules, used, mtp_ids
+    found.append(h)
+  return found, used, mtp_ids

@@ -18,7 +18,7 @@ import numpy as np
 
 from m2jax.config import ModelConfig
 from m2jax.forge.commands import Commands, Stopped
-from m2jax.rollout.decode_state import DecodeState, Sampled, Slots
+from m2jax.rollout.decode_state import DecodeState, Drafted, Sampled, Slots
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import EngineLost
@@ -92,6 +92,15 @@ class LeadEngine:
     self._commands.forget()  # the tokens needed all processes
     return state, sampled
 
+  def speculate(
+    self, params, state, drafts, *arrays
+  ) -> tuple[DecodeState, Sampled, Drafted]:
+    with self._all('speculate', (drafts, *arrays)):
+      state, *found = self._engine.speculate(params, state, drafts, *arrays)
+      found = jax.device_get(found)
+    self._commands.forget()
+    return state, *found
+
   def expert_ids(self, state, *arrays) -> np.ndarray:
     with self._all('expert_ids', arrays):
       return jax.device_get(self._engine.expert_ids(state, *arrays))
@@ -144,6 +153,8 @@ def follow(engine: Engine, variables: Any, commands: Commands) -> None:
           state = engine.admit(state, *arrays)
         case 'generate_many':
           state, _ = engine.generate_many(variables, state, *arrays)
+        case 'speculate':
+          state, *_ = engine.speculate(variables, state, *arrays)
         case 'expert_ids':
           engine.expert_ids(state, *arrays)
         case _:

@@ -24,16 +24,17 @@ import numpy as np
 from absl import logging
 
 from m2jax.checks import require
-from m2jax.rollout import decode_plan, prefill_plan
+from m2jax.rollout import decode_plan, prefill_plan, speculative
 from m2jax.rollout.api import GenerateResult
 from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
+from m2jax.rollout.drafting import Drafting
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
 from m2jax.rollout.page_journal import PageJournal
+from m2jax.rollout.rate import Rate
 from m2jax.rollout.sequences import Sequences, State
 from m2jax.rollout.swap import Pauses
 
-_RATE_WINDOW_S = 10.0
 TOTALS = (
   'prompt_tokens',
   'prefix_hit_tokens',
@@ -70,6 +71,8 @@ class SchedulerConfig:
     max_failures: consecutive failing steps after which the scheduler gives up.
     seed: of the random stream for requests without a seed.
     weights_part_bytes: bytes of new weights placed on a mesh between two decode calls.
+    draft_tokens: of each step; None takes what is fastest, at most
+      EngineConfig.draft_tokens (see drafting.py).
   """
 
   decode_steps: int = 8
@@ -78,6 +81,7 @@ class SchedulerConfig:
   max_failures: int = 3
   seed: int = 0
   weights_part_bytes: int = 2**28
+  draft_tokens: int | None = None
 
   def __post_init__(self):
     for field in ('decode_steps', 'prefill_budget_tokens', 'weights_part_bytes'):
@@ -106,8 +110,15 @@ class Batcher:
         f'SchedulerConfig.decode_steps={config.decode_steps}: must be at most '
         f'EngineConfig.max_steps={engine.config.max_steps}'
       )
+    most = engine.config.draft_tokens
+    if config.draft_tokens is not None and not 0 <= config.draft_tokens <= most:
+      raise ValueError(
+        f'SchedulerConfig.draft_tokens={config.draft_tokens}: must be at most '
+        f'EngineConfig.draft_tokens={most}, or None'
+      )
     self.engine = engine
     self.config = config
+    self.drafting = Drafting(most, config.draft_tokens)
     self.variables = variables
     self.version = version
     self.waiting: collections.deque[Job] = collections.deque()
@@ -115,7 +126,7 @@ class Batcher:
     self.failures = 0
     self.pauses = Pauses()
     self.journal = PageJournal()
-    self._rates = collections.deque([(time.monotonic(), 0)])
+    self._rate = Rate()
     self.reset()
 
   def reset(self) -> None:
@@ -142,9 +153,7 @@ class Batcher:
   @property
   def tokens_per_s(self) -> float:
     """Sampled tokens over the last ten seconds."""
-    then, before = self._rates[0]
-    elapsed = max(time.monotonic() - then, 1e-9)
-    return (self.counts['sampled_tokens'] - before) / elapsed
+    return self._rate.per_s
 
   def cancel(self, job: Job) -> None:
     """Finishes a request with its tokens so far; no effect on a finished one."""
@@ -172,7 +181,7 @@ class Batcher:
     # Requests held back still claim a slot: later requests do not overtake them.
     while self.waiting and len(held_back) < idle:
       job = self.waiting.popleft()
-      placed = table.place(job.tokens, ahead=self.config.decode_steps)
+      placed = table.place(job.tokens, ahead=self._ahead(self.drafting.most))
       if placed == 'soon':
         held_back.append(job)
         continue
@@ -256,25 +265,34 @@ class Batcher:
   def _decode(self) -> None:
     """Decodes a few steps of every active slot, at the least cost."""
     table, config = self.table, self.engine.config
-    self._reserve()
     slots = table.where(State.DECODE)
     if not slots.size:
       self.pauses.idle()
       return
-    ahead = table.held[slots] + self.config.decode_steps
+    most = np.bincount(table.group(slots)).max()
+    drafts = self.drafting.choose(next(r for r in config.decode_rows if r >= most))
+    self._reserve(self._ahead(drafts))
+    slots = table.where(State.DECODE)
+    if not slots.size:
+      return
+    ahead = table.held[slots] + self._ahead(drafts)
     pages = -(-np.minimum(ahead, config.context_tokens) // config.page_tokens)
     for which, size, n in decode_plan.choose(
       pages, table.group(slots), config.decode_rows, config.table_sizes
     ):
-      if not self._decode_call(slots[which], size, n):
+      if not self._decode_call(slots[which], size, n, drafts):
         return
 
-  def _reserve(self) -> None:
+  def _ahead(self, drafts: int) -> int:
+    """Positions that a decode call can need after those of a sequence."""
+    return speculative.positions(self.config.decode_steps, drafts)
+
+  def _reserve(self, ahead: int) -> None:
     """Gives each decoding slot pages for the next steps; retracts others if needed."""
     table, context = self.table, self.engine.config.context_tokens
     slots = table.where(State.DECODE)
     for slot in slots[np.argsort(table.started[slots])].tolist():
-      need = min(int(table.held[slot]) + self.config.decode_steps, context)
+      need = min(int(table.held[slot]) + ahead, context)
       while table.state[slot] == State.DECODE and not table.reserve(slot, need):
         self._retract(table.youngest(table.group(slot)))
 
@@ -289,28 +307,27 @@ class Batcher:
     self.waiting.appendleft(job)
     self.counts['retractions'] += 1
 
-  def _decode_call(self, slots: np.ndarray, size: int, n: int) -> bool:
+  def _decode_call(self, slots: np.ndarray, size: int, n: int, drafts: int) -> bool:
     """One decode call and its effect on each request; False if all requests failed."""
     table, config, groups = self.table, self.engine.config, self.engine.groups
     at, num_rows = self._lay(slots, size)
     rows = lambda values: self._spread(values, at, groups * size)
     self.pauses.begin_decode()
-    self.state, sampled = self.engine.generate_many(
-      self.variables,
-      self.state,
+    arguments = (
       rows((slots % config.slots).astype(np.int32)),
       num_rows,
       rows(table.tables[slots, :n]),
       np.int32(self.config.decode_steps),
     )
-    sampled = jax.tree.map(lambda x: x[at], jax.device_get(sampled))
+    self.state, sampled, finite = self.drafting.decode(
+      self.engine, self.variables, self.state, size, drafts, arguments
+    )
+    sampled, finite = jax.tree.map(lambda x: x[at], (sampled, finite))
     self.pauses.end_decode()
     before = table.held[slots] + 1
     table.append(slots, sampled.counts, sampled.tokens, sampled.logprobs, self.version)
     self._count_sampled(int(sampled.counts.sum()))
-    drawn = np.arange(sampled.logprobs.shape[1]) < sampled.counts[:, None]
-    broken = (~np.isfinite(sampled.logprobs) & drawn).any(axis=1)
-    if broken.any():
+    if not finite.all():
       # NaN in the cache would spread: an attention weight of 0 times NaN is NaN.
       self.fail_running(
         EngineError(f'the weights of version {self.version} give non-finite logits')
@@ -334,10 +351,7 @@ class Batcher:
     self.failures = 0
     self.counts['decode_calls'] += 1
     self.counts['sampled_tokens'] += tokens
-    now = time.monotonic()
-    self._rates.append((now, self.counts['sampled_tokens']))
-    while len(self._rates) > 2 and self._rates[0][0] < now - _RATE_WINDOW_S:
-      self._rates.popleft()
+    self._rate.add(tokens)
 
   def _stream(self, job: Job, begin: int) -> None:
     end = self.table.held[job.slot] + 1

@@ -22,10 +22,11 @@ from jax import lax
 
 from m2jax.config import ModelConfig
 from m2jax.layers import head
-from m2jax.rollout import contexts, forward, sampling
+from m2jax.rollout import contexts, forward, modules, sampling
 from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.decode_state import (
   LENGTH,
+  NO_DRAFT,
   RUNNING,
   STOP,
   DecodeState,
@@ -75,12 +76,18 @@ class Calls:
         padding has count 0.
     """
     rows = forward.Rows(tokens, starts, counts, tables)
-    return dataclasses.replace(state, pages=self._extend(params, state.pages, rows)[1])
+    if not self.config.draft_tokens:
+      return dataclasses.replace(state, pages=self.extend(params, state.pages, rows)[1])
+    begin = modules.start(state.pages, tables, starts)
+    hidden, pages = self.extend(params, state.pages, rows)
+    pages = modules.store_states(pages, 0, rows, hidden)
+    pages = modules.prefill(self.cfg, params, pages, rows, hidden, begin, self.sharding)
+    return dataclasses.replace(state, pages=pages)
 
   def admit(self, state: DecodeState, rows, num_rows, slots: Slots) -> DecodeState:
     """Sets the decoding state of slots `rows` [S]; their prefix must be stored."""
     return dataclasses.replace(
-      state, slots=_scatter(state.slots, slots, rows, num_rows[0])
+      state, slots=scatter(state.slots, slots, rows, num_rows[0])
     )
 
   def generate_many(
@@ -93,18 +100,8 @@ class Calls:
       tables: [P, n] int32, pages of at least length + steps positions each.
       steps: int32, at most config.max_steps.
     """
-    P, N, top = rows.shape[0], self.config.max_steps, self.config.max_top_logprobs
-    slots = jax.tree.map(lambda x: x[rows], state.slots)
-    live = jnp.arange(P) < num_rows[0]
-    slots = dataclasses.replace(slots, remaining=jnp.where(live, slots.remaining, 0))
-    sampled = Sampled(
-      tokens=jnp.zeros((P, N), jnp.int32),
-      logprobs=jnp.zeros((P, N), jnp.float32),
-      counts=jnp.zeros(P, jnp.int32),
-      finish_code=jnp.zeros(P, jnp.int32),
-      top_ids=jnp.zeros((P, N, top), jnp.int32),
-      top_logprobs=jnp.zeros((P, N, top), jnp.float32),
-    )
+    N = self.config.max_steps
+    slots, sampled = self.begin(state, rows, num_rows, N)
 
     def unfinished(carry):
       step, left, *_ = carry
@@ -124,17 +121,38 @@ class Calls:
         top_ids=at(sampled.top_ids, drawn.top_ids),
         top_logprobs=at(sampled.top_logprobs, drawn.top_logprobs),
       )
-      return step + 1, self._any_left(slots), pages, slots, sampled
+      return step + 1, self.any_left(slots), pages, slots, sampled
 
     starts, pages = slots.length, state.pages
     if self.contexts:
-      pages = contexts.take(pages, tables)
-    begin = jnp.int32(0), self._any_left(slots), pages, slots, sampled
+      pages = contexts.take(pages, tables, self.cfg.num_layers)
+    begin = jnp.int32(0), self.any_left(slots), pages, slots, sampled
     _, _, pages, slots, sampled = lax.while_loop(unfinished, one, begin)
     if self.contexts:
       new = slots.length - starts
       pages = contexts.put_back(state.pages, pages, tables, starts, new, N)
-    return DecodeState(pages, _scatter(state.slots, slots, rows, num_rows[0])), sampled
+    return DecodeState(pages, scatter(state.slots, slots, rows, num_rows[0])), sampled
+
+  def begin(
+    self, state: DecodeState, rows, num_rows, most: int
+  ) -> tuple[Slots, Sampled]:
+    """Slots `rows` [P], of which the first num_rows decode, and no tokens of them.
+
+    Args:
+      most: tokens that a row can draw.
+    """
+    P, top = rows.shape[0], self.config.max_top_logprobs
+    slots = jax.tree.map(lambda x: x[rows], state.slots)
+    live = jnp.arange(P) < num_rows[0]
+    slots = dataclasses.replace(slots, remaining=jnp.where(live, slots.remaining, 0))
+    return slots, Sampled(
+      tokens=jnp.zeros((P, most), jnp.int32),
+      logprobs=jnp.zeros((P, most), jnp.float32),
+      counts=jnp.zeros(P, jnp.int32),
+      finish_code=jnp.zeros(P, jnp.int32),
+      top_ids=jnp.zeros((P, most, top), jnp.int32),
+      top_logprobs=jnp.zeros((P, most, top), jnp.float32),
+    )
 
   def expert_ids(self, state: DecodeState, group, table) -> jax.Array:
     """Expert ids [n·page, L, top_k] int16 of the pages `table` [n] of a group.
@@ -166,28 +184,34 @@ class Calls:
     """One token of each running row: pages, slots, Drawn."""
     running = (slots.remaining > 0).astype(jnp.int32)
     rows = forward.Rows(slots.token[:, None], slots.length, running, tables)
-    hidden, pages = self._extend(params, pages, rows)
-    logits = head.logits(params['params'], hidden[:, 0])
-    logits = self.sharding.all_gather(logits, 'vocab', axis=1)
-    slots, drawn = self._sample(_adjusted(logits, slots, pages, tables), slots)
+    hidden, pages = self.extend(params, pages, rows)
+    if self.config.draft_tokens:
+      pages = modules.forget(modules.store_states(pages, 0, rows, hidden), rows)
+      none = jnp.full_like(slots.drafts, NO_DRAFT)
+      slots = dataclasses.replace(slots, drafts=none)
+    logits = adjusted(self.logits(params, hidden[:, 0]), slots, pages, tables)
+    slots, drawn = self._sample(logits, slots)
     return pages, slots, drawn
 
-  def _any_left(self, slots: Slots):
+  def logits(self, params, hidden):
+    """[P, V] of hidden [P, D]."""
+    logits = head.logits(params['params'], hidden)
+    return self.sharding.all_gather(logits, 'vocab', axis=1)
+
+  def any_left(self, slots: Slots):
     left = jnp.any(slots.remaining > 0).astype(jnp.int32)
     return self.sharding.psum(left, 'rows') > 0
 
   def _sample(self, logits, slots: Slots):
     """Draws each row's next token; finished rows do not change."""
-    how = sampling.Draws(
-      slots.seed,
-      slots.sampled,
-      slots.temperature,
-      slots.min_p,
-      slots.top_k,
-      slots.top_p,
-    )
-    token, logprob, logprobs = sampling.sample(logits, how)
+    token, logprob, logprobs = sampling.sample(logits, draws(slots))
     running = slots.remaining > 0
+    slots, code = self.take(slots, token, logprob, running)
+    top = self.top(logprobs, slots)
+    return slots, Drawn(token, logprob, running.astype(jnp.int32), code, *top)
+
+  def take(self, slots: Slots, token, logprob, running) -> tuple[Slots, jax.Array]:
+    """Appends a token to the rows that are `running` [P]; slots and finish_code."""
     count = running.astype(jnp.int32)
     near_one = logprob > np.log(self.config.confident_probability)
     confident = jnp.where(near_one, slots.confident + 1, 0)
@@ -199,14 +223,15 @@ class Calls:
       slots,
       length=slots.length + count,
       token=jnp.where(running, token, slots.token),
-      remaining=jnp.where(running & (code == RUNNING), remaining, 0),
+      remaining=jnp.where(
+        running, jnp.where(code == RUNNING, remaining, 0), slots.remaining
+      ),
       sampled=slots.sampled + count,
       confident=jnp.where(running, confident, slots.confident),
     )
-    top = self._top(logprobs, slots)
-    return slots, Drawn(token, logprob, count, code.astype(jnp.int32), *top)
+    return slots, code.astype(jnp.int32)
 
-  def _top(self, logprobs, slots: Slots):
+  def top(self, logprobs, slots: Slots):
     """The most likely tokens and their log-probabilities, if a row asks for them."""
     count = self.config.max_top_logprobs
     shape = len(logprobs), count
@@ -220,7 +245,7 @@ class Calls:
       return none(logprobs)
     return lax.cond(jnp.any(slots.top > 0), find, none, logprobs)
 
-  def _extend(self, params, pages, rows: forward.Rows):
+  def extend(self, params, pages, rows: forward.Rows):
     return forward.extend(self.cfg, params, pages, rows, self.sharding)
 
   # --- JetStream's calls: slot s has pages of its own, one after the other.
@@ -241,8 +266,11 @@ class Calls:
       counts=jnp.where(fresh, true_length - 1, true_length)[None],
       tables=self._table(0)[None],
     )
+    hidden, pages = self.extend(params, prefix.pages, rows)
+    if self.config.draft_tokens:  # by JetStream's calls nothing is drafted
+      pages = modules.forget(modules.store_states(pages, 0, rows, hidden), rows)
     return Prefix(
-      pages=self._extend(params, prefix.pages, rows)[1],
+      pages=pages,
       length=prefix.length + true_length,
       token=tokens[true_length - 1],
     )
@@ -262,7 +290,7 @@ class Calls:
     targets = jnp.where(mine, self._table(slot), pages_lib.UNUSED)
     pages = pages_lib.copy(state.pages, targets, prefix.pages, self._table(0))
     one = mine.astype(jnp.int32)
-    return DecodeState(pages, _scatter(state.slots, slots, slot[None], one))
+    return DecodeState(pages, scatter(state.slots, slots, slot[None], one))
 
   def generate_one(
     self, params, state: DecodeState
@@ -275,8 +303,24 @@ class Calls:
     return DecodeState(pages, slots), result
 
 
-def _adjusted(logits, slots: Slots, pages, tables):
-  """The logits with the penalties and biases of rows that have any."""
+def draws(slots: Slots) -> sampling.Draws:
+  """How each row draws its next token."""
+  return sampling.Draws(
+    slots.seed,
+    slots.sampled,
+    slots.temperature,
+    slots.min_p,
+    slots.top_k,
+    slots.top_p,
+  )
+
+
+def adjusted(logits, slots: Slots, pages, tables, ahead: int = 0):
+  """The logits with the penalties and biases of rows that have any.
+
+  Args:
+    ahead: stored tokens after the last one of each row that count, too.
+  """
   how = sampling.Penalties(
     slots.presence_penalty,
     slots.frequency_penalty,
@@ -288,7 +332,7 @@ def _adjusted(logits, slots: Slots, pages, tables):
   def penalize(logits):
     tokens = pages.read_tokens(tables)
     position = jnp.arange(tokens.shape[1])
-    stored = position <= slots.length[:, None]  # the last token, too
+    stored = position <= slots.length[:, None] + ahead  # the last token, too
     prompt = position < slots.prompt[:, None]
     return sampling.penalize(logits, how, tokens, stored & prompt, stored & ~prompt)
 
@@ -297,7 +341,7 @@ def _adjusted(logits, slots: Slots, pages, tables):
   return lax.cond(jnp.all(off), lambda x: x, penalize, logits)
 
 
-def _scatter(into: Slots, rows_of: Slots, rows, num_rows) -> Slots:
+def scatter(into: Slots, rows_of: Slots, rows, num_rows) -> Slots:
   """Writes rows_of's first num_rows entries to `rows` of `into`."""
   size = into.length.shape[0]
   target = jnp.where(jnp.arange(rows.shape[0]) < num_rows, rows, size)

@@ -16,17 +16,25 @@ import jax
 import jax.numpy as jnp
 
 from m2jax.kernels.paged_attention import cpu as paged_attention
+from m2jax.rollout import masked_attention
 from m2jax.rollout.pages import EXPERT_DTYPE, Pages, Places
 
 
 class Contexts(NamedTuple):
   """k [K, P, H, S], v [K, P, S, H] of each layer, which XLA would copy out of a stack;
-  tokens [P, S]; experts [L, P, S, top_k] or None."""
+  tokens [P, S]; experts [L, P, S, top_k] or None; with modules states [mtp, P, n, D]
+  and depth [P, S], else None."""
 
   k: tuple[jax.Array, ...]
   v: tuple[jax.Array, ...]
   tokens: jax.Array
   experts: jax.Array | None
+  states: jax.Array | None = None
+  depth: jax.Array | None = None
+
+  @property
+  def page_tokens(self) -> int:
+    return self.tokens.shape[1] // self.states.shape[2]
 
   def places(self, tables, positions, live) -> Places:
     """Row and position; one beyond the last for those that are not live."""
@@ -55,24 +63,45 @@ class Contexts(NamedTuple):
     stored = self.experts.at[layer, at.page, at.offset]
     return self._replace(experts=stored.set(ids.astype(EXPERT_DTYPE), mode='drop'))
 
-  def attend(self, layer: int, q, tables, position) -> jax.Array:
+  def attend(self, layer: int, q, tables, position, visible=None) -> jax.Array:
     del tables
     keys, values = self.k[layer].astype(q.dtype), self.v[layer].astype(q.dtype)
+    if visible is not None:
+      return masked_attention.short_chunk(q, keys, values, position, visible)
     return paged_attention.short_chunk(q, keys, values, position)[0]
 
   def read_tokens(self, tables) -> jax.Array:
     del tables
     return self.tokens
 
+  def write_depth(self, at: Places, depth) -> Contexts:
+    stored = self.depth.at[at.page, at.offset]
+    return self._replace(depth=stored.set(depth.astype(self.depth.dtype), mode='drop'))
 
-def take(pages: Pages, tables) -> Contexts:
-  """The contexts in the pages of tables [P, n]."""
-  layers = [pages.read(layer, tables) for layer in range(len(pages.k))]
+  def read_depth(self, tables) -> jax.Array:
+    del tables
+    return self.depth
+
+  def write_states(self, module: int, at: Places, states) -> Contexts:
+    at = self.states.at[module, at.page, at.offset // self.page_tokens]
+    return self._replace(states=at.set(states.astype(self.states.dtype), mode='drop'))
+
+  def read_states(self, module: int, tables, position) -> jax.Array:
+    index = jnp.clip(position // self.page_tokens, 0, tables.shape[1] - 1)
+    return self.states[module, jnp.arange(len(index)), index]
+
+
+def take(pages: Pages, tables, layers: int) -> Contexts:
+  """The contexts in the pages of tables [P, n], of the first layers."""
+  layers = [pages.read(layer, tables) for layer in range(layers)]
   tokens, ids = pages.read_tokens(tables), pages.experts
   if ids is not None:  # of what is there already nothing reads them
     ids = jnp.zeros((len(ids), *tokens.shape, ids.shape[-1]), ids.dtype)
   k = tuple(keys.swapaxes(2, 3) for keys, _ in layers)
-  return Contexts(k, tuple(values for _, values in layers), tokens, ids)
+  states = depth = None
+  if pages.states is not None:
+    states, depth = pages.states[:, tables], pages.read_depth(tables)
+  return Contexts(k, tuple(v for _, v in layers), tokens, ids, states, depth)
 
 
 def put_back(pages: Pages, contexts: Contexts, tables, starts, counts, most: int):
@@ -88,7 +117,11 @@ def put_back(pages: Pages, contexts: Contexts, tables, starts, counts, most: int
   for layer, (k, v) in enumerate(zip(contexts.k, contexts.v, strict=True)):
     k, v = k[:, row, :, positions], v[:, row, positions].transpose(1, 2, 0, 3)
     pages = pages.write(layer, at, k, v)
-    if pages.experts is not None:
+    if pages.experts is not None and layer < len(pages.experts):
       ids = contexts.experts[layer, row, positions]
       pages = pages.write_experts(layer, at, ids)
+  if pages.states is not None:
+    pages = pages.write_depth(at, contexts.depth[row, positions])
+    # Rows that share a page have read the same of it.
+    pages = pages._replace(states=pages.states.at[:, tables].set(contexts.states))
   return pages.write_tokens(at, contexts.tokens[row, positions])

@@ -15,6 +15,7 @@ from m2jax.rollout.engine_config import EngineConfig
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of Sampled.finish_code
 NO_TOKEN = np.iinfo(np.int32).max
+NO_DRAFT = -1
 
 
 def _pytree(*meta: str):
@@ -44,6 +45,8 @@ class Slots:
     prompt: int32, tokens of the prompt: those after it are the response's.
     top: int32, most likely tokens that are asked for.
     stop_ids: [S, M] int32, padded with -1.
+    drafts: [S, mtp] int32, of the tokens after the last one; -1 where there is none.
+      The modules have consumed the last token if and only if there is a first draft.
     bias_ids: [S, b] int32, padded with the largest int32. bias: [S, b] float32.
   """
 
@@ -63,6 +66,7 @@ class Slots:
   prompt: jax.Array
   top: jax.Array
   stop_ids: jax.Array
+  drafts: jax.Array
   bias_ids: jax.Array
   bias: jax.Array
 
@@ -88,6 +92,7 @@ def make_slots(rows: int, config: EngineConfig) -> Slots:
     prompt=int32(),
     top=int32(),
     stop_ids=int32(config.max_stop_ids, value=-1),
+    drafts=int32(config.draft_tokens, value=NO_DRAFT),
     bias_ids=int32(config.max_logit_bias, value=NO_TOKEN),
     bias=np.zeros((rows, config.max_logit_bias), np.float32),
   )
@@ -133,6 +138,23 @@ class Sampled:
   finish_code: jax.Array
   top_ids: jax.Array
   top_logprobs: jax.Array
+
+
+@_pytree()
+class Drafted:
+  """What became of the drafts of `speculative.generate_many`; K drafts of a token.
+
+  Attributes:
+    verified: [P] int32, verifications by the main model.
+    tested: [P, K] int32, drafts that were compared: those before them were accepted.
+    accepted: [P, K] int32, drafts that were what the main model drew.
+    finite: [P] bool, whether the modules gave finite logits.
+  """
+
+  verified: jax.Array
+  tested: jax.Array
+  accepted: jax.Array
+  finite: jax.Array
 
 
 @_pytree('tokens_idx', 'valid_idx', 'length_idx', 'samples_per_slot')

@@ -39,10 +39,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
-from m2jax.rollout import forward, placement
+from m2jax.rollout import forward, placement, speculative
 from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.calls import Calls
-from m2jax.rollout.decode_state import DecodeState, Prefix, ResultTokens, make_slots
+from m2jax.rollout.decode_state import (
+  DecodeState,
+  Drafted,
+  Prefix,
+  ResultTokens,
+  Sampled,
+  make_slots,
+)
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.sharding import ONE_DEVICE, Sharding
 
@@ -75,17 +82,23 @@ class Engine:
         f'EngineConfig.context_tokens={config.context_tokens} exceeds '
         f'ModelConfig.max_positions={cfg.max_positions}'
       )
+    if config.draft_tokens > cfg.num_mtp_modules:
+      raise ValueError(
+        f'EngineConfig.draft_tokens={config.draft_tokens} exceeds '
+        f'ModelConfig.num_mtp_modules={cfg.num_mtp_modules}: each draft is of a module '
+        'of its own; `train.expand_mtp` adds modules'
+      )
     self.cfg = cfg
     self.config = config
     self.sharding = placement.serving(cfg, sharding)
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ('data',))
     self._mesh = self.sharding.mesh or one
-    rules, records = self.sharding.rules, config.record_experts
+    rules, drafting = self.sharding.rules, config.draft_tokens > 0
     weights = _EVERYWHERE
     if self.sharding.mesh is not None:
-      weights = placement.weight_specs(cfg, rules)
-    state = placement.state_specs(rules, record_experts=records)
-    prefix = placement.prefix_specs(rules, record_experts=records)
+      weights = placement.weight_specs(cfg, rules, modules=drafting)
+    state = placement.state_specs(rules, config)
+    prefix = placement.prefix_specs(rules, config)
     self._prefix = prefix
     # On a TPU or a GPU there are kernels for pages and for groups of any size.
     alone = self.sharding.mesh is None and jax.default_backend() == 'cpu'
@@ -102,6 +115,16 @@ class Engine:
       donate=1,
       whole=True,
     )
+    self.speculative = {
+      drafts: self._jit(
+        functools.partial(speculative.generate_many, calls, drafts),
+        (weights, state, *[row] * 3, all_),
+        (state, row, row),
+        donate=1,
+        whole=True,
+      )
+      for drafts in range(1, config.draft_tokens + 1)
+    }
     self.admit = self._jit(calls.admit, (state, *[row] * 3), state, donate=0)
     self.expert_ids = self._jit(calls.expert_ids, (state, all_, all_), all_)
     # Pages to and from host memory, or another engine.
@@ -116,7 +139,7 @@ class Engine:
       calls.insert, (prefix, state, all_, all_), state, donate=1
     )
     self._jit_prefill = self._jit(calls.prefill, (weights, prefix, all_, all_), prefix)
-    split = functools.partial(forward.split_layers, cfg, dense=alone)
+    split = functools.partial(forward.split_layers, cfg, dense=alone, modules=drafting)
     self._split_layers = jax.jit(split, out_shardings=self._named(weights))
     self._new_state = jax.jit(self._empty_state, out_shardings=self._named(state))
     self._new_prefix = jax.jit(self._empty_prefix, out_shardings=self._named(prefix))
@@ -131,15 +154,15 @@ class Engine:
 
     Args:
       donate: position of the state.
-      whole: whether its second result goes to every device, for the host.
+      whole: whether its other results go to every device, for the host.
     """
 
     def call(*args):
       return self.sharding.shard_map(f, arguments, results)(*args)
 
-    call.__name__ = f.__name__
+    call.__name__ = getattr(f, 'func', f).__name__
     # Without out_shardings a second call may compile again.
-    out = (results[0], _EVERYWHERE) if whole else results
+    out = (results[0], *[_EVERYWHERE] * (len(results) - 1)) if whole else results
     return jax.jit(call, donate_argnums=donate, out_shardings=self._named(out))
 
   def _named(self, specs):
@@ -147,8 +170,7 @@ class Engine:
 
   def state_shapes(self) -> DecodeState:
     """Shapes and shardings of the state, for compilation without data."""
-    rules, records = self.sharding.rules, self.config.record_experts
-    specs = placement.state_specs(rules, record_experts=records)
+    specs = placement.state_specs(self.sharding.rules, self.config)
     return self.sharding.shaped(jax.eval_shape(self._empty_state), specs)
 
   def _empty_pages(self, pages: int) -> pages_lib.Pages:
@@ -159,6 +181,7 @@ class Engine:
       config.page_tokens,
       config.cache_dtype,
       record_experts=config.record_experts,
+      modules=config.draft_tokens,
     )
 
   def _empty_state(self) -> DecodeState:
@@ -170,6 +193,12 @@ class Engine:
   def _empty_prefix(self) -> Prefix:
     pages = self._empty_pages(1 + self.config.context_pages)
     return Prefix(pages, jnp.int32(-1), jnp.int32(0))
+
+  def speculate(
+    self, params, state: DecodeState, drafts: int, *arrays
+  ) -> tuple[DecodeState, Sampled, Drafted]:
+    """`generate_many` with drafts, 1 … config.draft_tokens; see `speculative`."""
+    return self.speculative[int(drafts)](params, state, *arrays)
 
   # --- JetStream's Engine API, 0.2.2.
 
@@ -291,9 +320,10 @@ class Engine:
     for n in config.table_sizes:
       for size in config.decode_rows:
         tables = rows(size, n)
-        state, _ = self.generate_many(
-          params, state, rows(size), rows(1), tables, np.int32(0)
-        )
+        none = rows(size), rows(1), tables, np.int32(0)
+        state, _ = self.generate_many(params, state, *none)
+        for drafts in self.speculative:
+          state, *_ = self.speculate(params, state, drafts, *none)
       for size, chunk in config.prefill_shapes:
         tokens, tables = rows(size, chunk), rows(size, n)
         state = self.prefill_rows(params, state, tokens, rows(size), rows(size), tables)
@@ -306,6 +336,7 @@ class Engine:
   def compilations(self) -> int:
     """Number of programs compiled so far for the scheduler's calls."""
     calls = (self.prefill_rows, self.generate_many, self.admit, self.expert_ids)
+    calls += tuple(self.speculative.values())
     return sum(call._cache_size() for call in calls)
 
   def _check_own_pages(self) -> None:

@@ -34,6 +34,8 @@ class EngineConfig:
     cache_dtype: of the K/V cache; None is the model's activation dtype.
     record_experts: store the expert ids of every token with its K/V and return them
       with the result, for routing replay in training: 2·L·top_k bytes per token.
+    draft_tokens: maximum tokens that MTP modules draft for the main model to verify in
+      one step; 0 is off. Their keys and values are in the pages, too.
   """
 
   slots: int = 64
@@ -51,12 +53,13 @@ class EngineConfig:
   confident_tokens: int = 3000
   cache_dtype: str | None = None
   record_experts: bool = False
+  draft_tokens: int = 0
 
   def __post_init__(self):
     check = functools.partial(require, self)
     for field in ('slots', 'page_tokens', 'max_steps', 'max_stop_ids'):
       check(getattr(self, field) > 0, field, 'positive')
-    for field in ('max_logit_bias', 'max_top_logprobs'):
+    for field in ('max_logit_bias', 'max_top_logprobs', 'draft_tokens'):
       check(getattr(self, field) >= 0, field, 'at least 0')
     check(self.confident_tokens > 0, 'confident_tokens', 'positive')
     check(self.context_tokens > 1, 'context_tokens', 'at least 2')

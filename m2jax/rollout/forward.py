@@ -24,7 +24,7 @@ from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
 from m2jax.moe import batched
 from m2jax.rollout.contexts import Contexts
-from m2jax.rollout.pages import Pages
+from m2jax.rollout.pages import Pages, Places
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 DENSE = 'dense'  # a layer's experts as two matrices
@@ -47,6 +47,20 @@ class Rows(NamedTuple):
   counts: jax.Array
   tables: jax.Array
 
+  @property
+  def position(self) -> jax.Array:
+    """[P, C]."""
+    return self.starts[:, None] + jnp.arange(self.tokens.shape[1])
+
+  @property
+  def live(self) -> jax.Array:
+    """[P, C], which are not padding."""
+    return jnp.arange(self.tokens.shape[1]) < self.counts[:, None]
+
+  def places(self, pages: Pages | Contexts) -> Places:
+    """Where the tokens are stored."""
+    return pages.places(self.tables, self.position, self.live)
+
 
 def extend(
   cfg: ModelConfig,
@@ -61,28 +75,12 @@ def extend(
   undefined. With a mesh all arguments are this device's part.
   """
   params, (P, C) = variables['params'], rows.tokens.shape
-  position = rows.starts[:, None] + jnp.arange(C)
-  live = jnp.arange(C) < rows.counts[:, None]
-  at = pages.places(rows.tables, position, live)
-  sees_up_to = jnp.where(live, position, -1)  # no page is read for padding
-  tables = rope.tables(position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
+  block = layer_block(cfg, rows, sharding)
+  at = rows.places(pages)
 
   def body(x, pages, p, bias, layer):
-    def attend(x, p):
-      qkv = attention.project(x, p, cfg, tables, sharding)
-      q, k, v = (a.reshape(P, C, *a.shape[1:]) for a in qkv)
-      after = pages.write(layer, at, k, v)
-      out = after.attend(layer, q, rows.tables, sees_up_to)
-      out = out.reshape(P * C, -1) @ p['o'].astype(x.dtype)
-      return sharding.psum(out, 'heads'), after
-
-    ones = jnp.ones(P * C, jnp.int32)
-    experts = _experts_of(cfg, P * C, p)
-    x, after, routing = block.apply(
-      *(x, p, bias, cfg, attend, ones), sharding=sharding, experts=experts
-    )
-    ids = routing.ids.reshape(P, C, -1)
-    return x, after.write_experts(layer, at, ids)
+    x, pages, ids = block(x, pages, p, bias, layer)
+    return x, pages.write_experts(layer, at, ids)
 
   pages = pages.write_tokens(at, rows.tokens)
   x = embed(cfg, params, rows.tokens, sharding)
@@ -92,12 +90,46 @@ def extend(
   return x.reshape(P, C, -1), pages
 
 
+def layer_block(cfg: ModelConfig, rows: Rows, sharding: Sharding, visible=None):
+  """A decoder block over the rows' tokens, whose keys and values it stores.
+
+  Args:
+    visible: [P, S], if not all are: which keys a token other than itself sees.
+
+  Returns:
+    (x [P·C, D], pages, parameters, router bias, layer of the pages) → x, pages, expert
+    ids [P, C, top_k].
+  """
+  P, C = rows.tokens.shape
+  position = rows.position
+  sees_up_to = jnp.where(rows.live, position, -1)  # no page is read for padding
+  tables = rope.tables(position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
+
+  def apply(x, pages, p, bias, layer):
+    def attend(x, p):
+      qkv = attention.project(x, p, cfg, tables, sharding)
+      q, k, v = (a.reshape(P, C, *a.shape[1:]) for a in qkv)
+      after = pages.write(layer, rows.places(pages), k, v)
+      out = after.attend(layer, q, rows.tables, sees_up_to, visible)
+      out = out.reshape(P * C, -1) @ p['o'].astype(x.dtype)
+      return sharding.psum(out, 'heads'), after
+
+    ones = jnp.ones(P * C, jnp.int32)
+    experts = _experts_of(cfg, P * C, p)
+    x, after, routing = block.apply(
+      *(x, p, bias, cfg, attend, ones), sharding=sharding, experts=experts
+    )
+    return x, after, routing.ids.reshape(P, C, -1)
+
+  return apply
+
+
 def _through_layers(cfg: ModelConfig, body, x, pages, weights):
   """Applies `body` to every layer, unrolled or scanned; returns x and the pages."""
   if cfg.unroll_layers:
     layers, biases = weights
     if not isinstance(layers, tuple):  # else `split_layers` has done it
-      layers, biases = _split(cfg, layers), _split(cfg, biases)
+      layers, biases = (_split(cfg.num_layers, x) for x in weights)
     for l, (p, bias) in enumerate(zip(layers, biases, strict=True)):
       x, pages = body(x, pages, p, bias, l)
     return x, pages
@@ -110,23 +142,26 @@ def _through_layers(cfg: ModelConfig, body, x, pages, weights):
   return lax.scan(one, (x, pages), layers)[0]
 
 
-def split_layers(cfg: ModelConfig, variables, *, dense: bool = False):
+def split_layers(
+  cfg: ModelConfig, variables, *, dense: bool = False, modules: bool = False
+):
   """The weights with a tuple over layers in place of stacked arrays.
 
   XLA copies each slice of a stacked array that a matmul reads, in every call.
 
   Args:
     dense: gives each layer's experts as `batched.dense` and `batched.fused` do.
+    modules: splits the MTP modules, too.
   """
   params, router = variables['params'], variables['router']
-  layers = _split(cfg, params['layers'])
-  if dense:
-    layers = tuple(map(_for_batched, layers))
-  return {
-    **variables,
-    'params': {**params, 'layers': layers},
-    'router': {**router, 'layers': _split(cfg, router['layers'])},
-  }
+  prepare = _for_batched if dense else lambda p: p
+  split = {'layers': tuple(map(prepare, _split(cfg.num_layers, params['layers'])))}
+  biases = {'layers': _split(cfg.num_layers, router['layers'])}
+  if modules:
+    made = _split(cfg.num_mtp_modules, params['mtp'])
+    split['mtp'] = tuple({**p, 'layers': prepare(p['layers'])} for p in made)
+    biases['mtp'] = _split(cfg.num_mtp_modules, router['mtp'])
+  return {**variables, 'params': {**params, **split}, 'router': {**router, **biases}}
 
 
 def _for_batched(p):
@@ -154,6 +189,6 @@ def _batched_experts(x, ids, weights, p):
   return batched.experts(x, ids, weights, *kernels)
 
 
-def _split(cfg: ModelConfig, stacked) -> tuple:
+def _split(count: int, stacked) -> tuple:
   layer = lambda l: jax.tree.map(operator.itemgetter(l), stacked)
-  return tuple(layer(l) for l in range(cfg.num_layers))
+  return tuple(layer(l) for l in range(count))

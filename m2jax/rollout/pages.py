@@ -5,11 +5,16 @@ belongs to no sequence: what must not be kept is written there (padding, and row
 have finished). Recorded expert ids are stored with the keys and values of their token,
 so a request that shares a prefix gets its ids.
 
+With MTP modules (rollout/modules.py) their layers follow the trunk's. A page also has
+the states after its last stored token, and of each token how many modules have stored
+keys and values.
+
 Writes and reads index the whole arrays, layers included: XLA updates the donated cache
 in place, and no layer is copied out of the stack.
 
-Axes: L layers, K key/value heads, pages, page tokens of a page, H head dim, P rows of a
-call, n pages of a table, C new tokens of a row, S = n·page positions.
+Axes: L layers, with those of mtp modules, K key/value heads, pages, page tokens of a
+page, H head dim, D model, P rows of a call, n pages of a table, C new tokens of a row,
+S = n·page positions.
 """
 
 from __future__ import annotations
@@ -21,8 +26,9 @@ import jax.numpy as jnp
 
 from m2jax.config import ModelConfig
 from m2jax.kernels import paged_attention
+from m2jax.rollout import masked_attention
 
-EXPERT_DTYPE = jnp.int16
+EXPERT_DTYPE, DEPTH_DTYPE = jnp.int16, jnp.int8
 UNUSED = 0  # the page of what is not kept
 
 
@@ -34,13 +40,16 @@ class Places(NamedTuple):
 
 
 class Pages(NamedTuple):
-  """k, v [L, K, pages, page, H], tokens [pages, page] int32, experts [L, pages, page,
-  top_k] int16 or None."""
+  """k, v [L, K, pages, page, H], tokens [pages, page] int32, experts [L of the trunk,
+  pages, page, top_k] int16 or None; with modules states [mtp, pages, D], the first of
+  the trunk, and depth [pages, page] int8, else None."""
 
   k: jax.Array
   v: jax.Array
   tokens: jax.Array
   experts: jax.Array | None = None
+  states: jax.Array | None = None
+  depth: jax.Array | None = None
 
   @property
   def page_tokens(self) -> int:
@@ -85,8 +94,14 @@ class Pages(NamedTuple):
     """Keys and values of a layer in the pages of tables [P, n]: [K, P, S, H] each."""
     return paged_attention.gather(paged_attention.Cache(self.k, self.v, tables, layer))
 
-  def attend(self, layer, q, tables, position) -> jax.Array:
-    """Attention of q [P, C, K·G, H] at position [P, C] over each row so far."""
+  def attend(self, layer, q, tables, position, visible=None) -> jax.Array:
+    """Attention of q [P, C, K·G, H] at position [P, C] over each row so far.
+
+    `visible` [P, S], if not all are: which keys a query other than their own sees.
+    """
+    if visible is not None:
+      keys, values = (x.astype(q.dtype) for x in self.read(layer, tables))
+      return masked_attention.attend(q, keys, values, position, visible)
     cache = paged_attention.Cache(self.k, self.v, tables, layer)
     return paged_attention.attend(q, cache, position)
 
@@ -94,6 +109,32 @@ class Pages(NamedTuple):
     """The tokens in the pages of tables [P, n]: [P, S]."""
     found = self.tokens.at[tables].get(mode='promise_in_bounds')
     return found.reshape(len(tables), -1)
+
+  def write_depth(self, at: Places, depth) -> Pages:
+    """Stores of tokens [P, C] how many modules have their keys and values."""
+    depth = depth.astype(self.depth.dtype)
+    stored = self.depth.at[at.page, at.offset].set(depth, mode='promise_in_bounds')
+    return self._replace(depth=stored)
+
+  def read_depth(self, tables) -> jax.Array:
+    """What `write_depth` stored in the pages of tables [P, n]: [P, S]."""
+    found = self.depth.at[tables].get(mode='promise_in_bounds')
+    return found.reshape(len(tables), -1)
+
+  def write_states(self, module: int, at: Places, states) -> Pages:
+    """Stores states [P, C, D] of a module, at most one of each page."""
+    at = self.states.at[module, at.page]
+    stored = at.set(states.astype(self.states.dtype), mode='promise_in_bounds')
+    return self._replace(states=stored)
+
+  def read_states(self, module: int, tables, position) -> jax.Array:
+    """A module's states [P, D] in the pages of position [P]."""
+    index = jnp.clip(position // self.page_tokens, 0, tables.shape[1] - 1)
+    page = jnp.take_along_axis(tables, index[:, None], axis=1)[:, 0]
+    # A gather from all modules': a slice of one's would be copied.
+    modules, pages, D = self.states.shape
+    flat = self.states.reshape(modules * pages, D)
+    return flat.at[module * pages + page].get(mode='promise_in_bounds')
 
 
 def empty(
@@ -103,9 +144,13 @@ def empty(
   dtype=None,
   *,
   record_experts: bool = False,
+  modules: int = 0,
 ) -> Pages:
-  """Zeros of `dtype`; None is the activations' dtype."""
-  shape = (cfg.num_layers, cfg.num_kv_heads, pages, page_tokens, cfg.head_dim)
+  """Zeros of `dtype`; None is the activations' dtype.
+
+  `modules`: MTP modules with keys and values here.
+  """
+  shape = (cfg.num_layers + modules, cfg.num_kv_heads, pages, page_tokens, cfg.head_dim)
   ids = (cfg.num_layers, pages, page_tokens, cfg.experts_per_token)
   dtype = dtype or cfg.dtype
   return Pages(
@@ -113,6 +158,8 @@ def empty(
     v=jnp.zeros(shape, dtype),
     tokens=jnp.zeros((pages, page_tokens), jnp.int32),
     experts=jnp.zeros(ids, EXPERT_DTYPE) if record_experts else None,
+    states=jnp.zeros((modules, pages, cfg.embed_dim), cfg.dtype) if modules else None,
+    depth=jnp.zeros((pages, page_tokens), DEPTH_DTYPE) if modules else None,
   )
 
 
@@ -134,4 +181,5 @@ def copy(into: Pages, targets, source: Pages, sources) -> Pages:
 
 def axes(pages: Pages) -> Pages:
   """The axis of the pages in each array."""
-  return Pages(2, 2, 0, None if pages.experts is None else 1)
+  axis = Pages(2, 2, 0, 1, 1, 0)
+  return Pages(*(None if x is None else a for a, x in zip(axis, pages, strict=True)))

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.rollout.decode_state import DecodeState, Prefix
+from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.pages import Pages
 from m2jax.sharding import PRESETS, Rules, Sharding
 
@@ -49,19 +50,28 @@ def serving(cfg: ModelConfig, sharding: Sharding) -> Sharding:
   return served
 
 
-def weight_specs(cfg: ModelConfig, rules: Rules) -> dict[str, Any]:
+def weight_specs(
+  cfg: ModelConfig, rules: Rules, *, modules: bool = False
+) -> dict[str, Any]:
   """PartitionSpecs of the weights as the calls take them (`forward.split_layers`)."""
   specs = sharding_lib.param_specs(cfg, rules)
   if not cfg.unroll_layers:
     return specs
 
-  def split(stacked):
+  def split(stacked, count: int):
     is_spec = lambda x: isinstance(x, PartitionSpec)
     one = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stacked, is_leaf=is_spec)
-    return (one,) * cfg.num_layers
+    return (one,) * count
 
+  counts = {'layers': cfg.num_layers}
+  if modules:
+    counts['mtp'] = cfg.num_mtp_modules
   return {
-    name: dict(tree, layers=split(tree['layers'])) for name, tree in specs.items()
+    name: {
+      key: split(part, counts[key]) if key in counts else part
+      for key, part in tree.items()
+    }
+    for name, tree in specs.items()
   }
 
 
@@ -70,22 +80,23 @@ def rows_spec(rules: Rules) -> PartitionSpec:
   return rules.spec('rows', 'rows')
 
 
-def page_specs(rules: Rules, *, record_experts: bool, groups: bool = True) -> Pages:
+def page_specs(rules: Rules, config: EngineConfig, *, groups: bool = True) -> Pages:
   """PartitionSpecs of Pages; without `groups` every group has the same pages."""
   rows = 'rows' if groups else None
   spec = rules.spec('pages', None, 'heads', rows, None, None)
   ids = rules.spec('page experts', None, rows, None, None)
   tokens = rules.spec('page tokens', rows, None)
-  return Pages(spec, spec, tokens, ids if record_experts else None)
+  states = rules.spec('page states', None, rows, None)
+  modules = (states, tokens) if config.draft_tokens else (None, None)
+  return Pages(spec, spec, tokens, ids if config.record_experts else None, *modules)
 
 
-def state_specs(rules: Rules, *, record_experts: bool) -> DecodeState:
+def state_specs(rules: Rules, config: EngineConfig) -> DecodeState:
   """PartitionSpecs of a DecodeState, a prefix of its tree."""
-  pages = page_specs(rules, record_experts=record_experts)
-  return DecodeState(pages, rows_spec(rules))
+  return DecodeState(page_specs(rules, config), rows_spec(rules))
 
 
-def prefix_specs(rules: Rules, *, record_experts: bool) -> Prefix:
+def prefix_specs(rules: Rules, config: EngineConfig) -> Prefix:
   """PartitionSpecs of a Prefix, which every group has."""
-  pages = page_specs(rules, record_experts=record_experts, groups=False)
+  pages = page_specs(rules, config, groups=False)
   return Prefix(pages, _EVERYWHERE, _EVERYWHERE)

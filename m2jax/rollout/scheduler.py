@@ -36,6 +36,7 @@ from m2jax.rollout.batcher import (
   EngineLost,
   SchedulerConfig,
 )
+from m2jax.rollout.drafting import Drafting
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
 from m2jax.rollout.page_journal import Event
@@ -115,6 +116,11 @@ class Scheduler:
     return self._engine.config.context_tokens
 
   @property
+  def drafting(self) -> Drafting:
+    """What has been measured of drafts; changes while requests are served."""
+    return self._batcher.drafting
+
+  @property
   def alive(self) -> bool:
     """Whether requests are being served."""
     return self._thread.is_alive() and self._dead is None
@@ -190,8 +196,8 @@ class Scheduler:
     queue_length, active_slots, slots, pages, page_tokens, cached_pages (of prefixes
     that no request reads), free_pages, evicted_pages, prefill_budget_tokens,
     decode_steps, policy_version, tokens_per_s (sampled, over the last ten seconds),
-    update_pause_s and update_pause_longest_s (`swap.Pauses`), and
-    the totals of `batcher.TOTALS`.
+    update_pause_s and update_pause_longest_s (`swap.Pauses`), the totals of
+    `batcher.TOTALS` and those of `Drafting.stats`.
     """
     batcher = self._batcher
     with self._wake:
@@ -211,6 +217,7 @@ class Scheduler:
       'policy_version': batcher.version,
       'tokens_per_s': batcher.tokens_per_s,
       **batcher.pauses.stats(),
+      **batcher.drafting.stats(),
     }
 
   def page_events(self) -> list[Event]:

@@ -43,11 +43,13 @@ CONFIG = EngineConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A mesh, fields of the model, and whether JetStream's calls are made too."""
+  """A mesh, fields of the model, whether JetStream's calls are made too, and the drafts
+  of each step."""
 
   mesh: dict[str, int]
   model: dict[str, Any] = dataclasses.field(default_factory=dict)
   jetstream: bool = False
+  drafts: int = 0
 
 
 CASES = {
@@ -65,6 +67,9 @@ CASES = {
   'fsdp tensor': Case(dict(fsdp=4, tensor=2)),
   'expert tensor': Case(dict(expert=4, tensor=2), dict(unroll_layers=True)),
   'context expert': Case(dict(context=2, expert=4)),
+  # Compared with one device without drafts.
+  'drafts': Case(dict(fsdp=2, expert=2, tensor=2), drafts=1),
+  'drafts, unrolled': Case(dict(data=4, tensor=2), dict(unroll_layers=True), drafts=1),
 }
 
 
@@ -99,7 +104,8 @@ def jobs() -> list[Job]:
 
 def scheduled(engine: Engine, weights, others) -> dict[str, Any]:
   """What the scheduler returns; `others` replace the weights in between."""
-  batcher = Batcher(engine, weights, 0, SchedulerConfig(decode_steps=4))
+  config = SchedulerConfig(decode_steps=4, draft_tokens=engine.config.draft_tokens)
+  batcher = Batcher(engine, weights, 0, config)
   batcher.state = engine.warmup(weights, batcher.state)
   compiled, requests = engine.compilations(), jobs()
   batcher.waiting.extend(requests)
@@ -109,6 +115,7 @@ def scheduled(engine: Engine, weights, others) -> dict[str, Any]:
     batcher.tick()
   assert not batcher.busy and engine.compilations() == compiled
   assert batcher.counts['prefix_hit_tokens'] == 8
+  assert (batcher.drafting.drafted > 0) == (engine.config.draft_tokens > 0)
   found = [job.future.result() for job in requests]
   return {
     f'{name} {i}': np.asarray(getattr(result, name))
@@ -142,7 +149,8 @@ def jetstream(engine: Engine, weights) -> dict[str, Any]:
 def results(case: Case, where: sharding.Sharding, learner: sharding.Sharding):
   """(results, engine); the second weights come as `learner` places them."""
   cfg = model(case)
-  engine = Engine(cfg, CONFIG, where)
+  config = dataclasses.replace(CONFIG, draft_tokens=case.drafts)
+  engine = Engine(cfg, config, where)
   first, second = (quick.variables(cfg, i, noise=0.1, bias=0.1) for i in range(2))
   second = learner.place(second, sharding.param_specs(cfg, learner.rules))
   weights = engine.load_params(first)

@@ -1,0 +1,132 @@
+"""Decides how many tokens the next decode call drafts, by what it measures.
+
+With K drafts and r_i the share of i-th drafts that are accepted when those before them
+were, a verification gives 1 + r_1 + r_1·r_2 + … + r_1·…·r_K tokens. The call takes the
+K with most tokens a second, 0 included: drafts pay while a verification costs little
+more than a step, as it does for few rows, and not once rows fill the machine.
+
+Times are those of the last calls with as many rows, medians; each K is tried a few
+times at the start and once in a while later. Which K is taken changes no token.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from m2jax.rollout.decode_state import DecodeState, Drafted, Sampled
+
+TRIALS = 3  # of each K and batch size, the first of which is not counted
+TRY_EVERY = 64  # calls, until a K that is not the best is measured again
+_RECENT = 5  # measured times
+_MEMORY = 1000.0  # drafts of a position, after which a measured share counts 1/e
+
+
+class Drafting:
+  """The decode calls of one scheduler, and what they measured.
+
+  Attributes:
+    sizes: K that may be chosen, ascending.
+    verified: verifications of a row so far.
+    drafted, accepted: drafts so far.
+    calls: number of calls by (rows, K).
+  """
+
+  def __init__(self, most: int, fixed: int | None = None):
+    """Chooses from 0 … most, or always `fixed`."""
+    self.sizes = tuple(range(most + 1)) if fixed is None else (fixed,)
+    self.verified = self.drafted = self.accepted = 0
+    # Half a draft as a start, until some are measured.
+    self._tested, self._right = np.ones(most), np.full(most, 0.5)
+    self._seconds = collections.defaultdict(lambda: collections.deque(maxlen=_RECENT))
+    self.calls: collections.Counter = collections.Counter()
+    self._last: dict[tuple[int, int], int] = {}
+
+  @property
+  def most(self) -> int:
+    return self.sizes[-1]
+
+  @property
+  def acceptance(self) -> np.ndarray:
+    """[most] r_i of the last drafts; 0.5 where none were tested."""
+    return self._right / self._tested
+
+  def choose(self, rows: int) -> int:
+    """K of the next call, of `rows` rows."""
+    if len(self.sizes) == 1:
+      return self.sizes[0]
+    for drafts in self.sizes:
+      if self.calls[rows, drafts] < TRIALS:
+        return drafts
+    now = sum(self.calls[rows, drafts] for drafts in self.sizes)
+    oldest = min(self.sizes, key=lambda drafts: self._last[rows, drafts])
+    if now % TRY_EVERY == 0:
+      return oldest
+    return max(self.sizes, key=lambda drafts: self.rate(rows, drafts))
+
+  def rate(self, rows: int, drafts: int) -> float:
+    """Expected tokens of a row a second, by the measurements."""
+    tokens = 1 + float(np.sum(np.cumprod(self.acceptance[:drafts])))
+    return tokens / statistics.median(self._seconds[rows, drafts])
+
+  def decode(
+    self, engine, variables, state: DecodeState, rows: int, drafts: int, arguments
+  ) -> tuple[DecodeState, Sampled, np.ndarray]:
+    """Makes a decode call and measures it.
+
+    Args:
+      rows: of each group.
+      drafts: K.
+      arguments: of `Calls.generate_many`, after the state.
+
+    Returns:
+      The state; what was sampled, on the host; and which rows' logits, of the modules,
+      too, were finite.
+    """
+    started = time.perf_counter()
+    if drafts:
+      state, *found = engine.speculate(variables, state, drafts, *arguments)
+    else:
+      state, *found = engine.generate_many(variables, state, *arguments)
+    sampled, *drafted = jax.device_get(found)
+    seconds = time.perf_counter() - started
+    drawn = np.arange(sampled.logprobs.shape[1]) < sampled.counts[:, None]
+    finite = ~(~np.isfinite(sampled.logprobs) & drawn).any(axis=1)
+    if drafted:
+      self.count(drafts, *drafted)
+      finite &= drafted[0].finite
+    steps = drafted[0].verified if drafted else sampled.counts
+    self.record(rows, drafts, seconds, int(steps.max()))
+    return state, sampled, finite
+
+  def record(self, rows: int, drafts: int, seconds: float, steps: int) -> None:
+    """Takes the time of a call of so many steps of all rows."""
+    key = rows, drafts
+    self.calls[key] += 1
+    self._last[key] = self.calls.total()
+    if self.calls[key] > 1 and steps:  # the first may have been compiled
+      self._seconds[key].append(seconds / steps)
+
+  def count(self, drafts: int, drafted: Drafted) -> None:
+    """Takes what became of the drafts of a call, on the host."""
+    tested, accepted = drafted.tested.sum(axis=0), drafted.accepted.sum(axis=0)
+    self.verified += int(drafted.verified.sum())
+    self.drafted += int(drafted.verified.sum()) * drafts
+    self.accepted += int(accepted.sum())
+    keep = np.exp(-tested / _MEMORY)
+    self._tested[:drafts] = self._tested[:drafts] * keep + tested
+    self._right[:drafts] = self._right[:drafts] * keep + accepted
+
+  def stats(self) -> dict[str, float]:
+    """drafted_tokens, accepted_tokens, and mean_accepted_length: the tokens of a
+    verification, the main model's own included; 0 without any."""
+    length = 1 + self.accepted / self.verified if self.verified else 0.0
+    return {
+      'drafted_tokens': self.drafted,
+      'accepted_tokens': self.accepted,
+      'mean_accepted_length': length,
+    }
