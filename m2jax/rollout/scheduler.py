@@ -97,6 +97,8 @@ class Scheduler:
     batcher = self._batcher
     if warmup:
       batcher.state = self._engine.warmup(batcher.variables, batcher.state)
+      if batcher.tiers is not None:
+        batcher.state = batcher.tiers.warmup(batcher.state)
     self._thread.start()
     return self
 
@@ -108,6 +110,8 @@ class Scheduler:
     if self._thread.ident is not None:
       self._thread.join()
     self._give_up('it was stopped')
+    if self._batcher.tiers is not None:
+      self._batcher.tiers.close()
 
   @property
   def context_tokens(self) -> int:
@@ -191,7 +195,7 @@ class Scheduler:
     that no request reads), free_pages, evicted_pages, prefill_budget_tokens,
     decode_steps, policy_version, tokens_per_s (sampled, over the last ten seconds),
     update_pause_s and update_pause_longest_s (`swap.Pauses`), and
-    the totals of `batcher.TOTALS`.
+    the totals of `batcher.TOTALS`; with more memory for pages also `Tiers.stats`.
     """
     batcher = self._batcher
     with self._wake:
@@ -211,6 +215,7 @@ class Scheduler:
       'policy_version': batcher.version,
       'tokens_per_s': batcher.tokens_per_s,
       **batcher.pauses.stats(),
+      **(batcher.tiers.stats() if batcher.tiers is not None else {}),
     }
 
   def page_events(self) -> list[Event]:
