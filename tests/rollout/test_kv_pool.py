@@ -183,6 +183,16 @@ def test_the_queue_is_bounded(tmp_path):
   assert pool.flush(TIMEOUT_S) and len(files(tmp_path)) == 6
 
 
+def test_values_that_are_being_written_count(tmp_path):
+  """Several threads together keep to a bound of two pages."""
+  pool = opened(f'file://{tmp_path}/', bytes=2 * VALUE)
+  for number in range(10):
+    for key in keys(8, stem=number):
+      assert pool.put(key, page(0))
+    assert pool.flush(TIMEOUT_S) and len(files(tmp_path)) == 2
+  assert pool.stats()['evicted_pages'] == 78
+
+
 def test_pages_that_are_not_finite_are_not_written(tmp_path):
   pool, bad = opened(f'file://{tmp_path}/'), page(0)
   bad[1][0] = np.inf

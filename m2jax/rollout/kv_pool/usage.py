@@ -51,7 +51,7 @@ class Usage:
     self._sizes: collections.OrderedDict[str, int] = collections.OrderedDict()
     self._writing: dict[str, int] = {}
     self._written = 0  # bytes since the last listing
-    self._lock = threading.Lock()
+    self._lock = threading.Condition()
     with self._lock:
       self._scan()
 
@@ -79,20 +79,23 @@ class Usage:
       self.total -= self._sizes.pop(name, 0)
 
   def begin(self, name: str, size: int) -> bool:
-    """Makes room for a value; False if it is there or being written."""
+    """Makes room for a value of at most the capacity, waiting for others if it must.
+
+    Returns:
+      False if the value is there or being written.
+    """
     with self._lock:
-      if name in self._sizes or name in self._writing:
-        return False
+      self._written += size
+      if self._written * _SCAN_SHARE > self.capacity:
+        self._scan()
+      while True:
+        if name in self._sizes or name in self._writing:
+          return False
+        if self.total + size <= self.capacity:
+          break
+        self._make_room()
       self._writing[name] = size
       self.total += size
-      self._written += size
-      try:
-        if self._written * _SCAN_SHARE > self.capacity:
-          self._scan()
-        self._make_room()
-      except BaseException:
-        self.total -= self._writing.pop(name)
-        raise
       return True
 
   def end(self, name: str, *, stored: bool) -> None:
@@ -105,13 +108,16 @@ class Usage:
         self._sizes[name] = size
       else:
         self.total -= size
+      self._lock.notify_all()
 
   def _make_room(self) -> None:
-    while self.total > self.capacity and self._sizes:
-      name, size = self._sizes.popitem(last=False)
-      self.total -= size
-      self.evicted += 1
-      self._store.write(name, None).result(self._timeout_s)  # deletes it
+    if not self._sizes and self._writing:
+      self._lock.wait()
+      return
+    name, size = self._sizes.popitem(last=False)
+    self.total -= size
+    self.evicted += 1
+    self._store.write(name, None).result(self._timeout_s)  # deletes it
 
   def _scan(self) -> None:
     """Lists the store; what is known of the order of use stays."""
