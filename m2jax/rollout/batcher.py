@@ -185,9 +185,9 @@ class Batcher:
       self._place()  # requests that waited for a prefix that is now cached
     self._admit()
     self._decode()
+    self.counts['busy_s'] += time.monotonic() - begin
     if self.tiers is not None:
       self.tiers.settle(self.state, idle=not self.jobs)
-    self.counts['busy_s'] += time.monotonic() - begin
 
   def _place(self) -> None:
     """Moves waiting requests to idle slots with pages for them."""

@@ -14,7 +14,7 @@ import pytest
 from m2jax.rollout import tiers
 from m2jax.rollout.kv_pool.config import KvPoolConfig
 from m2jax.rollout.page_layout import Layout
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.scheduler import EngineError, Scheduler, SchedulerConfig
 from tests.rollout import soak as soak_lib
 from tests.rollout.conftest import FEW
 from tests.rollout.test_engine import prompt
@@ -230,6 +230,24 @@ def test_copies_are_compiled_by_the_warmup(few, variables):
   turns(scheduler)
   assert assert_settled(scheduler)['host_hit_tokens'] > 0
   assert [call._cache_size() for call in calls] == compiled
+
+
+def test_pages_that_are_not_finite_go_nowhere(serve, few, variables, tmp_path):
+  """Weights with NaN fail their requests, and leave nothing that others could find."""
+  head = variables['params']['head']
+  broken = {**variables, 'params': {**variables['params'], 'head': head * np.nan}}
+  embed = variables['params']['embed']
+  broken['params']['embed'] = embed * np.nan
+  scheduler = serve(few, broken, host_cache_bytes=HOST_BYTES, kv_pool=pool(tmp_path))
+  handle = scheduler.submit(request(PROMPTS[0]))
+  with pytest.raises(EngineError, match='version 0 give non-finite'):
+    handle.future.result(60)
+  scheduler.update_weights(variables, 1)
+  assert run(scheduler, request(PROMPTS[1])).versions.tolist() == [1] * 6
+  assert scheduler._batcher.tiers.pool.flush(60)
+  stats = scheduler.stats()
+  assert stats['pool_dropped_pages'] == 5
+  assert stats['pool_written_pages'] == stats['host_pages'] > 0
 
 
 class Distributed:
