@@ -33,7 +33,7 @@ from tests.rollout import conftest as small
 
 CONFIG = dataclasses.replace(small.ENGINE_CONFIG, pages=1 + 12 + 14)
 AT_ONCE = 24
-HOST_PAGES, POOL_PAGES = 20, 120
+HOST_PAGES, POOL_PAGES = 8, 200
 TIMEOUT_S = 120
 REPORTED = ('requests', 'checked', 'cancelled', 'retractions', 'weight_updates')
 REPORTED += ('prefix_hit_tokens', 'evicted_pages', 'sampled_tokens')
