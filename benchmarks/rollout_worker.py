@@ -63,37 +63,42 @@ class Server:
     config = SchedulerConfig(prefill_budget_tokens=4096)
     self.scheduler = Scheduler(engine, self.variables, config=config).start()
 
-  def submit(self, prompt, new_tokens: int):
-    sampling = SamplingParams(new_tokens, temperature=0.0)
-    return self.scheduler.submit(GenerateRequest(prompt, sampling))
-
   def batch(self, requests: int, prompt: int, new: int, seed: int) -> dict:
     prompts = workload.batch(requests, prompt, seed)
-    handles = [self.submit(tokens, new) for tokens in prompts]
+    handles = [submit(self.scheduler, tokens, new) for tokens in prompts]
     found = [handle.future.result().tokens for handle in handles]
     return {'tokens': sum(map(len, found)), 'first': found[0].tolist()}
 
   def sessions(self, seed: int, **fields) -> dict:
-    given = workload.Sessions(**fields)
     before = self.scheduler.stats()['prefix_hit_tokens']
-    done: queue.SimpleQueue = queue.SimpleQueue()
-
-    def serve(step):
-      def go_on(session, response):
-        if (prompt := step(session, response)) is None:
-          return 0
-        handle = self.submit(prompt, given.new_tokens)
-        handle.future.add_done_callback(lambda f: done.put((session, f.result())))
-        return 1
-
-      running = sum(go_on(session, None) for session in range(given.count))
-      while running:
-        session, result = done.get()
-        running += go_on(session, result.tokens.tolist()) - 1
-
-    counts = workload.play(given, seed, serve)
+    counts = play(self.scheduler, workload.Sessions(**fields), seed)
     hits = self.scheduler.stats()['prefix_hit_tokens'] - before
     return {**counts, 'tokens': counts['new_tokens'], 'hit_tokens': hits}
+
+
+def submit(scheduler: Scheduler, prompt, new_tokens: int):
+  sampling = SamplingParams(new_tokens, temperature=0.0)
+  return scheduler.submit(GenerateRequest(prompt, sampling))
+
+
+def play(scheduler: Scheduler, given: workload.Sessions, seed: int) -> dict[str, int]:
+  """Plays the sessions; returns what `workload.play` does."""
+  done: queue.SimpleQueue = queue.SimpleQueue()
+
+  def serve(step):
+    def go_on(session, response):
+      if (prompt := step(session, response)) is None:
+        return 0
+      handle = submit(scheduler, prompt, given.new_tokens)
+      handle.future.add_done_callback(lambda f: done.put((session, f.result())))
+      return 1
+
+    running = sum(go_on(session, None) for session in range(given.count))
+    while running:
+      session, result = done.get()
+      running += go_on(session, result.tokens.tolist()) - 1
+
+  return workload.play(given, seed, serve)
 
 
 def main() -> None:

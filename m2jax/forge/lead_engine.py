@@ -30,8 +30,11 @@ class LeadEngine:
   The weights are those that every process loads at its start.
 
   Attributes:
+    moves_pages: see Engine.
     lost: whether a call has failed, so that no other will succeed.
   """
+
+  moves_pages = False
 
   def __init__(self, engine: Engine, commands: Commands):
     self._engine, self._commands = engine, commands

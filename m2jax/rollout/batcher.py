@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import time
 from typing import Any
 
@@ -24,12 +25,13 @@ import numpy as np
 from absl import logging
 
 from m2jax.checks import require
-from m2jax.rollout import decode_plan, prefill_plan, speculative
+from m2jax.rollout import decode_plan, prefill_plan, speculative, tiers
 from m2jax.rollout.api import GenerateResult
 from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.drafting import Drafting
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
+from m2jax.rollout.kv_pool.config import KvPoolConfig
 from m2jax.rollout.page_journal import PageJournal
 from m2jax.rollout.rate import Rate
 from m2jax.rollout.sequences import Sequences, State
@@ -73,6 +75,8 @@ class SchedulerConfig:
     weights_part_bytes: bytes of new weights placed on a mesh between two decode calls.
     draft_tokens: of each step; None takes what is fastest, at most
       EngineConfig.draft_tokens (see drafting.py).
+    host_cache_bytes: of host memory for pages that leave the device cache; 0: none.
+    kv_pool: a store of pages beyond host memory.
   """
 
   decode_steps: int = 8
@@ -82,10 +86,18 @@ class SchedulerConfig:
   seed: int = 0
   weights_part_bytes: int = 2**28
   draft_tokens: int | None = None
+  host_cache_bytes: int = 0
+  kv_pool: KvPoolConfig = KvPoolConfig()
 
   def __post_init__(self):
     for field in ('decode_steps', 'prefill_budget_tokens', 'weights_part_bytes'):
       require(self, getattr(self, field) >= 1, field, 'at least 1')
+    require(self, self.host_cache_bytes >= 0, 'host_cache_bytes', 'at least 0')
+    if self.kv_pool.url:
+      want = 'positive with kv_pool.url: its pages pass through host memory'
+      require(self, self.host_cache_bytes > 0, 'host_cache_bytes', want)
+      want = 'False with kv_pool.url, whose pages are of one version each'
+      require(self, not self.reuse_stale_prefix, 'reuse_stale_prefix', want)
 
 
 class Batcher:
@@ -127,6 +139,9 @@ class Batcher:
     self.pauses = Pauses()
     self.journal = PageJournal()
     self._rate = Rate()
+    self.tiers = tiers.create(engine, config)
+    if self.tiers is not None:
+      self.tiers.use(variables, version)
     self.reset()
 
   def reset(self) -> None:
@@ -136,6 +151,8 @@ class Batcher:
     self.table = Sequences(self.engine.config, self.engine.groups, self.journal)
     self.jobs: dict[int, Job] = {}
     self._ready: list[int] = []  # slots prefilled, not yet admitted
+    if self.tiers is not None:
+      self.tiers.attach(self.table)
 
   def replace_weights(self, variables: Any, version: int) -> None:
     """Between two ticks; sequences in slots go on with the K/V that they have."""
@@ -144,11 +161,14 @@ class Batcher:
     if not self.config.reuse_stale_prefix:
       for cache in self.table.caches:
         cache.clear()
+    if self.tiers is not None:
+      self.tiers.use(variables, version)
     self.counts['weight_updates'] += 1
 
   @property
   def busy(self) -> bool:
-    return bool(self.waiting or self.jobs)
+    moving = self.tiers is not None and self.tiers.busy
+    return bool(self.waiting or self.jobs or moving)
 
   @property
   def tokens_per_s(self) -> float:
@@ -166,6 +186,8 @@ class Batcher:
   def tick(self) -> None:
     begin = time.monotonic()
     budget = self.config.prefill_budget_tokens
+    if self.tiers is not None:
+      self.tiers.read_ahead(itertools.islice(self.waiting, len(self.table.state)))
     self._place()
     while budget > 0 and (used := self._prefill()):
       budget -= used
@@ -173,6 +195,8 @@ class Batcher:
     self._admit()
     self._decode()
     self.counts['busy_s'] += time.monotonic() - begin
+    if self.tiers is not None:
+      self.tiers.settle(self.state, idle=not self.jobs)
 
   def _place(self) -> None:
     """Moves waiting requests to idle slots with pages for them."""
@@ -182,7 +206,8 @@ class Batcher:
     while self.waiting and len(held_back) < idle:
       job = self.waiting.popleft()
       placed = table.place(job.tokens, ahead=self._ahead(self.drafting.most))
-      if placed == 'soon':
+      reading = self.tiers is not None and placed != 'full' and self.tiers.waits(job)
+      if placed == 'soon' or reading:
         held_back.append(job)
         continue
       if placed == 'full':  # later requests do not overtake it
@@ -196,6 +221,10 @@ class Batcher:
   def _take(self, job: Job, hit: int) -> None:
     table, slot, drawn = self.table, job.slot, len(job.logprobs)
     table.take(slot, job.tokens, self.version)
+    if self.tiers is not None:
+      self.state, more = self.tiers.restore(self.state, job)
+      self._share(slot)
+      hit += more
     end = len(job.tokens)
     table.logprobs[slot, end - drawn : end] = job.logprobs
     table.versions[slot, end - drawn : end] = job.versions
@@ -223,6 +252,7 @@ class Batcher:
     positions = np.minimum(positions, self.engine.config.context_tokens - 1)
     at, _ = self._lay(slots, size)
     rows = lambda values: self._spread(values, at, groups * size)
+    self._save_pages()
     self.state = self.engine.prefill_rows(
       self.variables,
       self.state,
@@ -240,6 +270,11 @@ class Batcher:
       self._share(slot)
     self._ready.extend(slots[counts == remaining].tolist())
     return groups * size * chunk
+
+  def _save_pages(self) -> None:
+    """Before a call that writes pages: those given up are copied out first."""
+    if self.tiers is not None:
+      self.tiers.read_pages(self.state)
 
   def _share(self, slot: int) -> None:
     """Makes a sequence's pages known, if all are of weights that may be reused."""
@@ -313,6 +348,7 @@ class Batcher:
     at, num_rows = self._lay(slots, size)
     rows = lambda values: self._spread(values, at, groups * size)
     self.pauses.begin_decode()
+    self._save_pages()
     arguments = (
       rows((slots % config.slots).astype(np.int32)),
       num_rows,

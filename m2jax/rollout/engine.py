@@ -149,6 +149,11 @@ class Engine:
     """g, of devices that share rows; see `rollout.placement`."""
     return self.sharding.size('rows')
 
+  @property
+  def moves_pages(self) -> bool:
+    """Whether `read_pages` gives this process whole pages."""
+    return not self._mesh.is_multi_process
+
   def _jit(self, f: Callable, arguments, results, *, donate=None, whole: bool = False):
     """A function of `Calls`, compiled for the specs of its arguments and results.
 

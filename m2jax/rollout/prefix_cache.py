@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class Node:
     used: when it was last used.
     known: whether it is in the tree; a sequence may go on to read it when it is not.
     digest: `page_chain` of its prefix, if there is a journal.
+    name: its key in other memories (`tiers`), once it is needed.
   """
 
   parent: Node | None
@@ -47,6 +48,7 @@ class Node:
   used: int = 0
   known: bool = True
   digest: bytes = page_chain.ROOT
+  name: bytes = b''
 
 
 class PrefixCache:
@@ -56,6 +58,8 @@ class PrefixCache:
     page_tokens: tokens of a page.
     pages: in all, without the unused one.
     evicted: cached pages given up so far.
+    on_insert, on_evict: are passed each node that becomes known, or is given up while
+      its page still holds what it did.
   """
 
   def __init__(self, pages: int, page_tokens: int, journal: PageJournal | None = None):
@@ -64,6 +68,8 @@ class PrefixCache:
     self.page_tokens = page_tokens
     self.pages = pages - 1
     self.evicted = 0
+    self.on_insert: Callable[[Node], None] | None = None
+    self.on_evict: Callable[[Node], None] | None = None
     self._free = list(range(pages - 1, UNUSED, -1))
     self._root = Node(None, b'', UNUSED)
     self._clock = itertools.count(1)
@@ -135,6 +141,8 @@ class PrefixCache:
       if self._journal is not None:
         node.digest = page_chain.link(parent.digest, key)
         self._journal.add('stored', node.digest, version)
+      if self.on_insert is not None:
+        self.on_insert(node)
       return node
     if node.version != version:
       return None
@@ -175,6 +183,8 @@ class PrefixCache:
       used, _, node = heapq.heappop(self._leaves)
       if node.known and not node.users and not node.children and node.used == used:
         break
+    if self.on_evict is not None:
+      self.on_evict(node)
     node.known = False
     del node.parent.children[node.key]
     self._free.append(node.page)

@@ -98,6 +98,8 @@ class Scheduler:
     batcher = self._batcher
     if warmup:
       batcher.state = self._engine.warmup(batcher.variables, batcher.state)
+      if batcher.tiers is not None:
+        batcher.state = batcher.tiers.warmup(batcher.state)
     self._thread.start()
     return self
 
@@ -109,6 +111,8 @@ class Scheduler:
     if self._thread.ident is not None:
       self._thread.join()
     self._give_up('it was stopped')
+    if self._batcher.tiers is not None:
+      self._batcher.tiers.close()
 
   @property
   def context_tokens(self) -> int:
@@ -197,7 +201,8 @@ class Scheduler:
     that no request reads), free_pages, evicted_pages, prefill_budget_tokens,
     decode_steps, policy_version, tokens_per_s (sampled, over the last ten seconds),
     update_pause_s and update_pause_longest_s (`swap.Pauses`), the totals of
-    `batcher.TOTALS` and those of `Drafting.stats`.
+    `batcher.TOTALS` and those of `Drafting.stats`; with more memory for pages also
+    `Tiers.stats`.
     """
     batcher = self._batcher
     with self._wake:
@@ -218,6 +223,7 @@ class Scheduler:
       'tokens_per_s': batcher.tokens_per_s,
       **batcher.pauses.stats(),
       **batcher.drafting.stats(),
+      **(batcher.tiers.stats() if batcher.tiers is not None else {}),
     }
 
   def page_events(self) -> list[Event]:

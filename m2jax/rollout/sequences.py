@@ -80,6 +80,10 @@ class Sequences:
   def cache(self, slot: int) -> PrefixCache:
     return self.caches[self.group(slot)]
 
+  def shared(self, slot: int) -> list[Node]:
+    """The nodes of the slot's first pages, as far as others know them."""
+    return self._shared[slot]
+
   def place(self, tokens: np.ndarray, ahead: int) -> tuple[int, int] | str:
     """Chooses a slot for tokens [n]: (slot, tokens whose K/V are stored).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import rollout, rollout_worker, rollout_workload
+from benchmarks import prefix_memory, rollout, rollout_worker, rollout_workload
 
 
 def test_sessions_extend_their_past():
@@ -56,3 +56,18 @@ def test_the_worker_serves_sessions():
   assert batch['tokens'] == 12 and len(batch['first']) == 4
   assert found['tokens'] == 2 * 3 * 32
   assert found['hit_tokens'] > 0.6 * found['prompt_tokens']
+
+
+@pytest.mark.long
+def test_more_memory_saves_prefill(capsys):
+  """Few pages find less than enough of them, unless there is more memory; and a second
+  engine finds in the pool what the first has written."""
+  prefix_memory.FLAGS(['', '--sessions=3', '--turns=3', '--rounds=2'])
+  found = prefix_memory.compare()
+  few, enough = found['few pages'], found['enough pages']
+  assert few['host']['prefill_tokens'] < few['device']['prefill_tokens']
+  assert few['pool, again']['prefill_tokens'] < few['pool']['prefill_tokens']
+  assert few['pool, again']['pool_hit_tokens'] > 0
+  assert enough['host']['prefill_tokens'] == enough['device']['prefill_tokens']
+  prefix_memory.show(found)
+  assert capsys.readouterr().out.count('pages |') == 8

@@ -50,6 +50,7 @@ ENGINE_CONFIG = EngineConfig(
 
 
 RECORDING = dataclasses.replace(ENGINE_CONFIG, record_experts=True)
+FEW = dataclasses.replace(RECORDING, pages=1 + 12 + 6)
 
 
 def init(seed: int, cfg: ModelConfig = CFG):
@@ -114,6 +115,12 @@ def engine():
 @pytest.fixture(scope='session')
 def recording():
   return Engine(CFG, RECORDING)
+
+
+@pytest.fixture(scope='session')
+def few():
+  """An engine of which one and a half sequences fill all pages."""
+  return Engine(CFG, FEW)
 
 
 @pytest.fixture

@@ -43,18 +43,19 @@ CONFIG = EngineConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A mesh, fields of the model, whether JetStream's calls are made too, and the drafts
-  of each step."""
+  """A mesh, fields of the model, whether JetStream's calls are made too, the drafts of
+  each step, and whether pages are moved to host memory."""
 
   mesh: dict[str, int]
   model: dict[str, Any] = dataclasses.field(default_factory=dict)
   jetstream: bool = False
   drafts: int = 0
+  host: bool = False
 
 
 CASES = {
   'fsdp expert tensor': Case(dict(fsdp=2, expert=2, tensor=2), jetstream=True),
-  'data tensor': Case(dict(data=2, tensor=4)),
+  'data tensor': Case(dict(data=2, tensor=4), host=True),
   'data': Case(dict(data=8)),
   'fsdp': Case(dict(fsdp=8)),
   'expert': Case(dict(expert=8)),
@@ -124,6 +125,23 @@ def scheduled(engine: Engine, weights, others) -> dict[str, Any]:
   }
 
 
+def from_host(engine: Engine, weights) -> dict[str, Any]:
+  """What the requests return when their prefixes come back from host memory."""
+  batcher = Batcher(engine, weights, 0, SchedulerConfig(4, host_cache_bytes=1 << 20))
+  for _ in range(2):
+    for cache in batcher.table.caches:  # evicts all pages
+      cache.free(cache.allocate(cache.available))
+    batcher.waiting.extend(requests := jobs())
+    while batcher.busy:
+      batcher.tick()
+  assert batcher.tiers.stats()['host_hit_tokens'] > 16
+  return {
+    f'{name} {i}': np.asarray(getattr(job.future.result(), name))
+    for i, job in enumerate(requests)
+    for name in ('tokens', 'logprobs', 'experts')
+  }
+
+
 def jetstream(engine: Engine, weights) -> dict[str, Any]:
   """What JetStream's calls return, of slots of the first group and the last."""
   state, out = engine.init_decode_state(), {}
@@ -155,6 +173,8 @@ def results(case: Case, where: sharding.Sharding, learner: sharding.Sharding):
   second = learner.place(second, sharding.param_specs(cfg, learner.rules))
   weights = engine.load_params(first)
   out = scheduled(engine, weights, second)
+  if case.host:
+    out['host'] = from_host(engine, weights)
   if case.jetstream:
     out['jetstream'] = jetstream(engine, weights)
   return out, (engine, weights)
@@ -162,7 +182,8 @@ def results(case: Case, where: sharding.Sharding, learner: sharding.Sharding):
 
 @functools.cache
 def alone(unroll: bool):
-  case = Case({}, dict(unroll_layers=unroll), jetstream=not unroll)
+  more = not unroll
+  case = Case({}, dict(unroll_layers=unroll), jetstream=more, host=more)
   return results(case, sharding.ONE_DEVICE, sharding.ONE_DEVICE)[0]
 
 

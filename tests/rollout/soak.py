@@ -1,18 +1,24 @@
 """Thousands of requests with all that can happen to them, on few pages.
 
-  python -m tests.rollout.soak [REQUESTS] [SEED]
+  python -m tests.rollout.soak [REQUESTS] [SEED] [REPLICAS]
 
 Random prompts that share prefixes, some longer than the pages that are left, seeds,
 cancellations, and weights that are replaced all the time. Each token's log-probability
 must be that of its version's weights (for responses of one version; the K/V of others
 are of several), and in the end every page must be free or cached. Prints one line.
+
+With REPLICAS, so many schedulers have a few pages of host memory each and share a pool
+in a temporary directory, of which files are damaged and deleted meanwhile.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import os
+import pathlib
 import sys
+import tempfile
 import threading
 import time
 
@@ -20,79 +26,151 @@ import numpy as np
 
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.engine import Engine
+from m2jax.rollout.kv_pool.config import KvPoolConfig
+from m2jax.rollout.page_layout import Layout
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
 from tests.rollout import conftest as small
 
 CONFIG = dataclasses.replace(small.ENGINE_CONFIG, pages=1 + 12 + 14)
 AT_ONCE = 24
+HOST_PAGES, POOL_PAGES = 8, 200
 TIMEOUT_S = 120
+REPORTED = ('requests', 'checked', 'cancelled', 'retractions', 'weight_updates')
+REPORTED += ('prefix_hit_tokens', 'evicted_pages', 'sampled_tokens')
+TIERS = ('host_hit_tokens', 'host_evicted_pages', 'pool_hit_tokens')
+TIERS += ('pool_written_pages', 'pool_evicted_pages', 'pool_corrupt_pages')
+TIERS += ('pool_dropped_pages', 'pool_errors', 'late_reads')
 
 
-def soak(requests: int, seed: int = 0, engine: Engine | None = None) -> dict[str, int]:
-  """Runs the requests; returns the scheduler's counts.
+class Soak:
+  """Schedulers, their weights of even and odd versions, and a reference."""
+
+  def __init__(self, seed: int, engine: Engine, configs: list[SchedulerConfig]):
+    self.random = np.random.default_rng(seed)
+    self.weights = [small.init(i) for i in range(2)]
+    self.reference = small.Reference()
+    self.stems = self.random.integers(small.CFG.vocab_size, size=(5, 30))
+    self.schedulers = [
+      Scheduler(engine, self.weights[0], config=config) for config in configs
+    ]
+    for scheduler in self.schedulers:
+      scheduler.start()
+
+  def replace_weights(self, version: int) -> None:
+    for scheduler in self.schedulers:
+      scheduler.update_weights(self.weights[version % 2], version)
+
+  def submit(self, number: int):
+    """A random request: its prompt and handle."""
+    random = self.random
+    stem = self.stems[random.integers(5), : random.integers(1, 31)]
+    own = random.integers(small.CFG.vocab_size, size=random.integers(0, 12))
+    prompt = np.concatenate([stem, own])
+    sampling = SamplingParams(int(random.integers(1, 30)), seed=number)
+    scheduler = self.schedulers[random.integers(len(self.schedulers))]
+    return prompt, scheduler.submit(GenerateRequest(prompt, sampling))
+
+  def check(self, prompt, handle) -> int:
+    """Whether the response is of one version, and then of its weights."""
+    result = handle.future.result(TIMEOUT_S)
+    assert len(result.tokens) == len(result.logprobs) == len(result.versions)
+    assert np.all(np.diff(result.versions) >= 0)
+    if not len(result.tokens) or len(set(result.versions.tolist())) > 1:
+      return 0
+    weights = self.weights[int(result.versions[0]) % 2]
+    want = self.reference.logprobs(weights, prompt, result.tokens)
+    np.testing.assert_allclose(result.logprobs, want, atol=2e-4)
+    return 1
+
+  def finish(self) -> collections.Counter:
+    """Stops; the sum of the schedulers' counts."""
+    total = collections.Counter()
+    for scheduler in self.schedulers:
+      deadline = time.monotonic() + 10  # the last future resolves before its slot is
+      busy = lambda stats: stats['active_slots'] or stats.get('moving_pages')
+      while busy(stats := scheduler.stats()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+      scheduler.stop()
+      assert stats['free_pages'] + stats['cached_pages'] == stats['pages'], stats
+      assert not scheduler.alive and not stats['failed'] and not busy(stats), stats
+      total.update(stats)
+    return total
+
+
+def soak(
+  requests: int,
+  seed: int = 0,
+  replicas: int = 0,
+  engine: Engine | None = None,
+) -> dict[str, int]:
+  """Runs the requests; returns the schedulers' counts.
 
   Raises:
     AssertionError: a token is wrong, or a page is lost.
   """
-  random = np.random.default_rng(seed)
-  weights = [small.init(i) for i in range(2)]  # of even and odd versions
-  reference = small.Reference()
   engine = engine or Engine(small.CFG, CONFIG)
-  scheduler = Scheduler(engine, weights[0], config=SchedulerConfig(decode_steps=4))
-  scheduler.start()
-  stems = random.integers(small.CFG.vocab_size, size=(5, 30))
-  left = collections.deque()
-  stop = threading.Event()
+  swap_s = 0.3 if replicas else 0.05  # leaves time to evict pages and to find them
+  with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+    configs = [_more_memory(engine, directory)] * replicas
+    run = Soak(seed, engine, configs or [SchedulerConfig(decode_steps=4)])
+    stop = threading.Event()
 
-  def replace_weights():
-    version = 0
-    while not stop.wait(0.05):
-      version += 1
-      scheduler.update_weights(weights[version % 2], version)
+    def replace_weights():
+      version = 0
+      while not stop.wait(swap_s):
+        run.replace_weights(version := version + 1)
 
-  def check(prompt, handle):
-    result = handle.future.result(TIMEOUT_S)
-    assert len(result.tokens) == len(result.logprobs) == len(result.versions)
-    assert np.all(np.diff(result.versions) >= 0)
-    if len(result.tokens) and len(set(result.versions.tolist())) == 1:
-      version = int(result.versions[0])
-      want = reference.logprobs(weights[version % 2], prompt, result.tokens)
-      np.testing.assert_allclose(result.logprobs, want, atol=2e-4)
-      return 1
-    return 0
+    thread = threading.Thread(target=replace_weights)
+    thread.start()
+    left, checked = collections.deque(), 0
+    try:
+      for number in range(requests):
+        left.append(run.submit(number))
+        if run.random.random() < 0.1:
+          left[run.random.integers(len(left))][1].cancel()
+        if number % 20 == 10 and replicas:
+          _damage(pathlib.Path(directory), run.random)
+        if len(left) >= AT_ONCE:
+          checked += run.check(*left.popleft())
+      while left:
+        checked += run.check(*left.popleft())
+    finally:
+      stop.set()
+      thread.join()
+    return {**run.finish(), 'requests': requests, 'checked': checked}
 
-  thread = threading.Thread(target=replace_weights)
-  thread.start()
-  checked = 0
+
+def _more_memory(engine: Engine, directory: str) -> SchedulerConfig:
+  page = Layout.of(engine.state_shapes().pages).page_bytes
+  pool = KvPoolConfig(f'file://{directory}/', bytes=POOL_PAGES * (page + 40))
+  return SchedulerConfig(
+    decode_steps=4, host_cache_bytes=HOST_PAGES * page, kv_pool=pool
+  )
+
+
+def _damage(directory: pathlib.Path, random) -> None:
+  """Cuts, changes or deletes a page of the pool."""
+  paths = sorted(directory.glob('*/*.page'))
+  if not paths:
+    return
+  path = paths[random.integers(len(paths))]
   try:
-    for number in range(requests):
-      stem = stems[random.integers(5), : random.integers(1, 31)]
-      own = random.integers(small.CFG.vocab_size, size=random.integers(0, 12))
-      prompt = np.concatenate([stem, own])
-      sampling = SamplingParams(int(random.integers(1, 30)), seed=number)
-      left.append((prompt, scheduler.submit(GenerateRequest(prompt, sampling))))
-      if random.random() < 0.1:
-        left[random.integers(len(left))][1].cancel()
-      if len(left) >= AT_ONCE:
-        checked += check(*left.popleft())
-    while left:
-      checked += check(*left.popleft())
-  finally:
-    stop.set()
-    thread.join()
-  deadline = time.monotonic() + 10  # the last future resolves before its slot is free
-  while (stats := scheduler.stats())['active_slots'] and time.monotonic() < deadline:
-    time.sleep(0.01)
-  scheduler.stop()
-  assert stats['free_pages'] + stats['cached_pages'] == stats['pages'], stats
-  assert scheduler.alive is False and not stats['failed']
-  return {**stats, 'requests': requests, 'checked': checked}
+    match random.integers(3):
+      case 0:
+        os.truncate(path, random.integers(100))
+      case 1:
+        value = bytearray(path.read_bytes())
+        value[random.integers(len(value))] ^= 1
+        path.write_bytes(value)
+      case _:
+        path.unlink()
+  except (FileNotFoundError, ValueError):  # deleted or cut meanwhile
+    pass
 
 
 def main(argv):
   found = soak(*map(int, argv or [20_000]))
-  names = ('requests', 'checked', 'cancelled', 'retractions', 'weight_updates')
-  names += ('prefix_hit_tokens', 'evicted_pages', 'sampled_tokens')
+  names = REPORTED + (TIERS if 'host_pages' in found else ())
   print(', '.join(f'{name} {found[name]}' for name in names))
 
 

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from m2jax.rollout.api import GenerateRequest
-from m2jax.rollout.engine import Engine
 from tests.rollout import soak as soak_lib
-from tests.rollout.conftest import CFG, ENGINE_CONFIG
 from tests.rollout.test_engine import prompt
 from tests.rollout.test_scheduler import (
   assert_logprobs,
@@ -20,13 +18,7 @@ from tests.rollout.test_scheduler import (
   swap_in_flight,
 )
 
-FEW = dataclasses.replace(ENGINE_CONFIG, pages=1 + 12 + 6, record_experts=True)
 REQUESTS = [request(prompt(i, 7), max_tokens=36, seed=i) for i in range(4)]
-
-
-@pytest.fixture(scope='module')
-def few():
-  return Engine(CFG, FEW)
 
 
 def test_retracted_sequences_draw_the_same_tokens(
