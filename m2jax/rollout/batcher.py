@@ -118,6 +118,9 @@ class Batcher:
     self._rates = collections.deque([(time.monotonic(), 0)])
     self.reset()
 
+  # Seconds after which `tick` has something to do, whatever else happens.
+  poll_s: float | None = None
+
   def reset(self) -> None:
     """Empties the slots and creates a new device state; keeps the waiting requests."""
     self.state = self.engine.init_decode_state()
@@ -125,6 +128,10 @@ class Batcher:
     self.table = Sequences(self.engine.config, self.engine.groups, self.journal)
     self.jobs: dict[int, Job] = {}
     self._ready: list[int] = []  # slots prefilled, not yet admitted
+
+  def warmup(self) -> None:
+    """Compiles every shape."""
+    self.state = self.engine.warmup(self.variables, self.state)
 
   def replace_weights(self, variables: Any, version: int) -> None:
     """Between two ticks; sequences in slots go on with the K/V that they have."""
@@ -200,7 +207,7 @@ class Batcher:
   def _prefill(self) -> int:
     """One prefill call; returns its padded tokens, 0 if there was nothing to do."""
     table, groups = self.table, self.engine.groups
-    slots = np.flatnonzero((table.state == State.PREFILL) & (table.held < table.target))
+    slots = self._to_prefill()
     if not slots.size:
       return 0
     slots = slots[np.argsort(table.started[slots])]
@@ -231,6 +238,11 @@ class Batcher:
       self._share(slot)
     self._ready.extend(slots[counts == remaining].tolist())
     return groups * size * chunk
+
+  def _to_prefill(self) -> np.ndarray:
+    """Slots with tokens that this engine is to prefill."""
+    table = self.table
+    return np.flatnonzero((table.state == State.PREFILL) & (table.held < table.target))
 
   def _share(self, slot: int) -> None:
     """Makes a sequence's pages known, if all are of weights that may be reused."""
