@@ -1,19 +1,19 @@
-"""Prefill and decoding on engines of their own: the decode side, with `Scheduler`'s API.
+"""Prefill and decoding on engines of their own: the decode side, like `Scheduler`.
 
 A request is placed as on one engine: it gets a slot and pages, and its longest cached
 prefix is found in the decode engine's own cache. What is missing is then asked for at a
-prefill engine (`handover.Prefills`), unless it is short: the decode engine prefills up to
-`HandoverConfig.local_tokens` itself. Pages are written to the sequence's own pages as they
-arrive; when the last has, the sequence decodes. All tokens are drawn here, with one
-version and one random stream each as on one engine (`scheduler`).
+prefill engine (`handover.Prefills`), unless it is short: the decode engine prefills up
+to `HandoverConfig.local_tokens` itself. Pages are written to the sequence's own pages
+as they arrive; when the last has, the sequence decodes. All tokens are drawn here, with
+a version and a random stream as on one engine (`scheduler`).
 
-The prefill engine is an aid, never a condition: if it stops, refuses or is silent for too
-long, the decode engine prefills what is missing itself and counts it.
+The prefill engine is an aid, never a condition: if it stops, refuses or is silent for
+too long, the decode engine prefills what is missing itself and counts it.
 
-Weights are replaced here first, then at the prefill engine, which computes nothing for a
-version before it has its weights. Pages of newer weights than the decode engine's wait
-for those. Pages of older or of several versions are used by the request in flight that
-asked for them, as the keys and values that it has are, and never cached.
+Weights are replaced here first, then at the prefill engine, which computes nothing for
+a version before it has its weights. Pages of newer weights than the decode engine's
+wait for those. Pages of older or of several versions are used by the request in flight
+that asked for them, as the keys and values that it has are, and never cached.
 
 Axes: n pages of a part.
 """

@@ -1,9 +1,9 @@
 """The prefill side: computes the pages of prompts and hands them over; draws no token.
 
 An engine of its own, on devices of its own, with its own prefix cache. Sequences are
-placed, prefilled in chunks and shared as in `batcher`; instead of decoding, each chunk's
-pages are read to the host while the next chunk is computed, and the slot is free as soon
-as the last has been read.
+placed, prefilled in chunks and shared as in `batcher`. Instead of decoding, each
+chunk's pages are read to the host while the next chunk is computed; the slot is free
+when the last are being read.
 
 Axes: n pages of a part.
 """
@@ -219,8 +219,8 @@ class PrefillScheduler(Scheduler):
     n, page_tokens = len(ask.tokens), self._engine.config.page_tokens
     if n > self.context_tokens or not 0 <= ask.first_page * page_tokens < n - 1:
       raise ValueError(
-        f'first_page={ask.first_page} of {n} tokens: must be before the last token, and '
-        f'the tokens at most {self.context_tokens}'
+        f'first_page={ask.first_page} of {n} tokens: must begin before the last token, '
+        f'and the tokens be at most {self.context_tokens}'
       )
     job = PrefillJob(
       prompt=ask.tokens,

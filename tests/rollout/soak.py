@@ -15,6 +15,7 @@ import dataclasses
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -28,8 +29,20 @@ AT_ONCE = 24
 TIMEOUT_S = 120
 
 
-def soak(requests: int, seed: int = 0, engine: Engine | None = None) -> dict[str, int]:
+def soak(
+  requests: int,
+  seed: int = 0,
+  engine: Engine | None = None,
+  make: Callable[..., Scheduler] = Scheduler,
+  replace_s: float = 0.05,
+) -> dict[str, int]:
   """Runs the requests; returns the scheduler's counts.
+
+  Args:
+    make: the scheduler, from the arguments of `Scheduler`. If it is another one, only
+      responses of the version that there was at their submission are checked: prompts
+      may be prefilled long before they are decoded.
+    replace_s: between weights.
 
   Raises:
     AssertionError: a token is wrong, or a page is lost.
@@ -38,24 +51,28 @@ def soak(requests: int, seed: int = 0, engine: Engine | None = None) -> dict[str
   weights = [small.init(i) for i in range(2)]  # of even and odd versions
   reference = small.Reference()
   engine = engine or Engine(small.CFG, CONFIG)
-  scheduler = Scheduler(engine, weights[0], config=SchedulerConfig(decode_steps=4))
+  scheduler = make(engine, weights[0], config=SchedulerConfig(decode_steps=4))
   scheduler.start()
   stems = random.integers(small.CFG.vocab_size, size=(5, 30))
   left = collections.deque()
   stop = threading.Event()
+  submitted = [0]  # the version for the next request
 
   def replace_weights():
     version = 0
-    while not stop.wait(0.05):
+    while not stop.wait(replace_s):
       version += 1
       scheduler.update_weights(weights[version % 2], version)
+      submitted[0] = version
 
-  def check(prompt, handle):
+  def check(prompt, handle, at):
     result = handle.future.result(TIMEOUT_S)
     assert len(result.tokens) == len(result.logprobs) == len(result.versions)
     assert np.all(np.diff(result.versions) >= 0)
     if len(result.tokens) and len(set(result.versions.tolist())) == 1:
       version = int(result.versions[0])
+      if make is not Scheduler and version != at:
+        return 0
       want = reference.logprobs(weights[version % 2], prompt, result.tokens)
       np.testing.assert_allclose(result.logprobs, want, atol=2e-4)
       return 1
@@ -70,7 +87,9 @@ def soak(requests: int, seed: int = 0, engine: Engine | None = None) -> dict[str
       own = random.integers(small.CFG.vocab_size, size=random.integers(0, 12))
       prompt = np.concatenate([stem, own])
       sampling = SamplingParams(int(random.integers(1, 30)), seed=number)
-      left.append((prompt, scheduler.submit(GenerateRequest(prompt, sampling))))
+      at = submitted[0]
+      handle = scheduler.submit(GenerateRequest(prompt, sampling))
+      left.append((prompt, handle, at))
       if random.random() < 0.1:
         left[random.integers(len(left))][1].cancel()
       if len(left) >= AT_ONCE:
