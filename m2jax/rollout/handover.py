@@ -14,6 +14,7 @@ Axes: n pages of a part, in the layout of `pages.Pages`.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -135,6 +136,7 @@ def layout(cfg: ModelConfig, config: EngineConfig, part_pages: int) -> dict[str,
   return dict(
     context_tokens=config.context_tokens,
     part_pages=part_pages,
+    byteorder=sys.byteorder,
     num_layers=cfg.num_layers,
     num_kv_heads=cfg.num_kv_heads,
     head_dim=cfg.head_dim,
