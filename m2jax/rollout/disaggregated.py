@@ -32,7 +32,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from m2jax.rollout import handover
+from m2jax.rollout import break_even, handover
 from m2jax.rollout.batcher import Batcher, SchedulerConfig
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.handover import Ask, HandoverConfig, HandoverError, Part, Prefills
@@ -85,6 +85,9 @@ class DecodeBatcher(Batcher):
     self._arrivals: collections.deque[tuple[_Pending, Part | HandoverError]]
     self._arrivals = collections.deque()  # appended to by other threads
     self._last_arrival = -np.inf
+    # Without measurements, what is no whole page.
+    local = how.local_tokens
+    self.local_tokens = engine.config.page_tokens if local is None else local
     self._left = False  # whether a sequence has left its slot in this tick
     super().__init__(engine, variables, version, config)
 
@@ -93,6 +96,16 @@ class DecodeBatcher(Batcher):
     layout = handover.layout(self.engine.cfg, self.engine.config, self._how.part_pages)
     zeros = [x and np.zeros(*x) for x in handover.shapes(layout, self._how.part_pages)]
     self._write([], 0, Pages(*zeros))
+    if self._how.local_tokens is None:
+      self.state, rates = break_even.measure(
+        self.engine,
+        self.variables,
+        self.state,
+        self.config.decode_steps,
+        self._how.part_pages,
+      )
+      self.local_tokens = rates.local_tokens()
+      logging.info('%s: up to %d tokens are prefilled here', rates, self.local_tokens)
     jax.block_until_ready(self.state)
 
   @property
@@ -122,7 +135,7 @@ class DecodeBatcher(Batcher):
   def _take(self, job: Job, hit: int) -> None:
     super()._take(job, hit)
     table, slot = self.table, job.slot
-    if table.target[slot] - table.held[slot] <= self._how.local_tokens:
+    if table.target[slot] - table.held[slot] <= self.local_tokens:
       return
     pending = _Pending(job, time.monotonic())
     first_page = int(table.held[slot]) // table.page_tokens
@@ -288,12 +301,14 @@ class Disaggregated(Scheduler):
     handovers: sequences that were handed over completely, with their tokens, pages and
       bytes. prefills_alone: of sequences long enough to be handed over, because there
       was no prefill engine, it failed, or it was silent; handover_failures and
-      handover_timeouts are the last two. prefill_engine_*: `Prefills.stats`.
+      handover_timeouts are the last two. local_tokens: up to which this engine
+      prefills itself. prefill_engine_*: `Prefills.stats`.
     """
     counts = self._batcher.counts
     others = self._prefills.stats().items()
     return (
       super().stats()
       | {key: counts[key] for key in TOTALS}
+      | {'local_tokens': self._batcher.local_tokens}
       | {f'prefill_engine_{key}': value for key, value in others}
     )

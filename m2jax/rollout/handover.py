@@ -38,19 +38,20 @@ class HandoverConfig:
   """When pages are handed over, and how.
 
   Attributes:
-    local_tokens: the decode engine prefills up to so many missing tokens itself; see
-      `disaggregated.break_even_tokens` for what pays.
+    local_tokens: the decode engine prefills up to so many missing tokens itself; None
+      is what pays by times measured at the start (`break_even`).
     part_pages: pages of a part at most; both engines move so many in one call.
     timeout_s: without any pages for so long, what was asked for is given up and the
       decode engine prefills it.
   """
 
-  local_tokens: int = 64
+  local_tokens: int | None = None
   part_pages: int = PART_PAGES
   timeout_s: float = 30.0
 
   def __post_init__(self):
-    require(self, self.local_tokens >= 0, 'local_tokens', 'at least 0')
+    least = self.local_tokens is None or self.local_tokens >= 0
+    require(self, least, 'local_tokens', 'at least 0, or None')
     require(self, self.part_pages >= 1, 'part_pages', 'at least 1')
     require(self, self.timeout_s > 0, 'timeout_s', 'positive')
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from m2jax.rollout import handover
+from m2jax.rollout.break_even import Rates
 from m2jax.rollout.disaggregated import Disaggregated
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.handover import HandoverConfig, HandoverError
@@ -457,17 +458,33 @@ def test_sizes_must_fit(recording, engine, variables):
     source.ask(dataclasses.replace(ask, first_page=0), lambda part: None)
 
 
-def test_nothing_compiles_after_warmup(recording, variables):
+def test_nothing_compiles_after_warmup(recording, variables, reference):
+  """Times are measured in the warm-up, which leaves no trace."""
   source = PrefillScheduler(recording, variables, part_pages=3)
+  how = dataclasses.replace(HOW, local_tokens=None)
   config = SchedulerConfig(decode_steps=4)
-  front = Disaggregated(recording, variables, source, config=config, how=HOW).start()
+  front = Disaggregated(recording, variables, source, config=config, how=how).start()
   try:
     programs = recording.compilations()
-    run(front, *(request(prompt(i, n)) for i, n in enumerate((3, 9, 14, 30, 41))))
-    assert front.stats()['handovers'] == 4
+    assert front.stats()['local_tokens'] in (0, 8, 32)
+    for i, n in enumerate((3, 9, 14, 30, 47)):
+      tokens = prompt(i, n)
+      assert_logprobs(reference, variables, tokens, run(front, request(tokens, 1)))
+    assert front.stats()['handovers'] >= 1
     assert recording.compilations() == programs
   finally:
     front.stop()
+
+
+def test_break_even():
+  """By hand: a prefill call may take as long as writing and one decode call."""
+  rates = Rates({8: 1.0, 32: 2.5, 64: 9.0}, 1.0, 0.5, part_pages=2, page_tokens=4)
+  assert rates.write_s(8) == 0.5 and rates.write_s(32) == 2.0
+  assert rates.local_tokens() == 32
+  assert dataclasses.replace(rates, decode_s=0.4).local_tokens() == 0
+  assert dataclasses.replace(rates, part_s=1.0).local_tokens() == 64
+  with pytest.raises(ValueError, match='HandoverConfig.local_tokens=-1'):
+    HandoverConfig(local_tokens=-1)
 
 
 def soak(requests, seed, engine):

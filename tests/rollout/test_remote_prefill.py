@@ -537,7 +537,8 @@ def worker():
   yield start
   for child in children:
     child.kill()
-    child.communicate()
+    child.wait()
+    child.stdout.close()
 
 
 @pytest.mark.long
