@@ -5,7 +5,7 @@
 One JSON command per line of stdin, one answer per line:
 
   {"do": "prefill", "address"}                → {"address"}; serves until stdin ends
-  {"do": "make", "address", "slots", …}       → {"version", "rates", "local_tokens"}
+  {"do": "make", "address" | null, …}         → {"version", "local_tokens"}
   {"do": "play", "seconds", "seed", …}        → latencies of every request
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import threading
 import time
 
 import jax
@@ -22,12 +21,12 @@ import numpy as np
 
 from benchmarks import rollout_workload as workload
 from benchmarks.rollout_worker import model_config
-from m2jax.rollout import break_even, handover
+from m2jax.rollout import handover
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.disaggregated import Disaggregated
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.handover import HandoverConfig
+from m2jax.rollout.handover import PART_PAGES
 from m2jax.rollout.prefill_engine import PrefillScheduler
 from m2jax.rollout.prefill_server import PrefillServer
 from m2jax.rollout.remote_prefill import RemotePrefills
@@ -60,34 +59,26 @@ class Kind:
 
 
 class Server:
-  """A scheduler, with a prefill process if there is an address."""
+  """Schedulers over one engine, by the prefill budget between two decode calls."""
 
-  def __init__(self, address: str | None, decode_steps: int, local_tokens: int | None):
+  def __init__(self, address: str | None, decode_steps: int, budgets: list[int]):
+    """With a prefill process if there is an address."""
     cfg, config = model_config(), engine_config()
     variables = train_step.init_variables(cfg, jax.random.key(0))
     engine = Engine(cfg, config)
-    # One prefill call between two decode calls: the least that others wait.
-    how = SchedulerConfig(decode_steps=decode_steps, prefill_budget_tokens=1)
-    if address is None:
-      self.scheduler = Scheduler(engine, variables, config=how)
-    else:
-      handing = HandoverConfig(local_tokens=local_tokens)
-      layout = handover.layout(cfg, config, handing.part_pages)
-      source = RemotePrefills(address, layout)
-      self.scheduler = Disaggregated(
-        engine, variables, source, config=how, how=handing
-      )
-    self.scheduler.start()
-    _, self.rates = break_even.measure(
-      engine,
-      engine.load_params(variables),
-      engine.init_decode_state(),
-      decode_steps,
-      handover.PART_PAGES,
-    ) if address is None else (None, None)
+    self.schedulers = {}
+    for budget in budgets:
+      how = SchedulerConfig(decode_steps=decode_steps, prefill_budget_tokens=budget)
+      if address is None:
+        scheduler = Scheduler(engine, variables, config=how)
+      else:
+        source = RemotePrefills(address, handover.layout(cfg, config, PART_PAGES))
+        scheduler = Disaggregated(engine, variables, source, config=how)
+      self.schedulers[budget] = scheduler.start()
 
-  def play(self, seconds: float, seed: int, kinds: dict[str, dict]) -> dict:
+  def play(self, budget: int, seconds: float, seed: int, kinds: dict) -> dict:
     """Requests arrive at random for so many seconds; all are waited for."""
+    scheduler = self.schedulers[budget]
     random = np.random.default_rng(seed)
     arrivals = []
     for name, fields in kinds.items():
@@ -95,14 +86,14 @@ class Server:
       while kind.rate and (at := at + random.exponential(1 / kind.rate)) < seconds:
         prompt = random.integers(1, workload.VOCABULARY, kind.prompt)
         arrivals.append((at, name, prompt, kind.new))
-    before = self.scheduler.stats()
+    before = scheduler.stats()
     found, begin = [], time.perf_counter()
     for at, name, prompt, new in sorted(arrivals, key=lambda a: a[0]):
       time.sleep(max(begin + at - time.perf_counter(), 0))
-      found.append((name, *self._submit(prompt, new)))
+      found.append((name, *_submit(scheduler, prompt, new)))
     for _, _, _, handle in found:
       handle.future.result(300)
-    elapsed, after = time.perf_counter() - begin, self.scheduler.stats()
+    elapsed, after = time.perf_counter() - begin, scheduler.stats()
     moved = {
       key: after[key] - before[key]
       for key in ('sampled_tokens', 'handovers', 'handover_bytes', 'prefills_alone')
@@ -114,15 +105,15 @@ class Server:
     ]
     return dict(requests=latencies, elapsed_s=elapsed, **moved)
 
-  def _submit(self, prompt, new: int):
-    times: list[float] = []
-    sampling = SamplingParams(new, temperature=0.0)
-    start = time.perf_counter()
-    handle = self.scheduler.submit(
-      GenerateRequest(prompt, sampling),
-      lambda _: times.append(time.perf_counter()),
-    )
-    return start, times, handle
+
+def _submit(scheduler: Scheduler, prompt, new: int):
+  times: list[float] = []
+  sampling = SamplingParams(new, temperature=0.0)
+  start = time.perf_counter()
+  handle = scheduler.submit(
+    GenerateRequest(prompt, sampling), lambda _: times.append(time.perf_counter())
+  )
+  return start, times, handle
 
 
 def prefill(address: str) -> PrefillServer:
@@ -143,10 +134,9 @@ def main() -> None:
       answer = {'address': server.address}
     elif do == 'make':
       server = Server(**command)
+      stats = [scheduler.stats() for scheduler in server.schedulers.values()]
       answer = {'version': f'jax {jax.__version__}'}
-      answer['local_tokens'] = server.scheduler.stats().get('local_tokens')
-      if server.rates:
-        answer['rates'] = dataclasses.asdict(server.rates)
+      answer['local_tokens'] = stats[0].get('local_tokens')
     else:
       answer = server.play(**command)
     print(json.dumps(answer), file=answers, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import threading
 import time
 
@@ -19,6 +20,7 @@ from m2jax.rollout.engine import Engine
 from m2jax.rollout.handover import HandoverConfig, HandoverError
 from m2jax.rollout.prefill_engine import PrefillScheduler
 from m2jax.rollout.scheduler import SchedulerConfig
+from tests import processes
 from tests.rollout import soak as soak_lib
 from tests.rollout.conftest import CFG, RECORDING
 from tests.rollout.test_engine import prompt
@@ -507,3 +509,16 @@ def test_soak(few):
 @pytest.mark.long
 def test_long_soak(few):
   assert soak(1500, 1, few)['checked'] > 300
+
+
+@pytest.mark.long
+def test_meshes_of_other_devices():
+  """Prefill over two devices by heads, decoding over four others by experts and rows,
+  in two groups: pages are resharded, and all is as on one device."""
+  child = processes.start('tests.rollout.disaggregated_mesh_worker')
+  ((out, err),) = processes.finish([child], 300)
+  assert out, err[-3000:]
+  found = json.loads(out.splitlines()[-1])
+  assert found['tokens'] and found['versions'] and found['experts']
+  assert found['worst'] < 1e-5 and not found['compiled']
+  assert found['stats']['handovers'] >= 4 and not found['stats']['prefills_alone']
