@@ -203,6 +203,11 @@ def integer(header: dict, field: str, least: int = 0, most: int = 2**53) -> int:
   return value
 
 
+def version(header: dict, field: str) -> int:
+  """A field that is a `records.policy_version`; raises ProtocolError."""
+  return integer(header, field, -(2**31), 2**31 - 1)
+
+
 def text(header: dict, field: str) -> str:
   """A short text field of a header, '' if it is missing; raises ProtocolError."""
   value = header.get(field, '')

@@ -14,6 +14,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,7 @@ class PrefillBatcher(Batcher):
     return bool(ready or self.jobs or self._reads)
 
   def tick(self) -> None:
+    begin = time.monotonic()
     self._place()
     self._prefill()
     earlier, self._reads = self._reads, []
@@ -95,6 +97,7 @@ class PrefillBatcher(Batcher):
     if not self.jobs:
       self._hand_over(self._reads)
       self._reads = []
+    self.counts['busy_s'] += time.monotonic() - begin
 
   def _place(self) -> None:
     """Those that want newer weights wait for them."""

@@ -63,7 +63,7 @@ class PrefillServer:
     *,
     load: Callable[[int], Any],
     key: bytes | None = None,
-    lineage: str = '',
+    run_id: str = '',
     limits: Limits | None = None,
   ):
     """Listens, and serves from `start` on.
@@ -73,14 +73,14 @@ class PrefillServer:
       address: see `handover_wire.Address`; port 0 is a free one.
       load: the weights of a version, called from a thread of its own.
       key: at least 16 bytes, which decode processes must know.
-      lineage: of the weights; versions of different lineages are different weights.
+      run_id: of the run whose weights these are; another run's versions are others.
 
     Raises:
       ValueError: other machines could connect, and there is no key.
     """
     wire.check_key(key)
     self._scheduler, self._load, self._key = scheduler, load, key
-    self._lineage, self._limits = lineage, limits or Limits()
+    self._run_id, self._limits = run_id, limits or Limits()
     self._address = wire.Address.parse(address)
     self._socket = self._address.listen(key)
     self._lock = threading.Condition()
@@ -156,7 +156,7 @@ class PrefillServer:
     peer = None
     try:
       hello = dict(
-        layout=self._scheduler.layout, lineage=self._lineage, version=self._latest
+        layout=self._scheduler.layout, run_id=self._run_id, version=self._latest
       )
       wire.open_server(sock, self._key, hello, self._limits.frame_s)
       with self._lock:
@@ -255,7 +255,7 @@ class _Peer:
         if cancel is not None:
           cancel()
       case 'weights':
-        self._server.want(wire.integer(header, 'version'))
+        self._server.want(wire.version(header, 'version'))
       case 'ping':
         self.send(dict(kind='pong', stats=self._server.stats()))
       case kind:
@@ -265,7 +265,7 @@ class _Peer:
     number = wire.integer(header, 'number')
     tokens = _tokens(body, self._scheduler.layout['vocab_size'])
     first_page = wire.integer(header, 'first_page')
-    ask = Ask(tokens, first_page, wire.integer(header, 'version'))
+    ask = Ask(tokens, first_page, wire.version(header, 'version'))
     with self._lock:
       if number in self._asks or len(self._asks) >= self._limits.asks:
         raise ProtocolError(f'ask {number}: known already, or too many')

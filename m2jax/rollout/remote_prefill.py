@@ -59,7 +59,7 @@ class RemotePrefills:
     *,
     version: int = 0,
     key: bytes | None = None,
-    lineage: str = '',
+    run_id: str = '',
     timeouts: Timeouts | None = None,
   ):
     """Does not connect yet.
@@ -67,11 +67,11 @@ class RemotePrefills:
     Args:
       layout: `handover.layout` of the decode engine.
       version: of the decode engine's weights.
-      key, lineage: those of `PrefillServer`.
+      key, run_id: those of `PrefillServer`.
     """
     wire.check_key(key)
     self._address = wire.Address.parse(address)
-    self._mine, self._key, self._lineage = layout, key, lineage
+    self._mine, self._key, self._run_id = layout, key, run_id
     self._timeouts = timeouts or Timeouts()
     self._lock = threading.Lock()
     self._version = version
@@ -96,7 +96,7 @@ class RemotePrefills:
     """Connects; goes on trying in a thread if there is nobody yet.
 
     Raises:
-      ValueError: the prefill engine's sizes or lineage do not fit; names the field.
+      ValueError: the prefill engine's sizes or run_id do not fit; names the field.
     """
     del warmup
     self._thread.start()
@@ -188,9 +188,9 @@ class RemotePrefills:
       theirs = hello.get('layout')
       if not isinstance(theirs, dict):
         raise ProtocolError('hello: layout must be an object')
-      theirs = dict(theirs, lineage=wire.text(hello, 'lineage'))
-      handover.check_layouts(theirs, dict(self._mine, lineage=self._lineage))
-      version = wire.integer(hello, 'version')
+      theirs = dict(theirs, run_id=wire.text(hello, 'run_id'))
+      handover.check_layouts(theirs, dict(self._mine, run_id=self._run_id))
+      version = wire.version(hello, 'version')
     except BaseException:
       sock.close()
       raise
@@ -265,7 +265,7 @@ class RemotePrefills:
 
   def _weights_failed(self, header: dict) -> None:
     """Nothing more is asked until there are other weights."""
-    version, reason = wire.integer(header, 'version'), wire.text(header, 'reason')
+    version, reason = wire.version(header, 'version'), wire.text(header, 'reason')
     with self._lock:
       if version != self._version:
         return
@@ -289,7 +289,7 @@ class RemotePrefills:
     versions = header.get('versions')
     if not isinstance(versions, list) or len(versions) != 2:
       raise ProtocolError('part: versions must be two integers')
-    oldest, newest = (wire.integer(dict(kind='part', v=v), 'v') for v in versions)
+    oldest, newest = (wire.version(dict(header, v=v), 'v') for v in versions)
     if not oldest <= newest <= self._version:
       raise ProtocolError(f'part: versions {oldest} to {newest} of {self._version}')
     arrays, start = [], 0

@@ -242,17 +242,17 @@ def test_a_key_over_tcp(serve_prefill, decode):
   assert front.stats()['handovers'] == 1
 
 
-def test_sizes_and_lineage_must_fit(serve_prefill, path):
-  serve_prefill(path, lineage='a')
-  for layout, lineage in (
+def test_sizes_and_run_id_must_fit(serve_prefill, path):
+  serve_prefill(path, run_id='a')
+  for layout, run_id in (
     (LAYOUT, 'b'),
     ({**LAYOUT, 'page_tokens': 8}, 'a'),
     ({**LAYOUT, 'context_tokens': 64}, 'a'),
   ):
-    source = RemotePrefills(path, layout, lineage=lineage, timeouts=QUICK)
+    source = RemotePrefills(path, layout, run_id=run_id, timeouts=QUICK)
     with pytest.raises(ValueError, match='of the prefill engine: must be'):
       source.start()
-  source = RemotePrefills(path, LAYOUT, lineage='a', timeouts=QUICK).start()
+  source = RemotePrefills(path, LAYOUT, run_id='a', timeouts=QUICK).start()
   assert source.available
   source.stop()
 
@@ -411,7 +411,7 @@ class Impostor:
   def __init__(self, path, frames, **hello):
     self._socket = wire.Address.parse(path).listen(None)
     self._frames = frames
-    self._hello = dict(layout=LAYOUT, lineage='', version=0) | hello
+    self._hello = dict(layout=LAYOUT, run_id='', version=0) | hello
     threading.Thread(target=self._run, daemon=True).start()
 
   def _run(self):
