@@ -144,6 +144,9 @@ class Batcher:
       self.tiers.use(variables, version)
     self.reset()
 
+  # Seconds after which `tick` has something to do, whatever else happens.
+  poll_s: float | None = None
+
   def reset(self) -> None:
     """Empties the slots and creates a new device state; keeps the waiting requests."""
     self.state = self.engine.init_decode_state()
@@ -153,6 +156,12 @@ class Batcher:
     self._ready: list[int] = []  # slots prefilled, not yet admitted
     if self.tiers is not None:
       self.tiers.attach(self.table)
+
+  def warmup(self) -> None:
+    """Compiles every shape."""
+    self.state = self.engine.warmup(self.variables, self.state)
+    if self.tiers is not None:
+      self.state = self.tiers.warmup(self.state)
 
   def replace_weights(self, variables: Any, version: int) -> None:
     """Between two ticks; sequences in slots go on with the K/V that they have."""
@@ -238,7 +247,7 @@ class Batcher:
   def _prefill(self) -> int:
     """One prefill call; returns its padded tokens, 0 if there was nothing to do."""
     table, groups = self.table, self.engine.groups
-    slots = np.flatnonzero((table.state == State.PREFILL) & (table.held < table.target))
+    slots = self._to_prefill()
     if not slots.size:
       return 0
     slots = slots[np.argsort(table.started[slots])]
@@ -275,6 +284,11 @@ class Batcher:
     """Before a call that writes pages: those given up are copied out first."""
     if self.tiers is not None:
       self.tiers.read_pages(self.state)
+
+  def _to_prefill(self) -> np.ndarray:
+    """Slots with tokens that this engine is to prefill."""
+    table = self.table
+    return np.flatnonzero((table.state == State.PREFILL) & (table.held < table.target))
 
   def _share(self, slot: int) -> None:
     """Makes a sequence's pages known, if all are of weights that may be reused."""

@@ -342,6 +342,7 @@ class Engine:
     """Number of programs compiled so far for the scheduler's calls."""
     calls = (self.prefill_rows, self.generate_many, self.admit, self.expert_ids)
     calls += tuple(self.speculative.values())
+    calls += (self.read_pages, self.write_pages)
     return sum(call._cache_size() for call in calls)
 
   def _check_own_pages(self) -> None:

@@ -74,12 +74,13 @@ class Scheduler:
     variables: Any,
     version: int = 0,
     config: SchedulerConfig | None = None,
+    make_batcher: Callable[..., Batcher] = Batcher,
   ):
     config = config or SchedulerConfig()
     self._engine = engine
     self._max_failures = config.max_failures
     self._signature = _signature(variables)
-    self._batcher = Batcher(engine, engine.load_params(variables), version, config)
+    self._batcher = make_batcher(engine, engine.load_params(variables), version, config)
     self._thread = threading.Thread(target=self._run, name='rollout', daemon=True)
     self._wake = threading.Condition()
     # Under _wake: messages to the engine thread.
@@ -95,11 +96,8 @@ class Scheduler:
 
   def start(self, *, warmup: bool = True) -> Scheduler:
     """Compiles all shapes (unless `warmup` is False), then starts the engine thread."""
-    batcher = self._batcher
     if warmup:
-      batcher.state = self._engine.warmup(batcher.variables, batcher.state)
-      if batcher.tiers is not None:
-        batcher.state = batcher.tiers.warmup(batcher.state)
+      self._batcher.warmup()
     self._thread.start()
     return self
 
@@ -230,6 +228,11 @@ class Scheduler:
     """What has changed in the cached pages since the last call; for one reader."""
     return self._batcher.journal.read()
 
+  def wake(self) -> None:
+    """Lets the engine thread see what its batcher has been given by another thread."""
+    with self._wake:
+      self._wake.notify()
+
   def _cancel(self, job: Job) -> None:
     with self._wake:
       self._cancels.append(job)
@@ -240,7 +243,7 @@ class Scheduler:
   def _run(self) -> None:
     while self._dead is None:
       with self._wake:
-        self._wake.wait_for(self._has_work)
+        self._wake.wait_for(self._has_work, self._batcher.poll_s)
         if self._stopping:
           return
         cancels = self._take_messages()

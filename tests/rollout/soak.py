@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -45,37 +46,46 @@ TIERS += ('pool_dropped_pages', 'pool_errors', 'late_reads')
 class Soak:
   """Schedulers, their weights of even and odd versions, and a reference."""
 
-  def __init__(self, seed: int, engine: Engine, configs: list[SchedulerConfig]):
+  def __init__(
+    self,
+    seed: int,
+    engine: Engine,
+    configs: list[SchedulerConfig],
+    make: Callable[..., Scheduler] = Scheduler,
+  ):
     self.random = np.random.default_rng(seed)
     self.weights = [small.init(i) for i in range(2)]
     self.reference = small.Reference()
     self.stems = self.random.integers(small.CFG.vocab_size, size=(5, 30))
-    self.schedulers = [
-      Scheduler(engine, self.weights[0], config=config) for config in configs
-    ]
+    self.version, self.other = 0, make is not Scheduler
+    self.schedulers = [make(engine, self.weights[0], config=c) for c in configs]
     for scheduler in self.schedulers:
       scheduler.start()
 
   def replace_weights(self, version: int) -> None:
     for scheduler in self.schedulers:
       scheduler.update_weights(self.weights[version % 2], version)
+    self.version = version
 
   def submit(self, number: int):
-    """A random request: its prompt and handle."""
+    """A random request: its prompt, handle, and the version that there was."""
     random = self.random
     stem = self.stems[random.integers(5), : random.integers(1, 31)]
     own = random.integers(small.CFG.vocab_size, size=random.integers(0, 12))
     prompt = np.concatenate([stem, own])
     sampling = SamplingParams(int(random.integers(1, 30)), seed=number)
     scheduler = self.schedulers[random.integers(len(self.schedulers))]
-    return prompt, scheduler.submit(GenerateRequest(prompt, sampling))
+    version = self.version
+    return prompt, scheduler.submit(GenerateRequest(prompt, sampling)), version
 
-  def check(self, prompt, handle) -> int:
+  def check(self, prompt, handle, submitted: int) -> int:
     """Whether the response is of one version, and then of its weights."""
     result = handle.future.result(TIMEOUT_S)
     assert len(result.tokens) == len(result.logprobs) == len(result.versions)
     assert np.all(np.diff(result.versions) >= 0)
     if not len(result.tokens) or len(set(result.versions.tolist())) > 1:
+      return 0
+    if self.other and result.versions[0] != submitted:
       return 0
     weights = self.weights[int(result.versions[0]) % 2]
     want = self.reference.logprobs(weights, prompt, result.tokens)
@@ -102,22 +112,31 @@ def soak(
   seed: int = 0,
   replicas: int = 0,
   engine: Engine | None = None,
+  make: Callable[..., Scheduler] = Scheduler,
+  replace_s: float = 0.05,
 ) -> dict[str, int]:
   """Runs the requests; returns the schedulers' counts.
+
+  Args:
+    make: the scheduler, from the arguments of `Scheduler`. If it is another one, only
+      responses of the version that there was at their submission are checked: prompts
+      may be prefilled long before they are decoded.
+    replace_s: between weights.
 
   Raises:
     AssertionError: a token is wrong, or a page is lost.
   """
   engine = engine or Engine(small.CFG, CONFIG)
-  swap_s = 0.3 if replicas else 0.05  # leaves time to evict pages and to find them
+  if replicas:
+    replace_s = 0.3  # leaves time to evict pages and to find them
   with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
     configs = [_more_memory(engine, directory)] * replicas
-    run = Soak(seed, engine, configs or [SchedulerConfig(decode_steps=4)])
+    run = Soak(seed, engine, configs or [SchedulerConfig(decode_steps=4)], make)
     stop = threading.Event()
 
     def replace_weights():
       version = 0
-      while not stop.wait(swap_s):
+      while not stop.wait(replace_s):
         run.replace_weights(version := version + 1)
 
     thread = threading.Thread(target=replace_weights)
