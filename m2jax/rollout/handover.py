@@ -18,13 +18,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.pages import EXPERT_DTYPE, Pages
+from m2jax.rollout.pages import DEPTH_DTYPE, EXPERT_DTYPE, Pages, axes
 
 PART_PAGES = 16  # pages of a part at most, by default
 
@@ -147,6 +148,9 @@ def layout(cfg: ModelConfig, config: EngineConfig, part_pages: int) -> dict[str,
     page_tokens=config.page_tokens,
     cache_dtype=jnp.dtype(config.cache_dtype or cfg.dtype).name,
     record_experts=config.record_experts,
+    draft_tokens=config.draft_tokens,
+    embed_dim=cfg.embed_dim,
+    dtype=jnp.dtype(cfg.dtype).name,
   )
 
 
@@ -171,15 +175,18 @@ def check_layouts(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
 
 def shapes(layout: dict[str, Any], pages: int) -> Pages:
   """(shape, dtype) of the arrays of `pages` pages."""
-  L, page = layout['num_layers'], layout['page_tokens']
-  kv = (L, layout['num_kv_heads'], pages, page, layout['head_dim'])
+  L, page, modules = layout['num_layers'], layout['page_tokens'], layout['draft_tokens']
+  kv = (L + modules, layout['num_kv_heads'], pages, page, layout['head_dim'])
   ids = (L, pages, page, layout['experts_per_token'])
+  states = (modules, pages, layout['embed_dim'])
   dtype = jnp.dtype(layout['cache_dtype'])
   return Pages(
     k=(kv, dtype),
     v=(kv, dtype),
     tokens=((pages, page), np.dtype(np.int32)),
     experts=(ids, np.dtype(EXPERT_DTYPE)) if layout['record_experts'] else None,
+    states=(states, jnp.dtype(layout['dtype'])) if modules else None,
+    depth=((pages, page), np.dtype(DEPTH_DTYPE)) if modules else None,
   )
 
 
@@ -193,16 +200,16 @@ def pad(pages: Pages, count: int) -> Pages:
     widths[axis] = (0, count - x.shape[axis])
     return np.pad(x, widths)
 
-  return Pages(*map(one, pages, (2, 2, 0, 1)))
+  return Pages(*map(one, pages, axes(pages)))
 
 
 def first(pages: Pages, count: int) -> Pages:
   """The first `count` pages."""
-  k, v, tokens, experts = pages
-  ids = None if experts is None else experts[:, :count]
-  return Pages(k[:, :, :count], v[:, :, :count], tokens[:count], ids)
+  take = lambda axis, x: x[(slice(None),) * axis + (slice(count),)]
+  return jax.tree.map(take, axes(pages), pages)
 
 
 def finite(pages: Pages) -> bool:
-  """Whether all keys and values are finite."""
-  return all(bool(np.isfinite(x).all()) for x in (pages.k, pages.v))
+  """Whether all keys, values and states are finite."""
+  numbers = [x for x in (pages.k, pages.v, pages.states) if x is not None]
+  return all(bool(np.isfinite(x).all()) for x in numbers)
