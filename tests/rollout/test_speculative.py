@@ -376,8 +376,9 @@ def test_numbers_of_drafts_that_change(serve, unroll):
 
 
 @pytest.mark.long
-def test_no_program_copies_the_cache():
-  """At M2's size a copy of the pages, even of one layer's, would be most of a step."""
+def test_no_program_copies_keys_and_values():
+  """At M2's size a copy of the pages, even of one layer's, would be most of a step.
+  The modules' states, one of each page, are copied once."""
   pages = 5000
   cfg = dataclasses.replace(CFG, unroll_layers=False)
   config = dataclasses.replace(CONFIG, pages=pages, record_experts=False)
@@ -386,6 +387,7 @@ def test_no_program_copies_the_cache():
   rows, one = np.zeros(4, np.int32), np.zeros(1, np.int32)
   tables = np.zeros((4, 12), np.int32)
   layer_bytes = pages * 4 * CFG.num_kv_heads * CFG.head_dim * 4
+  states_bytes = K * pages * CFG.embed_dim * 4
   for lowered in (
     engine.speculative[K].lower(variables, state, rows, one, tables, one[0]),
     engine.prefill_rows.lower(
@@ -393,7 +395,7 @@ def test_no_program_copies_the_cache():
     ),
   ):
     memory = lowered.compile().memory_analysis()
-    assert memory.temp_size_in_bytes < layer_bytes / 2
+    assert memory.temp_size_in_bytes < states_bytes + layer_bytes / 2
 
 
 @given(
