@@ -67,9 +67,11 @@ def scheduler_config(row: str, directory: str) -> SchedulerConfig:
   return SchedulerConfig(prefill_budget_tokens=4096, **fields)
 
 
-def measure(engine: Engine, variables, config: SchedulerConfig) -> dict[str, float]:
-  """Plays the agents on a new scheduler."""
-  scheduler = Scheduler(engine, variables, config=config).start()
+def measure(
+  engine: Engine, variables, config: SchedulerConfig, *, warmup: bool
+) -> dict[str, float]:
+  """Plays the agents on a new scheduler; the first one of an engine compiles."""
+  scheduler = Scheduler(engine, variables, config=config).start(warmup=warmup)
   started = time.perf_counter()
   rollout_worker.play(scheduler, sessions(), 0)
   seconds = time.perf_counter() - started
@@ -98,7 +100,8 @@ def engines(cfg) -> dict[str, Engine]:
   least = EngineConfig(slots=SLOTS, context_tokens=context)
   need = given.count * least.context_pages
   few = max(int(_SHARE.value * need), 1 + least.context_pages)
-  sizes = dict(context_tokens=context, contexts=(context // 2, context))
+  shapes = ((1, 64), (SLOTS, 64))
+  sizes = dict(context_tokens=context, contexts=(context,), prefill_shapes=shapes)
   return {
     f'{name} pages': Engine(cfg, dataclasses.replace(base, pages=pages, **sizes))
     for name, pages in (('few', few), ('enough', 1 + need + least.context_pages))
@@ -114,7 +117,8 @@ def compare() -> dict[str, dict]:
     for number in range(_ROUNDS.value):
       with tempfile.TemporaryDirectory() as directory:
         for row in ROWS:
-          result = measure(engine, variables, scheduler_config(row, directory))
+          config = scheduler_config(row, directory)
+          result = measure(engine, variables, config, warmup=not number)
           if number:
             found.setdefault((cache, row), []).append(result)
   out = {}

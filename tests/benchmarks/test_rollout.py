@@ -62,7 +62,7 @@ def test_the_worker_serves_sessions():
 def test_more_memory_saves_prefill(capsys):
   """Few pages find less than enough of them, unless there is more memory; and a second
   engine finds in the pool what the first has written."""
-  prefix_memory.FLAGS(['', '--sessions=3', '--turns=3', '--rounds=2'])
+  prefix_memory.FLAGS(['', '--sessions=2', '--turns=2', '--rounds=2', '--share=0.1'])
   found = prefix_memory.compare()
   few, enough = found['few pages'], found['enough pages']
   assert few['host']['prefill_tokens'] < few['device']['prefill_tokens']

@@ -242,6 +242,10 @@ def test_pages_that_are_not_finite_go_nowhere(serve, few, variables, tmp_path):
   handle = scheduler.submit(request(PROMPTS[0]))
   with pytest.raises(EngineError, match='version 0 give non-finite'):
     handle.future.result(60)
+  deadline = time.monotonic() + 20  # requests fail before the new state is made
+  while (left := scheduler.stats()['host_pages']) and time.monotonic() < deadline:
+    time.sleep(0.005)
+  assert left == 0
   scheduler.update_weights(variables, 1)
   assert run(scheduler, request(PROMPTS[1])).versions.tolist() == [1] * 6
   assert scheduler._batcher.tiers.pool.flush(60)
