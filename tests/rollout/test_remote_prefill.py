@@ -435,7 +435,7 @@ class Impostor:
 
 def part(number, tokens, *, k=0.0, expert=0, change=None, cut=0, **header):
   """The frame of a prompt of 9 tokens: two pages."""
-  pages = [np.zeros(shape, dtype) for shape, dtype in handover.shapes(LAYOUT, 2)]
+  pages = [np.zeros(*x) for x in handover.shapes(LAYOUT, 2) if x is not None]
   pages[0][-1, -1, -1, -1, -1] = k
   pages[2].reshape(-1)[:8] = tokens[:8]
   pages[3].reshape(-1)[-1] = expert
