@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import disaggregation, disaggregation_worker
+from benchmarks import disaggregation, disaggregation_worker, rollout_workload
 from benchmarks.disaggregation_worker import Server
+from tests.rollout import conftest as small
 
 
 def answer(first, gaps):
@@ -34,10 +35,14 @@ def test_ratios_are_of_each_round(capsys):
 @pytest.mark.long
 def test_a_server_plays_both_kinds(monkeypatch):
   """Every request is served, and each of its deliveries is timed."""
-  monkeypatch.setattr(disaggregation_worker, 'SLOTS', 8)
+  monkeypatch.setattr(disaggregation_worker, 'model_config', lambda: small.CFG)
+  monkeypatch.setattr(
+    disaggregation_worker, 'engine_config', lambda: small.ENGINE_CONFIG
+  )
+  monkeypatch.setattr(rollout_workload, 'VOCABULARY', small.CFG.vocab_size)
   server = Server(None, 4, [1])
   kinds = dict(
-    short=dict(rate=20, prompt=20, new=9), long=dict(rate=5, prompt=300, new=1)
+    short=dict(rate=20, prompt=6, new=9), long=dict(rate=5, prompt=40, new=1)
   )
   try:
     found = server.play(1, 1.0, 0, kinds)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 import time
 
+import numpy as np
+
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.prefill_engine import PrefillScheduler
 from m2jax.rollout.prefill_server import PrefillServer
@@ -26,7 +28,8 @@ class Slow:
     return getattr(self._engine, name)
 
   def prefill_rows(self, *args):
-    time.sleep(self._pause_s)
+    if np.any(args[-2]):  # no warm-up
+      time.sleep(self._pause_s)
     return self._engine.prefill_rows(*args)
 
 
@@ -36,7 +39,7 @@ def main(address, key='', pause_s='0'):
   scheduler = PrefillScheduler(engine, weights[0], part_pages=3)
   server = PrefillServer(
     scheduler, address, load=lambda v: weights[v % 2], key=key.encode() or None
-  ).start(warmup=False)
+  ).start()
   print(server.address, flush=True)
   sys.stdin.read()
   server.stop()
