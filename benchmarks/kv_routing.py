@@ -38,9 +38,9 @@ from benchmarks.kv_routing_trace import TraceConfig, sessions
 from benchmarks.kv_routing_trace import statistics as trace_statistics
 from m2jax import config as config_lib
 from m2jax.plan.chips import CHIPS
-from m2jax.rollout.batcher import SchedulerConfig
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.routing_policies import POLICIES
+from m2jax.rollout.scheduler_config import SchedulerConfig
 
 ORACLES = ('best_response', 'oracle')
 _HBM = 0.8  # share of the bandwidth

@@ -13,10 +13,11 @@ import types
 
 import numpy as np
 
-from m2jax.rollout.batcher import Batcher, SchedulerConfig
+from m2jax.rollout.batcher import Batcher
 from m2jax.rollout.decode_state import LENGTH, RUNNING, Sampled
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.prefix_cache import PrefixCache
+from m2jax.rollout.scheduler_config import SchedulerConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,12 +33,13 @@ import numpy as np
 from absl import logging
 
 from m2jax.rollout import break_even, handover
-from m2jax.rollout.batcher import Batcher, SchedulerConfig
+from m2jax.rollout.batcher import Batcher
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.handover import Ask, HandoverConfig, HandoverError, Part, Prefills
 from m2jax.rollout.jobs import Job
 from m2jax.rollout.pages import UNUSED, Pages
 from m2jax.rollout.scheduler import Scheduler
+from m2jax.rollout.scheduler_config import SchedulerConfig
 
 TOTALS = (
   'handovers',

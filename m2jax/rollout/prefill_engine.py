@@ -23,12 +23,13 @@ import numpy as np
 from absl import logging
 
 from m2jax.rollout import handover
-from m2jax.rollout.batcher import Batcher, EngineError, SchedulerConfig
+from m2jax.rollout.batcher import Batcher, EngineError
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.handover import Ask, HandoverError, Part, Receive
 from m2jax.rollout.jobs import Job
 from m2jax.rollout.pages import UNUSED, Pages
 from m2jax.rollout.scheduler import Scheduler
+from m2jax.rollout.scheduler_config import SchedulerConfig
 
 
 @dataclasses.dataclass(eq=False)

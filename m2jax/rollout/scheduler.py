@@ -34,12 +34,12 @@ from m2jax.rollout.batcher import (
   Batcher,
   EngineError,
   EngineLost,
-  SchedulerConfig,
 )
 from m2jax.rollout.drafting import Drafting
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
 from m2jax.rollout.page_journal import Event
+from m2jax.rollout.scheduler_config import SchedulerConfig
 from m2jax.rollout.sequences import State
 from m2jax.rollout.swap import Swap
 

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 from m2jax import sharding
-from m2jax.rollout.batcher import SchedulerConfig
 from m2jax.rollout.disaggregated import Disaggregated
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.handover import HandoverConfig
 from m2jax.rollout.prefill_engine import PrefillScheduler
 from m2jax.rollout.scheduler import Scheduler
+from m2jax.rollout.scheduler_config import SchedulerConfig
 from tests import quick
 from tests.rollout import mesh_worker
 

@@ -20,11 +20,12 @@ import numpy as np
 
 from m2jax import sharding
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.batcher import Batcher, SchedulerConfig
+from m2jax.rollout.batcher import Batcher
 from m2jax.rollout.decode_state import make_slots
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.jobs import Job
+from m2jax.rollout.scheduler_config import SchedulerConfig
 from tests import quick
 from tests.sharding import small
 

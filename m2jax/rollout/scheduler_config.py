@@ -1,0 +1,46 @@
+"""The settings of a scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from m2jax.checks import require
+from m2jax.rollout.kv_pool.config import KvPoolConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+  """How the engine thread divides its time.
+
+  Attributes:
+    decode_steps: steps per decode call; the host wakes once per call.
+    prefill_budget_tokens: padded prompt tokens computed between two decode calls.
+    reuse_stale_prefix: cached K/V of older weights may be reused (see scheduler.py).
+    max_failures: consecutive failing steps after which the scheduler gives up.
+    seed: of the random stream for requests without a seed.
+    weights_part_bytes: bytes of new weights placed on a mesh between two decode calls.
+    draft_tokens: of each step; None takes what is fastest, at most
+      EngineConfig.draft_tokens (see drafting.py).
+    host_cache_bytes: of host memory for pages that leave the device cache; 0: none.
+    kv_pool: a store of pages beyond host memory.
+  """
+
+  decode_steps: int = 8
+  prefill_budget_tokens: int = 1024
+  reuse_stale_prefix: bool = False
+  max_failures: int = 3
+  seed: int = 0
+  weights_part_bytes: int = 2**28
+  draft_tokens: int | None = None
+  host_cache_bytes: int = 0
+  kv_pool: KvPoolConfig = KvPoolConfig()
+
+  def __post_init__(self):
+    for field in ('decode_steps', 'prefill_budget_tokens', 'weights_part_bytes'):
+      require(self, getattr(self, field) >= 1, field, 'at least 1')
+    require(self, self.host_cache_bytes >= 0, 'host_cache_bytes', 'at least 0')
+    if self.kv_pool.url:
+      want = 'positive with kv_pool.url: its pages pass through host memory'
+      require(self, self.host_cache_bytes > 0, 'host_cache_bytes', want)
+      want = 'False with kv_pool.url, whose pages are of one version each'
+      require(self, not self.reuse_stale_prefix, 'reuse_stale_prefix', want)
