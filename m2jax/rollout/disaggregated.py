@@ -115,7 +115,8 @@ class DecodeBatcher(Batcher):
     if self._arrivals and not self._early(*self._arrivals[0]):
       return True
     if self.jobs and len(self._pending) == len(self.jobs):  # all wait for pages
-      return bool(self._left and self.waiting)
+      moving = self.tiers is not None and self.tiers.busy
+      return bool(moving or (self._left and self.waiting))
     return super().busy
 
   @property
@@ -200,6 +201,7 @@ class DecodeBatcher(Batcher):
     table = self.table
     end = part.first_page + part.num_pages
     at = table.tables[slot, part.first_page : end]
+    self._save_pages()
     self._write(at, table.group(slot), part.pages)
     self.counts['handover_tokens'] += part.held - int(table.held[slot])
     self.counts['handover_pages'] += part.num_pages
@@ -274,6 +276,7 @@ class Disaggregated(Scheduler):
       ValueError: the engines' sizes do not fit; names the field.
     """
     how = how or HandoverConfig()
+    handover.check_moves_pages(engine)
     mine = handover.layout(engine.cfg, engine.config, how.part_pages)
     if prefills.layout is not None:
       handover.check_layouts(prefills.layout, mine)

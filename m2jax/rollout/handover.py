@@ -154,6 +154,12 @@ def layout(cfg: ModelConfig, config: EngineConfig, part_pages: int) -> dict[str,
   )
 
 
+def check_moves_pages(engine: Any) -> None:
+  """Raises ValueError for an engine of several processes: none has whole pages."""
+  if not engine.moves_pages:
+    raise ValueError('engine: one of several processes cannot hand over pages')
+
+
 def check_layouts(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
   """Raises ValueError if the layouts of two engines do not fit; names the field.
 

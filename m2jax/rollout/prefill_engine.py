@@ -80,14 +80,19 @@ class PrefillBatcher(Batcher):
         )
     nothing = np.full(self._part_pages, UNUSED, np.int32)
     jax.block_until_ready(engine.read_pages(self.state, np.int32(0), nothing))
+    if self.tiers is not None:
+      self.state = self.tiers.warmup(self.state)
 
   @property
   def busy(self) -> bool:
     ready = any(job.ask.version <= self.version for job in self.waiting)
-    return bool(ready or self.jobs or self._reads)
+    moving = self.tiers is not None and self.tiers.busy
+    return bool(ready or self.jobs or self._reads or moving)
 
   def tick(self) -> None:
     begin = time.monotonic()
+    if self.tiers is not None:
+      self.tiers.read_ahead(list(self.waiting)[: len(self.table.state)])
     self._place()
     self._prefill()
     earlier, self._reads = self._reads, []
@@ -99,6 +104,8 @@ class PrefillBatcher(Batcher):
       self._hand_over(self._reads)
       self._reads = []
     self.counts['busy_s'] += time.monotonic() - begin
+    if self.tiers is not None:
+      self.tiers.settle(self.state, idle=not self.jobs)
 
   def _place(self) -> None:
     """Those that want newer weights wait for them."""
@@ -201,6 +208,7 @@ class PrefillScheduler(Scheduler):
         'SchedulerConfig.reuse_stale_prefix=True: must be False for a prefill engine, '
         'whose pages name the weights that computed them'
       )
+    handover.check_moves_pages(engine)
     make = functools.partial(PrefillBatcher, part_pages=part_pages)
     super().__init__(engine, variables, version, config, make)
     self.layout = handover.layout(engine.cfg, engine.config, part_pages)

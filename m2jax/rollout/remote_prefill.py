@@ -307,6 +307,8 @@ class RemotePrefills:
     _check_range('tokens', found.tokens, 0, mine['vocab_size'])
     if found.experts is not None:
       _check_range('experts', found.experts, -1, mine['num_experts'])
+    if found.depth is not None:
+      _check_range('depth', found.depth, 0, mine['draft_tokens'] + 1)
     first, held = wire.integer(header, 'first_page'), wire.integer(header, 'held')
     return Part(first, held, (oldest, newest), found)
 

@@ -22,6 +22,7 @@ from m2jax.rollout.prefill_engine import PrefillScheduler
 from m2jax.rollout.scheduler import SchedulerConfig
 from tests import processes
 from tests.rollout import soak as soak_lib
+from tests.rollout import test_speculative as speculative
 from tests.rollout.conftest import CFG, RECORDING
 from tests.rollout.test_engine import prompt
 from tests.rollout.test_scheduler import (
@@ -32,6 +33,7 @@ from tests.rollout.test_scheduler import (
   run,
   swap_in_flight,
 )
+from tests.rollout.test_speculative import agreeing
 
 PAGE = RECORDING.page_tokens
 HOW = HandoverConfig(local_tokens=PAGE, part_pages=3)
@@ -489,9 +491,10 @@ def test_break_even():
     HandoverConfig(local_tokens=-1)
 
 
-def soak(requests, seed, engine):
+def soak(requests, seed, engine, host_cache_bytes=0):
   def make(engine, variables, *, config):
-    source = PrefillScheduler(engine, variables, part_pages=3)
+    config = dataclasses.replace(config, host_cache_bytes=host_cache_bytes)
+    source = PrefillScheduler(engine, variables, config=config, part_pages=3)
     return Disaggregated(engine, variables, source, config=config, how=HOW)
 
   found = soak_lib.soak(requests, seed, engine=engine, make=make, replace_s=0.5)
@@ -502,13 +505,38 @@ def soak(requests, seed, engine):
 
 
 def test_soak(few):
-  """Random requests, cancellations, retractions and swaps of weights."""
-  assert soak(120, 0, few)['checked'] > 20
+  """Random requests, cancellations, retractions and swaps of weights, with pages that
+  leave the device caches of both engines and come back."""
+  found = soak(120, 0, few, host_cache_bytes=2**17)
+  assert found['checked'] > 20
+  assert found['host_hit_tokens'] and found['prefill_engine_host_hit_tokens']
 
 
 @pytest.mark.long
 def test_long_soak(few):
   assert soak(800, 1, few)['checked'] > 150
+
+
+@pytest.mark.long
+def test_pages_with_modules(serve):
+  """Drafts of MTP modules: their keys, values and states are handed over, too."""
+  engine, variables = Engine(speculative.CFG, speculative.CONFIG), agreeing(0, 0.3)
+  how = dataclasses.replace(HOW, local_tokens=0)
+  requests = [request(prompt(i, 9 + 4 * i), 12, seed=i) for i in range(6)]
+  want = run(serve(engine, variables, draft_tokens=2), *requests)
+  config = SchedulerConfig(decode_steps=4, draft_tokens=2)
+  source = PrefillScheduler(engine, variables, part_pages=3)
+  front = Disaggregated(engine, variables, source, config=config, how=how)
+  front.start(warmup=False)
+  try:
+    for a, b in zip(want, run(front, *requests), strict=True):
+      assert_equal(a, b)
+    stats = front.stats()
+    assert stats['handovers'] >= 6 and stats['prefills_alone'] == 0  # retracted, too
+    assert stats['accepted_tokens'] > 0
+    assert_no_page_is_lost(front)
+  finally:
+    front.stop()
 
 
 @pytest.mark.long
