@@ -69,6 +69,7 @@ def check(samples, variables, cfg, tolerance, replay=True, buckets=BUCKETS):
   return plan
 
 
+@pytest.mark.long
 @settings(max_examples=6)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 14), st.booleans())
 def test_float64(seed, count, replay):

@@ -92,10 +92,11 @@ def test_arguments_are_what_the_compiler_takes(compiled):
 
 
 def test_saved_activations_are_the_inputs_of_the_layers(compiled):
-  """With remat only each block's input waits for the backward pass."""
+  """With remat only each block's input waits for the backward pass, and what the router
+  reports of each layer: a few numbers a token, beside 128 of the input."""
   cfg, tokens = config.tiny(), 64
   inputs = cfg.num_layers * tokens * cfg.embed_dim * 4
-  assert inputs <= compiled['micro']['saved'] < 1.05 * inputs
+  assert inputs <= compiled['micro']['saved'] < 1.06 * inputs
   assert compiled['apply']['saved'] == 0
 
 

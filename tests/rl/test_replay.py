@@ -79,7 +79,7 @@ def ask(chat, session, messages):
   pending = asyncio.run(submit())
   future = pending.handle.future
   future.result(TIMEOUT_S)
-  return chat.finish(pending, future).message
+  return asyncio.run(chat.finish(pending, future)).message
 
 
 class Forgetful:
