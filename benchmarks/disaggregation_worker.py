@@ -77,7 +77,7 @@ class Server:
       self.schedulers[budget] = scheduler.start()
 
   def play(self, budget: int, seconds: float, seed: int, kinds: dict) -> dict:
-    """Requests arrive at random for so many seconds; all are waited for."""
+    """Requests arrive at random for that time in seconds; all are waited for."""
     scheduler = self.schedulers[budget]
     random = np.random.default_rng(seed)
     arrivals = []

@@ -14,7 +14,7 @@ Then batches of prompts from held-out files are served
 that arrive together, each drawing --new tokens:
 
   0         by an engine without modules: the baseline
-  1, 2, 3   with so many drafts in every step
+  1, 2, 3   with that number of drafts in every step
   adaptive  with as many as `rollout.drafting` chooses; in brackets its number of drafts
             at the end
 

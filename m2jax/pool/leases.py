@@ -100,7 +100,7 @@ def current(connection: sa.Connection) -> list[Lease]:
 
 
 def reissue(connection: sa.Connection, index: int) -> records.WorkItem:
-  """Gives a pending item to whoever claims it next, as a new attempt.
+  """Gives a pending item to the next process that claims it, as a new attempt.
 
   Raises:
     ValueError: the item is not pending.

@@ -104,7 +104,7 @@ class Drafting:
     return state, sampled, finite
 
   def record(self, rows: int, drafts: int, seconds: float, steps: int) -> None:
-    """Takes the time of a call of so many steps of all rows."""
+    """Takes the time of a call of `steps` steps of all rows."""
     key = rows, drafts
     self.calls[key] += 1
     self._last[key] = self.calls.total()

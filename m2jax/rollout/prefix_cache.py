@@ -63,7 +63,7 @@ class PrefixCache:
   """
 
   def __init__(self, pages: int, page_tokens: int, journal: PageJournal | None = None):
-    """All pages are free; the journal, if any, is told what is cached."""
+    """All pages are free; the journal, if any, records what is cached."""
     self._journal = journal
     self.page_tokens = page_tokens
     self.pages = pages - 1

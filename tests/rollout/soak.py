@@ -7,7 +7,7 @@ cancellations, and weights that are replaced all the time. Each token's log-prob
 must be that of its version's weights (for responses of one version; the K/V of others
 are of several), and in the end every page must be free or cached. Prints one line.
 
-With REPLICAS, so many schedulers have a few pages of host memory each and share a pool
+With REPLICAS that many schedulers have a few pages of host memory each and share a pool
 in a temporary directory, of which files are damaged and deleted meanwhile.
 """
 

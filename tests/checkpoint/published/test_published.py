@@ -123,7 +123,7 @@ def test_the_engine_computes_what_the_learner_would(tmp_path):
 
 
 def test_old_versions_are_deleted(publisher, tmp_path):
-  """The directory stays bounded; a reader that is overtaken is told so, and the newest
+  """The directory stays bounded; a reader that is overtaken fails, and the newest
   version brings it up to date."""
   reader = published.Reader(tmp_path / 'w')
   publisher.publish(variables(1), 1)

@@ -139,7 +139,7 @@ def test_as_many_as_there_is_room_for_and_while_the_gateway_serves(groups, start
 
 
 def test_an_infrastructure_failure_is_run_again(groups, start, pool):
-  """By whoever claims it next; a bug in the agent fails the item, with its reason."""
+  """By the next claimant; a bug in the agent fails the item, with its reason."""
   side = start()
   side.worker.step(0.01)
   side.runner.end(0, 'infrastructure')
