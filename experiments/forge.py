@@ -56,9 +56,12 @@ def main():
 
 def _serve(config: ForgeConfig) -> None:
   """Engine, gateway or agents, until Ctrl-C or SIGTERM."""
-  for flag, given in (('fresh', common.FRESH), ('distributed', common.DISTRIBUTED)):
+  for flag, given, where in (
+    ('fresh', common.FRESH, 'learner or all'),
+    ('distributed', common.DISTRIBUTED, 'all'),
+  ):
     if given.value:
-      raise common.BadInput(f'--{flag}: is for --role=learner, not {ROLE.value}')
+      raise common.BadInput(f'--{flag}: is for --role={where}, not {ROLE.value}')
   workdir, roles = common.workdir(), config.roles
   if ROLE.value == 'engine':
     common.virtual_devices(roles.engine_mesh)
