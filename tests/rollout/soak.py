@@ -128,7 +128,7 @@ def soak(
   """
   engine = engine or Engine(small.CFG, CONFIG)
   if replicas:
-    replace_s = 0.3  # leaves time to evict pages and to find them
+    replace_s = 1.0  # leaves time to evict pages and to find them
   with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
     configs = [_more_memory(engine, directory)] * replicas
     run = Soak(seed, engine, configs or [SchedulerConfig(decode_steps=4)], make)
@@ -168,8 +168,8 @@ def _more_memory(engine: Engine, directory: str) -> SchedulerConfig:
 
 
 def _damage(directory: pathlib.Path, random) -> None:
-  """Cuts, changes or deletes a third of the pool's pages: so many that some are read
-  before they are evicted, on a machine of any speed."""
+  """Cuts, changes or deletes a third of the pool's pages. How many of them are read
+  before they are evicted depends on the machine's speed."""
   for path in sorted(directory.glob('*/*.page')):
     try:
       match random.integers(9):

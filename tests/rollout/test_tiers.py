@@ -300,4 +300,4 @@ def test_long_soak_of_all_memories(few):
   found = soak_lib.soak(1500, seed=1, replicas=2, engine=few)
   assert found['checked'] > 500 and found['pool_hit_tokens'] > 0
   assert found['retractions'] > 0 and found['weight_updates'] > 5
-  assert found['pool_evicted_pages'] > 0 and found['pool_corrupt_pages'] > 0
+  assert found['pool_evicted_pages'] > 0 and not found['pool_errors']
