@@ -108,7 +108,8 @@ def batch(requests: int, seed: int) -> dict:
 def compare() -> dict:
   """All measurements: by workload and side, tokens/s of each round."""
   workers = start()
-  versions = {'m2jax': checked(workers['m2jax'], 'make', slots=_SLOTS.value)['version']}
+  made = dict(slots=_SLOTS.value, devices=_THREADS.value)
+  versions = {'m2jax': checked(workers['m2jax'], 'make', **made)['version']}
   if 'vllm' in workers:
     made = dict(slots=_SLOTS.value, threads=_THREADS.value)
     versions['vllm'] = checked(workers['vllm'], 'make', **made)['version']

@@ -4,7 +4,7 @@
 
 One JSON command per line of stdin, one answer per line:
 
-  {"do": "make", "slots"}                             → {"version"}
+  {"do": "make", "slots", "devices"}                  → {"version"}
   {"do": "save", "directory"}                         → {}; writes the weights
   {"do": "batch", "requests", "prompt", "new", "seed"} → {"seconds", "cpu_s", "tokens"}
   {"do": "sessions", "seed", …}       → the same, and tokens of prompts and of hits
@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from benchmarks import rollout_workload as workload
+from m2jax import sharding
 from m2jax.checkpoint import huggingface
 from m2jax.config import ModelConfig
 from m2jax.rollout.api import GenerateRequest, SamplingParams
@@ -42,24 +43,27 @@ def model_config() -> ModelConfig:
   )
 
 
-def engine_config(slots: int) -> EngineConfig:
+def engine_config(slots: int, groups: int = 1) -> EngineConfig:
+  """Sizes for so many slots in all; those of the result are of each group."""
+  of_group = lambda *rows: tuple({-(-min(r, slots) // groups) for r in rows})
   return EngineConfig(
-    slots=slots,
+    slots=slots // groups,
     context_tokens=workload.CONTEXT,
-    pages=1 + max(slots * 16, 2 * workload.CONTEXT),
-    decode_rows=tuple(sorted({min(8, slots), min(16, slots), slots})),
+    pages=1 + max(slots * 16, 2 * workload.CONTEXT) // groups,
+    decode_rows=of_group(8, 16, slots),
     contexts=(128, 512, 1024, workload.CONTEXT),
-    prefill_shapes=tuple((min(rows, slots), 64) for rows in (1, 8, 32)),
+    prefill_shapes=tuple((rows, 64) for rows in of_group(1, 8, 32)),
   )
 
 
 class Server:
   """The engine and its scheduler."""
 
-  def __init__(self, slots: int):
+  def __init__(self, slots: int, devices: int):
     self.cfg = model_config()
     self.variables = train_step.init_variables(self.cfg, jax.random.key(0))
-    engine = Engine(self.cfg, engine_config(slots))
+    where = sharding.make(sharding.MeshConfig(expert=devices))
+    engine = Engine(self.cfg, engine_config(slots, devices), where)
     config = SchedulerConfig(prefill_budget_tokens=4096)
     self.scheduler = Scheduler(engine, self.variables, config=config).start()
 
@@ -108,6 +112,8 @@ def main() -> None:
     command = json.loads(line)
     do = command.pop('do')
     if do == 'make':
+      # XLA runs a batched matmul on one thread: experts of a layer on each core.
+      jax.config.update('jax_num_cpu_devices', command['devices'])
       server = Server(**command)
       answer = {'version': f'jax {jax.__version__}'}
     elif do == 'save':

@@ -35,10 +35,15 @@ def experts(
   weights: Float[Array, 'T k'],
   gate_up: Float[Array, 'E D columns'],
   down: Float[Array, 'E F D'],
+  num_experts: int | None = None,
 ) -> Float[Array, 'T D']:
-  """Same contract as `experts.apply`, with `fused` matrices."""
+  """Same contract as `experts.apply`, with `fused` matrices.
+
+  Args:
+    num_experts: of the layer, if E are only this device's.
+  """
   (T, k), E = ids.shape, len(down)
-  rows = _rows(T, k, E)
+  rows = _rows(T, k, num_experts or E)
   place = _places(ids, E)
   inside = (place < rows) & (ids < E)
   slot = ids * rows + place

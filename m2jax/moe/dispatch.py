@@ -22,6 +22,7 @@ of a token, F expert hidden, n devices of the expert axis.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -72,11 +73,32 @@ def apply(
   return sharding.sum_to_residual(out, 'expert_hidden')
 
 
-def _gather(sharding: Sharding, x, ids, weights, gate, up, down):
+def _gather(sharding: Sharding, x, ids, weights, *kernels):
+  run = lambda *tokens: experts.apply(*tokens, *kernels)
+  return gathered(run, x, ids, weights, len(kernels[0]), sharding)
+
+
+def gathered(
+  run: Callable[..., Float[Array, 'n·T D']],
+  x: Float[Array, 'T D'],
+  ids: Int[Array, 'T k'],
+  weights: Float[Array, 'T k'],
+  here: int,
+  sharding: Sharding,
+) -> Float[Array, 'T D']:
+  """The method `gather`, without the sum over hidden channels.
+
+  Args:
+    run: (x, ids, weights) of all n devices' tokens → what this device's experts add;
+      ids count from its first expert, and `here` is an expert of another device.
+    x, ids, weights: as in `apply`.
+    here: El.
+    sharding: the mesh.
+  """
   axes = sharding.axes('experts')
+  if not axes:
+    return run(x, ids, weights)
   x, ids, weights = (lax.all_gather(a, axes, tiled=True) for a in (x, ids, weights))
-  here = len(gate)
   ids = ids - sharding.index('experts') * here
   ids = jnp.where((ids >= 0) & (ids < here), ids, here)
-  out = experts.apply(x, ids, weights, gate, up, down)
-  return lax.psum_scatter(out, axes, tiled=True)
+  return lax.psum_scatter(run(x, ids, weights), axes, tiled=True)

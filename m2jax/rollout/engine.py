@@ -94,16 +94,15 @@ class Engine:
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ('data',))
     self._mesh = self.sharding.mesh or one
     rules, drafting = self.sharding.rules, config.draft_tokens > 0
+    # On a TPU or a GPU there are kernels for pages and for groups of any size.
+    on_cpu = cfg.unroll_layers and jax.default_backend() == 'cpu'
     weights = _EVERYWHERE
     if self.sharding.mesh is not None:
-      weights = placement.weight_specs(cfg, rules, modules=drafting)
+      weights = placement.weight_specs(cfg, rules, dense=on_cpu, modules=drafting)
     state = placement.state_specs(rules, config)
     prefix = placement.prefix_specs(rules, config)
     self._prefix = prefix
-    # On a TPU or a GPU there are kernels for pages and for groups of any size.
-    alone = self.sharding.mesh is None and jax.default_backend() == 'cpu'
-    unrolled = alone and cfg.unroll_layers
-    calls, all_ = Calls(cfg, config, self.sharding, unrolled), _EVERYWHERE
+    calls, all_ = Calls(cfg, config, self.sharding, on_cpu), _EVERYWHERE
     row = placement.rows_spec(rules)
     self.prefill_rows = self._jit(
       calls.prefill_rows, (weights, state, *[row] * 4), state, donate=1
@@ -139,8 +138,11 @@ class Engine:
       calls.insert, (prefix, state, all_, all_), state, donate=1
     )
     self._jit_prefill = self._jit(calls.prefill, (weights, prefix, all_, all_), prefix)
-    split = functools.partial(forward.split_layers, cfg, dense=alone, modules=drafting)
-    self._split_layers = jax.jit(split, out_shardings=self._named(weights))
+    split = functools.partial(forward.split_layers, cfg, dense=on_cpu, modules=drafting)
+    stacked = _EVERYWHERE
+    if self.sharding.mesh is not None:
+      stacked = sharding_lib.param_specs(cfg, rules)
+    self._split_layers = self._jit(split, (stacked,), weights)
     self._new_state = jax.jit(self._empty_state, out_shardings=self._named(state))
     self._new_prefix = jax.jit(self._empty_prefix, out_shardings=self._named(prefix))
 

@@ -22,7 +22,7 @@ from m2jax.config import ModelConfig
 from m2jax.layers import attention, block, rope
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
-from m2jax.moe import batched
+from m2jax.moe import batched, dispatch
 from m2jax.rollout.contexts import Contexts
 from m2jax.rollout.pages import Pages, Places
 from m2jax.sharding import ONE_DEVICE, Sharding
@@ -115,7 +115,7 @@ def layer_block(cfg: ModelConfig, rows: Rows, sharding: Sharding, visible=None):
       return sharding.psum(out, 'heads'), after
 
     ones = jnp.ones(P * C, jnp.int32)
-    experts = _experts_of(cfg, P * C, p)
+    experts = _experts_of(cfg, sharding, p)
     x, after, routing = block.apply(
       *(x, p, bias, cfg, attend, ones), sharding=sharding, experts=experts
     )
@@ -170,23 +170,25 @@ def _for_batched(p):
   return {**rest, FUSED: batched.fused(gate, up), DENSE: batched.dense(gate, up, down)}
 
 
-def _experts_of(cfg: ModelConfig, tokens: int, p):
+def _experts_of(cfg: ModelConfig, sharding: Sharding, p):
   """`block.apply`'s experts, if the weights were split with `dense`."""
   if DENSE not in p:
     return None
-  if tokens <= DENSE_TOKENS:
-    return functools.partial(_all_experts, cfg)
-  return _batched_experts
 
+  def run(p, x, ids, weights):
+    cast = lambda *matrices: [matrix.astype(x.dtype) for matrix in matrices]
+    if len(x) <= DENSE_TOKENS:
+      here = len(p['down'])
+      return batched.all_experts(x, ids, weights, *cast(*p[DENSE]), here)
+    kernels = cast(p[FUSED], p['down'])
+    return batched.experts(x, ids, weights, *kernels, cfg.num_experts)
 
-def _all_experts(cfg: ModelConfig, x, ids, weights, p):
-  kernels = (matrix.astype(x.dtype) for matrix in p[DENSE])
-  return batched.all_experts(x, ids, weights, *kernels, cfg.num_experts)
+  def apply(x, ids, weights, p):
+    local = functools.partial(run, p)
+    out = dispatch.gathered(local, x, ids, weights, len(p['down']), sharding)
+    return sharding.sum_to_residual(out, 'expert_hidden')
 
-
-def _batched_experts(x, ids, weights, p):
-  kernels = (p[name].astype(x.dtype) for name in (FUSED, 'down'))
-  return batched.experts(x, ids, weights, *kernels)
+  return apply
 
 
 def _split(count: int, stacked) -> tuple:

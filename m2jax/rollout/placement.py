@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
+from m2jax.rollout import forward
 from m2jax.rollout.decode_state import DecodeState, Prefix
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.pages import Pages
@@ -51,17 +52,27 @@ def serving(cfg: ModelConfig, sharding: Sharding) -> Sharding:
 
 
 def weight_specs(
-  cfg: ModelConfig, rules: Rules, *, modules: bool = False
+  cfg: ModelConfig, rules: Rules, *, dense: bool = False, modules: bool = False
 ) -> dict[str, Any]:
   """PartitionSpecs of the weights as the calls take them (`forward.split_layers`)."""
   specs = sharding_lib.param_specs(cfg, rules)
   if not cfg.unroll_layers:
     return specs
+  together = (*rules.mesh_axes('experts'), *rules.mesh_axes('expert_hidden')) or None
+
+  def prepare(one):
+    if not dense:
+      return one
+    if 'layers' in one:
+      return {**one, 'layers': prepare(one['layers'])}
+    rest = {name: x for name, x in one.items() if name not in ('gate', 'up')}
+    both = PartitionSpec(None, together), PartitionSpec(together, None)
+    return {**rest, forward.FUSED: one['gate'], forward.DENSE: both}
 
   def split(stacked, count: int):
     is_spec = lambda x: isinstance(x, PartitionSpec)
     one = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stacked, is_leaf=is_spec)
-    return (one,) * count
+    return (prepare(one) if isinstance(one, dict) else one,) * count
 
   counts = {'layers': cfg.num_layers}
   if modules:

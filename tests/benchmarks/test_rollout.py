@@ -47,7 +47,7 @@ def test_ratios_are_of_each_round(capsys):
 @pytest.mark.long
 def test_the_worker_serves_sessions():
   """Our side runs the whole of it, and finds the past of each turn in its cache."""
-  server = rollout_worker.Server(slots=2)
+  server = rollout_worker.Server(slots=2, devices=1)
   try:
     batch = server.batch(requests=3, prompt=5, new=4, seed=0)
     found = server.sessions(seed=0, count=2, turns=3)

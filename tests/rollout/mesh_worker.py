@@ -45,13 +45,14 @@ CONFIG = EngineConfig(
 @dataclasses.dataclass(frozen=True)
 class Case:
   """A mesh, fields of the model, whether JetStream's calls are made too, the drafts of
-  each step, and whether pages are moved to host memory."""
+  each step, whether pages are moved to host memory, and other rows of decode calls."""
 
   mesh: dict[str, int]
   model: dict[str, Any] = dataclasses.field(default_factory=dict)
   jetstream: bool = False
   drafts: int = 0
   host: bool = False
+  decode_rows: tuple[int, ...] = CONFIG.decode_rows
 
 
 CASES = {
@@ -67,7 +68,10 @@ CASES = {
   'data expert': Case(dict(data=4, expert=2)),
   'fsdp expert': Case(dict(fsdp=2, expert=4)),
   'fsdp tensor': Case(dict(fsdp=4, tensor=2)),
-  'expert tensor': Case(dict(expert=4, tensor=2), dict(unroll_layers=True)),
+  # Decoding so few tokens runs all experts, prefill those that are chosen.
+  'expert tensor': Case(
+    dict(expert=4, tensor=2), dict(unroll_layers=True), decode_rows=(2, 5)
+  ),
   'context expert': Case(dict(context=2, expert=4)),
   # Weights change after as many tokens only with as many drafts on one device.
   'drafts': Case(dict(fsdp=2, expert=2, tensor=2), drafts=1),
@@ -168,7 +172,9 @@ def jetstream(engine: Engine, weights) -> dict[str, Any]:
 def results(case: Case, where: sharding.Sharding, learner: sharding.Sharding):
   """(results, engine); the second weights come as `learner` places them."""
   cfg = model(case)
-  config = dataclasses.replace(CONFIG, draft_tokens=case.drafts)
+  config = dataclasses.replace(
+    CONFIG, draft_tokens=case.drafts, decode_rows=case.decode_rows
+  )
   engine = Engine(cfg, config, where)
   first, second = (quick.variables(cfg, i, noise=0.1, bias=0.1) for i in range(2))
   second = learner.place(second, sharding.param_specs(cfg, learner.rules))
@@ -209,8 +215,8 @@ def run(case: Case) -> dict[str, Any]:
       differing.append(name)
   worst = max(errors, key=errors.get)
   pages = engine.init_decode_state().pages
-  gate = weights['params']['layers']
-  gate = gate[0]['gate'] if isinstance(gate, tuple) else gate['gate'][0]
+  down = weights['params']['layers']
+  down = down[0]['down'] if isinstance(down, tuple) else down['down'][0]
   return {
     'differing': differing,
     'worst': [worst, errors[worst]],
@@ -219,7 +225,7 @@ def run(case: Case) -> dict[str, Any]:
     'devices': len(weights['params']['head'].sharding.device_set),
     'heads_of_device': _part(pages.k, 1),
     'pages_of_device': _part(pages.k, 2),
-    'experts_of_device': _part(gate, 0),
+    'experts_of_device': _part(down, 0),
   }
 
 
