@@ -56,7 +56,7 @@ class SimulatedEngine:
     responses: [n] int32 by seed.
   """
 
-  groups = 1
+  groups, keeps_contexts = 1, False
 
   def __init__(self, config: EngineConfig, times: Times, vocabulary: int):
     self.config, self.times = config, times

@@ -30,11 +30,12 @@ class LeadEngine:
   The weights are those that every process loads at its start.
 
   Attributes:
-    moves_pages: see Engine.
+    moves_pages, keeps_contexts: see Engine.
     lost: whether a call has failed, so that no other will succeed.
   """
 
   moves_pages = False
+  keeps_contexts = False
 
   def __init__(self, engine: Engine, commands: Commands):
     self._engine, self._commands = engine, commands

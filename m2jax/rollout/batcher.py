@@ -29,6 +29,7 @@ from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.drafting import Drafting
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
+from m2jax.rollout.kept_contexts import KeptContexts
 from m2jax.rollout.page_journal import PageJournal
 from m2jax.rollout.rate import Rate
 from m2jax.rollout.scheduler_config import SchedulerConfig
@@ -114,6 +115,7 @@ class Batcher:
     self.table = Sequences(self.engine.config, self.engine.groups, self.journal)
     self.jobs: dict[int, Job] = {}
     self._ready: list[int] = []  # slots prefilled, not yet admitted
+    self.kept = KeptContexts(self.engine) if self.engine.keeps_contexts else None
     if self.tiers is not None:
       self.tiers.attach(self.table)
 
@@ -319,7 +321,11 @@ class Batcher:
   def _decode_call(self, slots: np.ndarray, size: int, n: int, drafts: int) -> bool:
     """One decode call and its effect on each request; False if all requests failed."""
     table, config, groups = self.table, self.engine.config, self.engine.groups
-    at, num_rows = self._lay(slots, size)
+    if self.kept is not None:
+      order = table.started[slots], table.held[slots]
+      at, num_rows, stale = self.kept.lay(size, n, slots, *order)
+    else:
+      at, num_rows = self._lay(slots, size)
     rows = lambda values: self._spread(values, at, groups * size)
     self.pauses.begin_decode()
     self._save_pages()
@@ -329,13 +335,22 @@ class Batcher:
       rows(table.tables[slots, :n]),
       np.int32(self.config.decode_steps),
     )
-    self.state, sampled, finite = self.drafting.decode(
-      self.engine, self.variables, self.state, size, drafts, arguments
-    )
+
+    def generate():
+      before = self.variables, self.state
+      if self.kept is not None:
+        return self.kept.generate(*before, size, n, (*arguments, stale))
+      if drafts:
+        return self.engine.speculate(*before, drafts, *arguments)
+      return self.engine.generate_many(*before, *arguments)
+
+    self.state, sampled, finite = self.drafting.decode(generate, size, drafts)
     sampled, finite = jax.tree.map(lambda x: x[at], (sampled, finite))
     self.pauses.end_decode()
     before = table.held[slots] + 1
     table.append(slots, sampled.counts, sampled.tokens, sampled.logprobs, self.version)
+    if self.kept is not None:
+      self.kept.done(size, n, at, table.held[slots])
     self._count_sampled(int(sampled.counts.sum()))
     if not finite.all():
       # NaN in the cache would spread: an attention weight of 0 times NaN is NaN.

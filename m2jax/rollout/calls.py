@@ -100,6 +100,28 @@ class Calls:
       tables: [P, n] int32, pages of at least length + steps positions each.
       steps: int32, at most config.max_steps.
     """
+    cached = state.pages
+    if self.contexts:
+      cached = contexts.take(cached, tables, self.cfg.num_layers)
+    state, sampled, _ = self._generate(
+      params, state, cached, rows, num_rows, tables, steps
+    )
+    return state, sampled
+
+  def generate_kept(
+    self, params, state: DecodeState, kept, rows, num_rows, tables, steps, stale
+  ) -> tuple[DecodeState, Sampled, contexts.Contexts]:
+    """`generate_many` on the Contexts of an earlier call of as many rows and pages.
+
+    Args:
+      kept: of the earlier call, which has the pages of each row that is not stale.
+      stale: [P] bool, rows to take out of the pages.
+    """
+    kept = contexts.refresh(kept, state.pages, tables, stale)
+    return self._generate(params, state, kept, rows, num_rows, tables, steps)
+
+  def _generate(self, params, state, cached, rows, num_rows, tables, steps):
+    """The state, Sampled, and `cached`: the state's pages or Contexts of the rows."""
     N = self.config.max_steps
     slots, sampled = self.begin(state, rows, num_rows, N)
 
@@ -123,15 +145,15 @@ class Calls:
       )
       return step + 1, self.any_left(slots), pages, slots, sampled
 
-    starts, pages = slots.length, state.pages
-    if self.contexts:
-      pages = contexts.take(pages, tables, self.cfg.num_layers)
-    begin = jnp.int32(0), self.any_left(slots), pages, slots, sampled
-    _, _, pages, slots, sampled = lax.while_loop(unfinished, one, begin)
+    starts = slots.length
+    begin = jnp.int32(0), self.any_left(slots), cached, slots, sampled
+    _, _, cached, slots, sampled = lax.while_loop(unfinished, one, begin)
+    pages = cached
     if self.contexts:
       new = slots.length - starts
-      pages = contexts.put_back(state.pages, pages, tables, starts, new, N)
-    return DecodeState(pages, scatter(state.slots, slots, rows, num_rows[0])), sampled
+      pages = contexts.put_back(state.pages, cached, tables, starts, new, N)
+    slots = scatter(state.slots, slots, rows, num_rows[0])
+    return DecodeState(pages, slots), sampled, cached
 
   def begin(
     self, state: DecodeState, rows, num_rows, most: int

@@ -1,9 +1,10 @@
 """The key/value cache of one call's rows, in order, for decoding on a CPU.
 
-A call takes its rows' pages out of the cache once, decodes several steps, and puts what
-is new back; every step reads keys and values where they are. Elsewhere kernels read
-pages through their tables. `Contexts` has the methods of `Pages` that `forward.extend`
-needs.
+A call takes its rows' pages out of the cache, decodes several steps, and puts what is
+new back; every step reads keys and values where they are. A row that the previous call
+left here is not taken out again (`refresh`, and `rollout.kept_contexts` for the host's
+side). Elsewhere kernels read pages through their tables. `Contexts` has the methods of
+`Pages` that `forward.extend` needs.
 
 Axes: those of pages.py.
 """
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from m2jax.kernels.paged_attention import cpu as paged_attention
 from m2jax.rollout import masked_attention
@@ -102,6 +104,35 @@ def take(pages: Pages, tables, layers: int) -> Contexts:
   if pages.states is not None:
     states, depth = pages.states[:, tables], pages.read_depth(tables)
   return Contexts(k, tuple(v for _, v in layers), tokens, ids, states, depth)
+
+
+def empty(pages: Pages, rows: int, n: int, layers: int) -> Contexts:
+  """Of `rows` tables of n pages, with nothing in them."""
+  tables = jax.ShapeDtypeStruct((rows, n), jnp.int32)
+  like = jax.eval_shape(lambda *x: take(*x, layers), pages, tables)
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+
+def refresh(contexts: Contexts, pages: Pages, tables, stale) -> Contexts:
+  """Takes the rows that are `stale` [P] out of their pages; keeps the others."""
+  rows = jnp.argsort(~stale)  # these first
+
+  def one(i, contexts):
+    row = rows[i]
+    new = take(pages, tables[row][None], len(contexts.k))
+    set_ = lambda axis, into, x: lax.dynamic_update_slice_in_dim(into, x, row, axis)
+    return jax.tree.map(set_, axes(contexts), contexts, new)
+
+  return lax.fori_loop(0, jnp.sum(stale, dtype=jnp.int32), one, contexts)
+
+
+def axes(contexts: Contexts) -> Contexts:
+  """The axis of the rows in each array."""
+  layers = (1,) * len(contexts.k)
+  axis = Contexts(layers, layers, 0, 1, 1, 0)
+  return Contexts(
+    *(None if x is None else a for a, x in zip(axis, contexts, strict=True))
+  )
 
 
 def put_back(pages: Pages, contexts: Contexts, tables, starts, counts, most: int):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -74,24 +75,21 @@ class Drafting:
     return tokens / statistics.median(self._seconds[rows, drafts])
 
   def decode(
-    self, engine, variables, state: DecodeState, rows: int, drafts: int, arguments
+    self, generate: Callable, rows: int, drafts: int
   ) -> tuple[DecodeState, Sampled, np.ndarray]:
     """Makes a decode call and measures it.
 
     Args:
+      generate: makes the call; gives its state and results.
       rows: of each group.
       drafts: K.
-      arguments: of `Calls.generate_many`, after the state.
 
     Returns:
       The state; what was sampled, on the host; and which rows' logits, of the modules,
       too, were finite.
     """
     started = time.perf_counter()
-    if drafts:
-      state, *found = engine.speculate(variables, state, drafts, *arguments)
-    else:
-      state, *found = engine.generate_many(variables, state, *arguments)
+    state, *found = generate()
     sampled, *drafted = jax.device_get(found)
     seconds = time.perf_counter() - started
     drawn = np.arange(sampled.logprobs.shape[1]) < sampled.counts[:, None]

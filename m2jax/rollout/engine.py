@@ -39,9 +39,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
-from m2jax.rollout import forward, placement, speculative
+from m2jax.rollout import contexts, forward, placement, speculative
 from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.calls import Calls
+from m2jax.rollout.contexts import Contexts
 from m2jax.rollout.decode_state import (
   DecodeState,
   Drafted,
@@ -95,7 +96,8 @@ class Engine:
     self._mesh = self.sharding.mesh or one
     rules, drafting = self.sharding.rules, config.draft_tokens > 0
     # On a TPU or a GPU there are kernels for pages and for groups of any size.
-    on_cpu = cfg.unroll_layers and jax.default_backend() == 'cpu'
+    on_cpu = cfg.unroll_layers and _platform(self._mesh) == 'cpu'
+    self._on_cpu = on_cpu
     weights = _EVERYWHERE
     if self.sharding.mesh is not None:
       weights = placement.weight_specs(cfg, rules, dense=on_cpu, modules=drafting)
@@ -113,6 +115,17 @@ class Engine:
       (state, row),
       donate=1,
       whole=True,
+    )
+    kept = placement.context_specs(rules, config)
+    self.generate_kept = self._jit(
+      calls.generate_kept,
+      (weights, state, kept, *[row] * 3, all_, row),
+      (state, row, kept),
+      donate=(1, 2),
+      whole=True,
+    )
+    self._new_contexts = jax.jit(
+      self._empty_contexts, static_argnums=(0, 1), out_shardings=self._named(kept)
     )
     self.speculative = {
       drafts: self._jit(
@@ -152,6 +165,15 @@ class Engine:
     return self.sharding.size('rows')
 
   @property
+  def keeps_contexts(self) -> bool:
+    """Whether decode calls are `generate_kept`: on a CPU, without drafts."""
+    return self._on_cpu and not self.config.draft_tokens and self.moves_pages
+
+  def new_contexts(self, rows: int, n: int) -> Contexts:
+    """For `generate_kept` of so many rows of a group and pages of a table."""
+    return self._new_contexts(rows, n)
+
+  @property
   def moves_pages(self) -> bool:
     """Whether `read_pages` gives this process whole pages."""
     return not self._mesh.is_multi_process
@@ -160,8 +182,9 @@ class Engine:
     """A function of `Calls`, compiled for the specs of its arguments and results.
 
     Args:
-      donate: position of the state.
-      whole: whether its other results go to every device, for the host.
+      donate: positions of the state, and of Contexts.
+      whole: whether its second result goes to every device, for the host; of more than
+        two without Contexts also the third.
     """
 
     def call(*args):
@@ -169,7 +192,10 @@ class Engine:
 
     call.__name__ = getattr(f, 'func', f).__name__
     # Without out_shardings a second call may compile again.
-    out = (results[0], *[_EVERYWHERE] * (len(results) - 1)) if whole else results
+    out = results
+    if whole:
+      kept = [r if isinstance(r, Contexts) else _EVERYWHERE for r in results[1:]]
+      out = (results[0], *kept)
     return jax.jit(call, donate_argnums=donate, out_shardings=self._named(out))
 
   def _named(self, specs):
@@ -196,6 +222,10 @@ class Engine:
     slots = make_slots(self.groups * config.slots, config)
     pages = self._empty_pages(self.groups * config.pages)
     return DecodeState(pages, jax.tree.map(jnp.asarray, slots))
+
+  def _empty_contexts(self, rows: int, n: int) -> Contexts:
+    pages = jax.eval_shape(lambda: self._empty_pages(self.config.pages))
+    return contexts.empty(pages, self.groups * rows, n, self.cfg.num_layers)
 
   def _empty_prefix(self) -> Prefix:
     pages = self._empty_pages(1 + self.config.context_pages)
@@ -328,7 +358,11 @@ class Engine:
       for size in config.decode_rows:
         tables = rows(size, n)
         none = rows(size), rows(1), tables, np.int32(0)
-        state, _ = self.generate_many(params, state, *none)
+        if self.keeps_contexts:
+          kept, stale = self.new_contexts(size, n), np.zeros(g * size, bool)
+          state, *_ = self.generate_kept(params, state, kept, *none, stale)
+        else:
+          state, _ = self.generate_many(params, state, *none)
         for drafts in self.speculative:
           state, *_ = self.speculate(params, state, drafts, *none)
       for size, chunk in config.prefill_shapes:
@@ -345,6 +379,7 @@ class Engine:
     calls = (self.prefill_rows, self.generate_many, self.admit, self.expert_ids)
     calls += tuple(self.speculative.values())
     calls += (self.read_pages, self.write_pages)
+    calls += (self.generate_kept, self._new_contexts)
     return sum(call._cache_size() for call in calls)
 
   def _check_own_pages(self) -> None:
@@ -355,3 +390,10 @@ class Engine:
         f"EngineConfig.pages={config.pages}: JetStream's calls need {need}, a page "
         'for every position of every slot'
       )
+
+
+def _platform(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
+  """Of its devices; an abstract mesh has none, and is the default's."""
+  if isinstance(mesh, jax.sharding.AbstractMesh):
+    return jax.default_backend()
+  return mesh.devices.flat[0].platform

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.rollout import forward
+from m2jax.rollout.contexts import Contexts
 from m2jax.rollout.decode_state import DecodeState, Prefix
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.pages import Pages
@@ -105,6 +106,14 @@ def page_specs(rules: Rules, config: EngineConfig, *, groups: bool = True) -> Pa
 def state_specs(rules: Rules, config: EngineConfig) -> DecodeState:
   """PartitionSpecs of a DecodeState, a prefix of its tree."""
   return DecodeState(page_specs(rules, config), rows_spec(rules))
+
+
+def context_specs(rules: Rules, config: EngineConfig) -> Contexts:
+  """PartitionSpecs of Contexts, a prefix of their tree."""
+  spec = rules.spec('contexts', 'heads', 'rows', None, None)
+  tokens = rules.spec('context tokens', 'rows', None)
+  ids = rules.spec('context experts', None, 'rows', None, None)
+  return Contexts(spec, spec, tokens, ids if config.record_experts else None)
 
 
 def prefix_specs(rules: Rules, config: EngineConfig) -> Prefix:

@@ -417,10 +417,16 @@ class Faulty:
     return getattr(self._engine, name)
 
   def generate_many(self, *args, **kwargs):
+    return self._fail_or(self._engine.generate_many, args, kwargs)
+
+  def generate_kept(self, *args, **kwargs):
+    return self._fail_or(self._engine.generate_kept, args, kwargs)
+
+  def _fail_or(self, call, args, kwargs):
     if self.failures:
       self.failures -= 1
       raise RuntimeError('out of memory, say')
-    return self._engine.generate_many(*args, **kwargs)
+    return call(*args, **kwargs)
 
 
 def test_a_failing_step_fails_its_requests_only(serve, engine, variables, reference):

@@ -40,12 +40,12 @@ class Watched:
     self.first = False
     return self._engine.load_params(params)
 
-  def generate_many(self, *args):
+  def generate_kept(self, *args):
     if self.loading.is_set():
       self._left -= 1
       if self._left <= 0:
         self._decoded.set()
-    return self._engine.generate_many(*args)
+    return self._engine.generate_kept(*args)
 
 
 def test_decoding_goes_on_while_weights_are_placed(
