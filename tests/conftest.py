@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from importlib import metadata
 from pathlib import Path
 
 from hypothesis import settings
@@ -19,11 +20,16 @@ _CACHE = _ROOT / '.cache' / 'jax'
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
-# Less optimised code compiles in half the time; XLA's passes over HLO are as ever.
-os.environ['XLA_FLAGS'] = (
-  '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true '
-  + os.environ.get('XLA_FLAGS', '')
-).strip()
+# Code that is less optimised compiles in a fraction of the time; XLA's passes over HLO
+# are as ever.
+_XLA_FLAGS = [
+  '--xla_backend_optimization_level=0',
+  '--xla_llvm_disable_expensive_passes=true',
+  '--xla_cpu_parallel_codegen_split_count=1',
+]
+if metadata.version('jaxlib').startswith('0.10.'):  # later ones have no such flag
+  _XLA_FLAGS.append('--xla_cpu_use_fusion_emitters=false')
+os.environ['XLA_FLAGS'] = ' '.join([*_XLA_FLAGS, os.environ.get('XLA_FLAGS', '')])
 
 # Each module that has hints of arrays (m2jax/axes.py) is imported with checks of them.
 install_import_hook(
