@@ -50,3 +50,27 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 settings.register_profile('default', deadline=None, max_examples=30, print_blob=True)
 settings.register_profile('thorough', deadline=None, max_examples=500, print_blob=True)
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'default'))
+
+# Files of a minute and more. One that a process begins last would leave others idle.
+_FIRST = (
+  'sharding/test_mesh.py',
+  'rl/test_mesh.py',
+  'experiments/test_two_processes.py',
+  'experiments/test_jobs.py',
+  'rollout/test_mesh.py',
+  'train/test_pretrain_kill.py',
+  'forge/test_resume.py',
+  'sharding/test_distributed.py',
+  'forge/test_processes.py',
+  'benchmarks/test_prefix_tree.py',
+  'train/test_hosts.py',
+  'experiments/test_evaluate_mesh.py',
+  'forge/remote/test_roles.py',
+  'model/test_forest_chunks.py',
+)
+
+
+def pytest_collection_modifyitems(items):
+  """Long files first, in the order above; the rest as they were."""
+  rank = {str(_ROOT / 'tests' / name): i for i, name in enumerate(_FIRST)}
+  items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
