@@ -49,11 +49,13 @@ forge: setup
 	  --config=configs/forge.py --workdir=$(WORKDIR) \
 	  --config.episodes.backend=$(SANDBOX) $(ARGS)
 
+# A process runs whole files, in the order of tests/conftest.py.
+PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup lint
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not long' $(ARGS)
+	$(PYTEST) -m 'not long' $(ARGS)
 
 test-long: setup
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m long --durations=10 $(ARGS)
+	$(PYTEST) -m long --durations=10 $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from importlib import metadata
 from pathlib import Path
 
 from hypothesis import settings
@@ -19,11 +20,16 @@ _CACHE = _ROOT / '.cache' / 'jax'
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
-# Less optimised code compiles in half the time; XLA's passes over HLO are as ever.
-os.environ['XLA_FLAGS'] = (
-  '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true '
-  + os.environ.get('XLA_FLAGS', '')
-).strip()
+# Code that is less optimised compiles in a fraction of the time; XLA's passes over HLO
+# are as ever.
+_XLA_FLAGS = [
+  '--xla_backend_optimization_level=0',
+  '--xla_llvm_disable_expensive_passes=true',
+  '--xla_cpu_parallel_codegen_split_count=1',
+]
+if metadata.version('jaxlib').startswith('0.10.'):  # later ones have no such flag
+  _XLA_FLAGS.append('--xla_cpu_use_fusion_emitters=false')
+os.environ['XLA_FLAGS'] = ' '.join([*_XLA_FLAGS, os.environ.get('XLA_FLAGS', '')])
 
 # Each module that has hints of arrays (m2jax/axes.py) is imported with checks of them.
 install_import_hook(
@@ -44,3 +50,27 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 settings.register_profile('default', deadline=None, max_examples=30, print_blob=True)
 settings.register_profile('thorough', deadline=None, max_examples=500, print_blob=True)
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'default'))
+
+# Files of a minute and more. One that a process begins last would leave others idle.
+_FIRST = (
+  'sharding/test_mesh.py',
+  'rl/test_mesh.py',
+  'experiments/test_two_processes.py',
+  'experiments/test_jobs.py',
+  'rollout/test_mesh.py',
+  'train/test_pretrain_kill.py',
+  'forge/test_resume.py',
+  'sharding/test_distributed.py',
+  'forge/test_processes.py',
+  'benchmarks/test_prefix_tree.py',
+  'train/test_hosts.py',
+  'experiments/test_evaluate_mesh.py',
+  'forge/remote/test_roles.py',
+  'model/test_forest_chunks.py',
+)
+
+
+def pytest_collection_modifyitems(items):
+  """Long files first, in the order above; the rest as they were."""
+  rank = {str(_ROOT / 'tests' / name): i for i, name in enumerate(_FIRST)}
+  items.sort(key=lambda item: rank.get(str(item.path), len(rank)))

@@ -74,7 +74,8 @@ def test_a_new_parameter_is_one_line(monkeypatch):
   cfg = dataclasses.replace(config.tiny(), num_mtp_modules=1)
   kv = cfg.num_kv_heads * cfg.head_dim
   try:
-    variables = model.M2(cfg).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+    init = jax.jit(model.M2(cfg).init)
+    variables = init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
     array = variables['params']['mtp']['layers']['gizmo']
     assert array.shape == (1, cfg.embed_dim, kv)
     assert kinds(variables['params'])['layers']['gizmo'] == Kind.MATRIX

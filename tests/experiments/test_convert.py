@@ -12,7 +12,7 @@ import pytest
 from m2jax import config
 from m2jax.checkpoint import CheckpointManager, policy
 from m2jax.text import tokenizer
-from m2jax.train import step as train_step
+from tests import quick
 from tests.experiments import conftest
 
 MODEL = dataclasses.replace(
@@ -35,7 +35,7 @@ def run(tmp_path):
   """A run's workdir with one SFT checkpoint."""
   tokenizer.train(['some text'], 300).save(tmp_path / 'tokenizer.json')
   tokens = (tmp_path / 'tokenizer.json').read_bytes()
-  variables = train_step.init_variables(MODEL, jax.random.key(3))
+  variables = quick.variables(MODEL, 3)
   with CheckpointManager(tmp_path / 'run' / 'sft') as manager:
     files = {'tokenizer.json': tokens}
     manager.save(7, {'variables': variables}, policy.host(MODEL), files)

@@ -118,7 +118,7 @@ def test_tokens_drive_the_schedule(segments, warmup, length, data):
   alike = tuple((number, 7) for number, _ in segments)
   plain = ScheduleConfig('wsd', warmup, total, decay, 0.25)
   tokens = ScheduleConfig('wsd', warmup, total, decay, 0.25, alike)
-  steps = range(total + 3)
+  steps = range(40)  # one shape for all
   np.testing.assert_allclose(values(tokens, steps), values(plain, steps), rtol=1e-5)
 
 

@@ -40,11 +40,9 @@ class Case:
 
 CASES = {
   'fsdp expert tensor': Case(dict(fsdp=2, expert=2, tensor=2)),
-  'data context': Case(dict(data=2, context=4), replay=False),
-  'data fsdp': Case(dict(data=2, fsdp=4)),
-  'fsdp context': Case(dict(fsdp=2, context=4)),
-  'expert context': Case(dict(expert=4, context=2), replay=False),
+  'data fsdp context': Case(dict(data=2, fsdp=2, context=2)),
   'tensor context': Case(dict(tensor=2, context=4)),
+  'expert context': Case(dict(expert=4, context=2), replay=False),
   'imitation': Case(
     dict(data=2, expert=2, tensor=2), replay=False, algorithm='expert_iteration'
   ),

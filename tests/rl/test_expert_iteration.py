@@ -9,6 +9,7 @@ import numpy as np
 from m2jax import forest, model
 from m2jax.rl import expert_iteration, rewards, samples
 from m2jax.train import step as train_step
+from tests import quick
 from tests.rl import test_learner, test_rewards
 
 EPISODES = {'success': 1.0, 'failure': 0.0, 'broken': 0.0}
@@ -57,15 +58,16 @@ def test_the_update_is_that_of_sft_on_the_successes():
   share = reference.weight / np.sum(reference.weight)
   reference = jax.tree.map(jnp.asarray, dataclasses.replace(reference, weight=share))
   m2 = model.M2(test_learner.CFG)
-  variables = m2.init(jax.random.key(0), batch.tokens)
+  variables = quick.variables(test_learner.CFG, 0)
 
   def value(params, objective, of):
     logprobs = model.token_logprobs(m2, {**variables, 'params': params}, of)
     rows = jnp.arange(logprobs.shape[0])[:, None]
     return objective(logprobs[rows, of.term_token], of)[0]
 
+  value_and_grad = jax.jit(jax.value_and_grad(value), static_argnums=1)
   got, want = (
-    jax.value_and_grad(value)(variables['params'], objective, of)
+    value_and_grad(variables['params'], objective, of)
     for objective, of in (
       (expert_iteration.objective, batch),
       (train_step.nll, reference),

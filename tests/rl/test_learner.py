@@ -90,9 +90,12 @@ def make():
   return make
 
 
+APPLY = jax.jit(model.M2(CFG).apply)
+
+
 def probabilities(of, tokens):
   """log p of the last token after the others."""
-  logits = model.M2(CFG).apply(of.variables(), jnp.array([tokens]))
+  logits = APPLY(of.variables(), jnp.array([tokens]))
   return float(jax.nn.log_softmax(logits[0, -2])[tokens[-1]])
 
 

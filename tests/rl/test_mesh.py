@@ -3,6 +3,7 @@ device. Processes of 8 virtual devices each."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -11,19 +12,25 @@ import sys
 
 import pytest
 
+from tests.rl import mesh_worker
+
 _ROOT = pathlib.Path(__file__).parents[2]
-FIRST = ('fsdp expert tensor', 'data context')
-SECOND = (
-  'data fsdp',
-  'fsdp context',
-  'expert context',
-  'tensor context',
-  'imitation',
-)
+# With replay and without are compared with two references of one device; a process has
+# the cases of one of them.
+REPLAY = ('fsdp expert tensor', 'data fsdp context', 'tensor context')
+FREE = ('expert context', 'imitation')
+
+
+def test_every_pair_of_axes_is_in_a_mesh():
+  """Three axes at once where that saves a mesh."""
+  axes = ('data', 'fsdp', 'expert', 'tensor', 'context')
+  meshes = [mesh_worker.CASES[name].mesh for name in (*REPLAY, *FREE)]
+  for pair in itertools.combinations(axes, 2):
+    assert any(set(pair) <= mesh.keys() for mesh in meshes), pair
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('names', [FIRST, SECOND])
+@pytest.mark.parametrize('names', [REPLAY, FREE])
 def test_updates_do_not_depend_on_the_mesh(names):
   """Weights, moments, router biases and metrics after two updates; the state is on all
   devices, and what the engine gets on one."""
