@@ -164,7 +164,7 @@ def top_k_logprobs(
   def chunk(args):
     logits = fp32.product(args[0], head)
     top, total, _ = _statistics(logits)
-    return top, total, *lax.top_k(logits, k)
+    return top, total, *lax.top_k(logits, min(k, vocab))
 
   top, total, best, words = _map(chunk, (hidden,), vocab)
   top, scale = _highest(top, axes)
