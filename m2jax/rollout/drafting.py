@@ -156,5 +156,5 @@ def acceptance(
     if f'{tested}/{i}' not in stats:
       return out
     new = [stats[f'{n}/{i}'] - before.get(f'{n}/{i}', 0) for n in (tested, accepted)]
-    if new[0]:
+    if new[0] > 0:  # less than before: of an engine that was restarted
       out[i] = new[1] / new[0]
