@@ -9,7 +9,9 @@ vocabulary, another one for each seed. In every update the same rollouts train
 
   frozen         no module
   cross-entropy  the modules on the sampled tokens, the loss of pre-training
-  top-K KL       the modules on the trunk's distribution (`layers.draft_loss`)
+  top-K KL       the modules on the trunk's distribution (`layers.draft_loss`), over its
+                 K most likely words and the rest as one more
+  renormalised   the same, over the K words alone
 
 by the same optimizer. Neither loss has a gradient outside the modules, so all sides
 have one policy; rounding differs between their programs, and the largest difference of
@@ -19,8 +21,9 @@ side is copied to the others.
 Before, in the middle of and after RL, an engine drafts three tokens at a time with the
 modules of each side, for the same prompts and random numbers. Printed are medians over
 seeds: shares of drafts accepted at each position, where those before it were accepted,
-tokens of a verification, and tokens/s with one draft relative to an engine without
-drafts in the same round. A seed whose results are in DIR is not repeated.
+tokens of a verification, and tokens/s relative to an engine without drafts, which
+serves the same requests at about the same time. A seed whose results are in DIR is not
+repeated.
 """
 
 from __future__ import annotations
@@ -52,8 +55,9 @@ from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
 from m2jax.train import step as train_step
 
-FROZEN, CROSS_ENTROPY, TOP_K_KL = 'frozen', 'cross-entropy', 'top-K KL'
-SIDES = FROZEN, CROSS_ENTROPY, TOP_K_KL
+FROZEN, CROSS_ENTROPY = 'frozen', 'cross-entropy'
+TOP_K_KL, RENORMALISED = 'top-K KL', 'renormalised'
+SIDES = FROZEN, CROSS_ENTROPY, TOP_K_KL, RENORMALISED
 POSITIONS = range(1, speculative.MODULES + 1)
 
 
@@ -63,6 +67,7 @@ def steps(args) -> dict[str, train_step.StepConfig]:
   config = train_step.StepConfig
   return {
     TOP_K_KL: config(mtp_weight=0.0, draft_weight=1.0, **common),
+    RENORMALISED: config(mtp_weight=0.0, draft_weight=1.0, draft_rest=False, **common),
     CROSS_ENTROPY: config(mtp_weight=1.0, draft_weight=0.0, **common),
   }
 
@@ -170,53 +175,44 @@ class Meter:
   """Serves the same requests with drafts of given weights, and without."""
 
   def __init__(self, cfg: ModelConfig, prompts: Sequence[np.ndarray], args):
-    self._prompts, self._args = prompts, args
+    self._prompts, self._new = prompts, args.measured
     context = args.prompt + args.measured + 32
     config = EngineConfig(
-      slots=len(prompts),
+      slots=args.slots,
       context_tokens=context,
-      decode_rows=(len(prompts),),
-      prefill_shapes=((len(prompts), args.prompt),),
+      decode_rows=(args.slots,),
+      prefill_shapes=((args.slots, args.prompt),),
       contexts=(context,),
     )
     self.plain = Engine(cfg, config)
     self._drafting = Engine(
       cfg, dataclasses.replace(config, draft_tokens=speculative.MODULES)
     )
-    self._warm = set()
 
-  def speed(self, variables, drafts: int) -> tuple[float, dict[str, float]]:
-    """tokens/s with a fixed number of drafts, and the scheduler's statistics."""
+  def serve(self, variables, drafts: int) -> tuple[float, dict[int, float]]:
+    """tokens/s, and the acceptance by position, with a fixed number of drafts."""
     engine = self._drafting if drafts else self.plain
     config = SchedulerConfig(prefill_budget_tokens=4096, draft_tokens=drafts)
-    scheduler = Scheduler(engine, variables, config=config).start()
-    for warm in (True, False) if drafts not in self._warm else (False,):
-      new = 4 if warm else self._args.measured
-      before, started = scheduler.stats(), time.perf_counter()
-      handles = [
-        scheduler.submit(GenerateRequest(prompt, SamplingParams(new, seed=i)))
-        for i, prompt in enumerate(self._prompts)
-      ]
-      tokens = sum(len(handle.future.result().tokens) for handle in handles)
-      seconds = time.perf_counter() - started
-    self._warm.add(drafts)
-    stats = scheduler.stats()
+    scheduler = Scheduler(engine, variables, config=config).start()  # which warms up
+    before, started = scheduler.stats(), time.perf_counter()
+    handles = [
+      scheduler.submit(GenerateRequest(prompt, SamplingParams(self._new, seed=i)))
+      for i, prompt in enumerate(self._prompts)
+    ]
+    tokens = sum(len(handle.future.result().tokens) for handle in handles)
+    seconds, stats = time.perf_counter() - started, scheduler.stats()
     scheduler.stop()
-    accepted = drafting.acceptance(stats, before)
-    return tokens / seconds, accepted
+    return tokens / seconds, drafting.acceptance(stats, before)
 
   def measure(self, sides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Of each side's variables: acceptance by position, tokens, relative speed."""
-    plain, _ = self.speed(next(iter(sides.values())), 0)
+    plain, _ = self.serve(next(iter(sides.values())), 0)
     out = {}
     for name, variables in sides.items():
-      _, accepted = self.speed(variables, speculative.MODULES)
+      speed, accepted = self.serve(variables, speculative.MODULES)
       shares = [accepted[i] for i in POSITIONS]
-      out[name] = {
-        'acceptance': shares,
-        'tokens': 1 + float(np.sum(np.cumprod(shares))),
-        'speed': self.speed(variables, 1)[0] / plain,
-      }
+      tokens = 1 + float(np.sum(np.cumprod(shares)))
+      out[name] = {'acceptance': shares, 'tokens': tokens, 'speed': speed / plain}
     return out
 
 
@@ -226,7 +222,7 @@ def run(cfg: ModelConfig, variables, held_out, seed: int, args) -> dict[str, Any
   learners = {n: make_learner(cfg, variables, s, args) for n, s in steps(args).items()}
   first = next(iter(learners.values()))
   meter = Meter(
-    cfg, Rollouts(None, held_out, -seed - 1 + 2**31, args).prompts(args.rows), args
+    cfg, Rollouts(None, held_out, -seed - 1 + 2**31, args).prompts(args.requests), args
   )
   scheduler = Scheduler(meter.plain, variables).start()
   rollouts = Rollouts(scheduler, held_out, seed, args)
@@ -237,7 +233,8 @@ def run(cfg: ModelConfig, variables, held_out, seed: int, args) -> dict[str, Any
     found = {FROZEN: initial, **found}
     return {name: joined(trunk, found[name]) for name in SIDES}
 
-  measured, history, gap = {0: meter.measure(sides())}, [], 0.0
+  start = meter.measure({FROZEN: variables})[FROZEN]
+  measured, history, gap = {0: dict.fromkeys(SIDES, start)}, [], 0.0
   print(f'seed {seed}: measured, {time.monotonic() - started:.0f} s', file=sys.stderr)
   for update in range(1, args.updates + 1):
     credits_ = [first.credit(group) for group in rollouts.groups()]
@@ -289,14 +286,15 @@ def main() -> None:
   parser.add_argument('--layers', type=int, default=4, help='of the trunk')
   parser.add_argument('--steps', type=int, default=300, help='of pre-training')
   parser.add_argument('--files', type=int, default=400, help='to pre-train on')
-  parser.add_argument('--updates', type=int, default=20, help='of RL')
+  parser.add_argument('--updates', type=int, default=60, help='of RL')
   parser.add_argument('--groups', type=int, default=4, help='of an update')
   parser.add_argument('--group_size', type=int, default=8)
   parser.add_argument('--prompt', type=int, default=32, help='tokens')
   parser.add_argument('--new', type=int, default=32, help='tokens of a response')
   parser.add_argument('--learning_rate', type=float, default=5e-4, help="Adam's")
   parser.add_argument('--top_k', type=int, default=32, help='K of the top-K KL')
-  parser.add_argument('--rows', type=int, default=32, help='requests measured')
+  parser.add_argument('--slots', type=int, default=32, help='of the engines')
+  parser.add_argument('--requests', type=int, default=128, help='measured')
   parser.add_argument('--measured', type=int, default=64, help='tokens of each')
   parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--json', action='store_true')

@@ -150,7 +150,7 @@ def forward(
   batch: Forest,
   *,
   detach_mtp: bool = False,
-  draft_top_k: int = 0,
+  comparison: draft_loss.Comparison | None = None,
   sharding: Sharding = ONE_DEVICE,
 ) -> Outputs:
   """Scores every token of the forest from its parent's state (law 2).
@@ -159,11 +159,10 @@ def forward(
     variables, batch: global arrays, best placed by `sharding`'s specs already.
     detach_mtp: stop the MTP loss's gradient at trunk, embedding and head: only the
       modules learn from it.
-    draft_top_k: compare each module with the trunk on this number of the trunk's most
-      likely words (`layers.draft_loss`); 0: no `drafts`.
+    comparison: of each MTP module with the trunk; None: no `drafts`.
     sharding: the mesh to run on; the result does not depend on it (law 6).
   """
-  options = dict(detach_mtp=detach_mtp, draft_top_k=draft_top_k, sharding=sharding)
+  options = dict(detach_mtp=detach_mtp, comparison=comparison, sharding=sharding)
   run = functools.partial(_forward, cfg, **options)
   if sharding.mesh is None:
     return run(variables, batch)
@@ -179,7 +178,7 @@ def forward_with_prefix(
   prefix: PrefixCache,
   *,
   detach_mtp: bool = False,
-  draft_top_k: int = 0,
+  comparison: draft_loss.Comparison | None = None,
   sharding: Sharding = ONE_DEVICE,
 ) -> tuple[Outputs, PrefixCache]:
   """`forward` of tokens that continue a path (`forest.Chunk.batch`).
@@ -190,7 +189,7 @@ def forward_with_prefix(
   Returns:
     Outputs of the batch's tokens, and their new entries of a PrefixCache.
   """
-  options = dict(detach_mtp=detach_mtp, draft_top_k=draft_top_k, sharding=sharding)
+  options = dict(detach_mtp=detach_mtp, comparison=comparison, sharding=sharding)
   run = functools.partial(_forward_with_prefix, cfg, **options)
   if sharding.mesh is None:
     return run(variables, batch, prefix)
@@ -246,7 +245,7 @@ def _forward_with_prefix(
   prefix: PrefixCache | None,
   *,
   detach_mtp: bool,
-  draft_top_k: int,
+  comparison: draft_loss.Comparison | None,
   sharding: Sharding,
 ):
   """Outputs, and the tokens' new PrefixCache entries; None without a prefix."""
@@ -270,7 +269,7 @@ def _forward_with_prefix(
       metadata,
       sharding,
       prefix=None if prefix is None else prefix.mtp,
-      draft_top_k=draft_top_k,
+      comparison=comparison,
     )
     loads['mtp'] = modules.load
   else:

@@ -8,9 +8,9 @@ and S the K most likely words of p:
 
   L_k(m) = Σ_{v ∈ S} p̃(v) · log(p̃(v) / q̃(v)),   p̃ and q̃ renormalised on S.
 
-Without renormalisation the words outside S are one more, of the rest of the mass. Then
-L_k is a lower bound of KL(p ‖ q), and q's mass outside S is trained, too. With K = V
-both are KL(p ‖ q).
+Or, with `rest`, p̃ and q̃ are p and q, and the words outside S together are one more:
+then q's mass outside S is trained, too, and L_k is a lower bound of KL(p ‖ q). With
+K = V both are KL(p ‖ q).
 
 p has no gradient. Only the modules learn if the caller detaches trunk, embedding and
 head (`model.forward`, detach_mtp).
@@ -32,16 +32,30 @@ from m2jax.layers import head
 from m2jax.sharding import Sharding
 
 
+class Comparison(NamedTuple):
+  """How modules are compared with the trunk.
+
+  Attributes:
+    top_k: K, at most V.
+    rest: whether the words outside S are one more.
+  """
+
+  top_k: int
+  rest: bool
+
+
 class Teacher(NamedTuple):
   """The trunk's K most likely words at each token, given its path; no gradient.
 
   Attributes:
     words: of the whole vocabulary.
     logprob: their log-probabilities, at least fp32.
+    rest: as of the Comparison.
   """
 
   words: Int[Array, 'T K']
   logprob: Float[Array, 'T K']
+  rest: bool
 
 
 class Drafts(NamedTuple):
@@ -59,18 +73,19 @@ class Drafts(NamedTuple):
 
 
 def best_words(
-  params, state: Float[Array, 'B S D'], top_k: int, sharding: Sharding
+  params, state: Float[Array, 'B S D'], comparison: Comparison, sharding: Sharding
 ) -> Teacher:
   """The Teacher of a batch.
 
   Args:
     params: of which the head is read, gathered.
     state: of the trunk at each token's parent.
-    top_k: K, at most V.
+    comparison: K, and what the modules are compared on.
+    sharding: the mesh.
   """
-  flat = state.reshape(-1, state.shape[-1])
-  logprob, words = top_k_logprobs(flat, params['head'], top_k, sharding.axes('vocab'))
-  return Teacher(words, logprob)
+  flat, axes = state.reshape(-1, state.shape[-1]), sharding.axes('vocab')
+  logprob, words = top_k_logprobs(flat, params['head'], comparison.top_k, axes)
+  return Teacher(words, logprob, comparison.rest)
 
 
 def score(
@@ -94,15 +109,27 @@ def score(
   )
   logprob, q = scores[:, 0], scores[:, 1:]
   live, shape = head.scored(batch, depth), batch.tokens.shape
-  values = logprob, divergence(teacher.logprob, q), overlap(teacher.logprob, q)
+  distance = with_rest if teacher.rest else renormalised
+  values = logprob, distance(teacher.logprob, q), overlap(teacher.logprob, q)
   logprob, kl, shared = (jnp.where(live, x.reshape(shape), 0) for x in values)
   return logprob, Drafts(kl, shared)
 
 
-def divergence(p: Float[Array, 'T K'], q: Float[Array, 'T K']) -> Float[Array, 'T']:
+def renormalised(p: Float[Array, 'T K'], q: Float[Array, 'T K']) -> Float[Array, 'T']:
   """KL of log-probabilities p from q, both renormalised over their K words."""
   p, q = (x - jax.nn.logsumexp(x, axis=-1, keepdims=True) for x in (p, q))
   return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+
+def with_rest(p: Float[Array, 'T K'], q: Float[Array, 'T K']) -> Float[Array, 'T']:
+  """KL of log-probabilities p from q of K words, and of all others as one word."""
+  # What sums of probabilities cannot tell from 0 is not.
+  least = jnp.finfo(q.dtype).eps
+  rest_p, rest_q = (
+    jnp.maximum(1 - jnp.sum(jnp.exp(x), axis=-1), least) for x in (p, q)
+  )
+  of_rest = rest_p * (jnp.log(rest_p) - jnp.log(rest_q))
+  return jnp.sum(jnp.exp(p) * (p - q), axis=-1) + of_rest
 
 
 def overlap(p: Float[Array, 'T K'], q: Float[Array, 'T K']) -> Float[Array, 'T']:

@@ -43,7 +43,7 @@ class Outputs(NamedTuple):
     logprob: module k scores tokens of position k + 1 and deeper, else 0.
     load: expert assignments of this device's tokens; None without modules.
     new: Cache entries of the tokens; None without a prefix.
-    drafts: distance from the trunk; None without draft_top_k.
+    drafts: distance from the trunk; None without a comparison.
   """
 
   logprob: Float[Array, 'mtp B S']
@@ -93,7 +93,7 @@ def apply(
   metadata: attention.Metadata,
   sharding: Sharding,
   prefix: Cache | None = None,
-  draft_top_k: int = 0,
+  comparison: draft_loss.Comparison | None = None,
 ) -> Outputs:
   """Chains the modules, each reading the states of the one before.
 
@@ -106,12 +106,11 @@ def apply(
     metadata: of the trunk, with positions; the modules have no windows.
     sharding: the mesh.
     prefix: cached, of the path that the tokens continue.
-    draft_top_k: compare the modules with the trunk on this number of its most likely
-      words (`draft_loss`).
+    comparison: of the modules with the trunk; None: there is none.
   """
   params, teacher = variables['params'], None
-  if draft_top_k:
-    teacher = draft_loss.best_words(params, state, draft_top_k, sharding)
+  if comparison:
+    teacher = draft_loss.best_words(params, state, comparison, sharding)
   embedding = embed(cfg, params, batch.tokens, sharding)
 
   def block_of_module(state, stacked):

@@ -186,7 +186,7 @@ class _Functions(NamedTuple):
       batch,
       prefix,
       detach_mtp=self.config.detach_mtp,
-      draft_top_k=self.config.draft_top_k,
+      comparison=self.config.comparison,
       sharding=self.sharding,
     )
     loss, metrics = train_step.loss_and_metrics(

@@ -30,6 +30,7 @@ from m2jax import sharding as sharding_lib
 from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
+from m2jax.layers import draft_loss
 from m2jax.moe import router
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import feeds
@@ -67,6 +68,8 @@ class StepConfig:
     draft_weight: of the top-K KL of the MTP modules from the trunk; needs detach_mtp.
     draft_top_k: K, the trunk's words that it compares; 0: nothing is compared. With a
       draft_weight of 0 the comparison is only measured.
+    draft_rest: the words outside these K are one more; False: both sides are
+      renormalised on the K words.
     bias_update_rate: u of the router bias's sign step; 0 freezes the bias.
     compiler_options: XLA's, by name; unknown ones are errors of the backend.
   """
@@ -76,6 +79,7 @@ class StepConfig:
   detach_mtp: bool = False
   draft_weight: float = 0.0
   draft_top_k: int = 0
+  draft_rest: bool = True
   bias_update_rate: float = 1e-3
   compiler_options: Mapping[str, Any] = dataclasses.field(
     default_factory=dict, hash=False
@@ -88,6 +92,13 @@ class StepConfig:
     if self.draft_weight:
       check(self.draft_top_k > 0, 'draft_top_k', 'at least 1 with a draft_weight')
       check(self.detach_mtp, 'detach_mtp', 'True with a draft_weight')
+
+  @property
+  def comparison(self) -> draft_loss.Comparison | None:
+    """How drafts are compared with the trunk; None: not at all."""
+    if not self.draft_top_k:
+      return None
+    return draft_loss.Comparison(self.draft_top_k, self.draft_rest)
 
   def check(self, cfg: ModelConfig) -> None:
     """Raises ValueError if the model has no drafts to compare."""
@@ -191,7 +202,7 @@ def loss_and_loads(
     variables,
     batch,
     detach_mtp=config.detach_mtp,
-    draft_top_k=config.draft_top_k,
+    comparison=config.comparison,
     sharding=sharding,
   )
   loss, metrics = loss_and_metrics(out, batch, cfg, objective, config)

@@ -88,7 +88,11 @@ def dense_sums(variables):
 def merged(variables):
   """(Loss, metrics), gradient of the samples as a forest, of the drafts alone."""
   config = train_step.StepConfig(
-    mtp_weight=0.0, detach_mtp=True, draft_weight=WEIGHT, draft_top_k=TOP_K
+    mtp_weight=0.0,
+    detach_mtp=True,
+    draft_weight=WEIGHT,
+    draft_top_k=TOP_K,
+    draft_rest=False,
   )
   batch = forest.merge(branching_samples(), row_tokens=24)
   assert batch.num_tokens < 5 * LENGTH and len(batch.tokens) > 1
@@ -126,17 +130,32 @@ def test_forest_is_the_dense_kl_of_its_samples():
     assert metrics[f'draft_overlap/{k}'] == pytest.approx(overlap, rel=1e-10)
 
 
+def with_rest(p, k):
+  """Probabilities of the k most likely words of p, and the rest as one more."""
+  best = np.argsort(-p, axis=-1)[..., :k]
+
+  def of(x):
+    x = np.take_along_axis(x, best, -1)
+    return np.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1)
+
+  return of
+
+
+@pytest.mark.parametrize('rest', [False, True])
 @pytest.mark.parametrize('top_k', [1, 5, 17])
-def test_of_random_states(top_k):
-  """K = V is the plain KL of all words and overlap 1 − total variation; with K = 1
-  there is nothing to renormalise. The teacher has no gradient."""
+def test_of_random_states(top_k, rest):
+  """K = V is the plain KL of all words and overlap 1 − total variation; otherwise the
+  KL with the rest is below it, and with one word renormalised there is none. The
+  teacher has no gradient."""
   rng = np.random.default_rng(top_k)
   trunk, module = rng.normal(size=(2, 2, 6, 8))
-  params = {'head': rng.normal(size=(8, 17))}
+  head = rng.normal(size=(8, 17))
   batch = forest.causal(rng.integers(0, 17, (2, 6)))
+  comparison = draft_loss.Comparison(top_k, rest)
 
   def drafts(trunk, module):
-    teacher = draft_loss.best_words(params, trunk, top_k, ONE_DEVICE)
+    params = {'head': head}
+    teacher = draft_loss.best_words(params, trunk, comparison, ONE_DEVICE)
     _, found = draft_loss.score(
       params, module, batch, ONE_DEVICE, depth=2, teacher=teacher
     )
@@ -145,19 +164,33 @@ def test_of_random_states(top_k):
   (d_trunk, d_module), (kl, overlap) = jax.grad(drafts, (0, 1), has_aux=True)(
     trunk, module
   )
-  p, q = (np.exp(x @ params['head']) for x in (trunk, module))
-  p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
   assert not np.any(d_trunk) and not np.any(d_module[:, :2])
-  assert np.all(kl[:, 2:] >= 0) and not np.any(kl[:, :2])
-  if top_k == 1:
-    assert not np.any(kl) and not np.any(d_module)
-    best = p.argmax(-1)[..., None]
-    want = np.minimum(*(np.take_along_axis(x, best, -1) for x in (p, q)))[..., 0]
-    np.testing.assert_allclose(overlap[:, 2:], want[:, 2:], rtol=1e-12)
+  assert not np.any(kl[:, :2]) and not np.any(overlap[:, :2])
+  p, q = (np.exp(x @ head)[:, 2:] for x in (trunk, module))
+  p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
+  plain = np.sum(p * np.log(p / q), axis=-1)
+  kl, overlap, d_module = kl[:, 2:], overlap[:, 2:], d_module[:, 2:]
   if top_k == 17:
-    want = np.sum(p * np.log(p / q), axis=-1)
-    np.testing.assert_allclose(kl[:, 2:], want[:, 2:], rtol=1e-10)
-    want = 1 - np.abs(p - q).sum(-1) / 2
-    np.testing.assert_allclose(overlap[:, 2:], want[:, 2:], rtol=1e-12)
-    gradient = ((q - p) @ params['head'].T)[:, 2:]
-    np.testing.assert_allclose(d_module[:, 2:], gradient, atol=1e-12)
+    np.testing.assert_allclose(kl, plain, rtol=1e-10)
+    np.testing.assert_allclose(overlap, 1 - np.abs(p - q).sum(-1) / 2, rtol=1e-12)
+    np.testing.assert_allclose(d_module, (q - p) @ head.T, atol=1e-12)
+    return
+  words = with_rest(p, top_k)
+  want = np.minimum(words(p), words(q))[..., :-1].sum(-1)
+  np.testing.assert_allclose(overlap, want, rtol=1e-12)
+  if rest:
+    want = np.sum(words(p) * np.log(words(p) / words(q)), axis=-1)
+    np.testing.assert_allclose(kl, want, rtol=1e-10)
+    assert np.all(kl < plain)
+  elif top_k == 1:
+    assert not np.any(kl) and not np.any(d_module)
+
+
+def test_rest_of_nothing_is_finite():
+  """In float32 the words' probabilities may add up to more than 1."""
+  p = jax.nn.log_softmax(jnp.array([[3.0, 1.0, -200.0]], jnp.float32)) + 1e-6
+  q = jax.nn.log_softmax(jnp.array([[1.0, 9.0, -50.0]], jnp.float32)) + 1e-6
+  value, gradient = jax.value_and_grad(lambda q: draft_loss.with_rest(p, q)[0])(q)
+  want = np.sum(np.exp(np.float64(p)) * np.float64(p - q))
+  assert value == pytest.approx(want, rel=1e-5)
+  np.testing.assert_allclose(gradient, -jnp.exp(p), atol=1e-6)
