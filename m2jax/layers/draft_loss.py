@@ -8,9 +8,9 @@ and S the K most likely words of p:
 
   L_k(m) = Σ_{v ∈ S} p̃(v) · log(p̃(v) / q̃(v)),   p̃ and q̃ renormalised on S.
 
-Or, with `rest`, p̃ and q̃ are p and q, and the words outside S together are one more:
-then q's mass outside S is trained, too, and L_k is a lower bound of KL(p ‖ q). With
-K = V both are KL(p ‖ q).
+With `rest`, p̃ and q̃ are p and q, and all words outside S are one more: the mass that q
+has outside S is trained, too, and L_k is a lower bound of KL(p ‖ q). It keeps more
+drafts (docs/rollout.md). With K = V both forms are KL(p ‖ q).
 
 p has no gradient. Only the modules learn if the caller detaches trunk, embedding and
 head (`model.forward`, detach_mtp).

@@ -82,6 +82,17 @@ def _forward(hidden, head, targets, axes):
   return chosen - lse[:, None], lse - dot / total, lse
 
 
+def _add_at(logits, targets, values):
+  """logits [c, V] plus values [c, k] at the targets that are words of this shard."""
+  tokens, vocab = logits.shape
+  if targets.shape[1] == 1:
+    return logits + jnp.where(jnp.arange(vocab) == targets, values, 0)
+  # Comparisons with all words, as above, would be an array of k times the logits.
+  targets = jnp.where(targets < 0, vocab, targets)
+  row = jnp.arange(tokens)[:, None]
+  return logits.at[row, targets].add(values, mode='drop')
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _token_logprobs(hidden, head, targets, axes):
   return _forward(hidden, head, targets, axes)[:2]
@@ -103,9 +114,7 @@ def _bwd(axes, residuals, cotangents):
   def chunk(d_head, args):
     h, target, lse, d = args
     p = jnp.exp(fp32.product(h, head) - lse[:, None])
-    hit = jnp.arange(vocab) == target[..., None]
-    d_logits = jnp.sum(jnp.where(hit, d[..., None], 0), axis=1)
-    d_logits -= jnp.sum(d, axis=1, keepdims=True) * p
+    d_logits = _add_at(-jnp.sum(d, axis=1, keepdims=True) * p, target, d)
     d_h, d_w = fp32.gradients(h, head, d_logits)
     return d_head + d_w, d_h
 
