@@ -84,13 +84,11 @@ def _forward(hidden, head, targets, axes):
 
 def _add_at(logits, targets, values):
   """logits [c, V] plus values [c, k] at the targets that are words of this shard."""
-  tokens, vocab = logits.shape
-  if targets.shape[1] == 1:
-    return logits + jnp.where(jnp.arange(vocab) == targets, values, 0)
-  # Comparisons with all words, as above, would be an array of k times the logits.
-  targets = jnp.where(targets < 0, vocab, targets)
-  row = jnp.arange(tokens)[:, None]
-  return logits.at[row, targets].add(values, mode='drop')
+  words = jnp.arange(logits.shape[1])
+  # One after the other: a sum over k of [c, k, V] is stored whole on CPUs.
+  for i in range(targets.shape[1]):
+    logits += jnp.where(words == targets[:, i : i + 1], values[:, i : i + 1], 0)
+  return logits
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -138,7 +136,8 @@ def token_logprobs(
   Args:
     hidden: after the final norm.
     head: inside a `shard_map`, this device's words of it.
-    targets: one word of each token, or k; int32, of the whole vocabulary.
+    targets: one word of each token, or k, which is unrolled: some dozens at most; int32,
+      of the whole vocabulary.
     axes: mesh axes that split the vocabulary; hidden is the same along them.
 
   Returns:
