@@ -136,8 +136,8 @@ def token_logprobs(
   Args:
     hidden: after the final norm.
     head: inside a `shard_map`, this device's words of it.
-    targets: one word of each token, or k, which is unrolled: some dozens at most; int32,
-      of the whole vocabulary.
+    targets: one word of each token, or k, some dozens at most (their gradients are
+      unrolled); int32, of the whole vocabulary.
     axes: mesh axes that split the vocabulary; hidden is the same along them.
 
   Returns:
