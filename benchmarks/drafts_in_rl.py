@@ -22,8 +22,8 @@ Before, in the middle of and after RL, an engine drafts three tokens at a time w
 modules of each side, for the same prompts and random numbers. Printed are medians over
 seeds: shares of drafts accepted at each position, where those before it were accepted,
 tokens of a verification, and tokens/s relative to an engine without drafts, which
-serves the same requests at about the same time. A seed whose results are in DIR is not
-repeated.
+serves the same requests at about the same time; of the policy, the mean reward and
+entropy of the rollouts of that update. A seed whose results are in DIR is not repeated.
 """
 
 from __future__ import annotations
@@ -258,25 +258,36 @@ def run(cfg: ModelConfig, variables, held_out, seed: int, args) -> dict[str, Any
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-  """Medians over seeds by update and side, and what became of the first acceptance."""
+  """Medians over seeds by update and side, and tokens relative to each seed's start."""
   lines = [
-    "| updates | modules | accepted at 1, 2, 3 | tokens | of the start's | speed |",
-    '|---|---|---|---|---|---|',
+    '| updates | reward, entropy | modules | accepted at 1, 2, 3 | tokens '
+    '| start = 1 | speed |',
+    '|---|---|---|---|---|---|---|',
   ]
-  updates = sorted(found[0]['measured'], key=int)
-  for update in updates:
-    for name in SIDES if update != updates[0] else SIDES[:1]:
+  first, *others = sorted(found[0]['measured'], key=int)
+  for update in (first, *others):
+    policy = [one['history'][max(int(update) - 1, 0)][TOP_K_KL] for one in found]
+    moved = ', '.join(
+      f'{np.median([of[key] for of in policy]):.2f}' for key in ('reward', 'entropy')
+    )
+    for name in SIDES if others and update != first else SIDES[:1]:
       cells = [one['measured'][update][name] for one in found]
-      shares = np.median([c['acceptance'] for c in cells], axis=0)
-      start = [one['measured'][updates[0]][name]['tokens'] for one in found]
-      of_start = [c['tokens'] / s for c, s in zip(cells, start, strict=True)]
-      median = lambda key, cells=cells: np.median([c[key] for c in cells])
-      lines.append(
-        f'| {update} | {name if update != updates[0] else "all"} | '
-        + ', '.join(f'{share:.3f}' for share in shares)
-        + f' | {median("tokens"):.3f} | {np.median(of_start):.3f} '
-        f'[{min(of_start):.3f}, {max(of_start):.3f}] | {median("speed"):.2f} |'
+      shares = np.median([cell['acceptance'] for cell in cells], axis=0)
+      starts = [one['measured'][first][name]['tokens'] for one in found]
+      of_start = [c['tokens'] / s for c, s in zip(cells, starts, strict=True)]
+      tokens, speed = (
+        np.median([c[key] for c in cells]) for key in ('tokens', 'speed')
       )
+      columns = [
+        update,
+        moved,
+        'all' if update == first else name,
+        ', '.join(f'{share:.3f}' for share in shares),
+        f'{tokens:.3f}',
+        f'{np.median(of_start):.2f} [{min(of_start):.2f}, {max(of_start):.2f}]',
+        f'{speed:.2f}',
+      ]
+      lines.append('| ' + ' | '.join(columns) + ' |')
   return '\n'.join(lines)
 
 

@@ -17,6 +17,7 @@ def test_table_compares_each_seed_with_its_own_start():
     {
       'seed': seed,
       'gap': 0.0,
+      'history': [{'top-K KL': {'reward': i, 'entropy': 1.0}} for i in (0.25, 0.75)],
       'measured': {
         '0': dict.fromkeys(sides, measured(start)),
         '2': {name: measured(start * (1 + i / 4)) for i, name in enumerate(sides)},
@@ -25,9 +26,10 @@ def test_table_compares_each_seed_with_its_own_start():
     for seed, start in enumerate((1.0, 2.0, 4.0))
   ]
   lines = drafts_in_rl.table(found).splitlines()
-  row = '| 0.500, 0.250, 0.125 | 2.000 | 1.000 [1.000, 1.000] | 0.50 |'
-  assert lines[2:4] == [f'| 0 | all {row}', f'| 2 | frozen {row}']
-  assert lines[5].endswith('| 3.000 | 1.500 [1.500, 1.500] | 0.50 |')
+  row = '| 0.500, 0.250, 0.125 | 2.000 | 1.00 [1.00, 1.00] | 0.50 |'
+  assert lines[2] == f'| 0 | 0.25, 1.00 | all {row}'
+  assert lines[3] == f'| 2 | 0.75, 1.00 | frozen {row}'
+  assert lines[5].endswith('| 3.000 | 1.50 [1.50, 1.50] | 0.50 |')
   assert len(lines) == 3 + len(sides)
 
 
