@@ -235,7 +235,8 @@ def loss_and_metrics(
     kl, overlap = (list(map(weighted, x)) for x in out.drafts)
     for name, values in (('draft_kl', kl), ('draft_overlap', overlap)):
       metrics |= {f'{name}/{k}': x for k, x in enumerate(values, start=1)}
-    loss = loss + config.draft_weight * sum(kl) / cfg.num_mtp_modules
+    if config.draft_weight:
+      loss = loss + config.draft_weight * sum(kl) / cfg.num_mtp_modules
   if out.rerouted is not None:
     replayed = jnp.any(batch.experts[..., 0] >= 0, axis=-1)  # [B, S]
     metrics |= {
