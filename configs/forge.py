@@ -105,7 +105,12 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       shuffle_rewards=False,
       row_tokens=2048,  # most groups are one row
       row_terms=3072,
-      step=dict(micro_rows=2, detach_mtp=True),  # a row per device
+      step=dict(
+        micro_rows=2,  # a row per device
+        detach_mtp=True,
+        draft_weight=0.0,  # of the top-K KL of the MTP modules from the policy
+        draft_top_k=0,  # its K; above 0 it is measured, whatever its weight
+      ),
       reward=dict(
         alpha=0.1,  # weight of the process reward: -1 for a malformed turn
         beta=0.0,  # weight of the speed reward: at most 1, for a success

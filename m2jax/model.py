@@ -27,7 +27,7 @@ from m2jax import sharding as sharding_lib
 from m2jax.axes import Array, Float, Float32, Int
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
-from m2jax.layers import attention, block, head, loop, mtp, prefix_cache
+from m2jax.layers import attention, block, draft_loss, head, loop, mtp, prefix_cache
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
 from m2jax.layers.prefix_cache import PrefixCache
@@ -132,6 +132,7 @@ class Outputs(NamedTuple):
     experts: ids used by the trunk, as a Forest records them.
     rerouted: layers whose router would choose other experts than are replayed; None
       without a replay.
+    drafts: of each MTP module, its distance from the trunk; None if not asked for.
   """
 
   logprob: Float[Array, 'B S']
@@ -140,6 +141,7 @@ class Outputs(NamedTuple):
   loads: dict[str, Float32[Array, '_ E']]
   experts: Int[Array, 'B S L k']
   rerouted: Int32[Array, 'B S'] | None = None
+  drafts: draft_loss.Drafts | None = None
 
 
 def forward(
@@ -148,6 +150,7 @@ def forward(
   batch: Forest,
   *,
   detach_mtp: bool = False,
+  comparison: draft_loss.Comparison | None = None,
   sharding: Sharding = ONE_DEVICE,
 ) -> Outputs:
   """Scores every token of the forest from its parent's state (law 2).
@@ -156,9 +159,11 @@ def forward(
     variables, batch: global arrays, best placed by `sharding`'s specs already.
     detach_mtp: stop the MTP loss's gradient at trunk, embedding and head: only the
       modules learn from it.
+    comparison: of each MTP module with the trunk; None: no `drafts`.
     sharding: the mesh to run on; the result does not depend on it (law 6).
   """
-  run = functools.partial(_forward, cfg, detach_mtp, sharding)
+  options = dict(detach_mtp=detach_mtp, comparison=comparison, sharding=sharding)
+  run = functools.partial(_forward, cfg, **options)
   if sharding.mesh is None:
     return run(variables, batch)
   rules = sharding.rules
@@ -173,6 +178,7 @@ def forward_with_prefix(
   prefix: PrefixCache,
   *,
   detach_mtp: bool = False,
+  comparison: draft_loss.Comparison | None = None,
   sharding: Sharding = ONE_DEVICE,
 ) -> tuple[Outputs, PrefixCache]:
   """`forward` of tokens that continue a path (`forest.Chunk.batch`).
@@ -183,7 +189,8 @@ def forward_with_prefix(
   Returns:
     Outputs of the batch's tokens, and their new entries of a PrefixCache.
   """
-  run = functools.partial(_forward_with_prefix, cfg, detach_mtp, sharding)
+  options = dict(detach_mtp=detach_mtp, comparison=comparison, sharding=sharding)
+  run = functools.partial(_forward_with_prefix, cfg, **options)
   if sharding.mesh is None:
     return run(variables, batch, prefix)
   rules = sharding.rules
@@ -198,7 +205,8 @@ def forward_with_prefix(
 def _output_specs(rules: sharding_lib.Rules) -> Outputs:
   token = rules.spec('scores', 'rows', 'tokens')
   stacked = rules.spec('scores', None, 'rows', 'tokens')
-  return Outputs(token, token, stacked, rules.spec('loads', None), token, token)
+  loads = rules.spec('loads', None)
+  return Outputs(token, token, stacked, loads, token, token, stacked)
 
 
 def token_logprobs(
@@ -213,22 +221,32 @@ def token_logprobs(
   return forward(cfg, trunk_only, batch, sharding=sharding).logprob
 
 
-def _forward(cfg: ModelConfig, detach_mtp: bool, sharding: Sharding, variables, batch):
+def _forward(cfg: ModelConfig, variables, batch, *, sharding: Sharding, **options):
   """`forward` on one device's shards."""
   fields = {name: getattr(batch, name) for name in forest_lib.TOKEN_FIELDS}
   batch = dataclasses.replace(batch, **jax.tree.map(sharding.to_zigzag, fields))
-  out = _forward_with_prefix(cfg, detach_mtp, sharding, variables, batch, None)[0]
+  out, _ = _forward_with_prefix(
+    cfg, variables, batch, None, sharding=sharding, **options
+  )
   return out._replace(
     logprob=sharding.from_zigzag(out.logprob),
     entropy=sharding.from_zigzag(out.entropy),
     mtp_logprob=sharding.from_zigzag(out.mtp_logprob, axis=2),
     experts=sharding.from_zigzag(out.experts),
     rerouted=jax.tree.map(sharding.from_zigzag, out.rerouted),
+    drafts=jax.tree.map(lambda x: sharding.from_zigzag(x, axis=2), out.drafts),
   )
 
 
 def _forward_with_prefix(
-  cfg, detach_mtp, sharding: Sharding, variables, batch, prefix: PrefixCache | None
+  cfg: ModelConfig,
+  variables,
+  batch,
+  prefix: PrefixCache | None,
+  *,
+  detach_mtp: bool,
+  comparison: draft_loss.Comparison | None,
+  sharding: Sharding,
 ):
   """Outputs, and the tokens' new PrefixCache entries; None without a prefix."""
   params = variables['params']
@@ -240,12 +258,18 @@ def _forward_with_prefix(
   logprob, entropy = head.score(params, state, batch, sharding, depth=1)
   loads = {'layers': routing.load}
   if cfg.num_mtp_modules:
-    shared = params
+    own = params['mtp']
     if detach_mtp:
-      state, shared = jax.lax.stop_gradient((state, params))
-    cache = None if prefix is None else prefix.mtp
+      state, params = jax.lax.stop_gradient((state, params))
     modules = mtp.apply(
-      cfg, variables, shared, state, batch, metadata, sharding, prefix=cache
+      cfg,
+      {'params': {**params, 'mtp': own}, 'router': variables['router']},
+      state,
+      batch,
+      metadata,
+      sharding,
+      prefix=None if prefix is None else prefix.mtp,
+      comparison=comparison,
     )
     loads['mtp'] = modules.load
   else:
@@ -262,7 +286,7 @@ def _forward_with_prefix(
     rerouted = jnp.sum(routing.rerouted, axis=0, dtype=jnp.int32)
     rerouted = rerouted.reshape(logprob.shape)
   scores = logprob, entropy, modules.logprob
-  outputs = Outputs(*scores, loads, experts, rerouted)
+  outputs = Outputs(*scores, loads, experts, rerouted, modules.drafts)
   if prefix is None:
     return outputs, None
   return outputs, PrefixCache(*new_kv, hidden[None], modules.new)

@@ -26,6 +26,7 @@ from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool, work_queue
 from m2jax.rl import learner as learner_lib
 from m2jax.rl import rewards
+from m2jax.rollout import drafting
 
 
 class RlLoop:
@@ -58,6 +59,7 @@ class RlLoop:
     self._saved = 0  # step of the latest checkpoint
     self._ledgers: dict[int, data_pool.Ledger] = {}  # of the checkpoints, by step
     self._pruned = 0  # completions whose token ids were dropped
+    self._engine: Mapping[str, float] = {}  # statistics at the last record
 
   def __enter__(self) -> RlLoop:
     return self
@@ -244,6 +246,8 @@ class RlLoop:
     """Writes the metrics record of a step."""
     state, counts = self._queue.state(), self._pool.counts()
     engine = self._roles.scheduler.stats()
+    accepted = drafting.acceptance(engine, self._engine)
+    self._engine = engine
     counters = self._roles.gateway.counters()
     forks = sum(n for name, n in counters.items() if name.startswith('forks_total'))
     # A session's first request is counted as a fork too.
@@ -279,6 +283,7 @@ class RlLoop:
         'engine/queue_length': engine['queue_length'],
         'engine/active_slots': engine['active_slots'],
         'engine/update_pause_s': engine.get('update_pause_s', 0.0),
+        **{f'engine/acceptance/{i}': share for i, share in accepted.items()},
         'gateway/forks': forks,
         'gateway/overrides': overrides,
         'memory/rss_bytes': metrics_lib.rss_bytes(),

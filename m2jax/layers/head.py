@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from m2jax.axes import Array, Float, Int
+from m2jax.axes import Array, Bool, Float, Int
 from m2jax.forest import Forest
 from m2jax.kernels import fp32
 from m2jax.kernels.token_logprobs import token_logprobs
@@ -55,6 +55,10 @@ def score(
     batch.tokens.reshape(-1),
     sharding.axes('vocab'),
   )
-  live = (batch.position >= depth) & (batch.parent >= 0)
-  shape = batch.tokens.shape
+  live, shape = scored(batch, depth), batch.tokens.shape
   return tuple(jnp.where(live, x.reshape(shape), 0) for x in (logprob, entropy))
+
+
+def scored(batch: Forest, depth: int | Int[Array, '']) -> Bool[Array, 'B S']:
+  """Tokens that have a parent, at position `depth` or deeper."""
+  return (batch.position >= depth) & (batch.parent >= 0)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from m2jax.axes import Array, Float, Float32
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
-from m2jax.layers import attention, block, head, loop
+from m2jax.layers import attention, block, draft_loss, head, loop
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
 from m2jax.sharding import Sharding
@@ -43,11 +43,13 @@ class Outputs(NamedTuple):
     logprob: module k scores tokens of position k + 1 and deeper, else 0.
     load: expert assignments of this device's tokens; None without modules.
     new: Cache entries of the tokens; None without a prefix.
+    drafts: distance from the trunk; None without a comparison.
   """
 
   logprob: Float[Array, 'mtp B S']
   load: Float32[Array, 'mtp E'] | None
   new: Cache | None
+  drafts: draft_loss.Drafts | None = None
 
 
 def join(
@@ -86,26 +88,30 @@ def _attend(
 def apply(
   cfg: ModelConfig,
   variables,
-  shared,
   state: Float[Array, 'B S D'],
   batch: Forest,
   metadata: attention.Metadata,
   sharding: Sharding,
   prefix: Cache | None = None,
+  comparison: draft_loss.Comparison | None = None,
 ) -> Outputs:
   """Chains the modules, each reading the states of the one before.
 
   Args:
     cfg: the model.
-    variables: {'params', 'router'}, of which only the modules' are read.
-    shared: parameters of embedding, final norm and head, the head gathered.
+    variables: {'params', 'router'}: of the modules, and parameters of embedding, final
+      norm and head, the head gathered.
     state: of the trunk at each token's parent.
     batch: this device's tokens.
     metadata: of the trunk, with positions; the modules have no windows.
     sharding: the mesh.
     prefix: cached, of the path that the tokens continue.
+    comparison: of the modules with the trunk; None: there is none.
   """
-  embedding = embed(cfg, shared, batch.tokens, sharding)
+  params, teacher = variables['params'], None
+  if comparison:
+    teacher = draft_loss.best_words(params, state, comparison, sharding)
+  embedding = embed(cfg, params, batch.tokens, sharding)
 
   def block_of_module(state, stacked):
     k, p, bias, prefix = stacked
@@ -118,7 +124,7 @@ def apply(
     x, new_kv, routing = block.apply(
       x, p['layers'], bias, cfg, attend, multiplicity, sharding=sharding
     )
-    x = rms_norm(x, shared['final_norm'], cfg.rms_norm_eps)
+    x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
     x = sharding.gather_residual(x).reshape(state.shape)
     cached_states = None if prefix is None else prefix.states
     state = head.at_parent(x, batch, sharding, cached_states)
@@ -129,13 +135,19 @@ def apply(
   def module(state, stacked):
     state, (load, new) = block_of_module(state, stacked)
     # not recomputed: the head saves its inputs and one number a token
-    logprob, _ = head.score(shared, state, batch, sharding, depth=stacked[0] + 1)
-    return state, Outputs(logprob, load, new)
+    depth, drafts = stacked[0] + 1, None
+    if teacher is None:
+      logprob, _ = head.score(params, state, batch, sharding, depth=depth)
+    else:
+      logprob, drafts = draft_loss.score(
+        params, state, batch, sharding, depth=depth, teacher=teacher
+      )
+    return state, Outputs(logprob, load, new, drafts)
 
   modules = cfg.num_mtp_modules
   stacked = (
     jnp.arange(1, modules + 1),
-    variables['params']['mtp'],
+    params['mtp'],
     variables['router']['mtp'],
     prefix,
   )

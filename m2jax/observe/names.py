@@ -79,6 +79,20 @@ _TRAINING = (
     'mean over the MTP modules',
     when='the model has MTP modules',
   ),
+  Metric(
+    'draft_kl/*',
+    (*_TRAIN, *_SCORED),
+    'nats/token',
+    'top-K KL of one MTP module from the main model',
+    when='draft_top_k is set',
+  ),
+  Metric(
+    'draft_overlap/*',
+    (*_TRAIN, *_SCORED),
+    '1',
+    'Σ min(p, q) of main model and one MTP module over K words, mean over tokens',
+    when='draft_top_k is set',
+  ),
   Metric('tokens', _SCORED, 'tokens', 'scored'),
   Metric('tokens', _LOOP, 'tokens', 'trained on since the previous record'),
   Metric('used_s', _TRAIN, 's', 'spent in the phase so far, restarts included'),
@@ -277,6 +291,13 @@ _FLOW = (
   Metric('engine/active_slots', _RL, 'slots', 'in use', ('view', 'report')),
   Metric(
     'engine/update_pause_s', _RL, 's', 'without decoding at the last change of weights'
+  ),
+  Metric(
+    'engine/acceptance/*',
+    _RL,
+    'share',
+    'of the drafts at one position that were accepted where those before it were',
+    when='the engine drafts',
   ),
   Metric(
     'gateway/forks',

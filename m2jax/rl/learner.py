@@ -51,7 +51,8 @@ class LearnerConfig:
     is_weight_max: CISPO's absolute cap.
     normaliser: 'prompt' or 'token' (`cispo.weights`).
     reward: the composite reward.
-    step: train-step settings; MTP is detached from the policy (m2-and-forge.md §3).
+    step: train-step settings; MTP is detached from the policy (m2-and-forge.md §3). For
+      an engine that drafts, Forge's loss is `mtp_weight=0` with a `draft_weight`.
     algorithm: 'cispo', or 'expert_iteration', the control that imitates successes and
       discards failures (`rl.expert_iteration`).
     shuffle_rewards: a control that permutes success over each group's trajectories:

@@ -12,9 +12,10 @@ times at the start and once in a while later. Which K is taken changes no token.
 from __future__ import annotations
 
 import collections
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from m2jax.rollout.decode_state import DecodeState, Drafted, Sampled
 TRIALS = 3  # of each K and batch size, the first of which is not counted
 TRY_EVERY = 64  # calls, until a K that is not the best is measured again
 _RECENT = 5  # measured times
+_TOTALS = 'drafts_tested', 'drafts_accepted'
 _MEMORY = 1000.0  # drafts of a position, after which a measured share counts 1/e
 
 
@@ -41,6 +43,7 @@ class Drafting:
     """Chooses from 0 … most, or always `fixed`."""
     self.sizes = tuple(range(most + 1)) if fixed is None else (fixed,)
     self.verified = self.drafted = self.accepted = 0
+    self._totals = np.zeros((2, most), np.int64)  # tested, accepted
     # Half a draft as a start, until some are measured.
     self._tested, self._right = np.ones(most), np.full(most, 0.5)
     self._seconds = collections.defaultdict(lambda: collections.deque(maxlen=_RECENT))
@@ -115,16 +118,40 @@ class Drafting:
     self.verified += int(drafted.verified.sum())
     self.drafted += int(drafted.verified.sum()) * drafts
     self.accepted += int(accepted.sum())
+    self._totals[:, :drafts] += [tested, accepted]
     keep = np.exp(-tested / _MEMORY)
     self._tested[:drafts] = self._tested[:drafts] * keep + tested
     self._right[:drafts] = self._right[:drafts] * keep + accepted
 
   def stats(self) -> dict[str, float]:
     """drafted_tokens, accepted_tokens, and mean_accepted_length: the tokens of a
-    verification, the main model's own included; 0 without any."""
+    verification, the main model's own included; 0 without any. Of the i-th drafts of
+    verifications, those before which were accepted: drafts_tested/i and
+    drafts_accepted/i."""
     length = 1 + self.accepted / self.verified if self.verified else 0.0
+    positions = enumerate(self._totals.T.tolist(), start=1)
     return {
+      **{
+        f'{n}/{i}': x for i, of in positions for n, x in zip(_TOTALS, of, strict=True)
+      },
       'drafted_tokens': self.drafted,
       'accepted_tokens': self.accepted,
       'mean_accepted_length': length,
     }
+
+
+def acceptance(
+  stats: Mapping[str, float], before: Mapping[str, float]
+) -> dict[int, float]:
+  """Share of the i-th drafts that were accepted between two `Drafting.stats`, by i.
+
+  Of drafts before which all were accepted; i without such drafts is absent.
+  """
+  tested, accepted = _TOTALS
+  out = {}
+  for i in itertools.count(1):
+    if f'{tested}/{i}' not in stats:
+      return out
+    new = [stats[f'{n}/{i}'] - before.get(f'{n}/{i}', 0) for n in (tested, accepted)]
+    if new[0] > 0:  # less than before: of an engine that was restarted
+      out[i] = new[1] / new[0]

@@ -180,9 +180,14 @@ class _Functions(NamedTuple):
   def _forward(self, params, prefix, router, batch):
     """((loss, the tokens' new cache entries), (metrics, expert loads))."""
     variables = {'params': params, 'router': router}
-    detach = self.config.detach_mtp
     out, new = model.forward_with_prefix(
-      self.cfg, variables, batch, prefix, detach_mtp=detach, sharding=self.sharding
+      self.cfg,
+      variables,
+      batch,
+      prefix,
+      detach_mtp=self.config.detach_mtp,
+      comparison=self.config.comparison,
+      sharding=self.sharding,
     )
     loss, metrics = train_step.loss_and_metrics(
       out, batch, self.cfg, self.objective, self.config

@@ -2,7 +2,9 @@
 
 An `objective(logprob, batch) -> (loss, metrics)` is a sum over the loss terms of a
 forest: `nll` for pre-training and SFT, RL's own for RL. The MTP loss is over the same
-terms (facts/algorithms.md §4.1: L = main + λ/mtp · Σ_k L^k, mtp the number of modules).
+terms (facts/algorithms.md §4.1: L = main + λ/mtp · Σ_k L^k, mtp the number of modules),
+and so is the top-K KL that keeps drafts close to a policy that changes
+(`layers.draft_loss`), with a weight of its own.
 Losses and metrics are sums, so that a batch in parts gives the same update (law 3): a
 feed yields the sums of each part, rows of a forest (train/feeds.py) or a tree in chunks
 (train/chunks.py). On a mesh the model has explicit collectives; those of loss terms,
@@ -25,8 +27,10 @@ import optax
 
 from m2jax import model
 from m2jax import sharding as sharding_lib
+from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
+from m2jax.layers import draft_loss
 from m2jax.moe import router
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import feeds
@@ -61,6 +65,11 @@ class StepConfig:
     micro_rows: rows of one forward and backward pass.
     mtp_weight: λ of the MTP loss.
     detach_mtp: stop the MTP loss's gradient at trunk, embedding and head.
+    draft_weight: of the top-K KL of the MTP modules from the trunk; needs detach_mtp.
+    draft_top_k: K, the trunk's words that it compares; 0: nothing is compared. With a
+      draft_weight of 0 the comparison is only measured.
+    draft_rest: the words outside these K are one more; False: both sides are
+      renormalised on the K words.
     bias_update_rate: u of the router bias's sign step; 0 freezes the bias.
     compiler_options: XLA's, by name; unknown ones are errors of the backend.
   """
@@ -68,10 +77,36 @@ class StepConfig:
   micro_rows: int = 4
   mtp_weight: float = 0.3
   detach_mtp: bool = False
+  draft_weight: float = 0.0
+  draft_top_k: int = 0
+  draft_rest: bool = True
   bias_update_rate: float = 1e-3
   compiler_options: Mapping[str, Any] = dataclasses.field(
     default_factory=dict, hash=False
   )
+
+  def __post_init__(self):
+    check = functools.partial(require, self)
+    check(self.draft_weight >= 0, 'draft_weight', 'at least 0')
+    check(self.draft_top_k >= 0, 'draft_top_k', 'at least 0')
+    if self.draft_weight:
+      check(self.draft_top_k > 0, 'draft_top_k', 'at least 1 with a draft_weight')
+      check(self.detach_mtp, 'detach_mtp', 'True with a draft_weight')
+
+  @property
+  def comparison(self) -> draft_loss.Comparison | None:
+    """How drafts are compared with the trunk; None: not at all."""
+    if not self.draft_top_k:
+      return None
+    return draft_loss.Comparison(self.draft_top_k, self.draft_rest)
+
+  def check(self, cfg: ModelConfig) -> None:
+    """Raises ValueError if the model has no drafts to compare."""
+    if self.draft_top_k:
+      most = cfg.vocab_size if cfg.num_mtp_modules else 0
+      want = f'at most {most} for num_mtp_modules={cfg.num_mtp_modules} and '
+      want += f'vocab_size={cfg.vocab_size}'
+      require(self, self.draft_top_k <= most, 'draft_top_k', want)
 
   def jit(self, function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
     """`jax.jit` with the compiler options, for every part of a step."""
@@ -163,7 +198,12 @@ def loss_and_loads(
   """Scalar loss and (metrics, expert loads) of one forest batch."""
   variables = {'params': params, 'router': router_state}
   out = model.forward(
-    cfg, variables, batch, detach_mtp=config.detach_mtp, sharding=sharding
+    cfg,
+    variables,
+    batch,
+    detach_mtp=config.detach_mtp,
+    comparison=config.comparison,
+    sharding=sharding,
   )
   loss, metrics = loss_and_metrics(out, batch, cfg, objective, config)
   return loss, (metrics, out.loads)
@@ -176,7 +216,9 @@ def loss_and_metrics(
 
   Both are sums over the loss terms; `weight` is the sum of their weights. With a replay
   `replayed` is the number of tokens that have one, with multiplicity, and `rerouted` of
-  those for which a router would choose other experts.
+  those for which a router would choose other experts. With drafts compared,
+  `draft_kl/k` and `draft_overlap/k` are those of module k (`layers.draft_loss`); tokens
+  that it does not predict count 0.
   """
   loss, metrics = objective(at_terms(out.logprob, batch), batch)
 
@@ -189,6 +231,12 @@ def loss_and_metrics(
     mtp_loss = -sum(weighted(lp) for lp in out.mtp_logprob) / cfg.num_mtp_modules
     metrics['mtp_loss'] = mtp_loss
     loss = loss + config.mtp_weight * mtp_loss
+  if out.drafts is not None:
+    kl, overlap = (list(map(weighted, x)) for x in out.drafts)
+    for name, values in (('draft_kl', kl), ('draft_overlap', overlap)):
+      metrics |= {f'{name}/{k}': x for k, x in enumerate(values, start=1)}
+    if config.draft_weight:
+      loss = loss + config.draft_weight * sum(kl) / cfg.num_mtp_modules
   if out.rerouted is not None:
     replayed = jnp.any(batch.experts[..., 0] >= 0, axis=-1)  # [B, S]
     metrics |= {
@@ -253,8 +301,8 @@ def make_step(
 ) -> Step:
   """`step(state, batch) -> (state, metrics)`; the state is donated.
 
-  Metrics are scalars: the objective's, `loss`, `entropy`, `mtp_loss`, `grad_norm` and
-  `max_violation` (router balance, mean over layers).
+  Metrics are scalars: those of `loss_and_metrics`, `grad_norm` and `max_violation`
+  (router balance, mean over layers).
 
   Args:
     cfg: the model.
@@ -268,7 +316,8 @@ def make_step(
       of a forest.
 
   Raises:
-    ValueError: model or micro_rows do not divide over mesh and hosts.
+    ValueError: model or micro_rows do not divide over mesh and hosts, or the model has
+      no drafts to compare.
   """
   sharding.check(cfg)
   parts = programs(cfg, optimizer, objective, config, sharding, mean=mean)
@@ -291,6 +340,8 @@ def programs(
   mean: bool = True,
 ) -> Programs:
   """What `make_step` runs; see there."""
+
+  config.check(cfg)
 
   def micro(variables, batch):
     loss = functools.partial(

@@ -125,9 +125,10 @@ def test_float32():
 @pytest.mark.long
 def test_as_one_row():
   """Everything a step reads, metrics of the objective included, is the whole tree's,
-  with the MTP loss detached, too."""
+  with the MTP loss detached, and drafts compared with the trunk, too."""
   with jax.enable_x64():
-    step = dataclasses.replace(STEP, detach_mtp=True)
+    drafts = dict(draft_weight=0.5, draft_top_k=4)
+    step = dataclasses.replace(STEP, detach_mtp=True, **drafts)
     cfg = config('float64', num_layers=1, num_mtp_modules=1)
     samples = rows.random_samples(np.random.default_rng(3), count=9, vocab=23)
     variables = rows.variables_for(cfg, 3)

@@ -69,7 +69,13 @@ def updates(case: Case, where: sharding.Sharding):
     row_terms=ROW_TOKENS,
     buckets=forest.Buckets((8,), (32,), terms_per_token=2),
     reward=rewards.RewardConfig(alpha=0.0, beta=0.0),
-    step=train_step.StepConfig(micro_rows=8, detach_mtp=True, bias_update_rate=1e-2),
+    step=train_step.StepConfig(
+      micro_rows=8,
+      detach_mtp=True,
+      draft_weight=0.5,
+      draft_top_k=7,
+      bias_update_rate=1e-2,
+    ),
     algorithm=case.algorithm,
   )
   variables = jax.tree.map(jnp.asarray, quick.variables(cfg, 0, noise=0.1, bias=0.1))

@@ -233,3 +233,21 @@ def test_compiler_options_reach_the_compiler():
   state = train_step.init_state(fresh_variables(), SGD)
   with pytest.raises(jax.errors.JaxRuntimeError, match='xla_no_such_option'):
     step(state, chains())
+
+
+@pytest.mark.parametrize(
+  'settings, modules, message',
+  [
+    (dict(draft_weight=-1.0), 1, 'StepConfig.draft_weight=-1.0'),
+    (dict(draft_top_k=-1), 1, 'StepConfig.draft_top_k=-1'),
+    (dict(draft_weight=1.0, detach_mtp=True), 1, 'draft_top_k=0: must be at least 1'),
+    (dict(draft_weight=1.0, draft_top_k=4), 1, 'detach_mtp=False: must be True'),
+    (dict(draft_top_k=20), 1, 'draft_top_k=20: must be at most 19 .*vocab_size=19'),
+    (dict(draft_top_k=4), 0, 'draft_top_k=4: must be at most 0 .*num_mtp_modules=0'),
+  ],
+)
+def test_settings_of_drafts_are_checked(settings, modules, message):
+  cfg = dataclasses.replace(CFG, num_mtp_modules=modules)
+  with pytest.raises(ValueError, match=message):
+    config = train_step.StepConfig(**settings)
+    train_step.make_step(cfg, SGD, train_step.nll, config)

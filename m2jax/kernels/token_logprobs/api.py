@@ -82,6 +82,15 @@ def _forward(hidden, head, targets, axes):
   return chosen - lse[:, None], lse - dot / total, lse
 
 
+def _add_at(logits, targets, values):
+  """logits [c, V] plus values [c, k] at the targets that are words of this shard."""
+  words = jnp.arange(logits.shape[1])
+  # One after the other: a sum over k of [c, k, V] is stored whole on CPUs.
+  for i in range(targets.shape[1]):
+    logits += jnp.where(words == targets[:, i : i + 1], values[:, i : i + 1], 0)
+  return logits
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _token_logprobs(hidden, head, targets, axes):
   return _forward(hidden, head, targets, axes)[:2]
@@ -103,9 +112,7 @@ def _bwd(axes, residuals, cotangents):
   def chunk(d_head, args):
     h, target, lse, d = args
     p = jnp.exp(fp32.product(h, head) - lse[:, None])
-    hit = jnp.arange(vocab) == target[..., None]
-    d_logits = jnp.sum(jnp.where(hit, d[..., None], 0), axis=1)
-    d_logits -= jnp.sum(d, axis=1, keepdims=True) * p
+    d_logits = _add_at(-jnp.sum(d, axis=1, keepdims=True) * p, target, d)
     d_h, d_w = fp32.gradients(h, head, d_logits)
     return d_head + d_w, d_h
 
@@ -129,7 +136,8 @@ def token_logprobs(
   Args:
     hidden: after the final norm.
     head: inside a `shard_map`, this device's words of it.
-    targets: one word of each token, or k; int32, of the whole vocabulary.
+    targets: one word of each token, or k, some dozens at most (their gradients are
+      unrolled); int32, of the whole vocabulary.
     axes: mesh axes that split the vocabulary; hidden is the same along them.
 
   Returns:
@@ -164,7 +172,7 @@ def top_k_logprobs(
   def chunk(args):
     logits = fp32.product(args[0], head)
     top, total, _ = _statistics(logits)
-    return top, total, *lax.top_k(logits, k)
+    return top, total, *lax.top_k(logits, min(k, vocab))
 
   top, total, best, words = _map(chunk, (hidden,), vocab)
   top, scale = _highest(top, axes)
