@@ -1,6 +1,7 @@
 """Runs cases of test_mesh.py over 8 virtual CPU devices; prints JSON, one line a case.
 
-python -m tests.sharding.mesh_worker NAME…    (of CASES; steps:OPTIMIZER; exchange)
+python -m tests.sharding.mesh_worker NAME…
+(of CASES; steps:OPTIMIZER; update:OPTIMIZER; exchange)
 
 A line has the largest relative error of any gradient, metric or load against one
 device, and the collectives of the compiled program as [operation, [shape, …]].
@@ -174,12 +175,14 @@ def run(case: Case) -> dict[str, Any]:
 def steps(name: str) -> dict[str, Any]:
   """Two optimizer steps of two micro-batches each, from the seed on."""
   cfg = small.config()
-  optimizer = optimizer_lib.make(small.optimizer(name))
+  settings = small.optimizer(name)
   config = train_step.StepConfig(micro_rows=4, bias_update_rate=1e-2)
 
   def train(where):
+    optimizer = optimizer_lib.make(settings, cfg, where)
     step = train_step.make_step(cfg, optimizer, train_step.nll, config, where)
-    state = train_step.new_state(cfg, optimizer, jax.random.key(0), where)
+    start = optimizer_lib.initializer(settings, cfg, where)
+    state = train_step.new_state(cfg, optimizer, jax.random.key(0), where, start)
     for number in range(2):
       batch = small.batch(number, ROWS)
       state, metrics = step(state, batch)
@@ -187,6 +190,7 @@ def steps(name: str) -> dict[str, Any]:
 
   where = sharding.make(sharding.MeshConfig(fsdp=2, expert=2, tensor=2))
   got, want = train(where), train(sharding.ONE_DEVICE)
+  optimizer = optimizer_lib.make(settings, cfg, where)
   places = where.named(train_step.state_specs(cfg, optimizer, where.rules))
   moved = [
     jax.tree_util.keystr(path)
@@ -198,6 +202,28 @@ def steps(name: str) -> dict[str, Any]:
   errors = relative_errors(jax.device_get(got), jax.device_get(want))
   worst = max(errors, key=errors.get)
   return {'worst': [worst, errors[worst]], 'moved': moved}
+
+
+def update(name: str) -> dict[str, Any]:
+  """One update of an optimizer over 8 devices: its error, and its collectives."""
+  cfg = small.config()
+  where = sharding.make(sharding.MeshConfig(fsdp=2, expert=2, tensor=2))
+  specs = sharding.param_specs(cfg, where.rules)['params']
+  params = variables(cfg)['params']
+  updates, hlo = {}, ''
+  for place in (sharding.ONE_DEVICE, where):
+    tx = optimizer_lib.make(small.optimizer(name), cfg, place)
+    placed = place.place(params, specs)
+    state = tx.init(placed)
+    if place.mesh is not None:
+      like = sharding.like_params(state, params, specs)
+      state = place.place(state, like)
+    compiled = jax.jit(tx.update).lower(placed, state, placed).compile()
+    updates[place.mesh is None], hlo = compiled(placed, state, placed)[0], compiled
+  errors = relative_errors(jax.device_get(updates[False]), updates[True])
+  worst = max(errors, key=errors.get)
+  found = collectives(hlo.as_text())
+  return {'worst': [worst, errors[worst]], 'leaves': len(errors), 'collectives': found}
 
 
 def exchange() -> dict[str, Any]:
@@ -231,6 +257,8 @@ def main(names):
     kind, _, argument = name.partition(':')
     if kind == 'exchange':
       result = exchange()
+    elif kind == 'update':
+      result = update(argument)
     else:
       result = steps(argument) if kind == 'steps' else run(CASES[name])
     print(json.dumps({'case': name, **result}), flush=True)

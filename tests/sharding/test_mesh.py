@@ -38,6 +38,9 @@ LONG = (
   'float32',
   'bfloat16',
   'steps:muon',
+  'steps:nor_muon',
+  'steps:hyperball',
+  'steps:sso',
 )
 # float32 has more terms to add in another order than law 3's samples; in bfloat16 each
 # device rounds its part of a sum, where one device is up to 6e-2 from its own float32.
@@ -62,7 +65,7 @@ def run(names, timeout_s):
 
 @pytest.fixture(scope='module')
 def short():
-  return run((*SHORT, 'exchange'), 900)
+  return run((*SHORT, 'exchange', 'update:muon_sphere'), 900)
 
 
 @pytest.fixture(scope='module')
@@ -195,3 +198,15 @@ def test_context_gathers_keys_and_values(short):
   assert [shard] in found['reduce-scatter']
   gathered = [shape for shapes in found['all-gather'] for shape in shapes]
   assert not any(CFG.num_heads in shape[2:] for shape in gathered if len(shape) == 4)
+
+
+def test_matrices_are_exchanged_not_gathered(short):
+  """An optimizer that needs whole matrices: parts travel by all-to-all, of as many
+  matrices as devices, so that each device holds one of each; nothing as large as the
+  stack of a parameter is gathered, and singular vectors are the largest of what is."""
+  check(short['update:muon_sphere'], 'update:muon_sphere')
+  found = by_operation(short['update:muon_sphere'])
+  assert 'all-to-all' in found
+  matrix = CFG.embed_dim * CFG.expert_dim
+  for shapes in (*found.get('all-gather', []), *found.get('all-reduce', [])):
+    assert elements([shapes]) < matrix, shapes
