@@ -4,11 +4,12 @@
   python -m benchmarks.optimizers --names adam muon sso --widths 64 --rates 0.01 0.02
 
 Trains small M2s on the same batches of Python's standard library. All optimizers have
-the same grid of rates for the hidden matrices; Adam updates embedding, head and norms at
-one rate, without weight decay. Each rate is tried with the first seed, and the best one
-of each optimizer and width is repeated with all seeds. Variants of SSO: `joint_heads`
-takes q, k and v as whole matrices, `fan_in_init` starts from the initial values of the
-other optimizers, `muon_spectral` is Muon with heads apart and the scale sqrt(out/in).
+the same grid of rates for the hidden matrices; Adam updates embedding, head and norms
+at one rate, without weight decay. Each rate is tried with the first seed, and the best
+one of each optimizer and width is repeated with all seeds. Variants of SSO:
+`joint_heads` takes q, k and v as whole matrices, `fan_in_init` starts from the initial
+values of the other optimizers. `muon_spectral` is Muon with heads apart and the scale
+sqrt(out/in), the baseline of SSO's paper.
 
 Columns: `loss` in nats per token on held-out files after all steps, with the schedule
 at its end; `at Adam's time` the same run's loss when Adam's would have ended, by the
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -134,7 +136,7 @@ def prepare(job: Job, seed: int):
 
 def train(job: Job, seeds: Sequence[int], text: ablations.Text) -> list[dict[str, Any]]:
   """One result for each seed."""
-  held_out = [b for b, _ in zip(batches(text.held_out, 0), range(HELD_OUT_BATCHES))]
+  held_out = list(itertools.islice(batches(text.held_out, 0), HELD_OUT_BATCHES))
   cfg, step, _ = prepare(job, 0)
 
   @jax.jit

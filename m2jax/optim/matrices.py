@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -32,6 +33,7 @@ from m2jax.sharding import ONE_DEVICE, Sharding
 
 # A device works on matrices of at most these elements together, or on one.
 WHOLE_ELEMENTS = 2**22
+SMALL_ELEMENTS = 2**20  # leaves of at most these may be copied into one stack
 
 # matrices [in or 1, out or 1] → a pytree of such matrices
 Function = Callable[..., Any]
@@ -53,6 +55,9 @@ class Matrices:
   def map_tree(self, function: Function, tree: Any, *rest: Any) -> Any:
     """`map` for each leaf of a tree of parameters, by the last key of its path.
 
+    On one device small leaves of alike matrices are one stack, since each call takes
+    about a second to compile.
+
     Args:
       function: of the leaf's matrices, and of those of the same leaf of `rest`.
       tree: leaves [*stack, in, out].
@@ -61,11 +66,52 @@ class Matrices:
     Returns:
       For each leaf what `map` returns.
     """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = [name_of(path) for path, _ in pairs]
+    columns = [[leaf for _, leaf in pairs], *map(structure.flatten_up_to, rest)]
+    leaves = list(zip(*columns, strict=True))
+    together: dict[Any, list[int]] = {}
+    for number, (name, arrays) in enumerate(zip(names, leaves, strict=True)):
+      together.setdefault(self._alike(number, name, arrays), []).append(number)
+    out = [None] * len(leaves)
+    for numbers in together.values():
+      found = self._map_alike(function, [(names[n], leaves[n]) for n in numbers])
+      for number, result in zip(numbers, found, strict=True):
+        out[number] = result
+    return structure.unflatten(out)
 
-    def one(path, *arrays):
-      return self.map(name_of(path), function, *arrays)
+  def _alike(self, number: int, name: str, arrays: tuple[jax.Array, ...]) -> Any:
+    """A key that leaves share whose matrices can be one stack."""
+    if self.sharding.mesh is not None or arrays[0].size > SMALL_ELEMENTS:
+      return number
+    heads = self.heads.get(name, 1)
+    shapes = [(*x.shape[-2:-1], x.shape[-1] // heads, str(x.dtype)) for x in arrays]
+    return tuple(shapes)
 
-    return jax.tree_util.tree_map_with_path(one, tree, *rest)
+  def _map_alike(self, function: Function, leaves) -> list[Any]:
+    """`map` of leaves (name, arrays) as one stack; of a single one as it is."""
+    if len(leaves) == 1:
+      ((name, arrays),) = leaves
+      return [self.map(name, function, *arrays)]
+    heads = [self.heads.get(name, 1) for name, _ in leaves]
+    apart = [
+      [split(x, n) for x in arrays]
+      for n, (_, arrays) in zip(heads, leaves, strict=True)
+    ]
+    stacks = [arrays[0].shape[:-2] for arrays in apart]
+    flat = [[x.reshape(-1, *x.shape[-2:]) for x in arrays] for arrays in apart]
+    joined = [jnp.concatenate(parts) for parts in zip(*flat, strict=True)]
+    found = self.map('', function, *joined)
+    ends = np.cumsum([0, *(math.prod(stack) for stack in stacks)])
+
+    def part(n):
+      def cut(x):
+        x = x[ends[n] : ends[n + 1]]
+        return merge(x.reshape(*stacks[n], *x.shape[-2:]), heads[n])
+
+      return jax.tree.map(cut, found)
+
+    return [part(n) for n in range(len(leaves))]
 
   def each(self, tree: Any, value: jax.Array | float) -> Any:
     """A number for every matrix of a tree of parameters: [*stack, 1, heads].
