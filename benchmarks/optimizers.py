@@ -15,7 +15,7 @@ Columns: `loss` in nats per token on held-out files after all steps, with the sc
 at its end; `at Adam's time` the same run's loss when Adam's would have ended, by the
 times of a step; `steps to Adam's` until the last loss of Adam's is reached, as a share
 of its steps; MaxVio of the router over the last quarter, `activation` the largest |x|
-of the final residual stream; `update` the time of an optimizer step over Adam's, timed
+after the final norm; `update` the time of an optimizer step over Adam's, timed
 alternately. Cells are medians over seeds [min, max].
 """
 
@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
+import pathlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,8 +121,9 @@ class Job(NamedTuple):
   steps: int
 
 
-def prepare(job: Job, seed: int):
-  """Model, step function and state at the start."""
+@functools.lru_cache(maxsize=8)
+def prepare(job: Job):
+  """Model, step function, and seed → state at the start."""
   cfg = model(job.width, job.layers)
   optimizer = settings(job.variant, job.rate, job.steps)
   tx = optimizer_lib.make(optimizer, cfg)
@@ -131,45 +134,42 @@ def prepare(job: Job, seed: int):
   if job.variant == 'fan_in_init':
     start = lambda params: params  # noqa: E731
   new = jax.jit(lambda key: train_step.new_state(cfg, tx, key, initialize=start))
-  return cfg, step, lambda: new(jax.random.key(seed))
+  return cfg, step, lambda seed: new(jax.random.key(seed))
 
 
-def train(job: Job, seeds: Sequence[int], text: ablations.Text) -> list[dict[str, Any]]:
-  """One result for each seed."""
+def train(job: Job, seed: int, text: ablations.Text) -> dict[str, Any]:
+  """Trains; losses along the way and what else the table has."""
   held_out = list(itertools.islice(batches(text.held_out, 0), HELD_OUT_BATCHES))
-  cfg, step, _ = prepare(job, 0)
+  cfg, step, new = prepare(job)
+  state, curve, violations, evaluations = new(seed), [], [], []
+  for number, batch in zip(range(job.steps), batches(text.train, seed), strict=False):
+    state, metrics = step(state, batch)
+    if number >= job.steps - job.steps // 4:
+      violations.append(float(metrics['max_violation']))
+    evaluations.append(float(metrics.get('sphere/evaluations', 0)))
+    if (number + 1) % max(1, job.steps // CURVE) == 0 or number + 1 == job.steps:
+      found = [look(cfg, state.variables, b) for b in held_out]
+      curve.append((number + 1, float(np.mean([loss for loss, _ in found]))))
+  loss = curve[-1][1]
+  print(f'{job} seed {seed}: {loss:.3f}', file=sys.stderr)
+  return {
+    **job._asdict(),
+    'seed': seed,
+    'loss': loss if np.isfinite(loss) else float('inf'),
+    'curve': curve,
+    'max_violation': float(np.mean(violations)),
+    'activation': float(max(top for _, top in found)),
+    'evaluations': float(np.mean(evaluations)),
+  }
 
-  @jax.jit
-  def look(variables, batch):
-    out = model_lib.forward(cfg, variables, batch)
-    loss = -jnp.sum(batch.weight * train_step.at_terms(out.logprob, batch))
-    hidden = model_lib.trunk(cfg, variables, batch)[0]
-    return loss / jnp.sum(batch.weight), jnp.max(jnp.abs(hidden))
 
-  results = []
-  for seed in seeds:
-    state, curve, violations, evaluations = prepare(job, seed)[2](), [], [], []
-    for number, batch in zip(range(job.steps), batches(text.train, seed), strict=False):
-      state, metrics = step(state, batch)
-      if number >= job.steps - job.steps // 4:
-        violations.append(float(metrics['max_violation']))
-      evaluations.append(float(metrics.get('sphere/evaluations', 0)))
-      if (number + 1) % max(1, job.steps // CURVE) == 0 or number + 1 == job.steps:
-        found = [look(state.variables, b) for b in held_out]
-        curve.append((number + 1, float(np.mean([loss for loss, _ in found]))))
-    results.append(
-      {
-        **job._asdict(),
-        'seed': seed,
-        'loss': curve[-1][1] if np.isfinite(curve[-1][1]) else float('inf'),
-        'curve': curve,
-        'max_violation': float(np.mean(violations)),
-        'activation': float(max(top for _, top in found)),
-        'evaluations': float(np.mean(evaluations)),
-      }
-    )
-    print(f'{job} seed {seed}: {curve[-1][1]:.3f}', file=sys.stderr)
-  return results
+@functools.partial(jax.jit, static_argnums=0)
+def look(cfg, variables, batch):
+  """Loss in nats per token, and the largest |x| after the final norm."""
+  out = model_lib.forward(cfg, variables, batch)
+  loss = -jnp.sum(batch.weight * train_step.at_terms(out.logprob, batch))
+  hidden = model_lib.trunk(cfg, variables, batch)[0]
+  return loss / jnp.sum(batch.weight), jnp.max(jnp.abs(hidden))
 
 
 def step_times(variants: Sequence[str], width: int, layers: int, text) -> dict:
@@ -177,8 +177,8 @@ def step_times(variants: Sequence[str], width: int, layers: int, text) -> dict:
   batch = next(batches(text.train, 0))
   runs = {}
   for variant in variants:
-    _, step, new = prepare(Job(variant, width, layers, 0.01, 100), 0)
-    runs[variant] = step, step(new(), batch)[0]
+    _, step, new = prepare(Job(variant, width, layers, 0.01, 100))
+    runs[variant] = step, step(new(0), batch)[0]
   times: dict[str, list[float]] = {variant: [] for variant in variants}
   for _ in range(15):
     for variant, (step, state) in runs.items():
@@ -270,19 +270,34 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def measure(args: argparse.Namespace) -> tuple[list[dict], dict[str, dict]]:
-  """Results of all runs, and times of a step by model."""
+  """Results of all runs, and times of a step by model; of a file what it has."""
   text = ablations.read(args.files)
+  done = {}
+  if args.results and args.results.exists():
+    lines = map(json.loads, args.results.read_text().splitlines())
+    done = {tuple(line['key']): line['value'] for line in lines}
+
+  def once(key, compute):
+    if key not in done:
+      done[key] = compute()
+      if args.results:
+        with args.results.open('a') as file:
+          print(json.dumps({'key': key, 'value': done[key]}), file=file)
+    return done[key]
+
+  def run(job, seeds):
+    return [once((*job, seed), lambda s=seed: train(job, s, text)) for seed in seeds]
+
   results, times = [], {}
   for shape in args.models:
     width, layers = (int(n) for n in shape.split('x'))
-    times[shape] = step_times(args.names, width, layers, text)
     for variant in args.names:
-      tried = []
-      for rate in args.rates:
-        job = Job(variant, width, layers, rate, args.steps)
-        tried += train(job, args.seeds[:1], text)
-      job = job._replace(rate=best_rate(tried))
-      results += tried + train(job, args.seeds[1:], text)
+      jobs = [Job(variant, width, layers, rate, args.steps) for rate in args.rates]
+      tried = [result for job in jobs for result in run(job, args.seeds[:1])]
+      best = jobs[0]._replace(rate=best_rate(tried))
+      results += tried + run(best, args.seeds[1:])
+    take = functools.partial(step_times, args.names, width, layers, text)
+    times[shape] = once(('times', shape, *args.names), take)
   return results, times
 
 
@@ -299,13 +314,17 @@ def main() -> None:
     help='WIDTHxLAYERS; a width is a multiple of 16',
   )
   parser.add_argument('--files', type=int, default=200)
+  parser.add_argument(
+    '--results', type=pathlib.Path, help='runs are kept there, and not repeated'
+  )
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
   started = time.monotonic()
   results, times = measure(args)
   found = rows(results, times)
   if args.json:
-    print(json.dumps({**vars(args), 'step_ms': times, 'runs': results, 'rows': found}))
+    settings_of = {name: str(value) for name, value in vars(args).items()}
+    print(json.dumps({**settings_of, 'step_ms': times, 'runs': results, 'rows': found}))
     return
   print(table(found))
   by_rate = [

@@ -23,6 +23,7 @@ from m2jax.optim import optimizer as optimizer_lib
 from m2jax.optim.matrices import Matrices
 from m2jax.optim.sso import MuonSphereConfig, SphereSettings, on_sphere, sso
 from m2jax.train import step as train_step
+from tests import quick
 
 HEADS = {'q': 2}
 # many power iterations: the reference has exact vectors
@@ -222,7 +223,7 @@ def test_a_model_starts_on_the_sphere():
   """Every matrix, router and head of q, k and v that the rule updates; the others are
   unchanged."""
   optimizer = OptimizerConfig(name='sso')
-  start = train_step.init_variables(CFG, jax.random.key(0))['params']
+  start = quick.variables(CFG, 0)['params']
   params = jax.jit(initializer(optimizer, CFG))(start)
   heads = params_lib.heads(CFG)
   assert heads == {'q': 2, 'k': 1, 'v': 1}

@@ -38,9 +38,9 @@ LONG = (
   'float32',
   'bfloat16',
   'steps:muon',
-  'steps:nor_muon',
-  'steps:hyperball',
-  'steps:sso',
+  'update:nor_muon',
+  'update:hyperball',
+  'update:sso',
 )
 # float32 has more terms to add in another order than law 3's samples; in bfloat16 each
 # device rounds its part of a sum, where one device is up to 6e-2 from its own float32.
