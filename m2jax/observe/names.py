@@ -90,41 +90,11 @@ _TRAINING = (
     '1',
     'load of the busiest expert over the mean load − 1, mean over layers',
   ),
-  Metric('update_rms/*', _TRAIN, '1', 'of the update of one kind of parameters'),
   Metric(
-    'sphere/sigma_max',
+    'update_rms/*',
     _TRAIN,
     '1',
-    'largest spectral norm over its radius, before the retraction',
-    when='a rule keeps matrices on a sphere',
-  ),
-  Metric(
-    'sphere/sigma_min',
-    _TRAIN,
-    '1',
-    'smallest spectral norm over its radius, before the retraction',
-    when='a rule keeps matrices on a sphere',
-  ),
-  Metric(
-    'sphere/multiplier_max',
-    _TRAIN,
-    '1',
-    'largest |λ|, for a momentum of norm 1',
-    when='a rule keeps matrices on a sphere',
-  ),
-  Metric(
-    'sphere/residual_max',
-    _TRAIN,
-    '1',
-    'largest |h(λ)|: part of the direction that changes the spectral norm',
-    when='a rule keeps matrices on a sphere',
-  ),
-  Metric(
-    'sphere/evaluations',
-    _TRAIN,
-    'evaluations',
-    'of the matrix sign, mean over matrices',
-    when='a rule keeps matrices on a sphere',
+    'root mean square of the update of a kind of parameters',
   ),
   Metric('learning_rate/*', _PRETRAIN, '1', 'of one kind of parameters'),
   Metric('mtp_weight', _PRETRAIN, '1', "of the MTP loss in the stage's loss"),
@@ -147,6 +117,18 @@ _TRAINING = (
   Metric('tokens_per_s', _PRETRAIN, 'tokens/s', 'trained per second'),
   Metric('progress', (*_SFT, 'rl'), 'share', 'of the phase that is done', ('view',)),
   Metric('progress', _PRETRAIN, 'share', 'of the phase that is done'),
+)
+
+_SPHERE = (
+  ('sigma_max', '1', 'largest spectral norm over its radius, before the retraction'),
+  ('sigma_min', '1', 'smallest spectral norm over its radius, before the retraction'),
+  ('multiplier_max', '1', 'largest absolute λ, for a momentum of norm 1'),
+  ('residual_max', '1', 'largest absolute h(λ): how far directions are from tangent'),
+  ('evaluations', 'evaluations', 'of the matrix sign, mean over matrices'),
+)
+_OPTIMIZER = tuple(
+  Metric(f'sphere/{name}', _TRAIN, unit, meaning, when='a rule has a spectral sphere')
+  for name, unit, meaning in _SPHERE
 )
 
 _RL = ('rl',)
@@ -363,7 +345,7 @@ _EVALUATION = (
   Metric('n', _EVAL, 'tasks', 'tried', PLACES),
 )
 
-METRICS = (*_TRAINING, *_REWARD, *_OFF_POLICY, *_FLOW, *_EVALUATION)
+METRICS = (*_TRAINING, *_OPTIMIZER, *_REWARD, *_OFF_POLICY, *_FLOW, *_EVALUATION)
 
 _INDEX = {(phase, m.name): m for m in METRICS for phase in m.phases}
 _ALL_NAMES = frozenset(m.name for m in METRICS)

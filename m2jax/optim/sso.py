@@ -152,7 +152,7 @@ def sso(
 
     right, radius = transpose(params, matrices.map_tree(one, params), 2)
     momentum = optax.tree.zeros_like(params)
-    zero = jnp.zeros(())
+    zero = jnp.zeros((), jnp.float32)
     report = Report(zero, zero, zero, zero, zero)
     return SphereState(jnp.zeros((), jnp.int32), momentum, right, radius, report)
 

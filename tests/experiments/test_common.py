@@ -140,3 +140,22 @@ def test_processes_and_mesh_agree(monkeypatch):
   assert common.make_sharding(sharding.MeshConfig())['fsdp'] == 4
   mesh = sharding.MeshConfig(data=2, tensor=2)
   assert common.make_sharding(mesh) == mesh.sizes
+
+
+@pytest.mark.parametrize('name', ['adam', 'muon', 'nor_muon', 'hyperball', 'sso'])
+def test_an_optimizer_is_one_line_away(name):
+  """In pre-training, SFT and RL one flag chooses what updates the hidden matrices; the
+  settings of the rule are flags too."""
+  jobs = (
+    (pretrain.get_config(), 'pretrain', PretrainConfig),
+    (forge.get_config(), 'sft', SftConfig),
+    (forge.get_config(), 'rl', RlConfig),
+  )
+  for config, part, kind in jobs:
+    config.lock().update_from_flattened_dict(
+      {f'{part}.optimizer.name': name, f'{part}.optimizer.{name}.learning_rate': 0.5}
+    )
+    built = common.build(kind, config[part]).optimizer
+    assert optimizer.rule_of(built, Kind.EXPERT) == name
+    assert optimizer.rule_of(built, Kind.EMBEDDING) == 'adam'
+    assert optimizer.rules_in_use(built)[name].learning_rate == 0.5
