@@ -108,7 +108,8 @@ class SphereState(NamedTuple):
     count: steps taken.
     momentum: as the parameters.
     right: top right singular vector of each matrix, [*stack, 1, out].
-    radius: R of each matrix, [*stack, 1, 1]; with heads [*stack, 1, heads].
+    radius: R of each matrix, [*stack, 1, 1]; with heads [*stack, 1, heads]. A run that
+      resumes keeps it, whatever its settings say.
     report: of the last step.
   """
 
