@@ -38,6 +38,7 @@ LONG = (
   'float32',
   'bfloat16',
   'steps:muon',
+  'update:muon_sphere',
   'update:nor_muon',
   'update:hyperball',
   'update:sso',
@@ -65,7 +66,7 @@ def run(names, timeout_s):
 
 @pytest.fixture(scope='module')
 def short():
-  return run((*SHORT, 'exchange', 'update:muon_sphere'), 900)
+  return run((*SHORT, 'exchange'), 900)
 
 
 @pytest.fixture(scope='module')
@@ -200,12 +201,12 @@ def test_context_gathers_keys_and_values(short):
   assert not any(CFG.num_heads in shape[2:] for shape in gathered if len(shape) == 4)
 
 
-def test_matrices_are_exchanged_not_gathered(short):
+@pytest.mark.long
+def test_matrices_are_exchanged_not_gathered(long):
   """An optimizer that needs whole matrices: parts travel by all-to-all, of as many
   matrices as devices, so that each device holds one of each; nothing as large as the
   stack of a parameter is gathered, and singular vectors are the largest of what is."""
-  check(short['update:muon_sphere'], 'update:muon_sphere')
-  found = by_operation(short['update:muon_sphere'])
+  found = by_operation(long['update:muon_sphere'])
   assert 'all-to-all' in found
   matrix = CFG.embed_dim * CFG.expert_dim
   for shapes in (*found.get('all-gather', []), *found.get('all-reduce', [])):
