@@ -28,8 +28,6 @@ ASKED = dict(
   steps_3=1.0, steps_4=1.0, steps_5=1.0, steps_6=1.0, trail=2.0, dead_end=2.0
 )
 
-MUON = dict(matrix='muon', expert='muon')  # adam updates the other kinds
-
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
@@ -76,7 +74,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     loop=dict(steps=2000, checkpoint_every=500),
     step=dict(micro_rows=2),
     optimizer=dict(
-      by_kind=MUON,
+      name='muon',  # of the hidden matrices; or adam, sso, … (docs/optimizers.md)
       muon=dict(learning_rate=0.02),
       adam=dict(learning_rate=3e-3),
       schedule=dict(kind='wsd', total_steps=2000, decay_steps=700, final_fraction=0.1),
@@ -122,7 +120,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       ),
     ),
     optimizer=dict(
-      by_kind=MUON,
+      name='muon',  # of the hidden matrices; or adam, sso, … (docs/optimizers.md)
       muon=dict(learning_rate=5e-3),
       adam=dict(learning_rate=5e-4),
       schedule=dict(kind='wsd', total_steps=28, decay_steps=14, final_fraction=0.1),

@@ -61,7 +61,7 @@ def get_config(variant: str = 'tiny') -> ml_collections.ConfigDict:
     loop=dict(steps=2000, seconds=300.0, checkpoint_every=200),
     step=dict(micro_rows=4, mtp_weight=0.3, bias_update_rate=1e-3),
     optimizer=dict(
-      by_kind=dict(matrix='muon', expert='muon'),  # what is not named is adam's
+      name='muon',  # of the hidden matrices; or adam, sso, … (docs/optimizers.md)
       muon=dict(learning_rate=0.02),
       adam=dict(learning_rate=3e-3),
     ),

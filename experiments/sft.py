@@ -17,6 +17,7 @@ from m2jax.checkpoint import CheckpointError, CheckpointManager, initial, policy
 from m2jax.config import ModelConfig
 from m2jax.data import chats
 from m2jax.observe import metrics as metrics_lib
+from m2jax.optim import optimizer as optimizer_lib
 from m2jax.text import tokenizer
 from m2jax.train import sft
 from m2jax.train import step as train_step
@@ -80,11 +81,12 @@ def main():
     metrics_lib.MetricsWriter(records) as metrics,
     common.view('sft', config.sft.loop, metrics, leads),
   ):
-    variables = (
-      source.variables
-      if source
-      else train_step.init_variables(model, jax.random.key(config.seed))
-    )
+    if source:
+      variables = source.variables
+    else:
+      variables = train_step.init_variables(model, jax.random.key(config.seed))
+      initialize = optimizer_lib.initializer(config.sft.optimizer, model)
+      variables['params'] = initialize(variables['params'])
     state = sft.fit(
       config.sft,
       model,

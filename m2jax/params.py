@@ -131,6 +131,16 @@ def sizes(cfg: ModelConfig) -> dict[str, int]:
   }
 
 
+def heads(cfg: ModelConfig) -> dict[str, int]:
+  """Parameter → heads whose matrices are side by side along its last axis."""
+  number = {'Q': cfg.num_heads, 'KV': cfg.num_kv_heads}
+  return {
+    name: number[param.axes[-1]]
+    for name, param in BY_NAME.items()
+    if param.kind == Kind.MATRIX and param.axes[-1] in number
+  }
+
+
 def tree(cfg: ModelConfig, leaf: Callable[[str, Param, tuple[int, ...]], Any]) -> Any:
   """A tree with the structure of the model's parameters.
 

@@ -132,6 +132,8 @@ def start(config: ForgeConfig, workdir: Path, sharding: Sharding) -> Start:
     resumes = manager.latest_step() is not None
   if resumes or not config.init_from:
     random = train_step.init_variables(config.model, jax.random.key(config.seed))
+    initialize = optimizer_lib.initializer(config.sft.optimizer, config.model)
+    random['params'] = initialize(random['params'])
     return Start(random, random)
   found = initial.load(config.init_from, config.model, sharding)
   initial.check(found.model, config.model, config.init_from)
@@ -191,14 +193,14 @@ def sft(
 
 def learner(config: ForgeConfig, variables, sharding: Sharding) -> Learner:
   """RL's learner, which takes the variables over; every process makes one."""
-  optimizer = optimizer_lib.make(config.rl.optimizer)
+  optimizer = optimizer_lib.make(config.rl.optimizer, config.model, sharding)
   partition = optimizer_lib.describe(config.rl.optimizer, variables['params'])
   logging.info('rl: %s', partition)
   return Learner(
     config.model,
     config.rl.learner,
     optimizer,
-    train_step.init_state(variables, optimizer),
+    train_step.start_state(variables, config.model, optimizer, sharding),
     sharding,
   )
 

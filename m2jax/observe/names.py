@@ -104,6 +104,12 @@ _TRAINING = (
     '1',
     'load of the busiest expert over the mean load − 1, mean over layers',
   ),
+  Metric(
+    'update_rms/*',
+    _TRAIN,
+    '1',
+    'root mean square of the update of a kind of parameters',
+  ),
   Metric('learning_rate/*', _PRETRAIN, '1', 'of one kind of parameters'),
   Metric('mtp_weight', _PRETRAIN, '1', "of the MTP loss in the stage's loss"),
   Metric('context', _PRETRAIN, 'tokens', 'row length of the stage'),
@@ -125,6 +131,18 @@ _TRAINING = (
   Metric('tokens_per_s', _PRETRAIN, 'tokens/s', 'trained per second'),
   Metric('progress', (*_SFT, 'rl'), 'share', 'of the phase that is done', ('view',)),
   Metric('progress', _PRETRAIN, 'share', 'of the phase that is done'),
+)
+
+_SPHERE = (
+  ('sigma_max', '1', 'largest spectral norm over its radius, before the retraction'),
+  ('sigma_min', '1', 'smallest spectral norm over its radius, before the retraction'),
+  ('multiplier_max', '1', 'largest absolute λ, for a momentum of norm 1'),
+  ('residual_max', '1', 'largest absolute h(λ): how far directions are from tangent'),
+  ('evaluations', 'evaluations', 'of the matrix sign, mean over matrices'),
+)
+_OPTIMIZER = tuple(
+  Metric(f'sphere/{name}', _TRAIN, unit, meaning, when='a rule has a spectral sphere')
+  for name, unit, meaning in _SPHERE
 )
 
 _RL = ('rl',)
@@ -348,7 +366,7 @@ _EVALUATION = (
   Metric('n', _EVAL, 'tasks', 'tried', PLACES),
 )
 
-METRICS = (*_TRAINING, *_REWARD, *_OFF_POLICY, *_FLOW, *_EVALUATION)
+METRICS = (*_TRAINING, *_OPTIMIZER, *_REWARD, *_OFF_POLICY, *_FLOW, *_EVALUATION)
 
 _INDEX = {(phase, m.name): m for m in METRICS for phase in m.phases}
 _ALL_NAMES = frozenset(m.name for m in METRICS)

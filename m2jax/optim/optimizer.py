@@ -1,38 +1,50 @@
 """From an OptimizerConfig to an optax transformation.
 
 Every kind of parameter (params.Kind) is updated by one of the rules that are fields of
-OptimizerConfig. What they share is here: clipping, weight decay, the schedule, and the
-partition of the parameters.
+OptimizerConfig: hidden matrices by the one that `name` names, the others by Adam, each
+kind otherwise if `by_kind` says so. What rules share is here: clipping, weight decay,
+the schedule, and the partition of the parameters.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from m2jax import params as params_lib
 from m2jax.checks import require
-from m2jax.optim import schedules
+from m2jax.config import ModelConfig
+from m2jax.optim import schedules, sso
 from m2jax.optim.adam import AdamConfig
+from m2jax.optim.hyperball import HyperballConfig
+from m2jax.optim.matrices import Matrices
 from m2jax.optim.muon import MuonConfig
+from m2jax.optim.nor_muon import NorMuonConfig
 from m2jax.optim.rule import UpdateRule
+from m2jax.optim.sso import MuonSphereConfig, SsoConfig
 from m2jax.params import Kind
+from m2jax.sharding import ONE_DEVICE, Sharding
 
 
 @dataclasses.dataclass(frozen=True)
 class ByKind:
-  """Names of the rules that update each kind of parameter; a field for every Kind."""
+  """Names of the rules that update each kind of parameter; a field for every Kind.
 
-  embedding: str = 'adam'
-  head: str = 'adam'
-  norm: str = 'adam'
-  matrix: str = 'adam'
-  router: str = 'adam'
-  expert: str = 'adam'
+  Empty: the rule `OptimizerConfig.name` where the kind is one of its `HIDDEN`, or Adam.
+  """
+
+  embedding: str = ''
+  head: str = ''
+  norm: str = ''
+  matrix: str = ''
+  router: str = ''
+  expert: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +52,23 @@ class OptimizerConfig:
   """What updates the parameters. A field that is an UpdateRule adds an optimizer.
 
   Attributes:
-    by_kind: names of the fields below that update each kind of parameter.
-    adam, muon: settings of the rules; one that no kind names is not used.
+    name: of the field below that updates the hidden matrices (`UpdateRule.HIDDEN`).
+    by_kind: names of fields, for kinds that are to be updated otherwise.
+    adam, muon, …: settings of the rules; one that no kind names is not used.
     schedule: multiplier of every rule's learning rate, by step.
     weight_decay: decoupled, times the learning rate; on `weight_decay_kinds` only.
     weight_decay_kinds: names of kinds that decay.
     clip_norm: gradients are scaled to at most this global norm; None is off.
   """
 
+  name: str = 'adam'
   by_kind: ByKind = ByKind()
   adam: AdamConfig = AdamConfig()
   muon: MuonConfig = MuonConfig()
+  nor_muon: NorMuonConfig = NorMuonConfig()
+  hyperball: HyperballConfig = HyperballConfig()
+  sso: SsoConfig = SsoConfig()
+  muon_sphere: MuonSphereConfig = MuonSphereConfig()
   schedule: schedules.ScheduleConfig = schedules.ScheduleConfig()
   weight_decay: float = 0.0
   weight_decay_kinds: tuple[str, ...] = ('matrix', 'expert', 'head', 'embedding')
@@ -64,6 +82,7 @@ class OptimizerConfig:
     decaying = set(self.weight_decay_kinds)
     check(decaying <= set(known), 'weight_decay_kinds', f'among {known}')
     rules = _rules(self)
+    check(self.name in rules, 'name', f'one of {tuple(rules)}')
     for kind in Kind:
       fitting = tuple(name for name, rule in rules.items() if kind in rule.KINDS)
       if (name := rule_of(self, kind)) not in fitting:
@@ -74,7 +93,8 @@ class OptimizerConfig:
 
 def rule_of(config: OptimizerConfig, kind: Kind) -> str:
   """Name of the rule that updates a kind of parameter."""
-  return getattr(config.by_kind, kind)
+  hidden = kind in _rules(config)[config.name].HIDDEN
+  return getattr(config.by_kind, kind) or (config.name if hidden else 'adam')
 
 
 def rules_in_use(config: OptimizerConfig) -> dict[str, UpdateRule]:
@@ -88,10 +108,23 @@ def _rules(config: OptimizerConfig) -> dict[str, UpdateRule]:
   return {name: v for name, v in values.items() if isinstance(v, UpdateRule)}
 
 
-def make(config: OptimizerConfig) -> optax.GradientTransformation:
+def make(
+  config: OptimizerConfig,
+  model: ModelConfig | None = None,
+  sharding: Sharding = ONE_DEVICE,
+) -> optax.GradientTransformation:
   """The optimizer; `init` and `update` take trees that `params.kinds` knows.
 
   `update` needs `params` (weight decay). Gradients are clipped before anything else.
+
+  Args:
+    config: the rules.
+    model: whose parameters they are, for rules that split heads.
+    sharding: of the parameters. A rule that works on whole matrices exchanges parts of
+      them between devices; without it the compiler would gather stacks of them.
+
+  Raises:
+    ValueError: a rule splits heads, and there is no model.
 
   Example:
     >>> config = OptimizerConfig(by_kind=ByKind(matrix='muon', expert='muon'))
@@ -100,6 +133,7 @@ def make(config: OptimizerConfig) -> optax.GradientTransformation:
     >>> updates, state = tx.update(params, tx.init(params), params)
   """
   multiplier = schedules.multiplier(config.schedule)
+  matrices = _matrices(model, sharding)
 
   def decays(params):
     return jax.tree.map(
@@ -110,6 +144,7 @@ def make(config: OptimizerConfig) -> optax.GradientTransformation:
     return rule.transformation(
       lambda step: rule.learning_rate * multiplier(step),
       optax.add_decayed_weights(config.weight_decay, mask=decays),
+      matrices,
     )
 
   rules = rules_in_use(config)
@@ -122,6 +157,32 @@ def make(config: OptimizerConfig) -> optax.GradientTransformation:
   if config.clip_norm is not None:
     clip = optax.clip_by_global_norm(config.clip_norm)
   return optax.chain(clip, tx)
+
+
+def initializer(
+  config: OptimizerConfig, model: ModelConfig, sharding: Sharding = ONE_DEVICE
+) -> Callable[[Any], Any]:
+  """Random parameters → those that training starts from: on the sphere, where a rule
+  has one. Weights that were trained are not for it."""
+  matrices, rules = _matrices(model, sharding), rules_in_use(config)
+
+  def initialize(params):
+    names = labels(config, params)
+    for name, rule in rules.items():
+      mine = jax.tree.map(
+        lambda x, n, name=name: x if n == name else optax.MaskedNode(), params, names
+      )
+      mine = rule.initialize(mine, matrices)
+      params = jax.tree.map(
+        lambda x, n, new, name=name: new if n == name else x, params, names, mine
+      )
+    return params
+
+  return initialize
+
+
+def _matrices(model: ModelConfig | None, sharding: Sharding) -> Matrices:
+  return Matrices(params_lib.heads(model) if model else {}, sharding)
 
 
 def labels(config: OptimizerConfig, params: Any) -> Any:
@@ -164,6 +225,22 @@ def describe(config: OptimizerConfig, params: Any) -> str:
     f'{kind} by {part.rule} ({part.arrays} arrays, {part.parameters:,} parameters)'
     for kind, part in partition(config, params).items()
   )
+
+
+def measure(updates: Any, state: Any) -> dict[str, jax.Array]:
+  """Metrics of a step, scalars: the RMS of the updates of each kind of parameter, and
+  what the rules on a sphere report (`sso.Report`)."""
+  squares: dict[str, list[jax.Array]] = {}
+  sizes: dict[str, int] = {}
+  kinds = jax.tree.leaves(params_lib.kinds(updates))
+  for kind, leaf in zip(kinds, jax.tree.leaves(updates), strict=True):
+    squares.setdefault(kind, []).append(jnp.sum(jnp.square(leaf)))
+    sizes[kind] = sizes.get(kind, 0) + leaf.size
+  found = {
+    f'update_rms/{kind}': jnp.sqrt(sum(squares[kind]) / sizes[kind])
+    for kind in sorted(squares)
+  }
+  return found | sso.metrics(state)
 
 
 def learning_rates(

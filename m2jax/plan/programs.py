@@ -80,7 +80,8 @@ def batch(cfg: ModelConfig, placed: Placed) -> forest.Forest:
 
 def train_state(config: PlanConfig, where: sharding_lib.Sharding) -> Any:
   """Shapes and shardings of a TrainState."""
-  cfg, optimizer = config.model, optimizer_lib.make(config.optimizer)
+  cfg = config.model
+  optimizer = optimizer_lib.make(config.optimizer, cfg, where)
   state = jax.eval_shape(
     lambda key: train_step.new_state(cfg, optimizer, key), jax.random.key(0)
   )
@@ -98,7 +99,7 @@ def train(
   cfg, load = config.model, placed.workload
   where.check(cfg)
   where.check_batch(placed.micro_rows, load.context)
-  optimizer = optimizer_lib.make(config.optimizer)
+  optimizer = optimizer_lib.make(config.optimizer, cfg, where)
   objective, step = _objective(config, placed)
   parts = train_step.programs(cfg, optimizer, objective, step, where)
   state = train_state(config, where)

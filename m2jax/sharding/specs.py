@@ -27,7 +27,8 @@ def like_params(tree: Any, params: Any, specs: Any) -> Any:
   """PartitionSpecs of a tree whose leaves mirror parameters (an optimizer's state).
 
   A leaf gets the spec of the parameter whose path its own path ends with, if their
-  shapes agree; all else (counts, factored moments) is replicated.
+  shapes agree, but for axes of size 1, which are not split: numbers of each row or
+  column of a matrix. All else (counts, moments of fewer axes) is replicated.
 
   Args:
     tree: arrays or `jax.ShapeDtypeStruct`s.
@@ -47,6 +48,9 @@ def like_params(tree: Any, params: Any, specs: Any) -> Any:
       shape, spec = known.get(path[start:], (None, None))
       if shape == leaf.shape:
         return spec
+      if shape and _reduced(leaf.shape, shape):
+        pairs = zip(leaf.shape, (*spec, *(None,) * len(shape)), strict=False)
+        return P(*(None if size == 1 else axes for size, axes in pairs))
     return P()
 
   return jax.tree_util.tree_map_with_path(one, tree)
@@ -60,6 +64,13 @@ def batch_specs(rules: Rules) -> Forest:
     **dict.fromkeys(TOKEN_FIELDS, token),
     **dict.fromkeys(TERM_FIELDS, term),
   )
+
+
+def _reduced(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+  """Whether `shape` is `whole` with some of its axes, not all, of size 1."""
+  if len(shape) != len(whole) or all(size == 1 for size in shape):
+    return False
+  return all(a in (1, b) for a, b in zip(shape, whole, strict=True))
 
 
 def _path(path) -> tuple[str, ...]:

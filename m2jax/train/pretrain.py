@@ -74,9 +74,11 @@ Step = Callable[[train_step.TrainState, Batch], tuple[train_step.TrainState, dic
 
 
 class Trainer(NamedTuple):
-  """An optimizer, a step over `Batch`es, and where the stages are trained."""
+  """The optimizer on a mesh, what it makes of random weights there, a step over
+  `Batch`es, and where the stages are trained."""
 
-  optimizer: optax.GradientTransformation
+  optimizer: Callable[[Sharding], optax.GradientTransformation]
+  initializer: Callable[[Sharding], Callable[[Any], Any]]
   step: Step
   places: Places
 
@@ -102,20 +104,24 @@ def _make_trainer(
   config: PretrainConfig, model: ModelConfig, only_mtp: bool, sharding: Sharding
 ):
   optimizer = dataclasses.replace(config.optimizer, schedule=stages.schedule(config))
-  tx = optimizer_lib.make(optimizer)
   trained = params_lib.shapes(model)['params']
   make = functools.partial(train_step.make_step, model, objective=train_step.nll)
   if only_mtp:
-    tx, trained = _only_mtp(tx), {'mtp': trained['mtp']}
+    trained = {'mtp': trained['mtp']}
     make = functools.partial(_make_frozen_step, model)
   logging.info('optimizer: %s', optimizer_lib.describe(optimizer, trained))
 
   where = placement.places(config, model, sharding)
 
   @functools.cache
+  def tx(place: Sharding) -> optax.GradientTransformation:
+    made = optimizer_lib.make(optimizer, model, place)
+    return _only_mtp(made) if only_mtp else made
+
+  @functools.cache
   def made(stage: Stage, values: Settings) -> train_step.Step:
     return make(
-      optimizer=tx,
+      optimizer=tx(where[stage].sharding),
       config=step_config(config, stage, values),
       sharding=where[stage].sharding,
       feed=functools.partial(feeds.rows, hosts=where[stage].hosts),
@@ -124,7 +130,8 @@ def _make_trainer(
   rates = jax.jit(functools.partial(optimizer_lib.learning_rates, optimizer))
 
   def step(state: train_step.TrainState, batch: Batch):
-    state = placement.move(where[batch.stage].sharding, state, model, tx)
+    place = where[batch.stage].sharding
+    state = placement.move(place, state, model, tx(place))
     scales = rates(state.step)
     state, metrics = made(batch.stage, batch.settings)(state, batch.forest)
     metrics |= {f'learning_rate/{name}': rate for name, rate in scales.items()}
@@ -133,7 +140,8 @@ def _make_trainer(
     metrics['consumed_tokens'] = batch.consumed + batch.num_tokens
     return state, metrics
 
-  return Trainer(tx, step, where)
+  initializer = functools.partial(optimizer_lib.initializer, optimizer, model)
+  return Trainer(tx, initializer, step, where)
 
 
 def step_config(config: PretrainConfig, stage: Stage, values: Settings) -> StepConfig:
@@ -172,13 +180,13 @@ def fit(
       another number of devices than `sharding`.
   """
   trainer = make_trainer(config, model, only_mtp, sharding)
-  tx, first = trainer.optimizer, placement.first(config, trainer.places, run, sharding)
+  first = placement.first(config, trainer.places, run, sharding)
+  tx = trainer.optimizer(first)
   if variables is None:
-    state = train_step.new_state(model, tx, jax.random.key(seed), first)
+    key, initialize = jax.random.key(seed), trainer.initializer(first)
+    state = train_step.new_state(model, tx, key, first, initialize)
   else:
-    state = train_step.init_state(variables, tx)
-    state = train_step.place_state(state, model, tx, sharding)
-    state = placement.move(first, state, model, tx)
+    state = train_step.start_state(variables, model, tx, first)
   hosts = [
     place and (place.hosts.index, place.hosts.count)
     for place in map(trainer.places.get, config.stages)

@@ -78,10 +78,10 @@ def fit(
   Raises:
     ValueError: model, row_tokens or micro_rows do not divide over the mesh.
   """
-  optimizer = optimizer_lib.make(config.optimizer)
+  optimizer = optimizer_lib.make(config.optimizer, model, sharding)
   hosts = hosts_lib.find(sharding)
   train = train_step.make_step(model, optimizer, train_step.nll, config.step, sharding)
-  state = train_step.init_state(variables, optimizer)
+  state = train_step.start_state(variables, model, optimizer, sharding)
   partition = optimizer_lib.describe(config.optimizer, state.variables['params'])
   logging.info('%s: %s', run.phase, partition)
 
@@ -101,7 +101,7 @@ def fit(
     return train(state, batch.forest)
 
   return loop.fit(
-    train_step.place_state(state, model, optimizer, sharding),
+    state,
     step,
     make_batches,
     to_batch,

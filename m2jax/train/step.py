@@ -32,6 +32,7 @@ from m2jax.config import ModelConfig
 from m2jax.forest import Forest
 from m2jax.layers import draft_loss
 from m2jax.moe import router
+from m2jax.optim import optimizer as optimizer_lib
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import feeds
 
@@ -139,13 +140,34 @@ def new_state(
   optimizer: optax.GradientTransformation,
   key: jax.Array,
   sharding: Sharding = ONE_DEVICE,
+  initialize: Callable[[Any], Any] = lambda params: params,
 ) -> TrainState:
-  """Random weights and a fresh optimizer, each shard made on its device."""
+  """Random weights and a fresh optimizer, each shard made on its device.
+
+  Args:
+    cfg: the model.
+    optimizer: of its parameters.
+    key: of the weights.
+    sharding: where they go.
+    initialize: `optimizer.initializer`'s, for rules that start from other weights.
+  """
+  make = functools.partial(_new_state, cfg, optimizer, initialize=initialize)
   if sharding.mesh is None:
-    return _new_state(cfg, optimizer, key)
+    return make(key)
   places = sharding.named(state_specs(cfg, optimizer, sharding.rules))
-  make = functools.partial(_new_state, cfg, optimizer)
   return jax.jit(make, out_shardings=places)(key)
+
+
+def start_state(
+  variables: dict[str, Any],
+  cfg: ModelConfig,
+  optimizer: optax.GradientTransformation,
+  sharding: Sharding,
+) -> TrainState:
+  """Step 0 of given variables, placed first: an optimizer for the mesh may look at
+  whole matrices when it starts."""
+  variables = sharding.place(variables, sharding_lib.param_specs(cfg, sharding.rules))
+  return place_state(init_state(variables, optimizer), cfg, optimizer, sharding)
 
 
 def place_state(
@@ -158,8 +180,10 @@ def place_state(
   return sharding.place(state, state_specs(cfg, optimizer, sharding.rules))
 
 
-def _new_state(cfg, optimizer, key):
-  return init_state(init_variables(cfg, key), optimizer)
+def _new_state(cfg, optimizer, key, initialize=lambda params: params):
+  variables = init_variables(cfg, key)
+  variables['params'] = initialize(variables['params'])
+  return init_state(variables, optimizer)
 
 
 def at_terms(values: jax.Array, batch: Forest) -> jax.Array:
@@ -301,8 +325,8 @@ def make_step(
 ) -> Step:
   """`step(state, batch) -> (state, metrics)`; the state is donated.
 
-  Metrics are scalars: those of `loss_and_metrics`, `grad_norm` and `max_violation`
-  (router balance, mean over layers).
+  Metrics are scalars: those of `loss_and_metrics`, `grad_norm`, `max_violation` (router
+  balance, mean over layers) and the optimizer's.
 
   Args:
     cfg: the model.
@@ -370,6 +394,7 @@ def programs(
       metrics,
       grad_norm=optax.tree.norm(grads),
       max_violation=jnp.mean(router.max_violation(loads['layers'])),
+      **optimizer_lib.measure(updates, opt_state),
     )
     variables = {'params': optax.apply_updates(params, updates), 'router': biases}
     return TrainState(state.step + 1, variables, opt_state), metrics

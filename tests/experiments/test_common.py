@@ -19,6 +19,8 @@ from experiments import common, fields
 from m2jax import sharding
 from m2jax.forge.config import ForgeConfig, RolloutConfig
 from m2jax.gateway.config import GatewayConfig
+from m2jax.optim import optimizer
+from m2jax.params import Kind
 from m2jax.rl.learner import LearnerConfig
 from m2jax.rl.rewards import RewardConfig
 from m2jax.train.expand_mtp import ExpandConfig
@@ -140,3 +142,24 @@ def test_processes_and_mesh_agree(monkeypatch):
   assert common.make_sharding(sharding.MeshConfig())['fsdp'] == 4
   mesh = sharding.MeshConfig(data=2, tensor=2)
   assert common.make_sharding(mesh) == mesh.sizes
+
+
+@pytest.mark.parametrize('name', ['adam', 'muon', 'nor_muon', 'hyperball', 'sso'])
+def test_an_optimizer_is_one_line_away(name):
+  """In pre-training, SFT and RL one flag chooses what updates the hidden matrices; the
+  settings of the rule are flags too."""
+  main, job, tuning = forge.get_config(), pretrain.get_config(), sft.get_config()
+  for config, part in ((main, 'sft'), (main, 'rl'), (job, 'pretrain'), (tuning, 'sft')):
+    config.lock().update_from_flattened_dict(
+      {f'{part}.optimizer.name': name, f'{part}.optimizer.{name}.learning_rate': 0.5}
+    )
+  built = common.build(ForgeConfig, main)
+  for settings in (
+    built.sft.optimizer,
+    built.rl.optimizer,
+    common.build(PretrainConfig, job.pretrain).optimizer,
+    common.build(SftConfig, tuning.sft).optimizer,
+  ):
+    assert optimizer.rule_of(settings, Kind.EXPERT) == name
+    assert optimizer.rule_of(settings, Kind.EMBEDDING) == 'adam'
+    assert optimizer.rules_in_use(settings)[name].learning_rate == 0.5

@@ -20,7 +20,8 @@ from m2jax.optim import (
   learning_rates,
   make,
 )
-from m2jax.optim.muon import orthogonalize, scale_by_muon
+from m2jax.optim.matrices import PLAIN
+from m2jax.optim.muon import SCALES, orthogonalize, scale_by_muon
 from m2jax.optim.optimizer import Part, describe, partition
 from m2jax.params import Kind
 
@@ -225,10 +226,11 @@ def test_batched_and_mapped_forms_agree(shape, way):
   what comes out is near the polar factor."""
   x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, *shape)), jnp.float32)
   kwargs = {'preconditioning': way[0], 'ns_steps': way[1]}
-  got = orthogonalize(x, **kwargs)
+  run = functools.partial(PLAIN.map, 'q', functools.partial(orthogonalize, **kwargs))
+  got = run(x)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(jax.lax, 'platform_dependent', lambda m, cpu, default: default(m))
-    np.testing.assert_allclose(orthogonalize(x, **kwargs), got, atol=1e-5)
+    np.testing.assert_allclose(run(x), got, atol=1e-5)
   u, _, vt = np.linalg.svd(np.asarray(x), full_matrices=False)
   cosine = np.sum(u @ vt * got, axis=(-2, -1)) / np.linalg.norm(u @ vt, axis=(-2, -1))
   cosine /= np.linalg.norm(got, axis=(-2, -1))
@@ -349,3 +351,100 @@ def test_bad_fields_are_named(make_config, fields, name):
   """A broken config says which field and what it should be (law 9)."""
   with pytest.raises(ValueError, match=f'{make_config.__name__}.{name}='):
     make_config(**fields)
+
+
+def nor_muon_reference(config, param, gradients):
+  """NorMuon of one matrix: Muon's update with mean squares of columns divided out."""
+  start, square = param, np.zeros((1, param.shape[1]))
+  settings = dataclasses.replace(config, muon=config.nor_muon, weight_decay=0.0)
+  for n in range(1, len(gradients) + 1):
+    before = muon_reference(settings, start, gradients[: n - 1])
+    step = before - muon_reference(settings, start, gradients[:n])
+    square = 0.95 * square + 0.05 * np.mean(step**2, axis=0, keepdims=True)
+    scaled = step / np.sqrt(square)
+    param = param - scaled * np.linalg.norm(step) / np.linalg.norm(scaled)
+  return param
+
+
+def hyperball_reference(config, param, gradients):
+  """Hyperball of one matrix, with Muon's directions."""
+  start, rate = param, config.hyperball.learning_rate
+  settings = dataclasses.replace(config, muon=config.hyperball, weight_decay=0.0)
+  for n in range(1, len(gradients) + 1):
+    step = muon_reference(settings, start, gradients[: n - 1])
+    step = step - muon_reference(settings, start, gradients[:n])
+    radius = np.linalg.norm(param)
+    moved = param - rate * radius * step / np.linalg.norm(step)
+    param = moved * radius / np.linalg.norm(moved)
+  return param
+
+
+@pytest.mark.parametrize(
+  ('name', 'reference'),
+  [('nor_muon', nor_muon_reference), ('hyperball', hyperball_reference)],
+)
+def test_muons_neighbours_against_numpy(name, reference):
+  """Three steps, experts and layers by themselves; a stack is not one matrix."""
+  config = OptimizerConfig(name=name, clip_norm=None)
+  params = tree(0)
+  gradients = [tree(seed, scale=0.01) for seed in (1, 2, 3)]
+  _, after = run(config, params, gradients)
+  gradients, start, after = (
+    [flat64(g) for g in gradients],
+    flat64(params),
+    flat64(after),
+  )
+  for leaf_name in MATRICES & after.keys():
+    for index in np.ndindex(after[leaf_name].shape[:-2]):
+      mine = [g[leaf_name][index] for g in gradients]
+      want = reference(config, start[leaf_name][index], mine)
+      np.testing.assert_allclose(
+        after[leaf_name][index], want, rtol=1e-3, atol=5e-5, err_msg=leaf_name
+      )
+
+
+def test_nor_muon_moves_neurons_alike():
+  """After many alike steps every output neuron has moved as far as the others; Muon's
+  move as their rows of the orthogonal matrix."""
+  rng = np.random.default_rng(0)
+  gradient = {'down': jnp.asarray(rng.normal(size=(1, 4, 12)), jnp.float32)}
+  spread = {}
+  for name in ('muon', 'nor_muon'):
+    config = OptimizerConfig(name=name, clip_norm=None)
+    updates, _ = run(config, gradient, [gradient] * 3)
+    moved = np.linalg.norm(updates['down'][0], axis=0)
+    spread[name] = moved.max() / moved.min()
+  assert spread['nor_muon'] < 1.001 < 1.2 < spread['muon']
+
+
+def test_spectral_scale():
+  """sqrt(out/in) in both directions, where Muon's own is at least 1."""
+  gradient = {'q': tree(1)['layers']['q'], 'down': tree(1)['layers']['o']}
+  own, spectral = (run(muon_with(scale=s), gradient, [gradient])[0] for s in SCALES)
+  for name, ratio in (('q', 1.0), ('down', (8 / 12) ** 0.5)):
+    np.testing.assert_allclose(spectral[name], own[name] * ratio, rtol=1e-4, atol=1e-7)
+
+
+def test_heads_are_matrices_of_their_own():
+  """`split_heads` gives each head of q the update that it would get alone."""
+  cfg = dataclasses.replace(
+    config.tiny(), num_heads=3, num_kv_heads=1, head_dim=4, rotary_dim=2
+  )
+  q = tree(1)['layers']['q']
+  update = jax.jit(lambda g, tx: tx.update(g, tx.init(g), g)[0], static_argnums=1)
+  whole = update({'q': q}, make(muon_with(split_heads=True), cfg))['q']
+  for head in range(3):
+    part = slice(4 * head, 4 * head + 4)
+    alone = update({'q': q[..., part]}, make(MUON))['q']
+    np.testing.assert_allclose(whole[..., part], alone, rtol=1e-4, atol=1e-6)
+
+
+def test_a_name_chooses_and_kinds_override():
+  """The rule of the hidden matrices by one field; others by kind; what no rule can
+  update is refused."""
+  optimizer = OptimizerConfig(name='muon', by_kind=ByKind(head='muon', expert='adam'))
+  rules = {kind: part.rule for kind, part in partition(optimizer, tree(0)).items()}
+  muons = {kind for kind, rule in rules.items() if rule == 'muon'}
+  assert muons == {'matrix', 'head'}
+  with pytest.raises(ValueError, match=r"by_kind.embedding='sso'"):
+    OptimizerConfig(by_kind=ByKind(embedding='sso'))

@@ -1,6 +1,7 @@
 """Runs cases of test_mesh.py over 8 virtual CPU devices; prints JSON, one line a case.
 
-python -m tests.sharding.mesh_worker NAME…    (of CASES; steps:OPTIMIZER; exchange)
+python -m tests.sharding.mesh_worker NAME…
+(of CASES; steps:OPTIMIZER; update:OPTIMIZER; exchange)
 
 A line has the largest relative error of any gradient, metric or load against one
 device, and the collectives of the compiled program as [operation, [shape, …]].
@@ -171,12 +172,14 @@ def run(case: Case) -> dict[str, Any]:
 def steps(name: str) -> dict[str, Any]:
   """Two optimizer steps of two micro-batches each, from the seed on."""
   cfg = small.config()
-  optimizer = optimizer_lib.make(small.optimizer(name))
+  settings = small.optimizer(name)
   config = train_step.StepConfig(micro_rows=4, bias_update_rate=1e-2)
 
   def train(where):
+    optimizer = optimizer_lib.make(settings, cfg, where)
     step = train_step.make_step(cfg, optimizer, train_step.nll, config, where)
-    state = train_step.new_state(cfg, optimizer, jax.random.key(0), where)
+    start = optimizer_lib.initializer(settings, cfg, where)
+    state = train_step.new_state(cfg, optimizer, jax.random.key(0), where, start)
     for number in range(2):
       batch = small.batch(number, ROWS)
       state, metrics = step(state, batch)
@@ -184,6 +187,7 @@ def steps(name: str) -> dict[str, Any]:
 
   where = sharding.make(sharding.MeshConfig(fsdp=2, expert=2, tensor=2))
   got, want = train(where), train(sharding.ONE_DEVICE)
+  optimizer = optimizer_lib.make(settings, cfg, where)
   places = where.named(train_step.state_specs(cfg, optimizer, where.rules))
   moved = [
     jax.tree_util.keystr(path)
@@ -195,6 +199,47 @@ def steps(name: str) -> dict[str, Any]:
   errors = relative_errors(jax.device_get(got), jax.device_get(want))
   worst = max(errors, key=errors.get)
   return {'worst': [worst, errors[worst]], 'moved': moved}
+
+
+def update(name: str) -> dict[str, Any]:
+  """Three updates of a block's parameters over 8 devices: errors, and collectives."""
+  cfg = small.config()
+  where = sharding.make(sharding.MeshConfig(fsdp=2, expert=2, tensor=2))
+  alike = 'v', 'up', 'attn_norm', 'moe_norm'
+  specs = {'layers': dict(sharding.param_specs(cfg, where.rules)['params']['layers'])}
+  params = {'layers': dict(variables(cfg)['params']['layers'])}
+  for leaf in alike:  # compile once what is alike
+    del specs['layers'][leaf], params['layers'][leaf]
+  rng = np.random.default_rng(0)
+  gradients = [
+    jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
+    for _ in range(3)
+  ]
+  found = []
+  for place in (sharding.ONE_DEVICE, where):
+    tx = optimizer_lib.make(small.optimizer(name), cfg, place)
+    state = jax.eval_shape(tx.init, params)
+    state_specs = sharding.like_params(state, params, specs)
+    state = jax.jit(tx.init)(place.place(params, specs))
+    state, now = place.place(state, state_specs), place.place(params, specs)
+    compiled = None
+    for gradient in gradients:
+      arguments = place.place(gradient, specs), state, now
+      compiled = compiled or jax.jit(tx.update).lower(*arguments).compile()
+      updates, state = compiled(*arguments)
+      state = place.place(state, state_specs)
+      now = place.place(optax.apply_updates(now, updates), specs)
+    found.append(jax.device_get((now, updates, state)))
+  errors = relative_errors(found[1], found[0])
+  # what the solver leaves, 1e-9 of the direction, is rounding
+  errors = {name: x for name, x in errors.items() if 'residual' not in name}
+  worst = max(errors, key=errors.get)
+  return {
+    'worst': [worst, errors[worst]],
+    'leaves': len(errors),
+    'loads': {},
+    'collectives': collectives(compiled.as_text()),
+  }
 
 
 def exchange() -> dict[str, Any]:
@@ -228,6 +273,8 @@ def main(names):
     kind, _, argument = name.partition(':')
     if kind == 'exchange':
       result = exchange()
+    elif kind == 'update':
+      result = update(argument)
     else:
       result = steps(argument) if kind == 'steps' else run(CASES[name])
     print(json.dumps({'case': name, **result}), flush=True)

@@ -13,7 +13,14 @@ import numpy as np
 
 from m2jax import forest
 from m2jax.config import ModelConfig
-from m2jax.optim import ByKind, MuonConfig, OptimizerConfig
+from m2jax.optim import (
+  HyperballConfig,
+  MuonConfig,
+  MuonSphereConfig,
+  NorMuonConfig,
+  OptimizerConfig,
+  SsoConfig,
+)
 
 ROW_TOKENS = 48
 
@@ -39,9 +46,18 @@ def config(**changes) -> ModelConfig:
 
 
 def optimizer(matrices: str) -> OptimizerConfig:
-  """`matrices` updates matrices and experts, Adam the rest; all at one rate."""
-  kinds = ByKind(matrix=matrices, expert=matrices)
-  return OptimizerConfig(by_kind=kinds, muon=MuonConfig(learning_rate=1e-3))
+  """`matrices` updates the hidden matrices, Adam the rest; all at one rate.
+
+  SSO's tolerance is at float64's precision: it decides how many evaluations there are.
+  """
+  return OptimizerConfig(
+    name=matrices,
+    muon=MuonConfig(learning_rate=1e-3),
+    nor_muon=NorMuonConfig(learning_rate=1e-3, split_heads=True),
+    hyperball=HyperballConfig(learning_rate=1e-3),
+    sso=SsoConfig(learning_rate=1e-3, tolerance=1e-9),
+    muon_sphere=MuonSphereConfig(learning_rate=1e-3),
+  )
 
 
 def batch(seed: int, rows: int) -> forest.Forest:

@@ -36,6 +36,10 @@ LONG = (
   'float32',
   'bfloat16',
   'steps:muon',
+  'update:muon_sphere',
+  'update:nor_muon',
+  'update:hyperball',
+  'update:sso',
 )
 AXES = ('data', 'fsdp', 'expert', 'tensor', 'context')
 # float32 has more terms to add in another order than law 3's samples; in bfloat16 each
@@ -202,3 +206,15 @@ def test_context_gathers_keys_and_values(short):
   assert [shard] in found['reduce-scatter']
   gathered = [shape for shapes in found['all-gather'] for shape in shapes]
   assert not any(CFG.num_heads in shape[2:] for shape in gathered if len(shape) == 4)
+
+
+@pytest.mark.long
+def test_matrices_are_exchanged_not_gathered(long):
+  """An optimizer that needs whole matrices: parts travel by all-to-all, of as many
+  matrices as devices, so that each device holds one of each; nothing as large as the
+  stack of a parameter is gathered, and singular vectors are the largest of what is."""
+  found = by_operation(long['update:muon_sphere'])
+  assert 'all-to-all' in found
+  matrix = CFG.embed_dim * CFG.expert_dim
+  for shapes in (*found.get('all-gather', []), *found.get('all-reduce', [])):
+    assert elements([shapes]) < matrix, shapes
