@@ -16,6 +16,7 @@ import json
 import queue
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -52,18 +53,22 @@ def engine_config(slots: int, groups: int = 1) -> EngineConfig:
     pages=1 + max(slots * 16, 2 * workload.CONTEXT) // groups,
     decode_rows=of_group(8, 16, slots),
     contexts=(128, 512, 1024, workload.CONTEXT),
-    prefill_shapes=tuple((rows, 64) for rows in of_group(1, 8, 32)),
+    # Of a turn, with the last page's tokens, and of a prompt.
+    prefill_shapes=(
+      *((rows, 48) for rows in of_group(1, 8)),
+      *((rows, 64) for rows in of_group(8, 32)),
+    ),
   )
 
 
 class Server:
   """The engine and its scheduler."""
 
-  def __init__(self, slots: int, devices: int):
+  def __init__(self, slots: int, devices: int, wrap: Callable = lambda engine: engine):
     self.cfg = model_config()
     self.variables = train_step.init_variables(self.cfg, jax.random.key(0))
     where = sharding.make(sharding.MeshConfig(expert=devices))
-    engine = Engine(self.cfg, engine_config(slots, devices), where)
+    engine = wrap(Engine(self.cfg, engine_config(slots, devices), where))
     config = SchedulerConfig(prefill_budget_tokens=4096)
     self.scheduler = Scheduler(engine, self.variables, config=config).start()
 

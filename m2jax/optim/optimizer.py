@@ -237,7 +237,7 @@ def measure(updates: Any, state: Any) -> dict[str, jax.Array]:
     squares.setdefault(kind, []).append(jnp.sum(jnp.square(leaf)))
     sizes[kind] = sizes.get(kind, 0) + leaf.size
   found = {
-    f'update_rms/{kind}': jnp.sqrt(sum(squares[kind]) / sizes[kind])
+    f'update_rms/{kind}': jnp.sqrt(sum(squares[kind]) / float(sizes[kind]))
     for kind in sorted(squares)
   }
   return found | sso.metrics(state)

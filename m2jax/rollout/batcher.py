@@ -19,17 +19,16 @@ import itertools
 import time
 from typing import Any
 
-import jax
 import numpy as np
 from absl import logging
 
 from m2jax.rollout import decode_plan, prefill_plan, speculative, tiers
 from m2jax.rollout.api import GenerateResult
+from m2jax.rollout.decode_calls import DecodeCalls, Shape, lay, spread
 from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.drafting import Drafting
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
-from m2jax.rollout.kept_contexts import KeptContexts
 from m2jax.rollout.page_journal import PageJournal
 from m2jax.rollout.rate import Rate
 from m2jax.rollout.scheduler_config import SchedulerConfig
@@ -115,7 +114,7 @@ class Batcher:
     self.table = Sequences(self.engine.config, self.engine.groups, self.journal)
     self.jobs: dict[int, Job] = {}
     self._ready: list[int] = []  # slots prefilled, not yet admitted
-    self.kept = KeptContexts(self.engine) if self.engine.keeps_contexts else None
+    self._decode_calls = DecodeCalls(self.engine, self.drafting)
     if self.tiers is not None:
       self.tiers.attach(self.table)
 
@@ -221,8 +220,8 @@ class Batcher:
     starts, counts = table.held[slots].copy(), np.minimum(remaining, chunk)
     positions = starts[:, None] + np.arange(chunk)
     positions = np.minimum(positions, self.engine.config.context_tokens - 1)
-    at, _ = self._lay(slots, size)
-    rows = lambda values: self._spread(values, at, groups * size)
+    at, _ = lay(table.group(slots), groups, size)
+    rows = lambda values: spread(values, at, groups * size)
     self._save_pages()
     self.state = self.engine.prefill_rows(
       self.variables,
@@ -266,10 +265,10 @@ class Batcher:
     config, ready = self.engine.config, np.array(ready)
     total = self.engine.groups * config.slots
     slots = make_slots(total, config)
-    at, num_rows = self._lay(ready, config.slots)
+    at, num_rows = lay(self.table.group(ready), self.engine.groups, config.slots)
     for row, slot in zip(at.tolist(), ready.tolist(), strict=True):
       self.jobs[slot].fill(slots, row, self.engine)
-    rows = self._spread(ready % config.slots, at, total)
+    rows = spread(ready % config.slots, at, total)
     self.state = self.engine.admit(self.state, rows, num_rows, slots)
     self.table.state[ready] = State.DECODE
 
@@ -320,37 +319,16 @@ class Batcher:
 
   def _decode_call(self, slots: np.ndarray, size: int, n: int, drafts: int) -> bool:
     """One decode call and its effect on each request; False if all requests failed."""
-    table, config, groups = self.table, self.engine.config, self.engine.groups
-    if self.kept is not None:
-      order = table.started[slots], table.held[slots]
-      at, num_rows, stale = self.kept.lay(size, n, slots, *order)
-    else:
-      at, num_rows = self._lay(slots, size)
-    rows = lambda values: self._spread(values, at, groups * size)
+    table = self.table
     self.pauses.begin_decode()
     self._save_pages()
-    arguments = (
-      rows((slots % config.slots).astype(np.int32)),
-      num_rows,
-      rows(table.tables[slots, :n]),
-      np.int32(self.config.decode_steps),
+    shape = Shape(size, n, drafts, self.config.decode_steps)
+    self.state, sampled, finite = self._decode_calls.run(
+      self.variables, self.state, table, slots, shape
     )
-
-    def generate():
-      before = self.variables, self.state
-      if self.kept is not None:
-        return self.kept.generate(*before, size, n, (*arguments, stale))
-      if drafts:
-        return self.engine.speculate(*before, drafts, *arguments)
-      return self.engine.generate_many(*before, *arguments)
-
-    self.state, sampled, finite = self.drafting.decode(generate, size, drafts)
-    sampled, finite = jax.tree.map(lambda x: x[at], (sampled, finite))
     self.pauses.end_decode()
     before = table.held[slots] + 1
     table.append(slots, sampled.counts, sampled.tokens, sampled.logprobs, self.version)
-    if self.kept is not None:
-      self.kept.done(size, n, at, table.held[slots])
     self._count_sampled(int(sampled.counts.sum()))
     if not finite.all():
       # NaN in the cache would spread: an attention weight of 0 times NaN is NaN.
@@ -454,22 +432,6 @@ class Batcher:
     """Fails the requests that have slots."""
     for job in list(self.jobs.values()):
       self.fail(job, error)
-
-  def _lay(self, slots: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of slots in a call of `size` rows a group, and the number of each group."""
-    groups = self.engine.groups
-    group = self.table.group(slots)
-    counts = np.bincount(group, minlength=groups).astype(np.int32)
-    at = np.empty(len(slots), np.int64)
-    for g in range(groups):
-      at[group == g] = g * size + np.arange(counts[g])
-    return at, counts
-
-  def _spread(self, values: np.ndarray, at: np.ndarray, rows: int) -> np.ndarray:
-    """values [p, …] in rows `at` [p] of `rows`; zeros elsewhere."""
-    out = np.zeros((rows, *values.shape[1:]), np.int32)
-    out[at] = values
-    return out
 
   def _tables(self, slots: np.ndarray, positions: int) -> np.ndarray:
     """Page tables of the smallest compiled size that holds the positions."""

@@ -211,8 +211,9 @@ class Calls:
       pages = modules.forget(modules.store_states(pages, 0, rows, hidden), rows)
       none = jnp.full_like(slots.drafts, NO_DRAFT)
       slots = dataclasses.replace(slots, drafts=none)
-    logits = adjusted(self.logits(params, hidden[:, 0]), slots, pages, tables)
-    slots, drawn = self._sample(logits, slots)
+    with jax.named_scope('sampling'):
+      logits = adjusted(self.logits(params, hidden[:, 0]), slots, pages, tables)
+      slots, drawn = self._sample(logits, slots)
     return pages, slots, drawn
 
   def logits(self, params, hidden):

@@ -93,6 +93,7 @@ class Contexts(NamedTuple):
     return self.states[module, jnp.arange(len(index)), index]
 
 
+@jax.named_scope('contexts')
 def take(pages: Pages, tables, layers: int) -> Contexts:
   """The contexts in the pages of tables [P, n], of the first layers."""
   layers = [pages.read(layer, tables) for layer in range(layers)]
@@ -113,6 +114,7 @@ def empty(pages: Pages, rows: int, n: int, layers: int) -> Contexts:
   return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
+@jax.named_scope('contexts')
 def refresh(contexts: Contexts, pages: Pages, tables, stale) -> Contexts:
   """Takes the rows that are `stale` [P] out of their pages; keeps the others."""
   rows = jnp.argsort(~stale)  # these first
@@ -135,6 +137,7 @@ def axes(contexts: Contexts) -> Contexts:
   )
 
 
+@jax.named_scope('contexts')
 def put_back(pages: Pages, contexts: Contexts, tables, starts, counts, most: int):
   """The pages, with positions starts … starts + counts - 1 [P] of the contexts.
 

@@ -43,7 +43,7 @@ class Drafting:
     """Chooses from 0 … most, or always `fixed`."""
     self.sizes = tuple(range(most + 1)) if fixed is None else (fixed,)
     self.verified = self.drafted = self.accepted = 0
-    self._totals = np.zeros((2, most), np.int64)  # tested, accepted
+    self._totals = np.zeros((2, most))  # tested, accepted
     # Half a draft as a start, until some are measured.
     self._tested, self._right = np.ones(most), np.full(most, 0.5)
     self._seconds = collections.defaultdict(lambda: collections.deque(maxlen=_RECENT))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import prefix_memory, rollout, rollout_worker, rollout_workload
+from benchmarks import (
+  prefix_memory,
+  rollout,
+  rollout_profile,
+  rollout_worker,
+  rollout_workload,
+)
 
 
 def test_sessions_extend_their_past():
@@ -46,16 +52,29 @@ def test_ratios_are_of_each_round(capsys):
 
 @pytest.mark.long
 def test_the_worker_serves_sessions():
-  """Our side runs the whole of it, and finds the past of each turn in its cache."""
-  server = rollout_worker.Server(slots=2, devices=1)
+  """Our side runs the whole of it, and finds the past of each turn in its cache. The
+  profile accounts for all the time, and for the attention in decode calls."""
+  made = []
+  wrap = lambda engine: made.append(rollout_profile.Timed(engine)) or made[0]
+  server = rollout_worker.Server(slots=2, devices=1, wrap=wrap)
+  requests = dict(requests=3, prompt=5, new=4)
   try:
-    batch = server.batch(requests=3, prompt=5, new=4, seed=0)
+    batch = server.batch(seed=0, **requests)
     found = server.sessions(seed=0, count=2, turns=3)
+    parts = rollout_profile.profile(
+      server, made[0], lambda: server.batch(seed=0, **requests)
+    )
   finally:
     server.scheduler.stop()
   assert batch['tokens'] == 12 and len(batch['first']) == 4
   assert found['tokens'] == 2 * 3 * 32
   assert found['hit_tokens'] > 0.6 * found['prompt_tokens']
+  of_decode = {k: x for k, x in parts.items() if k.endswith('of decode')}
+  assert sum(of_decode.values()) == pytest.approx(1)
+  assert parts['attention of decode'] > 0.05 and parts['moe of decode'] > 0.05
+  times = [x for k, x in parts.items() if k != 'seconds' and k not in of_decode]
+  assert sum(times) == pytest.approx(parts['seconds']) and min(times) >= 0
+  assert 'decode calls |' in rollout_profile.table({'batch': parts})
 
 
 @pytest.mark.long
