@@ -51,7 +51,7 @@ def engine_config(slots: int, groups: int = 1) -> EngineConfig:
     slots=slots // groups,
     context_tokens=workload.CONTEXT,
     pages=1 + max(slots * 16, 2 * workload.CONTEXT) // groups,
-    decode_rows=of_group(8, 16, slots),
+    decode_rows=of_group(8, 16, 24, slots),
     contexts=(128, 512, 1024, workload.CONTEXT),
     # Of a turn, with the last page's tokens, and of a prompt.
     prefill_shapes=(

@@ -18,6 +18,10 @@ from m2jax.rollout.page_journal import PageJournal
 from m2jax.rollout.pages import UNUSED
 from m2jax.rollout.prefix_cache import Node, PrefixCache
 
+# A call takes as long as its fullest group: what one sequence more costs the others,
+# in tokens of prefill. The order of magnitude matters.
+ROW_TOKENS = 64
+
 
 class State(enum.IntEnum):
   IDLE = 0
@@ -90,7 +94,8 @@ class Sequences:
     There must be pages for the tokens and for `ahead` more.
 
     The last token is never part of a hit: decoding starts by consuming it. Prefers the
-    group with the longest prefix, then the one with most pages to give.
+    group with the longest prefix, less ROW_TOKENS for each sequence that it has, then
+    the one with most pages to give.
 
     Returns:
       Instead 'full' if no group has a slot and room for the tokens, and 'soon' if
@@ -107,11 +112,12 @@ class Sequences:
       most = min(len(tokens) + ahead, self.tokens.shape[1])
       need = self._pages_of(most) - len(nodes)
       if free.size and need <= cache.available - taken:
-        choices.append((len(nodes), cache.available, first + int(free[0])))
+        hit, busy = len(nodes) * self.page_tokens, self.group_slots - free.size
+        score = hit - ROW_TOKENS * busy
+        choices.append((score, cache.available, first + int(free[0]), hit))
     if not choices:
       return 'full'
-    pages, _, slot = max(choices)
-    hit = pages * self.page_tokens
+    _, _, slot, hit = max(choices)
     return 'soon' if self._coming(prefix) > hit else (slot, hit)
 
   def take(self, slot: int, tokens: np.ndarray, version: int) -> int:

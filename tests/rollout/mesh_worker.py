@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from m2jax import sharding
+from m2jax.rollout import sequences
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.batcher import Batcher
 from m2jax.rollout.decode_state import make_slots
@@ -235,6 +236,7 @@ def _part(x: jax.Array, axis: int) -> int:
 
 def main(names):
   jax.config.update('jax_num_cpu_devices', 8)
+  sequences.ROW_TOKENS = 1  # the prefix that prompts share is short
   for name in names:
     print(json.dumps({'case': name, **run(CASES[name])}), flush=True)
 
