@@ -107,10 +107,12 @@ def device_shares(directory: str, timed: Timed) -> dict[str, float]:
   return {scope: total[scope] / whole for scope in (*SCOPES, 'other')}
 
 
-def profile(
-  server: rollout_worker.Server, timed: Timed, run: Callable[[], dict]
-) -> dict[str, float]:
-  """Seconds by part of a second run, and device shares of a third, as `… of decode`."""
+def profile(server: rollout_worker.Server, run: Callable[[], dict]) -> dict[str, float]:
+  """Seconds by part of a second run, and device shares of a third, as `… of decode`.
+
+  The server's engine is `Timed`.
+  """
+  timed = server.engine
   run()
   timed.seconds.clear()
   before, begin = server.scheduler.stats()['busy_s'], time.perf_counter()
@@ -153,20 +155,14 @@ def main(argv):
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments: {argv[1:]}')
   jax.config.update('jax_num_cpu_devices', _DEVICES.value)
-  made = []
-  server = rollout_worker.Server(
-    slots=64,
-    devices=_DEVICES.value,
-    wrap=lambda engine: made.append(Timed(engine)) or made[0],
-  )
-  (timed,) = made
+  server = rollout_worker.Server(slots=64, devices=_DEVICES.value, wrap=Timed)
   sessions = dict(vars(rollout_workload.Sessions(turns=_TURNS.value)))
   requests = dict(requests=_REQUESTS.value, prompt=64, new=64)
   batch = lambda: server.batch(seed=0, **requests)
   agents = lambda: server.sessions(seed=0, **sessions)
   found = {
-    f'{_REQUESTS.value} requests': profile(server, timed, batch),
-    f'{sessions["count"]} agents': profile(server, timed, agents),
+    f'{_REQUESTS.value} requests': profile(server, batch),
+    f'{sessions["count"]} agents': profile(server, agents),
   }
   server.scheduler.stop()
   print(table(found))

@@ -45,7 +45,7 @@ def model_config() -> ModelConfig:
 
 
 def engine_config(slots: int, groups: int = 1) -> EngineConfig:
-  """Sizes for so many slots in all; those of the result are of each group."""
+  """Sizes for `slots` in all; those of the result are of each group."""
   of_group = lambda *rows: tuple({-(-min(r, slots) // groups) for r in rows})
   return EngineConfig(
     slots=slots // groups,
@@ -68,9 +68,9 @@ class Server:
     self.cfg = model_config()
     self.variables = train_step.init_variables(self.cfg, jax.random.key(0))
     where = sharding.make(sharding.MeshConfig(expert=devices))
-    engine = wrap(Engine(self.cfg, engine_config(slots, devices), where))
+    self.engine = wrap(Engine(self.cfg, engine_config(slots, devices), where))
     config = SchedulerConfig(prefill_budget_tokens=4096)
-    self.scheduler = Scheduler(engine, self.variables, config=config).start()
+    self.scheduler = Scheduler(self.engine, self.variables, config=config).start()
 
   def batch(self, requests: int, prompt: int, new: int, seed: int) -> dict:
     prompts = workload.batch(requests, prompt, seed)

@@ -114,7 +114,7 @@ class Engine:
       (weights, state, *[row] * 3, all_),
       (state, row),
       donate=1,
-      whole=True,
+      out=(state, all_),
     )
     kept = placement.context_specs(rules, config)
     self.generate_kept = self._jit(
@@ -122,9 +122,10 @@ class Engine:
       (weights, state, kept, *[row] * 3, all_, row),
       (state, row, kept),
       donate=(1, 2),
-      whole=True,
+      out=(state, all_, kept),
     )
-    self._new_contexts = jax.jit(
+    # Of rows of a group and pages of a table, for `generate_kept`.
+    self.new_contexts = jax.jit(
       self._empty_contexts, static_argnums=(0, 1), out_shardings=self._named(kept)
     )
     self.speculative = {
@@ -133,7 +134,7 @@ class Engine:
         (weights, state, *[row] * 3, all_),
         (state, row, row),
         donate=1,
-        whole=True,
+        out=(state, all_, all_),
       )
       for drafts in range(1, config.draft_tokens + 1)
     }
@@ -145,7 +146,7 @@ class Engine:
       calls.write_pages, (state, all_, all_, prefix.pages), state, donate=0
     )
     self.generate_step = self._jit(
-      calls.generate_one, (weights, state), (state, row), donate=1, whole=True
+      calls.generate_one, (weights, state), (state, row), donate=1, out=(state, all_)
     )
     self._jit_insert = self._jit(
       calls.insert, (prefix, state, all_, all_), state, donate=1
@@ -169,22 +170,17 @@ class Engine:
     """Whether decode calls are `generate_kept`: on a CPU, without drafts."""
     return self._on_cpu and not self.config.draft_tokens and self.moves_pages
 
-  def new_contexts(self, rows: int, n: int) -> Contexts:
-    """For `generate_kept` of so many rows of a group and pages of a table."""
-    return self._new_contexts(rows, n)
-
   @property
   def moves_pages(self) -> bool:
     """Whether `read_pages` gives this process whole pages."""
     return not self._mesh.is_multi_process
 
-  def _jit(self, f: Callable, arguments, results, *, donate=None, whole: bool = False):
+  def _jit(self, f: Callable, arguments, results, *, donate=None, out=None):
     """A function of `Calls`, compiled for the specs of its arguments and results.
 
     Args:
       donate: positions of the state, and of Contexts.
-      whole: whether its second result goes to every device, for the host; of more than
-        two without Contexts also the third.
+      out: specs that the results get, if others: what the host reads goes everywhere.
     """
 
     def call(*args):
@@ -192,11 +188,8 @@ class Engine:
 
     call.__name__ = getattr(f, 'func', f).__name__
     # Without out_shardings a second call may compile again.
-    out = results
-    if whole:
-      kept = [r if isinstance(r, Contexts) else _EVERYWHERE for r in results[1:]]
-      out = (results[0], *kept)
-    return jax.jit(call, donate_argnums=donate, out_shardings=self._named(out))
+    places = self._named(results if out is None else out)
+    return jax.jit(call, donate_argnums=donate, out_shardings=places)
 
   def _named(self, specs):
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
@@ -379,7 +372,7 @@ class Engine:
     calls = (self.prefill_rows, self.generate_many, self.admit, self.expert_ids)
     calls += tuple(self.speculative.values())
     calls += (self.read_pages, self.write_pages)
-    calls += (self.generate_kept, self._new_contexts)
+    calls += (self.generate_kept, self.new_contexts)
     return sum(call._cache_size() for call in calls)
 
   def _check_own_pages(self) -> None:

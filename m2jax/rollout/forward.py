@@ -10,7 +10,6 @@ L layers, K key/value heads, G query heads per K, H head dim.
 
 from __future__ import annotations
 
-import functools
 import operator
 from typing import NamedTuple
 
@@ -175,17 +174,17 @@ def _experts_of(cfg: ModelConfig, sharding: Sharding, p):
   if DENSE not in p:
     return None
 
-  def run(p, x, ids, weights):
+  here = len(p['down'])
+
+  def run(x, ids, weights):
     cast = lambda *matrices: [matrix.astype(x.dtype) for matrix in matrices]
     if len(x) <= DENSE_TOKENS:
-      here = len(p['down'])
       return batched.all_experts(x, ids, weights, *cast(*p[DENSE]), here)
     kernels = cast(p[FUSED], p['down'])
     return batched.experts(x, ids, weights, *kernels, cfg.num_experts)
 
-  def apply(x, ids, weights, p):
-    local = functools.partial(run, p)
-    out = dispatch.gathered(local, x, ids, weights, len(p['down']), sharding)
+  def apply(x, ids, weights, _):
+    out = dispatch.gathered(run, x, ids, weights, here, sharding)
     return sharding.sum_to_residual(out, 'expert_hidden')
 
   return apply

@@ -54,16 +54,12 @@ def test_ratios_are_of_each_round(capsys):
 def test_the_worker_serves_sessions():
   """Our side runs the whole of it, and finds the past of each turn in its cache. The
   profile accounts for all the time, and for the attention in decode calls."""
-  made = []
-  wrap = lambda engine: made.append(rollout_profile.Timed(engine)) or made[0]
-  server = rollout_worker.Server(slots=2, devices=1, wrap=wrap)
+  server = rollout_worker.Server(slots=2, devices=1, wrap=rollout_profile.Timed)
   requests = dict(requests=3, prompt=5, new=4)
   try:
     batch = server.batch(seed=0, **requests)
     found = server.sessions(seed=0, count=2, turns=3)
-    parts = rollout_profile.profile(
-      server, made[0], lambda: server.batch(seed=0, **requests)
-    )
+    parts = rollout_profile.profile(server, lambda: server.batch(seed=0, **requests))
   finally:
     server.scheduler.stop()
   assert batch['tokens'] == 12 and len(batch['first']) == 4
