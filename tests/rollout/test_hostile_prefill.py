@@ -143,7 +143,7 @@ def test_slow_and_silent_connections_are_closed(attacked):
   with opened(attacked) as sock:
     begin = time.monotonic()
     sock.sendall(b'm2')  # half a prefix
-    assert closes(sock) and time.monotonic() - begin < 4
+    assert closes(sock) and time.monotonic() - begin < 30
   with opened(attacked) as sock:
     assert closes(sock)
 

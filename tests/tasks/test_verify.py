@@ -176,7 +176,7 @@ def test_hostile_workspace_is_a_quick_failure(box, attack):
   expected = verify.Expected(FILES, loose=frozenset({'b.txt'}))
   started = time.monotonic()
   assert expected(box, 'done') == 0.0
-  assert time.monotonic() - started < 5.0
+  assert time.monotonic() - started < 30
 
 
 def test_missing_workspace_is_not_the_agents_failure(tmp_path):

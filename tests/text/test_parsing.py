@@ -284,27 +284,43 @@ def test_unfit_values_stay_text(kind, text):
 
 
 def test_hostile_text_takes_linear_time():
-  """A response of a million characters must not stop the gateway."""
-  for text in (
-    'r</think><minimax:tool_call>' + '<invoke name=' * 80_000 + '</minimax:tool_call>',
-    'r</think><minimax:tool_call><invoke name="a">'
-    + '<parameter name="b">' * 50_000
-    + '</invoke></minimax:tool_call>',
-    '<minimax:tool_call>' * 50_000,
-    '\n' * 1_000_000,
+  """A response of a million characters must not stop the gateway.
+
+  Growth is asserted rather than seconds: the machine may be busy with other tests.
+  """
+  head, tail = 'r</think><minimax:tool_call>', '</minimax:tool_call>'
+  for repeated in (
+    lambda n: head + '<invoke name=' * n + tail,
+    lambda n: (
+      f'{head}<invoke name="a">' + '<parameter name="b">' * n + f'</invoke>{tail}'
+    ),
+    lambda n: '<minimax:tool_call>' * n,
+    lambda n: '\n' * 20 * n,
   ):
-    start = time.process_time()
-    chat.parse(text, TOOLS)
-    assert time.process_time() - start < 2
+    small_s, large_s = (_parse_s(repeated(n)) for n in (5_000, 50_000))
+    assert large_s < 30 * small_s + 0.01  # quadratic would be 100
 
 
 def test_a_large_schema_is_read_once():
   """A client's schema of 100,000 branches costs a call of 1,000 parameters nothing."""
   branches = [{'type': 'integer'}, *[{'type': 'string'}] * 100_000]
   schema = {'properties': {'p': {'anyOf': branches}}}
-  start = time.process_time()
-  call = '<invoke name="f">' + '<parameter name="p">7</parameter>' * 1000 + '</invoke>'
-  text = f'</think><minimax:tool_call>{call}</minimax:tool_call>'
-  message = chat.parse(text, [{'name': 'f', 'parameters': schema}])
-  assert message.tool_calls[0].arguments == {'p': 7}
-  assert time.process_time() - start < 2
+  tools = [{'name': 'f', 'parameters': schema}]
+
+  def call(parameters):
+    inner = '<invoke name="f">' + '<parameter name="p">7</parameter>' * parameters
+    return f'</think><minimax:tool_call>{inner}</invoke></minimax:tool_call>'
+
+  (parsed,) = chat.parse(call(1000), tools).tool_calls
+  assert parsed.arguments == {'p': 7}
+  assert _parse_s(call(1000), tools) < 20 * _parse_s(call(1), tools)
+
+
+def _parse_s(text, tools=None):
+  """This thread's CPU seconds of parsing `text`, the best of three."""
+  seconds = []
+  for _ in range(3):
+    started_s = time.thread_time()
+    chat.parse(text, TOOLS if tools is None else tools)
+    seconds.append(time.thread_time() - started_s)
+  return min(seconds)
