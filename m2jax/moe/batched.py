@@ -111,13 +111,52 @@ def all_experts(
 ) -> Float[Array, 'T D']:
   """Every expert of every token, in two plain matmuls; those not chosen count 0.
 
-  Reads all matrices once, in order: the fastest for a few tokens of a small model.
+  Reads all matrices once, in order: for a few tokens of a small model, on a device
+  that has all cores.
   """
   both = jnp.split(x @ gate_up, 2, axis=1)
-  chosen = ids[..., None] == jnp.arange(num_experts)
-  weight = jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)
+  weight = _weight_of(ids, weights, num_experts)
   h = (jax.nn.silu(both[0]) * both[1]).reshape(len(x), num_experts, -1)
   return (h * weight[..., None]).reshape(len(x), -1).astype(x.dtype) @ down
+
+
+def separate(gate, up, down) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+  """The matrices of `chosen_experts`: E of [1, D, 2F] and E of [1, F, D]."""
+  each = lambda x: tuple(x[e : e + 1] for e in range(len(x)))
+  return each(fused(gate, up)), each(down)
+
+
+def chosen_experts(
+  x: Float[Array, 'T D'],
+  ids: Int[Array, 'T k'],
+  weights: Float[Array, 'T k'],
+  gate_up: tuple[Float[Array, '1 D columns'], ...],
+  down: tuple[Float[Array, '1 F D'], ...],
+) -> Float[Array, 'T D']:
+  """The experts that any token has chosen, each of all tokens; reads no others.
+
+  An array for each expert, since XLA would copy its part of a stack. One expert after
+  the other, each on one thread: for a device that has one core.
+  """
+  weight = _weight_of(ids, weights, len(down))
+  needed = jnp.any(ids[..., None] == jnp.arange(len(down)), axis=(0, 1))
+
+  def add(out, x, weight, gate_up, down):
+    gate, up = jnp.split(x @ gate_up[0], 2, axis=1)
+    h = jax.nn.silu(gate) * up * weight[:, None]
+    return out + h.astype(x.dtype) @ down[0]
+
+  out = jnp.zeros_like(x)
+  for e, matrices in enumerate(zip(gate_up, down, strict=True)):
+    arguments = (out, x, weight[:, e], *matrices)
+    out = lax.cond(needed[e], add, lambda out, *_: out, *arguments)
+  return out
+
+
+def _weight_of(ids, weights, num_experts: int) -> Float[Array, 'T E']:
+  """Of each expert's output for each token; 0 if it was not chosen."""
+  chosen = ids[..., None] == jnp.arange(num_experts)
+  return jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)
 
 
 def _rows(tokens: int, top_k: int, experts: int) -> int:

@@ -39,6 +39,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
+from m2jax.moe import batched
 from m2jax.rollout import contexts, forward, placement, speculative
 from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.calls import Calls
@@ -98,9 +99,13 @@ class Engine:
     # On a TPU or a GPU there are kernels for pages and for groups of any size.
     on_cpu = cfg.unroll_layers and _platform(self._mesh) == 'cpu'
     self._on_cpu = on_cpu
+    few = None
+    if on_cpu:
+      several = self.sharding.size('experts') > 1
+      few = batched.separate if several else batched.dense
     weights = _EVERYWHERE
     if self.sharding.mesh is not None:
-      weights = placement.weight_specs(cfg, rules, dense=on_cpu, modules=drafting)
+      weights = placement.weight_specs(cfg, rules, few=few, modules=drafting)
     state = placement.state_specs(rules, config)
     prefix = placement.prefix_specs(rules, config)
     self._prefix = prefix
@@ -152,7 +157,7 @@ class Engine:
       calls.insert, (prefix, state, all_, all_), state, donate=1
     )
     self._jit_prefill = self._jit(calls.prefill, (weights, prefix, all_, all_), prefix)
-    split = functools.partial(forward.split_layers, cfg, dense=on_cpu, modules=drafting)
+    split = functools.partial(forward.split_layers, cfg, few=few, modules=drafting)
     stacked = _EVERYWHERE
     if self.sharding.mesh is not None:
       stacked = sharding_lib.param_specs(cfg, rules)

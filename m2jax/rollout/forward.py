@@ -10,7 +10,9 @@ L layers, K key/value heads, G query heads per K, H head dim.
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,9 +28,9 @@ from m2jax.rollout.contexts import Contexts
 from m2jax.rollout.pages import Pages, Places
 from m2jax.sharding import ONE_DEVICE, Sharding
 
-DENSE = 'dense'  # a layer's experts as two matrices
+FEW = 'few'  # a layer's experts, as calls of at most FEW_TOKENS tokens want them
+FEW_TOKENS = 8
 FUSED = 'gate_up'  # and as two matrices an expert, in place of gate and up
-DENSE_TOKENS = 8  # for calls of at most so many tokens
 
 
 class Rows(NamedTuple):
@@ -142,18 +144,23 @@ def _through_layers(cfg: ModelConfig, body, x, pages, weights):
 
 
 def split_layers(
-  cfg: ModelConfig, variables, *, dense: bool = False, modules: bool = False
+  cfg: ModelConfig,
+  variables,
+  *,
+  few: Callable | None = None,
+  modules: bool = False,
 ):
   """The weights with a tuple over layers in place of stacked arrays.
 
   XLA copies each slice of a stacked array that a matmul reads, in every call.
 
   Args:
-    dense: gives each layer's experts as `batched.dense` and `batched.fused` do.
+    few: `batched.dense` or `batched.separate`, to add that form of a layer's experts,
+      and `batched.fused`, for `batched`'s functions; None keeps gate and up.
     modules: splits the MTP modules, too.
   """
   params, router = variables['params'], variables['router']
-  prepare = _for_batched if dense else lambda p: p
+  prepare = functools.partial(_for_batched, few=few) if few else lambda p: p
   split = {'layers': tuple(map(prepare, _split(cfg.num_layers, params['layers'])))}
   biases = {'layers': _split(cfg.num_layers, router['layers'])}
   if modules:
@@ -163,25 +170,27 @@ def split_layers(
   return {**variables, 'params': {**params, **split}, 'router': {**router, **biases}}
 
 
-def _for_batched(p):
+def _for_batched(p, few: Callable):
   gate, up, down = (p[name] for name in ('gate', 'up', 'down'))
   rest = {name: x for name, x in p.items() if name not in ('gate', 'up')}
-  return {**rest, FUSED: batched.fused(gate, up), DENSE: batched.dense(gate, up, down)}
+  return {**rest, FUSED: batched.fused(gate, up), FEW: few(gate, up, down)}
 
 
 def _experts_of(cfg: ModelConfig, sharding: Sharding, p):
-  """`block.apply`'s experts, if the weights were split with `dense`."""
-  if DENSE not in p:
+  """`block.apply`'s experts, if the weights were split with `few`."""
+  if FEW not in p:
     return None
 
   here = len(p['down'])
 
   def run(x, ids, weights):
-    cast = lambda *matrices: [matrix.astype(x.dtype) for matrix in matrices]
-    if len(x) <= DENSE_TOKENS:
-      return batched.all_experts(x, ids, weights, *cast(*p[DENSE]), here)
-    kernels = cast(p[FUSED], p['down'])
-    return batched.experts(x, ids, weights, *kernels, cfg.num_experts)
+    cast = lambda matrices: jax.tree.map(lambda m: m.astype(x.dtype), matrices)
+    if len(x) > FEW_TOKENS:
+      kernels = cast((p[FUSED], p['down']))
+      return batched.experts(x, ids, weights, *kernels, cfg.num_experts)
+    if isinstance(p[FEW][0], tuple):
+      return batched.chosen_experts(x, ids, weights, *cast(p[FEW]))
+    return batched.all_experts(x, ids, weights, *cast(p[FEW]), here)
 
   def apply(x, ids, weights, _):
     out = dispatch.gathered(run, x, ids, weights, here, sharding)

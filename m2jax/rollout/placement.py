@@ -11,6 +11,7 @@ Axes: g groups, S slots and P rows of a group.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
+from m2jax.moe import batched
 from m2jax.rollout import forward
 from m2jax.rollout.contexts import Contexts
 from m2jax.rollout.decode_state import DecodeState, Prefix
@@ -53,22 +55,30 @@ def serving(cfg: ModelConfig, sharding: Sharding) -> Sharding:
 
 
 def weight_specs(
-  cfg: ModelConfig, rules: Rules, *, dense: bool = False, modules: bool = False
+  cfg: ModelConfig,
+  rules: Rules,
+  *,
+  few: Callable | None = None,
+  modules: bool = False,
 ) -> dict[str, Any]:
   """PartitionSpecs of the weights as the calls take them (`forward.split_layers`)."""
   specs = sharding_lib.param_specs(cfg, rules)
   if not cfg.unroll_layers:
     return specs
-  together = (*rules.mesh_axes('experts'), *rules.mesh_axes('expert_hidden')) or None
+  experts, hidden = rules.mesh_axes('experts'), rules.mesh_axes('expert_hidden')
+  if few is batched.separate:  # one expert of each device in an array
+    both = PartitionSpec(experts, None, hidden), PartitionSpec(experts, hidden, None)
+  else:
+    together = (*experts, *hidden)
+    both = PartitionSpec(None, together), PartitionSpec(together, None)
 
   def prepare(one):
-    if not dense:
+    if few is None:
       return one
     if 'layers' in one:
       return {**one, 'layers': prepare(one['layers'])}
     rest = {name: x for name, x in one.items() if name not in ('gate', 'up')}
-    both = PartitionSpec(None, together), PartitionSpec(together, None)
-    return {**rest, forward.FUSED: one['gate'], forward.DENSE: both}
+    return {**rest, forward.FUSED: one['gate'], forward.FEW: both}
 
   def split(stacked, count: int):
     is_spec = lambda x: isinstance(x, PartitionSpec)

@@ -58,12 +58,17 @@ def test_more_assignments_than_tokens():
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_all_experts(kind):
-  """In two plain matmuls; those that were not chosen add nothing."""
+def test_few_tokens(kind):
+  """All experts in two matmuls, or each that was chosen: as `experts`, also where one
+  that was not chosen would give NaN."""
   ids = routing(kind)
   with jax.enable_x64():
     x, weights, *kernels = tiled_tests.tensors(0, dtype=np.float64)[:5]
     want = experts(x, jnp.array(ids), weights, *kernels)
-    dense = batched.dense(*kernels)
-    got = batched.all_experts(x, jnp.array(ids), weights, *dense, len(kernels[0]))
-  np.testing.assert_allclose(got, want, atol=1e-12)
+    ids, dense = jnp.array(ids), batched.dense(*kernels)
+    got = batched.all_experts(x, ids, weights, *dense, len(kernels[0]))
+    np.testing.assert_allclose(got, want, atol=1e-12)
+    unused = ~np.isin(np.arange(len(kernels[0])), ids)
+    kernels = [jnp.where(unused[:, None, None], np.nan, m) for m in kernels]
+    got = batched.chosen_experts(x, ids, weights, *batched.separate(*kernels))
+    np.testing.assert_allclose(got, want, atol=1e-12)
