@@ -32,6 +32,9 @@ from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
 from m2jax.train import step as train_step
 
 
+PAGE_TOKENS = 8
+
+
 def model_config() -> ModelConfig:
   return ModelConfig(
     **workload.MODEL,
@@ -50,12 +53,13 @@ def engine_config(slots: int, groups: int = 1) -> EngineConfig:
   return EngineConfig(
     slots=slots // groups,
     context_tokens=workload.CONTEXT,
-    pages=1 + max(slots * 16, 2 * workload.CONTEXT) // groups,
+    page_tokens=PAGE_TOKENS,
+    pages=1 + max(slots * 256, 32 * workload.CONTEXT) // groups // PAGE_TOKENS,
     decode_rows=of_group(8, 16, 24, slots),
-    contexts=(128, 512, 1024, workload.CONTEXT),
+    contexts=(128, 256, 512, 768, 1024, 1536, workload.CONTEXT),
     # Of a turn, with the last page's tokens, and of a prompt.
     prefill_shapes=(
-      *((rows, 48) for rows in of_group(1, 8)),
+      *((rows, 32) for rows in of_group(1, 8, 16)),
       *((rows, 64) for rows in of_group(8, 32)),
     ),
   )

@@ -279,7 +279,7 @@ class Batcher:
     if not slots.size:
       self.pauses.idle()
       return
-    most = np.bincount(table.group(slots)).max()
+    most = table.count_rows(slots).max()
     drafts = self.drafting.choose(next(r for r in config.decode_rows if r >= most))
     self._reserve(self._ahead(drafts))
     slots = table.where(State.DECODE)

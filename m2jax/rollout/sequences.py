@@ -21,6 +21,10 @@ from m2jax.rollout.prefix_cache import Node, PrefixCache
 # A call takes as long as its fullest group: what one sequence more costs the others,
 # in tokens of prefill. The order of magnitude matters.
 ROW_TOKENS = 64
+# Decode calls in which it is forgotten how many rows a group had. Agents leave their
+# slots between two turns, many at once; those that return first must not take the
+# places of the others.
+LOAD_CALLS = 32
 
 
 class State(enum.IntEnum):
@@ -66,6 +70,7 @@ class Sequences:
     self._shared: list[list[Node]] = [[] for _ in range(slots)]
     self._count = np.zeros(slots, np.int32)  # pages in tables
     self._clock = 0
+    self._load = np.zeros(groups)  # rows of the fullest recent decode call
 
   def where(self, state: State) -> np.ndarray:
     return np.flatnonzero(self.state == state)
@@ -73,6 +78,12 @@ class Sequences:
   def group(self, slot):
     """Of a slot, or of an array of them."""
     return slot // self.group_slots
+
+  def count_rows(self, slots: np.ndarray) -> np.ndarray:
+    """Of `slots`, which are to decode, how many each group has [g]."""
+    counts = np.bincount(self.group(slots), minlength=len(self.caches))
+    self._load = np.maximum(counts, self._load * (1 - 1 / LOAD_CALLS))
+    return counts
 
   def youngest(self, group: int) -> int:
     """The slot of a group whose sequence started last."""
@@ -94,8 +105,8 @@ class Sequences:
     There must be pages for the tokens and for `ahead` more.
 
     The last token is never part of a hit: decoding starts by consuming it. Prefers the
-    group with the longest prefix, less ROW_TOKENS for each sequence that it has, then
-    the one with most pages to give.
+    group with the longest prefix, less ROW_TOKENS for each sequence that it has, or had
+    in the last decode calls, then the one with most pages to give.
 
     Returns:
       Instead 'full' if no group has a slot and room for the tokens, and 'soon' if
@@ -113,7 +124,7 @@ class Sequences:
       need = self._pages_of(most) - len(nodes)
       if free.size and need <= cache.available - taken:
         hit, busy = len(nodes) * self.page_tokens, self.group_slots - free.size
-        score = hit - ROW_TOKENS * busy
+        score = hit - ROW_TOKENS * max(busy, self._load[group])
         choices.append((score, cache.available, first + int(free[0]), hit))
     if not choices:
       return 'full'
