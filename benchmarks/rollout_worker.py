@@ -55,8 +55,8 @@ def engine_config(slots: int, groups: int = 1) -> EngineConfig:
     context_tokens=workload.CONTEXT,
     page_tokens=PAGE_TOKENS,
     pages=1 + max(slots * 256, 32 * workload.CONTEXT) // groups // PAGE_TOKENS,
-    decode_rows=of_group(8, 16, 24, slots),
-    contexts=(128, 256, 512, 768, 1024, 1536, workload.CONTEXT),
+    decode_rows=of_group(8, 16, slots),
+    contexts=(128, 256, 512, 1024, 1536, workload.CONTEXT),
     # Of a turn, with the last page's tokens, and of a prompt.
     prefill_shapes=(
       *((rows, 32) for rows in of_group(1, 8, 16)),
