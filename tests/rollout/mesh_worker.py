@@ -69,7 +69,7 @@ CASES = {
   'data expert': Case(dict(data=4, expert=2)),
   'fsdp expert': Case(dict(fsdp=2, expert=4)),
   'fsdp tensor': Case(dict(fsdp=4, tensor=2)),
-  # Decoding so few tokens runs all experts, prefill those that are chosen.
+  # Calls of at most FEW_TOKENS, and of more.
   'expert tensor': Case(
     dict(expert=4, tensor=2), dict(unroll_layers=True), decode_rows=(2, 5)
   ),
