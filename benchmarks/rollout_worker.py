@@ -31,7 +31,6 @@ from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
 from m2jax.train import step as train_step
 
-
 PAGE_TOKENS = 8
 
 

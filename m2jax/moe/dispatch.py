@@ -22,10 +22,11 @@ of a token, F expert hidden, n devices of the expert axis.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from m2jax.axes import Array, Float, Int
@@ -86,6 +87,8 @@ def gathered(
   weights: Float[Array, 'T k'],
   here: int,
   sharding: Sharding,
+  *,
+  together: bool = False,
 ) -> Float[Array, 'T D']:
   """The method `gather`, without the sum over hidden channels.
 
@@ -95,32 +98,35 @@ def gathered(
     x, ids, weights: as in `apply`.
     here: El.
     sharding: the mesh.
+    together: in one collective instead of three, which has no gradient.
   """
   axes = sharding.axes('experts')
   if not axes:
     return run(x, ids, weights)
-  x, ids, weights = _gather_together((x, ids, weights), axes)
+  gather = functools.partial(lax.all_gather, axis_name=axes, tiled=True)
+  if together:
+    x, ids, weights = _as_bytes(gather, (x, ids, weights))
+  else:
+    x, ids, weights = map(gather, (x, ids, weights))
   ids = ids - sharding.index('experts') * here
   ids = jnp.where((ids >= 0) & (ids < here), ids, here)
   return lax.psum_scatter(run(x, ids, weights), axes, tiled=True)
 
 
-def _gather_together(arrays, axes) -> tuple:
-  """All-gathers [T, …] arrays in one collective: a few tokens cost latency, not bytes.
+def _as_bytes(gather: Callable, arrays: tuple[jax.Array, ...]) -> tuple:
+  """`gather` of [T, …] arrays as one: few tokens cost latency rather than bandwidth.
 
-  Narrower types would be views of several numbers, so all travel as bytes.
+  As unsigned integers of the narrowest type among them.
   """
-  shapes = [(x.dtype, x.shape[1]) for x in arrays]
-  narrow = min(jnp.dtype(dtype).itemsize for dtype, _ in shapes)
-  unit = jnp.dtype(f'uint{8 * narrow}')
-  words = [lax.bitcast_convert_type(x, unit).reshape(len(x), -1) for x in arrays]
-  ends = list(itertools.accumulate(part.shape[1] for part in words))
-  found = lax.all_gather(jnp.concatenate(words, axis=1), axes, tiled=True)
-  out = []
-  for part, (dtype, width) in zip(
-    jnp.split(found, ends[:-1], axis=1), shapes, strict=True
-  ):
-    per = jnp.dtype(dtype).itemsize // narrow
-    part = part.reshape(len(found), width, per) if per > 1 else part
-    out.append(lax.bitcast_convert_type(part, dtype))
-  return tuple(out)
+  narrow = min(x.dtype.itemsize for x in arrays)
+  unsigned = jnp.dtype(f'uint{8 * narrow}')
+  parts = [lax.bitcast_convert_type(x, unsigned).reshape(len(x), -1) for x in arrays]
+  ends = np.cumsum([part.shape[1] for part in parts])
+  found = jnp.split(gather(jnp.concatenate(parts, axis=1)), ends[:-1], axis=1)
+
+  def back(part, like):
+    if like.dtype.itemsize > narrow:
+      part = part.reshape(len(part), like.shape[1], -1)
+    return lax.bitcast_convert_type(part, like.dtype)
+
+  return tuple(map(back, found, arrays))

@@ -193,7 +193,7 @@ def _experts_of(cfg: ModelConfig, sharding: Sharding, p):
     return batched.all_experts(x, ids, weights, *cast(p[FEW]), here)
 
   def apply(x, ids, weights, _):
-    out = dispatch.gathered(run, x, ids, weights, here, sharding)
+    out = dispatch.gathered(run, x, ids, weights, here, sharding, together=True)
     return sharding.sum_to_residual(out, 'expert_hidden')
 
   return apply
