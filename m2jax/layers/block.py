@@ -79,6 +79,8 @@ def apply(
       out = experts(y, ids, weights, p)
     else:
       kernels = (p[name].astype(x.dtype) for name in ('gate', 'up', 'down'))
-      out = dispatch.apply(y, ids, weights, *kernels, sharding=sharding)
+      out = dispatch.apply(
+        y, ids, weights, *kernels, sharding=sharding, matmuls=cfg.matmuls
+      )
     x = x + out
   return x, extra, Routing(ids, jax.lax.stop_gradient(load), rerouted)

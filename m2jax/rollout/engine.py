@@ -100,7 +100,7 @@ class Engine:
     on_cpu = cfg.unroll_layers and _platform(self._mesh) == 'cpu'
     self._on_cpu = on_cpu
     few = None
-    if on_cpu:
+    if on_cpu and cfg.matmuls.kind != 'block_fp8':
       several = self.sharding.size('experts') > 1
       few = batched.separate if several else batched.dense
     weights = _EVERYWHERE

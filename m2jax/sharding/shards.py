@@ -263,6 +263,19 @@ class Sharding:
             f'shards: mesh axes {self.axes(logical)} split axis {logical!r} of '
             f'{", ".join(arrays)}'
           )
+    if cfg.matmuls.kind == 'block_fp8':
+      sizes = {
+        'heads': cfg.num_kv_heads * cfg.head_dim,
+        'expert_hidden': cfg.expert_dim,
+      }
+      for logical, channels in sizes.items():
+        shards = self.size(logical)
+        if shards > 1 and channels // shards % 128:
+          raise ValueError(
+            f'ModelConfig.matmuls: {shards} shards of {channels} channels '
+            f'({logical!r}) would cut blocks of 128 channels; use fewer shards, or '
+            "another kind than 'block_fp8'"
+          )
 
   def check_batch(self, rows: int, row_tokens: int | None = None) -> None:
     """Raises ValueError unless `rows` rows (of `row_tokens` tokens) divide evenly."""

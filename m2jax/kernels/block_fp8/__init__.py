@@ -1,0 +1,5 @@
+"""Matmuls of linear layers in low precision, above all DeepSeek-V3's block FP8."""
+
+from m2jax.kernels.block_fp8.api import dot, grouped
+
+__all__ = ['dot', 'grouped']

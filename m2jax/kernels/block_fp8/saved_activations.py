@@ -1,0 +1,57 @@
+"""Plain matmuls whose saved activations have few bits.
+
+The forward pass and the gradient of x are exact. The weights' gradient reads x as it
+would have been saved: as integers with one scale a token. This is the stress that GNMR
+was tested with (docs/facts/algorithms.md §2.3). It emulates the precision, not the
+memory: what is saved has x's dtype.
+
+Axes: T rows (tokens), D in, F out, E groups.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from m2jax.kernels import grouped_matmul
+from m2jax.kernels.block_fp8.quantize import rounded_to_int
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def dot(x, w, bits: int, clip: float):
+  """x [T, D] · w [D, F] → [T, F]."""
+  return x @ w
+
+
+def _dot_fwd(x, w, bits, clip):
+  return x @ w, (rounded_to_int(x, bits, clip), w)
+
+
+def _dot_bwd(bits, clip, residuals, d_out):
+  saved, w = residuals
+  return d_out @ w.T, saved.T @ d_out
+
+
+dot.defvjp(_dot_fwd, _dot_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def grouped(rows, w, group_sizes, bits: int, clip: float):
+  """`grouped_matmul.matmul` of rows [T, D] and w [E, D, F]."""
+  return grouped_matmul.matmul(rows, w, group_sizes)
+
+
+def _grouped_fwd(rows, w, group_sizes, bits, clip):
+  out = grouped_matmul.matmul(rows, w, group_sizes)
+  return out, (rounded_to_int(rows, bits, clip), w, group_sizes)
+
+
+def _grouped_bwd(bits, clip, residuals, d_out):
+  saved, w, group_sizes = residuals
+  product = lambda rows, w: grouped_matmul.matmul(rows, w, group_sizes)
+  d_rows, d_w = jax.vjp(product, saved, w)[1](d_out)
+  return d_rows, d_w, None
+
+
+grouped.defvjp(_grouped_fwd, _grouped_bwd)
