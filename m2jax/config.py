@@ -28,18 +28,24 @@ class Matmuls:
         block of weights, in all three matmuls; sums in fp32.
       'activations_int8', 'activations_int4': plain, but the activations saved for the
         weights' gradient are rounded to integers with a scale for each token.
+    power_of_two: scales are rounded up to powers of two. In bfloat16 the emulation is
+      then exact with bfloat16 operands: full speed on a TPU without FP8.
     clip: largest magnitude that is represented, in units of its tile's largest.
       Below 1 is a fault: large values saturate. Not for 'plain'.
   """
 
   kind: str = 'plain'
+  power_of_two: bool = False
   clip: float = 1.0
 
   def __post_init__(self):
     require(self, self.kind in MATMULS, 'kind', f'one of {MATMULS}')
     require(self, 0 < self.clip <= 1, 'clip', 'above 0 and at most 1')
     if self.kind == 'plain':
-      require(self, self.clip == 1, 'clip', "1 with kind='plain'")
+      for name in ('power_of_two', 'clip'):
+        default = getattr(type(self), name)
+        ok = getattr(self, name) == default
+        require(self, ok, name, f"{default} with kind='plain'")
 
 
 PLAIN = Matmuls()

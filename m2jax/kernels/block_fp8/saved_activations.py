@@ -14,21 +14,22 @@ import functools
 
 import jax
 
+from m2jax.config import Matmuls
 from m2jax.kernels import grouped_matmul
-from m2jax.kernels.block_fp8.quantize import rounded_to_int
+from m2jax.kernels.block_fp8.blocks import rounded_to_int
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dot(x, w, bits: int, clip: float):
+def dot(x, w, bits: int, how: Matmuls):
   """x [T, D] · w [D, F] → [T, F]."""
   return x @ w
 
 
-def _dot_fwd(x, w, bits, clip):
-  return x @ w, (rounded_to_int(x, bits, clip), w)
+def _dot_fwd(x, w, bits, how):
+  return x @ w, (rounded_to_int(x, bits, how), w)
 
 
-def _dot_bwd(bits, clip, residuals, d_out):
+def _dot_bwd(bits, how, residuals, d_out):
   saved, w = residuals
   return d_out @ w.T, saved.T @ d_out
 
@@ -37,17 +38,17 @@ dot.defvjp(_dot_fwd, _dot_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def grouped(rows, w, group_sizes, bits: int, clip: float):
+def grouped(rows, w, group_sizes, bits: int, how: Matmuls):
   """`grouped_matmul.matmul` of rows [T, D] and w [E, D, F]."""
   return grouped_matmul.matmul(rows, w, group_sizes)
 
 
-def _grouped_fwd(rows, w, group_sizes, bits, clip):
+def _grouped_fwd(rows, w, group_sizes, bits, how):
   out = grouped_matmul.matmul(rows, w, group_sizes)
-  return out, (rounded_to_int(rows, bits, clip), w, group_sizes)
+  return out, (rounded_to_int(rows, bits, how), w, group_sizes)
 
 
-def _grouped_bwd(bits, clip, residuals, d_out):
+def _grouped_bwd(bits, how, residuals, d_out):
   saved, w, group_sizes = residuals
   product = lambda rows, w: grouped_matmul.matmul(rows, w, group_sizes)
   d_rows, d_w = jax.vjp(product, saved, w)[1](d_out)
