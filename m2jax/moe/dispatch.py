@@ -30,6 +30,7 @@ from jax import lax
 
 from m2jax.axes import Array, Float, Int
 from m2jax.config import PLAIN, Matmuls
+from m2jax.kernels.block_fp8 import Blocks
 from m2jax.moe import exchange, experts
 from m2jax.sharding import ONE_DEVICE, Sharding
 
@@ -38,9 +39,9 @@ def apply(
   x: Float[Array, 'T D'],
   ids: Int[Array, 'T k'],
   weights: Float[Array, 'T k'],
-  gate: Float[Array, 'El D F'],
-  up: Float[Array, 'El D F'],
-  down: Float[Array, 'El F D'],
+  gate: Float[Array, 'El D F'] | Blocks,
+  up: Float[Array, 'El D F'] | Blocks,
+  down: Float[Array, 'El F D'] | Blocks,
   *,
   sharding: Sharding = ONE_DEVICE,
   matmuls: Matmuls = PLAIN,

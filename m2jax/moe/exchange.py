@@ -30,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from m2jax.axes import Array, Float, Int
 from m2jax.config import Matmuls
+from m2jax.kernels.block_fp8 import Blocks
 from m2jax.moe import by_expert, experts
 from m2jax.sharding import Sharding
 
@@ -186,9 +187,9 @@ def apply(
   x: Float[Array, 'T D'],
   ids: Int[Array, 'T k'],
   weights: Float[Array, 'T k'],
-  gate: Float[Array, 'El D F'],
-  up: Float[Array, 'El D F'],
-  down: Float[Array, 'El F D'],
+  gate: Float[Array, 'El D F'] | Blocks,
+  up: Float[Array, 'El D F'] | Blocks,
+  down: Float[Array, 'El F D'] | Blocks,
 ) -> Float[Array, 'T D']:
   """Same contract as `dispatch.apply`, without the sum over hidden channels.
 

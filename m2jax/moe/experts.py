@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from m2jax.axes import Array, Float, Int, Shaped
 from m2jax.config import PLAIN, Matmuls
 from m2jax.kernels import block_fp8
+from m2jax.kernels.block_fp8 import Blocks
 from m2jax.moe import by_expert, tiled
 
 
@@ -25,9 +26,9 @@ def apply(
   x: Float[Array, 'T D'],
   ids: Int[Array, 'T k'],
   weights: Float[Array, 'T k'],
-  gate: Float[Array, 'E D F'],
-  up: Float[Array, 'E D F'],
-  down: Float[Array, 'E F D'],
+  gate: Float[Array, 'E D F'] | Blocks,
+  up: Float[Array, 'E D F'] | Blocks,
+  down: Float[Array, 'E F D'] | Blocks,
   matmuls: Matmuls = PLAIN,
 ) -> Float[Array, 'T D']:
   """Σ_k w_k · expert_k(x): `tiled.experts` where lowered for a CPU, else `grouped`.
@@ -44,9 +45,9 @@ def grouped(
   x: Float[Array, 'T D'],
   ids: Int[Array, 'T k'],
   weights: Float[Array, 'T k'],
-  gate: Float[Array, 'E D F'],
-  up: Float[Array, 'E D F'],
-  down: Float[Array, 'E F D'],
+  gate: Float[Array, 'E D F'] | Blocks,
+  up: Float[Array, 'E D F'] | Blocks,
+  down: Float[Array, 'E F D'] | Blocks,
   matmuls: Matmuls = PLAIN,
 ) -> Float[Array, 'T D']:
   """Same contract as `apply`: grouped matmuls over assignments sorted by expert."""

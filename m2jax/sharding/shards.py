@@ -220,8 +220,11 @@ class Sharding:
       for dim, logical in enumerate(BY_NAME[name].split):
         axes = self.axes(logical) if logical in STORED else ()
         if axes:
-          to = leaf.dtype if BY_NAME[name].kind in _WIDE else np.dtype(dtype)
-          leaf = _gather(leaf, axes, dim, to)
+          # block FP8 is several arrays: values and scales, gathered as they are
+          parts = not jax.tree_util.all_leaves([leaf])
+          to = None if parts or BY_NAME[name].kind in _WIDE else np.dtype(dtype)
+          gather = functools.partial(_gather, axes=axes, dim=dim, dtype=to)
+          leaf = jax.tree.map(gather, leaf)
       return leaf
 
     return {name: one(name, leaf) for name, leaf in params.items()}
@@ -329,8 +332,9 @@ def save_all_but_gathered(primitive, *_, **params) -> bool:
 
 
 def _gather(x, axes, dim, dtype):
-  """All-gather of a parameter along `dim`, as `dtype`."""
+  """All-gather of a parameter along `dim`, as `dtype`; None is its own."""
   stored = x.dtype
+  dtype = dtype or stored
 
   def gather(_, x):
     return lax.all_gather(x.astype(dtype), axes, axis=dim, tiled=True)

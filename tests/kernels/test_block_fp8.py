@@ -36,7 +36,7 @@ def rounded(x, tile, how=FP8):
   for i in range(0, x.shape[0], tile[0]):
     for j in range(0, x.shape[1], tile[1]):
       at = slice(i, i + tile[0]), slice(j, j + tile[1])
-      scale = np.float32(np.abs(x[at]).max()) / np.float32(448)
+      scale = np.float32(np.abs(x[at]).max()) * np.float32(1 / 448)
       if how.power_of_two and scale > 0:
         scale = np.float32(2.0 ** np.ceil(np.log2(np.float64(scale))))
       if scale > 0:

@@ -70,6 +70,12 @@ def grouped(
   return saved_activations.grouped(rows, w, group_sizes, bits, matmuls)
 
 
+def operand(w: Array | Blocks, dtype, matmuls: Matmuls) -> Array | Blocks:
+  """Weights as `dot` and `grouped` take them, cast if those would cast them."""
+  keep = matmuls.kind == 'block_fp8' and isinstance(w, Blocks)
+  return w if keep else w.astype(dtype)
+
+
 def _of_stored(matmuls: Matmuls) -> Matmuls:
   """The scales of stored weights are what they are."""
   return dataclasses.replace(matmuls, power_of_two=False)

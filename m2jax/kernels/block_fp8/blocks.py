@@ -93,7 +93,9 @@ def scales(
   largest: Float[Array, '*r'], of_format: float, how: Matmuls
 ) -> Float32[Array, '*r']:
   """Of tiles with these largest magnitudes, for a format with that of `of_format`."""
-  scale = jnp.maximum(largest.astype(jnp.float32) / of_format, SMALLEST_SCALE)
+  # XLA would turn a division by a constant into this product, but only when compiling
+  scale = largest.astype(jnp.float32) * jnp.float32(1 / of_format)
+  scale = jnp.maximum(scale, SMALLEST_SCALE)
   return _power_of_two(scale) if how.power_of_two else scale
 
 
