@@ -144,6 +144,17 @@ def _through_layers(cfg: ModelConfig, body, x, pages, weights):
   return lax.scan(one, (x, pages), layers)[0]
 
 
+def prepare(cfg: ModelConfig, variables, *, quantize: bool, **options):
+  """Weights as the calls take them: `split_layers` with `options` where unrolled.
+
+  Args:
+    quantize: the linear layers are stored in block FP8.
+  """
+  if quantize:
+    variables = block_fp8.quantize_variables(variables)
+  return split_layers(cfg, variables, **options) if cfg.unroll_layers else variables
+
+
 def split_layers(
   cfg: ModelConfig,
   variables,
