@@ -209,7 +209,7 @@ class Sharding:
     """Parameters by name, gathered along their storage axes.
 
     They are cast to `dtype` before the all-gather, except router and head; gradients
-    are summed in the parameters' own dtype.
+    are summed in the parameters' own dtype, or `rules.gradient_dtype`.
     """
     if not self.gathers:
       return dict(params)
@@ -223,7 +223,9 @@ class Sharding:
           # block FP8 is several arrays: values and scales, gathered as they are
           parts = not jax.tree_util.all_leaves([leaf])
           to = None if parts or BY_NAME[name].kind in _WIDE else np.dtype(dtype)
-          gather = functools.partial(_gather, axes=axes, dim=dim, dtype=to)
+          gather = functools.partial(
+            _gather, axes=axes, dim=dim, dtype=to, summed=self.rules.gradient_dtype
+          )
           leaf = jax.tree.map(gather, leaf)
       return leaf
 
@@ -311,7 +313,10 @@ def make(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Sha
   """The Sharding of a config; `ONE_DEVICE` where its mesh is one."""
   if math.prod(config.sizes.values()) == 1:
     return ONE_DEVICE
-  return Sharding(make_mesh(config, devices), PRESETS[config.rules])
+  rules = dataclasses.replace(
+    PRESETS[config.rules], gradient_dtype=config.gradient_dtype
+  )
+  return Sharding(make_mesh(config, devices), rules)
 
 
 def save_all_but_gathered(primitive, *_, **params) -> bool:
@@ -331,8 +336,9 @@ def save_all_but_gathered(primitive, *_, **params) -> bool:
   return primitive.name != 'linear_call'  # made by `_gather` alone
 
 
-def _gather(x, axes, dim, dtype):
-  """All-gather of a parameter along `dim`, as `dtype`; None is its own."""
+def _gather(x, axes, dim, dtype, summed):
+  """All-gather of a parameter along `dim`, as `dtype`; its gradient is summed as
+  `summed`; None is its own dtype."""
   stored = x.dtype
   dtype = dtype or stored
 
@@ -341,7 +347,8 @@ def _gather(x, axes, dim, dtype):
 
   def scatter(_, d_out):
     # A sum over many devices: in the parameter's precision, not the activations'.
-    d_out = d_out.astype(stored)
-    return lax.psum_scatter(d_out, axes, scatter_dimension=dim, tiled=True)
+    d_out = d_out.astype(summed or stored)
+    total = lax.psum_scatter(d_out, axes, scatter_dimension=dim, tiled=True)
+    return total.astype(stored)
 
   return linear_call(gather, scatter, (), x)

@@ -152,7 +152,8 @@ def test_quantised_activations_read_the_blocks_themselves(saved):
 
 @pytest.mark.long
 def test_on_a_mesh(saved):
-  """Blocks are loaded onto a mesh, and saved, scored, served and trained there."""
+  """Blocks are loaded onto a mesh, scored and placed for the engine there; quantised
+  matmuls train there as on one device."""
   worker = processes.start('tests.checkpoint.fp8_mesh_worker', saved)
   [(out, err)] = processes.finish([worker], timeout_s=240)
   assert 'all equal' in out, out + err[-3000:]
