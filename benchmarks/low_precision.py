@@ -1,7 +1,8 @@
 """Low precision on text: loss of training, and errors of log-probabilities in serving.
 
   python -m benchmarks.low_precision         # two tables; --json for the numbers
-  python -m benchmarks.low_precision --kinds plain block_fp8 --steps 100 --seeds 0
+  python -m benchmarks.low_precision --seeds 0 --json > 0.json    # a seed at a time
+  python -m benchmarks.low_precision --results 0.json 1.json      # their tables
 
 Trains small M2s on the same batches of Python's standard library with each kind of
 `ModelConfig.matmuls`, and with one optimizer (Muon, Adam for the rest). `loss` is in
@@ -25,6 +26,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import pathlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -261,25 +263,45 @@ def tables(found: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--kinds', nargs='+', choices=KINDS, default=list(KINDS))
-  parser.add_argument('--steps', type=int, default=300)
+  parser.add_argument('--kinds', nargs='+', choices=KINDS, default=['block_fp8'])
+  parser.add_argument('--steps', type=int, default=100)
   parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--files', type=int, default=200)
+  parser.add_argument('--results', nargs='+', type=pathlib.Path, default=[])
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args(arguments)
+  if args.results:
+    found = joined([json.loads(path.read_text()) for path in args.results])
+  else:
+    found = measured(args)
+  print(json.dumps(found) if args.json else tables(found))
+  return found
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+  """What the tables show, of all seeds."""
   kinds = list(
     dict.fromkeys(['plain', *args.kinds])
   )  # what the others are compared with
   text = ablations.read(args.files)
   runs = {k: [train(k, args.steps, s, text) for s in args.seeds] for k in kinds}
-  found = {
+  return {
     'losses': {kind: [loss for loss, _ in mine] for kind, mine in runs.items()},
     'step_s': step_times(kinds, args.steps, text),
     'serving': [serve(variables, text) for _, variables in runs['plain']],
     'bytes': sizes(runs['plain'][0][1]),
   }
-  print(json.dumps(found) if args.json else tables(found))
-  return found
+
+
+def joined(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """The results of several runs, each of other seeds."""
+  kinds = found[0]['losses']
+  return {
+    'losses': {kind: [x for f in found for x in f['losses'][kind]] for kind in kinds},
+    'step_s': {k: float(np.median([f['step_s'][k] for f in found])) for k in kinds},
+    'serving': [one for f in found for one in f['serving']],
+    'bytes': found[0]['bytes'],
+  }
 
 
 if __name__ == '__main__':

@@ -20,7 +20,7 @@ from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.text.tokenizer import Tokenizer
 
 # How a job computes is its own choice, whatever the weights were trained or stored as.
-_OF_THE_JOB = ('dtype', 'param_dtype', 'remat', 'unroll_layers')
+_OF_THE_JOB = ('dtype', 'matmuls', 'param_dtype', 'remat', 'unroll_layers')
 
 
 def load(
@@ -33,7 +33,7 @@ def load(
   Args:
     directory: of checkpoints, a run's workdir, or one with config.json and safetensors
       in the released format, with its tokenizer.json.
-    job: the model that is returned has its dtypes and its remat; None: as stored.
+    job: the model that is returned has its dtypes, precision and remat; None: as stored.
     sharding: the mesh to read onto; all its processes must call this.
 
   Raises:

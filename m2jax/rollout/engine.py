@@ -40,7 +40,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.kernels import block_fp8
-from m2jax.moe import batched
 from m2jax.rollout import contexts, forward, placement, speculative
 from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.calls import Calls
@@ -100,11 +99,7 @@ class Engine:
     # On a TPU or a GPU there are kernels for pages and for groups of any size.
     on_cpu = cfg.unroll_layers and _platform(self._mesh) == 'cpu'
     self._on_cpu = on_cpu
-    in_blocks = config.weights_dtype == 'block_fp8'
-    few = None
-    if on_cpu and not in_blocks and cfg.matmuls.kind != 'block_fp8':
-      several = self.sharding.size('experts') > 1
-      few = batched.separate if several else batched.dense
+    few = placement.few_tokens(cfg, config, self.sharding) if on_cpu else None
     weights = _EVERYWHERE
     if self.sharding.mesh is not None:
       weights = placement.weight_specs(cfg, rules, few=few, modules=drafting)
@@ -159,9 +154,8 @@ class Engine:
       calls.insert, (prefix, state, all_, all_), state, donate=1
     )
     self._jit_prefill = self._jit(calls.prefill, (weights, prefix, all_, all_), prefix)
-    split = functools.partial(
-      forward.prepare, cfg, quantize=in_blocks, few=few, modules=drafting
-    )
+    options = dict(quantize=bool(config.weights_dtype), few=few, modules=drafting)
+    split = functools.partial(forward.prepared, cfg, **options)
     stacked = _EVERYWHERE
     if self.sharding.mesh is not None:
       stacked = sharding_lib.param_specs(cfg, rules)
@@ -299,8 +293,7 @@ class Engine:
     in_blocks = block_fp8.are_blocks(params)
     if in_blocks and not self.config.weights_dtype:
       raise ValueError(
-        'EngineConfig.weights_dtype=None: these weights are in block FP8; set it to '
-        "'block_fp8'"
+        "EngineConfig.weights_dtype=None: set 'block_fp8', as these weights are"
       )
     leaves, structure = jax.tree.flatten(params)
     everywhere = self._named(_EVERYWHERE)

@@ -144,7 +144,7 @@ def _through_layers(cfg: ModelConfig, body, x, pages, weights):
   return lax.scan(one, (x, pages), layers)[0]
 
 
-def prepare(cfg: ModelConfig, variables, *, quantize: bool, **options):
+def prepared(cfg: ModelConfig, variables, *, quantize: bool, **options):
   """Weights as the calls take them: `split_layers` with `options` where unrolled.
 
   Args:

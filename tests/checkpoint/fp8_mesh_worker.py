@@ -51,8 +51,9 @@ def weights(directory: str):
   assert block_fp8.Blocks is type(loaded['params']['layers'][0]['gate'])
   # shards of D, in storage, need not be whole blocks: they are gathered
   gathered = on('fsdp', fsdp=2)
-  score = lambda v: model.token_logprobs(model.M2(cfg), v, batch, sharding=gathered)
-  check_equal(score(whole), want, 1e-5)
+  placed = gathered.place(whole, sharding.param_specs(cfg, gathered.rules))
+  found = model.token_logprobs(model.M2(cfg), placed, batch, sharding=gathered)
+  check_equal(found, want, 1e-5)
 
 
 def training(directory: str):
@@ -62,14 +63,16 @@ def training(directory: str):
   tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=(ROWS, CONTEXT))
   batch = forest.causal(jnp.asarray(tokens))
 
-  def loss(params, where):
-    variables = {**whole, 'params': params}
+  def loss(params, router, where):
+    variables = {'params': params, 'router': router}
     found = model.token_logprobs(model.M2(cfg), variables, batch, sharding=where)
     return -jnp.mean(found)
 
-  grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-  want = grad(whole['params'], sharding.ONE_DEVICE)
-  found = grad(whole['params'], on('fsdp', fsdp=2))
+  grad = jax.jit(jax.value_and_grad(loss), static_argnums=2)
+  want = grad(whole['params'], whole['router'], sharding.ONE_DEVICE)
+  where = on('fsdp', fsdp=2)
+  placed = where.place(whole, sharding.param_specs(cfg, where.rules))
+  found = grad(placed['params'], placed['router'], where)
   check_equal(found[0], want[0], 1e-5)
   # Tiles along tokens are of a device's own rows: of an expert's they are others.
   names = ('q', 'k', 'v', 'o')
