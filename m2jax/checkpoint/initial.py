@@ -33,7 +33,7 @@ def load(
   Args:
     directory: of checkpoints, a run's workdir, or one with config.json and safetensors
       in the released format, with its tokenizer.json.
-    job: the model that is returned has its dtypes, precision and remat; None: as stored.
+    job: the model that is returned has its dtypes, precision, remat; None: as stored.
     sharding: the mesh to read onto; all its processes must call this.
 
   Raises:

@@ -1,7 +1,7 @@
 """Linear layers in block FP8: which tensors of the three matmuls have which tiles.
 
 With Q_a×b(·) rounded to e4m3 with a scale for each tile of a rows and b columns, and
-x [T, D], w [D, F] (DeepSeek-V3, docs/facts/algorithms.md §5.1):
+x [T, D], w [D, F] (DeepSeek-V3, docs/facts/algorithms.md §5):
 
   out = Q_1×128(x)·Q_128×128(w)         Fprop
   d_x = Q_1×128(d_out)·Q_128×128(w)ᵀ    Dgrad

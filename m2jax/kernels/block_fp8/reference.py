@@ -2,7 +2,7 @@
 
 The operands are dequantised to fp32 and multiplied. Products of e4m3 numbers are exact
 in fp32, and one scale applies to 128 of them: to the rounding of fp32 sums this equals
-scaled partial sums over 128 elements (docs/facts/algorithms.md §5.2). Scales that are
+scaled partial sums over 128 elements (docs/facts/algorithms.md §5). Scales that are
 powers of two are exact in bf16 as well: bf16 activations then have bf16 operands, which
 matrix units without FP8 multiply at full speed.
 

@@ -2,7 +2,7 @@
 
 The forward pass and the gradient of x are exact. The weights' gradient reads x as it
 would have been saved: as integers with one scale a token. This is the stress that GNMR
-was tested with (docs/facts/algorithms.md §2.3). It emulates the precision, not the
+was tested with (arXiv 2606.00539). It emulates the precision, not the
 memory: what is saved has x's dtype.
 
 Axes: T rows (tokens), D in, F out, E groups.
