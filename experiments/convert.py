@@ -29,8 +29,9 @@ SOURCE = flags.DEFINE_string('from_huggingface', None, 'Directory to import.')
 DTYPE = flags.DEFINE_enum(
   'dtype',
   None,
-  ['float32', 'bfloat16'],
-  'Of the weights; default: unchanged when exporting, float32 when importing.',
+  ['float32', 'bfloat16', 'block_fp8'],
+  'Of the weights; default: unchanged when exporting, float32 when importing. '
+  'block_fp8, as released, when exporting only.',
 )
 SHARD_BYTES = flags.DEFINE_integer(
   'max_shard_bytes',
@@ -61,6 +62,11 @@ def _export():
 
 
 def _import():
+  if DTYPE.value == 'block_fp8':
+    raise common.BadInput(
+      '--dtype=block_fp8: a workdir has no blocks; serve and evaluate read them from '
+      'the directory itself, with --config.engine.weights_dtype=block_fp8'
+    )
   directory = common.workdir()
   if CheckpointManager(directory, read_only=True).latest_step() is not None:
     raise common.BadInput(f'{directory} has a checkpoint: give another --workdir')

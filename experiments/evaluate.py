@@ -36,7 +36,9 @@ def main():
   common.virtual_devices(mesh)
   common.join_processes()
   sharding = common.make_sharding(mesh)
-  found = served.load(CHECKPOINT.value or workdir, STEP.value, sharding)
+  found = served.load(
+    CHECKPOINT.value or workdir, STEP.value, sharding, values['engine']['weights_dtype']
+  )
   values['model'] = dataclasses.asdict(found.model)
   config = common.build(RolloutConfig, values)
   logging.info('evaluating step %d of %s', found.step, found.directory)

@@ -49,7 +49,7 @@ def main():
   common.virtual_devices(mesh)
   common.join_processes()
   sharding = common.make_sharding(mesh)
-  found = served.load(CHECKPOINT.value, STEP.value, sharding)
+  found = served.load(CHECKPOINT.value, STEP.value, sharding, engine.weights_dtype)
   with served.engine(found, engine, sharding) as running:
     if running is not None:  # else this is not process 0
       _serve(found, running, scheduler, gateway)

@@ -12,7 +12,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from experiments import common
-from m2jax.checkpoint import policy
+from m2jax.checkpoint import initial, policy
+from m2jax.checkpoint.huggingface import config as released
 from m2jax.forge import lead_engine
 from m2jax.forge.commands import Commands
 from m2jax.rollout import placement
@@ -22,14 +23,28 @@ from m2jax.sharding import Sharding
 
 
 def load(
-  directory: str | os.PathLike, step: int | None, sharding: Sharding
+  directory: str | os.PathLike,
+  step: int | None,
+  sharding: Sharding,
+  weights_dtype: str | None = None,
 ) -> policy.Policy:
   """Reads a policy, each device only its part; every process calls it.
 
+  Args:
+    directory: a workdir or of checkpoints, or one in the released format.
+    step: None is the latest; the released format has none.
+    sharding: the mesh.
+    weights_dtype: the engine's. 'block_fp8' reads a release's blocks as they are.
+
   Raises:
     ValueError: the model does not divide over the mesh; names the field.
-    CheckpointError: see `policy.load`.
+    CheckpointError: see `policy.load`, `huggingface.load`.
   """
+  if initial.is_released(directory):
+    model = released.read(directory).cfg
+    return initial.load_released(
+      directory, placement.serving(model, sharding), weights_dtype
+    )
   with common.leader_first():
     model, step = policy.describe(directory, step)
   if jax.process_count() > 1:  # a job may be writing: the step that process 0 has found

@@ -12,6 +12,43 @@ import functools
 from m2jax.checks import require
 
 REMAT = ('none', 'layer', 'attention')
+MATMULS = ('plain', 'block_fp8', 'activations_int8', 'activations_int4')
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmuls:
+  """Precision of the matmuls by q, k, v, o and the experts' matrices.
+
+  Embedding, head, router, norms and attention scores do not depend on it.
+
+  Attributes:
+    kind: operands of the matmuls, forward and backward (docs/low_precision.md).
+      'plain': in the activations' dtype.
+      'block_fp8': e4m3 with a scale for each 1x128 tile of activations and each 128x128
+        block of weights, in all three matmuls; sums in fp32.
+      'activations_int8', 'activations_int4': plain, but the activations saved for the
+        weights' gradient are rounded to integers with a scale for each token.
+    power_of_two: scales are rounded up to powers of two. In bfloat16 the emulation is
+      then exact with bfloat16 operands: full speed on a TPU without FP8.
+    clip: largest magnitude that is represented, in units of its tile's largest.
+      Below 1 is a fault: large values saturate. Not for 'plain'.
+  """
+
+  kind: str = 'plain'
+  power_of_two: bool = False
+  clip: float = 1.0
+
+  def __post_init__(self):
+    require(self, self.kind in MATMULS, 'kind', f'one of {MATMULS}')
+    require(self, 0 < self.clip <= 1, 'clip', 'above 0 and at most 1')
+    if self.kind == 'plain':
+      for name in ('power_of_two', 'clip'):
+        default = getattr(type(self), name)
+        ok = getattr(self, name) == default
+        require(self, ok, name, f"{default} with kind='plain'")
+
+
+PLAIN = Matmuls()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +75,7 @@ class ModelConfig:
     param_dtype: 'float32'; 'bfloat16' for serving; 'float64' in tests of exactness.
       Router biases are at least fp32.
     unroll_layers: unroll the loop over layers; faster at tiny sizes on CPU.
+    matmuls: precision of the matmuls of attention and experts.
     remat: what a block saves for the backward pass, which recomputes the rest. Bytes
       are of a token and layer in bfloat16, and of M2 on one device; tensor parallelism
       divides them.
@@ -70,6 +108,7 @@ class ModelConfig:
   param_dtype: str = 'float32'
   unroll_layers: bool = False
   remat: str = 'none'
+  matmuls: Matmuls = PLAIN
 
   def __post_init__(self):
     check = functools.partial(require, self)
@@ -107,6 +146,8 @@ class ModelConfig:
     scores = ('sigmoid', 'softmax')
     check(self.router_scores in scores, 'router_scores', f'one of {scores}')
     check(self.remat in REMAT, 'remat', f'one of {REMAT}')
+    if isinstance(self.matmuls, dict):  # of a checkpoint's or config's fields
+      object.__setattr__(self, 'matmuls', Matmuls(**self.matmuls))
     dtypes = ('float32', 'bfloat16', 'float64')
     check(self.dtype in dtypes, 'dtype', f'one of {dtypes}')
     check(self.param_dtype in dtypes, 'param_dtype', f'one of {dtypes}')

@@ -20,7 +20,7 @@ from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.text.tokenizer import Tokenizer
 
 # How a job computes is its own choice, whatever the weights were trained or stored as.
-_OF_THE_JOB = ('dtype', 'param_dtype', 'remat', 'unroll_layers')
+_OF_THE_JOB = ('dtype', 'matmuls', 'param_dtype', 'remat', 'unroll_layers')
 
 
 def load(
@@ -33,16 +33,15 @@ def load(
   Args:
     directory: of checkpoints, a run's workdir, or one with config.json and safetensors
       in the released format, with its tokenizer.json.
-    job: the model that is returned has its dtypes and its remat; None: as stored.
+    job: the model that is returned has its dtypes, precision, remat; None: as stored.
     sharding: the mesh to read onto; all its processes must call this.
 
   Raises:
     MissingCheckpoint, CheckpointMismatch, CorruptCheckpoint: as `policy.load` and
       `huggingface.load`.
   """
-  root = epath.Path(directory)
-  if _is_released(root):
-    found = _released(root, job and job.param_dtype, sharding)
+  if is_released(directory):
+    found = load_released(directory, sharding, job and job.param_dtype)
   else:
     found = policy.load(directory, sharding=sharding)
   if job is None:
@@ -59,9 +58,8 @@ def load(
 
 def tokenizer(directory: str | os.PathLike) -> Tokenizer:
   """The tokenizer of the weights, which are not read. Errors as `load`."""
-  root = epath.Path(directory)
-  if _is_released(root):
-    return policy.read_tokenizer(_tokenizer_file(root).read_bytes())
+  if is_released(directory):
+    return policy.read_tokenizer(_tokenizer_file(directory).read_bytes())
   manager = CheckpointManager(policy.find(directory), read_only=True)
   _, files, _ = manager.read_host()
   return policy.read_tokenizer(files[policy.TOKENIZER_FILE])
@@ -85,24 +83,29 @@ def check(found: ModelConfig, wanted: ModelConfig, directory: str) -> None:
   )
 
 
-def _is_released(root: epath.Path) -> bool:
+def is_released(directory: str | os.PathLike) -> bool:
+  """Whether a directory has weights in the released format."""
+  root = epath.Path(directory)
   return root.is_dir() and bool(list(root.glob('*.safetensors')))
 
 
-def _tokenizer_file(root: epath.Path) -> epath.Path:
-  path = root / huggingface.TOKENIZER
-  if not path.exists():
-    raise CheckpointMismatch(f'{root} has no {path.name}, which the job needs')
-  return path
-
-
-def _released(root: epath.Path, dtype: str | None, sharding: Sharding) -> policy.Policy:
-  content = _tokenizer_file(root).read_bytes()
+def load_released(
+  directory: str | os.PathLike, sharding: Sharding, dtype: str | None
+) -> policy.Policy:
+  """A policy of the released format, at step 0; `dtype` as in `huggingface.load`."""
+  content = _tokenizer_file(directory).read_bytes()
   rules = None if sharding.mesh is None else sharding.rules
   model, variables = huggingface.load(
-    root, mesh=sharding.mesh, rules=rules, dtype=dtype
+    directory, mesh=sharding.mesh, rules=rules, dtype=dtype
   )
-  return policy.Policy(model, variables, content, 0, os.fspath(root))
+  return policy.Policy(model, variables, content, 0, os.fspath(directory))
+
+
+def _tokenizer_file(directory: str | os.PathLike):
+  path = epath.Path(directory) / huggingface.TOKENIZER
+  if not path.exists():
+    raise CheckpointMismatch(f'{directory} has no {path.name}, which the job needs')
+  return path
 
 
 def _cast(leaf, like):

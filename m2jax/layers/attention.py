@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from m2jax.axes import Array, Float
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
-from m2jax.kernels import tree_attention
+from m2jax.kernels import block_fp8, tree_attention
 from m2jax.kernels.qk_norm_rope import norm_rope
 from m2jax.layers import rope
 from m2jax.layers.norm import mean_square
@@ -102,7 +102,7 @@ def project(
 
 
 def _project(x, p, cfg: ModelConfig, tables, sharding: Sharding):
-  q, k, v = (x @ p[name].astype(x.dtype) for name in ('q', 'k', 'v'))
+  q, k, v = (block_fp8.dot(x, p[name], cfg.matmuls) for name in ('q', 'k', 'v'))
   q_variance, k_variance = _variances(q, k, sharding)
   static = dict(head_dim=cfg.head_dim, eps=cfg.rms_norm_eps)
   q = norm_rope(q, p['q_norm'], *tables, variance=q_variance, **static)
@@ -156,5 +156,5 @@ def attend(
     k, v = (jnp.concatenate(pair, axis=1) for pair in zip(prefix, new, strict=True))
   k, v = sharding.gather_tokens(k), sharding.gather_tokens(v)
   out = tree_attention.attend(q, k, v, visibility)
-  out = out.reshape(x.shape[0], -1) @ p['o'].astype(x.dtype)
+  out = block_fp8.dot(out.reshape(x.shape[0], -1), p['o'], cfg.matmuls)
   return sharding.sum_to_residual(out, 'heads'), new

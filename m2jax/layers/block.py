@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from m2jax.axes import Array, Bool, Float, Float32, Int
 from m2jax.config import ModelConfig
+from m2jax.kernels import block_fp8
 from m2jax.layers.norm import rms_norm
 from m2jax.moe import dispatch, router
 from m2jax.sharding import ONE_DEVICE, Sharding
@@ -78,7 +79,12 @@ def apply(
     if experts is not None:
       out = experts(y, ids, weights, p)
     else:
-      kernels = (p[name].astype(x.dtype) for name in ('gate', 'up', 'down'))
-      out = dispatch.apply(y, ids, weights, *kernels, sharding=sharding)
+      kernels = (
+        block_fp8.operand(p[name], x.dtype, cfg.matmuls)
+        for name in ('gate', 'up', 'down')
+      )
+      out = dispatch.apply(
+        y, ids, weights, *kernels, sharding=sharding, matmuls=cfg.matmuls
+      )
     x = x + out
   return x, extra, Routing(ids, jax.lax.stop_gradient(load), rerouted)

@@ -30,6 +30,8 @@ import numpy as np
 from jax import lax
 
 from m2jax.axes import Array, Float, Int
+from m2jax.config import PLAIN, Matmuls
+from m2jax.kernels.block_fp8 import Blocks
 from m2jax.moe import exchange, experts
 from m2jax.sharding import ONE_DEVICE, Sharding
 
@@ -38,11 +40,12 @@ def apply(
   x: Float[Array, 'T D'],
   ids: Int[Array, 'T k'],
   weights: Float[Array, 'T k'],
-  gate: Float[Array, 'El D F'],
-  up: Float[Array, 'El D F'],
-  down: Float[Array, 'El F D'],
+  gate: Float[Array, 'El D F'] | Blocks,
+  up: Float[Array, 'El D F'] | Blocks,
+  down: Float[Array, 'El F D'] | Blocks,
   *,
   sharding: Sharding = ONE_DEVICE,
+  matmuls: Matmuls = PLAIN,
 ) -> Float[Array, '_ D']:
   """Σ_k w_k · expert_k(x) with experts and their hidden channels split over devices.
 
@@ -52,19 +55,24 @@ def apply(
     gate, up, down: of this device's experts and hidden channels.
     sharding: the mesh; `rules.dispatch` names the method, None is 'ragged' on TPU and
       'gather' elsewhere.
+    matmuls: precision of the experts' matmuls.
 
   Returns:
     In x's dtype; of this device's part of the residual stream (`Rules.residual`).
   """
   arrays = (x, ids, weights, gate, up, down)
   if not sharding.axes('experts'):
-    out = experts.apply(*arrays)
+    out = experts.apply(*arrays, matmuls)
   else:
     method = sharding.rules.dispatch
     methods = {
-      'gather': functools.partial(_gather, sharding),
-      'ragged': functools.partial(exchange.apply, lax.ragged_all_to_all, sharding),
-      'padded': functools.partial(exchange.apply, exchange.padded_all_to_all, sharding),
+      'gather': functools.partial(_gather, sharding, matmuls),
+      'ragged': functools.partial(
+        exchange.apply, lax.ragged_all_to_all, sharding, matmuls
+      ),
+      'padded': functools.partial(
+        exchange.apply, exchange.padded_all_to_all, sharding, matmuls
+      ),
     }
     if method is None:
       out = lax.platform_dependent(
@@ -75,8 +83,8 @@ def apply(
   return sharding.sum_to_residual(out, 'expert_hidden')
 
 
-def _gather(sharding: Sharding, x, ids, weights, *kernels):
-  run = lambda *tokens: experts.apply(*tokens, *kernels)
+def _gather(sharding: Sharding, matmuls: Matmuls, x, ids, weights, *kernels):
+  run = lambda *tokens: experts.apply(*tokens, *kernels, matmuls)
   return gathered(run, x, ids, weights, len(kernels[0]), sharding)
 
 

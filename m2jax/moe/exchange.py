@@ -29,6 +29,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from m2jax.axes import Array, Float, Int
+from m2jax.config import Matmuls
+from m2jax.kernels.block_fp8 import Blocks
 from m2jax.moe import by_expert, experts
 from m2jax.sharding import Sharding
 
@@ -51,6 +53,7 @@ class _Static(NamedTuple):
   all_to_all: Callable  # as `lax.ragged_all_to_all`
   axes: tuple[str, ...]  # of the mesh: the expert axis
   rows: int  # of a buffer
+  matmuls: Matmuls  # precision
 
 
 class _Routing(NamedTuple):
@@ -134,7 +137,8 @@ def _experts(static: _Static, x, weights, matrices, routing: _Routing):
   ones = jnp.ones((static.rows, 1), weights.dtype)
 
   def body(part, out):
-    y = experts.apply(_received(static, part, rows), part.expert, ones, *matrices)
+    received = _received(static, part, rows)
+    y = experts.apply(received, part.expert, ones, *matrices, static.matmuls)
     return part.send_back(y, out)
 
   out = _over_rounds(static, counts, body, jnp.zeros_like(rows))
@@ -158,9 +162,8 @@ def _bwd(static, residuals, d_out):
   def body(part, state):
     d_rows, d_weights, d_matrices = state
     rows, w, d_y = (_received(static, part, a) for a in sent)
-    _, vjp = jax.vjp(
-      lambda rows, w, *m: experts.apply(rows, part.expert, w, *m), rows, w, *matrices
-    )
+    run = lambda rows, w, *m: experts.apply(rows, part.expert, w, *m, static.matmuls)
+    _, vjp = jax.vjp(run, rows, w, *matrices)
     d_received, d_w, *more = vjp(d_y)
     return (
       part.send_back(d_received, d_rows),
@@ -180,12 +183,13 @@ _experts.defvjp(_fwd, _bwd)
 def apply(
   all_to_all: Callable,
   sharding: Sharding,
+  matmuls: Matmuls,
   x: Float[Array, 'T D'],
   ids: Int[Array, 'T k'],
   weights: Float[Array, 'T k'],
-  gate: Float[Array, 'El D F'],
-  up: Float[Array, 'El D F'],
-  down: Float[Array, 'El F D'],
+  gate: Float[Array, 'El D F'] | Blocks,
+  up: Float[Array, 'El D F'] | Blocks,
+  down: Float[Array, 'El F D'] | Blocks,
 ) -> Float[Array, 'T D']:
   """Same contract as `dispatch.apply`, without the sum over hidden channels.
 
@@ -194,7 +198,7 @@ def apply(
   Args:
     all_to_all: `lax.ragged_all_to_all` or `padded_all_to_all`.
     sharding: its rule `exchange_factor` is C in multiples of A.
-    x, ids, weights, gate, up, down: as in `dispatch.apply`.
+    matmuls, x, ids, weights, gate, up, down: as in `dispatch.apply`.
   """
   axes, here = sharding.axes('experts'), len(gate)
   devices = sharding.size('experts')
@@ -202,7 +206,7 @@ def apply(
   counts = lax.all_gather(count, axes).reshape(devices, devices, here)
   counts = checkpoint_name(counts, by_expert.NAME)
   rows = buffer_rows(*ids.shape, devices, here, sharding.rules.exchange_factor)
-  static = _Static(all_to_all, axes, rows)
+  static = _Static(all_to_all, axes, rows, matmuls)
   routing = _Routing(order, place.reshape(ids.shape), counts)
   return _experts(static, x, weights, (gate, up, down), routing)
 

@@ -2,7 +2,7 @@
 
 One implementation per platform, exact for every routing, whose matmuls cost the same
 for every E: `tiled` on a CPU, elsewhere `grouped`, which sorts assignments by expert
-and runs three grouped matmuls.
+and runs three grouped matmuls. In low precision all platforms run `grouped`.
 
 Axes: T tokens, D model, E experts, k experts of a token, A = T·k assignments,
 F expert hidden.
@@ -10,11 +10,15 @@ F expert hidden.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from m2jax.axes import Array, Float, Int, Shaped
-from m2jax.kernels import grouped_matmul
+from m2jax.config import PLAIN, Matmuls
+from m2jax.kernels import block_fp8
+from m2jax.kernels.block_fp8 import Blocks
 from m2jax.moe import by_expert, tiled
 
 
@@ -22,15 +26,18 @@ def apply(
   x: Float[Array, 'T D'],
   ids: Int[Array, 'T k'],
   weights: Float[Array, 'T k'],
-  gate: Float[Array, 'E D F'],
-  up: Float[Array, 'E D F'],
-  down: Float[Array, 'E F D'],
+  gate: Float[Array, 'E D F'] | Blocks,
+  up: Float[Array, 'E D F'] | Blocks,
+  down: Float[Array, 'E F D'] | Blocks,
+  matmuls: Matmuls = PLAIN,
 ) -> Float[Array, 'T D']:
   """Σ_k w_k · expert_k(x): `tiled.experts` where lowered for a CPU, else `grouped`.
 
   An id of E is an expert of another device: it adds nothing and gets no gradient.
   """
   arrays = (x, ids, weights, gate, up, down)
+  if matmuls != PLAIN:
+    return grouped(*arrays, matmuls)
   return jax.lax.platform_dependent(*arrays, cpu=tiled.experts, default=grouped)
 
 
@@ -38,18 +45,19 @@ def grouped(
   x: Float[Array, 'T D'],
   ids: Int[Array, 'T k'],
   weights: Float[Array, 'T k'],
-  gate: Float[Array, 'E D F'],
-  up: Float[Array, 'E D F'],
-  down: Float[Array, 'E F D'],
+  gate: Float[Array, 'E D F'] | Blocks,
+  up: Float[Array, 'E D F'] | Blocks,
+  down: Float[Array, 'E F D'] | Blocks,
+  matmuls: Matmuls = PLAIN,
 ) -> Float[Array, 'T D']:
   """Same contract as `apply`: grouped matmuls over assignments sorted by expert."""
   tokens, top_k = ids.shape
   experts = gate.shape[0]
   order, place, group_sizes = by_expert.order(ids, experts)
   rows = take(x, order, place.reshape(ids.shape))
-  h = jax.nn.silu(grouped_matmul.matmul(rows, gate, group_sizes))
-  h = h * grouped_matmul.matmul(rows, up, group_sizes)
-  out = permute(grouped_matmul.matmul(h, down, group_sizes), place, order)
+  times = functools.partial(block_fp8.grouped, group_sizes=group_sizes, matmuls=matmuls)
+  h = jax.nn.silu(times(rows, gate)) * times(rows, up)
+  out = permute(times(h, down), place, order)
   out = out.reshape(tokens, top_k, -1)
   return jnp.einsum('tkd,tk->td', out, weights.astype(x.dtype))
 

@@ -19,7 +19,7 @@ from jax import lax
 
 from m2jax.kernels.paged_attention import cpu as paged_attention
 from m2jax.rollout import masked_attention
-from m2jax.rollout.pages import EXPERT_DTYPE, Pages, Places
+from m2jax.rollout.pages import EXPERT_DTYPE, Pages, Places, as_stored
 
 
 class Contexts(NamedTuple):
@@ -47,7 +47,7 @@ class Contexts(NamedTuple):
 
   def write(self, layer: int, at: Places, k, v) -> Contexts:
     def set_(stack, at, new):
-      new = at.set(new.astype(stack[layer].dtype), mode='drop')
+      new = at.set(as_stored(new, stack[layer].dtype), mode='drop')
       return (*stack[:layer], new, *stack[layer + 1 :])
 
     return self._replace(

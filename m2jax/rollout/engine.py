@@ -39,7 +39,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
-from m2jax.moe import batched
+from m2jax.kernels import block_fp8
 from m2jax.rollout import contexts, forward, placement, speculative
 from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.calls import Calls
@@ -99,10 +99,7 @@ class Engine:
     # On a TPU or a GPU there are kernels for pages and for groups of any size.
     on_cpu = cfg.unroll_layers and _platform(self._mesh) == 'cpu'
     self._on_cpu = on_cpu
-    few = None
-    if on_cpu:
-      several = self.sharding.size('experts') > 1
-      few = batched.separate if several else batched.dense
+    few = placement.few_tokens(cfg, config, self.sharding) if on_cpu else None
     weights = _EVERYWHERE
     if self.sharding.mesh is not None:
       weights = placement.weight_specs(cfg, rules, few=few, modules=drafting)
@@ -157,11 +154,12 @@ class Engine:
       calls.insert, (prefix, state, all_, all_), state, donate=1
     )
     self._jit_prefill = self._jit(calls.prefill, (weights, prefix, all_, all_), prefix)
-    split = functools.partial(forward.split_layers, cfg, few=few, modules=drafting)
+    options = dict(quantize=bool(config.weights_dtype), few=few, modules=drafting)
+    split = functools.partial(forward.prepared, cfg, **options)
     stacked = _EVERYWHERE
     if self.sharding.mesh is not None:
       stacked = sharding_lib.param_specs(cfg, rules)
-    self._split_layers = self._jit(split, (stacked,), weights)
+    self._prepare = self._jit(split, (stacked,), weights)
     self._new_state = jax.jit(self._empty_state, out_shardings=self._named(state))
     self._new_prefix = jax.jit(self._empty_prefix, out_shardings=self._named(prefix))
 
@@ -292,6 +290,11 @@ class Engine:
     Args:
       part_bytes: a part ends with the array that makes it so large.
     """
+    in_blocks = block_fp8.are_blocks(params)
+    if in_blocks and not self.config.weights_dtype:
+      raise ValueError(
+        "EngineConfig.weights_dtype=None: set 'block_fp8', as these weights are"
+      )
     leaves, structure = jax.tree.flatten(params)
     everywhere = self._named(_EVERYWHERE)
     specs = [_EVERYWHERE] * len(leaves)
@@ -309,7 +312,8 @@ class Engine:
         since = 0
         yield None
     params = structure.unflatten(leaves)
-    yield self._split_layers(params) if self.cfg.unroll_layers else params
+    ready = not self.cfg.unroll_layers and bool(self.config.weights_dtype) == in_blocks
+    yield params if ready else self._prepare(params)
 
   @property
   def loads_in_any_thread(self) -> bool:

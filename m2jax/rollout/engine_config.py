@@ -11,6 +11,8 @@ import functools
 
 from m2jax.checks import require
 
+_CACHE_DTYPES = (None, 'float32', 'bfloat16', 'float64', 'float8_e4m3fn')
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -31,7 +33,12 @@ class EngineConfig:
     max_top_logprobs: maximum of a request's top_logprobs.
     confident_probability, confident_tokens: a generation ends ('length') after
       confident_tokens consecutive tokens above this probability (DESIGN §6).
-    cache_dtype: of the K/V cache; None is the model's activation dtype.
+    cache_dtype: of the K/V cache; None is the model's activation dtype. In
+      'float8_e4m3fn' numbers have no scale and saturate at 448; attention computes in
+      the activations' dtype (docs/low_precision.md).
+    weights_dtype: 'block_fp8' stores linear layers as the release does; weights that
+      are not so already are quantised when they are loaded. A call dequantises a layer
+      at a time, to the activations' dtype. None: as they are.
     record_experts: store the expert ids of every token with its K/V and return them
       with the result, for routing replay in training: 2·L·top_k bytes per token.
     draft_tokens: maximum tokens that MTP modules draft for the main model to verify in
@@ -52,6 +59,7 @@ class EngineConfig:
   confident_probability: float = 0.99
   confident_tokens: int = 3000
   cache_dtype: str | None = None
+  weights_dtype: str | None = None
   record_experts: bool = False
   draft_tokens: int = 0
 
@@ -61,6 +69,8 @@ class EngineConfig:
       check(getattr(self, field) > 0, field, 'positive')
     for field in ('max_logit_bias', 'max_top_logprobs', 'draft_tokens'):
       check(getattr(self, field) >= 0, field, 'at least 0')
+    check(self.cache_dtype in _CACHE_DTYPES, 'cache_dtype', f'one of {_CACHE_DTYPES}')
+    check(self.weights_dtype in (None, 'block_fp8'), 'weights_dtype', "'block_fp8'")
     check(self.confident_tokens > 0, 'confident_tokens', 'positive')
     check(self.context_tokens > 1, 'context_tokens', 'at least 2')
     check(0 < self.confident_probability < 1, 'confident_probability', 'in (0, 1)')

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from m2jax.config import ModelConfig
+from m2jax.kernels import block_fp8
 from m2jax.layers import attention, block, rope
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
@@ -112,7 +113,7 @@ def layer_block(cfg: ModelConfig, rows: Rows, sharding: Sharding, visible=None):
       q, k, v = (a.reshape(P, C, *a.shape[1:]) for a in qkv)
       after = pages.write(layer, rows.places(pages), k, v)
       out = after.attend(layer, q, rows.tables, sees_up_to, visible)
-      out = out.reshape(P * C, -1) @ p['o'].astype(x.dtype)
+      out = block_fp8.dot(out.reshape(P * C, -1), p['o'], cfg.matmuls)
       return sharding.psum(out, 'heads'), after
 
     ones = jnp.ones(P * C, jnp.int32)
@@ -141,6 +142,17 @@ def _through_layers(cfg: ModelConfig, body, x, pages, weights):
 
   layers = (weights, jnp.arange(cfg.num_layers))
   return lax.scan(one, (x, pages), layers)[0]
+
+
+def prepared(cfg: ModelConfig, variables, *, quantize: bool, **options):
+  """Weights as the calls take them: `split_layers` with `options` where unrolled.
+
+  Args:
+    quantize: the linear layers are stored in block FP8.
+  """
+  if quantize:
+    variables = block_fp8.quantize_variables(variables)
+  return split_layers(cfg, variables, **options) if cfg.unroll_layers else variables
 
 
 def split_layers(

@@ -32,6 +32,14 @@ EXPERT_DTYPE, DEPTH_DTYPE = jnp.int16, jnp.int8
 UNUSED = 0  # the page of what is not kept
 
 
+def as_stored(x: jax.Array, dtype) -> jax.Array:
+  """Keys or values in the cache's dtype; in e4m3 clamped, which a cast does not do."""
+  if dtype == jnp.float8_e4m3fn:
+    largest = float(jnp.finfo(dtype).max)
+    x = jnp.clip(x, -largest, largest)
+  return x.astype(dtype)
+
+
 class Places(NamedTuple):
   """Where the new tokens of a call are stored: page and offset, [P, C] int32."""
 
@@ -73,7 +81,8 @@ class Pages(NamedTuple):
 
     def set_(x, new):
       tokens = x.reshape(L * K * pages * page, H).at[index]
-      return tokens.set(new.astype(x.dtype), mode='promise_in_bounds').reshape(x.shape)
+      new = as_stored(new, x.dtype)
+      return tokens.set(new, mode='promise_in_bounds').reshape(x.shape)
 
     return self._replace(k=set_(self.k, k), v=set_(self.v, v))
 

@@ -54,6 +54,16 @@ def serving(cfg: ModelConfig, sharding: Sharding) -> Sharding:
   return served
 
 
+def few_tokens(cfg: ModelConfig, config: EngineConfig, sharding: Sharding):
+  """The form of experts for few tokens on a CPU, as in `forward.split_layers`.
+
+  None in block FP8, whose matrices stay as they are.
+  """
+  if 'block_fp8' in (config.weights_dtype, cfg.matmuls.kind):
+    return None
+  return batched.separate if sharding.size('experts') > 1 else batched.dense
+
+
 def weight_specs(
   cfg: ModelConfig,
   rules: Rules,

@@ -11,7 +11,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from m2jax.checks import require
-from m2jax.sharding.rules import MESH_AXES, PRESETS
+from m2jax.sharding.rules import GRADIENT_DTYPES, MESH_AXES, PRESETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class MeshConfig:
     data, fsdp, context, expert, tensor: see `m2jax.sharding`; their product is the
       number of devices.
     rules: name of a preset.
+    gradient_dtype: see `Rules`.
   """
 
   data: int = 1
@@ -30,11 +31,14 @@ class MeshConfig:
   expert: int = 1
   tensor: int = 1
   rules: str = 'fsdp_ep'
+  gradient_dtype: str | None = None
 
   def __post_init__(self):
     for name, size in self.sizes.items():
       require(self, size >= 1, name, 'at least 1')
     require(self, self.rules in PRESETS, 'rules', f'one of {list(PRESETS)}')
+    known = self.gradient_dtype in GRADIENT_DTYPES
+    require(self, known, 'gradient_dtype', f'one of {GRADIENT_DTYPES}')
 
   @property
   def sizes(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ Axes = str | tuple[str, ...] | None
 
 MESH_AXES = ('data', 'fsdp', 'context', 'expert', 'tensor')
 DISPATCHES = ('gather', 'ragged', 'padded')
+GRADIENT_DTYPES = (None, 'bfloat16', 'float32')
 
 BATCH = ('rows', 'tokens')
 STORED = ('model', 'expert_model')
@@ -45,6 +46,9 @@ class Rules:
       implementations; None resolves by the platform lowered for.
     exchange_factor: rows that a device has room for in a round of `moe.exchange`, in
       multiples of those that it sends: 1.25 makes one round of an imbalance of 25 %.
+    gradient_dtype: in which devices exchange and sum the gradients of weights that are
+      split in storage; None is the weights' own. 'bfloat16' halves the bytes of these
+      reduce-scatters, but each sum is rounded.
 
   Raises:
     ValueError: an unknown mesh axis, or one mesh axis twice in one array (names the
@@ -62,6 +66,7 @@ class Rules:
   expert_model: Axes = None
   dispatch: str | None = None
   exchange_factor: float = 1.25
+  gradient_dtype: str | None = None
 
   def __post_init__(self):
     for name in (*BATCH, 'residual', *COMPUTE, *STORED):
@@ -74,6 +79,8 @@ class Rules:
     known = self.dispatch in (None, *DISPATCHES)
     require(self, known, 'dispatch', f'None or one of {DISPATCHES}')
     require(self, self.exchange_factor > 0, 'exchange_factor', 'positive')
+    known = self.gradient_dtype in GRADIENT_DTYPES
+    require(self, known, 'gradient_dtype', f'one of {GRADIENT_DTYPES}')
     parameters = {name: param.split for name, param in params.BY_NAME.items()}
     for array, logical in (*parameters.items(), *ACTIVATIONS.items()):
       self.spec(array, *logical)

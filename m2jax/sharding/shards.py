@@ -209,7 +209,7 @@ class Sharding:
     """Parameters by name, gathered along their storage axes.
 
     They are cast to `dtype` before the all-gather, except router and head; gradients
-    are summed in the parameters' own dtype.
+    are summed in the parameters' own dtype, or `rules.gradient_dtype`.
     """
     if not self.gathers:
       return dict(params)
@@ -220,8 +220,13 @@ class Sharding:
       for dim, logical in enumerate(BY_NAME[name].split):
         axes = self.axes(logical) if logical in STORED else ()
         if axes:
-          to = leaf.dtype if BY_NAME[name].kind in _WIDE else np.dtype(dtype)
-          leaf = _gather(leaf, axes, dim, to)
+          # block FP8 is several arrays: values and scales, gathered as they are
+          parts = not jax.tree_util.all_leaves([leaf])
+          to = None if parts or BY_NAME[name].kind in _WIDE else np.dtype(dtype)
+          gather = functools.partial(
+            _gather, axes=axes, dim=dim, dtype=to, summed=self.rules.gradient_dtype
+          )
+          leaf = jax.tree.map(gather, leaf)
       return leaf
 
     return {name: one(name, leaf) for name, leaf in params.items()}
@@ -263,6 +268,19 @@ class Sharding:
             f'shards: mesh axes {self.axes(logical)} split axis {logical!r} of '
             f'{", ".join(arrays)}'
           )
+    if cfg.matmuls.kind == 'block_fp8':
+      sizes = {
+        'heads': cfg.num_kv_heads * cfg.head_dim,
+        'expert_hidden': cfg.expert_dim,
+      }
+      for logical, channels in sizes.items():
+        shards = self.size(logical)
+        if shards > 1 and channels // shards % 128:
+          raise ValueError(
+            f'ModelConfig.matmuls: {shards} shards of {channels} channels '
+            f'({logical!r}) would cut blocks of 128 channels; use fewer shards, or '
+            "another kind than 'block_fp8'"
+          )
 
   def check_batch(self, rows: int, row_tokens: int | None = None) -> None:
     """Raises ValueError unless `rows` rows (of `row_tokens` tokens) divide evenly."""
@@ -295,7 +313,10 @@ def make(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Sha
   """The Sharding of a config; `ONE_DEVICE` where its mesh is one."""
   if math.prod(config.sizes.values()) == 1:
     return ONE_DEVICE
-  return Sharding(make_mesh(config, devices), PRESETS[config.rules])
+  rules = dataclasses.replace(
+    PRESETS[config.rules], gradient_dtype=config.gradient_dtype
+  )
+  return Sharding(make_mesh(config, devices), rules)
 
 
 def save_all_but_gathered(primitive, *_, **params) -> bool:
@@ -315,16 +336,19 @@ def save_all_but_gathered(primitive, *_, **params) -> bool:
   return primitive.name != 'linear_call'  # made by `_gather` alone
 
 
-def _gather(x, axes, dim, dtype):
-  """All-gather of a parameter along `dim`, as `dtype`."""
+def _gather(x, axes, dim, dtype, summed):
+  """All-gather of a parameter along `dim`, as `dtype`; its gradient is summed as
+  `summed`; None is its own dtype."""
   stored = x.dtype
+  dtype = dtype or stored
 
   def gather(_, x):
     return lax.all_gather(x.astype(dtype), axes, axis=dim, tiled=True)
 
   def scatter(_, d_out):
     # A sum over many devices: in the parameter's precision, not the activations'.
-    d_out = d_out.astype(stored)
-    return lax.psum_scatter(d_out, axes, scatter_dimension=dim, tiled=True)
+    d_out = d_out.astype(summed or stored)
+    total = lax.psum_scatter(d_out, axes, scatter_dimension=dim, tiled=True)
+    return total.astype(stored)
 
   return linear_call(gather, scatter, (), x)

@@ -68,11 +68,18 @@ class Shards:
     code = 'F32' if entry.code == fp8.CODE else entry.code
     return safetensors_io.nbytes(code, entry.shape[1:])
 
+  def is_fp8(self, name: str) -> bool:
+    """Whether a tensor has block-FP8 values."""
+    return self._entries[name][2].code == fp8.CODE
+
+  def stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+    """Rows of a tensor as they are in the file."""
+    return self._entries[name][1].rows(name, start, stop)
+
   def rows(self, name: str, start: int, stop: int, block) -> np.ndarray:
     """Rows of a tensor; FP8 is converted to fp32."""
-    _, reader, entry = self._entries[name]
-    values = reader.rows(name, start, stop)
-    if entry.code != fp8.CODE:
+    values = self.stored_rows(name, start, stop)
+    if not self.is_fp8(name):
       return values
     scale_name = name + fp8.SCALE_SUFFIX
     _, reader, entry = self._entries[scale_name]

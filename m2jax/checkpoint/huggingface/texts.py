@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from m2jax.checkpoint.huggingface import config as config_lib
+from m2jax.checkpoint.huggingface import fp8
 from m2jax.config import ModelConfig
 from m2jax.text import chat_template, markup
 from m2jax.text.tokenizer import Tokenizer
@@ -18,7 +19,9 @@ TOKENIZER = 'tokenizer.json'
 _SAMPLING = {'do_sample': True, 'temperature': 1.0, 'top_p': 0.95, 'top_k': 40}
 
 
-def files(cfg: ModelConfig, stored: str, tokenizer: bytes | None) -> dict[str, bytes]:
+def files(
+  cfg: ModelConfig, stored: str, tokenizer: bytes | None, in_blocks: bool = False
+) -> dict[str, bytes]:
   """Content of each file by name.
 
   Without generation_config.json, transformers takes the model's settings for generation
@@ -28,6 +31,7 @@ def files(cfg: ModelConfig, stored: str, tokenizer: bytes | None) -> dict[str, b
     cfg: the model.
     stored: dtype of the weights.
     tokenizer: content of the tokenizer.json; None omits the tokenizer's files.
+    in_blocks: the linear layers are in block FP8.
   """
   ids, texts = {}, {}
   if tokenizer is not None:
@@ -45,6 +49,8 @@ def files(cfg: ModelConfig, stored: str, tokenizer: bytes | None) -> dict[str, b
       'chat_template.jinja': chat_template.source().encode(),
     }
   values = config_lib.encode(cfg, stored, ids)
+  if in_blocks:
+    values['quantization_config'] = fp8.QUANTIZATION
   generation = {name: values[name] for name in ('bos_token_id', 'eos_token_id')}
   return {
     config_lib.FILE: as_json(values),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,8 +21,8 @@ from m2jax.checkpoint import leaves as leaves_lib
 from m2jax.checkpoint.errors import CheckpointExists, CheckpointMismatch
 from m2jax.checkpoint.huggingface import config as config_lib
 from m2jax.checkpoint.huggingface import files as files_lib
+from m2jax.checkpoint.huggingface import fp8, safetensors_io, streaming, texts
 from m2jax.checkpoint.huggingface import names as names_lib
-from m2jax.checkpoint.huggingface import safetensors_io, streaming, texts
 from m2jax.checkpoint.huggingface.names import Tensor
 from m2jax.config import ModelConfig
 
@@ -44,7 +45,9 @@ def load(
     mesh: None is one device.
     rules: how parameters are sharded over the mesh; None replicates them.
     dtype: of the parameters ('float32', 'bfloat16'); None is that of config.json.
-      Router biases are always at least fp32.
+      Router biases are always at least fp32. 'block_fp8': the linear layers, stored in
+      FP8, become `block_fp8.Blocks`, and nothing is dequantised; the rest has the dtype
+      of config.json.
 
   Returns:
     The model's config, with `param_dtype` as loaded, and {'params', 'router'} of
@@ -53,13 +56,14 @@ def load(
   Raises:
     MissingCheckpoint: no such directory or file; names it.
     CheckpointMismatch: config.json describes an unsupported model, or tensors are
-      missing, unexpected or of the wrong shape; names them.
+      missing, unexpected, of the wrong shape or not in FP8; names them.
     CorruptCheckpoint: a file is truncated or not a safetensors file; names file and
       tensor.
     ValueError: the mesh cannot shard an array by these rules; names it.
   """
   cfg, block = config_lib.read(directory)
-  if dtype is not None:
+  in_blocks = dtype == fp8.DTYPE
+  if dtype is not None and not in_blocks:
     cfg = dataclasses.replace(cfg, param_dtype=jnp.dtype(dtype).name)
   with contextlib.ExitStack() as stack:
     shards = files_lib.Shards(directory, stack)
@@ -72,8 +76,12 @@ def load(
       cfg = dataclasses.replace(cfg, num_mtp_modules=0)
     wanted = names_lib.tensors(cfg)
     shards.check(wanted, block)
-    shardings = _shardings(cfg, names_lib.shapes(cfg), mesh, rules)
     shapes = leaves_lib.table(params_lib.shapes(cfg))
+    if in_blocks:
+      _check_fp8(directory, wanted, shards, block)
+      wanted = [part for tensor in wanted for part in fp8.parts(tensor)]
+      shapes = fp8.part_shapes(shapes)
+    shardings = _shardings(cfg, shapes, mesh, rules)
     fillers = {}
     for leaf, layer in _layers(wanted, shards):
       if leaf not in fillers:
@@ -81,11 +89,26 @@ def load(
         fillers[leaf] = streaming.filler(
           like.shape, like.dtype, shardings[leaf], len(one.index), one.transposed
         )
+      read = functools.partial(shards.rows, block=block)
       for tensor in layer:
-        _fill(fillers[leaf], tensor, shards, block)
+        _fill(fillers[leaf], tensor, shards, shards.stored_rows if in_blocks else read)
       fillers[leaf].flush(layer[0].index)
     found = {leaf: fillers[leaf].array() for leaf in shapes}
-  return cfg, leaves_lib.nest(found)
+  variables = leaves_lib.nest(found)
+  return cfg, fp8.joined(variables) if in_blocks else variables
+
+
+def _check_fp8(directory, wanted: list[Tensor], shards: files_lib.Shards, block):
+  """Raises CheckpointMismatch unless linear layers are in FP8 of the usual blocks."""
+  quantized = [tensor.name for tensor in wanted if fp8.is_quantized(tensor.leaf)]
+  lines = [f'{name}: not FP8' for name in quantized if not shards.is_fp8(name)]
+  if block != fp8.BLOCK:
+    lines.append(f'weight_block_size={block}: only {fp8.BLOCK} is computed with')
+  if lines:
+    raise CheckpointMismatch(
+      f'checkpoint {directory}: dtype={fp8.DTYPE!r} reads weights stored so (`save` '
+      f'with that dtype writes them); these are not:\n{leaves_lib.listing(lines)}'
+    )
 
 
 def save(
@@ -105,23 +128,25 @@ def save(
   Args:
     directory: local; must not exist or be empty.
     cfg: the model.
-    variables: {'params', 'router'}; jax arrays on any mesh, or numpy arrays.
+    variables: {'params', 'router'}; jax arrays on any mesh, or numpy arrays. Linear
+      layers that are `block_fp8.Blocks` are written as they are.
     tokenizer: content of the tokenizer.json that goes with the weights.
     dtype: of the written parameters; None is that of the arrays. Router biases always
-      keep theirs.
+      keep theirs. 'block_fp8': linear layers in FP8 as released, the rest as it is.
     max_shard_bytes: maximum data per file, unless a single tensor has more.
 
   Raises:
     CheckpointExists: `directory` is not empty.
     CheckpointMismatch: the arrays are not those of a model of this config.
-    ValueError: the config has sliding windows or softmax routers.
+    ValueError: the config has sliding windows or softmax routers, or `dtype` is that of
+      arrays and the linear layers are blocks.
   """
   directory = os.path.abspath(directory)
   if os.path.isdir(directory) and os.listdir(directory) or os.path.isfile(directory):
     raise CheckpointExists(f'{directory} exists: choose a new directory')
   source = _Source(cfg, _checked(cfg, variables), dtype)
   stored = source.stored('lm_head.weight').name
-  side_files = texts.files(cfg, stored, tokenizer)
+  side_files = texts.files(cfg, stored, tokenizer, source.in_blocks)
   files = _plan(source.specs(), max_shard_bytes)
   if len(files) > 1:
     side_files[files_lib.INDEX] = texts.as_json(_index(files))
@@ -143,15 +168,29 @@ class _Source:
 
   def __init__(self, cfg: ModelConfig, table: Mapping[str, Any], dtype: Any):
     """Takes the variables by path, and the dtype to write (None: the arrays')."""
-    self._tensors = {tensor.name: tensor for tensor in names_lib.tensors(cfg)}
     self._table = table
-    self._dtype = dtype
+    self._have_blocks = _have_blocks(table)
+    self.in_blocks = self._have_blocks or dtype == fp8.DTYPE
+    self._dtype = None if dtype == fp8.DTYPE else dtype
+    if self._have_blocks and self._dtype is not None:
+      raise ValueError(
+        f'dtype={dtype!r}: the linear layers are block FP8; load them with that dtype'
+      )
+    tensors = names_lib.tensors(cfg)
+    if self.in_blocks:
+      tensors = [part for tensor in tensors for part in fp8.parts(tensor)]
+    self._tensors = {tensor.name: tensor for tensor in tensors}
 
   def stored(self, name: str) -> np.dtype:
     """The dtype that a tensor is written with."""
     leaf = self._tensors[name].leaf
+    if self._to_quantize(leaf):
+      return jnp.dtype(np.float32 if leaf.endswith('/scale') else jnp.float8_e4m3fn)
     same = self._dtype is None or leaf.startswith('router/')
     return jnp.dtype(self._table[leaf].dtype if same else self._dtype)
+
+  def _to_quantize(self, leaf: str) -> bool:
+    return leaf not in self._table
 
   def specs(self) -> dict[str, Spec]:
     """All tensors by name, in the order of writing."""
@@ -163,16 +202,33 @@ class _Source:
   def pieces(self, name: str) -> Iterator[np.ndarray]:
     """A tensor's rows, in order, a piece at a time. Collective over processes."""
     tensor, dtype = self._tensors[name], self.stored(name)
+    if self._to_quantize(tensor.leaf):
+      yield from self._quantized(tensor)
+      return
     row_bytes = int(np.prod(tensor.shape[1:], dtype=np.int64)) * dtype.itemsize
     for start, stop in streaming.row_ranges(0, tensor.shape[0], row_bytes):
-      yield streaming.rows(
-        self._table[tensor.leaf],
-        tensor.index,
-        start,
-        stop,
-        transposed=tensor.transposed,
-        dtype=dtype,
-      )
+      yield self._rows(tensor, tensor.leaf, start, stop, dtype)
+
+  def _rows(self, tensor: Tensor, leaf: str, start: int, stop: int, dtype):
+    return streaming.rows(
+      self._table[leaf],
+      tensor.index,
+      start,
+      stop,
+      transposed=tensor.transposed,
+      dtype=dtype,
+    )
+
+  def _quantized(self, part: Tensor) -> Iterator[np.ndarray]:
+    """Values or scales of an array: the matrix is read once for each."""
+    leaf = fp8.base(part.leaf)
+    matrix = self._table[leaf].shape[len(part.index) :]
+    rows, columns = matrix[::-1] if part.transposed else matrix
+    of_blocks = fp8.BLOCK[0] * columns * np.dtype(np.float32).itemsize
+    for first, last in streaming.row_ranges(0, -(-rows // fp8.BLOCK[0]), of_blocks):
+      start, stop = first * fp8.BLOCK[0], min(last * fp8.BLOCK[0], rows)
+      values, scale = fp8.quantize(self._rows(part, leaf, start, stop, np.float32))
+      yield scale if part.leaf.endswith('/scale') else values
 
 
 def _index(files: Mapping[str, Mapping[str, Spec]]) -> dict[str, Any]:
@@ -198,20 +254,20 @@ def _fill(
   filler: streaming.Filler | streaming.RowFiller,
   tensor: Tensor,
   shards: files_lib.Shards,
-  block: tuple[int, int],
+  read: Callable[[str, int, int], np.ndarray],
 ):
-  """Reads the rows of a tensor that this process's devices need."""
+  """Puts the rows that this process's devices need, as `read` gives them."""
   row_bytes = shards.row_bytes(tensor.name)
   wanted = filler.wanted(tensor.index, tensor.transposed)
   for (first, last), parts in wanted.items():
     for start, stop in streaming.row_ranges(first, last, row_bytes):
-      piece = shards.rows(tensor.name, start, stop, block)
+      piece = read(tensor.name, start, stop)
       filler.put(piece, tensor.index, start, tensor.transposed, parts)
 
 
 def _shardings(
   cfg: ModelConfig,
-  shapes: Mapping[str, tuple[int, ...]],
+  shapes: Mapping[str, jax.ShapeDtypeStruct],
   mesh: jax.sharding.Mesh | None,
   rules: sharding_lib.Rules | None,
 ) -> dict[str, jax.sharding.Sharding]:
@@ -223,10 +279,10 @@ def _shardings(
     return dict.fromkeys(shapes, device)
   specs = leaves_lib.table(sharding_lib.param_specs(cfg, rules or sharding_lib.Rules()))
   found = {}
-  for leaf, shape in shapes.items():
-    found[leaf] = jax.sharding.NamedSharding(mesh, specs[leaf])
+  for leaf, like in shapes.items():
+    found[leaf] = jax.sharding.NamedSharding(mesh, specs[fp8.base(leaf)])
     try:
-      found[leaf].shard_shape(shape)
+      found[leaf].shard_shape(like.shape)
     except ValueError as error:
       raise ValueError(f'{leaf} cannot be sharded by these rules: {error}') from error
   return found
@@ -236,7 +292,10 @@ def _checked(cfg: ModelConfig, variables: Mapping[str, Any]) -> dict[str, Any]:
   """The variables by path; CheckpointMismatch if they do not match the config."""
   given = {name: variables.get(name, {}) for name in ('params', 'router')}
   table = leaves_lib.table(given)
-  want = names_lib.shapes(cfg)
+  want = leaves_lib.table(params_lib.shapes(cfg))
+  if _have_blocks(table):
+    want = fp8.part_shapes(want)
+  want = {name: like.shape for name, like in want.items()}
   lines = [
     f'{name}: {leaves_lib.spec(leaf)} is not part of the model'
     for name, leaf in table.items()
@@ -252,6 +311,11 @@ def _checked(cfg: ModelConfig, variables: Mapping[str, Any]) -> dict[str, Any]:
       f'the variables do not match the config:\n{leaves_lib.listing(lines)}'
     )
   return table
+
+
+def _have_blocks(table: Mapping[str, Any]) -> bool:
+  """Whether the linear layers are `Blocks`, in a table of leaves."""
+  return 'params/layers/q/values' in table
 
 
 def _plan(

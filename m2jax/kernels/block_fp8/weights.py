@@ -1,0 +1,48 @@
+"""A model's variables with its linear layers in block FP8, as the release stores them.
+
+Axes: those of `m2jax.params`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from m2jax.kernels.block_fp8.blocks import WEIGHT, Blocks, quantize
+
+# Of a block: what `ModelConfig.matmuls` and the release's quantization_config cover.
+NAMES = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+
+
+def quantize_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+  """Variables whose linear layers are `Blocks`; those that are already stay."""
+
+  def one(leaf):
+    return leaf if isinstance(leaf, Blocks) else quantize(leaf, WEIGHT)
+
+  return map_weights(one, variables)
+
+
+def are_blocks(variables: Mapping[str, Any]) -> bool:
+  """Whether the linear layers are `Blocks`."""
+  return isinstance(variables['params']['layers']['q'], Blocks)
+
+
+def map_weights(f: Callable[[Any], Any], variables: Mapping[str, Any]):
+  """`f` of each weight of the linear layers of all blocks, MTP modules included."""
+
+  def block(p):
+    return {name: f(leaf) if name in NAMES else leaf for name, leaf in p.items()}
+
+  params = {**variables['params']}
+  params['layers'] = block(params['layers'])
+  if 'mtp' in params:
+    params['mtp'] = {**params['mtp'], 'layers': block(params['mtp']['layers'])}
+  return {**variables, 'params': params}
+
+
+def nbytes(variables: Any) -> int:
+  """Of all arrays."""
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(variables))
