@@ -34,6 +34,7 @@ from jax import lax
 
 from m2jax.axes import Array, Bool, Float, Float32, Int32
 from m2jax.checks import require
+from m2jax.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +100,18 @@ class State(NamedTuple):
 
 def init(config: GnmrConfig, num_layers: int) -> State:
   """No history, and no block promoted."""
-  count = jnp.zeros((), jnp.int32)
-  counts = jnp.zeros(num_layers, jnp.int32)
-  values = jnp.zeros(num_layers, jnp.float32)
-  ratios = jnp.zeros((config.delta_steps, num_layers), jnp.float32)
-  return State(count, counts, values, ratios, counts, values, count, counts > 0)
+  shapes = {
+    'steps': ((), jnp.int32),
+    'entered': ((num_layers,), jnp.int32),
+    'mean': ((num_layers,), jnp.float32),
+    'ratios': ((config.delta_steps, num_layers), jnp.float32),
+    'lock': ((num_layers,), jnp.int32),
+    'risk': ((num_layers,), jnp.float32),
+    'candidates': ((), jnp.int32),
+    'route': ((num_layers,), jnp.bool_),
+  }
+  # a buffer for each, since steps donate them
+  return State(**{name: jnp.zeros(*like) for name, like in shapes.items()})
 
 
 def update(
@@ -173,11 +181,18 @@ def block_norms(layers: Any) -> Float32[Array, 'L']:
   return jnp.sqrt(sum(squares))
 
 
+def check(config: GnmrConfig, model: ModelConfig | None) -> None:
+  """Raises ValueError unless the model has another path than its low one."""
+  recovers = model is not None and model.matmuls != model.recovery
+  want = '0 for a model whose ModelConfig.matmuls and ModelConfig.recovery are equal'
+  require(config, recovers or not config.max_active, 'max_active', want)
+
+
 def controller(config: GnmrConfig) -> optax.GradientTransformation:
   """The controller as an optax transformation, which returns gradients unchanged.
 
   It looks at the leaves of 'layers' and is first in a chain, before clipping. Its State
-  is part of the optimizer's, and so of checkpoints; `route` finds it there.
+  is part of the optimizer's, and so of checkpoints.
   """
 
   def init_fn(params):
@@ -195,6 +210,12 @@ def find(opt_state: Any) -> State | None:
   is_state = lambda x: isinstance(x, State)  # noqa: E731
   leaves = jax.tree.leaves(opt_state, is_leaf=is_state)
   return next(filter(is_state, leaves), None)
+
+
+def with_route(variables: dict[str, Any], opt_state: Any) -> dict[str, Any]:
+  """The model's variables, with the controller's route if there is one."""
+  state = find(opt_state)
+  return variables if state is None else {**variables, 'route': state.route}
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
