@@ -2,8 +2,9 @@
 
 python -m tests.train.gnmr_worker
 
-`worst`: the leaf of the last state with the largest relative error, and this; `routes`: of each step, on the mesh and on one device; `programs`: compilations of the
-pass; `in_branches`: number of collectives in both paths, for each branch between them.
+`worst`: the leaf of the last state with the largest relative error, and this; `routes`:
+of each step, on the mesh and on one device; `programs`: compilations of the pass;
+`in_branches`: collectives in both paths, for each branch between them.
 """
 
 from __future__ import annotations
