@@ -8,7 +8,11 @@ any route, each layer's gradient is that of the model which is on its path every
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +21,14 @@ import optax
 import pytest
 
 from m2jax import config, forest
-from m2jax.optim import OptimizerConfig
+from m2jax.observe import metrics as metrics_lib
+from m2jax.optim import AdamConfig, GnmrConfig, OptimizerConfig, gnmr
 from m2jax.optim import optimizer as optimizer_lib
-from m2jax.train import chunks
+from m2jax.sharding import ONE_DEVICE
+from m2jax.train import chunks, loop, pretrain
 from m2jax.train import step as train_step
 from tests import quick
-from tests.train import gnmr_worker, test_step
+from tests.train import gnmr_worker, test_loop, test_pretrain, test_step
 
 _ROOT = pathlib.Path(__file__).parents[2]
 INT4, INT8 = (config.Matmuls(f'activations_int{bits}') for bits in (4, 8))
@@ -36,6 +42,8 @@ CFG = dataclasses.replace(
   matmuls=INT4,
   recovery=INT8,
 )
+# makes candidates of all layers while norms are near their mean
+SENSITIVE = GnmrConfig(max_active=1, alpha=0.9)
 CONFIG = dataclasses.replace(test_step.CONFIG, micro_rows=1)
 QUANTISED = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
@@ -77,7 +85,7 @@ def assert_on_paths(got, route, on_one_path, tolerance=1e-5):
   'changes',
   [
     {},
-    dict(remat='layer'),
+    pytest.param(dict(remat='layer'), marks=pytest.mark.long),
     pytest.param(dict(remat='attention'), marks=pytest.mark.long),
     pytest.param(dict(unroll_layers=True), marks=pytest.mark.long),
   ],
@@ -118,6 +126,61 @@ def test_chunks_take_the_route():
   want = layers(programs(CFG).micro(given, tree))
   for name, leaf in want.items():
     np.testing.assert_allclose(got[name], leaf, atol=1e-5 * np.abs(leaf).max())
+
+
+@pytest.mark.long
+def test_with_sso_router_bias_and_block_fp8(tmp_path):
+  """All four in one run: it learns, layers recover, and a killed run continues bit for
+  bit, the controller's state included."""
+  cfg = dataclasses.replace(
+    CFG, matmuls=config.Matmuls('block_fp8'), recovery=config.PLAIN
+  )
+  settings = OptimizerConfig(
+    name='sso', adam=AdamConfig(learning_rate=1e-2), gnmr=SENSITIVE
+  )
+  optimizer = optimizer_lib.make(settings, cfg)
+  step = train_step.make_step(cfg, optimizer, train_step.nll, CONFIG)
+  budget = loop.LoopConfig(steps=8, checkpoint_every=3, log_every=1)
+
+  def start():
+    return train_step.init_state(variables(cfg), optimizer)
+
+  whole = test_loop.fit(tmp_path / 'whole', start(), step, budget)
+  with pytest.raises(test_loop.Killed):
+    dying = test_loop.dying(step, 5)
+    test_loop.fit(tmp_path / 'killed', start(), dying, budget)
+  resumed = test_loop.fit(tmp_path / 'killed', start(), step, budget)
+  for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(whole), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+  controller = gnmr.find(whole.opt_state)
+  assert int(controller.steps) == 8 and np.all(np.isfinite(controller.mean))
+  assert np.any(whole.variables['router']['layers'])
+  records = metrics_lib.read(tmp_path / 'killed')
+  losses = [r['loss'] for r in records]
+  assert np.all(np.isfinite(losses)) and losses[-1] < losses[0]
+  shares = [r['gnmr/promoted'] for r in records]
+  assert max(shares) == 0.5  # of two layers, by the cap
+  assert max(r['gnmr/cap_hit'] for r in records) == 1
+  assert shares[0] == 0.5  # α below 1 makes candidates of all layers in the first step
+
+
+@pytest.mark.parametrize('matmuls', [config.PLAIN, INT8])
+def test_a_model_with_one_path_is_an_error(matmuls):
+  cfg = dataclasses.replace(CFG, matmuls=matmuls, recovery=matmuls)
+  with pytest.raises(ValueError, match=r'GnmrConfig\.max_active=1.*matmuls.*recovery'):
+    optimizer_lib.make(OptimizerConfig(gnmr=SENSITIVE), cfg)
+
+
+def test_frozen_layers_have_no_controller():
+  """Where only MTP modules learn there is nothing to monitor."""
+  cfg = dataclasses.replace(CFG, num_mtp_modules=1)
+  settings = test_pretrain.config(optimizer=OptimizerConfig(gnmr=SENSITIVE))
+  params = variables(cfg)['params']
+  for only_mtp in (False, True):
+    trainer = pretrain.make_trainer(settings, cfg, only_mtp)
+    state = trainer.optimizer(ONE_DEVICE).init(params)
+    assert (gnmr.find(state) is None) == only_mtp
 
 
 @pytest.mark.long
