@@ -64,8 +64,8 @@ LOW, HIGH, FAULTY = range(3)  # indices into Model.paths
 RATES = {
   'activations': 5e-3,
   'wrong_scale': 5e-3,
-  'saturation': 5e-3,
   'fine_tuning': 2e-3,
+  'saturation': 5e-3,
 }
 POLICIES = ('low', 'high', 'gnmr 1.1', 'gnmr 2', 'static', 'random 1.1', 'random 2')
 WRONG_SCALE = 8.0
