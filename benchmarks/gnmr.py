@@ -67,7 +67,7 @@ RATES = {
   'fine_tuning': 2e-3,
   'saturation': 5e-3,
 }
-POLICIES = ('low', 'high', 'gnmr 1.1', 'gnmr 2', 'static', 'random 1.1', 'random 2')
+POLICIES = ('low', 'high', 'gnmr 1.1', 'random 1.1', 'gnmr 2', 'random 2', 'static')
 WRONG_SCALE = 8.0
 QUANTISED = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
