@@ -77,25 +77,31 @@ class Text(NamedTuple):
   values: np.ndarray
 
 
-def read(files: int) -> Text:
-  """Trains a tokenizer on the standard library and encodes it."""
+def texts(files: int) -> tuple[list[str], list[str]]:
+  """Files of the standard library: some for training, and held-out ones."""
   exclude = ('test', 'tests', 'site-packages', 'dist-packages')
   domain = corpus.DomainConfig(sysconfig.get_path('stdlib'), ('.py',), exclude)
   found, held_out = corpus.load({'python': domain}, 0.1)
   order = np.random.default_rng(0).permutation(len(found.source))[:files]
   train = [found.source[int(i)].text for i in order]
+  return train, [held_out[i].text for i in range(min(len(held_out), files))]
+
+
+def stream(tok: tokenizer.Tokenizer, documents: Sequence[str]) -> np.ndarray:
+  """The documents' tokens, one after the other: [tokens] int32."""
+  encoded = [[tok.bos_id, *tok.encode(t, special=False), tok.eos_id] for t in documents]
+  return np.concatenate(encoded).astype(np.int32)
+
+
+def read(files: int) -> Text:
+  """Trains a tokenizer on the standard library and encodes it."""
+  train, held_out = texts(files)
   tok = tokenizer.train(train[::4], VOCABULARY - SLOTS)
-
-  def stream(texts):
-    encoded = [[tok.bos_id, *tok.encode(t, special=False), tok.eos_id] for t in texts]
-    return np.concatenate(encoded).astype(np.int32)
-
-  ids = stream(train)
+  ids = stream(tok, train)
   common = np.argsort(-np.bincount(ids), kind='stable')
   middle = common[150 : 150 + SLOTS * VALUES]  # neither punctuation nor rare words
   values = np.random.default_rng(0).permutation(middle).reshape(SLOTS, VALUES)
-  held = [held_out[i].text for i in range(min(len(held_out), files))]
-  return Text(ids, stream(held), values)
+  return Text(ids, stream(tok, held_out), values)
 
 
 class Needles(NamedTuple):

@@ -76,6 +76,7 @@ class ModelConfig:
       Router biases are at least fp32.
     unroll_layers: unroll the loop over layers; faster at tiny sizes on CPU.
     matmuls: precision of the matmuls of attention and experts.
+    recovery: that of layers which are promoted (`optim.gnmr`).
     remat: what a block saves for the backward pass, which recomputes the rest. Bytes
       are of a token and layer in bfloat16, and of M2 on one device; tensor parallelism
       divides them.
@@ -109,6 +110,7 @@ class ModelConfig:
   unroll_layers: bool = False
   remat: str = 'none'
   matmuls: Matmuls = PLAIN
+  recovery: Matmuls = PLAIN
 
   def __post_init__(self):
     check = functools.partial(require, self)
@@ -146,8 +148,9 @@ class ModelConfig:
     scores = ('sigmoid', 'softmax')
     check(self.router_scores in scores, 'router_scores', f'one of {scores}')
     check(self.remat in REMAT, 'remat', f'one of {REMAT}')
-    if isinstance(self.matmuls, dict):  # of a checkpoint's or config's fields
-      object.__setattr__(self, 'matmuls', Matmuls(**self.matmuls))
+    for name in ('matmuls', 'recovery'):
+      if isinstance(value := getattr(self, name), dict):  # a checkpoint's or config's
+        object.__setattr__(self, name, Matmuls(**value))
     dtypes = ('float32', 'bfloat16', 'float64')
     check(self.dtype in dtypes, 'dtype', f'one of {dtypes}')
     check(self.param_dtype in dtypes, 'param_dtype', f'one of {dtypes}')
@@ -156,6 +159,11 @@ class ModelConfig:
   def windows(self) -> tuple[int | None, ...]:
     """The window of each layer of one period; periods repeat over the layers."""
     return (self.window,) * (self.full_attention_every - 1) + (None,)
+
+  @property
+  def paths(self) -> tuple[Matmuls, ...]:
+    """What a layer's route indexes; without a route it is the first."""
+    return self.matmuls, self.recovery
 
 
 def m2() -> ModelConfig:

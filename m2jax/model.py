@@ -81,6 +81,7 @@ def trunk(
 ) -> Trunk:
   """Hidden states of a forest's tokens, which may continue a cached prefix.
 
+  The variables may have a 'route' [L], which chooses each layer's `cfg.paths`.
   Works on shards: with a mesh, call it inside `sharding.shard_map`.
   """
   metadata = metadata or attention.metadata(
@@ -89,7 +90,7 @@ def trunk(
   params = variables['params']
   multiplicity = sharding.residual_part(batch.multiplicity.reshape(-1))
 
-  def layer_body(window):
+  def layer_body(cfg, window):
     of_layer = attention.of_layer(metadata, cfg, window)
 
     def body(x, layer):
@@ -115,8 +116,13 @@ def trunk(
     replay = batch.experts.reshape(-1, *batch.experts.shape[2:]).swapaxes(0, 1)
   prefix_kv = None if prefix is None else (prefix.k, prefix.v)
   stacked = (params['layers'], variables['router']['layers'], replay, prefix_kv)
+  body, route = functools.partial(layer_body, cfg), variables.get('route')
+  if route is not None:
+    paths = [dataclasses.replace(cfg, matmuls=path) for path in cfg.paths]
+    body = lambda window: loop.routed([layer_body(path, window) for path in paths])
+    stacked = (stacked, route)
   x = embed(cfg, params, batch.tokens, sharding)
-  x, (routing, new_kv) = loop.over_layers(layer_body, x, stacked, cfg, sharding)
+  x, (routing, new_kv) = loop.over_layers(body, x, stacked, cfg, sharding)
   x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
   x = sharding.gather_residual(x)
   return Trunk(x.reshape(*batch.tokens.shape, -1), routing, new_kv)
@@ -156,7 +162,8 @@ def forward(
   """Scores every token of the forest from its parent's state (law 2).
 
   Args:
-    variables, batch: global arrays, best placed by `sharding`'s specs already.
+    variables, batch: global arrays, best placed by `sharding`'s specs already. The
+      variables may have a 'route' (see `trunk`).
     detach_mtp: stop the MTP loss's gradient at trunk, embedding and head: only the
       modules learn from it.
     comparison: of each MTP module with the trunk; None: no `drafts`.
@@ -167,7 +174,7 @@ def forward(
   if sharding.mesh is None:
     return run(variables, batch)
   rules = sharding.rules
-  specs = sharding_lib.param_specs(cfg, rules), sharding_lib.batch_specs(rules)
+  specs = _variable_specs(cfg, variables, rules), sharding_lib.batch_specs(rules)
   return sharding.shard_map(run, specs, _output_specs(rules))(variables, batch)
 
 
@@ -197,9 +204,16 @@ def forward_with_prefix(
   cache = prefix_cache.specs(rules)
   return sharding.shard_map(
     run,
-    (sharding_lib.param_specs(cfg, rules), sharding_lib.batch_specs(rules), cache),
+    (_variable_specs(cfg, variables, rules), sharding_lib.batch_specs(rules), cache),
     (_output_specs(rules), cache),
   )(variables, batch, prefix)
+
+
+def _variable_specs(cfg: ModelConfig, variables, rules: sharding_lib.Rules):
+  specs = sharding_lib.param_specs(cfg, rules)
+  if 'route' in variables:
+    specs = {**specs, 'route': jax.sharding.PartitionSpec()}
+  return specs
 
 
 def _output_specs(rules: sharding_lib.Rules) -> Outputs:

@@ -1,11 +1,12 @@
-"""A loop over stacked layers: scanned or unrolled, with windows and rematerialization.
+"""A loop over stacked layers: scanned or unrolled, with windows, rematerialization and
+a choice of paths.
 
 Axes: L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +39,21 @@ def recomputed(body: Body, cfg: ModelConfig, sharding: Sharding) -> Body:
     return jax.checkpoint(body, policy=policy)
   if sharding.gathers:
     return jax.checkpoint(body, policy=sharding_lib.save_all_but_gathered)
+  return body
+
+
+def routed(paths: Sequence[Body]) -> Body:
+  """The body (x, (layer, route)) → paths[route](x, layer).
+
+  A layer runs one of them: the route, a scalar bool or int32, is data of a branch in
+  the program.
+  """
+
+  def body(x, layer_and_route):
+    layer, route = layer_and_route
+    with jax.named_scope('path'):
+      return jax.lax.switch(route.astype(jnp.int32), paths, x, layer)
+
   return body
 
 

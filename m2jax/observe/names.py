@@ -19,6 +19,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from m2jax.observe import optimizer_names
+
 # Each phase counts its own steps.
 PHASES = {
   'pretrain': 'pre-training; MTP expansion: all parameters together',
@@ -133,16 +135,10 @@ _TRAINING = (
   Metric('progress', _PRETRAIN, 'share', 'of the phase that is done'),
 )
 
-_SPHERE = (
-  ('sigma_max', '1', 'largest spectral norm over its radius, before the retraction'),
-  ('sigma_min', '1', 'smallest spectral norm over its radius, before the retraction'),
-  ('multiplier_max', '1', 'largest absolute λ, for a momentum of norm 1'),
-  ('residual_max', '1', 'largest absolute h(λ): how far directions are from tangent'),
-  ('evaluations', 'evaluations', 'of the matrix sign, mean over matrices'),
-)
 _OPTIMIZER = tuple(
-  Metric(f'sphere/{name}', _TRAIN, unit, meaning, when='a rule has a spectral sphere')
-  for name, unit, meaning in _SPHERE
+  Metric(f'{group}/{name}', _TRAIN, unit, meaning, when=when)
+  for group, when, rows in optimizer_names.GROUPS
+  for name, unit, meaning in rows
 )
 
 _RL = ('rl',)

@@ -1,6 +1,7 @@
 """Optimizers by kind of parameter, and the schedules that they follow."""
 
 from m2jax.optim.adam import AdamConfig
+from m2jax.optim.gnmr import GnmrConfig
 from m2jax.optim.hyperball import HyperballConfig
 from m2jax.optim.muon import MuonConfig
 from m2jax.optim.nor_muon import NorMuonConfig
@@ -19,6 +20,7 @@ from m2jax.optim.sso import MuonSphereConfig, SsoConfig
 __all__ = [
   'AdamConfig',
   'ByKind',
+  'GnmrConfig',
   'HyperballConfig',
   'MatrixRule',
   'MuonConfig',

@@ -20,8 +20,9 @@ import optax
 from m2jax import params as params_lib
 from m2jax.checks import require
 from m2jax.config import ModelConfig
-from m2jax.optim import schedules, sso
+from m2jax.optim import gnmr, schedules, sso
 from m2jax.optim.adam import AdamConfig
+from m2jax.optim.gnmr import GnmrConfig
 from m2jax.optim.hyperball import HyperballConfig
 from m2jax.optim.matrices import Matrices
 from m2jax.optim.muon import MuonConfig
@@ -59,6 +60,7 @@ class OptimizerConfig:
     weight_decay: decoupled, times the learning rate; on `weight_decay_kinds` only.
     weight_decay_kinds: names of kinds that decay.
     clip_norm: gradients are scaled to at most this global norm; None is off.
+    gnmr: which layers of a model in low precision recover from it; off by default.
   """
 
   name: str = 'adam'
@@ -73,6 +75,7 @@ class OptimizerConfig:
   weight_decay: float = 0.0
   weight_decay_kinds: tuple[str, ...] = ('matrix', 'expert', 'head', 'embedding')
   clip_norm: float | None = 1.0
+  gnmr: GnmrConfig = GnmrConfig()
 
   def __post_init__(self):
     check = functools.partial(require, self)
@@ -124,7 +127,8 @@ def make(
       them between devices; without it the compiler would gather stacks of them.
 
   Raises:
-    ValueError: a rule splits heads, and there is no model.
+    ValueError: a rule splits heads, and there is no model; or `gnmr` is on, and the
+      model has one precision only.
 
   Example:
     >>> config = OptimizerConfig(by_kind=ByKind(matrix='muon', expert='muon'))
@@ -156,6 +160,9 @@ def make(
   clip = optax.identity()
   if config.clip_norm is not None:
     clip = optax.clip_by_global_norm(config.clip_norm)
+  gnmr.check(config.gnmr, model)
+  if config.gnmr.max_active:
+    return optax.chain(gnmr.controller(config.gnmr), clip, tx)
   return optax.chain(clip, tx)
 
 
@@ -229,7 +236,7 @@ def describe(config: OptimizerConfig, params: Any) -> str:
 
 def measure(updates: Any, state: Any) -> dict[str, jax.Array]:
   """Metrics of a step, scalars: the RMS of the updates of each kind of parameter, and
-  what the rules on a sphere report (`sso.Report`)."""
+  what the rules on a sphere and the controller report (`sso.Report`, `gnmr`)."""
   squares: dict[str, list[jax.Array]] = {}
   sizes: dict[str, int] = {}
   kinds = jax.tree.leaves(params_lib.kinds(updates))
@@ -240,7 +247,7 @@ def measure(updates: Any, state: Any) -> dict[str, jax.Array]:
     f'update_rms/{kind}': jnp.sqrt(sum(squares[kind]) / float(sizes[kind]))
     for kind in sorted(squares)
   }
-  return found | sso.metrics(state)
+  return found | sso.metrics(state) | gnmr.metrics(state)
 
 
 def learning_rates(

@@ -22,6 +22,7 @@ from m2jax import forest
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.layers import prefix_cache
+from m2jax.optim import gnmr
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
 from m2jax.rl import learner
@@ -109,8 +110,9 @@ def train(
   sums = _sums(cfg, parts, state.variables, forest_shapes, where)
   several = placed.passes > 1
   held = (state.opt_state, state.step, *((sums,) if several else ()))
+  variables = gnmr.with_route(state.variables, state.opt_state)
   programs = [
-    Program('micro', parts.micro, (state.variables, forest_shapes), placed.passes, held)
+    Program('micro', parts.micro, (variables, forest_shapes), placed.passes, held)
   ]
   if several:
     programs.append(
@@ -183,7 +185,8 @@ def _chunks(
   start = where.shaped(
     jax.ShapeDtypeStruct((), jnp.int32), jax.sharding.PartitionSpec()
   )
-  variables, waiting = state.variables, (state.opt_state, state.step)
+  variables = gnmr.with_route(state.variables, state.opt_state)
+  waiting = (state.opt_state, state.step)
   both = variables, sums, stack, cotangents
   return [
     Program(

@@ -268,7 +268,7 @@ class Sharding:
             f'shards: mesh axes {self.axes(logical)} split axis {logical!r} of '
             f'{", ".join(arrays)}'
           )
-    if cfg.matmuls.kind == 'block_fp8':
+    if 'block_fp8' in [path.kind for path in cfg.paths]:
       sizes = {
         'heads': cfg.num_kv_heads * cfg.head_dim,
         'expert_hidden': cfg.expert_dim,

@@ -153,11 +153,11 @@ class _Functions(NamedTuple):
   def zeros(self, variables, batch):
     rows, slots = len(batch.tokens), _slots(batch)
 
-    def sums(params, router, batch):
-      stack = prefix_cache.empty(self.cfg, rows, slots)
-      return train_step.Sums(params, *self._forward(params, stack, router, batch)[1])
+    def sums(variables, batch):
+      stack, params = prefix_cache.empty(self.cfg, rows, slots), variables['params']
+      return train_step.Sums(params, *self._forward(params, stack, variables, batch)[1])
 
-    like = jax.eval_shape(sums, variables['params'], variables['router'], batch)
+    like = jax.eval_shape(sums, variables, batch)
     places = None
     if self.sharding.mesh is not None:
       specs = sharding_lib.param_specs(self.cfg, self.sharding.rules)['params']
@@ -177,9 +177,12 @@ class _Functions(NamedTuple):
       places = (self.sharding.named(prefix_cache.specs(self.sharding.rules)),) * 2
     return _zeros((stack, cotangents), places)
 
-  def _forward(self, params, prefix, router, batch):
-    """((loss, the tokens' new cache entries), (metrics, expert loads))."""
-    variables = {'params': params, 'router': router}
+  def _forward(self, params, prefix, variables, batch):
+    """((loss, the tokens' new cache entries), (metrics, expert loads)).
+
+    `params` are used in place of those of the variables.
+    """
+    variables = {**variables, 'params': params}
     out, new = model.forward_with_prefix(
       self.cfg,
       variables,
@@ -196,10 +199,9 @@ class _Functions(NamedTuple):
 
   def _backward(self, variables, sums, stack, cotangents, batch, new_cotangents):
     """`new_cotangents(entries)` are the cotangents of the chunk's new entries."""
-    params, router = variables['params'], variables['router']
     (loss, new), pull, aux = jax.vjp(
-      lambda params, prefix: self._forward(params, prefix, router, batch),
-      params,
+      lambda params, prefix: self._forward(params, prefix, variables, batch),
+      variables['params'],
       _visible(stack, batch),
       has_aux=True,
     )

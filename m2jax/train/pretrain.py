@@ -34,6 +34,7 @@ from m2jax.checkpoint import policy
 from m2jax.config import ModelConfig
 from m2jax.data import packing
 from m2jax.optim import optimizer as optimizer_lib
+from m2jax.optim.gnmr import GnmrConfig
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import feeds, loop, placement, stages
 from m2jax.train import hosts as hosts_lib
@@ -108,6 +109,7 @@ def _make_trainer(
   make = functools.partial(train_step.make_step, model, objective=train_step.nll)
   if only_mtp:
     trained = {'mtp': trained['mtp']}
+    optimizer = dataclasses.replace(optimizer, gnmr=GnmrConfig())  # no layer learns
     make = functools.partial(_make_frozen_step, model)
   logging.info('optimizer: %s', optimizer_lib.describe(optimizer, trained))
 

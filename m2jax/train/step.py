@@ -32,6 +32,7 @@ from m2jax.config import ModelConfig
 from m2jax.forest import Forest
 from m2jax.layers import draft_loss
 from m2jax.moe import router
+from m2jax.optim import gnmr
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import feeds
@@ -218,9 +219,10 @@ def loss_and_loads(
   objective,
   config: StepConfig,
   sharding: Sharding = ONE_DEVICE,
+  route: jax.Array | None = None,
 ):
   """Scalar loss and (metrics, expert loads) of one forest batch."""
-  variables = {'params': params, 'router': router_state}
+  variables = {'params': params, 'router': router_state, 'route': route}
   out = model.forward(
     cfg,
     variables,
@@ -348,7 +350,8 @@ def make_step(
   sums_of = feed(parts, config, sharding)
 
   def step(state: TrainState, batch):
-    sums = functools.reduce(parts.add, sums_of(state.variables, batch))
+    variables = gnmr.with_route(state.variables, state.opt_state)
+    sums = functools.reduce(parts.add, sums_of(variables, batch))
     return parts.apply(state, sums)
 
   return step
@@ -368,9 +371,8 @@ def programs(
   config.check(cfg)
 
   def micro(variables, batch):
-    loss = functools.partial(
-      loss_and_loads, cfg=cfg, objective=objective, config=config, sharding=sharding
-    )
+    options = dict(cfg=cfg, objective=objective, config=config, sharding=sharding)
+    loss = functools.partial(loss_and_loads, **options, route=variables.get('route'))
     grads, (metrics, loads) = jax.grad(loss, has_aux=True)(
       variables['params'], variables['router'], batch
     )

@@ -154,7 +154,8 @@ def run(case: Case) -> dict[str, Any]:
   where = dataclasses.replace(where, rules=rules)
   where.check(cfg)
   batch, want = reference(cfg)
-  run = {'grouped': experts.grouped, 'tiled': tiled.experts}[case.experts]
+  tiles = lambda *arrays_and_matmuls: tiled.experts(*arrays_and_matmuls[:6])
+  run = {'grouped': experts.grouped, 'tiled': tiles}[case.experts]
   with mock.patch.object(experts, 'apply', run):
     got, hlo = outcome(cfg, where, batch)
   errors = relative_errors(got, want)
