@@ -64,11 +64,14 @@ class Trunk(NamedTuple):
     hidden: after the final norm.
     routing: ids [L, T, k] and load [L, E].
     new_kv: keys and values of the tokens; None without a prefix.
+    activation_max: largest |x| that enters each block and the final norm, of the
+      tokens of this device's part of the residual stream, without padding.
   """
 
   hidden: Float[Array, 'B S D']
   routing: block.Routing
   new_kv: tuple[Float[Array, 'L B S K H'], Float[Array, 'L B S K H']] | None
+  activation_max: Float[Array, 'norms']
 
 
 def trunk(
@@ -89,11 +92,15 @@ def trunk(
   params = variables['params']
   multiplicity = sharding.residual_part(batch.multiplicity.reshape(-1))
 
+  def largest(x):
+    return jnp.max(jnp.where(multiplicity[:, None] > 0, jnp.abs(x), 0))
+
   def layer_body(window):
     of_layer = attention.of_layer(metadata, cfg, window)
 
     def body(x, layer):
       p, bias, replay, prefix_kv = layer
+      entering = largest(x)
       replay = jax.tree.map(sharding.residual_part, replay)
       p = sharding.gather_params(p, cfg.dtype)
       attend = functools.partial(
@@ -106,7 +113,7 @@ def trunk(
       x, new_kv, routing = block.apply(
         x, p, bias, cfg, attend, multiplicity, replay, sharding
       )
-      return x, (routing, None if prefix_kv is None else new_kv)
+      return x, (routing, None if prefix_kv is None else new_kv, entering)
 
     return body
 
@@ -116,10 +123,13 @@ def trunk(
   prefix_kv = None if prefix is None else (prefix.k, prefix.v)
   stacked = (params['layers'], variables['router']['layers'], replay, prefix_kv)
   x = embed(cfg, params, batch.tokens, sharding)
-  x, (routing, new_kv) = loop.over_layers(layer_body, x, stacked, cfg, sharding)
+  x, (routing, new_kv, entering) = loop.over_layers(
+    layer_body, x, stacked, cfg, sharding
+  )
+  activation_max = jax.lax.stop_gradient(jnp.append(entering, largest(x)))
   x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
   x = sharding.gather_residual(x)
-  return Trunk(x.reshape(*batch.tokens.shape, -1), routing, new_kv)
+  return Trunk(x.reshape(*batch.tokens.shape, -1), routing, new_kv, activation_max)
 
 
 class Outputs(NamedTuple):
@@ -252,7 +262,9 @@ def _forward_with_prefix(
   params = variables['params']
   params = dict(params, **sharding.gather_params({'head': params['head']}, cfg.dtype))
   metadata = attention.metadata(cfg, batch, sharding, prefix_cache.slots(prefix))
-  hidden, routing, new_kv = trunk(cfg, variables, batch, sharding, prefix, metadata)
+  hidden, routing, new_kv, activation_max = trunk(
+    cfg, variables, batch, sharding, prefix, metadata
+  )
   cached_states = None if prefix is None else prefix.states[0]
   state = head.at_parent(hidden, batch, sharding, cached_states)
   logprob, entropy = head.score(params, state, batch, sharding, depth=1)
