@@ -55,7 +55,7 @@ CURVE = 10  # evaluations of a run
 ADAM_RATE = 3e-3  # of embedding, head and norms
 NAMES = ('adam', 'muon', 'muon_spectral', 'nor_muon', 'hyperball', 'muon_sphere', 'sso')
 VARIANTS = (*NAMES, 'joint_heads', 'fan_in_init')
-RATES = (0.01, 0.02, 0.04, 0.08)
+RATES = (0.005, 0.01, 0.02, 0.04, 0.08)
 MOST_EXTENSIONS = 5  # of the grid of an optimizer whose best rate is at an end
 
 
@@ -304,7 +304,7 @@ def rows(
 def search(
   rates: Sequence[float], run: Callable[[float], Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-  """Results of all rates, and of more until the best one has neighbours on both sides."""
+  """Results of all rates, and of more while the best one is at an end."""
   tried = [run(rate) for rate in sorted(rates)]
   for _ in range(MOST_EXTENSIONS):
     losses = [result['loss'] for result in tried]
