@@ -143,6 +143,7 @@ class Outputs(NamedTuple):
     rerouted: layers whose router would choose other experts than are replayed; None
       without a replay.
     drafts: of each MTP module, its distance from the trunk; None if not asked for.
+    activation_max: largest |x| that enters a block of the trunk or the final norm.
   """
 
   logprob: Float[Array, 'B S']
@@ -150,6 +151,7 @@ class Outputs(NamedTuple):
   mtp_logprob: Float[Array, 'mtp B S']
   loads: dict[str, Float32[Array, '_ E']]
   experts: Int[Array, 'B S L k']
+  activation_max: Float[Array, '']
   rerouted: Int32[Array, 'B S'] | None = None
   drafts: draft_loss.Drafts | None = None
 
@@ -216,7 +218,8 @@ def _output_specs(rules: sharding_lib.Rules) -> Outputs:
   token = rules.spec('scores', 'rows', 'tokens')
   stacked = rules.spec('scores', None, 'rows', 'tokens')
   loads = rules.spec('loads', None)
-  return Outputs(token, token, stacked, loads, token, token, stacked)
+  one = rules.spec('activation_max')
+  return Outputs(token, token, stacked, loads, token, one, token, stacked)
 
 
 def token_logprobs(
@@ -298,7 +301,8 @@ def _forward_with_prefix(
     rerouted = jnp.sum(routing.rerouted, axis=0, dtype=jnp.int32)
     rerouted = rerouted.reshape(logprob.shape)
   scores = logprob, entropy, modules.logprob
-  outputs = Outputs(*scores, loads, experts, rerouted, modules.drafts)
+  activation_max = sharding.pmax(jnp.max(activation_max), 'rows', 'tokens', 'residual')
+  outputs = Outputs(*scores, loads, experts, activation_max, rerouted, modules.drafts)
   if prefix is None:
     return outputs, None
   return outputs, PrefixCache(*new_kv, hidden[None], modules.new)

@@ -40,6 +40,7 @@ LONG = (
   'update:nor_muon',
   'update:hyperball',
   'update:sso',
+  'resume:sso',
 )
 AXES = ('data', 'fsdp', 'expert', 'tensor', 'context')
 # float32 has more terms to add in another order than law 3's samples; in bfloat16 each
@@ -94,7 +95,8 @@ def test_one_device_is_many(short, name):
 @pytest.mark.parametrize('name', LONG)
 def test_one_device_is_many_in_pairs(long, name):
   """The same for every pair of axes, unlike loops over layers, and less precision; two
-  optimizer steps leave the same state, each leaf where it was."""
+  optimizer steps leave the same state, each leaf where it was; a checkpoint of SSO's
+  resumes on another mesh."""
   check(long[name], name)
 
 

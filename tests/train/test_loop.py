@@ -8,7 +8,6 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from m2jax import forest
@@ -75,7 +74,7 @@ def dying(step, at: int):
   return wrapped
 
 
-@pytest.mark.parametrize('name', ['adam', pytest.param('sso', marks=pytest.mark.long)])
+@pytest.mark.parametrize('name', ['adam', 'sso'])
 def test_resume_is_bit_identical(tmp_path, name):
   """Twice killed between checkpoints, the run ends with the parameters, optimizer and
   data position of the run that was never killed, and with its metrics, each step
