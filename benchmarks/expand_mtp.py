@@ -6,8 +6,8 @@
 For each seed, a small M2 with one MTP module is pre-trained on Python's standard
 library. From that checkpoint, each source of `train.expand_mtp` initializes modules 2
 and 3, which are trained first with the main model frozen and then jointly, on the same
-batches. Losses are in nats per token of the run's tokenizer, on the same held-out files;
-module k predicts the token k + 1 ahead. `--why` compares mixtures of what
+batches. Losses are in nats per token of the run's tokenizer, on held-out files; module
+k predicts the token k + 1 ahead. `--why` compares mixtures of what
 `train.expand_mtp` copies (`MIXTURES`). Tables show medians over seeds, and how much
 lower the loss of a module is than that of a random one with the same seed. The elapsed
 time is printed; the defaults take about 10 minutes on two idle CPU cores.
