@@ -91,7 +91,7 @@ class Report(NamedTuple):
     sigma_max, sigma_min: σ/R before the retraction.
     multiplier_max: largest |λ|.
     residual_max: largest |h(λ)|: |⟨Θ, Φ⟩|, also of MuonSphere.
-    evaluations: of msign, mean.
+    evaluations, evaluations_max: of msign, mean and largest.
   """
 
   sigma_max: Float[Array, '']
@@ -99,6 +99,7 @@ class Report(NamedTuple):
   multiplier_max: Float[Array, '']
   residual_max: Float[Array, '']
   evaluations: Float[Array, '']
+  evaluations_max: Float[Array, '']
 
 
 class SphereState(NamedTuple):
@@ -157,7 +158,7 @@ def sso(
     right, radius = transpose(params, matrices.map_tree(one, params), 2)
     momentum = optax.tree.zeros_like(params)
     zero = jnp.zeros((), jnp.float32)
-    report = Report(zero, zero, zero, zero, zero)
+    report = Report(*(zero for _ in Report._fields))
     count, none = jnp.zeros((), jnp.int32), optax.tree.zeros_like(radius)
     return SphereState(count, momentum, right, radius, none, none, report)
 
@@ -244,6 +245,7 @@ def _report(numbers: list[_Numbers]) -> Report:
     over(jnp.max, [jnp.abs(x.multiplier) for x in numbers]),
     over(jnp.max, [jnp.abs(x.residual) for x in numbers]),
     over(jnp.sum, [x.evaluations for x in numbers]) / count,
+    over(jnp.max, [x.evaluations for x in numbers]),
   )
 
 
@@ -263,6 +265,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     'sphere/multiplier_max': over(jnp.max, 'multiplier_max'),
     'sphere/residual_max': over(jnp.max, 'residual_max'),
     'sphere/evaluations': over(jnp.mean, 'evaluations'),
+    'sphere/evaluations_max': over(jnp.max, 'evaluations_max'),
   }
 
 
