@@ -3,10 +3,10 @@
   python -m benchmarks.sso_solver            # a table; --json for the numbers
 
 Trains a model of benchmarks.optimizers with SSO. `last step` starts each search at the
-last step's root and slope, as SSO does; `−⟨Θ, N⟩` forgets both before each step. Columns:
-evaluations, mean over matrices; those of the slowest matrix, which all chips that exchange
-matrices wait for; the largest |h| that is left; the loss in nats per token at the end.
-Means over the steps after a tenth of them; cells are medians over seeds [min, max].
+last step's root and slope, as SSO does; `−⟨Θ, N⟩` forgets both before each step.
+Columns: evaluations, mean over matrices; those of the slowest one, which chips that
+exchange matrices wait for; the largest |h| that is left; held-out loss in nats per
+token at the end. Means over the steps after the first tenth; medians over seeds [min, max].
 """
 
 from __future__ import annotations
