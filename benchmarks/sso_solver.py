@@ -6,7 +6,8 @@ Trains a model of benchmarks.optimizers with SSO. `last step` starts each search
 last step's root and slope, as SSO does; `−⟨Θ, N⟩` forgets both before each step.
 Columns: evaluations, mean over matrices; those of the slowest one, which chips that
 exchange matrices wait for; the largest |h| that is left; held-out loss in nats per
-token at the end. Means over the steps after the first tenth; medians over seeds [min, max].
+token at the end. Means over the steps after the first tenth; medians over seeds [min,
+max].
 """
 
 from __future__ import annotations
