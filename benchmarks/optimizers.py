@@ -379,7 +379,7 @@ def measure(args: argparse.Namespace) -> tuple[list[dict], dict[str, dict]]:
       best = job._replace(rate=best_rate(tried))
       results += tried + run(best, args.seeds[1:])
     take = functools.partial(step_times, jobs, text)
-    times[shape] = once(('times', shape, args.steps, *args.names), take)
+    times[shape] = once(('times', shape, args.steps, *sorted(args.names)), take)
   return results, times
 
 
