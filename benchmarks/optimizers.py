@@ -5,9 +5,9 @@
 
 Trains small M2s on the same batches of Python's standard library. All optimizers have
 the same grid of rates for the hidden matrices, which is extended by factors of 2 while
-the best rate is at an end; Adam updates embedding, head and norms
-at one rate, without weight decay. Each rate is tried with the first seed, and the best
-one of each optimizer and width is repeated with all seeds. Variants of SSO:
+the best rate is at an end; Adam updates embedding, head and norms at one rate, without
+weight decay. Each rate is tried with the first seed, and the best one of each optimizer
+and width is repeated with all seeds. Variants of SSO:
 `joint_heads` takes q, k and v as whole matrices, `fan_in_init` starts from the initial
 values of the other optimizers. `muon_spectral` is Muon with heads apart and the scale
 sqrt(out/in), the baseline of SSO's paper.
@@ -179,11 +179,8 @@ def compiled(job: Job):
   start = optimizer_lib.initializer(optimizer, cfg)
   if job.variant == 'fan_in_init':
     start = lambda params: params  # noqa: E731
-  return (
-    cfg,
-    step,
-    jax.jit(lambda key: train_step.new_state(cfg, tx, key, initialize=start)),
-  )
+  new = jax.jit(lambda key: train_step.new_state(cfg, tx, key, initialize=start))
+  return cfg, step, new
 
 
 def prepare(job: Job):

@@ -12,9 +12,9 @@ which the power iteration that finds Θ also serves.
 
 Source: "Controlled LLM Training on Spectral Sphere", arXiv:2601.08393
 (facts/algorithms.md §1.1, §1.2). Ours: λ starts at the last step's, at −⟨Θ, N⟩ in the
-first. A Newton step with the last slope of h follows, then secants until
-λ is between two points, then regula falsi with the weights of Anderson and Björck (BIT
-13, 1973). docs/optimizers.md counts the evaluations.
+first. A Newton step with the last slope of h follows, then secants until λ is between
+two points, then regula falsi with the weights of Anderson and Björck (BIT 13, 1973).
+docs/optimizers.md counts the evaluations.
 
 Axes: in, out of a matrix W (y = x W).
 """
