@@ -157,10 +157,11 @@ def sso(
 
     right, radius = transpose(params, matrices.map_tree(one, params), 2)
     momentum = optax.tree.zeros_like(params)
-    zero = jnp.zeros((), jnp.float32)
-    report = Report(*(zero for _ in Report._fields))
-    count, none = jnp.zeros((), jnp.int32), optax.tree.zeros_like(radius)
-    return SphereState(count, momentum, right, radius, none, none, report)
+    # arrays of their own, since a step donates each
+    multiplier, slope = (optax.tree.zeros_like(radius) for _ in range(2))
+    report = Report(*(jnp.zeros((), jnp.float32) for _ in Report._fields))
+    count = jnp.zeros((), jnp.int32)
+    return SphereState(count, momentum, right, radius, multiplier, slope, report)
 
   def update(gradients, state: SphereState, params=None):
     if params is None:
