@@ -130,7 +130,7 @@ def elements(instances):
 
 
 def test_data_parallelism_is_one_sum_of_gradients(short):
-  """Nothing but all-reduces: one of all gradients together, and of loads and metrics."""
+  """Nothing but all-reduces: one of all gradients, and of loads and metrics."""
   found = by_operation(short['data'])
   assert set(found) == {'all-reduce'}
   gradients = [s for s in found['all-reduce'] if (CFG.vocab_size, CFG.embed_dim) in s]
