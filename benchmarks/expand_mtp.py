@@ -1,14 +1,16 @@
 """Compares ways to initialize added MTP modules by the held-out loss of each module.
 
   python -m benchmarks.expand_mtp            # a table; --json for the numbers
+  python -m benchmarks.expand_mtp --why --joint_steps=0    # parts of a copy, apart
 
 For each seed, a small M2 with one MTP module is pre-trained on Python's standard
 library. From that checkpoint, each source of `train.expand_mtp` initializes modules 2
 and 3, which are trained first with the main model frozen and then jointly, on the same
-batches. Losses are in nats per token of the run's tokenizer, on the same held-out
-files; module k predicts the token k + 1 ahead. Tables show medians over seeds, and how
-much lower the loss of a copied module is than that of a random one with the same seed.
-The elapsed time is printed; the defaults take about 10 minutes on two idle CPU cores.
+batches. Losses are in nats per token of the run's tokenizer, on held-out files; module
+k predicts the token k + 1 ahead. `--why` compares mixtures of what
+`train.expand_mtp` copies (`MIXTURES`). Tables show medians over seeds, and how much
+lower the loss of a module is than that of a random one with the same seed. The elapsed
+time is printed; the defaults take about 10 minutes on two idle CPU cores.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,8 +94,56 @@ def held_out_batches(held_out, number: int) -> list[forest.Forest]:
   return [chain(next(rows)) for _ in range(number)]
 
 
-def compare(args, seed: int, data, workdir: pathlib.Path) -> list[dict]:
-  """Trains all sources for one seed; returns one dict per source and stage."""
+class Mixture(NamedTuple):
+  """Where the parts of new modules are from: names of `train.expand_mtp`'s sources.
+
+  Attributes:
+    block: also of its router bias.
+    projection: 'main' passes the hidden state and a tenth of a random embedding;
+      'main, whole embedding' passes the hidden state and a random projection of it.
+    norms: of hidden state and embedding.
+  """
+
+  block: str
+  projection: str
+  norms: str
+
+
+WHOLE = 'main, whole embedding'
+MIXTURES = {
+  WHOLE: Mixture('main', WHOLE, 'main'),
+  'main, random projection': Mixture('main', 'random', 'main'),
+  "main, module 1's projection": Mixture('main', 'mtp', 'mtp'),
+  "module 1, main's projection": Mixture('mtp', 'main', 'main'),
+  "random, module 1's projection": Mixture('random', 'mtp', 'mtp'),
+}
+
+
+def expanded(source: str, model, variables, key):
+  """`expand_mtp.expand` for its sources and for mixtures of them."""
+  expand = functools.partial(expand_mtp.expand, model, variables, MODULES, key=key)
+  if source in expand_mtp.SOURCES:
+    return expand(source)
+  mixture = MIXTURES[source]
+  cfg, out = expand(mixture.block)
+  parts = {name: expand(name)[1]['params']['mtp'] for name in expand_mtp.SOURCES}
+  embedding = parts['random']['proj'][:, model.embed_dim :]
+  hidden = parts['main']['proj'][:, : model.embed_dim]
+  projections = {name: part['proj'] for name, part in parts.items()}
+  projections[WHOLE] = jnp.concatenate([hidden, embedding], axis=1)
+  have, new = model.num_mtp_modules, dict(out['params']['mtp'])
+  new['proj'] = new['proj'].at[have:].set(projections[mixture.projection][have:])
+  for name in ('hidden_norm', 'embed_norm'):
+    new[name] = new[name].at[have:].set(parts[mixture.norms][name][have:])
+  return cfg, {**out, 'params': {**out['params'], 'mtp': new}}
+
+
+def compare(args, seed: int, data, workdir: pathlib.Path, known) -> list[dict]:
+  """Trains the sources for one seed; a row for each source and part.
+
+  Args:
+    known: rows of an earlier process, whose sources are not trained again.
+  """
   train, batches = data
   model = dataclasses.replace(model_config.tiny(), vocab_size=VOCABULARY)
 
@@ -111,27 +161,37 @@ def compare(args, seed: int, data, workdir: pathlib.Path) -> list[dict]:
         **more,
       ).variables
 
-  start = fit('one', args.pretrain_steps, model)
-  found = []
-
   def measure(source, part, steps, cfg, variables):
     main = pretrain.score(STEP, cfg, variables, batches)['loss']
     losses = expand_mtp.module_losses(cfg, variables, batches).tolist()
     row = {'seed': seed, 'source': source, 'after': part, 'steps': steps, 'main': main}
-    found.append({**row, 'modules': losses})
+    return {**row, 'modules': losses}
 
-  measure('', 'one module', args.pretrain_steps, model, start)
-  for source in args.sources:
+  def follow(source):
+    if not source:
+      return [measure('', 'one module', args.pretrain_steps, model, start)]
     copy = jax.tree.map(jnp.copy, start)  # training donates its weights
-    cfg, variables = expand_mtp.expand(
-      model, copy, MODULES, source, jax.random.key(seed)
-    )
-    measure(source, 'expansion', 0, cfg, variables)
-    for part, steps in (('frozen', args.frozen_steps), ('joint', args.joint_steps)):
+    cfg, variables = expanded(source, model, copy, jax.random.key(seed))
+    rows = [measure(source, 'expansion', 0, cfg, variables)]
+    parts = (('frozen', args.frozen_steps), ('joint', args.joint_steps))
+    for part, steps in [(part, steps) for part, steps in parts if steps]:
       variables = fit(
         f'{source}_{part}', steps, cfg, variables=variables, only_mtp=part == 'frozen'
       )
-      measure(source, part, steps, cfg, variables)
+      rows.append(measure(source, part, steps, cfg, variables))
+    return rows
+
+  found = [r for r in known if r['seed'] == seed and r['source'] in ('', *args.sources)]
+  have = {r['source'] for r in found}
+  left = [source for source in ('', *args.sources) if source not in have]
+  if left:
+    start = fit('one', args.pretrain_steps, model)
+  for source in left:
+    rows = follow(source)
+    found += rows
+    if args.results:
+      with args.results.open('a') as file:
+        file.write(''.join(json.dumps(row) + '\n' for row in rows))
   return found
 
 
@@ -157,7 +217,8 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
     lines += ['', '| loss below that of random weights | ' + ' | '.join(names) + ' |']
     lines.append('|---|' + '---|' * MODULES)
     for source in sources:
-      for after in ('frozen', 'joint') if source != 'random' else ():
+      afters = {r['after'] for r in rows if r['source'] == source and r['steps']}
+      for after in sorted(afters) if source != 'random' else ():
         ahead = (losses('random', after) - losses(source, after))[:, 1:]
         cells = [
           f'{np.median(a):+.3f} [{a.min():+.3f}, {a.max():+.3f}]' for a in ahead.T
@@ -175,19 +236,27 @@ def main() -> None:
   parser.add_argument('--files', type=int, default=400)
   parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--sources', nargs='+', default=expand_mtp.SOURCES)
+  parser.add_argument('--why', action='store_true', help='all of MIXTURES as well')
+  parser.add_argument(
+    '--results', type=pathlib.Path, help='runs are kept there, and not repeated'
+  )
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
-  started, found = time.monotonic(), []
+  if args.why:
+    args.sources = list(dict.fromkeys((*args.sources, *MIXTURES)))
+  started, found, known = time.monotonic(), [], []
+  if args.results and args.results.exists():
+    known = list(map(json.loads, args.results.read_text().splitlines()))
   train, held_out = read(args.files)
   data = train, held_out_batches(held_out, args.held_out_batches)
   with tempfile.TemporaryDirectory() as directory:
     for seed in args.seeds:
-      found += compare(args, seed, data, pathlib.Path(directory, str(seed)))
+      found += compare(args, seed, data, pathlib.Path(directory, str(seed)), known)
       print(f'seed {seed}: {time.monotonic() - started:.0f} s', file=sys.stderr)
   seconds, cpu = time.monotonic() - started, time.process_time()
   if args.json:
     spent = {'seconds': seconds, 'cpu_s': cpu}
-    print(json.dumps({**vars(args), **spent, 'rows': found}, indent=2))
+    print(json.dumps({**vars(args), **spent, 'rows': found}, indent=2, default=str))
     return
   print(tables(found))
   print(

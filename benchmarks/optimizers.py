@@ -1,12 +1,13 @@
 """Optimizers of the hidden matrices on text: loss, best rates by width, cost of a step.
 
   python -m benchmarks.optimizers              # the tables; --json for the numbers
-  python -m benchmarks.optimizers --names adam muon sso --widths 64 --rates 0.01 0.02
+  python -m benchmarks.optimizers --names adam muon sso --models 64x2 --rates 0.01 0.02
 
 Trains small M2s on the same batches of Python's standard library. All optimizers have
-the same grid of rates for the hidden matrices; Adam updates embedding, head and norms
-at one rate, without weight decay. Each rate is tried with the first seed, and the best
-one of each optimizer and width is repeated with all seeds. Variants of SSO:
+the same grid of rates for the hidden matrices, which is extended by factors of 2 while
+the best rate is at an end; Adam updates embedding, head and norms at one rate, without
+weight decay. Each rate is tried with the first seed, and the best one of each optimizer
+and width is repeated with all seeds. Variants of SSO:
 `joint_heads` takes q, k and v as whole matrices, `fan_in_init` starts from the initial
 values of the other optimizers. `muon_spectral` is Muon with heads apart and the scale
 sqrt(out/in), the baseline of SSO's paper.
@@ -14,9 +15,10 @@ sqrt(out/in), the baseline of SSO's paper.
 Columns: `loss` in nats per token on held-out files after all steps, with the schedule
 at its end; `at Adam's time` the same run's loss when Adam's would have ended, by the
 times of a step; `steps to Adam's` until the last loss of Adam's is reached, as a share
-of its steps; MaxVio of the router over the last quarter, `activation` the largest |x|
-after the final norm; `update` the time of an optimizer step over Adam's, timed
-alternately. Cells are medians over seeds [min, max].
+of its steps; MaxVio of the router over the last quarter; `activation` the largest |x|
+of the residual stream, where it enters a block or the final norm; `evaluations` of
+msign a step; `step` the time of a train step over Adam's, timed alternately. Cells are
+medians over seeds [min, max].
 """
 
 from __future__ import annotations
@@ -29,18 +31,22 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from benchmarks import ablations
 from m2jax import config as model_config
 from m2jax import forest, optim
 from m2jax import model as model_lib
+from m2jax import params as params_lib
 from m2jax.optim import optimizer as optimizer_lib
+from m2jax.optim import schedules
+from m2jax.optim.matrices import Matrices
 from m2jax.optim.schedules import ScheduleConfig
 from m2jax.train import step as train_step
 
@@ -49,7 +55,8 @@ CURVE = 10  # evaluations of a run
 ADAM_RATE = 3e-3  # of embedding, head and norms
 NAMES = ('adam', 'muon', 'muon_spectral', 'nor_muon', 'hyperball', 'muon_sphere', 'sso')
 VARIANTS = (*NAMES, 'joint_heads', 'fan_in_init')
-RATES = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08)
+RATES = (0.005, 0.01, 0.02, 0.04, 0.08)
+MOST_EXTENSIONS = 5  # of the grid of an optimizer whose best rate is at an end
 
 
 def model(width: int, layers: int) -> model_config.ModelConfig:
@@ -121,12 +128,51 @@ class Job(NamedTuple):
   steps: int
 
 
+class Rated(NamedTuple):
+  """Rate of the hidden matrices, and the optimizer's state."""
+
+  rate: jax.Array
+  inner: Any
+
+
+def with_rate(
+  config: optim.OptimizerConfig, cfg: model_config.ModelConfig
+) -> optax.GradientTransformation:
+  """`optimizer.make`, but the hidden matrices' rate is in the state: as a constant of
+  the program it would have one compiled for each rate."""
+  multiplier = schedules.multiplier(config.schedule)
+  matrices = Matrices(params_lib.heads(cfg))
+
+  def make(rate):
+    def part(name, rule):
+      base = rate if name == config.name else rule.learning_rate
+      schedule = lambda step: base * multiplier(step)  # noqa: E731
+      return rule.transformation(schedule, optax.identity(), matrices)
+
+    rules = optimizer_lib.rules_in_use(config)
+    parts = {name: part(name, rule) for name, rule in rules.items()}
+    by_rule = optax.partition(
+      parts, lambda params: optimizer_lib.labels(config, params)
+    )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), by_rule)
+
+  def init(params):
+    rate = jnp.float32(getattr(config, config.name).learning_rate)
+    return Rated(rate, make(rate).init(params))
+
+  def update(gradients, state, params=None):
+    updates, inner = make(state.rate).update(gradients, state.inner, params)
+    return updates, Rated(state.rate, inner)
+
+  return optax.GradientTransformation(init, update)
+
+
 @functools.lru_cache(maxsize=8)
-def prepare(job: Job):
-  """Model, step function, and seed → state at the start."""
+def compiled(job: Job):
+  """Model, step function, and key → state at the start, for any rate."""
   cfg = model(job.width, job.layers)
   optimizer = settings(job.variant, job.rate, job.steps)
-  tx = optimizer_lib.make(optimizer, cfg)
+  tx = with_rate(optimizer, cfg)
   step = train_step.make_step(
     cfg, tx, train_step.nll, train_step.StepConfig(micro_rows=ROWS)
   )
@@ -134,7 +180,19 @@ def prepare(job: Job):
   if job.variant == 'fan_in_init':
     start = lambda params: params  # noqa: E731
   new = jax.jit(lambda key: train_step.new_state(cfg, tx, key, initialize=start))
-  return cfg, step, lambda seed: new(jax.random.key(seed))
+  return cfg, step, new
+
+
+def prepare(job: Job):
+  """Model, step function, and seed → state at the start."""
+  cfg, step, new = compiled(job._replace(rate=0.0))
+
+  def start(seed):
+    state = new(jax.random.key(seed))
+    rated = state.opt_state._replace(rate=jnp.float32(job.rate))
+    return dataclasses.replace(state, opt_state=rated)
+
+  return cfg, step, start
 
 
 def train(job: Job, seed: int, text: ablations.Text) -> dict[str, Any]:
@@ -165,21 +223,21 @@ def train(job: Job, seed: int, text: ablations.Text) -> dict[str, Any]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def look(cfg, variables, batch):
-  """Loss in nats per token, and the largest |x| after the final norm."""
+  """Loss in nats per token, and the largest |x| of the residual stream."""
   out = model_lib.forward(cfg, variables, batch)
   loss = -jnp.sum(batch.weight * train_step.at_terms(out.logprob, batch))
-  hidden = model_lib.trunk(cfg, variables, batch)[0]
-  return loss / jnp.sum(batch.weight), jnp.max(jnp.abs(hidden))
+  top = model_lib.trunk(cfg, variables, batch).activation_max
+  return loss / jnp.sum(batch.weight), jnp.max(top)
 
 
-def step_times(variants: Sequence[str], width: int, layers: int, text) -> dict:
-  """Milliseconds of a train step, medians; the variants take turns."""
+def step_times(jobs: Sequence[Job], text: ablations.Text) -> dict[str, float]:
+  """Milliseconds of a train step by variant, medians; the jobs take turns."""
   batch = next(batches(text.train, 0))
   runs = {}
-  for variant in variants:
-    _, step, new = prepare(Job(variant, width, layers, 0.01, 100))
+  for job in jobs:
+    variant, (_, step, new) = job.variant, prepare(job)
     runs[variant] = step, step(new(0), batch)[0]
-  times: dict[str, list[float]] = {variant: [] for variant in variants}
+  times: dict[str, list[float]] = {variant: [] for variant in runs}
   for _ in range(15):
     for variant, (step, state) in runs.items():
       started = time.perf_counter()
@@ -240,6 +298,23 @@ def rows(
   return found
 
 
+def search(
+  rates: Sequence[float], run: Callable[[float], Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+  """Results of all rates, and of more while the best one is at an end."""
+  tried = [run(rate) for rate in sorted(rates)]
+  for _ in range(MOST_EXTENSIONS):
+    losses = [result['loss'] for result in tried]
+    best = losses.index(min(losses))
+    if best == 0:
+      tried.insert(0, run(tried[0]['rate'] / 2))
+    elif best == len(tried) - 1:
+      tried.append(run(tried[-1]['rate'] * 2))
+    else:
+      break
+  return tried
+
+
 def best_rate(results: Sequence[Mapping[str, Any]]) -> float:
   """The rate of the lowest loss of the first seed."""
   first = [r for r in results if r['seed'] == results[0]['seed']]
@@ -291,26 +366,30 @@ def measure(args: argparse.Namespace) -> tuple[list[dict], dict[str, dict]]:
   results, times = [], {}
   for shape in args.models:
     width, layers = (int(n) for n in shape.split('x'))
-    for variant in args.names:
-      jobs = [Job(variant, width, layers, rate, args.steps) for rate in args.rates]
-      tried = [result for job in jobs for result in run(job, args.seeds[:1])]
-      best = jobs[0]._replace(rate=best_rate(tried))
+    jobs = [Job(name, width, layers, args.rates[0], args.steps) for name in args.names]
+    for job in jobs:
+
+      def at(rate, job=job):
+        return run(job._replace(rate=rate), args.seeds[:1])[0]
+
+      tried = search(args.rates, at)
+      best = job._replace(rate=best_rate(tried))
       results += tried + run(best, args.seeds[1:])
-    take = functools.partial(step_times, args.names, width, layers, text)
-    times[shape] = once(('times', shape, *args.names), take)
+    take = functools.partial(step_times, jobs, text)
+    times[shape] = once(('times', shape, args.steps, *sorted(args.names)), take)
   return results, times
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
-  parser.add_argument('--steps', type=int, default=300)
+  parser.add_argument('--steps', type=int, default=150)
   parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--names', nargs='+', default=list(VARIANTS), choices=VARIANTS)
   parser.add_argument('--rates', type=float, nargs='+', default=list(RATES))
   parser.add_argument(
     '--models',
     nargs='+',
-    default=['32x2', '64x2', '128x2', '32x12'],
+    default=['32x2', '64x2', '128x2', '32x8'],
     help='WIDTHxLAYERS; a width is a multiple of 16',
   )
   parser.add_argument('--files', type=int, default=200)

@@ -64,11 +64,14 @@ class Trunk(NamedTuple):
     hidden: after the final norm.
     routing: ids [L, T, k] and load [L, E].
     new_kv: keys and values of the tokens; None without a prefix.
+    activation_max: largest |x| that enters each block and the final norm, of the
+      tokens of this device's part of the residual stream, without padding.
   """
 
   hidden: Float[Array, 'B S D']
   routing: block.Routing
   new_kv: tuple[Float[Array, 'L B S K H'], Float[Array, 'L B S K H']] | None
+  activation_max: Float[Array, 'norms']
 
 
 def trunk(
@@ -90,11 +93,15 @@ def trunk(
   params = variables['params']
   multiplicity = sharding.residual_part(batch.multiplicity.reshape(-1))
 
+  def largest(x):
+    return jnp.max(jnp.where(multiplicity[:, None] > 0, jnp.abs(x), 0))
+
   def layer_body(cfg, window):
     of_layer = attention.of_layer(metadata, cfg, window)
 
     def body(x, layer):
       p, bias, replay, prefix_kv = layer
+      entering = largest(x)
       replay = jax.tree.map(sharding.residual_part, replay)
       p = sharding.gather_params(p, cfg.dtype)
       attend = functools.partial(
@@ -107,7 +114,7 @@ def trunk(
       x, new_kv, routing = block.apply(
         x, p, bias, cfg, attend, multiplicity, replay, sharding
       )
-      return x, (routing, None if prefix_kv is None else new_kv)
+      return x, (routing, None if prefix_kv is None else new_kv, entering)
 
     return body
 
@@ -122,10 +129,11 @@ def trunk(
     body = lambda window: loop.routed([layer_body(path, window) for path in paths])
     stacked = (stacked, route)
   x = embed(cfg, params, batch.tokens, sharding)
-  x, (routing, new_kv) = loop.over_layers(body, x, stacked, cfg, sharding)
+  x, (routing, new_kv, entering) = loop.over_layers(body, x, stacked, cfg, sharding)
+  activation_max = jax.lax.stop_gradient(jnp.append(entering, largest(x)))
   x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
   x = sharding.gather_residual(x)
-  return Trunk(x.reshape(*batch.tokens.shape, -1), routing, new_kv)
+  return Trunk(x.reshape(*batch.tokens.shape, -1), routing, new_kv, activation_max)
 
 
 class Outputs(NamedTuple):
@@ -139,6 +147,7 @@ class Outputs(NamedTuple):
     rerouted: layers whose router would choose other experts than are replayed; None
       without a replay.
     drafts: of each MTP module, its distance from the trunk; None if not asked for.
+    activation_max: largest |x| that enters a block of the trunk or the final norm.
   """
 
   logprob: Float[Array, 'B S']
@@ -146,6 +155,7 @@ class Outputs(NamedTuple):
   mtp_logprob: Float[Array, 'mtp B S']
   loads: dict[str, Float32[Array, '_ E']]
   experts: Int[Array, 'B S L k']
+  activation_max: Float[Array, '']
   rerouted: Int32[Array, 'B S'] | None = None
   drafts: draft_loss.Drafts | None = None
 
@@ -220,7 +230,8 @@ def _output_specs(rules: sharding_lib.Rules) -> Outputs:
   token = rules.spec('scores', 'rows', 'tokens')
   stacked = rules.spec('scores', None, 'rows', 'tokens')
   loads = rules.spec('loads', None)
-  return Outputs(token, token, stacked, loads, token, token, stacked)
+  one = rules.spec('activation_max')
+  return Outputs(token, token, stacked, loads, token, one, token, stacked)
 
 
 def token_logprobs(
@@ -266,7 +277,9 @@ def _forward_with_prefix(
   params = variables['params']
   params = dict(params, **sharding.gather_params({'head': params['head']}, cfg.dtype))
   metadata = attention.metadata(cfg, batch, sharding, prefix_cache.slots(prefix))
-  hidden, routing, new_kv = trunk(cfg, variables, batch, sharding, prefix, metadata)
+  hidden, routing, new_kv, activation_max = trunk(
+    cfg, variables, batch, sharding, prefix, metadata
+  )
   cached_states = None if prefix is None else prefix.states[0]
   state = head.at_parent(hidden, batch, sharding, cached_states)
   logprob, entropy = head.score(params, state, batch, sharding, depth=1)
@@ -300,7 +313,8 @@ def _forward_with_prefix(
     rerouted = jnp.sum(routing.rerouted, axis=0, dtype=jnp.int32)
     rerouted = rerouted.reshape(logprob.shape)
   scores = logprob, entropy, modules.logprob
-  outputs = Outputs(*scores, loads, experts, rerouted, modules.drafts)
+  activation_max = sharding.pmax(jnp.max(activation_max), 'rows', 'tokens', 'residual')
+  outputs = Outputs(*scores, loads, experts, activation_max, rerouted, modules.drafts)
   if prefix is None:
     return outputs, None
   return outputs, PrefixCache(*new_kv, hidden[None], modules.new)

@@ -107,6 +107,13 @@ _TRAINING = (
     'load of the busiest expert over the mean load − 1, mean over layers',
   ),
   Metric(
+    'activation_max',
+    _TRAIN,
+    '1',
+    'largest absolute value of the residual stream that enters a block or final norm',
+    when='step.activation_max is set',
+  ),
+  Metric(
     'update_rms/*',
     _TRAIN,
     '1',

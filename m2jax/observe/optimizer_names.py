@@ -12,6 +12,7 @@ _SPHERE = (
   ('multiplier_max', '1', 'largest absolute λ, for a momentum of norm 1'),
   ('residual_max', '1', 'largest absolute h(λ): how far directions are from tangent'),
   ('evaluations', 'evaluations', 'of the matrix sign, mean over matrices'),
+  ('evaluations_max', 'evaluations', 'of the matrix sign, for the slowest matrix'),
 )
 _GNMR = (
   ('promoted', 'share', 'of the layers that recover in the next step'),

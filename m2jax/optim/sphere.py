@@ -11,8 +11,10 @@ drift of second order is removed by the retraction W ← W · R/‖W‖₂ befor
 which the power iteration that finds Θ also serves.
 
 Source: "Controlled LLM Training on Spectral Sphere", arXiv:2601.08393
-(facts/algorithms.md §1.1, §1.2). Ours: λ starts at −⟨Θ, N⟩ and is found by regula falsi
-(Illinois), which takes a fifth of the evaluations of a bisection (§1.6).
+(facts/algorithms.md §1.1, §1.2). Ours: λ starts at the last step's, at −⟨Θ, N⟩ in the
+first. A Newton step with the last slope of h follows, then secants until λ is between
+two points, then regula falsi with the weights of Anderson and Björck (BIT 13, 1973).
+docs/optimizers.md counts the evaluations.
 
 Axes: in, out of a matrix W (y = x W).
 """
@@ -28,6 +30,9 @@ from jax import lax
 from m2jax.axes import Array, Bool, Float, Int32
 from m2jax.optim import msign as msign_lib
 from m2jax.optim.msign import product
+
+STEEPEST = 64  # slope of h that a step uses, over that of a flat spectrum
+PATIENCE = 6  # evaluations, after which every other one is a bisection
 
 
 class Top(NamedTuple):
@@ -72,6 +77,18 @@ def _unit(x: jax.Array) -> jax.Array:
   return x / jnp.where(norm > 0, norm, 1)
 
 
+class Guess(NamedTuple):
+  """Where a step's search for λ starts: the last step's root.
+
+  Attributes:
+    multiplier: λ.
+    slope: of h there; 0 before the first step.
+  """
+
+  multiplier: Float[Array, '1 1']
+  slope: Float[Array, '1 1']
+
+
 class Solution(NamedTuple):
   """The direction of a step.
 
@@ -92,6 +109,14 @@ class _Search(NamedTuple):
   """A bracket of the root: h(low) < 0 < h(high), and the best λ so far.
 
   An end that was not evaluated is at the bound of |λ|, where the sign of h is known.
+
+  Attributes:
+    low, h_low, high, h_high: the ends; of one that is kept twice, h is reduced.
+    seen_low, seen_high: whether they were evaluated.
+    last, h_last: the point evaluated last.
+    slope: of h, from the last two points.
+    reach: longest step outside the points evaluated.
+    best: solution.
   """
 
   low: Float[Array, '']
@@ -100,88 +125,109 @@ class _Search(NamedTuple):
   h_high: Float[Array, '']
   seen_low: Bool[Array, '']
   seen_high: Bool[Array, '']
-  was_low: Bool[Array, '']
-  stride: Float[Array, '']
+  last: Float[Array, '']
+  h_last: Float[Array, '']
+  slope: Float[Array, '']
+  reach: Float[Array, '']
   best: Solution
 
 
 def direction(
   momentum: Float[Array, 'in out'],
   at: Top,
+  guess: Guess,
   *,
   tolerance: float,
   max_evaluations: int,
   coefficients: msign_lib.Coefficients = msign_lib.POLAR_EXPRESS,
-) -> Solution:
-  """Φ = msign(N + λΘ) with |⟨Θ, Φ⟩| ≤ tolerance, or the least found.
+) -> tuple[Solution, Guess]:
+  """Φ = msign(N + λΘ) with |⟨Θ, Φ⟩| ≤ tolerance, or the least found; the next guess.
 
   Args:
     momentum: N, of any scale: it is divided by its Frobenius norm, and λ is of that.
     at: the top singular vectors of W.
+    guess: the last step's.
     tolerance: of |h|.
-    max_evaluations: of msign; 1 takes the first guess, λ = −⟨Θ, N⟩.
+    max_evaluations: of msign; 1 takes λ = −⟨Θ, N⟩.
     coefficients: of msign.
   """
   momentum = msign_lib.normalized(momentum)
   theta = at.left * at.right
   # n singular values whose squares have the sum 1 add up to at most √n
   bound = jnp.asarray(2 * min(momentum.shape) ** 0.5, momentum.dtype)
+  flat = bound / 4  # the slope of h for a flat spectrum; others are steeper
 
   def evaluate(multiplier, number):
     phi = msign_lib.msign(momentum + multiplier * theta, coefficients)
     h = product(product(at.left.mT, phi), at.right.mT)[0, 0]
     return Solution(phi, multiplier, h, number)
 
-  first = evaluate(-jnp.sum(theta * momentum), jnp.int32(1))
-  yes = jnp.bool_(True)
-  one = jnp.ones((), momentum.dtype)
-  # h has the slope √n/2 for a flat spectrum, and is steeper for others
-  stride = jnp.maximum(2 * jnp.abs(first.residual) / bound, 1e-6)
-  start = _Search(-bound, -one, bound, one, ~yes, ~yes, yes, stride, first)
-  search = _narrow(start, first)
+  empty = ~jnp.any(momentum)  # h is only a sign then, and 0 at 0
+  cold = (guess.slope[0, 0] == 0) | empty | (max_evaluations == 1)
+  formula = -jnp.sum(theta * momentum)
+  first = evaluate(
+    jnp.where(cold, formula, jnp.clip(guess.multiplier[0, 0], -bound, bound)),
+    jnp.int32(1),
+  )
+  one, no = jnp.ones((), momentum.dtype), jnp.bool_(False)
+  slope = jnp.where(cold, flat, jnp.clip(guess.slope[0, 0], flat / 2, STEEPEST * flat))
+  last = first.multiplier, first.residual
+  start = _Search(-bound, -one, bound, one, no, no, *last, slope, bound, first)
 
   def unfinished(search: _Search):
     found = jnp.abs(search.best.residual) <= tolerance
     return ~found & (search.best.evaluations < max_evaluations)
 
   def body(search: _Search):
-    last = evaluate(_candidate(search), search.best.evaluations + 1)
-    return _narrow(search, last)
+    new = evaluate(_candidate(search), search.best.evaluations + 1)
+    return _narrow(search, new, flat)
 
-  return lax.while_loop(unfinished, body, search).best
+  search = lax.while_loop(unfinished, body, _narrow(start, first, flat))
+  found = Guess(search.best.multiplier[None, None], search.slope[None, None])
+  found = jax.tree.map(lambda new, old: jnp.where(empty, old, new), found, guess)
+  return search.best, found
 
 
 def _candidate(search: _Search) -> jax.Array:
-  """The next λ: between the ends once both are evaluated, a stride outside before."""
-  low, high = search.low, search.high
+  """The next λ: between the ends once both are evaluated, by the slope before."""
+  low, high, number = search.low, search.high, search.best.evaluations
   between = (low * search.h_high - high * search.h_low) / (search.h_high - search.h_low)
+  # from a guess far off h is nearly ±1 at both ends, where lines through them are slow
+  halve = (number >= PATIENCE) & (number % 2 == 0)
+  between = jnp.where(halve, (low + high) / 2, between)
+  step = jnp.minimum(jnp.abs(search.h_last) / search.slope, search.reach)
   outside = jnp.where(
-    search.seen_low,
-    jnp.minimum(low + search.stride, high),
-    jnp.maximum(high - search.stride, low),
+    search.seen_low, jnp.minimum(low + step, high), jnp.maximum(high - step, low)
   )
   return jnp.where(search.seen_low & search.seen_high, between, outside)
 
 
-def _narrow(search: _Search, last: Solution) -> _Search:
-  """The bracket with one more evaluation; Illinois halves h at an end kept twice."""
-  is_low = last.residual < 0
-  again = is_low == search.was_low
-  half = jnp.where(again & search.seen_low & search.seen_high, 0.5, 1.0)
-  half = half.astype(search.h_low.dtype)
-  best, was = last, search.best
-  better = jnp.abs(last.residual) <= jnp.abs(was.residual)
-  best = jax.tree.map(lambda a, b: jnp.where(better, a, b), last, was)
-  best = best._replace(evaluations=last.evaluations)
+def _narrow(search: _Search, new: Solution, flat: jax.Array) -> _Search:
+  """The bracket with one more evaluation."""
+  is_low, was_low = new.residual < 0, search.h_last < 0
+  # Anderson–Björck: less of h at an end that is kept twice
+  share = 1 - new.residual / jnp.where(search.h_last == 0, 1, search.h_last)
+  share = jnp.where(share > 0, share, 0.5)
+  again = (is_low == was_low) & search.seen_low & search.seen_high
+  share = jnp.where(again, share, 1.0).astype(search.h_low.dtype)
+  run, rise = new.multiplier - search.last, new.residual - search.h_last
+  slope = jnp.clip(rise / jnp.where(run == 0, 1, run), flat / 2, STEEPEST * flat)
+  slope = jnp.where(run == 0, search.slope, slope)
+  best, was = new, search.best
+  better = jnp.abs(new.residual) <= jnp.abs(was.residual)
+  best = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, was)
+  best = best._replace(evaluations=new.evaluations)
   return _Search(
-    low=jnp.where(is_low, last.multiplier, search.low),
-    h_low=jnp.where(is_low, last.residual, search.h_low * half),
-    high=jnp.where(is_low, search.high, last.multiplier),
-    h_high=jnp.where(is_low, search.h_high * half, last.residual),
+    low=jnp.where(is_low, new.multiplier, search.low),
+    h_low=jnp.where(is_low, new.residual, search.h_low * share),
+    high=jnp.where(is_low, search.high, new.multiplier),
+    h_high=jnp.where(is_low, search.h_high * share, new.residual),
     seen_low=search.seen_low | is_low,
     seen_high=search.seen_high | ~is_low,
-    was_low=is_low,
-    stride=2 * search.stride,
+    last=new.multiplier,
+    h_last=new.residual,
+    slope=slope,
+    reach=jnp.where(run == 0, search.reach, 4 * jnp.abs(run)),
     best=best,
   )
 

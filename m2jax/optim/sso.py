@@ -91,7 +91,7 @@ class Report(NamedTuple):
     sigma_max, sigma_min: σ/R before the retraction.
     multiplier_max: largest |λ|.
     residual_max: largest |h(λ)|: |⟨Θ, Φ⟩|, also of MuonSphere.
-    evaluations: of msign, mean.
+    evaluations, evaluations_max: of msign, mean and largest.
   """
 
   sigma_max: Float[Array, '']
@@ -99,6 +99,7 @@ class Report(NamedTuple):
   multiplier_max: Float[Array, '']
   residual_max: Float[Array, '']
   evaluations: Float[Array, '']
+  evaluations_max: Float[Array, '']
 
 
 class SphereState(NamedTuple):
@@ -110,6 +111,7 @@ class SphereState(NamedTuple):
     right: top right singular vector of each matrix, [*stack, 1, out].
     radius: R of each matrix, [*stack, 1, 1]; with heads [*stack, 1, heads]. A run that
       resumes keeps it, whatever its settings say.
+    multiplier, slope: `sphere.Guess` of each matrix, as `radius`.
     report: of the last step.
   """
 
@@ -117,6 +119,8 @@ class SphereState(NamedTuple):
   momentum: Any
   right: Any
   radius: Any
+  multiplier: Any
+  slope: Any
   report: Report
 
 
@@ -153,9 +157,11 @@ def sso(
 
     right, radius = transpose(params, matrices.map_tree(one, params), 2)
     momentum = optax.tree.zeros_like(params)
-    zero = jnp.zeros((), jnp.float32)
-    report = Report(zero, zero, zero, zero, zero)
-    return SphereState(jnp.zeros((), jnp.int32), momentum, right, radius, report)
+    # arrays of their own, since a step donates each
+    multiplier, slope = (optax.tree.zeros_like(radius) for _ in range(2))
+    report = Report(*(jnp.zeros((), jnp.float32) for _ in Report._fields))
+    count = jnp.zeros((), jnp.int32)
+    return SphereState(count, momentum, right, radius, multiplier, slope, report)
 
   def update(gradients, state: SphereState, params=None):
     if params is None:
@@ -166,15 +172,24 @@ def sso(
     if settings.nesterov:
       ahead = optax.tree.update_moment(gradients, momentum, settings.beta, 1)
 
-    def one(w, ahead, right, radius, rate):
-      return _step(w, ahead, right, radius, rate, settings)
+    def one(w, ahead, right, radius, rate, *guess):
+      guess = sphere.Guess(*guess)
+      return _step(w, ahead, right, radius, rate, guess, settings)
 
-    rates = matrices.each(params, rate)
-    found = matrices.map_tree(one, params, ahead, state.right, state.radius, rates)
-    updates, right, numbers = transpose(params, found, 3)
-    count = optax.safe_increment(state.count)
-    report = _report(jax.tree.leaves(numbers, is_leaf=_is_numbers))
-    return updates, SphereState(count, momentum, right, state.radius, report)
+    rates, guess = matrices.each(params, rate), (state.multiplier, state.slope)
+    found = matrices.map_tree(
+      one, params, ahead, state.right, state.radius, rates, *guess
+    )
+    updates, right, guess, numbers = transpose(params, found, 4)
+    state = SphereState(
+      optax.safe_increment(state.count),
+      momentum,
+      right,
+      state.radius,
+      *transpose(params, guess, 2),
+      _report(jax.tree.leaves(numbers, is_leaf=_is_numbers)),
+    )
+    return updates, state
 
   return optax.GradientTransformation(init, update)
 
@@ -188,14 +203,15 @@ class _Numbers(NamedTuple):
   evaluations: Any
 
 
-def _step(w, ahead, right, radius, rate, settings: SphereSettings):
-  """Update, right singular vector and numbers of one matrix."""
+def _step(w, ahead, right, radius, rate, guess, settings: SphereSettings):
+  """Update, right singular vector, next guess and numbers of one matrix."""
   at = sphere.top(w, right, settings.power_iterations)
   coefficients = msign.POLAR_EXPRESS[: settings.msign_steps]
   if settings.solve:
-    found = sphere.direction(
+    found, guess = sphere.direction(
       ahead,
       at,
+      guess,
       tolerance=settings.tolerance,
       max_evaluations=settings.max_evaluations,
       coefficients=coefficients,
@@ -216,7 +232,7 @@ def _step(w, ahead, right, radius, rate, settings: SphereSettings):
   )
   # a zero matrix has no singular vectors: stay at the last ones
   right = jnp.where(at.sigma > 0, at.right, right)
-  return update.astype(w.dtype), right, numbers
+  return update.astype(w.dtype), right, guess, numbers
 
 
 def _report(numbers: list[_Numbers]) -> Report:
@@ -230,6 +246,7 @@ def _report(numbers: list[_Numbers]) -> Report:
     over(jnp.max, [jnp.abs(x.multiplier) for x in numbers]),
     over(jnp.max, [jnp.abs(x.residual) for x in numbers]),
     over(jnp.sum, [x.evaluations for x in numbers]) / count,
+    over(jnp.max, [x.evaluations for x in numbers]),
   )
 
 
@@ -249,6 +266,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     'sphere/multiplier_max': over(jnp.max, 'multiplier_max'),
     'sphere/residual_max': over(jnp.max, 'residual_max'),
     'sphere/evaluations': over(jnp.mean, 'evaluations'),
+    'sphere/evaluations_max': over(jnp.max, 'evaluations_max'),
   }
 
 

@@ -153,6 +153,8 @@ def product_flops(
 ) -> float:
   """FLOPs of the matmuls in one run of an instruction, and those a kernel declares.
 
+  fp32 at high precision counts as the bfloat16 products that compute it.
+
   Args:
     known: the instructions of its computation, by name.
   """
@@ -166,9 +168,16 @@ def product_flops(
   total = 0.0
   for i in lines:
     if i.opcode in ('dot', 'convolution') and i.operands[0] in known:
-      result, left = i.arrays[0].dims, known[i.operands[0]].arrays[0].dims
-      total += 2.0 * math.prod(result) * _contracted(i, left)
+      result, left = i.arrays[0].dims, known[i.operands[0]].arrays[0]
+      once = 2.0 * math.prod(result) * _contracted(i, left.dims)
+      total += once * (_products(i) if left.dtype == 'f32' else 1)
   return total
+
+
+def _products(line: hlo.Instruction) -> int:
+  """Products in bfloat16 that a matmul of fp32 is computed by."""
+  precision = re.search(r'operand_precision=\{(\w+)', line.attributes)
+  return {'highest': 6, 'high': 3}.get(precision[1] if precision else '', 1)
 
 
 def _contracted(line: hlo.Instruction, left: tuple[int, ...]) -> int:

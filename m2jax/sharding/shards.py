@@ -120,6 +120,11 @@ class Sharding:
     axes = self.axes(*logical)
     return lax.pmean(x, axes) if axes else x
 
+  def pmax(self, x: jax.Array, *logical: str) -> jax.Array:
+    """Maximum over the shards of logical axes; without a gradient."""
+    axes = self.axes(*logical)
+    return lax.pmax(x, axes) if axes else x
+
   def all_gather(self, x: jax.Array, logical: str, axis: int) -> jax.Array:
     """Shards of a logical axis, concatenated along `axis`."""
     axes = self.axes(logical)

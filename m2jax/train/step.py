@@ -72,6 +72,7 @@ class StepConfig:
       draft_weight of 0 the comparison is only measured.
     draft_rest: the words outside these K are one more; False: both sides are
       renormalised on the K words.
+    activation_max: metrics have the largest |x| that enters a block or the final norm.
     bias_update_rate: u of the router bias's sign step; 0 freezes the bias.
     compiler_options: XLA's, by name; unknown ones are errors of the backend.
   """
@@ -82,6 +83,7 @@ class StepConfig:
   draft_weight: float = 0.0
   draft_top_k: int = 0
   draft_rest: bool = True
+  activation_max: bool = False
   bias_update_rate: float = 1e-3
   compiler_options: Mapping[str, Any] = dataclasses.field(
     default_factory=dict, hash=False
@@ -253,6 +255,8 @@ def loss_and_metrics(
 
   weight = jnp.sum(batch.weight.astype(loss.dtype))
   metrics = dict(metrics, loss=loss, entropy=weighted(out.entropy), weight=weight)
+  if config.activation_max:
+    metrics['activation_max'] = out.activation_max
   if cfg.num_mtp_modules:
     mtp_loss = -sum(weighted(lp) for lp in out.mtp_logprob) / cfg.num_mtp_modules
     metrics['mtp_loss'] = mtp_loss
@@ -385,7 +389,10 @@ def programs(
     if mean:
       scale = 1 / jnp.maximum(weight, 1e-9)
       grads = jax.tree.map(lambda x: (x * scale).astype(x.dtype), grads)
-      metrics = {name: value * scale for name, value in metrics.items()}
+      metrics = {
+        name: value if name.endswith('_max') else value * scale
+        for name, value in metrics.items()
+      }
     params, router_state = state.variables['params'], state.variables['router']
     updates, opt_state = optimizer.update(grads, state.opt_state, params)
     biases = {

@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
 from benchmarks import expand_mtp
+from tests import quick
+from tests.train import test_step
 
 
 def row(seed, source, after, main, *modules):
   fields = dict(seed=seed, source=source, after=after, steps=9)
   return {**fields, 'main': main, 'modules': list(modules)}
+
+
+def test_parts_of_a_mixture():
+  """Block, projection and norms are those that the mixture names."""
+  cfg = dataclasses.replace(test_step.CFG, dtype='float32', param_dtype='float32')
+  variables, key = quick.variables(cfg, 0, noise=0.1, bias=0.1), jax.random.key(1)
+  made = {
+    source: expand_mtp.expanded(source, cfg, variables, key)[1]
+    for source in ('mtp', 'main', 'random', *expand_mtp.MIXTURES)
+  }
+
+  def part(source, *path):
+    return functools.reduce(lambda tree, name: tree[name], path, made[source])
+
+  for source, (block, projection, norms) in expand_mtp.MIXTURES.items():
+    pairs = [(('router', 'mtp'), block), (('params', 'mtp', 'embed_norm'), norms)]
+    pairs += [(('params', 'mtp', 'layers', 'gate'), block)]
+    if projection != expand_mtp.WHOLE:
+      pairs.append((('params', 'mtp', 'proj'), projection))
+    for path, origin in pairs:
+      np.testing.assert_array_equal(part(source, *path), part(origin, *path))
+  hidden, embedding = np.split(
+    np.asarray(part(expand_mtp.WHOLE, 'params', 'mtp', 'proj')), 2, 1
+  )
+  np.testing.assert_array_equal(hidden[1], np.eye(cfg.embed_dim))
+  random = np.asarray(part('random', 'params', 'mtp', 'proj'))
+  np.testing.assert_array_equal(embedding, random[:, cfg.embed_dim :])
 
 
 def test_tables():

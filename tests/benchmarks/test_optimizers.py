@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -52,6 +56,39 @@ def test_rows_compare_with_adam_of_the_same_seed():
   assert sso['at_adams_time'] == [4.0, 4.1] and sso['step'] == 2.0
   np.testing.assert_allclose(sso['steps_to_adams'], [0.5, 0.5])
   assert optimizers.table([adam, sso]).count('\n') == 3
+
+
+@pytest.mark.parametrize('best', [0.00125, 0.01, 0.32])
+def test_the_grid_is_extended_at_its_ends(best):
+  """Until the best rate has neighbours on both sides; each rate is tried once."""
+  tried = []
+
+  def run(rate):
+    tried.append(rate)
+    return {'rate': rate, 'loss': abs(np.log2(rate / best))}
+
+  found = optimizers.search((0.005, 0.01, 0.02), run)
+  rates = [result['rate'] for result in found]
+  assert rates == sorted(set(tried)) and len(tried) == len(rates)
+  assert min(found, key=lambda r: r['loss'])['rate'] == pytest.approx(best)
+  assert rates[0] < best < rates[-1]
+
+
+def test_the_rate_is_data():
+  """The update of the optimizer that `settings` describe, at a rate in the state."""
+  cfg = dataclasses.replace(optimizers.model(32, 1), vocab_size=16)
+  like = params.shapes(cfg)['params']
+  values = jax.tree.map(lambda x: jnp.full(x.shape, 0.1), like)
+  config = optimizers.settings('muon', 0.5, 100)
+  want = optimizer_lib.make(config, cfg)
+  got = optimizers.with_rate(optimizers.settings('muon', 0.0, 100), cfg)
+  state = got.init(values)._replace(rate=jnp.float32(0.5))
+  updates = [
+    jax.jit(tx.update)(values, state, values)[0]
+    for tx, state in ((want, want.init(values)), (got, state))
+  ]
+  jax.tree.map(np.testing.assert_array_equal, *updates)
+  assert np.any(updates[0]['layers']['q'])
 
 
 def test_variants_differ_where_they_say():

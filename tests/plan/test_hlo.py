@@ -147,6 +147,31 @@ def test_a_synchronous_call_counts_once():
 
 
 @pytest.mark.parametrize(
+  'dtype, precision, products',
+  [
+    ('f32', '', 1),
+    ('f32', ', operand_precision={high,high}', 3),
+    ('f32', ', operand_precision={highest,highest}', 6),
+    ('bf16', ', operand_precision={highest,highest}', 1),
+  ],
+)
+def test_matmuls_of_fp32_are_several_of_bfloat16(dtype, precision, products):
+  """At the highest precision six: an optimizer's matrix signs cost that."""
+  module = hlo.parse(
+    f"""HloModule m
+
+ENTRY %main (a: {dtype}[8,4], b: {dtype}[4,16]) -> {dtype}[8,16] {{
+  %a = {dtype}[8,4]{{1,0}} parameter(0)
+  %b = {dtype}[4,16]{{1,0}} parameter(1)
+  ROOT %c = {dtype}[8,16]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, DIMS
+}}
+""".replace('DIMS', 'rhs_contracting_dims={0}' + precision)
+  )
+  (work,) = traffic.work(module)
+  assert work.flops == products * 2 * 8 * 4 * 16
+
+
+@pytest.mark.parametrize(
   'between, flops',
   [('%n = f32[8,8]{1,0} negate(%a)', 0), ('%f = f32[8,8]{1,0} FUSION', 1024)],
 )

@@ -1,7 +1,7 @@
 """Runs cases of test_mesh.py over 8 virtual CPU devices; prints JSON, one line a case.
 
 python -m tests.sharding.mesh_worker NAME…
-(of CASES; steps:OPTIMIZER; update:OPTIMIZER; exchange)
+(of CASES; steps:, update: or resume:OPTIMIZER; exchange)
 
 A line has the largest relative error of any gradient, metric or load against one
 device, and the collectives of the compiled program as [operation, [shape, …]].
@@ -13,6 +13,7 @@ import json
 import math
 import re
 import sys
+import tempfile
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ import numpy as np
 import optax
 
 from m2jax import model, sharding
+from m2jax.checkpoint import CheckpointManager
 from m2jax.moe import exchange as exchange_lib
 from m2jax.moe import experts, tiled
 from m2jax.optim import optimizer as optimizer_lib
@@ -103,7 +105,7 @@ def reference(cfg):
 
 def outcome(cfg, where, batch):
   """Gradients, metrics and loads of a batch, and the compiled program's text."""
-  config = train_step.StepConfig(micro_rows=ROWS)
+  config = train_step.StepConfig(micro_rows=ROWS, activation_max=True)
   run = train_step.programs(cfg, optax.sgd(1.0), train_step.nll, config, where).micro
   specs = sharding.param_specs(cfg, where.rules)
   arguments = (
@@ -204,43 +206,98 @@ def steps(name: str) -> dict[str, Any]:
 
 def update(name: str) -> dict[str, Any]:
   """Three updates of a block's parameters over 8 devices: errors, and collectives."""
-  cfg = small.config()
-  where = sharding.make(sharding.MeshConfig(fsdp=2, expert=2, tensor=2))
-  alike = 'v', 'up', 'attn_norm', 'moe_norm'
-  specs = {'layers': dict(sharding.param_specs(cfg, where.rules)['params']['layers'])}
-  params = {'layers': dict(variables(cfg)['params']['layers'])}
-  for leaf in alike:  # compile once what is alike
-    del specs['layers'][leaf], params['layers'][leaf]
-  rng = np.random.default_rng(0)
-  gradients = [
-    jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
-    for _ in range(3)
-  ]
+  params, gradients = block()
   found = []
-  for place in (sharding.ONE_DEVICE, where):
-    tx = optimizer_lib.make(small.optimizer(name), cfg, place)
-    state = jax.eval_shape(tx.init, params)
-    state_specs = sharding.like_params(state, params, specs)
-    state = jax.jit(tx.init)(place.place(params, specs))
-    state, now = place.place(state, state_specs), place.place(params, specs)
-    compiled = None
-    for gradient in gradients:
-      arguments = place.place(gradient, specs), state, now
-      compiled = compiled or jax.jit(tx.update).lower(*arguments).compile()
-      updates, state = compiled(*arguments)
-      state = place.place(state, state_specs)
-      now = place.place(optax.apply_updates(now, updates), specs)
-    found.append(jax.device_get((now, updates, state)))
-  errors = relative_errors(found[1], found[0])
-  # what the solver leaves, 1e-9 of the direction, is rounding
-  errors = {name: x for name, x in errors.items() if 'residual' not in name}
-  worst = max(errors, key=errors.get)
+  for where in (sharding.ONE_DEVICE, three_axes()):
+    job = Update(name, where, params)
+    state, now = job.begin()
+    *result, compiled = job.advance(state, now, gradients)
+    found.append(jax.device_get(result))
   return {
-    'worst': [worst, errors[worst]],
-    'leaves': len(errors),
+    **compared(*found),
     'loads': {},
     'collectives': collectives(compiled.as_text()),
   }
+
+
+def resume(name: str) -> dict[str, Any]:
+  """Two updates over 8 devices, a checkpoint, a third over 4 of another mesh: errors
+  against three on one device."""
+  params, gradients = block()
+  one = Update(name, sharding.ONE_DEVICE, params)
+  want = one.advance(*one.begin(), gradients)[:3]
+  first = Update(name, three_axes(), params)
+  now, _, state, _ = first.advance(*first.begin(), gradients[:2])
+  other = sharding.make(sharding.MeshConfig(fsdp=4), jax.devices()[:4])
+  second = Update(name, other, params)
+  like = jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    (state, now),
+    other.named((second.state_specs(state), second.specs)),
+  )
+  with tempfile.TemporaryDirectory() as directory:
+    with CheckpointManager(directory) as manager:
+      manager.save(2, (state, now))
+    with CheckpointManager(directory, read_only=True) as manager:
+      state, now = manager.restore(like=like).state
+  got = second.advance(state, now, gradients[2:])[:3]
+  return {**compared(*jax.device_get((want, got))), 'loads': {}}
+
+
+def three_axes() -> sharding.Sharding:
+  return sharding.make(sharding.MeshConfig(fsdp=2, expert=2, tensor=2))
+
+
+def block():
+  """A block's parameters, one of those that compile alike, and gradients of 3 steps."""
+  params = {'layers': dict(variables(small.config())['params']['layers'])}
+  for leaf in ('v', 'up', 'attn_norm', 'moe_norm'):
+    del params['layers'][leaf]
+  rng = np.random.default_rng(0)
+  return params, [
+    jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
+    for _ in range(3)
+  ]
+
+
+class Update:
+  """An optimizer of a tree of parameters, without a model."""
+
+  def __init__(self, name: str, where: sharding.Sharding, params):
+    cfg = small.config()
+    self.where, self.params = where, params
+    self.tx = optimizer_lib.make(small.optimizer(name), cfg, where)
+    every = sharding.param_specs(cfg, where.rules)['params']['layers']
+    self.specs = {'layers': {leaf: every[leaf] for leaf in params['layers']}}
+
+  def state_specs(self, state):
+    return sharding.like_params(state, self.params, self.specs)
+
+  def begin(self):
+    """The optimizer's state and the parameters, placed."""
+    now = self.where.place(self.params, self.specs)
+    state = jax.jit(self.tx.init)(now)
+    return self.where.place(state, self.state_specs(state)), now
+
+  def advance(self, state, now, gradients):
+    """Parameters, last updates and state after the gradients; the program."""
+    compiled, specs = None, self.state_specs(state)
+    for gradient in gradients:
+      arguments = self.where.place(gradient, self.specs), state, now
+      compiled = compiled or jax.jit(self.tx.update).lower(*arguments).compile()
+      updates, state = compiled(*arguments)
+      state = self.where.place(state, specs)
+      now = self.where.place(optax.apply_updates(now, updates), self.specs)
+    return now, updates, state, compiled
+
+
+def compared(want, got) -> dict[str, Any]:
+  """Number of leaves, and the one with the largest relative error."""
+  errors = relative_errors(got, want)
+  # what the solver leaves, 1e-9 of the direction, is rounding
+  errors = {name: x for name, x in errors.items() if 'residual' not in name}
+  worst = max(errors, key=errors.get)
+  return {'worst': [worst, errors[worst]], 'leaves': len(errors)}
 
 
 def exchange() -> dict[str, Any]:
@@ -274,10 +331,10 @@ def main(names):
     kind, _, argument = name.partition(':')
     if kind == 'exchange':
       result = exchange()
-    elif kind == 'update':
-      result = update(argument)
+    elif argument:
+      result = {'steps': steps, 'update': update, 'resume': resume}[kind](argument)
     else:
-      result = steps(argument) if kind == 'steps' else run(CASES[name])
+      result = run(CASES[name])
     print(json.dumps({'case': name, **result}), flush=True)
 
 

@@ -8,7 +8,6 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from m2jax import forest
@@ -16,6 +15,8 @@ from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.data import packing
 from m2jax.observe import compiling
 from m2jax.observe import metrics as metrics_lib
+from m2jax.optim import OptimizerConfig
+from m2jax.optim import optimizer as optimizer_lib
 from m2jax.train import loop
 from m2jax.train import step as train_step
 from tests import quick
@@ -73,11 +74,12 @@ def dying(step, at: int):
   return wrapped
 
 
-def test_resume_is_bit_identical(tmp_path):
+@pytest.mark.parametrize('name', ['adam', 'sso'])
+def test_resume_is_bit_identical(tmp_path, name):
   """Twice killed between checkpoints, the run ends with the parameters, optimizer and
   data position of the run that was never killed, and with its metrics, each step
-  once."""
-  optimizer = optax.adam(1e-2)
+  once. SSO's power iteration continues from its vectors."""
+  optimizer = optimizer_lib.make(OptimizerConfig(name=name), CFG)
   config = train_step.StepConfig(micro_rows=1, bias_update_rate=1e-2)
   step = train_step.make_step(CFG, optimizer, train_step.nll, config)
   budget = loop.LoopConfig(steps=9, checkpoint_every=2, log_every=1)

@@ -41,6 +41,7 @@ CONFIG = train_step.StepConfig(
   micro_rows=2,
   mtp_weight=0.3,
   bias_update_rate=RATE,
+  activation_max=True,
 )
 
 
@@ -160,6 +161,26 @@ def test_rows_do_not_matter():
   whole = forest.merge(samples(), row_tokens=ROW, row_terms=ROW)
   assert len(whole.tokens) == 1 and whole.num_tokens < split_rows().num_tokens
   assert_same(after_step(whole), after_step(split_rows()))
+
+
+def test_activation_max_is_of_the_residual_stream():
+  """The largest |x| before the first norm, where blocks add next to nothing, or before
+  the last, where they add most; padding, which is token 0, does not count."""
+  step, batch = step_of(2), chains()
+
+  def measured(embed_scale, out_scale):
+    variables = fresh_variables()
+    params = variables['params']
+    params['embed'] = (embed_scale * params['embed']).at[0].set(1e9)
+    params['layers']['down'] = out_scale * params['layers']['down']
+    state = train_step.init_state(variables, SGD)
+    return float(step(state, batch)[1]['activation_max'])
+
+  used = np.unique(np.concatenate(documents()))
+  largest = np.max(np.abs(np.asarray(fresh_variables()['params']['embed'])[used]))
+  assert measured(1e5, 1.0) == pytest.approx(1e5 * largest, rel=1e-3)
+  assert measured(1.0, 1e6) == pytest.approx(10 * measured(1.0, 1e5), rel=1e-3)
+  assert measured(1.0, 1e5) > 100 * largest
 
 
 def test_detach_mtp():
