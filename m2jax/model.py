@@ -156,7 +156,7 @@ class Outputs(NamedTuple):
   loads: dict[str, Float32[Array, '_ E']]
   experts: Int[Array, 'B S L k']
   activation_max: Float[Array, '']
-  rerouted: Int32[Array, 'B S'] | None = None
+  rerouted: Int[Array, 'B S'] | None = None
   drafts: draft_loss.Drafts | None = None
 
 

@@ -49,15 +49,16 @@ def test_ablations_change_one_thing(module):
   with, but for the routers of coarse experts, and differs from it in what its name
   says."""
   base = module.get_config('m2' if module is ablations else 'fine')
-  want = counts(config.ModelConfig(**base.model))
+  fields_of_base = base.model.to_dict()
+  want = counts(config.ModelConfig(**fields_of_base))
   for variant in set(module.VARIANTS) - {'coarse_mtp'}:
     other = module.get_config(variant)
-    model = config.ModelConfig(**other.model)
+    model = config.ModelConfig(**other.model.to_dict())
     routers = base.model.num_experts - model.num_experts
     routers *= model.num_layers * model.embed_dim
     assert counts(model) == (want[0] - routers, want[1] - routers)
     fields = dataclasses.asdict(model).items()
-    changed = {name for name, value in fields if base.model[name] != value}
+    changed = {name for name, value in fields if fields_of_base[name] != value}
     coarse = {'num_experts', 'experts_per_token', 'expert_dim'}
     assert changed == {
       'hybrid': {'window', 'full_attention_every', 'sinks'},
