@@ -97,7 +97,9 @@ def engines(cfg) -> dict[str, Engine]:
   given, base = sessions(), rollout_worker.engine_config(SLOTS)
   turn = given.turn_tokens + given.new_tokens
   context = given.system_tokens + given.task_tokens + given.turns * turn
-  least = EngineConfig(slots=SLOTS, context_tokens=context)
+  least = EngineConfig(
+    slots=SLOTS, context_tokens=context, page_tokens=base.page_tokens
+  )
   need = given.count * least.context_pages
   few = max(int(_SHARE.value * need), 1 + least.context_pages)
   shapes = ((1, 64), (SLOTS, 64))

@@ -7,6 +7,7 @@ Weights of even and odd versions as in `soak`; PAUSE_S before every prefill call
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -43,6 +44,8 @@ def main(address, key='', pause_s='0'):
   print(server.address, flush=True)
   sys.stdin.read()
   server.stop()
+  # Python aborts if a daemon thread is in XLA when the interpreter ends.
+  os._exit(0)
 
 
 if __name__ == '__main__':
