@@ -170,7 +170,11 @@ def main() -> None:
         answer = {'version': made.version}
       else:
         started, cpu = time.perf_counter(), time.process_time()
-        answer = getattr(made, do)(**command)
+        if do == 'batches':
+          seeds = command.pop('seeds')
+          answer = workload.summed([made.batch(seed=seed, **command) for seed in seeds])
+        else:
+          answer = getattr(made, do)(**command)
         answer['seconds'] = time.perf_counter() - started
         answer['cpu_s'] = time.process_time() - cpu
     except Exception as error:  # an engine may fail in any way here

@@ -8,7 +8,7 @@
 The model has 13.5M parameters in fp32 (rollout_workload.py); every prompt is random and
 every response greedy. Measured are:
 
-  batch     64 and 8 requests of 64 tokens that arrive together, 64 new tokens each
+  batches   64 and 8 requests of 64 tokens that arrive together, 64 new tokens each
   sessions  16 agents in flight, 30 turns of 24 new prompt tokens and 32 drawn ones,
             each with all of the past, of m2jax and vLLM with its prefix cache on
 
@@ -44,6 +44,9 @@ def _flag(kind: str, name: str, default, help_: str, **more):
 
 _ROUNDS = _flag('integer', 'rounds', 6, 'rounds, one to warm up', lower_bound=2)
 _REQUESTS = _flag('multi_integer', 'requests', [64, 8], 'batches')
+_ROUND_REQUESTS = _flag(
+  'integer', 'round_requests', 128, 'of a round; fewer are several batches in turn'
+)
 _PROMPT = _flag('integer', 'prompt', 64, 'tokens of a prompt')
 _NEW = _flag('integer', 'new', 64, 'tokens of a response')
 _SESSIONS = _flag('bool', 'sessions', True, 'whether agents are played, too')
@@ -95,14 +98,20 @@ def best_batch_size(side: sides.Side, directory: str, requests: int) -> int:
     made = dict(directory=directory, batch_size=size, threads=_THREADS.value)
     checked(side, 'make', **made)
     for seed in range(2):
-      answer = checked(side, 'batch', **batch(requests, seed))
+      answer = checked(side, 'batches', **batches(requests, [seed]))
       found[size] = answer['tokens'] / answer['seconds']
     logging.info('transformers, %d in batches of %d: %.0f', requests, size, found[size])
   return max(found, key=found.get)
 
 
-def batch(requests: int, seed: int) -> dict:
-  return dict(requests=requests, prompt=_PROMPT.value, new=_NEW.value, seed=seed)
+def batches(requests: int, seeds: list[int]) -> dict:
+  return dict(requests=requests, prompt=_PROMPT.value, new=_NEW.value, seeds=seeds)
+
+
+def of_round(requests: int, number: int) -> dict:
+  """As many batches as take a few seconds: a single one of few requests is short."""
+  count = max(1, _ROUND_REQUESTS.value // requests)
+  return batches(requests, [count * number + i for i in range(count)])
 
 
 def compare() -> dict:
@@ -124,7 +133,7 @@ def compare() -> dict:
         made = dict(directory=directory, batch_size=size, threads=_THREADS.value)
         versions['transformers'] = checked(side, 'make', **made)['version']
       name = f'{requests} requests'
-      found[name] = rounds(workers, lambda i, r=requests: ('batch', batch(r, i)))
+      found[name] = rounds(workers, lambda i, r=requests: ('batches', of_round(r, i)))
   if _SESSIONS.value:
     peers = {name: workers[name] for name in ('m2jax', 'vllm') if name in workers}
     one = lambda i: ('sessions', dict(seed=i, turns=_TURNS.value))

@@ -6,7 +6,8 @@ One JSON command per line of stdin, one answer per line:
 
   {"do": "make", "slots", "devices"}                  → {"version"}
   {"do": "save", "directory"}                         → {}; writes the weights
-  {"do": "batch", "requests", "prompt", "new", "seed"} → {"seconds", "cpu_s", "tokens"}
+  {"do": "batches", "requests", "prompt", "new", "seeds"}
+                                      → {"seconds", "cpu_s", "tokens"}, of all of them
   {"do": "sessions", "seed", …}       → the same, and tokens of prompts and of hits
 """
 
@@ -16,7 +17,7 @@ import json
 import queue
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -74,6 +75,10 @@ class Server:
     self.engine = wrap(Engine(self.cfg, engine_config(slots, devices), where))
     config = SchedulerConfig(prefill_budget_tokens=4096)
     self.scheduler = Scheduler(self.engine, self.variables, config=config).start()
+
+  def batches(self, seeds: Sequence[int], **fields) -> dict:
+    """A batch after the other."""
+    return workload.summed([self.batch(seed=seed, **fields) for seed in seeds])
 
   def batch(self, requests: int, prompt: int, new: int, seed: int) -> dict:
     prompts = workload.batch(requests, prompt, seed)

@@ -51,6 +51,11 @@ def batch(requests: int, prompt_tokens: int, seed: int) -> list[list[int]]:
   return random.integers(1, VOCABULARY, (requests, prompt_tokens)).tolist()
 
 
+def summed(batches: list[dict]) -> dict:
+  """The answers to several batches as one: with all tokens, the rest of the first."""
+  return batches[0] | {'tokens': sum(batch['tokens'] for batch in batches)}
+
+
 def play(
   sessions: Sessions, seed: int, serve: Callable[[Callable], None]
 ) -> dict[str, int]:

@@ -90,6 +90,7 @@ class Scheduler:
     self._latest_version = version
     self._swap: Swap | None = None  # used by the engine thread
     self._part_bytes = config.weights_part_bytes
+    self._gather_s = config.gather_s
     self._random = np.random.default_rng(config.seed)
     self._stopping = False
     self._dead: str | None = None
@@ -241,9 +242,13 @@ class Scheduler:
   # --- The engine thread.
 
   def _run(self) -> None:
+    finished = 0  # requests, by the last tick
     while self._dead is None:
       with self._wake:
-        self._wake.wait_for(self._has_work, self._batcher.poll_s)
+        if not self._wake.wait_for(self._has_work, self._gather_s):
+          self._wake.wait_for(self._has_work, self._batcher.poll_s)
+          finished = len(self._batcher.table.state)
+        self._gather(finished)
         if self._stopping:
           return
         cancels = self._take_messages()
@@ -251,12 +256,26 @@ class Scheduler:
         self._replace_weights()
         for job in cancels:
           self._batcher.cancel(job)
-        self._batcher.tick()
+        finished = self._batcher.tick()
       except EngineLost as error:
         self._give_up(str(error))
       except Exception as error:  # the state after a failed step is unknown
         logging.exception('a rollout step failed')
         self._recover(error)
+
+  def _gather(self, expected: int) -> None:
+    """Lets agents that answer at once do so, before the next calls. Needs _wake.
+
+    Requests that arrive between two ticks share their prefill and decode calls; agents
+    that miss each other by a moment would otherwise run a call apart from then on.
+
+    Args:
+      expected: at most as many requests are waited for.
+    """
+    arrived = -1
+    while arrived < len(self._inbox) < expected and not self._batcher.waiting:
+      arrived = len(self._inbox)
+      self._wake.wait(self._gather_s)
 
   def _has_work(self) -> bool:
     messages = self._inbox or self._cancels or self._next_weights or self._swap

@@ -15,6 +15,8 @@ class SchedulerConfig:
   Attributes:
     decode_steps: steps per decode call; the host wakes once per call.
     prefill_budget_tokens: padded prompt tokens computed between two decode calls.
+    gather_s: after a tick that finished requests, how long to wait for each next one
+      to arrive (`Scheduler._gather`).
     reuse_stale_prefix: cached K/V of older weights may be reused (see scheduler.py).
     max_failures: consecutive failing steps after which the scheduler gives up.
     seed: of the random stream for requests without a seed.
@@ -27,6 +29,7 @@ class SchedulerConfig:
 
   decode_steps: int = 8
   prefill_budget_tokens: int = 1024
+  gather_s: float = 0.002
   reuse_stale_prefix: bool = False
   max_failures: int = 3
   seed: int = 0
@@ -39,6 +42,7 @@ class SchedulerConfig:
     for field in ('decode_steps', 'prefill_budget_tokens', 'weights_part_bytes'):
       require(self, getattr(self, field) >= 1, field, 'at least 1')
     require(self, self.host_cache_bytes >= 0, 'host_cache_bytes', 'at least 0')
+    require(self, self.gather_s >= 0, 'gather_s', 'at least 0')
     if self.kv_pool.url:
       want = 'positive with kv_pool.url: its pages pass through host memory'
       require(self, self.host_cache_bytes > 0, 'host_cache_bytes', want)

@@ -21,10 +21,9 @@ from m2jax.rollout.prefix_cache import Node, PrefixCache
 # A call takes as long as its fullest group: what one sequence more costs the others,
 # in tokens of prefill. The order of magnitude matters.
 ROW_TOKENS = 64
-# Decode calls in which it is forgotten how many rows a group had. Agents leave their
-# slots between two turns, many at once; those that return first must not take the
-# places of the others.
-LOAD_CALLS = 32
+# Decode calls for which a sequence that has ended is expected to go on: an agent's next
+# turn. Others must not take its place in the group meanwhile.
+EXPECTED_CALLS = 32
 
 
 class State(enum.IntEnum):
@@ -70,7 +69,9 @@ class Sequences:
     self._shared: list[list[Node]] = [[] for _ in range(slots)]
     self._count = np.zeros(slots, np.int32)  # pages in tables
     self._clock = 0
-    self._load = np.zeros(groups)  # rows of the fullest recent decode call
+    # Last pages of sequences that may go on, and the call until which; oldest first.
+    self._expected: list[dict[Node, int]] = [{} for _ in range(groups)]
+    self._calls = 0
 
   def where(self, state: State) -> np.ndarray:
     return np.flatnonzero(self.state == state)
@@ -81,9 +82,11 @@ class Sequences:
 
   def count_rows(self, slots: np.ndarray) -> np.ndarray:
     """Of `slots`, which are to decode, how many each group has [g]."""
-    counts = np.bincount(self.group(slots), minlength=len(self.caches))
-    self._load = np.maximum(counts, self._load * (1 - 1 / LOAD_CALLS))
-    return counts
+    self._calls += 1
+    for expected in self._expected:
+      while expected and next(iter(expected.values())) < self._calls:
+        del expected[next(iter(expected))]
+    return np.bincount(self.group(slots), minlength=len(self.caches))
 
   def youngest(self, group: int) -> int:
     """The slot of a group whose sequence started last."""
@@ -105,12 +108,12 @@ class Sequences:
     There must be pages for the tokens and for `ahead` more.
 
     The last token is never part of a hit: decoding starts by consuming it. Prefers the
-    group with the longest prefix, less ROW_TOKENS for each sequence that it has, or had
-    in the last decode calls, then the one with most pages to give.
+    group with the longest prefix, less ROW_TOKENS for each sequence that it would have,
+    with those that may go on, then the one with most pages to give.
 
     Returns:
       Instead 'full' if no group has a slot and room for the tokens, and 'soon' if
-      another sequence is computing a longer prefix of the tokens.
+      another sequence of the group is computing a longer prefix of the tokens.
     """
     prefix = tokens[:-1]
     choices = []
@@ -124,17 +127,21 @@ class Sequences:
       need = self._pages_of(most) - len(nodes)
       if free.size and need <= cache.available - taken:
         hit, busy = len(nodes) * self.page_tokens, self.group_slots - free.size
-        score = hit - ROW_TOKENS * max(busy, self._load[group])
+        expected = self._expected[group]
+        goes_on = any(node in expected for node in nodes)
+        score = hit - ROW_TOKENS * (busy + len(expected) + (not goes_on))
         choices.append((score, cache.available, first + int(free[0]), hit))
     if not choices:
       return 'full'
     _, _, slot, hit = max(choices)
-    return 'soon' if self._coming(prefix) > hit else (slot, hit)
+    return 'soon' if self._coming(prefix, slot) > hit else (slot, hit)
 
   def take(self, slot: int, tokens: np.ndarray, version: int) -> int:
     """Gives a slot, as `place` chose it, to a sequence; returns its stored tokens."""
     cache = self.cache(slot)
     nodes = cache.match(tokens[:-1])
+    for node in nodes:
+      self._expected[self.group(slot)].pop(node, None)
     cache.hold(nodes)
     self._shared[slot] = nodes
     self.tables[slot] = UNUSED
@@ -194,6 +201,10 @@ class Sequences:
   def leave(self, slot: int) -> None:
     """Frees the slot; known pages stay cached, the sequence's own are free."""
     shared, cache = self._shared[slot], self.cache(slot)
+    if shared:
+      expected = self._expected[self.group(slot)]
+      expected.pop(shared[-1], None)  # to the end
+      expected[shared[-1]] = self._calls + EXPECTED_CALLS
     cache.free(self.tables[slot, len(shared) : self._count[slot]].tolist())
     cache.release(shared)
     self._shared[slot], self._count[slot] = [], 0
@@ -203,10 +214,12 @@ class Sequences:
   def _pages_of(self, positions: int) -> int:
     return -(-positions // self.page_tokens)
 
-  def _coming(self, prefix: np.ndarray) -> int:
-    """Tokens of the longest prefix, in whole pages, that is being computed."""
-    slots = self.where(State.PREFILL)
-    n = len(prefix)
+  def _coming(self, prefix: np.ndarray, slot: int) -> int:
+    """Tokens of the longest prefix, in whole pages, that a slot's group computes."""
+    slots, n = self.where(State.PREFILL), len(prefix)
+    slots = slots[
+      (self.group(slots) == self.group(slot)) & (self.held[slots] < self.target[slots])
+    ]
     if not slots.size or not n:
       return 0
     differs = self.tokens[slots, :n] != prefix

@@ -57,12 +57,12 @@ def test_the_worker_serves_sessions():
   server = rollout_worker.Server(slots=2, devices=1, wrap=rollout_profile.Timed)
   requests = dict(requests=3, prompt=5, new=4)
   try:
-    batch = server.batch(seed=0, **requests)
+    batch = server.batches(seeds=[0, 1], **requests)
     found = server.sessions(seed=0, count=2, turns=3)
     parts = rollout_profile.profile(server, lambda: server.batch(seed=0, **requests))
   finally:
     server.scheduler.stop()
-  assert batch['tokens'] == 12 and len(batch['first']) == 4
+  assert batch['tokens'] == 2 * 12 and len(batch['first']) == 4
   assert found['tokens'] == 2 * 3 * 32
   assert found['hit_tokens'] > 0.6 * found['prompt_tokens']
   of_decode = {k: x for k, x in parts.items() if k.endswith('of decode')}

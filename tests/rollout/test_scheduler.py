@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import queue
 import threading
 import time
 
@@ -128,6 +129,29 @@ def test_more_sessions_than_slots_stay_cached(serve, variables, reference):
       assert_logprobs(reference, variables, sessions[i], result)
       sessions[i] = [*sessions[i], *result.tokens, turn]
   assert scheduler.stats()['prefill_tokens'] == len(sessions) * (6 + 2 * 2)
+
+
+def test_agents_that_answer_at_once_share_their_calls(serve):
+  """Agents whose requests end together go on together, turn after turn."""
+  agents, turns, steps = ENGINE_CONFIG.slots, 5, 4
+  # It ends when all that are expected have arrived, however long that takes.
+  scheduler = serve(decode_steps=steps, gather_s=60.0)
+  ended: queue.SimpleQueue = queue.SimpleQueue()
+
+  def ask(agent, tokens):
+    def end(future):
+      ended.put((agent, [*tokens, *future.result().tokens.tolist(), 7]))
+
+    scheduler.submit(request(tokens, steps)).future.add_done_callback(end)
+
+  for agent in range(agents):
+    ask(agent, [agent + 1])
+  for turn in range(turns):
+    for _ in range(agents):
+      agent, tokens = ended.get(timeout=TIMEOUT_S)
+      if turn < turns - 1:
+        ask(agent, tokens)
+  assert scheduler.stats()['decode_calls'] == turns
 
 
 def test_seeds_repeat_in_any_company(serve):

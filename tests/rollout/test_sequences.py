@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.sequences import Sequences, State
+from m2jax.rollout.sequences import ROW_TOKENS, Sequences, State
 
 CONFIG = EngineConfig(slots=4, context_tokens=256, page_tokens=16)
 
@@ -54,3 +56,58 @@ def test_agents_return_to_their_group():
     table.leave(slot)
   for agent in sorted(range(4), key=first.__getitem__):
     assert play(agent) == (first[agent], 32)
+
+
+def test_the_same_conversations_again_are_balanced():
+  """Prompts whose continuations are cached are not taken for agents that return."""
+  config = dataclasses.replace(CONFIG, slots=8, decode_rows=(8,), pages=200)
+  table = Sequences(config, 2)
+  for _ in range(3):
+    for turn in range(3):
+      slots = []
+      for agent in range(8):
+        tokens = np.arange(40 + 40 * turn) + 1000 * agent
+        slot, _ = table.place(tokens, ahead=4)
+        table.take(slot, tokens, 0)
+        table.held[slot] = table.target[slot]
+        table.share(slot)
+        table.state[slot] = State.DECODE
+        slots.append(slot)
+      np.testing.assert_array_equal(table.count_rows(np.array(slots)), [4, 4])
+      for slot in slots:
+        table.leave(slot)
+
+
+def test_newcomers_share_the_groups():
+  """Also with a prefix of one row's cost, after agents whose places are remembered."""
+  config = dataclasses.replace(CONFIG, slots=8, decode_rows=(8,), pages=200)
+  table = Sequences(config, 2)
+  table.count_rows(np.arange(16))
+  shared, found = np.arange(ROW_TOKENS), []
+  for agent in range(8):
+    tokens = np.concatenate([shared, 1000 * (agent + 1) + np.arange(40)])
+    slot, _ = table.place(tokens, ahead=4)
+    table.take(slot, tokens, 0)
+    table.held[slot] = table.target[slot]
+    table.share(slot)
+    table.state[slot] = State.DECODE
+    found.append(int(table.group(slot)))
+  assert sorted(found) == 4 * [0] + 4 * [1]
+
+
+def test_a_group_waits_for_its_own_prefix_only():
+  """Pages of another group are of no use, and the groups compute at the same time."""
+  table, tokens = Sequences(CONFIG, 2), np.arange(100)
+  slots = []
+  for _ in range(2):
+    slot, hit = table.place(tokens, ahead=4)
+    assert hit == 0
+    table.take(slot, tokens, 0)
+    slots.append(slot)
+  assert sorted(table.group(np.array(slots))) == [0, 1]
+  assert table.place(tokens, ahead=4) == 'soon'
+  table.held[slots] = table.target[slots]
+  for slot in slots:
+    table.share(slot)
+  _, hit = table.place(tokens, ahead=4)  # although both are not decoding yet
+  assert hit == 96
