@@ -153,9 +153,8 @@ class Batcher:
       self.waiting.remove(job)
       self._deliver(job, 'cancelled')
 
-  def tick(self) -> int:
-    """Returns the number of requests that it finished."""
-    begin, before = time.monotonic(), self.counts['completions']
+  def tick(self) -> None:
+    begin = time.monotonic()
     budget = self.config.prefill_budget_tokens
     if self.tiers is not None:
       self.tiers.read_ahead(itertools.islice(self.waiting, len(self.table.state)))
@@ -168,7 +167,6 @@ class Batcher:
     self.counts['busy_s'] += time.monotonic() - begin
     if self.tiers is not None:
       self.tiers.settle(self.state, idle=not self.jobs)
-    return self.counts['completions'] - before
 
   def _place(self) -> None:
     """Moves waiting requests to idle slots with pages for them."""

@@ -128,11 +128,11 @@ class DecodeBatcher(Batcher):
     deadline = max(since, self._last_arrival) + self._how.timeout_s
     return max(deadline - time.monotonic(), 0.0)
 
-  def tick(self) -> int:
+  def tick(self) -> None:
     self._left = False
     self._receive()
     self._expire()
-    return super().tick()
+    super().tick()
 
   def _take(self, job: Job, hit: int) -> None:
     super()._take(job, hit)

@@ -202,7 +202,7 @@ class PrefillScheduler(Scheduler):
     part_pages: int = handover.PART_PAGES,
   ):
     """See `Scheduler`; part_pages: of `HandoverConfig`."""
-    config = config or SchedulerConfig(decode_steps=1)
+    config = config or SchedulerConfig(decode_steps=1, gather_s=0.0)
     if config.reuse_stale_prefix:
       raise ValueError(
         'SchedulerConfig.reuse_stale_prefix=True: must be False for a prefill engine, '

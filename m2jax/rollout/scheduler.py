@@ -242,7 +242,7 @@ class Scheduler:
   # --- The engine thread.
 
   def _run(self) -> None:
-    finished = 0  # requests, by the last tick
+    counts, finished = self._batcher.counts, 0  # requests, by the last tick
     while self._dead is None:
       with self._wake:
         if not self._wake.wait_for(self._has_work, self._gather_s):
@@ -256,7 +256,9 @@ class Scheduler:
         self._replace_weights()
         for job in cancels:
           self._batcher.cancel(job)
-        finished = self._batcher.tick()
+        before = counts['completions']
+        self._batcher.tick()
+        finished = counts['completions'] - before
       except EngineLost as error:
         self._give_up(str(error))
       except Exception as error:  # the state after a failed step is unknown

@@ -15,8 +15,8 @@ class SchedulerConfig:
   Attributes:
     decode_steps: steps per decode call; the host wakes once per call.
     prefill_budget_tokens: padded prompt tokens computed between two decode calls.
-    gather_s: after a tick that finished requests, how long to wait for each next one
-      to arrive (`Scheduler._gather`).
+    gather_s: how long to wait for one more request before the next call, if the last
+      one finished some or there was none to do (`Scheduler._gather`).
     reuse_stale_prefix: cached K/V of older weights may be reused (see scheduler.py).
     max_failures: consecutive failing steps after which the scheduler gives up.
     seed: of the random stream for requests without a seed.
