@@ -8,7 +8,8 @@ and the modules together, as `pretrain.fit` does; DIR/pretrain has its checkpoin
 from which another run goes on). With --agreeing=NOISE nothing is trained: the model is
 that of `benchmarks.rollout` (13.5M parameters without modules), random, but made so
 that modules and trunk predict much the same. That tells the speed at the acceptance
-that the table shows, of a model of which a step for few rows mostly reads weights.
+that the table shows, of a model of which a step for few rows mostly reads weights. A
+module costs as much as a layer: with --layers=16 less of the trunk than with 4.
 
 Then batches of prompts from held-out files are served
 that arrive together, each drawing --new tokens:
@@ -71,7 +72,7 @@ def model(layers: int) -> ModelConfig:
 def trained(args, workdir: pathlib.Path):
   """The model's config, weights, and held-out token arrays."""
   train, held_out = expand_mtp.read(args.files)
-  cfg, settings = model(args.layers), expand_mtp.settings(args.steps)
+  cfg, settings = model(args.layers or 8), expand_mtp.settings(args.steps)
   loop = dataclasses.replace(settings.loop, checkpoint_every=_CHECKPOINT_EVERY)
   settings = dataclasses.replace(settings, loop=loop)
   with (
@@ -102,7 +103,10 @@ def agreeing(cfg: ModelConfig, variables, noise: float):
 
 def untrained(args):
   """What `trained` returns, of random weights."""
-  cfg = dataclasses.replace(rollout_worker.model_config(), num_mtp_modules=MODULES)
+  cfg = rollout_worker.model_config()
+  cfg = dataclasses.replace(
+    cfg, num_layers=args.layers or cfg.num_layers, num_mtp_modules=MODULES
+  )
   variables = train_step.init_variables(cfg, jax.random.key(0))
   params = variables['params']
   # Logits that spread over some nats, as a trained model's do.
@@ -242,7 +246,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   parser.add_argument('--workdir', type=pathlib.Path)
   parser.add_argument('--agreeing', type=float, help='noise; nothing is trained')
-  parser.add_argument('--layers', type=int, default=8, help='of the trunk')
+  parser.add_argument('--layers', type=int, help='of the trunk; by default 8, or 4')
   parser.add_argument('--steps', type=int, default=150, help='of training')
   parser.add_argument('--files', type=int, default=400, help='to train on')
   parser.add_argument('--requests', type=int, nargs='+', default=[1, 4, 16, 64])
