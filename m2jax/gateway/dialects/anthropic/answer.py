@@ -15,6 +15,7 @@ from typing import Any
 
 from m2jax.gateway import history
 from m2jax.gateway.dialects import base
+from m2jax.gateway.dialects.anthropic.request import NO_THREADS
 from m2jax.gateway.errors import ApiError, ContextTooLong
 from m2jax.gateway.exchange import Answer, Pending
 from m2jax.rollout.api import NewTokens
@@ -46,8 +47,13 @@ def error(error: ApiError) -> dict[str, Any]:
   elif error.param:  # the service writes messages.0.content
     path = _INDEX.sub(r'.\1', error.param)
     message = path + message.removeprefix(error.param)
-  kind = _ERRORS.get(error.status, 'api_error')
-  return {'type': 'error', 'error': {'type': kind, 'message': message}}
+  fault: dict[str, Any] = {
+    'type': _ERRORS.get(error.status, 'api_error'),
+    'message': message,
+  }
+  if error.code == NO_THREADS:
+    fault['details'] = {'error_code': error.code, 'unsupported': [error.param]}
+  return {'type': 'error', 'error': fault}
 
 
 def body(answers: Sequence[Answer], tokenizer: Tokenizer) -> dict[str, Any]:

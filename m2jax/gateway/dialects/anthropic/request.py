@@ -6,6 +6,7 @@ Source: Anthropic's API reference, and the traffic of Claude Code
 Treatment of each field:
 - used: model, messages, system, max_tokens, tools, tool_choice 'auto' and 'none',
   stop_sequences, stream; temperature, top_p and top_k as in `sampling`;
+- rejected, because conversations are not stored here: thread;
 - rejected, because ignoring them would change the meaning: images, documents, tools
   that Anthropic's servers execute, mcp_servers, container, structured output, a last
   message of the assistant (prefill);
@@ -32,16 +33,21 @@ from m2jax.gateway import fields, protocol, sampling
 from m2jax.gateway.errors import invalid, unsupported
 
 BILLING = 'x-anthropic-billing-header:'
+NO_THREADS = 'thread_unsupported_request'
 REMINDER = '<system-reminder>'
 _LONGEST_NAME = 128
-_UNSUPPORTED = ('mcp_servers', 'container', 'output_format')
-_NO_EFFECT = ('metadata', 'service_tier', 'inference_geo', 'cache_control', 'speed')
+_UNSUPPORTED = ('mcp_servers', 'container', 'output_format', 'compaction')
+_NO_EFFECT = (
+  'betas', 'billing_policy', 'cache_control', 'diagnostics', 'fallback_credit_token',
+  'fallbacks', 'inference_geo', 'metadata', 'service_tier', 'speed', 'user_profile_id',
+  'workspace_id',
+)  # fmt: skip
 _SAMPLING = ('temperature', 'top_p', 'top_k')
 _KNOWN = frozenset(
   (
     'model', 'messages', 'system', 'max_tokens', 'tools', 'tool_choice',
     'stop_sequences', 'stream', 'thinking', 'context_management', 'output_config',
-    *_SAMPLING, *_UNSUPPORTED, *_NO_EFFECT,
+    'thread', *_SAMPLING, *_UNSUPPORTED, *_NO_EFFECT,
   )
 )  # fmt: skip
 
@@ -57,6 +63,10 @@ def parse_count(data: dict) -> protocol.Parsed:
   """Checks a body of count_tokens, which needs no max_tokens."""
   model = fields.text(data.get('model'), 'model')
   fields.refuse(data, _UNSUPPORTED)
+  if data.get('thread') is not None:  # the client then sends its messages itself
+    raise invalid(
+      'conversations are not stored here; send all messages', 'thread', NO_THREADS
+    )
   config = fields.mapping(data.get('output_config') or {}, 'output_config')
   if config.get('format') is not None:
     raise unsupported('is not supported: output is not constrained',

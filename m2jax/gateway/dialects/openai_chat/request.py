@@ -30,11 +30,11 @@ from m2jax.gateway.errors import invalid, unsupported
 ROLES = ('system', 'user', 'assistant', 'tool')
 MAX_TOP_LOGPROBS = 20  # OpenAI's
 MAX_N = 16
-_UNSUPPORTED = ('functions', 'function_call', 'audio')
+_UNSUPPORTED = ('functions', 'function_call', 'audio', 'web_search_options')
 _NO_EFFECT = (
-  'metadata', 'modalities', 'parallel_tool_calls', 'prediction', 'prompt_cache_key',
-  'prompt_cache_retention', 'reasoning_effort', 'safety_identifier', 'service_tier',
-  'store', 'user', 'verbosity',
+  'metadata', 'modalities', 'moderation', 'parallel_tool_calls', 'prediction',
+  'prompt_cache_key', 'prompt_cache_options', 'prompt_cache_retention',
+  'reasoning_effort', 'safety_identifier', 'service_tier', 'store', 'user', 'verbosity',
 )  # fmt: skip
 _KNOWN = frozenset(
   (

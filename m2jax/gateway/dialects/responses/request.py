@@ -10,7 +10,8 @@ Treatment of each field:
 - rejected, because nothing is stored here: store true, previous_response_id,
   conversation, background, prompt, and items that refer to stored ones;
 - rejected, because ignoring them would change the meaning: images and files, items of
-  tools that the real service executes, text.format other than text, top_logprobs;
+  tools that the real service executes, text.format other than text, top_logprobs,
+  context_management;
 - accepted and counted: tool_choice that constrains the output, truncation 'auto',
   reasoning that another server encrypted, fields that the real service does not have;
 - without effect, as the model and its prompt know nothing of the kind: _NO_EFFECT.
@@ -33,11 +34,12 @@ from m2jax.gateway.errors import invalid, unsupported
 
 _ENCRYPTED = 'm2jax:'
 _STORED = ('previous_response_id', 'conversation', 'background', 'prompt', 'store')
-_UNSUPPORTED = ('top_logprobs',)
+_UNSUPPORTED = ('top_logprobs', 'context_management')
 _NO_EFFECT = (
-  'client_metadata', 'max_tool_calls', 'metadata', 'parallel_tool_calls',
-  'prompt_cache_key', 'prompt_cache_retention', 'reasoning', 'safety_identifier',
-  'service_tier', 'stream_options', 'user',
+  'access_programs', 'client_metadata', 'image', 'max_tool_calls', 'metadata',
+  'moderation', 'parallel_tool_calls', 'prompt_cache_key', 'prompt_cache_options',
+  'prompt_cache_retention', 'reasoning', 'safety_identifier', 'service_tier',
+  'stream_options', 'user',
 )  # fmt: skip
 _SAMPLING = ('temperature', 'top_p')
 _KNOWN = frozenset(
