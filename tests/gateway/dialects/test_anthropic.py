@@ -77,20 +77,6 @@ def test_a_tool_task(serve, tok, stream):
   clients.assert_extends(records)
 
 
-def test_the_sdks_own_tool_loop(serve, tok):
-  """`tool_runner` posts to /v1/messages?beta=true and runs the tools itself. It asks
-  for a conversation stored by the service first, and goes on without one."""
-  gateway, engine, records = serve(clients.script(tok))
-  sh = anthropic.beta_tool(clients.shell, name='sh')
-  runner = client_of(gateway, auth_token='k').beta.messages.tool_runner(
-    model='m2jax', max_tokens=500, messages=QUESTION, tools=[sh]
-  )
-  assert runner.until_done().content[-1].text == clients.ANSWER
-  assert len(records) == 3
-  clients.assert_recorded(engine, records)
-  clients.assert_extends(records)
-
-
 def events_of(gateway, **fields):
   reply = httpx.post(
     gateway.base_url + '/messages?beta=true',
