@@ -111,7 +111,7 @@ class Completions(Endpoint):
     request, service = reading.request, self.service
     pendings, queue = await self._submit(key, reading, bool(request.stop))
     await submitted()
-    deltas = [
+    deltas = [  # fed only if there are stop strings
       Deltas(service.tokenizer, request.tools, request.stop) for _ in range(request.n)
     ]
     futures: dict[int, concurrent.futures.Future] = {}

@@ -47,9 +47,7 @@ _STOPS = _list({'type': 'string', 'minLength': 1, 'maxLength': 64})
 
 def _chat(model: str) -> dict[str, Any]:
   content = {'anyOf': [_TEXT, _list(_part('text'), 1)]}
-  message = _object(
-    'role content', role=_constant('system', 'developer', 'user'), content=content
-  )
+  message = _object('role content', role=_constant('user'), content=content)
   tool = _object(
     'type function',
     type=_constant('function'),
@@ -106,7 +104,7 @@ def _responses(model: str) -> dict[str, Any]:
   message = _object(
     'role content',
     type=_constant('message'),
-    role=_constant('user', 'system', 'developer'),
+    role=_constant('user'),
     content={'anyOf': [_TEXT, parts]},
   )
   function = _object(

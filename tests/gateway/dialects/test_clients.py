@@ -38,6 +38,15 @@ def test_scripted(serve, tok, name):
     clients.assert_extends(records)
 
 
+def test_large_requests_are_read_as_small_ones(serve, tok):
+  """In reader processes every dialect becomes the same request."""
+  gateway, engine, records = serve(clients.script(tok), inline_bytes=0)
+  for name in ('agents_responses', 'anthropic_runner'):
+    assert clients.CLIENTS[name](gateway, name) == clients.ANSWER
+    clients.assert_extends(records[-3:])
+  clients.assert_recorded(engine, records)
+
+
 def trained(cfg, records, steps: int = 250):
   """Weights that know the records' responses by heart."""
   samples = [forest.Sample(record.tokens, len(record.prompt_ids)) for record in records]

@@ -237,6 +237,7 @@ BAD = [
   ({'input': []}, 'input'),
   ({'input': [3]}, 'input[0]'),
   ({'input': [{'role': 'tool', 'content': 'x'}]}, 'input[0].role'),
+  ({'input': [{'role': [], 'content': 'x'}]}, 'input[0].role'),
   ({'input': [{'role': 'user', 'content': [{'type': 'input_image'}]}]},
    'input[0].content[0]'),
   ({'input': [{'type': 'item_reference', 'id': 'x'}]}, 'input[0]'),
@@ -256,6 +257,7 @@ BAD = [
   ({'tools': [{'type': 'custom', 'name': 'x', 'format': {'type': 'y'}}]},
    'tools[0].format.type'),
   ({'tool_choice': 'maybe'}, 'tool_choice'),
+  ({'tool_choice': 'function'}, 'tool_choice'),
   ({'tool_choice': {'type': 'function', 'name': 'g'}}, 'tool_choice.name'),
   ({'max_output_tokens': 0}, 'max_output_tokens'),
 ]  # fmt: skip

@@ -179,8 +179,8 @@ class Items:
         )
 
   def _message(self, item: dict, where: str) -> None:
-    role, content = item.get('role'), item.get('content')
-    text = _text(content, f'{where}.content')
+    role = fields.text(item.get('role'), f'{where}.role')
+    text = _text(item.get('content'), f'{where}.content')
     if role in _ROLES:
       self._messages.append({'role': _ROLES[role], 'content': text})
     elif role == 'assistant':
@@ -190,7 +190,7 @@ class Items:
       last['content'] = text
     else:
       raise invalid(
-        f'unknown role {str(role)[:100]!r}; use user, assistant, system or developer',
+        f'unknown role {role[:100]!r}; use user, assistant, system or developer',
         f'{where}.role',
       )
 

@@ -142,12 +142,14 @@ def choose(
     return tools
   if choice == 'none':
     return None
-  kind = choice.get('type') if isinstance(choice, dict) else choice
+  named = isinstance(choice, dict)
+  kind = choice.get('type') if named else choice
   if kind in ('required', 'function', 'custom') and tools is None:
     raise invalid('needs tools', 'tool_choice')
-  if kind in ('function', 'custom'):
-    name = known_name(str(choice.get('name')), choice.get('namespace'))
-    if name not in names:
+  if named and kind in ('function', 'custom'):
+    name = fields.text(choice.get('name'), 'tool_choice.name')
+    namespace = fields.text(choice.get('namespace') or '', 'tool_choice.namespace')
+    if known_name(name, namespace) not in names:
       raise invalid('must be the name of one of the tools', 'tool_choice.name')
   elif kind not in ('required', 'allowed_tools', *_HOSTED):
     raise invalid(
