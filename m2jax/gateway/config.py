@@ -12,7 +12,7 @@ _POSITIVE = (
   'max_unknown_sessions', 'max_unknown_bytes', 'max_session_completions',
   'max_session_bytes', 'default_max_tokens', 'max_body_bytes', 'max_header_bytes',
   'max_connections', 'header_timeout_s', 'body_timeout_s', 'write_timeout_s', 'readers',
-  'max_waiting_reads', 'read_timeout_s', 'keep_alive_s',
+  'max_waiting_reads', 'read_timeout_s', 'keep_alive_s', 'ping_s',
 )  # fmt: skip
 
 
@@ -56,6 +56,8 @@ class GatewayConfig:
       space in addition to that of the process at its start; 413.
     keep_alive_s: how long an idle connection stays open; longer than a tool call, so
       that agents keep their connections.
+    ping_s: a stream without an event for this long gets an event of no meaning, so that
+      clients and proxies do not close it (Claude Code does after 300 s).
     stop_timeout_s: time that `stop` gives requests in flight.
   """
 
@@ -86,6 +88,7 @@ class GatewayConfig:
   read_timeout_s: float = 30.0
   read_memory_bytes: int = 2 << 30
   keep_alive_s: int = 600
+  ping_s: float = 15.0
   stop_timeout_s: int = 2
 
   def __post_init__(self):

@@ -1,7 +1,7 @@
-"""Errors of the HTTP API: an exception that becomes OpenAI's error object (law 9).
+"""Errors of the HTTP API: exceptions that each dialect writes in its own form (law 9).
 
-Body: `{"error": {"message", "type", "param", "code"}}`; the message names the field,
-what is wrong with it and what to do.
+The message names the field, what is wrong with it and what to do. `ApiError.body` is
+OpenAI's form: `{"error": {"message", "type", "param", "code"}}`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ class ApiError(Exception):
     make = functools.partial(ApiError, type=self.type, param=self.param, code=self.code)
     return make, (self.status, self.message)
 
+  @property
+  def retry_after_s(self) -> int | None:
+    """When to try again, in whole seconds; None if that would not help."""
+    return 1 if self.status in (429, 503) else None
+
   def body(self) -> dict:
     """The error object as OpenAI sends it."""
     return {
@@ -52,10 +57,43 @@ class ApiError(Exception):
     }
 
 
+class ContextTooLong(ApiError):
+  """A 400: the prompt cannot fit into the context.
+
+  The message is OpenAI's: clients recognise it by its wording, and shorten the history
+  instead of trying again (litellm: "maximum context length is").
+
+  Attributes:
+    what: is too long; a clause.
+    context_tokens: size of the engine's context.
+    prompt_tokens: tokens of the prompt, or a lower bound; None if it was not encoded.
+  """
+
+  def __init__(self, what: str, context_tokens: int, prompt_tokens: int | None = None):
+    super().__init__(
+      400,
+      f"This model's maximum context length is {context_tokens} tokens. However, "
+      f'{what}. Please reduce the length of the messages.',
+      param='messages',
+      code='context_length_exceeded',
+    )
+    self.what = what
+    self.context_tokens = context_tokens
+    self.prompt_tokens = prompt_tokens
+
+  def __reduce__(self):
+    return ContextTooLong, (self.what, self.context_tokens, self.prompt_tokens)
+
+
 def invalid(message: str, param: str | None, code: str | None = None) -> ApiError:
   """A 400: the request is invalid."""
   where = f'{param}: ' if param else ''
   return ApiError(400, where + message, param=param, code=code)
+
+
+def unsupported(message: str, param: str) -> ApiError:
+  """A 400: a field is valid for the real service, but this one cannot honour it."""
+  return invalid(message, param, 'unsupported_parameter')
 
 
 def busy(message: str) -> ApiError:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
 from m2jax.gateway import history, prompts, protocol, sessions
 from m2jax.records import Completion
-from m2jax.rollout.api import GenerateRequest, GenerateResult
+from m2jax.rollout.api import GenerateRequest, GenerateResult, NewTokens
+from m2jax.text import chat
 
 
 class Handle(Protocol):
@@ -36,7 +37,7 @@ class Engine(Protocol):
   def submit(
     self,
     request: GenerateRequest,
-    on_tokens: Callable[[Sequence[int]], None] | None = None,
+    on_tokens: Callable[[NewTokens], None] | None = None,
   ) -> Handle: ...
 
   def stats(self) -> dict[str, Any]: ...
@@ -72,12 +73,14 @@ class Answer:
 
   Attributes:
     message: the OpenAI message.
-    tokens: text of each response token, if logprobs were requested.
-    likeliest: of each, (text, log-probability) of the top_logprobs that were requested.
+    parsed: what it was made of.
+    stop: the stop string that ended the response, or None.
+    top: if top_logprobs were requested, GenerateResult's top_ids and top_logprobs.
   """
 
   request: protocol.ChatRequest
   completion: Completion
   message: dict
-  tokens: tuple[str, ...] = ()
-  likeliest: tuple[tuple[tuple[str, float], ...], ...] = ()
+  parsed: chat.Message
+  stop: str | None = None
+  top: tuple[np.ndarray, ...] = ()

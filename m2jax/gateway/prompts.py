@@ -16,7 +16,7 @@ import numpy as np
 
 from m2jax.gateway import history as history_lib
 from m2jax.gateway import protocol, sessions
-from m2jax.gateway.errors import invalid
+from m2jax.gateway.errors import ContextTooLong, invalid
 from m2jax.records import Completion
 from m2jax.text import chat, markup
 from m2jax.text import tokenizer as tokenizer_lib
@@ -137,7 +137,7 @@ def encode(
   special = sum(piece.special for piece in pieces)
   fewest = part.known_tokens + special + tokenizer.fewest_tokens(text)
   if fewest >= part.context_tokens:
-    raise protocol.too_long(
-      f'the prompt has at least {fewest} tokens', part.context_tokens
+    raise ContextTooLong(
+      f'your messages have at least {fewest} tokens', part.context_tokens, fewest
     )
   return np.asarray(tokenizer_lib.encode_chat(tokenizer, pieces).ids, np.int32)

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import tokenizers
 
-from m2jax.gateway import prompts, protocol
+from m2jax.gateway import dialects, prompts, protocol
 from m2jax.gateway.errors import ApiError, too_large
 from m2jax.text.tokenizer import Tokenizer
 
@@ -51,9 +51,14 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-  """Requests the ChatRequest of a body, which the reader keeps."""
+  """Requests the ChatRequest of a body, which the reader keeps.
+
+  Attributes:
+    dialect: name of the body's dialect.
+  """
 
   body: bytearray
+  dialect: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +99,7 @@ class _Reader:
     if isinstance(command, Encode):
       tools = self._request.tools
       return prompts.encode(self._messages, tools, command.part, self._tokenizer)
-    self._request, self._messages = protocol.parse_request(command.body)
+    self._request, self._messages = dialects.parse(command.body, command.dialect)
     protocol.check_count(
       self._messages,
       self._request,

@@ -1,7 +1,7 @@
 """Reads small requests on the gateway's loop and large ones in reader processes.
 
 `Readers.read` gives a Reading: the checked request, and a method that encodes the part
-that a plan needs. Both kinds run the same code (`protocol.parse_request`,
+that a plan needs. Both kinds run the same code (`dialects.parse`,
 `prompts.encode`).
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from absl import logging
 
-from m2jax.gateway import prompts, protocol
+from m2jax.gateway import dialects, prompts, protocol
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.errors import busy, too_large
 from m2jax.gateway.reader_process import Encode, Read, Setup, receive, send
@@ -57,8 +57,8 @@ class Reading(Protocol):
 class _Inline:
   """A request that was read on the loop."""
 
-  def __init__(self, body: bytearray, tokenizer: Tokenizer):
-    self.request, self._messages = protocol.parse_request(body)
+  def __init__(self, body: bytearray, dialect: str, tokenizer: Tokenizer):
+    self.request, self._messages = dialects.parse(body, dialect)
     self._tokenizer = tokenizer
 
   async def encode(self, part: prompts.Part) -> np.ndarray:
@@ -91,7 +91,7 @@ class Readers:
     self._waiting: list[asyncio.Future] = []
 
   @contextlib.asynccontextmanager
-  async def read(self, body: bytearray) -> AsyncIterator[Reading]:
+  async def read(self, body: bytearray, dialect: str) -> AsyncIterator[Reading]:
     """Reads a body; the reading is valid inside the context.
 
     Raises:
@@ -99,11 +99,11 @@ class Readers:
         than the settings allow; 429 if too many bodies are waiting.
     """
     if len(body) <= self._config.inline_bytes:
-      yield _Inline(body, self._tokenizer)
+      yield _Inline(body, dialect, self._tokenizer)
       return
     process = await self._take()
     try:
-      request = await self.ask(process, Read(body))
+      request = await self.ask(process, Read(body, dialect))
       yield _Remote(self, process, request)
     finally:
       self._give_back(process)

@@ -13,6 +13,11 @@ from m2jax.gateway.errors import invalid
 from m2jax.gateway.fields import integer
 from m2jax.rollout.api import SamplingParams
 
+FIELDS = (
+  'temperature', 'top_p', 'top_k', 'min_p', 'seed', 'frequency_penalty',
+  'presence_penalty', 'repetition_penalty', 'logit_bias',
+)  # fmt: skip
+
 # Fields that SamplingParams has under the same name, with the value that is off.
 _OFF = {
   'frequency_penalty': 0,

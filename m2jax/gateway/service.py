@@ -10,31 +10,30 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
+import functools
+import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from absl import logging
 
-from m2jax.gateway import (
-  history,
-  prompts,
-  protocol,
-  readers,
-  responses,
-  sampling,
-  sessions,
-)
+from m2jax.gateway import deltas, history, prompts, readers, sampling, sessions
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.counters import Counters
-from m2jax.gateway.errors import ApiError, invalid, too_large
-from m2jax.gateway.exchange import Answer, Engine, Pending, Record
+from m2jax.gateway.errors import ApiError, ContextTooLong, invalid, too_large
+from m2jax.gateway.exchange import Answer, Engine, Handle, Pending, Record
 from m2jax.records import Completion
-from m2jax.rollout.api import GenerateRequest, GenerateResult, PromptTooLong
-from m2jax.text import chat
-from m2jax.text import tokenizer as tokenizer_lib
+from m2jax.rollout.api import (
+  GenerateRequest,
+  GenerateResult,
+  NewTokens,
+  PromptTooLong,
+  SamplingParams,
+)
 
 # JSON's longest encoding of one byte of text: an ASCII character as \u0041.
 _JSON_BYTES = 6
@@ -45,6 +44,7 @@ class ChatService:
 
   Attributes:
     config, tokenizer, sessions: as passed. counters: of this service.
+    context_tokens: size of the engine's context.
   """
 
   def __init__(
@@ -60,17 +60,17 @@ class ChatService:
     self.sessions = open_sessions
     self.counters = Counters()
     self._engine = engine
-    self._context_tokens = engine.context_tokens
+    self.context_tokens = engine.context_tokens
     self._readers = readers.Readers(config, tokenizer, engine.context_tokens)
     self._record = record
     self._stop_ids = (tokenizer.eos_id,)
     self._defaults = (config.temperature, config.top_p, config.top_k)
 
   def read(
-    self, body: bytearray
+    self, body: bytearray, dialect: str
   ) -> contextlib.AbstractAsyncContextManager[readers.Reading]:
-    """Reads a body: `readers.Readers.read`."""
-    return self._readers.read(body)
+    """Reads a body of a dialect: `readers.Readers.read`."""
+    return self._readers.read(body, dialect)
 
   def close(self):
     """Kills the reader processes; they restart on demand."""
@@ -81,11 +81,11 @@ class ChatService:
     """The maximum bytes of a body, and the error of a larger one."""
     config, longest = self.config, self.tokenizer.longest_token_bytes
     if longest is not None:
-      prompt_bytes = _JSON_BYTES * longest * self._context_tokens
+      prompt_bytes = _JSON_BYTES * longest * self.context_tokens
       limit = config.body_overhead_bytes + prompt_bytes
       if limit < config.max_body_bytes:
         what = f'the body is larger than {limit} bytes'
-        return limit, protocol.too_long(what, self._context_tokens)
+        return limit, ContextTooLong(what, self.context_tokens)
     limit = config.max_body_bytes
     return limit, too_large(f'the body is larger than max_body_bytes={limit}')
 
@@ -101,14 +101,15 @@ class ChatService:
     self,
     key: str,
     reading: readers.Reading,
-    on_tokens: Callable[[Sequence[int]], None] | None = None,
-  ) -> Pending:
-    """Builds the prompt and submits it to the engine.
+    on_tokens: Callable[[int, NewTokens], None] | None = None,
+  ) -> list[Pending]:
+    """Builds the prompt and submits it to the engine, once for each of `n` choices.
 
     From here on the session of an unknown key is stored.
 
     Args:
       key: of the session.
+      on_tokens: called from the engine's thread with a choice and its new tokens.
 
     Raises:
       ApiError: 401 unknown key, 404 unknown model, 400 invalid messages or a prompt
@@ -116,14 +117,7 @@ class ChatService:
     """
     request = reading.request
     session = self.sessions.find(key)
-    if request.model != self.config.model_name:
-      raise ApiError(
-        404,
-        f'model: {request.model[:200]!r} is not served here; use '
-        f'{self.config.model_name!r}',
-        param='model',
-        code='model_not_found',
-      )
+    self._check_model(request.model)
     sampled, overrides = sampling.params(
       request.sampling,
       request.max_tokens,
@@ -133,27 +127,75 @@ class ChatService:
       defaults=self._defaults,
       top_logprobs=request.top_logprobs,
     )
-    plan = prompts.plan(session, request, self._context_tokens)
+    plan = prompts.plan(session, request, self.context_tokens)
     prompt_ids = plan.prompt_ids(await reading.encode(plan.part))
-    try:
-      handle = self._engine.submit(GenerateRequest(prompt_ids, sampled), on_tokens)
-    except PromptTooLong as error:
-      raise invalid(str(error), 'messages', 'context_length_exceeded') from error
-    except ValueError as error:  # a sampling field out of the engine's range
-      raise invalid(str(error), None) from error
-    except Exception as error:
-      raise _engine_down(error) from error
+    handles = self._generate(prompt_ids, sampled, request.n, on_tokens)
     self._count_prompt(plan, request, overrides)
-    return Pending(
-      id=history.COMPLETION_PREFIX + uuid.uuid4().hex,
-      session=self.sessions.keep(session),
-      request=request,
-      plan=plan,
-      prompt_ids=prompt_ids,
-      overrides=overrides,
-      handle=handle,
-      started_s=time.time(),
-    )
+    session = self.sessions.keep(session)
+    return [
+      Pending(
+        id=history.COMPLETION_PREFIX + uuid.uuid4().hex,
+        session=session,
+        request=request,
+        plan=plan,
+        prompt_ids=prompt_ids,
+        overrides=overrides,
+        handle=handle,
+        started_s=time.time(),
+      )
+      for handle in handles
+    ]
+
+  async def count(self, key: str, reading: readers.Reading) -> np.ndarray:
+    """Token ids of a request's prompt, encoded as a whole, of any length.
+
+    Raises:
+      ApiError: 401, 404, 400 as `submit`.
+    """
+    self.sessions.find(key)
+    self._check_model(reading.request.model)
+    if (prompt := reading.request.echo.get('prompt')) is not None:
+      return np.asarray(self.tokenizer.encode(prompt), np.int32)
+    return await reading.encode(prompts.Part(-1, False, 0, sys.maxsize))
+
+  def _check_model(self, model: str) -> None:
+    if model != self.config.model_name:
+      raise ApiError(
+        404,
+        f'model: {model[:200]!r} is not served here; use {self.config.model_name!r}',
+        param='model',
+        code='model_not_found',
+      )
+
+  def _generate(
+    self,
+    prompt_ids: np.ndarray,
+    sampled: SamplingParams,
+    n: int,
+    on_tokens: Callable[[int, NewTokens], None] | None,
+  ) -> list[Handle]:
+    """Submits a prompt n times: all requests, or none, are in the engine."""
+    handles: list[Handle] = []
+    try:
+      for choice in range(n):
+        listen = functools.partial(on_tokens, choice) if on_tokens else None
+        if choice and sampled.seed is not None:  # the same seed draws the same tokens
+          sampled = dataclasses.replace(sampled, seed=sampled.seed + 1)
+        handles.append(
+          self._engine.submit(GenerateRequest(prompt_ids, sampled), listen)
+        )
+    except Exception as error:
+      for handle in handles:
+        handle.cancel()
+      if isinstance(error, PromptTooLong):
+        raise ContextTooLong(
+          f'your messages have {len(prompt_ids)} tokens, which leave no room for a '
+          'response', self.context_tokens, len(prompt_ids),
+        ) from error  # fmt: skip
+      if isinstance(error, ValueError):  # a sampling field out of the engine's range
+        raise invalid(str(error), None) from error
+      raise _engine_down(error) from error
+    return handles
 
   async def finish(
     self, pending: Pending, future: concurrent.futures.Future[GenerateResult]
@@ -170,10 +212,13 @@ class ChatService:
     except BaseException as error:  # CancelledError is not an Exception
       raise _engine_down(error) from error
     session, plan, request = pending.session, pending.plan, pending.request
-    parsed = chat.parse(
-      tokenizer_lib.pieces(self.tokenizer, result.tokens.tolist()), request.tools
-    )
-    message = responses.message(parsed, pending.call_prefix)
+    reader = deltas.Deltas(self.tokenizer, request.tools, request.stop)
+    reader.feed(result.tokens.tolist())
+    reader.finish()
+    if reader.stop is not None:
+      result = _cut(result, len(pending.prompt_ids), reader.tokens)
+    parsed = reader.message
+    message = deltas.message(parsed, pending.call_prefix)
     completion = Completion(
       id=pending.id,
       session=session.key,
@@ -204,18 +249,8 @@ class ChatService:
     closed = tuple(result.tokens[-1:].tolist()) == self._stop_ids
     session.add(plan.node(request, completion, message, closed=closed))
     self.sessions.trim()
-    tokens, likeliest = (), ()
-    if request.logprobs:
-      tokens = self._texts(result.tokens)
-    if request.top_logprobs:
-      likeliest = tuple(
-        tuple(zip(self._texts(ids), logprobs.tolist(), strict=True))
-        for ids, logprobs in zip(result.top_ids, result.top_logprobs, strict=True)
-      )
-    return Answer(request, completion, message, tokens, likeliest)
-
-  def _texts(self, ids: np.ndarray) -> tuple[str, ...]:
-    return tuple(self.tokenizer.decode([token]) for token in ids.tolist())
+    top = (result.top_ids, result.top_logprobs) if request.top_logprobs else ()
+    return Answer(request, completion, message, parsed, reader.stop, top)
 
   def _count_prompt(self, plan, request, overrides):
     count = self.counters.add
@@ -236,6 +271,17 @@ class ChatService:
     count('parsed_total', status=completion.status)
     count('prompt_tokens_total', len(completion.prompt_ids))
     count('response_tokens_total', len(completion.response_ids))
+
+
+def _cut(result: GenerateResult, prompt: int, tokens: int) -> GenerateResult:
+  """The first tokens of a result, which end with a stop string."""
+  fields = ['tokens', 'logprobs', 'versions']
+  if result.top_ids is not None:
+    fields += ['top_ids', 'top_logprobs']
+  first = {field: getattr(result, field)[:tokens] for field in fields}
+  if result.experts is not None:
+    first['experts'] = result.experts[: prompt + tokens]
+  return dataclasses.replace(result, finish_reason='stop', **first)
 
 
 def _engine_down(error: BaseException) -> ApiError:

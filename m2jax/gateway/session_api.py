@@ -20,8 +20,8 @@ from typing import Any
 import fastapi
 from starlette.responses import JSONResponse
 
-from m2jax.gateway.app import Bodies, Disconnected, bearer
 from m2jax.gateway.errors import ApiError, invalid, too_large
+from m2jax.gateway.receiving import Bodies, Disconnected, bearer
 from m2jax.gateway.sessions import MODES, Sessions
 
 _BODY_BYTES = 4096

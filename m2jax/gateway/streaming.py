@@ -6,13 +6,14 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 
 class Watch:
   """A context that cancels the engine's work when the client disconnects."""
 
-  def __init__(self, receive: Callable, handle):
-    self._receive, self._handle = receive, handle
+  def __init__(self, receive: Callable, *handles):
+    self._receive, self._handles = receive, handles
 
   async def __aenter__(self):
     self._task = asyncio.ensure_future(self._watch())
@@ -20,18 +21,30 @@ class Watch:
   async def __aexit__(self, error_type, error, traceback):
     self._task.cancel()
     if error_type is not None:
-      self._handle.cancel()
+      self._cancel()
 
   async def _watch(self):
     while (await self._receive())['type'] != 'http.disconnect':
       pass
-    self._handle.cancel()
+    self._cancel()
+
+  def _cancel(self):
+    for handle in self._handles:
+      handle.cancel()
 
 
-def forward(future: concurrent.futures.Future, queue: asyncio.Queue):
-  """Puts the future on the queue when it is done, after all of its tokens."""
+def forward(
+  future: concurrent.futures.Future,
+  queue: asyncio.Queue,
+  label: Callable[[concurrent.futures.Future], Any] = lambda done: done,
+):
+  """Puts the future on the queue when it is done, after all of its tokens.
+
+  Args:
+    label: what is put on the queue of the future.
+  """
   loop = asyncio.get_running_loop()
-  future.add_done_callback(lambda done: call_soon(loop, queue.put_nowait, done))
+  future.add_done_callback(lambda done: call_soon(loop, queue.put_nowait, label(done)))
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, function: Callable, *args):

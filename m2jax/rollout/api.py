@@ -61,6 +61,30 @@ class GenerateRequest(ByValue):
   sampling: SamplingParams
 
 
+class NewTokens(tuple):
+  """Response ids as they are drawn, the argument of `on_tokens`: a tuple of ids.
+
+  Attributes:
+    logprobs: float32, of each id, as in GenerateResult.
+    top_ids, top_logprobs: of each, the most likely tokens, as in GenerateResult.
+  """
+
+  logprobs: np.ndarray
+  top_ids: np.ndarray | None
+  top_logprobs: np.ndarray | None
+
+  def __new__(
+    cls,
+    ids: Sequence[int],
+    logprobs: np.ndarray,
+    top_ids: np.ndarray | None = None,
+    top_logprobs: np.ndarray | None = None,
+  ) -> NewTokens:
+    self = super().__new__(cls, ids)
+    self.logprobs, self.top_ids, self.top_logprobs = logprobs, top_ids, top_logprobs
+    return self
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerateResult(ByValue):
   """One completion as sampled.

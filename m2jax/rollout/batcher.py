@@ -23,7 +23,7 @@ import numpy as np
 from absl import logging
 
 from m2jax.rollout import decode_plan, prefill_plan, speculative, tiers
-from m2jax.rollout.api import GenerateResult
+from m2jax.rollout.api import GenerateResult, NewTokens
 from m2jax.rollout.decode_calls import DecodeCalls, Shape, lay, spread
 from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.drafting import Drafting
@@ -357,9 +357,10 @@ class Batcher:
     self._rate.add(tokens)
 
   def _stream(self, job: Job, begin: int) -> None:
-    end = self.table.held[job.slot] + 1
+    new = job.slot, slice(begin, self.table.held[job.slot] + 1)
+    ids, logprobs = self.table.tokens[new].tolist(), self.table.logprobs[new].copy()
     try:
-      job.on_tokens(tuple(self.table.tokens[job.slot, begin:end].tolist()))
+      job.on_tokens(NewTokens(ids, logprobs, *(job.top[-1] if job.top else ())))
     except Exception as error:  # an error of one caller fails that request only
       logging.exception('on_tokens raised')
       self.fail(job, EngineError(f'on_tokens raised {error!r}'))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from m2jax.rollout.api import GenerateRequest
+from m2jax.rollout.api import GenerateRequest, NewTokens
 from m2jax.rollout.decode_state import Slots
 from m2jax.rollout.engine import Engine
 
@@ -32,7 +32,7 @@ class Job:
   prompt: np.ndarray
   request: GenerateRequest
   seed: int
-  on_tokens: Callable[[tuple[int, ...]], None] | None
+  on_tokens: Callable[[NewTokens], None] | None
   future: concurrent.futures.Future
   slot: int = -1
   tokens: np.ndarray = dataclasses.field(init=False)

@@ -27,7 +27,7 @@ import numpy as np
 from absl import logging
 
 from m2jax.rollout import page_chain, replica_stats
-from m2jax.rollout.api import GenerateRequest
+from m2jax.rollout.api import GenerateRequest, NewTokens
 from m2jax.rollout.batcher import TOTALS, EngineError
 from m2jax.rollout.fleet import Fleet, Flight, Prior
 from m2jax.rollout.restarts import Restarts
@@ -42,7 +42,7 @@ class _Call:
 
   request: GenerateRequest
   chain: list[bytes]
-  on_tokens: Callable[[tuple[int, ...]], None] | None
+  on_tokens: Callable[[NewTokens], None] | None
   future: concurrent.futures.Future
   lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
   attempts: int = 0
@@ -156,7 +156,7 @@ class Router:
   def submit(
     self,
     request: GenerateRequest,
-    on_tokens: Callable[[tuple[int, ...]], None] | None = None,
+    on_tokens: Callable[[NewTokens], None] | None = None,
   ) -> Handle:
     """Sends a request to a replica; see `Scheduler.submit`.
 
@@ -288,7 +288,7 @@ class Router:
   def _listener(self, call: _Call, flight: Flight):
     """on_tokens of the replica."""
 
-    def on_tokens(tokens: tuple[int, ...]) -> None:
+    def on_tokens(tokens: NewTokens) -> None:
       if not flight.streams:
         with self._lock:
           self._fleet.first_token(flight)

@@ -28,7 +28,7 @@ import numpy as np
 from absl import logging
 
 from m2jax.rollout import requests
-from m2jax.rollout.api import GenerateRequest
+from m2jax.rollout.api import GenerateRequest, NewTokens
 from m2jax.rollout.batcher import (
   TOTALS,
   Batcher,
@@ -136,7 +136,7 @@ class Scheduler:
   def submit(
     self,
     request: GenerateRequest,
-    on_tokens: Callable[[tuple[int, ...]], None] | None = None,
+    on_tokens: Callable[[NewTokens], None] | None = None,
   ) -> Handle:
     """Queues a request.
 

@@ -3,14 +3,13 @@
 import collections
 import concurrent.futures
 import dataclasses
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from m2jax.rollout.api import GenerateRequest, GenerateResult, PromptTooLong
+from m2jax.rollout.api import GenerateRequest, GenerateResult, NewTokens, PromptTooLong
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,6 @@ class ScriptedEngine:
     self.results: list[tuple[GenerateRequest, GenerateResult]] = []
     self.cancelled = collections.Counter()
     self._pool = concurrent.futures.ThreadPoolExecutor(workers)
-    self._random = random.Random(0)
 
   def submit(self, request, on_tokens=None) -> Handle:
     if not self.alive:
@@ -89,25 +87,33 @@ class ScriptedEngine:
         break
       tokens.append(token)
       if on_tokens and len(tokens) % self.piece_tokens == 0:
-        on_tokens(tuple(tokens[-self.piece_tokens :]))
+        on_tokens(self._new(request, tokens[-self.piece_tokens :]))
       if token in request.sampling.stop_ids:
         reason = 'stop'
         break
     rest = len(tokens) % self.piece_tokens
     if on_tokens and rest:
-      on_tokens(tuple(tokens[-rest:]))
-    likeliest = request.sampling.top_logprobs
-    ids = np.tile(np.arange(likeliest, dtype=np.int32), (len(tokens), 1))
+      on_tokens(self._new(request, tokens[-rest:]))
+    new = self._new(request, tokens)
     result = GenerateResult(
       tokens=np.array(tokens, np.int32),
-      logprobs=np.array([-self._random.random() for _ in tokens], np.float32),
+      logprobs=new.logprobs,
       versions=np.full(len(tokens), self.version, np.int32),
       finish_reason=reason,
-      top_ids=ids if likeliest else None,
-      top_logprobs=-ids.astype(np.float32) if likeliest else None,
+      top_ids=new.top_ids,
+      top_logprobs=new.top_logprobs,
     )
     self.results.append((request, result))
     return result
+
+  def _new(self, request, tokens) -> NewTokens:
+    """Tokens with made-up log-probabilities: the same whenever they are asked for."""
+    logprobs = -np.array([(token * 37 % 101 + 1) / 101 for token in tokens], np.float32)
+    likeliest = request.sampling.top_logprobs
+    if not likeliest:
+      return NewTokens(tokens, logprobs)
+    ids = np.tile(np.arange(likeliest, dtype=np.int32), (len(tokens), 1))
+    return NewTokens(tokens, logprobs, ids, -ids.astype(np.float32))
 
   def stats(self):
     return {'policy_version': self.version, 'active_slots': 0}

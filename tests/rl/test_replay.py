@@ -73,10 +73,12 @@ def ask(chat, session, messages):
   body = {'model': 'm2jax', 'messages': messages, 'max_tokens': 12}
 
   async def submit():
-    async with chat.read(bytearray(json.dumps(body).encode())) as reading:
+    async with chat.read(
+      bytearray(json.dumps(body).encode()), 'openai_chat'
+    ) as reading:
       return await chat.submit(session.key, reading)
 
-  pending = asyncio.run(submit())
+  [pending] = asyncio.run(submit())
   future = pending.handle.future
   future.result(TIMEOUT_S)
   return asyncio.run(chat.finish(pending, future)).message

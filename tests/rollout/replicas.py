@@ -6,7 +6,7 @@ import concurrent.futures
 
 import numpy as np
 
-from m2jax.rollout.api import GenerateResult
+from m2jax.rollout.api import GenerateResult, NewTokens
 from m2jax.rollout.batcher import TOTALS, EngineError
 from m2jax.rollout.page_journal import Event
 from m2jax.rollout.scheduler import Handle
@@ -52,7 +52,7 @@ class FakeReplica:
   def finish(self, number: int, tokens=(1, 2), reason='length') -> None:
     request, on_tokens, future = self.requests[number]
     if tokens and on_tokens is not None:
-      on_tokens(tuple(tokens))
+      on_tokens(NewTokens(tokens, np.zeros(len(tokens), np.float32)))
     tokens = np.array(tokens, np.int32)
     versions = np.full(tokens.size, self.version, np.int64)
     logprobs = np.zeros(tokens.size, np.float32)

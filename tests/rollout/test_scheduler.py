@@ -328,12 +328,13 @@ def test_bad_weights_are_refused(serve, variables):
 
 
 def test_streaming_gives_every_token_once_before_the_result(serve):
-  """The gateway's stream must add up to the recorded response."""
+  """The gateway's stream must add up to the recorded response, log-probabilities
+  included."""
   scheduler = serve()
   pieces = [[] for _ in range(6)]
   handles = [
     scheduler.submit(
-      request(prompt(i, 5), max_tokens=5 + i),
+      request(prompt(i, 5), max_tokens=5 + i, top_logprobs=i % 3),
       lambda tokens, mine=pieces[i]: mine.append(tokens),
     )
     for i in range(6)
@@ -342,6 +343,14 @@ def test_streaming_gives_every_token_once_before_the_result(serve):
     result = handle.future.result(TIMEOUT_S)
     assert len(mine) > 1
     assert [t for piece in mine for t in piece] == result.tokens.tolist()
+    logprobs = np.concatenate([piece.logprobs for piece in mine])
+    np.testing.assert_array_equal(logprobs, result.logprobs)
+    for field in ('top_ids', 'top_logprobs'):
+      if (want := getattr(result, field)) is None:
+        assert all(getattr(piece, field) is None for piece in mine)
+      else:
+        got = np.concatenate([getattr(piece, field) for piece in mine])
+        np.testing.assert_array_equal(got, want)
 
 
 def test_cancel_frees_the_slot_and_keeps_what_was_sampled(serve, variables, reference):

@@ -25,7 +25,7 @@ from m2jax.agents import http
 from m2jax.checks import require
 from m2jax.forge.remote import wire
 from m2jax.rollout import requests
-from m2jax.rollout.api import GenerateRequest
+from m2jax.rollout.api import GenerateRequest, NewTokens
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import EngineError, Handle
 
@@ -58,7 +58,7 @@ class _Job:
   """A request in progress."""
 
   request: GenerateRequest
-  on_tokens: Callable[[tuple[int, ...]], None] | None
+  on_tokens: Callable[[NewTokens], None] | None
   future: concurrent.futures.Future
   id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -144,7 +144,7 @@ class RemoteScheduler:
   def submit(
     self,
     request: GenerateRequest,
-    on_tokens: Callable[[tuple[int, ...]], None] | None = None,
+    on_tokens: Callable[[NewTokens], None] | None = None,
   ) -> Handle:
     """Sends a request; see `Scheduler.submit`. The future may raise EngineError.
 

@@ -18,18 +18,18 @@ import functools
 import hmac
 import ipaddress
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from absl import logging
 
 from m2jax.checks import require
 from m2jax.forge.remote import wire
-from m2jax.gateway import app as gateway_app
-from m2jax.gateway import streaming
+from m2jax.gateway import receiving, streaming
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, too_large
 from m2jax.gateway.listener import Listener
+from m2jax.rollout.api import NewTokens
 from m2jax.rollout.scheduler import EngineError
 
 
@@ -120,7 +120,7 @@ class _Application:
   ):
     self._config, self._scheduler, self._key = config, scheduler, key
     self._counters = counters
-    self._bodies = gateway_app.Bodies(config.max_unfinished_bytes)
+    self._bodies = receiving.Bodies(config.max_unfinished_bytes)
     self._running: dict[str, Any] = {}  # handles by id
     self._routes = {
       ('POST', '/generate'): self._generate,
@@ -136,7 +136,7 @@ class _Application:
       if route is None:
         raise ApiError(404, f'{scope["method"]} {scope["path"][:100]}: not found')
       status = await route(scope, receive, send)
-    except gateway_app.Disconnected:
+    except receiving.Disconnected:
       pass
     except Exception as error:
       error = _as_api_error(error)
@@ -147,7 +147,7 @@ class _Application:
   def _authorise(self, scope: dict) -> None:
     if not self._key:
       return
-    given = gateway_app.bearer(scope)
+    given = receiving.bearer(scope)
     if not hmac.compare_digest(given.encode(), self._key.encode()):
       raise ApiError(401, "the key is not this engine's", code='invalid_api_key')
 
@@ -210,7 +210,7 @@ class _Application:
       await send({'type': 'http.response.body', 'body': data, 'more_body': not last})
 
 
-def _frame(item: Sequence[int] | concurrent.futures.Future) -> bytes:
+def _frame(item: NewTokens | concurrent.futures.Future) -> bytes:
   if not isinstance(item, concurrent.futures.Future):
     return wire.frame(wire.TOKENS, wire.encode_tokens(item))
   try:

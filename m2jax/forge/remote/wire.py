@@ -7,6 +7,7 @@ and arrays one after the other, whose types and shapes follow from the header:
   result    {"finish_reason", "tokens", "experts", "top"}, int32 response ids, float32
             log-probabilities, int32 versions; int16 expert ids of the shape "experts";
             int32 and float32 [tokens, top] of the likeliest tokens
+  tokens    {"tokens", "top"}, new response ids: the same arrays without versions
 
 A response is a stream of frames: one byte for the kind, a little-endian uint32 for the
 number of bytes, and these bytes.
@@ -18,14 +19,19 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
 
-from m2jax.rollout.api import GenerateRequest, GenerateResult, SamplingParams
+from m2jax.rollout.api import (
+  GenerateRequest,
+  GenerateResult,
+  NewTokens,
+  SamplingParams,
+)
 
-# Kinds of frames: new tokens (int32), the result, an error (JSON), and a sign of life.
+# Kinds of frames: new tokens, the result, an error (JSON), and a sign of life.
 TOKENS, RESULT, ERROR, ALIVE = b'T', b'R', b'E', b'A'
 MAX_HEADER_BYTES = 64 << 10
 MAX_ID_CHARACTERS = 64
@@ -98,14 +104,7 @@ def decode_result(data: bytes) -> GenerateResult:
       shapes.append(('<i2', tuple(experts)))
     if top is not None:
       shapes += [('<i4', (tokens, top)), ('<f4', (tokens, top))]
-    sizes = [np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in shapes]
-    if sum(sizes) != len(body):
-      raise Malformed(f'the arrays have {len(body)} bytes, the header {sum(sizes)}')
-    arrays, offset = [], 0
-    for (dtype, shape), size in zip(shapes, sizes, strict=True):
-      array = np.frombuffer(body, dtype, math.prod(shape), offset)
-      arrays.append(array.reshape(shape))
-      offset += size
+    arrays = _arrays(body, shapes)
     rest = iter(arrays[3:])
     return GenerateResult(
       *arrays[:3],
@@ -118,16 +117,28 @@ def decode_result(data: bytes) -> GenerateResult:
     raise Malformed(f'not a result: {error!r}') from error
 
 
-def encode_tokens(tokens: Sequence[int]) -> bytes:
+def encode_tokens(tokens: NewTokens) -> bytes:
   """The payload of a TOKENS frame."""
-  return np.asarray(tokens, '<i4').tobytes()
+  top = tokens.top_ids
+  header = {'tokens': len(tokens), 'top': None if top is None else top.shape[1]}
+  arrays = [np.asarray(tokens, '<i4'), np.asarray(tokens.logprobs, '<f4')]
+  if top is not None:
+    arrays += [np.asarray(top, '<i4'), np.asarray(tokens.top_logprobs, '<f4')]
+  return _document(header, arrays)
 
 
-def decode_tokens(payload: bytes) -> tuple[int, ...]:
+def decode_tokens(payload: bytes) -> NewTokens:
   """The inverse. Raises Malformed."""
-  if len(payload) % 4:
-    raise Malformed('tokens: must be int32')
-  return tuple(np.frombuffer(payload, '<i4').tolist())
+  header, body = _split(payload)
+  try:
+    tokens, top = header['tokens'], header['top']
+    shapes = [('<i4', (tokens,)), ('<f4', (tokens,))]
+    if top is not None:
+      shapes += [('<i4', (tokens, top)), ('<f4', (tokens, top))]
+    ids, *rest = _arrays(body, shapes)
+  except (KeyError, TypeError) as error:
+    raise Malformed(f'not new tokens: {error!r}') from error
+  return NewTokens(ids.tolist(), *rest)
 
 
 def frame(kind: bytes, payload: bytes = b'') -> bytes:
@@ -170,6 +181,19 @@ def _complete(buffer: bytearray, limit_bytes: int) -> Iterator[tuple[bytes, byte
 def _document(header: Any, arrays: list[np.ndarray]) -> bytes:
   text = json.dumps(header).encode()
   return b''.join([_LENGTH.pack(len(text)), text, *(a.tobytes() for a in arrays)])
+
+
+def _arrays(body: memoryview, shapes: list[tuple[str, tuple]]) -> list[np.ndarray]:
+  """The arrays of a document, by type and shape. Raises Malformed, TypeError."""
+  sizes = [np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in shapes]
+  if sum(sizes) != len(body):
+    raise Malformed(f'the arrays have {len(body)} bytes, the header {sum(sizes)}')
+  arrays, offset = [], 0
+  for (dtype, shape), size in zip(shapes, sizes, strict=True):
+    array = np.frombuffer(body, dtype, math.prod(shape), offset)
+    arrays.append(array.reshape(shape))
+    offset += size
+  return arrays
 
 
 def _split(data: bytes) -> tuple[Any, memoryview]:

@@ -92,9 +92,14 @@ def test_results_are_those_of_the_scheduler(connect, serve, recording):
   ):
     made = request(np.arange(1, 8), **sampling)
     streamed = []
-    got = client.submit(made, streamed.extend).future.result(30)
+    got = client.submit(made, streamed.append).future.result(30)
     same(got, local.submit(made).future.result(30))
-    assert streamed == got.tokens.tolist() and got.experts.shape[0] == 7 + 8
+    assert [token for new in streamed for token in new] == got.tokens.tolist()
+    for field in ('logprobs', 'top_ids', 'top_logprobs'):
+      if (want := getattr(got, field)) is not None:
+        parts = [getattr(new, field) for new in streamed]
+        np.testing.assert_array_equal(np.concatenate(parts), want)
+    assert got.experts.shape[0] == 7 + 8
   assert client.wait(5) and client.stats()['slots'] == ENGINE_CONFIG.slots
   assert client.context_tokens == CONTEXT
 

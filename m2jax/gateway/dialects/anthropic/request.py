@@ -1,0 +1,256 @@
+"""Requests of Anthropic's messages, and of its counting of tokens.
+
+Source: Anthropic's API reference, and the traffic of Claude Code
+(facts/clients-and-peers.md §1).
+
+Treatment of each field:
+- used: model, messages, system, max_tokens, tools, tool_choice 'auto' and 'none',
+  stop_sequences, stream; temperature, top_p and top_k as in `sampling`;
+- rejected, because conversations are not stored here: thread;
+- rejected, because ignoring them would change the meaning: images, documents, tools
+  that Anthropic's servers execute, mcp_servers, container, structured output, a last
+  message of the assistant (prefill);
+- accepted and counted: tool_choice 'any' and 'tool' (as 'auto'), thinking of the type
+  'disabled' (M2 always thinks), context_management that edits the context, `is_error`,
+  redacted thinking, and fields that the real service does not have;
+- without effect, as the model and its prompt know nothing of the kind: _NO_EFFECT
+  and cache_control.
+
+What stands between a client and its prefix:
+- a billing header, which Claude Code puts first into `system` and which differs in each
+  request, is dropped and counted;
+- a `role: system` message stays where it is (`text.chat` renders it there);
+- a system reminder beside tool results, which Claude Code sends as text of the user, is
+  such a message too: as a user's turn it would end the turn of the assistant, and the
+  template would drop its thinking. All other text beside tool results is the user's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from m2jax.gateway import fields, protocol, sampling
+from m2jax.gateway.errors import invalid, unsupported
+
+BILLING = 'x-anthropic-billing-header:'
+NO_THREADS = 'thread_unsupported_request'
+REMINDER = '<system-reminder>'
+_LONGEST_NAME = 128
+_UNSUPPORTED = ('mcp_servers', 'container', 'output_format', 'compaction')
+_NO_EFFECT = (
+  'betas', 'billing_policy', 'cache_control', 'diagnostics', 'fallback_credit_token',
+  'fallbacks', 'inference_geo', 'metadata', 'service_tier', 'speed', 'user_profile_id',
+  'workspace_id',
+)  # fmt: skip
+_SAMPLING = ('temperature', 'top_p', 'top_k')
+_KNOWN = frozenset(
+  (
+    'model', 'messages', 'system', 'max_tokens', 'tools', 'tool_choice',
+    'stop_sequences', 'stream', 'thinking', 'context_management', 'output_config',
+    'thread', *_SAMPLING, *_UNSUPPORTED, *_NO_EFFECT,
+  )
+)  # fmt: skip
+
+
+def parse(data: dict) -> protocol.Parsed:
+  """Checks a body. Raises ApiError: 400, which names the invalid field."""
+  if data.get('max_tokens') is None:
+    raise invalid('Field required', 'max_tokens')
+  return parse_count(data)
+
+
+def parse_count(data: dict) -> protocol.Parsed:
+  """Checks a body of count_tokens, which needs no max_tokens."""
+  model = fields.text(data.get('model'), 'model')
+  fields.refuse(data, _UNSUPPORTED)
+  if data.get('thread') is not None:  # the client then sends its messages itself
+    raise invalid(
+      'conversations are not stored here; send all messages', 'thread', NO_THREADS
+    )
+  config = fields.mapping(data.get('output_config') or {}, 'output_config')
+  if config.get('format') is not None:
+    raise unsupported('is not supported: output is not constrained',
+                      'output_config.format')  # fmt: skip
+  ignored: list[str] = list(fields.unknown(data, _KNOWN))
+  _note_thinking(data, ignored)
+  tools = _tool_choice(data, _tools(data.get('tools')), ignored)
+  messages = _system(data.get('system'), ignored)
+  messages += _messages(data.get('messages'), ignored)
+  return protocol.parsed(
+    messages,
+    tools,
+    model=model,
+    max_tokens=fields.positive(data, 'max_tokens'),
+    sampling=sampling.read({name: data.get(name) for name in _SAMPLING}),
+    stream=fields.flag(data, 'stream'),
+    stop=fields.stops(data.get('stop_sequences'), 'stop_sequences'),
+    ignored=tuple(ignored),
+  )
+
+
+def _note_thinking(data: dict, ignored: list[str]) -> None:
+  thinking = fields.mapping(data.get('thinking') or {}, 'thinking')
+  if thinking.get('type') not in (None, 'enabled', 'adaptive', 'disabled'):
+    raise invalid("must be 'enabled', 'adaptive' or 'disabled'", 'thinking.type')
+  if thinking.get('type') == 'disabled':
+    ignored.append('thinking')
+  where = 'context_management'
+  management = fields.mapping(data.get(where) or {}, where)
+  edits = fields.listed(management.get('edits') or [], f'{where}.edits')
+  if any(not isinstance(edit, dict) or edit.get('keep') != 'all' for edit in edits):
+    ignored.append(where)
+
+
+def _system(value: Any, ignored: list[str]) -> list[dict]:
+  """The system message, if there is one, without the billing header."""
+  if value is None:
+    return []
+  if not isinstance(value, str | list):
+    raise invalid('must be a string or a list of text blocks', 'system')
+  texts = [value] if isinstance(value, str) else [
+    fields.part(block, f'system[{i}]', ('text',)) for i, block in enumerate(value)
+  ]  # fmt: skip
+  kept = [text for text in texts if not text.startswith(BILLING)]
+  ignored += ['billing_header'] * (len(texts) - len(kept))
+  return [{'role': 'system', 'content': '\n\n'.join(kept)}] if kept else []
+
+
+def _messages(value: Any, ignored: list[str]) -> list[dict]:
+  if not isinstance(value, list) or not value:
+    raise invalid('must be a non-empty list', 'messages')
+  messages: list[dict] = []
+  for i, message in enumerate(value):
+    where = f'messages[{i}]'
+    role = fields.mapping(message, where).get('role')
+    content = message.get('content')
+    if isinstance(content, str):
+      content = [{'type': 'text', 'text': content}]
+    elif not isinstance(content, list):
+      raise invalid('must be a string or a list of blocks', f'{where}.content')
+    where = f'{where}.content'
+    if role == 'user':
+      messages += _user(content, where, ignored)
+    elif role == 'assistant':
+      messages.append(_assistant(content, where, ignored))
+    elif role == 'system':
+      messages.append({'role': 'system', 'content': _texts(content, where)})
+    else:
+      raise invalid(
+        f"unknown role {role!r}; use 'user', 'assistant' or 'system'",
+        f'messages[{i}].role',
+      )
+  if messages[-1]['role'] == 'assistant':
+    raise unsupported(
+      'This model does not support assistant message prefill. The conversation must '
+      'end with a user message.',
+      f'messages[{len(value) - 1}]',
+    )
+  return messages
+
+
+def _texts(blocks: list, where: str) -> str:
+  texts = (fields.part(b, f'{where}[{i}]', ('text',)) for i, b in enumerate(blocks))
+  return '\n'.join(texts)
+
+
+def _user(blocks: list, where: str, ignored: list[str]) -> list[dict]:
+  """Tool results, reminders beside them, then the text of the user."""
+  results, reminders, texts = [], [], []
+  for i, block in enumerate(blocks):
+    at = f'{where}[{i}]'
+    if isinstance(block, dict) and block.get('type') == 'tool_result':
+      results.append(_tool_result(block, at, ignored))
+    else:
+      texts.append(fields.part(block, at, ('text', 'tool_result')))
+  if results:
+    reminders = [text for text in texts if text.lstrip().startswith(REMINDER)]
+    texts = [text for text in texts if not text.lstrip().startswith(REMINDER)]
+  messages = results + [{'role': 'system', 'content': text} for text in reminders]
+  if texts or not results:
+    messages.append({'role': 'user', 'content': '\n'.join(texts)})
+  return messages
+
+
+def _tool_result(block: dict, where: str, ignored: list[str]) -> dict:
+  content = block.get('content')
+  if isinstance(content, list):
+    content = _texts(content, f'{where}.content')
+  elif content is not None and not isinstance(content, str):
+    raise invalid('must be a string or a list of text blocks', f'{where}.content')
+  if block.get('is_error'):
+    ignored.append('is_error')
+  return {
+    'role': 'tool',
+    'content': content or '',
+    'tool_call_id': fields.text(block.get('tool_use_id'), f'{where}.tool_use_id'),
+  }
+
+
+def _assistant(blocks: list, where: str, ignored: list[str]) -> dict:
+  message: dict[str, Any] = {'role': 'assistant'}
+  texts, thinking, calls = [], [], []
+  for i, block in enumerate(blocks):
+    at = f'{where}[{i}]'
+    match fields.mapping(block, at).get('type'):
+      case 'text':
+        texts.append(fields.text(block.get('text'), f'{at}.text'))
+      case 'thinking':
+        thinking.append(fields.text(block.get('thinking'), f'{at}.thinking'))
+      case 'redacted_thinking':
+        ignored.append('redacted_thinking')
+      case 'tool_use':
+        name = fields.text(block.get('name'), f'{at}.name')
+        values = fields.mapping(block.get('input') or {}, f'{at}.input')
+        calls.append(
+          fields.call(fields.text(block.get('id'), f'{at}.id'), name, values)
+        )
+      case kind:
+        raise invalid(f'unknown type {str(kind)[:100]!r} of a block', f'{at}.type')
+  message['content'] = ''.join(texts)
+  if thinking:
+    message['reasoning_content'] = ''.join(thinking)
+  if calls:
+    message['tool_calls'] = calls
+  return message
+
+
+def _tools(value: Any) -> list[dict] | None:
+  if not value and value in (None, []):
+    return None
+  tools, names = [], set()
+  for i, tool in enumerate(fields.listed(value, 'tools')):
+    where = f'tools[{i}]'
+    kind = fields.mapping(tool, where).get('type')
+    if kind not in (None, 'custom'):
+      raise unsupported(
+        f'{str(kind)[:100]!r} is executed by Anthropic: define a tool with an '
+        'input_schema',
+        f'{where}.type',
+      )
+    name = fields.tool_name(tool.get('name'), f'{where}.name', names, _LONGEST_NAME)
+    function = {'name': name}
+    if tool.get('description') is not None:
+      function['description'] = fields.text(tool['description'], f'{where}.description')
+    fields.schema(tool.get('input_schema'), f'{where}.input_schema')
+    function['parameters'] = tool['input_schema']
+    tools.append({'type': 'function', 'function': function})
+  return tools
+
+
+def _tool_choice(
+  data: dict, tools: list[dict] | None, ignored: list[str]
+) -> list[dict] | None:
+  choice = fields.mapping(data.get('tool_choice') or {}, 'tool_choice')
+  kind = choice.get('type', 'auto')
+  if kind == 'none':
+    return None
+  if kind not in ('auto', 'any', 'tool'):
+    raise invalid("must be 'auto', 'any', 'tool' or 'none'", 'tool_choice.type')
+  if kind != 'auto' and tools is None:
+    raise invalid('needs tools', 'tool_choice')
+  names = [tool['function']['name'] for tool in tools or ()]
+  if kind == 'tool' and choice.get('name') not in names:
+    raise invalid('must be the name of one of the tools', 'tool_choice.name')
+  if kind != 'auto' or choice.get('disable_parallel_tool_use'):
+    ignored.append('tool_choice')
+  return tools

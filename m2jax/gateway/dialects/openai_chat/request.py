@@ -1,0 +1,190 @@
+"""Requests of OpenAI's chat completions.
+
+Source: the traffic of real agents (facts/pipelines.md §2), and OpenAI's API reference.
+
+Treatment of each field:
+- used: model, messages, tools, max_completion_tokens (or max_tokens), stream,
+  stream_options.include_usage, logprobs and top_logprobs, n, stop, tool_choice 'auto'
+  and 'none' ('none' omits the tools from the prompt);
+- sampling (temperature, top_p, top_k, seed, frequency_penalty, presence_penalty,
+  repetition_penalty, min_p, logit_bias): overridden and counted in a training session
+  (law 4; a seed would make the samples of a group identical), and honoured in an
+  evaluation session;
+- rejected, because ignoring them would change the meaning: response_format other than
+  text, functions, function_call, audio, image or other non-text content;
+- accepted as 'auto' and counted: tool_choice 'required' or a named function (the engine
+  does not constrain its output);
+- without effect, as the model and its prompt know nothing of the kind: _NO_EFFECT;
+- ignored and counted: all others, because real agents send many additional fields.
+
+All fields, including ignored ones, must be JSON that `strict_json` accepts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from m2jax.gateway import fields, protocol, sampling
+from m2jax.gateway.errors import invalid, unsupported
+
+ROLES = ('system', 'user', 'assistant', 'tool')
+MAX_TOP_LOGPROBS = 20  # OpenAI's
+MAX_N = 16
+_UNSUPPORTED = ('functions', 'function_call', 'audio', 'web_search_options')
+_NO_EFFECT = (
+  'metadata', 'modalities', 'moderation', 'parallel_tool_calls', 'prediction',
+  'prompt_cache_key', 'prompt_cache_options', 'prompt_cache_retention',
+  'reasoning_effort', 'safety_identifier', 'service_tier', 'store', 'user', 'verbosity',
+)  # fmt: skip
+_KNOWN = frozenset(
+  (
+    'model', 'messages', 'tools', 'tool_choice', 'max_tokens', 'max_completion_tokens',
+    'stream', 'stream_options', 'logprobs', 'top_logprobs', 'n', 'stop',
+    'response_format', *sampling.FIELDS, *_UNSUPPORTED, *_NO_EFFECT,
+  )
+)  # fmt: skip
+
+
+def parse(data: dict) -> protocol.Parsed:
+  """Checks a body. Raises ApiError: 400, which names the invalid field."""
+  model = fields.text(data.get('model'), 'model')
+  fields.refuse(data, _UNSUPPORTED)
+  response_format = data.get('response_format')
+  if response_format is not None and response_format != {'type': 'text'}:
+    raise unsupported(
+      "must be {'type': 'text'}: output is not constrained", 'response_format'
+    )
+  stream = fields.flag(data, 'stream')
+  stream_options = fields.mapping(data.get('stream_options') or {}, 'stream_options')
+  logprobs = fields.flag(data, 'logprobs')
+  tools = _tools(data.get('tools'))
+  tools, ignored = _tool_choice(data.get('tool_choice'), tools)
+  return protocol.parsed(
+    _messages(data.get('messages')),
+    tools,
+    model=model,
+    max_tokens=fields.positive(data, 'max_completion_tokens', 'max_tokens'),
+    sampling=sampling.read(data),
+    stream=stream,
+    include_usage=stream and fields.flag(stream_options, 'include_usage'),
+    logprobs=logprobs,
+    top_logprobs=_top_logprobs(data, logprobs),
+    n=_n(data),
+    stop=fields.stops(data.get('stop'), 'stop'),
+    ignored=ignored + fields.unknown(data, _KNOWN),
+  )
+
+
+def _n(data: dict) -> int:
+  n = fields.positive(data, 'n') or 1
+  if n > MAX_N:
+    raise invalid(f'must be at most {MAX_N}; send several requests', 'n')
+  return n
+
+
+def _top_logprobs(data: dict, logprobs: bool) -> int:
+  count = fields.integer(data, 'top_logprobs') or 0
+  if not 0 <= count <= MAX_TOP_LOGPROBS:
+    raise invalid(f'must be between 0 and {MAX_TOP_LOGPROBS}', 'top_logprobs')
+  if count and not logprobs:
+    raise invalid('needs logprobs: true', 'top_logprobs')
+  return count
+
+
+def _content(value: Any, where: str, *, keep_parts: bool) -> str | list[dict]:
+  """A message's text; or its parts, which the template renders for tool messages."""
+  if value is None:
+    return ''
+  if isinstance(value, str):
+    return value
+  if not isinstance(value, list):
+    raise invalid('must be a string or a list of text parts', where)
+  texts = [
+    fields.part(part, f'{where}[{i}]', ('text',)) for i, part in enumerate(value)
+  ]
+  if keep_parts:
+    return [{'type': 'text', 'text': text} for text in texts]
+  return ''.join(texts)
+
+
+def _messages(value: Any) -> list[dict]:
+  if not isinstance(value, list) or not value:
+    raise invalid('must be a non-empty list', 'messages')
+  return [_message(message, f'messages[{i}]') for i, message in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> dict:
+  role = fields.mapping(message, where).get('role')
+  if role == 'developer':
+    role = 'system'
+  if role not in ROLES:
+    raise invalid(
+      f'unknown role {role!r}; use one of {", ".join(ROLES)}', f'{where}.role'
+    )
+  content = message.get('content')
+  if content is None and role != 'assistant':
+    raise invalid(f'is required in a {role} message', f'{where}.content')
+  checked: dict[str, Any] = {
+    'role': role,
+    'content': _content(content, f'{where}.content', keep_parts=role == 'tool'),
+  }
+  if role == 'assistant':
+    reasoning = message.get('reasoning_content')
+    if reasoning is not None:
+      checked['reasoning_content'] = fields.text(
+        reasoning, f'{where}.reasoning_content'
+      )
+    calls = message.get('tool_calls')
+    if calls:
+      checked['tool_calls'] = _tool_calls(calls, f'{where}.tool_calls')
+  elif role == 'tool' and message.get('tool_call_id') is not None:
+    checked['tool_call_id'] = fields.text(
+      message['tool_call_id'], f'{where}.tool_call_id'
+    )
+  return checked
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict]:
+  checked = []
+  for i, call in enumerate(fields.listed(calls, where)):
+    at = f'{where}[{i}].function'
+    function = call.get('function') if isinstance(call, dict) else None
+    name = fields.text(fields.mapping(function, at).get('name'), f'{at}.name')
+    values = fields.arguments(function.get('arguments') or '{}', f'{at}.arguments')
+    checked.append(fields.call(call.get('id'), name, values))
+  return checked
+
+
+def _tools(value: Any) -> list[dict] | None:
+  if value is None or value == []:
+    return None
+  names: set[str] = set()
+  for i, tool in enumerate(fields.listed(value, 'tools')):
+    where = f'tools[{i}]'
+    if not isinstance(tool, dict) or tool.get('type') != 'function':
+      raise invalid("must be an object of type 'function'", where)
+    function = fields.mapping(tool.get('function'), f'{where}.function')
+    fields.tool_name(function.get('name'), f'{where}.function.name', names)
+    if function.get('parameters') is not None:
+      fields.schema(function['parameters'], f'{where}.function.parameters')
+  return value
+
+
+def _tool_choice(
+  choice: Any, tools: list[dict] | None
+) -> tuple[list[dict] | None, tuple[str, ...]]:
+  if choice is None or choice == 'auto':
+    return tools, ()
+  if choice == 'none':
+    return None, ()
+  if tools is None:
+    raise invalid('needs tools', 'tool_choice')
+  if choice == 'required':
+    return tools, ('tool_choice',)
+  function = choice.get('function') if isinstance(choice, dict) else None
+  if isinstance(function, dict):
+    if function.get('name') in [tool['function']['name'] for tool in tools]:
+      return tools, ('tool_choice',)
+  raise invalid(
+    "must be 'auto', 'none', 'required' or name one of the tools", 'tool_choice'
+  )

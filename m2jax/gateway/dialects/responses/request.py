@@ -1,0 +1,274 @@
+"""Requests of OpenAI's responses.
+
+Source: OpenAI's API reference, and the traffic of Codex
+(facts/clients-and-peers.md §1).
+
+Treatment of each field:
+- used: model, input, instructions, tools (`tools`), tool_choice 'auto' and 'none',
+  max_output_tokens, stream, include 'reasoning.encrypted_content'; temperature and
+  top_p as in `sampling`;
+- rejected, because nothing is stored here: store true, previous_response_id,
+  conversation, background, prompt, and items that refer to stored ones;
+- rejected, because ignoring them would change the meaning: images and files, items of
+  tools that the real service executes, text.format other than text, top_logprobs,
+  context_management;
+- accepted and counted: tool_choice that constrains the output, truncation 'auto',
+  reasoning that another server encrypted, fields that the real service does not have;
+- without effect, as the model and its prompt know nothing of the kind: _NO_EFFECT.
+
+Items become messages: those of the assistant, up to the next one of anybody else, are
+one message. So are parallel calls of one completion between whose items the client put
+the outputs. Developer and system items stay in their places.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from typing import Any
+
+from m2jax.gateway import fields, protocol, sampling
+from m2jax.gateway.dialects.responses import tools as tools_lib
+from m2jax.gateway.errors import invalid, unsupported
+
+_ENCRYPTED = 'm2jax:'
+_STORED = ('previous_response_id', 'conversation', 'background', 'prompt', 'store')
+_UNSUPPORTED = ('top_logprobs', 'context_management')
+_NO_EFFECT = (
+  'access_programs', 'client_metadata', 'image', 'max_tool_calls', 'metadata',
+  'moderation', 'parallel_tool_calls', 'prompt_cache_key', 'prompt_cache_options',
+  'prompt_cache_retention', 'reasoning', 'safety_identifier', 'service_tier',
+  'stream_options', 'user',
+)  # fmt: skip
+_SAMPLING = ('temperature', 'top_p')
+_KNOWN = frozenset(
+  (
+    'model', 'input', 'instructions', 'tools', 'tool_choice', 'max_output_tokens',
+    'stream', 'include', 'text', 'truncation',
+    *_SAMPLING, *_STORED, *_UNSUPPORTED, *_NO_EFFECT,
+  )
+)  # fmt: skip
+# Fields of the body that are fields of the response too, with their defaults.
+_ECHOED = {
+  'instructions': None,
+  'max_output_tokens': None,
+  'metadata': {},
+  'parallel_tool_calls': True,
+  'reasoning': {'effort': None, 'summary': None},
+  'temperature': None,
+  'text': {'format': {'type': 'text'}},
+  'tool_choice': 'auto',
+  'tools': [],
+  'top_p': None,
+  'truncation': 'disabled',
+  'user': None,
+}
+_TEXT_PARTS = ('input_text', 'output_text', 'text')
+# Our call ids: the completion's, and the number of the call (`Pending.call_prefix`).
+_OUR_CALL = re.compile(r'(call_[0-9a-f]{32}_)[0-9]+')
+_ROLES = {'user': 'user', 'system': 'system', 'developer': 'system'}
+
+
+def parse(data: dict) -> protocol.Parsed:
+  """Checks a body. Raises ApiError: 400, which names the invalid field."""
+  model = fields.text(data.get('model'), 'model')
+  for field in _STORED:
+    if data.get(field):
+      code = 'unsupported_parameter'
+      if field == 'previous_response_id':
+        code = 'previous_response_not_found'
+      raise invalid(
+        'responses are not stored here; omit it, and send the whole conversation as '
+        'input',
+        field,
+        code,
+      )
+  fields.refuse(data, _UNSUPPORTED)
+  text = fields.mapping(data.get('text') or {}, 'text')
+  if (text.get('format') or {'type': 'text'}) != {'type': 'text'}:
+    raise unsupported(
+      "must be {'type': 'text'}: output is not constrained", 'text.format'
+    )
+  ignored = list(fields.unknown(data, _KNOWN))
+  if data.get('truncation') not in (None, 'disabled'):
+    ignored.append('truncation')
+  declared, names = tools_lib.parse(data.get('tools'), ignored)
+  tools = tools_lib.choose(data.get('tool_choice'), declared, names, ignored)
+  messages = Items(names, ignored).messages(data)
+  echo = {
+    'fields': {k: v if data.get(k) is None else data[k] for k, v in _ECHOED.items()},
+    'names': names,
+    'encrypted': _include(data.get('include')),
+  }
+  return protocol.parsed(
+    messages,
+    tools,
+    model=model,
+    max_tokens=fields.positive(data, 'max_output_tokens'),
+    sampling=sampling.read({name: data.get(name) for name in _SAMPLING}),
+    stream=fields.flag(data, 'stream'),
+    ignored=tuple(ignored),
+    echo=echo,
+  )
+
+
+def _include(value: Any) -> bool:
+  """Whether the client asks for encrypted reasoning."""
+  names = fields.listed(value or [], 'include')
+  if 'message.output_text.logprobs' in names:
+    raise unsupported('message.output_text.logprobs is not supported', 'include')
+  return 'reasoning.encrypted_content' in names
+
+
+def encrypt(reasoning: str) -> str:
+  """Reasoning in the form that a client keeps for us (it is not a secret of ours)."""
+  return _ENCRYPTED + base64.b64encode(reasoning.encode()).decode()
+
+
+def _decrypt(value: Any) -> str | None:
+  """The inverse; None for what is not ours."""
+  if not isinstance(value, str) or not value.startswith(_ENCRYPTED):
+    return None
+  try:
+    return base64.b64decode(value.removeprefix(_ENCRYPTED), validate=True).decode()
+  except (binascii.Error, ValueError):
+    return None
+
+
+class Items:
+  """Turns the items of a request into messages."""
+
+  def __init__(self, names: tools_lib.Names, ignored: list[str]):
+    self._names, self._ignored = names, ignored
+    self._messages: list[dict[str, Any]] = []
+
+  def messages(self, data: dict) -> list[dict]:
+    """The messages of a body: its instructions, then its input."""
+    value = data.get('input')
+    if data.get('instructions') is not None:
+      text = fields.text(data['instructions'], 'instructions')
+      self._messages.append({'role': 'system', 'content': text})
+    if isinstance(value, str):
+      value = [{'role': 'user', 'content': value}]
+    elif not isinstance(value, list) or not value:
+      raise invalid('must be a string or a non-empty list of items', 'input')
+    for i, item in enumerate(value):
+      self._add(fields.mapping(item, f'input[{i}]'), f'input[{i}]')
+    return _leading(self._messages)
+
+  def _add(self, item: dict, where: str) -> None:
+    match item.get('type', 'message'):
+      case 'message':
+        self._message(item, where)
+      case 'reasoning':
+        self._reasoning(item, where)
+      case 'function_call':
+        values = fields.arguments(item.get('arguments') or '{}', f'{where}.arguments')
+        self._call(item, values, where)
+      case 'custom_tool_call':
+        text = fields.text(item.get('input'), f'{where}.input')
+        self._call(item, {tools_lib.INPUT: text}, where)
+      case 'function_call_output' | 'custom_tool_call_output':
+        self._output(item, where)
+      case 'item_reference':
+        raise unsupported('responses are not stored here: send the item itself', where)
+      case kind:
+        raise unsupported(
+          f'items of type {str(kind)[:100]!r} are not supported', f'{where}.type'
+        )
+
+  def _message(self, item: dict, where: str) -> None:
+    role = fields.text(item.get('role'), f'{where}.role')
+    text = _text(item.get('content'), f'{where}.content')
+    if role in _ROLES:
+      self._messages.append({'role': _ROLES[role], 'content': text})
+    elif role == 'assistant':
+      last = self._last_assistant()
+      if last is None or last['content']:
+        last = self._begin()
+      last['content'] = text
+    else:
+      raise invalid(
+        f'unknown role {role[:100]!r}; use user, assistant, system or developer',
+        f'{where}.role',
+      )
+
+  def _reasoning(self, item: dict, where: str) -> None:
+    text = ''
+    for field, kind in (('content', 'reasoning_text'), ('summary', 'summary_text')):
+      parts = fields.listed(item.get(field) or [], f'{where}.{field}')
+      text = text or ''.join(
+        fields.part(part, f'{where}.{field}[{i}]', (kind, 'text'))
+        for i, part in enumerate(parts)
+      )
+      if field == 'content' and not text and item.get('encrypted_content'):
+        text = _decrypt(item['encrypted_content']) or ''
+        self._ignored += [] if text else ['encrypted_content']
+    last = self._last_assistant()
+    if last is None or last['content'] or 'tool_calls' in last:
+      last = self._begin()
+    if text:
+      last['reasoning_content'] = last.get('reasoning_content', '') + text
+
+  def _call(self, item: dict, values: dict, where: str) -> None:
+    name = fields.text(item.get('name'), f'{where}.name')
+    namespace = item.get('namespace')
+    if namespace is not None:
+      namespace = fields.text(namespace, f'{where}.namespace')
+    call_id = fields.text(item.get('call_id'), f'{where}.call_id')
+    message = self._last_assistant() or self._caller(call_id) or self._begin()
+    call = fields.call(call_id, tools_lib.known_name(name, namespace), values)
+    message.setdefault('tool_calls', []).append(call)
+
+  def _output(self, item: dict, where: str) -> None:
+    self._messages.append(
+      {
+        'role': 'tool',
+        'content': _text(item.get('output'), f'{where}.output'),
+        'tool_call_id': fields.text(item.get('call_id'), f'{where}.call_id'),
+      }
+    )
+
+  def _begin(self) -> dict:
+    self._messages.append({'role': 'assistant', 'content': ''})
+    return self._messages[-1]
+
+  def _last_assistant(self) -> dict | None:
+    """The last message, if it is the assistant's."""
+    last = self._messages[-1] if self._messages else {'role': ''}
+    return last if last['role'] == 'assistant' else None
+
+  def _caller(self, call_id: str) -> dict | None:
+    """The message before the last outputs, if the call is of the same completion."""
+    match = _OUR_CALL.fullmatch(call_id)
+    before = next((m for m in reversed(self._messages) if m['role'] != 'tool'), {})
+    calls = before.get('tool_calls')
+    same = match and calls and calls[0]['id'].startswith(match[1])
+    return before if same else None
+
+
+def _text(value: Any, where: str) -> str:
+  """The text of a content or an output."""
+  if isinstance(value, str):
+    return value
+  if not isinstance(value, list):
+    raise invalid('must be a string or a list of text parts', where)
+  texts = []
+  for i, part in enumerate(value):
+    if isinstance(part, dict) and part.get('type') == 'refusal':
+      texts.append(fields.text(part.get('refusal'), f'{where}[{i}].refusal'))
+    else:
+      texts.append(fields.part(part, f'{where}[{i}]', _TEXT_PARTS))
+  return ''.join(texts)
+
+
+def _leading(messages: list[dict]) -> list[dict]:
+  """The messages, with those of the system at the beginning as one."""
+  count = 0
+  while count < len(messages) and messages[count]['role'] == 'system':
+    count += 1
+  if count < 2:
+    return messages
+  text = '\n\n'.join(message['content'] for message in messages[:count])
+  return [{'role': 'system', 'content': text}, *messages[count:]]

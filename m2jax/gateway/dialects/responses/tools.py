@@ -1,0 +1,159 @@
+"""Tools of OpenAI's responses, and back: the model knows functions only.
+
+- A function of a namespace is the function `NAMESPACE__NAME`.
+- A custom tool takes free text: it is a function with the string argument `input`, and
+  the grammar of its format is part of its description.
+- A tool that the real service executes itself is not shown to the model, and counted.
+
+`Tools.item` gives a call back in the form in which the client declared its tool.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from m2jax.gateway import fields
+from m2jax.gateway.errors import invalid
+
+_LONGEST_NAME = 128
+INPUT = 'input'
+_HOSTED = (
+  'apply_patch', 'code_interpreter', 'computer', 'computer_use_preview', 'file_search',
+  'image_generation', 'local_shell', 'mcp', 'shell', 'tool_search', 'web_search',
+  'web_search_preview',
+)  # fmt: skip
+
+
+class Declared(NamedTuple):
+  """How the client declared a tool."""
+
+  kind: str
+  name: str
+  namespace: str | None
+
+
+class Names(dict[str, Declared]):
+  """The declarations by the names that the model knows."""
+
+  def item(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call as an output item, without id, call_id and status."""
+    kind, wire_name, namespace = self.get(name, ('function', name, None))
+    item: dict[str, Any] = {'type': f'{kind}_call', 'name': wire_name}
+    if kind == 'custom_tool':
+      text = arguments.get(INPUT, '')
+      item['input'] = text if isinstance(text, str) else json.dumps(text)
+    else:
+      item['arguments'] = json.dumps(arguments, ensure_ascii=False)
+    if namespace is not None:
+      item['namespace'] = namespace
+    return item
+
+
+def known_name(name: str, namespace: str | None) -> str:
+  """The name of a tool that the model knows."""
+  return f'{namespace.removesuffix("__")}__{name}' if namespace else name
+
+
+def parse(value: Any, ignored: list[str]) -> tuple[list[dict] | None, Names]:
+  """Functions for the prompt, as OpenAI chat tools, and the declarations."""
+  tools: list[dict] = []
+  names = Names()
+  for i, tool in enumerate(fields.listed(value or [], 'tools')):
+    where = f'tools[{i}]'
+    kind = fields.mapping(tool, where).get('type')
+    if kind in _HOSTED:
+      ignored.append(f'tools.{kind}')
+    elif kind == 'namespace':
+      namespace = fields.tool_name(tool.get('name'), f'{where}.name', set())
+      prefix = tool.get('description')
+      for k, inner in enumerate(fields.listed(tool.get('tools'), f'{where}.tools')):
+        _add(tools, names, inner, f'{where}.tools[{k}]', namespace, prefix)
+        prefix = None  # the namespace is described once, with its first tool
+    else:
+      _add(tools, names, tool, where)
+  return tools or None, names
+
+
+def _add(
+  tools: list[dict],
+  names: Names,
+  tool: Any,
+  where: str,
+  namespace: str | None = None,
+  prefix: str | None = None,
+) -> None:
+  kind = fields.mapping(tool, where).get('type')
+  if kind not in ('function', 'custom'):
+    raise invalid(
+      f"unknown type {str(kind)[:100]!r}; use 'function', 'custom' or 'namespace'",
+      f'{where}.type',
+    )
+  name = fields.tool_name(tool.get('name'), f'{where}.name', set(), _LONGEST_NAME)
+  known = known_name(name, namespace)
+  if known in names:
+    raise invalid(f'{name!r} is defined twice', f'{where}.name')
+  texts = [text for text in (prefix, tool.get('description')) if text]
+  function: dict[str, Any] = {'name': known}
+  if kind == 'custom':
+    texts += _format(tool.get('format'), f'{where}.format')
+    declared = Declared('custom_tool', name, namespace)
+    parameters = {
+      'type': 'object',
+      'properties': {INPUT: {'type': 'string'}},
+      'required': [INPUT],
+    }
+  else:
+    declared = Declared('function', name, namespace)
+    parameters = tool.get('parameters')
+    if parameters is not None:
+      fields.schema(parameters, f'{where}.parameters')
+  if texts:
+    function['description'] = '\n'.join(
+      fields.text(text, f'{where}.description') for text in texts
+    )
+  if parameters is not None:
+    function['parameters'] = parameters
+  names[known] = declared
+  tools.append({'type': 'function', 'function': function})
+
+
+def _format(value: Any, where: str) -> list[str]:
+  """The description of a custom tool's input."""
+  value = fields.mapping(value or {}, where)
+  match value.get('type', 'text'):
+    case 'text':
+      return []
+    case 'grammar':
+      syntax = fields.text(value.get('syntax'), f'{where}.syntax')
+      grammar = fields.text(value.get('definition'), f'{where}.definition')
+      return [f'The input must match this {syntax} grammar:\n{grammar}']
+    case kind:
+      raise invalid(
+        f"unknown type {str(kind)[:100]!r}; use 'text' or 'grammar'", f'{where}.type'
+      )
+
+
+def choose(
+  choice: Any, tools: list[dict] | None, names: Names, ignored: list[str]
+) -> list[dict] | None:
+  """The tools under a tool_choice; one that would constrain the output is counted."""
+  if choice is None or choice == 'auto':
+    return tools
+  if choice == 'none':
+    return None
+  named = isinstance(choice, dict)
+  kind = choice.get('type') if named else choice
+  if kind in ('required', 'function', 'custom') and tools is None:
+    raise invalid('needs tools', 'tool_choice')
+  if named and kind in ('function', 'custom'):
+    name = fields.text(choice.get('name'), 'tool_choice.name')
+    namespace = fields.text(choice.get('namespace') or '', 'tool_choice.namespace')
+    if known_name(name, namespace) not in names:
+      raise invalid('must be the name of one of the tools', 'tool_choice.name')
+  elif kind not in ('required', 'allowed_tools', *_HOSTED):
+    raise invalid(
+      "must be 'auto', 'none', 'required' or name one of the tools", 'tool_choice'
+    )
+  ignored.append('tool_choice')
+  return tools

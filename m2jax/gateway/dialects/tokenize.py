@@ -1,0 +1,63 @@
+"""POST /tokenize, as vLLM has it: the token ids of messages or of a text.
+
+Source: vLLM's API reference. Of messages, the prompt that the engine gets for them; of
+a text, its ids, where the text of a special token is that token.
+"""
+
+from __future__ import annotations
+
+from m2jax.gateway import fields, protocol
+from m2jax.gateway.dialects import openai_chat
+from m2jax.gateway.dialects.base import Counting
+from m2jax.gateway.errors import ApiError, invalid, too_large, unsupported
+from m2jax.text.tokenizer import Tokenizer
+
+# A text is encoded on the gateway's loop, which it must not hold for long.
+MAX_PROMPT_CHARACTERS = 16 << 10
+
+
+def parse(data: dict) -> protocol.Parsed:
+  """Checks a body. Raises ApiError: 400 or 413, which names the invalid field."""
+  fields.flag(data, 'return_token_strs')
+  if data.get('prompt') is None:
+    if data.get('add_generation_prompt', True) is not True:
+      raise unsupported('must be true', 'add_generation_prompt')
+    request, messages = openai_chat.DIALECT.parse(data)
+  elif data.get('messages') is not None:
+    raise invalid('send either messages or prompt', 'prompt')
+  else:
+    if len(fields.text(data['prompt'], 'prompt')) > MAX_PROMPT_CHARACTERS:
+      raise too_large(
+        f'prompt: must have at most {MAX_PROMPT_CHARACTERS} characters; messages may '
+        'be longer'
+      )
+    request, messages = protocol.parsed(
+      [], None, model=fields.text(data.get('model'), 'model'), max_tokens=None,
+      sampling={}, stream=False,
+    )  # fmt: skip
+  names = ('prompt', 'return_token_strs')
+  request.echo.update({name: data.get(name) for name in names})
+  return request, messages
+
+
+def body(
+  request: protocol.ChatRequest,
+  ids: list[int],
+  context_tokens: int,
+  tokenizer: Tokenizer,
+) -> dict:
+  """The response object."""
+  strings = None
+  if request.echo['return_token_strs']:
+    strings = [tokenizer.decode([token]) for token in ids]
+  return {
+    'count': len(ids),
+    'max_model_len': context_tokens,
+    'tokens': ids,
+    'token_strs': strings,
+  }
+
+
+DIALECT = Counting(
+  name='tokenize', path='/tokenize', parse=parse, body=body, error=ApiError.body
+)

@@ -1,0 +1,270 @@
+"""The OpenAPI document of the gateway: GET /openapi.json.
+
+The schemas name the fields that are used or rejected; each dialect's module says what
+happens to the others. They are what the tests generate requests from (schemathesis).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TEXT = {'type': 'string'}
+_COUNT = {'type': 'integer', 'minimum': 1, 'maximum': 2**31 - 1}
+_FLAG = {'type': 'boolean'}
+_ANY_OBJECT = {'type': 'object'}
+
+
+def _object(required: str, **properties: Any) -> dict[str, Any]:
+  """An object schema; `required` are names, separated by spaces."""
+  return {'type': 'object', 'properties': properties, 'required': required.split()}
+
+
+def _list(items: Any, least: int = 0) -> dict[str, Any]:
+  return {'type': 'array', 'items': items, 'minItems': least, 'maxItems': 8}
+
+
+def _constant(*values: Any) -> dict[str, Any]:
+  return {'enum': list(values)}
+
+
+def _number(low: float, high: float) -> dict[str, Any]:
+  return {'type': 'number', 'minimum': low, 'maximum': high}
+
+
+def _part(*types: str) -> dict[str, Any]:
+  return _object('type text', type=_constant(*types), text=_TEXT)
+
+
+_NAME = {'type': 'string', 'pattern': '^[A-Za-z0-9_.-]{1,64}$'}
+_SCHEMA = {
+  'type': 'object',
+  'properties': {'type': _constant('object'), 'properties': {'type': 'object',
+    'additionalProperties': {'type': 'object'}}},
+}  # fmt: skip
+_SAMPLING = {'temperature': _number(0, 2), 'top_p': _number(0.01, 1)}
+_STOPS = _list({'type': 'string', 'minLength': 1, 'maxLength': 64})
+
+
+def _chat(model: str) -> dict[str, Any]:
+  content = {'anyOf': [_TEXT, _list(_part('text'), 1)]}
+  message = _object('role content', role=_constant('user'), content=content)
+  tool = _object(
+    'type function',
+    type=_constant('function'),
+    function=_object('name', name=_NAME, description=_TEXT, parameters=_SCHEMA),
+  )
+  return _object(
+    'model messages',
+    model=_constant(model),
+    messages=_list(message, 1),
+    tools=_list(tool),
+    tool_choice=_constant('auto', 'none'),
+    max_tokens=_COUNT,
+    max_completion_tokens=_COUNT,
+    n={'type': 'integer', 'minimum': 1, 'maximum': 4},
+    stop=_STOPS,
+    stream=_FLAG,
+    stream_options=_object('', include_usage=_FLAG),
+    logprobs=_FLAG,
+    **_SAMPLING,
+  )
+
+
+def _anthropic(model: str, required: str) -> dict[str, Any]:
+  result = _object(
+    'type tool_use_id',
+    type=_constant('tool_result'),
+    tool_use_id=_TEXT,
+    content={'anyOf': [_TEXT, _list(_part('text'))]},
+    is_error=_FLAG,
+  )
+  blocks = _list({'anyOf': [_part('text'), result]}, 1)
+  message = _object(
+    'role content', role=_constant('user'), content={'anyOf': [_TEXT, blocks]}
+  )
+  tool = _object(
+    'name input_schema', name=_NAME, description=_TEXT, input_schema=_SCHEMA
+  )
+  return _object(
+    required,
+    model=_constant(model),
+    max_tokens=_COUNT,
+    system={'anyOf': [_TEXT, _list(_part('text'), 1)]},
+    messages=_list(message, 1),
+    tools=_list(tool),
+    tool_choice=_object('type', type=_constant('auto', 'none')),
+    stop_sequences=_STOPS,
+    stream=_FLAG,
+    **_SAMPLING,
+  )
+
+
+def _responses(model: str) -> dict[str, Any]:
+  parts = _list(_part('input_text'), 1)
+  message = _object(
+    'role content',
+    type=_constant('message'),
+    role=_constant('user'),
+    content={'anyOf': [_TEXT, parts]},
+  )
+  function = _object(
+    'type name', type=_constant('function'), name=_NAME, parameters=_SCHEMA
+  )
+  custom = _object('type name', type=_constant('custom'), name=_NAME, description=_TEXT)
+  return _object(
+    'model input',
+    model=_constant(model),
+    input={'anyOf': [_TEXT, _list(message, 1)]},
+    instructions=_TEXT,
+    tools=_list({'anyOf': [function, custom]}),
+    tool_choice=_constant('auto', 'none'),
+    max_output_tokens=_COUNT,
+    store=_constant(False),
+    stream=_FLAG,
+    **_SAMPLING,
+  )
+
+
+def _tokenize(model: str) -> dict[str, Any]:
+  chat = _chat(model)['properties']
+  messages = _object(
+    'model messages', model=chat['model'], messages=chat['messages'],
+    tools=chat['tools'], return_token_strs=_FLAG,
+  )  # fmt: skip
+  text = _object(
+    'model prompt', model=chat['model'], prompt=_TEXT, return_token_strs=_FLAG
+  )
+  return {'anyOf': [messages, text]}
+
+
+_OPENAI_ERROR = _object(
+  'error', error=_object('message type', message=_TEXT, type=_TEXT)
+)
+_ANTHROPIC_ERROR = _object(
+  'type error', type=_constant('error'),
+  error=_object('type message', type=_TEXT, message=_TEXT),
+)  # fmt: skip
+_USAGE = {'type': 'object', 'additionalProperties': {'type': ['integer', 'object']}}
+_COMPLETION = _object(
+  'id object created model choices usage',
+  id=_TEXT,
+  object=_constant('chat.completion'),
+  created={'type': 'integer'},
+  model=_TEXT,
+  choices=_list(
+    _object(
+      'index message finish_reason',
+      index={'type': 'integer'},
+      message=_ANY_OBJECT,
+      finish_reason=_constant('stop', 'length', 'tool_calls'),
+    ),
+    1,
+  )
+  | {'maxItems': 16},
+  usage=_USAGE,
+)
+_MESSAGE = _object(
+  'id type role model content stop_reason usage',
+  id=_TEXT,
+  type=_constant('message'),
+  role=_constant('assistant'),
+  model=_TEXT,
+  content={'type': 'array', 'items': _ANY_OBJECT},
+  stop_reason=_constant(
+    'end_turn', 'max_tokens', 'stop_sequence', 'tool_use',
+    'model_context_window_exceeded',
+  ),
+  usage=_USAGE,
+)  # fmt: skip
+_RESPONSE = _object(
+  'id object created_at status model output usage',
+  id=_TEXT,
+  object=_constant('response'),
+  created_at={'type': 'integer'},
+  status=_constant('completed', 'incomplete', 'failed'),
+  model=_TEXT,
+  output={'type': 'array', 'items': _ANY_OBJECT},
+  usage=_USAGE,
+)
+_TOKENS = _object(
+  'count max_model_len tokens',
+  count={'type': 'integer'},
+  max_model_len={'type': 'integer'},
+  tokens={'type': 'array', 'items': {'type': 'integer'}},
+)
+
+
+def _content(kind: str, schema: dict) -> dict[str, Any]:
+  return {'content': {kind: {'schema': schema}}}
+
+
+def _operation(
+  summary: str, response: dict, error: dict, request: dict | None = None,
+  *, streams: bool = False, secured: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+  ok = _content('application/json', response)
+  if streams:
+    ok['content'] |= _content('text/event-stream', _TEXT)['content']
+  statuses = {}
+  if secured:
+    statuses = {400: 'the request is invalid', 401: 'no such key'}
+  if request:
+    statuses |= {404: 'no such model', 413: 'too large', 429: 'too busy'}
+  statuses |= {500: 'internal error', 503: 'the engine is not available'}
+  failed = _content('application/json', error)
+  operation: dict[str, Any] = {
+    'summary': summary,
+    'responses': {'200': {'description': 'the answer', **ok}}
+    | {str(k): {'description': text, **failed} for k, text in statuses.items()},
+  }
+  if request:
+    operation['requestBody'] = {
+      'required': True, **_content('application/json', request)
+    }  # fmt: skip
+  if secured:
+    operation['security'] = [{'bearer': []}, {'x_api_key': []}]
+  return operation
+
+
+def document(model: str) -> dict[str, Any]:
+  """The document of a gateway that serves a model of this name."""
+  post = {
+    '/v1/chat/completions': _operation(
+      "OpenAI's chat completions", _COMPLETION, _OPENAI_ERROR, _chat(model),
+      streams=True,
+    ),
+    '/v1/responses': _operation(
+      "OpenAI's responses", _RESPONSE, _OPENAI_ERROR, _responses(model), streams=True
+    ),
+    '/v1/messages': _operation(
+      "Anthropic's messages", _MESSAGE, _ANTHROPIC_ERROR,
+      _anthropic(model, 'model max_tokens messages'), streams=True,
+    ),
+    '/v1/messages/count_tokens': _operation(
+      'Number of tokens of a prompt', _object('input_tokens', input_tokens=_COUNT),
+      _ANTHROPIC_ERROR, _anthropic(model, 'model messages'),
+    ),
+    '/tokenize': _operation(
+      'Token ids of a prompt', _TOKENS, _OPENAI_ERROR, _tokenize(model)
+    ),
+  }  # fmt: skip
+  models = _object('object data', object=_constant('list'), data=_list(_ANY_OBJECT, 1))
+  get = {
+    '/v1/models': _operation('The model served', models, _OPENAI_ERROR),
+    '/health': _operation(
+      'Whether the engine is running', _object('status', status=_TEXT),
+      _object('status', status=_TEXT), secured=False,
+    ),
+  }  # fmt: skip
+  return {
+    'openapi': '3.1.0',
+    'info': {'title': 'm2jax gateway', 'version': '1'},
+    'paths': {path: {'post': each} for path, each in post.items()}
+    | {path: {'get': each} for path, each in get.items()},
+    'components': {
+      'securitySchemes': {
+        'bearer': {'type': 'http', 'scheme': 'bearer'},
+        'x_api_key': {'type': 'apiKey', 'in': 'header', 'name': 'x-api-key'},
+      }
+    },
+  }

@@ -1,0 +1,54 @@
+"""The gateway does what its OpenAPI document says, to generated requests."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+
+from m2jax.gateway.config import GatewayConfig
+from m2jax.gateway.dialects import DIALECTS
+from m2jax.gateway.server import Gateway
+from tests.gateway.conftest import response_text
+from tests.gateway.scripted_engine import ScriptedEngine
+
+
+@pytest.fixture(scope='module')
+def gateway(tok):
+  engine = ScriptedEngine(lambda request: tok.encode(response_text('t', 'fine')))
+  config = GatewayConfig()
+  with Gateway(config, tok, engine, lambda completion: None) as running:
+    running.sessions.open('k', 'evaluation')
+    yield running
+  engine.close()
+
+
+def document(gateway):
+  return httpx.get(gateway.base_url.removesuffix('/v1') + '/openapi.json').json()
+
+
+def test_every_dialect_is_documented(gateway):
+  paths = document(gateway)['paths']
+  assert {dialect.path for dialect in DIALECTS.values()} <= paths.keys()
+
+
+@pytest.mark.parametrize('examples', [8, pytest.param(60, marks=pytest.mark.long)])
+def test_generated_requests(gateway, examples):
+  """Of each operation: no server error, documented statuses, types and schemas; valid
+  requests are served, unauthenticated ones are not."""
+  schema = schemathesis.openapi.from_dict(document(gateway))
+  schema.config.update(base_url=gateway.base_url.removesuffix('/v1'))
+  headers = {'Authorization': 'Bearer k'}
+  for result in schema.get_all_operations():
+    strategy = result.ok().as_strategy()
+
+    @settings(
+      max_examples=examples, deadline=None, database=None, derandomize=True,
+      phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(case=strategy)
+    def check(case):
+      case.call_and_validate(headers=headers)
+
+    check()

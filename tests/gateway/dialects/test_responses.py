@@ -1,0 +1,342 @@
+"""OpenAI's responses, judged by the official client."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from m2jax.gateway import dialects
+from m2jax.gateway.errors import ApiError
+from tests.gateway import clients
+from tests.gateway.conftest import SH as CHAT_SH
+from tests.gateway.conftest import response_text
+
+SH = {'type': 'function', 'strict': False, **CHAT_SH['function']}
+QUESTION = [{'role': 'user', 'content': clients.QUESTION}]
+ASK = {'model': 'm2jax', 'input': QUESTION, 'tools': [SH]}
+
+
+def client_of(gateway):
+  return openai.OpenAI(base_url=gateway.base_url, api_key='k', max_retries=0)
+
+
+def outputs(response):
+  return [
+    {
+      'type': 'function_call_output',
+      'call_id': item.call_id,
+      'output': clients.shell(**json.loads(item.arguments)),
+    }
+    for item in response.output
+    if item.type == 'function_call'
+  ]
+
+
+def codex(items):
+  """Items as Codex sends them back: reasoning only as encrypted content, no ids."""
+  for item in items:
+    item = item.model_dump(exclude_none=True, exclude={'id', 'status'})
+    if item['type'] == 'reasoning':
+      del item['content']
+    yield item
+
+
+@pytest.mark.parametrize('client_kind', ['plain', 'stream', 'codex'])
+def test_a_tool_task(serve, tok, client_kind):
+  """Reasoning, text and parallel calls go out and come back as the recorded ids."""
+  gateway, engine, records = serve(clients.script(tok))
+  client = client_of(gateway)
+  items, kinds = [{'role': 'developer', 'content': 'Be brief.'}, *QUESTION], []
+  asked = ASK | {'instructions': 'You count.', 'store': False}
+  if client_kind == 'codex':
+    asked['include'] = ['reasoning.encrypted_content']
+  while True:
+    if client_kind == 'plain':
+      response = client.responses.create(**asked | {'input': items})
+    else:
+      with client.responses.stream(**asked | {'input': items}) as stream:
+        response = stream.get_final_response()
+    kinds.append([item.type for item in response.output])
+    items += codex(response.output) if client_kind == 'codex' else response.output
+    if not (answers := outputs(response)):
+      break
+    items += answers
+  assert kinds == [
+    ['reasoning', 'message', 'function_call'],
+    ['reasoning', 'function_call', 'function_call'],
+    ['reasoning', 'message'],
+  ]
+  assert response.status == 'completed'
+  assert response.output_text == clients.ANSWER
+  usage = response.usage
+  assert usage.input_tokens == len(records[-1].prompt_ids)
+  assert usage.output_tokens == len(records[-1].response_ids)
+  assert usage.output_tokens_details.reasoning_tokens == len(tok.encode('I think\n'))
+  clients.assert_recorded(engine, records)
+  clients.assert_extends(records)
+
+
+def test_parallel_calls_with_their_outputs_between(serve, tok):
+  """A client that puts each output after its call continues the same completion."""
+  gateway, _, records = serve(clients.TURNS[1])
+  response = client_of(gateway).responses.create(**ASK)
+  reasoning, *calls = response.output
+  one, two = outputs(response)
+  items = [*QUESTION, reasoning, calls[0], one, calls[1], two]
+  client_of(gateway).responses.create(**ASK | {'input': items})
+  clients.assert_extends(records)
+
+
+def events_of(gateway, **fields):
+  reply = httpx.post(
+    gateway.base_url + '/responses',
+    json=ASK | {'stream': True} | fields,
+    headers={'authorization': 'Bearer k'},
+  )
+  assert reply.status_code == 200, reply.text
+  events = []
+  for event in reply.text.removesuffix('\n\n').split('\n\n'):
+    if event.startswith(':'):
+      continue
+    name, data = event.split('\n')
+    data = json.loads(data.removeprefix('data: '))
+    assert name == f'event: {data["type"]}'
+    events.append(data)
+  assert [e['sequence_number'] for e in events] == list(range(len(events)))
+  return events
+
+
+def build(events):
+  """The output that a client builds of the events alone."""
+  items, texts = [], {}
+  for event in events:
+    kind = event['type'].removeprefix('response.')
+    if kind == 'output_item.added':
+      assert event['output_index'] == len(items)
+      items.append(event['item'])
+    elif kind.endswith('.delta'):
+      key = event['item_id']
+      assert key == items[event['output_index']]['id']
+      texts[key] = texts.get(key, '') + event['delta']
+    elif kind in ('output_text.done', 'reasoning_text.done'):
+      assert texts[event['item_id']] == event['text']
+    elif kind == 'function_call_arguments.done':
+      assert texts[event['item_id']] == event['arguments']
+    elif kind == 'output_item.done':
+      item = event['item']
+      assert items[event['output_index']]['id'] == item['id']
+      said = item.get('arguments', item.get('input'))
+      assert texts[item['id']] == (said or item['content'][0]['text'])
+      items[event['output_index']] = item
+  return items
+
+
+@pytest.mark.parametrize('turn', [0, 1, 3])
+def test_events_build_the_final_output(serve, turn):
+  """Items and ids of the stream are those of the last event."""
+  gateway, _, records = serve(clients.TURNS[turn])
+  events = events_of(gateway)
+  order = [e['type'].removeprefix('response.') for e in events]
+  assert order[:2] == ['created', 'in_progress'] and order[-1] == 'completed'
+  assert build(events) == events[-1]['response']['output']
+  plain = client_of(gateway).responses.create(**ASK).model_dump(exclude_unset=True)
+  strip = (
+    records[0].id.removeprefix('chatcmpl-'),
+    records[1].id.removeprefix('chatcmpl-'),
+  )
+  streamed = json.loads(json.dumps(events[-1]['response']).replace(*strip))
+  assert plain['output'] == streamed['output']
+  assert plain.keys() == streamed.keys()
+  for item in ('reasoning_text.delta', 'content_part.added', 'content_part.done'):
+    assert item in order
+
+
+def test_incomplete(serve):
+  gateway, _, _ = serve(response_text('t', 'one two three four'))
+  for limit, last in ((2, 'reasoning'), (8, 'message')):
+    asked = {'max_output_tokens': limit}
+    response = client_of(gateway).responses.create(**ASK | asked)
+    assert response.status == 'incomplete'
+    assert response.incomplete_details.reason == 'max_output_tokens'
+    assert (response.output[-1].type, response.output[-1].status) == (
+      last,
+      'incomplete',
+    )
+    events = events_of(gateway, **asked)
+    assert events[-1]['type'] == 'response.incomplete'
+    assert build(events) == events[-1]['response']['output']
+
+
+TOOLS = [
+  SH,
+  {
+    'type': 'namespace',
+    'name': 'mcp__files',
+    'description': 'Files.',
+    'tools': [
+      {'type': 'function', 'name': 'read', 'parameters': {'properties': {'path': {}}}}
+    ],
+  },
+  {
+    'type': 'custom',
+    'name': 'apply_patch',
+    'description': 'Patch.',
+    'format': {'type': 'grammar', 'syntax': 'lark', 'definition': 'start: "x"'},
+  },
+  {'type': 'web_search'},
+]
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_tools_come_back_as_they_were_declared(serve, tok, stream):
+  """Namespaces and custom tools are the model's functions, and the client's own."""
+  patch = '*** Begin\n-a\n+b "c"'
+  calls = [('mcp__files__read', {'path': 'x'}), ('apply_patch', {'input': patch})]
+  gateway, _, records = serve(response_text('t', '', calls))
+  items = [*QUESTION]
+  for _ in range(2):
+    asked = {'tools': TOOLS, 'input': items}
+    if stream:
+      response = events_of(gateway, **asked)[-1]['response']
+    else:
+      made = client_of(gateway).responses.create(**ASK | asked)
+      response = made.model_dump(exclude_unset=True)
+    read, custom = response['output'][-2:]
+    assert (read['type'], read['namespace'], read['name']) == (
+      'function_call', 'mcp__files', 'read'
+    )  # fmt: skip
+    assert read['arguments'] == '{"path": "x"}'
+    assert (custom['type'], custom['name']) == ('custom_tool_call', 'apply_patch')
+    assert custom['input'] == patch
+    assert response['tools'] == TOOLS
+    items += response['output']
+    items += [
+      {'type': 'function_call_output', 'call_id': read['call_id'], 'output': 'y'},
+      {
+        'type': 'custom_tool_call_output',
+        'call_id': custom['call_id'],
+        'output': [
+          {'type': 'input_text', 'text': 'do'},
+          {'type': 'text', 'text': 'ne'},
+        ],
+      },
+    ]
+  clients.assert_extends(records)
+  prompt = tok.decode(records[1].prompt_ids)
+  assert 'start: \\"x\\"' in prompt and 'Files.' in prompt and 'done' in prompt
+  assert 'strict' not in prompt and 'web_search' not in prompt
+  assert gateway.counters()['ignored_total{field="tools.web_search"}'] == 2
+
+
+BAD = [
+  ({'model': None}, 'model'),
+  ({'input': None}, 'input'),
+  ({'input': []}, 'input'),
+  ({'input': [3]}, 'input[0]'),
+  ({'input': [{'role': 'tool', 'content': 'x'}]}, 'input[0].role'),
+  ({'input': [{'role': [], 'content': 'x'}]}, 'input[0].role'),
+  ({'input': [{'role': 'user', 'content': [{'type': 'input_image'}]}]},
+   'input[0].content[0]'),
+  ({'input': [{'type': 'item_reference', 'id': 'x'}]}, 'input[0]'),
+  ({'input': [{'type': 'computer_call'}]}, 'input[0].type'),
+  ({'input': [{'type': 'function_call', 'name': 'f', 'call_id': 'a',
+               'arguments': '[1]'}]}, 'input[0].arguments'),
+  ({'input': [{'type': 'function_call_output', 'output': 'x'}]}, 'input[0].call_id'),
+  ({'previous_response_id': 'resp_1'}, 'previous_response_id'),
+  ({'store': True}, 'store'),
+  ({'background': True}, 'background'),
+  ({'conversation': 'c'}, 'conversation'),
+  ({'text': {'format': {'type': 'json_object'}}}, 'text.format'),
+  ({'include': ['message.output_text.logprobs']}, 'include'),
+  ({'top_logprobs': 2}, 'top_logprobs'),
+  ({'tools': [{'type': 'wish'}]}, 'tools[0].type'),
+  ({'tools': [SH, SH]}, 'tools[1].name'),
+  ({'tools': [{'type': 'custom', 'name': 'x', 'format': {'type': 'y'}}]},
+   'tools[0].format.type'),
+  ({'tool_choice': 'maybe'}, 'tool_choice'),
+  ({'tool_choice': 'function'}, 'tool_choice'),
+  ({'tool_choice': {'type': 'function', 'name': 'g'}}, 'tool_choice.name'),
+  ({'max_output_tokens': 0}, 'max_output_tokens'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('fields, param', BAD)
+def test_bad_requests_name_the_field(fields, param):
+  with pytest.raises(ApiError) as error:
+    dialects.DIALECTS['responses'].parse(ASK | fields)
+  assert (error.value.status, error.value.param) == (400, param)
+
+
+def test_developer_items_stay_in_their_places():
+  """Those at the beginning join the instructions; a later one is not hoisted."""
+  late = {'type': 'message', 'role': 'developer', 'content': 'late'}
+  items = [{'role': 'developer', 'content': 'b'}, *QUESTION]
+  items += [{'role': 'assistant', 'content': [{'type': 'output_text', 'text': 'c'}]}]
+  parse = dialects.DIALECTS['responses'].parse
+  _, messages = parse(ASK | {'instructions': 'a', 'input': [*items, late]})
+  assert [(m['role'], m['content']) for m in messages] == [
+    ('system', 'a\n\nb'),
+    ('user', clients.QUESTION),
+    ('assistant', 'c'),
+    ('system', 'late'),
+  ]
+
+
+def test_reasoning_of_others():
+  """A summary counts as reasoning; what another server encrypted is counted as lost."""
+  parse = dialects.DIALECTS['responses'].parse
+  summary = {'summary': [{'type': 'summary_text', 'text': 'short'}]}
+  for extra, reasoning, ignored in (
+    ({}, 'short', ()),
+    ({'encrypted_content': 'gAAAA'}, 'short', ('encrypted_content',)),
+    ({'encrypted_content': 'm2jax:?'}, 'short', ('encrypted_content',)),
+    ({'content': [{'type': 'reasoning_text', 'text': 'long'}]}, 'long', ()),
+  ):
+    item = {'type': 'reasoning', 'id': 'x', **summary, **extra}
+    request, messages = parse(ASK | {'input': [*QUESTION, item]})
+    assert messages[-1]['reasoning_content'] == reasoning
+    assert request.ignored == ignored
+
+
+def test_errors_have_the_codes_that_codex_reads(serve):
+  gateway, engine, _ = serve(
+    RuntimeError('device lost'), engine_options={'context_tokens': 300}
+  )
+  client = client_of(gateway)
+  long = [{'role': 'user', 'content': '~ ' * 3000}]
+  with pytest.raises(openai.BadRequestError) as error:
+    client.responses.create(**ASK | {'input': long})
+  assert error.value.code == 'context_length_exceeded'
+  created, failed = events_of(gateway, input=long)
+  assert created['type'] == 'response.created'
+  assert failed['type'] == 'response.failed'
+  assert failed['response']['error']['code'] == 'context_length_exceeded'
+  assert '300' in failed['response']['error']['message']
+  short = [{'role': 'user', 'content': 'hi'}]
+  *_, failed = events_of(gateway, input=short, tools=[])
+  assert failed['type'] == 'response.failed'
+  assert failed['response']['error']['code'] == 'server_error'
+
+
+def test_a_full_service_is_a_rate_limit(serve):
+  """With whole seconds to wait, as clients parse only those."""
+  gateway, _, _ = serve('x', readers=1, max_waiting_reads=1, inline_bytes=0)
+  import concurrent.futures
+
+  body = json.dumps(ASK | {'input': 'x ' * 200_000})
+
+  def post(_):
+    return httpx.post(
+      gateway.base_url + '/responses', content=body, timeout=60,
+      headers={'authorization': 'Bearer k'},
+    )  # fmt: skip
+
+  with concurrent.futures.ThreadPoolExecutor(6) as pool:
+    replies = list(pool.map(post, range(6)))
+  busy = [reply for reply in replies if reply.status_code == 429]
+  assert busy
+  assert {reply.json()['error']['code'] for reply in busy} == {'rate_limit_exceeded'}
+  assert all(reply.headers['retry-after'].isdecimal() for reply in busy)
