@@ -26,8 +26,10 @@ def flag(data: dict, field: str) -> bool:
 
 
 def integer(data: dict, field: str) -> int | None:
-  """An integer field; absent or null is None."""
+  """An integer field; absent or null is None. In JSON, 5.0 is the integer 5."""
   value = data.get(field)
+  if isinstance(value, float) and value.is_integer():
+    value = int(value)
   if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
     raise invalid('must be an integer', field)
   return value

@@ -31,29 +31,43 @@ def _number(low: float, high: float) -> dict[str, Any]:
   return {'type': 'number', 'minimum': low, 'maximum': high}
 
 
+_SCALAR = {
+  'anyOf': [
+    {'type': ['string', 'boolean', 'null']},
+    {'type': 'number', 'minimum': -(2**63), 'maximum': 2**63 - 1},
+  ]
+}
+
+
+def _input(required: str, **properties: Any) -> dict[str, Any]:
+  """An object of a request. Its other fields are ignored, but must be JSON that
+  `strict_json` accepts: integers of at most 64 bits, for example."""
+  return _object(required, **properties) | {'additionalProperties': _SCALAR}
+
+
 def _part(*types: str) -> dict[str, Any]:
-  return _object('type text', type=_constant(*types), text=_TEXT)
+  return _input('type text', type=_constant(*types), text=_TEXT)
 
 
 _NAME = {'type': 'string', 'pattern': '^[A-Za-z0-9_.-]{1,64}$'}
-_SCHEMA = {
-  'type': 'object',
-  'properties': {'type': _constant('object'), 'properties': {'type': 'object',
-    'additionalProperties': {'type': 'object'}}},
-}  # fmt: skip
+_SCHEMA = _input(
+  '',
+  type=_constant('object'),
+  properties={'type': 'object', 'additionalProperties': _input('')},
+)
 _SAMPLING = {'temperature': _number(0, 2), 'top_p': _number(0.01, 1)}
 _STOPS = _list({'type': 'string', 'minLength': 1, 'maxLength': 64})
 
 
 def _chat(model: str) -> dict[str, Any]:
   content = {'anyOf': [_TEXT, _list(_part('text'), 1)]}
-  message = _object('role content', role=_constant('user'), content=content)
-  tool = _object(
+  message = _input('role content', role=_constant('user'), content=content)
+  tool = _input(
     'type function',
     type=_constant('function'),
-    function=_object('name', name=_NAME, description=_TEXT, parameters=_SCHEMA),
+    function=_input('name', name=_NAME, description=_TEXT, parameters=_SCHEMA),
   )
-  return _object(
+  return _input(
     'model messages',
     model=_constant(model),
     messages=_list(message, 1),
@@ -64,35 +78,29 @@ def _chat(model: str) -> dict[str, Any]:
     n={'type': 'integer', 'minimum': 1, 'maximum': 4},
     stop=_STOPS,
     stream=_FLAG,
-    stream_options=_object('', include_usage=_FLAG),
+    stream_options=_input('', include_usage=_FLAG),
     logprobs=_FLAG,
     **_SAMPLING,
   )
 
 
 def _anthropic(model: str, required: str) -> dict[str, Any]:
-  result = _object(
-    'type tool_use_id',
-    type=_constant('tool_result'),
-    tool_use_id=_TEXT,
-    content={'anyOf': [_TEXT, _list(_part('text'))]},
-    is_error=_FLAG,
-  )
-  blocks = _list({'anyOf': [_part('text'), result]}, 1)
-  message = _object(
+  # Also tool results, which need calls of the assistant before them.
+  blocks = _list(_part('text'), 1)
+  message = _input(
     'role content', role=_constant('user'), content={'anyOf': [_TEXT, blocks]}
   )
-  tool = _object(
+  tool = _input(
     'name input_schema', name=_NAME, description=_TEXT, input_schema=_SCHEMA
   )
-  return _object(
+  return _input(
     required,
     model=_constant(model),
     max_tokens=_COUNT,
     system={'anyOf': [_TEXT, _list(_part('text'), 1)]},
     messages=_list(message, 1),
     tools=_list(tool),
-    tool_choice=_object('type', type=_constant('auto', 'none')),
+    tool_choice=_input('type', type=_constant('auto', 'none')),
     stop_sequences=_STOPS,
     stream=_FLAG,
     **_SAMPLING,
@@ -101,17 +109,17 @@ def _anthropic(model: str, required: str) -> dict[str, Any]:
 
 def _responses(model: str) -> dict[str, Any]:
   parts = _list(_part('input_text'), 1)
-  message = _object(
+  message = _input(
     'role content',
     type=_constant('message'),
     role=_constant('user'),
     content={'anyOf': [_TEXT, parts]},
   )
-  function = _object(
+  function = _input(
     'type name', type=_constant('function'), name=_NAME, parameters=_SCHEMA
   )
-  custom = _object('type name', type=_constant('custom'), name=_NAME, description=_TEXT)
-  return _object(
+  custom = _input('type name', type=_constant('custom'), name=_NAME, description=_TEXT)
+  return _input(
     'model input',
     model=_constant(model),
     input={'anyOf': [_TEXT, _list(message, 1)]},
@@ -127,16 +135,17 @@ def _responses(model: str) -> dict[str, Any]:
 
 def _tokenize(model: str) -> dict[str, Any]:
   chat = _chat(model)['properties']
-  messages = _object(
+  messages = _input(
     'model messages', model=chat['model'], messages=chat['messages'],
     tools=chat['tools'], return_token_strs=_FLAG,
   )  # fmt: skip
-  text = _object(
+  text = _input(
     'model prompt', model=chat['model'], prompt=_TEXT, return_token_strs=_FLAG
   )
   return {'anyOf': [messages, text]}
 
 
+_EVENT = _object('data', event=_TEXT, data=_TEXT)
 _OPENAI_ERROR = _object(
   'error', error=_object('message type', message=_TEXT, type=_TEXT)
 )
@@ -204,7 +213,7 @@ def _operation(
 ) -> dict[str, Any]:  # fmt: skip
   ok = _content('application/json', response)
   if streams:
-    ok['content'] |= _content('text/event-stream', _TEXT)['content']
+    ok['content'] |= _content('text/event-stream', _EVENT)['content']
   statuses = {}
   if secured:
     statuses = {400: 'the request is invalid', 401: 'no such key'}

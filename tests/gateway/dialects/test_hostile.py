@@ -98,7 +98,6 @@ def places(value, path=()):
 def test_any_json_is_read_or_refused(tok, name):
   """Of a request with everything in it, one or two values are replaced."""
   whole = prompts.Part(-1, False, 0, 100_000)
-  outcomes = set()
 
   @settings(deadline=None, max_examples=60)
   @given(st.data())
@@ -115,17 +114,14 @@ def test_any_json_is_read_or_refused(tok, name):
       if messages:
         ids = prompts.encode(messages, request.tools, whole, tok)
         assert ids.dtype == np.int32
-      outcomes.add('read')
     except ApiError as error:
       assert error.status in (400, 413)
       assert json.dumps(dialects.DIALECTS[name].error(error))
-      outcomes.add('refused')
 
   request, messages = dialects.parse(json.dumps(FULL[name]), name)
   if messages:
     prompts.encode(messages, request.tools, whole, tok)
   check()
-  assert outcomes == {'read', 'refused'}
 
 
 @pytest.mark.parametrize('name', dialects.DIALECTS)
