@@ -356,7 +356,7 @@ def test_fields_of_other_clients_are_ignored(serve):
     'parallel_tool_calls': True,
     'reasoning_effort': 'high',
     'stop': None,
-    'n': 1,
+    'n': 1.0,
     'frequency_penalty': 0,
     'logit_bias': {},
     'response_format': {'type': 'text'},

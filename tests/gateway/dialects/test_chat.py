@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import openai
 import pytest
 
@@ -142,7 +143,7 @@ def test_unknown_fields_are_counted(serve):
 
 def test_a_long_prompt_is_worded_for_litellm(serve):
   """litellm, and so mini-swe-agent, finds it by its wording only."""
-  from litellm.litellm_core_utils import exception_mapping_utils
+  from litellm.litellm_core_utils import exception_mapping_utils  # slow
 
   gateway, _, _ = serve('x', engine_options={'context_tokens': 300})
   for size in (150, 3000):  # refused by the engine, and before encoding
@@ -155,8 +156,6 @@ def test_a_long_prompt_is_worded_for_litellm(serve):
 
 def test_silence_is_filled_with_pings(serve):
   """A comment line, which clients skip, keeps a slow stream open."""
-  import httpx
-
   gateway, _, _ = serve(
     response_text('t', 'ok'), ping_s=0.05, engine_options={'delay_s': 0.2}
   )

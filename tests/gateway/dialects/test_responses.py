@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 
 import httpx
@@ -324,8 +325,6 @@ def test_errors_have_the_codes_that_codex_reads(serve):
 def test_a_full_service_is_a_rate_limit(serve):
   """With whole seconds to wait, as clients parse only those."""
   gateway, _, _ = serve('x', readers=1, max_waiting_reads=1, inline_bytes=0)
-  import concurrent.futures
-
   body = json.dumps(ASK | {'input': 'x ' * 200_000})
 
   def post(_):
