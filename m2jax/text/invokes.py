@@ -19,6 +19,7 @@ tokens, and plain text that spells one stays text (`parsing.Piece`).
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -95,18 +96,25 @@ class Block:
     return self._complete() if _NEXT.search(recent) else []
 
   def _complete(self) -> list[Element | str]:
+    # Cut at each of these places, so that the result does not depend on when.
     rest = ''.join(self._rest)
-    at = max((match.end() for match in _NEXT.finditer(rest)), default=0)
-    self._read.append(rest[:at])
-    self._rest = [rest[at:]]
-    self._tail = rest[at:][-_TAIL_CHARS:]
-    return elements(rest[:at], 'invoke', self._version)
+    cuts = [0, *(match.end() for match in _NEXT.finditer(rest))]
+    self._read.append(rest[: cuts[-1]])
+    self._rest = [rest[cuts[-1] :]]
+    self._tail = self._rest[0][-_TAIL_CHARS:]
+    return [
+      part
+      for start, end in itertools.pairwise(cuts)
+      for part in elements(rest[start:end], 'invoke', self._version)
+    ]
 
   def end(self, *, closed: bool) -> tuple[list[Element | str], str]:
     """The other elements, and the text that is left if the block was not closed."""
+    found = self._complete()
+    (rest,) = self._rest
     if closed:
-      return elements(''.join(self._rest), 'invoke', self._version), ''
-    return self._complete(), ''.join(self._rest)
+      return found + elements(rest, 'invoke', self._version), ''
+    return found, rest
 
 
 def write_call(call: Any, where: str, version: str) -> str:
@@ -156,8 +164,8 @@ def _write(name: str, arguments: Mapping[str, Any], where: str, version: str) ->
   for key, value in values.items():
     if not _is_read_back('f', {key: value}, version):
       raise ValueError(
-        f'{where}.function.arguments: {key[:64]!r} contains tags of tool calls, such as '
-        f'</parameter>, where the template {version!r} would split the value'
+        f'{where}.function.arguments: {key[:64]!r} contains tags of tool calls, such '
+        f'as </parameter>, where the template {version!r} would split the value'
       )
   raise ValueError(f'{where}.function.name: contains brackets or quotes')
 
