@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from m2jax.gateway import history as history_lib
-from m2jax.gateway import protocol, sessions
+from m2jax.gateway import nodes, protocol, sessions
 from m2jax.gateway.errors import ContextTooLong, invalid
 from m2jax.records import Completion
 from m2jax.text import chat, markup
@@ -59,7 +59,7 @@ class Plan:
     repeated: whether the same request has been recorded before.
   """
 
-  parent: sessions.Node | None
+  parent: nodes.Node | None
   follows: str | None
   fork_reason: str | None
   part: Part
@@ -86,7 +86,7 @@ class Plan:
     message: dict,
     *,
     closed: bool,
-  ) -> sessions.Node:
+  ) -> nodes.Node:
     """The node of the completion in its session.
 
     Args:
@@ -94,7 +94,7 @@ class Plan:
       closed: whether the response ends with the end-of-message token.
     """
     known = self.part.known_tokens
-    return sessions.Node(
+    return nodes.Node(
       completion.id,
       self.parent,
       request.tools_digest,
@@ -120,7 +120,7 @@ def plan(
     restore: whether reasoning that the client dropped is restored.
   """
   history, tools = request.history, request.tools_digest
-  restored: dict[int, sessions.Node] = {}
+  restored: dict[int, nodes.Node] = {}
   if restore:
     history, restored = session.restored(history)
   repeated = session.is_repeated(tools, history)
@@ -141,7 +141,7 @@ def plan(
   return Plan(None, follows, reason, part, history, len(restored), repeated)
 
 
-def _reasoning(node: sessions.Node, tokenizer: tokenizer_lib.Tokenizer) -> str:
+def _reasoning(node: nodes.Node, tokenizer: tokenizer_lib.Tokenizer) -> str:
   """The reasoning of a recorded response, which sessions store as ids only."""
   pieces = tokenizer_lib.pieces(tokenizer, node.response_ids.tolist())
   return chat.parse(pieces).reasoning

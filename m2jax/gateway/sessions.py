@@ -6,10 +6,11 @@ template renders them as before. Its prompt is then the recorded prompt and resp
 ids, and the encoding of what follows. Any other request forks: its prompt is the full
 encoding of its messages, and its reason is counted.
 
-Many clients drop the reasoning of their history, which M2 needs (facts/m2-and-forge.md
-§2.3). `restored` gives it back: to an assistant message without reasoning whose call ids
-are those of a completion, or whose content is that of a completion after the same
-messages. The result extends like the history of a client that kept it.
+Many clients drop the reasoning of their history, which M2 needs (facts/
+m2-and-forge.md §2.3). `restored` gives it back: to an assistant message without
+reasoning whose call ids are those of a completion, or whose content is that of a
+completion after the same messages. The result extends like that of a client that kept
+it.
 
 A session stores only what this needs: the token ids that each completion adds to its
 parent, 32 bytes per message (`history`) and a few digests, but no texts. `Limits` bound
@@ -22,11 +23,10 @@ import collections
 import dataclasses
 import threading
 
-import numpy as np
-
 from m2jax.gateway import history as history_lib
 from m2jax.gateway.errors import ApiError
 from m2jax.gateway.history import History
+from m2jax.gateway.nodes import Node
 
 # Reasons why a request does not extend a recorded completion. Each has a counter.
 FORK_REASONS = {
@@ -37,8 +37,8 @@ FORK_REASONS = {
   'tools_changed': 'the tools differ',
   'reasoning_dropped': 'an assistant message came back without its reasoning, and '
   'the gateway does not restore it',
-  'retokenised': 'an assistant message came back with other white space inside: the same '
-  'words, other tokens',
+  'retokenised': 'an assistant message came back with other white space inside: the '
+  'same words, other tokens',
   'assistant_edited': 'an assistant message differs from what was returned',
   'thinking_closed': 'after a new user message the template omits earlier thinking',
   'history_rewritten': 'messages were removed, inserted or edited',
@@ -46,9 +46,6 @@ FORK_REASONS = {
 }
 
 MODES = ('training', 'evaluation')
-
-# Approximate size of a completion's objects and table entries, besides its data.
-_COMPLETION_BYTES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,87 +59,6 @@ class Limits:
 
   completions: int
   bytes: int
-
-
-class Node:
-  """A recorded completion, which later requests may extend.
-
-  Attributes:
-    id: the completion's id.
-    parent: the completion that it extends, or None.
-    tools: digest of the request's tools.
-    answer: digests of its message.
-    response_tokens: length of the response.
-    closed: whether the response ends with the end-of-message token.
-    records, roles: of the messages after the parent's, ending with the answer
-      (`History`).
-    new_ids: token ids of prompt and response after the parent's.
-    messages, tokens: length of the whole conversation.
-    key: for finding the completions with the same messages and answer, whatever the
-      answer's reasoning and the tools.
-    prompt: digest of tools and messages without the answer.
-  """
-
-  __slots__ = (
-    'answer', 'closed', 'id', 'key', 'messages', 'new_ids', 'parent', 'prompt',
-    'records', 'response_tokens', 'roles', 'tokens', 'tools',
-  )  # fmt: skip
-
-  def __init__(
-    self,
-    completion_id: str,
-    parent: Node | None,
-    tools: bytes,
-    history: History,
-    new_ids: np.ndarray,
-    answer: history_lib.Answer,
-    *,
-    response_tokens: int,
-    closed: bool,
-  ):
-    """Stores what `history`, the messages of the request, adds to the parent's."""
-    records, roles = history.records + answer.record, history.roles + 'a'
-    start = parent.messages if parent else 0
-    self.id, self.parent, self.tools = completion_id, parent, tools
-    self.answer, self.closed = answer, closed
-    self.response_tokens = response_tokens
-    self.records = records[start * history_lib.RECORD_BYTES :]
-    self.roles = roles[start:]
-    self.new_ids = new_ids
-    self.messages = len(roles)
-    self.tokens = len(new_ids) + (parent.tokens if parent else 0)
-    self.key = history_lib.answer_key(records, len(roles) - 1)
-    self.prompt = history_lib.digest(tools, history.records)
-
-  def ids(self) -> np.ndarray:
-    """Token ids of prompt and response, int32."""
-    parts, node = [], self
-    while node is not None:
-      parts.append(node.new_ids)
-      node = node.parent
-    return np.concatenate(parts[::-1])
-
-  @property
-  def response_ids(self) -> np.ndarray:
-    """Token ids of the response, int32."""
-    return self.new_ids[len(self.new_ids) - self.response_tokens :]
-
-  @property
-  def reasoning(self) -> bytes:
-    """Digest of the answer's reasoning."""
-    return history_lib.reasoning_of(self.answer.record, 0)
-
-  @property
-  def has_reasoning(self) -> bool:
-    """Whether the answer has reasoning."""
-    return history_lib.has_reasoning(self.answer.record, 0)
-
-  @property
-  def size_bytes(self) -> int:
-    """Approximate size in memory."""
-    return 4 * len(self.new_ids) + len(self.records) + len(self.roles) + (
-      _COMPLETION_BYTES
-    )  # fmt: skip
 
 
 class Session:
