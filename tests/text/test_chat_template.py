@@ -101,7 +101,9 @@ def _chats(draw):
 
 
 _tools = st.lists(
-  st.fixed_dictionaries({'name': st.text('abc', min_size=1), 'description': _text}),
+  st.fixed_dictionaries(
+    {'name': st.text('abc', min_size=1), 'description': _text, 'strict': st.none()}
+  ),
   max_size=2,
 )
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax.text import chat, invokes, markup, tokenizer
+from m2jax.text import chat, invokes, markup, parsing, tokenizer
 from m2jax.text.parsing import Status
 
 PLAIN = st.text('ab \n<>[]~é🙂', max_size=12)
@@ -123,6 +123,10 @@ def test_cutting_plain_text_changes_nothing(whole_pieces, version, data):
   assert calls == list(whole.tool_calls)
 
 
+def _raw(message):
+  return [call.raw for call in (*message.tool_calls, *message.broken_calls)]
+
+
 @settings(deadline=None, max_examples=200)
 @given(PIECES)
 def test_plain_text_is_never_markup(generated):
@@ -197,7 +201,7 @@ def test_a_call_is_sent_when_the_next_one_begins():
   """Of parallel calls, the first can run while the model still writes the second."""
   parser = chat.StreamParser(TOOLS)
   text = call_text(cmd='a').removesuffix('</minimax:tool_call>')
-  parser.feed(chat.parsing.pieces('r</think>' + text))
+  parser.feed(parsing.pieces('r</think>' + text))
   (delta,) = parser.feed([chat.Piece('<invoke name="sh">')])
   assert delta.call.arguments == {'cmd': 'a'}
   parser.finish()

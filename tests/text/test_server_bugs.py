@@ -1,7 +1,7 @@
 """Bugs of other servers, one case each, so that they are never ours.
 
-Source: facts/clients-and-peers.md §1 and facts/rl-systems.md §5, row 13. The cases of the
-gateway are in tests/gateway/test_prefixes.py.
+Source: facts/clients-and-peers.md §1 and facts/rl-systems.md §5, row 13. The gateway's
+are in tests/gateway/test_prefixes.py.
 """
 
 import json
