@@ -7,12 +7,13 @@ closing tag ends an element depends on the version of the template, and is the s
 - `m2`: the first closing tag that is followed, after white space, by the next element
   or by the end of the surrounding text; without one, the first closing tag. A raw
   `</parameter>` inside a value is part of the value, as in M2's official API.
-- `m2.1` (M2.1, M2.5, M2.7): the first closing tag. A raw `</parameter>` ends the value;
-  the text behind it belongs to no element, so that the call is malformed and nobody
-  executes it with half of a value.
+- `m2.1` (M2.1, M2.5, M2.7): the first closing tag. A raw `</parameter>` ends the value.
+  So that nobody executes a call with half of a value, a call is malformed if text is
+  left over in it, if a closing tag is left over behind it, or if a value contains the
+  opening tag of another element.
 
 `write` raises an error for a value that `read` would not give back: one with tags of
-its own such as `</parameter>\\n<parameter name=`, or, from M2.1 on, any closing tag. In
+its own such as `</parameter>\\n<parameter name=`, or, from M2.1 on, any such tag. In
 JSON values it escapes `<` instead. Special tokens are never markup here: they are
 tokens, and plain text that spells one stays text (`parsing.Piece`).
 """
@@ -29,6 +30,7 @@ VERSIONS = ('m2', 'm2.1')
 
 _TAGS = ('<invoke', '</invoke', '<parameter', '</parameter')
 _NAMES = {tag: f'<{tag} name=' for tag in ('invoke', 'parameter')}
+_CLOSINGS = tuple(f'</{tag}>' for tag in _NAMES)
 _OPENINGS = {tag: re.compile(name + '([^<>]*)>') for tag, name in _NAMES.items()}
 _ENDS = {
   tag: re.compile(rf'</{tag}>(?=\s*+(?:{name}|\Z))') for tag, name in _NAMES.items()
@@ -68,6 +70,11 @@ def elements(text: str, tag: str, version: str) -> list[Element | str]:
     raw = text[start.start() : at]
     found.append(Element(name, text[start.end() : stop], raw))
   found.append(text[at:])
+  if version != 'm2':
+    # A closing tag behind an element may be the one that was meant to end it.
+    for k in range(1, len(found), 2):
+      if any(closing in found[k + 1] for closing in _CLOSINGS):
+        found[k] = found[k].raw
   return [part for part in found if isinstance(part, Element) or part.strip()]
 
 
@@ -162,12 +169,12 @@ def _write(name: str, arguments: Mapping[str, Any], where: str, version: str) ->
   if _is_read_back(name, values, version):
     return _text(name, values)
   for key, value in values.items():
-    if not _is_read_back('f', {key: value}, version):
+    if not _is_read_back('f', {'p': value}, version):
       raise ValueError(
         f'{where}.function.arguments: {key[:64]!r} contains tags of tool calls, such '
         f'as </parameter>, where the template {version!r} would split the value'
       )
-  raise ValueError(f'{where}.function.name: contains brackets or quotes')
+  raise ValueError(f'{where}.function: a name in it contains brackets or quotes')
 
 
 def _text(name: str, values: Mapping[str, str]) -> str:
@@ -198,4 +205,7 @@ def read(call: Element | str, version: str) -> tuple[str, list[tuple[str, str]]]
   found = elements(call.body, 'parameter', version)
   if any(isinstance(part, str) for part in found):
     return None
+  if version != 'm2':
+    if any(opening in part.body for part in found for opening in _NAMES.values()):
+      return None
   return call.name, [(part.name, part.body.strip()) for part in found]

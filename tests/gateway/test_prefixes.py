@@ -100,37 +100,36 @@ def answers(tok):
   return script
 
 
-@pytest.mark.parametrize('late_system', [False, True], ids=['', 'late system'])
 @pytest.mark.parametrize('style', STYLES)
-def test_the_next_prompt_begins_with_the_last_completion(
-  serve, tok, style, late_system
-):
+def test_the_next_prompt_begins_with_the_last_one(serve, tok, style):
   """Law 4 for the ways in which clients respell a conversation, and no thought lost."""
-  gateway, _, records = serve(answers(tok))
-  client = Client(gateway, records, 'k')
-  history = [{'role': 'system', 'content': 'Be brief.'}, USER]
-  for turn in range(TURNS):
-    message, record = client.ask(history)
-    if turn:
-      known = records[-2].tokens.tolist()
-      assert record.prompt_ids[: len(known)].tolist() == known
-      assert record.parent == records[-2].id
-    text = tok.decode(record.prompt_ids)
-    assert [f'idea {i}' in text for i in range(TURNS)] == [
-      i < turn for i in range(TURNS)
-    ]
-    results = reply_to(message)
-    history += [STYLES[style](copy.deepcopy(message)), *results]
-    if style.endswith('call ids'):
-      results[0]['tool_call_id'] = 'mine-0'
-    if late_system:
-      left = f'<total_tokens>{1000 - turn}</total_tokens>'
-      history.append({'role': 'system', 'content': left})
+  gateway, engine, records = serve(answers(tok))
+  for late_system in (False, True):
+    engine.script = answers(tok)
+    records.clear()
+    client = Client(gateway, records, f'key-{late_system}')
+    history = [{'role': 'system', 'content': 'Be brief.'}, USER]
+    for turn in range(TURNS):
+      message, record = client.ask(history)
+      if turn:
+        known = records[-2].tokens.tolist()
+        assert record.prompt_ids[: len(known)].tolist() == known
+        assert record.parent == records[-2].id
+      text = tok.decode(record.prompt_ids)
+      thoughts = [f'idea {i}' in text for i in range(TURNS)]
+      assert thoughts == [i < turn for i in range(TURNS)]
+      results = reply_to(message)
+      history += [STYLES[style](copy.deepcopy(message)), *results]
+      if style.endswith('call ids'):
+        results[0]['tool_call_id'] = 'mine-0'
+      if late_system:
+        left = f'<total_tokens>{1000 - turn}</total_tokens>'
+        history.append({'role': 'system', 'content': left})
   counters = gateway.counters()
-  assert counters['extensions_total'] == TURNS - 1
-  assert counters['forks_total{reason="first"}'] == 1
+  assert counters['extensions_total'] == 2 * (TURNS - 1)
+  assert counters['forks_total{reason="first"}'] == 2
   # Each message counts once, however often it comes back.
-  dropped = TURNS - 1 if 'dropped' in style else 0
+  dropped = 2 * (TURNS - 1) if 'dropped' in style else 0
   assert counters.get('reasoning_restored_total', 0) == dropped
 
 

@@ -40,7 +40,7 @@ def test_values_come_back_or_are_refused(version, text, nested, count):
     pieces = written([arguments] * count, version)
   except chat.ChatError as error:
     assert "'a' contains tags" in str(error)
-    assert '</' in text
+    assert '</' in text or (version == 'm2.1' and ' name=' in text)
     return
   message = chat.parse(pieces, [TOOL], version)
   expected = {'a': text.strip(), 'b': {nested: [nested, 1]}}
