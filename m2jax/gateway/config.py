@@ -33,6 +33,8 @@ class GatewayConfig:
       it, the least recently extended conversation is deleted: a request that would
       extend it forks, with the reason 'forgotten'.
     default_max_tokens: response limit of a request without one.
+    restore_reasoning: whether an assistant message that comes back without its
+      reasoning gets it back in the prompt (`sessions`); else the request forks.
     temperature, top_p, top_k: defaults for evaluation (DESIGN §6).
     max_body_bytes: maximum size of a request; 413.
     body_overhead_bytes: maximum size of a body besides its prompt. A body larger than
@@ -71,6 +73,7 @@ class GatewayConfig:
   max_session_completions: int = 1024
   max_session_bytes: int = 64 << 20
   default_max_tokens: int = 256
+  restore_reasoning: bool = True
   temperature: float = 1.0
   top_p: float = 0.95
   top_k: int = 40

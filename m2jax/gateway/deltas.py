@@ -112,14 +112,11 @@ def message(parsed: chat.Message, call_prefix: str) -> dict:
     call_prefix: the ids of the calls are '{call_prefix}_{index}'.
   """
   message = parsed.to_openai()
-  message['content'] = (parsed.content + broken_text(parsed)) or message['content']
   for i, call in enumerate(message.get('tool_calls') or ()):
     call['id'] = f'{call_prefix}_{i}'
   return message
 
 
 def broken_text(parsed: chat.Message) -> str:
-  """The generated tool-call markup, if no call in it could be read."""
-  if parsed.tool_calls or not parsed.broken_calls:
-    return ''
-  return ('\n' if parsed.content else '') + parsed.call_text
+  """The generated markup that is no readable call; it follows the content."""
+  return parsed.shown.removeprefix(parsed.content)

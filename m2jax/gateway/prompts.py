@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from m2jax.gateway import history as history_lib
-from m2jax.gateway import protocol, sessions
+from m2jax.gateway import nodes, protocol, sessions
 from m2jax.gateway.errors import ContextTooLong, invalid
 from m2jax.records import Completion
 from m2jax.text import chat, markup
@@ -35,12 +35,14 @@ class Part:
     closing: start with an end-of-message token.
     known_tokens: number of recorded ids before it.
     context_tokens: size of the engine's context.
+    reasoning: (message index, reasoning) of messages that the client sent without it.
   """
 
   after: int
   closing: bool
   known_tokens: int
   context_tokens: int
+  reasoning: tuple[tuple[int, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,12 +54,18 @@ class Plan:
     follows: id of the completion of the last answer in its messages, or None.
     fork_reason: a key of sessions.FORK_REASONS if there is no parent, else None.
     part: the part to encode.
+    history: of the request, with restored reasoning.
+    restored: number of messages with restored reasoning that the parent did not have.
+    repeated: whether the same request has been recorded before.
   """
 
-  parent: sessions.Node | None
+  parent: nodes.Node | None
   follows: str | None
   fork_reason: str | None
   part: Part
+  history: history_lib.History
+  restored: int
+  repeated: bool
 
   @property
   def closed_by_gateway(self) -> bool:
@@ -78,38 +86,65 @@ class Plan:
     message: dict,
     *,
     closed: bool,
-  ) -> sessions.Node:
+  ) -> nodes.Node:
     """The node of the completion in its session.
 
     Args:
       message: the OpenAI message that the client received.
       closed: whether the response ends with the end-of-message token.
     """
-    history = request.history
     known = self.part.known_tokens
-    return sessions.Node(
+    return nodes.Node(
       completion.id,
       self.parent,
       request.tools_digest,
-      (history.records + history_lib.record(message), history.roles + 'a'),
+      self.history,
       np.concatenate([completion.prompt_ids[known:], completion.response_ids]),
-      call_ids=history_lib.call_ids(message),
+      history_lib.answer(message),
+      response_tokens=len(completion.response_ids),
       closed=closed,
     )
 
 
 def plan(
-  session: sessions.Session, request: protocol.ChatRequest, context_tokens: int
+  session: sessions.Session,
+  request: protocol.ChatRequest,
+  tokenizer: tokenizer_lib.Tokenizer,
+  context_tokens: int,
+  *,
+  restore: bool = True,
 ) -> Plan:
-  """Finds the completion that a request extends, or why it forks. No side effects."""
+  """Finds the completion that a request extends, or why it forks. No side effects.
+
+  Args:
+    restore: whether reasoning that the client dropped is restored.
+  """
   history, tools = request.history, request.tools_digest
+  restored: dict[int, nodes.Node] = {}
+  if restore:
+    history, restored = session.restored(history)
+  repeated = session.is_repeated(tools, history)
   node = session.find(tools, history)
   if node is not None and history.keeps_prefix:
     part = Part(history.last, not node.closed, node.tokens, context_tokens)
-    return Plan(node, node.id, None, part)
+    new = sum(i >= node.messages - 1 for i in restored)
+    return Plan(node, node.id, None, part, history, new, repeated)
   reason = 'thinking_closed' if node else session.fork_reason(tools, history)
   follows = node.id if node else session.follows(history)
-  return Plan(None, follows, reason, Part(-1, False, 0, context_tokens))
+  last_user = history.roles.rfind('u')  # the template omits reasoning before it
+  texts = tuple(
+    (i, _reasoning(source, tokenizer))
+    for i, source in restored.items()
+    if i > last_user
+  )
+  part = Part(-1, False, 0, context_tokens, texts)
+  return Plan(None, follows, reason, part, history, len(restored), repeated)
+
+
+def _reasoning(node: nodes.Node, tokenizer: tokenizer_lib.Tokenizer) -> str:
+  """The reasoning of a recorded response, which sessions store as ids only."""
+  pieces = tokenizer_lib.pieces(tokenizer, node.response_ids.tolist())
+  return chat.parse(pieces).reasoning
 
 
 def encode(
@@ -124,6 +159,10 @@ def encode(
     ApiError: 400, the template cannot express the messages, or a lower bound from
       their bytes shows before encoding that the context is too short.
   """
+  if part.reasoning:
+    messages = list(messages)
+    for i, reasoning in part.reasoning:
+      messages[i] = {**messages[i], 'reasoning_content': reasoning}
   try:
     if part.after < 0:
       pieces = chat.segments(messages, tools, add_generation_prompt=True)

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from m2jax.gateway import history as history_lib
+from m2jax.gateway import messages as messages_lib
 from m2jax.gateway.errors import ContextTooLong
 
 # Created once: json.dumps with options creates an encoder on every call.
@@ -64,7 +65,7 @@ def parsed(messages: list[dict], tools: list[dict] | None, **fields: Any) -> Par
   request = ChatRequest(
     history=history_lib.of(messages),
     tools=tools,
-    tools_digest=history_lib.digest(dumps(tools).encode()) if tools else b'',
+    tools_digest=messages_lib.tools_digest(tools),
     **fields,
   )
   return request, messages

@@ -127,7 +127,13 @@ class ChatService:
       defaults=self._defaults,
       top_logprobs=request.top_logprobs,
     )
-    plan = prompts.plan(session, request, self.context_tokens)
+    plan = prompts.plan(
+      session,
+      request,
+      self.tokenizer,
+      self.context_tokens,
+      restore=self.config.restore_reasoning,
+    )
     prompt_ids = plan.prompt_ids(await reading.encode(plan.part))
     handles = self._generate(prompt_ids, sampled, request.n, on_tokens)
     self._count_prompt(plan, request, overrides)
@@ -260,6 +266,10 @@ class ChatService:
       count('extensions_total')
     if plan.closed_by_gateway:
       count('closed_by_gateway_total')
+    if plan.restored:
+      count('reasoning_restored_total', plan.restored)
+    if plan.repeated:
+      count('repeated_total')
     for field in overrides:
       count('overrides_total', field=field)
     for field in request.ignored:

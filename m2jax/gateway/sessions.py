@@ -6,6 +6,12 @@ template renders them as before. Its prompt is then the recorded prompt and resp
 ids, and the encoding of what follows. Any other request forks: its prompt is the full
 encoding of its messages, and its reason is counted.
 
+Many clients drop the reasoning of their history, which M2 needs (facts/
+m2-and-forge.md §2.3). `restored` gives it back: to an assistant message without
+reasoning whose call ids are those of a completion, or whose content is that of a
+completion after the same messages. The result extends like that of a client that kept
+it.
+
 A session stores only what this needs: the token ids that each completion adds to its
 parent, 32 bytes per message (`history`) and a few digests, but no texts. `Limits` bound
 its size; above them the least recently extended conversation is deleted.
@@ -17,11 +23,10 @@ import collections
 import dataclasses
 import threading
 
-import numpy as np
-
 from m2jax.gateway import history as history_lib
 from m2jax.gateway.errors import ApiError
 from m2jax.gateway.history import History
+from m2jax.gateway.nodes import Node
 
 # Reasons why a request does not extend a recorded completion. Each has a counter.
 FORK_REASONS = {
@@ -30,7 +35,10 @@ FORK_REASONS = {
   'resampled': 'a recorded request was sent again',
   'system_changed': 'the system message differs',
   'tools_changed': 'the tools differ',
-  'reasoning_dropped': 'an assistant message came back without its reasoning',
+  'reasoning_dropped': 'an assistant message came back without its reasoning, and '
+  'the gateway does not restore it',
+  'retokenised': 'an assistant message came back with other white space inside: the '
+  'same words, other tokens',
   'assistant_edited': 'an assistant message differs from what was returned',
   'thinking_closed': 'after a new user message the template omits earlier thinking',
   'history_rewritten': 'messages were removed, inserted or edited',
@@ -38,9 +46,6 @@ FORK_REASONS = {
 }
 
 MODES = ('training', 'evaluation')
-
-# Approximate size of a completion's objects and table entries, besides its data.
-_COMPLETION_BYTES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,66 +59,6 @@ class Limits:
 
   completions: int
   bytes: int
-
-
-class Node:
-  """A recorded completion, which later requests may extend.
-
-  Attributes:
-    id: the completion's id.
-    parent: the completion that it extends, or None.
-    tools: digest of the request's tools.
-    call_ids: digest of the ids of the answer's tool calls.
-    closed: whether the response ends with the end-of-message token.
-    records, roles: of the messages after the parent's, ending with the answer
-      (`History`).
-    new_ids: token ids of prompt and response after the parent's.
-    messages, tokens: length of the whole conversation.
-    key: for finding the completion that a request extends.
-  """
-
-  __slots__ = (
-    'call_ids', 'closed', 'id', 'key', 'messages', 'new_ids', 'parent', 'records',
-    'roles', 'tokens', 'tools',
-  )  # fmt: skip
-
-  def __init__(
-    self,
-    completion_id: str,
-    parent: Node | None,
-    tools: bytes,
-    conversation: tuple[bytes, str],
-    new_ids: np.ndarray,
-    *,
-    call_ids: bytes,
-    closed: bool,
-  ):
-    """Stores the new part of `conversation`, records and roles of all messages."""
-    records, roles = conversation
-    start = parent.messages if parent else 0
-    self.id, self.parent, self.tools = completion_id, parent, tools
-    self.call_ids, self.closed = call_ids, closed
-    self.records = records[start * history_lib.RECORD_BYTES :]
-    self.roles = roles[start:]
-    self.new_ids = new_ids
-    self.messages = len(roles)
-    self.tokens = len(new_ids) + (parent.tokens if parent else 0)
-    self.key = history_lib.digest(tools, records)
-
-  def ids(self) -> np.ndarray:
-    """Token ids of prompt and response, int32."""
-    parts, node = [], self
-    while node is not None:
-      parts.append(node.new_ids)
-      node = node.parent
-    return np.concatenate(parts[::-1])
-
-  @property
-  def size_bytes(self) -> int:
-    """Approximate size in memory."""
-    return 4 * len(self.new_ids) + len(self.records) + len(self.roles) + (
-      _COMPLETION_BYTES
-    )  # fmt: skip
 
 
 class Session:
@@ -143,6 +88,7 @@ class Session:
     )
     self._by_key: dict[bytes, list[Node]] = {}
     self._by_answer: dict[bytes, str] = {}
+    self._prompts: collections.Counter[bytes] = collections.Counter()
 
   def add(self, node: Node):
     """Adds a recorded completion; deletes conversations above the limits."""
@@ -156,6 +102,7 @@ class Session:
     self._nodes[node.id] = node
     self._by_key.setdefault(node.key, []).append(node)
     self._by_answer[_answer(node)] = node.id
+    self._prompts[node.prompt] += 1
     self.size_bytes += node.size_bytes
     limits = self._limits
     while len(self._nodes) > limits.completions or self.size_bytes > limits.bytes:
@@ -173,6 +120,37 @@ class Session:
         del self._by_key[node.key]
       if self._by_answer.get(_answer(node)) == node.id:
         del self._by_answer[_answer(node)]
+      self._prompts[node.prompt] -= 1
+      if not self._prompts[node.prompt]:
+        del self._prompts[node.prompt]
+
+  def restored(self, history: History) -> tuple[History, dict[int, Node]]:
+    """The history with dropped reasoning, and the completions that it is from.
+
+    Returns:
+      The history with the digests of the reasoning; by message index, the completions.
+    """
+    if not self._nodes:
+      return history, {}
+    found = []
+
+    def find(claim: str, key: bytes) -> bytes | None:
+      node = self._nodes.get(claim)
+      if node is None:
+        # If one of these answers had no reasoning, nothing was dropped.
+        nodes = self._by_key.get(key, [])
+        node = min(reversed(nodes), key=lambda node: node.has_reasoning, default=None)
+      if node is None or not node.has_reasoning:
+        return None
+      found.append(node)
+      return node.reasoning
+
+    history, changed = history_lib.with_reasoning(history, find)
+    return history, dict(zip(changed, found, strict=True))
+
+  def is_repeated(self, tools: bytes, history: History) -> bool:
+    """Whether a recorded request had the same tools and messages: a retry."""
+    return history_lib.digest(tools, history.records) in self._prompts
 
   def find(self, tools: bytes, history: History) -> Node | None:
     """The completion with the request's messages up to the last assistant message.
@@ -184,12 +162,15 @@ class Session:
     """
     if history.last < 0:
       return None
-    end = (history.last + 1) * history_lib.RECORD_BYTES
-    nodes = self._by_key.get(history_lib.digest(tools, history.records[:end]))
-    if not nodes:
-      return None
-    same = (node for node in reversed(nodes) if node.call_ids == history.last_calls)
-    return next(same, nodes[-1])
+    reasoning = history_lib.reasoning_of(history.records, history.last)
+    key = history_lib.answer_key(history.records, history.last)
+    nodes = [
+      node
+      for node in reversed(self._by_key.get(key, []))
+      if node.tools == tools and node.reasoning == reasoning
+    ]
+    same = (node for node in nodes if node.answer.call_ids == history.last_calls)
+    return next(same, nodes[0] if nodes else None)
 
   def follows(self, history: History) -> str | None:
     """Id of the completion of the last recorded answer in the messages.
@@ -232,8 +213,12 @@ class Session:
     if roles == 'aa':
       before = history_lib.content_digest(best.records, at)
       same = before == history_lib.content_digest(history.records, common)
-      dropped = same and not history_lib.has_reasoning(history.records, common)
-      return 'reasoning_dropped' if dropped else 'assistant_edited'
+      if same and not history_lib.has_reasoning(history.records, common):
+        return 'reasoning_dropped'
+      is_answer = at == len(best.roles) - 1
+      if is_answer and not same and best.answer.words == history.words_at(common):
+        return 'retokenised'
+      return 'assistant_edited'
     return 'history_rewritten'
 
   def _closest(self, tools: bytes, history: History) -> tuple[Node, int]:

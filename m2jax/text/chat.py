@@ -7,8 +7,21 @@ never become a special token.
 
 Intended differences from the published template:
   - `content: null` renders as nothing (the template prints `None`);
-  - content that the template would drop silently (images, a system message that is
-    not the first, arguments that are not a JSON object) raises `ChatError`.
+  - of a tool, only name, description and parameters are rendered: what else clients
+    send (`strict`, cache marks) is for servers;
+  - content that the template would drop silently (images, arguments that are not a
+    JSON object) raises `ChatError`, and so does a call that the parser would not read
+    back as it was (`invokes`).
+
+System messages inside a conversation. The template drops them silently. Moved to the
+front they would change the first tokens of every later prompt, so that no recorded
+prefix could be extended; as user messages they would make the template drop all
+reasoning before them, since it renders only the reasoning after the last user message.
+So, like vLLM (facts/clients-and-peers.md §1), each stays where it is:
+  - after a tool result or a user message it joins that message, after a blank line (or
+    as one more `<response>` if the result is a list): M2 knows such text;
+  - after an assistant message it is a `system` block of its own, in place;
+  - system messages at the front, before all others, are one system text.
 """
 
 from __future__ import annotations
@@ -18,7 +31,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from m2jax.text import markup
+from m2jax.text import invokes, markup
 from m2jax.text.parsing import (
   Delta,
   Message,
@@ -44,6 +57,7 @@ __all__ = (
   'parse',
   'render',
   'segments',
+  'tool_lines',
 )
 
 
@@ -60,13 +74,24 @@ class Template:
       sentence with the model's name).
     keep_all_thinking: render the reasoning of every assistant message. M2's template
       renders only the reasoning after the last user message.
+    version: 'm2', or 'm2.1' for M2.1, M2.5 and M2.7: the values that a tool call can
+      express (`invokes`).
   """
 
   default_system: str = markup.DEFAULT_SYSTEM
   keep_all_thinking: bool = False
+  version: str = 'm2'
+
+  def __post_init__(self):
+    if self.version not in invokes.VERSIONS:
+      raise ValueError(
+        f'Template.version {self.version!r}: must be one of {invokes.VERSIONS}'
+      )
 
 
 DEFAULT = Template()
+_TOOL_KEYS = ('name', 'description', 'parameters')
+_JOINT = '\n\n'  # between a message and a system message that joins it
 
 
 class Segment(NamedTuple):
@@ -100,7 +125,7 @@ def render(
     messages: dicts with `role` (system, developer, user, assistant, tool), `content`
       (string, list of text parts or None) and, for an assistant, `reasoning_content`
       and `tool_calls`. A first system message may carry `current_date` and
-      `current_location`.
+      `current_location`; the module's docstring says where others are rendered.
     tools: OpenAI tool dicts, with or without the `{'type': 'function'}` envelope.
     add_generation_prompt: end with `]~b]ai\\n<think>\\n`.
     template: options.
@@ -128,10 +153,12 @@ def segments(
   if not messages:
     raise ChatError('messages is empty: pass at least one message')
   first = messages[0]
-  has_system = _role(first, 0) == 'system'
-  at = 0 if has_system else -1
-  text = (_text(first, 0) if has_system else '') or template.default_system
-  if has_system:
+  roles = [_role(message, i) for i, message in enumerate(messages)]
+  systems = next((i for i, role in enumerate(roles) if role != 'system'), len(roles))
+  at = 0 if systems else -1
+  texts = (_text(messages[i], i) for i in range(systems))
+  text = _JOINT.join(filter(None, texts)) or template.default_system
+  if systems:
     for key, label in (('current_date', 'date'), ('current_location', 'location')):
       if first.get(key):
         text += f'\nCurrent {label}: {first[key]}'
@@ -141,8 +168,7 @@ def segments(
     Segment('system\n' + text, message=at),
   ]
   if tools:
-    lines = ''.join(_tool_line(tool, i) for i, tool in enumerate(tools))
-    body = markup.TOOLS_HEADER + lines + markup.TOOLS_FOOTER
+    body = markup.TOOLS_HEADER + tool_lines(tools) + markup.TOOLS_FOOTER
     out += (
       Segment(body, message=at),
       Segment(markup.TOOL_CALL, special=True, message=at),
@@ -150,7 +176,7 @@ def segments(
       Segment(markup.TOOL_CALL_END, special=True, message=at),
     )
   out += (Segment(markup.EOS, special=True, message=at), Segment('\n', message=at))
-  out += _turns(messages, int(has_system), add_generation_prompt, template)
+  out += _turns(messages, systems, add_generation_prompt, template)
   return _valid(out)
 
 
@@ -217,15 +243,19 @@ def _turns(
   previous = roles[start - 1] if start else None
   for i in range(start, len(messages)):
     message, role = messages[i], roles[i]
+    if role == 'system' and previous in ('user', 'tool'):
+      continue  # joined that message
     if previous == 'tool' and role != 'tool':
       yield from _end(i - 1)
-    if role == 'user':
+    if role in ('user', 'system'):
+      joined = _joined(messages, roles, i) if role == 'user' else []
+      text = _JOINT.join(filter(None, [_text(message, i), *joined]))
       yield Segment(markup.ROLE, special=True, message=i)
-      yield Segment('user\n' + _text(message, i), message=i)
+      yield Segment(f'{role}\n{text}', message=i)
       yield from _end(i)
     elif role == 'assistant':
       called = bool(message.get('tool_calls'))
-      yield from _assistant(message, i, i > last_user)
+      yield from _assistant(message, i, i > last_user, template.version)
     elif role == 'tool':
       if not called:
         raise ChatError(
@@ -235,11 +265,7 @@ def _turns(
       if previous != 'tool':
         yield Segment(markup.ROLE, special=True, message=i)
         yield Segment('tool', message=i)
-      yield Segment(_responses(message, i), message=i)
-    else:
-      raise ChatError(
-        f'messages[{i}]: a system message must be the first; merge it into messages[0]'
-      )
+      yield Segment(_responses(message, i, _joined(messages, roles, i)), message=i)
     previous = role
   if previous == 'tool':
     yield from _end(len(messages) - 1)
@@ -251,12 +277,26 @@ def _turns(
     yield Segment('\n', message=n)
 
 
+def _joined(
+  messages: Sequence[Mapping[str, Any]], roles: Sequence[str], i: int
+) -> list[str]:
+  """Texts of the system messages that follow message i and join it."""
+  texts = []
+  for j in range(i + 1, len(messages)):
+    if roles[j] != 'system':
+      break
+    texts.append(_text(messages[j], j))
+  return texts
+
+
 def _end(i: int) -> Iterator[Segment]:
   yield Segment(markup.EOS, special=True, message=i)
   yield Segment('\n', message=i)
 
 
-def _assistant(message: Mapping[str, Any], i: int, keep: bool) -> Iterator[Segment]:
+def _assistant(
+  message: Mapping[str, Any], i: int, keep: bool, version: str
+) -> Iterator[Segment]:
   content = _text(message, i)
   reasoning = message.get('reasoning_content')
   if not isinstance(reasoning, str):
@@ -281,56 +321,40 @@ def _assistant(message: Mapping[str, Any], i: int, keep: bool) -> Iterator[Segme
     yield Segment(content, owned=True, message=i)
   if calls:
     yield Segment(markup.TOOL_CALL, owned=True, special=True, message=i)
-    block = ''.join(
-      _invoke(call, f'messages[{i}].tool_calls[{k}]') for k, call in enumerate(calls)
-    )
+    try:
+      block = ''.join(
+        invokes.write_call(call, f'messages[{i}].tool_calls[{k}]', version)
+        for k, call in enumerate(calls)
+      )
+    except ValueError as error:
+      raise ChatError(str(error)) from None
     yield Segment('\n' + block, owned=True, message=i)
     yield Segment(markup.TOOL_CALL_END, owned=True, special=True, message=i)
   yield Segment(markup.EOS, owned=True, special=True, message=i)
   yield Segment('\n', message=i)
 
 
-def _invoke(call: Any, where: str) -> str:
-  function = call.get('function', call) if isinstance(call, Mapping) else None
-  name = function.get('name') if isinstance(function, Mapping) else None
-  if not isinstance(name, str) or not name:
-    raise ChatError(f'{where}: needs a function with a name')
-  arguments = function.get('arguments')
-  if isinstance(arguments, str):
-    try:
-      arguments = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError) as error:
-      raise ChatError(f'{where}.function.arguments: not JSON ({error})') from None
-  elif arguments is None:
-    arguments = {}
-  if not isinstance(arguments, Mapping):
-    raise ChatError(
-      f'{where}.function.arguments: must be a JSON object, not '
-      f'{type(arguments).__name__}'
-    )
-  lines = [f'<invoke name="{name}">\n']
-  for key, value in arguments.items():
-    if not isinstance(value, str):
-      value = json.dumps(value, ensure_ascii=False)
-    lines.append(f'<parameter name="{key}">{value}</parameter>\n')
-  lines.append('</invoke>\n')
-  return ''.join(lines)
-
-
-def _responses(message: Mapping[str, Any], i: int) -> str:
+def _responses(message: Mapping[str, Any], i: int, joined: Sequence[str]) -> str:
   """One `<response>`; for a list one per part, with the closing tag on a new line."""
   content = message.get('content')
   if isinstance(content, list) and content:
-    parts = (_part(part, i, k) for k, part in enumerate(content))
-    return ''.join(f'\n<response>{part}\n</response>' for part in parts)
-  return f'\n<response>{_text(message, i)}</response>'
+    parts = [_part(part, i, k) for k, part in enumerate(content)]
+    return ''.join(f'\n<response>{part}\n</response>' for part in [*parts, *joined])
+  text = _JOINT.join(filter(None, [_text(message, i), *joined]))
+  return f'\n<response>{text}</response>'
+
+
+def tool_lines(tools: Sequence[Mapping[str, Any]]) -> str:
+  """The lines that describe tools in a prompt. Raises ChatError; names the index."""
+  return ''.join(_tool_line(tool, i) for i, tool in enumerate(tools))
 
 
 def _tool_line(tool: Any, i: int) -> str:
   function = tool.get('function', tool) if isinstance(tool, Mapping) else None
   if not isinstance(function, Mapping) or not isinstance(function.get('name'), str):
     raise ChatError(f'tools[{i}]: needs a function with a name')
-  return f'<tool>{json.dumps(function, ensure_ascii=False)}</tool>\n'
+  shown = {key: function[key] for key in function if key in _TOOL_KEYS}
+  return f'<tool>{json.dumps(shown, ensure_ascii=False)}</tool>\n'
 
 
 def _role(message: Any, i: int) -> str:

@@ -5,8 +5,9 @@ Source: facts/m2-and-forge.md §2.2. The input follows the generation prompt
 tokens, such as a tool call quoted from a file, are text. Reasoning and content lose
 only the newlines that the template writes, so that parsing inverts rendering;
 parameters are stripped, as in the official guide, and typed by the tool's schema
-(`arguments`). Unlike vLLM, which returns whatever it finds, calls with a broken
-structure are separate.
+(`arguments`); `invokes` says where a value ends. Unlike vLLM, which returns whatever it
+finds, calls with a broken structure are separate. Nothing that the model wrote is lost:
+text after a call is content, and what cannot be read is in `Message.call_text`.
 
 `parse` and streaming use the same incremental parser, so that they cannot disagree.
 """
@@ -21,7 +22,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from m2jax.text import arguments
+from m2jax.text import arguments, invokes
 from m2jax.text.markup import (
   EOS,
   SPECIAL_TOKENS,
@@ -78,12 +79,12 @@ class Message:
   """A parsed response.
 
   Attributes:
-    content: text for the user.
+    content: text for the user, before and after the calls.
     reasoning: text before `</think>`.
     tool_calls: calls to execute, with status OK or INVALID_JSON.
     status: the worst in the response.
     broken_calls: calls that cannot be executed and text after calls, in `raw`.
-    call_text: the generated text from the first tool-call token on.
+    call_text: the markup of blocks and calls that cannot be executed, as generated.
   """
 
   content: str = ''
@@ -93,11 +94,16 @@ class Message:
   broken_calls: tuple[ToolCall, ...] = ()
   call_text: str = dataclasses.field(default='', compare=False)
 
+  @property
+  def shown(self) -> str:
+    """What is neither reasoning nor a call: the content, then `call_text`."""
+    return '\n'.join(filter(None, (self.content, self.call_text)))
+
   def to_openai(self) -> dict[str, Any]:
     """The message as an OpenAI dict; calls without text have `content` None."""
     out: dict[str, Any] = {
       'role': 'assistant',
-      'content': self.content or (None if self.tool_calls else ''),
+      'content': self.shown or (None if self.tool_calls else ''),
       'reasoning_content': self.reasoning,
     }
     if self.tool_calls:
@@ -125,7 +131,9 @@ class Piece(NamedTuple):
 
 
 def parse(
-  generated: str | Iterable[Piece], tools: Sequence[Mapping[str, Any]] | None = None
+  generated: str | Iterable[Piece],
+  tools: Sequence[Mapping[str, Any]] | None = None,
+  version: str = 'm2',
 ) -> Message:
   """Parses what the model generated after `]~b]ai\\n<think>\\n`.
 
@@ -134,10 +142,11 @@ def parse(
       without the final `[e~[`; or a trusted text, in which the text of a special token
       counts as the token.
     tools: OpenAI tool dicts; undeclared parameters stay strings.
+    version: of the template, one of `invokes.VERSIONS`: where a value ends.
 
   Raises no error for any text: `Message.status` reports what is wrong.
   """
-  parser = StreamParser(tools)
+  parser = StreamParser(tools, version)
   parser.feed(pieces(generated) if isinstance(generated, str) else generated)
   parser.finish()
   return parser.message
@@ -157,10 +166,16 @@ class StreamParser:
   """Incremental `parse`; the result does not depend on how plain text is split.
 
   `feed` and `finish` return the deltas to send; `message` is complete after `finish`. A
-  call is sent when its block closes. A newline that may belong to markup is held back.
+  call is sent as soon as no later text can change it: when the next one begins, or when
+  its block closes. A newline that may belong to markup is held back.
   """
 
-  def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None):
+  def __init__(
+    self, tools: Sequence[Mapping[str, Any]] | None = None, version: str = 'm2'
+  ):
+    if version not in invokes.VERSIONS:
+      raise ValueError(f'version {version!r}: must be one of {invokes.VERSIONS}')
+    self._version = version
     self._schemas = arguments.parameter_schemas(tools)
     # Cached by parameter: a schema may be large, and calls may repeat parameters.
     self._types: dict[tuple[str, str], frozenset[str]] = {}
@@ -169,10 +184,13 @@ class StreamParser:
     self._newline = ''  # a last newline that may belong to the markup after it
     self._newlines_to_skip = 2  # the template's blank line after </think>
     self._deferred: list[Piece] = []  # from a tool call inside the thinking onwards
-    self._block: list[str] = []  # text of the open block, or after the last block
+    self._block = invokes.Block(version)  # the open block
+    self._block_reads = False  # one of its calls could be read
+    self._block_unread: list[str] = []  # its text that belongs to no such call
+    self._after: list[str] = []  # text after the last block
     self._reasoning: list[str] = []
     self._content: list[str] = []
-    self._call_text: list[str] = []
+    self._unread: list[str] = []
     self._calls: list[ToolCall] = []
     self._broken: list[ToolCall] = []
     self._status = Status.OK
@@ -187,7 +205,7 @@ class StreamParser:
       tool_calls=tuple(self._calls),
       status=self._status,
       broken_calls=tuple(self._broken),
-      call_text=''.join(self._call_text),
+      call_text='\n'.join(self._unread),
     )
 
   def feed(self, generated: Iterable[Piece]) -> list[Delta]:
@@ -219,8 +237,9 @@ class StreamParser:
     if self._state is StreamParser._answering:
       self._say(self._newline)
     elif self._state is StreamParser._calling:
-      self._break(Status.UNCLOSED_BLOCK, ''.join(self._block))
+      self._end_block(closed=False)
     elif self._state is StreamParser._called:
+      self._say(self._newline)
       self._check_after_calls()
     self._state = StreamParser._done
     return self._take()
@@ -246,9 +265,7 @@ class StreamParser:
 
   def _answering(self, piece: Piece) -> None:
     if piece == _TOOL_CALL:
-      self._newline = ''
-      self._state = StreamParser._calling
-      self._call_text.append(TOOL_CALL)
+      self._start_block()
       return
     text = piece.text
     while self._newlines_to_skip and text:
@@ -260,22 +277,25 @@ class StreamParser:
     self._say(self._without_newline(text))
 
   def _calling(self, piece: Piece) -> None:
-    self._call_text.append(piece.text)
-    if piece != _TOOL_CALL_END:
-      self._block.append(piece.text)
-      return
-    self._read_block(''.join(self._block))
-    self._block.clear()
-    self._state = StreamParser._called
+    if piece == _TOOL_CALL_END:
+      self._end_block(closed=True)
+      self._state = StreamParser._called
+    else:
+      self._read(self._block.feed(piece.text))
 
   def _called(self, piece: Piece) -> None:
-    self._call_text.append(piece.text)
-    if piece != _TOOL_CALL:
-      self._block.append(piece.text)
+    if piece == _TOOL_CALL:
+      self._check_after_calls()
+      self._start_block()
       return
-    self._check_after_calls()
-    self._block.clear()
-    self._state = StreamParser._calling
+    text = piece.text
+    if not self._after:
+      text = text.lstrip()  # between blocks, white space is the template's
+      if text and self._content:
+        self._newline = '\n'
+    if text:
+      self._after.append(text)
+      self._say(self._without_newline(text))
 
   def _done(self, piece: Piece) -> None:
     """Never called: `feed` raises an error first."""
@@ -289,33 +309,56 @@ class StreamParser:
     return text.removesuffix('\n')
 
   def _check_after_calls(self) -> None:
-    text = ''.join(self._block)
-    if text.strip():
-      self._break(Status.MALFORMED_STRUCTURE, text)
+    if self._after:
+      self._break(Status.MALFORMED_STRUCTURE, ''.join(self._after))
+      self._after.clear()
 
-  def _read_block(self, block: str) -> None:
-    invokes, junk = _elements(block, 'invoke')
-    if junk or not invokes:
-      self._break(Status.MALFORMED_STRUCTURE, junk or block)
-    for name, body in invokes:
-      parameters, junk = _elements(body, 'parameter')
-      if junk or not name:
-        self._break(Status.MALFORMED_STRUCTURE, body, name)
+  def _start_block(self) -> None:
+    self._newline = ''
+    self._block = invokes.Block(self._version)
+    self._block_reads = False
+    self._block_unread.clear()
+    self._state = StreamParser._calling
+
+  def _end_block(self, *, closed: bool) -> None:
+    found, rest = self._block.end(closed=closed)
+    self._read(found)
+    text = self._block.text
+    if not closed:
+      self._break(Status.UNCLOSED_BLOCK, rest)
+      self._block_unread.append(rest)
+    elif not self._block_reads and not self._block_unread:
+      self._break(Status.MALFORMED_STRUCTURE, text)  # an empty block
+    if not self._block_reads:
+      self._unread.append(TOOL_CALL + text + (TOOL_CALL_END if closed else ''))
+    else:
+      self._unread += self._block_unread
+
+  def _read(self, found: Iterable[invokes.Element | str]) -> None:
+    """Reads the elements of a block."""
+    for element in found:
+      call = invokes.read(element, self._version)
+      if call is None:
+        is_text = isinstance(element, str)
+        name, raw = ('', element) if is_text else (element.name, element.body)
+        self._break(Status.MALFORMED_STRUCTURE, raw, name)
+        self._block_unread.append(element if is_text else element.raw)
         continue
+      name, parameters = call
       values, status = {}, Status.OK
       for key, value in parameters:
-        values[key], fits = arguments.typed(value.strip(), self._types_of(name, key))
+        values[key], fits = arguments.typed(value, self._types_of(name, key))
         if not fits:
           status = Status.INVALID_JSON
       self._verdict(status)
-      call = ToolCall(name, values, status, body)
-      self._calls.append(call)
-      self._out.append(Delta('tool_call', call=call))
+      self._calls.append(ToolCall(name, values, status, element.body))
+      self._out.append(Delta('tool_call', call=self._calls[-1]))
+      self._block_reads = True
 
   def _types_of(self, name: str, key: str) -> frozenset[str]:
     if (name, key) not in self._types:
-      schema = self._schemas.get(name, {}).get(key)
-      self._types[name, key] = arguments.types(schema)
+      properties, root = self._schemas.get(name, ({}, {}))
+      self._types[name, key] = arguments.types(properties.get(key), root)
     return self._types[name, key]
 
   def _think(self, text: str) -> None:
@@ -340,23 +383,3 @@ _END = Piece(EOS, special=True)
 _THINK_END = Piece(THINK_END, special=True)
 _TOOL_CALL = Piece(TOOL_CALL, special=True)
 _TOOL_CALL_END = Piece(TOOL_CALL_END, special=True)
-
-
-def _elements(text: str, tag: str) -> tuple[list[tuple[str, str]], str]:
-  """`<tag name="…">body</tag>` as (name, body), and the text between them, stripped.
-
-  Takes time linear in the text. A name may be unquoted, as in the guide.
-  """
-  opening, closing = f'<{tag} name=', f'</{tag}>'
-  found, junk, at = [], [], 0
-  while (start := text.find(opening, at)) >= 0:
-    name_end = text.find('>', start)
-    end = text.find(closing, name_end) if name_end >= 0 else -1
-    if end < 0:
-      break
-    junk.append(text[at:start].strip())
-    name = text[start + len(opening) : name_end].strip().strip('"\'')
-    found.append((name, text[name_end + 1 : end]))
-    at = end + len(closing)
-  junk.append(text[at:].strip())
-  return found, ''.join(junk)

@@ -113,6 +113,10 @@ def drop_reasoning(history):
   del history[1]['reasoning_content']
 
 
+def edit_reasoning(history):
+  history[1]['reasoning_content'] = 'I looked'
+
+
 def edit_call(history):
   history[1]['tool_calls'][0]['function']['arguments'] = '{"cmd": "rm"}'
 
@@ -144,7 +148,7 @@ def rewind(history):
 @pytest.mark.parametrize(
   'change, tools, reason',
   [
-    (drop_reasoning, [SH], 'reasoning_dropped'),
+    (edit_reasoning, [SH], 'assistant_edited'),
     (edit_call, [SH], 'assistant_edited'),
     (lambda h: h[1].update(content='hm'), [SH], 'assistant_edited'),
     (lambda h: h.append(USER), [SH], 'thinking_closed'),
@@ -161,6 +165,9 @@ def rewind(history):
     (lambda h: h[1].update(content=None), [SH], None),
     (lambda h: h[1]['tool_calls'][0].update(id='renamed'), [SH], None),
     (respell_call, [SH], None),
+    (lambda h: h[1].update(content='  \n'), [SH], None),
+    (drop_reasoning, [SH], None),
+    (lambda h: h[1].pop('tool_calls') and h.pop(), [SH], 'assistant_edited'),
     (lambda h: h.append({'role': 'tool', 'content': 'late'}), [SH], None),
   ],
 )  # fmt: skip
@@ -182,6 +189,28 @@ def test_reason(serve, tok, change, tools, reason):
     assert counters[f'forks_total{{reason="{reason}"}}'] == 1
     pieces = chat.segments(history, tools, True)
     assert record.prompt_ids.tolist() == tokenizer_lib.encode_chat(tok, pieces).ids
+
+
+def test_reasoning_dropped_without_restoring(serve, tok):
+  """What an experiment on the worth of thinking compares with: it stays dropped."""
+  gateway, _, records = serve(CALL, restore_reasoning=False)
+  client = Client(gateway, records, 'k')
+  _, _, history = first_two(client)
+  drop_reasoning(history)
+  _, record = client.ask(history)
+  assert record.fork_reason == 'reasoning_dropped'
+  assert 'look' not in tok.decode(record.prompt_ids)
+  assert 'reasoning_restored_total' not in gateway.counters()
+
+
+def test_other_white_space_is_counted_as_such(serve):
+  """Re-wrapped text has the same words, but the model never sampled its tokens."""
+  gateway, _, records = serve(response_text('r', 'It is  3.'))
+  client = Client(gateway, records, 'k')
+  message, _ = client.ask([USER])
+  message['content'] = 'It is\n3.'
+  _, record = client.ask([USER, message])
+  assert record.fork_reason == 'retokenised'
 
 
 def test_response_cut_off_by_length_is_closed(serve, tok):
@@ -381,15 +410,53 @@ def running(tok):
 
 def plain(messages):
   """Messages as the client sent them, but for spellings that JSON or OpenAI equate."""
+  return [(*said(message), thought(message)) for message in messages]
+
+
+def said(message):
+  calls = [
+    (c['function']['name'], json.loads(c['function']['arguments']))
+    for c in message.get('tool_calls') or ()
+  ]
+  content = message.get('content') or ''
+  return (
+    message['role'],
+    content.strip() if message['role'][0] == 'a' else content,
+    calls,
+  )
+
+
+def thought(message):
+  return (message.get('reasoning_content') or '').strip()
+
+
+def restored(history, known):
+  """The history, with the reasoning of recorded answers where the client dropped it.
+
+  Args:
+    known: (tools, restored messages with the answer, record) of earlier requests.
+  """
   result = []
-  for message in messages:
-    calls = [
-      (c['function']['name'], list(json.loads(c['function']['arguments']).items()))
-      for c in message.get('tool_calls') or ()
-    ]
-    fields = (message.get('content') or '', message.get('reasoning_content') or '')
-    result.append((message['role'], fields, calls))
+  for message in history:
+    if message['role'] == 'assistant' and not thought(message):
+      ids = {call.get('id') for call in message.get('tool_calls') or ()}
+      by_id = [full for _, full, _ in known if ids & call_ids(full[-1])]
+      by_content = [
+        full
+        for _, full, _ in known
+        if plain(full[:-1]) == plain(result) and said(full[-1]) == said(message)
+      ]
+      if any(not thought(full[-1]) for full in by_content):
+        by_content = []
+      source = (by_id or by_content or [[message]])[-1][-1]
+      if thought(source):
+        message = message | {'reasoning_content': source['reasoning_content']}
+    result.append(message)
   return result
+
+
+def call_ids(message):
+  return {call['id'] for call in message.get('tool_calls') or ()}
 
 
 @settings(
@@ -418,19 +485,19 @@ def test_law_4(running, tok, data):
   for _ in range(data.draw(st.integers(3, 7), label='turns')):
     action = data.draw(st.sampled_from(ACTIONS), label='action')
     history = copy.deepcopy(history)
-    said = [m for m in history if m['role'] == 'assistant']
+    answers = [m for m in history if m['role'] == 'assistant']
     if action == 'branch' and known:
       tools, full, _ = data.draw(st.sampled_from(known))
       history = [*full, *reply_to(full[-1], data.draw(texts))]
     elif action == 'again' and known:
       tools, full, _ = data.draw(st.sampled_from(known))
       history = full[:-1]
-    elif action == 'drop_reasoning' and said:
-      data.draw(st.sampled_from(said)).pop('reasoning_content', None)
-    elif action == 'edit_content' and said:
-      data.draw(st.sampled_from(said))['content'] = data.draw(texts)
-    elif action == 'edit_call' and said:
-      for call in said[-1].get('tool_calls', ()):
+    elif action == 'drop_reasoning' and answers:
+      data.draw(st.sampled_from(answers)).pop('reasoning_content', None)
+    elif action == 'edit_content' and answers:
+      data.draw(st.sampled_from(answers))['content'] = data.draw(texts)
+    elif action == 'edit_call' and answers:
+      for call in answers[-1].get('tool_calls', ()):
         call['function']['arguments'] = '{"cmd": "rm"}'
     elif action == 'insert_user':
       history.append({'role': 'user', 'content': data.draw(texts)})
@@ -438,8 +505,8 @@ def test_law_4(running, tok, data):
       tools = data.draw(st.sampled_from([[SH], [OTHER], [SH, OTHER], []]))
     elif action == 'new_system' and history[0]['role'] == 'system':
       history[0]['content'] += '!'
-    elif action == 'respell' and said:
-      for message in said:
+    elif action == 'respell' and answers:
+      for message in answers:
         message['content'] = message['content'] or None
         for call in message.get('tool_calls', ()):
           arguments = json.loads(call['function']['arguments'])
@@ -467,10 +534,13 @@ def test_law_4(running, tok, data):
     last = max(
       (i for i, m in enumerate(history) if m['role'] == 'assistant'), default=-1
     )
+    full_history = restored(history, known)
     parents = {
       old.id: old
       for old in (
-        r for t, m, r in known if t == tools and plain(m) == plain(history[: last + 1])
+        r
+        for t, m, r in known
+        if t == tools and plain(m) == plain(full_history[: last + 1])
       )
     }  # fmt: skip
     closed = any(m['role'] == 'user' for m in history[last + 1 :])
@@ -488,11 +558,11 @@ def test_law_4(running, tok, data):
     else:
       assert record.parent is None
       assert (record.fork_reason is None) == (not known)
-      pieces = chat.segments(history, tools, True)
+      pieces = chat.segments(full_history, tools, True)
       assert record.prompt_ids.tolist() == tokenizer_lib.encode_chat(tok, pieces).ids
       if parents:
         assert record.fork_reason == 'thinking_closed'
-    known.append((tools, [*history, message], record))
+    known.append((tools, [*full_history, message], record))
     history = [*history, message, *reply_to(message, data.draw(texts))]
 
   # Nothing lost, nothing counted twice.

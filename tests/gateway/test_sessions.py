@@ -115,13 +115,13 @@ def test_what_is_refused_evicts_nobody(serve):
   )
   for key in ('a', 'b'):
     assert ask(gateway, key).status_code == 200
-  late = [{'role': 'user', 'content': 'x'}, {'role': 'system', 'content': 'late'}]
+  orphan = [{'role': 'user', 'content': 'x'}, {'role': 'tool', 'content': 'of no call'}]
   long = [{'role': 'user', 'content': 'a b ' * 200}]
   for i in range(20):
     for status, fields in (
       (404, {'model': 'other'}),
       (400, {'messages': []}),
-      (400, {'messages': late}),
+      (400, {'messages': orphan}),
       (400, {'messages': long}),
       (400, {'logit_bias': {'five': 3}}),
     ):

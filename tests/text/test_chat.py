@@ -13,12 +13,19 @@ SOME_TEXT = st.text('ab \n<>[]~!é🙂', max_size=8) | st.sampled_from(
 )
 
 
+SYSTEMS = st.sampled_from(
+  [[]] * 6 + [[{'role': 'system', 'content': 'L'}], [{'role': 'developer'}] * 2]
+)
+
+
 @st.composite
 def conversations(draw):
-  """System or none, then user turns, each with tool cycles and an answer."""
+  """User turns, each with tool cycles and an answer; system messages anywhere."""
   messages = draw(st.sampled_from([[], [{'role': 'system', 'content': 'S'}]]))[:]
   for _ in range(draw(st.integers(1, 2))):
+    messages += draw(SYSTEMS)
     messages.append({'role': 'user', 'content': draw(SOME_TEXT)})
+    messages += draw(SYSTEMS)
     for _ in range(draw(st.integers(0, 2))):
       count = draw(st.integers(1, 2))
       function = {'name': 'sh', 'arguments': {'cmd': draw(SOME_TEXT)}}
@@ -32,6 +39,7 @@ def conversations(draw):
       )
       for _ in range(count):
         messages.append({'role': 'tool', 'content': draw(SOME_TEXT)})
+        messages += draw(SYSTEMS)
     messages.append(
       {'role': 'assistant', 'content': 'c', 'reasoning_content': 'r' + draw(SOME_TEXT)}
     )
@@ -110,6 +118,39 @@ def test_list_content_of_a_tool_message():
   )
 
 
+def _late(*before, after=()):
+  late = {'role': 'developer', 'content': 'late'}
+  return chat.render([*before, late, *after]).removeprefix(chat.render([USER]))
+
+
+def test_system_messages_in_a_conversation():
+  """In place, or joined to what is before them; never at the front, never a user."""
+  asked = {'role': 'assistant', 'reasoning_content': 'r', 'tool_calls': [CALL]}
+  result = {'role': 'tool', 'content': 'out'}
+  said = {'role': 'assistant', 'content': 'so', 'reasoning_content': 'r'}
+  kept = '<think>\nr\n</think>\n\n'
+  assert chat.render([USER, {'role': 'system', 'content': 'late'}]) == chat.render(
+    [{'role': 'user', 'content': 'x\n\nlate'}]
+  )
+  assert _late(USER, asked, result).endswith(
+    ']~b]tool\n<response>out\n\nlate</response>[e~[\n'
+  )
+  assert kept in _late(USER, asked, result)
+  parts = result | {'content': [{'type': 'text', 'text': 'out'}]}
+  assert _late(USER, asked, parts).endswith(
+    '<response>out\n</response>\n<response>late\n</response>[e~[\n'
+  )
+  # Between two results of one block, and between a call and its result.
+  assert _late(USER, asked, result, after=[result]).endswith(
+    '<response>out\n\nlate</response>\n<response>out</response>[e~[\n'
+  )
+  assert '[e~[\n]~b]system\nlate[e~[\n]~b]tool' in _late(USER, asked, after=[result])
+  assert _late(USER, said) == f']~b]ai\n{kept}so[e~[\n]~b]system\nlate[e~[\n'
+  # At the front, all are one text.
+  systems = [{'role': 'system', 'content': 'S'}, {'role': 'developer', 'content': 'D'}]
+  assert chat.render([*systems, USER]).startswith(']~!b[]~b]system\nS\n\nD[e~[\n]~b]u')
+
+
 CALL = {'id': 'c', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}
 USER = {'role': 'user', 'content': 'x'}
 
@@ -135,7 +176,6 @@ def _calling(**function):
       ],
       r'messages\[4\]: a tool message needs',
     ),
-    ([USER, {'role': 'system', 'content': 'x'}], r'messages\[1\]: a system message'),
     ([{'role': 'user', 'content': 5}], r'messages\[0\].content is int'),
     (
       [{'role': 'user', 'content': [{'type': 'image_url'}]}],

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax.text import chat, markup, tokenizer
+from m2jax.text import chat, invokes, markup, parsing, tokenizer
 from m2jax.text.parsing import Status
 
 PLAIN = st.text('ab \n<>[]~é🙂', max_size=12)
@@ -83,7 +83,9 @@ PIECES = st.lists(
   | st.sampled_from(
     [
       '\n', '\n\n', '<invoke name="sh">', '</invoke>', '<parameter name="cmd">',
-      '</parameter>', *markup.SPECIAL_TOKENS, ' word',
+      '</parameter>', *markup.SPECIAL_TOKENS, ' word', '</invoke>\n<invoke name="sh">',
+      '</parameter>\n<parameter name="n">', '</parameter>\n</invoke>', '<invoke name=',
+      '<parameter name="cmd">ls</parameter>', '</invoke>' + ' ' * 200 + '<invoke name=',
     ]
   ).map(chat.Piece)
   | PLAIN.map(chat.Piece),
@@ -92,10 +94,10 @@ PIECES = st.lists(
 
 
 @settings(deadline=None, max_examples=400)
-@given(PIECES, st.data())
-def test_cutting_plain_text_changes_nothing(whole_pieces, data):
+@given(PIECES, st.sampled_from(invokes.VERSIONS), st.data())
+def test_cutting_plain_text_changes_nothing(whole_pieces, version, data):
   """A stream must end with what the whole response says, however its text was cut."""
-  parser = chat.StreamParser(TOOLS)
+  parser = chat.StreamParser(TOOLS, version)
   deltas = []
   for piece in whole_pieces:
     cuts = {0, len(piece.text)}
@@ -105,9 +107,13 @@ def test_cutting_plain_text_changes_nothing(whole_pieces, data):
     for start, end in zip(cuts, cuts[1:], strict=False):
       deltas += parser.feed([chat.Piece(piece.text[start:end], piece.special)])
   deltas += parser.finish()
-  whole = chat.parse(whole_pieces, TOOLS)
+  whole = chat.parse(whole_pieces, TOOLS, version)
   assert parser.message == whole
   assert parser.message.call_text == whole.call_text
+  raw = [call.raw for call in (*whole.tool_calls, *whole.broken_calls)]
+  assert [
+    c.raw for c in (*parser.message.tool_calls, *parser.message.broken_calls)
+  ] == raw
   joined = {'reasoning_content': '', 'content': ''}
   for delta in deltas:
     if delta.kind != 'tool_call':
@@ -115,6 +121,10 @@ def test_cutting_plain_text_changes_nothing(whole_pieces, data):
   assert joined == {'reasoning_content': whole.reasoning, 'content': whole.content}
   calls = [delta.call for delta in deltas if delta.kind == 'tool_call']
   assert calls == list(whole.tool_calls)
+
+
+def _raw(message):
+  return [call.raw for call in (*message.tool_calls, *message.broken_calls)]
 
 
 @settings(deadline=None, max_examples=200)
@@ -158,6 +168,19 @@ def test_any_text_gives_a_message_that_can_be_sent(text):
   assert (message.status == 'ok') <= (not message.broken_calls)
 
 
+@settings(deadline=None, max_examples=300)
+@given(PIECES, st.sampled_from(invokes.VERSIONS))
+def test_nothing_that_was_generated_is_lost(generated, version):
+  """What is neither markup nor white space is in reasoning, content or a call."""
+  letters = [chat.Piece(p.text.replace(' word', f' w{i}')) if not p.special else p
+             for i, p in enumerate(generated)]  # fmt: skip
+  message = chat.parse(letters, TOOLS, version)
+  calls = ' '.join(call.raw for call in message.tool_calls)
+  for i, piece in enumerate(letters):
+    if f' w{i}' in piece.text:
+      assert f'w{i}' in message.reasoning + message.shown + calls
+
+
 def test_stream_sends_text_as_soon_as_it_cannot_be_markup():
   """Streaming that waits for the end would not be streaming."""
   parser = chat.StreamParser()
@@ -172,6 +195,57 @@ def test_stream_sends_text_as_soon_as_it_cannot_be_markup():
   assert parser.finish() == [('content', '\n', None)]
   with pytest.raises(ValueError, match='after finish'):
     feed('more')
+
+
+def test_a_call_is_sent_when_the_next_one_begins():
+  """Of parallel calls, the first can run while the model still writes the second."""
+  parser = chat.StreamParser(TOOLS)
+  text = call_text(cmd='a').removesuffix('</minimax:tool_call>')
+  parser.feed(parsing.pieces('r</think>' + text))
+  (delta,) = parser.feed([chat.Piece('<invoke name="sh">')])
+  assert delta.call.arguments == {'cmd': 'a'}
+  parser.finish()
+  assert parser.message.status == Status.UNCLOSED_BLOCK
+  assert len(parser.message.tool_calls) == 1
+
+
+@pytest.mark.parametrize(
+  ('after', 'content'),
+  [
+    (' and then', 'and then'),
+    ('\n\nDone.\n', 'Done.\n'),
+    (' \n', ''),
+    (' one' + call_text(cmd='b') + 'two', 'one\ntwo'),
+    ('one\n' + call_text(cmd='b') + '\n', 'one'),
+  ],
+)
+@pytest.mark.parametrize('before', ['', 'I look.'])
+def test_text_after_a_call_is_content(before, after, content):
+  """A client that shows or stores the answer gets all of it, in order."""
+  message = chat.parse(f'r</think>{before}\n{call_text(cmd="a")}{after}[e~[', TOOLS)
+  assert message.tool_calls[0].arguments == {'cmd': 'a'}
+  assert message.content == message.shown == '\n'.join(filter(None, (before, content)))
+  assert (message.status == Status.OK) == (not content)
+
+
+@pytest.mark.parametrize(
+  ('block', 'calls', 'shown'),
+  [
+    ('\n<invoke name="sh">\n</invoke>\nwhy\n', 1, '\nwhy\n'),
+    ('\n<invoke name="sh">\n</invoke>\n<invoke name="sh">x</invoke>', 1,
+     '<invoke name="sh">x</invoke>'),
+    ('<invoke name="">x</invoke>', 0,
+     '<minimax:tool_call><invoke name="">x</invoke></minimax:tool_call>'),
+  ],
+)  # fmt: skip
+def test_what_cannot_be_read_in_a_block_is_shown(block, calls, shown):
+  """An agent whose second call was malformed can see which one did not run."""
+  text = f'r</think>I look.\n<minimax:tool_call>{block}</minimax:tool_call>'
+  message = chat.parse(text, TOOLS)
+  assert len(message.tool_calls) == calls
+  assert message.content == 'I look.'
+  assert message.to_openai()['content'] == 'I look.\n' + shown
+  assert message.status == Status.MALFORMED_STRUCTURE
 
 
 @pytest.mark.parametrize(
@@ -235,19 +309,61 @@ def test_statuses(text, status, calls, broken):
     ({'type': ['string', 'null']}, 'ls', 'ls'),
     ({'type': ['string', 'integer']}, '7', 7),
     ({'type': ['string', 'integer']}, 'x', 'x'),
-    ({'anyOf': [{'type': 'integer'}, {'type': 'null'}]}, 'nil', None),
+    ({'anyOf': [{'type': 'integer'}, {'type': 'null'}]}, 'null', None),
+    ({'type': 'string', 'default': None}, 'null', None),
+    ({'type': 'string', 'default': None}, 'None', 'None'),
+    ({'type': 'string', 'nullable': True}, 'null', None),
+    ({'anyOf': [{'type': 'string'}, {'type': 'null'}]}, 'none', 'none'),
+    ({'enum': ['a', None]}, 'null', None),
+    ({'const': None}, 'null', None),
+    ({'type': 'string'}, 'null', 'null'),
+    ({'type': 'string', 'default': ''}, 'null', 'null'),
     ({'anyOf': [{'type': 'integer'}, {'type': 'null'}]}, '3', 3),
     ({'enum': [1, 2]}, '2', 2),
     ({'enum': ['a', 'b']}, '2', '2'),
+    ({'enum': ['a', 1]}, '1', 1),
+    ({'const': 5}, '5', 5),
     ({'$ref': '#/x'}, '{"a": 1}', {'a': 1}),
-    ({}, '12', '12'),
+    ({'$ref': '#/$defs/color'}, '12', '12'),
+    ({'$ref': '#/$defs/count'}, '12', 12),
+    ({'$ref': '#/$defs/loop'}, 'null', None),
+    ({'allOf': [{'$ref': '#/$defs/count'}, {'title': 'T'}]}, '12', 12),
+    # A number keeps its digits.
+    ({'type': 'number'}, '9007199254740993', 2**53 + 1),
+    ({'type': 'number'}, '9007199254740993.0', 2**53 + 1),
+    ({'type': 'number'}, '-9223372036854775807', 1 - 2**63),
+    ({'type': 'number'}, '1e3', 1000),
+    ({'type': 'integer'}, '18446744073709551615', 2**64 - 1),
+    # No type, or any: what is JSON is that value.
+    ({}, '12', 12),
+    ({}, '{"a": [1]}', {'a': [1]}),
+    ({}, 'ls -l', 'ls -l'),
+    ({'description': 'd'}, 'true', True),
+    (True, '[1]', [1]),
+    ({'type': 'any'}, 'ls', 'ls'),
+    ({'type': 'any'}, '{"a": 1}', {'a': 1}),
+    ({'type': 'any'}, 'null', None),
+    ({'anyOf': [{}, {'type': 'integer'}]}, '[', '['),
     (None, 'true', 'true'),
+    (None, 'null', 'null'),
+    # Where a string is allowed, only JSON's own spelling is another type.
+    ({'type': ['string', 'integer']}, '007', '007'),
+    ({'type': ['string', 'integer']}, '1_000', '1_000'),
+    ({'type': ['string', 'boolean']}, 'yes', 'yes'),
+    ({'type': ['string', 'boolean']}, 'true', True),
+    ({'type': ['string', 'number']}, '1.50', 1.5),
   ],
 )
 def test_types(schema, text, value):
   """An agent's tool gets the type its schema declares; a string stays a string."""
   properties = {} if schema is None else {'p': schema}
-  tools = [{'name': 'f', 'parameters': {'properties': properties}}]
+  definitions = {
+    'color': {'type': 'string', 'enum': ['12']},
+    'count': {'type': 'integer'},
+    'loop': {'anyOf': [{'$ref': '#/$defs/loop'}, {'type': 'null'}]},
+  }
+  parameters = {'properties': properties, '$defs': definitions}
+  tools = [{'name': 'f', 'parameters': parameters}]
   message = chat.parse('r</think>' + call_text('f', p=text), tools)
   (call,) = message.tool_calls
   assert call.arguments == {'p': value}
@@ -271,6 +387,12 @@ def test_types(schema, text, value):
     ('object', '{"a": ' + '9' * 30 + '}'),
     ('array', '[' * 100 + ']' * 100),
     ('integer', '9' * 30),
+    ('integer', '1_000'),
+    ('integer', 'null'),
+    ('integer', 'none'),
+    ('number', '9' * 30),
+    ('number', '9' * 5000),
+    (['integer', 'null'], 'nil'),
   ],
 )
 def test_unfit_values_stay_text(kind, text):

@@ -30,9 +30,9 @@ from __future__ import annotations
 from typing import Any
 
 from m2jax.gateway import fields, protocol, sampling
+from m2jax.gateway import messages as messages_lib
 from m2jax.gateway.errors import invalid, unsupported
 
-BILLING = 'x-anthropic-billing-header:'
 NO_THREADS = 'thread_unsupported_request'
 REMINDER = '<system-reminder>'
 _LONGEST_NAME = 128
@@ -110,8 +110,9 @@ def _system(value: Any, ignored: list[str]) -> list[dict]:
   texts = [value] if isinstance(value, str) else [
     fields.part(block, f'system[{i}]', ('text',)) for i, block in enumerate(value)
   ]  # fmt: skip
-  kept = [text for text in texts if not text.startswith(BILLING)]
-  ignored += ['billing_header'] * (len(texts) - len(kept))
+  kept = [messages_lib.without_billing(text) for text in texts]
+  ignored += [messages_lib.BILLING] * sum(map(str.__ne__, kept, texts))
+  kept = list(filter(None, kept))
   return [{'role': 'system', 'content': '\n\n'.join(kept)}] if kept else []
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 from typing import Any
 
 from m2jax.gateway import fields, protocol, sampling
+from m2jax.gateway import messages as messages_lib
 from m2jax.gateway.errors import invalid, unsupported
 
 ROLES = ('system', 'user', 'assistant', 'tool')
@@ -59,8 +60,9 @@ def parse(data: dict) -> protocol.Parsed:
   logprobs = fields.flag(data, 'logprobs')
   tools = _tools(data.get('tools'))
   tools, ignored = _tool_choice(data.get('tool_choice'), tools)
+  messages, dropped = messages_lib.normalised(data.get('messages'))
   return protocol.parsed(
-    _messages(data.get('messages')),
+    _messages(messages),
     tools,
     model=model,
     max_tokens=fields.positive(data, 'max_completion_tokens', 'max_tokens'),
@@ -71,7 +73,7 @@ def parse(data: dict) -> protocol.Parsed:
     top_logprobs=_top_logprobs(data, logprobs),
     n=_n(data),
     stop=fields.stops(data.get('stop'), 'stop'),
-    ignored=ignored + fields.unknown(data, _KNOWN),
+    ignored=ignored + dropped + fields.unknown(data, _KNOWN),
   )
 
 
