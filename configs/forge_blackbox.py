@@ -70,7 +70,7 @@ def mini_swe_agent(environment: str = sys.prefix) -> dict:
       MSWEA_SILENT_STARTUP='1',
       MSWEA_COST_TRACKING='ignore_errors',
       MSWEA_GLOBAL_CONFIG_DIR='/tmp/mini',
-      MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT='3',
+      MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT='1',  # a failed gateway masks
       LITELLM_LOCAL_MODEL_COST_MAP='True',  # it would ask the network
     ),
     author=dict(
@@ -83,9 +83,23 @@ def mini_swe_agent(environment: str = sys.prefix) -> dict:
 
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  if variant not in ('', 'smoke', 'whitebox'):
+    raise ValueError(f'unknown variant {variant!r}: want smoke or whitebox')
   c = forge.get_config('smoke' if variant == 'smoke' else '')
-  c.episodes.update(
-    agent=mini_swe_agent(),
-    concurrency=4,
-  )
+  c.teacher.malformed_call = 0.0  # the agent answers one with a message of the user
+  c.gateway.default_max_tokens = c.episodes.agent.max_tokens  # it sends no limit
+  if variant != 'whitebox':
+    del c.episodes.agent
+    c.episodes.agent = mini_swe_agent()
+    c.episodes.concurrency = 4  # an episode takes a core for seconds
+    c.episodes.limits.update(cpu_s=30, wall_s=120.0, memory_bytes=1 << 30)
+  c.eval_tasks, c.dev_tasks = 100, 0
+  c.sft.demonstrations = 600
+  c.rl.update(steps=12, groups_per_step=4, group_size=8, capacity=8)
+  c.rl.update(dev_every=0, patience=0, item_deadline_s=900.0)
+  c.rl.optimizer.schedule.update(total_steps=12, decay_steps=6)
+  if variant == 'smoke':
+    c.eval_tasks = 2
+    c.sft.update(demonstrations=6)
+    c.rl.update(steps=2, groups_per_step=1, group_size=2, capacity=2, refill_factor=1.0)
   return fields.complete(c, ForgeConfig)
