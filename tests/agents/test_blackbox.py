@@ -10,8 +10,10 @@ import time
 import numpy as np
 import pytest
 
+from experiments import common
 from m2jax import sandbox
 from m2jax.agents import blackbox, episodes, relay
+from m2jax.forge.config import ForgeConfig
 from m2jax.tasks import terminal
 from tests.gateway.conftest import response_text
 
@@ -309,3 +311,27 @@ def test_limits_are_positive():
   with pytest.raises(ValueError, match='Limits.requests=0: must be positive'):
     relay.Limits(requests=0)
   assert np.all([v > 0 for v in vars(relay.Limits()).values()])
+
+
+def test_the_pages_agent_solves_a_task(play, tok, tmp_path, monkeypatch):
+  """docs/agents.md and the README: an agent around OpenAI's client, and its config."""
+  root = blackbox.Path(__file__).parent.parent.parent
+  (agent,) = re.findall(
+    r'```python\n(# loop.py.*?)```', (root / 'docs/agents.md').read_text(), re.DOTALL
+  )
+  (config,) = re.findall(
+    r'```python\n(# my_agent.py.*?)```', (root / 'README.md').read_text(), re.DOTALL
+  )
+  (tmp_path / 'agent').mkdir()
+  (tmp_path / 'agent' / 'loop.py').write_text(agent)
+  monkeypatch.chdir(tmp_path)
+  scope = {}
+  exec(config, scope)
+  values = scope['get_config']('smoke').to_dict()
+  made = common.build(ForgeConfig, values).episodes
+  assert made.agent.author.rename == {'sh': 'run', 'cmd': 'line'}
+  spec = terminal.spec('train', 5, family='steps_2')
+  shown = {name: getattr(made.agent, name) for name in ('command', 'read_only')}
+  policy = solver(tok, terminal.make(spec))
+  (t,), *_ = play(policy=policy, spec=spec, limits=made.limits, **shown)
+  assert (t.end_reason, t.success, t.error) == ('answer', 1.0, '')
