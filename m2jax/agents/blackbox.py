@@ -5,18 +5,18 @@ Its only way out is a port on 127.0.0.1 that leads to the gateway as this episod
 (`relay`); the key in its environment is a dummy. The trajectory is what the gateway saw
 (docs/facts/m2-and-forge.md §4.4). The answer is what the command prints.
 
-How an episode ends, checked in this order:
+How an episode ends; the first that applies:
 
+  max_turns       more requests than `relay.requests`
+  limit           another limit of `relay.Limits` for the whole episode
   infrastructure  the gateway did not serve the last request; the command never got a
                   completion; or it ran out of time and had spent most of it waiting for
                   completions: masked from the loss (law 5)
-  max_turns       more requests than `relay.requests`
-  limit           another limit of `relay.Limits` for the whole episode
   timeout         killed after `sandbox.Limits.wall_s`
   exit            a status other than 0, or killed for its output or memory
   answer          status 0
 
-The task judges 'answer'; the other ends below 'infrastructure' have success 0.
+The task judges 'answer'; the others have success 0, except for 'infrastructure'.
 """
 
 from __future__ import annotations

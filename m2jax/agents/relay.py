@@ -26,6 +26,7 @@ import httpx
 from absl import logging
 
 from m2jax.agents.agent import Endpoint
+from m2jax.agents.transcript import Exchange
 from m2jax.checks import require
 
 _READ_BYTES = 1 << 16
@@ -35,14 +36,13 @@ _TARGET = re.compile(
   r'|/tokenize|/'
 )
 # Of the connection (RFC 9110 §7.6.1), of the body as it arrived, and credentials.
+_HOP = 'connection keep-alive proxy-connection te trailer transfer-encoding upgrade '
 _DROPPED = frozenset(
-  'connection keep-alive proxy-connection te trailer transfer-encoding upgrade host '
-  'content-length expect authorization proxy-authorization x-api-key api-key '
+  _HOP.split()
+  + 'host content-length expect authorization proxy-authorization x-api-key api-key '
   'cookie'.split()
 )
-_OF_RESPONSES = frozenset(
-  'connection keep-alive proxy-connection trailer transfer-encoding upgrade'.split()
-)
+_OF_RESPONSES = frozenset(_HOP.split())
 _COMPLETIONS = ('/v1/chat/completions', '/v1/messages', '/v1/responses')
 _GATEWAY_FAILED = (429, 500, 502, 503, 504)
 
@@ -72,21 +72,6 @@ class Limits:
       check(getattr(self, field.name) > 0, field.name, 'positive')
 
 
-@dataclasses.dataclass
-class Exchange:
-  """A request and its response, for the report: not what is trained.
-
-  Attributes:
-    path: of the request.
-    request: its body.
-    response: body of a response that was not streamed; else None.
-  """
-
-  path: str
-  request: dict[str, Any]
-  response: dict[str, Any] | None = None
-
-
 class _Refused(Exception):
   """A request that is not passed on."""
 
@@ -107,7 +92,6 @@ class Relay:
     requests, connections, total_bytes: counts so far.
     answered: number of completions.
     failure: why the gateway did not serve the last request; '' if it did.
-    waited_s: time during which at least one request waited for the gateway.
     last: the last completion.
   """
 
@@ -140,13 +124,19 @@ class Relay:
     self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     self.requests = self.connections = self.total_bytes = self.answered = 0
     self.failure = ''
-    self.waited_s = 0.0
+    self._waited_s = 0.0
     self.last: Exchange | None = None
 
   @property
   def port(self) -> int:
     """The port on 127.0.0.1, as the sandbox's commands see it."""
     return self._listener.getsockname()[1]
+
+  @property
+  def waited_s(self) -> float:
+    """Time so far during which at least one request waited for the gateway."""
+    now = time.monotonic() - self._waiting_since_s if self._waiting else 0.0
+    return self._waited_s + now
 
   async def start(self) -> None:
     """Accepts connections."""
@@ -280,7 +270,7 @@ class Relay:
     finally:
       self._waiting -= 1
       if not self._waiting:
-        self.waited_s += time.monotonic() - self._waiting_since_s
+        self._waited_s += time.monotonic() - self._waiting_since_s
 
 
 class _Connection:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from m2jax.agents.relay import Exchange
-
 # What the template renders of a message (`text.chat`).
 _FIELDS = ('role', 'content', 'reasoning_content', 'tool_calls', 'tool_call_id')
 _CALL_FIELDS = ('id', 'type', 'function')
+
+
+@dataclasses.dataclass
+class Exchange:
+  """A request and its response, for the report: not what is trained.
+
+  Attributes:
+    path: of the request.
+    request: its body.
+    response: body of a response that was not streamed; else None.
+  """
+
+  path: str
+  request: dict[str, Any]
+  response: dict[str, Any] | None = None
 
 
 class Transcript(NamedTuple):

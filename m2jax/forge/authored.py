@@ -24,7 +24,7 @@ from m2jax import agents, tasks
 from m2jax.agents.episodes import EpisodeConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
-from m2jax.rollout.api import GenerateRequest, GenerateResult
+from m2jax.rollout.api import GenerateRequest, GenerateResult, NewTokens
 from m2jax.text import chat, markup, tokenizer
 
 # Prompts are only read by the author: a tokenizer of little more than bytes is enough.
@@ -98,11 +98,11 @@ class Author:
       script = self._scripts[max(found, key=len)]
       turn = script.answer(ids.tobytes(), _observation(text))
     tokens = self._encode(turn)
+    certain, version = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), int)
     if on_tokens is not None:
-      on_tokens(tokens.tolist())
+      on_tokens(NewTokens(tokens.tolist(), certain))
     future = concurrent.futures.Future()
-    zeros = np.zeros(len(tokens))
-    future.set_result(GenerateResult(tokens, zeros, zeros.astype(int), 'stop'))
+    future.set_result(GenerateResult(tokens, certain, version, 'stop'))
     return _Handle(future)
 
   def stats(self) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import fastapi
 from starlette.responses import JSONResponse
 
-from m2jax.gateway.app import Bodies, Disconnected, bearer
 from m2jax.gateway.errors import ApiError, invalid, too_large
+from m2jax.gateway.receiving import Bodies, Disconnected, bearer
 
 _BODY_BYTES = 64 << 10
 _REASONS = (
