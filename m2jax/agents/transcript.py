@@ -47,7 +47,7 @@ def of(exchange: Exchange | None) -> Transcript:
     shown = request.get('messages') or request.get('input') or ()
     return Transcript([_readable(item) for item in shown if isinstance(item, dict)])
   messages = [m for m in request.get('messages') or () if isinstance(m, dict)]
-  messages += [choice['message'] for choice in response.get('choices') or ()]
+  messages += [choice['message'] for choice in (response.get('choices') or ())[:1]]
   return Transcript([*map(_rendered, messages)], request.get('tools') or ())
 
 
