@@ -82,6 +82,10 @@ class BlackboxConfig(AgentConfig):
     for directory in map(Path, self.read_only):
       absolute = directory.is_absolute() and directory.is_dir()
       check(absolute, 'read_only', f'absolute directories; {directory} is none')
+      own = any(map(directory.is_relative_to, ('/tmp', '/workspace')))
+      check(
+        not own, 'read_only', f"elsewhere: {directory} is hidden by the command's own"
+      )
       hidden = not _shows_tasks(directory.resolve())
       check(
         hidden,

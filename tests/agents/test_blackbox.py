@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import os
+import pathlib
 import re
+import tempfile
 import textwrap
 import time
 
@@ -296,13 +299,16 @@ def test_tasks_are_out_of_sight(play):
   assert t.answer == 'hidden False'
 
 
-def test_a_directory_that_shows_the_tasks_is_refused(tmp_path):
-  root = str(blackbox.Path(__file__).parent.parent.parent)
-  for directory in (root, root + '/m2jax'):
+def test_a_directory_that_shows_the_tasks_is_refused(folder, monkeypatch):
+  (folder / 'm2jax').mkdir()
+  monkeypatch.setattr(blackbox.m2jax, '__path__', [str(folder / 'm2jax')])
+  for directory in (str(folder), str(folder / 'm2jax')):
     with pytest.raises(ValueError, match='BlackboxConfig.read_only.*their answers'):
       blackbox.BlackboxConfig(command='x', read_only=(directory,))
   with pytest.raises(ValueError, match='read_only.*is none'):
-    blackbox.BlackboxConfig(command='x', read_only=(str(tmp_path / 'no'),))
+    blackbox.BlackboxConfig(command='x', read_only=('/usr/none-such',))
+  with pytest.raises(ValueError, match='read_only.*hidden by the command'):
+    blackbox.BlackboxConfig(command='x', read_only=('/tmp',))
   with pytest.raises(ValueError, match='BlackboxConfig.command'):
     blackbox.BlackboxConfig()
 
@@ -313,18 +319,26 @@ def test_limits_are_positive():
   assert np.all([v > 0 for v in vars(relay.Limits()).values()])
 
 
-def test_the_pages_agent_solves_a_task(play, tok, tmp_path, monkeypatch):
+@pytest.fixture
+def folder():
+  """A directory that is not below the command's own /tmp."""
+  with tempfile.TemporaryDirectory(dir='/var/tmp') as path:
+    os.chmod(path, 0o755)
+    yield pathlib.Path(path)
+
+
+def test_the_pages_agent_solves_a_task(play, tok, folder, monkeypatch):
   """docs/agents.md and the README: an agent around OpenAI's client, and its config."""
-  root = blackbox.Path(__file__).parent.parent.parent
+  root = pathlib.Path(__file__).parent.parent.parent
   (agent,) = re.findall(
     r'```python\n(# loop.py.*?)```', (root / 'docs/agents.md').read_text(), re.DOTALL
   )
   (config,) = re.findall(
     r'```python\n(# my_agent.py.*?)```', (root / 'README.md').read_text(), re.DOTALL
   )
-  (tmp_path / 'agent').mkdir()
-  (tmp_path / 'agent' / 'loop.py').write_text(agent)
-  monkeypatch.chdir(tmp_path)
+  (folder / 'agent').mkdir()
+  (folder / 'agent' / 'loop.py').write_text(agent)
+  monkeypatch.chdir(folder)
   scope = {}
   exec(config, scope)
   values = scope['get_config']('smoke').to_dict()
