@@ -64,7 +64,7 @@ class Row:
 
 def arm_of(stage: str, config: Mapping) -> str:
   """Name of the arm of a stage of a run with these settings, and its other agent."""
-  agent = config['episodes']['agent']['kind']
+  agent = config.get('episodes', {}).get('agent', {}).get('kind', 'whitebox')
   return _phase(stage, config) + (f', {agent}' if agent != 'whitebox' else '')
 
 
