@@ -63,7 +63,12 @@ class Row:
 
 
 def arm_of(stage: str, config: Mapping) -> str:
-  """Name of the arm of a stage of a run with these settings."""
+  """Name of the arm of a stage of a run with these settings, and its other agent."""
+  agent = config.get('episodes', {}).get('agent', {}).get('kind', 'whitebox')
+  return _phase(stage, config) + (f', {agent}' if agent != 'whitebox' else '')
+
+
+def _phase(stage: str, config: Mapping) -> str:
   if stage == 'after SFT':
     return 'SFT'
   if stage == 'after more SFT':

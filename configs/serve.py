@@ -4,7 +4,8 @@ COMMAND: python -m experiments.serve --config=configs/serve.py \
            --checkpoint=workdir/forge --port=8000
 HARDWARE: two CPU cores.
 RESULT: prints the base URL and a call to try; Ctrl-C stops it. With --workdir the
-  completions are kept in its served.db.
+  completions are kept in its served.db, with the rewards of episodes that agents begin
+  and end over HTTP (docs/agents.md).
 
 The model and the tokenizer are the checkpoint's. Any API key is a session of its own.
 

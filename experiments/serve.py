@@ -2,6 +2,9 @@
 
   python -m experiments.serve --config=configs/serve.py --checkpoint=workdir/forge \
     --port=8000
+
+With --workdir it records what is sampled, and takes episodes and their rewards over
+HTTP (`gateway.episodes_api`) from whoever has the secret in WORKDIR/admin.key.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from experiments import common, served
 from m2jax.checkpoint import CheckpointError, policy
 from m2jax.forge import roles
 from m2jax.forge.commands import Stopped
+from m2jax.forge.remote import outside, shared
 from m2jax.gateway.config import GatewayConfig
 from m2jax.pool.data_pool import DataPool
 from m2jax.rollout.engine_config import EngineConfig
@@ -68,12 +72,21 @@ def _serve(
   """
   tok = found.load_tokenizer()
   with contextlib.ExitStack() as stack:
-    record = lambda completion: None
+    record, open_episodes = lambda completion: None, lambda server: None
     if common.WORKDIR.value:  # record what is sampled
-      common.workdir().mkdir(parents=True, exist_ok=True)
-      url = f'sqlite:///{common.workdir().absolute()}/served.db'
-      record = stack.enter_context(DataPool(url)).add_completion
-    serving = roles.serving(engine, scheduler, gateway, found.variables, tok, record)
+      workdir = common.workdir()
+      workdir.mkdir(parents=True, exist_ok=True)
+      url = f'sqlite:///{workdir.absolute()}/served.db'
+      pool = stack.enter_context(DataPool(url))
+      record, secret = pool.add_completion, shared.make_secret(workdir / 'admin.key')
+
+      def open_episodes(server):
+        server.take_episodes(outside.Recorded(pool, server.sessions), secret)
+
+    serving = roles.serving(
+      *(engine, scheduler, gateway, found.variables, tok, record),
+      before_start=open_episodes,
+    )
     try:
       running, server = stack.enter_context(serving)
     except OSError as error:

@@ -123,9 +123,10 @@ class Trajectory:
     item: index of its work item, or -1 outside training (evaluation).
     rank: 0 … group_size − 1 within the item.
     task, family: the task's spec string and family name.
-    end_reason: 'answer', 'max_turns', 'length' or 'context', which are judged; or
-      'infrastructure', which is masked from loss and baseline (law 5).
-    error: for 'infrastructure', what failed.
+    end_reason: 'answer', 'max_turns', 'length' or 'context', or of a command
+      'timeout', 'exit' or 'limit', which are judged; or 'infrastructure', which is
+      masked from loss and baseline (law 5).
+    error: for 'infrastructure', what failed; for the ends of a command, the details.
     success: the verifier's verdict in [0, 1].
     wall_s: wall-clock seconds of the episode, including tools.
     tool_calls: number of calls executed.

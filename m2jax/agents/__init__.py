@@ -1,5 +1,21 @@
 """Agents: programs that solve tasks through the gateway (`agents.agent`)."""
 
-from m2jax.agents.agent import Agent, AgentConfig, Endpoint, Outcome, make
+from m2jax.agents.agent import (
+  Agent,
+  AgentConfig,
+  AuthorConfig,
+  Endpoint,
+  Outcome,
+  make,
+  open_task,
+)
 
-__all__ = ['Agent', 'AgentConfig', 'Endpoint', 'Outcome', 'make']
+__all__ = [
+  'Agent',
+  'AgentConfig',
+  'AuthorConfig',
+  'Endpoint',
+  'Outcome',
+  'make',
+  'open_task',
+]

@@ -12,8 +12,24 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from m2jax import kinds
+from m2jax import kinds, sandbox
 from m2jax.tasks import Environment, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class AuthorConfig:
+  """How a scripted author acts through an agent, for demonstrations.
+
+  Attributes:
+    rename: name of a tool or of an argument of the task's -> the agent's.
+    submit: command with which the agent submits `{answer}`: the argument
+      `submit_argument` of its tool `submit_tool`; '' if it answers with a message.
+  """
+
+  rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  submit: str = ''
+  submit_tool: str = ''
+  submit_argument: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +40,13 @@ class AgentConfig:
     kind: module that defines the agent (`m2jax.kinds`).
     system: the agent's system prompt, also used for SFT on demonstrations; None is the
       model's default.
+    author: how a scripted author acts through an agent that writes its own prompts, so
+      that demonstrations are made by running it; None for others.
   """
 
   kind: str
   system: str | None = None
+  author: AuthorConfig | None = None
 
   @classmethod
   def of_kind(cls, kind: str) -> type[AgentConfig]:
@@ -59,11 +78,13 @@ class Outcome:
   """How an episode ended.
 
   Attributes:
-    end_reason: 'answer', 'max_turns', 'length' or 'context'; or 'infrastructure', which
+    end_reason: 'answer', 'max_turns', 'length' or 'context'; of a command also
+      'timeout', 'exit' (a status other than 0) or 'limit'; or 'infrastructure', which
       the model did not cause and which is masked from the loss (law 5).
-    error: for 'infrastructure', what failed.
+    error: for 'infrastructure', what failed; for the ends of a command, the details.
     answer: text of the last assistant message if `end_reason` is 'answer', else ''.
     messages: the whole chat as OpenAI dicts, for the report.
+    tools: those that the agent offered the model, if it chooses them itself.
     tool_calls: number of calls executed.
     tool_errors: number of calls that did not parse, named an unknown tool or had wrong
       arguments.
@@ -74,6 +95,7 @@ class Outcome:
   error: str = ''
   answer: str = ''
   messages: Sequence[dict] = dataclasses.field(default_factory=list)
+  tools: Sequence[Mapping[str, Any]] = ()
   tool_calls: int = 0
   tool_errors: int = 0
   wall_s: float = 0.0
@@ -82,11 +104,16 @@ class Outcome:
 class Agent(abc.ABC):
   """One object serves all episodes, which run concurrently in one event loop.
 
+  Attributes:
+    host: for `Task.open`: what the agent needs of the sandbox's machine; None: nothing.
+
   For each episode `agents.episodes` calls `prepare`, `run`, `finish` and `reward`, in
   this order, while the task's environment is open. `finish` is also called if `run` was
   cancelled or raised. SandboxError and OSError end the episode as 'infrastructure'; any
   other exception is logged and fails the work item.
   """
+
+  host: sandbox.Host | None = None
 
   @abc.abstractmethod
   async def prepare(
@@ -117,3 +144,9 @@ class Agent(abc.ABC):
 def make(config: AgentConfig) -> Agent:
   """Makes the agent of a config."""
   return kinds.module(__package__, config.kind).make(config)
+
+
+def open_task(agent: Agent, task: Task, backend: str, limits: sandbox.Limits):
+  """`task.open` for an episode of the agent."""
+  needs = {} if agent.host is None else {'host': agent.host}
+  return task.open(backend=backend, limits=limits, **needs)

@@ -146,6 +146,8 @@ class Runner:
         outcome, success = await self._act(task, key, mode, sampling or {})
       finally:
         await _settled(self._sessions.close(key))
+    ended = {**vars(outcome), 'messages': tuple(outcome.messages)}
+    del ended['tools']
     return Trajectory(
       session=key,
       item=item,
@@ -153,7 +155,7 @@ class Runner:
       task=task.spec,
       family=task.family,
       success=success,
-      **{**vars(outcome), 'messages': tuple(outcome.messages)},
+      **ended,
     )
 
   async def _act(
@@ -166,7 +168,7 @@ class Runner:
     endpoint = agents.Endpoint(self._base_url, key, config.model, sampling)
     try:
       await _settled(self._sessions.open(key, mode))
-      opened = task.open(backend=config.backend, limits=config.limits)
+      opened = agents.open_task(agent, task, config.backend, config.limits)
       async with opened as environment:
         episode = await agent.prepare(task, environment, endpoint)
         try:

@@ -22,6 +22,7 @@ from m2jax import sharding as sharding_lib
 from m2jax.checkpoint import initial, policy
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.data import chats as chats_lib
+from m2jax.forge import authored
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.optim import optimizer as optimizer_lib
@@ -48,15 +49,20 @@ def make_demonstrations(
       drawn_from = dataclasses.replace(drawn_from, weights=config.sft.families)
     seed = config.seed + 1_000_003
     specs = [tasks.spec(drawn_from, 'train', i, seed=seed) for i in range(total)]
+    on_done = lambda done: on_progress(done / total)
 
     async def collect():
       try:
+        if config.episodes.agent.author is not None:
+          return await authored.collect(
+            specs, config.teacher, config.episodes, on_done=on_done
+          )
         return await demonstrations.collect(
           specs,
           config.teacher,
           backend=config.episodes.backend,
           limits=config.episodes.limits,
-          on_done=lambda done: on_progress(done / total),
+          on_done=on_done,
         )
       finally:
         await sandbox.shutdown()
@@ -68,7 +74,10 @@ def make_demonstrations(
 def chats(
   config: ForgeConfig, demos: Sequence[tasks.Demonstration]
 ) -> list[chats_lib.Chat]:
-  """Demonstrations as the agent's requests, with its system prompt and the tools."""
+  """Demonstrations as the agent's requests, with its system prompt and the tools.
+
+  An agent that writes its own prompts has none to add.
+  """
   system = config.episodes.agent.system
   return [
     chats_lib.Chat(d.task, chats_lib.with_system(d.messages, system), d.tools)

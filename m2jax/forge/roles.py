@@ -49,6 +49,7 @@ def serving(
   tok: Tokenizer,
   record: Callable[[Completion], None],
   version: int = 0,
+  before_start: Callable[[Gateway], None] = lambda server: None,
 ) -> Iterator[tuple[Scheduler, Gateway]]:
   """Runs the engine and the gateway while the context is open.
 
@@ -60,12 +61,14 @@ def serving(
     tok: the tokenizer.
     record: is passed each completion.
     version: policy version of the weights; an update needs a higher one.
+    before_start: is passed the gateway before it listens.
   """
   with contextlib.ExitStack() as stack:
     engine_thread = Scheduler(engine, variables, version, scheduler)
     stack.callback(engine_thread.stop)
     engine_thread.start()
     server = Gateway(gateway, tok, engine_thread, record)
+    before_start(server)
     stack.enter_context(server)
     yield engine_thread, server
 

@@ -10,7 +10,7 @@ gateway.stop()
 
 from __future__ import annotations
 
-from m2jax.gateway import app, session_api, sessions
+from m2jax.gateway import app, episodes_api, session_api, sessions
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.exchange import Engine, Record
 from m2jax.gateway.listener import Listener
@@ -50,10 +50,14 @@ class Gateway:
       limits=sessions.Limits(config.max_session_completions, config.max_session_bytes),
     )
     self._service = ChatService(config, tokenizer, engine, record, self.sessions)
-    application = app.build(self._service)
+    self._application = application = app.build(self._service)
     if remote is not None:
       session_api.add_routes(application, self.sessions, remote)
     self._listener = Listener('gateway', application, config, self._service.counters)
+
+  def take_episodes(self, episodes: episodes_api.Episodes, secret: str) -> None:
+    """Lets agents elsewhere begin and end episodes; call it before the start."""
+    episodes_api.add_routes(self._application, episodes, secret)
 
   def start(self) -> Gateway:
     """Starts listening; returns when the server is ready.

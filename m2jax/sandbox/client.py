@@ -21,6 +21,7 @@ from pathlib import Path
 from m2jax.sandbox import api, seccomp
 
 _HEADER_BYTES = 4
+_REQUEST_BYTES = 8  # of a request's id beside a socket
 _SCRIPT = Path(__file__).parent / 'supervisor'
 _END_S = 5.0  # time for the supervisor to end all commands
 
@@ -41,6 +42,8 @@ class Supervisor(asyncio.Protocol):
     self._next_request = 0
     self._transport = None
     self._socket = None
+    self._descriptors = None  # over which sockets come
+    self._listeners = {}  # that have come, by request
     self._process = None
     self._directory = None
 
@@ -54,17 +57,21 @@ class Supervisor(asyncio.Protocol):
     place = '/tmp' if os.geteuid() == 0 else None
     self._directory = tempfile.mkdtemp(prefix='m2jax-sandbox-', dir=place)
     self._socket, theirs = socket.socketpair()
+    self._descriptors, sender = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    self._descriptors.setblocking(False)
+    given = theirs.fileno(), sender.fileno()
     try:
       self._process = subprocess.Popen(
-        [sys.executable, '-I', '-S', _SCRIPT, str(theirs.fileno()), str(os.getpid())],
+        [sys.executable, '-I', '-S', _SCRIPT, *map(str, (*given, os.getpid()))],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        pass_fds=(theirs.fileno(),),
+        pass_fds=given,
         env=_environment(),
         start_new_session=True,  # the caller handles Ctrl-C
       )
     finally:
       theirs.close()
+      sender.close()
     loop = asyncio.get_running_loop()
     await loop.create_connection(lambda: self, sock=self._socket)
     config = {
@@ -123,6 +130,23 @@ class Supervisor(asyncio.Protocol):
     self._replies[number] = reply = asyncio.get_running_loop().create_future()
     return number, reply
 
+  async def listener(self, number: int, port: int) -> socket.socket:
+    """A socket that listens on a loopback port of a sandbox's network.
+
+    Raises:
+      SandboxError: the port is in use, or the supervisor has exited.
+    """
+    request, reply = self.request('listen', number, port)
+    await reply  # the socket is sent before it
+    with contextlib.suppress(BlockingIOError):
+      while True:
+        sent, fds, _, _ = socket.recv_fds(self._descriptors, _REQUEST_BYTES, 1)
+        owner = int.from_bytes(sent, 'little')
+        self._listeners[owner] = socket.socket(fileno=fds[0])
+        if owner == request:
+          break
+    return self._listeners.pop(request)
+
   def notify(self, operation: str, *arguments) -> None:
     """Sends a request and ignores its reply; no effect if the process has exited."""
     if self.alive:
@@ -143,6 +167,10 @@ class Supervisor(asyncio.Protocol):
     self._wait()
 
   def _wait(self) -> None:
+    for listener in self._listeners.values():  # whose callers were cancelled
+      listener.close()
+    if self._descriptors is not None:
+      self._descriptors.close()
     if self._process is not None:
       try:
         self._process.wait(_END_S)

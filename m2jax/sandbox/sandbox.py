@@ -1,4 +1,4 @@
-"""A sandbox: `exec`, `read`, `write`, `snapshot`, `restore`, `destroy`.
+"""A sandbox: `exec`, `read`, `write`, `listen`, `snapshot`, `restore`, `destroy`.
 
 Backend 'bubblewrap': every command is a bubblewrap run with separate namespaces and
 without a network, under a non-root uid, in a workspace that persists between commands.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -37,6 +38,7 @@ class Sandbox:
     self._uid = uid
     self._root_fd = _open_directory(path)
     self._tree = files.Tree(self._root_fd, uid)
+    self._listeners = []
     self.backend = backend
     self.limits = limits
 
@@ -167,6 +169,41 @@ class Sandbox:
       self._check_open()
       self._tree.write(path, data, mode)
 
+  async def listen(self, port: int) -> socket.socket:
+    """Listens on 127.0.0.1:`port` of the sandbox's own network.
+
+    Only commands of this sandbox can connect, so a connection proves who its client is.
+    The socket stops listening when the sandbox is destroyed; the caller closes it.
+    'rlimit_only' has no network of its own: there the socket is on a free port of this
+    machine, and everybody on it can connect.
+
+    Raises:
+      SandboxError: the port is in use.
+    """
+    self._check_open()
+    if self.backend == 'rlimit_only':
+      listener = socket.create_server(('127.0.0.1', 0))
+    else:
+      asked = asyncio.ensure_future(self._supervisor.listener(self._number, port))
+      try:
+        listener = await asyncio.shield(asked)
+      except asyncio.CancelledError:
+        asked.add_done_callback(_close_unwanted)
+        raise
+    if self._ending is not None:
+      listener.close()
+    self._check_open()
+    self._listeners.append(listener.dup())
+    return listener
+
+  def _stop_listening(self) -> None:
+    """Before another sandbox may get the network."""
+    for listener in self._listeners:
+      with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # also ends that of the caller
+      listener.close()
+    self._listeners.clear()
+
   async def snapshot(self) -> bytes:
     """Returns the workspace as an uncompressed tar, for `restore`.
 
@@ -225,6 +262,7 @@ class Sandbox:
     Kills a running command at once. On return no process of the sandbox is alive.
     """
     if self._ending is None:
+      self._stop_listening()
       # Before waiting for the lock, which a command may hold.
       reply = None
       with contextlib.suppress(api.SandboxError):
@@ -272,6 +310,12 @@ class Sandbox:
 
 def _open_directory(path: str | Path) -> int:
   return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _close_unwanted(asked: asyncio.Future) -> None:
+  """Closes a socket whose caller has stopped waiting for it."""
+  if not asked.cancelled() and asked.exception() is None:
+    asked.result().close()
 
 
 def _clear(fd: int, path: str | Path) -> None:

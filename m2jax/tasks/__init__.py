@@ -1,6 +1,12 @@
 """Tasks: instruction, environment and verdict of an episode (`tasks.task`)."""
 
-from m2jax.tasks.demonstrations import Demonstration, TeacherConfig
+from m2jax.tasks.demonstrations import (
+  Demonstration,
+  Lesson,
+  TeacherConfig,
+  Turn,
+  lesson,
+)
 from m2jax.tasks.task import (
   BadCall,
   Environment,
@@ -17,10 +23,13 @@ __all__ = [
   'Demonstration',
   'Environment',
   'Execute',
+  'Lesson',
   'Task',
   'TasksConfig',
   'TeacherConfig',
+  'Turn',
   'families',
+  'lesson',
   'make',
   'spec',
 ]

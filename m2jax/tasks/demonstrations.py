@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from m2jax import kinds
 from m2jax.tasks import task as task_lib
@@ -53,6 +53,37 @@ class Demonstration:
   tools: Sequence[Mapping[str, Any]]
   success: float
   mistakes: Sequence[str] = ()
+
+
+class Turn(NamedTuple):
+  """A turn of a lesson: a tool call or, without a tool, the answer."""
+
+  thought: str
+  tool: str = ''
+  arguments: Mapping[str, Any] = {}
+  content: str = ''
+
+
+# Yields tool calls, gets their observations, returns the answer.
+Lesson = Generator[Turn, str, Turn]
+
+
+def lesson(task: task_lib.Task, teacher: TeacherConfig, mistakes: list[str]) -> Lesson:
+  """The teacher's turns on a task, for whoever runs its tool calls.
+
+  Args:
+    mistakes: gets the kinds of mistakes made.
+
+  Raises:
+    ValueError: this kind of teacher only demonstrates by itself.
+  """
+  module = kinds.module(__package__, teacher.kind)
+  if not hasattr(module, 'lesson'):
+    raise ValueError(
+      f'kind={teacher.kind!r}: {module.__name__} has no `lesson`, with which '
+      'demonstrations of an agent that writes its own prompts are made'
+    )
+  return module.lesson(task, teacher, mistakes)
 
 
 async def collect(

@@ -11,6 +11,7 @@ and, if demonstrations of its tasks can be made,
 
     TeacherConfig  a `tasks.TeacherConfig`
     demonstrate(task, environment, teacher) -> Demonstration     (a coroutine)
+    lesson(task, teacher, mistakes) -> Lesson      (for agents with their own prompts)
 
 A spec is a string that begins with its kind and a slash; `make` builds the same task
 from it in every process. A verdict depends on the environment and the final answer
@@ -43,10 +44,12 @@ class Environment:
   Attributes:
     execute: runs a tool call in it. Raises BadCall.
     workspace: its directory on the host, for the verifier; None if it has none.
+    box: its sandbox, in which an agent that is a command runs; None if it has none.
   """
 
   execute: Execute
   workspace: Path | None = None
+  box: sandbox.Sandbox | None = None
 
 
 class Task(Protocol):
@@ -77,7 +80,8 @@ class Task(Protocol):
     """Opens a new environment for one attempt; leaving the context destroys it.
 
     Args:
-      backend, limits: for `sandbox.create`, if the environment has a sandbox.
+      backend, limits: for `sandbox.create`, if the environment has a sandbox. A task
+        for agents that are commands also takes `host`.
 
     Raises:
       SandboxError, OSError: an infrastructure failure, which is not judged (law 5).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from m2jax.forge.config import ForgeConfig
 from m2jax.forge.remote import config as config_lib
 from m2jax.forge.remote import shared
 from m2jax.forge.remote.engine_client import RemoteScheduler
+from m2jax.forge.remote.outside import Leased
 from m2jax.gateway.server import Gateway
 from m2jax.gateway.session_api import RemoteSessions
 from m2jax.pool.data_pool import DataPool
@@ -56,13 +58,14 @@ def run(config: ForgeConfig, workdir: Path) -> None:
     key,
     roles.engine_client,
   )
-  with (
-    shared.open_pool(config, workdir) as pool,
-    engine,
-    Gateway(
-      settings, tok, engine, recorder(pool), RemoteSessions(key, max_age_s=age_s)
-    ) as gateway,
-  ):
+  with contextlib.ExitStack() as stack:
+    pool = stack.enter_context(shared.open_pool(config, workdir))
+    stack.enter_context(engine)
+    remote = RemoteSessions(key, max_age_s=age_s)
+    gateway = Gateway(settings, tok, engine, recorder(pool), remote)
+    outside = Leased(pool, gateway.sessions, lease_s=roles.lease_s, max_age_s=age_s)
+    gateway.take_episodes(stack.enter_context(outside), key)
+    stack.enter_context(gateway)
     logging.info('the gateway serves at %s', gateway.base_url)
     print(f'gateway: {gateway.base_url}', flush=True)
     was_alive = True

@@ -36,15 +36,21 @@ def pool_url(config: ForgeConfig, workdir: Path) -> str:
 
 def make_key(config: ForgeConfig, workdir: Path) -> str:
   """The shared secret; makes WORKDIR/roles.key once, unless a file is configured."""
-  path = workdir / _KEY
-  if not config.roles.key_file and not path.exists():
+  if not config.roles.key_file:
+    make_secret(workdir / _KEY)
+  return read_key(config, workdir)
+
+
+def make_secret(path: Path) -> str:
+  """The secret at `path`; makes the file, for this user only, if it does not exist."""
+  if not path.exists():
     new = path.with_suffix('.new')
     new.unlink(missing_ok=True)
     file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(file, 'w', encoding='ascii') as out:
       out.write(secrets.token_urlsafe(32))
     new.rename(path)
-  return read_key(config, workdir)
+  return path.read_text(encoding='ascii').strip()
 
 
 def read_key(config: ForgeConfig, workdir: Path) -> str:

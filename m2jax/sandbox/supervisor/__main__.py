@@ -2,10 +2,12 @@
 
 A fork of the caller (a large, multi-threaded JAX process) would be slow and unsafe, so
 this process forks instead: one thread, the standard library, a few MB. It runs as
-`python -I -S m2jax/sandbox/supervisor SOCKET_FD CALLER_PID`. Requests and replies are
-length-prefixed `marshal` records `(id, operation, arguments)` -> `(id, error or None,
-result)` over a socket pair (both ends are the same interpreter). It exits with its
-caller: at end of file it kills all commands and removes mounts and control groups.
+`python -I -S m2jax/sandbox/supervisor SOCKET_FD DESCRIPTORS_FD CALLER_PID`. Requests
+and replies are length-prefixed `marshal` records `(id, operation, arguments)` -> `(id,
+error or None, result)` over a socket pair (both ends are the same interpreter); open
+sockets for the caller go over a second pair, each in a message with the request's id.
+It exits with its caller: at end of file it kills all commands and removes mounts and
+control groups.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import boxes
 import runs
 
 _HEADER_BYTES = 4
+_REQUEST_BYTES = 8  # of a request's id beside a socket
 _WATCH_CALLER_S = 5.0
 _ENDING_POLL_S = 0.01
 _END_S = 4.0  # less than the caller waits for this process
@@ -31,8 +34,11 @@ _END_S = 4.0  # less than the caller waits for this process
 class Supervisor:
   """Serves one caller until it exits."""
 
-  def __init__(self, connection: socket.socket, caller: int):
+  def __init__(
+    self, connection: socket.socket, descriptors: socket.socket, caller: int
+  ):
     self._connection = connection
+    self._descriptors = descriptors
     self._caller = caller
     self._received = bytearray()
     self._to_send = bytearray()
@@ -65,10 +71,20 @@ class Supervisor:
   def _unstage(self, number: int) -> None:
     self._machine.unstage(self._idle(number))
 
-  def _idle(self, number: int) -> boxes.Box:
+  def _listen(self, request: int, number: int, port: int) -> None:
+    """Sends the caller a socket that listens in the sandbox's network."""
+    with self._machine.listen(self._open_box(number), port) as listener:
+      message = request.to_bytes(_REQUEST_BYTES, 'little')
+      socket.send_fds(self._descriptors, [message], [listener.fileno()])
+
+  def _open_box(self, number: int) -> boxes.Box:
     box = self._boxes.get(number)
     if box is None:
       raise OSError('the sandbox was destroyed')
+    return box
+
+  def _idle(self, number: int) -> boxes.Box:
+    box = self._open_box(number)
     if box.run is not None:
       raise OSError('a command is running')
     return box
@@ -232,6 +248,8 @@ class Supervisor:
     try:
       if operation == 'close':
         self._close(request, *arguments)
+      elif operation == 'listen':
+        self._reply(request, None, self._listen(request, *arguments))
       else:
         self._reply(request, None, handlers[operation](*arguments))
     except ConnectionError:
@@ -250,6 +268,7 @@ class Supervisor:
   def run(self) -> None:
     """Serves until the caller exits, then ends all commands."""
     self._connection.setblocking(False)
+    self._descriptors.setblocking(False)
     self._watch(self._connection.fileno(), self._serve_connection)
     try:
       while os.getppid() == self._caller:
@@ -299,10 +318,11 @@ class Supervisor:
 
 
 def main() -> None:
-  connection = socket.socket(fileno=int(sys.argv[1]))
+  connection, descriptors = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])
   connection.set_inheritable(False)
+  descriptors.set_inheritable(False)
   os.umask(0o022)
-  Supervisor(connection, int(sys.argv[2])).run()
+  Supervisor(connection, descriptors, int(sys.argv[3])).run()
 
 
 if __name__ == '__main__':

@@ -10,6 +10,7 @@ import contextlib
 import os
 import resource
 import signal
+import socket
 import stat
 
 import cgroups as cgroups_lib
@@ -203,6 +204,12 @@ class Machine:
         self._uids_taken.add(uid)
         return uid
     raise OSError(f'all {high - low} uids of the range are in use')
+
+  def listen(self, box: Box, port: int) -> socket.socket:
+    """Listens on a loopback port of the sandbox's network."""
+    if box.network is None:
+      raise OSError('the sandbox has no network of its own')
+    return linux.listen_in(box.network, port)
 
   def stage(self, box: Box) -> str:
     """Creates an empty workspace next to the current one. Returns its directory."""

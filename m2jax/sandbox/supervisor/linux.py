@@ -165,6 +165,18 @@ def enter_network(fd: int) -> None:
   _check(_libc.setns(fd, _CLONE_NEWNET), 'enter the network namespace')
 
 
+def listen_in(network: int, port: int) -> socket.socket:
+  """Listens on a loopback port of a namespace of `new_network`; enters it.
+
+  A socket belongs to the namespace that it was made in, whoever holds it later.
+
+  Raises:
+    OSError: the port is in use.
+  """
+  enter_network(network)
+  return socket.create_server(('127.0.0.1', port))
+
+
 def adopt_orphans() -> None:
   """Makes this process the parent of orphaned descendants."""
   _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), 'become a subreaper')

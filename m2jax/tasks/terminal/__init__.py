@@ -10,7 +10,7 @@ holds everything its task needs, including settings that differ from the default
 from m2jax.tasks.terminal.config import TerminalConfig
 from m2jax.tasks.terminal.families import FAMILIES
 from m2jax.tasks.terminal.task import SPLITS, TerminalTask, families, make, spec
-from m2jax.tasks.terminal.teacher import TeacherConfig, demonstrate
+from m2jax.tasks.terminal.teacher import TeacherConfig, demonstrate, lesson
 
 Config = TerminalConfig
 
@@ -23,6 +23,7 @@ __all__ = [
   'TerminalTask',
   'demonstrate',
   'families',
+  'lesson',
   'make',
   'spec',
 ]

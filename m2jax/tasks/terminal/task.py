@@ -51,7 +51,7 @@ class TerminalTask:
   async def open(self, **create_options: Any) -> AsyncIterator[task_lib.Environment]:
     """Opens a sandbox that holds the files; see `tasks.Task.open`."""
     async with await sandbox.create(contents=self.files, **create_options) as box:
-      yield task_lib.Environment(shell.executor(box), box.workspace)
+      yield task_lib.Environment(shell.executor(box), box.workspace, box)
 
   async def verify(self, environment: task_lib.Environment, answer: str) -> float:
     """The verdict on the files and the answer; see `tasks.Task.verify`."""

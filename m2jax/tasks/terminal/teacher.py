@@ -153,7 +153,7 @@ class _Transcript:
     self.messages.append({'role': 'tool', 'tool_call_id': call_id, 'content': printed})
     return printed
 
-  def answer(self, answer: draw.Answer) -> None:
+  def answer(self, answer: demonstrations.Turn) -> None:
     self.messages.append(
       {
         'role': 'assistant',
@@ -161,6 +161,51 @@ class _Transcript:
         'reasoning_content': answer.thought,
       }
     )
+
+
+def lesson(
+  task: TerminalTask,
+  config: TeacherConfig,
+  mistakes: list[str],
+  attempt: int = 0,
+) -> demonstrations.Lesson:
+  """The teacher's turns; see `demonstrations.lesson`.
+
+  Args:
+    attempt: index of the attempt; each draws its own mistakes.
+  """
+  rng = random.Random(f'teacher/{config.seed}/{attempt}/{task.spec}')
+  rates = config.rates.get(task.family, {})
+
+  def slips(kind: str, rate: float) -> bool:
+    if rng.random() >= rate * config.scale:
+      return False
+    mistakes.append(kind)
+    return True
+
+  def call(thought: str, command: str, argument: str = shell.ARGUMENT):
+    return demonstrations.Turn(thought, shell.NAME, {argument: command})
+
+  steps = FAMILIES[task.family].teach(
+    task.params, lambda kind: slips(kind, rates.get(kind, 0.0))
+  )
+  spare = task.max_tool_calls - task.baseline_calls
+  malformed = spare > 0 and slips('malformed_call', config.malformed_call)
+  spare -= malformed
+  printed = None
+  while True:
+    try:
+      thought, command = steps.send(printed)
+    except StopIteration as end:
+      answer: draw.Answer = end.value
+      return demonstrations.Turn(answer.thought, content=answer.content)
+    if spare and config.looks and rng.random() < config.looks:
+      yield call('look around', 'ls')
+      spare -= 1
+    if malformed:
+      yield call(thought, command, MISNAMED_ARGUMENT)
+      malformed = False
+    printed = yield call(thought, command)
 
 
 async def demonstrate(
@@ -175,39 +220,18 @@ async def demonstrate(
     task: a terminal task.
     environment: the open environment of the task.
     config: rates of mistakes.
-    attempt: index of the attempt; each draws its own mistakes.
+    attempt: as for `lesson`.
   """
-  rng = random.Random(f'teacher/{config.seed}/{attempt}/{task.spec}')
-  rates = config.rates.get(task.family, {})
   mistakes: list[str] = []
-
-  def slips(kind: str, rate: float) -> bool:
-    if rng.random() >= rate * config.scale:
-      return False
-    mistakes.append(kind)
-    return True
-
   chat = _Transcript(task, environment.execute)
-  lesson = FAMILIES[task.family].teach(
-    task.params, lambda kind: slips(kind, rates.get(kind, 0.0))
-  )
-  spare = task.max_tool_calls - task.baseline_calls
-  malformed = spare > 0 and slips('malformed_call', config.malformed_call)
-  spare -= malformed
-  printed = None
+  turns, printed = lesson(task, config, mistakes, attempt), None
   while True:
     try:
-      thought, command = lesson.send(printed)
+      turn = turns.send(printed)
     except StopIteration as end:
-      answer: draw.Answer = end.value
+      answer: demonstrations.Turn = end.value
       break
-    if spare and config.looks and rng.random() < config.looks:
-      await chat.call('look around', {shell.ARGUMENT: 'ls'})
-      spare -= 1
-    if malformed:
-      await chat.call(thought, {MISNAMED_ARGUMENT: command})
-      malformed = False
-    printed = await chat.call(thought, {shell.ARGUMENT: command})
+    printed = await chat.call(turn.thought, turn.arguments)
   chat.answer(answer)
   success = await task.verify(environment, answer.content)
   return demonstrations.Demonstration(

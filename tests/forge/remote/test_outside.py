@@ -1,0 +1,172 @@
+"""Episodes that agents anywhere begin and end over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import httpx
+import pytest
+
+from m2jax.forge.remote.outside import Leased, Recorded
+from m2jax.gateway.config import GatewayConfig
+from m2jax.gateway.server import Gateway
+from m2jax.pool import leases
+from m2jax.pool.data_pool import DataPool
+from m2jax.records import WorkItem
+from m2jax.tasks import terminal
+from tests.gateway.conftest import response_text
+from tests.gateway.scripted_engine import ScriptedEngine
+
+SPEC = terminal.spec('train', 0, family='append')
+
+
+class Client:
+  """Calls of an agent's owner, with the secret unless another key is given."""
+
+  def __init__(self, base_url):
+    self._base_url = base_url
+
+  def post(self, path, body, key='secret'):
+    headers = {'authorization': f'Bearer {key}'}
+    return httpx.post(self._base_url + path, headers=headers, json=body)
+
+  def chat(self, key):
+    messages = [{'role': 'user', 'content': 'hi'}]
+    body = {'model': 'm2jax', 'messages': messages}
+    return self.post('/chat/completions', body, key).status_code
+
+
+@pytest.fixture
+def pool(tmp_path):
+  with DataPool(f'sqlite:///{tmp_path}/pool.db') as pool:
+    yield pool
+
+
+@pytest.fixture
+def start(tok, pool):
+  """start(make): a client of a gateway whose episodes are make(sessions)."""
+  with contextlib.ExitStack() as stack:
+
+    def start(make):
+      engine = ScriptedEngine(lambda request: tok.encode(response_text('so', 'yes')))
+      stack.callback(engine.close)
+      gateway = Gateway(GatewayConfig(), tok, engine, pool.record_completion)
+      gateway.take_episodes(make(gateway.sessions), 'secret')
+      stack.enter_context(gateway)
+      return Client(gateway.base_url)
+
+    yield start
+
+
+def test_an_episode_and_its_reward_are_recorded(start, pool):
+  """Its key ends it, and is of no use afterwards."""
+  client = start(lambda sessions: Recorded(pool, sessions))
+  assert client.post('/episodes', {'task': 'x'}, key='guess').status_code == 401
+  begun = client.post('/episodes', {'task': 'mine/1'})
+  assert begun.status_code == 201
+  key = begun.json()['key']
+  assert [client.chat(key), client.chat(key)] == [200, 200]
+  end = f'/episodes/{key}/end'
+  assert client.post(end, {'success': 1}, key='guess').status_code == 401
+  done = client.post(end, {'success': 0.5, 'end_reason': 'exit', 'error': 'e'}, key=key)
+  assert done.status_code == 200
+  assert client.chat(key) == 401
+  assert client.post(end, {'success': 1.0}).status_code == 404
+  pool.flush()
+  [stored] = pool.sample_trajectories(9, seed=0, evaluation=True)
+  t = stored.trajectory
+  assert (t.session, t.task, t.family, t.success) == (key, 'mine/1', 'mine', 0.5)
+  assert (t.end_reason, t.error, t.item) == ('exit', 'e', -1)
+  assert len(pool.turns(key)) == 2
+
+
+@pytest.mark.parametrize(
+  'body, named',
+  [
+    ({}, 'success'),
+    ({'success': True}, 'success'),
+    ({'success': 1.5}, 'success'),
+    ({'success': '1'}, 'success'),
+    ({'success': 1, 'end_reason': 'won'}, 'end_reason'),
+    ({'success': 1, 'answer': 7}, 'answer'),
+    ([], 'object'),
+  ],
+)
+def test_bad_ends_name_the_field_and_leave_the_episode_open(start, pool, body, named):
+  client = start(lambda sessions: Recorded(pool, sessions))
+  assert 'name the task' in client.post('/episodes', {}).text
+  key = client.post('/episodes', {'task': 'a'}).json()['key']
+  bad = client.post(f'/episodes/{key}/end', body)
+  assert bad.status_code == 400 and named in bad.text
+  assert client.chat(key) == 200
+
+
+def test_a_run_s_items_are_handed_out_and_reported(start, pool):
+  """Each episode of the group goes to one caller; the report comes with the last."""
+  pool.submit(WorkItem(0, SPEC, 2))
+  made = []
+
+  def make(sessions):
+    made.append(Leased(pool, sessions, lease_s=60.0, max_age_s=60.0))
+    return made[0]
+
+  client = start(make)
+  assert 'leave it out' in client.post('/episodes', {'task': 'mine'}).text
+  begun = [client.post('/episodes', {}).json() for _ in range(2)]
+  assert client.post('/episodes', {}).status_code == 503
+  assert {b['task'] for b in begun} == {SPEC}
+  assert {b['instruction'] for b in begun} == {terminal.make(SPEC).instruction}
+  keys = [b['key'] for b in begun]
+  assert all(key.startswith('rl-0-0-') for key in keys) and len(set(keys)) == 2
+  for key, success in zip(keys, (1.0, 0.0), strict=True):
+    assert client.chat(key) == 200
+    [lease] = pool.open_leases()
+    assert lease.report is None
+    assert client.post(f'/episodes/{key}/end', {'success': success}).status_code == 200
+  [lease] = pool.open_leases()
+  assert lease.report == leases.COMPLETE and made[0].reported == 1
+  pool.complete(0)
+  group = pool.group(0)
+  assert [(t.session, t.rank, t.success) for t, _ in group] == [
+    (keys[0], 0, 1.0),
+    (keys[1], 1, 0.0),
+  ]
+  assert [len(completions) for _, completions in group] == [1, 1]
+
+
+def test_episodes_that_nobody_ends_are_given_back(start, pool):
+  """Law 5: not a reward of 0; the item goes to others."""
+  pool.submit(WorkItem(0, SPEC, 1))
+  made = []
+
+  def make(sessions):
+    made.append(Leased(pool, sessions, lease_s=0.2, max_age_s=0.1))
+    return made[0]
+
+  client = start(make)
+  with made[0]:
+    key = client.post('/episodes', {}).json()['key']
+    deadline = time.monotonic() + 20
+    while not made[0].reported:
+      assert time.monotonic() < deadline
+      time.sleep(0.02)
+  [lease] = pool.open_leases()
+  assert lease.report == leases.AGAIN + 'nobody ended the episode within 0.1 s'
+  assert client.post(f'/episodes/{key}/end', {'success': 1.0}).status_code == 404
+  assert client.chat(key) == 401
+
+
+def test_a_gateway_that_stops_gives_its_groups_back(start, pool):
+  pool.submit(WorkItem(0, SPEC, 2))
+  made = []
+
+  def make(sessions):
+    made.append(Leased(pool, sessions, lease_s=60.0, max_age_s=60.0))
+    return made[0]
+
+  client = start(make)
+  with made[0]:
+    client.post('/episodes', {})
+  [lease] = pool.open_leases()
+  assert lease.report == leases.AGAIN + 'the gateway was stopped'
