@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from m2jax import records
 from m2jax.pool import tables
+from m2jax.pool.database import Database
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +44,14 @@ class StoredTurn:
 
 
 class Reader:
-  """Queries on a pool's database; any thread may call them."""
+  """Queries on a pool's database; any thread may call them.
 
-  def __init__(self, engine: sa.Engine):
-    self._engine = engine
+  Raises:
+    PoolBroken: from every query, if a database server stays away (`database`).
+  """
+
+  def __init__(self, database: Database):
+    self._database = database
 
   def group(
     self, index: int
@@ -112,8 +117,11 @@ class Reader:
       query = query.where(t.c.item < 0 if evaluation else t.c.item >= 0)
     rows = [r.row for r in self._read(query.order_by(t.c.row))]
     chosen = random.Random(seed).sample(rows, min(n, len(rows)))
-    query = sa.select(t).where(t.c.row.in_(chosen)).order_by(t.c.row)
-    return [_stored(row) for row in self._read(query)]
+    found = []
+    for part in tables.parts(sorted(chosen)):
+      query = sa.select(t).where(t.c.row.in_(part)).order_by(t.c.row)
+      found += [_stored(row) for row in self._read(query)]
+    return found
 
   def newest_trajectories(
     self,
@@ -159,8 +167,7 @@ class Reader:
     return {row.index: row.reason for row in self._read(query)}
 
   def _read(self, query: sa.Select) -> list[sa.Row]:
-    with self._engine.connect() as connection:
-      return list(connection.execute(query).all())
+    return self._database.read(lambda c: list(c.execute(query).all()))
 
 
 def _stored(row: sa.Row) -> StoredTrajectory:

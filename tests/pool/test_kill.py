@@ -30,9 +30,9 @@ POINTS = (
 )
 
 
-def start(directory, seed, *die_at):
+def start(directory, url, seed, *die_at):
   worker = HERE / 'drain_worker.py'
-  command = [sys.executable, worker, directory, str(seed), str(TOTAL), *die_at]
+  command = [sys.executable, worker, directory, url, str(seed), str(TOTAL), *die_at]
   env = os.environ | {'PYTHONPATH': str(HERE.parents[1])}
   return subprocess.Popen(
     [str(c) for c in command], env=env, stdout=subprocess.PIPE, text=True
@@ -48,7 +48,7 @@ def check_window_order(trained):
   assert not todo
 
 
-def test_exactly_once_under_kill(tmp_path):
+def test_exactly_once_under_kill(tmp_path, url):
   """Along the surviving lineage every item is trained once, in window order.
 
   The process is killed at each point of the protocol, and at random moments; then it
@@ -56,17 +56,17 @@ def test_exactly_once_under_kill(tmp_path):
   """
   rng = random.Random(0)
   for seed, (point, count) in enumerate(POINTS):
-    process = start(tmp_path, seed, point, str(count))
+    process = start(tmp_path, url, seed, point, str(count))
     out, _ = process.communicate(timeout=120)
     # A point may be beyond the end of the queue; then this process drained it.
     assert process.returncode in (-signal.SIGKILL, 0), out
     if seed % 2:
-      process = start(tmp_path, 100 + seed)
+      process = start(tmp_path, url, 100 + seed)
       assert process.stdout.readline() == 'ready\n'
       time.sleep(rng.uniform(0.0, 0.15))
       process.kill()
       process.communicate(timeout=120)
-  process = start(tmp_path, 1000)
+  process = start(tmp_path, url, 1000)
   process.communicate(timeout=120)
   assert process.returncode == 0
 
