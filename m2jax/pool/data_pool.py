@@ -47,6 +47,7 @@ _REMEMBERED_IDS = 65_536
 Ledger = ledger_lib.Ledger
 LedgerMismatch = ledger_lib.LedgerMismatch
 PoolBroken = database.PoolBroken
+Ended = reader.Ended
 StoredTrajectory = reader.StoredTrajectory
 StoredTurn = reader.StoredTurn
 

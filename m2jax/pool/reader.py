@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 
@@ -40,6 +41,27 @@ class StoredTurn:
   versions: tuple[int, ...]
   response_tokens: int
   advantage: float | None
+  superseded: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+  """A trajectory of a work item in numbers, for histograms.
+
+  Attributes:
+    row: higher for those that were stored later.
+    end_reason, success, wall_s: as in `records.Trajectory`.
+    response_tokens: sampled tokens of all its completions.
+    versions: the first and the last version that sampled them; () if none did.
+    superseded: stored, but never trained.
+  """
+
+  row: int
+  end_reason: str
+  success: float
+  wall_s: float
+  response_tokens: int
+  versions: tuple[int, ...]
   superseded: bool
 
 
@@ -147,6 +169,52 @@ class Reader:
     if family is not None:
       query = query.where(t.c.family == family)
     return [_stored(row) for row in self._read(query.order_by(t.c.row.desc()).limit(n))]
+
+  def ended(
+    self, *, after: int | None = None, items: Sequence[int] | None = None
+  ) -> list[Ended]:
+    """Trajectories of work items in the order in which they were stored.
+
+    Args:
+      after: only those stored after this row.
+      items: only those of these items.
+    """
+    t, c = tables.trajectories.c, tables.completions.c
+    query = (
+      sa.select(
+        t.row,
+        t.end_reason,
+        t.success,
+        t.wall_s,
+        t.superseded,
+        sa.func.coalesce(sa.func.sum(c.response_tokens), 0).label('tokens'),
+        sa.func.min(c.first_version).label('first'),
+        sa.func.max(c.last_version).label('last'),
+      )
+      .outerjoin_from(tables.trajectories, tables.completions, t.session == c.session)
+      .where(t.item >= 0)
+      .group_by(t.row)
+      .order_by(t.row)
+    )
+    if after is not None:
+      query = query.where(t.row > after)
+    if items is None:
+      rows = self._read(query)
+    else:
+      parts = tables.parts(list(items))
+      rows = [r for part in parts for r in self._read(query.where(t.item.in_(part)))]
+    return [
+      Ended(
+        row=r.row,
+        end_reason=r.end_reason,
+        success=r.success,
+        wall_s=r.wall_s,
+        response_tokens=int(r.tokens),
+        versions=() if r.first is None else (r.first, r.last),
+        superseded=r.superseded,
+      )
+      for r in rows
+    ]
 
   def items(self, *states: str, first: int = 0) -> list[records.WorkItem]:
     """Work items by index, in the given states (all if none is given).
