@@ -182,10 +182,11 @@ def open_read_only(url: str | os.PathLike) -> Database:
   Raises:
     ValueError: it is not a data pool, or one of another schema version.
   """
-  if '://' in str(url):
+  if '://' in str(url) and not str(url).startswith('sqlite:'):
     engine = _engine(str(url), read_only=True)
   else:
-    quoted = urllib.parse.quote(os.path.abspath(url))
+    path = os.path.abspath(str(url).removeprefix('sqlite:///'))
+    quoted = urllib.parse.quote(path)
     engine = sa.create_engine(f'sqlite:///file:{quoted}?mode=ro&uri=true')
   database = Database(engine, str(url))
   try:

