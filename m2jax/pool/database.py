@@ -149,7 +149,7 @@ class Database:
   def _lost(self, error: sa.exc.DBAPIError) -> bool:
     """Whether the server is away, or about to restart."""
     lost = error.connection_invalidated or isinstance(error, sa.exc.OperationalError)
-    return self.server and lost and not _about_data(error)
+    return self.server and lost and not (_about_data(error) or _turned_away(error))
 
 
 def open_database(url: str, outage_s: float = 0.0) -> tuple[Database, str]:
@@ -160,11 +160,16 @@ def open_database(url: str, outage_s: float = 0.0) -> tuple[Database, str]:
 
   Raises:
     ValueError: the URL cannot be used, or holds a pool of another schema version.
+    PoolBroken: the server was away for longer than `outage_s`.
   """
   database = Database(_engine(url), url, outage_s)
-  try:
+
+  def run():
     with database.transaction() as connection:
-      return database, _open_tables(connection, database.url)
+      return _open_tables(connection, database.url)
+
+  try:
+    return database, database.retrying(run)
   except sa.exc.SQLAlchemyError as error:
     database.close()
     raise ValueError(_cannot_open(error, url)) from error
@@ -346,6 +351,13 @@ def _sqlstate(error: sa.exc.DBAPIError) -> str | None:
 def _about_data(error: sa.exc.DBAPIError) -> bool:
   """Limits of the program, such as the length of an indexed text: of one row."""
   return (_sqlstate(error) or '').startswith('54')
+
+
+def _turned_away(error: sa.exc.DBAPIError) -> bool:
+  """Whether a server refused the connection for a reason that waiting does not cure."""
+  text = str(error.orig)
+  for_now = 'the database system is' in text or 'too many' in text or 'slots' in text
+  return _sqlstate(error) is None and 'FATAL: ' in text and not for_now
 
 
 def _first_line(error: BaseException) -> str:

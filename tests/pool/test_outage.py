@@ -214,13 +214,32 @@ def test_a_server_that_stays_away(postgresql, url):
         pool.add_completion(completion('late'))
       with pytest.raises(data_pool.PoolBroken, match='no connection'):
         pool.next_index()
-      with pytest.raises(ValueError, match='cannot open it'):
-        DataPool(url)
+      with pytest.raises(data_pool.PoolBroken, match='no connection'):
+        DataPool(url, outage_s=0.1)
     finally:
       postgresql.start()
   with DataPool(url) as pool:
     assert [i.index for i in pool.items('completed')] == [0]
     assert [len(c) for _, c in pool.group(0)] == [2, 2]
+
+
+def lose_next_commit(pool, done):
+  """The connection breaks in the pool's next commit, done or not; returns a list that
+  then has an entry."""
+  dialect = pool._database.engine.dialect
+  commit, lost = dialect.do_commit, []
+
+  def lose(connection):
+    if lost:
+      return commit(connection)
+    lost.append(True)
+    if done:
+      commit(connection)
+    connection.dbapi_connection.close()
+    raise psycopg.OperationalError('server closed the connection unexpectedly')
+
+  dialect.do_commit = lose
+  return lost
 
 
 @pytest.mark.parametrize('done', [True, False])
@@ -229,19 +248,7 @@ def test_a_connection_lost_in_the_commit(url, done):
   with DataPool(url, linger_s=0.01) as pool:
     for index in range(3):
       pool.submit(records.WorkItem(index, 't', 1))
-    dialect = pool._database.engine.dialect
-    commit, lost = dialect.do_commit, []
-
-    def lose(connection):
-      if lost:
-        return commit(connection)
-      lost.append(True)
-      if done:
-        commit(connection)
-      connection.close()
-      raise psycopg.OperationalError('server closed the connection unexpectedly')
-
-    dialect.do_commit = lose
+    lost = lose_next_commit(pool, done)
     pool.add_completion(completion('s'))
     (claim,) = pool.claim('a', 1)
     assert lost
@@ -251,22 +258,13 @@ def test_a_connection_lost_in_the_commit(url, done):
     assert [c.item.index for c in pool.claim('b', 9)] == [1, 2]
 
 
-def test_late_records_are_counted_once(url):
+@pytest.mark.parametrize('done', [True, False])
+def test_late_records_are_counted_once(url, done):
   """Also if their transaction was repeated."""
   with DataPool(url, linger_s=0.01) as pool:
     pool.add_trajectory(trajectory('s', -1))
     pool.flush()
-    dialect = pool._database.engine.dialect
-    commit, lost = dialect.do_commit, []
-
-    def lose(connection):
-      if lost:
-        return commit(connection)
-      lost.append(True)
-      connection.close()
-      raise psycopg.OperationalError('server closed the connection unexpectedly')
-
-    dialect.do_commit = lose
+    lost = lose_next_commit(pool, done)
     pool.add_completion(completion('s'))
     pool.flush()
     assert lost and pool.counts()['late_completions'] == 1
@@ -302,12 +300,17 @@ def test_keys_are_compared_by_code_points(url):
         c.exec_driver_sql(
           'SELECT column_name, collation_name FROM information_schema.columns '
           "WHERE table_schema = 'public' AND column_name IN ('session', 'id', 'lease')"
-        )
-        .tuples()
-        .all()
+        ).all()
       )
     )
   assert collations == {'session': 'C', 'id': 'C', 'lease': 'C'}
+
+
+def test_what_waiting_does_not_cure_fails_at_once(postgresql, url):
+  """Unlike a server that is away."""
+  missing = url.replace('/pool', '/no_such_pool')
+  with pytest.raises(ValueError, match='cannot open it: .*does not exist'):
+    DataPool(missing)
 
 
 def test_processes_open_a_new_database_at_once(postgresql):
@@ -353,7 +356,8 @@ def test_urls_are_shown_without_passwords(url, shown):
   ],
 )
 def test_errors_do_not_tell_the_password(url):
-  with pytest.raises(ValueError, match='data pool: .*(me|mysql)') as raised:
+  wrong = ValueError, data_pool.PoolBroken
+  with pytest.raises(wrong, match='data pool:? .*(me|mysql)') as raised:
     DataPool(url, outage_s=0.0)
   error = raised.value
   while error is not None:

@@ -18,7 +18,7 @@ from absl import logging
 
 from m2jax.checkpoint import policy
 from m2jax.forge.config import ForgeConfig
-from m2jax.pool.data_pool import DataPool
+from m2jax.pool.data_pool import DataPool, PoolBroken
 from m2jax.pool.database import shown_url
 from m2jax.text import tokenizer
 from m2jax.train.workdir import open_workdir
@@ -89,7 +89,7 @@ def open_pool(config: ForgeConfig, workdir: Path) -> DataPool:
   """
   try:
     return DataPool(pool_url(config, workdir), outage_s=config.roles.pool_outage_s)
-  except ValueError as error:
+  except (ValueError, PoolBroken) as error:
     raise ValueError(f'config.roles.pool_url: {error}') from error
 
 
