@@ -24,7 +24,7 @@ import sqlalchemy as sa
 
 from m2jax import records
 from m2jax.pool import tables
-from m2jax.pool.database import Database
+from m2jax.pool.database import Database, fatal
 
 SCHEMA = 1
 _ARRAYS = 'prompt_ids', 'response_ids', 'logprobs', 'versions'
@@ -97,6 +97,11 @@ def load(database: Database, source: Iterable[str]) -> int:
         _insert(connection, json.loads(line), of, first=number == 1)
       except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'line {number}: not of a data pool: {error!r}') from error
+      except sa.exc.SQLAlchemyError as error:
+        if fatal(error):
+          raise
+        first = str(error).partition('\n')[0]
+        raise ValueError(f'line {number}: not of a data pool: {first}') from error
     if not number:
       raise ValueError('no lines: not of a data pool')
   return number

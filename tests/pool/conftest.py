@@ -19,7 +19,7 @@ def postgresql():
 
 @pytest.fixture(scope='session', params=['sqlite', 'postgresql'])
 def new_url(request, tmp_path_factory):
-  """A function that returns the URL of a new, empty database."""
+  """A function that returns the URL of a new, empty database, or of a schema."""
   if request.param == 'postgresql':
     return request.getfixturevalue('postgresql').new_url
   return lambda: f'sqlite:///{tmp_path_factory.mktemp("pool")}/pool.db'

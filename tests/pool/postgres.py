@@ -138,11 +138,12 @@ class Server:
     return psycopg.connect(target, autocommit=True)
 
   def new_url(self) -> str:
-    """The URL of a new, empty database."""
+    """The URL of a new, empty schema, which takes less time than a database."""
     name = next(self._names)
     with self.connect('postgres') as connection:
-      connection.execute(f'CREATE DATABASE {name}')
-    return f'postgresql://postgres@/{name}?host={self._root}'
+      connection.execute(f'CREATE SCHEMA {name}')
+    options = f'host={self._root}&options=-csearch_path%3D{name}'
+    return f'postgresql://postgres@/postgres?{options}'
 
   def close(self) -> None:
     self.stop()

@@ -343,7 +343,7 @@ OPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(OPS, st.randoms(use_true_random=False), st.sampled_from([1, 2, 4, None]))
 def test_exactly_once(new_url, ops, rng, window):
   """Law 5 on random histories: work, checkpoints, crashes in any order; then drained.
@@ -471,7 +471,11 @@ def stored_bytes(url):
   """Of the database's file or, on a server, of its tables once they are vacuumed."""
   if url.startswith('sqlite'):
     return pathlib.Path(sa.make_url(url).database).stat().st_size
-  return execute(url, 'VACUUM', 'SELECT pg_database_size(current_database())')
+  size = (
+    'SELECT sum(pg_total_relation_size(oid)) FROM pg_class '
+    "WHERE relnamespace = current_schema()::regnamespace AND relkind = 'r'"
+  )
+  return execute(url, 'VACUUM items, trajectories, completions', size)
 
 
 def test_file_stays_bounded(pool, url):
@@ -572,3 +576,57 @@ def test_opening(pool, url):
   execute(url, "UPDATE meta SET value = '1' WHERE key = 'schema_version'")
   with pytest.raises(ValueError, match='schema version 1'):
     DataPool(url)
+
+
+def test_old_items_are_deleted_on_request(pool, url):
+  """All that belongs to them goes; counts, ages and the data position stay."""
+  for i in range(8):
+    play(pool, i)
+  pool.submit(WorkItem(8, 't', 1))
+  pool.fail(8, 'broke')
+  pool.add_trajectory(trajectory('evaluation', -1))
+  pool.take([0, 1, 2], step=1)
+  first = pool.ledger(1)
+  pool.take([3, 4, 6], step=2)
+  second = pool.ledger(2)
+  pool.prune(second, keep_items=2)
+  counts = pool.counts()
+  assert (counts['taken'], counts['completed'], counts['failed']) == (6, 2, 1)
+  assert [i.index for i in pool.items()] == [3, 4, 5, 6, 7, 8]
+  assert pool.group(2) == [] and [t.rank for t, _ in pool.group(5)] == [0, 1]
+  assert pool.turns('2.0.0') == []
+  assert sessions(pool, evaluation=True) == ['evaluation']
+  assert pool.prune(second, keep_items=2) == 0 and pool.counts() == counts
+  with pytest.raises(LedgerMismatch, match='were pruned'):
+    pool.rollback(first)
+  assert pool.rollback(second) == []
+  pool.submit(WorkItem(9, 't', 1, taken_before=6))
+  pool.take([5, 7], step=3)
+  pool.fail(9, 'broke')
+  # Nothing is left to train: the last item stays, from which indices are counted.
+  pool.prune(pool.ledger(3), keep_items=0)
+  assert [i.index for i in pool.items()] == [9] and pool.next_index() == 10
+  counts = pool.counts()
+  assert (counts['taken'], counts['failed']) == (8, 2)
+  pool.close()
+  with DataPool(url) as pool:
+    with pytest.raises(LedgerMismatch, match='were deleted'):
+      pool.rollback(None)
+
+
+def test_ended(pool):
+  """Trajectories of work items in numbers, in the order in which they were stored."""
+  play(pool, 0)
+  pool.add_trajectory(trajectory('e', -1))
+  pool.submit(WorkItem(1, 't', 1))
+  pool.add_trajectory(trajectory('s', 1, success=0.0))
+  pool.complete(1)
+  pool.add_trajectory(trajectory('late', 1, 1))
+  pool.flush()
+  found = pool.ended(after=0)
+  assert [e.response_tokens for e in found] == [4, 4, 0, 0]
+  assert [e.versions for e in found] == [(7, 8), (7, 8), (), ()]
+  assert [e.success for e in found] == [1, 1, 0, 1]
+  assert [e.superseded for e in found] == [False, False, False, True]
+  assert pool.ended(after=found[1].row) == found[2:]
+  assert pool.ended(items=[0]) == found[:2] and pool.ended(items=[]) == []

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 HERE = pathlib.Path(__file__).parent
 sys.path.append(str(HERE))  # for every import mode of pytest
 import drain_worker  # noqa: E402
@@ -48,11 +50,21 @@ def check_window_order(trained):
   assert not todo
 
 
-def test_exactly_once_under_kill(tmp_path, url):
-  """Along the surviving lineage every item is trained once, in window order.
+def test_exactly_once_under_kill(tmp_path):
+  """Along the surviving lineage every item is trained once, in window order."""
+  kill_and_check(tmp_path, f'sqlite:///{tmp_path}/pool.db')
 
-  The process is killed at each point of the protocol, and at random moments; then it
-  may finish. Its last checkpoint holds what the surviving weights were trained on.
+
+@pytest.mark.long
+def test_exactly_once_under_kill_on_postgresql(tmp_path, postgresql):
+  kill_and_check(tmp_path, postgresql.new_url())
+
+
+def kill_and_check(tmp_path, url):
+  """Kills the process at each point of the protocol, and at random moments.
+
+  Then it may finish. Its last checkpoint holds what the surviving weights were trained
+  on.
   """
   rng = random.Random(0)
   for seed, (point, count) in enumerate(POINTS):

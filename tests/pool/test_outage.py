@@ -26,7 +26,7 @@ from tests.pool import outage_worker
 from tests.pool.test_data_pool import completion, play, trajectory
 
 HERE = pathlib.Path(__file__).parent
-LEASE_S = 1.5
+LEASE_S = 1.0
 
 
 @pytest.fixture
@@ -138,18 +138,16 @@ def check(pool, directory, total, trained):
 
 
 def test_writers_and_server_are_killed(postgresql, url, tmp_path):
-  """SIGKILL of a writer, of a connection's process and of the server, which is away for
-  a second."""
+  """SIGKILL of a writer, of a connection's process and of the server."""
   drain(
     tmp_path,
     url,
     postgresql,
-    40,
+    16,
     lambda kill, away: [
-      (3, kill),
-      (10, postgresql.kill_a_backend),
-      (18, kill),
-      (25, away(1.0, postgresql.kill)),
+      (2, kill),
+      (6, postgresql.kill_a_backend),
+      (10, away(0.5, postgresql.kill)),
     ],
   )
 
@@ -299,7 +297,8 @@ def test_keys_are_compared_by_code_points(url):
       lambda c: dict(
         c.exec_driver_sql(
           'SELECT column_name, collation_name FROM information_schema.columns '
-          "WHERE table_schema = 'public' AND column_name IN ('session', 'id', 'lease')"
+          'WHERE table_schema = current_schema() '
+          "AND column_name IN ('session', 'id', 'lease')"
         ).all()
       )
     )
@@ -308,7 +307,7 @@ def test_keys_are_compared_by_code_points(url):
 
 def test_what_waiting_does_not_cure_fails_at_once(postgresql, url):
   """Unlike a server that is away."""
-  missing = url.replace('/pool', '/no_such_pool')
+  missing = url.replace('/postgres?', '/missing?')
   with pytest.raises(ValueError, match='cannot open it: .*does not exist'):
     DataPool(missing)
 
