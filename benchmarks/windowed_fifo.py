@@ -16,7 +16,7 @@ what the trainer consumes.
   greedy, drop  also discards items of more than A versions, cancelled if they still
                 run; A is what window 0.3 guarantees: 1 + ⌊(N + W − 2) / P⌋
 
-  log-normal    p99 = 10 × median (facts/rl-systems.md §4.1)
+  log-normal    p99 = 10 × median (facts/rl-systems.md §4.1); narrow: 2 × median
   bimodal       85 % around the median, 15 % around ten times that
 
 The difficulty of an item correlates by ρ with the logarithm of its latency; its length
@@ -29,7 +29,7 @@ Columns, each the median over seeds with its range:
   age        versions between submission and training: mean, and largest
   items      age in the paper's unit, items trained in between: largest; and its bound,
              N + W − 2
-  dropped    share of the items that were discarded
+  dropped    share of the items that were discarded, and of the rollouts' time for them
   length     mean length of the trained items over that of the generated ones: of the
              first fifth of the updates, and of all after it. Generated are the first
              items in order of submission, as many as were trained or dropped by then
@@ -53,7 +53,8 @@ import numpy as np
 
 from m2jax.pool.windowed_fifo import WindowedFifo, default_window
 
-LOG_NORMAL, BIMODAL = 'log-normal', 'bimodal'
+LOG_NORMAL, NARROW, BIMODAL = 'log-normal', 'narrow log-normal', 'bimodal'
+_TAIL = {LOG_NORMAL: 10.0, NARROW: 2.0}  # 99th percentile over the median
 _Z99 = 2.3263478740408408  # 99th percentile of the standard normal distribution
 _NOISE = 0.3  # of a length, in its logarithm
 _HARD = 0.2  # share of items that count as hard
@@ -114,8 +115,8 @@ class Items:
   def draw(cls, kind: str, number: int, seed: int, correlation: float) -> Items:
     rng = np.random.default_rng(seed)
     z, other, noise = rng.standard_normal((3, number))
-    if kind == LOG_NORMAL:
-      latency = np.exp(z * math.log(10) / _Z99)
+    if kind in _TAIL:
+      latency = np.exp(z * math.log(_TAIL[kind]) / _Z99)
     else:
       slow = z > np.quantile(z, 0.85)
       latency = np.where(slow, 10.0, 1.0) * np.exp(0.25 * noise)
@@ -134,6 +135,7 @@ class Simulation:
     dropped: discarded indices.
     ended: number of items trained or dropped, after each update.
     idle, now: time that the trainer has waited, and all of it.
+    worked, wasted: time that trained and discarded items ran, summed over them.
   """
 
   def __init__(
@@ -143,7 +145,8 @@ class Simulation:
     self._per_step, self.now, self.idle = per_step, 0.0, 0.0
     self._fifo = WindowedFifo(capacity, policy.window, clock=lambda: self.now)
     self._ends: list[tuple[float, int]] = []  # of running items: (time, index), a heap
-    self._begun: dict[int, tuple[int, int]] = {}  # version and items trained, by index
+    # By index: the version, the number of items trained, and the time at its beginning.
+    self._begun: dict[int, tuple[int, int, float]] = {}
     self._version, self._trained = 0, 0
     self._completed: set[int] = set()
     self.batches: list[list[int]] = []
@@ -151,6 +154,7 @@ class Simulation:
     self.ages_items: list[int] = []
     self.dropped: list[int] = []
     self.ended: list[int] = []
+    self.worked = self.wasted = 0.0
 
   def run(self, updates: int = 2**31, until: float = math.inf) -> Simulation:
     """Makes so many updates, or those that begin before a time."""
@@ -163,8 +167,9 @@ class Simulation:
         continue
       batch = [index for index, _ in self._fifo.take(self._per_step)]
       ends = self.now + self._step
+      self._account(batch)
       self._fill()
-      self._train(batch)
+      self.update(batch)
       while self._ends and self._ends[0][0] <= ends:
         self._complete_next()
       self.now = ends
@@ -181,7 +186,7 @@ class Simulation:
   def _fill(self) -> None:
     while self._fifo.wait_for_room(0):
       index = self._fifo.submit()
-      self._begun[index] = self._version, self._trained
+      self._begun[index] = self._version, self._trained, self.now
       heapq.heappush(self._ends, (self.now + self._items.latency[index], index))
       self.begin(index)
 
@@ -190,23 +195,23 @@ class Simulation:
     self._fifo.complete(index)
     self._completed.add(index)
 
-  def _train(self, batch: list[int]) -> None:
+  def _account(self, batch: list[int]) -> None:
     for index in batch:
       self._completed.remove(index)
-      version, trained = self._begun.pop(index)
+      version, trained, _ = self._begun.pop(index)
       self.ages.append(self._version - version)
       self.ages_items.append(self._trained - trained)
       self._trained += 1
     self.batches.append(batch)
     self.ended.append(self._trained + len(self.dropped))
-    self.update(batch)
+    self.worked += float(self._items.latency[batch].sum())
 
   def _drop_old(self) -> None:
     """Discards the items that are too old for the new version."""
     limit = self._policy.max_age
     if limit is None:
       return
-    old = {i for i, (since, _) in self._begun.items() if self._version - since > limit}
+    old = {i for i, begun in self._begun.items() if self._version - begun[0] > limit}
     completed = sorted(old & self._completed)
     # They are the oldest ones, which greedy takes first.
     assert [index for index, _ in self._fifo.take(len(completed))] == completed
@@ -216,7 +221,8 @@ class Simulation:
     self._ends = [pair for pair in self._ends if pair[1] not in old]
     heapq.heapify(self._ends)
     for index in sorted(old):
-      del self._begun[index]
+      begun = self._begun.pop(index)[-1]
+      self.wasted += min(self.now - begun, float(self._items.latency[index]))
       self.dropped.append(index)
     self._fill()
 
@@ -248,6 +254,7 @@ def measure(run: Simulation, items: Items) -> dict[str, Any]:
     'age_max': max(run.ages),
     'items_max': max(run.ages_items),
     'dropped': len(run.dropped) / run.ended[-1],
+    'wasted': run.wasted / (run.worked + run.wasted),
     'length_early': early[0],
     'length_late': late[0],
     'hard_early': early[1],
@@ -304,7 +311,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
       spread(row, 'age_mean', 1),
       spread(row, 'age_max', 0),
       spread(row, 'items_max', 0) + bound,
-      spread(row, 'dropped', 1, 100),
+      f'{spread(row, "dropped", 1, 100)}, {spread(row, "wasted", 1, 100)}',
       f'{spread(row, "length_early")}, {spread(row, "length_late")}',
       f'{spread(row, "hard_early")}, {spread(row, "hard_late")}',
       spread(row, 'spread'),
@@ -318,14 +325,14 @@ def main() -> None:
   parser.add_argument('--capacity', type=int, default=64, help='N, in items')
   parser.add_argument('--per_step', type=int, default=16, help='P, items of an update')
   parser.add_argument('--updates', type=int, default=400)
-  parser.add_argument('--loads', type=float, nargs='+', default=[0.5, 1.0, 2.0])
+  parser.add_argument('--loads', type=float, nargs='+', default=[0.2, 0.5, 1.0])
   parser.add_argument('--correlation', type=float, default=0.7, help='ρ')
   parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
   found = [
     {'latency': kind, 'load': load, 'rows': simulate(kind, load, args)}
-    for kind in (LOG_NORMAL, BIMODAL)
+    for kind in (LOG_NORMAL, BIMODAL, NARROW)
     for load in args.loads
   ]
   if args.json:
