@@ -332,7 +332,7 @@ def main() -> None:
   parser.add_argument('--classes', type=int, default=16)
   parser.add_argument('--correlation', type=float, default=0.9, help='ρ')
   parser.add_argument('--load', type=float, default=1.0)
-  parser.add_argument('--time', type=float, default=80.0, help='in median latencies')
+  parser.add_argument('--time', type=float, default=100.0, help='in median latencies')
   parser.add_argument('--learning_rate', type=float, default=2e-3, help="Adam's")
   parser.add_argument('--slots', type=int, default=128, help='of the engine')
   parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
