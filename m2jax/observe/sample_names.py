@@ -12,19 +12,15 @@ import math
 # What became of a trajectory. Those of evaluations are not counted.
 KINDS = {
   'generated': 'that ended, trained or not',
-  'trained': 'in the update, with an advantage',
-  'dropped': 'without: masked or of equal returns, of failed items, or too late',
+  'trained': 'that the update trained on',
+  'dropped': 'that are not trained: masked, without advantage, or of failed items',
 }
 # Quantity: unit, meaning and lowest edge; outcomes are words, and not in bins.
 QUANTITIES = {
-  'age': (
-    'versions',
-    'since the weights of its first token; of generated ones, until its last',
-    1.0,
-  ),
-  'length': ('tokens', 'sampled, of all its turns', 1.0),
-  'latency': ('s', 'from the start of its episode to its end', 1 / 16),
-  'outcome': ('', "'solved', 'partly', 'failed', or 'infrastructure'", None),
+  'age': ('versions', 'from first token to update; of generated ones, to last', 1.0),
+  'length': ('tokens', 'sampled in all turns', 1.0),
+  'latency': ('s', 'duration of the episode', 1 / 16),
+  'outcome': ('', 'solved, partly, failed, infrastructure', None),
 }
 OUTCOMES = 'solved', 'partly', 'failed', 'infrastructure'
 
@@ -49,9 +45,14 @@ def outcome(end_reason: str, success: float) -> str:
   return 'solved' if success >= 1 else 'partly' if success > 0 else 'failed'
 
 
-# Unit and meaning of each name.
+# Of each name: unit, meaning, where it is shown, and when records have it.
 ROWS = {
-  name(kind, quantity, '*'): ('trajectories', f'{which}; by {quantity}: {of}')
+  name(kind, quantity, '*'): (
+    'trajectories',
+    f'{which}; by {quantity}: {of}',
+    ('plot',),
+    'there are such trajectories',
+  )
   for kind, which in KINDS.items()
   for quantity, (_, of, _) in QUANTITIES.items()
 }

@@ -60,18 +60,18 @@ def drawn(
 
 
 def _labels(quantity: str, found: set[str]) -> list[str]:
-  """The bins to show, without gaps."""
+  """The bins to show: edges without gaps, then those that are none of ours."""
   if quantity == 'outcome':
-    return [x for x in sample_names.OUTCOMES if x in found]
-  edges = sorted(float(x) for x in found if float(x))
-  labels = ['0'] if '0' in found else []
-  if edges:
-    # From the first bin above 0, if there are zeros.
-    edge = sample_names.QUANTITIES[quantity][2] if labels else edges[0]
-    while edge <= edges[-1]:
-      labels.append(f'{edge:g}')
-      edge *= 2
-  return labels
+    known = [x for x in sample_names.OUTCOMES if x in found]
+    return [*known, *sorted(found - set(known))]
+  lowest = sample_names.QUANTITIES[quantity][2]
+  edges = [lowest * 2.0**k for k in range(60)]
+  by_label = {'0': 0.0} | {f'{edge:g}': edge for edge in edges}
+  known = [by_label[x] for x in found if x in by_label]
+  shown = [x for x, edge in by_label.items() if known and edge <= max(known)]
+  if known and min(known):  # nothing is below the first
+    shown = [x for x in shown if by_label[x] >= min(known)]
+  return [*shown, *sorted(found - set(shown))]
 
 
 def _x_label(quantity: str, unit: str) -> str:
