@@ -289,7 +289,7 @@ def simulate(kind: str, load: float, args) -> list[dict[str, Any]]:
   return rows
 
 
-def spread(row: Mapping[str, Any], key: str, digits: int = 2, scale: float = 1) -> str:
+def cell(row: Mapping[str, Any], key: str, digits: int = 2, scale: float = 1) -> str:
   """Median over seeds with its range."""
   values = [scale * one[key] for one in row['seeds']]
   low, middle, high = (f'{f(values):.{digits}f}' for f in (min, np.median, max))
@@ -306,15 +306,15 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     bound = '' if row['bound_items'] is None else f' ({row["bound_items"]})'
     columns = [
       row['policy'],
-      spread(row, 'idle', 1, 100),
-      spread(row, 'updates'),
-      spread(row, 'age_mean', 1),
-      spread(row, 'age_max', 0),
-      spread(row, 'items_max', 0) + bound,
-      f'{spread(row, "dropped", 1, 100)}, {spread(row, "wasted", 1, 100)}',
-      f'{spread(row, "length_early")}, {spread(row, "length_late")}',
-      f'{spread(row, "hard_early")}, {spread(row, "hard_late")}',
-      spread(row, 'spread'),
+      cell(row, 'idle', 1, 100),
+      cell(row, 'updates'),
+      cell(row, 'age_mean', 1),
+      cell(row, 'age_max', 0),
+      cell(row, 'items_max', 0) + bound,
+      f'{cell(row, "dropped", 1, 100)}, {cell(row, "wasted", 1, 100)}',
+      f'{cell(row, "length_early")}, {cell(row, "length_late")}',
+      f'{cell(row, "hard_early")}, {cell(row, "hard_late")}',
+      cell(row, 'spread'),
     ]
     lines.append('| ' + ' | '.join(columns) + ' |')
   return '\n'.join(lines)

@@ -8,13 +8,14 @@ surviving lineage: `state` is a part of the checkpoint.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from m2jax.observe import sample_names
 from m2jax.pool.data_pool import DataPool, Ended
+from m2jax.records import Completion
 from m2jax.rl import rewards
 
 
@@ -38,7 +39,10 @@ class SampleCounts:
     self._failed = set(state.get('failed', ()))
 
   def take(
-    self, groups: Sequence[rewards.Group], credits_: Sequence[rewards.GroupCredit], age
+    self,
+    groups: Sequence[rewards.Group],
+    credits_: Sequence[rewards.GroupCredit],
+    age: Callable[[Completion], np.ndarray],
   ) -> None:
     """Counts groups that were taken.
 

@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 from m2jax import records
@@ -68,7 +69,7 @@ def document(
     'schema_version': VERSION,
     'session_id': trajectory.session,
     'trajectory_id': trajectory.session,
-    'agent': {'name': agent, 'version': '0'},
+    'agent': {'name': agent, 'version': _version()},
     'steps': steps,
     'final_metrics': {
       'total_prompt_tokens': sum(m['prompt_tokens'] for m in metrics),
@@ -80,6 +81,13 @@ def document(
   if not metrics:
     found['final_metrics'] = {'total_steps': len(steps)}
   return found
+
+
+def _version() -> str:
+  try:
+    return metadata.version(_OURS)
+  except metadata.PackageNotFoundError:
+    return 'unknown'
 
 
 def _reply(

@@ -90,6 +90,7 @@ class DataPool(reader.Reader):
 
     Raises:
       ValueError: the URL cannot be used, or holds a pool of another schema version.
+      PoolBroken: the server was away for longer than `outage_s`.
     """
     opened, self.run = database.open_database(url, outage_s)
     super().__init__(opened)

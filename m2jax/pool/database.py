@@ -193,6 +193,8 @@ def open_read_only(url: str | os.PathLike) -> Database:
     path = os.path.abspath(str(url).removeprefix('sqlite:///'))
     quoted = urllib.parse.quote(path)
     engine = sa.create_engine(f'sqlite:///file:{quoted}?mode=ro&uri=true')
+    sa.event.listen(engine, 'connect', _explicit_begin)
+    sa.event.listen(engine, 'begin', _on_sqlite_begin)
   database = Database(engine, str(url))
   try:
     with engine.connect() as connection:
@@ -200,6 +202,9 @@ def open_read_only(url: str | os.PathLike) -> Database:
   except sa.exc.SQLAlchemyError as error:
     database.close()
     raise ValueError(_cannot_open(error, str(url))) from error
+  except BaseException:
+    database.close()
+    raise
   return database
 
 
@@ -367,10 +372,14 @@ def _first_line(error: BaseException) -> str:
 # --- Events ---
 
 
-def _on_sqlite_connect(dbapi_connection: Any, _) -> None:
+def _explicit_begin(dbapi_connection: Any, _=None) -> None:
   # The driver's own transaction control breaks savepoints; SQLAlchemy's documentation
   # says to begin transactions explicitly.
   dbapi_connection.isolation_level = None
+
+
+def _on_sqlite_connect(dbapi_connection: Any, _) -> None:
+  _explicit_begin(dbapi_connection)
   cursor = dbapi_connection.cursor()
   cursor.execute('PRAGMA busy_timeout=30000')  # also for the next one
   cursor.execute('PRAGMA journal_mode=WAL')
