@@ -172,7 +172,9 @@ def open_database(url: str, outage_s: float = 0.0) -> tuple[Database, str]:
     return database, database.retrying(run)
   except sa.exc.SQLAlchemyError as error:
     database.close()
-    raise ValueError(_cannot_open(error, url)) from error
+    raise ValueError(
+      f'data pool: {database.url!r}: cannot open it: {_first_line(error)}'
+    ) from error
   except BaseException:
     database.close()
     raise
@@ -201,7 +203,9 @@ def open_read_only(url: str | os.PathLike) -> Database:
       _check_schema(_meta(connection), database.url)
   except sa.exc.SQLAlchemyError as error:
     database.close()
-    raise ValueError(_cannot_open(error, str(url))) from error
+    raise ValueError(
+      f'{database.url}: not a data pool: {_first_line(error)}'
+    ) from error
   except BaseException:
     database.close()
     raise
@@ -309,10 +313,6 @@ def _engine(url: str, read_only: bool = False) -> sa.Engine:
   sa.event.listen(engine, 'connect', on_connect)
   sa.event.listen(engine, 'begin', _on_postgresql_begin)
   return engine
-
-
-def _cannot_open(error: sa.exc.SQLAlchemyError, url: str) -> str:
-  return f'data pool: {shown_url(url)!r}: cannot open it: {_first_line(error)}'
 
 
 def _open_tables(connection: sa.Connection, url: str) -> str:
