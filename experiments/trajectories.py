@@ -15,9 +15,10 @@ from absl import flags
 
 from experiments import common
 from m2jax.observe import transcript
-from m2jax.pool import tables
+from m2jax.pool import database
 from m2jax.pool.reader import Reader, StoredTrajectory
 
+POOL = flags.DEFINE_string('pool', None, 'URL of the pool; default WORKDIR/pool.db.')
 COUNT = flags.DEFINE_integer('count', 3, 'Most trajectories to print.', lower_bound=1)
 PHASE = flags.DEFINE_enum('phase', 'any', ['any', 'rl', 'eval'], 'Only of this phase.')
 OUTCOME = flags.DEFINE_enum(
@@ -35,7 +36,7 @@ _STYLES = {
 
 
 def main():
-  reader = Reader(tables.open_read_only(_database(common.workdir())))
+  reader = Reader(database.open_read_only(POOL.value or _database(common.workdir())))
   found = reader.newest_trajectories(
     COUNT.value,
     evaluation={'any': None, 'rl': False, 'eval': True}[PHASE.value],

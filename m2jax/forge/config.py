@@ -76,6 +76,9 @@ class RlConfig:
       one ledger entry and one metrics record.
     partial_credit: maximum verdict on a partly correct end state
       (`TasksConfig.partial_credit`); evaluations give none.
+    keep_items: finished work items that the data pool keeps from before the oldest
+      checkpoint, with their trajectories, for reports; None: all. Their token ids are
+      deleted in either case.
     item_deadline_s: seconds from an item's submission, or reissue, to the end of its
       last episode, including the wait for a free agent; after that the item fails.
     max_failed_groups: consecutive failed items that stop the run with the last reason;
@@ -101,6 +104,7 @@ class RlConfig:
   refill_factor: float = 3.0
   updates_per_batch: int = 1
   partial_credit: float = 0.0
+  keep_items: int | None = None
   item_deadline_s: float = 600.0
   max_failed_groups: int | None = None
 
@@ -111,6 +115,8 @@ class RlConfig:
     check(self.item_deadline_s > 0, 'item_deadline_s', 'positive')
     limit = self.max_failed_groups
     check(limit is None or limit >= 1, 'max_failed_groups', 'at least 1, or None')
+    keep = self.keep_items
+    check(keep is None or keep >= 0, 'keep_items', 'at least 0, or None')
     fits = 1 <= self.groups_per_step <= self.capacity
     check(fits, 'groups_per_step', f'between 1 and capacity={self.capacity}')
 

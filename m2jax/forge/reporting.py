@@ -11,7 +11,7 @@ from typing import Any
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe import evaluations, report
 from m2jax.observe import metrics as metrics_lib
-from m2jax.pool import windowed_fifo
+from m2jax.pool import database, windowed_fifo
 from m2jax.pool.data_pool import DataPool, StoredTrajectory
 
 _SHOWN_EPISODES = 60  # of training and of evaluation each
@@ -47,9 +47,17 @@ def write(
       capacity_items=rl.capacity if rl is not None else None,
       window_items=window,
     ),
-    json.loads(json.dumps(dataclasses.asdict(config))),
+    _settings(config),
   )
   return rows
+
+
+def _settings(config: ForgeConfig) -> dict[str, Any]:
+  """The run's settings as JSON values, without a password."""
+  url = database.shown_url(config.roles.pool_url)
+  roles = dataclasses.replace(config.roles, pool_url=url)
+  shown = dataclasses.replace(config, roles=roles)
+  return json.loads(json.dumps(dataclasses.asdict(shown)))
 
 
 def _facts(records, pool: DataPool) -> dict[str, Any]:

@@ -22,8 +22,10 @@ from m2jax.forge.leased_groups import LeasedGroups
 from m2jax.forge.plateau import Plateau
 from m2jax.forge.roles import Rollouts, RolloutsFailed
 from m2jax.forge.rollout_groups import RolloutGroups
+from m2jax.forge.sample_counts import SampleCounts
 from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool, work_queue
+from m2jax.records import Completion
 from m2jax.rl import learner as learner_lib
 from m2jax.rl import rewards
 from m2jax.rollout import drafting
@@ -52,6 +54,7 @@ class RlLoop:
     kind = LeasedGroups if roles.leased else RolloutGroups
     self._groups = kind(config, roles, view)
     self._queue = self._groups.queue
+    self._samples = SampleCounts(self._pool)
     self._dev = Plateau()
     self._started_s = (
       time.monotonic()
@@ -76,6 +79,7 @@ class RlLoop:
       ledger = data_pool.Ledger.from_dict(restored.host['ledger'])
       self._started_s -= restored.host['used_s']
       self._dev = Plateau(restored.host['dev'])
+      self._samples.restore(restored.host.get('samples', {}))
       self._saved = restored.step
     self._read_ledgers()
     self._metrics.supersede('rl', self._learner.version)
@@ -181,12 +185,20 @@ class RlLoop:
         break
       if not found:
         return [], []
-      new = [self._learner.credit(self._pool.group(t.index)) for t in found]
+      groups = [self._pool.group(t.index) for t in found]
+      new = [self._learner.credit(group) for group in groups]
+      self._samples.take(groups, new, self._age)
       self._pool.set_rewards(rewards.by_session(new), rewards.by_completion(new))
       useful += sum(not c.dropped for c in new)
       taken += found
       credits_ += new
     return taken, credits_
+
+  def _age(self, completion: Completion) -> np.ndarray:
+    """Updates between the weights of its tokens and the present ones."""
+    return self._learner.lineages.updates_between(
+      completion.lineage, completion.versions, self._learner.version
+    )
 
   def _window_metrics(self, taken: list[work_queue.Taken]) -> dict[str, float]:
     """Metrics of the items just taken; shows the window in the view."""
@@ -210,6 +222,7 @@ class RlLoop:
     ledger = self._pool.ledger(step)
     host = {'ledger': ledger.to_dict(), 'used_s': self._used_s}
     host['dev'] = self._dev.values
+    host['samples'] = self._samples.state
     host |= policy.host(self._config.model)
     self._manager.save(step, self._learner.state, host, self._files)
     self._saved = step
@@ -237,7 +250,9 @@ class RlLoop:
       # Longer than any episode that may still be reported.
       abandoned_s = 3 * self._rl.item_deadline_s
       ledger = self._ledgers[oldest]
-      self._pruned += self._pool.prune(ledger, abandoned_s=abandoned_s)
+      self._pruned += self._pool.prune(
+        ledger, abandoned_s=abandoned_s, keep_items=self._rl.keep_items
+      )
       self._ledgers = {s: x for s, x in self._ledgers.items() if s >= oldest}
 
   def _record(
@@ -286,6 +301,7 @@ class RlLoop:
         **{f'engine/acceptance/{i}': share for i, share in accepted.items()},
         'gateway/forks': forks,
         'gateway/overrides': overrides,
+        **self._samples.pop(state.head),
         'memory/rss_bytes': metrics_lib.rss_bytes(),
         'progress': min(progress, 1.0),
       },

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from m2jax.observe import optimizer_names
+from m2jax.observe import optimizer_names, sample_names
 
 # Each phase counts its own steps.
 PHASES = {
@@ -369,7 +369,9 @@ _EVALUATION = (
   Metric('n', _EVAL, 'tasks', 'tried', PLACES),
 )
 
-METRICS = (*_TRAINING, *_OPTIMIZER, *_REWARD, *_OFF_POLICY, *_FLOW, *_EVALUATION)
+_SAMPLES = tuple(Metric(name, _RL, *of) for name, of in sample_names.ROWS.items())
+_ALL_OF_RL = (*_REWARD, *_OFF_POLICY, *_FLOW, *_SAMPLES)
+METRICS = (*_TRAINING, *_OPTIMIZER, *_ALL_OF_RL, *_EVALUATION)
 
 _INDEX = {(phase, m.name): m for m in METRICS for phase in m.phases}
 _ALL_NAMES = frozenset(m.name for m in METRICS)

@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from m2jax.observe import names, stats, svg
+from m2jax.observe import names, sample_plots, stats, svg
 from m2jax.observe.printable import printable
 
 _AVERAGE_STEPS = 10
@@ -158,6 +158,7 @@ def sections(
     Section('Success by family', _families(rl, dev, last_update), small=True),
     Section('Off-policy', drawn(OFF_POLICY)),
     Section('Window and pool', drawn(WINDOW)),
+    Section('Samples', [Plot(*parts) for parts in sample_plots.drawn(rl)]),
     Section('Throughput', drawn(THROUGHPUT)),
   ]
   found = [

@@ -43,6 +43,15 @@ class Series:
   reduce: str = 'mean'
 
 
+@dataclasses.dataclass(frozen=True)
+class Bars:
+  """Bars of a `bar_plot`: a name, shares by category, and a colour as in `Series`."""
+
+  name: str
+  shares: Sequence[float]
+  colour: int = 0
+
+
 def number(value: float) -> str:
   """A number for an axis or a table: 1,230 · 0.0123 · 12.3k · 1.2M · 2.1G."""
   if not math.isfinite(value):
@@ -135,6 +144,48 @@ def line_plot(
     '<svg class="plot" viewBox="0 0 {} {}" role="img" aria-label="{}" data-plot="{}">'
     '{}<line class="cursor" y1="{}" y2="{}" visibility="hidden"/></svg>'
   ).format(width, HEIGHT, label, json.dumps(hover), Markup('').join(parts), _TOP, base)
+
+
+def bar_plot(
+  categories: Sequence[str], series: Sequence[Bars], *, label: str, x_label: str
+) -> Markup:
+  """Bars of several series side by side, over categories.
+
+  Args:
+    categories: captions, from left to right.
+    series: what to draw; shares of each in [0, 1].
+    label, x_label: as for `line_plot`.
+
+  Returns:
+    An <svg> element, or '' without bars. The text of a bar is its tooltip.
+  """
+  if not categories or not series:
+    return Markup('')
+  right, base = WIDTH - _RIGHT, HEIGHT - _BOTTOM
+  y_ticks = ticks(0.0, max(1e-9, *(x for bars in series for x in bars.shares)))
+  place_y = _scale(y_ticks[0], y_ticks[-1], base, _TOP)
+  group = (right - _LEFT) / len(categories)
+  width = 0.8 * group / len(series)
+  centres = [_digits(_LEFT + (i + 0.5) * group) for i in range(len(categories))]
+  parts = [
+    *_y_axis([(place_y(t), percent(t)) for t in y_ticks], right),
+    *_x_axis(list(zip(centres, categories, strict=True)), right, x_label),
+  ]
+  for k, bars in enumerate(series):
+    for centre, category, share in zip(centres, categories, bars.shares, strict=True):
+      x, y = centre - 0.4 * group + k * width, place_y(share)
+      parts.append(
+        Markup(
+          '<rect class="s{}" x="{}" y="{}" width="{}" height="{}">'
+          '<title>{}: {} {}</title></rect>'
+        ).format(
+          *(bars.colour, _digits(x), y, _digits(width), _digits(base - y)),
+          *(bars.name, category, percent(share)),
+        )
+      )
+  return Markup(
+    '<svg class="plot" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
+  ).format(WIDTH, HEIGHT, label, Markup('').join(parts))
 
 
 def _y_axis(marks: Sequence[tuple[float, str]], right: float) -> list[Markup]:

@@ -52,6 +52,8 @@ class Recent:
 
   def add(self, c: records.Completion) -> None:
     """Adds a completion and evicts the oldest ones beyond the limit."""
+    if (before := self._by_id.pop(c.id, None)) is not None:  # its commit was repeated
+      self._bytes -= _memory_bytes(before)
     self._by_id[c.id] = c
     self._bytes += _memory_bytes(c)
     while self._bytes > self._max_bytes:

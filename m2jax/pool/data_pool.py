@@ -1,7 +1,8 @@
 """The data pool: work items, trajectories and completions in a database (law 5).
 
 Forge's Data Pool (facts/m2-and-forge.md §4.3) on SQLAlchemy Core: SQLite in WAL mode by
-default, another database by URL. One thread writes (`writer`); any thread may call.
+default, PostgreSQL by URL (`database`). One thread of a process writes (`writer`); any
+thread may call.
 
 How law 5 is implemented. A work item goes pending → completed → taken, or pending →
 failed.
@@ -20,8 +21,9 @@ failed.
              log-probabilities, so off-policy correction is exact even if the policy
              that sampled them was rolled back.
 
-With synchronous=NORMAL a commit survives a crash of the process; `ledger` also makes
-everything before it survive a power failure.
+On SQLite, with synchronous=NORMAL, a commit survives a crash of the process; `ledger`
+also makes everything before it survive a power failure. On PostgreSQL every commit
+does. While a PostgreSQL server is away, calls wait for it, up to `outage_s`.
 """
 
 from __future__ import annotations
@@ -37,14 +39,15 @@ import sqlalchemy as sa
 from absl import logging
 
 from m2jax import records
-from m2jax.pool import arrays, leases, reader, tables, writer
+from m2jax.pool import arrays, database, leases, reader, retention, tables, writer
 from m2jax.pool import ledger as ledger_lib
 
 _REMEMBERED_IDS = 65_536
 
 Ledger = ledger_lib.Ledger
 LedgerMismatch = ledger_lib.LedgerMismatch
-PoolBroken = writer.PoolBroken
+PoolBroken = database.PoolBroken
+Ended = reader.Ended
 StoredTrajectory = reader.StoredTrajectory
 StoredTurn = reader.StoredTurn
 
@@ -67,27 +70,38 @@ class DataPool(reader.Reader):
     begun_lineage: that `rollback` began; 0 before.
   """
 
-  def __init__(self, url: str, *, linger_s: float = 0.05, max_queued: int = 4096):
+  def __init__(
+    self,
+    url: str,
+    *,
+    linger_s: float = 0.05,
+    max_queued: int = 4096,
+    outage_s: float = 60.0,
+  ):
     """Opens the pool and creates its tables if they do not exist.
 
     Args:
       url: SQLAlchemy URL. SQLite needs a file: threads do not share one in memory.
+        PostgreSQL needs a database that is empty or has a pool; the password may also
+        be in libpq's password file or environment.
       linger_s, max_queued: see `writer.Writer`.
+      outage_s: how long calls wait for a PostgreSQL server that is away; then the pool
+        is broken.
 
     Raises:
       ValueError: the URL cannot be used, or holds a pool of another schema version.
+      PoolBroken: the server was away for longer than `outage_s`.
     """
-    engine, self.run = tables.open_database(url)
-    super().__init__(engine)
+    opened, self.run = database.open_database(url, outage_s)
+    super().__init__(opened)
     self._ids = collections.OrderedDict()  # the last ids added, oldest first
     self._ids_lock = threading.Lock()
-    self._late = collections.Counter()
     self._missed_syncs = 0
     self._lineage = self.lineages().current
     self.begun_lineage = 0
     self._recent = arrays.Recent()  # used by the writing thread only
     self._writer = writer.Writer(
-      self._engine, self._insert, linger_s=linger_s, max_queued=max_queued
+      opened, self._insert, linger_s=linger_s, max_queued=max_queued
     )
 
   # --- Recording ---
@@ -215,8 +229,7 @@ class DataPool(reader.Reader):
 
   def open_leases(self) -> list[leases.Lease]:
     """The leases of pending items, by index."""
-    with self._engine.connect() as connection:
-      return leases.current(connection)
+    return self._database.read(leases.current)
 
   def reissue(self, index: int) -> records.WorkItem:
     """Ends the lease of a pending item; the next claim is another attempt at it.
@@ -239,7 +252,7 @@ class DataPool(reader.Reader):
   def close(self) -> None:
     """Writes queued records and closes the database. Idempotent."""
     self._writer.close()
-    self._engine.dispose()
+    self._database.close()
 
   def __enter__(self) -> DataPool:
     return self
@@ -258,7 +271,7 @@ class DataPool(reader.Reader):
     ledger = self._writer.call(
       lambda connection: ledger_lib.read(connection, self.run, step)
     )
-    if not tables.sync(self._engine):
+    if not self._database.sync():
       self._missed_syncs += 1
       logging.warning(
         'data pool: a reader blocks the checkpoint of the write-ahead log, which grows '
@@ -269,8 +282,7 @@ class DataPool(reader.Reader):
 
   def lineages(self) -> records.Lineages:
     """The lineages so far; `rollback` begins the current one."""
-    with self._engine.connect() as connection:
-      return ledger_lib.lineages(connection)
+    return self._database.read(ledger_lib.lineages)
 
   def rollback(self, ledger: Ledger | None) -> list[records.WorkItem]:
     """Rolls the pool back to a restored checkpoint (law 5, see the module's docstring).
@@ -298,47 +310,48 @@ class DataPool(reader.Reader):
     return items
 
   def prune(
-    self, ledger: Ledger, *, keep_messages: int = 2000, abandoned_s: float = 0.0
+    self,
+    ledger: Ledger,
+    *,
+    keep_messages: int = 2000,
+    abandoned_s: float = 0.0,
+    keep_items: int | None = None,
   ) -> int:
-    """Deletes what no restart can need, so that the file size stays bounded.
+    """Deletes what no restart can need, so that the database stays bounded.
 
-    Deletes the token ids of items trained by `ledger`, of failed items, of evaluations
-    and of superseded attempts; also the messages of trajectories and the rows behind
-    `turns`, except those of live items and, for the report, of a sample over the whole
-    run. Trajectories and their rewards are retained. Freed pages are reused.
+    `retention` has what that is. Trajectories and rewards remain, unless `keep_items`.
 
     Args:
       ledger: ledger of the *oldest* checkpoint that may still be restored.
-      keep_messages: approximate number of trajectories that retain their messages:
-        every 2^k-th.
+      keep_messages: approximate number of trajectories that retain their messages.
       abandoned_s: also delete the token ids of completions that began so long ago and
         have no trajectory, since their agent was killed; 0: do not.
+      keep_items: also delete the items before the ledger's head, with all that belongs
+        to them, except for the last `keep_items`; None: delete none.
 
     Returns:
       The number of completions whose token ids were deleted.
     """
     before_s = time.time() - abandoned_s if abandoned_s else 0.0
     return self._writer.call(
-      lambda connection: ledger_lib.prune(connection, ledger, keep_messages, before_s)
+      lambda connection: retention.prune(
+        connection, ledger, keep_messages, before_s, keep_items
+      )
     )
 
   # --- Counting ---
 
   def next_index(self) -> int:
     """The data position: the index of the next item to submit."""
-    with self._engine.connect() as connection:
-      return ledger_lib.next_index(connection)
+    return self._database.read(ledger_lib.next_index)
 
   def counts(self) -> dict[str, int]:
     """Number of items by state; since the pool was opened, the number of records that
     came too late and of incomplete checkpoints of the write-ahead log."""
-    i = tables.items.c
-    out = dict.fromkeys(('pending', 'completed', 'taken', 'failed'), 0)
-    query = sa.select(i.state, sa.func.count().label('n')).group_by(i.state)
-    out |= {row.state: row.n for row in self._read(query)}
+    out = self._database.read(ledger_lib.counts)
     return out | {
-      'late_completions': self._late['completions'],
-      'late_trajectories': self._late['trajectories'],
+      'late_completions': self._writer.counts['completions'],
+      'late_trajectories': self._writer.counts['trajectories'],
       'missed_syncs': self._missed_syncs,
     }
 
@@ -395,5 +408,6 @@ class DataPool(reader.Reader):
     for completion in added.values():  # only after the rows are inserted
       self._recent.add(completion)
     self._recent.drop({r['session'] for r in trajectories})
-    self._late['completions'] += sum(r['superseded'] for r in completions)
-    self._late['trajectories'] += sum(r['superseded'] for r in trajectories)
+    late = self._writer.tally
+    late['completions'] += sum(r['superseded'] for r in completions)
+    late['trajectories'] += sum(r['superseded'] for r in trajectories)

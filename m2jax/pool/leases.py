@@ -53,9 +53,7 @@ def claim(connection: sa.Connection, owner: str, n: int) -> list[Claim]:
   """Leases up to n pending items that nobody has, the oldest first."""
   i = tables.items.c
   free = sa.select(tables.items).where(i.state == 'pending', i.lease.is_(None))
-  rows = connection.execute(
-    free.order_by(i.index).limit(n).with_for_update(skip_locked=True)
-  ).all()
+  rows = connection.execute(free.order_by(i.index).limit(n)).all()
   claims = []
   for row in rows:
     lease = f'{owner}/{uuid.uuid4().hex}'
@@ -67,7 +65,7 @@ def claim(connection: sa.Connection, owner: str, n: int) -> list[Claim]:
 def heartbeat(connection: sa.Connection, held: list[str]) -> set[str]:
   """Counts up the leases; returns those that still hold."""
   i, alive = tables.items.c, set()
-  for part in ledger.parts(held):
+  for part in tables.parts(held):
     mine = (i.state == 'pending') & i.lease.in_(part)
     connection.execute(sa.update(tables.items).where(mine).values(beats=i.beats + 1))
     alive.update(connection.scalars(sa.select(i.lease).where(mine)))
@@ -75,11 +73,11 @@ def heartbeat(connection: sa.Connection, held: list[str]) -> set[str]:
 
 
 def holds(connection: sa.Connection, claimed: Claim) -> bool:
-  """Whether the claim's lease holds and has no report yet; locks the item."""
+  """Whether the claim's lease holds and has no report yet."""
   i = tables.items.c
   mine = (i.index == claimed.item.index) & (i.lease == claimed.lease)
   query = sa.select(i.index).where(mine, i.state == 'pending', i.report.is_(None))
-  return connection.scalar(query.with_for_update()) is not None
+  return connection.scalar(query) is not None
 
 
 def report(connection: sa.Connection, claimed: Claim, end: str) -> None:

@@ -7,7 +7,6 @@ docstring explains how they implement law 5.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import sqlalchemy as sa
 from absl import logging
@@ -15,6 +14,7 @@ from absl import logging
 from m2jax import records
 from m2jax.pool import tables
 
+DELETED = 'deleted_'  # prefix of keys of `tables.meta`, see `deleted`
 # Columns of an item that no other process runs (`leases`).
 UNCLAIMED = {'lease': None, 'beats': 0, 'report': None}
 
@@ -121,6 +121,22 @@ def read(connection: sa.Connection, run: str, step: int | None) -> Ledger:
   return Ledger(head, tuple(ids), end, step, run, lineages(connection).current)
 
 
+def counts(connection: sa.Connection) -> dict[str, int]:
+  """Number of items by state, deleted ones included."""
+  i, gone = tables.items.c, deleted(connection)
+  out = dict.fromkeys(('pending', 'completed', 'taken', 'failed'), 0)
+  query = sa.select(i.state, sa.func.count().label('n')).group_by(i.state)
+  out |= {row.state: row.n for row in connection.execute(query)}
+  return {state: n + gone.get(state, 0) for state, n in out.items()}
+
+
+def deleted(connection: sa.Connection) -> dict[str, int]:
+  """What `retention` has deleted: items by state, and 'below', the first index left."""
+  m = tables.meta.c
+  rows = connection.execute(sa.select(m.key, m.value).where(m.key.startswith(DELETED)))
+  return {r.key.removeprefix(DELETED): int(r.value) for r in rows}
+
+
 def lineages(connection: sa.Connection) -> records.Lineages:
   """The lineages so far; only the root before the first one begins."""
   table = tables.lineages
@@ -156,8 +172,7 @@ def rollback(
     logging.warning('data pool: items %s were trained already', sorted(behind))
     set_items(connection, sorted(behind), state='taken', step=ledger.step)
   # Items rolled back were not taken before the submission of the live ones.
-  count = sa.select(sa.func.count()).where(i.state == 'taken')
-  trained = connection.scalar(count)
+  trained = counts(connection)['taken']
   connection.execute(
     sa.update(tables.items)
     .where(i.state.in_(('pending', 'completed')), i.taken_before > trained)
@@ -196,6 +211,11 @@ def _undone(connection: sa.Connection, ledger: Ledger, run: str) -> list[int]:
       f'{at} has {ledger.next_index} items, the pool {have}: the pool was replaced '
       'or truncated'
     )
+  if ledger.head < (below := deleted(connection).get('below', 0)):
+    raise LedgerMismatch(
+      f'{at} precedes the training of items below {below}, which were deleted: restore '
+      'a newer checkpoint'
+    )
   rows = connection.execute(
     sa.select(i.index, i.pruned).where(i.state == 'taken', i.index >= ledger.head)
   ).all()
@@ -211,63 +231,17 @@ def _undone(connection: sa.Connection, ledger: Ledger, run: str) -> list[int]:
 def _supersede(connection: sa.Connection, reissued: list[int]) -> None:
   """Marks the records of earlier attempts at these items as superseded."""
   t, c = tables.trajectories.c, tables.completions.c
-  for part in parts(reissued):
+  for part in tables.parts(reissued):
     connection.execute(
       sa.update(tables.trajectories)
       .where(t.item.in_(part), ~t.superseded)
       .values(superseded=True)
     )
   # Also completions of sessions without a trajectory.
-  closed = sa.select(t.session).where(~t.superseded)
+  closed = sa.exists().where(t.session == c.session, ~t.superseded)
   connection.execute(
-    sa.update(tables.completions)
-    .where(~c.superseded, c.session.not_in(closed))
-    .values(superseded=True)
+    sa.update(tables.completions).where(~c.superseded, ~closed).values(superseded=True)
   )
-
-
-def prune(
-  connection: sa.Connection,
-  ledger: Ledger,
-  keep_messages: int,
-  abandoned_before_s: float = 0.0,
-) -> int:
-  """Deletes what no restart from `ledger` or later needs; see `DataPool.prune`."""
-  i, t, c = tables.items.c, tables.trajectories.c, tables.completions.c
-  trained = i.state == 'taken'
-  trained &= (i.index < ledger.head) | i.index.in_(ledger.taken)
-  connection.execute(
-    sa.update(tables.items).where(trained, ~i.pruned).values(pruned=True)
-  )
-  over = sa.select(i.index).where(i.pruned | (i.state == 'failed'))
-  done = t.superseded | (t.item < 0) | t.item.in_(over)
-  mine = c.superseded | c.session.in_(sa.select(t.session).where(done))
-  if abandoned_before_s:
-    old = c.started_s < abandoned_before_s
-    mine |= old & c.session.not_in(sa.select(t.session))
-  dropped = connection.execute(
-    sa.update(tables.completions).where(mine, c.arrays.is_not(None)).values(arrays=None)
-  )
-  # Every 2^k-th over the whole run, so that later calls select from the same rows.
-  have = connection.scalar(sa.select(sa.func.count()).select_from(tables.trajectories))
-  every = 1
-  while have > every * keep_messages:
-    every *= 2
-  connection.execute(
-    sa.update(tables.trajectories)
-    .where(done, t.row % every != 0, t.messages.is_not(None))
-    .values(messages=None)
-  )
-  shown = sa.select(t.session).where(t.messages.is_not(None))
-  connection.execute(
-    sa.delete(tables.completions).where(c.arrays.is_(None), c.session.not_in(shown))
-  )
-  return dropped.rowcount
-
-
-def parts(values: list, size: int = 500) -> Iterator[list]:
-  """Slices small enough for a database's limit on bound parameters."""
-  return (values[i : i + size] for i in range(0, len(values), size))
 
 
 def existing(
@@ -275,7 +249,7 @@ def existing(
 ) -> set:
   """The values that occur in the column, in rows that satisfy `where`."""
   out = set()
-  for part in parts(list(values)):
+  for part in tables.parts(list(values)):
     out.update(connection.scalars(sa.select(column).where(column.in_(part), *where)))
   return out
 
@@ -297,5 +271,5 @@ def _item(connection: sa.Connection, index: int, state: str, verb: str) -> sa.Ro
 def set_items(connection: sa.Connection, indices: list[int], **values) -> None:
   """Sets columns of some items."""
   i = tables.items
-  for part in parts(indices):
+  for part in tables.parts(indices):
     connection.execute(sa.update(i).where(i.c.index.in_(part)).values(**values))

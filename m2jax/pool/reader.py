@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator, Sequence
 
 import sqlalchemy as sa
 
 from m2jax import records
 from m2jax.pool import tables
+from m2jax.pool.database import Database
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +44,36 @@ class StoredTurn:
   superseded: bool
 
 
-class Reader:
-  """Queries on a pool's database; any thread may call them."""
+@dataclasses.dataclass(frozen=True)
+class Ended:
+  """A trajectory of a work item in numbers, for histograms.
 
-  def __init__(self, engine: sa.Engine):
-    self._engine = engine
+  Attributes:
+    row: higher for those that were stored later.
+    end_reason, success, wall_s: as in `records.Trajectory`.
+    response_tokens: sampled tokens of all its completions.
+    versions: the first and the last version that sampled them; () if none did.
+    superseded: stored, but never trained.
+  """
+
+  row: int
+  end_reason: str
+  success: float
+  wall_s: float
+  response_tokens: int
+  versions: tuple[int, ...]
+  superseded: bool
+
+
+class Reader:
+  """Queries on a pool's database; any thread may call them.
+
+  Raises:
+    PoolBroken: from every query, if a database server stays away (`database`).
+  """
+
+  def __init__(self, database: Database):
+    self._database = database
 
   def group(
     self, index: int
@@ -112,8 +139,19 @@ class Reader:
       query = query.where(t.c.item < 0 if evaluation else t.c.item >= 0)
     rows = [r.row for r in self._read(query.order_by(t.c.row))]
     chosen = random.Random(seed).sample(rows, min(n, len(rows)))
-    query = sa.select(t).where(t.c.row.in_(chosen)).order_by(t.c.row)
-    return [_stored(row) for row in self._read(query)]
+    found = []
+    for part in tables.parts(sorted(chosen)):
+      query = sa.select(t).where(t.c.row.in_(part)).order_by(t.c.row)
+      found += [_stored(row) for row in self._read(query)]
+    return found
+
+  def each_trajectory(self) -> Iterator[StoredTrajectory]:
+    """All trajectories that have messages, the oldest first; few in memory at once."""
+    t, last = tables.trajectories, 0
+    shown = sa.select(t).where(t.c.messages.is_not(None)).order_by(t.c.row).limit(100)
+    while rows := self._read(shown.where(t.c.row > last)):
+      yield from map(_stored, rows)
+      last = rows[-1].row
 
   def newest_trajectories(
     self,
@@ -140,6 +178,52 @@ class Reader:
       query = query.where(t.c.family == family)
     return [_stored(row) for row in self._read(query.order_by(t.c.row.desc()).limit(n))]
 
+  def ended(
+    self, *, after: int | None = None, items: Sequence[int] | None = None
+  ) -> list[Ended]:
+    """Trajectories of work items in the order in which they were stored.
+
+    Args:
+      after: only those stored after this row.
+      items: only those of these items.
+    """
+    t, c = tables.trajectories.c, tables.completions.c
+    query = (
+      sa.select(
+        t.row,
+        t.end_reason,
+        t.success,
+        t.wall_s,
+        t.superseded,
+        sa.func.coalesce(sa.func.sum(c.response_tokens), 0).label('tokens'),
+        sa.func.min(c.first_version).label('first'),
+        sa.func.max(c.last_version).label('last'),
+      )
+      .outerjoin_from(tables.trajectories, tables.completions, t.session == c.session)
+      .where(t.item >= 0)
+      .group_by(t.row)
+      .order_by(t.row)
+    )
+    if after is not None:
+      query = query.where(t.row > after)
+    if items is None:
+      rows = self._read(query)
+    else:
+      parts = tables.parts(list(items))
+      rows = [r for part in parts for r in self._read(query.where(t.item.in_(part)))]
+    return [
+      Ended(
+        row=r.row,
+        end_reason=r.end_reason,
+        success=r.success,
+        wall_s=r.wall_s,
+        response_tokens=int(r.tokens),
+        versions=() if r.first is None else (r.first, r.last),
+        superseded=r.superseded,
+      )
+      for r in rows
+    ]
+
   def items(self, *states: str, first: int = 0) -> list[records.WorkItem]:
     """Work items by index, in the given states (all if none is given).
 
@@ -159,8 +243,7 @@ class Reader:
     return {row.index: row.reason for row in self._read(query)}
 
   def _read(self, query: sa.Select) -> list[sa.Row]:
-    with self._engine.connect() as connection:
-      return list(connection.execute(query).all())
+    return self._database.read(lambda c: list(c.execute(query).all()))
 
 
 def _stored(row: sa.Row) -> StoredTrajectory:

@@ -7,10 +7,7 @@ Token ids, log-probabilities, versions and expert ids of a completion are one bl
 from __future__ import annotations
 
 import json
-import os
-import urllib.parse
-import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,30 +18,32 @@ from m2jax.pool import arrays
 
 SCHEMA_VERSION = 4
 
-_metadata = sa.MetaData()
+metadata = sa.MetaData()
 # SQLite gives rowids only to columns spelled INTEGER.
-_RowId = sa.BigInteger().with_variant(sa.Integer(), 'sqlite')
+_Long = sa.BigInteger().with_variant(sa.Integer(), 'sqlite')
+# Compared by code points, as SQLite does: `leases.reissue` selects a range of sessions.
+_Key = sa.String().with_variant(sa.String(collation='C'), 'postgresql')
 
 meta = sa.Table(
   'meta',
-  _metadata,
+  metadata,
   sa.Column('key', sa.String, primary_key=True),
   sa.Column('value', sa.String, nullable=False),
 )
 
 items = sa.Table(
   'items',
-  _metadata,
-  sa.Column('index', sa.Integer, primary_key=True, autoincrement=False),
+  metadata,
+  sa.Column('index', _Long, primary_key=True, autoincrement=False),
   sa.Column('task', sa.Text, nullable=False),
   sa.Column('group_size', sa.Integer, nullable=False),
   sa.Column('attempt', sa.Integer, nullable=False),
   sa.Column('state', sa.String, nullable=False),  # pending, completed, taken, failed
   sa.Column('reason', sa.Text, nullable=False, default=''),
   sa.Column('step', sa.Integer),  # learner step that took it
-  sa.Column('taken_before', sa.Integer, nullable=False),
+  sa.Column('taken_before', _Long, nullable=False),
   sa.Column('pruned', sa.Boolean, nullable=False, default=False),
-  sa.Column('lease', sa.String, unique=True),  # these three: see `leases`
+  sa.Column('lease', _Key, unique=True),  # these three: see `leases`
   sa.Column('beats', sa.Integer, nullable=False, default=0),
   sa.Column('report', sa.Text),
   sa.Index('items_by_state', 'state', 'step', 'index'),
@@ -52,10 +51,10 @@ items = sa.Table(
 
 trajectories = sa.Table(
   'trajectories',
-  _metadata,
-  sa.Column('row', _RowId, primary_key=True),
-  sa.Column('session', sa.String, nullable=False, unique=True),
-  sa.Column('item', sa.Integer, nullable=False),
+  metadata,
+  sa.Column('row', _Long, primary_key=True),
+  sa.Column('session', _Key, nullable=False, unique=True),
+  sa.Column('item', _Long, nullable=False),
   sa.Column('rank', sa.Integer, nullable=False),
   sa.Column('task', sa.Text, nullable=False),
   sa.Column('family', sa.String, nullable=False),
@@ -88,21 +87,29 @@ sa.Index(
 # See `records.Lineages`.
 lineages = sa.Table(
   'lineages',
-  _metadata,
+  metadata,
   sa.Column('lineage', sa.Integer, primary_key=True, autoincrement=False),
   sa.Column('parent', sa.Integer, nullable=False),
   sa.Column('step', sa.Integer, nullable=False),
 )
 
+# The last transaction of each process that writes, see `database`.
+writers = sa.Table(
+  'writers',
+  metadata,
+  sa.Column('writer', sa.String, primary_key=True),
+  sa.Column('batch', _Long, nullable=False),
+)
+
 completions = sa.Table(
   'completions',
-  _metadata,
-  sa.Column('row', _RowId, primary_key=True),
-  sa.Column('id', sa.String, nullable=False, unique=True),
-  sa.Column('session', sa.String, nullable=False, index=True),
+  metadata,
+  sa.Column('row', _Long, primary_key=True),
+  sa.Column('id', _Key, nullable=False, unique=True),
+  sa.Column('session', _Key, nullable=False, index=True),
   sa.Column('turn', sa.Integer, nullable=False),
-  sa.Column('parent', sa.String),
-  sa.Column('follows', sa.String),
+  sa.Column('parent', _Key),
+  sa.Column('follows', _Key),
   sa.Column('fork_reason', sa.Text),
   sa.Column('finish_reason', sa.String, nullable=False),
   sa.Column('status', sa.String, nullable=False),
@@ -121,107 +128,9 @@ completions = sa.Table(
 )
 
 
-def open_database(url: str) -> tuple[sa.Engine, str]:
-  """Opens a pool's database and creates missing tables.
-
-  Connections with the execution option `write=True` begin write transactions.
-
-  Returns:
-    The engine, and the run id that the pool got when it was created.
-
-  Raises:
-    ValueError: the URL cannot be used, or holds a pool of another schema version.
-  """
-  try:
-    parsed = sa.make_url(url)
-  except sa.exc.ArgumentError as error:
-    raise ValueError(
-      f"data pool: {url!r} is not a database URL such as 'sqlite:////tmp/pool.db'"
-    ) from error
-  sqlite = parsed.get_backend_name() == 'sqlite'
-  if sqlite and parsed.database in (None, '', ':memory:'):
-    raise ValueError(f'data pool: {url!r}: SQLite needs a file')
-  engine = sa.create_engine(parsed)
-  if sqlite:
-    sa.event.listen(engine, 'connect', _on_sqlite_connect)
-    sa.event.listen(engine, 'begin', _on_sqlite_begin)
-  try:
-    with (
-      engine.connect().execution_options(write=True) as connection,
-      connection.begin(),
-    ):
-      return engine, _open_tables(connection, url)
-  except BaseException:
-    engine.dispose()
-    raise
-
-
-def _open_tables(connection: sa.Connection, url: str) -> str:
-  """Creates the tables that are missing; returns the run id."""
-  _metadata.create_all(connection)
-  values = _meta(connection)
-  if not values:
-    values = {'schema_version': str(SCHEMA_VERSION), 'run': uuid.uuid4().hex}
-    rows = [{'key': k, 'value': v} for k, v in values.items()]
-    connection.execute(sa.insert(meta), rows)
-  _check_schema(values, url)
-  return values['run']
-
-
-def open_read_only(path: str | os.PathLike) -> sa.Engine:
-  """An engine that only reads a SQLite pool, whose run may be writing it meanwhile.
-
-  Raises:
-    ValueError: the file is not a data pool, or one of another schema version.
-  """
-  path = os.path.abspath(path)
-  quoted = urllib.parse.quote(path)
-  engine = sa.create_engine(f'sqlite:///file:{quoted}?mode=ro&uri=true')
-  try:
-    with engine.connect() as connection:
-      _check_schema(_meta(connection), path)
-  except sa.exc.DBAPIError as error:
-    raise ValueError(f'{path}: not a data pool: {error.orig}') from error
-  return engine
-
-
-def _meta(connection: sa.Connection) -> dict[str, str]:
-  return {r.key: r.value for r in connection.execute(sa.select(meta))}
-
-
-def _check_schema(values: dict[str, str], name: str) -> None:
-  version = values.get('schema_version')
-  if version != str(SCHEMA_VERSION):
-    raise ValueError(
-      f'data pool: {name!r} has schema version {version}, this code reads '
-      f'{SCHEMA_VERSION}: use the code that wrote it, or a new pool'
-    )
-
-
-def sync(engine: sa.Engine) -> bool:
-  """Makes commits survive a power failure, on databases where they do not already.
-
-  Returns:
-    Whether SQLite's write-ahead log was moved into the database completely. A reader or
-    another writer can block that; the log is then synced to disk, but continues to
-    grow.
-  """
-  if engine.dialect.name != 'sqlite':
-    return True
-  connection = engine.raw_connection()
-  try:
-    query = 'PRAGMA wal_checkpoint(PASSIVE)'
-    busy, frames, moved = connection.cursor().execute(query).fetchone()
-  finally:
-    connection.close()
-  if not busy and frames == moved:
-    return True
-  log = os.open(engine.url.database + '-wal', os.O_RDONLY)
-  try:
-    os.fsync(log)
-  finally:
-    os.close(log)
-  return False
+def parts(values: list, size: int = 500) -> Iterator[list]:
+  """Slices small enough for a database's limit on bound parameters."""
+  return (values[i : i + size] for i in range(0, len(values), size))
 
 
 def clean_text(text: str) -> str:
@@ -354,19 +263,3 @@ _TRAJECTORY_FIELDS = (
   'tool_errors',
   'answer',
 )
-
-
-def _on_sqlite_connect(dbapi_connection, _) -> None:
-  # The driver's own transaction control breaks savepoints; SQLAlchemy's documentation
-  # says to begin transactions explicitly.
-  dbapi_connection.isolation_level = None
-  cursor = dbapi_connection.cursor()
-  cursor.execute('PRAGMA busy_timeout=30000')  # also for the next one
-  cursor.execute('PRAGMA journal_mode=WAL')
-  cursor.execute('PRAGMA synchronous=NORMAL')
-  cursor.close()
-
-
-def _on_sqlite_begin(connection: sa.Connection) -> None:
-  write = connection.get_execution_options().get('write')
-  connection.exec_driver_sql('BEGIN IMMEDIATE' if write else 'BEGIN')

@@ -1,15 +1,21 @@
 """One thread that writes to the data pool for all others, many operations per commit.
 
-SQLite allows one writer at a time; with one writing thread no other thread waits for a
-lock, and all operations that arrived meanwhile share a commit. They are applied in the
-order in which they were put, so records added before a `call` are committed no later
-than the call. A row that the database rejects affects no other row.
+Write transactions of all processes run one after the other (`database`); with one
+writing thread no other thread waits for that, and all operations that arrived meanwhile
+share a commit. They are applied in the order in which they were put, so records added
+before a `call` are committed no later than the call. A row that the database rejects
+affects no other row.
+
+While a database server is away, a transaction is repeated as a whole until it is known
+to be committed: callers wait, and what they added is neither lost nor added twice.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
+import uuid
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -17,12 +23,8 @@ from typing import Any
 import sqlalchemy as sa
 from absl import logging
 
-# Errors of the database, not of the data: disk full, lost connection.
-_FATAL = (sa.exc.OperationalError, sa.exc.InternalError)
-
-
-class PoolBroken(RuntimeError):
-  """The database cannot be written; nothing more is accepted. Fix it and restart."""
+from m2jax.pool import database as database_lib
+from m2jax.pool.database import Database, PoolBroken
 
 
 class Writer:
@@ -31,11 +33,16 @@ class Writer:
   `put` returns at once; its record is durable after the next `call`. A call runs a
   function on the writing connection, inside a savepoint, and returns its result once
   the transaction is committed; an exception of the function is raised to the caller.
+  The function may run more than once, but is committed once.
+
+  Attributes:
+    tally: counts of the present transaction, made by the functions that it runs.
+    counts: sums of the committed ones.
   """
 
   def __init__(
     self,
-    engine: sa.Engine,
+    database: Database,
     insert: Callable[[sa.Connection, list[Any]], None],
     *,
     linger_s: float = 0.05,
@@ -44,12 +51,15 @@ class Writer:
     """Starts the thread.
 
     Args:
-      engine: engine of the database, from `tables.open_database`.
+      database: where to.
       insert: inserts consecutive records in order, all or none of them.
       linger_s: how long records wait to be batched if no call comes.
       max_queued: `put` blocks while this many operations wait.
     """
-    self._engine = engine
+    self.tally: collections.Counter[str] = collections.Counter()
+    self.counts: collections.Counter[str] = collections.Counter()
+    self._database = database
+    self._id, self._batches = uuid.uuid4().hex, 0  # see `database.committed`
     self._insert = insert
     self._linger_s = linger_s
     self._max_queued = max_queued
@@ -120,30 +130,55 @@ class Writer:
       self._changed.notify_all()
       return batch
 
-  def _run(self):
-    with self._engine.connect().execution_options(write=True) as connection:
-      while batch := self._next_batch():
-        try:
-          with connection.begin():
-            results = self._apply(connection, batch)
-        except BaseException as error:  # the batch is lost: fail permanently
-          logging.error('data pool: cannot write: %s', error)
-          with self._changed:
-            self._error = error
-            batch += self._queue
-            self._queue.clear()
-            self._changed.notify_all()
-          for _, future in batch:
-            if future is not None:
-              broken = PoolBroken(f'data pool: {error}')
-              broken.__cause__ = error
-              future.set_exception(broken)
+  def _run(self) -> None:
+    while batch := self._next_batch():
+      try:
+        results = self._commit(batch)
+      except BaseException as error:  # the batch is lost: fail permanently
+        self._break(error, batch)
+        return
+      for future, result, error in results:
+        if error is None:
+          future.set_result(result)
+        else:
+          future.set_exception(error)
+    if self._batches and self._database.server:
+      with contextlib.suppress(sa.exc.DBAPIError), self._database.transaction() as last:
+        database_lib.forget(last, self._id)
+
+  def _commit(self, batch: list) -> list[tuple]:
+    """Applies a batch in one transaction; returns `_apply`'s results."""
+    self._batches += 1
+    applied: list[list[tuple]] = []  # by a transaction whose commit may have been lost
+
+    def attempt():
+      with self._database.transaction() as connection:
+        if applied and database_lib.committed(connection, self._id) == self._batches:
           return
-        for future, result, error in results:
-          if error is None:
-            future.set_result(result)
-          else:
-            future.set_exception(error)
+        applied.clear()
+        self.tally.clear()
+        results = self._apply(connection, batch)
+        if self._database.server:
+          database_lib.set_committed(connection, self._id, self._batches)
+        applied.append(results)
+
+    self._database.retrying(attempt)
+    self.counts.update(self.tally)
+    return applied[0]
+
+  def _break(self, error: BaseException, batch: list) -> None:
+    """Fails the batch, and all that is queued now or later."""
+    logging.error('data pool: cannot write: %s', error)
+    with self._changed:
+      self._error = error
+      batch += self._queue
+      self._queue.clear()
+      self._changed.notify_all()
+    for _, future in batch:
+      if future is not None:
+        broken = PoolBroken(f'data pool: {error}')
+        broken.__cause__ = error
+        future.set_exception(broken)
 
   def _apply(self, connection: sa.Connection, batch: list) -> list[tuple]:
     """Applies a batch; returns (future, result, error) of each call."""
@@ -157,9 +192,9 @@ class Writer:
       try:
         with connection.begin_nested():
           results.append((future, operation(connection), None))
-      except _FATAL:
-        raise
       except Exception as error:
+        if database_lib.fatal(error):
+          raise
         results.append((future, None, error))
     self._insert_all(connection, waiting)
     return results
@@ -171,9 +206,9 @@ class Writer:
     try:
       with connection.begin_nested():
         self._insert(connection, batch)
-    except _FATAL:
-      raise
     except Exception as error:
+      if database_lib.fatal(error):
+        raise
       if len(batch) > 1:
         for record in batch:
           self._insert_all(connection, [record])

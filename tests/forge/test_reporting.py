@@ -110,3 +110,12 @@ def test_advantages_outlive_the_completions(run):
     [a for _, a in turns], group.credits[0].advantages, atol=5e-4
   )
   assert turns[1][0] == 'turn 2 · policy 2 · 5 tokens · ok'
+
+
+def test_the_password_of_the_pool_is_not_shown(run):
+  workdir, pool, _ = run
+  config = forge_worker.config()
+  roles = dataclasses.replace(config.roles, pool_url='postgresql://me:secret@db/pool')
+  reporting.write(dataclasses.replace(config, roles=roles), workdir, pool)
+  page = (workdir / 'report.html').read_text('utf-8')
+  assert 'postgresql://me:***@db/pool' in page and 'secret' not in page

@@ -3,7 +3,7 @@
 Everything is real but the model: "weights" are the list of the item ids trained so far,
 which makes the surviving lineage readable from the last checkpoint.
 
-  python drain_worker.py DIRECTORY SEED TOTAL [DIE_AT COUNT]
+  python drain_worker.py DIRECTORY URL SEED TOTAL [DIE_AT COUNT]
 
 DIE_AT names a point at which the process kills itself with SIGKILL, the COUNT-th time.
 """
@@ -51,8 +51,9 @@ class Pool(data_pool.DataPool):
 
 
 class Worker:
-  def __init__(self, directory, seed, total, die_at='', count='1'):
+  def __init__(self, directory, url, seed, total, die_at='', count='1'):
     self.directory, self.total = pathlib.Path(directory), int(total)
+    self.url = url
     self.die_at, self.left = die_at, int(count)
     self.rng = random.Random(int(seed))
     self.run_id = f'{os.getpid()}-{time.time_ns()}'
@@ -85,7 +86,7 @@ class Worker:
     weights, step = state['weights'], state['step']
     ledger = state['ledger'] and data_pool.Ledger.from_dict(state['ledger'])
 
-    self.pool = Pool(f'sqlite:///{self.directory}/pool.db', linger_s=0.01)
+    self.pool = Pool(self.url, linger_s=0.01)
     self.pool.point = self.point
     before = self.pool.counts()
     self.queue = work_queue.WorkQueue(self.pool, CAPACITY, WINDOW)

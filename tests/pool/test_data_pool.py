@@ -2,12 +2,12 @@
 
 import contextlib
 import dataclasses
-import sqlite3
-import tempfile
+import pathlib
 import threading
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,11 +16,6 @@ from m2jax.pool.data_pool import DataPool, Ledger, LedgerMismatch
 from m2jax.pool.work_queue import WorkQueue
 from m2jax.records import Completion, Trajectory, WorkItem
 from m2jax.rl.rewards import TrajectoryReward
-
-
-@pytest.fixture
-def url(tmp_path):
-  return f'sqlite:///{tmp_path}/pool.db'
 
 
 @pytest.fixture
@@ -66,6 +61,18 @@ def play(pool, index, group_size=2, attempt=0, submit=True):
   pool.complete(index)
 
 
+def execute(url, *statements):
+  """Runs statements outside the pool, each in its own transaction."""
+  url = url.replace('postgresql:', 'postgresql+psycopg:')
+  engine = sa.create_engine(url, isolation_level='AUTOCOMMIT')
+  try:
+    with engine.connect() as connection:
+      found = [connection.exec_driver_sql(x) for x in statements]
+      return found[-1].scalar() if found[-1].returns_rows else None
+  finally:
+    engine.dispose()
+
+
 def sessions(pool, **which):
   """Of all live trajectories that have messages, the oldest first."""
   stored = pool.sample_trajectories(10**6, **which)
@@ -75,7 +82,9 @@ def sessions(pool, **which):
 # --- Records ---
 
 IDS = st.integers(-(2**31), 2**31 - 1)
-TEXT = st.text(max_size=30)
+TEXT = st.text(
+  st.characters(exclude_categories=['Cs'], exclude_characters='\0'), max_size=30
+)
 JSON = st.recursive(
   st.none() | st.booleans() | st.integers() | st.text(max_size=10),
   lambda x: (
@@ -120,12 +129,11 @@ def completions(draw):
 
 
 @pytest.fixture(scope='module')
-def shared():
+def shared(new_url):
   """One pool for a property that needs many records but no clean state."""
-  with tempfile.TemporaryDirectory() as directory:
-    with DataPool(f'sqlite:///{directory}/pool.db') as pool:
-      pool.counter = iter(range(10**6))
-      yield pool
+  with DataPool(new_url()) as pool:
+    pool.counter = iter(range(10**6))
+    yield pool
 
 
 @settings(deadline=None, max_examples=60)
@@ -335,78 +343,77 @@ OPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(OPS, st.randoms(use_true_random=False), st.sampled_from([1, 2, 4, None]))
-def test_exactly_once(ops, rng, window):
+def test_exactly_once(new_url, ops, rng, window):
   """Law 5 on random histories: work, checkpoints, crashes in any order; then drained.
 
   The lineage is a list of trained ids that a crash resets to its last checkpoint. The
   pool is reopened after each crash; test_kill.py does this with real processes.
   """
-  with tempfile.TemporaryDirectory() as directory:
-    url = f'sqlite:///{directory}/pool.db'
-    weights, step, failed = [], 0, set()
-    saved = ([], 0, None)
-    attempts = {}
+  url = new_url()
+  weights, step, failed = [], 0, set()
+  saved = ([], 0, None)
+  attempts = {}
 
-    def open_queue(ledger):
-      pool = DataPool(url)
-      queue = WorkQueue(pool, 6, window)
-      for item in queue.resume(ledger):
-        attempts[item.index] += 1
-        assert item.attempt == attempts[item.index]
-      return pool, queue
+  def open_queue(ledger):
+    pool = DataPool(url)
+    queue = WorkQueue(pool, 6, window)
+    for item in queue.resume(ledger):
+      attempts[item.index] += 1
+      assert item.attempt == attempts[item.index]
+    return pool, queue
 
-    pool, queue = open_queue(None)
+  pool, queue = open_queue(None)
 
-    def step_once(op):
-      nonlocal pool, queue, weights, step, saved
-      pending = [item.index for item in pool.items('pending')]
-      if op == 'submit':
-        with contextlib.suppress(windowed_fifo.Full):
-          attempts[queue.submit('t', 1).index] = 0
-      elif op == 'complete' and pending:
-        index = rng.choice(pending)
-        session = f'{index}.{attempts[index]}'
-        pool.add_completion(completion(session))
-        pool.add_trajectory(trajectory(session, index))
-        assert queue.complete(index)
-        assert not queue.fail(index, 'too late')
-      elif op == 'fail' and pending:
-        index = rng.choice(pending)
-        assert queue.fail(index, 'broke')
-        assert not queue.complete(index)
-        failed.add(index)
-      elif op == 'take':
-        step += 1
-        for _ in range(2):
-          for index, age_items, _ in queue.take(1, step, timeout_s=0):
-            ((t, _),) = pool.group(index)
-            assert t.session == f'{index}.{attempts[index]}'
-            assert 0 <= age_items <= len(weights)
-            weights.append(index)
-      elif op == 'save':
-        saved = (list(weights), step, pool.ledger(step))
-      elif op == 'crash':
-        pool.close()
-        weights, step = list(saved[0]), saved[1]
-        pool, queue = open_queue(saved[2])
+  def step_once(op):
+    nonlocal pool, queue, weights, step, saved
+    pending = [item.index for item in pool.items('pending')]
+    if op == 'submit':
+      with contextlib.suppress(windowed_fifo.Full):
+        attempts[queue.submit('t', 1).index] = 0
+    elif op == 'complete' and pending:
+      index = rng.choice(pending)
+      session = f'{index}.{attempts[index]}'
+      pool.add_completion(completion(session))
+      pool.add_trajectory(trajectory(session, index))
+      assert queue.complete(index)
+      assert not queue.fail(index, 'too late')
+    elif op == 'fail' and pending:
+      index = rng.choice(pending)
+      assert queue.fail(index, 'broke')
+      assert not queue.complete(index)
+      failed.add(index)
+    elif op == 'take':
+      step += 1
+      for _ in range(2):
+        for index, age_items, _ in queue.take(1, step, timeout_s=0):
+          ((t, _),) = pool.group(index)
+          assert t.session == f'{index}.{attempts[index]}'
+          assert 0 <= age_items <= len(weights)
+          weights.append(index)
+    elif op == 'save':
+      saved = (list(weights), step, pool.ledger(step))
+    elif op == 'crash':
+      pool.close()
+      weights, step = list(saved[0]), saved[1]
+      pool, queue = open_queue(saved[2])
 
-    for op in ops:
-      step_once(op)
-    while queue.state().pending or queue.state().completed:
-      step_once('complete')
-      step_once('take')
-    pool.close()
-    assert sorted(weights) == sorted(set(attempts) - failed)
+  for op in ops:
+    step_once(op)
+  while queue.state().pending or queue.state().completed:
+    step_once('complete')
+    step_once('take')
+  pool.close()
+  assert sorted(weights) == sorted(set(attempts) - failed)
 
 
-def test_ledger_must_fit(pool, url, tmp_path):
+def test_ledger_must_fit(pool, new_url):
   """A checkpoint of another pool, or of a younger one, must not be trained on twice."""
   play(pool, 0)
   pool.take([0], step=1)
   ledger = pool.ledger(1)
-  with DataPool(f'sqlite:///{tmp_path}/other.db') as other:
+  with DataPool(new_url()) as other:
     with pytest.raises(LedgerMismatch, match='belongs to pool'):
       other.rollback(ledger)
     with pytest.raises(LedgerMismatch, match='has 1 items, the pool 0'):
@@ -460,7 +467,18 @@ def test_the_report_reads_all_of_a_run(pool):
   assert sum(len(pool.turns(f's{i}')) for i in range(200)) == len(kept)
 
 
-def test_file_stays_bounded(pool, tmp_path):
+def stored_bytes(url):
+  """Of the database's file or, on a server, of its tables once they are vacuumed."""
+  if url.startswith('sqlite'):
+    return pathlib.Path(sa.make_url(url).database).stat().st_size
+  size = (
+    'SELECT sum(pg_total_relation_size(oid)) FROM pg_class '
+    "WHERE relnamespace = current_schema()::regnamespace AND relkind = 'r'"
+  )
+  return execute(url, 'VACUUM items, trajectories, completions', size)
+
+
+def test_file_stays_bounded(pool, url):
   """With pruning, ten times the work does not make ten times the file."""
   big = dict(prompt_ids=tuple(range(5000)))
   sizes = []
@@ -471,7 +489,7 @@ def test_file_stays_bounded(pool, tmp_path):
     pool.complete(i)
     pool.take([i], step=i)
     pool.prune(pool.ledger(i))
-    sizes.append((tmp_path / 'pool.db').stat().st_size)
+    sizes.append(stored_bytes(url))
   assert sizes[-1] < 2 * sizes[3]
 
 
@@ -532,21 +550,19 @@ def test_threads(url):
     assert not errors and pool.counts()['taken'] == items
 
 
-def test_broken_database_stops_the_job(pool, tmp_path):
+def test_broken_database_stops_the_job(pool, url):
   """Fail closed: if the database cannot be written, no call reports success."""
   play(pool, 0)
-  connection = sqlite3.connect(tmp_path / 'pool.db')
-  connection.execute('DROP TABLE completions')
-  connection.close()
+  execute(url, 'DROP TABLE completions')
   pool.add_completion(completion('s'))
-  with pytest.raises(data_pool.PoolBroken, match='no such table'):
+  with pytest.raises(data_pool.PoolBroken, match='no such table|does not exist'):
     pool.take([0], step=1)
   with pytest.raises(data_pool.PoolBroken):
     pool.add_completion(completion('t'))
   pool.close()
 
 
-def test_opening(pool, url, tmp_path):
+def test_opening(pool, url):
   """Wrong URLs and other schemas get an error that names them; a run id is stable."""
   with DataPool(url) as again:
     assert again.run == pool.run
@@ -557,9 +573,60 @@ def test_opening(pool, url, tmp_path):
   pool.close()
   with pytest.raises(RuntimeError, match='after close'):
     pool.flush()
-  connection = sqlite3.connect(tmp_path / 'pool.db')
-  connection.execute("UPDATE meta SET value = '1' WHERE key = 'schema_version'")
-  connection.commit()
-  connection.close()
+  execute(url, "UPDATE meta SET value = '1' WHERE key = 'schema_version'")
   with pytest.raises(ValueError, match='schema version 1'):
     DataPool(url)
+
+
+def test_old_items_are_deleted_on_request(pool, url):
+  """All that belongs to them goes; counts, ages and the data position stay."""
+  for i in range(8):
+    play(pool, i)
+  pool.submit(WorkItem(8, 't', 1))
+  pool.fail(8, 'broke')
+  pool.add_trajectory(trajectory('evaluation', -1))
+  pool.take([0, 1, 2], step=1)
+  first = pool.ledger(1)
+  pool.take([3, 4, 6], step=2)
+  second = pool.ledger(2)
+  pool.prune(second, keep_items=2)
+  counts = pool.counts()
+  assert (counts['taken'], counts['completed'], counts['failed']) == (6, 2, 1)
+  assert [i.index for i in pool.items()] == [3, 4, 5, 6, 7, 8]
+  assert pool.group(2) == [] and [t.rank for t, _ in pool.group(5)] == [0, 1]
+  assert pool.turns('2.0.0') == []
+  assert sessions(pool, evaluation=True) == ['evaluation']
+  assert pool.prune(second, keep_items=2) == 0 and pool.counts() == counts
+  with pytest.raises(LedgerMismatch, match='were pruned'):
+    pool.rollback(first)
+  assert pool.rollback(second) == []
+  pool.submit(WorkItem(9, 't', 1, taken_before=6))
+  pool.take([5, 7], step=3)
+  pool.fail(9, 'broke')
+  # Nothing is left to train: the last item stays, from which indices are counted.
+  pool.prune(pool.ledger(3), keep_items=0)
+  assert [i.index for i in pool.items()] == [9] and pool.next_index() == 10
+  counts = pool.counts()
+  assert (counts['taken'], counts['failed']) == (8, 2)
+  pool.close()
+  with DataPool(url) as pool:
+    with pytest.raises(LedgerMismatch, match='were deleted'):
+      pool.rollback(None)
+
+
+def test_ended(pool):
+  """Trajectories of work items in numbers, in the order in which they were stored."""
+  play(pool, 0)
+  pool.add_trajectory(trajectory('e', -1))
+  pool.submit(WorkItem(1, 't', 1))
+  pool.add_trajectory(trajectory('s', 1, success=0.0))
+  pool.complete(1)
+  pool.add_trajectory(trajectory('late', 1, 1))
+  pool.flush()
+  found = pool.ended(after=0)
+  assert [e.response_tokens for e in found] == [4, 4, 0, 0]
+  assert [e.versions for e in found] == [(7, 8), (7, 8), (), ()]
+  assert [e.success for e in found] == [1, 1, 0, 1]
+  assert [e.superseded for e in found] == [False, False, False, True]
+  assert pool.ended(after=found[1].row) == found[2:]
+  assert pool.ended(items=[0]) == found[:2] and pool.ended(items=[]) == []

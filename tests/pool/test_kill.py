@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 HERE = pathlib.Path(__file__).parent
 sys.path.append(str(HERE))  # for every import mode of pytest
 import drain_worker  # noqa: E402
@@ -30,9 +32,9 @@ POINTS = (
 )
 
 
-def start(directory, seed, *die_at):
+def start(directory, url, seed, *die_at):
   worker = HERE / 'drain_worker.py'
-  command = [sys.executable, worker, directory, str(seed), str(TOTAL), *die_at]
+  command = [sys.executable, worker, directory, url, str(seed), str(TOTAL), *die_at]
   env = os.environ | {'PYTHONPATH': str(HERE.parents[1])}
   return subprocess.Popen(
     [str(c) for c in command], env=env, stdout=subprocess.PIPE, text=True
@@ -49,24 +51,34 @@ def check_window_order(trained):
 
 
 def test_exactly_once_under_kill(tmp_path):
-  """Along the surviving lineage every item is trained once, in window order.
+  """Along the surviving lineage every item is trained once, in window order."""
+  kill_and_check(tmp_path, f'sqlite:///{tmp_path}/pool.db')
 
-  The process is killed at each point of the protocol, and at random moments; then it
-  may finish. Its last checkpoint holds what the surviving weights were trained on.
+
+@pytest.mark.long
+def test_exactly_once_under_kill_on_postgresql(tmp_path, postgresql):
+  kill_and_check(tmp_path, postgresql.new_url())
+
+
+def kill_and_check(tmp_path, url):
+  """Kills the process at each point of the protocol, and at random moments.
+
+  Then it may finish. Its last checkpoint holds what the surviving weights were trained
+  on.
   """
   rng = random.Random(0)
   for seed, (point, count) in enumerate(POINTS):
-    process = start(tmp_path, seed, point, str(count))
+    process = start(tmp_path, url, seed, point, str(count))
     out, _ = process.communicate(timeout=120)
     # A point may be beyond the end of the queue; then this process drained it.
     assert process.returncode in (-signal.SIGKILL, 0), out
     if seed % 2:
-      process = start(tmp_path, 100 + seed)
+      process = start(tmp_path, url, 100 + seed)
       assert process.stdout.readline() == 'ready\n'
       time.sleep(rng.uniform(0.0, 0.15))
       process.kill()
       process.communicate(timeout=120)
-  process = start(tmp_path, 1000)
+  process = start(tmp_path, url, 1000)
   process.communicate(timeout=120)
   assert process.returncode == 0
 

@@ -15,11 +15,6 @@ from m2jax.pool.work_queue import WorkQueue
 
 
 @pytest.fixture
-def url(tmp_path):
-  return f'sqlite:///{tmp_path}/pool.db'
-
-
-@pytest.fixture
 def pool(url):
   """The pool of the queue's process."""
   with DataPool(url, linger_s=0.01) as pool:

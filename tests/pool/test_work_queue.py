@@ -16,8 +16,8 @@ from tests.pool.test_data_pool import completion, trajectory
 
 
 @pytest.fixture
-def pool(tmp_path):
-  with DataPool(f'sqlite:///{tmp_path}/pool.db') as pool:
+def pool(url):
+  with DataPool(url) as pool:
     yield pool
 
 
@@ -101,9 +101,8 @@ def test_deadline(pool):
     assert states(pool, queue) == (0, 0, 2, 1)
 
 
-def test_reissued_items_have_a_deadline(tmp_path):
+def test_reissued_items_have_a_deadline(url):
   """After a restart it counts from the reissue."""
-  url = f'sqlite:///{tmp_path}/pool.db'
   with DataPool(url) as pool, queue_of(pool, 4) as queue:
     queue.submit('t', 1)
   with DataPool(url) as pool:
@@ -144,10 +143,9 @@ def test_every_end_at_once(pool):
     states(pool, queue)
 
 
-def test_age_over_restarts(tmp_path):
+def test_age_over_restarts(url):
   """Age counts items taken between submission and taking in the surviving history: it
   does not restart at a restart, and rolled-back items are not counted twice."""
-  url = f'sqlite:///{tmp_path}/pool.db'
   with DataPool(url) as pool, queue_of(pool, 4, 2) as queue:
     for _ in range(4):
       queue.submit('t', 1)
@@ -170,10 +168,13 @@ def test_age_over_restarts(tmp_path):
     ]
 
 
-def test_a_log_that_a_reader_holds_up_is_noticed(pool, tmp_path):
+def test_a_log_that_a_reader_holds_up_is_noticed(tmp_path):
   """A reader that never ends blocks the checkpoint of the write-ahead log: the ledger
-  counts it each time, until the reader has ended."""
-  with queue_of(pool, 4) as queue:
+  counts it each time, until the reader has ended. SQLite only."""
+  with (
+    DataPool(f'sqlite:///{tmp_path}/pool.db') as pool,
+    queue_of(pool, 4) as queue,
+  ):
     queue.submit('t', 1)
     pool.ledger()
     assert pool.counts()['missed_syncs'] == 0

@@ -20,7 +20,8 @@ class RolesConfig:
     engine_url, gateway_url: by which the other roles reach them. A port of 0 in
       `engine_server` or the gateway's config is the port of the URL.
     pool_url: SQLAlchemy URL of the pool's database; '' is WORKDIR/pool.db. SQLite is
-      for processes of one machine.
+      for processes of one machine. A password may be in libpq's password file instead.
+    pool_outage_s: how long a role waits for a PostgreSQL server that is away.
     key_file: file with the secret that the roles share; '' is WORKDIR/roles.key, which
       the learner makes.
     engine_server: the engine's HTTP server.
@@ -35,6 +36,7 @@ class RolesConfig:
   engine_url: str = 'http://127.0.0.1:8101'
   gateway_url: str = 'http://127.0.0.1:8102'
   pool_url: str = ''
+  pool_outage_s: float = 60.0
   key_file: str = ''
   engine_server: EngineServerConfig = EngineServerConfig()
   engine_client: RemoteConfig = RemoteConfig()
@@ -48,6 +50,7 @@ class RolesConfig:
     for field in ('engine_url', 'gateway_url'):
       check(_has_port(getattr(self, field)), field, 'a URL such as http://HOST:PORT')
     check(self.poll_s > 0, 'poll_s', 'positive')
+    check(self.pool_outage_s >= 0, 'pool_outage_s', 'at least 0')
     least = 4 * self.poll_s  # a holder gives four signs of life in a lease
     check(self.lease_s >= least, 'lease_s', f'at least 4 × poll_s = {least:g}')
     check(self.full_every >= 1, 'full_every', 'at least 1')

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import sqlalchemy as sa
 from absl import logging
 
 from m2jax.checkpoint import policy
 from m2jax.forge.config import ForgeConfig
-from m2jax.pool.data_pool import DataPool
+from m2jax.pool.data_pool import DataPool, PoolBroken
+from m2jax.pool.database import shown_url
 from m2jax.text import tokenizer
 from m2jax.train.workdir import open_workdir
 
@@ -94,12 +94,9 @@ def open_pool(config: ForgeConfig, workdir: Path) -> DataPool:
     ValueError: `config.roles.pool_url` cannot be used; says why.
   """
   try:
-    return DataPool(pool_url(config, workdir))
-  except (ImportError, sa.exc.SQLAlchemyError) as error:
-    first = str(error).partition('\n')[0]
-    raise ValueError(
-      f'config.roles.pool_url={config.roles.pool_url!r}: cannot open it: {first}'
-    ) from error
+    return DataPool(pool_url(config, workdir), outage_s=config.roles.pool_outage_s)
+  except (ValueError, PoolBroken) as error:
+    raise ValueError(f'config.roles.pool_url: {error}') from error
 
 
 def claim_pool(config: ForgeConfig, workdir: Path) -> DataPool:
@@ -116,8 +113,8 @@ def claim_pool(config: ForgeConfig, workdir: Path) -> DataPool:
   if mine != pool.run and (mine is not None or pool.next_index()):
     pool.close()
     raise ValueError(
-      f'config.roles.pool_url={config.roles.pool_url!r}: has the pool of another run '
-      f'than {workdir}: give an empty database'
+      f'config.roles.pool_url={shown_url(config.roles.pool_url)!r}: has the pool of '
+      f'another run than {workdir}: give an empty database'
     )
   path.write_text(pool.run)
   return pool

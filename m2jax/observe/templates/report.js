@@ -1,7 +1,7 @@
 'use strict';
 
 // Plots: a vertical line at the pointer, and the value of each series there.
-for (const svg of document.querySelectorAll('svg.plot')) {
+for (const svg of document.querySelectorAll('svg.plot[data-plot]')) {
   const plot = JSON.parse(svg.dataset.plot);
   const cursor = svg.querySelector('.cursor');
   const figure = svg.closest('figure');

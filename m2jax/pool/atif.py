@@ -1,0 +1,275 @@
+"""Trajectories in ATIF, the Agent Trajectory Interchange Format of Harbor, version 1.8.
+
+https://github.com/harbor-framework/harbor/blob/main/rfcs/0001-trajectory-format.md
+
+A document is one trajectory, as a dict of JSON values. Messages of system and user are
+steps; an assistant message is a step with its thinking, its calls, the observations
+that answer them, and the ids, log-probabilities and versions of its completion. What
+ATIF has no field for is in `extra` under 'm2jax', so that our own documents come back
+exactly, except for completions that no message shows.
+
+Documents of other tools are read too. A trajectory without a verdict of ours is marked
+as not judged, which masks it from training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from m2jax import records
+from m2jax.observe import transcript
+
+VERSION = 'ATIF-v1.8'
+_OURS = 'm2jax'
+_SOURCES = {'system': 'system', 'user': 'user', 'developer': 'system'}
+_NOT_JUDGED = 'imported without a verdict'
+
+
+def document(
+  trajectory: records.Trajectory,
+  completions: Sequence[records.Completion] = (),
+  reward: records.TrajectoryReward | None = None,
+  agent: str = _OURS,
+) -> dict[str, Any]:
+  """A trajectory as an ATIF document.
+
+  Args:
+    trajectory: with its messages.
+    completions: those that its assistant messages show, in that order; others are left
+      out, and so are all if their numbers differ.
+    reward: by the learner.
+    agent: name of the agent.
+  """
+  replies = sum(m.get('role') == 'assistant' for m in trajectory.messages)
+  turns = iter(completions if len(completions) == replies else ())
+  steps: list[dict[str, Any]] = []
+  for message in trajectory.messages:
+    role = message.get('role')
+    if role == 'assistant':
+      steps.append(_reply(message, next(turns, None)))
+    elif role == 'tool' and steps and steps[-1]['source'] == 'agent':
+      _observe(steps[-1], message)
+    else:
+      step = {'source': _SOURCES.get(role, 'user')}
+      text = transcript.plain_text(message.get('content'))
+      extra = _rest({'role': step['source'], 'content': text}, message)
+      steps.append({**step, 'message': text, **extra})
+  for number, step in enumerate(steps, start=1):
+    step['step_id'] = number
+  fields = {k: v for k, v in vars(trajectory).items() if k != 'messages'}
+  if reward is not None:
+    fields['reward'] = dataclasses.asdict(reward)
+  metrics = [step['metrics'] for step in steps if 'metrics' in step]
+  found = {
+    'schema_version': VERSION,
+    'session_id': trajectory.session,
+    'trajectory_id': trajectory.session,
+    'agent': {'name': agent, 'version': _version()},
+    'steps': steps,
+    'final_metrics': {
+      'total_prompt_tokens': sum(m['prompt_tokens'] for m in metrics),
+      'total_completion_tokens': sum(m['completion_tokens'] for m in metrics),
+      'total_steps': len(steps),
+    },
+    'extra': {_OURS: fields},
+  }
+  if not metrics:
+    found['final_metrics'] = {'total_steps': len(steps)}
+  return found
+
+
+def _version() -> str:
+  try:
+    return metadata.version(_OURS)
+  except metadata.PackageNotFoundError:
+    return 'unknown'
+
+
+def _reply(
+  message: Mapping[str, Any], completion: records.Completion | None
+) -> dict[str, Any]:
+  """The step of an assistant message."""
+  text = transcript.plain_text(message.get('content'))
+  again: dict[str, Any] = {'role': 'assistant', 'content': text}
+  step: dict[str, Any] = {'source': 'agent', 'message': text}
+  thinking = message.get('reasoning_content')
+  if isinstance(thinking, str):
+    step['reasoning_content'] = again['reasoning_content'] = thinking
+  calls = message.get('tool_calls')
+  if isinstance(calls, (list, tuple)) and calls:
+    step['tool_calls'] = [_call(call, i) for i, call in enumerate(calls)]
+    again['tool_calls'] = [_openai_call(call) for call in step['tool_calls']]
+  step |= _rest(again, message)
+  if completion is not None:
+    step['metrics'] = _metrics(completion)
+    if completion.ended_s:
+      ended = datetime.datetime.fromtimestamp(completion.ended_s, datetime.UTC)
+      step['timestamp'] = ended.isoformat()
+  return step
+
+
+def _call(call: Any, position: int) -> dict[str, Any]:
+  function = call.get('function') if isinstance(call, Mapping) else None
+  function = function if isinstance(function, Mapping) else {}
+  given = function.get('arguments')
+  arguments = given
+  if isinstance(given, str):
+    try:
+      arguments = json.loads(given)
+    except (ValueError, RecursionError):
+      arguments = None
+  found = {
+    'tool_call_id': str((isinstance(call, Mapping) and call.get('id')) or position),
+    'function_name': str(function.get('name', '')),
+    'arguments': arguments if isinstance(arguments, dict) else {},
+  }
+  if _openai_call(found) != call:
+    found['extra'] = {_OURS: call}
+  return found
+
+
+def _openai_call(call: Mapping[str, Any]) -> Any:
+  """The call of a message; the one that it was made of, if that is stored."""
+  ours = (call.get('extra') or {}).get(_OURS)
+  if ours is not None:
+    return ours
+  arguments = json.dumps(call['arguments'])
+  return {
+    'id': call['tool_call_id'],
+    'type': 'function',
+    'function': {'name': call['function_name'], 'arguments': arguments},
+  }
+
+
+def _observe(step: dict[str, Any], message: Mapping[str, Any]) -> None:
+  """Adds a tool message to the step of its call."""
+  text = transcript.plain_text(message.get('content'))
+  result: dict[str, Any] = {'content': text}
+  again: dict[str, Any] = {'role': 'tool', 'content': text}
+  known = {call['tool_call_id'] for call in step.get('tool_calls', ())}
+  if message.get('tool_call_id') in known:
+    result['source_call_id'] = again['tool_call_id'] = message['tool_call_id']
+  result |= _rest(again, message)
+  step.setdefault('observation', {'results': []})['results'].append(result)
+
+
+def _rest(again: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
+  """The message itself, if it could not be made from the step again."""
+  return {} if dict(message) == again else {'extra': {_OURS: dict(message)}}
+
+
+def _metrics(c: records.Completion) -> dict[str, Any]:
+  arrays = ('prompt_ids', 'response_ids', 'logprobs', 'experts')
+  rest = {k: v for k, v in vars(c).items() if k not in arrays}
+  return {
+    'prompt_tokens': len(c.prompt_ids),
+    'completion_tokens': len(c.response_ids),
+    'prompt_token_ids': c.prompt_ids.tolist(),
+    'completion_token_ids': c.response_ids.tolist(),
+    'logprobs': c.logprobs.tolist(),
+    'extra': {_OURS: rest | {'versions': c.versions.tolist()}},
+  }
+
+
+# --- Reading ---
+
+
+def read(
+  document: Mapping[str, Any],
+) -> tuple[
+  records.Trajectory, list[records.Completion], records.TrajectoryReward | None
+]:
+  """The trajectory of an ATIF document, its completions, and its reward.
+
+  The trajectory belongs to no work item. Completions are those with token ids and
+  log-probabilities.
+
+  Raises:
+    ValueError: the document is not of ATIF; names the field.
+  """
+  version = document.get('schema_version')
+  if not str(version).startswith('ATIF-v1.'):
+    raise ValueError(f'schema_version is {version!r}: must be ATIF-v1.x')
+  try:
+    ours = dict((document.get('extra') or {}).get(_OURS) or {})
+    steps = document['steps']
+    messages = tuple(m for step in steps for m in _messages(step))
+    reward = ours.pop('reward', None)
+    session = ours.get('session') or document.get('trajectory_id')
+    session = session or document.get('session_id')
+    if not session:
+      raise ValueError('trajectory_id and session_id are missing')
+    task = next((m['content'] for m in messages if m['role'] == 'user'), '')
+    defaults = dict(
+      session=session,
+      rank=0,
+      task=task,
+      family=str(document['agent'].get('name')),
+      end_reason='infrastructure',
+      error=_NOT_JUDGED,
+      success=0.0,
+      wall_s=0.0,
+      tool_calls=sum(len(step.get('tool_calls') or ()) for step in steps),
+    )
+    trajectory = records.Trajectory(
+      **{**defaults, **ours, 'item': -1, 'messages': messages}
+    )
+    completions = _completions(session, steps)
+  except (KeyError, TypeError, AttributeError) as error:
+    raise ValueError(f'not an ATIF document: {error!r}') from error
+  return trajectory, completions, reward and records.TrajectoryReward(**reward)
+
+
+def _messages(step: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+  """The OpenAI messages of a step."""
+  ours = (step.get('extra') or {}).get(_OURS)
+  text = transcript.plain_text(step['message'])
+  if step['source'] != 'agent':
+    yield ours or {'role': step['source'], 'content': text}
+  elif ours:
+    yield ours
+  else:
+    reply: dict[str, Any] = {'role': 'assistant', 'content': text}
+    if step.get('reasoning_content') is not None:
+      reply['reasoning_content'] = step['reasoning_content']
+    if step.get('tool_calls'):
+      reply['tool_calls'] = [_openai_call(call) for call in step['tool_calls']]
+    yield reply
+  for result in (step.get('observation') or {}).get('results', ()):
+    tool = {'role': 'tool', 'content': transcript.plain_text(result.get('content'))}
+    if result.get('source_call_id') is not None:
+      tool['tool_call_id'] = result['source_call_id']
+    yield (result.get('extra') or {}).get(_OURS) or tool
+
+
+def _completions(session: str, steps) -> list[records.Completion]:
+  found: list[records.Completion] = []
+  for turn, step in enumerate(s for s in steps if s['source'] == 'agent'):
+    metrics = step.get('metrics') or {}
+    ids, prompt = metrics.get('completion_token_ids'), metrics.get('prompt_token_ids')
+    if ids is None or prompt is None or metrics.get('logprobs') is None:
+      continue
+    ours = dict((metrics.get('extra') or {}).get(_OURS) or {})
+    defaults = dict(
+      id=f'{session}/{turn}',
+      session=session,
+      turn=turn,
+      parent=None,
+      fork_reason=None,
+      finish_reason='stop',
+      status='ok',
+      versions=[0] * len(ids),
+    )
+    fields = {**defaults, **ours}
+    fields['overrides'] = tuple(fields.get('overrides', ()))
+    found.append(
+      records.Completion(
+        **fields, prompt_ids=prompt, response_ids=ids, logprobs=metrics['logprobs']
+      )
+    )
+  return found

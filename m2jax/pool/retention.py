@@ -1,0 +1,85 @@
+"""What the data pool keeps: bounds on the size of its database.
+
+Deleted is only what no restart can need: what was trained into the weights of the
+*oldest* checkpoint that may still be restored, failed, or superseded. Three levels:
+
+  token ids   of all of that, at once; they are most of the size
+  messages    of all but a sample over the whole run, for the report
+  rows        of the items themselves, with their trajectories: only on request. Their
+              number by state is retained, and the first index that is left, below
+              which no ledger can be restored any more
+
+Freed pages of the file are reused (SQLite), or vacuumed by the server (PostgreSQL).
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from m2jax.pool import ledger as ledger_lib
+from m2jax.pool import tables
+
+
+def prune(
+  connection: sa.Connection,
+  ledger: ledger_lib.Ledger,
+  keep_messages: int,
+  abandoned_before_s: float = 0.0,
+  keep_items: int | None = None,
+) -> int:
+  """Deletes what no restart from `ledger` or later needs; see `DataPool.prune`."""
+  i, t, c = tables.items.c, tables.trajectories.c, tables.completions.c
+  trained = i.state == 'taken'
+  trained &= (i.index < ledger.head) | i.index.in_(ledger.taken)
+  connection.execute(
+    sa.update(tables.items).where(trained, ~i.pruned).values(pruned=True)
+  )
+  over = sa.exists().where(i.index == t.item, i.pruned | (i.state == 'failed'))
+  done = t.superseded | (t.item < 0) | over
+  closed = sa.exists().where(t.session == c.session)
+  mine = c.superseded | closed.where(done)
+  if abandoned_before_s:
+    mine |= (c.started_s < abandoned_before_s) & ~closed
+  dropped = connection.execute(
+    sa.update(tables.completions).where(mine, c.arrays.is_not(None)).values(arrays=None)
+  )
+  # Every 2^k-th over the whole run, so that later calls select from the same rows.
+  have = connection.scalar(sa.select(sa.func.count()).select_from(tables.trajectories))
+  every = 1
+  while have > every * keep_messages:
+    every *= 2
+  connection.execute(
+    sa.update(tables.trajectories)
+    .where(done, t.row % every != 0, t.messages.is_not(None))
+    .values(messages=None)
+  )
+  shown = closed.where(t.messages.is_not(None))
+  connection.execute(sa.delete(tables.completions).where(c.arrays.is_(None), ~shown))
+  if keep_items is not None:
+    _delete_items(connection, ledger, keep_items)
+  return dropped.rowcount
+
+
+def _delete_items(
+  connection: sa.Connection, ledger: ledger_lib.Ledger, keep: int
+) -> None:
+  """Deletes all items but the last `keep` before the ledger's head."""
+  i, t, c = tables.items.c, tables.trajectories.c, tables.completions.c
+  gone = ledger_lib.deleted(connection)
+  # The newest item stays: the next index is counted from it.
+  below = min(ledger.head - keep, ledger_lib.next_index(connection) - 1)
+  if below <= gone.get('below', 0):
+    return
+  old = i.index < below
+  for state in ('taken', 'failed'):
+    query = sa.select(sa.func.count()).where(old, i.state == state)
+    gone[state] = gone.get(state, 0) + connection.scalar(query)
+  gone['below'] = below
+  mine = sa.exists().where(t.session == c.session, t.item >= 0, t.item < below)
+  connection.execute(sa.delete(tables.completions).where(mine))
+  connection.execute(sa.delete(tables.trajectories).where(t.item >= 0, t.item < below))
+  connection.execute(sa.delete(tables.items).where(old))
+  m = tables.meta
+  connection.execute(sa.delete(m).where(m.c.key.startswith(ledger_lib.DELETED)))
+  rows = [{'key': ledger_lib.DELETED + k, 'value': str(n)} for k, n in gone.items()]
+  connection.execute(sa.insert(m), rows)

@@ -1,0 +1,141 @@
+"""ATIF documents: valid by the published models, and the same when read back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from atif import Trajectory as AtifTrajectory
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2jax.pool import atif
+from m2jax.records import TrajectoryReward
+from tests.pool.test_data_pool import completion, trajectory
+
+
+def valid(document):
+  """The document after JSON; raises if it is not of ATIF."""
+  again = json.loads(json.dumps(document))
+  AtifTrajectory.model_validate(again)
+  return again
+
+
+def call(id_, arguments, name='sh'):
+  function = {'name': name, 'arguments': arguments}
+  return {'id': id_, 'type': 'function', 'function': function}
+
+
+MESSAGES = (
+  {'role': 'system', 'content': 'Use sh.'},
+  {'role': 'user', 'content': 'how many?'},
+  {
+    'role': 'assistant',
+    'content': '',
+    'reasoning_content': 'look',
+    'tool_calls': [call('a', '{"command": "ls"}'), call('b', '{"command":"wc -l x"}')],
+  },
+  {'role': 'tool', 'tool_call_id': 'b', 'content': '7'},
+  {'role': 'tool', 'tool_call_id': 'a', 'content': 'x y'},
+  {'role': 'assistant', 'content': '7'},
+)
+
+
+def test_a_trajectory_with_all_its_parts():
+  reward = TrajectoryReward(-1, 0.5, 1, 0.95)
+  turns = [completion('s', 0, ended_s=1.7e9), completion('s', 1, parent='s/0')]
+  t = trajectory('s', 3, rank=1, messages=MESSAGES, answer='7')
+  document = valid(atif.document(t, turns, reward))
+  assert [step['source'] for step in document['steps']] == [
+    *('system', 'user', 'agent', 'agent'),
+  ]
+  acted = document['steps'][2]
+  assert [c['arguments'] for c in acted['tool_calls']] == [
+    {'command': 'ls'},
+    {'command': 'wc -l x'},
+  ]
+  assert [r['source_call_id'] for r in acted['observation']['results']] == ['b', 'a']
+  assert acted['metrics']['completion_token_ids'] == [4, 5]
+  assert acted['metrics']['logprobs'] == [-0.5, -1.25]
+  assert acted['timestamp'].startswith('2023-11-14T22:13:20')
+  assert document['final_metrics']['total_completion_tokens'] == 4
+  got, completions, got_reward = atif.read(document)
+  assert vars(got) == vars(t) | {'item': -1}
+  assert completions == turns and got_reward == reward
+
+
+ANY = st.recursive(
+  st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+  lambda x: (
+    st.lists(x, max_size=2) | st.dictionaries(st.text(max_size=5), x, max_size=2)
+  ),
+  max_leaves=4,
+)
+ARGUMENTS = st.text(max_size=8) | ANY.map(json.dumps)
+CALLS = st.lists(
+  st.builds(call, st.sampled_from(['a', 'b', 'c']), ARGUMENTS, st.text(max_size=5)),
+  max_size=2,
+)
+MESSAGE = st.fixed_dictionaries(
+  {
+    'role': st.sampled_from(['system', 'developer', 'user', 'assistant', 'tool', 'x']),
+    'content': st.text(max_size=8) | ANY,
+  },
+  optional={
+    'reasoning_content': st.text(max_size=5) | st.none(),
+    'tool_calls': CALLS | ANY,
+    'tool_call_id': st.sampled_from(['a', 'b']),
+    'name': ANY,
+  },
+)
+
+
+@given(st.lists(MESSAGE, max_size=6))
+def test_whatever_an_agent_wrote(messages):
+  """Law 9: any JSON in any field gives a valid document, and comes back."""
+  t = trajectory('s', -1, messages=tuple(messages))
+  got, _, _ = atif.read(valid(atif.document(t)))
+  assert got.messages == t.messages
+
+
+def test_a_document_of_another_tool():
+  """Its trajectory is not judged, so that no training takes it for a failure."""
+  document = {
+    'schema_version': 'ATIF-v1.6',
+    'session_id': 'run-1',
+    'agent': {'name': 'other', 'version': '2'},
+    'steps': [
+      {'step_id': 1, 'source': 'user', 'message': 'do it'},
+      {
+        'step_id': 2,
+        'source': 'agent',
+        'message': [{'type': 'text', 'text': 'done'}],
+        'metrics': {
+          'prompt_token_ids': [1, 2],
+          'completion_token_ids': [3],
+          'logprobs': [-0.5],
+        },
+      },
+      {'step_id': 3, 'source': 'agent', 'message': 'bye'},
+    ],
+  }
+  got, completions, reward = atif.read(valid(document))
+  assert (got.session, got.task, got.family) == ('run-1', 'do it', 'other')
+  assert got.end_reason == 'infrastructure' and 'without a verdict' in got.error
+  assert [m['content'] for m in got.messages] == ['do it', 'done', 'bye']
+  assert [c.response_ids.tolist() for c in completions] == [[3]] and reward is None
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    ({'schema_version': 'OTHER'}, 'schema_version'),
+    ({'steps': None}, 'not an ATIF document'),
+    ({'agent': None}, 'not an ATIF document'),
+    ({'trajectory_id': None, 'session_id': None, 'extra': None}, 'session_id'),
+  ],
+)
+def test_what_is_no_document(change, message):
+  document = atif.document(trajectory('s', -1, messages=MESSAGES)) | change
+  with pytest.raises(ValueError, match=message):
+    atif.read(document)
