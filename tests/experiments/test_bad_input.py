@@ -1,6 +1,7 @@
 """Mistakes at the keys: one line that names it, code 2, nothing left behind."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -30,6 +31,14 @@ CASES = {
     ['--workdir={tmp}/w', '--config.model.num_heads=3'],
     'config.model: ModelConfig.num_heads=3',
   ),
+  **{
+    f'{job}: GNMR in one precision': (
+      job,
+      ['--workdir={tmp}/w', f'--config.{part}.optimizer.gnmr.max_active=1'],
+      'config: GnmrConfig.max_active=1: must be 0 for a model whose',
+    )
+    for job, part in (('forge', 'rl'), ('pretrain', 'pretrain'), ('sft', 'sft'))
+  },
   'unknown flag': ('serve', ['--nosuch=1'], 'nosuch'),
   'stray argument': ('pretrain', ['--workdir={tmp}/w', 'smoke'], "'smoke'"),
   'one process only': ('convert', ['--distributed'], 'one process'),
@@ -144,6 +153,7 @@ def test_one_line_and_code_2(outcomes, name):
   lines = [line for line in found['err'].splitlines() if line.startswith('error: ')]
   assert len(lines) == 1 and 'Traceback' not in found['err'], found['err']
   assert CASES[name][2].replace('{tmp}', str(tmp)) in lines[0]
+  assert not re.search(r'\.py, line \d', lines[0])  # of this project's code
 
 
 def test_nothing_is_left_behind(outcomes):
