@@ -19,13 +19,14 @@ def test_flags_are_of_the_config(name):
     path, _, value = flag.removeprefix('--config.').partition('=')
     settings.update_from_flattened_dict({path: int(value) if value == '1' else value})
   built = common.build(ForgeConfig, settings)
+  every = name == 'all four'
   low = built.model.matmuls == Matmuls('block_fp8')
-  assert low == ('FP8' in name or name == 'all four')
+  assert low == (every or 'FP8' in name)
   for part in (built.sft, built.rl):
-    assert (part.optimizer.name == 'sso') == (name in ('SSO', 'all four'))
-    assert bool(part.optimizer.gnmr.max_active) == (
-      'GNMR' in name or name == 'all four'
-    )
+    assert (part.optimizer.name == 'sso') == (every or name == 'SSO')
+    assert bool(part.optimizer.gnmr.max_active) == (every or 'GNMR' in name)
+  for step in (built.sft.step, built.rl.learner.step):
+    assert step.bias_update_rate > 0
 
 
 def record(step, loss, **more):

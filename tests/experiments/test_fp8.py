@@ -75,9 +75,8 @@ def assert_of_the_file(database, directory, variables):
   of the weights that were quantised."""
   with DataPool(f'sqlite:///{database}') as pool:
     sessions = {t.trajectory.session for t in pool.newest_trajectories(100)}
-    found = [
-      c for session in sessions or {'any-key'} for c in pool.completions(session)
-    ]
+    sessions = sessions or {'any-key'}  # the client's, without an agent
+    found = [c for session in sessions for c in pool.completions(session)]
   assert found
   rows = np.zeros((len(found), TOKENS), np.int32)
   for row, completion in zip(rows, found, strict=True):
