@@ -107,7 +107,7 @@ def main() -> None:
   parser.add_argument(
     '--results',
     type=pathlib.Path,
-    help='figures are kept there, and not compiled again',
+    help='figures are kept, not compiled again',
   )
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
