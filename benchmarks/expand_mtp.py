@@ -108,7 +108,8 @@ class Mixture(NamedTuple):
   Attributes:
     block: also of its router bias.
     projection: 'main' passes the hidden state, and a random projection of the embedding
-      at a tenth of its size; `WHOLE` at its size; `BOTH` passes both, and adds them.
+      at a tenth of its size; `WHOLE` at its size; `BOTH` passes both, and adds them;
+      `EMBEDDING` passes the embedding, and a tenth of the hidden state.
     norms: of hidden state and embedding.
   """
 
@@ -118,9 +119,11 @@ class Mixture(NamedTuple):
 
 
 WHOLE, BOTH = 'main, whole embedding', 'main, both passed'
+EMBEDDING = 'main, embedding passed'
 MIXTURES = {
   WHOLE: Mixture('main', WHOLE, 'main'),
   BOTH: Mixture('main', BOTH, 'main'),
+  EMBEDDING: Mixture('main', EMBEDDING, 'main'),
   'main, random projection': Mixture('main', 'random', 'main'),
   "main, module 1's projection": Mixture('main', 'mtp', 'mtp'),
   "module 1, main's projection": Mixture('mtp', 'main', 'main'),
@@ -137,11 +140,12 @@ def expanded(source: str, model, variables, key):
   mixture = MIXTURES[source]
   cfg, out = expand(mixture.block)
   parts = {name: expand(name)[1]['params']['mtp'] for name in expand_mtp.SOURCES}
-  embedding = parts['random']['proj'][:, model.embed_dim :]
-  hidden = parts['main']['proj'][:, : model.embed_dim]
   projections = {name: part['proj'] for name, part in parts.items()}
-  projections[WHOLE] = jnp.concatenate([hidden, embedding], axis=1)
-  projections[BOTH] = jnp.concatenate([hidden, hidden], axis=1)
+  _, random = jnp.split(projections['random'], 2, axis=1)
+  passed, tenth = jnp.split(projections['main'], 2, axis=1)
+  projections[WHOLE] = jnp.concatenate([passed, random], axis=1)
+  projections[BOTH] = jnp.concatenate([passed, passed], axis=1)
+  projections[EMBEDDING] = jnp.concatenate([tenth, passed], axis=1)
   have, new = model.num_mtp_modules, dict(out['params']['mtp'])
   new['proj'] = new['proj'].at[have:].set(projections[mixture.projection][have:])
   for name in ('hidden_norm', 'embed_norm'):

@@ -37,13 +37,16 @@ def test_parts_of_a_mixture():
       pairs.append((('params', 'mtp', 'proj'), projection))
     for path, origin in pairs:
       np.testing.assert_array_equal(part(source, *path), part(origin, *path))
-  random = np.asarray(part('random', 'params', 'mtp', 'proj'))[:, cfg.embed_dim :]
-  passed = np.broadcast_to(np.eye(cfg.embed_dim), random.shape)
-  for name, want in ((expand_mtp.WHOLE, random), (expand_mtp.BOTH, passed)):
+  random = np.split(np.asarray(part('random', 'params', 'mtp', 'proj')), 2, 1)[1]
+  passed, tenth = np.split(np.asarray(part('main', 'params', 'mtp', 'proj')), 2, 1)
+  np.testing.assert_array_equal(passed[1], np.eye(cfg.embed_dim))
+  for name, halves in (
+    (expand_mtp.WHOLE, (passed, random)),
+    (expand_mtp.BOTH, (passed, passed)),
+    (expand_mtp.EMBEDDING, (tenth, passed)),
+  ):
     projection = np.asarray(part(name, 'params', 'mtp', 'proj'))
-    hidden, embedding = np.split(projection, 2, 1)
-    np.testing.assert_array_equal(hidden[1], passed[1])
-    np.testing.assert_array_equal(embedding[1], want[1])
+    np.testing.assert_array_equal(projection[1], np.concatenate(halves, axis=1)[1])
 
 
 def test_tables():
