@@ -31,7 +31,7 @@ CFG = dataclasses.replace(
   **dict(vocab_size=512, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2),
   **dict(head_dim=16, rotary_dim=8, expert_dim=16, num_experts=8),
 )
-TOKENS = 384  # of a sequence
+TOKENS = 768  # of a sequence: the agent's prompt has many, of this tokenizer
 
 
 @pytest.fixture(scope='module')
@@ -96,7 +96,14 @@ def assert_of_the_file(database, directory, variables):
   assert np.abs(errors['file']).max() < 1e-3 < np.abs(errors['before']).max()
 
 
-ENGINE = [*conftest.ENGINE, '--config.engine.weights_dtype=block_fp8']
+ENGINE = [
+  '--config.engine.weights_dtype=block_fp8',
+  '--config.engine.slots=4',
+  '--config.engine.decode_rows=(4,)',
+  f'--config.engine.contexts=({TOKENS},)',
+  f'--config.engine.context_tokens={TOKENS}',
+  '--config.engine.prefill_shapes=((4,64),)',
+]
 
 
 @pytest.mark.long
@@ -127,6 +134,7 @@ def test_serve(tmp_path, exported, variables):
         'model': 'm2jax',
         'messages': [{'role': 'user', 'content': 'cat notes.txt'}],
         'max_tokens': 16,
+        **{'temperature': 1.0, 'top_p': 1.0, 'top_k': 0},
       },
       headers={'authorization': 'Bearer any-key'},
       timeout=60,
