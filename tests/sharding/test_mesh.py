@@ -221,3 +221,5 @@ def test_matrices_are_exchanged_not_gathered(long):
   matrix = CFG.embed_dim * CFG.expert_dim
   for shapes in (*found.get('all-gather', []), *found.get('all-reduce', [])):
     assert elements([shapes]) < matrix, shapes
+  heads = CFG.num_layers * CFG.num_heads // 2
+  assert [(heads, CFG.embed_dim // 2, CFG.head_dim)] in found['all-gather']
