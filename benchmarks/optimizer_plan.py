@@ -105,9 +105,7 @@ def main() -> None:
   parser.add_argument('--evaluations', type=float, nargs='+', default=[4, 6, 9])
   parser.add_argument('--layers', type=int, default=0, help='0: all of them')
   parser.add_argument(
-    '--results',
-    type=pathlib.Path,
-    help='figures are kept, not compiled again',
+    '--results', type=pathlib.Path, help='programs are not compiled again'
   )
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
