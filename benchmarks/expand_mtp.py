@@ -2,6 +2,7 @@
 
   python -m benchmarks.expand_mtp            # a table; --json for the numbers
   python -m benchmarks.expand_mtp --why --joint_steps=0    # parts of a copy, apart
+  python -m benchmarks.expand_mtp --joint_steps=0 --frozen_rate=0.25 --frozen_steps=240
 
 For each seed, a small M2 with one MTP module is pre-trained on Python's standard
 library. From that checkpoint, each source of `train.expand_mtp` initializes modules 2
@@ -9,8 +10,10 @@ and 3, which are trained first with the main model frozen and then jointly, on t
 batches. Losses are in nats per token of the run's tokenizer, on held-out files; module
 k predicts the token k + 1 ahead. `--why` compares mixtures of what
 `train.expand_mtp` copies (`MIXTURES`). Tables show medians over seeds, and how much
-lower the loss of a module is than that of a random one with the same seed. The elapsed
-time is printed; the defaults take about 10 minutes on two idle CPU cores.
+lower the loss of a module is than that of a random one with the same seed; the last one
+is of batches of the frozen part, the mean over all modules, by step. The elapsed time
+is printed; the defaults take about 10 minutes on two idle CPU cores. With `--workdir`
+the pre-trained models are kept, for runs with other settings of the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from m2jax import config as model_config
 from m2jax import forest
 from m2jax.checkpoint import CheckpointManager
 from m2jax.data import corpus, documents, packing
-from m2jax.observe.metrics import MetricsWriter
+from m2jax.observe import metrics
 from m2jax.optim import AdamConfig, ByKind, MuonConfig, OptimizerConfig
 from m2jax.text import tokenizer
 from m2jax.train import expand_mtp, pretrain, stages
@@ -47,8 +50,13 @@ TOKENS = CONTEXT * ROWS  # per batch
 STEP = StepConfig(micro_rows=ROWS)
 
 
-def settings(steps: int) -> stages.PretrainConfig:
-  """Training for `steps` steps: warm-up, constant, then decay to a tenth."""
+def settings(steps: int, rate: float = 1.0) -> stages.PretrainConfig:
+  """Training for `steps` steps: warm-up, constant, then decay to a tenth.
+
+  Args:
+    steps: all of them.
+    rate: factor of the learning rates.
+  """
   tokens = steps * TOKENS
   return stages.PretrainConfig(
     stages=((CONTEXT, ROWS, 0),),
@@ -64,8 +72,8 @@ def settings(steps: int) -> stages.PretrainConfig:
     step=STEP,
     optimizer=OptimizerConfig(
       by_kind=ByKind(matrix='muon', expert='muon'),
-      muon=MuonConfig(learning_rate=0.02),
-      adam=AdamConfig(learning_rate=3e-3),
+      muon=MuonConfig(learning_rate=0.02 * rate),
+      adam=AdamConfig(learning_rate=3e-3 * rate),
     ),
   )
 
@@ -99,8 +107,9 @@ class Mixture(NamedTuple):
 
   Attributes:
     block: also of its router bias.
-    projection: 'main' passes the hidden state and a tenth of a random embedding;
-      'main, whole embedding' passes the hidden state and a random projection of it.
+    projection: 'main' passes the hidden state, and a random projection of the embedding
+      at a tenth of its size; `WHOLE` at its size; `BOTH` passes both, and adds them;
+      `EMBEDDING` passes the embedding, and a tenth of the hidden state.
     norms: of hidden state and embedding.
   """
 
@@ -109,12 +118,16 @@ class Mixture(NamedTuple):
   norms: str
 
 
-WHOLE = 'main, whole embedding'
+WHOLE, BOTH = 'main, whole embedding', 'main, both passed'
+EMBEDDING = 'main, embedding passed'
 MIXTURES = {
   WHOLE: Mixture('main', WHOLE, 'main'),
+  BOTH: Mixture('main', BOTH, 'main'),
+  EMBEDDING: Mixture('main', EMBEDDING, 'main'),
   'main, random projection': Mixture('main', 'random', 'main'),
   "main, module 1's projection": Mixture('main', 'mtp', 'mtp'),
   "module 1, main's projection": Mixture('mtp', 'main', 'main'),
+  "random, main's projection": Mixture('random', 'main', 'main'),
   "random, module 1's projection": Mixture('random', 'mtp', 'mtp'),
 }
 
@@ -127,10 +140,12 @@ def expanded(source: str, model, variables, key):
   mixture = MIXTURES[source]
   cfg, out = expand(mixture.block)
   parts = {name: expand(name)[1]['params']['mtp'] for name in expand_mtp.SOURCES}
-  embedding = parts['random']['proj'][:, model.embed_dim :]
-  hidden = parts['main']['proj'][:, : model.embed_dim]
   projections = {name: part['proj'] for name, part in parts.items()}
-  projections[WHOLE] = jnp.concatenate([hidden, embedding], axis=1)
+  _, random = jnp.split(projections['random'], 2, axis=1)
+  passed, tenth = jnp.split(projections['main'], 2, axis=1)
+  projections[WHOLE] = jnp.concatenate([passed, random], axis=1)
+  projections[BOTH] = jnp.concatenate([passed, passed], axis=1)
+  projections[EMBEDDING] = jnp.concatenate([tenth, passed], axis=1)
   have, new = model.num_mtp_modules, dict(out['params']['mtp'])
   new['proj'] = new['proj'].at[have:].set(projections[mixture.projection][have:])
   for name in ('hidden_norm', 'embed_norm'):
@@ -147,16 +162,16 @@ def compare(args, seed: int, data, workdir: pathlib.Path, known) -> list[dict]:
   train, batches = data
   model = dataclasses.replace(model_config.tiny(), vocab_size=VOCABULARY)
 
-  def fit(directory, steps, model, **more):
+  def fit(directory, steps, model, rate=1.0, **more):
     with (
       CheckpointManager(workdir / directory) as manager,
-      MetricsWriter(workdir / directory, use_tensorboard=False) as metrics,
+      metrics.MetricsWriter(workdir / directory, use_tensorboard=False) as writer,
     ):
       return pretrain.fit(
-        settings(steps),
+        settings(steps, rate),
         model,
         [train],
-        Run('pretrain', manager, metrics),
+        Run('pretrain', manager, writer),
         seed=seed,
         **more,
       ).variables
@@ -175,17 +190,21 @@ def compare(args, seed: int, data, workdir: pathlib.Path, known) -> list[dict]:
     rows = [measure(source, 'expansion', 0, cfg, variables)]
     parts = (('frozen', args.frozen_steps), ('joint', args.joint_steps))
     for part, steps in [(part, steps) for part, steps in parts if steps]:
-      variables = fit(
-        f'{source}_{part}', steps, cfg, variables=variables, only_mtp=part == 'frozen'
-      )
+      frozen = part == 'frozen'
+      rate = args.frozen_rate if frozen else 1.0
+      name = f'{source}_{part}_{args.frozen_steps}_{args.frozen_rate:g}'
+      variables = fit(name, steps, cfg, rate, variables=variables, only_mtp=frozen)
       rows.append(measure(source, part, steps, cfg, variables))
+      if frozen:
+        trained = metrics.read(workdir / name, 'pretrain')
+        rows[-1]['curve'] = [(r['step'], r['mtp_loss']) for r in trained]
     return rows
 
   found = [r for r in known if r['seed'] == seed and r['source'] in ('', *args.sources)]
   have = {r['source'] for r in found}
   left = [source for source in ('', *args.sources) if source not in have]
   if left:
-    start = fit('one', args.pretrain_steps, model)
+    start = fit(f'one_{args.pretrain_steps}', args.pretrain_steps, model)
   for source in left:
     rows = follow(source)
     found += rows
@@ -224,13 +243,38 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
           f'{np.median(a):+.3f} [{a.min():+.3f}, {a.max():+.3f}]' for a in ahead.T
         ]
         lines.append('| ' + ' | '.join([f'{source}, {after}', *cells]) + ' |')
+    if any(r.get('curve') for r in rows):
+      lines += ['', *by_step(rows, sources)]
   return '\n'.join(lines)
+
+
+def by_step(rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> list[str]:
+  """Lines of a table: how far the modules' mean loss is below that of random weights
+  with the same seed, on the batches of some steps of the frozen part."""
+  curves = {(r['source'], r['seed']): dict(r['curve']) for r in rows if r.get('curve')}
+  seeds = sorted({seed for _, seed in curves})
+  steps = sorted(curves['random', seeds[0]])
+  steps = [steps[i] for i in np.unique(np.geomspace(1, len(steps), 6).astype(int)) - 1]
+  lines = ['| below random, at step | ' + ' | '.join(map(str, steps)) + ' |']
+  lines.append('|---|' + '---|' * len(steps))
+  for source in sources:
+    if source == 'random':
+      continue
+    cells = []
+    for step in steps:
+      ahead = [curves['random', s][step] - curves[source, s][step] for s in seeds]
+      cells.append(f'{np.median(ahead):+.3f} [{min(ahead):+.3f}, {max(ahead):+.3f}]')
+    lines.append('| ' + ' | '.join([source, *cells]) + ' |')
+  return lines
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   parser.add_argument('--pretrain_steps', type=int, default=300)
   parser.add_argument('--frozen_steps', type=int, default=60)
+  parser.add_argument(
+    '--frozen_rate', type=float, default=1.0, help='factor of its learning rates'
+  )
   parser.add_argument('--joint_steps', type=int, default=60)
   parser.add_argument('--held_out_batches', type=int, default=20)
   parser.add_argument('--files', type=int, default=400)
@@ -239,6 +283,9 @@ def main() -> None:
   parser.add_argument('--why', action='store_true', help='all of MIXTURES as well')
   parser.add_argument(
     '--results', type=pathlib.Path, help='runs are kept there, and not repeated'
+  )
+  parser.add_argument(
+    '--workdir', type=pathlib.Path, help='checkpoints are kept there, and not repeated'
   )
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
@@ -249,9 +296,10 @@ def main() -> None:
     known = list(map(json.loads, args.results.read_text().splitlines()))
   train, held_out = read(args.files)
   data = train, held_out_batches(held_out, args.held_out_batches)
-  with tempfile.TemporaryDirectory() as directory:
+  with tempfile.TemporaryDirectory() as temporary:
+    workdir = args.workdir or pathlib.Path(temporary)
     for seed in args.seeds:
-      found += compare(args, seed, data, pathlib.Path(directory, str(seed)), known)
+      found += compare(args, seed, data, workdir / str(seed), known)
       print(f'seed {seed}: {time.monotonic() - started:.0f} s', file=sys.stderr)
   seconds, cpu = time.monotonic() - started, time.process_time()
   if args.json:

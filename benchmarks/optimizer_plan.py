@@ -1,7 +1,7 @@
 """What an optimizer of the hidden matrices adds to M2's step on TPU v5p slices.
 
   python -m benchmarks.optimizer_plan                  # a table; --json for the numbers
-  python -m benchmarks.optimizer_plan --names muon sso --slices v5p:8x8x8
+  python -m benchmarks.optimizer_plan --names muon_sphere sso --slices v5p:8x8x8
 
 Compiles the update (`apply` of `train.step`) of the full model with libtpu, without a
 TPU, on the mesh of pretrain_8k in configs/m2.py. These are compile-time figures of one
@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import json
 import os
+import pathlib
 import sys
 from typing import Any
 
@@ -57,6 +58,7 @@ def measure(name: str, slice_name: str, layers: int) -> dict[str, Any]:
   return {
     'name': name,
     'slice': slice_name,
+    'layers': layers,
     'chips': len(where.devices),
     'state_gib': programs.state_bytes(made)[1] / 2**30,
     'temporaries_gib': (found.memory.temporaries + found.memory.saved) / 2**30,
@@ -102,13 +104,23 @@ def main() -> None:
   parser.add_argument('--slices', nargs='+', default=list(m2.TOPOLOGIES))
   parser.add_argument('--evaluations', type=float, nargs='+', default=[4, 6, 9])
   parser.add_argument('--layers', type=int, default=0, help='0: all of them')
+  parser.add_argument(
+    '--results', type=pathlib.Path, help='programs are not compiled again'
+  )
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
-  rows = []
+  known, rows = [], []
+  if args.results and args.results.exists():
+    known = list(map(json.loads, args.results.read_text().splitlines()))
+  done = {(row['name'], row['slice'], row['layers']): row for row in known}
   for slice_name in args.slices:
     found = {}
     for name in args.names:
-      found[name] = measure(name, slice_name, args.layers)
+      key = name, slice_name, args.layers
+      found[name] = done.get(key) or measure(*key)
+      if args.results and key not in done:
+        with args.results.open('a') as file:
+          print(json.dumps(found[name]), file=file)
       seconds = found[name]['compile_s']
       print(f'{slice_name} {name}: compiled in {seconds:.0f} s', file=sys.stderr)
     rows += [row for name, row in found.items() if name != 'sso']

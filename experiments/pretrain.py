@@ -23,6 +23,7 @@ from m2jax.data.corpus import Corpus, DomainConfig
 from m2jax.data.documents import Document
 from m2jax.data.mixture import MixtureConfig
 from m2jax.observe.metrics import MetricsWriter
+from m2jax.optim import gnmr
 from m2jax.sharding import MeshConfig, Sharding
 from m2jax.text import tokenizer
 from m2jax.train import pretrain
@@ -75,6 +76,9 @@ class Config:
   pretrain: PretrainConfig
   mesh: MeshConfig = MeshConfig()
   init_from: str = ''
+
+  def __post_init__(self):
+    gnmr.check(self.pretrain.optimizer.gnmr, self.model)
 
 
 def open_text(text: TextConfig) -> tuple[Corpus, Sequence[Document]]:

@@ -17,6 +17,7 @@ from m2jax.checkpoint import CheckpointError, CheckpointManager, initial, policy
 from m2jax.config import ModelConfig
 from m2jax.data import chats
 from m2jax.observe import metrics as metrics_lib
+from m2jax.optim import gnmr
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.text import tokenizer
 from m2jax.train import sft
@@ -42,6 +43,9 @@ class Config:
   tokenizer: str
   sft: sft.SftConfig
   mesh: sharding.MeshConfig = sharding.MeshConfig()
+
+  def __post_init__(self):
+    gnmr.check(self.sft.optimizer.gnmr, self.model)
 
 
 def main():

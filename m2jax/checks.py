@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 
+class InvalidSetting(ValueError):
+  """A setting that is not valid. The message has all that the user needs."""
+
+
 def require(config: Any, ok: bool, field: str, want: str) -> None:
-  """Raises ValueError unless `ok`: 'Config.field=value: must be want'.
+  """Raises InvalidSetting unless `ok`: 'Config.field=value: must be want'.
 
   Args:
     config: the dataclass with the field.
@@ -21,4 +25,4 @@ def require(config: Any, ok: bool, field: str, want: str) -> None:
   """
   if not ok:
     value = getattr(config, field)
-    raise ValueError(f'{type(config).__name__}.{field}={value!r}: must be {want}')
+    raise InvalidSetting(f'{type(config).__name__}.{field}={value!r}: must be {want}')

@@ -20,7 +20,8 @@ from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.text.tokenizer import Tokenizer
 
 # How a job computes is its own choice, whatever the weights were trained or stored as.
-_OF_THE_JOB = ('dtype', 'matmuls', 'param_dtype', 'remat', 'unroll_layers')
+_PRECISION = ('dtype', 'param_dtype', 'matmuls', 'recovery')
+_OF_THE_JOB = (*_PRECISION, 'remat', 'unroll_layers')
 
 
 def load(

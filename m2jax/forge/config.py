@@ -12,6 +12,7 @@ from m2jax.config import ModelConfig
 from m2jax.forge.curriculum import CurriculumConfig
 from m2jax.forge.remote.config import RolesConfig
 from m2jax.gateway.config import GatewayConfig
+from m2jax.optim import gnmr
 from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.rl.learner import LearnerConfig
 from m2jax.rollout.engine_config import EngineConfig
@@ -189,6 +190,9 @@ class ForgeConfig(RolloutConfig):
       raise ValueError('ForgeConfig: start and init_from are both set; set one')
     if self.rl is not None and self.more_sft is not None:
       raise ValueError('ForgeConfig: rl and more_sft are both set; set one to None')
+    for phase in (self.sft, self.rl, self.more_sft):
+      if phase is not None:
+        gnmr.check(phase.optimizer.gnmr, self.model)
 
   def anywhere(self) -> ForgeConfig:
     """The settings that belong to the run: not its devices and processes."""

@@ -182,9 +182,12 @@ def block_norms(layers: Any) -> Float32[Array, 'L']:
 
 
 def check(config: GnmrConfig, model: ModelConfig | None) -> None:
-  """Raises ValueError unless the model has another path than its low one."""
+  """Raises InvalidSetting unless the model has another path than its low one."""
   recovers = model is not None and model.matmuls != model.recovery
-  want = '0 for a model whose ModelConfig.matmuls and ModelConfig.recovery are equal'
+  want = (
+    '0 for a model whose ModelConfig.matmuls and ModelConfig.recovery are equal; '
+    'set matmuls.kind, such as block_fp8, or recovery.kind'
+  )
   require(config, recovers or not config.max_active, 'max_active', want)
 
 

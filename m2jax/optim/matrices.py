@@ -9,8 +9,9 @@ is sharded as the parameter is (`sharding.like_params`).
 On a mesh a matrix may be split over devices. Then they exchange parts: of n matrices,
 each of n devices sends its part of each and receives one whole, by all-to-all; the
 results go back the same way. Whole matrices are held a few at a time
-(`WHOLE_ELEMENTS`, one of M2's large ones), and no device repeats another's work, except
-along mesh axes that do not split the parameter at all.
+(`WHOLE_ELEMENTS`, one of M2's large ones). Mesh axes that do not split the parameter
+divide its matrices, and results are gathered over them. So no device repeats another's
+work, unless it is of a single matrix.
 
 Axes: in, out of a matrix; `groups` of the matrices that are exchanged together.
 """
@@ -154,6 +155,7 @@ class Matrices:
       function,
       self.sharding,
       tuple(axes[-2:]),
+      self._replicas(axes),
       matrix,
       tuple(map(whole, arrays)),
       jax.tree.map(whole, out),
@@ -170,6 +172,14 @@ class Matrices:
     if heads > 1:
       axes = [*axes[:-2], axes[-1], axes[-2], ()]
     return [()] * (ndim - len(axes)) + axes
+
+  def _replicas(self, axes: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """Mesh axes of several devices that are not among those of a parameter's axes."""
+    if self.sharding.mesh is None:
+      return ()
+    used = {name for names in axes for name in names}
+    sizes = self.sharding.mesh.shape.items()
+    return tuple(name for name, size in sizes if size > 1 and name not in used)
 
 
 PLAIN = Matrices()  # no heads, on one device
@@ -211,6 +221,7 @@ class _Plan:
     function: of whole matrices.
     sharding: of the parameter.
     axes: mesh axes that split `in` and `out`.
+    replicas: mesh axes that split nothing of the parameter.
     matrix: sizes of both.
     inputs, outputs: of each array, and in the tree of the results, whether its ends
       are those of the matrix (else 1).
@@ -219,6 +230,7 @@ class _Plan:
   function: Function
   sharding: Sharding
   axes: tuple[tuple[str, ...], tuple[str, ...]]
+  replicas: tuple[str, ...]
   matrix: tuple[int, int]
   inputs: tuple[tuple[bool, bool], ...]
   outputs: Any
@@ -226,13 +238,32 @@ class _Plan:
   def run(self, *arrays: jax.Array) -> Any:
     """[*stack, in part, out part] of each array → the results' parts."""
     stack = arrays[0].shape[:-2]
-    number, devices = math.prod(stack), math.prod(map(self._size, self.axes))
+    number, replicas = math.prod(stack), self._size(self.replicas)
+    stacks = tuple(x.reshape(number, *x.shape[-2:]) for x in arrays)
+    if replicas == 1 or number == 1:
+      out = self._stack(*stacks)
+    else:
+      each = -(-number // replicas)
+      start = lax.axis_index(self.replicas) * each
+
+      def mine(x):
+        x = jnp.pad(x, ((0, each * replicas - number), (0, 0), (0, 0)))
+        return lax.dynamic_slice_in_dim(x, start, each)
+
+      def everywhere(x):
+        return lax.all_gather(x, self.replicas, axis=0, tiled=True)[:number]
+
+      out = jax.tree.map(everywhere, self._stack(*map(mine, stacks)))
+    return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[-2:]), out)
+
+  def _stack(self, *arrays: jax.Array) -> Any:
+    """`run` of parts [number, in part, out part]."""
+    number, devices = len(arrays[0]), math.prod(map(self._size, self.axes))
     each = -(-number // devices)
     size = devices * min(each, max(1, WHOLE_ELEMENTS // math.prod(self.matrix)))
     groups = -(-number // size)
 
     def grouped(x):
-      x = x.reshape(number, *x.shape[-2:])
       x = jnp.pad(x, ((0, groups * size - number), (0, 0), (0, 0)))
       return x.reshape(groups, size, *x.shape[-2:])
 
@@ -241,10 +272,7 @@ class _Plan:
       out = jax.tree.map(lambda x: x[None], self._group(*(x[0] for x in parts)))
     else:
       out = lax.map(lambda xs: self._group(*xs), parts)
-    return jax.tree.map(
-      lambda x: x.reshape(-1, *x.shape[-2:])[:number].reshape(*stack, *x.shape[-2:]),
-      out,
-    )
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:])[:number], out)
 
   def _size(self, axes: tuple[str, ...]) -> int:
     return math.prod(self.sharding.mesh.shape[axis] for axis in axes)

@@ -33,16 +33,20 @@ def test_parts_of_a_mixture():
   for source, (block, projection, norms) in expand_mtp.MIXTURES.items():
     pairs = [(('router', 'mtp'), block), (('params', 'mtp', 'embed_norm'), norms)]
     pairs += [(('params', 'mtp', 'layers', 'gate'), block)]
-    if projection != expand_mtp.WHOLE:
+    if projection in made:
       pairs.append((('params', 'mtp', 'proj'), projection))
     for path, origin in pairs:
       np.testing.assert_array_equal(part(source, *path), part(origin, *path))
-  hidden, embedding = np.split(
-    np.asarray(part(expand_mtp.WHOLE, 'params', 'mtp', 'proj')), 2, 1
-  )
-  np.testing.assert_array_equal(hidden[1], np.eye(cfg.embed_dim))
-  random = np.asarray(part('random', 'params', 'mtp', 'proj'))
-  np.testing.assert_array_equal(embedding, random[:, cfg.embed_dim :])
+  random = np.split(np.asarray(part('random', 'params', 'mtp', 'proj')), 2, 1)[1]
+  passed, tenth = np.split(np.asarray(part('main', 'params', 'mtp', 'proj')), 2, 1)
+  np.testing.assert_array_equal(passed[1], np.eye(cfg.embed_dim))
+  for name, halves in (
+    (expand_mtp.WHOLE, (passed, random)),
+    (expand_mtp.BOTH, (passed, passed)),
+    (expand_mtp.EMBEDDING, (tenth, passed)),
+  ):
+    projection = np.asarray(part(name, 'params', 'mtp', 'proj'))
+    np.testing.assert_array_equal(projection[1], np.concatenate(halves, axis=1)[1])
 
 
 def test_tables():
@@ -61,3 +65,15 @@ def test_tables():
   lines = ahead.splitlines()
   assert len(lines) == 4 and lines[2].startswith('| mtp, frozen | +0.000 ')
   assert '| +0.200 [+0.100, +0.300] | -1.000 [-1.000, -1.000] |' in lines[2]
+
+
+def test_by_step():
+  """Each seed's curve is compared with that of random weights of the same seed."""
+  rows = []
+  for seed, ahead in ((0, 0.1), (1, 0.3), (2, 0.2)):
+    for source, below in (('random', 0.0), ('main', ahead)):
+      curve = [[step, 9.0 - seed - below] for step in (5, 10, 15)]
+      rows.append(row(seed, source, 'frozen', 2.0, 3.0, 4.0, 5.0) | {'curve': curve})
+  lines = expand_mtp.tables(rows).splitlines()
+  assert lines[-3] == '| below random, at step | 5 | 10 | 15 |'
+  assert lines[-1] == '| main |' + ' +0.200 [+0.100, +0.300] |' * 3

@@ -15,6 +15,7 @@ from m2jax.checkpoint import (
   CheckpointManager,
   CheckpointMismatch,
   MissingCheckpoint,
+  initial,
   policy,
 )
 from m2jax.text import tokenizer
@@ -63,6 +64,15 @@ def test_load(workdir, trained, inside):
   assert found.load_tokenizer().decode(found.load_tokenizer().encode('some')) == 'some'
   jax.tree.map(np.testing.assert_array_equal, found.variables, trained.variables)
   assert policy.load(workdir / inside, step=3).step == 3
+
+
+def test_a_job_computes_in_its_own_precision(workdir):
+  """Weights are taken into a job with other matmuls and another recovery path."""
+  fp8, int8 = config.Matmuls('block_fp8'), config.Matmuls('activations_int8')
+  job = dataclasses.replace(MODEL, matmuls=fp8, recovery=int8)
+  found = initial.load(workdir, job)
+  assert found.model == job
+  initial.check(found.model, job, str(workdir))
 
 
 def test_latest_phase_counts(workdir, trained, tmp_path):

@@ -30,6 +30,14 @@ CASES = {
     ['--workdir={tmp}/w', '--config.model.num_heads=3'],
     'config.model: ModelConfig.num_heads=3',
   ),
+  **{
+    f'{job}: GNMR in one precision': (
+      job,
+      ['--workdir={tmp}/w', f'--config.{part}.optimizer.gnmr.max_active=1'],
+      'config: GnmrConfig.max_active=1: must be 0 for a model whose',
+    )
+    for job, part in (('forge', 'rl'), ('pretrain', 'pretrain'), ('sft', 'sft'))
+  },
   'unknown flag': ('serve', ['--nosuch=1'], 'nosuch'),
   'stray argument': ('pretrain', ['--workdir={tmp}/w', 'smoke'], "'smoke'"),
   'one process only': ('convert', ['--distributed'], 'one process'),
@@ -144,6 +152,7 @@ def test_one_line_and_code_2(outcomes, name):
   lines = [line for line in found['err'].splitlines() if line.startswith('error: ')]
   assert len(lines) == 1 and 'Traceback' not in found['err'], found['err']
   assert CASES[name][2].replace('{tmp}', str(tmp)) in lines[0]
+  assert 'checks.py' not in lines[0]  # where settings are checked is not of interest
 
 
 def test_nothing_is_left_behind(outcomes):

@@ -1,4 +1,4 @@
-"""The main job's learner in block FP8 with GNMR, as its config lines set it."""
+"""Jobs in block FP8 with GNMR and SSO, as their config lines set them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import pytest
 
 from configs import forge
 from experiments import common
+from m2jax.checkpoint import policy
+from m2jax.config import Matmuls
 from m2jax.forge.config import ForgeConfig
+from m2jax.observe import metrics as metrics_lib
 from m2jax.optim import gnmr
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.rl import learner
 from m2jax.train import step as train_step
 from tests import quick
+from tests.experiments import conftest
 from tests.rl import test_learner
 
 
@@ -43,9 +47,57 @@ def test_updates_with_a_route():
   assert routes[0] == 1
 
 
-def test_a_controller_without_a_second_path_is_an_error():
+@pytest.mark.parametrize('phase', ['sft', 'rl'])
+def test_a_controller_without_a_second_path_is_an_error(phase):
+  """Before anything is trained; a recovery path of its own is one line away."""
   settings = forge.get_config()
-  settings.rl.optimizer.gnmr.max_active = 1
-  config = common.build(ForgeConfig, settings)
-  with pytest.raises(ValueError, match='GnmrConfig.max_active=1'):
-    optimizer_lib.make(config.rl.optimizer, config.model)
+  settings[phase].optimizer.gnmr.max_active = 1
+  with pytest.raises(common.BadInput, match='GnmrConfig.max_active=1'):
+    common.build(ForgeConfig, settings)
+  settings.model.recovery.kind = 'activations_int8'
+  built = common.build(ForgeConfig, settings)
+  assert built.model.paths == (Matmuls(), Matmuls('activations_int8'))
+
+
+# The job, its parts with an optimizer, flags for a run of seconds.
+SMALL = [f'--config.model.{field}' for field in conftest.SMALL]
+JOBS = {
+  'pretrain': (('pretrain',), ['--config.pretrain.loop.log_every=1']),
+  'sft': (('sft',), [*SMALL, *conftest.SFT]),
+  'forge': (
+    ('sft', 'rl'),
+    [
+      *SMALL,
+      *conftest.ENGINE,
+      '--config.episodes.backend=rlimit_only',
+      '--config.sft.loop.log_every=1',
+      '--config.engine.weights_dtype=block_fp8',
+    ],
+  ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('job', JOBS)
+def test_all_options_in_a_job(job, tmp_path, texts, chats):
+  """Block FP8, GNMR, SSO and the router's bias, by flags: every phase runs to its end,
+  logs all of them, and its checkpoint is a policy in this precision."""
+  parts, flags = JOBS[job]
+  given = {'pretrain': conftest.text_flags(texts)}
+  given['sft'] = [f'--config.demonstrations={chats}']
+  flags = [f'--workdir={tmp_path}', *given.get(job, []), *flags]
+  flags += ['--config.model.matmuls.kind=block_fp8', '--config.model.num_layers=2']
+  for part in parts:
+    optimizer = f'--config.{part}.optimizer'
+    flags += [f'{optimizer}.name=sso', f'{optimizer}.gnmr.max_active=1']
+    flags += [f'{optimizer}.gnmr.alpha=0.9']  # promotes from the first step on
+  conftest.run(job, *flags, variant=':smoke')
+  for part in parts:
+    records = metrics_lib.read(tmp_path, part)
+    assert max(r['gnmr/promoted'] for r in records) == 0.5, part
+    last = records[-1]
+    assert np.isfinite(last['loss']), part
+    assert 0.9 < last['sphere/sigma_min'] <= last['sphere/sigma_max'] < 1.1, part
+  found = policy.load(tmp_path)
+  assert found.model.matmuls == Matmuls('block_fp8')
+  assert np.any(found.variables['router']['layers'])

@@ -213,10 +213,13 @@ def test_context_gathers_keys_and_values(short):
 @pytest.mark.long
 def test_matrices_are_exchanged_not_gathered(long):
   """An optimizer that needs whole matrices: parts travel by all-to-all, of as many
-  matrices as devices, so that each device holds one of each; nothing as large as the
-  stack of a parameter is gathered, and singular vectors are the largest of what is."""
+  matrices as devices, so that each device holds one of each. Nothing as large as a
+  matrix of experts is gathered: only singular vectors, and the results of attention's
+  matrices, which the expert axis replicates and therefore divides."""
   found = by_operation(long['update:muon_sphere'])
   assert 'all-to-all' in found
   matrix = CFG.embed_dim * CFG.expert_dim
   for shapes in (*found.get('all-gather', []), *found.get('all-reduce', [])):
     assert elements([shapes]) < matrix, shapes
+  heads = CFG.num_layers * CFG.num_heads // 2
+  assert [(heads, CFG.embed_dim // 2, CFG.head_dim)] in found['all-gather']
