@@ -40,13 +40,19 @@ class AgentConfig:
     kind: module that defines the agent (`m2jax.kinds`).
     system: the agent's system prompt, also used for SFT on demonstrations; None is the
       model's default.
-    author: how a scripted author acts through an agent that writes its own prompts, so
-      that demonstrations are made by running it; None for others.
   """
 
   kind: str
   system: str | None = None
-  author: AuthorConfig | None = None
+
+  @property
+  def author(self) -> AuthorConfig | None:
+    """How a scripted author acts through an agent that writes its own prompts.
+
+    A field of the kinds that are such agents: their demonstrations are made by running
+    them. None: the task and `system` say all that the model is shown.
+    """
+    return None
 
   @classmethod
   def of_kind(cls, kind: str) -> type[AgentConfig]:

@@ -63,6 +63,7 @@ class BlackboxConfig(AgentConfig):
     port: on 127.0.0.1 in the sandbox.
     relay: limits of the traffic.
     response_timeout_s: of a response of the gateway.
+    author: of demonstrations, which are made by running the command.
   """
 
   kind: str = 'blackbox'
