@@ -108,8 +108,9 @@ class Sequences:
     There must be pages for the tokens and for `ahead` more.
 
     The last token is never part of a hit: decoding starts by consuming it. Prefers the
-    group with the longest prefix, less ROW_TOKENS for each sequence that it would have,
-    with those that may go on, then the one with most pages to give.
+    group with the longest prefix, stored or being computed, less ROW_TOKENS for each
+    sequence that it would have, with those that may go on; then the one with most pages
+    to give.
 
     Returns:
       Instead 'full' if no group has a slot and room for the tokens, and 'soon' if
@@ -129,12 +130,14 @@ class Sequences:
         hit, busy = len(nodes) * self.page_tokens, self.group_slots - free.size
         expected = self._expected[group]
         goes_on = any(node in expected for node in nodes)
-        score = hit - ROW_TOKENS * (busy + len(expected) + (not goes_on))
-        choices.append((score, cache.available, first + int(free[0]), hit))
+        rows = busy + len(expected) + (not goes_on)
+        coming = self._coming(prefix, group)
+        score = max(hit, coming) - ROW_TOKENS * rows
+        choices.append((score, cache.available, first + int(free[0]), hit, coming))
     if not choices:
       return 'full'
-    _, _, slot, hit = max(choices)
-    return 'soon' if self._coming(prefix, slot) > hit else (slot, hit)
+    _, _, slot, hit, coming = max(choices)
+    return 'soon' if coming > hit else (slot, hit)
 
   def take(self, slot: int, tokens: np.ndarray, version: int) -> int:
     """Gives a slot, as `place` chose it, to a sequence; returns its stored tokens."""
@@ -214,12 +217,11 @@ class Sequences:
   def _pages_of(self, positions: int) -> int:
     return -(-positions // self.page_tokens)
 
-  def _coming(self, prefix: np.ndarray, slot: int) -> int:
-    """Tokens of the longest prefix, in whole pages, that a slot's group computes."""
+  def _coming(self, prefix: np.ndarray, group: int) -> int:
+    """Tokens of the longest prefix, in whole pages, that a group is computing."""
     slots, n = self.where(State.PREFILL), len(prefix)
-    slots = slots[
-      (self.group(slots) == self.group(slot)) & (self.held[slots] < self.target[slots])
-    ]
+    slots = slots[self.held[slots] < self.target[slots]]
+    slots = slots[self.group(slots) == group]
     if not slots.size or not n:
       return 0
     differs = self.tokens[slots, :n] != prefix

@@ -95,19 +95,23 @@ def test_newcomers_share_the_groups():
   assert sorted(found) == 4 * [0] + 4 * [1]
 
 
-def test_a_group_waits_for_its_own_prefix_only():
-  """Pages of another group are of no use, and the groups compute at the same time."""
-  table, tokens = Sequences(CONFIG, 2), np.arange(100)
-  slots = []
-  for _ in range(2):
-    slot, hit = table.place(tokens, ahead=4)
-    assert hit == 0
-    table.take(slot, tokens, 0)
-    slots.append(slot)
-  assert sorted(table.group(np.array(slots))) == [0, 1]
-  assert table.place(tokens, ahead=4) == 'soon'
-  table.held[slots] = table.target[slots]
+@pytest.mark.parametrize('tokens, groups', [(100, [0, 0]), (40, [0, 1])])
+def test_a_prefix_that_is_being_computed(tokens, groups):
+  """A long one is worth waiting for; a short one is computed in each group, which takes
+  no longer. Only a group that computes it is waited for."""
+  table, tokens = Sequences(CONFIG, 2), np.arange(tokens)
+  first, _ = table.place(tokens, ahead=4)
+  table.take(first, tokens, 0)
+  slots, second = [first], table.place(tokens, ahead=4)
+  if groups == [0, 0]:
+    assert second == 'soon'
+  else:
+    assert second[1] == 0 and table.group(second[0]) != table.group(first)
+    table.take(second[0], tokens, 0)
+    slots.append(second[0])
+    assert table.place(tokens, ahead=4) == 'soon'
   for slot in slots:
+    table.held[slot] = table.target[slot]
     table.share(slot)
-  _, hit = table.place(tokens, ahead=4)  # although both are not decoding yet
-  assert hit == 96
+  _, hit = table.place(tokens, ahead=4)  # although nothing is decoding yet
+  assert hit == len(tokens) // 16 * 16
