@@ -18,6 +18,7 @@ from m2jax import sandbox
 from m2jax.agents import blackbox, episodes, relay
 from m2jax.forge.config import ForgeConfig
 from m2jax.tasks import terminal
+from tests.agents.environment import needs_environment
 from tests.gateway.conftest import response_text
 
 LIMITS = sandbox.Limits(wall_s=20.0, cpu_s=10)
@@ -327,6 +328,7 @@ def folder():
     yield pathlib.Path(path)
 
 
+@needs_environment
 def test_the_pages_agent_solves_a_task(play, tok, folder, monkeypatch):
   """docs/agents.md and the README: an agent around OpenAI's client, and its config."""
   root = pathlib.Path(__file__).parent.parent.parent

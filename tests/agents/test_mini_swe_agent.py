@@ -15,7 +15,10 @@ from m2jax.agents import episodes
 from m2jax.forge import authored
 from m2jax.forge.config import ForgeConfig
 from m2jax.tasks import terminal
+from tests.agents.environment import needs_environment
 from tests.gateway.conftest import response_text
+
+pytestmark = needs_environment
 
 STUCK = 'echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {}'
 

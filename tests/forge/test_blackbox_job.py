@@ -12,6 +12,7 @@ from m2jax.forge import run
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe import metrics
 from m2jax.pool.data_pool import DataPool
+from tests.agents.environment import needs_environment
 
 
 def config() -> ForgeConfig:
@@ -37,6 +38,7 @@ def config() -> ForgeConfig:
 
 
 @pytest.mark.long
+@needs_environment
 def test_the_main_job_trains_the_model_behind_the_agent(tmp_path):
   """Every phase runs; demonstrations are the agent's own chats; what the learner got is
   what the engine sampled, to rounding; and no episode is an infrastructure failure."""
