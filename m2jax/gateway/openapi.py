@@ -61,7 +61,8 @@ _STOPS = _list({'type': 'string', 'minLength': 1, 'maxLength': 64})
 
 def _chat(model: str) -> dict[str, Any]:
   content = {'anyOf': [_TEXT, _list(_part('text'), 1)]}
-  message = _input('role content', role=_constant('user'), content=content)
+  roles = _constant('user', 'system', 'developer')
+  message = _input('role content', role=roles, content=content)
   tool = _input(
     'type function',
     type=_constant('function'),
@@ -87,9 +88,8 @@ def _chat(model: str) -> dict[str, Any]:
 def _anthropic(model: str, required: str) -> dict[str, Any]:
   # Also tool results, which need calls of the assistant before them.
   blocks = _list(_part('text'), 1)
-  message = _input(
-    'role content', role=_constant('user'), content={'anyOf': [_TEXT, blocks]}
-  )
+  content = {'anyOf': [_TEXT, blocks]}
+  message = _input('role content', role=_constant('user', 'system'), content=content)
   tool = _input(
     'name input_schema', name=_NAME, description=_TEXT, input_schema=_SCHEMA
   )
@@ -112,7 +112,7 @@ def _responses(model: str) -> dict[str, Any]:
   message = _input(
     'role content',
     type=_constant('message'),
-    role=_constant('user'),
+    role=_constant('user', 'system', 'developer'),
     content={'anyOf': [_TEXT, parts]},
   )
   function = _input(

@@ -135,5 +135,3 @@ CLIENTS = {
   'agents_responses': _openai_agents(agents.OpenAIResponsesModel),
   'agents_chat': _openai_agents(agents.OpenAIChatCompletionsModel),
 }
-# This one sends the history without its reasoning.
-DROPS_REASONING = ('agents_chat',)

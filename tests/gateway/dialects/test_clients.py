@@ -34,8 +34,7 @@ def test_scripted(serve, tok, name):
   assert clients.CLIENTS[name](gateway, 'episode') == clients.ANSWER
   assert len(records) == 3
   clients.assert_recorded(engine, records)
-  if name not in clients.DROPS_REASONING:
-    clients.assert_extends(records)
+  clients.assert_extends(records)
 
 
 def test_large_requests_are_read_as_small_ones(serve, tok):
@@ -96,8 +95,7 @@ class Recording:
 @pytest.mark.long
 def test_tiny_model(serve, tok):
   gateway, _, records = serve(clients.script(tok))
-  names = [name for name in clients.CLIENTS if name not in clients.DROPS_REASONING]
-  for name in names:
+  for name in clients.CLIENTS:
     clients.CLIENTS[name](gateway, name)
   cfg = dataclasses.replace(
     small.CFG,
@@ -122,7 +120,7 @@ def test_tiny_model(serve, tok):
   options = GatewayConfig(temperature=0.0, accept_unknown_keys=True)
   try:
     with Gateway(options, tok, engine, served.append) as gateway:
-      for name in names:
+      for name in clients.CLIENTS:
         served.clear()
         engine.results.clear()
         assert clients.CLIENTS[name](gateway, name) == clients.ANSWER
