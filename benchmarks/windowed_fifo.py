@@ -157,7 +157,7 @@ class Simulation:
     self.worked = self.wasted = 0.0
 
   def run(self, updates: int = 2**31, until: float = math.inf) -> Simulation:
-    """Makes so many updates, or those that begin before a time."""
+    """Makes this number of updates, or those that begin before a time."""
     self._fill()
     while self._version < updates and self.now < until:
       if not self._fifo.wait_until_takeable(self._per_step, 0):

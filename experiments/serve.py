@@ -4,7 +4,7 @@
     --port=8000
 
 With --workdir it records what is sampled, and takes episodes and their rewards over
-HTTP (`gateway.episodes_api`) from whoever has the secret in WORKDIR/admin.key.
+HTTP (`gateway.episodes_api`) with the secret in WORKDIR/admin.key.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ Lesson = Generator[Turn, str, Turn]
 
 
 def lesson(task: task_lib.Task, teacher: TeacherConfig, mistakes: list[str]) -> Lesson:
-  """The teacher's turns on a task, for whoever runs its tool calls.
+  """The teacher's turns on a task, for the code that runs its tool calls.
 
   Args:
     mistakes: gets the kinds of mistakes made.

@@ -2,8 +2,8 @@
 
 `Recorded` records them, for a gateway without a learner. `Leased` hands out the work
 items of a training run: it claims a group as `forge.remote.agents` does, gives each of
-its episodes to whoever asks, and reports the group when all have ended. An episode that
-nobody ends within `max_age_s` is an infrastructure failure (law 5).
+its episodes to the next agent that asks, and reports the group when all have ended. An
+episode that nobody ends within `max_age_s` is an infrastructure failure (law 5).
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def enter_network(fd: int) -> None:
 def listen_in(network: int, port: int) -> socket.socket:
   """Listens on a loopback port of a namespace of `new_network`; enters it.
 
-  A socket belongs to the namespace that it was made in, whoever holds it later.
+  A socket belongs to the namespace that it was made in, also in another process.
 
   Raises:
     OSError: the port is in use.

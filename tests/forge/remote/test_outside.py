@@ -102,16 +102,21 @@ def test_bad_ends_name_the_field_and_leave_the_episode_open(start, pool, body, n
   assert client.chat(key) == 200
 
 
-def test_a_run_s_items_are_handed_out_and_reported(start, pool):
-  """Each episode of the group goes to one caller; the report comes with the last."""
-  pool.submit(WorkItem(0, SPEC, 2))
+def start_leased(start, pool, **limits):
+  """A client of a gateway that hands out the pool's items, and its `Leased`."""
   made = []
 
   def make(sessions):
-    made.append(Leased(pool, sessions, lease_s=60.0, max_age_s=60.0))
+    made.append(Leased(pool, sessions, **limits))
     return made[0]
 
-  client = start(make)
+  return start(make), made[0]
+
+
+def test_a_run_s_items_are_handed_out_and_reported(start, pool):
+  """Each episode of the group goes to one caller; the report comes with the last."""
+  pool.submit(WorkItem(0, SPEC, 2))
+  client, leased = start_leased(start, pool, lease_s=60.0, max_age_s=60.0)
   assert 'leave it out' in client.post('/episodes', {'task': 'mine'}).text
   begun = [client.post('/episodes', {}).json() for _ in range(2)]
   assert client.post('/episodes', {}).status_code == 503
@@ -125,7 +130,7 @@ def test_a_run_s_items_are_handed_out_and_reported(start, pool):
     assert lease.report is None
     assert client.post(f'/episodes/{key}/end', {'success': success}).status_code == 200
   [lease] = pool.open_leases()
-  assert lease.report == leases.COMPLETE and made[0].reported == 1
+  assert lease.report == leases.COMPLETE and leased.reported == 1
   pool.complete(0)
   group = pool.group(0)
   assert [(t.session, t.rank, t.success) for t, _ in group] == [
@@ -138,17 +143,11 @@ def test_a_run_s_items_are_handed_out_and_reported(start, pool):
 def test_episodes_that_nobody_ends_are_given_back(start, pool):
   """Law 5: not a reward of 0; the item goes to others."""
   pool.submit(WorkItem(0, SPEC, 1))
-  made = []
-
-  def make(sessions):
-    made.append(Leased(pool, sessions, lease_s=0.2, max_age_s=0.1))
-    return made[0]
-
-  client = start(make)
-  with made[0]:
+  client, leased = start_leased(start, pool, lease_s=0.2, max_age_s=0.1)
+  with leased:
     key = client.post('/episodes', {}).json()['key']
     deadline = time.monotonic() + 20
-    while not made[0].reported:
+    while not leased.reported:
       assert time.monotonic() < deadline
       time.sleep(0.02)
   [lease] = pool.open_leases()
@@ -159,14 +158,8 @@ def test_episodes_that_nobody_ends_are_given_back(start, pool):
 
 def test_a_gateway_that_stops_gives_its_groups_back(start, pool):
   pool.submit(WorkItem(0, SPEC, 2))
-  made = []
-
-  def make(sessions):
-    made.append(Leased(pool, sessions, lease_s=60.0, max_age_s=60.0))
-    return made[0]
-
-  client = start(make)
-  with made[0]:
+  client, leased = start_leased(start, pool, lease_s=60.0, max_age_s=60.0)
+  with leased:
     client.post('/episodes', {})
   [lease] = pool.open_leases()
   assert lease.report == leases.AGAIN + 'the gateway was stopped'
