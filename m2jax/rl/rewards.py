@@ -22,7 +22,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -306,6 +306,7 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
     'reward_process': mean([c.reward.process for c in judged]),
     'reward_speed': mean([c.reward.speed for c in judged]),
     'wall_s': mean([c.trajectory.wall_s for c in judged]),
+    'parallel_calls': parallel_share([c.trajectory for c in judged]),
     'turns': mean([len(c.completions) for c in judged]),
     'groups': len(groups),
     'groups_zero_advantage': sum(g.dropped == 'zero_advantage' for g in groups),
@@ -315,6 +316,13 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
     'dropped_fraction': untrained / max(1, sum(len(g.credits) for g in groups)),
     'completions_unused': sum(c.unused for g in groups for c in g.credits),
   }
+
+
+def parallel_share(trajectories: Iterable[records.Trajectory]) -> float:
+  """Share of their tool calls that share a turn with others; NaN without calls."""
+  counts = np.array([t.parallel_calls for t in trajectories], float).reshape(-1, 2)
+  parallel, total = counts.sum(0)
+  return float(parallel / total) if total else float('nan')
 
 
 def _time(trajectory: records.Trajectory, acted: Sequence, unit: str) -> float:
