@@ -10,6 +10,7 @@ that every call has to wait for the one before. A spec:
 
 from m2jax.tasks.fetch.task import (
   FAMILIES,
+  SPLITS,
   FetchConfig,
   FetchTask,
   families,
@@ -22,6 +23,7 @@ Config = FetchConfig
 
 __all__ = [
   'FAMILIES',
+  'SPLITS',
   'Config',
   'FetchConfig',
   'FetchTask',
