@@ -286,7 +286,10 @@ def planned(args: argparse.Namespace) -> list[Run]:
 
 
 def _cell(values: Sequence[float], digits: int = 2) -> str:
-  low, middle, high = (f'{f(values):.{digits}f}' for f in (min, np.median, max))
+  low, middle, high = (
+    f'{round(f(values), digits) + 0.0:.{digits}f}'  # no -0.00
+    for f in (min, np.median, max)
+  )
   return middle if low == high else f'{middle} [{low}, {high}]'
 
 
@@ -342,10 +345,10 @@ def main() -> None:
   parser.add_argument('--workdir', type=pathlib.Path, required=True)
   parser.add_argument('--algorithms', nargs='+', default=list(estimators.KINDS))
   parser.add_argument('--per_batch', type=int, nargs='+', default=[1, 4, 16])
-  parser.add_argument('--updates', type=int, default=96, help='of a run')
-  parser.add_argument('--sft_steps', type=int, default=150)
+  parser.add_argument('--updates', type=int, default=64, help='of a run')
+  parser.add_argument('--sft_steps', type=int, default=110)
   parser.add_argument('--sft_rate', type=float, default=2e-3, help="Adam's, in SFT")
-  parser.add_argument('--learning_rate', type=float, default=1e-3, help="Adam's")
+  parser.add_argument('--learning_rate', type=float, default=1e-4, help="Adam's")
   parser.add_argument('--evaluated', type=int, default=1024, help='held-out prompts')
   parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--tables', action='store_true', help='of the runs that are done')

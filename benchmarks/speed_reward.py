@@ -80,7 +80,7 @@ def measure(records: Sequence[Mapping[str, Any]], stage: str) -> dict[str, float
     wall_s = [r['wall_s'] for r in rows]
     out[f'wall_s/{kind}'] = float(np.average(wall_s, weights=tasks))
     if kind == 'independent':
-      share = np.nan_to_num([r['parallel_calls'] for r in rows])
+      share = [r.get('parallel_calls', 0.0) for r in rows]
       out['parallel'] = float(np.average(share, weights=calls))
   return out
 

@@ -36,7 +36,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.engine.update(decode_rows=(32,), contexts=(320,), prefill_shapes=((1, 64), (8, 32)))
   c.episodes.concurrency = 32
   c.episodes.agent.update(system='Use get.', max_tokens=96)
-  c.eval_tasks, c.dev_tasks = 200, 0
+  c.eval_tasks, c.dev_tasks = 300, 0
   c.sft.families = {}
   c.sft.update(demonstrations=600, tokens_per_step=2048, row_tokens=512)
   c.sft.loop.update(steps=400, checkpoint_every=400)
@@ -48,10 +48,10 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.rl.learner.update(row_tokens=1024, row_terms=1024)
   c.rl.optimizer.muon.learning_rate = 2e-3
   c.rl.optimizer.adam.learning_rate = 2e-4
-  c.rl.optimizer.schedule.update(total_steps=24, decay_steps=12)
+  c.rl.optimizer.schedule.update(total_steps=60, decay_steps=20)
   if variant == 'smoke':
     c.eval_tasks = 8
     c.sft.demonstrations = 40
     c.sft.loop.update(steps=8, checkpoint_every=8)
-    c.rl.update(steps=2, groups_per_step=2, group_size=4, capacity=4, refill_factor=1.0)
+    c.rl.update(steps=2, groups_per_step=2, group_size=4, capacity=4)
   return fields.complete(c, ForgeConfig)

@@ -22,7 +22,8 @@ class Tally:
     family: name of the family, or 'all'.
     calls: tool calls that the tasks need (`Task.baseline_calls`); None for 'all'.
     wall_s: mean seconds of an episode.
-    parallel_calls: share of the tool calls that share a turn with others.
+    parallel_calls: share of the tool calls that share a turn with others; None without
+      calls.
   """
 
   family: str
@@ -30,7 +31,7 @@ class Tally:
   successes: float
   n: int
   wall_s: float = float('nan')
-  parallel_calls: float = float('nan')
+  parallel_calls: float | None = None
 
 
 def success_on(
@@ -111,7 +112,7 @@ def evaluate(
   """Evaluates the engine's weights, records the tallies, returns the success rate."""
   tallies = success_on(roles, split, tasks, temperature, on_progress)
   for tally in tallies:
-    calls = {} if tally.calls is None else {'calls': tally.calls}
+    known = {'calls': tally.calls, 'parallel_calls': tally.parallel_calls}
     metrics.write(
       'eval',
       step,
@@ -122,7 +123,6 @@ def evaluate(
       successes=float(tally.successes),
       n=tally.n,
       wall_s=tally.wall_s,
-      parallel_calls=tally.parallel_calls,
-      **calls,
+      **{name: value for name, value in known.items() if value is not None},
     )
   return tallies[0].successes / max(tallies[0].n, 1) if tallies else 0.0

@@ -172,7 +172,13 @@ _REWARD = (
   Metric('reward_speed', _RL, '1', 'mean speed reward, before β'),
   Metric('worst_family_success', _RL, 'share', "the curriculum's lowest average"),
   Metric('wall_s', _RL, 's', 'mean duration of an episode'),
-  Metric('parallel_calls', _RL, 'share', 'of tool calls made in a turn with others'),
+  Metric(
+    'parallel_calls',
+    _RL,
+    'share',
+    'of tool calls made in a turn with others',
+    when='the agents called tools',
+  ),
   Metric('turns', _RL, 'turns', 'mean number of trained turns of an episode'),
   Metric('groups', _RL, 'groups', 'taken by the update'),
   Metric('groups_zero_advantage', _RL, 'groups', 'dropped: all returns are equal'),
@@ -371,7 +377,13 @@ _EVALUATION = (
   Metric('successes', _EVAL, 'tasks', 'solved', PLACES),
   Metric('n', _EVAL, 'tasks', 'tried', PLACES),
   Metric('wall_s', _EVAL, 's', 'mean duration of an episode'),
-  Metric('parallel_calls', _EVAL, 'share', 'of tool calls made in a turn with others'),
+  Metric(
+    'parallel_calls',
+    _EVAL,
+    'share',
+    'of tool calls made in a turn with others',
+    when='the agents called tools',
+  ),
 )
 
 _SAMPLES = tuple(Metric(name, _RL, *of) for name, of in sample_names.ROWS.items())

@@ -1,11 +1,11 @@
 """PPO's clipped surrogate per token, as GRPO and DAPO use it.
 
-DAPO (arXiv:2503.14476) eq. 8, with the bounds of its eq. 10:
+DAPO's objective (arXiv:2503.14476), whose bounds are decoupled:
 
   J = 1/Σ_i |o_i| · Σ_i Σ_t min(r Â, clip(r, 1 − ε_low, 1 + ε_high) Â),
   r = π / π_old;  ε_low = 0.2, ε_high = 0.28.
 
-GRPO (arXiv:2402.03300) eq. 3 has ε_low = ε_high and 1/G Σ_i 1/|o_i| Σ_t in place of
+GRPO's (arXiv:2402.03300) has ε_low = ε_high and 1/G Σ_i 1/|o_i| Σ_t in place of
 1/Σ|o_i|. Its KL term is left out, as in DAPO and M1. The averages are part of `weight`
 (`terms.weights`): 'trajectory' for GRPO, 'token' for DAPO.
 

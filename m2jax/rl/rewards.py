@@ -299,14 +299,16 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   def mean(values):
     return float(np.mean(values)) if len(values) else float('nan')
 
+  parallel = parallel_share([c.trajectory for c in judged])
+
   return {
     'success': mean([c.trajectory.success >= 1 for c in judged]),
     **{f'success/{family}': mean(values) for family, values in families.items()},
+    **({} if parallel is None else {'parallel_calls': parallel}),
     'reward': mean([c.reward.total for c in judged]),
     'reward_process': mean([c.reward.process for c in judged]),
     'reward_speed': mean([c.reward.speed for c in judged]),
     'wall_s': mean([c.trajectory.wall_s for c in judged]),
-    'parallel_calls': parallel_share([c.trajectory for c in judged]),
     'turns': mean([len(c.completions) for c in judged]),
     'groups': len(groups),
     'groups_zero_advantage': sum(g.dropped == 'zero_advantage' for g in groups),
@@ -318,11 +320,11 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   }
 
 
-def parallel_share(trajectories: Iterable[records.Trajectory]) -> float:
-  """Share of their tool calls that share a turn with others; NaN without calls."""
+def parallel_share(trajectories: Iterable[records.Trajectory]) -> float | None:
+  """Share of their tool calls that share a turn with others; None without calls."""
   counts = np.array([t.parallel_calls for t in trajectories], float).reshape(-1, 2)
   parallel, total = counts.sum(0)
-  return float(parallel / total) if total else float('nan')
+  return float(parallel / total) if total else None
 
 
 def _time(trajectory: records.Trajectory, acted: Sequence, unit: str) -> float:

@@ -13,7 +13,7 @@ import pytest
 from m2jax import forest, model
 from m2jax.config import ModelConfig
 from m2jax.moe import experts as experts_lib
-from m2jax.rl import estimators, learner
+from m2jax.rl import cispo
 from m2jax.train import step as train_step
 from tests import quick, row_model
 
@@ -74,26 +74,9 @@ def variables_for(cfg: ModelConfig, seed: int):
   return quick.variables(cfg, seed, noise=0.1, bias=0.05)
 
 
-ROW_LOSSES = {  # of one term, by hand: log-probability, ratio, advantage
-  'cispo': lambda logprob, ratio, advantage: (
-    -jnp.minimum(jax.lax.stop_gradient(ratio), 5.0) * advantage * logprob
-  ),
-  'grpo': lambda logprob, ratio, advantage: _ppo(ratio, advantage, 0.8, 1.2),
-  'dapo': lambda logprob, ratio, advantage: _ppo(ratio, advantage, 0.8, 1.28),
-  'policy_gradient': lambda logprob, ratio, advantage: -advantage * logprob,
-}
-
-
-def _ppo(ratio, advantage, low, high):
-  """PPO's clipped surrogate, by cases."""
-  up = jnp.where(ratio > high, high, ratio) * advantage
-  down = jnp.where(ratio < low, low, ratio) * advantage
-  return -jnp.where(advantage > 0, up, down)
-
-
-@functools.partial(jax.jit, static_argnames=('cfg', 'kind'))
-def sample_loss(params, router, tokens, columns, experts, cfg, kind='cispo'):
-  """RL loss and λ times MTP of one sample in row form, and the expert ids used.
+@functools.partial(jax.jit, static_argnames='cfg')
+def sample_loss(params, router, tokens, columns, experts, cfg):
+  """CISPO and λ times MTP of one sample in row form, and the expert ids used.
 
   `columns`: old log-probabilities, advantages and weights of all its tokens.
   """
@@ -101,21 +84,21 @@ def sample_loss(params, router, tokens, columns, experts, cfg, kind='cispo'):
   trunk, modules, used, mtp_used = row_model.score(variables, tokens, cfg, experts)
   old, advantage, weight = columns
   logprob = jnp.concatenate([jnp.zeros(1, trunk.dtype), trunk])
-  ratio = jnp.exp(logprob - old)
-  total = jnp.sum(weight * ROW_LOSSES[kind](logprob, ratio, advantage))
+  ratio = jnp.exp(jax.lax.stop_gradient(logprob) - old)
+  total = -jnp.sum(weight * jnp.minimum(ratio, 5.0) * advantage * logprob)
   for k, scores in enumerate(modules, start=1):
     mtp = -jnp.sum(weight[k + 1 :] * scores)
     total += MTP_WEIGHT * mtp / cfg.num_mtp_modules
   return total, (used, mtp_used)
 
 
-@functools.partial(jax.jit, static_argnames=('cfg', 'kind'))
-def sample_grads(params, router, tokens, columns, experts, cfg, kind):
+@functools.partial(jax.jit, static_argnames='cfg')
+def sample_grads(params, router, tokens, columns, experts, cfg):
   grad = jax.value_and_grad(sample_loss.__wrapped__, has_aux=True)
-  return grad(params, router, tokens, columns, experts, cfg, kind)
+  return grad(params, router, tokens, columns, experts, cfg)
 
 
-def by_rows(variables, samples, cfg, kind='cispo'):
+def by_rows(variables, samples, cfg):
   """Loss, its gradient and the expert loads of the samples, each on its own."""
   total, grads = 0.0, None
   loads = {name: np.zeros(bias.shape) for name, bias in variables['router'].items()}
@@ -125,7 +108,7 @@ def by_rows(variables, samples, cfg, kind='cispo'):
       for c in (s.old_logprobs, s.advantages, s.weights)
     ]
     (loss, used), grad = sample_grads(
-      *variables.values(), jnp.asarray(s.tokens), columns, s.experts, cfg, kind
+      *variables.values(), jnp.asarray(s.tokens), columns, s.experts, cfg
     )
     total += loss
     grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
@@ -143,18 +126,21 @@ def experts_used(variables, sample, cfg):
   return np.stack(used, 1)
 
 
-@functools.partial(jax.jit, static_argnames=('cfg', 'kind'))
-def forest_loss(params, router, batch, cfg, kind='cispo'):
+def objective(logprob, batch):
+  terms = cispo.loss(logprob, batch.old_logprob, batch.advantage, batch.weight)
+  return jnp.sum(terms), {}
+
+
+@functools.partial(jax.jit, static_argnames='cfg')
+def forest_loss(params, router, batch, cfg):
   config = train_step.StepConfig(mtp_weight=MTP_WEIGHT)
-  estimator = estimators.make(kind)
-  objective = functools.partial(learner.objective, estimator=estimator)
   return train_step.loss_and_loads(params, router, batch, cfg, objective, config)
 
 
-@functools.partial(jax.jit, static_argnames=('cfg', 'kind'))
-def forest_grads(params, router, batch, cfg, kind='cispo'):
+@functools.partial(jax.jit, static_argnames='cfg')
+def forest_grads(params, router, batch, cfg):
   grad = jax.value_and_grad(forest_loss.__wrapped__, has_aux=True)
-  return grad(params, router, batch, cfg, kind)
+  return grad(params, router, batch, cfg)
 
 
 @functools.partial(jax.jit, static_argnames='cfg')

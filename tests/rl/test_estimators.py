@@ -1,15 +1,15 @@
 """Each estimator against its closed form, written apart in NumPy; law 3 for each."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m2jax import forest
+from m2jax import forest, model
 from m2jax.rl import cispo, estimators, learner, ppo_clip
+from m2jax.train import step as train_step
 from tests.model import test_forest_equivalence as equivalence
 from tests.rl import test_cispo
 
@@ -122,46 +122,81 @@ def test_bad_settings_are_refused(settings, field):
   assert cispo.loss  # the public name (docs/design.md)
 
 
-@functools.cache
-def merged_case():
-  """Branching samples whose terms are clipped in some branches only."""
-  cfg = equivalence.config('float64', num_mtp_modules=0)
-  rng = np.random.default_rng(3)
-  samples = equivalence.random_samples(rng, count=6, vocab=cfg.vocab_size)
-  return cfg, samples, equivalence.variables_for(cfg, 3)
+KINDS = 'cispo', 'grpo', 'dapo', 'policy_gradient'
 
 
-@pytest.mark.parametrize('kind', ['grpo', 'dapo', 'policy_gradient'])
-def test_merged_equals_unmerged(kind):
-  """Law 3 in float64, value and gradient: each term is clipped by its own ratio."""
+def row_losses(logprob, old, advantage, weight):
+  """The sum of the terms of each kind, by cases and apart from m2jax."""
+  ratio = jnp.exp(logprob - old)
+  capped = jax.lax.stop_gradient(jnp.where(ratio > 5, 5, ratio))
+
+  def surrogate(low, high):
+    up = jnp.where(ratio > high, high, ratio) * advantage
+    down = jnp.where(ratio < low, low, ratio) * advantage
+    return jnp.where(advantage > 0, up, down)
+
+  terms = [
+    capped * advantage * logprob,
+    *(surrogate(*BOUNDS[kind]) for kind in CLIPPED),
+    advantage * logprob,
+  ]
+  return -jnp.stack([jnp.sum(weight * x) for x in terms])
+
+
+def test_merged_equals_unmerged():
+  """Law 3 in float64, value and gradient, each sample a row of its own against trees:
+  every term is clipped by its own ratio, so a shared token in one branch only."""
   with jax.enable_x64():
-    cfg, samples, variables = merged_case()
-    batch = forest.merge(samples, row_tokens=48)
-    (loss, _), grads = equivalence.forest_grads(
-      *variables.values(), batch, cfg, kind=kind
+    cfg = dataclasses.replace(
+      equivalence.config('float64', num_mtp_modules=0), num_layers=1
     )
-    want, want_grads, _ = equivalence.by_rows(variables, samples, cfg, kind)
-    assert abs(loss - want) <= 1e-10 * abs(want)
-    for got, other in zip(
-      jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True
-    ):
-      assert equivalence.relative(got, other) <= 1e-10
-    if kind in CLIPPED:
-      assert _shared_token_is_clipped_in_one_branch(batch, variables, cfg, kind)
+    rng = np.random.default_rng(3)
+    samples = equivalence.random_samples(rng, count=8, vocab=cfg.vocab_size)
+    variables = equivalence.variables_for(cfg, 3)
+    batch = forest.merge(samples, row_tokens=48)
+    shape = len(samples), max(len(s.tokens) for s in samples)
+    tokens, old, advantage, weight = np.zeros((4, *shape))
+    for i, s in enumerate(samples):
+      tokens[i, : len(s.tokens)] = s.tokens
+      terms = np.s_[i, s.prompt_length : len(s.tokens)]
+      old[terms], advantage[terms] = s.old_logprobs, s.advantages
+      weight[terms] = s.weights
+    tokens, m2 = jnp.asarray(tokens, jnp.int32), model.M2(cfg)
+
+    def rows(params):
+      logits = m2.apply({**variables, 'params': params}, tokens)
+      found = jax.nn.log_softmax(logits[:, :-1])
+      found = jnp.take_along_axis(found, tokens[:, 1:, None], -1)[..., 0]
+      found = jnp.pad(found, ((0, 0), (1, 0)))
+      return row_losses(found, old, advantage, weight), found
+
+    def merged(params):
+      found = model.token_logprobs(m2, {**variables, 'params': params}, batch)
+      found = train_step.at_terms(found, batch)
+      of = [estimators.make(kind) for kind in KINDS]
+      losses = [learner.objective(found, batch, estimator=e)[0] for e in of]
+      return jnp.stack(losses), found
+
+    params = variables['params']
+    want, _ = rows(params)
+    got, at_terms = merged(params)
+    np.testing.assert_allclose(got, want, rtol=1e-10)
+    grads, want_grads = (
+      jax.jit(jax.jacrev(f, has_aux=True))(params)[0] for f in (merged, rows)
+    )
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+      for k in range(len(KINDS)):
+        assert equivalence.relative(a[k], b[k]) <= 1e-10
+    assert clipped_in_one_branch(batch, np.asarray(at_terms), *BOUNDS['dapo'])
 
 
-def _shared_token_is_clipped_in_one_branch(batch, variables, cfg, kind):
+def clipped_in_one_branch(batch, logprob, low, high):
   """Whether terms of one token differ in being clipped."""
-  logprobs = np.asarray(equivalence.token_logprobs(variables, batch, cfg))
-  low, high = BOUNDS[kind]
-  for row in range(len(batch.tokens)):
-    clipped = {}
-    for m in np.flatnonzero(batch.weight[row]):
-      token = int(batch.term_token[row, m])
-      ratio = np.exp(logprobs[row, token] - batch.old_logprob[row, m])
-      a = batch.advantage[row, m]
-      cut = (a > 0 and ratio > high) or (a < 0 and ratio < low)
-      clipped.setdefault(token, set()).add(bool(cut))
-    if any(len(found) == 2 for found in clipped.values()):
-      return True
-  return False
+  ratio = np.exp(logprob - batch.old_logprob)
+  above = (batch.advantage > 0) & (ratio > high)
+  clipped = above | ((batch.advantage < 0) & (ratio < low))
+  seen = {}
+  for row, m in np.argwhere(np.asarray(batch.weight) != 0):
+    token = row, int(batch.term_token[row, m])
+    seen.setdefault(token, set()).add(bool(clipped[row, m]))
+  return any(len(found) == 2 for found in seen.values())

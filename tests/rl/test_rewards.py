@@ -392,7 +392,7 @@ def test_config_names_the_field(field, value):
 
 
 def test_share_of_parallel_calls():
-  """Calls of turns with several of them over all calls; NaN if there are none."""
+  """Calls of turns with several of them over all calls; None if there are none."""
 
   def with_calls(*by_turn):
     replies = [{'role': 'assistant', 'tool_calls': [{}] * n} for n in by_turn]
@@ -402,5 +402,5 @@ def test_share_of_parallel_calls():
   assert with_calls(3, 1, 0).parallel_calls == (3, 4)
   share = rewards.parallel_share([with_calls(3, 1), with_calls(1, 1), with_calls()])
   assert share == 0.5
-  assert np.isnan(rewards.parallel_share([with_calls(0)]))
-  assert np.isnan(rewards.parallel_share([]))
+  assert rewards.parallel_share([with_calls(0)]) is None
+  assert rewards.parallel_share([]) is None
