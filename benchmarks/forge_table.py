@@ -76,7 +76,8 @@ def _phase(stage: str, config: Mapping) -> str:
   learner = config['rl']['learner']
   if learner['shuffle_rewards']:
     return 'shuffled rewards'
-  return {'cispo': 'RL', 'expert_iteration': 'expert iteration'}[learner['algorithm']]
+  names = {'cispo': 'RL', 'expert_iteration': 'expert iteration'}
+  return names.get(learner['algorithm'], f'RL, {learner["algorithm"]}')
 
 
 def rows(workdir: pathlib.Path) -> list[Row]:

@@ -49,7 +49,7 @@ from m2jax.rl import learner
 from m2jax.train import chunks, host_memory
 from m2jax.train import step as train_step
 
-OBJECTIVE = functools.partial(learner.objective, is_weight_max=5.0)
+OBJECTIVE = learner.objective
 STEP = train_step.StepConfig()
 # Unlike wall time, CPU time of this process hardly depends on other processes.
 CLOCKS = {'wall': time.monotonic, 'cpu': time.process_time}

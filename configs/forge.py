@@ -97,9 +97,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     partial_credit=0.5,  # maximum for a partly correct end state
     curriculum=dict(floor=0.3, memory=64.0),
     learner=dict(
-      algorithm='cispo',  # or 'expert_iteration'
-      is_weight_max=5.0,
-      normaliser='prompt',  # or 'token'
+      algorithm='cispo',  # or grpo, dapo, policy_gradient, … (docs/rl.md)
+      is_weight_max=5.0,  # of cispo
       shuffle_rewards=False,
       row_tokens=2048,  # most groups are one row
       row_terms=3072,

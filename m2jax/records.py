@@ -133,7 +133,8 @@ class Trajectory:
     tool_errors: number of calls that did not parse, named an unknown tool or had wrong
       arguments.
     answer: the final assistant text.
-    messages: the whole chat as OpenAI dicts, for the report.
+    messages: the whole chat as OpenAI dicts, for the report; results of the white-box
+      agent's calls also have their `duration_s`.
   """
 
   session: str
@@ -149,6 +150,13 @@ class Trajectory:
   error: str = ''
   answer: str = ''
   messages: tuple[dict, ...] = ()
+
+  @property
+  def parallel_calls(self) -> tuple[int, int]:
+    """Number of calls in turns with several of them, and of all; by the messages."""
+    replies = [m for m in self.messages if m.get('role') == 'assistant']
+    by_turn = [len(m.get('tool_calls') or ()) for m in replies]
+    return sum(n for n in by_turn if n > 1), sum(by_turn)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -69,6 +70,7 @@ class _Episode:
     body: body of the requests; each turn extends its messages.
     execute: runs calls of the tools in `names`.
     names: names of the task's tools.
+    independent: those whose calls of one turn run at the same time.
     max_turns: maximum number of completions.
     started_s: start on the monotonic clock.
     outcome: the result, filled in as the episode proceeds.
@@ -78,6 +80,7 @@ class _Episode:
   body: dict[str, Any]
   execute: Execute
   names: list[str]
+  independent: frozenset[str]
   max_turns: int
   started_s: float
   outcome: Outcome
@@ -110,9 +113,10 @@ class Whitebox(Agent):
       body=body,
       execute=environment.execute,
       names=[tool['function']['name'] for tool in task.tools],
+      independent=environment.independent,
       max_turns=task.max_tool_calls + 1,
       started_s=time.monotonic(),
-      outcome=Outcome(messages=messages),
+      outcome=Outcome(messages=list(messages)),
     )
 
   async def run(self, episode: _Episode) -> None:
@@ -121,7 +125,7 @@ class Whitebox(Agent):
       for _ in range(episode.max_turns):
         choice = (await episode.post(episode.body))['choices'][0]
         message = choice['message']
-        outcome.messages.append(message)
+        self._add(message, episode)
         if choice['finish_reason'] == 'length':
           outcome.end_reason = 'length'
           return
@@ -141,6 +145,10 @@ class Whitebox(Agent):
   async def close(self) -> None:
     await self._client.aclose()
 
+  def _add(self, message: dict, episode: _Episode) -> None:
+    episode.body['messages'].append(message)
+    episode.outcome.messages.append(message)
+
   async def _act(self, choice: dict, episode: _Episode) -> bool:
     """Runs a message's tool calls; returns False if it has none and is the answer."""
     outcome, message = episode.outcome, choice['message']
@@ -153,14 +161,23 @@ class Whitebox(Agent):
         return False
       # A tool message needs the id of a call, so this is a user message.
       outcome.tool_errors += 1
-      outcome.messages.append({'role': 'user', 'content': 'error: malformed tool call'})
+      error = {'role': 'user', 'content': 'error: malformed tool call'}
+      self._add(error, episode)
       return True
-    for call in calls:
-      observation = await self._call(call['function'], episode)
-      outcome.messages.append(
-        {'role': 'tool', 'tool_call_id': call['id'], 'content': observation}
-      )
+    names = {call['function']['name'] for call in calls}
+    run = [functools.partial(self._timed, call['function'], episode) for call in calls]
+    results = await in_order(run, together=names <= episode.independent)
+    for call, (observation, seconds) in zip(calls, results, strict=True):
+      shown = {'role': 'tool', 'tool_call_id': call['id'], 'content': observation}
+      episode.body['messages'].append(shown)
+      outcome.messages.append(shown | {'duration_s': seconds})
     return True
+
+  async def _timed(self, function: dict, episode: _Episode) -> tuple[str, float]:
+    """Runs one call; returns the observation and its duration in seconds."""
+    started_s = time.monotonic()
+    observation = await self._call(function, episode)
+    return observation, round(time.monotonic() - started_s, 4)
 
   async def _call(self, function: dict, episode: _Episode) -> str:
     """Runs one call; returns the observation."""
@@ -179,6 +196,23 @@ class Whitebox(Agent):
 
 
 make = Whitebox
+
+
+async def in_order(
+  calls: Sequence[Callable[[], Awaitable[Any]]], *, together: bool
+) -> list[Any]:
+  """Results of calls in their order: run at the same time, or one after the other.
+
+  An exception cancels the calls that run.
+  """
+  if not together:
+    return [await call() for call in calls]
+  try:
+    async with asyncio.TaskGroup() as group:
+      running = [group.create_task(call()) for call in calls]
+  except ExceptionGroup as errors:
+    raise errors.exceptions[0] from None
+  return [task.result() for task in running]
 
 
 def cut(text: str, limit_bytes: int) -> str:

@@ -11,6 +11,7 @@ from m2jax.agents import episodes
 from m2jax.forge.roles import Rollouts, RolloutsFailed
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.records import Trajectory
+from m2jax.rl import rewards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +21,17 @@ class Tally:
   Attributes:
     family: name of the family, or 'all'.
     calls: tool calls that the tasks need (`Task.baseline_calls`); None for 'all'.
+    wall_s: mean seconds of an episode.
+    parallel_calls: share of the tool calls that share a turn with others; None without
+      calls.
   """
 
   family: str
   calls: int | None
   successes: float
   n: int
+  wall_s: float = float('nan')
+  parallel_calls: float | None = None
 
 
 def success_on(
@@ -68,12 +74,12 @@ def success_on(
     check=check,
   )
   check()  # else the last episodes may have failed for that reason
-  cells: dict[tuple[str, int | None], list[float]] = collections.defaultdict(list)
+  cells: dict[tuple[str, int | None], list[Trajectory]] = collections.defaultdict(list)
   for t in out:
     if t.end_reason != 'infrastructure':  # not the policy's failure
       calls = tasks_lib.make(t.task).baseline_calls
       for cell in (('all', None), (t.family, calls)):
-        cells[cell].append(t.success)
+        cells[cell].append(t)
   if out and not cells:
     raise RolloutsFailed(
       f'none of the {len(out)} episodes on the split {split!r} could be judged; the '
@@ -81,7 +87,14 @@ def success_on(
     )
   order = sorted(cells, key=lambda cell: (cell[0] != 'all', cell))
   return [
-    Tally(*cell, successes=sum(cells[cell]), n=len(cells[cell])) for cell in order
+    Tally(
+      *cell,
+      successes=sum(t.success for t in cells[cell]),
+      n=len(cells[cell]),
+      wall_s=sum(t.wall_s for t in cells[cell]) / len(cells[cell]),
+      parallel_calls=rewards.parallel_share(cells[cell]),
+    )
+    for cell in order
   ]
 
 
@@ -99,7 +112,7 @@ def evaluate(
   """Evaluates the engine's weights, records the tallies, returns the success rate."""
   tallies = success_on(roles, split, tasks, temperature, on_progress)
   for tally in tallies:
-    calls = {} if tally.calls is None else {'calls': tally.calls}
+    known = {'calls': tally.calls, 'parallel_calls': tally.parallel_calls}
     metrics.write(
       'eval',
       step,
@@ -109,6 +122,7 @@ def evaluate(
       family=tally.family,
       successes=float(tally.successes),
       n=tally.n,
-      **calls,
+      wall_s=tally.wall_s,
+      **{name: value for name, value in known.items() if value is not None},
     )
   return tallies[0].successes / max(tallies[0].n, 1) if tallies else 0.0

@@ -68,7 +68,9 @@ _TRAIN = (*_LOOP, 'rl')
 _SCORED = ('held_out', 'frozen_held_out')
 
 _TRAINING = (
-  Metric('loss', ('rl',), '1', "CISPO's objective, minimised", ('plot', 'view')),
+  Metric(
+    'loss', ('rl',), '1', "the estimator's objective, minimised", ('plot', 'view')
+  ),
   Metric('loss', _SFT, 'nats/token', 'of the trained tokens', ('plot', 'view')),
   Metric('loss', (*_PRETRAIN, *_SCORED), 'nats/token', 'of the main model'),
   Metric('entropy', ('rl',), 'nats', 'per sampled token', ('plot', 'view')),
@@ -170,6 +172,13 @@ _REWARD = (
   Metric('reward_speed', _RL, '1', 'mean speed reward, before β'),
   Metric('worst_family_success', _RL, 'share', "the curriculum's lowest average"),
   Metric('wall_s', _RL, 's', 'mean duration of an episode'),
+  Metric(
+    'parallel_calls',
+    _RL,
+    'share',
+    'of tool calls made in a turn with others',
+    when='the agents called tools',
+  ),
   Metric('turns', _RL, 'turns', 'mean number of trained turns of an episode'),
   Metric('groups', _RL, 'groups', 'taken by the update'),
   Metric('groups_zero_advantage', _RL, 'groups', 'dropped: all returns are equal'),
@@ -192,10 +201,10 @@ _OFF_POLICY = (
     'clip_fraction',
     _RL,
     'share',
-    'of tokens beyond the cap of π/π_old',
+    'of tokens whose π/π_old is clipped',
     ('plot', 'view'),
   ),
-  Metric('clipped_mass', _RL, '1', 'mean of π/π_old removed by the cap', ('plot',)),
+  Metric('clipped_mass', _RL, '1', 'mean of π/π_old removed by clipping', ('plot',)),
   Metric('approx_kl', _RL, 'nats', 'estimate of KL(π_old ‖ π), per token', ('plot',)),
   Metric('abs_log_ratio', _RL, 'nats', 'mean of |log π/π_old| over tokens', ('plot',)),
   Metric(
@@ -367,6 +376,14 @@ _EVALUATION = (
   ),
   Metric('successes', _EVAL, 'tasks', 'solved', PLACES),
   Metric('n', _EVAL, 'tasks', 'tried', PLACES),
+  Metric('wall_s', _EVAL, 's', 'mean duration of an episode'),
+  Metric(
+    'parallel_calls',
+    _EVAL,
+    'share',
+    'of tool calls made in a turn with others',
+    when='the agents called tools',
+  ),
 )
 
 _SAMPLES = tuple(Metric(name, _RL, *of) for name, of in sample_names.ROWS.items())

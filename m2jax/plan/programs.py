@@ -25,7 +25,7 @@ from m2jax.layers import prefix_cache
 from m2jax.optim import gnmr
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
-from m2jax.rl import learner
+from m2jax.rl import estimators, learner
 from m2jax.rollout import forward, placement
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
@@ -130,7 +130,8 @@ def _objective(config: PlanConfig, placed: Placed):
   rl = placed.workload.kind == 'rl'
   objective = train_step.nll
   if rl:
-    objective = functools.partial(learner.objective, is_weight_max=config.is_weight_max)
+    estimator = estimators.make('cispo', is_weight_max=config.is_weight_max)
+    objective = functools.partial(learner.objective, estimator=estimator)
   return objective, train_step.StepConfig(
     micro_rows=placed.micro_rows,
     mtp_weight=config.mtp_weight,

@@ -1,6 +1,6 @@
 """The learner: assigns credit to rollout groups and trains the policy on them.
 
-Groups, as records → rewards and advantages (`credit`) → samples → prefix forest → CISPO
+Groups, as records → rewards and advantages (`credit`) → samples → prefix forest → loss
 (+ MTP) (`update`, one version of the policy; design §2). It imports no HTTP, database
 or tokenizer. Groups of any size are trained: trees that do not fit into rows go through
 `train.chunks`, in the same update.
@@ -30,13 +30,18 @@ from m2jax import sharding as sharding_lib
 from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.records import Completion, Lineages
-from m2jax.rl import agreement, cispo, expert_iteration, packing, rewards, samples
+from m2jax.rl import (
+  agreement,
+  estimators,
+  expert_iteration,
+  packing,
+  rewards,
+  samples,
+)
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import chunks
 from m2jax.train import hosts as hosts_lib
 from m2jax.train import step as train_step
-
-ALGORITHMS = ('cispo', 'expert_iteration')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +53,17 @@ class LearnerConfig:
       `step.micro_rows` the one compiled shape of rows.
     buckets: shapes of the chunks for groups too large for rows (`rl.packing`); the
       stack has to hold the longest path.
+    algorithm: the estimator of the policy gradient (`rl.estimators`): 'cispo', 'grpo',
+      'dapo', 'policy_gradient', or 'expert_iteration', which imitates successes and
+      discards failures (`rl.expert_iteration`).
     is_weight_max: CISPO's absolute cap.
-    normaliser: 'prompt' or 'token' (`cispo.weights`).
+    clip_low, clip_high: ε_low and ε_high of GRPO (0.2, 0.2) and DAPO (0.2, 0.28); None:
+      these values.
+    normaliser: 'prompt', 'token' or 'trajectory' (`terms.weights`); None: the
+      algorithm's own.
     reward: the composite reward.
     step: train-step settings; MTP is detached from the policy (m2-and-forge.md §3). For
       an engine that drafts, Forge's loss is `mtp_weight=0` with a `draft_weight`.
-    algorithm: 'cispo', or 'expert_iteration', the control that imitates successes and
-      discards failures (`rl.expert_iteration`).
     shuffle_rewards: a control that permutes success over each group's trajectories:
       only the association of behaviour and reward is lost. A group without advantage
       still has none.
@@ -63,16 +72,19 @@ class LearnerConfig:
   row_tokens: int = 1024
   row_terms: int = 1536
   buckets: forest.Buckets = forest.Buckets((1024,), (4096,), terms_per_token=2)
+  algorithm: str = 'cispo'
   is_weight_max: float = 5.0
-  normaliser: str = 'prompt'
+  clip_low: float | None = None
+  clip_high: float | None = None
+  normaliser: str | None = None
   reward: rewards.RewardConfig = rewards.RewardConfig()
   step: train_step.StepConfig = train_step.StepConfig(detach_mtp=True)
-  algorithm: str = 'cispo'
   shuffle_rewards: bool = False
 
   def __post_init__(self):
-    known = self.algorithm in ALGORITHMS
-    require(self, known, 'algorithm', f'one of {ALGORITHMS}')
+    known = self.algorithm in estimators.KINDS
+    require(self, known, 'algorithm', f'one of {estimators.KINDS}')
+    self.estimator  # noqa: B018 (checks its parameters)
     # Chunks must be able to hold whatever rows hold.
     if self.buckets.stack_tokens[-1] < self.row_tokens:
       raise ValueError(
@@ -80,15 +92,28 @@ class LearnerConfig:
         f'must be at least row_tokens={self.row_tokens}'
       )
 
+  @property
+  def estimator(self) -> estimators.Estimator:
+    """The algorithm with its parameters."""
+    return estimators.make(
+      self.algorithm,
+      is_weight_max=self.is_weight_max,
+      clip_low=self.clip_low,
+      clip_high=self.clip_high,
+      normaliser=self.normaliser,
+    )
+
 
 def objective(
-  logprob: jax.Array, batch: forest.Forest, *, is_weight_max: float
+  logprob: jax.Array,
+  batch: forest.Forest,
+  *,
+  estimator: estimators.Estimator = estimators.CISPO,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """CISPO loss of a forest's terms [B, M], and its off-policy metrics."""
+  """The estimator's loss of a forest's terms [B, M], and its off-policy metrics."""
   terms = logprob, batch.old_logprob, batch.advantage, batch.weight
-  metrics = cispo.metrics(*terms, is_weight_max=is_weight_max)
-  metrics |= agreement.measure(logprob, batch)
-  return jnp.sum(cispo.loss(*terms, is_weight_max=is_weight_max)), metrics
+  metrics = estimator.metrics(*terms) | agreement.measure(logprob, batch)
+  return jnp.sum(estimator.loss(*terms)), metrics
 
 
 class Packed(NamedTuple):
@@ -137,9 +162,8 @@ class Learner:
     self.state = train_step.place_state(state, cfg, optimizer, sharding)
     self.lineages = Lineages()
     self.hosts = hosts_lib.find(sharding)
-    bound = functools.partial(objective, is_weight_max=config.is_weight_max)
-    if config.algorithm == 'expert_iteration':
-      bound = expert_iteration.objective
+    self._estimator = config.estimator
+    bound = functools.partial(objective, estimator=self._estimator)
     self._step = train_step.make_step(
       cfg,
       optimizer,
@@ -191,7 +215,8 @@ class Learner:
   def pack(self, credits_: Sequence[rewards.GroupCredit]) -> Packed:
     """Merges and packs groups for `train`."""
     started_s = time.monotonic()
-    groups_samples = samples.from_groups(credits_, self._config.normaliser, self._lags)
+    normaliser = self._estimator.normaliser
+    groups_samples = samples.from_groups(credits_, normaliser, self._lags)
     metrics = dict(rewards.summary(credits_), **self._lag(credits_))
     batch = packing.pack(
       groups_samples,

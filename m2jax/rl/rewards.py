@@ -22,7 +22,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -299,9 +299,12 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   def mean(values):
     return float(np.mean(values)) if len(values) else float('nan')
 
+  parallel = parallel_share([c.trajectory for c in judged])
+
   return {
     'success': mean([c.trajectory.success >= 1 for c in judged]),
     **{f'success/{family}': mean(values) for family, values in families.items()},
+    **({} if parallel is None else {'parallel_calls': parallel}),
     'reward': mean([c.reward.total for c in judged]),
     'reward_process': mean([c.reward.process for c in judged]),
     'reward_speed': mean([c.reward.speed for c in judged]),
@@ -315,6 +318,13 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
     'dropped_fraction': untrained / max(1, sum(len(g.credits) for g in groups)),
     'completions_unused': sum(c.unused for g in groups for c in g.credits),
   }
+
+
+def parallel_share(trajectories: Iterable[records.Trajectory]) -> float | None:
+  """Share of their tool calls that share a turn with others; None without calls."""
+  counts = np.array([t.parallel_calls for t in trajectories], float).reshape(-1, 2)
+  parallel, total = counts.sum(0)
+  return float(parallel / total) if total else None
 
 
 def _time(trajectory: records.Trajectory, acted: Sequence, unit: str) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 
 from m2jax import forest
 from m2jax.records import Completion
-from m2jax.rl import cispo, rewards
+from m2jax.rl import rewards, terms
 
 # (completion) → updates since the weights that sampled each of its tokens
 Lags = Callable[[Completion], np.ndarray]
@@ -30,7 +30,7 @@ def from_groups(
 
   Args:
     groups: from `rewards.advantages`, one per taken work item.
-    normaliser: see `cispo.weights`.
+    normaliser: see `terms.weights`.
     lags: None: unknown.
 
   Returns:
@@ -38,10 +38,10 @@ def from_groups(
   """
   trained = [g for g in groups if not g.dropped]
   lengths = [
-    [len(c.response_ids) for credit in g.credits for c in credit.completions]
+    [sum(len(c.response_ids) for c in credit.completions) for credit in g.credits]
     for g in trained
   ]
-  weights = cispo.weights(lengths, normaliser)
+  weights = terms.weights(lengths, normaliser)
   return [from_group(g, w, lags) for g, w in zip(trained, weights, strict=True)]
 
 
@@ -52,20 +52,14 @@ def from_group(
 
   Args:
     group: the group.
-    weights: one per completion of the group, in order of trajectory and turn, for each
-      of the completion's terms.
+    weights: one per trajectory of the group, for each of its terms.
     lags: None: unknown.
 
   Raises:
-    ValueError: the numbers of weights and completions differ.
+    ValueError: the numbers of weights and trajectories differ.
   """
-  terms = [
-    (completion, advantage)
-    for credit in group.credits
-    for completion, advantage in zip(credit.completions, credit.advantages, strict=True)
-  ]
-  if len(weights) != len(terms):
-    raise ValueError(f'{len(weights)} weights for {len(terms)} completions')
+  if len(weights) != len(group.credits):
+    raise ValueError(f'{len(weights)} weights for {len(group.credits)} trajectories')
   return [
     forest.Sample(
       tokens=c.tokens,
@@ -77,5 +71,6 @@ def from_group(
       lags=None if lags is None else lags(c),
       experts=c.experts,
     )
-    for (c, advantage), weight in zip(terms, weights, strict=True)
+    for credit, weight in zip(group.credits, weights, strict=True)
+    for c, advantage in zip(credit.completions, credit.advantages, strict=True)
   ]

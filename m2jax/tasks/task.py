@@ -45,11 +45,14 @@ class Environment:
     execute: runs a tool call in it. Raises BadCall.
     workspace: its directory on the host, for the verifier; None if it has none.
     box: its sandbox, in which an agent that is a command runs; None if it has none.
+    independent: names of the tools whose calls do not affect one another: an agent may
+      run those of one turn at the same time. All others run in order.
   """
 
   execute: Execute
   workspace: Path | None = None
   box: sandbox.Sandbox | None = None
+  independent: frozenset[str] = frozenset()
 
 
 class Task(Protocol):

@@ -121,6 +121,79 @@ def test_parallel_calls_each_get_their_answer(serve, tok):
   assert records[1].parent == records[0].id
 
 
+class Meeting:
+  """A task whose tool `meet` returns once both of its calls have begun."""
+
+  max_tool_calls, instruction = 3, 'Meet.'
+  tools = tuple(
+    {'type': 'function', 'function': {'name': name, 'parameters': {'type': 'object'}}}
+    for name in ('meet', 'note')
+  )
+
+  def __init__(self, independent):
+    self._independent, self.begun, self.most, self._running = independent, 0, 0, 0
+
+  def environment(self):
+    return Environment(self._execute, independent=frozenset(self._independent))
+
+  async def _execute(self, name, arguments):
+    self.begun += 1
+    self._running += 1
+    self.most = max(self.most, self._running)
+    position = self.begun
+    # The first call ends last: results must still be in order.
+    await asyncio.sleep(0.02 if position == 1 else 0.0)
+    self._running -= 1
+    if arguments.get('fail'):
+      raise RuntimeError('broken')
+    return f'{name} {position}'
+
+
+def meet(gateway, task):
+  async def run():
+    agent = agents.make(whitebox.WhiteboxConfig(retry_delay_s=0.01))
+    try:
+      return await act(agent, task, gateway.base_url)
+    finally:
+      await agent.close()
+
+  return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+  'independent, names, most',
+  [
+    (('meet',), ('meet', 'meet'), 2),
+    ((), ('meet', 'meet'), 1),
+    (('meet',), ('meet', 'note'), 1),  # one that is not independent: all in order
+  ],
+)
+def test_only_independent_calls_run_at_the_same_time(
+  serve, tok, independent, names, most
+):
+  """As the environment says; results keep their order, each with its duration."""
+  both = response_text('x', calls=[(name, {}) for name in names])
+  gateway, _, records = serve(turns(tok, both, ANSWER))
+  task = Meeting(independent)
+  outcome = meet(gateway, task)
+  assert (outcome.end_reason, task.most, task.begun) == ('answer', most, 2)
+  results = [m for m in outcome.messages if m['role'] == 'tool']
+  assert [m['content'] for m in results] == [
+    f'{n} {i + 1}' for i, n in enumerate(names)
+  ]
+  assert results[0]['duration_s'] >= 0.02 > results[1]['duration_s'] >= 0
+  # The duration is for the report: the model is shown the content only.
+  assert 'duration_s' not in tok.decode(records[1].prompt_ids)
+
+
+def test_a_broken_tool_masks_the_episode_of_parallel_calls(serve, tok):
+  """Law 5: as a call on its own does."""
+  both = response_text('x', calls=[('meet', {}), ('meet', {'fail': True})])
+  gateway, _, _ = serve(turns(tok, both, ANSWER))
+  outcome = meet(gateway, Meeting(('meet',)))
+  assert outcome.end_reason == 'infrastructure' and 'broken' in outcome.error
+
+
 def test_real_ends(serve, tok):
   """Running out of turns, tokens or context has its own end reason."""
   gateway, _, records = serve(lambda request: tok.encode(CALL))

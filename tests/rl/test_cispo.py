@@ -169,26 +169,3 @@ def test_metrics():
   on_policy = cispo.metrics(old, old, advantage, weight)
   assert on_policy['clip_fraction'] == on_policy['clipped_mass'] == 0
   np.testing.assert_allclose(on_policy['ratio'], 1, rtol=1e-6)
-
-
-LENGTHS = st.lists(st.lists(st.integers(0, 50), max_size=5), max_size=5)
-
-
-@settings(deadline=None)
-@given(LENGTHS, st.sampled_from(cispo.NORMALISERS))
-def test_weights_sum_to_one(lengths, normaliser):
-  """Σ weight·|o| is 1, so losses and metrics are means for every batch."""
-  weights = cispo.weights(lengths, normaliser)
-  assert [len(w) for w in weights] == [len(x) for x in lengths]
-  total = sum(float(np.dot(w, x)) for w, x in zip(weights, lengths, strict=True))
-  assert total == pytest.approx(1.0 if any(map(sum, lengths)) else 0.0)
-
-
-def test_weights_by_hand():
-  """'prompt': M1's 1/Σ|o_i| in each group, averaged over groups; 'token': one Σ."""
-  lengths = [[2, 6], [1, 0, 1], []]
-  prompt, token = cispo.weights(lengths, 'prompt'), cispo.weights(lengths, 'token')
-  np.testing.assert_allclose(np.concatenate(prompt), [1 / 16] * 2 + [1 / 4] * 3)
-  np.testing.assert_allclose(np.concatenate(token), [0.1] * 5)
-  with pytest.raises(ValueError, match="'prompt', 'token'"):
-    cispo.weights(lengths, 'sample')

@@ -1,13 +1,14 @@
 """Expert iteration: only successes are imitated, by maximum likelihood."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from m2jax import forest, model
-from m2jax.rl import expert_iteration, rewards, samples
+from m2jax.rl import estimators, expert_iteration, learner, rewards, samples
 from m2jax.train import step as train_step
 from tests import quick
 from tests.rl import test_learner, test_rewards
@@ -57,6 +58,8 @@ def test_the_update_is_that_of_sft_on_the_successes():
   reference = forest.merge(plain, row_tokens=16, row_terms=16)
   share = reference.weight / np.sum(reference.weight)
   reference = jax.tree.map(jnp.asarray, dataclasses.replace(reference, weight=share))
+  estimator = estimators.make('expert_iteration')
+  objective = functools.partial(learner.objective, estimator=estimator)
   m2 = model.M2(test_learner.CFG)
   variables = quick.variables(test_learner.CFG, 0)
 
@@ -69,7 +72,7 @@ def test_the_update_is_that_of_sft_on_the_successes():
   got, want = (
     value_and_grad(variables['params'], objective, of)
     for objective, of in (
-      (expert_iteration.objective, batch),
+      (objective, batch),
       (train_step.nll, reference),
     )
   )

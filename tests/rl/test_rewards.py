@@ -389,3 +389,18 @@ def test_config_names_the_field(field, value):
   """Law 9: the error of a bad config names the field and its valid values."""
   with pytest.raises(ValueError, match=f'RewardConfig.{field}'):
     RewardConfig(**{field: value})
+
+
+def test_share_of_parallel_calls():
+  """Calls of turns with several of them over all calls; None if there are none."""
+
+  def with_calls(*by_turn):
+    replies = [{'role': 'assistant', 'tool_calls': [{}] * n} for n in by_turn]
+    trajectory, _ = episode(0, 1.0, ('ok',))
+    return dataclasses.replace(trajectory, messages=tuple(replies))
+
+  assert with_calls(3, 1, 0).parallel_calls == (3, 4)
+  share = rewards.parallel_share([with_calls(3, 1), with_calls(1, 1), with_calls()])
+  assert share == 0.5
+  assert rewards.parallel_share([with_calls(0)]) is None
+  assert rewards.parallel_share([]) is None

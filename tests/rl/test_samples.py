@@ -72,8 +72,13 @@ def test_what_is_left_out():
     assert sum(s.weights.sum() for s in group) == pytest.approx(0.5)
   tokens = samples.from_groups([kept, dropped, broken], normaliser='token')
   assert len({float(w) for group in tokens for s in group for w in s.weights}) == 1
+  # 'trajectory': both turns of one share its weight.
+  each = samples.from_groups([kept, dropped, broken], normaliser='trajectory')
+  sums = [[s.weights.sum() for s in group] for group in each]
+  for group in sums:
+    np.testing.assert_allclose(np.add(group[::2], group[1::2]), [0.25, 0.25])
   assert samples.from_groups([dropped]) == []
-  with pytest.raises(ValueError, match='1 weights for 4 completions'):
+  with pytest.raises(ValueError, match='1 weights for 2 trajectories'):
     samples.from_group(kept, [1.0])
 
 
