@@ -16,8 +16,7 @@ The same statements run on both. What each of them needs for that is here:
             of transaction ids does not serve, since a crash may reuse an id.
             A client that stops in mid-transaction loses it after `_IDLE_S`, and with it
             the lock. A server that is there but answers nothing, such as one that is
-            frozen, is away too: a connection that has waited for `_SILENCE_S` is cut
-            unless a new one gets an answer.
+            frozen, is away too (`watch`).
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
-import threading
 import time
 import urllib.parse
 import uuid
@@ -36,12 +33,11 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from absl import logging
 
-from m2jax.pool import tables
+from m2jax.pool import tables, watch
 
 _T = TypeVar('_T')
 _LOCK = int.from_bytes(b'm2jax', 'big')  # advisory locks are per database
 _IDLE_S = 30  # of a connection inside a transaction
-_SILENCE_S = 20.0  # of a server, before a new connection is tried
 # Options of libpq: a server that vanished without a word is noticed in about 20 s.
 _LIBPQ = dict(
   connect_timeout=5,
@@ -78,7 +74,7 @@ class Database:
     """A write transaction, committed at the end of the block."""
     with self.engine.connect() as connection:
       connection = connection.execution_options(write=True)
-      with self._watched(connection), connection.begin():
+      with watch.watched(connection, self.url), connection.begin():
         yield connection
 
   def read(self, function: Callable[[sa.Connection], _T]) -> _T:
@@ -89,7 +85,7 @@ class Database:
     """
 
     def run():
-      with self.engine.connect() as connection, self._watched(connection):
+      with self.engine.connect() as connection, watch.watched(connection, self.url):
         return function(connection)
 
     return self.retrying(run)
@@ -150,44 +146,6 @@ class Database:
   def close(self) -> None:
     """Closes all connections. Idempotent."""
     self.engine.dispose()
-
-  @contextlib.contextmanager
-  def _watched(self, connection: sa.Connection) -> Iterator[None]:
-    """Cuts the connection in the block if the server answers nothing any more."""
-    if not self.server:
-      yield
-      return
-    raw = connection.connection.dbapi_connection
-    ended, lock = threading.Event(), threading.Lock()
-
-    def watch():
-      while not ended.wait(_SILENCE_S):
-        if self._answers():
-          logging.warning('data pool %s: a transaction takes long', self.url)
-          continue
-        with lock:
-          if not ended.is_set() and not raw.closed:
-            with socket.socket(fileno=os.dup(raw.fileno())) as shared:
-              shared.shutdown(socket.SHUT_RDWR)
-        return
-
-    threading.Thread(target=watch, name='pool-watch', daemon=True).start()
-    try:
-      yield
-    finally:
-      with lock:  # the file may be another's afterwards
-        ended.set()
-
-  def _answers(self) -> bool:
-    """Whether the server answers a new connection within libpq's `connect_timeout`."""
-    new = self.engine.pool.recreate()
-    try:
-      new.connect().close()
-    except Exception as error:
-      return 'FATAL: ' in str(error)  # such as: too many clients
-    finally:
-      new.dispose()
-    return True
 
   def _lost(self, error: sa.exc.DBAPIError) -> bool:
     """Whether the server is away, or about to restart."""

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from m2jax import records
-from m2jax.pool import data_pool, database
+from m2jax.pool import data_pool, database, watch
 from tests.gateway.test_errors import OK, post
 
 ANSWER = 'yes[e~['
@@ -17,7 +17,7 @@ ANSWER = 'yes[e~['
 @pytest.fixture
 def frozen(postgresql, monkeypatch):
   """Freezes the server, once its URL and a pool are there."""
-  monkeypatch.setattr(database, '_SILENCE_S', 0.3)
+  monkeypatch.setattr(watch, '_SILENCE_S', 0.3)
   monkeypatch.setitem(database._LIBPQ, 'connect_timeout', 2)
   url = postgresql.new_url()
 
@@ -58,13 +58,15 @@ def test_a_server_that_thaws(frozen, postgresql):
 
 def test_a_long_transaction_is_not_cut(postgresql, monkeypatch, caplog):
   """As long as the server answers others."""
-  monkeypatch.setattr(database, '_SILENCE_S', 0.2)
+  monkeypatch.setattr(watch, '_SILENCE_S', 0.2)
   with data_pool.DataPool(postgresql.new_url()) as pool:
     pool._database.read(lambda c: c.exec_driver_sql('SELECT pg_sleep(0.7)').scalar())
   assert 'takes long' in caplog.text
 
 
-@pytest.mark.parametrize('away_s, outage_s, status', [(0.7, 60.0, 200), (3, 0.3, 500)])
+@pytest.mark.parametrize(
+  'away_s, outage_s, status', [(0.7, 60.0, 200), (1.5, 0.2, 500)]
+)
 def test_a_completion_while_the_database_is_away(
   postgresql, serve, away_s, outage_s, status
 ):
@@ -74,13 +76,14 @@ def test_a_completion_while_the_database_is_away(
   with data_pool.DataPool(url, linger_s=0.01, outage_s=outage_s) as pool:
     gateway, _, _ = serve(ANSWER, record=pool.record_completion)
     postgresql.stop()
-    threading.Timer(away_s, postgresql.start).start()
+    back = threading.Timer(away_s, postgresql.start)
+    back.start()
     reply = post(gateway, OK)
     assert reply.status_code == status
     if status == 500:
       assert 'internal error' in reply.text
       with pytest.raises(data_pool.PoolBroken, match='no connection'):
         pool.flush()  # as the role does, every second
-  postgresql.start()
+  back.join()
   with data_pool.DataPool(url) as pool:
     assert len(pool.completions('k')) == (status == 200)

@@ -20,9 +20,17 @@ TIMEOUT_S = 600.0
 class Roles:
   """The processes of a run, by name; 'agents' and 'agents2' have the same role."""
 
-  def __init__(self, directory: pathlib.Path, *flags: str):
-    """Starts nothing yet; `flags` are for every role."""
-    self.workdir, self._logs = directory / 'run', directory
+  def __init__(
+    self, directory: pathlib.Path, *flags: str, workdir: pathlib.Path | None = None
+  ):
+    """Starts nothing yet.
+
+    Args:
+      directory: of the logs and of the witness's records.
+      flags: for every role.
+      workdir: of the run, DIRECTORY/run by default.
+    """
+    self.workdir, self._logs = workdir or directory / 'run', directory
     ports = [processes_lib.free_port() for _ in range(2)]
     self._flags = [
       f'--workdir={self.workdir}',
@@ -40,7 +48,7 @@ class Roles:
         [sys.executable, '-m', 'tests.forge.remote.role_worker', f'--role={role}']
         + self._flags,
         cwd=processes_lib.ROOT,
-        env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+        env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'WITNESS': str(self._logs)},
         stdout=log,
         stderr=log,
       )
@@ -58,7 +66,7 @@ class Roles:
 
   def witness(self, *what: str) -> list[dict]:
     """The records of these kinds, in order."""
-    path = self.workdir / 'witness.jsonl'
+    path = self._logs / 'witness.jsonl'
     lines = path.read_text().splitlines() if path.exists() else []
     found = []
     for line in lines:
@@ -74,9 +82,18 @@ class Roles:
       assert time.monotonic() < ends_s, {n: self.log(n) for n in self.children}
       time.sleep(0.1)
 
-  def more_updates(self, n: int) -> None:
-    before = len(self.witness('update'))
-    self.wait(lambda: len(self.witness('update')) >= before + n)
+  def more_updates(self, n: int, before: int | None = None) -> None:
+    """Waits for n updates more than `before`, by default those so far."""
+    if before is None:
+      before = len(self.witness('update'))
+
+    def made():
+      found = len(self.witness('update')) >= before + n
+      ended = [c for c in self.children.values() if c.poll() == 0]
+      assert found or not ended, 'the queue was drained'
+      return found
+
+    self.wait(made)
 
   def finish(self) -> None:
     """Waits for the learner's end, and stops the others."""
