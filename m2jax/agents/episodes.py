@@ -23,6 +23,8 @@ from m2jax import agents, sandbox, tasks
 from m2jax.agents.agent import AgentConfig
 from m2jax.records import Trajectory
 
+_CLOSE_S = 60.0  # for cancelled episodes to end
+
 
 class Sessions(Protocol):
   """Registry of the episodes' keys: the gateway's `sessions`, or a client of it.
@@ -47,6 +49,8 @@ class EpisodeConfig:
     concurrency: maximum concurrent episodes, separately for training and evaluation.
     evaluation_deadline_s: time limit of an evaluation as a whole; episodes that have
       not ended by then are infrastructure failures.
+    verdict_timeout_s: time limit of a reward; an episode whose verifier takes longer is
+      an infrastructure failure.
     model: name of the model in requests.
   """
 
@@ -57,6 +61,7 @@ class EpisodeConfig:
   limits: sandbox.Limits = sandbox.Limits(cpu_s=2, wall_s=5.0)
   concurrency: int = 64
   evaluation_deadline_s: float = 1200.0
+  verdict_timeout_s: float = 1800.0
   model: str = 'm2jax'
 
 
@@ -80,11 +85,26 @@ class Runner:
     return self
 
   def __exit__(self, *exc):
-    """Cancels the running episodes and waits for the loop to end."""
-    asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+    """Cancels the running episodes and waits for the loop to end, up to `_CLOSE_S`."""
+    closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+    try:
+      closing.result(_CLOSE_S)
+    except concurrent.futures.TimeoutError:
+      logging.error(
+        'the episodes have not ended %g s after they were cancelled: code of an agent '
+        'or a task blocks, or ignores its cancellation',
+        _CLOSE_S,
+      )
+      return  # its thread ends with the process
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join()
     self._loop.close()
+
+  def responds(self, timeout_s: float) -> bool:
+    """Whether the loop gets to run within a time: no episode's code blocks it."""
+    ran = threading.Event()
+    self._loop.call_soon_threadsafe(ran.set)
+    return ran.wait(timeout_s)
 
   def _run_loop(self):
     asyncio.set_event_loop(self._loop)
@@ -175,12 +195,24 @@ class Runner:
           await agent.run(episode)
         finally:
           outcome = await agent.finish(episode)
-        success = await agent.reward(task, environment, outcome)
+        success = await self._verdict(agent, task, environment, outcome)
     except (sandbox.SandboxError, OSError) as error:
       logging.warning('episode of %s: %r', task.spec, error)
       outcome = agents.Outcome(end_reason='infrastructure', error=repr(error))
       success = 0.0
     return outcome, success
+
+  async def _verdict(self, agent, task, environment, outcome) -> float:
+    limit_s = self._config.verdict_timeout_s
+    try:
+      async with asyncio.timeout(limit_s) as limit:
+        return await agent.reward(task, environment, outcome)
+    except TimeoutError as error:
+      if not limit.expired():
+        raise
+      raise TimeoutError(
+        f'no verdict within {limit_s:g} s (episodes.verdict_timeout_s)'
+      ) from error
 
 
 async def _settled(result: Any) -> None:

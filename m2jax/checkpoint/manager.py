@@ -12,6 +12,8 @@ A step's directory has `state/`, the arrays (OCDBT), and `host/` with `host.json
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import json
 import os
@@ -122,6 +124,7 @@ class CheckpointManager:
       files: plain file name to content.
 
     Raises:
+      OSError: the disk is full, now or at the last save; no part of a step is left.
       TypeError: a leaf of `state` or a value of `host` has an unsupported type.
       ValueError: `step` is not new, or a file's name is not plain.
     """
@@ -151,7 +154,7 @@ class CheckpointManager:
       ),
       host=files_lib.FilesSave(written),
     )
-    self._caller.submit(self._start, step, args).result()
+    self._call(self._start, step, args)
 
   def _start(self, step: int, args):
     self._orbax.wait_until_finished()
@@ -161,18 +164,35 @@ class CheckpointManager:
         f'step {step} is not after the latest step {latest} in {self.directory}: '
         'to branch off an earlier step, save to another directory'
       )
-    self._orbax.save(step, args=args, force=True)
+    try:
+      self._orbax.save(step, args=args, force=True)
+    except Exception:
+      # What its threads meet too is no error of the next save.
+      with contextlib.suppress(Exception):
+        self._orbax.wait_until_finished()
+      raise
+
+  def _call(self, function, *args):
+    """Calls it in Orbax's thread. A full disk is an OSError, also in tensorstore."""
+    try:
+      return self._caller.submit(function, *args).result()
+    except ValueError as error:
+      text = str(error)
+      if os.strerror(errno.ENOSPC) not in text and 'RESOURCE_EXHAUSTED' not in text:
+        raise
+      full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.directory)
+      raise full from error
 
   def wait(self):
     """Waits until the last save is committed; raises its error if it failed."""
     if self._orbax is not None:
-      self._caller.submit(self._orbax.wait_until_finished).result()
+      self._call(self._orbax.wait_until_finished)
 
   def close(self):
     """Waits, then stops the threads."""
     if self._orbax is not None:
       with self._caller:
-        self._caller.submit(self._orbax.close).result()
+        self._call(self._orbax.close)
 
   def __enter__(self):
     return self

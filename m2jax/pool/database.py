@@ -15,7 +15,8 @@ The same statements run on both. What each of them needs for that is here:
             number (`writers`), and the next one looks for it. The server's own record
             of transaction ids does not serve, since a crash may reuse an id.
             A client that stops in mid-transaction loses it after `_IDLE_S`, and with it
-            the lock.
+            the lock. A server that is there but answers nothing, such as one that is
+            frozen, is away too (`watch`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from absl import logging
 
-from m2jax.pool import tables
+from m2jax.pool import tables, watch
 
 _T = TypeVar('_T')
 _LOCK = int.from_bytes(b'm2jax', 'big')  # advisory locks are per database
@@ -73,7 +74,7 @@ class Database:
     """A write transaction, committed at the end of the block."""
     with self.engine.connect() as connection:
       connection = connection.execution_options(write=True)
-      with connection.begin():
+      with watch.watched(connection, self.url), connection.begin():
         yield connection
 
   def read(self, function: Callable[[sa.Connection], _T]) -> _T:
@@ -84,7 +85,7 @@ class Database:
     """
 
     def run():
-      with self.engine.connect() as connection:
+      with self.engine.connect() as connection, watch.watched(connection, self.url):
         return function(connection)
 
     return self.retrying(run)

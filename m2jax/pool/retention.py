@@ -38,11 +38,11 @@ def prune(
   done = t.superseded | (t.item < 0) | over
   closed = sa.exists().where(t.session == c.session)
   mine = c.superseded | closed.where(done)
+  drop = sa.update(tables.completions).where(c.arrays.is_not(None)).values(arrays=None)
+  dropped = connection.execute(drop.where(mine)).rowcount
   if abandoned_before_s:
-    mine |= (c.started_s < abandoned_before_s) & ~closed
-  dropped = connection.execute(
-    sa.update(tables.completions).where(mine, c.arrays.is_not(None)).values(arrays=None)
-  )
+    for part in tables.parts(_abandoned(connection, abandoned_before_s)):
+      dropped += connection.execute(drop.where(c.session.in_(part))).rowcount
   # Every 2^k-th over the whole run, so that later calls select from the same rows.
   have = connection.scalar(sa.select(sa.func.count()).select_from(tables.trajectories))
   every = 1
@@ -57,7 +57,25 @@ def prune(
   connection.execute(sa.delete(tables.completions).where(c.arrays.is_(None), ~shown))
   if keep_items is not None:
     _delete_items(connection, ledger, keep_items)
-  return dropped.rowcount
+  return dropped
+
+
+def _abandoned(connection: sa.Connection, before_s: float) -> list[str]:
+  """Sessions without a trajectory that began so long ago, by the writers' clocks.
+
+  Not those of a present attempt: a clock may have jumped, and its group may complete.
+  """
+  i, t, c = tables.items.c, tables.trajectories.c, tables.completions.c
+  closed = sa.exists().where(t.session == c.session)
+  old = sa.select(c.session).where(
+    c.started_s < before_s, c.arrays.is_not(None), ~closed
+  )
+  pending = sa.select(tables.items).where(i.state == 'pending')
+  present = tuple(
+    f'{tables.work_item(row).session_prefix}-' for row in connection.execute(pending)
+  )
+  found = connection.scalars(old.distinct())
+  return [session for session in found if not session.startswith(present)]
 
 
 def _delete_items(

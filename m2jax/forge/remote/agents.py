@@ -26,10 +26,12 @@ from m2jax.forge.config import ForgeConfig
 from m2jax.forge.remote import shared
 from m2jax.forge.remote.config import RolesConfig
 from m2jax.forge.remote.gateway_client import GatewayClient, SessionClient
+from m2jax.forge.roles import RolloutsFailed
 from m2jax.pool import data_pool, leases
 from m2jax.records import Trajectory
 
 _HEALTH_S = 1.0  # between questions whether the gateway serves
+_BLOCKED_S = 60.0  # of the episodes' event loop, after which the role stops
 _STOPPED = leases.AGAIN + "the agents' process was stopped"
 
 
@@ -178,6 +180,7 @@ def run(config: ForgeConfig, workdir: Path) -> None:
 
   Raises:
     PoolBroken: the database cannot be written.
+    RolloutsFailed: code of an agent or a task blocks all episodes.
   """
   roles = config.roles
   key = shared.join(config, workdir)
@@ -196,9 +199,19 @@ def run(config: ForgeConfig, workdir: Path) -> None:
     try:
       while True:
         worker.step(roles.poll_s)
+        check_not_blocked(runner)
     finally:
       worker.close()
       gateway.close()
+
+
+def check_not_blocked(runner: episodes.Runner) -> None:
+  """Raises RolloutsFailed if no episode could run for `_BLOCKED_S`."""
+  if not runner.responds(_BLOCKED_S):
+    raise RolloutsFailed(
+      f'no episode could run for {_BLOCKED_S:g} s: code of an agent or a task blocks '
+      'the event loop; await it, or run it in a thread'
+    )
 
 
 def _serves(gateway: GatewayClient) -> bool:

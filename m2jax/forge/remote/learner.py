@@ -47,6 +47,7 @@ class PublishedWeights:
   ):
     self._publisher, self._gateway, self._pool = publisher, gateway, pool
     self._latest = None if latest is None else engine_role.number(latest)
+    self._served = False  # yet
 
   def update_weights(self, variables: Any, version: int) -> None:
     """Publishes the weights; those that a restart only passes through are not new."""
@@ -58,14 +59,21 @@ class PublishedWeights:
     self._publisher.publish(variables, version, lineage)
     self._latest = number
 
-  def wait_until_served(self) -> None:
-    """Waits until the engine samples by the weights that were published last."""
+  def wait_until_served(self, outage_s: float = shared.WAIT_S) -> None:
+    """Waits until the engine samples by the weights that were published last.
+
+    Raises:
+      RolloutsFailed: gateway or engine, which have served before, do not after
+        `outage_s`; or they were not started for a day.
+    """
 
     def served() -> bool:
       serves, stats = self._gateway.health()
       return serves and stats.get('policy_version', self._latest - 1) >= self._latest
 
-    shared.wait_for('gateway and engine to serve the new weights', served)
+    limit_s = outage_s if self._served else shared.WAIT_S
+    shared.wait_for('gateway and engine to serve the new weights', served, limit_s)
+    self._served = True
 
   def stats(self) -> dict[str, Any]:
     """See `Scheduler.stats`; zeros while the engine does not answer."""
@@ -77,10 +85,10 @@ class EvaluationRunner(episodes.Runner):
 
   def __init__(self, *args, weights: PublishedWeights):
     super().__init__(*args)
-    self._weights = weights
+    self._weights, self._outage_s = weights, args[0].evaluation_deadline_s
 
   def group(self, spec: str, count: int, **options) -> concurrent.futures.Future:
-    self._weights.wait_until_served()
+    self._weights.wait_until_served(self._outage_s)
     return super().group(spec, count, **options)
 
 

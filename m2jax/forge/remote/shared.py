@@ -18,6 +18,7 @@ from absl import logging
 
 from m2jax.checkpoint import policy
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.roles import RolloutsFailed
 from m2jax.pool.data_pool import DataPool, PoolBroken
 from m2jax.pool.database import shown_url
 from m2jax.text import tokenizer
@@ -27,6 +28,7 @@ WEIGHTS = 'weights'
 _KEY, _POOL = 'roles.key', 'pool.id'
 _POLL_S = 0.2
 _SAY_EVERY_S = 30.0
+WAIT_S = 24 * 3600.0  # for another role; demonstrations and SFT may take hours
 
 
 def pool_url(config: ForgeConfig, workdir: Path) -> str:
@@ -120,10 +122,19 @@ def claim_pool(config: ForgeConfig, workdir: Path) -> DataPool:
   return pool
 
 
-def wait_for(what: str, condition: Callable[[], bool]) -> None:
-  """Waits without a limit; logs now and then what for."""
-  say_s = time.monotonic() + 1.0
+def wait_for(
+  what: str, condition: Callable[[], bool], timeout_s: float = WAIT_S
+) -> None:
+  """Waits; logs now and then what for.
+
+  Raises:
+    RolloutsFailed: it has not come after `timeout_s`.
+  """
+  began_s = time.monotonic()
+  say_s = began_s + 1.0
   while not condition():
+    if time.monotonic() - began_s >= timeout_s:
+      raise RolloutsFailed(f'waited {timeout_s:g} s for {what}')
     if time.monotonic() >= say_s:
       logging.info('waiting for %s', what)
       say_s = time.monotonic() + _SAY_EVERY_S

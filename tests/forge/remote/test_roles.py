@@ -2,111 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import pathlib
-import signal
-import subprocess
-import sys
-import time
-
 import pytest
 
 from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool
-from tests import processes as processes_lib
 from tests.forge.remote import roles_config
-
-ROLES = ('learner', 'engine', 'gateway', 'agents')
-TIMEOUT_S = 600.0
-
-
-class Roles:
-  """The processes of a run, by name; 'agents' and 'agents2' have the same role."""
-
-  def __init__(self, directory: pathlib.Path):
-    self.workdir, self._logs = directory / 'run', directory
-    ports = [processes_lib.free_port() for _ in range(2)]
-    self._flags = [
-      f'--workdir={self.workdir}',
-      '--config=tests/forge/remote/roles_config.py',
-      f'--config.roles.engine_url=http://127.0.0.1:{ports[0]}',
-      f'--config.roles.gateway_url=http://127.0.0.1:{ports[1]}',
-    ]
-    self.children: dict[str, subprocess.Popen] = {}
-
-  def start(self, name: str) -> None:
-    role = name.rstrip('2')
-    with open(self._logs / f'{name}.log', 'a', encoding='utf-8') as log:
-      self.children[name] = subprocess.Popen(
-        [sys.executable, '-m', 'tests.forge.remote.role_worker', f'--role={role}']
-        + self._flags,
-        cwd=processes_lib.ROOT,
-        env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-        stdout=log,
-        stderr=log,
-      )
-
-  def kill(self, name: str) -> None:
-    """SIGKILL, and a new process of the role."""
-    child = self.children[name]
-    assert child.poll() is None, self.log(name)
-    child.kill()
-    child.wait()
-    self.start(name)
-
-  def log(self, name: str) -> str:
-    return (self._logs / f'{name}.log').read_text()[-4000:]
-
-  def witness(self, what: str) -> list[dict]:
-    path = self.workdir / 'witness.jsonl'
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = []
-    for line in lines:
-      with contextlib.suppress(json.JSONDecodeError):  # a torn line of a killed one
-        found.append(json.loads(line))
-    return [record for record in found if record['what'] == what]
-
-  def wait(self, condition) -> None:
-    ends_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-      for name, child in self.children.items():
-        assert child.poll() in (None, 0), f'{name}: {self.log(name)}'
-      assert time.monotonic() < ends_s, {n: self.log(n) for n in self.children}
-      time.sleep(0.1)
-
-  def more_updates(self, n: int) -> None:
-    before = len(self.witness('update'))
-    self.wait(lambda: len(self.witness('update')) >= before + n)
-
-  def stop(self, name: str, timeout_s: float = 60.0) -> int:
-    child = self.children.pop(name)
-    child.send_signal(signal.SIGTERM)
-    return child.wait(timeout_s)
-
-  def __enter__(self) -> Roles:
-    return self
-
-  def __exit__(self, *exc):
-    for child in self.children.values():
-      child.kill()
-      child.wait()
-
-
-def surviving_updates(records: list[dict]) -> tuple[dict[int, list[int]], int]:
-  """Items by step along the lineage of the last weights; number of updates undone."""
-  updates, undone = {}, 0
-  for record in records:
-    if record['what'] == 'resumed':
-      lost = [step for step in updates if step > record['step']]
-      undone += len(lost)
-      for step in lost:
-        del updates[step]
-    elif record['what'] == 'update':
-      assert record['step'] == len(updates) + 1
-      updates[record['step']] = record['items']
-  return updates, undone
+from tests.forge.remote.role_processes import ROLES, Roles, surviving_updates
 
 
 @pytest.mark.long
@@ -121,16 +22,10 @@ def test_every_role_is_killed_once(tmp_path):
     for name in ('engine', 'agents', 'gateway', 'learner'):
       roles.kill(name)
       roles.more_updates(2)
-    learner = roles.children['learner']
-    roles.wait(lambda: learner.poll() == 0)
-    del roles.children['learner']
-    for name in list(roles.children):
-      assert roles.stop(name) == 0, roles.log(name)
-      assert roles.log(name).endswith('stopped\n')
+    roles.finish()
     assert (roles.workdir / 'report.html').exists()
 
-    lines = (roles.workdir / 'witness.jsonl').read_text().splitlines()
-    updates, undone = surviving_updates([json.loads(line) for line in lines])
+    updates, _ = surviving_updates(roles.witness('resumed', 'update'))
   assert len(roles.witness('resumed')) == 2
   trained = sorted(item for step in updates.values() for item in step)
   assert trained == items

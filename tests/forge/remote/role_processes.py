@@ -1,0 +1,133 @@
+"""The processes of a run in roles, for tests: started, killed, waited for, read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+from tests import processes as processes_lib
+
+ROLES = ('learner', 'engine', 'gateway', 'agents')
+TIMEOUT_S = 600.0
+
+
+class Roles:
+  """The processes of a run, by name; 'agents' and 'agents2' have the same role."""
+
+  def __init__(
+    self, directory: pathlib.Path, *flags: str, workdir: pathlib.Path | None = None
+  ):
+    """Starts nothing yet.
+
+    Args:
+      directory: of the logs and of the witness's records.
+      flags: for every role.
+      workdir: of the run, DIRECTORY/run by default.
+    """
+    self.workdir, self._logs = workdir or directory / 'run', directory
+    ports = [processes_lib.free_port() for _ in range(2)]
+    self._flags = [
+      f'--workdir={self.workdir}',
+      '--config=tests/forge/remote/roles_config.py',
+      f'--config.roles.engine_url=http://127.0.0.1:{ports[0]}',
+      f'--config.roles.gateway_url=http://127.0.0.1:{ports[1]}',
+      *flags,
+    ]
+    self.children: dict[str, subprocess.Popen] = {}
+
+  def start(self, name: str) -> None:
+    role = name.rstrip('0123456789')
+    with open(self._logs / f'{name}.log', 'a', encoding='utf-8') as log:
+      self.children[name] = subprocess.Popen(
+        [sys.executable, '-m', 'tests.forge.remote.role_worker', f'--role={role}']
+        + self._flags,
+        cwd=processes_lib.ROOT,
+        env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'WITNESS': str(self._logs)},
+        stdout=log,
+        stderr=log,
+      )
+
+  def kill(self, name: str) -> None:
+    """SIGKILL, and a new process of the role."""
+    child = self.children[name]
+    assert child.poll() is None, self.log(name)
+    child.kill()
+    child.wait()
+    self.start(name)
+
+  def log(self, name: str) -> str:
+    return (self._logs / f'{name}.log').read_text()[-4000:]
+
+  def witness(self, *what: str) -> list[dict]:
+    """The records of these kinds, in order."""
+    path = self._logs / 'witness.jsonl'
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = []
+    for line in lines:
+      with contextlib.suppress(json.JSONDecodeError):  # a torn line of a killed one
+        found.append(json.loads(line))
+    return [record for record in found if record['what'] in what]
+
+  def wait(self, condition) -> None:
+    ends_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+      for name, child in self.children.items():
+        assert child.poll() in (None, 0), f'{name}: {self.log(name)}'
+      assert time.monotonic() < ends_s, {n: self.log(n) for n in self.children}
+      time.sleep(0.1)
+
+  def more_updates(self, n: int, before: int | None = None) -> None:
+    """Waits for n updates more than `before`, by default those so far."""
+    if before is None:
+      before = len(self.witness('update'))
+
+    def made():
+      found = len(self.witness('update')) >= before + n
+      ended = [c for c in self.children.values() if c.poll() == 0]
+      assert found or not ended, 'the queue was drained'
+      return found
+
+    self.wait(made)
+
+  def finish(self) -> None:
+    """Waits for the learner's end, and stops the others."""
+    learner = self.children['learner']
+    self.wait(lambda: learner.poll() == 0)
+    del self.children['learner']
+    for name in list(self.children):
+      assert self.stop(name) == 0, self.log(name)
+      assert self.log(name).endswith('stopped\n')
+
+  def stop(self, name: str, timeout_s: float = 60.0) -> int:
+    child = self.children.pop(name)
+    child.send_signal(signal.SIGTERM)
+    return child.wait(timeout_s)
+
+  def __enter__(self) -> Roles:
+    return self
+
+  def __exit__(self, *exc):
+    for child in self.children.values():
+      child.kill()
+      child.wait()
+
+
+def surviving_updates(records: list[dict]) -> tuple[dict[int, list[int]], int]:
+  """Items by step along the lineage of the last weights; number of updates undone."""
+  updates, undone = {}, 0
+  for record in records:
+    if record['what'] == 'resumed':
+      lost = [step for step in updates if step > record['step']]
+      undone += len(lost)
+      for step in lost:
+        del updates[step]
+    elif record['what'] == 'update':
+      assert record['step'] == len(updates) + 1
+      updates[record['step']] = record['items']
+  return updates, undone
