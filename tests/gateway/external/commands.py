@@ -138,7 +138,6 @@ def run(
     timeout=300,
   )
   if done.returncode:
-    raise RuntimeError(
-      f'{client.command[0]} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}'
-    )
+    output = f'{done.stdout}\n{done.stderr}'
+    raise RuntimeError(f'{client.command[0]} exited with {done.returncode}:\n{output}')
   return done.stdout
