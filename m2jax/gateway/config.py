@@ -12,7 +12,7 @@ _POSITIVE = (
   'max_unknown_sessions', 'max_unknown_bytes', 'max_session_completions',
   'max_session_bytes', 'default_max_tokens', 'max_body_bytes', 'max_header_bytes',
   'max_connections', 'header_timeout_s', 'body_timeout_s', 'write_timeout_s', 'readers',
-  'max_waiting_reads', 'read_timeout_s', 'keep_alive_s', 'ping_s',
+  'max_waiting_reads', 'read_timeout_s', 'format_timeout_s', 'keep_alive_s', 'ping_s',
 )  # fmt: skip
 
 
@@ -56,6 +56,7 @@ class GatewayConfig:
     max_waiting_reads: maximum bodies waiting for a reader; 429.
     read_timeout_s, read_memory_bytes: time for one step of reading a body, and address
       space in addition to that of the process at its start; 413.
+    format_timeout_s: time to compile the schema of a response_format; 400.
     keep_alive_s: how long an idle connection stays open; longer than a tool call, so
       that agents keep their connections.
     ping_s: a stream without an event for this long gets an event of no meaning, so that
@@ -90,6 +91,7 @@ class GatewayConfig:
   max_waiting_reads: int = 64
   read_timeout_s: float = 30.0
   read_memory_bytes: int = 2 << 30
+  format_timeout_s: float = 5.0
   keep_alive_s: int = 600
   ping_s: float = 15.0
   stop_timeout_s: int = 2

@@ -65,7 +65,11 @@ def of(value: Any, where: str, nested: str | None = None) -> Format | None:
 
 
 class Formats:
-  """Compiles formats for a tokenizer; llguidance is imported with the first."""
+  """Compiles formats for a tokenizer; llguidance is imported with the first.
+
+  Some small schemas take minutes (`multipleOf` of a large number): a reader process has
+  compiled each format once, within its time and memory, before the gateway's does.
+  """
 
   def __init__(self, tokenizer: Tokenizer):
     self._tokenizer = tokenizer
@@ -89,9 +93,10 @@ class Formats:
         'would bend the sampled distribution of a training session; omit it',
         format_.field,
       )
-    return await asyncio.to_thread(self._compile, format_, calls)
+    return await asyncio.to_thread(self.compile, format_, calls)
 
-  def _compile(self, format_: Format, calls: bool) -> Grammar:
+  def compile(self, format_: Format, calls: bool) -> Grammar:
+    """The grammar. Raises ApiError: 400, the schema does not compile."""
     tokenizer = self._tokenizer
     ids = (tokenizer.tool_call_id, tokenizer.tool_call_end_id) if calls else None
     try:

@@ -4,9 +4,9 @@ JSON and tokenizer hold Python's global lock, so that a large request in the gat
 process would block the event loop and the engine. A separate process does not block
 them, runs at a low priority, and has a limit on its address space.
 
-The parent sends pickled frames on stdin, first a Setup, then one Read or Encode at a
-time, and receives a frame for each: ('ok', value), ('rejected', ApiError) or ('failed',
-text). `readers` starts the process, which exits when its stdin is closed.
+The parent sends pickled frames on stdin, first a Setup, then one Read, Encode or
+Compile at a time, and receives a frame for each: ('ok', value), ('rejected', ApiError)
+or ('failed', text). `readers` starts the process, which exits when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import struct
 import sys
 from typing import Any, BinaryIO
 
-import numpy as np
 import tokenizers
 
-from m2jax.gateway import dialects, prompts, protocol
+from m2jax.gateway import dialects, formats, prompts, protocol
 from m2jax.gateway.errors import ApiError, too_large
 from m2jax.text.tokenizer import Tokenizer
 
@@ -68,6 +67,14 @@ class Encode:
   part: prompts.Part
 
 
+@dataclasses.dataclass(frozen=True)
+class Compile:
+  """Compiles a format, and returns nothing: whether it can be done in time."""
+
+  format: formats.Format
+  calls: bool
+
+
 def send(stream: BinaryIO, value: Any) -> None:
   """Writes one frame."""
   data = pickle.dumps(value, protocol=5)
@@ -94,8 +101,12 @@ class _Reader:
     self._context_tokens = setup.context_tokens
     self._request: protocol.ChatRequest | None = None
     self._messages: list[dict] = []
+    self._formats = formats.Formats(self._tokenizer)
 
-  def answer(self, command: Read | Encode) -> protocol.ChatRequest | np.ndarray:
+  def answer(self, command: Read | Encode | Compile) -> Any:
+    if isinstance(command, Compile):
+      self._formats.compile(command.format, command.calls)
+      return None
     if isinstance(command, Encode):
       tools = self._request.tools
       return prompts.encode(self._messages, tools, command.part, self._tokenizer)

@@ -71,3 +71,18 @@ def content(result):
   thinking, _, text = TOK.decode(result.tokens[:-1]).partition('</think>')
   assert '[e~[' not in thinking
   return json.loads(text)
+
+
+class Biased:
+  """A scheduler whose requests all have BIAS, which not every dialect can ask for."""
+
+  def __init__(self, scheduler):
+    self._scheduler = scheduler
+
+  def __getattr__(self, name):
+    return getattr(self._scheduler, name)
+
+  def submit(self, request, on_tokens=None):
+    sampling = dataclasses.replace(request.sampling, logit_bias=BIAS)
+    request = dataclasses.replace(request, sampling=sampling)
+    return self._scheduler.submit(request, on_tokens)

