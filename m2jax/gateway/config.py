@@ -7,6 +7,7 @@ import functools
 
 from m2jax.checks import require
 from m2jax.gateway import sessions
+from m2jax.text import chat, invokes, markup
 
 _POSITIVE = (
   'max_unknown_sessions', 'max_unknown_bytes', 'max_session_completions',
@@ -35,6 +36,10 @@ class GatewayConfig:
     default_max_tokens: response limit of a request without one.
     restore_reasoning: whether an assistant message that comes back without its
       reasoning gets it back in the prompt (`sessions`); else the request forks.
+    template_version: 'm2', or 'm2.1' for M2.1, M2.5 and M2.7: which values of arguments
+      a call can express, and where one ends (`text.invokes`).
+    default_system: system text of requests without one; M2's. That of M2.5 names the
+      model (docs/facts/m2-and-forge.md §2.1).
     temperature, top_p, top_k: defaults for evaluation (DESIGN §6).
     max_body_bytes: maximum size of a request; 413.
     body_overhead_bytes: maximum size of a body besides its prompt. A body larger than
@@ -75,6 +80,8 @@ class GatewayConfig:
   max_session_bytes: int = 64 << 20
   default_max_tokens: int = 256
   restore_reasoning: bool = True
+  template_version: str = 'm2'
+  default_system: str = markup.DEFAULT_SYSTEM
   temperature: float = 1.0
   top_p: float = 0.95
   top_k: int = 40
@@ -110,5 +117,12 @@ class GatewayConfig:
     check(0 <= self.temperature <= 2, 'temperature', 'between 0 and 2')
     check(0 < self.top_p <= 1, 'top_p', 'in (0, 1]')
     check(self.top_k >= 0, 'top_k', 'at least 0 (0 is off)')
+    versions = invokes.VERSIONS
+    check(self.template_version in versions, 'template_version', f'one of {versions}')
     modes = sessions.MODES
     check(self.unknown_key_mode in modes, 'unknown_key_mode', f'one of {modes}')
+
+  @property
+  def template(self) -> chat.Template:
+    """Of prompts and responses."""
+    return chat.Template(self.default_system, version=self.template_version)

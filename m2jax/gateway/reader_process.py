@@ -24,6 +24,7 @@ import tokenizers
 
 from m2jax.gateway import dialects, formats, prompts, protocol
 from m2jax.gateway.errors import ApiError, too_large
+from m2jax.text import chat
 from m2jax.text.tokenizer import Tokenizer
 
 _LENGTH = struct.Struct('<Q')
@@ -41,11 +42,13 @@ class Setup:
     context_tokens: size of the engine's context.
     memory_bytes: maximum address space in addition to that of the process before its
       first request.
+    template: of prompts.
   """
 
   tokenizer: str
   context_tokens: int
   memory_bytes: int
+  template: chat.Template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,7 @@ def receive(stream: BinaryIO) -> Any:
 class _Reader:
   def __init__(self, setup: Setup):
     self._tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(setup.tokenizer))
-    self._context_tokens = setup.context_tokens
+    self._context_tokens, self._template = setup.context_tokens, setup.template
     self._request: protocol.ChatRequest | None = None
     self._messages: list[dict] = []
     self._formats = formats.Formats(self._tokenizer)
@@ -108,8 +111,9 @@ class _Reader:
       self._formats.compile(command.format, command.calls)
       return None
     if isinstance(command, Encode):
-      tools = self._request.tools
-      return prompts.encode(self._messages, tools, command.part, self._tokenizer)
+      tools, part = self._request.tools, command.part
+      encoding = self._tokenizer, self._template
+      return prompts.encode(self._messages, tools, part, *encoding)
     self._request, self._messages = dialects.parse(command.body, command.dialect)
     protocol.check_count(
       self._messages,

@@ -58,12 +58,13 @@ class Reading(Protocol):
 class _Inline:
   """A request that was read on the loop."""
 
-  def __init__(self, body: bytearray, dialect: str, tokenizer: Tokenizer):
+  def __init__(self, body: bytearray, dialect: str, tokenizer: Tokenizer, template):
     self.request, self._messages = dialects.parse(body, dialect)
-    self._tokenizer = tokenizer
+    self._tokenizer, self._template = tokenizer, template
 
   async def encode(self, part: prompts.Part) -> np.ndarray:
-    return prompts.encode(self._messages, self.request.tools, part, self._tokenizer)
+    tools, tokenizer = self.request.tools, self._tokenizer
+    return prompts.encode(self._messages, tools, part, tokenizer, self._template)
 
 
 class _Remote:
@@ -84,7 +85,9 @@ class Readers:
     self._config = config
     self._tokenizer = tokenizer
     # Created once: it is slow for a large vocabulary.
-    self._setup = Setup(tokenizer.to_json(), context_tokens, config.read_memory_bytes)
+    self._setup = Setup(
+      tokenizer.to_json(), context_tokens, config.read_memory_bytes, config.template
+    )
     self._threads: concurrent.futures.Executor | None = None
     # Processes start with the first large request.
     self._processes = [_Process() for _ in range(config.readers)]
@@ -101,7 +104,7 @@ class Readers:
         than the settings allow; 429 if too many bodies are waiting.
     """
     if len(body) <= self._config.inline_bytes:
-      reading = _Inline(body, dialect, self._tokenizer)
+      reading = _Inline(body, dialect, self._tokenizer, self._config.template)
       if self._is_new(reading.request):
         async with self._process() as process:
           await self._compile(process, reading.request)

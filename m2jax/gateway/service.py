@@ -153,6 +153,7 @@ class ChatService:
         overrides=overrides,
         handle=handle,
         started_s=time.time(),
+        template_version=self.config.template_version,
       )
       for handle in handles
     ]
@@ -224,7 +225,8 @@ class ChatService:
     except BaseException as error:  # CancelledError is not an Exception
       raise _engine_down(error) from error
     session, plan, request = pending.session, pending.plan, pending.request
-    reader = deltas.Deltas(self.tokenizer, request.tools, request.stop)
+    version = self.config.template_version
+    reader = deltas.Deltas(self.tokenizer, request.tools, request.stop, version)
     reader.feed(result.tokens.tolist())
     reader.finish()
     if reader.stop is not None:
