@@ -103,7 +103,7 @@ NPM = {
   ),
   'opencode': Client(
     package='opencode-ai',
-    command=('opencode', 'run', QUESTION),
+    command=('opencode', 'run', '--title', 'task', QUESTION),
     dialect='openai_chat',
     tool='bash',
     argument='command',
