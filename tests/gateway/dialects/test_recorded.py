@@ -14,9 +14,9 @@ from tests.gateway import clients
 from tests.gateway.external import commands, recording, run_clients
 
 
-@pytest.mark.parametrize('name', commands.NPM)
+@pytest.mark.parametrize('name', recording.names())
 def test_replayed(serve, tok, name):
-  client = commands.NPM[name]
+  client = commands.CLIENTS[name]
   gateway, engine, records = serve(
     run_clients.script(tok, client), engine_options={'context_tokens': 100_000}
   )

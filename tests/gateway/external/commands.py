@@ -50,7 +50,7 @@ class Client:
   """A program with one task.
 
   Attributes:
-    package: of npm, or of PyPI.
+    package: of npm, or several of PyPI with spaces between them.
     command: what is run in the workspace; the first word is a program of the package.
     dialect: that it speaks.
     tool, argument: its tool for shell commands, and the argument with the command.
@@ -110,6 +110,28 @@ NPM = {
     others={'description': 'count'},
     files={'$home/.config/opencode/opencode.json': json.dumps(_OPENCODE)},
   ),
+}
+
+
+PYPI = {
+  'openhands': Client(
+    package='openhands-sdk openhands-tools',
+    command=('python', str(Path(__file__).parent / 'openhands_agent.py'), QUESTION),
+    dialect='openai_chat',
+    tool='terminal',
+    argument='command',
+    environment={
+      'OPENAI_BASE_URL': '$url/v1',
+      'OPENAI_API_KEY': '$key',
+      'LITELLM_LOCAL_MODEL_COST_MAP': 'True',
+    },
+  )
+}
+CLIENTS = NPM | PYPI
+# Why others are not run; shown with the results, and in docs/agents.md.
+NOT_RUN = {
+  'terminus_2': 'it is a class that drives tmux in an environment of Harbor, not a '
+  'command with a base URL',
 }
 
 

@@ -85,6 +85,11 @@ def save(name: str, program: str, bodies: Sequence[dict], scrubber: Scrubber) ->
   (DIRECTORY / f'{name}.json').write_text(text + '\n')
 
 
+def names() -> list[str]:
+  """The recorded clients."""
+  return sorted(path.stem for path in DIRECTORY.glob('*.json'))
+
+
 def load(name: str) -> list[dict]:
   """The bodies of a client."""
   recorded = json.loads((DIRECTORY / f'{name}.json').read_text())

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,29 +45,44 @@ def script(tok, client: commands.Client):
   return answer
 
 
-def installed(client: commands.Client) -> Path:
-  """The directory of the client's programs."""
-  bin_ = _DIRECTORY / 'node_modules' / '.bin'
-  if (bin_ / client.command[0]).exists():
-    return bin_
+def installed(name: str) -> Path:
+  """The directory of a client's programs."""
+  client = commands.CLIENTS[name]
+  packages = client.package.split()
   _DIRECTORY.mkdir(parents=True, exist_ok=True)
-  command = ('npm', 'install', '--no-audit', '--no-fund', '--prefix', _DIRECTORY)
+  if name in commands.NPM:
+    bin_ = _DIRECTORY / 'node_modules' / '.bin'
+    steps = [('npm', 'install', '--no-audit', '--no-fund', '--prefix', _DIRECTORY)]
+    done = bin_ / client.command[0]
+  else:  # an environment of its own, with a marker of the complete installation
+    bin_, done = _DIRECTORY / name / 'bin', _DIRECTORY / name / 'installed'
+    python = shutil.which('python3.13') or shutil.which('python3.12') or sys.executable
+    steps = [(python, '-m', 'venv', _DIRECTORY / name)]
+    steps.append((bin_ / 'pip', 'install', '--quiet', '--disable-pip-version-check'))
+  if done.exists():
+    return bin_
+  steps[-1] = (*steps[-1], *packages)
   try:
-    done = subprocess.run(
-      [*command, client.package], capture_output=True, text=True, timeout=600
-    )
-  except (OSError, subprocess.TimeoutExpired) as error:
-    pytest.skip(f'{client.package} does not install: {error}')
-  if done.returncode or not (bin_ / client.command[0]).exists():
-    pytest.skip(f'{client.package} does not install: {done.stderr[-500:]}')
+    for step in steps:
+      subprocess.run(step, capture_output=True, text=True, timeout=900, check=True)
+  except (OSError, subprocess.SubprocessError) as error:
+    why = getattr(error, 'stderr', None) or error
+    pytest.skip(f'{client.package} does not install: {str(why)[-500:]}')
+  if name in commands.PYPI:
+    done.touch()
   return bin_
 
 
-@pytest.mark.parametrize('name', commands.NPM)
+@pytest.mark.parametrize('name', commands.NOT_RUN)
+def test_not_run(name):
+  pytest.skip(f'{name}: {commands.NOT_RUN[name]}')
+
+
+@pytest.mark.parametrize('name', commands.CLIENTS)
 def test_task(serve, tok, tmp_path, monkeypatch, name):
   """Every token that would be trained was sampled; each prompt extends the last."""
-  client, bodies = commands.NPM[name], []
-  bin_ = installed(client)
+  client, bodies = commands.CLIENTS[name], []
+  bin_ = installed(name)
   parse = dialects.parse
 
   def parse_and_keep(body, dialect):
