@@ -18,13 +18,14 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup sandbox forge test test-long lint format clean
+.PHONY: help setup sandbox forge test test-long test-clients lint format clean
 
 help:
 	@echo 'make forge      set up, then the main job: a tiny M2 learns shell tasks'
 	@echo '                WORKDIR=$(WORKDIR) SANDBOX=$(SANDBOX) ARGS=--config.x=...'
 	@echo 'make test       set up, then lint, import contracts and the fast tests'
 	@echo 'make test-long  set up, then the long tests'
+	@echo 'make test-clients  set up, then published coding agents, from npm and PyPI'
 	@echo 'make setup      virtual environment in $(VENV), and the sandbox'
 	@echo 'make lint       ruff and the import contracts; make format mends what it can'
 	@echo 'make clean      removes caches; keeps $(VENV) and workdir'
@@ -56,6 +57,12 @@ test: setup lint
 
 test-long: setup
 	$(PYTEST) -m long --durations=10 $(ARGS)
+
+# Claude Code, Codex, opencode and others as they are published; RECORD=1 renews the
+# requests in tests/gateway/recorded. Downloads about a gigabyte the first time.
+test-clients: setup
+	CLIENTS_DIRECTORY=$(VENV)/clients \
+	  $(BIN)/python -m pytest -q -rs tests/gateway/external/run_clients.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

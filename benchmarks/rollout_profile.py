@@ -35,6 +35,7 @@ CALLS = {
   'admit': 'admit',
   'generate_kept': 'decode',
   'generate_many': 'decode',
+  'generate_masked': 'decode',
 }
 SCOPES = ('attention', 'moe', 'sampling', 'contexts')
 _CONTROL = re.compile(r'^(while|call|conditional|fusion-)')  # their parts count

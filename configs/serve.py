@@ -42,6 +42,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     contexts=(128, 768),  # few shapes: each takes seconds to compile
     prefill_shapes=((1, 16), (1, 256), (4, 64)),
     max_top_logprobs=20,
+    grammars=True,  # response_format, with llguidance; shapes of their own to compile
   )
   c.scheduler = dict(decode_steps=8)
   fields.complete(c.gateway, GatewayConfig)

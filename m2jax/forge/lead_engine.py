@@ -90,8 +90,14 @@ class LeadEngine:
       return self._engine.admit(state, *arrays)
 
   def generate_many(self, params, state, *arrays) -> tuple[DecodeState, Sampled]:
-    with self._all('generate_many', arrays):
-      state, sampled = self._engine.generate_many(params, state, *arrays)
+    return self._generate('generate_many', params, state, arrays)
+
+  def generate_masked(self, params, state, *arrays) -> tuple[DecodeState, Sampled]:
+    return self._generate('generate_masked', params, state, arrays)
+
+  def _generate(self, name, params, state, arrays) -> tuple[DecodeState, Sampled]:
+    with self._all(name, arrays):
+      state, sampled = getattr(self._engine, name)(params, state, *arrays)
       sampled = jax.device_get(sampled)
     self._commands.forget()  # the tokens needed all processes
     return state, sampled
@@ -155,8 +161,8 @@ def follow(engine: Engine, variables: Any, commands: Commands) -> None:
           state = engine.prefill_rows(variables, state, *arrays)
         case 'admit':
           state = engine.admit(state, *arrays)
-        case 'generate_many':
-          state, _ = engine.generate_many(variables, state, *arrays)
+        case 'generate_many' | 'generate_masked':
+          state, _ = getattr(engine, name)(variables, state, *arrays)
         case 'speculate':
           state, *_ = engine.speculate(variables, state, *arrays)
         case 'expert_ids':

@@ -7,12 +7,13 @@ import functools
 
 from m2jax.checks import require
 from m2jax.gateway import sessions
+from m2jax.text import chat, invokes, markup
 
 _POSITIVE = (
   'max_unknown_sessions', 'max_unknown_bytes', 'max_session_completions',
   'max_session_bytes', 'default_max_tokens', 'max_body_bytes', 'max_header_bytes',
   'max_connections', 'header_timeout_s', 'body_timeout_s', 'write_timeout_s', 'readers',
-  'max_waiting_reads', 'read_timeout_s', 'keep_alive_s', 'ping_s',
+  'max_waiting_reads', 'read_timeout_s', 'format_timeout_s', 'keep_alive_s', 'ping_s',
 )  # fmt: skip
 
 
@@ -35,6 +36,10 @@ class GatewayConfig:
     default_max_tokens: response limit of a request without one.
     restore_reasoning: whether an assistant message that comes back without its
       reasoning gets it back in the prompt (`sessions`); else the request forks.
+    template_version: 'm2', or 'm2.1' for M2.1, M2.5 and M2.7: which values of arguments
+      a call can express, and where one ends (`text.invokes`).
+    default_system: system text of requests without one; M2's. That of M2.5 names the
+      model (docs/facts/m2-and-forge.md §2.1).
     temperature, top_p, top_k: defaults for evaluation (DESIGN §6).
     max_body_bytes: maximum size of a request; 413.
     body_overhead_bytes: maximum size of a body besides its prompt. A body larger than
@@ -56,6 +61,7 @@ class GatewayConfig:
     max_waiting_reads: maximum bodies waiting for a reader; 429.
     read_timeout_s, read_memory_bytes: time for one step of reading a body, and address
       space in addition to that of the process at its start; 413.
+    format_timeout_s: time to compile the schema of a response_format; 400.
     keep_alive_s: how long an idle connection stays open; longer than a tool call, so
       that agents keep their connections.
     ping_s: a stream without an event for this long gets an event of no meaning, so that
@@ -74,6 +80,8 @@ class GatewayConfig:
   max_session_bytes: int = 64 << 20
   default_max_tokens: int = 256
   restore_reasoning: bool = True
+  template_version: str = 'm2'
+  default_system: str = markup.DEFAULT_SYSTEM
   temperature: float = 1.0
   top_p: float = 0.95
   top_k: int = 40
@@ -90,6 +98,7 @@ class GatewayConfig:
   max_waiting_reads: int = 64
   read_timeout_s: float = 30.0
   read_memory_bytes: int = 2 << 30
+  format_timeout_s: float = 5.0
   keep_alive_s: int = 600
   ping_s: float = 15.0
   stop_timeout_s: int = 2
@@ -108,5 +117,12 @@ class GatewayConfig:
     check(0 <= self.temperature <= 2, 'temperature', 'between 0 and 2')
     check(0 < self.top_p <= 1, 'top_p', 'in (0, 1]')
     check(self.top_k >= 0, 'top_k', 'at least 0 (0 is off)')
+    versions = invokes.VERSIONS
+    check(self.template_version in versions, 'template_version', f'one of {versions}')
     modes = sessions.MODES
     check(self.unknown_key_mode in modes, 'unknown_key_mode', f'one of {modes}')
+
+  @property
+  def template(self) -> chat.Template:
+    """Of prompts and responses."""
+    return chat.Template(self.default_system, version=self.template_version)

@@ -33,11 +33,12 @@ class Deltas:
     tokenizer: tokenizer_lib.Tokenizer,
     tools: Sequence[dict] | None,
     stops: Sequence[str] = (),
+    version: str = 'm2',
   ):
     self.tokens = 0
     self.stop: str | None = None
     self._detokenizer = tokenizer_lib.Detokenizer(tokenizer)
-    self._parser = chat.StreamParser(tools)
+    self._parser = chat.StreamParser(tools, version)
     self._stops = stops
     self._longest = max(map(len, stops), default=0)
     self._held = ''  # the end of the content, which may begin a stop string

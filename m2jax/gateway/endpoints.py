@@ -111,8 +111,9 @@ class Completions(Endpoint):
     request, service = reading.request, self.service
     pendings, queue = await self._submit(key, reading, bool(request.stop))
     await submitted()
+    options = request.tools, request.stop, service.config.template_version
     deltas = [  # fed only if there are stop strings
-      Deltas(service.tokenizer, request.tools, request.stop) for _ in range(request.n)
+      Deltas(service.tokenizer, *options) for _ in range(request.n)
     ]
     futures: dict[int, concurrent.futures.Future] = {}
     async with streaming.Watch(receive, *(pending.handle for pending in pendings)):

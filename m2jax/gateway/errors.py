@@ -101,6 +101,9 @@ def busy(message: str) -> ApiError:
   return ApiError(429, message, type='rate_limit_error', code='gateway_busy')
 
 
+TOO_LARGE = 413
+
+
 def too_large(message: str) -> ApiError:
   """A 413: reading the request would exceed the limits of a single request."""
-  return ApiError(413, message, code='request_too_large')
+  return ApiError(TOO_LARGE, message, code='request_too_large')

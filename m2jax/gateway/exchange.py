@@ -60,6 +60,7 @@ class Pending:
   overrides: tuple[str, ...]
   handle: Handle
   started_s: float
+  template_version: str = 'm2'
 
   @property
   def call_prefix(self) -> str:

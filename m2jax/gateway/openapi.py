@@ -81,6 +81,7 @@ def _chat(model: str) -> dict[str, Any]:
     stream=_FLAG,
     stream_options=_input('', include_usage=_FLAG),
     logprobs=_FLAG,
+    response_format=_input('type', type=_constant('text')),
     **_SAMPLING,
   )
 

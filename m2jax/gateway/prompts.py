@@ -152,6 +152,7 @@ def encode(
   tools: Sequence[dict] | None,
   part: Part,
   tokenizer: tokenizer_lib.Tokenizer,
+  template: chat.Template = chat.DEFAULT,
 ) -> np.ndarray:
   """Encodes a part of a request.
 
@@ -165,9 +166,9 @@ def encode(
       messages[i] = {**messages[i], 'reasoning_content': reasoning}
   try:
     if part.after < 0:
-      pieces = chat.segments(messages, tools, add_generation_prompt=True)
+      pieces = chat.segments(messages, tools, True, template=template)
     else:
-      pieces = chat.continuation(messages, part.after)
+      pieces = chat.continuation(messages, part.after, template=template)
   except chat.ChatError as error:
     raise invalid(str(error), None) from error
   if part.closing:

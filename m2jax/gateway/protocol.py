@@ -10,6 +10,7 @@ import dataclasses
 import json
 from typing import Any
 
+from m2jax.gateway import formats
 from m2jax.gateway import history as history_lib
 from m2jax.gateway import messages as messages_lib
 from m2jax.gateway.errors import ContextTooLong
@@ -35,6 +36,7 @@ class ChatRequest:
     stream, include_usage, logprobs, top_logprobs: as OpenAI defines them.
     n: number of completions.
     stop: strings that end the response when its content has one of them.
+    format: of the content, if it is not text.
     ignored: names of fields accepted without effect that are worth counting.
     echo: what the dialect needs of the body to write the response.
   """
@@ -51,6 +53,7 @@ class ChatRequest:
   top_logprobs: int = 0
   n: int = 1
   stop: tuple[str, ...] = ()
+  format: formats.Format | None = None
   ignored: tuple[str, ...] = ()
   echo: dict[str, Any] = dataclasses.field(default_factory=dict)
 

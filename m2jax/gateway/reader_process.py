@@ -4,9 +4,9 @@ JSON and tokenizer hold Python's global lock, so that a large request in the gat
 process would block the event loop and the engine. A separate process does not block
 them, runs at a low priority, and has a limit on its address space.
 
-The parent sends pickled frames on stdin, first a Setup, then one Read or Encode at a
-time, and receives a frame for each: ('ok', value), ('rejected', ApiError) or ('failed',
-text). `readers` starts the process, which exits when its stdin is closed.
+The parent sends pickled frames on stdin, first a Setup, then one Read, Encode or
+Compile at a time, and receives a frame for each: ('ok', value), ('rejected', ApiError)
+or ('failed', text). `readers` starts the process, which exits when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import struct
 import sys
 from typing import Any, BinaryIO
 
-import numpy as np
 import tokenizers
 
-from m2jax.gateway import dialects, prompts, protocol
+from m2jax.gateway import dialects, formats, prompts, protocol
 from m2jax.gateway.errors import ApiError, too_large
+from m2jax.text import chat
 from m2jax.text.tokenizer import Tokenizer
 
 _LENGTH = struct.Struct('<Q')
@@ -42,11 +42,13 @@ class Setup:
     context_tokens: size of the engine's context.
     memory_bytes: maximum address space in addition to that of the process before its
       first request.
+    template: of prompts.
   """
 
   tokenizer: str
   context_tokens: int
   memory_bytes: int
+  template: chat.Template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,14 @@ class Encode:
   """Requests the token ids of a part of the latest request."""
 
   part: prompts.Part
+
+
+@dataclasses.dataclass(frozen=True)
+class Compile:
+  """Compiles a format, and returns nothing: whether it can be done in time."""
+
+  format: formats.Format
+  calls: bool
 
 
 def send(stream: BinaryIO, value: Any) -> None:
@@ -91,14 +101,19 @@ def receive(stream: BinaryIO) -> Any:
 class _Reader:
   def __init__(self, setup: Setup):
     self._tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(setup.tokenizer))
-    self._context_tokens = setup.context_tokens
+    self._context_tokens, self._template = setup.context_tokens, setup.template
     self._request: protocol.ChatRequest | None = None
     self._messages: list[dict] = []
+    self._formats = formats.Formats(self._tokenizer)
 
-  def answer(self, command: Read | Encode) -> protocol.ChatRequest | np.ndarray:
+  def answer(self, command: Read | Encode | Compile) -> Any:
+    if isinstance(command, Compile):
+      self._formats.compile(command.format, command.calls)
+      return None
     if isinstance(command, Encode):
-      tools = self._request.tools
-      return prompts.encode(self._messages, tools, command.part, self._tokenizer)
+      tools, part = self._request.tools, command.part
+      encoding = self._tokenizer, self._template
+      return prompts.encode(self._messages, tools, part, *encoding)
     self._request, self._messages = dialects.parse(command.body, command.dialect)
     protocol.check_count(
       self._messages,

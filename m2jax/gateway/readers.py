@@ -23,11 +23,12 @@ from absl import logging
 
 from m2jax.gateway import dialects, prompts, protocol
 from m2jax.gateway.config import GatewayConfig
-from m2jax.gateway.errors import busy, too_large
-from m2jax.gateway.reader_process import Encode, Read, Setup, receive, send
+from m2jax.gateway.errors import TOO_LARGE, ApiError, busy, invalid, too_large
+from m2jax.gateway.reader_process import Compile, Encode, Read, Setup, receive, send
 from m2jax.text.tokenizer import Tokenizer
 
 _START_TIMEOUT_S = 60.0
+_COMPILED = 1024  # formats that are remembered
 # The child imports this package from the same path as the parent.
 _MAIN = (
   'import json, sys; sys.path[:] = json.loads(sys.argv[1]); '
@@ -57,12 +58,13 @@ class Reading(Protocol):
 class _Inline:
   """A request that was read on the loop."""
 
-  def __init__(self, body: bytearray, dialect: str, tokenizer: Tokenizer):
+  def __init__(self, body: bytearray, dialect: str, tokenizer: Tokenizer, template):
     self.request, self._messages = dialects.parse(body, dialect)
-    self._tokenizer = tokenizer
+    self._tokenizer, self._template = tokenizer, template
 
   async def encode(self, part: prompts.Part) -> np.ndarray:
-    return prompts.encode(self._messages, self.request.tools, part, self._tokenizer)
+    tools, tokenizer = self.request.tools, self._tokenizer
+    return prompts.encode(self._messages, tools, part, tokenizer, self._template)
 
 
 class _Remote:
@@ -83,12 +85,15 @@ class Readers:
     self._config = config
     self._tokenizer = tokenizer
     # Created once: it is slow for a large vocabulary.
-    self._setup = Setup(tokenizer.to_json(), context_tokens, config.read_memory_bytes)
+    self._setup = Setup(
+      tokenizer.to_json(), context_tokens, config.read_memory_bytes, config.template
+    )
     self._threads: concurrent.futures.Executor | None = None
     # Processes start with the first large request.
     self._processes = [_Process() for _ in range(config.readers)]
     self._idle = list(self._processes)
     self._waiting: list[asyncio.Future] = []
+    self._compiled: set[int] = set()  # hashes of formats
 
   @contextlib.asynccontextmanager
   async def read(self, body: bytearray, dialect: str) -> AsyncIterator[Reading]:
@@ -99,24 +104,62 @@ class Readers:
         than the settings allow; 429 if too many bodies are waiting.
     """
     if len(body) <= self._config.inline_bytes:
-      yield _Inline(body, dialect, self._tokenizer)
+      reading = _Inline(body, dialect, self._tokenizer, self._config.template)
+      if self._is_new(reading.request):
+        async with self._process() as process:
+          await self._compile(process, reading.request)
+      yield reading
       return
-    process = await self._take()
-    try:
+    async with self._process() as process:
       request = await self.ask(process, Read(body, dialect))
+      if self._is_new(request):
+        await self._compile(process, request)
       yield _Remote(self, process, request)
-    finally:
-      self._give_back(process)
 
-  async def ask(self, process: _Process, command: Read | Encode) -> Any:
-    """Returns a process's reply. Cancellation kills the process."""
+  def _is_new(self, request: protocol.ChatRequest) -> bool:
+    """Whether it has a format that no process has compiled yet."""
+    return request.format is not None and _format(request) not in self._compiled
+
+  async def _compile(self, process: _Process, request: protocol.ChatRequest):
+    """Compiles a format where that can be stopped. Raises ApiError: 400."""
+    limit_s, field = self._config.format_timeout_s, request.format.field
+    try:
+      command = Compile(request.format, bool(request.tools))
+      await self.ask(process, command, limit_s)
+    except ApiError as error:
+      if error.status != TOO_LARGE:
+        raise
+      raise invalid(
+        f'compiling it takes more than format_timeout_s={limit_s:g}, or too much '
+        'memory: send a simpler schema',
+        field,
+      ) from error
+    if len(self._compiled) >= _COMPILED:
+      self._compiled.clear()
+    self._compiled.add(_format(request))
+
+  async def ask(
+    self,
+    process: _Process,
+    command: Read | Encode | Compile,
+    timeout_s: float | None = None,
+  ) -> Any:
+    """Returns a process's reply. Cancellation kills the process.
+
+    Args:
+      timeout_s: of the command; the default is read_timeout_s.
+    """
     if self._threads is None:
       self._threads = concurrent.futures.ThreadPoolExecutor(
         self._config.readers, 'readers'
       )
     loop = asyncio.get_running_loop()
     work = loop.run_in_executor(
-      self._threads, process.ask, self._setup, command, self._config.read_timeout_s
+      self._threads,
+      process.ask,
+      self._setup,
+      command,
+      timeout_s or self._config.read_timeout_s,
     )
     try:
       return await work
@@ -131,6 +174,14 @@ class Readers:
     if self._threads is not None:
       self._threads.shutdown()
       self._threads = None
+
+  @contextlib.asynccontextmanager
+  async def _process(self) -> AsyncIterator[_Process]:
+    process = await self._take()
+    try:
+      yield process
+    finally:
+      self._give_back(process)
 
   async def _take(self) -> _Process:
     if self._idle:
@@ -166,7 +217,9 @@ class _Process:
   def __init__(self):
     self._child: subprocess.Popen | None = None
 
-  def ask(self, setup: Setup, command: Read | Encode, timeout_s: float) -> Any:
+  def ask(
+    self, setup: Setup, command: Read | Encode | Compile, timeout_s: float
+  ) -> Any:
     """Blocks until the reply. Raises ApiError, or RuntimeError for internal errors."""
     if self._child is None or self._child.poll() is not None:
       if isinstance(command, Encode):
@@ -228,6 +281,10 @@ class _Process:
     finally:
       timer.cancel()
     return child
+
+
+def _format(request: protocol.ChatRequest) -> int:
+  return hash((json.dumps(request.format.schema), bool(request.tools)))
 
 
 def _end(child: subprocess.Popen):

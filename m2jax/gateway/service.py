@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from m2jax.gateway import deltas, history, prompts, readers, sampling, sessions
+from m2jax.gateway import deltas, formats, history, prompts, readers, sampling, sessions
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, ContextTooLong, invalid, too_large
@@ -30,9 +30,9 @@ from m2jax.records import Completion
 from m2jax.rollout.api import (
   GenerateRequest,
   GenerateResult,
+  GrammarError,
   NewTokens,
   PromptTooLong,
-  SamplingParams,
 )
 
 # JSON's longest encoding of one byte of text: an ASCII character as \u0041.
@@ -63,6 +63,7 @@ class ChatService:
     self.context_tokens = engine.context_tokens
     self._readers = readers.Readers(config, tokenizer, engine.context_tokens)
     self._record = record
+    self._formats = formats.Formats(tokenizer)
     self._stop_ids = (tokenizer.eos_id,)
     self._defaults = (config.temperature, config.top_p, config.top_k)
 
@@ -127,6 +128,9 @@ class ChatService:
       defaults=self._defaults,
       top_logprobs=request.top_logprobs,
     )
+    grammar = await self._formats.grammar(
+      request.format, calls=bool(request.tools), training=session.mode == 'training'
+    )
     plan = prompts.plan(
       session,
       request,
@@ -135,7 +139,8 @@ class ChatService:
       restore=self.config.restore_reasoning,
     )
     prompt_ids = plan.prompt_ids(await reading.encode(plan.part))
-    handles = self._generate(prompt_ids, sampled, request.n, on_tokens)
+    generate = GenerateRequest(prompt_ids, sampled, grammar)
+    handles = self._generate(generate, request.n, on_tokens)
     self._count_prompt(plan, request, overrides)
     session = self.sessions.keep(session)
     return [
@@ -148,6 +153,7 @@ class ChatService:
         overrides=overrides,
         handle=handle,
         started_s=time.time(),
+        template_version=self.config.template_version,
       )
       for handle in handles
     ]
@@ -175,28 +181,27 @@ class ChatService:
 
   def _generate(
     self,
-    prompt_ids: np.ndarray,
-    sampled: SamplingParams,
+    request: GenerateRequest,
     n: int,
     on_tokens: Callable[[int, NewTokens], None] | None,
   ) -> list[Handle]:
-    """Submits a prompt n times: all requests, or none, are in the engine."""
+    """Submits a request n times: all, or none, are in the engine."""
     handles: list[Handle] = []
+    sampled, tokens = request.sampling, len(request.prompt_ids)
     try:
       for choice in range(n):
         listen = functools.partial(on_tokens, choice) if on_tokens else None
         if choice and sampled.seed is not None:  # the same seed draws the same tokens
           sampled = dataclasses.replace(sampled, seed=sampled.seed + 1)
-        handles.append(
-          self._engine.submit(GenerateRequest(prompt_ids, sampled), listen)
-        )
+          request = dataclasses.replace(request, sampling=sampled)
+        handles.append(self._engine.submit(request, listen))
     except Exception as error:
       for handle in handles:
         handle.cancel()
       if isinstance(error, PromptTooLong):
         raise ContextTooLong(
-          f'your messages have {len(prompt_ids)} tokens, which leave no room for a '
-          'response', self.context_tokens, len(prompt_ids),
+          f'your messages have {tokens} tokens, which leave no room for a '
+          'response', self.context_tokens, tokens,
         ) from error  # fmt: skip
       if isinstance(error, ValueError):  # a sampling field out of the engine's range
         raise invalid(str(error), None) from error
@@ -215,10 +220,13 @@ class ChatService:
     """
     try:
       result = future.result()
+    except GrammarError as error:
+      raise invalid(str(error), pending.request.format.field) from error
     except BaseException as error:  # CancelledError is not an Exception
       raise _engine_down(error) from error
     session, plan, request = pending.session, pending.plan, pending.request
-    reader = deltas.Deltas(self.tokenizer, request.tools, request.stop)
+    version = self.config.template_version
+    reader = deltas.Deltas(self.tokenizer, request.tools, request.stop, version)
     reader.feed(result.tokens.tolist())
     reader.finish()
     if reader.stop is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -16,6 +17,43 @@ from m2jax.records import ByValue
 
 class PromptTooLong(ValueError):
   """The prompt leaves no room for a response in the engine's context."""
+
+
+class EngineError(RuntimeError):
+  """The engine could not serve a request, although the request was valid."""
+
+
+class EngineLost(EngineError):
+  """No call of the engine will succeed again; says why."""
+
+
+class GrammarError(EngineError):
+  """A request's grammar needs more time or memory than its limits allow."""
+
+
+class Matcher(Protocol):
+  """The position of one response in its grammar."""
+
+  def allow(self, mask: np.ndarray) -> None:
+    """Sets which tokens may come next: token i, bit i % 32 of mask[i // 32] (int32).
+
+    Raises:
+      GrammarError: a limit is exceeded.
+    """
+
+  def advance(self, tokens: Sequence[int]) -> None:
+    """Takes the next tokens of the response, all of them allowed ones.
+
+    Raises:
+      GrammarError: a limit is exceeded.
+    """
+
+
+class Grammar(Protocol):
+  """A compiled grammar, such as `text.grammars.Grammar`, of the engine's vocabulary."""
+
+  def start(self) -> Matcher:
+    """A position before the first token of a response."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +93,18 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerateRequest(ByValue):
-  """A request for one completion; `prompt_ids` is any sequence of integers."""
+  """A request for one completion.
+
+  Attributes:
+    prompt_ids: any sequence of integers.
+    grammar: of the response: at each step tokens that it does not allow have
+      probability 0, and the others are renormalised, before min-p, top-k and top-p.
+      Needs `EngineConfig.grammars`.
+  """
 
   prompt_ids: Sequence[int] | np.ndarray
   sampling: SamplingParams
+  grammar: Grammar | None = None
 
 
 class NewTokens(tuple):

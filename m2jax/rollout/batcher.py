@@ -22,8 +22,15 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from m2jax.rollout import decode_plan, prefill_plan, speculative, tiers
-from m2jax.rollout.api import GenerateResult, NewTokens
+from m2jax.rollout import (
+  constrained,
+  decode_plan,
+  expert_ids,
+  prefill_plan,
+  speculative,
+  tiers,
+)
+from m2jax.rollout.api import EngineError, NewTokens
 from m2jax.rollout.decode_calls import DecodeCalls, Shape, lay, spread
 from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.drafting import Drafting
@@ -52,14 +59,6 @@ TOTALS = (
 )
 
 
-class EngineError(RuntimeError):
-  """The engine could not serve a request, although the request was valid."""
-
-
-class EngineLost(EngineError):
-  """No call of the engine will succeed again; says why."""
-
-
 class Batcher:
   """The engine's requests, slots and device state; used by one thread.
 
@@ -77,20 +76,10 @@ class Batcher:
   def __init__(
     self, engine: Engine, variables: Any, version: int, config: SchedulerConfig
   ):
-    if config.decode_steps > engine.config.max_steps:
-      raise ValueError(
-        f'SchedulerConfig.decode_steps={config.decode_steps}: must be at most '
-        f'EngineConfig.max_steps={engine.config.max_steps}'
-      )
-    most = engine.config.draft_tokens
-    if config.draft_tokens is not None and not 0 <= config.draft_tokens <= most:
-      raise ValueError(
-        f'SchedulerConfig.draft_tokens={config.draft_tokens}: must be at most '
-        f'EngineConfig.draft_tokens={most}, or None'
-      )
+    config.check(engine.config)
     self.engine = engine
     self.config = config
-    self.drafting = Drafting(most, config.draft_tokens)
+    self.drafting = Drafting(engine.config.draft_tokens, config.draft_tokens)
     self.variables = variables
     self.version = version
     self.waiting: collections.deque[Job] = collections.deque()
@@ -229,7 +218,7 @@ class Batcher:
       rows(table.tokens[slots[:, None], positions]),
       rows(starts),
       rows(counts),
-      rows(self._tables(slots, int((starts + counts).max()))),
+      rows(self.table.page_tables(slots, int((starts + counts).max()))),
     )
     table.held[slots] = starts + counts
     self.counts['prefill_tokens'] += int(counts.sum())
@@ -282,16 +271,39 @@ class Batcher:
     most = table.count_rows(slots).max()
     drafts = self.drafting.choose(next(r for r in config.decode_rows if r >= most))
     self._reserve(self._ahead(drafts))
-    slots = table.where(State.DECODE)
-    if not slots.size:
+    slots, masked = constrained.split(self.jobs, table.where(State.DECODE))
+    if slots.size and not self._decode_slots(slots, drafts):
       return
+    for _ in range(self.config.decode_steps if masked.size else 0):
+      if not self._decode_masked():
+        return
+
+  def _decode_masked(self) -> bool:
+    """A step of the slots with a grammar; False if there are none, or all failed."""
+    _, slots = constrained.split(self.jobs, self.table.where(State.DECODE))
+    jobs = [self.jobs[slot] for slot in slots.tolist()]
+    masks, errors = constrained.masks(jobs, self.engine.cfg.vocab_size)
+    for i, error in errors.items():
+      self.fail(jobs[i], error)
+    left = np.array([i not in errors for i in range(len(jobs))], bool)
+    return bool(left.any()) and self._decode_slots(slots[left], 0, masks[left])
+
+  def _decode_slots(
+    self, slots: np.ndarray, drafts: int, masks: np.ndarray | None = None
+  ) -> bool:
+    """Decodes slots, at the least cost; False if all requests failed."""
+    table, config = self.table, self.engine.config
     ahead = table.held[slots] + self._ahead(drafts)
     pages = -(-np.minimum(ahead, config.context_tokens) // config.page_tokens)
     for which, size, n in decode_plan.choose(
       pages, table.group(slots), config.decode_rows, config.table_sizes
     ):
-      if not self._decode_call(slots[which], size, n, drafts):
-        return
+      steps = self.config.decode_steps if masks is None else 1
+      shape = Shape(size, n, drafts, steps)
+      allowed = None if masks is None else masks[which]
+      if not self._decode_call(slots[which], shape, allowed):
+        return False
+    return True
 
   def _ahead(self, drafts: int) -> int:
     """Positions that a decode call can need after those of a sequence."""
@@ -317,14 +329,15 @@ class Batcher:
     self.waiting.appendleft(job)
     self.counts['retractions'] += 1
 
-  def _decode_call(self, slots: np.ndarray, size: int, n: int, drafts: int) -> bool:
+  def _decode_call(
+    self, slots: np.ndarray, shape: Shape, masks: np.ndarray | None
+  ) -> bool:
     """One decode call and its effect on each request; False if all requests failed."""
     table = self.table
     self.pauses.begin_decode()
     self._save_pages()
-    shape = Shape(size, n, drafts, self.config.decode_steps)
     self.state, sampled, finite = self._decode_calls.run(
-      self.variables, self.state, table, slots, shape
+      self.variables, self.state, table, slots, shape, masks
     )
     self.pauses.end_decode()
     before = table.held[slots] + 1
@@ -344,6 +357,9 @@ class Batcher:
         job.top.append((sampled.top_ids[part], sampled.top_logprobs[part]))
       if job.on_tokens is not None:
         self._stream(job, int(before[row]))
+      if job.matcher is not None and sampled.finish_code[row] == RUNNING:
+        if error := constrained.advance(job, sampled.tokens[row, 0]):
+          self.fail(job, error)
     for row in np.flatnonzero(sampled.finish_code != RUNNING):
       job = self.jobs.get(int(slots[row]))
       if job is not None:
@@ -392,35 +408,11 @@ class Batcher:
 
   def _deliver(self, job: Job, reason: str) -> None:
     self.counts['cancelled' if reason == 'cancelled' else 'completions'] += 1
-    top_ids, top_logprobs = job.likeliest()
-    job.future.set_result(
-      GenerateResult(
-        tokens=job.tokens[len(job.prompt) :],
-        logprobs=job.logprobs,
-        versions=job.versions,
-        finish_reason=reason,
-        experts=self._experts(job, len(job.tokens)),
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
-      )
-    )
+    job.future.set_result(job.result(reason, self._experts(job, len(job.tokens))))
 
   def _experts(self, job: Job, tokens: int) -> np.ndarray | None:
     """GenerateResult.experts of the request's first `tokens` tokens."""
-    if not self.engine.config.record_experts:
-      return None
-    cfg, table = self.engine.cfg, self.table
-    ids = np.full((tokens, cfg.num_layers, cfg.experts_per_token), -1, np.int16)
-    held = int(table.held[job.slot]) if job.slot >= 0 else 0
-    if held := min(held, tokens):
-      slot = np.array([job.slot])
-      found = self.engine.expert_ids(
-        self.state, np.int32(table.group(job.slot)), self._tables(slot, held)[0]
-      )
-      ids[:held] = np.asarray(found)[:held]
-    if job.experts is not None:  # of the K/V that the tokens were drawn with
-      ids[: len(job.experts)] = job.experts
-    return ids
+    return expert_ids.of(self.engine, self.state, self.table, job, tokens)
 
   def fail(self, job: Job, error: EngineError) -> None:
     """Fails a request with an error; its own pages are not reused."""
@@ -433,10 +425,3 @@ class Batcher:
     """Fails the requests that have slots."""
     for job in list(self.jobs.values()):
       self.fail(job, error)
-
-  def _tables(self, slots: np.ndarray, positions: int) -> np.ndarray:
-    """Page tables of the smallest compiled size that holds the positions."""
-    config = self.engine.config
-    pages = config.pages_of(positions)
-    n = next(n for n in config.table_sizes if n >= pages)
-    return self.table.tables[slots, :n]

@@ -7,7 +7,7 @@ with each other's experts.
 
 Axes: S slots, P rows of a call (a bucket; rows beyond num_rows [1] are padding), n
 pages of a table, C chunk tokens, N decode steps of a call, M stop ids, V vocabulary, D
-model.
+model, W words of a mask.
 """
 
 from __future__ import annotations
@@ -91,25 +91,26 @@ class Calls:
     )
 
   def generate_many(
-    self, params, state: DecodeState, rows, num_rows, tables, steps
+    self, params, state: DecodeState, rows, num_rows, tables, steps, mask=None
   ) -> tuple[DecodeState, Sampled]:
     """Up to `steps` decode steps of slots `rows`; stops early when all have finished.
 
     Args:
       rows: [P] int32 slots, distinct in the first num_rows.
       tables: [P, n] int32, pages of at least length + steps positions each.
-      steps: int32, at most config.max_steps.
+      steps: int32, at most config.max_steps; 1 with a mask.
+      mask: [P, W] int32, the tokens that may be drawn (`sampling.constrain`).
     """
     cached = state.pages
     if self.contexts:
       cached = contexts.take(cached, tables, self.cfg.num_layers)
     state, sampled, _ = self._generate(
-      params, state, cached, rows, num_rows, tables, steps
+      params, state, cached, rows, num_rows, tables, steps, mask
     )
     return state, sampled
 
   def generate_kept(
-    self, params, state: DecodeState, kept, rows, num_rows, tables, steps, stale
+    self, params, state, kept, rows, num_rows, tables, steps, stale, mask=None
   ) -> tuple[DecodeState, Sampled, contexts.Contexts]:
     """`generate_many` on the Contexts of an earlier call of as many rows and pages.
 
@@ -118,9 +119,9 @@ class Calls:
       stale: [P] bool, rows to take out of the pages.
     """
     kept = contexts.refresh(kept, state.pages, tables, stale)
-    return self._generate(params, state, kept, rows, num_rows, tables, steps)
+    return self._generate(params, state, kept, rows, num_rows, tables, steps, mask)
 
-  def _generate(self, params, state, cached, rows, num_rows, tables, steps):
+  def _generate(self, params, state, cached, rows, num_rows, tables, steps, mask):
     """The state, Sampled, and `cached`: the state's pages or Contexts of the rows."""
     N = self.config.max_steps
     slots, sampled = self.begin(state, rows, num_rows, N)
@@ -131,7 +132,7 @@ class Calls:
 
     def one(carry):
       step, _, pages, slots, sampled = carry
-      pages, slots, drawn = self._step(params, pages, slots, tables)
+      pages, slots, drawn = self._step(params, pages, slots, tables, mask)
       at = lambda into, new: lax.dynamic_update_index_in_dim(
         into, new.astype(into.dtype), step, 1
       )
@@ -202,7 +203,7 @@ class Calls:
     pages = pages_lib.copy(state.pages, targets, new, jnp.arange(len(table)))
     return dataclasses.replace(state, pages=pages)
 
-  def _step(self, params, pages, slots: Slots, tables):
+  def _step(self, params, pages, slots: Slots, tables, mask=None):
     """One token of each running row: pages, slots, Drawn."""
     running = (slots.remaining > 0).astype(jnp.int32)
     rows = forward.Rows(slots.token[:, None], slots.length, running, tables)
@@ -213,6 +214,8 @@ class Calls:
       slots = dataclasses.replace(slots, drafts=none)
     with jax.named_scope('sampling'):
       logits = adjusted(self.logits(params, hidden[:, 0]), slots, pages, tables)
+      if mask is not None:
+        logits = sampling.constrain(logits, mask)
       slots, drawn = self._sample(logits, slots)
     return pages, slots, drawn
 

@@ -13,13 +13,16 @@ import jax
 import numpy as np
 
 from m2jax.rollout.decode_state import DecodeState, Sampled
-from m2jax.rollout.drafting import Drafting
+from m2jax.rollout.drafting import Drafting, are_finite
 from m2jax.rollout.kept_contexts import KeptContexts
 from m2jax.rollout.sequences import Sequences
 
 
 class Shape(NamedTuple):
-  """Of a call: rows of a group, pages of a table, drafts of a step, steps."""
+  """Of a call: rows of a group, pages of a table, drafts of a step, steps.
+
+  A call with masks has no drafts and one step.
+  """
 
   rows: int
   pages: int
@@ -52,7 +55,9 @@ class DecodeCalls:
   def __init__(self, engine, drafting: Drafting):
     self._engine = engine
     self._drafting = drafting
-    self._kept = KeptContexts(engine) if engine.keeps_contexts else None
+    self._kept = self._kept_masked = None
+    if engine.keeps_contexts:
+      self._kept, self._kept_masked = KeptContexts(engine), KeptContexts(engine, True)
 
   def run(
     self,
@@ -61,31 +66,47 @@ class DecodeCalls:
     table: Sequences,
     slots: np.ndarray,
     shape: Shape,
+    masks: np.ndarray | None = None,
   ) -> tuple[DecodeState, Sampled, np.ndarray]:
     """Decodes `slots` [p]; they must have pages for the call's tokens.
+
+    Args:
+      masks: [p, W], of responses with a grammar.
 
     Returns:
       The state; what each slot drew; whether its logits were finite [p].
     """
     size, n, drafts, steps = shape
     groups, group = self._engine.groups, table.group(slots)
-    if self._kept is None:
+    kept = self._kept if masks is None else self._kept_masked
+    if kept is None:
       at, num_rows = lay(group, groups, size)
     else:
       order = table.started[slots], table.held[slots]
-      at, num_rows, stale = self._kept.lay(size, n, slots, *order)
+      at, num_rows, stale = kept.lay(size, n, slots, *order)
     rows = functools.partial(spread, at=at, rows=groups * size)
     in_group = (slots % self._engine.config.slots).astype(np.int32)
     arguments = rows(in_group), num_rows, rows(table.tables[slots, :n]), np.int32(steps)
-    if self._kept is not None:
-      call, arguments = self._kept.generate, (size, n, (*arguments, stale))
+    if masks is not None:
+      every = np.full((groups * size, masks.shape[1]), -1, np.int32)
+      every[at] = masks
+    if kept is not None:
+      arguments = (*arguments, stale) if masks is None else (*arguments, stale, every)
+      call, arguments = kept.generate, (size, n, arguments)
+    elif masks is not None:
+      call, arguments = self._engine.generate_masked, (*arguments, every)
     elif drafts:
       call, arguments = self._engine.speculate, (drafts, *arguments)
     else:
       call = self._engine.generate_many
     call = functools.partial(call, variables, state, *arguments)
-    state, sampled, finite = self._drafting.decode(call, size, drafts)
+    if masks is None:
+      state, sampled, finite = self._drafting.decode(call, size, drafts)
+    else:  # not a time to compare with those of calls with drafts
+      state, sampled = call()
+      sampled = jax.device_get(sampled)
+      finite = are_finite(sampled)
     sampled, finite = jax.tree.map(lambda x: x[at], (sampled, finite))
-    if self._kept is not None:
-      self._kept.done(size, n, at, table.held[slots] + sampled.counts)
+    if kept is not None:
+      kept.done(size, n, at, table.held[slots] + sampled.counts)
     return state, sampled, finite

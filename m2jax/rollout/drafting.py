@@ -29,6 +29,12 @@ _TOTALS = 'drafts_tested', 'drafts_accepted'
 _MEMORY = 1000.0  # drafts of a position, after which a measured share counts 1/e
 
 
+def are_finite(sampled: Sampled) -> np.ndarray:
+  """Whether all log-probabilities of each row are finite [P]."""
+  drawn = np.arange(sampled.logprobs.shape[1]) < sampled.counts[:, None]
+  return ~(~np.isfinite(sampled.logprobs) & drawn).any(axis=1)
+
+
 class Drafting:
   """The decode calls of one scheduler, and what they measured.
 
@@ -95,8 +101,7 @@ class Drafting:
     state, *found = generate()
     sampled, *drafted = jax.device_get(found)
     seconds = time.perf_counter() - started
-    drawn = np.arange(sampled.logprobs.shape[1]) < sampled.counts[:, None]
-    finite = ~(~np.isfinite(sampled.logprobs) & drawn).any(axis=1)
+    finite = are_finite(sampled)
     if drafted:
       self.count(drafts, *drafted)
       finite &= drafted[0].finite

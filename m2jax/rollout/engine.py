@@ -6,9 +6,7 @@ Two sets of calls over the same pure functions (facts/jax-anchors.md §3.2):
   starts decoding), `generate_many` (several steps in one call; stop tokens, lengths and
   early end on the device). The host decides which pages a sequence has and passes its
   page table with every call.
-- JetStream's: `prefill`, `insert`, `generate`, one request or one step at a time, so
-  that a JetStream driver can run the engine (`rollout.jetstream` adapts the types).
-  They need a page for every position of every slot, the default of EngineConfig.pages.
+- JetStream's, in `rollout.jetstream_calls`.
 
 The functions are `rollout.calls`; on a mesh each runs as one `shard_map`, placed as
 `rollout.placement` says: slots, rows and pages are of g groups, in the order of groups.
@@ -48,17 +46,17 @@ from m2jax.rollout.decode_state import (
   DecodeState,
   Drafted,
   Prefix,
-  ResultTokens,
   Sampled,
   make_slots,
 )
 from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.jetstream_calls import JetStreamCalls
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 _EVERYWHERE = PartitionSpec()
 
 
-class Engine:
+class Engine(JetStreamCalls):
   """Prefill, insert and generate for one model; its only state is compiled functions.
 
   Weights are an argument of every call (`variables` of `model.M2(cfg)`), so they may
@@ -129,6 +127,16 @@ class Engine:
     # Of rows of a group and pages of a table, for `generate_kept`.
     self.new_contexts = jax.jit(
       self._empty_contexts, static_argnums=(0, 1), out_shardings=self._named(kept)
+    )
+    # One step of rows with a grammar: `generate_kept` or `generate_many` with a mask.
+    if self.keeps_contexts:
+      masked, into = calls.generate_kept, (state, kept, *[row] * 3, all_, row, row)
+      out, donate = (state, row, kept), (1, 2)
+    else:
+      masked, into = calls.generate_many, (state, *[row] * 3, all_, row)
+      out, donate = (state, row), 1
+    self.generate_masked = self._jit(
+      masked, (weights, *into), out, donate=donate, out=(state, all_, *out[2:])
     )
     self.speculative = {
       drafts: self._jit(
@@ -233,43 +241,6 @@ class Engine:
     """`generate_many` with drafts, 1 … config.draft_tokens; see `speculative`."""
     return self.speculative[int(drafts)](params, state, *arrays)
 
-  # --- JetStream's Engine API, 0.2.2.
-
-  def prefill(self, params, *, existing_prefix=None, padded_tokens, true_length):
-    """K/V of a prompt, or of the tokens after an existing prefix (which stays valid).
-
-    Args:
-      padded_tokens: [n] int32, n at most max_prefill_length for no recompilation.
-      true_length: number of tokens without padding, at least 1.
-    """
-    if existing_prefix is None:
-      existing_prefix = self._new_prefix()
-    tokens = np.asarray(padded_tokens, np.int32)
-    return self._jit_prefill(params, existing_prefix, tokens, np.int32(true_length))
-
-  def insert(
-    self, prefix: Prefix, decode_state: DecodeState, slot: int, *, slots=None
-  ) -> DecodeState:
-    """Puts a prefix into a slot, which then decodes until its context is full.
-
-    Args:
-      slots: sampling of the request as Slots of one row (see make_slots). The prefix
-        sets length and token; remaining = 0 means as much as the context allows. The
-        default is temperature 1, no stop ids and a stream seeded by the slot.
-    """
-    if slots is None:
-      slots = make_slots(1, self.config)
-      slots.seed[0] = (0, slot)
-    self._check_own_pages()
-    return self._jit_insert(prefix, decode_state, np.int32(slot), slots)
-
-  def generate(
-    self, params, decode_state: DecodeState
-  ) -> tuple[DecodeState, ResultTokens]:
-    """One step of every slot. A slot that does not decode has valid = 0."""
-    self._check_own_pages()
-    return self.generate_step(params, decode_state)
-
   def init_decode_state(self) -> DecodeState:
     """All slots empty."""
     return self._new_state()
@@ -320,33 +291,6 @@ class Engine:
     """Whether weights may be loaded while another thread calls the engine."""
     return self.sharding.mesh is None
 
-  def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
-    """Of a prefix's arrays; on a mesh a tree of them, which `Prefix` has."""
-    if self.sharding.mesh is None:
-      return self._named(_EVERYWHERE)
-    return self._named(self._prefix)
-
-  @property
-  def max_concurrent_decodes(self) -> int:
-    return self.groups * self.config.slots
-
-  @property
-  def samples_per_slot(self) -> int:
-    return 1
-
-  @property
-  def max_prefill_length(self) -> int:
-    """Longest prompt of one `prefill`: a power of two, like JetStream's buckets."""
-    return 1 << (self.config.context_tokens.bit_length() - 1)
-
-  @property
-  def mesh(self) -> jax.sharding.Mesh:
-    return self._mesh
-
-  @property
-  def colocated_cpus(self) -> None:
-    return None
-
   # --- Compilation.
 
   def warmup(self, params, state: DecodeState) -> DecodeState:
@@ -365,6 +309,8 @@ class Engine:
           state, *_ = self.generate_kept(params, state, kept, *none, stale)
         else:
           state, _ = self.generate_many(params, state, *none)
+        if config.grammars:
+          state = self._warm_masked(params, state, size, n, none)
         for drafts in self.speculative:
           state, *_ = self.speculate(params, state, drafts, *none)
       for size, chunk in config.prefill_shapes:
@@ -376,22 +322,21 @@ class Engine:
     state = self.admit(state, rows(config.slots), rows(1), empty)
     return jax.block_until_ready(state)
 
+  def _warm_masked(self, params, state, size: int, n: int, none) -> DecodeState:
+    rows = self.groups * size
+    mask = np.full((rows, -(-self.cfg.vocab_size // 32)), -1, np.int32)
+    if self.keeps_contexts:
+      kept, stale = self.new_contexts(size, n), np.zeros(rows, bool)
+      return self.generate_masked(params, state, kept, *none, stale, mask)[0]
+    return self.generate_masked(params, state, *none, mask)[0]
+
   def compilations(self) -> int:
     """Number of programs compiled so far for the scheduler's calls."""
     calls = (self.prefill_rows, self.generate_many, self.admit, self.expert_ids)
     calls += tuple(self.speculative.values())
     calls += (self.read_pages, self.write_pages)
-    calls += (self.generate_kept, self.new_contexts)
+    calls += (self.generate_kept, self.generate_masked, self.new_contexts)
     return sum(call._cache_size() for call in calls)
-
-  def _check_own_pages(self) -> None:
-    config = self.config
-    need = 1 + config.slots * config.context_pages
-    if config.pages < need:
-      raise ValueError(
-        f"EngineConfig.pages={config.pages}: JetStream's calls need {need}, a page "
-        'for every position of every slot'
-      )
 
 
 def _platform(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:

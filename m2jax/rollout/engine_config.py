@@ -41,6 +41,7 @@ class EngineConfig:
       at a time, to the activations' dtype. None: as they are.
     record_experts: store the expert ids of every token with its K/V and return them
       with the result, for routing replay in training: 2·L·top_k bytes per token.
+    grammars: compile calls for requests with a grammar, too: as many again as decode.
     draft_tokens: maximum tokens that MTP modules draft for the main model to verify in
       one step; 0 is off. Their keys and values are in the pages, too.
   """
@@ -61,6 +62,7 @@ class EngineConfig:
   cache_dtype: str | None = None
   weights_dtype: str | None = None
   record_experts: bool = False
+  grammars: bool = False
   draft_tokens: int = 0
 
   def __post_init__(self):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from m2jax.rollout.api import GenerateRequest, NewTokens
+from m2jax.rollout.api import GenerateRequest, GenerateResult, Matcher, NewTokens
 from m2jax.rollout.decode_state import Slots
 from m2jax.rollout.engine import Engine
 
@@ -27,6 +27,8 @@ class Job:
     experts: ids recorded before it was retracted, of its first tokens; or None.
     top: of each decode call the most likely ids and their log-probabilities, if the
       request asks for them.
+    matcher: where the response is in the request's grammar, if it has one. It has
+      taken all tokens that were drawn, also while the sequence is retracted.
   """
 
   prompt: np.ndarray
@@ -40,11 +42,14 @@ class Job:
   versions: np.ndarray = dataclasses.field(init=False)
   experts: np.ndarray | None = None
   top: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
+  matcher: Matcher | None = dataclasses.field(init=False, default=None)
 
   def __post_init__(self):
     self.tokens = self.prompt
     self.logprobs = np.zeros(0, np.float32)
     self.versions = np.zeros(0, np.int64)
+    if self.request.grammar is not None:
+      self.matcher = self.request.grammar.start()
 
   def fill(self, slots: Slots, row: int, engine: Engine) -> None:
     """Sets a row to how the request draws its next token."""
@@ -62,6 +67,19 @@ class Job:
     slots.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
     for i, (token, bias) in enumerate(sampling.logit_bias):
       slots.bias_ids[row, i], slots.bias[row, i] = token, bias
+
+  def result(self, reason: str, experts: np.ndarray | None) -> GenerateResult:
+    """What was drawn, with GenerateResult's finish_reason and experts."""
+    top_ids, top_logprobs = self.likeliest()
+    return GenerateResult(
+      tokens=self.tokens[len(self.prompt) :],
+      logprobs=self.logprobs,
+      versions=self.versions,
+      finish_reason=reason,
+      experts=experts,
+      top_ids=top_ids,
+      top_logprobs=top_logprobs,
+    )
 
   def likeliest(self) -> tuple[np.ndarray | None, np.ndarray | None]:
     """GenerateResult's top_ids and top_logprobs."""

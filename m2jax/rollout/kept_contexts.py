@@ -36,10 +36,14 @@ class _Shape:
 
 
 class KeptContexts:
-  """The contexts of an engine with `keeps_contexts`."""
+  """The contexts of an engine with `keeps_contexts`.
 
-  def __init__(self, engine):
-    self._engine = engine
+  Args:
+    masked: of the calls for requests with a grammar.
+  """
+
+  def __init__(self, engine, masked: bool = False):
+    self._engine, self._masked = engine, masked
     self._shapes: dict[tuple[int, int], _Shape] = {}
     self._calls = 0
 
@@ -76,14 +80,16 @@ class KeptContexts:
     return at, counts, stale
 
   def generate(self, variables, state, size: int, n: int, arguments):
-    """`Engine.generate_kept` on the contexts of the rows that `lay` gave.
+    """`generate_kept` or `generate_masked` on the contexts of the rows that `lay` gave.
 
     Args:
       arguments: of the call, after the contexts.
     """
     shape = self._shapes[size, n]
     contexts, shape.contexts = shape.contexts, None  # donated
-    found = self._engine.generate_kept(variables, state, contexts, *arguments)
+    engine = self._engine
+    call = engine.generate_masked if self._masked else engine.generate_kept
+    found = call(variables, state, contexts, *arguments)
     *rest, shape.contexts = found
     return rest
 

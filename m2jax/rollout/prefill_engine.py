@@ -23,7 +23,8 @@ import numpy as np
 from absl import logging
 
 from m2jax.rollout import handover
-from m2jax.rollout.batcher import Batcher, EngineError
+from m2jax.rollout.api import EngineError
+from m2jax.rollout.batcher import Batcher
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.handover import Ask, HandoverError, Part, Receive
 from m2jax.rollout.jobs import Job

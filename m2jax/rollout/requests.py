@@ -36,6 +36,8 @@ def check(
       raise ValueError(f'sampling.{field}={value!r}: must be {want}')
 
   sampling = request.sampling
+  if request.grammar is not None and not config.grammars:
+    raise ValueError('grammar: needs an engine with EngineConfig.grammars=True')
   prompt = ids(request.prompt_ids, 'prompt_ids')
   if not prompt.size:
     raise ValueError('prompt_ids: must not be empty')

@@ -27,8 +27,8 @@ import numpy as np
 from absl import logging
 
 from m2jax.rollout import page_chain, replica_stats
-from m2jax.rollout.api import GenerateRequest, NewTokens
-from m2jax.rollout.batcher import TOTALS, EngineError
+from m2jax.rollout.api import EngineError, GenerateRequest, NewTokens
+from m2jax.rollout.batcher import TOTALS
 from m2jax.rollout.fleet import Fleet, Flight, Prior
 from m2jax.rollout.restarts import Restarts
 from m2jax.rollout.router_config import RouterConfig

@@ -10,8 +10,8 @@ vocabulary, then a token in it. That takes two uniforms per row, where Gumbel no
 takes V hashes (on CPU more work than the softmax), and sums of sqrt(V) terms, for which
 fp32 is precise enough. A row's draw depends on its own key and logits only.
 
-Axes: B rows, V vocabulary, S positions, b biased tokens, N blocks of M tokens, N·M >=
-V.
+Axes: B rows, V vocabulary, W words of a mask (32 tokens each), S positions, b biased
+tokens, N blocks of M tokens, N·M >= V.
 """
 
 from __future__ import annotations
@@ -117,6 +117,15 @@ def penalize(
   logits = jnp.where(seen, repeated, logits)
   logits -= column(how.frequency) * drawn + column(how.presence) * (drawn > 0)
   return logits.at[row, how.biased].add(how.bias.astype(logits.dtype), mode='drop')
+
+
+def constrain(
+  logits: Float[Array, 'B V'], mask: Int32[Array, 'B W']
+) -> Float[Array, 'B V']:
+  """The logits, -inf where the token's bit of the mask (`api.Matcher.allow`) is 0."""
+  bits = mask[:, :, None] >> jnp.arange(32) & 1
+  allowed = bits.reshape(len(mask), -1)[:, : logits.shape[1]] > 0
+  return jnp.where(allowed, logits, -jnp.inf)
 
 
 def truncate(scaled: Float[Array, 'B V'], how: Draws) -> Float[Array, 'B V']:

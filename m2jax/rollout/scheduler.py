@@ -28,13 +28,8 @@ import numpy as np
 from absl import logging
 
 from m2jax.rollout import requests
-from m2jax.rollout.api import GenerateRequest, NewTokens
-from m2jax.rollout.batcher import (
-  TOTALS,
-  Batcher,
-  EngineError,
-  EngineLost,
-)
+from m2jax.rollout.api import EngineError, EngineLost, GenerateRequest, NewTokens
+from m2jax.rollout.batcher import TOTALS, Batcher
 from m2jax.rollout.drafting import Drafting
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from m2jax.checks import require
+from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.kv_pool.config import KvPoolConfig
 
 
@@ -48,3 +49,17 @@ class SchedulerConfig:
       require(self, self.host_cache_bytes > 0, 'host_cache_bytes', want)
       want = 'False with kv_pool.url, whose pages are of one version each'
       require(self, not self.reuse_stale_prefix, 'reuse_stale_prefix', want)
+
+  def check(self, engine: EngineConfig) -> None:
+    """Raises ValueError where this asks for more than the engine has compiled."""
+    if self.decode_steps > engine.max_steps:
+      raise ValueError(
+        f'SchedulerConfig.decode_steps={self.decode_steps}: must be at most '
+        f'EngineConfig.max_steps={engine.max_steps}'
+      )
+    most = engine.draft_tokens
+    if self.draft_tokens is not None and not 0 <= self.draft_tokens <= most:
+      raise ValueError(
+        f'SchedulerConfig.draft_tokens={self.draft_tokens}: must be at most '
+        f'EngineConfig.draft_tokens={most}, or None'
+      )

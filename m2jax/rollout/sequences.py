@@ -53,7 +53,7 @@ class Sequences:
   ):
     slots, context = config.slots * groups, config.context_tokens
     self.group_slots = config.slots
-    self.page_tokens = config.page_tokens
+    self.page_tokens, self._table_sizes = config.page_tokens, config.table_sizes
     self.state = np.full(slots, State.IDLE, np.int8)
     self.tokens = np.zeros((slots, context), np.int32)
     self.logprobs = np.zeros((slots, context), np.float32)
@@ -213,6 +213,11 @@ class Sequences:
     self._shared[slot], self._count[slot] = [], 0
     self.tables[slot] = UNUSED
     self.state[slot] = State.IDLE
+
+  def page_tables(self, slots: np.ndarray, positions: int) -> np.ndarray:
+    """Page tables of the smallest compiled size that holds the positions."""
+    pages = self._pages_of(positions)
+    return self.tables[slots, : next(n for n in self._table_sizes if n >= pages)]
 
   def _pages_of(self, positions: int) -> int:
     return -(-positions // self.page_tokens)

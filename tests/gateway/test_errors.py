@@ -155,7 +155,22 @@ BAD = [
   ({'top_logprobs': 2}, 'top_logprobs'),
   ({'logprobs': True, 'top_logprobs': 21}, 'top_logprobs'),
   ({'logprobs': True, 'top_logprobs': -1}, 'top_logprobs'),
-  ({'response_format': {'type': 'json_object'}}, 'response_format'),
+  ({'response_format': {'type': 'xml'}}, 'response_format.type'),
+  ({'response_format': 'json'}, 'response_format'),
+  ({'response_format': {'type': 'json_schema'}}, 'response_format.json_schema'),
+  (
+    {'response_format': {'type': 'json_schema', 'json_schema': {'schema': 3}}},
+    'response_format.json_schema.schema',
+  ),
+  (
+    {
+      'response_format': {
+        'type': 'json_schema',
+        'json_schema': {'schema': {'enum': ['x' * (64 << 10)]}},
+      }
+    },
+    'response_format.json_schema.schema',
+  ),
   ({'stream': 'yes'}, 'stream'),
   ({'stream': True, 'stream_options': 3}, 'stream_options'),
   ({'functions': [{}]}, 'functions'),

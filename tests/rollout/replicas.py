@@ -6,8 +6,8 @@ import concurrent.futures
 
 import numpy as np
 
-from m2jax.rollout.api import GenerateResult, NewTokens
-from m2jax.rollout.batcher import TOTALS, EngineError
+from m2jax.rollout.api import EngineError, GenerateResult, NewTokens
+from m2jax.rollout.batcher import TOTALS
 from m2jax.rollout.page_journal import Event
 from m2jax.rollout.scheduler import Handle
 

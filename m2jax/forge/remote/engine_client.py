@@ -154,6 +154,8 @@ class RemoteScheduler:
       EngineError: it has been stopped.
     """
     requests.check(request, self._vocab_size, self._engine)
+    if request.grammar is not None:
+      raise ValueError('grammar: an engine in another process takes none')
     future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
     job = _Job(request, on_tokens, future)

@@ -71,8 +71,8 @@ class Stream:
   def __init__(self, pendings: Sequence[Pending], tokenizer: Tokenizer):
     self._pendings = pendings
     self.deltas = [
-      Deltas(tokenizer, pending.request.tools, pending.request.stop)
-      for pending in pendings
+      Deltas(tokenizer, each.request.tools, each.request.stop, each.template_version)
+      for each in pendings
     ]
 
   def begin(self) -> list[str]:

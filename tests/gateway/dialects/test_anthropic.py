@@ -206,7 +206,10 @@ BAD = [
   ({'thread': {'type': 'create'}}, 'thread'),
   ({'stop_sequences': 3}, 'stop_sequences'),
   ({'mcp_servers': [{}]}, 'mcp_servers'),
-  ({'output_config': {'format': {'type': 'json_schema'}}}, 'output_config.format'),
+  (
+    {'output_config': {'format': {'type': 'json_schema'}}},
+    'output_config.format.schema',
+  ),
 ]
 
 

@@ -250,7 +250,7 @@ BAD = [
   ({'store': True}, 'store'),
   ({'background': True}, 'background'),
   ({'conversation': 'c'}, 'conversation'),
-  ({'text': {'format': {'type': 'json_object'}}}, 'text.format'),
+  ({'text': {'format': {'type': 'json_schema'}}}, 'text.format.schema'),
   ({'include': ['message.output_text.logprobs']}, 'include'),
   ({'top_logprobs': 2}, 'top_logprobs'),
   ({'tools': [{'type': 'wish'}]}, 'tools[0].type'),

@@ -8,8 +8,9 @@ Treatment of each field:
   stop_sequences, stream; temperature, top_p and top_k as in `sampling`;
 - rejected, because conversations are not stored here: thread;
 - rejected, because ignoring them would change the meaning: images, documents, tools
-  that Anthropic's servers execute, mcp_servers, container, structured output, a last
-  message of the assistant (prefill);
+  that Anthropic's servers execute, mcp_servers, container, a last message of the
+  assistant (prefill);
+- output_config.format and output_format (`formats`): rejected in a training session;
 - accepted and counted: tool_choice 'any' and 'tool' (as 'auto'), thinking of the type
   'disabled' (M2 always thinks), context_management that edits the context, `is_error`,
   redacted thinking, and fields that the real service does not have;
@@ -29,14 +30,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from m2jax.gateway import fields, protocol, sampling
+from m2jax.gateway import fields, formats, protocol, sampling
 from m2jax.gateway import messages as messages_lib
 from m2jax.gateway.errors import invalid, unsupported
 
 NO_THREADS = 'thread_unsupported_request'
 REMINDER = '<system-reminder>'
 _LONGEST_NAME = 128
-_UNSUPPORTED = ('mcp_servers', 'container', 'output_format', 'compaction')
+_UNSUPPORTED = ('mcp_servers', 'container', 'compaction')
 _NO_EFFECT = (
   'betas', 'billing_policy', 'cache_control', 'diagnostics', 'fallback_credit_token',
   'fallbacks', 'inference_geo', 'metadata', 'service_tier', 'speed', 'user_profile_id',
@@ -47,7 +48,7 @@ _KNOWN = frozenset(
   (
     'model', 'messages', 'system', 'max_tokens', 'tools', 'tool_choice',
     'stop_sequences', 'stream', 'thinking', 'context_management', 'output_config',
-    'thread', *_SAMPLING, *_UNSUPPORTED, *_NO_EFFECT,
+    'output_format', 'thread', *_SAMPLING, *_UNSUPPORTED, *_NO_EFFECT,
   )
 )  # fmt: skip
 
@@ -68,9 +69,7 @@ def parse_count(data: dict) -> protocol.Parsed:
       'conversations are not stored here; send all messages', 'thread', NO_THREADS
     )
   config = fields.mapping(data.get('output_config') or {}, 'output_config')
-  if config.get('format') is not None:
-    raise unsupported('is not supported: output is not constrained',
-                      'output_config.format')  # fmt: skip
+  format_ = formats.of(config.get('format'), 'output_config.format')
   ignored: list[str] = list(fields.unknown(data, _KNOWN))
   _note_thinking(data, ignored)
   tools = _tool_choice(data, _tools(data.get('tools')), ignored)
@@ -84,6 +83,7 @@ def parse_count(data: dict) -> protocol.Parsed:
     sampling=sampling.read({name: data.get(name) for name in _SAMPLING}),
     stream=fields.flag(data, 'stream'),
     stop=fields.stops(data.get('stop_sequences'), 'stop_sequences'),
+    format=format_ or formats.of(data.get('output_format'), 'output_format'),
     ignored=tuple(ignored),
   )
 

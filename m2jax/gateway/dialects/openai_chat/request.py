@@ -10,8 +10,9 @@ Treatment of each field:
   repetition_penalty, min_p, logit_bias): overridden and counted in a training session
   (law 4; a seed would make the samples of a group identical), and honoured in an
   evaluation session;
-- rejected, because ignoring them would change the meaning: response_format other than
-  text, functions, function_call, audio, image or other non-text content;
+- response_format (`formats`): rejected in a training session;
+- rejected, because ignoring them would change the meaning: functions, function_call,
+  audio, image or other non-text content;
 - accepted as 'auto' and counted: tool_choice 'required' or a named function (the engine
   does not constrain its output);
 - without effect, as the model and its prompt know nothing of the kind: _NO_EFFECT;
@@ -24,9 +25,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from m2jax.gateway import fields, protocol, sampling
+from m2jax.gateway import fields, formats, protocol, sampling
 from m2jax.gateway import messages as messages_lib
-from m2jax.gateway.errors import invalid, unsupported
+from m2jax.gateway.errors import invalid
 
 ROLES = ('system', 'user', 'assistant', 'tool')
 MAX_TOP_LOGPROBS = 20  # OpenAI's
@@ -50,11 +51,6 @@ def parse(data: dict) -> protocol.Parsed:
   """Checks a body. Raises ApiError: 400, which names the invalid field."""
   model = fields.text(data.get('model'), 'model')
   fields.refuse(data, _UNSUPPORTED)
-  response_format = data.get('response_format')
-  if response_format is not None and response_format != {'type': 'text'}:
-    raise unsupported(
-      "must be {'type': 'text'}: output is not constrained", 'response_format'
-    )
   stream = fields.flag(data, 'stream')
   stream_options = fields.mapping(data.get('stream_options') or {}, 'stream_options')
   logprobs = fields.flag(data, 'logprobs')
@@ -72,6 +68,7 @@ def parse(data: dict) -> protocol.Parsed:
     logprobs=logprobs,
     top_logprobs=_top_logprobs(data, logprobs),
     n=_n(data),
+    format=formats.of(data.get('response_format'), 'response_format', 'json_schema'),
     stop=fields.stops(data.get('stop'), 'stop'),
     ignored=ignored + dropped + fields.unknown(data, _KNOWN),
   )

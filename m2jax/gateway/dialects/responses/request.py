@@ -10,8 +10,8 @@ Treatment of each field:
 - rejected, because nothing is stored here: store true, previous_response_id,
   conversation, background, prompt, and items that refer to stored ones;
 - rejected, because ignoring them would change the meaning: images and files, items of
-  tools that the real service executes, text.format other than text, top_logprobs,
-  context_management;
+  tools that the real service executes, top_logprobs, context_management;
+- text.format (`formats`): rejected in a training session;
 - accepted and counted: tool_choice that constrains the output, truncation 'auto',
   reasoning that another server encrypted, fields that the real service does not have;
 - without effect, as the model and its prompt know nothing of the kind: _NO_EFFECT.
@@ -28,7 +28,7 @@ import binascii
 import re
 from typing import Any
 
-from m2jax.gateway import fields, protocol, sampling
+from m2jax.gateway import fields, formats, protocol, sampling
 from m2jax.gateway.dialects.responses import tools as tools_lib
 from m2jax.gateway.errors import invalid, unsupported
 
@@ -86,10 +86,6 @@ def parse(data: dict) -> protocol.Parsed:
       )
   fields.refuse(data, _UNSUPPORTED)
   text = fields.mapping(data.get('text') or {}, 'text')
-  if (text.get('format') or {'type': 'text'}) != {'type': 'text'}:
-    raise unsupported(
-      "must be {'type': 'text'}: output is not constrained", 'text.format'
-    )
   ignored = list(fields.unknown(data, _KNOWN))
   if data.get('truncation') not in (None, 'disabled'):
     ignored.append('truncation')
@@ -108,6 +104,7 @@ def parse(data: dict) -> protocol.Parsed:
     max_tokens=fields.positive(data, 'max_output_tokens'),
     sampling=sampling.read({name: data.get(name) for name in _SAMPLING}),
     stream=fields.flag(data, 'stream'),
+    format=formats.of(text.get('format'), 'text.format'),
     ignored=tuple(ignored),
     echo=echo,
   )

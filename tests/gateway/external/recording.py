@@ -1,0 +1,96 @@
+"""A client's request bodies as a small file that tests replay.
+
+Kept are the structure and what the gateway decides by: types, roles, names, ids, calls,
+reasoning and results. Long texts, descriptions and default values are third-party
+products' prose: a placeholder with their length takes their place. Ids, keys and paths
+are renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DIRECTORY = Path(__file__).parent.parent / 'recorded'
+_LONGEST = 60
+# What a text begins with may decide what it is: `<system-reminder>`, a billing header.
+_LEAD = re.compile(r'\s*(<[\w-]+>|x-anthropic-billing-header:|[A-Z]\w* ?)')
+_IDS = re.compile(
+  r'[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|[0-9a-f]{32,64}'
+)
+_PROSE = ('description', 'title', 'default', 'examples', 'definition')
+
+
+class Scrubber:
+  """Replaces prose, ids and paths; the same value always by the same one."""
+
+  def __init__(self, paths: dict[str, str]):
+    """`paths`: text → what takes its place."""
+    self._paths, self._ids = paths, {}
+
+  def body(self, body: dict) -> dict:
+    body = {**body, 'tools': [self._tool(tool) for tool in body.get('tools', ())]}
+    return self._value(body if body['tools'] else {**body, 'tools': None})
+
+  def _tool(self, tool: Any) -> Any:
+    if isinstance(tool, list):
+      return [self._tool(item) for item in tool]
+    if not isinstance(tool, dict):
+      return tool
+    return {
+      name: '…' if name in _PROSE and isinstance(value, str) else self._tool(value)
+      for name, value in tool.items()
+      if name not in _PROSE or isinstance(value, str | dict)
+    }
+
+  def _value(self, value: Any) -> Any:
+    if isinstance(value, dict):
+      return {name: self._value(item) for name, item in value.items()}
+    if isinstance(value, list):
+      return [self._value(item) for item in value]
+    return self._text(value) if isinstance(value, str) else value
+
+  def _text(self, text: str) -> str:
+    for path, name in self._paths.items():
+      text = text.replace(path, name)
+    text = _IDS.sub(self._renamed, text)
+    if len(text) <= _LONGEST or text.startswith(('{"', 'm2jax:')):
+      return text
+    lead = _LEAD.match(text)
+    return f'{lead[0] if lead else ""}[{len(text)} characters]'
+
+  def _renamed(self, match: re.Match) -> str:
+    number = self._ids.setdefault(match[0], len(self._ids) + 1)
+    return re.sub('[0-9a-f]', '0', match[0])[: -len(str(number))] + str(number)
+
+
+def save(name: str, program: str, bodies: Sequence[dict], scrubber: Scrubber) -> None:
+  """Writes the bodies: fields that are equal in all of them once.
+
+  Args:
+    program: what sent them, with its version.
+  """
+  bodies = [scrubber.body(body) for body in bodies]
+  first = bodies[0]
+  same = [k for k in first if all(body.get(k) == first[k] for body in bodies)]
+  recorded = {
+    'program': program,
+    'common': {k: first[k] for k in same},
+    'requests': [{k: v for k, v in b.items() if k not in same} for b in bodies],
+  }
+  text = json.dumps(recorded, indent=1, ensure_ascii=False)
+  (DIRECTORY / f'{name}.json').write_text(text + '\n')
+
+
+def names() -> list[str]:
+  """The recorded clients."""
+  return sorted(path.stem for path in DIRECTORY.glob('*.json'))
+
+
+def load(name: str) -> list[dict]:
+  """The bodies of a client."""
+  recorded = json.loads((DIRECTORY / f'{name}.json').read_text())
+  return [{**recorded['common'], **request} for request in recorded['requests']]
