@@ -10,7 +10,9 @@ its latency; the agent runs the calls of one turn at the same time.
 Printed are medians over seeds with the range, of evaluations on held-out tasks after
 SFT and after RL, at temperature 1: success on tasks with independent keys and on
 chains; the share of calls on independent keys that share a turn; and the wall-clock
-seconds of an episode, model and tools together, for both kinds. Other flags go to the
+seconds of an episode, model and tools together, for both kinds, with the ratio of the
+two. Episodes of both kinds run at the same time, and β changes nothing about chains, so
+that the ratio does not depend on what else the machine does. Other flags go to the
 runs. Results are lines of DIR/results.jsonl; a run that is there is not repeated.
 """
 
@@ -37,6 +39,7 @@ COLUMNS = (
   ('parallel', 'parallel calls', 2),
   ('wall_s/independent', 's/episode', 2),
   ('wall_s/chain', 'chains', 2),
+  ('relative', 'ratio', 2),
 )
 
 
@@ -86,12 +89,16 @@ def measure(records: Sequence[Mapping[str, Any]], stage: str) -> dict[str, float
 
 
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
-  sides: dict[str, list[Mapping[str, float]]] = {}
+  sides: dict[str, list[dict[str, float]]] = {}
   for row in runs:
     if 'SFT' in row:
-      sides.setdefault('after SFT', []).append(row['SFT'])
+      sides.setdefault('after SFT', []).append(dict(row['SFT']))
   for row in runs:
-    sides.setdefault(f'RL, β = {row["beta"]:g}', []).append(row['RL'])
+    sides.setdefault(f'RL, β = {row["beta"]:g}', []).append(dict(row['RL']))
+
+  for found in sides.values():
+    for m in found:
+      m['relative'] = m['wall_s/independent'] / m['wall_s/chain']
 
   def cell(values: Sequence[float], digits: int) -> str:
     low, middle, high = (f'{f(values):.{digits}f}' for f in (min, np.median, max))

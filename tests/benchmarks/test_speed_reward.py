@@ -53,4 +53,4 @@ def test_measurements_are_of_one_stage_and_weighted():
   *_, sft, zero, fast = speed_reward.table(rows).splitlines()
   assert sft.startswith('| after SFT | 1 | 0.60 | 0.90 | 0.74 |')
   assert zero.startswith('| RL, β = 0 | 1 |')
-  assert fast.startswith('| RL, β = 0.5 | 1 | 0.60 | 0.90 | 0.90 |')
+  assert fast == '| RL, β = 0.5 | 1 | 0.60 | 0.90 | 0.90 | 0.50 | 0.70 | 0.71 |'
