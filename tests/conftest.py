@@ -66,6 +66,7 @@ _FIRST = (
   'train/test_hosts.py',
   'experiments/test_evaluate_mesh.py',
   'forge/remote/test_roles.py',
+  'faults/test_kills.py',
   'model/test_forest_chunks.py',
 )
 

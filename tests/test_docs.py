@@ -15,6 +15,12 @@ CODE = [
   for folder in ('m2jax', 'experiments', 'configs', 'benchmarks', 'launch', 'tests')
   for path in sorted((ROOT / folder).rglob('*.py'))
 ]
+TESTS = {
+  name
+  for path in CODE
+  if path.is_relative_to(ROOT / 'tests')
+  for name in re.findall(r'def (test_\w+)', path.read_text())
+}
 PAGES = [ROOT / 'README.md', *sorted(DOCS.rglob('*.md'))]
 CITED = re.compile(
   r'([a-z0-9-]+)\.md((?:,? (?:and )?§[0-9]+(?:\.[0-9]+)*(?:–[0-9]+)?)+)'
@@ -71,6 +77,8 @@ def test_links_and_named_tests_are_there(page):
     assert (page.parent / target).exists(), f'{page.name} links to {target}'
   for target in re.findall(r'`(tests/[\w/]+(?:\.py)?)`', text):
     assert (ROOT / target).exists(), f'{page.name} names {target}'
+  for name in re.findall(r'`(?:[\w/]+\.py::)?(test_\w+)`', text):
+    assert name in TESTS, f'{page.name} names {name}'
 
 
 def test_the_readme_s_code_runs(tmp_path):

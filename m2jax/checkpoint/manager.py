@@ -12,7 +12,6 @@ A step's directory has `state/`, the arrays (OCDBT), and `host/` with `host.json
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import json
@@ -164,13 +163,7 @@ class CheckpointManager:
         f'step {step} is not after the latest step {latest} in {self.directory}: '
         'to branch off an earlier step, save to another directory'
       )
-    try:
-      self._orbax.save(step, args=args, force=True)
-    except Exception:
-      # What its threads meet too is no error of the next save.
-      with contextlib.suppress(Exception):
-        self._orbax.wait_until_finished()
-      raise
+    self._orbax.save(step, args=args, force=True)
 
   def _call(self, function, *args):
     """Calls it in Orbax's thread. A full disk is an OSError, also in tensorstore."""

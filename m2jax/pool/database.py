@@ -12,11 +12,9 @@ The same statements run on both. What each of them needs for that is here:
   outage    A PostgreSQL server may go away. `retrying` repeats a read or a transaction
             for `outage_s` seconds. If the connection is lost in a commit, nobody knows
             whether it was done: each transaction of a writer therefore also stores its
-            number (`writers`), and the next one looks for it. The server's own record
-            of transaction ids does not serve, since a crash may reuse an id.
-            A client that stops in mid-transaction loses it after `_IDLE_S`, and with it
-            the lock. A server that is there but answers nothing, such as one that is
-            frozen, is away too (`watch`).
+            number (`writers`), and the next one looks for it; the server may reuse its
+            own ids after a crash. A frozen server is away too (`watch`); a client that
+            stops in mid-transaction loses it, and the lock, after `_IDLE_S`.
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ class Database:
 
   Attributes:
     url: without its password, for messages.
-    engine: SQLAlchemy's; its connections with the execution option `write=True` begin
-      write transactions.
+    engine: SQLAlchemy's; the option `write=True` is for connections that write.
     server: whether it is a server, whose connections may be lost.
     outage_s: seconds for which a lost server is awaited.
   """
@@ -81,14 +78,20 @@ class Database:
     """Returns `function(connection)`, which only reads.
 
     Raises:
-      PoolBroken: the server was away for longer than `outage_s`.
+      PoolBroken: it cannot be read, or was away for longer than `outage_s`.
     """
 
     def run():
       with self.engine.connect() as connection, watch.watched(connection, self.url):
         return function(connection)
 
-    return self.retrying(run)
+    try:
+      return self.retrying(run)
+    except sa.exc.DBAPIError as error:
+      if not fatal(error):
+        raise
+      message = f'data pool {self.url}: cannot read: {first_line(error)}'
+      raise PoolBroken(message) from error
 
   def retrying(self, run: Callable[[], _T]) -> _T:
     """Returns `run()`; repeats it while the server is away, for up to `outage_s`.
@@ -108,12 +111,12 @@ class Database:
           give_up_s = now_s + self.outage_s
           logging.warning(
             'data pool %s: %s; trying again for %g s',
-            *(self.url, _first_line(error), self.outage_s),
+            *(self.url, first_line(error), self.outage_s),
           )
         if now_s >= give_up_s:
           raise PoolBroken(
             f'data pool {self.url}: no connection for {self.outage_s:g} s: '
-            f'{_first_line(error)}'
+            f'{first_line(error)}'
           ) from error
         time.sleep(min(pause_s, give_up_s - now_s))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -174,7 +177,7 @@ def open_database(url: str, outage_s: float = 0.0) -> tuple[Database, str]:
   except sa.exc.SQLAlchemyError as error:
     database.close()
     raise ValueError(
-      f'data pool: {database.url!r}: cannot open it: {_first_line(error)}'
+      f'data pool: {database.url!r}: cannot open it: {first_line(error)}'
     ) from error
   except BaseException:
     database.close()
@@ -204,9 +207,7 @@ def open_read_only(url: str | os.PathLike) -> Database:
       _check_schema(_meta(connection), database.url)
   except sa.exc.SQLAlchemyError as error:
     database.close()
-    raise ValueError(
-      f'{database.url}: not a data pool: {_first_line(error)}'
-    ) from error
+    raise ValueError(f'{database.url}: not a data pool: {first_line(error)}') from error
   except BaseException:
     database.close()
     raise
@@ -366,7 +367,8 @@ def _turned_away(error: sa.exc.DBAPIError) -> bool:
   return _sqlstate(error) is None and 'FATAL: ' in text and not for_now
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+  """The message of an error without the statement and its values, which follow."""
   return str(getattr(error, 'orig', None) or error).strip().partition('\n')[0]
 
 

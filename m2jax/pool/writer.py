@@ -109,7 +109,7 @@ class Writer:
         lambda: len(self._queue) < self._max_queued or self._closing or self._error
       )
       if self._error:
-        raise PoolBroken(f'data pool: {self._error}') from self._error
+        raise self._broken() from self._error
       if self._closing:
         raise RuntimeError('data pool: used after close()')
       self._queue.append((operation, future))
@@ -168,17 +168,26 @@ class Writer:
 
   def _break(self, error: BaseException, batch: list) -> None:
     """Fails the batch, and all that is queued now or later."""
-    logging.error('data pool: cannot write: %s', error)
     with self._changed:
       self._error = error
       batch += self._queue
       self._queue.clear()
       self._changed.notify_all()
+    logging.error('%s', self._broken())
     for _, future in batch:
       if future is not None:
-        broken = PoolBroken(f'data pool: {error}')
+        broken = self._broken()
         broken.__cause__ = error
         future.set_exception(broken)
+
+  def _broken(self) -> PoolBroken:
+    """The error of all later calls, in one line: what is written is not shown."""
+    if isinstance(self._error, PoolBroken):
+      return PoolBroken(str(self._error))
+    return PoolBroken(
+      f'data pool {self._database.url}: cannot write: '
+      f'{database_lib.first_line(self._error)}'
+    )
 
   def _apply(self, connection: sa.Connection, batch: list) -> list[tuple]:
     """Applies a batch; returns (future, result, error) of each call."""

@@ -1,4 +1,4 @@
-"""Agents and verifiers that never end: each has a bound, and a message."""
+"""Agents, verifiers and roles that never end or come: a bound, and a message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import pytest
 
 from m2jax.agents import episodes
-from m2jax.forge.remote import agents
+from m2jax.forge.remote import agents, learner, shared
 from m2jax.forge.roles import RolloutsFailed
 from tests.faults import stuck
 
@@ -59,3 +59,32 @@ def test_an_agent_that_ignores_its_cancellation(monkeypatch, caplog):
     began_s = time.monotonic()
   assert time.monotonic() - began_s < 2.0
   assert 'ignores its cancellation' in caplog.text
+
+
+class Away:
+  """The gateway, the publisher of weights and the pool of a learner that is alone."""
+
+  begun_lineage = 0
+
+  def health(self):
+    return False, {}
+
+  def publish(self, *args):
+    pass
+
+
+def test_a_wait_for_another_role_ends(monkeypatch):
+  """One that was never there is awaited for a day, one that was lost not so long."""
+  away = Away()
+  weights = learner.PublishedWeights(away, None, away, away)
+  weights.update_weights({}, 0)
+  monkeypatch.setattr(shared, 'WAIT_S', 0.5)
+  began_s = time.monotonic()
+  with pytest.raises(RolloutsFailed, match='waited 0.5 s for gateway and engine'):
+    weights.wait_until_served(0.1)
+  assert time.monotonic() - began_s > 0.5
+  away.health = lambda: (True, {'policy_version': 10})
+  weights.wait_until_served(0.1)
+  away.health = lambda: (False, {})
+  with pytest.raises(RolloutsFailed, match='waited 0.1 s for gateway and engine'):
+    weights.wait_until_served(0.1)

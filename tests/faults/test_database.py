@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 
 import pytest
 
 from m2jax import records
+from m2jax.forge.remote import shared
+from m2jax.forge.remote.config import RolesConfig
 from m2jax.pool import data_pool, database, watch
 from tests.gateway.test_errors import OK, post
 
@@ -62,6 +65,19 @@ def test_a_long_transaction_is_not_cut(postgresql, monkeypatch, caplog):
   with data_pool.DataPool(postgresql.new_url()) as pool:
     pool._database.read(lambda c: c.exec_driver_sql('SELECT pg_sleep(0.7)').scalar())
   assert 'takes long' in caplog.text
+
+
+def test_a_learner_killed_while_it_claimed_its_pool(postgresql, tmp_path):
+  """Its file without contents does not make the pool another run's for ever."""
+  roles = RolesConfig(pool_url=postgresql.new_url())
+  config = types.SimpleNamespace(roles=roles)
+  (tmp_path / 'pool.id').touch()
+  for index in range(2):
+    with shared.claim_pool(config, tmp_path) as pool:
+      pool.submit(records.WorkItem(index, 't', 1))
+  (tmp_path / 'pool.id').write_text('another')
+  with pytest.raises(ValueError, match='pool of another run'):
+    shared.claim_pool(config, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -111,14 +111,16 @@ def claim_pool(config: ForgeConfig, workdir: Path) -> DataPool:
   path = workdir / _POOL
   if not config.roles.pool_url:
     return pool
-  mine = path.read_text() if path.exists() else None
-  if mine != pool.run and (mine is not None or pool.next_index()):
+  mine = path.read_text() if path.exists() else ''
+  if mine != pool.run and (mine or pool.next_index()):
     pool.close()
     raise ValueError(
       f'config.roles.pool_url={shown_url(config.roles.pool_url)!r}: has the pool of '
       f'another run than {workdir}: give an empty database'
     )
-  path.write_text(pool.run)
+  new = path.with_suffix('.new')
+  new.write_text(pool.run)
+  new.replace(path)
   return pool
 
 
