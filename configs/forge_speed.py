@@ -6,8 +6,8 @@ HARDWARE: two CPU cores; minutes.
 RESULT: docs/rl.md, by `python -m benchmarks.speed_reward`.
 
 Three of ten demonstrations look independent keys up in one turn, the others one by one,
-and both are right. Without the speed reward (`reward.beta`, 0 here) nothing prefers
-either. Chains, whose calls depend on one another, are in the same run.
+and both are right. Without the speed reward (`reward.beta`, 0 here) success alone
+decides between them. Chains, whose calls depend on one another, are in the same run.
 
 Variant: `:smoke` runs every phase for seconds, as a check.
 """
