@@ -18,6 +18,7 @@ import json
 import pathlib
 import random
 import statistics
+import sys
 import tempfile
 import time
 
@@ -64,9 +65,10 @@ def drain(
     for name in NAMES:
       roles.start(name)
     roles.more_updates(1)
-    for kill in kills:
+    for i, kill in enumerate(kills, 1):
       roles.more_updates(kill.updates)
       time.sleep(kill.pause_s)
+      print(f'kill {i} of {len(kills)}: {kill.victim}', file=sys.stderr, flush=True)
       before, killed_s = len(roles.witness('update')), time.monotonic()
       if kill.victim == DATABASE:
         server.kill()
