@@ -285,8 +285,9 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
 
   Means are NaN, not 0, if no trajectory was judged. `success` is the fraction with
   verdict 1, so it excludes partial credit; each family with a judged trajectory has a
-  `success/FAMILY`. `dropped_fraction` is the fraction of trajectories that are not
-  trained: masked, in a dropped group, or without a non-zero advantage.
+  `success/FAMILY`, and each domain a `success/DOMAIN`. `dropped_fraction` is the
+  fraction of trajectories that are not trained: masked, in a dropped group, or without
+  a non-zero advantage.
   """
   judged = [c for g in groups for c in g.credits if not c.masked]
   untrained = sum(
@@ -294,7 +295,8 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   )
   families: dict[str, list[float]] = {}
   for c in judged:
-    families.setdefault(c.trajectory.family, []).append(c.trajectory.success >= 1)
+    for name in {c.trajectory.family, c.trajectory.domain} - {''}:
+      families.setdefault(name, []).append(c.trajectory.success >= 1)
 
   def mean(values):
     return float(np.mean(values)) if len(values) else float('nan')
