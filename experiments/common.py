@@ -223,6 +223,8 @@ def build(kind: type, values: Any, path: str = 'config') -> Any:
   """
   if isinstance(values, ml_collections.ConfigDict):
     values = values.to_dict(preserve_field_references=False)
+  if values and (entries := fields.entries_of(kind)) is not None:
+    return {name: build(entries, v, f'{path}.{name}') for name, v in values.items()}
   if not dataclasses.is_dataclass(kind) or values is None:
     return tuple(values) if isinstance(values, list) else values
   try:

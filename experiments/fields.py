@@ -22,6 +22,10 @@ def complete(
     config: fields of `kind`; changed and returned.
     kind: the dataclass that `experiments.common.build` makes from it.
   """
+  if (entries := entries_of(kind)) is not None:
+    for value in config.values():
+      complete(value, entries)
+    return config
   kind = chosen(kind, config)
   hints = typing.get_type_hints(kind)
   for field in dataclasses.fields(kind):
@@ -35,7 +39,7 @@ def complete(
         continue  # `build` reports what is missing
       config[name] = _settable(default, kinds)
     elif isinstance(config[name], ml_collections.ConfigDict):
-      for part in filter(dataclasses.is_dataclass, kinds):
+      for part in filter(_has_fields, kinds):
         complete(config[name], part)
   return config
 
@@ -48,6 +52,17 @@ def chosen(kind: type, values: Mapping[str, Any]) -> type:
   """
   of_kind = getattr(kind, 'of_kind', None)
   return of_kind(values['kind']) if of_kind and 'kind' in values else kind
+
+
+def entries_of(kind: Any) -> type | None:
+  """The dataclass X of a hint `Mapping[str, X]`, else None."""
+  if typing.get_origin(kind) is Mapping and len(args := typing.get_args(kind)) == 2:
+    return args[1] if dataclasses.is_dataclass(args[1]) else None
+  return None
+
+
+def _has_fields(kind: Any) -> bool:
+  return dataclasses.is_dataclass(kind) or entries_of(kind) is not None
 
 
 def _settable(value, kinds: tuple[type, ...]):

@@ -158,6 +158,12 @@ class Trajectory:
     by_turn = [len(m.get('tool_calls') or ()) for m in replies]
     return sum(n for n in by_turn if n > 1), sum(by_turn)
 
+  @property
+  def domain(self) -> str:
+    """The family's part before '/' (`tasks.mixed`); '' in a run of one domain."""
+    domain, slash, _ = self.family.partition('/')
+    return domain if slash else ''
+
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryReward:

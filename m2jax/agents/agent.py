@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from m2jax import kinds, sandbox
 from m2jax.tasks import Environment, Task
@@ -30,6 +30,20 @@ class AuthorConfig:
   submit: str = ''
   submit_tool: str = ''
   submit_argument: str = ''
+
+
+class Shown(NamedTuple):
+  """A chat of a demonstration, as an agent shows it to the model.
+
+  Attributes:
+    messages, tools: OpenAI dicts.
+    trained: index of the only message that is trained; None trains all of the
+      assistant's.
+  """
+
+  messages: Sequence[Mapping[str, Any]]
+  tools: Sequence[Mapping[str, Any]]
+  trained: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +67,20 @@ class AgentConfig:
     them. None: the task and `system` say all that the model is shown.
     """
     return None
+
+  def of_task(self, spec: str) -> AgentConfig:
+    """The agent that attempts the task of a spec: itself, unless it is a mixture."""
+    return self
+
+  def shown(
+    self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+  ) -> list[Shown]:
+    """The chats that the model would be shown of a demonstration, for SFT."""
+    messages = list(messages)
+    has_system = messages and messages[0].get('role') in ('system', 'developer')
+    if self.system is not None and not has_system:
+      messages.insert(0, {'role': 'system', 'content': self.system})
+    return [Shown(messages, tools)]
 
   @classmethod
   def of_kind(cls, kind: str) -> type[AgentConfig]:

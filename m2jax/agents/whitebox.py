@@ -3,11 +3,15 @@
 It knows a base URL and a key, as any agent does (docs/facts/m2-and-forge.md §4.4); it
 is white-box because its loop is part of this code. An infrastructure failure is masked
 from the loss, every other end of an episode is judged (law 5).
+
+Its context is managed inside the episode (`agents.context`): by a policy, or by the
+model itself through tools. A sub-agent (`delegate`) is a thread of its own in the same
+environment and under the same key, so that its completions are samples of the same
+trajectory.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import json
@@ -15,23 +19,18 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import httpx
-
-from m2jax.agents import http
-from m2jax.agents.agent import Agent, AgentConfig, Endpoint, Outcome
+from m2jax.agents import context, http, model_client, scaffold
+from m2jax.agents.agent import Agent, AgentConfig, Endpoint, Outcome, Shown
+from m2jax.agents.context import ContextConfig
+from m2jax.agents.model_client import ContextExceeded, InfrastructureFailure
+from m2jax.agents.sub_agents import DELEGATE, TOOL, SubAgentsConfig
+from m2jax.agents.thread import Thread
+from m2jax.checks import require
 from m2jax.tasks import BadCall, Environment, Execute, Task
 from m2jax.text import markup
 from m2jax.text.parsing import Status
 
 _BROKEN = (Status.MALFORMED_STRUCTURE, Status.UNCLOSED_BLOCK, Status.UNCLOSED_THINKING)
-
-
-class _Infrastructure(Exception):
-  """The episode cannot continue, for a reason other than the model."""
-
-
-class _ContextExceeded(Exception):
-  """The prompt exceeds the context."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +46,10 @@ class WhiteboxConfig(AgentConfig):
     retries: additional attempts after a connection failure or an HTTP 429 or 5xx.
     retry_delay_s: pause before the first retry; doubles with each.
     request_timeout_s: wall-clock limit of one completion.
+    context: how the context is managed.
+    sub_agents: what may be delegated.
+    instruction: the user's message; `{instruction}` is the task's.
+    rename: name of a tool or of an argument of the task's -> what the model is shown.
   """
 
   kind: str = 'whitebox'
@@ -56,6 +59,31 @@ class WhiteboxConfig(AgentConfig):
   retries: int = 3
   retry_delay_s: float = 0.2
   request_timeout_s: float = 600.0
+  context: ContextConfig = ContextConfig()
+  sub_agents: SubAgentsConfig = SubAgentsConfig()
+  instruction: str = '{instruction}'
+  rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    has = '{instruction}' in self.instruction
+    require(self, has, 'instruction', "a text with '{instruction}'")
+
+  def shown(
+    self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+  ) -> list[Shown]:
+    """See `AgentConfig.shown`; one chat per turn if thinking is dropped."""
+    messages, tools = scaffold.shown(messages, tools, self.rename, self.instruction)
+    [chat] = super().shown(messages, self.offered(tools))
+    if self.context.thinking == 'keep':
+      return [chat]
+    return scaffold.by_turn(chat)
+
+  def offered(self, tools: Sequence[Mapping[str, Any]], depth: int = 0) -> list[dict]:
+    """A task's tools, as the model is shown them, and the agent's own."""
+    own = [context.ACTIONS[name] for name in self.context.actions]
+    if depth < self.sub_agents.depth:
+      own.append(TOOL)
+    return [*tools, *own]
 
 
 Config = WhiteboxConfig
@@ -67,23 +95,31 @@ class _Episode:
 
   Attributes:
     post: posts a completion request and returns the body of the response.
-    body: body of the requests; each turn extends its messages.
+    count: counts the tokens of messages (`thread.Count`).
+    body: what the bodies of all requests have in common.
     execute: runs calls of the tools in `names`.
-    names: names of the task's tools.
-    independent: those whose calls of one turn run at the same time.
-    max_turns: maximum number of completions.
+    tools: of the task, as the model is shown them.
+    names: their names, and those of their arguments -> the task's.
+    independent: the task's tools whose calls of one turn run at the same time.
+    main: the main thread.
     started_s: start on the monotonic clock.
-    outcome: the result, filled in as the episode proceeds.
+    outcome: the result, filled in as the episode proceeds; its messages are those of
+      all threads, as they came, and no edit removes any.
+    edits, delegations: so far.
   """
 
   post: Callable[[dict], Awaitable[dict]]
+  count: Callable[[list[dict]], Awaitable[tuple[int, int]]]
   body: dict[str, Any]
   execute: Execute
-  names: list[str]
+  tools: list[dict]
+  names: Mapping[str, str]
   independent: frozenset[str]
-  max_turns: int
+  main: Thread
   started_s: float
   outcome: Outcome
+  edits: int = 0
+  delegations: int = 0
 
 
 class Whitebox(Agent):
@@ -96,46 +132,39 @@ class Whitebox(Agent):
   async def prepare(
     self, task: Task, environment: Environment, endpoint: Endpoint
   ) -> _Episode:
-    config, messages = self._config, []
-    if config.system is not None:
-      messages.append({'role': 'system', 'content': config.system})
-    messages.append({'role': 'user', 'content': task.instruction})
-    body = {
-      'model': endpoint.model,
-      'messages': messages,
-      'tools': list(task.tools),
-      'max_tokens': config.max_tokens,
-      **config.sampling,
-      **endpoint.sampling,
-    }
+    config = self._config
+    user = {'role': 'user', 'content': task.instruction}
+    [user], tools = scaffold.shown(
+      [user], task.tools, config.rename, config.instruction
+    )
+    offered = config.offered(tools)
+    scaffold.check_names(offered)
+    post, count = model_client.make(self._client, endpoint, config, offered)
+    messages = [*self._system(), user]
     return _Episode(
-      post=_poster(self._client, endpoint, config),
-      body=body,
+      post=post,
+      count=count,
+      body={
+        'model': endpoint.model,
+        'max_tokens': config.max_tokens,
+        **config.sampling,
+        **endpoint.sampling,
+      },
       execute=environment.execute,
-      names=[tool['function']['name'] for tool in task.tools],
+      tools=tools,
+      names=scaffold.names(task.tools, config.rename),
       independent=environment.independent,
-      max_turns=task.max_tool_calls + 1,
+      main=Thread(messages, config.context, count, offered, task.max_tool_calls + 1),
       started_s=time.monotonic(),
-      outcome=Outcome(messages=list(messages)),
+      outcome=Outcome(messages=list(messages), tools=offered),
     )
 
   async def run(self, episode: _Episode) -> None:
-    outcome = episode.outcome
+    outcome, thread = episode.outcome, episode.main
     try:
-      for _ in range(episode.max_turns):
-        choice = (await episode.post(episode.body))['choices'][0]
-        message = choice['message']
-        self._add(message, episode)
-        if choice['finish_reason'] == 'length':
-          outcome.end_reason = 'length'
-          return
-        if not await self._act(choice, episode):
-          outcome.end_reason, outcome.answer = 'answer', message.get('content') or ''
-          return
-      outcome.end_reason = 'max_turns'
-    except _ContextExceeded:
-      outcome.end_reason = 'context'
-    except _Infrastructure as error:
+      outcome.end_reason = await self._converse(thread, episode)
+      outcome.answer = thread.answer
+    except InfrastructureFailure as error:
       outcome.end_reason, outcome.error = 'infrastructure', str(error)
 
   async def finish(self, episode: _Episode) -> Outcome:
@@ -145,14 +174,81 @@ class Whitebox(Agent):
   async def close(self) -> None:
     await self._client.aclose()
 
-  def _add(self, message: dict, episode: _Episode) -> None:
-    episode.body['messages'].append(message)
-    episode.outcome.messages.append(message)
+  def _system(self) -> list[dict]:
+    system = self._config.system
+    return [] if system is None else [{'role': 'system', 'content': system}]
 
-  async def _act(self, choice: dict, episode: _Episode) -> bool:
+  async def _converse(self, thread: Thread, episode: _Episode) -> str:
+    """Completions and calls until the thread's answer; returns its end reason."""
+    try:
+      while thread.turns < thread.max_turns:
+        await self._make_room(thread, episode)
+        choice = await self._complete(thread, episode)
+        if choice['finish_reason'] == 'length':
+          return 'length'
+        if not await self._act(choice, thread, episode):
+          thread.answer = choice['message'].get('content') or ''
+          return 'answer'
+        if thread.act():
+          episode.edits += 1
+    except ContextExceeded:
+      return 'context'
+    return 'max_turns'
+
+  async def _complete(self, thread: Thread, episode: _Episode, **fields: Any) -> dict:
+    """Samples a completion and adds it to the thread; returns the choice."""
+    reply = await episode.post(episode.body | thread.fields() | fields)
+    choice = reply['choices'][0]
+    thread.completed(choice['message'], reply['usage'])
+    episode.outcome.messages.append(choice['message'])
+    return choice
+
+  async def _make_room(self, thread: Thread, episode: _Episode) -> None:
+    """Edits the context by the policy if the next completion would exceed it."""
+    config, room = self._config.context, self._config.max_tokens
+    if not config.policy or episode.edits >= config.max_edits:
+      return
+    if not await thread.overflow(room):
+      return
+    edit = await thread.fitting(
+      context.edits(thread.messages, thread.head, config), room
+    )
+    if edit is None:  # head alone: nothing can be removed
+      return
+    if config.policy == context.SUMMARISE:
+      edit = await self._summarise(thread, episode)
+    thread.replace(*edit)
+    episode.edits += 1
+
+  async def _summarise(
+    self, thread: Thread, episode: _Episode
+  ) -> tuple[str, list[dict]]:
+    """Lets the model write notes, in one more completion; the edit with them."""
+    tokens = self._config.context.notes_tokens
+    ask = {'role': 'system', 'content': context.SUMMARISE_NOW}
+    for keep in range(len(context.turns(thread.messages)), -1, -1):
+      kept = context.window(thread.messages, keep)
+      if await thread.fits([*kept, ask], tokens):
+        break
+    if kept != thread.messages:
+      thread.replace(context.WINDOW, kept)
+    thread.add(ask)
+    episode.outcome.messages.append(ask)
+    choice = await self._complete(thread, episode, max_tokens=tokens)
+    notes = (choice['message'].get('content') or '').strip()
+    head = thread.head
+    edited = context.restart(thread.messages, head, notes)
+    if not await thread.fits(edited, self._config.max_tokens):
+      edited = context.restart(thread.messages, head)
+    return context.SUMMARISE, edited
+
+  async def _act(self, choice: dict, thread: Thread, episode: _Episode) -> bool:
     """Runs a message's tool calls; returns False if it has none and is the answer."""
     outcome, message = episode.outcome, choice['message']
     calls = message.get('tool_calls') or ()
+    thread.turns += not calls or any(
+      call['function']['name'] not in self._config.context.actions for call in calls
+    )
     if not calls:
       # Content contains tool-call markup if a call could not be parsed or was only
       # quoted by the model; the parser's status distinguishes the two.
@@ -162,37 +258,93 @@ class Whitebox(Agent):
       # A tool message needs the id of a call, so this is a user message.
       outcome.tool_errors += 1
       error = {'role': 'user', 'content': 'error: malformed tool call'}
-      self._add(error, episode)
+      self._add(error, thread, episode)
       return True
-    names = {call['function']['name'] for call in calls}
-    run = [functools.partial(self._timed, call['function'], episode) for call in calls]
+    names = {episode.names.get(call['function']['name'], '') for call in calls}
+    run = [
+      functools.partial(self._timed, call['function'], thread, episode)
+      for call in calls
+    ]
     results = await in_order(run, together=names <= episode.independent)
     for call, (observation, seconds) in zip(calls, results, strict=True):
       shown = {'role': 'tool', 'tool_call_id': call['id'], 'content': observation}
-      episode.body['messages'].append(shown)
-      outcome.messages.append(shown | {'duration_s': seconds})
+      thread.add(shown)
+      episode.outcome.messages.append(shown | {'duration_s': seconds})
     return True
 
-  async def _timed(self, function: dict, episode: _Episode) -> tuple[str, float]:
+  def _add(self, message: dict, thread: Thread, episode: _Episode) -> None:
+    thread.add(message)
+    episode.outcome.messages.append(message)
+
+  async def _timed(
+    self, function: dict, thread: Thread, episode: _Episode
+  ) -> tuple[str, float]:
     """Runs one call; returns the observation and its duration in seconds."""
     started_s = time.monotonic()
-    observation = await self._call(function, episode)
+    observation = await self._call(function, thread, episode)
     return observation, round(time.monotonic() - started_s, 4)
 
-  async def _call(self, function: dict, episode: _Episode) -> str:
+  async def _call(self, function: dict, thread: Thread, episode: _Episode) -> str:
     """Runs one call; returns the observation."""
     outcome, name = episode.outcome, function['name']
     try:
-      if name not in episode.names:
-        raise BadCall(f'no tool {name!r}; use {", ".join(episode.names)}')
-      shown = await episode.execute(name, json.loads(function['arguments']))
+      offered = [tool['function']['name'] for tool in thread.tools]
+      if name not in offered:
+        raise BadCall(f'no tool {name!r}; use {", ".join(offered)}')
+      arguments = json.loads(function['arguments'])
+      limits = self._config.sub_agents
+      if name in self._config.context.actions or (name == DELEGATE and limits.depth):
+        return await self._own(name, arguments, thread, episode)
+      arguments = {episode.names.get(k, k): v for k, v in arguments.items()}
+      shown = await episode.execute(episode.names[name], arguments)
     except BadCall as error:
       outcome.tool_errors += 1
       return f'error: {error}'
+    except InfrastructureFailure:
+      raise
     except Exception as error:
-      raise _Infrastructure(f'tool {name}: {error!r}') from error
+      raise InfrastructureFailure(f'tool {name}: {error!r}') from error
     outcome.tool_calls += 1
     return cut(shown, self._config.observation_bytes)
+
+  async def _own(
+    self, name: str, arguments: Mapping, thread: Thread, episode: _Episode
+  ) -> str:
+    """Runs a call of one of the agent's own tools. Raises BadCall."""
+    if name == DELEGATE:
+      return await self._delegate(arguments, thread, episode)
+    notes = arguments.get('notes', '')
+    if episode.edits >= self._config.context.max_edits:
+      thread.turns += 1  # else the model could ask for ever
+      raise BadCall('no more edits of the context')
+    if not isinstance(notes, str):
+      raise BadCall('notes must be a string')
+    thread.asked = name, cut(notes, self._config.observation_bytes)
+    return 'done'
+
+  async def _delegate(
+    self, arguments: Mapping, thread: Thread, episode: _Episode
+  ) -> str:
+    """Runs a sub-agent in the same environment; returns its answer. Raises BadCall."""
+    config, limits = self._config, self._config.sub_agents
+    task = arguments.get('task')
+    if not isinstance(task, str) or not task.strip():
+      raise BadCall(f'{DELEGATE} takes one string: task')
+    if episode.delegations >= limits.count:
+      raise BadCall('no more sub-agents')
+    episode.delegations += 1
+    depth = thread.depth + 1
+    user = {'role': 'user', 'content': cut(task, config.observation_bytes)}
+    tools = config.offered(episode.tools, depth)
+    sub = Thread(
+      [*self._system(), user], config.context, thread.count, tools, limits.max_turns,
+      depth,
+    )  # fmt: skip
+    episode.outcome.messages.append(user)
+    end_reason = await self._converse(sub, episode)
+    if end_reason != 'answer':
+      return f'error: the sub-agent ended: {end_reason}'
+    return cut(sub.answer, config.observation_bytes)
 
 
 make = Whitebox
@@ -230,46 +382,3 @@ def cut(text: str, limit_bytes: int) -> str:
   head = data[: limit_bytes - tail_bytes].decode('utf-8', 'ignore')
   tail = data[len(data) - tail_bytes :].decode('utf-8', 'ignore')
   return f'{head}\n[{len(data) - limit_bytes} bytes cut]\n{tail}'
-
-
-def _poster(
-  client: httpx.AsyncClient, endpoint: Endpoint, config: WhiteboxConfig
-) -> Callable[[dict], Awaitable[dict]]:
-  """Makes a function that posts a completion request, with retries."""
-  url = httpx.URL(endpoint.base_url.rstrip('/') + '/chat/completions')
-  headers = {
-    'authorization': f'Bearer {endpoint.api_key}',
-    'content-type': 'application/json',
-  }
-  timeout = httpx.Timeout(config.request_timeout_s).as_dict()
-
-  async def post(body: dict) -> dict:
-    content = json.dumps(body).encode()
-    for attempt in range(config.retries + 1):
-      if attempt:
-        await asyncio.sleep(config.retry_delay_s * 2 ** (attempt - 1))
-      request = httpx.Request(
-        'POST', url, headers=headers, content=content, extensions={'timeout': timeout}
-      )
-      try:
-        response = await client.send(request)
-      except httpx.TransportError as error:
-        failure = f'{type(error).__name__}: {error}'
-        continue
-      if response.status_code == 200:
-        return json.loads(response.content)
-      failure = f'HTTP {response.status_code}: {response.text[:500]}'
-      if response.status_code not in (429, 500, 502, 503, 504):
-        if _error_code(response) == 'context_length_exceeded':
-          raise _ContextExceeded
-        break
-    raise _Infrastructure(f'gateway: {failure}')
-
-  return post
-
-
-def _error_code(response: httpx.Response) -> str | None:
-  try:
-    return response.json()['error']['code']
-  except (ValueError, KeyError, TypeError):
-    return None

@@ -24,11 +24,13 @@ class Chat(NamedTuple):
   Attributes:
     name: for error messages.
     messages, tools: OpenAI dicts.
+    trained: index of the only message that is trained; None: all of the assistant's.
   """
 
   name: str
   messages: Sequence[Mapping[str, Any]]
   tools: Sequence[Mapping[str, Any]] = ()
+  trained: int | None = None
 
   def text(self) -> str:
     """The chat as rendered by the template."""
@@ -96,6 +98,8 @@ def encode(
   chats, samples = list(chats), []
   for found in chats:
     pieces = chat.segments(found.messages, found.tools)
+    if (only := found.trained) is not None:
+      pieces = [p._replace(owned=p.owned and p.message == only) for p in pieces]
     ids, owned = tokenizer.encode_chat(tok, pieces)
     if not any(owned):
       raise ValueError(f'{found.name}: no assistant message to train on')

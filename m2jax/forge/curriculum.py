@@ -76,13 +76,19 @@ class Curriculum:
     with self._lock:
       return {family: average.success for family, average in self._recent.items()}
 
-  def draw(self, key: str) -> str:
-    """Samples a family by the current weights; a function of them and `key` alone."""
-    names = sorted(self._weights)
+  def draw(self, key: str, weights: Mapping[str, float] | None = None) -> str:
+    """Samples a family by the current weights; a function of them and `key` alone.
+
+    Args:
+      key: seed of the draw.
+      weights: frequencies of the families in this stage; None: those of the start.
+    """
+    base = self._weights if weights is None else weights
+    names = sorted(base)
     with self._lock:
       factors = [2 * self._recent[name].deviation() for name in names]
     weights = [
-      self._weights[name] * max(self._config.floor, factor)
+      base[name] * max(self._config.floor, factor)
       for name, factor in zip(names, factors, strict=True)
     ]
     return random.Random(key).choices(names, weights)[0]

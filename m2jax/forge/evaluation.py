@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from m2jax import tasks as tasks_lib
 from m2jax.agents import episodes
@@ -19,8 +19,9 @@ class Tally:
   """Number of successes and of judged tasks, for one part of an evaluation.
 
   Attributes:
-    family: name of the family, or 'all'.
-    calls: tool calls that the tasks need (`Task.baseline_calls`); None for 'all'.
+    family: name of the family or of a domain, or 'all'.
+    calls: tool calls that the tasks need (`Task.baseline_calls`); None for 'all' and
+      for a domain.
     wall_s: mean seconds of an episode.
     parallel_calls: share of the tool calls that share a turn with others; None without
       calls.
@@ -44,7 +45,7 @@ def success_on(
   """Runs one episode on each of the first `tasks` tasks of a split.
 
   Returns:
-    The tally of all tasks, then those by family and number of calls.
+    The tally of all tasks, then those by domain, by family and number of calls.
 
   Raises:
     RolloutsFailed: every episode ended with an infrastructure failure, or the engine
@@ -74,18 +75,25 @@ def success_on(
     check=check,
   )
   check()  # else the last episodes may have failed for that reason
-  cells: dict[tuple[str, int | None], list[Trajectory]] = collections.defaultdict(list)
-  for t in out:
-    if t.end_reason != 'infrastructure':  # not the policy's failure
-      calls = tasks_lib.make(t.task).baseline_calls
-      for cell in (('all', None), (t.family, calls)):
-        cells[cell].append(t)
-  if out and not cells:
+  tallies = tally(out)
+  if out and not tallies:
     raise RolloutsFailed(
       f'none of the {len(out)} episodes on the split {split!r} could be judged; the '
       f'last failed with: {out[-1].error}'
     )
-  order = sorted(cells, key=lambda cell: (cell[0] != 'all', cell))
+  return tallies
+
+
+def tally(out: Sequence[Trajectory]) -> list[Tally]:
+  """Tallies of judged episodes: all, then by domain, by family and number of calls."""
+  cells: dict[tuple[str, int | None], list[Trajectory]] = collections.defaultdict(list)
+  for t in out:
+    if t.end_reason != 'infrastructure':  # not the policy's failure
+      calls = tasks_lib.make(t.task).baseline_calls
+      domain = [(t.domain, None)] if t.domain else []
+      for cell in (('all', None), *domain, (t.family, calls)):
+        cells[cell].append(t)
+  order = sorted(cells, key=lambda cell: (cell[0] != 'all', cell[0], cell[1] or 0))
   return [
     Tally(
       *cell,

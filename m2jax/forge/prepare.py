@@ -74,14 +74,15 @@ def make_demonstrations(
 def chats(
   config: ForgeConfig, demos: Sequence[tasks.Demonstration]
 ) -> list[chats_lib.Chat]:
-  """Demonstrations as the agent's requests, with its system prompt and the tools.
+  """Demonstrations as the agent's requests, with its prompts and tools.
 
   An agent that writes its own prompts has none to add.
   """
-  system = config.episodes.agent.system
+  agent = config.episodes.agent
   return [
-    chats_lib.Chat(d.task, chats_lib.with_system(d.messages, system), d.tools)
-    for d in demos
+    chats_lib.Chat(demo.task, *shown)
+    for demo in demos
+    for shown in agent.of_task(demo.task).shown(demo.messages, demo.tools)
   ]
 
 

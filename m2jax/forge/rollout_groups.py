@@ -94,7 +94,8 @@ class RolloutGroups:
         return
       pause_s = min(_LONGEST_PAUSE_S, _SHORTEST_PAUSE_S * 2.0 ** min(failed - 1, 10))
       self._next_submit_s = time.monotonic() + pause_s
-      family = self.curriculum.draw(f'{self._seed}/{index}')
+      weights = tasks.families(self._tasks, index)
+      family = self.curriculum.draw(f'{self._seed}/{index}', weights)
       spec = tasks.spec(self._tasks, 'train', index, seed=self._seed, family=family)
       self.start(self.queue.submit(spec, rl.group_size))
 

@@ -117,11 +117,12 @@ def plan(
   """Finds the completion that a request extends, or why it forks. No side effects.
 
   Args:
-    restore: whether reasoning that the client dropped is restored.
+    restore: whether reasoning that the client dropped is restored; never where the
+      client says that it has edited its context.
   """
   history, tools = request.history, request.tools_digest
   restored: dict[int, nodes.Node] = {}
-  if restore:
+  if restore and request.context_edit is None:
     history, restored = session.restored(history)
   repeated = session.is_repeated(tools, history)
   node = session.find(tools, history)
@@ -130,6 +131,8 @@ def plan(
     new = sum(i >= node.messages - 1 for i in restored)
     return Plan(node, node.id, None, part, history, new, repeated)
   reason = 'thinking_closed' if node else session.fork_reason(tools, history)
+  if request.context_edit is not None and reason != 'first':
+    reason = 'context_edited'
   follows = node.id if node else session.follows(history)
   last_user = history.roles.rfind('u')  # the template omits reasoning before it
   texts = tuple(

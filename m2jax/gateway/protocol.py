@@ -21,6 +21,10 @@ dumps = json.JSONEncoder(ensure_ascii=False).encode
 # Minimum bytes that the template renders per message, call, argument or tool.
 _PART_BYTES = len('<tool></tool>')
 
+# Edits of its context that an agent can declare: such a request begins a branch with
+# that cause, and reasoning that it leaves out stays out.
+CONTEXT_EDITS = ('drop_results', 'drop_thinking', 'window', 'summarise', 'restart')
+
 
 @dataclasses.dataclass(frozen=True)
 class ChatRequest:
@@ -37,6 +41,8 @@ class ChatRequest:
     n: number of completions.
     stop: strings that end the response when its content has one of them.
     format: of the content, if it is not text.
+    context_edit: how the agent says that it has edited the messages, one of
+      CONTEXT_EDITS, or None.
     ignored: names of fields accepted without effect that are worth counting.
     echo: what the dialect needs of the body to write the response.
   """
@@ -54,6 +60,7 @@ class ChatRequest:
   n: int = 1
   stop: tuple[str, ...] = ()
   format: formats.Format | None = None
+  context_edit: str | None = None
   ignored: tuple[str, ...] = ()
   echo: dict[str, Any] = dataclasses.field(default_factory=dict)
 

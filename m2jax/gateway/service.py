@@ -274,6 +274,8 @@ class ChatService:
       count('extensions_total')
     if plan.closed_by_gateway:
       count('closed_by_gateway_total')
+    if request.context_edit is not None:
+      count('context_edits_total', edit=request.context_edit)
     if plan.restored:
       count('reasoning_restored_total', plan.restored)
     if plan.repeated:

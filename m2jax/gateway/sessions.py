@@ -40,6 +40,7 @@ FORK_REASONS = {
   'retokenised': 'an assistant message came back with other white space inside: the '
   'same words, other tokens',
   'assistant_edited': 'an assistant message differs from what was returned',
+  'context_edited': 'the agent edited its context, and says so',
   'thinking_closed': 'after a new user message the template omits earlier thinking',
   'history_rewritten': 'messages were removed, inserted or edited',
   'forgotten': 'nothing stored matches, and completions were deleted for the limits',

@@ -22,6 +22,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -242,7 +243,9 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
   So after a lost connection the repeated request is trained and the undelivered answer
   is not; of n samples the one that the agent continued. Everything else is trained,
   whether or not a request continues it: completions before the context was reset or
-  rewritten, and those of sub-agents under the same key, whose prompts differ. Two cases
+  rewritten, and those of sub-agents under the same key, whose prompts differ. An agent
+  that declares its edits may come back to a prompt: then only completions in direct
+  succession are repetitions. Two cases
   look like a repetition, and only the last completion is trained: sub-agents with equal
   prompts that end after one completion; and several samples of which the agent sends
   one back modified, for example without its reasoning.
@@ -250,15 +253,19 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
   sampled = (c for c in completions if c.finish_reason != 'cancelled')
   sampled = sorted((c for c in sampled if len(c.response_ids)), key=lambda c: c.turn)
   extended = {id_ for c in completions for id_ in (c.parent, c.follows)}
-  requests = collections.defaultdict(list)
+  requests = collections.defaultdict(lambda: [[]])
   for c in sampled:
-    requests[c.prompt_ids.tobytes()].append(c)
+    found = requests[c.prompt_ids.tobytes()]
+    before = found[-1][-1].turn if found[-1] else c.turn
+    if c.fork_reason == 'context_edited' and before < c.turn - 1:
+      found.append([])  # not a retry: an edit that gives the same prompt again
+    found[-1].append(c)
 
   def last(of):
     return {max(of, key=lambda c: (c.started_s, c.turn)).id}
 
   used = last(completions) if completions else set()
-  for same in requests.values():
+  for same in itertools.chain.from_iterable(requests.values()):
     used |= {c.id for c in same if c.id in extended} or last(same)
   return tuple(c for c in sampled if c.id in used)
 
@@ -285,8 +292,9 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
 
   Means are NaN, not 0, if no trajectory was judged. `success` is the fraction with
   verdict 1, so it excludes partial credit; each family with a judged trajectory has a
-  `success/FAMILY`. `dropped_fraction` is the fraction of trajectories that are not
-  trained: masked, in a dropped group, or without a non-zero advantage.
+  `success/FAMILY`, and each domain a `success/DOMAIN`. `dropped_fraction` is the
+  fraction of trajectories that are not trained: masked, in a dropped group, or without
+  a non-zero advantage.
   """
   judged = [c for g in groups for c in g.credits if not c.masked]
   untrained = sum(
@@ -294,7 +302,8 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   )
   families: dict[str, list[float]] = {}
   for c in judged:
-    families.setdefault(c.trajectory.family, []).append(c.trajectory.success >= 1)
+    for name in {c.trajectory.family, c.trajectory.domain} - {''}:
+      families.setdefault(name, []).append(c.trajectory.success >= 1)
 
   def mean(values):
     return float(np.mean(values)) if len(values) else float('nan')

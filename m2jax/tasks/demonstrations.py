@@ -86,6 +86,14 @@ def lesson(task: task_lib.Task, teacher: TeacherConfig, mistakes: list[str]) -> 
   return module.lesson(task, teacher, mistakes)
 
 
+async def demonstrate(
+  task: task_lib.Task, environment: task_lib.Environment, teacher: TeacherConfig
+) -> Demonstration:
+  """The teacher's demonstration in an open environment."""
+  module = kinds.module(__package__, teacher.kind)
+  return await module.demonstrate(task, environment, teacher)
+
+
 async def collect(
   specs: Sequence[str],
   teacher: TeacherConfig,
@@ -103,7 +111,6 @@ async def collect(
     on_done: called with the number finished so far.
     **open_options: passed to `Task.open`.
   """
-  demonstrate = kinds.module(__package__, teacher.kind).demonstrate
   running = asyncio.Semaphore(concurrency)
   done = 0
 

@@ -3,7 +3,7 @@
 docs/design.md §7, docs/add_a_task.md. A kind of tasks is a module with
 
     Config         a `TasksConfig`: the distribution of its tasks
-    families(config) -> {family: relative frequency}
+    families(config) -> {family: relative frequency}     (of all stages, if it has any)
     spec(split, index, seed, config, family) -> str
     make(spec) -> Task
 
@@ -125,9 +125,17 @@ class TasksConfig:
     return kinds.module(__package__, kind).Config
 
 
-def families(config: TasksConfig) -> Mapping[str, float]:
-  """Relative frequency of each family that the config samples."""
-  return kinds.module(__package__, config.kind).families(config)
+def families(config: TasksConfig, index: int | None = None) -> Mapping[str, float]:
+  """Relative frequency of each family that the config samples.
+
+  Args:
+    config: distribution of the tasks.
+    index: of the work item, for a kind with `has_stages`; None: all of any stage.
+  """
+  module = kinds.module(__package__, config.kind)
+  if index is not None and getattr(module, 'has_stages', False):
+    return module.families(config, index)
+  return module.families(config)
 
 
 def spec(

@@ -6,6 +6,8 @@ Treatment of each field:
 - used: model, messages, tools, max_completion_tokens (or max_tokens), stream,
   stream_options.include_usage, logprobs and top_logprobs, n, stop, tool_choice 'auto'
   and 'none' ('none' omits the tools from the prompt);
+- used, and not OpenAI's: context_edit, the name of an edit that the agent made to its
+  messages (`protocol.CONTEXT_EDITS`);
 - sampling (temperature, top_p, top_k, seed, frequency_penalty, presence_penalty,
   repetition_penalty, min_p, logit_bias): overridden and counted in a training session
   (law 4; a seed would make the samples of a group identical), and honoured in an
@@ -42,7 +44,7 @@ _KNOWN = frozenset(
   (
     'model', 'messages', 'tools', 'tool_choice', 'max_tokens', 'max_completion_tokens',
     'stream', 'stream_options', 'logprobs', 'top_logprobs', 'n', 'stop',
-    'response_format', *sampling.FIELDS, *_UNSUPPORTED, *_NO_EFFECT,
+    'response_format', 'context_edit', *sampling.FIELDS, *_UNSUPPORTED, *_NO_EFFECT,
   )
 )  # fmt: skip
 
@@ -70,8 +72,16 @@ def parse(data: dict) -> protocol.Parsed:
     n=_n(data),
     format=formats.of(data.get('response_format'), 'response_format', 'json_schema'),
     stop=fields.stops(data.get('stop'), 'stop'),
+    context_edit=_context_edit(data.get('context_edit')),
     ignored=ignored + dropped + fields.unknown(data, _KNOWN),
   )
+
+
+def _context_edit(value: Any) -> str | None:
+  if value is not None and value not in protocol.CONTEXT_EDITS:
+    known = ', '.join(protocol.CONTEXT_EDITS)
+    raise invalid(f'must be one of {known}', 'context_edit')
+  return value
 
 
 def _n(data: dict) -> int:

@@ -1,0 +1,175 @@
+"""What it is worth that the thinking of earlier turns stays in the context.
+
+  python -m benchmarks.thinking --workdir=DIR [--seeds 0 1 2] [--json]
+
+The whole job (`m2jax.forge.run`: demonstrations, SFT, RL, held-out evaluations) on
+lookups (`m2jax.tasks.lookup`): the model follows a chain of keys and answers with the
+sum of what it found, modulo 5. The demonstrations' thinking carries the running total,
+which is in no observation; the numbers are in all of them, so that it can be computed
+again. Twice for each seed, with the same demonstrations, weights, budget and tasks:
+
+  kept      prompts contain the thinking of all turns, as M2's template has it
+  dropped   prompts contain none of earlier turns, in SFT, RL and the evaluations
+
+Each is also evaluated the other way: weights that were trained with the thinking of
+earlier turns and do not find it, and the reverse. Printed are medians over seeds with
+their range: success at temperature 1 on held-out tasks, after SFT and after RL, of all
+and of the longest chains. Runs resume, and a measurement in DIR is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_collections
+
+from configs import forge as forge_config
+from experiments import common, fields, served
+from m2jax.forge import evaluation, roles, run
+from m2jax.forge.config import ForgeConfig
+from m2jax.observe import evaluations
+from m2jax.observe import metrics as metrics_lib
+from m2jax.pool.data_pool import DataPool
+from m2jax.sharding import ONE_DEVICE
+
+SIDES = {'kept': 'keep', 'dropped': 'drop'}
+
+
+def config(side: str, seed: int, args) -> ml_collections.ConfigDict:
+  """The main job's config, with a smaller model and the lookups."""
+  c = forge_config.get_config()
+  c.seed = seed
+  c.model.update(num_layers=args.layers, embed_dim=64, num_heads=4, num_kv_heads=2)
+  c.model.update(head_dim=16, rotary_dim=8, num_experts=4, expert_dim=64)
+  c.model.update(vocab_size=320, max_positions=512, num_mtp_modules=0)
+  c.mesh.update(data=1)
+  c.tasks = dict(kind='lookup', hops=(2, args.hops))
+  c.teacher = dict(kind='lookup')
+  c.engine.update(
+    slots=32,
+    context_tokens=512,
+    decode_rows=(32,),
+    contexts=(512,),
+    prefill_shapes=((8, 64),),
+  )
+  c.episodes.update(concurrency=32)
+  c.episodes.agent = dict(
+    kind='whitebox', max_tokens=40, context=dict(thinking=SIDES[side])
+  )
+  c.eval_tasks, c.dev_tasks = args.tasks, 0
+  c.sft.families = {}
+  c.sft.update(demonstrations=args.demonstrations, row_tokens=1024)
+  c.sft.update(tokens_per_step=args.tokens)
+  c.sft.loop.update(steps=args.sft_steps, checkpoint_every=args.sft_steps)
+  c.sft.step.update(micro_rows=1)
+  c.sft.optimizer.schedule.update(
+    total_steps=args.sft_steps, decay_steps=args.sft_steps // 3
+  )
+  c.rl.update(steps=args.updates, dev_every=0, patience=0, groups_per_step=4)
+  c.rl.update(group_size=8, capacity=8, checkpoint_every=args.updates)
+  c.rl.update(partial_credit=0.0)
+  c.rl.learner.update(row_tokens=2048, row_terms=2048)
+  c.rl.learner.step.update(micro_rows=1, detach_mtp=False)
+  c.rl.optimizer.schedule.update(
+    total_steps=args.updates, decay_steps=args.updates // 2
+  )
+  return fields.complete(c, ForgeConfig)
+
+
+def other_way(built: ForgeConfig, workdir: pathlib.Path) -> dict[str, Any]:
+  """Success of a run's last weights with the other way of prompting."""
+  agent = built.episodes.agent
+  thinking = 'drop' if agent.context.thinking == 'keep' else 'keep'
+  context = dataclasses.replace(agent.context, thinking=thinking)
+  agent = dataclasses.replace(agent, context=context)
+  episodes = dataclasses.replace(built.episodes, agent=agent)
+  built = dataclasses.replace(built, episodes=episodes)
+  found = served.load(workdir, None, ONE_DEVICE)
+  tok, url = found.load_tokenizer(), f'sqlite:///{workdir.absolute()}/other_way.db'
+  with (
+    DataPool(url) as pool,
+    roles.rollouts(built, found.variables, tok, pool) as running,
+  ):
+    return tallied(
+      evaluation.success_on(running, 'held_out', built.eval_tasks, 1.0), built
+    )
+
+
+def tallied(tallies: Sequence[evaluation.Tally], built: ForgeConfig) -> dict[str, Any]:
+  longest = f'hops_{built.tasks.hops[1]}'
+  parts = {t.family: (t.successes, t.n) for t in tallies}
+  return {'all': parts['all'], 'longest': parts.get(longest, (0, 0))}
+
+
+def measure(side: str, seed: int, args) -> dict[str, Any]:
+  """One run, resumed if it was interrupted."""
+  started, workdir = time.monotonic(), args.workdir / f'{side}-{seed}'
+  built = common.build(ForgeConfig, config(side, seed, args))
+  run.run(built, workdir)
+  rows = evaluations.by_stage(metrics_lib.read(workdir))
+  longest = f'hops_{args.hops}'
+  out = {
+    row.stage: {'all': row.sampled, 'longest': row.families.get(longest, (0, 0))}
+    for row in rows
+  }
+  out['the other way'] = other_way(built, workdir)
+  print(f'seed {seed}, {side}: {time.monotonic() - started:.0f} s', file=sys.stderr)
+  return {'side': side, 'seed': seed, 'success': out}
+
+
+def table(runs: Sequence[Mapping[str, Any]], hops: int) -> str:
+  lines = [f'| thinking | evaluated | all | {hops} calls |', '|---|---|---|---|']
+
+  def cell(side: str, stage: str, part: str) -> str:
+    pairs = [r['success'][stage][part] for r in runs if r['side'] == side]
+    rates = [100 * successes / max(n, 1) for successes, n in pairs]
+    middle = statistics.median(rates)
+    return f'{middle:.1f} [{min(rates):.1f}, {max(rates):.1f}]'
+
+  for side in SIDES:
+    for stage in (run.AFTER_SFT, run.AFTER_RL, 'the other way'):
+      shown = f'{run.AFTER_RL}, the other way' if stage == 'the other way' else stage
+      cells = [cell(side, stage, part) for part in ('all', 'longest')]
+      lines.append('| ' + ' | '.join([side, shown, *cells]) + ' |')
+  return '\n'.join(lines)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  parser.add_argument('--workdir', type=pathlib.Path, required=True)
+  parser.add_argument('--layers', type=int, default=2)
+  parser.add_argument('--hops', type=int, default=4, help='of the longest chains')
+  parser.add_argument('--demonstrations', type=int, default=1500)
+  parser.add_argument('--tokens', type=int, default=4096, help='of an SFT step')
+  parser.add_argument('--sft_steps', type=int, default=300)
+  parser.add_argument('--updates', type=int, default=12, help='of RL')
+  parser.add_argument('--tasks', type=int, default=200, help='held out')
+  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
+  parser.add_argument('--json', action='store_true')
+  args = parser.parse_args()
+  args.workdir.mkdir(parents=True, exist_ok=True)
+  common.quiet()
+  runs = []
+  for seed in args.seeds:
+    for side in SIDES:
+      path = args.workdir / f'{side}_{seed}.json'
+      if not path.exists():
+        path.write_text(json.dumps(measure(side, seed, args)))
+      runs.append(json.loads(path.read_text()))
+  if args.json:
+    settings = vars(args) | {'workdir': str(args.workdir)}
+    print(json.dumps({'settings': settings, 'runs': runs}, indent=1))
+    return
+  print(table(runs, args.hops))
+
+
+if __name__ == '__main__':
+  main()

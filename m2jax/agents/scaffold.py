@@ -1,0 +1,100 @@
+"""How an agent's scaffold shows a task to the model: its prompt, and names of tools.
+
+Several scaffolds over the same tasks are what M2 is trained on
+(docs/facts/m2-and-forge.md §2.3). The functions turn a task's chat and tools, or those
+of a demonstration, into what the model is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from m2jax.agents import context
+from m2jax.agents.agent import Shown
+
+
+def shown(
+  messages: Sequence[Mapping[str, Any]],
+  tools: Sequence[Mapping[str, Any]],
+  rename: Mapping[str, str],
+  instruction: str,
+) -> tuple[list[dict], list[dict]]:
+  """Messages and tools as the model is shown them.
+
+  Args:
+    messages: OpenAI dicts; the first of the user is the task's instruction.
+    tools: OpenAI dicts.
+    rename: name of a tool or of an argument -> what is shown.
+    instruction: text around the task's `{instruction}`.
+  """
+  found, done = [], False
+  for message in messages:
+    message = dict(message)
+    if message['role'] == 'user' and not done:
+      message['content'] = instruction.replace('{instruction}', message['content'])
+      done = True
+    if rename and message.get('tool_calls'):
+      message['tool_calls'] = [_call(call, rename) for call in message['tool_calls']]
+    found.append(message)
+  return found, [_tool(tool, rename) if rename else dict(tool) for tool in tools]
+
+
+def names(
+  tools: Sequence[Mapping[str, Any]], rename: Mapping[str, str]
+) -> dict[str, str]:
+  """What is shown -> the task's name, of all tools and of renamed arguments.
+
+  Raises:
+    ValueError: two names are shown as one.
+  """
+  found = {new: old for old, new in rename.items()}
+  if len(found) < len(rename):
+    raise ValueError(f'rename={dict(rename)}: two names become one')
+  shown_names = {}
+  for tool in tools:
+    name = tool['function']['name']
+    shown_names[rename.get(name, name)] = name
+  return found | shown_names
+
+
+def check_names(tools: Sequence[Mapping[str, Any]]) -> None:
+  """Raises ValueError if two tools have one name."""
+  found = [tool['function']['name'] for tool in tools]
+  if len(set(found)) < len(found):
+    raise ValueError(
+      f"tools {found}: a name occurs twice; rename the task's tool (agent.rename)"
+    )
+
+
+def by_turn(chat: Shown) -> list[Shown]:
+  """A chat per completion, without the reasoning of earlier turns."""
+  messages = list(chat.messages)
+  return [
+    Shown([*context.without_thinking(messages[:i]), messages[i]], chat.tools, i)
+    for i in context.turns(messages)
+  ]
+
+
+def _call(call: Mapping[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
+  function = call['function']
+  arguments = json.loads(function['arguments'])
+  renamed = {rename.get(name, name): value for name, value in arguments.items()}
+  name = rename.get(function['name'], function['name'])
+  return {**call, 'function': {'name': name, 'arguments': json.dumps(renamed)}}
+
+
+def _tool(tool: Mapping[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
+  function = dict(tool['function'])
+  function['name'] = rename.get(function['name'], function['name'])
+  if parameters := function.get('parameters'):
+    properties = {
+      rename.get(name, name): value
+      for name, value in parameters.get('properties', {}).items()
+    }
+    parameters = {**parameters, 'properties': properties}
+    if 'required' in parameters:
+      parameters['required'] = [rename.get(n, n) for n in parameters['required']]
+    function['parameters'] = parameters
+  return {**tool, 'function': function}

@@ -1,0 +1,142 @@
+"""Several domains in one run: specs, ratios per stage, agents, teachers."""
+
+import asyncio
+import collections
+
+import pytest
+
+from configs import forge_mixed
+from experiments import common
+from m2jax import tasks
+from m2jax.agents import episodes
+from m2jax.forge import evaluation, prepare
+from m2jax.forge.config import ForgeConfig
+from m2jax.forge.curriculum import Curriculum, CurriculumConfig
+from m2jax.tasks import demonstrations, lookup, mixed
+from tests.gateway.conftest import response_text, serve, tok
+
+__all__ = ['serve', 'tok']
+
+
+def two(**options):
+  """Two domains of lookups, of different lengths."""
+  domains = {
+    'short': lookup.Config(hops=(2, 2)),
+    'long': lookup.Config(hops=(3, 4)),
+  }
+  return mixed.Config(domains=domains, **options)
+
+
+def test_specs_make_the_domains_tasks():
+  """A spec names domain and task; evaluations take the domains in turn, each with the
+  tasks that its kind alone would have."""
+  config = two()
+  specs = [tasks.spec(config, 'held_out', i) for i in range(6)]
+  made = [tasks.make(spec) for spec in specs]
+  assert [task.domain for task in made] == ['short', 'long'] * 3
+  assert [task.spec for task in made] == specs
+  alone = [tasks.spec(config.domains['long'], 'held_out', i) for i in range(3)]
+  assert [task.task.spec for task in made[1::2]] == alone
+  for task in made:
+    assert task.family == f'{task.domain}/hops_{task.baseline_calls}'
+    assert tasks.make(task.task.spec).instruction == task.instruction
+
+
+def test_ratios_of_each_stage():
+  """Work items are drawn from the domains in the ratio of their stage; a family's share
+  of its domain does not depend on how many families another domain has."""
+  config = two(ratios={'short': (3.0, 0.0), 'long': (1.0,)}, stages=(400,))
+  curriculum = Curriculum(CurriculumConfig(), tasks.families(config))
+  drawn = collections.defaultdict(collections.Counter)
+  for index in range(800):
+    family = curriculum.draw(f'0/{index}', tasks.families(config, index))
+    spec = tasks.spec(config, 'train', index, family=family)
+    drawn[index >= 400][tasks.make(spec).domain] += 1
+  assert 0.68 < drawn[False]['short'] / 400 < 0.82
+  assert drawn[True] == {'long': 400}
+
+
+@pytest.mark.parametrize(
+  'options, said',
+  [
+    (dict(ratios={'short': (0.0,), 'long': (0.0,)}), 'ratios'),
+    (dict(ratios={'other': (1.0,)}), 'ratios'),
+    (dict(stages=(5, 3)), 'stages'),
+  ],
+)
+def test_bad_settings_are_named(options, said):
+  """Each error names the field."""
+  with pytest.raises(ValueError, match=f'Config.{said}='):
+    two(**options)
+
+
+def test_the_config_shows_each_domain_in_its_scaffold():
+  """SFT's chats of one task differ between scaffolds, and only as these say."""
+  config = common.build(ForgeConfig, forge_mixed.get_config('smoke'))
+  spec = 'mixed/lookup/lookup/train/hops_3/0/1'
+  demos = asyncio.run(
+    demonstrations.collect([spec], config.teacher, backend='', limits=None)
+  )
+  assert demos[0].success == 1.0 and demos[0].task == spec
+  [chat] = prepare.chats(config, demos)
+  assert chat.messages[-1]['content'] == str(tasks.make(spec).total)
+  call = {'function': {'name': 'sh', 'arguments': '{"cmd": "ls"}'}, 'id': 'c'}
+  messages = [
+    {'role': 'user', 'content': 'do it'},
+    {'role': 'assistant', 'content': '', 'tool_calls': [call]},
+  ]
+  tool = tasks.make('terminal/train/steps_1/0/0').tools
+  shown = {}
+  for domain in ('shell', 'bash'):
+    agent = config.episodes.agent.of_task(f'mixed/{domain}/terminal/train/x/0/0')
+    [shown[domain]] = agent.shown(messages, tool)
+  assert shown['shell'].messages[0]['content'] == 'Use sh.'
+  assert shown['bash'].messages[1]['content'] == 'Your task: do it'
+  [renamed] = shown['bash'].messages[2]['tool_calls']
+  assert renamed['function'] == {'name': 'bash', 'arguments': '{"command": "ls"}'}
+  assert shown['bash'].tools[0]['function']['parameters']['required'] == ['command']
+
+
+def test_episodes_by_domain(serve, tok):
+  """Each domain's agent acts, and evaluations are tallied by domain."""
+  config = two()
+  specs = [tasks.spec(config, 'held_out', i) for i in range(4)]
+  values = forge_mixed.get_config('smoke').episodes.to_dict()
+  values['agent'] = {
+    'kind': 'mixed',
+    'domains': {
+      'short': {'kind': 'whitebox', 'system': 'S'},
+      'long': {'kind': 'whitebox', 'rename': {'look': 'get'}},
+    },
+  }
+  made = {task.instruction: task for task in map(tasks.make, specs)}
+
+  def policy(request):
+    prompt = tok.decode(request.prompt_ids)
+    [task] = [task for text, task in made.items() if text in prompt]
+    turns, shown = mixed.lesson(task, TEACHERS, []), None
+    results = prompt.split('<response>')[1:]
+    try:
+      for shown in [None, *(r.partition('</response>')[0] for r in results)]:
+        turn = turns.send(shown)
+    except StopIteration as end:
+      return tok.encode(response_text('x', end.value.content))
+    name = 'get' if task.domain == 'long' else 'look'
+    assert f'"name": "{name}"' in prompt
+    return tok.encode(response_text('x', calls=[(name, turn.arguments)]))
+
+  gateway, _, _ = serve(policy)
+  settings = common.build(episodes.EpisodeConfig, values)
+  with episodes.Runner(settings, gateway.base_url, gateway.sessions) as runner:
+    out = episodes.evaluate(runner, specs)
+  assert [t.domain for t in out] == ['short', 'long'] * 2
+  assert [t.success for t in out] == [1.0] * 4, out
+  tallies = evaluation.tally(out)
+  assert [(t.family, t.calls, t.n) for t in tallies[:1]] == [('all', None, 4)]
+  by_domain = {t.family: t.n for t in tallies if t.calls is None}
+  assert by_domain == {'all': 4, 'short': 2, 'long': 2}
+
+
+TEACHERS = mixed.TeacherConfig(
+  domains={name: lookup.TeacherConfig() for name in ('short', 'long')}
+)
