@@ -72,6 +72,7 @@ class Candidate:
     draft: the task; None if the stage rejected it.
     text: what near-duplicates are found by: the part that is its own.
     reason: why there is no draft.
+    passed: there is no draft, since a stage before that of drafts succeeded.
     wall_s: elapsed time to make it.
     facts: further fields of the record.
   """
@@ -83,5 +84,6 @@ class Candidate:
   draft: harbor.Draft | None = None
   text: str = ''
   reason: str = ''
+  passed: bool = False
   wall_s: float = 0.0
   facts: Mapping[str, object] = dataclasses.field(default_factory=dict)

@@ -165,7 +165,8 @@ class _Maker:
         # Now, so that none of two that are tried at once is missed.
         self._near.add(candidate.id, candidate.text)
         return False
-    self._append(candidate, records.REJECTED, reason or 'no draft')
+    outcome = records.PASSED if candidate.passed else records.REJECTED
+    self._append(candidate, outcome, reason)
     return True
 
   async def _try(self, candidate: Candidate) -> None:

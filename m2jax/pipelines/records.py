@@ -16,6 +16,7 @@ from typing import Any
 
 VERSION = 1
 ADMITTED, REJECTED, INVALID = 'admitted', 'rejected', 'invalid'
+PASSED = 'passed'  # an earlier stage, such as an environment that was built
 
 
 class Records:

@@ -61,12 +61,13 @@ def table(rows: Sequence[Mapping[str, Any]], field: str) -> list[dict[str, Any]]
   lines = []
   for name, members in sorted(groups.items()):
     count = collections.Counter(row['outcome'] for row in members)
-    admitted = count[records.ADMITTED]
+    admitted = count[records.ADMITTED] + count[records.PASSED]
     lines.append(
       {
         'name': name,
         'candidates': len(members),
-        **{key: count[key] for key in ('admitted', 'rejected', 'invalid')},
+        'passed': admitted,
+        **{key: count[key] for key in ('rejected', 'invalid')},
         'rate': f'{admitted / len(members):.0%}',
         'seconds': f'{seconds(members) / max(1, admitted):.2f}',
       }
@@ -84,7 +85,7 @@ def reasons(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
   count = collections.Counter(
     (row['stage'], re.sub(r'near-duplicate of .*', 'near-duplicate', row['reason']))
     for row in rows
-    if row['outcome'] != records.ADMITTED
+    if row['outcome'] not in (records.ADMITTED, records.PASSED)
   )
   short = collections.Counter()
   for (stage, reason), n in count.items():

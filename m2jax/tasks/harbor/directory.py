@@ -165,6 +165,8 @@ def write(draft: Draft, split_directory: Path) -> Path:
     _link(draft.archive, environment / ARCHIVE)
   compose.write(draft.overlay, environment / OVERLAY)
   compose.write(draft.tests, partial / 'tests')
+  if draft.archive is not None:  # for a test.sh that Harbor runs
+    _link(draft.archive, partial / 'tests' / ARCHIVE)
   compose.write(draft.solution, partial / 'solution')
   for script in (partial / 'tests' / 'test.sh', partial / 'solution' / 'solve.sh'):
     script.chmod(0o755)
