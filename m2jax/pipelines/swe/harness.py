@@ -84,7 +84,8 @@ def _run(request, send):
   plugin = _Plugin(send, name, None if keep is None else set(keep))
   if request['mode'] == 'profile':
     plugin.profile = _Profile(tree)
-  arguments = ['-c', ini, '--rootdir', tree, '--basetemp', f'{place}/tmp']
+  arguments = ['-c', ini, '--rootdir', tree, '--confcutdir', tree]
+  arguments += ['--basetemp', f'{place}/tmp']
   arguments += ['-p', 'no:cacheprovider', '-p', 'no:junitxml', '--tb=no', '-q']
   arguments += ['--continue-on-collection-errors', *request.get('options', ())]
   with contextlib.suppress(KeyboardInterrupt):

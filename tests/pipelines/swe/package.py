@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.metadata
 import importlib.util
 import shutil
 from pathlib import Path
@@ -54,7 +55,7 @@ def words(text, most=3):
 OLD_CORE = CORE.replace('len([v for v in values if v is not None])', 'len(values)')
 OLD_CORE = OLD_CORE[: OLD_CORE.index('def words')].rstrip() + '\n'
 INIT = 'from tinycalc.core import *  # noqa\n'
-TESTS = '''\
+TESTS = """\
 import pytest
 
 from tinycalc import core
@@ -68,8 +69,8 @@ def test_clamp(value, right):
 def test_total():
   assert core.total([1, None, 2]) == 3
   assert core.total([]) == 0
-'''
-MORE_TESTS = '''\
+"""
+MORE_TESTS = """\
 from tinycalc import core
 
 
@@ -85,7 +86,7 @@ def test_mean_of_none():
 def test_words():
   assert core.words('a b c d') == ['a', 'b', 'c']
   assert core.words('a b') == ['a', 'b']
-'''
+"""
 
 
 def source(directory: Path, version: str = '2.0') -> collect.Source:
@@ -114,6 +115,10 @@ def site(dataset: Path) -> str:
   for name in ('pytest', '_pytest', 'pluggy', 'iniconfig', 'packaging', 'pygments'):
     found = importlib.util.find_spec(name).submodule_search_locations[0]
     shutil.copytree(found, target / name, dirs_exist_ok=True)
+  shutil.copy(importlib.util.find_spec('py').origin, target / 'py.py')
+  facts = importlib.metadata.distribution('pluggy').locate_file('')
+  for path in Path(facts).glob('pluggy-*.dist-info'):
+    shutil.copytree(path, target / path.name, dirs_exist_ok=True)
   return digest
 
 
