@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -114,6 +115,53 @@ def write_test(
     },
     details={'f2p': len(f2p)},
   )
+
+
+def performance(
+  env: Environment,
+  name: str,
+  slow: Mapping[str, str],
+  timed: Sequence[str],
+  pairs: int,
+  least: float,
+) -> harbor.Draft:
+  """A task to make the code under `timed` tests faster, by at least `least`."""
+  before = {path: text.encode() for path, text in slow.items()}
+  now = {path: env.source.files.get(path, b'') for path in before}
+  config = {
+    'kind': 'performance',
+    **_config(env),
+    'files': sorted({test_file(t) for t in env.status}),
+    'p2p': sorted(env.status),
+    'status': {t: s for t, s in env.status.items() if s != 'PASSED'},
+    'timed': sorted(timed),
+    'slow': dict(slow),
+    'pairs': pairs,
+    'least': least,
+  }
+  shown = '\n'.join(f'- `{test}`' for test in sorted(timed)[:10])
+  instruction = (
+    f'# {env.source.name}: slow\n\nThe code under these tests takes too long:\n\n'
+    f'{shown}\n\nMake it faster by at least {least:.0%}. All tests must still pass.\n'
+  )
+  draft = _draft(
+    env,
+    name,
+    'performance',
+    instruction,
+    config,
+    collect=env.code,
+    exclude=environment.EXCLUDE,
+    overlay=before,
+    remove=(),
+    solution={
+      'solve.sh': _SOLVE.encode(),
+      'gold.patch': patch(before, now).encode(),
+      **{f'files/{path}': data for path, data in now.items()},
+    },
+    details={'timed': len(timed)},
+  )
+  return dataclasses.replace(draft, verifier_s=2 * pairs * limit_s(env) + 30)
 
 
 def review(

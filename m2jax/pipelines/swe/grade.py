@@ -12,7 +12,9 @@ Standard library only. reward.txt is written last, when no other process is left
 import ast
 import contextlib
 import ctypes
+import itertools
 import json
+import math
 import os
 import secrets
 import signal
@@ -135,14 +137,65 @@ def review(config, tree):
   return {'reward': float(right), 'reason': '' if right else 'another place is wrong'}
 
 
-KINDS = {'tests': tests, 'written_test': written_test, 'review': review}
+def performance(config, tree):
+  """P2P, and a stable and significant difference in the time of some tests.
+
+  Slow and changed sources run in turns, so that both see the same load.
+  """
+  _refuse_reaching(config, tree)
+  pairs = []
+  with tempfile.TemporaryDirectory() as place:
+    slow = os.path.join(place, 'tree')
+    _copy(tree, slow, config['slow'])
+    for _ in range(config['pairs']):
+      pair = []
+      for where in (slow, tree):
+        seconds = {}
+        results = run(
+          config, where, config['files'], config['p2p'], config['limit_s'], seconds
+        )
+        pair.append(sum(seconds.get(t, 0.0) for t in config['timed']))
+      broken = [t for t in config['p2p'] if not _right(config, t, results)]
+      if broken:
+        raise Failed(f'{len(broken)} P2P tests fail')
+      pairs.append(pair)
+  right = faster(pairs, config['least'])
+  reason = '' if right else 'not significantly faster'
+  return {'reward': float(right), 'reason': reason, 'seconds': pairs}
+
+
+def faster(pairs, least):
+  """Whether the second of all pairs is faster, beyond `least` and the noise.
+
+  The noise model: the time of a run is the program's times a factor ≥ 1 of the load,
+  which changes slowly, so that two runs in turn share most of it. The gain is
+  significant if every pair has it (by chance 2^−n for n pairs) and if its median log
+  ratio exceeds `least` and twice the median change of the slow sources from pair to
+  pair.
+  """
+  logs = sorted(math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in pairs)
+  slow = [math.log(max(a, 1e-9)) for a, _ in pairs]
+  moves = sorted(abs(b - a) for a, b in itertools.pairwise(slow))
+  noise = moves[len(moves) // 2] if moves else math.inf
+  return logs[0] > 0 and logs[len(logs) // 2] > max(math.log1p(least), 2 * noise)
+
+
+KINDS = {
+  'tests': tests,
+  'written_test': written_test,
+  'review': review,
+  'performance': performance,
+}
 
 
 # Running ------------------------------------------------------------------------------
 
 
-def run(config, tree, files, keep, limit_s):
-  """{test: status} of the tests; raises Failed for interference or no end."""
+def run(config, tree, files, keep, limit_s, seconds=None):
+  """{test: status} of the tests; raises Failed for interference or no end.
+
+  Fills `seconds`, if it is given, with the time of each test.
+  """
   request = {
     'mode': 'run',
     'nonce': secrets.token_hex(16),
@@ -170,10 +223,10 @@ def run(config, tree, files, keep, limit_s):
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-  return parse(output, request['nonce'])
+  return parse(output, request['nonce'], seconds)
 
 
-def parse(output, nonce):
+def parse(output, nonce, seconds=None):
   """Results of the harness's output."""
   results, end = {}, None
   for line in output.decode(errors='replace').splitlines():
@@ -189,6 +242,8 @@ def parse(output, nonce):
       raise Failed(f'two results of {record["test"]}')
     else:
       results[record['test']] = record['status']
+      if seconds is not None:
+        seconds[record['test']] = record.get('s', 0.0)
   if end is None:
     raise Failed('the tests did not run to their end')
   if end['tampered'] or end['end'] != 1:  # 1: those that must fail have failed

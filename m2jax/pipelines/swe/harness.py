@@ -6,7 +6,7 @@ and the file descriptors that it sees as 1 and 2 are closed. The code under test
 this process, as under every pytest, so that three checks look for interference:
 
 - two tests of random names that must fail and one that must pass are among the tests;
-- functions and classes of pytest, pluggy, unittest and builtins must stay the same;
+- functions and classes of pytest, pluggy, unittest, builtins and time stay the same;
 - results end with one record of pytest's exit status, which must be that of failures.
 
 Start it with -s -S -P -B and a clean environment: no site, .pth files or bytecode.
@@ -194,8 +194,9 @@ def _snapshot():
     if name.partition('.')[0] in _GUARDED and module is not None:
       found += _members(module, name)
   found += [
-    (builtins, key, value)
-    for key, value in vars(builtins).items()
+    (module, key, value)
+    for module in (builtins, time)
+    for key, value in vars(module).items()
     if isinstance(value, type | types.BuiltinFunctionType)
   ]
   return found

@@ -4,7 +4,8 @@ The newer release's tests on the older release's sources tell what changed (fact
 §3.3). Tags and routing: a test that fails there and existed is F2P of a *bug*; tests
 that only the newer one has, or that cannot be imported before, are the new test points
 of a *feature*; a change of tests alone is *test*, and one that no test tells from the
-older sources is *refactor*: both have no verifier and are rejected.
+older sources is *performance* if some take significantly less time, else *refactor*.
+Changes of tests and refactorings have no verifier and are rejected.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import AsyncIterator
 
 from m2jax.pipelines.candidate import Candidate
 from m2jax.pipelines.context import Context
-from m2jax.pipelines.swe import collect, drafts, environment, statements
+from m2jax.pipelines.swe import collect, drafts, environment, grade, statements
 from m2jax.pipelines.swe.config import Config
 from m2jax.pipelines.swe.environment import Environment
 from m2jax.tasks.harbor import compose
 
+_PAIRS = 7  # of runs, for a difference in time
+_LEAST = 0.2  # gain in time that counts
 _NOTES = re.compile(r'(CHANGE|HISTORY|NEWS|RELEASE)[^/]*$', re.IGNORECASE)
 
 
@@ -89,7 +92,10 @@ async def candidate(
   f2p = [t for t, s in env.status.items() if status.get(t) != s]
   p2p = [t for t in env.status if t not in set(f2p)]
   if not f2p:
-    return rejected('refactor', 'refactor: no test tells the releases apart')
+    texts = {p: d.decode(errors='replace') for p, d in changed.items()}
+    found = None if gone else await _performance(env, context, tree, texts, id_)
+    reason = 'refactor: no test tells the releases apart, by result or time'
+    return found or rejected('refactor', reason)
   if not p2p:
     return rejected('feature', 'no test passes on both releases')
   fails = any(status.get(t) in ('FAILED', 'ERROR') for t in f2p)
@@ -115,6 +121,31 @@ async def candidate(
   facts = {'f2p': len(f2p), 'p2p': len(p2p), 'diff_lines': diff.count('\n')}
   return Candidate(
     id_, stage, tag, env.source.name, draft, f'release {id_} {diff[:4000]}', facts=facts
+  )
+
+
+async def _performance(
+  env: Environment, context: Context, tree, slow: dict[str, str], id_: str
+) -> Candidate | None:
+  """A task to make tests faster, if the newer release makes them so significantly."""
+  pairs, request = [], dict(roots=env.roots, files=env.files, keep=list(env.status))
+  for _ in range(_PAIRS):
+    ran = [
+      await environment.run(context.dataset, env.site, files, 'run', **request)
+      for files in (tree, env.source.files)
+    ]
+    pairs.append([{t: r.get('s', 0.0) for t, r in one.tests.items()} for one in ran])
+  timed = [
+    t
+    for t in env.status
+    if grade.faster([(a.get(t, 0.0), b.get(t, 0.0)) for a, b in pairs], 2 * _LEAST)
+  ]
+  if not timed:
+    return None
+  draft = drafts.performance(env, f'{id_}-performance', slow, timed, _PAIRS, _LEAST)
+  facts = {'timed': len(timed)}
+  return Candidate(
+    id_, 'releases', 'performance', env.source.name, draft, id_, facts=facts
   )
 
 

@@ -200,6 +200,42 @@ def test_results_count_only_with_the_nonce():
       grade.parse(bad, 'n')
 
 
+@given(
+  st.lists(st.floats(1.0, 1.05), min_size=7, max_size=7),
+  st.lists(st.floats(1.0, 3.0), min_size=7, max_size=7),
+)
+def test_noise_is_not_speed(small, large):
+  """Equal programs are never faster; twice the speed is seen under little load."""
+  same = [(a, a * b) for a, b in zip(large, small, strict=True)]
+  assert not grade.faster(same, 0.2)
+  slowly = [(2 * a, b) for a, b in zip(small, reversed(small), strict=True)]
+  assert grade.faster(slowly, 0.2)
+
+
+def test_a_performance_task(env, dataset):
+  """The faster release passes, the slow one does not, and wrong but fast fails."""
+  loop = 'for _ in range(300000):\n      pass\n    return low'
+  slow = package.CORE.replace('return low', loop, 1)
+  timed = ['tests/test_core.py::test_clamp[1-2]']
+  draft = drafts.performance(env, 'slow', {_CORE: slow}, timed, 3, 0.2)
+  split = dataset / 'tasks' / 'held_out'
+  split.mkdir(parents=True, exist_ok=True)
+  task = harbor.of_directory(harbor.read(harbor.write(draft, split)))
+
+  async def judged():
+    try:
+      found = []
+      for text in (package.CORE, slow, package.CORE.replace('return low', 'return 9')):
+        async with task.open(backend='bubblewrap', limits=LIMITS) as environment_:
+          await environment_.box.write(_CORE, text.encode())
+          found.append((await task.judge(environment_)).outcome)
+      return found
+    finally:
+      await sandbox.shutdown()
+
+  assert asyncio.run(judged()) == [harbor.PASSED, harbor.FAILED, harbor.FAILED]
+
+
 @pytest.mark.parametrize('status', ['SKIPPED', 'XFAIL', 'FAILED', None])
 def test_f2p_needs_exactly_the_right_status(status, monkeypatch):
   """Facts §3.4: a skipped or missing F2P fails; here also a skipped P2P."""
