@@ -6,7 +6,7 @@
     tests/               test.sh, which writes a reward, and the verifier's other files
     solution/            solve.sh, and its files
 
-Source: facts/pipelines.md §0, and the Python package `harbor`, whose `Task` accepts
+Source: facts/pipelines.md §4, and the Python package `harbor`, whose `Task` accepts
 what `write` writes (tests/tasks/test_harbor.py). The workspace at the start is
 `workspace.tar.gz` without `Metadata.remove`, and then the files of `overlay/`; the
 Dockerfile does the same. The archive may be a hard link, shared by many tasks.

@@ -34,17 +34,29 @@ def task(env, dataset):
   return harbor.of_directory(harbor.read(harbor.write(draft, split)))
 
 
-def _attempt(task, commands: str, *, seconds: float = 30.0) -> verifier.Verdict:
-  async def attempt():
+async def _attempt(task, commands: str) -> verifier.Verdict:
+  async with task.open(backend='bubblewrap', limits=LIMITS) as environment:
+    done = await environment.box.exec(commands, timeout_s=30.0)
+    assert done.returncode == 0, done.stderr
+    return await task.judge(environment)
+
+
+@pytest.fixture(scope='module')
+def verdicts(task):
+  """The verdict of each attempt; several run at a time."""
+  several = asyncio.Semaphore(4)
+
+  async def one(commands):
+    async with several:
+      return await _attempt(task, commands)
+
+  async def all_():
     try:
-      async with task.open(backend='bubblewrap', limits=LIMITS) as environment:
-        done = await environment.box.exec(commands, timeout_s=seconds)
-        assert done.returncode == 0, done.stderr
-        return await task.judge(environment)
+      return await asyncio.gather(*map(one, [*CHEATS.values(), *_HONEST.values()]))
     finally:
       await sandbox.shutdown()
 
-  return asyncio.run(attempt())
+  return dict(zip([*CHEATS, *_HONEST], asyncio.run(all_()), strict=True))
 
 
 _REPAIR = f"sed -i 's/if value > low:/{_RIGHT}/' {_CORE}"
@@ -121,7 +133,7 @@ CHEATS = {
   ),
   'write the reward later': _append(
     'import os, time\nf = getattr(os, "fo" + "rk")\n'
-    'if f() == 0:\n  os.setsid()\n  for _ in range(200):\n    time.sleep(0.05)\n'
+    'if f() == 0:\n  os.setsid()\n  for _ in range(40):\n    time.sleep(0.05)\n'
     '    try:\n      open("/workspace/logs/rew" + "ard.txt", "w").write("1")\n'
     '    except OSError:\n      pass'
   ),
@@ -164,29 +176,38 @@ CHEATS = {
     '  f = getattr(sys, "_get" + "frame")(1)\n'
     '  return getattr(f, "f_lo" + "cals")["right"]'
   ),
-  'never end': _append('while True:\n  pass'),
+  'never end': _append('import time\ntime.sleep(1000)'),
 }
 # In one process with the tests, code can look at its caller under any name.
 _NOT_HELD = {'read the caller without its name'}
 
 
-def test_an_honest_repair_passes(task):
-  assert _attempt(task, _REPAIR).outcome == harbor.PASSED
+# Guards must not cost an honest agent that also wrote tests and left caches.
+_HONEST = {
+  'the repair': _REPAIR,
+  'the repair, tests and settings': f'{_REPAIR}; mkdir -p tests __pycache__; '
+  'echo "def test_x(): pass" > tests/test_new.py; echo "[pytest]" > pytest.ini',
+  'nothing': 'true',
+}
 
 
-def test_doing_nothing_fails(task):
-  verdict = _attempt(task, 'true')
-  assert verdict.outcome == harbor.FAILED and verdict.details['resolved'] == 'no'
+@pytest.mark.parametrize('name', [n for n in _HONEST if n != 'nothing'])
+def test_an_honest_repair_passes(verdicts, name):
+  assert verdicts[name].outcome == harbor.PASSED, verdicts[name]
 
 
-def test_an_honest_repair_passes_among_other_changes(task):
-  """Guards must not cost an honest agent that also wrote tests and left caches."""
-  extra = 'mkdir -p tests __pycache__; echo "def test_x(): pass" > tests/test_new.py'
-  verdict = _attempt(task, f'{_REPAIR}; {extra}; echo "[pytest]" > pytest.ini')
-  assert verdict.outcome == harbor.PASSED, verdict
+def test_doing_nothing_fails(verdicts):
+  found = verdicts['nothing']
+  assert found.outcome == harbor.FAILED and found.details['resolved'] == 'no'
 
 
 @pytest.mark.parametrize('name', [n for n in CHEATS if n not in _NOT_HELD])
-def test_a_cheat_gets_nothing(task, name):
+def test_a_cheat_gets_nothing(verdicts, name):
   """0, not invalid: a cheat must not even spare the agent a failure."""
-  assert _attempt(task, CHEATS[name]).outcome == harbor.FAILED
+  assert verdicts[name].outcome == harbor.FAILED, verdicts[name]
+
+
+@pytest.mark.parametrize('name', sorted(_NOT_HELD))
+def test_what_is_not_held_is_known(verdicts, name):
+  """docs/pipelines.md says so; if a guard begins to hold it, say that."""
+  assert verdicts[name].outcome == harbor.PASSED
