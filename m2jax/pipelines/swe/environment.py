@@ -250,7 +250,9 @@ async def run(
       **{f'tree/{path}': data for path, data in tree.items()},
     },
   ) as box:
-    done = await box.exec(_COMMAND, timeout_s=limit_s)
+    # As for the verifier, but for mutants, which are written into the tree.
+    read_only = '' if mode == 'screen' else 'chmod -R a-w tree\n'
+    done = await box.exec(read_only + _COMMAND, timeout_s=limit_s)
   return _parsed(done, nonce)
 
 
