@@ -21,42 +21,43 @@ from m2jax.pipelines.swe.environment import Environment
 
 
 async def candidates(config: Config, context: Context) -> AsyncIterator[Candidate]:
-  """Candidates of all packages: real changes, then injected bugs, in turns."""
-  streams: list[tuple[str, AsyncIterator[Candidate]]] = []
-  for requirement in config.packages:
-    name = collect.name_of(requirement)
-    started = time.monotonic()
-    context.say(f'{name}: environment')
-    try:
-      source = await collect.fetch(requirement, context.directory('sources'))
-      env = await environment.build(source, context.dataset, config.repairs)
-    except (collect.CollectError, environment.NoEnvironment) as error:
-      logging.warning('%s: %s', name, error)
-      yield _stage(requirement, name, str(error), time.monotonic() - started)
-      continue
-    env = suite(env, config)
-    facts = {
-      'tests': len(env.status),
-      'suite_s': round(sum(env.seconds.values()), 2),
-      'repairs': list(env.repairs),
-      **source.provenance,
-    }
-    yield _stage(requirement, name, '', time.monotonic() - started, facts)
-    if 'release' in config.families and config.releases:
-      context.say(f'{name}: releases')
-      async for candidate in releases.candidates(env, config, context):
-        yield candidate
-    streams.append((name, inject.candidates(env, config, context)))
+  """Candidates of all packages in turns, each package's real changes first."""
+  streams = [(name, _package(name, config, context)) for name in config.packages]
   while streams:
     for item in list(streams):
-      name, stream = item
-      context.say(f'{name}: bugs')
+      requirement, stream = item
+      context.say(collect.name_of(requirement))
       for _ in range(config.batch):
         candidate = await anext(stream, None)
         if candidate is None:
           streams.remove(item)
           break
         yield candidate
+
+
+async def _package(requirement: str, config: Config, context: Context):
+  """Candidates of one package, which is made to run first."""
+  name, started = collect.name_of(requirement), time.monotonic()
+  try:
+    source = await collect.fetch(requirement, context.directory('sources'))
+    env = await environment.build(source, context.dataset, config.repairs)
+  except (collect.CollectError, environment.NoEnvironment) as error:
+    logging.warning('%s: %s', name, error)
+    yield _stage(requirement, name, str(error), time.monotonic() - started)
+    return
+  env = suite(env, config)
+  facts = {
+    'tests': len(env.status),
+    'suite_s': round(sum(env.seconds.values()), 2),
+    'repairs': list(env.repairs),
+    **source.provenance,
+  }
+  yield _stage(requirement, name, '', time.monotonic() - started, facts)
+  if 'release' in config.families and config.releases:
+    async for candidate in releases.candidates(env, config, context):
+      yield candidate
+  async for candidate in inject.candidates(env, config, context):
+    yield candidate
 
 
 def _stage(requirement, name, reason, wall_s, facts=None) -> Candidate:
