@@ -212,6 +212,7 @@ def test_noise_is_not_speed(small, large):
   assert grade.faster(slowly, 0.2)
 
 
+@pytest.mark.long
 def test_a_performance_task(env, dataset):
   """The faster release passes, the slow one does not, and wrong but fast fails."""
   loop = 'for _ in range(300000):\n      pass\n    return low'
@@ -247,6 +248,7 @@ def test_f2p_needs_exactly_the_right_status(status, monkeypatch):
     assert grade.tests(config, '/tree')['reward'] == 0.0
 
 
+@pytest.mark.long
 def test_a_written_test_must_not_look_at_the_text(env, dataset):
   """One that compares texts would pass on the right file and fail on the bug."""
   bug = package.CORE.replace('if value < low:', 'if value > low:')
@@ -294,6 +296,7 @@ def _offline(monkeypatch):
   monkeypatch.setattr(collect, 'versions', versions)
 
 
+@pytest.mark.long
 def test_the_pipeline_makes_tasks_of_every_family(tmp_path, monkeypatch):
   """From a package to admitted tasks, with the report and provenance."""
   _offline(monkeypatch)
