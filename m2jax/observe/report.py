@@ -8,24 +8,18 @@ output: all text passes `printable`, and the template escapes it.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import functools
-import hashlib
 import os
 import pathlib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
-from m2jax.observe import names, plots, stats, svg, transcript
+from m2jax.observe import names, page, plots, stats, svg, transcript
 from m2jax.observe.evaluations import Evaluation, Pair
 from m2jax.observe.printable import clip, one_line, printable
 
-_TEMPLATES = pathlib.Path(__file__).parent / 'templates'
 _STEP_LIMIT_CHARS = 6000
 SERVICES = ('pool', 'engine', 'gateway')  # services whose counters are listed
 
@@ -112,9 +106,9 @@ def write_report(
     OSError: the file cannot be written.
   """
   path = pathlib.Path(path)
-  page = render(records, trajectories, summary, config)
+  text = render(records, trajectories, summary, config)
   temporary = path.with_name(path.name + '.new')
-  temporary.write_text(page, encoding='utf-8')
+  temporary.write_text(text, encoding='utf-8')
   os.replace(temporary, path)
 
 
@@ -125,12 +119,11 @@ def render(
   config: Mapping[str, Any],
 ) -> str:
   """The page of `write_report` as text."""
-  style = (_TEMPLATES / 'report.css').read_text(encoding='utf-8')
-  script = (_TEMPLATES / 'report.js').read_text(encoding='utf-8')
+  script = page.asset('report.js')
   shown = [_episode(episode) for episode in trajectories]
-  return _template().render(
+  return page.render(
+    'report.html',
     summary=summary,
-    written=time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime()),
     headline=_headline(summary.evaluations),
     tables=_tables(summary.evaluations),
     sections=plots.sections(records, summary.capacity_items, summary.window_items),
@@ -141,29 +134,9 @@ def render(
       name: sorted({str(episode[name]) for episode in shown})
       for name in ('phase', 'family', 'verdict')
     },
-    style=Markup(style),
     script=Markup(script),
-    style_hash=_csp_hash(style),
-    script_hash=_csp_hash(script),
+    script_hash=page.csp_hash(script),
   )
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-  environment = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(_TEMPLATES),
-    autoescape=True,
-    undefined=jinja2.StrictUndefined,
-    finalize=lambda value: value if isinstance(value, Markup) else printable(value),
-    trim_blocks=True,
-    lstrip_blocks=True,
-  )
-  return environment.get_template('report.html')
-
-
-def _csp_hash(text: str) -> Markup:
-  digest = hashlib.sha256(text.encode()).digest()
-  return Markup(f"'sha256-{base64.b64encode(digest).decode()}'")
 
 
 def _rate(pair: Pair | None) -> dict[str, Any] | None:

@@ -1,0 +1,55 @@
+r"""Makes tasks from raw material: Harbor task directories, proved one by one.
+
+python -m experiments.make_tasks --pipeline=swe --workdir=workdir/swe --config.count=100
+
+Resumes after a stop; report.html in the workdir has counts, rates and examples.
+docs/pipelines.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+
+from absl import flags
+
+from experiments import common
+from m2jax import pipelines
+from m2jax.sandbox import SandboxUnavailable
+from m2jax.train.workdir import WorkdirError, open_workdir
+
+PIPELINE = flags.DEFINE_string(
+  'pipeline', None, 'Its name: short for --config=configs/make_tasks.py:NAME.'
+)
+_CONFIG = 'configs/make_tasks.py'
+# What may differ when a run is continued.
+_FREE = dict(count=1, parallel=1, backend='bubblewrap')
+
+
+def main():
+  config = common.build(pipelines.PipelineConfig, common.values())
+  workdir = common.workdir()
+  settings = dataclasses.replace(config, **_FREE)
+  open_workdir(settings, workdir, common.FRESH.value)
+  summary = asyncio.run(pipelines.run(config, workdir))
+  print(
+    f'{summary.tasks} tasks in {workdir}, {summary.added} of them now, in '
+    f'{summary.wall_s:.0f} s ({summary.wall_s / max(1, summary.added):.2f} s a task)\n'
+    f'report: {workdir / "report.html"}'
+  )
+  if summary.tasks < config.count:
+    print(f'no candidates are left: {summary.tasks} of {config.count} tasks')
+
+
+def with_config(argv: list[str]) -> list[str]:
+  """Adds --config if the arguments have only --pipeline."""
+  if any(a.startswith('--config=') for a in argv):
+    return argv
+  names = [a.partition('=')[2] for a in argv if a.startswith('--pipeline=')]
+  return [argv[0], f'--config={_CONFIG}:{names[-1]}', *argv[1:]] if names else argv
+
+
+if __name__ == '__main__':
+  sys.argv = with_config(sys.argv)
+  common.run(main, WorkdirError, SandboxUnavailable)

@@ -1,0 +1,84 @@
+"""Admission: a task is proved before anybody trains on it.
+
+1. Doing nothing fails (and is decided: an invalid verdict is no failure).
+2. The solution passes, `passes` times in new sandboxes; a task that passes only
+   sometimes is flaky.
+
+A failure of the machine rejects nothing: the candidate is tried again in the next run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from m2jax import sandbox
+from m2jax.tasks import harbor
+from m2jax.tasks.harbor import verifier
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+  """The result.
+
+  Attributes:
+    outcome: 'admitted', 'rejected' or 'invalid' (the machine failed).
+    reason: why not admitted.
+    wall_s: elapsed time of all attempts.
+    verifier_s: that of each run of the verifier.
+  """
+
+  outcome: str
+  reason: str = ''
+  wall_s: float = 0.0
+  verifier_s: tuple[float, ...] = ()
+
+
+async def admit(
+  directory: harbor.Directory,
+  *,
+  backend: str,
+  limits: sandbox.Limits,
+  passes: int = 2,
+) -> Admission:
+  """Tries a task without a solution, then with it."""
+  started, walls = time.monotonic(), []
+  task = harbor.of_directory(directory)
+
+  def result(outcome: str, reason: str = '') -> Admission:
+    return Admission(outcome, reason, time.monotonic() - started, tuple(walls))
+
+  try:
+    nothing = await _attempt(task, False, backend, limits)
+    walls.append(nothing.wall_s)
+    if nothing.outcome == verifier.PASSED:
+      return result('rejected', 'doing nothing passes')
+    if nothing.outcome == verifier.INVALID:
+      return result(*_undecided('doing nothing', nothing))
+    for number in range(passes):
+      solved = await _attempt(task, True, backend, limits)
+      walls.append(solved.wall_s)
+      if solved.outcome == verifier.INVALID:
+        return result(*_undecided('the solution', solved))
+      if solved.outcome == verifier.FAILED:
+        kind = 'flaky: the solution failed later' if number else 'the solution fails'
+        return result('rejected', f'{kind}: {solved.reason}')
+  except (sandbox.SandboxError, OSError) as error:
+    return result('invalid', f'infrastructure: {error}')
+  return result('admitted')
+
+
+def _undecided(who: str, verdict: verifier.Verdict) -> tuple[str, str]:
+  infrastructure = verdict.reason.startswith('infrastructure')
+  outcome = 'invalid' if infrastructure else 'rejected'
+  return outcome, f'no verdict on {who}: {verdict.reason}'
+
+
+async def _attempt(task, with_solution, backend, limits) -> verifier.Verdict:
+  async with task.open(backend=backend, limits=limits) as environment:
+    if with_solution:
+      done = await task.solve(environment)
+      if done.returncode:
+        reason = f'solve.sh exited with {done.returncode}: {done.stderr.strip()[-300:]}'
+        return verifier.Verdict(verifier.FAILED, reason=reason)
+    return await task.judge(environment)

@@ -1,0 +1,89 @@
+"""What every pipeline shares: the config's fields, and a candidate for a task."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from m2jax import kinds
+from m2jax.checks import require
+from m2jax.pipelines.seat import SeatConfig
+from m2jax.tasks import harbor
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+  """Settings that every pipeline has.
+
+  Attributes:
+    kind: the pipeline's module.
+    count: tasks to make, those of an interrupted run included.
+    seed: of all random choices.
+    parallel: admissions at a time.
+    backend: of the sandboxes.
+    dev, held_out: sources (package names, generators) of these splits; the rest are
+      'train'. No source is in two splits.
+    near_duplicate: candidates whose estimated Jaccard similarity with an earlier one,
+      of any split, is at least this are rejected; above 1, none is.
+    decontaminate: files of evaluation texts, JSON lines; a candidate that shares a run
+      of 13 words with one is rejected.
+    author: the model that writes statements; by default procedural.
+  """
+
+  kind: str
+  count: int = 100
+  seed: int = 0
+  parallel: int = 2
+  backend: str = 'bubblewrap'
+  dev: tuple[str, ...] = ()
+  held_out: tuple[str, ...] = ()
+  near_duplicate: float = 0.9
+  decontaminate: tuple[str, ...] = ()
+  author: SeatConfig = SeatConfig()
+
+  def __post_init__(self):
+    require(self, self.count > 0, 'count', 'above 0')
+    require(self, self.parallel > 0, 'parallel', 'above 0')
+    both = set(self.dev) & set(self.held_out)
+    require(self, not both, 'dev', f'without the sources of held_out: {sorted(both)}')
+
+  @classmethod
+  def of_kind(cls, kind: str) -> type[PipelineConfig]:
+    """Returns the config class of a pipeline. Raises ValueError for an unknown one."""
+    return kinds.module(__package__, kind).Config
+
+  def split(self, source: str) -> str:
+    """The split that a source belongs to."""
+    if source in self.held_out:
+      return 'held_out'
+    return 'dev' if source in self.dev else 'train'
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """A task that is not admitted yet, or the reason why there is none.
+
+  Attributes:
+    id: unique in the pipeline and the same in every run: an interrupted run skips the
+      ids that have a record.
+    stage: the stage that made it, such as 'bug injection'.
+    family: class of the task.
+    source: name of what it was made from; decides the split.
+    draft: the task; None if the stage rejected it.
+    text: what near-duplicates are found by: the part that is its own.
+    reason: why there is no draft.
+    passed: there is no draft, since a stage before that of drafts succeeded.
+    wall_s: elapsed time to make it.
+    facts: further fields of the record.
+  """
+
+  id: str
+  stage: str
+  family: str
+  source: str
+  draft: harbor.Draft | None = None
+  text: str = ''
+  reason: str = ''
+  passed: bool = False
+  wall_s: float = 0.0
+  facts: Mapping[str, object] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,90 @@
+"""SWE-scaling: repair, test and review tasks from Python packages (docs/pipelines.md).
+
+The report's six stages: `collect` and `releases`, `environment`, tags and routing
+(`releases`), rewards by kind (`grade`), `statements`, and the transformations of
+`mutate` and `inject`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+
+from absl import logging
+
+from m2jax.pipelines.candidate import Candidate
+from m2jax.pipelines.context import Context
+from m2jax.pipelines.swe import collect, environment, inject, releases
+from m2jax.pipelines.swe.config import Config
+from m2jax.pipelines.swe.environment import Environment
+
+
+async def candidates(config: Config, context: Context) -> AsyncIterator[Candidate]:
+  """Candidates of all packages in turns, each package's real changes first."""
+  streams = [(name, _package(name, config, context)) for name in config.packages]
+  while streams:
+    for item in list(streams):
+      requirement, stream = item
+      context.say(collect.name_of(requirement))
+      for _ in range(config.batch):
+        candidate = await anext(stream, None)
+        if candidate is None:
+          streams.remove(item)
+          break
+        yield candidate
+
+
+async def _package(requirement: str, config: Config, context: Context):
+  """Candidates of one package, which is made to run first."""
+  name, started = collect.name_of(requirement), time.monotonic()
+  try:
+    source = await collect.fetch(requirement, context.directory('sources'))
+    env = await environment.build(source, context.dataset, config.repairs)
+  except (collect.CollectError, environment.NoEnvironment) as error:
+    logging.warning('%s: %s', name, error)
+    yield _stage(requirement, name, str(error), time.monotonic() - started)
+    return
+  env = suite(env, config)
+  facts = {
+    'tests': len(env.status),
+    'suite_s': round(sum(env.seconds.values()), 2),
+    'repairs': list(env.repairs),
+    **source.provenance,
+  }
+  yield _stage(requirement, name, '', time.monotonic() - started, facts)
+  if 'release' in config.families and config.releases:
+    async for candidate in releases.candidates(env, config, context):
+      yield candidate
+  async for candidate in inject.candidates(env, config, context):
+    yield candidate
+
+
+def _stage(requirement, name, reason, wall_s, facts=None) -> Candidate:
+  return Candidate(
+    id=f'environment/{requirement}',
+    stage='environments',
+    family='environment',
+    source=name,
+    reason=reason,
+    passed=not reason,
+    wall_s=wall_s,
+    facts=facts or {},
+  )
+
+
+def suite(env: Environment, config: Config) -> Environment:
+  """An environment with the tests that are used: the fastest, within the time."""
+  chosen, total = {}, 0.0
+  for test in sorted(env.status, key=lambda t: (env.seconds[t], t)):
+    seconds = env.seconds[test]
+    if seconds > config.test_s or total + seconds > config.suite_s:
+      break
+    total += seconds
+    chosen[test] = env.status[test]
+  return dataclasses.replace(
+    env, status=chosen, seconds={t: env.seconds[t] for t in chosen}
+  )
+
+
+__all__ = ['Config', 'candidates']

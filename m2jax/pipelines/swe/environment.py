@@ -1,0 +1,288 @@
+"""Stage 2, environments: execute the tests, repair what is missing, execute again.
+
+The report builds an image per change with an agent in an execute-and-repair loop. Here
+an environment is a directory of packages beside the interpreter, mounted read-only; the
+agent is a list of repairs, each triggered by what the tests printed. The tests run in
+the sandbox, without a network; only pip, on the host, installs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from m2jax import sandbox
+from m2jax.pipelines.make import LIMITS
+from m2jax.pipelines.swe import collect
+from m2jax.tasks.harbor import compose, verifier
+
+HARNESS = Path(__file__).with_name('harness.py')
+PYTEST = 'pytest==8.4.2'
+_TEST_FILE = re.compile(r'(^|/)(test_[^/]*|[^/]*_test)\.py$')
+_ROOTS = ('src', 'lib', '')
+_MODULES = {'yaml': 'pyyaml', 'dateutil': 'python-dateutil', 'attr': 'attrs'}
+_PLUGINS = {'benchmark': 'pytest-benchmark', 'mocker': 'pytest-mock'}
+_RUN_S = 240.0
+# As in grade.run; a fixed seed, since some tests are named after elements of sets.
+_COMMAND = (
+  'export PYTHONHASHSEED=0 HOME=/tmp LANG=C.UTF-8\n'
+  'python3 -s -S -P -B harness.py < request'
+)
+
+
+class NoEnvironment(Exception):
+  """The tests of a package cannot be made to run; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+  """A package whose tests run.
+
+  Attributes:
+    source: the release.
+    site: directory in sites/.
+    requirements: what is installed there.
+    roots: directories of the tree from which it is imported.
+    code: pattern of the package's own sources (`compose`).
+    files: test files.
+    status, seconds: of each test.
+    calls: {path: {first line of a function: tests that call it}}.
+    repairs: what was done, in order.
+  """
+
+  source: collect.Source
+  site: str
+  requirements: tuple[str, ...]
+  roots: tuple[str, ...]
+  code: tuple[str, ...]
+  files: tuple[str, ...]
+  status: Mapping[str, str]
+  seconds: Mapping[str, float]
+  calls: Mapping[str, Mapping[int, Sequence[str]]]
+  repairs: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+  """What the harness sent: records of tests, the last record, the rest by mutant."""
+
+  tests: dict[str, dict[str, Any]]
+  end: Mapping[str, Any]
+  mutants: dict[int, dict[str, Any]]
+  wall_s: float
+
+
+def layout(source: collect.Source) -> tuple[tuple[str, ...], tuple[str, ...]]:
+  """(roots, patterns of the package's sources). Raises NoEnvironment."""
+  wanted = source.name.replace('-', '_').lower()
+  short = wanted.removeprefix('python_')
+  for root in _ROOTS:
+    prefix = f'{root}/' if root else ''
+    for name in (wanted, short):
+      for path in source.files:
+        if path.lower() == f'{prefix}{name}/__init__.py':
+          return (root,), (f'{path.removesuffix("__init__.py")}*.py',)
+        if path.lower() == f'{prefix}{name}.py':
+          return (root,), (path,)
+  raise NoEnvironment(f'{source.name}: no package in {_ROOTS}')
+
+
+def is_test(path: str) -> bool:
+  """Whether a path belongs to the tests: no work of an agent."""
+  parts = path.split('/')
+  return (
+    bool(_TEST_FILE.search(path))
+    or parts[-1] in ('conftest.py', 'sitecustomize.py', 'usercustomize.py')
+    or any(part in ('tests', 'test', 'testing') for part in parts[:-1])
+  )
+
+
+EXCLUDE = (
+  'test_*',
+  '*/test_*',
+  '*_test.py',
+  'tests/*',
+  'test/*',
+  '*/tests/*',
+  '*/test/*',
+  '*conftest.py',
+  '*customize.py',
+  '*.pth',
+)
+
+
+async def build(source: collect.Source, dataset: Path, repairs: int) -> Environment:
+  """Finds an environment in which the tests run, twice alike.
+
+  Raises:
+    NoEnvironment: within `repairs` installations none is found.
+  """
+  roots, code = layout(source)
+  files = sorted(p for p in source.files if _TEST_FILE.search(p))
+  if not files:
+    raise NoEnvironment(f'{source.name}: no test files in the source distribution')
+  requirements, log = [PYTEST], []
+  for _ in range(repairs + 1):
+    key = await site(requirements, dataset)
+    request = dict(roots=roots, files=files)
+    ran = await run(dataset, key, source.files, 'profile', **request)
+    wanted = _repair(ran, source) - set(requirements)
+    if not wanted:
+      break
+    requirements = sorted({*requirements, *wanted})
+    log += [f'install {name}' for name in sorted(wanted)]
+  passed = {t for t, r in ran.tests.items() if r['status'] in ('PASSED', 'XFAIL')}
+  if ran.end.get('tampered') or not passed:
+    errors = (r['why'] for r in ran.tests.values() if r.get('why'))
+    why = next(errors, ran.end.get('tampered'))
+    raise NoEnvironment(f'{source.name}: no test passes: {why}')
+  again = await run(dataset, key, source.files, 'run', **request)
+  status = {
+    test: record['status']
+    for test, record in ran.tests.items()
+    if test in passed and again.tests.get(test, {}).get('status') == record['status']
+  }
+  flaky = sorted(passed - set(status))
+  if flaky:
+    log.append(f'leave out {len(flaky)} flaky tests')
+  broken = [t for t, r in ran.tests.items() if r['status'] in ('ERROR', 'FAILED')]
+  if broken:
+    log.append(f'leave out {len(broken)} failing tests or files')
+  seconds = {t: again.tests[t].get('s', 0.0) for t in status}
+  calls = {
+    path: {int(line): tests for line, tests in lines.items()}
+    for path, lines in ran.end.get('calls', {}).items()
+  }
+  return Environment(
+    source=source,
+    site=key,
+    requirements=tuple(requirements),
+    roots=roots,
+    code=code,
+    files=tuple(f for f in files if any(t.startswith(f'{f}::') for t in status)),
+    status=status,
+    seconds=seconds,
+    calls=calls,
+    repairs=tuple(log),
+  )
+
+
+def _repair(ran: Output, source: collect.Source) -> set[str]:
+  """Requirements that the errors ask for."""
+  found, own = set(), source.name.replace('-', '_').lower()
+  for record in ran.tests.values():
+    why = record.get('why', '')
+    for module in re.findall(r"No module named '(\w+)", why):
+      if module.lower() not in (own, 'tests', 'test', 'conftest'):
+        found.add(_MODULES.get(module, module))
+    if re.search(r'PackageNotFoundError', why):
+      found.add(f'{source.name}=={source.version}')
+    for fixture in re.findall(r"fixture '(\w+)' not found", why):
+      if fixture in _PLUGINS:
+        found.add(_PLUGINS[fixture])
+  return found
+
+
+async def site(requirements: Sequence[str], dataset: Path) -> str:
+  """Installs requirements into a directory of sites/, once; returns its name.
+
+  Raises:
+    NoEnvironment: pip fails.
+  """
+  text = '\n'.join(sorted(requirements))
+  key = hashlib.sha256(text.encode()).hexdigest()[:12]
+  target = dataset / 'sites' / key
+  if target.is_dir():
+    return key
+  partial = target.with_name(f'.{key}.partial')
+  shutil.rmtree(partial, ignore_errors=True)
+  partial.mkdir(parents=True)
+  try:
+    await collect.pip('install', '--quiet', '--target', str(partial), *requirements)
+  except collect.CollectError as error:
+    shutil.rmtree(partial, ignore_errors=True)
+    raise NoEnvironment(str(error)) from error
+  (partial / 'requirements.txt').write_text(text + '\n')
+  partial.rename(target)
+  return key
+
+
+async def run(
+  dataset: Path,
+  key: str,
+  tree: Mapping[str, bytes],
+  mode: str,
+  *,
+  limit_s: float = _RUN_S,
+  **request: Any,
+) -> Output:
+  """Runs the harness on a tree in a new sandbox.
+
+  Args:
+    dataset: has the sites.
+    key: the site.
+    tree: its files.
+    mode: of the harness.
+    limit_s: of all together.
+    request: further fields: roots, files, keep, mutants, options.
+  """
+  nonce = secrets.token_hex(16)
+  request = {
+    'mode': mode,
+    'nonce': nonce,
+    'tree': '/workspace/tree',
+    'site': f'/sites/{key}',
+    **request,
+  }
+  async with await sandbox.create(
+    limits=dataclasses.replace(LIMITS, output_bytes=32 << 20),
+    host=verifier.host(dataset),
+    contents={
+      'harness.py': HARNESS.read_bytes(),
+      'request': json.dumps(request).encode(),
+      **{f'tree/{path}': data for path, data in tree.items()},
+    },
+  ) as box:
+    # As for the verifier, but for mutants, which are written into the tree.
+    read_only = '' if mode == 'screen' else 'chmod -R a-w tree\n'
+    done = await box.exec(read_only + _COMMAND, timeout_s=limit_s)
+  return _parsed(done, nonce)
+
+
+def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
+  tests, end, mutants = {}, {}, {}
+  for line in done.stdout.splitlines():
+    word, _, rest = line.partition(' ')
+    if word != nonce:
+      continue
+    record = json.loads(rest)
+    number = record.pop('mutant', None)
+    if number is not None:
+      one = mutants.setdefault(number, {'tests': {}, 'end': None, 'timeout': False})
+      if 'test' in record:
+        one['tests'][record['test']] = record['status']
+      elif 'end' in record:
+        one['end'] = record['end']
+      else:
+        one['timeout'] = True
+    elif 'end' in record:
+      end = record
+    else:
+      tests[record['test']] = record
+  return Output(tests, end, mutants, done.wall_s)
+
+
+def shipped() -> dict[str, bytes]:
+  """The verifier's programs, for a task's tests/."""
+  ours = ('harness.py', 'grade.py')
+  return {
+    **{name: HARNESS.with_name(name).read_bytes() for name in ours},
+    'compose.py': Path(compose.__file__).read_bytes(),
+  }

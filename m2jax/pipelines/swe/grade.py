@@ -1,0 +1,384 @@
+"""Grades a tree of SWE-scaling; in each task's tests/, beside harness.py, compose.py.
+
+config.json: {"kind", "roots", "files", "f2p", "p2p", "source", …}. The tests
+run in a child (harness.py), whose results come over a pipe with a secret word.
+Semantics: facts/pipelines.md §3.4. A test of F2P or P2P counts only if it has exactly
+the status of the right solution; one that is missing or skipped fails. So this is
+stricter than swebench, which accepts a skipped P2P.
+
+Standard library only. reward.txt is written last, when no other process is left.
+"""
+
+import ast
+import contextlib
+import ctypes
+import itertools
+import json
+import math
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+
+# A fixed seed, since some tests are named after elements of sets.
+_ENVIRONMENT = {'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0'}
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_PR_SET_DUMPABLE = 4
+# Names that a solution has no reason to begin to use: they reach the verifier.
+_REACHES = frozenset(
+  'pytest _pytest unittest pluggy conftest doctest gc ctypes builtins atexit signal '
+  '_getframe currentframe f_back f_globals f_locals f_code __code__ settrace '
+  'setprofile monitoring addaudithook meta_path path_hooks path_importer_cache '
+  'modules _exit '
+  'execv execve fork forkpty kill killpg ptrace __subclasses__ get_objects '
+  'get_referrers sitecustomize usercustomize PYTEST_CURRENT_TEST argv exc_info '
+  'environ getenv putenv SystemExit SkipTest exit quit'.split()
+)
+_TEXTS = ('pytest', 'PYTEST', 'conftest', 'reward', 'M2JAX', '/verifier', '/proc/')
+
+
+def main():
+  """Grades $M2JAX_TREE."""
+  with contextlib.suppress(OSError, AttributeError):
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+  with open(os.path.join(_HERE, 'config.json')) as file:
+    config = json.load(file)
+  tree = os.environ.get('M2JAX_TREE') or _compose(config)
+  logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')
+  print('m2jax: ready', flush=True)
+  try:
+    found = KINDS[config['kind']](config, tree)
+  except Failed as error:
+    found = {'reward': 0.0, 'reason': str(error)}
+  _kill_others()
+  _write(os.path.join(logs, 'reward.json'), json.dumps(found))
+  _write(os.path.join(logs, 'reward.txt'), str(found['reward']))
+
+
+class Failed(Exception):
+  """The attempt fails."""
+
+
+def tests(config, tree):
+  """F2P ∧ P2P on the agent's sources."""
+  _refuse_reaching(config, tree)
+  keep = [*config['f2p'], *config['p2p']]
+  results = run(config, tree, config['files'], keep, config['limit_s'])
+  wrong = [t for t in config['f2p'] if not _right(config, t, results)]
+  broken = [t for t in config['p2p'] if not _right(config, t, results)]
+  f2p, p2p = (
+    1 - len(bad) / max(1, len(all_))
+    for bad, all_ in ((wrong, config['f2p']), (broken, config['p2p']))
+  )
+  passed = not wrong and not broken
+  reason = '' if passed else f'{len(wrong)} F2P and {len(broken)} P2P tests fail'
+  partial = 'full' if passed else 'partial' if f2p and p2p == 1 else 'no'
+  return {
+    'reward': float(passed),
+    'reason': reason,
+    'resolved': partial,
+    'f2p': f2p,
+    'p2p': p2p,
+    'failed': [*wrong, *broken][:20],
+  }
+
+
+def _right(config, test, results):
+  return results.get(test) == config.get('status', {}).get(test, 'PASSED')
+
+
+def written_test(config, tree):
+  """SWE-Test: the agent's test passes on the right source and fails on the bug.
+
+  Each variant is also tried printed anew from its syntax tree, so that a test that
+  looks at the text of the source, not at what it does, is wrong on one of them.
+  """
+  path = config['test']
+  text = _text(tree, path)
+  if text is None:
+    raise Failed(f'there is no {path}')
+  reached = reaches(text) - {'pytest', 'unittest', 'environ'}
+  reached |= {n for n in names(text) if n in ('open', 'getsource', 'read_text')}
+  if reached:
+    raise Failed(f'the test uses {sorted(reached)}')
+  found = []
+  for variant in ('right', 'right printed', 'bug', 'bug printed'):
+    source = config['variants'][variant.partition(' ')[0]]
+    if variant.endswith('printed'):
+      source = ast.unparse(ast.parse(source)) + '\n'
+    with tempfile.TemporaryDirectory() as place:
+      copy = os.path.join(place, 'tree')
+      _copy(tree, copy, {config['source_path']: source})
+      results = run(config, copy, [path], None, config['limit_s'])
+    statuses = set(results.values())
+    if 'ERROR' in statuses or not results:
+      raise Failed(f'the test cannot be run on {variant}: {sorted(statuses)}')
+    found.append(statuses)
+    if variant.startswith('right') and statuses != {'PASSED'}:
+      raise Failed(f'the test does not pass on the right source: {sorted(statuses)}')
+    if variant.startswith('bug') and 'FAILED' not in statuses:
+      raise Failed('the test does not find the bug')
+  return {'reward': 1.0, 'reason': ''}
+
+
+def review(config, tree):
+  """Code review: review.json names the file and a line of the wrong change."""
+  text = _text(tree, 'review.json')
+  try:
+    answer = json.loads(text or '')
+    path, line = answer['path'], answer['line']
+  except (ValueError, KeyError, TypeError):
+    raise Failed('review.json is not {"path": text, "line": number}') from None
+  right = path == config['path'] and type(line) is int and line in config['lines']
+  return {'reward': float(right), 'reason': '' if right else 'another place is wrong'}
+
+
+def performance(config, tree):
+  """P2P, and a stable and significant difference in the time of some tests.
+
+  Slow and changed sources run in turns, so that both see the same load.
+  """
+  _refuse_reaching(config, tree)
+  pairs = []
+  with tempfile.TemporaryDirectory() as place:
+    slow = os.path.join(place, 'tree')
+    _copy(tree, slow, config['slow'])
+    for _ in range(config['pairs']):
+      pair = []
+      for where in (slow, tree):
+        seconds = {}
+        results = run(
+          config, where, config['files'], config['p2p'], config['limit_s'], seconds
+        )
+        pair.append(sum(seconds.get(t, 0.0) for t in config['timed']))
+      broken = [t for t in config['p2p'] if not _right(config, t, results)]
+      if broken:
+        raise Failed(f'{len(broken)} P2P tests fail')
+      pairs.append(pair)
+  right = faster(pairs, config['least'])
+  reason = '' if right else 'not significantly faster'
+  return {'reward': float(right), 'reason': reason, 'seconds': pairs}
+
+
+def faster(pairs, least):
+  """Whether the second of all pairs is faster, beyond `least` and the noise.
+
+  The noise model: the time of a run is the program's times a factor ≥ 1 of the load,
+  which changes slowly, so that two runs in turn share most of it. The gain is
+  significant if every pair has it (by chance 2^−n for n pairs) and if its median log
+  ratio exceeds `least` and twice the median change of the slow sources from pair to
+  pair.
+  """
+  logs = sorted(math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in pairs)
+  slow = [math.log(max(a, 1e-9)) for a, _ in pairs]
+  moves = sorted(abs(b - a) for a, b in itertools.pairwise(slow))
+  noise = moves[len(moves) // 2] if moves else math.inf
+  return logs[0] > 0 and logs[len(logs) // 2] > max(math.log1p(least), 2 * noise)
+
+
+KINDS = {
+  'tests': tests,
+  'written_test': written_test,
+  'review': review,
+  'performance': performance,
+}
+
+
+# Running ------------------------------------------------------------------------------
+
+
+def run(config, tree, files, keep, limit_s, seconds=None):
+  """{test: status} of the tests; raises Failed for interference or no end.
+
+  Fills `seconds`, if it is given, with the time of each test.
+  """
+  request = {
+    'mode': 'run',
+    'nonce': secrets.token_hex(16),
+    'tree': tree,
+    'site': os.environ.get('M2JAX_SITE') or sysconfig.get_path('purelib'),
+    'roots': config['roots'],
+    'files': files,
+    'keep': keep,
+    'options': config.get('options', []),
+  }
+  command = [sys.executable, '-s', '-S', '-P', '-B', os.path.join(_HERE, 'harness.py')]
+  process = subprocess.Popen(
+    command,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    env={**_ENVIRONMENT, 'HOME': tempfile.gettempdir()},
+    start_new_session=True,
+  )
+  try:
+    output, _ = process.communicate(json.dumps(request).encode() + b'\n', limit_s)
+  except subprocess.TimeoutExpired:
+    raise Failed(f'the tests did not end within {limit_s} s') from None
+  finally:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+  return parse(output, request['nonce'], seconds)
+
+
+def parse(output, nonce, seconds=None):
+  """Results of the harness's output."""
+  results, end = {}, None
+  for line in output.decode(errors='replace').splitlines():
+    word, _, rest = line.partition(' ')
+    if word != nonce:
+      continue
+    record = json.loads(rest)
+    if end is not None:
+      raise Failed('results after the end')
+    if 'end' in record:
+      end = record
+    elif record['test'] in results:
+      raise Failed(f'two results of {record["test"]}')
+    else:
+      results[record['test']] = record['status']
+      if seconds is not None:
+        seconds[record['test']] = record.get('s', 0.0)
+  if end is None:
+    raise Failed('the tests did not run to their end')
+  if end['tampered'] or end['end'] != 1:  # 1: those that must fail have failed
+    raise Failed(f'interference: pytest returned {end["end"]}, {end["tampered"]}')
+  return results
+
+
+# Sources ------------------------------------------------------------------------------
+
+
+def _refuse_reaching(config, tree):
+  """Fails sources that begin to use names of the verifier, or equal everything."""
+  known = set(config['known'])
+  for path in _sources(config, tree):
+    text = _text(tree, path) or ''
+    new = reaches(text) - known
+    if new:
+      raise Failed(f'{path} reaches for the verifier: {sorted(new)}')
+
+
+def reaches(source):
+  """Names and texts of a source that reach the verifier."""
+  found = names(source) & _REACHES
+  try:
+    nodes = list(ast.walk(ast.parse(source)))
+  except (SyntaxError, ValueError, RecursionError):
+    return found
+  for node in nodes:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+      found |= {f'text {t!r}' for t in _TEXTS if t in node.value}
+    if isinstance(node, ast.FunctionDef) and node.name in ('__eq__', '__ne__'):
+      body = [n for n in node.body if not isinstance(n, ast.Expr)]
+      if len(body) == 1 and isinstance(body[0], ast.Return):
+        if isinstance(body[0].value, ast.Constant):
+          found.add(f'{node.name} that is constant')
+  return found
+
+
+def names(source):
+  """Identifiers of a source: names, attributes, imports."""
+  try:
+    nodes = list(ast.walk(ast.parse(source)))
+  except (SyntaxError, ValueError, RecursionError):
+    return set()
+  found = set()
+  for node in nodes:
+    if isinstance(node, ast.Name):
+      found.add(node.id)
+    elif isinstance(node, ast.Attribute):
+      found.add(node.attr)
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+      found.update(p for a in node.names for p in a.name.split('.'))
+      found.update((getattr(node, 'module', None) or '').split('.'))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+      found.update(w for w in (node.value,) if w in _REACHES)
+  return found
+
+
+def _sources(config, tree):
+  import compose
+
+  for directory, _, files in os.walk(tree):
+    for name in files:
+      path = os.path.relpath(os.path.join(directory, name), tree)
+      if compose.is_work(path, config['collect'], config['exclude']):
+        yield path
+
+
+def _text(tree, path):
+  try:
+    with open(os.path.join(tree, path), encoding='utf-8', errors='replace') as file:
+      return file.read()
+  except OSError:
+    return None
+
+
+def _copy(tree, target, changed):
+  import shutil
+
+  shutil.copytree(tree, target)
+  for path, text in changed.items():
+    full = os.path.join(target, path)
+    os.chmod(full, 0o644)
+    with open(full, 'w', encoding='utf-8') as file:
+      file.write(text)
+
+
+def _compose(config):
+  """The tree to judge, where Harbor runs the task: from /workspace."""
+  import compose
+
+  policy = config['collect'], config['exclude']
+  with open(os.path.join(_HERE, 'workspace.tar.gz'), 'rb') as file:
+    original = compose.unpack(file.read())
+  work = compose.gather('/workspace', *policy)
+  target = tempfile.mkdtemp()
+  compose.write(compose.compose(original, work, {}, *policy), target)
+  return target
+
+
+def _kill_others():
+  """Ends what tests left running, except this process's ancestors."""
+  mine, pid = set(), os.getpid()
+  while pid > 0:
+    mine.add(pid)
+    pid = _parent(pid)
+  for _ in range(3):
+    others = [int(n) for n in os.listdir('/proc') if n.isdigit() and int(n) not in mine]
+    killed = 0
+    for other in others:
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        if other > 2 and os.environ.get('M2JAX_TREE'):
+          os.kill(other, signal.SIGKILL)
+          killed += 1
+    if not killed:
+      return
+    time.sleep(0.01)
+
+
+def _parent(pid):
+  try:
+    with open(f'/proc/{pid}/stat') as file:
+      return int(file.read().rpartition(')')[2].split()[1])
+  except OSError:
+    return 0
+
+
+def _write(path, text):
+  with contextlib.suppress(FileNotFoundError):
+    os.unlink(path)
+  fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+  with open(fd, 'w') as file:
+    file.write(text)
+
+
+if __name__ == '__main__':
+  sys.path.insert(0, _HERE)
+  main()

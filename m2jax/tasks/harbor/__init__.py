@@ -1,0 +1,47 @@
+"""Harbor task directories as tasks: `task` the kind, `directory` the format."""
+
+from m2jax.tasks.harbor.directory import (
+  BadTask,
+  Directory,
+  Draft,
+  Metadata,
+  read,
+  write,
+)
+from m2jax.tasks.harbor.task import (
+  SPLITS,
+  Config,
+  HarborTask,
+  families,
+  make,
+  of_directory,
+  spec,
+)
+from m2jax.tasks.harbor.verifier import (
+  FAILED,
+  INVALID,
+  PASSED,
+  InvalidVerdict,
+  Verdict,
+)
+
+__all__ = [
+  'FAILED',
+  'INVALID',
+  'PASSED',
+  'SPLITS',
+  'BadTask',
+  'Config',
+  'Directory',
+  'Draft',
+  'HarborTask',
+  'InvalidVerdict',
+  'Metadata',
+  'Verdict',
+  'families',
+  'make',
+  'of_directory',
+  'read',
+  'spec',
+  'write',
+]

@@ -1,0 +1,110 @@
+"""The tree that a verifier judges: original files, and of the agent's only its work.
+
+    tree = archive ∖ work  ∪  the agent's files that are work  ∪  the verifier's files
+
+A path is *work* if it matches a pattern of `collect` and none of `exclude` (fnmatch;
+`*` also matches `/`). Tests, configuration and everything else that an agent changes,
+adds or removes is therefore ignored. Links are never followed, only regular files are
+work, and their number and size are bounded.
+
+Only the standard library is used: the file is copied into each task, whose `test.sh`
+needs it where Harbor runs the task.
+"""
+
+import fnmatch
+import io
+import os
+import stat
+import tarfile
+
+MAX_FILES = 4096
+MAX_ENTRIES = 65536  # of the agent's workspace, work or not
+MAX_BYTES = 32 << 20
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Rejected(Exception):
+  """The agent's files exceed a bound; the attempt failed."""
+
+
+def is_work(path, collect, exclude):
+  """Whether a relative path belongs to the agent's work."""
+  if any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude):
+    return False
+  return any(fnmatch.fnmatchcase(path, pattern) for pattern in collect)
+
+
+def gather(workspace, collect, exclude):
+  """Returns {relative path: bytes} of the agent's work.
+
+  Raises:
+    Rejected: too many files, or too large.
+    OSError: the workspace cannot be read.
+  """
+  found, entries, total = {}, 0, 0
+  walk = os.fwalk(workspace, follow_symlinks=False)
+  for directory, names, files, fd in walk:
+    entries += len(names) + len(files)
+    if entries > MAX_ENTRIES:
+      raise Rejected(f'the workspace has more than {MAX_ENTRIES} entries')
+    for name in files:
+      path = os.path.relpath(os.path.join(directory, name), workspace)
+      if not is_work(path, collect, exclude):
+        continue
+      data = _read(name, fd, MAX_BYTES - total)
+      if data is None:
+        continue
+      total += len(data)
+      if total > MAX_BYTES or len(found) >= MAX_FILES:
+        raise Rejected(f'more than {MAX_FILES} files or {MAX_BYTES} bytes of work')
+      found[path] = data
+  return found
+
+
+def _read(name, directory_fd, limit_bytes):
+  """A regular file's content, up to a byte above the limit; None for anything else."""
+  try:
+    fd = os.open(name, _FILE, dir_fd=directory_fd)
+  except OSError:  # a link, a pipe, or not readable: not a file of the agent's work
+    return None
+  with open(fd, 'rb') as file:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+      return None
+    return file.read(limit_bytes + 1)
+
+
+def unpack(archive):
+  """Returns {relative path: bytes} of the regular files of a tar archive in bytes."""
+  found = {}
+  with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+    for entry in tar:
+      path = os.path.normpath(entry.name)
+      if entry.isfile() and not path.startswith(('/', '..')):
+        found[path] = tar.extractfile(entry).read()
+  return found
+
+
+def compose(original, work, ours, collect, exclude):
+  """Returns {relative path: bytes}: the tree to judge.
+
+  Args:
+    original: the archive's files.
+    work: from `gather`.
+    ours: the verifier's files; they win.
+    collect, exclude: patterns.
+  """
+  kept = {p: d for p, d in original.items() if not is_work(p, collect, exclude)}
+  return {**kept, **work, **ours}
+
+
+def write(files, target):
+  """Writes files below the new directory `target`, in order of their paths."""
+  made = set()
+  for path in sorted(files):
+    full = os.path.join(target, path)
+    parent = os.path.dirname(full)
+    if parent not in made:
+      os.makedirs(parent, exist_ok=True)
+      made.add(parent)
+    with open(full, 'xb') as file:
+      file.write(files[path])

@@ -1,0 +1,200 @@
+"""The kind `harbor`: tasks of a dataset of Harbor task directories.
+
+    DATASET/tasks/{train,dev,held_out}/NAME/     task directories (`directory`)
+    DATASET/sites/KEY/                           Python packages of environments
+
+A spec is `harbor/SPLIT/NAME@DATASET`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from m2jax import sandbox
+from m2jax.checks import require
+from m2jax.tasks import task as task_lib
+from m2jax.tasks.harbor import directory as directory_lib
+from m2jax.tasks.harbor import verifier
+from m2jax.tasks.terminal import shell
+
+SPLITS = ('train', 'dev', 'held_out')
+SHOWN_CHARS = 4000  # of a command's output
+_SOLUTION = '.solution'
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(task_lib.TasksConfig):
+  """dataset: directory that `experiments.make_tasks` wrote."""
+
+  kind: str = 'harbor'
+  dataset: str = ''
+
+  def __post_init__(self):
+    super().__post_init__()
+    require(
+      self, not self.partial_credit, 'partial_credit', '0: rewards are the task’s'
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class HarborTask:
+  """A `tasks.Task` over a task directory, with the one tool `sh`."""
+
+  spec: str
+  family: str
+  split: str
+  instruction: str
+  max_tool_calls: int
+  baseline_calls: int
+  directory: directory_lib.Directory
+  tools: Sequence[Mapping[str, Any]] = (shell.TOOL,)
+
+  @contextlib.asynccontextmanager
+  async def open(
+    self,
+    *,
+    backend: str = 'bubblewrap',
+    limits: sandbox.Limits | None = None,
+    host: sandbox.Host | None = None,
+  ) -> AsyncIterator[task_lib.Environment]:
+    """Opens a sandbox with the task's workspace; see `tasks.Task.open`."""
+    files = self.directory.workspace()
+    site = verifier.site(self.directory, backend)
+    env = {'PYTHONPATH': site} if site else {}
+    async with await sandbox.create(
+      contents=files,
+      backend=backend,
+      limits=limits,
+      env=env,
+      host=host or verifier.host(self.directory.dataset),
+    ) as box:
+      yield task_lib.Environment(_executor(box), box.workspace, box)
+
+  async def verify(self, environment: task_lib.Environment, answer: str) -> float:
+    """The reward of the task's own verifier; see `tasks.Task.verify`.
+
+    Raises:
+      InvalidVerdict: the verifier could not decide.
+    """
+    verdict = await self.judge(environment, answer)
+    if verdict.outcome == verifier.INVALID:
+      raise verifier.InvalidVerdict(f'{self.spec}: {verdict.reason}')
+    return verdict.reward
+
+  async def judge(
+    self, environment: task_lib.Environment, answer: str = ''
+  ) -> verifier.Verdict:
+    """The verdict with its reason."""
+    box = environment.box
+    return await verifier.verify(
+      self.directory,
+      environment.workspace,
+      answer,
+      backend=box.backend,
+      limits=box.limits,
+    )
+
+  async def solve(self, environment: task_lib.Environment) -> sandbox.ExecResult:
+    """Runs the task's own solution in an environment."""
+    box = environment.box
+    for path, data in self.directory.solution().items():
+      await box.write(f'{_SOLUTION}/{path}', data)
+    command = (
+      f'export M2JAX_SOLUTION="$PWD/{_SOLUTION}" M2JAX_WORKSPACE="$PWD"\n'
+      f'bash {_SOLUTION}/solve.sh; code=$?; rm -rf {_SOLUTION}; exit $code'
+    )
+    return await box.exec(command)
+
+
+def families(config: Config) -> Mapping[str, float]:
+  """Relative frequency of each family; those of the training split by default."""
+  if config.weights:
+    return dict(config.weights)
+  counts: dict[str, float] = {}
+  for _, family in _listing(config.dataset, 'train'):
+    counts[family] = counts.get(family, 0.0) + 1.0
+  return counts
+
+
+def spec(
+  split: str, index: int, seed: int, config: Config, family: str | None = None
+) -> str:
+  """The spec of the index-th task of a shuffled, repeated listing of the split.
+
+  Raises:
+    ValueError: an unknown split, a negative index, or no task of the family.
+  """
+  if split not in SPLITS:
+    raise ValueError(f'unknown split {split!r}: expected one of {SPLITS}')
+  if index < 0:
+    raise ValueError(f'task index is {index}: expected 0 or more')
+  listing = _listing(config.dataset, split)
+  if family is not None:
+    listing = [item for item in listing if item[1] == family]
+  elif config.weights:
+    listing = [item for item in listing if config.weights.get(item[1], 0) > 0]
+  if not listing:
+    raise ValueError(
+      f'tasks.dataset={config.dataset!r} has no task {family or ""} in {split}; make '
+      'some with experiments.make_tasks'
+    )
+  epoch, place = divmod(index, len(listing))
+  order = list(range(len(listing)))
+  random.Random(f'{seed}/{epoch}').shuffle(order)
+  name, _ = listing[order[place]]
+  return f'harbor/{split}/{name}@{Path(config.dataset).resolve()}'
+
+
+@functools.lru_cache(maxsize=1024)
+def make(spec: str) -> HarborTask:
+  """Returns the task that a spec names.
+
+  Raises:
+    ValueError: there is no such task.
+  """
+  name, _, dataset = spec.partition('@')
+  parts = name.split('/')
+  if len(parts) != 3 or parts[1] not in SPLITS or not dataset:
+    raise ValueError(f'{spec!r} is no Harbor task: expected harbor/SPLIT/NAME@DATASET')
+  found = directory_lib.read(Path(dataset) / 'tasks' / parts[1] / parts[2])
+  return of_directory(found, spec, parts[1])
+
+
+def of_directory(
+  found: directory_lib.Directory, spec: str = '', split: str = 'train'
+) -> HarborTask:
+  """The task of a directory that was read."""
+  metadata = found.metadata
+  return HarborTask(
+    spec=spec or f'harbor/{split}/{found.path.name}@{found.dataset}',
+    family=metadata.family,
+    split=split,
+    instruction=found.instruction,
+    max_tool_calls=metadata.max_tool_calls,
+    baseline_calls=metadata.baseline_calls,
+    directory=found,
+  )
+
+
+@functools.lru_cache(maxsize=16)
+def _listing(dataset: str, split: str) -> tuple[tuple[str, str], ...]:
+  """(name, family) of a split's tasks, sorted."""
+  root = Path(dataset) / 'tasks' / split
+  if not dataset or not root.is_dir():
+    return ()
+  names = sorted(p.name for p in root.iterdir() if not p.name.startswith('.'))
+  return tuple((n, directory_lib.read(root / n).metadata.family) for n in names)
+
+
+def _executor(box: sandbox.Sandbox) -> task_lib.Execute:
+  async def execute(name: str, arguments: Mapping[str, Any]) -> str:
+    result = await box.exec(shell.command_of(name, arguments))
+    return shell.observation(result, SHOWN_CHARS)
+
+  return execute

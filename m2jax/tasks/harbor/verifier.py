@@ -1,0 +1,222 @@
+"""Runs a task's test.sh on what an agent left, where the agent cannot reach it.
+
+The agent and its processes are gone. Its work is gathered from its workspace
+(`compose`), and the tree to judge is written into a directory of the host that the
+verifier's sandbox sees read-only, with the tests beside it. So no file of tests,
+configuration or verifier is the agent's, and code under test can change none of them
+while it runs. test.sh is run with
+
+    M2JAX_TREE     the tree to judge, read-only
+    M2JAX_TESTS    the task's tests/, read-only
+    M2JAX_LOGS     directory for reward.txt (a number in [0, 1]) and reward.json
+    M2JAX_SITE     directory of Python packages, or empty
+
+Outcome: `invalid` if the sandbox failed, or test.sh ended without a reward before it
+printed a line `m2jax: ready`; after that line, which the SWE verifier prints before any
+code of the agent is loaded, an end without a reward is the agent's doing: `failed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import dataclasses
+import functools
+import json
+import math
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from m2jax import sandbox
+from m2jax.tasks.harbor import compose
+from m2jax.tasks.harbor.directory import Directory
+
+PASSED, FAILED, INVALID = 'passed', 'failed', 'invalid'
+READY = 'm2jax: ready'
+_MOUNT, _SITES = '/verifier', '/sites'
+_LOGS = 'logs'
+_MAX_REWARD_BYTES = 1 << 20
+
+
+class InvalidVerdict(sandbox.SandboxError):
+  """The verifier could not decide; the attempt is not judged (law 5)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+  """What a verifier found.
+
+  Attributes:
+    outcome: 'passed' if the reward is 1, 'failed' below, or 'invalid'.
+    reward: in [0, 1]; 0 if invalid.
+    reason: why not passed; '' if passed.
+    wall_s: elapsed time of test.sh.
+    details: of reward.json.
+  """
+
+  outcome: str
+  reward: float = 0.0
+  reason: str = ''
+  wall_s: float = 0.0
+  details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@functools.cache
+def _judged() -> Path:
+  """This process's directory of trees to judge.
+
+  Its name in the sandbox is known, those in it are random and cannot be listed.
+  """
+  path = Path(tempfile.mkdtemp(prefix='m2jax-verifier-'))
+  path.chmod(0o711)
+  atexit.register(shutil.rmtree, path, ignore_errors=True)
+  return path
+
+
+def python() -> tuple[str, str]:
+  """(prefix on the host, prefix in the sandbox) of this process's interpreter.
+
+  The dataset's sites are installed for its version.
+  """
+  return sys.base_prefix, sys.base_prefix
+
+
+def host(dataset: Path, *, judges: bool = False) -> sandbox.Host:
+  """The host of sandboxes for a dataset's tasks."""
+  sites = dataset / 'sites'
+  sites.mkdir(exist_ok=True)
+  read_only = [python(), (str(sites.resolve()), _SITES)]
+  if judges:
+    read_only.append((str(_judged()), _MOUNT))
+  return sandbox.Host(read_only=tuple(read_only))
+
+
+def site(directory: Directory, backend: str) -> str:
+  """Path of the task's Python packages in a sandbox; '' for none."""
+  if not directory.metadata.site:
+    return ''
+  sites = _SITES if backend == 'bubblewrap' else directory.dataset.resolve() / 'sites'
+  return f'{sites}/{directory.metadata.site}'
+
+
+async def verify(
+  directory: Directory,
+  workspace: Path,
+  answer: str = '',
+  *,
+  backend: str = 'bubblewrap',
+  limits: sandbox.Limits | None = None,
+) -> Verdict:
+  """The verdict on a workspace in which no process runs any more.
+
+  Args:
+    directory: the task.
+    workspace: directory that the agent left.
+    answer: its final message.
+    backend, limits: of the verifier's sandbox. The elapsed time is the task's.
+  """
+  metadata = directory.metadata
+  policy = metadata.collect, metadata.exclude
+  try:
+    work = await asyncio.to_thread(compose.gather, workspace, *policy)
+  except compose.Rejected as error:
+    return Verdict(FAILED, reason=str(error))
+  except OSError as error:
+    return Verdict(INVALID, reason=f'the workspace cannot be read: {error}')
+  if metadata.answer:
+    work[metadata.answer] = answer.encode(errors='replace')
+  name = secrets.token_hex(16)
+  place = _judged() / name
+  try:
+    await asyncio.to_thread(_place, directory, work, place)
+    return await _run(directory, name, backend, limits or sandbox.Limits())
+  except (sandbox.SandboxError, OSError) as error:
+    return Verdict(INVALID, reason=f'infrastructure: {error}')
+  finally:
+    await asyncio.to_thread(shutil.rmtree, place, True)
+
+
+def _place(directory: Directory, work: Mapping[str, bytes], place: Path) -> None:
+  metadata, tests = directory.metadata, directory.tests()
+  ours = {
+    path.removeprefix('workspace/'): data
+    for path, data in tests.items()
+    if path.startswith('workspace/')
+  }
+  original = {**directory.archive()}
+  if not original:
+    original = directory.workspace()
+  policy = metadata.collect, metadata.exclude
+  place.mkdir(mode=0o755)
+  (place / 'tree').mkdir()
+  (place / 'tests').mkdir()
+  compose.write(compose.compose(original, work, ours, *policy), place / 'tree')
+  compose.write(
+    {p: d for p, d in tests.items() if not p.endswith('.tar.gz')}, place / 'tests'
+  )
+
+
+async def _run(directory, name, backend, limits) -> Verdict:
+  inside = f'{_MOUNT}/{name}' if backend == 'bubblewrap' else str(_judged() / name)
+  limits = dataclasses.replace(limits, wall_s=directory.verifier_s)
+  where = host(directory.dataset, judges=True)
+  async with await sandbox.create(backend=backend, limits=limits, host=where) as box:
+    logs = '/workspace' if backend == 'bubblewrap' else str(box.workspace)
+    env = {
+      'M2JAX_TREE': f'{inside}/tree',
+      'M2JAX_TESTS': f'{inside}/tests',
+      'M2JAX_LOGS': f'{logs}/{_LOGS}',
+      'M2JAX_SITE': site(directory, backend),
+    }
+    words = ' '.join(f"{key}='{value}'" for key, value in env.items())
+    if backend != 'bubblewrap':  # this machine may have no python3 of that version
+      words += f" PATH='{python()[0]}/bin':$PATH"
+    command = f'mkdir -p {_LOGS}; exec env {words} bash "{inside}/tests/test.sh"'
+    result = await box.exec(command)
+    return await _verdict(box, result)
+
+
+async def _verdict(box: sandbox.Sandbox, result: sandbox.ExecResult) -> Verdict:
+  ready = READY in result.stdout.splitlines()[:1]
+  missing = FAILED if ready else INVALID
+  said = dict(wall_s=result.wall_s)
+  if result.timed_out or result.oom or result.returncode:
+    why = 'time' if result.timed_out else 'memory' if result.oom else ''
+    why = f'out of {why}' if why else f'test.sh exited with {result.returncode}'
+    tail = result.stderr.strip()[-400:]
+    return Verdict(missing, reason=f'{why}: {tail}' if tail else why, **said)
+  try:
+    reward = float(await box.read(f'{_LOGS}/reward.txt', 64))
+    details = await _details(box)
+  except (FileNotFoundError, sandbox.SandboxPathError, ValueError) as error:
+    return Verdict(missing, reason=f'no reward: {error}', **said)
+  if not (math.isfinite(reward) and 0 <= reward <= 1):
+    return Verdict(missing, reason=f'the reward is {reward}', **said)
+  if details.get('invalid'):
+    return Verdict(INVALID, reason=str(details['invalid']), details=details, **said)
+  outcome = PASSED if reward == 1 else FAILED
+  reason = '' if outcome == PASSED else str(details.get('reason', 'reward below 1'))
+  return Verdict(outcome, reward, reason, details=details, **said)
+
+
+async def _details(box: sandbox.Sandbox) -> Mapping[str, Any]:
+  try:
+    data = await box.read(f'{_LOGS}/reward.json', _MAX_REWARD_BYTES)
+  except FileNotFoundError:
+    return {}
+  found = json.loads(data)
+  if not isinstance(found, dict):
+    raise ValueError('reward.json is not an object')
+  return found
+
+
+def clear() -> None:
+  """Removes this process's trees; for tests."""
+  for entry in os.scandir(_judged()):
+    shutil.rmtree(entry.path, ignore_errors=True)

@@ -1,0 +1,325 @@
+"""The stages of SWE-scaling, each on a real tiny package made on the fly."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2jax import pipelines, sandbox
+from m2jax.pipelines import records, seat, swe
+from m2jax.pipelines.context import Context
+from m2jax.pipelines.make import LIMITS
+from m2jax.pipelines.swe import (
+  collect,
+  drafts,
+  environment,
+  grade,
+  inject,
+  mutate,
+  releases,
+  statements,
+)
+from m2jax.tasks import harbor
+from tests.pipelines.swe import package
+
+_CORE = 'src/tinycalc/core.py'
+
+
+@pytest.fixture(scope='module')
+def context(dataset):
+  return Context(dataset, seat.Seat(seat.SeatConfig(), 'author'))
+
+
+def _collected(stream, most=100):
+  async def all_():
+    try:
+      found = []
+      async for candidate in stream:
+        found.append(candidate)
+        if len(found) >= most:
+          break
+      return found
+    finally:
+      await sandbox.shutdown()
+
+  return asyncio.run(all_())
+
+
+# Environments -------------------------------------------------------------------------
+
+
+def test_an_environment_knows_its_tests_and_who_calls_what(env):
+  assert len(env.status) == 9 and set(env.status.values()) == {'PASSED'}
+  assert env.roots == ('src',) and env.code == ('src/tinycalc/*.py',)
+  line = 1 + package.CORE[: package.CORE.index('def mean')].count('\n')
+  callers = env.calls[_CORE][line]
+  assert callers == [
+    'tests/test_more.py::test_mean',
+    'tests/test_more.py::test_mean_of_none',
+  ]
+
+
+def test_a_missing_module_is_repaired():
+  """The error of a run names what to install."""
+  why = "E   ModuleNotFoundError: No module named 'yaml'"
+  output = environment.Output({'t': {'status': 'ERROR', 'why': why}}, {}, {}, 0.0)
+  source = collect.Source('tinycalc', '2.0', '', '', {}, None)
+  assert environment._repair(output, source) == {'pyyaml'}
+
+
+def test_a_package_without_tests_is_refused(dataset, tmp_path):
+  source = package.source(tmp_path)
+  bare = dataclasses.replace(
+    source, files={p: d for p, d in source.files.items() if 'tests/' not in p}
+  )
+  with pytest.raises(environment.NoEnvironment, match='no test files'):
+    asyncio.run(environment.build(bare, dataset, 0))
+
+
+# Mutations ----------------------------------------------------------------------------
+
+
+def test_mutations_change_one_place_of_one_function():
+  found = mutate.mutations(_CORE, package.CORE, random.Random(0))
+  assert {m.kind for m in found} >= {'comparison', 'condition', 'number'}
+  for mutation in found:
+    text = mutation.apply(package.CORE)
+    assert text != package.CORE and mutate.parses(text), mutation
+    outside = {n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}
+    assert outside == {'clamp', 'total', 'mean', 'words'}
+
+
+@given(st.text('aé∂ \n#', max_size=30))
+def test_offsets_are_right_behind_other_alphabets(comment):
+  """ast counts columns in bytes; an edit must still replace exactly its expression."""
+  comment = comment.replace('\n', ' ')
+  text = f"def f(a):\n  '''{comment}'''; return a < 1\n"
+  found = [
+    m for m in mutate.mutations('f.py', text, random.Random(0)) if 'comp' in m.kind
+  ]
+  assert [text[m.start : m.end] for m in found] == ['a < 1']
+  assert found[0].apply(text) == text.replace('a < 1', 'a <= 1')
+
+
+def test_bugs_come_with_executed_proof(env, context):
+  """Every F2P fails on the bug and every P2P passes: run again, test by test."""
+  found = _collected(inject.candidates(env, package.CONFIG, context), most=60)
+  drawn = [c for c in found if c.draft is not None]
+  assert {c.family for c in drawn} >= {'bug', 'test', 'review'}
+  reasons = {c.reason for c in found if c.draft is None}
+  assert reasons <= {
+    'survived: no test fails',
+    'too obvious: most tests fail',
+    'the package cannot be imported',
+    'the tests do not end',
+    'not Python',
+  }
+  assert len({c.id for c in found}) == len(found)
+
+
+def test_the_same_seed_gives_the_same_candidates(env):
+  one = [inject.identity(env, m) for m, _ in inject.sites(env, 3)]
+  assert one == [inject.identity(env, m) for m, _ in inject.sites(env, 3)]
+  assert one != [inject.identity(env, m) for m, _ in inject.sites(env, 4)]
+
+
+# Releases -----------------------------------------------------------------------------
+
+
+def _pair(env, old, context):
+  async def made():
+    try:
+      return await releases.candidate(env, old, context, 'pair', merged=False)
+    finally:
+      await sandbox.shutdown()
+
+  return asyncio.run(made())
+
+
+def test_a_pair_of_releases_is_a_task(env, context, tmp_path):
+  """words is new and mean was repaired: F2P are their tests, from the real change."""
+  found = _pair(env, package.source(tmp_path, '1.0'), context)
+  assert found.family == 'bug'
+  assert found.facts['f2p'] == 2 and found.facts['p2p'] == 7
+  assert 'mean skips None; words is new.' in found.draft.instruction
+
+
+def test_a_change_of_tests_alone_is_no_task(env, context, tmp_path):
+  old = package.source(tmp_path)
+  files = {**old.files, 'tests/test_more.py': b''}
+  found = _pair(env, dataclasses.replace(old, files=files), context)
+  assert found.draft is None and found.reason.startswith('test:')
+
+
+def test_a_change_that_no_test_tells_is_a_refactoring(env, context, tmp_path):
+  old = package.source(tmp_path)
+  text = package.CORE.replace('LIMIT = 100', 'LIMIT = 99')
+  found = _pair(
+    env, dataclasses.replace(old, files={**old.files, _CORE: text.encode()}), context
+  )
+  assert found.draft is None and found.family == 'refactor'
+
+
+def test_consecutive_releases_are_found_by_version():
+  listed = ['1.10', '1.9', '1.8', '1.2']
+  assert releases.older(listed, '1.9', 2) == ['1.8', '1.2']
+  assert releases.older(listed, '7', 2) == []
+
+
+# Statements ---------------------------------------------------------------------------
+
+
+def test_a_statement_that_gives_the_repair_away_is_not_used(env):
+  diff = '+++ b/x\n+  return low if value < low else value\n'
+  words = 'tinycalc returns wrong values for small numbers. ' * 3
+  assert statements.acceptable(words, env, diff)
+  told = words + 'return low if value < low else value'
+  assert not statements.acceptable(told, env, diff)
+  assert not statements.acceptable('something is wrong ' * 10, env, diff)
+
+
+# Grading ------------------------------------------------------------------------------
+
+
+def test_results_count_only_with_the_nonce():
+  good = b'n {"test": "a", "status": "PASSED"}\nn {"end": 1, "tampered": []}\n'
+  assert grade.parse(b'x {"test": "b"}\nPASSED c\n' + good, 'n') == {'a': 'PASSED'}
+  for bad in (
+    good + good,  # results after the end
+    good.replace(b'"end": 1', b'"end": 0'),  # the tests that must fail have not
+    good[: good.index(b'\n') + 1],  # no end
+    good.replace(b'[]', b'["pytest.main"]'),
+  ):
+    with pytest.raises(grade.Failed):
+      grade.parse(bad, 'n')
+
+
+@given(
+  st.lists(st.floats(1.0, 1.05), min_size=7, max_size=7),
+  st.lists(st.floats(1.0, 3.0), min_size=7, max_size=7),
+)
+def test_noise_is_not_speed(small, large):
+  """Equal programs are never faster; twice the speed is seen under little load."""
+  same = [(a, a * b) for a, b in zip(large, small, strict=True)]
+  assert not grade.faster(same, 0.2)
+  slowly = [(2 * a, b) for a, b in zip(small, reversed(small), strict=True)]
+  assert grade.faster(slowly, 0.2)
+
+
+@pytest.mark.long
+def test_a_performance_task(env, dataset):
+  """The faster release passes, the slow one does not, and wrong but fast fails."""
+  loop = 'for _ in range(300000):\n      pass\n    return low'
+  slow = package.CORE.replace('return low', loop, 1)
+  timed = ['tests/test_core.py::test_clamp[1-2]']
+  draft = drafts.performance(env, 'slow', {_CORE: slow}, timed, 3, 0.2)
+  split = dataset / 'tasks' / 'held_out'
+  split.mkdir(parents=True, exist_ok=True)
+  task = harbor.of_directory(harbor.read(harbor.write(draft, split)))
+
+  async def judged():
+    try:
+      found = []
+      for text in (package.CORE, slow, package.CORE.replace('return low', 'return 9')):
+        async with task.open(backend='bubblewrap', limits=LIMITS) as environment_:
+          await environment_.box.write(_CORE, text.encode())
+          found.append((await task.judge(environment_)).outcome)
+      return found
+    finally:
+      await sandbox.shutdown()
+
+  assert asyncio.run(judged()) == [harbor.PASSED, harbor.FAILED, harbor.FAILED]
+
+
+@pytest.mark.parametrize('status', ['SKIPPED', 'XFAIL', 'FAILED', None])
+def test_f2p_needs_exactly_the_right_status(status, monkeypatch):
+  """Facts §3.4: a skipped or missing F2P fails; here also a skipped P2P."""
+  config = {'f2p': ['a'], 'p2p': ['b'], 'files': [], 'limit_s': 1, 'known': []}
+  config |= {'collect': [], 'exclude': []}
+  for tests in ({'a': status, 'b': 'PASSED'}, {'a': 'PASSED', 'b': status}):
+    monkeypatch.setattr(grade, 'run', lambda *a, tests=tests: tests)
+    monkeypatch.setattr(grade, '_refuse_reaching', lambda *a: None)
+    assert grade.tests(config, '/tree')['reward'] == 0.0
+
+
+@pytest.mark.long
+def test_a_written_test_must_not_look_at_the_text(env, dataset):
+  """One that compares texts would pass on the right file and fail on the bug."""
+  bug = package.CORE.replace('if value < low:', 'if value > low:')
+  f2p = ['tests/test_core.py::test_clamp[1-2]']
+  draft = drafts.write_test(env, 'clamp-test', 'Write a test.', _CORE, bug, f2p)
+  split = dataset / 'tasks' / 'dev'
+  split.mkdir(parents=True, exist_ok=True)
+  task = harbor.of_directory(harbor.read(harbor.write(draft, split)))
+  target = 'tests/test_regression_of_bug.py'
+  good = 'from tinycalc import clamp\ndef test():\n  assert clamp(1, 2, 4) == 2\n'
+  reads = f'def test():\n  assert "value < low" in open("{_CORE}").read()\n'
+  loader = (
+    'import tinycalc.core as c\ndef test():\n'
+    '  assert "value < low:\\n    return low\\n  if value > high" in '
+    'c.__loader__.get_source("tinycalc.core")\n'
+  )
+  lines = 'from tinycalc import clamp\ndef test():\n  assert clamp.__doc__ is None\n'
+
+  async def judged():
+    try:
+      found = []
+      for text in (good, reads, loader, lines, 'def test(): assert False', ''):
+        async with task.open(backend='bubblewrap', limits=LIMITS) as environment_:
+          await environment_.box.write(target, text.encode())
+          found.append((await task.judge(environment_)).outcome)
+      return found
+    finally:
+      await sandbox.shutdown()
+
+  assert asyncio.run(judged()) == [harbor.PASSED] + [harbor.FAILED] * 5
+
+
+# All together -------------------------------------------------------------------------
+
+
+def _offline(monkeypatch):
+  async def fetch(requirement, directory):
+    version = requirement.partition('==')[2]
+    return package.source(directory, version)
+
+  async def versions(name):
+    return ['2.0', '1.0']
+
+  monkeypatch.setattr(collect, 'fetch', fetch)
+  monkeypatch.setattr(collect, 'versions', versions)
+
+
+@pytest.mark.long
+def test_the_pipeline_makes_tasks_of_every_family(tmp_path, monkeypatch):
+  """From a package to admitted tasks, with the report and provenance."""
+  _offline(monkeypatch)
+  package.site(tmp_path)
+  config = dataclasses.replace(package.CONFIG, count=8)
+  asyncio.run(pipelines.run(config, tmp_path, show=False))
+  rows = records.read(tmp_path / 'records.jsonl')
+  admitted = [r for r in rows if r['outcome'] == 'admitted']
+  assert len(admitted) == 8, [(r['family'], r['reason']) for r in rows]
+  assert {r['family'] for r in admitted} >= {'bug', 'test'}
+  task = pipelines.Tasks(tmp_path, 'train')[0]
+  assert task.directory.metadata.source['licence'] == 'MIT'
+  assert 'SWE-Test inversion' in (tmp_path / 'report.html').read_text()
+
+
+@pytest.mark.long
+def test_a_real_package_from_the_registry(tmp_path):
+  """isodate: downloaded by pip, hashed, its tests made to run, a few tasks admitted."""
+  config = swe.Config(
+    packages=('isodate==0.7.2',), count=6, releases=0, held_out=('isodate',)
+  )
+  done = asyncio.run(pipelines.run(config, tmp_path, show=False))
+  assert done.tasks == 6
+  task = pipelines.Tasks(tmp_path, 'held_out')[0]
+  source = task.directory.metadata.source
+  assert source['sha256'].startswith('4cd1aa0f43ca76f4') and 'BSD' in source['licence']

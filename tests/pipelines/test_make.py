@@ -1,0 +1,168 @@
+"""The common part of all pipelines: admission, records, resume, splits, duplicates."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import grain
+import pytest
+
+from m2jax import pipelines
+from m2jax.pipelines import duplicates, records, seat
+from m2jax.tasks import harbor
+from tests.pipelines import toy
+
+
+def _run(config, workdir):
+  return asyncio.run(pipelines.run(config, workdir, show=False))
+
+
+@pytest.fixture(scope='module')
+def mixed(tmp_path_factory):
+  """One run with a candidate of each kind."""
+  workdir = tmp_path_factory.mktemp('mixed')
+  config = toy.Config(kinds='gwnurddgg', held_out=('a',), near_duplicate=0.8, count=9)
+  _run(config, workdir)
+  return workdir, records.read(workdir / 'records.jsonl')
+
+
+@pytest.mark.parametrize(
+  'number, outcome, reason',
+  [
+    (0, 'admitted', ''),
+    (1, 'rejected', 'the solution fails'),
+    (2, 'rejected', 'doing nothing passes'),
+    (3, 'rejected', 'no verdict on doing nothing'),
+    (4, 'rejected', 'nothing to add'),
+    (5, 'admitted', ''),
+    (6, 'rejected', 'near-duplicate of sum/5'),
+  ],
+)
+def test_a_candidate_is_admitted_only_with_proof(mixed, number, outcome, reason):
+  """Each rule of admission rejects a task that breaks it, and says which."""
+  (row,) = [row for row in mixed[1] if row['id'] == f'sum/{number}']
+  assert row['outcome'] == outcome
+  assert row['reason'].startswith(reason)
+
+
+def test_no_source_is_in_two_splits(mixed):
+  """What is held out by source must not be trained on in another task."""
+  workdir, rows = mixed
+  assert {(r['source'], r['split']) for r in rows if r['outcome'] == 'admitted'} == {
+    ('a', 'held_out'),
+    ('b', 'train'),
+  }
+  for row in rows:
+    if row['outcome'] == 'admitted':
+      assert (workdir / 'tasks' / row['split'] / row['task'] / 'task.toml').is_file()
+
+
+def test_only_admitted_tasks_are_on_disk(mixed):
+  """A rejected task left behind would be trained on."""
+  workdir, rows = mixed
+  found = {p.name for s in harbor.SPLITS for p in (workdir / 'tasks' / s).iterdir()}
+  assert found == {r['task'] for r in rows if r['outcome'] == 'admitted'}
+
+
+def test_grain_reads_the_tasks(mixed):
+  """The result is a random-access source, with the splits apart."""
+  workdir, _ = mixed
+  source = pipelines.Tasks(workdir, 'train')
+  dataset = grain.MapDataset.source(source).shuffle(seed=1)
+  names = sorted(dataset[i].directory.path.name for i in range(len(dataset)))
+  assert names == ['sum-0', 'sum-8']
+  assert pipelines.Tasks(workdir, 'held_out').fingerprint != source.fingerprint
+
+
+def test_the_report_shows_counts_reasons_and_examples(mixed):
+  workdir, _ = mixed
+  page = (workdir / 'report.html').read_text()
+  assert 'near-duplicate' in page and 'doing nothing passes' in page
+  assert 'Write 7 + 0 into answer.txt.' in page
+  assert '<script' not in page
+
+
+def test_a_run_continues_where_it_stopped(tmp_path):
+  """The second run tries only what has no record, and adds to the count."""
+  config = toy.Config(kinds='gggg', count=2)
+  assert _run(config, tmp_path).tasks == 2
+  done = _run(dataclasses.replace(config, count=4), tmp_path)
+  assert (done.tasks, done.added) == (4, 2)
+  ids = [row['id'] for row in records.read(tmp_path / 'records.jsonl')]
+  assert sorted(ids) == ['sum/0', 'sum/1', 'sum/2', 'sum/3']
+
+
+def test_a_killed_run_resumes(tmp_path):
+  """kill −9: complete tasks keep their records, the rest is made again, none twice."""
+  code = (
+    'import asyncio, pathlib, sys\n'
+    'from m2jax import pipelines\n'
+    'from tests.pipelines import toy\n'
+    'config = toy.Config(kinds="g" * 40, count=40, parallel=1)\n'
+    'asyncio.run(pipelines.run(config, pathlib.Path(sys.argv[1]), show=False))\n'
+  )
+  process = subprocess.Popen([sys.executable, '-c', code, str(tmp_path)])
+  log = tmp_path / 'records.jsonl'
+  deadline = time.monotonic() + 30
+  while len(records.read(log)) < 3 and time.monotonic() < deadline:
+    time.sleep(0.02)
+  os.kill(process.pid, signal.SIGKILL)
+  process.wait()
+  before = records.read(log)
+  assert 3 <= len(before) < 40
+  with open(log, 'ab') as file:
+    file.write(b'{"version": 1, "id": "sum/')  # torn
+  target = len(before) + 2
+  done = _run(toy.Config(kinds='g' * 40, count=target), tmp_path)
+  rows = records.read(log)
+  assert done.tasks == target and rows[: len(before)] == before
+  assert len({row['id'] for row in rows}) == len(rows)
+  names = {p.name for p in (tmp_path / 'tasks' / 'train').iterdir()}
+  assert names == {row['task'] for row in rows}
+
+
+def test_a_failure_of_the_machine_is_tried_again(tmp_path, monkeypatch):
+  """An infrastructure failure says nothing about the task (law 5)."""
+  from m2jax import sandbox
+  from m2jax.pipelines import admission
+
+  async def broken(*args, **kwargs):
+    raise sandbox.SandboxError('the disk is gone')
+
+  config = toy.Config(kinds='g', count=1)
+  monkeypatch.setattr(admission, '_attempt', broken)
+  _run(config, tmp_path)
+  (row,) = records.read(tmp_path / 'records.jsonl')
+  assert row['outcome'] == 'invalid' and 'the disk is gone' in row['reason']
+  monkeypatch.undo()
+  assert _run(config, tmp_path).tasks == 1
+
+
+def test_decontamination_finds_a_run_of_words(tmp_path):
+  path = tmp_path / 'eval.jsonl'
+  words = [f'word{i}' for i in range(20)]
+  path.write_text(json.dumps({'prompt': ' '.join(words)}) + '\n')
+  found = duplicates.Contamination([str(path)])
+  assert found.find('x ' + ' '.join(words[3:16]).upper() + ' y') == 'eval.jsonl:1'
+  assert found.find(' '.join(words[3:15])) is None
+
+
+def test_a_seat_records_who_wrote_and_never_trains(tmp_path):
+  """An author that cannot be reached is replaced by the scripted one, visibly."""
+  log = tmp_path / 'calls.jsonl'
+  config = seat.SeatConfig(url='http://127.0.0.1:9/v1', model='m', timeout_s=1)
+  text = asyncio.run(
+    seat.Seat(config, 'author', log).write(
+      [{'role': 'user', 'content': 'hello'}], lambda: 'plan B'
+    )
+  )
+  assert text == seat.Text('plan B', 'scripted')
+  (row,) = map(json.loads, log.read_text().splitlines())
+  assert row['training'] is False and row['role'] == 'author' and not row['used']

@@ -1,0 +1,181 @@
+"""Harbor directories: round trip, and verification out of the agent's reach."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+
+import pytest
+
+from m2jax import sandbox, tasks
+from m2jax.tasks import harbor
+from m2jax.tasks.harbor import compose, verifier
+
+_TEST = """\
+grep -q right "$M2JAX_TREE/work/out.txt" && [ "$(cat "$M2JAX_TREE/tests/t")" = t ] \
+  && r=1 || r=0
+echo $r > "$M2JAX_LOGS/reward.txt"
+"""
+
+
+def _draft(tmp_path, test=_TEST, **metadata):
+  archive = tmp_path / 'base.tar.gz'
+  with tarfile.open(archive, 'w:gz') as tar:
+    for name, text in {'work/in.txt': 'in', 'tests/t': 't', 'secret': 's'}.items():
+      info = tarfile.TarInfo(name)
+      info.size = len(text)
+      tar.addfile(info, io.BytesIO(text.encode()))
+  return harbor.Draft(
+    name='one',
+    instruction='Write right into work/out.txt.',
+    metadata=harbor.Metadata(
+      'test', 'files', ('work/*',), ('*.pyc',), remove=('secret',), **metadata
+    ),
+    archive=archive,
+    overlay={'work/extra.txt': b'more'},
+    tests={'test.sh': test.encode()},
+    solution={'solve.sh': b'echo right > "$M2JAX_WORKSPACE/work/out.txt"\n'},
+    verifier_s=5.0,
+  )
+
+
+def _dataset(tmp_path, **more):
+  split = tmp_path / 'data' / 'tasks' / 'train'
+  split.mkdir(parents=True)
+  return harbor.write(_draft(tmp_path, **more), split)
+
+
+def _judge(path, *commands, answer=''):
+  """The verdict after an agent's commands."""
+
+  async def work():
+    task = harbor.of_directory(harbor.read(path))
+    limits = sandbox.Limits(wall_s=5.0)
+    try:
+      async with task.open(backend='bubblewrap', limits=limits) as environment:
+        for command in commands:
+          await environment.execute('sh', {'cmd': command})
+        return await task.judge(environment, answer)
+    finally:
+      await sandbox.shutdown()
+
+  return asyncio.run(work())
+
+
+def test_what_is_written_is_read(tmp_path):
+  path = _dataset(tmp_path)
+  found = harbor.read(path)
+  assert found.metadata == _draft(tmp_path).metadata
+  assert found.workspace() == {
+    'work/in.txt': b'in',
+    'tests/t': b't',
+    'work/extra.txt': b'more',
+  }
+  assert found.verifier_s == 5.0
+
+
+def test_harbor_itself_accepts_it(tmp_path):
+  """With the package `harbor` (Python 3.12 and later) as the judge."""
+  task = pytest.importorskip('harbor.models.task.task', reason='needs harbor')
+  path = _dataset(tmp_path)
+  found = task.Task(path)
+  assert found.config.metadata['m2jax']['pipeline'] == 'test'
+  assert found.paths.is_valid()
+
+
+def test_the_work_is_judged(tmp_path):
+  path = _dataset(tmp_path)
+  assert _judge(path, 'echo right > work/out.txt').outcome == harbor.PASSED
+  assert _judge(path, 'echo wrong > work/out.txt').outcome == harbor.FAILED
+
+
+@pytest.mark.parametrize(
+  'command',
+  [
+    'echo x > tests/t; rm -f tests/t',  # irrelevant changes of tests are ignored
+    'mkfifo work/pipe; ln -s /etc/passwd work/link; mkdir -p work/a/b',
+    'ln -s /dev/zero work/zero; chmod 000 tests',
+  ],
+)
+def test_other_files_of_the_agent_are_ignored(tmp_path, command):
+  path = _dataset(tmp_path)
+  verdict = _judge(path, f'echo right > work/out.txt; {command}')
+  assert verdict.outcome == harbor.PASSED, verdict
+
+
+def test_a_link_is_not_work(tmp_path):
+  path = _dataset(tmp_path)
+  made = 'echo right > x; ln -s ../x work/out.txt'
+  assert _judge(path, made).outcome == harbor.FAILED
+
+
+def test_too_much_work_fails(tmp_path, monkeypatch):
+  monkeypatch.setattr(compose, 'MAX_FILES', 10)
+  path = _dataset(tmp_path)
+  verdict = _judge(path, 'for i in {1..20}; do echo right > work/$i; done')
+  assert verdict.outcome == harbor.FAILED and 'more than' in verdict.reason
+
+
+@pytest.mark.parametrize(
+  'test',
+  [
+    'exit 1',
+    ':',
+    'echo nan > "$M2JAX_LOGS/reward.txt"',
+    'echo 2 > "$M2JAX_LOGS/reward.txt"',
+    'echo no > "$M2JAX_LOGS/reward.txt"',
+    'ln -s /etc/passwd "$M2JAX_LOGS/reward.txt"',
+    'echo 1 > "$M2JAX_LOGS/reward.txt"; exit 1',
+    'echo 1 > "$M2JAX_LOGS/reward.txt"; echo "{}]" > "$M2JAX_LOGS/reward.json"',
+    'sleep 60',
+  ],
+)
+def test_a_verifier_that_cannot_decide_is_invalid(tmp_path, test):
+  """Never a reward of 0: the attempt is masked (law 5)."""
+  path = _dataset(tmp_path, test=test)
+  verdict = _judge(path, 'echo right > work/out.txt')
+  assert verdict.outcome == harbor.INVALID, verdict
+
+
+def test_after_ready_no_reward_is_a_failure(tmp_path):
+  """The agent's code ran then: masking would reward a crash."""
+  path = _dataset(tmp_path, test=f'echo "{verifier.READY}"; exit 9')
+  assert _judge(path).outcome == harbor.FAILED
+
+
+def test_nothing_of_the_verifier_can_be_written(tmp_path):
+  test = 'cd "$M2JAX_TESTS"; (echo x > x || echo x >> test.sh || rm -f "$M2JAX_TREE/"*)'
+  path = _dataset(
+    tmp_path, test=test + ' 2>/dev/null; echo $? > "$M2JAX_LOGS/reward.txt"'
+  )
+  assert _judge(path).outcome == harbor.PASSED  # 1: the last failed
+
+
+def test_the_answer_is_part_of_the_tree(tmp_path):
+  test = (
+    'grep -q 42 "$M2JAX_TREE/answer" && r=1 || r=0; echo $r > "$M2JAX_LOGS/reward.txt"'
+  )
+  path = _dataset(tmp_path, test=test, answer='answer')
+  assert _judge(path, answer='It is 42').outcome == harbor.PASSED
+  assert _judge(path, answer='It is 43').outcome == harbor.FAILED
+
+
+def test_it_is_a_kind_of_tasks(tmp_path):
+  """Through the protocol alone, as agents, curriculum and evaluation use it."""
+  _dataset(tmp_path)
+  config = harbor.Config(dataset=str(tmp_path / 'data'))
+  assert tasks.families(config) == {'files': 1.0}
+  spec = tasks.spec(config, 'train', 3, seed=1)
+  task = tasks.make(spec)
+  assert task.spec == spec and task.instruction.startswith('Write right')
+  with pytest.raises(ValueError, match='no task'):
+    tasks.spec(config, 'dev', 0)
+
+
+@pytest.mark.parametrize('missing', ['task.toml', 'instruction.md', 'tests/test.sh'])
+def test_a_broken_directory_is_named(tmp_path, missing):
+  path = _dataset(tmp_path)
+  (path / missing).unlink()
+  with pytest.raises(harbor.BadTask, match=missing):
+    harbor.read(path)
