@@ -110,9 +110,7 @@ class PageReader(Reader):
       kept = [x for x in indices if x in left]
     else:
       kept = indices
-    return Page(
-      self._items(kept), shown, indices[-1] if len(indices) == n else None
-    )
+    return Page(self._items(kept), shown, indices[-1] if len(indices) == n else None)
 
   def _evaluations(self, where: Condition, found, before, n: int) -> Page:
     t = tables.trajectories.c
@@ -139,6 +137,14 @@ class PageReader(Reader):
     t = tables.trajectories.c
     query = sa.select(t.session).where(t.item == item)
     return [r[0] for r in self._read(query.order_by(t.superseded, t.rank, t.row))]
+
+  def sessions_like(self, beginning: str, n: int = 5) -> list[str]:
+    """Up to n sessions that begin so; only the one, if it is a whole session."""
+    t = tables.trajectories.c
+    query = sa.select(t.session).where(t.session.startswith(beginning, autoescape=True))
+    exact = (t.session == beginning).desc()
+    found = [r[0] for r in self._read(query.order_by(exact, t.session).limit(n))]
+    return found[:1] if beginning in found else found
 
   def trajectory(self, session: str) -> tuple[dict[str, Any], tuple | None] | None:
     """A trajectory as in `LISTED` with task, error, answer and rewards; its messages.
@@ -209,7 +215,11 @@ class PageReader(Reader):
     """(evaluation, family, end reason, number) of trajectories in rows after..last."""
     t = tables.trajectories.c
     names = (t.item < 0).label('evaluation'), t.family, t.end_reason
-    query = sa.select(*names, sa.func.count()).where(t.row > after, t.row <= last).group_by(*names)
+    query = (
+      sa.select(*names, sa.func.count())
+      .where(t.row > after, t.row <= last)
+      .group_by(*names)
+    )
     return [(bool(r[0]), r[1], r[2], r[3]) for r in self._read(query)]
 
   def run(self) -> str:

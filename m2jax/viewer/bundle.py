@@ -8,9 +8,9 @@ advantage, weight); a token that several completions sampled has several.
   item          the work item (`pages.ITEM`), or null
   trajectories  fields of `PageReader.trajectory`; `steps`: [kind, text, turn, tool] of
                 `observe.transcript`, or null once pruned
-  completions   columns of the pool's table; `leaf`: the segment that ends it, null once
-                pruned; `logprobs`: in units of 1e-4; `versions`: [version, tokens] runs;
-                `weight`: of each of its terms, null if unknown or not in the loss
+  completions   columns of the pool's table; `leaf`: its last segment, null once
+                pruned; `logprobs`: in units of 1e-4; `versions`: [version, tokens]
+                runs; `weight`: of each of its terms, null if unknown or not in the loss
   segments      [parent or -1, token ids]
   vocab         token id → text, of the ids that occur
 """
@@ -151,7 +151,7 @@ def tree(
 
 
 def _cuts(shared: list[int], lengths: list[int]) -> list[list[int]]:
-  """Depths at which each sorted sequence is cut, ascending: its branches and its end."""
+  """Depths at which each sorted sequence is cut: its branches and its end."""
   cuts = [{n} for n in lengths]
   open_: list[tuple[int, int]] = []  # (depth of its first own token, sequence)
   for k, depth in enumerate(shared):

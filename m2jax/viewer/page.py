@@ -82,9 +82,7 @@ def _page(connect: str, title: str) -> Html:
 <style>{style}</style></head>
 <body><div id="app"><header class="bar"><h1>{escape(title)}</h1></header></div>
 """
-  return Html(
-    head, f'<script>{script}</script>\n', policy + "; frame-ancestors 'none'"
-  )
+  return Html(head, f'<script>{script}</script>\n', policy + "; frame-ancestors 'none'")
 
 
 def _hash(text: str) -> str:

@@ -1,6 +1,6 @@
-// Colour scales that people with any colour vision can tell apart: cividis for
-// magnitudes, blue to orange through white for signed values, Okabe and Ito's colours
-// for classes.
+// Colour scales that people with any colour vision can tell apart: cividis for versions,
+// one hue that grows stronger for magnitudes, blue to orange through white for signed
+// values, Okabe and Ito's colours for classes.
 
 const CIVIDIS = [
   [0, 34, 78], [42, 63, 108], [87, 93, 109], [125, 124, 120], [166, 157, 117],
@@ -20,6 +20,12 @@ function paint(rgb) {
   return { background: `rgb(${rgb})`, color: light > 0.22 ? '#111' : '#fff' };
 }
 
+// Nothing at 0, so that what is ordinary stays plain text.
+const strength = (fraction) => {
+  const a = Math.min(Math.max(fraction, 0), 1);
+  return { background: `rgba(0, 114, 178, ${(0.9 * a).toFixed(3)})`, color: a > 0.55 ? '#fff' : undefined };
+};
+const STRENGTHS = [0, 0.5, 1].map((f) => strength(f).background);
 const sequential = (fraction) => paint(at(CIVIDIS, fraction));
 const signed = (value, limit) => paint(at(SIGNED, 0.5 + 0.5 * (value / (limit || 1))));
 
@@ -34,11 +40,13 @@ const MODES = {
   none: { label: 'none' },
   logprob: {
     label: 'log-probability', value: first('logprob'), limits: [-6, 0],
-    text: (v) => v.toFixed(3), scale: (v) => sequential(1 - v / -6),
+    text: (v) => v.toFixed(3), scale: (v) => strength(v / -6),
+    stops: [...STRENGTHS].reverse(),
   },
   entropy: {
     label: 'entropy', value: first('entropy'), limits: [0, 3], recorded: true,
-    text: (v) => `${v.toFixed(3)} nats`, scale: (v) => sequential(v / 3),
+    text: (v) => `${v.toFixed(3)} nats`, scale: (v) => strength(v / 3),
+    stops: STRENGTHS,
   },
   mismatch: {
     label: 'learner − engine', value: first('mismatch'), limits: [-0.5, 0.5],
@@ -81,7 +89,7 @@ function Legend({ mode, bundle }) {
       html`<span><i style=${{ background: `rgb(${c.rgb})` }} />${c.label}</span>`)}
       <span><i class="empty" />prompt and observations</span></div>`;
   }
-  const stops = (m.diverging ? SIGNED : CIVIDIS).map((rgb) => `rgb(${rgb})`).join(',');
+  const stops = m.stops ?? (m.diverging ? SIGNED : CIVIDIS).map((rgb) => `rgb(${rgb})`);
   const missing = m.recorded && !bundle.completions.some(
     (c) => c.extra[mode === 'entropy' ? 'entropy' : 'learner_logprob']);
   return html`<div class="legend" role="note"><span>${m.label}</span>

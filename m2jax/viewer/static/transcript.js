@@ -16,7 +16,7 @@ function Message({ step }) {
     ${open ? html`<pre>${printable(shown)}${text.length > shown.length && html`
       <button class="more" onClick=${() => setWhole(true)}>show all
         ${' '}${text.length.toLocaleString()} characters</button>`}</pre>`
-      : html`<pre class="closed">${printable(text.slice(0, 90))}…</pre>`}
+      : html`<pre class="closed">${printable(text.slice(0, 200))}</pre>`}
   </div>`;
 }
 
