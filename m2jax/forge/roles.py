@@ -87,8 +87,8 @@ def rollouts(
 ) -> Iterator[Rollouts]:
   """Runs engine, gateway and agents around the pool while the context is open.
 
-  `engine` is one of the config's sizes; None is one on the first device. `before_start`:
-  see `serving`.
+  `engine` is one of the config's sizes; None is one on the first device.
+  `before_start`: see `serving`.
   """
   with (
     serving(

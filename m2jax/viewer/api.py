@@ -98,17 +98,17 @@ def add_routes(app: fastapi.FastAPI, run: Run, key: str, host: str) -> None:
     index = _integer(item, 'item')
     return await answer(functools.partial(run.bundles.group, index))
 
-  @app.get('/view/api/session/{session}')
+  @app.get('/view/api/session/{session:path}')
   async def session(request: fastapi.Request, session: str):
     checked(request)
     return await answer(functools.partial(run.bundles.session, session))
 
-  @app.get('/view/api/annotations/{session}')
+  @app.get('/view/api/annotations/{session:path}')
   async def annotations(request: fastapi.Request, session: str):
     checked(request)
     return await answer(functools.partial(run.annotations.of, session))
 
-  @app.post('/view/api/annotations/{session}')
+  @app.post('/view/api/annotations/{session:path}')
   async def annotate(request: fastapi.Request, session: str):
     checked(request)
     limit = too_large(f'the body is larger than {_BODY_BYTES} bytes')

@@ -249,7 +249,7 @@ function App() {
       <button class="helpkey" aria-label="Keys" onClick=${() => setHelp(true)}>?</button></header>
     <div class="columns"><section class="side" aria-label="List">
       <${Filters} ...${{ summary, condition, setCondition }} />
-      <${List} ...${{ entries, selected, onSelect: select, onEnd, more: pages.more }} /></section>
+      <${List} ...${{ entries, selected, onSelect: select, onEnd, more: pages.more, before: pages.before }} /></section>
       <${Detail} ...${{ entry, summary, tab, setTab, mode, setMode, openTrajectory }} /></div>
     ${help && html`<${Help} onClose=${() => setHelp(false)} />`}`;
 }

@@ -22,7 +22,7 @@ function entriesOf({ items, rows }, phase, open, allOpen) {
 
 const keyOf = (entry) => (entry.kind === 'group' ? `g${entry.item.index}` : entry.row.session);
 
-function List({ entries, selected, onSelect, onEnd, more }) {
+function List({ entries, selected, onSelect, onEnd, more, before }) {
   const ref = useRef(), [scroll, setScroll] = useState(0), [height, setHeight] = useState(800);
   useEffect(() => {
     const watch = new ResizeObserver(() => setHeight(ref.current.clientHeight));
@@ -40,7 +40,7 @@ function List({ entries, selected, onSelect, onEnd, more }) {
   }, [selected, at]);
   const first = Math.max(0, Math.floor(scroll / ROW_PX) - 8);
   const last = Math.min(entries.length, Math.ceil((scroll + height) / ROW_PX) + 8);
-  useEffect(() => { if (last >= entries.length) onEnd(); }, [last, entries.length, more]);
+  useEffect(() => { if (last >= entries.length) onEnd(); }, [last, entries.length, more, before]);
   return html`<div class="list" ref=${ref} tabindex="0" role="tree" id="list"
     aria-label="Trajectories" aria-activedescendant=${at < 0 ? undefined : `row-${selected}`}
     onScroll=${(e) => setScroll(e.target.scrollTop)}>
