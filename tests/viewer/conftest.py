@@ -124,6 +124,6 @@ def tab(browser):
   page.urls = urls
   yield page
   assert not problems
-  known = 'http://127.0.0.1:', 'file://', 'data:', 'blob:'
+  known = 'http://127.0.0.1:', 'file://', 'data:', 'about:'
   assert urls and all(url.startswith(known) for url in urls), urls
   context.close()

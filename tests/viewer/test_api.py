@@ -148,8 +148,8 @@ def test_token_values_are_checked(run):
     run.annotations.tokens('s2.1', 's2.1-0', 'entropy', 1, [float('nan')])
 
 
-def test_a_new_group_is_seen(run):
-  """A page that was opened earlier counts what came later, once."""
+def test_the_summary_counts_each_trajectory_once(run):
+  """However often pages ask for it; and it has no secret."""
   counted = sum(kind[-1] for kind in run.summary()['kinds'])
   assert counted == sum(kind[-1] for kind in run.summary()['kinds']) == 7
   assert run.summary()['states'] == {'pending': 1, 'taken': 2}

@@ -109,14 +109,14 @@ def test_prefix_tree(opened):
   page = opened
   press(page, 'j', 'j', 'j')
   page.wait_for_selector('.icicle')
-  assert page.locator('.icicle [role=treeitem]').count() == 3
+  assert page.locator('.icicle [role=treeitem]').count() == 5
   assert page.locator('.t.several').count() == 2
   page.locator('.t.several').first.hover()
   assert page.locator('.term').count() == 2
   page.focus('.icicle')
   press(page, 'ArrowRight', 'ArrowDown')
   text = page.inner_text('.segment')
-  assert text.startswith('Segment of 4 tokens from position 5, 3 loss terms'), text
+  assert text.startswith('Segment of 1 token from position 5, 1 loss term;'), text
 
 
 def test_a_trajectory_is_text_never_markup(opened):

@@ -112,12 +112,14 @@ const titleOf = (run) => `${run.end - run.start} tokens, ${run.terms.length
   ? run.terms.map((c) => `rank ${c.trajectory?.rank} turn ${c.turn} ${signedText(c.advantage)}`)
     .slice(0, 8).join('; ') : 'no loss term'}`;
 
+const count = (n, word) => `${n} ${word}${n === 1 ? '' : 's'}`;
+
 function SegmentFacts({ bundle, s, onOpen }) {
   const runs = runsOf(bundle, s), ids = bundle.segments[s][1];
   const ranks = [...new Map(bundle.through[s].map((c) => [c.session, c.trajectory])).values()];
   const terms = runs.reduce((sum, run) => sum + run.terms.length * (run.end - run.start), 0);
-  return html`<p class="segment">Segment of ${ids.length} tokens from position
-    ${' '}${bundle.depths[s]}, ${terms} loss terms; in the samples of
+  return html`<p class="segment">Segment of ${count(ids.length, 'token')} from position
+    ${' '}${bundle.depths[s]}, ${count(terms, 'loss term')}; in the samples of
     ${ranks.slice(0, 20).map((t) => html`${' '}<button class="link" onClick=${() => onOpen(t)}>
       ${t.item < 0 ? 'this' : `rank ${t.rank}`} ${t.success >= 1 ? '✓' : '✗'}</button>`)}</p>`;
 }
