@@ -177,27 +177,30 @@ class PageReader(Reader):
       out.append((fields, found.get(row.id)))
     return out
 
-  def judged(self, step: int) -> dict[int, list[tuple[int, float]]] | None:
-    """(response tokens, advantage) of the judged completions of a step, by item.
+  def judged(self, step: int) -> dict[int, dict[str, tuple[int, float]]] | None:
+    """Response tokens and largest |advantage| of a step's trajectories, by item.
 
-    None if some of them were deleted (`retention`), so that the batch is not complete.
+    Of judged completions. None if some of them were deleted (`retention`), so that the
+    batch is not complete.
     """
     i, t, c = tables.items.c, tables.trajectories.c, tables.completions.c
     taken = (i.state == 'taken') & (i.step == step)
-    out = {}
+    out: dict[int, dict[str, tuple[int, float]]] = {}
     for index, pruned in self._read(sa.select(i.index, i.pruned).where(taken)):
       if pruned:
         return None
-      out[index] = []
+      out[index] = {}
+    total = sa.func.sum(c.response_tokens), sa.func.max(sa.func.abs(c.advantage))
     query = (
-      sa.select(t.item, c.response_tokens, c.advantage)
+      sa.select(t.item, t.session, *total)
       .join_from(tables.trajectories, tables.items, t.item == i.index)
       .join(tables.completions, c.session == t.session)
       .where(taken, ~t.superseded, ~c.superseded, c.advantage.is_not(None))
-      .order_by(t.item, t.rank, c.turn)
+      .group_by(t.item, t.rank, t.session)
+      .order_by(t.item, t.rank)
     )
-    for item, tokens, advantage in self._read(query):
-      out[item].append((tokens, advantage))
+    for item, session, tokens, advantage in self._read(query):
+      out[item][session] = int(tokens), float(advantage)
     return out
 
   def newest(self) -> int:

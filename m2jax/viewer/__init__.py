@@ -6,6 +6,6 @@ finished run (`export`). The gateway serves it while a job runs (`serving.attach
 `experiments.view` afterwards.
 
 It comes after `pool`, `rl` and `gateway` and before `forge` (DESIGN §3): it reads the
-pool, takes the weights of loss terms from `rl.cispo`, and adds routes to the gateway's
+pool, takes the weights of loss terms from `rl.terms`, and adds routes to the gateway's
 application. The gateway does not know it.
 """

@@ -26,7 +26,7 @@ from m2jax import records
 from m2jax.forest import trie
 from m2jax.observe import transcript
 from m2jax.pool.pages import PageReader
-from m2jax.rl import cispo
+from m2jax.rl import terms
 from m2jax.text.tokenizer import Tokenizer
 
 LOGPROB_UNIT = 1e-4
@@ -40,7 +40,7 @@ class Bundles:
   def __init__(
     self, reader: PageReader, tok: Tokenizer | None = None, normaliser: str = 'prompt'
   ):
-    """`tok`: of the run; None: no text of tokens. `normaliser`: see `cispo.weights`."""
+    """`tok`: of the run; None: no text of tokens. `normaliser`: see `terms.weights`."""
     self._reader, self._tok, self._normaliser = reader, tok, normaliser
 
   def group(self, item: int) -> dict[str, Any] | None:
@@ -69,9 +69,9 @@ class Bundles:
       for fields, record in self._reader.recorded(session):
         columns.append(fields)
         recorded.append(record)
-    weight = None
+    weight: dict[str, float] = {}
     if item is not None and item['state'] == 'taken':
-      weight = (self._weights(item['step']) or {}).get(item['index'])
+      weight = self._weights(item['step'])
     superseded = {t['session'] for t in trajectories if t['superseded']}
     known = [i for i, c in enumerate(recorded) if c is not None]
     segments, leaves = tree([recorded[i].tokens for i in known])
@@ -79,7 +79,7 @@ class Bundles:
     for i, (fields, record) in enumerate(zip(columns, recorded, strict=True)):
       trained = not fields['superseded'] and fields['session'] not in superseded
       trained &= fields['advantage'] is not None
-      fields['weight'] = weight if trained else None
+      fields['weight'] = weight.get(fields['session']) if trained else None
       fields['leaf'] = leaf.get(i)
       if record is not None:
         fields |= _arrays(record)
@@ -91,11 +91,9 @@ class Bundles:
       'vocab': self._vocab([ids for _, ids in segments]),
     }
 
-  def _weights(self, step: int) -> dict[int, float] | None:
-    """The weight of each term of each item of a step; None if it is not known."""
-    if (judged := self._reader.judged(step)) is None:
-      return None
-    return weights(judged, self._normaliser)
+  def _weights(self, step: int) -> dict[str, float]:
+    """The weight of each term by session; empty if the batch is not known."""
+    return weights(self._reader.judged(step) or {}, self._normaliser)
 
   def _vocab(self, ids: list[np.ndarray]) -> dict[int, str]:
     if self._tok is None or not ids:
@@ -105,19 +103,24 @@ class Bundles:
 
 
 def weights(
-  judged: dict[int, list[tuple[int, float]]], normaliser: str = 'prompt'
-) -> dict[int, float]:
-  """Weight of each loss term by item, of a step's (response tokens, advantage) pairs.
+  judged: dict[int, dict[str, tuple[int, float]]], normaliser: str = 'prompt'
+) -> dict[str, float]:
+  """Weight of each loss term by session, of a step's batch (`PageReader.judged`).
 
   Items without a non-zero advantage are dropped, and have none.
   """
-  trained = {
-    item: [tokens for tokens, _ in pairs]
-    for item, pairs in judged.items()
-    if max((abs(a) for _, a in pairs), default=0.0) > _DROPPED
+  trained = [
+    group
+    for group in judged.values()
+    if max((advantage for _, advantage in group.values()), default=0.0) > _DROPPED
+  ]
+  lengths = [[tokens for tokens, _ in group.values()] for group in trained]
+  found = terms.weights(lengths, normaliser)
+  return {
+    session: float(weight)
+    for group, of_group in zip(trained, found, strict=True)
+    for session, weight in zip(group, of_group, strict=True)
   }
-  found = cispo.weights(list(trained.values()), normaliser)
-  return {i: float(w[0]) for i, w in zip(trained, found, strict=True) if len(w)}
 
 
 def tree(

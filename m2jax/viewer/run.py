@@ -10,6 +10,7 @@ from typing import Any
 
 from m2jax.pool import database
 from m2jax.pool.pages import LISTED, PageReader
+from m2jax.rl import estimators
 from m2jax.text import tokenizer
 from m2jax.text.tokenizer import Tokenizer
 from m2jax.viewer.annotations import FILE, Annotations
@@ -49,8 +50,7 @@ class Run:
     if tok is None and (path := workdir / 'tokenizer.json').exists():
       tok = tokenizer.load(path)
     settings = _settings(workdir).get('rl') or {}
-    normaliser = (settings.get('learner') or {}).get('normaliser') or 'prompt'
-    self.bundles = Bundles(self.reader, tok, normaliser)
+    self.bundles = Bundles(self.reader, tok, _normaliser(settings.get('learner') or {}))
     self.annotations = Annotations(workdir / FILE)
     self._lock = threading.Lock()
     self._counted, self._kinds = 0, collections.Counter()
@@ -93,6 +93,11 @@ def find_pool(workdir: pathlib.Path) -> pathlib.Path:
     f'--workdir={workdir}: no {" or ".join(POOLS)}; give the workdir of '
     'experiments.forge, experiments.evaluate or experiments.serve'
   )
+
+
+def _normaliser(learner: dict[str, Any]) -> str:
+  kind = learner.get('algorithm') or 'cispo'
+  return estimators.make(kind, normaliser=learner.get('normaliser')).normaliser
 
 
 def _settings(workdir: pathlib.Path) -> dict[str, Any]:

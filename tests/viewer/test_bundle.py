@@ -35,9 +35,12 @@ def test_the_tree_has_each_sequence_as_a_path_and_each_prefix_once(sequences):
 
 def test_weights_are_those_of_the_batch_of_the_step():
   """Per prompt: 1 / (its own tokens · groups with terms); dropped groups have none."""
-  judged = {0: [(3, 1.0), (5, -1.0)], 1: [(4, 0.0)], 2: [(2, 0.5)]}
-  assert bundle.weights(judged) == pytest.approx({0: 1 / 16, 2: 1 / 4})
-  assert bundle.weights(judged, 'token') == pytest.approx({0: 1 / 10, 2: 1 / 10})
+  judged = {0: {'a': (3, 1.0), 'b': (5, 1.0)}, 1: {'c': (4, 0.0)}, 2: {'d': (2, 0.5)}}
+  by_prompt = {'a': 1 / 16, 'b': 1 / 16, 'd': 1 / 4}
+  assert bundle.weights(judged) == pytest.approx(by_prompt)
+  assert bundle.weights(judged, 'token') == pytest.approx(dict.fromkeys('abd', 1 / 10))
+  by_trajectory = {'a': 1 / 12, 'b': 1 / 20, 'd': 1 / 4}
+  assert bundle.weights(judged, 'trajectory') == pytest.approx(by_trajectory)
 
 
 def test_a_group_has_its_terms(run):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from playwright.sync_api import expect
 
 from m2jax.pool.data_pool import DataPool
 from m2jax.viewer import export, serving
@@ -75,9 +76,9 @@ def test_keyboard(opened):
   outline = page.evaluate('getComputedStyle(document.activeElement).outlineStyle')
   assert outline == 'solid'
   page.keyboard.type('seen by s0.1')
-  page.wait_for_function("document.querySelectorAll('.row.trajectory').length === 1")
+  expect(page.locator('.row.trajectory')).to_have_count(1)
   press(page, 'Escape')
-  page.wait_for_function("document.querySelectorAll('.row').length === 3")
+  expect(page.locator('.row')).to_have_count(3)
   press(page, 'e')
   page.wait_for_selector('#row-e0')
 
