@@ -97,9 +97,9 @@ def link(workdir):
   opened.close()
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module')
 def browser():
-  """Chromium, driven by playwright."""
+  """Chromium, driven by playwright, whose event loop runs in this thread meanwhile."""
   found = os.environ.get('CHROMIUM') or shutil.which('chromium')
   if not found:
     pytest.skip('no chromium on PATH: apt-get install -y chromium, or set CHROMIUM')
