@@ -85,7 +85,8 @@ def _learn(config: ForgeConfig) -> None:
   common.virtual_devices(config.mesh)
   process = common.join_processes()
   sharding = common.make_sharding(config.mesh)
-  workdir, rollouts = common.workdir(), roles_lib.rollouts
+  workdir = common.workdir()
+  rollouts = roles_lib.rollouts_in(workdir)
   if ROLE.value == 'learner':
     rollouts = learner.rollouts_in(workdir)
   evaluations = run.run(config, workdir, common.FRESH.value, sharding, rollouts)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from m2jax.agents import episodes
-from m2jax.forge.config import RolloutConfig
+from m2jax.forge import watch
+from m2jax.forge.config import ForgeConfig, RolloutConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.pool.data_pool import DataPool
@@ -81,10 +83,12 @@ def rollouts(
   pool: DataPool,
   version: int = 0,
   engine: Any = None,
+  before_start: Callable[[Gateway], None] = lambda server: None,
 ) -> Iterator[Rollouts]:
   """Runs engine, gateway and agents around the pool while the context is open.
 
   `engine` is one of the config's sizes; None is one on the first device.
+  `before_start`: see `serving`.
   """
   with (
     serving(
@@ -95,7 +99,21 @@ def rollouts(
       tok,
       pool.add_completion,
       version,
+      before_start,
     ) as (scheduler, gateway),
     episodes.Runner(config.episodes, gateway.base_url, gateway.sessions) as runner,
   ):
     yield Rollouts(config, pool, scheduler, gateway, runner)
+
+
+def rollouts_in(workdir: pathlib.Path) -> Callable[..., Any]:
+  """`rollouts` whose gateway also serves the run's trajectory page."""
+
+  @contextlib.contextmanager
+  def rollouts_with_page(config: ForgeConfig, *arguments, **options):
+    with watch.Page(workdir, config.roles.pool_url) as page:
+      with rollouts(config, *arguments, before_start=page.attach, **options) as running:
+        page.announce(running.gateway.base_url)
+        yield running
+
+  return rollouts_with_page

@@ -10,6 +10,10 @@ gateway.stop()
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import fastapi
+
 from m2jax.gateway import app, episodes_api, session_api, sessions
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.exchange import Engine, Record
@@ -23,6 +27,7 @@ class Gateway:
 
   Attributes:
     sessions: `open(key, mode)` and `close(key)`, from any thread.
+    host: the address that it listens at.
     base_url: 'http://host:port/v1', after the start.
   """
 
@@ -49,6 +54,7 @@ class Gateway:
       max_unknown_bytes=config.max_unknown_bytes,
       limits=sessions.Limits(config.max_session_completions, config.max_session_bytes),
     )
+    self.host = config.host
     self._service = ChatService(config, tokenizer, engine, record, self.sessions)
     self._application = application = app.build(self._service)
     if remote is not None:
@@ -58,6 +64,10 @@ class Gateway:
   def take_episodes(self, episodes: episodes_api.Episodes, secret: str) -> None:
     """Lets agents elsewhere begin and end episodes; call it before the start."""
     episodes_api.add_routes(self._application, episodes, secret)
+
+  def extend(self, add_routes: Callable[[fastapi.FastAPI], None]) -> None:
+    """Adds routes of another package; call it before the start."""
+    add_routes(self._application)
 
   def start(self) -> Gateway:
     """Starts listening; returns when the server is ready.

@@ -11,6 +11,7 @@ from pathlib import Path
 from absl import logging
 
 from m2jax import records
+from m2jax.forge import watch
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.remote import config as config_lib
 from m2jax.forge.remote import shared
@@ -65,7 +66,10 @@ def run(config: ForgeConfig, workdir: Path) -> None:
     gateway = Gateway(settings, tok, engine, recorder(pool), remote)
     outside = Leased(pool, gateway.sessions, lease_s=roles.lease_s, max_age_s=age_s)
     gateway.take_episodes(stack.enter_context(outside), key)
+    page = stack.enter_context(watch.Page(workdir, roles.pool_url, key))
+    page.attach(gateway)
     stack.enter_context(gateway)
+    page.announce(gateway.base_url)
     logging.info('the gateway serves at %s', gateway.base_url)
     print(f'gateway: {gateway.base_url}', flush=True)
     was_alive = True

@@ -1,0 +1,42 @@
+"""The trajectory page of a run on its gateway (`m2jax.viewer`)."""
+
+from __future__ import annotations
+
+import pathlib
+
+from absl import logging
+
+from m2jax.forge.remote import shared
+from m2jax.gateway.server import Gateway
+from m2jax.viewer import api, serving
+from m2jax.viewer.run import Run
+
+
+class Page:
+  """Adds the page to a gateway, and prints its link once that has started."""
+
+  def __init__(self, workdir: pathlib.Path, pool_url: str = '', key: str = ''):
+    """Opens the run.
+
+    Args:
+      workdir: of the run, whose pool exists.
+      pool_url: its pool; '' is the database in the workdir.
+      key: that the page's API needs; '' is the one in WORKDIR/admin.key, which is made
+        if it does not exist.
+    """
+    self._run = Run(workdir, pool_url)
+    self._key = key or shared.make_secret(workdir / serving.KEY_FILE)
+
+  def attach(self, gateway: Gateway) -> None:
+    """Adds the routes; before the gateway starts."""
+    gateway.extend(lambda app: api.add_routes(app, self._run, self._key, gateway.host))
+
+  def announce(self, base_url: str) -> None:
+    """Logs the link."""
+    logging.info('trajectories, live: %s', serving.link(base_url, self._key))
+
+  def __enter__(self) -> Page:
+    return self
+
+  def __exit__(self, *exc) -> None:
+    self._run.close()

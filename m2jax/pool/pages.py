@@ -1,0 +1,280 @@
+"""Queries on a pool a page at a time, for people who look at a run (`m2jax.viewer`).
+
+Pages are found by key, never by offset, and hold no token ids and no messages. Work
+items have the newest first, evaluations (which have no item) too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import sqlalchemy as sa
+
+from m2jax import records
+from m2jax.pool import arrays, tables
+from m2jax.pool.reader import Reader
+
+PHASES = ('rl', 'eval')
+_SEARCHED_ROWS = 400  # messages that one page decompresses at most
+# Columns of a listed trajectory; `messages` is whether it still has them.
+LISTED = (
+  'row', 'session', 'item', 'rank', 'family', 'end_reason', 'success', 'wall_s',
+  'tool_calls', 'tool_errors', 'total', 'superseded',
+)  # fmt: skip
+ITEM = 'index', 'task', 'group_size', 'attempt', 'state', 'reason', 'step'
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+  """Which trajectories to list; None and '' are any.
+
+  Attributes:
+    phase: of training ('rl') or of evaluations ('eval').
+    family, end_reason: exactly these.
+    success: a verdict of 1, or one below.
+    least_s, most_s: bounds on the wall-clock seconds.
+    text: occurs in the messages, task, answer or error, in whatever case.
+  """
+
+  phase: str = 'rl'
+  family: str | None = None
+  end_reason: str | None = None
+  success: bool | None = None
+  least_s: float | None = None
+  most_s: float | None = None
+  text: str = ''
+
+  def __post_init__(self):
+    if self.phase not in PHASES:
+      raise ValueError(f'phase: must be one of {PHASES}, not {self.phase!r}')
+
+  @property
+  def any(self) -> bool:
+    """Whether every trajectory of the phase meets it."""
+    return self == Condition(self.phase)
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+  """Trajectories, the newest first, and their work items.
+
+  Attributes:
+    items: [index, task, …] as in `ITEM`; empty for evaluations.
+    rows: trajectories as in `LISTED`, and whether each has messages.
+    before: where the next page begins; None after the last one.
+  """
+
+  items: list[list[Any]]
+  rows: list[list[Any]]
+  before: int | None
+
+
+class PageReader(Reader):
+  """`Reader` with queries for lists of any length."""
+
+  def page(self, where: Condition, before: int | None = None, n: int = 50) -> Page:
+    """Up to n work items with their trajectories, or up to 8 n evaluations.
+
+    A search in text reads a bounded number of messages, so that a page may have fewer
+    trajectories than asked for, or none, and still have a next one.
+
+    Args:
+      where: which trajectories.
+      before: `Page.before` of the page before this one; None for the first.
+      n: number of items.
+    """
+    t = tables.trajectories.c
+    training = where.phase == 'rl'
+    n = max(1, _SEARCHED_ROWS // 16) if where.text and training else n
+    found = _matching(where)
+    if not training:
+      n = _SEARCHED_ROWS if where.text else 8 * n
+      return self._evaluations(where, found, before, n)
+    i = tables.items.c
+    of = i.index if where.any else t.item
+    query = sa.select(of).group_by(of).order_by(of.desc()).limit(n)
+    if not where.any:
+      query = query.where(found)
+    if before is not None:
+      query = query.where(of < before)
+    indices = [r[0] for r in self._read(query)]
+    rows = []
+    if indices:
+      query = _listed(where).where(found, t.item.in_(indices))
+      rows = self._read(query.order_by(t.item.desc(), t.rank, t.row))
+    shown = _searched(where, rows)
+    if not where.any:
+      left = {r[LISTED.index('item')] for r in shown}
+      kept = [x for x in indices if x in left]
+    else:
+      kept = indices
+    return Page(self._items(kept), shown, indices[-1] if len(indices) == n else None)
+
+  def _evaluations(self, where: Condition, found, before, n: int) -> Page:
+    t = tables.trajectories.c
+    query = _listed(where).where(found).order_by(t.row.desc()).limit(n)
+    if before is not None:
+      query = query.where(t.row < before)
+    rows = self._read(query)
+    more = rows[-1].row if len(rows) == n else None
+    return Page([], _searched(where, rows), more)
+
+  def _items(self, indices: list[int]) -> list[list[Any]]:
+    table = tables.items
+    columns = [table.c[name] for name in ITEM]
+    query = sa.select(*columns).where(table.c.index.in_(indices))
+    return [list(r) for r in self._read(query.order_by(table.c.index.desc()))]
+
+  def item(self, index: int) -> dict[str, Any] | None:
+    """A work item, by the names of `ITEM`."""
+    found = self._items([index])
+    return dict(zip(ITEM, found[0], strict=True)) if found else None
+
+  def sessions(self, item: int) -> list[str]:
+    """Sessions of a work item's trajectories, superseded ones last."""
+    t = tables.trajectories.c
+    query = sa.select(t.session).where(t.item == item)
+    return [r[0] for r in self._read(query.order_by(t.superseded, t.rank, t.row))]
+
+  def sessions_like(self, beginning: str, n: int = 5) -> list[str]:
+    """Up to n sessions that begin so; only the one, if it is a whole session."""
+    t = tables.trajectories.c
+    query = sa.select(t.session).where(t.session.startswith(beginning, autoescape=True))
+    exact = (t.session == beginning).desc()
+    found = [r[0] for r in self._read(query.order_by(exact, t.session).limit(n))]
+    return found[:1] if beginning in found else found
+
+  def trajectory(self, session: str) -> tuple[dict[str, Any], tuple | None] | None:
+    """A trajectory as in `LISTED` with task, error, answer and rewards; its messages.
+
+    The messages are None once they are pruned.
+    """
+    table = tables.trajectories
+    query = sa.select(table).where(table.c.session == session)
+    if not (found := self._read(query)):
+      return None
+    row = found[0]
+    names = (*LISTED, 'task', 'error', 'answer', 'process', 'speed', 'perf')
+    fields = {name: getattr(row, name) for name in names}
+    messages = None if row.messages is None else tables.trajectory(row).messages
+    return fields, messages
+
+  def recorded(
+    self, session: str
+  ) -> list[tuple[dict[str, Any], records.Completion | None]]:
+    """A session's completions by turn: the columns, and the record until it is pruned.
+
+    Superseded ones are included.
+    """
+    c = tables.completions
+    rows = self._read(sa.select(c).where(c.c.session == session).order_by(c.c.row))
+    found = tables.completions_of(rows)
+    out = []
+    for row in sorted(rows, key=lambda r: (r.turn, r.row)):
+      fields = {k: v for k, v in row._mapping.items() if k != 'arrays'}
+      out.append((fields, found.get(row.id)))
+    return out
+
+  def judged(self, step: int) -> dict[int, dict[str, tuple[int, float]]] | None:
+    """Response tokens and largest |advantage| of a step's trajectories, by item.
+
+    Of judged completions. None if some of them were deleted (`retention`), so that the
+    batch is not complete.
+    """
+    i, t, c = tables.items.c, tables.trajectories.c, tables.completions.c
+    taken = (i.state == 'taken') & (i.step == step)
+    out: dict[int, dict[str, tuple[int, float]]] = {}
+    for index, pruned in self._read(sa.select(i.index, i.pruned).where(taken)):
+      if pruned:
+        return None
+      out[index] = {}
+    total = sa.func.sum(c.response_tokens), sa.func.max(sa.func.abs(c.advantage))
+    query = (
+      sa.select(t.item, t.session, *total)
+      .join_from(tables.trajectories, tables.items, t.item == i.index)
+      .join(tables.completions, c.session == t.session)
+      .where(taken, ~t.superseded, ~c.superseded, c.advantage.is_not(None))
+      .group_by(t.item, t.rank, t.session)
+      .order_by(t.item, t.rank)
+    )
+    for item, session, tokens, advantage in self._read(query):
+      out[item][session] = int(tokens), float(advantage)
+    return out
+
+  def newest(self) -> int:
+    """Row of the newest trajectory; 0 if there is none."""
+    newest = sa.func.max(tables.trajectories.c.row)
+    return self._read(sa.select(newest))[0][0] or 0
+
+  def states(self) -> dict[str, int]:
+    """Number of work items by state."""
+    state = tables.items.c.state
+    query = sa.select(state, sa.func.count()).group_by(state)
+    return {r[0]: r[1] for r in self._read(query)}
+
+  def kinds(self, after: int, last: int) -> list[tuple[bool, str, str, int]]:
+    """(evaluation, family, end reason, number) of trajectories in rows after..last."""
+    t = tables.trajectories.c
+    names = (t.item < 0).label('evaluation'), t.family, t.end_reason
+    query = (
+      sa.select(*names, sa.func.count())
+      .where(t.row > after, t.row <= last)
+      .group_by(*names)
+    )
+    return [(bool(r[0]), r[1], r[2], r[3]) for r in self._read(query)]
+
+  def run(self) -> str:
+    """The run id of the pool."""
+    m = tables.meta.c
+    return self._read(sa.select(m.value).where(m.key == 'run'))[0][0]
+
+
+def _listed(where: Condition) -> sa.Select:
+  table = tables.trajectories
+  columns = [table.c[name] for name in LISTED]
+  columns.append(table.c.messages.is_not(None).label('has_messages'))
+  if where.text:
+    columns += [table.c[name] for name in ('task', 'error', 'answer', 'messages')]
+  return sa.select(*columns)
+
+
+def _matching(where: Condition) -> sa.ColumnElement:
+  t = tables.trajectories.c
+  found = t.item >= 0 if where.phase == 'rl' else t.item < 0
+  for column, value in ((t.family, where.family), (t.end_reason, where.end_reason)):
+    if value is not None:
+      found &= column == value
+  if where.success is not None:
+    found &= t.success >= 1 if where.success else t.success < 1
+  if where.least_s is not None:
+    found &= t.wall_s >= where.least_s
+  if where.most_s is not None:
+    found &= t.wall_s <= where.most_s
+  return found
+
+
+def _searched(where: Condition, rows: list[sa.Row]) -> list[list[Any]]:
+  """The rows that have the text, without the columns in which it was searched."""
+  wanted, n = where.text.casefold(), len(LISTED) + 1
+  return [list(r)[:n] for r in rows if not wanted or wanted in _text(r).casefold()]
+
+
+def _text(row: sa.Row) -> str:
+  parts = [row.task, row.error, row.answer]
+  if row.messages is not None:
+    # JSON text, in which \\u and \\n are escaped: decoded, so that a search finds them.
+    parts += map(_words, json.loads(arrays.decompress(row.messages)[1]))
+  return '\n'.join(parts)
+
+
+def _words(value: Any) -> str:
+  """All strings of a JSON value."""
+  if isinstance(value, str):
+    return value
+  if isinstance(value, dict):
+    value = value.values()
+  elif not isinstance(value, list):
+    return ''
+  return '\n'.join(map(_words, value))

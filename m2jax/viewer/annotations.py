@@ -1,0 +1,148 @@
+"""Later knowledge about a run's trajectories: an append-only file of JSON lines.
+
+A trajectory is written once; what people or programs find out later is beside it, in
+WORKDIR/annotations.jsonl, and never changes it. One object a line:
+
+  {"schema": 1, "time_s": …, "session": S, "kind": "note", "text": …,
+   "completion": C or null, "token": index in its response or null}
+  {"schema": 1, "time_s": …, "session": S, "kind": "tokens", "name": NAME,
+   "completion": C, "version": V, "values": [one number per response token]}
+
+NAME is 'learner_logprob' or 'entropy', of the weights of version V (`experiments.replay
+--record` computes them). Each line is one `write(2)`, so that several processes may
+append; a line that was cut off by a full disk is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+SCHEMA = 1
+FILE = 'annotations.jsonl'
+NAMES = 'learner_logprob', 'entropy'
+MAX_TEXT_CHARS = 10_000
+_MAX_PER_SESSION = 1000  # notes that are read
+
+
+class Annotations:
+  """The file of one run; any thread may call it."""
+
+  def __init__(self, path: str | os.PathLike):
+    self._path = pathlib.Path(path)
+    self._lock = threading.Lock()
+    self._read_bytes = 0
+    self._places: dict[str, list[tuple[int, int]]] = {}  # (offset, bytes) by session
+
+  def note(
+    self,
+    session: str,
+    text: str,
+    completion: str | None = None,
+    token: int | None = None,
+  ) -> dict[str, Any]:
+    """Appends a note of a person; returns it.
+
+    Raises:
+      ValueError: the text is empty or too long; names the field.
+      OSError: the file cannot be written.
+    """
+    if not isinstance(text, str) or not text.strip():
+      raise ValueError('text: must be a string that is not empty')
+    if len(text) > MAX_TEXT_CHARS:
+      raise ValueError(f'text: longer than {MAX_TEXT_CHARS} characters')
+    if completion is not None and not isinstance(completion, str):
+      raise ValueError('completion: must be a string or null')
+    if token is not None and (not isinstance(token, int) or not 0 <= token < 2**31):
+      raise ValueError('token: must be an index or null')
+    return self._append(
+      session, kind='note', text=text, completion=completion, token=token
+    )
+
+  def tokens(
+    self,
+    session: str,
+    completion: str,
+    name: str,
+    version: int,
+    values: Sequence[float],
+  ) -> dict[str, Any]:
+    """Appends one number per response token of a completion; returns the record.
+
+    Raises:
+      ValueError: an unknown name, or a value that is not finite.
+      OSError: the file cannot be written.
+    """
+    if name not in NAMES:
+      raise ValueError(f'name: must be one of {NAMES}, not {name!r}')
+    values = [round(float(v), 6) for v in values]
+    if not all(map(math.isfinite, values)):
+      raise ValueError(f'values: {name} of {completion} has one that is not finite')
+    return self._append(
+      session,
+      kind='tokens',
+      name=name,
+      completion=completion,
+      version=version,
+      values=values,
+    )
+
+  def of(self, session: str) -> list[dict[str, Any]]:
+    """The annotations of a trajectory, the oldest first, the last 1,000 at most."""
+    with self._lock:
+      self._index()
+      places = self._places.get(session, [])[-_MAX_PER_SESSION:]
+      if not places:
+        return []
+      with open(self._path, 'rb') as file:
+        found = []
+        for offset, n in places:
+          file.seek(offset)
+          found.append(json.loads(file.read(n)))
+    return found
+
+  def counts(self) -> dict[str, int]:
+    """Number of annotations by session."""
+    with self._lock:
+      self._index()
+      return {session: len(places) for session, places in self._places.items()}
+
+  def _append(self, session: str, **fields) -> dict[str, Any]:
+    record = {'schema': SCHEMA, 'time_s': round(time.time(), 3), 'session': session}
+    record |= fields
+    line = json.dumps(record, separators=(',', ':')).encode() + b'\n'
+    with self._lock:
+      flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+      file = os.open(self._path, flags, 0o644)
+      try:
+        if os.write(file, line) != len(line):
+          raise OSError(f'{self._path}: the disk is full')
+      finally:
+        os.close(file)
+    return record
+
+  def _index(self) -> None:
+    """Finds the lines that were appended since the last call."""
+    try:
+      file = open(self._path, 'rb')
+    except FileNotFoundError:
+      return
+    with file:
+      file.seek(self._read_bytes)
+      for line in file:
+        if not line.endswith(b'\n'):
+          break  # being written
+        try:
+          session = json.loads(line)['session']
+        except (ValueError, KeyError, TypeError):
+          session = None
+        if isinstance(session, str):
+          place = self._read_bytes, len(line)
+          self._places.setdefault(session, []).append(place)
+        self._read_bytes += len(line)

@@ -1,0 +1,90 @@
+"""The page as one HTML text: style, scripts and, in an export, the run's data inline.
+
+The scripts are plain files that share one scope, in the order of `_SCRIPTS`; there is
+no build step. The content security policy allows exactly this script and this style and
+no external host. What comes from a trajectory reaches the document only as text nodes
+(`htm` and `preact`, whose licences are in static/vendor).
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import pathlib
+from typing import NamedTuple
+
+from markupsafe import escape
+
+STATIC = pathlib.Path(__file__).parent / 'static'
+_VENDOR = 'vendor/htm-preact.umd.js'
+_SCRIPTS = (
+  'data.js', 'color.js', 'tokens.js', 'transcript.js', 'timeline.js', 'tree.js',
+  'list.js', 'app.js',
+)  # fmt: skip
+
+
+class Html(NamedTuple):
+  """The parts of a page, and its content security policy as a header.
+
+  Attributes:
+    head: until the script. script: the element. policy: of the header.
+  """
+
+  head: str
+  script: str
+  policy: str
+
+  @property
+  def text(self) -> str:
+    """The whole page, without data."""
+    return self.head + self.script + TAIL
+
+
+TAIL = '</body></html>'
+
+
+@functools.cache
+def _files() -> tuple[str, str]:
+  """The style and the script."""
+  parts = [(STATIC / name).read_text(encoding='utf-8') for name in _SCRIPTS]
+  vendor = (STATIC / _VENDOR).read_text(encoding='utf-8')
+  joined = '\n'.join(parts)
+  script = f'{vendor}\n(() => {{\n"use strict";\n{joined}\n}})();'
+  if '</script' in script.lower():
+    raise ValueError('viewer: a script contains </script')
+  return (STATIC / 'view.css').read_text(encoding='utf-8'), script
+
+
+def live() -> Html:
+  """The page of a server, which asks the API for everything."""
+  return _page("'self'", 'm2jax')
+
+
+def exported(title: str) -> Html:
+  """The page as a file: the index goes before its script, other data behind it."""
+  return _page("'none'", title)
+
+
+def _page(connect: str, title: str) -> Html:
+  style, script = _files()
+  policy = (
+    f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+    f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
+  )
+  head = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<link rel="icon" href="data:,">
+<title>{escape(title)} · trajectories</title>
+<style>{style}</style></head>
+<body><div id="app"><header class="bar"><h1>{escape(title)}</h1></header></div>
+"""
+  return Html(head, f'<script>{script}</script>\n', policy + "; frame-ancestors 'none'")
+
+
+def _hash(text: str) -> str:
+  digest = hashlib.sha256(text.encode()).digest()
+  return f'sha256-{base64.b64encode(digest).decode()}'

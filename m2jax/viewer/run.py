@@ -1,0 +1,108 @@
+"""One run that is looked at: its pool, tokenizer, settings and annotations."""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+import threading
+from typing import Any
+
+from m2jax.pool import database
+from m2jax.pool.pages import LISTED, PageReader
+from m2jax.rl import estimators
+from m2jax.text import tokenizer
+from m2jax.text.tokenizer import Tokenizer
+from m2jax.viewer.annotations import FILE, Annotations
+from m2jax.viewer.bundle import LOGPROB_UNIT, Bundles
+
+POOLS = 'pool.db', 'evaluation.db', 'served.db'
+SCHEMA = 1
+
+
+class Run:
+  """Opens a run for reading, also while its job writes it.
+
+  Attributes:
+    workdir, title, reader, bundles, annotations: of the run.
+  """
+
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    pool_url: str = '',
+    tok: Tokenizer | None = None,
+  ):
+    """Opens it.
+
+    Args:
+      workdir: of the job.
+      pool_url: its pool; '' is the database in the workdir.
+      tok: None: WORKDIR/tokenizer.json if it is there, else tokens have no text.
+
+    Raises:
+      ValueError: it has no pool, or one that cannot be read; says where.
+    """
+    self.workdir = workdir
+    self.title = workdir.absolute().name
+    self._database = database.open_read_only(pool_url or find_pool(workdir))
+    self.reader = PageReader(self._database)
+    if tok is None and (path := workdir / 'tokenizer.json').exists():
+      tok = tokenizer.load(path)
+    settings = _settings(workdir).get('rl') or {}
+    self.bundles = Bundles(self.reader, tok, _normaliser(settings.get('learner') or {}))
+    self.annotations = Annotations(workdir / FILE)
+    self._lock = threading.Lock()
+    self._counted, self._kinds = 0, collections.Counter()
+
+  def summary(self) -> dict[str, Any]:
+    """What the page shows above its list; cheap, since pages ask for it again."""
+    with self._lock:
+      newest = self.reader.newest()
+      if newest > self._counted:
+        for *kind, n in self.reader.kinds(self._counted, newest):
+          self._kinds[tuple(kind)] += n
+        self._counted = newest
+      kinds = sorted(self._kinds.items())
+    return {
+      'schema': SCHEMA,
+      'run': self.reader.run(),
+      'title': self.title,
+      'newest': newest,
+      'states': self.reader.states(),
+      'kinds': [[*kind, n] for kind, n in kinds],
+      'listed': [*LISTED, 'messages'],
+      'logprob_unit': LOGPROB_UNIT,
+    }
+
+  def close(self) -> None:
+    """Closes the database."""
+    self._database.close()
+
+
+def find_pool(workdir: pathlib.Path) -> pathlib.Path:
+  """The pool in a workdir.
+
+  Raises:
+    ValueError: there is none.
+  """
+  for name in POOLS:
+    if (workdir / name).exists():
+      return workdir / name
+  raise ValueError(
+    f'--workdir={workdir}: no {" or ".join(POOLS)}; give the workdir of '
+    'experiments.forge, experiments.evaluate or experiments.serve'
+  )
+
+
+def _normaliser(learner: dict[str, Any]) -> str:
+  kind = learner.get('algorithm') or 'cispo'
+  return estimators.make(kind, normaliser=learner.get('normaliser')).normaliser
+
+
+def _settings(workdir: pathlib.Path) -> dict[str, Any]:
+  try:
+    found = json.loads((workdir / 'config.json').read_text())
+  except (OSError, ValueError):
+    return {}
+  return found if isinstance(found, dict) else {}

@@ -1,0 +1,259 @@
+// State, keyboard and layout.
+
+const EMPTY = { phase: 'rl', outcome: '', family: '', end_reason: '', least_s: '', most_s: '', text: '' };
+const POLL_MS = 3000;
+const TABS = {
+  group: [['tree', 'Prefix tree'], ['timeline', 'Timeline']],
+  trajectory: [['transcript', 'Transcript'], ['tokens', 'Tokens'], ['tree', 'Branches'],
+    ['timeline', 'Timeline']],
+};
+const KEYS = [
+  ['j k ↓ ↑', 'next, previous'], ['→ ←', 'open, close a group'], ['Enter', 'open a group, read on the right'],
+  ['1 2 3 4', 'views'], ['c', 'next colour'], ['/', 'search'], ['n', 'new note'],
+  ['t e', 'training, evaluations'], ['?', 'these keys'], ['Esc', 'back to the list; clear the search'],
+];
+
+const named = (names, values) => Object.fromEntries(names.map((name, i) => [name, values[i]]));
+const ITEM = ['index', 'task', 'group_size', 'attempt', 'state', 'reason', 'step'];
+
+// The pages of the list that were read, and how to read on.
+function usePages(condition, summary) {
+  const [pages, setPages] = useState({ items: [], rows: [], before: null, more: true });
+  const state = useRef({ running: false, serial: 0 });
+  const read = async (before, keep) => {
+    const serial = state.current.serial;
+    state.current.running = true;
+    try {
+      const found = await source.page(condition, before);
+      if (serial !== state.current.serial) return;
+      const items = found.items.map((item) => named(ITEM, item));
+      const rows = found.rows.map((row) => named(summary.listed, row));
+      setPages((old) => ({
+        items: [...(keep ? old.items : []), ...items], rows: [...(keep ? old.rows : []), ...rows],
+        before: found.before, more: found.before !== null,
+      }));
+    } finally {
+      if (serial === state.current.serial) state.current.running = false;
+    }
+  };
+  useEffect(() => {
+    state.current = { running: false, serial: state.current.serial + 1 };
+    setPages({ items: [], rows: [], before: null, more: true });
+    if (summary) read(null, false);
+  }, [condition, Boolean(summary)]);
+  // New trajectories: the first page again, joined with those that were read.
+  const refresh = async () => {
+    if (state.current.running || condition.text) return;
+    const serial = state.current.serial, found = await source.page(condition, null);
+    if (serial !== state.current.serial) return;
+    const items = found.items.map((item) => named(ITEM, item));
+    const rows = found.rows.map((row) => named(summary.listed, row));
+    setPages((old) => ({ ...old, items: joined(items, old.items, 'index'),
+      rows: joined(rows, old.rows, 'session') }));
+  };
+  const onEnd = () => {
+    if (pages.more && pages.before !== null && !state.current.running) read(pages.before, true);
+  };
+  return [pages, onEnd, refresh];
+}
+
+function joined(fresh, old, key) {
+  const known = new Set(fresh.map((x) => x[key]));
+  return [...fresh, ...old.filter((x) => !known.has(x[key]))];
+}
+
+function useBundle(entry, summary) {
+  const [found, setFound] = useState({});
+  const key = entry && keyOf(entry);
+  const version = entry?.kind === 'group' ? `${entry.item.state}${entry.rows.length}` : entry?.row.total;
+  useEffect(() => {
+    if (!entry) return undefined;
+    let current = true;
+    const load = async () => {
+      const group = entry.kind === 'group';
+      const data = await (group ? source.group(entry.item.index) : source.session(entry.row));
+      const notes = group ? [] : await source.annotations(entry.row.session);
+      const bundle = new Bundle(data, summary.logprob_unit, notes);
+      if (current) setFound({ key, bundle, notes });
+    };
+    const timer = setTimeout(() => load().catch((error) => current && setFound({ key, error })), 40);
+    return () => { current = false; clearTimeout(timer); };
+  }, [key, version]);
+  const onNote = (note) => setFound((old) => ({ ...old, notes: [...(old.notes ?? []), note] }));
+  return [found.key === key ? found : {}, onNote];
+}
+
+function Detail({ entry, summary, tab, setTab, mode, setMode, openTrajectory }) {
+  const [{ bundle, notes = [], error }, onNote] = useBundle(entry, summary);
+  if (!entry) return html`<main id="detail" class="detail empty"><p class="soft">Choose a trajectory
+    on the left: j and k move, ? lists all keys.</p></main>`;
+  const group = entry.kind === 'group', tabs = TABS[entry.kind];
+  const shown = tabs.some(([name]) => name === tab) ? tab : tabs[0][0];
+  const session = entry.row?.session;
+  const views = {
+    transcript: () => html`<${Transcript} ...${{ bundle, session }} />`,
+    tokens: () => html`<${Tokens} ...${{ bundle, session, mode, setMode }} />`,
+    tree: () => html`<${PrefixTree} ...${{ bundle, mode, setMode, onOpen: openTrajectory }} />`,
+    timeline: () => html`<${Timeline} ...${{ bundle, onOpen: openTrajectory,
+      sessions: group ? bundle.trajectories.map((t) => t.session) : [session] }} />`,
+  };
+  return html`<main class="detail" id="detail" tabindex="-1" aria-label="Selected">
+    <${Head} entry=${entry} bundle=${bundle} />
+    <div role="tablist" class="tabs">${tabs.map(([name, label], i) => html`<button role="tab"
+      id=${`tab-${name}`} aria-selected=${name === shown} onClick=${() => setTab(name)}>${label}
+      ${' '}<kbd>${i + 1}</kbd></button>`)}</div>
+    <div role="tabpanel" aria-labelledby=${`tab-${shown}`} key=${`${keyOf(entry)} ${shown}`}>
+      ${error && html`<p class="flag" role="alert">${error.message}</p>`}
+      ${bundle ? views[shown]() : !error && html`<p class="soft pad">…</p>`}</div>
+    ${bundle && !group && html`<${Notes} ...${{ session, notes, onNote }} />`}</main>`;
+}
+
+function Head({ entry, bundle }) {
+  if (entry.kind === 'group') {
+    const { item, rows } = entry, good = rows.filter((r) => r.success >= 1).length;
+    return html`<header><h2>Group ${item.index} <span class="soft">${good} of ${rows.length} succeed,
+      ${' '}${item.state}${item.step == null ? '' : ` at step ${item.step}`}${
+        item.attempt ? `, attempt ${item.attempt + 1}` : ''}</span></h2>
+      <p class="task">${printable(item.task)}</p>${item.reason && html`<p class="flag">${printable(item.reason)}</p>`}
+      </header>`;
+  }
+  const { row } = entry, t = bundle?.trajectories[0];
+  return html`<header><h2>${row.item < 0 ? 'Evaluation' : `Group ${row.item}, rank ${row.rank}`}
+    ${' '}<span class=${`badge ${verdict(row)}`}>${Number(row.success).toFixed(2)}</span>
+    ${' '}<span class="soft">${printable(row.family)}, ended by ${row.end_reason},
+    ${' '}${row.wall_s.toFixed(2)} s, ${row.tool_calls} calls${row.tool_errors ? `, ${row.tool_errors} failed` : ''}${
+      row.total == null ? '' : `, return ${row.total.toFixed(3)}`}</span></h2>
+    <p class="task">${printable(t?.task ?? '')}<br />${row.session}</p></header>`;
+}
+
+function Help({ onClose }) {
+  const ref = useRef();
+  useEffect(() => ref.current.focus(), []);
+  return html`<div class="veil" onClick=${onClose}><div class="help" role="dialog" aria-modal="true"
+    aria-label="Keys" tabindex="-1" ref=${ref} onClick=${(e) => e.stopPropagation()}><h2>Keys</h2>
+    <dl>${KEYS.map(([key, what]) => html`<dt><kbd>${key}</kbd></dt><dd>${what}</dd>`)}</dl></div></div>`;
+}
+
+function KeyForm({ problem, retry }) {
+  const [key, setKey] = useState('');
+  const send = (event) => { event.preventDefault(); source.key = key; retry(); };
+  return html`<form class="keyform" onSubmit=${send}><p role="alert">${problem}</p>
+    <p>The link that the job prints has the key of the run; it is also in WORKDIR/admin.key.</p>
+    <input type="password" aria-label="Admin key" value=${key} onInput=${(e) => setKey(e.target.value)} />
+    <button>Open</button></form>`;
+}
+
+function useKeyboard(act) {
+  const latest = useRef(act);
+  latest.current = act;
+  useEffect(() => {
+    const onKey = (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      const typing = ['INPUT', 'TEXTAREA', 'SELECT'].includes(event.target.tagName);
+      if (typing && event.key !== 'Escape') return;
+      if (latest.current[event.key]?.(event) !== undefined) event.preventDefault();
+    };
+    document.addEventListener('keydown', onKey);
+    return () => document.removeEventListener('keydown', onKey);
+  }, []);
+}
+
+function App() {
+  const [summary, setSummary] = useState(null), [problem, setProblem] = useState('');
+  const [condition, setCondition] = useState(EMPTY), [open, setOpen] = useState(new Set());
+  const [selected, setSelected] = useState(null), [help, setHelp] = useState(false);
+  const [tab, setTab] = useState('transcript'), [mode, setMode] = useState('logprob');
+  const [pages, onEnd, refresh] = usePages(condition, summary);
+  const filtered = Object.keys(EMPTY).some((name) => name !== 'phase' && condition[name]);
+  const entries = useMemo(() => entriesOf(pages, condition.phase, open, filtered),
+    [pages, condition.phase, open, filtered]);
+  const poll = async () => {
+    try {
+      const found = await source.summary();
+      setProblem('');
+      if (summary && JSON.stringify(found) !== JSON.stringify(summary)) await refresh();
+      setSummary((old) => (JSON.stringify(found) === JSON.stringify(old) ? old : found));
+    } catch (error) {
+      setProblem(error.status ? error.message : 'The job does not answer: it may have ended.');
+    }
+  };
+  const latest = useRef(poll);
+  latest.current = poll;
+  useEffect(() => {
+    latest.current();
+    if (!source.live) return undefined;
+    const timer = setInterval(() => !document.hidden && latest.current(), POLL_MS);
+    return () => clearInterval(timer);
+  }, []);
+
+  const at = entries.findIndex((e) => keyOf(e) === selected), entry = entries[at];
+  const toggle = (index, on) => setOpen((old) => {
+    const next = new Set(old);
+    if (on) next.add(index); else next.delete(index);
+    return next;
+  });
+  const select = (chosen, click) => {
+    if (click && chosen.kind === 'group') {
+      toggle(chosen.item.index, !chosen.open || keyOf(chosen) !== selected);
+    }
+    setSelected(keyOf(chosen));
+  };
+  const step = (by) => {
+    const next = entries[Math.min(Math.max(at + by, 0), entries.length - 1)];
+    if (next) select(next);
+    return true;
+  };
+  const openTrajectory = (t) => {
+    if (t.item >= 0) toggle(t.item, true);
+    setSelected(t.session);
+  };
+  const phase = (name) => { setCondition({ ...EMPTY, phase: name }); setSelected(null); return true; };
+  const view = (i) => { const tabs = TABS[entry?.kind ?? 'group']; if (tabs[i]) setTab(tabs[i][0]); return true; };
+  const focus = (id) => { document.getElementById(id)?.focus(); return true; };
+  useKeyboard({
+    j: () => step(1), k: () => step(-1), ArrowDown: () => step(1), ArrowUp: () => step(-1),
+    ArrowRight: () => entry?.kind === 'group' && (toggle(entry.item.index, true), true),
+    ArrowLeft: () => {
+      if (entry?.kind === 'group') toggle(entry.item.index, false);
+      else if (entry && entry.level === 2) setSelected(`g${entry.row.item}`);
+      return true;
+    },
+    Enter: (event) => {
+      if (event.target.tagName === 'BUTTON' || !entry) return undefined;
+      if (entry.kind === 'group') toggle(entry.item.index, !entry.open);
+      return focus('detail');
+    },
+    1: () => view(0), 2: () => view(1), 3: () => view(2), 4: () => view(3),
+    c: () => { const names = Object.keys(MODES); setMode(names[(names.indexOf(mode) + 1) % names.length]); return true; },
+    '/': () => focus('search'), n: () => focus('note'), '?': () => { setHelp(true); return true; },
+    t: () => phase('rl'), e: () => phase('eval'),
+    Escape: () => {
+      if (help) setHelp(false);
+      else if (document.activeElement.id === 'search' && condition.text) setCondition({ ...condition, text: '' });
+      return focus('list');
+    },
+  });
+
+  if (!summary) {
+    return problem ? html`<header class="bar"><h1>m2jax</h1></header>
+      <${KeyForm} problem=${problem} retry=${poll} />` : html`<header class="bar"><h1>m2jax</h1></header>`;
+  }
+  const count = (evaluation) => summary.kinds.filter(([of]) => of === evaluation)
+    .reduce((sum, kind) => sum + kind[3], 0).toLocaleString();
+  return html`<header class="bar"><h1>${summary.title}</h1>
+      <nav aria-label="Phase">${[['rl', 'Training', false], ['eval', 'Evaluations', true]].map(([name, label, of]) =>
+        html`<button aria-pressed=${condition.phase === name} onClick=${() => phase(name)}>${label}
+          ${' '}<span class="soft">${count(of)}</span></button>`)}</nav>
+      <span class="soft states">${Object.entries(summary.states).map(([s, n]) => `${n} ${s}`).join(' · ')}</span>
+      ${source.live && html`<span class=${`live ${problem ? 'off' : ''}`} role="status">${problem || 'live'}</span>`}
+      <button class="helpkey" aria-label="Keys" onClick=${() => setHelp(true)}>?</button></header>
+    <div class="columns"><section class="side" aria-label="List">
+      <${Filters} ...${{ summary, condition, setCondition }} />
+      <${List} ...${{ entries, selected, onSelect: select, onEnd, more: pages.more, before: pages.before }} /></section>
+      <${Detail} ...${{ entry, summary, tab, setTab, mode, setMode, openTrajectory }} /></div>
+    ${help && html`<${Help} onClose=${() => setHelp(false)} />`}`;
+}
+
+const root = document.getElementById('app');
+root.replaceChildren();
+render(html`<${App} />`, root);

@@ -1,0 +1,113 @@
+// The list on the left: groups with their trajectories, or evaluations. Only the rows
+// in view are in the document.
+
+const ROW_PX = 30;
+
+// Rows as drawn: groups, below the open ones their trajectories.
+function entriesOf({ items, rows }, phase, open, allOpen) {
+  if (phase === 'eval') return rows.map((row) => ({ kind: 'trajectory', row, level: 1 }));
+  const byItem = new Map();
+  for (const row of rows) {
+    if (!byItem.has(row.item)) byItem.set(row.item, []);
+    byItem.get(row.item).push(row);
+  }
+  const entries = [];
+  for (const item of items) {
+    const own = byItem.get(item.index) ?? [], shown = allOpen || open.has(item.index);
+    entries.push({ kind: 'group', item, rows: own, open: shown, level: 1 });
+    if (shown) own.forEach((row) => entries.push({ kind: 'trajectory', row, level: 2 }));
+  }
+  return entries;
+}
+
+const keyOf = (entry) => (entry.kind === 'group' ? `g${entry.item.index}` : entry.row.session);
+
+function List({ entries, selected, onSelect, onEnd, more, before }) {
+  const ref = useRef(), [scroll, setScroll] = useState(0), [height, setHeight] = useState(800);
+  useEffect(() => {
+    const watch = new ResizeObserver(() => setHeight(ref.current.clientHeight));
+    watch.observe(ref.current);
+    return () => watch.disconnect();
+  }, []);
+  const at = entries.findIndex((e) => keyOf(e) === selected);
+  useEffect(() => {
+    if (at < 0) return;
+    const box = ref.current, y = at * ROW_PX;
+    if (y < box.scrollTop) box.scrollTop = y;
+    else if (y + ROW_PX > box.scrollTop + box.clientHeight) {
+      box.scrollTop = y + ROW_PX - box.clientHeight;
+    }
+  }, [selected, at]);
+  const first = Math.max(0, Math.floor(scroll / ROW_PX) - 8);
+  const last = Math.min(entries.length, Math.ceil((scroll + height) / ROW_PX) + 8);
+  useEffect(() => { if (last >= entries.length) onEnd(); }, [last, entries.length, more, before]);
+  return html`<div class="list" ref=${ref} tabindex="0" role="tree" id="list"
+    aria-label="Trajectories" aria-activedescendant=${at < 0 ? undefined : `row-${selected}`}
+    onScroll=${(e) => setScroll(e.target.scrollTop)}>
+    <div style=${{ height: `${entries.length * ROW_PX}px`, position: 'relative' }}>
+      ${entries.slice(first, last).map((entry, i) => html`<${Row} key=${keyOf(entry)}
+        ...${{ entry, onSelect }} y=${(first + i) * ROW_PX} on=${keyOf(entry) === selected} />`)}
+    </div>
+    ${more && html`<p class="soft pad">…</p>`}
+    ${!more && !entries.length && html`<p class="soft pad">No trajectory here yet, or none that
+      meets the conditions.</p>`}
+  </div>`;
+}
+
+function Row({ entry, y, on, onSelect }) {
+  const group = entry.kind === 'group';
+  return html`<div id=${`row-${keyOf(entry)}`} class=${`row ${entry.kind}${on ? ' on' : ''}`} role="treeitem"
+    aria-level=${entry.level} aria-selected=${on} aria-expanded=${group ? entry.open : undefined}
+    style=${{ transform: `translateY(${y}px)` }} onClick=${() => onSelect(entry, true)}>
+    ${group ? html`<${GroupRow} entry=${entry} />` : html`<${TrajectoryRow} row=${entry.row} />`}</div>`;
+}
+
+function GroupRow({ entry: { item, rows, open } }) {
+  const family = rows[0]?.family ?? item.task.split('?')[0].split('/').slice(2, 3)[0] ?? '';
+  return html`<span class="caret" aria-hidden="true">${open ? '▾' : '▸'}</span>
+    <span class="num">${item.index}</span><span class="name">${printable(family)}</span>
+    <span class="dots" aria-label=${`${rows.filter((r) => r.success >= 1).length} of ${rows.length} succeed`}>
+      ${rows.slice(0, 24).map((r) => html`<i class=${verdict(r)} />`)}</span>
+    <span class="end">${item.state === 'taken' ? `step ${item.step}` : item.state}</span>`;
+}
+
+function TrajectoryRow({ row }) {
+  return html`<i class=${`dot ${verdict(row)}`} aria-label=${verdict(row)} />
+    <span class="num">${row.item < 0 ? '' : row.rank}</span>
+    <span class="name">${row.end_reason === 'answer' ? printable(row.family) : row.end_reason}${
+      row.superseded ? ' (superseded)' : ''}</span>
+    <span class="val">${Number(row.success).toFixed(2)}</span>
+    <span class="val">${row.tool_calls} calls</span>
+    <span class="end">${row.wall_s.toFixed(1)} s</span>`;
+}
+
+function verdict(row) {
+  if (row.end_reason === 'infrastructure' || row.superseded) return 'masked';
+  if (row.success >= 1) return 'good';
+  return row.success > 0 ? 'part' : 'bad';
+}
+
+function Filters({ summary, condition, setCondition }) {
+  const set = (name) => (event) => setCondition({ ...condition, [name]: event.target.value });
+  const evaluation = condition.phase === 'eval';
+  const kinds = summary.kinds.filter(([ofEval]) => ofEval === evaluation);
+  const choices = (column) => [...new Set(kinds.map((kind) => kind[column]))].sort();
+  const select = (name, label, values) => html`<select aria-label=${label} value=${condition[name]}
+    onChange=${set(name)}><option value="">${label}</option>
+    ${values.map((v) => html`<option value=${v}>${printable(v)}</option>`)}</select>`;
+  const [text, setText] = useState(condition.text);
+  useEffect(() => {
+    const timer = setTimeout(() => text !== condition.text && setCondition({ ...condition, text }), 250);
+    return () => clearTimeout(timer);
+  }, [text]);
+  useEffect(() => setText(condition.text), [condition.text]);
+  return html`<div class="filters" role="search">
+    <input id="search" type="search" placeholder="Search text  ( / )" aria-label="Search text"
+      maxlength="200" value=${text} onInput=${(e) => setText(e.target.value)} />
+    ${select('outcome', 'outcome', ['success', 'failure'])}
+    ${select('family', 'family', choices(1))}${select('end_reason', 'end', choices(2))}
+    <span class="range"><input type="number" min="0" step="any" placeholder="min s" aria-label="least seconds"
+      value=${condition.least_s} onChange=${set('least_s')} />–<input type="number" min="0" step="any"
+      placeholder="max s" aria-label="most seconds" value=${condition.most_s} onChange=${set('most_s')} /></span>
+  </div>`;
+}

@@ -1,0 +1,177 @@
+"""The page in a real browser, from a server and as a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from playwright.sync_api import expect
+
+from m2jax.pool.data_pool import DataPool
+from m2jax.viewer import export, serving
+from m2jax.viewer.run import Run
+from tests.viewer import conftest
+
+
+@pytest.fixture(scope='module')
+def file(workdir, tmp_path_factory):
+  """The exported page; one trajectory has scores of a learner."""
+  path = tmp_path_factory.mktemp('export') / 'run.html'
+  run = Run(workdir)
+  run.annotations.tokens('s0.1', 's0.1-0', 'entropy', 4, [0.5, 1.0, 2.0])
+  run.annotations.tokens('s0.1', 's0.1-0', 'learner_logprob', 4, [-0.25, -0.5, -1.0])
+  run.annotations.note('s0.1', 'looked at')
+  export.write(run, path)
+  run.close()
+  return path
+
+
+@pytest.fixture(params=['server', 'file'])
+def opened(request, tab):
+  """The tab with the page of both kinds."""
+  if request.param == 'server':
+    request.getfixturevalue('file')  # the same annotations
+    tab.goto(request.getfixturevalue('link'))
+  else:
+    tab.goto(request.getfixturevalue('file').as_uri())
+  tab.wait_for_selector('.row')
+  return tab
+
+
+def press(page, *keys):
+  for key in keys:
+    page.keyboard.press(key)
+
+
+def test_keyboard(opened):
+  """List, group, trajectory, views, search, help: without a mouse; focus is visible."""
+  page = opened
+  press(page, 'j')
+  assert page.get_attribute('.row.on', 'id') == 'row-g2'
+  press(page, 'j', 'j')
+  assert page.get_attribute('.row.on', 'id') == 'row-g0'
+  press(page, 'k', 'ArrowDown', 'ArrowRight', 'j', 'j')
+  assert page.get_attribute('.row.on', 'id') == 'row-s0.1'
+  assert page.get_attribute('#row-g0', 'aria-expanded') == 'true'
+  page.wait_for_selector('.transcript')
+  assert page.inner_text('.call pre') == 'ls'
+  assert page.inner_text('.observation pre') == 'seen by s0.1'
+  press(page, '2')
+  page.wait_for_selector('.tokens')
+  press(page, '4')
+  page.wait_for_selector('.timeline')
+  press(page, 'ArrowLeft', 'ArrowLeft')
+  assert page.get_attribute('#row-g0', 'aria-expanded') == 'false'
+  press(page, '?')
+  page.wait_for_selector('[role=dialog]')
+  press(page, 'Escape')
+  page.wait_for_selector('[role=dialog]', state='detached')
+  assert page.evaluate('document.activeElement.id') == 'list'
+  press(page, '/')
+  assert page.evaluate('document.activeElement.id') == 'search'
+  outline = page.evaluate('getComputedStyle(document.activeElement).outlineStyle')
+  assert outline == 'solid'
+  page.keyboard.type('seen by s0.1')
+  expect(page.locator('.row.trajectory')).to_have_count(1)
+  press(page, 'Escape')
+  expect(page.locator('.row')).to_have_count(3)
+  press(page, 'e')
+  page.wait_for_selector('#row-e0')
+
+
+def test_tokens_with_their_terms(opened):
+  """Ids, terms and colours of what is recorded; a legend that says what is missing."""
+  page = opened
+  press(page, 'j', 'j', 'j', 'ArrowRight', 'j', 'j', '2')
+  page.wait_for_selector('.tokens')
+  assert page.locator('.t').count() == 9  # 7 of the prompt, of which 3 are sampled; 2
+  assert page.locator('.t.own').count() == 5
+  page.locator('.t.own').nth(2).hover()
+  shown = page.inner_text('.inspect')
+  for value in ('13', '-0.7500', '+1.00', '5.000e-2', '4', '2.0000', '-1.0000'):
+    assert value in shown.split(), (value, shown)
+  colors = 'els => new Set(els.map(e => getComputedStyle(e).backgroundColor)).size'
+  page.select_option('.pick select', 'entropy')
+  page.wait_for_selector('.legend >> text=entropy')
+  assert page.locator('.legend .warn').count() == 0
+  assert page.eval_on_selector_all('.t.own', colors) == 4  # three, and none for turn 1
+  page.select_option('.pick select', 'mask')
+  page.wait_for_selector('.legend >> text=in the loss')
+  assert page.eval_on_selector_all('.t', colors) == 2
+  assert 'looked at' in page.inner_text('.notes')
+
+
+def test_prefix_tree(opened):
+  """The group's tree: what both sampled is one segment whose tokens have two terms."""
+  page = opened
+  press(page, 'j', 'j', 'j')
+  page.wait_for_selector('.icicle')
+  assert page.locator('.icicle [role=treeitem]').count() == 5
+  assert page.locator('.t.several').count() == 2
+  page.locator('.t.several').first.hover()
+  assert page.locator('.term').count() == 2
+  page.focus('.icicle')
+  press(page, 'ArrowRight', 'ArrowDown')
+  text = page.inner_text('.segment')
+  assert text.startswith('Segment of 1 token from position 5, 1 loss term;'), text
+
+
+def test_a_trajectory_is_text_never_markup(opened):
+  """Whatever a model or a tool writes, no element comes from it and no script runs."""
+  page = opened
+  press(page, 'j', 'j', 'ArrowRight', 'j')
+  page.wait_for_selector('.transcript')
+  assert page.inner_text('.step.task pre') == conftest.HOSTILE
+  assert page.locator('#app img').count() == 0
+  assert page.locator('#app b').filter(has_text='trail').count() == 0
+  assert page.evaluate('window.hacked') is None
+
+
+def test_live(tab, workdir, tmp_path):
+  """A group that a job adds appears by itself; a note is stored and shown."""
+  with DataPool(f'sqlite:///{tmp_path}/pool.db') as pool:
+    conftest.add_group(pool, 0)
+    run = Run(tmp_path)
+    with serving.serving(run, conftest.KEY) as link:
+      tab.goto(link)
+      tab.wait_for_selector('#row-g0')
+      assert 'key' not in tab.url  # it stays out of the history
+      conftest.add_group(pool, 1)
+      tab.wait_for_selector('#row-g1')
+      press(tab, 'j', 'ArrowRight', 'j')
+      tab.wait_for_selector('.notes')
+      press(tab, 'n')
+      tab.keyboard.type('<i>odd</i>')
+      tab.click('.notes button')
+      tab.wait_for_selector('.notes article')
+      assert '<i>odd</i>' in tab.inner_text('.notes article')
+      tab.goto('about:blank')
+    assert [n['text'] for n in run.annotations.of('s1.0')] == ['<i>odd</i>']
+    run.close()
+
+
+def test_without_the_key_the_page_asks_for_it(tab, link):
+  """A link without its key shows a form, and nothing of the run."""
+  tab.goto(link.partition('#')[0])
+  tab.wait_for_selector('.keyform')
+  assert tab.locator('.row').count() == 0
+  tab.fill('.keyform input', conftest.KEY)
+  tab.click('.keyform button')
+  tab.wait_for_selector('.row')
+
+
+def test_ctrl_c_ends_the_job(workdir):
+  """It prints its link, answers, and ends with code 0 and without a traceback."""
+  command = [sys.executable, '-m', 'experiments.view', f'--workdir={workdir}']
+  pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  with subprocess.Popen(command, **pipes) as job:
+    line = job.stdout.readline()
+    assert re.fullmatch(r'http://127\.0\.0\.1:\d+/view#key=\S+\n', line), line
+    job.send_signal(signal.SIGINT)
+    out, err = job.communicate(timeout=20)
+  assert job.returncode == 0 and 'stopped' in out and 'Traceback' not in err
+  assert os.stat(workdir / 'admin.key').st_mode & 0o077 == 0
