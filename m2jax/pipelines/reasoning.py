@@ -50,9 +50,7 @@ async def candidates(config: Config, context: pipelines.Context):
   seen: set[str] = set()
   for number in range(config.max_rounds):
     for level, generator in itertools.product(config.levels, config.generators):
-      yield await asyncio.to_thread(
-        _candidate, config, generator, level, number, seen
-      )
+      yield await asyncio.to_thread(_candidate, config, generator, level, number, seen)
 
 
 def _candidate(config, generator, level, number, seen) -> pipelines.Candidate:

@@ -41,7 +41,7 @@ class Instances:
         if not method.startswith('_') and callable(getattr(value, method)):
           self._methods[method] = getattr(value, method)
 
-  def run(self, name: str, *arguments: Any, **keywords: Any) -> str:
+  def run(self, name: str, /, *arguments: Any, **keywords: Any) -> str:
     """The result as BFCL shows it; an error is a result too."""
     try:
       result = self._methods[name](*arguments, **keywords)
@@ -92,7 +92,9 @@ class Episode:
   def end_turn(self) -> dict[str, Any]:
     """Judges the turn, and begins the next."""
     reference = self._entry['ground_truth'][self._turn]
-    expected = [self._reference.run(name, *a, **k) for name, a, k in map(_call, reference)]
+    expected = [
+      self._reference.run(name, *a, **k) for name, a, k in map(_call, reference)
+    ]
     reason = ''
     if reference:
       left = list(self._results)
