@@ -21,11 +21,14 @@ from m2jax import pipelines
 from m2jax.tasks import harbor
 from m2jax.tasks.reasoning import problems, strict
 
+# Where Harbor runs it, the variables are not set.
 _TEST = """\
 echo 'm2jax: ready'
-python3 -I "$M2JAX_TESTS/strict.py" "$M2JAX_TREE/answer.txt" \\
-  "$M2JAX_TESTS/expected.txt" "$M2JAX_LOGS/reward.txt"
+tests="${M2JAX_TESTS:-/tests}"
+python3 -I "$tests/strict.py" "${M2JAX_TREE:-/workspace}/answer.txt" \\
+  "$tests/expected.txt" "${M2JAX_LOGS:-/logs/verifier}/reward.txt"
 """
+_SOLVE = 'printf %s {answer} > "${{M2JAX_WORKSPACE:-/workspace}}/answer.txt"\n'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Config(pipelines.PipelineConfig):
   """
 
   kind: str = 'reasoning'
-  near_duplicate: float = 2.0  # short questions differ in a number; ids make equal ones
+  near_duplicate: float = 2.0  # questions of a generator differ in a number only
   dev: tuple[str, ...] = problems.DEV
   held_out: tuple[str, ...] = problems.HELD_OUT
   generators: tuple[str, ...] = problems.TRAIN + problems.DEV + problems.HELD_OUT
@@ -76,7 +79,7 @@ def _candidate(config, generator, level, number, seen) -> pipelines.Candidate:
 
 def _draft(spec, generator, level, problem) -> harbor.Draft:
   answer = problem.answer
-  solve = f'printf %s {shlex.quote(answer)} > "$M2JAX_WORKSPACE/answer.txt"\n'
+  solve = _SOLVE.format(answer=shlex.quote(answer))
   source = {
     'name': problems.PACKAGE,
     'version': problems.version(),

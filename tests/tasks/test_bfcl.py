@@ -67,6 +67,7 @@ def _with(turn, *calls):
   return turns
 
 
+_LOGIN = {'username': 'analyst_pro', 'password': 'Kj8#mP9$vL2'}
 CHEATS = {
   'nothing': lambda: [[]],
   'only the turns': lambda: [[], [], [], []],
@@ -87,7 +88,7 @@ CHEATS = {
   'content changed': lambda: _with(
     3, ('echo', {'content': 'x', 'file_name': 'final_report.pdf'})
   ),
-  'a tweet too many': lambda: _with(2, ('post_tweet', {'content': 'x'})),
+  'a login too many': lambda: _with(2, ('authenticate_twitter', _LOGIN)),
   'private method': lambda: [[('_load_scenario', [], {'scenario': {}})], [], [], []],
   'dunder': lambda: [[('__init__', [], {})], [], [], []],
   'excluded tool': lambda: [

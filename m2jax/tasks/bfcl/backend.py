@@ -6,8 +6,7 @@
     {"end_turn": true}                →  {"turn": n, "valid": bool, "reason": TEXT}
 
 Only methods that the entry's documents list can be called, with keyword arguments; no
-text is evaluated. The verdict follows eval_checker/multi_turn_eval/multi_turn_checker.py
-of bfcl-eval 2026.3.23: at the end of a turn every public attribute equals that of
+text is evaluated. The verdict follows multi_turn_checker.py of bfcl-eval 2026.3.23: at the end of a turn every public attribute equals that of
 instances on which the reference calls ran, each result of the turn's reference calls is
 among all results so far, and a turn with reference calls has calls.
 """

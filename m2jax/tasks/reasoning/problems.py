@@ -19,18 +19,18 @@ TRAIN = (
   'aiw',
   'base_conversion',
   'basic_arithmetic',
+  'binary_alternation',
   'bitwise_arithmetic',
-  'caesar_cipher',
   'calendar_arithmetic',
   'chain_sum',
   'count_bits',
   'count_primes',
+  'course_schedule',
   'family_relationships',
   'gcd',
   'isomorphic_strings',
   'leg_counting',
   'letter_counting',
-  'needle_haystack',
   'number_sequence',
   'simple_equations',
   'syllogism',
@@ -105,7 +105,7 @@ def defect(generator: str, level: int, key: str) -> str:
   for _ in range(2):
     if not _score(dataset, first.entry['answer'], first.entry) == 1:
       return "the package's scorer rejects its own answer"
-  for wrong in (*_WRONG, first.answer + first.answer):
+  for wrong in (*_WRONG, f'{first.answer} {first.answer}'):
     if wrong != first.answer and _score(dataset, wrong, first.entry) >= 1:
       return f"the package's scorer also accepts {wrong!r}: not one right answer"
   return ''
