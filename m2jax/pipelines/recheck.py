@@ -53,7 +53,7 @@ def _letters(text: str) -> str:
 
 
 def _backward(text: str) -> str:
-  return re.search(r': (\w+)', text.split('\n')[0]).group(1)[::-1]
+  return re.search(r'\): (\w+)', text).group(1)[::-1]
 
 
 def _bits(text: str) -> str:

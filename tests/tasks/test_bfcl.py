@@ -55,6 +55,20 @@ def test_the_reference_calls_pass():
   assert _play(_solution()) == 1.0
 
 
+def test_every_reference_passes():
+  """The episode judges as BFCL does: an entry that its own solution fails is wrong."""
+  for entry in data.entries():
+    episode = backend.Episode(entry)
+    for turn in entry['ground_truth']:
+      for text in turn:
+        name, positional, keywords = backend._call(text)
+        assert name in episode._names
+        shown = episode._agent.run(name, *positional, **keywords)
+        episode._results.append(shown)
+        episode._calls += 1
+      assert episode.end_turn()['valid'], entry['id']
+
+
 def _without(turn, index):
   turns = _solution()
   del turns[turn][index]

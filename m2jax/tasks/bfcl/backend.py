@@ -6,9 +6,10 @@
     {"end_turn": true}                →  {"turn": n, "valid": bool, "reason": TEXT}
 
 Only methods that the entry's documents list can be called, with keyword arguments; no
-text is evaluated. The verdict follows multi_turn_checker.py of bfcl-eval 2026.3.23: at the end of a turn every public attribute equals that of
-instances on which the reference calls ran, each result of the turn's reference calls is
-among all results so far, and a turn with reference calls has calls.
+text is evaluated. The verdict follows multi_turn_checker.py of bfcl-eval 2026.3.23: at
+the end of a turn every public attribute equals that of instances on which the reference
+calls ran, each result of the turn's reference calls is among all results so far, and a
+turn with reference calls has calls.
 """
 
 from __future__ import annotations
