@@ -30,7 +30,8 @@ class _Server:
         text = outer.answer(body)
         message = {'role': 'assistant', 'content': text}
         choice = {'index': 0, 'message': message, 'finish_reason': 'stop'}
-        data = json.dumps({'choices': [choice]}).encode()
+        usage = {'prompt_tokens': 1, 'completion_tokens': 1, 'total_tokens': 2}
+        data = json.dumps({'choices': [choice], 'usage': usage}).encode()
         self.send_response(400 if text is None else 200)
         self.send_header('content-length', str(len(data)))
         self.end_headers()
