@@ -2,6 +2,8 @@
 
   python -m experiments.evaluate --config=configs/evaluate.py \
     --checkpoint=workdir/forge --workdir=workdir/evaluate
+
+With --suite=NAME, a suite of configs/suites.py against a checkpoint or a --url.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import sys
 from typing import Any
 
 from absl import flags, logging
 
-from experiments import common, served
+from experiments import common, served, suite
 from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError, policy
 from m2jax.forge import evaluation, roles
@@ -30,6 +33,9 @@ STEP = flags.DEFINE_integer('step', None, 'Checkpoint step; default: the latest.
 
 
 def main():
+  if suite.SUITE.value:
+    suite.main(CHECKPOINT.value, STEP.value)
+    return
   values, workdir = common.values(), common.workdir()
   temperatures = values.pop('temperatures')
   mesh = common.build(MeshConfig, values.pop('mesh'), 'config.mesh')
@@ -107,4 +113,5 @@ def _row(temperature: float, tally: evaluation.Tally) -> dict:
 
 if __name__ == '__main__':
   expected = CheckpointError, sandbox.SandboxUnavailable, roles.RolloutsFailed, Stopped
+  sys.argv = suite.with_config(sys.argv)
   common.run(main, *expected, distributed=True)

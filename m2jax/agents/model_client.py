@@ -75,7 +75,9 @@ def make(
     return await send(f'{base}/chat/completions', body)
 
   async def count(messages: list[dict]) -> tuple[int, int]:
-    body = {'model': endpoint.model, 'messages': messages, 'tools': list(tools)}
+    body = {'model': endpoint.model, 'messages': messages}
+    if tools:  # servers refuse an empty list
+      body['tools'] = list(tools)
     found = await send(f'{base.removesuffix("/v1")}/tokenize', body)
     return found['count'], found['max_model_len']
 

@@ -61,7 +61,9 @@ class Thread:
     if self.config.thinking == 'drop':
       messages = context.without_thinking(messages)
       edit = edit or (context.DROP_THINKING if context.turns(messages) else None)
-    out = {'messages': messages, 'tools': self.tools}
+    out = {'messages': messages}
+    if self.tools:  # servers refuse an empty list
+      out['tools'] = self.tools
     return out | {'context_edit': edit} if edit else out
 
   def completed(self, message: dict[str, Any], usage: dict[str, int]) -> None:

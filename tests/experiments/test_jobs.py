@@ -5,6 +5,8 @@ import json
 import re
 import signal
 import sqlite3
+import subprocess
+import sys
 
 import httpx
 import numpy as np
@@ -152,6 +154,18 @@ def test_evaluate(tmp_path, tuned):
     assert row['temperature'] == 0.7
     assert row['low'] <= row['success'] <= row['high']
     assert re.search(rf'0\.7 +{row["family"]} +(\d+ +)?{row["success"]:.3f} ', output)
+
+
+def test_a_suite_on_a_checkpoint(tmp_path, tuned):
+  """A gateway on the weights answers a suite's agents; every attempt is judged."""
+  flags = ['--suite=terminal', f'--workdir={tmp_path}', f'--checkpoint={tuned[0]}']
+  flags += [*conftest.ENGINE, '--config.suite.count=2', '--config.suite.trials=2']
+  flags += ['--config.suite.backend=rlimit_only', '--config.suite.agent.max_tokens=16']
+  code = [sys.executable, '-m', 'experiments.evaluate', *flags]
+  done = subprocess.run(code, cwd=conftest.ROOT, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  total, *_ = json.loads((tmp_path / 'terminal.json').read_text())['rows']
+  assert (total['tasks'], total['attempts'], total['failures']) == (2, 4, 0)
 
 
 def test_serve(tmp_path, tuned):

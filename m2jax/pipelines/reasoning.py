@@ -1,0 +1,109 @@
+"""The pipeline `reasoning`: reasoning-gym's problems as proved Harbor tasks.
+
+Stages beside the report's (docs/facts/m2-and-forge.md §5): queries by generator and
+level; answers checked by the package's scorer (`tasks.reasoning.problems.defect`);
+near-duplicates and evaluation sets out; the strict verifier, proved in the sandbox. A
+source is a generator, so that no generator is in two splits.
+
+The task kind `reasoning` draws the same problems without a sandbox: `details.spec`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import itertools
+import shlex
+import time
+
+from m2jax import pipelines
+from m2jax.tasks import harbor
+from m2jax.tasks.reasoning import problems, strict
+
+# Where Harbor runs it, the variables are not set.
+_TEST = """\
+echo 'm2jax: ready'
+tests="${M2JAX_TESTS:-/tests}"
+python3 -I "$tests/strict.py" "${M2JAX_TREE:-/workspace}/answer.txt" \\
+  "$tests/expected.txt" "${M2JAX_LOGS:-/logs/verifier}/reward.txt"
+"""
+_SOLVE = 'printf %s {answer} > "${{M2JAX_WORKSPACE:-/workspace}}/answer.txt"\n'
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(pipelines.PipelineConfig):
+  """Attributes:
+  generators: sources; those of `dev` and `held_out` are not trained.
+  levels: difficulties, steps of the generators' curricula.
+  max_rounds: problems tried of each generator and level.
+  """
+
+  kind: str = 'reasoning'
+  near_duplicate: float = 2.0  # questions of a generator differ in a number only
+  dev: tuple[str, ...] = problems.DEV
+  held_out: tuple[str, ...] = problems.HELD_OUT
+  generators: tuple[str, ...] = problems.TRAIN + problems.DEV + problems.HELD_OUT
+  levels: tuple[int, ...] = (0, 1, 2)
+  max_rounds: int = 1000
+
+
+async def candidates(config: Config, context: pipelines.Context):
+  """Problems by round, level and generator; equal questions are rejected."""
+  seen: set[str] = set()
+  for number in range(config.max_rounds):
+    for level, generator in itertools.product(config.levels, config.generators):
+      yield await asyncio.to_thread(_candidate, config, generator, level, number, seen)
+
+
+def _candidate(config, generator, level, number, seen) -> pipelines.Candidate:
+  started = time.monotonic()
+  split = config.split(generator)
+  spec = f'reasoning/{split}/{generator}/{level}/{config.seed}/{number}'
+  problem = problems.draw(generator, level, f'{spec}/0')
+  reason = problems.defect(generator, level, f'{spec}/0')
+  if not reason and problem.question in seen:
+    reason = 'the same question as another'
+  seen.add(problem.question)
+  return pipelines.Candidate(
+    id=spec,
+    stage=f'level {level}',
+    family=generator,
+    source=generator,
+    draft=None if reason else _draft(spec, generator, level, problem),
+    text=problem.question,
+    reason=reason,
+    wall_s=time.monotonic() - started,
+  )
+
+
+def _draft(spec, generator, level, problem) -> harbor.Draft:
+  answer = problem.answer
+  solve = _SOLVE.format(answer=shlex.quote(answer))
+  source = {
+    'name': problems.PACKAGE,
+    'version': problems.version(),
+    'record_sha256': problems.record_sha256(),
+    'licence': problems.LICENCE,
+  }
+  return harbor.Draft(
+    name=spec.removeprefix('reasoning/').replace('/', '-'),
+    instruction=(
+      f'{problem.question}\n\nWrite the answer, and nothing else, to answer.txt.\n'
+    ),
+    metadata=harbor.Metadata(
+      'reasoning',
+      generator,
+      collect=('answer.txt',),
+      max_tool_calls=8,
+      source=source,
+      details={'spec': spec, 'level': level},
+    ),
+    tests={
+      'test.sh': _TEST.encode(),
+      'strict.py': inspect.getsource(strict).encode(),
+      'expected.txt': answer.encode(),
+    },
+    solution={'solve.sh': solve.encode()},
+    verifier_s=20.0,
+  )

@@ -1,0 +1,134 @@
+"""Problems of reasoning-gym's generators, by name, level and key.
+
+Only generators whose problems have one right answer in one notation are listed; a
+problem is accepted if the package's own scorer gives its answer 1, twice, and gives
+other answers less (`defect`). facts/pipelines.md §5 lists the generators whose answers
+are wrong: boxnet, graph_color, propositional_logic, rubiks_cube, rush_hour.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+from typing import Any
+
+PACKAGE, LICENCE = 'reasoning-gym', 'Apache-2.0'
+TRAIN = (
+  'aiw',
+  'base_conversion',
+  'basic_arithmetic',
+  'binary_alternation',
+  'bitwise_arithmetic',
+  'calendar_arithmetic',
+  'chain_sum',
+  'count_bits',
+  'count_primes',
+  'course_schedule',
+  'family_relationships',
+  'gcd',
+  'isomorphic_strings',
+  'leg_counting',
+  'letter_counting',
+  'number_sequence',
+  'simple_equations',
+  'syllogism',
+)
+DEV = ('lcm', 'word_sorting', 'ransom_note')
+HELD_OUT = ('products', 'spell_backward', 'largest_island', 'self_reference')
+_WRONG = ('', '0', '1', '-1', 'yes', 'no', '?', 'the answer')
+
+
+class NotInstalled(ValueError):
+  """reasoning-gym is not installed, or lacks a generator."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """Attributes:
+  question, answer: texts.
+  entry: the package's record, for its scorer.
+  """
+
+  question: str
+  answer: str
+  entry: dict[str, Any]
+
+
+@functools.cache
+def version() -> str:
+  """Version of the installed package.
+
+  Raises:
+    NotInstalled: it is missing.
+  """
+  try:
+    return importlib.metadata.version(PACKAGE)
+  except importlib.metadata.PackageNotFoundError as error:
+    raise NotInstalled(
+      f'{PACKAGE} is not installed: pip install "m2jax[pipelines]"'
+    ) from error
+
+
+@functools.cache
+def record_sha256() -> str:
+  """SHA-256 of the installed package's list of files, each with its hash."""
+  record = importlib.metadata.distribution(PACKAGE).read_text('RECORD') or ''
+  return hashlib.sha256(record.encode()).hexdigest()
+
+
+def draw(generator: str, level: int, key: str) -> Problem:
+  """The problem of a key: a random function of `generator`, `level` and `key`.
+
+  Args:
+    generator: a name of reasoning-gym's.
+    level: of its curriculum; the last one if it has fewer. Without a curriculum every
+      level is the generator's default.
+    key: any text.
+
+  Raises:
+    NotInstalled: there is no such generator.
+  """
+  entry = _dataset(generator, level, key)[0]
+  return Problem(entry['question'].strip(), str(entry['answer']).strip(), entry)
+
+
+def defect(generator: str, level: int, key: str) -> str:
+  """Why a problem is not accepted; '' if it is."""
+  first, second = draw(generator, level, key), draw(generator, level, key)
+  if (first.question, first.answer) != (second.question, second.answer):
+    return 'not the same problem when it is drawn again'
+  if not first.answer or '<' in first.answer:
+    return 'the answer is empty or contains markup'
+  dataset = _dataset(generator, level, key)
+  for _ in range(2):
+    if not _score(dataset, first.entry['answer'], first.entry) == 1:
+      return "the package's scorer rejects its own answer"
+  for wrong in (*_WRONG, f'{first.answer} {first.answer}'):
+    if wrong != first.answer and _score(dataset, wrong, first.entry) >= 1:
+      return f"the package's scorer also accepts {wrong!r}: not one right answer"
+  return ''
+
+
+def _score(dataset, answer, entry) -> float:
+  try:
+    return float(dataset.score_answer(answer, entry))
+  except Exception:  # a scorer that fails on a wrong answer does not accept it
+    return 0.0
+
+
+def _dataset(generator: str, level: int, key: str):
+  version()
+  from reasoning_gym import factory
+
+  if generator not in factory.DATASETS:
+    raise NotInstalled(f'{PACKAGE} {version()} has no generator {generator!r}')
+  digest = hashlib.sha256(f'{generator}/{level}/{key}'.encode()).digest()
+  settings = {'seed': int.from_bytes(digest[:4]) >> 1, 'size': 1}
+  if not factory.has_curriculum(generator):
+    return factory.create_dataset(generator, **settings)
+  curriculum = factory.create_curriculum(generator)
+  curriculum.set_global_level(level)
+  config = curriculum.generate_configuration(settings)
+  return factory.DATASETS[generator][0](config)

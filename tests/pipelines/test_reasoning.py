@@ -1,0 +1,96 @@
+"""The pipeline `reasoning`: proved tasks, splits by generator, a second verifier."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from m2jax import pipelines
+from m2jax.pipelines import reasoning, recheck, records
+from m2jax.tasks import harbor
+
+pytest.importorskip('reasoning_gym', reason='pip install "m2jax[pipelines]"')
+CONFIG = reasoning.Config(
+  generators=('gcd', 'lcm', 'products', 'rush_hour'),
+  levels=(0,),
+  count=4,
+  max_rounds=2,
+)
+
+
+@pytest.fixture(scope='module')
+def dataset(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('reasoning')
+  asyncio.run(pipelines.run(CONFIG, workdir, show=False))
+  return workdir
+
+
+def test_tasks_are_proved_and_split_by_generator(dataset):
+  """A wrong oracle gives no task; a held-out generator is in one split only."""
+  rows = records.read(dataset / 'records.jsonl')
+  admitted = {(r['source'], r['split']) for r in rows if r['outcome'] == 'admitted'}
+  assert {('gcd', 'train'), ('lcm', 'dev'), ('products', 'held_out')} == admitted
+  (wrong,) = [r for r in rows if r['source'] == 'rush_hour']
+  assert 'rejects its own answer' in wrong['reason']
+
+
+def test_a_task_names_package_version_hash_and_licence(dataset):
+  task = pipelines.Tasks(dataset, 'train')[0]
+  source = task.directory.metadata.source
+  assert source['name'] == 'reasoning-gym' and source['licence'] == 'Apache-2.0'
+  assert len(source['record_sha256']) == 64 and source['version']
+
+
+def test_the_second_verifier_agrees_and_can_disagree(dataset, capsys):
+  assert recheck.main(dataset, 50, 0) == 0
+  assert '0 disagreements' in capsys.readouterr().out
+  task = pipelines.Tasks(dataset, 'train')[0].directory.path
+  expected = task / 'tests' / 'expected.txt'
+  right = expected.read_text()
+  expected.write_text(right + '1')
+  try:
+    assert recheck.main(dataset, 50, 0) == 1
+  finally:
+    expected.write_text(right)
+
+
+CHEATS = {
+  'nothing': ':',
+  'empty': ': > answer.txt',
+  'many': 'seq 0 500 > answer.txt',
+  'wrong': 'echo -7 > answer.txt',
+  'sentence': 'echo "The answer is one of 1 2 3 4 5 6 7 8 9" > answer.txt',
+  'a link to the answer': 'ln -s ../tests/expected.txt answer.txt',
+  'a link to a guess': 'ln -s /verifier answer.txt',
+  'a directory': 'mkdir answer.txt',
+  'a pipe': 'mkfifo answer.txt',
+  'own reward': 'mkdir -p logs; echo 1 > logs/reward.txt',
+  'own verifier': 'mkdir tests; echo "echo 1 > $M2JAX_LOGS/reward.txt" > tests/test.sh',
+  'own python': 'echo "print(1)" > sitecustomize.py; echo x > strict.py',
+  'not text': 'head -c 64 /dev/urandom > answer.txt',
+  'large': 'head -c 1000000 /dev/zero > answer.txt',
+}
+
+
+@pytest.mark.parametrize('name', CHEATS)
+def test_the_harbor_verifier_cannot_be_gamed(dataset, name):
+  """What the agent leaves beside the answer is not judged."""
+  task = pipelines.Tasks(dataset, 'dev')[0]
+
+  async def attempt():
+    async with task.open() as environment:
+      await environment.box.exec(CHEATS[name])
+      return await task.judge(environment)
+
+  assert asyncio.run(attempt()).outcome == harbor.FAILED
+
+
+def test_a_dataset_continues(dataset):
+  """More of the same settings: no problem is tried twice."""
+  before = len(records.read(dataset / 'records.jsonl'))
+  config = dataclasses.replace(CONFIG, count=5)
+  assert asyncio.run(pipelines.run(config, dataset, show=False)).added == 1
+  rows = records.read(dataset / 'records.jsonl')
+  assert len({r['id'] for r in rows}) == len(rows) > before

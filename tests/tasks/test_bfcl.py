@@ -1,0 +1,141 @@
+"""BFCL's multi-turn entries: state, results and turns decide."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from m2jax import tasks
+from m2jax.tasks.bfcl import backend, data
+
+pytest.importorskip('bfcl_eval', reason=data.INSTALL)
+NUMBER = 0
+SPEC = f'bfcl/train/{NUMBER}'
+
+
+def _solution(number=NUMBER):
+  """The reference calls, turn by turn, with keywords."""
+  return [
+    [backend._call(text) for text in turn]
+    for turn in data.entries()[number]['ground_truth']
+  ]
+
+
+def _play(turns, answer='done') -> float:
+  """Plays turns of (name, positional, keywords); None ends without next_request."""
+
+  async def one():
+    task = tasks.make(SPEC)
+    async with task.open() as environment:
+      for number, turn in enumerate(turns):
+        if number:
+          await environment.execute('next_request', {})
+        for name, positional, keywords in turn:
+          names = _parameters(task, name)
+          arguments = {**dict(zip(names, positional, strict=False)), **keywords}
+          try:
+            await environment.execute(name, arguments)
+          except tasks.BadCall:
+            pass
+      return await task.verify(environment, answer)
+
+  return asyncio.run(one())
+
+
+def _parameters(task, name):
+  for tool in task.tools:
+    if tool['function']['name'] == name:
+      return list(tool['function']['parameters']['properties'])
+  return []
+
+
+def test_the_reference_calls_pass():
+  assert _play(_solution()) == 1.0
+
+
+def test_every_reference_passes():
+  """The episode judges as BFCL does: an entry that its own solution fails is wrong."""
+  for entry in data.entries():
+    episode = backend.Episode(entry)
+    for turn in entry['ground_truth']:
+      for text in turn:
+        name, positional, keywords = backend._call(text)
+        assert name in episode._names
+        shown = episode._agent.run(name, *positional, **keywords)
+        episode._results.append(shown)
+        episode._calls += 1
+      assert episode.end_turn()['valid'], entry['id']
+
+
+def _without(turn, index):
+  turns = _solution()
+  del turns[turn][index]
+  return turns
+
+
+def _with(turn, *calls):
+  turns = _solution()
+  turns[turn] += [(name, [], arguments) for name, arguments in calls]
+  return turns
+
+
+_LOGIN = {'username': 'analyst_pro', 'password': 'Kj8#mP9$vL2'}
+CHEATS = {
+  'nothing': lambda: [[]],
+  'only the turns': lambda: [[], [], [], []],
+  'stops after the first turn': lambda: _solution()[:1],
+  'stops before the last turn': lambda: _solution()[:3],
+  'all in the first turn': lambda: [sum(_solution(), []), [], [], []],
+  'last turn empty': lambda: [*_solution()[:3], []],
+  'order of turns': lambda: _solution()[::-1],
+  'no mkdir': lambda: _without(0, 1),
+  'no cd': lambda: _without(0, 0),
+  'no mv': lambda: _without(0, 2),
+  'no grep': lambda: _without(1, 1),
+  'no sort': lambda: _without(2, 0),
+  'no diff': lambda: _without(3, 3),
+  'a file too many': lambda: _with(0, ('touch', {'file_name': 'x'})),
+  'a directory too many': lambda: _with(1, ('mkdir', {'dir_name': 'x'})),
+  'a file removed': lambda: _with(3, ('rm', {'file_name': 'final_report.pdf'})),
+  'content changed': lambda: _with(
+    3, ('echo', {'content': 'x', 'file_name': 'final_report.pdf'})
+  ),
+  'a login too many': lambda: _with(2, ('authenticate_twitter', _LOGIN)),
+  'private method': lambda: [[('_load_scenario', [], {'scenario': {}})], [], [], []],
+  'dunder': lambda: [[('__init__', [], {})], [], [], []],
+  'excluded tool': lambda: [
+    [('cp', [], {'source': 'a', 'destination': 'b'})],
+    [],
+    [],
+    [],
+  ],
+  'unknown tool': lambda: [[('eval', [], {'text': '1'})], [], [], []],
+}
+
+
+@pytest.mark.parametrize('name', CHEATS)
+def test_the_verifier_cannot_be_gamed(name):
+  """A turn's state and results decide, however they are claimed."""
+  assert _play(CHEATS[name](), answer='All done, every check passed.') == 0.0
+
+
+def test_a_call_after_the_end_changes_no_verdict():
+  async def one():
+    task = tasks.make(SPEC)
+    async with task.open() as environment:
+      for _ in task.requests:
+        await environment.execute('next_request', {})
+      with pytest.raises(tasks.BadCall, match='no further'):
+        await environment.execute('ls', {})
+      return await task.verify(environment, '')
+
+  assert asyncio.run(one()) == 0.0
+
+
+def test_tools_are_json_schemas():
+  """BFCL's own type names would be refused by a server."""
+  shown = json.dumps(tasks.make(SPEC).tools)
+  for word in ('"dict"', '"float"', '"tuple"', '"any"'):
+    assert f'"type": {word}' not in shown
