@@ -225,6 +225,8 @@ def build(kind: type, values: Any, path: str = 'config') -> Any:
     values = values.to_dict(preserve_field_references=False)
   if values and (entries := fields.entries_of(kind)) is not None:
     return {name: build(entries, v, f'{path}.{name}') for name, v in values.items()}
+  if dataclasses.is_dataclass(values):
+    return values
   if not dataclasses.is_dataclass(kind) or values is None:
     return tuple(values) if isinstance(values, list) else values
   try:

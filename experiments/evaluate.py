@@ -22,6 +22,7 @@ from m2jax.checkpoint import CheckpointError, policy
 from m2jax.forge import evaluation, roles
 from m2jax.forge.commands import Stopped
 from m2jax.forge.config import RolloutConfig
+from m2jax.forge.errors import RolloutsFailed
 from m2jax.observe import stats
 from m2jax.pool.data_pool import DataPool
 from m2jax.sharding import MeshConfig
@@ -112,6 +113,6 @@ def _row(temperature: float, tally: evaluation.Tally) -> dict:
 
 
 if __name__ == '__main__':
-  expected = CheckpointError, sandbox.SandboxUnavailable, roles.RolloutsFailed, Stopped
+  expected = CheckpointError, sandbox.SandboxUnavailable, RolloutsFailed, Stopped
   sys.argv = suite.with_config(sys.argv)
   common.run(main, *expected, distributed=True)

@@ -23,8 +23,8 @@ from m2jax.forge import roles as roles_lib
 from m2jax.forge import run
 from m2jax.forge.commands import Stopped
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.remote import agents, engine, gateway, learner
-from m2jax.forge.roles import RolloutsFailed
 from m2jax.observe import stats
 from m2jax.pool.data_pool import PoolBroken
 from m2jax.train.workdir import WorkdirError

@@ -20,6 +20,7 @@ from experiments import common, served
 from m2jax.checkpoint import CheckpointError, policy
 from m2jax.forge import roles
 from m2jax.forge.commands import Stopped
+from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.remote import outside, shared
 from m2jax.gateway.config import GatewayConfig
 from m2jax.pool.data_pool import DataPool
@@ -98,11 +99,9 @@ def _serve(
     with contextlib.suppress(KeyboardInterrupt):
       while running.alive:
         time.sleep(1.0)
-      raise roles.RolloutsFailed(
-        f'the rollout engine has stopped: {running.stopped_reason}'
-      )
+      raise RolloutsFailed(f'the rollout engine has stopped: {running.stopped_reason}')
   print('\nstopped')
 
 
 if __name__ == '__main__':
-  common.run(main, CheckpointError, roles.RolloutsFailed, Stopped, distributed=True)
+  common.run(main, CheckpointError, RolloutsFailed, Stopped, distributed=True)

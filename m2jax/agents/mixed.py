@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from m2jax.agents.agent import Agent, AgentConfig, Endpoint, Outcome, Shown
+from m2jax.agents.agent import make as make_agent
 from m2jax.tasks import Environment, Task, mixed
 
 

@@ -12,6 +12,7 @@ trajectory.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import json

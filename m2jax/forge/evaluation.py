@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 from m2jax import tasks as tasks_lib
 from m2jax.agents import episodes
-from m2jax.forge.roles import Rollouts, RolloutsFailed
+from m2jax.forge.errors import RolloutsFailed
+from m2jax.forge.roles import Rollouts
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.records import Trajectory
 from m2jax.rl import rewards

@@ -18,9 +18,10 @@ from m2jax.checkpoint.errors import CheckpointError
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forge import evaluation
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.leased_groups import LeasedGroups
 from m2jax.forge.plateau import Plateau
-from m2jax.forge.roles import Rollouts, RolloutsFailed
+from m2jax.forge.roles import Rollouts
 from m2jax.forge.rollout_groups import RolloutGroups
 from m2jax.forge.sample_counts import SampleCounts
 from m2jax.observe import metrics as metrics_lib

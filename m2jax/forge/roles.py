@@ -20,10 +20,6 @@ from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
 from m2jax.text.tokenizer import Tokenizer
 
 
-class RolloutsFailed(RuntimeError):
-  """The engine, gateway or sandbox has failed permanently; the message gives why."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
   """The running roles that produce trajectories.

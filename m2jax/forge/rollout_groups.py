@@ -19,7 +19,8 @@ from absl import logging
 from m2jax import tasks
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.curriculum import Curriculum
-from m2jax.forge.roles import Rollouts, RolloutsFailed
+from m2jax.forge.errors import RolloutsFailed
+from m2jax.forge.roles import Rollouts
 from m2jax.pool import data_pool, work_queue
 from m2jax.records import Trajectory, WorkItem
 

@@ -48,7 +48,7 @@ class Job:
     self.tokens = self.prompt
     self.logprobs = np.zeros(0, np.float32)
     self.versions = np.zeros(0, np.int64)
-    if self.request.grammar is not None:
+    if self.request and self.request.grammar is not None:
       self.matcher = self.request.grammar.start()
 
   def fill(self, slots: Slots, row: int, engine: Engine) -> None:

@@ -8,7 +8,8 @@ import types
 import pytest
 
 from m2jax.agents import episodes
-from m2jax.forge import evaluation, roles
+from m2jax.forge import evaluation
+from m2jax.forge.errors import RolloutsFailed
 from m2jax.records import Trajectory
 from m2jax.tasks import terminal
 
@@ -79,13 +80,13 @@ def test_failures_of_the_machine_are_not_judged():
 
 def test_an_evaluation_that_judged_nothing_is_an_error():
   """A success rate of 0 would be wrong; the error has the reason."""
-  with pytest.raises(roles.RolloutsFailed, match='60 episodes.*no sandbox'):
+  with pytest.raises(RolloutsFailed, match='60 episodes.*no sandbox'):
     success_on(lambda task: None)
 
 
 def test_an_engine_that_stopped_ends_the_evaluation():
   """A rate of the episodes that ended before would be of other tasks."""
-  with pytest.raises(roles.RolloutsFailed, match='has stopped: no memory'):
+  with pytest.raises(RolloutsFailed, match='has stopped: no memory'):
     success_on(lambda task: HANGS, stopped='no memory')
 
 

@@ -23,6 +23,7 @@ from m2jax.agents import episodes, whitebox
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forge import rl_loop, roles
 from m2jax.forge.config import RlConfig
+from m2jax.forge.errors import RolloutsFailed
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.observe import metrics as metrics_lib
@@ -201,7 +202,7 @@ def test_a_sandbox_that_never_works(tmp_path, tok, monkeypatch):
   boxes = Sandboxes(monkeypatch)
   boxes.until_s = float('inf')
   with Run(tmp_path, tok, max_failed_groups=6) as run:
-    with pytest.raises(roles.RolloutsFailed) as error:
+    with pytest.raises(RolloutsFailed) as error:
       run.loop.run()
     for part in ('6 rollout groups', 'max_failed_groups', 'no space left on device'):
       assert part in str(error.value)

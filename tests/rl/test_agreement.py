@@ -198,5 +198,5 @@ def test_lags_are_of_the_lineage(groups):
   def lags(completion):
     return lineages.updates_between(completion.lineage, completion.versions + 7, 7)
 
-  batch = samples.from_group(credit, [1.0] * 12, lags)
+  batch = samples.from_group(credit, [1.0] * len(groups[0]), lags)
   assert {lag for s in batch for lag in s.lags.tolist()} == {4}  # 7 → 5 → 7

@@ -225,7 +225,7 @@ def test_ids_survive_to_the_forest(group):
         pool.add_trajectory(end)
       pool.complete(0)
       credit = rewards.advantages(pool.group(0), rewards.RewardConfig())
-  batch = samples.from_group(credit, [1.0] * sum(map(len, group)))
+  batch = samples.from_group(credit, [1.0] * len(group))
   merged = forest.merge(batch, row_tokens=40)
 
   want = collections.defaultdict(list)  # path → ids of its last token, best last

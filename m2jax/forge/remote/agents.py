@@ -23,10 +23,10 @@ from absl import logging
 
 from m2jax.agents import episodes
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.remote import shared
 from m2jax.forge.remote.config import RolesConfig
 from m2jax.forge.remote.gateway_client import GatewayClient, SessionClient
-from m2jax.forge.roles import RolloutsFailed
 from m2jax.pool import data_pool, leases
 from m2jax.records import Trajectory
 

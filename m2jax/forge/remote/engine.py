@@ -11,10 +11,10 @@ from absl import logging
 from m2jax import sharding as sharding_lib
 from m2jax.checkpoint import CheckpointError, published
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.remote import config as config_lib
 from m2jax.forge.remote import shared
 from m2jax.forge.remote.engine_server import EngineServer
-from m2jax.forge.roles import RolloutsFailed
 from m2jax.records import policy_version
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.scheduler import Scheduler

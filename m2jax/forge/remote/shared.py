@@ -18,7 +18,7 @@ from absl import logging
 
 from m2jax.checkpoint import policy
 from m2jax.forge.config import ForgeConfig
-from m2jax.forge.roles import RolloutsFailed
+from m2jax.forge.errors import RolloutsFailed
 from m2jax.pool.data_pool import DataPool, PoolBroken
 from m2jax.pool.database import shown_url
 from m2jax.text import tokenizer
