@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from m2jax.pipelines.deep_search.corpora import Corpus, Passage
 
 _WORD = re.compile(r'[a-z]{5,}')
-_SENTENCE = re.compile(r'(?<=[.!?])\s+(?=[A-Z{`])')
+_SENTENCE = re.compile(r'(?<=[.!?])\s+(?=[A-Z{`])|\n\s*\n')
 _MARKUP = re.compile(r'\[?\{[^{}]*\}\]?|:\w+:`[^`]*`|``[^`]*``|<[^<>]*>|\([^()]*\)|[*`|]')
 _MIN_CLUE_WORDS, _MAX_CLUE_CHARS = 8, 320
 _RARE, _COMMON_SHARE = 3, 0.04  # passages with a word that may choose a link
