@@ -25,7 +25,7 @@ def formulas(paths, cells):
   results = []
   for path in paths:
     solution = engine.ExcelModel().loads(path).finish().calculate()
-    book = os.path.basename(path).upper()
+    book = os.path.basename(path)
     values = {}
     for cell in cells:
       sheet, _, place = cell.partition('!')
