@@ -105,7 +105,9 @@ def debian(name: str, path: str, directory: Path) -> tuple[Path, Source]:
 def digest(path: Path) -> str:
   """SHA-256 of a file, or of the names and contents below a directory."""
   whole = hashlib.sha256()
-  files = [path] if path.is_file() else sorted(p for p in path.rglob('*') if p.is_file())
+  files = (
+    [path] if path.is_file() else sorted(p for p in path.rglob('*') if p.is_file())
+  )
   for file in files:
     whole.update(b'' if file == path else file.relative_to(path).as_posix().encode())
     whole.update(file.read_bytes())

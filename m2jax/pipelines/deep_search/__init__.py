@@ -27,7 +27,9 @@ _HERE = Path(__file__).parent
 _PACKAGES = ('bm25s', 'numpy')
 _SITE = 'deep_search'
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
-_SOLVE = 'cd "${M2JAX_WORKSPACE:-/workspace}" && exec python3 "$M2JAX_SOLUTION/solve.py"\n'
+_SOLVE = (
+  'cd "${M2JAX_WORKSPACE:-/workspace}" && exec python3 "$M2JAX_SOLUTION/solve.py"\n'
+)
 _TOOLS = """\
 
 Tools, in the workspace:
@@ -143,7 +145,11 @@ async def _candidate(config, context, graph, archive, name, number):
     text=told.text,
     reason='one search finds the answer' if lazy else '',
     wall_s=time.monotonic() - started,
-    facts={'hops': question.hops, 'author': told.by, 'source': graph.corpus.source.name},
+    facts={
+      'hops': question.hops,
+      'author': told.by,
+      'source': graph.corpus.source.name,
+    },
   )
 
 

@@ -23,7 +23,9 @@ from m2jax.pipelines.deep_search.corpora import Corpus, Passage
 
 _WORD = re.compile(r'[a-z]{5,}')
 _SENTENCE = re.compile(r'(?<=[.!?])\s+(?=[A-Z{`])|\n\s*\n')
-_MARKUP = re.compile(r'\[?\{[^{}]*\}\]?|:\w+:`[^`]*`|``[^`]*``|<[^<>]*>|\([^()]*\)|[*`|]')
+_MARKUP = re.compile(
+  r'\[?\{[^{}]*\}\]?|:\w+:`[^`]*`|``[^`]*``|<[^<>]*>|\([^()]*\)|[*`|]'
+)
 _MIN_CLUE_WORDS, _MAX_CLUE_CHARS = 8, 320
 _RARE, _COMMON_SHARE = 3, 0.04  # passages with a word that may choose a link
 _MIN_LINKS, _MAX_LINKS = 3, 60
@@ -69,9 +71,7 @@ class Graph:
     for passage in corpus.passages.values():
       for link in passage.links:
         self._into[link].append(passage.id)
-    titles = collections.Counter(
-      t.casefold() for p in corpus.passages.values() for t in p.titles
-    )
+    titles = collections.Counter(p.title.casefold() for p in corpus.passages.values())
     self._ambiguous = {t for t, n in titles.items() if n > 1}
 
   def clue(self, passage: Passage, rng: random.Random) -> str:

@@ -31,7 +31,9 @@ _PACKAGES = (
   *('et_xmlfile', 'regex', 'python-dateutil', 'six', 'tqdm', 'click'),
 )
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
-_SOLVE = 'cd "${M2JAX_WORKSPACE:-/workspace}" && exec python3 "$M2JAX_SOLUTION/solve.py"\n'
+_SOLVE = (
+  'cd "${M2JAX_WORKSPACE:-/workspace}" && exec python3 "$M2JAX_SOLUTION/solve.py"\n'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,9 @@ def spec(config, model: models.Model, rng: random.Random, used) -> dict:
 def drafted(config, model, rng, used, own) -> harbor.Draft:
   """The task of a model."""
   plan = {place: wanted.formula for place, wanted in model.wanted.items()}
-  tests = {name: (_HERE / name).read_bytes() for name in ('guard.py', 'engines.py', 'grade.py')}
+  tests = {
+    name: (_HERE / name).read_bytes() for name in ('guard.py', 'engines.py', 'grade.py')
+  }
   return harbor.Draft(
     name='spreadsheets-' + own.replace('/', '-'),
     instruction=instruction(model),

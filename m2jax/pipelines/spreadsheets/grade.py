@@ -133,7 +133,9 @@ def judge(data, spec):
   except Wrong as error:
     return 0, str(error)
   except Exception as error:  # an engine that the workbook breaks
-    return 0, f'the workbook cannot be calculated: {type(error).__name__}: {error}'[:300]
+    return 0, f'the workbook cannot be calculated: {type(error).__name__}: {error}'[
+      :300
+    ]
   return 1, ''
 
 
@@ -147,7 +149,11 @@ def main():
   missing = [e for e in spec['engines'] if e not in engines.available()]
   logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')
   if missing:
-    reward, reason, invalid = 0, '', f'no engine {missing}: apt-get install libreoffice-calc-nogui'
+    reward, reason, invalid = (
+      0,
+      '',
+      f'no engine {missing}: apt-get install libreoffice-calc-nogui',
+    )
   else:
     print('m2jax: ready', flush=True)
     path, data = os.path.join(os.environ['M2JAX_TREE'], BOOK), None

@@ -91,9 +91,7 @@ def ledger(rng: random.Random) -> Model:
 
   a, b, c, d = map(column, 'ABCD')
   wanted = {
-    'Answer!B3': Wanted(
-      f'the units sold in {region}', f'=SUMIFS({c},{a},"{region}")'
-    ),
+    'Answer!B3': Wanted(f'the units sold in {region}', f'=SUMIFS({c},{a},"{region}")'),
     'Answer!B4': Wanted(
       f'the revenue (units times price) of {product}',
       f'=SUMPRODUCT(({b}="{product}")*{c}*{d})',
@@ -131,13 +129,13 @@ def orders(rng: random.Random) -> Model:
   cells |= table('Orders', [('Product', 'Quantity'), *lines])
   cells |= table('Answer', [('Discount', 0.1), ('From quantity', low)])
   inputs = {f'Prices!B{i}': lambda r: r.randint(5, 300) for i in range(2, last + 1)}
-  inputs |= {f'Orders!B{i}': lambda r: r.randint(1, 40) for i in range(2, len(lines) + 2)}
+  inputs |= {
+    f'Orders!B{i}': lambda r: r.randint(1, 40) for i in range(2, len(lines) + 2)
+  }
   inputs['Answer!B1'] = lambda r: r.randint(1, 30) / 100
   wanted = {}
   for i in range(2, len(lines) + 2):
-    price = (
-      f'INDEX(Prices!$B$2:$B${last},MATCH(Orders!A{i},Prices!$A$2:$A${last},0))'
-    )
+    price = f'INDEX(Prices!$B$2:$B${last},MATCH(Orders!A{i},Prices!$A$2:$A${last},0))'
     wanted[f'Answer!B{i + 3}'] = Wanted(
       f'the amount of the order in row {i} of Orders: quantity times price of its '
       'product, less the discount in B1 if its quantity is at least that in B2',
@@ -212,7 +210,9 @@ def project(rng: random.Random) -> Model:
   rows = [('Year', 'Cash flow'), (0, -rng.randint(80, 150) * 100), *enumerate(flows, 1)]
   cells = table('Flows', rows) | table('Answer', [('Rate', 0.07)])
   last = years + 2
-  inputs = {f'Flows!B{i}': lambda r: r.randint(20, 90) * 100 for i in range(3, last + 1)}
+  inputs = {
+    f'Flows!B{i}': lambda r: r.randint(20, 90) * 100 for i in range(3, last + 1)
+  }
   inputs['Flows!B2'] = lambda r: -r.randint(80, 150) * 100
   inputs['Answer!B1'] = lambda r: r.randint(2, 15) / 100
   wanted = {
@@ -220,9 +220,7 @@ def project(rng: random.Random) -> Model:
       'the net present value at the rate in B1, with year 0 not discounted',
       f'=Flows!B2+NPV(B1,Flows!B3:B{last})',
     ),
-    'Answer!B4': Wanted(
-      'the internal rate of return', f'=IRR(Flows!B2:B{last})'
-    ),
+    'Answer!B4': Wanted('the internal rate of return', f'=IRR(Flows!B2:B{last})'),
     'Answer!B5': Wanted(
       'the text "accept" if the net present value is above 0, or else "reject"',
       '=IF(B3>0,"accept","reject")',

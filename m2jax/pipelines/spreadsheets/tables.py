@@ -26,7 +26,11 @@ def drawers():
 def provenance(source: str) -> dict[str, Any]:
   """Name, version, hash and licence of a model's source."""
   if source != _PACKAGE:
-    return {'name': source, 'generator': f'{m2jax.__name__}.pipelines', 'license': 'Apache-2.0'}
+    return {
+      'name': source,
+      'generator': f'{m2jax.__name__}.pipelines',
+      'license': 'Apache-2.0',
+    }
   found = installed.distribution(_PACKAGE)
   path = found.locate_file(f'{_PACKAGE}/_data/stocks.csv')
   return installed.Source(
@@ -50,9 +54,13 @@ def stocks(rng: random.Random) -> Model:
   a, c = f'Prices!$A$2:$A${last}', f'Prices!$C$2:$C${last}'
   cells = table('Prices', [('Symbol', 'Month', 'Price'), *chosen])
   cells |= table('Answer', [('Result', 'Value')])
-  inputs = {f'Prices!C{i}': lambda r: r.randint(100, 9000) / 10 for i in range(2, last + 1)}
+  inputs = {
+    f'Prices!C{i}': lambda r: r.randint(100, 9000) / 10 for i in range(2, last + 1)
+  }
   wanted = {
-    'Answer!B2': Wanted(f'the average price of {symbol}', f'=AVERAGEIFS({c},{a},"{symbol}")'),
+    'Answer!B2': Wanted(
+      f'the average price of {symbol}', f'=AVERAGEIFS({c},{a},"{symbol}")'
+    ),
     'Answer!B3': Wanted(
       f'the return of {symbol} from its first row to its last, as a fraction',
       f'=Prices!C{mine[-1]}/Prices!C{mine[0]}-1',

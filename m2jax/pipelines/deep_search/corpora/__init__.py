@@ -1,8 +1,10 @@
 """Corpora of deep search: passages with titles, text and links.
 
 `load(name, directory)` finds `name` among the modules of this package, each with
-`DESCRIPTION` and `read(directory) -> (raw passages, Source)`. A raw passage is
-(titles, text, link names); links to passages that are not there are dropped.
+`DESCRIPTION`, `FOLD` (whether links ignore case) and
+`read(directory) -> (raw passages, Source)`. A raw passage is
+(titles, anchors, text, link names); links name titles or anchors, and those to passages
+that are not there are dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 from m2jax import kinds
 from m2jax.pipelines import installed
 
-Raw = tuple[tuple[str, ...], str, Sequence[str]]
+Raw = tuple[tuple[str, ...], tuple[str, ...], str, Sequence[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,21 +59,31 @@ def load(name: str, directory: Path) -> Corpus:
   """
   module = kinds.module(__package__, name)
   raw, source = module.read(directory)
-  return build(name, module.DESCRIPTION, raw, source)
+  return build(name, module.DESCRIPTION, raw, source, fold=module.FOLD)
 
 
 def build(
-  name: str, description: str, raw: Sequence[Raw], source: installed.Source
+  name: str,
+  description: str,
+  raw: Sequence[Raw],
+  source: installed.Source,
+  *,
+  fold: bool,
 ) -> Corpus:
-  """Numbers passages and resolves their links, case-insensitively."""
+  """Numbers passages and resolves their links."""
+
+  def key(text: str) -> str:
+    text = ' '.join(text.split())
+    return text.casefold() if fold else text
+
   ids = {}
-  for number, (titles, _, _) in enumerate(raw):
-    for title in titles:
-      ids.setdefault(title.casefold(), f'{name}-{number:05d}')
+  for number, (titles, anchors, _, _) in enumerate(raw):
+    for title in (*titles, *anchors):
+      ids.setdefault(key(title), f'{name}-{number:05d}')
   passages = {}
-  for number, (titles, text, names) in enumerate(raw):
+  for number, (titles, _, text, names) in enumerate(raw):
     own = f'{name}-{number:05d}'
-    found = (ids.get(' '.join(n.split()).casefold()) for n in names)
+    found = (ids.get(key(n)) for n in names)
     links = tuple(dict.fromkeys(i for i in found if i and i != own))
     passages[own] = Passage(own, titles, text, links)
   return Corpus(name, description, passages, source)

@@ -8,6 +8,7 @@ from pathlib import Path
 from m2jax.pipelines import installed
 
 DESCRIPTION = 'the list of the packages of a Debian system, linked by dependencies'
+FOLD = False
 STATUS = Path('/var/lib/dpkg/status')
 _FIELDS = ('Section', 'Maintainer', 'Architecture', 'Version', 'Homepage', 'Source')
 _NAME = re.compile(r'^[a-z0-9][a-z0-9.+-]+')
@@ -29,7 +30,7 @@ def read(directory: Path):
       links += [found.group()] if found else []
     lines = [f'{f}: {fields[f]}' for f in _FIELDS if f in fields]
     text = '\n'.join([fields['Package'], '', fields['Description'], '', *lines])
-    passages.append(((fields['Package'],), text, links))
+    passages.append(((fields['Package'],), (), text, links))
   version = Path('/etc/debian_version').read_text().strip()
   source = installed.Source(
     'dpkg', version, installed.digest(STATUS), 'those of the packages'

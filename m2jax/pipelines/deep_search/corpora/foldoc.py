@@ -14,6 +14,7 @@ from pathlib import Path
 from m2jax.pipelines import installed
 
 DESCRIPTION = 'a dictionary of computing, with entries that link to each other'
+FOLD = True
 _DIGITS = string.ascii_uppercase + string.ascii_lowercase + string.digits + '+/'
 _LINK = re.compile(r'\{([^{}]+)\}')
 _MAX_CHARS = 6000
@@ -39,7 +40,7 @@ def read(directory: Path):
       known = dict.fromkeys((*titles, *headwords))
       unique = {title.casefold(): title for title in reversed(known)}
       names = tuple(title for title in known if unique[title.casefold()] == title)
-      passages.append((names, text, _LINK.findall(text)))
+      passages.append((names, (), text, _LINK.findall(text)))
   return passages, source
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from m2jax.pipelines import installed
 
 DESCRIPTION = 'the documentation of Python, in sections that refer to each other'
+FOLD = False
 _ROOT = 'usr/share/doc/python3.11/html/_sources'
 _FOLDERS = ('library', 'reference', 'howto', 'tutorial')
 _RULE = re.compile(r'^([=\-~^*"#+])\1{3,}\s*$')
@@ -33,9 +34,9 @@ def read(directory: Path):
         if len(text) > _MAX_CHARS or name in taken or len(text) < 200:
           continue
         taken.add(name)
-        names = (name, *labels, *_DEFINED.findall(text))
+        anchors = (*labels, *_DEFINED.findall(text))
         links = [link.removesuffix('()') for link in _ROLE.findall(text)]
-        passages.append((tuple(dict.fromkeys(names)), text, links))
+        passages.append(((name, title), anchors, text, links))
   return passages, source
 
 
