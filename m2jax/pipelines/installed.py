@@ -1,8 +1,8 @@
 """Sources at hand: installed Python distributions and Debian packages.
 
-A dataset's `sites/KEY` holds Python packages for its sandboxes. `site` fills it from the
-distributions of this interpreter, without network. `debian` unpacks a Debian package.
-Both return the provenance of what they read.
+A dataset's `sites/KEY` holds Python packages for its sandboxes. `site` fills it from
+the distributions of this interpreter, without network. `debian` finds or unpacks a
+Debian package, with its provenance.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Ranker:
     self._ids = list(passages(root)) if ids is None else list(ids)
 
   def search(self, query, hits=HITS):
-    """Ids of the best passages, best first; those without a common word are not hits."""
+    """Ids of the best passages, best first; without a common word, none."""
     words = self._bm25s.tokenize([query], show_progress=False, return_ids=False)
     if not words[0]:
       return []

@@ -75,7 +75,7 @@ class Graph:
     self._ambiguous = {t for t, n in titles.items() if n > 1}
 
   def clue(self, passage: Passage, rng: random.Random) -> str:
-    """A sentence of the passage that finds it and names nothing; '' if there is none."""
+    """A sentence of the passage that finds it and names nothing; '' for none."""
     sentences = [' '.join(s.split()) for s in _SENTENCE.split(passage.text)]
     rng.shuffle(sentences)
     for sentence in sentences[:4]:
@@ -129,9 +129,10 @@ class Graph:
       return None
     pair = rng.sample(into, 2)
     one, other = (self.corpus.passages[i] for i in pair)
-    if set(one.links) & set(other.links) != {target} or set(pair) & set(
-      (*one.links, *other.links)
-    ):
+    if set(one.links) & set(other.links) != {target} or set(pair) & {
+      *one.links,
+      *other.links,
+    }:
       return None
     starts = [self.clue(passage, rng) for passage in (one, other)]
     if not all(starts):
@@ -143,9 +144,8 @@ class Graph:
 
   def _question(self, family, starts, words, path) -> Question | None:
     answers = self.corpus.passages[path[-1]].titles
-    # As words: the answer 'C' is not in 'character'.
-    told = f' {" ".join(re.findall(r"\w+", " ".join([*starts, *words]).lower()))} '
-    if any(f' {" ".join(re.findall(r"\w+", a.lower()))} ' in told for a in answers):
+    told = _spaced(' '.join([*starts, *words]))
+    if any(_spaced(answer) in told for answer in answers):
       return None
     return Question(family, tuple(starts), tuple(words), tuple(path), answers)
 
@@ -153,6 +153,11 @@ class Graph:
     """Passages that one search finds first, for the whole question and each clue."""
     for query in (text, *question.starts, *question.words):
       yield from self._ranker.search(query, 1)[:1]
+
+
+def _spaced(text: str) -> str:
+  """The words of a text: the answer 'C' is not in 'character'."""
+  return f' {" ".join(re.findall("[0-9a-z_]+", text.lower()))} '
 
 
 def obscured(sentence: str, titles: Sequence[str]) -> str:
