@@ -129,10 +129,9 @@ class Graph:
       return None
     pair = rng.sample(into, 2)
     one, other = (self.corpus.passages[i] for i in pair)
-    if set(one.links) & set(other.links) != {target} or set(pair) & {
-      *one.links,
-      *other.links,
-    }:
+    if set(one.links) & set(other.links) != {target}:
+      return None
+    if one.id in other.links or other.id in one.links:
       return None
     starts = [self.clue(passage, rng) for passage in (one, other)]
     if not all(starts):

@@ -20,13 +20,15 @@ pytest.importorskip('bm25s', reason='pip install m2jax[pipelines]')
 
 WORDS = [f'{a}{b}' for a in 'bcdfghklmn' for b in ('andle', 'imber', 'urnis', 'ollow')]
 
+RARE = [f'rare{a}{b}' for a in 'abcdefghi' for b in 'qrstuvwxyz']  # each in ~4 passages
+
 
 def corpus(passages: int = 120) -> corpora.Corpus:
   """Passages of drawn words that link to each other; each has a word of few others."""
   rng = random.Random(0)
   raw = []
   for i in range(passages):
-    rare = [f'rare{chr(97 + (i * k) % 26)}{chr(97 + i % 23)}xx' for k in (1, 3, 5)]
+    rare = rng.sample(RARE, 3)
     words = ' '.join(rng.sample(WORDS, 9) + rare)
     links = [f'Title{j}' for j in rng.sample(range(passages), 5)]
     text = f'Title{i}\n\nHere {words} together. Also see more.'
@@ -148,7 +150,9 @@ def test_right_answers_pass(data):
     _json(evidence=['t-*']),
     _json() + b' {}',
     b'[' * 10000,
-    b'{"answer": "Right One", "evidence": ["t-1", "t-2"], "x": "' + b'a' * 20000 + b'"}',
+    b'{"answer": "Right One", "evidence": ["t-1", "t-2"], "x": "'
+    + b'a' * 20000
+    + b'"}',
     b'\xff\xfe' + _json(),
   ],
 )

@@ -185,7 +185,9 @@ _SHEET = 'xl/worksheets/sheet1.xml'
     (lambda: _edited(add={'../../etc/x.xml': b'<a/>'}), 'outside'),
     (lambda: _edited(add={'XL/worksheets/sheet1.xml': b'<a/>'}), 'one name'),
     (
-      lambda: _edited(change=(_SHEET, b'<worksheet', b'<!DOCTYPE a [<!ENTITY b "c">]><worksheet')),
+      lambda: _edited(
+        change=(_SHEET, b'<worksheet', b'<!DOCTYPE a [<!ENTITY b "c">]><worksheet')
+      ),
       'entities',
     ),
     (
@@ -200,7 +202,9 @@ _SHEET = 'xl/worksheets/sheet1.xml'
     (lambda: _edited(change=(_SHEET, b'r="A1"', b'r="A1048576"')), 'row'),
     (lambda: _edited(change=(_SHEET, b'<row r="1"', b'<row r="999999999999"')), 'row'),
     (
-      lambda: _edited(add={'xl/_rels/x.rels': b'<R TargetMode="External" Target="a"/>'}),
+      lambda: _edited(
+        add={'xl/_rels/x.rels': b'<R TargetMode="External" Target="a"/>'}
+      ),
       'outside',
     ),
   ],
