@@ -29,6 +29,7 @@ _MARKUP = re.compile(
 _MIN_CLUE_WORDS, _MAX_CLUE_CHARS = 8, 320
 _RARE, _COMMON_SHARE = 3, 0.04  # passages with a word that may choose a link
 _MIN_LINKS, _MAX_LINKS = 3, 60
+_MAX_SHARED = 0.8  # of a clue's words, in any other passage
 CLUE_RANK = 5  # a clue is usable if its passage is among the first results
 
 
@@ -84,9 +85,17 @@ class Graph:
         continue
       if len(clue) > _MAX_CLUE_CHARS or not clue[:1].isalpha():
         continue
+      if not self._only(passage.id, clue):
+        continue
       if passage.id in self._ranker.search(clue, CLUE_RANK)[:CLUE_RANK]:
         return clue
     return ''
+
+  def _only(self, one: str, clue: str) -> bool:
+    """Whether no other passage has nearly all words of a clue."""
+    wanted = set(_WORD.findall(clue.lower()))
+    most = _MAX_SHARED * len(wanted)
+    return all(len(wanted & w) <= most for i, w in self._words.items() if i != one)
 
   def step(self, path: Sequence[str], rng: random.Random) -> tuple[str, str] | None:
     """(word, passage) of a link that only its word chooses; None if there is none."""

@@ -71,6 +71,18 @@ def test_every_step_of_a_chain_has_one_result(graph, hops):
       assert mention == [after]
 
 
+def test_a_sentence_of_two_passages_is_no_clue(graph):
+  """Packages of one source have the same description: its clue fits all of them."""
+  found, _ = graph
+  passage = next(iter(found.corpus.passages.values()))
+  clue = found.clue(passage, random.Random(0))
+  assert clue and found._only(passage.id, clue)
+  copy = {**found._words, 'copy': found._words[passage.id]}
+  twin = questions.Graph(found.corpus, found._ranker)
+  twin._words = copy
+  assert twin.clue(passage, random.Random(0)) == ''
+
+
 def test_a_clue_names_nothing():
   sentence = 'FooBar was written at {MIT} by Jane Doe in 1984 with ``x``, as foobar is.'
   clue = questions.obscured(sentence, ('FooBar', 'FB'))
