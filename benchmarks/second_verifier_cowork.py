@@ -6,7 +6,7 @@ Deep search: from instruction.md and the library's text alone, by brute force ov
 passages instead of BM25, the answer and its evidence are derived again. Spreadsheets:
 the cells of the workbook's XML are read without openpyxl, the solution's formulas are
 evaluated by a small translator to Python instead of an engine, for every hidden case.
-Prints a table; exits with 1 if a task disagrees. docs/pipelines_cowork.md.
+Prints disagreements; exits with 1 if a task disagrees. docs/pipelines.md.
 """
 
 from __future__ import annotations

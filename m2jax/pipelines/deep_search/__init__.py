@@ -1,7 +1,7 @@
 """Deep search: multi-hop questions over a real corpus, with tools and evidence.
 
 The agent searches (BM25), opens and finds in a library; the answer counts only with the
-passages that it rests on. facts/pipelines.md §4; docs/pipelines_cowork.md. A task's
+passages that it rests on. facts/pipelines.md §5; docs/pipelines.md. A task's
 source is its corpus, so a held-out corpus is never trained on.
 """
 

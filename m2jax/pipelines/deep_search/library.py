@@ -10,6 +10,7 @@ is BM25 of `bm25s`.
 """
 
 import json
+import logging
 import os
 import sys
 
@@ -32,6 +33,7 @@ def save(rows, root):
   with open(os.path.join(root, 'passages.jsonl'), 'w', encoding='utf-8') as file:
     for row in rows:
       file.write(json.dumps(row, ensure_ascii=False) + '\n')
+  logging.getLogger('bm25s').setLevel(logging.WARNING)
   index = bm25s.BM25()
   texts = [f'{row["title"]}\n{row["text"]}' for row in rows]
   index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
