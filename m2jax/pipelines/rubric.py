@@ -6,7 +6,7 @@
 The judge is a model at any OpenAI-compatible URL, or by default scripted: each item
 has a probe, a pattern of the document. Every item is decided yes or no; a model's "yes"
 to a positive item counts only with a quotation that is in the document. The result says
-who judged. facts/m2-and-forge.md §5, Cowork.
+who judged. docs/pipelines.md, Cowork.
 """
 
 from __future__ import annotations
