@@ -40,14 +40,15 @@ _SOLVE = (
 class Config(PipelineConfig):
   """Attributes:
   hidden_cases: changes of the inputs that a workbook must stand, unseen by the agent.
-  engines: that must agree; empty: those on this machine.
+  engines: that must agree; empty: those on this machine. LibreOffice does not start in
+    the verifier's sandbox yet.
   """
 
   kind: str = 'spreadsheets'
   held_out: tuple[str, ...] = ('vega_datasets',)
   near_duplicate: float = 1.1  # texts of a family are alike; its numbers are not
   hidden_cases: int = 2
-  engines: tuple[str, ...] = ()
+  engines: tuple[str, ...] = ('formulas',)
 
   def __post_init__(self):
     super().__post_init__()
