@@ -1,0 +1,123 @@
+"""Slides: a deck from a table, judged by structure, layout and the chart's data.
+
+facts/pipelines.md §5; docs/pipelines.md. `render` makes images of a deck where
+LibreOffice is installed; the reward does not depend on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from m2jax.pipelines import installed
+from m2jax.pipelines.candidate import Candidate, PipelineConfig
+from m2jax.pipelines.context import Context
+from m2jax.tasks import harbor
+
+_HERE = Path(__file__).parent
+_GUARD = _HERE.parent / 'spreadsheets' / 'guard.py'
+_SITE = 'slides'
+_PACKAGES = ('python-pptx', 'lxml', 'pillow', 'xlsxwriter', 'typing_extensions')
+_TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
+_SOLVE = (
+  'cd "${M2JAX_WORKSPACE:-/workspace}" && exec python3 "$M2JAX_SOLUTION/solve.py"\n'
+)
+# Topic → what the rows are; a topic is a source.
+_TOPICS = {
+  'Energy use': ('Heating', 'Lighting', 'Cooling', 'Machines', 'Transport', 'Offices'),
+  'Visitors': ('January', 'February', 'March', 'April', 'May', 'June', 'July'),
+  'Orders': ('Lamp', 'Desk', 'Chair', 'Shelf', 'Clock', 'Frame', 'Stool'),
+  'Tickets': ('Network', 'Printer', 'Accounts', 'Hardware', 'Software', 'Other'),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(PipelineConfig):
+  """The settings of every pipeline."""
+
+  kind: str = 'slides'
+  held_out: tuple[str, ...] = ('Tickets',)
+  near_duplicate: float = 1.1  # texts are alike; the tables are not
+
+
+async def candidates(config: Config, context: Context) -> AsyncIterator[Candidate]:
+  """Yields decks about the topics in turn, without end."""
+  installed.site(context.directory('sites'), _SITE, _PACKAGES)
+  topics, number = list(_TOPICS), 0
+  while True:
+    topic = topics[number % len(topics)]
+    own, started = f'{topic.lower().replace(" ", "-")}/{number}', time.monotonic()
+    context.say(topic)
+    draft = drafted(topic, random.Random(f'{config.seed}/{own}'), own)
+    yield Candidate(
+      own,
+      'deck',
+      'table-to-deck',
+      topic,
+      draft=draft,
+      text=draft.instruction,
+      wall_s=time.monotonic() - started,
+      facts={'author': 'procedural'},
+    )
+    number += 1
+
+
+def drafted(topic: str, rng: random.Random, own: str) -> harbor.Draft:
+  """The task of one table."""
+  names = rng.sample(_TOPICS[topic], rng.randint(4, 6))
+  values = rng.sample(range(10, 900), len(names))
+  titles = [f'{topic} {rng.randint(2001, 2030)}', 'Summary', f'{topic} in numbers']
+  best = names[values.index(max(values))]
+  spec = {
+    'slides': [
+      {'title': titles[0], 'texts': []},
+      {'title': titles[1], 'texts': [str(sum(values)), best, str(max(values))]},
+      {'title': titles[2], 'texts': []},
+    ],
+    'chart': {'slide': 3, 'categories': names, 'values': values},
+  }
+  rows = ''.join(f'{n},{v}\n' for n, v in zip(names, values, strict=True))
+  return harbor.Draft(
+    name='slides-' + own.replace('/', '-'),
+    instruction=_instruction(titles),
+    metadata=harbor.Metadata(
+      'slides',
+      'table-to-deck',
+      collect=('deck.pptx',),
+      site=_SITE,
+      baseline_calls=2,
+      source={'name': topic, 'generator': 'm2jax.pipelines', 'license': 'Apache-2.0'},
+    ),
+    overlay={'data.csv': f'Name,Value\n{rows}'.encode()},
+    tests={
+      'test.sh': _TEST.encode(),
+      'guard.py': _GUARD.read_bytes(),
+      'grade.py': (_HERE / 'grade.py').read_bytes(),
+      'spec.json': json.dumps(spec).encode(),
+    },
+    solution={
+      'solve.sh': _SOLVE.encode(),
+      'solve.py': (_HERE / 'solve.py').read_bytes(),
+      'plan.json': json.dumps({'titles': titles}).encode(),
+    },
+    install=tuple(f'{n}=={installed.distribution(n).version}' for n in _PACKAGES),
+    verifier_s=60.0,
+  )
+
+
+def _instruction(titles) -> str:
+  return f"""\
+Make deck.pptx from data.csv, with three slides whose title placeholders say:
+
+1. "{titles[0]}"
+2. "{titles[1]}": states the total of all values, and the name and value of the highest
+3. "{titles[2]}": has one chart with one series: the rows of data.csv, in their order
+
+Everything must be within its slide, nothing on top of something else, no text below 12
+points or larger than its box, no groups, no hidden slides, no links. The Python package
+python-pptx is there.
+"""

@@ -1,0 +1,166 @@
+"""Spreadsheets and finance: cells that must hold formulas, right for any inputs.
+
+Workbooks are drawn by generators with an oracle in plain Python (`models`), or filled
+with the data of a package (`tables`). The verifier recalculates the agent's workbook,
+as given and with hidden changes of the inputs, with `formulas` and, where it is
+installed, LibreOffice: both must give the oracle's values. facts/pipelines.md §5;
+docs/pipelines.md. A task's source is its generator or package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from m2jax.checks import require
+from m2jax.pipelines import installed
+from m2jax.pipelines.candidate import Candidate, PipelineConfig
+from m2jax.pipelines.context import Context
+from m2jax.pipelines.spreadsheets import engines, models, tables
+from m2jax.tasks import harbor
+
+_HERE = Path(__file__).parent
+_SITE = 'spreadsheets'
+_PACKAGES = (
+  *('formulas', 'schedula', 'numpy', 'scipy', 'numpy-financial', 'openpyxl'),
+  *('et_xmlfile', 'regex', 'python-dateutil', 'six', 'tqdm', 'click'),
+)
+_TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
+_SOLVE = (
+  'cd "${M2JAX_WORKSPACE:-/workspace}" && exec python3 "$M2JAX_SOLUTION/solve.py"\n'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(PipelineConfig):
+  """Attributes:
+  hidden_cases: changes of the inputs that a workbook must stand, unseen by the agent.
+  engines: that must agree; empty: those on this machine. LibreOffice does not start in
+    the verifier's sandbox yet.
+  """
+
+  kind: str = 'spreadsheets'
+  held_out: tuple[str, ...] = ('vega_datasets',)
+  near_duplicate: float = 1.1  # texts of a family are alike; its numbers are not
+  hidden_cases: int = 2
+  engines: tuple[str, ...] = ('formulas',)
+
+  def __post_init__(self):
+    super().__post_init__()
+    require(self, self.hidden_cases > 0, 'hidden_cases', 'above 0')
+    unknown = set(self.engines) - {'formulas', 'libreoffice'}
+    require(self, not unknown, 'engines', f'known: not {sorted(unknown)}')
+
+
+async def candidates(config: Config, context: Context) -> AsyncIterator[Candidate]:
+  """Yields workbooks of the generators in turn, without end."""
+  context.say('packages of the sandboxes')
+  installed.site(context.directory('sites'), _SITE, _PACKAGES)
+  used = config.engines or tuple(engines.available())
+  drawers = [*models.GENERATORS, *tables.drawers()]
+  number = 0
+  while True:
+    draw = drawers[number % len(drawers)]
+    own = f'{draw.__name__}/{number}'
+    started = time.monotonic()
+    rng = random.Random(f'{config.seed}/{own}')
+    model = draw(rng)
+    draft = drafted(config, model, rng, used, own)
+    context.say(model.family)
+    yield Candidate(
+      own,
+      'workbook',
+      model.family,
+      model.source,
+      draft=draft,
+      text=draft.instruction,
+      wall_s=time.monotonic() - started,
+      facts={'engines': list(used), 'author': 'procedural'},
+    )
+    number += 1
+
+
+def instruction(model: models.Model) -> str:
+  """What the agent is told."""
+  lines = ['book.xlsx has data, and a sheet Answer to complete. Write into Answer:', '']
+  for place, wanted in model.wanted.items():
+    lines.append(f'- {place.partition("!")[2]}: {wanted.text}')
+  lines += [
+    '',
+    'These cells must hold formulas that stay right when the given numbers change. Do '
+    'not change what is given; further formulas may be anywhere else. Array formulas, '
+    'defined names, macros and links are not allowed, and of functions only '
+    f'{", ".join(models.FUNCTIONS)}. The Python package openpyxl is there.',
+  ]
+  return '\n'.join(lines) + '\n'
+
+
+def workbook(cells: models.Cells) -> bytes:
+  """The bytes of a workbook with these cells."""
+  import openpyxl
+
+  book = openpyxl.Workbook()
+  book.remove(book.active)
+  for place, value in cells.items():
+    sheet, _, cell = place.partition('!')
+    if sheet not in book.sheetnames:
+      book.create_sheet(sheet)
+    book[sheet][cell] = value
+  file = io.BytesIO()
+  book.save(file)
+  return file.getvalue()
+
+
+def spec(config, model: models.Model, rng: random.Random, used) -> dict:
+  """cases.json: what the verifier knows."""
+  original: dict[str, dict] = {}
+  for place, value in model.cells.items():
+    sheet, _, cell = place.partition('!')
+    original.setdefault(sheet, {})[cell] = value
+  cases = [model.case(None), *(model.case(rng) for _ in range(config.hidden_cases))]
+  return {
+    'original': original,
+    'required': list(model.wanted),
+    'functions': models.FUNCTIONS,
+    'cases': cases,
+    'engines': list(used),
+  }
+
+
+def drafted(config, model, rng, used, own) -> harbor.Draft:
+  """The task of a model."""
+  plan = {place: wanted.formula for place, wanted in model.wanted.items()}
+  tests = {
+    name: (_HERE / name).read_bytes() for name in ('guard.py', 'engines.py', 'grade.py')
+  }
+  return harbor.Draft(
+    name='spreadsheets-' + own.replace('/', '-'),
+    instruction=instruction(model),
+    metadata=harbor.Metadata(
+      'spreadsheets',
+      model.family,
+      collect=('book.xlsx',),
+      site=_SITE,
+      baseline_calls=2,
+      source=tables.provenance(model.source),
+      details={'engines': list(used), 'cells': len(plan)},
+    ),
+    overlay={'book.xlsx': workbook(model.cells)},
+    tests={
+      'test.sh': _TEST.encode(),
+      **tests,
+      'cases.json': json.dumps(spec(config, model, rng, used)).encode(),
+    },
+    solution={
+      'solve.sh': _SOLVE.encode(),
+      'solve.py': (_HERE / 'solve.py').read_bytes(),
+      'plan.json': json.dumps(plan).encode(),
+    },
+    install=tuple(f'{n}=={installed.distribution(n).version}' for n in _PACKAGES),
+    verifier_s=120.0,
+  )

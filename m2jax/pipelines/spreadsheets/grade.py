@@ -1,0 +1,173 @@
+"""Judges a workbook: required cells hold formulas that stay right when inputs change.
+
+cases.json has the original cells, the required ones, the functions that may be used,
+and cases: changed inputs and the values that must result. Hidden changes are the check
+that no pasted constant passes. `guard` reads the workbook first, and may refuse it.
+"""
+
+import io
+import json
+import os
+import sys
+import tempfile
+
+TESTS = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__)))
+BOOK = 'book.xlsx'
+MAX_FORMULA_CHARS = 1000
+
+
+class Wrong(Exception):
+  """The workbook fails; the message is the reason."""
+
+
+def load(data):
+  """The workbook of bytes that `guard` let through. Raises Wrong."""
+  import guard
+  import openpyxl
+
+  if reason := guard.check(data):
+    raise Wrong(f'refused: {reason}')
+  try:
+    return openpyxl.load_workbook(io.BytesIO(data))
+  except Exception as error:
+    raise Wrong(f'refused: not a workbook: {type(error).__name__}') from None
+
+
+def check_original(book, original):
+  """Raises Wrong if a cell that was given differs."""
+  for sheet, cells in original.items():
+    if sheet not in book.sheetnames:
+      raise Wrong(f'the sheet {sheet} is missing')
+    for cell, value in cells.items():
+      found = book[sheet][cell].value
+      if type(found) is not type(value) or found != value:
+        if _number(value) is None or _number(found) != value:
+          raise Wrong(f'{sheet}!{cell} was changed')
+
+
+def _number(value):
+  numeric = isinstance(value, int | float) and not isinstance(value, bool)
+  return float(value) if numeric else None
+
+
+def check_formulas(book, required, functions):
+  """Raises Wrong unless required cells hold formulas of allowed functions."""
+  for sheet in book.worksheets:
+    for row in sheet.iter_rows():
+      for cell in row:
+        value = cell.value
+        place = f'{sheet.title}!{cell.coordinate}'
+        if cell.data_type == 'f':
+          if not isinstance(value, str):
+            raise Wrong(f'{place}: array formulas and data tables are not allowed')
+          _allowed(place, value, functions)
+  for place in required:
+    sheet, _, cell = place.partition('!')
+    found = book[sheet][cell]
+    if found.data_type != 'f':
+      raise Wrong(f'{place} holds no formula')
+    if not any(t.type == 'OPERAND' and t.subtype == 'RANGE' for t in _tokens(found)):
+      raise Wrong(f'{place} refers to no cell')
+  if book.defined_names or any(sheet.defined_names for sheet in book.worksheets):
+    raise Wrong('defined names are not allowed')
+
+
+def _tokens(cell):
+  from openpyxl.formula import Tokenizer
+
+  return Tokenizer(cell.value).items
+
+
+def _allowed(place, formula, functions):
+  from openpyxl.formula import Tokenizer
+  from openpyxl.formula.tokenizer import TokenizerError
+
+  if len(formula) > MAX_FORMULA_CHARS:
+    raise Wrong(f'{place}: more than {MAX_FORMULA_CHARS} characters')
+  try:
+    tokens = Tokenizer(formula).items
+  except (TokenizerError, IndexError) as error:
+    raise Wrong(f'{place}: no formula: {error}') from None
+  for token in tokens:
+    if token.type == 'FUNC' and token.subtype == 'OPEN':
+      name = token.value.rstrip('(').upper()
+      if name not in functions:
+        raise Wrong(f'{place}: the function {name} is not allowed')
+    if token.type == 'OPERAND' and token.subtype == 'RANGE' and '[' in token.value:
+      raise Wrong(f'{place}: refers to another workbook')
+
+
+def check_cases(data, cases, required, engines):
+  """Raises Wrong if a value differs in a case. Returns the engines that agreed."""
+  import engines as engines_lib
+  import openpyxl
+
+  with tempfile.TemporaryDirectory() as place:
+    paths = []
+    for number, case in enumerate(cases):
+      book = openpyxl.load_workbook(io.BytesIO(data))
+      for cell, value in case['inputs'].items():
+        sheet, _, where = cell.partition('!')
+        book[sheet][where].value = value
+      paths.append(os.path.join(place, f'case{number}.xlsx'))
+      book.save(paths[-1])
+    for engine in engines:
+      results = getattr(engines_lib, engine)(paths, required)
+      for number, (found, case) in enumerate(zip(results, cases, strict=True)):
+        for cell in required:
+          if not engines_lib.same(found[cell], case['values'][cell]):
+            when = 'after inputs changed' if number else 'with the given inputs'
+            raise Wrong(f'{cell} is wrong {when} ({engine})')
+  return engines
+
+
+def judge(data, spec):
+  """Returns (reward, reason) for the bytes of a workbook, None if absent."""
+  if data is None:
+    return 0, f'no {BOOK}'
+  try:
+    book = load(data)
+    check_original(book, spec['original'])
+    check_formulas(book, spec['required'], set(spec['functions']))
+    check_cases(data, spec['cases'], spec['required'], spec['engines'])
+  except Wrong as error:
+    return 0, str(error)
+  except Exception as error:  # an engine that the workbook breaks
+    return 0, f'the workbook cannot be calculated: {type(error).__name__}: {error}'[
+      :300
+    ]
+  return 1, ''
+
+
+def main():
+  sys.path[:0] = [p for p in (os.environ.get('M2JAX_SITE'), TESTS) if p]
+  with open(os.path.join(TESTS, 'cases.json'), encoding='utf-8') as file:
+    spec = json.load(file)
+  import engines
+  import formulas  # noqa: F401  What fails from here on is the workbook's doing.
+
+  missing = [e for e in spec['engines'] if e not in engines.available()]
+  logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')
+  if missing:
+    reward, reason, invalid = (
+      0,
+      '',
+      f'no engine {missing}: apt-get install libreoffice-calc-nogui',
+    )
+  else:
+    print('m2jax: ready', flush=True)
+    path, data = os.path.join(os.environ['M2JAX_TREE'], BOOK), None
+    if os.path.isfile(path) and not os.path.islink(path):
+      with open(path, 'rb') as file:
+        data = file.read((2 << 20) + 1)
+    reward, reason = judge(data, spec)
+    invalid = ''
+  details = {'reason': reason, 'invalid': invalid, 'engines': spec['engines']}
+  with open(os.path.join(logs, 'reward.json'), 'w', encoding='utf-8') as file:
+    json.dump(details, file)
+  with open(os.path.join(logs, 'reward.txt'), 'w', encoding='utf-8') as file:
+    file.write(str(reward))
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,209 @@
+"""Deep search: questions have one answer, tools solve them, shortcuts do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from m2jax import pipelines
+from m2jax.pipelines import deep_search, installed, records, seat
+from m2jax.pipelines.deep_search import corpora, grade, library, questions
+
+pytest.importorskip('bm25s', reason='pip install m2jax[pipelines]')
+
+WORDS = [f'{a}{b}' for a in 'bcdfghklmn' for b in ('andle', 'imber', 'urnis', 'ollow')]
+
+RARE = [f'rare{a}{b}' for a in 'abcdefghi' for b in 'qrstuvwxyz']  # each in ~4 passages
+
+
+def corpus(passages: int = 120) -> corpora.Corpus:
+  """Passages of drawn words that link to each other; each has a word of few others."""
+  rng = random.Random(0)
+  raw = []
+  for i in range(passages):
+    rare = rng.sample(RARE, 3)
+    words = ' '.join(rng.sample(WORDS, 9) + rare)
+    links = [f'Title{j}' for j in rng.sample(range(passages), 5)]
+    text = f'Title{i}\n\nHere {words} together. Also see more.'
+    raw.append(((f'Title{i}',), (), text, links))
+  source = installed.Source('toy', '1', '0' * 64, 'Apache-2.0')
+  return corpora.build('toy', 'a toy', raw, source, fold=False)
+
+
+@pytest.fixture(scope='module')
+def graph(tmp_path_factory):
+  found = corpus()
+  root = tmp_path_factory.mktemp('library')
+  library.save(deep_search.rows(found), str(root / 'library'))
+  ranker = library.Ranker(str(root / 'library'), list(found.passages))
+  return questions.Graph(found, ranker), root
+
+
+def _chain(graph, hops, seed=0):
+  rng = random.Random(seed)
+  drawn = (graph.chain(hops, rng) for _ in range(3000))
+  return next(question for question in drawn if question)
+
+
+@pytest.mark.parametrize('hops', [2, 3, 4])
+def test_every_step_of_a_chain_has_one_result(graph, hops):
+  """By the corpus alone, without the code that drew the question."""
+  found, _ = graph
+  for seed in range(5):
+    question = _chain(found, hops, seed)
+    assert len(question.path) == hops
+    passages = found.corpus.passages
+    for before, word, after in zip(
+      question.path, question.words, question.path[1:], strict=False
+    ):
+      mention = [
+        link
+        for link in passages[before].links
+        if word in (passages[link].title + passages[link].text).lower()
+      ]
+      assert mention == [after]
+
+
+def test_a_sentence_of_two_passages_is_no_clue(graph):
+  """Packages of one source have the same description: its clue fits all of them."""
+  found, _ = graph
+  passage = next(iter(found.corpus.passages.values()))
+  clue = found.clue(passage, random.Random(0))
+  assert clue and found._only(passage.id, clue)
+  copy = {**found._words, 'copy': found._words[passage.id]}
+  twin = questions.Graph(found.corpus, found._ranker)
+  twin._words = copy
+  assert twin.clue(passage, random.Random(0)) == ''
+
+
+def test_a_clue_names_nothing():
+  sentence = 'FooBar was written at {MIT} by Jane Doe in 1984 with ``x``, as foobar is.'
+  clue = questions.obscured(sentence, ('FooBar', 'FB'))
+  for name in ('foobar', 'mit', 'jane', 'doe', '1984', 'x'):
+    assert name not in clue.lower().split()
+  assert 'written' in clue
+
+
+def test_the_tools_solve_it(graph, tmp_path):
+  """The scripted solver reads only what the tools print."""
+  found, root = graph
+  question = _chain(found, 3)
+  (tmp_path / 'library').symlink_to(root / 'library')
+  here = Path(deep_search.__file__).parent
+  (tmp_path / 'library.py').write_text((here / 'library.py').read_text())
+  plan = {'starts': question.starts, 'words': question.words}
+  (tmp_path / 'plan.json').write_text(json.dumps(plan))
+  (tmp_path / 'solve.py').write_text((here / 'solve.py').read_text())
+  subprocess.run(
+    [sys.executable, 'solve.py'],
+    cwd=tmp_path,
+    check=True,
+    env={**os.environ, 'M2JAX_WORKSPACE': str(tmp_path)},
+  )
+  data = (tmp_path / 'answer.json').read_bytes()
+  assert grade.judge(data, _expected(question))[0] == 1
+
+
+def _expected(question):
+  return {'answers': question.answers, 'evidence': question.path, 'slack': 1}
+
+
+EXPECTED = {'answers': ['Right One', 'RO'], 'evidence': ['t-1', 't-2'], 'slack': 1}
+
+
+def _json(answer='Right One', evidence=('t-1', 't-2')):
+  return json.dumps({'answer': answer, 'evidence': evidence}).encode()
+
+
+@pytest.mark.parametrize(
+  'data',
+  [
+    _json(),
+    _json('right  one.'),
+    _json('"RO"'),
+    _json(evidence=['t-2', 't-1', 't-9']),
+    _json(evidence=['t-1', 't-1', 't-1', 't-2']),
+  ],
+)
+def test_right_answers_pass(data):
+  assert grade.judge(data, EXPECTED)[0] == 1
+
+
+@pytest.mark.parametrize(
+  'data',
+  [
+    None,
+    b'',
+    b'Right One t-1 t-2',
+    _json(evidence=[]),  # a guess
+    _json(evidence=['t-2']),  # only where the answer is
+    _json(evidence=[f't-{i}' for i in range(500)]),  # everything
+    _json(evidence=['t-1', 't-2', 't-3', 't-4']),
+    _json('Right One, Wrong One'),  # several answers
+    _json(['Right One', 'Wrong One']),
+    _json({'Right One': 1}),
+    _json(True),
+    _json(None),
+    _json(''),
+    _json('*'),
+    _json('.*'),
+    _json('Right One' + ' ' * 400),
+    _json(evidence='t-1 t-2'),
+    _json(evidence=[['t-1'], ['t-2']]),
+    _json(evidence={'t-1': 1, 't-2': 1}),
+    _json(evidence=['T-1', 'T-2']),
+    _json(evidence=['t-*']),
+    _json() + b' {}',
+    b'[' * 10000,
+    b'{"answer": "Right One", "evidence": ["t-1", "t-2"], "x": "'
+    + b'a' * 20000
+    + b'"}',
+    b'\xff\xfe' + _json(),
+  ],
+)
+def test_an_attempt_to_game_it_fails(data):
+  assert grade.judge(data, EXPECTED)[0] == 0
+
+
+def test_one_search_is_not_enough(graph):
+  """A question whose answer the first hit of a search is has no draft."""
+  found, _ = graph
+  question = _chain(found, 2)
+  lazy = list(found.lazy(question, questions.text(question, 'a toy')))
+  assert lazy and question.path[0] in lazy  # the clue leads to the first passage
+  config = deep_search.Config()
+  context = pipelines.Context(Path('/'), seat.Seat(config.author, 'author'))
+  for number in range(12):
+    made = asyncio.run(
+      deep_search._candidate(config, context, found, None, 'toy', number)
+    )
+    if made.draft is not None:
+      expected = json.loads(made.draft.tests['expected.json'])
+      hits = found._ranker.search(made.text, 1)
+      assert expected['evidence'][-1] not in hits
+
+
+def test_a_rewritten_question_may_not_tell_the_answer(graph):
+  question = _chain(graph[0], 3)
+  text = questions.text(question, 'a toy')
+  assert deep_search._keeps(text, question)
+  assert not deep_search._keeps(text + question.answers[0], question)
+  assert not deep_search._keeps(text.replace(f'"{question.words[0]}"', 'it'), question)
+
+
+@pytest.mark.long
+def test_tasks_are_admitted(tmp_path):
+  """In sandboxes, over this system's packages: no network."""
+  if not Path('/var/lib/dpkg/status').exists():
+    pytest.skip('no Debian system')
+  config = deep_search.Config(count=2, corpora=('debian',))
+  assert asyncio.run(pipelines.run(config, tmp_path, show=False)).tasks == 2
+  row = records.read(tmp_path / 'records.jsonl')[0]
+  assert row['facts']['author'] == 'scripted'

@@ -1,0 +1,38 @@
+"""The second verifier of Cowork tasks agrees with what is drawn, and finds errors."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from benchmarks import second_verifier_cowork
+from m2jax.pipelines import spreadsheets
+from m2jax.pipelines.spreadsheets import models, tables
+from m2jax.tasks import harbor
+
+pytest.importorskip('openpyxl', reason='pip install m2jax[pipelines]')
+
+
+def _written(number, directory):
+  drawers = [*models.GENERATORS, *tables.drawers()]
+  draw, rng = drawers[number % len(drawers)], random.Random(number)
+  model, config = draw(rng), spreadsheets.Config()
+  own = f'{draw.__name__}/{number}'
+  draft = spreadsheets.drafted(config, model, rng, ('formulas',), own)
+  return harbor.write(draft, directory)
+
+
+def test_it_agrees_with_fifty_workbooks(tmp_path):
+  """Oracle and solution, by a reader and an evaluator of its own."""
+  for number in range(50):
+    assert second_verifier_cowork.spreadsheets(_written(number, tmp_path), {}) == ''
+
+
+def test_it_finds_a_wrong_value(tmp_path):
+  path = _written(2, tmp_path)
+  spec = json.loads((path / 'tests' / 'cases.json').read_text())
+  spec['cases'][1]['values']['Answer!B3'] += 1
+  (path / 'tests' / 'cases.json').write_text(json.dumps(spec))
+  assert 'case 1: Answer!B3' in second_verifier_cowork.spreadsheets(path, {})
