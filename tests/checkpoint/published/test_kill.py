@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import signal
 import sys
+import threading
 
 import pytest
 
@@ -26,6 +27,7 @@ class Copies:
   def __init__(self, directory: pathlib.Path, to: pathlib.Path):
     self._directory, self._to, self._active = directory, to, False
     self.count = 0
+    self._lock, self._copying = threading.Lock(), threading.local()
     sys.addaudithook(self._hook)
 
   @contextlib.contextmanager
@@ -41,11 +43,14 @@ class Copies:
       return
     if event == 'open' and 'w' not in str(args[1]) and 'a' not in str(args[1]):
       return
-    self._active = False
-    with contextlib.suppress(shutil.Error, OSError):  # another thread deletes its file
-      shutil.copytree(self._directory, self._to / str(self.count))
-      self.count += 1
-    self._active = True
+    if getattr(self._copying, 'on', False):
+      return
+    with self._lock:  # other threads' operations wait, and have copies of their own
+      self._copying.on = True
+      with contextlib.suppress(shutil.Error, OSError):  # tensorstore's threads delete
+        shutil.copytree(self._directory, self._to / str(self.count))
+        self.count += 1
+      self._copying.on = False
 
 
 def test_the_directory_before_every_file_operation(tmp_path):
