@@ -1,6 +1,6 @@
 """The pipeline `reasoning`: reasoning-gym's problems as proved Harbor tasks.
 
-Stages beside the report's (docs/facts/m2-and-forge.md §5): queries by generator and
+Stages beside the report's (docs/facts/m2-and-forge.md §4): queries by generator and
 level; answers checked by the package's scorer (`tasks.reasoning.problems.defect`);
 near-duplicates and evaluation sets out; the strict verifier, proved in the sandbox. A
 source is a generator, so that no generator is in two splits.
