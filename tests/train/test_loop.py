@@ -188,7 +188,7 @@ def test_compilation_is_outside_the_budget(tmp_path):
 
   @jax.jit
   def compiles(x):
-    for _ in range(300):  # each a new operation to the compiler; many overflow its stack
+    for _ in range(300):  # each a new operation to the compiler, which recurses
       x = jnp.sin(x) @ x
     return x
 
