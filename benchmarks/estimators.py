@@ -20,11 +20,11 @@ repeated with the bias frozen.
 
 The first table has for each estimator and u, over seeds: success on held-out prompts at
 half of the updates and at their end, its mean difference from CISPO of the same u and
-seed with the 95 % interval of Student's t, and of the last quarter of the updates the
-share of clipped terms, the KL from the sampling policy, and the entropy. The second
-table compares the frozen bias, with the expert load's MaxVio. Cells are medians with
-the range over seeds. Results are lines of DIR/results.jsonl; a run that is there is not
-repeated.
+seed with the 95 % interval of Student's t, and, of the last quarter of the updates that
+trained anything, the share of clipped terms, the KL from the sampling policy, and the
+entropy. The second table compares the frozen bias, with the expert load's MaxVio. Cells
+are medians with the range over seeds. Results are lines of DIR/results.jsonl; a run
+that is there is not repeated.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ class Trainer:
     finally:
       scheduler.stop()
     names = 'clip_fraction', 'approx_kl', 'entropy', 'success', 'max_violation'
-    last = [m for m in metrics[-args.updates // 4 :] if 'entropy' in m]
+    trained = [m for m in metrics if 'entropy' in m]  # all groups may be equal
+    last = trained[-args.updates // 4 :]
     return {
       **run._asdict(),
       'settings': {name: getattr(args, name) for name in _SETTINGS},

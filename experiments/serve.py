@@ -94,9 +94,9 @@ def _serve(
       raise common.BadInput(f'{gateway.host}:{gateway.port}: {error}') from error
     hello = {'role': 'user', 'content': 'Hello'}
     body = json.dumps({'model': gateway.model_name, 'messages': [hello]})
-    print(f'serving step {found.step} of {found.directory} at {server.base_url}')
-    print(_CALL.format(base_url=server.base_url, body=body), flush=True)
     with contextlib.suppress(KeyboardInterrupt):
+      print(f'serving step {found.step} of {found.directory} at {server.base_url}')
+      print(_CALL.format(base_url=server.base_url, body=body), flush=True)
       while running.alive:
         time.sleep(1.0)
       raise RolloutsFailed(f'the rollout engine has stopped: {running.stopped_reason}')

@@ -41,8 +41,8 @@ def _serve(run: Run, workdir: pathlib.Path) -> None:
   key = shared.make_secret(workdir / serving.KEY_FILE)
   try:
     with serving.serving(run, key, PORT.value) as link:
-      print(f'{link}\nCtrl-C stops it.', flush=True)
-      with contextlib.suppress(KeyboardInterrupt):
+      with contextlib.suppress(KeyboardInterrupt):  # also between link and wait
+        print(f'{link}\nCtrl-C stops it.', flush=True)
         threading.Event().wait()
   except OSError as error:
     raise common.BadInput(f'--port={PORT.value}: {error.strerror or error}') from error
