@@ -174,6 +174,7 @@ async def _attempt(config, agent, endpoint, spec: str, trial: int) -> dict[str, 
     'tool_errors': outcome.tool_errors,
     'wall_s': outcome.wall_s,
     'messages': list(outcome.messages),
+    'tools': list(outcome.tools),
   }
 
 
@@ -213,3 +214,25 @@ def digest(config: SuiteConfig) -> str:
   """A canonical text of what decides the results, to refuse a changed continuation."""
   free = dataclasses.replace(config, concurrency=1, backend='bubblewrap', count=1)
   return json.dumps(dataclasses.asdict(free), sort_keys=True)
+
+
+def keep_settings(path: Path, config: SuiteConfig, model: str, fresh: bool) -> None:
+  """Writes the settings of a run beside its episodes, `path`.
+
+  Args:
+    path: the JSON lines of `run`.
+    config, model: of the run.
+    fresh: removes the episodes first.
+
+  Raises:
+    ValueError: the file has episodes of other settings.
+  """
+  settings = path.with_suffix('.settings.json')
+  now = json.dumps({'model': model, 'suite': json.loads(digest(config))}, indent=2)
+  if fresh:
+    path.unlink(missing_ok=True)
+  elif path.exists() and settings.exists() and settings.read_text() != now:
+    raise ValueError(
+      f'{path} was made with other settings ({settings}): --fresh starts anew'
+    )
+  settings.write_text(now)

@@ -168,6 +168,29 @@ def test_a_suite_on_a_checkpoint(tmp_path, tuned):
   assert (total['tasks'], total['attempts'], total['failures']) == (2, 4, 0)
 
 
+def test_rejection_sampling_on_a_checkpoint(tmp_path, tuned):
+  """Every scaffold makes its attempts once: a second start only reads them."""
+  flags = [f'--workdir={tmp_path}', f'--checkpoint={tuned[0]}', *conftest.ENGINE]
+  suite = dict(count=1, trials=2, backend='rlimit_only', concurrency=4)
+  flags += [f'--config.sample.suite.{name}={value}' for name, value in suite.items()]
+  flags += [f'--config.sample.scaffolds.{n}.max_tokens=16' for n in ('plain', 'bash')]
+  flags += ['--config.sample.scaffolds.perturbed.agent.max_tokens=16']
+  code = [sys.executable, '-m', 'experiments.sample', '--config=configs/sample.py']
+  for _ in range(2):
+    done = subprocess.run(
+      [*code, *flags], cwd=conftest.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / 'sample.json').read_text())['rows']
+    outcomes = [row.keys() - {'scaffold', 'family'} for row in rows]
+    total = sum(
+      row[name] for row, names in zip(rows, outcomes, strict=True) for name in names
+    )
+    assert {row['scaffold'] for row in rows} == {'plain', 'bash', 'perturbed'}
+    assert total == 6
+  assert (tmp_path / 'verified.jsonl').exists()
+
+
 def test_serve(tmp_path, tuned):
   """Answers any key, keeps what it sampled, and Ctrl-C stops it with code 0."""
   output = tmp_path / 'output'

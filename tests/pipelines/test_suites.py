@@ -3,53 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
-import json
-import threading
 
 import pytest
 
 from m2jax.agents import whitebox
 from m2jax.pipelines import records, suites
 from m2jax.tasks import reasoning
+from tests.pipelines import model_server
 
 pytest.importorskip('reasoning_gym', reason='pip install "m2jax[pipelines]"')
-
-
-class _Server:
-  """Answers every request with `answer(body)`; None is an HTTP 400."""
-
-  def __init__(self, answer):
-    outer = self
-    self.answer, self.bodies = answer, []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-      def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers['content-length'])))
-        outer.bodies.append(body)
-        text = outer.answer(body)
-        message = {'role': 'assistant', 'content': text}
-        choice = {'index': 0, 'message': message, 'finish_reason': 'stop'}
-        usage = {'prompt_tokens': 1, 'completion_tokens': 1, 'total_tokens': 2}
-        data = json.dumps({'choices': [choice], 'usage': usage}).encode()
-        self.send_response(400 if text is None else 200)
-        self.send_header('content-length', str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-      def log_message(self, *args):
-        pass
-
-    self._server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    self.url = f'http://127.0.0.1:{self._server.server_port}/v1'
-
-  def __enter__(self):
-    threading.Thread(target=self._server.serve_forever, daemon=True).start()
-    return self
-
-  def __exit__(self, *exc):
-    self._server.shutdown()
-    self._server.server_close()
 
 
 def _config(**changes):
@@ -83,7 +45,7 @@ def test_a_table_has_families_trials_and_intervals(tmp_path):
     asked = body['messages'][-1]['content']
     return right(body) if '*' in asked else '<answer>?</answer>'
 
-  with _Server(only_products) as server:
+  with model_server.Server(only_products) as server:
     rows = {r.family: r for r in _run(config, server, tmp_path / 'a.jsonl')}
   assert set(rows) == {'all', 'products', 'aiw'}
   assert rows['products'].success == 1.0 and rows['aiw'].success == 0.0
@@ -104,10 +66,10 @@ def test_a_suite_continues_and_does_not_judge_failures(tmp_path):
     count += 1
     return right(body) if count <= 5 else None
 
-  with _Server(sometimes) as server:
+  with model_server.Server(sometimes) as server:
     rows = _run(config, server, path)
   assert (rows[0].attempts, rows[0].failures, rows[0].success) == (5, 7, 1.0)
-  with _Server(right) as server:
+  with model_server.Server(right) as server:
     rows = _run(config, server, path)
     assert len(server.bodies) == 7
   assert (rows[0].attempts, rows[0].failures) == (12, 0)

@@ -1,0 +1,76 @@
+"""The model of a job: a server of the OpenAI protocol, or a checkpoint served here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from experiments import common, served
+from m2jax.forge import roles
+from m2jax.gateway.config import GatewayConfig
+from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.scheduler import SchedulerConfig
+from m2jax.sharding import MeshConfig
+
+URL = flags.DEFINE_string('url', None, 'OpenAI-compatible server, with /v1.')
+MODEL = flags.DEFINE_string('model', None, 'Name of the model at --url.')
+KEY = flags.DEFINE_string(
+  'key_variable', 'OPENAI_API_KEY', 'Environment variable with the API key.'
+)
+
+
+class Endpoint(NamedTuple):
+  """Access to the model. `base_url` ends with /v1."""
+
+  base_url: str
+  model: str
+  key: str
+
+
+def name(checkpoint: str | None) -> str:
+  """The model's name in results.
+
+  Raises:
+    BadInput: not exactly one of --url with --model and a checkpoint.
+  """
+  if bool(URL.value) == bool(checkpoint):
+    raise common.BadInput('give --url and --model, or --checkpoint')
+  if URL.value and not MODEL.value:
+    raise common.BadInput('--model is missing: the name of the model at --url')
+  return MODEL.value if URL.value else str(checkpoint)
+
+
+@contextlib.contextmanager
+def opened(
+  values: dict[str, Any], checkpoint: str | None, step: int | None
+) -> Iterator[Endpoint]:
+  """The server of --url, or a gateway on the checkpoint, at a free port.
+
+  Args:
+    values: of the config; of a checkpoint `engine`, `scheduler`, `gateway` and `mesh`.
+    checkpoint: a workdir or a directory of checkpoints.
+    step: of the checkpoint; None is the latest.
+  """
+  if URL.value:
+    yield Endpoint(URL.value, MODEL.value, os.environ.get(KEY.value, 'none'))
+    return
+  options = {**values['gateway'], 'port': 0}
+  gateway = common.build(GatewayConfig, options, 'config.gateway')
+  engine = common.build(EngineConfig, values['engine'], 'config.engine')
+  scheduler = common.build(SchedulerConfig, values['scheduler'], 'config.scheduler')
+  mesh = common.build(MeshConfig, values['mesh'], 'config.mesh')
+  common.virtual_devices(mesh)
+  sharding = common.make_sharding(mesh)
+  found = served.load(checkpoint, step, sharding, engine.weights_dtype)
+  with (
+    served.engine(found, engine, sharding) as running,
+    roles.serving(
+      *(running, scheduler, gateway, found.variables, found.load_tokenizer()),
+      lambda completion: None,
+    ) as (_, server),
+  ):
+    yield Endpoint(server.base_url, gateway.model_name, 'evaluation')
