@@ -182,12 +182,8 @@ def test_rejection_sampling_on_a_checkpoint(tmp_path, tuned):
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / 'sample.json').read_text())['rows']
-    outcomes = [row.keys() - {'scaffold', 'family'} for row in rows]
-    total = sum(
-      row[name] for row, names in zip(rows, outcomes, strict=True) for name in names
-    )
     assert {row['scaffold'] for row in rows} == {'plain', 'bash', 'perturbed'}
-    assert total == 6
+    assert sum(n for row in rows for n in row.values() if isinstance(n, int)) == 6
   assert (tmp_path / 'verified.jsonl').exists()
 
 
