@@ -235,16 +235,7 @@ def _write_test(env, bug: Bug) -> Candidate:
 def _review(env, bug: Bug, rng: random.Random) -> Candidate:
   """The bug among harmless changes: comments at the starts of other functions."""
   m = bug.mutation
-  text = bug.text
-  line = m.at
-  others = [o for o, _ in sites_of(env, m.path) if o > line + 8 or o < line - 8]
-  for at in sorted(rng.sample(others, min(3, len(others))), reverse=True):
-    rows = text.split('\n')
-    body = rows[at - 1]
-    indent = body[: len(body) - len(body.lstrip())]
-    rows.insert(at - 1, f'{indent}# {rng.choice(_COMMENTS)}')
-    text = '\n'.join(rows)
-    line += at <= line
+  text, line = commented(bug.text, m.at, rng)
   last = line + m.new.count('\n')
   id_ = f'review/{identity(env, m)}'
   draft = drafts.review(
@@ -270,16 +261,29 @@ _COMMENTS = (
 )
 
 
-def sites_of(env: Environment, path: str) -> list[tuple[int, str]]:
-  """(first line of the body, name) of a file's functions of more than one line."""
+def commented(text: str, line: int, rng: random.Random) -> tuple[str, int]:
+  """A file with comments at the starts of functions, and where a line of it is then.
+
+  Args:
+    text: of the file.
+    line: a line that gets no comment near it.
+    rng: chooses functions and comments.
+  """
   import ast
 
-  tree = ast.parse(env.source.files[path])
-  return sorted(
-    (node.body[0].lineno, node.name)
-    for node in ast.walk(tree)
+  starts = {
+    node.body[0].lineno
+    for node in ast.walk(ast.parse(text))
     if isinstance(node, ast.FunctionDef) and node.body[0].lineno > node.lineno
-  )
+  }
+  others = sorted(at for at in starts if abs(at - line) > 8)
+  rows = text.split('\n')
+  for at in sorted(rng.sample(others, min(3, len(others))), reverse=True):
+    body = rows[at - 1]
+    indent = body[: len(body) - len(body.lstrip())]
+    rows.insert(at - 1, f'{indent}# {rng.choice(_COMMENTS)}')
+    line += at <= line
+  return '\n'.join(rows), line
 
 
 def _name(env: Environment, family: str, id_: str) -> str:

@@ -200,6 +200,17 @@ def test_results_count_only_with_the_nonce():
       grade.parse(bad, 'n')
 
 
+@pytest.mark.parametrize('seed', range(8))
+def test_comments_of_a_review_change_nothing(seed):
+  """Also where functions have docstrings; the line of the bug is followed."""
+  function = 'def f{0}(\n  x,\n):\n  """One.\n\n  More.\n  """\n  return x + {0}\n'
+  text = '\n\n'.join(function.format(i) for i in range(9))
+  line = text.split('\n').index('  return x + 4') + 1
+  changed, at = inject.commented(text, line, random.Random(seed))
+  assert changed.count('#') == 3 and changed.split('\n')[at - 1] == '  return x + 4'
+  assert ast.dump(ast.parse(changed)) == ast.dump(ast.parse(text))
+
+
 @given(
   st.lists(st.floats(1.0, 1.05), min_size=7, max_size=7),
   st.lists(st.floats(1.0, 3.0), min_size=7, max_size=7),
