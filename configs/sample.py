@@ -6,29 +6,31 @@ COMMAND: python -m experiments.sample --config=configs/sample.py \
 HARDWARE: two CPU cores, and the server's.
 RESULT: verified.jsonl in the workdir, for --config.demonstrations of experiments.sft.
 
-For tasks that experiments.make_tasks wrote: --config.sample.suite.tasks.kind=harbor
---config.sample.suite.tasks.dataset=WORKDIR.
+Variants: `:harbor` takes tasks that experiments.make_tasks wrote, of
+`--config.sample.suite.tasks.dataset=WORKDIR`.
 """
 
+import copy
 import dataclasses
 
 import ml_collections
 
-from configs import forge, serve
+from configs import forge, serve, suites
 from experiments import fields
 from m2jax import sharding
 from m2jax.pipelines.verified import SampleConfig
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  if variant not in ('', 'harbor'):
+    raise ValueError(f'unknown variant {variant!r}: want none or harbor')
   job = forge.get_config()
-  tasks = job.tasks.to_dict()
-  plain = job.episodes.agent.to_dict()
+  plain = suites.LONG if variant else job.episodes.agent.to_dict()
   c = ml_collections.ConfigDict()
   c.sample = dict(
     suite=dict(
-      tasks=tasks,
-      agent=plain,  # not used: the scaffolds are
+      tasks=dict(kind='harbor') if variant else job.tasks.to_dict(),
+      agent=copy.deepcopy(plain),  # not used: the scaffolds are
       split='train',
       count=200,
       trials=4,
@@ -38,11 +40,11 @@ def get_config() -> ml_collections.ConfigDict:
       concurrency=64,
     ),
     scaffolds=dict(
-      plain=plain,
-      bash=dict(plain, rename=dict(sh='bash', cmd='command')),
+      plain=copy.deepcopy(plain),
+      bash=dict(copy.deepcopy(plain), rename=dict(sh='bash', cmd='command')),
       perturbed=dict(
         kind='perturbed',
-        agent=plain,
+        agent=copy.deepcopy(plain),  # each is changed alone by flags
         systems=('Use sh.', 'Work in the shell.', 'You work in a folder.'),
         instructions=('{instruction}', 'Your task: {instruction}'),
         renames=({}, dict(sh='shell'), dict(sh='run', cmd='line')),

@@ -23,22 +23,22 @@ from experiments import fields
 from m2jax import sharding
 from m2jax.pipelines.suites import SuiteConfig
 
-_LONG = dict(kind='whitebox', max_tokens=4096, observation_bytes=16384)
+LONG = dict(kind='whitebox', max_tokens=4096, observation_bytes=16384)
 SUITES = {
   'reasoning': dict(
     tasks=dict(kind='reasoning', levels=(0, 1, 2)),
-    agent=_LONG,
+    agent=LONG,
     count=100,
     trials=4,
   ),
   'humaneval': dict(
     tasks=dict(kind='humaneval'),
-    agent=_LONG,
+    agent=LONG,
     count=164,
     trials=4,
     limits=dict(cpu_s=10, wall_s=20.0),
   ),
-  'bfcl': dict(tasks=dict(kind='bfcl'), agent=_LONG, count=50, trials=4),
+  'bfcl': dict(tasks=dict(kind='bfcl'), agent=LONG, count=50, trials=4),
   'terminal': dict(
     tasks=dict(kind='terminal'),
     agent=dict(kind='whitebox', max_tokens=1024, observation_bytes=4096),
@@ -47,7 +47,7 @@ SUITES = {
   ),
   # Tasks that experiments.make_tasks wrote: set --config.suite.tasks.dataset.
   'harbor': dict(
-    tasks=dict(kind='harbor'), agent=_LONG, count=100, trials=4, episode_s=3600.0
+    tasks=dict(kind='harbor'), agent=LONG, count=100, trials=4, episode_s=3600.0
   ),
 }
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from absl import flags
+from absl import flags, logging
+from rich.progress import Progress
 
 from experiments import common, served
+from m2jax import agents
 from m2jax.forge import roles
 from m2jax.gateway.config import GatewayConfig
+from m2jax.pipelines import suites
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig
 from m2jax.sharding import MeshConfig
@@ -21,14 +26,6 @@ MODEL = flags.DEFINE_string('model', None, 'Name of the model at --url.')
 KEY = flags.DEFINE_string(
   'key_variable', 'OPENAI_API_KEY', 'Environment variable with the API key.'
 )
-
-
-class Endpoint(NamedTuple):
-  """Access to the model. `base_url` ends with /v1."""
-
-  base_url: str
-  model: str
-  key: str
 
 
 def name(checkpoint: str | None) -> str:
@@ -47,7 +44,7 @@ def name(checkpoint: str | None) -> str:
 @contextlib.contextmanager
 def opened(
   values: dict[str, Any], checkpoint: str | None, step: int | None
-) -> Iterator[Endpoint]:
+) -> Iterator[agents.Endpoint]:
   """The server of --url, or a gateway on the checkpoint, at a free port.
 
   Args:
@@ -56,7 +53,7 @@ def opened(
     step: of the checkpoint; None is the latest.
   """
   if URL.value:
-    yield Endpoint(URL.value, MODEL.value, os.environ.get(KEY.value, 'none'))
+    yield agents.Endpoint(URL.value, os.environ.get(KEY.value, 'none'), MODEL.value)
     return
   options = {**values['gateway'], 'port': 0}
   gateway = common.build(GatewayConfig, options, 'config.gateway')
@@ -73,4 +70,38 @@ def opened(
       lambda completion: None,
     ) as (_, server),
   ):
-    yield Endpoint(server.base_url, gateway.model_name, 'evaluation')
+    yield agents.Endpoint(server.base_url, 'evaluation', gateway.model_name)
+
+
+def run_suite(
+  config: suites.SuiteConfig,
+  name: str,
+  found: agents.Endpoint,
+  path: Path,
+  bar: Progress,
+) -> list[suites.Row]:
+  """`suites.run` with the model; shows progress, and why attempts are not judged."""
+  line = bar.add_task(name, total=len(config.specs()) * config.trials)
+  errors = []
+
+  def on_end(row: Mapping[str, Any]) -> None:
+    bar.advance(line)
+    if row['outcome'] != 'judged':
+      errors.append(row['error'])
+
+  rows = asyncio.run(
+    suites.run(
+      config,
+      found.base_url,
+      found.model,
+      path,
+      api_key=found.api_key,
+      on_end=on_end,
+    )
+  )
+  if errors:
+    logging.warning(
+      '%s: %d attempts are not judged, the last for %s; the same command tries again',
+      *(name, len(errors), errors[-1]),
+    )
+  return rows

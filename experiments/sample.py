@@ -11,7 +11,6 @@ server. The same command resumes after a stop. docs/pipelines_reasoning.md.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -44,32 +43,11 @@ def main():
     Progress() as bar,
   ):
     for name, path in paths.items():
-      _attempt(config.of(name), name, found, path, bar)
+      endpoint.run_suite(config.of(name), name, found, path, bar)
   rows = {name: records.read(path) for name, path in paths.items()}
   selection = verified.select(config, rows, model)
   verified.write(workdir / 'verified.jsonl', selection.chats)
   _report(workdir, model, selection)
-
-
-def _attempt(
-  suite: suites.SuiteConfig,
-  name: str,
-  found: endpoint.Endpoint,
-  path: Path,
-  bar: Progress,
-) -> None:
-  """Makes the attempts of a scaffold that are not in its file yet."""
-  line = bar.add_task(name, total=len(suite.specs()) * suite.trials)
-  asyncio.run(
-    suites.run(
-      suite,
-      found.base_url,
-      found.model,
-      path,
-      api_key=found.key,
-      on_end=lambda row: bar.advance(line),
-    )
-  )
 
 
 def _report(workdir: Path, model: str, selection: verified.Selection) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -33,25 +32,9 @@ def main(checkpoint: str | None, step: int | None) -> None:
   workdir.mkdir(parents=True, exist_ok=True)
   path = workdir / f'{SUITE.value}.jsonl'
   suites.keep_settings(path, config, about['model'], common.FRESH.value)
-  with endpoint.opened(values, checkpoint, step) as found:
-    rows = _run(config, found, path)
+  with endpoint.opened(values, checkpoint, step) as found, Progress() as bar:
+    rows = endpoint.run_suite(config, SUITE.value, found, path, bar)
   _report(workdir, about, rows)
-
-
-def _run(config, found: endpoint.Endpoint, path: Path) -> list[suites.Row]:
-  total = len(config.specs()) * config.trials
-  with Progress() as bar:
-    line = bar.add_task(SUITE.value, total=total)
-    return asyncio.run(
-      suites.run(
-        config,
-        found.base_url,
-        found.model,
-        path,
-        api_key=found.key,
-        on_end=lambda row: bar.advance(line),
-      )
-    )
 
 
 def _report(workdir: Path, about: dict, rows: list[suites.Row]) -> None:

@@ -41,12 +41,9 @@ class Config(AgentConfig):
   def __post_init__(self):
     require(self, self.agent.kind == 'whitebox', 'agent', 'of the kind whitebox')
     require(self, self.system is None, 'system', "None: 'systems' has the prompts")
-    for variant in self.variants():  # checks each
-      dataclasses.replace(self.agent, **variant)
-
-  def variants(self) -> list[dict[str, Any]]:
-    """Every value of a varied field, alone."""
-    return [{name: value} for name, values in self._varied() for value in values]
+    for name, values in self._varied():
+      for value in values:  # the agent's config checks it
+        dataclasses.replace(self.agent, **{name: value})
 
   def of_task(self, spec: str) -> AgentConfig:
     """The variant of a task: the same in every process."""

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from configs import sample
 from m2jax import tasks
 from m2jax.agents import perturbed, whitebox
 from m2jax.agents.context import ContextConfig
@@ -173,3 +174,13 @@ def test_a_variant_is_of_the_task():
   assert len({repr(agent) for agent in drawn}) == 8
   with pytest.raises(ValueError, match='instruction'):
     perturbed.Config(instructions=('without the placeholder',))
+
+
+@pytest.mark.parametrize('variant', ['', 'harbor'])
+def test_a_flag_changes_one_scaffold(variant):
+  """The scaffolds of the config share no settings."""
+  scaffolds = sample.get_config(variant).sample.scaffolds
+  scaffolds.plain.context.thinking = 'drop'
+  scaffolds.plain.max_tokens = 1
+  for agent in scaffolds.bash, scaffolds.perturbed.agent:
+    assert agent.context.thinking == 'keep' and agent.max_tokens > 1

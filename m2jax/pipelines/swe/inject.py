@@ -8,6 +8,7 @@ task's own verifier.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import itertools
 import random
@@ -269,8 +270,6 @@ def commented(text: str, line: int, rng: random.Random) -> tuple[str, int]:
     line: a line that gets no comment near it.
     rng: chooses functions and comments.
   """
-  import ast
-
   starts = {
     node.body[0].lineno
     for node in ast.walk(ast.parse(text))
