@@ -16,7 +16,7 @@ from experiments import common, served
 from m2jax import agents
 from m2jax.forge import roles
 from m2jax.gateway.config import GatewayConfig
-from m2jax.pipelines import suites
+from m2jax.pipelines import records, suites
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig
 from m2jax.sharding import MeshConfig
@@ -81,7 +81,9 @@ def run_suite(
   bar: Progress,
 ) -> list[suites.Row]:
   """`suites.run` with the model; shows progress, and why attempts are not judged."""
-  line = bar.add_task(name, total=len(config.specs()) * config.trials)
+  done = sum(row['outcome'] == 'judged' for row in records.read(path))
+  total = len(config.specs()) * config.trials
+  line = bar.add_task(name, total=total, completed=min(done, total))
   errors = []
 
   def on_end(row: Mapping[str, Any]) -> None:
