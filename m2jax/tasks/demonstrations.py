@@ -94,6 +94,48 @@ async def demonstrate(
   return await module.demonstrate(task, environment, teacher)
 
 
+async def perform(
+  task: task_lib.Task,
+  environment: task_lib.Environment,
+  turns: Lesson,
+  mistakes: Sequence[str] = (),
+) -> Demonstration:
+  """A demonstration of a lesson in an open environment.
+
+  Args:
+    task: the task.
+    environment: runs the lesson's tool calls.
+    turns: the lesson; an invalid call shows its error.
+    mistakes: list to which the lesson adds.
+  """
+  messages: list[dict[str, Any]] = [{'role': 'user', 'content': task.instruction}]
+  shown: str | None = None
+  while True:
+    try:
+      turn = turns.send(shown)
+    except StopIteration as end:
+      messages.append(_said(end.value))
+      break
+    function = {'name': turn.tool, 'arguments': json.dumps(dict(turn.arguments))}
+    call = {'id': f'call_{len(messages)}', 'type': 'function', 'function': function}
+    messages.append(_said(turn) | {'tool_calls': [call]})
+    try:
+      shown = await environment.execute(turn.tool, turn.arguments)
+    except task_lib.BadCall as error:
+      shown = f'error: {error}'
+    messages.append({'role': 'tool', 'tool_call_id': call['id'], 'content': shown})
+  success = await task.verify(environment, messages[-1]['content'])
+  return Demonstration(task.spec, messages, task.tools, success, mistakes)
+
+
+def _said(turn: Turn) -> dict[str, Any]:
+  return {
+    'role': 'assistant',
+    'content': turn.content,
+    'reasoning_content': turn.thought,
+  }
+
+
 async def collect(
   specs: Sequence[str],
   teacher: TeacherConfig,
