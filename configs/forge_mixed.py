@@ -1,12 +1,14 @@
-r"""Forge with several domains and scaffolds in one run: shell tasks twice, and lookups.
+r"""Forge with several domains and scaffolds in one run: shell, repair, reasoning.
 
 COMMAND: python -m experiments.forge --config=configs/forge_mixed.py --workdir=DIR
-HARDWARE: two CPU cores, 2 GB.
+HARDWARE: two CPU cores, 2 GB; pip install 'm2jax[pipelines]' for reasoning-gym.
 RESULT: not measured.
 
 Each domain has its tasks, agent and teacher, a share of the demonstrations, and a ratio
-per stage of RL; curves and evaluations are by domain (`success/DOMAIN`). `:smoke` runs
-every phase for seconds.
+per stage of RL; curves and evaluations are by domain (`success/DOMAIN`). `bash` has the
+shell tasks in another scaffold. Variants: `:DOMAIN` trains on one domain alone after
+the same SFT, for the same budget, and is evaluated on all: what a single domain
+forgets. `:smoke` runs every phase for seconds.
 """
 
 import ml_collections
@@ -15,37 +17,70 @@ from configs import forge
 from experiments import fields
 from m2jax.forge.config import ForgeConfig
 
+# Families of shell tasks, in demonstrations, RL and evaluations.
+SHELL = dict(steps_1=1.0, steps_2=1.0, steps_3=2.0, steps_4=1.0, trail=1.0)
+# Domain -> (share of the demonstrations, ratios in the stages of RL).
+DOMAINS = dict(
+  shell=(2.0, (2.0, 1.0)),
+  bash=(1.0, (1.0, 1.0)),
+  repair=(2.0, (1.0, 2.0)),
+  reasoning=(1.0, (1.0, 2.0)),
+)
+PROBLEMS = ('aiw', 'basic_arithmetic', 'chain_sum', 'family_relationships', 'syllogism')
+
+
+def _tasks(shell: dict) -> dict:
+  shell = dict(shell, weights=SHELL)
+  problems = dict.fromkeys(PROBLEMS, 1.0)
+  return dict(
+    shell=shell,
+    bash=shell,
+    repair=dict(kind='repair', steps=(1, 4)),
+    reasoning=dict(kind='reasoning', split_by='problem', weights=problems),
+  )
+
+
+def _agents(shell: dict) -> dict:
+  return dict(
+    shell=shell,
+    bash=dict(  # the same tasks in another scaffold
+      kind='whitebox',
+      max_tokens=96,
+      observation_bytes=400,
+      system='You work in a folder.',
+      instruction='Your task: {instruction}',
+      rename=dict(sh='bash', cmd='command'),
+    ),
+    repair=dict(kind='whitebox', max_tokens=128, system='Use the tools.'),
+    reasoning=dict(kind='whitebox', max_tokens=32),
+  )
+
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
-  if variant not in ('', 'smoke'):
-    raise ValueError(f'unknown variant {variant!r}: want smoke')
-  c = forge.get_config(variant)
-  shell, agent, teacher = c.tasks, c.episodes.agent, c.teacher
+  if variant not in ('', 'smoke', *DOMAINS):
+    raise ValueError(f'unknown variant {variant!r}: want smoke or one of {(*DOMAINS,)}')
+  c = forge.get_config('smoke' if variant == 'smoke' else '')
+  ratios = {name: ratio for name, (_, ratio) in DOMAINS.items()}
+  if variant in DOMAINS:
+    ratios = {name: (float(name == variant),) for name in DOMAINS}
+  shell, agent, teacher = c.tasks.to_dict(), c.episodes.agent.to_dict(), c.teacher
   c.tasks = dict(
     kind='mixed',
-    domains=dict(shell=shell, bash=shell, lookup=dict(kind='lookup')),
-    ratios=dict(shell=(1.0, 2.0), bash=(1.0, 2.0), lookup=(2.0, 1.0)),
-    stages=(16 if variant else 112,),  # work items, at which the second stage begins
-    demonstrated=dict(shell=2.0, bash=2.0, lookup=1.0),
+    domains=_tasks(shell),
+    ratios=ratios,
+    stages=(16 if variant == 'smoke' else 112,),  # work items: the second begins
+    demonstrated={name: share for name, (share, _) in DOMAINS.items()},
   )
-  c.episodes.agent = dict(
-    kind='mixed',
-    domains=dict(
-      shell=agent,
-      bash=dict(  # the same tasks in another scaffold
-        kind='whitebox',
-        max_tokens=96,
-        observation_bytes=400,
-        system='You work in a folder.',
-        instruction='Your task: {instruction}',
-        rename=dict(sh='bash', cmd='command'),
-      ),
-      lookup=dict(kind='whitebox', max_tokens=64),
-    ),
-  )
+  c.episodes.agent = dict(kind='mixed', domains=_agents(agent))
   c.teacher = dict(
     kind='mixed',
-    domains=dict(shell=teacher, bash=teacher, lookup=dict(kind='lookup')),
+    domains=dict(
+      shell=teacher.to_dict(),
+      bash=teacher.to_dict(),
+      repair=dict(kind='repair'),
+      reasoning=dict(kind='reasoning'),
+    ),
   )
+  c.rl.partial_credit = 0.0  # domains without it
   c.sft.families = {}
   return fields.complete(c, ForgeConfig)
