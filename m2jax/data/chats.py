@@ -1,7 +1,7 @@
 """Chats as JSON lines of OpenAI messages, and as samples for SFT.
 
-Each line of a file is a chat, `{"messages": […], "tools": […]}`; `tools` is optional,
-and other keys are ignored.
+Each line of a file is a chat, `{"messages": […], "tools": […]}`. `tools` is optional,
+and so is `task`, the spec of the task that it solves; other keys are ignored.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ class Chat(NamedTuple):
     name: for error messages.
     messages, tools: OpenAI dicts.
     trained: index of the only message that is trained; None: all of the assistant's.
+    task: spec of its task, if the file has it.
   """
 
   name: str
   messages: Sequence[Mapping[str, Any]]
   tools: Sequence[Mapping[str, Any]] = ()
   trained: int | None = None
+  task: str = ''
 
   def text(self) -> str:
     """The chat as rendered by the template."""
@@ -72,7 +74,10 @@ def read(
       try:
         record = json.loads(line)
         found = Chat(
-          where, with_system(record['messages'], system), record.get('tools') or tools
+          where,
+          with_system(record['messages'], system),
+          record.get('tools') or tools,
+          task=str(record.get('task', '')),
         )
         owned = any(piece.owned for piece in chat.segments(found.messages, found.tools))
       except (KeyError, TypeError, AttributeError, ValueError) as error:

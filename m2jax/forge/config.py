@@ -25,15 +25,19 @@ from m2jax.train.loop import LoopConfig
 
 @dataclasses.dataclass(frozen=True)
 class SftConfig(sft.SftConfig):
-  """Supervised fine-tuning on the teacher's verified successes.
+  """Supervised fine-tuning on the teacher's verified successes, or on recorded chats.
 
   Attributes:
-    demonstrations: number of tasks the teacher attempts; failures are left out.
+    demonstrations: number of tasks the teacher attempts; failures are left out. Of
+      `recorded`, at most so many chats are used.
     families: families to demonstrate -> relative frequency. Empty: those of `tasks`.
+    recorded: JSON lines of chats that take the teacher's place, as they are: those of
+      experiments.sample, or any with `messages` and `tools`. '': the teacher's.
   """
 
   demonstrations: int
   families: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  recorded: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +162,7 @@ class ForgeConfig(RolloutConfig):
 
   Attributes:
     seed: seed of weights, tasks, teacher and sampling.
-    teacher: who demonstrates.
+    teacher: who demonstrates; None with `sft.recorded` or `start`.
     sft: the first phase.
     rl: the second phase; None stops after SFT.
     more_sft: replaces `rl`, as a control.
@@ -174,7 +178,7 @@ class ForgeConfig(RolloutConfig):
   """
 
   seed: int
-  teacher: TeacherConfig
+  teacher: TeacherConfig | None
   sft: SftConfig
   rl: RlConfig | None
   more_sft: MoreSftConfig | None = None
@@ -190,6 +194,11 @@ class ForgeConfig(RolloutConfig):
       raise ValueError('ForgeConfig: start and init_from are both set; set one')
     if self.rl is not None and self.more_sft is not None:
       raise ValueError('ForgeConfig: rl and more_sft are both set; set one to None')
+    if not (self.teacher or self.sft.recorded or self.start):
+      raise ValueError(
+        f'no teacher for tasks of the kind {self.tasks.kind!r}: set teacher, or '
+        'sft.recorded to a file of chats (docs/pipelines_reasoning.md)'
+      )
     for phase in (self.sft, self.rl, self.more_sft):
       if phase is not None:
         gnmr.check(phase.optimizer.gnmr, self.model)

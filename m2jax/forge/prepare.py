@@ -41,7 +41,9 @@ DEMONSTRATIONS = 'demonstrations.jsonl'
 def make_demonstrations(
   config: ForgeConfig, path: Path, on_progress: Callable[[float], None] = lambda f: None
 ):
-  """Returns the teacher's demonstrations; makes and stores them at `path` once."""
+  """Returns the demonstrations; makes and stores them at `path` once."""
+  if not path.exists() and config.sft.recorded:
+    demonstrations.write(path, recorded(config))
   if not path.exists():
     total = config.sft.demonstrations
     drawn_from = config.tasks
@@ -71,13 +73,31 @@ def make_demonstrations(
   return demonstrations.read(path)
 
 
+def recorded(config: ForgeConfig) -> list[tasks.Demonstration]:
+  """The chats of `config.sft.recorded`.
+
+  Raises:
+    ValueError: a line is not a chat, or is of a task that is not for training.
+  """
+  found = []
+  for chat in chats_lib.read(config.sft.recorded)[: config.sft.demonstrations]:
+    if chat.task and (split := tasks.make(chat.task).split) != 'train':
+      raise ValueError(f'{chat.name}: {chat.task} is of the split {split!r}, not train')
+    found.append(
+      tasks.Demonstration(chat.task or chat.name, chat.messages, chat.tools, 1.0)
+    )
+  return found
+
+
 def chats(
   config: ForgeConfig, demos: Sequence[tasks.Demonstration]
 ) -> list[chats_lib.Chat]:
   """Demonstrations as the agent's requests, with its prompts and tools.
 
-  An agent that writes its own prompts has none to add.
+  An agent that writes its own prompts has none to add, nor have recorded chats.
   """
+  if config.sft.recorded:
+    return [chats_lib.Chat(d.task, d.messages, d.tools) for d in demos]
   agent = config.episodes.agent
   return [
     chats_lib.Chat(demo.task, *shown)

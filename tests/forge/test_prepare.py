@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -56,3 +57,52 @@ def test_a_run_before_its_sft_is_named(tmp_path, finished):
   (finished / 'demonstrations.jsonl').unlink()
   with pytest.raises(FileNotFoundError, match='demonstrations.jsonl'):
     prepare.take_over(control(finished), tmp_path)
+
+
+@pytest.fixture
+def with_chats(tmp_path):
+  """A config whose SFT learns from recorded chats, and how to write them."""
+
+  def write(*tasks):
+    chats = [
+      {
+        'task': task,
+        'messages': [
+          {'role': 'system', 'content': 'Another scaffold.'},
+          {'role': 'user', 'content': f'task {number}'},
+          {'role': 'assistant', 'content': 'done', 'reasoning_content': 'why'},
+        ],
+      }
+      for number, task in enumerate(tasks)
+    ]
+    path = tmp_path / 'verified.jsonl'
+    path.write_text('\n'.join(map(json.dumps, chats)))
+    config = forge_worker.config()
+    sft = dataclasses.replace(config.sft, recorded=str(path), demonstrations=2)
+    return dataclasses.replace(config, sft=sft, teacher=None)
+
+  return write
+
+
+def test_recorded_chats_take_the_teachers_place(tmp_path, with_chats):
+  """As they are: neither the agent's system prompt nor its tools are added."""
+  config = with_chats(*['terminal/train/steps_1/0/0'] * 3)
+  demos = prepare.make_demonstrations(config, tmp_path / 'demonstrations.jsonl')
+  assert len(demos) == 2 and {demo.success for demo in demos} == {1.0}
+  (chat, _) = prepare.chats(config, demos)
+  assert chat.text().count('Another scaffold.') == 1
+  assert config.episodes.agent.system not in chat.text()
+  (tmp_path / 'verified.jsonl').unlink()  # the run keeps its own copy
+  again = prepare.make_demonstrations(config, tmp_path / 'demonstrations.jsonl')
+  assert again == demos
+
+
+def test_recorded_chats_of_other_splits_are_refused(with_chats):
+  config = with_chats('terminal/train/steps_1/0/0', 'terminal/held_out/steps_1/0/0')
+  with pytest.raises(ValueError, match=r'line 2.*held_out'):
+    prepare.recorded(config)
+
+
+def test_a_run_needs_demonstrations_from_somewhere():
+  with pytest.raises(ValueError, match=r'sft\.recorded'):
+    dataclasses.replace(forge_worker.config(), teacher=None)

@@ -9,7 +9,7 @@ import tarfile
 import pytest
 
 from m2jax import sandbox, tasks
-from m2jax.tasks import harbor
+from m2jax.tasks import demonstrations, harbor
 from m2jax.tasks.harbor import compose, verifier
 
 _TEST = """\
@@ -179,3 +179,33 @@ def test_a_broken_directory_is_named(tmp_path, missing):
   (path / missing).unlink()
   with pytest.raises(harbor.BadTask, match=missing):
     harbor.read(path)
+
+
+def _demonstrate(path):
+  spec = f'harbor/train/{path.name}@{path.parents[2]}'
+  options = dict(backend='bubblewrap', limits=sandbox.Limits(wall_s=5.0))
+  teacher = harbor.TeacherConfig()
+
+  async def work():
+    try:
+      return await demonstrations.collect([spec], teacher, **options)
+    finally:
+      await sandbox.shutdown()
+
+  return asyncio.run(work())
+
+
+def test_the_teacher_shows_the_solution(tmp_path):
+  """One real call, which the task's own verifier accepts."""
+  (demo,) = _demonstrate(_dataset(tmp_path))
+  assert demo.success == 1.0
+  (call,) = [c for m in demo.messages for c in m.get('tool_calls', ())]
+  assert 'echo right' in call['function']['arguments']
+
+
+def test_solutions_that_no_call_shows_are_named(tmp_path):
+  path = _dataset(tmp_path)
+  (path / 'solution' / 'gold.patch').write_text('x')
+  harbor.make.cache_clear()
+  with pytest.raises(ValueError, match=r'gold\.patch.*sft\.recorded'):
+    _demonstrate(path)

@@ -1,4 +1,7 @@
-"""Harbor task directories as tasks: `task` the kind, `directory` the format."""
+"""Harbor task directories as tasks: `task` the kind, `directory` the format.
+
+`verifier` judges, `teacher` demonstrates.
+"""
 
 from m2jax.tasks.harbor.directory import (
   BadTask,
@@ -17,6 +20,7 @@ from m2jax.tasks.harbor.task import (
   of_directory,
   spec,
 )
+from m2jax.tasks.harbor.teacher import TeacherConfig, demonstrate, lesson
 from m2jax.tasks.harbor.verifier import (
   FAILED,
   INVALID,
@@ -37,8 +41,11 @@ __all__ = [
   'HarborTask',
   'InvalidVerdict',
   'Metadata',
+  'TeacherConfig',
   'Verdict',
+  'demonstrate',
   'families',
+  'lesson',
   'make',
   'of_directory',
   'read',
