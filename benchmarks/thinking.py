@@ -62,7 +62,7 @@ def config(side: str, seed: int, args) -> ml_collections.ConfigDict:
   )
   c.episodes.update(concurrency=32)
   c.episodes.agent = dict(
-    kind='whitebox', max_tokens=40, context=dict(thinking=SIDES[side])
+    kind='whitebox', max_tokens=96, context=dict(thinking=SIDES[side])
   )
   c.eval_tasks, c.dev_tasks = args.tasks, 0
   c.sft.families = {}

@@ -15,7 +15,7 @@ from absl import logging
 
 from m2jax.data import demos
 from m2jax.forest import Sample
-from m2jax.text import chat, tokenizer
+from m2jax.text import chat, markup, tokenizer
 
 
 class Chat(NamedTuple):
@@ -95,12 +95,13 @@ def encode(
 ) -> list[Sample]:
   """Chats as samples that train the assistant's tokens; the rest is context.
 
-  Chats of more than `max_tokens` are skipped with a warning.
+  Chats of more than `max_tokens` are skipped with a warning. Chats that end without
+  thinking are counted in one: generation begins with `<think>`, which they lack.
 
   Raises:
     ValueError: no chat remains, or one has no assistant message.
   """
-  chats, samples = list(chats), []
+  chats, samples, unthinking = list(chats), [], 0
   for found in chats:
     pieces = chat.segments(found.messages, found.tools)
     if (only := found.trained) is not None:
@@ -115,9 +116,19 @@ def encode(
       )
       continue
     samples.append(demos.sample(ids[:length], owned[:length]))
+    last = max(piece.message for piece in pieces if piece.owned)
+    said = ''.join(piece.text for piece in pieces if piece.message == last)
+    unthinking += markup.THINK_END not in said
   if not samples:
     raise ValueError(
       f'none of {len(chats)} demonstrations has at most {max_tokens} tokens: raise the '
       'limit or shorten them'
+    )
+  if unthinking:
+    logging.warning(
+      '%d of %d chats end without thinking: generation begins with %s, and a policy '
+      'that learns from them does not know how to go on; give their messages '
+      'reasoning_content',
+      *(unthinking, len(samples), markup.THINK),
     )
   return samples

@@ -81,3 +81,14 @@ def test_encode_leaves_out_what_is_too_long(tok, caplog):
   assert len(chats.encode([long, short], tok, length)) == 1
   with pytest.raises(ValueError, match=f'none of 2 .* at most {length - 1} tokens'):
     chats.encode([long, short], tok, length - 1)
+
+
+def test_chats_that_end_without_thinking_are_counted(tok, caplog):
+  """Generation begins with <think>: a policy that has not learned it, derails."""
+  silent = {key: value for key, value in ANSWER.items() if key != 'reasoning_content'}
+  both = [chats.Chat('a', [USER, ANSWER]), chats.Chat('b', [USER, silent])]
+  with caplog.at_level('WARNING'):
+    chats.encode(both[:1], tok, 1000)
+    assert 'without thinking' not in caplog.text
+    chats.encode(both, tok, 1000)
+  assert '1 of 2 chats end without thinking' in caplog.text

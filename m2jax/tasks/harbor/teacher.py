@@ -37,8 +37,8 @@ def lesson(
       f'{shell.NAME} shows ({min(files)}): set sft.recorded, or tasks.weights without '
       f'the family {task.family!r}'
     )
-  yield demonstrations.Turn('', shell.NAME, {shell.ARGUMENT: _command(script)})
-  return demonstrations.Turn('', content='done')
+  yield demonstrations.Turn('do it', shell.NAME, {shell.ARGUMENT: _command(script)})
+  return demonstrations.Turn('done', content='done')
 
 
 async def demonstrate(

@@ -165,7 +165,8 @@ def lesson(
   task: ReasoningTask, teacher: TeacherConfig, mistakes: list[str]
 ) -> demonstrations.Lesson:
   """One turn, the answer; see `tasks.lesson`."""
-  return demonstrations.Turn('', content=_answer(task))
+  content = f'{strict.OPEN}{task.answer}{strict.CLOSE}'
+  return demonstrations.Turn(f'it is {task.answer}', content=content)
   yield  # a generator without tool calls
 
 
@@ -173,13 +174,4 @@ async def demonstrate(
   task: ReasoningTask, environment: task_lib.Environment, teacher: TeacherConfig
 ) -> demonstrations.Demonstration:
   """Answers; see `tasks.Demonstration`."""
-  messages = [
-    {'role': 'user', 'content': task.instruction},
-    {'role': 'assistant', 'content': _answer(task)},
-  ]
-  success = await task.verify(environment, _answer(task))
-  return demonstrations.Demonstration(task.spec, messages, task.tools, success)
-
-
-def _answer(task: ReasoningTask) -> str:
-  return f'{strict.OPEN}{task.answer}{strict.CLOSE}'
+  return await demonstrations.perform(task, environment, lesson(task, teacher, []))
