@@ -186,6 +186,15 @@ def test_the_teacher_succeeds_also_after_a_slip(slip):
     assert set(calls) == {3}
 
 
+def test_lessons_end():
+  """Also where no other wrong edit shows: there the teacher makes no slip."""
+  task = tasks.make('repair/train/steps_3/1000003/1186?3')
+  assert 'at most 2, make it at least 7' in task.instruction  # whatever is before
+  mistakes = []
+  turns = list(repair.lesson(task, repair.TeacherConfig(slip=1.0), mistakes))
+  assert [turn.tool for turn in turns][:2] == ['read', 'edit'] and not mistakes
+
+
 def test_configs_say_what_is_wrong():
   for arguments, message in (
     (dict(steps=(0, 3)), 'steps'),

@@ -119,7 +119,7 @@ def draw(
     parameters = rng.choice(PARAMETERS)
     program = Program(parameters, tuple(_step(rng, parameters) for _ in range(steps)))
     index = rng.randrange(steps)
-    wrong = neighbour(rng, program.steps[index], parameters)
+    wrong = rng.choice(neighbours(program.steps[index], parameters))
     broken = apply(program, Bug(index, wrong))
     if split_of(program) != split:
       continue
@@ -139,12 +139,16 @@ def apply(program: Program, bug: Bug) -> Program:
   return dataclasses.replace(program, steps=tuple(steps))
 
 
-def neighbour(rng: random.Random, step: Step, parameters: tuple[str, str]) -> Step:
-  """A step with another operation or another operand."""
-  while True:
-    other = _step(rng, parameters)
-    if (other.operation == step.operation) != (other.operand == step.operand):
-      return other
+def neighbours(step: Step, parameters: tuple[str, str]) -> list[Step]:
+  """The steps with either another operation or another operand, in a fixed order."""
+  operands = [parameters[1], *map(str, _NUMBERS)]
+  found = [Step(operation, step.operand) for operation in _CODE]
+  found += [Step(step.operation, operand) for operand in operands]
+  return [s for s in found if s != step and _defined(s)]
+
+
+def _defined(step: Step) -> bool:
+  return step.operation != 'remainder' or step.operand.isdigit()  # a name may be 0
 
 
 def _without(program: Program, index: int) -> Program:
@@ -154,6 +158,7 @@ def _without(program: Program, index: int) -> Program:
 
 def _step(rng: random.Random, parameters: tuple[str, str]) -> Step:
   operation = rng.choice(list(_CODE))
-  if operation != 'remainder' and rng.random() < 0.3:  # a parameter may be 0
-    return Step(operation, parameters[1])
+  named = Step(operation, parameters[1])
+  if _defined(named) and rng.random() < 0.3:
+    return named
   return Step(operation, str(rng.choice(_NUMBERS)))

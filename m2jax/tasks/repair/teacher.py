@@ -39,9 +39,10 @@ def lesson(
   yield demonstrations.Turn('read it', 'read')
   old, new = task.bug.step.code, right.code
   thought = _comparison(task)
-  if rng.random() < teacher.slip:
+  slips = _slips(task)
+  if slips and rng.random() < teacher.slip:
     mistakes.append('wrong_edit')
-    new = _slip(rng, task).code
+    new = rng.choice(slips).code
   yield demonstrations.Turn(thought, 'edit', {'old': old, 'new': new})
   if (yield demonstrations.Turn('check it', 'test')) != 'ok':
     again = {'old': new, 'new': right.code}
@@ -50,16 +51,17 @@ def lesson(
   return demonstrations.Turn('it works', content='fixed')
 
 
-def _slip(rng: random.Random, task: RepairTask) -> programs.Step:
-  """Another wrong step, which the test shows; the file then has its line once."""
+def _slips(task: RepairTask) -> list[programs.Step]:
+  """Other wrong steps that the test shows; the file then has their line once."""
   index, program = task.bug.index, task.program
-  while True:
-    step = programs.neighbour(rng, program.steps[index], program.parameters)
+  found = []
+  for step in programs.neighbours(program.steps[index], program.parameters):
     other = programs.apply(program, programs.Bug(index, step))
     fails = any(other(*call) != program(*call) for call in task.shown)
     once = [s.code for s in other.steps].count(step.code) == 1
     if fails and once and step != task.bug.step:
-      return step
+      found.append(step)
+  return found
 
 
 def _comparison(task: RepairTask) -> str:
