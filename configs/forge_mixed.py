@@ -1,8 +1,9 @@
-r"""Forge with several domains and scaffolds in one run: shell, repair, reasoning.
+r"""Forge with four domains in one run: shell, code repair, clicks, reasoning.
 
 COMMAND: python -m experiments.forge --config=configs/forge_mixed.py --workdir=DIR
-HARDWARE: two CPU cores, 2 GB; pip install 'm2jax[pipelines]' for reasoning-gym.
-RESULT: not measured.
+HARDWARE: two CPU cores, 3 GB; pip install 'm2jax[pipelines]' for reasoning-gym and
+  MiniWoB++, and Chromium (docs/pipelines_reasoning.md).
+RESULT: not measured at this size; docs/pipelines_reasoning.md has a smaller model's.
 
 Each domain has its tasks, agent and teacher, a share of the demonstrations, and a ratio
 per stage of RL; curves and evaluations are by domain (`success/DOMAIN`). `bash` has the
@@ -24,18 +25,30 @@ DOMAINS = dict(
   shell=(2.0, (2.0, 1.0)),
   bash=(1.0, (1.0, 1.0)),
   repair=(2.0, (1.0, 2.0)),
+  clicks=(1.0, (1.0, 1.0)),
   reasoning=(1.0, (1.0, 2.0)),
+)
+PAGES = (
+  'choose-list',
+  'click-button',
+  'click-link',
+  'click-option',
+  'click-tab',
+  'enter-text',
+  'focus-text-2',
+  'login-user',
 )
 PROBLEMS = ('aiw', 'basic_arithmetic', 'chain_sum', 'family_relationships', 'syllogism')
 
 
 def _tasks(shell: dict) -> dict:
   shell = dict(shell, weights=SHELL)
-  problems = dict.fromkeys(PROBLEMS, 1.0)
+  pages, problems = dict.fromkeys(PAGES, 1.0), dict.fromkeys(PROBLEMS, 1.0)
   return dict(
     shell=shell,
     bash=shell,
     repair=dict(kind='repair', steps=(1, 4)),
+    clicks=dict(kind='clicks', spare_calls=2, weights=pages),
     reasoning=dict(kind='reasoning', split_by='problem', weights=problems),
   )
 
@@ -52,7 +65,8 @@ def _agents(shell: dict) -> dict:
       rename=dict(sh='bash', cmd='command'),
     ),
     repair=dict(kind='whitebox', max_tokens=128, system='Use the tools.'),
-    reasoning=dict(kind='whitebox', max_tokens=32),
+    clicks=dict(kind='whitebox', max_tokens=64, system='Use the page.'),
+    reasoning=dict(kind='whitebox', max_tokens=48),
   )
 
 
@@ -78,6 +92,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       shell=teacher.to_dict(),
       bash=teacher.to_dict(),
       repair=dict(kind='repair'),
+      clicks=dict(kind='clicks'),
       reasoning=dict(kind='reasoning'),
     ),
   )

@@ -1,0 +1,140 @@
+"""Mixed-domain RL against RL on one domain: what each gains and forgets.
+
+  python -m benchmarks.mixed_domains --workdir=DIR [--seeds 0 1 2] [--json]
+
+`configs/forge_mixed.py` with a smaller model. For each seed SFT on the demonstrations
+of all domains, then RL from its weights: once with all domains and the ratios there,
+once on each domain alone (`:DOMAIN`), for the same number of updates and groups. Every
+policy is evaluated at temperature 1 on held-out tasks of all domains. Printed are
+medians over seeds with their range. Runs resume, and a measurement in DIR is not
+repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_collections
+
+from configs import forge_mixed
+from experiments import common, fields
+from m2jax.forge import run
+from m2jax.forge.config import ForgeConfig
+from m2jax.observe import evaluations
+from m2jax.observe import metrics as metrics_lib
+
+SFT, MIXED = 'sft', 'mixed'
+
+
+def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
+  """The job's config; arms after SFT start from its weights."""
+  c = forge_mixed.get_config('' if arm in (SFT, MIXED) else arm)
+  c.seed = seed
+  c.model.update(num_layers=args.layers, embed_dim=96, num_heads=6, num_kv_heads=2)
+  c.model.update(head_dim=16, rotary_dim=8, num_experts=4, expert_dim=96)
+  c.model.update(num_mtp_modules=0)
+  c.mesh.update(data=1)
+  c.engine.update(slots=32, decode_rows=(32,), contexts=(384, 768))
+  c.engine.update(prefill_shapes=((8, 64),))
+  c.episodes.concurrency = 32
+  c.eval_tasks, c.dev_tasks = args.tasks * len(forge_mixed.DOMAINS), 0
+  c.sft.update(demonstrations=args.demonstrations, tokens_per_step=args.tokens)
+  c.sft.loop.update(steps=args.sft_steps, checkpoint_every=args.sft_steps)
+  c.sft.step.update(micro_rows=1)
+  c.sft.optimizer.schedule.update(
+    total_steps=args.sft_steps, decay_steps=args.sft_steps // 3
+  )
+  c.rl.update(
+    steps=args.updates, dev_every=0, patience=0, checkpoint_every=args.updates
+  )
+  c.rl.update(groups_per_step=args.groups, group_size=8, capacity=2 * args.groups)
+  c.rl.learner.step.update(micro_rows=1, detach_mtp=False)
+  c.rl.optimizer.schedule.update(
+    total_steps=args.updates, decay_steps=args.updates // 2
+  )
+  c.tasks.stages = (args.updates * args.groups,)
+  if arm == SFT:
+    c.rl = None
+  else:
+    c.start = str(args.workdir / f'{SFT}-{seed}')
+  return fields.complete(c, ForgeConfig)
+
+
+def measure(arm: str, seed: int, args) -> dict[str, Any]:
+  """One run, resumed if it was interrupted."""
+  started, workdir = time.monotonic(), args.workdir / f'{arm}-{seed}'
+  run.run(common.build(ForgeConfig, config(arm, seed, args)), workdir)
+  (row,) = evaluations.by_stage(metrics_lib.read(workdir))
+  print(f'seed {seed}, {arm}: {time.monotonic() - started:.0f} s', file=sys.stderr)
+  return {'arm': arm, 'seed': seed, 'families': row.families}
+
+
+def cell(runs: Sequence[Mapping[str, Any]], family: str) -> str:
+  """Median success in percent, and the range over seeds."""
+  pairs = [r['families'][family] for r in runs if family in r['families']]
+  if not pairs:
+    return ''
+  rates = [100 * successes / n for successes, n in pairs]
+  return f'{statistics.median(rates):.0f} [{min(rates):.0f}, {max(rates):.0f}]'
+
+
+def table(runs: Sequence[Mapping[str, Any]]) -> str:
+  """Arms by domains; then the domain `repair` by the size of its programs."""
+  sizes = sorted({f for r in runs for f in r['families'] if f.startswith('repair/')})
+  out = []
+  for columns in ((*forge_mixed.DOMAINS,), sizes):
+    out += [
+      '| RL on | ' + ' | '.join(columns) + ' |',
+      '|---' * (len(columns) + 1) + '|',
+    ]
+    for arm in arms():
+      own = [r for r in runs if r['arm'] == arm]
+      name = {SFT: 'none, after SFT', MIXED: 'all'}.get(arm, arm)
+      out.append('| ' + ' | '.join([name, *(cell(own, c) for c in columns)]) + ' |')
+    out.append('')
+  return '\n'.join(out)
+
+
+def arms() -> list[str]:
+  return [SFT, MIXED, *(d for d in forge_mixed.DOMAINS if d != 'bash')]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  parser.add_argument('--workdir', type=pathlib.Path, required=True)
+  parser.add_argument('--layers', type=int, default=2)
+  parser.add_argument('--demonstrations', type=int, default=1500)
+  parser.add_argument('--tokens', type=int, default=4096, help='of an SFT step')
+  parser.add_argument('--sft_steps', type=int, default=600)
+  parser.add_argument('--updates', type=int, default=16, help='of RL')
+  parser.add_argument('--groups', type=int, default=6, help='of an update')
+  parser.add_argument('--tasks', type=int, default=50, help='held out, of a domain')
+  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
+  parser.add_argument('--json', action='store_true')
+  args = parser.parse_args()
+  args.workdir = args.workdir.absolute()
+  args.workdir.mkdir(parents=True, exist_ok=True)
+  common.quiet()
+  runs = []
+  for seed in args.seeds:
+    for arm in arms():
+      path = args.workdir / f'{arm}_{seed}.json'
+      if not path.exists():
+        path.write_text(json.dumps(measure(arm, seed, args)))
+      runs.append(json.loads(path.read_text()))
+  if args.json:
+    settings = vars(args) | {'workdir': str(args.workdir)}
+    print(json.dumps({'settings': settings, 'runs': runs}, indent=1))
+    return
+  print(table(runs))
+
+
+if __name__ == '__main__':
+  main()
