@@ -237,6 +237,7 @@ def learner(config: ForgeConfig, variables, sharding: Sharding) -> Learner:
 
 # Settings that determine the SFT weights; a control shares them with its run.
 _SHARED = ('seed', 'model', 'tasks', 'teacher', 'sft')
+_RL_ONLY = ('ratios', 'stages')  # of tasks.mixed
 
 
 def take_over(config: ForgeConfig, workdir: Path) -> None:
@@ -253,6 +254,9 @@ def take_over(config: ForgeConfig, workdir: Path) -> None:
   if settings.exists():
     theirs = json.loads(settings.read_text())
     ours = json.loads(json.dumps(dataclasses.asdict(config)))
+    for tasks_of in (theirs.get('tasks', {}), ours['tasks']):
+      for name in _RL_ONLY:
+        tasks_of.pop(name, None)
     differing = [name for name in _SHARED if theirs.get(name) != ours[name]]
     if differing:
       raise ValueError(

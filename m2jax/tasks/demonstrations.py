@@ -13,8 +13,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from m2jax import kinds
+from absl import logging
+
+from m2jax import kinds, sandbox
 from m2jax.tasks import task as task_lib
+
+_TRIES = 3  # of a demonstration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +150,9 @@ async def collect(
 ) -> list[Demonstration]:
   """Makes one demonstration of each task; returns them in the tasks' order.
 
+  A failure of the machine is no demonstration: the task is tried again, three times in
+  all, and the last failure is raised.
+
   Args:
     specs: specs of the tasks.
     teacher: settings of the teacher.
@@ -159,8 +166,15 @@ async def collect(
   async def one(spec: str) -> Demonstration:
     nonlocal done
     task = task_lib.make(spec)
-    async with running, task.open(**open_options) as environment:
-      demonstration = await demonstrate(task, environment, teacher)
+    for left in reversed(range(_TRIES)):
+      try:
+        async with running, task.open(**open_options) as environment:
+          demonstration = await demonstrate(task, environment, teacher)
+        break
+      except (sandbox.SandboxError, OSError) as error:
+        if not left:
+          raise
+        logging.warning('%s is demonstrated again: %s', spec, error)
     done += 1
     on_done(done)
     return demonstration

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from m2jax.forge import prepare
+from m2jax.tasks import mixed
 from m2jax.train.workdir import open_workdir
 from tests.forge import forge_worker
 
@@ -43,6 +44,23 @@ def test_other_settings_of_sft_are_named(tmp_path, finished):
   """Weights of another seed or another SFT would be no fair start."""
   with pytest.raises(ValueError, match='another seed'):
     prepare.take_over(control(finished, seed=9), tmp_path)
+
+
+def test_controls_may_weigh_domains_otherwise_in_rl(tmp_path):
+  """Ratios are of RL only: the weights before it are the same."""
+  domains = {name: forge_worker.config().tasks for name in ('a', 'b')}
+
+  def config(**changes):
+    tasks = mixed.Config(domains=domains, **changes)
+    return dataclasses.replace(forge_worker.config(), tasks=tasks)
+
+  run = tmp_path / 'run'
+  open_workdir(config(ratios={'a': (1.0, 2.0)}, stages=(9,)), run)
+  alone, shares = config(ratios={'b': (0.0,)}), config(demonstrated={'a': 2.0})
+  with pytest.raises(FileNotFoundError):  # the settings are right
+    prepare.take_over(dataclasses.replace(alone, start=str(run)), tmp_path)
+  with pytest.raises(ValueError, match='another tasks'):
+    prepare.take_over(dataclasses.replace(shares, start=str(run)), tmp_path)
 
 
 def test_evaluations_refuse_partial_credit():

@@ -2,13 +2,14 @@
 
 import asyncio
 import collections
+import contextlib
 import itertools
 import json
 
 import pytest
 
-from m2jax import sandbox
-from m2jax.tasks import terminal
+from m2jax import sandbox, tasks
+from m2jax.tasks import demonstrations, lookup, terminal
 from m2jax.tasks.terminal import shell, steps, teacher
 from m2jax.text import chat
 from tests.tasks import local_shell
@@ -192,3 +193,28 @@ def test_families_work_in_the_real_sandbox():
     return failed
 
   assert asyncio.run(run()) == []
+
+
+@pytest.mark.parametrize('failures', [2, 3])
+def test_a_failing_machine_costs_no_demonstration(monkeypatch, failures):
+  """A lost sandbox is tried again, thrice in all: one
+  failure would end a run of thousands."""
+  spec = tasks.spec(lookup.Config(), 'train', 0)
+  left = [failures]
+
+  @contextlib.asynccontextmanager
+  async def opened(self, **options):
+    left[0] -= 1
+    if left[0] >= 0:
+      raise sandbox.SandboxError('lost')
+    async with whole(self) as environment:
+      yield environment
+
+  whole = lookup.Lookup.open
+  monkeypatch.setattr(lookup.Lookup, 'open', opened)
+  collected = demonstrations.collect([spec], lookup.TeacherConfig())
+  if failures == 3:
+    with pytest.raises(sandbox.SandboxError, match='lost'):
+      asyncio.run(collected)
+  else:
+    assert asyncio.run(collected)[0].success == 1.0
