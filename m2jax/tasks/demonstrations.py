@@ -86,6 +86,36 @@ def lesson(task: task_lib.Task, teacher: TeacherConfig, mistakes: list[str]) -> 
   return module.lesson(task, teacher, mistakes)
 
 
+async def play(
+  task: task_lib.Task, environment: task_lib.Environment, turns: Lesson
+) -> Demonstration:
+  """A demonstration of a lesson without mistakes, whose calls are really executed."""
+  messages: list[dict[str, Any]] = [{'role': 'user', 'content': task.instruction}]
+  shown = None
+  while True:
+    try:
+      turn = turns.send(shown)
+    except StopIteration as end:
+      answer = end.value
+      break
+    function = {'name': turn.tool, 'arguments': json.dumps(turn.arguments)}
+    call = {'id': f'call_{len(messages)}', 'type': 'function', 'function': function}
+    messages.append(_said(turn) | {'tool_calls': [call]})
+    shown = await environment.execute(turn.tool, turn.arguments)
+    messages.append({'role': 'tool', 'tool_call_id': call['id'], 'content': shown})
+  messages.append(_said(answer))
+  success = await task.verify(environment, answer.content)
+  return Demonstration(task.spec, messages, task.tools, success)
+
+
+def _said(turn: Turn) -> dict[str, Any]:
+  return {
+    'role': 'assistant',
+    'content': turn.content,
+    'reasoning_content': turn.thought,
+  }
+
+
 async def demonstrate(
   task: task_lib.Task, environment: task_lib.Environment, teacher: TeacherConfig
 ) -> Demonstration:

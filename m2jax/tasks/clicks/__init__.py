@@ -16,6 +16,7 @@ from m2jax.tasks.clicks.task import (
   make,
   spec,
 )
+from m2jax.tasks.clicks.teacher import TeacherConfig, demonstrate, lesson
 
 Config = ClicksConfig
 
@@ -27,7 +28,10 @@ __all__ = [
   'ClicksConfig',
   'ClicksTask',
   'Config',
+  'TeacherConfig',
+  'demonstrate',
   'families',
+  'lesson',
   'make',
   'spec',
 ]

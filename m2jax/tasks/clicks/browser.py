@@ -14,6 +14,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import os
+import re
 import shutil
 import threading
 from collections.abc import Coroutine
@@ -42,7 +43,9 @@ class BrowserError(sandbox.SandboxError):
 
 
 def executable() -> str:
-  """Path of Chromium: CHROMIUM of the environment, or `chromium` on PATH.
+  """Path of Chromium: CHROMIUM of the environment, or from PATH.
+
+  The headless shell is preferred: its pages open in about half the time.
 
   Raises:
     SandboxUnavailable: there is none, or no playwright.
@@ -53,7 +56,8 @@ def executable() -> str:
     raise sandbox.SandboxUnavailable(
       'playwright is not installed', "pip install 'm2jax[clicks]'"
     ) from error
-  found = os.environ.get('CHROMIUM') or shutil.which('chromium')
+  names = ('chromium-headless-shell', 'chromium')
+  found = os.environ.get('CHROMIUM') or next(filter(None, map(shutil.which, names)), '')
   if not found:
     raise sandbox.SandboxUnavailable(
       'no chromium on PATH', 'apt-get install -y chromium, or set CHROMIUM'
@@ -111,7 +115,7 @@ class Browser:
     )
     try:
       page = await context.new_page()
-      await _confine(context, page, root, root / name)
+      await _confine(context, page, root)
       await page.goto((root / name).as_uri())
     except BaseException:
       await closed(context)
@@ -161,19 +165,11 @@ def _is_playwrights(error: Exception) -> bool:
   return isinstance(error, (Error, TimeoutError))
 
 
-async def _confine(context: Any, page: Any, root: Path, file: Path) -> None:
-  """Only files of `root` are loaded, `file` once, and no second page stays open."""
-  inside, opened = root.as_uri() + '/', False
-
-  async def decide(route):
-    nonlocal opened
-    request = route.request
-    ok = request.url.startswith(inside) and '/..' not in request.url
-    if request.is_navigation_request():
-      ok, opened = ok and not opened and request.url == file.as_uri(), True
-    await (route.continue_() if ok else route.abort())
-
-  await context.route('**/*', decide)
+async def _confine(context: Any, page: Any, root: Path) -> None:
+  """Only files of `root` are loaded, and no second page stays open."""
+  # Decided by a pattern: a function here would be asked for each file.
+  others = re.compile(rf'^(?!{re.escape(root.as_uri())}/(?!.*/\.\.))')
+  await context.route(others, lambda route: route.abort())
   context.on('page', lambda other: asyncio.ensure_future(closed(other)))
   page.on('dialog', lambda dialog: asyncio.ensure_future(dialog.dismiss()))
 

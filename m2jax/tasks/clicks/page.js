@@ -49,8 +49,7 @@
       if (tag === 'INPUT')
         return { checkbox: 'checkbox', radio: 'radio', submit: 'button' }[element.type]
           || 'text';
-      if (element.getAttribute('role') === 'tab' || element.closest('[role=tab]'))
-        return 'tab';
+      if (tag !== 'BUTTON' && element.closest('[role=tab]')) return 'tab';
       return { SELECT: 'list', TEXTAREA: 'textarea', BUTTON: 'button' }[tag] ||
         (element.matches('.final') ? 'button' : element.matches('.folder') ? 'folder'
           : element.matches('.file') ? 'file' : 'link');
@@ -126,13 +125,18 @@
     if (!element || !element.isConnected) return { error: 'is not on the page' };
     if (element.disabled) return { error: 'is disabled' };
     element.scrollIntoView({ block: 'nearest', inline: 'nearest' });
-    const box = element.getClientRects()[0];
-    if (!box || !box.width || !box.height) return { error: 'is not visible' };
-    const x = box.x + box.width / 2;
-    const y = box.y + box.height / 2;
-    const top = document.elementFromPoint(x, y);
-    if (top !== element && !element.contains(top)) return { error: 'is covered' };
-    return { x, y };
+    const boxes = [...element.getClientRects()].filter((b) => b.width && b.height);
+    if (!boxes.length) return { error: 'is not visible' };
+    // The middle, or another point that nothing covers.
+    for (const box of boxes)
+      for (const across of [0.5, 0.1, 0.3, 0.7, 0.9])
+        for (const down of [0.5, 0.1, 0.3, 0.7, 0.9]) {
+          const x = box.x + box.width * across;
+          const y = box.y + box.height * down;
+          const top = document.elementFromPoint(x, y);
+          if (top === element || element.contains(top)) return { x, y };
+        }
+    return { error: 'is covered' };
   },
 
   // What a reference is: 'field', 'list' or ''.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -163,27 +162,4 @@ async def demonstrate(
   task: Lookup, environment: task_lib.Environment, teacher: TeacherConfig
 ) -> demonstrations.Demonstration:
   """A demonstration whose calls are really executed."""
-  messages: list[dict[str, Any]] = [{'role': 'user', 'content': task.instruction}]
-  turns, shown = lesson(task, teacher, []), None
-  while True:
-    try:
-      turn = turns.send(shown)
-    except StopIteration as end:
-      answer = end.value
-      break
-    function = {'name': turn.tool, 'arguments': json.dumps(turn.arguments)}
-    call = {'id': f'call_{len(messages)}', 'type': 'function', 'function': function}
-    messages.append(_said(turn) | {'tool_calls': [call]})
-    shown = await environment.execute(turn.tool, turn.arguments)
-    messages.append({'role': 'tool', 'tool_call_id': call['id'], 'content': shown})
-  messages.append(_said(answer))
-  success = await task.verify(environment, answer.content)
-  return demonstrations.Demonstration(task.spec, messages, task.tools, success)
-
-
-def _said(turn: demonstrations.Turn) -> dict[str, Any]:
-  return {
-    'role': 'assistant',
-    'content': turn.content,
-    'reasoning_content': turn.thought,
-  }
+  return await demonstrations.play(task, environment, lesson(task, teacher, []))
