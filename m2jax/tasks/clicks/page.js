@@ -1,26 +1,28 @@
-// What an agent sees of a page, and where it can act. Evaluated by page.py; nothing of
-// it is reachable from the page, and no text of the agent's becomes part of it.
+// What an agent sees of a page, and where it can act. Evaluated by page.py with the
+// name of a function and its argument; no text of the agent's becomes part of this code.
 //
-// `state` is {elements: []}: the element of reference n is elements[n - 1], for the
-// whole episode.
-({
-  // Makes the problem of a seed; false if the page fails to make one.
-  start: (seed) => {
+// `state` is {elements: []}, which the page cannot reach: the element of reference n is
+// elements[n - 1], for the whole episode.
+([name, argument]) => {
+const functions = {
+  // Makes the problem of a seed: {utterance, lines}; null if the page fails to.
+  begin: ([state, seed]) => {
     core.EPISODE_MAX_TIME = 2 ** 31 - 1; // a policy may think; no discount is used
     if (window.jQuery) jQuery.fx.off = true; // no animation: a state per action
     Math.seedrandom(seed);
     try {
       core.startEpisodeReal();
     } catch {
-      return false;
+      return null;
     }
-    return true;
+    return { utterance: core.getUtterance(), lines: functions.view(state) };
   },
 
-  // [whether the episode has ended, MiniWoB's reward without its discount of time]
-  ended: () => [WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL],
+  // MiniWoB's reward without its discount of time; null before the episode's end.
+  reward: () => (WOB_DONE_GLOBAL ? WOB_RAW_REWARD_GLOBAL : null),
 
-  utterance: () => core.getUtterance(),
+  // The state after an action.
+  look: (state) => ({ reward: functions.reward(), lines: functions.view(state) }),
 
   // The lines of the page: '[1] button OK' for what can be acted on, or plain text.
   view: (state) => {
@@ -119,10 +121,20 @@
     return lines;
   },
 
-  // Where to click for a reference: {x, y}, or {error}.
-  locate: ([state, ref]) => {
+  // What a reference is: 'field', 'list', 'other', or '' if there is none.
+  kind: ([state, ref]) => {
+    const element = state.elements[ref - 1];
+    if (!element) return '';
+    if (element.tagName === 'SELECT') return 'list';
+    const field = 'textarea, input:not([type=checkbox], [type=radio], [type=submit])';
+    return element.matches(field) ? 'field' : 'other';
+  },
+
+  // Where to click for a reference: {x, y}, or {error}. `kind`: what it must be, or ''.
+  locate: ([state, ref, kind]) => {
     const element = state.elements[ref - 1];
     if (!element || !element.isConnected) return { error: 'is not on the page' };
+    if (kind && functions.kind([state, ref]) !== kind) return { error: `is no ${kind}` };
     if (element.disabled) return { error: 'is disabled' };
     element.scrollIntoView({ block: 'nearest', inline: 'nearest' });
     const boxes = [...element.getClientRects()].filter((b) => b.width && b.height);
@@ -139,15 +151,6 @@
     return { error: 'is covered' };
   },
 
-  // What a reference is: 'field', 'list' or ''.
-  kind: ([state, ref]) => {
-    const element = state.elements[ref - 1];
-    if (!element) return '';
-    if (element.tagName === 'SELECT') return 'list';
-    const field = 'textarea, input:not([type=checkbox], [type=radio], [type=submit])';
-    return element.matches(field) ? 'field' : '';
-  },
-
   // Selects what a field contains; false if the click did not put the focus there.
   ready: ([state, ref]) => {
     const element = state.elements[ref - 1];
@@ -159,13 +162,17 @@
   // Chooses an option of a list by its text; adds it if several can be chosen.
   choose: ([state, ref, text]) => {
     const element = state.elements[ref - 1];
-    if (!element.isConnected || element.disabled) return false;
+    if (functions.kind([state, ref]) !== 'list') return { error: 'is no list' };
+    if (!element.isConnected) return { error: 'is not on the page' };
+    if (element.disabled) return { error: 'is disabled' };
     const wanted = (option) => option.text.replace(/\s+/g, ' ').trim() === text;
     const option = [...element.options].find(wanted);
-    if (!option) return false;
+    if (!option) return { error: 'has no such option' };
     option.selected = true;
     for (const type of ['input', 'change'])
       element.dispatchEvent(new Event(type, { bubbles: true }));
-    return true;
+    return {};
   },
-})
+};
+return functions[name](argument);
+}

@@ -8,7 +8,6 @@ after which the episode has ended, and no action follows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,14 @@ from m2jax.tasks.clicks import browser as browser_lib
 from m2jax.tasks.clicks import families
 
 ENDED = 'The page has ended.'
+NOT_TYPED = 'not typed'  # the click did not put the focus into the field
 MAX_TEXT = 120  # characters of an argument
 _ATTEMPTS = 20
 
 
 @functools.cache
-def _script() -> Mapping[str, str]:
-  """The functions of page.js, by name."""
-  text = (Path(__file__).parent / 'page.js').read_text(encoding='utf-8')
-  names = ('start', 'ended', 'utterance', 'view', 'locate', 'kind', 'ready', 'choose')
-  return {name: f'(argument) => {text.rstrip()}.{name}(argument)' for name in names}
+def _script() -> str:
+  return (Path(__file__).parent / 'page.js').read_text(encoding='utf-8')
 
 
 class Page:
@@ -58,12 +55,13 @@ class Page:
     try:
       page._state = await playwrights.evaluate_handle('() => ({elements: []})')
       for attempt in range(_ATTEMPTS):
-        if await page._do('start', f'{seed}/{attempt}'):
+        begun = await page._do('begin', page._state, f'{seed}/{attempt}')
+        if begun is not None:
           break
       else:
         raise ValueError(f'{family}: no problem for the seed {seed!r}')
-      page.utterance = await page._do('utterance')
-      page.first = page._lines = await page._do('view', page._state)
+      page.utterance = begun['utterance']
+      page.first = page._lines = begun['lines']
     except BaseException:
       await page.close()
       raise
@@ -78,65 +76,62 @@ class Page:
     Raises:
       BadCall: it cannot be clicked.
     """
-    place = await self._do('locate', [self._state, ref])
-    if 'error' in place:
-      raise task_lib.BadCall(f'[{ref}] {place["error"]}')
-    await self._page.mouse.click(place['x'], place['y'])
+    await self._press(ref)
     return await self._changes()
 
   async def type(self, ref: int, text: str) -> str:
     """Clicks a field and replaces its text. Raises BadCall."""
-    if await self._do('kind', [self._state, ref]) != 'field':
-      raise task_lib.BadCall(f'[{ref}] is no text field')
-    shown = await self.click(ref)
-    if self.reward is not None:
-      return shown
-    if not await self._do('ready', [self._state, ref]):
-      return f'not typed\n{shown}'
+    await self._press(ref, 'field')
+    if not await self._do('ready', self._state, ref):
+      shown = await self._changes()
+      return shown if shown == ENDED else f'{NOT_TYPED}\n{shown}'
     if text:
       await self._page.keyboard.insert_text(text)
     else:
       await self._page.keyboard.press('Delete')
-    return _joined(shown, await self._changes())
+    return await self._changes()
 
   async def select(self, ref: int, option: str) -> str:
     """Chooses an option of a list. Raises BadCall."""
-    if await self._do('kind', [self._state, ref]) != 'list':
-      raise task_lib.BadCall(f'[{ref}] is no list')
-    if not await self._do('choose', [self._state, ref, option]):
-      raise task_lib.BadCall(f'[{ref}] has no such option')
+    _checked(ref, await self._do('choose', self._state, ref, option))
     return await self._changes()
 
   async def judge(self) -> float | None:
     """The reward so far; None if the episode has not ended."""
     if self.reward is None:
-      done, reward = await self._do('ended')
-      self.reward = float(reward) if done else None
+      self.reward = await self._do('reward')
     return self.reward
 
-  async def _do(self, name: str, argument: Any = None) -> Any:
-    return await self._page.evaluate(_script()[name], argument)
+  async def _do(self, name: str, *arguments: Any) -> Any:
+    argument = arguments[0] if len(arguments) == 1 else list(arguments)
+    return await self._page.evaluate(_script(), [name, argument])
+
+  async def _press(self, ref: int, kind: str = '') -> None:
+    """Clicks an element of a kind, if one is given. Raises BadCall."""
+    place = _checked(ref, await self._do('locate', self._state, ref, kind))
+    await self._page.mouse.click(place['x'], place['y'])
 
   async def _changes(self) -> str:
     """The lines that the last ones did not have, and the references that are gone."""
-    if await self.judge() is not None:
+    seen = await self._do('look', self._state)
+    if seen['reward'] is not None:
+      self.reward = seen['reward']
       return ENDED
-    before, self._lines = self._lines, await self._do('view', self._state)
+    before, self._lines = self._lines, seen['lines']
     new = [line for line in self._lines if line not in before]
     now = {_ref(line) for line in self._lines}
     gone = [_ref(line) for line in before if _ref(line) not in now]
     if gone:
       new.append(f'gone: {" ".join(gone)}')
-    return '\n'.join(new)
+    return '\n'.join(new) or 'no change'
+
+
+def _checked(ref: int, result: dict[str, Any]) -> dict[str, Any]:
+  if 'error' in result:
+    raise task_lib.BadCall(f'[{ref}] {result["error"]}')
+  return result
 
 
 def _ref(line: str) -> str:
   """'[3]' of a line; '' of plain text."""
   return line.partition(' ')[0] if line.startswith('[') else ''
-
-
-def _joined(*shown: str) -> str:
-  """Observations of one call; the last state of a reference."""
-  if shown[-1] == ENDED:
-    return ENDED
-  return '\n'.join(dict.fromkeys(filter(None, '\n'.join(shown).split('\n'))))

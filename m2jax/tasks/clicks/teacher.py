@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 from m2jax.tasks import demonstrations
 from m2jax.tasks import task as task_lib
-from m2jax.tasks.clicks.page import ENDED
+from m2jax.tasks.clicks.page import ENDED, NOT_TYPED
 from m2jax.tasks.clicks.task import ClicksTask
 from m2jax.tasks.demonstrations import Lesson, Turn
 
 _LINE = re.compile(r'\[(\d+)\] (\w+) ?(.*)')
-_NOT_TYPED = 'not typed'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,8 +193,8 @@ def _login(seen: Seen) -> Steps:
   texts = seen.asked(r'username "(.*)" and the password "(.*)" into')
   for line, text in zip(seen.all('text'), texts, strict=True):
     yield _type(line.name, line.ref, text)
-    if any(line.rest == _NOT_TYPED for line in seen.lines[-8:]):
-      seen.lines = [line for line in seen.lines if line.rest != _NOT_TYPED]
+    if any(line.rest == NOT_TYPED for line in seen.lines[-8:]):
+      seen.lines = [line for line in seen.lines if line.rest != NOT_TYPED]
       yield _press(seen, 'Cancel')
       yield _type(line.name, line.ref, text)
   yield _click(button.name, button.ref)
@@ -221,7 +220,7 @@ def _tree(seen: Seen) -> Steps:
 
 
 def _parity(seen: Seen) -> Steps:
-  for before, line, after in zip(seen.lines, seen.lines[1:], seen.lines[2:]):
+  for before, line, after in zip(seen.lines, seen.lines[1:], seen.lines[2:], strict=False):
     if before.name == 'Odd' and after.name == 'Even':
       odd = int(line.rest) % 2
       ref = before.ref if odd else after.ref
@@ -231,7 +230,7 @@ def _parity(seen: Seen) -> Steps:
 
 def _table(seen: Seen) -> Mapping[str, str]:
   rows = [line.rest.split(' | ') for line in seen.lines if ' | ' in line.rest]
-  return {key: value for key, value in rows}
+  return dict(rows)
 
 
 def _read(seen: Seen) -> Steps:
