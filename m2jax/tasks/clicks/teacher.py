@@ -220,7 +220,9 @@ def _tree(seen: Seen) -> Steps:
 
 
 def _parity(seen: Seen) -> Steps:
-  for before, line, after in zip(seen.lines, seen.lines[1:], seen.lines[2:], strict=False):
+  for before, line, after in zip(
+    seen.lines, seen.lines[1:], seen.lines[2:], strict=False
+  ):
     if before.name == 'Odd' and after.name == 'Even':
       odd = int(line.rest) % 2
       ref = before.ref if odd else after.ref
