@@ -13,7 +13,7 @@ from typing import Any
 
 from m2jax.tasks import task as task_lib
 from m2jax.tasks.clicks import browser as browser_lib
-from m2jax.tasks.clicks import families
+from m2jax.tasks.clicks import pages
 
 ENDED = 'The page has ended.'
 NOT_TYPED = 'not typed'  # the click did not put the focus into the field
@@ -50,7 +50,7 @@ class Page:
     link) is replaced by the next, so that a seed is always the same problem.
     """
     name = f'miniwob/{family}.html'
-    context, playwrights = await browser.open(families.root(), name)
+    context, playwrights = await browser.open(pages.root(), name)
     page = cls(context, playwrights)
     try:
       page._state = await playwrights.evaluate_handle('() => ({elements: []})')
