@@ -35,5 +35,6 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.episodes.agent.update(system='Use the page.', max_tokens=64)
   c.sft.families = {}
   if variant == 'smoke':
+    c.engine.contexts = (768,)
     c.sft.demonstrations = 40
   return fields.complete(c, ForgeConfig)

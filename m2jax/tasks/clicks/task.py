@@ -15,8 +15,8 @@ from m2jax import sandbox
 from m2jax.checks import require
 from m2jax.tasks import task as task_lib
 from m2jax.tasks.clicks import browser
-from m2jax.tasks.clicks.pages import FAMILIES, HELD_OUT, root
 from m2jax.tasks.clicks.page import ENDED, MAX_TEXT, Page
+from m2jax.tasks.clicks.pages import FAMILIES, HELD_OUT, root
 
 SPLITS = ('train', 'dev', 'held_out')
 
