@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import pathlib
 import statistics
@@ -110,10 +111,11 @@ def served_at(built: ForgeConfig, workdir: pathlib.Path) -> Iterator[Any]:
   """The gateway on a run's last weights."""
   found = served.load(workdir, None, ONE_DEVICE)
   tok = found.load_tokenizer()
+  gateway = dataclasses.replace(built.gateway, accept_unknown_keys=True)
   with (
     served.engine(found, built.engine, ONE_DEVICE) as engine,
     roles.serving(
-      *(engine, built.scheduler, built.gateway, found.variables, tok),
+      *(engine, built.scheduler, gateway, found.variables, tok),
       lambda completion: None,
     ) as (_, server),
   ):
@@ -127,8 +129,12 @@ def suite(built: ForgeConfig, scaffold: str, **changes) -> suites.SuiteConfig:
 
 
 def attempts(server, config: suites.SuiteConfig, path: pathlib.Path) -> list:
+  """Records of the attempts. Raises RuntimeError if some were not judged."""
   asyncio.run(suites.run(config, server.base_url, 'm2', path, api_key='benchmark'))
-  return records.read(path)
+  last = {(row['task'], row['trial']): row for row in records.read(path)}
+  if lost := [row for row in last.values() if row['outcome'] != 'judged']:
+    raise RuntimeError(f'{len(lost)} attempts are not judged: {lost[-1]["error"]}')
+  return list(last.values())
 
 
 def measure(arm: str, seed: int, args) -> dict[str, Any]:
@@ -143,8 +149,7 @@ def measure(arm: str, seed: int, args) -> dict[str, Any]:
     for scaffold in SCAFFOLDS:
       wanted = suite(built, scaffold, split='held_out', count=args.tasks, trials=1)
       rows = attempts(server, wanted, workdir / f'held_out_{scaffold}.jsonl')
-      judged = [row['success'] for row in rows if row['outcome'] == 'judged']
-      success[scaffold] = [sum(judged), len(judged)]
+      success[scaffold] = [sum(row['success'] for row in rows), len(rows)]
   print(f'seed {seed}, {arm}: {time.monotonic() - started:.0f} s', file=sys.stderr)
   return {
     'arm': arm,
