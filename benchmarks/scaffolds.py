@@ -38,6 +38,7 @@ from experiments import common, fields, served
 from m2jax import agents
 from m2jax.forge import roles, run
 from m2jax.forge.config import ForgeConfig
+from m2jax.gateway.config import GatewayConfig
 from m2jax.pipelines import records, suites, verified
 from m2jax.sharding import ONE_DEVICE
 
@@ -130,7 +131,8 @@ def suite(built: ForgeConfig, scaffold: str, **changes) -> suites.SuiteConfig:
 
 def attempts(server, config: suites.SuiteConfig, path: pathlib.Path) -> list:
   """Records of the attempts. Raises RuntimeError if some were not judged."""
-  asyncio.run(suites.run(config, server.base_url, 'm2', path, api_key='benchmark'))
+  model = GatewayConfig().model_name
+  asyncio.run(suites.run(config, server.base_url, model, path, api_key='benchmark'))
   last = {(row['task'], row['trial']): row for row in records.read(path)}
   if lost := [row for row in last.values() if row['outcome'] != 'judged']:
     raise RuntimeError(f'{len(lost)} attempts are not judged: {lost[-1]["error"]}')
