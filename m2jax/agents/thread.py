@@ -66,9 +66,7 @@ class Thread:
       out['tools'] = self.tools
     return out | {'context_edit': edit} if edit else out
 
-  def completed(
-    self, message: dict[str, Any], usage: Mapping[str, int] | None
-  ) -> None:
+  def completed(self, message: dict[str, Any], usage: Mapping[str, int] | None) -> None:
     """Adds a completion. Without `usage`, which servers may omit, prompts are counted
     anew."""
     self.messages = [*self.messages, message]
