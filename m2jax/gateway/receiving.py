@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 from m2jax.gateway.errors import ApiError, busy
 
-
-# Claude Code's own name with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1, and one for the others.
+# Claude Code's, with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1, and one for other clients.
 REQUEST_CLASS = (b'x-claude-code-request-class', b'x-m2jax-request-class')
 
 

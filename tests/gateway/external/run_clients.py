@@ -169,8 +169,8 @@ def terminus_2_script(tok):
 
 
 def test_terminus_2(serve, tok, tmp_path, monkeypatch):
-  """Every token that would be trained was sampled. The terminal is a user message, after
-  which the template drops earlier thinking: each turn begins a branch."""
+  """Every token that would be trained was sampled. The terminal is a user message,
+  after which the template drops earlier thinking: each turn begins a branch."""
   answer = terminus_2_script(tok)
   output, engine, records = run(serve, tok, tmp_path, monkeypatch, 'terminus_2', answer)
   assert clients.ANSWER in output
