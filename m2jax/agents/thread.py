@@ -8,7 +8,7 @@ holds the messages of the next request, decides when they must be edited
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from m2jax.agents import context
@@ -52,7 +52,7 @@ class Thread:
   def __post_init__(self):
     self.head = len(self.messages)
     self._used = 0  # tokens of the last prompt and response
-    self._sent = 0  # messages that they are of; 0: unknown, after an edit
+    self._sent = 0  # messages that they are of; 0: unknown
     self._limit = 0  # the engine's context; 0: not asked yet
 
   def fields(self, messages: Messages | None = None) -> dict[str, Any]:
@@ -66,11 +66,13 @@ class Thread:
       out['tools'] = self.tools
     return out | {'context_edit': edit} if edit else out
 
-  def completed(self, message: dict[str, Any], usage: dict[str, int]) -> None:
-    """Adds a completion."""
+  def completed(self, message: dict[str, Any], usage: Mapping[str, int] | None) -> None:
+    """Adds a completion. Without `usage`, which servers may omit, prompts are counted
+    anew."""
     self.messages = [*self.messages, message]
     self.edit = None
-    self._used, self._sent = usage['total_tokens'], len(self.messages)
+    total = (usage or {}).get('total_tokens')
+    self._used, self._sent = total or 0, len(self.messages) if total else 0
 
   def add(self, message: dict[str, Any]) -> None:
     """Adds what follows a completion: a result, or an error."""

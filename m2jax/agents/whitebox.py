@@ -200,7 +200,7 @@ class Whitebox(Agent):
     """Samples a completion and adds it to the thread; returns the choice."""
     reply = await episode.post(episode.body | thread.fields() | fields)
     choice = reply['choices'][0]
-    thread.completed(choice['message'], reply['usage'])
+    thread.completed(choice['message'], reply.get('usage'))
     episode.outcome.messages.append(choice['message'])
     return choice
 

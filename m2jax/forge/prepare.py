@@ -41,7 +41,11 @@ DEMONSTRATIONS = 'demonstrations.jsonl'
 def make_demonstrations(
   config: ForgeConfig, path: Path, on_progress: Callable[[float], None] = lambda f: None
 ):
-  """Returns the demonstrations; makes and stores them at `path` once."""
+  """Returns the demonstrations; makes and stores them at `path` once.
+
+  Raises:
+    ValueError: none of them solved its task, so that there is nothing to learn from.
+  """
   if not path.exists() and config.sft.recorded:
     demonstrations.write(path, recorded(config))
   if not path.exists():
@@ -69,7 +73,16 @@ def make_demonstrations(
       finally:
         await sandbox.shutdown()
 
-    demonstrations.write(path, asyncio.run(collect()))
+    made = asyncio.run(collect())
+    if made and not any(demo.success == 1 for demo in made):
+      why = ''
+      if config.episodes.agent.author is not None:
+        why = (
+          "; config.episodes.agent.author.rename must map the names of the task's "
+          "tool and its arguments to those of the agent's"
+        )
+      raise ValueError(f'none of {total} demonstrations solved its task{why}')
+    demonstrations.write(path, made)
   return demonstrations.read(path)
 
 

@@ -29,7 +29,8 @@ def build(service: ChatService) -> fastapi.FastAPI:
   """The gateway's ASGI application around a service."""
   config, counters = service.config, service.counters
   started_s, document = int(time.time()), openapi.document(config.model_name)
-  app = fastapi.FastAPI(title='m2jax gateway', openapi_url=None)
+  # A redirect to a path with a slash would go to the host that the client names.
+  app = fastapi.FastAPI(title='m2jax gateway', openapi_url=None, redirect_slashes=False)
   bodies = Bodies(config.max_unfinished_bytes)
   for dialect in DIALECTS.values():
     kind = Completions if isinstance(dialect, Completing) else Counts
@@ -40,7 +41,7 @@ def build(service: ChatService) -> fastapi.FastAPI:
   async def http_error(request: fastapi.Request, error: HTTPException):
     counters.add('requests_total', status=str(error.status_code))
     message = f'{request.method} {request.url.path}: {error.detail}'
-    body = ApiError(error.status_code, message).body()
+    body = ApiError(error.status_code, message).any_body()
     return JSONResponse(body, error.status_code, headers=error.headers)
 
   @app.exception_handler(ApiError)

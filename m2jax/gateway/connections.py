@@ -46,7 +46,7 @@ class _Rejection:
 
   def response(self) -> bytes:
     error = ApiError(self.status, self.message, code=self.reason)
-    body = json.dumps(error.body()).encode()
+    body = json.dumps(error.any_body()).encode()
     return STATUS_LINE[self.status] + (
       b'content-type: application/json\r\ncontent-length: %d\r\n'
       b'connection: close\r\n\r\n%b' % (len(body), body)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from m2jax.gateway.errors import ApiError
 from m2jax.gateway.exchange import Answer, Pending
 from m2jax.gateway.protocol import dumps
 from m2jax.gateway.readers import Reading
-from m2jax.gateway.receiving import Bodies, Disconnected, api_key
+from m2jax.gateway.receiving import Bodies, Disconnected, api_key, auxiliary
 from m2jax.gateway.service import ChatService
 from m2jax.rollout.api import NewTokens
 
@@ -49,6 +50,8 @@ class Endpoint:
           self._bodies.receive(scope, receive, limit_bytes, too_large)
         )
         reading = await stack.enter_async_context(service.read(body, self.dialect.name))
+        if auxiliary(scope):
+          reading.request = dataclasses.replace(reading.request, auxiliary=True)
         # Body and reader are released as soon as the engine has the prompt.
         status = await self.respond(key, reading, stack.aclose, receive, send)
     except Disconnected:

@@ -56,6 +56,10 @@ class ApiError(Exception):
       }
     }
 
+  def any_body(self) -> dict:
+    """An error object for clients of all dialects, where the dialect is not known."""
+    return {'type': 'error', **self.body()}
+
 
 class ContextTooLong(ApiError):
   """A 400: the prompt cannot fit into the context.

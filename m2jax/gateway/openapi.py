@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from m2jax.gateway import protocol
+
 _TEXT = {'type': 'string'}
 _COUNT = {'type': 'integer', 'minimum': 1, 'maximum': 2**31 - 1}
 _FLAG = {'type': 'boolean'}
@@ -82,6 +84,7 @@ def _chat(model: str) -> dict[str, Any]:
     stream_options=_input('', include_usage=_FLAG),
     logprobs=_FLAG,
     response_format=_input('type', type=_constant('text')),
+    context_edit=_constant(None, *protocol.CONTEXT_EDITS),
     **_SAMPLING,
   )
 

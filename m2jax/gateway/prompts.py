@@ -121,6 +121,9 @@ def plan(
       client says that it has edited its context.
   """
   history, tools = request.history, request.tools_digest
+  if request.auxiliary:
+    part = Part(-1, False, 0, context_tokens)
+    return Plan(None, None, 'auxiliary', part, history, 0, False)
   restored: dict[int, nodes.Node] = {}
   if restore and request.context_edit is None:
     history, restored = session.restored(history)

@@ -43,6 +43,7 @@ class ChatRequest:
     format: of the content, if it is not text.
     context_edit: how the agent says that it has edited the messages, one of
       CONTEXT_EDITS, or None.
+    auxiliary: whether the client says that the request is none of its task.
     ignored: names of fields accepted without effect that are worth counting.
     echo: what the dialect needs of the body to write the response.
   """
@@ -61,6 +62,7 @@ class ChatRequest:
   stop: tuple[str, ...] = ()
   format: formats.Format | None = None
   context_edit: str | None = None
+  auxiliary: bool = False
   ignored: tuple[str, ...] = ()
   echo: dict[str, Any] = dataclasses.field(default_factory=dict)
 

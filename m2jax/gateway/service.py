@@ -261,8 +261,9 @@ class ChatService:
     if cancelled:
       return None
     closed = tuple(result.tokens[-1:].tolist()) == self._stop_ids
-    session.add(plan.node(request, completion, message, closed=closed))
-    self.sessions.trim()
+    if not request.auxiliary:
+      session.add(plan.node(request, completion, message, closed=closed))
+      self.sessions.trim()
     top = (result.top_ids, result.top_logprobs) if request.top_logprobs else ()
     return Answer(request, completion, message, parsed, reader.stop, top)
 

@@ -41,6 +41,8 @@ FORK_REASONS = {
   'same words, other tokens',
   'assistant_edited': 'an assistant message differs from what was returned',
   'context_edited': 'the agent edited its context, and says so',
+  'auxiliary': 'the agent says that it is no request of its task: not trained, and '
+  'nothing extends it',
   'thinking_closed': 'after a new user message the template omits earlier thinking',
   'history_rewritten': 'messages were removed, inserted or edited',
   'forgotten': 'nothing stored matches, and completions were deleted for the limits',

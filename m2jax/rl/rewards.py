@@ -231,8 +231,9 @@ def advantages(group: Group, config: RewardConfig) -> GroupCredit:
 def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion, ...]:
   """The completions of a session that its agent acted on, in order of turn.
 
-  Excluded are completions that were cancelled or are empty, and those that the agent
-  sampled again and did not use. Agents do not report which ones they use; this rule
+  Excluded are completions that were cancelled or are empty, those of requests that the
+  agent declared auxiliary (a title), and those that it sampled again and did not use.
+  Agents do not report which ones they use; this rule
   infers it:
 
     Completions with the same prompt ids are samples of one request: the same tools and
@@ -250,6 +251,7 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
   prompts that end after one completion; and several samples of which the agent sends
   one back modified, for example without its reasoning.
   """
+  completions = [c for c in completions if c.fork_reason != 'auxiliary']
   sampled = (c for c in completions if c.finish_reason != 'cancelled')
   sampled = sorted((c for c in sampled if len(c.response_ids)), key=lambda c: c.turn)
   extended = {id_ for c in completions for id_ in (c.parent, c.follows)}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2jax import agents
-from m2jax.agents import context, scaffold, whitebox
+from m2jax.agents import context, model_client, scaffold, whitebox
 from m2jax.agents.context import ContextConfig
 from m2jax.records import Trajectory
 from m2jax.rl import rewards
@@ -179,6 +179,45 @@ def test_a_full_context_is_edited_before_it_overflows(serve, tok, policy):
   # No prompt shows what the report does not: the transcript has every completion.
   said = [m for m in outcome.messages if m['role'] == 'assistant']
   assert len(said) == len(records)
+
+
+def without_usage(monkeypatch):
+  """Lets the agent's client see no `usage`, which servers may omit."""
+  make = model_client.make
+
+  def patched(*args):
+    post, count = make(*args)
+
+    async def post_without(body):
+      reply = await post(body)
+      del reply['usage']
+      return reply
+
+    return post_without, count
+
+  monkeypatch.setattr(model_client, 'make', patched)
+
+
+@pytest.mark.parametrize('policy', ['drop_results', 'restart'])
+def test_a_server_without_usage(serve, tok, monkeypatch, policy):
+  """The context is still edited before it overflows: prompts are counted instead."""
+  without_usage(monkeypatch)
+  made = itertools.count()
+
+  def turn(prompt):
+    n = next(made)
+    return ANSWER if n == 6 else LOUD.replace('look', f'look {n}')
+
+  limit = 900
+  gateway, engine, records = serve(
+    script(tok, turn), engine_options={'context_tokens': limit}
+  )
+  config = ContextConfig(policy=policy, threshold=0.75)
+  outcome = run(gateway, max_tokens=80, context=config)
+  assert (outcome.end_reason, outcome.answer) == ('answer', 'It is 3.')
+  assert all(len(c.prompt_ids) + 80 <= limit for c in records)
+  assert any(c.fork_reason == 'context_edited' for c in records)
+  assert_exact(records, engine, tok)
 
 
 def test_an_edit_comes_at_the_threshold(serve, tok):

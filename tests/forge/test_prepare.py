@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from m2jax.agents.agent import AuthorConfig
 from m2jax.forge import prepare
-from m2jax.tasks import mixed
+from m2jax.tasks import demonstrations, mixed
 from m2jax.train.workdir import open_workdir
 from tests.forge import forge_worker
 
@@ -124,3 +126,24 @@ def test_recorded_chats_of_other_splits_are_refused(with_chats):
 def test_a_run_needs_demonstrations_from_somewhere():
   with pytest.raises(ValueError, match=r'sft\.recorded'):
     dataclasses.replace(forge_worker.config(), teacher=None)
+
+
+@pytest.mark.parametrize('author', [None, AuthorConfig()])
+def test_an_agent_whose_demonstrations_all_fail(tmp_path, monkeypatch, author):
+  """The message says so, with the likely cause, and nothing is stored to be reused."""
+  config = forge_worker.config()
+  agent = SimpleNamespace(author=author)
+  episodes = dataclasses.replace(config.episodes)
+  object.__setattr__(episodes, 'agent', agent)
+  config = dataclasses.replace(config)
+  object.__setattr__(config, 'episodes', episodes)
+
+  async def collect(specs, *args, **kwargs):
+    return [demonstrations.Demonstration(spec, [], [], 0.0) for spec in specs]
+
+  monkeypatch.setattr(demonstrations, 'collect', collect)
+  monkeypatch.setattr(prepare.authored, 'collect', collect)
+  hint = 'author.rename' if author else 'its task$'
+  with pytest.raises(ValueError, match=f'none of .* demonstrations .*{hint}'):
+    prepare.make_demonstrations(config, tmp_path / 'd')
+  assert not (tmp_path / 'd').exists()

@@ -105,6 +105,43 @@ def test_tokens_with_their_terms(opened):
   assert 'looked at' in page.inner_text('.notes')
 
 
+# The contrast of WCAG between a token's text and what is behind it, the least of all.
+CONTRAST = """tokens => {
+  const paint = document.createElement('canvas').getContext('2d');
+  const pixel = (color) => {
+    paint.fillStyle = color;
+    paint.fillRect(0, 0, 1, 1);
+    return [...paint.getImageData(0, 0, 1, 1).data].slice(0, 3)
+      .map((v) => v / 255)
+      .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  };
+  const light = ([r, g, b]) => 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+  return Math.min(...tokens.map((token) => {
+    const behind = [];
+    for (let e = token; e; e = e.parentElement)
+      behind.unshift(getComputedStyle(e).backgroundColor);
+    const [a, b] = [behind.map(pixel).at(-1), pixel(getComputedStyle(token).color)]
+      .map(light);
+    return Math.max(a, b) / Math.min(a, b);
+  }));
+}"""
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_colours_can_be_read(tab, file, scheme):
+  """Text on every scale has WCAG's contrast of 4.5, on light and dark pages."""
+  tab.emulate_media(color_scheme=scheme)
+  tab.goto(file.as_uri())
+  tab.wait_for_selector('.row')
+  press(tab, 'j', 'j', 'j', 'ArrowRight', 'j', 'j', '2')
+  tab.wait_for_selector('.tokens')
+  modes = ['none', 'logprob', 'entropy', 'mismatch', 'version', 'advantage', 'mask']
+  for mode in modes:
+    tab.select_option('.pick select', mode)
+    tab.wait_for_timeout(50)
+    assert tab.eval_on_selector_all('.t', CONTRAST) >= 4.5, mode
+
+
 def test_prefix_tree(opened):
   """The group's tree: what both sampled is one segment whose tokens have two terms."""
   page = opened

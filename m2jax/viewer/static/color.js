@@ -14,16 +14,22 @@ function at(stops, fraction) {
   return stops[i].map((a, k) => Math.round(a + t * (stops[i + 1][k] - a)));
 }
 
+// Black or white text, whichever has the larger contrast: 4.58 or more on any colour
+// (WCAG's relative luminance; the two are equal at 0.179).
 function paint(rgb) {
-  const [r, g, b] = rgb.map((v) => (v / 255) ** 2.2);
+  const [r, g, b] = rgb.map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
   const light = 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  return { background: `rgb(${rgb})`, color: light > 0.22 ? '#111' : '#fff' };
+  return { background: `rgb(${rgb})`, color: light > 0.179 ? '#000' : '#fff' };
 }
 
 // Nothing at 0, so that what is ordinary stays plain text.
+const BLUE = [0, 114, 178];
 const strength = (fraction) => {
-  const a = Math.min(Math.max(fraction, 0), 1);
-  return { background: `rgba(0, 114, 178, ${(0.9 * a).toFixed(3)})`, color: a > 0.55 ? '#fff' : undefined };
+  const a = 0.9 * Math.min(Math.max(fraction, 0), 1);
+  const panel = matchMedia('(prefers-color-scheme: dark)').matches ? [27, 30, 34] : [255, 255, 255];
+  const { color } = paint(panel.map((v, k) => v + a * (BLUE[k] - v)));
+  return { background: `rgba(${BLUE}, ${a.toFixed(3)})`, color: a > 0.2 ? color : undefined };
 };
 const STRENGTHS = [0, 0.5, 1].map((f) => strength(f).background);
 const sequential = (fraction) => paint(at(CIVIDIS, fraction));

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import socket
 
+import h11
 import httpx
 import numpy as np
 import pytest
@@ -148,3 +150,55 @@ def test_errors_before_a_body_is_read(serve, name):
     engine.alive = False
     reply = post(json.dumps(FULL[name]))
     assert (reply.status_code, reply.headers['retry-after']) == (503, '1')
+
+
+def _raw(gateway, request: bytes) -> tuple[int, dict[bytes, bytes], dict]:
+  """Status, headers and body of the response to bytes on a connection."""
+  port = httpx.URL(gateway.base_url).port
+  with socket.create_connection(('127.0.0.1', port), timeout=10) as sock:
+    sock.sendall(request)
+    response = h11.Connection(h11.CLIENT)
+    response.send(h11.Request(method='GET', target='/', headers=[('host', 'a')]))
+    response.send(h11.EndOfMessage())
+    head, body = None, b''
+    while True:
+      event = response.next_event()
+      if event is h11.NEED_DATA:
+        response.receive_data(sock.recv(65536))
+      elif isinstance(event, h11.Response):
+        head = event
+      elif isinstance(event, h11.Data):
+        body += event.data
+      else:
+        return head.status_code, dict(head.headers), json.loads(body or b'{}')
+
+
+HEAD = b'x-api-key: k\r\nhost: evil.example\r\n'
+HTTP = {  # what a request has, before or besides its JSON: the status
+  'flood': (431, b'POST', b'', HEAD + b'x-a: b\r\n' * 2000),
+  'lengths': (400, b'POST', b'', HEAD + b'content-length: 1\r\ncontent-length: 2\r\n'),
+  'negative': (400, b'POST', b'', HEAD + b'content-length: -5\r\n'),
+  'smuggling': (
+    400, b'POST', b'', HEAD + b'content-length: 1\r\ntransfer-encoding: chunked\r\n'
+  ),
+  'slow': (408, b'POST', b'', HEAD + b'content-length: 9\r\n'),
+  'get': (405, b'GET', b'', HEAD),
+  'put': (405, b'PUT', b'', HEAD + b'content-length: 0\r\n'),
+  # A redirect would go to the host that the client names.
+  'slash': (404, b'POST', b'/', HEAD + b'content-length: 0\r\n'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', ['anthropic', 'responses'])
+def test_http_that_no_dialect_reads(serve, name):
+  """Rejected before the dialect's code runs, the error still has a form it knows."""
+  gateway, *_ = serve(response_text('t', 'x'), body_timeout_s=0.5)
+  gateway.sessions.open('k')
+  path = dialects.DIALECTS[name].path.encode()
+  for label, (expected, method, suffix, headers) in HTTP.items():
+    request = b'%b %b HTTP/1.1\r\n%b\r\n' % (method, path + suffix, headers)
+    status, found, body = _raw(gateway, request)
+    assert status == expected, label
+    assert body['error']['message'] and body['error']['type'], label
+    assert name != 'anthropic' or body.get('type') == 'error', label
+    assert b'evil.example' not in b''.join(found.values()) + json.dumps(body).encode()

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.dialects import DIALECTS
+from m2jax.gateway.protocol import CONTEXT_EDITS
 from m2jax.gateway.server import Gateway
 from tests.gateway.conftest import response_text
 from tests.gateway.scripted_engine import ScriptedEngine
@@ -62,3 +63,25 @@ def test_generated_requests(gateway, examples):
     statuses = collections.Counter()
     check()
     assert statuses[200] >= statuses.total() / 3, (case_label, statuses)
+
+
+def test_context_edit(gateway):
+  """The document has the edits that are accepted; all else is a 400 with its field."""
+  chat = document(gateway)['paths']['/v1/chat/completions']['post']
+  schema = chat['requestBody']['content']['application/json']['schema']
+  edits = schema['properties']['context_edit']['enum']
+  assert edits == [None, *CONTEXT_EDITS]
+  body = {'model': 'm2jax', 'messages': [{'role': 'user', 'content': 'u'}]}
+
+  def post(edit):
+    return httpx.post(
+      f'{gateway.base_url}/chat/completions',
+      json={**body, 'context_edit': edit},
+      headers={'Authorization': 'Bearer k'},
+    )
+
+  assert [post(edit).status_code for edit in edits] == [200] * len(edits)
+  for malformed in ('forget', '', 'Window', 1, True, ['window'], {'edit': 'window'}):
+    reply = post(malformed)
+    assert reply.status_code == 400, malformed
+    assert reply.json()['error']['param'] == 'context_edit'

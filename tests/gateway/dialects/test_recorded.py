@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from m2jax.gateway import dialects
+from m2jax.rl import rewards
 from tests.gateway import clients
 from tests.gateway.external import commands, recording, run_clients
 
@@ -23,13 +24,19 @@ def test_replayed(serve, tok, name):
   gateway.sessions.open('episode', 'training')
   base = gateway.base_url.removesuffix('/v1')
   path = dialects.DIALECTS[client.dialect].path
-  bodies = recording.load(name)
+  requests = recording.load(name)
   with httpx.Client(headers={'x-api-key': 'episode'}) as http:
-    for body in bodies:
-      reply = http.post(base + path, json=body)
+    for body, headers in requests:
+      reply = http.post(base + path, json=body, headers=headers)
       assert reply.status_code == 200, reply.text
-  assert len(records) == len(bodies) == 3
+  assert len(records) == len(requests)
   clients.assert_recorded(engine, records)
-  clients.assert_extends(records)
+  # Titles are not trained, and do not come between the requests of the task.
+  auxiliary = [r for r in records if r.fork_reason == 'auxiliary']
+  assert len(auxiliary) == sum(bool(headers) for _, headers in requests)
+  task = rewards.acted(records)
+  assert len(task) == 3 and len(task) + len(auxiliary) == len(records)
+  assert task[0].fork_reason is None
+  clients.assert_extends(task)
   # Nothing that the client sends is unknown, or would be ignored in silence.
   assert 'field="unknown"' not in httpx.get(f'{base}/metrics').text

@@ -26,7 +26,7 @@ wire_api = "responses"
 """
 _OPENCODE = {
   'model': 'm2jax/m2jax',
-  'small_model': 'm2jax/m2jax',
+  'small_model': 'm2jax/small',
   'autoupdate': False,
   'share': 'disabled',
   'provider': {
@@ -38,7 +38,12 @@ _OPENCODE = {
           'tool_call': True,
           'reasoning': True,
           'limit': {'context': 196608, 'output': 4096},
-        }
+        },
+        'small': {  # writes titles
+          'id': 'm2jax',
+          'headers': {'x-m2jax-request-class': 'auxiliary'},
+          'limit': {'context': 196608, 'output': 4096},
+        },
       },
     }
   },
@@ -53,7 +58,8 @@ class Client:
     package: of npm, or several of PyPI with spaces between them.
     command: what is run in the workspace; the first word is a program of the package.
     dialect: that it speaks.
-    tool, argument: its tool for shell commands, and the argument with the command.
+    tool, argument: its tool for shell commands, and the argument with the command;
+      '' if it has no tools and reads its commands from the text.
     others: further required arguments.
     environment: additional variables.
     files: path → text, written before the start.
@@ -62,8 +68,8 @@ class Client:
   package: str
   command: tuple[str, ...]
   dialect: str
-  tool: str
-  argument: str
+  tool: str = ''
+  argument: str = ''
   others: Mapping[str, str] = dataclasses.field(default_factory=dict)
   environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
   files: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -103,7 +109,7 @@ NPM = {
   ),
   'opencode': Client(
     package='opencode-ai',
-    command=('opencode', 'run', '--title', 'task', QUESTION),
+    command=('opencode', 'run', QUESTION),
     dialect='openai_chat',
     tool='bash',
     argument='command',
@@ -113,26 +119,30 @@ NPM = {
 }
 
 
+_LITELLM = {
+  'OPENAI_BASE_URL': '$url/v1',
+  'OPENAI_API_KEY': '$key',
+  'LITELLM_LOCAL_MODEL_COST_MAP': 'True',
+}
+_HERE = Path(__file__).parent
+# Python 3.12 or later.
 PYPI = {
   'openhands': Client(
     package='openhands-sdk openhands-tools',
-    command=('python', str(Path(__file__).parent / 'openhands_agent.py'), QUESTION),
+    command=('python', str(_HERE / 'openhands_agent.py'), QUESTION),
     dialect='openai_chat',
     tool='terminal',
     argument='command',
-    environment={
-      'OPENAI_BASE_URL': '$url/v1',
-      'OPENAI_API_KEY': '$key',
-      'LITELLM_LOCAL_MODEL_COST_MAP': 'True',
-    },
-  )
+    environment=_LITELLM,
+  ),
+  'terminus_2': Client(
+    package='harbor',
+    command=('python', str(_HERE / 'terminus_2_agent.py'), QUESTION),
+    dialect='openai_chat',
+    environment={**_LITELLM, 'TMUX_TMPDIR': '$home'},
+  ),
 }
 CLIENTS = NPM | PYPI
-# Why others are not run; shown with the results, and in docs/agents.md.
-NOT_RUN = {
-  'terminus_2': 'it is a class that drives tmux in an environment of Harbor, not a '
-  'command with a base URL',
-}
 
 
 def run(

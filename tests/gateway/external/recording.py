@@ -67,13 +67,22 @@ class Scrubber:
     return re.sub('[0-9a-f]', '0', match[0])[: -len(str(number))] + str(number)
 
 
-def save(name: str, program: str, bodies: Sequence[dict], scrubber: Scrubber) -> None:
-  """Writes the bodies: fields that are equal in all of them once.
+def save(
+  name: str,
+  program: str,
+  requests: Sequence[tuple[dict, dict[str, str]]],
+  scrubber: Scrubber,
+) -> None:
+  """Writes bodies and headers: fields that are equal in all of them once.
 
   Args:
     program: what sent them, with its version.
+    requests: each body, and those of its headers that the gateway decides by.
   """
-  bodies = [scrubber.body(body) for body in bodies]
+  bodies = [
+    scrubber.body(body) | ({'headers': headers} if headers else {})
+    for body, headers in requests
+  ]
   first = bodies[0]
   same = [k for k in first if all(body.get(k) == first[k] for body in bodies)]
   recorded = {
@@ -90,7 +99,8 @@ def names() -> list[str]:
   return sorted(path.stem for path in DIRECTORY.glob('*.json'))
 
 
-def load(name: str) -> list[dict]:
-  """The bodies of a client."""
+def load(name: str) -> list[tuple[dict, dict[str, str]]]:
+  """The bodies of a client, each with headers."""
   recorded = json.loads((DIRECTORY / f'{name}.json').read_text())
-  return [{**recorded['common'], **request} for request in recorded['requests']]
+  requests = [{**recorded['common'], **request} for request in recorded['requests']]
+  return [(body, body.pop('headers', {})) for body in requests]

@@ -1,4 +1,4 @@
-"""`make test-clients`: published coding agents finish a task, unmodified, for real.
+"""`make test-clients`: published agents finish a task, unmodified, for real.
 
 Not collected by default: it installs each program from npm or PyPI into
 `$CLIENTS_DIRECTORY` (default .venv/clients). A program that does not install is skipped
@@ -8,6 +8,7 @@ which test_recorded.py replays.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from m2jax.gateway import dialects
+from m2jax.gateway import dialects, endpoints
+from m2jax.rl import rewards
 from tests.gateway import clients
 from tests.gateway.conftest import response_text
 from tests.gateway.external import commands, recording
@@ -45,6 +47,17 @@ def script(tok, client: commands.Client):
   return answer
 
 
+def _python() -> str:
+  """A Python of at least 3.12, which these packages need; else this one."""
+  if sys.version_info >= (3, 12):
+    return sys.executable
+  for name in ('python3.13', 'python3.12'):
+    found = shutil.which(name)  # may be a shim of a version manager that does not run
+    if found and not subprocess.run([found, '-c', ''], capture_output=True).returncode:
+      return found
+  return sys.executable
+
+
 def installed(name: str) -> Path:
   """The directory of a client's programs."""
   client = commands.CLIENTS[name]
@@ -56,8 +69,7 @@ def installed(name: str) -> Path:
     done = bin_ / client.command[0]
   else:  # an environment of its own, with a marker of the complete installation
     bin_, done = _DIRECTORY / name / 'bin', _DIRECTORY / name / 'installed'
-    python = shutil.which('python3.13') or shutil.which('python3.12') or sys.executable
-    steps = [(python, '-m', 'venv', _DIRECTORY / name)]
+    steps = [(_python(), '-m', 'venv', _DIRECTORY / name)]
     steps.append((bin_ / 'pip', 'install', '--quiet', '--disable-pip-version-check'))
   if done.exists():
     return bin_
@@ -73,28 +85,12 @@ def installed(name: str) -> Path:
   return bin_
 
 
-@pytest.mark.parametrize('name', commands.NOT_RUN)
-def test_not_run(name):
-  pytest.skip(f'{name}: {commands.NOT_RUN[name]}')
-
-
-@pytest.mark.parametrize('name', commands.CLIENTS)
-def test_task(serve, tok, tmp_path, monkeypatch, name):
-  """Every token that would be trained was sampled; each prompt extends the last."""
-  client, bodies = commands.CLIENTS[name], []
-  bin_ = installed(name)
-  parse = dialects.parse
-
-  def parse_and_keep(body, dialect):
-    if dialect == client.dialect:
-      bodies.append(json.loads(bytes(body)))
-    return parse(body, dialect)
-
-  monkeypatch.setattr(dialects, 'parse', parse_and_keep)
+def run(serve, tok, tmp_path, monkeypatch, name, answer):
+  """Runs a client on the task; returns its output, the engine and the records."""
+  client, bin_ = commands.CLIENTS[name], installed(name)
+  requests = keep_requests(monkeypatch, client.dialect)
   options = {'context_tokens': 400_000}
-  gateway, engine, records = serve(
-    script(tok, client), engine_options=options, **_LARGE
-  )
+  gateway, engine, records = serve(answer, engine_options=options, **_LARGE)
   gateway.sessions.open('episode', 'training')
   workspace, home = tmp_path / 'workspace', tmp_path / 'home'
   workspace.mkdir()
@@ -102,18 +98,85 @@ def test_task(serve, tok, tmp_path, monkeypatch, name):
   (workspace / 'a.txt').write_text('1\n2\n3\n')
   url = gateway.base_url.removesuffix('/v1')
   output = commands.run(client, bin_, workspace, home, url, 'episode')
-  assert clients.ANSWER in output
-  clients.assert_recorded(engine, records)
-  assert len(records) >= 3
-  clients.assert_extends(records[-3:])
-  # Both calls ran, and their results reached the model.
-  shown = tok.decode(records[-1].prompt_ids)
-  assert '3 a.txt' in shown and '1\n2\n3' in shown
   if os.environ.get('RECORD'):
-    version = subprocess.run(
-      [bin_ / client.command[0], '--version'], capture_output=True, text=True
-    ).stdout.strip()
     paths = {str(workspace): '/workspace', str(home): '/home/user', url: 'BASE'}
     paths['episode'] = 'KEY'
     scrubber = recording.Scrubber(paths)
-    recording.save(name, f'{client.package} {version}', bodies[-3:], scrubber)
+    task = [i for i, (_, headers) in enumerate(requests) if not headers][-3:]
+    kept = [r for i, r in enumerate(requests) if r[1] or i in task]
+    recording.save(name, version(client, bin_), kept, scrubber)
+  return output, engine, records
+
+
+def keep_requests(monkeypatch, dialect: str) -> list[tuple[dict, dict[str, str]]]:
+  """The list to which each request of a dialect is added: its body and headers."""
+  requests, parse, auxiliary = [], dialects.parse, endpoints.auxiliary
+
+  def parse_and_keep(body, name):
+    if name == dialect:
+      requests.append((json.loads(bytes(body)), {}))
+    return parse(body, name)
+
+  def auxiliary_and_keep(scope):  # follows the parsing without a pause
+    if found := auxiliary(scope):
+      requests[-1][1]['x-m2jax-request-class'] = 'auxiliary'
+    return found
+
+  monkeypatch.setattr(dialects, 'parse', parse_and_keep)
+  monkeypatch.setattr(endpoints, 'auxiliary', auxiliary_and_keep)
+  return requests
+
+
+def version(client: commands.Client, bin_: Path) -> str:
+  """The package, or the first of them, with its version."""
+  name = client.package.split()[0]
+  command = [bin_ / client.command[0], '--version']
+  if client in commands.PYPI.values():
+    code = f'import importlib.metadata as m; print(m.version({name!r}))'
+    command = [bin_ / 'python', '-c', code]
+  done = subprocess.run(command, capture_output=True, text=True)
+  return f'{name} {done.stdout.strip()}'
+
+
+@pytest.mark.parametrize('name', [n for n, c in commands.CLIENTS.items() if c.tool])
+def test_task(serve, tok, tmp_path, monkeypatch, name):
+  """Every token that would be trained was sampled; each prompt extends the last."""
+  answer = script(tok, commands.CLIENTS[name])
+  output, engine, records = run(serve, tok, tmp_path, monkeypatch, name, answer)
+  assert clients.ANSWER in output
+  clients.assert_recorded(engine, records)
+  task = rewards.acted(records)
+  assert all(r.fork_reason == 'auxiliary' for r in records if r not in task)
+  assert len(task) >= 3
+  clients.assert_extends(task[-3:])
+  # Both calls ran, and their results reached the model.
+  shown = tok.decode(task[-1].prompt_ids)
+  assert '3 a.txt' in shown and '1\n2\n3' in shown
+
+
+def terminus_2_script(tok):
+  """The same task for Terminus-2, whose commands are JSON in the text."""
+
+  def turn(analysis, *lines, done=False):
+    keys = [{'keystrokes': f'{line}\n', 'duration': 0.5} for line in lines]
+    content = {'analysis': analysis, 'plan': 'count', 'commands': keys}
+    text = json.dumps(content | {'task_complete': done})
+    return tok.encode(response_text('I think', text))
+
+  end = turn(clients.ANSWER, done=True)  # which it asks to confirm
+  turns = iter([turn('look', 'wc -l a.txt'), turn('all', 'cat a.txt', 'ls'), end, end])
+  return lambda request: next(turns)
+
+
+def test_terminus_2(serve, tok, tmp_path, monkeypatch):
+  """Every token that would be trained was sampled. The terminal is a user message,
+  after which the template drops earlier thinking: each turn begins a branch."""
+  answer = terminus_2_script(tok)
+  output, engine, records = run(serve, tok, tmp_path, monkeypatch, 'terminus_2', answer)
+  assert clients.ANSWER in output
+  clients.assert_recorded(engine, records)
+  assert [r.fork_reason for r in records] == [None, *3 * ['thinking_closed']]
+  for first, second in itertools.pairwise(records):
+    assert second.follows == first.id
+  shown = tok.decode(records[-1].prompt_ids)
+  assert '3 a.txt' in shown and '1\n2\n3' in shown
