@@ -186,7 +186,10 @@ async def _verdict(box: sandbox.Sandbox, result: sandbox.ExecResult) -> Verdict:
   ready = READY in result.stdout.splitlines()[:1]
   missing = FAILED if ready else INVALID
   said = dict(wall_s=result.wall_s)
-  if result.timed_out or result.oom or result.returncode:
+  ended = not (result.timed_out or result.returncode)
+  if ended and result.oom and (invalid := await _invalid(box)):
+    return Verdict(INVALID, reason=invalid, **said)
+  if not ended or result.oom:
     why = 'time' if result.timed_out else 'memory' if result.oom else ''
     why = f'out of {why}' if why else f'test.sh exited with {result.returncode}'
     tail = result.stderr.strip()[-400:]
@@ -203,6 +206,14 @@ async def _verdict(box: sandbox.Sandbox, result: sandbox.ExecResult) -> Verdict:
   outcome = PASSED if reward == 1 else FAILED
   reason = '' if outcome == PASSED else str(details.get('reason', 'reward below 1'))
   return Verdict(outcome, reward, reason, details=details, **said)
+
+
+async def _invalid(box: sandbox.Sandbox) -> str:
+  """Why test.sh, which ended, could not decide: a process of it had no memory."""
+  try:
+    return str((await _details(box)).get('invalid', ''))
+  except (sandbox.SandboxPathError, ValueError):
+    return ''
 
 
 async def _details(box: sandbox.Sandbox) -> Mapping[str, Any]:
