@@ -134,7 +134,7 @@ async def verify(
   name = secrets.token_hex(16)
   place = _judged() / name
   try:
-    await asyncio.to_thread(_place, directory, work, place)
+    await asyncio.to_thread(lay_out, directory, work, place)
     return await _run(directory, name, backend, limits or sandbox.Limits())
   except (sandbox.SandboxError, OSError) as error:
     return Verdict(INVALID, reason=f'infrastructure: {error}')
@@ -142,7 +142,8 @@ async def verify(
     await asyncio.to_thread(shutil.rmtree, place, True)
 
 
-def _place(directory: Directory, work: Mapping[str, bytes], place: Path) -> None:
+def lay_out(directory: Directory, work: Mapping[str, bytes], place: Path) -> None:
+  """Writes the tree to judge and the tests below the new directory `place`."""
   metadata, tests = directory.metadata, directory.tests()
   ours = {
     path.removeprefix('workspace/'): data
@@ -179,10 +180,11 @@ async def _run(directory, name, backend, limits) -> Verdict:
       words += f" PATH='{python()[0]}/bin':$PATH"
     command = f'mkdir -p {_LOGS}; exec env {words} bash "{inside}/tests/test.sh"'
     result = await box.exec(command)
-    return await _verdict(box, result)
+    return await verdict(box, result)
 
 
-async def _verdict(box: sandbox.Sandbox, result: sandbox.ExecResult) -> Verdict:
+async def verdict(box: sandbox.Sandbox, result: sandbox.ExecResult) -> Verdict:
+  """The verdict of a test.sh that has ended; `box` has its logs."""
   ready = READY in result.stdout.splitlines()[:1]
   missing = FAILED if ready else INVALID
   said = dict(wall_s=result.wall_s)
