@@ -2,9 +2,9 @@
 
 For tasks whose environment is more than a directory of packages, and as a check that a
 task works where Harbor runs it. The agent's container has no network while it works;
-its work is read as a tar stream and judged in a new container, which sees tree and tests
-read-only (`verifier`). Root in a container is an unprivileged user outside.
-facts/pipelines.md §1.3.
+when it is dead its work is read from its file system, and judged in a new container,
+which sees tree and tests read-only (`verifier`). Root in a container is an unprivileged
+user outside; podman itself must run as root. facts/pipelines.md §1.3.
 
     python -m m2jax.tasks.harbor.podman workdir/swe/tasks/train/NAME [--attempt=SCRIPT]
 
@@ -22,7 +22,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
@@ -36,7 +35,6 @@ from m2jax.tasks.harbor.directory import Directory, read
 INSTALL = 'apt-get install --no-install-recommends podman runc'
 _UIDS = '0:200000:65536'
 _OUTPUT_BYTES = 64 << 10
-_STREAM_BYTES = 512 << 20  # of an agent's workspace
 _START_S, _BUILD_S = 60.0, 1800.0
 # Some images have no bash.
 _SHELL = 'command -v bash >/dev/null && exec bash "$0" || exec sh "$0"'
@@ -82,6 +80,8 @@ def unavailable() -> str:
   """'' if podman is here and answers, or why not and what to run."""
   if not shutil.which('podman') or not shutil.which('runc'):
     return f'no podman: {INSTALL}'
+  if os.geteuid():
+    return 'podman: not root, so that files of containers cannot be read'
   with _settings() as env:
     done = _run(['podman', 'info'], env, _START_S)
   return f'podman info: {done.stderr.strip()[-300:]}' if done.returncode else ''
@@ -148,34 +148,20 @@ def _container(image: str, limits: sandbox.Limits) -> list[str]:
   return [*options, '--uidmap', _UIDS, '--gidmap', _UIDS, '--entrypoint', '', image]
 
 
+def _workspace(name: str, env) -> Path:
+  """A container's /workspace, as a path of this machine."""
+  root = Path(_checked(['podman', 'mount', name], env).stdout.strip())
+  return root / 'workspace'
+
+
 def _work(name: str, directory: Directory, env) -> dict[str, bytes]:
-  """The agent's work, read from its stopped container.
+  """The agent's work, read from the file system of its dead container.
 
   Raises:
     compose.Rejected: it is too large.
   """
-  policy, found, total = directory.metadata, {}, 0
-  command = ['podman', 'cp', f'{name}:/workspace', '-']
-  with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as process:
-    try:
-      with tarfile.open(fileobj=process.stdout, mode='r|') as tar:
-        for number, entry in enumerate(tar):
-          path = os.path.normpath(entry.name.partition('/')[2])
-          if number > compose.MAX_ENTRIES or tar.offset > _STREAM_BYTES:
-            raise compose.Rejected('the workspace is too large')
-          if not entry.isfile() or path.startswith(('/', '..')):
-            continue
-          if not compose.is_work(path, policy.collect, policy.exclude):
-            continue
-          total += entry.size
-          if total > compose.MAX_BYTES or len(found) >= compose.MAX_FILES:
-            raise compose.Rejected(f'more than {compose.MAX_BYTES} bytes of work')
-          found[path] = tar.extractfile(entry).read()
-    except tarfile.TarError as error:
-      raise sandbox.SandboxError(f'podman cp: {error}') from error
-    finally:
-      process.kill()
-  return found
+  policy = directory.metadata.collect, directory.metadata.exclude
+  return compose.gather(_workspace(name, env), *policy)
 
 
 def attempt(
@@ -200,6 +186,8 @@ def attempt(
       image = build(directory, env, network)
       start = ['podman', 'run', '--detach', '--name', name]
       _checked([*start, *_container(image, limits), 'sleep', '86400'], env)
+      # podman makes an empty WORKDIR as the user 0 of this machine, not of the image.
+      os.chown(_workspace(name, env), *[int(_UIDS.split(':')[1])] * 2)
       shell = ['podman', 'exec', '--workdir', '/workspace', name]
       if script is None:
         _checked(['podman', 'cp', f'{directory.path}/solution', f'{name}:/'], env)
