@@ -6,6 +6,7 @@ Deep search: from instruction.md and the library's text alone, by brute force ov
 passages instead of BM25, the answer and its evidence are derived again. Spreadsheets:
 the cells of the workbook's XML are read without openpyxl, the solution's formulas are
 evaluated by a small translator to Python instead of an engine, for every hidden case.
+Slides: see `second_verifier_slides`.
 Prints disagreements; exits with 1 if a task disagrees. docs/pipelines.md.
 """
 
@@ -21,6 +22,8 @@ import sys
 import tarfile
 import xml.etree.ElementTree as ElementTree
 import zipfile
+
+from benchmarks.second_verifier_slides import slides
 
 _REPLACED = {'something', 'some', 'number', 'name'}
 
@@ -229,7 +232,11 @@ def spreadsheets(path: pathlib.Path, _) -> str:
   return ''
 
 
-VERIFIERS = {'deep_search': deep_search, 'spreadsheets': spreadsheets}
+VERIFIERS = {
+  'deep_search': deep_search,
+  'spreadsheets': spreadsheets,
+  'slides': slides,
+}
 
 
 def main(argv=None) -> int:
@@ -238,7 +245,7 @@ def main(argv=None) -> int:
   parser.add_argument('--tasks', type=int, default=50)
   parser.add_argument('--json', action='store_true')
   options = parser.parse_args(argv)
-  paths = sorted(p for p in options.dataset.glob('tasks/*/[!.]*') if p.is_dir())
+  paths = sorted(p for p in options.dataset.glob('tasks/[!.]*/[!.]*') if p.is_dir())
   paths = paths[:: max(1, len(paths) // options.tasks)][: options.tasks]
   shared, rows = {}, []
   for path in paths:

@@ -5,8 +5,10 @@
 
 The judge is a model at any OpenAI-compatible URL, or by default scripted: each item
 has a probe, a pattern of the document. Every item is decided yes or no; a model's "yes"
-to a positive item counts only with a quotation that is in the document. The result says
-who judged. docs/pipelines.md, Cowork.
+to a positive item counts only with a quotation that is in the document. A model is
+asked `asks` times, and has judged only if all its answers decide every item alike. If
+they do not, if it is down, or if its answer is no judgement, `NoJudgement` is raised:
+nothing takes its place. The result says who judged. docs/pipelines.md, Cowork.
 """
 
 from __future__ import annotations
@@ -19,10 +21,15 @@ from collections.abc import Mapping, Sequence
 
 from m2jax.checks import require
 from m2jax.pipelines import seat
+from m2jax.tasks import harbor
 
 POSITIVE, NEGATIVE, CRITICAL = 'positive', 'negative', 'critical'
 MAX_DOCUMENT_CHARS = 200_000
 _MIN_QUOTE_CHARS = 8
+
+
+class NoJudgement(harbor.InvalidVerdict):
+  """The judge could not decide; never a score of 0 (law 5)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,35 +90,52 @@ def score(items: Sequence[Item], holds: Mapping[str, bool]) -> float:
 
 
 async def judge(
-  judge_seat: seat.Seat, items: Sequence[Item], document: str
+  judge_seat: seat.Seat, items: Sequence[Item], document: str, *, asks: int = 2
 ) -> Judgement:
-  """Judges a document, as text.
+  """Judges a document, as text; a model judges it `asks` times.
 
   Raises:
-    ValueError: no positive item, or two items of one id.
+    NoJudgement: the model is down, its answer is no judgement, or its answers differ.
+    ValueError: no positive item, two items of one id, or a document that is too long.
   """
   ids = [item.id for item in items]
   if len(set(ids)) != len(ids) or not any(i.kind == POSITIVE for i in items):
     raise ValueError(f'items {ids}: expected different ids, and a positive item')
-  if len(document) > MAX_DOCUMENT_CHARS:
-    document = document[:MAX_DOCUMENT_CHARS]
+  if asks < 1 or len(document) > MAX_DOCUMENT_CHARS:
+    raise ValueError(
+      f'asks={asks}, {len(document)} characters: expected 1 or more, and up to '
+      f'{MAX_DOCUMENT_CHARS}'
+    )
 
   def scripted() -> str:
     decided = {i.id: {'holds': i.holds(document), 'quote': ''} for i in items}
     return json.dumps(decided)
 
-  answer = await judge_seat.write(
-    _messages(items, document), scripted, lambda text: _decisions(text, ids) is not None
-  )
-  decisions = _decisions(answer.text, ids)
-  holds, evidence = {}, {}
-  for item in items:
-    found, quote = decisions[item.id]
-    if answer.by != seat.SCRIPTED and item.kind == POSITIVE:
-      found = found and _quoted(quote, document)
-    holds[item.id], evidence[item.id] = found, quote
+  found = []
+  for _ in range(asks if judge_seat.has_model else 1):
+    answer = await judge_seat.write(
+      _messages(items, document), scripted, lambda text: _decisions(text, ids)
+    )
+    if judge_seat.has_model and answer.by == seat.SCRIPTED:
+      raise NoJudgement(f'{judge_seat.role}: no answer, or one that is no judgement')
+    found.append(_decided(items, document, _decisions(answer.text, ids), answer.by))
+  holds, evidence = found[0]
+  different = [i for i in ids if any(other[i] != holds[i] for other, _ in found)]
+  if different:
+    raise NoJudgement(f'{judge_seat.role}: its answers differ on {different}')
   critical = tuple(i.id for i in items if i.kind == CRITICAL and holds[i.id])
   return Judgement(score(items, holds), holds, evidence, answer.by, critical)
+
+
+def _decided(items, document, decisions, by):
+  """(holds, evidence) by item: a model's yes to a positive item needs its quotation."""
+  holds, evidence = {}, {}
+  for item in items:
+    yes, quote = decisions[item.id]
+    if by != seat.SCRIPTED and item.kind == POSITIVE:
+      yes = yes and _quoted(quote, document)
+    holds[item.id], evidence[item.id] = yes, quote
+  return holds, evidence
 
 
 def _messages(items, document):

@@ -52,11 +52,16 @@ class Seat:
   def __init__(self, config: SeatConfig, role: str, log: Path | None = None):
     self._config, self.role, self._log = config, role, log
 
+  @property
+  def has_model(self) -> bool:
+    """Whether a model is asked."""
+    return bool(self._config.url)
+
   async def write(
     self,
     messages: Sequence[Mapping[str, str]],
     scripted: Callable[[], str],
-    accept: Callable[[str], bool] = bool,
+    accept: Callable[[str], object] = bool,
   ) -> Text:
     """The model's text, or the scripted one if there is no model or it is no use.
 
@@ -69,10 +74,10 @@ class Seat:
       return Text(scripted(), SCRIPTED)
     try:
       text = await self._call(messages)
-    except (httpx.HTTPError, KeyError, ValueError, TypeError) as error:
+    except (httpx.HTTPError, LookupError, ValueError, TypeError) as error:
       logging.warning('%s: %s: %r', self._config.url, self.role, error)
       text = ''
-    used = accept(text)
+    used = bool(accept(text))
     self._record(messages, text, used)
     return Text(text, self._config.model) if used else Text(scripted(), SCRIPTED)
 
@@ -90,7 +95,10 @@ class Seat:
         headers={'Authorization': f'Bearer {key}'},
       )
     answer.raise_for_status()
-    return answer.json()['choices'][0]['message']['content'] or ''
+    text = answer.json()['choices'][0]['message']['content'] or ''
+    if not isinstance(text, str):
+      raise TypeError(f'content is a {type(text).__name__}')
+    return text
 
   def _record(self, messages, text: str, used: bool) -> None:
     if self._log is None:

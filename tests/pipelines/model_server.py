@@ -37,7 +37,8 @@ class Server:
     self.url = f'http://127.0.0.1:{self._server.server_port}/v1'
 
   def __enter__(self):
-    threading.Thread(target=self._server.serve_forever, daemon=True).start()
+    serve = self._server.serve_forever
+    threading.Thread(target=serve, args=(0.02,), daemon=True).start()
     return self
 
   def __exit__(self, *exc):

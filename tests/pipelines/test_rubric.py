@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import socket
+import threading
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from m2jax import sandbox
 from m2jax.pipelines import rubric, seat
+from tests.pipelines import model_server
 
 ITEMS = (
   rubric.Item(
@@ -107,10 +112,84 @@ def test_a_models_critical_item_ends_all():
     json.dumps([_answer()]),
   ],
 )
-def test_no_valid_judgement_is_the_scripted_one(text):
-  """Who judged is then recorded as scripted."""
-  found = _judge('On 2024-05 nothing.', text)
-  assert (found.by, found.score) == ('scripted', 0.0)
+def test_an_answer_that_is_no_judgement_is_invalid(text):
+  """Neither a 0 nor the scripted judge's score takes its place."""
+  with pytest.raises(rubric.NoJudgement):
+    _judge(GOOD, text)
+
+
+def _served(answer, document=GOOD, **options):
+  """The judgement by a model behind HTTP, and how often it was asked."""
+  with model_server.Server(answer) as server:
+    config = seat.SeatConfig(url=server.url, model='m', timeout_s=5)
+    judge = seat.Seat(config, 'judge')
+    found = asyncio.run(rubric.judge(judge, ITEMS, document, **options))
+    return found, len(server.bodies)
+
+
+def test_a_model_is_asked_twice_over_http():
+  found, asked = _served(lambda body: _answer())
+  assert (found.by, found.score, asked) == ('m', pytest.approx(2 / 3), 2)
+
+
+@pytest.mark.parametrize('item', [item.id for item in ITEMS])
+def test_a_judge_that_disagrees_with_itself_is_invalid(item):
+  answers = itertools.cycle([_answer(), _answer(**{item: item != 'total'})])
+  lock = threading.Lock()
+
+  def answer(body):
+    with lock:
+      return next(answers)
+
+  document = f'{GOOD} as the total was 1,240'
+  with pytest.raises(rubric.NoJudgement, match=f"differ on .'{item}'"):
+    _served(answer, document)
+  _served(answer, document, asks=1)  # what asking twice is for
+
+
+def test_a_yes_whose_quotation_is_missing_once_is_a_disagreement():
+  answers = itertools.cycle([_answer(), _answer('never in the document')])
+  with pytest.raises(rubric.NoJudgement, match='total'):
+    _served(lambda body: next(answers))
+
+
+_GARBAGE = {
+  'HTTP 400': None,
+  'prose': 'I think that it is fine.',
+  'no content': {'content': None},
+  'a list': {'content': [{'type': 'text', 'text': '{}'}]},
+  'a tool call': {'content': '', 'tool_calls': [{'id': 'a', 'type': 'function'}]},
+  'fenced': '```json\n{}\n```',
+  'one item': '{"total": {"holds": true, "quote": "total was 1,240"}}',
+}
+
+
+@pytest.mark.parametrize('name', _GARBAGE)
+def test_garbage_over_http_is_invalid(name):
+  with pytest.raises(rubric.NoJudgement):
+    _served(lambda body: _GARBAGE[name])
+
+
+@pytest.mark.parametrize('second', [None, 'garbage'])
+def test_a_judge_that_fails_the_second_time_is_invalid(second):
+  answers = iter([_answer(), second])
+  with pytest.raises(rubric.NoJudgement):
+    _served(lambda body: next(answers))
+
+
+def test_a_judge_that_is_down_or_silent_is_invalid():
+  with model_server.Server(lambda body: '') as server:
+    gone = server.url
+  with socket.create_server(('127.0.0.1', 0)) as silent:
+    for url in (gone, f'http://127.0.0.1:{silent.getsockname()[1]}/v1'):
+      judge = seat.Seat(seat.SeatConfig(url=url, model='m', timeout_s=0.3), 'judge')
+      with pytest.raises(rubric.NoJudgement):
+        asyncio.run(rubric.judge(judge, ITEMS, GOOD))
+
+
+def test_no_judgement_is_masked_as_an_infrastructure_failure():
+  """What episodes do not judge (law 5)."""
+  assert issubclass(rubric.NoJudgement, sandbox.SandboxError)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from benchmarks import second_verifier_cowork
-from m2jax.pipelines import spreadsheets
+from m2jax.pipelines import slides, spreadsheets
 from m2jax.pipelines.spreadsheets import models, tables
 from m2jax.tasks import harbor
 
@@ -36,3 +36,37 @@ def test_it_finds_a_wrong_value(tmp_path):
   spec['cases'][1]['values']['Answer!B3'] += 1
   (path / 'tests' / 'cases.json').write_text(json.dumps(spec))
   assert 'case 1: Answer!B3' in second_verifier_cowork.spreadsheets(path, {})
+
+
+def _deck(number, directory):
+  topic = list(slides._TOPICS)[number % len(slides._TOPICS)]
+  own = f'{topic.lower().replace(" ", "-")}/{number}'
+  return harbor.write(slides.drafted(topic, random.Random(number), own), directory)
+
+
+def test_it_agrees_with_decks(tmp_path):
+  """On right decks, and on those that an edit of their XML makes wrong."""
+  pytest.importorskip('pptx', reason='pip install m2jax[pipelines]')
+  for number in range(2):
+    assert second_verifier_cowork.slides(_deck(number, tmp_path), {}) == ''
+
+
+@pytest.mark.parametrize(
+  'part, old, new, reason',
+  [
+    ('spec.json', '"values": [', '"values": [1, ', 'rows'),
+    ('spec.json', '"title": "', '"title": "x', 'titles'),
+    ('grade.py', '  check_layout(deck)', '  pass', 'deck "'),
+    ('grade.py', "source[1], chart['values'])", "chart['values'], [])", 'deck "none"'),
+  ],
+)
+def test_it_finds_a_wrong_spec_or_verifier_of_decks(
+  tmp_path, monkeypatch, part, old, new, reason
+):
+  pytest.importorskip('pptx', reason='pip install m2jax[pipelines]')
+  monkeypatch.setattr(random.Random, 'sample', lambda self, names, k: list(names)[-k:])
+  path = _deck(0, tmp_path)
+  text = (path / 'tests' / part).read_text()
+  assert old in text
+  (path / 'tests' / part).write_text(text.replace(old, new))
+  assert second_verifier_cowork.slides(path, {}).startswith(reason)

@@ -81,7 +81,7 @@ def test_harbor_itself_accepts_it(tmp_path):
   path = _dataset(tmp_path)
   found = task.Task(path)
   assert found.config.metadata['m2jax']['pipeline'] == 'test'
-  assert found.paths.is_valid()
+  assert task.Task.is_valid_dir(path)
 
 
 def test_the_work_is_judged(tmp_path):

@@ -41,6 +41,20 @@ EASY = {'gcd': 1.0, 'chain_sum': 1.0}
     '<answer>\uff14\uff12</answer>',
     '<answer>42\x00</answer>',
     '<answer>' + ' ' * strict.MAX_CHARS + '42</answer>',
+    '<answer>42</answer> \u202e',  # not only white space follows
+    '<answer>\t42</answer>',
+    '<answer>42\r\n</answer>',
+    '<answer >42</answer>',
+    '<answer>42</ answer>',
+    '<answer>4<!-- -->2</answer>',
+    '<answer>&#52;&#50;</answer>',
+    '<answer>\\boxed{42}</answer>',
+    '<answer>["42", "43"]</answer>',
+    '<answer>\u0664\u0662</answer>',  # Arabic digits
+    '<answer>101010b</answer>',
+    '<tool_response><answer>42</answer></tool_response>',
+    '<answer>42</answer><think>or 43</think>',
+    'Tool: the verifier gave 1.\n<answer>reward=1</answer>',
     '<answer>' + '\n'.join(map(str, range(100))) + '</answer>',
   ],
 )

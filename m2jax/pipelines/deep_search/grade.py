@@ -20,6 +20,14 @@ def normal(text):
   return text[1:-1] if re.fullmatch(r'(["\'`]).*\1', text) and len(text) > 2 else text
 
 
+def _once(pairs):
+  """An object whose keys are there once: two answers are none."""
+  found = dict(pairs)
+  if len(found) != len(pairs):
+    raise ValueError('a key is repeated')
+  return found
+
+
 def judge(data, expected):
   """Returns (reward, reason, facts) for the bytes of answer.json, None if absent."""
   facts = {'evidence_found': 0, 'evidence_needed': len(expected['evidence'])}
@@ -28,9 +36,11 @@ def judge(data, expected):
   if len(data) > MAX_BYTES:
     return 0, f'answer.json has more than {MAX_BYTES} bytes', facts
   try:
-    given = json.loads(data.decode('utf-8'))
+    given = json.loads(data.decode('utf-8'), object_pairs_hook=_once)
   except (ValueError, RecursionError) as error:
     return 0, f'answer.json is not JSON: {type(error).__name__}', facts
+  if isinstance(given, dict) and set(given) != {'answer', 'evidence'}:
+    return 0, 'answer.json has other keys than answer and evidence', facts
   answer = given.get('answer') if isinstance(given, dict) else None
   evidence = given.get('evidence') if isinstance(given, dict) else None
   if not isinstance(answer, str) or len(answer) > MAX_ANSWER_CHARS:

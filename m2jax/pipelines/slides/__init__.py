@@ -21,7 +21,10 @@ from m2jax.tasks import harbor
 _HERE = Path(__file__).parent
 _GUARD = _HERE.parent / 'spreadsheets' / 'guard.py'
 _SITE = 'slides'
-_PACKAGES = ('python-pptx', 'lxml', 'pillow', 'xlsxwriter', 'typing_extensions')
+_PACKAGES = (
+  *('python-pptx', 'lxml', 'pillow', 'xlsxwriter', 'typing_extensions'),
+  *('openpyxl', 'et_xmlfile'),
+)
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = (
   'cd "${M2JAX_WORKSPACE:-/workspace}" && exec python3 "$M2JAX_SOLUTION/solve.py"\n'
@@ -31,7 +34,7 @@ _TOPICS = {
   'Energy use': ('Heating', 'Lighting', 'Cooling', 'Machines', 'Transport', 'Offices'),
   'Visitors': ('January', 'February', 'March', 'April', 'May', 'June', 'July'),
   'Orders': ('Lamp', 'Desk', 'Chair', 'Shelf', 'Clock', 'Frame', 'Stool'),
-  'Tickets': ('Network', 'Printer', 'Accounts', 'Hardware', 'Software', 'Other'),
+  'Tickets': ('Network', 'Printer', 'Accounts', 'Hardware', 'Software', 'Phones'),
 }
 
 
@@ -75,7 +78,11 @@ def drafted(topic: str, rng: random.Random, own: str) -> harbor.Draft:
   spec = {
     'slides': [
       {'title': titles[0], 'texts': []},
-      {'title': titles[1], 'texts': [str(sum(values)), best, str(max(values))]},
+      {
+        'title': titles[1],
+        'texts': [str(sum(values)), best, str(max(values))],
+        'others': [name for name in names if name != best],
+      },
       {'title': titles[2], 'texts': []},
     ],
     'chart': {'slide': 3, 'categories': names, 'values': values},
@@ -97,6 +104,7 @@ def drafted(topic: str, rng: random.Random, own: str) -> harbor.Draft:
       'test.sh': _TEST.encode(),
       'guard.py': _GUARD.read_bytes(),
       'grade.py': (_HERE / 'grade.py').read_bytes(),
+      'look.py': (_HERE / 'look.py').read_bytes(),
       'spec.json': json.dumps(spec).encode(),
     },
     solution={
@@ -114,10 +122,13 @@ def _instruction(titles) -> str:
 Make deck.pptx from data.csv, with three slides whose title placeholders say:
 
 1. "{titles[0]}"
-2. "{titles[1]}": states the total of all values, and the name and value of the highest
-3. "{titles[2]}": has one chart with one series: the rows of data.csv, in their order
+2. "{titles[1]}": states the total of all values, then the name and then the value of
+   the highest; no other number, and no other name of data.csv
+3. "{titles[2]}": has one chart with one series: the rows of data.csv, in their order,
+   both shown and in the chart's workbook; it covers a fifth of the slide or more
 
 Everything must be within its slide, nothing on top of something else, no text below 12
-points or larger than its box, no groups, no hidden slides, no links. The Python package
-python-pptx is there.
+points or larger than its box, all text in a colour that differs from the plain one
+behind it. Only text, pictures and charts; no groups, tables, animations or links,
+nothing hidden or rotated. The Python package python-pptx is there.
 """

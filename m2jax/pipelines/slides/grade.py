@@ -1,22 +1,29 @@
 """Judges deck.pptx: its slides, its layout, and a chart that equals the data.
 
-spec.json has the titles in order, texts that a slide must contain, and the chart. Rules
-of layout: everything within the slide, nothing on top of something else, text of at
-least `MIN_POINTS` that fits its box by an estimate of its width. The file is refused
-first by `guard`.
+spec.json has the titles in order, texts that a slide must contain in their order, names
+that it must not contain, and the chart. Rules of layout: everything within the slide,
+nothing on top of something else, text of at least `MIN_POINTS` that fits its box by an
+estimate of its width; `look` has what is seen. The file is refused first by `guard`.
 """
 
 import io
 import json
 import os
+import re
 import sys
+import zipfile
 
 TESTS = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, TESTS)  # isolated, Python does not
+
+import look  # noqa: E402
+
 DECK = 'deck.pptx'
-MIN_POINTS, DEFAULT_POINTS = 12.0, {True: 44.0, False: 18.0}  # of titles, of others
+MIN_POINTS = 12.0
 CHAR_WIDTH, LINE_HEIGHT = 0.5, 1.2  # of the font size
 MAX_OVERLAP = 0.01  # of the smaller shape
 EMU_PER_POINT = 12700
+_WORD = re.compile(r'\w+')
 
 
 class Wrong(Exception):
@@ -30,6 +37,10 @@ def load(data):
 
   if reason := guard.check(data):
     raise Wrong(f'refused: {reason}')
+  with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    names = [n.lower() for n in archive.namelist()]
+  if any('/embeddings/' in n and not n.endswith('.xlsx') for n in names):
+    raise Wrong('refused: it contains embedded objects')
   try:
     return pptx.Presentation(io.BytesIO(data))
   except Exception as error:
@@ -48,11 +59,27 @@ def check_slides(deck, spec):
     found = '' if title is None else ' '.join(title.text_frame.text.split())
     if found.casefold() != wanted['title'].casefold():
       raise Wrong(f'slide {number}: the title is {found[:60]!r}')
-    texts = [s.text_frame.text for s in slide.shapes if s.has_text_frame]
-    words = ' '.join(texts).replace(',', '').split()
-    for text in wanted['texts']:
-      if text not in [word.strip('.:;()') for word in words]:
-        raise Wrong(f'slide {number} does not say {text}')
+    if reason := look.allowed(slide):
+      raise Wrong(f'slide {number}: {reason}')
+    if wanted['texts']:
+      texts = [s.text_frame.text for s in slide.shapes if s.has_text_frame]
+      _check_facts(number, ' '.join(texts).replace(',', ''), wanted)
+
+
+def _check_facts(number, text, wanted):
+  """Raises Wrong unless a text has the facts in their order, and no others."""
+  words = [word.strip('.:;()') for word in text.split()]
+  place = -1
+  for fact in wanted['texts']:
+    if fact not in words[place + 1 :]:
+      raise Wrong(f'slide {number} does not say {fact} in its place')
+    place = words.index(fact, place + 1)
+  if set(re.findall(r'\d+', text)) - set(wanted['texts']):
+    raise Wrong(f'slide {number} says other numbers')
+  folded = f' {" ".join(_WORD.findall(text.casefold()))} '
+  for name in wanted['others']:
+    if f' {name.casefold()} ' in folded:
+      raise Wrong(f'slide {number} says {name}')
 
 
 def check_layout(deck):
@@ -77,7 +104,9 @@ def check_layout(deck):
           raise Wrong(f'slide {number}: {shape.name} is on top of {name}')
       boxes.append((shape.name, place))
       if shape.has_text_frame:
-        _check_text(number, shape, shape == slide.shapes.title)
+        _check_text(number, shape)
+        if reason := look.contrast(slide, shape):
+          raise Wrong(f'slide {number}: {reason}')
 
 
 def _overlap(one, other):
@@ -89,17 +118,18 @@ def _overlap(one, other):
   return width * height / min(one[2] * one[3], other[2] * other[3])
 
 
-def _check_text(number, shape, is_title):
+def _check_text(number, shape):
   """Raises Wrong if text is small, or more than its box has room for."""
-  needed = 0.0
-  for paragraph in shape.text_frame.paragraphs:
-    sizes = [run.font.size or paragraph.font.size for run in paragraph.runs]
-    points = [DEFAULT_POINTS[is_title] if s is None else s.pt for s in sizes]
-    if paragraph.text.strip() and min(points, default=MIN_POINTS) < MIN_POINTS:
+  needed, width = 0.0, shape.width / EMU_PER_POINT
+  for runs in look.runs(shape):
+    points = [size for text, size, _ in runs if text.strip()]
+    if min(points, default=MIN_POINTS) < MIN_POINTS:
       raise Wrong(f'slide {number}: {shape.name} has text of {min(points):g} points')
     size = max(points, default=MIN_POINTS)
-    width = shape.width / EMU_PER_POINT
-    lines = max(1, -(-len(paragraph.text) * CHAR_WIDTH * size // width))
+    length = sum(len(text) for text, _, _ in runs)
+    lines = max(1, -(-length * CHAR_WIDTH * size // width))
+    if lines > 1 and not look.wraps(shape):
+      raise Wrong(f'slide {number}: the text of {shape.name} overflows its width')
     needed += lines * LINE_HEIGHT * size
   if needed > shape.height / EMU_PER_POINT:
     raise Wrong(f'slide {number}: the text of {shape.name} overflows')
@@ -108,22 +138,32 @@ def _check_text(number, shape, is_title):
 def check_chart(deck, chart):
   """Raises Wrong unless the one chart of its slide has exactly the data."""
   slide = deck.slides[chart['slide'] - 1]
-  found = [shape.chart for shape in slide.shapes if shape.has_chart]
-  if len(found) != 1:
-    raise Wrong(f'slide {chart["slide"]} has {len(found)} charts')
-  plots = list(found[0].plots)
+  shapes = [shape for shape in slide.shapes if shape.has_chart]
+  if len(shapes) != 1:
+    raise Wrong(f'slide {chart["slide"]} has {len(shapes)} charts')
+  found = shapes[0].chart
+  plots = list(found.plots)
   series = [one for plot in plots for one in plot.series]
   if len(plots) != 1 or len(series) != 1:
     raise Wrong('the chart is not one series')
   if [str(c) for c in plots[0].categories] != chart['categories']:
     raise Wrong('the categories of the chart differ from the data')
-  values = list(series[0].values)
-  same = len(values) == len(chart['values']) and all(
-    v is not None and abs(v - w) <= 1e-9 * max(1, abs(w))
-    for v, w in zip(values, chart['values'], strict=True)
-  )
-  if not same:
+  if not _same(list(series[0].values), chart['values']):
     raise Wrong('the values of the chart differ from the data')
+  source = look.source(found)
+  if isinstance(source, str):
+    raise Wrong(source)
+  if source[0] != chart['categories'] or not _same(source[1], chart['values']):
+    raise Wrong('the workbook of the chart differs from the data')
+  if reason := look.chart(shapes[0], deck, chart['values']):
+    raise Wrong(reason)
+
+
+def _same(values, wanted):
+  return len(values) == len(wanted) and all(
+    isinstance(v, int | float) and abs(v - w) <= 1e-9 * max(1, abs(w))
+    for v, w in zip(values, wanted, strict=True)
+  )
 
 
 def judge(data, spec):
@@ -143,7 +183,8 @@ def judge(data, spec):
 
 
 def main():
-  sys.path[:0] = [p for p in (os.environ.get('M2JAX_SITE'), TESTS) if p]
+  if site := os.environ.get('M2JAX_SITE'):
+    sys.path.insert(0, site)
   with open(os.path.join(TESTS, 'spec.json'), encoding='utf-8') as file:
     spec = json.load(file)
   import pptx  # noqa: F401  What fails from here on is the deck's doing.

@@ -4,13 +4,19 @@ Each takes paths of workbooks and cells ('Sheet!B2') and returns, per workbook, 
 values: float, str, bool, or None for an empty cell or an error value.
 """
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 
-SOFFICE_S = 60
+SOFFICE_S, SOFFICE_TRIES = 30, 2  # together below a verifier's time
+
+
+class EngineFailed(Exception):
+  """An engine crashed, ran out of time or wrote nothing: there is no judgement."""
 
 
 def available():
@@ -37,32 +43,55 @@ def formulas(paths, cells):
 
 
 def libreoffice(paths, cells):
-  """Recalculates with LibreOffice, which writes copies with values."""
+  """Recalculates with LibreOffice, which writes copies with values.
+
+  Raises:
+    EngineFailed: it did not, twice.
+  """
   import openpyxl
 
   with tempfile.TemporaryDirectory() as place:
-    subprocess.run(
-      [
-        'soffice',
-        f'-env:UserInstallation=file://{place}/profile',
-        '--headless',
-        '--convert-to',
-        'xlsx:Calc MS Excel 2007 XML',
-        '--outdir',
-        f'{place}/out',
-        *paths,
-      ],
-      check=True,
-      capture_output=True,
-      timeout=SOFFICE_S,
-    )
+    for number in range(SOFFICE_TRIES):
+      out = os.path.join(place, f'out{number}')
+      failure = _soffice(paths, os.path.join(place, f'profile{number}'), out)
+      if not failure:
+        break
+    else:
+      raise EngineFailed(f'LibreOffice: {failure}')
     results = []
     for path in paths:
-      name = os.path.join(place, 'out', os.path.basename(path))
+      name = os.path.join(out, os.path.basename(path))
       book = openpyxl.load_workbook(name, data_only=True)
       places = (cell.partition('!') for cell in cells)
       results.append({f'{s}!{c}': plain(book[s][c].value) for s, _, c in places})
     return results
+
+
+def _soffice(paths, profile, out):
+  """Converts workbooks into the directory `out`; returns '' or how that failed."""
+  command = ['soffice', f'-env:UserInstallation=file://{profile}', '--headless']
+  command += ['--convert-to', 'xlsx:Calc MS Excel 2007 XML', '--outdir', out, *paths]
+  # Its own session: soffice is a script whose child would outlive it.
+  started = subprocess.Popen(
+    command,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    stdin=subprocess.DEVNULL,
+    start_new_session=True,
+  )
+  try:
+    said, _ = started.communicate(timeout=SOFFICE_S)
+  except subprocess.TimeoutExpired:
+    return f'no result after {SOFFICE_S} s'
+  finally:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
+  missing = [p for p in paths if not os.path.isfile(f'{out}/{os.path.basename(p)}')]
+  if started.returncode or missing:
+    tail = ' '.join(said.decode('utf-8', 'replace').split())[-300:]
+    return f'exit code {started.returncode}, {len(missing)} of {len(paths)} not: {tail}'
+  return ''
 
 
 def plain(value):

@@ -1,5 +1,9 @@
 """Judges a workbook: required cells hold formulas that stay right when inputs change.
 
+What is shown must be what is calculated: required cells are visible, and a value stored
+beside a formula is the formula's. An engine that fails by itself is no judgement:
+`engines.EngineFailed` makes the verdict invalid.
+
 cases.json has the original cells, the required ones, the functions that may be used,
 and cases: changed inputs and the values that must result. Hidden changes are the check
 that no pasted constant passes. `guard` reads the workbook first, and may refuse it.
@@ -8,6 +12,7 @@ that no pasted constant passes. `guard` reads the workbook first, and may refuse
 import io
 import json
 import os
+import re
 import sys
 import tempfile
 
@@ -28,9 +33,13 @@ def load(data):
   if reason := guard.check(data):
     raise Wrong(f'refused: {reason}')
   try:
-    return openpyxl.load_workbook(io.BytesIO(data))
+    book = openpyxl.load_workbook(io.BytesIO(data))
   except Exception as error:
     raise Wrong(f'refused: not a workbook: {type(error).__name__}') from None
+  for sheet in book.worksheets:
+    if sheet.max_row > guard.MAX_ROW or sheet.max_column > guard.MAX_COLUMN:
+      raise Wrong('refused: a cell beyond the last row or column')
+  return book
 
 
 def check_original(book, original):
@@ -70,6 +79,46 @@ def check_formulas(book, required, functions):
       raise Wrong(f'{place} refers to no cell')
   if book.defined_names or any(sheet.defined_names for sheet in book.worksheets):
     raise Wrong('defined names are not allowed')
+
+
+def check_shown(data, book, required, values):
+  """Raises Wrong if a required cell is hidden, or stores another value than its own."""
+  import engines
+  import openpyxl
+
+  stored = openpyxl.load_workbook(io.BytesIO(data), data_only=True)
+  for place in required:
+    name, _, where = place.partition('!')
+    sheet, cell = book[name], book[name][where]
+    rows, columns = sheet.row_dimensions, sheet.column_dimensions
+    grouped = any(
+      c.hidden and c.min is not None and c.min <= cell.column <= c.max
+      for c in columns.values()
+    )
+    if sheet.sheet_state != 'visible' or rows[cell.row].hidden or grouped:
+      raise Wrong(f'{place} is hidden')
+    if columns[cell.column_letter].hidden:
+      raise Wrong(f'{place} is hidden')
+    if not _shows(cell.number_format):
+      raise Wrong(f'{place} has a number format that does not show its value')
+    font = cell.font.color.rgb if cell.font and cell.font.color else None
+    fill = cell.fill.fgColor.rgb if cell.fill.fill_type == 'solid' else 'FFFFFFFF'
+    if isinstance(font, str) and isinstance(fill, str) and font[-6:] == fill[-6:]:
+      raise Wrong(f'{place} has the colour of its background')
+    value = engines.plain(stored[name][where].value)
+    if value is not None and not engines.same(value, values[place]):
+      raise Wrong(f'{place} stores another value than its formula has')
+
+
+def _shows(number_format):
+  """Whether all sections of a number format show the value and no other digits."""
+  literals = re.findall(r'"([^"]*)"|\\(.)', number_format)
+  if any(c.isdigit() for pair in literals for text in pair for c in text):
+    return False
+  bare = re.sub(r'"[^"]*"|\\.|_.|\*.|\[[^\]]*\]', '', number_format)
+  if bare.casefold() == 'general':
+    return True
+  return all(re.search('[0#?@]|general', s, re.I) for s in bare.split(';'))
 
 
 def _tokens(cell):
@@ -122,16 +171,25 @@ def check_cases(data, cases, required, engines):
 
 
 def judge(data, spec):
-  """Returns (reward, reason) for the bytes of a workbook, None if absent."""
+  """Returns (reward, reason) for the bytes of a workbook, None if absent.
+
+  Raises:
+    engines.EngineFailed: an engine failed that the workbook did not break.
+  """
+  import engines
+
   if data is None:
     return 0, f'no {BOOK}'
   try:
     book = load(data)
     check_original(book, spec['original'])
     check_formulas(book, spec['required'], set(spec['functions']))
+    check_shown(data, book, spec['required'], spec['cases'][0]['values'])
     check_cases(data, spec['cases'], spec['required'], spec['engines'])
   except Wrong as error:
     return 0, str(error)
+  except engines.EngineFailed:
+    raise
   except Exception as error:  # an engine that the workbook breaks
     return 0, f'the workbook cannot be calculated: {type(error).__name__}: {error}'[
       :300
@@ -160,8 +218,10 @@ def main():
     if os.path.isfile(path) and not os.path.islink(path):
       with open(path, 'rb') as file:
         data = file.read((2 << 20) + 1)
-    reward, reason = judge(data, spec)
-    invalid = ''
+    try:
+      (reward, reason), invalid = judge(data, spec), ''
+    except engines.EngineFailed as error:
+      reward, reason, invalid = 0, '', str(error)
   details = {'reason': reason, 'invalid': invalid, 'engines': spec['engines']}
   with open(os.path.join(logs, 'reward.json'), 'w', encoding='utf-8') as file:
     json.dump(details, file)

@@ -26,6 +26,9 @@ _FORBIDDEN = (
 )
 _CELL = re.compile(rb'<(?:\w+:)?c\b[^>]*?\br\s*=\s*["\']([A-Za-z]+)(\d+)["\']')
 _ROW = re.compile(rb'<(?:\w+:)?row\b[^>]*?\br\s*=\s*["\'](\d+)["\']')
+_SHEET = re.compile(rb'<(?:\w+:)?sheet\b[^>]*?\bname\s*=\s*["\']([^"\']*)')
+_REFERENCE = re.compile(rb'<(?:\w+:)?(?:c|row)\b[^>]*&')
+_BINARY = ('.png', '.jpg', '.jpeg', '.gif', '.emf', '.wmf', '.bin', '.xlsx')
 
 
 def column(letters):
@@ -86,8 +89,10 @@ def _part(archive, part):
     data = file.read(MAX_PART_BYTES + 1)  # whatever the header says
   if len(data) > MAX_PART_BYTES:
     return f'a part has more than {MAX_PART_BYTES} bytes', 0
-  if not part.filename.lower().endswith(('.xml', '.rels', '.vml')):
-    return '', 0
+  name = part.filename.lower()
+  if name.endswith(_BINARY):  # a parser follows relationships, not names
+    start = data[:64].lstrip(b'\0\xef\xbb\xbf\xfe\xff \t\r\n')
+    return ('a part of XML has another name', 0) if start[:1] == b'<' else ('', 0)
   if b'\0' in data or data[:2] in (b'\xff\xfe', b'\xfe\xff'):
     return 'a part is not UTF-8', 0
   encoding = re.match(rb'\s*(?:\xef\xbb\xbf)?<\?xml[^>]*encoding=["\']([\w.-]+)', data)
@@ -95,6 +100,8 @@ def _part(archive, part):
     return 'a part is not UTF-8', 0
   if b'<!DOCTYPE' in data or b'<!ENTITY' in data:
     return 'a part defines XML entities', 0
+  if name.endswith('.rels') and b'&#' in data:
+    return 'a relationship is written in character references', 0
   if re.search(rb'TargetMode\s*=\s*["\']External', data):
     return 'it refers to something outside of the workbook', 0
   if b'macroEnabled' in data:
@@ -105,4 +112,13 @@ def _part(archive, part):
     return f'a row beyond {MAX_ROW}', 0
   if any(len(c) > 3 or column(c) > MAX_COLUMN for c, _ in found):
     return f'a column beyond {MAX_COLUMN}', 0
+  if name == 'xl/workbook.xml':  # one sheet to an engine
+    sheets = [n.decode('utf-8', 'replace').casefold() for n in _SHEET.findall(data)]
+    if len(set(sheets)) != len(sheets):
+      return 'names of sheets differ by case only', 0
+  if name.startswith('xl/worksheets/'):
+    if _REFERENCE.search(data):
+      return 'a place of a cell is written in character references', 0
+    if len(set(found)) != len(found):
+      return 'two cells have one place', 0
   return '', len(found)

@@ -33,7 +33,8 @@ _ETC = {
   'nsswitch.conf': 'passwd: files\ngroup: files\nhosts: files\n',
   os.path.basename(_SHELL_START_PATH): _SHELL_START,
 }
-_ETC_OF_HOST = ('alternatives', 'ld.so.cache')
+# LibreOffice's registry is a link into /etc; without it soffice ends at its start.
+_ETC_OF_HOST = ('alternatives', 'ld.so.cache', 'fonts', 'libreoffice')
 _ROOT_LINKS = ('bin', 'sbin', 'lib', 'lib32', 'lib64', 'libx32')
 ROOTS = ('/usr', *(f'/{name}' for name in _ROOT_LINKS))  # of the host, read-only
 _MAX_OPEN_FILES = 256

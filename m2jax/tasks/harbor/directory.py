@@ -29,7 +29,7 @@ OVERLAY = 'overlay'
 _SCHEMA = '1.4'  # harbor 0.26, models/task/config.py
 _DOCKERFILE = """\
 FROM {image}
-RUN apt-get update && apt-get install -y --no-install-recommends bash \\
+RUN apt-get update && apt-get install -y --no-install-recommends {packages} \\
     && rm -rf /var/lib/apt/lists/*
 {install}WORKDIR /workspace
 {steps}"""
@@ -81,6 +81,7 @@ class Draft:
       has solve.sh.
     image: base image of the Dockerfile.
     install: Python requirements for the Dockerfile.
+    packages: Debian packages for the Dockerfile.
     agent_s, verifier_s: time limits.
   """
 
@@ -93,6 +94,7 @@ class Draft:
   overlay: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
   image: str = 'python:3.13-slim'
   install: tuple[str, ...] = ()
+  packages: tuple[str, ...] = ()
   agent_s: float = 1800.0
   verifier_s: float = 120.0
 
@@ -217,7 +219,10 @@ def _dockerfile(draft: Draft) -> str:
     names = ' '.join(map(_quoted, draft.install))
     install = f'RUN pip install --no-cache-dir {names}\n'
   return _DOCKERFILE.format(
-    image=draft.image, install=install, steps=''.join(f'{s}\n' for s in steps)
+    image=draft.image,
+    packages=' '.join(['bash', *draft.packages]),
+    install=install,
+    steps=''.join(f'{s}\n' for s in steps),
   )
 
 

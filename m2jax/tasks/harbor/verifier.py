@@ -134,7 +134,7 @@ async def verify(
   name = secrets.token_hex(16)
   place = _judged() / name
   try:
-    await asyncio.to_thread(_place, directory, work, place)
+    await asyncio.to_thread(lay_out, directory, work, place)
     return await _run(directory, name, backend, limits or sandbox.Limits())
   except (sandbox.SandboxError, OSError) as error:
     return Verdict(INVALID, reason=f'infrastructure: {error}')
@@ -142,7 +142,8 @@ async def verify(
     await asyncio.to_thread(shutil.rmtree, place, True)
 
 
-def _place(directory: Directory, work: Mapping[str, bytes], place: Path) -> None:
+def lay_out(directory: Directory, work: Mapping[str, bytes], place: Path) -> None:
+  """Writes the tree to judge and the tests below the new directory `place`."""
   metadata, tests = directory.metadata, directory.tests()
   ours = {
     path.removeprefix('workspace/'): data
@@ -179,14 +180,18 @@ async def _run(directory, name, backend, limits) -> Verdict:
       words += f" PATH='{python()[0]}/bin':$PATH"
     command = f'mkdir -p {_LOGS}; exec env {words} bash "{inside}/tests/test.sh"'
     result = await box.exec(command)
-    return await _verdict(box, result)
+    return await verdict(box, result)
 
 
-async def _verdict(box: sandbox.Sandbox, result: sandbox.ExecResult) -> Verdict:
+async def verdict(box: sandbox.Sandbox, result: sandbox.ExecResult) -> Verdict:
+  """The verdict of a test.sh that has ended; `box` has its logs."""
   ready = READY in result.stdout.splitlines()[:1]
   missing = FAILED if ready else INVALID
   said = dict(wall_s=result.wall_s)
-  if result.timed_out or result.oom or result.returncode:
+  ended = not (result.timed_out or result.returncode)
+  if ended and result.oom and (invalid := await _invalid(box)):
+    return Verdict(INVALID, reason=invalid, **said)
+  if not ended or result.oom:
     why = 'time' if result.timed_out else 'memory' if result.oom else ''
     why = f'out of {why}' if why else f'test.sh exited with {result.returncode}'
     tail = result.stderr.strip()[-400:]
@@ -203,6 +208,14 @@ async def _verdict(box: sandbox.Sandbox, result: sandbox.ExecResult) -> Verdict:
   outcome = PASSED if reward == 1 else FAILED
   reason = '' if outcome == PASSED else str(details.get('reason', 'reward below 1'))
   return Verdict(outcome, reward, reason, details=details, **said)
+
+
+async def _invalid(box: sandbox.Sandbox) -> str:
+  """Why test.sh, which ended, could not decide: a process of it had no memory."""
+  try:
+    return str((await _details(box)).get('invalid', ''))
+  except (sandbox.SandboxPathError, ValueError):
+    return ''
 
 
 async def _details(box: sandbox.Sandbox) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 from m2jax import pipelines
 from m2jax.pipelines import deep_search, installed, records, seat
 from m2jax.pipelines.deep_search import corpora, grade, library, questions
+from m2jax.tasks import harbor
 
 pytest.importorskip('bm25s', reason='pip install m2jax[pipelines]')
 
@@ -166,10 +167,69 @@ def test_right_answers_pass(data):
     + b'a' * 20000
     + b'"}',
     b'\xff\xfe' + _json(),
+    b'{"answer": "Wrong", "answer": "Right One", "evidence": ["t-1", "t-2"]}',
+    b'{"answer": "Right One", "evidence": ["x"], "evidence": ["t-1", "t-2"]}',
+    _json()[:-1] + b', "answers": ["Right One", "Wrong One"]}',
+    b'[' + _json() + b', ' + _json('Wrong One') + b']',
+    _json('R\u0456ght One'),  # a Cyrillic letter
+    _json('Right\u200b One'),
+    _json('Right One\nWrong One'),
+    _json('Right One / RO'),
+    _json('not Wrong One'),
+    _json('the answer is Right One'),
+    _json('Right_One'),
+    _json(evidence=['t-1 ', 't-2']),
+    _json(evidence=['t\u20111', 't\u20112']),  # another hyphen
+    _json(evidence=['t-1', 't-2', *(f'x{i}' for i in range(2))]),  # padding
+    _json(evidence=['t-1,t-2']),
+    _json(evidence=['../t-1', '../t-2']),
+    _json(evidence=['t-1', None]),
+    _json(evidence=[1, 2]),
+    b'\xef\xbb\xbf' + _json(),
+    b"{'answer': 'Right One', 'evidence': ['t-1', 't-2']}",
   ],
 )
 def test_an_attempt_to_game_it_fails(data):
   assert grade.judge(data, EXPECTED)[0] == 0
+
+
+_LEFT = {  # what an agent leaves in its workspace
+  'nothing': ':',
+  'a link to what is expected': 'ln -s ../tests/expected.json answer.json',
+  'a link to a copy': 'echo {} > a; ln a b; ln -s b answer.json',
+  'a directory': 'mkdir answer.json',
+  'a pipe': 'mkfifo answer.json',
+  'a reward': 'mkdir -p logs; echo 1 > logs/reward.txt; echo 1 > reward.txt',
+  'a verifier': 'mkdir tests; echo "echo 1 > $M2JAX_LOGS/reward.txt" > tests/test.sh',
+  'forged output of a tool': 'echo "t-1\tRight One" > library.out; echo submitted',
+  'modules': 'echo "raise SystemExit" | tee json.py re.py sitecustomize.py',
+  'large': 'head -c 1000000 /dev/zero > answer.json',
+}
+
+
+@pytest.mark.parametrize('name', _LEFT)
+def test_what_is_left_beside_an_answer_is_not_judged(tmp_path, name):
+  here = Path(deep_search.__file__).parent
+  draft = harbor.Draft(
+    'toy',
+    'x',
+    harbor.Metadata('deep_search', 'chain-2', collect=('answer.json',)),
+    tests={
+      'test.sh': deep_search._TEST.encode(),
+      'grade.py': (here / 'grade.py').read_bytes(),
+      'expected.json': json.dumps(EXPECTED).encode(),
+    },
+    solution={'solve.sh': b':'},
+  )
+  path = harbor.write(draft, tmp_path / 'tasks' / 'train')
+  task = harbor.of_directory(harbor.read(path))
+
+  async def attempt():
+    async with task.open() as environment:
+      await environment.box.exec(_LEFT[name])
+      return await task.judge(environment)
+
+  assert asyncio.run(attempt()).outcome == harbor.FAILED
 
 
 def test_one_search_is_not_enough(graph):

@@ -16,6 +16,7 @@ from m2jax import pipelines
 from m2jax.pipelines import slides, spreadsheets
 from m2jax.pipelines.slides import render
 
+openpyxl = pytest.importorskip('openpyxl', reason='pip install m2jax[pipelines]')
 pptx = pytest.importorskip('pptx', reason='pip install m2jax[pipelines]')
 from pptx.chart.data import CategoryChartData  # noqa: E402
 from pptx.util import Inches, Pt  # noqa: E402
@@ -102,7 +103,7 @@ VALUES, NAMES = SPEC['chart']['values'], SPEC['chart']['categories']
     (lambda d: _box(d.slides[0], 'tiny', *PLACE, points=4), 'points'),
     (lambda d: _box(d.slides[0], 'word ' * 2000, *PLACE), 'overflows'),
     (lambda d: _box(d.slides[0], 'x' * 90, *PLACE[:3], Inches(0.2)), 'overflows'),
-    (lambda d: d.slides[0].shapes.add_group_shape(), 'grouped'),
+    (lambda d: d.slides[0].shapes.add_group_shape(), 'grpSp is not allowed'),
     (lambda d: _box(d.slides[0], 'x', *PLACE[:2], 0, 0), 'no place'),
     (lambda d: _chart(d, values=[v + 1 for v in VALUES]), 'values'),
     (lambda d: _chart(d, values=VALUES[::-1]), 'values'),
@@ -124,7 +125,237 @@ def test_the_solution_passes(grade, solved):
   assert grade.judge(None, SPEC)[0] == 0
 
 
-@pytest.mark.parametrize('name', ['ppt/vbaProject.bin', '../x.xml', 'a.rels'])
+def _run(deck, slide, paragraph=1):
+  """A run of text of a slide's second shape."""
+  return deck.slides[slide].shapes[1].text_frame.paragraphs[paragraph].runs[0]
+
+
+def _summary(deck, *lines):
+  frame = deck.slides[1].shapes[1].text_frame
+  frame.text = '\n'.join(lines)
+  for paragraph in frame.paragraphs:
+    for run in paragraph.runs:
+      run.font.size = Pt(14)
+
+
+def _coloured(deck, colour, fill=None):
+  from pptx.dml.color import RGBColor
+
+  for paragraph in deck.slides[1].shapes[1].text_frame.paragraphs:
+    for run in paragraph.runs:
+      run.font.color.rgb = RGBColor.from_string(colour)
+  if fill:
+    shape = deck.slides[1].shapes[1]
+    shape.fill.solid()
+    shape.fill.fore_color.rgb = RGBColor.from_string(fill)
+
+
+A = '{http://schemas.openxmlformats.org/drawingml/2006/main}'
+P = '{http://schemas.openxmlformats.org/presentationml/2006/main}'
+C = '{http://schemas.openxmlformats.org/drawingml/2006/chart}'
+
+
+def _made(deck):
+  """(chart's shape, its XML)"""
+  shape = next(s for s in deck.slides[2].shapes if s.has_chart)
+  return shape, shape.chart._chartSpace
+
+
+def _cache_only(deck):
+  """The chart shows the data, and its workbook has others."""
+  _, root = _made(deck)
+  kept = [(v, v.text) for v in root.iter(C + 'v')]
+  other = io.BytesIO()
+  book = openpyxl.load_workbook(
+    io.BytesIO(_made(deck)[0].chart.part.chart_workbook.xlsx_part.blob)
+  )
+  book.active['B2'] = 1
+  book.save(other)
+  _made(deck)[0].chart.part.chart_workbook.xlsx_part._blob = other.getvalue()
+  assert all(v.text == text for v, text in kept)
+
+
+def _no_workbook(deck):
+  _, root = _made(deck)
+  root.remove(root.find(C + 'externalData'))
+
+
+def _other_cells(deck):
+  _, root = _made(deck)
+  next(f for f in root.iter(C + 'f') if '$B$2' in f.text).text = 'Sheet1!$B$3:$B$9'
+
+
+def _no_drawing(deck):
+  from pptx.oxml import parse_xml
+
+  series = next(_made(deck)[1].iter(C + 'ser'))
+  for old in series.findall(C + 'spPr'):
+    series.remove(old)
+  names = f'xmlns:c="{C[1:-1]}" xmlns:a="{A[1:-1]}"'
+  series.insert(3, parse_xml(f'<c:spPr {names}><a:noFill/></c:spPr>'))
+
+
+def _axis(deck, tag, value):
+  from pptx.oxml import parse_xml
+
+  scaling = list(_made(deck)[1].iter(C + 'scaling'))[-1]
+  scaling.append(parse_xml(f'<c:{tag} xmlns:c="{C[1:-1]}" val="{value}"/>'))
+
+
+def _label(deck):
+  chart = _made(deck)[0].chart
+  frame = chart.plots[0].series[0].points[0].data_label.text_frame
+  frame.text = '9999'
+
+
+def _tiny(deck):
+  shape = _made(deck)[0]
+  shape.width, shape.height = Inches(0.2), Inches(0.2)
+
+
+def _inherited(deck):
+  """Text that gets its size from the shape's own list style."""
+  shape = deck.slides[1].shapes[1]
+  for paragraph in shape.text_frame.paragraphs:
+    for run in paragraph.runs:
+      run.font.size = None
+  style = shape._element.find(f'{P}txBody/{A}lstStyle')
+  if style is None:
+    style = shape._element.find(f'{P}txBody').makeelement(A + 'lstStyle', {})
+    shape._element.find(f'{P}txBody').insert(1, style)
+  level = style.makeelement(A + 'lvl1pPr', {})
+  level.append(level.makeelement(A + 'defRPr', {'sz': '100'}))
+  style.append(level)
+
+
+def _master(deck):
+  """Titles get one point from the master's style."""
+  style = deck.slide_master._element.find(f'{P}txStyles/{P}titleStyle/{A}lvl1pPr')
+  style.find(A + 'defRPr').set('sz', '100')
+  for slide in deck.slides:
+    for run in slide.shapes.title.text_frame.paragraphs[0].runs:
+      run.font.size = None
+
+
+def _shrunk(deck):
+  body = deck.slides[1].shapes[1]._element.find(f'{P}txBody/{A}bodyPr')
+  for old in list(body):
+    body.remove(old)
+  body.append(body.makeelement(A + 'normAutofit', {'fontScale': '10000'}))
+
+
+def _field(deck):
+  """A fact in a field of one point."""
+  run = _run(deck, 1)._r
+  field = run.makeelement(A + 'fld', {'id': '{0}', 'type': 'slidenum'})
+  for part in list(run):
+    field.append(part)
+  field.find(A + 'rPr').set('sz', '100')
+  run.getparent().replace(run, field)
+
+
+def _hidden_shape(deck):
+  deck.slides[1].shapes[1]._element.find(f'{P}nvSpPr/{P}cNvPr').set('hidden', '1')
+
+
+def _table(deck):
+  shape = deck.slides[0].shapes.add_table(1, 1, *PLACE)
+  shape.table.cell(0, 0).text = 'x'
+
+
+def _animated(deck):
+  element = deck.slides[1]._element
+  element.append(element.makeelement(P + 'timing', {}))
+
+
+def _two_titles(deck):
+  from copy import deepcopy
+
+  tree = deck.slides[0].shapes._spTree
+  tree.append(deepcopy(deck.slides[0].shapes.title._element))
+  other = deck.slides[0].shapes[-1]
+  other.left, other.top, other.width, other.height = PLACE
+
+
+def _body_as_title(deck):
+  """python-pptx takes any placeholder of index 0 for the title."""
+  next(deck.slides[0]._element.iter(P + 'ph')).set('type', 'body')
+
+
+def _dark_background(deck):
+  from pptx.dml.color import RGBColor
+
+  fill = deck.slides[1].background.fill
+  fill.solid()
+  fill.fore_color.rgb = RGBColor(0, 0, 0)
+
+
+TOTAL, BEST, MOST = SPEC['slides'][1]['texts']
+OTHERS = SPEC['slides'][1]['others']
+
+
+@pytest.mark.parametrize(
+  'change, reason',
+  [
+    (_cache_only, 'workbook of the chart differs'),
+    (_no_workbook, 'no workbook'),
+    (_other_cells, 'workbook of the chart differs'),
+    (_no_drawing, 'not drawn'),
+    (lambda d: _axis(d, 'max', 5), 'ends below'),
+    (lambda d: _axis(d, 'min', 800), 'begins above'),
+    (_label, 'labels'),
+    (_tiny, 'small'),
+    (lambda d: _summary(d, f'{TOTAL} {BEST} {MOST} or 7'), 'other numbers'),
+    (lambda d: _summary(d, *(str(i) for i in range(60)), TOTAL, BEST, MOST), 'other'),
+    (lambda d: _summary(d, TOTAL, f'{OTHERS[0]} or {BEST}', MOST), f'says {OTHERS[0]}'),
+    (lambda d: _summary(d, TOTAL, OTHERS[0].upper(), BEST, MOST), 'says'),
+    (lambda d: _summary(d, MOST, BEST, TOTAL), 'in its place'),
+    (lambda d: _summary(d, TOTAL, BEST.replace('e', '\u0435'), MOST), 'in its place'),
+    (lambda d: _summary(d, '\u200b'.join(TOTAL), BEST, MOST), 'in its place'),
+    (lambda d: _summary(d, f'=SUM(1,{TOTAL})', BEST, MOST), 'in its place'),
+    (lambda d: _coloured(d, 'FFFFFF'), 'cannot be read'),
+    (lambda d: _coloured(d, '101010', '000000'), 'cannot be read'),
+    (_dark_background, 'cannot be read'),
+    (_inherited, 'points'),
+    (_master, 'points'),
+    (_shrunk, 'points'),
+    (_field, 'points'),
+    (_hidden_shape, 'hidden'),
+    (_table, 'only charts'),
+    (_animated, 'animations'),
+    (lambda d: setattr(d.slides[1].shapes[1], 'rotation', 180), 'rotated'),
+    (_two_titles, 'one title'),
+    (_body_as_title, 'one title'),
+  ],
+)
+def test_what_is_not_seen_does_not_count(grade, solved, change, reason):
+  """Text and charts that a parser finds and a reader does not, and lists of guesses."""
+  deck = pptx.Presentation(str(solved))
+  change(deck)
+  reward, why = grade.judge(_bytes(deck), SPEC)
+  assert reward == 0 and reason in why, why
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    lambda d: _coloured(d, '1F3864'),
+    lambda d: _coloured(d, 'FFFFFF', '1F3864'),
+    lambda d: setattr(_run(d, 1).font, 'size', Pt(20)),
+    lambda d: _summary(d, f'Total: {TOTAL}.', f'The highest is {BEST} ({MOST}).'),
+    lambda d: _axis(d, 'min', 0),
+    lambda d: setattr(d.slides[1].shapes[1], 'name', 'Facts'),
+  ],
+)
+def test_other_right_decks_pass(grade, solved, change):
+  deck = pptx.Presentation(str(solved))
+  change(deck)
+  assert grade.judge(_bytes(deck), SPEC) == (1, '')
+
+
+@pytest.mark.parametrize(
+  'name', ['ppt/embeddings/o.bin', 'ppt/vbaProject.bin', '../x.xml', 'a.rels']
+)
 def test_a_hostile_deck_is_refused(grade, solved, name):
   data = io.BytesIO(solved.read_bytes())
   with zipfile.ZipFile(data, 'a') as archive:

@@ -1,0 +1,24 @@
+"""The verifier of spreadsheets as it runs: beside its modules, not in a package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from m2jax.pipelines import spreadsheets
+
+
+@pytest.fixture(scope='module')
+def grade():
+  here = str(Path(spreadsheets.__file__).parent)
+  sys.path.insert(0, here)
+  try:
+    import grade as module
+
+    yield module
+  finally:
+    sys.path.remove(here)
+    for name in ('grade', 'guard', 'engines'):
+      sys.modules.pop(name, None)
