@@ -28,6 +28,7 @@ import time
 _ENVIRONMENT = {'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0'}
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PR_SET_DUMPABLE = 4
+_PR_SET_CHILD_SUBREAPER = 36
 # Names that a solution has no reason to begin to use: they reach the verifier.
 _REACHES = frozenset(
   'pytest _pytest unittest pluggy conftest doctest gc ctypes builtins atexit signal '
@@ -45,6 +46,7 @@ def main():
   """Grades $M2JAX_TREE."""
   with contextlib.suppress(OSError, AttributeError):
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+  adopt()
   with open(os.path.join(_HERE, 'config.json')) as file:
     config = json.load(file)
   tree = os.environ.get('M2JAX_TREE') or _compose(config)
@@ -54,7 +56,6 @@ def main():
     found = KINDS[config['kind']](config, tree)
   except Failed as error:
     found = {'reward': 0.0, 'reason': str(error)}
-  _kill_others()
   _write(os.path.join(logs, 'reward.json'), json.dumps(found))
   _write(os.path.join(logs, 'reward.txt'), str(found['reward']))
 
@@ -223,6 +224,7 @@ def run(config, tree, files, keep, limit_s, seconds=None):
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    end_children()
   return parse(output, request['nonce'], seconds)
 
 
@@ -344,31 +346,49 @@ def _compose(config):
   return target
 
 
-def _kill_others():
-  """Ends what tests left running, except this process's ancestors."""
-  mine, pid = set(), os.getpid()
-  while pid > 0:
-    mine.add(pid)
-    pid = _parent(pid)
-  for _ in range(3):
-    others = [int(n) for n in os.listdir('/proc') if n.isdigit() and int(n) not in mine]
-    killed = 0
-    for other in others:
-      with contextlib.suppress(ProcessLookupError, PermissionError):
-        if other > 2 and os.environ.get('M2JAX_TREE'):
-          os.kill(other, signal.SIGKILL)
-          killed += 1
-    if not killed:
+def adopt():
+  """Makes processes that lose their parent children of this one.
+
+  So `end_children` finds what tests leave, and nothing else: it cannot end a process of
+  the machine, in a sandbox or outside.
+
+  Raises:
+    OSError: the system cannot; then nothing may be graded.
+  """
+  if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    raise OSError('prctl(PR_SET_CHILD_SUBREAPER) failed: leftovers cannot be ended')
+
+
+def end_children(limit_s=5.0):
+  """Ends all descendants; `adopt` comes first.
+
+  Only children that were not waited for are signalled, whose ids cannot be reused.
+
+  Raises:
+    Failed: they multiply faster than they end.
+  """
+  deadline = time.monotonic() + limit_s
+  while True:
+    for child in _children():
+      os.kill(child, signal.SIGKILL)
+    try:
+      while os.waitpid(-1, os.WNOHANG)[0]:
+        pass
+    except ChildProcessError:
       return
-    time.sleep(0.01)
+    if time.monotonic() > deadline:
+      raise Failed('the tests leave processes that do not end')
+    time.sleep(0.002)
 
 
-def _parent(pid):
-  try:
-    with open(f'/proc/{pid}/stat') as file:
-      return int(file.read().rpartition(')')[2].split()[1])
-  except OSError:
-    return 0
+def _children():
+  found = []
+  for name in os.listdir('/proc'):
+    if name.isdigit():
+      with contextlib.suppress(OSError), open(f'/proc/{name}/stat') as file:
+        if int(file.read().rpartition(')')[2].split()[1]) == os.getpid():
+          found.append(int(name))
+  return found
 
 
 def _write(path, text):
