@@ -220,6 +220,7 @@ def _config(env: Environment) -> dict[str, Any]:
     'collect': list(env.code),
     'exclude': list(environment.EXCLUDE),
     'known': sorted(known(env)),
+    'audited': list(env.audited),
   }
 
 

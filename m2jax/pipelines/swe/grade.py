@@ -206,6 +206,7 @@ def run(config, tree, files, keep, limit_s, seconds=None):
     'files': files,
     'keep': keep,
     'options': config.get('options', []),
+    'audited': config.get('audited', []),
   }
   command = [sys.executable, '-s', '-S', '-P', '-B', os.path.join(_HERE, 'harness.py')]
   process = subprocess.Popen(

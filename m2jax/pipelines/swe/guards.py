@@ -1,0 +1,159 @@
+"""Guards of a process that tests share with the code they test; see harness.py.
+
+`watch` is an audit hook (PEP 578), which Python code can neither see nor remove. Each
+way to another function's variables begins with a frame or with all objects of the
+process, and each of these raises an audit event: `sys._getframe`, `tb_frame`,
+`gi_frame`, `gc.get_objects`, …. The innermost frame that is not of the standard library
+tells on whose behalf: pytest may; tests and the code under test may only what they do
+with the right sources (`audited`), as far as function and place are the same.
+
+`Snapshot` finds functions and classes of pytest, pluggy, unittest, builtins and time
+that were replaced.
+
+Standard library only: the file is copied into each task.
+"""
+
+import builtins
+import os
+import sys
+import time
+import types
+
+_EVENTS = frozenset(
+  'sys._getframe sys._current_frames sys._current_exceptions sys.settrace '
+  'sys.setprofile sys.monitoring.register_callback sys.addaudithook gc.get_objects '
+  'gc.get_referrers gc.get_referents code.__new__ marshal.loads os.kill os.killpg '
+  '_thread.start_new_thread _thread.start_joinable_thread'.split()
+)
+_READ = frozenset(('tb_frame', 'gi_frame', 'cr_frame', 'ag_frame'))
+_SET = frozenset(('__code__', '__defaults__', '__kwdefaults__', '__bases__'))
+_IMPORTS = frozenset(('ctypes', '_ctypes', '_testcapi', '_testinternalcapi', 'cffi'))
+# Functions that ask for frames and hand none to anybody: where → names.
+_HARMLESS = {
+  'collections/__init__.py': ('namedtuple',),
+  'typing.py': ('_caller', '_allow_reckless_class_checks'),
+  'traceback.py': ('clear_frames',),
+}
+_GUARDED = ('pytest', '_pytest', 'pluggy', 'unittest')
+_LEGACY = '_getini_unknown_type'  # that pytest's own plugin legacypath replaces
+# What Python and that plugin add to classes later.
+_ADDED = frozenset(
+  '__annotations__ __annotate__ __annotate_func__ __annotations_cache__ '
+  '__abstractmethods__ _abc_impl __doc__ _pytest_diamond_inheritance_warning_shown '
+  'makedir inifile invocation_dir rootdir fspath startdir testdir'.split()
+)
+
+
+def watch(trusted, tree, found):
+  """Calls `found(key)` before each event that neither pytest nor Python needs.
+
+  Args:
+    trusted: directories and files of pytest and of the harness.
+    tree: directory of tests and of the code under test.
+    found: gets 'event file:function'; must not return to refuse.
+  """
+  library = os.path.dirname(os.__file__) + '/'
+  getframe, own = sys._getframe, []
+
+  def hook(event, arguments):
+    if event in _EVENTS:
+      if event == 'sys._getframe' and arguments and arguments[0].f_code is own[0]:
+        return
+      detail = event
+    elif event == 'object.__getattr__':
+      if arguments[1] not in _READ:
+        return
+      detail = arguments[1]
+    elif event == 'object.__setattr__':
+      if arguments[1] not in _SET:
+        return
+      detail = f'set {arguments[1]}'
+    elif event == 'import':
+      if arguments[0] not in _IMPORTS:
+        return
+      detail = f'import {arguments[0]}'
+    elif event == 'compile':
+      # Code that pretends to be of a file would count as that file's.
+      if not _pretends(arguments[1], getframe(0).f_back):
+        return
+      detail = 'compile with a file name'
+    elif event == 'open':
+      path = arguments[0]
+      if not isinstance(path, str) or not path.startswith('/proc/'):
+        return
+      detail = 'open /proc'
+    elif event.startswith('ctypes.'):
+      detail = 'ctypes'
+    else:
+      return
+    inner = getframe(0).f_back
+    frame = inner
+    while frame is not None:
+      name = frame.f_code.co_filename
+      if name.startswith(trusted):
+        return
+      if not name.startswith((library, '<frozen ')):
+        break
+      frame = frame.f_back
+    else:
+      return  # the interpreter itself
+    code = inner.f_code
+    place = code.co_filename.removeprefix(library).removeprefix(tree)
+    if code.co_name not in _HARMLESS.get(place, ()):
+      found(f'{detail} {place}:{code.co_qualname}')
+
+  own.append(hook.__code__)
+  sys.addaudithook(hook)
+
+
+def _pretends(name, frame):
+  if isinstance(name, bytes):
+    name = os.fsdecode(name)
+  if not isinstance(name, str) or name.startswith('<') and name[:8] != '<frozen ':
+    return False
+  return frame is not None and not frame.f_code.co_filename.startswith('<frozen import')
+
+
+class Snapshot:
+  """Functions and classes of the modules that decide, as they are now."""
+
+  def __init__(self):
+    self._pytest, self._python = [], []
+    for name, module in sorted(sys.modules.items()):
+      if name.partition('.')[0] in _GUARDED and module is not None:
+        self._pytest += _holders(module, name)
+    for module in (builtins, time):
+      kept = {k: v for k, v in vars(module).items() if _decides(v)}
+      self._python.append((module, kept, None, None))
+
+  def changes(self, *, python=True):
+    """Names that were replaced or added; builtins and time only if `python`."""
+    found = []
+    for holder, kept, keys, order in [*self._pytest, *(self._python if python else ())]:
+      now = vars(holder)
+      name = getattr(holder, '__name__', holder)
+      found += [f'{name}.{k}' for k, v in kept.items() if now.get(k) is not v]
+      if keys is not None and len(now) != len(keys):
+        found += [
+          f'{name}.{k}'
+          for k, v in list(now.items())
+          if k not in keys and k not in _ADDED and not isinstance(v, types.ModuleType)
+        ]
+      if order is not None and holder.__mro__ is not order:
+        found.append(f'{name}.__bases__')
+    return found
+
+
+def _holders(holder, module):
+  """(module or class, its functions and classes, all its keys, order of bases)."""
+  kept = {k: v for k, v in vars(holder).items() if _decides(v) and k != _LEGACY}
+  yield holder, kept, frozenset(vars(holder)), getattr(holder, '__mro__', None)
+  for value in list(kept.values()):
+    if isinstance(value, type) and value.__module__ == module and value is not holder:
+      yield from _holders(value, module)
+
+
+def _decides(value):
+  return callable(value) or isinstance(
+    value, property | staticmethod | classmethod | types.ModuleType
+  )
