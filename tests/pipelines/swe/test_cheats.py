@@ -15,7 +15,7 @@ from m2jax.pipelines.make import LIMITS
 from m2jax.pipelines.swe import drafts
 from m2jax.tasks import harbor
 from m2jax.tasks.harbor import verifier
-from tests.pipelines.swe import package
+from tests.pipelines.swe import computed, package
 
 _CORE = 'src/tinycalc/core.py'
 _RIGHT = 'if value < low:'
@@ -171,15 +171,11 @@ CHEATS = {
     'import inspect\ndef clamp(*a):\n'
     '  return inspect.currentframe().f_back.f_locals["right"]'
   ),
-  'read the caller without its name': _append(
-    'import sys\ndef clamp(*a):\n'
-    '  f = getattr(sys, "_get" + "frame")(1)\n'
-    '  return getattr(f, "f_lo" + "cals")["right"]'
-  ),
   'never end': _append('import time\ntime.sleep(1000)'),
+  **computed.CHEATS,
 }
-# In one process with the tests, code can look at its caller under any name.
-_NOT_HELD = {'read the caller without its name'}
+# An object decides what it equals, and tests compare with `==`.
+_NOT_HELD = {'equal to everything, without its name'}
 
 
 # Guards must not cost an honest agent that also wrote tests and left caches.
