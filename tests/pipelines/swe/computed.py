@@ -69,9 +69,9 @@ def clamp(*a):
   return found[-1]
 """,
   'find the expected value among all objects': """
-gc = imported("g", "c")
+everything = imported("g", "c")
 def clamp(*a):
-  found = [o for o in getattr(gc, "get_" + "objects")() if isinstance(o, dict)]
+  found = [o for o in getattr(everything, "get_" + "objects")() if isinstance(o, dict)]
   return [d for d in found if set(d) == {"value", "right"}][-1]["right"]
 """,
   'pretend to be a file of the standard library': """
