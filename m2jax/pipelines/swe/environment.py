@@ -285,7 +285,7 @@ def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
 
 def shipped() -> dict[str, bytes]:
   """The verifier's programs, for a task's tests/."""
-  ours = ('harness.py', 'guards.py', 'grade.py')
+  ours = ('harness.py', 'guards.py', 'grade.py', 'reaches.py')
   return {
     **{name: HARNESS.with_name(name).read_bytes() for name in ours},
     'compose.py': Path(compose.__file__).read_bytes(),

@@ -18,6 +18,7 @@ import math
 import os
 import secrets
 import signal
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -29,17 +30,6 @@ _ENVIRONMENT = {'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
-# Names that a solution has no reason to begin to use: they reach the verifier.
-_REACHES = frozenset(
-  'pytest _pytest unittest pluggy conftest doctest gc ctypes builtins atexit signal '
-  '_getframe currentframe f_back f_globals f_locals f_code __code__ settrace '
-  'setprofile monitoring addaudithook meta_path path_hooks path_importer_cache '
-  'modules _exit '
-  'execv execve fork forkpty kill killpg ptrace __subclasses__ get_objects '
-  'get_referrers sitecustomize usercustomize PYTEST_CURRENT_TEST argv exc_info '
-  'environ getenv putenv SystemExit SkipTest exit quit'.split()
-)
-_TEXTS = ('pytest', 'PYTEST', 'conftest', 'reward', 'M2JAX', '/verifier', '/proc/')
 
 
 def main():
@@ -98,6 +88,8 @@ def written_test(config, tree):
   Each variant is also tried printed anew from its syntax tree, so that a test that
   looks at the text of the source, not at what it does, is wrong on one of them.
   """
+  from reaches import names, reaches
+
   path = config['test']
   text = _text(tree, path)
   if text is None:
@@ -106,8 +98,7 @@ def written_test(config, tree):
   reached |= {n for n in names(text) if n in ('open', 'getsource', 'read_text')}
   if reached:
     raise Failed(f'the test uses {sorted(reached)}')
-  found = []
-  for variant in ('right', 'right printed', 'bug', 'bug printed'):
+  for variant in order(secrets.SystemRandom()):
     source = config['variants'][variant.partition(' ')[0]]
     if variant.endswith('printed'):
       source = ast.unparse(ast.parse(source)) + '\n'
@@ -118,12 +109,22 @@ def written_test(config, tree):
     statuses = set(results.values())
     if 'ERROR' in statuses or not results:
       raise Failed(f'the test cannot be run on {variant}: {sorted(statuses)}')
-    found.append(statuses)
     if variant.startswith('right') and statuses != {'PASSED'}:
       raise Failed(f'the test does not pass on the right source: {sorted(statuses)}')
     if variant.startswith('bug') and 'FAILED' not in statuses:
       raise Failed('the test does not find the bug')
   return {'reward': 1.0, 'reason': ''}
+
+
+def order(rng):
+  """The variants in the order in which they are run, two of them again.
+
+  A test that goes by what earlier runs left (files, process ids) would have to guess.
+  """
+  once = ['right', 'right printed', 'bug', 'bug printed']
+  drawn = [*once, rng.choice(once), rng.choice(once)]
+  rng.shuffle(drawn)
+  return drawn
 
 
 def review(config, tree):
@@ -148,20 +149,26 @@ def performance(config, tree):
   with tempfile.TemporaryDirectory() as place:
     slow = os.path.join(place, 'tree')
     _copy(tree, slow, config['slow'])
+    imports = []
     for _ in range(config['pairs']):
-      pair = []
+      pair, started = [], []
       for where in (slow, tree):
         seconds = {}
         results = run(
           config, where, config['files'], config['p2p'], config['limit_s'], seconds
         )
         pair.append(sum(seconds.get(t, 0.0) for t in config['timed']))
+        started.append(seconds[''])
       broken = [t for t in config['p2p'] if not _right(config, t, results)]
       if broken:
         raise Failed(f'{len(broken)} P2P tests fail')
       pairs.append(pair)
+      imports.append(started[1] - started[0])
+  gain = statistics.median(a - b for a, b in pairs)
   right = faster(pairs, config['least'])
   reason = '' if right else 'not significantly faster'
+  if right and statistics.median(imports) > gain / 2:
+    right, reason = False, 'the work is done at import, where it is not timed'
   return {'reward': float(right), 'reason': reason, 'seconds': pairs}
 
 
@@ -170,15 +177,16 @@ def faster(pairs, least):
 
   The noise model: the time of a run is the program's times a factor ≥ 1 of the load,
   which changes slowly, so that two runs in turn share most of it. The gain is
-  significant if every pair has it (by chance 2^−n for n pairs) and if its median log
-  ratio exceeds `least` and twice the median change of the slow sources from pair to
-  pair.
+  significant if every pair has half of `least` (so that what the first run stores helps
+  none after it) and if its median log ratio exceeds `least` and twice the median change
+  of the slow sources from pair to pair.
   """
   logs = sorted(math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in pairs)
   slow = [math.log(max(a, 1e-9)) for a, _ in pairs]
   moves = sorted(abs(b - a) for a, b in itertools.pairwise(slow))
   noise = moves[len(moves) // 2] if moves else math.inf
-  return logs[0] > 0 and logs[len(logs) // 2] > max(math.log1p(least), 2 * noise)
+  enough = math.log1p(least)
+  return logs[0] > enough / 2 and logs[len(logs) // 2] > max(enough, 2 * noise)
 
 
 KINDS = {
@@ -195,7 +203,7 @@ KINDS = {
 def run(config, tree, files, keep, limit_s, seconds=None):
   """{test: status} of the tests; raises Failed for interference or no end.
 
-  Fills `seconds`, if it is given, with the time of each test.
+  Fills `seconds`, if it is given, with the time of each test, and of imports under ''.
   """
   request = {
     'mode': 'run',
@@ -249,6 +257,8 @@ def parse(output, nonce, seconds=None):
         seconds[record['test']] = record.get('s', 0.0)
   if end is None:
     raise Failed('the tests did not run to their end')
+  if seconds is not None:
+    seconds[''] = end.get('import_s', 0.0)
   if end['tampered'] or end['end'] != 1:  # 1: those that must fail have failed
     raise Failed(f'interference: pytest returned {end["end"]}, {end["tampered"]}')
   return results
@@ -259,50 +269,14 @@ def parse(output, nonce, seconds=None):
 
 def _refuse_reaching(config, tree):
   """Fails sources that begin to use names of the verifier, or equal everything."""
+  from reaches import reaches
+
   known = set(config['known'])
   for path in _sources(config, tree):
     text = _text(tree, path) or ''
     new = reaches(text) - known
     if new:
       raise Failed(f'{path} reaches for the verifier: {sorted(new)}')
-
-
-def reaches(source):
-  """Names and texts of a source that reach the verifier."""
-  found = names(source) & _REACHES
-  try:
-    nodes = list(ast.walk(ast.parse(source)))
-  except (SyntaxError, ValueError, RecursionError):
-    return found
-  for node in nodes:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-      found |= {f'text {t!r}' for t in _TEXTS if t in node.value}
-    if isinstance(node, ast.FunctionDef) and node.name in ('__eq__', '__ne__'):
-      body = [n for n in node.body if not isinstance(n, ast.Expr)]
-      if len(body) == 1 and isinstance(body[0], ast.Return):
-        if isinstance(body[0].value, ast.Constant):
-          found.add(f'{node.name} that is constant')
-  return found
-
-
-def names(source):
-  """Identifiers of a source: names, attributes, imports."""
-  try:
-    nodes = list(ast.walk(ast.parse(source)))
-  except (SyntaxError, ValueError, RecursionError):
-    return set()
-  found = set()
-  for node in nodes:
-    if isinstance(node, ast.Name):
-      found.add(node.id)
-    elif isinstance(node, ast.Attribute):
-      found.add(node.attr)
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-      found.update(p for a in node.names for p in a.name.split('.'))
-      found.update((getattr(node, 'module', None) or '').split('.'))
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-      found.update(w for w in (node.value,) if w in _REACHES)
-  return found
 
 
 def _sources(config, tree):

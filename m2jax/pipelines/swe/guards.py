@@ -23,6 +23,7 @@ _EVENTS = frozenset(
   'sys._getframe sys._current_frames sys._current_exceptions sys.settrace '
   'sys.setprofile sys.monitoring.register_callback sys.addaudithook gc.get_objects '
   'gc.get_referrers gc.get_referents code.__new__ marshal.loads os.kill os.killpg '
+  'os.fork os.forkpty os.posix_spawn os.exec os.system subprocess.Popen '
   '_thread.start_new_thread _thread.start_joinable_thread'.split()
 )
 _READ = frozenset(('tb_frame', 'gi_frame', 'cr_frame', 'ag_frame'))

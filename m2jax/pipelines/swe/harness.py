@@ -171,6 +171,9 @@ class _Plugin:
     self._send, self._canary, self._keep = send, canary, keep
     self._seen, self._tampered, self._raised = {}, [], set()
     self._canaries, self._audited = {}, set()
+    self._seconds, self._import_s = {}, 0.0
+    self._clock = time.perf_counter
+    self._started = self._clock()
     self._snapshot = snapshot
     self.profile = None
     first = pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -180,17 +183,20 @@ class _Plugin:
   def _observer(self):
     """A hook that notes which tests raise, before a report is made of it."""
 
+    clock, seconds = self._clock, self._seconds
+
     def observe(item):
       from _pytest.assertion import util
 
       util._config = util._reprcompare = util._assertion_pass = None
-      returned = False
+      returned, started = False, clock()
       try:
         result = yield
         # unittest's exceptions are stored, not raised.
         returned = not getattr(item, '_excinfo', None)
         return result
       finally:
+        seconds[item.nodeid] = seconds.get(item.nodeid, 0.0) + clock() - started
         if not returned:
           self._raised.add(item.nodeid)
         self.check(python=False)
@@ -218,6 +224,7 @@ class _Plugin:
     items[:] = [*ours[:1], *theirs, *ours[1:]]
 
   def pytest_collection_finish(self, session):
+    self._import_s = self._clock() - self._started
     self.check(python=False)
 
   def pytest_collectreport(self, report):
@@ -230,7 +237,7 @@ class _Plugin:
       self.profile.start(nodeid)
 
   def pytest_runtest_logreport(self, report):
-    status, seconds = self._seen.get(report.nodeid, ('PASSED', 0.0))
+    status = self._seen.get(report.nodeid, 'PASSED')
     xfail = hasattr(report, 'wasxfail')
     if report.failed:
       status = 'FAILED' if report.when == 'call' else 'ERROR'
@@ -238,12 +245,13 @@ class _Plugin:
       status = 'XFAIL' if xfail else 'SKIPPED'
     elif xfail and report.when == 'call':
       status = 'XPASS'
-    self._seen[report.nodeid] = status, seconds + report.duration
+    self._seen[report.nodeid] = status
 
   def pytest_runtest_logfinish(self, nodeid, location):
     if self.profile is not None:
       self.profile.stop()
-    status, seconds = self._seen.pop(nodeid, ('ERROR', 0.0))
+    status = self._seen.pop(nodeid, 'ERROR')
+    seconds = self._seconds.pop(nodeid, 0.0)
     if status == 'PASSED' and nodeid in self._raised:
       status = 'FAILED'
     if self._canary in nodeid:
@@ -260,6 +268,7 @@ class _Plugin:
   def end(self, status):
     """Sends the last record."""
     record = {'end': status, 'tampered': sorted(set(self._tampered))}
+    record['import_s'] = round(self._import_s, 4)
     if self._canaries != _CANARY_RESULTS:
       record['tampered'].append(f'tests that must fail: {self._canaries}')
     if self._audited:
