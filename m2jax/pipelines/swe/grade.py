@@ -85,8 +85,9 @@ def _right(config, test, results):
 def written_test(config, tree):
   """SWE-Test: the agent's test passes on the right source and fails on the bug.
 
-  Each variant is also tried printed anew from its syntax tree, so that a test that
-  looks at the text of the source, not at what it does, is wrong on one of them.
+  Each variant is also tried printed anew from its syntax tree, with statements that do
+  nothing, so that a test that compares text, tree or bytecode of the source, not what
+  it does, is wrong on one of them.
   """
   from reaches import names, reaches
 
@@ -101,11 +102,11 @@ def written_test(config, tree):
   for variant in order(secrets.SystemRandom()):
     source = config['variants'][variant.partition(' ')[0]]
     if variant.endswith('printed'):
-      source = ast.unparse(ast.parse(source)) + '\n'
+      source = printed(source)
     with tempfile.TemporaryDirectory() as place:
       copy = os.path.join(place, 'tree')
       _copy(tree, copy, {config['source_path']: source})
-      results = run(config, copy, [path], None, config['limit_s'])
+      results = run(config, copy, [path], None, config['limit_s'], strict=True)
     statuses = set(results.values())
     if 'ERROR' in statuses or not results:
       raise Failed(f'the test cannot be run on {variant}: {sorted(statuses)}')
@@ -114,6 +115,17 @@ def written_test(config, tree):
     if variant.startswith('bug') and 'FAILED' not in statuses:
       raise Failed('the test does not find the bug')
   return {'reward': 1.0, 'reason': ''}
+
+
+def printed(source):
+  """A source that does the same, in other words each time."""
+  tree = ast.parse(source)
+  for node in ast.walk(tree):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+      name = ast.Name(f'_{secrets.token_hex(4)}', ast.Store())
+      extra = ast.Assign([name], ast.Constant(secrets.randbelow(1000)))
+      node.body.insert(ast.get_docstring(node) is not None, extra)
+  return ast.unparse(ast.fix_missing_locations(tree)) + '\n'
 
 
 def order(rng):
@@ -133,7 +145,7 @@ def review(config, tree):
   try:
     answer = json.loads(text or '')
     path, line = answer['path'], answer['line']
-  except (ValueError, KeyError, TypeError):
+  except (ValueError, KeyError, TypeError, RecursionError):
     raise Failed('review.json is not {"path": text, "line": number}') from None
   right = path == config['path'] and type(line) is int and line in config['lines']
   return {'reward': float(right), 'reason': '' if right else 'another place is wrong'}
@@ -155,7 +167,13 @@ def performance(config, tree):
       for where in (slow, tree):
         seconds = {}
         results = run(
-          config, where, config['files'], config['p2p'], config['limit_s'], seconds
+          config,
+          where,
+          config['files'],
+          config['p2p'],
+          config['limit_s'],
+          seconds,
+          True,
         )
         pair.append(sum(seconds.get(t, 0.0) for t in config['timed']))
         started.append(seconds[''])
@@ -200,10 +218,11 @@ KINDS = {
 # Running ------------------------------------------------------------------------------
 
 
-def run(config, tree, files, keep, limit_s, seconds=None):
+def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
   """{test: status} of the tests; raises Failed for interference or no end.
 
   Fills `seconds`, if it is given, with the time of each test, and of imports under ''.
+  If `strict`, tests may neither store anything nor look at code.
   """
   request = {
     'mode': 'run',
@@ -215,6 +234,7 @@ def run(config, tree, files, keep, limit_s, seconds=None):
     'keep': keep,
     'options': config.get('options', []),
     'audited': config.get('audited', []),
+    'strict': strict,
   }
   command = [sys.executable, '-s', '-S', '-P', '-B', os.path.join(_HERE, 'harness.py')]
   process = subprocess.Popen(

@@ -27,6 +27,10 @@ _EVENTS = frozenset(
   '_thread.start_new_thread _thread.start_joinable_thread'.split()
 )
 _READ = frozenset(('tb_frame', 'gi_frame', 'cr_frame', 'ag_frame'))
+# What tests that an agent writes may not do besides, nor code whose time is measured.
+STRICT = 'strict: '
+_CODE = frozenset(('__code__', 'gi_code', 'cr_code', 'ag_code'))
+_WRITES = frozenset('os.mkdir os.link os.symlink os.rename os.truncate'.split())
 _SET = frozenset(('__code__', '__defaults__', '__kwdefaults__', '__bases__'))
 _IMPORTS = frozenset(('ctypes', '_ctypes', '_testcapi', '_testinternalcapi', 'cffi'))
 # Functions that ask for frames and hand none to anybody: where → names.
@@ -62,9 +66,14 @@ def watch(trusted, tree, found):
         return
       detail = event
     elif event == 'object.__getattr__':
-      if arguments[1] not in _READ:
+      if arguments[1] in _READ:
+        detail = arguments[1]
+      elif arguments[1] in _CODE and getframe(0).f_back.f_code is not own[0]:
+        detail = f'{STRICT}{arguments[1]}'
+      else:
         return
-      detail = arguments[1]
+    elif event in _WRITES:
+      detail = f'{STRICT}{event}'
     elif event == 'object.__setattr__':
       if arguments[1] not in _SET:
         return
@@ -79,10 +88,9 @@ def watch(trusted, tree, found):
         return
       detail = 'compile with a file name'
     elif event == 'open':
-      path = arguments[0]
-      if not isinstance(path, str) or not path.startswith('/proc/'):
+      detail = _opens(arguments, tree, getframe(0).f_back)
+      if not detail:
         return
-      detail = 'open /proc'
     elif event.startswith('ctypes.'):
       detail = 'ctypes'
     else:
@@ -105,6 +113,25 @@ def watch(trusted, tree, found):
 
   own.append(hook.__code__)
   sys.addaudithook(hook)
+
+
+def _opens(arguments, tree, frame):
+  path, mode, flags = arguments
+  if isinstance(path, str) and path.startswith('/proc/'):
+    return 'open /proc'
+  writes = (
+    flags & (os.O_WRONLY | os.O_RDWR) if mode is None else set(mode) & set('wax+')
+  )
+  if writes:
+    return f'{STRICT}open to write'
+  if not isinstance(path, str) or not path.startswith(tree):
+    return ''
+  callers = []
+  while frame is not None and len(callers) < 3:
+    callers.append((frame.f_code.co_filename[:17], frame.f_code.co_name))
+    frame = frame.f_back
+  imports = [('<frozen importlib', n) for n in ('get_data', 'get_code', 'exec_module')]
+  return '' if callers == imports else f'{STRICT}open a file of the tree'
 
 
 def _pretends(name, frame):

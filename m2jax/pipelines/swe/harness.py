@@ -117,7 +117,11 @@ def _run(request, send):
   guards = _guards()
   plugin = _Plugin(send, name, None if keep is None else set(keep), guards.Snapshot())
   trusted = f'{request["site"]}/', f'{place}/', __file__, guards.__file__
-  guards.watch(trusted, f'{tree}/', plugin.audit(request.get('audited')))
+  guards.watch(
+    trusted,
+    f'{tree}/',
+    plugin.audit(request.get('audited'), request.get('strict', False)),
+  )
   if request['mode'] == 'profile':
     plugin.profile = _Profile(tree)
   arguments = ['-c', ini, '--rootdir', tree, '--confcutdir', tree]
@@ -173,7 +177,6 @@ class _Plugin:
     self._canaries, self._audited = {}, set()
     self._seconds, self._import_s = {}, 0.0
     self._clock = time.perf_counter
-    self._started = self._clock()
     self._snapshot = snapshot
     self.profile = None
     first = pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -203,14 +206,14 @@ class _Plugin:
 
     return observe
 
-  def audit(self, audited):
+  def audit(self, audited, strict):
     """What becomes of an event of guards.watch: refused, unless it is in `audited`."""
     if audited is None:
       return self._audited.add
     audited, leave, send = frozenset(audited), os._exit, self._send
 
     def refuse(key):
-      if key not in audited:
+      if key not in audited and (strict or not key.startswith('strict: ')):
         send({'end': -1, 'tampered': [key]})
         leave(0)
 
@@ -223,8 +226,11 @@ class _Plugin:
       theirs = [i for i in theirs if i.nodeid in self._keep]
     items[:] = [*ours[:1], *theirs, *ours[1:]]
 
+  def pytest_collection(self, session):
+    self._import_s = -time.process_time()  # which sees less of the load
+
   def pytest_collection_finish(self, session):
-    self._import_s = self._clock() - self._started
+    self._import_s += time.process_time()
     self.check(python=False)
 
   def pytest_collectreport(self, report):
