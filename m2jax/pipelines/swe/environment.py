@@ -269,9 +269,11 @@ def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
     record = json.loads(rest)
     number = record.pop('mutant', None)
     if number is not None:
-      one = mutants.setdefault(number, {'tests': {}, 'end': None, 'timeout': False})
+      new = {'tests': {}, 'seconds': {}, 'end': None, 'timeout': False}
+      one = mutants.setdefault(number, new)
       if 'test' in record:
         one['tests'][record['test']] = record['status']
+        one['seconds'][record['test']] = record.get('s', 0.0)
       elif 'end' in record:
         one['end'] = record['end']
       else:
