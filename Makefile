@@ -18,11 +18,12 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup sandbox forge test test-long test-clients lint format clean
+.PHONY: help setup sandbox forge forge-tasks test test-long test-clients lint format clean
 
 help:
 	@echo 'make forge      set up, then the main job: a tiny M2 learns shell tasks'
 	@echo '                WORKDIR=$(WORKDIR) SANDBOX=$(SANDBOX) ARGS=--config.x=...'
+	@echo 'make forge-tasks  set up, then COUNT=$(COUNT) tasks of every pipeline'
 	@echo 'make test       set up, then lint, import contracts and the fast tests'
 	@echo 'make test-long  set up, then the long tests'
 	@echo 'make test-clients  set up, then published coding agents, from npm and PyPI'
@@ -49,6 +50,13 @@ forge: setup
 	GLIBC_TUNABLES=$(TUNABLES) $(BIN)/python -m experiments.forge \
 	  --config=configs/forge.py --workdir=$(WORKDIR) \
 	  --config.episodes.backend=$(SANDBOX) $(ARGS)
+
+# A few tasks of every pipeline that is found, each in a subfolder of WORKDIR.
+COUNT ?= 5
+forge-tasks: WORKDIR := workdir/tasks
+forge-tasks: setup
+	$(BIN)/python -m experiments.make_all_tasks --workdir=$(WORKDIR) \
+	  --count=$(COUNT) --backend=$(SANDBOX) $(ARGS)
 
 # A process runs whole files, in the order of tests/conftest.py.
 PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder

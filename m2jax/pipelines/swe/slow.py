@@ -1,9 +1,9 @@
 """Stage 6, injected slowness: an efficient construct is replaced by a slow equivalent.
 
 The report has no such transformation; it gives its class of performance tasks, for
-which releases of small packages have few examples. Kinds: a cache is removed, a container is
-copied before each look-up, bisection is replaced by a linear scan, a short circuit by a
-list, and a result is computed twice.
+which releases of small packages have few examples. Kinds: a cache is removed, a
+container is copied before each look-up, bisection is replaced by a linear scan, a short
+circuit by a list, and a result is computed twice.
 
 An edit is a task only if no test fails and the time of some tests differs
 significantly (`grade.faster`) in interleaved pairs of runs.
