@@ -33,11 +33,13 @@ _CODE = frozenset(('__code__', 'gi_code', 'cr_code', 'ag_code'))
 _WRITES = frozenset('os.mkdir os.link os.symlink os.rename os.truncate'.split())
 _SET = frozenset(('__code__', '__defaults__', '__kwdefaults__', '__bases__'))
 _IMPORTS = frozenset(('ctypes', '_ctypes', '_testcapi', '_testinternalcapi', 'cffi'))
-# Functions that ask for frames and hand none to anybody: where → names.
+# Functions that ask for frames or code and hand none to anybody: where → names.
 _HARMLESS = {
   'collections/__init__.py': ('namedtuple',),
   'typing.py': ('_caller', '_allow_reckless_class_checks'),
+  'enum.py': ('_create_',),
   'traceback.py': ('clear_frames',),
+  '<frozen importlib._bootstrap_external>': ('_compile_bytecode',),
 }
 _GUARDED = ('pytest', '_pytest', 'pluggy', 'unittest')
 _LEGACY = '_getini_unknown_type'  # that pytest's own plugin legacypath replaces

@@ -125,8 +125,8 @@ async def screen(
     right = env.source.files[mutation.path].decode(errors='replace')
     limit_s = 3 + 20 * sum(env.seconds[t] for t in tests)
     files = sorted({drafts.test_file(t) for t in tests})
-    # The right source runs before and after, so that both see the same load.
-    for text in (right, mutation.apply(right), right):
+    # In turns, so that both see the same load.
+    for text in (right, mutation.apply(right)) * 2:
       requests.append(
         dict(path=mutation.path, text=text, files=files, keep=tests, limit_s=limit_s)
       )
@@ -136,20 +136,20 @@ async def screen(
   )  # fmt: skip
   found = []
   for number, (_, tests) in enumerate(chosen):
-    before, slow, after = (output.mutants.get(3 * number + i) for i in range(3))
-    found.append(_screened(env, tests, before, slow, after))
+    runs = [output.mutants.get(4 * number + i) for i in range(4)]
+    found.append(_screened(env, tests, runs[::2], runs[1::2]))
   return found
 
 
-def _screened(env, tests, before, slow, after) -> list[str] | str:
-  if None in (before, slow, after) or slow['timeout']:
+def _screened(env, tests, right, slow) -> list[str] | str:
+  if None in (*right, *slow) or any(run['timeout'] for run in slow):
     return 'the tests do not end'
-  if any(slow['tests'].get(t) != env.status[t] for t in tests):
+  if any(run['tests'].get(t) != env.status[t] for run in slow for t in tests):
     return 'the result changes'
   longer = []
   for test in tests:
-    base = max(run['seconds'].get(test, 0.0) for run in (before, after))
-    if slow['seconds'][test] > max(_LEAST_S, _MOST * base):
+    base = max(run['seconds'].get(test, 0.0) for run in right)
+    if min(run['seconds'][test] for run in slow) > max(_LEAST_S, _MOST * base):
       longer.append(test)
   return longer or 'no test takes longer'
 
@@ -161,7 +161,7 @@ async def candidates(
   left = [
     s for s in sites(env, config.seed) if _identity(env, s[0]) not in context.done
   ][: config.slow_tried]
-  size, made = max(1, config.batch // 3), set()
+  size, made = max(1, config.batch // 4), set()
   for at in range(0, len(left), size):
     batch = left[at : at + size]
     for (mutation, _), found in zip(

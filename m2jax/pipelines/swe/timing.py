@@ -30,6 +30,12 @@ async def significant(
       for tree in (slow, env.source.files)
     ]
     pairs.append([{t: r.get('s', 0.0) for t, r in one.tests.items()} for one in ran])
+    a, b = pairs[-1]
+    # `grade.faster` asks for half of the gain in every pair.
+    least = math.exp(math.log1p(2 * LEAST) / 2)
+    tests = [t for t in tests if a.get(t, 0.0) > least * b.get(t, 0.0)]
+    if not tests:
+      return [], 0.0
 
   def times(chosen):
     return [[sum(one.get(t, 0.0) for t in chosen) for one in pair] for pair in pairs]
