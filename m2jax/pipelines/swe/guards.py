@@ -31,6 +31,7 @@ _READ = frozenset(('tb_frame', 'gi_frame', 'cr_frame', 'ag_frame'))
 STRICT = 'strict: '
 _CODE = frozenset(('__code__', 'gi_code', 'cr_code', 'ag_code'))
 _WRITES = frozenset('os.mkdir os.link os.symlink os.rename os.truncate'.split())
+_WATCHED = _EVENTS | _WRITES | {'object.__setattr__', 'import', 'compile', 'open'}
 _SET = frozenset(('__code__', '__defaults__', '__kwdefaults__', '__bases__'))
 _IMPORTS = frozenset(('ctypes', '_ctypes', '_testcapi', '_testinternalcapi', 'cffi'))
 # Functions that ask for frames or code and hand none to anybody: where → names.
@@ -60,44 +61,20 @@ def watch(trusted, tree, found):
     found: gets 'event file:function'; must not return to refuse.
   """
   library = os.path.dirname(os.__file__) + '/'
-  getframe, own = sys._getframe, []
+  getframe, own, describe = sys._getframe, [], _described
 
   def hook(event, arguments):
-    if event in _EVENTS:
-      if event == 'sys._getframe' and arguments and arguments[0].f_code is own[0]:
-        return
-      detail = event
-    elif event == 'object.__getattr__':
-      if arguments[1] in _READ:
-        detail = arguments[1]
-      elif arguments[1] in _CODE and getframe(0).f_back.f_code is not own[0]:
-        detail = f'{STRICT}{arguments[1]}'
-      else:
-        return
-    elif event in _WRITES:
-      detail = f'{STRICT}{event}'
-    elif event == 'object.__setattr__':
-      if arguments[1] not in _SET:
-        return
-      detail = f'set {arguments[1]}'
-    elif event == 'import':
-      if arguments[0] not in _IMPORTS:
-        return
-      detail = f'import {arguments[0]}'
-    elif event == 'compile':
-      # Code that pretends to be of a file would count as that file's.
-      if not _pretends(arguments[1], getframe(0).f_back):
-        return
-      detail = 'compile with a file name'
-    elif event == 'open':
-      detail = _opens(arguments, tree, getframe(0).f_back)
-      if not detail:
-        return
-    elif event.startswith('ctypes.'):
-      detail = 'ctypes'
-    else:
+    if event == 'sys._getframe' and arguments and arguments[0].f_code is own[0]:
+      return
+    if event == 'object.__getattr__':
+      if arguments[1] not in _READ and arguments[1] not in _CODE:
+        return  # above all f_code, which is read below
+    elif event not in _WATCHED and not event.startswith('ctypes.'):
       return
     inner = getframe(0).f_back
+    detail = describe(event, arguments, tree, inner)
+    if not detail or inner is not None and inner.f_code is own[0]:
+      return
     frame = inner
     while frame is not None:
       name = frame.f_code.co_filename
@@ -115,6 +92,27 @@ def watch(trusted, tree, found):
 
   own.append(hook.__code__)
   sys.addaudithook(hook)
+
+
+def _described(event, arguments, tree, frame):
+  """What an audit event does, in words; '' if it may be done."""
+  if event in _EVENTS:
+    return event
+  if event in _WRITES:
+    return f'{STRICT}{event}'
+  if event == 'object.__getattr__':
+    name = arguments[1]
+    return name if name in _READ else f'{STRICT}{name}' if name in _CODE else ''
+  if event == 'object.__setattr__':
+    return f'set {arguments[1]}' if arguments[1] in _SET else ''
+  if event == 'import':
+    return f'import {arguments[0]}' if arguments[0] in _IMPORTS else ''
+  if event == 'compile':
+    # Code that pretends to be of a file would count as that file's.
+    return 'compile with a file name' if _pretends(arguments[1], frame) else ''
+  if event == 'open':
+    return _opens(arguments, tree, frame)
+  return 'ctypes'
 
 
 def _opens(arguments, tree, frame):
