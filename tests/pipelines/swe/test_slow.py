@@ -122,7 +122,8 @@ def test_slowness_that_is_measured_is_a_task(tmp_path):
   context = Context(tmp_path, seat.Seat(seat.SeatConfig(), 'author'))
 
   async def made():
-    stream = slow.candidates(env, package.CONFIG, context)
+    config = dataclasses.replace(package.CONFIG, slow=1, slow_tried=8)
+    stream = slow.candidates(env, config, context)
     found = [candidate async for candidate in stream]
     drawn = [c for c in found if c.draft is not None]
     split = tmp_path / 'tasks' / 'train'
