@@ -18,14 +18,16 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup sandbox forge test test-long test-clients lint format clean
+.PHONY: help setup sandbox forge forge-tasks test test-long test-clients test-thousand lint format clean
 
 help:
 	@echo 'make forge      set up, then the main job: a tiny M2 learns shell tasks'
 	@echo '                WORKDIR=$(WORKDIR) SANDBOX=$(SANDBOX) ARGS=--config.x=...'
+	@echo 'make forge-tasks  set up, then COUNT=$(COUNT) tasks of every pipeline'
 	@echo 'make test       set up, then lint, import contracts and the fast tests'
 	@echo 'make test-long  set up, then the long tests'
 	@echo 'make test-clients  set up, then published coding agents, from npm and PyPI'
+	@echo 'make test-thousand  set up, then 1,000 SWE tasks in one run, checked: hours'
 	@echo 'make setup      virtual environment in $(VENV), and the sandbox'
 	@echo 'make lint       ruff and the import contracts; make format mends what it can'
 	@echo 'make clean      removes caches; keeps $(VENV) and workdir'
@@ -50,6 +52,13 @@ forge: setup
 	  --config=configs/forge.py --workdir=$(WORKDIR) \
 	  --config.episodes.backend=$(SANDBOX) $(ARGS)
 
+# A few tasks of every pipeline that is found, each in a subfolder of WORKDIR.
+COUNT ?= 5
+forge-tasks: WORKDIR := workdir/tasks
+forge-tasks: setup
+	$(BIN)/python -m experiments.make_all_tasks --workdir=$(WORKDIR) \
+	  --count=$(COUNT) --backend=$(SANDBOX) $(ARGS)
+
 # A process runs whole files, in the order of tests/conftest.py.
 PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup lint
@@ -63,6 +72,13 @@ test-long: setup
 test-clients: setup
 	CLIENTS_DIRECTORY=$(VENV)/clients \
 	  $(BIN)/python -m pytest -q -rs tests/gateway/external/run_clients.py $(ARGS)
+
+# Hours; COUNT=20 for fewer. With WORKDIR the run is kept, and continues.
+test-thousand: COUNT := 1000
+test-thousand: WORKDIR :=
+test-thousand: setup
+	SWE_COUNT=$(COUNT) SWE_WORKDIR=$(WORKDIR) \
+	  $(BIN)/python -m pytest -q -s tests/pipelines/swe/test_thousand.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

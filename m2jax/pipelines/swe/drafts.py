@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from m2jax.pipelines.swe import environment, grade
+from m2jax.pipelines.swe import environment, reaches
 from m2jax.pipelines.swe.environment import Environment
 from m2jax.tasks import harbor
 
@@ -220,15 +220,16 @@ def _config(env: Environment) -> dict[str, Any]:
     'collect': list(env.code),
     'exclude': list(environment.EXCLUDE),
     'known': sorted(known(env)),
+    'audited': list(env.audited),
   }
 
 
 def known(env: Environment) -> set[str]:
-  """Names of the package's own sources that `grade.reaches` would refuse."""
+  """Names of the package's own sources that `reaches` would refuse."""
   found = set()
   for path, data in env.source.files.items():
     if path.endswith('.py') and not environment.is_test(path):
-      found |= grade.reaches(data.decode(errors='replace'))
+      found |= reaches.reaches(data.decode(errors='replace'))
   return found
 
 
@@ -259,5 +260,5 @@ def _draft(
     },
     solution=solution,
     install=env.requirements,
-    verifier_s=4 * limit_s(env) + 30,
+    verifier_s=6 * limit_s(env) + 30,
   )

@@ -55,6 +55,7 @@ class Environment:
     status, seconds: of each test.
     calls: {path: {first line of a function: tests that call it}}.
     repairs: what was done, in order.
+    audited: audit events of the right sources (guards.py).
   """
 
   source: collect.Source
@@ -67,6 +68,7 @@ class Environment:
   seconds: Mapping[str, float]
   calls: Mapping[str, Mapping[int, Sequence[str]]]
   repairs: tuple[str, ...]
+  audited: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +173,7 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
     seconds=seconds,
     calls=calls,
     repairs=tuple(log),
+    audited=tuple(sorted({*ran.end.get('audited', ()), *again.end.get('audited', ())})),
   )
 
 
@@ -246,6 +249,7 @@ async def run(
     host=verifier.host(dataset),
     contents={
       'harness.py': HARNESS.read_bytes(),
+      'guards.py': HARNESS.with_name('guards.py').read_bytes(),
       'request': json.dumps(request).encode(),
       **{f'tree/{path}': data for path, data in tree.items()},
     },
@@ -265,9 +269,11 @@ def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
     record = json.loads(rest)
     number = record.pop('mutant', None)
     if number is not None:
-      one = mutants.setdefault(number, {'tests': {}, 'end': None, 'timeout': False})
+      new = {'tests': {}, 'seconds': {}, 'end': None, 'timeout': False}
+      one = mutants.setdefault(number, new)
       if 'test' in record:
         one['tests'][record['test']] = record['status']
+        one['seconds'][record['test']] = record.get('s', 0.0)
       elif 'end' in record:
         one['end'] = record['end']
       else:
@@ -281,7 +287,7 @@ def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
 
 def shipped() -> dict[str, bytes]:
   """The verifier's programs, for a task's tests/."""
-  ours = ('harness.py', 'grade.py')
+  ours = ('harness.py', 'guards.py', 'grade.py', 'reaches.py')
   return {
     **{name: HARNESS.with_name(name).read_bytes() for name in ours},
     'compose.py': Path(compose.__file__).read_bytes(),

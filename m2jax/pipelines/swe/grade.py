@@ -18,6 +18,7 @@ import math
 import os
 import secrets
 import signal
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -28,23 +29,14 @@ import time
 _ENVIRONMENT = {'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0'}
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PR_SET_DUMPABLE = 4
-# Names that a solution has no reason to begin to use: they reach the verifier.
-_REACHES = frozenset(
-  'pytest _pytest unittest pluggy conftest doctest gc ctypes builtins atexit signal '
-  '_getframe currentframe f_back f_globals f_locals f_code __code__ settrace '
-  'setprofile monitoring addaudithook meta_path path_hooks path_importer_cache '
-  'modules _exit '
-  'execv execve fork forkpty kill killpg ptrace __subclasses__ get_objects '
-  'get_referrers sitecustomize usercustomize PYTEST_CURRENT_TEST argv exc_info '
-  'environ getenv putenv SystemExit SkipTest exit quit'.split()
-)
-_TEXTS = ('pytest', 'PYTEST', 'conftest', 'reward', 'M2JAX', '/verifier', '/proc/')
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main():
   """Grades $M2JAX_TREE."""
   with contextlib.suppress(OSError, AttributeError):
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+  adopt()
   with open(os.path.join(_HERE, 'config.json')) as file:
     config = json.load(file)
   tree = os.environ.get('M2JAX_TREE') or _compose(config)
@@ -54,7 +46,6 @@ def main():
     found = KINDS[config['kind']](config, tree)
   except Failed as error:
     found = {'reward': 0.0, 'reason': str(error)}
-  _kill_others()
   _write(os.path.join(logs, 'reward.json'), json.dumps(found))
   _write(os.path.join(logs, 'reward.txt'), str(found['reward']))
 
@@ -94,9 +85,12 @@ def _right(config, test, results):
 def written_test(config, tree):
   """SWE-Test: the agent's test passes on the right source and fails on the bug.
 
-  Each variant is also tried printed anew from its syntax tree, so that a test that
-  looks at the text of the source, not at what it does, is wrong on one of them.
+  Each variant is also tried printed anew from its syntax tree, with statements that do
+  nothing, so that a test that compares text, tree or bytecode of the source, not what
+  it does, is wrong on one of them.
   """
+  from reaches import names, reaches
+
   path = config['test']
   text = _text(tree, path)
   if text is None:
@@ -105,24 +99,44 @@ def written_test(config, tree):
   reached |= {n for n in names(text) if n in ('open', 'getsource', 'read_text')}
   if reached:
     raise Failed(f'the test uses {sorted(reached)}')
-  found = []
-  for variant in ('right', 'right printed', 'bug', 'bug printed'):
+  for variant in order(secrets.SystemRandom()):
     source = config['variants'][variant.partition(' ')[0]]
     if variant.endswith('printed'):
-      source = ast.unparse(ast.parse(source)) + '\n'
+      source = printed(source)
     with tempfile.TemporaryDirectory() as place:
       copy = os.path.join(place, 'tree')
       _copy(tree, copy, {config['source_path']: source})
-      results = run(config, copy, [path], None, config['limit_s'])
+      results = run(config, copy, [path], None, config['limit_s'], strict=True)
     statuses = set(results.values())
     if 'ERROR' in statuses or not results:
       raise Failed(f'the test cannot be run on {variant}: {sorted(statuses)}')
-    found.append(statuses)
     if variant.startswith('right') and statuses != {'PASSED'}:
       raise Failed(f'the test does not pass on the right source: {sorted(statuses)}')
     if variant.startswith('bug') and 'FAILED' not in statuses:
       raise Failed('the test does not find the bug')
   return {'reward': 1.0, 'reason': ''}
+
+
+def printed(source):
+  """A source that does the same, in other words each time."""
+  tree = ast.parse(source)
+  for node in ast.walk(tree):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+      name = ast.Name(f'_{secrets.token_hex(4)}', ast.Store())
+      extra = ast.Assign([name], ast.Constant(secrets.randbelow(1000)))
+      node.body.insert(ast.get_docstring(node) is not None, extra)
+  return ast.unparse(ast.fix_missing_locations(tree)) + '\n'
+
+
+def order(rng):
+  """The variants in the order in which they are run, two of them again.
+
+  A test that goes by what earlier runs left (files, process ids) would have to guess.
+  """
+  once = ['right', 'right printed', 'bug', 'bug printed']
+  drawn = [*once, rng.choice(once), rng.choice(once)]
+  rng.shuffle(drawn)
+  return drawn
 
 
 def review(config, tree):
@@ -131,36 +145,44 @@ def review(config, tree):
   try:
     answer = json.loads(text or '')
     path, line = answer['path'], answer['line']
-  except (ValueError, KeyError, TypeError):
+  except (ValueError, KeyError, TypeError, RecursionError):
     raise Failed('review.json is not {"path": text, "line": number}') from None
   right = path == config['path'] and type(line) is int and line in config['lines']
   return {'reward': float(right), 'reason': '' if right else 'another place is wrong'}
 
 
 def performance(config, tree):
-  """P2P, and a stable and significant difference in the time of some tests.
+  """P2P once, and a stable and significant difference in the time of some tests.
 
   Slow and changed sources run in turns, so that both see the same load.
   """
   _refuse_reaching(config, tree)
-  pairs = []
+  limit_s, timed = config['limit_s'], config['timed']
+  results = run(config, tree, config['files'], config['p2p'], limit_s, {}, True)
+  broken = [t for t in config['p2p'] if not _right(config, t, results)]
+  if broken:
+    raise Failed(f'{len(broken)} P2P tests fail')
+  files = sorted({test.partition('::')[0] for test in timed})
+  pairs, imports = [], []
   with tempfile.TemporaryDirectory() as place:
     slow = os.path.join(place, 'tree')
     _copy(tree, slow, config['slow'])
     for _ in range(config['pairs']):
-      pair = []
+      pair, started = [], []
       for where in (slow, tree):
         seconds = {}
-        results = run(
-          config, where, config['files'], config['p2p'], config['limit_s'], seconds
-        )
-        pair.append(sum(seconds.get(t, 0.0) for t in config['timed']))
-      broken = [t for t in config['p2p'] if not _right(config, t, results)]
-      if broken:
-        raise Failed(f'{len(broken)} P2P tests fail')
+        results = run(config, where, files, timed, limit_s, seconds, True)
+        pair.append(sum(seconds.get(t, 0.0) for t in timed))
+        started.append(seconds[''])
+      if not all(_right(config, t, results) for t in timed):
+        raise Failed('timed tests fail when they run alone')
       pairs.append(pair)
+      imports.append(started[1] - started[0])
+  gain = statistics.median(a - b for a, b in pairs)
   right = faster(pairs, config['least'])
   reason = '' if right else 'not significantly faster'
+  if right and statistics.median(imports) > gain / 2:
+    right, reason = False, 'the work is done at import, where it is not timed'
   return {'reward': float(right), 'reason': reason, 'seconds': pairs}
 
 
@@ -169,15 +191,16 @@ def faster(pairs, least):
 
   The noise model: the time of a run is the program's times a factor ≥ 1 of the load,
   which changes slowly, so that two runs in turn share most of it. The gain is
-  significant if every pair has it (by chance 2^−n for n pairs) and if its median log
-  ratio exceeds `least` and twice the median change of the slow sources from pair to
-  pair.
+  significant if every pair has half of `least` (so that what the first run stores helps
+  none after it) and if its median log ratio exceeds `least` and twice the median change
+  of the slow sources from pair to pair.
   """
   logs = sorted(math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in pairs)
   slow = [math.log(max(a, 1e-9)) for a, _ in pairs]
   moves = sorted(abs(b - a) for a, b in itertools.pairwise(slow))
   noise = moves[len(moves) // 2] if moves else math.inf
-  return logs[0] > 0 and logs[len(logs) // 2] > max(math.log1p(least), 2 * noise)
+  enough = math.log1p(least)
+  return logs[0] > enough / 2 and logs[len(logs) // 2] > max(enough, 2 * noise)
 
 
 KINDS = {
@@ -191,10 +214,11 @@ KINDS = {
 # Running ------------------------------------------------------------------------------
 
 
-def run(config, tree, files, keep, limit_s, seconds=None):
+def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
   """{test: status} of the tests; raises Failed for interference or no end.
 
-  Fills `seconds`, if it is given, with the time of each test.
+  Fills `seconds`, if it is given, with the time of each test, and of imports under ''.
+  If `strict`, tests may neither store anything nor look at code.
   """
   request = {
     'mode': 'run',
@@ -205,6 +229,8 @@ def run(config, tree, files, keep, limit_s, seconds=None):
     'files': files,
     'keep': keep,
     'options': config.get('options', []),
+    'audited': config.get('audited', []),
+    'strict': strict,
   }
   command = [sys.executable, '-s', '-S', '-P', '-B', os.path.join(_HERE, 'harness.py')]
   process = subprocess.Popen(
@@ -223,6 +249,7 @@ def run(config, tree, files, keep, limit_s, seconds=None):
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    end_children()
   return parse(output, request['nonce'], seconds)
 
 
@@ -246,6 +273,8 @@ def parse(output, nonce, seconds=None):
         seconds[record['test']] = record.get('s', 0.0)
   if end is None:
     raise Failed('the tests did not run to their end')
+  if seconds is not None:
+    seconds[''] = end.get('import_s', 0.0)
   if end['tampered'] or end['end'] != 1:  # 1: those that must fail have failed
     raise Failed(f'interference: pytest returned {end["end"]}, {end["tampered"]}')
   return results
@@ -256,50 +285,14 @@ def parse(output, nonce, seconds=None):
 
 def _refuse_reaching(config, tree):
   """Fails sources that begin to use names of the verifier, or equal everything."""
+  from reaches import reaches
+
   known = set(config['known'])
   for path in _sources(config, tree):
     text = _text(tree, path) or ''
     new = reaches(text) - known
     if new:
       raise Failed(f'{path} reaches for the verifier: {sorted(new)}')
-
-
-def reaches(source):
-  """Names and texts of a source that reach the verifier."""
-  found = names(source) & _REACHES
-  try:
-    nodes = list(ast.walk(ast.parse(source)))
-  except (SyntaxError, ValueError, RecursionError):
-    return found
-  for node in nodes:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-      found |= {f'text {t!r}' for t in _TEXTS if t in node.value}
-    if isinstance(node, ast.FunctionDef) and node.name in ('__eq__', '__ne__'):
-      body = [n for n in node.body if not isinstance(n, ast.Expr)]
-      if len(body) == 1 and isinstance(body[0], ast.Return):
-        if isinstance(body[0].value, ast.Constant):
-          found.add(f'{node.name} that is constant')
-  return found
-
-
-def names(source):
-  """Identifiers of a source: names, attributes, imports."""
-  try:
-    nodes = list(ast.walk(ast.parse(source)))
-  except (SyntaxError, ValueError, RecursionError):
-    return set()
-  found = set()
-  for node in nodes:
-    if isinstance(node, ast.Name):
-      found.add(node.id)
-    elif isinstance(node, ast.Attribute):
-      found.add(node.attr)
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-      found.update(p for a in node.names for p in a.name.split('.'))
-      found.update((getattr(node, 'module', None) or '').split('.'))
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-      found.update(w for w in (node.value,) if w in _REACHES)
-  return found
 
 
 def _sources(config, tree):
@@ -344,31 +337,49 @@ def _compose(config):
   return target
 
 
-def _kill_others():
-  """Ends what tests left running, except this process's ancestors."""
-  mine, pid = set(), os.getpid()
-  while pid > 0:
-    mine.add(pid)
-    pid = _parent(pid)
-  for _ in range(3):
-    others = [int(n) for n in os.listdir('/proc') if n.isdigit() and int(n) not in mine]
-    killed = 0
-    for other in others:
-      with contextlib.suppress(ProcessLookupError, PermissionError):
-        if other > 2 and os.environ.get('M2JAX_TREE'):
-          os.kill(other, signal.SIGKILL)
-          killed += 1
-    if not killed:
+def adopt():
+  """Makes processes that lose their parent children of this one.
+
+  So `end_children` finds what tests leave, and nothing else: it cannot end a process of
+  the machine, in a sandbox or outside.
+
+  Raises:
+    OSError: the system cannot; then nothing may be graded.
+  """
+  if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    raise OSError('prctl(PR_SET_CHILD_SUBREAPER) failed: leftovers cannot be ended')
+
+
+def end_children(limit_s=5.0):
+  """Ends all descendants; `adopt` comes first.
+
+  Only children that were not waited for are signalled, whose ids cannot be reused.
+
+  Raises:
+    Failed: they multiply faster than they end.
+  """
+  deadline = time.monotonic() + limit_s
+  while True:
+    for child in _children():
+      os.kill(child, signal.SIGKILL)
+    try:
+      while os.waitpid(-1, os.WNOHANG)[0]:
+        pass
+    except ChildProcessError:
       return
-    time.sleep(0.01)
+    if time.monotonic() > deadline:
+      raise Failed('the tests leave processes that do not end')
+    time.sleep(0.002)
 
 
-def _parent(pid):
-  try:
-    with open(f'/proc/{pid}/stat') as file:
-      return int(file.read().rpartition(')')[2].split()[1])
-  except OSError:
-    return 0
+def _children():
+  found = []
+  for name in os.listdir('/proc'):
+    if name.isdigit():
+      with contextlib.suppress(OSError), open(f'/proc/{name}/stat') as file:
+        if int(file.read().rpartition(')')[2].split()[1]) == os.getpid():
+          found.append(int(name))
+  return found
 
 
 def _write(path, text):

@@ -3,21 +3,29 @@
 A request is a JSON line on standard input; results are lines `NONCE JSON` on standard
 output. The nonce is only in the request: what tested code prints counts for nothing,
 and the file descriptors that it sees as 1 and 2 are closed. The code under test shares
-this process, as under every pytest, so that three checks look for interference:
+this process, as under every pytest, so that it is looked for interference:
 
 - two tests of random names that must fail and one that must pass are among the tests;
-- functions and classes of pytest, pluggy, unittest, builtins and time stay the same;
+- functions and classes of pytest, pluggy, unittest, builtins and time stay the same,
+  compared when the tests are collected, when a test function returns, and at its end;
+- a test passes only if its function returned, whatever pytest's report says of it;
+- frames and other ways to the caller's variables raise audit events (guards.py);
 - results end with one record of pytest's exit status, which must be that of failures.
+
+None of the harness's objects can be imported, and records are encoded in C by what was
+there before the tree was imported.
 
 Start it with -s -S -P -B and a clean environment: no site, .pth files or bytecode.
 
-Requests: {"mode": "run" | "profile", "nonce", "tree", "site", "roots", "files", "keep"}
+Requests: {"mode": "run" | "profile", "nonce", "tree", "site", "roots", "files", "keep",
+"audited"}; without "audited", events of guards.py are reported and not refused;
 or {"mode": "screen", …, "mutants": [{"path", "text", "files", "keep", "limit_s"}]}.
 """
 
-import builtins
 import contextlib
+import importlib.util
 import json
+import json.encoder
 import os
 import secrets
 import signal
@@ -35,8 +43,6 @@ def test_{0}_pass():
   pass
 """
 _CANARY_RESULTS = {'equal': 'FAILED', 'raise': 'FAILED', 'pass': 'PASSED'}
-_GUARDED = ('pytest', '_pytest', 'pluggy', 'unittest')
-_LEGACY = '_getini_unknown_type'  # that pytest's own plugin legacypath replaces
 
 
 def main():
@@ -48,21 +54,48 @@ def main():
     os.dup2(null, fd)
   nonce = request.pop('nonce')
 
+  write, encode = out.write, _encoder()
+
   def send(record):
-    out.write(f'{nonce} {json.dumps(record)}\n')
+    write(f'{nonce} {"".join(encode(record, 0))}\n')
 
   for name in list(os.environ):
     if name.startswith(('PYTEST', 'M2JAX', 'PYTHON')):
       del os.environ[name]
   sys.argv = ['pytest']
   sys.path.insert(0, request['site'])
-  import pytest  # noqa: F401 - before anything of the tree can be imported
-
+  _import_pytest()
+  hidden = sys.modules['__main__']
+  sys.modules['__main__'] = types.ModuleType('__main__')
   if request['mode'] == 'screen':
     for number, mutant in enumerate(request['mutants']):
       _screen(request, number, mutant, send)
-    return
+    return hidden
   _run(request, send)
+
+
+def _encoder():
+  """The encoder of records, which looks up nothing that could be replaced."""
+  c = json.encoder
+  text = c.c_encode_basestring_ascii
+  return c.c_make_encoder(None, None, text, None, ': ', ', ', False, False, True)
+
+
+def _import_pytest():
+  """Imports all of it before anything of the tree can be imported."""
+  import _pytest.config
+
+  for name in _pytest.config.default_plugins:
+    importlib.import_module(f'_pytest.{name}')
+
+
+def _guards():
+  """The module beside this file, which is in no path and not in sys.modules."""
+  path = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'guards.py')
+  spec = importlib.util.spec_from_file_location('guards', path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
 
 
 def _run(request, send):
@@ -81,12 +114,20 @@ def _run(request, send):
   with open(ini, 'w') as file:
     file.write('[pytest]\n')
   keep = request.get('keep')
-  plugin = _Plugin(send, name, None if keep is None else set(keep))
+  guards = _guards()
+  plugin = _Plugin(send, name, None if keep is None else set(keep), guards.Snapshot())
+  trusted = f'{request["site"]}/', f'{place}/', __file__, guards.__file__
+  guards.watch(
+    trusted,
+    f'{tree}/',
+    plugin.audit(request.get('audited'), request.get('strict', False)),
+  )
   if request['mode'] == 'profile':
     plugin.profile = _Profile(tree)
   arguments = ['-c', ini, '--rootdir', tree, '--confcutdir', tree]
   arguments += ['--basetemp', f'{place}/tmp']
   arguments += ['-p', 'no:cacheprovider', '-p', 'no:junitxml', '--tb=no', '-q']
+  arguments += ['--assert=plain']  # rewriting leaves the session where code finds it
   arguments += ['--continue-on-collection-errors', *request.get('options', ())]
   with contextlib.suppress(KeyboardInterrupt):
     status = pytest.main([*arguments, canary, *request['files']], plugins=[plugin])
@@ -128,12 +169,55 @@ def _screen(request, number, mutant, send):
 class _Plugin:
   """A pytest plugin that sends a record per test."""
 
-  def __init__(self, send, canary, keep):
+  def __init__(self, send, canary, keep, snapshot):
+    import pytest
+
     self._send, self._canary, self._keep = send, canary, keep
-    self._seen, self._tampered = {}, []
-    self._canaries = {}
-    self._guarded = _snapshot()
+    self._seen, self._tampered, self._raised = {}, [], set()
+    self._canaries, self._audited = {}, set()
+    self._seconds, self._import_s = {}, 0.0
+    self._clock = time.perf_counter
+    self._snapshot = snapshot
     self.profile = None
+    first = pytest.hookimpl(wrapper=True, tryfirst=True)
+    for name in ('setup', 'call', 'teardown'):
+      setattr(self, f'pytest_runtest_{name}', first(self._observer()))
+
+  def _observer(self):
+    """A hook that notes which tests raise, before a report is made of it."""
+
+    clock, seconds = self._clock, self._seconds
+
+    def observe(item):
+      from _pytest.assertion import util
+
+      util._config = util._reprcompare = util._assertion_pass = None
+      returned, started = False, clock()
+      try:
+        result = yield
+        # unittest's exceptions are stored, not raised.
+        returned = not getattr(item, '_excinfo', None)
+        return result
+      finally:
+        seconds[item.nodeid] = seconds.get(item.nodeid, 0.0) + clock() - started
+        if not returned:
+          self._raised.add(item.nodeid)
+        self.check(python=False)
+
+    return observe
+
+  def audit(self, audited, strict):
+    """What becomes of an event of guards.watch: refused, unless it is in `audited`."""
+    if audited is None:
+      return self._audited.add
+    audited, leave, send = frozenset(audited), os._exit, self._send
+
+    def refuse(key):
+      if key not in audited and (strict or not key.startswith('strict: ')):
+        send({'end': -1, 'tampered': [key]})
+        leave(0)
+
+    return refuse
 
   def pytest_collection_modifyitems(self, config, items):
     ours = [i for i in items if self._canary in i.nodeid]
@@ -141,6 +225,13 @@ class _Plugin:
     if self._keep is not None:
       theirs = [i for i in theirs if i.nodeid in self._keep]
     items[:] = [*ours[:1], *theirs, *ours[1:]]
+
+  def pytest_collection(self, session):
+    self._import_s = -time.process_time()  # which sees less of the load
+
+  def pytest_collection_finish(self, session):
+    self._import_s += time.process_time()
+    self.check(python=False)
 
   def pytest_collectreport(self, report):
     if report.failed:
@@ -152,7 +243,7 @@ class _Plugin:
       self.profile.start(nodeid)
 
   def pytest_runtest_logreport(self, report):
-    status, seconds = self._seen.get(report.nodeid, ('PASSED', 0.0))
+    status = self._seen.get(report.nodeid, 'PASSED')
     xfail = hasattr(report, 'wasxfail')
     if report.failed:
       status = 'FAILED' if report.when == 'call' else 'ERROR'
@@ -160,73 +251,37 @@ class _Plugin:
       status = 'XFAIL' if xfail else 'SKIPPED'
     elif xfail and report.when == 'call':
       status = 'XPASS'
-    self._seen[report.nodeid] = status, seconds + report.duration
+    self._seen[report.nodeid] = status
 
   def pytest_runtest_logfinish(self, nodeid, location):
     if self.profile is not None:
       self.profile.stop()
-    status, seconds = self._seen.pop(nodeid, ('ERROR', 0.0))
+    status = self._seen.pop(nodeid, 'ERROR')
+    seconds = self._seconds.pop(nodeid, 0.0)
+    if status == 'PASSED' and nodeid in self._raised:
+      status = 'FAILED'
     if self._canary in nodeid:
       self._canaries[nodeid.rpartition('_')[2]] = status
     else:
       self._send({'test': nodeid, 'status': status, 's': round(seconds, 4)})
     self.check()
 
-  def check(self):
+  def check(self, python=True):
     """Compares the functions that decide with those at the start."""
     if len(self._tampered) < 8:
-      self._tampered += _changes(self._guarded)[:8]
+      self._tampered += self._snapshot.changes(python=python)[:8]
 
   def end(self, status):
     """Sends the last record."""
     record = {'end': status, 'tampered': sorted(set(self._tampered))}
+    record['import_s'] = round(self._import_s, 4)
     if self._canaries != _CANARY_RESULTS:
       record['tampered'].append(f'tests that must fail: {self._canaries}')
+    if self._audited:
+      record['audited'] = sorted(self._audited)
     if self.profile is not None:
       record['calls'] = self.profile.found()
     self._send(record)
-
-
-def _snapshot():
-  """[(holder, name, function or class)] of the modules that decide."""
-  found = []
-  for name, module in sorted(sys.modules.items()):
-    if name.partition('.')[0] in _GUARDED and module is not None:
-      found += _members(module, name)
-  found += [
-    (module, key, value)
-    for module in (builtins, time)
-    for key, value in vars(module).items()
-    if isinstance(value, type | types.BuiltinFunctionType)
-  ]
-  return found
-
-
-def _members(holder, module):
-  for key, value in list(vars(holder).items()):
-    kind = isinstance(value, type)
-    if not kind and not isinstance(value, types.FunctionType) or key == _LEGACY:
-      continue
-    if getattr(value, '__module__', None) != module:
-      continue
-    code = None if kind else value.__code__
-    yield holder, key, (value, code)
-    if kind:
-      yield from _members(value, module)
-
-
-def _changes(snapshot):
-  changed = []
-  for holder, key, value in snapshot:
-    now = vars(holder).get(key)
-    if isinstance(value, tuple):
-      value, code = value
-      same = now is value and (code is None or now.__code__ is code)
-    else:
-      same = now is value
-    if not same:
-      changed.append(f'{getattr(holder, "__name__", holder)}.{key}')
-  return changed
 
 
 class _Profile:

@@ -191,7 +191,7 @@ async def _repair(env, context, bugs: Sequence[Bug], rng) -> Candidate:
   stage = 'bug injection' if len(bugs) == 1 else 'commit merging'
   id_ = '+'.join(identity(env, m) for m in mutations)
   draft = drafts.repair(
-    env, _name(env, family, id_), family, written.text, {path: text.encode()}, f2p, p2p,
+    env, name(env, family, id_), family, written.text, {path: text.encode()}, f2p, p2p,
     details={'author': written.by, 'kinds': [m.kind for m in mutations]},
   )  # fmt: skip
   return Candidate(
@@ -200,7 +200,7 @@ async def _repair(env, context, bugs: Sequence[Bug], rng) -> Candidate:
     family=family,
     source=env.source.name,
     draft=draft,
-    text=_marked(family, mutations, diff),
+    text=marked(family, mutations, diff),
     facts={
       'f2p': len(f2p),
       'p2p': len(p2p),
@@ -215,7 +215,7 @@ def _write_test(env, bug: Bug) -> Candidate:
   target = drafts.regression_test(sorted(map(drafts.test_file, bug.f2p))[0])
   draft = drafts.write_test(
     env,
-    _name(env, 'test', id_),
+    name(env, 'test', id_),
     statements.write_test(env, m, target),
     m.path,
     bug.text,
@@ -229,7 +229,7 @@ def _write_test(env, bug: Bug) -> Candidate:
     'test',
     env.source.name,
     draft,
-    _marked('test', [m], diff),
+    marked('test', [m], diff),
   )
 
 
@@ -241,7 +241,7 @@ def _review(env, bug: Bug, rng: random.Random) -> Candidate:
   id_ = f'review/{identity(env, m)}'
   draft = drafts.review(
     env,
-    _name(env, 'review', id_),
+    name(env, 'review', id_),
     statements.review(env),
     {m.path: text.encode()},
     m.path,
@@ -250,7 +250,7 @@ def _review(env, bug: Bug, rng: random.Random) -> Candidate:
   original = env.source.files[m.path]
   diff = drafts.patch({m.path: original}, {m.path: text.encode()})
   return Candidate(
-    id_, 'code review', 'review', env.source.name, draft, _marked('review', [m], diff)
+    id_, 'code review', 'review', env.source.name, draft, marked('review', [m], diff)
   )
 
 
@@ -285,14 +285,15 @@ def commented(text: str, line: int, rng: random.Random) -> tuple[str, int]:
   return '\n'.join(rows), line
 
 
-def _name(env: Environment, family: str, id_: str) -> str:
+def name(env: Environment, family: str, id_: str) -> str:
+  """Name of a task directory."""
   import hashlib
 
   digest = hashlib.sha256(id_.encode()).hexdigest()[:10]
   return f'{env.source.name}-{family}-{digest}'
 
 
-def _marked(family: str, mutations: Sequence[Mutation], diff: str) -> str:
+def marked(family: str, mutations: Sequence[Mutation], diff: str) -> str:
   """The part of a candidate that is its own, its words different in each family."""
   head = ' '.join(f'{family}:{m.path}:{m.function}:{m.kind}:{m.at}' for m in mutations)
   lines = [

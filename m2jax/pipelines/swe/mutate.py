@@ -68,10 +68,10 @@ def mutations(path: str, text: str, rng: random.Random) -> list[Mutation]:
     return []
   tree = ast.parse(text)
   found = []
-  for function, name in _functions(tree, ''):
+  for function, name in functions(tree, ''):
     first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
     for node, kind, new in _edits(function, text):
-      start, end = _span(text, node)
+      start, end = span(text, node)
       if text[start:end] != new:
         found.append(Mutation(path, name, first, kind, start, end, new, node.lineno))
   found = list(dict.fromkeys(found))
@@ -88,17 +88,18 @@ def parses(text: str) -> bool:
   return True
 
 
-def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[ast.FunctionDef, str]]:
+def functions(node: ast.AST, prefix: str) -> Iterator[tuple[ast.FunctionDef, str]]:
+  """Functions inside a node, with their qualified names."""
   for child in ast.iter_child_nodes(node):
     name = prefix
     if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
       name = f'{prefix}.{child.name}' if prefix else child.name
       if not isinstance(child, ast.ClassDef):
         yield child, name
-    yield from _functions(child, name)
+    yield from functions(child, name)
 
 
-def _own(function: ast.FunctionDef) -> Iterator[ast.AST]:
+def own(function: ast.FunctionDef) -> Iterator[ast.AST]:
   """Nodes of a function's body, without those of functions inside it."""
   stack = list(reversed(function.body))
   while stack:
@@ -110,7 +111,7 @@ def _own(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def _edits(function, text: str) -> Iterator[tuple[ast.AST, str, str]]:
-  for node in _own(function):
+  for node in own(function):
     yield from _expression_edits(node, text)
     yield from _statement_edits(node, text)
 
@@ -118,11 +119,11 @@ def _edits(function, text: str) -> Iterator[tuple[ast.AST, str, str]]:
 def _expression_edits(node: ast.AST, text: str) -> Iterator[tuple[ast.AST, str, str]]:
   if isinstance(node, ast.Compare) and len(node.ops) == 1:
     _, new = _COMPARE[type(node.ops[0])]
-    left, right = _segment(text, node.left), _segment(text, node.comparators[0])
+    left, right = segment(text, node.left), segment(text, node.comparators[0])
     yield node, 'comparison', f'{left} {new} {right}'
   elif isinstance(node, ast.BoolOp):
     new = ' or ' if isinstance(node.op, ast.And) else ' and '
-    yield node, 'boolean', f'({new.join(_segment(text, v) for v in node.values)})'
+    yield node, 'boolean', f'({new.join(segment(text, v) for v in node.values)})'
   elif isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
     if not any(
       isinstance(n, ast.Constant | ast.JoinedStr)
@@ -132,33 +133,33 @@ def _expression_edits(node: ast.AST, text: str) -> Iterator[tuple[ast.AST, str, 
       changed = ast.BinOp(node.left, _ARITHMETIC[type(node.op)](), node.right)
       yield node, 'arithmetic', f'({ast.unparse(changed)})'
   elif isinstance(node, ast.Constant) and type(node.value) is int:
-    if _segment(text, node).isdigit():
+    if segment(text, node).isdigit():
       yield node, 'number', str(node.value + 1)
   elif isinstance(node, ast.Constant) and type(node.value) is bool:
     yield node, 'truth', str(not node.value)
   elif isinstance(node, ast.IfExp):
     parts = node.orelse, node.test, node.body
-    a, test, b = (_segment(text, p) for p in parts)
+    a, test, b = (segment(text, p) for p in parts)
     yield node, 'branches', f'({a} if {test} else {b})'
   elif isinstance(node, ast.Call) and len(node.args) == 2 and not node.keywords:
     a, b = node.args
     if not any(isinstance(n, ast.Starred) for n in node.args):
-      name = _segment(text, node.func)
-      yield node, 'arguments', f'{name}({_segment(text, b)}, {_segment(text, a)})'
+      name = segment(text, node.func)
+      yield node, 'arguments', f'{name}({segment(text, b)}, {segment(text, a)})'
   elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
     lower = node.slice.lower
     if lower is not None and node.slice.upper is None and node.slice.step is None:
-      value = _segment(text, node.value)
-      yield node, 'slice', f'{value}[{_segment(text, lower)} + 1:]'
+      value = segment(text, node.value)
+      yield node, 'slice', f'{value}[{segment(text, lower)} + 1:]'
 
 
 def _statement_edits(node: ast.AST, text: str) -> Iterator[tuple[ast.AST, str, str]]:
   if isinstance(node, ast.If | ast.While):
     test = node.test
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-      yield test, 'condition', _segment(text, test.operand)
+      yield test, 'condition', segment(text, test.operand)
     else:
-      yield test, 'condition', f'not ({_segment(text, test)})'
+      yield test, 'condition', f'not ({segment(text, test)})'
   if isinstance(node, ast.If) and not node.orelse and len(node.body) == 1:
     yield node.body[0], 'branch removed', 'pass'
   elif isinstance(node, ast.AugAssign):
@@ -174,12 +175,13 @@ def _statement_edits(node: ast.AST, text: str) -> Iterator[tuple[ast.AST, str, s
       yield node, 'return removed', 'return None'
 
 
-def _segment(text: str, node: ast.AST) -> str:
-  start, end = _span(text, node)
+def segment(text: str, node: ast.AST) -> str:
+  """Source of a node."""
+  start, end = span(text, node)
   return text[start:end]
 
 
-def _span(text: str, node: ast.AST) -> tuple[int, int]:
+def span(text: str, node: ast.AST) -> tuple[int, int]:
   """Offsets in characters of a node, whose columns are in UTF-8 bytes."""
   lines, starts = _lines(text)
 

@@ -15,13 +15,11 @@ from collections.abc import AsyncIterator
 
 from m2jax.pipelines.candidate import Candidate
 from m2jax.pipelines.context import Context
-from m2jax.pipelines.swe import collect, drafts, environment, grade, statements
+from m2jax.pipelines.swe import collect, drafts, environment, statements, timing
 from m2jax.pipelines.swe.config import Config
 from m2jax.pipelines.swe.environment import Environment
 from m2jax.tasks.harbor import compose
 
-_PAIRS = 7  # of runs, for a difference in time
-_LEAST = 0.2  # gain in time that counts
 _NOTES = re.compile(r'(CHANGE|HISTORY|NEWS|RELEASE)[^/]*$', re.IGNORECASE)
 
 
@@ -128,21 +126,12 @@ async def _performance(
   env: Environment, context: Context, tree, slow: dict[str, str], id_: str
 ) -> Candidate | None:
   """A task to make tests faster, if the newer release makes them so significantly."""
-  pairs, request = [], dict(roots=env.roots, files=env.files, keep=list(env.status))
-  for _ in range(_PAIRS):
-    ran = [
-      await environment.run(context.dataset, env.site, files, 'run', **request)
-      for files in (tree, env.source.files)
-    ]
-    pairs.append([{t: r.get('s', 0.0) for t, r in one.tests.items()} for one in ran])
-  timed = [
-    t
-    for t in env.status
-    if grade.faster([(a.get(t, 0.0), b.get(t, 0.0)) for a, b in pairs], 2 * _LEAST)
-  ]
+  timed, _ = await timing.significant(env, context, tree, list(env.status))
   if not timed:
     return None
-  draft = drafts.performance(env, f'{id_}-performance', slow, timed, _PAIRS, _LEAST)
+  draft = drafts.performance(
+    env, f'{id_}-performance', slow, timed, timing.PAIRS, timing.LEAST
+  )
   facts = {'timed': len(timed)}
   return Candidate(
     id_, 'releases', 'performance', env.source.name, draft, id_, facts=facts

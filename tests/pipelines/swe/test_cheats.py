@@ -15,7 +15,7 @@ from m2jax.pipelines.make import LIMITS
 from m2jax.pipelines.swe import drafts
 from m2jax.tasks import harbor
 from m2jax.tasks.harbor import verifier
-from tests.pipelines.swe import package
+from tests.pipelines.swe import computed, package
 
 _CORE = 'src/tinycalc/core.py'
 _RIGHT = 'if value < low:'
@@ -171,15 +171,40 @@ CHEATS = {
     'import inspect\ndef clamp(*a):\n'
     '  return inspect.currentframe().f_back.f_locals["right"]'
   ),
-  'read the caller without its name': _append(
-    'import sys\ndef clamp(*a):\n'
-    '  f = getattr(sys, "_get" + "frame")(1)\n'
-    '  return getattr(f, "f_lo" + "cals")["right"]'
-  ),
   'never end': _append('import time\ntime.sleep(1000)'),
+  **computed.CHEATS,
 }
-# In one process with the tests, code can look at its caller under any name.
-_NOT_HELD = {'read the caller without its name'}
+# An object decides what it equals, and tests compare with `==`.
+_NOT_HELD = {'equal to everything, without its name'}
+
+
+# Each asks the interpreter for frames, code or globals, for reasons of its own.
+_MORE = """
+import collections, colorsys, contextlib, dataclasses, enum, functools, plistlib
+import traceback, typing, warnings
+Pair = collections.namedtuple("Pair", "a b")
+Typed = typing.NamedTuple("Typed", [("a", int)])
+Colour = enum.Enum("Colour", "RED GREEN")
+T = typing.TypeVar("T")
+class Sized(typing.Protocol[T]):
+  def size(self) -> int: ...
+@dataclasses.dataclass(order=True, frozen=True)
+class Point:
+  x: int = 0
+  y: list = dataclasses.field(default_factory=list)
+@contextlib.contextmanager
+def quiet():
+  try:
+    yield
+  except KeyError as error:
+    warnings.warn(str(error))
+@functools.lru_cache
+def cached(x):
+  return x
+with quiet():
+  {}[cached(Point().x)]
+code = eval(compile("1 + 1", "<string>", "eval"))
+"""
 
 
 # Guards must not cost an honest agent that also wrote tests and left caches.
@@ -187,6 +212,9 @@ _HONEST = {
   'the repair': _REPAIR,
   'the repair, tests and settings': f'{_REPAIR}; mkdir -p tests __pycache__; '
   'echo "def test_x(): pass" > tests/test_new.py; echo "[pytest]" > pytest.ini',
+  'the repair, with more of the standard library': f'{_REPAIR}\n'
+  "sed -i '1a from tinycalc import more' src/tinycalc/core.py\n"
+  f"cat > src/tinycalc/more.py <<'END'\n{_MORE}\nEND",
   'nothing': 'true',
 }
 

@@ -1,0 +1,85 @@
+"""What tests leave running is ended, and nothing else on the machine."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from m2jax.pipelines.swe import grade
+
+# Starts a daemon as code under test may: two forks and a session of its own.
+_DAEMON = """
+import os, subprocess, sys, time
+sys.path.insert(0, sys.argv[1])
+import grade
+grade.adopt()
+ready, writer = os.pipe()
+if os.fork() == 0:
+  os.setsid()
+  if os.fork() == 0:
+    os.write(writer, str(os.getpid()).encode())
+    time.sleep(60)
+  os._exit(0)
+daemon = int(os.read(ready, 20))
+grade.end_children()
+try:
+  os.kill(daemon, 0)
+  print('the daemon lives')
+except ProcessLookupError:
+  print('the daemon is gone')
+"""
+_MULTIPLIES = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+import grade
+grade.adopt()
+grade._children = lambda: []  # as if each child were replaced before it is seen
+if os.fork() == 0:
+  time.sleep(20)
+  os._exit(0)
+try:
+  grade.end_children(0.2)
+except grade.Failed as error:
+  print(error)
+"""
+
+
+def _run(code: str) -> str:
+  place = str(Path(grade.__file__).parent)
+  done = subprocess.run(
+    [sys.executable, '-c', code, place], capture_output=True, text=True, timeout=30
+  )
+  return done.stdout.strip() or done.stderr
+
+
+def test_a_daemon_is_ended_and_a_bystander_is_not():
+  """Outside a sandbox too: the verifier once ended every process that it could."""
+  bystander = subprocess.Popen(['sleep', '60'])
+  try:
+    assert _run(_DAEMON) == 'the daemon is gone'
+    time.sleep(0.05)
+    assert bystander.poll() is None
+  finally:
+    bystander.kill()
+    bystander.wait()
+
+
+def test_processes_that_do_not_end_are_a_failure():
+  assert _run(_MULTIPLIES) == 'the tests leave processes that do not end'
+
+
+def test_without_adoption_nothing_is_graded(monkeypatch):
+  """A system that cannot say what belongs to the tests: refused, before any runs."""
+
+  class Libc:
+    def prctl(self, *arguments):
+      return -1
+
+  monkeypatch.setattr(ctypes, 'CDLL', lambda name: Libc())
+  with pytest.raises(OSError, match='cannot be ended'):
+    grade.adopt()
