@@ -1,0 +1,10 @@
+"""The families of tasks, by name."""
+
+from __future__ import annotations
+
+from m2jax.pipelines.terminal_gym.drawn import Family
+from m2jax.pipelines.terminal_gym.families import finding
+
+FAMILIES: dict[str, Family] = {
+  family.name: family for module in (finding,) for family in module.FAMILIES
+}
