@@ -25,7 +25,6 @@ from m2jax.tasks import harbor
 from m2jax.tasks.harbor import verifier
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Config(PipelineConfig):
   """Attributes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 NOTES = 'NOTES.md'
@@ -90,12 +91,16 @@ class Drawn:
       entries[path] |= {'mode': _FILE_MODE, 'encoding': 'latin-1'}
     for path, entry in self.state.items():
       entries[path] = {**entries.get(path, {}), **entry, 'given': True}
+    given = list(entries)
     for path, entry in self.end.items():
       if entry is None:
         del entries[path]
       else:
         entries[path] = dict(entry)
-    return {'entries': entries, 'outputs': list(self.outputs)}
+    # Folders that are left empty may stay.
+    folders = {str(p) for path in given for p in PurePosixPath(path).parents}
+    outputs = list(self.outputs)
+    return {'entries': entries, 'directories': sorted(folders), 'outputs': outputs}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -141,9 +141,7 @@ def pod(path: Path) -> Iterator[Item]:
 def rst(path: Path) -> Iterator[Item]:
   """Questions of Python's FAQ."""
   for file in sorted(path.glob('*.rst.txt')):
-    parts = re.split(
-      r'^(\S.*)\n(?:-{4,}|={4,})\n', file.read_text('utf-8'), flags=re.M
-    )
+    parts = re.split(r'^(\S.*)\n(?:-{4,}|={4,})\n', file.read_text('utf-8'), flags=re.M)
     yield from zip(parts[1::2], parts[2::2], strict=True)
 
 
@@ -186,7 +184,10 @@ _MAN = 'usr/share/man/man1'
 DOCUMENTS = (
   Document('perlfaq', 'perl-doc', 'usr/share/perl', pod),
   Document(
-    'debian-faq', 'debian-faq', 'usr/share/doc/debian/FAQ/debian-faq.en.txt.gz', numbered
+    'debian-faq',
+    'debian-faq',
+    'usr/share/doc/debian/FAQ/debian-faq.en.txt.gz',
+    numbered,
   ),
   Document(
     'python-faq', 'python3.11-doc', 'usr/share/doc/python3.11/html/_sources/faq', rst

@@ -95,7 +95,9 @@ async def write(author: Seat, drawn: Drawn, depth: int, repairs: int) -> Stateme
 
     text = await author.write(messages, lambda: base, accept)
     if text.by != SCRIPTED or not tried:
-      return Statement(text.text, text.by, tuple(wrong), problem(drawn, depth, text.text))
+      return Statement(
+        text.text, text.by, tuple(wrong), problem(drawn, depth, text.text)
+      )
     wrong.append(problem(drawn, depth, tried[0]))
     if len(wrong) > repairs:
       reason = f'statement: not usable after {repairs} repairs: {wrong[-1]}'

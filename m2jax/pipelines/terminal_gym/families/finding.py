@@ -55,7 +55,7 @@ def by_age(rng: random.Random) -> Drawn:
   files = {name: words.prose(rng, 12).encode() for name in names}
   year, rest = int(day[:4]), day[4:]
   # Around midnight of the day, in UTC.
-  times = [f'{year - 1}{rest} 12:00', f'{day} 00:00:00', f'{day} 00:00:01',
+  times = [f'{year - 1}{rest} 12:00', f'{day} 00:00:02', f'{day} 23:00:00',
            f'{year + 1}{rest} 08:00', f'{year - 2}{rest} 23:59']  # fmt: skip
   given = {name: times[i % 5] for i, name in enumerate(names)}
   setup = ''.join(f"touch -d '{time}' '{name}'\n" for name, time in given.items())
@@ -70,17 +70,19 @@ def by_age(rng: random.Random) -> Drawn:
     indirect={'root': 'the folder of logs'},
     goal='Move the .log files in @root@ that were last modified before @day@ (midnight '
     'at the beginning of that day, UTC) into a new folder @old@, under their names.',
-    steps=('Make the folder @old@ with mkdir.', 'Move what find -newermt does not find.'),
+    steps=(
+      'Make the folder @old@ with mkdir.',
+      'Move what find -newermt does not find.',
+    ),
     format='Files that are moved keep their names and contents.',
     constraint='A file that was modified on @day@ stays where it is.',
     commands=(
       'mkdir @old@',
-      "find @root@ -type f -name '*.log' ! -newermt '@day@ 00:00:00' "
-      "! -newermt '@day@ 00:00:00 -1 second' -exec mv -t @old@ {} +",
+      "find @root@ -type f -name '*.log' ! -newermt '@day@' -exec mv -t @old@ {} +",
     ),
     end=end,
-    slips=(("! -newermt '@day@ 00:00:00' ", "-newermt '@day@' "), ('*.log', '*')),
-    example="mkdir -p @old@; find @root@ -mtime +30 -exec mv -t @old@ {} +",
+    slips=(('! -newermt', '-newermt'), ("'*.log'", "'*'")),
+    example='mkdir -p @old@; find @root@ -mtime +30 -exec mv -t @old@ {} +',
     setup=setup,
   )
 
@@ -105,8 +107,10 @@ def links(rng: random.Random) -> Drawn:
     indirect={'root': 'the folder that has symbolic links'},
     goal='Remove the symbolic links in @root@, at any depth, whose target does not '
     'exist, and write the paths of those that were removed to @out@.',
-    steps=('List them with find -xtype l, sorted, into @out@.',
-           'Remove them with find -xtype l -delete.'),  # fmt: skip
+    steps=(
+      'List them with find -xtype l, sorted, into @out@.',
+      'Remove them with find -xtype l -delete.',
+    ),  # fmt: skip
     format='Lists of links have one path per line, relative to this folder and without '
     './ in front, sorted by bytes (LC_ALL=C).',
     constraint='Links that work, in folders below it as well, must stay links.',
@@ -140,8 +144,10 @@ def permissions(rng: random.Random) -> Drawn:
     indirect={'root': 'the only folder here'},
     goal='Set the permissions of the files in @root@, at any depth: 755 for those whose '
     'first line begins with "#!", and 644 for all others.',
-    steps=('Set all to 644 with find and chmod.',
-           'Set those to 755 whose first two characters are #!.'),  # fmt: skip
+    steps=(
+      'Set all to 644 with find and chmod.',
+      'Set those to 755 whose first two characters are #!.',
+    ),  # fmt: skip
     format='Permissions are octal, as chmod takes them.',
     constraint='The name of a file does not tell; "#!" in a later line does not count.',
     commands=(
@@ -161,7 +167,9 @@ def rename(rng: random.Random) -> Drawn:
   root, prefix = words.folder(rng), rng.choice(words.NOUNS)
   stem = rng.choice(('IMG', 'DSC', 'SCAN', 'PIC'))
   numbers = rng.sample(range(1, 9999), 9)
-  old = {f'{root}/{stem}_{n:04}.{rng.choice(("JPG", "JPG", "PNG"))}': n for n in numbers}
+  old = {
+    f'{root}/{stem}_{n:04}.{rng.choice(("JPG", "JPG", "PNG"))}': n for n in numbers
+  }
   files = {path: f'image {n}\n'.encode() for path, n in old.items()}
   files |= {f'{root}/{stem}_notes.TXT': b'notes\n', f'{root}/X{stem}_0001.JPG': b'x\n'}
   end = {}
@@ -211,9 +219,11 @@ def dedupe(rng: random.Random) -> Drawn:
     goal='In @root@, at any depth, keep one file of every content: the one whose path is '
     'first when paths are sorted by bytes (LC_ALL=C). Remove the others, and write their '
     'paths to @out@.',
-    steps=('Compute checksums with sha256sum, in the order of sorted paths.',
-           'Write the paths whose checksum was seen before to @out@ with awk.',
-           'Remove these files with xargs rm.'),  # fmt: skip
+    steps=(
+      'Compute checksums with sha256sum, in the order of sorted paths.',
+      'Write the paths whose checksum was seen before to @out@ with awk.',
+      'Remove these files with xargs rm.',
+    ),  # fmt: skip
     format='Lists of files have one path per line, relative to this folder and without '
     './ in front, in any order.',
     constraint='Names may have spaces, and equal names in two folders say nothing.',
@@ -223,7 +233,11 @@ def dedupe(rng: random.Random) -> Drawn:
       "tr '\\n' '\\0' < @out@ | xargs -0 rm",
     ),
     end={out: content(''.join(f'{n}\n' for n in gone), 'lines'), **dict.fromkeys(gone)},
-    slips=(('sort -z', 'sort -zr'), ('seen[$1]++', '!seen[$1]++'), (' > @out@', ' >> @out@')),
+    slips=(
+      ('sort -z', 'sort -zr'),
+      ('seen[$1]++', '!seen[$1]++'),
+      (' > @out@', ' >> @out@'),
+    ),
     example='find @root@ -type f | xargs sha256sum | sort | uniq -d -w 64 > @out@',
   )
 
@@ -231,7 +245,9 @@ def dedupe(rng: random.Random) -> Drawn:
 FAMILIES = (
   Family('find_size', 'find', (r'-size\b',), by_size),
   Family('find_age', 'find', (r'-newer|-mtime|-mmin',), by_age),
-  Family('links', 'find', (r'-xtype|broken symbolic|symbolic link', r'\bfind\b'), links),
+  Family(
+    'links', 'find', (r'-xtype|broken symbolic|symbolic link', r'\bfind\b'), links
+  ),
   Family('permissions', 'chmod', (r'\bchmod\b', r'\bfiles?\b'), permissions),
   Family('rename', 'mv', (r'renam', r'\bmv\b|file name|filename'), rename),
   Family('dedupe', 'sha256sum', (r'duplicate|identical', r'\bfiles?\b'), dedupe),

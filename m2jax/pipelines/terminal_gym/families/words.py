@@ -9,12 +9,18 @@ NOUNS = (
   'meadow needle orchard pocket quarry ribbon saddle timber valley window yarn zenith '
   'bridge candle drawer engine ferry glacier hammer lantern mirror parcel signal tower'
 ).split()
-FOLDERS = 'archive assets backup billing catalog clients exports field incoming inventory media \
+FOLDERS = (
+  'archive assets backup billing catalog clients exports field incoming inventory media \
 orders projects records reports-old samples shipments staging survey uploads'.split()
-PEOPLE = 'Amara Bjorn Chen Dalia Emeka Farah Goran Hana Ivan Jorge Kavya Leila Mateo Nadia \
+)
+PEOPLE = (
+  'Amara Bjorn Chen Dalia Emeka Farah Goran Hana Ivan Jorge Kavya Leila Mateo Nadia \
 Oskar Priya Quinn Rosa Sven Tariq Ulla Vera Wanja Ximena Yusuf Zora'.split()
-TOWNS = 'Aarhus Bergen Cusco Durban Essen Fukuoka Galway Hobart Izmir Jena Kigali Leeds Malmo \
+)
+TOWNS = (
+  'Aarhus Bergen Cusco Durban Essen Fukuoka Galway Hobart Izmir Jena Kigali Leeds Malmo \
 Nantes Odense Porto Quito Riga Split Turku Utrecht Varna Wuhan York'.split()
+)
 
 
 def token(rng: random.Random, parts: int = 2) -> str:
