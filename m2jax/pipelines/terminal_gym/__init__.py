@@ -95,9 +95,10 @@ def _seeds(document: seeds.Document, context: Context):
 class _Proved:
   """A draw whose solution passes; `repairs` are the reasons of earlier draws."""
 
-  drawn: Drawn
+  drawn: Drawn | None
   repairs: tuple[str, ...]
   problem: str = ''
+  judged: dict[str, verifier.Verdict] = dataclasses.field(default_factory=dict)
 
 
 async def _evolved(
@@ -151,7 +152,8 @@ async def prove(
       if verdict.outcome == verifier.INVALID:
         raise verifier.InvalidVerdict(verdict.reason)
       if verdict.outcome == verifier.PASSED:
-        return _Proved(drawn, tuple(wrong))
+        judged = {drawn.solution(): verdict}
+        return _Proved(drawn, tuple(wrong), judged=judged)
       wrong.append(f'the solution fails: {verdict.reason}')
     except Degenerate as error:
       wrong.append(f'draw: {error}')
@@ -193,7 +195,8 @@ async def _candidate(config, context, family, seed, proved, depth, ids) -> Candi
       drawn,
       trials=config.trials,
       backend=config.backend,
-      seed=f'{config.seed}/{own}',
+      seed=f'{config.seed}/{ids[0]}',
+      judged=proved.judged,
     )
   except (sandbox.SandboxError, OSError) as error:
     return dataclasses.replace(empty, reason=f'no calibration: {error}')

@@ -24,6 +24,7 @@ TOOLS = frozenset(
   'head join ln ls md5sum mkdir mv paste perl readlink rm sed sha256sum sort split '
   'stat tail tar tee touch tr uniq wc xargs zcat'.split()
 )
+_MOST = 5  # seeds of a family
 _MIN_CHARS, _MAX_CHARS, _MODERATE_CHARS = 80, 8000, 4000
 _INTERACTIVE = re.compile(
   r'password|keyboard|window|socket|network|browser|e-?mail|kernel|\bGUI\b|\bCGI\b|'
@@ -86,14 +87,19 @@ def commands(text: str) -> tuple[str, ...]:
 
 
 def matching(family: Family, seeds: Sequence[Seed]) -> list[Seed]:
-  """The seeds of a family, those of the higher tier first."""
+  """The seeds that are most about a family, at most `_MOST`, best first.
+
+  All patterns must match. Seeds are ranked by matches in the title, then by matches per
+  length.
+  """
   patterns = [re.compile(pattern, re.IGNORECASE) for pattern in family.seeds]
-  found = [
-    seed
-    for seed in seeds
-    if all(p.search(f'{seed.title}\n{seed.text}') for p in patterns)
-  ]
-  return sorted(found, key=lambda seed: (seed.tier, seed.id))
+  ranked = []
+  for seed in seeds:
+    hits = [len(pattern.findall(seed.text)) for pattern in patterns]
+    title = sum(bool(pattern.search(seed.title)) for pattern in patterns)
+    if all(n or p.search(seed.title) for n, p in zip(hits, patterns, strict=True)):
+      ranked.append((-title, -sum(hits) / len(seed.text), seed.id, seed))
+  return [seed for *_, seed in sorted(ranked, key=lambda item: item[:3])[:_MOST]]
 
 
 @dataclasses.dataclass(frozen=True)

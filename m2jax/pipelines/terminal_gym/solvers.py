@@ -100,6 +100,7 @@ async def calibrate(
   trials: int,
   backend: str,
   seed: str,
+  judged: dict[str, verifier.Verdict],
 ) -> Calibration:
   """Lets every solver attempt a task.
 
@@ -109,6 +110,7 @@ async def calibrate(
     trials: of the noisy solver.
     backend: of the sandboxes.
     seed: of the faults.
+    judged: verdicts by script, for all statements of a draw: their tests are the same.
 
   Raises:
     SandboxError: the machine failed, or the workspace cannot be set up.
@@ -116,7 +118,6 @@ async def calibrate(
   task = harbor.of_directory(directory)
   passed: dict[str, list[bool]] = {}
   verdicts: dict[str, verifier.Verdict] = {}
-  judged: dict[str, verifier.Verdict] = {}
   for solver, command in scripts(drawn, directory.instruction, trials, seed):
     if command not in judged:
       judged[command] = await attempt(task, command, backend)

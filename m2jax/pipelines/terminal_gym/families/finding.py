@@ -249,6 +249,6 @@ FAMILIES = (
     'links', 'find', (r'-xtype|broken symbolic|symbolic link', r'\bfind\b'), links
   ),
   Family('permissions', 'chmod', (r'\bchmod\b', r'\bfiles?\b'), permissions),
-  Family('rename', 'mv', (r'renam', r'\bmv\b|file name|filename'), rename),
-  Family('dedupe', 'sha256sum', (r'duplicate|identical', r'\bfiles?\b'), dedupe),
+  Family('rename', 'mv', (r'\brenam(?:e|ing)', r'\bfiles?\b'), rename),
+  Family('dedupe', 'sha256sum', (r'duplicate|identical|\buniq', r'duplicate'), dedupe),
 )

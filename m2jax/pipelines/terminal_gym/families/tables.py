@@ -251,6 +251,6 @@ FAMILIES = (
   Family('counts', 'uniq', (r'uniq -c|frequency|count the number of',), counts),
   Family('join', 'join', (r'\bjoin\b', r'\bfields?\b', r'\bsort'), join),
   Family('log_days', 'awk', (r'\bawk\b|\blogs?\b', r'\bsort|\bcount'), log_days),
-  Family('dates', 'awk', (r'\bdates?\b', r'compar|between|range'), dates),
-  Family('csv_json', 'awk', (r'comma|csv|delimit',), csv_json),
+  Family('dates', 'awk', (r'\bdates?\b', r'calendar|compar|between'), dates),
+  Family('csv_json', 'awk', (r'\bcommas?\b|\bcsv\b|delimited', r'split|fields?|delimit'), csv_json),
 )

@@ -228,16 +228,16 @@ def lines_between(rng: random.Random) -> Drawn:
 FAMILIES = (
   Family('restore', 'tar', (r'\btar\b', r'archive|backup|extract'), restore),
   Family(
-    'checksums', 'sha256sum', (r'checksum|digest|\bsha\d*', r'\bfiles?\b'), checksums
+    'checksums', 'sha256sum', (r'checksum|digest|sha\d+sum', r'\bfiles?\b'), checksums
   ),
   Family('settings', 'sed', (r'\bsed\b', r'-i\b|in.place|replac'), settings),
   Family(
-    'differences', 'comm', (r'\bdiff|\bcomm\b', r'director|sorted files'), differences
+    'differences', 'comm', (r'\bdiff\b|\bcomm\b', r'compar', r'director|sorted files'), differences
   ),
   Family(
     'lines_between',
     'sed',
-    (r'lines? between|range|\bsed -n', r'\blines?\b'),
+    (r'between two (?:patterns|addresses|lines)|range of lines|sed -n',),
     lines_between,
   ),
 )
