@@ -154,7 +154,7 @@ def rst(path: Path) -> Iterator[Item]:
 def numbered(path: Path) -> Iterator[Item]:
   """Questions of Debian's FAQ, as text: '8.1. Title'."""
   text = gzip.decompress(path.read_bytes()).decode('utf-8', 'replace')
-  parts = re.split(r'^(\d+\.\d+\. \S.*)$', text, flags=re.M)
+  parts = re.split(r'^(\d+\.\d+\.[ \xa0]+\S.*)$', text, flags=re.M)
   yield from zip(parts[1::2], parts[2::2], strict=True)
 
 
