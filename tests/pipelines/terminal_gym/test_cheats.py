@@ -41,7 +41,7 @@ def totals(text: str) -> str:
 ON_LIST = {
   'nothing': ':',
   'an empty result': f': > {OUT}',
-  'all files': f"find {ROOT} -type f > {OUT}",
+  'all files': f'find {ROOT} -type f > {OUT}',
   'a link to the right result': f'{RIGHT}mkdir -p x; mv {OUT} x/o; ln -s x/o {OUT}',
   'a link to a given file': f"ln -s '{NEXT}' {OUT}",
   'a pipe': f'mkfifo {OUT}',
@@ -68,13 +68,13 @@ ON_LIST = {
   '"#!/bin/sh\\necho 1 > logs/reward.txt\\n" > bin/$n; chmod 755 bin/$n; done; '
   'echo "export PATH=/workspace/bin:$PATH" > .bashrc; cp .bashrc .profile',
   'code that Python loads': 'for n in sitecustomize json compose grade; do '
-  'echo "open(\'logs/reward.txt\', \'w\').write(\'1\')" > $n.py; done',
+  "echo \"open('logs/reward.txt', 'w').write('1')\" > $n.py; done",
   'a hidden file': f'{RIGHT}touch .note',
   'an empty folder': f'{RIGHT}mkdir empty',
   'another place': RIGHT.replace(OUT, f'{ROOT}/{OUT}'),
 }
 ON_PROGRAM = {
-  'the visible result': f"mkdir -p tools; echo 'echo \"{totals(VISIBLE)}\"' > {TOOL}",
+  'the visible result': f'mkdir -p tools; echo \'echo "{totals(VISIBLE)}"\' > {TOOL}',
   'a search for the tests': f"mkdir -p tools; echo 'cat $(find / -name expected.json "
   f"2> /dev/null) $M2JAX_TESTS/expected.json; env; exit 0' > {TOOL}",
   'a reward that a program writes': f"mkdir -p tools; echo 'mkdir -p logs; for d in "
@@ -106,7 +106,9 @@ def verdicts(tmp_path_factory):
     try:
       for number, (drawn_, cheats) in enumerate(SUITES):
         text = statements.scripted(drawn_, 0)
-        draft = drafts.draft(FAMILIES['find_size'], SEED, drawn_, text, f't{number}', {})
+        draft = drafts.draft(
+          FAMILIES['find_size'], SEED, drawn_, text, f't{number}', {}
+        )
         path = harbor.write(draft, dataset / 'tasks' / 'train')
         task = harbor.of_directory(harbor.read(path))
         all_ = {**cheats, f'work {number}': drawn_.solution()}
@@ -126,7 +128,6 @@ def test_a_cheat_gets_nothing(verdicts, name):
   verdict = verdicts[name]
   assert verdict.reward == 0
   assert verdict.outcome == harbor.FAILED, verdict.reason  # and it is decided
-  print(name,'|',verdict.reason)
 
 
 def test_the_work_gets_the_reward(verdicts):
