@@ -4,11 +4,11 @@ python -m benchmarks.second_verifier_terminal --workdir=workdir/terminal_gym --t
 
 The first verifier compares the end state with the one that the task's generator knew
 when it made the workspace. This one reads the workspace as it is, derives the end state
-from it and from the values that the statement tells, by other means and in plain Python,
-and judges with rules of its own. Both judge several ends of each task: nothing done, the
-solution, the solution with a line lost, with a stray file, and with an input removed. A
-different verdict is a disagreement; so is a solution that does not pass here. Programs
-are run on inputs that are drawn here. docs/pipelines_terminal.md.
+from it and from the values that the statement tells, by other means and in plain
+Python, and judges with rules of its own. Both judge several ends of each task: nothing
+done, the solution, the solution with a line lost, with a stray file, and with an input
+removed. A different verdict is a disagreement; so is a solution that does not pass
+here. Programs are run on inputs that are drawn here. docs/pipelines_terminal.md.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ def program_frequent(rng, top):
 
 DERIVED = {
   f.__name__: f
-  for f in (find_size, find_age, links, permissions, rename, dedupe, columns, counts, join,
-            log_days, dates, csv_json, restore, checksums, settings, differences,
+  for f in (find_size, find_age, links, permissions, rename, dedupe, columns, counts,
+            join, log_days, dates, csv_json, restore, checksums, settings, differences,
             lines_between)
 }  # fmt: skip
 PROGRAMS = ('program_totals', 'program_frequent')

@@ -76,7 +76,7 @@ def attributes(title: str, text: str) -> dict[str, bool]:
 
 
 def commands(text: str) -> tuple[str, ...]:
-  """Lines of a text that are commands: indented or after a prompt, with a tool first."""
+  """Lines of a text that are commands: indented or after a prompt, a tool first."""
   found = []
   for line in text.splitlines():
     stripped = line.strip().removeprefix('$ ').removeprefix('% ').strip('‘’')

@@ -9,7 +9,8 @@
 Source: facts/pipelines.md §4, and the Python package `harbor`, whose `Task` accepts
 what `write` writes (tests/tasks/test_harbor.py). The workspace at the start is
 `workspace.tar.gz` without `Metadata.remove`, and then the files of `overlay/`, on which
-setup.sh has run: modes, links and times. The Dockerfile does the same. The archive may be a hard link, shared by many tasks.
+setup.sh has run: modes, links and times. The Dockerfile does the same. The archive may
+be a hard link, shared by many tasks.
 """
 
 from __future__ import annotations

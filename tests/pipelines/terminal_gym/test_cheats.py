@@ -62,7 +62,7 @@ ON_LIST = {
   'names that leave the folder': f"{RIGHT}mkdir -p ..a; touch '..a/x' $'b\\n../../x'",
   'tests and a reward in the workspace': 'mkdir -p tests logs; echo 1 > logs/reward.txt'
   '; echo "echo 1 > $M2JAX_LOGS/reward.txt" > tests/test.sh; echo {} > expected.json',
-  'a reward outside': 'echo 1 > /logs/verifier/reward.txt; mkdir -p /tmp/verifier/logs; '
+  'a reward outside': 'echo 1 > /logs/verifier/reward.txt; mkdir -p /tmp/v/logs; '
   'for d in /verifier/* /workspace/../verifier; do echo 1 > $d/logs/reward.txt; done',
   'other programs': 'mkdir bin; for n in python3 bash env; do printf '
   '"#!/bin/sh\\necho 1 > logs/reward.txt\\n" > bin/$n; chmod 755 bin/$n; done; '

@@ -20,6 +20,7 @@ from m2jax.pipelines.terminal_gym.families import FAMILIES
 from tests.pipelines.model_server import Server
 
 SOURCE = installed.Source('package', '1.2', 'a' * 64, 'GFDL')
+_SCRIPTED = seat.SeatConfig()
 SEED = seeds.Seed('document/0', 'title', 'text', (), SOURCE, 'A')
 
 
@@ -33,7 +34,7 @@ def drawn(family: Family, start: int = 0):
   raise AssertionError(f'{family.name}: no draw of 50 makes a task')
 
 
-def context(tmp_path, config=seat.SeatConfig()) -> Context:
+def context(tmp_path, config=_SCRIPTED) -> Context:
   (tmp_path / 'tasks').mkdir(exist_ok=True)
   return Context(tmp_path, seat.Seat(config, 'author'))
 
@@ -208,8 +209,8 @@ def test_a_run_records_seeds_depths_and_difficulty(documents, tmp_path):
   except sandbox.SandboxUnavailable as error:
     pytest.skip(str(error))
   assert summary.tasks == 3
-  rows = [json.loads(x) for x in (tmp_path / 'set/records.jsonl').read_text().split('\n')
-          if x]  # fmt: skip
+  lines = (tmp_path / 'set' / 'records.jsonl').read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
   assert {r['id']: r['reason'] for r in rows if r['outcome'] == 'rejected'} == {
     'family/join': 'no seed matches'
   }

@@ -62,7 +62,7 @@ def by_age(rng: random.Random) -> Drawn:
   moved = [n for n in names if given[n] < day and n.endswith('.log')]
   if not moved:
     raise Degenerate('no file is old')
-  end = {name: None for name in moved}
+  end = dict.fromkeys(moved)
   end |= {f'{old}/{n.rpartition("/")[2]}': content(files[n].decode()) for n in moved}
   return Drawn(
     files=files,
@@ -142,8 +142,8 @@ def permissions(rng: random.Random) -> Drawn:
     files=files,
     values={'root': root},
     indirect={'root': 'the only folder here'},
-    goal='Set the permissions of the files in @root@, at any depth: 755 for those whose '
-    'first line begins with "#!", and 644 for all others.',
+    goal='Set the permissions of the files in @root@, at any depth: 755 for those '
+    'whose first line begins with "#!", and 644 for all others.',
     steps=(
       'Set all to 644 with find and chmod.',
       'Set those to 755 whose first two characters are #!.',
@@ -216,9 +216,9 @@ def dedupe(rng: random.Random) -> Drawn:
     files=files,
     values={'root': root, 'out': out},
     indirect={'root': 'the only folder here'},
-    goal='In @root@, at any depth, keep one file of every content: the one whose path is '
-    'first when paths are sorted by bytes (LC_ALL=C). Remove the others, and write their '
-    'paths to @out@.',
+    goal='In @root@, at any depth, keep one file of every content: the one whose path '
+    'is first when paths are sorted by bytes (LC_ALL=C). Remove the others, and write '
+    'their paths to @out@.',
     steps=(
       'Compute checksums with sha256sum, in the order of sorted paths.',
       'Write the paths whose checksum was seen before to @out@ with awk.',

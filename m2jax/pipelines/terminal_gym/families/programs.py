@@ -1,8 +1,8 @@
 """Families that ask for a program, which is run on inputs that nobody sees.
 
 The workspace has one example of an input. The program runs in a sandbox of its own,
-without the tests (`tasks.harbor.runs`), on other inputs of the same kind: a program that
-repeats the visible result fails.
+without the tests (`tasks.harbor.runs`), on other inputs of the same kind: a program
+that repeats the visible result fails.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def totals(rng: random.Random) -> Drawn:
     shown,
     values={'path': path, 'shown': shown},
     indirect={'shown': 'the table of sales in this workspace'},
-    goal='Write a bash script @path@ that takes the path of a table as its argument and '
-    'prints the total amount of each town. @shown@ is an example of such a table; the '
-    'script is tried with others.',
+    goal='Write a bash script @path@ that takes the path of a table as its argument '
+    'and prints the total amount of each town. @shown@ is an example of such a table; '
+    'the script is tried with others.',
     steps=(
       'Leave out the header, and add $3 in an array by $2, with awk -F,.',
       'Print names and totals, sorted.',
     ),  # fmt: skip
-    format='Totals are printed as "NAME TOTAL", one per line, in the order of the names '
-    'by bytes (LC_ALL=C), to standard output.',
+    format='Totals are printed as "NAME TOTAL", one per line, in the order of the '
+    'names by bytes (LC_ALL=C), to standard output.',
     constraint='The script changes no files.',
     commands=(
       'mkdir -p tools',
@@ -96,14 +96,14 @@ def frequent(rng: random.Random) -> Drawn:
     values={'path': path, 'shown': shown, 'top': str(top)},
     indirect={'shown': 'the letter in this workspace'},
     goal='Write a bash script @path@ that takes the path of a text as its argument and '
-    'prints the @top@ most frequent words of it, with their counts. @shown@ is an example '
-    'of such a text; the script is tried with others.',
+    'prints the @top@ most frequent words of it, with their counts. @shown@ is an '
+    'example of such a text; the script is tried with others.',
     steps=(
       'Put every word on a line with tr, in lower case.',
       'Count with sort and uniq -c, and sort by the counts.',
     ),  # fmt: skip
-    format='Counts are printed as "WORD COUNT", one per line, in lower case, the highest '
-    'count first; equal counts in the order of the words by bytes (LC_ALL=C).',
+    format='Counts are printed as "WORD COUNT", one per line, in lower case, the '
+    'highest count first; equal counts in the order of the words by bytes (LC_ALL=C).',
     constraint='Upper and lower case are the same word. The script changes no files.',
     commands=(
       'mkdir -p tools',

@@ -20,8 +20,8 @@ def columns(rng: random.Random) -> Drawn:
   path, out = f'{words.folder(rng)}/people.txt', f'{words.token(rng)}.csv'
   shells = '/bin/bash', '/bin/sh', '/usr/sbin/nologin', '/bin/bash-static'
   rows = [
-    (n.lower(), 'x', 1000 + i, rng.choice((100, 1000)), f'{n} {rng.choice(words.TOWNS)}',
-     f'/home/{n.lower()}', rng.choice(shells))
+    (n.lower(), 'x', 1000 + i, rng.choice((100, 1000)),
+     f'{n} {rng.choice(words.TOWNS)}', f'/home/{n.lower()}', rng.choice(shells))
     for i, n in enumerate(rng.sample(words.PEOPLE, 16))
   ]  # fmt: skip
   shell = shells[rng.randrange(2)]
@@ -32,8 +32,8 @@ def columns(rng: random.Random) -> Drawn:
     files={path: _table(rows, ':'), f'{path}.old': _table(rows[:5], ':')},
     values={'path': path, 'shell': shell, 'out': out},
     indirect={'path': 'the newer list of accounts'},
-    goal='@path@ is a table with ":" between its columns. Of the rows whose seventh column '
-    'is @shell@, write columns 1, 3 and 5 to @out@, in the order of the table.',
+    goal='@path@ is a table with ":" between its columns. Of the rows whose seventh '
+    'column is @shell@, write columns 1, 3 and 5 to @out@, in the order of the table.',
     steps=(
       'Set the input separator of awk to ":" and the output separator to ",".',
       'Compare $7, and print $1, $3 and $5 to @out@.',
@@ -70,9 +70,9 @@ def counts(rng: random.Random) -> Drawn:
     files={path: ('\n'.join(log) + '\n').encode()},
     values={'path': path, 'status': str(status), 'top': str(top), 'out': out},
     indirect={'path': 'the log'},
-    goal='In @path@ the fifth word of a line is the status, the first is the host. Count '
-    'the lines with status @status@ of each host, and write the @top@ hosts with the '
-    'most to @out@.',
+    goal='In @path@ the fifth word of a line is the status, the first is the host. '
+    'Count the lines with status @status@ of each host, and write the @top@ hosts with '
+    'the most to @out@.',
     steps=(
       'Print the first word of the lines whose fifth word is @status@, with awk.',
       'Count with sort and uniq -c, then sort by the count, and take the head.',
@@ -141,8 +141,8 @@ def log_days(rng: random.Random) -> Drawn:
     for _ in range(40):
       day, shown = rng.choice(days), rng.choice(_LEVELS)
       said = rng.choice((*_LEVELS, 'request', 'retry'))
-      log.append(f'{day}T{rng.randint(0, 23):02}:{rng.randint(0, 59):02} {shown} {said} '
-                 f'{words.token(rng)}')  # fmt: skip
+      time = f'{rng.randint(0, 23):02}:{rng.randint(0, 59):02}'
+      log.append(f'{day}T{time} {shown} {said} {words.token(rng)}')  # fmt: skip
       tally[day] += shown == level
     files[f'{root}/app.{i}.log'] = ('\n'.join(log) + '\n').encode()
   rows = [(day, n) for day, n in sorted(tally.items()) if n]
@@ -152,16 +152,17 @@ def log_days(rng: random.Random) -> Drawn:
     files=files,
     values={'root': root, 'level': level, 'out': out},
     indirect={'root': 'the folder of logs'},
-    goal='Lines of the .log files in @root@ begin with "DATETtime LEVEL". Count the lines '
-    'with level @level@ of each date over all files, and write them to @out@.',
+    goal='Lines of the .log files in @root@ begin with "DATETtime LEVEL". Count the '
+    'lines with level @level@ of each date over all files, and write them to @out@.',
     steps=(
       'Print the first 10 characters of lines whose second word is @level@, with awk.',
       'Count them with sort and uniq -c.',
       'Turn the columns with awk.',
     ),  # fmt: skip
-    format='Counts per date are written as "DATE,COUNT", one per line, the earliest date '
-    'first; dates without any are left out.',
-    constraint='A message may contain the name of a level; only the second word counts.',
+    format='Counts per date are written as "DATE,COUNT", one per line, the earliest '
+    'date first; dates without any are left out.',
+    constraint='A message may contain the name of a level; only the second word '
+    'counts.',
     commands=(
       'awk \'$2 == "@level@" { print substr($1, 1, 10) }\' @root@/*.log > /tmp/days',
       'sort /tmp/days | uniq -c > /tmp/counts',
@@ -220,9 +221,9 @@ def csv_json(rng: random.Random) -> Drawn:
     files={path: _table([names, *rows], ',')},
     values={'path': path, 'out': out},
     indirect={'path': 'the table of the stock'},
-    goal='Convert @path@, which has a header, to JSON in @out@: an array with an object '
-    'for each row, in order, with the keys of the header. Values of "count" are numbers, '
-    'all others are strings.',
+    goal='Convert @path@, which has a header, to JSON in @out@: an array with an '
+    'object for each row, in order, with the keys of the header. Values of "count" are '
+    'numbers, all others are strings.',
     steps=(
       'Print an object for every row but the first, with awk.',
       'Put commas between them, and brackets around them, with paste and sed.',
@@ -252,5 +253,7 @@ FAMILIES = (
   Family('join', 'join', (r'\bjoin\b', r'\bfields?\b', r'\bsort'), join),
   Family('log_days', 'awk', (r'\bawk\b|\blogs?\b', r'\bsort|\bcount'), log_days),
   Family('dates', 'awk', (r'\bdates?\b', r'calendar|compar|between'), dates),
-  Family('csv_json', 'awk', (r'\bcommas?\b|\bcsv\b|delimited', r'split|fields?|delimit'), csv_json),
+  Family(
+    'csv_json', 'awk', (r'\bcommas?\b|\bcsv\b|delimited', r'split|field'), csv_json
+  ),
 )

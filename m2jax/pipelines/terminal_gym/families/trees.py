@@ -72,8 +72,8 @@ def checksums(rng: random.Random) -> Drawn:
     files={**files, 'SHA256SUMS': sums.encode()},
     values={'root': root, 'sums': 'SHA256SUMS', 'out': out},
     indirect={'sums': 'the list of checksums'},
-    goal='@sums@ has the SHA-256 checksums of the files in @root@. Write the paths of the '
-    'files that are there and whose content is another one to @out@.',
+    goal='@sums@ has the SHA-256 checksums of the files in @root@. Write the paths of '
+    'the files that are there and whose content is another one to @out@.',
     steps=(
       'Check with sha256sum -c.',
       'Keep the lines that end with ": FAILED".',
@@ -117,12 +117,12 @@ def settings(rng: random.Random) -> Drawn:
     files=files,
     values={'root': root, 'key': key, 'new': new},
     indirect={'root': 'the folder of settings'},
-    goal='In every .conf file in @root@, at any depth, set @key@ to @new@: the line that '
-    'begins with "@key@ = ".',
+    goal='In every .conf file in @root@, at any depth, set @key@ to @new@: the line '
+    'that begins with "@key@ = ".',
     steps=('Find the files with find -name.', 'Change them in place with sed -i.'),
     format='Settings are written as "NAME = VALUE". All other lines stay as they are.',
-    constraint='Comments, other settings whose names contain @key@, and files with other '
-    'endings stay as they are.',
+    constraint='Comments, other settings whose names contain @key@, and files with '
+    'other endings stay as they are.',
     commands=(
       "find @root@ -name '*.conf' -print0 > /tmp/found",
       "xargs -0 sed -i 's/^@key@ = .*/@key@ = @new@/' < /tmp/found",
@@ -161,16 +161,16 @@ def differences(rng: random.Random) -> Drawn:
     files={f'{root}/{n}': t.encode() for root, tree in both for n, t in tree.items()},
     values={'before': before, 'after': after, 'out': out},
     indirect={},
-    goal='Compare the folder @before@ with its later state, @after@: write to @out@ which '
-    'files were added, removed and changed.',
+    goal='Compare the folder @before@ with its later state, @after@: write to @out@ '
+    'which files were added, removed and changed.',
     steps=(
       'List the names of both with ls, which sorts them.',
       'Find what only one has with comm.',
       'Compare the common ones with cmp -s.',
       'Sort the lines.',
     ),  # fmt: skip
-    format='Differences are written as "added NAME", "removed NAME" and "changed NAME", '
-    'one per line, sorted by bytes (LC_ALL=C); names are relative to the folders.',
+    format='Differences are written as "added NAME", "removed NAME" and "changed '
+    'NAME", one per line, sorted by bytes (LC_ALL=C); names are relative to the folders.',
     constraint='Files that are equal are not mentioned.',
     commands=(
       'ls @before@ > /tmp/before',
@@ -205,8 +205,8 @@ def lines_between(rng: random.Random) -> Drawn:
     files={path: text.encode()},
     values={'path': path, 'name': name, 'out': out},
     indirect={'path': 'the report'},
-    goal='Copy the lines between "[@name@]" and "[/@name@]" of @path@ to @out@, without '
-    'these two, and without lines that have the word "cable".',
+    goal='Copy the lines between "[@name@]" and "[/@name@]" of @path@ to @out@, '
+    'without these two, and without lines that have the word "cable".',
     steps=(
       'Print the range of lines with sed -n.',
       'Remove the first and the last line of it.',
@@ -232,7 +232,10 @@ FAMILIES = (
   ),
   Family('settings', 'sed', (r'\bsed\b', r'-i\b|in.place|replac'), settings),
   Family(
-    'differences', 'comm', (r'\bdiff\b|\bcomm\b', r'compar', r'director|sorted files'), differences
+    'differences',
+    'comm',
+    (r'\bdiff\b|\bcomm\b', r'compar', r'director|sorted files'),
+    differences,
   ),
   Family(
     'lines_between',

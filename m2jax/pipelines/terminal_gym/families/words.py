@@ -10,16 +10,20 @@ NOUNS = (
   'bridge candle drawer engine ferry glacier hammer lantern mirror parcel signal tower'
 ).split()
 FOLDERS = (
-  'archive assets backup billing catalog clients exports field incoming inventory media \
-orders projects records reports-old samples shipments staging survey uploads'.split()
+  'archive assets backup billing catalog clients exports field incoming inventory '
+  'media orders projects records reports-old samples shipments staging survey '
+  'uploads'
+).split()
 )
 PEOPLE = (
-  'Amara Bjorn Chen Dalia Emeka Farah Goran Hana Ivan Jorge Kavya Leila Mateo Nadia \
-Oskar Priya Quinn Rosa Sven Tariq Ulla Vera Wanja Ximena Yusuf Zora'.split()
+  'Amara Bjorn Chen Dalia Emeka Farah Goran Hana Ivan Jorge Kavya Leila Mateo Nadia '
+  'Oskar Priya Quinn Rosa Sven Tariq Ulla Vera Wanja Ximena Yusuf Zora'
+).split()
 )
 TOWNS = (
-  'Aarhus Bergen Cusco Durban Essen Fukuoka Galway Hobart Izmir Jena Kigali Leeds Malmo \
-Nantes Odense Porto Quito Riga Split Turku Utrecht Varna Wuhan York'.split()
+  'Aarhus Bergen Cusco Durban Essen Fukuoka Galway Hobart Izmir Jena Kigali Leeds '
+  'Malmo Nantes Odense Porto Quito Riga Split Turku Utrecht Varna Wuhan York'
+).split()
 )
 
 
