@@ -170,7 +170,8 @@ def differences(rng: random.Random) -> Drawn:
       'Sort the lines.',
     ),  # fmt: skip
     format='Differences are written as "added NAME", "removed NAME" and "changed '
-    'NAME", one per line, sorted by bytes (LC_ALL=C); names are relative to the folders.',
+    'NAME", one per line, sorted by bytes (LC_ALL=C); names are relative to the '
+    'folders.',
     constraint='Files that are equal are not mentioned.',
     commands=(
       'ls @before@ > /tmp/before',

@@ -14,17 +14,14 @@ FOLDERS = (
   'media orders projects records reports-old samples shipments staging survey '
   'uploads'
 ).split()
-)
 PEOPLE = (
   'Amara Bjorn Chen Dalia Emeka Farah Goran Hana Ivan Jorge Kavya Leila Mateo Nadia '
   'Oskar Priya Quinn Rosa Sven Tariq Ulla Vera Wanja Ximena Yusuf Zora'
 ).split()
-)
 TOWNS = (
   'Aarhus Bergen Cusco Durban Essen Fukuoka Galway Hobart Izmir Jena Kigali Leeds '
   'Malmo Nantes Odense Porto Quito Riga Split Turku Utrecht Varna Wuhan York'
 ).split()
-)
 
 
 def token(rng: random.Random, parts: int = 2) -> str:
