@@ -144,14 +144,17 @@ def in_place(tree, expected):
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with open(target, 'wb') as file:
           file.write(data)
-      done = subprocess.run(
-        ['bash', '-c', expected['run']],
-        cwd=os.path.join(place, 'w'),
-        capture_output=True,
-        timeout=30,
-      )
-    text = done.stdout.decode(errors='replace')
-    runs[str(number)] = {'ok': not done.returncode, 'stdout': text}
+      try:
+        done = subprocess.run(
+          ['bash', '-c', expected['run']],
+          cwd=os.path.join(place, 'w'),
+          capture_output=True,
+          timeout=30,
+        )
+        text, ok = done.stdout.decode(errors='replace'), not done.returncode
+      except subprocess.TimeoutExpired:
+        text, ok = '', False
+    runs[str(number)] = {'ok': ok, 'stdout': text}
   return listing, runs
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import gzip
 import json
 import random
+import subprocess
 
 import pytest
 
@@ -17,6 +18,7 @@ from m2jax.pipelines.context import Context
 from m2jax.pipelines.terminal_gym import drafts, grade, seeds, solvers, statements
 from m2jax.pipelines.terminal_gym.drawn import NOTES, Degenerate, Family
 from m2jax.pipelines.terminal_gym.families import FAMILIES
+from m2jax.tasks.harbor import compose
 from tests.pipelines.model_server import Server
 
 SOURCE = installed.Source('package', '1.2', 'a' * 64, 'GFDL')
@@ -107,9 +109,6 @@ def test_variants_share_tests_and_solution():
     assert other.overlay == made[0].overlay
 
 
-ENTRY = {'kind': 'file', 'mode': 0o644}
-
-
 @pytest.mark.parametrize(
   'compare, wanted, found, same',
   [
@@ -132,6 +131,25 @@ ENTRY = {'kind': 'file', 'mode': 0o644}
 )
 def test_results_are_compared_as_the_task_says(compare, wanted, found, same):
   assert grade.same(compare, wanted, found) is same
+
+
+def test_harbor_judges_in_the_agents_container(tmp_path, monkeypatch):
+  # Without the verifier's sandbox, test.sh lists the workspace and runs the program.
+  one = drawn(FAMILIES['program_totals'])
+  tests, tree = tmp_path / 'tests', tmp_path / 'tree'
+  compose.write(drafts.suite(one), tests)
+  compose.write(one.workspace(), tree)
+  monkeypatch.setattr(grade, 'TESTS', str(tests))
+  expected = json.loads((tests / 'expected.json').read_text())
+
+  def reward():
+    listing, runs = grade.in_place(tree, expected)
+    read = {p: (tree / p).read_bytes() for p in listing if (tree / p).is_file()}
+    return grade.judge(expected, listing, read.get, runs)[0]
+
+  assert reward() == 0
+  subprocess.run(['bash', '-c', one.solution()], cwd=tree, check=True)
+  assert reward() == 1
 
 
 class Broken:
