@@ -7,6 +7,7 @@ several depths share the tests; scripted solvers say how difficult each is.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import shutil
@@ -146,9 +147,10 @@ async def prove(
     try:
       drawn = family.draw(rng)
       text = statements.scripted(drawn, 0)
-      directory = _staged(context, drafts.draft(family, seed, drawn, text, 'proof', {}))
-      task = harbor.of_directory(directory)
-      verdict = await solvers.attempt(task, drawn.solution(), config.backend)
+      draft = drafts.draft(family, seed, drawn, text, 'proof', {})
+      with _staged(context, draft) as directory:
+        task = harbor.of_directory(directory)
+        verdict = await solvers.attempt(task, drawn.solution(), config.backend)
       if verdict.outcome == verifier.INVALID:
         raise verifier.InvalidVerdict(verdict.reason)
       if verdict.outcome == verifier.PASSED:
@@ -163,12 +165,17 @@ async def prove(
   return _Proved(drawn=None, repairs=tuple(wrong), problem=reason)
 
 
-def _staged(context: Context, draft: harbor.Draft) -> harbor.Directory:
+@contextlib.contextmanager
+def _staged(context: Context, draft: harbor.Draft):
   """Writes a draft outside of the dataset's splits, to be tried."""
-  place = context.directory('tasks') / '.staging' / 'calibration'
-  shutil.rmtree(place, ignore_errors=True)
-  place.mkdir(parents=True)
-  return harbor.read(harbor.write(draft, place))
+  draft = dataclasses.replace(draft, name='calibration')
+  staging = context.directory('tasks/.staging')
+  shutil.rmtree(staging / draft.name, ignore_errors=True)
+  path = harbor.write(draft, staging)
+  try:
+    yield harbor.read(path)
+  finally:
+    shutil.rmtree(path, ignore_errors=True)
 
 
 async def _candidate(config, context, family, seed, proved, depth, ids) -> Candidate:
@@ -190,14 +197,15 @@ async def _candidate(config, context, family, seed, proved, depth, ids) -> Candi
   details = {key: facts[key] for key in ('depth', 'parent', 'statement', 'author')}
   plain = drafts.draft(family, seed, drawn, told.text, name, details)
   try:
-    found = await solvers.calibrate(
-      _staged(context, plain),
-      drawn,
-      trials=config.trials,
-      backend=config.backend,
-      seed=f'{config.seed}/{ids[0]}',
-      judged=proved.judged,
-    )
+    with _staged(context, plain) as directory:
+      found = await solvers.calibrate(
+        directory,
+        drawn,
+        trials=config.trials,
+        backend=config.backend,
+        seed=f'{config.seed}/{ids[0]}',
+        judged=proved.judged,
+      )
   except (sandbox.SandboxError, OSError) as error:
     return dataclasses.replace(empty, reason=f'no calibration: {error}')
   facts |= found.facts()
