@@ -118,6 +118,8 @@ async def _evolved(
   started = time.monotonic()
   proved = await prove(config, context, family, seed, root)
   for depth, own in enumerate(ids):
+    if own in context.done and not proved.problem:
+      continue
     about = dict(
       id=own,
       stage='evolution' if depth else 'author',
@@ -215,4 +217,6 @@ async def _candidate(config, context, family, seed, proved, depth, ids) -> Candi
     return dataclasses.replace(empty, reason=f'difficulty: {found.bucket}', facts=facts)
   details |= {'repairs': len(facts['repairs']), **found.facts()}
   draft = drafts.draft(family, seed, drawn, told.text, name, details)
-  return dataclasses.replace(empty, draft=draft, text=told.text, facts=facts)
+  # An indirect statement does not tell the values; they are the task's own as well.
+  text = ' '.join([told.text, *drawn.values.values()])
+  return dataclasses.replace(empty, draft=draft, text=text, facts=facts)
