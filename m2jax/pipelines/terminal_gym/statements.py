@@ -13,11 +13,13 @@ removed, and one test suite judges every variant.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 from m2jax.pipelines.seat import SCRIPTED, Seat
 from m2jax.pipelines.terminal_gym.drawn import NOTES, RULE, Drawn
 
+_BEGINNING = re.compile(r'(?:\A|(?<=[a-z]\. ))t(?=he\b)')
 DEPTHS = ('direct', 'composed', 'indirect', 'shortened')
 
 
@@ -49,7 +51,9 @@ def scripted(drawn: Drawn, depth: int) -> str:
     parts += [drawn.told(drawn.format, values), RULE]
   else:
     parts.append(f'{NOTES} says what the result must look like and what to leave.')
-  return '\n\n'.join(parts) + '\n'
+  text = '\n\n'.join(parts) + '\n'
+  # A description may begin a sentence.
+  return _BEGINNING.sub(lambda found: found.group().upper(), text)
 
 
 def told_values(drawn: Drawn, depth: int) -> Mapping[str, str]:

@@ -31,7 +31,7 @@ def columns(rng: random.Random) -> Drawn:
   return Drawn(
     files={path: _table(rows, ':'), f'{path}.old': _table(rows[:5], ':')},
     values={'path': path, 'shell': shell, 'out': out},
-    indirect={'path': 'the newer list of accounts'},
+    indirect={'path': 'the list of accounts that is not the .old one'},
     goal='@path@ is a table with ":" between its columns. Of the rows whose seventh '
     'column is @shell@, write columns 1, 3 and 5 to @out@, in the order of the table.',
     steps=(

@@ -32,7 +32,7 @@ def restore(rng: random.Random) -> Drawn:
   return Drawn(
     files={**now, backup: _archive(saved)},
     values={'root': root, 'backup': backup},
-    indirect={'backup': 'the archive', 'root': 'the folder that it has a copy of'},
+    indirect={'backup': 'the archive', 'root': 'the only folder here'},
     goal='Files of @root@ were deleted. Restore those that are missing from @backup@, '
     'whose names are relative to the workspace.',
     steps=(
