@@ -12,6 +12,7 @@ from benchmarks import second_verifier_terminal as second
 from m2jax import sandbox
 from m2jax.pipelines import installed
 from m2jax.pipelines.terminal_gym import drafts, seeds, statements
+from m2jax.pipelines.terminal_gym.drawn import Degenerate
 from m2jax.pipelines.terminal_gym.families import FAMILIES
 from m2jax.tasks import harbor
 
@@ -33,7 +34,12 @@ def check(path) -> list[str]:
 
 
 def written(family: str, place):
-  one = FAMILIES[family].draw(random.Random(1))
+  for number in range(50):
+    try:
+      one = FAMILIES[family].draw(random.Random(number))
+      break
+    except Degenerate:
+      continue
   text = statements.scripted(one, 0)
   draft = drafts.draft(FAMILIES[family], SEED, one, text, family, {})
   return harbor.write(draft, place / 'tasks' / 'train')
