@@ -129,7 +129,7 @@ def _unpack(name: str, root: Path) -> None:
     raise SourceMissing(
       f'the Debian package {name} is not here; run: apt-get install {name} ({error})'
     ) from error
-  (partial / '.version').write_text(archive.name.split('_')[1])
+  (partial / '.version').write_text(archive.name.split('_')[1].replace('%3a', ':'))
   archive.unlink()
   partial.rename(root)
 

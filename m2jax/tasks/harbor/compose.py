@@ -20,6 +20,7 @@ import tarfile
 MAX_FILES = 4096
 MAX_ENTRIES = 65536  # of the agent's workspace, work or not
 MAX_BYTES = 32 << 20
+_KINDS = {stat.S_IFREG: 'file', stat.S_IFDIR: 'directory', stat.S_IFLNK: 'link'}
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -71,6 +72,31 @@ def _read(name, directory_fd, limit_bytes):
     if not stat.S_ISREG(os.fstat(fd).st_mode):
       return None
     return file.read(limit_bytes + 1)
+
+
+def listing(workspace):
+  """Returns {relative path: facts} of all entries, as lstat sees them.
+
+  Facts are `kind` ('file', 'directory', 'link', or 'other' for pipes and devices),
+  `mode` (permission bits), `size` in bytes, and `target` of a link.
+
+  Raises:
+    Rejected: too many entries.
+    OSError: the workspace cannot be read.
+  """
+  found = {}
+  for directory, names, files, fd in os.fwalk(workspace, follow_symlinks=False):
+    for name in (*names, *files):
+      status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+      kind = _KINDS.get(stat.S_IFMT(status.st_mode), 'other')
+      facts = {'kind': kind, 'mode': stat.S_IMODE(status.st_mode)}
+      facts['size'] = status.st_size
+      if kind == 'link':
+        facts['target'] = os.readlink(name, dir_fd=fd)
+      found[os.path.relpath(os.path.join(directory, name), workspace)] = facts
+      if len(found) > MAX_ENTRIES:
+        raise Rejected(f'the workspace has more than {MAX_ENTRIES} entries')
+  return found
 
 
 def unpack(archive):

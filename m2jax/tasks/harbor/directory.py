@@ -2,14 +2,15 @@
 
     task.toml            timeouts, and `[metadata.m2jax]`: the fields of `Metadata`
     instruction.md       the user's message
-    environment/         Dockerfile, workspace.tar.gz, overlay/
+    environment/         Dockerfile, workspace.tar.gz, overlay/, setup.sh
     tests/               test.sh, which writes a reward, and the verifier's other files
     solution/            solve.sh, and its files
 
 Source: facts/pipelines.md §4, and the Python package `harbor`, whose `Task` accepts
 what `write` writes (tests/tasks/test_harbor.py). The workspace at the start is
-`workspace.tar.gz` without `Metadata.remove`, and then the files of `overlay/`; the
-Dockerfile does the same. The archive may be a hard link, shared by many tasks.
+`workspace.tar.gz` without `Metadata.remove`, and then the files of `overlay/`, on which
+setup.sh has run: modes, links and times. The Dockerfile does the same. The archive may
+be a hard link, shared by many tasks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from m2jax.tasks.harbor import compose
 
 ARCHIVE = 'workspace.tar.gz'
 OVERLAY = 'overlay'
+SETUP = 'setup.sh'
 _SCHEMA = '1.4'  # harbor 0.26, models/task/config.py
 _DOCKERFILE = """\
 FROM {image}
@@ -49,6 +51,9 @@ class Metadata:
     remove: paths of the archive that the agent does not see.
     site: directory of Python packages in the dataset's `sites/`; '' for none.
     answer: path in the judged tree that holds the final answer; '' for none.
+    listing: whether test.sh gets the modes, links and other entries of the workspace.
+    run: command that is run on each of the hidden inputs, `tests/inputs/N/`; '' for
+      none (`runs`).
     max_tool_calls: maximum tool calls of an episode.
     baseline_calls: tool calls that a correct solution needs.
     source: provenance: name, version, sha256, licence.
@@ -62,6 +67,8 @@ class Metadata:
   remove: tuple[str, ...] = ()
   site: str = ''
   answer: str = ''
+  listing: bool = False
+  run: str = ''
   max_tool_calls: int = 50
   baseline_calls: int = 1
   source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -77,6 +84,7 @@ class Draft:
     instruction: Markdown.
     metadata: its facts.
     archive: path of a tar.gz to link into the directory; None for an empty workspace.
+    setup: shell script for the workspace, run before an episode begins.
     overlay, tests, solution: relative path → content. `tests` has test.sh, `solution`
       has solve.sh.
     image: base image of the Dockerfile.
@@ -91,6 +99,7 @@ class Draft:
   tests: Mapping[str, bytes]
   solution: Mapping[str, bytes]
   archive: Path | None = None
+  setup: str = ''
   overlay: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
   image: str = 'python:3.13-slim'
   install: tuple[str, ...] = ()
@@ -132,6 +141,11 @@ class Directory:
       files.pop(path, None)
     return {**files, **_files(self.path / 'environment' / OVERLAY)}
 
+  def setup(self) -> str:
+    """The script that runs in the workspace before an episode; '' for none."""
+    path = self.path / 'environment' / SETUP
+    return path.read_text(encoding='utf-8') if path.exists() else ''
+
   def tests(self) -> dict[str, bytes]:
     """Files of tests/."""
     return _files(self.path / 'tests')
@@ -166,6 +180,8 @@ def write(draft: Draft, split_directory: Path) -> Path:
   if draft.archive is not None:
     _link(draft.archive, environment / ARCHIVE)
   compose.write(draft.overlay, environment / OVERLAY)
+  if draft.setup:
+    (environment / SETUP).write_text(draft.setup, encoding='utf-8')
   compose.write(draft.tests, partial / 'tests')
   if draft.archive is not None:  # for a test.sh that Harbor runs
     _link(draft.archive, partial / 'tests' / ARCHIVE)
@@ -214,6 +230,8 @@ def _dockerfile(draft: Draft) -> str:
     steps.append('RUN rm -f ' + ' '.join(map(_quoted, draft.metadata.remove)))
   if draft.overlay:
     steps.append(f'COPY {OVERLAY}/ /workspace/')
+  if draft.setup:
+    steps += [f'COPY {SETUP} /tmp/', f'RUN bash /tmp/{SETUP} && rm /tmp/{SETUP}']
   install = ''
   if draft.install:
     names = ' '.join(map(_quoted, draft.install))

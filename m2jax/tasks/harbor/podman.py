@@ -207,11 +207,14 @@ def attempt(
 
 
 def _judge(directory, work, image, env, limits) -> verifier.Verdict:
+  metadata = directory.metadata
+  if metadata.run or metadata.listing:
+    raise sandbox.SandboxError('programs and listings are only judged in the sandbox')
   name = f'm2jax-{secrets.token_hex(8)}'
   with tempfile.TemporaryDirectory() as root:
     place, logs = Path(root, 'judged'), Path(root, 'logs')
     Path(root).chmod(0o711)
-    verifier.lay_out(directory, work, place)
+    verifier.lay_out(directory, verifier.judged_tree(directory, work), place)
     logs.mkdir()
     logs.chmod(0o777)
     command = ['podman', 'run', '--name', name, '--read-only']

@@ -28,6 +28,10 @@ SHOWN_CHARS = 4000  # of a command's output
 _SOLUTION = '.solution'
 
 
+class SetupFailed(sandbox.SandboxError):
+  """A task's workspace cannot be set up."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Config(task_lib.TasksConfig):
   """dataset: directory that `experiments.make_tasks` wrote."""
@@ -63,7 +67,11 @@ class HarborTask:
     limits: sandbox.Limits | None = None,
     host: sandbox.Host | None = None,
   ) -> AsyncIterator[task_lib.Environment]:
-    """Opens a sandbox with the task's workspace; see `tasks.Task.open`."""
+    """Opens a sandbox with the task's workspace; see `tasks.Task.open`.
+
+    Raises:
+      SetupFailed: setup.sh failed.
+    """
     files = self.directory.workspace()
     site = verifier.site(self.directory, backend)
     env = {'PYTHONPATH': site} if site else {}
@@ -74,6 +82,10 @@ class HarborTask:
       env=env,
       host=host or verifier.host(self.directory.dataset),
     ) as box:
+      if script := self.directory.setup():
+        done = await box.exec(script)
+        if done.returncode:
+          raise SetupFailed(f'setup.sh exited with {done.returncode}: {done.stderr}')
       yield task_lib.Environment(_executor(box), box.workspace, box)
 
   async def verify(self, environment: task_lib.Environment, answer: str) -> float:

@@ -10,6 +10,8 @@ while it runs. test.sh is run with
     M2JAX_TESTS    the task's tests/, read-only
     M2JAX_LOGS     directory for reward.txt (a number in [0, 1]) and reward.json
     M2JAX_SITE     directory of Python packages, or empty
+    M2JAX_LISTING  with `Metadata.listing`: JSON of `compose.listing`
+    M2JAX_RUNS     with `Metadata.run`: JSON of `runs.run`
 
 Outcome: `invalid` if the sandbox failed, or test.sh ended without a reward before it
 printed a line `m2jax: ready`; after that line, which the SWE verifier prints before any
@@ -34,13 +36,13 @@ from pathlib import Path
 from typing import Any
 
 from m2jax import sandbox
-from m2jax.tasks.harbor import compose
+from m2jax.tasks.harbor import compose, runs
 from m2jax.tasks.harbor.directory import Directory
 
 PASSED, FAILED, INVALID = 'passed', 'failed', 'invalid'
 READY = 'm2jax: ready'
 _MOUNT, _SITES = '/verifier', '/sites'
-_LOGS = 'logs'
+_LOGS, _LISTING, _RUNS = 'logs', 'listing.json', 'runs.json'
 _MAX_REWARD_BYTES = 1 << 20
 
 
@@ -124,6 +126,7 @@ async def verify(
   metadata = directory.metadata
   policy = metadata.collect, metadata.exclude
   try:
+    listing = metadata.listing and await asyncio.to_thread(compose.listing, workspace)
     work = await asyncio.to_thread(compose.gather, workspace, *policy)
   except compose.Rejected as error:
     return Verdict(FAILED, reason=str(error))
@@ -134,16 +137,24 @@ async def verify(
   name = secrets.token_hex(16)
   place = _judged() / name
   try:
-    await asyncio.to_thread(lay_out, directory, work, place)
-    return await _run(directory, name, backend, limits or sandbox.Limits())
+    tree = judged_tree(directory, work)
+    seen = dict(backend=backend, limits=limits or sandbox.Limits())
+    ran = metadata.run and await runs.run(
+      metadata.run, tree, directory.tests(), host=host(directory.dataset), **seen
+    )
+    await asyncio.to_thread(lay_out, directory, tree, place)
+    for file, value in ((_LISTING, listing), (_RUNS, ran)):
+      if value:
+        (place / file).write_text(json.dumps(value))
+    return await _run(directory, name, **seen)
   except (sandbox.SandboxError, OSError) as error:
     return Verdict(INVALID, reason=f'infrastructure: {error}')
   finally:
     await asyncio.to_thread(shutil.rmtree, place, True)
 
 
-def lay_out(directory: Directory, work: Mapping[str, bytes], place: Path) -> None:
-  """Writes the tree to judge and the tests below the new directory `place`."""
+def judged_tree(directory: Directory, work: Mapping[str, bytes]) -> dict[str, bytes]:
+  """The files to judge: the original ones, with an agent's work over them."""
   metadata, tests = directory.metadata, directory.tests()
   ours = {
     path.removeprefix('workspace/'): data
@@ -153,14 +164,17 @@ def lay_out(directory: Directory, work: Mapping[str, bytes], place: Path) -> Non
   original = {**directory.archive()}
   if not original:
     original = directory.workspace()
-  policy = metadata.collect, metadata.exclude
+  return compose.compose(original, work, ours, metadata.collect, metadata.exclude)
+
+
+def lay_out(directory: Directory, tree: Mapping[str, bytes], place: Path) -> None:
+  """Writes the tree to judge and the tests below the new directory `place`."""
   place.mkdir(mode=0o755)
   (place / 'tree').mkdir()
   (place / 'tests').mkdir()
-  compose.write(compose.compose(original, work, ours, *policy), place / 'tree')
-  compose.write(
-    {p: d for p, d in tests.items() if not p.endswith('.tar.gz')}, place / 'tests'
-  )
+  compose.write(tree, place / 'tree')
+  tests = {p: d for p, d in directory.tests().items() if not p.endswith('.tar.gz')}
+  compose.write(tests, place / 'tests')
 
 
 async def _run(directory, name, backend, limits) -> Verdict:
@@ -174,6 +188,8 @@ async def _run(directory, name, backend, limits) -> Verdict:
       'M2JAX_TESTS': f'{inside}/tests',
       'M2JAX_LOGS': f'{logs}/{_LOGS}',
       'M2JAX_SITE': site(directory, backend),
+      'M2JAX_LISTING': f'{inside}/{_LISTING}',
+      'M2JAX_RUNS': f'{inside}/{_RUNS}',
     }
     words = ' '.join(f"{key}='{value}'" for key, value in env.items())
     if backend != 'bubblewrap':  # this machine may have no python3 of that version

@@ -1,0 +1,187 @@
+"""Judges the end state of a workspace: every entry, and nothing beside them.
+
+expected.json has the entries that there must be (`drawn.Drawn.expected`). The listing
+of the workspace was made by the host; files are read from the tree, which has regular
+files only. No code of the agent runs here: what its program printed is in the runs.
+"""
+
+import json
+import os
+import sys
+
+TESTS = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__)))
+
+
+class Wrong(Exception):
+  """The end state fails; the message is the reason."""
+
+
+def lines_of(text):
+  """Lines without trailing spaces, and without empty ones."""
+  return [line.rstrip() for line in text.split('\n') if line.strip()]
+
+
+def value_of(text):
+  """The value of a JSON text; numbers and booleans stay distinct. Raises ValueError."""
+
+  def refuse(name):
+    raise ValueError(f'{name} is not JSON')
+
+  def pairs(items):
+    if len({key for key, _ in items}) != len(items):
+      raise ValueError('a key is repeated')
+    return dict(items)
+
+  value = json.loads(text, parse_constant=refuse, object_pairs_hook=pairs)
+  return json.dumps(value, sort_keys=True)
+
+
+def same(compare, wanted, found):
+  """Whether a file's text is as wanted."""
+  if compare == 'any':
+    return bool(found.strip())
+  if compare == 'lines':
+    return sorted(lines_of(wanted)) == sorted(lines_of(found))
+  if compare == 'words':
+    split = [[line.split() for line in lines_of(t)] for t in (wanted, found)]
+    return split[0] == split[1]
+  if compare == 'json':
+    try:
+      return value_of(wanted) == value_of(found)
+    except (ValueError, RecursionError):
+      return False
+  return wanted == found
+
+
+def check_entry(path, wanted, found, read):
+  """Raises Wrong unless an entry is as wanted."""
+  whose = 'was changed' if wanted.get('given') else 'is not what was asked for'
+  if found is None:
+    raise Wrong(f'{path}: missing')
+  if found['kind'] != wanted['kind']:
+    raise Wrong(f'{path}: is a {found["kind"]}, not a {wanted["kind"]}')
+  if wanted['kind'] == 'link':
+    if found['target'] != wanted['target']:
+      raise Wrong(f'{path}: the link {whose}')
+    return
+  mode = wanted.get('mode')
+  if mode is not None and found['mode'] != mode:
+    raise Wrong(f'{path}: the mode is {found["mode"]:o}, not {mode:o}')
+  if found['mode'] & ~0o777:
+    raise Wrong(f'{path}: the mode is {found["mode"]:o}')
+  data = read(path)
+  if data is None:
+    raise Wrong(f'{path}: cannot be read')
+  try:
+    text = data.decode(wanted.get('encoding', 'utf-8'))
+  except UnicodeDecodeError:
+    raise Wrong(f'{path}: not UTF-8') from None
+  if not same(wanted['compare'], wanted['text'], text):
+    raise Wrong(f'{path}: {whose}')
+
+
+def check_runs(wanted, runs):
+  """Raises Wrong unless the program printed what it must for every hidden input."""
+  for number, text in enumerate(wanted):
+    run = runs.get(str(number), {'ok': False, 'stdout': ''})
+    if not run['ok']:
+      raise Wrong(f'hidden input {number}: the program failed')
+    if lines_of(run['stdout']) != lines_of(text):
+      raise Wrong(f'hidden input {number}: the program printed something else')
+
+
+def judge(expected, listing, read, runs):
+  """(reward, reason) of an end state.
+
+  Args:
+    expected: of expected.json.
+    listing: path → facts of all entries of the workspace.
+    read: function of a path: its bytes, or None.
+    runs: number → result of the agent's program.
+  """
+  entries = expected['entries']
+  parents = set()
+  for path in entries:
+    while path := os.path.dirname(path):
+      parents.add(path)
+  try:
+    for path, found in sorted(listing.items()):
+      known = path in entries or path in parents and found['kind'] == 'directory'
+      if not known and path not in expected.get('directories', ()):
+        raise Wrong(f'{path[:200]!a}: was not asked for')
+    for path, wanted in sorted(entries.items()):
+      check_entry(path, wanted, listing.get(path), read)
+    check_runs(expected['outputs'], runs)
+  except Wrong as wrong:
+    return 0, str(wrong)
+  return 1, ''
+
+
+def load(variable):
+  """The value of a JSON file that an environment variable names; {} if it is none."""
+  path = os.environ.get(variable, '')
+  if not os.path.exists(path):
+    return {}
+  with open(path, encoding='utf-8') as file:
+    return json.load(file)
+
+
+def in_place(tree, expected):
+  """(listing, runs) where the agent's container is judged, as Harbor does it."""
+  import subprocess
+  import tempfile
+
+  sys.path.insert(0, TESTS)
+  import compose
+
+  listing, runs = compose.listing(tree), {}
+  for number in range(len(expected['outputs'])):
+    with tempfile.TemporaryDirectory() as place:
+      compose.write(compose.gather(tree, ['*'], []), os.path.join(place, 'w'))
+      source = os.path.join(TESTS, 'inputs', str(number))
+      for path, data in compose.gather(source, ['*'], []).items():
+        target = os.path.join(place, 'w', path)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(target, 'wb') as file:
+          file.write(data)
+      try:
+        done = subprocess.run(
+          ['bash', '-c', expected['run']],
+          cwd=os.path.join(place, 'w'),
+          capture_output=True,
+          timeout=30,
+        )
+        text, ok = done.stdout.decode(errors='replace'), not done.returncode
+      except subprocess.TimeoutExpired:
+        text, ok = '', False
+    runs[str(number)] = {'ok': ok, 'stdout': text}
+  return listing, runs
+
+
+def main():
+  tree = os.environ.get('M2JAX_TREE', '/workspace')
+  logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')
+  with open(os.path.join(TESTS, 'expected.json'), encoding='utf-8') as file:
+    expected = json.load(file)
+  if 'M2JAX_TREE' in os.environ:
+    listing, runs = load('M2JAX_LISTING'), load('M2JAX_RUNS')
+  else:
+    listing, runs = in_place(tree, expected)
+
+  def read(path):
+    try:
+      with open(os.path.join(tree, path), 'rb') as file:
+        return file.read()
+    except OSError:
+      return None
+
+  reward, reason = judge(expected, listing, read, runs)
+  os.makedirs(logs, exist_ok=True)
+  with open(os.path.join(logs, 'reward.json'), 'w') as file:
+    json.dump({'reason': reason}, file)
+  with open(os.path.join(logs, 'reward.txt'), 'w') as file:
+    file.write(f'{reward}\n')
+
+
+if __name__ == '__main__':
+  main()

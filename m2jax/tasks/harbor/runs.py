@@ -1,0 +1,52 @@
+"""Runs an agent's program on hidden inputs, where neither tests nor results are.
+
+Each input gets a new sandbox with the tree to judge and the files of that input,
+`tests/inputs/N/`. What the program printed is data for test.sh, which runs no code of
+the agent itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from m2jax import sandbox
+
+_INPUTS = 'inputs/'
+
+
+async def run(
+  command: str,
+  tree: Mapping[str, bytes],
+  tests: Mapping[str, bytes],
+  *,
+  backend: str,
+  limits: sandbox.Limits,
+  host: sandbox.Host,
+) -> dict[str, dict[str, Any]]:
+  """Returns {N: {'stdout': text, 'ok': whether it ended with 0 in time}}.
+
+  Args:
+    command: of the shell.
+    tree: relative path → content.
+    tests: the files of tests/.
+    backend, limits, host: of the sandboxes.
+
+  Raises:
+    SandboxError: the machine failed.
+  """
+  cases: dict[str, dict[str, bytes]] = {}
+  for path, data in tests.items():
+    if path.startswith(_INPUTS):
+      number, _, inner = path.removeprefix(_INPUTS).partition('/')
+      cases.setdefault(number, {})[inner] = data
+  found = {}
+  for number, files in sorted(cases.items()):
+    contents = {p: d for p, d in tree.items() if p not in files} | files
+    async with await sandbox.create(
+      contents=contents, backend=backend, limits=limits, host=host
+    ) as box:
+      done = await box.exec(command)
+    good = not (done.returncode or done.timed_out or done.oom or done.truncated)
+    found[number] = {'stdout': done.stdout, 'ok': good}
+  return found

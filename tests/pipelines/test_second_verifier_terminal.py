@@ -1,0 +1,66 @@
+"""The second verifier agrees with a right task, and sees one whose tests are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from benchmarks import second_verifier_terminal as second
+from m2jax import sandbox
+from m2jax.pipelines import installed
+from m2jax.pipelines.terminal_gym import drafts, seeds, statements
+from m2jax.pipelines.terminal_gym.drawn import Degenerate
+from m2jax.pipelines.terminal_gym.families import FAMILIES
+from m2jax.tasks import harbor
+
+SOURCE = installed.Source('nothing', '1', '0', 'none')
+SEED = seeds.Seed('nothing/0', 'title', 'text', (), SOURCE, 'A')
+
+
+def check(path) -> list[str]:
+  async def run():
+    try:
+      return await second.check(path, 0)
+    finally:
+      await sandbox.shutdown()
+
+  try:
+    return asyncio.run(run())
+  except sandbox.SandboxUnavailable as error:
+    pytest.skip(str(error))
+
+
+def written(family: str, place):
+  for number in range(50):
+    try:
+      one = FAMILIES[family].draw(random.Random(number))
+      break
+    except Degenerate:
+      continue
+  text = statements.scripted(one, 0)
+  draft = drafts.draft(FAMILIES[family], SEED, one, text, family, {})
+  return harbor.write(draft, place / 'tasks' / 'train')
+
+
+def test_a_wrong_test_is_a_disagreement(tmp_path):
+  path = written('join', tmp_path)
+  assert check(path) == []
+  file = path / 'tests' / 'expected.json'
+  expected = json.loads(file.read_text())
+  entry = next(e for e in expected['entries'].values() if not e.get('given'))
+  entry['text'] = entry['text'].rpartition('\n')[0].rpartition('\n')[0] + '\n'
+  file.write_text(json.dumps(expected))
+  assert any(reason.startswith('the solution') for reason in check(path))
+
+
+def test_every_family_has_a_derivation():
+  assert {*second.DERIVED, *second.PROGRAMS} == set(FAMILIES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('family', FAMILIES)
+def test_families_agree(family, tmp_path):
+  assert check(written(family, tmp_path)) == []
