@@ -48,6 +48,8 @@ class Metadata:
     collect, exclude: patterns of the agent's work (`compose`).
     remove: paths of the archive that the agent does not see.
     site: directory of Python packages in the dataset's `sites/`; '' for none.
+    verifier_site: that of the verifier, if the agent does not have it.
+    verifier_needs: field of `sandbox.Limits` → at least this in the verifier's sandbox.
     answer: path in the judged tree that holds the final answer; '' for none.
     max_tool_calls: maximum tool calls of an episode.
     baseline_calls: tool calls that a correct solution needs.
@@ -61,6 +63,8 @@ class Metadata:
   exclude: tuple[str, ...] = ()
   remove: tuple[str, ...] = ()
   site: str = ''
+  verifier_site: str = ''
+  verifier_needs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   answer: str = ''
   max_tool_calls: int = 50
   baseline_calls: int = 1
