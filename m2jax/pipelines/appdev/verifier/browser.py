@@ -4,7 +4,7 @@ The app is bytes in memory, so nothing of it is a file that something could run,
 nothing else is served. Every visit has its own browser context: no storage, cache or
 worker of one visit is seen by another. What a page does that an app must not do is
 logged by kind: errors, requests to other origins, dialogs, windows, navigation.
-Playwright finds and reads elements in an isolated world, and so does `measure`: a
+Playwright finds and reads elements in an isolated world, and so does `Meter`: a
 page's changes of prototypes do not reach it.
 """
 
@@ -23,13 +23,13 @@ CHROMIUM = (
 )
 # No setuid sandbox of its own: the verifier's sandbox has no privileges to give away.
 ARGUMENTS = (
-  *('--no-sandbox', '--no-zygote', '--disable-gpu', '--disable-dev-shm-usage'),
+  *('--no-sandbox', '--disable-gpu', '--in-process-gpu', '--disable-dev-shm-usage'),
   *('--disable-quic', '--no-first-run', '--disable-background-networking'),
   *('--disable-component-update', '--disable-sync', '--disable-breakpad'),
 )
 LAUNCH_S, CONTROL_S, LOAD_S, CLOSE_S = 60.0, 20.0, 15.0, 5.0
 MAX_DIALOGS, MAX_LOGGED = 20, 20
-WIDTH, HEIGHT = 1280, 1600
+WIDTH, HEIGHT = 1280, 900
 _TYPES = {
   '.html': 'text/html; charset=utf-8',
   '.css': 'text/css; charset=utf-8',
@@ -283,17 +283,24 @@ def _short(error):
   return f'{type(error).__name__}: {error}'.splitlines()[0][:200]
 
 
-async def measure(page, script):
-  """The JSON value of a script in an isolated world of the page's main frame."""
-  session = await page.context.new_cdp_session(page)
-  try:
-    tree = await session.send('Page.getFrameTree')
-    frame = tree['frameTree']['frame']['id']
-    world = await session.send('Page.createIsolatedWorld', {'frameId': frame})
-    answer = await session.send(
+class Meter:
+  """Evaluates a script in an isolated world of a page's main frame."""
+
+  def __init__(self, page, script):
+    self._page, self._script, self._session = page, script, None
+
+  async def measure(self):
+    """The JSON value of the script."""
+    if self._session is None:
+      self._session = await self._page.context.new_cdp_session(self._page)
+    tree = await self._session.send('Page.getFrameTree')
+    world = await self._session.send(
+      'Page.createIsolatedWorld', {'frameId': tree['frameTree']['frame']['id']}
+    )
+    answer = await self._session.send(
       'Runtime.evaluate',
       {
-        'expression': script,
+        'expression': self._script,
         'contextId': world['executionContextId'],
         'returnByValue': True,
       },
@@ -301,6 +308,3 @@ async def measure(page, script):
     if 'exceptionDetails' in answer:
       raise Broken(f'measure.js: {str(answer["exceptionDetails"])[:200]}')
     return answer['result']['value']
-  finally:
-    with contextlib.suppress(Exception):
-      await session.detach()

@@ -179,7 +179,7 @@ class Judge:
     import steps
 
     async def work(page):
-      runner = steps.Runner(page, self._site.origin, self._script)
+      runner = steps.Runner(page, self._script)
       await self._open(page)
       try:
         await runner.run(criterion['steps'])
@@ -200,12 +200,12 @@ class Judge:
 
     async def work(page):
       await self._open(page)
-      runner = steps.Runner(page, self._site.origin, self._script)
+      runner = steps.Runner(page, self._script)
       await runner.run(self._spec['view'])
       for width in (browser.WIDTH, NARROW):
         await page.set_viewport_size({'width': width, 'height': browser.HEIGHT})
         await asyncio.sleep(SETTLE_S)
-        pages.append(await browser.measure(page, self._script))
+        pages.append(await browser.Meter(page, self._script).measure())
         shots.append(await self._picture(page, f'width-{width}'))
       snapshot = await page.locator('body').aria_snapshot(timeout=steps.ACTION_MS)
       self._report.dom = snapshot[:MAX_DOM_CHARS]

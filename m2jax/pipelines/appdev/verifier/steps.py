@@ -67,8 +67,8 @@ def plain(text):
 class Runner:
   """Runs steps in one page; `evidence` has a line for each."""
 
-  def __init__(self, page, origin, script):
-    self._page, self._origin, self._script = page, origin, script
+  def __init__(self, page, script):
+    self._page, self._meter = page, browser.Meter(page, script)
     self.evidence = []
 
   async def run(self, steps):
@@ -146,7 +146,7 @@ class Runner:
       return plain(await found.inner_text(timeout=1000))
 
     await self._expect(read, wanted)
-    await self._seen(found, wanted)
+    await self._seen([found], [wanted])
 
   async def _texts(self, target, wanted):
     async def visible():
@@ -157,14 +157,14 @@ class Runner:
       return [plain(await one.inner_text(timeout=1000)) for one in await visible()]
 
     await self._expect(read, wanted)
-    for one, text in zip(await visible(), wanted, strict=True):
-      await self._seen(one, text)
+    await self._seen(await visible(), wanted)
 
   async def _seen(self, found, wanted):
-    box = await found.bounding_box(timeout=1000)
-    there = await browser.measure(self._page, self._script)
-    if wanted and (reason := visual.seen(box, wanted, there)):
-      raise Unmet(reason)
+    there = await self._meter.measure()
+    for one, text in zip(found, wanted, strict=True):
+      box = await one.bounding_box(timeout=1000)
+      if text and (reason := visual.seen(box, text, there)):
+        raise Unmet(f'{text!r} is {reason}')
 
   async def _value(self, target, wanted):
     found = locate(self._page, target)
