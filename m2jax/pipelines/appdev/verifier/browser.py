@@ -23,7 +23,7 @@ CHROMIUM = (
 )
 # No setuid sandbox of its own: the verifier's sandbox has no privileges to give away.
 ARGUMENTS = (
-  *('--no-sandbox', '--disable-gpu', '--in-process-gpu', '--disable-dev-shm-usage'),
+  *('--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage'),
   *('--disable-quic', '--no-first-run', '--disable-background-networking'),
   *('--disable-component-update', '--disable-sync', '--disable-breakpad'),
 )
