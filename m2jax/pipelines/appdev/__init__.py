@@ -48,7 +48,9 @@ class Config(PipelineConfig):
   def __post_init__(self):
     super().__post_init__()
     unknown = set(self.kinds) - set(kinds.DRAWERS)
-    require(self, not unknown, 'kinds', f'of {sorted(kinds.DRAWERS)}: {sorted(unknown)}')
+    require(
+      self, not unknown, 'kinds', f'of {sorted(kinds.DRAWERS)}: {sorted(unknown)}'
+    )
 
 
 async def candidates(config: Config, context: Context) -> AsyncIterator[Candidate]:
@@ -93,7 +95,11 @@ def drafted(app: app_lib.App, own: str) -> harbor.Draft:
       collect=('app/*',),
       site='',
       baseline_calls=4,
-      source={'name': app.kind, 'generator': 'm2jax.pipelines', 'license': 'Apache-2.0'},
+      source={
+        'name': app.kind,
+        'generator': 'm2jax.pipelines',
+        'license': 'Apache-2.0',
+      },
       verifier_site=_SITE,
       verifier_needs=NEEDS,
       details={'author': 'procedural', 'judge': 'none', 'criteria': len(app.criteria)},

@@ -8,7 +8,14 @@ from fractions import Fraction
 from m2jax.pipelines.appdev import app
 from m2jax.pipelines.appdev.app import Criterion, click, text
 
-_TITLES = ('Calculator', 'Shop calculator', 'Desk adder', 'Till', 'Number pad', 'Reckoner')
+_TITLES = (
+  'Calculator',
+  'Shop calculator',
+  'Desk adder',
+  'Till',
+  'Number pad',
+  'Reckoner',
+)
 _ERRORS = ('Error', 'Cannot divide by zero', 'Undefined')
 
 
@@ -110,7 +117,11 @@ def _calculation(config, rng, signs, decimal=False):
 
 def _criteria(config, rng):
   n = [str(rng.randint(12, 98)) for _ in range(6)]
-  clearing = [*_press(n[0] + '+' + n[1]), click(config['clearing']), text('display', '0')]
+  clearing = [
+    *_press(n[0] + '+' + n[1]),
+    click(config['clearing']),
+    text('display', '0'),
+  ]
   clearing += [*_press(n[2] + '='), text('display', n[2])]
   third = f'{rng.randint(2, 9)}1÷{rng.choice("37")}='
   value = Fraction(int(third[:2]), int(third[3]))
@@ -119,7 +130,9 @@ def _criteria(config, rng):
     Criterion('plus', 'sum', _calculation(config, rng, '+', decimal=True)),
     Criterion('minus', 'a result below 0', _minus(rng)),
     Criterion(
-      'order', 'the order of operations', _calculation(config, rng, rng.choice('+−') + '×')
+      'order',
+      'the order of operations',
+      _calculation(config, rng, rng.choice('+−') + '×'),
     ),
     Criterion(
       'rounding',

@@ -16,7 +16,11 @@ _DOMAINS = (
   ('Seed bank', ('Plant', 'Family', 'Grams'), ('Grasses', 'Roses', 'Lilies')),
   ('Library loans', ('Title', 'Room', 'Loans'), ('Blue', 'Green', 'Red', 'White')),
 )
-_SUMMARIES = ('{rows} rows, total {sum}', 'Rows: {rows}. Sum: {sum}.', '{sum} in {rows}')
+_SUMMARIES = (
+  '{rows} rows, total {sum}',
+  'Rows: {rows}. Sum: {sum}.',
+  '{sum} in {rows}',
+)
 
 
 def draw(rng: random.Random) -> app.App:

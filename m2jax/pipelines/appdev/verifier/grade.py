@@ -33,7 +33,12 @@ _GATE = {
   'origin': 'no requests to other origins',
   'stays': 'the page stays open, in one window, where it is',
 }
-_KINDS = {'requests': 'failed', 'errors': 'errors', 'origin': 'external', 'stays': 'left'}
+_KINDS = {
+  'requests': 'failed',
+  'errors': 'errors',
+  'origin': 'external',
+  'stays': 'left',
+}
 
 
 class Report:
