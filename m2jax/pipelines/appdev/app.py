@@ -91,7 +91,6 @@ class App:
     return {
       'title': self.title,
       'clock': self.clock,
-      'files': dict(self.view_files),
       'view': list(self.view),
       'view_files': dict(self.view_files),
       'criteria': [dataclasses.asdict(c) for c in self.criteria],

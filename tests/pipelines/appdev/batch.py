@@ -1,0 +1,78 @@
+"""Judges several apps in one sandbox with one Chromium; for tests.
+
+`judged` runs on the host; this file is also what runs in the sandbox, where it prints
+a JSON object: name → {reward, reason, criteria}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def judged(jobs, sites: Path, timeout_s: float = 300.0) -> dict:
+  """Judges {name: (files, spec)}.
+
+  Args:
+    jobs: files: path in the app → bytes; spec: of the verifier.
+    sites: directory for the packages of the sandbox; filled if it is empty.
+    timeout_s: elapsed time of all.
+  """
+  return asyncio.run(_judged(jobs, sites, timeout_s))
+
+
+async def _judged(jobs, sites, timeout_s):
+  from m2jax import sandbox
+  from m2jax.pipelines import appdev, installed
+  from m2jax.tasks.harbor import verifier
+
+  site = installed.site(sites, 'appdev', appdev.PACKAGES)
+  tests = Path(appdev.__file__).parent / 'verifier'
+  places = (verifier.python(), (str(site), '/site'), (str(tests), '/tests'))
+  limits = sandbox.Limits(
+    cpu_s=300, wall_s=timeout_s, output_bytes=8 << 20, **appdev.NEEDS
+  )
+  request = {
+    name: [{k: v.decode('latin-1') for k, v in files.items()}, spec]
+    for name, (files, spec) in jobs.items()
+  }
+  contents = {
+    'batch.py': Path(__file__).read_bytes(),
+    'request.json': json.dumps(request).encode(),
+  }
+  host = sandbox.Host(read_only=places)
+  try:
+    async with await sandbox.create(contents=contents, limits=limits, host=host) as box:
+      found = await box.exec('M2JAX_TESTS=/tests python3 -I -B batch.py')
+  finally:
+    await sandbox.shutdown()
+  if found.returncode:
+    raise RuntimeError(f'{found.returncode}: {found.stderr[-2000:]}')
+  return json.loads(found.stdout)
+
+
+async def _inside(request):
+  import browser
+  import grade
+
+  found, site = {}, browser.Site()
+  async with browser.Browser() as chromium:
+    await chromium.control()
+    for name, (files, spec) in request.items():
+      files = {path: text.encode('latin-1') for path, text in files.items()}
+      try:
+        report = await grade.judge(files, spec, chromium, site)
+        found[name] = {'reward': report.reward(), **report.details()}
+      except browser.Broken as error:
+        found[name] = {'invalid': str(error)}
+        await chromium.restart()
+  return found
+
+
+if __name__ == '__main__':
+  sys.path[:0] = ['/site', os.environ['M2JAX_TESTS']]
+  with open('request.json', encoding='utf-8') as file:
+    print(json.dumps(asyncio.run(_inside(json.load(file)))))
