@@ -71,7 +71,12 @@ class Report:
     reason = '; '.join(
       f'{row["layer"]} {row["id"]}: {row["evidence"]}' for row in (gate or failed)[:3]
     )
-    files = {'dom.txt': self.dom, **self.images}
+    log = [
+      f'{"yes" if row["passed"] else "no "} {row["layer"]}/{row["id"]}: {row["text"]}\n'
+      f'    {row["evidence"]}\n'
+      for row in self.rows
+    ]
+    files = {'criteria.txt': ''.join(log), 'dom.txt': self.dom, **self.images}
     return {
       'reason': reason[:600],
       'criteria': self.rows,
