@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import time
 from collections.abc import AsyncIterator
@@ -25,6 +26,7 @@ from m2jax.tasks import harbor
 
 _VERIFIER = Path(__file__).parent / 'verifier'
 _SITE = 'appdev'
+INSTALL = "apt-get install chromium && pip install 'm2jax[pipelines]'"
 PACKAGES = ('playwright', 'greenlet', 'pillow')
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = """\
@@ -115,3 +117,16 @@ def drafted(app: app_lib.App, own: str) -> harbor.Draft:
     install=tuple(f'{name}=={version}' for name, version in versions.items()),
     verifier_s=240.0,
   )
+
+
+def unavailable() -> str:
+  """'' if the verifier's browser is on this machine, or what to install."""
+  try:
+    for name in PACKAGES:
+      installed.distribution(name)
+  except installed.SourceMissing as error:
+    return str(error)
+  from m2jax.pipelines.appdev.verifier import browser
+
+  found = any(os.path.exists(path) for path in browser.CHROMIUM)
+  return '' if found else f'no Chromium: {INSTALL}'

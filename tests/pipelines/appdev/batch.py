@@ -1,30 +1,34 @@
 """Judges several apps in one sandbox with one Chromium; for tests.
 
 `judged` runs on the host; this file is also what runs in the sandbox, where it prints
-a JSON object: name → {reward, reason, criteria}.
+a JSON object: name → {reward, reason, criteria}. The verifier's time limits are shorter
+there, as apps that hang are among those judged.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 from pathlib import Path
 
 
-def judged(jobs, sites: Path, timeout_s: float = 300.0) -> dict:
+def judged(jobs, sites: Path, *, crash=False, chromium='', timeout_s=300.0) -> dict:
   """Judges {name: (files, spec)}.
 
   Args:
     jobs: files: path in the app → bytes; spec: of the verifier.
     sites: directory for the packages of the sandbox; filled if it is empty.
+    crash: whether Chromium crashes where it should open the app.
+    chromium: path of the browser in the sandbox, if not the verifier's.
     timeout_s: elapsed time of all.
   """
-  return asyncio.run(_judged(jobs, sites, timeout_s))
+  return asyncio.run(_judged(jobs, sites, [crash, chromium], timeout_s))
 
 
-async def _judged(jobs, sites, timeout_s):
+async def _judged(jobs, sites, options, timeout_s):
   from m2jax import sandbox
   from m2jax.pipelines import appdev, installed
   from m2jax.tasks.harbor import verifier
@@ -41,7 +45,7 @@ async def _judged(jobs, sites, timeout_s):
   }
   contents = {
     'batch.py': Path(__file__).read_bytes(),
-    'request.json': json.dumps(request).encode(),
+    'request.json': json.dumps([request, *options]).encode(),
   }
   host = sandbox.Host(read_only=places)
   try:
@@ -54,10 +58,27 @@ async def _judged(jobs, sites, timeout_s):
   return json.loads(found.stdout)
 
 
-async def _inside(request):
+async def _crash(judge, page):
+  with contextlib.suppress(Exception):
+    await page.goto('chrome://crash', timeout=2000)
+
+
+async def _inside(request, crash, executable):
   import browser
   import grade
 
+  browser.LOAD_S, grade.CRITERION_S, grade.MAX_HUNG = 5.0, 8.0, 1
+  if executable:
+    browser.CHROMIUM = (executable,)
+  if crash:
+    grade.Judge._open = _crash
+  try:
+    return await _all(request, browser, grade)
+  except browser.Broken as error:
+    return {name: {'invalid': str(error)} for name in request}
+
+
+async def _all(request, browser, grade):
   found, site = {}, browser.Site()
   async with browser.Browser() as chromium:
     await chromium.control()
@@ -75,4 +96,4 @@ async def _inside(request):
 if __name__ == '__main__':
   sys.path[:0] = ['/site', os.environ['M2JAX_TESTS']]
   with open('request.json', encoding='utf-8') as file:
-    print(json.dumps(asyncio.run(_inside(json.load(file)))))
+    print(json.dumps(asyncio.run(_inside(*json.load(file)))))

@@ -121,7 +121,10 @@ class Judge:
         passed, evidence = await self._criterion(criterion)
         text = criterion['text']
         self._report.add('interaction', criterion['id'], text, passed, evidence)
-      await self._visual()
+      if any(row['passed'] for row in self._report.rows):
+        await self._visual()
+      else:
+        self._proxies('nothing works')
     self._gate(loaded)
     return self._report
 
@@ -222,12 +225,16 @@ class Judge:
 
     clock, files = bool(self._spec.get('clock')), encoded(self._spec.get('view_files'))
     passed, evidence = await self._visit(work, files, clock=clock)
-    if passed:
-      found = visual.judge(pages, shots[0])
-    else:
-      found = [(name, False, f'not measured: {evidence}') for name in visual.PROXIES]
-    for name, fine, what in found:
+    if not passed:
+      return self._proxies(evidence)
+    for name, fine, what in visual.judge(pages, shots[0]):
       self._report.add('visual', name, visual.PROXIES[name], fine, what)
+
+  def _proxies(self, why):
+    import visual
+
+    for name, text in visual.PROXIES.items():
+      self._report.add('visual', name, text, False, f'not measured: {why}')
 
   async def _picture(self, page, name):
     """A screenshot, kept as evidence unless it is large."""
