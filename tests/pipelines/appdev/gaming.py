@@ -138,8 +138,8 @@ ATTEMPTS = {
     script=f"{_HONEST} $('add').ondblclick = 0; location = 'http://example.com/';",
   ),
   'reloads without end': _wrong('', head='<meta http-equiv="refresh" content="0.1">'),
-  'closes its window': _gate(
-    'stays', '', script="$('add').onclick = () => { open('', '_self'); close(); };"
+  'closes its window': _wrong(
+    script="$('add').onclick = () => { open('', '_self'); close(); };"
   ),
   'another window': _gate(
     'stays', 'window', script=f"{_HONEST} $('b').onfocus = () => open('about:blank');"

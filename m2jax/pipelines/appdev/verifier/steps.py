@@ -89,7 +89,8 @@ class Runner:
     if self._page.is_closed():
       return 'the page was closed'
     lines = [line.strip(' -') for line in str(error).splitlines() if line.strip()]
-    return plain(' / '.join(lines[:1] + lines[-1:]))[:MAX_SHOWN_CHARS]
+    telling = [line for line in lines[1:] if 'intercepts' in line] or lines[1:][-1:]
+    return plain(' / '.join(lines[:1] + telling[:1]))[:MAX_SHOWN_CHARS]
 
   # Actions --------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ MIN_PX, MIN_TARGET_PX = 12.0, 24.0
 CONTRAST, LARGE_CONTRAST, LARGE_PX = 4.5, 3.0, 24.0
 MIN_SEEN_CONTRAST, MIN_SEEN_PX = 1.5, 8.0
 MAX_OVERLAP, SLACK_PX = 0.1, 1.0
-MIN_DEVIATION, MAX_ONE_COLOUR = 4.0, 0.998  # of grey levels; of the pixels
+MIN_DEVIATION, MAX_ONE_COLOUR = 2.0, 0.9995  # of grey levels; of the pixels
 PROXIES = {
   'contrast': 'text stands out from its background (WCAG 1.4.3)',
   'overflow': 'nothing is wider than the window',
