@@ -27,5 +27,3 @@ def _no_sandbox():
     yield
   except sandbox.SandboxUnavailable as error:
     pytest.skip(str(error))
-
-

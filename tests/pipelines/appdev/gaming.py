@@ -69,7 +69,9 @@ _COVER = (
   'Sum: 703</div>'
 )
 ATTEMPTS = {
-  'a fixed answer': _wrong(script="$('add').onclick = () => { $('sum').innerText = 5; }"),
+  'a fixed answer': _wrong(
+    script="$('add').onclick = () => { $('sum').innerText = 5; }"
+  ),
   'a list of all answers': _wrong(
     'strict mode violation',
     script="for (let i = 0; i < 1500; i++) $('sum').insertAdjacentHTML('afterend', "
@@ -112,7 +114,9 @@ ATTEMPTS = {
   'covered': _wrong(
     'intercepts pointer events', after=_COVER.format(more='pointer-events: auto;')
   ),
-  'covered, clicks go through': _unseen(after=_COVER.format(more='pointer-events: none;')),
+  'covered, clicks go through': _unseen(
+    after=_COVER.format(more='pointer-events: none;')
+  ),
   'an error whose console is replaced': _gate(
     'errors',
     'uncaught',

@@ -185,7 +185,9 @@ class Judge:
         raise steps.Unmet(f'the title is {title!r}')
       return f'title {title!r}'
 
-    passed, self._loaded = await self._visit(work, encoded(self._spec.get('view_files')))
+    passed, self._loaded = await self._visit(
+      work, encoded(self._spec.get('view_files'))
+    )
     return passed
 
   async def _criterion(self, criterion):
