@@ -116,7 +116,8 @@ class App:
       'The page must work without console errors, dialogs (alert, confirm, prompt), '
       'other windows or failing requests. '
       + (_CLOCK if self.clock else '')
-      + 'At widths of 375 and 1280 pixels: nothing is wider than the window, no text is '
+      + 'At widths of 375 and 1280 pixels: nothing is wider than the window, no '
+      'text is '
       'on top of another or smaller than 12 pixels, text has a contrast of at least '
       '4.5 to a plain background colour, and controls are at least 24 pixels in width '
       'and height.',

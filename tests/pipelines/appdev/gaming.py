@@ -81,8 +81,8 @@ ATTEMPTS = {
     '', script="let n = 600; setInterval(() => { $('sum').innerText = n++ % 800; }, 2);"
   ),
   'text getters of the page': _wrong(
-    script="for (const k of ['innerText', 'textContent']) for (const p of [HTMLElement, "
-    'Element, Node]) Object.defineProperty(p.prototype, k, {get: sum});'
+    script="for (const k of ['innerText', 'textContent']) "
+    'for (const p of [HTMLElement, Element, Node]) Object.defineProperty(p.prototype, k, {get: sum});'
   ),
   'built-in functions of the page': _wrong(
     script='const yes = () => true; RegExp.prototype.test = yes; '
@@ -158,13 +158,15 @@ ATTEMPTS = {
     'requests',
     '404',
     script="fetch('/../tests/spec.json').then((a) => a.json()).then((spec) => { "
-    "$('add').onclick = () => { $('sum').innerText = spec.criteria[0].steps[3][2]; }; });",
+    "$('add').onclick = () => "
+    "{ $('sum').innerText = spec.criteria[0].steps[3][2]; }; });",
   ),
   'the tests by a file URL': _gate(
     'errors',
     '',
     script="fetch('file:///tests/spec.json').then((a) => a.json()).then((spec) => { "
-    "$('add').onclick = () => { $('sum').innerText = spec.criteria[0].steps[3][2]; }; });",
+    "$('add').onclick = () => "
+    "{ $('sum').innerText = spec.criteria[0].steps[3][2]; }; });",
   ),
   'a service worker': _wrong(
     script="navigator.serviceWorker?.register('worker.js'); $('add').onclick = () => "

@@ -52,19 +52,23 @@ def _rules(c):
   rules = [
     f'The columns {first}, {second} and {last} are regions (role region) with these '
     'accessible names.',
-    f'A text field with the label "{c["label"]}" and a button "{c["add"]}", which adds a '
-    f'card to the end of {first} and empties the field. Spaces at both ends are cut off; '
+    f'A text field with the label "{c["label"]}" and a button "{c["add"]}", which '
+    f'adds a '
+    f'card to the end of {first} and empties the field. Spaces at both ends are cut '
+    f'off; '
     'an empty text adds nothing.',
     'Each card shows its text in an element with data-testid="card". Except in '
     f'{first} it has a button with the accessible name "{c["left"]} TEXT", except in '
-    f'{last} a button "{c["right"]} TEXT", where TEXT is its text: it moves to the end of '
+    f'{last} a button "{c["right"]} TEXT", where TEXT is its text: it moves to the '
+    f'end of '
     'the column before or after.',
     'In each region, an element with data-testid="count" says '
     f'"{c["counted"]}", where {{cards}} is the number of its cards.',
   ]
   if c['limited']:
     rules.append(
-      f'{second} has room for {c["limit"]} cards. What would go above that stays where it '
+      f'{second} has room for {c["limit"]} cards. What would go above that stays '
+      f'where it '
       f'is, and an element with data-testid="note" says "{second} {c["fullness"]}".'
     )
   if c['archiving']:

@@ -65,7 +65,8 @@ def _rules(config):
   ]
   if config['deleting']:
     rules.append(
-      f'A button "{config["deleting"]}" removes the last character of the number that is '
+      f'A button "{config["deleting"]}" removes the last character of the number '
+      f'that is '
       'being entered; when none is left, "0" is shown.'
     )
   return rules

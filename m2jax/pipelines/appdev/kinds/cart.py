@@ -64,24 +64,29 @@ def _money(c, cents):
 def _rules(c):
   rules = [
     'When it opens, the page fetches products.json, a list of objects with "name" and '
-    '"cents" (the price, a whole number of cents). The file that is there is an example: '
+    '"cents" (the price, a whole number of cents). The file that is there is an '
+    'example: '
     'the app must work with any other products.',
-    'Each product is a group (role group) with its name as the accessible name. In it are '
+    'Each product is a group (role group) with its name as the accessible name. In '
+    'it are '
     f'its name and price, buttons with the accessible names "{c["more"]} NAME" and '
     f'"{c["less"]} NAME", where NAME is its name, and an element with '
     'data-testid="quantity": the number of pieces, at first 0 and never below.',
     'Elements with data-testid="subtotal", "discount" and "total" show amounts such as '
     f'"{_money(c, 1250)}", at first "{_money(c, 0)}". They follow every click.',
     'The subtotal is the sum of price times quantity. The discount is '
-    f'{c["percent"]} % of the subtotal if that is {_money(c, c["from"])} or more, else 0.',
+    f'{c["percent"]} % of the subtotal if that is {_money(c, c["from"])} or more, '
+    f'else 0.',
     'The total is the subtotal less the discount'
     + (f', and on that {c["tax"]} % of tax' if c['tax'] else '')
     + '. Each percentage is rounded to whole cents, half a cent up.',
   ]
   if c['coupons']:
     rules.append(
-      f'A text field with the label "Coupon" and a button "Apply". With {c["code"]}, in '
-      f'capitals or not, {c["coupon"]} % of what is left after the discount are added to '
+      f'A text field with the label "Coupon" and a button "Apply". With '
+      f'{c["code"]}, in '
+      f'capitals or not, {c["coupon"]} % of what is left after the discount are '
+      f'added to '
       'the discount, and an element with data-testid="note" says "Coupon applied". For '
       'any other text the note is "Unknown coupon", and there is no coupon.'
     )

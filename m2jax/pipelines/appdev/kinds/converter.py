@@ -51,11 +51,14 @@ def _rules(config, names):
   rules = [
     f'The units are worth: {worth}.',
     f'A text field with the label "{config["label"]}", and two selects with the labels '
-    f'"From" and "To", each with the options {", ".join(names)} in this order. At first '
+    f'"From" and "To", each with the options {", ".join(names)} in this order. At '
+    f'first '
     f'From is {names[0]} and To is {names[1]}.',
     'An element with data-testid="result" shows the amount in the unit of To, with '
-    f'exactly {config["decimals"]} decimals, a space and the name of that unit, such as '
-    f'"{3:.{config["decimals"]}f} {names[1]}". It follows every change of the field and '
+    f'exactly {config["decimals"]} decimals, a space and the name of that unit, '
+    f'such as '
+    f'"{3:.{config["decimals"]}f} {names[1]}". It follows every change of the field '
+    f'and '
     'the selects at once.',
     f'If the field is empty or is not a number, the result is "{config["wrong"]}".',
   ]

@@ -54,7 +54,8 @@ def _rules(c):
     f'"{c["limit"]}". The next change that is possible empties it.',
     'If the step is not a whole number above 0, these buttons change nothing, and the '
     f'note is "{c["wrong"]}".',
-    'A button "Undo" takes back the last change that is not taken back yet, and so on; it '
+    'A button "Undo" takes back the last change that is not taken back yet, and so '
+    'on; it '
     'is disabled if there is none.',
     f'A button "Reset" sets the count to {c["start"]} and forgets all changes.',
   ]

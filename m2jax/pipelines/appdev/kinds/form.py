@@ -78,18 +78,22 @@ def _rules(c, said):
   names, messages = c['labels'], c['messages']
   field = 'A text field with the label'
   return [
-    f'{field} "{names["name"]}": at least {c["shortest"]} characters, without spaces at '
+    f'{field} "{names["name"]}": at least {c["shortest"]} characters, without '
+    f'spaces at '
     'both ends.',
     f'{field} "{names["code"]}": exactly {said}, nothing before or after.',
     f'{field} "{names["amount"]}": a whole number from {c["low"]} to {c["high"]}.',
     f'A checkbox with the label "{names["agree"]}", which must be ticked.',
-    f'A button "{c["submit"]}" checks all of them. For each that is wrong, an element says '
-    'what is wrong; it is empty otherwise, also after it was corrected and the button was '
+    f'A button "{c["submit"]}" checks all of them. For each that is wrong, an '
+    f'element says '
+    'what is wrong; it is empty otherwise, also after it was corrected and the '
+    'button was '
     'clicked again: '
     + ', '.join(f'data-testid="error-{k}" "{m}"' for k, m in messages.items())
     + ' (in the order of the fields above).',
     'If nothing is wrong, an element with data-testid="summary" says '
-    f'"{c["summary"]}" with the values (name without spaces at both ends); otherwise it is '
+    f'"{c["summary"]}" with the values (name without spaces at both ends); '
+    f'otherwise it is '
     'empty. '
     + (
       'The three text fields are then emptied.'

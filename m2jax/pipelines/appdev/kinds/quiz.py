@@ -54,24 +54,29 @@ def _questions(rng):
 
 def _rules(c):
   rules = [
-    'When it opens, the page fetches questions.json, a list of objects with "question", '
+    'When it opens, the page fetches questions.json, a list of objects with '
+    '"question", '
     '"options" (a list of texts) and "answer" (index of the right option, from 0). The '
     'file that is there is an example: the app must work with any other questions.',
     'One question is shown at a time, in the order of the file, in an element with '
     'data-testid="question"; its options are radio buttons with the options as labels.',
     f'An element with data-testid="progress" says "{c["progress"]}": the number of the '
     'question, from 1, and the number of all questions.',
-    'A button "Next" is disabled until an option is chosen. It goes to the next question, '
+    'A button "Next" is disabled until an option is chosen. It goes to the next '
+    'question, '
     'and after the last one to the result.',
-    'The result is "Score: X of Y" in an element with data-testid="score", where X is the '
+    'The result is "Score: X of Y" in an element with data-testid="score", where X '
+    'is the '
     'number of right answers and Y that of all questions. An element with '
-    f'data-testid="verdict" says "{c["passed"]}" if at least {c["mark"]} % are right, and '
+    f'data-testid="verdict" says "{c["passed"]}" if at least {c["mark"]} % are '
+    f'right, and '
     f'"{c["failed"]}" otherwise.',
     'A button "Again" on the result begins again with the first question.',
   ]
   if c['review']:
     rules.append(
-      'The result lists the questions that were answered wrongly, in their order, each in '
+      'The result lists the questions that were answered wrongly, in their order, '
+      'each in '
       'an element with data-testid="missed".'
     )
   return rules

@@ -65,11 +65,14 @@ def _rules(config):
   order = 'from the largest' if config['down'] else 'from the smallest'
   return [
     f'When it opens, the page fetches data.json, a list of objects with the keys '
-    f'"{first}", "{group}" and "{number}" (a whole number). The file that is there is an '
+    f'"{first}", "{group}" and "{number}" (a whole number). The file that is there '
+    f'is an '
     'example: the app must work with any other rows. Names and numbers are different.',
     f'A table shows a row for each object, at first in the order of the file, with the '
-    f'columns {first}, {group}, {number}. The cells of {first} have data-testid="name".',
-    f'A text field with the label "Search" leaves rows whose {first} contains the text, '
+    f'columns {first}, {group}, {number}. The cells of {first} have '
+    f'data-testid="name".',
+    f'A text field with the label "Search" leaves rows whose {first} contains the '
+    f'text, '
     'in capitals or not, at once while one types.',
     f'A select with the label "{group}" has the option "{config["all"]}" and then each '
     f'different {group} of the data in alphabetical order; it leaves the rows of that '

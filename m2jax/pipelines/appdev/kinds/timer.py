@@ -49,7 +49,8 @@ def _rules(c):
   )
   rules = [
     first,
-    f'Buttons "Start", "{c["pausing"]}" and "Reset". "Reset" stops and sets the time to '
+    f'Buttons "Start", "{c["pausing"]}" and "Reset". "Reset" stops and sets the '
+    f'time to '
     '00:00' + ('; the next Start reads the field again.' if c['countdown'] else '.'),
     'An element with data-testid="time" shows '
     + ('what is left' if c['countdown'] else 'the time that has passed')
@@ -59,7 +60,8 @@ def _rules(c):
       if c['countdown']
       else 'only complete seconds count.'
     ),
-    f'An element with data-testid="status" says "{c["ready"]}" at first and after Reset, '
+    f'An element with data-testid="status" says "{c["ready"]}" at first and after '
+    f'Reset, '
     f'"{c["running"]}" while it counts, "{c["paused"]}" when it was paused'
     + (f', and "{c["done"]}" when nothing is left.' if c['countdown'] else '.'),
   ]

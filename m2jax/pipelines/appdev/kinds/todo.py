@@ -65,7 +65,8 @@ def _rules(config, noun):
     f'Each {noun} shows its text in an element with data-testid="entry", a checkbox '
     'whose accessible name is that text, and a button with the accessible name '
     '"Remove TEXT", where TEXT is the text.',
-    f'Buttons "{every}", "{open_}" and "{done}" choose what is listed: all, those whose '
+    f'Buttons "{every}", "{open_}" and "{done}" choose what is listed: all, those '
+    f'whose '
     'checkbox is not ticked, and those whose checkbox is ticked.',
     f'An element with data-testid="count" says "{config["counted"]}", where '
     f'{{left}} is the number of {noun}s that are not ticked, of all, listed or not'
