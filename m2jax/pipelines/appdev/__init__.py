@@ -17,11 +17,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from m2jax.checks import require
-from m2jax.pipelines import installed
+from m2jax.pipelines import installed, rubric
 from m2jax.pipelines.appdev import app as app_lib
-from m2jax.pipelines.appdev import kinds
+from m2jax.pipelines.appdev import kinds, query
 from m2jax.pipelines.candidate import Candidate, PipelineConfig
 from m2jax.pipelines.context import Context
+from m2jax.pipelines.seat import Seat, SeatConfig
+from m2jax.sandbox import SandboxUnavailable
 from m2jax.tasks import harbor
 
 _VERIFIER = Path(__file__).parent / 'verifier'
@@ -40,12 +42,16 @@ NEEDS = {'processes': 512, 'memory_bytes': 3 << 29, 'workspace_bytes': 256 << 20
 class Config(PipelineConfig):
   """Attributes:
   kinds: of apps; empty: all.
+  judge: the model that judges instructions; by default patterns do.
+  min_score: instructions whose score by `query.RUBRIC` is below are rejected.
   """
 
   kind: str = 'appdev'
   dev: tuple[str, ...] = ('timer',)
   held_out: tuple[str, ...] = ('quiz',)
   kinds: tuple[str, ...] = ()
+  judge: SeatConfig = SeatConfig()
+  min_score: float = 1.0
 
   def __post_init__(self):
     super().__post_init__()
@@ -57,26 +63,45 @@ class Config(PipelineConfig):
 
 async def candidates(config: Config, context: Context) -> AsyncIterator[Candidate]:
   """Yields apps of the kinds in turn, without end."""
+  if reason := unavailable():
+    raise SandboxUnavailable(reason, INSTALL)
   context.say('packages of the sandboxes')
   installed.site(context.directory('sites'), _SITE, PACKAGES)
+  seat = Seat(config.judge, 'judge', context.dataset / 'calls.jsonl')
   chosen = config.kinds or tuple(kinds.DRAWERS)
   number = 0
   while True:
-    kind, started = chosen[number % len(chosen)], time.monotonic()
-    own = f'{kind}/{number}'
+    kind = chosen[number % len(chosen)]
     context.say(kind)
-    app = kinds.DRAWERS[kind](random.Random(f'{config.seed}/{own}'))
-    yield Candidate(
-      own,
-      'query',
-      kind,
-      kind,
-      draft=drafted(app, own),
-      text='\n'.join([app.title, *app.rules]),
-      wall_s=time.monotonic() - started,
-      facts={'author': 'procedural', 'criteria': len(app.criteria)},
-    )
+    yield await _candidate(config, kind, f'{kind}/{number}', seat)
     number += 1
+
+
+async def _candidate(config: Config, kind: str, own: str, seat: Seat) -> Candidate:
+  """An app, or why its text cannot be used."""
+  started = time.monotonic()
+  app = kinds.DRAWERS[kind](random.Random(f'{config.seed}/{own}'))
+  found = await rubric.judge(seat, query.RUBRIC, app.instruction())
+  reason = ''
+  if missing := query.unnamed(app):
+    reason = f'unclear: the instruction does not name {missing}'
+  elif found.score < config.min_score:
+    failed = [name for name, holds in found.holds.items() if not holds]
+    reason = f'judged by {found.by}: not {failed}'
+  return Candidate(
+    own,
+    'query',
+    kind,
+    kind,
+    draft=None if reason else drafted(app, own),
+    text='\n'.join([app.title, *app.rules]),
+    reason=reason,
+    wall_s=time.monotonic() - started,
+    facts={
+      **{'author': 'procedural', 'judge': found.by},
+      'criteria': len(app.criteria),
+    },
+  )
 
 
 def drafted(app: app_lib.App, own: str) -> harbor.Draft:
@@ -104,7 +129,11 @@ def drafted(app: app_lib.App, own: str) -> harbor.Draft:
       },
       verifier_site=_SITE,
       verifier_needs=NEEDS,
-      details={'author': 'procedural', 'judge': 'none', 'criteria': len(app.criteria)},
+      details={
+        'author': 'procedural',
+        'looks': 'proxies',
+        'criteria': len(app.criteria),
+      },
     ),
     overlay={f'app/{name}': text.encode() for name, text in app.data.items()},
     tests={

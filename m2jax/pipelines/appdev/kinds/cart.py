@@ -72,7 +72,8 @@ def _rules(c):
     f'its name and price, buttons with the accessible names "{c["more"]} NAME" and '
     f'"{c["less"]} NAME", where NAME is its name, and an element with '
     'data-testid="quantity": the number of pieces, at first 0 and never below.',
-    'Elements with data-testid="subtotal", "discount" and "total" show amounts such as '
+    'Elements with data-testid="subtotal", data-testid="discount" and '
+    'data-testid="total" show amounts such as '
     f'"{_money(c, 1250)}", at first "{_money(c, 0)}". They follow every click.',
     'The subtotal is the sum of price times quantity. The discount is '
     f'{c["percent"]} % of the subtotal if that is {_money(c, c["from"])} or more, '
