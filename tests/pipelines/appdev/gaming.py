@@ -37,7 +37,10 @@ SPEC = {
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-  """An app, and what stops it: `criterion` of `layer` fails, with `evidence`."""
+  """An app, and what stops it: `criterion` of `layer` fails, with `evidence`.
+
+  Without a criterion it depends on timing which one it is.
+  """
 
   layer: str
   criterion: str
@@ -82,7 +85,8 @@ ATTEMPTS = {
   ),
   'text getters of the page': _wrong(
     script="for (const k of ['innerText', 'textContent']) "
-    'for (const p of [HTMLElement, Element, Node]) Object.defineProperty(p.prototype, k, {get: sum});'
+    'for (const p of [HTMLElement, Element, Node]) '
+    'Object.defineProperty(p.prototype, k, {get: sum});'
   ),
   'built-in functions of the page': _wrong(
     script='const yes = () => true; RegExp.prototype.test = yes; '
@@ -104,7 +108,10 @@ ATTEMPTS = {
     script="$('sum').remove();",
   ),
   'not displayed': Attempt(
-    'interaction', 'sum', 'no box', page(style='display: none', after='<p>Sum: ?</p>')
+    'interaction',
+    'sum',
+    'without a box',
+    page(style='display: none', after='<p>Sum: ?</p>'),
   ),
   'transparent': _unseen(style='opacity: 0'),
   'white on white': _unseen(style='color: #fff'),
@@ -141,7 +148,7 @@ ATTEMPTS = {
     'example.com',
     script=f"{_HONEST} $('add').ondblclick = 0; location = 'http://example.com/';",
   ),
-  'reloads without end': _wrong('', head='<meta http-equiv="refresh" content="0.1">'),
+  'reloads without end': _gate('', head='<meta http-equiv="refresh" content="0.1">'),
   'closes its window': _wrong(
     script="$('add').onclick = () => { open('', '_self'); close(); };"
   ),

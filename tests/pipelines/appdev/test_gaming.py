@@ -28,6 +28,8 @@ def test_an_honest_app_passes(reports, name):
 def test_an_attempt_is_not_rewarded(reports, name):
   attempt, report = gaming.ATTEMPTS[name], reports[name]
   assert report.get('reward') == 0, report
+  if not attempt.criterion:
+    return
   row = next(
     r
     for r in report['criteria']

@@ -1,7 +1,8 @@
 const display = h('div', {className: 'display', 'data-testid': 'display'}, '0');
 let tokens = [], entry = '0', fresh = true;
+const divide = (a, b) => b !== 0 ? a / b : CONFIG.zero ? NaN : 0;
 const apply = (a, op, b) => op === '+' ? a + b : op === '−' ? a - b
-  : op === '×' ? a * b : b === 0 && CONFIG.zero ? NaN : a / b;
+  : op === '×' ? a * b : divide(a, b);
 function value(list) {
   const rest = [...list];
   const fold = (i) => rest.splice(i - 1, 3, apply(rest[i - 1], rest[i], rest[i + 1]));

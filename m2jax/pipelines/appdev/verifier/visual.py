@@ -53,7 +53,7 @@ def contrast(text):
 def seen(box, wanted, page):
   """'' if `wanted` is what is seen in a box, or why not."""
   if box is None:
-    return 'it has no box'
+    return 'in the page, but without a box'
   there = []
   for text in page['texts']:
     x, y, w, h = text['box']
