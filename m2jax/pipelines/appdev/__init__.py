@@ -130,9 +130,8 @@ def drafted(app: app_lib.App, own: str) -> harbor.Draft:
       verifier_site=_SITE,
       verifier_needs=NEEDS,
       details={
-        'author': 'procedural',
-        'looks': 'proxies',
-        'criteria': len(app.criteria),
+        **{'author': 'procedural', 'looks': 'proxies'},
+        'mutants': dict(app.mutants),  # flag of the solution → criterion that needs it
       },
     ),
     overlay={f'app/{name}': text.encode() for name, text in app.data.items()},
