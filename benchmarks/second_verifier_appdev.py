@@ -75,7 +75,9 @@ async def first(path: pathlib.Path, files: dict[str, str]) -> dict[str, str]:
     for name, text in files.items():
       (pathlib.Path(place) / 'app' / name).write_text(text)
     verdict = await verifier.verify(harbor.read(path), pathlib.Path(place))
-  rows = verdict.details.get('criteria', ())
+  if verdict.outcome == verifier.INVALID:
+    raise RuntimeError(f'{path.name}: the first verifier has no verdict: {verdict.reason}')
+  rows = verdict.details['criteria']
   return {
     row['id']: '' if row['passed'] else row['evidence']
     for row in rows
