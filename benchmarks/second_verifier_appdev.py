@@ -76,7 +76,7 @@ async def first(path: pathlib.Path, files: dict[str, str]) -> dict[str, str]:
       (pathlib.Path(place) / 'app' / name).write_text(text)
     verdict = await verifier.verify(harbor.read(path), pathlib.Path(place))
   if verdict.outcome == verifier.INVALID:
-    raise RuntimeError(f'{path.name}: the first verifier has no verdict: {verdict.reason}')
+    raise RuntimeError(f'{path.name}: no first verdict: {verdict.reason}')
   rows = verdict.details['criteria']
   return {
     row['id']: '' if row['passed'] else row['evidence']
