@@ -22,7 +22,7 @@ TESTS = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__))
 APP = 'app'
 MAX_FILES, MAX_BYTES = 40, 1 << 20
 CRITERION_S, TOTAL_S, MAX_HUNG = 30.0, 150.0, 2
-SETTLE_S = 0.1
+SETTLE_S, SLOW_CONTROL_S = 0.1, 8.0
 MAX_IMAGE_BYTES, MAX_DOM_CHARS = 200_000, 3000
 NARROW = 375
 _GATE = {
@@ -148,6 +148,7 @@ class Judge:
     if self._hung >= MAX_HUNG:
       return False, f'not tried: the app hung {self._hung} times'
     if time.monotonic() > self._end:
+      await self._blame()
       return False, f'not tried: the app took more than {TOTAL_S:.0f} s'
     visit = self._chromium.visit(self._site.origin, self._log, **options)
     try:
@@ -163,7 +164,16 @@ class Judge:
           return False, f'the page did not answer within {CRITERION_S:.0f} s'
     finally:
       if self._hung:
-        await self._chromium.control()  # the browser, not this machine, or invalid
+        await self._blame()
+
+  async def _blame(self):
+    """Raises Broken if time was lost by this machine, not by the app."""
+    import browser
+
+    started = time.monotonic()
+    await self._chromium.control()
+    if time.monotonic() - started > SLOW_CONTROL_S:
+      raise browser.Broken('this machine is too slow')
 
   async def _open(self, page):
     import steps
