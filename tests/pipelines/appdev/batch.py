@@ -11,17 +11,18 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 
-def judged(jobs, sites: Path, *, crash=False, chromium='', timeout_s=300.0) -> dict:
+def judged(jobs, sites: Path, *, crash='', chromium='', timeout_s=300.0) -> dict:
   """Judges {name: (files, spec)}.
 
   Args:
     jobs: files: path in the app → bytes; spec: of the verifier.
     sites: directory for the packages of the sandbox; filled if it is empty.
-    crash: whether Chromium crashes where it should open the app.
+    crash: 'page' or 'browser': what crashes where the app should be opened.
     chromium: path of the browser in the sandbox, if not the verifier's.
     timeout_s: elapsed time of all.
   """
@@ -58,9 +59,18 @@ async def _judged(jobs, sites, options, timeout_s):
   return json.loads(found.stdout)
 
 
-async def _crash(judge, page):
+async def _crash_page(judge, page):
   with contextlib.suppress(Exception):
     await page.goto('chrome://crash', timeout=2000)
+
+
+async def _crash_browser(judge, page):
+  for name in filter(str.isdigit, os.listdir('/proc')):
+    with contextlib.suppress(OSError):
+      words = Path(f'/proc/{name}/cmdline').read_bytes().split(b'\0')
+      if b'chromium' in words[0] and not any(w.startswith(b'--type') for w in words):
+        os.kill(int(name), signal.SIGKILL)
+  await asyncio.sleep(1)
 
 
 async def _inside(request, crash, executable):
@@ -71,7 +81,7 @@ async def _inside(request, crash, executable):
   if executable:
     browser.CHROMIUM = (executable,)
   if crash:
-    grade.Judge._open = _crash
+    grade.Judge._open = {'page': _crash_page, 'browser': _crash_browser}[crash]
   try:
     return await _all(request, browser, grade)
   except browser.Broken as error:

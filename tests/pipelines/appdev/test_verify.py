@@ -48,8 +48,10 @@ def test_a_mutant_fails_where_its_rule_is_checked(sites):
 def test_a_browser_that_fails_is_no_verdict(sites):
   """A crash in every try, and a Chromium that does not start: invalid, never 0."""
   job = {'app': (gaming.page(), gaming.SPEC)}
-  crashed = batch.judged(job, sites, crash=True)['app']
+  crashed = batch.judged(job, sites, crash='page')['app']
   assert 'crashed' in crashed.get('invalid', ''), crashed
+  ended = batch.judged(job, sites, crash='browser')['app']
+  assert 'ended' in ended.get('invalid', ''), ended
   missing = batch.judged(job, sites, chromium='/bin/false')['app']
   assert 'does not start' in missing.get('invalid', ''), missing
 

@@ -195,15 +195,17 @@ class Browser:
     try:
       yield page
     finally:
-      closed = page.is_closed()
+      if not self._chromium.is_connected():
+        self.crashed = 'Chromium ended'
+      crash, closed = self.crashed, page.is_closed()
       try:
         await asyncio.wait_for(context.close(), CLOSE_S)
       except Exception:
         await self.restart()  # it hangs with the page's script
-      if closed and not self.crashed:
+      if closed and not crash:
         log.add('left', 'the page was closed')
-    if self.crashed:
-      raise Broken(self.crashed)
+    if crash:
+      raise Broken(crash)
 
   async def _context(self, width):
     context = await self._chromium.new_context(

@@ -181,6 +181,8 @@ class Judge:
     try:
       await page.goto(f'{self._site.origin}/', wait_until='load')
     except Exception as error:
+      if 'Timeout' in type(error).__name__:
+        await self._blame()
       first = f'{type(error).__name__}: {error}'.splitlines()[0]
       raise steps.Unmet(f'the page does not load: {first}') from error
 
