@@ -55,6 +55,10 @@ class Broken(Exception):
   """Chromium failed, or cannot be had: there is no verdict."""
 
 
+class Unreadable(Exception):
+  """A page cannot be measured: its own doing."""
+
+
 @dataclasses.dataclass
 class Log:
   """What pages did that counts against the app, by kind; the first of each."""
@@ -130,7 +134,7 @@ class Browser:
       starting = async_playwright().start()
       self._playwright = await asyncio.wait_for(starting, LAUNCH_S)
     except Exception as error:
-      raise Broken(f'playwright does not start: {_short(error)}') from error
+      raise Broken(f'playwright does not start: {short(error)}') from error
     await self._launch()
     return self
 
@@ -147,7 +151,7 @@ class Browser:
       )
       self._chromium = await asyncio.wait_for(launching, LAUNCH_S)
     except Exception as error:
-      raise Broken(f'Chromium does not start: {_short(error)}') from error
+      raise Broken(f'Chromium does not start: {short(error)}') from error
 
   async def _close(self):
     with contextlib.suppress(Exception):
@@ -164,7 +168,7 @@ class Browser:
     try:
       await asyncio.wait_for(self._control(), CONTROL_S)
     except Exception as error:
-      raise Broken(f'Chromium shows no page: {_short(error)}') from error
+      raise Broken(f'Chromium shows no page: {short(error)}') from error
 
   async def _control(self):
     context = await self._chromium.new_context()
@@ -185,13 +189,13 @@ class Browser:
     try:
       context = await asyncio.wait_for(self._context(width), CONTROL_S)
       page = await asyncio.wait_for(context.new_page(), CONTROL_S)
+      if clock:
+        await page.clock.install(time=1_700_000_000)
+        await page.clock.pause_at(1_700_000_001)
     except Exception as error:
-      raise Broken(f'no new page: {_short(error)}') from error
+      raise Broken(f'no new page: {short(error)}') from error
     self._watch(context, page, origin, log)
     page.set_default_timeout(LOAD_S * 1000)
-    if clock:
-      await page.clock.install(time=1_700_000_000)
-      await page.clock.pause_at(1_700_000_001)
     try:
       yield page
     finally:
@@ -281,7 +285,8 @@ def _background(coroutine):
 _tasks = set()
 
 
-def _short(error):
+def short(error):
+  """The first line of an error."""
   return f'{type(error).__name__}: {error}'.splitlines()[0][:200]
 
 
@@ -308,5 +313,5 @@ class Meter:
       },
     )
     if 'exceptionDetails' in answer:
-      raise Broken(f'measure.js: {str(answer["exceptionDetails"])[:200]}')
+      raise Unreadable(f'measure.js: {str(answer["exceptionDetails"])[:200]}')
     return answer['result']['value']

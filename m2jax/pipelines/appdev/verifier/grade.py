@@ -142,7 +142,9 @@ class Judge:
 
   async def _visit(self, work, files=None, **options):
     """Runs `work(page)` in a new visit; returns (passed, evidence)."""
+    import browser
     import steps
+    from playwright.async_api import Error
 
     self._site.files = {**self._files, **(files or {})}
     if self._hung >= MAX_HUNG:
@@ -159,6 +161,8 @@ class Judge:
           return True, evidence
         except steps.Unmet as error:
           return False, str(error)
+        except (Error, browser.Unreadable) as error:  # it closed, or is no document
+          return False, f'the page cannot be read: {browser.short(error)}'
         except TimeoutError:
           self._hung += 1
           return False, f'the page did not answer within {CRITERION_S:.0f} s'
@@ -176,6 +180,7 @@ class Judge:
       raise browser.Broken('this machine is too slow')
 
   async def _open(self, page):
+    import browser
     import steps
 
     try:
@@ -183,8 +188,8 @@ class Judge:
     except Exception as error:
       if 'Timeout' in type(error).__name__:
         await self._blame()
-      first = f'{type(error).__name__}: {error}'.splitlines()[0]
-      raise steps.Unmet(f'the page does not load: {first}') from error
+      what = browser.short(error)
+      raise steps.Unmet(f'the page does not load: {what}') from error
 
   async def _load(self):
     import steps

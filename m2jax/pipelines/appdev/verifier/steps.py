@@ -64,6 +64,11 @@ def plain(text):
   return ' '.join(str(text).split())
 
 
+def _is_of_the_page(error):
+  ours = type(error).__module__.partition('.')[0]
+  return ours == 'playwright' or isinstance(error, browser.Unreadable)
+
+
 class Runner:
   """Runs steps in one page; `evidence` has a line for each."""
 
@@ -80,7 +85,7 @@ class Runner:
       except Unmet as error:
         raise Unmet(f'{line}: {error}') from None
       except Exception as error:
-        if type(error).__module__.partition('.')[0] != 'playwright':
+        if not _is_of_the_page(error):
           raise
         raise Unmet(f'{line}: {self._why(error)}') from error
       self.evidence.append(plain(line)[:MAX_SHOWN_CHARS])
