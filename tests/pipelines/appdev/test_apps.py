@@ -103,7 +103,7 @@ def test_the_carts_oracle():
 
 def _text(text='Total', box=(10, 10, 60, 20), **changes):
   fields = dict(color=[0, 0, 0, 1], back=[255, 255, 255], opacity=1, size=16)
-  fields |= dict(bold=False, shown=True, disabled=False, editable=False)
+  fields |= dict(bold=False, visible=True, shown=True, disabled=False, editable=False)
   return {'text': text, 'box': list(box), **fields, **changes}
 
 
@@ -141,7 +141,8 @@ def test_each_proxy_finds_its_flaw_and_no_other(monkeypatch, proxy, texts, chang
   page = dict(texts=texts, controls=controls, scroll=1280, width=1280) | changes
   failed = [name for name, fine, _ in visual.judge([page], b'') if not fine]
   assert failed == [proxy]
-  good = dict(page, texts=[_text()], controls=[], scroll=1280)
+  hidden = _text(size=1, box=(-9000, 0, 1, 1), visible=False)  # for screen readers
+  good = dict(page, texts=[_text(), hidden], controls=[], scroll=1280)
   assert all(fine for _, fine, _ in visual.judge([good], b''))
 
 

@@ -1,4 +1,5 @@
-// Returns what is visible: every text's box, size and colours, and every control's box.
+// Returns what is there: every text's box, size and colours, and every control's box.
+// `visible` is for looks; `shown`: a person can read it where it is.
 // Runs in an isolated world; see visual.py for what is done with it.
 (() => {
   const MAX_TEXTS = 600;
@@ -85,13 +86,14 @@
     if (!text || box.width <= 0 || box.height <= 0) return;
     if (styleOf(e).visibility !== 'visible') return;
     const color = rgba(style.color), back = behind(e), opacity = opacityOf(e);
-    const fill = rgba(style.webkitTextFillColor);
+    const fill = rgba(style.webkitTextFillColor), cut = clipped(e, box);
     texts.push({
       text: text.slice(0, 300), editable,
       box: [box.left + scrollX, box.top + scrollY, box.width, box.height],
       size: parseFloat(style.fontSize), bold: +style.fontWeight >= 700,
       color: fill || color, back, opacity,
-      shown: opacity >= 0.5 && !transformed(e) && !clipped(e, box) && hit(e, box),
+      visible: opacity > 0 && !cut,
+      shown: opacity >= 0.5 && !transformed(e) && !cut && hit(e, box),
       disabled: !!e.closest(':disabled, [aria-disabled="true"]'),
     });
   };

@@ -15,7 +15,8 @@ import base64
 import io
 
 MIN_PX, MIN_TARGET_PX = 12.0, 24.0
-CONTRAST, LARGE_CONTRAST, LARGE_PX = 4.5, 3.0, 24.0
+CONTRAST, LARGE_CONTRAST = 4.5, 3.0
+LARGE_PX, LARGE_BOLD_PX = 24.0, 18.66
 MIN_SEEN_CONTRAST, MIN_SEEN_PX = 1.5, 8.0
 MAX_OVERLAP, SLACK_PX = 0.1, 1.0
 MIN_DEVIATION, MAX_ONE_COLOUR = 2.0, 0.9995  # of grey levels; of the pixels
@@ -84,10 +85,11 @@ def _words(text):
 
 def _layout(page):
   """(proxy, what is wrong) of one window's measures."""
-  texts = [t for t in page['texts'] if t['shown'] or not t['disabled']]
+  texts = [t for t in page['texts'] if t['visible']]  # not those for screen readers
   for text in texts:
     shown = repr(text['text'][:40])
-    ratio, large = contrast(text), text['size'] >= LARGE_PX
+    ratio = contrast(text)
+    large = text['size'] >= (LARGE_BOLD_PX if text['bold'] else LARGE_PX)
     if not text['disabled'] and ratio < (LARGE_CONTRAST if large else CONTRAST):
       yield 'contrast', f'{shown} has a ratio of {ratio:.2f}'
     if text['size'] < MIN_PX:
