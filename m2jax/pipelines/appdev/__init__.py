@@ -143,7 +143,7 @@ def drafted(app: app_lib.App, own: str) -> harbor.Draft:
     solution={'solve.sh': _SOLVE.encode(), **solution},
     image=f'mcr.microsoft.com/playwright/python:v{versions["playwright"]}-noble',
     install=tuple(f'{name}=={version}' for name, version in versions.items()),
-    verifier_s=240.0,
+    verifier_s=300.0,
   )
 
 

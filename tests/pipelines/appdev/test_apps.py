@@ -162,6 +162,12 @@ def test_a_reward_needs_the_gate_and_something_that_works():
   assert reward([1, 1], [1, 0], [1, 0]) == 0.5
 
 
+def test_a_late_verdict_is_the_machines(monkeypatch):
+  monkeypatch.setattr(grade, 'DEADLINE_S', 0.01)
+  reward, details = asyncio.run(grade.bounded(asyncio.sleep(5)))
+  assert reward == 0 and details['invalid'].startswith('infrastructure')
+
+
 def test_links_and_large_apps_are_not_read(tmp_path):
   place = tmp_path / 'app'
   place.mkdir()

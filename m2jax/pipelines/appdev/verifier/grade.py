@@ -22,6 +22,7 @@ TESTS = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__))
 APP = 'app'
 MAX_FILES, MAX_BYTES = 40, 1 << 20
 CRITERION_S, TOTAL_S, MAX_HUNG = 30.0, 150.0, 2
+DEADLINE_S = 260.0  # below the task's limit, so that there is a reason
 SETTLE_S, SLOW_CONTROL_S = 0.1, 8.0
 MAX_IMAGE_BYTES, MAX_DOM_CHARS = 200_000, 3000
 NARROW = 375
@@ -314,12 +315,20 @@ async def verdict(tree, spec):
   return report.reward(), report.details()
 
 
+async def bounded(judging):
+  """The verdict; apps are given up much earlier, so a late one is the machine's."""
+  try:
+    return await asyncio.wait_for(judging, DEADLINE_S)
+  except TimeoutError:
+    return 0.0, {'invalid': f'infrastructure: no verdict within {DEADLINE_S:.0f} s'}
+
+
 def main():
   sys.path[:0] = [p for p in (os.environ.get('M2JAX_SITE'), TESTS) if p]
   with open(os.path.join(TESTS, 'spec.json'), encoding='utf-8') as file:
     spec = json.load(file)
   tree = os.environ.get('M2JAX_TREE', '/workspace')
-  reward, details = asyncio.run(verdict(tree, spec))
+  reward, details = asyncio.run(bounded(verdict(tree, spec)))
   logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')
   os.makedirs(logs, exist_ok=True)
   with open(os.path.join(logs, 'reward.json'), 'w', encoding='utf-8') as file:
