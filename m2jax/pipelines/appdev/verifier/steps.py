@@ -21,7 +21,7 @@ import browser
 import visual
 
 EXPECT_S, STABLE_S, POLL_S = 3.0, 0.2, 0.05
-ACTION_MS = 5000
+ACTION_MS = 10_000
 MAX_SHOWN_CHARS = 200
 
 
