@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 
 from m2jax import sandbox
 from m2jax.tasks import harbor
@@ -26,12 +27,14 @@ class Admission:
     reason: why not admitted.
     wall_s: elapsed time of all attempts.
     verifier_s: that of each run of the verifier.
+    evidence: file name → base64: `evidence` of the last reward.json.
   """
 
   outcome: str
   reason: str = ''
   wall_s: float = 0.0
   verifier_s: tuple[float, ...] = ()
+  evidence: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 async def admit(
@@ -42,11 +45,12 @@ async def admit(
   passes: int = 2,
 ) -> Admission:
   """Tries a task without a solution, then with it."""
-  started, walls = time.monotonic(), []
+  started, walls, evidence = time.monotonic(), [], {}
   task = harbor.of_directory(directory)
 
   def result(outcome: str, reason: str = '') -> Admission:
-    return Admission(outcome, reason, time.monotonic() - started, tuple(walls))
+    wall_s = time.monotonic() - started
+    return Admission(outcome, reason, wall_s, tuple(walls), dict(evidence))
 
   try:
     nothing = await _attempt(task, False, backend, limits)
@@ -58,6 +62,7 @@ async def admit(
     for number in range(passes):
       solved = await _attempt(task, True, backend, limits)
       walls.append(solved.wall_s)
+      evidence = solved.details.get('evidence') or {}
       if solved.outcome == verifier.INVALID:
         return result(*_undecided('the solution', solved))
       if solved.outcome == verifier.FAILED:

@@ -76,7 +76,7 @@ def site(sites: Path, key: str, names: Sequence[str]) -> Path:
       origin, copy = Path(found.locate_file(file)), partial / file
       if origin.is_file():
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(origin, copy)
+        shutil.copy(origin, copy)  # with its mode: some files are programs
   partial.rename(target)
   return target
 

@@ -20,7 +20,7 @@ from rich.progress import (
 )
 
 from m2jax import kinds, sandbox
-from m2jax.pipelines import admission, duplicates, records, report
+from m2jax.pipelines import admission, duplicates, evidence, records, report
 from m2jax.pipelines.candidate import Candidate, PipelineConfig
 from m2jax.pipelines.context import Context
 from m2jax.pipelines.seat import Seat
@@ -176,6 +176,7 @@ class _Maker:
     found = await admission.admit(
       harbor.read(path), backend=self._config.backend, limits=LIMITS
     )
+    evidence.save(self._workdir, candidate.draft.name, found.evidence)
     if found.outcome == records.ADMITTED:
       os.rename(path, tasks / split / path.name)
     else:

@@ -12,7 +12,7 @@ from typing import Any
 
 from m2jax.observe import page
 from m2jax.observe.printable import clip
-from m2jax.pipelines import records
+from m2jax.pipelines import evidence, records
 from m2jax.tasks import harbor
 
 _EXAMPLES = 12
@@ -93,7 +93,7 @@ def reasons(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
   return short.most_common()
 
 
-def _examples(admitted, dataset: Path) -> list[dict[str, str]]:
+def _examples(admitted, dataset: Path) -> list[dict[str, Any]]:
   """Tasks of different families, in turn."""
   by_family = collections.defaultdict(list)
   for row in admitted:
@@ -108,7 +108,8 @@ def _examples(admitted, dataset: Path) -> list[dict[str, str]]:
       continue
     directory = harbor.read(path)
     solution = directory.solution()
-    main = solution.get('gold.patch') or solution['solve.sh']
+    main = solution.get('gold.patch') or solution.get('app/app.js')
+    main = main or solution['solve.sh']
     found.append(
       {
         'name': row['task'],
@@ -116,6 +117,8 @@ def _examples(admitted, dataset: Path) -> list[dict[str, str]]:
         'source': row['source'],
         'instruction': clip(directory.instruction, _SHOWN_CHARS),
         'solution': clip(main.decode(errors='replace'), _SHOWN_CHARS),
+        'evidence': evidence.texts(dataset, row['task']),
+        'images': evidence.images(dataset, row['task']),
       }
     )
   return found

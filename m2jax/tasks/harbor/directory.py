@@ -50,6 +50,8 @@ class Metadata:
     collect, exclude: patterns of the agent's work (`compose`).
     remove: paths of the archive that the agent does not see.
     site: directory of Python packages in the dataset's `sites/`; '' for none.
+    verifier_site: that of the verifier, if the agent does not have it.
+    verifier_needs: field of `sandbox.Limits` → at least this in the verifier's sandbox.
     answer: path in the judged tree that holds the final answer; '' for none.
     listing: whether test.sh gets the modes, links and other entries of the workspace.
     run: command that is run on each of the hidden inputs, `tests/inputs/N/`; '' for
@@ -66,6 +68,8 @@ class Metadata:
   exclude: tuple[str, ...] = ()
   remove: tuple[str, ...] = ()
   site: str = ''
+  verifier_site: str = ''
+  verifier_needs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   answer: str = ''
   listing: bool = False
   run: str = ''

@@ -99,12 +99,14 @@ def host(dataset: Path, *, judges: bool = False) -> sandbox.Host:
   return sandbox.Host(read_only=tuple(read_only))
 
 
-def site(directory: Directory, backend: str) -> str:
+def site(directory: Directory, backend: str, *, judges: bool = False) -> str:
   """Path of the task's Python packages in a sandbox; '' for none."""
-  if not directory.metadata.site:
+  metadata = directory.metadata
+  name = judges and metadata.verifier_site or metadata.site
+  if not name:
     return ''
   sites = _SITES if backend == 'bubblewrap' else directory.dataset.resolve() / 'sites'
-  return f'{sites}/{directory.metadata.site}'
+  return f'{sites}/{name}'
 
 
 async def verify(
@@ -177,9 +179,16 @@ def lay_out(directory: Directory, tree: Mapping[str, bytes], place: Path) -> Non
   compose.write(tests, place / 'tests')
 
 
+def _limits(directory: Directory, limits: sandbox.Limits) -> sandbox.Limits:
+  """Limits of the verifier's sandbox: the agent's, or what the task needs if more."""
+  needs = directory.metadata.verifier_needs
+  more = {name: max(value, getattr(limits, name)) for name, value in needs.items()}
+  return dataclasses.replace(limits, **more, wall_s=directory.verifier_s)
+
+
 async def _run(directory, name, backend, limits) -> Verdict:
   inside = f'{_MOUNT}/{name}' if backend == 'bubblewrap' else str(_judged() / name)
-  limits = dataclasses.replace(limits, wall_s=directory.verifier_s)
+  limits = _limits(directory, limits)
   where = host(directory.dataset, judges=True)
   async with await sandbox.create(backend=backend, limits=limits, host=where) as box:
     logs = '/workspace' if backend == 'bubblewrap' else str(box.workspace)
@@ -187,7 +196,7 @@ async def _run(directory, name, backend, limits) -> Verdict:
       'M2JAX_TREE': f'{inside}/tree',
       'M2JAX_TESTS': f'{inside}/tests',
       'M2JAX_LOGS': f'{logs}/{_LOGS}',
-      'M2JAX_SITE': site(directory, backend),
+      'M2JAX_SITE': site(directory, backend, judges=True),
       'M2JAX_LISTING': f'{inside}/{_LISTING}',
       'M2JAX_RUNS': f'{inside}/{_RUNS}',
     }

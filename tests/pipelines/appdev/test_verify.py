@@ -1,0 +1,65 @@
+"""The verifier in Chromium: solutions, mutants, and failures of the browser."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from m2jax import pipelines
+from m2jax.pipelines import appdev
+from m2jax.pipelines.appdev import kinds
+from tests.pipelines.appdev import batch, gaming
+
+pytestmark = pytest.mark.long
+
+
+def _apps():
+  return {k: draw(random.Random(f'verify/{k}')) for k, draw in kinds.DRAWERS.items()}
+
+
+def _files(app, without=''):
+  return {n: t.encode() for n, t in app.data.items()} | app.solution(without)
+
+
+def test_a_mutant_fails_where_its_rule_is_checked(sites):
+  """Each flag of each kind's solution; and the solutions pass."""
+  jobs, expected = {}, {}
+  for kind, app in _apps().items():
+    jobs[kind] = _files(app), app.spec()
+    for flag, criterion in app.mutants.items():
+      spec = app.spec()
+      spec['criteria'] = [c for c in spec['criteria'] if c['id'] == criterion]
+      jobs[f'{kind} without {flag}'] = _files(app, flag), spec
+      expected[f'{kind} without {flag}'] = criterion
+  found = batch.judged(jobs, sites, timeout_s=590.0)
+  assert {k: found[k].get('reward') for k in kinds.DRAWERS} == dict.fromkeys(
+    kinds.DRAWERS, 1
+  )
+  survived = [
+    name
+    for name, criterion in expected.items()
+    if next(r['passed'] for r in found[name]['criteria'] if r['id'] == criterion)
+  ]
+  assert survived == []
+
+
+def test_a_browser_that_fails_is_no_verdict(sites):
+  """A crash in every try, and a Chromium that does not start: invalid, never 0."""
+  job = {'app': (gaming.page(), gaming.SPEC)}
+  crashed = batch.judged(job, sites, crash='page')['app']
+  assert 'crashed' in crashed.get('invalid', ''), crashed
+  ended = batch.judged(job, sites, crash='browser')['app']
+  assert 'ended' in ended.get('invalid', ''), ended
+  missing = batch.judged(job, sites, chromium='/bin/false')['app']
+  assert 'does not start' in missing.get('invalid', ''), missing
+
+
+def test_a_task_is_admitted_with_evidence(sites, tmp_path):
+  config = appdev.Config(count=1, kinds=('counter',))
+  assert asyncio.run(pipelines.run(config, tmp_path, show=False)).tasks == 1
+  names = {path.name for path in (tmp_path / 'evidence').rglob('*.*')}
+  assert {'criteria.txt', 'dom.txt', 'width-1280.png', 'width-375.png'} <= names
+  report = (tmp_path / 'report.html').read_text()
+  assert 'data:image/png;base64,' in report and 'interaction/undo' in report
