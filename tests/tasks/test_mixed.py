@@ -73,13 +73,12 @@ def test_bad_settings_are_named(options, said):
 def test_the_config_shows_each_domain_in_its_scaffold():
   """SFT's chats of one task differ between scaffolds, and only as these say."""
   config = common.build(ForgeConfig, forge_mixed.get_config('smoke'))
-  spec = 'mixed/lookup/lookup/train/hops_3/0/1'
-  demos = asyncio.run(
-    demonstrations.collect([spec], config.teacher, backend='', limits=None)
-  )
+  spec = 'mixed/repair/repair/train/steps_2/0/1?3'
+  options = dict(backend='bubblewrap', limits=config.episodes.limits)
+  demos = asyncio.run(demonstrations.collect([spec], config.teacher, **options))
   assert demos[0].success == 1.0 and demos[0].task == spec
   [chat] = prepare.chats(config, demos)
-  assert chat.messages[-1]['content'] == str(tasks.make(spec).total)
+  assert chat.messages[0]['content'] == 'Use the tools.'
   call = {'function': {'name': 'sh', 'arguments': '{"cmd": "ls"}'}, 'id': 'c'}
   messages = [
     {'role': 'user', 'content': 'do it'},
@@ -95,6 +94,21 @@ def test_the_config_shows_each_domain_in_its_scaffold():
   [renamed] = shown['bash'].messages[2]['tool_calls']
   assert renamed['function'] == {'name': 'bash', 'arguments': '{"command": "ls"}'}
   assert shown['bash'].tools[0]['function']['parameters']['required'] == ['command']
+
+
+@pytest.mark.parametrize('variant', ['', *forge_mixed.DOMAINS])
+def test_variants_train_on_one_domain(variant):
+  """All but it have no work items; demonstrations and evaluations stay the same."""
+  config = common.build(ForgeConfig, forge_mixed.get_config(variant)).tasks
+  drawn = {
+    name.split('/')[0]
+    for name, ratio in tasks.families(config, index=200).items()
+    if ratio > 0
+  }
+  assert drawn == ({variant} if variant else set(forge_mixed.DOMAINS))
+  everything = common.build(ForgeConfig, forge_mixed.get_config()).tasks
+  assert config.demonstrated == everything.demonstrated
+  assert config.domains == everything.domains
 
 
 def test_episodes_by_domain(serve, tok):
