@@ -104,6 +104,7 @@ def _criteria(c, rng):
       [
         *_adding(c, [f'  {a[0]} ', '   ', a[1]]),
         cards(first, a[:2]),
+        count(first, 2),  # a card without text would not be seen
         cards(second, []),
       ],
     ),
