@@ -227,3 +227,11 @@ def test_looks_are_judged_only_by_a_model(tmp_path):
     assert content[1]['image_url']['url'].startswith('data:image/png;base64,')
     server.answer = lambda body: '{"grouping": "perhaps"}'
     assert asyncio.run(looks.judge(judge, [PNG])).by == seat.SCRIPTED
+
+
+def test_a_quotient_that_is_rounded_is_asked_for():
+  """21 ÷ 3 would not tell whether a calculator rounds."""
+  for seed in range(60):
+    criteria = kinds.DRAWERS['calculator'](random.Random(seed)).spec()['criteria']
+    steps = next(c['steps'] for c in criteria if c['id'] == 'rounding')
+    assert '.' in steps[-1][-1], steps

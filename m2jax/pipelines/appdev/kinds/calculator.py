@@ -124,8 +124,10 @@ def _criteria(config, rng):
     text('display', '0'),
   ]
   clearing += [*_press(n[2] + '='), text('display', n[2])]
-  third = f'{rng.randint(2, 9)}1÷{rng.choice("37")}='
-  value = Fraction(int(third[:2]), int(third[3]))
+  value = Fraction(0)
+  while value.denominator == 1:  # of others the quotient is rounded
+    third = f'{rng.randint(2, 9)}1÷{rng.choice("37")}='
+    value = Fraction(int(third[:2]), int(third[3]))
   point = [*_press(f'{n[3]}.5.7'), text('display', f'{n[3]}.57')]
   found = [
     Criterion('plus', 'sum', _calculation(config, rng, '+', decimal=True)),
