@@ -130,13 +130,19 @@ def suite(built: ForgeConfig, scaffold: str, **changes) -> suites.SuiteConfig:
 
 
 def attempts(server, config: suites.SuiteConfig, path: pathlib.Path) -> list:
-  """Records of the attempts. Raises RuntimeError if some were not judged."""
+  """Records of the attempts; what is not judged is tried again.
+
+  Raises:
+    RuntimeError: some are not judged after three tries.
+  """
   model = GatewayConfig().model_name
-  asyncio.run(suites.run(config, server.base_url, model, path, api_key='benchmark'))
-  last = {(row['task'], row['trial']): row for row in records.read(path)}
-  if lost := [row for row in last.values() if row['outcome'] != 'judged']:
-    raise RuntimeError(f'{len(lost)} attempts are not judged: {lost[-1]["error"]}')
-  return list(last.values())
+  for _ in range(3):
+    asyncio.run(suites.run(config, server.base_url, model, path, api_key='benchmark'))
+    last = {(row['task'], row['trial']): row for row in records.read(path)}
+    lost = [row for row in last.values() if row['outcome'] != 'judged']
+    if not lost:
+      return list(last.values())
+  raise RuntimeError(f'{len(lost)} attempts are not judged: {lost[-1]["error"]}')
 
 
 def measure(arm: str, seed: int, args) -> dict[str, Any]:
