@@ -32,7 +32,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.tokenizer = ''  # path of a tokenizer.json; empty trains one on the chats
   c.mesh = job.mesh
   c.sft = job.sft.to_dict()
-  del c.sft.demonstrations, c.sft.families
+  del c.sft.demonstrations, c.sft.families, c.sft.recorded
   if variant == 'smoke':
     c.sft.loop.update(steps=6, checkpoint_every=3, log_every=1)
   elif variant:
