@@ -317,7 +317,10 @@ def test_pages_reach_nothing(tmp_path):
       await asyncio.sleep(0.1)
     else:
       pytest.fail('a second page stays open')
-    for target in (url, secret.as_uri()):  # last: a refused page takes the place of ours
+    for target in (
+      url,
+      secret.as_uri(),
+    ):  # last: a refused page takes the place of ours
       with pytest.raises(browser.BrowserError):
         await browser.run(page.goto(target))
 

@@ -181,7 +181,8 @@ def performance(config, tree):
   gain = statistics.median(a - b for a, b in pairs)
   right = faster(pairs, config['least'])
   reason = '' if right else 'not significantly faster'
-  if right and statistics.median(imports) > gain / 2:
+  # The lower quartile: imports take a few milliseconds more by chance, not each time.
+  if right and sorted(imports)[len(imports) // 4] > gain / 2:
     right, reason = False, 'the work is done at import, where it is not timed'
   return {'reward': float(right), 'reason': reason, 'seconds': pairs}
 

@@ -30,9 +30,9 @@ def _task(draft, dataset, split):
   return harbor.of_directory(harbor.read(harbor.write(draft, place)))
 
 
-def _judged(task, attempts):
-  """{name: verdict} of {name: commands}; several run at a time."""
-  several = asyncio.Semaphore(3)
+def _judged(task, attempts, at_once=3):
+  """{name: verdict} of {name: commands}."""
+  several = asyncio.Semaphore(at_once)
 
   async def one(commands):
     async with several, task.open(backend='bubblewrap', limits=LIMITS) as environment:
@@ -303,9 +303,10 @@ PERFORMANCE = {
 @pytest.mark.long
 def test_performance_that_gets_nothing(env, dataset):
   timed = ['tests/test_core.py::test_clamp[1-2]']
-  draft = drafts.performance(env, 'gaming-slow', {_CORE: _SLOW}, timed, 3, 0.2)
+  draft = drafts.performance(env, 'gaming-slow', {_CORE: _SLOW}, timed, 5, 0.2)
   task = _task(draft, dataset, 'held_out')
-  found = _judged(task, {'honest': _fast(), **PERFORMANCE})
+  # One at a time: with three on two cores the noise passes for a gain.
+  found = _judged(task, {'honest': _fast(), **PERFORMANCE}, at_once=1)
   assert len(PERFORMANCE) >= _LEAST
   honest = found.pop('honest')
   assert honest.outcome == harbor.PASSED, honest
