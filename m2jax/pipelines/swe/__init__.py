@@ -2,7 +2,7 @@
 
 The report's six stages: `collect` and `releases`, `environment`, tags and routing
 (`releases`), rewards by kind (`grade`), `statements`, and the transformations of
-`mutate`, `inject` and `slow`.
+`mutate` and `inject`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from absl import logging
 
 from m2jax.pipelines.candidate import Candidate
 from m2jax.pipelines.context import Context
-from m2jax.pipelines.swe import collect, environment, inject, releases, slow
+from m2jax.pipelines.swe import collect, environment, inject, releases
 from m2jax.pipelines.swe.config import Config
 from m2jax.pipelines.swe.environment import Environment
 
@@ -55,9 +55,6 @@ async def _package(requirement: str, config: Config, context: Context):
   yield _stage(requirement, name, '', time.monotonic() - started, facts)
   if 'release' in config.families and config.releases:
     async for candidate in releases.candidates(env, config, context):
-      yield candidate
-  if 'performance' in config.families and config.slow:
-    async for candidate in slow.candidates(env, config, context):
       yield candidate
   async for candidate in inject.candidates(env, config, context):
     yield candidate

@@ -22,9 +22,6 @@ class Config(PipelineConfig):
   test_s: a test that takes longer is not used.
   batch: mutants that are screened in one sandbox command.
   largest_f2p: a mutant that breaks more than this share of the tests is too obvious.
-  slow: performance tasks of each package, by injected slowness; 0 for none:
-    how many packages give is not measured yet.
-  slow_tried: edits that are tried for them.
   merge, invert, review_: every n-th bug also gives a task of these families.
   """
 
@@ -52,8 +49,6 @@ class Config(PipelineConfig):
   test_s: float = 0.5
   batch: int = 16
   largest_f2p: float = 0.5
-  slow: int = 0
-  slow_tried: int = 40
   merge: int = 6
   invert: int = 5
   review_: int = 8
