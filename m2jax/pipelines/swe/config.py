@@ -7,7 +7,7 @@ import dataclasses
 from m2jax.checks import require
 from m2jax.pipelines.candidate import PipelineConfig
 
-FAMILIES = ('bug', 'merged', 'test', 'review', 'release', 'performance')
+FAMILIES = ('bug', 'merged', 'test', 'review', 'release')
 
 
 @dataclasses.dataclass(frozen=True)
