@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from m2jax import forest, sandbox, tasks
+from m2jax import forest, kinds, sandbox, tasks
 from m2jax import sharding as sharding_lib
 from m2jax.checkpoint import initial, policy
 from m2jax.checkpoint.manager import CheckpointManager
@@ -250,7 +250,6 @@ def learner(config: ForgeConfig, variables, sharding: Sharding) -> Learner:
 
 # Settings that determine the SFT weights; a control shares them with its run.
 _SHARED = ('seed', 'model', 'tasks', 'teacher', 'sft')
-_RL_ONLY = ('ratios', 'stages')  # of tasks.mixed
 
 
 def take_over(config: ForgeConfig, workdir: Path) -> None:
@@ -267,9 +266,10 @@ def take_over(config: ForgeConfig, workdir: Path) -> None:
   if settings.exists():
     theirs = json.loads(settings.read_text())
     ours = json.loads(json.dumps(dataclasses.asdict(config)))
-    for tasks_of in (theirs.get('tasks', {}), ours['tasks']):
-      for name in _RL_ONLY:
-        tasks_of.pop(name, None)
+    kind = kinds.module(tasks.__package__, config.tasks.kind)
+    for name in getattr(kind, 'RL_ONLY', ()):
+      theirs.get('tasks', {}).pop(name, None)
+      ours['tasks'].pop(name)
     differing = [name for name in _SHARED if theirs.get(name) != ours[name]]
     if differing:
       raise ValueError(

@@ -22,6 +22,7 @@ from m2jax.tasks import demonstrations
 from m2jax.tasks import task as task_lib
 
 has_stages = True
+RL_ONLY = ('ratios', 'stages')  # fields that demonstrations do not depend on
 
 
 @dataclasses.dataclass(frozen=True)

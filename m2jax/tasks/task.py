@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,6 +119,16 @@ class TasksConfig:
 
   def __post_init__(self):
     require(self, 0 <= self.partial_credit <= 1, 'partial_credit', 'a share in [0, 1]')
+
+  def changes(self) -> str:
+    """The fields that shape a task and differ from the default, as JSON."""
+    changed = {
+      field.name: getattr(self, field.name)
+      for field in dataclasses.fields(self)
+      if field.name not in ('kind', 'weights')
+      and getattr(self, field.name) != field.default
+    }
+    return json.dumps(changed, separators=(',', ':'), sort_keys=True) if changed else ''
 
   @classmethod
   def of_kind(cls, kind: str) -> type[TasksConfig]:

@@ -72,16 +72,6 @@ class ClicksConfig(task_lib.TasksConfig):
     require(self, positive, 'weights', 'none below 0 and some above')
     require(self, 0 <= self.spare_calls <= 16, 'spare_calls', '0-16')
 
-  def changes(self) -> str:
-    """The fields that shape a task and differ from the default, as JSON."""
-    changed = {
-      field.name: getattr(self, field.name)
-      for field in dataclasses.fields(self)
-      if field.name not in ('kind', 'weights')
-      and getattr(self, field.name) != field.default
-    }
-    return json.dumps(changed, separators=(',', ':'), sort_keys=True) if changed else ''
-
 
 @dataclasses.dataclass(frozen=True)
 class ClicksEnvironment(task_lib.Environment):

@@ -64,16 +64,6 @@ class FetchConfig(task_lib.TasksConfig):
     require(self, 0 <= low <= high <= 10, 'latency_s', 'within 0-10, the least first')
     require(self, 0 <= self.spare_calls <= 8, 'spare_calls', '0-8')
 
-  def changes(self) -> str:
-    """The fields that shape a task and differ from the default, as JSON."""
-    changed = {
-      field.name: getattr(self, field.name)
-      for field in dataclasses.fields(self)
-      if field.name not in ('kind', 'weights')
-      and getattr(self, field.name) != field.default
-    }
-    return json.dumps(changed, separators=(',', ':'), sort_keys=True) if changed else ''
-
 
 _DEFAULT = FetchConfig()
 

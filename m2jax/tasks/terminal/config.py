@@ -47,16 +47,6 @@ class TerminalConfig(TasksConfig):
     check(2 <= self.max_matches <= 4, 'max_matches', '2-4')
     check(0 <= self.spare_calls <= 8, 'spare_calls', '0-8')
 
-  def changes(self) -> str:
-    """Returns the fields that shape a task and differ from the default, as JSON."""
-    changed = {
-      field.name: getattr(self, field.name)
-      for field in dataclasses.fields(self)
-      if field.name not in ('kind', 'weights')
-      and getattr(self, field.name) != field.default
-    }
-    return json.dumps(changed, separators=(',', ':'), sort_keys=True) if changed else ''
-
   @classmethod
   def from_changes(cls, changes: str) -> TerminalConfig:
     """Returns the config that `changes()` described.

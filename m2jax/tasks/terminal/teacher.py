@@ -25,7 +25,6 @@ so imitating it well is not enough.
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from collections.abc import Mapping
 
@@ -127,42 +126,6 @@ class TeacherConfig(demonstrations.TeacherConfig):
       raise ValueError(f'TeacherConfig.scale is {self.scale}: expected 0 or more')
 
 
-class _Transcript:
-  """The chat so far; its tool calls are executed."""
-
-  def __init__(self, task: TerminalTask, execute: task_lib.Execute):
-    self.messages: list[dict] = [{'role': 'user', 'content': task.instruction}]
-    self._execute = execute
-
-  async def call(self, thought: str, arguments: Mapping[str, str]) -> str:
-    """Adds a tool call and its output; returns the output."""
-    call_id = f'call_{len(self.messages) // 2}'
-    function = {'name': shell.NAME, 'arguments': json.dumps(arguments)}
-    self.messages.append(
-      {
-        'role': 'assistant',
-        'content': '',
-        'reasoning_content': thought,
-        'tool_calls': [{'id': call_id, 'type': 'function', 'function': function}],
-      }
-    )
-    try:
-      printed = await self._execute(shell.NAME, arguments)
-    except task_lib.BadCall as error:
-      printed = f'error: {error}'
-    self.messages.append({'role': 'tool', 'tool_call_id': call_id, 'content': printed})
-    return printed
-
-  def answer(self, answer: demonstrations.Turn) -> None:
-    self.messages.append(
-      {
-        'role': 'assistant',
-        'content': answer.content,
-        'reasoning_content': answer.thought,
-      }
-    )
-
-
 def lesson(
   task: TerminalTask,
   config: TeacherConfig,
@@ -223,17 +186,5 @@ async def demonstrate(
     attempt: as for `lesson`.
   """
   mistakes: list[str] = []
-  chat = _Transcript(task, environment.execute)
-  turns, printed = lesson(task, config, mistakes, attempt), None
-  while True:
-    try:
-      turn = turns.send(printed)
-    except StopIteration as end:
-      answer: demonstrations.Turn = end.value
-      break
-    printed = await chat.call(turn.thought, turn.arguments)
-  chat.answer(answer)
-  success = await task.verify(environment, answer.content)
-  return demonstrations.Demonstration(
-    task.spec, chat.messages, task.tools, success, mistakes
-  )
+  turns = lesson(task, config, mistakes, attempt)
+  return await demonstrations.perform(task, environment, turns, mistakes)
