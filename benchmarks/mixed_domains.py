@@ -12,10 +12,6 @@ measurement in DIR is not repeated.
 
 from __future__ import annotations
 
-import argparse
-import json
-import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +19,7 @@ from typing import Any
 
 import ml_collections
 
+from benchmarks import arms as arms_lib
 from configs import forge_mixed
 from experiments import common, fields
 from m2jax.forge import run
@@ -33,6 +30,7 @@ from m2jax.observe import metrics as metrics_lib
 SFT, MIXED = 'sft', 'mixed'
 LEFT_OUT = 'bash'  # shell tasks again
 DOMAINS = tuple(name for name in forge_mixed.DOMAINS if name != LEFT_OUT)
+ARMS = (SFT, MIXED, *DOMAINS)
 
 
 def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
@@ -86,7 +84,7 @@ def cell(runs: Sequence[Mapping[str, Any]], family: str) -> str:
   if not pairs:
     return ''
   rates = [100 * successes / n for successes, n in pairs]
-  return f'{statistics.median(rates):.0f} [{min(rates):.0f}, {max(rates):.0f}]'
+  return arms_lib.spread(rates, 0)
 
 
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -98,7 +96,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
       '| RL on | ' + ' | '.join(columns) + ' |',
       '|---' * (len(columns) + 1) + '|',
     ]
-    for arm in arms():
+    for arm in ARMS:
       own = [r for r in runs if r['arm'] == arm]
       name = {SFT: 'none, after SFT', MIXED: 'all'}.get(arm, arm)
       out.append('| ' + ' | '.join([name, *(cell(own, c) for c in columns)]) + ' |')
@@ -106,37 +104,15 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
   return '\n'.join(out)
 
 
-def arms() -> list[str]:
-  return [SFT, MIXED, *DOMAINS]
-
-
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
-  parser.add_argument('--workdir', type=pathlib.Path, required=True)
+  parser = arms_lib.parser(__doc__)
   parser.add_argument('--demonstrations', type=int, default=2000)
   parser.add_argument('--tokens', type=int, default=4096, help='of an SFT step')
   parser.add_argument('--sft_steps', type=int, default=1000)
   parser.add_argument('--updates', type=int, default=12, help='of RL')
   parser.add_argument('--groups', type=int, default=6, help='of an update')
   parser.add_argument('--tasks', type=int, default=50, help='held out, of a domain')
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-  parser.add_argument('--json', action='store_true')
-  args = parser.parse_args()
-  args.workdir = args.workdir.absolute()
-  args.workdir.mkdir(parents=True, exist_ok=True)
-  common.quiet()
-  runs = []
-  for seed in args.seeds:
-    for arm in arms():
-      path = args.workdir / f'{arm}_{seed}.json'
-      if not path.exists():
-        path.write_text(json.dumps(measure(arm, seed, args)))
-      runs.append(json.loads(path.read_text()))
-  if args.json:
-    settings = vars(args) | {'workdir': str(args.workdir)}
-    print(json.dumps({'settings': settings, 'runs': runs}, indent=1))
-    return
-  print(table(runs))
+  arms_lib.run(parser.parse_args(), ARMS, measure, table)
 
 
 if __name__ == '__main__':

@@ -19,11 +19,9 @@ with their range. Runs resume, and a measurement in DIR is not repeated.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import pathlib
 import statistics
 import sys
@@ -33,6 +31,7 @@ from typing import Any
 
 import ml_collections
 
+from benchmarks import arms as arms_lib
 from configs import forge as forge_config
 from experiments import common, fields, served
 from m2jax import agents
@@ -200,15 +199,13 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     cells = []
     for scaffold in SCAFFOLDS:
       rates = [100 * r['success'][scaffold][0] / r['success'][scaffold][1] for r in own]
-      middle = statistics.median(rates)
-      cells.append(f'{middle:.1f} [{min(rates):.1f}, {max(rates):.1f}]')
+      cells.append(arms_lib.spread(rates))
     lines.append(f'| {arm} | {chats:.0f} | ' + ' | '.join(cells) + ' |')
   return '\n'.join(lines)
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
-  parser.add_argument('--workdir', type=pathlib.Path, required=True)
+  parser = arms_lib.parser(__doc__)
   parser.add_argument('--layers', type=int, default=2)
   parser.add_argument('--steps', type=int, default=2, help='most, of a program')
   parser.add_argument('--demonstrations', type=int, default=1500)
@@ -218,24 +215,7 @@ def main() -> None:
   parser.add_argument('--attempted', type=int, default=300, help='training tasks')
   parser.add_argument('--trials', type=int, default=2, help='of each, in a scaffold')
   parser.add_argument('--tasks', type=int, default=200, help='held out')
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-  parser.add_argument('--json', action='store_true')
-  args = parser.parse_args()
-  args.workdir = args.workdir.absolute()
-  args.workdir.mkdir(parents=True, exist_ok=True)
-  common.quiet()
-  runs = []
-  for seed in args.seeds:
-    for arm in ARMS:
-      path = args.workdir / f'{arm}_{seed}.json'
-      if not path.exists():
-        path.write_text(json.dumps(measure(arm, seed, args)))
-      runs.append(json.loads(path.read_text()))
-  if args.json:
-    settings = vars(args) | {'workdir': str(args.workdir)}
-    print(json.dumps({'settings': settings, 'runs': runs}, indent=1))
-    return
-  print(table(runs))
+  arms_lib.run(parser.parse_args(), ARMS, measure, table)
 
 
 if __name__ == '__main__':

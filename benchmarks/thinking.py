@@ -19,11 +19,8 @@ and of the longest chains. Runs resume, and a measurement in DIR is not repeated
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +28,7 @@ from typing import Any
 
 import ml_collections
 
+from benchmarks import arms as arms_lib
 from configs import forge as forge_config
 from experiments import common, fields, served
 from m2jax.forge import evaluation, roles, run
@@ -131,8 +129,7 @@ def table(runs: Sequence[Mapping[str, Any]], hops: int) -> str:
   def cell(side: str, stage: str, part: str) -> str:
     pairs = [r['success'][stage][part] for r in runs if r['side'] == side]
     rates = [100 * successes / max(n, 1) for successes, n in pairs]
-    middle = statistics.median(rates)
-    return f'{middle:.1f} [{min(rates):.1f}, {max(rates):.1f}]'
+    return arms_lib.spread(rates)
 
   for side in SIDES:
     for stage in (run.AFTER_SFT, run.AFTER_RL, 'the other way'):
@@ -143,8 +140,7 @@ def table(runs: Sequence[Mapping[str, Any]], hops: int) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
-  parser.add_argument('--workdir', type=pathlib.Path, required=True)
+  parser = arms_lib.parser(__doc__)
   parser.add_argument('--layers', type=int, default=2)
   parser.add_argument('--hops', type=int, default=4, help='of the longest chains')
   parser.add_argument('--demonstrations', type=int, default=1500)
@@ -152,23 +148,8 @@ def main() -> None:
   parser.add_argument('--sft_steps', type=int, default=300)
   parser.add_argument('--updates', type=int, default=12, help='of RL')
   parser.add_argument('--tasks', type=int, default=200, help='held out')
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-  parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
-  args.workdir.mkdir(parents=True, exist_ok=True)
-  common.quiet()
-  runs = []
-  for seed in args.seeds:
-    for side in SIDES:
-      path = args.workdir / f'{side}_{seed}.json'
-      if not path.exists():
-        path.write_text(json.dumps(measure(side, seed, args)))
-      runs.append(json.loads(path.read_text()))
-  if args.json:
-    settings = vars(args) | {'workdir': str(args.workdir)}
-    print(json.dumps({'settings': settings, 'runs': runs}, indent=1))
-    return
-  print(table(runs, args.hops))
+  arms_lib.run(args, list(SIDES), measure, lambda runs: table(runs, args.hops))
 
 
 if __name__ == '__main__':

@@ -78,7 +78,7 @@ def run(name: str, workdir: pathlib.Path, count: int, backend: str) -> Row:
   try:
     _, errors = process.communicate()
   except KeyboardInterrupt:
-    # The terminal sent it to both; whoever sent it to this process alone, did not.
+    # A terminal sends it to both; a signal to this process alone does not reach it.
     process.send_signal(signal.SIGINT)
     try:
       process.wait(_STOP_S)

@@ -29,7 +29,7 @@ class SftConfig(sft.SftConfig):
 
   Attributes:
     demonstrations: number of tasks the teacher attempts; failures are left out. Of
-      `recorded`, at most so many chats are used.
+      `recorded`, the maximum number of chats.
     families: families to demonstrate -> relative frequency. Empty: those of `tasks`.
     recorded: JSON lines of chats that take the teacher's place, as they are: those of
       experiments.sample, or any with `messages` and `tools`. '': the teacher's.

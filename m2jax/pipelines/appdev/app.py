@@ -97,7 +97,7 @@ class App:
     }
 
   def instruction(self) -> str:
-    """What the agent is told."""
+    """The instruction to the agent."""
     lines = [
       f'Build a small web app in app/: {self.about}',
       '',

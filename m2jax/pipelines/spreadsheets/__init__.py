@@ -86,7 +86,7 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
 
 
 def instruction(model: models.Model) -> str:
-  """What the agent is told."""
+  """The instruction to the agent."""
   lines = ['book.xlsx has data, and a sheet Answer to complete. Write into Answer:', '']
   for place, wanted in model.wanted.items():
     lines.append(f'- {place.partition("!")[2]}: {wanted.text}')

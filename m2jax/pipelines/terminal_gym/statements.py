@@ -26,7 +26,7 @@ DEPTHS = ('direct', 'composed', 'indirect', 'shortened')
 @dataclasses.dataclass(frozen=True)
 class Statement:
   """Attributes:
-  text: what the agent is told.
+  text: the instruction to the agent.
   by: its author.
   repairs: what was wrong with the author's earlier attempts.
   problem: why it cannot be used; '' if it can.

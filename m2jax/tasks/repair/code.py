@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import shlex
 from collections.abc import Sequence
 
 from m2jax import sandbox
@@ -19,11 +19,6 @@ print(json.dumps([space['f'](*call) for call in json.loads(sys.argv[2])]))
 Values = list  # of whatever JSON the function's values are
 
 
-def host() -> sandbox.Host:
-  """Sandboxes with this process's interpreter."""
-  return sandbox.Host(read_only=((sys.base_prefix, sys.base_prefix),))
-
-
 async def values(
   box: sandbox.Sandbox, calls: Sequence[tuple[int, int]]
 ) -> Values | str:
@@ -31,8 +26,8 @@ async def values(
 
   The expected values are not in the sandbox: code can only compute them.
   """
-  python = f'{sys.base_prefix}/bin/python3 -I -S'
-  ran = await box.exec(f"{python} -c '{_QUOTED}' {FILE} '{json.dumps(list(calls))}'")
+  arguments = shlex.join([_RUNNER, FILE, json.dumps(list(calls))])
+  ran = await box.exec(f'python3 -I -S -c {arguments}')
   if ran.timed_out or ran.oom:
     return 'killed: out of ' + ('time' if ran.timed_out else 'memory')
   if ran.returncode:
@@ -47,6 +42,3 @@ async def values(
 def equal(found: Values | str, expected: Sequence[int]) -> bool:
   """Whether the values are these integers: 1.0 and true are not 1."""
   return [repr(v) for v in found] == [repr(v) for v in expected]
-
-
-_QUOTED = _RUNNER.replace("'", "'\"'\"'")

@@ -155,7 +155,7 @@ class RepairTask:
 
 async def _sandbox(content: bytes, backend: str, limits: sandbox.Limits):
   return await sandbox.create(
-    contents={code.FILE: content}, backend=backend, limits=limits, host=code.host()
+    contents={code.FILE: content}, backend=backend, limits=limits
   )
 
 

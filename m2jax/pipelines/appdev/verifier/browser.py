@@ -1,8 +1,8 @@
 """Chromium for the verifier: an app is served over loopback and opened by playwright.
 
 The app is bytes in memory, so nothing of it is a file that something could run, and
-nothing else is served. Every visit has its own browser context: no storage, cache or
-worker of one visit is seen by another. What a page does that an app must not do is
+nothing else is served. Each page has a browser context of its own: no storage, cache or
+worker of one is seen by another. What a page does that an app must not do is
 logged by kind: errors, requests to other origins, dialogs, windows, navigation.
 Playwright finds and reads elements in an isolated world, and so does `Meter`: a
 page's changes of prototypes do not reach it.
@@ -75,7 +75,7 @@ class Log:
 
 
 class Site:
-  """Serves a dict of files at `origin`; `files` may be replaced between visits."""
+  """Serves a dict of files at `origin`; `files` may be replaced between pages."""
 
   def __init__(self):
     self.files = {}
@@ -180,11 +180,11 @@ class Browser:
     await context.close()
 
   @contextlib.asynccontextmanager
-  async def visit(self, origin, log, *, width=WIDTH, clock=False):
+  async def page(self, origin, log, *, width=WIDTH, clock=False):
     """A page in a new context, not yet at the app; its doings are logged.
 
     Raises:
-      Broken: a page crashed during the visit, or no page can be made.
+      Broken: a page crashed while it was in use, or no page can be made.
     """
     try:
       context = await asyncio.wait_for(self._context(width), CONTROL_S)

@@ -3,7 +3,7 @@
 facts/m2-and-forge.md §5: every criterion is yes or no, with its evidence.
 
 1. Execution, a hard gate: files, load, requests, errors, other origins, staying on the
-   page. If one fails, in any visit, the reward is 0.
+   page. If one fails, in any context, the reward is 0.
 2. Interaction: the steps of spec.json, each criterion in a new browser context, with
    inputs and data that the agent has not seen. If none passes, the reward is 0.
 3. Visual: the proxies of `visual`.
@@ -137,12 +137,12 @@ class Judge:
     self._report.add('execution', 'load', _GATE['load'], loaded, said)
     for name, kind in _KINDS.items():
       bad = getattr(self._log, kind)
-      evidence = '; '.join(bad[:3]) or 'none in any visit'
+      evidence = '; '.join(bad[:3]) or 'none in any context'
       self._report.add('execution', name, _GATE[name], not bad, evidence)
     self._report.rows += rows
 
-  async def _visit(self, work, files=None, **options):
-    """Runs `work(page)` in a new visit; returns (passed, evidence)."""
+  async def _in_page(self, work, files=None, **options):
+    """Runs `work(page)` in a new context; returns (passed, evidence)."""
     import browser
     import steps
     from playwright.async_api import Error
@@ -153,8 +153,8 @@ class Judge:
     if time.monotonic() > self._end:
       await self._blame()
       return False, f'not tried: the app took more than {TOTAL_S:.0f} s'
-    visit = self._chromium.visit(self._site.origin, self._log, **options)
-    async with visit as page:
+    opened = self._chromium.page(self._site.origin, self._log, **options)
+    async with opened as page:
       try:
         evidence = await asyncio.wait_for(work(page), CRITERION_S)
         await asyncio.sleep(SETTLE_S)
@@ -199,7 +199,7 @@ class Judge:
         raise steps.Unmet(f'the title is {title!r}')
       return f'title {title!r}'
 
-    passed, self._loaded = await self._visit(
+    passed, self._loaded = await self._in_page(
       work, encoded(self._spec.get('view_files'))
     )
     return passed
@@ -218,7 +218,7 @@ class Judge:
       return '; '.join(runner.evidence)[-700:]
 
     clock = bool(self._spec.get('clock'))
-    return await self._visit(work, encoded(criterion.get('files')), clock=clock)
+    return await self._in_page(work, encoded(criterion.get('files')), clock=clock)
 
   async def _visual(self):
     import browser
@@ -240,7 +240,7 @@ class Judge:
       self._report.dom = snapshot[:MAX_DOM_CHARS]
 
     clock, files = bool(self._spec.get('clock')), encoded(self._spec.get('view_files'))
-    passed, evidence = await self._visit(work, files, clock=clock)
+    passed, evidence = await self._in_page(work, files, clock=clock)
     if not passed:
       return self._proxies(evidence)
     for name, fine, what in visual.judge(pages, shots[0]):
