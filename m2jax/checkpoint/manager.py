@@ -35,7 +35,7 @@ _HOST = 'host.json'
 _LEAVES = 'leaves.json'
 # A part of an array is stored in chunks of at most this, so that a process of another
 # mesh reads little more than its own part.
-_CHUNK_BYTES = 2**23
+CHUNK_BYTES = 2**23
 _CHECKSUM_LIMIT_BYTES = 2**28  # above it CRC-32s would block the caller for too long
 
 
@@ -146,7 +146,7 @@ class CheckpointManager:
     plain = {name: leaves_lib.storable(leaf) for name, leaf in table.items()}
     specs = _specs(table, plain)
     written[_LEAVES] = json.dumps(specs, default=vars).encode()
-    how = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
+    how = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
     args = ocp.args.Composite(
       state=ocp.args.PyTreeSave(
         leaves_lib.nest(plain), save_args=leaves_lib.nest(dict.fromkeys(plain, how))

@@ -10,6 +10,7 @@ this process, as under every pytest, so that it is looked for interference:
   compared when the tests are collected, when a test function returns, and at its end;
 - a test passes only if its function returned, whatever pytest's report says of it;
 - frames and other ways to the caller's variables raise audit events (guards.py);
+- whether threads are left when a test returns is reported like these events;
 - results end with one record of pytest's exit status, which must be that of failures.
 
 None of the harness's objects can be imported, and records are encoded in C by what was
@@ -22,6 +23,7 @@ Requests: {"mode": "run" | "profile", "nonce", "tree", "site", "roots", "files",
 or {"mode": "screen", …, "mutants": [{"path", "text", "files", "keep", "limit_s"}]}.
 """
 
+import _thread
 import contextlib
 import importlib.util
 import json
@@ -117,11 +119,8 @@ def _run(request, send):
   guards = _guards()
   plugin = _Plugin(send, name, None if keep is None else set(keep), guards.Snapshot())
   trusted = f'{request["site"]}/', f'{place}/', __file__, guards.__file__
-  guards.watch(
-    trusted,
-    f'{tree}/',
-    plugin.audit(request.get('audited'), request.get('strict', False)),
-  )
+  plugin.audit(request.get('audited'), request.get('strict', False))
+  guards.watch(trusted, f'{tree}/', plugin.found)
   if request['mode'] == 'profile':
     plugin.profile = _Profile(tree)
   arguments = ['-c', ini, '--rootdir', tree, '--confcutdir', tree]
@@ -176,9 +175,9 @@ class _Plugin:
     self._seen, self._tampered, self._raised = {}, [], set()
     self._canaries, self._audited = {}, set()
     self._seconds, self._import_s = {}, 0.0
-    self._clock = time.perf_counter
+    self._clock, self._threads = time.perf_counter, _thread._count
     self._snapshot = snapshot
-    self.profile = None
+    self.profile, self.found = None, self._audited.add
     first = pytest.hookimpl(wrapper=True, tryfirst=True)
     for name in ('setup', 'call', 'teardown'):
       setattr(self, f'pytest_runtest_{name}', first(self._observer()))
@@ -203,13 +202,19 @@ class _Plugin:
         if not returned:
           self._raised.add(item.nodeid)
         self.check(python=False)
+        self._no_threads()
 
     return observe
 
+  def _no_threads(self):
+    # Before Python 3.12 there is no audit event of a thread's start.
+    if self._threads():
+      self.found('strict: threads left')
+
   def audit(self, audited, strict):
-    """What becomes of an event of guards.watch: refused, unless it is in `audited`."""
+    """Refuses events of guards.watch from now on, unless they are in `audited`."""
     if audited is None:
-      return self._audited.add
+      return
     audited, leave, send = frozenset(audited), os._exit, self._send
 
     def refuse(key):
@@ -217,7 +222,7 @@ class _Plugin:
         send({'end': -1, 'tampered': [key]})
         leave(0)
 
-    return refuse
+    self.found = refuse
 
   def pytest_collection_modifyitems(self, config, items):
     ours = [i for i in items if self._canary in i.nodeid]
@@ -232,6 +237,7 @@ class _Plugin:
   def pytest_collection_finish(self, session):
     self._import_s += time.process_time()
     self.check(python=False)
+    self._no_threads()
 
   def pytest_collectreport(self, report):
     if report.failed:
