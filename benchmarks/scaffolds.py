@@ -97,13 +97,22 @@ def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
       c.sft.recorded = str(verified_path)
     else:
       c.seed = seed + 1000  # other tasks
-    c.sft.optimizer.muon.learning_rate = 5e-3
-    c.sft.optimizer.adam.learning_rate = 5e-4
-  c.sft.loop.update(steps=steps, checkpoint_every=steps)
+    lower_rates(c)
+  set_steps(c, steps)
   c.sft.step.update(micro_rows=1)
-  c.sft.optimizer.schedule.update(total_steps=steps, decay_steps=steps // 3)
   c.rl = None
   return fields.complete(c, ForgeConfig)
+
+
+def lower_rates(c: ml_collections.ConfigDict) -> None:
+  """Learning rates with which SFT goes on from trained weights."""
+  c.sft.optimizer.muon.learning_rate = 5e-3
+  c.sft.optimizer.adam.learning_rate = 5e-4
+
+
+def set_steps(c: ml_collections.ConfigDict, steps: int) -> None:
+  c.sft.loop.update(steps=steps, checkpoint_every=steps)
+  c.sft.optimizer.schedule.update(total_steps=steps, decay_steps=steps // 3)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,60 @@
+"""How benchmarks of several arms add up; their runs take minutes to hours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from benchmarks import arms, mixed_domains, responses, scaffolds, thinking
+from experiments import common
+from m2jax.forge.config import ForgeConfig
+
+
+def flags(module, monkeypatch, *given):
+  """What a benchmark's `main` would hand to its arms."""
+  found = []
+  monkeypatch.setattr(arms, 'run', lambda *args: found.append(args))
+  monkeypatch.setattr('sys.argv', ['benchmark', *given])
+  module.main()
+  return found[0]
+
+
+@pytest.mark.parametrize('module', [mixed_domains, responses, scaffolds, thinking])
+def test_every_arm_has_a_config(module, monkeypatch, tmp_path):
+  """The job accepts the config of each arm, also of one that goes on from others."""
+  args, names, *_ = flags(module, monkeypatch, f'--workdir={tmp_path}')
+  for place in ('sample-0', *(f'attempts-{name}-0' for name in names)):
+    (tmp_path / place).mkdir()
+    (tmp_path / place / 'verified.jsonl').write_text('{}\n{}\n')
+  configs = {name: module.config(name, 0, args) for name in names}
+  built = [common.build(ForgeConfig, config) for config in configs.values()]
+  assert len(set(map(repr, built))) == len(names)
+
+
+def test_a_measurement_is_kept(tmp_path, capsys):
+  """The second run measures the seed that is new, and no other."""
+  measured = []
+
+  def measure(arm, seed, args):
+    measured.append((arm, seed))
+    return {'arm': arm, 'seed': seed}
+
+  def run(*seeds):
+    args = argparse.Namespace(workdir=tmp_path, seeds=[*seeds], json=False)
+    arms.run(args, ('a', 'b'), measure, lambda runs: json.dumps(runs))
+    return json.loads(capsys.readouterr().out)
+
+  assert len(run(0)) == 2 and len(run(0, 1)) == 4
+  assert measured == [('a', 0), ('b', 0), ('a', 1), ('b', 1)]
+
+
+def test_table_of_responses():
+  base = {'arm': 'base', 'seed': 0, 'steps': 9, 'success': {}}
+  base['success'] = {'trained': [5, 20], 'longer': [0, 20]}
+  spent = base | {'arm': '30x4', 'solved': 12, 'chats': 31, 'steps': 3}
+  again = spent | {'seed': 1, 'success': {'trained': [10, 20], 'longer': [1, 20]}}
+  *_, first, second = responses.table([base, spent, again]).splitlines()
+  assert first == '| none, before |  |  | 9 | 25.0 [25.0, 25.0] | 0.0 [0.0, 0.0] |'
+  assert second == '| 30 × 4 | 12 | 31 | 3 | 37.5 [25.0, 50.0] | 2.5 [0.0, 5.0] |'
