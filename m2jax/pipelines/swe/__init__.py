@@ -2,7 +2,7 @@
 
 The report's six stages: `collect` and `releases`, `environment`, tags and routing
 (`releases`), rewards by kind (`grade`), `statements`, and the transformations of
-`mutate` and `inject`.
+`mutate`, `inject` and `slow`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from absl import logging
 
 from m2jax.pipelines.candidate import Candidate
 from m2jax.pipelines.context import Context
-from m2jax.pipelines.swe import collect, environment, inject, releases
+from m2jax.pipelines.swe import collect, environment, inject, releases, slow
 from m2jax.pipelines.swe.config import Config
 from m2jax.pipelines.swe.environment import Environment
 
@@ -56,8 +56,16 @@ async def _package(requirement: str, config: Config, context: Context):
   if 'release' in config.families and config.releases:
     async for candidate in releases.candidates(env, config, context):
       yield candidate
+  slowed = slow.candidates(env, config, context)
+  number = 0
   async for candidate in inject.candidates(env, config, context):
     yield candidate
+    number += 1
+    if 'performance' in config.families and number % config.slow == 0:
+      async for found in slowed:
+        yield found
+        if not found.reason:
+          break
 
 
 def _stage(requirement, name, reason, wall_s, facts=None) -> Candidate:

@@ -7,7 +7,7 @@ import dataclasses
 from m2jax.checks import require
 from m2jax.pipelines.candidate import PipelineConfig
 
-FAMILIES = ('bug', 'merged', 'test', 'review', 'release')
+FAMILIES = ('bug', 'merged', 'test', 'review', 'release', 'performance')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Config(PipelineConfig):
   batch: mutants that are screened in one sandbox command.
   largest_f2p: a mutant that breaks more than this share of the tests is too obvious.
   merge, invert, review_: every n-th bug also gives a task of these families.
+  slow: a task of performance is looked for after every n-th candidate of a bug.
   """
 
   kind: str = 'swe'
@@ -52,10 +53,12 @@ class Config(PipelineConfig):
   merge: int = 6
   invert: int = 5
   review_: int = 8
+  slow: int = 40
 
   def __post_init__(self):
     super().__post_init__()
     unknown = sorted(set(self.families) - set(FAMILIES))
     require(self, not unknown, 'families', f'of {FAMILIES}; not {unknown}')
     require(self, self.batch > 0, 'batch', 'above 0')
+    require(self, self.slow > 0, 'slow', 'above 0')
     require(self, self.packages, 'packages', 'at least one')

@@ -44,10 +44,11 @@ _HARMLESS = {
 }
 _GUARDED = ('pytest', '_pytest', 'pluggy', 'unittest')
 _LEGACY = '_getini_unknown_type'  # that pytest's own plugin legacypath replaces
-# What Python and that plugin add to classes later.
+# What Python and that plugin add to modules and classes later.
 _ADDED = frozenset(
   '__annotations__ __annotate__ __annotate_func__ __annotations_cache__ '
-  '__abstractmethods__ _abc_impl __doc__ _pytest_diamond_inheritance_warning_shown '
+  '__abstractmethods__ __warningregistry__ _abc_impl __doc__ '
+  '_pytest_diamond_inheritance_warning_shown '
   'makedir inifile invocation_dir rootdir fspath startdir testdir'.split()
 )
 

@@ -12,7 +12,8 @@ import ast
 import dataclasses
 import itertools
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from m2jax.pipelines.candidate import Candidate
 from m2jax.pipelines.context import Context
@@ -35,7 +36,9 @@ class Bug:
   p2p: tuple[str, ...]
 
 
-def sites(env: Environment, seed: int) -> list[tuple[Mutation, list[str]]]:
+def sites(
+  env: Environment, seed: int, edits: Callable[..., list[Mutation]] = mutate.mutations
+) -> list[tuple[Mutation, list[str]]]:
   """Mutations of functions that tests call, with those tests.
 
   In turns over functions, so that a few tasks are of many functions.
@@ -47,7 +50,7 @@ def sites(env: Environment, seed: int) -> list[tuple[Mutation, list[str]]]:
       continue
     called = env.calls.get(path, {})
     text = env.source.files[path].decode(errors='replace')
-    for mutation in mutate.mutations(path, text, rng):
+    for mutation in edits(path, text, rng):
       callers = called.get(mutation.line, [])
       tests = env.status if _IMPORT in callers else callers
       tests = [t for t in tests if t in env.status]
@@ -66,16 +69,20 @@ def identity(env: Environment, mutation: Mutation) -> str:
   return f'{source}/{mutation.path}/{mutation.start}-{mutation.end}/{mutation.new}'
 
 
-async def screen(
-  env: Environment, chosen: Sequence[tuple[Mutation, list[str]]], context: Context,
-  config: Config,
-) -> AsyncIterator[tuple[Mutation, Bug | str]]:  # fmt: skip
-  """Runs the affected tests of mutants: yields the proved bug, or why there is none."""
+async def screened(
+  env: Environment, chosen: Sequence[tuple[Mutation, list[str]]], context: Context
+) -> AsyncIterator[tuple[Mutation, str, list[str], dict[str, Any] | None]]:
+  """Runs the affected tests of mutants.
+
+  Yields:
+    The mutation, the file's new text, its tests, and what they did; or why it was not
+    run, no tests, and None.
+  """
   mutants = []
   for mutation, tests in chosen:
     text = mutation.apply(env.source.files[mutation.path].decode(errors='replace'))
     if not mutate.parses(text):
-      yield mutation, 'not Python'
+      yield mutation, 'not Python', [], None
       continue
     files = sorted({drafts.test_file(t) for t in tests})
     limit = 3 + 4 * sum(env.seconds[t] for t in tests)
@@ -93,12 +100,25 @@ async def screen(
   )
   for number, (mutation, text, tests, _, _) in enumerate(mutants):
     found = output.mutants.get(number)
-    yield mutation, _judged(env, mutation, text, tests, found, config)
+    if found is None or (found['end'] is None and not found['timeout']):
+      yield mutation, 'the tests did not run', [], None
+    else:
+      yield mutation, text, tests, found
+
+
+async def screen(
+  env: Environment, chosen: Sequence[tuple[Mutation, list[str]]], context: Context,
+  config: Config,
+) -> AsyncIterator[tuple[Mutation, Bug | str]]:  # fmt: skip
+  """Yields the proved bug of each mutation, or why there is none."""
+  async for mutation, text, tests, found in screened(env, chosen, context):
+    proved = (
+      text if found is None else _judged(env, mutation, text, tests, found, config)
+    )
+    yield mutation, proved
 
 
 def _judged(env, mutation, text, tests, found, config: Config) -> Bug | str:
-  if found is None or (found['end'] is None and not found['timeout']):
-    return 'the tests did not run'
   if found['timeout']:
     return 'the tests do not end'
   ran = found['tests']

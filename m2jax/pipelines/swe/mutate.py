@@ -13,7 +13,7 @@ import ast
 import dataclasses
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _COMPARE = {
   ast.Lt: ('<', '<='),
@@ -34,6 +34,9 @@ _ARITHMETIC = {
   ast.FloorDiv: ast.Mult,
   ast.Mod: ast.FloorDiv,
 }
+
+
+Edits = Callable[[ast.AST, str], Iterator[tuple[ast.AST, str, str]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +65,21 @@ class Mutation:
     return text[: self.start] + self.new + text[self.end :]
 
 
-def mutations(path: str, text: str, rng: random.Random) -> list[Mutation]:
-  """All edits of a file's functions, in random order. Check `parses` on the result."""
+def mutations(
+  path: str, text: str, rng: random.Random, edits: Edits | None = None
+) -> list[Mutation]:
+  """All edits of a file's functions, in random order. Check `parses` on the result.
+
+  `edits` are those of a function, by default the kinds above: yields the node to
+  replace, the kind, and the new text.
+  """
   if '\r' in text or not parses(text):
     return []
   tree = ast.parse(text)
   found = []
   for function, name in functions(tree, ''):
     first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
-    for node, kind, new in _edits(function, text):
+    for node, kind, new in (edits or _edits)(function, text):
       start, end = span(text, node)
       if text[start:end] != new:
         found.append(Mutation(path, name, first, kind, start, end, new, node.lineno))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 from m2jax.pipelines.swe import guards
@@ -80,7 +81,8 @@ list(map(attrgetter('f_locals'), map(sys._getframe, [0])))
 
 
 def test_what_is_replaced_or_added_is_named(monkeypatch):
-  """Functions, properties, bases and what a module imports; not a new submodule."""
+  """Functions, properties, bases and what a module imports; not a new submodule or
+  what Python notes of warnings."""
   module = types.ModuleType('pluggy.made')
 
   class Base:
@@ -94,10 +96,14 @@ def test_what_is_replaced_or_added_is_named(monkeypatch):
 
   Base.__module__ = Report.__module__ = module.__name__
   module.Base, module.Report, module.path = Base, Report, Path
+  exec('import warnings\ndef warn(): warnings.warn("old")', vars(module))
   monkeypatch.setitem(sys.modules, module.__name__, module)
   snapshot = guards.Snapshot()
   assert snapshot.changes() == []
   module.sub = types.ModuleType('pluggy.made.sub')
+  with warnings.catch_warnings(record=True):  # issued on a caller's behalf
+    module.warn()
+  assert '__warningregistry__' in vars(module)
   assert snapshot.changes() == []
   Report.failed = property(lambda self: False)
   Report.passed = True

@@ -1,0 +1,272 @@
+"""Performance tasks: code that gives the same results, in more time.
+
+Tests of a package are quick, since their inputs are small. `with_workloads` adds tests
+of its functions with large arguments (`large_calls`), whose results are known by their
+digest. An edit of `edits` copies or scans a container where the source does not; it is
+a task if all tests have the same results and some workloads take significantly longer
+(`timing`).
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import random
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from m2jax import sandbox
+from m2jax.pipelines.candidate import Candidate
+from m2jax.pipelines.context import Context
+from m2jax.pipelines.make import LIMITS
+from m2jax.pipelines.swe import drafts, environment, inject, large_calls, mutate, timing
+from m2jax.pipelines.swe.config import Config
+from m2jax.pipelines.swe.environment import Environment
+from m2jax.pipelines.swe.mutate import Mutation, segment
+from m2jax.tasks.harbor import compose, verifier
+
+_SIZE = 2000  # of the large arguments
+_MOST_S = 0.05  # of one call
+_ALL_S = 4.0  # of all workloads of a package
+_CALLS = 2  # workloads of a function, at most
+_LIMIT_S = 120.0
+_SLOWER, _SLOWER_S = 1.5, 0.02  # at the first look, in ratio and seconds
+
+
+# Workloads ----------------------------------------------------------------------------
+
+
+async def with_workloads(env: Environment, context: Context) -> Environment | None:
+  """The package with a file of tests with large arguments; None without any."""
+  calls = await _calls(env, context)
+  if not calls:
+    return None
+  path = workloads_path(env)
+  files = {**env.source.files, path: workloads(calls).encode()}
+  ran = await environment.run(
+    context.dataset, env.site, files, 'profile', roots=env.roots, files=[path]
+  )
+  passed = {t: r['s'] for t, r in ran.tests.items() if r['status'] == 'PASSED'}
+  if not passed or ran.end.get('tampered'):
+    return None
+  called = {p: {int(k): [*v] for k, v in at.items()} for p, at in env.calls.items()}
+  for file, lines in ran.end.get('calls', {}).items():
+    for line, tests in lines.items():
+      own = called.setdefault(file, {}).setdefault(int(line), [])
+      own += [t for t in tests if t in passed]
+  return dataclasses.replace(
+    env,
+    source=dataclasses.replace(env.source, files=files),
+    files=(*env.files, path),
+    status={**env.status, **dict.fromkeys(passed, 'PASSED')},
+    seconds={**env.seconds, **passed},
+    calls=called,
+    audited=tuple(sorted({*env.audited, *ran.end.get('audited', ())})),
+  )
+
+
+def workloads_path(env: Environment) -> str:
+  directory, slash, _ = env.files[0].rpartition('/')
+  return f'{directory}{slash}test_workloads.py'
+
+
+def workloads(calls: Sequence[dict[str, Any]]) -> str:
+  """The file of tests, one for each call."""
+  modules = sorted({call['module'] for call in calls})
+  parts = ['"""Calls with large arguments; results are known by their digest."""']
+  parts += ['import hashlib', *(f'import {name}' for name in modules)]
+  text = '\n'.join(parts) + '\n'
+  for maker in large_calls.SHARED:
+    text += f'\n\n{inspect.getsource(maker)}'
+  for call in calls:
+    given = ', '.join(f'{name}({_SIZE})' for name in call['arguments'])
+    name = f'{call["module"]}.{call["function"]}'
+    title = '_'.join([name.replace('.', '_'), *call['arguments']])
+    text += f'\n\ndef test_{title}():\n'
+    text += f'  assert digest({name}({given})) == (\n    {call["digest"]!r}\n  )\n'
+  return text
+
+
+async def _calls(env: Environment, context: Context) -> list[dict[str, Any]]:
+  """Calls of the package's functions, the quickest first, within `_ALL_S`."""
+  request = {
+    'path': [f'tree/{root}' for root in env.roots] + [f'/sites/{env.site}'],
+    'modules': sorted(filter(None, map(_module(env), env.source.files))),
+    'size': _SIZE,
+    'most_s': _MOST_S,
+    'calls': _CALLS,
+  }
+  async with await sandbox.create(
+    limits=LIMITS,
+    host=verifier.host(context.dataset),
+    contents={
+      'large_calls.py': inspect.getsource(large_calls).encode(),
+      'request': json.dumps(request).encode(),
+      **{f'tree/{path}': data for path, data in env.source.files.items()},
+    },
+  ) as box:
+    command = (
+      'export PYTHONHASHSEED=0 HOME=/tmp LANG=C.UTF-8\n'
+      'python3 -s -S -P -B large_calls.py < request'
+    )
+    done = await box.exec(command, timeout_s=_LIMIT_S)
+  found = [json.loads(line) for line in done.stdout.splitlines()]
+  chosen, total = [], 0.0
+  for call in sorted(found, key=lambda c: c['s']):
+    total += call['s']
+    if total < _ALL_S:
+      chosen.append(call)
+  return sorted(chosen, key=lambda c: (c['module'], c['function'], c['arguments']))
+
+
+def _module(env: Environment):
+  def name(path: str) -> str | None:
+    if not compose.is_work(path, env.code, environment.EXCLUDE):
+      return None
+    root = f'{env.roots[0]}/' if env.roots[0] else ''
+    parts = path.removeprefix(root).removesuffix('.py').split('/')
+    parts = parts[:-1] if parts[-1] == '__init__' else parts
+    public = all(part.isidentifier() and part[0] != '_' for part in parts)
+    return '.'.join(parts) if public else None
+
+  return name
+
+
+# Edits --------------------------------------------------------------------------------
+
+
+def edits(path: str, text: str, rng: random.Random) -> list[Mutation]:
+  """Edits in loops, which copy or scan a container each time; in random order."""
+  return mutate.mutations(path, text, rng, _edits)
+
+
+def _edits(function, text: str) -> Iterator[tuple[ast.AST, str, str]]:
+  for node in dict.fromkeys(_repeated(function)):
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+      left, right = segment(text, node.left), segment(text, node.comparators[0])
+      word = 'in' if isinstance(node.ops[0], ast.In) else 'not in'
+      if len(node.ops) == 1 and _named(node.comparators[0]):
+        yield node, 'membership', f'{left} {word} list({right})'
+    elif isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
+      of = segment(text, node.args[0])
+      if segment(text, node.func) == 'len' and _named(node.args[0]):
+        yield node, 'length', f'sum(1 for _ in {of})'
+      elif segment(text, node.func) in ('min', 'max') and _named(node.args[0]):
+        at = 0 if segment(text, node.func) == 'min' else -1
+        yield node, 'extremum', f'sorted({of})[{at}]'
+    elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+      if not isinstance(node.slice, ast.Slice | ast.Tuple) and _named(node.value):
+        value, at = segment(text, node.value), segment(text, node.slice)
+        yield node, 'item', f'list({value})[{at}]'
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+      yield from _grown(node, text)
+
+
+def _repeated(function) -> Iterator[ast.AST]:
+  """Nodes of a function that are inside a loop of it."""
+  for node in mutate.own(function):
+    if isinstance(node, ast.For | ast.AsyncFor | ast.While):
+      yield from (inner for part in node.body for inner in ast.walk(part))
+    elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+      yield from ast.walk(node)
+
+
+def _grown(node: ast.Expr, text: str) -> Iterator[tuple[ast.AST, str, str]]:
+  call = node.value
+  if not isinstance(call.func, ast.Attribute) or len(call.args) != 1 or call.keywords:
+    return
+  name, item = segment(text, call.func.value), segment(text, call.args[0])
+  if not _named(call.func.value) or isinstance(call.args[0], ast.Starred):
+    return
+  if call.func.attr == 'append':
+    yield node, 'append', f'{name}[:] = {name} + [{item}]'
+  elif call.func.attr == 'add':
+    yield node, 'add', f'{name}.update(set({name}) | {{{item}}})'
+
+
+def _named(node: ast.AST) -> bool:
+  """Whether it is a variable or an attribute, which is cheap to read again."""
+  return isinstance(node, ast.Name) or (
+    isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+  )
+
+
+# Tasks --------------------------------------------------------------------------------
+
+
+async def candidates(
+  env: Environment, config: Config, context: Context
+) -> AsyncIterator[Candidate]:
+  """Tasks to make code of one package faster; edits that make no task, as rejected."""
+  timed = await with_workloads(env, context)
+  if timed is None:
+    return
+  own = {t for t in timed.status if t not in env.status}
+  found = inject.sites(timed, config.seed, edits)
+  left = [s for s in found if own & set(s[1]) and _id(timed, s[0]) not in context.done]
+  for at in range(0, len(left), config.batch):
+    batch = left[at : at + config.batch]
+    async for mutation, text, tests, ran in inject.screened(timed, batch, context):
+      reason = text if ran is None else _same_and_slower(timed, tests, own, ran)
+      if reason:
+        yield _rejected(timed, mutation, reason)
+      else:
+        yield await _candidate(timed, context, mutation, text, sorted(own & set(tests)))
+
+
+def _same_and_slower(env: Environment, tests, own: set[str], ran) -> str:
+  """Why the run of an edit makes no task; '' if it may."""
+  if ran['timeout']:
+    return 'the tests do not end'
+  if ran['end'] is None or any(ran['tests'].get(t) != env.status[t] for t in tests):
+    return 'a test has another result'
+  workloads = own & set(tests)
+  before = sum(env.seconds[t] for t in workloads)
+  after = sum(ran['seconds'][t] for t in workloads)
+  if after < max(_SLOWER * before, before + _SLOWER_S):
+    return 'not slower'
+  return ''
+
+
+async def _candidate(env, context, mutation: Mutation, text, workloads) -> Candidate:
+  tree = {**env.source.files, mutation.path: text.encode()}
+  timed, ratio = await timing.significant(env, context, tree, workloads)
+  if not timed:
+    return _rejected(env, mutation, 'not significantly slower')
+  id_ = _id(env, mutation)
+  path = workloads_path(env)
+  draft = drafts.performance(
+    *(env, inject.name(env, 'performance', id_), {mutation.path: text}, timed),
+    *(timing.PAIRS, timing.LEAST),
+    added={path: env.source.files[path]},
+  )
+  original = env.source.files[mutation.path].decode()
+  diff = drafts.patch(
+    {mutation.path: original.encode()}, {mutation.path: text.encode()}
+  )
+  return Candidate(
+    id_,
+    'slowed code',
+    'performance',
+    env.source.name,
+    draft,
+    inject.marked('performance', [mutation], diff),
+    facts={'kind': mutation.kind, 'timed': len(timed), 'ratio': round(ratio, 2)},
+  )
+
+
+def _id(env: Environment, mutation: Mutation) -> str:
+  return f'slow/{inject.identity(env, mutation)}'
+
+
+def _rejected(env: Environment, mutation: Mutation, reason: str) -> Candidate:
+  return Candidate(
+    _id(env, mutation),
+    'slowed code',
+    'performance',
+    env.source.name,
+    reason=reason,
+    facts={'kind': mutation.kind},
+  )
