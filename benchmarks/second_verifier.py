@@ -5,7 +5,8 @@ python -m benchmarks.second_verifier --workdir=workdir/swe --count=50
 It reads the files of a task directory itself, and runs pytest's command line with
 --junitxml in a new sandbox, on the tree before and after the solution: every F2P test
 must fail before and pass after, every P2P test pass on both. A written test must pass
-on the right source and fail on the bug; the line of a review must be the only one whose
+on the right source and fail on the bug; timed tests must take longer before than after,
+in each of three pairs of runs; the line of a review must be the only one whose
 syntax tree differs. A disagreement with the admission is printed.
 """
 
@@ -46,8 +47,16 @@ def files_of(task: Path) -> tuple[dict[str, bytes], dict[str, bytes], dict]:
   return release, changed, json.loads((task / 'tests' / 'config.json').read_bytes())
 
 
-async def outcomes(dataset: Path, site: str, tree, roots, files) -> dict[str, str]:
-  """{(class, name): outcome} from the junit file of a run."""
+async def outcomes(dataset: Path, site: str, tree, roots, files) -> dict[tuple, str]:
+  """{(class, name): outcome} of a run."""
+  found = await cases(dataset, site, tree, roots, files)
+  return {name: outcome for name, (outcome, _) in found.items()}
+
+
+async def cases(
+  dataset: Path, site: str, tree, roots, files
+) -> dict[tuple, tuple[str, float]]:
+  """{(class, name): (outcome, seconds)} from the junit file of a run."""
   host = sandbox.Host(
     read_only=(
       (sys.base_prefix, sys.base_prefix),
@@ -73,7 +82,11 @@ async def outcomes(dataset: Path, site: str, tree, roots, files) -> dict[str, st
   found = {}
   for case in ElementTree.fromstring(text).iter('testcase'):
     bad = [c.tag for c in case if c.tag in ('failure', 'error', 'skipped')]
-    found[case.get('classname', ''), case.get('name')] = bad[0] if bad else 'passed'
+    outcome = bad[0] if bad else 'passed'
+    found[case.get('classname', ''), case.get('name')] = (
+      outcome,
+      float(case.get('time')),
+    )
   return found
 
 
@@ -108,6 +121,12 @@ async def check(dataset: Path, task: Path) -> str:
   for path in (task / 'solution' / 'files').glob('**/*'):
     if path.is_file():
       solved[str(path.relative_to(task / 'solution' / 'files'))] = path.read_bytes()
+  if config['kind'] == 'performance':
+    runs = [
+      await cases(dataset, site, tree, roots, config['files'])
+      for tree in (before, solved) * 3
+    ]
+    return compared(runs, config)
   old = await outcomes(dataset, site, before, roots, config['files'])
   new = await outcomes(dataset, site, solved, roots, config['files'])
   expected = dict.fromkeys((*config['f2p'], *config['p2p']), 'passed')
@@ -117,6 +136,21 @@ async def check(dataset: Path, task: Path) -> str:
   wrong += [t for t in expected if t in {*config['f2p'], *config['p2p']}
     and new.get(key(t)) != expected[t]]  # fmt: skip
   return f'{len(wrong)} tests differ, such as {wrong[0]}' if wrong else ''
+
+
+def compared(runs, config) -> str:
+  """Checks runs of the slow and the solved tree in turns; the first is the slow one."""
+  for ran in runs:
+    for test in config['p2p']:
+      expected = 'skipped' if config['status'].get(test) == 'XFAIL' else 'passed'
+      if ran.get(key(test), ('', 0.0))[0] != expected:
+        return f'{test} differs'
+  slow, fast = (
+    [sum(ran[key(test)][1] for test in config['timed']) for ran in part]
+    for part in (runs[::2], runs[1::2])
+  )
+  slower = all(a > b for a, b in zip(slow, fast, strict=True))
+  return '' if slower else f'not slower each time: {slow} and {fast} s'
 
 
 def reviewed(release, changed, config, task: Path) -> str:

@@ -165,7 +165,10 @@ def performance(
     },
     details={'timed': len(timed)},
   )
-  return dataclasses.replace(draft, verifier_s=2 * pairs * limit_s(env) + 30)
+  ours = {f'workspace/{path}': data for path, data in (added or {}).items()}
+  return dataclasses.replace(
+    draft, tests={**draft.tests, **ours}, verifier_s=2 * pairs * limit_s(env) + 30
+  )
 
 
 def review(

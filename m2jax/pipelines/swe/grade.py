@@ -333,8 +333,11 @@ def _compose(config):
   with open(os.path.join(_HERE, 'workspace.tar.gz'), 'rb') as file:
     original = compose.unpack(file.read())
   work = compose.gather('/workspace', *policy)
+  place, ours = os.path.join(_HERE, 'workspace'), {}
+  if os.path.isdir(place):
+    ours = compose.gather(place, ('*',), ())
   target = tempfile.mkdtemp()
-  compose.write(compose.compose(original, work, {}, *policy), target)
+  compose.write(compose.compose(original, work, ours, *policy), target)
   return target
 
 

@@ -110,15 +110,26 @@ async def screen(
   env: Environment, chosen: Sequence[tuple[Mutation, list[str]]], context: Context,
   config: Config,
 ) -> AsyncIterator[tuple[Mutation, Bug | str]]:  # fmt: skip
-  """Yields the proved bug of each mutation, or why there is none."""
-  async for mutation, text, tests, found in screened(env, chosen, context):
-    proved = (
-      text if found is None else _judged(env, mutation, text, tests, found, config)
-    )
-    yield mutation, proved
+  """Yields the proved bug of each mutation, or why there is none.
+
+  Those that break a test run all of them then: a test that calls no changed function
+  may need it through a cache or another process.
+  """
+  broken = []
+  async for mutation, *ran in screened(env, chosen, context):
+    proved = _judged(env, mutation, *ran, config)
+    if isinstance(proved, str):
+      yield mutation, proved
+    else:
+      broken.append((mutation, list(env.status)))
+  if broken:
+    async for mutation, *ran in screened(env, broken, context):
+      yield mutation, _judged(env, mutation, *ran, config)
 
 
 def _judged(env, mutation, text, tests, found, config: Config) -> Bug | str:
+  if found is None:
+    return text
   if found['timeout']:
     return 'the tests do not end'
   ran = found['tests']

@@ -31,7 +31,8 @@ _SIZE = 2000  # of the large arguments
 _MOST_S = 0.05  # of one call
 _ALL_S = 4.0  # of all workloads of a package
 _CALLS = 2  # workloads of a function, at most
-_LIMIT_S = 120.0
+_SCREENED = 4  # workloads of an edit at the first look
+_LIMIT_S = 240.0
 _SLOWER, _SLOWER_S = 1.5, 0.02  # at the first look, in ratio and seconds
 
 
@@ -39,7 +40,10 @@ _SLOWER, _SLOWER_S = 1.5, 0.02  # at the first look, in ratio and seconds
 
 
 async def with_workloads(env: Environment, context: Context) -> Environment | None:
-  """The package with a file of tests with large arguments; None without any."""
+  """The package with a file of tests with large arguments; None without any.
+
+  Its `calls` are those of these tests alone.
+  """
   calls = await _calls(env, context)
   if not calls:
     return None
@@ -51,11 +55,10 @@ async def with_workloads(env: Environment, context: Context) -> Environment | No
   passed = {t: r['s'] for t, r in ran.tests.items() if r['status'] == 'PASSED'}
   if not passed or ran.end.get('tampered'):
     return None
-  called = {p: {int(k): [*v] for k, v in at.items()} for p, at in env.calls.items()}
-  for file, lines in ran.end.get('calls', {}).items():
-    for line, tests in lines.items():
-      own = called.setdefault(file, {}).setdefault(int(line), [])
-      own += [t for t in tests if t in passed]
+  called = {
+    file: {int(line): [t for t in tests if t in passed] for line, tests in at.items()}
+    for file, at in ran.end.get('calls', {}).items()
+  }
   return dataclasses.replace(
     env,
     source=dataclasses.replace(env.source, files=files),
@@ -203,28 +206,29 @@ async def candidates(
   timed = await with_workloads(env, context)
   if timed is None:
     return
-  own = {t for t in timed.status if t not in env.status}
-  found = inject.sites(timed, config.seed, edits)
-  left = [s for s in found if own & set(s[1]) and _id(timed, s[0]) not in context.done]
-  for at in range(0, len(left), config.batch):
-    batch = left[at : at + config.batch]
+  found = [
+    (mutation, sorted(tests, key=lambda t: -timed.seconds[t])[:_SCREENED])
+    for mutation, tests in inject.sites(timed, config.seed, edits)
+    if _id(timed, mutation) not in context.done
+  ]
+  for at in range(0, len(found), config.batch):
+    batch = found[at : at + config.batch]
     async for mutation, text, tests, ran in inject.screened(timed, batch, context):
-      reason = text if ran is None else _same_and_slower(timed, tests, own, ran)
+      reason = text if ran is None else _not_slower(timed, tests, ran)
       if reason:
         yield _rejected(timed, mutation, reason)
       else:
-        yield await _candidate(timed, context, mutation, text, sorted(own & set(tests)))
+        yield await _candidate(timed, context, mutation, text, tests)
 
 
-def _same_and_slower(env: Environment, tests, own: set[str], ran) -> str:
+def _not_slower(env: Environment, tests, ran) -> str:
   """Why the run of an edit makes no task; '' if it may."""
   if ran['timeout']:
     return 'the tests do not end'
   if ran['end'] is None or any(ran['tests'].get(t) != env.status[t] for t in tests):
     return 'a test has another result'
-  workloads = own & set(tests)
-  before = sum(env.seconds[t] for t in workloads)
-  after = sum(ran['seconds'][t] for t in workloads)
+  before = sum(env.seconds[t] for t in tests)
+  after = sum(ran['seconds'][t] for t in tests)
   if after < max(_SLOWER * before, before + _SLOWER_S):
     return 'not slower'
   return ''
@@ -232,6 +236,11 @@ def _same_and_slower(env: Environment, tests, own: set[str], ran) -> str:
 
 async def _candidate(env, context, mutation: Mutation, text, workloads) -> Candidate:
   tree = {**env.source.files, mutation.path: text.encode()}
+  ran = await environment.run(
+    context.dataset, env.site, tree, 'run', roots=env.roots, files=env.files
+  )
+  if any(ran.tests.get(t, {}).get('status') != s for t, s in env.status.items()):
+    return _rejected(env, mutation, 'a test has another result')
   timed, ratio = await timing.significant(env, context, tree, workloads)
   if not timed:
     return _rejected(env, mutation, 'not significantly slower')

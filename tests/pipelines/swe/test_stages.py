@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import dataclasses
+import json
 import random
 
 import pytest
@@ -23,6 +24,7 @@ from m2jax.pipelines.swe import (
   inject,
   mutate,
   releases,
+  slow,
   statements,
 )
 from m2jax.tasks import harbor
@@ -123,10 +125,95 @@ def test_bugs_come_with_executed_proof(env, context):
   assert len({c.id for c in found}) == len(found)
 
 
+def test_a_test_that_calls_nothing_may_be_f2p(env, context):
+  """It may need the function through a cache or another process, which a profile does
+  not show: here a profile that names one caller of each function."""
+
+  async def proved(package_env):
+    sites = inject.sites(package_env, 0)[:16]
+    found = inject.screen(package_env, sites, context, package.CONFIG)
+    async for mutation, bug in found:
+      if not isinstance(bug, str):
+        yield inject.identity(package_env, mutation), bug.f2p
+
+  first = {
+    path: {line: tests[:1] for line, tests in lines.items()}
+    for path, lines in env.calls.items()
+  }
+  every = dict(_collected(proved(env)))
+  found = dict(_collected(proved(dataclasses.replace(env, calls=first))))
+  assert found and found.items() <= every.items()
+  assert any(len(f2p) > 1 for f2p in found.values())
+
+
 def test_the_same_seed_gives_the_same_candidates(env):
   one = [inject.identity(env, m) for m, _ in inject.sites(env, 3)]
   assert one == [inject.identity(env, m) for m, _ in inject.sites(env, 3)]
   assert one != [inject.identity(env, m) for m, _ in inject.sites(env, 4)]
+
+
+# Performance --------------------------------------------------------------------------
+
+_SLOWED = """\
+def distinct(values):
+  seen, found = set(), []
+  for value in values:
+    if value not in seen:
+      seen.add(value)
+      found.append(value)
+  return found
+
+
+def first(values):
+  return [value for value in values if value in values[:1]]
+"""
+
+
+def test_edits_of_loops_give_the_same_in_more_time():
+  space, edited = {}, {}
+  exec(_SLOWED, space)
+  for mutation in slow.edits('f.py', _SLOWED, random.Random(0)):
+    text = mutation.apply(_SLOWED)
+    exec(text, other := {})
+    for values in ([], [1, 2, 1, 3], list('abca')):
+      assert other['distinct'](values) == space['distinct'](values)
+    edited[text[mutation.start :].splitlines()[0]] = mutation.kind
+  assert edited == {
+    'value not in list(seen):': 'membership',
+    'seen.update(set(seen) | {value})': 'add',
+    'found[:] = found + [value]': 'append',
+  }
+
+
+@pytest.mark.long
+def test_slowed_code_is_a_task(tmp_path):
+  """Workloads, edits and draft; the solution passes, and doing nothing fails."""
+  env = package.build(tmp_path, core=package.CORE + '\n\n' + _SLOWED)
+  context = Context(tmp_path, seat.Seat(seat.SeatConfig(), 'author'))
+  found = _collected(slow.candidates(env, package.CONFIG, context))
+  assert {c.reason for c in found} <= {
+    *('', 'not slower', 'not significantly slower', 'a test has another result'),
+  }
+  made = {c.facts['kind']: c for c in found if not c.reason}
+  assert 'membership' in made
+  assert made['membership'].facts['ratio'] > 2
+  place = tmp_path / 'tasks' / 'train'
+  place.mkdir(parents=True)
+  task = harbor.of_directory(harbor.read(harbor.write(made['membership'].draft, place)))
+  config = json.loads((next(place.iterdir()) / 'tests' / 'config.json').read_text())
+  assert all('test_workloads.py::' in test for test in config['timed'])
+  honest, idle = _collected(_judged(task))
+  assert honest.outcome == harbor.PASSED, honest
+  assert idle.outcome == harbor.FAILED
+
+
+async def _judged(task):
+  """Verdicts on the solution and on nothing."""
+  for solved in (True, False):
+    async with task.open(backend='bubblewrap', limits=LIMITS) as environment:
+      if solved:
+        await task.solve(environment)
+      yield await task.judge(environment)
 
 
 # Releases -----------------------------------------------------------------------------
