@@ -17,7 +17,7 @@ from starlette import routing
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from m2jax.gateway import openapi
+from m2jax.gateway import hosts, openapi
 from m2jax.gateway.dialects import DIALECTS, Completing
 from m2jax.gateway.endpoints import Completions, Counts
 from m2jax.gateway.errors import ApiError
@@ -31,6 +31,8 @@ def build(service: ChatService) -> fastapi.FastAPI:
   started_s, document = int(time.time()), openapi.document(config.model_name)
   # A redirect to a path with a slash would go to the host that the client names.
   app = fastapi.FastAPI(title='m2jax gateway', openapi_url=None, redirect_slashes=False)
+  answered = dict(host=config.host, more=config.hosts, counters=counters)
+  app.add_middleware(hosts.Hosts, **answered)
   bodies = Bodies(config.max_unfinished_bytes)
   for dialect in DIALECTS.values():
     kind = Completions if isinstance(dialect, Completing) else Counts

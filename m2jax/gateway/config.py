@@ -24,6 +24,8 @@ class GatewayConfig:
   Attributes:
     model_name: the model served; requests for another one get a 404.
     host, port: where to listen; port 0 chooses a free port.
+    hosts: names by which clients may call a server on loopback besides its own, as
+      through a proxy on this machine; requests for other names get a 403.
     accept_unknown_keys: whether an unregistered key opens a session; else it gets a
       401.
     unknown_key_mode: the mode of such a session, 'training' or 'evaluation'.
@@ -72,6 +74,7 @@ class GatewayConfig:
   model_name: str = 'm2jax'
   host: str = '127.0.0.1'
   port: int = 0
+  hosts: tuple[str, ...] = ()
   accept_unknown_keys: bool = False
   unknown_key_mode: str = 'evaluation'
   max_unknown_sessions: int = 1024

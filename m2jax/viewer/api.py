@@ -29,6 +29,7 @@ from typing import Any
 import fastapi
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from m2jax.gateway import hosts
 from m2jax.gateway.errors import ApiError, invalid, too_large
 from m2jax.gateway.receiving import Bodies, Disconnected, bearer
 from m2jax.pool.pages import Condition
@@ -38,7 +39,6 @@ from m2jax.viewer.run import Run
 _BODY_BYTES = 64 << 10
 _MAX_TEXT_CHARS = 200
 _OUTCOMES = {'': None, 'success': True, 'failure': False}
-_LOOPBACK = '127.0.0.1', 'localhost', '[::1]'
 _NOT_CACHED = {
   'cache-control': 'no-store',
   'x-content-type-options': 'nosniff',
@@ -57,11 +57,12 @@ def add_routes(app: fastapi.FastAPI, run: Run, key: str, host: str) -> None:
     host: the address that the server listens at, whose name requests may have.
   """
   threads = concurrent.futures.ThreadPoolExecutor(1, 'viewer')
+  names = hosts.names(host)
   bodies = Bodies(16 * _BODY_BYTES)
   html = page.live()
 
   def checked(request: fastapi.Request) -> None:
-    _check_host(request, host)
+    hosts.check(request.headers.get('host', ''), names)
     if not hmac.compare_digest(bearer(request.scope).encode(), key.encode()):
       raise ApiError(401, "not this run's admin key", code='invalid_api_key')
 
@@ -77,7 +78,7 @@ def add_routes(app: fastapi.FastAPI, run: Run, key: str, host: str) -> None:
 
   @app.get('/view')
   async def show(request: fastapi.Request):
-    _check_host(request, host)
+    hosts.check(request.headers.get('host', ''), names)
     headers = {'content-security-policy': html.policy, 'x-frame-options': 'DENY'}
     return HTMLResponse(html.text, headers=_NOT_CACHED | headers)
 
@@ -128,14 +129,6 @@ def add_routes(app: fastapi.FastAPI, run: Run, key: str, host: str) -> None:
         raise invalid(str(error), None) from error
 
     return await answer(work)
-
-
-def _check_host(request: fastapi.Request, host: str) -> None:
-  given = request.headers.get('host', '')
-  name = given.rpartition(':')[0] if not given.endswith(']') else given
-  name = name if ':' in given and name else given
-  if name.lower() not in (*_LOOPBACK, host, f'[{host}]'):
-    raise ApiError(403, f'Host {given[:100]!r} is not this server', code='host')
 
 
 def _condition(given) -> tuple[Condition, int | None]:

@@ -21,7 +21,9 @@ from tests.gateway.conftest import SH, response_text
 
 ANSWER = response_text('t', 'fine')
 OK = {'model': 'm2jax', 'messages': [{'role': 'user', 'content': 'hi'}]}
-HEAD = 'POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n'
+HEAD = (
+  'POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k\r\n'
+)
 MIB = 1 << 20
 
 
@@ -153,7 +155,7 @@ def attack(path):
   with socket.create_connection((host, port), timeout=120) as connection:
     try:
       connection.sendall(
-        b'POST /v1/chat/completions HTTP/1.1\\r\\nhost: x\\r\\n'
+        b'POST /v1/chat/completions HTTP/1.1\\r\\nhost: localhost\\r\\n'
         b'authorization: Bearer k\\r\\ncontent-length: %d\\r\\n\\r\\n' % len(body)
       )
       connection.sendall(body)
@@ -435,7 +437,7 @@ def test_slow_senders(serve, begin, rest, reason, again):
   gateway, _, _ = serve(ANSWER, header_timeout_s=0.5, body_timeout_s=0.5)
   with connect(gateway) as connection:
     if again:
-      connection.sendall(b'HEAD / HTTP/1.1\r\nhost: x\r\n\r\n')
+      connection.sendall(b'HEAD / HTTP/1.1\r\nhost: localhost\r\n\r\n')
       time.sleep(0.1)
       connection.recv(65_536)
     connection.sendall(begin.encode())
@@ -454,7 +456,7 @@ def test_slow_senders(serve, begin, rest, reason, again):
       HEAD + 'transfer-encoding: chunked\r\n\r\n' + '1\r\n \r\n' * 9999,
       'chunks_too_small',
     ),
-    ('HEAD / HTTP/1.1\r\nhost: x\r\n\r\n' * 9999, 'pipelined'),
+    ('HEAD / HTTP/1.1\r\nhost: localhost\r\n\r\n' * 9999, 'pipelined'),
     (
       HEAD + 'transfer-encoding: chunked\r\n\r\n1\r\n \r\n0\r\nx: ' + 'y' * 500_000,
       'headers_too_large',

@@ -344,7 +344,7 @@ def test_damaged_requests(tok, inline_bytes):
     ),
   )
   def check(body, headers, length, path):
-    head = path + b' HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n'
+    head = path + b' HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k\r\n'
     head += b'connection: close\r\n'
     head += b''.join(headers)
     if length:
@@ -542,7 +542,8 @@ def test_hostile_bytes(serve):
   """Connections that speak no HTTP, or stop in the middle, harm nobody else."""
   gateway, _, _ = serve(ANSWER)
   host, port = gateway.base_url.removeprefix('http://').removesuffix('/v1').split(':')
-  head = b'POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n'
+  head = b'POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n'
+  head += b'authorization: Bearer k\r\n'
   for data in (
     b'\x00\xff\x16\x03\x01' * 50,
     b'GET / HTTP/9.9\r\n\r\n',

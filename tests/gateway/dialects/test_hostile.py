@@ -192,7 +192,9 @@ HTTP = {  # what a request has, before or besides its JSON: the status
 @pytest.mark.parametrize('name', ['anthropic', 'responses'])
 def test_http_that_no_dialect_reads(serve, name):
   """Rejected before the dialect's code runs, the error still has a form it knows."""
-  gateway, *_ = serve(response_text('t', 'x'), body_timeout_s=0.5)
+  gateway, *_ = serve(
+    response_text('t', 'x'), body_timeout_s=0.5, hosts=('evil.example',)
+  )
   gateway.sessions.open('k')
   path = dialects.DIALECTS[name].path.encode()
   for label, (expected, method, suffix, headers) in HTTP.items():
