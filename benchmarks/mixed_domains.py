@@ -107,10 +107,10 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
 def main() -> None:
   parser = arms_lib.parser(__doc__)
   parser.add_argument('--demonstrations', type=int, default=2000)
-  parser.add_argument('--tokens', type=int, default=4096, help='of an SFT step')
-  parser.add_argument('--sft_steps', type=int, default=1000)
+  parser.add_argument('--tokens', type=int, default=2048, help='of an SFT step')
+  parser.add_argument('--sft_steps', type=int, default=2000)
   parser.add_argument('--updates', type=int, default=12, help='of RL')
-  parser.add_argument('--groups', type=int, default=6, help='of an update')
+  parser.add_argument('--groups', type=int, default=16, help='of an update')
   parser.add_argument('--tasks', type=int, default=50, help='held out, of a domain')
   arms_lib.run(parser.parse_args(), ARMS, measure, table)
 
