@@ -226,10 +226,11 @@ def test_nothing_else_of_the_gateway_is_reachable(play):
 def test_a_daemon_ends_with_the_command(play, tok):
   """It samples nothing after the verdict."""
   code = ONCE + (
+    'import time\n'
     'if os.fork() == 0:\n'
     '  os.setsid()\n'
-    '  while True: ask([user])\n'
-    'import time; time.sleep(0.3); print(7)'
+    '  while True: ask([user]); time.sleep(0.02)\n'  # fewer than max_turns
+    'time.sleep(0.3); print(7)'
   )
   (t,), engine, records, _ = play(python(code))
   assert t.end_reason == 'answer'
