@@ -44,29 +44,39 @@ async def with_workloads(env: Environment, context: Context) -> Environment | No
 
   Its `calls` are those of these tests alone.
   """
-  calls = await _calls(env, context)
-  if not calls:
+  found = await _calls(env, context)
+  if not found:
     return None
   path = workloads_path(env)
-  files = {**env.source.files, path: workloads(calls).encode()}
-  ran = await environment.run(
-    context.dataset, env.site, files, 'profile', roots=env.roots, files=[path]
-  )
-  passed = {t: r['s'] for t, r in ran.tests.items() if r['status'] == 'PASSED'}
-  if not passed or ran.end.get('tampered'):
+  files = {**env.source.files, path: workloads(found).encode()}
+  called, timed = [
+    await environment.run(
+      context.dataset, env.site, files, mode, roots=env.roots, files=[path]
+    )
+    for mode in ('profile', 'run')
+  ]
+  if called.end.get('tampered') or timed.end.get('tampered'):
     return None
-  called = {
-    file: {int(line): [t for t in tests if t in passed] for line, tests in at.items()}
-    for file, at in ran.end.get('calls', {}).items()
+  passed = {
+    test: record['s']
+    for test, record in timed.tests.items()
+    if {record['status'], called.tests.get(test, {}).get('status')} == {'PASSED'}
   }
+  if not passed:
+    return None
+  calls = {
+    file: {int(line): [t for t in tests if t in passed] for line, tests in at.items()}
+    for file, at in called.end.get('calls', {}).items()
+  }
+  seen = {*env.audited, *called.end.get('audited', ()), *timed.end.get('audited', ())}
   return dataclasses.replace(
     env,
     source=dataclasses.replace(env.source, files=files),
     files=(*env.files, path),
     status={**env.status, **dict.fromkeys(passed, 'PASSED')},
     seconds={**env.seconds, **passed},
-    calls=called,
-    audited=tuple(sorted({*env.audited, *ran.end.get('audited', ())})),
+    calls=calls,
+    audited=tuple(sorted(seen)),
   )
 
 
@@ -96,7 +106,7 @@ async def _calls(env: Environment, context: Context) -> list[dict[str, Any]]:
   """Calls of the package's functions, the quickest first, within `_ALL_S`."""
   request = {
     'path': [f'tree/{root}' for root in env.roots] + [f'/sites/{env.site}'],
-    'modules': sorted(filter(None, map(_module(env), env.source.files))),
+    'modules': sorted({_module(env, path) for path in env.source.files} - {''}),
     'size': _SIZE,
     'most_s': _MOST_S,
     'calls': _CALLS,
@@ -115,7 +125,8 @@ async def _calls(env: Environment, context: Context) -> list[dict[str, Any]]:
       'python3 -s -S -P -B large_calls.py < request'
     )
     done = await box.exec(command, timeout_s=_LIMIT_S)
-  found = [json.loads(line) for line in done.stdout.splitlines()]
+  whole = done.stdout.rpartition('\n')[0]  # a late process may be in mid-line
+  found = [json.loads(line) for line in whole.splitlines()]
   chosen, total = [], 0.0
   for call in sorted(found, key=lambda c: c['s']):
     total += call['s']
@@ -124,17 +135,16 @@ async def _calls(env: Environment, context: Context) -> list[dict[str, Any]]:
   return sorted(chosen, key=lambda c: (c['module'], c['function'], c['arguments']))
 
 
-def _module(env: Environment):
-  def name(path: str) -> str | None:
-    if not compose.is_work(path, env.code, environment.EXCLUDE):
-      return None
-    root = f'{env.roots[0]}/' if env.roots[0] else ''
-    parts = path.removeprefix(root).removesuffix('.py').split('/')
-    parts = parts[:-1] if parts[-1] == '__init__' else parts
-    public = all(part.isidentifier() and part[0] != '_' for part in parts)
-    return '.'.join(parts) if public else None
-
-  return name
+def _module(env: Environment, path: str) -> str:
+  """Name of a file's module, if it is public and of the package's code; else ''."""
+  if not compose.is_work(path, env.code, environment.EXCLUDE):
+    return ''
+  root = f'{env.roots[0]}/' if env.roots[0] else ''
+  parts = (
+    path.removeprefix(root).removesuffix('.py').removesuffix('/__init__').split('/')
+  )
+  public = all(part.isidentifier() and part[0] != '_' for part in parts)
+  return '.'.join(parts) if public else ''
 
 
 # Edits --------------------------------------------------------------------------------
