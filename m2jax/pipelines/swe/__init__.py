@@ -16,7 +16,7 @@ from absl import logging
 from m2jax.pipelines.candidate import Candidate
 from m2jax.pipelines.context import Context
 from m2jax.pipelines.swe import collect, environment, inject, releases, slow
-from m2jax.pipelines.swe.config import Config
+from m2jax.pipelines.swe.config import INJECTED, Config
 from m2jax.pipelines.swe.environment import Environment
 
 
@@ -58,14 +58,18 @@ async def _package(requirement: str, config: Config, context: Context):
       yield candidate
   slowed = slow.candidates(env, config, context)
   number = 0
-  async for candidate in inject.candidates(env, config, context):
-    yield candidate
-    number += 1
-    if 'performance' in config.families and number % config.slow == 0:
-      async for found in slowed:
-        yield found
-        if not found.reason:
-          break
+  if set(config.families) & set(INJECTED):
+    async for candidate in inject.candidates(env, config, context):
+      yield candidate
+      number += 1
+      if 'performance' in config.families and number % config.slow == 0:
+        async for found in slowed:
+          yield found
+          if not found.reason:
+            break
+  if 'performance' in config.families:
+    async for candidate in slowed:
+      yield candidate
 
 
 def _stage(requirement, name, reason, wall_s, facts=None) -> Candidate:

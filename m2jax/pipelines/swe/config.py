@@ -7,7 +7,8 @@ import dataclasses
 from m2jax.checks import require
 from m2jax.pipelines.candidate import PipelineConfig
 
-FAMILIES = ('bug', 'merged', 'test', 'review', 'release', 'performance')
+INJECTED = ('bug', 'merged', 'test', 'review')
+FAMILIES = (*INJECTED, 'release', 'performance')
 
 
 @dataclasses.dataclass(frozen=True)
