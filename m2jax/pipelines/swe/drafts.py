@@ -124,11 +124,18 @@ def performance(
   timed: Sequence[str],
   pairs: int,
   least: float,
-  added: Mapping[str, bytes] | None = None,
+  shown: Mapping[str, bytes] | None = None,
+  judged: Mapping[str, bytes] | None = None,
 ) -> harbor.Draft:
   """A task to make the code under `timed` tests faster, by at least `least`.
 
-  `added` are files, such as tests, that the release does not have.
+  Args:
+    slow: sources as the agent gets them.
+    timed: tests.
+    pairs: of runs that are compared.
+    least: gain in time.
+    shown: tests that the release does not have, as the agent sees them.
+    judged: the same files as they are run for the verdict.
   """
   before = {path: text.encode() for path, text in slow.items()}
   now = {path: env.source.files.get(path, b'') for path in before}
@@ -143,11 +150,13 @@ def performance(
     'pairs': pairs,
     'least': least,
   }
-  shown = '\n'.join(f'- `{test}`' for test in sorted(timed)[:10])
+  listed = '\n'.join(f'- `{test}`' for test in sorted(timed)[:10])
   instruction = (
     f'# {env.source.name}: slow\n\nThe code under these tests takes too long:\n\n'
-    f'{shown}\n\nMake it faster by at least {least:.0%}. All tests must still pass.\n'
+    f'{listed}\n\nMake it faster by at least {least:.0%}. All tests must still pass.\n'
   )
+  if judged:
+    instruction += 'The verdict is on arguments of other sizes, too.\n'
   draft = _draft(
     env,
     name,
@@ -156,7 +165,7 @@ def performance(
     config,
     collect=env.code,
     exclude=environment.EXCLUDE,
-    overlay={**before, **(added or {})},
+    overlay={**before, **(shown or {})},
     remove=(),
     solution={
       'solve.sh': _SOLVE.encode(),
@@ -165,7 +174,7 @@ def performance(
     },
     details={'timed': len(timed)},
   )
-  ours = {f'workspace/{path}': data for path, data in (added or {}).items()}
+  ours = {f'workspace/{path}': data for path, data in (judged or {}).items()}
   return dataclasses.replace(
     draft, tests={**draft.tests, **ours}, verifier_s=2 * pairs * limit_s(env) + 30
   )

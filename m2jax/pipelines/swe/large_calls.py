@@ -1,10 +1,10 @@
 """Finds calls of a package's functions with large arguments; runs in the sandbox.
 
 A request is a JSON line on standard input: {"path": [directories to import from],
-"modules", "size", "most_s", "calls"}. Each public function of a module is called with
-arguments of `ARGUMENTS`, in a process of its own. Calls that return the same twice,
-within `most_s` seconds, are JSON lines: {"module", "function", "arguments", "digest",
-"s"}; at most `calls` of a function, the longest.
+"modules", "sizes", "most_s", "calls"}. Each public function of a module is called with
+`arguments` of each size, in a process of its own. Calls that return the same twice,
+within `most_s` seconds, are JSON lines: {"module", "function", "arguments", "digests"
+of each size, "s" of the last}; at most `calls` of a function, the longest.
 
 `SHARED` is also the head of the tests that are made of these calls. Standard library
 only.
@@ -133,25 +133,35 @@ def _in_a_process(work):
 
 def _calls(called, module, name, request, out):
   """Writes the calls of one function."""
-  size, found, deadline = request['size'], [], time.monotonic() + _FUNCTION_S
+  found, deadline = [], time.monotonic() + _FUNCTION_S
   signal.signal(signal.SIGALRM, _late)
   for makers in arguments():
     if time.monotonic() > deadline:
       break
     with contextlib.suppress(Exception):
-      signal.setitimer(signal.ITIMER_REAL, request['most_s'])
-      started = time.perf_counter()
-      one = digest(called(*(make(size) for make in makers)))
-      seconds = time.perf_counter() - started
-      signal.setitimer(signal.ITIMER_REAL, request['most_s'])
-      if digest(called(*(make(size) for make in makers))) == one:
-        names = [make.__name__ for make in makers]
-        about = {'module': module, 'function': name, 'arguments': names}
-        found.append({**about, 'digest': one, 's': round(seconds, 5)})
-    signal.setitimer(signal.ITIMER_REAL, 0)
+      digests, seconds = [], 0.0
+      for size in request['sizes']:
+        one, seconds = _called(called, makers, size, request['most_s'])
+        if _called(called, makers, size, request['most_s'])[0] != one:
+          raise ValueError('another result')
+        digests.append(one)
+      names = [make.__name__ for make in makers]
+      about = {'module': module, 'function': name, 'arguments': names}
+      found.append({**about, 'digests': digests, 's': round(seconds, 5)})
   found.sort(key=lambda call: -call['s'])
   for call in found[: request['calls']]:
     out.write(json.dumps(call) + '\n')
+
+
+def _called(called, makers, size, most_s):
+  """(digest of the result, seconds); raises TimeoutError."""
+  signal.setitimer(signal.ITIMER_REAL, most_s)
+  try:
+    started = time.perf_counter()
+    found = digest(called(*(make(size) for make in makers)))
+    return found, time.perf_counter() - started
+  finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _late(*_):

@@ -2,9 +2,9 @@
 
 Tests of a package are quick, since their inputs are small. `with_workloads` adds tests
 of its functions with large arguments (`large_calls`), whose results are known by their
-digest. An edit of `edits` copies or scans a container where the source does not; it is
-a task if all tests have the same results and some workloads take significantly longer
-(`timing`).
+digest. The agent sees them with one size of arguments, and is judged with another. An
+edit of `edits` copies or scans a container where the source does not; it is a task if
+all tests have the same results and some workloads take significantly longer (`timing`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from m2jax.pipelines.swe.environment import Environment
 from m2jax.pipelines.swe.mutate import Mutation, segment
 from m2jax.tasks.harbor import compose, verifier
 
-_SIZE = 2000  # of the large arguments
+_SIZES = 2000, 2311  # of the large arguments: as shown, and as judged
 _MOST_S = 0.05  # of one call
 _ALL_S = 4.0  # of all workloads of a package
 _CALLS = 2  # workloads of a function, at most
@@ -39,16 +39,21 @@ _SLOWER, _SLOWER_S = 1.5, 0.02  # at the first look, in ratio and seconds
 # Workloads ----------------------------------------------------------------------------
 
 
-async def with_workloads(env: Environment, context: Context) -> Environment | None:
+async def with_workloads(
+  env: Environment, context: Context
+) -> tuple[Environment, bytes] | None:
   """The package with a file of tests with large arguments; None without any.
 
-  Its `calls` are those of these tests alone.
+  Returns:
+    The environment with the tests that judge; its `calls` are those of these tests
+    alone. And the file as the agent sees it.
   """
   found = await _calls(env, context)
   if not found:
     return None
   path = workloads_path(env)
-  files = {**env.source.files, path: workloads(found).encode()}
+  shown, judged = (workloads(found, which).encode() for which in range(2))
+  files = {**env.source.files, path: judged}
   called, timed = [
     await environment.run(
       context.dataset, env.site, files, mode, roots=env.roots, files=[path]
@@ -69,7 +74,7 @@ async def with_workloads(env: Environment, context: Context) -> Environment | No
     for file, at in called.end.get('calls', {}).items()
   }
   seen = {*env.audited, *called.end.get('audited', ()), *timed.end.get('audited', ())}
-  return dataclasses.replace(
+  added = dataclasses.replace(
     env,
     source=dataclasses.replace(env.source, files=files),
     files=(*env.files, path),
@@ -78,6 +83,7 @@ async def with_workloads(env: Environment, context: Context) -> Environment | No
     calls=calls,
     audited=tuple(sorted(seen)),
   )
+  return added, shown
 
 
 def workloads_path(env: Environment) -> str:
@@ -85,8 +91,8 @@ def workloads_path(env: Environment) -> str:
   return f'{directory}{slash}test_workloads.py'
 
 
-def workloads(calls: Sequence[dict[str, Any]]) -> str:
-  """The file of tests, one for each call."""
+def workloads(calls: Sequence[dict[str, Any]], which: int) -> str:
+  """The file of tests, one for each call, with arguments of one of the sizes."""
   modules = sorted({call['module'] for call in calls})
   parts = ['"""Calls with large arguments; results are known by their digest."""']
   parts += ['import hashlib', *(f'import {name}' for name in modules)]
@@ -94,11 +100,13 @@ def workloads(calls: Sequence[dict[str, Any]]) -> str:
   for maker in large_calls.SHARED:
     text += f'\n\n{inspect.getsource(maker)}'
   for call in calls:
-    given = ', '.join(f'{name}({_SIZE})' for name in call['arguments'])
+    given = ', '.join(f'{name}({_SIZES[which]})' for name in call['arguments'])
     name = f'{call["module"]}.{call["function"]}'
     title = '_'.join([name.replace('.', '_'), *call['arguments']])
     text += f'\n\ndef test_{title}():\n'
-    text += f'  assert digest({name}({given})) == (\n    {call["digest"]!r}\n  )\n'
+    text += (
+      f'  assert digest({name}({given})) == (\n    {call["digests"][which]!r}\n  )\n'
+    )
   return text
 
 
@@ -107,7 +115,7 @@ async def _calls(env: Environment, context: Context) -> list[dict[str, Any]]:
   request = {
     'path': [f'tree/{root}' for root in env.roots] + [f'/sites/{env.site}'],
     'modules': sorted({_module(env, path) for path in env.source.files} - {''}),
-    'size': _SIZE,
+    'sizes': _SIZES,
     'most_s': _MOST_S,
     'calls': _CALLS,
   }
@@ -213,9 +221,10 @@ async def candidates(
   env: Environment, config: Config, context: Context
 ) -> AsyncIterator[Candidate]:
   """Tasks to make code of one package faster; edits that make no task, as rejected."""
-  timed = await with_workloads(env, context)
-  if timed is None:
+  made = await with_workloads(env, context)
+  if made is None:
     return
+  timed, shown = made
   found = [
     (mutation, sorted(tests, key=lambda t: -timed.seconds[t])[:_SCREENED])
     for mutation, tests in inject.sites(timed, config.seed, edits)
@@ -228,7 +237,7 @@ async def candidates(
       if reason:
         yield _rejected(timed, mutation, reason)
       else:
-        yield await _candidate(timed, context, mutation, text, tests)
+        yield await _candidate(timed, context, mutation, text, tests, shown)
 
 
 def _not_slower(env: Environment, tests, ran) -> str:
@@ -244,7 +253,9 @@ def _not_slower(env: Environment, tests, ran) -> str:
   return ''
 
 
-async def _candidate(env, context, mutation: Mutation, text, workloads) -> Candidate:
+async def _candidate(
+  env, context, mutation: Mutation, text, workloads, shown: bytes
+) -> Candidate:
   tree = {**env.source.files, mutation.path: text.encode()}
   ran = await environment.run(
     context.dataset, env.site, tree, 'run', roots=env.roots, files=env.files
@@ -259,7 +270,8 @@ async def _candidate(env, context, mutation: Mutation, text, workloads) -> Candi
   draft = drafts.performance(
     *(env, inject.name(env, 'performance', id_), {mutation.path: text}, timed),
     *(timing.PAIRS, timing.LEAST),
-    added={path: env.source.files[path]},
+    shown={path: shown},
+    judged={path: env.source.files[path]},
   )
   original = env.source.files[mutation.path].decode()
   diff = drafts.patch(

@@ -202,17 +202,25 @@ def test_slowed_code_is_a_task(tmp_path):
   task = harbor.of_directory(harbor.read(harbor.write(made['membership'].draft, place)))
   config = json.loads((next(place.iterdir()) / 'tests' / 'config.json').read_text())
   assert all('test_workloads.py::' in test for test in config['timed'])
-  honest, idle = _collected(_judged(task))
+  honest, idle, shown = _collected(_judged(task))
   assert honest.outcome == harbor.PASSED, honest
   assert idle.outcome == harbor.FAILED
+  assert shown.outcome == harbor.FAILED
 
 
 async def _judged(task):
-  """Verdicts on the solution and on nothing."""
-  for solved in (True, False):
+  """Verdicts on the solution, on nothing, and on what is fast as far as it is seen."""
+  for work in ('solution', '', 'shown'):
     async with task.open(backend='bubblewrap', limits=LIMITS) as environment:
-      if solved:
+      if work == 'solution':
         await task.solve(environment)
+      elif work:
+        text = (
+          'slowly = distinct\ndef distinct(values):\n'
+          '  fast = len(values) == 2000\n'
+          '  return list(dict.fromkeys(values)) if fast else slowly(values)\n'
+        )
+        await environment.box.exec(f"cat >> {_CORE} <<'END'\n{text}\nEND")
       yield await task.judge(environment)
 
 
