@@ -10,7 +10,8 @@ this process, as under every pytest, so that it is looked for interference:
   compared when the tests are collected, when a test function returns, and at its end;
 - a test passes only if its function returned, whatever pytest's report says of it;
 - frames and other ways to the caller's variables raise audit events (guards.py);
-- whether threads are left when a test returns is reported like these events;
+- where time is measured, threads count towards that of their test; one that stays is
+  reported like these events;
 - results end with one record of pytest's exit status, which must be that of failures.
 
 None of the harness's objects can be imported, and records are encoded in C by what was
@@ -175,9 +176,10 @@ class _Plugin:
     self._seen, self._tampered, self._raised = {}, [], set()
     self._canaries, self._audited = {}, set()
     self._seconds, self._import_s = {}, 0.0
-    self._clock, self._threads = time.perf_counter, _thread._count
+    self._clock, self._sleep = time.perf_counter, time.sleep
+    self._threads = _thread._count
     self._snapshot = snapshot
-    self.profile, self.found = None, self._audited.add
+    self.profile, self.found, self._timed = None, self._audited.add, True
     first = pytest.hookimpl(wrapper=True, tryfirst=True)
     for name in ('setup', 'call', 'teardown'):
       setattr(self, f'pytest_runtest_{name}', first(self._observer()))
@@ -185,36 +187,46 @@ class _Plugin:
   def _observer(self):
     """A hook that notes which tests raise, before a report is made of it."""
 
-    clock, seconds = self._clock, self._seconds
+    clock, seconds, threads = self._clock, self._seconds, self._threads
 
     def observe(item):
       from _pytest.assertion import util
 
       util._config = util._reprcompare = util._assertion_pass = None
-      returned, started = False, clock()
+      returned, started, before = False, clock(), threads()
       try:
         result = yield
         # unittest's exceptions are stored, not raised.
         returned = not getattr(item, '_excinfo', None)
         return result
       finally:
+        self._wait(before)
         seconds[item.nodeid] = seconds.get(item.nodeid, 0.0) + clock() - started
         if not returned:
           self._raised.add(item.nodeid)
         self.check(python=False)
-        self._no_threads()
 
     return observe
 
-  def _no_threads(self):
-    # Before Python 3.12 there is no audit event of a thread's start.
-    if self._threads():
-      self.found('strict: threads left')
+  def _wait(self, before):
+    """Until no more threads run than `before`, or for a moment, if time is measured.
+
+    Before Python 3.12 there is no audit event of a thread's start.
+    """
+    if not self._timed:
+      return
+    deadline = self._clock() + 0.5
+    while self._threads() > before:
+      if self._clock() > deadline:
+        self.found('strict: threads left')
+        return
+      self._sleep(0.001)
 
   def audit(self, audited, strict):
     """Refuses events of guards.watch from now on, unless they are in `audited`."""
     if audited is None:
       return
+    self._timed = strict
     audited, leave, send = frozenset(audited), os._exit, self._send
 
     def refuse(key):
@@ -237,7 +249,7 @@ class _Plugin:
   def pytest_collection_finish(self, session):
     self._import_s += time.process_time()
     self.check(python=False)
-    self._no_threads()
+    self._wait(0)
 
   def pytest_collectreport(self, report):
     if report.failed:
