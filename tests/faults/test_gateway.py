@@ -31,7 +31,7 @@ SESSIONS = 500
 def head(key: str, body: bytes) -> bytes:
   lines = (
     'POST /v1/chat/completions HTTP/1.1',
-    'host: x',
+    'host: localhost',
     f'authorization: Bearer {key}',
     f'content-length: {len(body)}',
   )
@@ -77,8 +77,9 @@ async def rush(gateway, keys, kinds, everybody) -> collections.Counter:
     asyncio.ensure_future(client(gateway, key, kind, held))
     for key, kind in zip(keys, kinds, strict=True)
   ]
-  while not everybody():
-    await asyncio.sleep(0.02)
+  async with asyncio.timeout(60):
+    while not everybody():
+      await asyncio.sleep(0.02)
   held.set()
   return collections.Counter(await asyncio.gather(*tasks))
 
