@@ -30,11 +30,6 @@ _ROOTS = ('src', 'lib', '')
 _MODULES = {'yaml': 'pyyaml', 'dateutil': 'python-dateutil', 'attr': 'attrs'}
 _PLUGINS = {'benchmark': 'pytest-benchmark', 'mocker': 'pytest-mock'}
 _RUN_S = 240.0
-# As in grade.run; a fixed seed, since some tests are named after elements of sets.
-_COMMAND = (
-  'export PYTHONHASHSEED=0 HOME=/tmp LANG=C.UTF-8\n'
-  'python3 -s -S -P -B harness.py < request'
-)
 
 
 class NoEnvironment(Exception):
@@ -217,6 +212,15 @@ async def site(requirements: Sequence[str], dataset: Path) -> str:
   return key
 
 
+def command(program: str) -> str:
+  """Runs a program of the workspace on the file `request`, as grade.run does."""
+  # A fixed seed, since some tests are named after elements of sets.
+  return (
+    'export PYTHONHASHSEED=0 HOME=/tmp LANG=C.UTF-8\n'
+    f'python3 -s -S -P -B {program} < request'
+  )
+
+
 async def run(
   dataset: Path,
   key: str,
@@ -256,7 +260,7 @@ async def run(
   ) as box:
     # As for the verifier, but for mutants, which are written into the tree.
     read_only = '' if mode == 'screen' else 'chmod -R a-w tree\n'
-    done = await box.exec(read_only + _COMMAND, timeout_s=limit_s)
+    done = await box.exec(read_only + command('harness.py'), timeout_s=limit_s)
   return _parsed(done, nonce)
 
 

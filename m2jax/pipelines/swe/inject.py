@@ -116,9 +116,9 @@ async def screen(
   may need it through a cache or another process.
   """
   broken = []
-  async for mutation, *ran in screened(env, chosen, context):
-    proved = _judged(env, mutation, *ran, config)
-    if isinstance(proved, str):
+  async for mutation, text, tests, found in screened(env, chosen, context):
+    proved = _judged(env, mutation, text, tests, found, config)
+    if isinstance(proved, str) or len(tests) == len(env.status):
       yield mutation, proved
     else:
       broken.append((mutation, list(env.status)))

@@ -128,10 +128,7 @@ async def _calls(env: Environment, context: Context) -> list[dict[str, Any]]:
       **{f'tree/{path}': data for path, data in env.source.files.items()},
     },
   ) as box:
-    command = (
-      'export PYTHONHASHSEED=0 HOME=/tmp LANG=C.UTF-8\n'
-      'python3 -s -S -P -B large_calls.py < request'
-    )
+    command = environment.command('large_calls.py')
     done = await box.exec(command, timeout_s=_LIMIT_S)
   whole = done.stdout.rpartition('\n')[0]  # a late process may be in mid-line
   found = [json.loads(line) for line in whole.splitlines()]
@@ -273,9 +270,9 @@ async def _candidate(
     shown={path: shown},
     judged={path: env.source.files[path]},
   )
-  original = env.source.files[mutation.path].decode()
   diff = drafts.patch(
-    {mutation.path: original.encode()}, {mutation.path: text.encode()}
+    {mutation.path: env.source.files[mutation.path]},
+    {mutation.path: tree[mutation.path]},
   )
   return Candidate(
     id_,
