@@ -71,12 +71,16 @@ def _serve(config: ForgeConfig) -> None:
   except KeyboardInterrupt:
     print('\nstopped')
   except OSError as error:
-    url = {'engine': 'engine_url', 'gateway': 'gateway_url'}.get(ROLE.value)
-    if url is None or error.errno not in _ADDRESS:
+    urls = {
+      'engine': ('engine_urls', roles.engine_urls[roles.engine]),
+      'gateway': ('gateway_url', roles.gateway_url),
+    }
+    if ROLE.value not in urls or error.errno not in _ADDRESS:
       raise
+    field, url = urls[ROLE.value]
     raise common.BadInput(
-      f'--config.roles.{url}={getattr(roles, url)}: {error.strerror}: choose '
-      'another port, or end the process that has it'
+      f'--config.roles.{field}: {url}: {error.strerror}: choose another port, or end '
+      'the process that has it'
     ) from error
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -188,14 +188,22 @@ class Fleet:
     return Replica(number, sizes, index, self._prior)
 
   def choose(
-    self, chain: Sequence[bytes], prompt_tokens: int, session: bytes = b''
+    self,
+    chain: Sequence[bytes],
+    prompt_tokens: int,
+    session: bytes = b'',
+    failed: Collection[int] = (),
   ) -> Choice | None:
-    """Where a request goes; None if no replica is alive."""
+    """Where a request goes; None if no replica is alive.
+
+    Args:
+      failed: replicas that it goes to only if no other one is alive.
+    """
     mean = self._response_tokens or 1.0
+    living = [replica for replica in self.replicas if replica.alive]
     views = [
       replica.view(self._cached(replica, chain, prompt_tokens), mean, self._rates)
-      for replica in self.replicas
-      if replica.alive
+      for replica in [r for r in living if r.number not in failed] or living
     ]
     if not views:
       return None

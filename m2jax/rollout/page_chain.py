@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 ROOT = b''
-_DIGEST_BYTES = 16  # two different prefixes are never expected to have the same
+DIGEST_BYTES = 16  # two different prefixes are never expected to have the same
 
 
 def link(parent: bytes, page: bytes) -> bytes:
@@ -23,7 +23,7 @@ def link(parent: bytes, page: bytes) -> bytes:
     parent: digest of the page before it; ROOT of the first.
     page: its token ids, int32.
   """
-  return hashlib.blake2b(parent + page, digest_size=_DIGEST_BYTES).digest()
+  return hashlib.blake2b(parent + page, digest_size=DIGEST_BYTES).digest()
 
 
 def chain(

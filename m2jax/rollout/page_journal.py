@@ -34,6 +34,11 @@ class PageJournal:
     self._most = most
     self._read = False  # ever
 
+  @property
+  def is_read(self) -> bool:
+    """Whether there is a reader."""
+    return self._read
+
   def add(self, kind: str, digest: bytes = b'', version: int = 0) -> None:
     if not self._read:
       return

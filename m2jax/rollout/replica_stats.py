@@ -23,6 +23,24 @@ def sizes(stats: Mapping[str, float]) -> Sizes:
   )
 
 
+def all_sizes(replicas: Sequence[Any], page_tokens: int | None) -> list[Sizes]:
+  """Of replicas, of which some may not serve yet: these get a placeholder.
+
+  Args:
+    page_tokens: of all of them; None: as in those that serve.
+
+  Raises:
+    ValueError: none serves, and page_tokens is None.
+  """
+  found = [sizes(r.stats()) if r.alive else None for r in replicas]
+  if page_tokens is None:
+    page_tokens = next((size.page_tokens for size in found if size), None)
+  if page_tokens is None:
+    raise ValueError('page_tokens: is needed if no replica serves yet')
+  absent = Sizes(pages=1, page_tokens=page_tokens, slots=1)
+  return [size or absent for size in found]
+
+
 def page_events(replica: Any) -> Sequence[Event]:
   """What is new in its journal, if it has one."""
   read = getattr(replica, 'page_events', None)

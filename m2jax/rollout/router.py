@@ -8,11 +8,13 @@ the router has learned of all of them (`fleet`). Nothing is pinned.
   same random stream; the others fail with EngineError, as they would at one engine.
 - With `make` the router replaces a replica that has stopped; without, it waits for it
   to be alive again. It gets the weights published last before it serves.
-- Weights are published to all replicas. A request keeps to the replica's rules: every
-  token has the version that drew it (DESIGN law 4).
+- Weights are published to all replicas, or, with `follows`, these read them from a
+  directory, each at its time. A request keeps to the replica's rules: every token has
+  the version that drew it (DESIGN law 4).
 
-Replicas may be in other processes: only `submit`, `update_weights`, `stats`, `alive`,
-`stopped_reason`, `stop` and, if there is one, `page_events` are called.
+Replicas may be in other processes (`forge.remote.engine_client`): only `submit`,
+`update_weights`, `stats`, `alive`, `stopped_reason`, `stop` and, if there is one,
+`page_events` are called.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class _Call:
   future: concurrent.futures.Future
   lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
   attempts: int = 0
+  failed: set[int] = dataclasses.field(default_factory=set)  # replicas
   streamed: bool = False
   cancelled: bool = False
   handle: Any = None
@@ -71,8 +74,10 @@ class Router:
     *,
     make: Callable[[int, Any, int], Any] | None = None,
     variables: Any = None,
+    follows: bool = False,
+    page_tokens: int | None = None,
   ):
-    """Takes over replicas that serve already.
+    """Takes over replicas; those that do not serve yet are used when they do.
 
     Args:
       replicas: each a Scheduler, or what has its interface; all with the same model and
@@ -81,23 +86,23 @@ class Router:
         new serving replica in place of one that has stopped. None: only
         one that is alive again comes back.
       variables: the weights of `version`, which only `make` needs.
+      follows: replicas take new weights by themselves; `update_weights` is not called.
+      page_tokens: of the replicas' pages; None needs one that serves.
     """
     if not replicas:
       raise ValueError('replicas: at least one is needed')
     self.config = config = config or RouterConfig()
     self._replicas = list(replicas)
-    for replica in replicas:  # from now on its journal is kept
-      replica_stats.page_events(replica)
     self._context_tokens = min(replica.context_tokens for replica in replicas)
     self._fleet = Fleet(
-      [replica_stats.sizes(replica.stats()) for replica in replicas],
+      replica_stats.all_sizes(replicas, page_tokens),
       POLICIES[config.policy],
       prior=Prior(migration_s=config.migration_s),
       version=version,
       keep_stale=config.reuse_stale_prefix,
       seed=config.seed,
     )
-    self._make = make
+    self._make, self._follows = make, follows
     self._restarts = Restarts(
       self._restart if make is not None else None, config.max_restarts, config.restart_s
     )
@@ -111,6 +116,11 @@ class Router:
     self._counts = {'resubmissions': 0, 'lost_replicas': 0, 'predicted_hit_tokens': 0}
     self._past = dict.fromkeys(TOTALS, 0)  # totals of replicas that are gone
     self._latest = [dict.fromkeys(TOTALS, 0) for _ in replicas]
+    for number, replica in enumerate(replicas):
+      replica_stats.page_events(replica)  # from now on its journal is kept
+      if not replica.alive:
+        self._fleet.lose(number)
+        self._restarts.reasons[number] = replica.stopped_reason or 'it was stopped'
     self._observer = threading.Thread(target=self._run, name='router', daemon=True)
 
   def start(self) -> Router:
@@ -130,6 +140,11 @@ class Router:
   @property
   def policy(self) -> Policy:
     return self._fleet.policy
+
+  @property
+  def _version(self) -> int:
+    """Of the weights published last."""
+    return self._weights[1]
 
   @property
   def context_tokens(self) -> int:
@@ -183,7 +198,7 @@ class Router:
       ValueError: version does not increase, or shapes or dtypes differ from before.
     """
     with self._publishing:
-      latest = self._weights[1]
+      latest = self._version
       if version <= latest:
         raise ValueError(
           f'version={version}: must be above {latest}, which the replicas already have'
@@ -212,7 +227,7 @@ class Router:
     with self._lock:
       living = [self._replicas[r.number] for r in self._living()]
       past = self._past | self._counts | {'replicas': len(self._replicas)}
-      version = self._weights[1]
+      version = self._version
     return replica_stats.total([replica.stats() for replica in living], past, version)
 
   def observe(self) -> None:
@@ -226,7 +241,8 @@ class Router:
         if alive:
           self._observe(number, replica)
         elif replica.alive and not self._restarts.pending:  # such as a lost connection
-          self._adopt(number, replica)
+          if not self._follows or replica.stats()['policy_version'] >= self._version:
+            self._adopt(number, replica)
       except Exception as error:
         logging.warning('replica %d cannot be observed: %r', number, error)
 
@@ -238,6 +254,9 @@ class Router:
     with self._lock:
       if self._replicas[number] is replica:
         self._latest[number] = {key: stats.get(key, 0) for key in TOTALS}
+        if self._follows and stats['policy_version'] > self._version:
+          self._weights = (None, stats['policy_version'])
+          self._fleet.advance(stats['policy_version'])
         self._fleet.observe(number, stats, events)
 
   # --- A request on its way.
@@ -260,7 +279,7 @@ class Router:
     session = call.chain[0] if call.chain else b''
     while True:
       with self._lock:
-        choice = self._fleet.choose(call.chain, size, session)
+        choice = self._fleet.choose(call.chain, size, session, call.failed)
         if choice is None or self._stop.is_set():
           raise EngineError('the rollout engine is not running: no replica is serving')
         replica = self._replicas[choice.replica]
@@ -311,6 +330,7 @@ class Router:
         call.future.set_result(result)
         return
       self._end(flight)
+      call.failed.add(flight.replica)
       if not replica.alive:
         self._lose(flight.replica, replica, str(error))
       if self._may_resubmit(call, error):

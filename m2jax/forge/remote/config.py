@@ -9,6 +9,7 @@ import urllib.parse
 from m2jax.checks import require
 from m2jax.forge.remote.engine_client import RemoteConfig
 from m2jax.forge.remote.engine_server import EngineServerConfig
+from m2jax.rollout.router_config import RouterConfig
 from m2jax.sharding import MeshConfig
 
 
@@ -17,15 +18,17 @@ class RolesConfig:
   """How the roles find each other; without effect on a run in one process.
 
   Attributes:
-    engine_url, gateway_url: by which the other roles reach them. A port of 0 in
+    engine_urls, gateway_url: by which the other roles reach them. A port of 0 in
       `engine_server` or the gateway's config is the port of the URL.
+    engine: which of the `engine_urls` the engine of this process has, from 0.
     pool_url: SQLAlchemy URL of the pool's database; '' is WORKDIR/pool.db. SQLite is
       for processes of one machine. A password may be in libpq's password file instead.
     pool_outage_s: how long a role waits for a PostgreSQL server that is away.
     key_file: file with the secret that the roles share; '' is WORKDIR/roles.key, which
       the learner makes.
     engine_server: the engine's HTTP server.
-    engine_client: how the gateway uses the engine.
+    engine_client: how the gateway uses an engine.
+    router: how the gateway uses several (`rollout.router`).
     engine_mesh: devices of the engine's process.
     lease_s: a group whose agents' process gives no sign of life for this long goes to
       another one.
@@ -33,13 +36,15 @@ class RolesConfig:
     full_every: every n-th published version is also written as a whole.
   """
 
-  engine_url: str = 'http://127.0.0.1:8101'
+  engine_urls: tuple[str, ...] = ('http://127.0.0.1:8101',)
+  engine: int = 0
   gateway_url: str = 'http://127.0.0.1:8102'
   pool_url: str = ''
   pool_outage_s: float = 60.0
   key_file: str = ''
   engine_server: EngineServerConfig = EngineServerConfig()
   engine_client: RemoteConfig = RemoteConfig()
+  router: RouterConfig = RouterConfig()
   engine_mesh: MeshConfig = MeshConfig()
   lease_s: float = 60.0
   poll_s: float = 0.2
@@ -47,8 +52,12 @@ class RolesConfig:
 
   def __post_init__(self):
     check = functools.partial(require, self)
-    for field in ('engine_url', 'gateway_url'):
-      check(_has_port(getattr(self, field)), field, 'a URL such as http://HOST:PORT')
+    url = 'a URL such as http://HOST:PORT'
+    check(_has_port(self.gateway_url), 'gateway_url', url)
+    urls = self.engine_urls
+    different = 0 < len(urls) == len(set(urls))
+    check(different and all(map(_has_port, urls)), 'engine_urls', f'each {url}')
+    check(0 <= self.engine < len(urls), 'engine', 'the number of one of engine_urls')
     check(self.poll_s > 0, 'poll_s', 'positive')
     check(self.pool_outage_s >= 0, 'pool_outage_s', 'at least 0')
     least = 4 * self.poll_s  # a holder gives four signs of life in a lease

@@ -119,7 +119,8 @@ def run(config: ForgeConfig, workdir: Path) -> None:
   version, variables = load_first(reader, like)
   server = roles.engine_server
   if not server.port:
-    server = dataclasses.replace(server, port=config_lib.port(roles.engine_url))
+    url = roles.engine_urls[roles.engine]
+    server = dataclasses.replace(server, port=config_lib.port(url))
   scheduler = Scheduler(engine, variables, number(version), config.scheduler)
   del variables
   try:

@@ -27,6 +27,7 @@ from m2jax.forge.remote import wire
 from m2jax.rollout import requests
 from m2jax.rollout.api import GenerateRequest, NewTokens
 from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.page_journal import Event, PageJournal
 from m2jax.rollout.scheduler import EngineError, Handle
 
 _FRAME_LIMIT_BYTES = 1 << 31  # expert ids of a long context
@@ -40,7 +41,7 @@ class RemoteConfig:
     connect_timeout_s: to establish a connection.
     silence_timeout_s: without a byte from the engine, after which a request fails; the
       engine gives a sign of life every `EngineServerConfig.alive_s`.
-    poll_s: between requests for its statistics.
+    poll_s: between requests for its statistics, and for changes of its cached pages.
   """
 
   connect_timeout_s: float = 5.0
@@ -90,6 +91,7 @@ class RemoteScheduler:
     self._stopped = False
     self._stats: dict[str, Any] = {}
     self._down: str | None = f'{url} has not answered yet'
+    self._journal, self._epoch, self._after = PageJournal(), '', 0
     self._tasks: set[asyncio.Task] = set()  # on the loop
 
   def start(self) -> RemoteScheduler:
@@ -133,6 +135,10 @@ class RemoteScheduler:
   def stats(self) -> dict[str, Any]:
     """The engine's statistics when it last answered; empty before."""
     return self._stats
+
+  def page_events(self) -> list[Event]:
+    """What is known to have changed in its cached pages since the last call."""
+    return self._journal.read()
 
   def wait(self, timeout_s: float) -> bool:
     """Waits until the engine answers; False after the timeout."""
@@ -219,11 +225,21 @@ class RemoteScheduler:
           )
         elif response.status_code == 200:
           self._stats, self._down = body['stats'], None
+          if self._journal.is_read:
+            await self._read_pages()
         else:
           self._down = body.get('stopped_reason') or _reason(response)
       except (httpx.HTTPError, ValueError, KeyError, AttributeError) as error:
         self._down = f'{self._url}: {error!r}'
       await asyncio.sleep(self._config.poll_s)
+
+  async def _read_pages(self) -> None:
+    path = f'/pages?epoch={self._epoch}&after={self._after}'
+    response = await self._client.send(self._build('GET', path))
+    response.raise_for_status()
+    self._epoch, self._after, events = wire.decode_pages(response.content)
+    for event in events:
+      self._journal.add(*event)
 
   async def _send_cancel(self, job: _Job) -> None:
     try:
@@ -243,6 +259,8 @@ class RemoteScheduler:
     except (httpx.HTTPError, wire.Malformed) as error:
       failed = EngineError(f'the rollout engine at {self._url} failed: {error!r}')
       failed.__cause__ = error
+      if isinstance(error, httpx.TransportError):
+        self._down = str(failed)  # until it answers again
       job.future.set_exception(failed)
     except Exception as error:  # such as one of on_tokens
       job.future.set_exception(error)

@@ -4,6 +4,7 @@
   they are drawn, a sign of life every few seconds, and the result or an error.
 - POST /cancel: the id of a request, which then ends with the tokens so far.
 - GET /health: the scheduler's statistics; 503 once it has stopped.
+- GET /pages?epoch=EPOCH&after=NUMBER: changes of the cached pages (`page_log`).
 
 A client that disconnects cancels its requests. With a key, every request needs it as
 `Authorization: Bearer KEY`; without one the server listens on loopback only.
@@ -18,6 +19,7 @@ import functools
 import hmac
 import ipaddress
 import json
+import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +27,12 @@ from absl import logging
 
 from m2jax.checks import require
 from m2jax.forge.remote import wire
+from m2jax.forge.remote.page_log import PageLog
 from m2jax.gateway import receiving, streaming
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, too_large
 from m2jax.gateway.listener import Listener
+from m2jax.rollout import replica_stats
 from m2jax.rollout.api import NewTokens
 from m2jax.rollout.scheduler import EngineError
 
@@ -122,10 +126,12 @@ class _Application:
     self._counters = counters
     self._bodies = receiving.Bodies(config.max_unfinished_bytes)
     self._running: dict[str, Any] = {}  # handles by id
+    self._pages_log = PageLog(functools.partial(replica_stats.page_events, scheduler))
     self._routes = {
       ('POST', '/generate'): self._generate,
       ('POST', '/cancel'): self._cancel,
       ('GET', '/health'): self._health,
+      ('GET', '/pages'): self._pages,
     }
 
   async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
@@ -163,6 +169,16 @@ class _Application:
       status, body['stopped_reason'] = 503, scheduler.stopped_reason
     await _send(send, status, json.dumps(body, default=float).encode())
     return status
+
+  async def _pages(self, scope: dict, receive: Callable, send: Callable) -> int:
+    fields = dict(urllib.parse.parse_qsl(scope['query_string'].decode('latin-1')))
+    after = fields.get('after', '0')
+    if not (after.isascii() and after.isdecimal() and len(after) < 20):
+      raise ApiError(400, 'after: must be the number of an event')
+    pages = self._pages_log.after(fields.get('epoch', ''), int(after))
+    data = wire.encode_pages(pages)
+    await _send(send, 200, data, b'application/octet-stream')
+    return 200
 
   async def _cancel(self, scope: dict, receive: Callable, send: Callable) -> int:
     body = await self._body(scope, receive, 4 * wire.MAX_ID_CHARACTERS)
@@ -231,9 +247,11 @@ def _as_api_error(error: Exception) -> ApiError:
   return ApiError(500, 'internal error; see the log', type='server_error')
 
 
-async def _send(send: Callable, status: int, data: bytes) -> None:
+async def _send(
+  send: Callable, status: int, data: bytes, kind: bytes = b'application/json'
+) -> None:
   headers = [
-    (b'content-type', b'application/json'),
+    (b'content-type', kind),
     (b'content-length', str(len(data)).encode()),
   ]
   await send({'type': 'http.response.start', 'status': status, 'headers': headers})

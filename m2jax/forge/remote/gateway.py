@@ -1,4 +1,4 @@
-"""The gateway's role: completions by an engine elsewhere, recorded in the pool."""
+"""The gateway's role: completions by engines elsewhere, recorded in the pool."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from absl import logging
@@ -20,6 +21,7 @@ from m2jax.forge.remote.outside import Leased
 from m2jax.gateway.server import Gateway
 from m2jax.gateway.session_api import RemoteSessions
 from m2jax.pool.data_pool import DataPool
+from m2jax.rollout.router import Router
 
 
 def recorder(pool: DataPool):
@@ -34,6 +36,31 @@ def recorder(pool: DataPool):
     )
 
   return record
+
+
+@contextlib.contextmanager
+def engines(config: ForgeConfig, key: str) -> Iterator[RemoteScheduler | Router]:
+  """The engines at `config.roles.engine_urls` as one; none has to serve yet."""
+  roles = config.roles
+  with contextlib.ExitStack() as stack:
+    clients = [
+      RemoteScheduler(
+        url, config.model.vocab_size, config.engine, key, roles.engine_client
+      )
+      for url in roles.engine_urls
+    ]
+    for client in clients:
+      stack.enter_context(client)
+    if len(clients) == 1:
+      yield clients[0]
+      return
+    stale = config.scheduler.reuse_stale_prefix
+    settings = dataclasses.replace(roles.router, reuse_stale_prefix=stale)
+    router = Router(
+      clients, config=settings, follows=True, page_tokens=config.engine.page_tokens
+    )
+    stack.callback(router.stop)
+    yield router.start()
 
 
 def run(config: ForgeConfig, workdir: Path) -> None:
@@ -52,16 +79,9 @@ def run(config: ForgeConfig, workdir: Path) -> None:
   age_s = 2 * config.episodes.evaluation_deadline_s
   if config.rl is not None:
     age_s += 2 * config.rl.item_deadline_s
-  engine = RemoteScheduler(
-    roles.engine_url,
-    config.model.vocab_size,
-    config.engine,
-    key,
-    roles.engine_client,
-  )
   with contextlib.ExitStack() as stack:
     pool = stack.enter_context(shared.open_pool(config, workdir))
-    stack.enter_context(engine)
+    engine = stack.enter_context(engines(config, key))
     remote = RemoteSessions(key, max_age_s=age_s)
     gateway = Gateway(settings, tok, engine, recorder(pool), remote)
     outside = Leased(pool, gateway.sessions, lease_s=roles.lease_s, max_age_s=age_s)

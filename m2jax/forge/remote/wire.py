@@ -8,6 +8,8 @@ and arrays one after the other, whose types and shapes follow from the header:
             log-probabilities, int32 versions; int16 expert ids of the shape "experts";
             int32 and float32 [tokens, top] of the likeliest tokens
   tokens    {"tokens", "top"}, new response ids: the same arrays without versions
+  pages     {"epoch", "next", "events"}, int8 kinds of events, int64 versions, and a
+            digest of each
 
 A response is a stream of frames: one byte for the kind, a little-endian uint32 for the
 number of bytes, and these bytes.
@@ -24,18 +26,22 @@ from typing import Any
 
 import numpy as np
 
+from m2jax.forge.remote.page_log import Pages
+from m2jax.rollout import page_chain
 from m2jax.rollout.api import (
   GenerateRequest,
   GenerateResult,
   NewTokens,
   SamplingParams,
 )
+from m2jax.rollout.page_journal import Event
 
 # Kinds of frames: new tokens, the result, an error (JSON), and a sign of life.
 TOKENS, RESULT, ERROR, ALIVE = b'T', b'R', b'E', b'A'
 MAX_HEADER_BYTES = 64 << 10
 MAX_ID_CHARACTERS = 64
 
+_EVENTS = ('stored', 'evicted', 'cleared')
 _LENGTH, _FRAME = struct.Struct('<I'), struct.Struct('<cI')
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
 
@@ -139,6 +145,34 @@ def decode_tokens(payload: bytes) -> NewTokens:
   except (KeyError, TypeError) as error:
     raise Malformed(f'not new tokens: {error!r}') from error
   return NewTokens(ids.tolist(), *rest)
+
+
+def encode_pages(pages: Pages) -> bytes:
+  """Changes of an engine's cached pages as a document."""
+  events, size = pages.events, page_chain.DIGEST_BYTES
+  header = {'epoch': pages.epoch, 'next': pages.next, 'events': len(events)}
+  kinds = np.array([_EVENTS.index(event.kind) for event in events], '<i1')
+  versions = np.array([event.version for event in events], '<i8')
+  digests = b''.join(event.digest.ljust(size, b'\0') for event in events)
+  return _document(header, [kinds, versions, np.frombuffer(digests, np.uint8)])
+
+
+def decode_pages(data: bytes) -> Pages:
+  """The inverse. Raises Malformed."""
+  header, body = _split(data)
+  try:
+    epoch, after, n = header['epoch'], header['next'], header['events']
+    shapes = [('<i1', (n,)), ('<i8', (n,)), ('u1', (n, page_chain.DIGEST_BYTES))]
+    kinds, versions, digests = _arrays(body, shapes)
+    return Pages(epoch, after, list(map(_event, kinds, versions.tolist(), digests)))
+  except (KeyError, TypeError, IndexError) as error:
+    raise Malformed(f'not changes of pages: {error!r}') from error
+
+
+def _event(kind: int, version: int, digest: np.ndarray) -> Event:
+  if (name := _EVENTS[kind]) == 'cleared':
+    return Event(name)
+  return Event(name, digest.tobytes(), version)
 
 
 def frame(kind: bytes, payload: bytes = b'') -> bytes:

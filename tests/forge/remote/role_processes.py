@@ -21,32 +21,41 @@ class Roles:
   """The processes of a run, by name; 'agents' and 'agents2' have the same role."""
 
   def __init__(
-    self, directory: pathlib.Path, *flags: str, workdir: pathlib.Path | None = None
+    self,
+    directory: pathlib.Path,
+    *flags: str,
+    workdir: pathlib.Path | None = None,
+    engines: int = 1,
   ):
     """Starts nothing yet.
 
     Args:
+      engines: which are to be started as 'engine', 'engine2', ….
       directory: of the logs and of the witness's records.
       flags: for every role.
       workdir: of the run, DIRECTORY/run by default.
     """
     self.workdir, self._logs = workdir or directory / 'run', directory
-    ports = [processes_lib.free_port() for _ in range(2)]
+    ports = [processes_lib.free_port() for _ in range(1 + engines)]
+    urls = tuple(f'http://127.0.0.1:{port}' for port in ports[1:])
     self._flags = [
       f'--workdir={self.workdir}',
       '--config=tests/forge/remote/roles_config.py',
-      f'--config.roles.engine_url=http://127.0.0.1:{ports[0]}',
-      f'--config.roles.gateway_url=http://127.0.0.1:{ports[1]}',
+      f'--config.roles.engine_urls={urls}',
+      f'--config.roles.gateway_url=http://127.0.0.1:{ports[0]}',
       *flags,
     ]
     self.children: dict[str, subprocess.Popen] = {}
 
   def start(self, name: str) -> None:
     role = name.rstrip('0123456789')
+    number = int(name[len(role) :] or 1)
+    which = [f'--config.roles.engine={number - 1}'] if role == 'engine' else []
     with open(self._logs / f'{name}.log', 'a', encoding='utf-8') as log:
       self.children[name] = subprocess.Popen(
         [sys.executable, '-m', 'tests.forge.remote.role_worker', f'--role={role}']
-        + self._flags,
+        + self._flags
+        + which,
         cwd=processes_lib.ROOT,
         env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'WITNESS': str(self._logs)},
         stdout=log,

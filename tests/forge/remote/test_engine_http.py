@@ -15,16 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax.forge.remote import engine_client, engine_server, wire
+from m2jax.forge.remote import engine_client, engine_server, page_log, wire
+from m2jax.rollout import page_chain
 from m2jax.rollout.api import (
   GenerateRequest,
   GenerateResult,
   PromptTooLong,
   SamplingParams,
 )
+from m2jax.rollout.page_journal import Event
+from m2jax.rollout.router import Router
+from m2jax.rollout.router_config import RouterConfig
 from m2jax.rollout.scheduler import EngineError
+from tests import processes
 from tests.gateway.scripted_engine import ScriptedEngine
-from tests.rollout.conftest import CFG, ENGINE_CONFIG, RECORDING
+from tests.rollout.conftest import CFG, ENGINE_CONFIG, RECORDING, init
 
 CONTEXT = ENGINE_CONFIG.context_tokens
 QUICK = engine_client.RemoteConfig(poll_s=0.02, silence_timeout_s=5.0)
@@ -187,6 +192,98 @@ def test_an_engine_that_restarts(scripted):
     client.stop()
   with pytest.raises(EngineError, match='stopped'):
     client.submit(request([1]))
+
+
+def test_pages_are_those_of_the_journal(connect, serve):
+  """A reader learns of every page once, also after a lost answer; another one of all
+  that there is."""
+  local = serve()
+  client, server = connect(local)
+  assert client.wait(10) and client.page_events() == []
+  wait_until(lambda: client._epoch)
+  tokens = np.arange(1, 1 + 2 * ENGINE_CONFIG.page_tokens)
+  client.submit(request(tokens, 2)).future.result(30)
+  chain = page_chain.chain(tokens, ENGINE_CONFIG.page_tokens)
+  found = []
+  wait_until(lambda: found.extend(client.page_events()) or len(found) > 2)
+  assert found == [Event('cleared'), *(Event('stored', digest) for digest in chain)]
+  client._after -= 1  # as if the last answer had been lost
+  wait_until(lambda: found.extend(client.page_events()) or len(found) > 3)
+  assert found[3:] == found[2:3]
+  url = server.url + '/pages?after=-1'
+  assert httpx.get(url).status_code == 400
+  pages = wire.decode_pages(httpx.get(server.url + '/pages').content)
+  assert list(pages.events) == found[:3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 5), max_size=12), st.integers(1, 8))
+def test_a_bounded_log_misses_nothing_unsaid(sizes, most):
+  """Any reader knows all pages after its last 'cleared', or what the log still has."""
+  new, made, known, reader = [], 0, [], ('', 0)
+  log = page_log.PageLog(lambda: [new.pop(0) for _ in range(len(new))], most)
+  for size in sizes:
+    new.extend(Event('stored', bytes([i])) for i in range(made, made + size))
+    made += size
+    pages = log.after(*reader)
+    assert wire.decode_pages(wire.encode_pages(pages)).next == pages.next == made
+    reader = pages.epoch, pages.next
+    events = list(pages.events)
+    if events[:1] == [Event('cleared')]:
+      known, events = [], events[1:]
+      assert len(events) == min(most, made)
+    known += [event.digest[0] for event in events]
+    assert known == list(range(made - len(known), made))
+
+
+def test_two_engines_as_one(connect, serve):
+  """The gateway's router over engines of other processes: one that is not there yet,
+  pages that only the engine knows of, new weights that nobody announces, the end."""
+  local = [serve(), serve()]
+  first, _ = connect(local[0])
+  port = processes.free_port()
+  second = engine_client.RemoteScheduler(
+    f'http://127.0.0.1:{port}', CFG.vocab_size, ENGINE_CONFIG, config=QUICK
+  ).start()
+  page_tokens = ENGINE_CONFIG.page_tokens
+  settings = RouterConfig(policy='prefix_aware', observe_s=0.02)
+  options = dict(config=settings, follows=True, page_tokens=page_tokens)
+  with pytest.raises(ValueError, match='page_tokens'):
+    Router([second], follows=True)
+  router = Router([first, second], **options).start()
+  try:
+    wait_until(lambda: router.stats()['living_replicas'] == 1)
+    prompt = np.arange(1, 1 + page_tokens)
+    router.submit(request(prompt, 2)).future.result(30)
+    assert local[0].stats()['completions'] == 1
+    server = engine_server.EngineServer(
+      engine_server.EngineServerConfig(port=port), local[1]
+    )
+    with server:
+      wait_until(lambda: router.stats()['living_replicas'] == 2)
+      # Pages that only the engine's journal tells of.
+      prompt = np.arange(20, 20 + 2 * page_tokens)
+      local[1].submit(request(prompt, 2)).future.result(30)
+      prompt = np.append(prompt, 5)
+      chain = page_chain.chain(prompt, page_tokens)
+      wait_until(lambda: router._fleet.replicas[1].index.match(chain) == 2)
+      router.submit(request(prompt, 2)).future.result(30)
+      assert local[1].stats()['completions'] == 2
+      for scheduler in local:
+        scheduler.update_weights(init(1), 7)
+      wait_until(lambda: router.stats()['policy_version'] == 7)
+      wait_until(lambda: router._fleet.replicas[1].index.match(chain) == 0)
+      result = router.submit(request(prompt, 2)).future.result(30)
+      assert result.versions.tolist() == [7, 7]
+    served = local[0].stats()['completions']
+    for seed in range(3):  # one that is lost is not tried twice
+      result = router.submit(request(prompt[:5], 2, seed=seed)).future.result(30)
+      assert len(result.tokens) == 2
+    assert local[0].stats()['completions'] == served + 3
+    wait_until(lambda: router.stats()['living_replicas'] == 1)
+    assert router.alive
+  finally:
+    router.stop()
 
 
 def test_errors_before_anything_is_sent(connect, scripted):

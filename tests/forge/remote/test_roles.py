@@ -15,11 +15,11 @@ def test_every_role_is_killed_once(tmp_path):
   """Every item is trained exactly once along the lineage of the last weights, none
   fails, all of its recorded tokens are of one attempt, and the roles stop cleanly."""
   items = list(range(roles_config.ITEMS))
-  with Roles(tmp_path) as roles:
-    for name in (*ROLES, 'agents2'):
+  with Roles(tmp_path, engines=2) as roles:
+    for name in (*ROLES, 'engine2', 'agents2'):
       roles.start(name)
     roles.more_updates(2)
-    for name in ('engine', 'agents', 'gateway', 'learner'):
+    for name in ('engine', 'agents', 'gateway', 'learner', 'engine2'):
       roles.kill(name)
       roles.more_updates(2)
     roles.finish()
