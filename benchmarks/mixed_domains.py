@@ -42,7 +42,8 @@ def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
   for domains in (c.tasks.domains, c.episodes.agent.domains, c.teacher.domains):
     del domains[LEFT_OUT]
   for shares in (c.tasks.ratios, c.tasks.demonstrated):
-    del shares[LEFT_OUT]
+    for name in [n for n in shares if n.partition('/')[0] == LEFT_OUT]:
+      del shares[name]
   c.engine.update(slots=32, decode_rows=(32,), contexts=(384, 768))
   c.engine.update(prefill_shapes=((8, 64),))
   c.episodes.concurrency = 32
@@ -56,7 +57,7 @@ def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
   c.rl.update(
     steps=args.updates, dev_every=0, patience=0, checkpoint_every=args.updates
   )
-  c.rl.update(groups_per_step=args.groups, group_size=8, capacity=2 * args.groups)
+  c.rl.update(groups_per_step=args.groups, group_size=16, capacity=2 * args.groups)
   c.rl.learner.step.update(micro_rows=1, detach_mtp=False)
   c.rl.optimizer.schedule.update(
     total_steps=args.updates, decay_steps=args.updates // 2
@@ -106,12 +107,12 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
   parser = arms_lib.parser(__doc__)
-  parser.add_argument('--demonstrations', type=int, default=2000)
+  parser.add_argument('--demonstrations', type=int, default=4000)
   parser.add_argument('--tokens', type=int, default=2048, help='of an SFT step')
-  parser.add_argument('--sft_steps', type=int, default=2000)
-  parser.add_argument('--updates', type=int, default=12, help='of RL')
-  parser.add_argument('--groups', type=int, default=16, help='of an update')
-  parser.add_argument('--tasks', type=int, default=50, help='held out, of a domain')
+  parser.add_argument('--sft_steps', type=int, default=3000)
+  parser.add_argument('--updates', type=int, default=28, help='of RL')
+  parser.add_argument('--groups', type=int, default=8, help='of an update')
+  parser.add_argument('--tasks', type=int, default=150, help='held out, of a domain')
   arms_lib.run(parser.parse_args(), ARMS, measure, table)
 
 

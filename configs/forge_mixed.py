@@ -18,31 +18,28 @@ from configs import forge
 from experiments import fields
 from m2jax.forge.config import ForgeConfig
 
-# Families of shell tasks, in demonstrations, RL and evaluations.
-SHELL = dict(steps_1=1.0, steps_2=1.0, steps_3=2.0, steps_4=1.0, trail=1.0)
-# Domain -> (share of the demonstrations, ratios in the stages of RL).
+# Domain -> ratios in the stages of RL.
 DOMAINS = dict(
-  shell=(2.0, (2.0, 1.0)),
-  bash=(1.0, (1.0, 1.0)),
-  repair=(2.0, (1.0, 2.0)),
-  clicks=(1.0, (1.0, 1.0)),
-  reasoning=(1.0, (1.0, 2.0)),
+  shell=(2.0, 1.0),
+  bash=(1.0, 1.0),
+  repair=(1.0, 2.0),
+  clicks=(1.0, 1.0),
+  reasoning=(1.0, 2.0),
 )
-PAGES = (
-  'choose-list',
-  'click-button',
-  'click-link',
-  'click-option',
-  'click-tab',
-  'enter-text',
-  'focus-text-2',
-  'login-user',
-)
+# Domain, or its families -> share of the demonstrations: what is longer is left to RL.
+DEMONSTRATED = {
+  **{f'shell/{name}': 2 * share for name, share in forge.DEMONSTRATED.items()},
+  **{f'bash/{name}': share for name, share in forge.DEMONSTRATED.items()},
+  'repair/steps_1': 1.0,
+  'repair/steps_2': 1.0,
+  'clicks': 1.0,
+  'reasoning': 1.0,
+}
+PAGES = ('choose-list', 'click-button', 'click-link', 'click-option', 'enter-text')
 PROBLEMS = ('aiw', 'basic_arithmetic', 'chain_sum', 'family_relationships', 'syllogism')
 
 
 def _tasks(shell: dict) -> dict:
-  shell = dict(shell, weights=SHELL)
   pages, problems = dict.fromkeys(PAGES, 1.0), dict.fromkeys(PROBLEMS, 1.0)
   return dict(
     shell=shell,
@@ -74,7 +71,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   if variant not in ('', 'smoke', *DOMAINS):
     raise ValueError(f'unknown variant {variant!r}: want smoke or one of {(*DOMAINS,)}')
   c = forge.get_config('smoke' if variant == 'smoke' else '')
-  ratios = {name: ratio for name, (_, ratio) in DOMAINS.items()}
+  ratios = dict(DOMAINS)
   if variant in DOMAINS:
     ratios = {name: (float(name == variant),) for name in DOMAINS}
   shell, agent, teacher = c.tasks.to_dict(), c.episodes.agent.to_dict(), c.teacher
@@ -83,7 +80,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     domains=_tasks(shell),
     ratios=ratios,
     stages=(16 if variant == 'smoke' else 112,),  # work items: the second begins
-    demonstrated={name: share for name, (share, _) in DOMAINS.items()},
+    demonstrated=dict(DEMONSTRATED),
   )
   c.episodes.agent = dict(kind='mixed', domains=_agents(agent))
   c.teacher = dict(

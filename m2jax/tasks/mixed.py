@@ -34,7 +34,8 @@ class Config(task_lib.TasksConfig):
     ratios: name -> relative frequency of the domain in RL, one per stage; a stage
       beyond the last has the last. A domain without has 1.
     stages: index of the first work item of the second stage, of the third, …
-    demonstrated: name -> relative frequency in the demonstrations; 1 if not given.
+    demonstrated: name, or name/family -> relative frequency in the demonstrations. A
+      domain with families has only these there; one that is not given has 1.
   """
 
   kind: str = 'mixed'
@@ -51,9 +52,12 @@ class Config(task_lib.TasksConfig):
     require(self, not self.weights, 'weights', 'empty: each domain has its own')
     rising = list(self.stages) == sorted(set(self.stages))
     require(self, rising and min(self.stages, default=1) > 0, 'stages', 'increasing')
-    for field in ('ratios', 'demonstrated'):
-      known = set(getattr(self, field)) <= set(self.domains)
-      require(self, known, field, f'of {tuple(self.domains)}')
+    names = {key.partition('/')[0] for key in self.demonstrated}
+    for field, given in (('ratios', set(self.ratios)), ('demonstrated', names)):
+      require(self, given <= set(self.domains), field, f'of {tuple(self.domains)}')
+    parts = {key.partition('/')[0] for key in self.demonstrated if '/' in key}
+    either = not parts & set(self.demonstrated)
+    require(self, either, 'demonstrated', 'a domain or its families, not both')
     for stage in range(len(self.stages) + 1):
       ratios = [self.ratio(name, stage) for name in self.domains]
       require(self, min(ratios) >= 0 < max(ratios), 'ratios', 'positive for a domain')
@@ -62,6 +66,12 @@ class Config(task_lib.TasksConfig):
     """Relative frequency of a domain in a stage of RL."""
     found = tuple(self.ratios.get(domain, ())) or (1.0,)
     return found[min(stage, len(found) - 1)]
+
+  def shares(self) -> Mapping[str, float]:
+    """Relative frequencies in the demonstrations, of domains or of their families."""
+    named = {key.partition('/')[0] for key in self.demonstrated}
+    rest = {name: 1.0 for name in self.domains if name not in named}
+    return dict(self.demonstrated) | rest
 
 
 class Mixed:
@@ -104,13 +114,14 @@ def families(config: Config, index: int | None = None) -> Mapping[str, float]:
 def spec(split: str, index: int, seed: int, config: Config, family: str | None) -> str:
   """The spec of the index-th task; see `tasks.spec`."""
   names = list(config.domains)
+  if family is None and split == 'train':
+    shares = config.shares()
+    rng = random.Random(f'domain/{seed}/{index}')
+    family = rng.choices(list(shares), list(shares.values()))[0]
   if family is not None:
     domain, _, family = family.partition('/')
     if domain not in config.domains:
       raise ValueError(f'unknown domain {domain!r}: expected one of {names}')
-  elif split == 'train':
-    weights = [config.demonstrated.get(name, 1.0) for name in names]
-    domain = random.Random(f'domain/{seed}/{index}').choices(names, weights)[0]
   else:
     domain, index = names[index % len(names)], index // len(names)
   kind = config.domains[domain]

@@ -56,11 +56,27 @@ def test_ratios_of_each_stage():
   assert drawn[True] == {'long': 400}
 
 
+def test_shares_of_the_demonstrations():
+  """Of domains, or of families; a domain with families has no others there, while
+  work items and evaluations have them."""
+  config = two(demonstrated={'long/hops_3': 3.0})  # and short 1
+  specs = [tasks.spec(config, 'train', i) for i in range(400)]
+  drawn = collections.Counter(tasks.make(spec).family for spec in specs)
+  assert drawn.keys() == {'short/hops_2', 'long/hops_3'}
+  assert 0.68 < drawn['long/hops_3'] / 400 < 0.82
+  assert tasks.families(config)['long/hops_4'] > 0
+  held_out = [tasks.make(tasks.spec(config, 'held_out', i)).family for i in range(40)]
+  assert 'long/hops_4' in held_out
+
+
 @pytest.mark.parametrize(
   'options, said',
   [
     (dict(ratios={'short': (0.0,), 'long': (0.0,)}), 'ratios'),
     (dict(ratios={'other': (1.0,)}), 'ratios'),
+    (dict(ratios={'long/hops_3': (1.0,)}), 'ratios'),
+    (dict(demonstrated={'other/hops_3': 1.0}), 'demonstrated'),
+    (dict(demonstrated={'long': 1.0, 'long/hops_3': 1.0}), 'demonstrated'),
     (dict(stages=(5, 3)), 'stages'),
   ],
 )
