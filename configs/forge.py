@@ -69,7 +69,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.sft = dict(
     demonstrations=2500,
     families=DEMONSTRATED,
-    tokens_per_step=2048,  # input tokens, before prefixes are merged
+    tokens_per_step=2048,  # input tokens; within a group, merged
     row_tokens=1024,
     loop=dict(steps=2000, checkpoint_every=500),
     step=dict(micro_rows=2),

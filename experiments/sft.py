@@ -77,7 +77,7 @@ def main():
     open_workdir(anywhere, workdir, common.FRESH.value, leads)
     tok = keep_tokenizer(path, make_tokenizer, model.vocab_size)
   room = min(config.sft.row_tokens, config.sft.tokens_per_step, model.max_positions)
-  samples = chats.encode(found, tok, room)
+  groups = chats.encode(found, tok, room)
   checkpoints = CheckpointManager(own)
   records = workdir if leads else workdir / f'process{process}'
   with (
@@ -95,14 +95,14 @@ def main():
       config.sft,
       model,
       variables,
-      samples,
+      groups,
       Run('sft', manager, metrics, files={policy.TOKENIZER_FILE: path.read_bytes()}),
       seed=config.seed,
       sharding=mesh,
     )
   loss = metrics_lib.read(records, 'sft')[-1]['loss']
   print(
-    f'loss {loss:.3f} nats/token after {int(state.step)} steps on {len(samples)} chats'
+    f'loss {loss:.3f} nats/token after {int(state.step)} steps on {len(groups)} chats'
     f'\ncheckpoint: {own}'
   )
 

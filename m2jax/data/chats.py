@@ -92,16 +92,17 @@ def read(
 
 def encode(
   chats: Iterable[Chat], tok: tokenizer.Tokenizer, max_tokens: int
-) -> list[Sample]:
+) -> list[list[Sample]]:
   """Chats as samples that train the assistant's tokens; the rest is context.
 
+  Chats that train one message each of the same conversation are a group.
   Chats of more than `max_tokens` are skipped with a warning. Chats that end without
   thinking are counted in one: generation begins with `<think>`, which they lack.
 
   Raises:
     ValueError: no chat remains, or one has no assistant message.
   """
-  chats, samples, unthinking = list(chats), [], 0
+  chats, groups, unthinking, before = list(chats), [], 0, None
   for found in chats:
     pieces = chat.segments(found.messages, found.tools)
     if (only := found.trained) is not None:
@@ -115,11 +116,16 @@ def encode(
         '%s has %d tokens, more than %d: skipped', found.name, length, max_tokens
       )
       continue
-    samples.append(demos.sample(ids[:length], owned[:length]))
+    sample = demos.sample(ids[:length], owned[:length])
+    if before is not None and _continues(found, before):
+      groups[-1].append(sample)
+    else:
+      groups.append([sample])
+    before = found
     last = max(piece.message for piece in pieces if piece.owned)
     said = ''.join(piece.text for piece in pieces if piece.message == last)
     unthinking += markup.THINK_END not in said
-  if not samples:
+  if not groups:
     raise ValueError(
       f'none of {len(chats)} demonstrations has at most {max_tokens} tokens: raise the '
       'limit or shorten them'
@@ -129,6 +135,13 @@ def encode(
       '%d of %d chats end without thinking: generation begins with %s, and a policy '
       'that learns from them does not know how to go on; give their messages '
       'reasoning_content',
-      *(unthinking, len(samples), markup.THINK),
+      *(unthinking, sum(map(len, groups)), markup.THINK),
     )
-  return samples
+  return groups
+
+
+def _continues(found: Chat, before: Chat) -> bool:
+  """Whether it trains a later message of the same conversation."""
+  if found.trained is None or before.trained is None or found.name != before.name:
+    return False
+  return found.trained > before.trained

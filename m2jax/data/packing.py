@@ -182,14 +182,16 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class SampleBatches(Iterator[list[Sample]]):
   """Whole samples, in stream order, up to a budget of tokens.
 
-  The budget counts all tokens of each sample; `forest.merge` needs fewer if samples
-  share prefixes. A batch may contain the end of one epoch and the start of the next.
-  `seed`, `epochs`, `state` and errors are as in `DocumentRows`.
+  Samples come in groups, such as the turns of a conversation whose prompts differ. A
+  group is contiguous, and may end in the next batch. The budget counts a prefix that
+  samples of a group share in a batch once, as `forest.merge` computes it; prefixes that
+  groups have in common save more. A batch may contain the end of one epoch and the
+  start of the next. `seed`, `epochs`, `state` and errors are as in `DocumentRows`.
   """
 
   def __init__(
     self,
-    samples: Sequence[Sample],
+    groups: Sequence[Sequence[Sample]],
     *,
     tokens_per_batch: int,
     seed: int | None = 0,
@@ -197,11 +199,11 @@ class SampleBatches(Iterator[list[Sample]]):
     state: dict[str, Any] | None = None,
   ):
     self._budget = tokens_per_batch
-    self._stream = Stream(samples, seed=seed, epochs=epochs)
-    self._position = 0
+    self._stream = Stream(groups, seed=seed, epochs=epochs)
+    self._position = self._offset = 0
     if state is not None:
       self._stream.check(state)
-      self._position = state['position']
+      self._position, self._offset = state['position'], state.get('offset', 0)
 
   @property
   def epoch(self) -> int:
@@ -209,28 +211,36 @@ class SampleBatches(Iterator[list[Sample]]):
     return self._position // len(self._stream.source)
 
   def state(self) -> dict[str, Any]:
-    """Position of the next sample in the stream."""
-    return {**self._stream.identity(), 'position': self._position}
+    """Group of the next sample in the stream, and its place in it."""
+    where = {'position': self._position, 'offset': self._offset}
+    return {**self._stream.identity(), **where}
 
   def __next__(self) -> list[Sample]:
     batch: list[Sample] = []
     left = self._budget
-    while True:
-      index = self._stream.index(self._position)
-      if index is None:
-        break
-      sample = self._stream.source[index]
-      length = len(sample.tokens)
-      if length > self._budget:
-        raise ValueError(
-          f'sample {index} has {length} tokens, more than '
-          f'tokens_per_batch={self._budget}'
-        )
-      if length > left:
-        break
-      batch.append(sample)
-      left -= length
-      self._position += 1
+    while (index := self._stream.index(self._position)) is not None:
+      group, first = self._stream.source[index], self._offset
+      for sample in group[first:]:
+        if len(sample.tokens) > self._budget:
+          raise ValueError(
+            f'a sample of group {index} has {len(sample.tokens)} tokens, more than '
+            f'tokens_per_batch={self._budget}'
+          )
+        before = group[first : self._offset]
+        cost = len(sample.tokens) - max((_common(sample, x) for x in before), default=0)
+        if cost > left:
+          return batch
+        batch.append(sample)
+        left -= cost
+        self._offset += 1
+      self._position, self._offset = self._position + 1, 0
     if not batch:
       raise StopIteration
     return batch
+
+
+def _common(a: Sample, b: Sample) -> int:
+  """Length of the common prefix."""
+  n = min(len(a.tokens), len(b.tokens))
+  differ = np.asarray(a.tokens[:n]) != np.asarray(b.tokens[:n])
+  return int(differ.argmax()) if differ.any() else n

@@ -46,9 +46,9 @@ def _phases(config, workdir, sharding, commands, metrics) -> None:
     logging.info('process 0: %s', command)
     match command['do']:
       case 'sft':
-        samples, _, files = prepare.material(config, workdir)
+        groups, _, files = prepare.material(config, workdir)
         variables = prepare.sft(
-          *(config, samples, variables, workdir, metrics, files),
+          *(config, groups, variables, workdir, metrics, files),
           phase=command['phase'],
           sharding=sharding,
         ).variables

@@ -132,28 +132,30 @@ def make_tokenizer(config: ForgeConfig, demos, path: Path) -> tokenizer.Tokenize
   return workdir_lib.keep_tokenizer(path, make, config.model.vocab_size)
 
 
-def encode(config: ForgeConfig, tok: tokenizer.Tokenizer, demos) -> list[forest.Sample]:
-  """Demonstrations as samples, with loss on the teacher's tokens only."""
+def encode(
+  config: ForgeConfig, tok: tokenizer.Tokenizer, demos
+) -> list[list[forest.Sample]]:
+  """Demonstrations as groups of samples, with loss on the teacher's tokens only."""
   return chats_lib.encode(chats(config, demos), tok, config.engine.context_tokens)
 
 
 class Material(NamedTuple):
   """What SFT learns from, and the files of every checkpoint."""
 
-  samples: list[forest.Sample]
+  groups: list[list[forest.Sample]]
   tokenizer: tokenizer.Tokenizer
   files: dict[str, bytes]
 
 
 def material(config: ForgeConfig, workdir: Path, demos=None) -> Material:
-  """Samples and tokenizer of the demonstrations in `workdir`."""
+  """Groups of samples, and tokenizer, of the demonstrations in `workdir`."""
   if demos is None:
     demos = make_demonstrations(config, workdir / DEMONSTRATIONS)
   verified = [demo for demo in demos if demo.success == 1]
   path = workdir / policy.TOKENIZER_FILE
   tok = make_tokenizer(config, verified, path)
-  samples = encode(config, tok, verified)
-  return Material(samples, tok, {policy.TOKENIZER_FILE: path.read_bytes()})
+  groups = encode(config, tok, verified)
+  return Material(groups, tok, {policy.TOKENIZER_FILE: path.read_bytes()})
 
 
 class Start(NamedTuple):
@@ -199,7 +201,7 @@ class Tuned(NamedTuple):
 
 def sft(
   config: ForgeConfig,
-  samples: list[forest.Sample],
+  groups: list[list[forest.Sample]],
   variables,
   workdir: Path,
   metrics: MetricsWriter,
@@ -208,7 +210,7 @@ def sft(
   phase: str = 'sft',
   sharding: Sharding = ONE_DEVICE,
 ) -> Tuned:
-  """Fine-tunes a copy of `variables` on the samples; every process calls it.
+  """Fine-tunes a copy of `variables` on groups of samples; every process calls it.
 
   Args:
     phase: 'sft' or 'more_sft', which continues with settings of its own; also the
@@ -219,13 +221,13 @@ def sft(
   if phase == 'more_sft':
     more = config.more_sft
     settings = dataclasses.replace(settings, loop=more.loop, optimizer=more.optimizer)
-    seed += 1  # another order of the samples
+    seed += 1  # another order
   with CheckpointManager(workdir / phase, keep=1) as manager:
     state = sft_lib.fit(
       settings,
       config.model,
       jax.tree.map(jnp.copy, variables),
-      samples,
+      groups,
       Run(phase, manager, metrics, files=files),
       seed=seed,
       sharding=sharding,

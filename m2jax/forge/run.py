@@ -134,27 +134,27 @@ class _Run:
     demos = prepare.make_demonstrations(
       config, workdir / prepare.DEMONSTRATIONS, view.set_progress
     )
-    samples, tok, files = prepare.material(config, workdir, demos)
-    view.done(f'teacher {len(samples) / len(demos):.2f}')
-    _log_tokens(samples)
+    groups, tok, files = prepare.material(config, workdir, demos)
+    view.done(f'teacher {len(groups) / len(demos):.2f}')
+    _log_tokens(groups)
     variables, served = prepare.start(config, workdir, self._sharding)
     with rollouts(served, tok, self._pool, UNTRAINED) as running:
       view.begin('SFT')
-      variables, step = self._sft('sft', samples, variables, files, running)
+      variables, step = self._sft('sft', groups, variables, files, running)
       if not config.start:  # else that run has evaluated these weights
         self._evaluate(AFTER_SFT, step, running)
       if config.rl is not None:
         self._rl(variables, running, files)
       elif config.more_sft is not None:
         view.begin('more SFT')
-        _, step = self._sft('more_sft', samples, variables, files, running)
+        _, step = self._sft('more_sft', groups, variables, files, running)
         self._evaluate(AFTER_MORE_SFT, step, running, greedy=True)
 
-  def _sft(self, phase: str, samples, variables, files, running: roles.Rollouts):
+  def _sft(self, phase: str, groups, variables, files, running: roles.Rollouts):
     """Trains the phase and serves its weights; returns them, and their step."""
     self._commands.send('sft', phase=phase)
     tuned = prepare.sft(
-      *(self._config, samples, variables, self._workdir, self._metrics, files),
+      *(self._config, groups, variables, self._workdir, self._metrics, files),
       phase=phase,
       sharding=self._sharding,
     )
@@ -209,10 +209,11 @@ class _Run:
         view.done(f'{split} {success:.3f}')
 
 
-def _log_tokens(samples: list[forest.Sample]) -> None:
-  lengths = [len(s.tokens) for s in samples]
+def _log_tokens(groups: list[list[forest.Sample]]) -> None:
+  lengths = [len(sample.tokens) for group in groups for sample in group]
   logging.info(
-    '%d demonstrations, %.0f tokens on average, %d at most',
+    '%d demonstrations, %d samples of %.0f tokens on average, %d at most',
+    len(groups),
     len(lengths),
     sum(lengths) / len(lengths),
     max(lengths),

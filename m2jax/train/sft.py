@@ -27,7 +27,7 @@ class SftConfig:
   """Supervised fine-tuning.
 
   Attributes:
-    tokens_per_step: input tokens of a batch, before merging.
+    tokens_per_step: input tokens of a batch, merged within groups of samples.
     row_tokens: S of the forest rows.
     loop: the budget.
     step: train-step settings.
@@ -57,7 +57,7 @@ def fit(
   config: SftConfig,
   model: ModelConfig,
   variables,
-  samples: Sequence[forest.Sample],
+  groups: Sequence[Sequence[forest.Sample]],
   run: Run,
   *,
   seed: int,
@@ -69,9 +69,10 @@ def fit(
     config: the settings.
     model: its shape, which goes into every checkpoint.
     variables: where to start; taken over.
-    samples: what is learned.
+    groups: what is learned; the samples of a group are next to each other, so that
+      common prefixes are computed once (`data.packing.SampleBatches`).
     run: where checkpoints and records go.
-    seed: of the order of the samples.
+    seed: of the order of the groups.
     sharding: the mesh that the returned state is on. Every process calls this with the
       same arguments and its own `run.metrics`, and trains its own rows.
 
@@ -87,7 +88,7 @@ def fit(
 
   def make_batches(position):
     return packing.SampleBatches(
-      samples, tokens_per_batch=config.tokens_per_step, seed=seed, state=position
+      groups, tokens_per_batch=config.tokens_per_step, seed=seed, state=position
     )
 
   def to_batch(samples):

@@ -65,7 +65,7 @@ def test_no_chats(tmp_path):
 
 def test_encode_trains_the_assistant(tok):
   """The trained tokens spell the assistant's text to its end, and nothing else."""
-  (sample,) = chats.encode([chats.Chat('a', [USER, ANSWER], [TOOL])], tok, 1000)
+  ((sample,),) = chats.encode([chats.Chat('a', [USER, ANSWER], [TOOL])], tok, 1000)
   mask = demos.loss_mask(sample)
   text = chat.render([USER, ANSWER], [TOOL])
   assert tok.decode(sample.tokens) == text.rstrip('\n')
@@ -77,10 +77,19 @@ def test_encode_leaves_out_what_is_too_long(tok, caplog):
   """A long chat is left out with a warning; if all are, that is an error."""
   short = chats.Chat('short', [USER, ANSWER])
   long = chats.Chat('long', [USER, {**ANSWER, 'content': 'three ' * 200}])
-  length = len(chats.encode([short], tok, 1000)[0].tokens)
+  length = len(chats.encode([short], tok, 1000)[0][0].tokens)
   assert len(chats.encode([long, short], tok, length)) == 1
   with pytest.raises(ValueError, match=f'none of 2 .* at most {length - 1} tokens'):
     chats.encode([long, short], tok, length - 1)
+
+
+def test_the_turns_of_a_conversation_are_a_group(tok):
+  """Each trains one message of its own prompt; a repetition is another conversation."""
+  messages = [USER, ANSWER, USER, ANSWER]
+  turns = [chats.Chat('a', messages[: n + 1], trained=n) for n in (1, 3)]
+  whole = chats.Chat('a', messages)
+  made = [*turns, *turns, turns[0]._replace(name='b'), whole, whole]
+  assert list(map(len, chats.encode(made, tok, 1000))) == [2, 2, 1, 1, 1]
 
 
 def test_chats_that_end_without_thinking_are_counted(tok, caplog):

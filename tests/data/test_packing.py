@@ -96,37 +96,76 @@ def test_document_rows_resume_at_the_exact_next_batch(
   np.testing.assert_array_equal(got[:n], want[:n])
 
 
+@st.composite
+def conversations(draw):
+  """Groups of samples; within a group some prefixes are common, none is in two."""
+  groups = []
+  for number in range(draw(st.integers(1, 6))):
+    tail = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+    tails = draw(st.lists(tail, min_size=1, max_size=4))
+    tokens = [np.array([1000 + number, *tail], np.int32) for tail in tails]
+    groups.append([forest.Sample(t, 1) for t in tokens])
+  return groups
+
+
 @settings(deadline=None, max_examples=60)
 @given(
-  sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
-  budget=st.integers(30, 80),
+  groups=conversations(),
+  budget=st.integers(13, 60),
   seed=st.none() | st.integers(0, 99),
   consumed=st.integers(0, 12),
 )
-def test_sample_batches_fill_their_budget_and_resume(sizes, budget, seed, consumed):
-  """Whole samples, within the budget, none left out that would still have fitted; and a
-  sample that did not fit is the first of the next batch, also after a restart."""
-  source = samples(sizes)
-  first = packing.SampleBatches(source, tokens_per_batch=budget, seed=seed)
+def test_sample_batches_fill_their_budget_and_resume(groups, budget, seed, consumed):
+  """Whole samples, within the budget after merging, none left out that would still have
+  fitted; and a sample that did not fit is the first of the next batch, also after a
+  restart and in the middle of a group."""
+  first = packing.SampleBatches(groups, tokens_per_batch=budget, seed=seed)
   for _ in range(consumed):
     next(first)
   state = json.loads(json.dumps(first.state()))
   rest = list(itertools.islice(first, 6))
   resumed = packing.SampleBatches(
-    source, tokens_per_batch=budget, seed=seed, state=state
+    groups, tokens_per_batch=budget, seed=seed, state=state
   )
   again = list(itertools.islice(resumed, 6))
   assert [[id(s) for s in b] for b in again] == [[id(s) for s in b] for b in rest]
   for batch, following in itertools.pairwise(rest):
-    used = sum(len(s.tokens) for s in batch)
-    assert used <= budget < used + len(following[0].tokens)
+    assert merged(batch, groups) <= budget < merged([*batch, following[0]], groups)
+
+
+def merged(batch, groups) -> int:
+  """Tokens of a batch's prefix tree: groups in a batch are not merged with the same
+  group of the next epoch."""
+  number = {id(s): n for n, group in enumerate(groups) for s in group}
+  nodes, known, seen = 0, set(), set()
+  before = None
+  for sample in batch:
+    if number[id(sample)] != before or id(sample) in seen:
+      known, seen = set(), set()  # another one, or the same in the next epoch
+    before = number[id(sample)]
+    seen.add(id(sample))
+    prefixes = {tuple(sample.tokens[:n]) for n in range(1, 1 + len(sample.tokens))}
+    nodes += len(prefixes - known)
+    known |= prefixes
+  return nodes
+
+
+def test_groups_are_trained_together_and_only_once():
+  """The prompt of a conversation's turns is computed once in a batch."""
+  prompt = list(range(20))
+  turns = [forest.Sample(np.array([*prompt, 30 + i]), 20) for i in range(3)]
+  batches = packing.SampleBatches([turns], tokens_per_batch=23, epochs=1)
+  (batch,) = batches
+  assert batch == turns
+  rows = forest.merge(batch, row_tokens=32, row_terms=32)
+  assert rows.num_tokens == 23
 
 
 @given(count=st.integers(1, 20), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=20)
 def test_samples_come_once_an_epoch_in_a_new_order(count, seed):
   """Each epoch is a permutation, and not the same one."""
-  source = samples([3] * count)
+  source = [[sample] for sample in samples([3] * count)]
   epochs = packing.SampleBatches(
     source, tokens_per_batch=3 * count, seed=seed, epochs=3
   )
@@ -179,8 +218,9 @@ def test_bad_sources_are_named():
     packing.DocumentRows([], row_tokens=4, rows=1)
   with pytest.raises(ValueError, match='all documents of the source are empty'):
     next(packing.DocumentRows(documents([0, 0]), row_tokens=4, rows=1))
-  batches = packing.SampleBatches(samples([3, 9]), tokens_per_batch=8, seed=None)
-  with pytest.raises(ValueError, match='sample 1 has 9 tokens'):
+  groups = [[sample] for sample in samples([3, 9])]
+  batches = packing.SampleBatches(groups, tokens_per_batch=8, seed=None)
+  with pytest.raises(ValueError, match='group 1 has 9 tokens'):
     list(itertools.islice(batches, 3))
 
 

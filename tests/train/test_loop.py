@@ -36,8 +36,12 @@ def samples():
   return [forest.Sample(rng.integers(1, 19, rng.integers(3, 9)), 1) for _ in range(11)]
 
 
+def groups():
+  return [[sample] for sample in samples()]
+
+
 def batches(state):
-  return packing.SampleBatches(samples(), tokens_per_batch=20, seed=3, state=state)
+  return packing.SampleBatches(groups(), tokens_per_batch=20, seed=3, state=state)
 
 
 def to_forest(batch):
@@ -126,7 +130,7 @@ def count(state, batch):
 
 def finite(epochs):
   return lambda state: packing.SampleBatches(
-    samples(), tokens_per_batch=20, seed=3, epochs=epochs, state=state
+    groups(), tokens_per_batch=20, seed=3, epochs=epochs, state=state
   )
 
 
