@@ -5,7 +5,8 @@
 In processes of their own, each with the same --config and --workdir (docs/roles.md):
 
   python -m experiments.forge --role=learner …
-  python -m experiments.forge --role=engine …
+  python -m experiments.forge --role=engine …   # one or several
+  python -m experiments.forge --role=prefill …  # or none
   python -m experiments.forge --role=gateway …
   python -m experiments.forge --role=agents …   # any number of these
 """
@@ -24,7 +25,7 @@ from m2jax.forge import run
 from m2jax.forge.commands import Stopped
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.errors import RolloutsFailed
-from m2jax.forge.remote import agents, engine, gateway, learner
+from m2jax.forge.remote import agents, engine, gateway, learner, prefill
 from m2jax.observe import stats
 from m2jax.pool.data_pool import PoolBroken
 from m2jax.train.workdir import WorkdirError
@@ -41,7 +42,7 @@ _ADDRESS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 ROLE = flags.DEFINE_enum(
   'role',
   'all',
-  ('all', 'learner', 'engine', 'gateway', 'agents'),
+  ('all', 'learner', 'engine', 'prefill', 'gateway', 'agents'),
   'What this process does; all: everything.',
 )
 
@@ -55,7 +56,7 @@ def main():
 
 
 def _serve(config: ForgeConfig) -> None:
-  """Engine, gateway or agents, until Ctrl-C or SIGTERM."""
+  """Any role but the learner's, until Ctrl-C or SIGTERM."""
   for flag, given, where in (
     ('fresh', common.FRESH, 'learner or all'),
     ('distributed', common.DISTRIBUTED, 'all'),
@@ -63,16 +64,18 @@ def _serve(config: ForgeConfig) -> None:
     if given.value:
       raise common.BadInput(f'--{flag}: is for --role={where}, not {ROLE.value}')
   workdir, roles = common.workdir(), config.roles
-  if ROLE.value == 'engine':
-    common.virtual_devices(roles.engine_mesh)
-  role = {'engine': engine, 'gateway': gateway, 'agents': agents}[ROLE.value]
+  modules = {'engine': engine, 'prefill': prefill, 'gateway': gateway, 'agents': agents}
+  meshes = {'engine': roles.engine_mesh, 'prefill': roles.prefill_mesh}
+  if ROLE.value in meshes:
+    common.virtual_devices(meshes[ROLE.value])
   try:
-    role.run(config, workdir)
+    modules[ROLE.value].run(config, workdir)
   except KeyboardInterrupt:
     print('\nstopped')
   except OSError as error:
     urls = {
       'engine': ('engine_urls', roles.engine_urls[roles.engine]),
+      'prefill': ('prefill_address', roles.prefill_address),
       'gateway': ('gateway_url', roles.gateway_url),
     }
     if ROLE.value not in urls or error.errno not in _ADDRESS:

@@ -102,6 +102,16 @@ class PrefillServer:
     host, port = self._socket.getsockname()[:2]
     return f'tcp:{host}:{port}'
 
+  @property
+  def alive(self) -> bool:
+    """Whether its engine serves."""
+    return self._scheduler.alive
+
+  @property
+  def stopped_reason(self) -> str | None:
+    """Why its engine does not serve any more."""
+    return self._scheduler.stopped_reason
+
   def start(self, *, warmup: bool = True) -> PrefillServer:
     self._scheduler.start(warmup=warmup)
     for thread in self._threads:

@@ -62,6 +62,15 @@ class Reader:
       return Version(serial, content['lineage'], content['step'])
     return None
 
+  def versions(self) -> Iterator[Version]:
+    """The announced versions that can be read, newest first."""
+    for serial in reversed(layout.serials(self._root)):
+      try:
+        content = layout.announcement(self._root, serial)
+      except (MissingCheckpoint, CorruptCheckpoint):
+        continue
+      yield Version(serial, content['lineage'], content['step'])
+
   def wait(self, after: Version | None, timeout_s: float) -> Version | None:
     """The newest version once there is one after `after`; None if time runs out."""
     end_s = time.monotonic() + timeout_s

@@ -9,6 +9,8 @@ import urllib.parse
 from m2jax.checks import require
 from m2jax.forge.remote.engine_client import RemoteConfig
 from m2jax.forge.remote.engine_server import EngineServerConfig
+from m2jax.rollout.handover import HandoverConfig
+from m2jax.rollout.handover_wire import Address
 from m2jax.rollout.router_config import RouterConfig
 from m2jax.sharding import MeshConfig
 
@@ -29,7 +31,11 @@ class RolesConfig:
     engine_server: the engine's HTTP server.
     engine_client: how the gateway uses an engine.
     router: how the gateway uses several (`rollout.router`).
-    engine_mesh: devices of the engine's process.
+    prefill_address: of a prefill engine that the engines use, `tcp:HOST:PORT` or
+      `unix:PATH`; '': they compute their prompts themselves.
+    handover: how they use it.
+    engine_mesh, prefill_mesh: devices of an engine's process, and of the prefill
+      engine's.
     lease_s: a group whose agents' process gives no sign of life for this long goes to
       another one.
     poll_s: between two looks into the database, of agents and learner.
@@ -45,7 +51,10 @@ class RolesConfig:
   engine_server: EngineServerConfig = EngineServerConfig()
   engine_client: RemoteConfig = RemoteConfig()
   router: RouterConfig = RouterConfig()
+  prefill_address: str = ''
+  handover: HandoverConfig = HandoverConfig()
   engine_mesh: MeshConfig = MeshConfig()
+  prefill_mesh: MeshConfig = MeshConfig()
   lease_s: float = 60.0
   poll_s: float = 0.2
   full_every: int = 16
@@ -58,6 +67,11 @@ class RolesConfig:
     different = 0 < len(urls) == len(set(urls))
     check(different and all(map(_has_port, urls)), 'engine_urls', f'each {url}')
     check(0 <= self.engine < len(urls), 'engine', 'the number of one of engine_urls')
+    if self.prefill_address:
+      try:
+        Address.parse(self.prefill_address)
+      except ValueError as error:
+        raise ValueError(f'RolesConfig.prefill_{error}') from error
     check(self.poll_s > 0, 'poll_s', 'positive')
     check(self.pool_outage_s >= 0, 'pool_outage_s', 'at least 0')
     least = 4 * self.poll_s  # a holder gives four signs of life in a lease

@@ -16,7 +16,10 @@ from m2jax.forge.remote import config as config_lib
 from m2jax.forge.remote import shared
 from m2jax.forge.remote.engine_server import EngineServer
 from m2jax.records import policy_version
+from m2jax.rollout import handover
+from m2jax.rollout.disaggregated import Disaggregated
 from m2jax.rollout.engine import Engine
+from m2jax.rollout.remote_prefill import RemotePrefills
 from m2jax.rollout.scheduler import Scheduler
 
 _POLL_S = 1.0
@@ -103,6 +106,18 @@ def load_first(reader: published.Reader, like) -> tuple[published.Version, objec
       failed = version
 
 
+def make_scheduler(
+  config: ForgeConfig, engine: Engine, variables, version: int, key: str
+) -> Scheduler:
+  """Serves on the engine, with the prefill engine of the run if there is one."""
+  address, how = config.roles.prefill_address, config.roles.handover
+  if not address:
+    return Scheduler(engine, variables, version, config.scheduler)
+  layout = handover.layout(engine.cfg, engine.config, how.part_pages)
+  prefills = RemotePrefills(address, layout, version=version, key=key.encode())
+  return Disaggregated(engine, variables, prefills, version, config.scheduler, how)
+
+
 def run(config: ForgeConfig, workdir: Path) -> None:
   """Serves until it is interrupted.
 
@@ -121,7 +136,7 @@ def run(config: ForgeConfig, workdir: Path) -> None:
   if not server.port:
     url = roles.engine_urls[roles.engine]
     server = dataclasses.replace(server, port=config_lib.port(url))
-  scheduler = Scheduler(engine, variables, number(version), config.scheduler)
+  scheduler = make_scheduler(config, engine, variables, number(version), key)
   del variables
   try:
     scheduler.start()

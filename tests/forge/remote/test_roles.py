@@ -1,4 +1,4 @@
-"""A run whose roles are processes: each is killed once, nothing is trained twice."""
+"""A run whose roles are processes: each is killed, nothing is trained twice."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ import pytest
 
 from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool
+from tests import processes
 from tests.forge.remote import roles_config
 from tests.forge.remote.role_processes import ROLES, Roles, surviving_updates
 
 
 @pytest.mark.long
-def test_every_role_is_killed_once(tmp_path):
+def test_every_role_is_killed(tmp_path):
   """Every item is trained exactly once along the lineage of the last weights, none
   fails, all of its recorded tokens are of one attempt, and the roles stop cleanly."""
   items = list(range(roles_config.ITEMS))
-  with Roles(tmp_path, engines=2) as roles:
-    for name in (*ROLES, 'engine2', 'agents2'):
+  flags = (
+    f'--config.roles.prefill_address=tcp:127.0.0.1:{processes.free_port()}',
+    '--config.roles.handover.local_tokens=16',
+  )
+  with Roles(tmp_path, *flags, engines=2) as roles:
+    for name in (*ROLES, 'engine2', 'prefill', 'agents2'):
       roles.start(name)
     roles.more_updates(2)
-    for name in ('engine', 'agents', 'gateway', 'learner', 'engine2'):
-      roles.kill(name)
+    both = ('engine', 'engine2')  # then every request fails until one has started
+    for names in (both, ('agents',), ('gateway',), ('learner',), ('prefill',)):
+      for name in names:
+        roles.kill(name)
       roles.more_updates(2)
     roles.finish()
     assert (roles.workdir / 'report.html').exists()
