@@ -1,4 +1,4 @@
-"""The prefill engine's role beside the engine's, on weights that a learner publishes."""
+"""The prefill engine beside the engine, on weights that a learner publishes."""
 
 from __future__ import annotations
 
