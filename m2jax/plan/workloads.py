@@ -64,7 +64,7 @@ class Workload:
       )
 
   def of_tokens(self, tokens: int) -> Workload:
-    """With a training step of so many tokens, in one pass; serving as it is.
+    """With a training step of this many tokens, in one pass; serving as it is.
 
     Raises:
       ValueError: they are no whole rows.

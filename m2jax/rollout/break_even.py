@@ -47,7 +47,7 @@ class Rates:
   page_tokens: int
 
   def write_s(self, tokens: int) -> float:
-    """Of the pages of so many tokens."""
+    """Of the pages of this many tokens."""
     return -(-tokens // (self.part_pages * self.page_tokens)) * self.part_s
 
   def local_tokens(self) -> int:

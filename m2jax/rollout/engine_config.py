@@ -22,7 +22,7 @@ class EngineConfig:
     slots: S, sequences that are being prefilled or decoded.
     context_tokens: prompt and response together, per sequence.
     page_tokens: tokens of a page; whole pages are shared by equal prefixes.
-    pages: of the cache, at most so many tokens in all, of running sequences and of
+    pages: of the cache, at most this many tokens in all, of running sequences and of
       prefixes of finished ones. 0: room for every slot at its full context.
     max_steps: N, maximum decode steps per call; the host wakes once per call.
     decode_rows: batch sizes of a decode call; the largest is `slots`.
@@ -118,7 +118,7 @@ class EngineConfig:
     return self.pages_of(self.context_tokens)
 
   def pages_of(self, tokens: int) -> int:
-    """Pages that hold so many tokens."""
+    """Pages that hold this many tokens."""
     return -(-tokens // self.page_tokens)
 
   @functools.cached_property

@@ -39,9 +39,9 @@ class HandoverConfig:
   """When pages are handed over, and how.
 
   Attributes:
-    local_tokens: the decode engine prefills up to so many missing tokens itself; None
+    local_tokens: the decode engine prefills up to this many missing tokens itself; None
       is what pays by times measured at the start (`break_even`).
-    part_pages: pages of a part at most; both engines move so many in one call.
+    part_pages: pages of a part at most; both engines move that many in one call.
     timeout_s: without any pages for so long, what was asked for is given up and the
       decode engine prefills it.
   """

@@ -190,7 +190,7 @@ def wait_s(view: View) -> float:
   running = decode_s(view) / 2 if view.load else 0.0  # the rest of the present call
   wait = running + prefill_s(view, view.waiting_tokens, view.waiting_positions)
   above = view.load + 1 - view.slots
-  if above > 0:  # so many responses have to end before
+  if above > 0:  # this many responses have to end before
     call = decode_s(view)
     ends_s = view.response_tokens / view.steps * call / view.slots
     wait = max(wait, above * ends_s)

@@ -162,7 +162,7 @@ class Sequences:
     return int(self.held[slot])
 
   def reserve(self, slot: int, positions: int) -> bool:
-    """Adds pages for so many positions; False, and none, if there are too few."""
+    """Adds pages for this many positions; False, and none, if there are too few."""
     have, need = int(self._count[slot]), self._pages_of(positions)
     if need <= have:
       return True

@@ -29,7 +29,7 @@ class Config(task_lib.TasksConfig):
   Attributes:
     levels: difficulties, steps of the generators' curricula; each is equally likely.
     queries: number of distinct problems of the training stream: its indices repeat
-      after so many. 0: no limit. Responses per query are `rl.group_size`.
+      after that many. 0: no limit. Responses per query are `rl.group_size`.
     dev, held_out: generators of these splits; the rest, or those of `weights`, train.
     split_by: 'generator', or 'problem': every split has the generators of `weights`,
       and a question belongs to one split by its hash.
