@@ -11,6 +11,9 @@ again. Twice for each seed, with the same demonstrations, weights, budget and ta
   kept      prompts contain the thinking of all turns, as M2's template has it
   dropped   prompts contain none of earlier turns, in SFT, RL and the evaluations
 
+Dropping gives each turn a prompt of its own. In SFT their common prefixes are computed
+once (`data.packing.SampleBatches`), so that a step of both costs the same.
+
 Each is also evaluated the other way: weights that were trained with the thinking of
 earlier turns and do not find it, and the reverse. Printed are medians over seeds with
 their range: success at temperature 1 on held-out tasks, after SFT and after RL, of all
@@ -144,8 +147,8 @@ def main() -> None:
   parser.add_argument('--layers', type=int, default=2)
   parser.add_argument('--hops', type=int, default=4, help='of the longest chains')
   parser.add_argument('--demonstrations', type=int, default=1500)
-  parser.add_argument('--tokens', type=int, default=4096, help='of an SFT step')
-  parser.add_argument('--sft_steps', type=int, default=300)
+  parser.add_argument('--tokens', type=int, default=2048, help='of an SFT step')
+  parser.add_argument('--sft_steps', type=int, default=7500)
   parser.add_argument('--updates', type=int, default=12, help='of RL')
   parser.add_argument('--tasks', type=int, default=200, help='held out')
   args = parser.parse_args()
