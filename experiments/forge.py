@@ -64,6 +64,11 @@ def _serve(config: ForgeConfig) -> None:
     if given.value:
       raise common.BadInput(f'--{flag}: is for --role={where}, not {ROLE.value}')
   workdir, roles = common.workdir(), config.roles
+  if ROLE.value == 'prefill' and not roles.prefill_address:
+    raise common.BadInput(
+      '--config.roles.prefill_address: is empty: give it to all roles, such as '
+      'tcp:127.0.0.1:8104'
+    )
   modules = {'engine': engine, 'prefill': prefill, 'gateway': gateway, 'agents': agents}
   meshes = {'engine': roles.engine_mesh, 'prefill': roles.prefill_mesh}
   if ROLE.value in meshes:

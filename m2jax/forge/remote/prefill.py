@@ -69,13 +69,7 @@ def run(config: ForgeConfig, workdir: Path) -> None:
   Raises:
     RolloutsFailed: the engine has stopped, or the run was started anew.
     OSError: the address is in use.
-    ValueError: there is no address.
   """
-  if not config.roles.prefill_address:
-    raise ValueError(
-      'config.roles.prefill_address: is empty: set it for all roles, such as '
-      'tcp:127.0.0.1:8104'
-    )
   key = shared.join(config, workdir)
   engine = Engine(
     config.model, config.engine, sharding_lib.make(config.roles.prefill_mesh)
