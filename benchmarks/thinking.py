@@ -48,8 +48,8 @@ def config(side: str, seed: int, args) -> ml_collections.ConfigDict:
   """The main job's config, with a smaller model and the lookups."""
   c = forge_config.get_config()
   c.seed = seed
-  c.model.update(num_layers=args.layers, embed_dim=64, num_heads=4, num_kv_heads=2)
-  c.model.update(head_dim=16, rotary_dim=8, num_experts=4, expert_dim=64)
+  c.model.update(num_layers=args.layers, embed_dim=96, num_heads=6, num_kv_heads=2)
+  c.model.update(head_dim=16, rotary_dim=8, num_experts=4, expert_dim=96)
   c.model.update(vocab_size=320, max_positions=512, num_mtp_modules=0)
   c.mesh.update(data=1)
   c.tasks = dict(kind='lookup', hops=(2, args.hops))
@@ -146,9 +146,9 @@ def main() -> None:
   parser = arms_lib.parser(__doc__)
   parser.add_argument('--layers', type=int, default=2)
   parser.add_argument('--hops', type=int, default=4, help='of the longest chains')
-  parser.add_argument('--demonstrations', type=int, default=1500)
-  parser.add_argument('--tokens', type=int, default=2048, help='of an SFT step')
-  parser.add_argument('--sft_steps', type=int, default=7500)
+  parser.add_argument('--demonstrations', type=int, default=30_000)
+  parser.add_argument('--tokens', type=int, default=4096, help='of an SFT step')
+  parser.add_argument('--sft_steps', type=int, default=2000)
   parser.add_argument('--updates', type=int, default=12, help='of RL')
   parser.add_argument('--tasks', type=int, default=200, help='held out')
   args = parser.parse_args()
