@@ -50,7 +50,7 @@ def config(side: str, seed: int, args) -> ml_collections.ConfigDict:
   c.seed = seed
   c.model.update(num_layers=args.layers, embed_dim=96, num_heads=6, num_kv_heads=2)
   c.model.update(head_dim=16, rotary_dim=8, num_experts=4, expert_dim=96)
-  c.model.update(vocab_size=320, max_positions=512, num_mtp_modules=0)
+  c.model.update(vocab_size=512, max_positions=512, num_mtp_modules=0)
   c.mesh.update(data=1)
   c.tasks = dict(kind='lookup', hops=(2, args.hops))
   c.teacher = dict(kind='lookup')

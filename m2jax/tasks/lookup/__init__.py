@@ -21,7 +21,8 @@ from m2jax.tasks import task as task_lib
 SPLITS = ('train', 'dev', 'held_out')
 MODULUS = 5
 _CONSONANTS, _VOWELS = 'bdfgklmnprstvz', 'aeiou'
-_KEYS = [a + b + c for a in _CONSONANTS for b in _VOWELS for c in _CONSONANTS]
+_SYLLABLES = [a + b for a in _CONSONANTS for b in _VOWELS]
+_KEYS = [a + b for a in _SYLLABLES for b in _SYLLABLES]
 
 TOOL: Mapping[str, Any] = {
   'type': 'function',
