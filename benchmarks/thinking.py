@@ -16,8 +16,8 @@ once (`data.packing.SampleBatches`), so that a step of both costs the same.
 
 Each is also evaluated the other way: weights that were trained with the thinking of
 earlier turns and do not find it, and the reverse. Printed are medians over seeds with
-their range: success at temperature 1 on held-out tasks, after SFT and after RL, of all
-and of the longest chains. Runs resume, and a measurement in DIR is not repeated.
+their range: success at temperature 1 on held-out tasks, after SFT and after RL, by the
+length of the chain. Runs resume, and a measurement in DIR is not repeated.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def config(side: str, seed: int, args) -> ml_collections.ConfigDict:
   c.seed = seed
   c.model.update(num_layers=args.layers, embed_dim=96, num_heads=6, num_kv_heads=2)
   c.model.update(head_dim=16, rotary_dim=8, num_experts=4, expert_dim=96)
-  c.model.update(vocab_size=512, max_positions=512, num_mtp_modules=0)
+  c.model.update(vocab_size=512, max_positions=768, num_mtp_modules=0)
   c.mesh.update(data=1)
   c.tasks = dict(kind='lookup', hops=(2, args.hops))
   c.teacher = dict(kind='lookup')
   c.engine.update(
     slots=32,
-    context_tokens=512,
+    context_tokens=768,
     decode_rows=(32,),
-    contexts=(512,),
+    contexts=(384, 768),
     prefill_shapes=((8, 64),),
   )
   c.episodes.update(concurrency=32)
@@ -99,15 +99,8 @@ def other_way(built: ForgeConfig, workdir: pathlib.Path) -> dict[str, Any]:
     DataPool(url) as pool,
     roles.rollouts(built, found.variables, tok, pool) as running,
   ):
-    return tallied(
-      evaluation.success_on(running, 'held_out', built.eval_tasks, 1.0), built
-    )
-
-
-def tallied(tallies: Sequence[evaluation.Tally], built: ForgeConfig) -> dict[str, Any]:
-  longest = f'hops_{built.tasks.hops[1]}'
-  parts = {t.family: (t.successes, t.n) for t in tallies}
-  return {'all': parts['all'], 'longest': parts.get(longest, (0, 0))}
+    tallies = evaluation.success_on(running, 'held_out', built.eval_tasks, 1.0)
+  return {t.family: (t.successes, t.n) for t in tallies}
 
 
 def measure(side: str, seed: int, args) -> dict[str, Any]:
@@ -116,28 +109,26 @@ def measure(side: str, seed: int, args) -> dict[str, Any]:
   built = common.build(ForgeConfig, config(side, seed, args))
   run.run(built, workdir)
   rows = evaluations.by_stage(metrics_lib.read(workdir))
-  longest = f'hops_{args.hops}'
-  out = {
-    row.stage: {'all': row.sampled, 'longest': row.families.get(longest, (0, 0))}
-    for row in rows
-  }
+  out = {row.stage: {'all': row.sampled, **row.families} for row in rows}
   out['the other way'] = other_way(built, workdir)
   print(f'seed {seed}, {side}: {time.monotonic() - started:.0f} s', file=sys.stderr)
   return {'side': side, 'seed': seed, 'success': out}
 
 
 def table(runs: Sequence[Mapping[str, Any]], hops: int) -> str:
-  lines = [f'| thinking | evaluated | all | {hops} calls |', '|---|---|---|---|']
+  parts = {'all': 'all'} | {f'hops_{n}': f'{n} calls' for n in range(2, hops + 1, 2)}
+  heads = ('thinking', 'evaluated', *parts.values())
+  lines = ['| ' + ' | '.join(heads) + ' |', '|---' * len(heads) + '|']
 
   def cell(side: str, stage: str, part: str) -> str:
-    pairs = [r['success'][stage][part] for r in runs if r['side'] == side]
+    pairs = [r['success'][stage].get(part, (0, 0)) for r in runs if r['side'] == side]
     rates = [100 * successes / max(n, 1) for successes, n in pairs]
-    return arms_lib.spread(rates)
+    return arms_lib.spread(rates, 0)
 
   for side in SIDES:
     for stage in (run.AFTER_SFT, run.AFTER_RL, 'the other way'):
       shown = f'{run.AFTER_RL}, the other way' if stage == 'the other way' else stage
-      cells = [cell(side, stage, part) for part in ('all', 'longest')]
+      cells = [cell(side, stage, part) for part in parts]
       lines.append('| ' + ' | '.join([side, shown, *cells]) + ' |')
   return '\n'.join(lines)
 
@@ -145,12 +136,12 @@ def table(runs: Sequence[Mapping[str, Any]], hops: int) -> str:
 def main() -> None:
   parser = arms_lib.parser(__doc__)
   parser.add_argument('--layers', type=int, default=2)
-  parser.add_argument('--hops', type=int, default=4, help='of the longest chains')
+  parser.add_argument('--hops', type=int, default=8, help='of the longest chains')
   parser.add_argument('--demonstrations', type=int, default=30_000)
   parser.add_argument('--tokens', type=int, default=4096, help='of an SFT step')
   parser.add_argument('--sft_steps', type=int, default=2000)
   parser.add_argument('--updates', type=int, default=12, help='of RL')
-  parser.add_argument('--tasks', type=int, default=200, help='held out')
+  parser.add_argument('--tasks', type=int, default=350, help='held out')
   args = parser.parse_args()
   arms_lib.run(args, list(SIDES), measure, lambda runs: table(runs, args.hops))
 
