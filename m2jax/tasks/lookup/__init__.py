@@ -22,7 +22,7 @@ SPLITS = ('train', 'dev', 'held_out')
 MODULUS = 5
 _CONSONANTS, _VOWELS = 'bdfgklmnprstvz', 'aeiou'
 _SYLLABLES = [a + b for a in _CONSONANTS for b in _VOWELS]
-_KEYS = [a + b for a in _SYLLABLES for b in _SYLLABLES]
+_KEYS = len(_SYLLABLES) ** 3  # too many to be learned by heart
 
 TOOL: Mapping[str, Any] = {
   'type': 'function',
@@ -125,18 +125,24 @@ def spec(split: str, index: int, seed: int, config: Config, family: str | None) 
   return f'lookup/{split}/{family}/{seed}/{index}'
 
 
+def _key(number: int) -> str:
+  """Three syllables."""
+  rest, last = divmod(number, len(_SYLLABLES))
+  return ''.join(_SYLLABLES[i] for i in (*divmod(rest, len(_SYLLABLES)), last))
+
+
 def make(spec: str) -> Lookup:
   """The task of a spec. Raises ValueError if it is not one of `spec`."""
   try:
     kind, split, family, _, _ = spec.split('/')
     hops = int(family.removeprefix('hops_'))
-    own = _KEYS[SPLITS.index(split) :: len(SPLITS)]  # splits share no key
+    own = range(SPLITS.index(split), _KEYS, len(SPLITS))  # splits share no key
   except ValueError as error:
     raise ValueError(
       f'{spec!r} is no lookup: expected lookup/SPLIT/hops_N/SEED/INDEX'
     ) from error
   rng = random.Random(spec)
-  chain = tuple((key, rng.randrange(MODULUS)) for key in rng.sample(own, hops))
+  chain = tuple((_key(i), rng.randrange(MODULUS)) for i in rng.sample(own, hops))
   return Lookup(spec, family, split, chain)
 
 
