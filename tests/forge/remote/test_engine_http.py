@@ -32,7 +32,7 @@ from tests.gateway.scripted_engine import ScriptedEngine
 from tests.rollout.conftest import CFG, ENGINE_CONFIG, RECORDING, init
 
 CONTEXT = ENGINE_CONFIG.context_tokens
-QUICK = engine_client.RemoteConfig(poll_s=0.02, silence_timeout_s=5.0)
+QUICK = engine_client.RemoteConfig(poll_s=0.02)
 
 
 @pytest.fixture
