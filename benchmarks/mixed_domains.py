@@ -54,9 +54,7 @@ def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
   c.sft.optimizer.schedule.update(
     total_steps=args.sft_steps, decay_steps=args.sft_steps // 3
   )
-  c.rl.update(
-    steps=args.updates, dev_every=0, patience=0, checkpoint_every=7
-  )
+  c.rl.update(steps=args.updates, dev_every=0, patience=0, checkpoint_every=7)
   c.rl.update(groups_per_step=args.groups, group_size=16, capacity=2 * args.groups)
   c.rl.learner.step.update(micro_rows=1, detach_mtp=False)
   c.rl.optimizer.schedule.update(
