@@ -58,6 +58,7 @@ class Soak:
     self.reference = small.Reference()
     self.stems = self.random.integers(small.CFG.vocab_size, size=(5, 30))
     self.version, self.other = 0, make is not Scheduler
+    self.ended = 0  # responses
     self.schedulers = [make(engine, self.weights[0], config=c) for c in configs]
     for scheduler in self.schedulers:
       scheduler.start()
@@ -81,6 +82,7 @@ class Soak:
   def check(self, prompt, handle, submitted: int) -> int:
     """Whether the response is of one version, and then of its weights."""
     result = handle.future.result(TIMEOUT_S)
+    self.ended += 1
     assert len(result.tokens) == len(result.logprobs) == len(result.versions)
     assert np.all(np.diff(result.versions) >= 0)
     if not len(result.tokens) or len(set(result.versions.tolist())) > 1:
@@ -114,6 +116,7 @@ def soak(
   engine: Engine | None = None,
   make: Callable[..., Scheduler] = Scheduler,
   replace_s: float = 0.05,
+  replace_after: int = 0,
 ) -> dict[str, int]:
   """Runs the requests; returns the schedulers' counts.
 
@@ -121,7 +124,9 @@ def soak(
     make: the scheduler, from the arguments of `Scheduler`. If it is another one, only
       responses of the version that there was at their submission are checked: prompts
       may be prefilled long before they are decoded.
-    replace_s: between weights.
+    replace_s: between weights, at least.
+    replace_after: responses between weights, at least: on a slow machine some must
+      still be of one version.
 
   Raises:
     AssertionError: a token is wrong, or a page is lost.
@@ -135,9 +140,11 @@ def soak(
     stop = threading.Event()
 
     def replace_weights():
-      version = 0
+      version = replaced = 0
       while not stop.wait(replace_s):
-        run.replace_weights(version := version + 1)
+        if run.ended >= replaced + replace_after:
+          replaced = run.ended
+          run.replace_weights(version := version + 1)
 
     thread = threading.Thread(target=replace_weights)
     thread.start()

@@ -497,7 +497,9 @@ def soak(requests, seed, engine, host_cache_bytes=0):
     source = PrefillScheduler(engine, variables, config=config, part_pages=3)
     return Disaggregated(engine, variables, source, config=config, how=HOW)
 
-  found = soak_lib.soak(requests, seed, engine=engine, make=make, replace_s=0.5)
+  found = soak_lib.soak(
+    requests, seed, engine=engine, make=make, replace_s=0.5, replace_after=30
+  )
   pages = found['prefill_engine_free_pages'] + found['prefill_engine_cached_pages']
   assert pages == found['prefill_engine_pages'] == 18 and found['prefills_alone'] == 0
   assert found['cancelled'] and found['weight_updates'] and found['handovers']
@@ -508,13 +510,13 @@ def test_soak(few):
   """Random requests, cancellations, retractions and swaps of weights, with pages that
   leave the device caches of both engines and come back."""
   found = soak(120, 0, few, host_cache_bytes=2**17)
-  assert found['checked'] > 4  # of one version: fewer on a slower machine
+  assert found['checked'] > 20
   assert found['host_hit_tokens'] and found['prefill_engine_host_hit_tokens']
 
 
 @pytest.mark.long
 def test_long_soak(few):
-  assert soak(800, 1, few)['checked'] > 40
+  assert soak(800, 1, few)['checked'] > 150
 
 
 @pytest.mark.long

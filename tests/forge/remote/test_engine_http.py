@@ -32,7 +32,8 @@ from tests.gateway.scripted_engine import ScriptedEngine
 from tests.rollout.conftest import CFG, ENGINE_CONFIG, RECORDING, init
 
 CONTEXT = ENGINE_CONFIG.context_tokens
-QUICK = engine_client.RemoteConfig(poll_s=0.02)
+QUICK = engine_client.RemoteConfig(poll_s=0.02, silence_timeout_s=5.0)
+ALIVE_S = 0.5  # well before a silence of that length
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def connect():
   with contextlib.ExitStack() as stack:
 
     def start(scheduler, *, key='', their_key=None, config=ENGINE_CONFIG, **fields):
-      settings = engine_server.EngineServerConfig(**fields)
+      settings = engine_server.EngineServerConfig(**{'alive_s': ALIVE_S, **fields})
       server = engine_server.EngineServer(settings, scheduler, key)
       stack.enter_context(server)
       client = engine_client.RemoteScheduler(
@@ -257,7 +258,7 @@ def test_two_engines_as_one(connect, serve):
     router.submit(request(prompt, 2)).future.result(30)
     assert local[0].stats()['completions'] == 1
     server = engine_server.EngineServer(
-      engine_server.EngineServerConfig(port=port), local[1]
+      engine_server.EngineServerConfig(port=port, alive_s=ALIVE_S), local[1]
     )
     with server:
       wait_until(lambda: router.stats()['living_replicas'] == 2)
