@@ -1,0 +1,53 @@
+"""The profile of RL divides the machine's time as its records and clocks say."""
+
+import threading
+import time
+
+import pytest
+
+from benchmarks import rl_profile
+from benchmarks.rl_profile import Reading
+
+RECORDS = [  # an update of 10 s, and one of 5 s after an evaluation of 2 s
+  dict(time_s=110.0, step_s=10.0, wait_s=8.0),
+  dict(time_s=117.0, step_s=5.0, wait_s=1.0),
+]
+
+
+def test_processor_time_goes_to_the_phase_in_which_it_was_used():
+  """The engine computes one second in each of the run, the sandbox while waiting."""
+  readings = [
+    Reading(100.0 + s, dict(model=float(s), sandbox=0.5 * min(s, 8))) for s in range(18)
+  ]
+  found = rl_profile.totals(readings, rl_profile.intervals(RECORDS), cores=2)
+  waiting, training = found['waiting'], found['training']
+  assert waiting['seconds'] == 8 + 1 and training['seconds'] == 2 + 4
+  assert waiting['model'] == 9 and training['model'] == 6
+  assert waiting['sandbox'] == 4 and training['sandbox'] == 0
+  assert waiting['idle'] == 2 * 9 - 9 - 4
+  shown = rl_profile.table(found)
+  assert '| seconds | 9 | 6 |' in shown
+  assert '| model | 50.0% | 50.0% |' in shown
+
+
+def test_a_thread_that_computes_is_found_by_its_name():
+  """Real clocks: a thread named as the gateway's is, and the time of the rest."""
+
+  def compute():
+    end_s = time.thread_time() + 0.5
+    while time.thread_time() < end_s:
+      pass
+
+  with rl_profile.Sampler() as sampler:
+    thread = threading.Thread(target=compute, name='gateway')
+    thread.start()
+    thread.join()
+    time.sleep(3 * rl_profile._EVERY_S)  # a reading after it has begun and one more
+  used = [reading.parts.get('gateway', 0.0) for reading in sampler.readings]
+  assert used == sorted(used), 'what an ended thread used is kept'
+  assert used[-1] == pytest.approx(0.5, abs=0.3)
+
+
+def test_a_run_without_updates_has_an_empty_table():
+  found = rl_profile.totals([], rl_profile.intervals([]), cores=2)
+  assert '| seconds | 0 | 0 |' in rl_profile.table(found)
