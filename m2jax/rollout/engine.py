@@ -26,6 +26,7 @@ tokens, N decode steps of a call, M stop ids, V vocabulary, D model.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,6 +57,23 @@ from m2jax.sharding import ONE_DEVICE, Sharding
 _EVERYWHERE = PartitionSpec()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Specs:
+  """Of arguments and results of the calls, as `rollout.placement` has them.
+
+  Attributes:
+    stacked, weights: `variables` as callers have them, and as the calls need them.
+    row: arrays whose first axis is of slots or rows.
+  """
+
+  stacked: Any
+  weights: Any
+  state: DecodeState
+  prefix: Prefix
+  contexts: Contexts
+  row: PartitionSpec
+
+
 class Engine(JetStreamCalls):
   """Prefill, insert and generate for one model; its only state is compiled functions.
 
@@ -77,98 +95,111 @@ class Engine(JetStreamCalls):
       ValueError: the context is longer than the model's, or the model does not divide
         over the mesh; names the field.
     """
-    if config.context_tokens > cfg.max_positions:
-      raise ValueError(
-        f'EngineConfig.context_tokens={config.context_tokens} exceeds '
-        f'ModelConfig.max_positions={cfg.max_positions}'
-      )
-    if config.draft_tokens > cfg.num_mtp_modules:
-      raise ValueError(
-        f'EngineConfig.draft_tokens={config.draft_tokens} exceeds '
-        f'ModelConfig.num_mtp_modules={cfg.num_mtp_modules}: each draft is of a module '
-        'of its own; `train.expand_mtp` adds modules'
-      )
+    _check(cfg, config)
     self.cfg = cfg
     self.config = config
     self.sharding = placement.serving(cfg, sharding)
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ('data',))
     self._mesh = self.sharding.mesh or one
-    rules, drafting = self.sharding.rules, config.draft_tokens > 0
     # On a TPU or a GPU there are kernels for pages and for groups of any size.
-    on_cpu = cfg.unroll_layers and _platform(self._mesh) == 'cpu'
-    self._on_cpu = on_cpu
-    few = placement.few_tokens(cfg, config, self.sharding) if on_cpu else None
-    weights = _EVERYWHERE
+    self._on_cpu = cfg.unroll_layers and _platform(self._mesh) == 'cpu'
+    few = placement.few_tokens(cfg, config, self.sharding) if self._on_cpu else None
+    specs = self._specs(few)
+    calls = Calls(cfg, config, self.sharding, self._on_cpu)
+    self._make_weights_calls(specs, few)
+    self._make_scheduler_calls(calls, specs)
+    self._make_page_calls(calls, specs)
+    self._make_jetstream_calls(calls, specs)
+
+  def _specs(self, few: int | None) -> _Specs:
+    """Where arguments and results of the calls are; `few`: see `forward.prepared`."""
+    config, rules = self.config, self.sharding.rules
+    weights = stacked = _EVERYWHERE
     if self.sharding.mesh is not None:
-      weights = placement.weight_specs(cfg, rules, few=few, modules=drafting)
-    state = placement.state_specs(rules, config)
-    prefix = placement.prefix_specs(rules, config)
-    self._prefix = prefix
-    calls, all_ = Calls(cfg, config, self.sharding, on_cpu), _EVERYWHERE
-    row = placement.rows_spec(rules)
+      modules = config.draft_tokens > 0
+      weights = placement.weight_specs(self.cfg, rules, few=few, modules=modules)
+      stacked = sharding_lib.param_specs(self.cfg, rules)
+    return _Specs(
+      stacked,
+      weights,
+      placement.state_specs(rules, config),
+      placement.prefix_specs(rules, config),
+      placement.context_specs(rules, config),
+      placement.rows_spec(rules),
+    )
+
+  def _make_weights_calls(self, specs: _Specs, few: int | None) -> None:
+    split = functools.partial(
+      forward.prepared,
+      self.cfg,
+      quantize=bool(self.config.weights_dtype),
+      few=few,
+      modules=self.config.draft_tokens > 0,
+    )
+    self._prepare = self._jit(split, (specs.stacked,), specs.weights)
+    self._new_state = jax.jit(self._empty_state, out_shardings=self._named(specs.state))
+
+  def _make_scheduler_calls(self, calls: Calls, specs: _Specs) -> None:
+    weights, state, kept, row = specs.weights, specs.state, specs.contexts, specs.row
+    all_ = _EVERYWHERE
     self.prefill_rows = self._jit(
       calls.prefill_rows, (weights, state, *[row] * 4), state, donate=1
     )
-    self.generate_many = self._jit(
-      calls.generate_many,
-      (weights, state, *[row] * 3, all_),
-      (state, row),
-      donate=1,
-      out=(state, all_),
-    )
-    kept = placement.context_specs(rules, config)
+    self.admit = self._jit(calls.admit, (state, *[row] * 3), state, donate=0)
+    many = calls.generate_many, (weights, state, *[row] * 3, all_)
+    self.generate_many = self._jit(*many, (state, row), donate=1, out=(state, all_))
+    rows = calls.generate_kept, (weights, state, kept, *[row] * 3, all_, row)
     self.generate_kept = self._jit(
-      calls.generate_kept,
-      (weights, state, kept, *[row] * 3, all_, row),
-      (state, row, kept),
-      donate=(1, 2),
-      out=(state, all_, kept),
+      *rows, (state, row, kept), donate=(1, 2), out=(state, all_, kept)
     )
     # Of rows of a group and pages of a table, for `generate_kept`.
     self.new_contexts = jax.jit(
       self._empty_contexts, static_argnums=(0, 1), out_shardings=self._named(kept)
     )
     # One step of rows with a grammar: `generate_kept` or `generate_many` with a mask.
-    if self.keeps_contexts:
-      masked, into = calls.generate_kept, (state, kept, *[row] * 3, all_, row, row)
-      out, donate = (state, row, kept), (1, 2)
-    else:
-      masked, into = calls.generate_many, (state, *[row] * 3, all_, row)
-      out, donate = (state, row), 1
+    masked, into = rows if self.keeps_contexts else many
+    more, donate = ((kept,), (1, 2)) if self.keeps_contexts else ((), 1)
     self.generate_masked = self._jit(
-      masked, (weights, *into), out, donate=donate, out=(state, all_, *out[2:])
+      masked,
+      (*into, row),
+      (state, row, *more),
+      donate=donate,
+      out=(state, all_, *more),
     )
     self.speculative = {
       drafts: self._jit(
         functools.partial(speculative.generate_many, calls, drafts),
-        (weights, state, *[row] * 3, all_),
+        many[1],
         (state, row, row),
         donate=1,
         out=(state, all_, all_),
       )
-      for drafts in range(1, config.draft_tokens + 1)
+      for drafts in range(1, self.config.draft_tokens + 1)
     }
-    self.admit = self._jit(calls.admit, (state, *[row] * 3), state, donate=0)
+
+  def _make_page_calls(self, calls: Calls, specs: _Specs) -> None:
+    """Expert ids of pages; pages to and from host memory, or another engine."""
+    state, pages, all_ = specs.state, specs.prefix.pages, _EVERYWHERE
     self.expert_ids = self._jit(calls.expert_ids, (state, all_, all_), all_)
-    # Pages to and from host memory, or another engine.
-    self.read_pages = self._jit(calls.read_pages, (state, all_, all_), prefix.pages)
+    self.read_pages = self._jit(calls.read_pages, (state, all_, all_), pages)
     self.write_pages = self._jit(
-      calls.write_pages, (state, all_, all_, prefix.pages), state, donate=0
+      calls.write_pages, (state, all_, all_, pages), state, donate=0
     )
+
+  def _make_jetstream_calls(self, calls: Calls, specs: _Specs) -> None:
+    weights, state, prefix = specs.weights, specs.state, specs.prefix
+    all_, self._prefix = _EVERYWHERE, prefix
     self.generate_step = self._jit(
-      calls.generate_one, (weights, state), (state, row), donate=1, out=(state, all_)
+      calls.generate_one,
+      (weights, state),
+      (state, specs.row),
+      donate=1,
+      out=(state, all_),
     )
     self._jit_insert = self._jit(
       calls.insert, (prefix, state, all_, all_), state, donate=1
     )
     self._jit_prefill = self._jit(calls.prefill, (weights, prefix, all_, all_), prefix)
-    options = dict(quantize=bool(config.weights_dtype), few=few, modules=drafting)
-    split = functools.partial(forward.prepared, cfg, **options)
-    stacked = _EVERYWHERE
-    if self.sharding.mesh is not None:
-      stacked = sharding_lib.param_specs(cfg, rules)
-    self._prepare = self._jit(split, (stacked,), weights)
-    self._new_state = jax.jit(self._empty_state, out_shardings=self._named(state))
     self._new_prefix = jax.jit(self._empty_prefix, out_shardings=self._named(prefix))
 
   @property
@@ -337,6 +368,21 @@ class Engine(JetStreamCalls):
     calls += (self.read_pages, self.write_pages)
     calls += (self.generate_kept, self.generate_masked, self.new_contexts)
     return sum(call._cache_size() for call in calls)
+
+
+def _check(cfg: ModelConfig, config: EngineConfig) -> None:
+  """Raises ValueError for sizes that the model does not have."""
+  if config.context_tokens > cfg.max_positions:
+    raise ValueError(
+      f'EngineConfig.context_tokens={config.context_tokens} exceeds '
+      f'ModelConfig.max_positions={cfg.max_positions}'
+    )
+  if config.draft_tokens > cfg.num_mtp_modules:
+    raise ValueError(
+      f'EngineConfig.draft_tokens={config.draft_tokens} exceeds '
+      f'ModelConfig.num_mtp_modules={cfg.num_mtp_modules}: each draft is of a module '
+      'of its own; `train.expand_mtp` adds modules'
+    )
 
 
 def _platform(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
