@@ -57,9 +57,8 @@ class RlLoop:
     self._queue = self._groups.queue
     self._samples = SampleCounts(self._pool)
     self._dev = Plateau()
-    self._started_s = (
-      time.monotonic()
-    )  # shifted by a restart: now − it is the time used
+    # The time used is now minus this; a restart shifts it.
+    self._started_s = time.monotonic()
     self._saved = 0  # step of the latest checkpoint
     self._ledgers: dict[int, data_pool.Ledger] = {}  # of the checkpoints, by step
     self._pruned = 0  # completions whose token ids were dropped

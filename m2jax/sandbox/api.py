@@ -160,6 +160,5 @@ def default_uids() -> tuple[int, int]:
     top = max(int(line.split()[0]) + int(line.split()[2]) for line in f)
   if top >= 265_536:
     return 200_000, 265_536
-  return max(top // 2, 1), max(
-    top - 2, 2
-  )  # a container with 65,536 uids: avoid that of nobody
+  # A container with 65,536 uids; the last but one is nobody's.
+  return max(top // 2, 1), max(top - 2, 2)
