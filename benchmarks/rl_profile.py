@@ -1,4 +1,4 @@
-r"""Where the processor time of the main job's RL goes, while it waits and while it trains.
+r"""Where the processor time of the main job's RL goes, while it waits and trains.
 
   python -m benchmarks.rl_profile --config=configs/forge.py \
     --config.start=workdir/forge --workdir=workdir/rl_profile

@@ -143,10 +143,11 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   elif variant == 'more_sft':
     c.more_sft = ml_collections.ConfigDict(
       dict(
-        loop=dict(steps=2000, checkpoint_every=500),
+        loop=dict(steps=2900, checkpoint_every=725),  # as long as RL takes
         optimizer=c.sft.optimizer.to_dict(),
       )
     )
+    c.more_sft.optimizer.schedule.update(total_steps=2900, decay_steps=1000)
     c.rl = None
   elif variant == 'expert_iteration':
     c.rl.learner.algorithm = 'expert_iteration'

@@ -162,23 +162,26 @@ class Batcher:
     table, held_back = self.table, []
     idle = int(np.sum(table.state == State.IDLE))
     # Requests held back still claim a slot: later requests do not overtake them.
-    while self.waiting and len(held_back) < idle:
-      job = self.waiting.popleft()
-      placed = table.place(job.tokens, ahead=self._ahead(self.drafting.most))
-      reading = self.tiers is not None and placed != 'full' and self.tiers.waits(job)
-      if placed == 'soon' or reading:
-        held_back.append(job)
-        continue
-      if placed == 'full':  # later requests do not overtake it
-        self.waiting.appendleft(job)
-        break
-      job.slot, hit = placed
-      self._take(job, hit)
-      idle -= 1
-    self.waiting.extendleft(reversed(held_back))
+    try:
+      while self.waiting and len(held_back) < idle:
+        job = self.waiting[0]
+        placed = table.place(job.tokens, ahead=self._ahead(self.drafting.most))
+        if placed == 'full':  # later requests do not overtake it
+          break
+        reading = self.tiers is not None and self.tiers.waits(job)
+        self.waiting.popleft()
+        if placed == 'soon' or reading:
+          held_back.append(job)
+          continue
+        job.slot, hit = placed
+        self._take(job, hit)
+        idle -= 1
+    finally:  # a failed call must not lose requests
+      self.waiting.extendleft(reversed(held_back))
 
   def _take(self, job: Job, hit: int) -> None:
     table, slot, drawn = self.table, job.slot, len(job.logprobs)
+    self.jobs[slot] = job
     table.take(slot, job.tokens, self.version)
     if self.tiers is not None:
       self.state, more = self.tiers.restore(self.state, job)
@@ -187,7 +190,6 @@ class Batcher:
     end = len(job.tokens)
     table.logprobs[slot, end - drawn : end] = job.logprobs
     table.versions[slot, end - drawn : end] = job.versions
-    self.jobs[slot] = job
     if not drawn:
       self.counts['prompt_tokens'] += len(job.prompt)
       self.counts['prefix_hit_tokens'] += hit

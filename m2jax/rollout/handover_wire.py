@@ -216,6 +216,14 @@ def text(header: dict, field: str) -> str:
   return value[:500]
 
 
+def ascii_text(header: dict, field: str) -> str:
+  """`text` of ASCII characters alone; lone surrogates have no bytes to sign."""
+  value = text(header, field)
+  if not value.isascii():
+    raise ProtocolError(f'{header["kind"]}: {field} must be ASCII')
+  return value
+
+
 # --- The opening.
 
 
@@ -226,8 +234,8 @@ def _mac(key: bytes | None, side: str, nonces: str) -> str:
 
 
 def _prove(header: dict, key: bytes | None, side: str, nonces: str) -> None:
-  want, found = _mac(key, side, nonces), text(header, 'mac')
-  if not hmac.compare_digest(want.encode(), found.encode()):
+  want, found = _mac(key, side, nonces), ascii_text(header, 'mac')
+  if not hmac.compare_digest(want, found):
     raise ProtocolError(f'the {side} side does not know the key')
 
 
@@ -239,7 +247,7 @@ def open_server(
   mine = secrets.token_hex(16)
   send(sock, dict(kind='challenge', nonce=mine))
   header, _ = receive(sock, 0, timeout_s)
-  nonces = mine + text(header, 'nonce')
+  nonces = mine + ascii_text(header, 'nonce')
   _prove(header, key, 'decode', nonces)
   send(sock, dict(hello, kind='hello', mac=_mac(key, 'prefill', nonces)))
 
@@ -249,7 +257,7 @@ def open_client(sock: socket.socket, key: bytes | None, timeout_s: float) -> dic
   sock.settimeout(timeout_s)
   header, _ = receive(sock, 0, timeout_s)
   mine = secrets.token_hex(16)
-  nonces = text(header, 'nonce') + mine
+  nonces = ascii_text(header, 'nonce') + mine
   answer = dict(kind='challenge', nonce=mine, mac=_mac(key, 'decode', nonces))
   send(sock, answer)
   hello, _ = receive(sock, 0, timeout_s)

@@ -114,8 +114,10 @@ class PrefillBatcher(Batcher):
     if early:
       ready = [job for job in self.waiting if job.ask.version <= self.version]
       self.waiting = collections.deque(ready)
-    super()._place()
-    self.waiting.extend(early)
+    try:
+      super()._place()
+    finally:
+      self.waiting.extend(early)
 
   def _take(self, job: PrefillJob, hit: int) -> None:
     super()._take(job, hit)

@@ -69,11 +69,17 @@ class Restarts:
       try:
         self._make(number)
         with self._lock:
-          self.reasons.pop(number, None)
+          if self._is_mine(number):
+            self.reasons.pop(number, None)
         break
       except Exception as error:
         logging.exception('replica %d does not start', number)
         with self._lock:
           self.reasons[number] = f'it does not start: {error!r}'
     with self._lock:
-      del self._threads[number]
+      if self._is_mine(number):
+        del self._threads[number]
+
+  def _is_mine(self, number: int) -> bool:
+    """Whether the replica that this thread makes was not lost again. Needs _lock."""
+    return self._threads.get(number) is threading.current_thread()

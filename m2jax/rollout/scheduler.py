@@ -289,11 +289,21 @@ class Scheduler:
     return cancels
 
   def _replace_weights(self) -> None:
-    """Places a part of new weights; replaces the old ones when all are placed."""
+    """Places a part of new weights; replaces the old ones when all are placed.
+
+    Raises:
+      EngineLost: they cannot be placed. Nobody would give them again, and the old ones
+        must not serve on as if they were the latest.
+    """
     swap, self._swap = self._swap, None
     if swap is None:
       return
-    weights = swap.advance(to_the_end=not self._batcher.busy)
+    try:
+      weights = swap.advance(to_the_end=not self._batcher.busy)
+    except Exception as error:
+      raise EngineLost(
+        f'the weights of version {swap.version} cannot be placed: {error!r}'
+      ) from error
     if weights is None:
       self._swap = swap
     else:

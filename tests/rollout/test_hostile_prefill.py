@@ -139,6 +139,14 @@ def test_bytes_before_the_key(attacked):
     assert closes(sock)  # after the challenge
 
 
+@pytest.mark.parametrize('field', ['nonce', 'mac'])
+def test_text_that_has_no_bytes(field):
+  """JSON may have a lone surrogate, which cannot be signed."""
+  header = json.loads(json.dumps({'kind': 'challenge', field: '\ud800'}))
+  with pytest.raises(wire.ProtocolError, match=field):
+    wire.ascii_text(header, field)
+
+
 def test_slow_and_silent_connections_are_closed(attacked):
   with opened(attacked) as sock:
     begin = time.monotonic()

@@ -490,6 +490,26 @@ def test_steps_that_keep_failing_end_the_service_loudly(serve, engine):
     scheduler.submit(request([1]))
 
 
+class Unplaceable(Faulty):
+  """An engine whose thread places weights in parts, and has no room for the last."""
+
+  loads_in_any_thread = False
+
+  def load_parts(self, variables, part_bytes):
+    yield None
+    raise RuntimeError('out of memory, say')
+
+
+def test_weights_that_cannot_be_placed_end_the_service(serve, engine, variables):
+  """The old weights must not serve on as the latest, which nobody gives again."""
+  scheduler = serve(Unplaceable(engine, 0))
+  scheduler.update_weights(variables, 5)
+  with pytest.raises(EngineError, match='version 5 cannot be placed'):
+    while True:  # requests may be served until the last part
+      run(scheduler, request(prompt(1, 5)))
+  assert not scheduler.alive and 'version 5' in scheduler.stopped_reason
+
+
 def test_weights_gone_bad_fail_requests_by_version(serve, variables):
   """A learner that diverged must be named, not trained on further."""
   scheduler = serve()

@@ -144,6 +144,28 @@ def test_stale_pages_come_back_from_host_memory_if_asked_for(
   assert stats['prefix_hit_tokens'] == len(PROMPTS) * 20
 
 
+def test_a_failed_copy_loses_no_request(serve, few, plain):
+  """That of the request fails it; those that wait, for its prefix too, are served."""
+  want, _ = plain
+  scheduler = serve(few, run=False, host_cache_bytes=HOST_BYTES)
+  tiers_, failures = scheduler._batcher.tiers, [RuntimeError('no memory, say')]
+  restore = tiers_.restore
+
+  def fails_once(state, job):
+    if failures:
+      raise failures.pop()
+    return restore(state, job)
+
+  tiers_.restore = fails_once
+  asked = [request(p, max_tokens=6, seed=i) for i, p in enumerate(PROMPTS)]
+  handles = [scheduler.submit(made) for made in (asked[0], *asked)]
+  scheduler.start(warmup=False)
+  with pytest.raises(EngineError, match='no memory, say'):
+    handles[0].future.result(60)
+  for handle, (_, result) in zip(handles[1:], want, strict=False):
+    assert handle.future.result(60).tokens.tolist() == result.tokens.tolist()
+
+
 def test_damaged_pages_are_computed(serve, few, variables, plain, tmp_path):
   want, _ = plain
   first = serve(few, host_cache_bytes=HOST_BYTES, kv_pool=pool(tmp_path))

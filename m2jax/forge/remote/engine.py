@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from pathlib import Path
 
 from absl import logging
@@ -60,17 +61,24 @@ class Follower:
   def _run(self) -> None:
     try:
       while not self._stopping.is_set():
-        found = self._reader.wait(self.version, timeout_s=_POLL_S)
-        if found is not None:
-          self._take(found)
-        elif (latest := self._reader.latest()) and latest.serial < self.version.serial:
-          raise RolloutsFailed(
-            'the published weights are those of a run that was started anew: start '
-            'this role again'
-          )
+        try:
+          self._step()
+        except OSError as error:  # the storage may be back soon
+          logging.warning('the published weights were not read: %s', error)
+          self._stopping.wait(_POLL_S)
     except Exception as error:
       logging.exception('the published weights cannot be followed')
       self.error = error
+
+  def _step(self) -> None:
+    found = self._reader.wait(self.version, timeout_s=_POLL_S)
+    if found is not None:
+      self._take(found)
+    elif (latest := self._reader.latest()) and latest.serial < self.version.serial:
+      raise RolloutsFailed(
+        'the published weights are those of a run that was started anew: start '
+        'this role again'
+      )
 
   def _take(self, found: published.Version) -> None:
     try:
@@ -104,6 +112,9 @@ def load_first(reader: published.Reader, like) -> tuple[published.Version, objec
     except CheckpointError as error:
       logging.warning('version %s was not loaded: %s', version, error)
       failed = version
+    except OSError as error:  # the storage may be back soon
+      logging.warning('version %s was not read: %s', version, error)
+      time.sleep(_POLL_S)
 
 
 def make_scheduler(

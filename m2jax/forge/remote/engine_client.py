@@ -62,6 +62,8 @@ class _Job:
   on_tokens: Callable[[NewTokens], None] | None
   future: concurrent.futures.Future
   id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+  # The engine knows its id, or it has ended: before, it cannot be cancelled.
+  known: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
 class RemoteScheduler:
@@ -242,6 +244,9 @@ class RemoteScheduler:
       self._journal.add(*event)
 
   async def _send_cancel(self, job: _Job) -> None:
+    await job.known.wait()
+    if job.future.done():
+      return
     try:
       await self._client.send(self._build('POST', '/cancel', job.id.encode()))
     except httpx.HTTPError as error:  # the request itself fails too
@@ -266,11 +271,14 @@ class RemoteScheduler:
       job.future.set_exception(error)
     else:
       job.future.set_result(result)
+    finally:
+      job.known.set()
 
   async def _result(self, job: _Job):
     content = wire.encode_request(job.id, job.request)
     request, result = self._build('POST', '/generate', content), None
     response = await self._client.send(request, stream=True)
+    job.known.set()
     try:
       if response.status_code != 200:
         await response.aread()

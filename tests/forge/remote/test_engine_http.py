@@ -139,6 +139,24 @@ def test_a_cancelled_request_keeps_its_tokens(connect, scripted):
   handle.cancel()  # no effect
 
 
+def test_a_request_that_is_cancelled_at_once(connect, scripted, monkeypatch):
+  """While its prompt is on its way the engine does not know it yet."""
+  engine = scripted(lambda r: range(1, 41), delay_s=0.2)
+  client, _ = connect(engine)
+  body = engine_server._Application._body
+
+  async def slow(self, scope, receive, limit_bytes):
+    if scope['path'] == '/generate':
+      await asyncio.sleep(0.5)
+    return await body(self, scope, receive, limit_bytes)
+
+  monkeypatch.setattr(engine_server._Application, '_body', slow)
+  handle = client.submit(request([1], 40))
+  handle.cancel()
+  result = handle.future.result(30)
+  assert result.finish_reason == 'cancelled' and len(result.tokens) < 40
+
+
 def test_a_client_that_disconnects_cancels(connect, scripted):
   """A client that is killed costs the engine nothing more."""
   engine = scripted(lambda r: range(1, 41), delay_s=0.4)
@@ -397,7 +415,7 @@ def test_malformed_requests(connect, serve, body, field):
 
 def test_bounds(connect, scripted):
   """Bodies, ids in progress, and requests in progress are bounded."""
-  engine = scripted(lambda r: range(1, 41), delay_s=0.5)
+  engine = scripted(lambda r: range(1, 41), delay_s=0.5, piece_tokens=1)
   client, server = connect(engine, max_requests=1)
   url = server.url + '/generate'
   large = b'\0' * (wire.request_limit(CONTEXT) + 1)

@@ -86,6 +86,28 @@ def test_an_engine_follows_restarts_of_the_learner(learner, tmp_path):
   assert scheduler.versions == list(zip(numbers, (1.0, 2.5), strict=True))
 
 
+def test_storage_that_is_away_for_a_moment(learner, tmp_path, monkeypatch):
+  """The engine serves on, and follows when it is back."""
+  monkeypatch.setattr(engine_role, '_POLL_S', 0.01)
+  reader = published.Reader(tmp_path / 'weights', poll_s=0.01)
+  first, load, failures = learner(0), reader.load, [OSError('stale file handle')] * 3
+  first.update_weights(weights(0), 0)
+  version, _ = engine_role.load_first(reader, LIKE)
+
+  def fails(*arguments):
+    if failures:
+      raise failures.pop()
+    return load(*arguments)
+
+  monkeypatch.setattr(reader, 'load', fails)
+  scheduler = Scheduler()
+  with engine_role.Follower(reader, version, scheduler, LIKE) as follower:
+    first.update_weights(weights(1), 1)
+    wait_until(lambda: scheduler.versions)
+    assert follower.error is None
+  assert scheduler.versions == [(policy_version(0, 1), 1.0)] and not failures
+
+
 def test_a_run_that_is_started_anew(learner, tmp_path):
   """The engine of the deleted run stops, with what to do."""
   reader = published.Reader(tmp_path / 'weights', poll_s=0.01)
