@@ -415,7 +415,7 @@ def test_malformed_requests(connect, serve, body, field):
 
 def test_bounds(connect, scripted):
   """Bodies, ids in progress, and requests in progress are bounded."""
-  engine = scripted(lambda r: range(1, 41), delay_s=0.5, piece_tokens=1)
+  engine = scripted(lambda r: range(1, 41), delay_s=0.5)
   client, server = connect(engine, max_requests=1)
   url = server.url + '/generate'
   large = b'\0' * (wire.request_limit(CONTEXT) + 1)
@@ -424,7 +424,8 @@ def test_bounds(connect, scripted):
   assert httpx.get(server.url + '/else').status_code == 404
   content = wire.encode_request('mine', request([1], 40))
   with httpx.stream('POST', url, content=content) as response:
-    next(response.iter_raw())
+    chunks = response.iter_raw()  # without a reference it closes the connection
+    next(chunks)
     again = httpx.post(url, content=content)
     assert again.status_code == 400 and "'mine'" in again.text
     with pytest.raises(EngineError, match='max_requests'):
