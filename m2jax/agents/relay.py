@@ -45,6 +45,8 @@ _DROPPED = frozenset(
 _OF_RESPONSES = frozenset(_HOP.split())
 _COMPLETIONS = ('/v1/chat/completions', '/v1/messages', '/v1/responses')
 _GATEWAY_FAILED = (429, 500, 502, 503, 504)
+# The gateway's comment in a stream that failed after its start.
+_STREAM_FAILED, _COMMENT_BYTES = re.compile(rb'\n: failed (\d{3})\n'), 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Relay:
     over: done when a limit of the episode is exceeded, with its name.
     requests, connections, total_bytes: counts so far.
     answered: number of completions.
-    failure: why the gateway did not serve the last request; '' if it did.
+    failure: why the gateway did not complete the last request for a completion, or was
+      out of reach; '' if it did.
     last: the last completion.
   """
 
@@ -250,14 +253,19 @@ class Relay:
     except httpx.TransportError as error:
       self.failure = f'the gateway cannot be reached: {error!r}'
       raise _Refused(502, self.failure) from error
-    status, self.failure = response.status_code, ''
-    if status in _GATEWAY_FAILED:
-      self.failure = f'the gateway answered with HTTP {status}'
-    if status != 200 or asked is None or path not in _COMPLETIONS:
+    status = response.status_code
+    if path not in _COMPLETIONS:  # says nothing about the engine
       return response, None
-    self.answered += 1
+    self.failure = _failure(status)
+    if status != 200 or asked is None:
+      return response, None
     self.last = Exchange(path, asked)
     return response, self.last
+
+  def ended(self, failure: str) -> None:
+    """The response of a completion has ended, and failed after its start if so."""
+    self.failure = failure
+    self.answered += not failure
 
   @contextlib.contextmanager
   def waits(self):
@@ -357,11 +365,22 @@ class _Connection:
     await self._send(h11.Response(status_code=response.status_code, headers=headers))
     streamed = 'text/event-stream' in response.headers.get('content-type', '')
     whole = None if streamed or exchange is None else bytearray()
-    with self._relay.waits():
-      async for chunk in response.aiter_raw():
-        if whole is not None:
-          whole += chunk
-        await self._send(h11.Data(data=chunk))
+    failed, last = '', b'\n'  # the end of what was read, with the begin of a comment
+    try:
+      with self._relay.waits():
+        async for chunk in response.aiter_raw():
+          if whole is not None:
+            whole += chunk
+          elif found := _STREAM_FAILED.search(last := last + chunk):
+            failed = failed or _failure(int(found[1]))
+          last = last[-_COMMENT_BYTES:]
+          await self._send(h11.Data(data=chunk))
+    except httpx.TransportError as error:
+      failed = f'the response of the gateway broke off: {error!r}'
+      raise ConnectionError(failed) from error
+    finally:
+      if exchange is not None:
+        self._relay.ended(failed)
     await self._send(h11.EndOfMessage())
     if whole is not None:
       exchange.response = _json_object(whole)
@@ -384,6 +403,11 @@ class _Connection:
       self._relay.count_bytes(len(data))
       self._writer.write(data)
       await self._writer.drain()
+
+
+def _failure(status: int) -> str:
+  """Why a request failed, if that is the gateway's failure; otherwise ''."""
+  return f'the gateway answered with HTTP {status}' if status in _GATEWAY_FAILED else ''
 
 
 def _json_object(body: bytes | bytearray) -> dict[str, Any] | None:

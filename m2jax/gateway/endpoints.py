@@ -91,7 +91,7 @@ class Completions(Endpoint):
       if events is None:
         raise
       await _begin_events(send)
-      await _send_events(send, events, last=True)
+      await _send_events(send, [_failed(error), *events], last=True)
       return error.status
     await submitted()
     return await self._stream(pendings, queue, receive, send)
@@ -155,7 +155,7 @@ class Completions(Endpoint):
         await _send_events(send, stream.end(answers), last=True)
       except Exception as error:
         error = _as_api_error(error)
-        await _send_events(send, stream.fail(error), last=True)
+        await _send_events(send, [_failed(error), *stream.fail(error)], last=True)
         return error.status
     return 200
 
@@ -210,6 +210,11 @@ def _as_api_error(error: Exception) -> ApiError:
     return error
   logging.error('gateway: a request failed', exc_info=error)
   return ApiError(500, 'internal error; see the log', type='server_error')
+
+
+def _failed(error: ApiError) -> str:
+  """A comment, which clients skip: the status that a plain answer would have had."""
+  return f': failed {error.status}\n\n'
 
 
 async def _send_json(

@@ -179,6 +179,26 @@ def test_a_broken_engine_is_not_the_agents_failure(play):
     assert 'HTTP 503' in t.error
 
 
+@pytest.mark.parametrize('path', ['/chat/completions', '/responses', '/messages'])
+def test_an_engine_that_fails_in_a_stream_is_not_the_agents_failure(play, path):
+  """The status was sent before; what the command asks afterwards does not hide it."""
+  body = {'model': 'm', 'max_tokens': 9, 'stream': True}
+  body['input' if path == '/responses' else 'messages'] = [
+    {'role': 'user', 'content': 'hi'}
+  ]
+  code = f"print(post({body}, '{path}'))\npost(b'', '/models')\nsys.exit(1)"
+  (t,), *_ = play(python(code), RuntimeError('out of chips'))
+  assert (t.end_reason, t.success) == ('infrastructure', 0.0)
+  assert 'HTTP 503' in t.error
+
+
+def test_a_command_that_streams_has_completions(play):
+  """Otherwise its failure would be the gateway's."""
+  code = ONCE.replace('[user]', '[user], stream=True')
+  (t,), *_ = play(python(code + 'sys.exit(1)'))
+  assert t.end_reason == 'exit'
+
+
 def test_waiting_for_a_slow_engine_is_not_a_timeout(play):
   """The wall time of the command went by in the gateway."""
   slow = {'delay_s': 0.2, 'piece_tokens': 1}
