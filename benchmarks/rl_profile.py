@@ -19,16 +19,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-import pathlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
 
+from benchmarks import proc_stat
 from experiments import common, forge
 from m2jax.observe import metrics
 
 _EVERY_S = 0.25
-_TICKS = os.sysconf('SC_CLK_TCK')
 # Parts by the names of threads, and of processes, which begin with these.
 _THREADS = {
   'tf_XLA': 'model',
@@ -90,35 +89,30 @@ class Sampler:
   def _read(self) -> Reading:
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     for task in os.listdir('/proc/self/task'):
-      if found := _clocks(f'/proc/self/task/{task}/stat'):
-        name, _, own_s, _ = found
-        part = _part(names.get(int(task), name))
-        self._last[int(task)] = part, own_s
+      if found := _stat(f'/proc/self/task/{task}/stat'):
+        part = _part(names.get(int(task), found.name))
+        self._last[int(task)] = part, found.user_s + found.kernel_s
     for pid in filter(str.isdigit, os.listdir('/proc')):
-      if not (found := _clocks(f'/proc/{pid}/stat')):
+      if not (found := _stat(f'/proc/{pid}/stat')):
         continue
-      name, parent, own_s, children_s = found
-      if parent == os.getpid():  # the sandbox's supervisor, which reaps its commands
-        self._last[int(pid)] = 'sandbox', own_s + children_s
-      elif parent == 2:
-        self._last[int(pid)] = 'kernel threads', own_s
+      used_s = found.user_s + found.kernel_s
+      if found.parent == os.getpid():  # the sandbox's supervisor, which reaps commands
+        used_s += found.children_user_s + found.children_kernel_s
+        self._last[int(pid)] = 'sandbox', used_s
+      elif found.parent == 2:
+        self._last[int(pid)] = 'kernel threads', used_s
     parts: collections.Counter = collections.Counter()
     for part, seconds in self._last.values():
       parts[part] += seconds
     return Reading(time.time(), dict(parts))
 
 
-def _clocks(path: str) -> tuple[str, int, float, float] | None:
-  """(name, parent, own seconds, those of reaped children); None if it has ended."""
+def _stat(path: str) -> proc_stat.ProcStat | None:
+  """None if it has ended."""
   try:
-    text = pathlib.Path(path).read_text()
+    return proc_stat.read(path)
   except OSError:
     return None
-  before, _, after = text.rpartition(') ')
-  fields = after.split()
-  user, kernel, child_user, child_kernel = map(int, fields[11:15])
-  name, parent = before.partition('(')[2], int(fields[1])
-  return name, parent, (user + kernel) / _TICKS, (child_user + child_kernel) / _TICKS
 
 
 def _part(name: str) -> str:
@@ -164,25 +158,28 @@ def totals(
 def table(found: dict[str, dict[str, float]]) -> str:
   """A Markdown table: seconds of a phase, and shares of its processor time."""
   phases = tuple(found)
-  lines = [f'| part | {" | ".join(phases)} |', '|---|' + '---|' * len(phases)]
-  lines.append(
-    '| seconds | ' + ' | '.join(f'{found[p]["seconds"]:.0f}' for p in phases)
-  )
-  lines[-1] += ' |'
+  wholes = {
+    phase: sum(values.get(part, 0.0) for part in PARTS) or 1.0
+    for phase, values in found.items()
+  }
+  rows = [['part', *phases], ['---'] * (1 + len(phases))]
+  rows.append(['seconds', *(f'{found[phase]["seconds"]:.0f}' for phase in phases)])
   for part in PARTS:
-    shares = []
-    for phase in phases:
-      whole = sum(found[phase][p] for p in PARTS if p in found[phase]) or 1.0
-      shares.append(f'{found[phase].get(part, 0.0) / whole:.1%}')
-    lines.append(f'| {part} | {" | ".join(shares)} |')
-  return '\n'.join(lines)
+    shares = (found[phase].get(part, 0.0) / wholes[phase] for phase in phases)
+    rows.append([part, *(f'{share:.1%}' for share in shares)])
+  return '\n'.join(f'| {" | ".join(row)} |' for row in rows)
 
 
 def main() -> None:
   with Sampler() as sampler:
     forge.main()
   found = intervals(metrics.read(common.workdir(), 'rl'))
-  print(table(totals(sampler.readings, found, len(os.sched_getaffinity(0)))))
+  used = totals(sampler.readings, found, len(os.sched_getaffinity(0)))
+  if not sum(values['seconds'] for values in used.values()):
+    raise common.BadInput(
+      '--workdir: its run is complete, and no update was made: --fresh starts it anew'
+    )
+  print(table(used))
 
 
 if __name__ == '__main__':

@@ -15,13 +15,11 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import os
 import time
 from pathlib import Path
 
+from benchmarks import proc_stat
 from m2jax import sandbox
-
-_TICKS = os.sysconf('SC_CLK_TCK')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +38,14 @@ class Times:
 
 def now(supervisor: int) -> Times:
   """Reads the clocks; `supervisor` is a process id."""
-  fields = Path(f'/proc/{supervisor}/stat').read_text().rpartition(') ')[2].split()
-  user, kernel, user_children, kernel_children = map(int, fields[11:15])
+  stat = proc_stat.read(f'/proc/{supervisor}/stat')
   machine = Path('/proc/stat').read_text().split('\n')[0].split()
   system = sum(int(machine[n]) for n in (3, 6, 7))  # system, irq, softirq
   return Times(
     time.perf_counter(),
-    (user + user_children) / _TICKS,
-    (kernel + kernel_children) / _TICKS,
-    system / _TICKS,
+    stat.user_s + stat.children_user_s,
+    stat.kernel_s + stat.children_kernel_s,
+    system / proc_stat.TICKS,
   )
 
 

@@ -188,7 +188,8 @@ class Engine(JetStreamCalls):
 
   def _make_jetstream_calls(self, calls: Calls, specs: _Specs) -> None:
     weights, state, prefix = specs.weights, specs.state, specs.prefix
-    all_, self._prefix = _EVERYWHERE, prefix
+    all_ = _EVERYWHERE
+    self._prefix = prefix
     self.generate_step = self._jit(
       calls.generate_one,
       (weights, state),

@@ -75,6 +75,8 @@ class Restarts:
       except Exception as error:
         logging.exception('replica %d does not start', number)
         with self._lock:
+          if not self._is_mine(number):
+            return
           self.reasons[number] = f'it does not start: {error!r}'
     with self._lock:
       if self._is_mine(number):

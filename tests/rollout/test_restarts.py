@@ -7,12 +7,15 @@ from m2jax.rollout.restarts import Restarts
 
 def test_a_replica_that_is_lost_again_while_it_is_made():
   """The thread of the first loss ends last; the second is still awaited."""
-  first, second, ended = threading.Event(), threading.Event(), []
+  first, second, ended, makers = threading.Event(), threading.Event(), [], []
+  lost_again = threading.Event()
 
   def make(number):
+    makers.append(threading.current_thread())
     if not ended:
       ended.append('first')
       restarts.begin(number, 'lost again')  # as soon as it serves
+      lost_again.set()
       assert first.wait(30)
     else:
       assert second.wait(30)
@@ -20,11 +23,9 @@ def test_a_replica_that_is_lost_again_while_it_is_made():
 
   restarts = Restarts(make, most=1, delay_s=0.0)
   restarts.begin(0, 'lost')
-  while len(restarts._threads) != 1 or not ended:
-    pass
-  old = next(t for t in threading.enumerate() if t.name == 'replica 0')
+  assert lost_again.wait(30)
   first.set()
-  old.join(30)
+  makers[0].join(30)
   assert restarts.pending and restarts.reasons == {0: 'lost again'}
   second.set()
   restarts.wait()
