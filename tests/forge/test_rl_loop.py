@@ -283,10 +283,11 @@ def test_groups_without_advantage_are_replaced(tmp_path, tok):
 
 def test_time_is_up_in_the_middle_of_a_step(tmp_path, tok, monkeypatch):
   """Items taken for a step that is never trained are not in the ledger: with more time
-  the run takes them again, and every item of the queue is trained once."""
+  the run takes them again, and every item of the queue is trained once. The queue is
+  strict, so that no faster group is taken before the two useful ones."""
   boxes = Sandboxes(monkeypatch)
   boxes.hang = set(range(13, 1000))  # after six groups
-  config = dict(steps=100, max_items=12, refill_factor=3.0, capacity=8)
+  config = dict(steps=100, max_items=12, refill_factor=3.0, capacity=8, window=1)
   first = Learner(useful=lambda item: item < 2)
   with Run(tmp_path, tok, first, seconds=6.0, **config) as run:
     run.loop.run()
