@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 CALL = '__gpu$xla.gpu.triton'
+MOSAIC_CALL = 'mosaic_gpu_v2'
 
 
 def lowered(function, *shapes) -> str:
@@ -15,6 +16,8 @@ def lowered(function, *shapes) -> str:
     exported = jax.export.export(
       jax.jit(function),
       platforms=['cuda'],
-      disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(CALL)],
+      disabled_checks=[
+        jax.export.DisabledSafetyCheck.custom_call(call) for call in (CALL, MOSAIC_CALL)
+      ],
     )(*shapes)
   return exported.mlir_module()

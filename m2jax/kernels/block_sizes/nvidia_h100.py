@@ -21,6 +21,8 @@ SIZES = {
     'programs': 264,  # at most by dividing rows' pages: two a multiprocessor
     'warps': 4,
     'stages': 2,
+    'keys': 64,  # of a step of the Mosaic GPU kernel, at least a page
+    'slots': 3,  # of its ring of steps
   },
   'qk_norm_rope': {'tokens': 16, 'warps': 8},  # rows of a program of the backward pass
 }

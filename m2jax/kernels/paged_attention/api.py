@@ -11,10 +11,16 @@ import functools
 import jax
 
 from m2jax.axes import Array, Float, Int
-from m2jax.kernels.paged_attention import cpu, gpu, reference, tpu
+from m2jax.kernels.paged_attention import cpu, gpu, mosaic_gpu, reference, tpu
 from m2jax.kernels.paged_attention.cache import Cache
 
-_IMPLEMENTATIONS = {'reference': reference, 'cpu': cpu, 'tpu': tpu, 'gpu': gpu}
+_IMPLEMENTATIONS = {
+  'reference': reference,
+  'cpu': cpu,
+  'tpu': tpu,
+  'gpu': gpu,
+  'mosaic_gpu': mosaic_gpu,
+}
 
 
 def attend(
@@ -44,9 +50,9 @@ def attend(
     scale: of the scores; None is H ** -0.5.
     logsumexp: whether to return the logsumexp of each query's scores, too, at least
       fp32; +inf for a query that sees nothing.
-    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the platform
-      lowered for, or 'cpu', which is plain XLA, where that does not support these
-      tensors.
+    implementation: 'reference', 'cpu', 'tpu', 'gpu' or 'mosaic_gpu' (Hopper); None is
+      that of the platform lowered for, or 'cpu', which is plain XLA, where that does
+      not support these tensors.
 
   Returns:
     In q's dtype; 0 for a query that sees nothing.

@@ -97,3 +97,15 @@ def seen(blocks: Blocks, cache: Cache, position, subtree_end) -> Seen:
     unmasked = jnp.minimum(unmasked, jnp.maximum(start, 0)[:, None])
   unmasked = jnp.minimum(unmasked, length)
   return Seen(blocks.per_head(position, -1), tree, length, unmasked, start)
+
+
+def total(out, lse):
+  """The softmax over all parts, by each part's own [parts, …] and its logsumexp."""
+  top = jnp.max(lse, axis=0)
+  safe = jnp.where(top == -jnp.inf, 0, top)
+  weights = jnp.exp(lse - safe)
+  total = jnp.sum(weights, axis=0)
+  some = total > 0
+  divisor = jnp.where(some, total, 1)
+  out = jnp.sum(out * (weights / divisor)[..., None], axis=0)
+  return out, jnp.where(some, safe + jnp.log(divisor), jnp.inf)

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from m2jax.kernels import block_sizes
-from m2jax.kernels.paged_attention.blocks import MOST_TREE, Blocks, Seen, seen
+from m2jax.kernels.paged_attention.blocks import MOST_TREE, Blocks, Seen, seen, total
 from m2jax.kernels.paged_attention.cache import Cache
 from m2jax.kernels.pallas import dot
 
@@ -203,19 +203,7 @@ def attend(q, cache: Cache, position, subtree_end=None, *, scale):
     return jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)
   static = _static(q, cache, scale)
   blocks = static.blocks
-  out, lse = _total(
+  out, lse = total(
     *_call(static, blocks.of(q), cache, seen(blocks, cache, position, subtree_end))
   )
   return blocks.undo(out).astype(q.dtype), blocks.undo(lse)
-
-
-def _total(out, lse):
-  """The softmax over all parts, by each part's own [parts, …] and its logsumexp."""
-  top = jnp.max(lse, axis=0)
-  safe = jnp.where(top == -jnp.inf, 0, top)
-  weights = jnp.exp(lse - safe)
-  total = jnp.sum(weights, axis=0)
-  some = total > 0
-  divisor = jnp.where(some, total, 1)
-  out = jnp.sum(out * (weights / divisor)[..., None], axis=0)
-  return out, jnp.where(some, safe + jnp.log(divisor), jnp.inf)
