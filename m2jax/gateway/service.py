@@ -227,8 +227,7 @@ class ChatService:
     session, plan, request = pending.session, pending.plan, pending.request
     version = self.config.template_version
     reader = deltas.Deltas(self.tokenizer, request.tools, request.stop, version)
-    reader.feed(result.tokens.tolist())
-    reader.finish()
+    found = deltas.joined(reader.feed(result.tokens.tolist()) + reader.finish())
     if reader.stop is not None:
       result = _cut(result, len(pending.prompt_ids), reader.tokens)
     parsed = reader.message
@@ -265,7 +264,7 @@ class ChatService:
       session.add(plan.node(request, completion, message, closed=closed))
       self.sessions.trim()
     top = (result.top_ids, result.top_logprobs) if request.top_logprobs else ()
-    return Answer(request, completion, message, parsed, reader.stop, top)
+    return Answer(request, completion, message, tuple(found), reader.stop, top)
 
   def _count_prompt(self, plan, request, overrides):
     count = self.counters.add

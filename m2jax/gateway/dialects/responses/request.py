@@ -16,9 +16,9 @@ Treatment of each field:
   reasoning that another server encrypted, fields that the real service does not have;
 - without effect, as the model and its prompt know nothing of the kind: _NO_EFFECT.
 
-Items become messages: those of the assistant, up to the next one of anybody else, are
-one message. So are parallel calls of one completion between whose items the client put
-the outputs. Developer and system items stay in their places.
+Items become messages: those of one completion are one message, whatever their order,
+and even if the client put the outputs of calls between them (`Items._turn`). Developer
+and system items stay in their places.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _ECHOED = {
   'user': None,
 }
 _TEXT_PARTS = ('input_text', 'output_text', 'text')
-# Our call ids: the completion's, and the number of the call (`Pending.call_prefix`).
-_OUR_CALL = re.compile(r'(call_[0-9a-f]{32}_)[0-9]+')
+# The ids of our items (`answer.Output`): a kind, the completion's, and a number.
+_OUR_ID = re.compile(r'(?:rs|msg|fc|ctc|call)_([0-9a-f]{32})(?:_[0-9]+)?')
 _ROLES = {'user': 'user', 'system': 'system', 'developer': 'system'}
 
 
@@ -139,6 +139,9 @@ class Items:
   def __init__(self, names: tools_lib.Names, ignored: list[str]):
     self._names, self._ignored = names, ignored
     self._messages: list[dict[str, Any]] = []
+    self._begun_at: dict[str, int] = {}  # by completion, the index of its message
+    self._source: str | None = None  # the completion of the last message, if known
+    self._last = ''  # type of the assistant's last item
 
   def messages(self, data: dict) -> list[dict]:
     """The messages of a body: its instructions, then its input."""
@@ -181,10 +184,7 @@ class Items:
     if role in _ROLES:
       self._messages.append({'role': _ROLES[role], 'content': text})
     elif role == 'assistant':
-      last = self._last_assistant()
-      if last is None or last['content']:
-        last = self._begin()
-      last['content'] = text
+      self._turn(item)['content'] += text
     else:
       raise invalid(
         f'unknown role {role[:100]!r}; use user, assistant, system or developer',
@@ -202,11 +202,9 @@ class Items:
       if field == 'content' and not text and item.get('encrypted_content'):
         text = _decrypt(item['encrypted_content']) or ''
         self._ignored += [] if text else ['encrypted_content']
-    last = self._last_assistant()
-    if last is None or last['content'] or 'tool_calls' in last:
-      last = self._begin()
+    turn = self._turn(item)
     if text:
-      last['reasoning_content'] = last.get('reasoning_content', '') + text
+      turn['reasoning_content'] = turn.get('reasoning_content', '') + text
 
   def _call(self, item: dict, values: dict, where: str) -> None:
     name = fields.text(item.get('name'), f'{where}.name')
@@ -214,9 +212,8 @@ class Items:
     if namespace is not None:
       namespace = fields.text(namespace, f'{where}.namespace')
     call_id = fields.text(item.get('call_id'), f'{where}.call_id')
-    message = self._last_assistant() or self._caller(call_id) or self._begin()
     call = fields.call(call_id, tools_lib.known_name(name, namespace), values)
-    message.setdefault('tool_calls', []).append(call)
+    self._turn(item).setdefault('tool_calls', []).append(call)
 
   def _output(self, item: dict, where: str) -> None:
     self._messages.append(
@@ -227,22 +224,58 @@ class Items:
       }
     )
 
-  def _begin(self) -> dict:
-    self._messages.append({'role': 'assistant', 'content': ''})
-    return self._messages[-1]
+  def _turn(self, item: dict) -> dict:
+    """The message that an item of the assistant is part of.
 
-  def _last_assistant(self) -> dict | None:
-    """The last message, if it is the assistant's."""
-    last = self._messages[-1] if self._messages else {'role': ''}
-    return last if last['role'] == 'assistant' else None
+    Our ids have the completion's; clients may drop those of messages and reasoning, but
+    not those of calls. An item without one begins a message where no completion could
+    have gone on: with reasoning after anything else, or with text after text.
+    """
+    source, kind = _source(item), item.get('type', 'message')
+    turn = self._begun(source)
+    if turn is None:
+      last = self._messages[-1] if self._messages else {'role': ''}
+      others = source and self._source and source != self._source
+      goes_on = self._last == 'reasoning' or kind not in ('reasoning', 'message')
+      goes_on |= kind == 'message' != self._last
+      if last['role'] == 'assistant' and goes_on and not others:
+        turn = last
+      else:
+        turn = {'role': 'assistant', 'content': ''}
+        self._messages.append(turn)
+        self._source = None
+    self._source = source or self._source
+    if source and source not in self._begun_at:
+      self._begun_at[source] = len(self._messages) - 1
+    self._last = kind
+    return turn
 
-  def _caller(self, call_id: str) -> dict | None:
-    """The message before the last outputs, if the call is of the same completion."""
-    match = _OUR_CALL.fullmatch(call_id)
-    before = next((m for m in reversed(self._messages) if m['role'] != 'tool'), {})
-    calls = before.get('tool_calls')
-    same = match and calls and calls[0]['id'].startswith(match[1])
-    return before if same else None
+  def _begun(self, source: str | None) -> dict | None:
+    """The message with earlier items of a completion, if only outputs followed them.
+
+    Text without an id between the items is the completion's too.
+    """
+    if (at := self._begun_at.get(source)) is None:
+      return None
+    turn, later = self._messages[at], self._messages[at + 1 :]
+    outputs = [message for message in later if message['role'] == 'tool']
+    if len(outputs) < len(later):
+      texts = [m for m in later if m.keys() == {'role', 'content'}]
+      mine = all(m['role'] == 'assistant' for m in texts) and self._source is None
+      if not mine or len(texts) + len(outputs) < len(later):
+        return None
+      turn['content'] += ''.join(message['content'] for message in texts)
+      self._messages[at + 1 :] = outputs
+    return turn
+
+
+def _source(item: dict) -> str | None:
+  """The completion in the ids of an item, if they are ours."""
+  for name in ('call_id', 'id'):
+    value = item.get(name)
+    if isinstance(value, str) and (match := _OUR_ID.fullmatch(value)):
+      return match[1]
+  return None
 
 
 def _text(value: Any, where: str) -> str:
