@@ -37,7 +37,7 @@ class Completion(ByValue):
 
   Attributes:
     id: unique id, also the `id` of the HTTP response.
-    session: the API key of the request; one trajectory.
+    session: name of the gateway's session; one trajectory.
     turn: 0-based order of the completion within its session.
     parent: id of the completion whose recorded ids this prompt extends, else None.
     fork_reason: why the prompt does not extend a completion of the session.
@@ -119,7 +119,7 @@ class Trajectory:
   """How one episode ended. Its completions are in the pool under `session`.
 
   Attributes:
-    session: the gateway session (API key) of the episode.
+    session: name of the episode's session at the gateway.
     item: index of its work item, or -1 outside training (evaluation).
     rank: 0 … group_size − 1 within the item.
     task, family: the task's spec string and family name.

@@ -40,7 +40,7 @@ class ChatRequest:
     stream, include_usage, logprobs, top_logprobs: as OpenAI defines them.
     n: number of completions.
     stop: strings that end the response when its content has one of them.
-    format: of the content, if it is not text.
+    format: of the response, if it is not free.
     context_edit: how the agent says that it has edited the messages, one of
       CONTEXT_EDITS, or None.
     auxiliary: whether the client says that the request is none of its task.

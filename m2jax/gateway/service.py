@@ -234,7 +234,7 @@ class ChatService:
     message = deltas.message(parsed, pending.call_prefix)
     completion = Completion(
       id=pending.id,
-      session=session.key,
+      session=session.name,
       turn=session.turns,
       parent=plan.parent.id if plan.parent else None,
       follows=plan.follows,

@@ -4,17 +4,18 @@ Source: OpenAI's API reference, and the traffic of Codex
 (facts/clients-and-peers.md §1).
 
 Treatment of each field:
-- used: model, input, instructions, tools (`tools`), tool_choice 'auto' and 'none',
-  max_output_tokens, stream, include 'reasoning.encrypted_content'; temperature and
-  top_p as in `sampling`;
+- used: model, input, instructions, tools (`tools`), tool_choice, max_output_tokens,
+  stream, include 'reasoning.encrypted_content'; temperature and top_p as in `sampling`;
 - rejected, because nothing is stored here: store true, previous_response_id,
   conversation, background, prompt, and items that refer to stored ones;
 - rejected, because ignoring them would change the meaning: images and files, items of
   tools that the real service executes, top_logprobs, context_management;
-- text.format (`formats`): rejected in a training session;
-- accepted and counted: tool_choice that constrains the output, truncation 'auto',
-  reasoning that another server encrypted, fields that the real service does not have;
-- without effect, as the model and its prompt know nothing of the kind: _NO_EFFECT.
+- text.format, tool_choice 'required' or a named tool (`formats`): rejected in a
+  training session; with both, the call has no text to be formatted;
+- accepted and counted: truncation 'auto', reasoning that another server encrypted,
+  fields that the real service does not have;
+- without effect, as the model and its prompt know nothing of the kind, and counted:
+  _NO_EFFECT, other fields of text and of functions, other values of include.
 
 Items become messages: those of one completion are one message, whatever their order,
 and even if the client put the outputs of calls between them (`Items._turn`). Developer
@@ -33,6 +34,7 @@ from m2jax.gateway.dialects.responses import tools as tools_lib
 from m2jax.gateway.errors import invalid, unsupported
 
 _ENCRYPTED = 'm2jax:'
+_REASONING = 'reasoning.encrypted_content'
 _STORED = ('previous_response_id', 'conversation', 'background', 'prompt', 'store')
 _UNSUPPORTED = ('top_logprobs', 'context_management')
 _NO_EFFECT = (
@@ -86,16 +88,18 @@ def parse(data: dict) -> protocol.Parsed:
       )
   fields.refuse(data, _UNSUPPORTED)
   text = fields.mapping(data.get('text') or {}, 'text')
-  ignored = list(fields.unknown(data, _KNOWN))
+  ignored = list(fields.ignored(data, _KNOWN, _NO_EFFECT))
+  ignored += fields.ignored_in(text, ('format',), 'text')
   if data.get('truncation') not in (None, 'disabled'):
     ignored.append('truncation')
   declared, names = tools_lib.parse(data.get('tools'), ignored)
-  tools = tools_lib.choose(data.get('tool_choice'), declared, names, ignored)
+  tools, call = tools_lib.choose(data.get('tool_choice'), declared, names)
+  format_ = formats.of(text.get('format'), 'text.format')
   messages = Items(names, ignored).messages(data)
   echo = {
     'fields': {k: v if data.get(k) is None else data[k] for k, v in _ECHOED.items()},
     'names': names,
-    'encrypted': _include(data.get('include')),
+    'encrypted': _include(data.get('include'), ignored),
   }
   return protocol.parsed(
     messages,
@@ -104,18 +108,19 @@ def parse(data: dict) -> protocol.Parsed:
     max_tokens=fields.positive(data, 'max_output_tokens'),
     sampling=sampling.read({name: data.get(name) for name in _SAMPLING}),
     stream=fields.flag(data, 'stream'),
-    format=formats.of(text.get('format'), 'text.format'),
+    format=call or format_,
     ignored=tuple(ignored),
     echo=echo,
   )
 
 
-def _include(value: Any) -> bool:
+def _include(value: Any, ignored: list[str]) -> bool:
   """Whether the client asks for encrypted reasoning."""
   names = fields.listed(value or [], 'include')
   if 'message.output_text.logprobs' in names:
     raise unsupported('message.output_text.logprobs is not supported', 'include')
-  return 'reasoning.encrypted_content' in names
+  ignored += ['include'] if set(names) - {_REASONING} else []
+  return _REASONING in names
 
 
 def encrypt(reasoning: str) -> str:
