@@ -35,10 +35,14 @@ CHECKPOINT = flags.DEFINE_string(
 STEP = flags.DEFINE_integer('step', None, 'Checkpoint step; default: the latest.')
 PORT = flags.DEFINE_integer('port', None, 'Overrides config.gateway.port.')
 
+_SECRET = 'admin.key'  # in the workdir
 _CALL = """curl {base_url}/chat/completions -H 'Authorization: Bearer any-key' \\
   -H 'Content-Type: application/json' \\
   -d '{body}'
 from Python: openai.OpenAI(base_url='{base_url}', api_key='any-key')
+Ctrl-C stops it."""
+_BEGIN = """curl {base_url}/episodes -d '{{"task": "NAME"}}' \\
+  -H "Authorization: Bearer $(cat {secret})"  # gives a key (docs/agents.md)
 Ctrl-C stops it."""
 
 
@@ -57,9 +61,9 @@ def main():
   )
   if not gateway.accept_unknown_keys and not common.WORKDIR.value:
     raise common.BadInput(
-      'config.gateway.accept_unknown_keys=False without --workdir: nobody would have a '
-      'key. Give --workdir: with the secret in its admin.key agents begin episodes, and '
-      'get their keys (docs/agents.md)'
+      'config.gateway.accept_unknown_keys=False without --workdir: nobody would have '
+      'a key. Give --workdir: with the secret in its admin.key agents begin episodes, '
+      'and get their keys (docs/agents.md)'
     )
   common.virtual_devices(mesh)
   common.join_processes()
@@ -92,7 +96,7 @@ def _serve(
       workdir.mkdir(parents=True, exist_ok=True)
       url = f'sqlite:///{workdir.absolute()}/served.db'
       pool = stack.enter_context(DataPool(url))
-      record, secret = pool.add_completion, shared.make_secret(workdir / 'admin.key')
+      record, secret = pool.add_completion, shared.make_secret(workdir / _SECRET)
 
       def open_episodes(server):
         taken.append(outside.Recorded(pool, server.sessions, recorded))
@@ -110,7 +114,9 @@ def _serve(
     body = json.dumps({'model': gateway.model_name, 'messages': [hello]})
     with contextlib.suppress(KeyboardInterrupt):
       print(f'serving step {found.step} of {found.directory} at {server.base_url}')
-      print(_CALL.format(base_url=server.base_url, body=body), flush=True)
+      call = _CALL if gateway.accept_unknown_keys else _BEGIN
+      secret = f'{common.WORKDIR.value}/{_SECRET}'
+      print(call.format(base_url=server.base_url, body=body, secret=secret), flush=True)
       cleaned_s = time.monotonic()
       while running.alive:
         time.sleep(1.0)

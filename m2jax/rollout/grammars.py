@@ -2,10 +2,9 @@
 `api.Grammar`.
 
 A grammar is text of llguidance's variant of Lark; `json_response` writes that of a
-response whose content is JSON of a schema, `tool_call` that of one that calls a tool. It
-begins after `</think>`: before that, all
-tokens are free except the one that ends the message. That one may be drawn only where
-the grammar is complete.
+response whose content is JSON of a schema, `tool_call` that of one that calls a tool.
+It begins after `</think>`: before that, all tokens are free except the one that ends
+the message. That one may be drawn only where the grammar is complete.
 
 Schemas are a stranger's. llguidance's limits bound compilation and each step, in its
 own units of work; `Matcher` bounds the time of all steps of a response, since steps of

@@ -305,14 +305,17 @@ def test_what_follows_tool_results():
 def test_what_has_no_effect_is_counted():
   request, _ = parse(
     thinking={'type': 'disabled'},
-    tool_choice={'type': 'any'},
+    tool_choice={'type': 'auto', 'disable_parallel_tool_use': True},
     context_management={'edits': [{'type': 'clear_tool_uses_20250919'}]},
     something='new',
     metadata={'user_id': 'x'},
+    output_config={'effort': 'high'},
+    tools=[SH | {'strict': True}, SH | {'name': 'b', 'defer_loading': True}],
   )
-  assert set(request.ignored) == {
-    'thinking', 'tool_choice', 'context_management', 'unknown'
-  }  # fmt: skip
+  assert sorted(request.ignored) == [
+    'context_management', 'disable_parallel_tool_use', 'metadata', 'output_config',
+    'thinking', 'tools', 'unknown',
+  ]  # fmt: skip
   request, _ = parse(
     thinking={'type': 'adaptive'},
     context_management={'edits': [{'type': 'clear_thinking_20251015', 'keep': 'all'}]},

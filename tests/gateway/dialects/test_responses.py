@@ -401,6 +401,25 @@ def test_developer_items_stay_in_their_places():
   ]
 
 
+def test_what_has_no_effect_is_counted():
+  request, _ = dialects.DIALECTS['responses'].parse(
+    ASK
+    | {
+      'include': ['reasoning.encrypted_content', 'web_search_call.results'],
+      'text': {'verbosity': 'low'},
+      'parallel_tool_calls': True,
+      'prompt_cache_key': 'k',
+      'tools': [SH | {'strict': True}],
+      'new': 1,
+    }
+  )
+  assert sorted(request.ignored) == [
+    'include', 'parallel_tool_calls', 'prompt_cache_key', 'text', 'tools', 'unknown'
+  ]  # fmt: skip
+  request, _ = dialects.DIALECTS['responses'].parse(ASK)
+  assert request.ignored == ('tools',)  # strict: False, which is what all calls are
+
+
 def test_reasoning_of_others():
   """A summary counts as reasoning; what another server encrypted is counted as lost."""
   parse = dialects.DIALECTS['responses'].parse

@@ -119,7 +119,7 @@ def _include(value: Any, ignored: list[str]) -> bool:
   names = fields.listed(value or [], 'include')
   if 'message.output_text.logprobs' in names:
     raise unsupported('message.output_text.logprobs is not supported', 'include')
-  ignored += ['include'] if set(names) - {_REASONING} else []
+  ignored += ['include'] if any(name != _REASONING for name in names) else []
   return _REASONING in names
 
 

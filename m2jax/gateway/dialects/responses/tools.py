@@ -69,12 +69,11 @@ def parse(value: Any, ignored: list[str]) -> tuple[list[dict] | None, Names]:
       namespace = fields.tool_name(tool.get('name'), f'{where}.name', set())
       prefix = tool.get('description')
       for k, inner in enumerate(fields.listed(tool.get('tools'), f'{where}.tools')):
-        _add(tools, names, inner, f'{where}.tools[{k}]', namespace, prefix)
+        at = f'{where}.tools[{k}]'
+        _add(tools, names, inner, at, ignored, namespace, prefix)
         prefix = None  # the namespace is described once, with its first tool
     else:
-      _add(tools, names, tool, where)
-      if 'tools' not in ignored:
-        ignored += fields.ignored_in(tool, _USED, 'tools')
+      _add(tools, names, tool, where, ignored)
   return tools or None, names
 
 
@@ -83,6 +82,7 @@ def _add(
   names: Names,
   tool: Any,
   where: str,
+  ignored: list[str],
   namespace: str | None = None,
   prefix: str | None = None,
 ) -> None:
@@ -111,6 +111,8 @@ def _add(
     parameters = tool.get('parameters')
     if parameters is not None:
       fields.schema(parameters, f'{where}.parameters')
+  if 'tools' not in ignored:
+    ignored += fields.ignored_in(tool, _USED, 'tools')
   if texts:
     function['description'] = '\n'.join(
       fields.text(text, f'{where}.description') for text in texts
