@@ -53,6 +53,8 @@ class Completion(ByValue):
       too: the messages contain its answer, but the prompt could not extend its ids, for
       example because the template drops thinking.
     lineage: lineage of the weights in `versions` (`Lineages`); set by the pool.
+    tool_s: seconds of the tool calls whose results the prompt adds, of parallel ones
+      each, as the client measured them; 0 if it does not say.
     experts: [prompt + response tokens, L, top_k] int16, the expert ids that the engine
       used, -1 where it has none (`rollout.api.GenerateResult`); None: not recorded.
       Excluded from comparisons.
@@ -74,6 +76,7 @@ class Completion(ByValue):
   ended_s: float = 0.0
   follows: str | None = None
   lineage: int = 0
+  tool_s: float = 0.0
   experts: np.ndarray | None = dataclasses.field(
     default=None, compare=False, repr=False
   )

@@ -40,6 +40,8 @@ class GatewayConfig:
     default_max_tokens: response limit of a request without one.
     restore_reasoning: whether an assistant message that comes back without its
       reasoning gets it back in the prompt (`sessions`); else the request forks.
+    untrained_classes: classes of requests (`hints`) that are none of the task: they are
+      answered and recorded, but no loss is of them, and no later request extends them.
     template_version: 'm2', or 'm2.1' for M2.1, M2.5 and M2.7: which values of arguments
       a call can express, and where one ends (`text.invokes`).
     default_system: system text of requests without one; M2's. That of M2.5 names the
@@ -85,6 +87,7 @@ class GatewayConfig:
   max_session_bytes: int = 64 << 20
   default_max_tokens: int = 256
   restore_reasoning: bool = True
+  untrained_classes: tuple[str, ...] = ('auxiliary', 'compaction')
   template_version: str = 'm2'
   default_system: str = markup.DEFAULT_SYSTEM
   temperature: float = 1.0
@@ -132,6 +135,8 @@ class GatewayConfig:
     check(self.top_k >= 0, 'top_k', 'at least 0 (0 is off)')
     versions = invokes.VERSIONS
     check(self.template_version in versions, 'template_version', f'one of {versions}')
+    known = set(self.untrained_classes) <= {'auxiliary', 'compaction'}
+    check(known, 'untrained_classes', "some of 'auxiliary' and 'compaction'")
     modes = sessions.MODES
     check(self.unknown_key_mode in modes, 'unknown_key_mode', f'one of {modes}')
 

@@ -14,14 +14,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from absl import logging
 
-from m2jax.gateway import streaming
+from m2jax.gateway import hints, streaming
 from m2jax.gateway.deltas import Deltas
 from m2jax.gateway.dialects import Dialect
 from m2jax.gateway.errors import ApiError
 from m2jax.gateway.exchange import Answer, Pending
 from m2jax.gateway.protocol import dumps
 from m2jax.gateway.readers import Reading
-from m2jax.gateway.receiving import Bodies, Disconnected, api_key, auxiliary
+from m2jax.gateway.receiving import Bodies, Disconnected, api_key
 from m2jax.gateway.service import ChatService
 from m2jax.rollout.api import NewTokens
 
@@ -49,8 +49,9 @@ class Endpoint:
           self._bodies.receive(scope, receive, limit_bytes, too_large)
         )
         reading = await stack.enter_async_context(service.read(body, self.dialect.name))
-        if auxiliary(scope):
-          reading.request = dataclasses.replace(reading.request, auxiliary=True)
+        if given := hints.headers(scope):
+          said = hints.of_headers(given) | reading.request.hints
+          reading.request = dataclasses.replace(reading.request, hints=said)
         # Body and reader are released as soon as the engine has the prompt.
         status = await self.respond(key, reading, stack.aclose, receive, send)
     except Disconnected:

@@ -137,6 +137,7 @@ class ChatService:
       self.tokenizer,
       self.context_tokens,
       restore=self.config.restore_reasoning,
+      untrained=self.config.untrained_classes,
     )
     prompt_ids = plan.prompt_ids(await reading.encode(plan.part))
     generate = GenerateRequest(prompt_ids, sampled, grammar)
@@ -249,6 +250,7 @@ class ChatService:
       overrides=pending.overrides,
       started_s=pending.started_s,
       ended_s=time.time(),
+      tool_s=request.hints.tool_s,
     )
     cancelled = result.finish_reason == 'cancelled'
     if len(result.tokens) or not cancelled:
@@ -260,7 +262,7 @@ class ChatService:
     if cancelled:
       return None
     closed = tuple(result.tokens[-1:].tolist()) == self._stop_ids
-    if not request.auxiliary:
+    if request.hints.request_class not in self.config.untrained_classes:
       session.add(plan.node(request, completion, message, closed=closed))
       self.sessions.trim()
     top = (result.top_ids, result.top_logprobs) if request.top_logprobs else ()
@@ -276,6 +278,10 @@ class ChatService:
       count('closed_by_gateway_total')
     if request.context_edit is not None:
       count('context_edits_total', edit=request.context_edit)
+    if request.hints.compacted:
+      count('context_edits_total', edit='compacted')
+    if request.hints.request_class:
+      count('request_classes_total', request_class=request.hints.request_class)
     if plan.restored:
       count('reasoning_restored_total', plan.restored)
     if plan.repeated:

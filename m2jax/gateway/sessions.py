@@ -51,6 +51,8 @@ FORK_REASONS = {
   'context_edited': 'the agent edited its context, and says so',
   'auxiliary': 'the agent says that it is no request of its task: not trained, and '
   'nothing extends it',
+  'compaction': 'the agent says that it asks for a summary of its context: the same',
+  'sub_agent': 'the first request of a sub-agent, which says so',
   'thinking_closed': 'after a new user message the template omits earlier thinking',
   'history_rewritten': 'messages were removed, inserted or edited',
   'forgotten': 'nothing stored matches, and completions were deleted for the limits',
@@ -188,6 +190,11 @@ class Session:
     ]
     same = (node for node in nodes if node.answer.call_ids == history.last_calls)
     return next(same, nodes[0] if nodes else None)
+
+  def has_agent(self, agent: str) -> bool:
+    """Whether a stored completion is of this sub-agent."""
+    digest = history_lib.digest(agent.encode())
+    return any(node.agent == digest for node in self._nodes.values())
 
   def follows(self, history: History) -> str | None:
     """Id of the completion of the last recorded answer in the messages.

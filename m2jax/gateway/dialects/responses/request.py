@@ -12,6 +12,7 @@ Treatment of each field:
   tools that the real service executes, top_logprobs, context_management;
 - text.format, tool_choice 'required' or a named tool (`formats`): rejected in a
   training session; with both, the call has no text to be formatted;
+- read for what it says of the request (`hints`): client_metadata;
 - accepted and counted: truncation 'auto', reasoning that another server encrypted,
   fields that the real service does not have;
 - without effect, as the model and its prompt know nothing of the kind, and counted:
@@ -29,7 +30,7 @@ import binascii
 import re
 from typing import Any
 
-from m2jax.gateway import fields, formats, protocol, sampling
+from m2jax.gateway import fields, formats, hints, protocol, sampling
 from m2jax.gateway.dialects.responses import tools as tools_lib
 from m2jax.gateway.errors import invalid, unsupported
 
@@ -109,6 +110,7 @@ def parse(data: dict) -> protocol.Parsed:
     sampling=sampling.read({name: data.get(name) for name in _SAMPLING}),
     stream=fields.flag(data, 'stream'),
     format=call or format_,
+    hints=hints.of_codex(data.get('client_metadata')),
     ignored=tuple(ignored),
     echo=echo,
   )
