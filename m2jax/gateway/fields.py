@@ -152,6 +152,6 @@ def ignored(
 
 
 def ignored_in(value: dict, used: Iterable[str], label: str) -> tuple[str, ...]:
-  """(label,) if an object has a field that is not null besides the used ones."""
-  others = (name for name in value.keys() - set(used) if value[name] is not None)
-  return (label,) if any(others) else ()
+  """(label,) if an object has a field besides the used ones that asks for something."""
+  others = value.keys() - set(used)
+  return (label,) if any(value[name] not in (None, False) for name in others) else ()
