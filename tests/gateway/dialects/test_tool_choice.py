@@ -60,14 +60,19 @@ def post(gateway, dialect, body, key='k'):
 
 
 def allows(grammar, tok, text):
-  """Whether a model under the grammar can write the response."""
+  """Whether a model under the grammar can write the text, in some tokens."""
+  words = [tok.decode([token]) for token in range(tok.vocab_size)]
   matcher = grammar.start()
-  for token in tok.encode(text):
+  while text:
     mask = np.zeros(-(-tok.vocab_size // 32), np.int32)
     matcher.allow(mask)
-    if not mask.view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1:
+    bits = np.unpackbits(mask.view(np.uint8), bitorder='little')[: tok.vocab_size]
+    fits = [t for t in np.flatnonzero(bits).tolist() if text.startswith(words[t])]
+    if not fits:
       return False
+    token = max(fits, key=lambda t: len(words[t]))
     matcher.advance([token])
+    text = text.removeprefix(words[token])
   return True
 
 
