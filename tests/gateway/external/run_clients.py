@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from m2jax.gateway import dialects, endpoints
+from m2jax.gateway import dialects, hints
 from m2jax.rl import rewards
 from tests.gateway import clients
 from tests.gateway.conftest import response_text
@@ -102,28 +102,27 @@ def run(serve, tok, tmp_path, monkeypatch, name, answer):
     paths = {str(workspace): '/workspace', str(home): '/home/user', url: 'BASE'}
     paths['episode'] = 'KEY'
     scrubber = recording.Scrubber(paths)
-    task = [i for i, (_, headers) in enumerate(requests) if not headers][-3:]
-    kept = [r for i, r in enumerate(requests) if r[1] or i in task]
+    task = [i for i, r in enumerate(requests) if not recording.untrained(r[1])][-3:]
+    kept = [r for i, r in enumerate(requests) if recording.untrained(r[1]) or i in task]
     recording.save(name, version(client, bin_), kept, scrubber)
   return output, engine, records
 
 
 def keep_requests(monkeypatch, dialect: str) -> list[tuple[dict, dict[str, str]]]:
   """The list to which each request of a dialect is added: its body and headers."""
-  requests, parse, auxiliary = [], dialects.parse, endpoints.auxiliary
+  requests, parse, of_headers = [], dialects.parse, hints.of_headers
 
   def parse_and_keep(body, name):
     if name == dialect:
       requests.append((json.loads(bytes(body)), {}))
     return parse(body, name)
 
-  def auxiliary_and_keep(scope):  # follows the parsing without a pause
-    if found := auxiliary(scope):
-      requests[-1][1]['x-m2jax-request-class'] = 'auxiliary'
-    return found
+  def keep_headers(found):  # follows the parsing without a pause
+    requests[-1][1].update(found)
+    return of_headers(found)
 
   monkeypatch.setattr(dialects, 'parse', parse_and_keep)
-  monkeypatch.setattr(endpoints, 'auxiliary', auxiliary_and_keep)
+  monkeypatch.setattr(hints, 'of_headers', keep_headers)
   return requests
 
 
