@@ -71,6 +71,7 @@ _TEXT_PARTS = ('input_text', 'output_text', 'text')
 # The ids of our items (`answer.Output`): a kind, the completion's, and a number.
 _OUR_ID = re.compile(r'(?:rs|msg|fc|ctc|call)_([0-9a-f]{32})(?:_[0-9]+)?')
 _ROLES = {'user': 'user', 'system': 'system', 'developer': 'system'}
+_CALLS = ('function_call', 'custom_tool_call')
 
 
 def parse(data: dict) -> protocol.Parsed:
@@ -242,10 +243,10 @@ class Items:
     turn = self._begun(source)
     if turn is None:
       last = self._messages[-1] if self._messages else {'role': ''}
-      others = source and self._source and source != self._source
-      goes_on = self._last == 'reasoning' or kind not in ('reasoning', 'message')
-      goes_on |= kind == 'message' != self._last
-      if last['role'] == 'assistant' and goes_on and not others:
+      other = source and self._source and source != self._source
+      begins = {'reasoning': ('message', *_CALLS), 'message': ('message',)}
+      new = other or self._last in begins.get(kind, ())
+      if last['role'] == 'assistant' and not new:
         turn = last
       else:
         turn = {'role': 'assistant', 'content': ''}
