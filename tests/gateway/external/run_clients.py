@@ -110,19 +110,19 @@ def run(serve, tok, tmp_path, monkeypatch, name, answer):
 
 def keep_requests(monkeypatch, dialect: str) -> list[tuple[dict, dict[str, str]]]:
   """The list to which each request of a dialect is added: its body and headers."""
-  requests, parse, of_headers = [], dialects.parse, hints.of_headers
+  requests, parse, headers = [], dialects.parse, hints.headers
 
   def parse_and_keep(body, name):
     if name == dialect:
       requests.append((json.loads(bytes(body)), {}))
     return parse(body, name)
 
-  def keep_headers(found):  # follows the parsing without a pause
-    requests[-1][1].update(found)
-    return of_headers(found)
+  def headers_and_keep(scope):  # follows the parsing without a pause
+    requests[-1][1].update(found := headers(scope))
+    return found
 
   monkeypatch.setattr(dialects, 'parse', parse_and_keep)
-  monkeypatch.setattr(hints, 'of_headers', keep_headers)
+  monkeypatch.setattr(hints, 'headers', headers_and_keep)
   return requests
 
 
