@@ -76,6 +76,16 @@ def test_the_recorded_codex_says_that_it_is_the_task():
     assert hints.of_codex(body['client_metadata']) == Hints()
 
 
+def test_the_recorded_claude_code_says_what_its_tools_took():
+  """Its real headers: the task, and the times of one call and of two parallel ones."""
+  said = [hints.of_headers(headers) for _, headers in recording.load('claude_code')]
+  assert {hint.request_class for hint in said} == {'main'}
+  durations = 'x-claude-code-prev-tool-durations'
+  given = [headers.get(durations, '') for _, headers in recording.load('claude_code')]
+  assert [text.count('=') for text in given] == [0, 1, 2]
+  assert said[0].tool_s == 0 < said[1].tool_s < 60 and said[2].tool_s > 0
+
+
 class Agent:
   """A client of chat completions that says what its requests are."""
 

@@ -179,3 +179,28 @@ def test_terminus_2(serve, tok, tmp_path, monkeypatch):
     assert second.follows == first.id
   shown = tok.decode(records[-1].prompt_ids)
   assert '3 a.txt' in shown and '1\n2\n3' in shown
+
+
+def test_sub_agent(serve, tok, tmp_path, monkeypatch):
+  """Claude Code's is a branch of the trajectory, which begins where its id does."""
+  client = commands.CLIENTS['claude_code']
+  asked = {'description': 'count', 'prompt': 'delegated'}
+
+  def answer(request):
+    prompt = tok.decode(request.prompt_ids)
+    if f'"name": "{client.tool}"' not in prompt:
+      return tok.encode(response_text('short', 'a title'))
+    begun = '\n<response>' in prompt
+    if clients.QUESTION not in prompt:
+      called = response_text('mine', '', [client.call('wc -l a.txt')])
+      return tok.encode(response_text('mine', 'it has 3') if begun else called)
+    delegates = response_text('other', '', [('Agent', asked)])
+    return tok.encode(response_text('all', clients.ANSWER) if begun else delegates)
+
+  _, engine, records = run(serve, tok, tmp_path, monkeypatch, 'claude_code', answer)
+  clients.assert_recorded(engine, records)
+  [first] = [r for r in records if r.fork_reason == 'sub_agent']
+  [second] = [r for r in records if r.parent == first.id]
+  assert 'delegated' in tok.decode(first.prompt_ids) and second.tool_s > 0
+  clients.assert_extends([first, second])
+  assert {first.id, second.id} < {r.id for r in rewards.acted(records)}
