@@ -8,6 +8,8 @@ RESULT: prints the base URL and a call to try; Ctrl-C stops it. With --workdir t
   and end over HTTP (docs/agents.md).
 
 The model and the tokenizer are the checkpoint's. Any API key is a session of its own.
+To listen beyond loopback set `gateway.accept_unknown_keys=False` too: the keys are then
+those of the episodes that the holder of WORKDIR/admin.key begins.
 
 The engine runs on `mesh`, with --distributed in several processes (docs/rl.md).
 """
@@ -18,6 +20,7 @@ import ml_collections
 
 from experiments import fields
 from m2jax import sharding
+from m2jax.forge.remote.outside import RecordedConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig
@@ -45,7 +48,14 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     grammars=True,  # response_format, with llguidance; shapes of their own to compile
   )
   c.scheduler = dict(decode_steps=8)
+  c.recorded = dict(  # with --workdir: what its served.db keeps, by whole sessions
+    keep_s=30 * 86_400.0,
+    keep_sessions=100_000,
+    keep_bytes=4 << 30,  # of token ids
+    idle_s=6 * 3600.0,  # without a request, a session or an episode ends
+  )
   fields.complete(c.gateway, GatewayConfig)
   fields.complete(c.engine, EngineConfig)
   fields.complete(c.scheduler, SchedulerConfig)
+  fields.complete(c.recorded, RecordedConfig)
   return c

@@ -3,8 +3,9 @@
   python -m experiments.serve --config=configs/serve.py --checkpoint=workdir/forge \
     --port=8000
 
-With --workdir it records what is sampled, and takes episodes and their rewards over
-HTTP (`gateway.episodes_api`) with the secret in WORKDIR/admin.key.
+With --workdir it records what is sampled, within the bounds of `config.recorded`, and
+takes episodes and their rewards over HTTP (`gateway.episodes_api`) with the secret in
+WORKDIR/admin.key.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from m2jax.forge.commands import Stopped
 from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.remote import outside, shared
 from m2jax.gateway.config import GatewayConfig
-from m2jax.pool.data_pool import DataPool
+from m2jax.pool.data_pool import DataPool, PoolBroken
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig
 from m2jax.sharding import MeshConfig
@@ -34,10 +35,14 @@ CHECKPOINT = flags.DEFINE_string(
 STEP = flags.DEFINE_integer('step', None, 'Checkpoint step; default: the latest.')
 PORT = flags.DEFINE_integer('port', None, 'Overrides config.gateway.port.')
 
+_SECRET = 'admin.key'  # in the workdir
 _CALL = """curl {base_url}/chat/completions -H 'Authorization: Bearer any-key' \\
   -H 'Content-Type: application/json' \\
   -d '{body}'
 from Python: openai.OpenAI(base_url='{base_url}', api_key='any-key')
+Ctrl-C stops it."""
+_BEGIN = """curl {base_url}/episodes -d '{{"task": "NAME"}}' \\
+  -H "Authorization: Bearer $(cat {secret})"  # gives a key (docs/agents.md)
 Ctrl-C stops it."""
 
 
@@ -51,13 +56,22 @@ def main():
   engine = common.build(EngineConfig, values['engine'], 'config.engine')
   scheduler = common.build(SchedulerConfig, values['scheduler'], 'config.scheduler')
   mesh = common.build(MeshConfig, values['mesh'], 'config.mesh')
+  recorded = common.build(
+    outside.RecordedConfig, values.get('recorded', {}), 'config.recorded'
+  )
+  if not gateway.accept_unknown_keys and not common.WORKDIR.value:
+    raise common.BadInput(
+      'config.gateway.accept_unknown_keys=False without --workdir: nobody would have '
+      'a key. Give --workdir: with the secret in its admin.key agents begin episodes, '
+      'and get their keys (docs/agents.md)'
+    )
   common.virtual_devices(mesh)
   common.join_processes()
   sharding = common.make_sharding(mesh)
   found = served.load(CHECKPOINT.value, STEP.value, sharding, engine.weights_dtype)
   with served.engine(found, engine, sharding) as running:
     if running is not None:  # else this is not process 0
-      _serve(found, running, scheduler, gateway)
+      _serve(found, running, scheduler, gateway, recorded)
 
 
 def _serve(
@@ -65,24 +79,28 @@ def _serve(
   engine: Any,
   scheduler: SchedulerConfig,
   gateway: GatewayConfig,
+  recorded: outside.RecordedConfig,
 ) -> None:
   """Until Ctrl-C.
 
   Raises:
     RolloutsFailed: the engine has stopped.
+    PoolBroken: the database cannot be written any more.
   """
   tok = found.load_tokenizer()
   with contextlib.ExitStack() as stack:
     record, open_episodes = lambda completion: None, lambda server: None
+    taken: list[outside.Recorded] = []
     if common.WORKDIR.value:  # record what is sampled
       workdir = common.workdir()
       workdir.mkdir(parents=True, exist_ok=True)
       url = f'sqlite:///{workdir.absolute()}/served.db'
       pool = stack.enter_context(DataPool(url))
-      record, secret = pool.add_completion, shared.make_secret(workdir / 'admin.key')
+      record, secret = pool.add_completion, shared.make_secret(workdir / _SECRET)
 
       def open_episodes(server):
-        server.take_episodes(outside.Recorded(pool, server.sessions), secret)
+        taken.append(outside.Recorded(pool, server.sessions, recorded))
+        server.take_episodes(taken[0], secret)
 
     serving = roles.serving(
       *(engine, scheduler, gateway, found.variables, tok, record),
@@ -96,12 +114,19 @@ def _serve(
     body = json.dumps({'model': gateway.model_name, 'messages': [hello]})
     with contextlib.suppress(KeyboardInterrupt):
       print(f'serving step {found.step} of {found.directory} at {server.base_url}')
-      print(_CALL.format(base_url=server.base_url, body=body), flush=True)
+      call = _CALL if gateway.accept_unknown_keys else _BEGIN
+      secret = f'{common.WORKDIR.value}/{_SECRET}'
+      print(call.format(base_url=server.base_url, body=body, secret=secret), flush=True)
+      cleaned_s = time.monotonic()
       while running.alive:
         time.sleep(1.0)
+        if taken and time.monotonic() - cleaned_s >= recorded.every_s:
+          taken[0].clean()
+          cleaned_s = time.monotonic()
       raise RolloutsFailed(f'the rollout engine has stopped: {running.stopped_reason}')
   print('\nstopped')
 
 
 if __name__ == '__main__':
-  common.run(main, CheckpointError, RolloutsFailed, Stopped, distributed=True)
+  errors = CheckpointError, RolloutsFailed, Stopped, PoolBroken
+  common.run(main, *errors, distributed=True)

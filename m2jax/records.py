@@ -37,7 +37,7 @@ class Completion(ByValue):
 
   Attributes:
     id: unique id, also the `id` of the HTTP response.
-    session: the API key of the request; one trajectory.
+    session: name of the gateway's session; one trajectory.
     turn: 0-based order of the completion within its session.
     parent: id of the completion whose recorded ids this prompt extends, else None.
     fork_reason: why the prompt does not extend a completion of the session.
@@ -53,6 +53,8 @@ class Completion(ByValue):
       too: the messages contain its answer, but the prompt could not extend its ids, for
       example because the template drops thinking.
     lineage: lineage of the weights in `versions` (`Lineages`); set by the pool.
+    tool_s: seconds of the tool calls whose results the prompt adds, of parallel ones
+      each, as the client measured them; 0 if it does not say.
     experts: [prompt + response tokens, L, top_k] int16, the expert ids that the engine
       used, -1 where it has none (`rollout.api.GenerateResult`); None: not recorded.
       Excluded from comparisons.
@@ -74,6 +76,7 @@ class Completion(ByValue):
   ended_s: float = 0.0
   follows: str | None = None
   lineage: int = 0
+  tool_s: float = 0.0
   experts: np.ndarray | None = dataclasses.field(
     default=None, compare=False, repr=False
   )
@@ -119,7 +122,7 @@ class Trajectory:
   """How one episode ended. Its completions are in the pool under `session`.
 
   Attributes:
-    session: the gateway session (API key) of the episode.
+    session: name of the episode's session at the gateway.
     item: index of its work item, or -1 outside training (evaluation).
     rank: 0 … group_size − 1 within the item.
     task, family: the task's spec string and family name.

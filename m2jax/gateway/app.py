@@ -18,11 +18,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from m2jax.gateway import hosts, openapi
+from m2jax.gateway.counters import CONTENT_TYPE
 from m2jax.gateway.dialects import DIALECTS, Completing
 from m2jax.gateway.endpoints import Completions, Counts
 from m2jax.gateway.errors import ApiError
 from m2jax.gateway.receiving import Bodies, api_key
 from m2jax.gateway.service import ChatService
+
+_RETRY = {'retry-after': '1'}
 
 
 def build(service: ChatService) -> fastapi.FastAPI:
@@ -68,11 +71,11 @@ def build(service: ChatService) -> fastapi.FastAPI:
     body = {'status': 'ok' if alive else 'engine down', 'engine': stats}
     body['policy_version'] = stats.get('policy_version')
     body['sessions'] = len(service.sessions)
-    return JSONResponse(body, 200 if alive else 503)
+    return JSONResponse(body) if alive else JSONResponse(body, 503, _RETRY)
 
   @app.get('/metrics')
   async def metrics():
-    return PlainTextResponse(counters.exposition())
+    return PlainTextResponse(counters.exposition(), media_type=CONTENT_TYPE)
 
   @app.head('/')
   async def root():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from m2jax.checks import require
-from m2jax.gateway import sessions
+from m2jax.checks import InvalidSetting, require
+from m2jax.gateway import hosts, sessions
 from m2jax.text import chat, invokes, markup
 
 _POSITIVE = (
@@ -23,9 +23,11 @@ class GatewayConfig:
 
   Attributes:
     model_name: the model served; requests for another one get a 404.
-    host, port: where to listen; port 0 chooses a free port.
-    hosts: names by which clients may call a server on loopback besides its own, as
-      through a proxy on this machine; requests for other names get a 403.
+    host, port: where to listen; port 0 chooses a free port. Beyond loopback unknown
+      keys cannot be accepted.
+    hosts: names by which clients may call the server besides its own, as through a
+      proxy on this machine; requests for other names get a 403. Beyond loopback all
+      names are its own, unless some are given here.
     accept_unknown_keys: whether an unregistered key opens a session; else it gets a
       401.
     unknown_key_mode: the mode of such a session, 'training' or 'evaluation'.
@@ -38,6 +40,8 @@ class GatewayConfig:
     default_max_tokens: response limit of a request without one.
     restore_reasoning: whether an assistant message that comes back without its
       reasoning gets it back in the prompt (`sessions`); else the request forks.
+    untrained_classes: classes of requests (`hints`) that are none of the task: they are
+      answered and recorded, but no loss is of them, and no later request extends them.
     template_version: 'm2', or 'm2.1' for M2.1, M2.5 and M2.7: which values of arguments
       a call can express, and where one ends (`text.invokes`).
     default_system: system text of requests without one; M2's. That of M2.5 names the
@@ -83,6 +87,7 @@ class GatewayConfig:
   max_session_bytes: int = 64 << 20
   default_max_tokens: int = 256
   restore_reasoning: bool = True
+  untrained_classes: tuple[str, ...] = ('auxiliary', 'compaction')
   template_version: str = 'm2'
   default_system: str = markup.DEFAULT_SYSTEM
   temperature: float = 1.0
@@ -117,11 +122,21 @@ class GatewayConfig:
     check(self.inline_bytes >= 0, 'inline_bytes', 'at least 0')
     check(self.body_overhead_bytes >= 0, 'body_overhead_bytes', 'at least 0')
     check(0 <= self.port < 65_536, 'port', 'between 0 and 65535')
+    if self.accept_unknown_keys and not hosts.is_loopback(self.host):
+      raise InvalidSetting(
+        f'GatewayConfig.accept_unknown_keys=True with host={self.host!r}: beyond '
+        'loopback everyone who reaches the port could sample. Set '
+        'accept_unknown_keys=False, and open a session for each client with the '
+        'secret of the workdir (docs/agents.md, An agent anywhere); or keep '
+        "host='127.0.0.1' and put a proxy that checks its clients in front"
+      )
     check(0 <= self.temperature <= 2, 'temperature', 'between 0 and 2')
     check(0 < self.top_p <= 1, 'top_p', 'in (0, 1]')
     check(self.top_k >= 0, 'top_k', 'at least 0 (0 is off)')
     versions = invokes.VERSIONS
     check(self.template_version in versions, 'template_version', f'one of {versions}')
+    known = set(self.untrained_classes) <= {'auxiliary', 'compaction'}
+    check(known, 'untrained_classes', "some of 'auxiliary' and 'compaction'")
     modes = sessions.MODES
     check(self.unknown_key_mode in modes, 'unknown_key_mode', f'one of {modes}')
 

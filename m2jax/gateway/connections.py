@@ -47,9 +47,11 @@ class _Rejection:
   def response(self) -> bytes:
     error = ApiError(self.status, self.message, code=self.reason)
     body = json.dumps(error.any_body()).encode()
+    wait_s = error.retry_after_s
     return STATUS_LINE[self.status] + (
-      b'content-type: application/json\r\ncontent-length: %d\r\n'
-      b'connection: close\r\n\r\n%b' % (len(body), body)
+      b'content-type: application/json\r\ncontent-length: %d\r\n%b'
+      b'connection: close\r\n\r\n%b'
+      % (len(body), b'' if wait_s is None else b'retry-after: %d\r\n' % wait_s, body)
     )
 
 

@@ -58,14 +58,21 @@ class Deltas:
     return out
 
   def finish(self) -> list[chat.Delta]:
-    """Ends the response, and resolves what was held back."""
-    if self.stop is not None:
-      return []
-    deltas = self._parser.feed(self._detokenizer.flush()) + self._parser.finish()
-    out = list(self._checked(deltas)) if self._stops else deltas
+    """Ends the response, and resolves what was held back.
+
+    Markup that is no readable call comes last, as content.
+    """
+    out: list[chat.Delta] = []
+    if self.stop is None:
+      out = self._parser.feed(self._detokenizer.flush()) + self._parser.finish()
+      if self._stops:
+        out = list(self._checked(out))
     if self._held and self.stop is None:
       out.append(self._say(self._held))
       self._held = ''
+    message = self.message
+    if unread := message.shown.removeprefix(message.content):
+      out.append(chat.Delta('content', unread))
     return out
 
   @property
@@ -118,6 +125,12 @@ def message(parsed: chat.Message, call_prefix: str) -> dict:
   return message
 
 
-def broken_text(parsed: chat.Message) -> str:
-  """The generated markup that is no readable call; it follows the content."""
-  return parsed.shown.removeprefix(parsed.content)
+def joined(deltas: Iterable[chat.Delta]) -> list[chat.Delta]:
+  """The same deltas, with neighbours of one text as one."""
+  out: list[chat.Delta] = []
+  for delta in deltas:
+    if delta.call is None and out and out[-1].kind == delta.kind:
+      out[-1] = out[-1]._replace(text=out[-1].text + delta.text)
+    else:
+      out.append(delta)
+  return out

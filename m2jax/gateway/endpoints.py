@@ -11,18 +11,17 @@ import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any
 
 from absl import logging
 
-from m2jax.gateway import streaming
+from m2jax.gateway import hints, streaming
 from m2jax.gateway.deltas import Deltas
 from m2jax.gateway.dialects import Dialect
 from m2jax.gateway.errors import ApiError
 from m2jax.gateway.exchange import Answer, Pending
 from m2jax.gateway.protocol import dumps
 from m2jax.gateway.readers import Reading
-from m2jax.gateway.receiving import Bodies, Disconnected, api_key, auxiliary
+from m2jax.gateway.receiving import Bodies, Disconnected, api_key
 from m2jax.gateway.service import ChatService
 from m2jax.rollout.api import NewTokens
 
@@ -50,8 +49,9 @@ class Endpoint:
           self._bodies.receive(scope, receive, limit_bytes, too_large)
         )
         reading = await stack.enter_async_context(service.read(body, self.dialect.name))
-        if auxiliary(scope):
-          reading.request = dataclasses.replace(reading.request, auxiliary=True)
+        if given := hints.headers(scope):
+          said = hints.of_headers(given) | reading.request.hints
+          reading.request = dataclasses.replace(reading.request, hints=said)
         # Body and reader are released as soon as the engine has the prompt.
         status = await self.respond(key, reading, stack.aclose, receive, send)
     except Disconnected:
@@ -136,15 +136,15 @@ class Completions(Endpoint):
     """Server-sent events. After the start, an error is sent as an event."""
     stream = self.dialect.stream(pendings, self.service.tokenizer)
     futures: dict[int, concurrent.futures.Future] = {}
-    async with streaming.Watch(receive, *(pending.handle for pending in pendings)):
+    async with (
+      streaming.Watch(receive, *(pending.handle for pending in pendings)),
+      streaming.Pings(send, stream.ping, self.service.config.ping_s) as send,
+    ):
       await _begin_events(send)
       try:
         await _send_events(send, stream.begin())
-        ping_s = self.service.config.ping_s
-        async for choice, item in _items(queue, len(pendings), ping_s):
-          if choice is None:
-            await _send_events(send, [stream.ping()])
-          elif isinstance(item, concurrent.futures.Future):
+        async for choice, item in _items(queue, len(pendings)):
+          if isinstance(item, concurrent.futures.Future):
             futures[choice] = item
           else:
             await _send_events(send, stream.feed(choice, item))
@@ -184,17 +184,10 @@ class Counts(Endpoint):
     return 200
 
 
-async def _items(
-  queue: asyncio.Queue[_Item], choices: int, ping_s: float | None = None
-) -> AsyncIterator[tuple[int | None, Any]]:
-  """What is put on the queue until all results are there; (None, None) in a silence."""
+async def _items(queue: asyncio.Queue[_Item], choices: int) -> AsyncIterator[_Item]:
+  """What is put on the queue until all results are there."""
   while choices:
-    try:
-      async with asyncio.timeout(ping_s):
-        item = await queue.get()
-    except TimeoutError:
-      yield None, None
-      continue
+    item = await queue.get()
     choices -= isinstance(item[1], concurrent.futures.Future)
     yield item
 

@@ -74,7 +74,8 @@ class Answer:
 
   Attributes:
     message: the OpenAI message.
-    parsed: what it was made of.
+    deltas: the same in the order in which it was sampled, texts joined; chat
+      completions have no such order.
     stop: the stop string that ended the response, or None.
     top: if top_logprobs were requested, GenerateResult's top_ids and top_logprobs.
   """
@@ -82,6 +83,6 @@ class Answer:
   request: protocol.ChatRequest
   completion: Completion
   message: dict
-  parsed: chat.Message
+  deltas: tuple[chat.Delta, ...]
   stop: str | None = None
   top: tuple[np.ndarray, ...] = ()

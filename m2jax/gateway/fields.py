@@ -139,6 +139,19 @@ def refuse(data: dict, names: Iterable[str]) -> None:
       raise unsupported('is not supported; omit it', name)
 
 
-def unknown(data: dict, known: frozenset[str]) -> tuple[str, ...]:
-  """('unknown',) if there are fields that the dialect does not have; to be counted."""
-  return () if data.keys() <= known else ('unknown',)
+def ignored(
+  data: dict, known: frozenset[str], no_effect: Iterable[str]
+) -> tuple[str, ...]:
+  """The fields that are accepted without effect, to be counted.
+
+  They are those of `no_effect` that are not null, and 'unknown' if there are some that
+  the dialect does not have: their names are the client's.
+  """
+  found = tuple(name for name in no_effect if data.get(name) is not None)
+  return found if data.keys() <= known else (*found, 'unknown')
+
+
+def ignored_in(value: dict, used: Iterable[str], label: str) -> tuple[str, ...]:
+  """(label,) if an object has a field besides the used ones that asks for something."""
+  others = value.keys() - set(used)
+  return (label,) if any(value[name] not in (None, False) for name in others) else ()

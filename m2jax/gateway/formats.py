@@ -1,9 +1,9 @@
-"""Structured output: a JSON schema that the content of a response must have.
+"""What a response must be: content of a JSON schema, or a call of one of some tools.
 
-Each dialect has its own form of it (`of` reads what they have in common); the engine
-gets a grammar (`rollout.grammars`). It bends the sampled distribution, so that training
-sessions refuse it. The schema does not become part of the prompt: the client describes
-what it wants there, as with the real services.
+Each dialect has its own form of both (`of` reads what they have in common, `tool_call`
+is for `tool_choice`); the engine gets a grammar (`rollout.grammars`). It bends the
+sampled distribution, so that training sessions refuse it. The schema does not become
+part of the prompt: the client describes what it wants there, as with the real services.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from m2jax.gateway import fields
@@ -28,12 +29,14 @@ class Format:
   """A checked format.
 
   Attributes:
-    schema: an object, not yet known to be a schema.
+    schema: of the content: an object, not yet known to be a schema; None: no content.
     field: its place in the body.
+    tools: names of the tools of which one must be called.
   """
 
-  schema: dict[str, Any]
+  schema: dict[str, Any] | None
   field: str
+  tools: tuple[str, ...] = ()
 
 
 def of(value: Any, where: str, nested: str | None = None) -> Format | None:
@@ -62,6 +65,12 @@ def of(value: Any, where: str, nested: str | None = None) -> Format | None:
   if len(json.dumps(schema)) > MAX_SCHEMA_CHARACTERS:
     raise invalid(f'must have at most {MAX_SCHEMA_CHARACTERS} characters', where)
   return Format(schema, where)
+
+
+def tool_call(tools: Iterable[dict]) -> Format:
+  """The format of a response that calls one of some tools, for 'tool_choice'."""
+  names = (tool['function']['name'] for tool in tools)
+  return Format(None, 'tool_choice', tuple(names))
 
 
 class Formats:
@@ -98,11 +107,15 @@ class Formats:
   def compile(self, format_: Format, calls: bool) -> Grammar:
     """The grammar. Raises ApiError: 400, the schema does not compile."""
     tokenizer = self._tokenizer
-    ids = (tokenizer.tool_call_id, tokenizer.tool_call_end_id) if calls else None
+    ids = tokenizer.tool_call_id, tokenizer.tool_call_end_id
+    if format_.schema is None:
+      grammar = grammars.tool_call(format_.tools, ids)
+    else:
+      grammar = grammars.json_response(format_.schema, ids if calls else None)
     try:
       if self._compiler is None:
         self._compiler = grammars.Compiler(tokenizer)
-      return self._compiler.compile(grammars.json_response(format_.schema, ids))
+      return self._compiler.compile(grammar)
     except ImportError as error:
       raise unsupported(str(error), format_.field) from error
     except grammars.InvalidGrammar as error:

@@ -2,7 +2,7 @@
 
 A page of another site can make a browser send requests here under the site's name,
 which its DNS lets point to 127.0.0.1 (DNS rebinding). A server that listens beyond
-loopback cannot know its names, and relies on keys.
+loopback cannot know its names: it relies on keys, and on the names that it is given.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Hosts:
 
   def __init__(self, app, host: str, more: Collection[str], counters: Counters):
     self._app, self._counters = app, counters
-    self._names = names(host, more) if is_loopback(host) else None
+    self._names = names(host, more) if more or is_loopback(host) else None
 
   async def __call__(self, scope, receive, send):
     if scope['type'] == 'http':

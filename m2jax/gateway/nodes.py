@@ -18,6 +18,7 @@ class Node:
     id: the completion's id.
     parent: the completion that it extends, or None.
     tools: digest of the request's tools.
+    agent: digest of the id of the sub-agent that asked, or b''.
     answer: digests of its message.
     response_tokens: length of the response.
     closed: whether the response ends with the end-of-message token.
@@ -31,7 +32,7 @@ class Node:
   """
 
   __slots__ = (
-    'answer', 'closed', 'id', 'key', 'messages', 'new_ids', 'parent', 'prompt',
+    'agent', 'answer', 'closed', 'id', 'key', 'messages', 'new_ids', 'parent', 'prompt',
     'records', 'response_tokens', 'roles', 'tokens', 'tools',
   )  # fmt: skip
 
@@ -46,6 +47,7 @@ class Node:
     *,
     response_tokens: int,
     closed: bool,
+    agent: str = '',
   ):
     """Stores what `history`, the messages of the request, adds to the parent's."""
     records, roles = history.records + answer.record, history.roles + 'a'
@@ -53,6 +55,7 @@ class Node:
     self.id, self.parent, self.tools = completion_id, parent, tools
     self.answer, self.closed = answer, closed
     self.response_tokens = response_tokens
+    self.agent = history_lib.digest(agent.encode()) if agent else b''
     self.records = records[start * history_lib.RECORD_BYTES :]
     self.roles = roles[start:]
     self.new_ids = new_ids

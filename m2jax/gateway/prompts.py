@@ -10,7 +10,7 @@ has the messages: this one or a reader.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -103,6 +103,7 @@ class Plan:
       history_lib.answer(message),
       response_tokens=len(completion.response_ids),
       closed=closed,
+      agent=request.hints.agent,
     )
 
 
@@ -113,19 +114,22 @@ def plan(
   context_tokens: int,
   *,
   restore: bool = True,
+  untrained: Collection[str] = ('auxiliary', 'compaction'),
 ) -> Plan:
   """Finds the completion that a request extends, or why it forks. No side effects.
 
   Args:
     restore: whether reasoning that the client dropped is restored; never where the
       client says that it has edited its context.
+    untrained: classes of requests that are none of the task.
   """
-  history, tools = request.history, request.tools_digest
-  if request.auxiliary:
+  history, tools, hints = request.history, request.tools_digest, request.hints
+  if hints.request_class in untrained:
     part = Part(-1, False, 0, context_tokens)
-    return Plan(None, None, 'auxiliary', part, history, 0, False)
+    return Plan(None, None, hints.request_class, part, history, 0, False)
+  edited = request.context_edit is not None or hints.compacted
   restored: dict[int, nodes.Node] = {}
-  if restore and request.context_edit is None:
+  if restore and not edited:
     history, restored = session.restored(history)
   repeated = session.is_repeated(tools, history)
   node = session.find(tools, history)
@@ -134,8 +138,12 @@ def plan(
     new = sum(i >= node.messages - 1 for i in restored)
     return Plan(node, node.id, None, part, history, new, repeated)
   reason = 'thinking_closed' if node else session.fork_reason(tools, history)
-  if request.context_edit is not None and reason != 'first':
+  if edited and reason != 'first':
     reason = 'context_edited'
+  elif reason == 'new_conversation' and hints.request_class == 'subagent':
+    reason = 'sub_agent'
+  elif reason != 'first' and hints.agent and not session.has_agent(hints.agent):
+    reason = 'sub_agent'
   follows = node.id if node else session.follows(history)
   last_user = history.roles.rfind('u')  # the template omits reasoning before it
   texts = tuple(

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from m2jax.gateway import formats
+from m2jax.gateway import hints as hints_lib
 from m2jax.gateway import history as history_lib
 from m2jax.gateway import messages as messages_lib
 from m2jax.gateway.errors import ContextTooLong
@@ -40,10 +41,10 @@ class ChatRequest:
     stream, include_usage, logprobs, top_logprobs: as OpenAI defines them.
     n: number of completions.
     stop: strings that end the response when its content has one of them.
-    format: of the content, if it is not text.
+    format: of the response, if it is not free.
     context_edit: how the agent says that it has edited the messages, one of
       CONTEXT_EDITS, or None.
-    auxiliary: whether the client says that the request is none of its task.
+    hints: what the client says of the request.
     ignored: names of fields accepted without effect that are worth counting.
     echo: what the dialect needs of the body to write the response.
   """
@@ -62,7 +63,7 @@ class ChatRequest:
   stop: tuple[str, ...] = ()
   format: formats.Format | None = None
   context_edit: str | None = None
-  auxiliary: bool = False
+  hints: hints_lib.Hints = hints_lib.Hints()
   ignored: tuple[str, ...] = ()
   echo: dict[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -284,7 +284,8 @@ class _Process:
 
 
 def _format(request: protocol.ChatRequest) -> int:
-  return hash((json.dumps(request.format.schema), bool(request.tools)))
+  format_ = request.format
+  return hash((json.dumps(format_.schema), format_.tools, bool(request.tools)))
 
 
 def _end(child: subprocess.Popen):

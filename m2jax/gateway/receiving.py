@@ -7,9 +7,6 @@ from collections.abc import AsyncIterator, Callable
 
 from m2jax.gateway.errors import ApiError, busy
 
-# Claude Code's, with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1, and one for other clients.
-REQUEST_CLASS = (b'x-claude-code-request-class', b'x-m2jax-request-class')
-
 
 class Disconnected(Exception):
   """The client disconnected before its request was complete."""
@@ -32,15 +29,6 @@ def api_key(scope: dict) -> str:
   if not key:
     raise _no_key('send "Authorization: Bearer KEY" or "x-api-key: KEY"')
   return key
-
-
-def auxiliary(scope: dict) -> bool:
-  """Whether the client says that a request is none of its task: a title, a summary for
-  the user. Clients say it in the same header."""
-  return any(
-    name in REQUEST_CLASS and value.strip().lower() == b'auxiliary'
-    for name, value in scope['headers']
-  )
 
 
 def _bearer(scope: dict) -> str | None:

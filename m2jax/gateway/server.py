@@ -91,12 +91,8 @@ class Gateway:
   def counters(self) -> dict[str, int]:
     """Counts since the start: `{'requests_total{status="200"}': 3, …}`.
 
-    Names: requests_total{status}, completions_total{finish_reason},
-    parsed_total{status}, extensions_total, forks_total{reason},
-    closed_by_gateway_total, reasoning_restored_total (messages), repeated_total
-    (requests), context_edits_total{edit}, overrides_total{field}, ignored_total{field},
-    prompt_tokens_total, response_tokens_total, closed_connections_total{reason}.
-    Each request that reached the engine is an extension or a fork.
+    `counters.HELP` has the names. Each request that reached the engine is an extension
+    or a fork.
     """
     return self._service.counters.as_dict()
 

@@ -137,6 +137,7 @@ class ChatService:
       self.tokenizer,
       self.context_tokens,
       restore=self.config.restore_reasoning,
+      untrained=self.config.untrained_classes,
     )
     prompt_ids = plan.prompt_ids(await reading.encode(plan.part))
     generate = GenerateRequest(prompt_ids, sampled, grammar)
@@ -227,15 +228,14 @@ class ChatService:
     session, plan, request = pending.session, pending.plan, pending.request
     version = self.config.template_version
     reader = deltas.Deltas(self.tokenizer, request.tools, request.stop, version)
-    reader.feed(result.tokens.tolist())
-    reader.finish()
+    found = deltas.joined(reader.feed(result.tokens.tolist()) + reader.finish())
     if reader.stop is not None:
       result = _cut(result, len(pending.prompt_ids), reader.tokens)
     parsed = reader.message
     message = deltas.message(parsed, pending.call_prefix)
     completion = Completion(
       id=pending.id,
-      session=session.key,
+      session=session.name,
       turn=session.turns,
       parent=plan.parent.id if plan.parent else None,
       follows=plan.follows,
@@ -250,6 +250,7 @@ class ChatService:
       overrides=pending.overrides,
       started_s=pending.started_s,
       ended_s=time.time(),
+      tool_s=request.hints.tool_s,
     )
     cancelled = result.finish_reason == 'cancelled'
     if len(result.tokens) or not cancelled:
@@ -261,11 +262,11 @@ class ChatService:
     if cancelled:
       return None
     closed = tuple(result.tokens[-1:].tolist()) == self._stop_ids
-    if not request.auxiliary:
+    if request.hints.request_class not in self.config.untrained_classes:
       session.add(plan.node(request, completion, message, closed=closed))
       self.sessions.trim()
     top = (result.top_ids, result.top_logprobs) if request.top_logprobs else ()
-    return Answer(request, completion, message, parsed, reader.stop, top)
+    return Answer(request, completion, message, tuple(found), reader.stop, top)
 
   def _count_prompt(self, plan, request, overrides):
     count = self.counters.add
@@ -277,6 +278,10 @@ class ChatService:
       count('closed_by_gateway_total')
     if request.context_edit is not None:
       count('context_edits_total', edit=request.context_edit)
+    if request.hints.compacted:
+      count('context_edits_total', edit='compacted')
+    if request.hints.request_class:
+      count('request_classes_total', request_class=request.hints.request_class)
     if plan.restored:
       count('reasoning_restored_total', plan.restored)
     if plan.repeated:

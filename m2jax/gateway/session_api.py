@@ -1,6 +1,7 @@
 """Sessions opened by other processes, such as those that run agents.
 
-- POST /v1/sessions {"key": KEY, "mode": "training"}: 201; 409 if it is open already.
+- POST /v1/sessions {"key": KEY, "mode": "training", "name": NAME}: 201; 409 if it is
+  open already. NAME is that of the session in records; without one it is the key.
 - DELETE /v1/sessions/KEY: 200, also if it is not open.
 
 Both need the shared secret as `Authorization: Bearer SECRET`. Sessions are in memory: a
@@ -22,7 +23,7 @@ from starlette.responses import JSONResponse
 
 from m2jax.gateway.errors import ApiError, invalid, too_large
 from m2jax.gateway.receiving import Bodies, Disconnected, bearer
-from m2jax.gateway.sessions import MODES, Sessions
+from m2jax.gateway.sessions import MODES, Sessions, valid_key
 
 _BODY_BYTES = 4096
 
@@ -50,7 +51,7 @@ def add_routes(
   app: fastapi.FastAPI, sessions: Sessions, settings: RemoteSessions
 ) -> None:
   """Adds the routes to a gateway's application."""
-  opened: collections.OrderedDict[str, float] = collections.OrderedDict()
+  opened: collections.OrderedDict[bytes, float] = collections.OrderedDict()
   bodies = Bodies(64 * _BODY_BYTES)
 
   def authorise(request: fastapi.Request) -> None:
@@ -61,7 +62,7 @@ def add_routes(
   def close_old() -> None:
     latest_s = time.monotonic() - settings.max_age_s
     while opened and next(iter(opened.values())) < latest_s:
-      sessions.close(opened.popitem(last=False)[0])
+      sessions.close_digest(opened.popitem(last=False)[0])
 
   @app.post('/v1/sessions')
   async def open_session(request: fastapi.Request):
@@ -70,28 +71,31 @@ def add_routes(
     receive = bodies.receive(request.scope, request.receive, _BODY_BYTES, limit)
     try:
       async with receive as body:
-        key, mode = _fields(body)
+        key, mode, name = _fields(body)
     except Disconnected:
       return JSONResponse({}, 400)
     close_old()
     if len(opened) >= settings.max_open:
       raise ApiError(503, f'{settings.max_open} sessions are open; close some')
+    digest = sessions.digest(key)
     try:
-      sessions.open(key, mode)
+      sessions.open(key, mode, name)
     except ValueError as error:
-      raise ApiError(409 if key in opened else 400, str(error), param='key') from error
-    opened[key] = time.monotonic()
+      status = 409 if digest in opened else 400
+      raise ApiError(status, str(error), param='key') from error
+    opened[digest] = time.monotonic()
     return JSONResponse({'key': key, 'mode': mode}, 201)
 
   @app.delete('/v1/sessions/{key}')
   async def close_session(request: fastapi.Request, key: str):
     authorise(request)
-    if opened.pop(key, None) is not None:
-      sessions.close(key)
+    digest = sessions.digest(key)
+    if opened.pop(digest, None) is not None:
+      sessions.close_digest(digest)
     return JSONResponse({'key': key})
 
 
-def _fields(body: bytearray) -> tuple[str, str]:
+def _fields(body: bytearray) -> tuple[str, str, str | None]:
   try:
     fields: Any = json.loads(bytes(body))
   except (ValueError, RecursionError) as error:
@@ -101,4 +105,7 @@ def _fields(body: bytearray) -> tuple[str, str]:
   mode = fields.get('mode', 'training')
   if mode not in MODES:
     raise invalid(f'must be one of {MODES}', 'mode')
-  return fields['key'], mode
+  name = fields.get('name')
+  if name is not None and not (isinstance(name, str) and valid_key(name)):
+    raise invalid('must be 1 to 256 printable ASCII characters', 'name')
+  return fields['key'], mode, name

@@ -15,13 +15,21 @@ it.
 A session stores only what this needs: the token ids that each completion adds to its
 parent, 32 bytes per message (`history`) and a few digests, but no texts. `Limits` bound
 its size; above them the least recently extended conversation is deleted.
+
+Keys are secrets, and nothing stores them. A session is found by a digest of its key
+with a secret of this process, so that how long a search takes says nothing about other
+keys. Records have the session's name: one that `open` is given, or a random one.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
+import secrets
 import threading
+import time
+import uuid
 
 from m2jax.gateway import history as history_lib
 from m2jax.gateway.errors import ApiError
@@ -43,6 +51,8 @@ FORK_REASONS = {
   'context_edited': 'the agent edited its context, and says so',
   'auxiliary': 'the agent says that it is no request of its task: not trained, and '
   'nothing extends it',
+  'compaction': 'the agent says that it asks for a summary of its context: the same',
+  'sub_agent': 'the first request of a sub-agent, which says so',
   'thinking_closed': 'after a new user message the template omits earlier thinking',
   'history_rewritten': 'messages were removed, inserted or edited',
   'forgotten': 'nothing stored matches, and completions were deleted for the limits',
@@ -68,17 +78,23 @@ class Session:
   """The mode and the recorded completions of an API key, for the gateway's loop only.
 
   Attributes:
-    key: the API key.
+    name: in records; not a secret.
+    digest: of its key (`Sessions.digest`).
     mode: 'training' (sampling fields are overridden) or 'evaluation'.
     opened: whether the key was registered; otherwise a client chose it.
+    used_s: monotonic time of its last request.
     turns: number of completions recorded so far.
     size_bytes: approximate size of its completions in memory.
   """
 
-  def __init__(self, key: str, mode: str, limits: Limits, *, opened: bool = False):
-    self.key = key
+  def __init__(
+    self, name: str, digest: bytes, mode: str, limits: Limits, *, opened: bool = False
+  ):
+    self.name = name
+    self.digest = digest
     self.mode = mode
     self.opened = opened
+    self.used_s = time.monotonic()
     self.turns = 0
     self.size_bytes = 0
     self._limits = limits
@@ -175,6 +191,11 @@ class Session:
     same = (node for node in nodes if node.answer.call_ids == history.last_calls)
     return next(same, nodes[0] if nodes else None)
 
+  def has_agent(self, agent: str) -> bool:
+    """Whether a stored completion is of this sub-agent."""
+    digest = history_lib.digest(agent.encode())
+    return any(node.agent == digest for node in self._nodes.values())
+
   def follows(self, history: History) -> str | None:
     """Id of the completion of the last recorded answer in the messages.
 
@@ -250,7 +271,7 @@ def _answer(node: Node) -> bytes:
 
 
 class Sessions:
-  """The sessions by key. `open` and `close` may be called from any thread."""
+  """The sessions, found by key. `open` and `close` may be called from any thread."""
 
   def __init__(
     self,
@@ -277,29 +298,45 @@ class Sessions:
     self._max_unknown_bytes = max_unknown_bytes
     self._limits = limits
     self._lock = threading.Lock()
-    self._opened: dict[str, Session] = {}
-    self._unknown: collections.OrderedDict[str, Session] = collections.OrderedDict()
+    self._secret = secrets.token_bytes(32)
+    self._opened: dict[bytes, Session] = {}
+    self._unknown: collections.OrderedDict[bytes, Session] = collections.OrderedDict()
 
-  def open(self, key: str, mode: str = 'training') -> Session:
+  def digest(self, key: str) -> bytes:
+    """What stands for a key wherever one is looked up; differs in each process."""
+    data = key.encode('utf-8', 'surrogatepass')
+    return hashlib.blake2b(data, key=self._secret, digest_size=32).digest()
+
+  def open(self, key: str, mode: str = 'training', name: str | None = None) -> Session:
     """Registers a key.
+
+    Args:
+      name: of the session in records; None: the key, which then must be of no use to
+        those who read the records.
 
     Raises:
       ValueError: the key is not printable ASCII without spaces, or is open already.
     """
     _check_mode(mode)
     if not valid_key(key):
-      raise ValueError(f'session key {key!r}: use 1 to 256 printable ASCII characters')
+      raise ValueError('session key: use 1 to 256 printable ASCII characters')
+    digest = self.digest(key)
     with self._lock:
-      if key in self._opened or key in self._unknown:
-        raise ValueError(f'session {key!r} is open already; close it or use a new key')
-      session = self._opened[key] = Session(key, mode, self._limits, opened=True)
+      if digest in self._opened or digest in self._unknown:
+        raise ValueError('this session is open already; close it or use a new key')
+      session = Session(name or key, digest, mode, self._limits, opened=True)
+      self._opened[digest] = session
       return session
 
   def close(self, key: str):
     """Deletes a session. Requests in flight still finish and are recorded."""
+    self.close_digest(self.digest(key))
+
+  def close_digest(self, digest: bytes):
+    """`close` by the key's digest."""
     with self._lock:
-      self._opened.pop(key, None)
-      self._unknown.pop(key, None)
+      self._opened.pop(digest, None)
+      self._unknown.pop(digest, None)
 
   def find(self, key: str) -> Session:
     """The session of a request's key; for an unknown key a new one, not stored yet.
@@ -307,9 +344,11 @@ class Sessions:
     Raises:
       ApiError: 401, the key is not registered and unknown keys are not accepted.
     """
+    digest = self.digest(key)
     with self._lock:
-      session = self._opened.get(key) or self._unknown.get(key)
+      session = self._opened.get(digest) or self._unknown.get(digest)
       if session is not None:
+        session.used_s = time.monotonic()
         return session
     if not self._accept_unknown or not valid_key(key):
       raise ApiError(
@@ -318,21 +357,31 @@ class Sessions:
         'accept_unknown_keys',
         code='invalid_api_key',
       )
-    return Session(key, self._unknown_mode, self._limits)
+    name = f'client-{uuid.uuid4().hex}'
+    return Session(name, digest, self._unknown_mode, self._limits)
 
   def keep(self, session: Session) -> Session:
     """Stores the session of a request that passed all checks.
 
     Returns the stored session: another request of the key may have been first.
     """
-    key = session.key
+    digest = session.digest
     with self._lock:
-      if session.opened or key in self._opened:  # or closed since: not stored
-        return self._opened.get(key, session)
-      session = self._unknown.setdefault(key, session)
-      self._unknown.move_to_end(key)
+      if session.opened or digest in self._opened:  # or closed since: not stored
+        return self._opened.get(digest, session)
+      session = self._unknown.setdefault(digest, session)
+      self._unknown.move_to_end(digest)
       self._trim()
       return session
+
+  def forget_idle(self, idle_s: float) -> int:
+    """Deletes unknown sessions without a request for so long; returns their number."""
+    oldest_s = time.monotonic() - idle_s
+    with self._lock:
+      idle = [d for d, session in self._unknown.items() if session.used_s < oldest_s]
+      for digest in idle:
+        del self._unknown[digest]
+    return len(idle)
 
   def trim(self):
     """Deletes unknown sessions above their total size."""

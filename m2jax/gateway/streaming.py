@@ -33,6 +33,43 @@ class Watch:
       handle.cancel()
 
 
+class Pings:
+  """A context that sends a ping whenever nothing was sent for some time.
+
+  What counts is what the client gets: tokens may arrive for minutes without an event,
+  as those of a long tool call do. The context's value replaces `send`.
+  """
+
+  def __init__(self, send: Callable, ping: Callable[[], str], every_s: float):
+    self._send, self._ping, self._every_s = send, ping, every_s
+
+  async def __aenter__(self) -> Callable:
+    self._sent_s = asyncio.get_running_loop().time()
+    self._task = asyncio.ensure_future(self._run())
+    return self._forward
+
+  async def __aexit__(self, *exc):
+    self._task.cancel()
+
+  async def _forward(self, message: dict):
+    if message['type'] == 'http.response.body' and not message.get('more_body'):
+      self._task.cancel()  # nothing follows the last event
+    await self._send(message)
+    self._sent_s = asyncio.get_running_loop().time()
+
+  async def _run(self):
+    loop = asyncio.get_running_loop()
+    while True:
+      left_s = self._sent_s + self._every_s - loop.time()
+      if left_s > 0:
+        await asyncio.sleep(left_s)
+      else:
+        body = self._ping().encode()
+        await self._forward(
+          {'type': 'http.response.body', 'body': body, 'more_body': True}
+        )
+
+
 def forward(
   future: concurrent.futures.Future,
   queue: asyncio.Queue,

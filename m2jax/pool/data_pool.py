@@ -340,6 +340,25 @@ class DataPool(reader.Reader):
       )
     )
 
+  def forget(self, *, before_s: float, keep_sessions: int, keep_bytes: int) -> int:
+    """Deletes the oldest sessions of no work item, with all that belongs to them.
+
+    Args:
+      before_s: wall-clock time; sessions without a completion since then are deleted.
+      keep_sessions, keep_bytes: the newest sessions that remain, and the bytes of their
+        token ids; the newest session always remains.
+
+    Returns:
+      The number of deleted sessions.
+    """
+
+    def run(connection):
+      gone = retention.forget(connection, before_s, keep_sessions, keep_bytes)
+      self._recent.drop(set(gone))  # later completions must not refer to them
+      return len(gone)
+
+    return self._writer.call(run)
+
   # --- Counting ---
 
   def next_index(self) -> int:

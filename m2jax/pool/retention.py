@@ -9,6 +9,9 @@ Deleted is only what no restart can need: what was trained into the weights of t
               number by state is retained, and the first index that is left, below
               which no ledger can be restored any more
 
+A pool without items, where a gateway records and nothing is trained, has no ledger:
+`forget` deletes its oldest sessions as a whole.
+
 Freed pages of the file are reused (SQLite), or vacuumed by the server (PostgreSQL).
 """
 
@@ -58,6 +61,39 @@ def prune(
   if keep_items is not None:
     _delete_items(connection, ledger, keep_items)
   return dropped
+
+
+def forget(
+  connection: sa.Connection, before_s: float, keep_sessions: int, keep_bytes: int
+) -> list[str]:
+  """Deletes sessions that are of no work item; see `DataPool.forget`.
+
+  Returns:
+    Their names. Whole sessions, since a completion is stored as what it adds to its
+    parent.
+  """
+  t, c = tables.trajectories.c, tables.completions.c
+  in_item = sa.exists().where(t.session == c.session, t.item >= 0)
+  last_s = sa.func.max(c.started_s)
+  size = sa.func.coalesce(sa.func.sum(sa.func.length(c.arrays)), 0)
+  query = sa.select(c.session, last_s, size).where(~in_item).group_by(c.session)
+  gone, total = [], 0
+  for i, (session, began_s, size_bytes) in enumerate(
+    connection.execute(query.order_by(last_s.desc()))
+  ):
+    total += size_bytes
+    if began_s < before_s or i >= keep_sessions or (i and total > keep_bytes):
+      gone.append(session)
+  for part in tables.parts(gone):
+    connection.execute(sa.delete(tables.completions).where(c.session.in_(part)))
+    connection.execute(sa.delete(tables.trajectories).where(t.session.in_(part)))
+  # Episodes that ended without a completion have no time: the last ones remain.
+  empty = sa.and_(t.item < 0, ~sa.exists().where(c.session == t.session))
+  last = sa.select(t.row).where(empty).order_by(t.row.desc()).offset(keep_sessions)
+  first = connection.scalar(last.limit(1))
+  if first is not None:
+    connection.execute(sa.delete(tables.trajectories).where(empty, t.row <= first))
+  return gone
 
 
 def _abandoned(connection: sa.Connection, before_s: float) -> list[str]:

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from m2jax import records
 from m2jax.pool import arrays
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 metadata = sa.MetaData()
 # SQLite gives rowids only to columns spelled INTEGER.
@@ -116,6 +116,7 @@ completions = sa.Table(
   sa.Column('overrides', sa.Text, nullable=False),
   sa.Column('started_s', sa.Float, nullable=False),
   sa.Column('ended_s', sa.Float, nullable=False),
+  sa.Column('tool_s', sa.Float, nullable=False, default=0.0),
   sa.Column('prompt_tokens', sa.Integer, nullable=False),
   sa.Column('response_tokens', sa.Integer, nullable=False),
   sa.Column('lineage', sa.Integer, nullable=False),
@@ -184,6 +185,7 @@ def completion_row(
     overrides=','.join(c.overrides),
     started_s=c.started_s,
     ended_s=c.ended_s,
+    tool_s=c.tool_s,
     prompt_tokens=len(c.prompt_ids),
     response_tokens=len(c.response_ids),
     lineage=c.lineage,
@@ -216,6 +218,7 @@ def completions_of(rows: Iterable[sa.Row]) -> dict[str, records.Completion]:
       overrides=tuple(row.overrides.split(',')) if row.overrides else (),
       started_s=row.started_s,
       ended_s=row.ended_s,
+      tool_s=row.tool_s,
       lineage=row.lineage,
       **arrays.unpack(row.arrays, out.get(row.parent)),
     )

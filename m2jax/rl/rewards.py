@@ -39,7 +39,8 @@ SPEEDS: dict[str, Callable[[float], float]] = {
 }
 BASELINES = ('mean', 'leave_one_out', 'none')
 BASELINE_OVERS = ('trajectory', 'turn')
-SPEED_UNITS = ('wall', 'turns', 'tool_calls')
+SPEED_UNITS = ('wall', 'work', 'turns', 'tool_calls')
+UNTRAINED = ('auxiliary', 'compaction')  # fork reasons: the request is none of the task
 
 # Trajectories, each with its completions, as the data pool returns a rollout group.
 Group = Sequence[tuple[records.Trajectory, Sequence[records.Completion]]]
@@ -59,8 +60,9 @@ class RewardConfig:
       `reasoning_content`); ≥ 0. Given only if the chat has one assistant message per
       completion, as with an append-only agent.
     speed: h, a key of `SPEEDS`.
-    speed_unit: unit of T: 'wall' seconds including tools, as in the report, 'turns', or
-      'tool_calls'.
+    speed_unit: unit of T: 'wall' seconds including tools, as in the report; 'work',
+      those in which the model or a tool worked, for agents that report the durations of
+      their tools (`work_s`); 'turns', or 'tool_calls'.
     speed_baseline: T_baseline in that unit; None is the mean over the group's judged
       trajectories.
     speed_on_success_only: pay speed only if success ≥ `success_threshold`.
@@ -232,9 +234,8 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
   """The completions of a session that its agent acted on, in order of turn.
 
   Excluded are completions that were cancelled or are empty, those of requests that the
-  agent declared auxiliary (a title), and those that it sampled again and did not use.
-  Agents do not report which ones they use; this rule
-  infers it:
+  agent declared auxiliary (a title) or a compaction, and those that it sampled again
+  and did not use. Agents do not report which ones they use; this rule infers it:
 
     Completions with the same prompt ids are samples of one request: the same tools and
     messages. Used are those whose answer another request continues
@@ -251,7 +252,7 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
   prompts that end after one completion; and several samples of which the agent sends
   one back modified, for example without its reasoning.
   """
-  completions = [c for c in completions if c.fork_reason != 'auxiliary']
+  completions = [c for c in completions if c.fork_reason not in UNTRAINED]
   sampled = (c for c in completions if c.finish_reason != 'cancelled')
   sampled = sorted((c for c in sampled if len(c.response_ids)), key=lambda c: c.turn)
   extended = {id_ for c in completions for id_ in (c.parent, c.follows)}
@@ -341,7 +342,26 @@ def parallel_share(trajectories: Iterable[records.Trajectory]) -> float | None:
 def _time(trajectory: records.Trajectory, acted: Sequence, unit: str) -> float:
   if unit == 'wall':
     return trajectory.wall_s
+  if unit == 'work':
+    return work_s(acted)
   return float(len(acted) if unit == 'turns' else trajectory.tool_calls)
+
+
+def work_s(completions: Sequence[records.Completion]) -> float:
+  """Seconds in which the model or a tool worked, by what the client reports.
+
+  Without what else an agent waits for, such as permissions. The tools of a turn took
+  the sum of their times, but not longer than the pause before the next request: so
+  parallel calls are faster.
+  """
+  by_id = {c.id: c for c in completions}
+  total = 0.0
+  for c in completions:
+    total += c.ended_s - c.started_s
+    before = by_id.get(c.parent or c.follows)
+    pause_s = c.started_s - before.ended_s if before else c.tool_s
+    total += min(c.tool_s, max(pause_s, 0.0))
+  return total
 
 
 def _subtract_baseline(

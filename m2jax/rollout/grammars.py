@@ -2,9 +2,9 @@
 `api.Grammar`.
 
 A grammar is text of llguidance's variant of Lark; `json_response` writes that of a
-response whose content is JSON of a schema. It begins after `</think>`: before that, all
-tokens are free except the one that ends the message. That one may be drawn only where
-the grammar is complete.
+response whose content is JSON of a schema, `tool_call` that of one that calls a tool.
+It begins after `</think>`: before that, all tokens are free except the one that ends
+the message. That one may be drawn only where the grammar is complete.
 
 Schemas are a stranger's. llguidance's limits bound compilation and each step, in its
 own units of work; `Matcher` bounds the time of all steps of a response, since steps of
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -59,6 +60,22 @@ def json_response(schema: dict[str, Any], tool_call: tuple[int, int] | None) -> 
     begin, end = tool_call
     calls = rf' | "\n" <[{begin}]> /(?s:.*)/ <[{end}]>'
   return rf'start: "\n\n" (value{calls})' f'\nvalue: %json {json.dumps(schema)}\n'
+
+
+def tool_call(names: Sequence[str], tool_call: tuple[int, int]) -> str:
+  """The grammar of a response that calls one of some tools, as M2's template writes it.
+
+  Other calls may follow; there is no content.
+
+  Args:
+    names: of the tools.
+    tool_call: the ids before and after calls.
+  """
+  begin, end = tool_call
+  some = '|'.join(map(re.escape, names))
+  argument = r'<parameter name="[^"\n]+">(?s:.*)<\/parameter>\n'
+  call = rf'\n<invoke name="({some})">\n({argument})*<\/invoke>\n(?s:.*)'
+  return rf'start: "\n\n\n" <[{begin}]> /{call}/ <[{end}]>'
 
 
 class Compiler:

@@ -48,6 +48,16 @@ CASES = {
   ),
   'no checkpoint flag': ('serve', [], '--checkpoint'),
   'missing checkpoint': ('serve', ['--checkpoint={tmp}/gone'], '{tmp}/gone'),
+  'open to everyone': (
+    'serve',
+    ['--checkpoint={tmp}', '--workdir={tmp}/w', '--config.gateway.host=0.0.0.0'],
+    "accept_unknown_keys=True with host='0.0.0.0': beyond loopback everyone",
+  ),
+  'nobody has a key': (
+    'serve',
+    ['--checkpoint={tmp}', '--config.gateway.accept_unknown_keys=False'],
+    'without --workdir: nobody would have a key',
+  ),
   'empty workdir': ('evaluate', ['--workdir={tmp}'], '{tmp}'),
   'missing source': (
     'sft',

@@ -18,6 +18,7 @@ from configs import (
 from experiments import common, fields
 from m2jax import sharding
 from m2jax.forge.config import ForgeConfig, RolloutConfig
+from m2jax.forge.remote.outside import RecordedConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.optim import optimizer
 from m2jax.params import Kind
@@ -48,6 +49,7 @@ COMPLETE = {
   'pretrain_m2': (pretrain_m2.get_config().pretrain, PretrainConfig, ()),
   'expand_mtp': (expand_mtp.get_config().expand, ExpandConfig, ()),
   'serve': (serve.get_config().gateway, GatewayConfig, ()),
+  'serve: recorded': (serve.get_config().recorded, RecordedConfig, ()),
 }
 
 

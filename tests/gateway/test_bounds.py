@@ -39,7 +39,10 @@ def connect(gateway):
 
 
 def answer(connection):
-  """Status and body of one response on a raw connection; None if it was just closed."""
+  """Status and body of one response on a raw connection; None if it was just closed.
+
+  A full service says when to try again, in whole seconds, and no other response does.
+  """
   data = b''
   with contextlib.suppress(ConnectionError):
     while chunk := connection.recv(65_536):
@@ -49,7 +52,10 @@ def answer(connection):
         fields = head.lower().split(b'\r\n')
         lengths = [f.split(b':')[1] for f in fields if f.startswith(b'content-length:')]
         if lengths and len(body) >= int(lengths[0]):
-          return int(data.split()[1]), json.loads(body)
+          status = int(data.split()[1])
+          waits = [f.split(b': ')[1] for f in fields if f.startswith(b'retry-after:')]
+          assert waits == ([b'1'] if status in (429, 503) else [])
+          return status, json.loads(body)
   return None
 
 

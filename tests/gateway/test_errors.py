@@ -13,7 +13,9 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prometheus_client import parser as prometheus_parser
 
+from m2jax.forge.remote import gateway_client
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from tests.gateway.conftest import SH, response_text
@@ -397,9 +399,16 @@ def test_fields_of_other_clients_are_ignored(serve):
     'cache_salt': 'x',
   }
   assert post(gateway, OK | extra).status_code == 200
-  forced = OK | {'tools': [SH], 'tool_choice': 'required'}
-  assert post(gateway, forced).status_code == 200
-  assert gateway.counters()['ignored_total{field="tool_choice"}'] == 1
+  ignored = {
+    name: count
+    for name, count in gateway.counters().items()
+    if name.startswith('ignored_total')
+  }
+  without_effect = ('user', 'metadata', 'store', 'parallel_tool_calls')
+  assert ignored == {
+    f'ignored_total{{field="{field}"}}': 1
+    for field in (*without_effect, 'reasoning_effort', 'unknown')
+  }
 
 
 def test_status_codes(serve):
@@ -472,6 +481,31 @@ def test_health_and_metrics(serve):
   health = httpx.get(root + '/health').json()
   assert (health['status'], health['policy_version']) == ('ok', 7)
   assert 'gateway_requests_total{status="200"} 1' in httpx.get(root + '/metrics').text
+
+
+def test_metrics_are_what_prometheus_reads(serve):
+  """Each counter has its type and help, once; the roles read the same text."""
+  gateway, _, _ = serve(ANSWER)
+  assert_serves(gateway)
+  many = OK | {'tools': [SH], 'user': 'u', 'top_q': 1, 'n': 2}
+  assert post(gateway, many).status_code == 200
+  assert post(gateway, OK | {'n': 0}).status_code == 400
+  reply = httpx.get(gateway.base_url.removesuffix('/v1') + '/metrics')
+  assert reply.headers['content-type'] == 'text/plain; version=0.0.4; charset=utf-8'
+  families = list(prometheus_parser.text_string_to_metric_families(reply.text))
+  assert {family.type for family in families} == {'counter'}
+  assert all(family.documentation for family in families)
+  assert len({family.name for family in families}) == len(families)
+  found = {
+    (s.name, *s.labels.items()): s.value for family in families for s in family.samples
+  }
+  assert found['gateway_requests_total', ('status', '200')] == 2
+  assert found['gateway_requests_total', ('status', '400')] == 1
+  assert found['gateway_ignored_total', ('field', 'unknown')] == 1
+  assert len(found) == len(gateway.counters())
+  client = gateway_client.GatewayClient(gateway.base_url.removesuffix('/v1'))
+  assert client.counters() == gateway.counters()
+  client.close()
 
 
 @pytest.mark.parametrize('stream', [False, True])

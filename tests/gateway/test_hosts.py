@@ -7,6 +7,7 @@ import http.client
 import pytest
 
 from m2jax.gateway import hosts
+from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.errors import ApiError
 
 
@@ -49,6 +50,27 @@ def test_exactly_one_host(serve):
   assert status(gateway, 'localhost', 'localhost') == 400
   assert status(gateway, version=10) == 200
   assert status(gateway, 'evil.example', version=10) == 403
+
+
+def test_beyond_loopback_only_with_keys():
+  """Whoever starts it learns what to do; any job and role has the same config."""
+  for host in ('0.0.0.0', '', '::', '10.1.2.3', 'gpu-box'):
+    with pytest.raises(ValueError, match='accept_unknown_keys=False') as error:
+      GatewayConfig(host=host, accept_unknown_keys=True)
+    assert repr(host) in str(error.value) and 'docs/agents.md' in str(error.value)
+    GatewayConfig(host=host)
+  for host in ('127.0.0.1', '::1', 'localhost'):
+    GatewayConfig(host=host, accept_unknown_keys=True)
+
+
+def test_names_beyond_loopback(serve):
+  """Any Host, unless names are given: then those, and no other."""
+  for more, other in (((), 200), (('gpu-box',), 403)):
+    options = dict(host='0.0.0.0', hosts=more, accept_unknown_keys=False)
+    gateway, _, _ = serve('hi', **options)
+    gateway.sessions.open('k')
+    assert status(gateway, 'gpu-box:80') == status(gateway, '127.0.0.1') == 200
+    assert status(gateway, 'evil.example') == other
 
 
 @pytest.mark.parametrize(

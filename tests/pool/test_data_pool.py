@@ -449,6 +449,64 @@ def test_prune_keeps_what_a_restart_needs(pool):
   assert [len(cs) for _, cs in pool.group(2)] == [2, 2]
 
 
+def began(session, started_s, turns=2, **fields):
+  """Completions of a session, each of which extends the one before."""
+  for turn in range(turns):
+    parent = f'{session}/{turn - 1}' if turn else None
+    tokens = np.random.default_rng(turn).integers(0, 9999, 50 * (turn + 1))
+    yield completion(
+      *(session, turn), parent=parent, started_s=started_s + turn, prompt_ids=tokens
+    )
+
+
+def test_forgetting_the_oldest_sessions(pool):
+  """Whole sessions by age, number and bytes; nothing that belongs to an item."""
+  play(pool, 0)
+  for i in range(6):
+    for c in began(f's{i}', 100.0 * i):
+      pool.add_completion(c)
+  for i in (0, 3):
+    pool.add_trajectory(trajectory(f's{i}', -1))
+  for i in range(3):
+    pool.add_trajectory(trajectory(f'nothing{i}', -1))
+  most = dict(before_s=0.0, keep_sessions=100, keep_bytes=1 << 40)
+  assert pool.forget(**most) == 0
+  assert pool.forget(**most | {'before_s': 150.0}) == 2
+  left = lambda: [i for i in range(6) if pool.completions(f's{i}')]
+  assert left() == [2, 3, 4, 5]
+  assert pool.forget(**most | {'keep_sessions': 2}) == 2
+  assert left() == [4, 5]
+  ended = {t.trajectory.session for t in pool.each_trajectory()}
+  assert ended == {'0.0.0', '0.0.1', 'nothing1', 'nothing2'}
+  assert pool.forget(**most | {'keep_bytes': 1}) == 1
+  assert left() == [5]  # the newest
+  assert [len(cs) for _, cs in pool.group(0)] == [2, 2]
+
+
+def test_a_forgotten_session_may_go_on(pool):
+  """What it adds is readable: it does not refer to what was deleted."""
+  first, second = began('s', 10.0)
+  pool.add_completion(first)
+  pool.flush()
+  assert pool.forget(before_s=99.0, keep_sessions=9, keep_bytes=9) == 1
+  pool.add_completion(second)
+  pool.flush()
+  assert pool.completions('s') == [second]
+
+
+def test_a_recording_stays_bounded(pool, url):
+  """Ten times the sessions do not make ten times the file."""
+  sizes = []
+  for i in range(40):
+    for c in began(f's{i}', float(i), turns=20):
+      pool.add_completion(c)
+    pool.forget(before_s=0.0, keep_sessions=99, keep_bytes=150_000)
+    pool.ledger()  # writes the log into the file
+    sizes.append(stored_bytes(url))
+  assert 2 < sum(bool(pool.completions(f's{i}')) for i in range(40)) < 10
+  assert 2 * sizes[-1] < 3 * sizes[9]
+
+
 def test_the_report_reads_all_of_a_run(pool):
   """After any number of prunings the retained messages, about as many as requested, and
   their turns are spread over the whole run."""

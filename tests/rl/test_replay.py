@@ -76,7 +76,7 @@ def ask(chat, session, messages):
     async with chat.read(
       bytearray(json.dumps(body).encode()), 'openai_chat'
     ) as reading:
-      return await chat.submit(session.key, reading)
+      return await chat.submit(session.name, reading)
 
   [pending] = asyncio.run(submit())
   future = pending.handle.future

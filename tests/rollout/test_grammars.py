@@ -20,6 +20,7 @@ from m2jax.rollout import grammars, sampling
 from m2jax.rollout.api import GrammarError
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.text import chat, tokenizer
 from tests.rollout import constrained
 from tests.rollout.conftest import log_softmax
 from tests.rollout.constrained import CFG, CONFIG, PAIR, PROMPT, TOK, content, request
@@ -299,6 +300,26 @@ def test_calls_instead_of_json():
   matcher.advance([TOK.tool_call_id, *TOK.encode('\nany <invoke> text')])
   matcher.advance([TOK.tool_call_end_id])
   assert np.flatnonzero(allowed(matcher)).tolist() == [TOK.eos_id]
+
+
+def test_forced_calls_are_calls(scheduler):
+  """Whatever a random model writes, a finished response calls one of the tools, and has
+  no content."""
+  names = ('ls', 'w.c')
+  ids = TOK.tool_call_id, TOK.tool_call_end_id
+  grammar = constrained.compiler().compile(grammars.tool_call(names, ids))
+  bias = (*constrained.BIAS[:2], (TOK.tool_call_end_id, 9.0))
+  asked = [
+    dataclasses.replace(request(seed=seed, logit_bias=bias), grammar=grammar)
+    for seed in range(12)
+  ]
+  results = run(scheduler, *asked)
+  finished = [r.tokens.tolist() for r in results if r.finish_reason == 'stop']
+  assert len(finished) > 4
+  for tokens in finished:
+    message = chat.parse(tokenizer.pieces(TOK, tokens))
+    assert message.tool_calls and message.tool_calls[0].name in names, message
+    assert not message.content.strip()
 
 
 def test_engines_without_grammars_refuse_one():

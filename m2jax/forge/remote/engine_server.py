@@ -17,7 +17,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import hmac
-import ipaddress
 import json
 import urllib.parse
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from absl import logging
 from m2jax.checks import require
 from m2jax.forge.remote import wire
 from m2jax.forge.remote.page_log import PageLog
-from m2jax.gateway import receiving, streaming
+from m2jax.gateway import hosts, receiving, streaming
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, too_large
 from m2jax.gateway.listener import Listener
@@ -71,14 +70,6 @@ class EngineServerConfig:
     check(0 <= self.port < 65_536, 'port', 'between 0 and 65535')
 
 
-def is_loopback(host: str) -> bool:
-  """Whether only this machine can connect to the address."""
-  try:
-    return ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    return host == 'localhost'
-
-
 class EngineServer:
   """Serves a scheduler; a context manager."""
 
@@ -92,7 +83,7 @@ class EngineServer:
     Raises:
       ValueError: the host is not loopback, and there is no key.
     """
-    if not key and not is_loopback(config.host):
+    if not key and not hosts.is_loopback(config.host):
       raise ValueError(
         f'EngineServerConfig.host={config.host!r}: beyond loopback the engine needs a '
         'key'

@@ -12,6 +12,7 @@ import httpx
 from absl import logging
 
 from m2jax.agents import http
+from m2jax.gateway import counters
 
 _TIMEOUT_S = 30.0
 _RETRY_S = 0.5  # between attempts
@@ -31,8 +32,11 @@ class SessionClient:
     self._patience_s = patience_s
     self._client: httpx.AsyncClient | None = None
 
-  async def open(self, key: str, mode: str = 'training') -> None:
-    body = json.dumps({'key': key, 'mode': mode}).encode()
+  async def open(
+    self, key: str, mode: str = 'training', name: str | None = None
+  ) -> None:
+    """Opens a session; `name` is that of its records, or None: the key."""
+    body = json.dumps({'key': key, 'mode': mode, 'name': name}).encode()
     response = await self._send('POST', self._url, body, self._patience_s)
     # A retry after a lost response finds it open: keys are unique.
     if response.status_code not in (201, 409):
@@ -99,8 +103,7 @@ class GatewayClient:
     """See `Gateway.counters`; the last known ones if it cannot be reached."""
     try:
       text = self._client.get(self._url + '/metrics').text
-      lines = [line.rpartition(' ') for line in text.splitlines()]
-      found = {n.removeprefix('gateway_'): int(v) for n, _, v in lines}
+      found = counters.parse(text)
     except (httpx.HTTPError, ValueError) as error:
       logging.warning('the counters of the gateway are not known: %r', error)
       return dict(self._counters)

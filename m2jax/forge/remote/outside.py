@@ -1,6 +1,7 @@
 """Episodes of agents outside: begun and ended over the gateway (`episodes_api`).
 
-`Recorded` records them, for a gateway without a learner. `Leased` hands out the work
+`Recorded` records them, for a gateway without a learner, within the bounds of
+`RecordedConfig`. `Leased` hands out the work
 items of a training run: it claims a group as `forge.remote.agents` does, gives each of
 its episodes to the next agent that asks, and reports the group when all have ended. An
 episode that nobody ends within `max_age_s` is an infrastructure failure (law 5).
@@ -12,12 +13,15 @@ import dataclasses
 import secrets
 import threading
 import time
+import uuid
 
 from absl import logging
 
 from m2jax import tasks
+from m2jax.checks import require
 from m2jax.gateway.episodes_api import Begun, End
-from m2jax.gateway.sessions import Sessions
+from m2jax.gateway.errors import ApiError
+from m2jax.gateway.sessions import Session, Sessions
 from m2jax.pool import leases
 from m2jax.pool.data_pool import DataPool
 from m2jax.records import Trajectory
@@ -38,6 +42,7 @@ class _Group:
 class _Open:
   """An open episode. `group` is None outside training."""
 
+  session: Session
   task: str
   family: str
   item: int
@@ -45,9 +50,9 @@ class _Open:
   group: _Group | None
   began_s: float
 
-  def trajectory(self, key: str, end: End) -> Trajectory:
+  def trajectory(self, end: End) -> Trajectory:
     return Trajectory(
-      session=key,
+      session=self.session.name,
       item=self.item,
       rank=self.rank,
       task=self.task,
@@ -58,31 +63,92 @@ class _Open:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class RecordedConfig:
+  """Bounds of what a gateway without a learner records.
+
+  Attributes:
+    max_open: episodes at once; more get a 503.
+    idle_s: without a request for so long an episode ends as an infrastructure failure,
+      and the session of a client's own key is forgotten: its next request begins one.
+    keep_s, keep_sessions, keep_bytes: what is older, or more than so many sessions or
+      bytes of token ids, is deleted from the database, the oldest sessions first.
+    every_s: how often.
+  """
+
+  max_open: int = 1024
+  idle_s: float = 6 * 3600.0
+  keep_s: float = 30 * 86_400.0
+  keep_sessions: int = 100_000
+  keep_bytes: int = 4 << 30
+  every_s: float = 60.0
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      require(self, getattr(self, field.name) > 0, field.name, 'positive')
+
+
 class Recorded:
   """Any number of episodes, recorded with their completions under a name."""
 
-  def __init__(self, pool: DataPool, sessions: Sessions, mode: str = 'training'):
+  def __init__(
+    self,
+    pool: DataPool,
+    sessions: Sessions,
+    config: RecordedConfig | None = None,
+    mode: str = 'training',
+  ):
     self._pool, self._sessions, self._mode = pool, sessions, mode
-    self._open: dict[str, _Open] = {}
+    self._config = config or RecordedConfig()
+    self._open: dict[bytes, _Open] = {}  # by digest of the key
+    self._lock = threading.Lock()
 
   def begin(self, task: str | None) -> Begun:
     """See `episodes_api.Episodes`."""
     if not task:
       raise ValueError('name the task: this gateway has none to hand out')
-    key = f'episode-{secrets.token_urlsafe(24)}'
-    self._sessions.open(key, self._mode)
-    family = task.partition('/')[0]
-    self._open[key] = _Open(task, family, -1, 0, None, time.monotonic())
+    key, name = f'key-{secrets.token_urlsafe(24)}', f'episode-{uuid.uuid4().hex}'
+    with self._lock:
+      if len(self._open) >= self._config.max_open:
+        raise ApiError(503, f'{self._config.max_open} episodes are open; end some')
+      session = self._sessions.open(key, self._mode, name)
+      family = task.partition('/')[0]
+      opened = _Open(session, task, family, -1, 0, None, time.monotonic())
+      self._open[session.digest] = opened
     return Begun(key, task)
 
   def end(self, key: str, end: End) -> bool:
     """See `episodes_api.Episodes`."""
-    opened = self._open.pop(key, None)
+    return self._end(self._sessions.digest(key), end)
+
+  def _end(self, digest: bytes, end: End) -> bool:
+    with self._lock:
+      opened = self._open.pop(digest, None)
     if opened is None:
       return False
-    self._sessions.close(key)
-    self._pool.add_trajectory(opened.trajectory(key, end))
+    self._sessions.close_digest(digest)
+    self._pool.add_trajectory(opened.trajectory(end))
     return True
+
+  def clean(self) -> None:
+    """Ends what is idle, and deletes what is old or too much.
+
+    Raises:
+      PoolBroken: the database cannot be written.
+    """
+    config = self._config
+    oldest_s = time.monotonic() - config.idle_s
+    with self._lock:
+      idle = [d for d, opened in self._open.items() if opened.session.used_s < oldest_s]
+    error = f'no request and no end for {config.idle_s:g} s'
+    for digest in idle:
+      self._end(digest, End(0.0, 'infrastructure', error=error))
+    self._sessions.forget_idle(config.idle_s)
+    self._pool.forget(
+      before_s=time.time() - config.keep_s,
+      keep_sessions=config.keep_sessions,
+      keep_bytes=config.keep_bytes,
+    )
 
 
 class Leased:
@@ -104,7 +170,7 @@ class Leased:
     self._pool, self._sessions = pool, sessions
     self._lease_s, self._max_age_s = lease_s, max_age_s
     self._groups: dict[str, _Group] = {}  # by lease
-    self._open: dict[str, _Open] = {}  # by key
+    self._open: dict[bytes, _Open] = {}  # by digest of the key
     self._lock = threading.RLock()
     self.reported = self.lost = 0
     self._stopping = threading.Event()
@@ -131,23 +197,27 @@ class Leased:
       if group is None:
         return None
       item, made = group.claim.item, tasks.make(group.claim.item.task)
-      key = f'{item.session_prefix}-{secrets.token_urlsafe(24)}'
-      self._sessions.open(key, 'training')
+      key = f'key-{secrets.token_urlsafe(24)}'
+      name = f'{item.session_prefix}-{uuid.uuid4().hex}'
+      session = self._sessions.open(key, 'training', name)
       rank = group.left.pop(0)
-      self._open[key] = _Open(
-        item.task, made.family, item.index, rank, group, time.monotonic()
+      self._open[session.digest] = _Open(
+        *(session, item.task, made.family, item.index, rank, group, time.monotonic())
       )
       return Begun(key, item.task, made.instruction)
 
   def end(self, key: str, end: End) -> bool:
     """See `episodes_api.Episodes`."""
+    return self._end(self._sessions.digest(key), end)
+
+  def _end(self, digest: bytes, end: End) -> bool:
     with self._lock:
-      opened = self._open.pop(key, None)
+      opened = self._open.pop(digest, None)
       if opened is None:
         return False
-      self._sessions.close(key)
+      self._sessions.close_digest(digest)
       group = opened.group
-      group.ended.append(opened.trajectory(key, end))
+      group.ended.append(opened.trajectory(end))
       if len(group.ended) == group.claim.item.group_size:
         judged = any(t.end_reason != 'infrastructure' for t in group.ended)
         reason = group.ended[0].error or 'infrastructure'
@@ -173,9 +243,9 @@ class Leased:
 
   def _forget(self, group: _Group) -> None:
     self._groups.pop(group.claim.lease, None)
-    for key in [key for key, opened in self._open.items() if opened.group is group]:
-      del self._open[key]
-      self._sessions.close(key)
+    for digest in [d for d, opened in self._open.items() if opened.group is group]:
+      del self._open[digest]
+      self._sessions.close_digest(digest)
 
   def _beat(self) -> None:
     """Keeps the leases; ends episodes that are too old."""
@@ -194,10 +264,10 @@ class Leased:
         self._forget(self._groups[lease])
         self.lost += 1
       oldest_s = time.monotonic() - self._max_age_s
-      late = [key for key, opened in self._open.items() if opened.began_s < oldest_s]
-    for key in late:
+      late = [d for d, opened in self._open.items() if opened.began_s < oldest_s]
+    for digest in late:
       error = f'nobody ended the episode within {self._max_age_s:g} s'
-      self.end(key, End(0.0, 'infrastructure', error=error))
+      self._end(digest, End(0.0, 'infrastructure', error=error))
 
   def _index(self, lease: str) -> int:
     return self._groups[lease].claim.item.index

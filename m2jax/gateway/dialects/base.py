@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from m2jax.gateway.deltas import Deltas, broken_text
+from m2jax.gateway.deltas import Deltas
 from m2jax.gateway.errors import ApiError
 from m2jax.gateway.exchange import Answer, Pending
 from m2jax.gateway.protocol import ChatRequest, Parsed, dumps
@@ -98,8 +98,6 @@ class Stream:
         *(top[start:] for top in answer.top),
       )
       new = deltas.feed(rest) + deltas.finish()
-      if broken := broken_text(deltas.message):
-        new.append(chat.Delta('content', broken))
       events += self._events(choice, new, rest, len(rest))
     return events + self._last(answers)
 

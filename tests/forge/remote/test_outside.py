@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 
 import httpx
 import pytest
 
-from m2jax.forge.remote.outside import Leased, Recorded
+from m2jax.forge.remote.outside import Leased, Recorded, RecordedConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
-from m2jax.pool import leases
+from m2jax.pool import atif, jsonl, leases
 from m2jax.pool.data_pool import DataPool
 from m2jax.records import WorkItem
 from m2jax.tasks import terminal
@@ -48,10 +49,11 @@ def start(tok, pool):
   """start(make): a client of a gateway whose episodes are make(sessions)."""
   with contextlib.ExitStack() as stack:
 
-    def start(make):
+    def start(make, **config):
       engine = ScriptedEngine(lambda request: tok.encode(response_text('so', 'yes')))
       stack.callback(engine.close)
-      gateway = Gateway(GatewayConfig(), tok, engine, pool.record_completion)
+      config = GatewayConfig(**config)
+      gateway = Gateway(config, tok, engine, pool.record_completion)
       gateway.take_episodes(make(gateway.sessions), 'secret')
       stack.enter_context(gateway)
       return Client(gateway.base_url)
@@ -76,9 +78,72 @@ def test_an_episode_and_its_reward_are_recorded(start, pool):
   pool.flush()
   [stored] = pool.sample_trajectories(9, seed=0, evaluation=True)
   t = stored.trajectory
-  assert (t.session, t.task, t.family, t.success) == (key, 'mine/1', 'mine', 0.5)
+  assert (t.task, t.family, t.success) == ('mine/1', 'mine', 0.5)
   assert (t.end_reason, t.error, t.item) == ('exit', 'e', -1)
-  assert len(pool.turns(key)) == 2
+  assert t.session.startswith('episode-') and t.session != key
+  assert len(pool.turns(t.session)) == 2
+
+
+def test_no_key_is_stored(start, pool, tmp_path):
+  """Neither of clients nor of episodes: not in the database, its log or an export."""
+  client = start(lambda sessions: Recorded(pool, sessions), accept_unknown_keys=True)
+  keys = ['sk-a-key-of-a-client', 'sk-another-one']
+  for key in (*keys, keys[0]):
+    assert client.chat(key) == 200
+  begun = client.post('/episodes', {'task': 'a/b'}).json()
+  keys.append(begun['key'])
+  assert client.chat(keys[2]) == 200
+  done = client.post(f'/episodes/{keys[2]}/end', {'success': 1.0}, key=keys[2])
+  assert done.status_code == 200
+  pool.flush()
+  files = [path for path in tmp_path.rglob('*') if path.is_file()]
+  assert any(path.name.endswith('-wal') for path in files)
+  stored = pool.sample_trajectories(9, seed=0, evaluation=True)
+  documents = [
+    atif.document(s.trajectory, pool.completions(s.trajectory.session)) for s in stored
+  ]
+  exported = [*jsonl.lines(pool._database), json.dumps(documents)]
+  texts = [path.read_bytes() for path in files] + [x.encode() for x in exported]
+  assert b'episode-' in b''.join(texts) and b'client-' in b''.join(texts)
+  for key in keys:
+    assert not any(key.encode() in text for text in texts)
+    assert not any(key.partition('-')[2].encode() in text for text in texts)
+  # Requests of one key are one session still, and those of two keys are two.
+  names = [json.loads(x)['session'] for x in exported[:-1] if '"completion"' in x]
+  assert len(names) == 4 and len(set(names)) == 3
+
+
+def test_what_is_idle_or_too_much_ends(start, pool):
+  """An episode that nobody goes on with is no reward of 0; its key is of no use."""
+  made = []
+
+  def make(sessions):
+    config = RecordedConfig(max_open=2, idle_s=0.3, keep_sessions=3)
+    made.append((Recorded(pool, sessions, config), sessions))
+    return made[0][0]
+
+  client = start(make, accept_unknown_keys=True)
+  [(recorded, sessions)] = made
+  keys = [client.post('/episodes', {'task': 'a'}).json()['key'] for _ in range(2)]
+  full = client.post('/episodes', {'task': 'a'})
+  assert full.status_code == 503 and '2 episodes' in full.text
+  assert full.headers['retry-after'].isdecimal()
+  assert client.chat(keys[0]) == client.chat('mine') == 200
+  time.sleep(0.35)
+  assert client.chat(keys[1]) == 200
+  recorded.clean()
+  assert len(sessions) == 1  # the second episode's
+  end = {'success': 1.0}
+  assert client.post(f'/episodes/{keys[0]}/end', end).status_code == 404
+  assert client.post(f'/episodes/{keys[1]}/end', end).status_code == 200
+  for i in range(4):
+    client.chat(f'more{i}')
+  recorded.clean()
+  pool.flush()
+  stored = {s.trajectory.session: s for s in pool.each_trajectory()}
+  rows = [json.loads(line) for line in jsonl.lines(pool._database)]
+  names = {row['session'] for row in rows if row['kind'] == 'completion'}
+  assert len(names) == 3 and not names & stored.keys()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +188,7 @@ def test_a_run_s_items_are_handed_out_and_reported(start, pool):
   assert {b['task'] for b in begun} == {SPEC}
   assert {b['instruction'] for b in begun} == {terminal.make(SPEC).instruction}
   keys = [b['key'] for b in begun]
-  assert all(key.startswith('rl-0-0-') for key in keys) and len(set(keys)) == 2
+  assert len(set(keys)) == 2
   for key, success in zip(keys, (1.0, 0.0), strict=True):
     assert client.chat(key) == 200
     [lease] = pool.open_leases()
@@ -133,10 +198,9 @@ def test_a_run_s_items_are_handed_out_and_reported(start, pool):
   assert lease.report == leases.COMPLETE and leased.reported == 1
   pool.complete(0)
   group = pool.group(0)
-  assert [(t.session, t.rank, t.success) for t, _ in group] == [
-    (keys[0], 0, 1.0),
-    (keys[1], 1, 0.0),
-  ]
+  assert [(t.rank, t.success) for t, _ in group] == [(0, 1.0), (1, 0.0)]
+  names = [t.session for t, _ in group]
+  assert all(name.startswith('rl-0-0-') for name in names) and not {*names} & {*keys}
   assert [len(completions) for _, completions in group] == [1, 1]
 
 

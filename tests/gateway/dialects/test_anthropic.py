@@ -93,6 +93,27 @@ def events_of(gateway, **fields):
   return events
 
 
+@pytest.mark.parametrize('stream', [False, True])
+def test_text_after_a_call(serve, tok, stream):
+  """Blocks come in the order in which they were sampled, and back as one completion."""
+  invoke = '<invoke name="sh">\n<parameter name="cmd">ls</parameter>\n</invoke>\n'
+  block = f'<minimax:tool_call>\n{invoke}</minimax:tool_call>'
+  gateway, engine, records = serve(f'so\n</think>\n\na\n{block}\nb{block}c[e~[')
+  client, messages = client_of(gateway), list(QUESTION)
+  for _ in range(3):
+    if stream:
+      with client.messages.stream(**ASK | {'messages': messages}) as events:
+        message = events.get_final_message()
+    else:
+      message = client.messages.create(**ASK | {'messages': messages})
+    kinds = [block.type for block in message.content]
+    assert kinds == ['thinking', 'text', 'tool_use', 'text', 'tool_use', 'text']
+    messages.append({'role': 'assistant', 'content': message.content})
+    messages.append({'role': 'user', 'content': results(message)})
+  clients.assert_recorded(engine, records)
+  clients.assert_extends(records)
+
+
 @pytest.mark.parametrize('piece_tokens', [1, 5])
 def test_events(serve, piece_tokens):
   """Blocks open and close one after the other; the text comes token by token."""
@@ -284,14 +305,17 @@ def test_what_follows_tool_results():
 def test_what_has_no_effect_is_counted():
   request, _ = parse(
     thinking={'type': 'disabled'},
-    tool_choice={'type': 'any'},
+    tool_choice={'type': 'auto', 'disable_parallel_tool_use': True},
     context_management={'edits': [{'type': 'clear_tool_uses_20250919'}]},
     something='new',
     metadata={'user_id': 'x'},
+    output_config={'effort': 'high'},
+    tools=[SH | {'strict': True}, SH | {'name': 'b', 'defer_loading': True}],
   )
-  assert set(request.ignored) == {
-    'thinking', 'tool_choice', 'context_management', 'unknown'
-  }  # fmt: skip
+  assert sorted(request.ignored) == [
+    'context_management', 'disable_parallel_tool_use', 'metadata', 'output_config',
+    'thinking', 'tools', 'unknown',
+  ]  # fmt: skip
   request, _ = parse(
     thinking={'type': 'adaptive'},
     context_management={'edits': [{'type': 'clear_thinking_20251015', 'keep': 'all'}]},

@@ -130,7 +130,7 @@ def test_any_json_is_read_or_refused(tok, name):
 def test_errors_before_a_body_is_read(serve, name):
   """Keys, JSON and the engine's end have the form of the dialect, and its headers."""
   gateway, engine, _ = serve(response_text('t', 'x'), accept_unknown_keys=False)
-  gateway.sessions.open('k')
+  gateway.sessions.open('k', 'evaluation')
   dialect = dialects.DIALECTS[name]
   url = gateway.base_url.removesuffix('/v1') + dialect.path
 

@@ -33,7 +33,7 @@ def test_replayed(serve, tok, name):
   clients.assert_recorded(engine, records)
   # Titles are not trained, and do not come between the requests of the task.
   auxiliary = [r for r in records if r.fork_reason == 'auxiliary']
-  assert len(auxiliary) == sum(bool(headers) for _, headers in requests)
+  assert len(auxiliary) == sum(recording.untrained(headers) for _, headers in requests)
   task = rewards.acted(records)
   assert len(task) == 3 and len(task) + len(auxiliary) == len(records)
   assert task[0].fork_reason is None

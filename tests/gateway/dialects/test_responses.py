@@ -80,6 +80,129 @@ def test_a_tool_task(serve, tok, client_kind):
   clients.assert_extends(records)
 
 
+INVOKES = {
+  name: f'<invoke name="sh">\n<parameter name="cmd">{name}</parameter>\n</invoke>\n'
+  for name in ('ls', 'wc', 'du')
+}
+
+
+def block(*names):
+  invokes = ''.join(INVOKES[name] for name in names)
+  return f'\n<minimax:tool_call>\n{invokes}</minimax:tool_call>'
+
+
+# Text before, between and after calls, and what cannot be read as one.
+MIXED = {
+  'after': 'so\n</think>\n\nfirst' + block('ls') + '\nthen wait[e~[',
+  'between': 'so\n</think>\n\none' + block('ls', 'wc') + 'two' + block('du') + 'e[e~[',
+  'only after': 'so\n</think>\n\n' + block('ls', 'wc') + 'done é[e~[',
+  'no thinking': '</think>\n\na' + block('ls') + 'b[e~[',
+  'unread': 'so\n</think>\n\na'
+  + block('ls')
+  + '\nb<minimax:tool_call>c</minimax:tool_call>[e~[',
+}
+
+
+def interleaved(response):
+  """Each output right behind its call."""
+  found = iter(outputs(response))
+  for item in response.output:
+    yield item
+    if item.type == 'function_call':
+      yield next(found)
+
+
+def without_ids(items):
+  for item in items:
+    if isinstance(item, dict):
+      yield item
+    elif item.type == 'function_call':
+      yield item
+    else:
+      yield item.model_dump(exclude={'id', 'status'}, exclude_none=True)
+
+
+BACK = {
+  'as they came': lambda response: [*response.output, *outputs(response)],
+  'outputs between': interleaved,
+  'without ids': lambda r: without_ids([*r.output, *outputs(r)]),
+  'codex': lambda response: [*codex(response.output), *outputs(response)],
+}
+
+
+@pytest.mark.parametrize(
+  'stream, back',
+  [
+    (False, 'as they came'),
+    (True, 'as they came'),
+    (False, 'outputs between'),
+    (True, 'without ids'),
+    (True, 'codex'),
+  ],
+)
+@pytest.mark.parametrize('turn', MIXED)
+def test_items_in_any_order_come_back_as_one_completion(serve, tok, turn, stream, back):
+  """Law 4: the next prompt begins with the whole prompt and response."""
+
+  def answer(request):
+    asked = tok.decode(request.prompt_ids).count('\n<response>')
+    return tok.encode(MIXED[turn] if asked < 5 else response_text('t', 'end'))
+
+  gateway, engine, records = serve(answer)
+  client, items = client_of(gateway), list(QUESTION)
+  asked = ASK | {'include': ['reasoning.encrypted_content']}
+  while True:
+    if stream:
+      with client.responses.stream(**asked | {'input': items}) as events:
+        response = events.get_final_response()
+    else:
+      response = client.responses.create(**asked | {'input': items})
+    if not outputs(response):
+      break
+    items += BACK[back](response)
+  assert len(records) >= 3
+  clients.assert_recorded(engine, records)
+  clients.assert_extends(records)
+
+
+@pytest.mark.parametrize('turn', MIXED)
+def test_plain_and_streamed_items_have_one_order(serve, tok, turn):
+  """It is that in which they were sampled."""
+  gateway, _, records = serve(MIXED[turn])
+  events = events_of(gateway)
+  streamed = json.dumps(events[-1]['response']['output'])
+  assert build(events) == events[-1]['response']['output']
+  plain = client_of(gateway).responses.create(**ASK).model_dump(exclude_unset=True)
+  ids = [record.id.removeprefix('chatcmpl-') for record in records]
+  assert plain['output'] == json.loads(streamed.replace(*ids))
+
+
+def test_turns_of_one_kind_are_not_one_message():
+  """Completions without a call or a user between them stay apart, with ids or not."""
+
+  def said(text, kind, number, ids):
+    part = {'type': 'output_text' if kind == 'msg' else 'reasoning_text', 'text': text}
+    item = (
+      {'type': 'message', 'role': 'assistant'}
+      if kind == 'msg'
+      else {'type': 'reasoning'}
+    )
+    return item | {'content': [part]} | ({'id': f'{kind}_{number:032x}'} if ids else {})
+
+  parse = dialects.DIALECTS['responses'].parse
+  for ids in (True, False):
+    items = [
+      said(f'{kind}{number}', kind, number, ids)
+      for number in (1, 2)
+      for kind in ('rs', 'msg')
+    ]
+    _, messages = parse(ASK | {'input': [*QUESTION, *items]})
+    assert [(m['reasoning_content'], m['content']) for m in messages[1:]] == [
+      ('rs1', 'msg1'),
+      ('rs2', 'msg2'),
+    ]
+
+
 def test_parallel_calls_with_their_outputs_between(serve, tok):
   """A client that puts each output after its call continues the same completion."""
   gateway, _, records = serve(clients.TURNS[1])
@@ -284,6 +407,25 @@ def test_developer_items_stay_in_their_places():
     ('assistant', 'c'),
     ('system', 'late'),
   ]
+
+
+def test_what_has_no_effect_is_counted():
+  request, _ = dialects.DIALECTS['responses'].parse(
+    ASK
+    | {
+      'include': ['reasoning.encrypted_content', 'web_search_call.results'],
+      'text': {'verbosity': 'low'},
+      'parallel_tool_calls': True,
+      'prompt_cache_key': 'k',
+      'tools': [SH | {'strict': True}],
+      'new': 1,
+    }
+  )
+  assert sorted(request.ignored) == [
+    'include', 'parallel_tool_calls', 'prompt_cache_key', 'text', 'tools', 'unknown'
+  ]  # fmt: skip
+  request, _ = dialects.DIALECTS['responses'].parse(ASK)  # strict: False is what it is
+  assert request.ignored == ()
 
 
 def test_reasoning_of_others():

@@ -93,6 +93,7 @@ NPM = {
       'ANTHROPIC_MODEL': 'm2jax',
       'ANTHROPIC_DEFAULT_HAIKU_MODEL': 'm2jax',
       'CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC': '1',
+      'CLAUDE_CODE_GATEWAY_HINT_HEADERS': '1',
     },
   ),
   'codex': Client(

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from m2jax.gateway import hints
+
 DIRECTORY = Path(__file__).parent.parent / 'recorded'
 _LONGEST = 60
 # What a text begins with may decide what it is: `<system-reminder>`, a billing header.
@@ -92,6 +94,11 @@ def save(
   }
   text = json.dumps(recorded, indent=1, ensure_ascii=False)
   (DIRECTORY / f'{name}.json').write_text(text + '\n')
+
+
+def untrained(headers: dict[str, str]) -> bool:
+  """Whether a request with these headers is none of the task."""
+  return hints.of_headers(headers).request_class in ('auxiliary', 'compaction')
 
 
 def names() -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from m2jax.gateway import dialects, endpoints
+from m2jax.gateway import dialects, hints
 from m2jax.rl import rewards
 from tests.gateway import clients
 from tests.gateway.conftest import response_text
@@ -102,28 +102,27 @@ def run(serve, tok, tmp_path, monkeypatch, name, answer):
     paths = {str(workspace): '/workspace', str(home): '/home/user', url: 'BASE'}
     paths['episode'] = 'KEY'
     scrubber = recording.Scrubber(paths)
-    task = [i for i, (_, headers) in enumerate(requests) if not headers][-3:]
-    kept = [r for i, r in enumerate(requests) if r[1] or i in task]
+    task = [i for i, r in enumerate(requests) if not recording.untrained(r[1])][-3:]
+    kept = [r for i, r in enumerate(requests) if recording.untrained(r[1]) or i in task]
     recording.save(name, version(client, bin_), kept, scrubber)
   return output, engine, records
 
 
 def keep_requests(monkeypatch, dialect: str) -> list[tuple[dict, dict[str, str]]]:
   """The list to which each request of a dialect is added: its body and headers."""
-  requests, parse, auxiliary = [], dialects.parse, endpoints.auxiliary
+  requests, parse, headers = [], dialects.parse, hints.headers
 
   def parse_and_keep(body, name):
     if name == dialect:
       requests.append((json.loads(bytes(body)), {}))
     return parse(body, name)
 
-  def auxiliary_and_keep(scope):  # follows the parsing without a pause
-    if found := auxiliary(scope):
-      requests[-1][1]['x-m2jax-request-class'] = 'auxiliary'
+  def headers_and_keep(scope):  # follows the parsing without a pause
+    requests[-1][1].update(found := headers(scope))
     return found
 
   monkeypatch.setattr(dialects, 'parse', parse_and_keep)
-  monkeypatch.setattr(endpoints, 'auxiliary', auxiliary_and_keep)
+  monkeypatch.setattr(hints, 'headers', headers_and_keep)
   return requests
 
 
@@ -180,3 +179,28 @@ def test_terminus_2(serve, tok, tmp_path, monkeypatch):
     assert second.follows == first.id
   shown = tok.decode(records[-1].prompt_ids)
   assert '3 a.txt' in shown and '1\n2\n3' in shown
+
+
+def test_sub_agent(serve, tok, tmp_path, monkeypatch):
+  """Claude Code's is a branch of the trajectory, which begins where its id does."""
+  client = commands.CLIENTS['claude_code']
+  asked = {'description': 'count', 'prompt': 'delegated'}
+
+  def answer(request):
+    prompt = tok.decode(request.prompt_ids)
+    if f'"name": "{client.tool}"' not in prompt:
+      return tok.encode(response_text('short', 'a title'))
+    begun = '\n<response>' in prompt
+    if clients.QUESTION not in prompt:
+      called = response_text('mine', '', [client.call('wc -l a.txt')])
+      return tok.encode(response_text('mine', 'it has 3') if begun else called)
+    delegates = response_text('other', '', [('Agent', asked)])
+    return tok.encode(response_text('all', clients.ANSWER) if begun else delegates)
+
+  _, engine, records = run(serve, tok, tmp_path, monkeypatch, 'claude_code', answer)
+  clients.assert_recorded(engine, records)
+  [first] = [r for r in records if r.fork_reason == 'sub_agent']
+  [second] = [r for r in records if r.parent == first.id]
+  assert 'delegated' in tok.decode(first.prompt_ids)
+  clients.assert_extends([first, second])
+  assert {first.id, second.id} < {r.id for r in rewards.acted(records)}

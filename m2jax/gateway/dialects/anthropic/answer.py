@@ -59,15 +59,16 @@ def error(error: ApiError) -> dict[str, Any]:
 def body(answers: Sequence[Answer], tokenizer: Tokenizer) -> dict[str, Any]:
   """The message object."""
   [answer] = answers
-  message, recorded = answer.message, answer.completion
+  recorded = answer.completion
+  ids = (call['id'] for call in answer.message.get('tool_calls') or ())
   blocks: list[dict[str, Any]] = []
-  if thinking := message.get('reasoning_content'):
-    blocks.append(_thinking(thinking))
-  if message['content']:
-    blocks.append({'type': 'text', 'text': message['content']})
-  for call in message.get('tool_calls') or ():
-    values = json.loads(call['function']['arguments'])
-    blocks.append(_tool_use(call['id'], call['function']['name'], values))
+  for delta in answer.deltas:
+    if delta.kind == 'reasoning_content':
+      blocks.append(_thinking(delta.text))
+    elif delta.kind == 'content':
+      blocks.append({'type': 'text', 'text': delta.text})
+    else:
+      blocks.append(_tool_use(next(ids), delta.call.name, delta.call.arguments))
   return _message(recorded.id, answer.request.model, blocks) | {
     'stop_reason': _stop_reason(answer),
     'stop_sequence': answer.stop,

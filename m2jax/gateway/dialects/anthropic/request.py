@@ -4,18 +4,20 @@ Source: Anthropic's API reference, and the traffic of Claude Code
 (facts/clients-and-peers.md §1).
 
 Treatment of each field:
-- used: model, messages, system, max_tokens, tools, tool_choice 'auto' and 'none',
-  stop_sequences, stream; temperature, top_p and top_k as in `sampling`;
+- used: model, messages, system, max_tokens, tools, tool_choice, stop_sequences,
+  stream; temperature, top_p and top_k as in `sampling`;
 - rejected, because conversations are not stored here: thread;
 - rejected, because ignoring them would change the meaning: images, documents, tools
   that Anthropic's servers execute, mcp_servers, container, a last message of the
   assistant (prefill);
-- output_config.format and output_format (`formats`): rejected in a training session;
-- accepted and counted: tool_choice 'any' and 'tool' (as 'auto'), thinking of the type
-  'disabled' (M2 always thinks), context_management that edits the context, `is_error`,
+- output_config.format and output_format, tool_choice 'any' and 'tool' (`formats`):
+  rejected in a training session; with both, the call has no text to be formatted;
+- accepted and counted: thinking of the type 'disabled' (M2 always thinks),
+  disable_parallel_tool_use, context_management that edits the context, `is_error`,
   redacted thinking, and fields that the real service does not have;
-- without effect, as the model and its prompt know nothing of the kind: _NO_EFFECT
-  and cache_control.
+- without effect, as the model and its prompt know nothing of the kind, and counted:
+  _NO_EFFECT, other fields of output_config and of tools; not counted: cache_control of
+  blocks and tools, which Claude Code sends in each request.
 
 What stands between a client and its prefix:
 - a billing header, which Claude Code puts first into `system` and which differs in each
@@ -43,6 +45,7 @@ _NO_EFFECT = (
   'fallbacks', 'inference_geo', 'metadata', 'service_tier', 'speed', 'user_profile_id',
   'workspace_id',
 )  # fmt: skip
+_TOOL = ('name', 'description', 'input_schema', 'type', 'cache_control')
 _SAMPLING = ('temperature', 'top_p', 'top_k')
 _KNOWN = frozenset(
   (
@@ -70,9 +73,10 @@ def parse_count(data: dict) -> protocol.Parsed:
     )
   config = fields.mapping(data.get('output_config') or {}, 'output_config')
   format_ = formats.of(config.get('format'), 'output_config.format')
-  ignored: list[str] = list(fields.unknown(data, _KNOWN))
+  ignored: list[str] = list(fields.ignored(data, _KNOWN, _NO_EFFECT))
+  ignored += fields.ignored_in(config, ('format',), 'output_config')
   _note_thinking(data, ignored)
-  tools = _tool_choice(data, _tools(data.get('tools')), ignored)
+  tools, call = _tool_choice(data, _tools(data.get('tools'), ignored), ignored)
   messages = _system(data.get('system'), ignored)
   messages += _messages(data.get('messages'), ignored)
   return protocol.parsed(
@@ -83,7 +87,7 @@ def parse_count(data: dict) -> protocol.Parsed:
     sampling=sampling.read({name: data.get(name) for name in _SAMPLING}),
     stream=fields.flag(data, 'stream'),
     stop=fields.stops(data.get('stop_sequences'), 'stop_sequences'),
-    format=format_ or formats.of(data.get('output_format'), 'output_format'),
+    format=call or format_ or formats.of(data.get('output_format'), 'output_format'),
     ignored=tuple(ignored),
   )
 
@@ -215,7 +219,7 @@ def _assistant(blocks: list, where: str, ignored: list[str]) -> dict:
   return message
 
 
-def _tools(value: Any) -> list[dict] | None:
+def _tools(value: Any, ignored: list[str]) -> list[dict] | None:
   if not value and value in (None, []):
     return None
   tools, names = [], set()
@@ -234,24 +238,31 @@ def _tools(value: Any) -> list[dict] | None:
       function['description'] = fields.text(tool['description'], f'{where}.description')
     fields.schema(tool.get('input_schema'), f'{where}.input_schema')
     function['parameters'] = tool['input_schema']
+    if 'tools' not in ignored:
+      ignored += fields.ignored_in(tool, _TOOL, 'tools')
     tools.append({'type': 'function', 'function': function})
   return tools
 
 
 def _tool_choice(
   data: dict, tools: list[dict] | None, ignored: list[str]
-) -> list[dict] | None:
+) -> tuple[list[dict] | None, formats.Format | None]:
+  """The tools of the prompt, and the format of a response that must be a call."""
   choice = fields.mapping(data.get('tool_choice') or {}, 'tool_choice')
   kind = choice.get('type', 'auto')
   if kind == 'none':
-    return None
+    return None, None
   if kind not in ('auto', 'any', 'tool'):
     raise invalid("must be 'auto', 'any', 'tool' or 'none'", 'tool_choice.type')
   if kind != 'auto' and tools is None:
     raise invalid('needs tools', 'tool_choice')
-  names = [tool['function']['name'] for tool in tools or ()]
-  if kind == 'tool' and choice.get('name') not in names:
+  if choice.get('disable_parallel_tool_use'):
+    ignored.append('disable_parallel_tool_use')
+  if kind == 'auto':
+    return tools, None
+  if kind == 'any':
+    return tools, formats.tool_call(tools)
+  named = [tool for tool in tools if tool['function']['name'] == choice.get('name')]
+  if not named:
     raise invalid('must be the name of one of the tools', 'tool_choice.name')
-  if kind != 'auto' or choice.get('disable_parallel_tool_use'):
-    ignored.append('tool_choice')
-  return tools
+  return tools, formats.tool_call(named)

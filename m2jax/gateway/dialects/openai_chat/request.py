@@ -4,21 +4,23 @@ Source: the traffic of real agents (facts/pipelines.md §2), and OpenAI's API re
 
 Treatment of each field:
 - used: model, messages, tools, max_completion_tokens (or max_tokens), stream,
-  stream_options.include_usage, logprobs and top_logprobs, n, stop, tool_choice 'auto'
-  and 'none' ('none' omits the tools from the prompt);
+  stream_options.include_usage, logprobs and top_logprobs, n, stop, tool_choice ('none'
+  omits the tools from the prompt);
 - used, and not OpenAI's: context_edit, the name of an edit that the agent made to its
   messages (`protocol.CONTEXT_EDITS`);
 - sampling (temperature, top_p, top_k, seed, frequency_penalty, presence_penalty,
   repetition_penalty, min_p, logit_bias): overridden and counted in a training session
   (law 4; a seed would make the samples of a group identical), and honoured in an
   evaluation session;
-- response_format (`formats`): rejected in a training session;
+- response_format, tool_choice 'required' or a named function (`formats`): rejected in a
+  training session; with both, the call has no content to be formatted;
 - rejected, because ignoring them would change the meaning: functions, function_call,
-  audio, image or other non-text content;
-- accepted as 'auto' and counted: tool_choice 'required' or a named function (the engine
-  does not constrain its output);
-- without effect, as the model and its prompt know nothing of the kind: _NO_EFFECT;
-- ignored and counted: all others, because real agents send many additional fields.
+  audio, image or other non-text content, tool_choice 'allowed_tools';
+- without effect, as the model and its prompt know nothing of the kind, and counted:
+  _NO_EFFECT, other stream_options, and fields of a tool besides its name, description
+  and parameters;
+- ignored and counted as 'unknown': all others, because real agents send many
+  additional fields.
 
 All fields, including ignored ones, must be JSON that `strict_json` accepts.
 """
@@ -29,7 +31,7 @@ from typing import Any
 
 from m2jax.gateway import fields, formats, protocol, sampling
 from m2jax.gateway import messages as messages_lib
-from m2jax.gateway.errors import invalid
+from m2jax.gateway.errors import invalid, unsupported
 
 ROLES = ('system', 'user', 'assistant', 'tool')
 MAX_TOP_LOGPROBS = 20  # OpenAI's
@@ -56,8 +58,11 @@ def parse(data: dict) -> protocol.Parsed:
   stream = fields.flag(data, 'stream')
   stream_options = fields.mapping(data.get('stream_options') or {}, 'stream_options')
   logprobs = fields.flag(data, 'logprobs')
-  tools = _tools(data.get('tools'))
-  tools, ignored = _tool_choice(data.get('tool_choice'), tools)
+  ignored = [*fields.ignored(data, _KNOWN, _NO_EFFECT)]
+  ignored += fields.ignored_in(stream_options, ('include_usage',), 'stream_options')
+  tools = _tools(data.get('tools'), ignored)
+  tools, call = _tool_choice(data.get('tool_choice'), tools)
+  format_ = formats.of(data.get('response_format'), 'response_format', 'json_schema')
   messages, dropped = messages_lib.normalised(data.get('messages'))
   return protocol.parsed(
     _messages(messages),
@@ -70,10 +75,10 @@ def parse(data: dict) -> protocol.Parsed:
     logprobs=logprobs,
     top_logprobs=_top_logprobs(data, logprobs),
     n=_n(data),
-    format=formats.of(data.get('response_format'), 'response_format', 'json_schema'),
+    format=call or format_,
     stop=fields.stops(data.get('stop'), 'stop'),
     context_edit=_context_edit(data.get('context_edit')),
-    ignored=ignored + dropped + fields.unknown(data, _KNOWN),
+    ignored=(*ignored, *dropped),
   )
 
 
@@ -164,7 +169,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict]:
   return checked
 
 
-def _tools(value: Any) -> list[dict] | None:
+def _tools(value: Any, ignored: list[str]) -> list[dict] | None:
   if value is None or value == []:
     return None
   names: set[str] = set()
@@ -176,24 +181,31 @@ def _tools(value: Any) -> list[dict] | None:
     fields.tool_name(function.get('name'), f'{where}.function.name', names)
     if function.get('parameters') is not None:
       fields.schema(function['parameters'], f'{where}.function.parameters')
+    if 'tools' not in ignored:
+      used = ('name', 'description', 'parameters')
+      ignored += fields.ignored_in(function, used, 'tools')
   return value
 
 
 def _tool_choice(
   choice: Any, tools: list[dict] | None
-) -> tuple[list[dict] | None, tuple[str, ...]]:
+) -> tuple[list[dict] | None, formats.Format | None]:
+  """The tools of the prompt, and the format of a response that must be a call."""
   if choice is None or choice == 'auto':
-    return tools, ()
+    return tools, None
   if choice == 'none':
-    return None, ()
+    return None, None
+  if isinstance(choice, dict) and choice.get('type') == 'allowed_tools':
+    raise unsupported('allowed_tools is not supported: send these tools', 'tool_choice')
   if tools is None:
     raise invalid('needs tools', 'tool_choice')
   if choice == 'required':
-    return tools, ('tool_choice',)
+    return tools, formats.tool_call(tools)
   function = choice.get('function') if isinstance(choice, dict) else None
   if isinstance(function, dict):
-    if function.get('name') in [tool['function']['name'] for tool in tools]:
-      return tools, ('tool_choice',)
+    named = [t for t in tools if t['function']['name'] == function.get('name')]
+    if named:
+      return tools, formats.tool_call(named)
   raise invalid(
     "must be 'auto', 'none', 'required' or name one of the tools", 'tool_choice'
   )

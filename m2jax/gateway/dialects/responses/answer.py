@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from m2jax.gateway import history
-from m2jax.gateway.deltas import broken_text
 from m2jax.gateway.dialects import base
 from m2jax.gateway.dialects.responses.request import encrypt
 from m2jax.gateway.errors import ApiError, ContextTooLong
@@ -71,19 +70,9 @@ def body(answers: Sequence[Answer], tokenizer: Tokenizer) -> dict[str, Any]:
   [answer] = answers
   hex_id = _hex(answer.completion.id)
   output = Output(hex_id, answer.request)
-  parsed = answer.parsed
-  output.add(_as_deltas(parsed))
+  output.add(answer.deltas)
   output.close('incomplete' if _cut(answer) else 'completed')
   return _finished(answer, output, tokenizer)
-
-
-def _as_deltas(parsed: chat.Message) -> Iterable[chat.Delta]:
-  if parsed.reasoning:
-    yield chat.Delta('reasoning_content', parsed.reasoning)
-  if text := parsed.content + broken_text(parsed):
-    yield chat.Delta('content', text)
-  for call in parsed.tool_calls:
-    yield chat.Delta('tool_call', call=call)
 
 
 def _hex(completion_id: str) -> str:

@@ -4,21 +4,23 @@ Source: OpenAI's API reference, and the traffic of Codex
 (facts/clients-and-peers.md §1).
 
 Treatment of each field:
-- used: model, input, instructions, tools (`tools`), tool_choice 'auto' and 'none',
-  max_output_tokens, stream, include 'reasoning.encrypted_content'; temperature and
-  top_p as in `sampling`;
+- used: model, input, instructions, tools (`tools`), tool_choice, max_output_tokens,
+  stream, include 'reasoning.encrypted_content'; temperature and top_p as in `sampling`;
 - rejected, because nothing is stored here: store true, previous_response_id,
   conversation, background, prompt, and items that refer to stored ones;
 - rejected, because ignoring them would change the meaning: images and files, items of
   tools that the real service executes, top_logprobs, context_management;
-- text.format (`formats`): rejected in a training session;
-- accepted and counted: tool_choice that constrains the output, truncation 'auto',
-  reasoning that another server encrypted, fields that the real service does not have;
-- without effect, as the model and its prompt know nothing of the kind: _NO_EFFECT.
+- text.format, tool_choice 'required' or a named tool (`formats`): rejected in a
+  training session; with both, the call has no text to be formatted;
+- read for what it says of the request (`hints`): client_metadata;
+- accepted and counted: truncation 'auto', reasoning that another server encrypted,
+  fields that the real service does not have;
+- without effect, as the model and its prompt know nothing of the kind, and counted:
+  _NO_EFFECT, other fields of text and of functions, other values of include.
 
-Items become messages: those of the assistant, up to the next one of anybody else, are
-one message. So are parallel calls of one completion between whose items the client put
-the outputs. Developer and system items stay in their places.
+Items become messages: those of one completion are one message, whatever their order,
+and even if the client put the outputs of calls between them (`Items._turn`). Developer
+and system items stay in their places.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ import binascii
 import re
 from typing import Any
 
-from m2jax.gateway import fields, formats, protocol, sampling
+from m2jax.gateway import fields, formats, hints, protocol, sampling
 from m2jax.gateway.dialects.responses import tools as tools_lib
 from m2jax.gateway.errors import invalid, unsupported
 
 _ENCRYPTED = 'm2jax:'
+_REASONING = 'reasoning.encrypted_content'
 _STORED = ('previous_response_id', 'conversation', 'background', 'prompt', 'store')
 _UNSUPPORTED = ('top_logprobs', 'context_management')
 _NO_EFFECT = (
@@ -65,9 +68,10 @@ _ECHOED = {
   'user': None,
 }
 _TEXT_PARTS = ('input_text', 'output_text', 'text')
-# Our call ids: the completion's, and the number of the call (`Pending.call_prefix`).
-_OUR_CALL = re.compile(r'(call_[0-9a-f]{32}_)[0-9]+')
+# The ids of our items (`answer.Output`): a kind, the completion's, and a number.
+_OUR_ID = re.compile(r'(?:rs|msg|fc|ctc|call)_([0-9a-f]{32})(?:_[0-9]+)?')
 _ROLES = {'user': 'user', 'system': 'system', 'developer': 'system'}
+_CALLS = ('function_call', 'custom_tool_call')
 
 
 def parse(data: dict) -> protocol.Parsed:
@@ -86,16 +90,18 @@ def parse(data: dict) -> protocol.Parsed:
       )
   fields.refuse(data, _UNSUPPORTED)
   text = fields.mapping(data.get('text') or {}, 'text')
-  ignored = list(fields.unknown(data, _KNOWN))
+  ignored = list(fields.ignored(data, _KNOWN, _NO_EFFECT))
+  ignored += fields.ignored_in(text, ('format',), 'text')
   if data.get('truncation') not in (None, 'disabled'):
     ignored.append('truncation')
   declared, names = tools_lib.parse(data.get('tools'), ignored)
-  tools = tools_lib.choose(data.get('tool_choice'), declared, names, ignored)
+  tools, call = tools_lib.choose(data.get('tool_choice'), declared, names)
+  format_ = formats.of(text.get('format'), 'text.format')
   messages = Items(names, ignored).messages(data)
   echo = {
     'fields': {k: v if data.get(k) is None else data[k] for k, v in _ECHOED.items()},
     'names': names,
-    'encrypted': _include(data.get('include')),
+    'encrypted': _include(data.get('include'), ignored),
   }
   return protocol.parsed(
     messages,
@@ -104,18 +110,20 @@ def parse(data: dict) -> protocol.Parsed:
     max_tokens=fields.positive(data, 'max_output_tokens'),
     sampling=sampling.read({name: data.get(name) for name in _SAMPLING}),
     stream=fields.flag(data, 'stream'),
-    format=formats.of(text.get('format'), 'text.format'),
+    format=call or format_,
+    hints=hints.of_codex(data.get('client_metadata')),
     ignored=tuple(ignored),
     echo=echo,
   )
 
 
-def _include(value: Any) -> bool:
+def _include(value: Any, ignored: list[str]) -> bool:
   """Whether the client asks for encrypted reasoning."""
   names = fields.listed(value or [], 'include')
   if 'message.output_text.logprobs' in names:
     raise unsupported('message.output_text.logprobs is not supported', 'include')
-  return 'reasoning.encrypted_content' in names
+  ignored += ['include'] if any(name != _REASONING for name in names) else []
+  return _REASONING in names
 
 
 def encrypt(reasoning: str) -> str:
@@ -139,6 +147,9 @@ class Items:
   def __init__(self, names: tools_lib.Names, ignored: list[str]):
     self._names, self._ignored = names, ignored
     self._messages: list[dict[str, Any]] = []
+    self._begun_at: dict[str, int] = {}  # by completion, the index of its message
+    self._source: str | None = None  # the completion of the last message, if known
+    self._last = ''  # type of the assistant's last item
 
   def messages(self, data: dict) -> list[dict]:
     """The messages of a body: its instructions, then its input."""
@@ -181,10 +192,7 @@ class Items:
     if role in _ROLES:
       self._messages.append({'role': _ROLES[role], 'content': text})
     elif role == 'assistant':
-      last = self._last_assistant()
-      if last is None or last['content']:
-        last = self._begin()
-      last['content'] = text
+      self._turn(item)['content'] += text
     else:
       raise invalid(
         f'unknown role {role[:100]!r}; use user, assistant, system or developer',
@@ -202,11 +210,9 @@ class Items:
       if field == 'content' and not text and item.get('encrypted_content'):
         text = _decrypt(item['encrypted_content']) or ''
         self._ignored += [] if text else ['encrypted_content']
-    last = self._last_assistant()
-    if last is None or last['content'] or 'tool_calls' in last:
-      last = self._begin()
+    turn = self._turn(item)
     if text:
-      last['reasoning_content'] = last.get('reasoning_content', '') + text
+      turn['reasoning_content'] = turn.get('reasoning_content', '') + text
 
   def _call(self, item: dict, values: dict, where: str) -> None:
     name = fields.text(item.get('name'), f'{where}.name')
@@ -214,9 +220,8 @@ class Items:
     if namespace is not None:
       namespace = fields.text(namespace, f'{where}.namespace')
     call_id = fields.text(item.get('call_id'), f'{where}.call_id')
-    message = self._last_assistant() or self._caller(call_id) or self._begin()
     call = fields.call(call_id, tools_lib.known_name(name, namespace), values)
-    message.setdefault('tool_calls', []).append(call)
+    self._turn(item).setdefault('tool_calls', []).append(call)
 
   def _output(self, item: dict, where: str) -> None:
     self._messages.append(
@@ -227,22 +232,58 @@ class Items:
       }
     )
 
-  def _begin(self) -> dict:
-    self._messages.append({'role': 'assistant', 'content': ''})
-    return self._messages[-1]
+  def _turn(self, item: dict) -> dict:
+    """The message that an item of the assistant is part of.
 
-  def _last_assistant(self) -> dict | None:
-    """The last message, if it is the assistant's."""
-    last = self._messages[-1] if self._messages else {'role': ''}
-    return last if last['role'] == 'assistant' else None
+    Our ids have the completion's; clients may drop those of messages and reasoning, but
+    not those of calls. An item without one begins a message where no completion could
+    have gone on: with reasoning after anything else, or with text after text.
+    """
+    source, kind = _source(item), item.get('type', 'message')
+    turn = self._begun(source)
+    if turn is None:
+      last = self._messages[-1] if self._messages else {'role': ''}
+      other = source and self._source and source != self._source
+      begins = {'reasoning': ('message', *_CALLS), 'message': ('message',)}
+      new = other or self._last in begins.get(kind, ())
+      if last['role'] == 'assistant' and not new:
+        turn = last
+      else:
+        turn = {'role': 'assistant', 'content': ''}
+        self._messages.append(turn)
+        self._source = None
+    self._source = source or self._source
+    if source and source not in self._begun_at:
+      self._begun_at[source] = len(self._messages) - 1
+    self._last = kind
+    return turn
 
-  def _caller(self, call_id: str) -> dict | None:
-    """The message before the last outputs, if the call is of the same completion."""
-    match = _OUR_CALL.fullmatch(call_id)
-    before = next((m for m in reversed(self._messages) if m['role'] != 'tool'), {})
-    calls = before.get('tool_calls')
-    same = match and calls and calls[0]['id'].startswith(match[1])
-    return before if same else None
+  def _begun(self, source: str | None) -> dict | None:
+    """The message with earlier items of a completion, if only outputs followed them.
+
+    Text without an id between the items is the completion's too.
+    """
+    if (at := self._begun_at.get(source)) is None:
+      return None
+    turn, later = self._messages[at], self._messages[at + 1 :]
+    outputs = [message for message in later if message['role'] == 'tool']
+    if len(outputs) < len(later):
+      texts = [m for m in later if m.keys() == {'role', 'content'}]
+      mine = all(m['role'] == 'assistant' for m in texts) and self._source is None
+      if not mine or len(texts) + len(outputs) < len(later):
+        return None
+      turn['content'] += ''.join(message['content'] for message in texts)
+      self._messages[at + 1 :] = outputs
+    return turn
+
+
+def _source(item: dict) -> str | None:
+  """The completion in the ids of an item, if they are ours."""
+  for name in ('call_id', 'id'):
+    value = item.get(name)
+    if isinstance(value, str) and (match := _OUR_ID.fullmatch(value)):
+      return match[1]
+  return None
 
 
 def _text(value: Any, where: str) -> str:

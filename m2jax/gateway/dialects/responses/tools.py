@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from m2jax.gateway import fields
-from m2jax.gateway.errors import invalid
+from m2jax.gateway import fields, formats
+from m2jax.gateway.errors import invalid, unsupported
 
 _LONGEST_NAME = 128
+_USED = ('type', 'name', 'description', 'parameters', 'format')
 INPUT = 'input'
 _HOSTED = (
   'apply_patch', 'code_interpreter', 'computer', 'computer_use_preview', 'file_search',
@@ -68,10 +69,11 @@ def parse(value: Any, ignored: list[str]) -> tuple[list[dict] | None, Names]:
       namespace = fields.tool_name(tool.get('name'), f'{where}.name', set())
       prefix = tool.get('description')
       for k, inner in enumerate(fields.listed(tool.get('tools'), f'{where}.tools')):
-        _add(tools, names, inner, f'{where}.tools[{k}]', namespace, prefix)
+        at = f'{where}.tools[{k}]'
+        _add(tools, names, inner, at, ignored, namespace, prefix)
         prefix = None  # the namespace is described once, with its first tool
     else:
-      _add(tools, names, tool, where)
+      _add(tools, names, tool, where, ignored)
   return tools or None, names
 
 
@@ -80,6 +82,7 @@ def _add(
   names: Names,
   tool: Any,
   where: str,
+  ignored: list[str],
   namespace: str | None = None,
   prefix: str | None = None,
 ) -> None:
@@ -108,6 +111,8 @@ def _add(
     parameters = tool.get('parameters')
     if parameters is not None:
       fields.schema(parameters, f'{where}.parameters')
+  if 'tools' not in ignored:
+    ignored += fields.ignored_in(tool, _USED, 'tools')
   if texts:
     function['description'] = '\n'.join(
       fields.text(text, f'{where}.description') for text in texts
@@ -135,25 +140,28 @@ def _format(value: Any, where: str) -> list[str]:
 
 
 def choose(
-  choice: Any, tools: list[dict] | None, names: Names, ignored: list[str]
-) -> list[dict] | None:
-  """The tools under a tool_choice; one that would constrain the output is counted."""
+  choice: Any, tools: list[dict] | None, names: Names
+) -> tuple[list[dict] | None, formats.Format | None]:
+  """The tools under a tool_choice, and the format of a response that must be a call."""
   if choice is None or choice == 'auto':
-    return tools
+    return tools, None
   if choice == 'none':
-    return None
+    return None, None
   named = isinstance(choice, dict)
   kind = choice.get('type') if named else choice
-  if kind in ('required', 'function', 'custom') and tools is None:
-    raise invalid('needs tools', 'tool_choice')
-  if named and kind in ('function', 'custom'):
-    name = fields.text(choice.get('name'), 'tool_choice.name')
-    namespace = fields.text(choice.get('namespace') or '', 'tool_choice.namespace')
-    if known_name(name, namespace) not in names:
-      raise invalid('must be the name of one of the tools', 'tool_choice.name')
-  elif kind not in ('required', 'allowed_tools', *_HOSTED):
+  if kind == 'allowed_tools' or kind in _HOSTED:
+    raise unsupported(f'{kind} is not supported', 'tool_choice')
+  if kind not in ('required', 'function', 'custom') or named != (kind != 'required'):
     raise invalid(
       "must be 'auto', 'none', 'required' or name one of the tools", 'tool_choice'
     )
-  ignored.append('tool_choice')
-  return tools
+  if tools is None:
+    raise invalid('needs tools', 'tool_choice')
+  if not named:
+    return tools, formats.tool_call(tools)
+  name = fields.text(choice.get('name'), 'tool_choice.name')
+  namespace = fields.text(choice.get('namespace') or '', 'tool_choice.namespace')
+  known = known_name(name, namespace)
+  if known not in names:
+    raise invalid('must be the name of one of the tools', 'tool_choice.name')
+  return tools, formats.tool_call(t for t in tools if t['function']['name'] == known)
