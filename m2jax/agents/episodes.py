@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import inspect
+import secrets
 import threading
 import time
 import uuid
@@ -33,7 +34,7 @@ class Sessions(Protocol):
   as an infrastructure failure.
   """
 
-  def open(self, key: str, mode: str = 'training') -> Any: ...
+  def open(self, key: str, mode: str = 'training', name: str | None = None) -> Any: ...
 
   def close(self, key: str) -> Any: ...
 
@@ -137,7 +138,7 @@ class Runner:
       spec: spec of the task.
       count: number of trajectories.
       item: index of the work item, -1 outside training.
-      prefix: prefix of the session keys.
+      prefix: prefix of the sessions' names in records; their keys are random.
       mode: mode of the sessions, 'training' or 'evaluation'.
       sampling: additional fields of each request.
       on_end: called with each trajectory as it ends, on the loop's thread.
@@ -161,15 +162,15 @@ class Runner:
 
   async def _episode(self, task, item, rank, prefix, mode, sampling) -> Trajectory:
     async with self._running[mode]:
-      key = f'{prefix}-{uuid.uuid4().hex}'
+      key, name = f'key-{secrets.token_urlsafe(24)}', f'{prefix}-{uuid.uuid4().hex}'
       try:
-        outcome, success = await self._act(task, key, mode, sampling or {})
+        outcome, success = await self._act(task, key, name, mode, sampling or {})
       finally:
         await _settled(self._sessions.close(key))
     ended = {**vars(outcome), 'messages': tuple(outcome.messages)}
     del ended['tools']
     return Trajectory(
-      session=key,
+      session=name,
       item=item,
       rank=rank,
       task=task.spec,
@@ -179,7 +180,12 @@ class Runner:
     )
 
   async def _act(
-    self, task: tasks.Task, key: str, mode: str, sampling: dict[str, Any]
+    self,
+    task: tasks.Task,
+    key: str,
+    name: str,
+    mode: str,
+    sampling: dict[str, Any],
   ) -> tuple[agents.Outcome, float]:
     """Opens the session and runs the episode; returns its outcome and success."""
     if self._agent is None:
@@ -187,7 +193,7 @@ class Runner:
     agent, config = self._agent, self._config
     endpoint = agents.Endpoint(self._base_url, key, config.model, sampling)
     try:
-      await _settled(self._sessions.open(key, mode))
+      await _settled(self._sessions.open(key, mode, name))
       opened = agents.open_task(agent, task, config.backend, config.limits)
       async with opened as environment:
         episode = await agent.prepare(task, environment, endpoint)

@@ -47,15 +47,16 @@ def perfect(tok, specs):
 
 
 class Sessions:
-  """The gateway's sessions; records the keys in the order they were opened."""
+  """The gateway's sessions; records names and keys in the order they were opened."""
 
   def __init__(self, gateway):
     self._sessions = gateway.sessions
-    self.opened = []
+    self.opened, self.keys = [], []
 
-  def open(self, key, mode='training'):
-    self.opened.append((key, mode))
-    return self._sessions.open(key, mode)
+  def open(self, key, mode='training', name=None):
+    self.opened.append((name, mode))
+    self.keys.append(key)
+    return self._sessions.open(key, mode, name)
 
   def close(self, key):
     self._sessions.close(key)
@@ -165,6 +166,18 @@ def test_a_group_is_one_task_by_ranks(start, tok):
   assert [turns[t.session] for t in out] == [t.tool_calls + 1 for t in out]
   assert all(t.session.startswith('rl-7-') for t in out)
   assert len(gateway.sessions) == 0
+
+
+def test_records_have_no_keys(start, tok):
+  """Those who read the pool of a run can send no requests as one of its episodes."""
+  [spec] = specs_of('append', split='train')
+  runner, _, _, records, sessions = start(perfect(tok, [spec]))
+  with runner:
+    out = runner.group(spec, 2, item=7, prefix='rl-7').result(60)
+  assert {record.session for record in records} == {t.session for t in out}
+  assert len(set(sessions.keys)) == 2
+  for key in sessions.keys:
+    assert key.partition('-')[2] not in repr((records, out))
 
 
 def test_a_dead_sandbox_is_in_no_baseline(start, tok):

@@ -13,7 +13,7 @@ from tests.faults import stuck
 
 
 class Sessions:
-  def open(self, key, mode='training'):
+  def open(self, key, mode='training', name=None):
     pass
 
   def close(self, key):
