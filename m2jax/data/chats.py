@@ -1,7 +1,9 @@
 """Chats as JSON lines of OpenAI messages, and as samples for SFT.
 
 Each line of a file is a chat, `{"messages": […], "tools": […]}`. `tools` is optional,
-and so is `task`, the spec of the task that it solves; other keys are ignored.
+and so is `task`, the spec of the task that it solves; other keys are ignored, but for
+`training`: lines with `training: false`, such as the calls of authors and judges
+(`pipelines.seat`), are never trained.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def read(
   system: str | None = None,
   tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[Chat]:
-  """Reads chats.
+  """Reads chats; those with `training: false` are skipped and counted in a warning.
 
   Args:
     path: of the JSON lines.
@@ -63,9 +65,9 @@ def read(
   Raises:
     FileNotFoundError: no such file.
     ValueError: a line is not a chat with an assistant message; names the line. Or
-      there are no chats.
+      there are no chats that may be trained.
   """
-  chats = []
+  chats, untrained = [], 0
   with open(path, encoding='utf-8') as file:
     for number, line in enumerate(file, 1):
       if not line.strip():
@@ -73,6 +75,9 @@ def read(
       where = f'{os.fspath(path)}, line {number}'
       try:
         record = json.loads(line)
+        if not trainable(record):
+          untrained += 1
+          continue
         found = Chat(
           where,
           with_system(record['messages'], system),
@@ -85,9 +90,21 @@ def read(
       if not owned:
         raise ValueError(f'{where}: no assistant message to train on')
       chats.append(found)
+  marked = f'{untrained} lines with training: false'
   if not chats:
-    raise ValueError(f'{os.fspath(path)} contains no chats')
+    why = f' to train: {marked}' if untrained else ''
+    raise ValueError(f'{os.fspath(path)} contains no chats{why}')
+  if untrained:
+    logging.warning('%s: %s are skipped', os.fspath(path), marked)
   return chats
+
+
+def trainable(record: Mapping[str, Any]) -> bool:
+  """Whether a record may be trained. Raises ValueError unless it says so plainly."""
+  allowed = record.get('training', True)
+  if not isinstance(allowed, bool):
+    raise ValueError(f'training is {allowed!r}: expected true or false')
+  return allowed
 
 
 def encode(

@@ -1,10 +1,12 @@
 """Chats on disk become samples that train what the assistant wrote, and only that."""
 
+import asyncio
 import json
 
 import pytest
 
 from m2jax.data import chats, demos
+from m2jax.pipelines import seat
 from m2jax.text import chat, tokenizer
 
 USER = {'role': 'user', 'content': 'How many?'}
@@ -48,6 +50,8 @@ def test_read_fills_in(tmp_path):
     [],
     {'messages': [USER, {'role': 'tool', 'content': 'x'}, ANSWER]},
     {'messages': [USER, ANSWER], 'tools': [{}]},
+    {'messages': [USER, ANSWER], 'training': 'false'},
+    {'messages': [USER, ANSWER], 'training': None},
   ],
 )
 def test_bad_line(tmp_path, line):
@@ -61,6 +65,29 @@ def test_no_chats(tmp_path):
   """An empty file would train on nothing."""
   with pytest.raises(ValueError, match='contains no chats'):
     chats.read(write(tmp_path / 'a.jsonl').absolute())
+
+
+def test_what_must_not_be_trained_is_skipped_and_counted(tmp_path, caplog):
+  """Calls of authors and judges are in no training data, whatever file they are in."""
+  judged = {'role': 'assistant', 'content': 'The essay is good.'}
+  call = {'messages': [USER, judged], 'training': False}
+  no_answer = {'messages': [USER], 'text': 'good', 'training': False}
+  own = {'messages': [USER, ANSWER], 'training': True}
+  path = write(tmp_path / 'a.jsonl', call, own, no_answer)
+  with caplog.at_level('WARNING'):
+    (found,) = chats.read(path)
+  assert list(found.messages) == [USER, ANSWER]
+  assert '2 lines with training: false are skipped' in caplog.text
+
+
+def test_a_file_of_calls_is_refused(tmp_path):
+  """What a seat logs has nothing to train: the error says why."""
+  log = tmp_path / 'calls.jsonl'
+  config = seat.SeatConfig(url='http://127.0.0.1:9/v1', model='m', timeout_s=1)
+  author = seat.Seat(config, 'author', log)
+  asyncio.run(author.write([USER, ANSWER], lambda: 'scripted'))
+  with pytest.raises(ValueError, match='no chats to train: 1 lines with training: f'):
+    chats.read(log)
 
 
 def test_encode_trains_the_assistant(tok):
