@@ -32,7 +32,8 @@ INSTALL = "apt-get install chromium && pip install 'm2jax[pipelines]'"
 PACKAGES = ('playwright', 'greenlet', 'pillow')
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = """\
-cd "${M2JAX_WORKSPACE:-/workspace}" && mkdir -p app && cp "$M2JAX_SOLUTION"/app/* app/
+cd "${M2JAX_WORKSPACE:-/workspace}" && mkdir -p app
+cp "${M2JAX_SOLUTION:-/solution}"/app/* app/
 """
 # Chromium's processes and threads are about 100.
 NEEDS = {'processes': 512, 'memory_bytes': 3 << 29, 'workspace_bytes': 256 << 20}

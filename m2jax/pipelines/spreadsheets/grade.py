@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+import sysconfig
 import tempfile
 
 TESTS = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__)))
@@ -198,7 +199,7 @@ def judge(data, spec):
 
 
 def main():
-  sys.path[:0] = [p for p in (os.environ.get('M2JAX_SITE'), TESTS) if p]
+  sys.path[:0] = [os.environ.get('M2JAX_SITE') or sysconfig.get_path('purelib'), TESTS]
   with open(os.path.join(TESTS, 'cases.json'), encoding='utf-8') as file:
     spec = json.load(file)
   import engines
@@ -214,7 +215,8 @@ def main():
     )
   else:
     print('m2jax: ready', flush=True)
-    path, data = os.path.join(os.environ['M2JAX_TREE'], BOOK), None
+    tree, data = os.environ.get('M2JAX_TREE', '/workspace'), None
+    path = os.path.join(tree, BOOK)
     if os.path.isfile(path) and not os.path.islink(path):
       with open(path, 'rb') as file:
         data = file.read((2 << 20) + 1)

@@ -390,22 +390,10 @@ def test_a_written_test_must_not_look_at_the_text(env, dataset):
 # All together -------------------------------------------------------------------------
 
 
-def _offline(monkeypatch):
-  async def fetch(requirement, directory):
-    version = requirement.partition('==')[2]
-    return package.source(directory, version)
-
-  async def versions(name):
-    return ['2.0', '1.0']
-
-  monkeypatch.setattr(collect, 'fetch', fetch)
-  monkeypatch.setattr(collect, 'versions', versions)
-
-
 @pytest.mark.long
 def test_the_pipeline_makes_tasks_of_every_family(tmp_path, monkeypatch):
   """From a package to admitted tasks, with the report and provenance."""
-  _offline(monkeypatch)
+  package.offline(monkeypatch)
   package.site(tmp_path)
   config = dataclasses.replace(package.CONFIG, count=8)
   asyncio.run(pipelines.run(config, tmp_path, show=False))
