@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -108,9 +109,16 @@ def trainable(record: Mapping[str, Any]) -> bool:
 
 
 def encode(
-  chats: Iterable[Chat], tok: tokenizer.Tokenizer, max_tokens: int
+  chats: Iterable[Chat],
+  tok: tokenizer.Tokenizer,
+  max_tokens: int,
+  templates: Mapping[str, chat.Template] | None = None,
 ) -> list[list[Sample]]:
   """Chats as samples that train the assistant's tokens; the rest is context.
+
+  With `templates` each chat is shown in one of them, drawn by its name, so that all
+  chats of one conversation have the same. They differ in what surrounds the assistant's
+  tokens, which are those that M2's parser reads in each.
 
   Chats that train one message each of the same conversation are a group.
   Chats of more than `max_tokens` are skipped with a warning. Chats that end without
@@ -121,7 +129,7 @@ def encode(
   """
   chats, groups, unthinking, before = list(chats), [], 0, None
   for found in chats:
-    pieces = chat.segments(found.messages, found.tools)
+    pieces = chat.segments(found.messages, found.tools, template=_drawn(found, templates))
     if (only := found.trained) is not None:
       pieces = [p._replace(owned=p.owned and p.message == only) for p in pieces]
     ids, owned = tokenizer.encode_chat(tok, pieces)
@@ -155,6 +163,14 @@ def encode(
       *(unthinking, sum(map(len, groups)), markup.THINK),
     )
   return groups
+
+
+def _drawn(found: Chat, templates: Mapping[str, chat.Template] | None) -> chat.Template:
+  """The template of a chat."""
+  if not templates:
+    return chat.DEFAULT
+  rng = random.Random(f'template/{found.name}')
+  return templates[rng.choice(sorted(templates))]
 
 
 def _continues(found: Chat, before: Chat) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import numpy as np
 import pytest
 
 from m2jax.data import chats, demos
@@ -108,6 +109,60 @@ def test_encode_leaves_out_what_is_too_long(tok, caplog):
   assert len(chats.encode([long, short], tok, length)) == 1
   with pytest.raises(ValueError, match=f'none of 2 .* at most {length - 1} tokens'):
     chats.encode([long, short], tok, length - 1)
+
+
+TEMPLATES = {
+  'm2': chat.Template(),
+  'named': chat.Template(default_system='Be M2.', keep_all_thinking=True),
+  'listed': chat.Template(tools_header='\n\nFunctions:\n', tools_footer='Call them:\n'),
+}
+
+
+def test_templates_are_drawn_by_conversation(tok):
+  """Every template is shown; the chats of one conversation share theirs, so that their
+  prefix is still merged, and a second run has the same."""
+  messages = [USER, ANSWER, USER, ANSWER]
+  made = [
+    chats.Chat(f'chat {i}', messages[: n + 1], trained=n)
+    for i in range(30)
+    for n in (1, 3)
+  ]
+  groups = chats.encode(made, tok, 1000, TEMPLATES)
+  assert list(map(len, groups)) == [2] * 30
+  systems = [tok.decode(first.tokens).startswith(']~!b[]~b]system\nBe M2.')
+             for first, _ in groups]
+  assert 0 < sum(systems) < 30
+  for (first, second), named in zip(groups, systems, strict=True):
+    assert tok.decode(second.tokens).startswith(']~!b[]~b]system\nBe M2.') == named
+    kept = tok.decode(second.tokens).count('count\n</think>')
+    assert kept == (2 if named else 1)
+    assert tok.decode(first.tokens[demos.loss_mask(first)]).endswith('three[e~[')
+  again = chats.encode(made, tok, 1000, TEMPLATES)
+  for one, other in zip(groups, again, strict=True):
+    assert [s.tokens.tolist() for s in one] == [s.tokens.tolist() for s in other]
+
+
+@pytest.mark.parametrize('name', TEMPLATES)
+def test_a_template_changes_what_is_read_and_not_what_is_trained(tok, name):
+  """Of a chat with tools: the trained tokens are the assistant's, exactly; those of a
+  call are read back as the call that they are, whatever the template around them."""
+  call = {'type': 'function', 'id': 'c', 'function': {'name': 'sh', 'arguments': '{}'}}
+  asking = {'role': 'assistant', 'reasoning_content': 'count', 'tool_calls': [call]}
+  result = {'role': 'tool', 'tool_call_id': 'c', 'content': '</think> three[e~['}
+  found = chats.Chat('a', [USER, asking, result, ANSWER], [TOOL])
+  only = {name: TEMPLATES[name]}
+  ((sample,),) = chats.encode([found], tok, 1000, only)
+  ids, mask = sample.tokens, demos.loss_mask(sample)
+  pieces = chat.segments(found.messages, found.tools, template=TEMPLATES[name])
+  ((plain,),) = chats.encode([found], tok, 1000)
+  np.testing.assert_array_equal(ids[mask], plain.tokens[demos.loss_mask(plain)])
+  trained = ''.join(piece.text for piece in pieces if piece.owned)
+  assert tok.decode(ids[mask]) == trained
+  said = chat.parse(trained.partition('[e~[')[0], [TOOL])
+  assert [c.name for c in said.tool_calls] == ['sh'] and said.reasoning == 'count'
+  context = tok.decode(ids[~mask])
+  assert TEMPLATES[name].tools_header in context
+  assert (name == 'm2') == (ids.tolist() == plain.tokens.tolist())
 
 
 def test_the_turns_of_a_conversation_are_a_group(tok):

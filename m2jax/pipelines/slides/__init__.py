@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from m2jax.pipelines import installed
+from m2jax.pipelines import installed, opening
 from m2jax.pipelines.candidate import Candidate, PipelineConfig
 from m2jax.pipelines.context import Context
 from m2jax.tasks import harbor
@@ -57,6 +57,8 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
     own, started = f'{topic.lower().replace(" ", "-")}/{number}', time.monotonic()
     context.say(topic)
     draft = drafted(topic, random.Random(f'{config.seed}/{own}'), own)
+    told = await opening.write(context.author, draft.instruction)
+    draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
     yield Candidate(
       own,
       'deck',
@@ -65,7 +67,7 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
       draft=draft,
       text=draft.instruction,
       wall_s=time.monotonic() - started,
-      facts={'author': 'procedural'},
+      facts={'author': told.by},
     )
     number += 1
 
