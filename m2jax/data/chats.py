@@ -129,7 +129,9 @@ def encode(
   """
   chats, groups, unthinking, before = list(chats), [], 0, None
   for found in chats:
-    pieces = chat.segments(found.messages, found.tools, template=_drawn(found, templates))
+    pieces = chat.segments(
+      found.messages, found.tools, template=_drawn(found, templates)
+    )
     if (only := found.trained) is not None:
       pieces = [p._replace(owned=p.owned and p.message == only) for p in pieces]
     ids, owned = tokenizer.encode_chat(tok, pieces)

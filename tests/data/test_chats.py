@@ -129,8 +129,10 @@ def test_templates_are_drawn_by_conversation(tok):
   ]
   groups = chats.encode(made, tok, 1000, TEMPLATES)
   assert list(map(len, groups)) == [2] * 30
-  systems = [tok.decode(first.tokens).startswith(']~!b[]~b]system\nBe M2.')
-             for first, _ in groups]
+  systems = [
+    tok.decode(first.tokens).startswith(']~!b[]~b]system\nBe M2.')
+    for first, _ in groups
+  ]
   assert 0 < sum(systems) < 30
   for (first, second), named in zip(groups, systems, strict=True):
     assert tok.decode(second.tokens).startswith(']~!b[]~b]system\nBe M2.') == named
