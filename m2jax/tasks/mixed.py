@@ -150,7 +150,7 @@ def domain_of(spec: str) -> tuple[str, str]:
 
 
 def stage_of(spec: str) -> int | None:
-  """The stage of RL that a spec is of; None of none. Raises ValueError for a bad one."""
+  """The stage of RL that a spec is of, or None. Raises ValueError for a bad one."""
   _, _, stage = spec.split('/', 2)[1].partition('@')
   return int(stage) if stage else None
 
