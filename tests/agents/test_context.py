@@ -185,7 +185,6 @@ def test_a_budget_without_a_policy_ends_the_episode(serve, tok):
   """As an engine of that size would: no prompt and response exceed it, the last
   response is cut at it or the next prompt ends the episode, and it ends no earlier."""
 
-
   def policy():
     made = itertools.count()
     return script(tok, lambda prompt: LOUD.replace('look', f'look {next(made)}'))

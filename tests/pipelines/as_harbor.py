@@ -29,6 +29,7 @@ def reward(directory: harbor.Directory, place: Path, *, solve: bool) -> float:
     place: an empty directory for its files.
     solve: whether the solution runs before it is judged.
   """
+  (place / 'workspace').mkdir(parents=True)
   compose.write(directory.workspace(), place / 'workspace')
   (place / 'logs' / 'verifier').mkdir(parents=True)
   if script := directory.setup():

@@ -98,8 +98,9 @@ def test_a_suite_is_a_row_of_the_documented_table(name):
   config = common.build(suites.SuiteConfig, suites_config.get_config(name).suite)
   assert config.split == 'held_out' and config.temperature == 1.0
   page = pathlib.Path(__file__).parents[2] / 'docs' / 'pipelines_reasoning.md'
-  [row] = [l for l in page.read_text().splitlines() if l.startswith(f'| `{name}` | ')]
-  tasks_, trials, context, tokens, seconds = [c.strip() for c in row.split('|')[2:-1]]
+  rows = [line.split(' | ') for line in page.read_text().splitlines()]
+  [row] = [r for r in rows if r[0] == f'| `{name}`' and len(r) == 6]
+  tasks_, trials, context, tokens, seconds = [cell.strip(' |') for cell in row[1:]]
   assert (int(trials), int(tokens)) == (config.trials, config.agent.max_tokens)
   assert float(seconds) == config.episode_s
   assert tasks_.startswith(str(config.count))
