@@ -6,10 +6,10 @@ HARDWARE: two CPU cores, 3 GB; pip install 'm2jax[pipelines]' for reasoning-gym 
 RESULT: docs/pipelines_reasoning.md, by `python -m benchmarks.mixed_domains`.
 
 Each domain has its tasks, agent and teacher, a share of the demonstrations, and a ratio
-and a context per stage of RL; curves and evaluations are by domain (`success/DOMAIN`). `bash` has the
-shell tasks in another scaffold. Variants: `:DOMAIN` trains on one domain alone after
-the same SFT, for the same budget, and is evaluated on all: what a single domain
-forgets. `:smoke` runs every phase for seconds.
+and a context per stage of RL; curves and evaluations are by domain (`success/DOMAIN`).
+`bash` has the shell tasks in another scaffold. Variants: `:DOMAIN` trains on one domain
+alone after the same SFT, for the same budget, and is evaluated on all: what a single
+domain forgets. `:smoke` runs every phase for seconds.
 """
 
 import ml_collections
@@ -91,9 +91,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     stages=(16 if variant == 'smoke' else 112,),  # work items: the second begins
     demonstrated=dict(DEMONSTRATED),
   )
-  c.episodes.agent = dict(
-    kind='mixed', domains=_agents(agent), contexts=dict(CONTEXTS)
-  )
+  c.episodes.agent = dict(kind='mixed', domains=_agents(agent), contexts=dict(CONTEXTS))
   c.teacher = dict(
     kind='mixed',
     domains=dict(

@@ -7,11 +7,11 @@ HARDWARE: two CPU cores, and the server's.
 RESULT: a table by family with 95 % Wilson intervals, also in SUITE.json in the workdir;
   SUITE.jsonl there has the episodes.
 
-`SUITES` is the protocol, a row a suite: tasks, trials, context policy, limits. The report
-names scaffold, limits and trials of its own benchmarks (docs/facts/m2-and-forge.md §7);
-a set of the same kind has its trials and its context policy here. The sets are others,
-so numbers of tasks, tokens and seconds are ours. Sampling is SuiteConfig's for all:
-temperature 1.0, top-p 0.95, top-k 40.
+`SUITES` is the protocol, a row a suite: tasks, trials, context policy, limits. The
+report names scaffold, limits and trials of its own benchmarks (docs/facts/m2-and-
+forge.md §7); a set of the same kind has its trials and its context policy here. The
+sets are others, so numbers of tasks, tokens and seconds are ours. Sampling is
+SuiteConfig's for all: temperature 1.0, top-p 0.95, top-k 40.
 
 The variant is the suite. Those of pipelines read the held-out tasks of
 workdir/PIPELINE, where the commands of docs/pipelines.md put them; `harbor` those of
@@ -35,7 +35,7 @@ SEARCH = dict(policy='restart', threshold=0.3, max_edits=64)
 
 
 def _suite(tasks, count, trials, context, *, tokens, observation, **limits):
-  """A row: `tokens` of a completion, bytes of an `observation`, limits of an attempt."""
+  """A row: tokens of a completion, bytes of an observation, limits of an attempt."""
   agent = dict(kind='whitebox', max_tokens=tokens, observation_bytes=observation)
   agent['context'] = context
   return dict(tasks=tasks, count=count, trials=trials, agent=agent, **limits)
@@ -54,9 +54,7 @@ _LONG = dict(tokens=4096, observation=16384)
 _SHORT = dict(tokens=1024, observation=4096)
 SUITES = {
   # Drawn tasks: no dataset is needed.
-  'reasoning': _suite(
-    dict(kind='reasoning', levels=(0, 1, 2)), 100, 4, WHOLE, **_LONG
-  ),
+  'reasoning': _suite(dict(kind='reasoning', levels=(0, 1, 2)), 100, 4, WHOLE, **_LONG),
   'humaneval': _suite(
     dict(kind='humaneval'), 164, 4, WHOLE, **_LONG, limits=dict(cpu_s=10, wall_s=20.0)
   ),

@@ -36,7 +36,6 @@ SOLVERS: dict[str, Callable[[str], object]] = {
   'lcm': lambda text: math.lcm(*numbers.listed(text)),
   'leg_counting': numbers.legs,
   'letter_counting': texts.letters,
-  'number_sequence': numbers.sequence,
   'products': numbers.arithmetic,
   'ransom_note': texts.note,
   'self_reference': texts.statements,

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 _WEEKDAYS = 'Monday Tuesday Wednesday Thursday Friday Saturday Sunday'.split()
 _MONTHS = (
-  'January February March April May June July August September October November December'
+  'January February March April May June July August September October November '
+  'December'
 ).split()
 _DAY = '|'.join(_WEEKDAYS)
 _DATE = (
@@ -23,14 +24,14 @@ _DATE = (
 )
 _MEN = set(
   'James John Robert Michael William David Richard Joseph Thomas Charles Peter Daniel '
-  'Matthew Christopher Andrew George Edward Benjamin Henry Samuel Alexander Oliver Jack '
-  'Harry Jacob Noah Ethan Lucas Mason Logan Sebastian Theodore Owen Liam Aiden Jayden '
-  'Axel Ryder Finn'.split()
+  'Matthew Christopher Andrew George Edward Benjamin Henry Samuel Alexander Oliver '
+  'Jack Harry Jacob Noah Ethan Lucas Mason Logan Sebastian Theodore Owen Liam Aiden '
+  'Jayden Axel Ryder Finn'.split()
 )
 _WOMEN = set(
   'Mary Patricia Jennifer Linda Elizabeth Barbara Susan Jessica Sarah Karen Emma Lisa '
-  'Anna Margaret Victoria Charlotte Sophia Isabella Olivia Ava Mia Emily Abigail Amelia '
-  'Eleanor Grace Alice Lucy Chloe Sophie Lily Hannah Zoe Luna Nova Aria Willow '
+  'Anna Margaret Victoria Charlotte Sophia Isabella Olivia Ava Mia Emily Abigail '
+  'Amelia Eleanor Grace Alice Lucy Chloe Sophie Lily Hannah Zoe Luna Nova Aria Willow '
   'Aurora'.split()
 )
 
@@ -71,15 +72,15 @@ def isomorphic(text: str) -> str:
 def circle(text: str) -> str | None:
   """Sisters of a brother, female friends of a friend, or colleagues of a colleague.
 
-  A sister of hers is his, and so is she. In a circle of friends she is one more female
-  friend of a man; in a circle of colleagues, a woman of it has all women but herself, and
-  the one whose circle it is.
+  A sister of hers is her brother's, and so is she; of a man who is her friend, and of
+  all her friends, she is one more female friend. Of colleagues, None: whether those of
+  a second circle count depends on how the text is read.
   """
   if found := re.search(r'(\d+) sisters', text):
     return str(int(found.group(1)) + 1)
   if found := re.search(r'(\d+) female friends', text):
     return str(int(found.group(1)) + 1)
-  return None  # whether the man's circle counts depends on how the text is read
+  return None
 
 
 def family(text: str) -> str | None:
@@ -93,10 +94,7 @@ def family(text: str) -> str | None:
       for child in re.split(r', | and ', told.group(1)):
         parents[child] = couple
   asked = text.splitlines()[-1]
-  one, other = re.search(
-    r'What is (\w+) to (\w+)\?|How is (\w+) related to (\w+)\?|relation is (\w+) to (\w+)\?',
-    asked,
-  ).group(*_given(asked))
+  one, other = re.search(r'is (\w+) (?:related )?to (\w+)\?', asked).groups()
   woman = _is_woman(one, married)
   kind = _relation(one, other, parents, married)
   if woman is None or kind is None:
@@ -116,10 +114,6 @@ _RELATIONS = {
   "spouse's parent": ('father-in-law', 'mother-in-law'),
   "child's spouse": ('son-in-law', 'daughter-in-law'),
 }
-
-
-def _given(asked: str) -> tuple[int, int]:
-  return (1, 2) if 'What is ' in asked else (3, 4) if 'related to' in asked else (5, 6)
 
 
 def _is_woman(name: str, married: Sequence[frozenset[str]]) -> bool | None:
@@ -238,7 +232,7 @@ def calendar(text: str) -> str | None:
   if found := re.search(r'(\d+)/(\d+)/(\d{4})', text):
     month, day, year = map(int, found.groups())
     return _weekday(datetime.date(year, month, day))
-  if 'first day of the year' in text or 'January 1' in text.partition('?')[0]:
+  if re.search(r'first day of the year|January 1(?:st| fell)', text):
     return _from_new_year(text)
   if found := re.search(rf'(first|second|third|fourth|last) ({_DAY})', text):
     return _nth(text, *found.groups())

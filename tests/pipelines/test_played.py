@@ -2,8 +2,8 @@
 
 Each pipeline makes one real small task. A scripted policy acts in its sandbox through
 the real gateway, as a model would: one episode carries out the task's solution by tool
-calls, the other does nothing and answers. The verdicts are 1 and 0, and what the learner
-would train is what the engine sampled, token by token.
+calls, the other does nothing and answers. The verdicts are 1 and 0, and what the
+learner would train is what the engine sampled, token by token.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_an_agent_plays_a_made_task(made, serve, tok, name):
-  """Doing the work gets 1, doing nothing 0; nothing else is trained than was sampled."""
+  """Doing the work gets 1, doing nothing 0; what is trained is what was sampled."""
   spec = made(name).spec
   gateway, engine, records = serve(
     _policy(tok, tasks.make(spec)),

@@ -1,9 +1,9 @@
 """Judges a workbook: required cells hold formulas that stay right when inputs change.
 
 What is shown must be what is calculated: required cells are visible, and a value stored
-beside a formula is the formula's. Engines that contradict each other decide nothing, nor
-does one that fails by itself: `Undecided` and `engines.EngineFailed` make the verdict
-invalid.
+beside a formula is the formula's. Engines that contradict each other decide nothing,
+nor does one that fails by itself: `Undecided` and `engines.EngineFailed` make the
+verdict invalid.
 
 cases.json has the original cells, the required ones, the functions that may be used,
 and cases: changed inputs and the values that must result. Hidden changes are the check
