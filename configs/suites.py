@@ -8,10 +8,10 @@ RESULT: a table by family with 95 % Wilson intervals, also in SUITE.json in the 
   SUITE.jsonl there has the episodes.
 
 `SUITES` is the protocol, a row a suite: tasks, trials, context policy, limits. The
-report names scaffold, limits and trials of its own benchmarks (docs/facts/m2-and-
-forge.md §7); a set of the same kind has its trials and its context policy here. The
-sets are others, so numbers of tasks, tokens and seconds are ours. Sampling is
-SuiteConfig's for all: temperature 1.0, top-p 0.95, top-k 40.
+report names scaffold, limits and trials of its own benchmarks
+(docs/facts/m2-and-forge.md §7); a set of the same kind has its trials and its context
+policy here. The sets are others, so numbers of tasks, tokens and seconds are ours.
+Sampling is SuiteConfig's for all: temperature 1.0, top-p 0.95, top-k 40.
 
 The variant is the suite. Those of pipelines read the held-out tasks of
 workdir/PIPELINE, where the commands of docs/pipelines.md put them; `harbor` those of

@@ -149,6 +149,10 @@ def test_wrong_oracles_are_found():
       'Saturday',
       True,
     ),
+    ('syllogism', 'All a are b\nSome b are c\nSome a are c?', 'Yes', False),
+    ('syllogism', 'All a are b\nSome b are c\nSome a are c?', 'No', True),
+    ('syllogism', 'All b are a\nSome b are c\nSome a are c?', 'Yes', True),
+    ('syllogism', 'All a are b\nNo b are c\nNo c are b?', 'Yes', True),
   ],
 )
 def test_wrong_problems_of_a_right_generator_are_found(

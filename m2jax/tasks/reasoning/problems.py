@@ -146,11 +146,25 @@ def _calendar(problem: Problem) -> str:
   return ''
 
 
+def _syllogism(problem: Problem) -> str:
+  """A middle term that is in no premise as a whole connects nothing."""
+  lines = re.findall(r'(All|No|Some) (\w+) are (not )?(\w+)', problem.question)
+  *premises, (_, one, _, other) = lines
+  whole = set()
+  for quantity, subject, negated, predicate in premises:
+    whole |= {subject} if quantity in ('All', 'No') else set()
+    whole |= {predicate} if quantity == 'No' or negated else set()
+  middle = {term for line in premises for term in (line[1], line[3])} - {one, other}
+  wrong = problem.answer == 'Yes' and middle and not middle & whole
+  return 'the middle term is not distributed' if wrong else ''
+
+
 # Generator → why a problem of it is wrong; '' if it is right.
 _DEFECTS: Mapping[str, Callable[[Problem], str]] = {
   'aiw': _circle,
   'calendar_arithmetic': _calendar,
   'family_relationships': _family,
+  'syllogism': _syllogism,
 }
 
 

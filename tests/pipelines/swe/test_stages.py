@@ -131,7 +131,8 @@ def _outcomes(directory, files):
 
 def test_bugs_come_with_executed_proof(env, context, tmp_path):
   """Every F2P fails on the bug and passes without it, every P2P passes on both; the
-  written test of SWE-Test fails on its bug alone: run again, by pytest itself."""
+  written test of SWE-Test fails on its bug alone: two of each family are run again, by
+  pytest itself."""
   found = _collected(inject.candidates(env, package.CONFIG, context), most=60)
   drawn = [c for c in found if c.draft is not None]
   assert {c.family for c in drawn} >= {'bug', 'test', 'review'}
@@ -146,7 +147,13 @@ def test_bugs_come_with_executed_proof(env, context, tmp_path):
   assert len({c.id for c in found}) == len(found)
   right = _outcomes(tmp_path / 'right', env.source.files)
   assert len(right) == 9 and set(right.values()) == {'PASSED'}
-  for number, candidate in enumerate(c for c in drawn if c.family != 'review'):
+  again = [
+    candidate
+    for family in ('bug', 'merged', 'test')
+    for candidate in [c for c in drawn if c.family == family][:2]
+  ]
+  assert len(again) == 6
+  for number, candidate in enumerate(again):
     draft, files = candidate.draft, dict(env.source.files)
     config = json.loads(draft.tests['config.json'])
     files |= draft.overlay
