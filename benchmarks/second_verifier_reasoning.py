@@ -2,8 +2,8 @@
 
   python -m benchmarks.second_verifier_reasoning --count=1200 [--json] [GENERATOR ...]
 
-A line a generator: problems that `problems.defect` rejects, and of the others those that
-`pipelines.recheck` solves alike, leaves open (the text does not decide) or solves
+A line a generator: problems that `problems.defect` rejects, and of the others those
+that `pipelines.recheck` solves alike, leaves open (the text does not decide) or solves
 otherwise. Exits with 1 if it solves one otherwise.
 """
 

@@ -44,13 +44,15 @@ def _suite(tasks, count, trials, context, *, tokens, observation, **limits):
 def _made(pipeline, trials, context, **limits):
   """Held-out tasks that a pipeline made."""
   tasks = dict(kind='harbor', dataset=f'workdir/{pipeline}' if pipeline else '')
-  cells = dict(tokens=4096, observation=16384, episode_s=3600.0)
+  cells = dict(**_LONG, episode_s=3600.0)
   sandbox = dict(cpu_s=300, wall_s=600.0, memory_bytes=1 << 30)
   sandbox.update(workspace_bytes=256 << 20)
   return _suite(tasks, 100, trials, context, limits=sandbox, **(cells | limits))
 
 
-_LONG = dict(tokens=4096, observation=16384)
+# The agent of long tasks, with the whole conversation.
+LONG = dict(kind='whitebox', max_tokens=4096, observation_bytes=16384)
+_LONG = dict(tokens=LONG['max_tokens'], observation=LONG['observation_bytes'])
 _SHORT = dict(tokens=1024, observation=4096)
 SUITES = {
   # Drawn tasks: no dataset is needed.

@@ -128,7 +128,7 @@ PIPELINES = {
     lambda *_: appdev.Config(kinds=('counter',), count=1),
   ),
 }
-LONG = 'spreadsheets', 'deep_search', 'swe', 'appdev'
+LONG = 'spreadsheets', 'slides', 'deep_search', 'swe', 'appdev'
 NAMES = [
   pytest.param(name, marks=[pytest.mark.long] if name in LONG else [])
   for name in PIPELINES
