@@ -19,6 +19,7 @@ import time
 
 from m2jax import pipelines
 from m2jax.checks import require
+from m2jax.pipelines.seat import SCRIPTED
 from m2jax.tasks import harbor
 from m2jax.tasks.reasoning import problems, strict
 
@@ -104,7 +105,7 @@ def _draft(spec, generator, level, problem) -> harbor.Draft:
       collect=('answer.txt',),
       max_tool_calls=8,
       source=source,
-      details={'spec': spec, 'level': level},
+      details={'spec': spec, 'level': level, 'author': SCRIPTED},
     ),
     tests={
       'test.sh': _TEST.encode(),

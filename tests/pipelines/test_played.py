@@ -24,6 +24,7 @@ from m2jax.pipelines import (
   discovery,
   make,
   reasoning,
+  seat,
   slides,
   spreadsheets,
 )
@@ -169,6 +170,8 @@ def made(tmp_path_factory):
 def test_an_agent_plays_a_made_task(made, serve, tok, name):
   """Doing the work gets 1, doing nothing 0; what is trained is what was sampled."""
   spec = made(name).spec
+  author = tasks.make(spec).directory.metadata.details['author']
+  assert author == seat.SCRIPTED  # every record says who wrote the statement
   gateway, engine, records = serve(
     _policy(tok, tasks.make(spec)),
     accept_unknown_keys=False,
