@@ -2,12 +2,12 @@
 
   python -m benchmarks.mixed_domains --workdir=DIR [--seeds 0 1 2] [--json]
 
-`configs/forge_mixed.py` without its second scaffold and for a smaller budget. For each
-seed SFT on the demonstrations of all domains, then RL from its weights: once with all
-domains and the ratios there, once on each domain alone (`:DOMAIN`), for the same number
-of updates and groups. Every policy is evaluated at temperature 1 on held-out tasks of
-all domains. Printed are medians over seeds with their range. Runs resume, and a
-measurement in DIR is not repeated.
+`configs/forge_mixed.py` without its second scaffold, for a smaller budget, and with the
+engine's context in both stages. For each seed SFT on the demonstrations of all domains,
+then RL from its weights: once with all domains and the ratios there, once on each
+domain alone (`:DOMAIN`), for the same number of updates and groups. Every policy is
+evaluated at temperature 1 on held-out tasks of all domains. Printed are medians over
+seeds with their range. Runs resume, and a measurement in DIR is not repeated.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
   c.mesh.update(data=1)
   for domains in (c.tasks.domains, c.episodes.agent.domains, c.teacher.domains):
     del domains[LEFT_OUT]
+  c.episodes.agent.contexts = {}
   for shares in (c.tasks.ratios, c.tasks.demonstrated):
     for name in [n for n in shares if n.partition('/')[0] == LEFT_OUT]:
       del shares[name]

@@ -6,10 +6,10 @@ HARDWARE: two CPU cores, 3 GB; pip install 'm2jax[pipelines]' for reasoning-gym 
 RESULT: docs/pipelines_reasoning.md, by `python -m benchmarks.mixed_domains`.
 
 Each domain has its tasks, agent and teacher, a share of the demonstrations, and a ratio
-per stage of RL; curves and evaluations are by domain (`success/DOMAIN`). `bash` has the
-shell tasks in another scaffold. Variants: `:DOMAIN` trains on one domain alone after
-the same SFT, for the same budget, and is evaluated on all: what a single domain
-forgets. `:smoke` runs every phase for seconds.
+and a context per stage of RL; curves and evaluations are by domain (`success/DOMAIN`).
+`bash` has the shell tasks in another scaffold. Variants: `:DOMAIN` trains on one domain
+alone after the same SFT, for the same budget, and is evaluated on all: what a single
+domain forgets. `:smoke` runs every phase for seconds.
 """
 
 import ml_collections
@@ -25,6 +25,15 @@ DOMAINS = dict(
   repair=(1.0, 2.0),
   clicks=(1.0, 1.0),
   reasoning=(1.0, 2.0),
+)
+# Domain -> tokens of an episode in the stages of RL. Of 16 episodes of the teacher each
+# the longest have 453 (shell), 312, 472 and 159; evaluations have the last.
+CONTEXTS = dict(
+  shell=(512, 768),
+  bash=(512, 768),
+  repair=(384, 512),
+  clicks=(512, 768),
+  reasoning=(192, 256),
 )
 # Domain, or its families -> share of the demonstrations: what is longer is left to RL.
 DEMONSTRATED = {
@@ -82,7 +91,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     stages=(16 if variant == 'smoke' else 112,),  # work items: the second begins
     demonstrated=dict(DEMONSTRATED),
   )
-  c.episodes.agent = dict(kind='mixed', domains=_agents(agent))
+  c.episodes.agent = dict(kind='mixed', domains=_agents(agent), contexts=dict(CONTEXTS))
   c.teacher = dict(
     kind='mixed',
     domains=dict(

@@ -8,7 +8,8 @@ The demonstrations are those of a run of experiments.forge, or any JSON lines wi
 OpenAI `messages` and, if tools are used, `tools`. To start from other weights:
 --config.init_from=DIRECTORY, of a run or of a model in the released format.
 
-Variants: `:smoke` runs for seconds, as a check.
+Variants: `:smoke` runs for seconds, as a check. `:templates` shows each chat in one of
+several variants of M2's template.
 """
 
 import dataclasses
@@ -17,6 +18,21 @@ import ml_collections
 
 from configs import forge
 from m2jax import config as model_config
+
+# Fields of `text.chat.Template`: what surrounds the assistant's tokens.
+TEMPLATES = dict(
+  m2=dict(),
+  thinking=dict(keep_all_thinking=True),
+  short=dict(
+    tools_header='\n\nTools, one JSON object a line:\n<tools>\n',
+    tools_footer='</tools>\n\nA call looks like this:\n\n',
+  ),
+  plain=dict(
+    default_system='You are an assistant with tools.',
+    tools_header='\n\n## Functions\n\n',
+    tools_footer='\nTo call functions, write:\n\n',
+  ),
+)
 
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
@@ -35,6 +51,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   del c.sft.demonstrations, c.sft.families, c.sft.recorded
   if variant == 'smoke':
     c.sft.loop.update(steps=6, checkpoint_every=3, log_every=1)
+  elif variant == 'templates':
+    c.sft.templates = TEMPLATES
   elif variant:
-    raise ValueError(f'unknown variant {variant!r}: want none or smoke')
+    raise ValueError(f'unknown variant {variant!r}: want none, smoke or templates')
   return c

@@ -7,13 +7,18 @@ HARDWARE: two CPU cores, and the server's.
 RESULT: a table by family with 95 % Wilson intervals, also in SUITE.json in the workdir;
   SUITE.jsonl there has the episodes.
 
-`trials`, sampling and limits: docs/facts/m2-and-forge.md §7 gives the report's for its
-own benchmarks (means of 3 or 4; temperature 1.0, top-p 0.95, top-k 40); these sets are
-others, so the limits here are ours.
+`SUITES` is the protocol, a row a suite: tasks, trials, context policy, limits. The
+report names scaffold, limits and trials of its own benchmarks
+(docs/facts/m2-and-forge.md §7); a set of the same kind has its trials and its context
+policy here. The sets are others, so numbers of tasks, tokens and seconds are ours.
+Sampling is SuiteConfig's for all: temperature 1.0, top-p 0.95, top-k 40.
 
-The variant is the suite.
+The variant is the suite. Those of pipelines read the held-out tasks of
+workdir/PIPELINE, where the commands of docs/pipelines.md put them; `harbor` those of
+any dataset: --config.suite.tasks.dataset=DIRECTORY.
 """
 
+import copy
 import dataclasses
 
 import ml_collections
@@ -23,32 +28,52 @@ from experiments import fields
 from m2jax import sharding
 from m2jax.pipelines.suites import SuiteConfig
 
+# Context policies (`agents.context`). The whole conversation stays:
+WHOLE = dict(policy='')
+# Search: above 30 % of the context, all replies and results are dropped.
+SEARCH = dict(policy='restart', threshold=0.3, max_edits=64)
+
+
+def _suite(tasks, count, trials, context, *, tokens, observation, **limits):
+  """A row: tokens of a completion, bytes of an observation, limits of an attempt."""
+  agent = dict(kind='whitebox', max_tokens=tokens, observation_bytes=observation)
+  agent['context'] = context
+  return dict(tasks=tasks, count=count, trials=trials, agent=agent, **limits)
+
+
+def _made(pipeline, trials, context, **limits):
+  """Held-out tasks that a pipeline made."""
+  tasks = dict(kind='harbor', dataset=f'workdir/{pipeline}' if pipeline else '')
+  cells = dict(**_LONG, episode_s=3600.0)
+  sandbox = dict(cpu_s=300, wall_s=600.0, memory_bytes=1 << 30)
+  sandbox.update(workspace_bytes=256 << 20)
+  return _suite(tasks, 100, trials, context, limits=sandbox, **(cells | limits))
+
+
+# The agent of long tasks, with the whole conversation.
 LONG = dict(kind='whitebox', max_tokens=4096, observation_bytes=16384)
+_LONG = dict(tokens=LONG['max_tokens'], observation=LONG['observation_bytes'])
+_SHORT = dict(tokens=1024, observation=4096)
 SUITES = {
-  'reasoning': dict(
-    tasks=dict(kind='reasoning', levels=(0, 1, 2)),
-    agent=LONG,
-    count=100,
-    trials=4,
+  # Drawn tasks: no dataset is needed.
+  'reasoning': _suite(dict(kind='reasoning', levels=(0, 1, 2)), 100, 4, WHOLE, **_LONG),
+  'humaneval': _suite(
+    dict(kind='humaneval'), 164, 4, WHOLE, **_LONG, limits=dict(cpu_s=10, wall_s=20.0)
   ),
-  'humaneval': dict(
-    tasks=dict(kind='humaneval'),
-    agent=LONG,
-    count=164,
-    trials=4,
-    limits=dict(cpu_s=10, wall_s=20.0),
-  ),
-  'bfcl': dict(tasks=dict(kind='bfcl'), agent=LONG, count=50, trials=4),
-  'terminal': dict(
-    tasks=dict(kind='terminal'),
-    agent=dict(kind='whitebox', max_tokens=1024, observation_bytes=4096),
-    count=96,
-    trials=4,
-  ),
-  # Tasks that experiments.make_tasks wrote: set --config.suite.tasks.dataset.
-  'harbor': dict(
-    tasks=dict(kind='harbor'), agent=LONG, count=100, trials=4, episode_s=3600.0
-  ),
+  'bfcl': _suite(dict(kind='bfcl'), 50, 4, WHOLE, **_LONG),
+  'terminal': _suite(dict(kind='terminal'), 96, 4, WHOLE, **_SHORT),
+  'repair': _suite(dict(kind='repair'), 96, 4, WHOLE, **_SHORT),
+  'clicks': _suite(dict(kind='clicks'), 96, 3, WHOLE, **_SHORT, episode_s=300.0),
+  # What pipelines made. SWE-bench and Terminal-Bench: means of four trials, apps of
+  # VIBE and workbooks of MEWC: of three.
+  'swe': _made('swe', 4, WHOLE),
+  'terminal_gym': _made('terminal_gym', 4, WHOLE, episode_s=7200.0),
+  'appdev': _made('appdev', 3, WHOLE),
+  'deep_search': _made('deep_search', 4, SEARCH),
+  'spreadsheets': _made('spreadsheets', 3, WHOLE),
+  'slides': _made('slides', 3, WHOLE),
+  'reasoning_made': _made('reasoning', 4, WHOLE, episode_s=1800.0),
+  'harbor': _made('', 4, WHOLE),
 }
 
 
@@ -56,7 +81,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   if variant not in SUITES:
     raise ValueError(f'unknown suite {variant!r}: expected one of {", ".join(SUITES)}')
   c = ml_collections.ConfigDict()
-  c.suite = fields.complete(ml_collections.ConfigDict(SUITES[variant]), SuiteConfig)
+  row = ml_collections.ConfigDict(copy.deepcopy(SUITES[variant]))
+  c.suite = fields.complete(row, SuiteConfig)
   served = serve.get_config()
   c.mesh = dataclasses.asdict(sharding.MeshConfig())
   for name in ('engine', 'scheduler', 'gateway'):

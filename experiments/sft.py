@@ -77,7 +77,7 @@ def main():
     open_workdir(anywhere, workdir, common.FRESH.value, leads)
     tok = keep_tokenizer(path, make_tokenizer, model.vocab_size)
   room = min(config.sft.row_tokens, config.sft.tokens_per_step, model.max_positions)
-  groups = chats.encode(found, tok, room)
+  groups = chats.encode(found, tok, room, config.sft.templates)
   checkpoints = CheckpointManager(own)
   records = workdir if leads else workdir / f'process{process}'
   with (

@@ -78,7 +78,13 @@ def make(
     body = {'model': endpoint.model, 'messages': messages}
     if tools:  # servers refuse an empty list
       body['tools'] = list(tools)
-    found = await send(f'{base.removesuffix("/v1")}/tokenize', body)
+    try:
+      found = await send(f'{base.removesuffix("/v1")}/tokenize', body)
+    except InfrastructureFailure as error:
+      raise InfrastructureFailure(
+        f'{error} (agent.context.policy and .tokens need POST /tokenize of the server, '
+        'as vLLM and this gateway have it)'
+      ) from error
     return found['count'], found['max_model_len']
 
   return post, count

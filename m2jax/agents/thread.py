@@ -104,6 +104,12 @@ class Thread:
       return False
     return await self._tokens() + response_tokens > share
 
+  async def room(self, response_tokens: int) -> int:
+    """Tokens of the next completion that the budget has room for, up to a number."""
+    if not await self.overflow(response_tokens):
+      return response_tokens
+    return min(response_tokens, await self._budget() - await self._tokens())
+
   async def fitting(
     self, candidates: Iterator[tuple[str, Messages]], response_tokens: int
   ) -> tuple[str, Messages] | None:

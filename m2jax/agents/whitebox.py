@@ -184,7 +184,8 @@ class Whitebox(Agent):
     try:
       while thread.turns < thread.max_turns:
         await self._make_room(thread, episode)
-        choice = await self._complete(thread, episode)
+        limit = await self._limit(thread, episode)
+        choice = await self._complete(thread, episode, **limit)
         if choice['finish_reason'] == 'length':
           return 'length'
         if not await self._act(choice, thread, episode):
@@ -203,6 +204,20 @@ class Whitebox(Agent):
     thread.completed(choice['message'], reply.get('usage'))
     episode.outcome.messages.append(choice['message'])
     return choice
+
+  async def _limit(self, thread: Thread, episode: _Episode) -> dict[str, int]:
+    """What keeps the next completion within a budget that no policy keeps.
+
+    Raises:
+      ContextExceeded: the prompt alone exceeds it.
+    """
+    config = self._config.context
+    if config.policy or not config.tokens:
+      return {}
+    room = await thread.room(episode.body['max_tokens'])
+    if room < 1:
+      raise ContextExceeded
+    return {'max_tokens': room}
 
   async def _make_room(self, thread: Thread, episode: _Episode) -> None:
     """Edits the context by the policy if the next completion would exceed it."""

@@ -1,13 +1,16 @@
 """Chats as JSON lines of OpenAI messages, and as samples for SFT.
 
 Each line of a file is a chat, `{"messages": […], "tools": […]}`. `tools` is optional,
-and so is `task`, the spec of the task that it solves; other keys are ignored.
+and so is `task`, the spec of the task that it solves; other keys are ignored, but for
+`training`: lines with `training: false`, such as the calls of authors and judges
+(`pipelines.seat`), are never trained.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +57,7 @@ def read(
   system: str | None = None,
   tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[Chat]:
-  """Reads chats.
+  """Reads chats; those with `training: false` are skipped and counted in a warning.
 
   Args:
     path: of the JSON lines.
@@ -63,9 +66,9 @@ def read(
   Raises:
     FileNotFoundError: no such file.
     ValueError: a line is not a chat with an assistant message; names the line. Or
-      there are no chats.
+      there are no chats that may be trained.
   """
-  chats = []
+  chats, untrained = [], 0
   with open(path, encoding='utf-8') as file:
     for number, line in enumerate(file, 1):
       if not line.strip():
@@ -73,6 +76,9 @@ def read(
       where = f'{os.fspath(path)}, line {number}'
       try:
         record = json.loads(line)
+        if not trainable(record):
+          untrained += 1
+          continue
         found = Chat(
           where,
           with_system(record['messages'], system),
@@ -85,15 +91,34 @@ def read(
       if not owned:
         raise ValueError(f'{where}: no assistant message to train on')
       chats.append(found)
+  marked = f'{untrained} lines with training: false'
   if not chats:
-    raise ValueError(f'{os.fspath(path)} contains no chats')
+    why = f' to train: {marked}' if untrained else ''
+    raise ValueError(f'{os.fspath(path)} contains no chats{why}')
+  if untrained:
+    logging.warning('%s: %s are skipped', os.fspath(path), marked)
   return chats
 
 
+def trainable(record: Mapping[str, Any]) -> bool:
+  """Whether a record may be trained. Raises ValueError unless it says so plainly."""
+  allowed = record.get('training', True)
+  if not isinstance(allowed, bool):
+    raise ValueError(f'training is {allowed!r}: expected true or false')
+  return allowed
+
+
 def encode(
-  chats: Iterable[Chat], tok: tokenizer.Tokenizer, max_tokens: int
+  chats: Iterable[Chat],
+  tok: tokenizer.Tokenizer,
+  max_tokens: int,
+  templates: Mapping[str, chat.Template] | None = None,
 ) -> list[list[Sample]]:
   """Chats as samples that train the assistant's tokens; the rest is context.
+
+  With `templates` each chat is shown in one of them, drawn by its name, so that all
+  chats of one conversation have the same. They differ in what surrounds the assistant's
+  tokens, which are those that M2's parser reads in each.
 
   Chats that train one message each of the same conversation are a group.
   Chats of more than `max_tokens` are skipped with a warning. Chats that end without
@@ -104,7 +129,9 @@ def encode(
   """
   chats, groups, unthinking, before = list(chats), [], 0, None
   for found in chats:
-    pieces = chat.segments(found.messages, found.tools)
+    pieces = chat.segments(
+      found.messages, found.tools, template=_drawn(found, templates)
+    )
     if (only := found.trained) is not None:
       pieces = [p._replace(owned=p.owned and p.message == only) for p in pieces]
     ids, owned = tokenizer.encode_chat(tok, pieces)
@@ -138,6 +165,14 @@ def encode(
       *(unthinking, sum(map(len, groups)), markup.THINK),
     )
   return groups
+
+
+def _drawn(found: Chat, templates: Mapping[str, chat.Template] | None) -> chat.Template:
+  """The template of a chat."""
+  if not templates:
+    return chat.DEFAULT
+  rng = random.Random(f'template/{found.name}')
+  return templates[rng.choice(sorted(templates))]
 
 
 def _continues(found: Chat, before: Chat) -> bool:

@@ -4,7 +4,8 @@ A record is a mapping with the text in one of its fields. In JSON lines (`.jsonl
 a line, in Parquet (`.parquet`) a row, in ArrayRecord (`.array_record`, read by grain)
 a UTF-8 JSON object. Parquet needs pyarrow, an extra: `pip install 'm2jax[parquet]'`.
 All sources have random access and are thread-safe: opening a file builds an index of
-its lines or row groups, and indexing reads one record.
+its lines or row groups, and indexing reads one record. JSON lines with
+`training: false` (`pipelines.seat`) are skipped, as `data.chats` skips them.
 """
 
 from __future__ import annotations
@@ -17,24 +18,31 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from m2jax.data import documents
 from m2jax.data.documents import Document
 
 
 class JsonLines(Sequence):
-  """One document per line of a file; blank lines are skipped."""
+  """One document per line of a file; blank lines and untrained ones are skipped."""
 
   def __init__(self, path: str | os.PathLike, *, text_field: str = 'text'):
     """Reads the file once to find the start of its lines."""
     self._path, self._text_field = pathlib.Path(path), text_field
-    starts, lines, offset = [], [], 0
+    starts, lines, offset, untrained = [], [], 0, 0
     with open(self._path, 'rb') as file:
       for number, line in enumerate(file, 1):
-        if line.strip():
+        if _untrained(line):
+          untrained += 1
+        elif line.strip():
           starts.append(offset)
           lines.append(number)
         offset += len(line)
+    if untrained:
+      logging.warning(
+        '%s: %d lines with training: false are skipped', self._path, untrained
+      )
     self._starts, self._lines = np.array(starts, np.int64), np.array(lines, np.int64)
     self.fingerprint = documents.fingerprint(self._path.name, offset, self._starts)
 
@@ -142,6 +150,17 @@ def write_array_record(
   for record in records:
     writer.write(json.dumps(record, ensure_ascii=False).encode())
   writer.close()
+
+
+def _untrained(line: bytes) -> bool:
+  """Whether a line is a record with `training: false`."""
+  if b'"training"' not in line:
+    return False
+  try:
+    record = json.loads(line)
+  except ValueError:  # named when it is read
+    return False
+  return isinstance(record, dict) and record.get('training') is False
 
 
 def _parse(data: bytes, text_field: str, name: str, path: str) -> Document:

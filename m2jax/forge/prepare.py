@@ -136,7 +136,8 @@ def encode(
   config: ForgeConfig, tok: tokenizer.Tokenizer, demos
 ) -> list[list[forest.Sample]]:
   """Demonstrations as groups of samples, with loss on the teacher's tokens only."""
-  return chats_lib.encode(chats(config, demos), tok, config.engine.context_tokens)
+  room, templates = config.engine.context_tokens, config.sft.templates
+  return chats_lib.encode(chats(config, demos), tok, room, templates)
 
 
 class Material(NamedTuple):

@@ -27,7 +27,8 @@ class PipelineConfig:
       of any split, is at least this are rejected; above 1, none is.
     decontaminate: files of evaluation texts, JSON lines; a candidate that shares a run
       of 13 words with one is rejected.
-    author: the model that writes statements; by default procedural.
+    author: the model that writes statements, or their openings (`opening`); by default
+      there is none. A pipeline without such a text refuses one.
   """
 
   kind: str

@@ -7,8 +7,10 @@ and the index.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -69,16 +71,19 @@ class Contamination:
   """Texts of evaluations; `find` says which one a candidate repeats.
 
   Args:
-    paths: JSON-lines files; all strings of a record are its text.
+    paths: JSON-lines files, gzipped if the name ends with .gz; all strings of a record
+      are its text.
 
   Raises:
-    ValueError: a line is not JSON; names it.
+    ValueError: a file cannot be read, or a line is not JSON; names it.
   """
 
   def __init__(self, paths: Iterable[str]):
     self._runs: dict[tuple[str, ...], str] = {}
     for path in paths:
-      for number, line in enumerate(Path(path).read_text('utf-8').splitlines(), 1):
+      for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+          continue
         try:
           record = json.loads(line)
         except ValueError as error:
@@ -91,6 +96,15 @@ class Contamination:
     if not self._runs:
       return None
     return next((self._runs[r] for r in _long_runs(text) if r in self._runs), None)
+
+
+def _lines(path: str) -> list[str]:
+  try:
+    data = Path(path).read_bytes()
+    text = (gzip.decompress(data) if path.endswith('.gz') else data).decode()
+  except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    raise ValueError(f'decontaminate: {path}: {error}') from error
+  return text.split('\n')
 
 
 def _long_runs(text: str):

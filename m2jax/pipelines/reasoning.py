@@ -18,6 +18,8 @@ import shlex
 import time
 
 from m2jax import pipelines
+from m2jax.checks import require
+from m2jax.pipelines.seat import SCRIPTED
 from m2jax.tasks import harbor
 from m2jax.tasks.reasoning import problems, strict
 
@@ -46,6 +48,12 @@ class Config(pipelines.PipelineConfig):
   generators: tuple[str, ...] = problems.TRAIN + problems.DEV + problems.HELD_OUT
   levels: tuple[int, ...] = (0, 1, 2)
   max_rounds: int = 1000
+
+  def __post_init__(self):
+    super().__post_init__()
+    # A word that an author changes can be one that the answer depends on.
+    own = not self.author.url
+    require(self, own, 'author', "without url: statements are the package's own texts")
 
 
 async def candidates(config: Config, context: pipelines.Context):
@@ -97,7 +105,7 @@ def _draft(spec, generator, level, problem) -> harbor.Draft:
       collect=('answer.txt',),
       max_tool_calls=8,
       source=source,
-      details={'spec': spec, 'level': level},
+      details={'spec': spec, 'level': level, 'author': SCRIPTED},
     ),
     tests={
       'test.sh': _TEST.encode(),

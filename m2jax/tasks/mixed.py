@@ -3,9 +3,10 @@
 docs/facts/m2-and-forge.md §4.10 (mixed-domain RL): every stage mixes domains, and
 ratios shift from stage to stage. A domain is a name with a kind of tasks; two domains
 may have the same kind, with different scaffolds (`agents.mixed`). Specs are
-mixed/DOMAIN/SPEC OF ITS KIND; families DOMAIN/FAMILY, so that success is recorded by
-domain and by family. Evaluations take the domains in turn: the i-th task of a domain is
-the i-th that its kind alone would have.
+mixed/DOMAIN/SPEC OF ITS KIND; those of work items mixed/DOMAIN@STAGE/SPEC, since an
+agent's context depends on the stage. Families are DOMAIN/FAMILY, so that success is
+recorded by domain and by family. Evaluations take the domains in turn: the i-th task of
+a domain is the i-th that its kind alone would have.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Config(task_lib.TasksConfig):
   def __post_init__(self):
     super().__post_init__()
     object.__setattr__(self, 'stages', tuple(self.stages))
-    named = self.domains and not any('/' in name for name in self.domains)
-    require(self, bool(named), 'domains', "at least one, with names without '/'")
+    named = self.domains and not any(set('/@') & set(name) for name in self.domains)
+    require(self, bool(named), 'domains', "at least one, with names without '/' or '@'")
     require(self, not self.weights, 'weights', 'empty: each domain has its own')
     rising = list(self.stages) == sorted(set(self.stages))
     require(self, rising and min(self.stages, default=1) > 0, 'stages', 'increasing')
@@ -67,6 +68,10 @@ class Config(task_lib.TasksConfig):
     found = tuple(self.ratios.get(domain, ())) or (1.0,)
     return found[min(stage, len(found) - 1)]
 
+  def stage(self, index: int) -> int:
+    """The stage of a work item."""
+    return bisect.bisect_right(self.stages, index)
+
   def shares(self) -> Mapping[str, float]:
     """Relative frequencies in the demonstrations, of domains or of their families."""
     named = {key.partition('/')[0] for key in self.demonstrated}
@@ -77,9 +82,8 @@ class Config(task_lib.TasksConfig):
 class Mixed:
   """A task of a domain: that of its kind, with the domain in spec and family."""
 
-  def __init__(self, domain: str, task: task_lib.Task):
-    self.domain, self.task = domain, task
-    self.spec = f'mixed/{domain}/{task.spec}'
+  def __init__(self, domain: str, task: task_lib.Task, spec: str):
+    self.domain, self.task, self.spec = domain, task, spec
     self.family = f'{domain}/{task.family}'
 
   def __getattr__(self, name: str) -> Any:
@@ -104,7 +108,7 @@ def families(config: Config, index: int | None = None) -> Mapping[str, float]:
     if index is None:
       ratio = max(config.ratio(domain, s) for s in range(len(config.stages) + 1))
     else:
-      ratio = config.ratio(domain, bisect.bisect_right(config.stages, index))
+      ratio = config.ratio(domain, config.stage(index))
     weights = task_lib.families(kind)
     total = sum(weights.values())
     found |= {f'{domain}/{name}': ratio * w / total for name, w in weights.items()}
@@ -112,8 +116,14 @@ def families(config: Config, index: int | None = None) -> Mapping[str, float]:
 
 
 def spec(split: str, index: int, seed: int, config: Config, family: str | None) -> str:
-  """The spec of the index-th task; see `tasks.spec`."""
-  names = list(config.domains)
+  """The spec of the index-th task; see `tasks.spec`.
+
+  Of the training split, one with a family is of a work item, which has a stage; one
+  without is a demonstration's.
+  """
+  names, place = list(config.domains), ''
+  if family is not None and split == 'train' and config.stages:
+    place = f'@{config.stage(index)}'
   if family is None and split == 'train':
     shares = config.shares()
     rng = random.Random(f'domain/{seed}/{index}')
@@ -128,7 +138,7 @@ def spec(split: str, index: int, seed: int, config: Config, family: str | None) 
   if config.partial_credit:
     kind = dataclasses.replace(kind, partial_credit=config.partial_credit)
   inner = task_lib.spec(kind, split, index, seed=seed, family=family or None)
-  return f'mixed/{domain}/{inner}'
+  return f'mixed/{domain}{place}/{inner}'
 
 
 def domain_of(spec: str) -> tuple[str, str]:
@@ -136,13 +146,19 @@ def domain_of(spec: str) -> tuple[str, str]:
   parts = spec.split('/', 2)
   if len(parts) != 3 or parts[0] != 'mixed':
     raise ValueError(f'{spec!r}: expected mixed/DOMAIN/SPEC')
-  return parts[1], parts[2]
+  return parts[1].partition('@')[0], parts[2]
+
+
+def stage_of(spec: str) -> int | None:
+  """The stage of RL that a spec is of, or None. Raises ValueError for a bad one."""
+  _, _, stage = spec.split('/', 2)[1].partition('@')
+  return int(stage) if stage else None
 
 
 def make(spec: str) -> Mixed:
   """The task of a spec."""
   domain, inner = domain_of(spec)
-  return Mixed(domain, task_lib.make(inner))
+  return Mixed(domain, task_lib.make(inner), spec)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,11 +76,15 @@ class Template:
       renders only the reasoning after the last user message.
     version: 'm2', or 'm2.1' for M2.1, M2.5 and M2.7: the values that a tool call can
       express (`invokes`).
+    tools_header, tools_footer: the text before and after the list of tools. Others than
+      M2's are for SFT: they teach to read the list, wherever it is.
   """
 
   default_system: str = markup.DEFAULT_SYSTEM
   keep_all_thinking: bool = False
   version: str = 'm2'
+  tools_header: str = markup.TOOLS_HEADER
+  tools_footer: str = markup.TOOLS_FOOTER
 
   def __post_init__(self):
     if self.version not in invokes.VERSIONS:
@@ -168,7 +172,7 @@ def segments(
     Segment('system\n' + text, message=at),
   ]
   if tools:
-    body = markup.TOOLS_HEADER + tool_lines(tools) + markup.TOOLS_FOOTER
+    body = template.tools_header + tool_lines(tools) + template.tools_footer
     out += (
       Segment(body, message=at),
       Segment(markup.TOOL_CALL, special=True, message=at),

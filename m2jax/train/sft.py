@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from absl import logging
@@ -15,6 +15,7 @@ from m2jax.data import packing
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.sharding import ONE_DEVICE, Sharding
+from m2jax.text import chat
 from m2jax.train import hosts as hosts_lib
 from m2jax.train import loop
 from m2jax.train import step as train_step
@@ -32,6 +33,8 @@ class SftConfig:
     loop: the budget.
     step: train-step settings.
     optimizer: of this phase.
+    templates: name -> a template in which chats are shown (`data.chats.encode`); the
+      report varies templates as it does prompts and tools. Empty: M2's.
   """
 
   tokens_per_step: int
@@ -39,6 +42,9 @@ class SftConfig:
   loop: LoopConfig
   step: StepConfig
   optimizer: OptimizerConfig
+  templates: Mapping[str, chat.Template] = dataclasses.field(
+    default_factory=dict, kw_only=True
+  )
 
 
 class Batch(NamedTuple):

@@ -181,6 +181,25 @@ def test_a_full_context_is_edited_before_it_overflows(serve, tok, policy):
   assert len(said) == len(records)
 
 
+def test_a_budget_without_a_policy_ends_the_episode(serve, tok):
+  """As an engine of that size would: no prompt and response exceed it, the last
+  response is cut at it or the next prompt ends the episode, and it ends no earlier."""
+
+  def policy():
+    made = itertools.count()
+    return script(tok, lambda prompt: LOUD.replace('look', f'look {next(made)}'))
+
+  for limit in (500, 560, 620, 700):
+    small = serve(policy(), engine_options={'context_tokens': limit})
+    engines_end = run(small[0], max_tokens=80).end_reason
+    gateway, engine, records = serve(policy())
+    found = run(gateway, max_tokens=80, context=ContextConfig(tokens=limit))
+    assert {found.end_reason, engines_end} <= {'context', 'length'}
+    assert all(len(c.tokens) <= limit for c in records)
+    assert 0 <= len(small[2]) - len(records) <= 1  # the count is an upper bound
+    assert_exact(records, engine, tok)
+
+
 def without_usage(monkeypatch):
   """Lets the agent's client see no `usage`, which servers may omit."""
   make = model_client.make

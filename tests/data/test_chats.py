@@ -1,10 +1,13 @@
 """Chats on disk become samples that train what the assistant wrote, and only that."""
 
+import asyncio
 import json
 
+import numpy as np
 import pytest
 
 from m2jax.data import chats, demos
+from m2jax.pipelines import seat
 from m2jax.text import chat, tokenizer
 
 USER = {'role': 'user', 'content': 'How many?'}
@@ -48,6 +51,8 @@ def test_read_fills_in(tmp_path):
     [],
     {'messages': [USER, {'role': 'tool', 'content': 'x'}, ANSWER]},
     {'messages': [USER, ANSWER], 'tools': [{}]},
+    {'messages': [USER, ANSWER], 'training': 'false'},
+    {'messages': [USER, ANSWER], 'training': None},
   ],
 )
 def test_bad_line(tmp_path, line):
@@ -61,6 +66,29 @@ def test_no_chats(tmp_path):
   """An empty file would train on nothing."""
   with pytest.raises(ValueError, match='contains no chats'):
     chats.read(write(tmp_path / 'a.jsonl').absolute())
+
+
+def test_what_must_not_be_trained_is_skipped_and_counted(tmp_path, caplog):
+  """Calls of authors and judges are in no training data, whatever file they are in."""
+  judged = {'role': 'assistant', 'content': 'The essay is good.'}
+  call = {'messages': [USER, judged], 'training': False}
+  no_answer = {'messages': [USER], 'text': 'good', 'training': False}
+  own = {'messages': [USER, ANSWER], 'training': True}
+  path = write(tmp_path / 'a.jsonl', call, own, no_answer)
+  with caplog.at_level('WARNING'):
+    (found,) = chats.read(path)
+  assert list(found.messages) == [USER, ANSWER]
+  assert '2 lines with training: false are skipped' in caplog.text
+
+
+def test_a_file_of_calls_is_refused(tmp_path):
+  """What a seat logs has nothing to train: the error says why."""
+  log = tmp_path / 'calls.jsonl'
+  config = seat.SeatConfig(url='http://127.0.0.1:9/v1', model='m', timeout_s=1)
+  author = seat.Seat(config, 'author', log)
+  asyncio.run(author.write([USER, ANSWER], lambda: 'scripted'))
+  with pytest.raises(ValueError, match='no chats to train: 1 lines with training: f'):
+    chats.read(log)
 
 
 def test_encode_trains_the_assistant(tok):
@@ -81,6 +109,62 @@ def test_encode_leaves_out_what_is_too_long(tok, caplog):
   assert len(chats.encode([long, short], tok, length)) == 1
   with pytest.raises(ValueError, match=f'none of 2 .* at most {length - 1} tokens'):
     chats.encode([long, short], tok, length - 1)
+
+
+TEMPLATES = {
+  'm2': chat.Template(),
+  'named': chat.Template(default_system='Be M2.', keep_all_thinking=True),
+  'listed': chat.Template(tools_header='\n\nFunctions:\n', tools_footer='Call them:\n'),
+}
+
+
+def test_templates_are_drawn_by_conversation(tok):
+  """Every template is shown; the chats of one conversation share theirs, so that their
+  prefix is still merged, and a second run has the same."""
+  messages = [USER, ANSWER, USER, ANSWER]
+  made = [
+    chats.Chat(f'chat {i}', messages[: n + 1], trained=n)
+    for i in range(30)
+    for n in (1, 3)
+  ]
+  groups = chats.encode(made, tok, 1000, TEMPLATES)
+  assert list(map(len, groups)) == [2] * 30
+  systems = [
+    tok.decode(first.tokens).startswith(']~!b[]~b]system\nBe M2.')
+    for first, _ in groups
+  ]
+  assert 0 < sum(systems) < 30
+  for (first, second), named in zip(groups, systems, strict=True):
+    assert tok.decode(second.tokens).startswith(']~!b[]~b]system\nBe M2.') == named
+    kept = tok.decode(second.tokens).count('count\n</think>')
+    assert kept == (2 if named else 1)
+    assert tok.decode(first.tokens[demos.loss_mask(first)]).endswith('three[e~[')
+  again = chats.encode(made, tok, 1000, TEMPLATES)
+  for one, other in zip(groups, again, strict=True):
+    assert [s.tokens.tolist() for s in one] == [s.tokens.tolist() for s in other]
+
+
+@pytest.mark.parametrize('name', TEMPLATES)
+def test_a_template_changes_what_is_read_and_not_what_is_trained(tok, name):
+  """Of a chat with tools: the trained tokens are the assistant's, exactly; those of a
+  call are read back as the call that they are, whatever the template around them."""
+  call = {'type': 'function', 'id': 'c', 'function': {'name': 'sh', 'arguments': '{}'}}
+  asking = {'role': 'assistant', 'reasoning_content': 'count', 'tool_calls': [call]}
+  result = {'role': 'tool', 'tool_call_id': 'c', 'content': '</think> three[e~['}
+  found = chats.Chat('a', [USER, asking, result, ANSWER], [TOOL])
+  only = {name: TEMPLATES[name]}
+  ((sample,),) = chats.encode([found], tok, 1000, only)
+  ids, mask = sample.tokens, demos.loss_mask(sample)
+  pieces = chat.segments(found.messages, found.tools, template=TEMPLATES[name])
+  ((plain,),) = chats.encode([found], tok, 1000)
+  np.testing.assert_array_equal(ids[mask], plain.tokens[demos.loss_mask(plain)])
+  trained = ''.join(piece.text for piece in pieces if piece.owned)
+  assert tok.decode(ids[mask]) == trained
+  said = chat.parse(trained.partition('[e~[')[0], [TOOL])
+  assert [c.name for c in said.tool_calls] == ['sh'] and said.reasoning == 'count'
+  context = tok.decode(ids[~mask])
+  assert TEMPLATES[name].tools_header in context
+  assert (name == 'm2') == (ids.tolist() == plain.tokens.tolist())
 
 
 def test_the_turns_of_a_conversation_are_a_group(tok):

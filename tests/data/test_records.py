@@ -60,6 +60,22 @@ def test_every_format_gives_the_records(source):
     source[7]
 
 
+def test_what_must_not_be_trained_is_skipped(tmp_path, caplog):
+  """Calls of authors and judges have a field `text`, as documents do."""
+  path = tmp_path / 'calls.jsonl'
+  records = [
+    {'role': 'judge', 'training': False, 'text': 'a judgement'},
+    {'text': 'a document about "training"', 'training': 'a field of another meaning'},
+    {'text': 'a document', 'training': True},
+  ]
+  path.write_text('\n'.join(map(json.dumps, records)))
+  with caplog.at_level('WARNING'):
+    found = record_files.JsonLines(path)
+  assert [d.text for d in found] == [record['text'] for record in records[1:]]
+  assert found[0].name == 'calls.jsonl:2'  # lines are counted as in the file
+  assert '1 lines with training: false' in caplog.text
+
+
 def test_grain_reads_our_sources(source):
   """They are random-access data sources of grain: its transformations take them."""
   dataset = grain.MapDataset.source(source).map(lambda d: len(d.text)).shuffle(seed=1)

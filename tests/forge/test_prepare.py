@@ -123,6 +123,17 @@ def test_recorded_chats_of_other_splits_are_refused(with_chats):
     prepare.recorded(config)
 
 
+def test_recorded_calls_of_a_judge_are_not_learned(tmp_path, with_chats):
+  """They count towards no limit, either."""
+  config = with_chats(*['terminal/train/steps_1/0/0'] * 3)
+  path = tmp_path / 'verified.jsonl'
+  first, *rest = map(json.loads, path.read_text().splitlines())
+  marked = [first | {'training': False}, *rest]
+  path.write_text('\n'.join(map(json.dumps, marked)))
+  found = prepare.recorded(config)
+  assert [demo.messages[1]['content'] for demo in found] == ['task 1', 'task 2']
+
+
 def test_a_run_needs_demonstrations_from_somewhere():
   with pytest.raises(ValueError, match=r'sft\.recorded'):
     dataclasses.replace(forge_worker.config(), teacher=None)

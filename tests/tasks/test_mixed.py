@@ -8,7 +8,9 @@ import pytest
 from configs import forge_mixed
 from experiments import common
 from m2jax import tasks
-from m2jax.agents import episodes
+from m2jax.agents import agent as agent_lib
+from m2jax.agents import episodes, whitebox
+from m2jax.agents import mixed as mixed_agents
 from m2jax.forge import evaluation, prepare
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.curriculum import Curriculum, CurriculumConfig
@@ -54,6 +56,53 @@ def test_ratios_of_each_stage():
     drawn[index >= 400][tasks.make(spec).domain] += 1
   assert 0.68 < drawn[False]['short'] / 400 < 0.82
   assert drawn[True] == {'long': 400}
+
+
+def test_a_work_item_knows_its_stage():
+  """The stage is in the spec, so that a group that is issued again has the same; it
+  does not change the task. Demonstrations and evaluations are of no stage."""
+  config = two(stages=(4, 6))
+  families = tasks.families(config)
+  drawn = [
+    tasks.spec(config, 'train', index, family=next(iter(families)))
+    for index in range(8)
+  ]
+  assert [mixed.stage_of(spec) for spec in drawn] == [0, 0, 0, 0, 1, 1, 2, 2]
+  for index, spec in enumerate(drawn):
+    plain = tasks.spec(two(), 'train', index, family=next(iter(families)))
+    assert mixed.stage_of(plain) is None
+    task, other = tasks.make(spec), tasks.make(plain)
+    assert (task.spec, task.family, task.domain) == (spec, other.family, 'short')
+    assert task.instruction == other.instruction
+  for split in ('train', 'held_out'):
+    assert mixed.stage_of(tasks.spec(config, split, 7)) is None
+
+
+def test_contexts_of_each_stage():
+  """A domain's episodes have the context of their stage; those of no stage, such as
+  evaluations, the last one. A domain without has the engine's."""
+  agent = mixed_agents.Config(
+    domains={name: whitebox.Config(system=name) for name in ('short', 'long')},
+    contexts={'long': (300, 500)},
+  )
+  tokens = {
+    spec: agent.of_task(f'mixed/{spec}/lookup/train/hops_3/0/0').context.tokens
+    for spec in ('long@0', 'long@1', 'long@2', 'long', 'short@0', 'short')
+  }
+  assert tokens == {
+    **{'long@0': 300, 'long@1': 500, 'long@2': 500, 'long': 500},
+    **{'short@0': 0, 'short': 0},
+  }
+  assert agent.of_task('mixed/long@0/lookup/train/hops_3/0/0').system == 'long'
+
+
+@pytest.mark.parametrize(
+  'contexts', [{'other': (300,)}, {'long': (-1,)}, {'long': ()}, {'black': (300,)}]
+)
+def test_bad_contexts_are_named(contexts):
+  domains = {'long': whitebox.Config(), 'black': agent_lib.AgentConfig('other')}
+  with pytest.raises(ValueError, match=r'Config\.contexts='):
+    mixed_agents.Config(domains=domains, contexts=contexts)
 
 
 def test_shares_of_the_demonstrations():
@@ -115,7 +164,12 @@ def test_the_config_shows_each_domain_in_its_scaffold():
 @pytest.mark.parametrize('variant', ['', *forge_mixed.DOMAINS])
 def test_variants_train_on_one_domain(variant):
   """All but it have no work items; demonstrations and evaluations stay the same."""
-  config = common.build(ForgeConfig, forge_mixed.get_config(variant)).tasks
+  job = common.build(ForgeConfig, forge_mixed.get_config(variant))
+  config = job.tasks
+  contexts = job.episodes.agent.contexts
+  assert contexts.keys() == config.domains.keys()
+  for grown in contexts.values():
+    assert list(grown) == sorted(grown) and grown[-1] <= job.engine.context_tokens
   drawn = {
     name.split('/')[0]
     for name, ratio in tasks.families(config, index=200).items()

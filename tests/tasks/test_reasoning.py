@@ -113,3 +113,53 @@ def test_wrong_oracles_are_found():
 
   assert 'rejects its own answer' in problems.defect('rush_hour', 0, 'a')
   assert not problems.defect('gcd', 0, 'a')
+
+
+@pytest.mark.parametrize(
+  'generator, question, answer, right',
+  [
+    ('family_relationships', 'A is married to B. …', 'father-in-law', False),
+    ('family_relationships', 'A is married to B. …', 'niece', False),
+    ('family_relationships', 'A is married to B. …', 'aunt', True),
+    ('aiw', 'Ann has 3 male colleagues and …', '4', False),
+    ('aiw', 'Ann has 3 brothers and she also has 2 sisters. …', '3', True),
+    (
+      'calendar_arithmetic',
+      'How many business days (Monday-Friday) are there from Tuesday, November 1, 2022 '
+      'to Sunday, March 12, 2022 (inclusive of both dates)?',
+      '94',
+      False,
+    ),
+    (
+      'calendar_arithmetic',
+      'Count the occurrences of Wednesday from Saturday, October 15 to Saturday, '
+      'November 12, 2022 (including both start and end dates).',
+      '4',
+      True,
+    ),
+    (
+      'calendar_arithmetic',
+      'Given that January 1 fell on a Saturday, which weekday occurs on August 7?',
+      'Sunday',
+      False,
+    ),
+    (
+      'calendar_arithmetic',
+      'Given that January 1 fell on a Saturday, which weekday occurs on February 5?',
+      'Saturday',
+      True,
+    ),
+    ('syllogism', 'All a are b\nSome b are c\nSome a are c?', 'Yes', False),
+    ('syllogism', 'All a are b\nSome b are c\nSome a are c?', 'No', True),
+    ('syllogism', 'All b are a\nSome b are c\nSome a are c?', 'Yes', True),
+    ('syllogism', 'All a are b\nNo b are c\nNo c are b?', 'Yes', True),
+  ],
+)
+def test_wrong_problems_of_a_right_generator_are_found(
+  generator, question, answer, right
+):
+  """The package's scorer accepts its own answers; these are wrong by the text."""
+  from m2jax.tasks.reasoning import problems
+
+  problem = problems.Problem(question, answer, {})
+  assert (problems._DEFECTS[generator](problem) == '') == right

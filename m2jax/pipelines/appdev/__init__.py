@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from m2jax.checks import require
-from m2jax.pipelines import installed, rubric
+from m2jax.pipelines import installed, opening, rubric
 from m2jax.pipelines.appdev import app as app_lib
 from m2jax.pipelines.appdev import kinds, query
 from m2jax.pipelines.candidate import Candidate, PipelineConfig
 from m2jax.pipelines.context import Context
-from m2jax.pipelines.seat import Seat, SeatConfig
+from m2jax.pipelines.seat import SCRIPTED, Seat, SeatConfig, Text
 from m2jax.sandbox import SandboxUnavailable
 from m2jax.tasks import harbor
 
@@ -32,7 +32,8 @@ INSTALL = "apt-get install chromium && pip install 'm2jax[pipelines]'"
 PACKAGES = ('playwright', 'greenlet', 'pillow')
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = """\
-cd "${M2JAX_WORKSPACE:-/workspace}" && mkdir -p app && cp "$M2JAX_SOLUTION"/app/* app/
+cd "${M2JAX_WORKSPACE:-/workspace}" && mkdir -p app
+cp "${M2JAX_SOLUTION:-/solution}"/app/* app/
 """
 # Chromium's processes and threads are about 100.
 NEEDS = {'processes': 512, 'memory_bytes': 3 << 29, 'workspace_bytes': 256 << 20}
@@ -67,21 +68,24 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
     raise SandboxUnavailable(reason, INSTALL)
   context.say('packages of the sandboxes')
   installed.site(context.directory('sites'), _SITE, PACKAGES)
-  seat = Seat(config.judge, 'judge', context.dataset / 'calls.jsonl')
+  judge = Seat(config.judge, 'judge', context.dataset / 'calls.jsonl')
   chosen = config.kinds or tuple(kinds.DRAWERS)
   number = 0
   while True:
     kind = chosen[number % len(chosen)]
     context.say(kind)
-    yield await _candidate(config, kind, f'{kind}/{number}', seat)
+    yield await _candidate(config, context.author, judge, kind, f'{kind}/{number}')
     number += 1
 
 
-async def _candidate(config: Config, kind: str, own: str, seat: Seat) -> Candidate:
+async def _candidate(
+  config: Config, author: Seat, judge: Seat, kind: str, own: str
+) -> Candidate:
   """An app, or why its text cannot be used."""
   started = time.monotonic()
   app = kinds.DRAWERS[kind](random.Random(f'{config.seed}/{own}'))
-  found = await rubric.judge(seat, query.RUBRIC, app.instruction())
+  told = await opening.write(author, app.instruction())
+  found = await rubric.judge(judge, query.RUBRIC, told.text)
   reason = ''
   if missing := query.unnamed(app):
     reason = f'unclear: the instruction does not name {missing}'
@@ -93,19 +97,20 @@ async def _candidate(config: Config, kind: str, own: str, seat: Seat) -> Candida
     'query',
     kind,
     kind,
-    draft=None if reason else drafted(app, own),
+    draft=None if reason else drafted(app, own, told),
     text='\n'.join([app.title, *app.rules]),
     reason=reason,
     wall_s=time.monotonic() - started,
     facts={
-      **{'author': 'procedural', 'judge': found.by},
+      **{'author': told.by, 'judge': found.by},
       'criteria': len(app.criteria),
     },
   )
 
 
-def drafted(app: app_lib.App, own: str) -> harbor.Draft:
-  """The task of an app."""
+def drafted(app: app_lib.App, own: str, told: Text | None = None) -> harbor.Draft:
+  """The task of an app; `told` is its statement, by default the app's own."""
+  told = told or Text(app.instruction(), SCRIPTED)
   versions = {name: installed.distribution(name).version for name in PACKAGES}
   verifier = {
     path.name: path.read_bytes()
@@ -115,7 +120,7 @@ def drafted(app: app_lib.App, own: str) -> harbor.Draft:
   solution = {f'app/{name}': data for name, data in app.solution().items()}
   return harbor.Draft(
     name='appdev-' + own.replace('/', '-'),
-    instruction=app.instruction(),
+    instruction=told.text,
     metadata=harbor.Metadata(
       'appdev',
       app.kind,
@@ -130,7 +135,7 @@ def drafted(app: app_lib.App, own: str) -> harbor.Draft:
       verifier_site=_SITE,
       verifier_needs=NEEDS,
       details={
-        **{'author': 'procedural', 'looks': 'proxies'},
+        **{'author': told.by, 'looks': 'proxies'},
         'mutants': dict(app.mutants),  # flag of the solution → criterion that needs it
       },
     ),

@@ -28,7 +28,8 @@ _PACKAGES = ('bm25s', 'numpy')
 _SITE = 'deep_search'
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = (
-  'cd "${M2JAX_WORKSPACE:-/workspace}" && exec python3 "$M2JAX_SOLUTION/solve.py"\n'
+  'cd "${M2JAX_WORKSPACE:-/workspace}" && '
+  'exec python3 "${M2JAX_SOLUTION:-/solution}/solve.py"\n'
 )
 _TOOLS = """\
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from m2jax.pipelines import installed
+from m2jax.pipelines import installed, opening
 from m2jax.pipelines.candidate import Candidate, PipelineConfig
 from m2jax.pipelines.context import Context
 from m2jax.tasks import harbor
@@ -27,7 +27,8 @@ _PACKAGES = (
 )
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = (
-  'cd "${M2JAX_WORKSPACE:-/workspace}" && exec python3 "$M2JAX_SOLUTION/solve.py"\n'
+  'cd "${M2JAX_WORKSPACE:-/workspace}" && '
+  'exec python3 "${M2JAX_SOLUTION:-/solution}/solve.py"\n'
 )
 # Topic → what the rows are; a topic is a source.
 _TOPICS = {
@@ -56,6 +57,8 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
     own, started = f'{topic.lower().replace(" ", "-")}/{number}', time.monotonic()
     context.say(topic)
     draft = drafted(topic, random.Random(f'{config.seed}/{own}'), own)
+    told = await opening.write(context.author, draft.instruction)
+    draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
     yield Candidate(
       own,
       'deck',
@@ -64,7 +67,7 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
       draft=draft,
       text=draft.instruction,
       wall_s=time.monotonic() - started,
-      facts={'author': 'procedural'},
+      facts={'author': told.by},
     )
     number += 1
 

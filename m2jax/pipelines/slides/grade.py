@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import sysconfig
 import zipfile
 
 TESTS = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__)))
@@ -183,14 +184,14 @@ def judge(data, spec):
 
 
 def main():
-  if site := os.environ.get('M2JAX_SITE'):
-    sys.path.insert(0, site)
+  sys.path.insert(0, os.environ.get('M2JAX_SITE') or sysconfig.get_path('purelib'))
   with open(os.path.join(TESTS, 'spec.json'), encoding='utf-8') as file:
     spec = json.load(file)
   import pptx  # noqa: F401  What fails from here on is the deck's doing.
 
   print('m2jax: ready', flush=True)
-  path, data = os.path.join(os.environ['M2JAX_TREE'], DECK), None
+  tree, data = os.environ.get('M2JAX_TREE', '/workspace'), None
+  path = os.path.join(tree, DECK)
   if os.path.isfile(path) and not os.path.islink(path):
     with open(path, 'rb') as file:
       data = file.read((2 << 20) + 1)

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from m2jax.checks import require
-from m2jax.pipelines import installed
+from m2jax.pipelines import installed, opening
 from m2jax.pipelines.candidate import Candidate, PipelineConfig
 from m2jax.pipelines.context import Context
 from m2jax.pipelines.spreadsheets import engines, models, tables
@@ -32,7 +32,8 @@ _PACKAGES = (
 )
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = (
-  'cd "${M2JAX_WORKSPACE:-/workspace}" && exec python3 "$M2JAX_SOLUTION/solve.py"\n'
+  'cd "${M2JAX_WORKSPACE:-/workspace}" && '
+  'exec python3 "${M2JAX_SOLUTION:-/solution}/solve.py"\n'
 )
 
 
@@ -48,7 +49,7 @@ class Config(PipelineConfig):
   held_out: tuple[str, ...] = ('vega_datasets',)
   near_duplicate: float = 1.1  # texts of a family are alike; its numbers are not
   hidden_cases: int = 2
-  engines: tuple[str, ...] = ('formulas',)
+  engines: tuple[str, ...] = ()
 
   def __post_init__(self):
     super().__post_init__()
@@ -61,7 +62,7 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
   """Yields workbooks of the generators in turn, without end."""
   context.say('packages of the sandboxes')
   installed.site(context.directory('sites'), _SITE, _PACKAGES)
-  used = config.engines or tuple(engines.available())
+  used = engines_of(config)
   drawers = [*models.GENERATORS, *tables.drawers()]
   number = 0
   while True:
@@ -71,6 +72,8 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
     rng = random.Random(f'{config.seed}/{own}')
     model = draw(rng)
     draft = drafted(config, model, rng, used, own)
+    told = await opening.write(context.author, draft.instruction)
+    draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
     context.say(model.family)
     yield Candidate(
       own,
@@ -80,9 +83,14 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
       draft=draft,
       text=draft.instruction,
       wall_s=time.monotonic() - started,
-      facts={'engines': list(used), 'author': 'procedural'},
+      facts={'engines': list(used), 'author': told.by},
     )
     number += 1
+
+
+def engines_of(config: Config) -> tuple[str, ...]:
+  """The engines that judge the tasks of a run on this machine."""
+  return config.engines or tuple(engines.available())
 
 
 def instruction(model: models.Model) -> str:

@@ -1,8 +1,9 @@
 """Judges a workbook: required cells hold formulas that stay right when inputs change.
 
 What is shown must be what is calculated: required cells are visible, and a value stored
-beside a formula is the formula's. An engine that fails by itself is no judgement:
-`engines.EngineFailed` makes the verdict invalid.
+beside a formula is the formula's. Engines that contradict each other decide nothing,
+nor does one that fails by itself: `Undecided` and `engines.EngineFailed` make the
+verdict invalid.
 
 cases.json has the original cells, the required ones, the functions that may be used,
 and cases: changed inputs and the values that must result. Hidden changes are the check
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import sys
+import sysconfig
 import tempfile
 
 TESTS = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__)))
@@ -146,11 +148,22 @@ def _allowed(place, formula, functions):
       raise Wrong(f'{place}: refers to another workbook')
 
 
+class Undecided(Exception):
+  """The engines contradict each other: there is no verdict."""
+
+
 def check_cases(data, cases, required, engines):
-  """Raises Wrong if a value differs in a case. Returns the engines that agreed."""
+  """Compares all values, by each engine.
+
+  Raises:
+    Wrong: an engine finds one wrong, and none finds all right.
+    Undecided: one engine finds all right, another does not.
+    engines.EngineFailed: no engine finds one wrong, but one failed by itself.
+  """
   import engines as engines_lib
   import openpyxl
 
+  right, wrong, failed = [], [], []
   with tempfile.TemporaryDirectory() as place:
     paths = []
     for number, case in enumerate(cases):
@@ -161,20 +174,43 @@ def check_cases(data, cases, required, engines):
       paths.append(os.path.join(place, f'case{number}.xlsx'))
       book.save(paths[-1])
     for engine in engines:
-      results = getattr(engines_lib, engine)(paths, required)
-      for number, (found, case) in enumerate(zip(results, cases, strict=True)):
-        for cell in required:
-          if not engines_lib.same(found[cell], case['values'][cell]):
-            when = 'after inputs changed' if number else 'with the given inputs'
-            raise Wrong(f'{cell} is wrong {when} ({engine})')
-  return engines
+      try:
+        reason = _differs(engine, paths, cases, required)
+      except engines_lib.EngineFailed as error:
+        failed.append(error)
+      else:
+        (wrong if reason else right).append(f'{reason or "right"} ({engine})')
+  if wrong and right:
+    raise Undecided(f'the engines disagree: {"; ".join(wrong + right)}')
+  if wrong:
+    raise Wrong('; '.join(wrong))
+  if failed:
+    raise failed[0]
+
+
+def _differs(engine, paths, cases, required):
+  """What is wrong by an engine; '' if all values are right."""
+  import engines as engines_lib
+
+  try:
+    results = getattr(engines_lib, engine)(paths, required)
+  except engines_lib.EngineFailed:
+    raise
+  except Exception as error:  # an engine that the workbook breaks
+    return f'it cannot be calculated: {type(error).__name__}: {error}'[:300]
+  for number, (found, case) in enumerate(zip(results, cases, strict=True)):
+    for cell in required:
+      if not engines_lib.same(found[cell], case['values'][cell]):
+        when = 'after inputs changed' if number else 'with the given inputs'
+        return f'{cell} is wrong {when}'
+  return ''
 
 
 def judge(data, spec):
   """Returns (reward, reason) for the bytes of a workbook, None if absent.
 
   Raises:
-    engines.EngineFailed: an engine failed that the workbook did not break.
+    Undecided, engines.EngineFailed: there is no verdict.
   """
   import engines
 
@@ -188,9 +224,9 @@ def judge(data, spec):
     check_cases(data, spec['cases'], spec['required'], spec['engines'])
   except Wrong as error:
     return 0, str(error)
-  except engines.EngineFailed:
+  except (engines.EngineFailed, Undecided):
     raise
-  except Exception as error:  # an engine that the workbook breaks
+  except Exception as error:  # what the workbook breaks
     return 0, f'the workbook cannot be calculated: {type(error).__name__}: {error}'[
       :300
     ]
@@ -198,7 +234,7 @@ def judge(data, spec):
 
 
 def main():
-  sys.path[:0] = [p for p in (os.environ.get('M2JAX_SITE'), TESTS) if p]
+  sys.path[:0] = [os.environ.get('M2JAX_SITE') or sysconfig.get_path('purelib'), TESTS]
   with open(os.path.join(TESTS, 'cases.json'), encoding='utf-8') as file:
     spec = json.load(file)
   import engines
@@ -214,13 +250,14 @@ def main():
     )
   else:
     print('m2jax: ready', flush=True)
-    path, data = os.path.join(os.environ['M2JAX_TREE'], BOOK), None
+    tree, data = os.environ.get('M2JAX_TREE', '/workspace'), None
+    path = os.path.join(tree, BOOK)
     if os.path.isfile(path) and not os.path.islink(path):
       with open(path, 'rb') as file:
         data = file.read((2 << 20) + 1)
     try:
       (reward, reason), invalid = judge(data, spec), ''
-    except engines.EngineFailed as error:
+    except (engines.EngineFailed, Undecided) as error:
       reward, reason, invalid = 0, '', str(error)
   details = {'reason': reason, 'invalid': invalid, 'engines': spec['engines']}
   with open(os.path.join(logs, 'reward.json'), 'w', encoding='utf-8') as file:

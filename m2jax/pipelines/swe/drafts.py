@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from m2jax.pipelines.seat import SCRIPTED
 from m2jax.pipelines.swe import environment, reaches
 from m2jax.pipelines.swe.environment import Environment
 from m2jax.tasks import harbor
@@ -265,7 +266,7 @@ def _draft(
       site=env.site,
       source=env.source.provenance,
       baseline_calls=2,
-      details=details,
+      details={'author': SCRIPTED, **details},
     ),
     archive=env.source.archive,
     overlay=overlay,

@@ -111,6 +111,12 @@ class Draft:
   agent_s: float = 1800.0
   verifier_s: float = 120.0
 
+  def by(self, author: str) -> Draft:
+    """The draft with the author of its statement in `details`."""
+    details = {**self.metadata.details, 'author': author}
+    metadata = dataclasses.replace(self.metadata, details=details)
+    return dataclasses.replace(self, metadata=metadata)
+
 
 @dataclasses.dataclass(frozen=True)
 class Directory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import random
 import shutil
@@ -73,7 +74,61 @@ def test_a_broken_libreoffice_is_no_judgement(grade, tmp_path, monkeypatch, name
   both = spec(MODEL, ('formulas', 'libreoffice'))
   with pytest.raises(own.EngineFailed, match='LibreOffice'):
     grade.judge(bytes_of(solved(MODEL)), both)
-  assert grade.judge(bytes_of(with_(B2='=Loan!B1')), both)[0] == 0  # decided before
+  # Wrong by the engine that works: no other verdict is left but this one.
+  assert grade.judge(bytes_of(with_(B2='=Loan!B1')), both)[0] == 0
+
+
+@pytest.mark.parametrize('first', ['formulas', 'libreoffice'])
+@pytest.mark.parametrize('breaks', ['a value', 'an exception'])
+def test_engines_that_disagree_decide_nothing(grade, monkeypatch, first, breaks):
+  """One finds the workbook right, the other does not: no reward is the right one."""
+  own = sys.modules['engines']  # as the verifier imports it
+  calculate = own.formulas
+  cell = min(MODEL.wanted)
+
+  def other(paths, cells):
+    if breaks == 'an exception':
+      raise ZeroDivisionError('a function that it does not know')
+    return [{**values, cell: 'another'} for values in calculate(paths, cells)]
+
+  both = {'formulas': calculate, 'libreoffice': calculate} | {first: other}
+  for name, engine in both.items():
+    monkeypatch.setattr(own, name, engine)
+  used = spec(MODEL, ('formulas', 'libreoffice'))
+  with pytest.raises(grade.Undecided, match=f'disagree: .*{first}.*right'):
+    grade.judge(bytes_of(solved(MODEL)), used)
+  # Both find this one wrong, whatever they say of it.
+  reward, reason = grade.judge(bytes_of(with_(B2='=Loan!B1')), used)
+  assert reward == 0 and 'formulas' in reason and 'libreoffice' in reason
+
+
+def test_a_disagreement_is_an_invalid_verdict(grade, tmp_path, monkeypatch):
+  """As the whole verifier writes it: no reward of 0, a reason."""
+  own, tree = sys.modules['engines'], tmp_path / 'tree'
+  tree.mkdir()
+  (tree / 'book.xlsx').write_bytes(bytes_of(solved(MODEL)))
+  used = spec(MODEL, ('formulas', 'libreoffice'))
+  (tmp_path / 'cases.json').write_text(json.dumps(used))
+  monkeypatch.setattr(own, 'available', lambda: ['formulas', 'libreoffice'])
+  monkeypatch.setattr(own, 'libreoffice', lambda p, c: [dict.fromkeys(c, 0.5)] * len(p))
+  monkeypatch.setattr(grade, 'TESTS', str(tmp_path))
+  monkeypatch.setattr(sys, 'path', list(sys.path))
+  monkeypatch.setenv('M2JAX_TREE', str(tree))
+  monkeypatch.setenv('M2JAX_LOGS', str(tmp_path))
+  grade.main()
+  details = json.loads((tmp_path / 'reward.json').read_text())
+  assert details['invalid'].startswith('the engines disagree: ')
+
+
+def test_both_engines_judge_where_both_are(monkeypatch):
+  """By default a task names all engines of the machine that makes it."""
+  used = []
+  for here in (['formulas'], ['formulas', 'libreoffice']):
+    monkeypatch.setattr(engines, 'available', lambda here=here: here)
+    used.append(spreadsheets.engines_of(spreadsheets.Config()))
+  assert used == [('formulas',), ('formulas', 'libreoffice')]
+  one = spreadsheets.Config(engines=('formulas',))
+  assert spreadsheets.engines_of(one) == ('formulas',)
 
 
 @SOFFICE

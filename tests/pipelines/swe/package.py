@@ -9,6 +9,8 @@ import importlib.util
 import shutil
 from pathlib import Path
 
+import pytest
+
 from m2jax import sandbox
 from m2jax.pipelines.swe import collect, environment
 from m2jax.pipelines.swe.config import Config
@@ -105,6 +107,19 @@ def source(directory: Path, version: str = '2.0', core: str = '') -> collect.Sou
   collect.pack(files, archive)
   digest = hashlib.sha256(archive.read_bytes()).hexdigest()
   return collect.Source('tinycalc', version, digest, 'MIT', files, archive)
+
+
+def offline(patch: pytest.MonkeyPatch) -> None:
+  """Two releases of the package, instead of the registry's."""
+
+  async def fetch(requirement, directory):
+    return source(directory, requirement.partition('==')[2])
+
+  async def versions(name):
+    return ['2.0', '1.0']
+
+  patch.setattr(collect, 'fetch', fetch)
+  patch.setattr(collect, 'versions', versions)
 
 
 def site(dataset: Path) -> str:

@@ -6,7 +6,11 @@ import ast
 import asyncio
 import dataclasses
 import json
+import os
 import random
+import re
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -109,8 +113,26 @@ def test_offsets_are_right_behind_other_alphabets(comment):
   assert found[0].apply(text) == text.replace('a < 1', 'a <= 1')
 
 
-def test_bugs_come_with_executed_proof(env, context):
-  """Every F2P fails on the bug and every P2P passes: run again, test by test."""
+def _outcomes(directory, files):
+  """Test → outcome of a tree, by pytest alone: none of the harness takes part."""
+  for path, data in files.items():
+    (directory / path).parent.mkdir(parents=True, exist_ok=True)
+    (directory / path).write_bytes(data)
+  pytest_ = [sys.executable, '-m', 'pytest', '-p', 'no:cacheprovider', '-rA', 'tests']
+  environ = {'PATH': os.environ['PATH'], 'PYTHONPATH': str(directory / 'src')}
+  done = subprocess.run(
+    pytest_, cwd=directory, capture_output=True, text=True, env=environ
+  )
+  return {
+    test: outcome
+    for outcome, test in re.findall(r'^(PASSED|FAILED) (\S+)', done.stdout, re.M)
+  }
+
+
+def test_bugs_come_with_executed_proof(env, context, tmp_path):
+  """Every F2P fails on the bug and passes without it, every P2P passes on both; the
+  written test of SWE-Test fails on its bug alone: two of each family are run again, by
+  pytest itself."""
   found = _collected(inject.candidates(env, package.CONFIG, context), most=60)
   drawn = [c for c in found if c.draft is not None]
   assert {c.family for c in drawn} >= {'bug', 'test', 'review'}
@@ -123,6 +145,28 @@ def test_bugs_come_with_executed_proof(env, context):
     'not Python',
   }
   assert len({c.id for c in found}) == len(found)
+  right = _outcomes(tmp_path / 'right', env.source.files)
+  assert len(right) == 9 and set(right.values()) == {'PASSED'}
+  again = [
+    candidate
+    for family in ('bug', 'merged', 'test')
+    for candidate in [c for c in drawn if c.family == family][:2]
+  ]
+  assert len(again) == 6
+  for number, candidate in enumerate(again):
+    draft, files = candidate.draft, dict(env.source.files)
+    config = json.loads(draft.tests['config.json'])
+    files |= draft.overlay
+    if candidate.family == 'test':
+      files[config['test']] = draft.solution[f'files/{config["test"]}']
+    outcomes = _outcomes(tmp_path / str(number), files)
+    if candidate.family == 'test':
+      own = {t: o for t, o in outcomes.items() if t.startswith(config['test'])}
+      assert 'FAILED' in own.values(), candidate.id
+    else:
+      wrong = dict.fromkeys(config['f2p'], 'FAILED')
+      assert outcomes == wrong | dict.fromkeys(config['p2p'], 'PASSED'), candidate.id
+      assert config['f2p'] and config['p2p']
 
 
 def test_a_test_that_calls_nothing_may_be_f2p(env, context):
@@ -390,22 +434,10 @@ def test_a_written_test_must_not_look_at_the_text(env, dataset):
 # All together -------------------------------------------------------------------------
 
 
-def _offline(monkeypatch):
-  async def fetch(requirement, directory):
-    version = requirement.partition('==')[2]
-    return package.source(directory, version)
-
-  async def versions(name):
-    return ['2.0', '1.0']
-
-  monkeypatch.setattr(collect, 'fetch', fetch)
-  monkeypatch.setattr(collect, 'versions', versions)
-
-
 @pytest.mark.long
 def test_the_pipeline_makes_tasks_of_every_family(tmp_path, monkeypatch):
   """From a package to admitted tasks, with the report and provenance."""
-  _offline(monkeypatch)
+  package.offline(monkeypatch)
   package.site(tmp_path)
   config = dataclasses.replace(package.CONFIG, count=8)
   asyncio.run(pipelines.run(config, tmp_path, show=False))

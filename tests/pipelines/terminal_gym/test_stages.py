@@ -8,6 +8,7 @@ import gzip
 import json
 import random
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -41,10 +42,8 @@ def context(tmp_path, config=_SCRIPTED) -> Context:
   return Context(tmp_path, seat.Seat(config, 'author'))
 
 
-@pytest.fixture
-def documents(tmp_path, monkeypatch):
-  """One document of questions, in place of Debian's."""
-  manual = tmp_path / 'find.1.gz'
+def one_document(manual: Path, patch: pytest.MonkeyPatch) -> seeds.Document:
+  """Writes a document of questions, which takes the place of Debian's."""
   text = (
     '.SH EXAMPLES\n.SS List large files\nThese are files of a size above a limit, '
     'counted and sorted.\n.nf\n.B $ find /tmp -size +2M | sort\n.fi\n'
@@ -52,10 +51,15 @@ def documents(tmp_path, monkeypatch):
     'mouse, and its keyboard.\n.SS Short\nToo short.\n.SH BUGS\nNone.\n'
   )
   manual.write_bytes(gzip.compress(text.encode()))
-  monkeypatch.setattr(installed, 'debian', lambda *given: (manual, SOURCE))
+  patch.setattr(installed, 'debian', lambda *given: (manual, SOURCE))
   document = seeds.Document('find.1', 'findutils', 'find.1.gz', seeds.manual)
-  monkeypatch.setattr(seeds, 'DOCUMENTS', (document,))
+  patch.setattr(seeds, 'DOCUMENTS', (document,))
   return document
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch):
+  return one_document(tmp_path / 'find.1.gz', monkeypatch)
 
 
 def test_rules_keep_questions_about_a_terminal(documents, tmp_path):

@@ -16,6 +16,7 @@ import asyncio
 import json
 import os
 import sys
+import sysconfig
 import time
 
 TESTS = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__)))
@@ -320,7 +321,7 @@ async def bounded(judging):
 
 
 def main():
-  sys.path[:0] = [p for p in (os.environ.get('M2JAX_SITE'), TESTS) if p]
+  sys.path[:0] = [os.environ.get('M2JAX_SITE') or sysconfig.get_path('purelib'), TESTS]
   with open(os.path.join(TESTS, 'spec.json'), encoding='utf-8') as file:
     spec = json.load(file)
   tree = os.environ.get('M2JAX_TREE', '/workspace')

@@ -1,0 +1,59 @@
+"""Problems of each generator of `reasoning`, solved a second time from their text.
+
+  python -m benchmarks.second_verifier_reasoning --count=1200 [--json] [GENERATOR ...]
+
+A line a generator: problems that `problems.defect` rejects, and of the others those
+that `pipelines.recheck` solves alike, leaves open (the text does not decide) or solves
+otherwise. Exits with 1 if it solves one otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import sys
+
+from m2jax.pipelines import recheck
+from m2jax.tasks.reasoning import problems
+
+COLUMNS = ('rejected', 'agree', 'open', 'disagree')
+
+
+def count(generator: str, draws: int, levels: int) -> collections.Counter[str]:
+  """What becomes of problems of a generator."""
+  found: collections.Counter[str] = collections.Counter()
+  for number in range(draws):
+    level, key = number % levels, f'second/{number}'
+    if problems.defect(generator, level, key):
+      found['rejected'] += 1
+      continue
+    problem = problems.draw(generator, level, key)
+    ours = recheck.SOLVERS[generator](problem.question)
+    kind = 'agree' if str(ours) == problem.answer else 'disagree'
+    found['open' if ours is None else kind] += 1
+  return found
+
+
+def main(argv=None) -> int:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('generators', nargs='*', default=sorted(recheck.SOLVERS))
+  parser.add_argument('--count', type=int, default=100, help='problems of each')
+  parser.add_argument('--levels', type=int, default=3, help='difficulties, in turn')
+  parser.add_argument('--json', action='store_true')
+  options = parser.parse_args(argv)
+  rows = {
+    name: count(name, options.count, options.levels) for name in options.generators
+  }
+  if options.json:
+    print(json.dumps({name: dict(row) for name, row in rows.items()}))
+  else:
+    print('| generator | ' + ' | '.join(COLUMNS) + ' |')
+    print('|---' * (1 + len(COLUMNS)) + '|')
+    for name, row in rows.items():
+      print(f'| {name} | ' + ' | '.join(str(row[c]) for c in COLUMNS) + ' |')
+  return int(any(row['disagree'] for row in rows.values()))
+
+
+if __name__ == '__main__':
+  sys.exit(main())
