@@ -14,7 +14,8 @@ from m2jax.tasks import harbor
 
 _TEST_SH = b"""\
 #!/bin/bash
-exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"
+# From there, so that its command line does not name the place.
+cd "${M2JAX_TESTS:-/tests}" && exec python3 -I -S -B grade.py
 """
 _SOLVE = """\
 #!/bin/bash
@@ -59,6 +60,7 @@ def repair(
     'f2p': sorted(f2p),
     'p2p': sorted(p2p),
     'status': {t: s for t, s in env.status.items() if s != 'PASSED'},
+    'twins': _twins(env, f2p),
   }
   hidden = {test_file(test) for test in f2p}
   return _draft(
@@ -227,6 +229,14 @@ def patch(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str:
     )
     parts += difflib.unified_diff(old, new, f'a/{path}', f'b/{path}')
   return ''.join(p if p.endswith('\n') else p + '\n' for p in parts)
+
+
+def _twins(env: Environment, tests: Sequence[str]) -> list[list[str]]:
+  """By number of the twin: those of the tests whose twin fails on the right sources."""
+  found = [sorted(set(tests) & set(fails)) for fails in env.twins]
+  while found and not found[-1]:
+    found.pop()
+  return found
 
 
 def _config(env: Environment) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from m2jax import sandbox
 from m2jax.pipelines.make import LIMITS
-from m2jax.pipelines.swe import collect
+from m2jax.pipelines.swe import collect, twins
 from m2jax.tasks.harbor import compose, verifier
 
 HARNESS = Path(__file__).with_name('harness.py')
@@ -51,6 +51,7 @@ class Environment:
     calls: {path: {first line of a function: tests that call it}}.
     repairs: what was done, in order.
     audited: audit events of the right sources (guards.py).
+    twins: by number, the tests whose twin fails, as it must (twins.py).
   """
 
   source: collect.Source
@@ -64,6 +65,7 @@ class Environment:
   calls: Mapping[str, Mapping[int, Sequence[str]]]
   repairs: tuple[str, ...]
   audited: tuple[str, ...] = ()
+  twins: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +155,7 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
   if broken:
     log.append(f'leave out {len(broken)} failing tests or files')
   seconds = {t: again.tests[t].get('s', 0.0) for t in status}
+  twins_ = await _twins(dataset, key, source, status, request)
   calls = {
     path: {int(line): tests for line, tests in lines.items()}
     for path, lines in ran.end.get('calls', {}).items()
@@ -169,7 +172,26 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
     calls=calls,
     repairs=tuple(log),
     audited=tuple(sorted({*ran.end.get('audited', ()), *again.end.get('audited', ())})),
+    twins=twins_,
   )
+
+
+async def _twins(dataset, key, source, status, request) -> tuple[tuple[str, ...], ...]:
+  """By number, the tests that pass and whose twins fail on the right sources."""
+  found = []
+  for number in range(twins.MOST):
+    texts = {
+      path: twins.twin(source.files[path].decode(errors='replace'), number)
+      for path in request['files']
+    }
+    changed = {path: text.encode() for path, text in texts.items() if text is not None}
+    if not changed:
+      break
+    wanted = {**request, 'files': sorted(changed)}
+    ran = await run(dataset, key, {**source.files, **changed}, 'run', **wanted)
+    failed = {t for t, r in ran.tests.items() if r['status'] == 'FAILED'}
+    found.append(tuple(t for t, s in status.items() if s == 'PASSED' and t in failed))
+  return tuple(found)
 
 
 def _repair(ran: Output, source: collect.Source) -> set[str]:
@@ -291,7 +313,7 @@ def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
 
 def shipped() -> dict[str, bytes]:
   """The verifier's programs, for a task's tests/."""
-  ours = ('harness.py', 'guards.py', 'grade.py', 'reaches.py')
+  ours = ('harness.py', 'guards.py', 'grade.py', 'reaches.py', 'twins.py')
   return {
     **{name: HARNESS.with_name(name).read_bytes() for name in ours},
     'compose.py': Path(compose.__file__).read_bytes(),

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import signal
 import statistics
 import subprocess
@@ -39,10 +40,10 @@ def main():
   adopt()
   with open(os.path.join(_HERE, 'config.json')) as file:
     config = json.load(file)
-  tree = os.environ.get('M2JAX_TREE') or _compose(config)
   logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')
   print('m2jax: ready', flush=True)
   try:
+    tree = os.environ.get('M2JAX_TREE') or _compose(config)
     found = KINDS[config['kind']](config, tree)
   except Failed as error:
     found = {'reward': 0.0, 'reason': str(error)}
@@ -57,8 +58,7 @@ class Failed(Exception):
 def tests(config, tree):
   """F2P ∧ P2P on the agent's sources."""
   _refuse_reaching(config, tree)
-  keep = [*config['f2p'], *config['p2p']]
-  results = run(config, tree, config['files'], keep, config['limit_s'])
+  results = _with_twins(config, tree, [*config['f2p'], *config['p2p']])
   wrong = [t for t in config['f2p'] if not _right(config, t, results)]
   broken = [t for t in config['p2p'] if not _right(config, t, results)]
   f2p, p2p = (
@@ -76,6 +76,37 @@ def tests(config, tree):
     'p2p': p2p,
     'failed': [*wrong, *broken][:20],
   }
+
+
+def _with_twins(config, tree, keep):
+  """Results of tests, whose twins (twins.py) run among them, in an unknown order.
+
+  Raises Failed if the tests pass and a twin does not fail.
+  """
+  jobs = [(None, keep), *enumerate(config['twins'])]
+  secrets.SystemRandom().shuffle(jobs)
+  results, blind = {}, []
+  for number, wanted in jobs:
+    files = sorted({test.partition('::')[0] for test in wanted})
+    changed = {} if number is None else _twins_of(tree, files, number)
+    with copied(tree, changed) as copy:
+      found = run(config, copy, files, wanted, config['limit_s'])
+    if number is not None:
+      blind += [t for t in wanted if found.get(t) != 'FAILED']
+      continue
+    results = found
+    if not all(_right(config, t, results) for t in keep):
+      return results
+  if blind:
+    raise Failed(f'{len(blind)} tests also pass when they expect another value')
+  return results
+
+
+def _twins_of(tree, files, number):
+  import twins
+
+  texts = {path: twins.twin(_text(tree, path) or '', number) for path in files}
+  return {path: text for path, text in texts.items() if text is not None}
 
 
 def _right(config, test, results):
@@ -103,9 +134,7 @@ def written_test(config, tree):
     source = config['variants'][variant.partition(' ')[0]]
     if variant.endswith('printed'):
       source = printed(source)
-    with tempfile.TemporaryDirectory() as place:
-      copy = os.path.join(place, 'tree')
-      _copy(tree, copy, {config['source_path']: source})
+    with copied(tree, {config['source_path']: source}) as copy:
       results = run(config, copy, [path], None, config['limit_s'], strict=True)
     statuses = set(results.values())
     if 'ERROR' in statuses or not results:
@@ -164,9 +193,7 @@ def performance(config, tree):
     raise Failed(f'{len(broken)} P2P tests fail')
   files = sorted({test.partition('::')[0] for test in timed})
   pairs, imports = [], []
-  with tempfile.TemporaryDirectory() as place:
-    slow = os.path.join(place, 'tree')
-    _copy(tree, slow, config['slow'])
+  with copied(tree, config['slow']) as slow:
     for _ in range(config['pairs']):
       pair, started = [], []
       for where in (slow, tree):
@@ -233,13 +260,18 @@ def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
     'audited': config.get('audited', []),
     'strict': strict,
   }
-  command = [sys.executable, '-s', '-S', '-P', '-B', os.path.join(_HERE, 'harness.py')]
+  place = tempfile.mkdtemp()  # so that no path of the verifier's files is known
+  for name in ('harness.py', 'guards.py'):
+    shutil.copyfile(os.path.join(_HERE, name), os.path.join(place, name))
+  command = [sys.executable, '-s', '-S', '-P', '-B', os.path.join(place, 'harness.py')]
+  before = _entries()
   process = subprocess.Popen(
     command,
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     stderr=subprocess.DEVNULL,
     env={**_ENVIRONMENT, 'HOME': tempfile.gettempdir()},
+    cwd='/',
     start_new_session=True,
   )
   try:
@@ -251,6 +283,9 @@ def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     end_children()
+    shutil.rmtree(place, ignore_errors=True)
+    for path in _entries() - before:
+      _remove(path)
   return parse(output, request['nonce'], seconds)
 
 
@@ -314,21 +349,75 @@ def _text(tree, path):
     return None
 
 
-def _copy(tree, target, changed):
-  import shutil
+@contextlib.contextmanager
+def copied(tree, changed):
+  """A copy of a tree with other texts, which cannot be written; removed at the end."""
+  place = tempfile.mkdtemp()
+  target = os.path.join(place, 'tree')
+  try:
+    shutil.copytree(tree, target)
+    for path, text in changed.items():
+      full = os.path.join(target, path)
+      os.chmod(full, 0o644)
+      with open(full, 'w', encoding='utf-8') as file:
+        file.write(text)
+    _set_modes(place, 0o555, 0o444)
+    yield target
+  finally:
+    _remove(place)
 
-  shutil.copytree(tree, target)
-  for path, text in changed.items():
-    full = os.path.join(target, path)
-    os.chmod(full, 0o644)
-    with open(full, 'w', encoding='utf-8') as file:
-      file.write(text)
+
+def _set_modes(root, directory_mode, file_mode):
+  os.chmod(root, directory_mode | 0o200)
+  for directory, names, files in os.walk(root):
+    for name in names:
+      os.chmod(os.path.join(directory, name), directory_mode)
+    for name in files:
+      os.chmod(os.path.join(directory, name), file_mode)
+  os.chmod(root, directory_mode)
+
+
+def _entries():
+  """Entries of the directories that tests can write, in a sandbox of the verifier's.
+
+  What a run leaves there could tell a later one its number.
+  """
+  if not os.environ.get('M2JAX_PRIVATE'):
+    return set()
+  logs = os.environ['M2JAX_LOGS']
+  found = set()
+  for place in (tempfile.gettempdir(), '/dev/shm', logs, os.path.dirname(logs)):
+    with contextlib.suppress(OSError):
+      found |= {os.path.join(place, name) for name in os.listdir(place)}
+  return found
+
+
+def _remove(path):
+  """Removes what a run may have left without permissions."""
+  if os.path.isdir(path) and not os.path.islink(path):
+    os.chmod(path, 0o700)
+    for directory, names, _ in os.walk(path):
+      for name in names:
+        full = os.path.join(directory, name)
+        if not os.path.islink(full):
+          os.chmod(full, 0o700)
+    shutil.rmtree(path, ignore_errors=True)
+  else:
+    with contextlib.suppress(OSError):
+      os.unlink(path)
 
 
 def _compose(config):
   """The tree to judge, where Harbor runs the task: from /workspace."""
   import compose
 
+  try:
+    return _composed(compose, config)
+  except compose.Rejected as error:
+    raise Failed(str(error)) from None
+
+
+def _composed(compose, config):
   policy = config['collect'], config['exclude']
   with open(os.path.join(_HERE, 'workspace.tar.gz'), 'rb') as file:
     original = compose.unpack(file.read())
