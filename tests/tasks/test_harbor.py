@@ -22,7 +22,8 @@ echo $r > "$M2JAX_LOGS/reward.txt"
 def _draft(tmp_path, test=_TEST, **metadata):
   archive = tmp_path / 'base.tar.gz'
   with tarfile.open(archive, 'w:gz') as tar:
-    for name, text in {'work/in.txt': 'in', 'tests/t': 't', 'secret': 's'}.items():
+    texts = {'work/in.txt': 'in', 'work/kept.pyc': '', 'tests/t': 't', 'secret': 's'}
+    for name, text in texts.items():
       info = tarfile.TarInfo(name)
       info.size = len(text)
       tar.addfile(info, io.BytesIO(text.encode()))
@@ -30,7 +31,14 @@ def _draft(tmp_path, test=_TEST, **metadata):
     name='one',
     instruction='Write right into work/out.txt.',
     metadata=harbor.Metadata(
-      'test', 'files', ('work/*',), ('*.pyc',), remove=('secret',), **metadata
+      **{
+        'pipeline': 'test',
+        'family': 'files',
+        'collect': ('work/*',),
+        'exclude': ('*.pyc',),
+        'remove': ('secret',),
+        **metadata,
+      }
     ),
     archive=archive,
     overlay={'work/extra.txt': b'more'},
@@ -69,6 +77,7 @@ def test_what_is_written_is_read(tmp_path):
   assert found.metadata == _draft(tmp_path).metadata
   assert found.workspace() == {
     'work/in.txt': b'in',
+    'work/kept.pyc': b'',
     'tests/t': b't',
     'work/extra.txt': b'more',
   }
@@ -115,6 +124,44 @@ def test_too_much_work_fails(tmp_path, monkeypatch):
   path = _dataset(tmp_path)
   verdict = _judge(path, 'for i in {1..20}; do echo right > work/$i; done')
   assert verdict.outcome == harbor.FAILED and 'more than' in verdict.reason
+
+
+# Python, since a shell's path is limited to PATH_MAX at once.
+_DEEP = """\
+python3 - <<'END'
+import os
+os.chdir('work')
+for _ in range(2000):
+  os.mkdir('d' * 50)
+  os.chdir('d' * 50)
+open('out.txt', 'w').write('right')
+END
+"""
+UNJUDGEABLE = {
+  'directories thousands of levels deep': _DEEP,
+  'a path that the system does not take': _DEEP.replace('2000', '60'),
+  'a directory where a file of the task is': 'mkdir -p tests work/kept.pyc; '
+  'echo right > work/out.txt; rm -rf work/kept.pyc; mkdir work/kept.pyc; '
+  'echo right > work/kept.pyc/out.txt',
+  'no permission to read the workspace': 'chmod 000 .',
+}
+
+
+@pytest.mark.parametrize('name', UNJUDGEABLE)
+def test_what_only_the_agent_can_have_caused_is_a_failure(tmp_path, name):
+  """An attempt that is masked costs nothing: no state may turn a failure into that."""
+  path = _dataset(tmp_path)
+  found = _judge(path, UNJUDGEABLE[name])
+  assert found.outcome == harbor.FAILED, found
+
+
+def test_a_directory_where_a_hidden_input_is_is_a_failure(tmp_path):
+  run = dict(run='cat work/input.txt', collect=('*',))
+  path = _dataset(tmp_path, **run)
+  (path / 'tests' / 'inputs' / '0' / 'work').mkdir(parents=True)
+  (path / 'tests' / 'inputs' / '0' / 'work' / 'input.txt').write_text('1')
+  found = _judge(path, 'mkdir work/input.txt; echo right > work/input.txt/out.txt')
+  assert found.outcome == harbor.FAILED, found
 
 
 @pytest.mark.parametrize(

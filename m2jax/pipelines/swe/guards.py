@@ -2,10 +2,10 @@
 
 `watch` is an audit hook (PEP 578), which Python code can neither see nor remove. Each
 way to another function's variables begins with a frame, with all objects of the process
-or with its memory, and each of these raises an audit event: `sys._getframe`, `tb_frame`,
-`gi_frame`, `gc.get_objects`, `open`, …. pytest may, while it runs nobody's code; tests
-and the code under test, and pytest on their behalf, may only what they do with the
-right sources (`audited`), as far as function and place are the same.
+or with its memory, and each of these raises an audit event: `sys._getframe`,
+`tb_frame`, `gi_frame`, `gc.get_objects`, `open`, …. pytest may, while it runs nobody's
+code; tests and the code under test, and pytest on their behalf, may only what they do
+with the right sources (`audited`), as far as function and place are the same.
 
 A file is known by its device and inode, so that links, relative paths, other types of
 paths and directory descriptors lead to the same answer.
@@ -27,6 +27,8 @@ import types
 __builtins__ = dict(vars(builtins))
 _stat, _listdir, _decode = os.stat, os.listdir, os.fsdecode
 _open, _read, _close = os.open, os.read, os.close
+_O_READ, _O_WRITES = os.O_RDONLY, os.O_WRONLY | os.O_RDWR
+_Traceback, _Module = types.TracebackType, types.ModuleType
 
 _FRAMES = frozenset(
   'sys._getframe sys.settrace sys.setprofile sys.monitoring.register_callback'.split()
@@ -45,9 +47,8 @@ _CODE = frozenset(('__code__', 'gi_code', 'cr_code', 'ag_code'))
 _WRITES = frozenset('os.mkdir os.link os.symlink os.rename os.truncate'.split())
 # Of these, none on the tree: whoever owns it could make it writable.
 _CHANGES = frozenset('os.chmod os.remove os.rename os.rmdir os.truncate'.split())
-_WATCHED = (
-  _EVENTS | _FRAMES | _WRITES | _CHANGES | {'object.__setattr__', 'import', 'compile', 'open'}
-)
+_OTHERS = frozenset('object.__setattr__ import compile open'.split())
+_WATCHED = _EVENTS | _FRAMES | _WRITES | _CHANGES | _OTHERS
 _SET = frozenset(('__code__', '__defaults__', '__kwdefaults__', '__bases__'))
 _IMPORTS = frozenset(
   ('ctypes', '_ctypes', '_testcapi', '_testinternalcapi', 'cffi', '_cffi_backend')
@@ -57,15 +58,17 @@ _TREE = f'{STRICT}open a file of the tree'
 _OPENS = frozenset(
   ('open', '_open', 'open_code', '_open_code', '_builtin_open', 'FileIO')
 )
-# Functions that ask for frames and hand none to anybody: where, name → for what.
-# From 3.12 on those of the first kind ask for a module's name instead.
-_HARMLESS = {('traceback.py', 'clear_frames'): 'tb_frame'}
-if sys.version_info < (3, 12):
+# Functions that do this to nobody else: (what, where, function).
+_HARMLESS = {
+  ('tb_frame', 'traceback.py', 'clear_frames'),
+  ('set __defaults__', 'collections/__init__.py', 'namedtuple'),
+}
+if sys.version_info < (3, 12):  # later they ask for a module's name instead
   _HARMLESS |= {
-    ('collections/__init__.py', 'namedtuple'): 'sys._getframe',
-    ('typing.py', '_caller'): 'sys._getframe',
-    ('typing.py', '_allow_reckless_class_checks'): 'sys._getframe',
-    ('enum.py', '_create_'): 'sys._getframe',
+    ('sys._getframe', 'collections/__init__.py', 'namedtuple'),
+    ('sys._getframe', 'typing.py', '_caller'),
+    ('sys._getframe', 'typing.py', '_allow_reckless_class_checks'),
+    ('sys._getframe', 'enum.py', '_create_'),
   }
 _GUARDED = ('pytest', '_pytest', 'pluggy', 'unittest')
 _LEGACY = '_getini_unknown_type'  # that pytest's own plugin legacypath replaces
@@ -138,16 +141,16 @@ def watch(trusted, tree, found):
 
 
 def _harmless(detail, place, frame):
-  if _HARMLESS.get((place, frame.f_code.co_name)) != detail:
+  if (detail, place, frame.f_code.co_name) not in _HARMLESS:
     return False
-  return detail != 'tb_frame' or type(frame.f_locals.get('tb')) is types.TracebackType
+  return detail != 'tb_frame' or type(frame.f_locals.get('tb')) is _Traceback
 
 
 class _Files:
   """What events do, in words: files above all."""
 
   def __init__(self, tree, known):
-    self._tree, self._known = tree, known
+    self._tree, self._known, self._own = tree, known, _content.__code__
     self._of_tree, self._kept, self._proc = set(), set(), None
     above = os.path.realpath(tree)
     while above != '/':
@@ -222,7 +225,7 @@ class _Files:
 
   def _opens(self, arguments, frame):
     path, mode, flags = arguments
-    if frame is not None and frame.f_code is _content.__code__:
+    if frame is not None and frame.f_code is self._own:
       if frame.f_locals.get('name') is path:
         return '', True
     path = _plain(path)
@@ -232,7 +235,7 @@ class _Files:
     if any(s.st_dev == self._proc for s in statuses):
       return 'open /proc', False
     if mode is None:
-      writes = flags & (os.O_WRONLY | os.O_RDWR)
+      writes = flags & _O_WRITES
     else:
       writes = set(mode) & set('wax+')
     of_tree = any(_key(s) in self._of_tree for s in statuses)
@@ -308,7 +311,7 @@ def _descriptors():
 def _content(name):
   """Bytes of a file; None if it cannot be read."""
   try:
-    fd = _open(name, os.O_RDONLY)
+    fd = _open(name, _O_READ)
   except (OSError, ValueError):
     return None
   try:
@@ -343,7 +346,7 @@ class Snapshot:
         found += [
           f'{name}.{k}'
           for k, v in list(now.items())
-          if k not in keys and k not in _ADDED and not isinstance(v, types.ModuleType)
+          if k not in keys and k not in _ADDED and not isinstance(v, _Module)
         ]
       if order is not None and holder.__mro__ is not order:
         found.append(f'{name}.__bases__')

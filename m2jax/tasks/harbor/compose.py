@@ -20,12 +20,14 @@ import tarfile
 MAX_FILES = 4096
 MAX_ENTRIES = 65536  # of the agent's workspace, work or not
 MAX_BYTES = 32 << 20
+MAX_DEPTH = 64  # of directories; each that is open takes a descriptor
+MAX_PATH_BYTES = 1024
 _KINDS = {stat.S_IFREG: 'file', stat.S_IFDIR: 'directory', stat.S_IFLNK: 'link'}
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Rejected(Exception):
-  """The agent's files exceed a bound; the attempt failed."""
+  """The agent's files exceed a bound or cannot be judged; the attempt failed."""
 
 
 def is_work(path, collect, exclude):
@@ -39,17 +41,13 @@ def gather(workspace, collect, exclude):
   """Returns {relative path: bytes} of the agent's work.
 
   Raises:
-    Rejected: too many files, or too large.
+    Rejected: too many files, too large, or too deep.
     OSError: the workspace cannot be read.
   """
-  found, entries, total = {}, 0, 0
-  walk = os.fwalk(workspace, follow_symlinks=False)
-  for directory, names, files, fd in walk:
-    entries += len(names) + len(files)
-    if entries > MAX_ENTRIES:
-      raise Rejected(f'the workspace has more than {MAX_ENTRIES} entries')
+  found, total = {}, 0
+  for prefix, _, files, fd in _walk(workspace):
     for name in files:
-      path = os.path.relpath(os.path.join(directory, name), workspace)
+      path = prefix + name
       if not is_work(path, collect, exclude):
         continue
       data = _read(name, fd, MAX_BYTES - total)
@@ -60,6 +58,22 @@ def gather(workspace, collect, exclude):
         raise Rejected(f'more than {MAX_FILES} files or {MAX_BYTES} bytes of work')
       found[path] = data
   return found
+
+
+def _walk(workspace):
+  """Yields (path with '/' or '', directories, files, descriptor). Raises Rejected."""
+  entries = 0
+  for directory, names, files, fd in os.fwalk(workspace, follow_symlinks=False):
+    prefix = os.path.relpath(directory, workspace) + '/'
+    prefix = '' if prefix == './' else prefix
+    deep = prefix.count('/') > MAX_DEPTH or len(os.fsencode(prefix)) > MAX_PATH_BYTES
+    if deep:
+      raise Rejected(f'the workspace has a directory of more than {MAX_DEPTH} levels '
+        f'or {MAX_PATH_BYTES} bytes')  # fmt: skip
+    entries += len(names) + len(files)
+    if entries > MAX_ENTRIES:
+      raise Rejected(f'the workspace has more than {MAX_ENTRIES} entries')
+    yield prefix, names, files, fd
 
 
 def _read(name, directory_fd, limit_bytes):
@@ -85,7 +99,7 @@ def listing(workspace):
     OSError: the workspace cannot be read.
   """
   found = {}
-  for directory, names, files, fd in os.fwalk(workspace, follow_symlinks=False):
+  for prefix, names, files, fd in _walk(workspace):
     for name in (*names, *files):
       status = os.stat(name, dir_fd=fd, follow_symlinks=False)
       kind = _KINDS.get(stat.S_IFMT(status.st_mode), 'other')
@@ -93,9 +107,7 @@ def listing(workspace):
       facts['size'] = status.st_size
       if kind == 'link':
         facts['target'] = os.readlink(name, dir_fd=fd)
-      found[os.path.relpath(os.path.join(directory, name), workspace)] = facts
-      if len(found) > MAX_ENTRIES:
-        raise Rejected(f'the workspace has more than {MAX_ENTRIES} entries')
+      found[prefix + name] = facts
   return found
 
 
@@ -118,9 +130,26 @@ def compose(original, work, ours, collect, exclude):
     work: from `gather`.
     ours: the verifier's files; they win.
     collect, exclude: patterns.
+
+  Raises:
+    Rejected: the agent has a directory where another file is, or the reverse.
   """
   kept = {p: d for p, d in original.items() if not is_work(p, collect, exclude)}
-  return {**kept, **work, **ours}
+  tree = {**kept, **work, **ours}
+  for path, above in conflicts(tree):
+    if path in work or above in work:
+      raise Rejected(f'{path!a}: there is a file {above!a}')
+  return tree
+
+
+def conflicts(paths):
+  """Yields (path, path above it) where a file is also a directory."""
+  for path in paths:
+    above = os.path.dirname(path)
+    while above:
+      if above in paths:
+        yield path, above
+      above = os.path.dirname(above)
 
 
 def write(files, target):
