@@ -88,9 +88,16 @@ def write_test(
   instruction: str,
   path: str,
   bug: str,
+  third: str,
   f2p: Sequence[str],
 ) -> harbor.Draft:
-  """SWE-Test: a task to write a test that fails on the bug and passes without it."""
+  """SWE-Test: a task to write a test that fails on the bug and passes without it.
+
+  Args:
+    path: of the file with the bug.
+    bug, third: its texts with the bug, and with a further one (`third.source`).
+    f2p: tests of the package that fail on the bug.
+  """
   right = env.source.files[path].decode()
   hidden = sorted({test_file(test) for test in f2p})
   target = regression_test(hidden[0])
@@ -99,7 +106,7 @@ def write_test(
     **_config(env),
     'test': target,
     'source_path': path,
-    'variants': {'right': right, 'bug': bug},
+    'variants': {'right': right, 'bug': bug, 'third': third},
   }
   return _draft(
     env,

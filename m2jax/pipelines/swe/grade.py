@@ -28,6 +28,11 @@ import time
 
 # A fixed seed, since some tests are named after elements of sets.
 _ENVIRONMENT = {'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0'}
+# Names by which a test reads the source instead of calling it.
+_READERS = frozenset(
+  'open getsource getsourcelines getlines read_text read_bytes linecache tokenize '
+  'get_source get_data orig_argv'.split()
+)
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
@@ -118,7 +123,8 @@ def written_test(config, tree):
 
   Each variant is also tried printed anew from its syntax tree, with statements that do
   nothing, so that a test that compares text, tree or bytecode of the source, not what
-  it does, is wrong on one of them.
+  it does, is wrong on one of them; all texts have one length. It must also fail on the
+  third variant (third.py), whose results are neither right nor those of the bug.
   """
   from reaches import names, reaches
 
@@ -127,16 +133,21 @@ def written_test(config, tree):
   if text is None:
     raise Failed(f'there is no {path}')
   reached = reaches(text) - {'pytest', 'unittest', 'environ'}
-  reached |= {n for n in names(text) if n in ('open', 'getsource', 'read_text')}
+  reached |= names(text) & _READERS
   if reached:
     raise Failed(f'the test uses {sorted(reached)}')
-  for variant in order(secrets.SystemRandom()):
-    source = config['variants'][variant.partition(' ')[0]]
-    if variant.endswith('printed'):
-      source = printed(source)
+  drawn = order(secrets.SystemRandom())
+  sources = [_variant(config, variant) for variant in drawn]
+  longest = max(map(len, sources)) + 1
+  for variant, source in zip(drawn, sources, strict=True):
+    source += '#' * (longest - len(source))
     with copied(tree, {config['source_path']: source}) as copy:
       results = run(config, copy, [path], None, config['limit_s'], strict=True)
     statuses = set(results.values())
+    if variant == 'third':
+      if not statuses & {'FAILED', 'ERROR'}:
+        raise Failed('the test tells the bug, but not the right results from others')
+      continue
     if 'ERROR' in statuses or not results:
       raise Failed(f'the test cannot be run on {variant}: {sorted(statuses)}')
     if variant.startswith('right') and statuses != {'PASSED'}:
@@ -144,6 +155,12 @@ def written_test(config, tree):
     if variant.startswith('bug') and 'FAILED' not in statuses:
       raise Failed('the test does not find the bug')
   return {'reward': 1.0, 'reason': ''}
+
+
+def _variant(config, name):
+  kind, _, how = name.partition(' ')
+  source = config['variants'][kind]
+  return printed(source) if how else source
 
 
 def printed(source):
@@ -163,7 +180,7 @@ def order(rng):
   A test that goes by what earlier runs left (files, process ids) would have to guess.
   """
   once = ['right', 'right printed', 'bug', 'bug printed']
-  drawn = [*once, rng.choice(once), rng.choice(once)]
+  drawn = [*once, rng.choice(once), rng.choice(once), 'third']
   rng.shuffle(drawn)
   return drawn
 

@@ -241,7 +241,7 @@ forge(lambda name: os.fdopen(os.open({_PROC} + name, 0), "rb"))
 """,
   'read memory by an open directory': f"""
 root = os.open("/", 0)
-inner = {_PROC}[1:]
+inner = ({_PROC})[1:]
 forge(lambda name: os.fdopen(os.open(inner + name, 0, dir_fd=root), "rb"))
 """,
   'read memory by a path object': f"""
@@ -321,19 +321,21 @@ def clamp(*a):
   return getattr(get(2), "f_lo" + "cals")["right"]
 """,
   'let pytest ask for a frame': """
-functools = imported("func", "tools")
-sink = []
-ask = functools.partial(
-  next, map(sink.append, map(getattr(sys, "_get" + "frame"), [0] * 99)), "x")
+functools, operator = imported("func", "tools"), imported("oper", "ator")
+itertools, sink = imported("iter", "tools"), []
+getters = [operator.attrgetter("f_back." * n + "f_lo" + "cals") for n in range(60)]
+frames = map(getattr(sys, "_get" + "frame"), itertools.repeat(0))
+ask = functools.partial(sink.extend, map(operator.call, getters, frames))
 class Error(Exception):
   __str__ = __repr__ = staticmethod(ask)
 def clamp(*a):
-  if sink:
-    f = sink[0]
-    while f is not None:
-      if "nonce" in getattr(f, "f_lo" + "cals"):
-        send([getattr(f, "f_lo" + "cals")["nonce"].encode()])
-      f = getattr(f, "f_b" + "ack")
+  for found in sink:
+    if "nonce" in found:
+      send([found["nonce"].encode()])
+    if isinstance(found.get("send"), type(clamp)):
+      for cell in found["send"].__closure__:
+        if isinstance(cell.cell_contents, str):
+          send([cell.cell_contents.encode()])
   raise Error
 """,
   'rewrite the tests': """
