@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
+import os
+import shutil
 import tarfile
 
 import pytest
@@ -226,6 +229,65 @@ def test_a_broken_directory_is_named(tmp_path, missing):
   (path / missing).unlink()
   with pytest.raises(harbor.BadTask, match=missing):
     harbor.read(path)
+
+
+LINKS = {
+  'the instruction': ('instruction.md', 'outside/file'),
+  'files of the workspace': ('environment/overlay', 'outside'),
+  'one file of the workspace': ('environment/overlay/passwd', 'outside/file'),
+  'the archive': ('environment/workspace.tar.gz', 'outside/file'),
+  'the tests': ('tests/more', 'outside'),
+  'the solution': ('solution', 'outside'),
+}
+
+
+@pytest.mark.parametrize('name', LINKS)
+def test_a_link_out_of_a_task_is_refused(tmp_path, name):
+  """A task of a stranger must not carry this machine's files into an episode."""
+  path, (where, target) = _dataset(tmp_path), LINKS[name]
+  (tmp_path / 'outside').mkdir()
+  (tmp_path / 'outside' / 'file').write_text('secret')
+  found = path / where
+  if found.is_dir():
+    shutil.rmtree(found)
+  found.unlink(missing_ok=True)
+  found.symlink_to(tmp_path / target)
+  with pytest.raises(harbor.BadTask, match='leads out'):
+    harbor.read(path)
+
+
+def test_a_pipe_in_a_task_is_refused(tmp_path):
+  """Reading it would wait for ever."""
+  path = _dataset(tmp_path)
+  (path / 'environment' / 'workspace.tar.gz').unlink()
+  os.mkfifo(path / 'environment' / 'workspace.tar.gz')
+  with pytest.raises(harbor.BadTask, match='not a file'):
+    harbor.read(path)
+
+
+def _bomb(kind):
+  if kind == 'zeros':
+    return gzip.compress(bytes(compose.MAX_UNPACKED_BYTES + 1))
+  buffer = io.BytesIO()
+  with tarfile.open(fileobj=buffer, mode='w:gz') as tar:
+    if kind == 'entries':
+      for number in range(compose.MAX_ENTRIES + 1):
+        tar.addfile(tarfile.TarInfo(str(number)))
+    if kind == 'sparse':
+      entry = tarfile.TarInfo('x')
+      entry.pax_headers = {
+        'GNU.sparse.map': '0,1',
+        'GNU.sparse.size': str(1 << 40),
+        'GNU.sparse.numblocks': '1',
+      }
+      tar.addfile(entry)
+  return buffer.getvalue()[:-9] if kind == 'cut off' else buffer.getvalue()
+
+
+@pytest.mark.parametrize('kind', ['zeros', 'entries', 'sparse', 'cut off'])
+def test_an_archive_is_unpacked_within_bounds(kind):
+  with pytest.raises(compose.BadArchive):
+    compose.unpack(_bomb(kind))
 
 
 def _demonstrate(path):

@@ -20,15 +20,13 @@ from typing import Any
 
 from m2jax import sandbox
 from m2jax.pipelines.make import LIMITS
-from m2jax.pipelines.swe import collect, twins
+from m2jax.pipelines.swe import collect, requirements, twins
 from m2jax.tasks.harbor import compose, verifier
 
 HARNESS = Path(__file__).with_name('harness.py')
 PYTEST = 'pytest==8.4.2'
 _TEST_FILE = re.compile(r'(^|/)(test_[^/]*|[^/]*_test)\.py$')
 _ROOTS = ('src', 'lib', '')
-_MODULES = {'yaml': 'pyyaml', 'dateutil': 'python-dateutil', 'attr': 'attrs'}
-_PLUGINS = {'benchmark': 'pytest-benchmark', 'mocker': 'pytest-mock'}
 _RUN_S = 240.0
 
 
@@ -127,15 +125,15 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
   files = sorted(p for p in source.files if _TEST_FILE.search(p))
   if not files:
     raise NoEnvironment(f'{source.name}: no test files in the source distribution')
-  requirements, log = [PYTEST], []
+  installed, log = [PYTEST], []
   for _ in range(repairs + 1):
-    key = await site(requirements, dataset)
+    key = await site(installed, dataset)
     request = dict(roots=roots, files=files)
     ran = await run(dataset, key, source.files, 'profile', **request)
-    wanted = _repair(ran, source) - set(requirements)
+    wanted = _repair(ran, source) - set(installed)
     if not wanted:
       break
-    requirements = sorted({*requirements, *wanted})
+    installed = sorted({*installed, *wanted})
     log += [f'install {name}' for name in sorted(wanted)]
   passed = {t for t, r in ran.tests.items() if r['status'] in ('PASSED', 'XFAIL')}
   if ran.end.get('tampered') or not passed:
@@ -163,7 +161,7 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
   return Environment(
     source=source,
     site=key,
-    requirements=tuple(requirements),
+    requirements=tuple(installed),
     roots=roots,
     code=code,
     files=tuple(f for f in files if any(t.startswith(f'{f}::') for t in status)),
@@ -195,28 +193,31 @@ async def _twins(dataset, key, source, status, request) -> tuple[tuple[str, ...]
 
 
 def _repair(ran: Output, source: collect.Source) -> set[str]:
-  """Requirements that the errors ask for."""
+  """Requirements that the errors ask for, of those that may be installed."""
   found, own = set(), source.name.replace('-', '_').lower()
   for record in ran.tests.values():
     why = record.get('why', '')
     for module in re.findall(r"No module named '(\w+)", why):
-      if module.lower() not in (own, 'tests', 'test', 'conftest'):
-        found.add(_MODULES.get(module, module))
+      wanted = requirements.distribution(module, source.requires)
+      if wanted and module.lower() not in (own, 'tests', 'test', 'conftest'):
+        found.add(wanted)
     if re.search(r'PackageNotFoundError', why):
       found.add(f'{source.name}=={source.version}')
     for fixture in re.findall(r"fixture '(\w+)' not found", why):
-      if fixture in _PLUGINS:
-        found.add(_PLUGINS[fixture])
+      if fixture in requirements.PLUGINS:
+        found.add(requirements.PLUGINS[fixture])
   return found
 
 
-async def site(requirements: Sequence[str], dataset: Path) -> str:
+async def site(wanted: Sequence[str], dataset: Path) -> str:
   """Installs requirements into a directory of sites/, once; returns its name.
+
+  Wheels only, of which installing runs nothing.
 
   Raises:
     NoEnvironment: pip fails.
   """
-  text = '\n'.join(sorted(requirements))
+  text = '\n'.join(sorted(wanted))
   key = hashlib.sha256(text.encode()).hexdigest()[:12]
   target = dataset / 'sites' / key
   if target.is_dir():
@@ -225,7 +226,8 @@ async def site(requirements: Sequence[str], dataset: Path) -> str:
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
   try:
-    await collect.pip('install', '--quiet', '--target', str(partial), *requirements)
+    options = ('--quiet', '--only-binary', ':all:', '--target', str(partial))
+    await collect.pip('install', *options, *wanted)
   except collect.CollectError as error:
     shutil.rmtree(partial, ignore_errors=True)
     raise NoEnvironment(str(error)) from error

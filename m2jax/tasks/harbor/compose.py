@@ -16,10 +16,12 @@ import io
 import os
 import stat
 import tarfile
+import zlib
 
 MAX_FILES = 4096
 MAX_ENTRIES = 65536  # of the agent's workspace, work or not
 MAX_BYTES = 32 << 20
+MAX_UNPACKED_BYTES = 64 << 20  # of an archive
 MAX_DEPTH = 64  # of directories; each that is open takes a descriptor
 MAX_PATH_BYTES = 1024
 _KINDS = {stat.S_IFREG: 'file', stat.S_IFDIR: 'directory', stat.S_IFLNK: 'link'}
@@ -28,6 +30,10 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 class Rejected(Exception):
   """The agent's files exceed a bound or cannot be judged; the attempt failed."""
+
+
+class BadArchive(OSError):
+  """An archive cannot be read, or has too much in it."""
 
 
 def is_work(path, collect, exclude):
@@ -112,14 +118,42 @@ def listing(workspace):
 
 
 def unpack(archive):
-  """Returns {relative path: bytes} of the regular files of a tar archive in bytes."""
-  found = {}
-  with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-    for entry in tar:
-      path = os.path.normpath(entry.name)
-      if entry.isfile() and not path.startswith(('/', '..')):
-        found[path] = tar.extractfile(entry).read()
+  """Returns {relative path: bytes} of the regular files of a tar.gz in bytes.
+
+  Raises:
+    BadArchive: it is none, or has too much in it.
+  """
+  found, total = {}, 0
+  try:
+    data = _decompressed(archive)
+    with tarfile.open(fileobj=io.BytesIO(data), mode='r:') as tar:
+      for number, entry in enumerate(tar):
+        if number >= MAX_ENTRIES:
+          raise BadArchive(f'the archive has more than {MAX_ENTRIES} entries')
+        path = os.path.normpath(entry.name)
+        if entry.isfile() and not path.startswith(('/', '..')) and '\0' not in path:
+          total += entry.size  # a sparse file is larger than what is in the archive
+          if total > MAX_UNPACKED_BYTES:
+            raise BadArchive(f'the files have more than {MAX_UNPACKED_BYTES} bytes')
+          found[path] = tar.extractfile(entry).read()
+  except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
+    raise BadArchive(f'not a tar.gz: {error}') from None
   return found
+
+
+def _decompressed(data):
+  """Raises BadArchive above a bound, whatever follows."""
+  parts, left = [], MAX_UNPACKED_BYTES
+  while data:
+    stream = zlib.decompressobj(wbits=31)
+    parts.append(stream.decompress(data, left + 1))
+    left -= len(parts[-1])
+    if left < 0:
+      raise BadArchive(f'the archive has more than {MAX_UNPACKED_BYTES} bytes')
+    if not stream.eof:
+      raise BadArchive('the archive is cut off')
+    data = stream.unused_data.lstrip(b'\0')
+  return b''.join(parts)
 
 
 def compose(original, work, ours, collect, exclude):
