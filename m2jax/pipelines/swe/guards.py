@@ -94,22 +94,20 @@ def watch(trusted, tree, found):
   """
   library = os.path.dirname(os.__file__) + '/'
   known = (library, '<frozen ', *trusted)
-  getframe, own, files = sys._getframe, [], _Files(tree, known)
+  getframe, asks, files = sys._getframe, False, _Files(tree, known)
   sys.dont_write_bytecode, sys.pycache_prefix = True, os.devnull + '/none'
 
   def hook(event, arguments):
-    if event == 'sys._getframe' and arguments:
-      frame = arguments[0]
-      if frame.f_code is own[0]:  # the call below, and no other that happens here
-        if len(own) == 1:
-          own.append(frame.f_lasti)
-        if frame.f_lasti == own[1]:
-          return
+    nonlocal asks
+    if asks and event == 'sys._getframe':  # this hook's own call, and no other
+      asks = False
+      return
     if event == 'object.__getattr__':
       if arguments[1] not in _READ and arguments[1] not in _CODE:
         return  # above all f_code, which is read below
     elif event not in _WATCHED and not event.startswith('ctypes.'):
       return
+    asks = True
     inner = getframe(0).f_back
     detail, pytest_may = files.describe(event, arguments, inner)
     if not detail:
@@ -135,9 +133,7 @@ def watch(trusted, tree, found):
       key = f'{place}:{frame.f_code.co_qualname}>{key}'
     found(f'{detail} {key}')
 
-  own.append(hook.__code__)
   sys.addaudithook(hook)
-  compile('0', '<first>', 'eval')  # so that the hook knows its own call
 
 
 def _harmless(detail, place, frame):
