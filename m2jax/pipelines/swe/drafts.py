@@ -154,6 +154,7 @@ def performance(
     'files': sorted({test_file(t) for t in env.status}),
     'p2p': sorted(env.status),
     'status': {t: s for t, s in env.status.items() if s != 'PASSED'},
+    'twins': _twins(env, sorted(env.status)),
     'timed': sorted(timed),
     'slow': dict(slow),
     'pairs': pairs,

@@ -315,8 +315,8 @@ def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
 
 def shipped() -> dict[str, bytes]:
   """The verifier's programs, for a task's tests/."""
-  ours = ('harness.py', 'guards.py', 'grade.py', 'reaches.py', 'twins.py')
+  ours = 'harness guards grade copies reaches twins'.split()
   return {
-    **{name: HARNESS.with_name(name).read_bytes() for name in ours},
+    **{f'{n}.py': HARNESS.with_name(f'{n}.py').read_bytes() for n in ours},
     'compose.py': Path(compose.__file__).read_bytes(),
   }

@@ -83,19 +83,21 @@ def tests(config, tree):
   }
 
 
-def _with_twins(config, tree, keep):
+def _with_twins(config, tree, keep, strict=False):
   """Results of tests, whose twins (twins.py) run among them, in an unknown order.
 
   Raises Failed if the tests pass and a twin does not fail.
   """
+  import copies
+
   jobs = [(None, keep), *enumerate(config['twins'])]
   secrets.SystemRandom().shuffle(jobs)
   results, blind = {}, []
   for number, wanted in jobs:
     files = sorted({test.partition('::')[0] for test in wanted})
     changed = {} if number is None else _twins_of(tree, files, number)
-    with copied(tree, changed) as copy:
-      found = run(config, copy, files, wanted, config['limit_s'])
+    with copies.copied(tree, changed) as copy:
+      found = run(config, copy, files, wanted, config['limit_s'], strict=strict)
     if number is not None:
       blind += [t for t in wanted if found.get(t) != 'FAILED']
       continue
@@ -126,6 +128,7 @@ def written_test(config, tree):
   it does, is wrong on one of them; all texts have one length. It must also fail on the
   third variant (third.py), whose results are neither right nor those of the bug.
   """
+  import copies
   from reaches import names, reaches
 
   path = config['test']
@@ -141,7 +144,7 @@ def written_test(config, tree):
   longest = max(map(len, sources)) + 1
   for variant, source in zip(drawn, sources, strict=True):
     source += '#' * (longest - len(source))
-    with copied(tree, {config['source_path']: source}) as copy:
+    with copies.copied(tree, {config['source_path']: source}) as copy:
       results = run(config, copy, [path], None, config['limit_s'], strict=True)
     statuses = set(results.values())
     if variant == 'third':
@@ -202,15 +205,17 @@ def performance(config, tree):
 
   Slow and changed sources run in turns, so that both see the same load.
   """
+  import copies
+
   _refuse_reaching(config, tree)
   limit_s, timed = config['limit_s'], config['timed']
-  results = run(config, tree, config['files'], config['p2p'], limit_s, {}, True)
+  results = _with_twins(config, tree, config['p2p'], strict=True)
   broken = [t for t in config['p2p'] if not _right(config, t, results)]
   if broken:
     raise Failed(f'{len(broken)} P2P tests fail')
   files = sorted({test.partition('::')[0] for test in timed})
   pairs, imports = [], []
-  with copied(tree, config['slow']) as slow:
+  with copies.copied(tree, config['slow']) as slow:
     for _ in range(config['pairs']):
       pair, started = [], []
       for where in (slow, tree):
@@ -277,11 +282,13 @@ def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
     'audited': config.get('audited', []),
     'strict': strict,
   }
+  import copies
+
   place = tempfile.mkdtemp()  # so that no path of the verifier's files is known
   for name in ('harness.py', 'guards.py'):
     shutil.copyfile(os.path.join(_HERE, name), os.path.join(place, name))
   command = [sys.executable, '-s', '-S', '-P', '-B', os.path.join(place, 'harness.py')]
-  before = _entries()
+  before = copies.entries()
   process = subprocess.Popen(
     command,
     stdin=subprocess.PIPE,
@@ -301,8 +308,8 @@ def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
     process.wait()
     end_children()
     shutil.rmtree(place, ignore_errors=True)
-    for path in _entries() - before:
-      _remove(path)
+    for path in copies.entries() - before:
+      copies.remove(path)
   return parse(output, request['nonce'], seconds)
 
 
@@ -364,64 +371,6 @@ def _text(tree, path):
       return file.read()
   except OSError:
     return None
-
-
-@contextlib.contextmanager
-def copied(tree, changed):
-  """A copy of a tree with other texts, which cannot be written; removed at the end."""
-  place = tempfile.mkdtemp()
-  target = os.path.join(place, 'tree')
-  try:
-    shutil.copytree(tree, target)
-    for path, text in changed.items():
-      full = os.path.join(target, path)
-      os.chmod(full, 0o644)
-      with open(full, 'w', encoding='utf-8') as file:
-        file.write(text)
-    _set_modes(place, 0o555, 0o444)
-    yield target
-  finally:
-    _remove(place)
-
-
-def _set_modes(root, directory_mode, file_mode):
-  os.chmod(root, directory_mode | 0o200)
-  for directory, names, files in os.walk(root):
-    for name in names:
-      os.chmod(os.path.join(directory, name), directory_mode)
-    for name in files:
-      os.chmod(os.path.join(directory, name), file_mode)
-  os.chmod(root, directory_mode)
-
-
-def _entries():
-  """Entries of the directories that tests can write, in a sandbox of the verifier's.
-
-  What a run leaves there could tell a later one its number.
-  """
-  if not os.environ.get('M2JAX_PRIVATE'):
-    return set()
-  logs = os.environ['M2JAX_LOGS']
-  found = set()
-  for place in (tempfile.gettempdir(), '/dev/shm', logs, os.path.dirname(logs)):
-    with contextlib.suppress(OSError):
-      found |= {os.path.join(place, name) for name in os.listdir(place)}
-  return found
-
-
-def _remove(path):
-  """Removes what a run may have left without permissions."""
-  if os.path.isdir(path) and not os.path.islink(path):
-    os.chmod(path, 0o700)
-    for directory, names, _ in os.walk(path):
-      for name in names:
-        full = os.path.join(directory, name)
-        if not os.path.islink(full):
-          os.chmod(full, 0o700)
-    shutil.rmtree(path, ignore_errors=True)
-  else:
-    with contextlib.suppress(OSError):
-      os.unlink(path)
 
 
 def _compose(config):

@@ -330,6 +330,11 @@ PERFORMANCE = {
     'class Any:\n  def __eq__(self, other):\n    return True\n'
     'def clamp(*a):\n  return Any()\n',
   ),
+  'equal to everything, without its name': _fast(
+    _WAIT,
+    'Any = type("Any", (), {"__e" + "q__": lambda self, other: True})\n'
+    'def clamp(*a):\n  return Any()\n',
+  ),
   'the tests are changed': 'rm -rf tests; '
   + _file('tests/test_core.py', 'def test_clamp(): pass'),
   'conftest.py': _file('conftest.py', test_cheats._HOOKS),

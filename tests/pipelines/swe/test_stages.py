@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -349,8 +350,9 @@ def test_f2p_needs_exactly_the_right_status(status, monkeypatch, tmp_path):
   """Facts §3.4: a skipped or missing F2P fails; here also a skipped P2P."""
   config = {'f2p': ['a'], 'p2p': ['b'], 'files': [], 'limit_s': 1, 'known': []}
   config |= {'collect': [], 'exclude': [], 'twins': []}
+  monkeypatch.syspath_prepend(Path(grade.__file__).parent)  # as in a task's tests/
   for tests in ({'a': status, 'b': 'PASSED'}, {'a': 'PASSED', 'b': status}):
-    monkeypatch.setattr(grade, 'run', lambda *a, tests=tests: tests)
+    monkeypatch.setattr(grade, 'run', lambda *a, strict, tests=tests: tests)
     monkeypatch.setattr(grade, '_refuse_reaching', lambda *a: None)
     assert grade.tests(config, str(tmp_path))['reward'] == 0.0
 
