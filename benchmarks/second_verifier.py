@@ -16,6 +16,7 @@ import argparse
 import ast
 import asyncio
 import collections
+import itertools
 import json
 import random
 import sys
@@ -160,19 +161,33 @@ def reviewed(release, changed, config, task: Path) -> str:
   before, after = ast.parse(release[path]), ast.parse(changed[path])
   if ast.dump(before) == ast.dump(after):
     return 'nothing but comments differs'
-  places = set()
-  for old, new in zip(ast.walk(before), ast.walk(after), strict=False):
-    if type(old) is not type(new) or _own(old) != _own(new):
-      places.add(getattr(new, 'lineno', answer['line']))
-      break
-  near = any(abs(line - answer['line']) <= 4 for line in places)
-  return '' if near or not places else f'the difference is at {sorted(places)}'
+  line = _difference(before, after, 0)
+  near = abs(line - answer['line']) <= 4
+  return '' if near else f'the difference is at {line}'
 
 
-def _own(node: ast.AST) -> str:
-  fields = {k: v for k, v in ast.iter_fields(node) if not isinstance(v, list | ast.AST)}
-  kinds = [type(child).__name__ for child in ast.iter_child_nodes(node)]
-  return repr((fields, kinds))
+def _difference(old: ast.AST, new: ast.AST, line: int) -> int:
+  """Line of the first difference of two syntax trees, in the second; -1: none.
+
+  A node without a line has that of the node around it.
+  """
+  line = getattr(new, 'lineno', line)
+  if type(old) is not type(new):
+    return line
+  children = []
+  for field in new._fields:
+    a, b = getattr(old, field, None), getattr(new, field, None)
+    if isinstance(a, list) and isinstance(b, list):
+      children += itertools.zip_longest(a, b)
+    else:
+      children.append((a, b))
+  for a, b in children:
+    if isinstance(a, ast.AST) and isinstance(b, ast.AST):
+      if (found := _difference(a, b, line)) >= 0:
+        return found
+    elif type(a) is not type(b) or a != b:
+      return getattr(b, 'lineno', line)
+  return -1
 
 
 async def sample(dataset: Path, count: int, seed: int) -> dict:

@@ -121,6 +121,67 @@ def test_the_verifier_cannot_be_gamed(name):
   assert _play(CHEATS[name](), answer='All done, every check passed.') == 0.0
 
 
+def _mathematical() -> int:
+  """An entry whose tools can be asked for a logarithm."""
+  for number, entry in enumerate(data.entries()[:100]):
+    names = [tool['function']['name'] for tool in data.tools(entry)]
+    if 'logarithm' in names:
+      return number
+  raise AssertionError('no entry with logarithm')
+
+
+BAD = {
+  'more digits than there is time for': {'value': 3, 'base': 2, 'precision': 10**8},
+  'a number that is too long': {'value': 10**5000, 'base': 2, 'precision': 3},
+  'not a number': {'value': float('nan'), 'base': [], 'precision': {}},
+  'nested too deeply': {'value': eval('[' * 90 + ']' * 90), 'base': 2, 'precision': 3},
+  'other names': {'self': 1, 'name': 2, '': 3},
+}
+
+
+@pytest.mark.parametrize('name', BAD)
+def test_a_bad_call_is_an_error_of_that_call(name):
+  """The tools go on, and the turn can still be solved."""
+  number = _mathematical()
+
+  async def one():
+    task = tasks.make(f'bfcl/train/{number}')
+    async with task.open() as environment:
+      try:
+        shown = await environment.execute('logarithm', BAD[name])
+      except tasks.BadCall as error:
+        shown = f'error: {error}'
+      assert 'error' in shown.lower(), shown
+      return json.loads(await environment.execute('mean', {'numbers': [1, 2, 6]}))
+
+  assert asyncio.run(one()) == {'result': 3.0}
+
+
+def test_a_backend_that_died_is_a_failed_attempt(monkeypatch):
+  """No exception: one attempt would end the whole suite."""
+
+  started, start = [], asyncio.create_subprocess_exec
+
+  async def noted(*command, **options):
+    started.append(await start(*command, **options))
+    return started[-1]
+
+  monkeypatch.setattr(asyncio, 'create_subprocess_exec', noted)
+
+  async def one():
+    task = tasks.make(SPEC)
+    async with task.open() as environment:
+      for _ in task.requests[1:]:
+        await environment.execute('next_request', {})
+      started[0].kill()
+      await started[0].wait()
+      with pytest.raises(tasks.BadCall):
+        await environment.execute('ls', {})
+      return await task.verify(environment, 'done')
+
+  assert asyncio.run(one()) == 0.0
+
+
 def test_a_call_after_the_end_changes_no_verdict():
   async def one():
     task = tasks.make(SPEC)

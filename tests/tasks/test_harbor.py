@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
+import os
+import shutil
 import tarfile
 
 import pytest
@@ -22,7 +25,8 @@ echo $r > "$M2JAX_LOGS/reward.txt"
 def _draft(tmp_path, test=_TEST, **metadata):
   archive = tmp_path / 'base.tar.gz'
   with tarfile.open(archive, 'w:gz') as tar:
-    for name, text in {'work/in.txt': 'in', 'tests/t': 't', 'secret': 's'}.items():
+    texts = {'work/in.txt': 'in', 'work/kept.pyc': '', 'tests/t': 't', 'secret': 's'}
+    for name, text in texts.items():
       info = tarfile.TarInfo(name)
       info.size = len(text)
       tar.addfile(info, io.BytesIO(text.encode()))
@@ -30,7 +34,14 @@ def _draft(tmp_path, test=_TEST, **metadata):
     name='one',
     instruction='Write right into work/out.txt.',
     metadata=harbor.Metadata(
-      'test', 'files', ('work/*',), ('*.pyc',), remove=('secret',), **metadata
+      **{
+        'pipeline': 'test',
+        'family': 'files',
+        'collect': ('work/*',),
+        'exclude': ('*.pyc',),
+        'remove': ('secret',),
+        **metadata,
+      }
     ),
     archive=archive,
     overlay={'work/extra.txt': b'more'},
@@ -69,6 +80,7 @@ def test_what_is_written_is_read(tmp_path):
   assert found.metadata == _draft(tmp_path).metadata
   assert found.workspace() == {
     'work/in.txt': b'in',
+    'work/kept.pyc': b'',
     'tests/t': b't',
     'work/extra.txt': b'more',
   }
@@ -115,6 +127,44 @@ def test_too_much_work_fails(tmp_path, monkeypatch):
   path = _dataset(tmp_path)
   verdict = _judge(path, 'for i in {1..20}; do echo right > work/$i; done')
   assert verdict.outcome == harbor.FAILED and 'more than' in verdict.reason
+
+
+# Python, since a shell's path is limited to PATH_MAX at once.
+_DEEP = """\
+python3 - <<'END'
+import os
+os.chdir('work')
+for _ in range(2000):
+  os.mkdir('d' * 50)
+  os.chdir('d' * 50)
+open('out.txt', 'w').write('right')
+END
+"""
+UNJUDGEABLE = {
+  'directories thousands of levels deep': _DEEP,
+  'a path that the system does not take': _DEEP.replace('2000', '60'),
+  'a directory where a file of the task is': 'mkdir -p tests work/kept.pyc; '
+  'echo right > work/out.txt; rm -rf work/kept.pyc; mkdir work/kept.pyc; '
+  'echo right > work/kept.pyc/out.txt',
+  'no permission to read the workspace': 'chmod 000 .',
+}
+
+
+@pytest.mark.parametrize('name', UNJUDGEABLE)
+def test_what_only_the_agent_can_have_caused_is_a_failure(tmp_path, name):
+  """An attempt that is masked costs nothing: no state may turn a failure into that."""
+  path = _dataset(tmp_path)
+  found = _judge(path, UNJUDGEABLE[name])
+  assert found.outcome == harbor.FAILED, found
+
+
+def test_a_directory_where_a_hidden_input_is_is_a_failure(tmp_path):
+  run = dict(run='cat work/input.txt', collect=('*',))
+  path = _dataset(tmp_path, **run)
+  (path / 'tests' / 'inputs' / '0' / 'work').mkdir(parents=True)
+  (path / 'tests' / 'inputs' / '0' / 'work' / 'input.txt').write_text('1')
+  found = _judge(path, 'mkdir work/input.txt; echo right > work/input.txt/out.txt')
+  assert found.outcome == harbor.FAILED, found
 
 
 @pytest.mark.parametrize(
@@ -179,6 +229,65 @@ def test_a_broken_directory_is_named(tmp_path, missing):
   (path / missing).unlink()
   with pytest.raises(harbor.BadTask, match=missing):
     harbor.read(path)
+
+
+LINKS = {
+  'the instruction': ('instruction.md', 'outside/file'),
+  'files of the workspace': ('environment/overlay', 'outside'),
+  'one file of the workspace': ('environment/overlay/passwd', 'outside/file'),
+  'the archive': ('environment/workspace.tar.gz', 'outside/file'),
+  'the tests': ('tests/more', 'outside'),
+  'the solution': ('solution', 'outside'),
+}
+
+
+@pytest.mark.parametrize('name', LINKS)
+def test_a_link_out_of_a_task_is_refused(tmp_path, name):
+  """A task of a stranger must not carry this machine's files into an episode."""
+  path, (where, target) = _dataset(tmp_path), LINKS[name]
+  (tmp_path / 'outside').mkdir()
+  (tmp_path / 'outside' / 'file').write_text('secret')
+  found = path / where
+  if found.is_dir():
+    shutil.rmtree(found)
+  found.unlink(missing_ok=True)
+  found.symlink_to(tmp_path / target)
+  with pytest.raises(harbor.BadTask, match='leads out'):
+    harbor.read(path)
+
+
+def test_a_pipe_in_a_task_is_refused(tmp_path):
+  """Reading it would wait for ever."""
+  path = _dataset(tmp_path)
+  (path / 'environment' / 'workspace.tar.gz').unlink()
+  os.mkfifo(path / 'environment' / 'workspace.tar.gz')
+  with pytest.raises(harbor.BadTask, match='not a file'):
+    harbor.read(path)
+
+
+def _bomb(kind):
+  if kind == 'zeros':
+    return gzip.compress(bytes(compose.MAX_UNPACKED_BYTES + 1))
+  buffer = io.BytesIO()
+  with tarfile.open(fileobj=buffer, mode='w:gz') as tar:
+    if kind == 'entries':
+      for number in range(compose.MAX_ENTRIES + 1):
+        tar.addfile(tarfile.TarInfo(str(number)))
+    if kind == 'sparse':
+      entry = tarfile.TarInfo('x')
+      entry.pax_headers = {
+        'GNU.sparse.map': '0,1',
+        'GNU.sparse.size': str(1 << 40),
+        'GNU.sparse.numblocks': '1',
+      }
+      tar.addfile(entry)
+  return buffer.getvalue()[:-9] if kind == 'cut off' else buffer.getvalue()
+
+
+@pytest.mark.parametrize('kind', ['zeros', 'entries', 'sparse', 'cut off'])
+def test_an_archive_is_unpacked_within_bounds(kind):
+  with pytest.raises(compose.BadArchive):
+    compose.unpack(_bomb(kind))
 
 
 def _demonstrate(path):

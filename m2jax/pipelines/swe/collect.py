@@ -1,7 +1,8 @@
 """Stage 1, collect: source distributions, by pip, with hash and licence.
 
-Nothing of them is part of this repository: they come from the registry at run time, and
-a record of each task has name, version, sha256 and licence.
+Nothing of a package is run here, not even its build backend (download.py). Nothing of
+them is part of this repository: they come from the registry at run time, and a record
+of each task has name, version, sha256 and licence.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import tarfile
 import time
 from pathlib import Path
 
+from m2jax.pipelines.swe import requirements
 from m2jax.tasks.harbor import compose
 
 _PIP = (sys.executable, '-m', 'pip', '--disable-pip-version-check')
+_DOWNLOAD = (sys.executable, '-P', str(Path(__file__).with_name('download.py')))
 _DOWNLOAD_S = 300.0
 _MAX_BYTES = 8 << 20  # of an archive
 _KEPT = re.compile(r'\.(py|pyi|txt|cfg|toml|ini|md|rst|json|sql|html|yaml|yml|csv)$')
@@ -41,6 +44,7 @@ class Source:
     licence: as its metadata states it.
     files: relative path → content, of text files.
     archive: tar.gz of `files`, to be linked into tasks.
+    requires: distributions that its metadata declare.
   """
 
   name: str
@@ -49,6 +53,7 @@ class Source:
   licence: str
   files: dict[str, bytes]
   archive: Path
+  requires: frozenset[str] = frozenset()
 
   @property
   def provenance(self) -> dict[str, str]:
@@ -71,13 +76,12 @@ async def fetch(requirement: str, directory: Path) -> Source:
   """Downloads a source distribution, once, and reads it.
 
   Raises:
-    CollectError: pip fails, or the package is too large.
+    CollectError: pip fails, or the package is too large or no archive.
   """
   name, _, version = requirement.partition('==')
   place = directory / requirement.replace('==', '-')
   if not any(place.glob('*.tar.gz')):
-    where = ('-d', str(place), '--no-deps', '--no-binary', name, requirement)
-    await pip('download', '--quiet', *where)
+    await _run(*_DOWNLOAD, requirement, str(place), str(_MAX_BYTES), what='download')
   (path,) = place.glob('*.tar.gz')
   return await asyncio.to_thread(_read, path, name, version, place)
 
@@ -96,9 +100,12 @@ async def versions(name: str) -> list[str]:
 
 async def pip(*arguments: str) -> str:
   """Runs pip; returns its output. Raises CollectError."""
+  return await _run(*_PIP, *arguments, what=arguments[0])
+
+
+async def _run(*command: str, what: str) -> str:
   process = await asyncio.create_subprocess_exec(
-    *_PIP,
-    *arguments,
+    *command,
     stdout=asyncio.subprocess.PIPE,
     stderr=asyncio.subprocess.PIPE,
     env={**os.environ, 'PIP_NO_INPUT': '1'},
@@ -108,10 +115,11 @@ async def pip(*arguments: str) -> str:
   except TimeoutError:
     process.kill()
     await process.wait()
-    raise CollectError(f'pip {arguments[0]}: no answer in {_DOWNLOAD_S} s') from None
+    raise CollectError(f'pip {what}: no answer in {_DOWNLOAD_S} s') from None
   if process.returncode:
-    last = [line for line in err.decode().splitlines() if 'ERROR' in line][-1:]
-    raise CollectError(f'pip {arguments[0]} failed: {" ".join(last)[:300]}')
+    lines = err.decode(errors='replace').splitlines()
+    last = [line for line in lines if 'ERROR' in line][-1:] or lines[-1:]
+    raise CollectError(f'pip {what} failed: {" ".join(last)[:300]}')
   return out.decode()
 
 
@@ -119,13 +127,18 @@ def _read(path: Path, name: str, version: str, place: Path) -> Source:
   data = path.read_bytes()
   if len(data) > _MAX_BYTES:
     raise CollectError(f'{path.name} has {len(data)} bytes, more than {_MAX_BYTES}')
+  try:
+    unpacked = compose.unpack(data)
+  except compose.BadArchive as error:
+    raise CollectError(f'{path.name}: {error}') from error
   found = {}
-  for full, content in compose.unpack(data).items():
+  for full, content in unpacked.items():
     _, _, inner = full.partition('/')
     if inner and (_KEPT.search(inner) or 'LICEN' in inner.upper()):
       if b'\0' not in content:
         found[inner] = content
-  info = email.message_from_bytes(compose.unpack(data).get(_info(data), b''))
+  stated = min((p for p in unpacked if p.endswith('PKG-INFO')), key=len, default='')
+  info = email.message_from_bytes(unpacked.get(stated, b''))
   licence = info.get('License-Expression') or _classified(info) or info.get('License')
   found = {k: v for k, v in found.items() if '.egg-info/' not in k}
   archive = place / 'text' / 'workspace.tar.gz'
@@ -138,13 +151,8 @@ def _read(path: Path, name: str, version: str, place: Path) -> Source:
     (licence or 'unknown').splitlines()[0][:80],
     found,
     archive,
+    frozenset(requirements.declared(found, info.get_all('Requires-Dist', []))),
   )
-
-
-def _info(data: bytes) -> str:
-  with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-    names = [n for n in tar.getnames() if n.endswith('PKG-INFO')]
-  return min(names, key=len, default='')
 
 
 def _classified(info) -> str:

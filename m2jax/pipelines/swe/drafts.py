@@ -15,7 +15,8 @@ from m2jax.tasks import harbor
 
 _TEST_SH = b"""\
 #!/bin/bash
-exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"
+# From there, so that its command line does not name the place.
+cd "${M2JAX_TESTS:-/tests}" && exec python3 -I -S -B grade.py
 """
 _SOLVE = """\
 #!/bin/bash
@@ -60,6 +61,7 @@ def repair(
     'f2p': sorted(f2p),
     'p2p': sorted(p2p),
     'status': {t: s for t, s in env.status.items() if s != 'PASSED'},
+    'twins': _twins(env, f2p),
   }
   hidden = {test_file(test) for test in f2p}
   return _draft(
@@ -87,9 +89,16 @@ def write_test(
   instruction: str,
   path: str,
   bug: str,
+  third: str,
   f2p: Sequence[str],
 ) -> harbor.Draft:
-  """SWE-Test: a task to write a test that fails on the bug and passes without it."""
+  """SWE-Test: a task to write a test that fails on the bug and passes without it.
+
+  Args:
+    path: of the file with the bug.
+    bug, third: its texts with the bug, and with a further one (`third.source`).
+    f2p: tests of the package that fail on the bug.
+  """
   right = env.source.files[path].decode()
   hidden = sorted({test_file(test) for test in f2p})
   target = regression_test(hidden[0])
@@ -98,7 +107,7 @@ def write_test(
     **_config(env),
     'test': target,
     'source_path': path,
-    'variants': {'right': right, 'bug': bug},
+    'variants': {'right': right, 'bug': bug, 'third': third},
   }
   return _draft(
     env,
@@ -146,6 +155,7 @@ def performance(
     'files': sorted({test_file(t) for t in env.status}),
     'p2p': sorted(env.status),
     'status': {t: s for t, s in env.status.items() if s != 'PASSED'},
+    'twins': _twins(env, sorted(env.status)),
     'timed': sorted(timed),
     'slow': dict(slow),
     'pairs': pairs,
@@ -228,6 +238,14 @@ def patch(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str:
     )
     parts += difflib.unified_diff(old, new, f'a/{path}', f'b/{path}')
   return ''.join(p if p.endswith('\n') else p + '\n' for p in parts)
+
+
+def _twins(env: Environment, tests: Sequence[str]) -> list[list[str]]:
+  """By number of the twin: those of the tests whose twin fails on the right sources."""
+  found = [sorted(set(tests) & set(fails)) for fails in env.twins]
+  while found and not found[-1]:
+    found.pop()
+  return found
 
 
 def _config(env: Environment) -> dict[str, Any]:

@@ -20,15 +20,13 @@ from typing import Any
 
 from m2jax import sandbox
 from m2jax.pipelines.make import LIMITS
-from m2jax.pipelines.swe import collect
+from m2jax.pipelines.swe import collect, requirements, twins
 from m2jax.tasks.harbor import compose, verifier
 
 HARNESS = Path(__file__).with_name('harness.py')
 PYTEST = 'pytest==8.4.2'
 _TEST_FILE = re.compile(r'(^|/)(test_[^/]*|[^/]*_test)\.py$')
 _ROOTS = ('src', 'lib', '')
-_MODULES = {'yaml': 'pyyaml', 'dateutil': 'python-dateutil', 'attr': 'attrs'}
-_PLUGINS = {'benchmark': 'pytest-benchmark', 'mocker': 'pytest-mock'}
 _RUN_S = 240.0
 
 
@@ -51,6 +49,7 @@ class Environment:
     calls: {path: {first line of a function: tests that call it}}.
     repairs: what was done, in order.
     audited: audit events of the right sources (guards.py).
+    twins: by number, the tests whose twin fails, as it must (twins.py).
   """
 
   source: collect.Source
@@ -64,6 +63,7 @@ class Environment:
   calls: Mapping[str, Mapping[int, Sequence[str]]]
   repairs: tuple[str, ...]
   audited: tuple[str, ...] = ()
+  twins: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,15 +125,15 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
   files = sorted(p for p in source.files if _TEST_FILE.search(p))
   if not files:
     raise NoEnvironment(f'{source.name}: no test files in the source distribution')
-  requirements, log = [PYTEST], []
+  installed, log = [PYTEST], []
   for _ in range(repairs + 1):
-    key = await site(requirements, dataset)
+    key = await site(installed, dataset)
     request = dict(roots=roots, files=files)
     ran = await run(dataset, key, source.files, 'profile', **request)
-    wanted = _repair(ran, source) - set(requirements)
+    wanted = _repair(ran, source) - set(installed)
     if not wanted:
       break
-    requirements = sorted({*requirements, *wanted})
+    installed = sorted({*installed, *wanted})
     log += [f'install {name}' for name in sorted(wanted)]
   passed = {t for t, r in ran.tests.items() if r['status'] in ('PASSED', 'XFAIL')}
   if ran.end.get('tampered') or not passed:
@@ -153,6 +153,7 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
   if broken:
     log.append(f'leave out {len(broken)} failing tests or files')
   seconds = {t: again.tests[t].get('s', 0.0) for t in status}
+  twins_ = await _twins(dataset, key, source, status, request)
   calls = {
     path: {int(line): tests for line, tests in lines.items()}
     for path, lines in ran.end.get('calls', {}).items()
@@ -160,7 +161,7 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
   return Environment(
     source=source,
     site=key,
-    requirements=tuple(requirements),
+    requirements=tuple(installed),
     roots=roots,
     code=code,
     files=tuple(f for f in files if any(t.startswith(f'{f}::') for t in status)),
@@ -169,32 +170,54 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
     calls=calls,
     repairs=tuple(log),
     audited=tuple(sorted({*ran.end.get('audited', ()), *again.end.get('audited', ())})),
+    twins=twins_,
   )
 
 
+async def _twins(dataset, key, source, status, request) -> tuple[tuple[str, ...], ...]:
+  """By number, the tests that pass and whose twins fail on the right sources."""
+  found = []
+  for number in range(twins.MOST):
+    texts = {
+      path: twins.twin(source.files[path].decode(errors='replace'), number)
+      for path in request['files']
+    }
+    changed = {path: text.encode() for path, text in texts.items() if text is not None}
+    if not changed:
+      break
+    wanted = {**request, 'files': sorted(changed)}
+    ran = await run(dataset, key, {**source.files, **changed}, 'run', **wanted)
+    failed = {t for t, r in ran.tests.items() if r['status'] == 'FAILED'}
+    found.append(tuple(t for t, s in status.items() if s == 'PASSED' and t in failed))
+  return tuple(found)
+
+
 def _repair(ran: Output, source: collect.Source) -> set[str]:
-  """Requirements that the errors ask for."""
+  """Requirements that the errors ask for, of those that may be installed."""
   found, own = set(), source.name.replace('-', '_').lower()
   for record in ran.tests.values():
     why = record.get('why', '')
     for module in re.findall(r"No module named '(\w+)", why):
-      if module.lower() not in (own, 'tests', 'test', 'conftest'):
-        found.add(_MODULES.get(module, module))
+      wanted = requirements.distribution(module, source.requires)
+      if wanted and module.lower() not in (own, 'tests', 'test', 'conftest'):
+        found.add(wanted)
     if re.search(r'PackageNotFoundError', why):
       found.add(f'{source.name}=={source.version}')
     for fixture in re.findall(r"fixture '(\w+)' not found", why):
-      if fixture in _PLUGINS:
-        found.add(_PLUGINS[fixture])
+      if fixture in requirements.PLUGINS:
+        found.add(requirements.PLUGINS[fixture])
   return found
 
 
-async def site(requirements: Sequence[str], dataset: Path) -> str:
+async def site(wanted: Sequence[str], dataset: Path) -> str:
   """Installs requirements into a directory of sites/, once; returns its name.
+
+  Wheels only, of which installing runs nothing.
 
   Raises:
     NoEnvironment: pip fails.
   """
-  text = '\n'.join(sorted(requirements))
+  text = '\n'.join(sorted(wanted))
   key = hashlib.sha256(text.encode()).hexdigest()[:12]
   target = dataset / 'sites' / key
   if target.is_dir():
@@ -203,7 +226,8 @@ async def site(requirements: Sequence[str], dataset: Path) -> str:
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
   try:
-    await collect.pip('install', '--quiet', '--target', str(partial), *requirements)
+    options = ('--quiet', '--only-binary', ':all:', '--target', str(partial))
+    await collect.pip('install', *options, *wanted)
   except collect.CollectError as error:
     shutil.rmtree(partial, ignore_errors=True)
     raise NoEnvironment(str(error)) from error
@@ -291,8 +315,8 @@ def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
 
 def shipped() -> dict[str, bytes]:
   """The verifier's programs, for a task's tests/."""
-  ours = ('harness.py', 'guards.py', 'grade.py', 'reaches.py')
+  ours = 'harness guards grade copies reaches twins'.split()
   return {
-    **{name: HARNESS.with_name(name).read_bytes() for name in ours},
+    **{f'{n}.py': HARNESS.with_name(f'{n}.py').read_bytes() for n in ours},
     'compose.py': Path(compose.__file__).read_bytes(),
   }

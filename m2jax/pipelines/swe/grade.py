@@ -17,6 +17,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import signal
 import statistics
 import subprocess
@@ -27,6 +28,11 @@ import time
 
 # A fixed seed, since some tests are named after elements of sets.
 _ENVIRONMENT = {'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0'}
+# Names by which a test reads the source instead of calling it.
+_READERS = frozenset(
+  'open getsource getsourcelines getlines read_text read_bytes linecache tokenize '
+  'get_source get_data orig_argv'.split()
+)
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
@@ -39,10 +45,10 @@ def main():
   adopt()
   with open(os.path.join(_HERE, 'config.json')) as file:
     config = json.load(file)
-  tree = os.environ.get('M2JAX_TREE') or _compose(config)
   logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')
   print('m2jax: ready', flush=True)
   try:
+    tree = os.environ.get('M2JAX_TREE') or _compose(config)
     found = KINDS[config['kind']](config, tree)
   except Failed as error:
     found = {'reward': 0.0, 'reason': str(error)}
@@ -57,8 +63,7 @@ class Failed(Exception):
 def tests(config, tree):
   """F2P ∧ P2P on the agent's sources."""
   _refuse_reaching(config, tree)
-  keep = [*config['f2p'], *config['p2p']]
-  results = run(config, tree, config['files'], keep, config['limit_s'])
+  results = _with_twins(config, tree, [*config['f2p'], *config['p2p']])
   wrong = [t for t in config['f2p'] if not _right(config, t, results)]
   broken = [t for t in config['p2p'] if not _right(config, t, results)]
   f2p, p2p = (
@@ -78,6 +83,39 @@ def tests(config, tree):
   }
 
 
+def _with_twins(config, tree, keep, strict=False):
+  """Results of tests, whose twins (twins.py) run among them, in an unknown order.
+
+  Raises Failed if the tests pass and a twin does not fail.
+  """
+  import copies
+
+  jobs = [(None, keep), *enumerate(config['twins'])]
+  secrets.SystemRandom().shuffle(jobs)
+  results, blind = {}, []
+  for number, wanted in jobs:
+    files = sorted({test.partition('::')[0] for test in wanted})
+    changed = {} if number is None else _twins_of(tree, files, number)
+    with copies.copied(tree, changed) as copy:
+      found = run(config, copy, files, wanted, config['limit_s'], strict=strict)
+    if number is not None:
+      blind += [t for t in wanted if found.get(t) != 'FAILED']
+      continue
+    results = found
+    if not all(_right(config, t, results) for t in keep):
+      return results
+  if blind:
+    raise Failed(f'{len(blind)} tests also pass when they expect another value')
+  return results
+
+
+def _twins_of(tree, files, number):
+  import twins
+
+  texts = {path: twins.twin(_text(tree, path) or '', number) for path in files}
+  return {path: text for path, text in texts.items() if text is not None}
+
+
 def _right(config, test, results):
   return results.get(test) == config.get('status', {}).get(test, 'PASSED')
 
@@ -87,8 +125,10 @@ def written_test(config, tree):
 
   Each variant is also tried printed anew from its syntax tree, with statements that do
   nothing, so that a test that compares text, tree or bytecode of the source, not what
-  it does, is wrong on one of them.
+  it does, is wrong on one of them; all texts have one length. It must also fail on the
+  third variant (third.py), whose results are neither right nor those of the bug.
   """
+  import copies
   from reaches import names, reaches
 
   path = config['test']
@@ -96,18 +136,21 @@ def written_test(config, tree):
   if text is None:
     raise Failed(f'there is no {path}')
   reached = reaches(text) - {'pytest', 'unittest', 'environ'}
-  reached |= {n for n in names(text) if n in ('open', 'getsource', 'read_text')}
+  reached |= names(text) & _READERS
   if reached:
     raise Failed(f'the test uses {sorted(reached)}')
-  for variant in order(secrets.SystemRandom()):
-    source = config['variants'][variant.partition(' ')[0]]
-    if variant.endswith('printed'):
-      source = printed(source)
-    with tempfile.TemporaryDirectory() as place:
-      copy = os.path.join(place, 'tree')
-      _copy(tree, copy, {config['source_path']: source})
+  drawn = order(secrets.SystemRandom())
+  sources = [_variant(config, variant) for variant in drawn]
+  longest = max(map(len, sources)) + 1
+  for variant, source in zip(drawn, sources, strict=True):
+    source += '#' * (longest - len(source))
+    with copies.copied(tree, {config['source_path']: source}) as copy:
       results = run(config, copy, [path], None, config['limit_s'], strict=True)
     statuses = set(results.values())
+    if variant == 'third':
+      if not statuses & {'FAILED', 'ERROR'}:
+        raise Failed('the test tells the bug, but not the right results from others')
+      continue
     if 'ERROR' in statuses or not results:
       raise Failed(f'the test cannot be run on {variant}: {sorted(statuses)}')
     if variant.startswith('right') and statuses != {'PASSED'}:
@@ -115,6 +158,12 @@ def written_test(config, tree):
     if variant.startswith('bug') and 'FAILED' not in statuses:
       raise Failed('the test does not find the bug')
   return {'reward': 1.0, 'reason': ''}
+
+
+def _variant(config, name):
+  kind, _, how = name.partition(' ')
+  source = config['variants'][kind]
+  return printed(source) if how else source
 
 
 def printed(source):
@@ -134,7 +183,7 @@ def order(rng):
   A test that goes by what earlier runs left (files, process ids) would have to guess.
   """
   once = ['right', 'right printed', 'bug', 'bug printed']
-  drawn = [*once, rng.choice(once), rng.choice(once)]
+  drawn = [*once, rng.choice(once), rng.choice(once), 'third']
   rng.shuffle(drawn)
   return drawn
 
@@ -156,17 +205,17 @@ def performance(config, tree):
 
   Slow and changed sources run in turns, so that both see the same load.
   """
+  import copies
+
   _refuse_reaching(config, tree)
   limit_s, timed = config['limit_s'], config['timed']
-  results = run(config, tree, config['files'], config['p2p'], limit_s, {}, True)
+  results = _with_twins(config, tree, config['p2p'], strict=True)
   broken = [t for t in config['p2p'] if not _right(config, t, results)]
   if broken:
     raise Failed(f'{len(broken)} P2P tests fail')
   files = sorted({test.partition('::')[0] for test in timed})
   pairs, imports = [], []
-  with tempfile.TemporaryDirectory() as place:
-    slow = os.path.join(place, 'tree')
-    _copy(tree, slow, config['slow'])
+  with copies.copied(tree, config['slow']) as slow:
     for _ in range(config['pairs']):
       pair, started = [], []
       for where in (slow, tree):
@@ -233,13 +282,20 @@ def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
     'audited': config.get('audited', []),
     'strict': strict,
   }
-  command = [sys.executable, '-s', '-S', '-P', '-B', os.path.join(_HERE, 'harness.py')]
+  import copies
+
+  place = tempfile.mkdtemp()  # so that no path of the verifier's files is known
+  for name in ('harness.py', 'guards.py'):
+    shutil.copyfile(os.path.join(_HERE, name), os.path.join(place, name))
+  command = [sys.executable, '-s', '-S', '-P', '-B', os.path.join(place, 'harness.py')]
+  before = copies.entries()
   process = subprocess.Popen(
     command,
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     stderr=subprocess.DEVNULL,
     env={**_ENVIRONMENT, 'HOME': tempfile.gettempdir()},
+    cwd='/',
     start_new_session=True,
   )
   try:
@@ -251,6 +307,9 @@ def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     end_children()
+    shutil.rmtree(place, ignore_errors=True)
+    for path in copies.entries() - before:
+      copies.remove(path)
   return parse(output, request['nonce'], seconds)
 
 
@@ -314,21 +373,17 @@ def _text(tree, path):
     return None
 
 
-def _copy(tree, target, changed):
-  import shutil
-
-  shutil.copytree(tree, target)
-  for path, text in changed.items():
-    full = os.path.join(target, path)
-    os.chmod(full, 0o644)
-    with open(full, 'w', encoding='utf-8') as file:
-      file.write(text)
-
-
 def _compose(config):
   """The tree to judge, where Harbor runs the task: from /workspace."""
   import compose
 
+  try:
+    return _composed(compose, config)
+  except compose.Rejected as error:
+    raise Failed(str(error)) from None
+
+
+def _composed(compose, config):
   policy = config['collect'], config['exclude']
   with open(os.path.join(_HERE, 'workspace.tar.gz'), 'rb') as file:
     original = compose.unpack(file.read())

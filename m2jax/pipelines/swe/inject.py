@@ -17,7 +17,7 @@ from typing import Any
 
 from m2jax.pipelines.candidate import Candidate
 from m2jax.pipelines.context import Context
-from m2jax.pipelines.swe import drafts, environment, mutate, statements
+from m2jax.pipelines.swe import drafts, environment, mutate, statements, third
 from m2jax.pipelines.swe.config import Config
 from m2jax.pipelines.swe.environment import Environment
 from m2jax.pipelines.swe.mutate import Mutation
@@ -243,6 +243,11 @@ async def _repair(env, context, bugs: Sequence[Bug], rng) -> Candidate:
 def _write_test(env, bug: Bug) -> Candidate:
   m = bug.mutation
   id_ = f'test/{identity(env, m)}'
+  original = env.source.files[m.path]
+  other = third.source(original.decode(), bug.text, m.function, m.line)
+  if not other:
+    reason = f'no third variant of {m.function}'
+    return Candidate(id_, 'SWE-Test inversion', 'test', env.source.name, reason=reason)
   target = drafts.regression_test(sorted(map(drafts.test_file, bug.f2p))[0])
   draft = drafts.write_test(
     env,
@@ -250,9 +255,9 @@ def _write_test(env, bug: Bug) -> Candidate:
     statements.write_test(env, m, target),
     m.path,
     bug.text,
+    other,
     bug.f2p,
   )
-  original = env.source.files[m.path]
   diff = drafts.patch({m.path: original}, {m.path: bug.text.encode()})
   return Candidate(
     id_,

@@ -6,10 +6,12 @@
     {"end_turn": true}                →  {"turn": n, "valid": bool, "reason": TEXT}
 
 Only methods that the entry's documents list can be called, with keyword arguments; no
-text is evaluated. The verdict follows multi_turn_checker.py of bfcl-eval 2026.3.23: at
-the end of a turn every public attribute equals that of instances on which the reference
-calls ran, each result of the turn's reference calls is among all results so far, and a
-turn with reference calls has calls.
+text is evaluated. Each call is first tried in a forked process with limits of its own,
+so that one that needs more is an error of that call, and changes nothing. The verdict
+follows multi_turn_checker.py of bfcl-eval 2026.3.23: at the end of a turn every public
+attribute equals that of instances on which the reference calls ran, each result of the
+turn's reference calls is among all results so far, and a turn with reference calls has
+calls.
 """
 
 from __future__ import annotations
@@ -18,15 +20,21 @@ import ast
 import copy
 import importlib
 import json
+import os
 import resource
+import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from m2jax.tasks.bfcl import data
 
 _SOURCE = 'bfcl_eval.eval_checker.multi_turn_eval.func_source_code'
-_CPU_S, _MEMORY_BYTES = 60, 1 << 30
+_CPU_S, _MEMORY_BYTES = 600, 1 << 30
+_CALL_CPU_S, _CALL_S = 2, 5.0
+_MAX_SHOWN = 1 << 18  # characters
+_TOO_MUCH = 'Error during execution: the call takes too much time or memory'
 
 
 class Instances:
@@ -84,7 +92,8 @@ class Episode:
     """Runs a call of the agent."""
     if name not in self._names:
       return {'shown': f'no tool {name!r}', 'error': True}
-    shown = self._agent.run(name, **arguments)
+    bounded = within_limits(lambda: self._agent.run(name, **arguments))
+    shown = self._agent.run(name, **arguments) if bounded else _TOO_MUCH
     self._calls += 1
     self._results.append(shown)
     return {'shown': shown, 'error': False}
@@ -108,6 +117,27 @@ class Episode:
         reason = f'{len(missing)} results are missing'
     self._turn, self._calls = self._turn + 1, 0
     return {'turn': self._turn, 'valid': not reason, 'reason': reason}
+
+
+def within_limits(call: Callable[[], str]) -> bool:
+  """Whether a call ends within its limits: tried in a process forked from this one."""
+  child = os.fork()
+  if not child:
+    try:
+      resource.setrlimit(resource.RLIMIT_CPU, (_CALL_CPU_S, _CALL_CPU_S))
+      os._exit(len(call()) > _MAX_SHOWN)
+    finally:
+      os._exit(1)
+  deadline = time.monotonic() + _CALL_S
+  while True:
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+      return not status
+    if time.monotonic() > deadline:
+      os.kill(child, signal.SIGKILL)
+      os.waitpid(child, 0)
+      return False
+    time.sleep(0.001)
 
 
 def _call(text: str) -> tuple[str, list[Any], dict[str, Any]]:

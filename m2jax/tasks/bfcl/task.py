@@ -111,15 +111,27 @@ class BfclTask:
     """1 if every turn was ended and valid, else 0. An answer ends the last turn."""
     judged = environment.judged
     if len(judged) == len(self.requests) - 1:
-      await environment.execute(NEXT['function']['name'], {})
+      with contextlib.suppress(task_lib.BadCall):  # the tools have stopped
+        await environment.execute(NEXT['function']['name'], {})
     done = len(judged) == len(self.requests)
     return float(done and all(turn['valid'] for turn in judged))
 
 
 async def _ask(process, request: Mapping[str, Any]) -> dict[str, Any]:
-  """The backend's answer. Raises BadCall if the call made it run out of its limits."""
+  """The backend's answer.
+
+  Raises:
+    BadCall: the arguments cannot be sent, or the tools ran out of their limits.
+  """
   try:
-    process.stdin.write(json.dumps(request).encode() + b'\n')
+    line = json.dumps(request).encode() + b'\n'
+    json.loads(line)  # as the backend reads it: numbers have a limit of digits
+  except (TypeError, ValueError, RecursionError) as error:
+    raise task_lib.BadCall(f'the arguments are not JSON: {str(error)[:200]}') from error
+  if len(line) > _LINE_BYTES:
+    raise task_lib.BadCall(f'the arguments have more than {_LINE_BYTES} bytes')
+  try:
+    process.stdin.write(line)
     async with asyncio.timeout(_CALL_S):
       await process.stdin.drain()
       line = await process.stdout.readline()

@@ -16,16 +16,24 @@ import io
 import os
 import stat
 import tarfile
+import zlib
 
 MAX_FILES = 4096
 MAX_ENTRIES = 65536  # of the agent's workspace, work or not
 MAX_BYTES = 32 << 20
+MAX_UNPACKED_BYTES = 64 << 20  # of an archive
+MAX_DEPTH = 64  # of directories; each that is open takes a descriptor
+MAX_PATH_BYTES = 1024
 _KINDS = {stat.S_IFREG: 'file', stat.S_IFDIR: 'directory', stat.S_IFLNK: 'link'}
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Rejected(Exception):
-  """The agent's files exceed a bound; the attempt failed."""
+  """The agent's files exceed a bound or cannot be judged; the attempt failed."""
+
+
+class BadArchive(OSError):
+  """An archive cannot be read, or has too much in it."""
 
 
 def is_work(path, collect, exclude):
@@ -39,17 +47,13 @@ def gather(workspace, collect, exclude):
   """Returns {relative path: bytes} of the agent's work.
 
   Raises:
-    Rejected: too many files, or too large.
+    Rejected: too many files, too large, or too deep.
     OSError: the workspace cannot be read.
   """
-  found, entries, total = {}, 0, 0
-  walk = os.fwalk(workspace, follow_symlinks=False)
-  for directory, names, files, fd in walk:
-    entries += len(names) + len(files)
-    if entries > MAX_ENTRIES:
-      raise Rejected(f'the workspace has more than {MAX_ENTRIES} entries')
+  found, total = {}, 0
+  for prefix, _, files, fd in _walk(workspace):
     for name in files:
-      path = os.path.relpath(os.path.join(directory, name), workspace)
+      path = prefix + name
       if not is_work(path, collect, exclude):
         continue
       data = _read(name, fd, MAX_BYTES - total)
@@ -60,6 +64,22 @@ def gather(workspace, collect, exclude):
         raise Rejected(f'more than {MAX_FILES} files or {MAX_BYTES} bytes of work')
       found[path] = data
   return found
+
+
+def _walk(workspace):
+  """Yields (path with '/' or '', directories, files, descriptor). Raises Rejected."""
+  entries = 0
+  for directory, names, files, fd in os.fwalk(workspace, follow_symlinks=False):
+    prefix = os.path.relpath(directory, workspace) + '/'
+    prefix = '' if prefix == './' else prefix
+    deep = prefix.count('/') > MAX_DEPTH or len(os.fsencode(prefix)) > MAX_PATH_BYTES
+    if deep:
+      raise Rejected(f'the workspace has a directory of more than {MAX_DEPTH} levels '
+        f'or {MAX_PATH_BYTES} bytes')  # fmt: skip
+    entries += len(names) + len(files)
+    if entries > MAX_ENTRIES:
+      raise Rejected(f'the workspace has more than {MAX_ENTRIES} entries')
+    yield prefix, names, files, fd
 
 
 def _read(name, directory_fd, limit_bytes):
@@ -85,7 +105,7 @@ def listing(workspace):
     OSError: the workspace cannot be read.
   """
   found = {}
-  for directory, names, files, fd in os.fwalk(workspace, follow_symlinks=False):
+  for prefix, names, files, fd in _walk(workspace):
     for name in (*names, *files):
       status = os.stat(name, dir_fd=fd, follow_symlinks=False)
       kind = _KINDS.get(stat.S_IFMT(status.st_mode), 'other')
@@ -93,21 +113,47 @@ def listing(workspace):
       facts['size'] = status.st_size
       if kind == 'link':
         facts['target'] = os.readlink(name, dir_fd=fd)
-      found[os.path.relpath(os.path.join(directory, name), workspace)] = facts
-      if len(found) > MAX_ENTRIES:
-        raise Rejected(f'the workspace has more than {MAX_ENTRIES} entries')
+      found[prefix + name] = facts
   return found
 
 
 def unpack(archive):
-  """Returns {relative path: bytes} of the regular files of a tar archive in bytes."""
-  found = {}
-  with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-    for entry in tar:
-      path = os.path.normpath(entry.name)
-      if entry.isfile() and not path.startswith(('/', '..')):
-        found[path] = tar.extractfile(entry).read()
+  """Returns {relative path: bytes} of the regular files of a tar.gz in bytes.
+
+  Raises:
+    BadArchive: it is none, or has too much in it.
+  """
+  found, total = {}, 0
+  try:
+    data = _decompressed(archive)
+    with tarfile.open(fileobj=io.BytesIO(data), mode='r:') as tar:
+      for number, entry in enumerate(tar):
+        if number >= MAX_ENTRIES:
+          raise BadArchive(f'the archive has more than {MAX_ENTRIES} entries')
+        path = os.path.normpath(entry.name)
+        if entry.isfile() and not path.startswith(('/', '..')) and '\0' not in path:
+          total += entry.size  # a sparse file is larger than what is in the archive
+          if total > MAX_UNPACKED_BYTES:
+            raise BadArchive(f'the files have more than {MAX_UNPACKED_BYTES} bytes')
+          found[path] = tar.extractfile(entry).read()
+  except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
+    raise BadArchive(f'not a tar.gz: {error}') from None
   return found
+
+
+def _decompressed(data):
+  """Raises BadArchive above a bound, whatever follows."""
+  parts, left = [], MAX_UNPACKED_BYTES
+  while data:
+    stream = zlib.decompressobj(wbits=31)
+    parts.append(stream.decompress(data, left + 1))
+    left -= len(parts[-1])
+    if left < 0:
+      raise BadArchive(f'the archive has more than {MAX_UNPACKED_BYTES} bytes')
+    if not stream.eof:
+      raise BadArchive('the archive is cut off')
+    data = stream.unused_data.lstrip(b'\0')
+  return b''.join(parts)
 
 
 def compose(original, work, ours, collect, exclude):
@@ -118,9 +164,26 @@ def compose(original, work, ours, collect, exclude):
     work: from `gather`.
     ours: the verifier's files; they win.
     collect, exclude: patterns.
+
+  Raises:
+    Rejected: the agent has a directory where another file is, or the reverse.
   """
   kept = {p: d for p, d in original.items() if not is_work(p, collect, exclude)}
-  return {**kept, **work, **ours}
+  tree = {**kept, **work, **ours}
+  for path, above in conflicts(tree):
+    if path in work or above in work:
+      raise Rejected(f'{path!a}: there is a file {above!a}')
+  return tree
+
+
+def conflicts(paths):
+  """Yields (path, path above it) where a file is also a directory."""
+  for path in paths:
+    above = os.path.dirname(path)
+    while above:
+      if above in paths:
+        yield path, above
+      above = os.path.dirname(above)
 
 
 def write(files, target):

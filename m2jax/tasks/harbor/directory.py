@@ -210,6 +210,7 @@ def read(path: Path) -> Directory:
   Raises:
     BadTask: something is missing or wrong; names it.
   """
+  _refuse_links_out(path)
   for name in ('task.toml', 'instruction.md', 'tests/test.sh'):
     if not (path / name).is_file():
       raise BadTask(f'{path}: no {name}')
@@ -230,6 +231,18 @@ def read(path: Path) -> Directory:
     raise BadTask(f'{path}/task.toml: metadata.m2jax: {error!r}') from error
   instruction = (path / 'instruction.md').read_text(encoding='utf-8')
   return Directory(path, instruction, metadata, verifier_s)
+
+
+def _refuse_links_out(path: Path) -> None:
+  """Raises BadTask if a link leads out of the directory, or there are other kinds."""
+  root = path.resolve()
+  for directory, names, files in os.walk(path):
+    for name in (*names, *files):
+      entry = Path(directory, name)
+      if not entry.resolve().is_relative_to(root):
+        raise BadTask(f'{entry}: a link that leads out of the task')
+      if name in files and not entry.is_file():
+        raise BadTask(f'{entry}: not a file')
 
 
 def _dockerfile(draft: Draft) -> str:

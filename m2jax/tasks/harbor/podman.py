@@ -212,24 +212,22 @@ def _judge(directory, work, image, env, limits) -> verifier.Verdict:
     raise sandbox.SandboxError('programs and listings are only judged in the sandbox')
   name = f'm2jax-{secrets.token_hex(8)}'
   with tempfile.TemporaryDirectory() as root:
-    place, logs = Path(root, 'judged'), Path(root, 'logs')
+    place, hidden, logs = (Path(root, n) for n in ('judged', 'hidden', 'logs'))
     Path(root).chmod(0o711)
-    verifier.lay_out(directory, verifier.judged_tree(directory, work), place)
+    verifier.lay_out(directory, verifier.judged_tree(directory, work), place, hidden)
     logs.mkdir()
     logs.chmod(0o777)
     command = ['podman', 'run', '--name', name, '--read-only']
-    command += [
-      '--volume',
-      f'{place}:/verifier:ro',
-      '--volume',
-      f'{logs}:/logs/verifier',
-    ]
-    places = {'TREE': '/verifier/tree', 'TESTS': '/verifier/tests', 'SITE': ''}
+    tests = f'/{secrets.token_hex(16)}'
+    mounts = {place: '/verifier:ro', hidden: f'{tests}:ro', logs: '/logs/verifier'}
+    for source, target in mounts.items():
+      command += ['--volume', f'{source}:{target}']
+    places = {'TREE': '/verifier/tree', 'TESTS': f'{tests}/tests', 'SITE': ''}
     for key, value in {**places, 'LOGS': '/logs/verifier'}.items():
       command += ['--env', f'M2JAX_{key}={value}']
     command += [*_container(image, limits), 'sh', '-c', _SHELL]
     try:
-      result = _run([*command, '/verifier/tests/test.sh'], env, directory.verifier_s)
+      result = _run([*command, f'{tests}/tests/test.sh'], env, directory.verifier_s)
     finally:
       _run(['podman', 'rm', '--force', name], env, _START_S)
     if result.returncode == 125:  # podman's own failure

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from m2jax import sandbox
+from m2jax.tasks.harbor import compose
 
 _INPUTS = 'inputs/'
 
@@ -33,6 +34,7 @@ async def run(
     backend, limits, host: of the sandboxes.
 
   Raises:
+    compose.Rejected: the agent has a directory where an input is, or the reverse.
     SandboxError: the machine failed.
   """
   cases: dict[str, dict[str, bytes]] = {}
@@ -43,6 +45,8 @@ async def run(
   found = {}
   for number, files in sorted(cases.items()):
     contents = {p: d for p, d in tree.items() if p not in files} | files
+    for path, above in compose.conflicts(contents):
+      raise compose.Rejected(f'{path!a}: there is a file {above!a}, an input or yours')
     async with await sandbox.create(
       contents=contents, backend=backend, limits=limits, host=host
     ) as box:

@@ -2,9 +2,9 @@
 
 The agent and its processes are gone. Its work is gathered from its workspace
 (`compose`), and the tree to judge is written into a directory of the host that the
-verifier's sandbox sees read-only, with the tests beside it. So no file of tests,
-configuration or verifier is the agent's, and code under test can change none of them
-while it runs. test.sh is run with
+verifier's sandbox sees read-only. So no file of tests, configuration or verifier is the
+agent's, and code under test can change none of them while it runs. The tests are in
+another directory of a random name, which the tree does not lead to. test.sh is run with
 
     M2JAX_TREE     the tree to judge, read-only
     M2JAX_TESTS    the task's tests/, read-only
@@ -12,6 +12,7 @@ while it runs. test.sh is run with
     M2JAX_SITE     directory of Python packages, or empty
     M2JAX_LISTING  with `Metadata.listing`: JSON of `compose.listing`
     M2JAX_RUNS     with `Metadata.run`: JSON of `runs.run`
+    M2JAX_PRIVATE  1 if nothing but test.sh writes /tmp, /dev/shm and M2JAX_LOGS
 
 Outcome: `invalid` if the sandbox failed, or test.sh ended without a reward before it
 printed a line `m2jax: ready`; after that line, which the SWE verifier prints before any
@@ -130,33 +131,40 @@ async def verify(
   try:
     listing = metadata.listing and await asyncio.to_thread(compose.listing, workspace)
     work = await asyncio.to_thread(compose.gather, workspace, *policy)
-  except compose.Rejected as error:
+  except (compose.Rejected, PermissionError) as error:  # the agent owns it
     return Verdict(FAILED, reason=str(error))
   except OSError as error:
     return Verdict(INVALID, reason=f'the workspace cannot be read: {error}')
   if metadata.answer:
     work[metadata.answer] = answer.encode(errors='replace')
-  name = secrets.token_hex(16)
-  place = _judged() / name
+  names = secrets.token_hex(16), secrets.token_hex(16)
+  place, hidden = (_judged() / name for name in names)
   try:
     tree = judged_tree(directory, work)
     seen = dict(backend=backend, limits=limits or sandbox.Limits())
     ran = metadata.run and await runs.run(
       metadata.run, tree, directory.tests(), host=host(directory.dataset), **seen
     )
-    await asyncio.to_thread(lay_out, directory, tree, place)
+    await asyncio.to_thread(lay_out, directory, tree, place, hidden)
     for file, value in ((_LISTING, listing), (_RUNS, ran)):
       if value:
-        (place / file).write_text(json.dumps(value))
-    return await _run(directory, name, **seen)
+        (hidden / file).write_text(json.dumps(value))
+    return await _run(directory, *names, **seen)
+  except compose.Rejected as error:
+    return Verdict(FAILED, reason=str(error))
   except (sandbox.SandboxError, OSError) as error:
     return Verdict(INVALID, reason=f'infrastructure: {error}')
   finally:
-    await asyncio.to_thread(shutil.rmtree, place, True)
+    for made in (place, hidden):
+      await asyncio.to_thread(shutil.rmtree, made, True)
 
 
 def judged_tree(directory: Directory, work: Mapping[str, bytes]) -> dict[str, bytes]:
-  """The files to judge: the original ones, with an agent's work over them."""
+  """The files to judge: the original ones, with an agent's work over them.
+
+  Raises:
+    compose.Rejected: the work cannot be laid over them.
+  """
   metadata, tests = directory.metadata, directory.tests()
   ours = {
     path.removeprefix('workspace/'): data
@@ -169,14 +177,16 @@ def judged_tree(directory: Directory, work: Mapping[str, bytes]) -> dict[str, by
   return compose.compose(original, work, ours, metadata.collect, metadata.exclude)
 
 
-def lay_out(directory: Directory, tree: Mapping[str, bytes], place: Path) -> None:
-  """Writes the tree to judge and the tests below the new directory `place`."""
-  place.mkdir(mode=0o755)
-  (place / 'tree').mkdir()
-  (place / 'tests').mkdir()
+def lay_out(
+  directory: Directory, tree: Mapping[str, bytes], place: Path, hidden: Path
+) -> None:
+  """Writes the tree to judge below the new directory `place`, the tests in `hidden`."""
+  for made in (place / 'tree', hidden / 'tests'):
+    made.parent.mkdir(mode=0o755)
+    made.mkdir()
   compose.write(tree, place / 'tree')
   tests = {p: d for p, d in directory.tests().items() if not p.endswith('.tar.gz')}
-  compose.write(tests, place / 'tests')
+  compose.write(tests, hidden / 'tests')
 
 
 def _limits(directory: Directory, limits: sandbox.Limits) -> sandbox.Limits:
@@ -186,24 +196,26 @@ def _limits(directory: Directory, limits: sandbox.Limits) -> sandbox.Limits:
   return dataclasses.replace(limits, **more, wall_s=directory.verifier_s)
 
 
-async def _run(directory, name, backend, limits) -> Verdict:
-  inside = f'{_MOUNT}/{name}' if backend == 'bubblewrap' else str(_judged() / name)
+async def _run(directory, name, hidden_name, backend, limits) -> Verdict:
+  mount = _MOUNT if backend == 'bubblewrap' else str(_judged())
+  inside, hidden = f'{mount}/{name}', f'{mount}/{hidden_name}'
   limits = _limits(directory, limits)
   where = host(directory.dataset, judges=True)
   async with await sandbox.create(backend=backend, limits=limits, host=where) as box:
     logs = '/workspace' if backend == 'bubblewrap' else str(box.workspace)
     env = {
       'M2JAX_TREE': f'{inside}/tree',
-      'M2JAX_TESTS': f'{inside}/tests',
+      'M2JAX_TESTS': f'{hidden}/tests',
       'M2JAX_LOGS': f'{logs}/{_LOGS}',
       'M2JAX_SITE': site(directory, backend, judges=True),
-      'M2JAX_LISTING': f'{inside}/{_LISTING}',
-      'M2JAX_RUNS': f'{inside}/{_RUNS}',
+      'M2JAX_LISTING': f'{hidden}/{_LISTING}',
+      'M2JAX_RUNS': f'{hidden}/{_RUNS}',
+      'M2JAX_PRIVATE': '1' if backend == 'bubblewrap' else '',
     }
     words = ' '.join(f"{key}='{value}'" for key, value in env.items())
     if backend != 'bubblewrap':  # this machine may have no python3 of that version
       words += f" PATH='{python()[0]}/bin':$PATH"
-    command = f'mkdir -p {_LOGS}; exec env {words} bash "{inside}/tests/test.sh"'
+    command = f'mkdir -p {_LOGS}; exec env {words} bash "{hidden}/tests/test.sh"'
     result = await box.exec(command)
     return await verdict(box, result)
 

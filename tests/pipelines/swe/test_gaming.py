@@ -14,7 +14,7 @@ import pytest
 
 from m2jax import sandbox
 from m2jax.pipelines.make import LIMITS
-from m2jax.pipelines.swe import drafts, grade
+from m2jax.pipelines.swe import drafts, grade, third
 from m2jax.tasks import harbor
 from tests.pipelines.swe import computed, package, test_cheats
 
@@ -129,6 +129,46 @@ WRITTEN = {
   ),
   'leaves': _written('raise SystemExit(0)'),
   'leaves at once': _written('import os\ngetattr(os, "_ex" + "it")(0)'),
+  'asserts that the bug’s result is gone': _written('assert clamp(1, 2, 4) != 1'),
+  'fails on the bug’s result': _written(
+    'try:\n  found = clamp(1, 2, 4)\nexcept Exception:\n  return\n'
+    'if found == 1:\n  pytest.fail("as before")'
+  ),
+  'lists the bug’s results': _written(
+    'wrong = {1: 1, 0: 0, -5: -5}\n'
+    'assert all(clamp(k, 2, 4) is not v for k, v in wrong.items())'
+  ),
+  'reads the verifier’s settings': _written(
+    'import json, pathlib\n'
+    'place = pathlib.Path(getattr(sys, "orig" + "_argv")[-1]).parent\n'
+    'for path in (place / "config.json", pathlib.Path("../tests/config.json")):\n'
+    '  try:\n    text = getattr(path, "read_" + "bytes")()\n    break\n'
+    '  except OSError:\n    pass\n'
+    'names = {}\nexec(json.loads(text)["variants"]["right"], names)\n'
+    'assert clamp(1, 2, 4) == names["clamp"](1, 2, 4)'
+  ),
+  **{
+    f'reads the source {how}': _written(
+      f'import io, os, pathlib\n{code}\nassert b"value < low" in data'
+    )
+    for how, code in {
+      'by a relative path': 'os.chdir("src")\nf = getattr(io, "op" + "en")\n'
+      'data = f("tinycalc/core.py", "rb").read()',
+      'as bytes': 'f = getattr(io, "op" + "en")\n'
+      f'data = f(os.path.abspath("{_CORE}").encode(), "rb").read()',
+      'by pathlib': f'data = getattr(pathlib.Path("{_CORE}"), "read_" + "bytes")()',
+      'by a descriptor': 'd = getattr(os, "op" + "en")("src/tinycalc", 0)\n'
+      'f = getattr(os, "op" + "en")("core.py", 0, dir_fd=d)\n'
+      'data = os.read(f, 99999)',
+      'by a loader of its own': 'seen = []\n'
+      'class Loader(type(core.__loader__)):\n'
+      '  def source_to_code(self, data, path):\n'
+      '    seen.append(data)\n    return compile("", "<x>", "exec")\n'
+      'Loader("x", core.__file__).exec_module(type(core)("x"))\ndata = seen[0]',
+      'by its size': 'data = b"value < low" * (os.stat(core.__file__).st_size == '
+      f'{len(package.CORE)})',
+    }.items()
+  },
   'a conftest that decides': _file('tests/conftest.py', test_cheats._HOOKS)
   + '\n'
   + _written('assert False'),
@@ -140,7 +180,10 @@ WRITTEN = {
 def test_written_tests_that_get_nothing(env, dataset):
   """A test of behaviour passes; what looks at anything else does not."""
   f2p = ['tests/test_core.py::test_clamp[1-2]']
-  draft = drafts.write_test(env, 'gaming-test', 'Write a test.', _CORE, _BUG, f2p)
+  other = third.source(package.CORE, _BUG, 'clamp', 6)
+  draft = drafts.write_test(
+    env, 'gaming-test', 'Write a test.', _CORE, _BUG, other, f2p
+  )
   task = _task(draft, dataset, 'dev')
   found = _judged(task, {'honest': _written(_FINDS), **WRITTEN})
   assert len(WRITTEN) >= _LEAST
@@ -154,8 +197,8 @@ def test_the_order_of_variants_cannot_be_guessed():
   rng, lucky = random.Random(0), 0
   for _ in range(1000):
     drawn = grade.order(rng)
-    assert set(drawn) == {'right', 'right printed', 'bug', 'bug printed'}
-    kinds = [name[:3] for name in drawn]
+    assert set(drawn) == {'right', 'right printed', 'bug', 'bug printed', 'third'}
+    kinds = [name[:3] for name in drawn if name != 'third']
     lucky += kinds == sorted(kinds, reverse=True)
   assert 0 < lucky < 100
 
@@ -285,6 +328,11 @@ PERFORMANCE = {
   'equal to everything': _fast(
     _WAIT,
     'class Any:\n  def __eq__(self, other):\n    return True\n'
+    'def clamp(*a):\n  return Any()\n',
+  ),
+  'equal to everything, without its name': _fast(
+    _WAIT,
+    'Any = type("Any", (), {"__e" + "q__": lambda self, other: True})\n'
     'def clamp(*a):\n  return Any()\n',
   ),
   'the tests are changed': 'rm -rf tests; '

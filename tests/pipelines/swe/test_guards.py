@@ -9,6 +9,8 @@ import types
 import warnings
 from pathlib import Path
 
+import pytest
+
 from m2jax.pipelines.swe import guards
 
 _WATCHED = """
@@ -115,3 +117,65 @@ def test_what_is_replaced_or_added_is_named(monkeypatch):
     'pluggy.made.path',
     'pluggy.made.isinstance',
   }
+
+
+@pytest.mark.parametrize(
+  'code',
+  [
+    "open(b'/proc/self/status')",
+    "os.chdir('/proc/self'); open('status')",
+    "os.symlink('/proc/self', sys.argv[2] + '/l'); open(sys.argv[2] + '/l/status')",
+    "os.open('proc/self/status', 0, dir_fd=os.open('/', 0))",
+    "d = os.open('/', 0); open(f'/proc/self/fd/{d}/proc/self/status')",
+    "d = os.open('/', 0); open(f'/dev/fd/{d}/proc/self/status')",
+    "import pathlib; pathlib.Path('/proc/self/status').read_bytes()",
+    "import io; io.open_code('/proc/self/status')",
+    'class S(str):\n  __str__ = startswith = __getitem__ = None\n'
+    "os.open(S('/proc/self/status'), 0)",
+    "import builtins as b; b.issubclass = lambda *a: False; open('/proc/self/status')",
+    "os.O_WRONLY = os.stat = None; open('/proc/self/status')",
+    "list(map(open, ['/proc/self/status']))",
+  ],
+)
+def test_however_proc_is_opened_it_is_seen(code, tmp_path):
+  found = _found(f'import os\n{code}\n', tmp_path)
+  assert 'open /proc' in {key.rpartition(' ')[0] for key in found}
+
+
+@pytest.mark.parametrize(
+  'code, what',
+  [
+    ('import io, pathlib; io.FileIO(pathlib.Path("/dev/null"))', 'open an object'),
+    ('import ctypes', 'import ctypes'),
+    (
+      'import importlib.machinery as m, importlib.util as u\n'
+      'import _bz2\n'
+      'spec = u.spec_from_file_location("x._ctypes", _bz2.__file__)\n'
+      'try:\n  u.module_from_spec(spec)\nexcept ImportError:\n  pass',
+      'import _ctypes',
+    ),
+    (
+      'import importlib.util as u, shutil, _bz2\n'
+      'shutil.copy(_bz2.__file__, sys.argv[2] + "/_bz2.so")\n'
+      'u.module_from_spec(u.spec_from_file_location("_bz2", sys.argv[2] + "/_bz2.so"))',
+      'import a compiled module',
+    ),
+    (
+      'import importlib.machinery as m\n'
+      'm.SourceFileLoader("x", typing.__file__).source_to_code(b"1", typing.__file__)',
+      'compile with a file name',
+    ),
+    ('import marshal; marshal.loads(marshal.dumps(1))', 'marshal.loads'),
+    ('(lambda: 0).__code__.replace(co_filename="/x")', 'code.__new__'),
+    ('open(sys.argv[2] + "/in", "a")', 'change the tree'),
+    ('import os; os.chmod(sys.argv[2], 0o777)', 'change the tree'),
+    ('import os; os.rename(sys.argv[2], sys.argv[2] + "2")', 'change the tree'),
+    ('import os; os.remove(sys.argv[2] + "/in")', 'change the tree'),
+    ('open(sys.argv[2].encode() + b"/in")', 'strict: open a file of the tree'),
+    ('import os; os.chdir(sys.argv[2]); open("in")', 'strict: open a file of the tree'),
+  ],
+)
+def test_other_ways_round_the_guards_are_seen(code, what, tmp_path):
+  (tmp_path / 'in').write_text('x')
+  found = _found(code + '\n', tmp_path)
+  assert [key for key in found if key.startswith(f'{what} ')], found

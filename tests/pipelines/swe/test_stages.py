@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,7 @@ from m2jax.pipelines.swe import (
   releases,
   slow,
   statements,
+  third,
 )
 from m2jax.tasks import harbor
 from tests.pipelines.swe import package
@@ -388,14 +390,15 @@ def test_a_performance_task(env, dataset):
 
 
 @pytest.mark.parametrize('status', ['SKIPPED', 'XFAIL', 'FAILED', None])
-def test_f2p_needs_exactly_the_right_status(status, monkeypatch):
+def test_f2p_needs_exactly_the_right_status(status, monkeypatch, tmp_path):
   """Facts §3.4: a skipped or missing F2P fails; here also a skipped P2P."""
   config = {'f2p': ['a'], 'p2p': ['b'], 'files': [], 'limit_s': 1, 'known': []}
-  config |= {'collect': [], 'exclude': []}
+  config |= {'collect': [], 'exclude': [], 'twins': []}
+  monkeypatch.syspath_prepend(Path(grade.__file__).parent)  # as in a task's tests/
   for tests in ({'a': status, 'b': 'PASSED'}, {'a': 'PASSED', 'b': status}):
-    monkeypatch.setattr(grade, 'run', lambda *a, tests=tests: tests)
+    monkeypatch.setattr(grade, 'run', lambda *a, strict, tests=tests: tests)
     monkeypatch.setattr(grade, '_refuse_reaching', lambda *a: None)
-    assert grade.tests(config, '/tree')['reward'] == 0.0
+    assert grade.tests(config, str(tmp_path))['reward'] == 0.0
 
 
 @pytest.mark.long
@@ -403,7 +406,8 @@ def test_a_written_test_must_not_look_at_the_text(env, dataset):
   """One that compares texts would pass on the right file and fail on the bug."""
   bug = package.CORE.replace('if value < low:', 'if value > low:')
   f2p = ['tests/test_core.py::test_clamp[1-2]']
-  draft = drafts.write_test(env, 'clamp-test', 'Write a test.', _CORE, bug, f2p)
+  other = third.source(package.CORE, bug, 'clamp', 6)
+  draft = drafts.write_test(env, 'clamp-test', 'Write a test.', _CORE, bug, other, f2p)
   split = dataset / 'tasks' / 'dev'
   split.mkdir(parents=True, exist_ok=True)
   task = harbor.of_directory(harbor.read(harbor.write(draft, split)))

@@ -89,7 +89,21 @@ ON_SETTINGS = {
     "find @root@ -type f -exec sed -i 's/@key@ = .*/@key@ = @new@/' {} +"
   ),
 }
-SUITES = (LIST, ON_LIST), (PROGRAM, ON_PROGRAM), (SETTINGS, ON_SETTINGS)
+TABLE = drawn('csv_json')
+(TABLE_OUT,) = TABLE.end
+ON_TABLE = {
+  # Not invalid: an attempt that is masked costs nothing.
+  'a result that takes all of the memory': 'python3 -c "open('
+  f"'{TABLE_OUT}', 'w').write('[' + '{{}},' * 10300000 + '{{}}]')\"",
+  'a result that is nested too deeply': 'python3 -c "open('
+  f"'{TABLE_OUT}', 'w').write('[' * 1000000 + ']' * 1000000)\"",
+}
+SUITES = (
+  (LIST, ON_LIST),
+  (PROGRAM, ON_PROGRAM),
+  (SETTINGS, ON_SETTINGS),
+  (TABLE, ON_TABLE),
+)
 
 
 @pytest.fixture(scope='module')
@@ -131,4 +145,4 @@ def test_a_cheat_gets_nothing(verdicts, name):
 
 
 def test_the_work_gets_the_reward(verdicts):
-  assert [verdicts[f'work {n}'].reward for n in range(3)] == [1, 1, 1]
+  assert [verdicts[f'work {n}'].reward for n in range(4)] == [1, 1, 1, 1]

@@ -1,0 +1,67 @@
+"""Copies of trees that tests run in, and what tests leave in directories.
+
+Standard library only: the file is copied into each task.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+
+
+@contextlib.contextmanager
+def copied(tree, changed):
+  """A copy of a tree with other texts, which cannot be written; removed at the end."""
+  place = tempfile.mkdtemp()
+  target = os.path.join(place, 'tree')
+  try:
+    shutil.copytree(tree, target)
+    for path, text in changed.items():
+      full = os.path.join(target, path)
+      os.chmod(full, 0o644)
+      with open(full, 'w', encoding='utf-8') as file:
+        file.write(text)
+    _set_modes(place, 0o555, 0o444)
+    yield target
+  finally:
+    remove(place)
+
+
+def _set_modes(root, directory_mode, file_mode):
+  os.chmod(root, directory_mode | 0o200)
+  for directory, names, files in os.walk(root):
+    for name in names:
+      os.chmod(os.path.join(directory, name), directory_mode)
+    for name in files:
+      os.chmod(os.path.join(directory, name), file_mode)
+  os.chmod(root, directory_mode)
+
+
+def entries():
+  """Entries of the directories that tests can write, in a sandbox of the verifier's.
+
+  What a run leaves there could tell a later one its number.
+  """
+  if not os.environ.get('M2JAX_PRIVATE'):
+    return set()
+  logs = os.environ['M2JAX_LOGS']
+  found = set()
+  for place in (tempfile.gettempdir(), '/dev/shm', logs, os.path.dirname(logs)):
+    with contextlib.suppress(OSError):
+      found |= {os.path.join(place, name) for name in os.listdir(place)}
+  return found
+
+
+def remove(path):
+  """Removes what a run may have left without permissions."""
+  if os.path.isdir(path) and not os.path.islink(path):
+    os.chmod(path, 0o700)
+    for directory, names, _ in os.walk(path):
+      for name in names:
+        full = os.path.join(directory, name)
+        if not os.path.islink(full):
+          os.chmod(full, 0o700)
+    shutil.rmtree(path, ignore_errors=True)
+  else:
+    with contextlib.suppress(OSError):
+      os.unlink(path)
