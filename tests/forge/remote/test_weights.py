@@ -108,6 +108,28 @@ def test_storage_that_is_away_for_a_moment(learner, tmp_path, monkeypatch):
   assert scheduler.versions == [(policy_version(0, 1), 1.0)] and not failures
 
 
+def test_storage_that_is_away_at_the_start(learner, tmp_path, monkeypatch):
+  """A role waits for it as it does for the learner."""
+  monkeypatch.setattr(engine_role, '_POLL_S', 0.01)
+  reader = published.Reader(tmp_path / 'weights', poll_s=0.01)
+  learner(0).update_weights(weights(3), 0)
+  failures = {'latest': [OSError('stale file handle')] * 3, 'load': [OSError('gone')]}
+
+  def failing(name, call):
+    def method(*arguments):
+      if failures[name]:
+        raise failures[name].pop()
+      return call(*arguments)
+
+    return method
+
+  for name in failures:
+    monkeypatch.setattr(reader, name, failing(name, getattr(reader, name)))
+  version, variables = engine_role.load_first(reader, LIKE)
+  assert version.step == 0 and variables['params']['w'][0] == 3
+  assert failures == {'latest': [], 'load': []}
+
+
 def test_a_run_that_is_started_anew(learner, tmp_path):
   """The engine of the deleted run stops, with what to do."""
   reader = published.Reader(tmp_path / 'weights', poll_s=0.01)
