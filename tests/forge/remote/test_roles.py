@@ -63,3 +63,6 @@ def test_every_role_is_killed(tmp_path):
   assert sum(useful) > len(items) / 4  # else the weights hardly changed
   records = metrics_lib.read(roles.workdir, 'rl')
   assert [r['step'] for r in records] == sorted(updates)
+  wrote = [f'weights/published_{kind}_bytes' for kind in ('delta', 'whole')]
+  assert all(any(r[name] for name in wrote) for r in records)
+  assert any(r[wrote[0]] for r in records)

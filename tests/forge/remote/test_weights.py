@@ -140,6 +140,23 @@ def test_a_run_that_is_started_anew(learner, tmp_path):
   assert 'start this role again' in str(follower.error)
 
 
+def test_bytes_of_published_weights(learner, tmp_path):
+  """What RL's records have: bytes of the files, of the last version only."""
+  weights_ = learner(0)
+  assert 'published_bytes' not in weights_.stats()
+  weights_.update_weights(weights(0), 0)
+  first = weights_.stats()
+  assert first['published_bytes'] == 3 * 4 and not first['published_delta_bytes']
+  weights_.update_weights(weights(1), 1)
+  stats, directory = weights_.stats(), tmp_path / 'weights'
+  files = [path for path in (directory / 'whole').rglob('*') if path.is_file()]
+  assert first['published_whole_bytes'] == sum(f.stat().st_size for f in files) > 0
+  assert stats['published_delta_bytes'] > 0 == stats['published_whole_bytes']
+  assert stats['publish_s'] > 0
+  weights_.update_weights(weights(1), 1)  # not new
+  assert 'published_bytes' not in weights_.stats()
+
+
 def test_evaluations_wait_for_the_weights(learner):
   """Until the engine serves what was published last; also while it is down."""
   answers = [
