@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from m2jax.rollout.api import GenerateRequest
+from m2jax.rollout.page_layout import Layout
 from tests.rollout import soak as soak_lib
 from tests.rollout.test_engine import prompt
 from tests.rollout.test_scheduler import (
@@ -116,6 +118,24 @@ def test_a_cancelled_sequence_that_was_retracted(serve, few, variables, referenc
     assert result.tokens.tolist() == mine  # each streamed once
     assert_logprobs(reference, variables, r.prompt_ids, result)
   assert run(scheduler, request(prompt(9, 30), max_tokens=18)).tokens.size == 18
+
+
+def test_memory_is_bounded_by_the_page_budget(serve, few):
+  """Twice as many requests as have room: all pages are used, none beyond the budget,
+  and the cache is as large on the device as its budget says, before and after."""
+  scheduler = serve(few)
+  layout = Layout.of(few.state_shapes().pages)
+  budget_bytes = few.config.pages * layout.page_bytes
+  assert scheduler.stats()['page_bytes'] == budget_bytes
+  fit = (few.config.pages - 1) // few.config.pages_of(7 + 36)
+  requests = [request(prompt(i, 7), max_tokens=36) for i in range(2 * max(fit, 4))]
+  for result in run(scheduler, *requests):
+    assert result.tokens.size == 36
+  stats = scheduler.stats()
+  assert stats['retractions'] > 0 and stats['failed'] == 0
+  assert stats['peak_pages'] == stats['pages'] == few.config.pages - 1
+  pages = jax.tree.leaves(scheduler._batcher.state.pages)
+  assert stats['page_bytes'] == sum(x.nbytes for x in pages) == budget_bytes
 
 
 def test_soak(few):
