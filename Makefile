@@ -17,6 +17,8 @@ JOBS ?= 2
 
 # Packages of tests whose own requirements, which nothing here needs, are old or large.
 NO_DEPS := bfcl-eval==2026.3.23 mpmath==1.3.0 miniwob==1.1.0
+# JetStream without TensorFlow. Apart: its wheel also has a package `benchmarks`.
+JETSTREAM := google-jetstream==0.2.2 grpcio==1.85.3 shortuuid==1.0.13
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -45,6 +47,9 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	  -e '.[test]' -c constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps $(NO_DEPS) || echo 'tests that need one of $(NO_DEPS) are skipped'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  --no-deps --target $(VENV)/jetstream $(JETSTREAM) || \
+	  echo 'the test that needs $(JETSTREAM) is skipped'
 	@touch $@
 
 sandbox: $(INSTALLED)

@@ -17,6 +17,10 @@ that other load on the machine affects all. The first of --rounds rounds warms u
 not counted; printed are medians, and of the ratio the range over rounds. m2jax and
 transformers have the same weights, and their first response must be the same. vLLM has
 random weights and a router with softmax, which M2's is not.
+
+At the end m2jax serves twice as many requests as it has slots; printed are the most
+pages that held something at once in all of this, and the cache's bytes, beside the
+budget.
 """
 
 from __future__ import annotations
@@ -138,9 +142,11 @@ def compare() -> dict:
     peers = {name: workers[name] for name in ('m2jax', 'vllm') if name in workers}
     one = lambda i: ('sessions', dict(seed=i, turns=_TURNS.value))
     found[f'sessions of {_TURNS.value} turns'] = rounds(peers, one)
+  lengths = dict(prompt=_PROMPT.value, new=_NEW.value)
+  memory = checked(workers['m2jax'], 'memory', **lengths)
   for side in workers.values():
     side.close()
-  return dict(versions=versions, found=found)
+  return dict(versions=versions, found=found, memory=memory)
 
 
 def rounds(workers: dict[str, sides.Side], command) -> dict[str, list[dict]]:
@@ -188,6 +194,12 @@ def show(result: dict) -> None:
           times if name != 'm2jax' else '',
         )
       )
+
+  memory = result['memory']
+  print(
+    "m2jax's cache: {peak_pages} pages at once of {budget_pages}; on the devices "
+    '{cache_bytes} bytes of {budget_bytes}'.format(**memory)
+  )
 
 
 def main(argv) -> None:

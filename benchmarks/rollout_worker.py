@@ -9,6 +9,7 @@ One JSON command per line of stdin, one answer per line:
   {"do": "batches", "requests", "prompt", "new", "seeds"}
                                       → {"seconds", "cpu_s", "tokens"}, of all of them
   {"do": "sessions", "seed", …}       → the same, and tokens of prompts and of hits
+  {"do": "memory", "prompt", "new"}   → pages and bytes, see `Server.memory`
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from m2jax.config import ModelConfig
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.page_layout import Layout
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
 from m2jax.train import step as train_step
 
@@ -91,6 +93,21 @@ class Server:
     counts = play(self.scheduler, workload.Sessions(**fields), seed)
     hits = self.scheduler.stats()['prefix_hit_tokens'] - before
     return {**counts, 'tokens': counts['new_tokens'], 'hit_tokens': hits}
+
+  def memory(self, prompt: int, new: int) -> dict:
+    """Serves twice as many requests as there are slots; the pages of the budget, the
+    most that held something at once since the start, and bytes: those of the budget,
+    and of the cache on the devices afterwards."""
+    config, groups = self.engine.config, self.engine.groups
+    self.batch(2 * groups * config.slots, prompt, new, seed=0)
+    stats = self.scheduler.stats()
+    page_bytes = Layout.of(self.engine.state_shapes().pages).page_bytes
+    return {
+      'budget_pages': groups * (config.pages - 1),
+      'peak_pages': stats['peak_pages'],
+      'budget_bytes': groups * config.pages * page_bytes,
+      'cache_bytes': stats['page_bytes'],
+    }
 
 
 def submit(scheduler: Scheduler, prompt, new_tokens: int):

@@ -194,7 +194,7 @@ def serve(cfg: ModelConfig, variables, held_out, rows: int, args) -> list[dict]:
         'accepted': total('accepted_tokens'),
         'drafted': total('drafted_tokens'),
         'mean_accepted_length': side.scheduler.stats()['mean_accepted_length'],
-        'drafts_at_end': drafting.choose(rows),
+        'drafts_at_end': drafting.best(rows) if side.drafts is None else side.drafts,
       }
     )
     side.scheduler.stop()

@@ -28,12 +28,23 @@ def _rotate(x, positions, cfg):
 
 
 def _attention(x, p, cfg, window):
+  return _attend(*_project(x, p, cfg), cfg, window) @ p['o']
+
+
+def _project(x, p, cfg):
+  """q [n, heads, H], k and v [n, kv_heads, H] of the rows, rotated."""
   n = len(x)
   q = _norm(x @ p['q'], p['q_norm'], cfg.rms_norm_eps).reshape(n, cfg.num_heads, -1)
   k = _norm(x @ p['k'], p['k_norm'], cfg.rms_norm_eps).reshape(n, cfg.num_kv_heads, -1)
   v = (x @ p['v']).reshape(n, cfg.num_kv_heads, -1)
   positions = jnp.arange(n)
-  q, k = _rotate(q, positions, cfg), _rotate(k, positions, cfg)
+  return _rotate(q, positions, cfg), _rotate(k, positions, cfg), v
+
+
+def _attend(q, k, v, cfg, window):
+  """[n, heads·H]: each row attends to itself and those before."""
+  n = len(q)
+  positions = jnp.arange(n)
   group = cfg.num_heads // cfg.num_kv_heads
   k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
   scores = jnp.einsum('inh,jnh->nij', q, k) / jnp.sqrt(1.0 * cfg.head_dim)
@@ -43,7 +54,7 @@ def _attention(x, p, cfg, window):
     seen &= (back < window) | (positions[None, :] < cfg.sinks)
   scores = jnp.where(seen, scores, -jnp.inf)
   out = jnp.einsum('nij,jnh->inh', jax.nn.softmax(scores), v)
-  return out.reshape(n, -1) @ p['o']
+  return out.reshape(n, -1)
 
 
 def _moe(x, p, bias, cfg, ids):
@@ -82,6 +93,32 @@ def score(variables, tokens, cfg, experts=None):
   (trunk, *modules), used, mtp_ids = states(variables, tokens, cfg, experts)
   logprobs = [_logprob(h[:-1], params, tokens[k + 2 :]) for k, h in enumerate(modules)]
   return _logprob(trunk[:-1], params, tokens[1:]), logprobs, used, mtp_ids
+
+
+def mixed_logits(weights, which, tokens, cfg):
+  """One sample [n] → logits [n, V] of a trunk whose weights change while it decodes.
+
+  Position i is computed with weights[which[i]]: its queries, keys, values, experts and
+  logits. It attends to keys and values as the weights of their own positions made them.
+  """
+  both = [(v['params'], v['router']['layers']) for v in weights]
+  rows = jnp.arange(len(tokens))
+  one = lambda found: jnp.stack(found)[which, rows]
+  each = lambda function: one([function(*w) for w in both])
+  x = each(lambda params, _: params['embed'][tokens])
+  for layer in range(cfg.num_layers):
+    of = [({n: a[layer] for n, a in w['layers'].items()}, b[layer]) for w, b in both]
+    normed = [_norm(x, p['attn_norm'], cfg.rms_norm_eps) for p, _ in of]
+    made = [_project(y, p, cfg) for y, (p, _) in zip(normed, of, strict=True)]
+    seen = _attend(*map(one, zip(*made, strict=True)), cfg, None)
+    x = x + one([seen @ p['o'] for p, _ in of])
+    normed = [_norm(x, p['moe_norm'], cfg.rms_norm_eps) for p, _ in of]
+    x = x + one(
+      [_moe(y, p, bias, cfg, None)[0] for y, (p, bias) in zip(normed, of, strict=True)]
+    )
+  return each(
+    lambda params, _: _norm(x, params['final_norm'], cfg.rms_norm_eps) @ params['head']
+  )
 
 
 def states(variables, tokens, cfg, experts=None):

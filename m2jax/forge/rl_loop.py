@@ -31,6 +31,10 @@ from m2jax.rl import learner as learner_lib
 from m2jax.rl import rewards
 from m2jax.rollout import drafting
 
+# Statistics of weights that are published (`remote.learner`), not given to an engine.
+_PUBLISHED = 'published_bytes', 'published_whole_bytes', 'published_delta_bytes'
+_PUBLISHED += ('publish_s',)
+
 
 class RlLoop:
   """Call `resume` once, then `run`, which trains until the budget is used up.
@@ -298,6 +302,7 @@ class RlLoop:
         'engine/queue_length': engine['queue_length'],
         'engine/active_slots': engine['active_slots'],
         'engine/update_pause_s': engine.get('update_pause_s', 0.0),
+        **{f'weights/{name}': engine[name] for name in _PUBLISHED if name in engine},
         **{f'engine/acceptance/{i}': share for i, share in accepted.items()},
         'gateway/forks': forks,
         'gateway/overrides': overrides,

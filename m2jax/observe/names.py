@@ -65,6 +65,7 @@ _PRETRAIN = ('pretrain', 'frozen')
 _SFT = ('sft', 'more_sft')
 _LOOP = (*_PRETRAIN, *_SFT)  # phases of train.loop
 _TRAIN = (*_LOOP, 'rl')
+_PUBLISHES = 'the learner is a role of its own'
 _SCORED = ('held_out', 'frozen_held_out')
 
 _TRAINING = (
@@ -321,6 +322,15 @@ _FLOW = (
   Metric('engine/active_slots', _RL, 'slots', 'in use', ('view', 'report')),
   Metric(
     'engine/update_pause_s', _RL, 's', 'without decoding at the last change of weights'
+  ),
+  *(
+    Metric(f'weights/{name}', _RL, unit, meaning, when=_PUBLISHES)
+    for name, unit, meaning in (
+      ('published_bytes', 'bytes', "of the new weights' arrays"),
+      ('published_whole_bytes', 'bytes', 'written for them whole; 0 if they were not'),
+      ('published_delta_bytes', 'bytes', 'written for the bits that changed'),
+      ('publish_s', 's', 'the learner published them'),
+    )
   ),
   Metric(
     'engine/acceptance/*',

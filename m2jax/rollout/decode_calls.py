@@ -101,7 +101,7 @@ class DecodeCalls:
       call = self._engine.generate_many
     call = functools.partial(call, variables, state, *arguments)
     if masks is None:
-      state, sampled, finite = self._drafting.decode(call, size, drafts)
+      state, sampled, finite = self._drafting.decode(call, drafts)
     else:  # not a time to compare with those of calls with drafts
       state, sampled = call()
       sampled = jax.device_get(sampled)

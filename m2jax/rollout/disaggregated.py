@@ -12,8 +12,10 @@ too long, the decode engine prefills what is missing itself and counts it.
 
 Weights are replaced here first, then at the prefill engine, which computes nothing for
 a version before it has its weights. Pages of newer weights than the decode engine's
-wait for those. Pages of older or of several versions are used by the request in flight
-that asked for them, as the keys and values that it has are, and never cached.
+wait for those, if the engine has been given them; it prefills itself if not (another
+decode engine of the same prefill engine was given them first). Pages of older or of
+several versions are used by the request in flight that asked for them, as the keys and
+values that it has are, and never cached.
 
 Axes: n pages of a part.
 """
@@ -35,7 +37,14 @@ from absl import logging
 from m2jax.rollout import break_even, handover
 from m2jax.rollout.batcher import Batcher
 from m2jax.rollout.engine import Engine
-from m2jax.rollout.handover import Ask, HandoverConfig, HandoverError, Part, Prefills
+from m2jax.rollout.handover import (
+  Ask,
+  HandoverConfig,
+  HandoverError,
+  NewerWeights,
+  Part,
+  Prefills,
+)
 from m2jax.rollout.jobs import Job
 from m2jax.rollout.pages import UNUSED, Pages
 from m2jax.rollout.scheduler import Scheduler
@@ -48,6 +57,7 @@ TOTALS = (
   'handover_bytes',
   'handover_failures',
   'handover_timeouts',
+  'handover_newer',
   'prefills_alone',
 )
 _MIXED = np.iinfo(np.int64).min  # the version of pages of several
@@ -55,7 +65,11 @@ _MIXED = np.iinfo(np.int64).min  # the version of pages of several
 
 @dataclasses.dataclass(eq=False)
 class _Pending:
-  """An ask that has not been answered completely."""
+  """An ask that has not been answered completely.
+
+  Attributes:
+    since: when it was made, or its last part was stored.
+  """
 
   job: Job
   since: float
@@ -85,6 +99,7 @@ class DecodeBatcher(Batcher):
     self._pending: dict[int, _Pending] = {}  # by slot
     self._arrivals: collections.deque[tuple[_Pending, Part | HandoverError]]
     self._arrivals = collections.deque()  # appended to by other threads
+    self._early: list[tuple[_Pending, Part]] = []  # arrived, of weights to come
     self._last_arrival = -np.inf
     # Without measurements, what is no whole page.
     local = how.local_tokens
@@ -112,7 +127,7 @@ class DecodeBatcher(Batcher):
   @property
   def busy(self) -> bool:
     """Whether a tick can do anything now."""
-    if self._arrivals and not self._early(*self._arrivals[0]):
+    if self._arrivals or any(not self._is_early(part) for _, part in self._early):
       return True
     if self.jobs and len(self._pending) == len(self.jobs):  # all wait for pages
       moving = self.tiers is not None and self.tiers.busy
@@ -125,8 +140,7 @@ class DecodeBatcher(Batcher):
     if not self._pending:
       return None
     since = min(pending.since for pending in self._pending.values())
-    deadline = max(since, self._last_arrival) + self._how.timeout_s
-    return max(deadline - time.monotonic(), 0.0)
+    return max(since + self._how.timeout_s - time.monotonic(), 0.0)
 
   def tick(self) -> None:
     self._left = False
@@ -163,23 +177,30 @@ class DecodeBatcher(Batcher):
   def _asked(self, pending: _Pending) -> bool:
     return self._pending.get(pending.job.slot) is pending
 
-  def _early(self, pending: _Pending, part: Part | HandoverError) -> bool:
+  def _is_early(self, part: Part | HandoverError) -> bool:
     """Whether the pages are of weights that this engine does not have yet."""
-    newer = isinstance(part, Part) and part.versions[1] > self.version
-    return newer and self._asked(pending)
+    return isinstance(part, Part) and part.versions[1] > self.version
 
   def _receive(self) -> None:
-    while self._arrivals and not self._early(*self._arrivals[0]):
-      pending, part = self._arrivals.popleft()
+    """Takes what has arrived; what is early waits, and holds up no other ask."""
+    arrived, self._early = self._early, []
+    while self._arrivals:
       self._last_arrival = time.monotonic()
+      arrived.append(self._arrivals.popleft())
+    for pending, part in arrived:
       if not self._asked(pending):
         continue  # cancelled
-      if isinstance(part, HandoverError):
+      if self._is_early(part):
+        self._early.append((pending, part))
+      elif isinstance(part, NewerWeights):
+        self._prefill_alone(pending, 'handover_newer', str(part))
+      elif isinstance(part, HandoverError):
         self._prefill_alone(pending, 'handover_failures', str(part))
       elif reason := self._unfit(pending.job.slot, part):
         self._prefill_alone(pending, 'handover_failures', reason)
       else:
         self._store(pending.job.slot, part)
+        pending.since = time.monotonic()
 
   def _unfit(self, slot: int, part: Part) -> str | None:
     """Why a part is not the next one of a slot's sequence; None if it is."""
@@ -222,15 +243,13 @@ class DecodeBatcher(Batcher):
     self.state = self.engine.write_pages(self.state, np.int32(group), table, pages)
 
   def _expire(self) -> None:
-    """Gives up what has waited for too long."""
+    """Gives up what has waited for too long, and an engine that sends nothing."""
     least = time.monotonic() - self._how.timeout_s
-    if self._last_arrival > least:
-      return
     expired = [p for p in self._pending.values() if p.since <= least]
     reason = f'no pages for {self._how.timeout_s:g} s'
     for pending in expired:
       self._prefill_alone(pending, 'handover_timeouts', reason)
-    if expired:
+    if expired and self._last_arrival <= least:
       self._prefills.give_up(reason)
 
   def _prefill_alone(self, pending: _Pending, counter: str, reason: str) -> None:
@@ -304,9 +323,10 @@ class Disaggregated(Scheduler):
 
     handovers: sequences that were handed over completely, with their tokens, pages and
       bytes. prefills_alone: of sequences long enough to be handed over, because there
-      was no prefill engine, it failed, or it was silent; handover_failures and
-      handover_timeouts are the last two. local_tokens: up to which this engine
-      prefills itself. prefill_engine_*: `Prefills.stats`.
+      was no prefill engine, it failed, it was silent, or it computes with weights that
+      this engine lacks; handover_failures, handover_timeouts and handover_newer are the
+      last three. local_tokens: up to which this engine prefills itself.
+      prefill_engine_*: `Prefills.stats`.
     """
     counts = self._batcher.counts
     others = self._prefills.stats().items()

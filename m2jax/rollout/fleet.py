@@ -144,7 +144,8 @@ class Replica:
     now = stats['migrated_tokens'], stats['migration_s']
     tokens, seconds = np.subtract(now, self._moved or now)
     self._moved = now
-    if tokens > 0 and seconds >= 0:
+    common = math.isfinite(self.migration_s)  # else it is a pool of its own
+    if common and tokens > 0 and seconds >= 0:
       self.migration_s += _MIGRATION_MEMORY * (seconds / tokens - self.migration_s)
 
   def remove(self, flight: Flight) -> None:

@@ -34,6 +34,10 @@ class HandoverError(RuntimeError):
   """The prefill engine will not hand over the pages of a sequence."""
 
 
+class NewerWeights(HandoverError):
+  """The prefill engine already computes with weights that the decode engine lacks."""
+
+
 @dataclasses.dataclass(frozen=True)
 class HandoverConfig:
   """When pages are handed over, and how.

@@ -6,6 +6,10 @@ A decode process sends `ask`, `cancel`, `weights` (the version that it has, so t
 process loads it) and `ping`; it is sent `part`, `failed`, `weights_failed` and `pong`
 (`handover_wire`). When its connection ends, what it has asked for is cancelled.
 
+The newest version that any connected decode process has is loaded. One that cannot be
+loaded is tried again while somebody wants it, and holds up no older one: a version is
+advertised (in the opening and in `pong`) when it is there.
+
 What a peer can grow is bounded: connections, asks and unsent bytes of each, and the
 bytes and the time of a frame.
 """
@@ -40,6 +44,7 @@ class Limits:
   frame_s: for a frame, and for each step of the opening.
   silence_s: without a frame, after which a connection is closed; decode processes
     send one every second.
+  retry_s, max_retry_s: before loading a version again; doubled after each failure.
   """
 
   connections: int = 16
@@ -47,6 +52,16 @@ class Limits:
   unsent_bytes: int = 1 << 30
   frame_s: float = 10.0
   silence_s: float = 60.0
+  retry_s: float = 1.0
+  max_retry_s: float = 30.0
+
+
+@dataclasses.dataclass
+class _Failed:
+  """A version that could not be loaded; tried again at `again_s`, after `wait_s`."""
+
+  again_s: float
+  wait_s: float
 
 
 class PrefillServer:
@@ -87,7 +102,8 @@ class PrefillServer:
     self._peers: set[_Peer] = set()
     self._opening = 0
     self._stopping = False
-    self._wanted = self._latest = scheduler.stats()['policy_version']
+    self._loaded = scheduler.stats()['policy_version']
+    self._failed: dict[int, _Failed] = {}  # of the versions that peers want
     self.rejected = 0
     self._threads = [
       threading.Thread(target=f, daemon=True, name='prefill server')
@@ -166,7 +182,7 @@ class PrefillServer:
     peer = None
     try:
       hello = dict(
-        layout=self._scheduler.layout, run_id=self._run_id, version=self._latest
+        layout=self._scheduler.layout, run_id=self._run_id, version=self._loaded
       )
       wire.open_server(sock, self._key, hello, self._limits.frame_s)
       with self._lock:
@@ -192,40 +208,61 @@ class PrefillServer:
       else:
         peer.end()
 
-  def want(self, version: int) -> None:
-    """Has the weights of a version loaded, if they are newer."""
+  def want(self, peer: _Peer, version: int) -> None:
+    """Has the weights that a decode process has loaded, if they are newer."""
     with self._lock:
-      self._wanted = max(self._wanted, version)
+      peer.version = version
       self._lock.notify_all()
 
   def _replace_weights(self) -> None:
-    while True:
-      with self._lock:
-        self._lock.wait_for(lambda: self._stopping or self._wanted > self._latest)
-        if self._stopping:
-          return
-        version = self._wanted
+    while (version := self._next_version()) is not None:
       try:
         self._scheduler.update_weights(self._load(version), version)
       except Exception as error:  # such as a version that is not there
-        logging.exception('cannot load version %d', version)
+        logging.warning('cannot load version %d: %r', version, error)
+        self._cannot_load(version, repr(error)[:500])
+      else:
         with self._lock:
-          peers = list(self._peers)
-        for peer in peers:
-          failed = dict(
-            kind='weights_failed', version=version, reason=repr(error)[:500]
-          )
-          peer.send(failed)
-      with self._lock:
-        self._latest = version
+          self._loaded = version
+
+  def _next_version(self) -> int | None:
+    """Waits for a version to load, the newest that is due; None at the end."""
+    with self._lock:
+      while not self._stopping:
+        wanted = {p.version for p in self._peers if p.version is not None}
+        newer = {version for version in wanted if version > self._loaded}
+        self._failed = {v: f for v, f in self._failed.items() if v in newer}
+        now = time.monotonic()
+        wait_s = {v: f.again_s - now for v, f in self._failed.items()}
+        due = [version for version in newer if wait_s.get(version, 0.0) <= 0]
+        if due:
+          return max(due)
+        self._lock.wait(min(wait_s.values(), default=None))
+      return None
+
+  def _cannot_load(self, version: int, reason: str) -> None:
+    """Reports it to those who want it, and when to try again."""
+    limits = self._limits
+    with self._lock:
+      last = self._failed.get(version)
+      wait_s = min(2 * last.wait_s, limits.max_retry_s) if last else limits.retry_s
+      self._failed[version] = _Failed(time.monotonic() + wait_s, wait_s)
+      peers = [peer for peer in self._peers if peer.version == version]
+    for peer in peers:
+      peer.send(dict(kind='weights_failed', version=version, reason=reason))
 
 
 class _Peer:
-  """A decode process."""
+  """A decode process.
+
+  Attributes:
+    version: of its weights, as it last named it; under the server's lock.
+  """
 
   def __init__(self, server: PrefillServer, sock: socket.socket):
     self._server, self._limits = server, server._limits
     self._scheduler = server._scheduler
+    self.version: int | None = None
     self._channel = wire.Channel(
       sock,
       max_body_bytes=4 * self._scheduler.context_tokens,
@@ -265,7 +302,7 @@ class _Peer:
         if cancel is not None:
           cancel()
       case 'weights':
-        self._server.want(wire.version(header, 'version'))
+        self._server.want(self, wire.version(header, 'version'))
       case 'ping':
         self.send(dict(kind='pong', stats=self._server.stats()))
       case kind:

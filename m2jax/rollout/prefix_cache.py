@@ -58,6 +58,7 @@ class PrefixCache:
     page_tokens: tokens of a page.
     pages: in all, without the unused one.
     evicted: cached pages given up so far.
+    peak: most pages that held something at once.
     on_insert, on_evict: are passed each node that becomes known, or is given up while
       its page still holds what it did.
   """
@@ -67,7 +68,7 @@ class PrefixCache:
     self._journal = journal
     self.page_tokens = page_tokens
     self.pages = pages - 1
-    self.evicted = 0
+    self.evicted = self.peak = 0
     self.on_insert: Callable[[Node], None] | None = None
     self.on_evict: Callable[[Node], None] | None = None
     self._free = list(range(pages - 1, UNUSED, -1))
@@ -156,7 +157,9 @@ class PrefixCache:
       return None
     while len(self._free) < count:
       self._evict()
-    return [self._free.pop() for _ in range(count)]
+    taken = [self._free.pop() for _ in range(count)]
+    self.peak = max(self.peak, self.pages - len(self._free))
+    return taken
 
   def free(self, pages: Sequence[int]) -> None:
     """Gives back pages that `allocate` gave and `insert` did not take."""

@@ -8,7 +8,11 @@ A thread connects, receives, and connects again when the connection has ended; w
 asked for until then fails, so that the decode engine prefills it. Everything that is
 received is checked before the engine sees it: a part must be of the size that this
 engine's layout says, with tokens and expert ids in range, finite keys and values, and
-weights that this process has announced.
+weights no older than those of the ask.
+
+A prefill process that serves several engines has the newest weights of any of them.
+Pages of weights that this engine does not have yet are not used, and nothing more is
+asked until it has them.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from absl import logging
 
 from m2jax.rollout import handover
 from m2jax.rollout import handover_wire as wire
-from m2jax.rollout.handover import Ask, HandoverError, Part, Receive
+from m2jax.rollout.handover import Ask, HandoverError, NewerWeights, Part, Receive
 from m2jax.rollout.handover_wire import ProtocolError
 from m2jax.rollout.pages import Pages
 
@@ -48,7 +52,10 @@ class Timeouts:
 
 
 class RemotePrefills:
-  """See the module; `available` while it is connected and has this side's weights."""
+  """See the module.
+
+  `available` while it is connected and can compute with this side's weights.
+  """
 
   layout = None  # each connection's is checked
 
@@ -78,7 +85,8 @@ class RemotePrefills:
     self._channel: wire.Channel | None = None
     self._asks: dict[int, tuple[Ask, Receive]] = {}
     self._numbers = itertools.count()
-    self._lacks_weights = False
+    self._newest: int | None = None  # version that the other side has
+    self._cannot_load = False  # the other side, this side's version
     self._avoid_until = -math.inf
     self._theirs: dict[str, float] = {}
     self._counts = dict(connections=0, losses=0, protocol_errors=0)
@@ -90,7 +98,13 @@ class RemotePrefills:
   @property
   def available(self) -> bool:
     avoided = time.monotonic() < self._avoid_until
-    return self._channel is not None and not self._lacks_weights and not avoided
+    usable = not self._cannot_load and not self._ahead
+    return self._channel is not None and usable and not avoided
+
+  @property
+  def _ahead(self) -> bool:
+    """Whether the other side would compute with weights that this one lacks."""
+    return self._newest is not None and self._newest > self._version
 
   def start(self, *, warmup: bool = True) -> RemotePrefills:
     """Connects; goes on trying in a thread if there is nobody yet.
@@ -115,15 +129,17 @@ class RemotePrefills:
 
   def stats(self) -> dict[str, float]:
     """The prefill process' own, as it last sent them, and of the connection: connected,
-    connections, losses and protocol_errors."""
+    connections, losses and protocol_errors, and ahead: whether its weights are newer
+    than this side's."""
     connected = float(self._channel is not None)
-    return {**self._theirs, **self._counts, 'connected': connected}
+    own = dict(connected=connected, ahead=float(self._ahead))
+    return {**self._theirs, **self._counts, **own}
 
   def update_weights(self, variables: Any, version: int) -> None:
     """Has the prefill process load a version; its own source has the weights."""
     del variables
     with self._lock:
-      self._version, self._lacks_weights = version, False
+      self._version, self._cannot_load = version, False
       channel = self._channel
     if channel is not None:
       channel.send(dict(kind='weights', version=version))
@@ -203,7 +219,7 @@ class RemotePrefills:
     with self._lock:
       if version != self._version:
         channel.send(dict(kind='weights', version=self._version))
-      self._channel, self._lacks_weights = channel, False
+      self._channel, self._newest, self._cannot_load = channel, version, False
       self._counts['connections'] += 1
     return channel
 
@@ -244,18 +260,37 @@ class RemotePrefills:
         self._weights_failed(header)
       case 'pong':
         self._theirs = _numbers(header.get('stats'))
+        self._has(self._theirs.get('policy_version'))
       case kind:
         raise ProtocolError(f'a frame of kind {kind[:40]!r}')
 
   def _part(self, header: dict, body: bytearray) -> None:
     number = wire.integer(header, 'number')
     part = self._decode(header, body)
+    oldest, newest = part.versions
+    self._has(newest)
     with self._lock:
       ask, receive = self._asks.get(number, (None, None))
-      if ask is not None and part.held >= len(ask.tokens) - 1:
+      if ask is None:  # cancelled
+        return
+      if oldest < ask.version:
+        raise ProtocolError(f'part: version {oldest} for an ask of {ask.version}')
+      lacks, channel = newest > self._version, self._channel
+      if lacks or part.held >= len(ask.tokens) - 1:
         del self._asks[number]
-    if receive is not None:  # not cancelled
-      receive(part)
+    if lacks:
+      channel.send(dict(kind='cancel', number=number))
+      part = NewerWeights(f'pages of version {newest}, which this engine lacks')
+    receive(part)
+
+  def _has(self, version: Any) -> None:
+    """Notes a version that the other side has loaded."""
+    if type(version) is not int:
+      return
+    with self._lock:
+      self._newest = max(self._newest, version)
+      if version >= self._version:
+        self._cannot_load = False
 
   def _fail(self, number: int, reason: str) -> None:
     with self._lock:
@@ -264,12 +299,12 @@ class RemotePrefills:
       receive(HandoverError(reason))
 
   def _weights_failed(self, header: dict) -> None:
-    """Nothing more is asked until there are other weights."""
+    """Nothing more is asked until it can load them, or there are other weights."""
     version, reason = wire.version(header, 'version'), wire.text(header, 'reason')
     with self._lock:
       if version != self._version:
         return
-      self._lacks_weights = True
+      self._cannot_load = True
       asks, channel = list(self._asks), self._channel
     logging.warning('the prefill process cannot load version %d: %s', version, reason)
     for number in asks:
@@ -290,8 +325,8 @@ class RemotePrefills:
     if not isinstance(versions, list) or len(versions) != 2:
       raise ProtocolError('part: versions must be two integers')
     oldest, newest = (wire.version(dict(header, v=v), 'v') for v in versions)
-    if not oldest <= newest <= self._version:
-      raise ProtocolError(f'part: versions {oldest} to {newest} of {self._version}')
+    if oldest > newest:
+      raise ProtocolError(f'part: versions {oldest} to {newest}')
     arrays, start = [], 0
     for entry in handover.shapes(mine, pages):
       if entry is None:

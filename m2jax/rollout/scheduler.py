@@ -192,7 +192,9 @@ class Scheduler:
     """A cheap snapshot of the state, and totals since the start.
 
     queue_length, active_slots, slots, pages, page_tokens, cached_pages (of prefixes
-    that no request reads), free_pages, evicted_pages, prefill_budget_tokens,
+    that no request reads), free_pages, peak_pages (that held something at once, since
+    the state was made), page_bytes (of all pages, on the devices), evicted_pages,
+    prefill_budget_tokens,
     decode_steps, policy_version, tokens_per_s (sampled, over the last ten seconds),
     update_pause_s and update_pause_longest_s (`swap.Pauses`), the totals of
     `batcher.TOTALS` and those of `Drafting.stats`; with more memory for pages also
@@ -209,6 +211,8 @@ class Scheduler:
       'pages': sum(cache.pages for cache in table.caches),
       'cached_pages': sum(cache.cached for cache in table.caches),
       'free_pages': sum(cache.available - cache.cached for cache in table.caches),
+      'peak_pages': sum(cache.peak for cache in table.caches),
+      'page_bytes': sum(x.nbytes for x in jax.tree.leaves(batcher.state.pages)),
       'evicted_pages': sum(cache.evicted for cache in table.caches),
       'page_tokens': table.page_tokens,
       'prefill_budget_tokens': batcher.config.prefill_budget_tokens,

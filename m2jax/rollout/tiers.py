@@ -45,6 +45,7 @@ from m2jax.rollout.prefix_cache import Node
 from m2jax.rollout.sequences import Sequences
 
 COUNTS = ('host_hit_tokens', 'pool_hit_tokens', 'host_miss_tokens', 'late_reads')
+MIGRATION = ('migrated_tokens', 'migration_s')  # read by the router (`fleet`)
 _SIZES = (4, 32)  # pages of a copy
 _MOST_BLOCKS = 4  # that are on their way to the host
 _IDLE_WAIT_S = 0.02
@@ -65,7 +66,16 @@ class Reading:
   keys: list[bytes]
   future: concurrent.futures.Future[list[Page]]
   deadline: float
+  begun_s: float
+  ended_s: float = 0.0
   taken: bool = False
+
+  def __post_init__(self):
+    self.future.add_done_callback(self._ended)
+
+  def _ended(self, future: concurrent.futures.Future) -> None:
+    del future
+    self.ended_s = time.monotonic()
 
   @property
   def waited_for(self) -> bool:
@@ -272,8 +282,9 @@ class Tiers:
     if most is not None and under_way and under_way + len(keys) > most:
       return False
     if keys:
-      deadline = time.monotonic() + self.pool.config.wait_s
-      reading = Reading(keys, self.pool.read(keys), deadline)
+      now = time.monotonic()
+      deadline = now + self.pool.config.wait_s
+      reading = Reading(keys, self.pool.read(keys), deadline, now)
       self._readings.append(reading)
     self._asked[job] = reading
     return reading is not None
@@ -294,6 +305,9 @@ class Tiers:
         left.append(reading)
         continue
       reading.taken, pages = True, reading.future.result()
+      if pages:
+        self._counts['migrated_tokens'] += len(pages) * self._table.page_tokens
+        self._counts['migration_s'] += reading.ended_s - reading.begun_s
       self.host.put(zip(reading.keys, pages, strict=False), read=True)
     self._readings = left
 
@@ -314,11 +328,13 @@ class Tiers:
       concurrent.futures.wait(futures, _IDLE_WAIT_S, first)
     self._take_readings()
 
-  def stats(self) -> dict[str, int]:
+  def stats(self) -> dict[str, float]:
     """Totals of COUNTS, host_pages, host_bytes, host_evicted_pages, moving_pages; with
-    a pool those of `KvPool.stats`, with pool_ before them."""
+    a pool those of `KvPool.stats`, with pool_ before them, and MIGRATION: tokens whose
+    pages were read from it, and the seconds from asking for them to having them."""
     pool = self.pool.stats() if self.pool is not None else {}
-    return {name: self._counts[name] for name in COUNTS} | {
+    counts = COUNTS if self.pool is None else COUNTS + MIGRATION
+    return {name: self._counts[name] for name in counts} | {
       'host_pages': len(self.host),
       'host_bytes': len(self.host) * self._layout.page_bytes,
       'host_evicted_pages': self.host.evicted,

@@ -45,8 +45,12 @@ def test_ratios_are_of_each_round(capsys):
     'm2jax': [answer(100, 1), answer(100, 2), answer(100, 4)],
     'vllm': [answer(100, 2), answer(100, 4), answer(100, 4)],
   }
-  rollout.show(dict(versions=dict(m2jax='jax 1'), found={'8 requests': sides}))
+  memory = dict(budget_pages=9, peak_pages=7, budget_bytes=90, cache_bytes=80)
+  rollout.show(
+    dict(versions=dict(m2jax='jax 1'), found={'8 requests': sides}, memory=memory)
+  )
   out = capsys.readouterr().out
+  assert '7 pages at once of 9' in out and '80 bytes of 90' in out
   assert '2.00 (1.00 to 2.00)' in out and '50' in out.split('m2jax', 2)[2]
 
 
@@ -59,9 +63,12 @@ def test_the_worker_serves_sessions():
   try:
     batch = server.batches(seeds=[0, 1], **requests)
     found = server.sessions(seed=0, count=2, turns=3)
+    memory = server.memory(prompt=5, new=4)
     parts = rollout_profile.profile(server, lambda: server.batch(seed=0, **requests))
   finally:
     server.scheduler.stop()
+  assert 0 < memory['peak_pages'] <= memory['budget_pages']
+  assert memory['cache_bytes'] == memory['budget_bytes'] > 0
   assert batch['tokens'] == 2 * 12 and len(batch['first']) == 4
   assert found['tokens'] == 2 * 3 * 32
   assert found['hit_tokens'] > 0.6 * found['prompt_tokens']

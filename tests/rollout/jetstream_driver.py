@@ -1,16 +1,26 @@
 """Runs JetStream's own Driver on our engine; writes what each got as JSON.
 
-A process of its own: JetStream's threads SIGKILL theirs on any exception.
+A process of its own: JetStream's threads SIGKILL theirs on any exception. Without
+seqio, which brings TensorFlow, its tokenizers are missing; this has a tokenizer of its
+own, and the driver, the engine's types and the messages are JetStream's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
+
+if importlib.util.find_spec('seqio') is None:
+  missing = types.ModuleType('seqio.vocabularies')
+  missing.Vocabulary = missing.SentencePieceVocabulary = type('Missing', (), {})
+  sys.modules |= {'seqio': types.ModuleType('seqio'), 'seqio.vocabularies': missing}
+
 from jetstream.core import orchestrator
 from jetstream.core.proto import jetstream_pb2
 from jetstream.engine import tokenizer_api

@@ -3,9 +3,15 @@
   python -m tests.rollout.soak [REQUESTS] [SEED] [REPLICAS]
 
 Random prompts that share prefixes, some longer than the pages that are left, seeds,
-cancellations, and weights that are replaced all the time. Each token's log-probability
-must be that of its version's weights (for responses of one version; the K/V of others
-are of several), and in the end every page must be free or cached. Prints one line.
+cancellations, and weights that are replaced all the time. In the end every page must be
+free or cached. Prints one line.
+
+Each token's log-probability must be that of its version's weights over keys and values
+that the weights made which the engine had when it computed them. When a request gets a
+slot, all of its tokens so far are prefilled, or found in a cache of that version, by
+the weights of that moment; every other token, by the weights that draw the next one. So
+of a response whose weights changed in flight the engine's own computation is repeated
+(`row_model.mixed_logits`); one of a single version is compared with the model itself.
 
 With REPLICAS that many schedulers have a few pages of host memory each and share a pool
 in a temporary directory, of which files are damaged and deleted meanwhile.
@@ -15,6 +21,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -23,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from m2jax.rollout.api import GenerateRequest, SamplingParams
@@ -30,13 +38,21 @@ from m2jax.rollout.engine import Engine
 from m2jax.rollout.kv_pool.config import KvPoolConfig
 from m2jax.rollout.page_layout import Layout
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from tests import row_model
 from tests.rollout import conftest as small
 
 CONFIG = dataclasses.replace(small.ENGINE_CONFIG, pages=1 + 12 + 14)
 AT_ONCE = 24
 HOST_PAGES, POOL_PAGES = 8, 200
 TIMEOUT_S = 120
-REPORTED = ('requests', 'checked', 'cancelled', 'retractions', 'weight_updates')
+REPORTED = (
+  'requests',
+  'checked',
+  'spans',
+  'cancelled',
+  'retractions',
+  'weight_updates',
+)
 REPORTED += ('prefix_hit_tokens', 'evicted_pages', 'sampled_tokens')
 TIERS = ('host_hit_tokens', 'host_evicted_pages', 'pool_hit_tokens')
 TIERS += ('pool_written_pages', 'pool_evicted_pages', 'pool_corrupt_pages')
@@ -60,8 +76,22 @@ class Soak:
     self.version, self.other = 0, make is not Scheduler
     self.ended = 0  # responses
     self.schedulers = [make(engine, self.weights[0], config=c) for c in configs]
+    self.placed = collections.defaultdict(list)  # by future, see `note`
+    self.spans = 0  # responses of several versions that were checked
+    self.mixed = jax.jit(functools.partial(row_model.mixed_logits, cfg=small.CFG))
     for scheduler in self.schedulers:
+      self.note(scheduler._batcher)
       scheduler.start()
+
+  def note(self, batcher) -> None:
+    """Notes (tokens drawn so far, version) whenever a request gets a slot."""
+    take = batcher._take
+
+    def noted(job, hit):
+      self.placed[job.future].append((len(job.logprobs), batcher.version))
+      take(job, hit)
+
+    batcher._take = noted
 
   def replace_weights(self, version: int) -> None:
     for scheduler in self.schedulers:
@@ -80,19 +110,41 @@ class Soak:
     return prompt, scheduler.submit(GenerateRequest(prompt, sampling)), version
 
   def check(self, prompt, handle, submitted: int) -> int:
-    """Whether the response is of one version, and then of its weights."""
+    """Whether the response could be checked."""
     result = handle.future.result(TIMEOUT_S)
     self.ended += 1
     assert len(result.tokens) == len(result.logprobs) == len(result.versions)
     assert np.all(np.diff(result.versions) >= 0)
-    if not len(result.tokens) or len(set(result.versions.tolist())) > 1:
+    placed, several = self.placed.pop(handle.future, []), len(set(result.versions)) > 1
+    if not len(result.tokens):
       return 0
-    if self.other and result.versions[0] != submitted:
+    if self.other and (several or result.versions[0] != submitted):
       return 0
+    if several:
+      self.spans += 1
+      want = self.recomputed(prompt, result, placed)
+      np.testing.assert_allclose(result.logprobs, want, atol=2e-4)
+      return 1
     weights = self.weights[int(result.versions[0]) % 2]
     want = self.reference.logprobs(weights, prompt, result.tokens)
     np.testing.assert_allclose(result.logprobs, want, atol=2e-4)
     return 1
+
+  def recomputed(self, prompt, result, placed) -> np.ndarray:
+    """Log-probabilities of the response's tokens, as the engine computed them."""
+    n, out = len(prompt), np.zeros(len(result.tokens))
+    tokens = np.zeros(small.CONTEXT, np.int32)
+    tokens[: n + len(out)] = [*prompt, *result.tokens]
+    ends = [drawn for drawn, _ in placed[1:]] + [len(out)]
+    for (drawn, version), end in zip(placed, ends, strict=True):
+      if drawn == end:  # retracted before it drew
+        continue
+      versions = np.full(small.CONTEXT, version)
+      versions[n + drawn - 1 : n + end - 1] = result.versions[drawn:end]
+      logits = np.float64(self.mixed(self.weights, versions % 2, tokens))
+      logprobs = small.log_softmax(logits)[n + drawn - 1 : n + end - 1]
+      out[drawn:end] = logprobs[np.arange(end - drawn), result.tokens[drawn:end]]
+    return out
 
   def finish(self) -> collections.Counter:
     """Stops; the sum of the schedulers' counts."""
@@ -118,12 +170,13 @@ def soak(
   replace_s: float = 0.05,
   replace_after: int = 0,
 ) -> dict[str, int]:
-  """Runs the requests; returns the schedulers' counts.
+  """Runs the requests; returns the schedulers' counts, the responses that were checked,
+  and the spans among them: those of several versions.
 
   Args:
     make: the scheduler, from the arguments of `Scheduler`. If it is another one, only
-      responses of the version that there was at their submission are checked: prompts
-      may be prefilled long before they are decoded.
+      responses of the one version that there was at their submission are checked:
+      prompts may be prefilled long before they are decoded.
     replace_s: between weights, at least.
     replace_after: responses between weights, at least: on a slow machine some must
       still be of one version.
@@ -163,7 +216,12 @@ def soak(
     finally:
       stop.set()
       thread.join()
-    return {**run.finish(), 'requests': requests, 'checked': checked}
+    return {
+      **run.finish(),
+      'requests': requests,
+      'checked': checked,
+      'spans': run.spans,
+    }
 
 
 def _more_memory(engine: Engine, directory: str) -> SchedulerConfig:

@@ -371,6 +371,54 @@ def test_a_silent_prefill_engine_is_given_up(apart, reference, variables):
   assert_no_page_is_lost(front)
 
 
+def test_a_stuck_ask_expires_while_others_are_answered(apart, reference, variables):
+  """It is prefilled here; the prefill engine, which serves the others, is kept."""
+
+  class Stuck(Held):
+    """Loses the first ask's parts."""
+
+    def ask(self, ask, receive):
+      first = not self.asked
+      self.through = True
+      return super().ask(ask, (lambda part: None) if first else receive)
+
+  how = dataclasses.replace(HOW, timeout_s=1.0)
+  front, source = apart(wrap=Stuck, how=how)
+  tokens = prompt(2, 30)
+  stuck = front.submit(request(tokens, max_tokens=5))
+  until(lambda: source.asked)
+  number = 0
+  while not stuck.future.done():
+    number += 1
+    assert number < 1000
+    run(front, request(prompt(100 + number, 20), max_tokens=1))
+  assert_logprobs(reference, variables, tokens, stuck.future.result(TIMEOUT_S))
+  stats = front.stats()
+  assert stats['handover_timeouts'] == stats['prefills_alone'] == source.cancelled == 1
+  assert stats['handovers'] == number > 1 and not source.given_up
+  assert_no_page_is_lost(front)
+
+
+def test_early_pages_hold_up_no_other_ask(apart, other_variables):
+  """Of two asks one is answered by newer weights: the other is served at once."""
+  front, source = apart(wrap=Held)
+  old = front.submit(request(prompt(8, 21), max_tokens=3))
+  source.wait_for(2)
+  source.update_weights(other_variables, 1)
+  until(lambda: source.stats()['policy_version'] == 1)
+  new = front.submit(request(prompt(9, 21), max_tokens=3))
+  source.wait_for(4)
+  source.parts = source.parts[2:] + source.parts[:2]
+  source.release()
+  assert set(old.future.result(TIMEOUT_S).versions) == {0}
+  assert not new.future.done()
+  source.update_weights = lambda variables, version: None  # it has them
+  front.update_weights(other_variables, 1)
+  assert set(new.future.result(TIMEOUT_S).versions) == {1}
+  assert front.stats()['handovers'] == 2 and front.stats()['prefills_alone'] == 0
+  assert_no_page_is_lost(front)
+
+
 def test_bad_weights_of_the_prefill_engine_fail_by_version(apart, variables):
   """As on one engine, and both serve again when the weights are good."""
   front, source = apart()

@@ -169,6 +169,14 @@ def test_times_of_migration_are_measured():
   assert Prior().migration_s == math.inf
 
 
+def test_a_pool_of_ones_own_moves_nothing_between_replicas():
+  """A replica measures what it reads from it; the others' pages are not there."""
+  fleet = Fleet([SIZES] * 2, POLICIES['random'])
+  for step in range(3):
+    fleet.observe(0, stats(migrated_tokens=10 * step, migration_s=0.1 * step))
+  assert fleet.replicas[0].migration_s == math.inf
+
+
 def test_replicas_have_pages_of_one_size():
   other = dataclasses.replace(SIZES, page_tokens=4)
   with pytest.raises(ValueError, match='page_tokens'):

@@ -233,7 +233,9 @@ FALSE = {
   'short': dict(cut=1),
   'no pages': dict(pages=0),
   'many pages': dict(pages=4),
-  'newer weights': dict(versions=[0, 1]),
+  'older weights': dict(versions=[-1, 0]),
+  'weights of no version': dict(versions=[0, 2**31]),
+  'weights of an absurd version': dict(versions=[0, 2**80]),
   'order': dict(versions=[1, 0]),
   'one version': dict(versions=[0]),
   'text': dict(held='8'),
@@ -255,6 +257,21 @@ def test_a_false_prefill_process_is_disconnected(
   stats = front.stats()
   assert stats['prefill_engine_protocol_errors'] == stats['prefills_alone'] == 1
   assert stats['handover_pages'] == 0
+  impostor.close()
+
+
+@pytest.mark.parametrize('newest', [1, 2**31 - 1])
+def test_newer_weights_are_not_used(decode, path, variables, reference, newest):
+  """Be they another engine's, or false: nothing more is asked of that process."""
+  impostor = Impostor(path, lambda n, tokens: part(n, tokens, versions=[0, newest]))
+  front = decode(path)
+  for i in range(2):
+    tokens = prompt(1 + i, 9)
+    assert_logprobs(reference, variables, tokens, run(front, request(tokens)))
+  stats = front.stats()
+  assert stats['handover_newer'] == 1 and stats['prefills_alone'] == 2
+  assert stats['handover_pages'] == stats['prefill_engine_protocol_errors'] == 0
+  assert stats['prefill_engine_connected'] and stats['prefill_engine_ahead']
   impostor.close()
 
 

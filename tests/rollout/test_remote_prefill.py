@@ -14,9 +14,10 @@ import sys
 import pytest
 
 from m2jax.rollout import handover, remote_prefill
+from m2jax.rollout import handover_wire as wire
 from m2jax.rollout.disaggregated import Disaggregated
 from m2jax.rollout.prefill_engine import PrefillScheduler
-from m2jax.rollout.prefill_server import PrefillServer
+from m2jax.rollout.prefill_server import Limits, PrefillServer
 from m2jax.rollout.remote_prefill import RemotePrefills
 from m2jax.rollout.scheduler import SchedulerConfig
 from tests import processes
@@ -190,6 +191,100 @@ def test_weights_that_cannot_be_loaded(
   front.update_weights(other_variables, 15)
   assert set(run(front, request(prompt(2, 20))).versions) == {15}
   assert front.stats()['handovers'] == 2
+
+
+def test_engines_that_have_other_weights_for_a_while(
+  serve, serve_prefill, decode, path, recording, variables, other_variables, reference
+):
+  """Two engines take new weights one after the other. The one that has the old ones
+  computes by itself meanwhile, keeps its connection, and is served when it has them."""
+  want = run(serve(recording), *REQUESTS)
+  serve_prefill(path)
+  ahead, behind = decode(path), decode(path)
+  ahead.update_weights(other_variables, 1)
+  run(ahead, REQUESTS[1])
+  assert ahead.stats()['handovers'] == 1
+  for a, b in zip(want, run(behind, *REQUESTS), strict=True):
+    assert_equal(a, b)
+  stats = behind.stats()
+  assert stats['handover_newer'] >= 1 and stats['prefills_alone'] == 4
+  assert stats['handovers'] == stats['handover_pages'] == 0
+  assert stats['prefill_engine_losses'] == stats['prefill_engine_protocol_errors'] == 0
+  assert stats['prefill_engine_connections'] == 1 and stats['prefill_engine_ahead']
+  refused = stats['handover_newer']
+  run(behind, request(prompt(20, 33)))  # not asked: it would be in vain
+  assert behind.stats()['handover_newer'] == refused
+  behind.update_weights(other_variables, 1)
+  for r in REQUESTS:
+    result = run(behind, r)
+    assert set(result.versions) == {1}
+    assert_logprobs(reference, other_variables, r.prompt_ids, result)
+  stats = behind.stats()
+  assert stats['handovers'] == 4 and not stats['prefill_engine_ahead']
+  fresh(behind)
+  assert_no_page_is_lost(behind)
+
+
+def test_an_engine_that_joins_with_older_weights(
+  serve_prefill, decode, path, other_variables
+):
+  """It is told so as it connects: nothing is asked in vain."""
+  serve_prefill(path)
+  ahead = decode(path)
+  ahead.update_weights(other_variables, 1)
+  run(ahead, REQUESTS[1])
+  behind = decode(path)
+  assert behind.stats()['prefill_engine_ahead']
+  assert set(run(behind, REQUESTS[1]).versions) == {0}
+  stats = behind.stats()
+  assert stats['handover_newer'] == 0 and stats['prefills_alone'] == 1
+
+
+def hello(server) -> int:
+  """The version that a server announces."""
+  with wire.Address.parse(server.address).connect(5.0) as sock:
+    return wire.open_client(sock, None, 5.0)['version']
+
+
+def test_weights_are_loaded_when_they_can_be(
+  recording, variables, other_variables, decode, path, reference
+):
+  """A version that is not there yet is tried again, and announced when it is loaded;
+  one that never comes holds up no other."""
+  failures = [FileNotFoundError('not yet')] * 2
+  tried = []
+
+  def load(version):
+    tried.append(version)
+    if version > 1:
+      raise LookupError('no such version')
+    if failures:
+      raise failures.pop()
+    return other_variables
+
+  scheduler = PrefillScheduler(recording, variables, part_pages=3)
+  limits = Limits(retry_s=0.2, max_retry_s=0.4)
+  server = PrefillServer(scheduler, path, load=load, limits=limits)
+  with contextlib.ExitStack() as stack:
+    stack.callback(server.stop)
+    server.start(warmup=False)
+    stranger = stack.enter_context(wire.Address.parse(server.address).connect(5.0))
+    wire.open_client(stranger, None, 5.0)
+    wire.send(stranger, dict(kind='weights', version=2**31 - 1))
+    until(lambda: tried)
+    assert hello(server) == 0
+    front = decode(path)
+    front.update_weights(other_variables, 1)
+    until(lambda: len(failures) < 2)
+    assert hello(server) == 0
+    result = run(front, REQUESTS[1])
+    assert_logprobs(reference, other_variables, REQUESTS[1].prompt_ids, result)
+    until(lambda: hello(server) == 1)
+    until(lambda: front._prefills.available)
+    before = front.stats()['handovers']
+    run(front, request(prompt(20, 33)))
+    assert front.stats()['handovers'] == before + 1
+    assert not failures and tried.count(1) == 3 and tried.count(2**31 - 1) < 50
 
 
 # --- Who may connect.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from m2jax.rollout import replicas as replicas_lib
 from m2jax.rollout.api import GenerateRequest, SamplingParams
+from m2jax.rollout.kv_pool.config import KvPoolConfig
 from m2jax.rollout.page_journal import Event
 from m2jax.rollout.router import Router
 from m2jax.rollout.router_config import RouterConfig
@@ -324,6 +326,32 @@ def test_the_router_knows_what_real_engines_have(two, variables, reference):
   stats = router.stats()
   assert stats['prefix_hit_tokens'] == stats['predicted_hit_tokens'] > 0
   assert max(len(tokens) for tokens in sessions) < CONTEXT
+
+
+def test_times_of_moved_pages_are_those_of_the_replicas(few, variables, tmp_path):
+  """Pages that one replica computed reach the other through the pool that both have,
+  and the router takes the time of that from their statistics."""
+  pool = KvPoolConfig(f'file://{tmp_path}/', bytes=1 << 22, wait_s=60.0)
+  scheduler = SchedulerConfig(decode_steps=4, host_cache_bytes=1 << 20, kv_pool=pool)
+  prior = 1e-9  # it never pays to compute
+  config = RouterConfig(policy='random', migration_s=prior)
+  router = replicas_lib.start([few, few], variables, 0, scheduler, config, warmup=False)
+  try:
+    first, second = router._replicas
+    for replica in (first, second):
+      router.observe()
+      replica.submit(request(prompt(1, 33))).future.result(TIMEOUT_S)
+      while replica.stats()['moving_pages'] or replica.stats()['pool_queued_pages']:
+        time.sleep(0.01)
+    router.observe()
+    assert first.stats()['migrated_tokens'] == 0
+    stats, measured = second.stats(), router._fleet.replicas[1].migration_s
+    assert stats['migrated_tokens'] == stats['pool_hit_tokens'] == 32
+    assert 0 < stats['migration_s'] < TIMEOUT_S
+    share = (measured - prior) / (stats['migration_s'] / 32 - prior)
+    assert 0 < share <= 1 and router._fleet.replicas[0].migration_s == prior
+  finally:
+    router.stop()
 
 
 def test_weights_reach_all_replicas(two, other_variables, reference):

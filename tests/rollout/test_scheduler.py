@@ -249,8 +249,12 @@ def test_penalties_biases_and_likeliest_tokens(serve, variables, reference):
   assert scheduler.stats()['prefix_hit_tokens'] >= 12 * 5
 
 
-def swap_in_flight(scheduler, other, requests, at_tokens=5):
-  """Swaps weights once the first request has some tokens; returns the results."""
+def swap_in_flight(scheduler, other, requests, at_tokens=5, *, start=False):
+  """Swaps weights once the first request has some tokens; returns the results.
+
+  With `start` the scheduler is started when it has all requests, so that which of them
+  are in flight at the swap does not depend on time.
+  """
   swapped = threading.Event()
   seen = []
 
@@ -262,6 +266,8 @@ def swap_in_flight(scheduler, other, requests, at_tokens=5):
 
   first = scheduler.submit(requests[0], on_tokens)
   rest = [scheduler.submit(r) for r in requests[1:]]
+  if start:
+    scheduler.start(warmup=False)
   return [h.future.result(TIMEOUT_S) for h in (first, *rest)]
 
 

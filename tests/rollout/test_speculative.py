@@ -11,14 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks import speculative
 from m2jax.forge import lead_engine
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.batcher import Batcher
-from m2jax.rollout.drafting import TRIALS, TRY_EVERY, Drafting
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.jobs import Job
 from m2jax.rollout.scheduler import EngineError, SchedulerConfig
@@ -370,7 +367,7 @@ def test_numbers_of_drafts_that_change(serve, unroll):
   got = run(scheduler, *requests)
   for a, b in zip(want, got, strict=True):
     same(a, b)
-  tried = {drafts for _, drafts in scheduler.drafting.calls}
+  tried = {drafts for _, drafts in scheduler.drafting.ticks}
   assert tried == {0, 1, 2, 3}
   assert drafting.compilations() == 4 + 3  # prefill, admit and expert ids
 
@@ -396,34 +393,3 @@ def test_no_program_copies_keys_and_values():
   ):
     memory = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes < states_bytes + layer_bytes / 2
-
-
-@given(
-  cost=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
-  share=st.lists(st.floats(0, 1), min_size=3, max_size=3),
-)
-def test_the_fastest_number_of_drafts_is_taken(cost, share):
-  """By a loop over calls whose times and acceptance are known."""
-  drafting = Drafting(3)
-
-  def call(drafts):
-    tested = np.full((1, drafts), 5000.0)
-    found = dict(verified=np.array([5000]), tested=tested, finite=np.array([True]))
-    accepted = tested * np.array(share[:drafts])
-    drafting.count(
-      drafts,
-      dataclasses.make_dataclass('D', [*found, 'accepted'])(**found, accepted=accepted),
-    ) if drafts else None
-    drafting.record(8, drafts, cost[drafts], 1)
-
-  for _ in range(4 * TRIALS):
-    call(drafting.choose(8))
-  tokens = [1 + sum(np.prod(share[: i + 1]) for i in range(n)) for n in range(4)]
-  rates = np.array(tokens) / np.array(cost)
-  taken = []
-  for _ in range(2 * TRY_EVERY):
-    taken.append(drafting.choose(8))
-    call(taken[-1])
-  best = max(set(taken), key=taken.count)
-  assert rates[best] > 0.97 * rates.max()
-  assert len(taken) - taken.count(best) <= 3  # the others are tried again, rarely

@@ -105,15 +105,15 @@ def load_first(reader: published.Reader, like) -> tuple[published.Version, objec
     return reader.latest() not in (None, failed)
 
   while True:
-    shared.wait_for('the learner to publish weights', found)
-    version = reader.latest()
     try:
-      return version, reader.load(version, like)
+      shared.wait_for('the learner to publish weights', found)
+      if (version := reader.latest()) is not None:
+        return version, reader.load(version, like)
     except CheckpointError as error:
       logging.warning('version %s was not loaded: %s', version, error)
       failed = version
     except OSError as error:  # the storage may be back soon
-      logging.warning('version %s was not read: %s', version, error)
+      logging.warning('the published weights were not read: %s', error)
       time.sleep(_POLL_S)
 
 

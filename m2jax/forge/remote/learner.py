@@ -47,16 +47,17 @@ class PublishedWeights:
   ):
     self._publisher, self._gateway, self._pool = publisher, gateway, pool
     self._latest = None if latest is None else engine_role.number(latest)
+    self._wrote: published.Published | None = None  # by the last `update_weights`
     self._served = False  # yet
 
   def update_weights(self, variables: Any, version: int) -> None:
     """Publishes the weights; those that a restart only passes through are not new."""
     lineage = self._pool.begun_lineage
-    number = policy_version(lineage, version)
+    number, self._wrote = policy_version(lineage, version), None
     if self._latest is not None and number <= self._latest:
       logging.info('weights of lineage %d, step %d: not new', lineage, version)
       return
-    self._publisher.publish(variables, version, lineage)
+    self._wrote = self._publisher.publish(variables, version, lineage)
     self._latest = number
 
   def wait_until_served(self, outage_s: float = shared.WAIT_S) -> None:
@@ -76,8 +77,21 @@ class PublishedWeights:
     self._served = True
 
   def stats(self) -> dict[str, Any]:
-    """See `Scheduler.stats`; zeros while the engine does not answer."""
-    return _NO_STATS | self._gateway.health()[1]
+    """See `Scheduler.stats`; zeros while the engine does not answer. And of the last
+    weights, if they were published: published_bytes, of their arrays,
+    published_whole_bytes and published_delta_bytes, of their files, and publish_s."""
+    return _NO_STATS | self._gateway.health()[1] | self._publication()
+
+  def _publication(self) -> dict[str, float]:
+    wrote = self._wrote
+    if wrote is None:
+      return {}
+    return dict(
+      published_bytes=wrote.raw_bytes,
+      published_whole_bytes=wrote.whole_bytes,
+      published_delta_bytes=wrote.delta_bytes,
+      publish_s=wrote.seconds,
+    )
 
 
 class EvaluationRunner(episodes.Runner):

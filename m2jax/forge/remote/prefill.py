@@ -63,6 +63,27 @@ def serve(
   return server.start()
 
 
+def newest_serial(reader: published.Reader, known: int) -> int:
+  """Serial of the newest version; the known one while the storage is away.
+
+  Raises:
+    RolloutsFailed: it is below the known one, so the run was started anew.
+  """
+  try:
+    latest = reader.latest()
+  except OSError as error:  # the storage may be back soon
+    logging.warning('the published weights were not read: %s', error)
+    return known
+  if latest is None:
+    return known
+  if latest.serial < known:
+    raise RolloutsFailed(
+      'the published weights are those of a run that was started anew: start this role '
+      'again'
+    )
+  return latest.serial
+
+
 def run(config: ForgeConfig, workdir: Path) -> None:
   """Serves until it is interrupted.
 
@@ -82,13 +103,7 @@ def run(config: ForgeConfig, workdir: Path) -> None:
     print(f'prefill: {server.address}', flush=True)
     versions = published.Reader(weights)  # the other one is the server's
     while server.alive:
-      latest = versions.latest()
-      if latest is not None and latest.serial < newest:
-        raise RolloutsFailed(
-          'the published weights are those of a run that was started anew: start this '
-          'role again'
-        )
-      newest = latest.serial if latest is not None else newest
+      newest = newest_serial(versions, newest)
       time.sleep(_POLL_S)
     raise RolloutsFailed(f'the prefill engine has stopped: {server.stopped_reason}')
   finally:

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 
+import httpx
+
 from tests import processes as processes_lib
 
 ROLES = ('learner', 'engine', 'gateway', 'agents')
@@ -37,7 +39,7 @@ class Roles:
     """
     self.workdir, self._logs = workdir or directory / 'run', directory
     ports = [processes_lib.free_port() for _ in range(1 + engines)]
-    urls = tuple(f'http://127.0.0.1:{port}' for port in ports[1:])
+    self._urls = urls = tuple(f'http://127.0.0.1:{port}' for port in ports[1:])
     self._flags = [
       f'--workdir={self.workdir}',
       '--config=tests/forge/remote/roles_config.py',
@@ -69,6 +71,16 @@ class Roles:
     child.kill()
     child.wait()
     self.start(name)
+
+  def engine_stats(self, number: int) -> dict:
+    """The statistics of an engine; empty while it does not answer."""
+    key = (self.workdir / 'roles.key').read_text().strip()
+    headers = {'authorization': f'Bearer {key}'}
+    try:
+      answer = httpx.get(self._urls[number] + '/health', headers=headers, timeout=5)
+    except httpx.HTTPError:
+      return {}
+    return answer.json().get('stats', {})
 
   def log(self, name: str) -> str:
     return (self._logs / f'{name}.log').read_text()[-4000:]

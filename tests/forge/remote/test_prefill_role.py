@@ -10,6 +10,7 @@ import pytest
 
 from m2jax.checkpoint import published
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.remote import config as config_lib
 from m2jax.forge.remote import engine as engine_role
 from m2jax.forge.remote import prefill as prefill_role
@@ -78,6 +79,22 @@ def test_prompts_are_computed_elsewhere(engine, serve, tmp_path):
       assert ask(serving, prompt).tokens.tolist() == ask(local, prompt).tokens.tolist()
       assert serving.stats()['handovers'] == 2
       assert serving.stats()['prefills_alone'] == 1
+
+
+def test_the_run_is_watched(monkeypatch, tmp_path):
+  """Storage that is away is waited for; a run that was started anew ends the role."""
+  with published.Publisher(tmp_path / 'weights') as publisher:
+    publisher.publish({'w': np.zeros(2)}, 0, 0)
+  reader = published.Reader(tmp_path / 'weights')
+  assert prefill_role.newest_serial(reader, 0) == 1
+  with pytest.raises(RolloutsFailed, match='started anew'):
+    prefill_role.newest_serial(reader, 2)
+
+  def away():
+    raise OSError('stale file handle')
+
+  monkeypatch.setattr(reader, 'latest', away)
+  assert prefill_role.newest_serial(reader, 2) == 2
 
 
 def test_settings_are_checked(tmp_path):

@@ -11,6 +11,17 @@ from tests.forge.remote import roles_config
 from tests.forge.remote.role_processes import ROLES, Roles, surviving_updates
 
 
+def handovers(roles: Roles, engine: int) -> int:
+  """Prompts that an engine has taken from the prefill process since its start.
+
+  Raises:
+    AssertionError: it holds what that process has sent to be malformed.
+  """
+  stats = roles.engine_stats(engine)
+  assert not stats.get('prefill_engine_protocol_errors'), stats
+  return stats.get('handovers', 0)
+
+
 @pytest.mark.long
 def test_every_role_is_killed(tmp_path):
   """Every item is trained exactly once along the lineage of the last weights, none
@@ -24,11 +35,13 @@ def test_every_role_is_killed(tmp_path):
     for name in (*ROLES, 'engine2', 'prefill', 'agents2'):
       roles.start(name)
     roles.more_updates(2)
+    roles.wait(lambda: all(handovers(roles, engine) for engine in range(2)))
     both = ('engine', 'engine2')  # then every request fails until one has started
     for names in (both, ('agents',), ('gateway',), ('learner',), ('prefill',)):
       for name in names:
         roles.kill(name)
       roles.more_updates(2)
+    roles.wait(lambda: all(handovers(roles, engine) for engine in range(2)))
     roles.finish()
     assert (roles.workdir / 'report.html').exists()
 
@@ -50,3 +63,6 @@ def test_every_role_is_killed(tmp_path):
   assert sum(useful) > len(items) / 4  # else the weights hardly changed
   records = metrics_lib.read(roles.workdir, 'rl')
   assert [r['step'] for r in records] == sorted(updates)
+  wrote = [f'weights/published_{kind}_bytes' for kind in ('delta', 'whole')]
+  assert all(any(r[name] for name in wrote) for r in records)
+  assert any(r[wrote[0]] for r in records)

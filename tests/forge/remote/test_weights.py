@@ -108,6 +108,28 @@ def test_storage_that_is_away_for_a_moment(learner, tmp_path, monkeypatch):
   assert scheduler.versions == [(policy_version(0, 1), 1.0)] and not failures
 
 
+def test_storage_that_is_away_at_the_start(learner, tmp_path, monkeypatch):
+  """A role waits for it as it does for the learner."""
+  monkeypatch.setattr(engine_role, '_POLL_S', 0.01)
+  reader = published.Reader(tmp_path / 'weights', poll_s=0.01)
+  learner(0).update_weights(weights(3), 0)
+  failures = {'latest': [OSError('stale file handle')] * 3, 'load': [OSError('gone')]}
+
+  def failing(name, call):
+    def method(*arguments):
+      if failures[name]:
+        raise failures[name].pop()
+      return call(*arguments)
+
+    return method
+
+  for name in failures:
+    monkeypatch.setattr(reader, name, failing(name, getattr(reader, name)))
+  version, variables = engine_role.load_first(reader, LIKE)
+  assert version.step == 0 and variables['params']['w'][0] == 3
+  assert failures == {'latest': [], 'load': []}
+
+
 def test_a_run_that_is_started_anew(learner, tmp_path):
   """The engine of the deleted run stops, with what to do."""
   reader = published.Reader(tmp_path / 'weights', poll_s=0.01)
@@ -116,6 +138,23 @@ def test_a_run_that_is_started_anew(learner, tmp_path):
   with engine_role.Follower(reader, version, Scheduler(), LIKE) as follower:
     wait_until(lambda: follower.error is not None)
   assert 'start this role again' in str(follower.error)
+
+
+def test_bytes_of_published_weights(learner, tmp_path):
+  """What RL's records have: bytes of the files, of the last version only."""
+  weights_ = learner(0)
+  assert 'published_bytes' not in weights_.stats()
+  weights_.update_weights(weights(0), 0)
+  first = weights_.stats()
+  assert first['published_bytes'] == 3 * 4 and not first['published_delta_bytes']
+  weights_.update_weights(weights(1), 1)
+  stats, directory = weights_.stats(), tmp_path / 'weights'
+  files = [path for path in (directory / 'whole').rglob('*') if path.is_file()]
+  assert first['published_whole_bytes'] == sum(f.stat().st_size for f in files) > 0
+  assert stats['published_delta_bytes'] > 0 == stats['published_whole_bytes']
+  assert stats['publish_s'] > 0
+  weights_.update_weights(weights(1), 1)  # not new
+  assert 'published_bytes' not in weights_.stats()
 
 
 def test_evaluations_wait_for_the_weights(learner):
