@@ -19,7 +19,7 @@ def texts(path, session='s'):
   return [n['text'] for n in Annotations(path).of(session)]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=6)
 @given(st.lists(_TEXTS, min_size=1, max_size=3), _TEXTS)
 @example(['{"', 'a\nb'], '"session":"s"}')
 def test_a_torn_note_costs_no_other(tmp_path_factory, before, torn):
