@@ -25,7 +25,8 @@ class GatewayConfig:
     model_name: the model served; requests for another one get a 404.
     host, port: where to listen; port 0 chooses a free port.
     hosts: names by which clients may call a server on loopback besides its own, as
-      through a proxy on this machine; requests for other names get a 403.
+      through a proxy on this machine; requests for other names get a 403. Beyond
+      loopback, names of its trajectory page, the first of which is in the link.
     accept_unknown_keys: whether an unregistered key opens a session; else it gets a
       401.
     unknown_key_mode: the mode of such a session, 'training' or 'evaluation'.

@@ -18,12 +18,16 @@ from m2jax.gateway.errors import ApiError
 LOOPBACK = '127.0.0.1', 'localhost', '[::1]'
 
 
-def check(given: str, names: Collection[str]) -> None:
-  """Raises ApiError unless a Host header is one of `names`, at any port."""
+def check(given: str, names: Collection[str], addresses: bool = False) -> None:
+  """Raises ApiError unless a Host header is one of `names`, at any port.
+
+  `addresses`: whether any IP address will do. No page of another site has one as its
+  name that leads here.
+  """
   name, colon, port = given.rpartition(':')
   if not colon or not port.isdigit():
     name = given
-  if name.lower() not in names:
+  if name.lower() not in names and not (addresses and _is_address(name)):
     raise ApiError(403, f'Host {given[:100]!r} is not this server', code='host')
 
 
@@ -31,6 +35,14 @@ def names(host: str, more: Collection[str] = ()) -> frozenset[str]:
   """The names of a server that listens at an address, in lower case."""
   bracketed = f'[{host}]' if ':' in host else host
   return frozenset(name.lower() for name in (*LOOPBACK, bracketed, *more))
+
+
+def _is_address(name: str) -> bool:
+  try:
+    ipaddress.ip_address(name.removeprefix('[').removesuffix(']'))
+  except ValueError:
+    return False
+  return True
 
 
 def is_loopback(host: str) -> bool:

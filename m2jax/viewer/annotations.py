@@ -10,8 +10,8 @@ WORKDIR/annotations.jsonl, and never changes it. One object a line:
 
 NAME is 'learner_logprob' or 'entropy', of the weights of version V (`experiments.replay
 --record` computes them). Several processes may append: each locks the file for a line.
-A full disk leaves no part of one; what a killed process leaves becomes a line of its own,
-which readers skip.
+A full disk leaves no part of one; what a killed process leaves becomes a line of its
+own, which readers skip.
 """
 
 from __future__ import annotations
