@@ -7,8 +7,8 @@ steps; an assistant message is a step with its thinking, its calls, the observat
 that answer them, and the ids, log-probabilities and versions of its completion. What
 ATIF has no field for is in `extra` under 'm2jax', so that our own documents come back
 exactly. Completions that no message shows are there too: the messages of an agent that
-streams, begins a conversation anew or has sub-agents are those of one conversation, often
-without the last answer.
+streams, begins a conversation anew or has sub-agents are those of one conversation,
+often without the last answer.
 
 Documents of other tools are read too. A trajectory without a verdict of ours is marked
 as not judged, which masks it from training.
