@@ -41,7 +41,11 @@ def _turns(item: int, rank: int) -> list[tuple[str, str, str]]:
   listed = f'{word}.txt\n{word}_old.txt\nREADME é ☃'
   return [
     (f'First see what is in {word}/.', f'ls {word}', listed),
-    ('Count each.' if rank != 1 else 'Count them all at once.', f'wc -l {word}/*.txt', f'{n} {word}/{word}.txt\n{n + 2} total'),
+    (
+      'Count each.' if rank != 1 else 'Count them all at once.',
+      f'wc -l {word}/*.txt',
+      f'{n} {word}/{word}.txt\n{n + 2} total',
+    ),
     last,
   ]
 

@@ -8,15 +8,12 @@ tested: nothing is wider than the screen, cut off or empty.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 
 import pytest
 
-from m2jax.viewer import serving
-from m2jax.viewer.run import Run
-from tests.viewer import conftest, example
+from tests.viewer.conftest import press
 
 SIZES = {'desktop': (1400, 900), 'narrow': (420, 900)}
 GROUP = ('j',) * 12
@@ -32,15 +29,6 @@ VIEWS = {
   'evaluation': (('e', '#row-eval-0', 'j'), '.transcript'),
   'help': (('?',), '[role=dialog]'),
 }
-
-
-@pytest.fixture(scope='module')
-def example_link(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('example')
-  example.write(workdir)
-  with contextlib.closing(Run(workdir)) as run:
-    with serving.serving(run, conftest.KEY) as link:
-      yield link
 
 
 # Elements whose text is wider than themselves, where that is neither scrolled nor said by
@@ -70,7 +58,7 @@ def test_every_view(tab, example_link, tmp_path, scheme, size):
       if key.startswith('#'):
         tab.wait_for_selector(key)
       else:
-        tab.keyboard.press(key)
+        press(tab, key)
     tab.wait_for_selector(shown)
     path = folder / f'{view}-{scheme}-{size}.png'
     image = tab.screenshot(path=path)
