@@ -31,11 +31,12 @@ VIEWS = {
 }
 
 
-# Elements whose text is wider than themselves, where that is neither scrolled nor said by
-# an ellipsis, and those that reach beyond the window.
+# Elements whose text is wider than themselves, where that is neither scrolled nor shown
+# by an ellipsis, and those that reach beyond the window.
 TOO_WIDE = """() => [...document.querySelectorAll('#app *')].filter((e) => {
   const style = getComputedStyle(e), box = e.getBoundingClientRect();
-  if (!box.width || style.visibility === 'hidden' || e.closest('svg, .wide > *')) return false;
+  if (!box.width || style.visibility === 'hidden') return false;
+  if (e.closest('svg, .wide > *')) return false;
   const cut = e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0
     && style.overflowX !== 'auto' && style.textOverflow !== 'ellipsis'
     && style.display !== 'inline';
