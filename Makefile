@@ -14,6 +14,8 @@ SANDBOX ?= bubblewrap
 ARGS ?=
 # Test processes at once.
 JOBS ?= 2
+# SIGKILLs of make test-kills.
+KILLS ?= 50
 
 # Packages of tests whose own requirements, which nothing here needs, are old or large.
 NO_DEPS := bfcl-eval==2026.3.23 mpmath==1.3.0 miniwob==1.1.0
@@ -23,7 +25,7 @@ JETSTREAM := google-jetstream==0.2.2 grpcio==1.85.3 shortuuid==1.0.13
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup sandbox forge forge-tasks test test-long test-clients test-thousand lint format clean
+.PHONY: help setup sandbox forge forge-tasks test test-long test-kills test-clients test-thousand lint format clean
 
 help:
 	@echo 'make forge      set up, then the main job: a tiny M2 learns shell tasks'
@@ -31,6 +33,7 @@ help:
 	@echo 'make forge-tasks  set up, then COUNT=$(COUNT) tasks of every pipeline'
 	@echo 'make test       set up, then lint, import contracts and the fast tests'
 	@echo 'make test-long  set up, then the long tests'
+	@echo 'make test-kills set up, then KILLS=$(KILLS) SIGKILLs at random moments of a run'
 	@echo 'make test-clients  set up, then published coding agents, from npm and PyPI'
 	@echo 'make test-thousand  set up, then 1,000 SWE tasks in one run, checked: hours'
 	@echo 'make setup      virtual environment in $(VENV), and the sandbox'
@@ -76,6 +79,12 @@ test: setup lint
 
 test-long: setup
 	$(PYTEST) -m long --durations=10 $(ARGS)
+
+# Ten minutes and more.
+test-kills: SEED := 0
+test-kills: setup
+	KILLS=$(KILLS) SEED=$(SEED) \
+	  $(BIN)/python -m pytest -q -s tests/faults/test_kills.py $(ARGS)
 
 # Claude Code, Codex, opencode and others as they are published; RECORD=1 renews the
 # requests in tests/gateway/recorded. Downloads about a gigabyte the first time.

@@ -7,7 +7,9 @@
 `jsonl` is the whole pool (`pool.jsonl`): a run continues on a copy, on either database,
 if its `config.roles.pool_url` is the copy's. `atif` is one ATIF document a line
 (`pool.atif`), of the trajectories that have messages; read back, they belong to no work
-item. The pool may be in use while it is written to a file.
+item. The job logs how many replies have no token ids, since those were pruned or cannot
+be told, and how many completions are in `extra`, since no reply shows them. The pool
+may be in use while it is written to a file.
 """
 
 from __future__ import annotations
@@ -61,11 +63,25 @@ def _write(path: pathlib.Path, lines) -> int:
 
 
 def _documents(opened: database.Database):
+  """The lines; logs what they do not show."""
   reader = Reader(opened)
+  trajectories = without_ids = apart = 0
   for stored in reader.each_trajectory():
-    session = stored.trajectory.session
-    shown = rewards.acted(reader.completions(session))
-    yield json.dumps(atif.document(stored.trajectory, shown, stored.reward))
+    sampled = reader.completions(stored.trajectory.session)
+    acted = rewards.acted(sampled)
+    used = {c.id for c in acted}
+    others = [c for c in sampled if c.id not in used]
+    document = atif.document(stored.trajectory, acted, stored.reward, others=others)
+    trajectories += 1
+    replies, more = atif.unmatched(document)
+    without_ids, apart = without_ids + replies, apart + more
+    yield json.dumps(document)
+  if without_ids or apart:
+    logging.warning(
+      '%d trajectories: %d replies have no token ids, and %d completions that no reply '
+      "shows are in extra['m2jax']['%s']",
+      *(trajectories, without_ids, apart, atif.OTHERS),
+    )
 
 
 def _load(url: str, source) -> int:

@@ -22,9 +22,12 @@ The task judges 'answer'; the others have success 0, except for 'infrastructure'
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
+import re
 import shlex
+import string
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,6 +50,8 @@ ENVIRONMENT = {
   'MODEL': '{model}',
   'HOME': '/tmp',  # the workspace belongs to the task
 }
+_REPLACED = ('url', 'key', 'model')
+_NAME = re.compile('[A-Za-z_][A-Za-z0-9_]*')
 _SHOWN_CHARS = 500  # of a command's errors
 
 
@@ -56,8 +61,8 @@ class BlackboxConfig(AgentConfig):
 
   Attributes:
     command: bash command line; the instruction is in `$TASK`. It prints the answer.
-    environment: variables; `{url}`, `{key}` and `{model}` are replaced. It extends and
-      overrides `ENVIRONMENT`.
+    environment: variables; `{url}`, `{key}` and `{model}` are replaced, and other
+      braces are doubled. It extends and overrides `ENVIRONMENT`.
     read_only: directories of this machine that the command sees at the same path, such
       as the virtual environment of the agent. Their `bin` is in PATH.
     port: on 127.0.0.1 in the sandbox.
@@ -80,6 +85,16 @@ class BlackboxConfig(AgentConfig):
     check(bool(self.command.strip()), 'command', 'a command line')
     check(0 < self.port < 65_536, 'port', 'between 1 and 65535')
     check(self.response_timeout_s > 0, 'response_timeout_s', 'positive')
+    for name, text in self.environment.items():
+      is_name = isinstance(name, str) and _NAME.fullmatch(name)
+      check(is_name, 'environment', f'names and texts; {name!r} is no name')
+      check(isinstance(text, str), 'environment', f'texts; {name}: {text!r} is no text')
+      check(
+        _can_be_filled(text),
+        'environment',
+        "texts with {url}, {key} and {model}, in which other braces are doubled: '{{' "
+        f"for '{{'; {name}: {text!r} is none",
+      )
     for directory in map(Path, self.read_only):
       absolute = directory.is_absolute() and directory.is_dir()
       check(absolute, 'read_only', f'absolute directories; {directory} is none')
@@ -97,6 +112,18 @@ class BlackboxConfig(AgentConfig):
 
 
 Config = BlackboxConfig
+
+
+def _can_be_filled(text: str) -> bool:
+  """Whether `format_map` replaces nothing in a text but `_REPLACED`."""
+  try:
+    parts = list(string.Formatter().parse(text))
+  except ValueError:  # a single brace
+    return False
+  return all(
+    field is None or (field in _REPLACED and not form and conversion is None)
+    for _, field, form, conversion in parts
+  )
 
 
 def _shows_tasks(directory: Path) -> bool:
@@ -146,32 +173,33 @@ class Blackbox(Agent):
         f'task {task.spec}: has no sandbox (`Environment.box`) for the command of a '
         'black-box agent'
       )
-    way = relay.Relay(
-      await box.listen(config.port),
-      endpoint,
-      self._client,
-      config.relay,
-      config.response_timeout_s,
-    )
-    await way.start()
-    values = {
-      'url': f'http://127.0.0.1:{way.port}',
-      'key': DUMMY_KEY,
-      'model': endpoint.model,
-    }
-    variables = {
-      name: text.format_map(values)
-      for name, text in {**ENVIRONMENT, **config.environment}.items()
-    }
-    variables['TASK'] = task.instruction
-    exports = [f'export {k}={shlex.quote(v)}\n' for k, v in variables.items()]
+    async with contextlib.AsyncExitStack() as stack:
+      way = relay.Relay(
+        await box.listen(config.port),
+        endpoint,
+        self._client,
+        config.relay,
+        config.response_timeout_s,
+      )
+      stack.push_async_callback(way.close)
+      exports = self._exports(way.port, endpoint.model, task.instruction)
+      await way.start()
+      stack.pop_all()
     return _Episode(
       box=box,
-      text=''.join(exports) + config.command,
+      text=exports + config.command,
       relay=way,
       started_s=time.monotonic(),
       outcome=Outcome(),
     )
+
+  def _exports(self, port: int, model: str, instruction: str) -> str:
+    """The lines that set the command's variables."""
+    values = {'url': f'http://127.0.0.1:{port}', 'key': DUMMY_KEY, 'model': model}
+    given = {**ENVIRONMENT, **self._config.environment}
+    variables = {name: text.format_map(values) for name, text in given.items()}
+    variables['TASK'] = instruction
+    return ''.join(f'export {k}={shlex.quote(v)}\n' for k, v in variables.items())
 
   async def run(self, episode: _Episode) -> None:
     way, outcome = episode.relay, episode.outcome

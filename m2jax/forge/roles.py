@@ -109,7 +109,7 @@ def rollouts_in(workdir: pathlib.Path) -> Callable[..., Any]:
   def rollouts_with_page(config: ForgeConfig, *arguments, **options):
     with watch.Page(workdir, config.roles.pool_url) as page:
       with rollouts(config, *arguments, before_start=page.attach, **options) as running:
-        page.announce(running.gateway.base_url)
+        page.announce(running.gateway)
         yield running
 
   return rollouts_with_page

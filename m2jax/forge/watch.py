@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Collection
 
 from absl import logging
 
@@ -15,7 +16,13 @@ from m2jax.viewer.run import Run
 class Page:
   """Adds the page to a gateway, and prints its link once that has started."""
 
-  def __init__(self, workdir: pathlib.Path, pool_url: str = '', key: str = ''):
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    pool_url: str = '',
+    key: str = '',
+    names: Collection[str] = (),
+  ):
     """Opens the run.
 
     Args:
@@ -23,17 +30,27 @@ class Page:
       pool_url: its pool; '' is the database in the workdir.
       key: that the page's API needs; '' is the one in WORKDIR/admin.key, which is made
         if it does not exist.
+      names: by which other machines reach the gateway, besides its `hosts`.
     """
     self._run = Run(workdir, pool_url)
     self._key = key or shared.make_secret(workdir / serving.KEY_FILE)
+    self._names = tuple(names)
 
   def attach(self, gateway: Gateway) -> None:
     """Adds the routes; before the gateway starts."""
-    gateway.extend(lambda app: api.add_routes(app, self._run, self._key, gateway.host))
+    more = (*gateway.hosts, *self._names)
+    gateway.extend(
+      lambda app: api.add_routes(app, self._run, self._key, gateway.host, more)
+    )
 
-  def announce(self, base_url: str) -> None:
+  def link(self, gateway: Gateway) -> str:
+    """The address to open, of a gateway that has started."""
+    more = (*gateway.hosts, *self._names)
+    return serving.link(gateway.base_url, self._key, more)
+
+  def announce(self, gateway: Gateway) -> None:
     """Logs the link."""
-    logging.info('trajectories, live: %s', serving.link(base_url, self._key))
+    logging.info('trajectories, live: %s', self.link(gateway))
 
   def __enter__(self) -> Page:
     return self

@@ -27,7 +27,8 @@ class GatewayConfig:
       keys cannot be accepted.
     hosts: names by which clients may call the server besides its own, as through a
       proxy on this machine; requests for other names get a 403. Beyond loopback all
-      names are its own, unless some are given here.
+      addresses are its own, and all names unless some are given here; the first is in
+      the link of its trajectory page.
     accept_unknown_keys: whether an unregistered key opens a session; else it gets a
       401.
     unknown_key_mode: the mode of such a session, 'training' or 'evaluation'.

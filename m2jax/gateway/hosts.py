@@ -18,12 +18,16 @@ from m2jax.gateway.errors import ApiError
 LOOPBACK = '127.0.0.1', 'localhost', '[::1]'
 
 
-def check(given: str, names: Collection[str]) -> None:
-  """Raises ApiError unless a Host header is one of `names`, at any port."""
+def check(given: str, names: Collection[str], addresses: bool = False) -> None:
+  """Raises ApiError unless a Host header is one of `names`, at any port.
+
+  `addresses`: whether any IP address will do. No page of another site has one as its
+  name that leads here.
+  """
   name, colon, port = given.rpartition(':')
   if not colon or not port.isdigit():
     name = given
-  if name.lower() not in names:
+  if name.lower() not in names and not (addresses and _is_address(name)):
     raise ApiError(403, f'Host {given[:100]!r} is not this server', code='host')
 
 
@@ -31,6 +35,14 @@ def names(host: str, more: Collection[str] = ()) -> frozenset[str]:
   """The names of a server that listens at an address, in lower case."""
   bracketed = f'[{host}]' if ':' in host else host
   return frozenset(name.lower() for name in (*LOOPBACK, bracketed, *more))
+
+
+def _is_address(name: str) -> bool:
+  try:
+    ipaddress.ip_address(name.removeprefix('[').removesuffix(']'))
+  except ValueError:
+    return False
+  return True
 
 
 def is_loopback(host: str) -> bool:
@@ -46,7 +58,8 @@ class Hosts:
 
   def __init__(self, app, host: str, more: Collection[str], counters: Counters):
     self._app, self._counters = app, counters
-    self._names = names(host, more) if more or is_loopback(host) else None
+    self._beyond = not is_loopback(host)
+    self._names = names(host, more) if more or not self._beyond else None
 
   async def __call__(self, scope, receive, send):
     if scope['type'] == 'http':
@@ -64,4 +77,4 @@ class Hosts:
     if len(given) != 1 and scope['http_version'] != '1.0':  # RFC 9112 §3.2
       raise ApiError(400, f'{len(given)} Host headers instead of one', code='host')
     if self._names is not None and given:
-      check(given[0], self._names)
+      check(given[0], self._names, self._beyond)

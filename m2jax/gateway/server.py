@@ -27,7 +27,7 @@ class Gateway:
 
   Attributes:
     sessions: `open(key, mode)` and `close(key)`, from any thread.
-    host: the address that it listens at.
+    host, hosts: the address that it listens at, and its other names.
     base_url: 'http://host:port/v1', after the start.
   """
 
@@ -54,7 +54,7 @@ class Gateway:
       max_unknown_bytes=config.max_unknown_bytes,
       limits=sessions.Limits(config.max_session_completions, config.max_session_bytes),
     )
-    self.host = config.host
+    self.host, self.hosts = config.host, config.hosts
     self._service = ChatService(config, tokenizer, engine, record, self.sessions)
     self._application = application = app.build(self._service)
     if remote is not None:

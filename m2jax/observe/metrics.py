@@ -198,7 +198,7 @@ class MetricsWriter:
     with self._lock:
       if self._closed:
         raise ValueError(f'metrics: {self._path} is closed')
-      _write_all(self._fd, data)
+      write_all(self._fd, data)
       self._queue.put(record)
 
   def _fan_out(self) -> None:
@@ -318,7 +318,7 @@ def _strict(value: Any) -> Any:
   return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
   """Appends all of data or, if that fails, none of it."""
   written = 0
   try:

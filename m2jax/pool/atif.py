@@ -6,7 +6,9 @@ A document is one trajectory, as a dict of JSON values. Messages of system and u
 steps; an assistant message is a step with its thinking, its calls, the observations
 that answer them, and the ids, log-probabilities and versions of its completion. What
 ATIF has no field for is in `extra` under 'm2jax', so that our own documents come back
-exactly, except for completions that no message shows.
+exactly. Completions that no message shows are there too: the messages of an agent that
+streams, begins a conversation anew or has sub-agents are those of one conversation,
+often without the last answer.
 
 Documents of other tools are read too. A trajectory without a verdict of ours is marked
 as not judged, which masks it from training.
@@ -25,6 +27,7 @@ from m2jax import records
 from m2jax.observe import transcript
 
 VERSION = 'ATIF-v1.8'
+OTHERS = 'other_completions'  # in `extra`: those that no reply shows
 _OURS = 'm2jax'
 _SOURCES = {'system': 'system', 'user': 'user', 'developer': 'system'}
 _NOT_JUDGED = 'imported without a verdict'
@@ -35,18 +38,22 @@ def document(
   completions: Sequence[records.Completion] = (),
   reward: records.TrajectoryReward | None = None,
   agent: str = _OURS,
+  others: Iterable[records.Completion] = (),
 ) -> dict[str, Any]:
   """A trajectory as an ATIF document.
 
   Args:
     trajectory: with its messages.
-    completions: those that its assistant messages show, in that order; others are left
-      out, and so are all if their numbers differ.
+    completions: those that the agent acted on, in order of turn. Which of them the
+      assistant messages show is found by `_shown`.
     reward: by the learner.
     agent: name of the agent.
+    others: completions that the agent did not act on.
   """
-  replies = sum(m.get('role') == 'assistant' for m in trajectory.messages)
-  turns = iter(completions if len(completions) == replies else ())
+  shown = _shown(trajectory.messages, completions)
+  turns = iter(shown)
+  paired = {c.id for c in shown}
+  apart = [*(c for c in completions if c.id not in paired), *others]
   steps: list[dict[str, Any]] = []
   for message in trajectory.messages:
     role = message.get('role')
@@ -64,6 +71,8 @@ def document(
   fields = {k: v for k, v in vars(trajectory).items() if k != 'messages'}
   if reward is not None:
     fields['reward'] = dataclasses.asdict(reward)
+  if apart:
+    fields[OTHERS] = [_metrics(c) for c in apart]
   metrics = [step['metrics'] for step in steps if 'metrics' in step]
   found = {
     'schema_version': VERSION,
@@ -81,6 +90,36 @@ def document(
   if not metrics:
     found['final_metrics'] = {'total_steps': len(steps)}
   return found
+
+
+def unmatched(document: Mapping[str, Any]) -> tuple[int, int]:
+  """Replies without token ids, and completions that no reply shows, of our document."""
+  replies = [step for step in document['steps'] if step['source'] == 'agent']
+  others = document['extra'][_OURS].get(OTHERS, ())
+  return sum('metrics' not in step for step in replies), len(others)
+
+
+def _shown(
+  messages: Sequence[Mapping[str, Any]], completions: Sequence[records.Completion]
+) -> Sequence[records.Completion]:
+  """The completions of the assistant messages, one for each; () if that is not certain.
+
+  Either the messages have all of them, or they are one conversation: that of the last
+  completion and those whose ids it extends, with or without its own answer.
+  """
+  replies = sum(m.get('role') == 'assistant' for m in messages)
+  by_id, found = {c.id: c for c in completions}, []
+  if any(c.parent is not None and c.parent not in by_id for c in completions):
+    return ()  # the beginning of a conversation is not there
+  if len(completions) == replies:
+    return completions
+  last = max(completions, key=lambda c: c.turn, default=None)
+  while last is not None and len(found) < len(completions):
+    found.append(last)
+    last = by_id.get(last.parent)
+  if messages and messages[-1].get('role') != 'assistant':
+    found = found[1:]
+  return found[::-1] if len(found) == replies else ()
 
 
 def _version() -> str:
@@ -199,7 +238,7 @@ def read(
     ours = dict((document.get('extra') or {}).get(_OURS) or {})
     steps = document['steps']
     messages = tuple(m for step in steps for m in _messages(step))
-    reward = ours.pop('reward', None)
+    reward, others = ours.pop('reward', None), ours.pop(OTHERS, ())
     session = ours.get('session') or document.get('trajectory_id')
     session = session or document.get('session_id')
     if not session:
@@ -219,7 +258,7 @@ def read(
     trajectory = records.Trajectory(
       **{**defaults, **ours, 'item': -1, 'messages': messages}
     )
-    completions = _completions(session, steps)
+    completions = _completions(session, steps, others)
   except (KeyError, TypeError, AttributeError) as error:
     raise ValueError(f'not an ATIF document: {error!r}') from error
   return trajectory, completions, reward and records.TrajectoryReward(**reward)
@@ -247,10 +286,11 @@ def _messages(step: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     yield (result.get('extra') or {}).get(_OURS) or tool
 
 
-def _completions(session: str, steps) -> list[records.Completion]:
+def _completions(session: str, steps, others) -> list[records.Completion]:
+  """By turn: those of the steps, and the others."""
+  replies = [s.get('metrics') or {} for s in steps if s['source'] == 'agent']
   found: list[records.Completion] = []
-  for turn, step in enumerate(s for s in steps if s['source'] == 'agent'):
-    metrics = step.get('metrics') or {}
+  for turn, metrics in enumerate([*replies, *others]):
     ids, prompt = metrics.get('completion_token_ids'), metrics.get('prompt_token_ids')
     if ids is None or prompt is None or metrics.get('logprobs') is None:
       continue
@@ -272,4 +312,4 @@ def _completions(session: str, steps) -> list[records.Completion]:
         **fields, prompt_ids=prompt, response_ids=ids, logprobs=metrics['logprobs']
       )
     )
-  return found
+  return sorted(found, key=lambda c: c.turn)

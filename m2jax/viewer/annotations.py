@@ -9,12 +9,14 @@ WORKDIR/annotations.jsonl, and never changes it. One object a line:
    "completion": C, "version": V, "values": [one number per response token]}
 
 NAME is 'learner_logprob' or 'entropy', of the weights of version V (`experiments.replay
---record` computes them). Each line is one `write(2)`, so that several processes may
-append; a line that was cut off by a full disk is skipped.
+--record` computes them). Several processes may append: each locks the file for a line.
+A full disk leaves no part of one; what a killed process leaves becomes a line of its
+own, which readers skip.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -23,6 +25,8 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import Any
+
+from m2jax.observe import metrics
 
 SCHEMA = 1
 FILE = 'annotations.jsonl'
@@ -118,11 +122,12 @@ class Annotations:
     record |= fields
     line = json.dumps(record, separators=(',', ':')).encode() + b'\n'
     with self._lock:
-      flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-      file = os.open(self._path, flags, 0o644)
+      file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
       try:
-        if os.write(file, line) != len(line):
-          raise OSError(f'{self._path}: the disk is full')
+        fcntl.flock(file, fcntl.LOCK_EX)
+        size = os.fstat(file).st_size
+        torn = size and os.pread(file, 1, size - 1) != b'\n'
+        metrics.write_all(file, b'\n' + line if torn else line)
       finally:
         os.close(file)
     return record

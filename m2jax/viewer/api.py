@@ -23,7 +23,7 @@ import concurrent.futures
 import functools
 import hmac
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import fastapi
@@ -47,22 +47,29 @@ _NOT_CACHED = {
 }
 
 
-def add_routes(app: fastapi.FastAPI, run: Run, key: str, host: str) -> None:
+def add_routes(
+  app: fastapi.FastAPI, run: Run, key: str, host: str, more: Collection[str] = ()
+) -> None:
   """Adds the routes to an application.
 
   Args:
     app: the gateway's, or one that has nothing else.
     run: what is shown.
     key: the admin key.
-    host: the address that the server listens at, whose name requests may have.
+    host: the address that the server listens at. Requests may have it as their Host,
+      and beyond loopback any address.
+    more: further names of the server.
   """
   threads = concurrent.futures.ThreadPoolExecutor(1, 'viewer')
-  names = hosts.names(host)
+  names, addresses = hosts.names(host, more), not hosts.is_loopback(host)
   bodies = Bodies(16 * _BODY_BYTES)
   html = page.live()
 
+  def check_host(request: fastapi.Request) -> None:
+    hosts.check(request.headers.get('host', ''), names, addresses)
+
   def checked(request: fastapi.Request) -> None:
-    hosts.check(request.headers.get('host', ''), names)
+    check_host(request)
     if not hmac.compare_digest(bearer(request.scope).encode(), key.encode()):
       raise ApiError(401, "not this run's admin key", code='invalid_api_key')
 
@@ -78,7 +85,7 @@ def add_routes(app: fastapi.FastAPI, run: Run, key: str, host: str) -> None:
 
   @app.get('/view')
   async def show(request: fastapi.Request):
-    hosts.check(request.headers.get('host', ''), names)
+    check_host(request)
     headers = {'content-security-policy': html.policy, 'x-frame-options': 'DENY'}
     return HTMLResponse(html.text, headers=_NOT_CACHED | headers)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import ipaddress
+import socket
+import urllib.parse
+from collections.abc import Collection, Iterator
 
 import fastapi
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
+from m2jax.gateway import hosts
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError
@@ -19,9 +23,39 @@ from m2jax.viewer.run import Run
 KEY_FILE = 'admin.key'  # in the workdir
 
 
-def link(base_url: str, key: str) -> str:
-  """The address to open; the part behind # stays in the browser."""
-  return f'{base_url.removesuffix("/v1")}/view#key={key}'
+def link(base_url: str, key: str, names: Collection[str] = ()) -> str:
+  """The address to open; the part behind # stays in the browser.
+
+  Args:
+    base_url: of a server, with the address that it listens at.
+    key: that the page's API needs.
+    names: of the server. Beyond loopback the first that other machines may know takes
+      the place of its address; without one, it is this machine's address if the server
+      listens at all of them.
+  """
+  listening = urllib.parse.urlsplit(base_url)
+  host = listening.hostname
+  if not hosts.is_loopback(host):
+    bare = (name.strip('[]') for name in names)
+    host = next((name for name in bare if not hosts.is_loopback(name)), host)
+    with contextlib.suppress(ValueError):  # a name
+      if ipaddress.ip_address(host).is_unspecified:
+        host = _own_address(host)
+  place = f'[{host}]' if ':' in host else host
+  return f'http://{place}:{listening.port}/view#key={key}'
+
+
+def _own_address(unspecified: str) -> str:
+  """The address of this machine that leads to others; loopback if none does."""
+  family, elsewhere, own = socket.AF_INET, '192.0.2.1', '127.0.0.1'  # RFC 5737
+  if ':' in unspecified:
+    family, elsewhere, own = socket.AF_INET6, '2001:db8::1', '::1'  # RFC 3849
+  try:
+    with socket.socket(family, socket.SOCK_DGRAM) as asked:
+      asked.connect((elsewhere, 9))  # finds the route; sends nothing
+      return asked.getsockname()[0]
+  except OSError:
+    return own
 
 
 @contextlib.contextmanager

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import os
 import pathlib
 import re
+import socket
 import tempfile
 import textwrap
 import time
+import types
 
 import numpy as np
 import pytest
 
 from experiments import common
 from m2jax import sandbox
+from m2jax.agents import agent as agents
 from m2jax.agents import blackbox, episodes, relay
 from m2jax.forge.config import ForgeConfig
 from m2jax.tasks import terminal
@@ -333,6 +337,66 @@ def test_a_directory_that_shows_the_tasks_is_refused(folder, monkeypatch):
     blackbox.BlackboxConfig(command='x', read_only=('/tmp',))
   with pytest.raises(ValueError, match='BlackboxConfig.command'):
     blackbox.BlackboxConfig()
+
+
+@pytest.mark.parametrize(
+  'name, text, said',
+  [
+    ('OPTIONS', '{"a": 1}', r"""'{{' for '{'; OPTIONS: '{"a": 1}'"""),
+    ('OPTIONS', '{', "'{{' for '{'; OPTIONS: '{' is none"),
+    ('URL', '{base_url}', '{url}, {key} and {model}'),
+    ('URL', '{}', '{url}, {key} and {model}'),
+    ('URL', '{url.port}', '{url}, {key} and {model}'),
+    ('URL', '{url:>{width}}', '{url}, {key} and {model}'),
+    ('A B', 'x', "'A B' is no name"),
+    ('A', 7, 'A: 7 is no text'),
+  ],
+)
+def test_an_environment_that_cannot_be_made(name, text, said):
+  """It is refused when it is configured, not in each episode."""
+  with pytest.raises(ValueError, match='BlackboxConfig.environment') as error:
+    blackbox.BlackboxConfig(command='x', environment={name: text})
+  assert said in str(error.value)
+
+
+def test_braces_in_the_environment(play):
+  """Doubled, they reach the command as they are meant."""
+  code = ONCE + 'print(os.environ["OPTIONS"], os.environ["URL"])'
+  given = {'OPTIONS': '{{"model": "{model}"}}', 'URL': '{url}/x'}
+  (t,), *_ = play(python(code), environment=given)
+  assert t.answer == '{"model": "m2jax"} http://127.0.0.1:8080/x'
+
+
+@pytest.mark.parametrize('broken', ['start', 'instruction'])
+def test_a_preparation_that_fails_leaves_no_relay(monkeypatch, broken):
+  """Its port is closed, although nobody calls `finish`."""
+  listener = socket.create_server(('127.0.0.1', 0))
+  port = listener.getsockname()[1]
+  text = 7 if broken == 'instruction' else 'do it'
+
+  async def listen(port):
+    return listener
+
+  async def fail(self):
+    raise OSError('no start')
+
+  if broken == 'start':
+    monkeypatch.setattr(relay.Relay, 'start', fail)
+
+  async def prepare():
+    agent = blackbox.Blackbox(blackbox.BlackboxConfig(command='x'))
+    environment = types.SimpleNamespace(box=types.SimpleNamespace(listen=listen))
+    task = types.SimpleNamespace(instruction=text, spec='a/b')
+    endpoint = agents.Endpoint('http://127.0.0.1:9/v1', 'key', 'm2jax', {})
+    try:
+      await agent.prepare(task, environment, endpoint)
+    finally:
+      await agent.close()
+
+  with pytest.raises((OSError, TypeError)):
+    asyncio.run(prepare())
+  with pytest.raises(ConnectionRefusedError):
+    socket.create_connection(('127.0.0.1', port), timeout=1).close()
 
 
 def test_limits_are_positive():

@@ -29,6 +29,11 @@ def test_to_a_file_and_back(tmp_path):
     assert done.returncode == 0, done.stderr
     done = transfer(f'--workdir={tmp_path}', f'--to={documents}', '--format=atif')
     assert done.returncode == 0, done.stderr
+    # Both trajectories of the group have two completions, but no reply.
+    said = (
+      '3 trajectories: 0 replies have no token ids, and 4 completions that no reply'
+    )
+    assert said in done.stderr
     copy = f'sqlite:///{tmp_path}/copy.db'
     done = transfer(f'--pool={copy}', f'--from={lines}')
     assert done.returncode == 0, done.stderr

@@ -64,12 +64,13 @@ def test_beyond_loopback_only_with_keys():
 
 
 def test_names_beyond_loopback(serve):
-  """Any Host, unless names are given: then those, and no other."""
+  """Any Host, unless names are given: then those, and addresses, and no other."""
   for more, other in (((), 200), (('gpu-box',), 403)):
     options = dict(host='0.0.0.0', hosts=more, accept_unknown_keys=False)
     gateway, _, _ = serve('hi', **options)
     gateway.sessions.open('k')
     assert status(gateway, 'gpu-box:80') == status(gateway, '127.0.0.1') == 200
+    assert status(gateway, '10.1.2.3:80') == 200
     assert status(gateway, 'evil.example') == other
 
 

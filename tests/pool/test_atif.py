@@ -64,6 +64,70 @@ def test_a_trajectory_with_all_its_parts():
   assert completions == turns and got_reward == reward
 
 
+def chain(turns, prompts=1, session='s'):
+  """Completions of which each extends the one before it."""
+  return [
+    completion(
+      session,
+      turn,
+      parent=f'{session}/{turn - 1}' if turn > prompts - 1 else None,
+      response_ids=(turn, 9),
+    )
+    for turn in range(prompts - 1, prompts - 1 + turns)
+  ]
+
+
+def shown(document):
+  """First sampled ids of the replies, None of those without ids."""
+  steps = [s for s in document['steps'] if s['source'] == 'agent']
+  metrics = [step.get('metrics') for step in steps]
+  return [m and m['completion_token_ids'][0] for m in metrics]
+
+
+def talk(replies, known=True):
+  """A chat with that many replies; `known`: it ends with the last of them."""
+  messages = [{'role': 'user', 'content': 'go'}]
+  for i in range(replies):
+    messages += (
+      {'role': 'assistant', 'content': f'{i}'},
+      {'role': 'user', 'content': 'on'},
+    )
+  return tuple(messages[:-1] if known else messages)
+
+
+ODD = {
+  # A client that streams: its last answer is in no later request.
+  'streamed': (talk(2, known=False), chain(3), [0, 1], [2]),
+  # A title before it, under the same key; a conversation that was begun anew.
+  'apart': (talk(2), [completion('s', 0), *chain(2, prompts=2)], [1, 2], [0]),
+  # More replies than were sampled: examples in the prompt; or ids were pruned.
+  'examples': (talk(3), chain(2), [None] * 3, [0, 1]),
+  'streamed examples': (talk(4, known=False), chain(3), [None] * 4, [0, 1, 2]),
+  'forgotten': (talk(2), chain(3), [None] * 2, [0, 1, 2]),
+  'a part of the chain': (talk(2, known=False), chain(3)[1:], [None] * 2, [1, 2]),
+  'none': (talk(2), [], [None] * 2, []),
+}
+
+
+@pytest.mark.parametrize('name', ODD)
+def test_replies_and_completions_that_differ_in_number(name):
+  """A reply has the ids of its own completion or none, and no completion is lost: the
+  document counts what it cannot show."""
+  messages, turns, expected, others = ODD[name]
+  retried = completion('s', 90)
+  document = valid(
+    atif.document(trajectory('s', -1, messages=messages), turns, others=[retried])
+  )
+  assert shown(document) == expected
+  assert atif.unmatched(document) == (expected.count(None), len(others) + 1)
+  got, completions, _ = atif.read(document)
+  assert got.messages == messages
+  by_turn = sorted([*turns, retried], key=lambda c: c.turn)
+  assert completions == by_turn
+  again = valid(atif.document(got, turns, others=[retried]))
+  assert again['steps'] == document['steps']
+
+
 ANY = st.recursive(
   st.none() | st.booleans() | st.integers() | st.text(max_size=8),
   lambda x: (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 
@@ -11,6 +12,7 @@ from m2jax import records
 from m2jax.pool.data_pool import DataPool
 from m2jax.viewer import serving
 from m2jax.viewer.run import Run
+from tests.viewer import example
 
 KEY = 'the-admin-key'
 HOSTILE = (
@@ -98,6 +100,21 @@ def link(workdir):
 
 
 @pytest.fixture(scope='module')
+def example_run(tmp_path_factory):
+  """The run of `example`."""
+  workdir = tmp_path_factory.mktemp('example')
+  example.write(workdir)
+  with contextlib.closing(Run(workdir)) as run:
+    yield run
+
+
+@pytest.fixture(scope='module')
+def example_link(example_run):
+  with serving.serving(example_run, KEY) as link:
+    yield link
+
+
+@pytest.fixture(scope='module')
 def browser():
   """Chromium, driven by playwright, whose event loop runs in this thread meanwhile."""
   found = os.environ.get('CHROMIUM') or shutil.which('chromium')
@@ -110,6 +127,11 @@ def browser():
     chromium = playwright.chromium.launch(executable_path=found, args=arguments)
     yield chromium
     chromium.close()
+
+
+def press(page, *keys):
+  for key in keys:
+    page.keyboard.press(key)
 
 
 @pytest.fixture

@@ -131,15 +131,6 @@ def test_bad_notes(client, workdir, session, body, status):
   assert (file.read_text() if file.exists() else '') == before
 
 
-def test_a_line_that_was_cut_off_is_skipped(run):
-  """A full disk may leave half a line; the next note is still found."""
-  path = run.workdir / 'annotations.jsonl'
-  with open(path, 'a') as out:
-    out.write('{"session": "s2.0", "ki\n')
-  run.annotations.note('s2.0', 'after it')
-  assert [n['text'] for n in run.annotations.of('s2.0')] == ['after it']
-
-
 def test_token_values_are_checked(run):
   """Only known names, only numbers."""
   with pytest.raises(ValueError, match='name'):

@@ -15,6 +15,7 @@ from m2jax.pool.data_pool import DataPool
 from m2jax.viewer import export, serving
 from m2jax.viewer.run import Run
 from tests.viewer import conftest
+from tests.viewer.conftest import press
 
 
 @pytest.fixture(scope='module')
@@ -40,11 +41,6 @@ def opened(request, tab):
     tab.goto(request.getfixturevalue('file').as_uri())
   tab.wait_for_selector('.row')
   return tab
-
-
-def press(page, *keys):
-  for key in keys:
-    page.keyboard.press(key)
 
 
 def test_keyboard(opened):

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import time
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,10 +87,11 @@ def run(config: ForgeConfig, workdir: Path) -> None:
     gateway = Gateway(settings, tok, engine, recorder(pool), remote)
     outside = Leased(pool, gateway.sessions, lease_s=roles.lease_s, max_age_s=age_s)
     gateway.take_episodes(stack.enter_context(outside), key)
-    page = stack.enter_context(watch.Page(workdir, roles.pool_url, key))
+    names = [urllib.parse.urlsplit(roles.gateway_url).hostname]
+    page = stack.enter_context(watch.Page(workdir, roles.pool_url, key, names))
     page.attach(gateway)
     stack.enter_context(gateway)
-    page.announce(gateway.base_url)
+    page.announce(gateway)
     logging.info('the gateway serves at %s', gateway.base_url)
     print(f'gateway: {gateway.base_url}', flush=True)
     was_alive = True

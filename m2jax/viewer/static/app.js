@@ -129,8 +129,9 @@ function Head({ entry, bundle }) {
 function Help({ onClose }) {
   const ref = useRef();
   useEffect(() => ref.current.focus(), []);
+  const stay = (e) => { if (e.key === 'Tab') e.preventDefault(); };
   return html`<div class="veil" onClick=${onClose}><div class="help" role="dialog" aria-modal="true"
-    aria-label="Keys" tabindex="-1" ref=${ref} onClick=${(e) => e.stopPropagation()}><h2>Keys</h2>
+    aria-label="Keys" tabindex="-1" ref=${ref} onKeyDown=${stay} onClick=${(e) => e.stopPropagation()}><h2>Keys</h2>
     <dl>${KEYS.map(([key, what]) => html`<dt><kbd>${key}</kbd></dt><dd>${what}</dd>`)}</dl></div></div>`;
 }
 
@@ -142,6 +143,9 @@ function KeyForm({ problem, retry }) {
     <input type="password" aria-label="Admin key" value=${key} onInput=${(e) => setKey(e.target.value)} />
     <button>Open</button></form>`;
 }
+
+// With the focus on the right, arrow keys scroll.
+const onList = (event) => (event.target.closest('#detail') ? undefined : true);
 
 function useKeyboard(act) {
   const latest = useRef(act);
@@ -203,15 +207,17 @@ function App() {
     if (next) select(next);
     return true;
   };
+  const focus = (id) => { document.getElementById(id)?.focus(); return true; };
   const openTrajectory = (t) => {
     if (t.item >= 0) toggle(t.item, true);
     setSelected(t.session);
+    focus('detail');
   };
   const phase = (name) => { setCondition({ ...EMPTY, phase: name }); setSelected(null); return true; };
   const view = (i) => { const tabs = TABS[entry?.kind ?? 'group']; if (tabs[i]) setTab(tabs[i][0]); return true; };
-  const focus = (id) => { document.getElementById(id)?.focus(); return true; };
   useKeyboard({
-    j: () => step(1), k: () => step(-1), ArrowDown: () => step(1), ArrowUp: () => step(-1),
+    j: () => step(1), k: () => step(-1),
+    ArrowDown: (event) => onList(event) && step(1), ArrowUp: (event) => onList(event) && step(-1),
     ArrowRight: () => entry?.kind === 'group' && (toggle(entry.item.index, true), true),
     ArrowLeft: () => {
       if (entry?.kind === 'group') toggle(entry.item.index, false);

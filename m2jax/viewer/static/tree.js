@@ -1,6 +1,6 @@
 // The prefix tree of a group: each token once, with the loss terms that it carries.
 
-const ROW_HEIGHT = 15;
+const ROW_HEIGHT = 15, WIDTH = 1000; // stretched to the page's
 
 // Vertical places of the segments: leaves one below the other, in depth-first order.
 function layout(bundle) {

@@ -1,0 +1,67 @@
+"""How the page looks: every view, light and dark, on a desktop and on a narrow screen.
+
+SCREENSHOTS=shots python -m pytest tests/viewer/test_screenshots.py
+
+writes shots/VIEW-SCHEME-SIZE.png for people to look at. What a program can see is
+tested: nothing is wider than the screen, cut off or empty.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+from tests.viewer.conftest import press
+
+SIZES = {'desktop': (1400, 900), 'narrow': (420, 900)}
+GROUP = ('j',) * 12
+EDITED = (*GROUP, 'ArrowRight', *'jjjj')
+VIEWS = {
+  'empty': ((), '.detail.empty'),
+  'group-tree': (GROUP, '.icicle'),
+  'group-timeline': ((*GROUP, '2'), '.timeline svg'),
+  'transcript': (EDITED, '.transcript'),
+  'tokens': ((*EDITED, '2'), '.tokens .t'),
+  'branches': ((*EDITED, '3'), '.icicle'),
+  'timeline': ((*EDITED, '4'), '.timeline table'),
+  'evaluation': (('e', '#row-eval-0', 'j'), '.transcript'),
+  'help': (('?',), '[role=dialog]'),
+}
+
+
+# Elements whose text is wider than themselves, where that is neither scrolled nor shown
+# by an ellipsis, and those that reach beyond the window.
+TOO_WIDE = """() => [...document.querySelectorAll('#app *')].filter((e) => {
+  const style = getComputedStyle(e), box = e.getBoundingClientRect();
+  if (!box.width || style.visibility === 'hidden') return false;
+  if (e.closest('svg, .wide > *')) return false;
+  const cut = e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0
+    && style.overflowX !== 'auto' && style.textOverflow !== 'ellipsis'
+    && style.display !== 'inline';
+  return cut || box.right > innerWidth + 1 || box.left < -1;
+}).map((e) => `${e.tagName}.${e.className} ${e.textContent.slice(0, 40)}`)"""
+
+
+@pytest.mark.parametrize('size', SIZES)
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_every_view(tab, example_link, tmp_path, scheme, size):
+  width, height = SIZES[size]
+  folder = pathlib.Path(os.environ.get('SCREENSHOTS') or tmp_path)
+  tab.set_viewport_size({'width': width, 'height': height})
+  tab.emulate_media(color_scheme=scheme)
+  for view, (keys, shown) in VIEWS.items():
+    tab.goto('about:blank')
+    tab.goto(example_link)
+    tab.wait_for_selector('.row')
+    for key in keys:
+      if key.startswith('#'):
+        tab.wait_for_selector(key)
+      else:
+        press(tab, key)
+    tab.wait_for_selector(shown)
+    path = folder / f'{view}-{scheme}-{size}.png'
+    image = tab.screenshot(path=path)
+    assert len(image) > 10_000, view  # not one colour
+    assert tab.evaluate(TOO_WIDE) == [], view
