@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import os
 import threading
 import time
@@ -90,8 +91,12 @@ class Sampler:
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     for task in os.listdir('/proc/self/task'):
       if found := _stat(f'/proc/self/task/{task}/stat'):
-        part = _part(names.get(int(task), found.name))
-        self._last[int(task)] = part, found.user_s + found.kernel_s
+        used_s = found.user_s + found.kernel_s
+        part, before_s = self._last.get(int(task), ('', math.inf))
+        # Python forgets a thread that ends a little before the kernel does.
+        if int(task) in names or used_s < before_s:
+          part = _part(names.get(int(task), found.name))
+        self._last[int(task)] = part, used_s
     for pid in filter(str.isdigit, os.listdir('/proc')):
       if not (found := _stat(f'/proc/{pid}/stat')):
         continue

@@ -436,3 +436,36 @@ def test_the_pages_agent_solves_a_task(play, tok, folder, monkeypatch):
   policy = solver(tok, terminal.make(spec))
   (t,), *_ = play(policy=policy, spec=spec, limits=made.limits, **shown)
   assert (t.end_reason, t.success, t.error) == ('answer', 1.0, '')
+
+
+def test_no_address_but_the_relay_can_be_reached(play):
+  """The gateway's own port, services of this machine, its other addresses, a name
+  server: an agent has the relay alone, and no other interface than `lo`."""
+  with socket.create_server(('0.0.0.0', 0)) as listening:
+    port = listening.getsockname()[1]
+    mine = socket.gethostbyname(socket.gethostname())
+    found, *_ = play(
+      python(f"""
+import socket
+with open('/proc/net/dev') as file:
+  names = [line.partition(':')[0].strip() for line in file.readlines()[2:]]
+reached = []
+places = [('127.0.0.1', {port}), ({mine!r}, {port}), ('192.0.2.1', 80)]
+for place in places:
+  try:
+    socket.create_connection(place, timeout=2).close()
+    reached.append(place)
+  except OSError:
+    pass
+try:
+  reached.append(socket.gethostbyname('example.org'))
+except OSError:
+  pass
+ask([user])
+print(names, reached)
+""")
+    )
+    listening.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+      listening.accept()
+  assert found[0].answer == "['lo'] []", found[0]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks import rl_profile
+from benchmarks import proc_stat, rl_profile
 from benchmarks.rl_profile import Reading
 
 RECORDS = [  # an update of 10 s, and one of 5 s after an evaluation of 2 s
@@ -46,6 +46,31 @@ def test_a_thread_that_computes_is_found_by_its_name():
   used = [reading.parts.get('gateway', 0.0) for reading in sampler.readings]
   assert used == sorted(used), 'what an ended thread used is kept'
   assert used[-1] == pytest.approx(0.5, abs=0.3)
+
+
+def test_a_thread_that_ends_keeps_its_part(monkeypatch):
+  """Python forgets it before the kernel does: what it used did not move elsewhere."""
+  end = threading.Event()
+  thread = threading.Thread(target=end.wait, name='gateway')
+  thread.start()
+  sampler = rl_profile.Sampler()
+  monkeypatch.setattr(rl_profile, '_stat', lambda path: _used(1.0, path))
+  assert sampler._read().parts['gateway'] == 1.0
+  others = [t for t in threading.enumerate() if t is not thread]
+  monkeypatch.setattr(threading, 'enumerate', lambda: others)
+  assert sampler._read().parts['gateway'] == 1.0
+  # Another thread may get its number.
+  monkeypatch.setattr(rl_profile, '_stat', lambda path: _used(0.5, path))
+  assert 'gateway' not in sampler._read().parts
+  monkeypatch.undo()
+  end.set()
+  thread.join()
+
+
+def _used(seconds, path):
+  if not path.startswith('/proc/self/task/'):
+    return None
+  return proc_stat.ProcStat('python', 1, seconds, 0.0, 0.0, 0.0)
 
 
 def test_a_run_without_updates_has_an_empty_table():

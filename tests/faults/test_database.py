@@ -90,7 +90,10 @@ def test_a_completion_while_the_database_is_away(
   error, which clients try again, and no answer that is not recorded."""
   url = postgresql.new_url()
   with data_pool.DataPool(url, linger_s=0.01, outage_s=outage_s) as pool:
-    gateway, _, _ = serve(ANSWER, record=pool.record_completion)
+    gateway, _, _ = serve(
+      ANSWER, record=pool.record_completion, accept_unknown_keys=False
+    )
+    gateway.sessions.open('k', name='mine')
     postgresql.stop()
     back = threading.Timer(away_s, postgresql.start)
     back.start()
@@ -102,4 +105,4 @@ def test_a_completion_while_the_database_is_away(
         pool.flush()  # as the role does, every second
   back.join()
   with data_pool.DataPool(url) as pool:
-    assert len(pool.completions('k')) == (status == 200)
+    assert len(pool.completions('mine')) == (status == 200)

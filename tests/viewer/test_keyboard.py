@@ -99,6 +99,22 @@ def test_filters(opened):
   expect(opened.locator('.row')).to_have_count(0)
 
 
+def test_what_is_typed_stays(opened):
+  """The page is drawn again while seconds are typed, as it is while a job runs."""
+  tab_to(opened, 'nav button:nth-child(2)')
+  press(opened, 'Enter')
+  tab_to(opened, 'input[aria-label="least seconds"]')
+  press(opened, '9')
+  opened.evaluate("""() => {
+    const outcome = document.querySelector('select[aria-label=outcome]');
+    outcome.value = 'success';
+    outcome.dispatchEvent(new Event('change', {bubbles: true}));
+  }""")
+  expect(opened.locator('.row')).to_have_count(1)
+  press(opened, 'Enter')
+  expect(opened.locator('.row')).to_have_count(0)
+
+
 def test_search(opened):
   """`/` goes there from anywhere, also from the right; Escape clears it."""
   press(opened, *GROUP_0, 'Enter', '/')

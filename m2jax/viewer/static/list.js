@@ -106,8 +106,16 @@ function Filters({ summary, condition, setCondition }) {
       maxlength="200" value=${text} onInput=${(e) => setText(e.target.value)} />
     ${select('outcome', 'outcome', ['success', 'failure'])}
     ${select('family', 'family', choices(1))}${select('end_reason', 'end', choices(2))}
-    <span class="range"><input type="number" min="0" step="any" placeholder="min s" aria-label="least seconds"
-      value=${condition.least_s} onChange=${set('least_s')} />–<input type="number" min="0" step="any"
-      placeholder="max s" aria-label="most seconds" value=${condition.most_s} onChange=${set('most_s')} /></span>
+    <span class="range"><${Seconds} label="least seconds" hint="min s" value=${condition.least_s}
+      set=${set('least_s')} />–<${Seconds} label="most seconds" hint="max s" value=${condition.most_s}
+      set=${set('most_s')} /></span>
   </div>`;
+}
+
+// Keeps what is typed when the page is drawn again meanwhile.
+function Seconds({ label, hint, value, set }) {
+  const [text, setText] = useState(value);
+  useEffect(() => setText(value), [value]);
+  return html`<input type="number" min="0" step="any" placeholder=${hint} aria-label=${label}
+    value=${text} onInput=${(e) => setText(e.target.value)} onChange=${set} />`;
 }

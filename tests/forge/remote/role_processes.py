@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 
 import httpx
 
@@ -28,17 +29,20 @@ class Roles:
     *flags: str,
     workdir: pathlib.Path | None = None,
     engines: int = 1,
+    of: Mapping[str, Sequence[str]] | None = None,
   ):
     """Starts nothing yet.
 
     Args:
       engines: which are to be started as 'engine', 'engine2', ….
+      of: flags by the name of a process.
       directory: of the logs and of the witness's records.
       flags: for every role.
       workdir: of the run, DIRECTORY/run by default.
     """
     self.workdir, self._logs = workdir or directory / 'run', directory
     ports = [processes_lib.free_port() for _ in range(1 + engines)]
+    self._of = of or {}
     self._urls = urls = tuple(f'http://127.0.0.1:{port}' for port in ports[1:])
     self._flags = [
       f'--workdir={self.workdir}',
@@ -53,6 +57,7 @@ class Roles:
     role = name.rstrip('0123456789')
     number = int(name[len(role) :] or 1)
     which = [f'--config.roles.engine={number - 1}'] if role == 'engine' else []
+    which += self._of.get(name, ())
     with open(self._logs / f'{name}.log', 'a', encoding='utf-8') as log:
       self.children[name] = subprocess.Popen(
         [sys.executable, '-m', 'tests.forge.remote.role_worker', f'--role={role}']

@@ -31,7 +31,9 @@ def test_every_role_is_killed(tmp_path):
     f'--config.roles.prefill_address=tcp:127.0.0.1:{processes.free_port()}',
     '--config.roles.handover.local_tokens=16',
   )
-  with Roles(tmp_path, *flags, engines=2) as roles:
+  # One engine on a mesh: weights and pages come from processes of one device.
+  of = {'engine2': ['--config.roles.engine_mesh.expert=2']}
+  with Roles(tmp_path, *flags, engines=2, of=of) as roles:
     for name in (*ROLES, 'engine2', 'prefill', 'agents2'):
       roles.start(name)
     roles.more_updates(2)

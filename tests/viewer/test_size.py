@@ -1,0 +1,30 @@
+"""A run of 100 MB paints first in under two seconds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests import processes
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not shutil.which('chromium'), reason='apt-get install chromium')
+def test_a_large_run_paints_soon():
+  """The benchmark's run, from a server, opened in headless Chromium: list and tokens of
+  a trajectory in the middle are there soon, too."""
+  done = subprocess.run(
+    [sys.executable, '-m', 'benchmarks.viewer', '--pool_mb=100', '--nofile', '--json'],
+    cwd=processes.ROOT,
+    capture_output=True,
+    text=True,
+    timeout=580,
+  )
+  assert done.returncode == 0, done.stderr
+  found = json.loads(done.stdout)
+  assert found['pool_mb'] >= 100, found
+  assert max(found['server'].values()) < 2.0, found['server']
