@@ -99,7 +99,25 @@ def seen(blocks: Blocks, cache: Cache, position, subtree_end) -> Seen:
   return Seen(blocks.per_head(position, -1), tree, length, unmasked, start)
 
 
-def total(out, lse):
+def in_parts(call, static, q, cache: Cache, position, subtree_end):
+  """`attend` by a kernel that divides each row's keys into parts.
+
+  Args:
+    call: (static, q [P, K, m, q, H], cache, Seen) → per part out like q and its
+      logsumexp [parts, P, K, m, q], fp32.
+    static: the kernel's own; its `blocks` divide the queries. Unused if q is empty.
+  """
+  if not q.size:
+    return jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)
+  blocks = static.blocks
+  of_parts = call(
+    static, blocks.of(q), cache, seen(blocks, cache, position, subtree_end)
+  )
+  out, lse = _total(*of_parts)
+  return blocks.undo(out).astype(q.dtype), blocks.undo(lse)
+
+
+def _total(out, lse):
   """The softmax over all parts, by each part's own [parts, …] and its logsumexp."""
   top = jnp.max(lse, axis=0)
   safe = jnp.where(top == -jnp.inf, 0, top)

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from m2jax.kernels import block_sizes
-from m2jax.kernels.paged_attention.blocks import MOST_TREE, Blocks, Seen, seen, total
+from m2jax.kernels.paged_attention.blocks import MOST_TREE, Blocks, Seen, in_parts
 from m2jax.kernels.paged_attention.cache import Cache
 
 _LEAST_JAX = 0, 11  # its `load` takes no index, and the kernel can be interpreted
@@ -283,11 +283,5 @@ def attend(q, cache: Cache, position, subtree_end=None, *, scale):
   cache = cache.stacked()
   if reason := unsupported_reason(q, cache, position, subtree_end):
     raise ValueError(f'attend by Mosaic GPU: {reason}')
-  if not q.size:
-    return jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)
-  static = _static(q, cache, scale)
-  blocks = static.blocks
-  out, lse = total(
-    *_call(static, blocks.of(q), cache, seen(blocks, cache, position, subtree_end))
-  )
-  return blocks.undo(out).astype(q.dtype), blocks.undo(lse)
+  static = _static(q, cache, scale) if q.size else None
+  return in_parts(_call, static, q, cache, position, subtree_end)
