@@ -1,8 +1,9 @@
-"""A run of 100 MB paints first in under two seconds."""
+"""A large run paints first in under two seconds; of 100 MB, or PAINT_MB."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from tests import processes
 def test_a_large_run_paints_soon():
   """The benchmark's run, from a server, opened in headless Chromium: list and tokens of
   a trajectory in the middle are there soon, too."""
+  size = os.environ.get('PAINT_MB', '100')
+  flags = f'--pool_mb={size}', '--nofile', '--json'
   done = subprocess.run(
-    [sys.executable, '-m', 'benchmarks.viewer', '--pool_mb=100', '--nofile', '--json'],
+    [sys.executable, '-m', 'benchmarks.viewer', *flags],
     cwd=processes.ROOT,
     capture_output=True,
     text=True,
@@ -26,5 +29,5 @@ def test_a_large_run_paints_soon():
   )
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout)
-  assert found['pool_mb'] >= 100, found
+  assert found['pool_mb'] > 0.95 * int(size), found
   assert max(found['server'].values()) < 2.0, found['server']
