@@ -258,10 +258,10 @@ def _dates(text: str) -> list[datetime.date] | None:
   found = list(re.finditer(_DATE, text))
   year = next(int(date['year']) for date in found if date['year'])
   dates = []
-  for told in found:
-    month = _MONTHS.index(told['month']) + 1
-    date = datetime.date(int(told['year'] or year), month, int(told['day']))
-    if told['weekday'] not in (None, _weekday(date)):
+  for named in found:
+    month = _MONTHS.index(named['month']) + 1
+    date = datetime.date(int(named['year'] or year), month, int(named['day']))
+    if named['weekday'] not in (None, _weekday(date)):
       return None
     dates.append(date)
   return dates

@@ -53,7 +53,7 @@ def test_exactly_one_host(serve):
 
 
 def test_beyond_loopback_only_with_keys():
-  """Whoever starts it learns what to do; any job and role has the same config."""
+  """The error says what to do; any job and role has the same config."""
   for host in ('0.0.0.0', '', '::', '10.1.2.3', 'gpu-box'):
     with pytest.raises(ValueError, match='accept_unknown_keys=False') as error:
       GatewayConfig(host=host, accept_unknown_keys=True)

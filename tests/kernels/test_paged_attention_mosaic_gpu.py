@@ -82,7 +82,7 @@ def test_unsupported(change, match):
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason='for jax 0.10')
 def test_old_jax():
-  """jax 0.10 is told to use Triton."""
+  """On jax 0.10 the error says to use Triton."""
   one = case(np.random.default_rng(0), 1, dtype=jnp.bfloat16)
   with pytest.raises(ValueError, match='use the Triton kernel'):
     paged_attention.attend(*one, implementation='mosaic_gpu')

@@ -228,7 +228,7 @@ def test_engines_that_have_other_weights_for_a_while(
 def test_an_engine_that_joins_with_older_weights(
   serve_prefill, decode, path, other_variables
 ):
-  """It is told so as it connects: nothing is asked in vain."""
+  """It learns that as it connects: nothing is asked in vain."""
   serve_prefill(path)
   ahead = decode(path)
   ahead.update_weights(other_variables, 1)

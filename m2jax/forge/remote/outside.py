@@ -71,8 +71,8 @@ class RecordedConfig:
     max_open: episodes at once; more get a 503.
     idle_s: without a request for so long an episode ends as an infrastructure failure,
       and the session of a client's own key is forgotten: its next request begins one.
-    keep_s, keep_sessions, keep_bytes: what is older, or more than so many sessions or
-      bytes of token ids, is deleted from the database, the oldest sessions first.
+    keep_s, keep_sessions, keep_bytes: what is older, or above this number of sessions
+      or of bytes of token ids, is deleted from the database, the oldest sessions first.
     every_s: how often.
   """
 

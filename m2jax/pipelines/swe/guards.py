@@ -45,7 +45,7 @@ _READ = frozenset(('tb_frame', 'gi_frame', 'cr_frame', 'ag_frame'))
 STRICT = 'strict: '
 _CODE = frozenset(('__code__', 'gi_code', 'cr_code', 'ag_code'))
 _WRITES = frozenset('os.mkdir os.link os.symlink os.rename os.truncate'.split())
-# Of these, none on the tree: whoever owns it could make it writable.
+# Of these, none on the tree: its owner could make it writable.
 _CHANGES = frozenset('os.chmod os.remove os.rename os.rmdir os.truncate'.split())
 _OTHERS = frozenset('object.__setattr__ import compile open'.split())
 _WATCHED = _EVENTS | _FRAMES | _WRITES | _CHANGES | _OTHERS

@@ -1,6 +1,6 @@
 """Twins of tests: the same tests, of which one expected value is wrong.
 
-Whoever satisfies a test fails its twin, since a result that equals one value does not
+Code that satisfies a test fails its twin, since a result that equals one value does not
 equal another. So a twin that passes tells that tests do not decide: their results are
 forged, or the object that they compare equals everything. Both are run alike, in an
 unknown order, from files of the same names.
