@@ -101,10 +101,16 @@ ODD = {
   # A title before it, under the same key; a conversation that was begun anew.
   'apart': (talk(2), [completion('s', 0), *chain(2, prompts=2)], [1, 2], [0]),
   # More replies than were sampled: examples in the prompt; or ids were pruned.
-  'examples': (talk(3), chain(2), [None] * 3, [0, 1]),
-  'streamed examples': (talk(4, known=False), chain(3), [None] * 4, [0, 1, 2]),
+  'examples': (talk(3), chain(2), [None, 0, 1], []),
+  'streamed examples': (talk(4, known=False), chain(3), [None, None, 0, 1], [2]),
+  # The example takes the place of the last answer: nothing says which is missing.
+  'a streamed example': (talk(3, known=False), chain(3), [None] * 3, [0, 1, 2]),
   'forgotten': (talk(2), chain(3), [None] * 2, [0, 1, 2]),
-  'a part of the chain': (talk(2, known=False), chain(3)[1:], [None] * 2, [1, 2]),
+  'a part of the chain': (talk(2, known=False), chain(3)[1:], [None, 1], [2]),
+  'a title and an example': (
+    *(talk(3), [completion('s', 0), *chain(2, prompts=2)]),
+    *([None, 1, 2], [0]),
+  ),
   'none': (talk(2), [], [None] * 2, []),
 }
 
