@@ -9,7 +9,9 @@ with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1) and the metadata that Codex 0.169 sends
              compact, memory_consolidation, collab_spawn), `request_kind` and
              `thread_source` of its turn metadata
   agent      of a sub-agent `x-claude-code-agent-id`; Codex's `thread_id`
-  compacted  `x-claude-code-context-compacted`, once: the first request after one
+  compacted  `x-claude-code-context-compacted`, once: the first request after one. Codex
+             says with each request which context window it is of: `window_id`, and by
+             `window_number` whether compaction began it
   tools      `x-claude-code-prev-tool-durations: Bash=742;Read=9`: milliseconds of the
              calls whose results the request brings, without waiting for permissions
 
@@ -55,12 +57,15 @@ class Hints:
     agent: id of the sub-agent that sends it; '' is the main agent, or unknown.
     compacted: whether it is the first after the client compacted its context.
     tool_s: seconds of the tool calls whose results it brings, of parallel ones each.
+    window: id of the context window that a compaction began; the first request with it
+      is the first after the compaction. '': the first window, or unknown.
   """
 
   request_class: str = ''
   agent: str = ''
   compacted: bool = False
   tool_s: float = 0.0
+  window: str = ''
 
   def __or__(self, other: Hints) -> Hints:
     """These, and the other's where these have none."""
@@ -104,11 +109,18 @@ def of_codex(client_metadata: Any) -> Hints:
     return Hints()
   if not isinstance(metadata, dict):
     return Hints()
-  values = (metadata.get(k) for k in ('request_kind', 'thread_source', 'thread_id'))
-  kind, source, thread = (v if isinstance(v, str) else '' for v in values)
+  fields = ('request_kind', 'thread_source', 'thread_id', 'window_id')
+  values = (metadata.get(field) for field in fields)
+  kind, source, thread, window = (v if isinstance(v, str) else '' for v in values)
   sub = source == 'subagent'
   request_class = _CODEX_KINDS.get(kind, 'subagent' if sub else '')
-  return Hints(request_class, thread[:_LONGEST] if sub else '')
+  number = metadata.get('window_number')
+  compacted = isinstance(number, int) and number > 0
+  return Hints(
+    request_class,
+    agent=thread[:_LONGEST] if sub else '',
+    window=window[:_LONGEST] if compacted else '',
+  )
 
 
 def _first(found: Mapping[str, str], names: Iterable[str]) -> str:

@@ -278,7 +278,7 @@ class ChatService:
       count('closed_by_gateway_total')
     if request.context_edit is not None:
       count('context_edits_total', edit=request.context_edit)
-    if request.hints.compacted:
+    if plan.compacted:
       count('context_edits_total', edit='compacted')
     if request.hints.request_class:
       count('request_classes_total', request_class=request.hints.request_class)
