@@ -123,7 +123,7 @@ def version(client: commands.Client, bin_: Path) -> str:
 
 @pytest.mark.parametrize('name', scripts.SCENARIOS)
 def test_scenario(serve, tok, tmp_path, monkeypatch, name):
-  """The task ends with its answer, and every token that would be trained was sampled."""
+  """The task ends with its answer; every token that would be trained was sampled."""
   scenario = scripts.SCENARIOS[name]
   output, engine, records, save = run(serve, tok, tmp_path, monkeypatch, name)
   assert clients.ANSWER in output
