@@ -1,8 +1,9 @@
 """What a client says of a request besides its body: class, agent, compaction, tools.
 
 Sources: Claude Code's gateway protocol (facts/clients-and-peers.md §1; from 2.1.273 on,
-with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1) and the metadata that Codex 0.169 sends
-(tests/gateway/recorded/codex.json):
+with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1) and what both sent when they were recorded
+(tests/gateway/recorded). No recording has Codex' `review`, `compact`,
+`memory_consolidation`, `prewarm` and `background_turn`.
 
   class      `x-claude-code-request-class`, one of CLASSES; `x-claude-code-compaction`
              (why: auto, manual, reactive); of Codex `x-openai-subagent` (review,
