@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -47,6 +46,7 @@ _CODEX_KINDS = {
 _METADATA = 'x-codex-turn-metadata'
 _LONGEST = 256  # characters of an agent's id
 _LONGEST_METADATA = 16 << 10
+_LONGEST_MS = 1e9  # of a tool call: 11 days
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,5 +136,5 @@ def _seconds(text: str) -> float:
       ms = float(part.rpartition('=')[2])
     except ValueError:
       continue
-    total_ms += ms if 0 <= ms < math.inf else 0.0
+    total_ms += ms if 0 <= ms <= _LONGEST_MS else 0.0
   return total_ms / 1e3

@@ -30,6 +30,7 @@ CLAUDE = 'x-claude-code-'
     ({CLAUDE + 'context-compacted': 'manual'}, Hints(compacted=True)),
     ({'x-m2jax-tool-durations': 'a%3Bb=1000;x=nan;y=-5;z;=500;w=1e999'},
      Hints(tool_s=1.5)),
+    ({'x-m2jax-tool-durations': 'a=1e308;b=1e308;c=5'}, Hints(tool_s=0.005)),
     # In no recording, as the kind `prewarm` below.
     ({'x-openai-subagent': 'compact'}, Hints('compaction')),
     ({'x-openai-subagent': 'memory_consolidation'}, Hints('auxiliary')),
