@@ -4,8 +4,8 @@ Real sockets throughout: what is judged is a server that is being attacked.
 """
 
 import concurrent.futures
-import functools
 import contextlib
+import functools
 import json
 import os
 import socket
