@@ -153,7 +153,8 @@ def _conversation(
 ) -> _Shown:
   """The last completion and those whose ids it extends, as the last of the replies.
 
-  What precedes them are examples in the first prompt, which nobody sampled.
+  What precedes them are examples in the first prompt, which nobody sampled: certain if
+  a name says so, or if the session began with them.
 
   Args:
     answered: whether the messages end with the last answer; a name says it better.
@@ -166,10 +167,10 @@ def _conversation(
     last = by_id.get(last.parent)
   chain = chain[::-1]
   ids = [c.id for c in chain]
-  start = replies - len(chain) + (not answered)
-  for i, c in named.items():
-    if c.id in ids:
-      start = i - ids.index(c.id)
+  starts = [i - ids.index(c.id) for i, c in named.items() if c.id in ids]
+  start = starts[0] if starts else replies - len(chain) + (not answered)
+  if start > 0 and not starts and chain and chain[0].fork_reason is not None:
+    return {}
   if start < 0 or replies - start not in (len(chain) - 1, len(chain)):
     return {}
   return dict(enumerate(chain[: replies - start], start=start))

@@ -116,7 +116,11 @@ ODD = {
   'a part of the chain': (talk(2, known=False), chain(3)[1:], [None, 1], [2]),
   'a title and an example': (
     *(talk(3), [completion('s', 0), *begun_anew(chain(2, prompts=2))]),
-    *([None, 1, 2], [0]),
+    *([None] * 3, [0, 1, 2]),
+  ),
+  'a title at the end': (
+    *(talk(3), [*chain(3), *begun_anew([completion('s', 3)])]),
+    *([None] * 3, [0, 1, 2, 4]),
   ),
   'none': (talk(2), [], [None] * 2, []),
 }

@@ -181,7 +181,8 @@ class Scenario:
     return commands.compacting(client) if self.compacts else client
 
 
-_CALLED = ('Bash', 'Agent', 'exec_command', 'multi_agent_v1')
+_CALLED = ('Bash', 'exec_command')
+_DELEGATED = (*_CALLED, 'Agent', 'multi_agent_v1')
 _ALL = ('3 a.txt', '1\n2\n3')
 SCENARIOS = {
   name: Scenario(name, task, check_task, _ALL)
@@ -190,9 +191,9 @@ SCENARIOS = {
 } | {
   'terminus_2': Scenario('terminus_2', terminus_2, check_terminus_2, _ALL),
   'claude_code_sub_agent': Scenario(
-    'claude_code', sub_agent, check_sub_agent, tools=_CALLED
+    'claude_code', sub_agent, check_sub_agent, tools=_DELEGATED
   ),
-  'codex_sub_agent': Scenario('codex', sub_agent, check_sub_agent, tools=_CALLED),
+  'codex_sub_agent': Scenario('codex', sub_agent, check_sub_agent, tools=_DELEGATED),
   'claude_code_compaction': Scenario(
     'claude_code', compaction, check_compaction, compacts=True, tools=_CALLED
   ),
