@@ -179,9 +179,7 @@ def test_examples_in_the_first_prompt(examples, ends):
   messages = (*EXAMPLES * examples, task, *acted(0), *acted(1, calls=2), *end)
   ids = [f'chatcmpl-{name}' for name in HEXES]
   turns = [
-    completion(
-      's', i, id=ids[i], parent=ids[i - 1] if i else None, response_ids=(i, 9)
-    )
+    completion('s', i, id=ids[i], parent=ids[i - 1] if i else None, response_ids=(i, 9))
     for i in range(3)
   ]
   document = valid(atif.document(trajectory('s', -1, messages=messages), turns))

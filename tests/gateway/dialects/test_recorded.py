@@ -6,6 +6,8 @@ products replaced by placeholders.
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import pytest
 
@@ -39,3 +41,14 @@ def test_replayed(serve, tok, name):
   assert acted[0].fork_reason is None
   # Nothing that the client sends is unknown, or would be ignored in silence.
   assert 'field="unknown"' not in httpx.get(f'{base}/metrics').text
+
+
+@pytest.mark.parametrize('name', scripts.SCENARIOS)
+def test_a_recording_says_nothing_of_its_machine(name):
+  """No paths but those of the scenario, no addresses, no keys."""
+  text = (recording.DIRECTORY / f'{name}.json').read_text()
+  text = text.replace('/home/user', '').replace('/workspace', '')
+  private = (
+    r'/(?:tmp|root|home|Users)/|\b\d+\.\d+\.\d+\.\d+\b|localhost|\bsk-\w|Bearer '
+  )
+  assert re.findall(private, text) == []
