@@ -8,9 +8,15 @@ trained.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+
+# Ids that the gateway gives: of a completion, and of call i in its answer.
+COMPLETION_PREFIX, CALL_PREFIX = 'chatcmpl-', 'call_'
+_CALL_ID = re.compile(CALL_PREFIX + r'([0-9a-f]{32})_[0-9]+')
 
 
 class ByValue:
@@ -90,6 +96,21 @@ class Completion(ByValue):
   def tokens(self) -> np.ndarray:
     """Prompt and response ids, int32: the prefix of a continuation."""
     return np.concatenate([self.prompt_ids, self.response_ids])
+
+
+def completion_named(message: Mapping[str, Any]) -> str:
+  """Id of the completion that the ids of an assistant message's calls name, or ''.
+
+  Args:
+    message: an OpenAI dict, of which nothing is checked.
+  """
+  calls = message.get('tool_calls')
+  for call in calls if isinstance(calls, (list, tuple)) else ():
+    name = call.get('id') if isinstance(call, Mapping) else None
+    match = _CALL_ID.fullmatch(name) if isinstance(name, str) else None
+    if match:
+      return COMPLETION_PREFIX + match[1]
+  return ''
 
 
 @dataclasses.dataclass(frozen=True)

@@ -155,6 +155,8 @@ class Completions(Endpoint):
         await _send_events(send, stream.end(answers), last=True)
       except Exception as error:
         error = _as_api_error(error)
+        for pending in pendings:
+          pending.handle.cancel()
         await _send_events(send, [_failed(error), *stream.fail(error)], last=True)
         return error.status
     return 200
@@ -177,7 +179,7 @@ class Counts(Endpoint):
 
   async def respond(self, key, reading, submitted, receive, send) -> int:
     request, service = reading.request, self.service
-    ids = (await service.count(key, reading)).tolist()
+    ids = await service.count(key, reading)
     await submitted()
     size, tokenizer = service.context_tokens, service.tokenizer
     await _send_json(send, 200, self.dialect.body(request, ids, size, tokenizer))

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from m2jax.gateway import history, prompts, protocol, sessions
-from m2jax.records import Completion
+from m2jax.gateway import prompts, protocol, sessions
+from m2jax.records import CALL_PREFIX, COMPLETION_PREFIX, Completion
 from m2jax.rollout.api import GenerateRequest, GenerateResult, NewTokens
 from m2jax.text import chat
 
@@ -65,7 +65,7 @@ class Pending:
   @property
   def call_prefix(self) -> str:
     """Prefix of the ids of its tool calls; unique to the completion."""
-    return 'call_' + self.id.removeprefix(history.COMPLETION_PREFIX)
+    return CALL_PREFIX + self.id.removeprefix(COMPLETION_PREFIX)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,18 @@
 """What a client says of a request besides its body: class, agent, compaction, tools.
 
 Sources: Claude Code's gateway protocol (facts/clients-and-peers.md §1; from 2.1.273 on,
-with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1) and the metadata that Codex 0.169 sends
-(tests/gateway/recorded/codex.json):
+with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1) and what both sent when they were recorded
+(tests/gateway/recorded). No recording has Codex' `review`, `compact`,
+`memory_consolidation`, `prewarm` and `background_turn`.
 
   class      `x-claude-code-request-class`, one of CLASSES; `x-claude-code-compaction`
              (why: auto, manual, reactive); of Codex `x-openai-subagent` (review,
              compact, memory_consolidation, collab_spawn), `request_kind` and
              `thread_source` of its turn metadata
   agent      of a sub-agent `x-claude-code-agent-id`; Codex's `thread_id`
-  compacted  `x-claude-code-context-compacted`, once: the first request after one
+  compacted  `x-claude-code-context-compacted`, once: the first request after one. Codex
+             says with each request which context window it is of: `window_id`, and by
+             `window_number` whether compaction began it
   tools      `x-claude-code-prev-tool-durations: Bash=742;Read=9`: milliseconds of the
              calls whose results the request brings, without waiting for permissions
 
@@ -21,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,6 +46,7 @@ _CODEX_KINDS = {
 _METADATA = 'x-codex-turn-metadata'
 _LONGEST = 256  # characters of an agent's id
 _LONGEST_METADATA = 16 << 10
+_LONGEST_MS = 1e9  # of a tool call: 11 days
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +58,15 @@ class Hints:
     agent: id of the sub-agent that sends it; '' is the main agent, or unknown.
     compacted: whether it is the first after the client compacted its context.
     tool_s: seconds of the tool calls whose results it brings, of parallel ones each.
+    window: id of the context window that a compaction began; the first request with it
+      is the first after the compaction. '': the first window, or unknown.
   """
 
   request_class: str = ''
   agent: str = ''
   compacted: bool = False
   tool_s: float = 0.0
+  window: str = ''
 
   def __or__(self, other: Hints) -> Hints:
     """These, and the other's where these have none."""
@@ -104,11 +110,18 @@ def of_codex(client_metadata: Any) -> Hints:
     return Hints()
   if not isinstance(metadata, dict):
     return Hints()
-  values = (metadata.get(k) for k in ('request_kind', 'thread_source', 'thread_id'))
-  kind, source, thread = (v if isinstance(v, str) else '' for v in values)
+  fields = ('request_kind', 'thread_source', 'thread_id', 'window_id')
+  values = (metadata.get(field) for field in fields)
+  kind, source, thread, window = (v if isinstance(v, str) else '' for v in values)
   sub = source == 'subagent'
   request_class = _CODEX_KINDS.get(kind, 'subagent' if sub else '')
-  return Hints(request_class, thread[:_LONGEST] if sub else '')
+  number = metadata.get('window_number')
+  compacted = isinstance(number, int) and number > 0
+  return Hints(
+    request_class,
+    agent=thread[:_LONGEST] if sub else '',
+    window=window[:_LONGEST] if compacted else '',
+  )
 
 
 def _first(found: Mapping[str, str], names: Iterable[str]) -> str:
@@ -123,5 +136,5 @@ def _seconds(text: str) -> float:
       ms = float(part.rpartition('=')[2])
     except ValueError:
       continue
-    total_ms += ms if 0 <= ms < math.inf else 0.0
+    total_ms += ms if 0 <= ms <= _LONGEST_MS else 0.0
   return total_ms / 1e3

@@ -13,20 +13,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from m2jax.records import completion_named
 from m2jax.text import chat
 
 _DIGEST_BYTES = 16
 RECORD_BYTES = 2 * _DIGEST_BYTES
 _NO_REASONING = bytes(_DIGEST_BYTES)
-_CALL_ID = re.compile(r'call_([0-9a-f]{32})_[0-9]+')
-
-COMPLETION_PREFIX = 'chatcmpl-'
 
 
 def digest(*parts: bytes) -> bytes:
@@ -217,15 +214,6 @@ def of(messages: Sequence[dict]) -> History:
     last=last,
     last_calls=call_ids(messages[last]) if answers else b'',
     keeps_prefix=bool(answers) and chat.keeps_prefix(messages, last),
-    claims=tuple(_claim(messages[i]) for i in answers),
+    claims=tuple(completion_named(messages[i]) for i in answers),
     words=tuple(words(messages[i]) for i in answers),
   )
-
-
-def _claim(message: dict) -> str:
-  for call in message.get('tool_calls') or ():
-    name = call.get('id')
-    match = _CALL_ID.fullmatch(name) if isinstance(name, str) else None
-    if match:
-      return COMPLETION_PREFIX + match[1]
-  return ''

@@ -11,6 +11,11 @@ from m2jax.gateway.history import History
 _COMPLETION_BYTES = 1000
 
 
+def name_digest(name: str) -> bytes:
+  """What stands for an id that a client gives; b'' if it gives none."""
+  return history_lib.digest(name.encode()) if name else b''
+
+
 class Node:
   """A recorded completion, which later requests may extend.
 
@@ -18,7 +23,8 @@ class Node:
     id: the completion's id.
     parent: the completion that it extends, or None.
     tools: digest of the request's tools.
-    agent: digest of the id of the sub-agent that asked, or b''.
+    agent, window: digests of the ids of the sub-agent that asked and of its context
+      window (`hints`), or b''.
     answer: digests of its message.
     response_tokens: length of the response.
     closed: whether the response ends with the end-of-message token.
@@ -33,7 +39,7 @@ class Node:
 
   __slots__ = (
     'agent', 'answer', 'closed', 'id', 'key', 'messages', 'new_ids', 'parent', 'prompt',
-    'records', 'response_tokens', 'roles', 'tokens', 'tools',
+    'records', 'response_tokens', 'roles', 'tokens', 'tools', 'window',
   )  # fmt: skip
 
   def __init__(
@@ -48,6 +54,7 @@ class Node:
     response_tokens: int,
     closed: bool,
     agent: str = '',
+    window: str = '',
   ):
     """Stores what `history`, the messages of the request, adds to the parent's."""
     records, roles = history.records + answer.record, history.roles + 'a'
@@ -55,7 +62,7 @@ class Node:
     self.id, self.parent, self.tools = completion_id, parent, tools
     self.answer, self.closed = answer, closed
     self.response_tokens = response_tokens
-    self.agent = history_lib.digest(agent.encode()) if agent else b''
+    self.agent, self.window = name_digest(agent), name_digest(window)
     self.records = records[start * history_lib.RECORD_BYTES :]
     self.roles = roles[start:]
     self.new_ids = new_ids

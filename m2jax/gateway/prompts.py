@@ -52,11 +52,12 @@ class Plan:
   Attributes:
     parent: the completion that it extends, or None.
     follows: id of the completion of the last answer in its messages, or None.
-    fork_reason: a key of sessions.FORK_REASONS if there is no parent, else None.
+    fork_reason: a key of forks.REASONS if there is no parent, else None.
     part: the part to encode.
     history: of the request, with restored reasoning.
     restored: number of messages with restored reasoning that the parent did not have.
     repeated: whether the same request has been recorded before.
+    compacted: whether it is the first after the client compacted its context.
   """
 
   parent: nodes.Node | None
@@ -66,6 +67,7 @@ class Plan:
   history: history_lib.History
   restored: int
   repeated: bool
+  compacted: bool = False
 
   @property
   def closed_by_gateway(self) -> bool:
@@ -104,6 +106,7 @@ class Plan:
       response_tokens=len(completion.response_ids),
       closed=closed,
       agent=request.hints.agent,
+      window=request.hints.window,
     )
 
 
@@ -127,7 +130,10 @@ def plan(
   if hints.request_class in untrained:
     part = Part(-1, False, 0, context_tokens)
     return Plan(None, None, hints.request_class, part, history, 0, False)
-  edited = request.context_edit is not None or hints.compacted
+  compacted = hints.compacted
+  if hints.window and not session.has_window(hints.window):
+    compacted = True
+  edited = request.context_edit is not None or compacted
   restored: dict[int, nodes.Node] = {}
   if restore and not edited:
     history, restored = session.restored(history)
@@ -136,7 +142,7 @@ def plan(
   if node is not None and history.keeps_prefix:
     part = Part(history.last, not node.closed, node.tokens, context_tokens)
     new = sum(i >= node.messages - 1 for i in restored)
-    return Plan(node, node.id, None, part, history, new, repeated)
+    return Plan(node, node.id, None, part, history, new, repeated, compacted)
   reason = 'thinking_closed' if node else session.fork_reason(tools, history)
   if edited and reason != 'first':
     reason = 'context_edited'
@@ -152,7 +158,8 @@ def plan(
     if i > last_user
   )
   part = Part(-1, False, 0, context_tokens, texts)
-  return Plan(None, follows, reason, part, history, len(restored), repeated)
+  count = len(restored)
+  return Plan(None, follows, reason, part, history, count, repeated, compacted)
 
 
 def _reasoning(node: nodes.Node, tokenizer: tokenizer_lib.Tokenizer) -> str:

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from m2jax.gateway import deltas, formats, history, prompts, readers, sampling, sessions
+from m2jax.gateway import deltas, formats, prompts, readers, sampling, sessions
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, ContextTooLong, invalid, too_large
 from m2jax.gateway.exchange import Answer, Engine, Handle, Pending, Record
-from m2jax.records import Completion
+from m2jax.records import COMPLETION_PREFIX, Completion
 from m2jax.rollout.api import (
   GenerateRequest,
   GenerateResult,
@@ -146,7 +146,7 @@ class ChatService:
     session = self.sessions.keep(session)
     return [
       Pending(
-        id=history.COMPLETION_PREFIX + uuid.uuid4().hex,
+        id=COMPLETION_PREFIX + uuid.uuid4().hex,
         session=session,
         request=request,
         plan=plan,
@@ -278,7 +278,7 @@ class ChatService:
       count('closed_by_gateway_total')
     if request.context_edit is not None:
       count('context_edits_total', edit=request.context_edit)
-    if request.hints.compacted:
+    if plan.compacted:
       count('context_edits_total', edit='compacted')
     if request.hints.request_class:
       count('request_classes_total', request_class=request.hints.request_class)

@@ -2,7 +2,7 @@
 
 - POST /v1/sessions {"key": KEY, "mode": "training", "name": NAME}: 201; 409 if it is
   open already. NAME is that of the session in records; without one it is the key.
-- DELETE /v1/sessions/KEY: 200, also if it is not open.
+- DELETE /v1/sessions/KEY, with the key quoted: 200, also if it is not open.
 
 Both need the shared secret as `Authorization: Bearer SECRET`. Sessions are in memory: a
 gateway that restarts has none, so that no session can go on with part of its history.
@@ -86,7 +86,7 @@ def add_routes(
     opened[digest] = time.monotonic()
     return JSONResponse({'key': key, 'mode': mode}, 201)
 
-  @app.delete('/v1/sessions/{key}')
+  @app.delete('/v1/sessions/{key:path}')  # a key may have slashes
   async def close_session(request: fastapi.Request, key: str):
     authorise(request)
     digest = sessions.digest(key)

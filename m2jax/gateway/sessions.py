@@ -4,7 +4,7 @@ A request extends a recorded completion if its tools are the same, its messages 
 the last assistant message are the messages of that completion plus its answer, and the
 template renders them as before. Its prompt is then the recorded prompt and response
 ids, and the encoding of what follows. Any other request forks: its prompt is the full
-encoding of its messages, and its reason is counted.
+encoding of its messages, and its reason (`forks`) is counted.
 
 Many clients drop the reasoning of their history, which M2 needs (facts/
 m2-and-forge.md §2.3). `restored` gives it back: to an assistant message without
@@ -31,32 +31,11 @@ import threading
 import time
 import uuid
 
+from m2jax.gateway import forks
 from m2jax.gateway import history as history_lib
 from m2jax.gateway.errors import ApiError
 from m2jax.gateway.history import History
-from m2jax.gateway.nodes import Node
-
-# Reasons why a request does not extend a recorded completion. Each has a counter.
-FORK_REASONS = {
-  'first': 'the session had no completions yet',
-  'new_conversation': 'a different first message: a sub-agent, or a restart',
-  'resampled': 'a recorded request was sent again',
-  'system_changed': 'the system message differs',
-  'tools_changed': 'the tools differ',
-  'reasoning_dropped': 'an assistant message came back without its reasoning, and '
-  'the gateway does not restore it',
-  'retokenised': 'an assistant message came back with other white space inside: the '
-  'same words, other tokens',
-  'assistant_edited': 'an assistant message differs from what was returned',
-  'context_edited': 'the agent edited its context, and says so',
-  'auxiliary': 'the agent says that it is no request of its task: not trained, and '
-  'nothing extends it',
-  'compaction': 'the agent says that it asks for a summary of its context: the same',
-  'sub_agent': 'the first request of a sub-agent, which says so',
-  'thinking_closed': 'after a new user message the template omits earlier thinking',
-  'history_rewritten': 'messages were removed, inserted or edited',
-  'forgotten': 'nothing stored matches, and completions were deleted for the limits',
-}
+from m2jax.gateway.nodes import Node, name_digest
 
 MODES = ('training', 'evaluation')
 
@@ -193,8 +172,13 @@ class Session:
 
   def has_agent(self, agent: str) -> bool:
     """Whether a stored completion is of this sub-agent."""
-    digest = history_lib.digest(agent.encode())
+    digest = name_digest(agent)
     return any(node.agent == digest for node in self._nodes.values())
+
+  def has_window(self, window: str) -> bool:
+    """Whether a stored completion is of this context window."""
+    digest = name_digest(window)
+    return any(node.window == digest for node in self._nodes.values())
 
   def follows(self, history: History) -> str | None:
     """Id of the completion of the last recorded answer in the messages.
@@ -210,60 +194,11 @@ class Session:
     return None
 
   def fork_reason(self, tools: bytes, history: History) -> str:
-    """The key of FORK_REASONS for a request that extends no completion."""
-    reason = self._fork_reason(tools, history)
+    """The key of forks.REASONS for a request that extends no completion."""
+    reason = forks.reason(self._nodes.values(), tools, history)
     if self._forgot and history.last >= 0 and reason in ('first', 'new_conversation'):
       return 'forgotten'
     return 'new_conversation' if self._forgot and reason == 'first' else reason
-
-  def _fork_reason(self, tools: bytes, history: History) -> str:
-    if not self._nodes:
-      return 'first'
-    best, common = self._closest(tools, history)
-    if common >= best.messages - 1 and len(history) == best.messages - 1:
-      return 'resampled' if best.tools == tools else 'tools_changed'
-    if common == best.messages:
-      return 'tools_changed' if best.tools != tools else 'history_rewritten'
-    if common == len(history):
-      return 'history_rewritten'
-    while best.parent is not None and best.parent.messages > common:
-      best = best.parent
-    at = common - (best.parent.messages if best.parent else 0)
-    roles = best.roles[at] + history.roles[common]
-    if 's' in roles and common == 0:
-      return 'system_changed'
-    if set(history.roles[:common]) <= {'s'}:
-      return 'new_conversation'
-    if roles == 'aa':
-      before = history_lib.content_digest(best.records, at)
-      same = before == history_lib.content_digest(history.records, common)
-      if same and not history_lib.has_reasoning(history.records, common):
-        return 'reasoning_dropped'
-      is_answer = at == len(best.roles) - 1
-      if is_answer and not same and best.answer.words == history.words_at(common):
-        return 'retokenised'
-      return 'assistant_edited'
-    return 'history_rewritten'
-
-  def _closest(self, tools: bytes, history: History) -> tuple[Node, int]:
-    """The completion that shares most messages with a request, and their number.
-
-    Among equals prefers the same tools, then the shortest conversation.
-    """
-    shared: dict[str, int] = {}
-    best, best_rank = None, ()
-    for node in self._nodes.values():  # parents first
-      start = 0
-      if node.parent is not None:
-        start = shared[node.parent.id]
-      if node.parent is None or start == node.parent.messages:
-        rest = history.records[start * history_lib.RECORD_BYTES :]
-        start += history_lib.common(node.records, rest)
-      shared[node.id] = start
-      rank = start, node.tools == tools, -node.messages
-      if best is None or rank > best_rank:
-        best, best_rank = node, rank
-    return best, best_rank[0]
 
 
 def _answer(node: Node) -> bytes:

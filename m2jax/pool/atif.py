@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
@@ -51,14 +52,14 @@ def document(
     others: completions that the agent did not act on.
   """
   shown = _shown(trajectory.messages, completions)
-  turns = iter(shown)
-  paired = {c.id for c in shown}
+  replies = itertools.count()
+  paired = {c.id for c in shown.values()}
   apart = [*(c for c in completions if c.id not in paired), *others]
   steps: list[dict[str, Any]] = []
   for message in trajectory.messages:
     role = message.get('role')
     if role == 'assistant':
-      steps.append(_reply(message, next(turns, None)))
+      steps.append(_reply(message, shown.get(next(replies))))
     elif role == 'tool' and steps and steps[-1]['source'] == 'agent':
       _observe(steps[-1], message)
     else:
@@ -99,27 +100,88 @@ def unmatched(document: Mapping[str, Any]) -> tuple[int, int]:
   return sum('metrics' not in step for step in replies), len(others)
 
 
+_Shown = dict[int, records.Completion]  # by the position among the replies
+
+
 def _shown(
   messages: Sequence[Mapping[str, Any]], completions: Sequence[records.Completion]
-) -> Sequence[records.Completion]:
-  """The completions of the assistant messages, one for each; () if that is not certain.
+) -> _Shown:
+  """The completions that the assistant messages show, where that is certain.
 
-  Either the messages have all of them, or they are one conversation: that of the last
-  completion and those whose ids it extends, with or without its own answer.
+  A reply with calls names its completion by their ids. For the others the messages are
+  read in two ways, of which one must agree with all names: as all completions in order,
+  or as a conversation. If both do and differ, only the names count.
   """
-  replies = sum(m.get('role') == 'assistant' for m in messages)
-  by_id, found = {c.id: c for c in completions}, []
-  if any(c.parent is not None and c.parent not in by_id for c in completions):
-    return ()  # the beginning of a conversation is not there
-  if len(completions) == replies:
-    return completions
+  replies = [m for m in messages if m.get('role') == 'assistant']
+  answered = bool(messages) and messages[-1].get('role') == 'assistant'
+  by_id = {c.id: c for c in completions}
+  named: _Shown = {}
+  for i, reply in enumerate(replies):
+    if c := by_id.pop(records.completion_named(reply), None):
+      named[i] = c
+  may_be_all = len(completions) == len(replies) and _linked(completions)
+  if may_be_all and not named and not answered:
+    return {}  # the last reply shows the last completion, or the first is an example
+  readings = [_conversation(completions, len(replies), named, answered)]
+  if may_be_all:
+    readings.insert(0, dict(enumerate(completions)))
+  agreeing = [reading for reading in readings if _agree(reading, named)]
+  if not agreeing or not _agree(agreeing[0], agreeing[-1]):
+    return named
+  return named | agreeing[0]
+
+
+def _linked(completions: Sequence[records.Completion]) -> bool:
+  """Whether each continues one of the others, or the agent says why it does not.
+
+  Otherwise some are of a conversation that the messages do not have, such as a title.
+  """
+  ids = {c.id for c in completions}
+  if any(c.parent is not None and c.parent not in ids for c in completions):
+    return False  # the beginning of a conversation is not there
+  return all(
+    c.parent or c.follows in ids or c.fork_reason in ('context_edited', 'sub_agent')
+    for c in completions[1:]
+  )
+
+
+def _conversation(
+  completions: Sequence[records.Completion],
+  replies: int,
+  named: _Shown,
+  answered: bool,
+) -> _Shown:
+  """The last completion and those whose ids it extends, as the last of the replies.
+
+  What precedes them are examples in the first prompt, which nobody sampled: certain if
+  a name says so, or if the session began with them.
+
+  Args:
+    answered: whether the messages end with the last answer; a name says it better.
+  """
+  by_id = {c.id: c for c in completions}
+  chain: list[records.Completion] = []
   last = max(completions, key=lambda c: c.turn, default=None)
-  while last is not None and len(found) < len(completions):
-    found.append(last)
+  while last is not None and len(chain) < len(completions):
+    chain.append(last)
     last = by_id.get(last.parent)
-  if messages and messages[-1].get('role') != 'assistant':
-    found = found[1:]
-  return found[::-1] if len(found) == replies else ()
+  chain = chain[::-1]
+  ids = [c.id for c in chain]
+  starts = [i - ids.index(c.id) for i, c in named.items() if c.id in ids]
+  start = starts[0] if starts else replies - len(chain) + (not answered)
+  if start > 0 and not starts and chain and chain[0].fork_reason is not None:
+    return {}
+  if start < 0 or replies - start not in (len(chain) - 1, len(chain)):
+    return {}
+  return dict(enumerate(chain[: replies - start], start=start))
+
+
+def _agree(a: _Shown, b: _Shown) -> bool:
+  """Whether no reply shows two completions, and no completion is shown twice."""
+  places = {c.id: i for i, c in a.items()}
+  return all(
+    places.get(c.id, i) == i and (i not in a or a[i].id == c.id) for i, c in b.items()
+  )
 
 
 def _version() -> str:

@@ -39,7 +39,16 @@ import sqlalchemy as sa
 from absl import logging
 
 from m2jax import records
-from m2jax.pool import arrays, database, leases, reader, retention, tables, writer
+from m2jax.pool import (
+  arrays,
+  database,
+  inserts,
+  leases,
+  reader,
+  retention,
+  tables,
+  writer,
+)
 from m2jax.pool import ledger as ledger_lib
 
 _REMEMBERED_IDS = 65_536
@@ -386,48 +395,4 @@ class DataPool(reader.Reader):
         self._ids.popitem(last=False)
 
   def _insert(self, connection: sa.Connection, batch: list) -> None:
-    """Inserts completions, trajectories, rewards and advantages, in order."""
-    t, i = tables.trajectories.c, tables.items.c
-    closed = ledger_lib.existing(
-      connection,
-      t.session,
-      {r.session for r in batch if isinstance(r, records.Completion)},
-    )
-    pending = ledger_lib.existing(
-      connection,
-      i.index,
-      {r.item for r in batch if isinstance(r, records.Trajectory)},
-      i.state == 'pending',
-    )
-    completions, trajectories, rewarded, credited = [], [], [], []
-    added: dict[str, records.Completion] = {}
-    for r in batch:
-      if isinstance(r, records.Completion):
-        parent = added.get(r.parent) or self._recent.get(r.parent)
-        row = tables.completion_row(r, parent) | {'superseded': r.session in closed}
-        completions.append(row)
-        added[r.id] = r
-      elif isinstance(r, records.Trajectory):
-        late = r.item >= 0 and r.item not in pending
-        trajectories.append(tables.trajectory_row(r) | {'superseded': late})
-        closed.add(r.session)
-      elif isinstance(r[1], float):
-        credited.append({'of_id': r[0], 'advantage': r[1]})
-      else:
-        rewarded.append(dataclasses.asdict(r[1]) | {'of_session': r[0]})
-    if completions:
-      connection.execute(sa.insert(tables.completions), completions)
-    if trajectories:
-      connection.execute(sa.insert(tables.trajectories), trajectories)
-    if rewarded:
-      matching = t.session == sa.bindparam('of_session')
-      connection.execute(sa.update(tables.trajectories).where(matching), rewarded)
-    if credited:
-      matching = tables.completions.c.id == sa.bindparam('of_id')
-      connection.execute(sa.update(tables.completions).where(matching), credited)
-    for completion in added.values():  # only after the rows are inserted
-      self._recent.add(completion)
-    self._recent.drop({r['session'] for r in trajectories})
-    late = self._writer.tally
-    late['completions'] += sum(r['superseded'] for r in completions)
-    late['trajectories'] += sum(r['superseded'] for r in trajectories)
+    self._writer.tally.update(inserts.insert(connection, batch, self._recent))

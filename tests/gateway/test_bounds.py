@@ -5,6 +5,7 @@ Real sockets throughout: what is judged is a server that is being attacked.
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -216,6 +217,22 @@ def test_large_prompts_are_encoded_off_the_loop(serve):
     probe.until(lambda: all(each.done() for each in posts))
   assert [each.result().status_code for each in posts] == [200] * 3
   assert min(len(request.prompt_ids) for request in engine.requests) > 100_000
+
+
+def test_counting_tokens_does_not_hold_the_loop(serve):
+  """Nor do the texts of all tokens, for a prompt far above the context."""
+  gateway, _, _ = serve(ANSWER, engine_options={'context_tokens': 100_000})
+  body = user('é q!' * (MIB // 4)) | {'return_token_strs': True}
+  url = gateway.base_url.removesuffix('/v1') + '/tokenize'
+  probe = Probe(gateway)
+  with (
+    concurrent.futures.ThreadPoolExecutor(2) as pool,
+    httpx.Client(trust_env=False, timeout=120) as client,
+  ):
+    send = functools.partial(client.post, url, headers={'authorization': 'Bearer k'})
+    posts = [pool.submit(send, content=json.dumps(body).encode()) for _ in range(2)]
+    probe.until(lambda: all(each.done() for each in posts))
+  assert all(each.result().json()['count'] > MIB for each in posts)
 
 
 def test_a_prompt_is_refused_by_its_bytes(serve, tok):

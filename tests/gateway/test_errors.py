@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from prometheus_client import parser as prometheus_parser
 
 from m2jax.forge.remote import gateway_client
+from m2jax.gateway import deltas
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from tests.gateway.conftest import SH, response_text
@@ -542,6 +543,24 @@ def wait_for(condition, limit_s=10.0):
   while not condition():
     assert time.monotonic() < deadline, 'waited too long'
     time.sleep(0.01)
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_response_that_breaks_stops_the_engine(serve, stream, monkeypatch):
+  """Nobody gets the tokens that would follow an internal error."""
+  endless = 'on and on ' * 1000
+  gateway, engine, records = serve(endless, engine_options={'delay_s': 0.05})
+
+  def broken(self, tokens):
+    raise ArithmeticError('a bug')
+
+  monkeypatch.setattr(deltas.Deltas, 'feed', broken)
+  body = OK | {'max_tokens': 5000, 'stream': stream, 'stop': ['never']}
+  reply = post(gateway, body)
+  assert 'internal error' in reply.text
+  wait_for(lambda: engine.results)
+  [(_, result)] = engine.results
+  assert result.finish_reason == 'cancelled' and not records
 
 
 @pytest.mark.parametrize('stream', [False, True])

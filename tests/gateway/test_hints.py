@@ -26,17 +26,14 @@ CLAUDE = 'x-claude-code-'
     ({CLAUDE + 'request-class': ' Auxiliary '}, Hints('auxiliary')),
     ({'x-m2jax-request-class': 'auxiliary'}, Hints('auxiliary')),
     ({CLAUDE + 'request-class': 'something new'}, Hints()),
-    ({CLAUDE + 'request-class': 'subagent', CLAUDE + 'agent-id': 'a1'},
-     Hints('subagent', 'a1')),
-    ({CLAUDE + 'request-class': 'main', CLAUDE + 'compaction': 'auto'},
-     Hints('compaction')),
+    ({CLAUDE + 'compaction': 'reactive'}, Hints('compaction')),
     ({CLAUDE + 'context-compacted': 'manual'}, Hints(compacted=True)),
-    ({CLAUDE + 'prev-tool-durations': 'Bash=742;Read=9'}, Hints(tool_s=0.751)),
     ({'x-m2jax-tool-durations': 'a%3Bb=1000;x=nan;y=-5;z;=500;w=1e999'},
      Hints(tool_s=1.5)),
+    ({'x-m2jax-tool-durations': 'a=1e308;b=1e308;c=5'}, Hints(tool_s=0.005)),
+    # In no recording, as the kind `prewarm` below.
     ({'x-openai-subagent': 'compact'}, Hints('compaction')),
     ({'x-openai-subagent': 'memory_consolidation'}, Hints('auxiliary')),
-    ({'x-openai-subagent': 'collab_spawn'}, Hints('subagent')),
   ],
 )  # fmt: skip
 def test_headers(headers, expected):
@@ -52,12 +49,10 @@ def codex(**metadata):
 @pytest.mark.parametrize(
   'metadata, expected',
   [
-    (codex(request_kind='turn', thread_source='user', thread_id='t'), Hints()),
-    (codex(request_kind='turn', thread_source='subagent', thread_id='t'),
-     Hints('subagent', 't')),
-    (codex(request_kind='compaction', thread_source='user'), Hints('compaction')),
     (codex(request_kind='prewarm'), Hints('auxiliary')),
-    (codex(request_kind=[], thread_source={}, thread_id=3), Hints()),
+    (codex(request_kind=[], thread_source={}, thread_id=3, window_id=[]), Hints()),
+    (codex(window_number='1', window_id='t:1'), Hints()),
+    (codex(window_number=-1, window_id='t:1'), Hints()),
     ({'x-codex-turn-metadata': '[' * 9999}, Hints()),
     ({'x-codex-turn-metadata': '3'}, Hints()),
     ({'x-codex-turn-metadata': {}}, Hints()),
@@ -68,22 +63,47 @@ def test_codex_metadata(metadata, expected):
   assert hints.of_codex(metadata) == expected
 
 
-def test_the_recorded_codex_says_that_it_is_the_task():
-  """Its real metadata: requests of the user's thread, which are trained."""
-  for body, _ in recording.load('codex'):
-    metadata = json.loads(body['client_metadata']['x-codex-turn-metadata'])
-    assert metadata['request_kind'] == 'turn' and metadata['thread_id']
-    assert hints.of_codex(body['client_metadata']) == Hints()
+def said(name):
+  """What a real client said of each of its requests, in order."""
+  return [recording.said(request) for request in recording.load(name)]
 
 
-def test_the_recorded_claude_code_says_what_its_tools_took():
-  """Its real headers: the task, and the times of one call and of two parallel ones."""
-  said = [hints.of_headers(headers) for _, headers in recording.load('claude_code')]
-  assert {hint.request_class for hint in said} == {'main'}
-  durations = 'x-claude-code-prev-tool-durations'
-  given = [headers.get(durations, '') for _, headers in recording.load('claude_code')]
-  assert [text.count('=') for text in given] == [0, 1, 2]
-  assert said[0].tool_s == 0 < said[1].tool_s < 60 and said[2].tool_s > 0
+def durations(name):
+  """The tool times that a real client gave with each request."""
+  requests = recording.load(name)
+  return [h.get('x-claude-code-prev-tool-durations', '') for _, h in requests]
+
+
+def test_real_clients_say_that_it_is_the_task():
+  for name in ('codex', 'terminus_2', 'openhands'):
+    assert set(said(name)) == {Hints()}
+  assert {hint.request_class for hint in said('claude_code')} == {'main'}
+
+
+def test_the_real_claude_code_says_what_its_tools_took():
+  """The times of one call and of two parallel ones."""
+  first, second, third = said('claude_code')
+  assert [text.count('=') for text in durations('claude_code')] == [0, 1, 2]
+  assert first.tool_s == 0 < second.tool_s < 60 and third.tool_s > 0
+
+
+@pytest.mark.parametrize('name', ['claude_code', 'codex'])
+def test_real_sub_agents_have_an_id(name):
+  subs = [hint for hint in said(f'{name}_sub_agent') if hint.agent]
+  assert [hint.request_class for hint in subs] == ['subagent', 'subagent']
+  assert len({hint.agent for hint in subs}) == 1
+  others = [hint for hint in said(f'{name}_sub_agent') if not hint.agent]
+  assert {hint.request_class for hint in others} <= {'', 'main'} and len(others) > 1
+
+
+def test_real_compactions_are_said():
+  """Claude Code says it once after one; Codex names the context window from then on."""
+  *before, summary, after = said('claude_code_compaction')
+  assert summary.request_class == 'compaction' and after.compacted
+  assert not any(hint.compacted for hint in (*before, summary))
+  *before, summary, after = said('codex_compaction')
+  assert summary == Hints('compaction') and after.window
+  assert set(before) == {Hints()} and after == Hints(window=after.window)
 
 
 class Agent:
@@ -156,6 +176,28 @@ def test_after_a_compaction_the_context_is_edited(serve):
   assert [r.fork_reason for r in records] == [None, 'context_edited', None]
   assert records[2].parent == records[1].id
   assert len(rewards.acted(records)) == 3
+
+
+def test_a_codex_that_compacts_again_and_again(serve):
+  """Its prompt is the same after each compaction, if the summaries are: no retry, which
+  would be trained only once. Within a window it is one."""
+  gateway, _, records = serve(CALL)
+  windows = [('turn', 0), ('compaction', 0), ('turn', 1), ('turn', 1)]
+  windows += [('compaction', 1), ('turn', 2)]
+  for kind, number in windows:
+    said = codex(request_kind=kind, window_number=number, window_id=f't:{number}')
+    body = {'model': 'm2jax', 'input': kind, 'client_metadata': said}
+    reply = httpx.post(
+      gateway.base_url + '/responses', json=body, headers={'x-api-key': 'episode'}
+    )
+    assert reply.status_code == 200, reply.text
+  reasons = [record.fork_reason for record in records]
+  assert reasons == [
+    *(None, 'compaction', 'context_edited'),
+    *('resampled', 'compaction', 'context_edited'),
+  ]
+  assert [record.turn for record in rewards.acted(records)] == [0, 3, 5]
+  assert gateway.counters()['context_edits_total{edit="compacted"}'] == 2
 
 
 def test_sub_agents_are_branches(serve):

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from m2jax.gateway import forks
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
-from m2jax.gateway.sessions import FORK_REASONS
 from m2jax.text import chat, parsing
 from m2jax.text import tokenizer as tokenizer_lib
 from tests.gateway.conftest import SH, response_text
@@ -576,6 +576,6 @@ def test_law_4(running, tok, data):
   reasons = collections.Counter(r.fork_reason for r in new if r.parent is None)
   reasons['first'] = reasons.pop(None)
   assert reasons['first'] == 1
-  for reason in FORK_REASONS:
+  for reason in forks.REASONS:
     assert delta[f'forks_total{{reason="{reason}"}}'] == reasons[reason]
   assert delta['extensions_total'] == len(new) - reasons.total()

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
+import urllib.parse
 
 import httpx
 import pytest
@@ -46,18 +47,19 @@ def start(tok):
     yield make
 
 
-def test_a_session_from_opening_to_closing(start):
+@pytest.mark.parametrize('key', ['mine', '../a/b?c=%2F#d'])
+def test_a_session_from_opening_to_closing(start, key):
   post, chat, gateway = start()
-  assert chat('mine').status_code == 401
-  assert post({'key': 'mine', 'mode': 'training'}).status_code == 201
-  assert chat('mine').status_code == 200
-  assert post({'key': 'mine'}).status_code == 409
-  url = gateway.base_url + '/sessions/mine'
-  assert httpx.delete(url).status_code == 401 and chat('mine').status_code == 200
+  assert chat(key).status_code == 401
+  assert post({'key': key, 'mode': 'training'}).status_code == 201
+  assert chat(key).status_code == 200
+  assert post({'key': key}).status_code == 409
+  url = f'{gateway.base_url}/sessions/{urllib.parse.quote(key, safe="")}'
+  assert httpx.delete(url).status_code == 401 and chat(key).status_code == 200
   for _ in range(2):
     done = httpx.delete(url, headers={'authorization': 'Bearer secret'})
     assert done.status_code == 200
-  assert chat('mine').status_code == 401
+  assert chat(key).status_code == 401
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -77,6 +78,12 @@ def chain(turns, prompts=1, session='s'):
   ]
 
 
+def begun_anew(turns):
+  """The first of them is of another conversation than what was before."""
+  first = dataclasses.replace(turns[0], fork_reason='system_changed')
+  return [first, *turns[1:]]
+
+
 def shown(document):
   """First sampled ids of the replies, None of those without ids."""
   steps = [s for s in document['steps'] if s['source'] == 'agent']
@@ -101,10 +108,20 @@ ODD = {
   # A title before it, under the same key; a conversation that was begun anew.
   'apart': (talk(2), [completion('s', 0), *chain(2, prompts=2)], [1, 2], [0]),
   # More replies than were sampled: examples in the prompt; or ids were pruned.
-  'examples': (talk(3), chain(2), [None] * 3, [0, 1]),
-  'streamed examples': (talk(4, known=False), chain(3), [None] * 4, [0, 1, 2]),
+  'examples': (talk(3), chain(2), [None, 0, 1], []),
+  'streamed examples': (talk(4, known=False), chain(3), [None, None, 0, 1], [2]),
+  # The example takes the place of the last answer: nothing says which is missing.
+  'a streamed example': (talk(3, known=False), chain(3), [None] * 3, [0, 1, 2]),
   'forgotten': (talk(2), chain(3), [None] * 2, [0, 1, 2]),
-  'a part of the chain': (talk(2, known=False), chain(3)[1:], [None] * 2, [1, 2]),
+  'a part of the chain': (talk(2, known=False), chain(3)[1:], [None, 1], [2]),
+  'a title and an example': (
+    *(talk(3), [completion('s', 0), *begun_anew(chain(2, prompts=2))]),
+    *([None] * 3, [0, 1, 2]),
+  ),
+  'a title at the end': (
+    *(talk(3), [*chain(3), *begun_anew([completion('s', 3)])]),
+    *([None] * 3, [0, 1, 2, 4]),
+  ),
   'none': (talk(2), [], [None] * 2, []),
 }
 
@@ -126,6 +143,73 @@ def test_replies_and_completions_that_differ_in_number(name):
   assert completions == by_turn
   again = valid(atif.document(got, turns, others=[retried]))
   assert again['steps'] == document['steps']
+
+
+HEXES = [f'{i:032x}' for i in range(3)]
+
+
+def acted(i, calls=1):
+  """The answer of completion i, whose calls the gateway named, and their results."""
+  ids = [f'call_{HEXES[i]}_{j}' for j in range(calls)]
+  calls = [call(id_, f'{{"command": "{i}"}}') for id_ in ids]
+  results = [{'role': 'tool', 'tool_call_id': id_, 'content': f'{i}'} for id_ in ids]
+  return {'role': 'assistant', 'content': '', 'tool_calls': calls}, *results
+
+
+EXAMPLES = (
+  {'role': 'user', 'content': 'how many in y?'},
+  {'role': 'assistant', 'content': '', 'tool_calls': [call('a', '{"command": "y"}')]},
+  {'role': 'tool', 'tool_call_id': 'a', 'content': 'y'},
+)
+
+
+@pytest.mark.parametrize('examples', [0, 1, 2, 3])
+@pytest.mark.parametrize('ends', ['streamed', 'answered', 'acted', 'user'])
+def test_examples_in_the_first_prompt(examples, ends):
+  """Calls and results that nobody sampled, with the ids of the agent's own: no token
+  ids are theirs, and each result is with its call. So also if the client streams, and
+  there are as many replies as completions."""
+  end = {
+    'streamed': (),
+    'answered': ({'role': 'assistant', 'content': 'done'},),
+    'acted': acted(2),
+    'user': (*acted(2), {'role': 'user', 'content': 'error: malformed tool call'}),
+  }[ends]
+  task = {'role': 'user', 'content': 'and in x?'}
+  messages = (*EXAMPLES * examples, task, *acted(0), *acted(1, calls=2), *end)
+  ids = [f'chatcmpl-{name}' for name in HEXES]
+  turns = [
+    completion('s', i, id=ids[i], parent=ids[i - 1] if i else None, response_ids=(i, 9))
+    for i in range(3)
+  ]
+  document = valid(atif.document(trajectory('s', -1, messages=messages), turns))
+  sampled = [0, 1] if ends == 'streamed' else [0, 1, 2]
+  assert shown(document) == [None] * examples + sampled
+  assert atif.unmatched(document) == (examples, 3 - len(sampled))
+  agent = [step for step in document['steps'] if step['source'] == 'agent']
+  for step in agent:
+    results = step.get('observation', {}).get('results', [])
+    called = [c['tool_call_id'] for c in step.get('tool_calls', [])]
+    assert [r['source_call_id'] for r in results] == called
+  contents = [r['content'] for r in agent[examples + 1]['observation']['results']]
+  assert contents == ['1', '1']
+  got, completions, _ = atif.read(document)
+  assert got.messages == messages and completions == turns
+  assert valid(atif.document(got, completions))['steps'] == document['steps']
+
+
+def test_an_answer_that_the_client_edited():
+  """Its calls are those of a completion, but more replies follow than were sampled:
+  what the ids say is shown, nothing else."""
+  said = {'role': 'assistant', 'content': 'of the client'}
+  messages = ({'role': 'user', 'content': 'go'}, *acted(0), said, *acted(1), said)
+  ids = [f'chatcmpl-{name}' for name in HEXES]
+  turns = [
+    completion('s', i, id=ids[i], parent=ids[i - 1] if i else None, response_ids=(i,))
+    for i in range(2)
+  ]
+  document = valid(atif.document(trajectory('s', -1, messages=messages), turns))
+  assert shown(document) == [0, None, 1, None]
 
 
 ANY = st.recursive(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+import urllib.parse
 from typing import Any
 
 import httpx
@@ -47,7 +48,8 @@ class SessionClient:
 
   async def close(self, key: str) -> None:
     try:
-      await self._send('DELETE', f'{self._url}/{key}', patience_s=0.0)
+      url = f'{self._url}/{urllib.parse.quote(key, safe="")}'
+      await self._send('DELETE', url, patience_s=0.0)
     except ConnectionError as error:
       logging.debug('a session was not closed: %s', error)
 

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from m2jax.gateway.deltas import Deltas
 from m2jax.gateway.errors import ApiError
 from m2jax.gateway.exchange import Answer, Pending
@@ -58,7 +60,7 @@ class Counting(Dialect):
       the response's object.
   """
 
-  body: Callable[[ChatRequest, list[int], int, Tokenizer], dict]
+  body: Callable[[ChatRequest, np.ndarray, int, Tokenizer], dict]
 
 
 class Stream:

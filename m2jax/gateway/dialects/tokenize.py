@@ -1,10 +1,15 @@
 """POST /tokenize, as vLLM has it: the token ids of messages or of a text.
 
 Source: vLLM's API reference. Of messages, the prompt that the engine gets for them; of
-a text, its ids, where the text of a special token is that token.
+a text, its ids, where the text of a special token is that token. A prompt longer than
+the context is only counted: its lists would hold the gateway's loop.
 """
 
 from __future__ import annotations
+
+import functools
+
+import numpy as np
 
 from m2jax.gateway import fields, protocol
 from m2jax.gateway.dialects import openai_chat
@@ -42,18 +47,21 @@ def parse(data: dict) -> protocol.Parsed:
 
 def body(
   request: protocol.ChatRequest,
-  ids: list[int],
+  ids: np.ndarray,
   context_tokens: int,
   tokenizer: Tokenizer,
 ) -> dict:
   """The response object."""
-  strings = None
-  if request.echo['return_token_strs']:
-    strings = [tokenizer.decode([token]) for token in ids]
+  listed = strings = None
+  if len(ids) <= context_tokens:
+    listed = ids.tolist()
+    if request.echo['return_token_strs']:
+      text = functools.cache(lambda token: tokenizer.decode([token]))
+      strings = [text(token) for token in listed]
   return {
     'count': len(ids),
     'max_model_len': context_tokens,
-    'tokens': ids,
+    'tokens': listed,
     'token_strs': strings,
   }
 

@@ -6,20 +6,23 @@ products replaced by placeholders.
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import pytest
 
 from m2jax.gateway import dialects
 from m2jax.rl import rewards
 from tests.gateway import clients
-from tests.gateway.external import commands, recording, run_clients
+from tests.gateway.external import recording, scripts
 
 
-@pytest.mark.parametrize('name', recording.names())
+@pytest.mark.parametrize('name', scripts.SCENARIOS)
 def test_replayed(serve, tok, name):
-  client = commands.CLIENTS[name]
+  scenario = scripts.SCENARIOS[name]
+  client = scenario.command()
   gateway, engine, records = serve(
-    run_clients.script(tok, client), engine_options={'context_tokens': 100_000}
+    scenario.script(tok, client), engine_options={'context_tokens': 100_000}
   )
   gateway.sessions.open('episode', 'training')
   base = gateway.base_url.removesuffix('/v1')
@@ -31,12 +34,21 @@ def test_replayed(serve, tok, name):
       assert reply.status_code == 200, reply.text
   assert len(records) == len(requests)
   clients.assert_recorded(engine, records)
-  # Titles are not trained, and do not come between the requests of the task.
-  auxiliary = [r for r in records if r.fork_reason == 'auxiliary']
-  assert len(auxiliary) == sum(recording.untrained(headers) for _, headers in requests)
-  task = rewards.acted(records)
-  assert len(task) == 3 and len(task) + len(auxiliary) == len(records)
-  assert task[0].fork_reason is None
-  clients.assert_extends(task)
+  scenario.check(records)
+  # Titles and summaries are not trained, and what is was sampled for the task.
+  acted = rewards.acted(records)
+  assert len(acted) == len(records) - sum(map(recording.untrained, requests))
+  assert acted[0].fork_reason is None
   # Nothing that the client sends is unknown, or would be ignored in silence.
   assert 'field="unknown"' not in httpx.get(f'{base}/metrics').text
+
+
+@pytest.mark.parametrize('name', scripts.SCENARIOS)
+def test_a_recording_says_nothing_of_its_machine(name):
+  """No paths but those of the scenario, no addresses, no keys."""
+  text = (recording.DIRECTORY / f'{name}.json').read_text()
+  text = text.replace('/home/user', '').replace('/workspace', '')
+  private = (
+    r'/(?:tmp|root|home|Users)/|\b\d+\.\d+\.\d+\.\d+\b|localhost|\bsk-\w|Bearer '
+  )
+  assert re.findall(private, text) == []

@@ -39,6 +39,16 @@ def test_a_text(serve, tok):
   assert reply['token_strs'] is None
 
 
+def test_a_prompt_that_no_engine_takes_is_counted(serve):
+  """Lists of its millions of tokens would hold the loop for seconds."""
+  gateway, engine, _ = serve('x', engine_options={'context_tokens': 500})
+  message = {'role': 'user', 'content': 'é q!' * 500}
+  body = CHAT | {'messages': [message], 'return_token_strs': True}
+  reply = post(gateway, '/tokenize', body).json()
+  assert reply['count'] > reply['max_model_len'] == engine.context_tokens
+  assert reply['tokens'] is None and reply['token_strs'] is None
+
+
 def test_refused(serve):
   gateway, _, _ = serve('x', accept_unknown_keys=False)
   assert post(gateway, '/tokenize', CHAT).status_code == 401

@@ -18,6 +18,7 @@ QUESTION = 'count the lines of a.txt'
 _CODEX = """\
 model = "m2jax"
 model_provider = "m2jax"
+model_context_window = 196608
 [model_providers.m2jax]
 name = "m2jax"
 base_url = "$url/v1"
@@ -94,6 +95,7 @@ NPM = {
       'ANTHROPIC_DEFAULT_HAIKU_MODEL': 'm2jax',
       'CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC': '1',
       'CLAUDE_CODE_GATEWAY_HINT_HEADERS': '1',
+      'CLAUDE_CODE_MAX_CONTEXT_TOKENS': '196608',
     },
   ),
   'codex': Client(
@@ -144,6 +146,21 @@ PYPI = {
   ),
 }
 CLIENTS = NPM | PYPI
+
+
+def compacting(client: Client) -> Client:
+  """The client with a context that one long result fills (`scripts.compaction`).
+
+  Claude Code compacts at a part of its context, Codex at a number of tokens: both are
+  between the lengths of the prompts without and with the result.
+  """
+  if client is CLIENTS['codex']:
+    limit = 'model_auto_compact_token_limit = 42000\n'
+    return dataclasses.replace(
+      client, files={path: limit + text for path, text in client.files.items()}
+    )
+  percent = {'CLAUDE_AUTOCOMPACT_PCT_OVERRIDE': '35'}
+  return dataclasses.replace(client, environment={**client.environment, **percent})
 
 
 def run(

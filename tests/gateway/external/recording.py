@@ -29,12 +29,30 @@ _PROSE = ('description', 'title', 'default', 'examples', 'definition')
 class Scrubber:
   """Replaces prose, ids and paths; the same value always by the same one."""
 
-  def __init__(self, paths: dict[str, str]):
-    """`paths`: text → what takes its place."""
-    self._paths, self._ids = paths, {}
+  def __init__(
+    self,
+    paths: dict[str, str],
+    markers: Sequence[str] = (),
+    tools: Sequence[str] = (),
+  ):
+    """Starts.
+
+    Args:
+      paths: text → what takes its place.
+      markers: short texts that a placeholder names if they were in its text.
+      tools: names of those to keep, if not all.
+    """
+    self._paths, self._markers, self._tools = paths, markers, tools
+    self._ids: dict[str, int] = {}
+
+  def headers(self, headers: dict[str, str]) -> dict[str, str]:
+    return self._value(headers)
 
   def body(self, body: dict) -> dict:
-    body = {**body, 'tools': [self._tool(tool) for tool in body.get('tools', ())]}
+    tools = body.get('tools') or ()
+    if self._tools:
+      tools = [tool for tool in tools if tool.get('name') in self._tools]
+    body = {**body, 'tools': [self._tool(tool) for tool in tools]}
     return self._value(body if body['tools'] else {**body, 'tools': None})
 
   def _tool(self, tool: Any) -> Any:
@@ -62,7 +80,8 @@ class Scrubber:
     if len(text) <= _LONGEST or text.startswith(('{"', 'm2jax:')):
       return text
     lead = _LEAD.match(text)
-    return f'{lead[0] if lead else ""}[{len(text)} characters]'
+    named = ''.join(f', {marker}' for marker in self._markers if marker in text)
+    return f'{lead[0] if lead else ""}[{len(text)} characters{named}]'
 
   def _renamed(self, match: re.Match) -> str:
     number = self._ids.setdefault(match[0], len(self._ids) + 1)
@@ -82,7 +101,7 @@ def save(
     requests: each body, and those of its headers that the gateway decides by.
   """
   bodies = [
-    scrubber.body(body) | ({'headers': headers} if headers else {})
+    scrubber.body(body) | ({'headers': scrubber.headers(headers)} if headers else {})
     for body, headers in requests
   ]
   first = bodies[0]
@@ -96,18 +115,19 @@ def save(
   (DIRECTORY / f'{name}.json').write_text(text + '\n')
 
 
-def untrained(headers: dict[str, str]) -> bool:
-  """Whether a request with these headers is none of the task."""
-  return hints.of_headers(headers).request_class in ('auxiliary', 'compaction')
+def said(request: tuple[dict, dict[str, str]]) -> hints.Hints:
+  """What a client says of a request, in its body and its headers."""
+  body, headers = request
+  return hints.of_headers(headers) | hints.of_codex(body.get('client_metadata'))
 
 
-def names() -> list[str]:
-  """The recorded clients."""
-  return sorted(path.stem for path in DIRECTORY.glob('*.json'))
+def untrained(request: tuple[dict, dict[str, str]]) -> bool:
+  """Whether a request is none of the task."""
+  return said(request).request_class in ('auxiliary', 'compaction')
 
 
 def load(name: str) -> list[tuple[dict, dict[str, str]]]:
-  """The bodies of a client, each with headers."""
+  """The bodies of a scenario, each with headers."""
   recorded = json.loads((DIRECTORY / f'{name}.json').read_text())
   requests = [{**recorded['common'], **request} for request in recorded['requests']]
   return [(body, body.pop('headers', {})) for body in requests]

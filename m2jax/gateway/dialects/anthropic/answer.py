@@ -18,6 +18,7 @@ from m2jax.gateway.dialects import base
 from m2jax.gateway.dialects.anthropic.request import NO_THREADS
 from m2jax.gateway.errors import ApiError, ContextTooLong
 from m2jax.gateway.exchange import Answer, Pending
+from m2jax.records import COMPLETION_PREFIX
 from m2jax.rollout.api import NewTokens
 from m2jax.text import chat
 from m2jax.text.tokenizer import Tokenizer
@@ -78,7 +79,7 @@ def body(answers: Sequence[Answer], tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _message(completion_id: str, model: str, blocks: list[dict]) -> dict[str, Any]:
   return {
-    'id': 'msg_' + completion_id.removeprefix(history.COMPLETION_PREFIX),
+    'id': 'msg_' + completion_id.removeprefix(COMPLETION_PREFIX),
     'type': 'message',
     'role': 'assistant',
     'model': model,

@@ -13,12 +13,12 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from m2jax.gateway import history
 from m2jax.gateway.dialects import base
 from m2jax.gateway.dialects.responses.request import encrypt
 from m2jax.gateway.errors import ApiError, ContextTooLong
 from m2jax.gateway.exchange import Answer, Pending
 from m2jax.gateway.protocol import ChatRequest
+from m2jax.records import CALL_PREFIX, COMPLETION_PREFIX
 from m2jax.rollout.api import NewTokens
 from m2jax.text import chat, markup
 from m2jax.text.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ def body(answers: Sequence[Answer], tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _hex(completion_id: str) -> str:
-  return completion_id.removeprefix(history.COMPLETION_PREFIX)
+  return completion_id.removeprefix(COMPLETION_PREFIX)
 
 
 def _cut(answer: Answer) -> bool:
@@ -200,7 +200,7 @@ class Output:
     prefix = 'fc' if item['type'] == 'function_call' else 'ctc'
     item |= {
       'id': f'{prefix}_{self._hex}_{self._calls}',
-      'call_id': f'call_{self._hex}_{self._calls}',
+      'call_id': f'{CALL_PREFIX}{self._hex}_{self._calls}',
       'status': 'completed',
     }
     self._calls += 1
