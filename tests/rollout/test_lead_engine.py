@@ -82,7 +82,7 @@ def test_a_follower_makes_the_same_calls(engine, variables, serve):
     assert len(handle.future.result(TIMEOUT_S).tokens)
   scheduler.stop()
   names = [json.loads(text)['do'] for text in sent.texts]
-  assert {'load_params', 'init_decode_state', 'prefill_rows', 'admit'} < set(names)
+  assert {'load_parts', 'init_decode_state', 'prefill_rows', 'admit'} < set(names)
   sent.send('stop', reason='')
   lead_engine.follow(theirs, [variables].__getitem__, sent)
   assert len(ours.sampled) > 3 and not sent.texts
