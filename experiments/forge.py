@@ -22,7 +22,7 @@ from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError
 from m2jax.forge import roles as roles_lib
 from m2jax.forge import run
-from m2jax.forge.commands import Stopped
+from m2jax.forge.commands import Commands, Stopped
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.errors import ProcessLost, RolloutsFailed
 from m2jax.forge.remote import agents, engine, gateway, learner, prefill
@@ -59,7 +59,7 @@ def _serve(config: ForgeConfig) -> None:
   """Any role but the learner's, until Ctrl-C or SIGTERM."""
   for flag, given, where in (
     ('fresh', common.FRESH, 'learner or all'),
-    ('distributed', common.DISTRIBUTED, 'all or engine'),
+    ('distributed', common.DISTRIBUTED, 'all, learner or engine'),
   ):
     if given.value and ROLE.value not in where:
       raise common.BadInput(f'--{flag}: is for --role={where}, not {ROLE.value}')
@@ -106,10 +106,14 @@ def _learn(config: ForgeConfig) -> None:
   process = common.join_processes()
   sharding = common.make_sharding(config.mesh)
   workdir = common.workdir()
+  commands, publishes = Commands(), ROLE.value == 'learner'
   rollouts = roles_lib.rollouts_in(workdir)
-  if ROLE.value == 'learner':
-    rollouts = learner.rollouts_in(workdir)
-  evaluations = run.run(config, workdir, common.FRESH.value, sharding, rollouts)
+  if publishes:
+    rollouts = learner.rollouts_in(workdir, commands)
+  evaluations = run.run(
+    *(config, workdir, common.FRESH.value, sharding, rollouts, commands),
+    publishes=publishes,
+  )
   if process:
     return  # process 0 reports
   print('\nheld-out success            temperature 1 [95 % interval]     greedy')

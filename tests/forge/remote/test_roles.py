@@ -37,9 +37,9 @@ def test_every_role_is_killed(tmp_path):
     f'--config.roles.prefill_address=tcp:127.0.0.1:{processes.free_port()}',
     '--config.roles.handover.local_tokens=16',
   )
-  # Engines on meshes, one of two processes: the learner and prefill have one device.
+  # An engine on a mesh, another and the learner of two processes.
   mesh = ['--config.roles.engine_mesh.expert=2']
-  of, several = {'engine': mesh, 'engine2': mesh}, {'engine2': 2}
+  of, several = {'engine': mesh, 'engine2': mesh}, {'engine2': 2, 'learner': 2}
   with Roles(tmp_path, *flags, engines=2, of=of, processes=several) as roles:
     for name in (*ROLES, 'engine2', 'prefill', 'agents2'):
       roles.start(name)
