@@ -151,9 +151,10 @@ class Roles:
 
   def finish(self) -> None:
     """Waits for the learner's end, and stops the others."""
-    learner = self.children['learner']
-    self.wait(lambda: learner.poll() == 0)
-    del self.children['learner']
+    for name in [n for n in self.children if n.partition('.')[0] == 'learner']:
+      learner = self.children[name]
+      self.wait(lambda learner=learner: learner.poll() == 0)
+      del self.children[name]
     for name in list(self.children):
       assert self.stop(name) == 0, self.log(name)
       assert self.log(name).endswith('stopped\n')
