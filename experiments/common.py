@@ -155,10 +155,10 @@ def join_processes() -> int:
   return jax.process_index()
 
 
-def make_sharding(mesh: MeshConfig) -> Sharding:
+def make_sharding(mesh: MeshConfig, field: str = 'config.mesh') -> Sharding:
   """The job's mesh; for several processes whose config has none, all devices as fsdp.
 
-  To be called after `join_processes`.
+  To be called after `join_processes`. `field`: of the config, which errors name.
 
   Raises:
     BadInput: the mesh leaves out devices of the job's processes.
@@ -170,11 +170,11 @@ def make_sharding(mesh: MeshConfig) -> Sharding:
   size, devices = math.prod(mesh.sizes.values()), jax.device_count()
   if jax.process_count() > 1 and size == 1:
     mesh = dataclasses.replace(mesh, fsdp=devices)
-    logging.info('config.mesh: all %d devices, fsdp=%d', devices, devices)
+    logging.info('%s: all %d devices, fsdp=%d', field, devices, devices)
   elif jax.process_count() > 1 and size != devices:
     raise BadInput(
-      f'config.mesh has {size} devices, the {jax.process_count()} processes have '
-      f'{devices}: set --config.mesh.data, fsdp, expert, tensor and context so that '
+      f'{field} has {size} devices, the {jax.process_count()} processes have '
+      f'{devices}: set --{field}.data, fsdp, expert, tensor and context so that '
       f'their product is {devices}'
     )
   return sharding.make(mesh)

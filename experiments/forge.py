@@ -22,9 +22,9 @@ from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError
 from m2jax.forge import roles as roles_lib
 from m2jax.forge import run
-from m2jax.forge.commands import Stopped
+from m2jax.forge.commands import Commands, Stopped
 from m2jax.forge.config import ForgeConfig
-from m2jax.forge.errors import RolloutsFailed
+from m2jax.forge.errors import ProcessLost, RolloutsFailed
 from m2jax.forge.remote import agents, engine, gateway, learner, prefill
 from m2jax.observe import stats
 from m2jax.pool.data_pool import PoolBroken
@@ -59,9 +59,9 @@ def _serve(config: ForgeConfig) -> None:
   """Any role but the learner's, until Ctrl-C or SIGTERM."""
   for flag, given, where in (
     ('fresh', common.FRESH, 'learner or all'),
-    ('distributed', common.DISTRIBUTED, 'all'),
+    ('distributed', common.DISTRIBUTED, 'all, learner or engine'),
   ):
-    if given.value:
+    if given.value and ROLE.value not in where:
       raise common.BadInput(f'--{flag}: is for --role={where}, not {ROLE.value}')
   workdir, roles = common.workdir(), config.roles
   if ROLE.value == 'prefill' and not roles.prefill_address:
@@ -69,14 +69,21 @@ def _serve(config: ForgeConfig) -> None:
       '--config.roles.prefill_address: is empty: give it to all roles, such as '
       'tcp:127.0.0.1:8104'
     )
-  modules = {'engine': engine, 'prefill': prefill, 'gateway': gateway, 'agents': agents}
+  modules = {'prefill': prefill, 'gateway': gateway, 'agents': agents}
   meshes = {'engine': roles.engine_mesh, 'prefill': roles.prefill_mesh}
   if ROLE.value in meshes:
     common.virtual_devices(meshes[ROLE.value])
   try:
-    modules[ROLE.value].run(config, workdir)
+    if ROLE.value == 'engine':
+      common.join_processes()
+      sharding = common.make_sharding(roles.engine_mesh, 'config.roles.engine_mesh')
+      engine.run(config, workdir, sharding)
+    else:
+      modules[ROLE.value].run(config, workdir)
   except KeyboardInterrupt:
-    print('\nstopped')
+    pass
+  except ProcessLost as error:
+    common.fail(error, at_once=True)
   except OSError as error:
     urls = {
       'engine': ('engine_urls', roles.engine_urls[roles.engine]),
@@ -90,6 +97,7 @@ def _serve(config: ForgeConfig) -> None:
       f'--config.roles.{field}: {url}: {error.strerror}: choose another port, or end '
       'the process that has it'
     ) from error
+  print('\nstopped')
 
 
 def _learn(config: ForgeConfig) -> None:
@@ -98,10 +106,14 @@ def _learn(config: ForgeConfig) -> None:
   process = common.join_processes()
   sharding = common.make_sharding(config.mesh)
   workdir = common.workdir()
+  commands, publishes = Commands(), ROLE.value == 'learner'
   rollouts = roles_lib.rollouts_in(workdir)
-  if ROLE.value == 'learner':
-    rollouts = learner.rollouts_in(workdir)
-  evaluations = run.run(config, workdir, common.FRESH.value, sharding, rollouts)
+  if publishes:
+    rollouts = learner.rollouts_in(workdir, commands)
+  evaluations = run.run(
+    *(config, workdir, common.FRESH.value, sharding, rollouts, commands),
+    publishes=publishes,
+  )
   if process:
     return  # process 0 reports
   print('\nheld-out success            temperature 1 [95 % interval]     greedy')

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from experiments import common
 from m2jax.checkpoint import initial, policy
 from m2jax.checkpoint.huggingface import config as released
-from m2jax.forge import lead_engine
+from m2jax.forge import lead_engine, lead_weights
 from m2jax.forge.commands import Commands
 from m2jax.rollout import placement
 from m2jax.rollout.engine import Engine
@@ -69,10 +69,12 @@ def engine(
     return
   if jax.process_index():
     with commands.following():
-      lead_engine.follow(made, found.variables, commands)
+      lead_engine.follow(made, lambda number: found.variables, commands)
     yield None
     return
-  leading = lead_engine.LeadEngine(made, commands)
+  numbers = lead_weights.Numbers()
+  numbers.assign(numbers.new(), found.variables)
+  leading = lead_engine.LeadEngine(made, commands, numbers)
   try:
     with commands.leading():
       yield leading

@@ -299,8 +299,12 @@ class CheckpointManager:
     """Reads the arrays of a step; any error means a corrupt checkpoint."""
     from orbax import checkpoint as ocp
 
+    me = jax.process_index()  # reads its part by itself, and waits for nobody
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     try:
-      with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+      with ocp.Checkpointer(
+        ocp.CompositeCheckpointHandler(), multiprocessing_options=alone
+      ) as reader:
         return reader.restore(path, args=ocp.args.Composite(state=args))['state']
     except Exception as e:  # Orbax, tensorstore and json raise different types
       raise self._corrupt(path, f'state: {_reason(e)}') from e

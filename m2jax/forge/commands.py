@@ -8,13 +8,15 @@ order.
 
 When a process dies, JAX ends the others within the heartbeat's timeout. When process 0
 ends for any other reason, it commands `stop` with the reason. When another process
-fails, it leaves the reason, which stops process 0 at its next command.
+fails, it leaves the reason, which stops process 0 at its next command, or while it
+waits for answers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +24,7 @@ import jax
 from jax._src import distributed  # JAX has no public access to the key-value store
 
 _POLL_MS = 2000  # so that signals are handled
+_ANSWER_POLL_S = 0.02
 _FAILED = 'forge/failed'
 
 
@@ -35,8 +38,9 @@ class Commands:
   With one process `send` does nothing.
   """
 
-  def __init__(self):
-    self._client = distributed.global_state.client
+  def __init__(self, name: str = 'forge'):
+    """`name`: of the channel, in each of which one thread of a process takes part."""
+    self._client, self._name = distributed.global_state.client, name
     self._next, self._oldest = 0, 0
     self.several = jax.process_count() > 1
 
@@ -52,13 +56,42 @@ class Commands:
     """
     if not self.several:
       return
-    for name, reason in self._client.key_value_dir_get(_FAILED):
-      raise Stopped(f'process {name.rpartition("/")[2]} stopped: {reason}')
+    self._check()
     self._put(dict(fields, do=do))
 
+  def _check(self) -> None:
+    for name, reason in self._client.key_value_dir_get(_FAILED):
+      raise Stopped(f'process {name.rpartition("/")[2]} stopped: {reason}')
+
   def _put(self, command: dict[str, Any]) -> None:
-    self._client.key_value_set(_key(self._next), json.dumps(command))
+    self._client.key_value_set(self._key(self._next), json.dumps(command))
     self._next += 1
+
+  def _key(self, number: int) -> str:
+    return f'{self._name}/command/{number}'
+
+  def answer(self, **fields: Any) -> None:
+    """Answers the last command; the fields are JSON-able."""
+    key = f'{self._name}/answer/{self._next - 1}/{jax.process_index()}'
+    self._client.key_value_set(key, json.dumps(fields))
+
+  def answers(self) -> list[dict[str, Any]]:
+    """What the other processes answer to the last command, once all have.
+
+    Deletes the commands so far, which they have received.
+
+    Raises:
+      Stopped: one of them has failed.
+    """
+    if not self.several:
+      return []
+    directory, others = f'{self._name}/answer/{self._next - 1}', jax.process_count() - 1
+    while len(found := self._client.key_value_dir_get(directory)) < others:
+      self._check()
+      time.sleep(_ANSWER_POLL_S)
+    self._client.key_value_delete(directory)
+    self.forget()
+    return [json.loads(text) for _, text in sorted(found)]
 
   def receive(self) -> dict[str, Any]:
     """Waits for the next command.
@@ -68,7 +101,8 @@ class Commands:
     """
     while True:
       try:
-        text = self._client.blocking_key_value_get(_key(self._next), _POLL_MS)
+        key = self._key(self._next)
+        text = self._client.blocking_key_value_get(key, _POLL_MS)
         break
       except jax.errors.JaxRuntimeError as error:
         if 'DEADLINE_EXCEEDED' not in str(error):
@@ -86,7 +120,7 @@ class Commands:
     """
     if self.several:
       for number in range(self._oldest, self._next):
-        self._client.key_value_delete(_key(number))
+        self._client.key_value_delete(self._key(number))
       self._oldest = self._next
 
   @contextlib.contextmanager
@@ -115,7 +149,3 @@ class Commands:
       reason = str(error) or type(error).__name__
       self._client.key_value_set(f'{_FAILED}/{jax.process_index()}', reason)
       raise
-
-
-def _key(number: int) -> str:
-  return f'forge/command/{number}'

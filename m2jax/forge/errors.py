@@ -3,3 +3,7 @@
 
 class RolloutsFailed(RuntimeError):
   """The engine, gateway or sandbox has failed permanently; the message gives why."""
+
+
+class ProcessLost(RolloutsFailed):
+  """Another process of the engine has ended: JAX cannot end this one cleanly."""

@@ -7,15 +7,20 @@ from its own rows of the step's files (`forge.step_files`).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import logging
 
+from m2jax import sharding as sharding_lib
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forge import prepare
 from m2jax.forge.commands import Commands
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.remote import shared
 from m2jax.forge.step_files import DIRECTORY, StepFiles
 from m2jax.observe import metrics as metrics_lib
 from m2jax.rl.learner import Learner, Packed
@@ -23,8 +28,15 @@ from m2jax.sharding import Sharding
 from m2jax.train.workdir import open_workdir
 
 
-def run(config: ForgeConfig, workdir: Path, sharding: Sharding) -> None:
+def run(
+  config: ForgeConfig,
+  workdir: Path,
+  sharding: Sharding,
+  served: Callable[[Any], Any] = sharding_lib.local_copy,
+) -> None:
   """Follows process 0 until it stops.
+
+  `served`: makes what engines get of the weights on the mesh (`forge.run`).
 
   Raises:
     Stopped: it stopped before its end; gives the reason.
@@ -36,15 +48,19 @@ def run(config: ForgeConfig, workdir: Path, sharding: Sharding) -> None:
     open_workdir(config.anywhere(), workdir, leads=False)
     records = workdir / f'process{jax.process_index()}'
     with metrics_lib.MetricsWriter(records) as metrics:
-      _phases(config, workdir, sharding, commands, metrics)
+      _phases(config, workdir, sharding, served, commands, metrics)
 
 
-def _phases(config, workdir, sharding, commands, metrics) -> None:
-  variables = prepare.start(config, workdir, sharding).variables
+def _phases(config, workdir, sharding, served, commands, metrics) -> None:
+  variables = prepare.start(config, workdir, sharding)
+  served(variables)
+  publishes = Publishes(config, workdir)
   while True:
     command = commands.receive()
     logging.info('process 0: %s', command)
     match command['do']:
+      case 'open' | 'publish':
+        publishes.follow(command, served(variables))
       case 'sft':
         groups, _, files = prepare.material(config, workdir)
         variables = prepare.sft(
@@ -52,16 +68,38 @@ def _phases(config, workdir, sharding, commands, metrics) -> None:
           phase=command['phase'],
           sharding=sharding,
         ).variables
+        served(variables)
       case 'rl':
-        learner = prepare.learner(config, variables, sharding)
+        learner = prepare.learner(config, variables, sharding, served)
         del variables  # the learner has taken them over
-        follow_rl(learner, workdir, config.rl.learner.buckets, commands)
+        buckets = config.rl.learner.buckets
+        follow_rl(learner, workdir, buckets, commands, publishes)
         return
       case 'stop':
         return
 
 
-def follow_rl(learner: Learner, workdir: Path, buckets, commands: Commands) -> None:
+class Publishes:
+  """Publishes weights with process 0, if it does (`forge.remote.learner`)."""
+
+  def __init__(self, config: ForgeConfig, workdir: Path):
+    self._open = functools.partial(shared.publisher, config, workdir)
+    self._publisher = None
+
+  def follow(self, command: Mapping[str, Any], variables: Any) -> None:
+    if command['do'] == 'open':
+      self._publisher = self._open()
+    else:
+      self._publisher.publish(variables, command['step'], command['lineage'])
+
+
+def follow_rl(
+  learner: Learner,
+  workdir: Path,
+  buckets,
+  commands: Commands,
+  publishes: Publishes | None = None,
+) -> None:
   """Trains, saves and publishes with process 0, until it stops."""
   files = StepFiles(workdir / DIRECTORY)
   with CheckpointManager(workdir / 'rl', keep=2) as manager:
@@ -73,8 +111,11 @@ def follow_rl(learner: Learner, workdir: Path, buckets, commands: Commands) -> N
         case 'train':
           batch = files.read(command['step'], learner.hosts.index, buckets)
           learner.train(Packed(batch), command['passes'])
+        case 'variables':
+          variables = learner.variables()
         case 'publish':
-          learner.variables()
+          publishes.follow(command, variables)
+          del variables  # an update donates them
         case 'save':
           manager.save(command['step'], learner.state)
         case 'stop':

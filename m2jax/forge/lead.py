@@ -64,7 +64,7 @@ class LeadLearner:
     return self._learner.credit(group)
 
   def variables(self) -> Any:
-    self._commands.send('publish')
+    self._commands.send('variables')
     return self._learner.variables()
 
   def update(

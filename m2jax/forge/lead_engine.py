@@ -2,7 +2,9 @@
 
 Process 0 has scheduler, gateway and tasks, and makes every call on the engine from one
 thread. Each is sent to the other processes before (`forge.commands`), by its name and
-with its host arrays, a few kilobytes; they make the same call on the same mesh.
+with its host arrays, a few kilobytes; they make the same call on the same mesh. Weights
+are not sent: all processes have read them, and a call names them by a number
+(`forge.lead_weights`).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ import numpy as np
 
 from m2jax.config import ModelConfig
 from m2jax.forge.commands import Commands, Stopped
+from m2jax.forge.lead_weights import Numbers
 from m2jax.rollout.decode_state import DecodeState, Drafted, Sampled, Slots
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
@@ -27,8 +30,6 @@ from m2jax.rollout.scheduler import EngineLost
 class LeadEngine:
   """`rollout.engine.Engine` for process 0's scheduler; see there.
 
-  The weights are those that every process loads at its start.
-
   Attributes:
     moves_pages, keeps_contexts: see Engine.
     lost: whether a call has failed, so that no other will succeed.
@@ -37,9 +38,10 @@ class LeadEngine:
   moves_pages = False
   keeps_contexts = False
 
-  def __init__(self, engine: Engine, commands: Commands):
-    self._engine, self._commands = engine, commands
-    self._loaded, self.lost = False, False
+  def __init__(self, engine: Engine, commands: Commands, numbers: Numbers):
+    """`numbers`: of the weights that the other processes have, too."""
+    self._engine, self._commands, self._numbers = engine, commands, numbers
+    self.lost = False
 
   @property
   def cfg(self) -> ModelConfig:
@@ -54,22 +56,24 @@ class LeadEngine:
     return self._engine.groups
 
   def load_params(self, params: Any) -> Any:
-    """Raises NotImplementedError at the second call."""
-    if self._loaded:
-      raise NotImplementedError(
-        'an engine of several processes cannot replace its weights: start it again '
-        'from the new checkpoint'
-      )
-    self._loaded = True
-    with self._all('load_params'):
-      return self._engine.load_params(params)
+    *_, placed = self.load_parts(params)
+    return placed
 
   @property
   def loads_in_any_thread(self) -> bool:
     return False
 
-  def load_parts(self, params: Any, part_bytes: int) -> Iterator[Any]:
-    yield self.load_params(params)
+  def load_parts(self, params: Any, part_bytes: int = 2**62) -> Iterator[Any]:
+    """Raises LookupError if not all processes have read these weights."""
+    number = self._numbers.of(params)
+    parts = self._engine.load_parts(params, part_bytes)
+    with self._all('load_parts', number=number, part_bytes=part_bytes):
+      pass
+    placed = None
+    while placed is None:
+      with self._all('load_part'):
+        placed = next(parts)
+      yield placed
 
   def init_decode_state(self) -> DecodeState:
     with self._all('init_decode_state'):
@@ -116,15 +120,15 @@ class LeadEngine:
       return jax.device_get(self._engine.expert_ids(state, *arrays))
 
   @contextlib.contextmanager
-  def _all(self, name: str, arrays: Sequence[Any] = ()) -> Iterator[None]:
-    """The other processes make the call of the body.
+  def _all(self, name: str, arrays: Sequence[Any] = (), **fields) -> Iterator[None]:
+    """The other processes make the call of the body; the fields are JSON-able.
 
     Raises:
       EngineLost: the call failed here or one of them has failed: whether the others
         have made it is unknown.
     """
     try:
-      self._commands.send(name, arrays=[_encode(x) for x in arrays])
+      self._commands.send(name, arrays=[_encode(x) for x in arrays], **fields)
       yield
     except Stopped as error:
       self.lost = True
@@ -134,25 +138,28 @@ class LeadEngine:
       raise EngineLost(_failed(name, error)) from error
 
 
-def follow(engine: Engine, variables: Any, commands: Commands) -> None:
+def follow(engine: Engine, weights: Callable[[int], Any], commands: Commands) -> None:
   """Makes the calls of process 0 until it stops.
 
   Args:
     engine: of the same sizes and mesh.
-    variables: the weights that process 0 gives its scheduler.
+    weights: this process's weights of a number of process 0's `Numbers`.
     commands: from process 0.
 
   Raises:
     Stopped: process 0 stopped before its end, or a call failed; gives the reason.
   """
-  state = None
+  variables = parts = state = None
   while (command := commands.receive())['do'] != 'stop':
     name = command['do']
     arrays = [_decode(x) for x in command.get('arrays', ())]
     try:
       match name:
-        case 'load_params':
-          variables = engine.load_params(variables)
+        case 'load_parts':
+          parts = engine.load_parts(weights(command['number']), command['part_bytes'])
+        case 'load_part':
+          if (placed := next(parts)) is not None:
+            variables, parts = placed, None  # they have the weights as they were read
         case 'init_decode_state':
           state = engine.init_decode_state()
         case 'warmup':

@@ -159,14 +159,7 @@ def material(config: ForgeConfig, workdir: Path, demos=None) -> Material:
   return Material(groups, tok, {policy.TOKENIZER_FILE: path.read_bytes()})
 
 
-class Start(NamedTuple):
-  """Weights before SFT: for the mesh, and for the engine on one device."""
-
-  variables: Any
-  served: Any
-
-
-def start(config: ForgeConfig, workdir: Path, sharding: Sharding) -> Start:
+def start(config: ForgeConfig, workdir: Path, sharding: Sharding) -> Any:
   """Random weights, or those of `config.init_from`; every process calls it.
 
   Where SFT resumes, its checkpoint replaces them, and none are read.
@@ -180,10 +173,16 @@ def start(config: ForgeConfig, workdir: Path, sharding: Sharding) -> Start:
     random = train_step.init_variables(config.model, jax.random.key(config.seed))
     initialize = optimizer_lib.initializer(config.sft.optimizer, config.model)
     random['params'] = initialize(random['params'])
-    return Start(random, random)
+    return random
   found = initial.load(config.init_from, config.model, sharding)
   initial.check(found.model, config.model, config.init_from)
-  return Start(found.variables, sharding_lib.local_copy(found.variables))
+  return found.variables
+
+
+def on_mesh(variables: Any, config: ForgeConfig, sharding: Sharding) -> Any:
+  """Weights as the learner has them on the mesh, where they are not already."""
+  specs = sharding_lib.param_specs(config.model, sharding.rules)
+  return sharding.place(variables, specs)
 
 
 class Tuned(NamedTuple):
@@ -191,12 +190,10 @@ class Tuned(NamedTuple):
 
   Attributes:
     variables: on the mesh.
-    copy: for the engine, on one device of this process.
     step: of the last checkpoint.
   """
 
   variables: Any
-  copy: Any
   step: int
 
 
@@ -233,12 +230,19 @@ def sft(
       seed=seed,
       sharding=sharding,
     )
-  copy = sharding_lib.local_copy(state.variables)
-  return Tuned(state.variables, copy, int(state.step))
+  return Tuned(state.variables, int(state.step))
 
 
-def learner(config: ForgeConfig, variables, sharding: Sharding) -> Learner:
-  """RL's learner, which takes the variables over; every process makes one."""
+def learner(
+  config: ForgeConfig,
+  variables,
+  sharding: Sharding,
+  served: Callable[[Any], Any] = sharding_lib.local_copy,
+) -> Learner:
+  """RL's learner, which takes the variables over; every process makes one.
+
+  `served`: see Learner.
+  """
   optimizer = optimizer_lib.make(config.rl.optimizer, config.model, sharding)
   partition = optimizer_lib.describe(config.rl.optimizer, variables['params'])
   logging.info('rl: %s', partition)
@@ -248,6 +252,7 @@ def learner(config: ForgeConfig, variables, sharding: Sharding) -> Learner:
     optimizer,
     train_step.start_state(variables, config.model, optimizer, sharding),
     sharding,
+    served,
   )
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import logging
@@ -42,6 +43,9 @@ def run(
   fresh: bool = False,
   sharding: Sharding | None = None,
   rollouts: Rollouts = roles.rollouts,
+  commands: Commands | None = None,
+  *,
+  publishes: bool = False,
 ) -> list:
   """Runs or resumes the job; returns the held-out evaluations in order of stage.
 
@@ -55,12 +59,18 @@ def run(
     sharding: the mesh to train on; None is the config's.
     rollouts: starts what produces trajectories, with the arguments of `roles.rollouts`;
       the other roles, or the access to them (`forge.remote.learner`).
+    commands: of process 0 to the others.
+    publishes: whether `rollouts` takes weights as they are on the mesh; else as a copy
+      on one device of process 0.
   """
   sharding = sharding_lib.make(config.mesh) if sharding is None else sharding
+  served = sharding_lib.local_copy
+  if publishes:
+    served = functools.partial(prepare.on_mesh, config=config, sharding=sharding)
   if jax.process_index():
-    follow.run(config, workdir, sharding)
+    follow.run(config, workdir, sharding, served)
     return []
-  commands = Commands()
+  commands = commands or Commands()
   with commands.leading():
     open_workdir(config.anywhere(), workdir, fresh)
     commands.send('begin')
@@ -73,7 +83,7 @@ def run(
         view.on_record(record)
       metrics.add_listener(view.on_record)
       rollouts = functools.partial(rollouts, config)
-      made = _Run(config, workdir, metrics, view, pool, commands, sharding)
+      made = _Run(config, workdir, metrics, view, pool, commands, sharding, served)
       made.phases(rollouts)
       metrics.flush()
       evaluations = reporting.write(config, workdir, pool)
@@ -116,10 +126,11 @@ class _Run:
     pool: data_pool.DataPool,
     commands: Commands,
     sharding: Sharding,
+    served: Callable[[Any], Any],
   ):
     self._config, self._workdir = config, workdir
     self._metrics, self._view, self._pool = metrics, view, pool
-    self._commands, self._sharding = commands, sharding
+    self._commands, self._sharding, self._served = commands, sharding, served
     self._measured = {
       (r['stage'], r['split'], r['temperature'])
       for r in metrics_lib.read(workdir, 'eval')
@@ -137,8 +148,9 @@ class _Run:
     groups, tok, files = prepare.material(config, workdir, demos)
     view.done(f'teacher {len(groups) / len(demos):.2f}')
     _log_tokens(groups)
-    variables, served = prepare.start(config, workdir, self._sharding)
-    with rollouts(served, tok, self._pool, UNTRAINED) as running:
+    variables = prepare.start(config, workdir, self._sharding)
+    served = self._served(variables), tok, self._pool, UNTRAINED
+    with rollouts(*served) as running:
       view.begin('SFT')
       variables, step = self._sft('sft', groups, variables, files, running)
       if not config.start:  # else that run has evaluated these weights
@@ -159,14 +171,14 @@ class _Run:
       sharding=self._sharding,
     )
     version = 0 if phase == 'sft' else 1
-    running.scheduler.update_weights(tuned.copy, version)
+    running.scheduler.update_weights(self._served(tuned.variables), version)
     return tuned.variables, tuned.step
 
   def _rl(self, variables, running: roles.Rollouts, files) -> None:
     config, commands = self._config, self._commands
     self._view.begin('RL')
     commands.send('rl')
-    learner = prepare.learner(config, variables, self._sharding)
+    learner = prepare.learner(config, variables, self._sharding, self._served)
     with CheckpointManager(self._workdir / 'rl', keep=2) as manager:
       learner, manager = lead.lead(learner, manager, commands, self._workdir)
       with rl_loop.RlLoop(

@@ -16,7 +16,7 @@ import functools
 import itertools
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -150,15 +150,24 @@ class Learner:
     optimizer: optax.GradientTransformation,
     state: train_step.TrainState,
     sharding: Sharding = ONE_DEVICE,
+    served: Callable[[Any], Any] = sharding_lib.local_copy,
   ):
     """Takes the state over and places it on the mesh of `sharding`.
 
     With several processes all of them make a learner, from the same arguments.
 
+    Args:
+      cfg: the model.
+      config: settings.
+      optimizer: of the state.
+      state: to start from.
+      sharding: the mesh.
+      served: makes what `variables` returns of those of the state.
+
     Raises:
       ValueError: model, row_tokens or micro_rows do not divide over the mesh.
     """
-    self._config = config
+    self._config, self._served = config, served
     self.state = train_step.place_state(state, cfg, optimizer, sharding)
     self.lineages = Lineages()
     self.hosts = hosts_lib.find(sharding)
@@ -179,11 +188,11 @@ class Learner:
     return int(self.state.step)
 
   def variables(self) -> Any:
-    """A copy of the weights on one device of this process, for the engine.
+    """The weights for the engine; by default a copy on one device of this process.
 
     With several processes all of them must call it.
     """
-    return sharding_lib.local_copy(self.state.variables)
+    return self._served(self.state.variables)
 
   def credit(self, group: rewards.Group) -> rewards.GroupCredit:
     """Computes rewards and advantages of a group, the input of `update`."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from configs import forge as forge_config
 from experiments import common
-from m2jax.forge import rl_loop, run
+from m2jax.forge import lead, rl_loop, run
 from m2jax.forge.config import ForgeConfig
 from m2jax.rl import learner
 
@@ -63,10 +63,11 @@ def config() -> ForgeConfig:
 
 
 def digest(state) -> str:
-  """Of every bit of weights, router biases, optimizer and step."""
+  """Of every bit of weights, router biases, optimizer and step, of this process."""
   found = hashlib.sha256()
   for leaf in jax.tree.leaves(state):
-    found.update(np.asarray(leaf).tobytes())
+    for shard in leaf.addressable_shards:
+      found.update(np.asarray(shard.data).tobytes())
   return found.hexdigest()[:16]
 
 
@@ -96,14 +97,18 @@ def instrument(workdir: pathlib.Path):
     witness('saved', step=step, digest=digest(self._learner.state))
     product(self, step)
 
-  def update(self, credits_, passes, product=learner.Learner.update):
-    items = [g.credits[0].trajectory.item for g in credits_]
-    useful = sum(not g.dropped for g in credits_)
-    witness('update', step=self.version + 1, items=items, useful=useful)
-    return product(self, credits_, passes)
+  def witnessed(product):
+    def update(self, credits_, passes):
+      items = [g.credits[0].trajectory.item for g in credits_]
+      useful = sum(not g.dropped for g in credits_)
+      witness('update', step=self.version + 1, items=items, useful=useful)
+      return product(self, credits_, passes)
+
+    return update
 
   rl_loop.RlLoop.resume, rl_loop.RlLoop._save = resume, save
-  learner.Learner.update = update
+  for kind in (learner.Learner, lead.LeadLearner):
+    kind.update = witnessed(kind.update)
   return witness
 
 

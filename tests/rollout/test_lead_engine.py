@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import jax
 import numpy as np
 import pytest
 
-from m2jax.forge import lead_engine
+from m2jax.forge import lead_engine, lead_weights
 from m2jax.forge.commands import Stopped
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.scheduler import EngineLost
@@ -54,12 +55,19 @@ class Recorded:
     return state, sampled
 
 
+def numbered(variables):
+  """Numbers of which 0 is these weights."""
+  numbers = lead_weights.Numbers()
+  numbers.assign(numbers.new(), variables)
+  return numbers
+
+
 def test_a_follower_makes_the_same_calls(engine, variables, serve):
   """A program of a mesh needs all its processes: with other arguments, or in another
   order, they would wait for each other for ever, or draw other tokens."""
   sent = Sent()
   ours, theirs = Recorded(engine), Recorded(engine)
-  scheduler = serve(lead_engine.LeadEngine(ours, sent))
+  scheduler = serve(lead_engine.LeadEngine(ours, sent, numbered(variables)))
   # A shared prefix (copied), more requests than slots, greedy and drawn.
   handles = [
     scheduler.submit(
@@ -74,9 +82,9 @@ def test_a_follower_makes_the_same_calls(engine, variables, serve):
     assert len(handle.future.result(TIMEOUT_S).tokens)
   scheduler.stop()
   names = [json.loads(text)['do'] for text in sent.texts]
-  assert {'load_params', 'init_decode_state', 'prefill_rows', 'admit'} < set(names)
+  assert {'load_parts', 'init_decode_state', 'prefill_rows', 'admit'} < set(names)
   sent.send('stop', reason='')
-  lead_engine.follow(theirs, variables, sent)
+  lead_engine.follow(theirs, [variables].__getitem__, sent)
   assert len(ours.sampled) > 3 and not sent.texts
   for record in ('sampled', 'states'):
     jax.tree.map(
@@ -84,10 +92,10 @@ def test_a_follower_makes_the_same_calls(engine, variables, serve):
     )
 
 
-def test_the_loss_of_a_process_is_final(engine, serve):
+def test_the_loss_of_a_process_is_final(engine, variables, serve):
   """No retry: whether the other processes have made the call is unknown."""
   sent = Sent()
-  leading = lead_engine.LeadEngine(engine, sent)
+  leading = lead_engine.LeadEngine(engine, sent, numbered(variables))
   scheduler = serve(leading, max_failures=100)
   sent.failure = Stopped('process 1 stopped: out of memory')
   handle = scheduler.submit(GenerateRequest(prompt(1, 5), SamplingParams(max_tokens=3)))
@@ -99,9 +107,41 @@ def test_the_loss_of_a_process_is_final(engine, serve):
     leading.init_decode_state()
 
 
-def test_weights_of_several_processes_stay(engine, variables):
+def test_new_weights_are_exchanged_in_all_processes(engine, variables, serve):
+  """In parts, between the same calls, while a request is in flight: else a call would
+  be of different weights on different devices."""
+  sent, numbers = Sent(), numbered(variables)
+  newer = jax.tree.map(lambda x: x * 1.5, variables)
+  ours, theirs = Recorded(engine), Recorded(engine)
+  leading = lead_engine.LeadEngine(ours, sent, numbers)
+  scheduler = serve(leading, weights_part_bytes=20_000)
+  started = threading.Event()
+  request = GenerateRequest(prompt(1, 5), SamplingParams(max_tokens=100, seed=1))
+  handle = scheduler.submit(request, lambda tokens: started.set())
+  assert started.wait(TIMEOUT_S)
+  numbers.assign(numbers.new(), newer)
+  scheduler.update_weights(newer, 1)
+  versions = handle.future.result(TIMEOUT_S).versions
+  scheduler.stop()
+  assert set(versions) == {0, 1}
+  calls = [json.loads(text) for text in sent.texts]
+  names = [call['do'] for call in calls]
+  assert [c['number'] for c in calls if c['do'] == 'load_parts'] == [0, 1]
+  between = names[names.index('load_parts', 2) :]
+  parts = between.count('load_part')
+  last = len(between) - 1 - between[::-1].index('load_part')
+  assert parts > 2 and 'generate_many' in between[:last]
+  sent.send('stop', reason='')
+  lead_engine.follow(theirs, [variables, newer].__getitem__, sent)
+  for record in ('sampled', 'states'):
+    jax.tree.map(
+      np.testing.assert_array_equal, getattr(theirs, record), getattr(ours, record)
+    )
+
+
+def test_weights_that_the_others_have_not_are_refused(engine, variables):
   """The other processes would go on with the old ones: an error, not another policy."""
-  leading = lead_engine.LeadEngine(engine, Sent())
+  leading = lead_engine.LeadEngine(engine, Sent(), numbered(variables))
   leading.load_params(variables)
-  with pytest.raises(NotImplementedError, match='start it again'):
-    leading.load_params(variables)
+  with pytest.raises(LookupError, match='have not read these weights'):
+    leading.load_params(jax.tree.map(lambda x: x + 0, variables))

@@ -24,7 +24,7 @@ from tests import row_model
 from tests.rollout import conftest as small
 from tests.rollout.conftest import CONTEXT, ENGINE_CONFIG, Reference, init
 from tests.rollout.test_engine import prompt
-from tests.rollout.test_lead_engine import Sent
+from tests.rollout.test_lead_engine import Sent, numbered
 from tests.rollout.test_scheduler import penalised, request, run, swap_in_flight
 
 K = 2
@@ -340,11 +340,13 @@ class Recorded:
 def test_other_processes_draft_the_same(serve, drafting, noisy):
   """A program of a mesh needs all its processes, with the same arguments."""
   sent, ours, theirs = Sent(), Recorded(drafting), Recorded(drafting)
-  scheduler = serve(lead_engine.LeadEngine(ours, sent), noisy, draft_tokens=K)
+  scheduler = serve(
+    lead_engine.LeadEngine(ours, sent, numbered(noisy)), noisy, draft_tokens=K
+  )
   run(scheduler, *(request(prompt(i, 6), 9, seed=i) for i in range(3)))
   scheduler.stop()
   sent.send('stop', reason='')
-  lead_engine.follow(theirs, noisy, sent)
+  lead_engine.follow(theirs, [noisy].__getitem__, sent)
   assert ours.sampled
   jax.tree.map(np.testing.assert_array_equal, theirs.sampled, ours.sampled)
 

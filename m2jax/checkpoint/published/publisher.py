@@ -86,6 +86,7 @@ class Publisher:
     self._serial = max(layout.serials(self._root), default=0)
     self._since_full = 0
     self._before: _Parts | None = None  # of the last version; None: unknown
+    self._placements: dict[str, Any] = {}  # of the last version's leaves
 
   def publish(self, variables: Any, version: int, lineage: int = 0) -> Published:
     """Writes and announces a version; the arrays may be donated afterwards.
@@ -96,7 +97,7 @@ class Publisher:
       lineage: of the weights (`records.Lineages`).
 
     Raises:
-      ValueError: structure or placement differ from the version before.
+      ValueError: the structure differs from that of the version before.
       FileExistsError: another publisher writes to the directory.
       OSError: the version could not be written, and is not announced.
     """
@@ -108,8 +109,12 @@ class Publisher:
       _claim(path)
     self._barrier(f'claim {this.serial}')
     before, self._before = self._before, None  # unknown if this fails
-    whole = before is None or self._since_full + 1 >= self._full_every
     table = leaves_lib.table(variables)
+    placements = {name: getattr(leaf, 'sharding', None) for name, leaf in table.items()}
+    if placements != self._placements and self._several:
+      before = None  # a process has other parts of the version before
+    self._placements = placements
+    whole = before is None or self._since_full + 1 >= self._full_every
     now = self._write_parts(path, table, before, whole)
     if whole:
       self._write_whole(this.serial, table, now)
@@ -149,8 +154,8 @@ class Publisher:
         old = None if writer is None else before.pop((name, start), None)
         if writer is not None and (old is None or old.shape != array.shape):
           raise ValueError(
-            f'{name}: not in the version before, or placed otherwise: a publisher '
-            'needs variables of one structure and placement'
+            f'{name}: not in the version before, or of another shape: a publisher '
+            'needs variables of one structure'
           )
         for box in delta.boxes(array.shape, array.dtype.itemsize):
           at = delta.shifted(box, start)

@@ -1,18 +1,27 @@
-"""The engine's role: serves the weights that were published last."""
+"""The engine's role: serves the weights that were published last.
+
+An engine of several processes is served by its process 0, whose calls the others make
+(`forge.lead_engine`); all of them read the weights (`forge.lead_weights`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import jax
 from absl import logging
 
-from m2jax import sharding as sharding_lib
 from m2jax.checkpoint import CheckpointError, published
+from m2jax.forge import lead_engine
+from m2jax.forge.commands import Commands
 from m2jax.forge.config import ForgeConfig
-from m2jax.forge.errors import RolloutsFailed
+from m2jax.forge.errors import ProcessLost, RolloutsFailed
+from m2jax.forge.lead_weights import FollowReader, LeadReader
 from m2jax.forge.remote import config as config_lib
 from m2jax.forge.remote import shared
 from m2jax.forge.remote.engine_server import EngineServer
@@ -22,6 +31,7 @@ from m2jax.rollout.disaggregated import Disaggregated
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.remote_prefill import RemotePrefills
 from m2jax.rollout.scheduler import Scheduler
+from m2jax.sharding import Sharding
 
 _POLL_S = 1.0
 
@@ -118,30 +128,51 @@ def load_first(reader: published.Reader, like) -> tuple[published.Version, objec
 
 
 def make_scheduler(
-  config: ForgeConfig, engine: Engine, variables, version: int, key: str
+  config: ForgeConfig, engine: Any, variables, version: int, key: str
 ) -> Scheduler:
   """Serves on the engine, with the prefill engine of the run if there is one."""
   address, how = config.roles.prefill_address, config.roles.handover
-  if not address:
+  if address and not engine.moves_pages:
+    logging.info('several processes: the engine computes all prompts itself')
+  if not address or not engine.moves_pages:
     return Scheduler(engine, variables, version, config.scheduler)
   layout = handover.layout(engine.cfg, engine.config, how.part_pages)
   prefills = RemotePrefills(address, layout, version=version, key=key.encode())
   return Disaggregated(engine, variables, prefills, version, config.scheduler, how)
 
 
-def run(config: ForgeConfig, workdir: Path) -> None:
-  """Serves until it is interrupted.
+def run(config: ForgeConfig, workdir: Path, sharding: Sharding) -> None:
+  """Serves until it is interrupted; every process of the engine calls it.
 
   Raises:
     RolloutsFailed: the engine has stopped, with the reason.
+    Stopped: process 0 has, which is another one.
     OSError: the port is in use.
   """
-  roles = config.roles
   key = shared.join(config, workdir)
-  sharding = sharding_lib.make(roles.engine_mesh)
   engine = Engine(config.model, config.engine, sharding)
   reader = published.Reader(workdir / shared.WEIGHTS)
   like = published.like(config.model, engine.sharding)
+  calls, reads = Commands('engine'), Commands('weights')
+  if jax.process_index():
+    weights = FollowReader(reader, reads, like).start()
+    with calls.following():
+      lead_engine.follow(engine, weights.take, calls)
+    return
+  if calls.several:
+    reader = LeadReader(reader, reads)
+    engine = lead_engine.LeadEngine(engine, calls, reader.numbers)
+  with (
+    reads.leading(),
+    calls.leading(),
+    contextlib.suppress(KeyboardInterrupt),  # the others end as this one does
+  ):
+    _serve(config, engine, reader, like, key)
+
+
+def _serve(config: ForgeConfig, engine: Any, reader: Any, like: Any, key: str) -> None:
+  """Serves in process 0."""
+  roles = config.roles
   version, variables = load_first(reader, like)
   server = roles.engine_server
   if not server.port:
@@ -161,8 +192,7 @@ def run(config: ForgeConfig, workdir: Path) -> None:
         follower.wait(_POLL_S)
       if follower.error is not None:
         raise RolloutsFailed(str(follower.error)) from follower.error
-      raise RolloutsFailed(
-        f'the rollout engine has stopped: {scheduler.stopped_reason}'
-      )
+      failed = ProcessLost if getattr(engine, 'lost', False) else RolloutsFailed
+      raise failed(f'the rollout engine has stopped: {scheduler.stopped_reason}')
   finally:
     scheduler.stop()

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import logging
 
 from m2jax.agents import episodes
 from m2jax.checkpoint import published
 from m2jax.forge import roles
+from m2jax.forge.commands import Commands
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.remote import engine as engine_role
 from m2jax.forge.remote import shared
@@ -44,8 +44,10 @@ class PublishedWeights:
     latest: published.Version | None,
     gateway: GatewayClient,
     pool: DataPool,
+    commands: Commands | None = None,
   ):
     self._publisher, self._gateway, self._pool = publisher, gateway, pool
+    self._commands = commands or Commands()
     self._latest = None if latest is None else engine_role.number(latest)
     self._wrote: published.Published | None = None  # by the last `update_weights`
     self._served = False  # yet
@@ -57,6 +59,7 @@ class PublishedWeights:
     if self._latest is not None and number <= self._latest:
       logging.info('weights of lineage %d, step %d: not new', lineage, version)
       return
+    self._commands.send('publish', step=version, lineage=lineage)
     self._wrote = self._publisher.publish(variables, version, lineage)
     self._latest = number
 
@@ -106,36 +109,29 @@ class EvaluationRunner(episodes.Runner):
     return super().group(spec, count, **options)
 
 
-def rollouts_in(workdir: Path):
+def rollouts_in(workdir: Path, commands: Commands):
   """`roles.rollouts` for a learner whose other roles are processes of their own.
 
-  Raises:
-    ValueError: the learner itself has several processes.
+  `commands`: to the learner's other processes, which publish their parts.
   """
-  if jax.process_count() > 1:
-    raise ValueError(
-      '--role=learner: one process publishes weights so far: leave out --distributed, '
-      'or use --role=all'
-    )
 
   @contextlib.contextmanager
   def rollouts(
     config: ForgeConfig, variables: Any, tok: Tokenizer, pool: DataPool, version: int
   ) -> Iterator[roles.Rollouts]:
     del tok  # the gateway's role reads it
-    directory, urls = workdir / shared.WEIGHTS, config.roles
+    url = config.roles.gateway_url
     key = shared.make_key(config, workdir)
-    gateway = GatewayClient(urls.gateway_url)
-    sessions = SessionClient(urls.gateway_url, key)
+    gateway, sessions = GatewayClient(url), SessionClient(url, key)
+    commands.send('open')
     with (
       contextlib.closing(gateway),
-      published.Publisher(
-        directory, dtype=config.model.dtype, full_every=urls.full_every
-      ) as publisher,
+      shared.publisher(config, workdir) as publisher,
     ):
-      latest = published.Reader(directory).latest()
-      weights = PublishedWeights(publisher, latest, gateway, pool)
+      latest = published.Reader(workdir / shared.WEIGHTS).latest()
+      weights = PublishedWeights(publisher, latest, gateway, pool, commands)
       weights.update_weights(variables, version)
+      del variables
       with EvaluationRunner(
         *(config.episodes, gateway.base_url, sessions), weights=weights
       ) as runner:

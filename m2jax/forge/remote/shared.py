@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import logging
 
-from m2jax.checkpoint import policy
+from m2jax.checkpoint import policy, published
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.errors import RolloutsFailed
 from m2jax.pool.data_pool import DataPool, PoolBroken
@@ -87,6 +87,13 @@ def wait_for_tokenizer(workdir: Path) -> tokenizer.Tokenizer:
   path = workdir / policy.TOKENIZER_FILE
   wait_for(f'the learner to make {path}', path.exists)
   return tokenizer.load(path)
+
+
+def publisher(config: ForgeConfig, workdir: Path) -> published.Publisher:
+  """Of the run's weights; every process of the learner opens it."""
+  return published.Publisher(
+    workdir / WEIGHTS, dtype=config.model.dtype, full_every=config.roles.full_every
+  )
 
 
 def open_pool(config: ForgeConfig, workdir: Path) -> DataPool:

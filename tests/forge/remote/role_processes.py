@@ -30,19 +30,22 @@ class Roles:
     workdir: pathlib.Path | None = None,
     engines: int = 1,
     of: Mapping[str, Sequence[str]] | None = None,
+    processes: Mapping[str, int] | None = None,
   ):
     """Starts nothing yet.
 
     Args:
       engines: which are to be started as 'engine', 'engine2', ….
-      of: flags by the name of a process.
+      of: flags by name.
+      processes: by name, of those that several processes are together, each with one
+        device; the second one of 'engine2' is 'engine2.1'.
       directory: of the logs and of the witness's records.
       flags: for every role.
       workdir: of the run, DIRECTORY/run by default.
     """
     self.workdir, self._logs = workdir or directory / 'run', directory
     ports = [processes_lib.free_port() for _ in range(1 + engines)]
-    self._of = of or {}
+    self._of, self._processes = of or {}, processes or {}
     self._urls = urls = tuple(f'http://127.0.0.1:{port}' for port in ports[1:])
     self._flags = [
       f'--workdir={self.workdir}',
@@ -54,27 +57,52 @@ class Roles:
     self.children: dict[str, subprocess.Popen] = {}
 
   def start(self, name: str) -> None:
+    count = self._processes.get(name, 1)
+    if count == 1:
+      self._start(name, name)
+      return
+    coordinator = f'localhost:{processes_lib.free_port()}'
+    for process in range(count):
+      self._start(
+        name,
+        f'{name}.{process}' if process else name,
+        '--distributed',
+        JAX_COORDINATOR_ADDRESS=coordinator,
+        JAX_NUM_PROCESSES=str(count),
+        JAX_PROCESS_ID=str(process),
+        JAX_NUM_CPU_DEVICES='1',
+      )
+
+  def _start(self, name: str, child: str, *flags: str, **environment: str) -> None:
     role = name.rstrip('0123456789')
     number = int(name[len(role) :] or 1)
     which = [f'--config.roles.engine={number - 1}'] if role == 'engine' else []
     which += self._of.get(name, ())
-    with open(self._logs / f'{name}.log', 'a', encoding='utf-8') as log:
-      self.children[name] = subprocess.Popen(
+    which += flags
+    with open(self._logs / f'{child}.log', 'a', encoding='utf-8') as log:
+      self.children[child] = subprocess.Popen(
         [sys.executable, '-m', 'tests.forge.remote.role_worker', f'--role={role}']
         + self._flags
         + which,
         cwd=processes_lib.ROOT,
-        env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'WITNESS': str(self._logs)},
+        env={
+          **os.environ,
+          'JAX_PLATFORMS': 'cpu',
+          'WITNESS': str(self._logs),
+          **environment,
+        },
         stdout=log,
         stderr=log,
       )
 
   def kill(self, name: str) -> None:
-    """SIGKILL, and a new process of the role."""
-    child = self.children[name]
-    assert child.poll() is None, self.log(name)
-    child.kill()
-    child.wait()
+    """SIGKILL of all its processes, and new ones of the role."""
+    names = [n for n in self.children if n.partition('.')[0] == name]
+    for child in names:
+      assert self.children[child].poll() is None, self.log(child)
+      self.children[child].kill()
+    for child in names:
+      self.children[child].wait()
     self.start(name)
 
   def engine_stats(self, number: int) -> dict:
@@ -123,16 +151,18 @@ class Roles:
 
   def finish(self) -> None:
     """Waits for the learner's end, and stops the others."""
-    learner = self.children['learner']
-    self.wait(lambda: learner.poll() == 0)
-    del self.children['learner']
+    for name in [n for n in self.children if n.partition('.')[0] == 'learner']:
+      learner = self.children[name]
+      self.wait(lambda learner=learner: learner.poll() == 0)
+      del self.children[name]
     for name in list(self.children):
       assert self.stop(name) == 0, self.log(name)
       assert self.log(name).endswith('stopped\n')
 
   def stop(self, name: str, timeout_s: float = 60.0) -> int:
     child = self.children.pop(name)
-    child.send_signal(signal.SIGTERM)
+    if '.' not in name:  # the others of several end with the first
+      child.send_signal(signal.SIGTERM)
     return child.wait(timeout_s)
 
   def __enter__(self) -> Roles:

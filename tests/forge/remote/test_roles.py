@@ -22,6 +22,12 @@ def handovers(roles: Roles, engine: int) -> int:
   return stats.get('handovers', 0)
 
 
+def served(roles: Roles) -> bool:
+  """Whether the engine of several processes draws tokens, after new weights."""
+  stats = roles.engine_stats(1)
+  return bool(stats.get('weight_updates') and stats['sampled_tokens'])
+
+
 @pytest.mark.long
 def test_every_role_is_killed(tmp_path):
   """Every item is trained exactly once along the lineage of the last weights, none
@@ -31,19 +37,20 @@ def test_every_role_is_killed(tmp_path):
     f'--config.roles.prefill_address=tcp:127.0.0.1:{processes.free_port()}',
     '--config.roles.handover.local_tokens=16',
   )
-  # One engine on a mesh: weights and pages come from processes of one device.
-  of = {'engine2': ['--config.roles.engine_mesh.expert=2']}
-  with Roles(tmp_path, *flags, engines=2, of=of) as roles:
+  # An engine on a mesh, another and the learner of two processes.
+  mesh = ['--config.roles.engine_mesh.expert=2']
+  of, several = {'engine': mesh, 'engine2': mesh}, {'engine2': 2, 'learner': 2}
+  with Roles(tmp_path, *flags, engines=2, of=of, processes=several) as roles:
     for name in (*ROLES, 'engine2', 'prefill', 'agents2'):
       roles.start(name)
     roles.more_updates(2)
-    roles.wait(lambda: all(handovers(roles, engine) for engine in range(2)))
+    roles.wait(lambda: handovers(roles, 0) and served(roles))
     both = ('engine', 'engine2')  # then every request fails until one has started
     for names in (both, ('agents',), ('gateway',), ('learner',), ('prefill',)):
       for name in names:
         roles.kill(name)
       roles.more_updates(2)
-    roles.wait(lambda: all(handovers(roles, engine) for engine in range(2)))
+    roles.wait(lambda: handovers(roles, 0) and served(roles))
     roles.finish()
     assert (roles.workdir / 'report.html').exists()
 
