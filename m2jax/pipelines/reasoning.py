@@ -19,6 +19,7 @@ import time
 
 from m2jax import pipelines
 from m2jax.checks import require
+from m2jax.pipelines import reasoning_facts
 from m2jax.pipelines.seat import SCRIPTED
 from m2jax.tasks import harbor
 from m2jax.tasks.reasoning import problems, strict
@@ -42,7 +43,7 @@ class Config(pipelines.PipelineConfig):
   """
 
   kind: str = 'reasoning'
-  near_duplicate: float = 2.0  # questions of a generator differ in a number only
+  near_duplicate: float = 0.6  # of the facts: `reasoning_facts`
   dev: tuple[str, ...] = problems.DEV
   held_out: tuple[str, ...] = problems.HELD_OUT
   generators: tuple[str, ...] = problems.TRAIN + problems.DEV + problems.HELD_OUT
@@ -57,22 +58,18 @@ class Config(pipelines.PipelineConfig):
 
 
 async def candidates(config: Config, context: pipelines.Context):
-  """Problems by round, level and generator; equal questions are rejected."""
-  seen: set[str] = set()
+  """Problems by round, level and generator."""
   for number in range(config.max_rounds):
     for level, generator in itertools.product(config.levels, config.generators):
-      yield await asyncio.to_thread(_candidate, config, generator, level, number, seen)
+      yield await asyncio.to_thread(_candidate, config, generator, level, number)
 
 
-def _candidate(config, generator, level, number, seen) -> pipelines.Candidate:
+def _candidate(config, generator, level, number) -> pipelines.Candidate:
   started = time.monotonic()
   split = config.split(generator)
   spec = f'reasoning/{split}/{generator}/{level}/{config.seed}/{number}'
   problem = problems.draw(generator, level, f'{spec}/0')
   reason = problems.defect(generator, level, f'{spec}/0')
-  if not reason and problem.question in seen:
-    reason = 'the same question as another'
-  seen.add(problem.question)
   return pipelines.Candidate(
     id=spec,
     stage=f'level {level}',
@@ -80,6 +77,7 @@ def _candidate(config, generator, level, number, seen) -> pipelines.Candidate:
     source=generator,
     draft=None if reason else _draft(spec, generator, level, problem),
     text=problem.question,
+    own=reasoning_facts.facts(generator, problem),
     reason=reason,
     wall_s=time.monotonic() - started,
   )
