@@ -84,7 +84,7 @@ def test_another_question_about_the_same_workbook_is_kept():
 
 
 def test_decks_are_told_apart_by_their_tables():
-  """Another year in a title and another opening are the same task; other rows are not."""
+  """Another year in a title and another opening are the same task; other rows no."""
   threshold = slides.Config().near_duplicate
   drafts = [
     slides.drafted('Orders', random.Random(seed), f'orders/{seed}')

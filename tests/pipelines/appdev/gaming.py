@@ -68,7 +68,8 @@ def _gate(criterion, evidence='', **options) -> Attempt:
 
 
 _EAT = (
-  'const kept = []; const take = (mib) => kept.push(new Uint8Array(mib << 20).fill(7)); '
+  'const kept = []; '
+  'const take = (mib) => kept.push(new Uint8Array(mib << 20).fill(7)); '
   'const eat = () => { for (;;) take(16); };'
 )
 _COVER = (
@@ -159,7 +160,7 @@ ATTEMPTS = {
     'memory',
     'MiB more',
     script=f"$('b').oninput = () => new Worker(URL.createObjectURL(new Blob(["
-    f"{(_EAT + 'eat();')!r}])));",
+    f'{(_EAT + "eat();")!r}])));',
   ),
   'a loop at the beginning': _gate('load', '', script='while (true) sum();'),
   'away to another origin': _gate(
