@@ -156,9 +156,8 @@ ATTEMPTS = {
     'MiB more',
     script=f"{_EAT} $('a').oninput = () => setInterval(() => take(64), 50);",
   ),
-  'all of the memory in a worker': _gate(
-    'memory',
-    'MiB more',
+  'all of the memory in a worker': _wrong(
+    '',
     script=f"$('b').oninput = () => new Worker(URL.createObjectURL(new Blob(["
     f'{(_EAT + "eat();")!r}])));',
   ),

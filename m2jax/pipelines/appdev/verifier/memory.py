@@ -8,7 +8,8 @@ import contextlib
 import os
 import threading
 
-EVERY_S = 0.02
+_PAGE_BYTES = os.sysconf('SC_PAGE_SIZE')
+EVERY_S = 0.05
 
 
 class Watch:
@@ -51,11 +52,9 @@ def used_bytes():
   found = 0
   for name in os.listdir('/proc'):
     if name.isdigit() and int(name) != os.getpid():
-      with contextlib.suppress(OSError), open(f'/proc/{name}/status') as file:
-        for line in file:
-          if line.startswith('RssAnon:'):
-            found += int(line.split()[1]) << 10
-            break
+      with contextlib.suppress(OSError), open(f'/proc/{name}/statm') as file:
+        _, resident, shared, *_ = map(int, file.read().split())
+        found += (resident - shared) * _PAGE_BYTES
   with contextlib.suppress(OSError):
     disk = os.statvfs('/tmp')
     found += (disk.f_blocks - disk.f_bfree) * disk.f_frsize
