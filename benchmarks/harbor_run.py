@@ -4,12 +4,12 @@ r"""Runs task directories by Harbor's own command, in podman, without a registry
     python -m benchmarks.harbor_run --python=/tmp/harbor/bin/python \
       --workdir=workdir/reasoning --tasks=1
 
-`harbor run` runs a copy of each task twice: with its solution (agent `oracle`), and with
-nothing (`nop`). The copy differs in two things. Its image is built from this machine's
-programs, interpreter and the dataset's packages, where the task's Dockerfile takes an
-image of a registry. Its network mode is `public`: Harbor's podman refuses `no-network`,
-which needs an image of a registry as well. Prints the rewards; exits with 1 unless they
-are 1 and 0. Needs root, podman and runc.
+`harbor run` runs a copy of each task twice: with its solution (agent `oracle`), and
+with nothing (`nop`). The copy differs in two things. Its image is built from this
+machine's programs, interpreter and the dataset's packages, where the task's Dockerfile
+takes an image of a registry. Its network mode is `public`: Harbor's podman refuses
+`no-network`, which needs an image of a registry as well. Prints the rewards; exits with
+1 unless they are 1 and 0. Needs root, podman and runc.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ _BASE = 'localhost/m2jax/harbor-base'
 _PROGRAMS = (
   'awk base64 basename bash bunzip2 bzip2 cat chmod chown cmp comm cp csplit cut date '
   'dd diff dirname du echo egrep env expand expr false fgrep find fold gawk grep '
-  'gunzip '
-  'gzip head id install join kill ln ls mawk md5sum mkdir mkfifo mktemp mv nl od paste '
-  'printf pwd readlink realpath rm rmdir sed seq sh sha256sum shuf sleep sort split '
-  'stat sum sync tac tail tar tee test timeout touch tr true truncate tsort uname '
-  'uniq wc which xargs xz yes zcat'
+  'gunzip gzip head id install join kill ln ls mawk md5sum mkdir mkfifo mktemp mv nl '
+  'od paste printf pwd readlink realpath rm rmdir sed seq sh sha256sum shuf sleep sort '
+  'split stat sum sync tac tail tar tee test timeout touch tr true truncate tsort '
+  'uname uniq wc which xargs xz yes zcat'
 ).split()
 _NOT_COPIED = shutil.ignore_patterns(
   *('site-packages', 'test', '__pycache__', 'idlelib', 'tkinter', 'config-*')

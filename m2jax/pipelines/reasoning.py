@@ -11,6 +11,7 @@ The task kind `reasoning` draws the same problems without a sandbox: `details.sp
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import inspect
 import itertools
@@ -31,6 +32,7 @@ tests="${M2JAX_TESTS:-/tests}"
 python3 -I "$tests/strict.py" "${M2JAX_TREE:-/workspace}/answer.txt" \\
   "$tests/expected.txt" "${M2JAX_LOGS:-/logs/verifier}/reward.txt"
 """
+_MAX_LEAD = 3  # problems with one answer, more than with all others together
 _SOLVE = 'printf %s {answer} > "${{M2JAX_WORKSPACE:-/workspace}}/answer.txt"\n'
 
 
@@ -58,18 +60,41 @@ class Config(pipelines.PipelineConfig):
 
 
 async def candidates(config: Config, context: pipelines.Context):
-  """Problems by round, level and generator."""
+  """Problems by round, level and generator, with no answer that is right too often."""
+  balance = _Balance()
   for number in range(config.max_rounds):
     for level, generator in itertools.product(config.levels, config.generators):
-      yield await asyncio.to_thread(_candidate, config, generator, level, number)
+      yield await asyncio.to_thread(
+        _candidate, config, generator, level, number, balance
+      )
 
 
-def _candidate(config, generator, level, number) -> pipelines.Candidate:
+class _Balance:
+  """Keeps one answer from being right for most problems of a generator and level.
+
+  Otherwise a policy gains by that answer alone, whatever is asked.
+  """
+
+  def __init__(self):
+    self._answers = collections.defaultdict(collections.Counter)
+
+  def refuses(self, generator: str, level: int, answer: str) -> bool:
+    """Whether one more such problem is too many; counts it if not."""
+    seen = self._answers[generator, level]
+    if 2 * seen[answer] - seen.total() >= _MAX_LEAD:
+      return True
+    seen[answer] += 1
+    return False
+
+
+def _candidate(config, generator, level, number, balance) -> pipelines.Candidate:
   started = time.monotonic()
   split = config.split(generator)
   spec = f'reasoning/{split}/{generator}/{level}/{config.seed}/{number}'
   problem = problems.draw(generator, level, f'{spec}/0')
   reason = problems.defect(generator, level, f'{spec}/0')
+  if not reason and balance.refuses(generator, level, problem.answer):
+    reason = 'most problems before it have the same answer'
   return pipelines.Candidate(
     id=spec,
     stage=f'level {level}',
