@@ -44,8 +44,12 @@ _RUN_S = 900.0
 _NO_NETWORK = 'network_mode = "no-network"'
 
 
-def base(environment: dict[str, str]) -> str:
+def base(environment: dict[str, str], sites: pathlib.Path) -> str:
   """Builds an image of this machine's programs and interpreter; returns its name.
+
+  Args:
+    environment: of podman.
+    sites: directories of packages, whose libraries the image has to have.
 
   Raises:
     RuntimeError: podman cannot build it.
@@ -61,7 +65,11 @@ def base(environment: dict[str, str]) -> str:
     shutil.copy(prefix / 'bin' / name, ours / 'bin' / 'python3')
     modules = (prefix / 'lib' / name / 'lib-dynload').glob('*.so')
     found = filter(None, map(shutil.which, _PROGRAMS))
-    for file in _needed([*found, prefix / 'bin' / name, *modules]):
+    packages = {path.resolve() for path in sites.rglob('*.so*')}
+    wanted = _needed([*found, prefix / 'bin' / name, *modules, *packages])
+    for file in wanted:
+      if sites.resolve() in file.resolve().parents:
+        continue  # `copied` has it
       inside = prefix in file.parents
       target = root / (file if inside else _merged(file)).relative_to('/')
       if not target.exists():
@@ -163,8 +171,8 @@ def main(argv=None) -> int:
     return 2
   wrong = 0
   with podman.settings() as environment:
-    base(environment)
     for workdir in options.workdir:
+      base(environment, workdir / 'sites')
       paths = sorted(workdir.glob('tasks/[!.]*/[!.]*'))
       for path in paths[:: max(1, len(paths) // options.tasks)][: options.tasks]:
         with copied(harbor.read(path)) as task:
