@@ -19,8 +19,16 @@ from m2jax.tasks import harbor
 
 pytest.importorskip('playwright', reason='pip install m2jax[pipelines]')
 _KILL = 'os.kill(os.getpid(), 9)'
+# A process that takes memory until it has been measured, and gives it back.
+_TAKE = (
+  "subprocess.run([sys.executable, '-c', "
+  "'import time; x = bytearray(%d << 20); time.sleep(1)']); "
+  "raise Broken('a page crashed')"
+)
 _BROWSER = """\
 import os
+import subprocess
+import sys
 
 
 class Broken(Exception):
@@ -28,7 +36,12 @@ class Broken(Exception):
 
 
 class Log:
-  pass
+  def __init__(self):
+    self.errors = self.failed = self.external = self.left = ()
+    self.memory = []
+
+  def add(self, kind, text):
+    getattr(self, kind).append(text)
 
 
 class Site:
@@ -64,10 +77,12 @@ _ERROR = b'class Error(Exception):\n  pass\n'
     ('raise Broken("no page")', 'pass', harbor.INVALID, 'no page'),
     ('pass', _KILL, harbor.FAILED, 'exited with'),
     ('pass', 'raise Broken("gone")', harbor.INVALID, 'gone'),
+    ('pass', _TAKE % 100, harbor.INVALID, 'a page crashed'),
+    ('pass', _TAKE % 800, harbor.FAILED, 'MiB more'),
   ],
 )
 def test_what_a_killed_verifier_means(tmp_path, control, page, outcome, reason):
-  """A Chromium that fails without having taken memory stays no verdict."""
+  """A Chromium that fails is the app's doing only if it has taken much memory."""
   app = kinds.DRAWERS['counter'](random.Random(0))
   draft = appdev.drafted(app, 'counter/0')
   tests = {
