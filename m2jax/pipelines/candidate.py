@@ -23,8 +23,8 @@ class PipelineConfig:
     backend: of the sandboxes.
     dev, held_out: sources (package names, generators) of these splits; the rest are
       'train'. No source is in two splits.
-    near_duplicate: candidates whose estimated Jaccard similarity with an earlier one,
-      of any split, is at least this are rejected; above 1, none is.
+    near_duplicate: candidates whose Jaccard similarity with an earlier one, of any
+      split, is at least this are rejected; above 1, none is.
     decontaminate: files of evaluation texts, JSON lines; a candidate that shares a run
       of 13 words with one is rejected.
     author: the model that writes statements, or their openings (`opening`); by default
@@ -71,7 +71,11 @@ class Candidate:
     family: class of the task.
     source: name of what it was made from; decides the split.
     draft: the task; None if the stage rejected it.
-    text: what near-duplicates are found by: the part that is its own.
+    text: the part of its texts that is its own; near-duplicates are found by it, unless
+      there is `own`.
+    own: where texts come from a template, what tells a task from the others of its
+      template, each fact with the question that is asked about it: data, parameters,
+      results, not their wording.
     reason: why there is no draft.
     passed: there is no draft, since a stage before that of drafts succeeded.
     wall_s: elapsed time to make it.
@@ -84,6 +88,7 @@ class Candidate:
   source: str
   draft: harbor.Draft | None = None
   text: str = ''
+  own: tuple[str, ...] = ()
   reason: str = ''
   passed: bool = False
   wall_s: float = 0.0

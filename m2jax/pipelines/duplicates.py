@@ -1,8 +1,9 @@
 """Near-duplicates by MinHash, and decontamination by runs of words.
 
-A text is the set of its runs of three words; the share of equal MinHash values
-estimates the Jaccard similarity of two sets (Broder 1997). `datasketch` has the hashes
-and the index.
+Two candidates are near-duplicates if the Jaccard similarity of their features reaches a
+threshold (Broder 1997). Features are runs of three words of a text; where statements
+come from a template, they are the facts that its tasks differ in. `datasketch` has the
+hashes and the index that proposes pairs; the similarity of a pair is exact.
 """
 
 from __future__ import annotations
@@ -11,59 +12,65 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 _PERMUTATIONS = 128
 _RUN_WORDS = 3
+# The index is to miss few pairs (first weight: of pairs that it proposes in vain).
+_WEIGHTS = (0.01, 0.99)
 _CONTAMINATED_WORDS = 13
 _WORD = re.compile(r'\w+|[^\w\s]')
 
 
 class NearDuplicates:
-  """An index of texts by name.
+  """An index of sets of features by name.
 
   Args:
-    threshold: similarity from which texts are near-duplicates; above 1 nothing is.
+    threshold: similarity from which two are near-duplicates; above 1 nothing is.
   """
 
   def __init__(self, threshold: float):
     import datasketch
 
     self._threshold = threshold
-    self._hashes = {}
+    self._sets: dict[str, frozenset[str]] = {}
     self._index = None
     if threshold <= 1:
-      self._index = datasketch.MinHashLSH(threshold, num_perm=_PERMUTATIONS)
+      self._index = datasketch.MinHashLSH(
+        threshold, num_perm=_PERMUTATIONS, weights=_WEIGHTS
+      )
 
-  def find(self, text: str) -> str | None:
-    """Name of a text in the index that is a near-duplicate of `text`, or None."""
-    if self._index is None or not text:
+  def find(self, features: Collection[str]) -> str | None:
+    """Name of a set in the index that is a near-duplicate of `features`, or None."""
+    if self._index is None or not features:
       return None
-    ours = signature(text)
-    for name in sorted(self._index.query(ours)):
-      if self._hashes[name].jaccard(ours) >= self._threshold:
+    ours = frozenset(features)
+    for name in sorted(self._index.query(_signature(ours))):
+      theirs = self._sets[name]
+      if len(ours & theirs) >= self._threshold * len(ours | theirs):
         return name
     return None
 
-  def add(self, name: str, text: str) -> None:
-    """Adds a text."""
-    if self._index is not None and text:
-      self._hashes[name] = signature(text)
-      self._index.insert(name, self._hashes[name])
+  def add(self, name: str, features: Collection[str]) -> None:
+    """Adds a set."""
+    if self._index is not None and features:
+      self._sets[name] = frozenset(features)
+      self._index.insert(name, _signature(self._sets[name]))
 
 
-def signature(text: str):
-  """The MinHash of a text."""
+def runs(text: str) -> frozenset[str]:
+  """The features of a text: its runs of three words; none of an empty text."""
+  words = _WORD.findall(text)
+  starts = range(max(1, len(words) - _RUN_WORDS + 1)) if words else ()
+  return frozenset('\0'.join(words[i : i + _RUN_WORDS]) for i in starts)
+
+
+def _signature(features: frozenset[str]):
   import datasketch
 
-  words = _WORD.findall(text)
-  runs = {
-    '\0'.join(words[i : i + _RUN_WORDS]).encode()
-    for i in range(max(1, len(words) - _RUN_WORDS + 1))
-  }
   found = datasketch.MinHash(num_perm=_PERMUTATIONS)
-  found.update_batch(sorted(runs))
+  found.update_batch([feature.encode() for feature in features])
   return found
 
 

@@ -125,7 +125,7 @@ class _Maker:
     self._evaluations = duplicates.Contamination(config.decontaminate)
     self._taken = 0  # admitted, or being tried
     for row in log.admitted():
-      self._near.add(row['id'], row['text'])
+      self._near.add(row['id'], row.get('own') or duplicates.runs(row['text']))
       self._taken += 1
 
   async def consume(self, context: Context) -> None:
@@ -155,7 +155,8 @@ class _Maker:
   def _rejected_early(self, candidate: Candidate) -> bool:
     reason = candidate.reason
     if candidate.draft is not None:
-      twin = self._near.find(candidate.text)
+      features = candidate.own or duplicates.runs(candidate.text)
+      twin = self._near.find(features)
       seen = self._evaluations.find(f'{candidate.draft.instruction} {candidate.text}')
       if twin:
         reason = f'near-duplicate of {twin}'
@@ -163,7 +164,7 @@ class _Maker:
         reason = f'repeats the evaluation record {seen}'
       else:
         # Now, so that none of two that are tried at once is missed.
-        self._near.add(candidate.id, candidate.text)
+        self._near.add(candidate.id, features)
         return False
     outcome = records.PASSED if candidate.passed else records.REJECTED
     self._append(candidate, outcome, reason)
@@ -189,6 +190,7 @@ class _Maker:
       split=split,
       task=candidate.draft.name,
       text=candidate.text,
+      own=list(candidate.own),
       admission_s=found.wall_s,
       verifier_s=list(found.verifier_s),
     )

@@ -11,6 +11,7 @@ The task kind `reasoning` draws the same problems without a sandbox: `details.sp
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import inspect
 import itertools
@@ -19,6 +20,7 @@ import time
 
 from m2jax import pipelines
 from m2jax.checks import require
+from m2jax.pipelines import reasoning_facts
 from m2jax.pipelines.seat import SCRIPTED
 from m2jax.tasks import harbor
 from m2jax.tasks.reasoning import problems, strict
@@ -30,6 +32,7 @@ tests="${M2JAX_TESTS:-/tests}"
 python3 -I "$tests/strict.py" "${M2JAX_TREE:-/workspace}/answer.txt" \\
   "$tests/expected.txt" "${M2JAX_LOGS:-/logs/verifier}/reward.txt"
 """
+_MAX_LEAD = 3  # problems with one answer, more than with all others together
 _SOLVE = 'printf %s {answer} > "${{M2JAX_WORKSPACE:-/workspace}}/answer.txt"\n'
 
 
@@ -42,7 +45,7 @@ class Config(pipelines.PipelineConfig):
   """
 
   kind: str = 'reasoning'
-  near_duplicate: float = 2.0  # questions of a generator differ in a number only
+  near_duplicate: float = 0.6  # of the facts: `reasoning_facts`
   dev: tuple[str, ...] = problems.DEV
   held_out: tuple[str, ...] = problems.HELD_OUT
   generators: tuple[str, ...] = problems.TRAIN + problems.DEV + problems.HELD_OUT
@@ -57,22 +60,41 @@ class Config(pipelines.PipelineConfig):
 
 
 async def candidates(config: Config, context: pipelines.Context):
-  """Problems by round, level and generator; equal questions are rejected."""
-  seen: set[str] = set()
+  """Problems by round, level and generator, with no answer that is right too often."""
+  balance = _Balance()
   for number in range(config.max_rounds):
     for level, generator in itertools.product(config.levels, config.generators):
-      yield await asyncio.to_thread(_candidate, config, generator, level, number, seen)
+      yield await asyncio.to_thread(
+        _candidate, config, generator, level, number, balance
+      )
 
 
-def _candidate(config, generator, level, number, seen) -> pipelines.Candidate:
+class _Balance:
+  """Keeps one answer from being right for most problems of a generator and level.
+
+  Otherwise a policy gains by that answer alone, whatever is asked.
+  """
+
+  def __init__(self):
+    self._answers = collections.defaultdict(collections.Counter)
+
+  def refuses(self, generator: str, level: int, answer: str) -> bool:
+    """Whether one more such problem is too many; counts it if not."""
+    seen = self._answers[generator, level]
+    if 2 * seen[answer] - seen.total() >= _MAX_LEAD:
+      return True
+    seen[answer] += 1
+    return False
+
+
+def _candidate(config, generator, level, number, balance) -> pipelines.Candidate:
   started = time.monotonic()
   split = config.split(generator)
   spec = f'reasoning/{split}/{generator}/{level}/{config.seed}/{number}'
   problem = problems.draw(generator, level, f'{spec}/0')
   reason = problems.defect(generator, level, f'{spec}/0')
-  if not reason and problem.question in seen:
-    reason = 'the same question as another'
-  seen.add(problem.question)
+  if not reason and balance.refuses(generator, level, problem.answer):
+    reason = 'most problems before it have the same answer'
   return pipelines.Candidate(
     id=spec,
     stage=f'level {level}',
@@ -80,6 +102,7 @@ def _candidate(config, generator, level, number, seen) -> pipelines.Candidate:
     source=generator,
     draft=None if reason else _draft(spec, generator, level, problem),
     text=problem.question,
+    own=reasoning_facts.facts(generator, problem),
     reason=reason,
     wall_s=time.monotonic() - started,
   )

@@ -53,6 +53,18 @@ def test_a_candidate_is_admitted_only_with_proof(mixed, number, outcome, reason)
   assert row['reason'].startswith(reason)
 
 
+def test_facts_of_its_own_decide_what_is_a_near_duplicate(tmp_path):
+  """Alike words do not reject a task of other facts; alike facts do, whatever the
+  words, also when the run goes on."""
+  config = toy.Config(kinds='oogggoOO', near_duplicate=0.8, count=2)
+  _run(config, tmp_path)
+  _run(dataclasses.replace(config, count=9), tmp_path)
+  rows = {row['id']: row for row in records.read(tmp_path / 'records.jsonl')}
+  assert [rows[f'sum/{i}']['outcome'] for i in (0, 1, 5)] == ['admitted'] * 3
+  for i in (6, 7):
+    assert rows[f'sum/{i}']['reason'] == 'near-duplicate of sum/5'
+
+
 def test_no_source_is_in_two_splits(mixed):
   """What is held out by source must not be trained on in another task."""
   workdir, rows = mixed

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 
 import pytest
 
 from m2jax import pipelines
-from m2jax.pipelines import reasoning, recheck, records
+from m2jax.pipelines import reasoning, recheck, records, seat
 from m2jax.tasks import harbor
 from m2jax.tasks.reasoning import problems
 
@@ -112,6 +113,23 @@ _FAMILY = (
 )
 def test_second_solvers_know_cases_that_are_rare(generator, question, answer):
   assert recheck.SOLVERS[generator](question) == answer
+
+
+@pytest.mark.parametrize('generator', ['syllogism', 'course_schedule', 'ransom_note'])
+def test_one_constant_answer_is_not_worth_much(generator, tmp_path):
+  """Nine of ten syllogisms of level 0 follow: always "Yes" would be nearly right."""
+  config = reasoning.Config(generators=(generator,), levels=(0,), max_rounds=160)
+  context = pipelines.Context(tmp_path, seat.Seat(config.author, 'author'))
+
+  async def drafts():
+    stream = reasoning.candidates(config, context)
+    return [c.draft async for c in stream if c.draft is not None]
+
+  answers = collections.Counter(
+    draft.tests['expected.txt'] for draft in asyncio.run(drafts())
+  )
+  assert answers.total() >= 16
+  assert answers.most_common(1)[0][1] <= 0.6 * answers.total(), answers
 
 
 CHEATS = {

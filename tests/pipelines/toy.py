@@ -54,6 +54,7 @@ async def candidates(config, context):
       family='sum',
       source='a' if number % 2 else 'b',
       draft=None if letter == 'r' else _draft(number, letter),
-      text='the same words for all of these' if letter == 'd' else words,
+      text='the same words for all of these' if letter in 'do' else words,
+      own=(f'own: {number}',) if letter == 'o' else ('own: 5',) * (letter == 'O'),
       reason='nothing to add' if letter == 'r' else '',
     )

@@ -7,8 +7,13 @@ import json
 
 import pytest
 
+from configs import suites as suites_config
+from experiments import common
 from m2jax import tasks
+from m2jax.pipelines import records, suites
+from m2jax.tasks import bfcl
 from m2jax.tasks.bfcl import backend, data
+from tests.pipelines import model_server
 
 pytest.importorskip('bfcl_eval', reason=data.INSTALL)
 NUMBER = 0
@@ -121,13 +126,14 @@ def test_the_verifier_cannot_be_gamed(name):
   assert _play(CHEATS[name](), answer='All done, every check passed.') == 0.0
 
 
+def _offers(number, name) -> bool:
+  tools = data.tools(data.entries()[number])
+  return name in [tool['function']['name'] for tool in tools]
+
+
 def _mathematical() -> int:
   """An entry whose tools can be asked for a logarithm."""
-  for number, entry in enumerate(data.entries()[:100]):
-    names = [tool['function']['name'] for tool in data.tools(entry)]
-    if 'logarithm' in names:
-      return number
-  raise AssertionError('no entry with logarithm')
+  return next(number for number in range(100) if _offers(number, 'logarithm'))
 
 
 BAD = {
@@ -155,6 +161,69 @@ def test_a_bad_call_is_an_error_of_that_call(name):
       return json.loads(await environment.execute('mean', {'numbers': [1, 2, 6]}))
 
   assert asyncio.run(one()) == {'result': 3.0}
+
+
+def _evaluated(path, name, calls):
+  """The record of one attempt at an entry with the tool `name`, by the suite `bfcl`.
+
+  Args:
+    path: file of the records.
+    name: the tool.
+    calls: entry number → calls (name, arguments) of the model, before it answers.
+  """
+
+  def number_of(seed):
+    return int(bfcl.spec('held_out', 0, seed, bfcl.Config()).rpartition('/')[2])
+
+  seed = next(seed for seed in range(1000) if _offers(number_of(seed), name))
+  values = suites_config.get_config('bfcl').suite
+  values.update(count=1, trials=1, seed=seed)
+  config = common.build(suites.SuiteConfig, values)
+  script = calls(number_of(seed))
+
+  def answer(body):
+    done = sum(message['role'] == 'tool' for message in body['messages'])
+    if done >= len(script):
+      return 'done'
+    function = {'name': script[done][0], 'arguments': json.dumps(script[done][1])}
+    call = {'id': f'c{done}', 'type': 'function', 'function': function}
+    return {'content': '', 'tool_calls': [call]}
+
+  with model_server.Server(answer) as server:
+    asyncio.run(suites.run(config, server.url, 'm', path))
+  [row] = records.read(path)
+  return row
+
+
+def _script(number):
+  """The reference calls of an entry and the ends of its turns, as a model has them."""
+  task, script = tasks.make(f'bfcl/held_out/{number}'), []
+  for turn in _solution(number):
+    for name, positional, keywords in turn:
+      names = _parameters(task, name)
+      script.append((name, {**dict(zip(names, positional, strict=False)), **keywords}))
+    script.append(('next_request', {}))
+  return script[:-1]
+
+
+def test_a_call_without_end_costs_an_evaluation_that_call_only(tmp_path):
+  """Through suite, agent and server: the reference calls after it are still right."""
+  endless = 'logarithm', BAD['more digits than there is time for']
+  path = tmp_path / 'a.jsonl'
+  row = _evaluated(path, 'logarithm', lambda number: [endless, *_script(number)])
+  assert (row['outcome'], row['success']) == ('judged', 1.0), row['error']
+  shown = [m['content'] for m in row['messages'] if m['role'] == 'tool']
+  assert 'too much time or memory' in shown[0]
+
+
+def test_calls_without_end_are_a_judged_failure(tmp_path):
+  """An attempt has 20 messages for each turn, and one to answer; who spends them all
+  on calls has failed."""
+  mean = 'mean', {'numbers': [1, 2, 6]}
+  row = _evaluated(tmp_path / 'a.jsonl', 'mean', lambda number: [mean] * 1000)
+  turns = len(tasks.make(row['task']).requests)
+  assert (row['outcome'], row['success']) == ('judged', 0.0)
+  assert (row['end_reason'], row['tool_calls']) == ('max_turns', 20 * turns + 1)
 
 
 def test_a_backend_that_died_is_a_failed_attempt(monkeypatch):

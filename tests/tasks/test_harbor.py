@@ -194,6 +194,24 @@ def test_after_ready_no_reward_is_a_failure(tmp_path):
   assert _judge(path).outcome == harbor.FAILED
 
 
+class _Box:
+  """What test.sh left in its logs."""
+
+  async def read(self, path, limit):
+    if path.endswith('reward.txt'):
+      return b'1\n'
+    raise FileNotFoundError(path)
+
+
+@pytest.mark.parametrize(
+  'output, outcome', [(f'{verifier.READY}\n', 'passed'), ('', 'invalid')]
+)
+def test_a_reward_counts_although_a_process_had_no_memory(output, outcome):
+  """If the verifier, which had begun to judge, went on to its end: it has decided."""
+  result = sandbox.ExecResult(0, output, '', wall_s=1.0, oom=True)
+  assert asyncio.run(verifier.verdict(_Box(), result)).outcome == outcome
+
+
 def test_nothing_of_the_verifier_can_be_written(tmp_path):
   test = 'cd "$M2JAX_TESTS"; (echo x > x || echo x >> test.sh || rm -f "$M2JAX_TREE/"*)'
   path = _dataset(

@@ -59,14 +59,16 @@ def judge(data, expected):
 
 
 def main():
+  tests = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__)))
+  with open(os.path.join(tests, 'expected.json'), encoding='utf-8') as file:
+    expected = json.load(file)
+  # From here on, running out of memory or time is the doing of the answer.
+  print('m2jax: ready', flush=True)
   path = os.path.join(os.environ.get('M2JAX_TREE', '/workspace'), 'answer.json')
   data = None
   if os.path.isfile(path) and not os.path.islink(path):
     with open(path, 'rb') as file:
       data = file.read(MAX_BYTES + 1)
-  tests = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__)))
-  with open(os.path.join(tests, 'expected.json'), encoding='utf-8') as file:
-    expected = json.load(file)
   reward, reason, facts = judge(data, expected)
   logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')
   with open(os.path.join(logs, 'reward.json'), 'w', encoding='utf-8') as file:

@@ -45,7 +45,7 @@ class Config(PipelineConfig):
 
   kind: str = 'slides'
   held_out: tuple[str, ...] = ('Tickets',)
-  near_duplicate: float = 1.1  # texts are alike; the tables are not
+  near_duplicate: float = 0.6  # of the rows; what is asked about them is one thing
 
 
 async def candidates(config: Config, context: Context) -> AsyncIterator[Candidate]:
@@ -66,6 +66,7 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
       topic,
       draft=draft,
       text=draft.instruction,
+      own=facts(draft),
       wall_s=time.monotonic() - started,
       facts={'author': told.by},
     )
@@ -108,6 +109,7 @@ def drafted(topic: str, rng: random.Random, own: str) -> harbor.Draft:
       'guard.py': _GUARD.read_bytes(),
       'grade.py': (_HERE / 'grade.py').read_bytes(),
       'look.py': (_HERE / 'look.py').read_bytes(),
+      'settings.py': (_HERE / 'settings.py').read_bytes(),
       'spec.json': json.dumps(spec).encode(),
     },
     solution={
@@ -120,18 +122,24 @@ def drafted(topic: str, rng: random.Random, own: str) -> harbor.Draft:
   )
 
 
+def facts(draft: harbor.Draft) -> tuple[str, ...]:
+  """The rows of a task's table."""
+  return tuple(draft.overlay['data.csv'].decode().splitlines()[1:])
+
+
 def _instruction(titles) -> str:
   return f"""\
 Make deck.pptx from data.csv, with three slides whose title placeholders say:
 
 1. "{titles[0]}"
 2. "{titles[1]}": states the total of all values, then the name and then the value of
-   the highest; no other number, and no other name of data.csv
+   the highest; no other number, no other name of data.csv, and nothing but text
 3. "{titles[2]}": has one chart with one series: the rows of data.csv, in their order,
    both shown and in the chart's workbook; it covers a fifth of the slide or more
 
 Everything must be within its slide, nothing on top of something else, no text below 12
 points or larger than its box, all text in a colour that differs from the plain one
 behind it. Only text, pictures and charts; no groups, tables, animations or links,
-nothing hidden or rotated. The Python package python-pptx is there.
+nothing hidden or rotated, and layouts with placeholders only. The Python package
+python-pptx is there.
 """

@@ -63,6 +63,8 @@ def check_slides(deck, spec):
     if reason := look.allowed(slide):
       raise Wrong(f'slide {number}: {reason}')
     if wanted['texts']:
+      if reason := look.plain(slide):
+        raise Wrong(f'slide {number}: {reason}')
       texts = [s.text_frame.text for s in slide.shapes if s.has_text_frame]
       _check_facts(number, ' '.join(texts).replace(',', ''), wanted)
 
@@ -156,7 +158,7 @@ def check_chart(deck, chart):
     raise Wrong(source)
   if source[0] != chart['categories'] or not _same(source[1], chart['values']):
     raise Wrong('the workbook of the chart differs from the data')
-  if reason := look.chart(shapes[0], deck, chart['values']):
+  if reason := look.chart(slide, shapes[0], deck, chart['values']):
     raise Wrong(reason)
 
 

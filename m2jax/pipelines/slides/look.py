@@ -2,11 +2,13 @@
 
 Sizes and colours come from the run, its shape, the placeholder of the layout and of the
 master, and the master's styles, in this order (ISO/IEC 29500-1, 21.1.2.4). Text must be
-on a plain colour with a contrast of at least `MIN_CONTRAST` (WCAG 2.1's ratio). What
-cannot be checked is not allowed: animations, tables, rotated shapes. Each function
-returns '' or what is wrong.
+on a plain colour with a contrast of at least `MIN_CONTRAST` (WCAG 2.1's ratio), a chart
+is drawn in such colours, and text is where its shape is (`settings`). What cannot be
+checked is not allowed: animations, tables, rotated shapes, layouts that show more than
+placeholders. Each function returns '' or what is wrong.
 """
 
+import colorsys
 import io
 
 A = '{http://schemas.openxmlformats.org/drawingml/2006/main}'
@@ -17,11 +19,14 @@ IGNORED = {P + name for name in ('nvGrpSpPr', 'grpSpPr', 'extLst')}
 FILLS = ('noFill', 'solidFill', 'gradFill', 'blipFill', 'pattFill', 'grpFill')
 TITLES = ('title', 'ctrTitle')
 MIN_CONTRAST, MIN_CHART_SHARE, DEFAULT_POINTS = 2.0, 0.2, 18.0
+MIN_PLOT_SHARE, MIN_SERIES_CONTRAST = 0.3, 1.2
 _PRESET = {'black': '000000', 'white': 'FFFFFF'}
 
 
 def allowed(slide):
   """Elements of a slide that the other checks can judge."""
+  import settings
+
   tree = slide.shapes._spTree
   if slide._element.find(P + 'timing') is not None:
     return 'animations are not allowed'
@@ -41,6 +46,22 @@ def allowed(slide):
   kinds = [one.get('type') for one in tree.iter(P + 'ph')]
   if sum(kind in TITLES for kind in kinds) != 1:
     return 'there is not exactly one title'
+  layout = slide.slide_layout
+  for one in (layout, layout.slide_master):
+    for element in one.shapes._spTree:
+      if element.tag not in IGNORED and element.find(f'*/{P}nvPr/{P}ph') is None:
+        return 'the layout shows more than placeholders'
+  return settings.moved(slide)
+
+
+def plain(slide):
+  """A slide of text alone: no picture or chart says more."""
+  tree, ground = slide.shapes._spTree, _background(slide)
+  kinds = {element.tag for element in tree} - IGNORED
+  if kinds != {P + 'sp'} or next(tree.iter(A + 'blip'), None) is not None:
+    return 'it shows more than text'
+  if ground is not None and _colour(slide, ground) is None:
+    return 'the background is not one colour'
   return ''
 
 
@@ -130,17 +151,22 @@ def _colour(slide, fill):
   if fill.tag not in (A + 'solidFill', P + 'bgRef') or not len(fill):
     return None
   one = fill[0]
-  alpha = one.find(A + 'alpha')
-  if alpha is not None and _share(alpha.get('val', '0')) < 0.5:
+  changes = {e.tag.rpartition('}')[2]: _share(e.get('val', '0')) for e in one}
+  if changes.pop('alpha', 1.0) < 0.5 or set(changes) - {'lumMod', 'lumOff'}:
     return None
   name = one.tag.rpartition('}')[2]
-  if name == 'srgbClr':
-    return one.get('val')
-  if name == 'sysClr':
-    return one.get('lastClr')
-  if name == 'prstClr':
-    return _PRESET.get(one.get('val'))
-  return _scheme(slide, one) if name == 'schemeClr' else None
+  named = {'srgbClr': one.get('val'), 'sysClr': one.get('lastClr')}
+  named['prstClr'] = _PRESET.get(one.get('val'))
+  found = _scheme(slide, one) if name == 'schemeClr' else named.get(name)
+  return found if found is None or not changes else _brighter(found, **changes)
+
+
+def _brighter(colour, lumMod=1.0, lumOff=0.0):  # noqa: N803  (names of the format)
+  """A colour whose HSL luminance is scaled and moved (ISO/IEC 29500-1, 20.1.2.3)."""
+  hue, light, saturation = colorsys.rgb_to_hls(*_parts(colour))
+  light = min(1.0, max(0.0, light * lumMod + lumOff))
+  rgb = colorsys.hls_to_rgb(hue, light, saturation)
+  return ''.join(f'{round(255 * c):02X}' for c in rgb)
 
 
 def _scheme(slide, one):
@@ -168,23 +194,35 @@ def _ratio(one, other):
 
 
 def _luminance(colour):
-  parts = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-  linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+  linear = [
+    c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in _parts(colour)
+  ]
   return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def chart(shape, deck, values):
+def _parts(colour):
+  return [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+
+
+def chart(slide, shape, deck, values):
   """A chart shows its data: large, within its axes, with no text that replaces them."""
+  import guard
+
   root = shape.chart._chartSpace
   if (
     shape.width * shape.height < MIN_CHART_SHARE * deck.slide_width * deck.slide_height
   ):
     return 'the chart is small'
-  for one in (*root.iter(C + 'ser'), *root.iter(C + 'dPt')):
-    drawn = one.find(C + 'spPr')
-    if drawn is not None and drawn.find(A + 'noFill') is not None:
-      return 'the series of the chart is not drawn'
-  if any(one.find(C + 'tx') is not None for one in root.iter(C + 'dLbl')):
+  for one in root.iterfind(f'{C}chart/{C}plotArea/{C}layout/{C}manualLayout/*'):
+    size = one.tag in (C + 'w', C + 'h') and float(one.get('val', '0'))
+    if size is not False and size < MIN_PLOT_SHARE:
+      return 'the chart is small'
+  if not all(_drawn(slide, root, s) for n in ('ser', 'dPt') for s in root.iter(C + n)):
+    return 'the series of the chart is not drawn'
+  formats = [one.get('formatCode', '') for one in root.iter(C + 'numFmt')]
+  formats += [one.text or '' for one in root.iter(C + 'formatCode')]
+  replaced = any(one.find(C + 'tx') is not None for one in root.iter(C + 'dLbl'))
+  if replaced or not all(map(guard.shows, formats)):
     return 'labels of the chart are not its values'
   for one in root.iter(C + 'scaling'):
     low, high = one.find(C + 'min'), one.find(C + 'max')
@@ -193,6 +231,27 @@ def chart(shape, deck, values):
     if high is not None and float(high.get('val')) < max(values):
       return 'an axis of the chart ends below a value'
   return ''
+
+
+def _drawn(slide, root, series):
+  """Whether a series or a point of it has a plain colour that is not the ground's."""
+  properties = series.find(C + 'spPr')
+  if properties is None:
+    return True
+  fills = [_fill(properties)]
+  kind = series.getparent()
+  if C + 'barChart' not in (kind.tag, kind.getparent().tag):  # its line is the data
+    fills.append(_fill(properties.find(A + 'ln')))
+  grounds = [root.find(f'{C}chart/{C}plotArea/{C}spPr'), root.find(C + 'spPr')]
+  grounds = [
+    f for g in grounds if (f := _fill(g)) is not None and f.tag != A + 'noFill'
+  ]
+  ground = (grounds or [_background(slide)])[0]
+  behind = 'FFFFFF' if ground is None else _colour(slide, ground)
+  colours = [_colour(slide, fill) for fill in fills if fill is not None]
+  return behind is not None and all(
+    one is not None and _ratio(one, behind) >= MIN_SERIES_CONTRAST for one in colours
+  )
 
 
 def source(found):

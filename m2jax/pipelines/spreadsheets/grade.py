@@ -13,7 +13,6 @@ that no pasted constant passes. `guard` reads the workbook first, and may refuse
 import io
 import json
 import os
-import re
 import sys
 import sysconfig
 import tempfile
@@ -86,6 +85,7 @@ def check_formulas(book, required, functions):
 def check_shown(data, book, required, values):
   """Raises Wrong if a required cell is hidden, or stores another value than its own."""
   import engines
+  import guard
   import openpyxl
 
   stored = openpyxl.load_workbook(io.BytesIO(data), data_only=True)
@@ -101,7 +101,7 @@ def check_shown(data, book, required, values):
       raise Wrong(f'{place} is hidden')
     if columns[cell.column_letter].hidden:
       raise Wrong(f'{place} is hidden')
-    if not _shows(cell.number_format):
+    if not guard.shows(cell.number_format):
       raise Wrong(f'{place} has a number format that does not show its value')
     font = cell.font.color.rgb if cell.font and cell.font.color else None
     fill = cell.fill.fgColor.rgb if cell.fill.fill_type == 'solid' else 'FFFFFFFF'
@@ -110,17 +110,6 @@ def check_shown(data, book, required, values):
     value = engines.plain(stored[name][where].value)
     if value is not None and not engines.same(value, values[place]):
       raise Wrong(f'{place} stores another value than its formula has')
-
-
-def _shows(number_format):
-  """Whether all sections of a number format show the value and no other digits."""
-  literals = re.findall(r'"([^"]*)"|\\(.)', number_format)
-  if any(c.isdigit() for pair in literals for text in pair for c in text):
-    return False
-  bare = re.sub(r'"[^"]*"|\\.|_.|\*.|\[[^\]]*\]', '', number_format)
-  if bare.casefold() == 'general':
-    return True
-  return all(re.search('[0#?@]|general', s, re.I) for s in bare.split(';'))
 
 
 def _tokens(cell):

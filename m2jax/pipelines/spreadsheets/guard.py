@@ -1,7 +1,8 @@
 """Refuses hostile workbooks before a parser sees them. Standard library only.
 
 `check(data)` returns '' or why the bytes of an .xlsx file are refused: archive bombs,
-macros, embedded and external content, XML entities, huge dimensions.
+macros, embedded and external content, XML entities, huge dimensions. `shows` is what
+cells and the labels of charts are judged by.
 """
 
 import io
@@ -37,6 +38,22 @@ def column(letters):
   for letter in letters.upper():
     value = value * 26 + letter - 64
   return value
+
+
+def shows(number_format):
+  """Whether all sections of a number format show the value itself, and no other digits.
+
+  A comma after the last digit would divide it by a thousand.
+  """
+  literals = re.findall(r'"([^"]*)"|\\(.)', number_format)
+  if any(c.isdigit() for pair in literals for text in pair for c in text):
+    return False
+  bare = re.sub(r'"[^"]*"|\\.|_.|\*.|\[[^\]]*\]', '', number_format)
+  if bare.casefold() == 'general':
+    return True
+  if re.search(r'[0#?] *,+(?![0#?,])', bare):
+    return False
+  return all(re.search('[0#?@]|general', s, re.I) for s in bare.split(';'))
 
 
 def check(data):

@@ -1,4 +1,4 @@
-"""Copies of trees that tests run in, and what tests leave in directories.
+"""Trees that tests run in, and what tests leave in directories.
 
 Standard library only: the file is copied into each task.
 """
@@ -7,6 +7,30 @@ import contextlib
 import os
 import shutil
 import tempfile
+
+
+def composed(here, collect, exclude):
+  """A tree of the original files with the agent's work in /workspace over them.
+
+  Args:
+    here: the task's tests/.
+    collect, exclude: what is work, as `compose.is_work` takes it.
+
+  Raises:
+    compose.Rejected: the work cannot be laid over them.
+  """
+  import compose
+
+  policy = collect, exclude
+  with open(os.path.join(here, 'workspace.tar.gz'), 'rb') as file:
+    original = compose.unpack(file.read())
+  work = compose.gather('/workspace', *policy)
+  place, ours = os.path.join(here, 'workspace'), {}
+  if os.path.isdir(place):
+    ours = compose.gather(place, ('*',), ())
+  target = tempfile.mkdtemp()
+  compose.write(compose.compose(original, work, ours, *policy), target)
+  return target
 
 
 @contextlib.contextmanager

@@ -315,7 +315,7 @@ def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
 
 def shipped() -> dict[str, bytes]:
   """The verifier's programs, for a task's tests/."""
-  ours = 'harness guards grade copies reaches twins'.split()
+  ours = 'harness guards grade copies processes reaches twins variants'.split()
   return {
     **{f'{n}.py': HARNESS.with_name(f'{n}.py').read_bytes() for n in ours},
     'compose.py': Path(compose.__file__).read_bytes(),

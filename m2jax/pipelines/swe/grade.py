@@ -9,7 +9,6 @@ stricter than swebench, which accepts a skipped P2P.
 Standard library only. reward.txt is written last, when no other process is left.
 """
 
-import ast
 import contextlib
 import ctypes
 import itertools
@@ -24,7 +23,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 
 # A fixed seed, since some tests are named after elements of sets.
 _ENVIRONMENT = {'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0'}
@@ -35,14 +33,15 @@ _READERS = frozenset(
 )
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PR_SET_DUMPABLE = 4
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main():
   """Grades $M2JAX_TREE."""
   with contextlib.suppress(OSError, AttributeError):
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-  adopt()
+  import processes
+
+  processes.adopt()
   with open(os.path.join(_HERE, 'config.json')) as file:
     config = json.load(file)
   logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')
@@ -129,6 +128,7 @@ def written_test(config, tree):
   third variant (third.py), whose results are neither right nor those of the bug.
   """
   import copies
+  import variants
   from reaches import names, reaches
 
   path = config['test']
@@ -139,8 +139,8 @@ def written_test(config, tree):
   reached |= names(text) & _READERS
   if reached:
     raise Failed(f'the test uses {sorted(reached)}')
-  drawn = order(secrets.SystemRandom())
-  sources = [_variant(config, variant) for variant in drawn]
+  drawn = variants.order(secrets.SystemRandom())
+  sources = [variants.source(config['variants'], variant) for variant in drawn]
   longest = max(map(len, sources)) + 1
   for variant, source in zip(drawn, sources, strict=True):
     source += '#' * (longest - len(source))
@@ -158,34 +158,6 @@ def written_test(config, tree):
     if variant.startswith('bug') and 'FAILED' not in statuses:
       raise Failed('the test does not find the bug')
   return {'reward': 1.0, 'reason': ''}
-
-
-def _variant(config, name):
-  kind, _, how = name.partition(' ')
-  source = config['variants'][kind]
-  return printed(source) if how else source
-
-
-def printed(source):
-  """A source that does the same, in other words each time."""
-  tree = ast.parse(source)
-  for node in ast.walk(tree):
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-      name = ast.Name(f'_{secrets.token_hex(4)}', ast.Store())
-      extra = ast.Assign([name], ast.Constant(secrets.randbelow(1000)))
-      node.body.insert(ast.get_docstring(node) is not None, extra)
-  return ast.unparse(ast.fix_missing_locations(tree)) + '\n'
-
-
-def order(rng):
-  """The variants in the order in which they are run, two of them again.
-
-  A test that goes by what earlier runs left (files, process ids) would have to guess.
-  """
-  once = ['right', 'right printed', 'bug', 'bug printed']
-  drawn = [*once, rng.choice(once), rng.choice(once), 'third']
-  rng.shuffle(drawn)
-  return drawn
 
 
 def review(config, tree):
@@ -283,6 +255,7 @@ def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
     'strict': strict,
   }
   import copies
+  import processes
 
   place = tempfile.mkdtemp()  # so that no path of the verifier's files is known
   for name in ('harness.py', 'guards.py'):
@@ -306,7 +279,10 @@ def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    end_children()
+    try:
+      processes.end_children()
+    except TimeoutError:
+      raise Failed('the tests leave processes that do not end') from None
     shutil.rmtree(place, ignore_errors=True)
     for path in copies.entries() - before:
       copies.remove(path)
@@ -376,69 +352,12 @@ def _text(tree, path):
 def _compose(config):
   """The tree to judge, where Harbor runs the task: from /workspace."""
   import compose
+  import copies
 
   try:
-    return _composed(compose, config)
+    return copies.composed(_HERE, config['collect'], config['exclude'])
   except compose.Rejected as error:
     raise Failed(str(error)) from None
-
-
-def _composed(compose, config):
-  policy = config['collect'], config['exclude']
-  with open(os.path.join(_HERE, 'workspace.tar.gz'), 'rb') as file:
-    original = compose.unpack(file.read())
-  work = compose.gather('/workspace', *policy)
-  place, ours = os.path.join(_HERE, 'workspace'), {}
-  if os.path.isdir(place):
-    ours = compose.gather(place, ('*',), ())
-  target = tempfile.mkdtemp()
-  compose.write(compose.compose(original, work, ours, *policy), target)
-  return target
-
-
-def adopt():
-  """Makes processes that lose their parent children of this one.
-
-  So `end_children` finds what tests leave, and nothing else: it cannot end a process of
-  the machine, in a sandbox or outside.
-
-  Raises:
-    OSError: the system cannot; then nothing may be graded.
-  """
-  if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-    raise OSError('prctl(PR_SET_CHILD_SUBREAPER) failed: leftovers cannot be ended')
-
-
-def end_children(limit_s=5.0):
-  """Ends all descendants; `adopt` comes first.
-
-  Only children that were not waited for are signalled, whose ids cannot be reused.
-
-  Raises:
-    Failed: they multiply faster than they end.
-  """
-  deadline = time.monotonic() + limit_s
-  while True:
-    for child in _children():
-      os.kill(child, signal.SIGKILL)
-    try:
-      while os.waitpid(-1, os.WNOHANG)[0]:
-        pass
-    except ChildProcessError:
-      return
-    if time.monotonic() > deadline:
-      raise Failed('the tests leave processes that do not end')
-    time.sleep(0.002)
-
-
-def _children():
-  found = []
-  for name in os.listdir('/proc'):
-    if name.isdigit():
-      with contextlib.suppress(OSError), open(f'/proc/{name}/stat') as file:
-        if int(file.read().rpartition(')')[2].split()[1]) == os.getpid():
-          found.append(int(name))
-  return found
 
 
 def _write(path, text):

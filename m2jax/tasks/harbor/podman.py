@@ -64,7 +64,7 @@ class _Logs:
 
 
 @contextlib.contextmanager
-def _settings() -> Iterator[dict[str, str]]:
+def settings() -> Iterator[dict[str, str]]:
   """The environment of podman: limits that this process may set, and runc.
 
   crun fails under hybrid control groups, and the default limits need CAP_SYS_RESOURCE.
@@ -82,7 +82,7 @@ def unavailable() -> str:
     return f'no podman: {INSTALL}'
   if os.geteuid():
     return 'podman: not root, so that files of containers cannot be read'
-  with _settings() as env:
+  with settings() as env:
     done = _run(['podman', 'info'], env, _START_S)
   return f'podman info: {done.stderr.strip()[-300:]}' if done.returncode else ''
 
@@ -181,7 +181,7 @@ def attempt(
   """
   limits = limits or sandbox.Limits(memory_bytes=2 << 30, wall_s=600.0)
   name = f'm2jax-{secrets.token_hex(8)}'
-  with _settings() as env:
+  with settings() as env:
     try:
       image = build(directory, env, network)
       start = ['podman', 'run', '--detach', '--name', name]

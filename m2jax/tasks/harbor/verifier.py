@@ -15,8 +15,10 @@ another directory of a random name, which the tree does not lead to. test.sh is 
     M2JAX_PRIVATE  1 if nothing but test.sh writes /tmp, /dev/shm and M2JAX_LOGS
 
 Outcome: `invalid` if the sandbox failed, or test.sh ended without a reward before it
-printed a line `m2jax: ready`; after that line, which the SWE verifier prints before any
-code of the agent is loaded, an end without a reward is the agent's doing: `failed`.
+printed a line `m2jax: ready`; after that line, which each pipeline's verifier prints
+before it reads any work of the agent, an end without a reward is the agent's doing:
+`failed`. If a process of it was killed for memory and test.sh went on to its end, its
+reward counts only after that line.
 """
 
 from __future__ import annotations
@@ -228,7 +230,7 @@ async def verdict(box: sandbox.Sandbox, result: sandbox.ExecResult) -> Verdict:
   ended = not (result.timed_out or result.returncode)
   if ended and result.oom and (invalid := await _invalid(box)):
     return Verdict(INVALID, reason=invalid, **said)
-  if not ended or result.oom:
+  if not ended or (result.oom and not ready):
     why = 'time' if result.timed_out else 'memory' if result.oom else ''
     why = f'out of {why}' if why else f'test.sh exited with {result.returncode}'
     tail = result.stderr.strip()[-400:]

@@ -67,6 +67,11 @@ def _gate(criterion, evidence='', **options) -> Attempt:
   return Attempt('execution', criterion, evidence, page(**options))
 
 
+_EAT = (
+  'const kept = []; '
+  'const take = (mib) => kept.push(new Uint8Array(mib << 20).fill(7)); '
+  'const eat = () => { for (;;) take(16); };'
+)
 _COVER = (
   '<div style="position: absolute; {more} background: #fff; inset: 0; z-index: 9">'
   'Sum: 703</div>'
@@ -141,6 +146,20 @@ ATTEMPTS = {
   ),
   'a loop at a click': _wrong(
     'not answer', script="$('add').onclick = () => { while (true) sum(); };"
+  ),
+  # Not invalid: an attempt that is masked costs nothing.
+  'all of the memory at a click': _gate(
+    'memory', 'MiB more', script=f"{_EAT} $('add').onclick = eat;"
+  ),
+  'all of the memory, step by step': _gate(
+    'memory',
+    'MiB more',
+    script=f"{_EAT} $('a').oninput = () => setInterval(() => take(64), 50);",
+  ),
+  'all of the memory in a worker': _wrong(
+    '',
+    script=f"$('b').oninput = () => new Worker(URL.createObjectURL(new Blob(["
+    f'{(_EAT + "eat();")!r}])));',
   ),
   'a loop at the beginning': _gate('load', '', script='while (true) sum();'),
   'away to another origin': _gate(

@@ -207,8 +207,8 @@ _LEFT = {  # what an agent leaves in its workspace
 }
 
 
-@pytest.mark.parametrize('name', _LEFT)
-def test_what_is_left_beside_an_answer_is_not_judged(tmp_path, name):
+def _outcome(tmp_path, command, source=None):
+  """The outcome of an agent's command, by the verifier or a changed source of it."""
   here = Path(deep_search.__file__).parent
   draft = harbor.Draft(
     'toy',
@@ -216,7 +216,7 @@ def test_what_is_left_beside_an_answer_is_not_judged(tmp_path, name):
     harbor.Metadata('deep_search', 'chain-2', collect=('answer.json',)),
     tests={
       'test.sh': deep_search._TEST.encode(),
-      'grade.py': (here / 'grade.py').read_bytes(),
+      'grade.py': (source or (here / 'grade.py').read_text()).encode(),
       'expected.json': json.dumps(EXPECTED).encode(),
     },
     solution={'solve.sh': b':'},
@@ -226,10 +226,30 @@ def test_what_is_left_beside_an_answer_is_not_judged(tmp_path, name):
 
   async def attempt():
     async with task.open() as environment:
-      await environment.box.exec(_LEFT[name])
+      await environment.box.exec(command)
       return await task.judge(environment)
 
-  assert asyncio.run(attempt()).outcome == harbor.FAILED
+  return asyncio.run(attempt()).outcome
+
+
+@pytest.mark.parametrize('name', _LEFT)
+def test_what_is_left_beside_an_answer_is_not_judged(tmp_path, name):
+  assert _outcome(tmp_path, _LEFT[name]) == harbor.FAILED
+
+
+@pytest.mark.parametrize(
+  'before, outcome',
+  [('expected = json.load(file)', 'invalid'), ('data = file.read(', 'failed')],
+)
+def test_a_verifier_that_is_killed_before_it_reads_an_answer_is_invalid(
+  tmp_path, before, outcome
+):
+  """As for want of memory; from there on it may be the answer that does it."""
+  source = Path(grade.__file__).read_text()
+  assert source.count(before) == 1
+  killed = source.replace(before, f'os.kill(os.getpid(), 9); {before}')
+  command = f"echo '{_json().decode()}' > answer.json"
+  assert _outcome(tmp_path, command, killed) == outcome
 
 
 def test_one_search_is_not_enough(graph):

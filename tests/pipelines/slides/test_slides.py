@@ -38,7 +38,7 @@ def grade():
   finally:
     for path in paths:
       sys.path.remove(path)
-    for name in ('grade', 'guard'):
+    for name in ('grade', 'guard', 'look', 'settings'):
       sys.modules.pop(name, None)
 
 
@@ -290,6 +290,115 @@ def _dark_background(deck):
   fill.fore_color.rgb = RGBColor(0, 0, 0)
 
 
+def _filled(colour, alpha=''):
+  def change(deck):
+    from pptx.oxml import parse_xml
+
+    series = next(_made(deck)[1].iter(C + 'ser'))
+    for old in series.findall(C + 'spPr'):
+      series.remove(old)
+    names = f'xmlns:c="{C[1:-1]}" xmlns:a="{A[1:-1]}"'
+    inner = f'<a:srgbClr val="{colour}">{alpha}</a:srgbClr>'
+    xml = f'<c:spPr {names}><a:solidFill>{inner}</a:solidFill></c:spPr>'
+    series.insert(3, parse_xml(xml))
+
+  return change
+
+
+def _line(deck):
+  """A line chart whose line is not drawn."""
+  from pptx.enum.chart import XL_CHART_TYPE
+
+  data = CategoryChartData()
+  data.categories = NAMES
+  data.add_series('Value', VALUES)
+  _drop(deck, 2, 1)
+  frame = deck.slides[2].shapes.add_chart(XL_CHART_TYPE.LINE, *PLACE, data)
+  frame.chart.plots[0].series[0].format.line.fill.background()
+
+
+def _formatted(deck):
+  plot = _made(deck)[0].chart.plots[0]
+  plot.has_data_labels = True
+  plot.data_labels.show_value = True
+  plot.data_labels.number_format = '"9999"'
+  plot.data_labels.number_format_is_linked = False
+
+
+def _axis_formatted(deck):
+  labels = _made(deck)[0].chart.value_axis.tick_labels
+  labels.number_format, labels.number_format_is_linked = '"77"0', False
+
+
+def _set(tag, name, value):
+  """Sets an attribute of all elements of a kind in the summary's text."""
+
+  def change(deck):
+    body = deck.slides[1].shapes[1]._element.find(f'{P}txBody')
+    for paragraph in body.findall(A + 'p'):
+      paragraph.get_or_add_pPr()
+    for one in body.iter(A + tag):
+      one.set(name, str(value))
+
+  return change
+
+
+def _spaced(deck):
+  for paragraph in deck.slides[1].shapes[1].text_frame.paragraphs:
+    paragraph.space_before = Pt(900)
+
+
+def _indented_style(deck):
+  """The same by the list style of the shape."""
+  body = deck.slides[1].shapes[1]._element.find(f'{P}txBody')
+  style = body.find(A + 'lstStyle')
+  if style is None:
+    style = body.makeelement(A + 'lstStyle', {})
+    body.insert(1, style)
+  style.append(style.makeelement(A + 'lvl1pPr', {'marL': '27432000'}))
+
+
+def _chart_in_summary(deck):
+  data = CategoryChartData()
+  data.categories = NAMES
+  data.add_series('v', VALUES)
+  shapes = deck.slides[1].shapes
+  shapes[1].height = Inches(2)
+  box = Inches(0.5), Inches(4), Inches(9), Inches(3)
+  shapes.add_chart(_made(deck)[0].chart.chart_type, *box, data)
+
+
+def _picture_in_summary(deck):
+  from PIL import Image
+
+  image = io.BytesIO()
+  Image.new('RGB', (400, 100), 'white').save(image, 'PNG')
+  image.seek(0)
+  deck.slides[1].shapes[1].height = Inches(2)
+  deck.slides[1].shapes.add_picture(image, Inches(0.5), Inches(4))
+
+
+def _layout(deck):
+  """What is shown on a slide, and is no part of it."""
+  from copy import deepcopy
+
+  box = deepcopy(deck.slides[1].shapes[1]._element)
+  deck.slides[1].slide_layout.shapes._spTree.append(box)
+  for text in box.iter(A + 't'):
+    text.text = f'{OTHERS[0]} 12345'
+
+
+def _connector_text(deck):
+  """A line that is as wide as the summary and lies over it."""
+  from pptx.enum.shapes import MSO_CONNECTOR
+
+  left, top, width, height = PLACE
+  line = deck.slides[1].shapes.add_connector(
+    MSO_CONNECTOR.STRAIGHT, left, top + Inches(0.3), left + width, top + Inches(0.3)
+  )
+  line.line.width = Pt(1500)
+
+
 TOTAL, BEST, MOST = SPEC['slides'][1]['texts']
 OTHERS = SPEC['slides'][1]['others']
 
@@ -326,6 +435,26 @@ OTHERS = SPEC['slides'][1]['others']
     (lambda d: setattr(d.slides[1].shapes[1], 'rotation', 180), 'rotated'),
     (_two_titles, 'one title'),
     (_body_as_title, 'one title'),
+    (_filled('FFFFFF'), 'not drawn'),
+    (_filled('FF0000', '<a:alpha val="0"/>'), 'not drawn'),
+    (_line, 'not drawn'),
+    (_formatted, 'not its values'),
+    (_axis_formatted, 'not its values'),
+    (_set('bodyPr', 'rot', 10800000), 'moved or changed'),
+    (_set('bodyPr', 'vert', 'vert270'), 'moved or changed'),
+    (_set('bodyPr', 'lIns', Inches(20)), 'moved or changed'),
+    (_set('bodyPr', 'tIns', Inches(8)), 'moved or changed'),
+    (_set('pPr', 'marL', Inches(30)), 'moved or changed'),
+    (_set('pPr', 'indent', -Inches(30)), 'moved or changed'),
+    (_set('rPr', 'spc', -4000), 'moved or changed'),
+    (_set('rPr', 'strike', 'sngStrike'), 'moved or changed'),
+    (_set('rPr', 'baseline', -900000), 'moved or changed'),
+    (_spaced, 'moved or changed'),
+    (_indented_style, 'moved or changed'),
+    (_chart_in_summary, 'more than text'),
+    (_picture_in_summary, 'more than text'),
+    (_layout, 'the layout'),
+    (_connector_text, 'more than text'),
   ],
 )
 def test_what_is_not_seen_does_not_count(grade, solved, change, reason):
@@ -345,6 +474,11 @@ def test_what_is_not_seen_does_not_count(grade, solved, change, reason):
     lambda d: _summary(d, f'Total: {TOTAL}.', f'The highest is {BEST} ({MOST}).'),
     lambda d: _axis(d, 'min', 0),
     lambda d: setattr(d.slides[1].shapes[1], 'name', 'Facts'),
+    _filled('1F3864'),
+    _set('bodyPr', 'lIns', Inches(0.1)),
+    _set('pPr', 'marL', Inches(0.5)),
+    _set('rPr', 'spc', 100),
+    _set('rPr', 'strike', 'noStrike'),
   ],
 )
 def test_other_right_decks_pass(grade, solved, change):

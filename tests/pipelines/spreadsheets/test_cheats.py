@@ -161,6 +161,7 @@ VALUE = MODEL.case(None)['values']['Answer!B2']
     (lambda: _changed(lambda s: setattr(s['B2'], 'number_format', ';;;')), 'format'),
     (lambda: _changed(lambda s: setattr(s['B2'], 'number_format', '"1200"')), 'format'),
     (lambda: _changed(lambda s: setattr(s['B2'], 'number_format', '0;"7"0')), 'format'),
+    (lambda: _changed(lambda s: setattr(s['B2'], 'number_format', '0,,')), 'format'),
   ],
 )
 def test_a_hidden_or_constant_answer_fails(grade, make, reason):

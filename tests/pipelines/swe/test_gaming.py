@@ -14,7 +14,7 @@ import pytest
 
 from m2jax import sandbox
 from m2jax.pipelines.make import LIMITS
-from m2jax.pipelines.swe import drafts, grade, third
+from m2jax.pipelines.swe import drafts, grade, third, variants
 from m2jax.tasks import harbor
 from tests.pipelines.swe import computed, package, test_cheats
 
@@ -196,7 +196,7 @@ def test_the_order_of_variants_cannot_be_guessed():
   """'The first half is right' is seldom true, and every variant is there."""
   rng, lucky = random.Random(0), 0
   for _ in range(1000):
-    drawn = grade.order(rng)
+    drawn = variants.order(rng)
     assert set(drawn) == {'right', 'right printed', 'bug', 'bug printed', 'third'}
     kinds = [name[:3] for name in drawn if name != 'third']
     lucky += kinds == sorted(kinds, reverse=True)
@@ -204,7 +204,7 @@ def test_the_order_of_variants_cannot_be_guessed():
 
 
 def test_printed_sources_do_the_same_in_other_words():
-  one, two = grade.printed(package.CORE), grade.printed(package.CORE)
+  one, two = variants.printed(package.CORE), variants.printed(package.CORE)
   assert one != two
   for text in (one, two):
     names: dict = {}

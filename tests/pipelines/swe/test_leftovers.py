@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from m2jax.pipelines.swe import grade
+from m2jax.pipelines.swe import processes
 
 # Starts a daemon as code under test may: two forks and a session of its own.
 _DAEMON = """
 import os, subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
-import grade
-grade.adopt()
+import processes
+processes.adopt()
 ready, writer = os.pipe()
 if os.fork() == 0:
   os.setsid()
@@ -26,7 +26,7 @@ if os.fork() == 0:
     time.sleep(60)
   os._exit(0)
 daemon = int(os.read(ready, 20))
-grade.end_children()
+processes.end_children()
 try:
   os.kill(daemon, 0)
   print('the daemon lives')
@@ -36,21 +36,21 @@ except ProcessLookupError:
 _MULTIPLIES = """
 import os, sys, time
 sys.path.insert(0, sys.argv[1])
-import grade
-grade.adopt()
-grade._children = lambda: []  # as if each child were replaced before it is seen
+import processes
+processes.adopt()
+processes._children = lambda: []  # as if each child were replaced before it is seen
 if os.fork() == 0:
   time.sleep(20)
   os._exit(0)
 try:
-  grade.end_children(0.2)
-except grade.Failed as error:
+  processes.end_children(0.2)
+except TimeoutError as error:
   print(error)
 """
 
 
 def _run(code: str) -> str:
-  place = str(Path(grade.__file__).parent)
+  place = str(Path(processes.__file__).parent)
   done = subprocess.run(
     [sys.executable, '-c', code, place], capture_output=True, text=True, timeout=30
   )
@@ -70,7 +70,7 @@ def test_a_daemon_is_ended_and_a_bystander_is_not():
 
 
 def test_processes_that_do_not_end_are_a_failure():
-  assert _run(_MULTIPLIES) == 'the tests leave processes that do not end'
+  assert _run(_MULTIPLIES) == 'processes multiply faster than they end'
 
 
 def test_without_adoption_nothing_is_graded(monkeypatch):
@@ -82,4 +82,4 @@ def test_without_adoption_nothing_is_graded(monkeypatch):
 
   monkeypatch.setattr(ctypes, 'CDLL', lambda name: Libc())
   with pytest.raises(OSError, match='cannot be ended'):
-    grade.adopt()
+    processes.adopt()

@@ -67,6 +67,7 @@ class Log:
   failed: list = dataclasses.field(default_factory=list)
   external: list = dataclasses.field(default_factory=list)
   left: list = dataclasses.field(default_factory=list)
+  memory: list = dataclasses.field(default_factory=list)
 
   def add(self, kind, text):
     found = getattr(self, kind)

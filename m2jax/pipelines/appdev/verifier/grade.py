@@ -9,7 +9,9 @@ facts/m2-and-forge.md §5: every criterion is yes or no, with its evidence.
 3. Visual: the proxies of `visual`.
 
 Reward: the share of criteria of 2 and 3 that pass. A Chromium that does not start, or
-crashes twice, is no verdict: `invalid`.
+crashes twice, is no verdict: `invalid`. If it crashes when the app has taken much
+memory, it is the app's doing. Once Chromium shows a page, `m2jax: ready` is printed:
+a verifier that is killed from there on is as well.
 """
 
 import asyncio
@@ -26,6 +28,7 @@ CRITERION_S, TOTAL_S, MAX_HUNG = 30.0, 150.0, 2
 DEADLINE_S = 260.0  # below the task's limit, so that there is a reason
 SETTLE_S, SLOW_CONTROL_S = 0.1, 4.0
 MAX_IMAGE_BYTES, MAX_DOM_CHARS = 200_000, 3000
+MAX_GROWN_BYTES = 512 << 20  # of the 1.5 GiB of the sandbox
 NARROW = 375
 _GATE = {
   'files': f'{APP}/index.html is there; at most {MAX_FILES} files, {MAX_BYTES} bytes',
@@ -34,12 +37,14 @@ _GATE = {
   'errors': 'no console errors, exceptions or dialogs',
   'origin': 'no requests to other origins',
   'stays': 'the page stays open, in one window, where it is',
+  'memory': f'the browser does not crash after taking {MAX_GROWN_BYTES >> 20} MiB more',
 }
 _KINDS = {
   'requests': 'failed',
   'errors': 'errors',
   'origin': 'external',
   'stays': 'left',
+  'memory': 'memory',
 }
 
 
@@ -105,13 +110,13 @@ def read_app(tree):
 class Judge:
   """Judges one app with a browser that may have judged others."""
 
-  def __init__(self, files, spec, chromium, site):
+  def __init__(self, files, spec, chromium, site, watch):
     import browser
 
     with open(os.path.join(TESTS, 'measure.js'), encoding='utf-8') as file:
       self._script = file.read()
     self._files, self._spec, self._site = files, spec, site
-    self._chromium, self._log = chromium, browser.Log()
+    self._chromium, self._watch, self._log = chromium, watch, browser.Log()
     self._report, self._hung = Report(), 0
     self._end = time.monotonic() + TOTAL_S
 
@@ -145,8 +150,6 @@ class Judge:
   async def _in_page(self, work, files=None, **options):
     """Runs `work(page)` in a new context; returns (passed, evidence)."""
     import browser
-    import steps
-    from playwright.async_api import Error
 
     self._site.files = {**self._files, **(files or {})}
     if self._hung >= MAX_HUNG:
@@ -154,6 +157,24 @@ class Judge:
     if time.monotonic() > self._end:
       await self._blame()
       return False, f'not tried: the app took more than {TOTAL_S:.0f} s'
+    self._watch.reset()
+    try:
+      return await self._used(work, options)
+    except browser.Broken as error:
+      grown = self._watch.grown_bytes
+      if grown < MAX_GROWN_BYTES:
+        raise
+      self._log.add('memory', f'{error}, after {grown >> 20} MiB more were taken')
+    self._hung += 1
+    await self._chromium.restart()
+    await self._chromium.control()
+    return False, 'the app took the memory of the browser'
+
+  async def _used(self, work, options):
+    import browser
+    import steps
+    from playwright.async_api import Error
+
     opened = self._chromium.page(self._site.origin, self._log, **options)
     async with opened as page:
       try:
@@ -282,13 +303,15 @@ def sizes(files):
 async def judge(files, spec, chromium, site):
   """The report on an app. A crash is tried again once; raises browser.Broken."""
   import browser
+  import memory
 
-  try:
-    return await Judge(files, spec, chromium, site).run()
-  except browser.Broken:
-    await chromium.restart()
-    await chromium.control()
-    return await Judge(files, spec, chromium, site).run()
+  with memory.Watch() as watch:
+    try:
+      return await Judge(files, spec, chromium, site, watch).run()
+    except browser.Broken:
+      await chromium.restart()
+      await chromium.control()
+      return await Judge(files, spec, chromium, site, watch).run()
 
 
 async def verdict(tree, spec):
@@ -304,6 +327,7 @@ async def verdict(tree, spec):
   try:
     async with browser.Browser() as chromium:
       await chromium.control()
+      print('m2jax: ready', flush=True)
       report = await judge(files, spec, chromium, site)
   except browser.Broken as error:
     return 0.0, {'invalid': f'infrastructure: {error}'}

@@ -1,0 +1,190 @@
+r"""Runs task directories by Harbor's own command, in podman, without a registry.
+
+    python3.12 -m venv /tmp/harbor && /tmp/harbor/bin/pip install harbor podman-compose
+    python -m benchmarks.harbor_run --python=/tmp/harbor/bin/python \
+      --workdir=workdir/reasoning --tasks=1
+
+`harbor run` runs a copy of each task twice: with its solution (agent `oracle`), and
+with nothing (`nop`). The copy differs in two things. Its image is built from this
+machine's programs, interpreter and the dataset's packages, where the task's Dockerfile
+takes an image of a registry. Its network mode is `public`: Harbor's podman refuses
+`no-network`, which needs an image of a registry as well. Prints the rewards; exits with
+1 unless they are 1 and 0. Needs root, podman and runc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from m2jax.tasks import harbor
+from m2jax.tasks.harbor import podman
+
+_BASE = 'localhost/m2jax/harbor-base'
+_PROGRAMS = (
+  'awk base64 basename bash bunzip2 bzip2 cat chmod chown cmp comm cp csplit cut date '
+  'dd diff dirname du echo egrep env expand expr false fgrep find fold gawk grep '
+  'gunzip gzip head id install join kill ln ls mawk md5sum mkdir mkfifo mktemp mv nl '
+  'od paste printf pwd readlink realpath rm rmdir sed seq sh sha256sum shuf sleep sort '
+  'split stat sum sync tac tail tar tee test timeout touch tr true truncate tsort '
+  'uname uniq wc which xargs xz yes zcat'
+).split()
+_NOT_COPIED = shutil.ignore_patterns(
+  *('site-packages', 'test', '__pycache__', 'idlelib', 'tkinter', 'config-*')
+)
+_RUN_S = 900.0
+_NO_NETWORK = 'network_mode = "no-network"'
+
+
+def base(environment: dict[str, str], sites: pathlib.Path) -> str:
+  """Builds an image of this machine's programs and interpreter; returns its name.
+
+  Args:
+    environment: of podman.
+    sites: directories of packages, whose libraries the image has to have.
+
+  Raises:
+    RuntimeError: podman cannot build it.
+  """
+  with tempfile.TemporaryDirectory() as place:
+    root = pathlib.Path(place, 'root')
+    prefix = pathlib.Path(sys.base_prefix)
+    ours = root / prefix.relative_to('/')
+    name = f'python{sys.version_info.major}.{sys.version_info.minor}'
+    shutil.copytree(prefix / 'lib' / name, ours / 'lib' / name, ignore=_NOT_COPIED)
+    (ours / 'lib' / name / 'site-packages').mkdir()
+    (ours / 'bin').mkdir()
+    shutil.copy(prefix / 'bin' / name, ours / 'bin' / 'python3')
+    modules = (prefix / 'lib' / name / 'lib-dynload').glob('*.so')
+    found = filter(None, map(shutil.which, _PROGRAMS))
+    packages = {path.resolve() for path in sites.rglob('*.so*')}
+    wanted = _needed([*found, prefix / 'bin' / name, *modules, *packages])
+    for file in wanted:
+      if sites.resolve() in file.resolve().parents:
+        continue  # `copied` has it
+      inside = prefix in file.parents
+      target = root / (file if inside else _merged(file)).relative_to('/')
+      if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    for directory in ('tmp', 'etc', 'root'):
+      (root / directory).mkdir(exist_ok=True)
+    (root / 'etc' / 'passwd').write_text('root:x:0:0:root:/root:/bin/bash\n')
+    path = f'{prefix}/bin:/bin:/sbin'
+    pathlib.Path(place, 'Dockerfile').write_text(
+      f'FROM scratch\nCOPY root/ /\nENV PATH={path}\n'
+    )
+    command = ['podman', 'build', '--network', 'none', '-t', _BASE, place]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+      raise RuntimeError(f'podman build: {done.stderr.strip()[-500:]}')
+  return _BASE
+
+
+def _merged(file: pathlib.Path) -> pathlib.Path:
+  """A path of /usr without it, so that /bin and /lib have everything."""
+  parts = file.parts
+  return pathlib.Path('/', *parts[2:]) if parts[1] == 'usr' else file
+
+
+def _needed(files) -> set[pathlib.Path]:
+  """Files and the libraries that they are linked with."""
+  found = {pathlib.Path(file) for file in files}
+  for file in tuple(found):
+    done = subprocess.run(['ldd', file], capture_output=True, text=True)
+    found |= set(map(pathlib.Path, re.findall(r'(/\S+) \(0x', done.stdout)))
+  return found
+
+
+@contextlib.contextmanager
+def copied(directory: harbor.Directory) -> Iterator[pathlib.Path]:
+  """A copy of a task on the image of `base`; see the module."""
+  with tempfile.TemporaryDirectory() as place:
+    copy = pathlib.Path(place, directory.path.name)
+    shutil.copytree(directory.path, copy)
+    environment, steps = copy / 'environment', [f'FROM {_BASE}']
+    metadata = directory.metadata
+    if site := metadata.verifier_site or metadata.site:
+      shutil.copytree(directory.dataset / 'sites' / site, environment / 'site')
+      version = f'python{sys.version_info.major}.{sys.version_info.minor}'
+      steps.append(f'COPY site/ {sys.base_prefix}/lib/{version}/site-packages/')
+    dockerfile = environment / 'Dockerfile'
+    _, mark, rest = dockerfile.read_text().partition('WORKDIR /workspace\n')
+    dockerfile.write_text('\n'.join(steps) + f'\n{mark}{rest}')
+    settings = (copy / 'task.toml').read_text()
+    if _NO_NETWORK not in settings or not mark:
+      raise RuntimeError(f'{directory.path}: not as `harbor.write` writes it')
+    public = settings.replace(_NO_NETWORK, 'network_mode = "public"')
+    (copy / 'task.toml').write_text(public)
+    yield copy
+
+
+def reward(python: str, task: pathlib.Path, agent: str, environment) -> float:
+  """The reward of one run of Harbor.
+
+  Args:
+    python: an interpreter that has harbor and podman-compose.
+    task: directory.
+    agent: 'oracle' or 'nop'.
+    environment: of podman.
+
+  Raises:
+    RuntimeError: Harbor gave none; has the end of its output.
+  """
+  programs = os.path.dirname(python)
+  path = {'PATH': f'{programs}{os.pathsep}{environment["PATH"]}'}
+  # Without it, litellm waits for a list of prices from the network.
+  quiet = {'LITELLM_LOCAL_MODEL_COST_MAP': 'True'}
+  with tempfile.TemporaryDirectory() as jobs:
+    command = [f'{programs}/harbor', 'run', '-p', str(task), '-a', agent]
+    command += ['-e', 'podman', '-n', '1', '-o', jobs, '-q']
+    done = subprocess.run(
+      command,
+      env={**environment, **path, **quiet},
+      capture_output=True,
+      text=True,
+      timeout=_RUN_S,
+    )
+    found = list(pathlib.Path(jobs).glob('*/*/verifier/reward.txt'))
+    if done.returncode or len(found) != 1:
+      logs = [log.read_text()[-1500:] for log in pathlib.Path(jobs).glob('*/*/*.log')]
+      raise RuntimeError('\n'.join([done.stdout[-1500:], done.stderr[-500:], *logs]))
+    return float(found[0].read_text())
+
+
+def main(argv=None) -> int:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--python', required=True, help='interpreter that has harbor')
+  parser.add_argument('--workdir', type=pathlib.Path, required=True, nargs='+')
+  parser.add_argument('--tasks', type=int, default=1, help='of each')
+  options = parser.parse_args(argv)
+  if reason := podman.unavailable():
+    print(reason, file=sys.stderr)
+    return 2
+  wrong = 0
+  with podman.settings() as environment:
+    for workdir in options.workdir:
+      base(environment, workdir / 'sites')
+      paths = sorted(workdir.glob('tasks/[!.]*/[!.]*'))
+      for path in paths[:: max(1, len(paths) // options.tasks)][: options.tasks]:
+        with copied(harbor.read(path)) as task:
+          rewards = [
+            reward(options.python, task, agent, environment)
+            for agent in ('oracle', 'nop')
+          ]
+        print(f'{path}: solution {rewards[0]:g}, nothing {rewards[1]:g}', flush=True)
+        wrong += rewards[0] != 1 or rewards[1] == 1
+      wrong += not paths
+  return int(wrong > 0)
+
+
+if __name__ == '__main__':
+  sys.exit(main())
