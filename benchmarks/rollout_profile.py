@@ -7,7 +7,8 @@ agents' sessions, and prints a Markdown table of the engine thread's time: waiti
 the device in decode and in prefill calls, dispatching calls, and the rest, which is
 Python. Another run under JAX's profiler divides the device's time in decode calls by
 the scopes of the program (attention, experts, sampling, copies of contexts); with
-several virtual devices it is their sum.
+several virtual devices it is their sum. `exchange` is the collectives of all scopes, in
+which a device also waits for the others.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ CALLS = {
   'generate_masked': 'decode',
 }
 SCOPES = ('attention', 'moe', 'sampling', 'contexts')
+EXCHANGE = re.compile(r'all-(to-all|gather|reduce)|collective|reduce-scatter')
 _CONTROL = re.compile(r'^(while|call|conditional|fusion-)')  # their parts count
 
 
@@ -91,7 +93,7 @@ def scopes(text: str) -> dict[str, str]:
 
 
 def device_shares(directory: str, timed: Timed) -> dict[str, float]:
-  """Shares of the operations' time in decode calls, by scope."""
+  """Shares of the operations' time in decode calls, by scope; and of collectives."""
   scope_of: dict[str, str] = {}
   for program in timed.programs.values():
     scope_of |= scopes(program())
@@ -99,13 +101,16 @@ def device_shares(directory: str, timed: Timed) -> dict[str, float]:
   with gzip.open(path) as file:
     events = json.load(file)['traceEvents']
   total: collections.Counter = collections.Counter()
+  exchanged = 0.0
   for event in events:
     arguments = event.get('args', {})
     name = arguments.get('hlo_op', '')
     if 'generate' in arguments.get('hlo_module', '') and not _CONTROL.match(name):
       total[scope_of.get(name, 'other')] += event.get('dur', 0)
+      exchanged += event.get('dur', 0) if EXCHANGE.search(name) else 0
   whole = total.total() or 1
-  return {scope: total[scope] / whole for scope in (*SCOPES, 'other')}
+  shares = {scope: total[scope] / whole for scope in (*SCOPES, 'other')}
+  return shares | {'exchange': exchanged / whole}
 
 
 def profile(server: rollout_worker.Server, run: Callable[[], dict]) -> dict[str, float]:
