@@ -8,7 +8,8 @@ the device in decode and in prefill calls, dispatching calls, and the rest, whic
 Python. Another run under JAX's profiler divides the device's time in decode calls by
 the scopes of the program (attention, experts, sampling, copies of contexts); with
 several virtual devices it is their sum. `exchange` is the collectives of all scopes, in
-which a device also waits for the others.
+which a device also waits for the others; `no operation` is the devices' time in decode
+calls (of that run) without any.
 """
 
 from __future__ import annotations
@@ -93,7 +94,10 @@ def scopes(text: str) -> dict[str, str]:
 
 
 def device_shares(directory: str, timed: Timed) -> dict[str, float]:
-  """Shares of the operations' time in decode calls, by scope; and of collectives."""
+  """Shares of the operations' time in decode calls, by scope; and of collectives.
+
+  And the share of the devices' time in these calls without an operation.
+  """
   scope_of: dict[str, str] = {}
   for program in timed.programs.values():
     scope_of |= scopes(program())
@@ -110,7 +114,11 @@ def device_shares(directory: str, timed: Timed) -> dict[str, float]:
       exchanged += event.get('dur', 0) if EXCHANGE.search(name) else 0
   whole = total.total() or 1
   shares = {scope: total[scope] / whole for scope in (*SCOPES, 'other')}
-  return shares | {'exchange': exchanged / whole}
+  devices_s = timed.seconds['device', 'decode'] * jax.device_count()
+  return shares | {
+    'exchange': exchanged / whole,
+    'no operation': 1 - 1e-6 * whole / devices_s,
+  }
 
 
 def profile(server: rollout_worker.Server, run: Callable[[], dict]) -> dict[str, float]:
@@ -126,6 +134,7 @@ def profile(server: rollout_worker.Server, run: Callable[[], dict]) -> dict[str,
   seconds = time.perf_counter() - begin
   busy = server.scheduler.stats()['busy_s'] - before
   spent = collections.Counter(timed.seconds)
+  timed.seconds.clear()
   with tempfile.TemporaryDirectory() as directory:
     with jax.profiler.trace(directory):
       run()
