@@ -8,8 +8,9 @@ the device in decode and in prefill calls, dispatching calls, and the rest, whic
 Python. Another run under JAX's profiler divides the device's time in decode calls by
 the scopes of the program (attention, experts, sampling, copies of contexts); with
 several virtual devices it is their sum. `exchange` is the collectives of all scopes, in
-which a device also waits for the others; `no operation` is the devices' time in decode
-calls (of that run) without any.
+which a device also waits for the others; `no operation` is the share of the
+devices' time in decode calls (of that run) without any, at least: operations of one
+device may overlap.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def scopes(text: str) -> dict[str, str]:
 def device_shares(directory: str, timed: Timed) -> dict[str, float]:
   """Shares of the operations' time in decode calls, by scope; and of collectives.
 
-  And the share of the devices' time in these calls without an operation.
+  And at least which share of the devices' time in these calls has no operation.
   """
   scope_of: dict[str, str] = {}
   for program in timed.programs.values():
@@ -117,7 +118,7 @@ def device_shares(directory: str, timed: Timed) -> dict[str, float]:
   devices_s = timed.seconds['device', 'decode'] * jax.device_count()
   return shares | {
     'exchange': exchanged / whole,
-    'no operation': 1 - 1e-6 * whole / devices_s,
+    'no operation': max(0.0, 1 - 1e-6 * whole / devices_s),
   }
 
 
