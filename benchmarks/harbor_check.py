@@ -58,6 +58,12 @@ def check(python: str, paths: list[pathlib.Path]) -> tuple[str, dict[str, str]]:
   return version, refused
 
 
+def chosen(workdir: pathlib.Path, count: int) -> list[pathlib.Path]:
+  """Directories of `count` tasks of a dataset, evenly; 0 is all."""
+  paths = sorted(workdir.glob('tasks/[!.]*/[!.]*'))
+  return paths[:: max(1, len(paths) // count)][:count] if count else paths
+
+
 def main(argv=None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--python', required=True, help='interpreter that has harbor')
@@ -66,9 +72,7 @@ def main(argv=None) -> int:
   options = parser.parse_args(argv)
   failed = False
   for workdir in options.workdir:
-    paths = sorted(workdir.glob('tasks/[!.]*/[!.]*'))
-    if options.tasks:
-      paths = paths[:: max(1, len(paths) // options.tasks)][: options.tasks]
+    paths = chosen(workdir, options.tasks)
     version, refused = check(options.python, paths)
     accepted = len(paths) - len(refused)
     print(f'{workdir}: harbor {version} accepts {accepted} of {len(paths)} directories')

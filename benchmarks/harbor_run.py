@@ -25,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+from benchmarks import harbor_check
 from m2jax.tasks import harbor
 from m2jax.tasks.harbor import podman
 
@@ -173,8 +174,7 @@ def main(argv=None) -> int:
   with podman.settings() as environment:
     for workdir in options.workdir:
       base(environment, workdir / 'sites')
-      paths = sorted(workdir.glob('tasks/[!.]*/[!.]*'))
-      for path in paths[:: max(1, len(paths) // options.tasks)][: options.tasks]:
+      for path in harbor_check.chosen(workdir, options.tasks):
         with copied(harbor.read(path)) as task:
           rewards = [
             reward(options.python, task, agent, environment)

@@ -18,8 +18,6 @@ from absl import logging
 from m2jax.checkpoint import CheckpointError, published
 from m2jax.forge.commands import Commands, Stopped
 
-_THREAD = 'read-weights'
-
 
 class Numbers:
   """Names sets of weights by numbers that all processes of a job know.
@@ -94,7 +92,7 @@ class LeadReader:
 
 
 def _failure(answer: dict[str, Any]) -> Exception | None:
-  text = answer['error'] and f'process {answer["process"]}: {answer["error"]}'
+  text = f'process {answer["process"]}: {answer["error"]}'
   match answer['kind']:
     case 'ok':
       return None
@@ -119,7 +117,7 @@ class FollowReader:
     self._reader, self._commands, self._like = reader, commands, like
     self._lock = threading.Lock()
     self._read: dict[int, Any] = {}  # by number
-    self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
+    self._thread = threading.Thread(target=self._run, name='read-weights', daemon=True)
 
   def start(self) -> FollowReader:
     self._thread.start()

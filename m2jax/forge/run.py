@@ -149,8 +149,7 @@ class _Run:
     view.done(f'teacher {len(groups) / len(demos):.2f}')
     _log_tokens(groups)
     variables = prepare.start(config, workdir, self._sharding)
-    served = self._served(variables), tok, self._pool, UNTRAINED
-    with rollouts(*served) as running:
+    with rollouts(self._served(variables), tok, self._pool, UNTRAINED) as running:
       view.begin('SFT')
       variables, step = self._sft('sft', groups, variables, files, running)
       if not config.start:  # else that run has evaluated these weights

@@ -106,6 +106,14 @@ def _problem(question, answer, **record):
 
 
 _FAMILY = '{} is married to {}. They have a child called {}.\n\n{}'
+
+
+def _family(father, mother, child, question, answer, person1, person2):
+  text = _FAMILY.format(father, mother, child, question)
+  problem = _problem(text, answer, person1=person1, person2=person2)
+  return 'family_relationships', problem
+
+
 _SAME = {  # generator, problem → the same in other words
   'other words': [
     ('chain_sum', _problem('State the answer: 2 - 4 =', '-2', expression='2 - 4')),
@@ -120,24 +128,8 @@ _SAME = {  # generator, problem → the same in other words
     ('simple_equations', _problem('Solve 3*k = 6', '2', equation='3*k = 6')),
   ],
   'other names': [
-    (
-      'family_relationships',
-      _problem(
-        _FAMILY.format('Tom', 'Ann', 'Max', 'What is Max to Tom?'),
-        'son',
-        person1='Max',
-        person2='Tom',
-      ),
-    ),
-    (
-      'family_relationships',
-      _problem(
-        _FAMILY.format('Jim', 'Eve', 'Leo', 'How is Leo related to Jim?'),
-        'son',
-        person1='Leo',
-        person2='Jim',
-      ),
-    ),
+    _family('Tom', 'Ann', 'Max', 'What is Max to Tom?', 'son', 'Max', 'Tom'),
+    _family('Jim', 'Eve', 'Leo', 'How is Leo related to Jim?', 'son', 'Leo', 'Jim'),
   ],
   'an item that changes nothing': [
     ('gcd', _problem('GCD: 12, 18, 600', '6', numbers=[12, 18, 600])),
@@ -162,24 +154,8 @@ _OTHER = {
     ('lcm', _problem('LCM: 12, 18, 24', '72', numbers=[12, 18, 24])),
   ],
   'another person is asked about': [
-    (
-      'family_relationships',
-      _problem(
-        _FAMILY.format('Tom', 'Ann', 'Max', 'What is Max to Tom?'),
-        'son',
-        person1='Max',
-        person2='Tom',
-      ),
-    ),
-    (
-      'family_relationships',
-      _problem(
-        _FAMILY.format('Tom', 'Ann', 'Max', 'What is Ann to Tom?'),
-        'wife',
-        person1='Ann',
-        person2='Tom',
-      ),
-    ),
+    _family('Tom', 'Ann', 'Max', 'What is Max to Tom?', 'son', 'Max', 'Tom'),
+    _family('Tom', 'Ann', 'Max', 'What is Ann to Tom?', 'wife', 'Ann', 'Tom'),
   ],
   'the other order': [
     ('word_sorting', _problem('in ascending order: b, a', 'a', original_words=['b'])),
