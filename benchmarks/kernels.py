@@ -1,7 +1,7 @@
 """Compares kernels with their roofline bound and the best other implementation.
 
   python -m benchmarks.kernels                      # all ops, on this machine's device
-  python -m benchmarks.kernels --ops=experts --json
+  python -m benchmarks.kernels --ops=paged_attention --cases=decode --json
   python -m benchmarks.kernels --tune=tree_attention
 
 There is one row per case and implementation. `ms` is the fastest of --runs runs,
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
 
 import jax
@@ -125,10 +126,16 @@ def exact(op: kernel_cases.Op, arrays):
     return [np.asarray(x) for x in value_and_grads(op.reference, op.wrt)(*wide)]
 
 
-def rows(op: kernel_cases.Op, platform: str, runs: int):
-  """Yields one dict per case, pass and implementation, without bounds."""
+def rows(op: kernel_cases.Op, platform: str, runs: int, part: str = ''):
+  """Yields one dict per case, pass and implementation, without bounds.
+
+  Args:
+    part: of the names of the cases wanted.
+  """
   cases = op.cases[platform if platform in op.cases else 'accelerator']
   for case, shape in cases.items():
+    if part not in case:
+      continue
     arrays = op.make(**shape)
     small = op.make(**{**shape, **op.small})
     want = exact(op, small)
@@ -222,6 +229,7 @@ def main(argv=None) -> list[dict]:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument('--ops', default=','.join(kernel_cases.OPS))
+  parser.add_argument('--cases', default='', help='part of their names')
   parser.add_argument('--runs', type=int, default=10)
   parser.add_argument('--json', action='store_true')
   parser.add_argument('--tune', choices=kernel_cases.OPS)
@@ -237,7 +245,9 @@ def main(argv=None) -> list[dict]:
     return []
   found, peak = [], [peaks()]
   for name in args.ops.split(','):
-    found.extend(rows(kernel_cases.OPS[name], platform, args.runs))
+    for row in rows(kernel_cases.OPS[name], platform, args.runs, args.cases):
+      print(*row.values(), file=sys.stderr, flush=True)
+      found.append(row)
     peak.append(peaks())
   flops_s, bytes_s = (max(p) for p in zip(*peak, strict=True))
   found = [bounded(row, flops_s, bytes_s) for row in found]

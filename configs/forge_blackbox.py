@@ -93,11 +93,12 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     c.episodes.agent = mini_swe_agent()
     c.episodes.concurrency = 4  # an episode takes a core for seconds
     c.episodes.limits.update(cpu_s=30, wall_s=120.0, memory_bytes=1 << 30)
+  c.tasks.weights = forge.DEMONSTRATED
   c.eval_tasks, c.dev_tasks = 100, 0
   c.sft.demonstrations = 600
-  c.rl.update(steps=12, groups_per_step=4, group_size=8, capacity=8)
+  c.rl.update(steps=16, groups_per_step=4, group_size=8, capacity=8)
   c.rl.update(dev_every=0, patience=0, item_deadline_s=900.0)
-  c.rl.optimizer.schedule.update(total_steps=12, decay_steps=6)
+  c.rl.optimizer.schedule.update(total_steps=16, decay_steps=8)
   if variant == 'smoke':
     c.eval_tasks = 2
     c.sft.update(demonstrations=6)

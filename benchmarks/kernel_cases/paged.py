@@ -102,7 +102,7 @@ def _peers(platform, *, chunk, **_):
   if platform == 'tpu':
     peers['jax ragged, its layout made'] = _ragged
   if platform == 'gpu':
-    peers['m2jax, Mosaic GPU'] = functools.partial(_ours, implementation='mosaic_gpu')
+    peers['m2jax, Mosaic GPU'] = functools.partial(_attend, implementation='mosaic_gpu')
   if chunk == 1 and platform in ('tpu', 'gpu'):
     peers['jax paged'] = _decode_tpu if platform == 'tpu' else _decode_gpu
   return peers

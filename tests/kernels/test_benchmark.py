@@ -53,6 +53,14 @@ def test_bound():
   assert kernels.bounded(row, 1e12, 2.5e11)['limit'] == 'memory'
 
 
+@pytest.mark.parametrize('op', kernel_cases.OPS.values(), ids=kernel_cases.OPS)
+@pytest.mark.parametrize('platform', ['tpu', 'gpu'])
+def test_peers_of_other_platforms_exist(op, platform):
+  """None needs the platform before it is called."""
+  for shape in op.cases['accelerator'].values():
+    assert all(map(callable, op.peers(platform, **shape).values()))
+
+
 @pytest.mark.long
 def test_every_case_is_right(capsys):
   """All ops on this machine, value and gradients against float64."""

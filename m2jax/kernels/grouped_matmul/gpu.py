@@ -91,7 +91,9 @@ def _per_row_kernel(sizes, transpose, *refs):
   @pl.when(begin < rows)
   def _():
     acc = jnp.zeros((sizes['rows'], columns), jnp.float32)
-    acc = lax.fori_loop(0, jnp.where(own < rhs.shape[0], parts, 0), add, acc)
+    # int32 both: Triton gives a select of two Python numbers the type of the predicate
+    some = jnp.where(own < rhs.shape[0], np.int32(parts), np.int32(0))
+    acc = lax.fori_loop(0, some, add, acc)
     _store(out, (row_at, column_at), (end, out.shape[1]), acc)
 
 
