@@ -43,6 +43,7 @@ PEAKS = {
   'NVIDIA H100': (989e12, 3350e9),
   'NVIDIA H200': (989e12, 4800e9),
 }
+# By platform and sizes; those of an op begin with its name.
 CANDIDATES = {
   ('tpu', 'tree_attention'): dict(
     tokens=(256, 512, 1024), group_tokens=(2048, 4096, 8192)
@@ -52,25 +53,44 @@ CANDIDATES = {
   ),
   ('tpu', 'qk_norm_rope'): dict(tokens=(128, 256)),
   ('tpu', 'paged_attention'): dict(tokens=(256, 512, 1024), queries=(256, 512, 1024)),
-  ('gpu', 'tree_attention'): dict(tokens=(32, 64, 128), warps=(4, 8), stages=(1, 2, 3)),
+  ('gpu', 'tree_attention'): dict(
+    tokens=(64, 128), partner_tokens=(64, 128), warps=(4, 8), stages=(2, 3)
+  ),
+  ('gpu', 'tree_attention_backward'): dict(
+    tokens=(64, 128), partner_tokens=(32, 64), warps=(4, 8), stages=(2, 3)
+  ),
   ('gpu', 'grouped_matmul'): dict(
     rows=(64, 128), columns=(64, 128), inner=(32, 64), warps=(4, 8), stages=(2, 3, 4)
   ),
   ('gpu', 'paged_attention'): dict(
-    queries=(16, 64, 128), programs=(132, 264, 528), warps=(4, 8), stages=(2, 3)
+    programs=(132, 264, 528), keys=(64, 128), slots=(2, 3, 4)
   ),
   ('gpu', 'qk_norm_rope'): dict(tokens=(4, 16, 64), warps=(4, 8, 16)),
 }
+_LEAST_S = 5e-3  # of a measurement on a device with a queue
 
 
 def seconds(function, *arrays, runs: int) -> float:
-  """The fastest of up to `runs` runs within three seconds, after one that compiles."""
+  """The fastest of up to `runs` runs within three seconds, after one that compiles.
+
+  On a TPU or GPU a run is as many calls as take some milliseconds, queued one after the
+  other: a single call would be timed with the time to dispatch it and to see its end.
+  """
   jax.block_until_ready(function(*arrays))
-  times = []
-  while len(times) < runs and sum(times) < 3:
+
+  def run(calls):
     started = time.perf_counter()
-    jax.block_until_ready(function(*arrays))
-    times.append(time.perf_counter() - started)
+    for _ in range(calls):
+      out = function(*arrays)
+    jax.block_until_ready(out)
+    return (time.perf_counter() - started) / calls
+
+  calls = 1
+  if jax.default_backend() != 'cpu':
+    calls = 1 + int(_LEAST_S / run(1))
+  times = []
+  while len(times) < runs and calls * sum(times) < 3:
+    times.append(run(calls))
   return min(times)
 
 
@@ -200,17 +220,18 @@ def show(found: list[dict]) -> None:
       print(f'skipped {r["op"]}, {r["case"]}: {r["implementation"]}: {r["skipped"]}')
 
 
-def tune(op: kernel_cases.Op, platform: str, runs: int) -> None:
+def tune(name: str, platform: str, runs: int) -> None:
   """Prints the candidate sizes with the smallest geometric mean time over all cases."""
-  names = CANDIDATES.get((platform, op.name))
+  names = CANDIDATES.get((platform, name))
   if names is None:
-    raise SystemExit(f'{op.name} has no block sizes to tune on {platform}')
+    raise SystemExit(f'{name} has no block sizes to tune on {platform}')
+  op = next(op for op in kernel_cases.OPS.values() if name.startswith(op.name))
   cases = {name: op.make(**shape) for name, shape in op.cases['accelerator'].items()}
   best = None
   for values in itertools.product(*names.values()):
     sizes = dict(zip(names, values, strict=True))
     times = []
-    with block_sizes.replaced(platform, op.name, **sizes):
+    with block_sizes.replaced(platform, name, **sizes):
       try:
         for arrays in cases.values():
           times.append(seconds(value_and_grads(op.ours, op.wrt), *arrays, runs=runs))
@@ -221,7 +242,7 @@ def tune(op: kernel_cases.Op, platform: str, runs: int) -> None:
     print(sizes, *(f'{1e3 * t:.3f}' for t in times), flush=True)
     if best is None or mean < best[0]:
       best = mean, sizes
-  print(f'{jax.devices()[0].device_kind}: {op.name!r}: {best and best[1]}')
+  print(f'{jax.devices()[0].device_kind}: {name!r}: {best and best[1]}')
 
 
 def main(argv=None) -> list[dict]:
@@ -232,7 +253,7 @@ def main(argv=None) -> list[dict]:
   parser.add_argument('--cases', default='', help='part of their names')
   parser.add_argument('--runs', type=int, default=10)
   parser.add_argument('--json', action='store_true')
-  parser.add_argument('--tune', choices=kernel_cases.OPS)
+  parser.add_argument('--tune', choices=sorted({name for _, name in CANDIDATES}))
   args = parser.parse_args(argv)
   unknown = set(args.ops.split(',')) - set(kernel_cases.OPS)
   if unknown:
@@ -241,7 +262,7 @@ def main(argv=None) -> list[dict]:
     )
   platform = jax.default_backend()
   if args.tune:
-    tune(kernel_cases.OPS[args.tune], platform, args.runs)
+    tune(args.tune, platform, args.runs)
     return []
   found, peak = [], [peaks()]
   for name in args.ops.split(','):

@@ -94,7 +94,8 @@ def _decode_gpu(q, k, v, tables, position):
   from jax.experimental.pallas.ops.gpu import paged_attention as kernel
 
   q = q[:, 0] * q.shape[3] ** -0.5
-  return kernel.paged_attention(q, k, v, tables, position[:, 0] + 1)[:, None]
+  more = dict(pages_per_compute_block=2)  # 8, its default, exceed shared memory
+  return kernel.paged_attention(q, k, v, tables, position[:, 0] + 1, **more)[:, None]
 
 
 def _peers(platform, *, chunk, **_):
@@ -102,7 +103,7 @@ def _peers(platform, *, chunk, **_):
   if platform == 'tpu':
     peers['jax ragged, its layout made'] = _ragged
   if platform == 'gpu':
-    peers['m2jax, Mosaic GPU'] = functools.partial(_attend, implementation='mosaic_gpu')
+    peers['m2jax, Triton'] = functools.partial(_attend, implementation='gpu')
   if chunk == 1 and platform in ('tpu', 'gpu'):
     peers['jax paged'] = _decode_tpu if platform == 'tpu' else _decode_gpu
   return peers

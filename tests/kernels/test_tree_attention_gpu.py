@@ -18,7 +18,11 @@ from tests.kernels import cuda
 from tests.kernels.test_tree_attention import arrays, random_forest, value_and_grads
 
 ROWS, LENGTH, HEADS, KV_HEADS, DIM = 2, 75, 4, 2, 8  # five blocks, the last cut short
-BLOCKS = dict(tokens=16, warps=4, stages=2)
+# a program's block is twice its partners', or half of them
+BLOCKS = {
+  'tree_attention': dict(tokens=32, partner_tokens=16, warps=4, stages=2),
+  'tree_attention_backward': dict(tokens=16, partner_tokens=32, warps=4, stages=2),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +30,7 @@ def interpreted(monkeypatch):
   """Kernels run as XLA loops on the CPU, in blocks of 16."""
   call = functools.partial(gpu.pl.pallas_call, interpret=True)
   monkeypatch.setattr(gpu.pl, 'pallas_call', call)
-  monkeypatch.setattr(gpu.block_sizes, 'get', lambda platform, op: BLOCKS)
+  monkeypatch.setattr(gpu.block_sizes, 'get', lambda platform, op: BLOCKS[op])
 
 
 def tensors(rng, dtype=np.float32, queries=LENGTH):

@@ -5,7 +5,15 @@ Chosen by the capacity of shared memory and registers; not timed on a device.
 
 SIZES = {
   'tree_attention': {
-    'tokens': 64,  # of a query or key block; a power of two
+    'tokens': 128,  # of a program's block of queries; powers of two
+    'partner_tokens': 64,  # of the blocks of keys that it loops over
+    'warps': 8,
+    'stages': 2,
+  },
+  # d_q: as above; d_k and d_v: a program's block is of keys
+  'tree_attention_backward': {
+    'tokens': 64,
+    'partner_tokens': 64,
     'warps': 4,
     'stages': 2,
   },
@@ -17,12 +25,15 @@ SIZES = {
     'stages': 3,
   },
   'paged_attention': {
-    'queries': 64,  # of a block, times query heads of a group, at most
     'programs': 264,  # at most by dividing rows' pages: two a multiprocessor
+    'keys': 64,  # of a step, at least a page
+    'slots': 3,  # of the ring of steps
+  },
+  'paged_attention_triton': {
+    'queries': 64,  # of a block, times query heads of a group, at most
+    'programs': 264,
     'warps': 4,
     'stages': 2,
-    'keys': 64,  # of a step of the Mosaic GPU kernel, at least a page
-    'slots': 3,  # of its ring of steps
   },
   'qk_norm_rope': {'tokens': 16, 'warps': 8},  # rows of a program of the backward pass
 }

@@ -50,9 +50,9 @@ def attend(
     scale: of the scores; None is H ** -0.5.
     logsumexp: whether to return the logsumexp of each query's scores, too, at least
       fp32; +inf for a query that sees nothing.
-    implementation: 'reference', 'cpu', 'tpu', 'gpu' or 'mosaic_gpu' (Hopper); None is
-      that of the platform lowered for, or 'cpu', which is plain XLA, where that does
-      not support these tensors.
+    implementation: 'reference', 'cpu', 'tpu', 'mosaic_gpu' (Hopper) or 'gpu' (Triton).
+      None is the platform's: on a GPU the first of these two that supports these
+      tensors, and where the platform's does not 'cpu', which is plain XLA.
 
   Returns:
     In q's dtype; 0 for a query that sees nothing.
@@ -67,17 +67,22 @@ def attend(
       f'attend: implementation={implementation!r}, want one of {list(_IMPLEMENTATIONS)}'
     )
 
+  arrays = (q, cache.stacked(), position, subtree_end)
+
   def of(name):
     return functools.partial(_IMPLEMENTATIONS[name].attend, scale=scale)
 
-  arrays = (q, cache.stacked(), position, subtree_end)
+  def first_of(*names):
+    found = (n for n in names if not _IMPLEMENTATIONS[n].unsupported_reason(*arrays))
+    return of(next(found, 'cpu'))
+
   if implementation is not None:
     out, lse = of(implementation)(*arrays)
   else:
     out, lse = jax.lax.platform_dependent(
       *arrays,
-      tpu=of('cpu' if tpu.unsupported_reason(*arrays) else 'tpu'),
-      cuda=of('cpu' if gpu.unsupported_reason(*arrays) else 'gpu'),
+      tpu=first_of('tpu'),
+      cuda=first_of('mosaic_gpu', 'gpu'),
       default=of('cpu'),
     )
   return (out, lse) if logsumexp else out

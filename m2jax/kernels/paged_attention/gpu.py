@@ -112,7 +112,7 @@ def _kernel(static: _Static, tree: bool, *refs):
 def _call(static: _Static, q, cache: Cache, seen: Seen):
   """q [P, K, m, q, H] → per part out like q and logsumexp [P, K, m, q], fp32."""
   (P, K, m, rows, dim), (L, _, pages, page, _) = q.shape, cache.k.shape
-  sizes = block_sizes.get('gpu', 'paged_attention')
+  sizes = block_sizes.get('gpu', 'paged_attention_triton')
 
   def spec(shape, index):
     """`index`: (row, head, block, part) → the block's index."""
@@ -178,7 +178,7 @@ def unsupported_reason(q, cache: Cache, position, subtree_end=None) -> str | Non
 
 
 def _static(q, cache: Cache, scale: float) -> _Static:
-  sizes = block_sizes.get('gpu', 'paged_attention')
+  sizes = block_sizes.get('gpu', 'paged_attention_triton')
   (P, C, N, _), K = q.shape, cache.k.shape[1]
   group = N // K
   queries = min(C, max(1, sizes['queries'] // group))

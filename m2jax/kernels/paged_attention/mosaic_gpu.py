@@ -1,6 +1,6 @@
 """Paged attention on Hopper: a Pallas Mosaic GPU kernel that copies pages by tables.
 
-Not the default on GPUs, since it has run in interpret mode only, and on no device.
+The default where the device is a Hopper GPU and jax 0.11 or later; `gpu` elsewhere.
 
 A program is one warpgroup. It computes a block of a row's queries for one key/value
 head, over one of several parts of the row's keys, as in `gpu` (FlashDecoding). The
@@ -29,6 +29,7 @@ from m2jax.kernels import block_sizes
 from m2jax.kernels.paged_attention.blocks import MOST_TREE, Blocks, Seen, in_parts
 from m2jax.kernels.paged_attention.cache import Cache
 
+_HOPPER = '9.0'
 _LEAST_JAX = 0, 11  # its `load` takes no index, and the kernel can be interpreted
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _ROWS = 64  # of a product of a warpgroup
@@ -240,7 +241,15 @@ def _call(static: _Static, q, cache: Cache, seen: Seen):
     grid=(P * K, m, static.parts),
     grid_names=('lead', 'block', 'part'),
   )
-  return call(*(x for x in inputs if x is not None))
+  with jax.enable_x64(False):  # Mosaic GPU has no loops over int64
+    return call(*(x for x in inputs if x is not None))
+
+
+def _capability() -> str:
+  """Of the local GPU; without one, as in lowering for an absent device, Hopper's."""
+  if jax.default_backend() != 'gpu':
+    return _HOPPER
+  return jax.local_devices()[0].compute_capability
 
 
 def unsupported_reason(q, cache: Cache, position, subtree_end=None) -> str | None:
@@ -248,6 +257,8 @@ def unsupported_reason(q, cache: Cache, position, subtree_end=None) -> str | Non
   del position
   if jax.__version_info__ < _LEAST_JAX:
     return f'jax {jax.__version__}: Mosaic GPU needs 0.11; use the Triton kernel'
+  if (capability := _capability()) != _HOPPER:
+    return f'compute capability {capability}: the kernel is for Hopper, {_HOPPER}'
   k, v = cache.k, cache.v
   if q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
     return f'{q.dtype}, {k.dtype}, {v.dtype}: must be the same 16-bit float'
