@@ -21,7 +21,8 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
 # Code that is less optimised compiles in a fraction of the time; XLA's passes over HLO
-# are as ever. On a GPU the tests are of the code that users run.
+# are as ever. On other devices the tests are of the code that users run, but with exact
+# products in fp32.
 _XLA_FLAGS = [
   '--xla_backend_optimization_level=0',
   '--xla_llvm_disable_expensive_passes=true',
@@ -31,6 +32,8 @@ if metadata.version('jaxlib').startswith('0.10.'):  # later ones have no such fl
   _XLA_FLAGS.append('--xla_cpu_use_fusion_emitters=false')
 if os.environ['JAX_PLATFORMS'] == 'cpu':
   os.environ['XLA_FLAGS'] = ' '.join([*_XLA_FLAGS, os.environ.get('XLA_FLAGS', '')])
+else:
+  os.environ.setdefault('JAX_DEFAULT_MATMUL_PRECISION', 'highest')
 
 # Each module that has hints of arrays (m2jax/axes.py) is imported with checks of them.
 install_import_hook(

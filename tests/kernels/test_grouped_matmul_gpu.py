@@ -27,7 +27,7 @@ def interpreted(monkeypatch):
   """Kernels run as XLA loops on the CPU."""
   call = functools.partial(gpu.pl.pallas_call, interpret=True)
   monkeypatch.setattr(gpu.pl, 'pallas_call', call)
-  monkeypatch.setattr(gpu, '_sizes', lambda: BLOCKS)
+  monkeypatch.setattr(gpu, '_sizes', lambda dtype: BLOCKS)
 
 
 def check(lhs, rhs, sizes, weight, tolerance=1e-5):

@@ -29,8 +29,10 @@ from m2jax.kernels.pallas import dot
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-def _sizes():
-  return block_sizes.get('gpu', 'grouped_matmul')
+def _sizes(dtype):
+  sizes = block_sizes.get('gpu', 'grouped_matmul')
+  # Blocks were chosen for 16 bits.
+  return sizes | dict(inner=sizes['inner'] * 2 // max(2, dtype.itemsize))
 
 
 class _Tiles(NamedTuple):
@@ -114,8 +116,7 @@ def _per_group_kernel(sizes, bounds, lhs, d_out, d_rhs):
   _store(d_rhs, (d, f), d_rhs.shape, lax.fori_loop(0, parts, add, acc))
 
 
-def _params():
-  sizes = _sizes()
+def _params(sizes):
   return plgpu.CompilerParams(num_warps=sizes['warps'], num_stages=sizes['stages'])
 
 
@@ -123,13 +124,13 @@ def _params():
 def _per_row(lhs, rhs, group_sizes, *, transpose):
   """Each row times its group's matrix, transposed or not."""
   outer = rhs.shape[1] if transpose else rhs.shape[2]
-  sizes = _sizes()
+  sizes = _sizes(lhs.dtype)
   table = tiles(group_sizes, len(lhs), sizes['rows'])
   return pl.pallas_call(
     functools.partial(_per_row_kernel, sizes, transpose),
     grid=(pl.cdiv(outer, sizes['columns']), len(table.first)),
     out_shape=jax.ShapeDtypeStruct((len(lhs), outer), lhs.dtype),
-    compiler_params=_params(),
+    compiler_params=_params(sizes),
     name='grouped_matmul_d_lhs' if transpose else 'grouped_matmul_forward',
   )(*table, lhs, rhs)
 
@@ -137,7 +138,7 @@ def _per_row(lhs, rhs, group_sizes, *, transpose):
 @functools.partial(jax.jit, static_argnames='dtype')
 def _per_group(lhs, d_out, group_sizes, *, dtype):
   """Σ over a group's rows of lhsᵀ d_out: [E, D, F]; 0 for an empty group."""
-  sizes = _sizes()
+  sizes = _sizes(lhs.dtype)
   shape = lhs.shape[1], d_out.shape[1]
   bounds = tiles(group_sizes, len(lhs), sizes['rows']).bounds
   whole = [pl.BlockSpec(x.shape, lambda *_, n=x.ndim: (0,) * n) for x in (bounds, lhs)]
@@ -147,7 +148,7 @@ def _per_group(lhs, d_out, group_sizes, *, dtype):
     in_specs=[*whole, pl.BlockSpec(d_out.shape, lambda *_: (0, 0))],
     out_specs=pl.BlockSpec((None, *shape), lambda j, i, g: (g, 0, 0)),
     out_shape=jax.ShapeDtypeStruct((len(group_sizes), *shape), dtype),
-    compiler_params=_params(),
+    compiler_params=_params(sizes),
     name='grouped_matmul_d_rhs',
   )(bounds, lhs, d_out)
 
