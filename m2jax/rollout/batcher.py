@@ -2,7 +2,9 @@
 
 One `tick` places waiting requests in idle slots (first come, first served, except that
 a request waits for a prefix that is being prefilled for another one), prefills within a
-budget, decodes a few steps and delivers the finished requests.
+budget, decodes a few steps and delivers the finished requests. While the same sequences
+go on decoding, each decode call is made before the tokens of the one before are read
+(`look_ahead`), and a tick is no more than that.
 
 A request is placed when there are pages for its prompt. When pages run out while it
 decodes, the sequence that started last is retracted: it waits in front of the queue,
@@ -19,6 +21,7 @@ import itertools
 import time
 from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 
@@ -26,12 +29,13 @@ from m2jax.rollout import (
   constrained,
   decode_plan,
   expert_ids,
+  look_ahead,
   prefill_plan,
   speculative,
   tiers,
 )
 from m2jax.rollout.api import EngineError, NewTokens
-from m2jax.rollout.decode_calls import DecodeCalls, Shape, lay, spread
+from m2jax.rollout.decode_calls import Call, DecodeCalls, Shape, lay, spread
 from m2jax.rollout.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.drafting import Drafting
 from m2jax.rollout.engine import Engine
@@ -104,6 +108,7 @@ class Batcher:
     self.jobs: dict[int, Job] = {}
     self._ready: list[int] = []  # slots prefilled, not yet admitted
     self._decode_calls = DecodeCalls(self.engine, self.drafting)
+    self._call: Call | None = None  # made ahead
     if self.tiers is not None:
       self.tiers.attach(self.table)
 
@@ -115,6 +120,7 @@ class Batcher:
 
   def replace_weights(self, variables: Any, version: int) -> None:
     """Between two ticks; sequences in slots go on with the K/V that they have."""
+    self._land()
     self.variables, self.version = variables, version
     self.pauses.exchanged(decoding=bool(self.table.where(State.DECODE).size))
     if not self.config.reuse_stale_prefix:
@@ -137,6 +143,8 @@ class Batcher:
   def cancel(self, job: Job) -> None:
     """Finishes a request with its tokens so far; no effect on a finished one."""
     if self.jobs.get(job.slot) is job:
+      self._land()
+    if self.jobs.get(job.slot) is job:
       self._end(job, 'cancelled')
     elif job in self.waiting:
       self.waiting.remove(job)
@@ -144,6 +152,15 @@ class Batcher:
 
   def tick(self) -> None:
     begin = time.monotonic()
+    if self._call is not None:
+      self._land(go_on=True)
+    else:
+      self._place_and_decode()
+    self.counts['busy_s'] += time.monotonic() - begin
+    if self.tiers is not None:
+      self.tiers.settle(self.state, idle=not self.jobs)
+
+  def _place_and_decode(self) -> None:
     budget = self.config.prefill_budget_tokens
     if self.tiers is not None:
       self.tiers.read_ahead(itertools.islice(self.waiting, len(self.table.state)))
@@ -153,9 +170,6 @@ class Batcher:
       self._place()  # requests that waited for a prefix that is now cached
     self._admit()
     self._decode()
-    self.counts['busy_s'] += time.monotonic() - begin
-    if self.tiers is not None:
-      self.tiers.settle(self.state, idle=not self.jobs)
 
   def _place(self) -> None:
     """Moves waiting requests to idle slots with pages for them."""
@@ -335,20 +349,55 @@ class Batcher:
     self, slots: np.ndarray, shape: Shape, masks: np.ndarray | None
   ) -> bool:
     """One decode call and its effect on each request; False if all requests failed."""
-    table = self.table
     self.pauses.begin_decode()
     self._save_pages()
-    self.state, sampled, finite = self._decode_calls.run(
-      self.variables, self.state, table, slots, shape, masks
+    self.state, call = self._decode_calls.start(
+      self.variables, self.version, self.state, self.table, slots, shape, masks
     )
+    return self._finish_and_follow(call)
+
+  def _land(self, go_on: bool = False) -> None:
+    """Ends the call that was made ahead, if there is one.
+
+    Args:
+      go_on: whether another may be made ahead.
+    """
+    call, self._call = self._call, None
+    if call is not None:
+      self._finish_and_follow(call, go_on)
+
+  def _finish_and_follow(self, call: Call, go_on: bool = True) -> bool:
+    """Takes a call's effect on each request, after making the next one, if that can be
+    done ahead; False if all requests failed."""
+    following = None
+    if go_on and not (self.waiting or self._ready):
+      needs = self._ahead(call.shape.drafts)
+      if self.config.look_ahead and self.tiers is None and not self.drafting.most:
+        if look_ahead.goes_on(call, self.table, self.jobs, needs):
+          self.table.count_rows(call.slots)
+          self.state, following = self._decode_calls.again(
+            call, self.variables, self.state, self.table
+          )
+    if not self._finish(call):
+      return False
+    self._call = following if self.jobs else None
+    return True
+
+  def _finish(self, call: Call) -> bool:
+    """Takes a call's effect on each request; False if all requests failed."""
+    table = self.table
+    sampled, finite = self._decode_calls.finish(call, table)
     self.pauses.end_decode()
+    going = table.state[call.slots] == State.DECODE  # others ended meanwhile
+    slots, finite = call.slots[going], finite[going]
+    sampled = jax.tree.map(lambda x: x[going], sampled)
     before = table.held[slots] + 1
-    table.append(slots, sampled.counts, sampled.tokens, sampled.logprobs, self.version)
+    table.append(slots, sampled.counts, sampled.tokens, sampled.logprobs, call.version)
     self._count_sampled(int(sampled.counts.sum()))
     if not finite.all():
       # NaN in the cache would spread: an attention weight of 0 times NaN is NaN.
       self.fail_running(
-        EngineError(f'the weights of version {self.version} give non-finite logits')
+        EngineError(f'the weights of version {call.version} give non-finite logits')
       )
       self.reset()
       return False

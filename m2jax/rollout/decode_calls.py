@@ -6,7 +6,9 @@ table.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +51,29 @@ def spread(values: np.ndarray, at: np.ndarray, rows: int) -> np.ndarray:
   return out
 
 
+@dataclasses.dataclass
+class Call:
+  """A decode call that was made; the device may still be at it.
+
+  Attributes:
+    slots, started: [p] sequences, by slot and `Sequences.started`.
+    version: of the weights.
+    at, num_rows: their rows, see `lay`.
+    found: Sampled, with drafts also Drafted, on the device.
+    since: when it was made.
+  """
+
+  slots: np.ndarray
+  started: np.ndarray
+  shape: Shape
+  version: int
+  masked: bool
+  at: np.ndarray
+  num_rows: np.ndarray
+  found: Any = None
+  since: float = 0.0
+
+
 class DecodeCalls:
   """The decode calls on one device state."""
 
@@ -59,54 +84,84 @@ class DecodeCalls:
     if engine.keeps_contexts:
       self._kept, self._kept_masked = KeptContexts(engine), KeptContexts(engine, True)
 
-  def run(
+  def start(
     self,
     variables: Any,
+    version: int,
     state: DecodeState,
     table: Sequences,
     slots: np.ndarray,
     shape: Shape,
     masks: np.ndarray | None = None,
-  ) -> tuple[DecodeState, Sampled, np.ndarray]:
+  ) -> tuple[DecodeState, Call]:
     """Decodes `slots` [p]; they must have pages for the call's tokens.
 
     Args:
+      version: of `variables`.
       masks: [p, W], of responses with a grammar.
 
     Returns:
-      The state; what each slot drew; whether its logits were finite [p].
+      The state, and the call for `finish`.
     """
-    size, n, drafts, steps = shape
-    groups, group = self._engine.groups, table.group(slots)
-    kept = self._kept if masks is None else self._kept_masked
+    size, n, *_ = shape
+    kept, stale = self._contexts(masks is not None), None
+    started = table.started[slots]
     if kept is None:
-      at, num_rows = lay(group, groups, size)
+      at, num_rows = lay(table.group(slots), self._engine.groups, size)
     else:
-      order = table.started[slots], table.held[slots]
-      at, num_rows, stale = kept.lay(size, n, slots, *order)
-    rows = functools.partial(spread, at=at, rows=groups * size)
+      at, num_rows, stale = kept.lay(size, n, slots, started, table.held[slots])
+    call = Call(slots, started, shape, version, masks is not None, at, num_rows)
+    return self._make(call, variables, state, table, stale, masks)
+
+  def again(
+    self, call: Call, variables: Any, state: DecodeState, table: Sequences
+  ) -> tuple[DecodeState, Call]:
+    """The same call once more, whatever it draws: a sequence that ends in it draws
+    nothing in the next one. Without masks."""
+    kept, stale = self._contexts(False), None
+    if kept is not None:
+      stale = kept.again(call.shape.rows, call.shape.pages)
+    return self._make(dataclasses.replace(call), variables, state, table, stale, None)
+
+  def _make(self, call: Call, variables, state, table, stale, masks):
+    size, n, drafts, steps = call.shape
+    slots, groups = call.slots, self._engine.groups
+    rows = functools.partial(spread, at=call.at, rows=groups * size)
     in_group = (slots % self._engine.config.slots).astype(np.int32)
-    arguments = rows(in_group), num_rows, rows(table.tables[slots, :n]), np.int32(steps)
+    tables = rows(table.tables[slots, :n])
+    arguments = rows(in_group), call.num_rows, tables, np.int32(steps)
     if masks is not None:
       every = np.full((groups * size, masks.shape[1]), -1, np.int32)
-      every[at] = masks
+      every[call.at] = masks
+    kept = self._contexts(call.masked)
     if kept is not None:
       arguments = (*arguments, stale) if masks is None else (*arguments, stale, every)
-      call, arguments = kept.generate, (size, n, arguments)
+      make, arguments = kept.generate, (size, n, arguments)
     elif masks is not None:
-      call, arguments = self._engine.generate_masked, (*arguments, every)
+      make, arguments = self._engine.generate_masked, (*arguments, every)
     elif drafts:
-      call, arguments = self._engine.speculate, (drafts, *arguments)
+      make, arguments = self._engine.speculate, (drafts, *arguments)
     else:
-      call = self._engine.generate_many
-    call = functools.partial(call, variables, state, *arguments)
-    if masks is None:
-      state, sampled, finite = self._drafting.decode(call, drafts)
-    else:  # not a time to compare with those of calls with drafts
-      state, sampled = call()
-      sampled = jax.device_get(sampled)
-      finite = are_finite(sampled)
-    sampled, finite = jax.tree.map(lambda x: x[at], (sampled, finite))
+      make = self._engine.generate_many
+    call.since = time.perf_counter()
+    state, *call.found = make(variables, state, *arguments)
+    return state, call
+
+  def finish(self, call: Call, table: Sequences) -> tuple[Sampled, np.ndarray]:
+    """Waits for a call: what each of its slots drew, and whether its logits were finite
+    [p]."""
+    found = jax.device_get(call.found)
+    if call.masked:  # not a time to compare with those of calls with drafts
+      sampled, finite = found[0], are_finite(found[0])
+    else:
+      seconds = time.perf_counter() - call.since
+      sampled, finite = self._drafting.take(found, call.shape.drafts, seconds)
+    sampled, finite = jax.tree.map(lambda x: x[call.at], (sampled, finite))
+    kept = self._contexts(call.masked)
     if kept is not None:
-      kept.done(size, n, at, table.held[slots] + sampled.counts)
-    return state, sampled, finite
+      held = table.held[call.slots] + sampled.counts
+      kept.done(call.shape.rows, call.shape.pages, call.at, held)
+    return sampled, finite
+
+  def _contexts(self, masked: bool) -> KeptContexts | None:
+    return self._kept_masked if masked else self._kept

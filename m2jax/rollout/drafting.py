@@ -19,13 +19,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 
-from m2jax.rollout.decode_state import DecodeState, Drafted, Sampled
+from m2jax.rollout.decode_state import Drafted, Sampled
 
 PROBES = 3  # ticks with each K in a probe
 PROBE_EVERY = 128  # ticks from the first probe to the second
@@ -165,30 +163,27 @@ class Drafting:
     passes = self.sizes[::-1], self.sizes
     known.todo.extend(k for i in range(PROBES) for k in passes[i % 2])
 
-  def decode(
-    self, generate: Callable, drafts: int
-  ) -> tuple[DecodeState, Sampled, np.ndarray]:
-    """Makes a decode call and measures it.
+  def take(
+    self, found: Sequence, drafts: int, seconds: float
+  ) -> tuple[Sampled, np.ndarray]:
+    """Takes the results of a decode call.
 
     Args:
-      generate: makes the call; gives its state and results.
+      found: Sampled, with drafts also Drafted, on the host.
       drafts: K.
+      seconds: that the call took.
 
     Returns:
-      The state; what was sampled, on the host; and which rows' logits, of the modules,
-      too, were finite.
+      What was sampled; and which rows' logits, of the modules, too, were finite.
     """
-    started = time.perf_counter()
-    state, *found = generate()
-    sampled, *drafted = jax.device_get(found)
-    seconds = time.perf_counter() - started
+    sampled, *drafted = found
     finite = are_finite(sampled)
     if drafted:
       self.count(drafts, *drafted)
       finite &= drafted[0].finite
     steps = drafted[0].verified if drafted else sampled.counts
     self.record(seconds, int(steps.max()))
-    return state, sampled, finite
+    return sampled, finite
 
   def record(self, seconds: float, steps: int) -> None:
     """Takes the time of a call of `steps` steps; a tick may have several, of some rows

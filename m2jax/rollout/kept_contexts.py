@@ -79,6 +79,11 @@ class KeptContexts:
     shape.slot[at], shape.started[at] = slots, started
     return at, counts, stale
 
+  def again(self, size: int, n: int) -> np.ndarray:
+    """Stale rows [R] of a call with the rows of the one made before: none."""
+    self._shape(size, n)
+    return np.zeros(self._engine.groups * size, bool)
+
   def generate(self, variables, state, size: int, n: int, arguments):
     """`generate_kept` or `generate_masked` on the contexts of the rows that `lay` gave.
 

@@ -22,6 +22,8 @@ class SchedulerConfig:
     max_failures: consecutive failing steps after which the scheduler gives up.
     seed: of the random stream for requests without a seed.
     weights_part_bytes: bytes of new weights placed on a mesh between two decode calls.
+    look_ahead: while the same sequences decode, without drafts, each call is made
+      before the tokens of the one before are read.
     draft_tokens: of each step; None takes what is fastest, at most
       EngineConfig.draft_tokens (see drafting.py).
     host_cache_bytes: of host memory for pages that leave the device cache; 0: none.
@@ -35,6 +37,7 @@ class SchedulerConfig:
   max_failures: int = 3
   seed: int = 0
   weights_part_bytes: int = 2**28
+  look_ahead: bool = True
   draft_tokens: int | None = None
   host_cache_bytes: int = 0
   kv_pool: KvPoolConfig = KvPoolConfig()
