@@ -54,6 +54,7 @@ TOTALS = (
   'prefill_positions',
   'sampled_tokens',
   'decode_calls',
+  'ahead_calls',
   'retractions',
   'completions',
   'cancelled',
@@ -378,6 +379,7 @@ class Batcher:
           self.state, following = self._decode_calls.again(
             call, self.variables, self.state, self.table
           )
+          self.counts['ahead_calls'] += 1
     if not self._finish(call):
       return False
     self._call = following if self.jobs else None

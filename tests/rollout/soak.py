@@ -42,7 +42,8 @@ from tests import row_model
 from tests.rollout import conftest as small
 
 CONFIG = dataclasses.replace(small.ENGINE_CONFIG, pages=1 + 12 + 14)
-AT_ONCE = 24
+AT_ONCE = 24, 3  # requests, by turns: with few of them calls are made ahead
+PHASE = 100  # requests of a turn
 HOST_PAGES, POOL_PAGES = 8, 200
 TIMEOUT_S = 120
 REPORTED = (
@@ -52,6 +53,8 @@ REPORTED = (
   'cancelled',
   'retractions',
   'weight_updates',
+  'decode_calls',
+  'ahead_calls',
 )
 REPORTED += ('prefix_hit_tokens', 'evicted_pages', 'sampled_tokens')
 TIERS = ('host_hit_tokens', 'host_evicted_pages', 'pool_hit_tokens')
@@ -209,7 +212,7 @@ def soak(
           left[run.random.integers(len(left))][1].cancel()
         if number % 20 == 10 and replicas:
           _damage(pathlib.Path(directory), run.random)
-        if len(left) >= AT_ONCE:
+        while len(left) >= AT_ONCE[number // PHASE % 2]:
           checked += run.check(*left.popleft())
       while left:
         checked += run.check(*left.popleft())

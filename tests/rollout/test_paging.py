@@ -143,6 +143,7 @@ def test_soak(few):
   found = soak_lib.soak(150, engine=few)
   assert found['checked'] > 120 and found['spans'] > 10 and found['retractions'] > 0
   assert found['cancelled'] > 2 and found['weight_updates'] > 3
+  assert found['ahead_calls'] > 3
 
 
 @pytest.mark.long
