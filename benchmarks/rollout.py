@@ -64,9 +64,11 @@ _TORCH_PYTHON = _flag(
 _BATCH_SIZES = _flag(
   'multi_integer', 'batch_sizes', [8, 16, 32, 64], "tried for transformers' generate"
 )
+_IN_TURN = _flag('bool', 'in_turn', False, 'also m2jax without calls made ahead')
 _TRANSFORMERS = _flag('bool', 'transformers', True, 'whether it is compared')
 _JSON = _flag('bool', 'json', False, 'print JSON')
 
+_OTHER = 'm2jax, in turn'
 PAUSE_S = 0.5  # until threads that spin for work are asleep
 XLA_FLAGS = '--xla_cpu_prefer_vector_width=512'
 
@@ -83,7 +85,8 @@ def checked(side: sides.Side, do: str, **fields) -> dict:
 def start() -> dict[str, sides.Side]:
   cores = sides.cores(_THREADS.value)
   worker = str(pathlib.Path(__file__).with_name('generate_worker.py'))
-  commands = {'m2jax': [sys.executable, '-m', 'benchmarks.rollout_worker']}
+  ours = [sys.executable, '-m', 'benchmarks.rollout_worker']
+  commands = {'m2jax': ours} | ({_OTHER: ours} if _IN_TURN.value else {})
   if _VLLM_PYTHON.value:
     commands['vllm'] = [_VLLM_PYTHON.value, '-P', worker, 'vllm']
   if _TRANSFORMERS.value:
@@ -123,6 +126,8 @@ def compare() -> dict:
   workers = start()
   made = dict(slots=_SLOTS.value, devices=_THREADS.value)
   versions = {'m2jax': checked(workers['m2jax'], 'make', **made)['version']}
+  if _OTHER in workers:
+    checked(workers[_OTHER], 'make', **made, look_ahead=False)
   if 'vllm' in workers:
     made = dict(slots=_SLOTS.value, threads=_THREADS.value)
     versions['vllm'] = checked(workers['vllm'], 'make', **made)['version']
@@ -139,7 +144,7 @@ def compare() -> dict:
       name = f'{requests} requests'
       found[name] = rounds(workers, lambda i, r=requests: ('batches', of_round(r, i)))
   if _SESSIONS.value:
-    peers = {name: workers[name] for name in ('m2jax', 'vllm') if name in workers}
+    peers = {name: side for name, side in workers.items() if name != 'transformers'}
     one = lambda i: ('sessions', dict(seed=i, turns=_TURNS.value))
     found[f'sessions of {_TURNS.value} turns'] = rounds(peers, one)
   lengths = dict(prompt=_PROMPT.value, new=_NEW.value)

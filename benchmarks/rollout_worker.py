@@ -4,7 +4,7 @@
 
 One JSON command per line of stdin, one answer per line:
 
-  {"do": "make", "slots", "devices"}                  → {"version"}
+  {"do": "make", "slots", "devices", "look_ahead"}    → {"version"}
   {"do": "save", "directory"}                         → {}; writes the weights
   {"do": "batches", "requests", "prompt", "new", "seeds"}
                                       → {"seconds", "cpu_s", "tokens"}, of all of them
@@ -70,12 +70,18 @@ def engine_config(slots: int, groups: int = 1) -> EngineConfig:
 class Server:
   """The engine and its scheduler."""
 
-  def __init__(self, slots: int, devices: int, wrap: Callable = lambda engine: engine):
+  def __init__(
+    self,
+    slots: int,
+    devices: int,
+    look_ahead: bool = True,
+    wrap: Callable = lambda engine: engine,
+  ):
     self.cfg = model_config()
     self.variables = train_step.init_variables(self.cfg, jax.random.key(0))
     where = sharding.make(sharding.MeshConfig(expert=devices))
     self.engine = wrap(Engine(self.cfg, engine_config(slots, devices), where))
-    config = SchedulerConfig(prefill_budget_tokens=4096)
+    config = SchedulerConfig(prefill_budget_tokens=4096, look_ahead=look_ahead)
     self.scheduler = Scheduler(self.engine, self.variables, config=config).start()
 
   def batches(self, seeds: Sequence[int], **fields) -> dict:
