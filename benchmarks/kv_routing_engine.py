@@ -56,7 +56,7 @@ class SimulatedEngine:
     responses: [n] int32 by seed.
   """
 
-  groups, keeps_contexts = 1, False
+  groups, keeps_contexts, waits_for_tokens = 1, False, True
 
   def __init__(self, config: EngineConfig, times: Times, vocabulary: int):
     self.config, self.times = config, times

@@ -31,12 +31,13 @@ class LeadEngine:
   """`rollout.engine.Engine` for process 0's scheduler; see there.
 
   Attributes:
-    moves_pages, keeps_contexts: see Engine.
+    moves_pages, keeps_contexts, waits_for_tokens: see Engine.
     lost: whether a call has failed, so that no other will succeed.
   """
 
   moves_pages = False
   keeps_contexts = False
+  waits_for_tokens = True
 
   def __init__(self, engine: Engine, commands: Commands, numbers: Numbers):
     """`numbers`: of the weights that the other processes have, too."""

@@ -84,6 +84,7 @@ class Batcher:
     config.check(engine.config)
     self.engine = engine
     self.config = config
+    self._looks_ahead = config.look_ahead and not engine.waits_for_tokens
     self.drafting = Drafting(engine.config.draft_tokens, config.draft_tokens)
     self.variables = variables
     self.version = version
@@ -373,7 +374,7 @@ class Batcher:
     following = None
     if go_on and not (self.waiting or self._ready):
       needs = self._ahead(call.shape.drafts)
-      if self.config.look_ahead and self.tiers is None and not self.drafting.most:
+      if self._looks_ahead and self.tiers is None and not self.drafting.most:
         if look_ahead.goes_on(call, self.table, self.jobs, needs):
           self.table.count_rows(call.slots)
           self.state, following = self._decode_calls.again(

@@ -56,15 +56,15 @@ class Call:
   """A decode call that was made; the device may still be at it.
 
   Attributes:
-    slots, started: [p] sequences, by slot and `Sequences.started`.
+    slots: [p] of its sequences.
     version: of the weights.
+    masked: whether it has masks.
     at, num_rows: their rows, see `lay`.
     found: Sampled, with drafts also Drafted, on the device.
     since: when it was made.
   """
 
   slots: np.ndarray
-  started: np.ndarray
   shape: Shape
   version: int
   masked: bool
@@ -105,12 +105,12 @@ class DecodeCalls:
     """
     size, n, *_ = shape
     kept, stale = self._contexts(masks is not None), None
-    started = table.started[slots]
     if kept is None:
       at, num_rows = lay(table.group(slots), self._engine.groups, size)
     else:
-      at, num_rows, stale = kept.lay(size, n, slots, started, table.held[slots])
-    call = Call(slots, started, shape, version, masks is not None, at, num_rows)
+      order = table.started[slots], table.held[slots]
+      at, num_rows, stale = kept.lay(size, n, slots, *order)
+    call = Call(slots, shape, version, masks is not None, at, num_rows)
     return self._make(call, variables, state, table, stale, masks)
 
   def again(

@@ -79,7 +79,12 @@ class Engine(JetStreamCalls):
 
   Weights are an argument of every call (`variables` of `model.M2(cfg)`), so they may
   change between any two calls; the state is an argument too and is donated.
+
+  Attributes:
+    waits_for_tokens: whether a decode call returns only when its tokens are there.
   """
+
+  waits_for_tokens = False
 
   def __init__(
     self, cfg: ModelConfig, config: EngineConfig, sharding: Sharding = ONE_DEVICE
