@@ -215,13 +215,13 @@ def test_pages_of_a_client_that_leaves(
 ):
   """They are free at once, not when the response would have ended; it is counted, and
   recorded as cancelled."""
-  run, steps, records = decode_calls.DecodeCalls.run, [], []
+  finish, steps, records = decode_calls.DecodeCalls.finish, [], []
 
   def slow(*args):
     steps.append(time.sleep(0.3))
-    return run(*args)
+    return finish(*args)
 
-  monkeypatch.setattr(decode_calls.DecodeCalls, 'run', slow)
+  monkeypatch.setattr(decode_calls.DecodeCalls, 'finish', slow)
   scheduler = serve_engine()
 
   def usable():
