@@ -171,7 +171,7 @@ def main(argv):
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments: {argv[1:]}')
   jax.config.update('jax_num_cpu_devices', _DEVICES.value)
-  server = rollout_worker.Server(slots=64, devices=_DEVICES.value, wrap=Timed)
+  server = rollout_worker.Server(64, _DEVICES.value, look_ahead=False, wrap=Timed)
   sessions = dict(vars(rollout_workload.Sessions(turns=_TURNS.value)))
   requests = dict(requests=_REQUESTS.value, prompt=64, new=64)
   batch = lambda: server.batch(seed=0, **requests)

@@ -58,7 +58,7 @@ def test_ratios_are_of_each_round(capsys):
 def test_the_worker_serves_sessions():
   """Our side runs the whole of it, and finds the past of each turn in its cache. The
   profile accounts for all the time, and for the attention in decode calls."""
-  server = rollout_worker.Server(slots=2, devices=1, wrap=rollout_profile.Timed)
+  server = rollout_worker.Server(2, 1, look_ahead=False, wrap=rollout_profile.Timed)
   requests = dict(requests=3, prompt=5, new=4)
   try:
     batch = server.batches(seeds=[0, 1], **requests)
