@@ -128,12 +128,18 @@ def profile(server: rollout_worker.Server, run: Callable[[], dict]) -> dict[str,
   The server's engine is `Timed`.
   """
   timed = server.engine
+
+  def busy_s():
+    time.sleep(0.2)  # a tick is counted after it has given out its results
+    return server.scheduler.stats()['busy_s']
+
   run()
+  before = busy_s()
   timed.seconds.clear()
-  before, begin = server.scheduler.stats()['busy_s'], time.perf_counter()
+  begin = time.perf_counter()
   run()
   seconds = time.perf_counter() - begin
-  busy = server.scheduler.stats()['busy_s'] - before
+  busy = busy_s() - before
   spent = collections.Counter(timed.seconds)
   timed.seconds.clear()
   with tempfile.TemporaryDirectory() as directory:
