@@ -146,14 +146,18 @@ def exact(op: kernel_cases.Op, arrays):
     return [np.asarray(x) for x in value_and_grads(op.reference, op.wrt)(*wide)]
 
 
+def cases_of(op: kernel_cases.Op, platform: str) -> dict[str, dict]:
+  """Shapes by the name of a case."""
+  return op.cases[platform if platform in op.cases else 'accelerator']
+
+
 def rows(op: kernel_cases.Op, platform: str, runs: int, part: str = ''):
   """Yields one dict per case, pass and implementation, without bounds.
 
   Args:
     part: of the names of the cases wanted.
   """
-  cases = op.cases[platform if platform in op.cases else 'accelerator']
-  for case, shape in cases.items():
+  for case, shape in cases_of(op, platform).items():
     if part not in case:
       continue
     arrays = op.make(**shape)
@@ -261,12 +265,16 @@ def main(argv=None) -> list[dict]:
       f'--ops: unknown {sorted(unknown)}; choose from {list(kernel_cases.OPS)}'
     )
   platform = jax.default_backend()
+  ops = [kernel_cases.OPS[name] for name in args.ops.split(',')]
+  names = [case for op in ops for case in cases_of(op, platform)]
+  if args.cases and not any(args.cases in name for name in names):
+    parser.error(f'--cases: none has {args.cases!r} in its name; there are {names}')
   if args.tune:
     tune(args.tune, platform, args.runs)
     return []
   found, peak = [], [peaks()]
-  for name in args.ops.split(','):
-    for row in rows(kernel_cases.OPS[name], platform, args.runs, args.cases):
+  for op in ops:
+    for row in rows(op, platform, args.runs, args.cases):
       print(*row.values(), file=sys.stderr, flush=True)
       found.append(row)
     peak.append(peaks())

@@ -371,20 +371,26 @@ class Batcher:
   def _finish_and_follow(self, call: Call, go_on: bool = True) -> bool:
     """Takes a call's effect on each request, after making the next one, if that can be
     done ahead; False if all requests failed."""
-    following = None
-    if go_on and not (self.waiting or self._ready):
-      needs = self._ahead(call.shape.drafts)
-      if self._looks_ahead and self.tiers is None and not self.drafting.most:
-        if look_ahead.goes_on(call, self.table, self.jobs, needs):
-          self.table.count_rows(call.slots)
-          self.state, following = self._decode_calls.again(
-            call, self.variables, self.state, self.table
-          )
-          self.counts['ahead_calls'] += 1
+    following = self._follow(call) if go_on else None
     if not self._finish(call):
       return False
     self._call = following if self.jobs else None
     return True
+
+  def _follow(self, call: Call) -> Call | None:
+    """The next call, made before `call` is read; None if that cannot be done."""
+    if not self._looks_ahead or self.tiers is not None or self.drafting.most:
+      return None
+    if self.waiting or self._ready:
+      return None
+    if not look_ahead.goes_on(call, self.table, self.jobs, self._ahead(0)):
+      return None
+    self.table.count_rows(call.slots)
+    self.state, following = self._decode_calls.again(
+      call, self.variables, self.state, self.table
+    )
+    self.counts['ahead_calls'] += 1
+    return following
 
   def _finish(self, call: Call) -> bool:
     """Takes a call's effect on each request; False if all requests failed."""

@@ -17,7 +17,13 @@ from m2jax.kernels.tree_attention import Visibility, gpu
 from tests.kernels import cuda
 from tests.kernels.test_tree_attention import arrays, random_forest, value_and_grads
 
-ROWS, LENGTH, HEADS, KV_HEADS, DIM = 2, 75, 4, 2, 8  # five blocks, the last cut short
+ROWS, LENGTH, HEADS, KV_HEADS, DIM = (
+  2,
+  75,
+  4,
+  2,
+  8,
+)  # blocks of 16 and 32, the last cut short
 # a program's block is twice its partners', or half of them
 BLOCKS = {
   'tree_attention': dict(tokens=32, partner_tokens=16, warps=4, stages=2),
@@ -27,7 +33,7 @@ BLOCKS = {
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-  """Kernels run as XLA loops on the CPU, in blocks of 16."""
+  """Kernels run as XLA loops on the CPU, in small blocks."""
   call = functools.partial(gpu.pl.pallas_call, interpret=True)
   monkeypatch.setattr(gpu.pl, 'pallas_call', call)
   monkeypatch.setattr(gpu.block_sizes, 'get', lambda platform, op: BLOCKS[op])
