@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import asyncio
 
 import pytest
@@ -105,6 +106,16 @@ def test_a_spec_gives_the_same_problem_and_the_teacher_is_right():
     tasks.demonstrations.collect([spec], reasoning.TeacherConfig())
   )
   assert shown.success == 1.0
+
+
+def test_no_constant_answer_is_right_for_most_problems():
+  """Without the rule, Yes is the answer of 9 in 10 syllogisms of level 0."""
+  config = reasoning.Config(weights={'syllogism': 1.0}, split_by='problem')
+  answers = collections.Counter(
+    reasoning.make(reasoning.spec('train', i, 0, config)).answer for i in range(200)
+  )
+  assert 70 <= answers['Yes'] <= 130  # 4 standard deviations
+  assert problems.common_answer('chain_sum', 0) is None
 
 
 def test_wrong_oracles_are_found():

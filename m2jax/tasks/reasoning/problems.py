@@ -10,6 +10,7 @@ not end. Where only some problems of a generator are wrong, `_DEFECTS` finds the
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import functools
@@ -44,6 +45,7 @@ HELD_OUT = ('products', 'spell_backward', 'largest_island', 'self_reference')
 _AFTER_FEBRUARY = (
   '(?:March|April|May|June|July|August|September|October|November|December) [0-9]'
 )
+_SAMPLE, _FEW = 100, 12  # problems, for the answer that most have
 _WRONG = ('', '0', '1', '-1', 'yes', 'no', '?', 'the answer')
 
 
@@ -116,6 +118,27 @@ def defect(generator: str, level: int, key: str) -> str:
     if wrong != first.answer and _score(dataset, wrong, first.entry) >= 1:
       return f"the package's scorer also accepts {wrong!r}: not one right answer"
   return _DEFECTS.get(generator, lambda problem: '')(first)
+
+
+@functools.cache
+def common_answer(generator: str, level: int) -> str | None:
+  """The answer that more than half of a generator's problems have; None if none has.
+
+  Of the first 100 accepted problems of a stream of keys of its own; of 12 if no answer
+  occurs among them more than twice.
+  """
+  answers = collections.Counter()
+  for i in range(4 * _SAMPLE):
+    key = f'common_answer/{i}'
+    if not defect(generator, level, key):
+      answers[draw(generator, level, key).answer] += 1
+    varied = answers.total() == _FEW and max(answers.values()) <= 2
+    if varied or answers.total() == _SAMPLE:
+      break
+  if not answers:
+    return None
+  answer, count = answers.most_common(1)[0]
+  return answer if 2 * count > answers.total() else None
 
 
 def _family(problem: Problem) -> str:

@@ -19,7 +19,7 @@ from m2jax.tasks.reasoning import problems, strict
 SPLITS = ('train', 'dev', 'held_out')
 FORMAT = f'End with the answer alone in {strict.OPEN}{strict.CLOSE}.'
 _PARTS = 10  # of problems if splits share generators: 8 train, 1 dev, 1 held_out
-_MAX_DRAWS = 200
+_MAX_DRAWS = 4000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +124,9 @@ def spec(
 def make(spec: str) -> ReasoningTask:
   """Returns the task that a spec names.
 
+  If more than half of a generator's problems have one answer, half of the tasks have
+  it, so that no constant answer is right for most of them.
+
   Raises:
     ValueError: `spec` does not come from `reasoning.spec`, or the generator has no
       usable problem.
@@ -136,10 +139,14 @@ def make(spec: str) -> ReasoningTask:
       'reasoning/SPLIT/GENERATOR/LEVEL/SEED/INDEX'
     )
   _, split, generator, level, _, _ = parts
+  common = problems.common_answer(generator, int(level))
+  is_common = random.Random(f'is_common/{name}').random() < 0.5
   for attempt in range(_MAX_DRAWS):
     key = f'{name}/{attempt}'
     problem = problems.draw(generator, int(level), key)
     if by and _split_of(problem.question) != split:
+      continue
+    if common is not None and (problem.answer == common) != is_common:
       continue
     if not problems.defect(generator, int(level), key):
       break
