@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import asyncio
+import collections
 
 import pytest
 
 from m2jax import tasks
 from m2jax.tasks import reasoning
-from m2jax.tasks.reasoning import strict
+from m2jax.tasks.reasoning import problems, strict
 
 pytest.importorskip('reasoning_gym', reason='pip install "m2jax[pipelines]"')
 EASY = {'gcd': 1.0, 'chain_sum': 1.0}
