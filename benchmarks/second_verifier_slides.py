@@ -190,8 +190,28 @@ def wrong(data: bytes, titles: list[str], rows: list[tuple[str, int]]) -> str:
   found = _chart(deck, charts[0])
   if isinstance(found, str):
     return found
-  same = found == ([n for n, _ in rows], [float(v) for _, v in rows])
-  return '' if same else 'the chart differs from data.csv'
+  names = [n for n, _ in rows]
+  if found != (names, [float(v) for _, v in rows]):
+    return 'the chart differs from data.csv'
+  return _misleading(deck.parts[charts[0]].decode(), names)
+
+
+def _misleading(chart: str, names: list[str]) -> str:
+  """Axes and texts of a chart that say something else than its data."""
+  bars = 'barDir val="bar"' in chart  # their categories may run downwards
+  for kind, axis in re.findall(r'<c:(catAx|dateAx|valAx)>(.*?)</c:\1>', chart, re.S):
+    if 'logBase' in axis or 'dispUnits' in axis:
+      return 'the axis has another scale'
+    if 'orientation val="maxMin"' in axis and (kind == 'valAx' or not bars):
+      return 'the axis is reversed'
+    if kind != 'valAx' and re.search(r'crossesAt|crosses val="max"', axis):
+      return 'bars do not start at the axis'
+  said = re.findall(r'<a:t>(.*?)</a:t>', chart, re.S)
+  said += re.findall(r'<c:tx>.*?<c:v>(.*?)</c:v>.*?</c:tx>', chart, re.S)
+  words = set(re.findall(r'\w+', ' '.join(said).lower()))
+  if re.search(r'\d', ' '.join(said)) or words & {n.lower() for n in names}:
+    return 'the chart says more than its data'
+  return ''
 
 
 def _slide(deck: _Deck, part: str, root, title: str) -> str:
@@ -240,6 +260,12 @@ def _replaced(part: str, old: str, new: str) -> Edit:
   return edit
 
 
+def _titled(text: str) -> str:
+  """A replacement that adds the title of an axis."""
+  body = f'<a:bodyPr/><a:p><a:r><a:t>{text}</a:t></a:r></a:p>'
+  return rf'\1<c:title><c:tx><c:rich>{body}</c:rich></c:tx></c:title>'
+
+
 def edits(parts: dict[str, bytes]) -> dict[str, tuple[bool, Edit]]:
   """Name → (whether the deck stays right, edit)."""
   slide = 'ppt/slides/slide{}.xml'.format
@@ -253,6 +279,9 @@ def edits(parts: dict[str, bytes]) -> dict[str, tuple[bool, Edit]]:
     inner[name] = re.sub(rb'(r="B2"[^>]*><v>)\d+', rb'\g<1>1', inner[name])
     parts[book] = packed(inner)
 
+  def scaled(setting):
+    return r'(<c:valAx>.*?<c:scaling)/>', rf'\1><c:{setting}/></c:scaling>'
+
   number = r'(<c:val>.*?<c:pt idx="1">\s*<c:v>)[\d.]+'
   box = r'(name="TextBox.*?<a:off x=")\d+(" y=")\d+'
   return {
@@ -264,6 +293,10 @@ def edits(parts: dict[str, bytes]) -> dict[str, tuple[bool, Edit]]:
     'value': (False, _replaced(chart, f'{number}', r'\g<1>7')),
     'category': (False, _replaced(chart, r'(<c:cat>.*?<c:v>)\w+', r'\g<1>Zzz')),
     'source': (False, source),
+    'named axis': (True, _replaced(chart, '(<c:majorGridlines/>)', _titled('Count'))),
+    'other axis': (False, _replaced(chart, '(<c:majorGridlines/>)', _titled('To 12'))),
+    'reversed': (False, _replaced(chart, *scaled('orientation val="maxMin"'))),
+    'logarithmic': (False, _replaced(chart, *scaled('logBase val="10"'))),
     'title': (False, _replaced(slide(1), r'<a:t>', '<a:t>The ')),
     'fact': (False, _replaced(slide(2), r'with \d+', 'with 1')),
     'other order': (

@@ -135,7 +135,9 @@ Make deck.pptx from data.csv, with three slides whose title placeholders say:
 2. "{titles[1]}": states the total of all values, then the name and then the value of
    the highest; no other number, no other name of data.csv, and nothing but text
 3. "{titles[2]}": has one chart with one series: the rows of data.csv, in their order,
-   both shown and in the chart's workbook; it covers a fifth of the slide or more
+   both shown and in the chart's workbook; it covers a fifth of the slide or more, on
+   linear axes that are not reversed, and its titles and the name of its series have no
+   number and no name of data.csv
 
 Everything must be within its slide, nothing on top of something else, no text below 12
 points or larger than its box, all text in a colour that differs from the plain one

@@ -10,6 +10,7 @@ placeholders. Each function returns '' or what is wrong.
 
 import colorsys
 import io
+import re
 
 A = '{http://schemas.openxmlformats.org/drawingml/2006/main}'
 C = '{http://schemas.openxmlformats.org/drawingml/2006/chart}'
@@ -205,7 +206,7 @@ def _parts(colour):
 
 
 def chart(slide, shape, deck, values):
-  """A chart shows its data: large, within its axes, with no text that replaces them."""
+  """A chart shows its data: large, on plain axes, with no text that says others."""
   import guard
 
   root = shape.chart._chartSpace
@@ -230,6 +231,46 @@ def chart(slide, shape, deck, values):
       return 'an axis of the chart begins above a value'
     if high is not None and float(high.get('val')) < max(values):
       return 'an axis of the chart ends below a value'
+  return _axes(root) or _words(root)
+
+
+def _axes(root):
+  """Axes are linear, begin at their lower end and are labelled in units of one.
+
+  Categories of horizontal bars may run downwards, which is the order of reading.
+  """
+  downwards = root.find(f'.//{C}barDir[@val="bar"]') is not None
+  for axis in (one.getparent() for one in root.iter(C + 'scaling')):
+    kind, values = axis.tag, axis.tag == C + 'valAx'
+    if axis.find(f'{C}scaling/{C}logBase') is not None:
+      return 'an axis of the chart is logarithmic'
+    if axis.find(f'{C}scaling/{C}orientation[@val="maxMin"]') is not None:
+      if values or not downwards:
+        return 'an axis of the chart is reversed'
+    if axis.find(C + 'dispUnits') is not None:
+      return 'an axis of the chart has other units'
+    if kind not in (C + 'catAx', C + 'dateAx', C + 'valAx'):
+      return 'an axis of the chart is of no kind that is allowed'
+    ends = axis.find(C + 'crossesAt'), axis.find(f'{C}crosses[@val="max"]')
+    if not values and any(one is not None for one in ends):
+      return 'an axis of the chart is reversed'
+  return ''
+
+
+def _words(root):
+  """Titles and names in a chart state nothing that its data could contradict."""
+  if root.find(f'.//{C}userShapes') is not None:
+    return 'shapes are drawn on the chart'
+  texts = [one.text or '' for one in root.iter(A + 't', C + 'name')]
+  for one in root.iter(C + 'tx'):
+    texts += [v.text or '' for v in one.iter(C + 'v')]
+  said = ' '.join(texts).casefold()
+  if any(c.isnumeric() for c in said):
+    return 'a title or name of the chart has a number'
+  words = f' {" ".join(re.findall(r"\w+", said))} '
+  for one in root.iterfind(f'.//{C}cat//{C}v'):
+    if f' {(one.text or "").casefold()} ' in words:
+      return f'a title or name of the chart says {one.text[:60]}'
   return ''
 
 

@@ -202,6 +202,54 @@ def _axis(deck, tag, value):
   scaling.append(parse_xml(f'<c:{tag} xmlns:c="{C[1:-1]}" val="{value}"/>'))
 
 
+def _axis_ends(deck, tag, value):
+  """The axis of categories crosses the other somewhere else."""
+  from pptx.oxml import parse_xml
+
+  axis = next(_made(deck)[1].iter(C + 'catAx'))
+  old = axis.find(C + 'crosses')
+  axis.replace(old, parse_xml(f'<c:{tag} xmlns:c="{C[1:-1]}" val="{value}"/>'))
+
+
+def _bars(deck):
+  """Horizontal bars, whose categories run downwards."""
+  from pptx.oxml import parse_xml
+
+  root = _made(deck)[1]
+  next(root.iter(C + 'barDir')).set('val', 'bar')
+  scaling = next(root.iter(C + 'catAx')).find(C + 'scaling')
+  scaling.replace(
+    scaling.find(C + 'orientation'),
+    parse_xml(f'<c:orientation xmlns:c="{C[1:-1]}" val="maxMin"/>'),
+  )
+
+
+def _in_thousands(deck):
+  from pptx.oxml import parse_xml
+
+  unit = (
+    f'<c:dispUnits xmlns:c="{C[1:-1]}"><c:builtInUnit val="thousands"/></c:dispUnits>'
+  )
+  next(_made(deck)[1].iter(C + 'valAx')).append(parse_xml(unit))
+
+
+def _titled(deck, text):
+  chart = _made(deck)[0].chart
+  chart.has_title = True
+  chart.chart_title.text_frame.text = text
+
+
+def _axis_titled(deck, text):
+  axis = _made(deck)[0].chart.value_axis
+  axis.has_title = True
+  axis.axis_title.text_frame.text = text
+
+
+def _named(deck, text):
+  """The series, and with it the legend."""
+  next(next(_made(deck)[1].iter(C + 'tx')).iter(C + 'v')).text = text
+
+
 def _label(deck):
   chart = _made(deck)[0].chart
   frame = chart.plots[0].series[0].points[0].data_label.text_frame
@@ -412,6 +460,15 @@ OTHERS = SPEC['slides'][1]['others']
     (_no_drawing, 'not drawn'),
     (lambda d: _axis(d, 'max', 5), 'ends below'),
     (lambda d: _axis(d, 'min', 800), 'begins above'),
+    (lambda d: _axis(d, 'logBase', 10), 'logarithmic'),
+    (lambda d: _axis(d, 'orientation', 'maxMin'), 'reversed'),
+    (lambda d: _axis_ends(d, 'crosses', 'max'), 'reversed'),
+    (lambda d: _axis_ends(d, 'crossesAt', 500), 'reversed'),
+    (_in_thousands, 'other units'),
+    (lambda d: _titled(d, 'Up by 40 %'), 'has a number'),
+    (lambda d: _titled(d, f'{NAMES[0]} leads'), f'says {NAMES[0]}'),
+    (lambda d: _axis_titled(d, 'in units of ①'), 'has a number'),
+    (lambda d: _named(d, f'not {NAMES[1].upper()}'), f'says {NAMES[1]}'),
     (_label, 'labels'),
     (_tiny, 'small'),
     (lambda d: _summary(d, f'{TOTAL} {BEST} {MOST} or 7'), 'other numbers'),
@@ -473,6 +530,10 @@ def test_what_is_not_seen_does_not_count(grade, solved, change, reason):
     lambda d: setattr(_run(d, 1).font, 'size', Pt(20)),
     lambda d: _summary(d, f'Total: {TOTAL}.', f'The highest is {BEST} ({MOST}).'),
     lambda d: _axis(d, 'min', 0),
+    _bars,
+    lambda d: _titled(d, 'Everything at a glance'),
+    lambda d: _axis_titled(d, 'Count'),
+    lambda d: _named(d, 'Count'),
     lambda d: setattr(d.slides[1].shapes[1], 'name', 'Facts'),
     _filled('1F3864'),
     _set('bodyPr', 'lIns', Inches(0.1)),
