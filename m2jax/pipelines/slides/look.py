@@ -267,7 +267,7 @@ def _words(root):
   said = ' '.join(texts).casefold()
   if any(c.isnumeric() for c in said):
     return 'a title or name of the chart has a number'
-  words = f' {" ".join(re.findall(r"\w+", said))} '
+  words = ' '.join(['', *re.findall(r'\w+', said), ''])
   for one in root.iterfind(f'.//{C}cat//{C}v'):
     if f' {(one.text or "").casefold()} ' in words:
       return f'a title or name of the chart says {one.text[:60]}'
