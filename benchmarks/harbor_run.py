@@ -174,7 +174,8 @@ def main(argv=None) -> int:
   with podman.settings() as environment:
     for workdir in options.workdir:
       base(environment, workdir / 'sites')
-      for path in harbor_check.chosen(workdir, options.tasks):
+      paths = harbor_check.chosen(workdir, options.tasks)
+      for path in paths:
         with copied(harbor.read(path)) as task:
           rewards = [
             reward(options.python, task, agent, environment)
