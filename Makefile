@@ -25,7 +25,7 @@ JETSTREAM := google-jetstream==0.2.2 grpcio==1.85.3 shortuuid==1.0.13
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup sandbox forge forge-tasks test test-long test-kills test-clients test-thousand lint format clean
+.PHONY: help setup sandbox forge forge-tasks test test-long test-thorough test-kills test-clients test-thousand lint format clean
 
 help:
 	@echo 'make forge      set up, then the main job: a tiny M2 learns shell tasks'
@@ -33,6 +33,7 @@ help:
 	@echo 'make forge-tasks  set up, then COUNT=$(COUNT) tasks of every pipeline'
 	@echo 'make test       set up, then lint, import contracts and the fast tests'
 	@echo 'make test-long  set up, then the long tests'
+	@echo 'make test-thorough  set up, then more meshes, processes and kills'
 	@echo 'make test-kills set up, then KILLS=$(KILLS) SIGKILLs at random moments of a run'
 	@echo 'make test-clients  set up, then published coding agents, from npm and PyPI'
 	@echo 'make test-thousand  set up, then 1,000 SWE tasks in one run, checked: hours'
@@ -75,10 +76,14 @@ forge-tasks: setup
 # A process runs whole files, in the order of tests/conftest.py.
 PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup lint
-	$(PYTEST) -m 'not long' $(ARGS)
+	$(PYTEST) -m 'not long and not thorough' $(ARGS)
 
 test-long: setup
 	$(PYTEST) -m long --durations=10 $(ARGS)
+
+# More meshes, processes and kills of what test-long shows with a few of them.
+test-thorough: setup
+	$(PYTEST) -m thorough --durations=10 $(ARGS)
 
 # Ten minutes and more.
 test-kills: SEED := 0

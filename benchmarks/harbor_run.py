@@ -7,7 +7,7 @@ r"""Runs task directories by Harbor's own command, in podman, without a registry
 `harbor run` runs a copy of each task twice: with its solution (agent `oracle`), and
 with nothing (`nop`). The copy differs in two things. Its image is built from this
 machine's programs, interpreter and the dataset's packages, where the task's Dockerfile
-takes an image of a registry. Its network mode is `public`: Harbor's podman refuses
+takes an image of a registry; Chromium and fonts too where `sites/` has playwright. Its network mode is `public`: Harbor's podman refuses
 `no-network`, which needs an image of a registry as well. Prints the rewards; exits with
 1 unless they are 1 and 0. Needs root, podman and runc.
 """
@@ -38,6 +38,9 @@ _PROGRAMS = (
   'split stat sum sync tac tail tar tee test timeout touch tr true truncate tsort '
   'uname uniq wc which xargs xz yes zcat'
 ).split()
+# What Chromium opens by name: its own directory, fonts, and the modules of NSS.
+_BROWSER = ('/usr/lib/chromium', '/etc/fonts', '/usr/share/fonts')
+_NSS = ('libsoftokn3', 'libfreebl3', 'libfreeblpriv3', 'libnssckbi')
 _NOT_COPIED = shutil.ignore_patterns(
   *('site-packages', 'test', '__pycache__', 'idlelib', 'tkinter', 'config-*')
 )
@@ -67,15 +70,13 @@ def base(environment: dict[str, str], sites: pathlib.Path) -> str:
     modules = (prefix / 'lib' / name / 'lib-dynload').glob('*.so')
     found = filter(None, map(shutil.which, _PROGRAMS))
     packages = {path.resolve() for path in sites.rglob('*.so*')}
-    wanted = _needed([*found, prefix / 'bin' / name, *modules, *packages])
-    for file in wanted:
+    needed = _needed([*found, prefix / 'bin' / name, *modules, *packages])
+    for file in needed:
       if sites.resolve() in file.resolve().parents:
         continue  # `copied` has it
-      inside = prefix in file.parents
-      target = root / (file if inside else _merged(file)).relative_to('/')
-      if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, target)
+      _copy(file, root, file if prefix in file.parents else _merged(file))
+    if any(sites.glob('*/playwright')):
+      _copy_browser(root)
     for directory in ('tmp', 'etc', 'root'):
       (root / directory).mkdir(exist_ok=True)
     (root / 'etc' / 'passwd').write_text('root:x:0:0:root:/root:/bin/bash\n')
@@ -88,6 +89,26 @@ def base(environment: dict[str, str], sites: pathlib.Path) -> str:
     if done.returncode:
       raise RuntimeError(f'podman build: {done.stderr.strip()[-500:]}')
   return _BASE
+
+
+def _copy(file: pathlib.Path, root: pathlib.Path, inside: pathlib.Path):
+  target = root / inside.relative_to('/')
+  if not target.exists():
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(file, target)
+
+
+def _copy_browser(root: pathlib.Path):
+  """Chromium, the libraries that it needs and what it opens by name."""
+  for top in _BROWSER:
+    for file in filter(pathlib.Path.is_file, pathlib.Path(top).rglob('*')):
+      _copy(file, root, file)
+  programs = [path for path in pathlib.Path(_BROWSER[0]).iterdir() if path.is_file()]
+  for name in _NSS:
+    programs += pathlib.Path('/usr/lib').rglob(f'{name}.*')
+  for file in _needed(programs):
+    if pathlib.Path(_BROWSER[0]) not in file.parents:
+      _copy(file, root, _merged(file))
 
 
 def _merged(file: pathlib.Path) -> pathlib.Path:

@@ -115,7 +115,7 @@ def test_sft_on_a_mesh_is_sft(tmp_path, chats):
   assert losses('mesh', 1) == mesh
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_expansion_on_a_mesh_is_expansion(tmp_path, pretrained, texts):
   """Both parts have the losses of one device; a run goes on on another mesh."""
 

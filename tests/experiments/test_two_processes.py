@@ -29,16 +29,13 @@ def same(workdir, reference):
 
 
 @pytest.mark.long
-def test_sft_and_expansion(tmp_path, chats, pretrained, texts):
-  """Both give the weights of one process; a limit of seconds ends SFT at one step,
-  though the processes have clocks of their own."""
+def test_sft(tmp_path, chats):
+  """The weights of one process; a limit of seconds ends it at one step, though the
+  processes have clocks of their own."""
   one = '--config.mesh.data=1'
   tune = [f'--config.demonstrations={chats}', *conftest.SFT]
   tune += [f'--config.model.{field}' for field in conftest.SMALL]
   limit = ['--config.sft.loop.seconds=0.001', '--config.sft.loop.log_every=3']
-  expand = [f'--config.init_from={pretrained[0]}', *conftest.text_flags(texts)]
-  expand.append('--config.expand.joint.loop.seconds=0')
-  expand.append('--config.expand.frozen.loop.seconds=0')
   both = conftest.two(
     'sft', f'--workdir={tmp_path}/sft', *tune, *limit, one, variant=':smoke'
   )
@@ -54,13 +51,20 @@ def test_sft_and_expansion(tmp_path, chats, pretrained, texts):
   assert last['loss'] == pytest.approx(want['loss'], rel=1e-4)
   assert last['max_violation'] == pytest.approx(want['max_violation'], rel=1e-4)
 
+
+@pytest.mark.thorough
+def test_expansion(tmp_path, pretrained, texts):
+  """The weights of one process."""
+  expand = [f'--config.init_from={pretrained[0]}', *conftest.text_flags(texts)]
+  expand.append('--config.expand.joint.loop.seconds=0')
+  expand += ['--config.expand.frozen.loop.seconds=0', '--config.mesh.data=1']
   both = conftest.two(
-    'expand_mtp', f'--workdir={tmp_path}/expand', *expand, one, variant=':smoke'
+    'expand_mtp', f'--workdir={tmp_path}/expand', *expand, variant=':smoke'
   )
   for code, out, err in finish(both):
     assert code == 0 and '3 MTP modules' in out, err[-3000:]
   alone = f'--workdir={tmp_path}/expand_alone'
-  conftest.run('expand_mtp', alone, *expand, one, variant=':smoke')
+  conftest.run('expand_mtp', alone, *expand, variant=':smoke')
   same(tmp_path / 'expand', tmp_path / 'expand_alone')
 
 

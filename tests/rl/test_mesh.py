@@ -16,21 +16,28 @@ from tests.rl import mesh_worker
 
 _ROOT = pathlib.Path(__file__).parents[2]
 # With replay and without are compared with two references of one device; a process has
-# the cases of one of them.
-REPLAY = ('fsdp expert tensor', 'data fsdp context', 'tensor context')
+# the cases of one of them. tests/forge/test_processes.py has fsdp, expert and tensor.
+LONG = ('data fsdp context',)
+THOROUGH = ('fsdp expert tensor', 'tensor context')
 FREE = ('expert context', 'imitation')
 
 
 def test_every_pair_of_axes_is_in_a_mesh():
   """Three axes at once where that saves a mesh."""
   axes = ('data', 'fsdp', 'expert', 'tensor', 'context')
-  meshes = [mesh_worker.CASES[name].mesh for name in (*REPLAY, *FREE)]
+  meshes = [mesh_worker.CASES[name].mesh for name in (*LONG, *THOROUGH, *FREE)]
   for pair in itertools.combinations(axes, 2):
     assert any(set(pair) <= mesh.keys() for mesh in meshes), pair
 
 
-@pytest.mark.long
-@pytest.mark.parametrize('names', [REPLAY, FREE])
+@pytest.mark.parametrize(
+  'names',
+  [
+    pytest.param(LONG, marks=pytest.mark.long),
+    pytest.param(THOROUGH, marks=pytest.mark.thorough),
+    pytest.param(FREE, marks=pytest.mark.thorough),
+  ],
+)
 def test_updates_do_not_depend_on_the_mesh(names):
   """Weights, moments, router biases and metrics after two updates; the state is on all
   devices, and what the engine gets on one."""

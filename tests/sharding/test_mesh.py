@@ -1,6 +1,7 @@
 """Law 6: the mesh does not change the answer; and what it costs in collectives.
 
-One process of 8 virtual devices runs the short cases, another the long ones.
+One process of 8 virtual devices runs the short cases, another the long ones, a third
+those of `make test-thorough`.
 """
 
 from __future__ import annotations
@@ -24,23 +25,25 @@ LONG = (
   'steps:adam',
   'data fsdp context',
   'data expert tensor',
+  'remat',
+  'serve',
+  'update:muon_sphere',
+  'update:sso',
+  'resume:sso',
+)
+THOROUGH = (
   'fsdp expert',
   'fsdp tensor',
   'expert tensor',
   'expert context',
   'tensor context',
-  'serve',
-  'remat',
   'unrolled',
   'few experts a device',
   'float32',
   'bfloat16',
   'steps:muon',
-  'update:muon_sphere',
   'update:nor_muon',
   'update:hyperball',
-  'update:sso',
-  'resume:sso',
 )
 AXES = ('data', 'fsdp', 'expert', 'tensor', 'context')
 # float32 has more terms to add in another order than law 3's samples; in bfloat16 each
@@ -72,7 +75,12 @@ def short():
 
 @pytest.fixture(scope='module')
 def long():
-  return run(LONG, 2700)
+  return run(LONG, 1800)
+
+
+@pytest.fixture(scope='module')
+def thorough():
+  return run(THOROUGH, 2700)
 
 
 def check(result, name):
@@ -94,10 +102,17 @@ def test_one_device_is_many(short, name):
 @pytest.mark.long
 @pytest.mark.parametrize('name', LONG)
 def test_one_device_is_many_in_pairs(long, name):
-  """The same for every pair of axes, unlike loops over layers, and less precision; two
-  optimizer steps leave the same state, each leaf where it was; a checkpoint of SSO's
-  resumes on another mesh."""
+  """The same for every pair of axes; two optimizer steps leave the same state, each
+  leaf where it was; a checkpoint of SSO's resumes on another mesh."""
   check(long[name], name)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('name', THOROUGH)
+def test_one_device_is_many_in_other_ways(thorough, name):
+  """The same for more shares of an axis, unlike loops over layers, less precision and
+  every optimizer."""
+  check(thorough[name], name)
 
 
 def test_every_pair_of_axes_is_in_a_mesh():

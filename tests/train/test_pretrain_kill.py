@@ -62,10 +62,21 @@ def finish(workdir, texts, *job):
   return output.read_text()
 
 
-@pytest.mark.long
-def test_the_loss_curve_is_bit_identical(tmp_path):
-  """Killed three times at random steps of every stage and once in a checkpoint, the job
-  leaves the curve, the weights and the optimizer of the job that ran through."""
+# Lowest and highest step of each kill.
+LONG = ((5, 15), (27, 38))
+THOROUGH = ((5, 12), (18, 26), (27, 30), (31, 38))
+
+
+@pytest.mark.parametrize(
+  'moments',
+  [
+    pytest.param(LONG, marks=pytest.mark.long),
+    pytest.param(THOROUGH, marks=pytest.mark.thorough),
+  ],
+)
+def test_the_loss_curve_is_bit_identical(tmp_path, moments):
+  """Killed at random steps of its stages, the job leaves the curve, the weights and the
+  optimizer of the job that ran through."""
   texts = tmp_path / 'texts'
   texts.mkdir()
   for path in sorted((REPO / 'm2jax').glob('*/*.py'))[:40]:
@@ -73,7 +84,7 @@ def test_the_loss_curve_is_bit_identical(tmp_path):
   finish(tmp_path / 'whole', texts)
 
   rng, workdir, kills, lost = random.Random(0), tmp_path / 'killed', 0, 0
-  for low, high in ((5, 12), (18, 26), (27, 30), (31, 38)):
+  for low, high in moments:
     child, after = start(workdir, texts), rng.randint(low, high)
     while child.poll() is None and steps_written(workdir) < after:
       time.sleep(0.01)
@@ -83,7 +94,7 @@ def test_the_loss_curve_is_bit_identical(tmp_path):
     with CheckpointManager(workdir / 'pretrain', read_only=True) as manager:
       lost += steps_written(workdir) - (manager.latest_step() or 0)
   finish(workdir, texts)
-  assert kills >= 3 and lost > 0  # else the test would be worth nothing
+  assert kills >= len(moments) - 1 and lost > 0  # else the test would be worth nothing
 
   ignored = {'time_s', 'used_s', 'lineage', 'tokens_per_s'}
 
