@@ -39,6 +39,7 @@ _PROGRAMS = (
   'split stat sum sync tac tail tar tee test timeout touch tr true truncate tsort '
   'uname uniq wc which xargs xz yes zcat'
 ).split()
+_LINKED = ('*.so*', 'driver/node')  # of packages; the second is playwright's
 # What Chromium opens by name: its own directory, fonts, and the modules of NSS.
 _BROWSER = ('/usr/lib/chromium', '/etc/fonts', '/usr/share/fonts')
 _NSS = ('libsoftokn3', 'libfreebl3', 'libfreeblpriv3', 'libnssckbi')
@@ -70,7 +71,7 @@ def base(environment: dict[str, str], sites: pathlib.Path) -> str:
     shutil.copy(prefix / 'bin' / name, ours / 'bin' / 'python3')
     modules = (prefix / 'lib' / name / 'lib-dynload').glob('*.so')
     found = filter(None, map(shutil.which, _PROGRAMS))
-    packages = {path.resolve() for path in sites.rglob('*.so*')}
+    packages = {path.resolve() for name in _LINKED for path in sites.rglob(name)}
     needed = _needed([*found, prefix / 'bin' / name, *modules, *packages])
     for file in needed:
       if sites.resolve() in file.resolve().parents:
@@ -110,6 +111,8 @@ def _copy_browser(root: pathlib.Path):
   for file in _needed(programs):
     if pathlib.Path(_BROWSER[0]) not in file.parents:
       _copy(file, root, _merged(file))
+  for place in (root / 'lib').glob('*-linux-gnu*'):  # some name it in full
+    (root / 'usr' / 'lib' / place.name).symlink_to(f'../../lib/{place.name}')
 
 
 def _merged(file: pathlib.Path) -> pathlib.Path:
