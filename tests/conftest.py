@@ -58,20 +58,20 @@ settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'default'))
 # Files of a minute and more. One that a process begins last would leave others idle.
 _FIRST = (
   'sharding/test_mesh.py',
-  'rl/test_mesh.py',
-  'experiments/test_two_processes.py',
   'experiments/test_jobs.py',
-  'rollout/test_mesh.py',
+  'experiments/test_two_processes.py',
+  'forge/remote/test_roles.py',
   'train/test_pretrain_kill.py',
   'forge/test_resume.py',
-  'sharding/test_distributed.py',
   'forge/test_processes.py',
-  'benchmarks/test_prefix_tree.py',
-  'train/test_hosts.py',
-  'experiments/test_evaluate_mesh.py',
-  'forge/remote/test_roles.py',
-  'faults/test_kills.py',
+  'rl/test_mesh.py',
   'model/test_forest_chunks.py',
+  'rollout/test_mesh.py',
+  'sharding/test_distributed.py',
+  'experiments/test_evaluate_mesh.py',
+  'train/test_hosts.py',
+  'faults/test_kills.py',
+  'benchmarks/test_prefix_tree.py',
 )
 
 

@@ -113,7 +113,7 @@ def test_operations():
   assert prefix_tree_rows.Operations(0, 0, 10, 0).flops(cfg) == 2 * 10 * token
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_table():
   """The command runs, all kinds give (a)'s loss and gradient, and a row has every
   column of the table."""

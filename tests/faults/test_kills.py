@@ -16,7 +16,7 @@ SEED = int(os.environ.get('SEED', 3))
 ITEMS = max(100, 8 * KILLS)  # enough for the kills to hit a run that goes on
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_every_process_is_killed_at_a_random_moment(postgresql, tmp_path):
   """What the surviving weights were trained on is what an undisturbed run trains on,
   each item once; none fails. Prints the figures."""

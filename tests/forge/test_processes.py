@@ -63,7 +63,7 @@ def same(directory, reference):
     assert got == pytest.approx(wanted, rel=1e-8)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_processes_learn_what_one_device_learns(tmp_path):
   """The same recorded groups, in rows and in chunks, over fsdp, expert and tensor in
   two processes: weights, optimizer, router biases and metrics of one device."""

@@ -103,7 +103,7 @@ def test_a_path_that_fills_the_stack():
     assert plan.longest_path == 8 and runs == [(0, 6), (6, 6)]
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_float32():
   """In fp32 with recorded ids the relative error stays below 1e-5. The plan has all
   there is: a second run of a path, pieces at two points of one, a tree on its own."""
@@ -156,7 +156,7 @@ def test_windows():
     check(samples, rows.variables_for(cfg, 7), cfg, 1e-10)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_cotangents_matter():
   """The comparison can fail: without the cotangents that descendants leave, which is
   caching the prefix without its gradient, the gradient is far off."""

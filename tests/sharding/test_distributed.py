@@ -14,7 +14,7 @@ def train(directory, mesh, *, steps, devices, processes=1):
   return processes_lib.together('tests.sharding.distributed_worker', processes, fields)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_two_processes_train_and_one_goes_on(tmp_path, monkeypatch):
   """Two processes of two devices train, save together, and both see the losses of one
   device; from their checkpoint one process of four devices goes on over another mesh,
@@ -91,7 +91,7 @@ def test_the_job_runs_as_two_processes(tmp_path):
   assert losses[0] == pytest.approx(losses[2], rel=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_the_job_goes_on_on_another_mesh(tmp_path):
   """The pre-training job takes a mesh from its config; its run, finished on one, is the
   same run on others, which report the same held-out loss."""

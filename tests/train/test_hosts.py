@@ -26,7 +26,7 @@ def run(directory, mesh, *, steps, devices, processes=1, **more):
   return processes_lib.together('tests.train.hosts_worker', processes, fields)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_hosts_read_apart_and_train_together(tmp_path):
   """Two processes read no document in common, see the losses of one device, go to the
   second stage's own mesh and save one position, with which one process goes on; two
