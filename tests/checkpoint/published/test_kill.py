@@ -47,9 +47,15 @@ class Copies:
       return
     with self._lock:  # other threads' operations wait, and have copies of their own
       self._copying.on = True
-      with contextlib.suppress(shutil.Error, OSError):  # tensorstore's threads delete
-        shutil.copytree(self._directory, self._to / str(self.count))
-        self.count += 1
+      for _ in range(20):  # tensorstore's threads may delete what is being copied
+        copy = self._to / str(self.count)
+        try:
+          shutil.copytree(self._directory, copy)
+        except (shutil.Error, OSError):
+          shutil.rmtree(copy, ignore_errors=True)
+        else:
+          self.count += 1
+          break
       self._copying.on = False
 
 
