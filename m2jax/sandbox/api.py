@@ -104,8 +104,8 @@ class Host:
   """Use of this machine by sandboxes; each distinct value has its own supervisor.
 
   Attributes:
-    uids: `[low, high)`, if the caller is root: each sandbox runs under a separate uid.
-      None chooses a range that this machine maps.
+    uids: `[low, high)`, if the caller is root: each sandbox runs under a separate uid,
+      also those of other processes. None chooses a range that this machine maps.
     read_only: (directory on the host, path in the sandbox), in addition to /usr.
     parallel_execs: maximum commands at a time; others wait, without using up their
       time.

@@ -122,6 +122,24 @@ def test_many_at_once_do_not_meet(run, make):
   assert len(owners) == (32 if _ROOT else 1)
 
 
+@pytest.mark.skipif(not _ROOT, reason='sandboxes have no uids of their own')
+def test_supervisors_share_no_uid(run, make):
+  """The end of a sandbox kills what runs under its uid: a command of another supervisor
+  with the same range goes on."""
+  uids = (400_000, 400_128)
+  one, other = (sandbox.Host(uids=uids, parallel_execs=n) for n in (30, 31))
+
+  async def use():
+    async with await sandbox.create(host=one) as box:
+      running = asyncio.ensure_future(box.exec('touch mine; sleep 2; echo done'))
+      for _ in range(2 * (uids[1] - uids[0])):
+        async with await sandbox.create(host=other):
+          pass
+      return await running
+
+  assert run(use()).stdout == 'done\n'
+
+
 def test_commands_of_one_sandbox_queue(run, make):
   """Tool calls of one agent never overlap, so read() never races a command."""
   box = make()

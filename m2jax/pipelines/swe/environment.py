@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import logging
+
 from m2jax import sandbox
 from m2jax.pipelines.make import LIMITS
 from m2jax.pipelines.swe import collect, requirements, twins
@@ -28,6 +30,7 @@ PYTEST = 'pytest==8.4.2'
 _TEST_FILE = re.compile(r'(^|/)(test_[^/]*|[^/]*_test)\.py$')
 _ROOTS = ('src', 'lib', '')
 _RUN_S = 240.0
+_ATTEMPTS = 3  # a run of hours does not end because a sandbox failed
 
 
 class NoEnvironment(Exception):
@@ -263,6 +266,9 @@ async def run(
     mode: of the harness.
     limit_s: of all together.
     request: further fields: roots, files, keep, mutants, options.
+
+  Raises:
+    SandboxError: the sandbox failed, also when it was tried again.
   """
   nonce = secrets.token_hex(16)
   request = {
@@ -272,19 +278,27 @@ async def run(
     'site': f'/sites/{key}',
     **request,
   }
-  async with await sandbox.create(
-    limits=dataclasses.replace(LIMITS, output_bytes=32 << 20),
-    host=verifier.host(dataset),
-    contents={
-      'harness.py': HARNESS.read_bytes(),
-      'guards.py': HARNESS.with_name('guards.py').read_bytes(),
-      'request': json.dumps(request).encode(),
-      **{f'tree/{path}': data for path, data in tree.items()},
-    },
-  ) as box:
-    # As for the verifier, but for mutants, which are written into the tree.
-    read_only = '' if mode == 'screen' else 'chmod -R a-w tree\n'
-    done = await box.exec(read_only + command('harness.py'), timeout_s=limit_s)
+  contents = {
+    'harness.py': HARNESS.read_bytes(),
+    'guards.py': HARNESS.with_name('guards.py').read_bytes(),
+    'request': json.dumps(request).encode(),
+    **{f'tree/{path}': data for path, data in tree.items()},
+  }
+  # As for the verifier, but for mutants, which are written into the tree.
+  read_only = '' if mode == 'screen' else 'chmod -R a-w tree\n'
+  for left in reversed(range(_ATTEMPTS)):
+    try:
+      async with await sandbox.create(
+        limits=dataclasses.replace(LIMITS, output_bytes=32 << 20),
+        host=verifier.host(dataset),
+        contents=contents,
+      ) as box:
+        done = await box.exec(read_only + command('harness.py'), timeout_s=limit_s)
+      break
+    except sandbox.SandboxError as error:
+      if isinstance(error, sandbox.SandboxUnavailable) or not left:
+        raise
+      logging.warning('a sandbox failed, the harness is run again: %s', error)
   return _parsed(done, nonce)
 
 

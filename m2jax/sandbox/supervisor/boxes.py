@@ -16,6 +16,7 @@ import stat
 import cgroups as cgroups_lib
 import commands
 import linux
+from uids import Uids
 
 _WORKSPACE_INODES = 16384
 _BUBBLEWRAP_PROCESSES = 2  # monitor and init
@@ -70,9 +71,7 @@ class Machine:
     self.root = os.geteuid() == 0
     self._bwrap = config['bwrap']
     self._directory = config['directory']
-    self._uids = config['uids']
-    self._uids_taken = set()
-    self._next_uid = self._uids[0] + os.getpid() * 1009
+    self._uids = Uids(*config['uids'])
     self._next_number = 0
     self._networks = collections.deque()
     self.cgroups = cgroups_lib.Cgroups('none', {}, 'not requested')
@@ -147,7 +146,7 @@ class Machine:
     self._next_number += 1
     try:
       if self.root:
-        box.uid = self._take_uid()
+        box.uid = self._uids.take()
       box.path = self._make_directory(box, 'workspace')
       processes = None
       if self.isolated:
@@ -194,16 +193,6 @@ class Machine:
     elif box.uid is not None:
       os.chown(path, box.uid, box.uid)
     return path
-
-  def _take_uid(self) -> int:
-    low, high = self._uids
-    for _ in range(high - low):
-      uid = low + self._next_uid % (high - low)
-      self._next_uid += 1
-      if uid not in self._uids_taken:
-        self._uids_taken.add(uid)
-        return uid
-    raise OSError(f'all {high - low} uids of the range are in use')
 
   def listen(self, box: Box, port: int) -> socket.socket:
     """Listens on a loopback port of the sandbox's network."""
@@ -273,7 +262,9 @@ class Machine:
       return False
     if box.network is not None:
       self._networks.append(box.network)
-    self._uids_taken.discard(box.uid)
+    if box.uid is not None:
+      self._uids.give_back(box.uid)
+      box.uid = None
     return True
 
   def remove(self) -> bool:

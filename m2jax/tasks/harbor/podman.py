@@ -33,7 +33,7 @@ from m2jax.tasks.harbor import compose, verifier
 from m2jax.tasks.harbor.directory import Directory, read
 
 INSTALL = 'apt-get install --no-install-recommends podman runc'
-_UIDS = '0:200000:65536'
+_UIDS = '0:300000:65536'  # sandboxes have those below
 _OUTPUT_BYTES = 64 << 10
 _START_S, _BUILD_S = 60.0, 1800.0
 # Some images have no bash.

@@ -73,6 +73,37 @@ def test_an_environment_knows_its_tests_and_who_calls_what(env):
   ]
 
 
+@pytest.mark.parametrize('failures', [2, 3])
+def test_a_sandbox_that_fails_is_tried_again(env, context, monkeypatch, failures):
+  """Rather than end a run of hours; three times in a row is no accident."""
+  create, left = sandbox.create, failures
+
+  async def failing(**options):
+    nonlocal left
+    left -= 1
+    if left >= 0:
+      raise sandbox.SandboxError('killed')
+    return await create(**options)
+
+  monkeypatch.setattr(sandbox, 'create', failing)
+
+  async def run():
+    try:
+      files, roots = env.source.files, env.roots
+      return await environment.run(
+        context.dataset, env.site, files, 'run', roots=roots, files=env.files
+      )
+    finally:
+      await sandbox.shutdown()
+
+  if failures == 3:
+    with pytest.raises(sandbox.SandboxError, match='killed'):
+      asyncio.run(run())
+  else:
+    found = asyncio.run(run()).tests
+    assert {t: r['status'] for t, r in found.items()} == env.status
+
+
 def test_a_missing_module_is_repaired():
   """The error of a run names what to install."""
   why = "E   ModuleNotFoundError: No module named 'yaml'"
