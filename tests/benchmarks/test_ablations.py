@@ -81,7 +81,7 @@ def test_table():
   assert lines[3].endswith('| 1.00 | 2.00 |') and len(lines) == 4
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_it_runs():
   """Two variants, a few steps: every figure is there and none is out of its range."""
   command = '-m benchmarks.ablations --steps 15 --seeds 0 --files 30 --jobs 1 --json'

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
 def test_no_second_copy(tmp_path):
   """Loading and saving need far less than the model once more."""

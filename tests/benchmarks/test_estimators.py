@@ -51,7 +51,7 @@ def test_tables():
   assert lines[-1].startswith('| 16 | grpo | frozen |') and '-0.02 ± 0.00' in lines[-1]
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_runs_start_from_one_checkpoint(tmp_path):
   """Two estimators begin with the same weights and tasks, and the second SFT is read
   from the file."""

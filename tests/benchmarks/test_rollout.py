@@ -82,7 +82,7 @@ def test_the_worker_serves_sessions():
   assert 'decode calls |' in rollout_profile.table({'batch': parts})
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_more_memory_saves_prefill(capsys):
   """Few pages find less than enough of them, unless there is more memory; and a second
   engine finds in the pool what the first has written."""

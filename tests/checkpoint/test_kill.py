@@ -77,8 +77,15 @@ def test_killed_around_the_commit(tmp_path):
   sweep(tmp_path, points)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize('event', ['os.mkdir', 'open .* w', 'os.rename', 'os.remove'])
+@pytest.mark.parametrize(
+  'event',
+  [
+    pytest.param('open .* w', marks=pytest.mark.long),
+    pytest.param('os.rename', marks=pytest.mark.long),
+    pytest.param('os.mkdir', marks=pytest.mark.thorough),
+    pytest.param('os.remove', marks=pytest.mark.thorough),
+  ],
+)
 def test_killed_at_many_file_operations(tmp_path, event):
   """As above, at arbitrary operations, from two saves in back to the first."""
   sweep(tmp_path, [(event, count) for count in (14, 12, 11, 9, 7, 5, 3, 2, 1)])

@@ -122,7 +122,7 @@ def test_evaluate(tmp_path, exported, variables):
   assert_of_the_file(tmp_path / 'evaluation.db', exported, variables)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_serve(tmp_path, exported, variables):
   """To a client's answer, drawn from the file's weights."""
   output = tmp_path / 'output'

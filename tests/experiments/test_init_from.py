@@ -42,8 +42,13 @@ def losses(job, start, workdir, mesh, flags):
   return [r['loss'] for r in metrics_lib.read(workdir, job)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize('job', ['pretrain', 'sft'])
+@pytest.mark.parametrize(
+  'job',
+  [
+    pytest.param('pretrain', marks=pytest.mark.long),
+    pytest.param('sft', marks=pytest.mark.thorough),
+  ],
+)
 def test_released_weights_are_trained_on_eight_devices(
   tmp_path, job, pretrained, released, texts, chats
 ):
@@ -83,7 +88,7 @@ def test_other_sizes_are_named(tmp_path, pretrained, texts):
   assert 'experiments.expand_mtp adds MTP modules' in output
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_the_main_job_starts_from_released_weights(tmp_path, released):
   """On eight devices, to its end: SFT at a rate of 0 saves them with their tokenizer,
   and what RL made of them is exported."""

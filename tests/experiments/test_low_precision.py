@@ -59,8 +59,13 @@ def test_a_controller_without_a_second_path_is_an_error(phase):
   assert built.model.paths == (Matmuls(), Matmuls('activations_int8'))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize('job', ['pretrain', 'sft'])
+@pytest.mark.parametrize(
+  'job',
+  [
+    pytest.param('pretrain', marks=pytest.mark.long),
+    pytest.param('sft', marks=pytest.mark.thorough),
+  ],
+)
 def test_all_options_in_a_job(job, tmp_path, texts, chats):
   """Block FP8, GNMR, SSO and the router's bias, by flags: the job runs to its end, logs
   all of them, and its checkpoint is a policy in this precision. (The main job runs so
