@@ -30,6 +30,8 @@ PYTEST = 'pytest==8.4.2'
 _TEST_FILE = re.compile(r'(^|/)(test_[^/]*|[^/]*_test)\.py$')
 _ROOTS = ('src', 'lib', '')
 _RUN_S = 240.0
+_START_CHILD = 'os.fork multiprocessing/popen_fork.py:Popen._launch'
+_END_CHILD = 'os.kill multiprocessing/popen_fork.py:Popen._send_signal'
 _ATTEMPTS = 3  # a run of hours does not end because a sandbox failed
 
 
@@ -172,9 +174,16 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
     seconds=seconds,
     calls=calls,
     repairs=tuple(log),
-    audited=tuple(sorted({*ran.end.get('audited', ()), *again.end.get('audited', ())})),
+    audited=audited(ran, again),
     twins=twins_,
   )
+
+
+def audited(*ran: Output) -> tuple[str, ...]:
+  """What guards.py saw in runs of the right sources, and what follows from it by chance:
+  multiprocessing ends a child by a signal if it has not ended by itself."""
+  seen = {event for one in ran for event in one.end.get('audited', ())}
+  return tuple(sorted(seen | ({_END_CHILD} if _START_CHILD in seen else set())))
 
 
 async def _twins(dataset, key, source, status, request) -> tuple[tuple[str, ...], ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from m2jax.pipelines.swe import guards
+from m2jax.pipelines.swe import environment, guards
 
 _WATCHED = """
 import importlib.util, json, sys
@@ -71,6 +71,23 @@ open(sys.argv[2] + '/x', 'w')
     *('sys._getframe', 'compile with a file name', 'gc.get_objects'),
     *('strict: __code__', 'open /proc', 'strict: open to write'),
   ]
+
+
+def test_ending_a_child_is_known_from_starting_it(tmp_path):
+  """Whether multiprocessing has to end a child is chance: the environment may not have
+  seen it, and a right solution must not fail by it."""
+  code = """
+import multiprocessing, time
+child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))
+child.start(); child.terminate(); child.join()
+"""
+  found = _found(code, tmp_path)
+  ran = environment.Output(
+    {}, {'audited': [e for e in found if 'os.kill' not in e]}, {}, 0
+  )
+  assert any('os.kill' in event for event in found)
+  assert set(found) == set(environment.audited(ran))
+  assert environment.audited(environment.Output({}, {}, {}, 0.0)) == ()
 
 
 def test_c_functions_on_behalf_of_a_test_are_seen(tmp_path):
