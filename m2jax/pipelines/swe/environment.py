@@ -180,7 +180,7 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
 
 
 def audited(*ran: Output) -> tuple[str, ...]:
-  """What guards.py saw in runs of the right sources, and what follows from it by chance:
+  """What guards.py saw in runs of the right sources, and what may follow from it:
   multiprocessing ends a child by a signal if it has not ended by itself."""
   seen = {event for one in ran for event in one.end.get('audited', ())}
   return tuple(sorted(seen | ({_END_CHILD} if _START_CHILD in seen else set())))
