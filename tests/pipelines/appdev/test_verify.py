@@ -12,8 +12,6 @@ from m2jax.pipelines import appdev
 from m2jax.pipelines.appdev import kinds
 from tests.pipelines.appdev import batch, gaming
 
-pytestmark = pytest.mark.long
-
 
 def _apps():
   return {k: draw(random.Random(f'verify/{k}')) for k, draw in kinds.DRAWERS.items()}
@@ -23,6 +21,7 @@ def _files(app, without=''):
   return {n: t.encode() for n, t in app.data.items()} | app.solution(without)
 
 
+@pytest.mark.thorough  # more than five minutes
 def test_a_mutant_fails_where_its_rule_is_checked(sites):
   """Each flag of each kind's solution; and the solutions pass."""
   jobs, expected = {}, {}
@@ -45,6 +44,7 @@ def test_a_mutant_fails_where_its_rule_is_checked(sites):
   assert survived == []
 
 
+@pytest.mark.long
 def test_a_browser_that_fails_is_no_verdict(sites):
   """A crash in every try, and a Chromium that does not start: invalid, never 0."""
   job = {'app': (gaming.page(), gaming.SPEC)}
@@ -56,6 +56,7 @@ def test_a_browser_that_fails_is_no_verdict(sites):
   assert 'does not start' in missing.get('invalid', ''), missing
 
 
+@pytest.mark.long
 def test_a_task_is_admitted_with_evidence(sites, tmp_path):
   config = appdev.Config(count=1, kinds=('counter',))
   assert asyncio.run(pipelines.run(config, tmp_path, show=False)).tasks == 1
