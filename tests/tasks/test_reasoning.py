@@ -120,8 +120,6 @@ def test_no_constant_answer_is_right_for_most_problems():
 
 def test_wrong_oracles_are_found():
   """The package's own answer to these scores below 1 (facts/pipelines.md §5)."""
-  from m2jax.tasks.reasoning import problems
-
   assert 'rejects its own answer' in problems.defect('rush_hour', 0, 'a')
   assert not problems.defect('gcd', 0, 'a')
 
@@ -170,7 +168,5 @@ def test_wrong_problems_of_a_right_generator_are_found(
   generator, question, answer, right
 ):
   """The package's scorer accepts its own answers; these are wrong by the text."""
-  from m2jax.tasks.reasoning import problems
-
   problem = problems.Problem(question, answer, {})
   assert (problems._DEFECTS[generator](problem) == '') == right

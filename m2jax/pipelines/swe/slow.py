@@ -73,7 +73,6 @@ async def with_workloads(
     file: {int(line): [t for t in tests if t in passed] for line, tests in at.items()}
     for file, at in called.end.get('calls', {}).items()
   }
-  seen = {*env.audited, *called.end.get('audited', ()), *timed.end.get('audited', ())}
   added = dataclasses.replace(
     env,
     source=dataclasses.replace(env.source, files=files),
@@ -81,7 +80,7 @@ async def with_workloads(
     status={**env.status, **dict.fromkeys(passed, 'PASSED')},
     seconds={**env.seconds, **passed},
     calls=calls,
-    audited=tuple(sorted(seen)),
+    audited=tuple(sorted({*env.audited, *environment.audited(called, timed)})),
   )
   return added, shown
 
