@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import shutil
@@ -126,15 +127,18 @@ def test_many_at_once_do_not_meet(run, make):
 def test_supervisors_share_no_uid(run, make):
   """The end of a sandbox kills what runs under its uid: a command of another supervisor
   with the same range goes on."""
-  uids = (400_000, 400_128)
+  uids = (400_000, 400_128)  # two blocks
   one, other = (sandbox.Host(uids=uids, parallel_execs=n) for n in (30, 31))
 
   async def use():
-    async with await sandbox.create(host=one) as box:
+    async with contextlib.AsyncExitStack() as boxes:
+      box = await boxes.enter_async_context(await sandbox.create(host=one))
       running = asyncio.ensure_future(box.exec('touch mine; sleep 2; echo done'))
-      for _ in range(2 * (uids[1] - uids[0])):
-        async with await sandbox.create(host=other):
-          pass
+      async with contextlib.AsyncExitStack() as others:
+        for _ in range(64):
+          await others.enter_async_context(await sandbox.create(host=other))
+        with pytest.raises(sandbox.SandboxError, match='all uids .* are in use'):
+          await sandbox.create(host=other)
       return await running
 
   assert run(use()).stdout == 'done\n'

@@ -35,6 +35,7 @@ _MOVE_MOUNT = 429
 _OPEN_TREE_CLONE = 1
 _MOVE_MOUNT_EMPTY_PATH = 4
 _AT_FDCWD = -100
+_OWN_NETWORK = '/proc/self/ns/net'
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -157,12 +158,18 @@ def new_network() -> int:
     request = fcntl.ioctl(s, _SIOCGIFFLAGS, struct.pack(_IFREQ, b'lo', 0))
     flags = struct.unpack(_IFREQ, request)[1] | _IFF_UP
     fcntl.ioctl(s, _SIOCSIFFLAGS, struct.pack(_IFREQ, b'lo', flags))
-  return os.open('/proc/self/ns/net', os.O_RDONLY | os.O_CLOEXEC)
+  return own_network()
+
+
+def own_network() -> int:
+  """A descriptor for `enter_network` of the namespace that this process is in."""
+  return os.open(_OWN_NETWORK, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def enter_network(fd: int) -> None:
-  """Moves this process into a namespace of `new_network`."""
-  _check(_libc.setns(fd, _CLONE_NEWNET), 'enter the network namespace')
+  """Moves this process into a network namespace; needs no right if it is in it."""
+  if not os.path.samestat(os.stat(_OWN_NETWORK), os.fstat(fd)):
+    _check(_libc.setns(fd, _CLONE_NEWNET), 'enter the network namespace')
 
 
 def listen_in(network: int, port: int) -> socket.socket:

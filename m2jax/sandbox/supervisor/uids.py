@@ -3,13 +3,16 @@
 The end of a sandbox kills whatever runs under its uid, so two supervisors must not have
 one uid at the same time. Uids are taken from blocks of 64, and a supervisor holds a
 block by a Unix socket bound to its abstract name: the kernel lets one process bind it,
-and frees it when that process ends, however it ends.
+and frees it when that process ends, however it ends. Abstract names belong to a network
+namespace, so sockets are made in the one that the supervisor started in.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+
+import linux
 
 _BLOCK = 64
 
@@ -19,6 +22,7 @@ class Uids:
 
   def __init__(self, low: int, high: int):
     self._low, self._high = low, high
+    self._network = linux.own_network()
     self._held: list[socket.socket] = []
     self._free: list[int] = []
 
@@ -39,6 +43,7 @@ class Uids:
   def _hold_another(self) -> None:
     blocks = range(self._low // _BLOCK, -(-self._high // _BLOCK))
     first = os.getpid() % len(blocks)
+    linux.enter_network(self._network)
     for block in (*blocks[first:], *blocks[:first]):
       held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
       try:
