@@ -1,13 +1,15 @@
-"""Mixed-domain RL against RL on one domain: what each gains and forgets.
+r"""Mixed-domain RL against RL on one domain: what each gains and forgets.
 
-  python -m benchmarks.mixed_domains --workdir=DIR [--seeds 0 1 2] [--json]
+  python -m benchmarks.mixed_domains --workdir=DIR [--seeds 0 1 2] [--alone shell] \
+    [--json]
 
 `configs/forge_mixed.py` without its second scaffold, for a smaller budget, and with the
 engine's context in both stages. For each seed SFT on the demonstrations of all domains,
 then RL from its weights: once with all domains and the ratios there, once on each
-domain alone (`:DOMAIN`), for the same number of updates and groups. Every policy is
-evaluated at temperature 1 on held-out tasks of all domains. Printed are medians over
-seeds with their range. Runs resume, and a measurement in DIR is not repeated.
+domain alone (`:DOMAIN`, `--alone`), for the same number of updates and groups. Every
+policy is evaluated at temperature 1 on held-out tasks of all domains. Printed are
+medians over seeds with their range. Runs resume, and a measurement in DIR is not
+repeated.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from m2jax.observe import metrics as metrics_lib
 SFT, MIXED = 'sft', 'mixed'
 LEFT_OUT = 'bash'  # shell tasks again
 DOMAINS = tuple(name for name in forge_mixed.DOMAINS if name != LEFT_OUT)
-ARMS = (SFT, MIXED, *DOMAINS)
 
 
 def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
@@ -96,7 +97,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
       '| RL on | ' + ' | '.join(columns) + ' |',
       '|---' * (len(columns) + 1) + '|',
     ]
-    for arm in ARMS:
+    for arm in dict.fromkeys(r['arm'] for r in runs):
       own = [r for r in runs if r['arm'] == arm]
       name = {SFT: 'none, after SFT', MIXED: 'all'}.get(arm, arm)
       out.append('| ' + ' | '.join([name, *(cell(own, c) for c in columns)]) + ' |')
@@ -112,7 +113,15 @@ def main() -> None:
   parser.add_argument('--updates', type=int, default=28, help='of RL')
   parser.add_argument('--groups', type=int, default=8, help='of an update')
   parser.add_argument('--tasks', type=int, default=150, help='held out, of a domain')
-  arms_lib.run(parser.parse_args(), ARMS, measure, table)
+  parser.add_argument(
+    '--alone',
+    nargs='*',
+    choices=DOMAINS,
+    default=DOMAINS,
+    help='domains of one run each',
+  )
+  args = parser.parse_args()
+  arms_lib.run(args, (SFT, MIXED, *args.alone), measure, table)
 
 
 if __name__ == '__main__':
