@@ -52,7 +52,9 @@ def run(workdir: pathlib.Path, beta: float, seed: int, flags: Sequence[str]) -> 
   command += [f'--config.rl.learner.reward.beta={beta}']
   if beta:
     command += [f'--config.start={first}']
-  subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+  done = subprocess.run(command, stdout=subprocess.DEVNULL)
+  if done.returncode:
+    sys.exit(done.returncode)  # the job has said why
   records = list(metrics.read(here))
   stages = {'RL': measure(records, 'after RL')}
   if not beta:

@@ -131,8 +131,7 @@ def test_supervisors_share_no_uid(run, make):
   one, other = (sandbox.Host(uids=uids, parallel_execs=n) for n in (30, 31))
 
   async def use():
-    async with contextlib.AsyncExitStack() as boxes:
-      box = await boxes.enter_async_context(await sandbox.create(host=one))
+    async with await sandbox.create(host=one) as box:
       running = asyncio.ensure_future(box.exec('touch mine; sleep 2; echo done'))
       async with contextlib.AsyncExitStack() as others:
         for _ in range(64):
