@@ -27,17 +27,21 @@ def run(
   measure: Callable[[str, int, argparse.Namespace], dict[str, Any]],
   table: Callable[[list[dict[str, Any]]], str],
 ) -> None:
-  """Measures each arm with each seed, once for a workdir, and prints the results."""
+  """Measures each arm with each seed, once for a workdir, and prints the results.
+
+  Ctrl-C and SIGTERM end it with one line and code 130; what was measured stays.
+  """
   args.workdir = args.workdir.absolute()
   args.workdir.mkdir(parents=True, exist_ok=True)
   common.quiet()
   runs = []
-  for seed in args.seeds:
-    for arm in arms:
-      path = args.workdir / f'{arm}_{seed}.json'
-      if not path.exists():
-        path.write_text(json.dumps(measure(arm, seed, args)))
-      runs.append(json.loads(path.read_text()))
+  with common.interruptible():
+    for seed in args.seeds:
+      for arm in arms:
+        path = args.workdir / f'{arm}_{seed}.json'
+        if not path.exists():
+          path.write_text(json.dumps(measure(arm, seed, args)))
+        runs.append(json.loads(path.read_text()))
   if args.json:
     settings = vars(args) | {'workdir': str(args.workdir)}
     print(json.dumps({'settings': settings, 'runs': runs}, indent=1))

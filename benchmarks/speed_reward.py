@@ -1,6 +1,7 @@
 """What the speed reward does where tools take time and may run in parallel.
 
-  python -m benchmarks.speed_reward --workdir=DIR [--betas 0 0.5] [--seeds 0 1 2]
+  python -m benchmarks.speed_reward --workdir=DIR [--betas 0 0.5] [--seeds 0 1 2] \
+    [--json]
 
 For each seed `configs/forge_speed.py` fine-tunes a tiny M2 on demonstrations that look
 independent keys up one by one or all in one turn; from these weights RL runs once for
@@ -12,26 +13,28 @@ SFT and after RL, at temperature 1: success on tasks with independent keys and o
 chains; the share of calls on independent keys that share a turn; and the wall-clock
 seconds of an episode, model and tools together, for both kinds, with the ratio of the
 two. Episodes of both kinds run at the same time, and β changes nothing about chains, so
-that the ratio does not depend on what else the machine does. Other flags go to the
-runs. Results are lines of DIR/results.jsonl; a run that is there is not repeated.
+that the ratio does not depend on what else the machine does. Runs resume, and a
+measurement in DIR is not repeated.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import pathlib
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ml_collections
 import numpy as np
 
+from benchmarks import arms as arms_lib
+from configs import forge_speed
+from experiments import common, fields
+from m2jax.forge import run
+from m2jax.forge.config import ForgeConfig
 from m2jax.observe import metrics
 
-CONFIG = 'configs/forge_speed.py'
+FIRST = 'beta0'  # the other arms start from its SFT
 KINDS = 'independent', 'chain'
 COLUMNS = (
   ('success/independent', 'success', 2),
@@ -43,29 +46,33 @@ COLUMNS = (
 )
 
 
-def run(workdir: pathlib.Path, beta: float, seed: int, flags: Sequence[str]) -> dict:
-  """Runs the job with one β and seed; returns its measurements."""
-  first, started_s = workdir / f'seed{seed}', time.monotonic()
-  here = first if not beta else workdir / f'seed{seed}_beta{beta:g}'
-  command = [sys.executable, '-m', 'experiments.forge', f'--config={CONFIG}']
-  command += [f'--workdir={here}', f'--config.seed={seed}', *flags]
-  command += [f'--config.rl.learner.reward.beta={beta}']
-  if beta:
-    command += [f'--config.start={first}']
-  done = subprocess.run(command, stdout=subprocess.DEVNULL)
-  if done.returncode:
-    sys.exit(done.returncode)  # the job has said why
-  records = list(metrics.read(here))
-  stages = {'RL': measure(records, 'after RL')}
-  if not beta:
-    stages['SFT'] = measure(records, 'after SFT')
-  curve = [
+def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
+  """The job's config with one β."""
+  c = forge_speed.get_config(args.variant)
+  c.seed = seed
+  if args.demonstrations:
+    c.sft.demonstrations = args.demonstrations
+  c.rl.learner.reward.beta = float(arm.removeprefix('beta'))
+  if arm != FIRST:
+    c.start = str(args.workdir / f'{FIRST}-{seed}')
+  return fields.complete(c, ForgeConfig)
+
+
+def measure_arm(arm: str, seed: int, args) -> dict[str, Any]:
+  """One run, resumed if it was interrupted."""
+  started_s, workdir = time.monotonic(), args.workdir / f'{arm}-{seed}'
+  run.run(common.build(ForgeConfig, config(arm, seed, args)), workdir)
+  records = list(metrics.read(workdir))
+  found = {'arm': arm, 'seed': seed, 'RL': measure(records, 'after RL')}
+  if arm == FIRST:
+    found['SFT'] = measure(records, 'after SFT')
+  found['curve'] = [
     {k: r.get(k) for k in ('step', 'success', 'parallel_calls', 'wall_s')}
     for r in records
     if r['phase'] == 'rl'
   ]
-  seconds = time.monotonic() - started_s
-  return {'beta': beta, 'seed': seed, **stages, 'curve': curve, 'seconds': seconds}
+  print(f'seed {seed}, {arm}: {time.monotonic() - started_s:.0f} s', file=sys.stderr)
+  return found
 
 
 def measure(records: Sequence[Mapping[str, Any]], stage: str) -> dict[str, float]:
@@ -96,8 +103,8 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     if 'SFT' in row:
       sides.setdefault('after SFT', []).append(dict(row['SFT']))
   for row in runs:
-    sides.setdefault(f'RL, β = {row["beta"]:g}', []).append(dict(row['RL']))
-
+    side = 'RL, β = ' + row['arm'].removeprefix('beta')
+    sides.setdefault(side, []).append(dict(row['RL']))
   for found in sides.values():
     for m in found:
       m['relative'] = m['wall_s/independent'] / m['wall_s/chain']
@@ -117,28 +124,17 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
-  parser.add_argument('--workdir', type=pathlib.Path, required=True)
+  parser = arms_lib.parser(__doc__)
   parser.add_argument('--betas', type=float, nargs='+', default=[0.0, 0.5])
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-  parser.add_argument('--json', action='store_true')
-  args, flags = parser.parse_known_args()
-  if 0.0 not in args.betas:
-    parser.error('--betas: 0 must be among them; the others start from its SFT')
-  args.workdir.mkdir(parents=True, exist_ok=True)
-  path = args.workdir / 'results.jsonl'
-  lines = path.read_text().splitlines() if path.exists() else []
-  known = [row for row in map(json.loads, lines) if row['flags'] == flags]
-  done = {(row['beta'], row['seed']): row for row in known}
-  for seed in args.seeds:
-    for beta in sorted(args.betas):
-      if (beta, seed) not in done:
-        done[beta, seed] = run(args.workdir, beta, seed, flags) | {'flags': flags}
-        with path.open('a') as file:
-          print(json.dumps(done[beta, seed]), file=file)
-        print(f'β = {beta:g}, seed {seed}: done', file=sys.stderr)
-  found = [done[beta, seed] for beta in sorted(args.betas) for seed in args.seeds]
-  print(json.dumps(found, indent=1) if args.json else table(found))
+  parser.add_argument('--demonstrations', type=int, help="other than the config's")
+  parser.add_argument(
+    '--variant', default='', choices=('', 'smoke'), help='of the config'
+  )
+  args = parser.parse_args()
+  if 0.0 not in args.betas or min(args.betas) < 0:
+    parser.error('--betas: 0 must be the least; the others start from its SFT')
+  names = [f'beta{beta:g}' for beta in sorted(set(args.betas))]
+  arms_lib.run(args, names, measure_arm, table)
 
 
 if __name__ == '__main__':

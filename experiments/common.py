@@ -278,24 +278,34 @@ def run(
 
   def guarded(argv):
     quiet()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
       if argv[1:]:
         raise BadInput(f'unexpected argument {argv[1]!r}: flags start with --')
       if DISTRIBUTED.value and not distributed:
         raise BadInput('--distributed: this job is one process')
-      main()
+      with interruptible():
+        main()
     except (ValueError, FileNotFoundError, *expected) as error:
       fail(error)
     except OSError as error:
       if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         raise
       fail(BadInput(f'{error.strerror}: make room, then the same command resumes'))
-    except KeyboardInterrupt:
-      print('\nstopped: the same command resumes', file=sys.stderr)
-      sys.exit(INTERRUPTED)
 
   app.run(guarded, flags_parser=_parse)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+  """Ctrl-C and SIGTERM in the body end the program with one line and code 130."""
+  previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+  try:
+    yield
+  except KeyboardInterrupt:
+    print('\nstopped: the same command resumes', file=sys.stderr)
+    sys.exit(INTERRUPTED)
+  finally:
+    signal.signal(signal.SIGTERM, previous)
 
 
 def fail(error: Exception, at_once: bool = False) -> NoReturn:

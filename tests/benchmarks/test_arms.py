@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks import arms, mixed_domains, responses, scaffolds, thinking
+from benchmarks import arms, mixed_domains, responses, scaffolds, speed_reward, thinking
 from experiments import common
 from m2jax.forge.config import ForgeConfig
 
@@ -21,7 +21,9 @@ def flags(module, monkeypatch, *given):
   return found[0]
 
 
-@pytest.mark.parametrize('module', [mixed_domains, responses, scaffolds, thinking])
+@pytest.mark.parametrize(
+  'module', [mixed_domains, responses, scaffolds, speed_reward, thinking]
+)
 def test_every_arm_has_a_config(module, monkeypatch, tmp_path):
   """The job accepts the config of each arm, also of one that goes on from others."""
   args, names, *_ = flags(module, monkeypatch, f'--workdir={tmp_path}')
@@ -48,6 +50,22 @@ def test_a_measurement_is_kept(tmp_path, capsys):
 
   assert len(run(0)) == 2 and len(run(0, 1)) == 4
   assert measured == [('a', 0), ('b', 0), ('a', 1), ('b', 1)]
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys):
+  """One line and the exit code of the jobs; the arm that was cut off has no result."""
+
+  def measure(arm, seed, args):
+    if arm == 'b':
+      raise KeyboardInterrupt
+    return {'arm': arm}
+
+  args = argparse.Namespace(workdir=tmp_path, seeds=[0], json=False)
+  with pytest.raises(SystemExit) as ended:
+    arms.run(args, ('a', 'b'), measure, json.dumps)
+  assert ended.value.code == common.INTERRUPTED
+  assert 'the same command resumes' in capsys.readouterr().err
+  assert [path.name for path in tmp_path.iterdir()] == ['a_0.json']
 
 
 def test_table_of_responses():

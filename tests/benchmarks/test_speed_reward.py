@@ -11,7 +11,7 @@ from m2jax.forge.config import ForgeConfig
 
 
 def test_the_config_is_one_of_the_job():
-  """With β = 0: the benchmark sets it by a flag."""
+  """With β = 0: the benchmark sets it."""
   built = common.build(ForgeConfig, forge_speed.get_config('smoke').lock())
   assert built.rl.learner.reward.beta == 0 and built.tasks.kind == 'fetch'
   assert set(built.sft.families) == set()
@@ -47,8 +47,8 @@ def test_measurements_are_of_one_stage_and_weighted():
   assert found['parallel'] == pytest.approx((0.5 * 20 + 0.8 * 80) / 100)
   assert found['wall_s/chain'] == pytest.approx(0.7)
   rows = [
-    {'beta': 0.0, 'SFT': found, 'RL': found},
-    {'beta': 0.5, 'RL': found | {'parallel': 0.9}},
+    {'arm': 'beta0', 'SFT': found, 'RL': found},
+    {'arm': 'beta0.5', 'RL': found | {'parallel': 0.9}},
   ]
   *_, sft, zero, fast = speed_reward.table(rows).splitlines()
   assert sft.startswith('| after SFT | 1 | 0.60 | 0.90 | 0.74 |')
