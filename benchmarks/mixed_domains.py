@@ -51,7 +51,7 @@ def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
   c.episodes.concurrency = 32
   c.eval_tasks, c.dev_tasks = args.tasks * len(DOMAINS), 0
   c.sft.update(demonstrations=args.demonstrations, tokens_per_step=args.tokens)
-  c.sft.loop.update(steps=args.sft_steps, checkpoint_every=args.sft_steps)
+  c.sft.loop.update(steps=args.sft_steps, checkpoint_every=-(-args.sft_steps // 4))
   c.sft.step.update(micro_rows=1)
   c.sft.optimizer.schedule.update(
     total_steps=args.sft_steps, decay_steps=args.sft_steps // 3

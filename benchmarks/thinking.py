@@ -69,7 +69,7 @@ def config(side: str, seed: int, args) -> ml_collections.ConfigDict:
   c.sft.families = {}
   c.sft.update(demonstrations=args.demonstrations, row_tokens=1024)
   c.sft.update(tokens_per_step=args.tokens)
-  c.sft.loop.update(steps=args.sft_steps, checkpoint_every=args.sft_steps)
+  c.sft.loop.update(steps=args.sft_steps, checkpoint_every=-(-args.sft_steps // 4))
   c.sft.step.update(micro_rows=1)
   c.sft.optimizer.schedule.update(
     total_steps=args.sft_steps, decay_steps=args.sft_steps // 3

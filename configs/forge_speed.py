@@ -40,10 +40,10 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.sft.families = {}
   # With fewer, parallel calls succeed less often, and speed is paid for with success.
   c.sft.update(demonstrations=2400, tokens_per_step=2048, row_tokens=512)
-  c.sft.loop.update(steps=1500, checkpoint_every=1500)
+  c.sft.loop.update(steps=1500, checkpoint_every=500)
   c.sft.optimizer.schedule.update(total_steps=1500, decay_steps=500)
   c.rl.update(
-    steps=60, groups_per_step=6, group_size=8, capacity=8, checkpoint_every=60
+    steps=60, groups_per_step=6, group_size=8, capacity=8, checkpoint_every=20
   )
   c.rl.update(refill_factor=1)  # the same groups with and without the speed reward
   c.rl.update(dev_every=0, patience=0, partial_credit=0.0)
