@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -154,7 +155,7 @@ def copied(directory: harbor.Directory) -> Iterator[pathlib.Path]:
 
 
 def reward(python: str, task: pathlib.Path, agent: str, environment) -> float:
-  """The reward of one run of Harbor.
+  """The reward that Harbor has for one run.
 
   Args:
     python: an interpreter that has harbor and podman-compose.
@@ -179,11 +180,15 @@ def reward(python: str, task: pathlib.Path, agent: str, environment) -> float:
       text=True,
       timeout=_RUN_S,
     )
-    found = list(pathlib.Path(jobs).glob('*/*/verifier/reward.txt'))
-    if done.returncode or len(found) != 1:
+    found = list(pathlib.Path(jobs).glob('*/*/result.json'))
+    results = [json.loads(path.read_text()) for path in found]
+    rewards = [r['verifier_result']['rewards'] for r in results if r['verifier_result']]
+    if done.returncode or len(rewards) != 1:
       logs = [log.read_text()[-1500:] for log in pathlib.Path(jobs).glob('*/*/*.log')]
-      raise RuntimeError('\n'.join([done.stdout[-1500:], done.stderr[-500:], *logs]))
-    return float(found[0].read_text())
+      errors = [str(r['exception_info'])[-1500:] for r in results]
+      said = [done.stdout[-1500:], done.stderr[-500:], *logs, *errors]
+      raise RuntimeError('\n'.join(said))
+    return rewards[0]['reward']
 
 
 def main(argv=None) -> int:

@@ -27,7 +27,7 @@ class Admission:
     reason: why not admitted.
     wall_s: elapsed time of all attempts.
     verifier_s: that of each run of the verifier.
-    evidence: file name → base64: `evidence` of the last reward.json.
+    evidence: file name → base64: `evidence` of the last details.json.
   """
 
   outcome: str

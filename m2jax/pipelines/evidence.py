@@ -1,6 +1,6 @@
 """Evidence of verifiers: texts and screenshots of a verdict, kept beside the dataset.
 
-A verifier may put `evidence` into reward.json: file name → text, or base64 for .png.
+A verifier may put `evidence` into details.json: file name → text, or base64 for .png.
 That of a solution is written to DATASET/evidence/TASK/ and shown in report.html.
 """
 

@@ -177,7 +177,10 @@ def test_a_directory_where_a_hidden_input_is_is_a_failure(tmp_path):
     'echo no > "$M2JAX_LOGS/reward.txt"',
     'ln -s /etc/passwd "$M2JAX_LOGS/reward.txt"',
     'echo 1 > "$M2JAX_LOGS/reward.txt"; exit 1',
-    'echo 1 > "$M2JAX_LOGS/reward.txt"; echo "{}]" > "$M2JAX_LOGS/reward.json"',
+    'echo 1 > "$M2JAX_LOGS/reward.txt"; echo "{}]" > "$M2JAX_LOGS/details.json"',
+    'echo \'{"invalid": "no engine"}\' > "$M2JAX_LOGS/details.json"',
+    f'echo "{verifier.READY}"; echo \'{{"invalid": "two answers"}}\' '
+    '> "$M2JAX_LOGS/details.json"',
     'sleep 60',
   ],
 )

@@ -71,7 +71,7 @@ def main():
       data = file.read(MAX_BYTES + 1)
   reward, reason, facts = judge(data, expected)
   logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')
-  with open(os.path.join(logs, 'reward.json'), 'w', encoding='utf-8') as file:
+  with open(os.path.join(logs, 'details.json'), 'w', encoding='utf-8') as file:
     json.dump({'reward': reward, 'reason': reason, **facts}, file)
   with open(os.path.join(logs, 'reward.txt'), 'w', encoding='utf-8') as file:
     file.write(str(reward))

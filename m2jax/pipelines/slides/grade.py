@@ -199,7 +199,7 @@ def main():
       data = file.read((2 << 20) + 1)
   reward, reason = judge(data, spec)
   logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')
-  with open(os.path.join(logs, 'reward.json'), 'w', encoding='utf-8') as file:
+  with open(os.path.join(logs, 'details.json'), 'w', encoding='utf-8') as file:
     json.dump({'reason': reason}, file)
   with open(os.path.join(logs, 'reward.txt'), 'w', encoding='utf-8') as file:
     file.write(str(reward))

@@ -249,10 +249,11 @@ def main():
     except (engines.EngineFailed, Undecided) as error:
       reward, reason, invalid = 0, '', str(error)
   details = {'reason': reason, 'invalid': invalid, 'engines': spec['engines']}
-  with open(os.path.join(logs, 'reward.json'), 'w', encoding='utf-8') as file:
+  with open(os.path.join(logs, 'details.json'), 'w', encoding='utf-8') as file:
     json.dump(details, file)
-  with open(os.path.join(logs, 'reward.txt'), 'w', encoding='utf-8') as file:
-    file.write(str(reward))
+  if not invalid:
+    with open(os.path.join(logs, 'reward.txt'), 'w', encoding='utf-8') as file:
+      file.write(str(reward))
 
 
 if __name__ == '__main__':

@@ -51,7 +51,7 @@ def main():
     found = KINDS[config['kind']](config, tree)
   except Failed as error:
     found = {'reward': 0.0, 'reason': str(error)}
-  _write(os.path.join(logs, 'reward.json'), json.dumps(found))
+  _write(os.path.join(logs, 'details.json'), json.dumps(found))
   _write(os.path.join(logs, 'reward.txt'), str(found['reward']))
 
 

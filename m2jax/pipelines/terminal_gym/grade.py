@@ -179,7 +179,7 @@ def main():
 
   reward, reason = judge(expected, listing, read, runs)
   os.makedirs(logs, exist_ok=True)
-  with open(os.path.join(logs, 'reward.json'), 'w') as file:
+  with open(os.path.join(logs, 'details.json'), 'w') as file:
     json.dump({'reason': reason}, file)
   with open(os.path.join(logs, 'reward.txt'), 'w') as file:
     file.write(f'{reward}\n')

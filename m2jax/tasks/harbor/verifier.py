@@ -8,7 +8,9 @@ another directory of a random name, which the tree does not lead to. test.sh is 
 
     M2JAX_TREE     the tree to judge, read-only
     M2JAX_TESTS    the task's tests/, read-only
-    M2JAX_LOGS     directory for reward.txt (a number in [0, 1]) and reward.json
+    M2JAX_LOGS     directory for reward.txt (a number in [0, 1]) and details.json, which
+                   may say why: `reason`, or `invalid` instead of a reward. Harbor has a
+                   trial without a reward as an error, and reads none of the details
     M2JAX_SITE     directory of Python packages, or empty
     M2JAX_LISTING  with `Metadata.listing`: JSON of `compose.listing`
     M2JAX_RUNS     with `Metadata.run`: JSON of `runs.run`
@@ -62,7 +64,7 @@ class Verdict:
     reward: in [0, 1]; 0 if invalid.
     reason: why not passed; '' if passed.
     wall_s: elapsed time of test.sh.
-    details: of reward.json.
+    details: of details.json.
   """
 
   outcome: str
@@ -236,14 +238,14 @@ async def verdict(box: sandbox.Sandbox, result: sandbox.ExecResult) -> Verdict:
     tail = result.stderr.strip()[-400:]
     return Verdict(missing, reason=f'{why}: {tail}' if tail else why, **said)
   try:
-    reward = float(await box.read(f'{_LOGS}/reward.txt', 64))
     details = await _details(box)
+    if details.get('invalid'):
+      return Verdict(INVALID, reason=str(details['invalid']), details=details, **said)
+    reward = float(await box.read(f'{_LOGS}/reward.txt', 64))
   except (FileNotFoundError, sandbox.SandboxPathError, ValueError) as error:
     return Verdict(missing, reason=f'no reward: {error}', **said)
   if not (math.isfinite(reward) and 0 <= reward <= 1):
     return Verdict(missing, reason=f'the reward is {reward}', **said)
-  if details.get('invalid'):
-    return Verdict(INVALID, reason=str(details['invalid']), details=details, **said)
   outcome = PASSED if reward == 1 else FAILED
   reason = '' if outcome == PASSED else str(details.get('reason', 'reward below 1'))
   return Verdict(outcome, reward, reason, details=details, **said)
@@ -259,12 +261,12 @@ async def _invalid(box: sandbox.Sandbox) -> str:
 
 async def _details(box: sandbox.Sandbox) -> Mapping[str, Any]:
   try:
-    data = await box.read(f'{_LOGS}/reward.json', _MAX_REWARD_BYTES)
+    data = await box.read(f'{_LOGS}/details.json', _MAX_REWARD_BYTES)
   except FileNotFoundError:
     return {}
   found = json.loads(data)
   if not isinstance(found, dict):
-    raise ValueError('reward.json is not an object')
+    raise ValueError('details.json is not an object')
   return found
 
 

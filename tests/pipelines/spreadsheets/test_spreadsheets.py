@@ -116,8 +116,9 @@ def test_a_disagreement_is_an_invalid_verdict(grade, tmp_path, monkeypatch):
   monkeypatch.setenv('M2JAX_TREE', str(tree))
   monkeypatch.setenv('M2JAX_LOGS', str(tmp_path))
   grade.main()
-  details = json.loads((tmp_path / 'reward.json').read_text())
+  details = json.loads((tmp_path / 'details.json').read_text())
   assert details['invalid'].startswith('the engines disagree: ')
+  assert not (tmp_path / 'reward.txt').exists()  # Harbor would count it
 
 
 def test_both_engines_judge_where_both_are(monkeypatch):

@@ -72,7 +72,7 @@ class Report:
     return sum(row['passed'] for row in judged) / len(judged)
 
   def details(self):
-    """reward.json."""
+    """details.json."""
     failed = [row for row in self.rows if not row['passed']]
     gate = [row for row in failed if row['layer'] == 'execution']
     reason = '; '.join(
@@ -315,7 +315,7 @@ async def judge(files, spec, chromium, site):
 
 
 async def verdict(tree, spec):
-  """(reward, reward.json) of the app below a tree."""
+  """(reward, details.json) of the app below a tree."""
   import browser
 
   files, wrong = read_app(tree)
@@ -352,10 +352,11 @@ def main():
   reward, details = asyncio.run(bounded(verdict(tree, spec)))
   logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')
   os.makedirs(logs, exist_ok=True)
-  with open(os.path.join(logs, 'reward.json'), 'w', encoding='utf-8') as file:
+  with open(os.path.join(logs, 'details.json'), 'w', encoding='utf-8') as file:
     json.dump(details, file)
-  with open(os.path.join(logs, 'reward.txt'), 'w', encoding='utf-8') as file:
-    file.write(str(reward))
+  if 'invalid' not in details:
+    with open(os.path.join(logs, 'reward.txt'), 'w', encoding='utf-8') as file:
+      file.write(str(reward))
 
 
 if __name__ == '__main__':
