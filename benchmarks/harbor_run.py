@@ -197,14 +197,20 @@ def main(argv=None) -> int:
   parser.add_argument('--workdir', type=pathlib.Path, required=True, nargs='+')
   parser.add_argument('--tasks', type=int, default=1, help='of each')
   options = parser.parse_args(argv)
+  if not pathlib.Path(options.python).with_name('harbor').is_file():
+    parser.error('--python: no harbor beside it: pip install harbor podman-compose')
   if reason := podman.unavailable():
     print(reason, file=sys.stderr)
     return 2
   wrong = 0
   with podman.settings() as environment:
     for workdir in options.workdir:
-      base(environment, workdir / 'sites')
       paths = harbor_check.chosen(workdir, options.tasks)
+      if not paths:
+        print(f'{workdir}: no tasks: make some with make_tasks', file=sys.stderr)
+        wrong += 1
+        continue
+      base(environment, workdir / 'sites')
       for path in paths:
         with copied(harbor.read(path)) as task:
           rewards = [
@@ -213,7 +219,6 @@ def main(argv=None) -> int:
           ]
         print(f'{path}: solution {rewards[0]:g}, nothing {rewards[1]:g}', flush=True)
         wrong += rewards[0] != 1 or rewards[1] == 1
-      wrong += not paths
   return int(wrong > 0)
 
 

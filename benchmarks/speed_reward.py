@@ -1,4 +1,4 @@
-"""What the speed reward does where tools take time and may run in parallel.
+r"""What the speed reward does where tools take time and may run in parallel.
 
   python -m benchmarks.speed_reward --workdir=DIR [--betas 0 0.5] [--seeds 0 1 2] \
     [--json]
