@@ -216,7 +216,16 @@ def read(path: Path) -> Directory:
       raise BadTask(f'{path}: no {name}')
   try:
     table = tomllib.loads((path / 'task.toml').read_text(encoding='utf-8'))
-    ours = table['metadata']['m2jax']
+  except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    raise BadTask(f'{path}/task.toml: {error}') from error
+  ours = table.get('metadata', {}).get('m2jax')
+  if ours is None:
+    raise BadTask(
+      f'{path}/task.toml: no [metadata.m2jax], so no pipeline of m2jax made this task,'
+      ' and its verifier cannot be kept apart from the agent here; run it with `harbor'
+      ' run`, or make tasks with `python -m experiments.make_tasks`'
+    )
+  try:
     known = {field.name: field for field in dataclasses.fields(Metadata)}
     values = {
       key: tuple(value) if isinstance(value, list) else value
@@ -225,9 +234,7 @@ def read(path: Path) -> Directory:
     }
     metadata = Metadata(**values)
     verifier_s = float(table.get('verifier', {}).get('timeout_sec', 600.0))
-  except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-    raise BadTask(f'{path}/task.toml: {error}') from error
-  except (KeyError, TypeError, ValueError) as error:
+  except (AttributeError, TypeError, ValueError) as error:
     raise BadTask(f'{path}/task.toml: metadata.m2jax: {error!r}') from error
   instruction = (path / 'instruction.md').read_text(encoding='utf-8')
   return Directory(path, instruction, metadata, verifier_s)

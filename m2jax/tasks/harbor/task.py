@@ -152,8 +152,9 @@ def spec(
   elif config.weights:
     listing = [item for item in listing if config.weights.get(item[1], 0) > 0]
   if not listing:
+    which = f' of family {family!r}' if family else ''
     raise ValueError(
-      f'tasks.dataset={config.dataset!r} has no task {family or ""} in {split}; make '
+      f'tasks.dataset={config.dataset!r} has no task{which} in tasks/{split}/; make '
       'some with experiments.make_tasks'
     )
   epoch, place = divmod(index, len(listing))
