@@ -7,7 +7,7 @@ passages instead of BM25, the answer and its evidence are derived again. Spreads
 the cells of the workbook's XML are read without openpyxl, the solution's formulas are
 evaluated by a small translator to Python instead of an engine, for every hidden case.
 Slides: see `second_verifier_slides`.
-Prints disagreements; exits with 1 if a task disagrees. docs/pipelines.md.
+Prints disagreements; exits with 1 if a task disagrees. docs/pipelines_cowork.md.
 """
 
 from __future__ import annotations

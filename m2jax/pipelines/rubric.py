@@ -8,7 +8,7 @@ has a probe, a pattern of the document. Every item is decided yes or no; a model
 to a positive item counts only with a quotation that is in the document. A model is
 asked `asks` times, and has judged only if all its answers decide every item alike. If
 they do not, if it is down, or if its answer is no judgement, `NoJudgement` is raised:
-nothing takes its place. The result says who judged. docs/pipelines.md, Cowork.
+nothing takes its place. The result says who judged. docs/pipelines_cowork.md, Rubrics.
 """
 
 from __future__ import annotations

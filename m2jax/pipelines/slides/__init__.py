@@ -1,6 +1,6 @@
 """Slides: a deck from a table, judged by structure, layout and the chart's data.
 
-facts/pipelines.md §5; docs/pipelines.md. `render` makes images of a deck where
+facts/pipelines.md §5; docs/pipelines_cowork.md. `render` makes images of a deck where
 LibreOffice is installed; the reward does not depend on it.
 """
 

@@ -4,7 +4,7 @@ Workbooks are drawn by generators with an oracle in plain Python (`models`), or 
 with the data of a package (`tables`). The verifier recalculates the agent's workbook,
 as given and with hidden changes of the inputs, with `formulas` and, where it is
 installed, LibreOffice: both must give the oracle's values. facts/pipelines.md §5;
-docs/pipelines.md. A task's source is its generator or package.
+docs/pipelines_cowork.md. A task's source is its generator or package.
 """
 
 from __future__ import annotations

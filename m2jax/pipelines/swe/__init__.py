@@ -1,8 +1,8 @@
-"""SWE-scaling: repair, test and review tasks from Python packages (docs/pipelines.md).
+"""SWE-scaling: repair, test and review tasks from Python packages.
 
 The report's six stages: `collect` and `releases`, `environment`, tags and routing
 (`releases`), rewards by kind (`grade`), `statements`, and the transformations of
-`mutate`, `inject` and `slow`.
+`mutate`, `inject` and `slow`. docs/pipelines_swe.md.
 """
 
 from __future__ import annotations
