@@ -13,6 +13,7 @@ from typing import Any
 
 from m2jax.agents import context
 from m2jax.agents.agent import Shown
+from m2jax.tasks import BadCall
 
 
 def shown(
@@ -57,6 +58,34 @@ def names(
     name = tool['function']['name']
     shown_names[rename.get(name, name)] = name
   return found | shown_names
+
+
+def arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+  """Arguments of a model's call.
+
+  Raises:
+    BadCall: they are no JSON object, which servers other than the gateway pass on.
+  """
+  try:
+    found = json.loads(function['arguments'])
+  except (TypeError, ValueError, RecursionError):
+    found = None
+  if not isinstance(found, dict):
+    raise BadCall('the arguments are not a JSON object')
+  return found
+
+
+def sendable(message: Mapping[str, Any]) -> dict[str, Any]:
+  """A model's message as a server takes it back: arguments that are no JSON object,
+  which servers refuse, are sent as an empty one."""
+  calls = []
+  for call in message.get('tool_calls') or ():
+    try:
+      arguments(call['function'])
+    except BadCall:
+      call = {**call, 'function': {**call['function'], 'arguments': '{}'}}
+    calls.append(call)
+  return {**message, 'tool_calls': calls} if calls else dict(message)
 
 
 def check_names(tools: Sequence[Mapping[str, Any]]) -> None:

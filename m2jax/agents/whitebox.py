@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -201,7 +200,7 @@ class Whitebox(Agent):
     """Samples a completion and adds it to the thread; returns the choice."""
     reply = await episode.post(episode.body | thread.fields() | fields)
     choice = reply['choices'][0]
-    thread.completed(choice['message'], reply.get('usage'))
+    thread.completed(scaffold.sendable(choice['message']), reply.get('usage'))
     episode.outcome.messages.append(choice['message'])
     return choice
 
@@ -307,7 +306,7 @@ class Whitebox(Agent):
       offered = [tool['function']['name'] for tool in thread.tools]
       if name not in offered:
         raise BadCall(f'no tool {name!r}; use {", ".join(offered)}')
-      arguments = json.loads(function['arguments'])
+      arguments = scaffold.arguments(function)
       limits = self._config.sub_agents
       if name in self._config.context.actions or (name == DELEGATE and limits.depth):
         return await self._own(name, arguments, thread, episode)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import socket
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from m2jax.sandbox import ExecResult
 from m2jax.tasks import Environment
 from m2jax.tasks.terminal import shell
 from tests.gateway.conftest import response_text
+from tests.pipelines import model_server
 from tests.tasks import local_shell
 
 CALL = response_text(
@@ -105,6 +107,30 @@ def test_bad_call_is_reported_to_the_model(serve, tok, bad, role, said):
   [observation] = [m for m in outcome.messages[1:] if 'error' in str(m['content'])]
   assert observation['role'] == role
   assert said in observation['content']
+
+
+@pytest.mark.parametrize('bad', ['[1]', '"x"', 'null', '7', '{"a":', '', '[' * 99999])
+def test_arguments_that_are_no_object_are_the_models(bad):
+  """Servers other than the gateway pass them on, and refuse them in a history."""
+  replies = iter([bad, '{"cmd": "ls"}'])
+
+  def answer(body):
+    for message in body['messages']:
+      for call in message.get('tool_calls') or ():
+        if not isinstance(json.loads(call['function']['arguments']), dict):
+          return None
+    arguments = next(replies, None)
+    if arguments is None:
+      return 'It is 3.'
+    function = {'name': 'sh', 'arguments': arguments}
+    return {'tool_calls': [{'id': 'c', 'type': 'function', 'function': function}]}
+
+  with model_server.Server(answer) as server:
+    outcome = episode(None, base_url=server.url)
+  assert (outcome.end_reason, outcome.error) == ('answer', '')
+  assert (outcome.tool_errors, outcome.tool_calls) == (1, 1)
+  calls = [m['tool_calls'][0] for m in outcome.messages if m.get('tool_calls')]
+  assert calls[0]['function']['arguments'] == bad  # what is recorded is what it wrote
 
 
 def test_parallel_calls_each_get_their_answer(serve, tok):

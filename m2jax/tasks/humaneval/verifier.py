@@ -16,22 +16,39 @@ import json
 import random
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from m2jax import sandbox
 
 MAX_CODE_CHARS = 64 << 10
-_MAX_RESULT_BYTES = 4 << 20
-_BLOCK = re.compile(r'```(?:python|py)?[ \t]*\n(.*?)```', re.DOTALL)
+# The references' results have up to 180 characters, those of a problem 2,197 bytes.
+_MAX_RESULT_CHARS, _MAX_RESULTS_BYTES = 8 << 10, 64 << 10
+_FENCE = re.compile(r'[ \t]*(?:```|~~~)[ \t]*([\w+.-]*)[^`]*')
+_LANGUAGES = ('', 'python', 'python3', 'py')
 _RUNNER = """\
 import ast, json, sys
 calls = json.load(open('calls.json'))
 space = {'__name__': 'candidate'}
 exec(compile(open('candidate.py').read(), 'candidate.py', 'exec'), space)
+
+def plain(value):  # a Counter is equal to a dict, but its repr is no literal
+  if isinstance(value, bool):
+    return value
+  for kind in (int, float, str):
+    if isinstance(value, kind):
+      return kind(value)
+  if isinstance(value, dict):
+    return {plain(k): plain(v) for k, v in value.items()}
+  for kind in (list, tuple, set, frozenset):
+    if isinstance(value, kind):
+      return kind(map(plain, value))
+  return value
+
 results = []
 for call in calls:
-  results.append(repr(space[sys.argv[1]](*ast.literal_eval(call))))
+  results.append(repr(plain(space[sys.argv[1]](*ast.literal_eval(call)))))
 with open('results.json', 'w') as file:
   json.dump(results, file)
 """
@@ -41,10 +58,26 @@ class _Mismatch(Exception):
   """The test calls with other arguments than recorded."""
 
 
-def code_of(answer: str) -> str:
-  """The code of a message: its last fenced block, or all of it without one."""
-  blocks = _BLOCK.findall(answer)
-  return blocks[-1] if blocks else answer
+def code_of(answer: str, name: str) -> str:
+  """The code of a message: the last fenced block of Python that defines `name`.
+
+  Without such a block, the last block of Python; without any, all of the message.
+  """
+  blocks, language, lines = [], None, []
+  for line in answer.splitlines():
+    fence = _FENCE.fullmatch(line)
+    if not fence:
+      lines.append(line)
+    elif language is None:
+      language, lines = fence[1].lower(), []
+    else:
+      if language in _LANGUAGES:
+        blocks.append(textwrap.dedent('\n'.join(lines) + '\n'))
+      language = None
+  if not blocks:
+    return answer
+  defines = re.compile(rf'^(?:def\s+{name}\b|{name}\s*=)', re.MULTILINE)
+  return next(filter(defines.search, reversed(blocks)), blocks[-1])
 
 
 def host() -> sandbox.Host:
@@ -113,7 +146,7 @@ async def verify(
   Raises:
     SandboxError, OSError: the sandbox failed.
   """
-  code = code_of(answer)
+  code = code_of(answer, problem['entry_point'])
   if len(code) > MAX_CODE_CHARS:
     return False
   files = {
@@ -128,9 +161,11 @@ async def verify(
     if ran.returncode:
       return False
     try:
-      results = json.loads(await box.read('results.json', _MAX_RESULT_BYTES))
+      results = json.loads(await box.read('results.json', _MAX_RESULTS_BYTES))
     except (FileNotFoundError, sandbox.SandboxPathError, ValueError, RecursionError):
       return False
-  if not isinstance(results, list) or not all(isinstance(r, str) for r in results):
+  if not isinstance(results, list):
     return False
+  if not all(isinstance(r, str) and len(r) <= _MAX_RESULT_CHARS for r in results):
+    return False  # to read a longer literal would hold up the event loop
   return accepts(problem, results)

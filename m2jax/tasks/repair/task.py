@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
+import itertools
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -14,8 +16,9 @@ from m2jax.checks import require
 from m2jax.tasks import task as task_lib
 from m2jax.tasks.repair import code, programs
 
-_HIDDEN = 24
 _VALUES = range(13)
+_HIDDEN = tuple(itertools.product(_VALUES, repeat=2))
+_DRAWN = 24  # a bug has to change a value on one of this many calls
 _SHOWN_CHARS = 120
 
 
@@ -75,7 +78,8 @@ class RepairTask:
     program: what the function should be.
     bug: what the file has instead.
     shown: the calls of the tool `test`.
-    hidden: the calls that the verdict is on, made in a new sandbox.
+    hidden: the calls that the verdict is on, made in a new sandbox: all pairs of 0 to
+      12.
   """
 
   spec: str
@@ -166,7 +170,13 @@ async def _edit(box: sandbox.Sandbox, text: str, old: str, new: str) -> str:
   changed = text.replace(old, new).encode(errors='replace')
   if len(changed) > code.MAX_BYTES:
     raise task_lib.BadCall(f'{code.FILE} would be above {code.MAX_BYTES} bytes')
-  await box.write(code.FILE, changed)
+  try:
+    await box.write(code.FILE, changed)
+  except OSError as error:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+      raise
+    # The file's own code filled the workspace when a test ran it.
+    raise task_lib.BadCall('no space is left in the workspace') from error
   return 'edited'
 
 
@@ -204,7 +214,7 @@ def make(spec: str) -> RepairTask:
       f'{spec!r} is no repair task: expected repair/SPLIT/steps_N/SEED/INDEX?SPARE'
     ) from error
   rng = random.Random(name)
-  calls = [(rng.choice(_VALUES), rng.choice(_VALUES)) for _ in range(_HIDDEN)]
+  calls = [(rng.choice(_VALUES), rng.choice(_VALUES)) for _ in range(_DRAWN)]
   program, bug = programs.draw(rng, split, steps, calls)
   broken = programs.apply(program, bug)
   shown = next(call for call in calls if program(*call) != broken(*call))
@@ -215,6 +225,6 @@ def make(spec: str) -> RepairTask:
     program=program,
     bug=bug,
     shown=(shown, calls[0]),
-    hidden=tuple(calls),
+    hidden=_HIDDEN,
     max_tool_calls=3 + spare_calls,
   )
