@@ -9,6 +9,7 @@ import json
 import os
 import sys
 
+_FOLDER_MODE = 0o755
 TESTS = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -80,14 +81,22 @@ def check_entry(path, wanted, found, read):
     raise Wrong(f'{path}: {whose}')
 
 
+def check_folder(path, mode, given):
+  """Raises Wrong if the mode of a folder was changed, or has more than permissions."""
+  if mode & ~0o777 or given and mode != _FOLDER_MODE:
+    raise Wrong(f'{path}: the mode is {mode:o}')
+
+
 def check_runs(wanted, runs):
   """Raises Wrong unless the program printed what it must for every hidden input."""
   for number, text in enumerate(wanted):
-    run = runs.get(str(number), {'ok': False, 'stdout': ''})
+    run = runs.get(str(number), {'ok': False})
     if not run['ok']:
       raise Wrong(f'hidden input {number}: the program failed')
     if lines_of(run['stdout']) != lines_of(text):
       raise Wrong(f'hidden input {number}: the program printed something else')
+    if not run['unchanged']:
+      raise Wrong(f'hidden input {number}: the program changed files')
 
 
 def judge(expected, listing, read, runs):
@@ -107,8 +116,11 @@ def judge(expected, listing, read, runs):
   try:
     for path, found in sorted(listing.items()):
       known = path in entries or path in parents and found['kind'] == 'directory'
-      if not known and path not in expected.get('directories', ()):
+      given = path in expected['directories']
+      if not known and not given:
         raise Wrong(f'{path[:200]!a}: was not asked for')
+      if found['kind'] == 'directory':
+        check_folder(path, found['mode'], given)
     for path, wanted in sorted(entries.items()):
       check_entry(path, wanted, listing.get(path), read)
     check_runs(expected['outputs'], runs)
@@ -137,13 +149,9 @@ def in_place(tree, expected):
   listing, runs = compose.listing(tree), {}
   for number in range(len(expected['outputs'])):
     with tempfile.TemporaryDirectory() as place:
-      compose.write(compose.gather(tree, ['*'], []), os.path.join(place, 'w'))
       source = os.path.join(TESTS, 'inputs', str(number))
-      for path, data in compose.gather(source, ['*'], []).items():
-        target = os.path.join(place, 'w', path)
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        with open(target, 'wb') as file:
-          file.write(data)
+      files = compose.gather(tree, ['*'], []) | compose.gather(source, ['*'], [])
+      compose.write(files, os.path.join(place, 'w'))
       try:
         done = subprocess.run(
           ['bash', '-c', expected['run']],
@@ -154,7 +162,8 @@ def in_place(tree, expected):
         text, ok = done.stdout.decode(errors='replace'), not done.returncode
       except subprocess.TimeoutExpired:
         text, ok = '', False
-    runs[str(number)] = {'ok': ok, 'stdout': text}
+      same_files = compose.gather(os.path.join(place, 'w'), ['*'], []) == files
+    runs[str(number)] = {'ok': ok, 'stdout': text, 'unchanged': same_files}
   return listing, runs
 
 

@@ -7,7 +7,11 @@ the agent itself.
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from m2jax import sandbox
@@ -25,7 +29,10 @@ async def run(
   limits: sandbox.Limits,
   host: sandbox.Host,
 ) -> dict[str, dict[str, Any]]:
-  """Returns {N: {'stdout': text, 'ok': whether it ended with 0 in time}}.
+  """Returns {N: {'stdout': text, 'ok': bool, 'unchanged': bool}}.
+
+  `ok` says whether it ended with 0 in time, `unchanged` whether the tree and the input
+  are as they were before.
 
   Args:
     command: of the shell.
@@ -34,7 +41,8 @@ async def run(
     backend, limits, host: of the sandboxes.
 
   Raises:
-    compose.Rejected: the agent has a directory where an input is, or the reverse.
+    compose.Rejected: the agent has a directory where an input is, or the reverse, or
+      leaves no space for the input.
     SandboxError: the machine failed.
   """
   cases: dict[str, dict[str, bytes]] = {}
@@ -47,10 +55,36 @@ async def run(
     contents = {p: d for p, d in tree.items() if p not in files} | files
     for path, above in compose.conflicts(contents):
       raise compose.Rejected(f'{path!a}: there is a file {above!a}, an input or yours')
-    async with await sandbox.create(
-      contents=contents, backend=backend, limits=limits, host=host
-    ) as box:
+    options = dict(backend=backend, limits=limits, host=host)
+    async with await _filled(contents, options) as box:
       done = await box.exec(command)
+      unchanged = await asyncio.to_thread(_unchanged, box.workspace, contents)
     good = not (done.returncode or done.timed_out or done.oom or done.truncated)
-    found[number] = {'stdout': done.stdout, 'ok': good}
+    found[number] = {'stdout': done.stdout, 'ok': good, 'unchanged': unchanged}
   return found
+
+
+async def _filled(contents: Mapping[str, bytes], options) -> sandbox.Sandbox:
+  try:
+    return await sandbox.create(contents=contents, **options)
+  except OSError as error:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+      raise
+    raise compose.Rejected('the files leave no space for an input') from error
+
+
+def _unchanged(workspace: Path, contents: Mapping[str, bytes]) -> bool:
+  """Whether a workspace has these files and their directories, and nothing else."""
+  try:
+    entries = compose.listing(workspace)
+    files = compose.gather(workspace, ('*',), ())
+  except (compose.Rejected, OSError):  # a process that is left may still remove files
+    return False
+  parents = {os.path.dirname(path) for path in contents}
+  while above := {os.path.dirname(path) for path in parents} - parents:
+    parents |= above
+  known = all(
+    path in contents or path in parents and facts['kind'] == 'directory'
+    for path, facts in entries.items()
+  )
+  return known and files == dict(contents)

@@ -27,6 +27,21 @@ OUT, ROOT = LIST.values['out'], LIST.values['root']
 TOOL = PROGRAM.values['path']
 RIGHT, WRITTEN = LIST.solution(), PROGRAM.solution()
 NEXT = next(iter(LIST.files))
+FILL = """
+import os
+n = 0
+while os.statvfs(".").f_ffree > 70:  # few files, of which there is a limit
+  place = f"a{n}/" + "/".join("d" * 60)
+  os.makedirs(place)
+  open(place + "/f", "w").close()
+  n += 1
+try:
+  while True:
+    open(f"z{n}", "w").close()
+    n += 1
+except OSError:
+  pass
+"""
 VISIBLE = PROGRAM.files[PROGRAM.values['shown']].decode()
 
 
@@ -72,6 +87,8 @@ ON_LIST = {
   'a hidden file': f'{RIGHT}touch .note',
   'an empty folder': f'{RIGHT}mkdir empty',
   'another place': RIGHT.replace(OUT, f'{ROOT}/{OUT}'),
+  'modes of folders': f'{RIGHT}find . -mindepth 1 -type d -exec chmod 777 {{}} +',
+  'setgid on folders': f'{RIGHT}find . -mindepth 1 -type d -exec chmod g+s {{}} +',
 }
 ON_PROGRAM = {
   'the visible result': f'mkdir -p tools; echo \'echo "{totals(VISIBLE)}"\' > {TOOL}',
@@ -81,6 +98,12 @@ ON_PROGRAM = {
   f"logs /verifier /verifier/*/logs; do echo 1 > $d/reward.txt; done' > {TOOL}",
   'the right result and a failure': f"{WRITTEN}echo 'exit 3' >> {TOOL}",
   'endless output': f"mkdir -p tools; echo 'yes | head -c 2000000' > {TOOL}",
+  'a program that removes its input': f'{WRITTEN}echo \'rm -f -- "$1"\' >> {TOOL}',
+  'a program that writes a file': f"{WRITTEN}echo 'echo x > stray' >> {TOOL}",
+  'a program that makes a folder': f"{WRITTEN}echo 'mkdir stray' >> {TOOL}",
+  # Not invalid: an attempt that is masked costs nothing.
+  'a wrong program, no space for inputs': f"mkdir -p tools; echo 'echo wrong' > {TOOL}"
+  f"; python3 -c '{FILL}'",
   'a program that is a link': f'{WRITTEN}mv {TOOL} t; ln -s "$PWD/t" {TOOL}',
 }
 ON_SETTINGS = {
