@@ -10,7 +10,6 @@ from pptx.enum.chart import XL_CHART_TYPE
 from pptx.oxml import parse_xml
 from pptx.util import Inches
 
-from tests.pipelines.slides.decks import add_box  # noqa
 from tests.pipelines.slides.decks import (
   NAMES,
   PLACE,
@@ -18,6 +17,7 @@ from tests.pipelines.slides.decks import (
   VALUES,
   A,
   C,
+  add_box,
   drop,
   made,
 )
@@ -172,23 +172,23 @@ UNSEEN = [
   (other_cells, 'workbook of the chart differs'),
   (no_drawing, 'not drawn'),
   (lambda d: axis(d, 'max', 5), 'ends below'),
-  (lambda d: axis(d, 'min', 800), 'begins above'),
-  (lambda d: axis(d, 'logBase', 10), 'logarithmic'),
+  (lambda d: axis(d, 'min', 800), 'begin at 0'),
+  (lambda d: axis(d, 'logBase', 10), 'c:logBase in c:scaling'),
   (lambda d: axis(d, 'orientation', 'maxMin'), 'reversed'),
   (lambda d: axis_ends(d, 'crosses', 'max'), 'reversed'),
-  (lambda d: axis_ends(d, 'crossesAt', 500), 'reversed'),
-  (in_thousands, 'other units'),
+  (lambda d: axis_ends(d, 'crossesAt', 500), 'c:crossesAt in c:catAx'),
+  (in_thousands, 'c:dispUnits in c:valAx'),
   (lambda d: titled(d, 'Up by 40 %'), 'has a number'),
   (lambda d: titled(d, f'{NAMES[0]} leads'), f'says {NAMES[0]}'),
   (lambda d: axis_titled(d, 'in units of ①'), 'has a number'),
   (lambda d: named(d, f'not {NAMES[1].upper()}'), f'says {NAMES[1]}'),
-  (label, 'labels'),
+  (label, 'c:tx in c:dLbl'),
   (tiny, 'small'),
   (filled('FFFFFF'), 'not drawn'),
-  (filled('FF0000', '<a:alpha val="0"/>'), 'not drawn'),
+  (filled('FF0000', '<a:alpha val="0"/>'), 'a:alpha in a:srgbClr'),
   (line, 'not drawn'),
-  (formatted, 'not its values'),
-  (axis_formatted, 'not its values'),
+  (formatted, 'c:numFmt formatCode'),
+  (axis_formatted, 'c:numFmt formatCode'),
 ]
 RIGHT = [
   lambda d: axis(d, 'min', 0),

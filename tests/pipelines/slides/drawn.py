@@ -281,9 +281,9 @@ def light_on_dark(deck):
 
 UNSEEN = [
   (to('grouping', 'percentStacked'), 'c:grouping val="percentStacked"'),
-  (limits(max=10**9), 'three times'),
-  (limits(max=1000, min=-(10**8)), 'does not begin at 0'),
-  (limits(min=min(VALUES)), 'does not begin at 0'),
+  (limits(max=10**7), 'three times'),
+  (limits(max=1000, min=-(10**8)), 'begin at 0'),
+  (limits(min=min(VALUES)), 'begin at 0'),
   (to('delete', '1'), 'c:delete val="1"'),
   (to('tickLblPos', 'none'), 'c:tickLblPos val="none"'),
   (tiny_white, 'points'),
@@ -297,7 +297,7 @@ UNSEEN = [
   (other_colours, 'c:clrMapOvr in c:chartSpace'),
   (before('cat', '<mc:AlternateContent/>'), 'AlternateContent in c:ser'),
   (points_twice, 'points of the chart'),
-  (counted, 'points of the chart'),
+  (counted, 'values of the chart'),
   (commented, 'a comment'),
   (two_caches, 'c:numLit in c:val'),
   (point_formats, 'c:pt formatCode'),
