@@ -17,13 +17,15 @@ NAMESPACES = {
   'http://schemas.openxmlformats.org/officeDocument/2006/relationships': 'r:',
 }
 FONTS = (
-  'Aptos|Aptos Display|Arial|Arial Narrow|Bahnschrift|Book Antiqua|Calibri|'
-  'Calibri Light|Cambria|Candara|Century Gothic|Consolas|Constantia|Corbel|'
-  'Courier New|DejaVu Sans|DejaVu Serif|Franklin Gothic Book|Garamond|Georgia|'
-  'Gill Sans MT|Helvetica|Helvetica Neue|Inter|Lato|Liberation Sans|Liberation Serif|'
-  'Lucida Sans|Montserrat|Noto Sans|Noto Serif|Open Sans|Palatino Linotype|Poppins|'
-  'Roboto|Segoe UI|Segoe UI Light|Segoe UI Semibold|Source Sans Pro|Tahoma|'
-  'Times New Roman|Trebuchet MS|Ubuntu|Verdana|[+]m[jn]-(lt|ea|cs)'
+  'Aptos|Aptos Display|Arial|Arial Black|Arial Narrow|Avenir|Avenir Next|Bahnschrift|'
+  'Baskerville|Book Antiqua|Bookman Old Style|Calibri|Calibri Light|Cambria|Candara|'
+  'Carlito|Century|Century Gothic|Comic Sans MS|Consolas|Constantia|Corbel|'
+  'Courier New|DejaVu Sans|DejaVu Serif|Franklin Gothic Book|Futura|Garamond|Georgia|'
+  'Gill Sans MT|Helvetica|Helvetica Neue|Impact|Inter|Lato|Liberation Sans|'
+  'Liberation Serif|Lucida Sans|Montserrat|Noto Sans|Noto Serif|Open Sans|'
+  'Palatino Linotype|Poppins|Raleway|Roboto|Rockwell|Segoe UI|Segoe UI Light|'
+  'Segoe UI Semibold|Source Sans Pro|Tahoma|Times New Roman|Trebuchet MS|Ubuntu|'
+  'Verdana|[+]m[jn]-(lt|ea|cs)'
 )
 FORMATS = r'General|general|@|0|#|#,##0|#,##0\.0+|0\.0{1,4}|#\.#+'
 ANY, FLAG, ID = '(?s:.*)', '0|1|true|false', r'-?\d{1,10}'
@@ -227,6 +229,7 @@ CHART = {
   'c:title': ({}, 'c:tx c:layout c:overlay c:spPr c:txPr', ''),
   'c:layout': ({}, '', ''),
   'c:rich': _TEXT,
+  'a:pPr': ({'algn': 'l|ctr|r|just', 'rtl': OFF}, 'a:defRPr', ''),
   'c:txPr': _TEXT,
   'a:bodyPr': (
     {
@@ -288,7 +291,7 @@ CHART = {
   'c:orientation': ({'!val': 'minMax|maxMin'}, '', ''),
   **dict.fromkeys(
     ('c:max', 'c:min', 'c:majorUnit', 'c:minorUnit'),
-    ({'!val': r'-?\d{1,9}(\.\d{1,9})?'}, '', ''),
+    ({'!val': r'-?\d{1,9}(\.\d{1,20})?'}, '', ''),
   ),
   'c:axPos': ({'!val': '[lrtb]'}, '', ''),
   'c:majorGridlines': _LINED,

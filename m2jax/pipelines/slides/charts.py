@@ -12,7 +12,7 @@ from look import A, C, colour, fill, ratio
 
 MIN_SHARE, MIN_CONTRAST, MAX_AXIS = 0.2, 1.2, 3  # of the slide; of a series; of values
 MIN_POINTS, MAX_SIZE, MAX_STEPS = 10.0, 4, 50  # of unstated size; times the least
-MIN_LINE = 6350
+MIN_LINE, MAX_TEXT, MAX_LINES = 6350, 80, 3  # EMU; characters; of a title or name
 _ACCENTS = tuple(f'accent{i}' for i in range(1, 7))
 _INSIDE = ('ctr', 'inEnd', 'inBase')
 
@@ -83,6 +83,15 @@ def _axes(root):
     for needed in ('delete', 'tickLblPos'):
       if axes[0].find(C + needed) is None:
         return f'an axis of the chart has no {needed}'
+  plot, *axes = (
+    [one.get('val') for one in root.iterfind(f'.//{C}{tag}')]
+    for tag in ('ser/../' + C + 'axId', 'catAx/' + C + 'axId', 'valAx/' + C + 'axId')
+  )
+  crossed = [root.find(f'.//{C}{t}/{C}crossAx') for t in ('valAx', 'catAx')]
+  if plot != axes[0] + axes[1] or plot != [
+    None if one is None else one.get('val') for one in crossed
+  ]:
+    return 'the axes of the chart are not those of its plot'
   return ''
 
 
@@ -96,6 +105,11 @@ def _words(root, names):
     return 'a title or name of the chart has a number'
   if reason := look.strange(said):
     return f'a title or name of the chart: {reason}'
+  if max(map(len, texts), default=0) > MAX_TEXT or any(
+    sum(1 for _ in one.iter(A + 'p', A + 'br')) > MAX_LINES
+    for one in root.iter(C + 'rich')
+  ):
+    return 'a title or name of the chart is long'
   name = look.says(said, names)
   return f'a title or name of the chart says {name}' if name else ''
 

@@ -4,7 +4,8 @@ spec.json has the titles in order, texts that a slide must contain in their orde
 that it must not contain, and the chart. Rules of layout: everything within the slide,
 nothing on top of something else, text of at least `MIN_POINTS` that fits its box by an
 estimate of its width. `guard` refuses hostile files, and `parts` decks with anything
-but what is known to be harmless; `look` and `charts` have what a reader sees.
+but what is known to be harmless; `look`, `fit` and `charts`
+have what a reader sees.
 """
 
 import io
@@ -18,6 +19,7 @@ TESTS = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, TESTS)  # isolated, Python does not
 
 import charts  # noqa: E402
+import fit  # noqa: E402
 import look  # noqa: E402
 
 DECK = 'deck.pptx'
@@ -65,7 +67,7 @@ def check_slides(deck, spec):
     if wanted['texts']:
       if reason := look.plain(slide):
         raise Wrong(f'slide {number}: {reason}')
-      shapes = look.in_order(s for s in slide.shapes if s.has_text_frame)
+      shapes = fit.in_order(s for s in slide.shapes if s.has_text_frame)
       _check_facts(number, '\n'.join(s.text_frame.text for s in shapes), wanted)
 
 
@@ -138,8 +140,8 @@ def _check_text(number, shape, least):
     raise Wrong(
       f'slide {number}: {shape.name} has text of {min(sizes):g} points, not {least:g}'
     )
-  if look.needed(shape) > shape.height / look.EMU_PER_POINT:
-    raise Wrong(f'slide {number}: the text of {shape.name} overflows')
+  if reason := fit.wrong(shape):
+    raise Wrong(f'slide {number}: {reason}')
 
 
 def check_chart(deck, chart):

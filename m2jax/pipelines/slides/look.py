@@ -1,4 +1,4 @@
-"""What the text of a deck shows: its characters, order, sizes and colours.
+"""What the text of a deck shows: its characters, sizes and colours.
 
 Sizes and colours come from the run, its shape, the placeholder of the layout and of the
 master, the shape's reference to the theme, and the master's styles, in this order
@@ -17,9 +17,8 @@ P = '{http://schemas.openxmlformats.org/presentationml/2006/main}'
 IGNORED = {P + name for name in ('nvGrpSpPr', 'grpSpPr')}
 FILLS = ('noFill', 'solidFill')
 TITLES = ('title', 'ctrTitle')
+SHOWN = (*TITLES, 'subTitle', 'body', 'obj', 'dt', 'ftr', 'sldNum')
 MIN_CONTRAST, DEFAULT_POINTS = 2.0, 18.0
-CHAR_WIDTH, LINE_HEIGHT = 0.5, 1.2  # of the font size
-EMU_PER_POINT, MARGIN = 12700, 91440
 _PRESET = {'black': '000000', 'white': 'FFFFFF'}
 _STRANGE = re.compile(
   '[^ -^`-~\n\v\xa0\xa3\xb0\xb7\xc0-\xd6\xd8-\xf6\xf8-\xff–—‘’“”•…€]'
@@ -47,7 +46,13 @@ def placeholders(slide):
     return 'there is not exactly one title'
   layout = {_mark(one) for one in slide.slide_layout.shapes._spTree.iter(P + 'ph')}
   others = [kind for kind in kinds if kind not in layout]
-  return f'its layout has no placeholder {others[0]}' if others else ''
+  if others:
+    return f'its layout has no placeholder {others[0]}'
+  for one in slide.placeholders:
+    kind = _mark(one._element.find(f'.//{P}ph'))[0]
+    if one.has_text_frame and one.text_frame.text.strip() and kind not in SHOWN:
+      return f'text in a placeholder for another content ({kind}) is not shown'
+  return ''
 
 
 def _mark(placeholder):
@@ -62,17 +67,6 @@ def plain(slide):
   if ground is not None and colour(slide, ground) is None:
     return 'the background is not one colour'
   return ''
-
-
-def in_order(shapes):
-  """Shapes as they are read: in rows from above, each from the left."""
-  rows = []
-  for shape in sorted(shapes, key=lambda s: (s.top, s.left)):
-    if rows and shape.top + shape.height / 2 < rows[-1][0].top + rows[-1][0].height:
-      rows[-1].append(shape)
-    else:
-      rows.append([shape])
-  return [shape for row in rows for shape in sorted(row, key=lambda s: s.left)]
 
 
 def _styles(shape, level):
@@ -125,60 +119,6 @@ def paragraphs(shape):
       text = run.findtext(A + 't') or '' if text is None else text
       found.append((text, points * share, chain))
     yield found, [one for one in (own, *styles) if one is not None]
-
-
-def wraps(shape):
-  """Whether the lines of a shape's text are broken at its width."""
-  body = shape._element.find(f'{P}txBody/{A}bodyPr')
-  return body is None or body.get('wrap', 'square') != 'none'
-
-
-def needed(shape):
-  """Points of height that a shape's text needs, by an estimate of its width."""
-  width, height = shape.width, 0.0
-  body = shape._element.find(f'{P}txBody/{A}bodyPr')
-  for side in ('lIns', 'rIns'):
-    width -= max(0, int(body.get(side, MARGIN)) - MARGIN)
-  for side in ('tIns', 'bIns'):
-    height += max(0, int(body.get(side, MARGIN)) - MARGIN) / EMU_PER_POINT
-  for runs, properties in paragraphs(shape):
-    sides = [_first(properties, side) for side in ('marL', 'marR')]
-    room = max(1, width - sum(int(s) for s in sides if s)) / EMU_PER_POINT
-    lines, share, least = [[]], 1.0, 0.0
-    for text, points, _ in runs:
-      if text == '\v':
-        lines[-1].append(('', points))
-        lines.append([])
-      elif text or not lines[-1]:
-        lines[-1].append((text, points))
-    spacing = _spacing(properties, 'lnSpc')
-    if spacing is not None:
-      share, least = spacing
-    tallest = 0.0
-    for line in lines:
-      tallest = max(size for _, size in line)
-      count = -(-sum(len(t) * CHAR_WIDTH * size for t, size in line) // room)
-      if count > 1 and not wraps(shape):
-        return float('inf')
-      height += max(1, count) * max(least, share * LINE_HEIGHT * tallest)
-    for side in ('spcBef', 'spcAft'):
-      part, points = _spacing(properties, side) or (0.0, 0.0)
-      height += points + part * tallest
-  return height
-
-
-def _first(properties, attribute):
-  return next((p.get(attribute) for p in properties if p.get(attribute)), None)
-
-
-def _spacing(properties, tag):
-  """(share of the text's size, points) of the first of such settings, or None."""
-  found = (one.find(f'{A}{tag}') for one in properties)
-  one = next((f for f in found if f is not None), None)
-  if one is None or not len(one):
-    return None
-  value = int(one[0].get('val', '0'))
-  return (value / 100000, 0.0) if one[0].tag == A + 'spcPct' else (0.0, value / 100)
 
 
 def contrast(slide, shape):

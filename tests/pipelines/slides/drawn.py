@@ -13,7 +13,7 @@ from pptx.enum.chart import XL_CHART_TYPE, XL_LABEL_POSITION, XL_LEGEND_POSITION
 from pptx.enum.dml import MSO_THEME_COLOR
 from pptx.util import Pt
 
-from tests.pipelines.slides.charts import axis, filled
+from tests.pipelines.slides.charts import axis, filled, named
 from tests.pipelines.slides.decks import (
   NAMES,
   PLACE,
@@ -174,6 +174,28 @@ def levels(deck):
   found.append(xml(f'<c:multiLvlStrRef><c:f>{area}</c:f>{cache}</c:multiLvlStrRef>'))
 
 
+def long_title(deck):
+  chart = made(deck)[0].chart
+  chart.has_title = True
+  chart.chart_title.text_frame.text = 'x' + '\n' * 20
+
+
+def other_axes(deck):
+  """A plot whose axes are not those of the chart."""
+  for one in series(deck).getparent().findall(C + 'axId'):
+    one.set('val', '7')
+
+
+def both_fills(deck):
+  filled('1F3864')(deck)
+  series(deck).find(C + 'spPr').insert(0, xml('<a:noFill/>'))
+
+
+def exact_end(deck):
+  """An end of the axis as floating-point arithmetic gives it."""
+  made(deck)[0].chart.value_axis.maximum_scale = max(VALUES) * 1.1 + 0.1
+
+
 def of_type(kind, change=None):
   """A new chart in the place of the old."""
 
@@ -312,6 +334,10 @@ UNSEEN = [
   (before('cat', '<c:errBars/>'), 'c:errBars in c:ser'),
   (of_type(XL_CHART_TYPE.PIE), 'c:pieChart in c:plotArea'),
   (formula, 'formula'),
+  (long_title, 'is long'),
+  (lambda d: named(d, 'x' * 200), 'is long'),
+  (other_axes, 'axes of the chart'),
+  (both_fills, 'a:noFill and a:solidFill'),
 ]
 RIGHT = [
   of_type(XL_CHART_TYPE.BAR_CLUSTERED, rich_bars),
@@ -326,4 +352,5 @@ RIGHT = [
   text_of(size=14, colour='404040'),
   light_on_dark,
   limits(min=0, max=1000),
+  exact_end,
 ]

@@ -20,7 +20,7 @@ pptx = pytest.importorskip('pptx', reason='pip install m2jax[pipelines]')
 from tests.pipelines.slides import charts, drawn, texts, unseen  # noqa: E402
 from tests.pipelines.slides.decks import DRAFT, SPEC, saved  # noqa: E402
 
-MODULES = 'allowed', 'charts', 'look', 'parts'
+MODULES = 'allowed', 'charts', 'fit', 'look', 'parts'
 
 
 @pytest.fixture(scope='module')
@@ -84,7 +84,8 @@ def test_other_right_decks_pass(grade, solved, change):
 
 
 @pytest.mark.parametrize(
-  'name', ['ppt/embeddings/o.bin', 'ppt/vbaProject.bin', '../x.xml', 'a.rels']
+  'name',
+  ['ppt/embeddings/o.bin', 'ppt/vbaProject.bin', '../x.xml', 'a.rels', 'ppt/x.xml'],
 )
 def test_a_hostile_deck_is_refused(grade, solved, name):
   data = io.BytesIO(solved.read_bytes())

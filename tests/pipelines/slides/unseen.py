@@ -232,7 +232,55 @@ def two_texts(deck):
     run.append(xml('<a:t> or 99</a:t>'))
 
 
+def in_layout(number, idx, kind=''):
+  """The facts in a placeholder of another layout."""
+
+  def change(deck):
+    slide = deck.slides[1]
+    layout = deck.slide_layouts[number].part
+    kinds = slide.part.rels.values()
+    next(r for r in kinds if r.reltype.endswith('/slideLayout'))._target = layout
+    old = facts(deck)._element
+    names = '<p:cNvPr id="9" name="b"/><p:cNvSpPr><a:spLocks noGrp="1"/></p:cNvSpPr>'
+    mark = f'<p:nvPr><p:ph {kind} idx="{idx}"/></p:nvPr>'
+    new = xml(f'<p:sp><p:nvSpPr>{names}{mark}</p:nvSpPr><p:spPr/></p:sp>')
+    new.append(old.find(P + 'txBody'))
+    old.getparent().replace(old, new)
+
+  return change
+
+
+def filled_with(text):
+  """Text before the facts, and no more height than an estimate by length needs."""
+
+  def change(deck):
+    shape = facts(deck)
+    shape.text_frame.word_wrap = True
+    first = shape.text_frame.paragraphs[0]
+    first.text = text
+    first.runs[0].font.size = Pt(24)
+    shape.top, shape.height = Inches(7.5 - 4.2), Inches(4.2)
+
+  return change
+
+
+def outdented(deck):
+  """The first digit is left of the slide."""
+  facts(deck).left = 0
+  for paragraph in lines(deck):
+    properties = paragraph._p.get_or_add_pPr()
+    properties.set('marL', '0')
+    properties.set('indent', '-400000')
+
+
 UNSEEN = [
+  (in_layout(9, 1, 'type="body" orient="vert"'), 'p:ph orient="vert"'),
+  (in_layout(9, 1, 'type="body"'), 'is rotated'),
+  (in_layout(8, 1, 'type="pic"'), 'is not shown'),
+  (in_layout(8, 7), 'has no placeholder'),
+  (filled_with('W' * 270), 'overflows'),
+  (filled_with(('o' * 30 + ' ') * 10), 'overflows'),
+  (outdented, 'outside of the slide'),
   (breaks, 'overflows'),
   (empty_paragraph(400000), 'a:endParaRPr sz="400000"'),
   (empty_paragraph(39900), 'overflows'),
