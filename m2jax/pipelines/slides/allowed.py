@@ -189,7 +189,8 @@ _TEXT = ({}, 'a:bodyPr a:lstStyle', 'a:p')
 _TICKS = ({'!val': 'none|out|in|cross'}, '', '')
 _AXIS = (
   'c:axId c:scaling c:delete c:axPos c:majorGridlines c:minorGridlines c:title '
-  'c:numFmt c:majorTickMark c:minorTickMark c:tickLblPos c:spPr c:txPr c:crossAx c:crosses '
+  'c:numFmt c:majorTickMark c:minorTickMark c:tickLblPos c:spPr c:txPr c:crossAx '
+  'c:crosses '
 )
 _SHOWN = (
   'c:showLegendKey c:showVal c:showCatName c:showSerName c:showPercent '

@@ -8,11 +8,13 @@ import io
 import re
 
 import look
+from fit import EMU_PER_POINT
 from look import A, C, colour, fill, ratio
 
 MIN_SHARE, MIN_CONTRAST, MAX_AXIS = 0.2, 1.2, 3  # of the slide; of a series; of values
 MIN_POINTS, MAX_SIZE, MAX_STEPS = 10.0, 4, 50  # of unstated size; times the least
 MIN_LINE, MAX_TEXT, MAX_LINES = 6350, 80, 3  # EMU; characters; of a title or name
+MIN_PLOT, TITLE_SIZE, TITLE_LINE = 0.3, 1.2, 1.5  # as renderers lay charts out
 _ACCENTS = tuple(f'accent{i}' for i in range(1, 7))
 _INSIDE = ('ctr', 'inEnd', 'inBase')
 
@@ -33,6 +35,7 @@ def wrong(slide, shape, deck, wanted, least):
     or _axes(root)
     or _words(root, wanted['categories'])
     or _sizes(root, least)
+    or _room(shape, root)
     or _inks(slide, root)
   )
 
@@ -97,7 +100,7 @@ def _axes(root):
 
 def _words(root, names):
   """Titles and names in a chart state nothing that its data could contradict."""
-  texts = [''.join(t.text or '' for t in p.iter(A + 't')) for p in root.iter(A + 'p')]
+  texts = _paragraphs(root)
   for one in root.iter(C + 'tx'):
     texts += [v.text or '' for v in one.iter(C + 'v')]
   said = '\n'.join(texts)
@@ -124,6 +127,39 @@ def _sizes(root, least):
     if not least <= points <= MAX_SIZE * least:
       return f'the chart has text of {points:g} points, not {least:g} or more'
   return ''
+
+
+def _room(shape, root):
+  """Titles, labels and the legend leave the plot its part of the chart."""
+  width, height = (side / EMU_PER_POINT for side in (shape.width, shape.height))
+  default = _points(root.find(C + 'txPr'), MIN_POINTS)
+  taken = 0.0
+  for tag in ('title', 'catAx', 'valAx', 'legend'):
+    for one in root.iter(C + tag):
+      size = _points(one.find(C + 'txPr'), default)
+      if tag == 'title':
+        size = _points(one.find(C + 'tx'), size * TITLE_SIZE)
+        for text in _paragraphs(one) or ['']:
+          taken += size * TITLE_LINE * max(1, -(-len(text) * size // (2 * width)))
+      else:
+        taken += size * TITLE_LINE
+      if tag == 'legend':
+        names = [v.text or '' for v in root.iterfind(f'.//{C}ser/{C}tx//{C}v')]
+        if max(map(len, names), default=0) * size / 2 > width / 3:
+          return 'the legend of the chart is too long for it'
+  if taken > (1 - MIN_PLOT) * min(width, height):
+    return 'the chart is too small for its titles, labels and legend'
+  return ''
+
+
+def _points(text, default):
+  """The largest size in a text of the chart."""
+  sizes = [] if text is None else [o.get('sz') for o in text.iter(A + '*')]
+  return max((int(size) / 100 for size in sizes if size), default=default)
+
+
+def _paragraphs(one):
+  return [''.join(t.text or '' for t in p.iter(A + 't')) for p in one.iter(A + 'p')]
 
 
 def _grounds(slide, root):

@@ -25,6 +25,7 @@ import look  # noqa: E402
 DECK = 'deck.pptx'
 MIN_POINTS = 12.0  # on a slide whose shorter side is `SIDE`
 MAX_OVERLAP = 0.01  # of the smaller shape
+_OPENING, _CLOSING = '("\'“‘', '.,:;)"\'”’!'
 INCH, SIDE, MIN_SIDE, MAX_SIDE = 914400, 7.5, 4.0, 25.0  # in inches
 
 
@@ -76,7 +77,7 @@ def _check_facts(number, text, wanted):
   if reason := look.strange(text):
     raise Wrong(f'slide {number}: {reason}')
   text = re.sub(r'(?<=\d),(?=\d{3}(?!\d))', '', text)
-  words = [word.strip('.,:;()') for word in text.split()]
+  words = [word.lstrip(_OPENING).rstrip(_CLOSING) for word in text.split()]
   place = -1
   for fact in wanted['texts']:
     if fact not in words[place + 1 :]:

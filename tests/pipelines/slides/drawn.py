@@ -1,6 +1,6 @@
 """Edits of what a chart shows: attempts that must fail, and what is right.
 
-Each attempt had a reward of 1 while only known tricks were refused.
+Most attempts had a reward of 1 while only known tricks were refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pptx.chart.data import CategoryChartData
 from pptx.dml.color import RGBColor
 from pptx.enum.chart import XL_CHART_TYPE, XL_LABEL_POSITION, XL_LEGEND_POSITION
 from pptx.enum.dml import MSO_THEME_COLOR
-from pptx.util import Pt
+from pptx.util import Inches, Pt
 
 from tests.pipelines.slides.charts import axis, filled, named
 from tests.pipelines.slides.decks import (
@@ -191,6 +191,17 @@ def both_fills(deck):
   series(deck).find(C + 'spPr').insert(0, xml('<a:noFill/>'))
 
 
+def flat(deck):
+  """A chart that is as high as its labels."""
+  rich(made(deck)[0].chart)
+  made(deck)[0].height = Inches(1.6)
+
+
+def long_legend(deck):
+  named(deck, 'Values of all the rows in the order of the table that is given')
+  made(deck)[0].chart.has_legend = True
+
+
 def exact_end(deck):
   """An end of the axis as floating-point arithmetic gives it."""
   made(deck)[0].chart.value_axis.maximum_scale = max(VALUES) * 1.1 + 0.1
@@ -337,6 +348,8 @@ UNSEEN = [
   (long_title, 'is long'),
   (lambda d: named(d, 'x' * 200), 'is long'),
   (other_axes, 'axes of the chart'),
+  (flat, 'too small'),
+  (long_legend, 'too long'),
   (both_fills, 'a:noFill and a:solidFill'),
 ]
 RIGHT = [

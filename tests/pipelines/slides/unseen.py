@@ -1,6 +1,6 @@
 """Edits that move, cover or replace text: attempts that must fail, and what is right.
 
-Each attempt had a reward of 1 while only known tricks were refused.
+Most attempts had a reward of 1 while only known tricks were refused.
 """
 
 from __future__ import annotations
@@ -318,6 +318,7 @@ UNSEEN = [
   (transitions, 'p:transition in p:sld'),
   (sized(51206400, chart=30000000, points=12), 'size of the slides'),
   (sized(18288000, chart=10000000, points=12), 'points'),
+  (said(lambda text: text.replace(TOTAL, f'.{TOTAL}')), 'in its place'),
   (commented, 'a comment'),
   (two_texts, 'more than one a:t'),
 ]
@@ -440,4 +441,5 @@ RIGHT = [
   empty_paragraph(600),
   said(lambda text: f'\u2022 {text} \u2013 \u201cd\xe9j\xe0\u201d, it\u2019s'),
   said(lambda text: text.replace(TOTAL, f'{int(TOTAL):,}') + '.'),
+  said(lambda text: text.replace(BEST, f'\u201c{BEST}\u201d,')),
 ]
