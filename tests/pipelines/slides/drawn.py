@@ -194,7 +194,7 @@ def both_fills(deck):
 def flat(deck):
   """A chart that is as high as its labels."""
   rich(made(deck)[0].chart)
-  made(deck)[0].height = Inches(1.6)
+  made(deck)[0].height = Inches(1.7)
 
 
 def long_legend(deck):
