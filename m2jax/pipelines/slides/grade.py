@@ -4,8 +4,7 @@ spec.json has the titles in order, texts that a slide must contain in their orde
 that it must not contain, and the chart. Rules of layout: everything within the slide,
 nothing on top of something else, text of at least `MIN_POINTS` that fits its box by an
 estimate of its width. `guard` refuses hostile files, and `parts` decks with anything
-but what is known to be harmless; `look`, `fit` and `charts`
-have what a reader sees.
+but what is known to be harmless; `look`, `fit` and `charts` judge what a reader sees.
 """
 
 import io

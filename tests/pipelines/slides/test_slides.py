@@ -17,7 +17,7 @@ from m2jax.pipelines.slides import render
 
 pytest.importorskip('openpyxl', reason='pip install m2jax[pipelines]')
 pptx = pytest.importorskip('pptx', reason='pip install m2jax[pipelines]')
-from tests.pipelines.slides import charts, drawn, texts, unseen  # noqa: E402
+from tests.pipelines.slides import charts, drawn, right, texts, unseen  # noqa: E402
 from tests.pipelines.slides.decks import DRAFT, SPEC, saved  # noqa: E402
 
 MODULES = 'allowed', 'charts', 'fit', 'look', 'parts'
@@ -73,7 +73,7 @@ def test_what_is_not_seen_does_not_count(grade, solved, change, reason):
   assert reward == 0 and reason in why, why
 
 
-RIGHT = [*texts.RIGHT, *unseen.RIGHT, *charts.RIGHT, *drawn.RIGHT]
+RIGHT = [*texts.RIGHT, *right.RIGHT, *charts.RIGHT, *drawn.RIGHT]
 
 
 @pytest.mark.parametrize('change', RIGHT)
