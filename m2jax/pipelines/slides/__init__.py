@@ -25,6 +25,7 @@ _PACKAGES = (
   *('python-pptx', 'lxml', 'pillow', 'xlsxwriter', 'typing_extensions'),
   *('openpyxl', 'et_xmlfile'),
 )
+_VERIFIER = (*('grade.py', 'allowed.py', 'charts.py', 'fit.py', 'look.py', 'parts.py'),)
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = (
   'cd "${M2JAX_WORKSPACE:-/workspace}" && '
@@ -107,9 +108,7 @@ def drafted(topic: str, rng: random.Random, own: str) -> harbor.Draft:
     tests={
       'test.sh': _TEST.encode(),
       'guard.py': _GUARD.read_bytes(),
-      'grade.py': (_HERE / 'grade.py').read_bytes(),
-      'look.py': (_HERE / 'look.py').read_bytes(),
-      'settings.py': (_HERE / 'settings.py').read_bytes(),
+      **{name: (_HERE / name).read_bytes() for name in _VERIFIER},
       'spec.json': json.dumps(spec).encode(),
     },
     solution={
@@ -134,14 +133,16 @@ Make deck.pptx from data.csv, with three slides whose title placeholders say:
 1. "{titles[0]}"
 2. "{titles[1]}": states the total of all values, then the name and then the value of
    the highest; no other number, no other name of data.csv, and nothing but text
-3. "{titles[2]}": has one chart with one series: the rows of data.csv, in their order,
-   both shown and in the chart's workbook; it covers a fifth of the slide or more, on
-   linear axes that are not reversed, and its titles and the name of its series have no
-   number and no name of data.csv
+3. "{titles[2]}": has one bar, column or line chart with one series: the rows of
+   data.csv, in their order, both shown and in the chart's workbook, without formulas.
+   It covers a fifth of the slide or more; its axes are linear, labelled, not reversed
+   and go from 0 to at most three times the highest value; its titles and the name of
+   its series have no number and no name of data.csv
 
 Everything must be within its slide, nothing on top of something else, no text below 12
-points or larger than its box, all text in a colour that differs from the plain one
-behind it. Only text, pictures and charts; no groups, tables, animations or links,
-nothing hidden or rotated, and layouts with placeholders only. The Python package
-python-pptx is there.
+points (more on slides above 7.5 inches) or larger than its box, all text in a colour
+that differs from the plain one behind it. Only text boxes, rectangles, pictures and
+charts; no groups, connectors, tables, fields, animations or links, nothing hidden or
+rotated; plain number formats, Latin letters and common fonts. The Python package
+python-pptx is there; layouts, master and theme are those of its default template.
 """

@@ -2,7 +2,7 @@
 
 `check(data)` returns '' or why the bytes of an .xlsx file are refused: archive bombs,
 macros, embedded and external content, XML entities, huge dimensions. `shows` is what
-cells and the labels of charts are judged by.
+the number formats of cells are judged by.
 """
 
 import io
