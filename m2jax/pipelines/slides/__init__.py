@@ -25,7 +25,7 @@ _PACKAGES = (
   *('python-pptx', 'lxml', 'pillow', 'xlsxwriter', 'typing_extensions'),
   *('openpyxl', 'et_xmlfile'),
 )
-_VERIFIER = (*('grade.py', 'allowed.py', 'charts.py', 'fit.py', 'look.py', 'parts.py'),)
+_VERIFIER = tuple('grade.py allowed.py charts.py fit.py look.py parts.py'.split())
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = (
   'cd "${M2JAX_WORKSPACE:-/workspace}" && '
