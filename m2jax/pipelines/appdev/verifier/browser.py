@@ -292,27 +292,50 @@ def short(error):
 
 
 class Meter:
-  """Evaluates a script in an isolated world of a page's main frame."""
+  """Evaluates scripts in an isolated world of a page's main frame."""
 
-  def __init__(self, page, script):
-    self._page, self._script, self._session = page, script, None
+  def __init__(self, page, measure, seen=''):
+    self._page, self._measure, self._seen = page, measure, seen
+    self._session = None
 
   async def measure(self):
     """The JSON value of the script."""
+    return (await self._evaluate(self._measure, returnByValue=True))['value']
+
+  async def handle(self):
+    """An object of seen.js, for `call`."""
+    return (await self._evaluate(self._seen))['objectId']
+
+  async def call(self, handle, name, *values):
+    """The JSON value of a function of a handle."""
+    answer = await self._session.send(
+      'Runtime.callFunctionOn',
+      {
+        'functionDeclaration': f'function(...v) {{ return this.{name}(...v); }}',
+        'objectId': handle,
+        'arguments': [{'value': value} for value in values],
+        'returnByValue': True,
+      },
+    )
+    return self._result(answer).get('value')
+
+  async def shot(self, clip):
+    """A screenshot of a part of the window, in base64."""
+    options = {'clip': {**clip, 'scale': 1}, 'optimizeForSpeed': True}
+    return (await self._session.send('Page.captureScreenshot', options))['data']
+
+  async def _evaluate(self, script, **options):
     if self._session is None:
       self._session = await self._page.context.new_cdp_session(self._page)
     tree = await self._session.send('Page.getFrameTree')
     world = await self._session.send(
       'Page.createIsolatedWorld', {'frameId': tree['frameTree']['frame']['id']}
     )
-    answer = await self._session.send(
-      'Runtime.evaluate',
-      {
-        'expression': self._script,
-        'contextId': world['executionContextId'],
-        'returnByValue': True,
-      },
-    )
+    context = world['executionContextId']
+    call = {'expression': script, 'contextId': context, **options}
+    return self._result(await self._session.send('Runtime.evaluate', call))
+
+  def _result(self, answer):
     if 'exceptionDetails' in answer:
-      raise Unreadable(f'measure.js: {str(answer["exceptionDetails"])[:200]}')
-    return answer['result']['value']
+      raise Unreadable(f'the page: {str(answer["exceptionDetails"])[:200]}')
+    return answer['result']

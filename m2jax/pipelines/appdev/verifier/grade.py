@@ -113,8 +113,7 @@ class Judge:
   def __init__(self, files, spec, chromium, site, watch):
     import browser
 
-    with open(os.path.join(TESTS, 'measure.js'), encoding='utf-8') as file:
-      self._script = file.read()
+    self._scripts = [read_script(name) for name in ('measure.js', 'seen.js')]
     self._files, self._spec, self._site = files, spec, site
     self._chromium, self._watch, self._log = chromium, watch, browser.Log()
     self._report, self._hung = Report(), 0
@@ -230,7 +229,7 @@ class Judge:
     import steps
 
     async def work(page):
-      runner = steps.Runner(page, self._script)
+      runner = steps.Runner(page, self._scripts)
       await self._open(page)
       try:
         await runner.run(criterion['steps'])
@@ -251,12 +250,12 @@ class Judge:
 
     async def work(page):
       await self._open(page)
-      runner = steps.Runner(page, self._script)
+      runner = steps.Runner(page, self._scripts)
       await runner.run(self._spec['view'])
       for width in (browser.WIDTH, NARROW):
         await page.set_viewport_size({'width': width, 'height': browser.HEIGHT})
         await asyncio.sleep(SETTLE_S)
-        pages.append(await browser.Meter(page, self._script).measure())
+        pages.append(await browser.Meter(page, *self._scripts).measure())
         shots.append(await self._picture(page, f'width-{width}'))
       snapshot = await page.locator('body').aria_snapshot(timeout=steps.ACTION_MS)
       self._report.dom = snapshot[:MAX_DOM_CHARS]
@@ -287,6 +286,12 @@ class Judge:
     if len(png) <= MAX_IMAGE_BYTES:
       self._report.images[f'{name}.png'] = visual.encoded(png)
     return png
+
+
+def read_script(name):
+  """The text of a script beside this file."""
+  with open(os.path.join(TESTS, name), encoding='utf-8') as file:
+    return file.read()
 
 
 def encoded(files):
