@@ -119,7 +119,7 @@ class Eye:
       return ''
     if any(box is None for box, _ in looked):
       return 'in the page, but without a box'
-    handle = await self._meter.handle()
+    handle = await self._meter.handle('seen.js')
     denied = await self._meter.call(handle, 'find', [box for box, _ in looked])
     for (_, text), why in zip(looked, denied, strict=True):
       if why:

@@ -100,7 +100,7 @@ class Runner:
   """Runs steps in one page; `evidence` has a line for each."""
 
   def __init__(self, page, scripts):
-    self._page, self._meter = page, browser.Meter(page, *scripts)
+    self._page, self._meter = page, browser.Meter(page, scripts)
     self._eye, self._held = seen.Eye(self._meter), []
     self.evidence = []
 
