@@ -126,7 +126,7 @@
       return found;
     };
     return {groups: groups.map((g) => g.map(chars)), width: innerWidth,
-      height: innerHeight};
+      height: innerHeight, scrolled: [scrollX, scrollY]};
   };
   let undo = [];
   const hide = () => {

@@ -148,7 +148,8 @@ class Eye:
     bottom = min(int(max(y + h for _, _, y, _, h in chars)) + 2, there['height'])
     if left >= right or top >= bottom or right - left > MAX_CLIP_PX:
       return None
-    clip = {'x': left, 'y': top, 'width': right - left, 'height': bottom - top}
+    x, y = there['scrolled']  # a clip is relative to the document
+    clip = {'x': left + x, 'y': top + y, 'width': right - left, 'height': bottom - top}
     pngs = [await self._meter.shot(clip)]
     await self._meter.call(handle, 'hide')
     try:
