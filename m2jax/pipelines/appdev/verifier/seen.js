@@ -1,4 +1,5 @@
-// The value is an object whose functions find, place, hide and show texts; see seen.py.
+// The value is an object whose functions find, place, hide and show texts, and
+// `restore` where the page was scrolled to; see seen.py.
 // Runs in an isolated world.
 (() => {
   const MAX_TEXTS = 600, MAX_CHARS = 400, SLACK = 1;
@@ -93,6 +94,16 @@
   const shift = (low, high, from, to) =>
     low < from ? low - from : high > to ? Math.min(low - from, high - to) : 0;
   // As a person could: what is hidden by overflow is not scrolled to.
+  const moved = [];
+  const move = (x, by) => {
+    if (!by.top && !by.left) return;
+    moved.push([x, x.scrollLeft, x.scrollTop]);
+    x.scrollBy(by);
+  };
+  const restore = () => {
+    for (const [x, left, top] of moved.splice(0).reverse())
+      x.scrollTo({behavior: 'instant', left, top});
+  };
   const reveal = ({n, e}) => {
     const root = document.scrollingElement;
     for (const x of chain(e)) {
@@ -101,7 +112,7 @@
       const by = {behavior: 'instant', left: 0, top: 0};
       if (scrolls(s.overflowY)) by.top = shift(t.top, t.bottom, r.top, r.bottom);
       if (scrolls(s.overflowX)) by.left = shift(t.left, t.right, r.left, r.right);
-      if (x !== document.body && (by.top || by.left)) x.scrollBy(by);
+      if (x !== document.body) move(x, by);
     }
     const styles = [document.documentElement, document.body].map((x) =>
       x ? getComputedStyle(x) : {});
@@ -109,7 +120,7 @@
     const t = rectOf(n), by = {behavior: 'instant', left: 0, top: 0};
     if (free('overflowY')) by.top = shift(t.top, t.bottom, 0, innerHeight);
     if (free('overflowX')) by.left = shift(t.left, t.right, 0, innerWidth);
-    if (by.top || by.left) scrollBy(by);
+    move(root, by);
   };
   // Each group's texts, as [character, left, top, width, height].
   const place = (first) => {
@@ -126,7 +137,8 @@
       return found;
     };
     return {groups: groups.map((g) => g.map(chars)), width: innerWidth,
-      height: innerHeight, scrolled: [scrollX, scrollY]};
+      height: innerHeight, scrolled: [scrollX, scrollY],
+      moved: moved.length > 0};
   };
   let undo = [];
   const hide = () => {
@@ -156,5 +168,5 @@
     }
     undo = [];
   };
-  return {find, place, hide, show};
+  return {find, place, hide, show, restore};
 })()

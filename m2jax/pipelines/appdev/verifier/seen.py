@@ -91,8 +91,6 @@ def reading(texts, shots):
       needed = MIN_INK * width * height if char.isalnum() else 0
       if shots.ink((x, y, width, height)) >= max(needed, MIN_INK_PIXELS):
         chars += char
-      elif not char.isprintable() or not width:
-        continue
     heights = [height for *_, height in text]
     widths = sum(width for *_, width, _ in text)
     if text and (min(heights) < MIN_SEEN_PX or widths < 0.1 * sum(heights)):
@@ -100,6 +98,15 @@ def reading(texts, shots):
   if not _ordered([char for text in texts for char in text]):
     wrong = 'not in reading order'
   return chars, wrong
+
+
+def _wrong(wanted, texts, shots):
+  """'' if a text is seen in a group, or why not."""
+  seen, wrong = reading(texts, shots) if shots else ('', '')
+  if not wrong and _letters(seen) == _letters(wanted):
+    return ''
+  wrong = f', {wrong}' if wrong else ''
+  return f'{wanted!r} is in the page, but what is seen there is {seen!r}{wrong}'
 
 
 def _letters(text):
@@ -129,12 +136,11 @@ class Eye:
       there = await self._meter.call(handle, 'place', pending[0])
       now = [i for i in pending if i == pending[0] or _inside(there, i)]
       shots = await self._shots(handle, there, now)
+      if there['moved']:
+        await self._meter.call(handle, 'restore')
       for i in now:
-        text = looked[i][1]
-        seen, wrong = reading(there['groups'][i], shots) if shots else ('', '')
-        if wrong or _letters(seen) != _letters(text):
-          wrong = f', {wrong}' if wrong else ''
-          return f'{text!r} is in the page, but what is seen there is {seen!r}{wrong}'
+        if wrong := _wrong(looked[i][1], there['groups'][i], shots):
+          return wrong
       pending = [i for i in pending if i not in now]
     return ''
 
