@@ -171,7 +171,7 @@ class Judge:
         self._log.add('memory', f'{error}, after {grown >> 20} MiB more were taken')
       elif isinstance(error, browser.Crashed):
         await self._chromium.control()
-        self._log.add('crash', error)
+        self._log.add('crash', str(error))
       else:
         raise
     self._hung += 1
