@@ -22,7 +22,8 @@ def judged(jobs, sites: Path, *, crash='', chromium='', timeout_s=300.0) -> dict
   Args:
     jobs: files: path in the app → bytes; spec: of the verifier.
     sites: directory for the packages of the sandbox; filled if it is empty.
-    crash: 'page' or 'browser': what crashes where the app should be opened.
+    crash: where the app should be opened, a 'page' crashes, a 'process' of a page is
+      killed, or the 'browser' is.
     chromium: path of the browser in the sandbox, if not the verifier's.
     timeout_s: elapsed time of all.
   """
@@ -64,11 +65,19 @@ async def _crash_page(judge, page):
     await page.goto('chrome://crash', timeout=2000)
 
 
+async def _kill_process(judge, page):
+  await _kill(lambda line: b'--type=renderer' in line)
+
+
 async def _crash_browser(judge, page):
+  await _kill(lambda line: b'--type=' not in line)
+
+
+async def _kill(chosen):
   for name in filter(str.isdigit, os.listdir('/proc')):
     with contextlib.suppress(OSError):
-      words = Path(f'/proc/{name}/cmdline').read_bytes().split(b'\0')
-      if b'chromium' in words[0] and not any(w.startswith(b'--type') for w in words):
+      line = Path(f'/proc/{name}/cmdline').read_bytes()
+      if b'chromium' in line.split(b'\0')[0] and chosen(line):
         os.kill(int(name), signal.SIGKILL)
   await asyncio.sleep(1)
 
@@ -81,7 +90,11 @@ async def _inside(request, crash, executable):
   if executable:
     browser.CHROMIUM = (executable,)
   if crash:
-    grade.Judge._open = {'page': _crash_page, 'browser': _crash_browser}[crash]
+    grade.Judge._open = {
+      'page': _crash_page,
+      'process': _kill_process,
+      'browser': _crash_browser,
+    }[crash]
   try:
     return await _all(request, browser, grade)
   except browser.Broken as error:

@@ -59,6 +59,18 @@ def _unseen(**options) -> Attempt:
   return Attempt('interaction', 'sum', 'what is seen there', page(**options))
 
 
+def _unread(evidence, **options) -> Attempt:
+  return Attempt('interaction', 'sum', evidence, page(**options))
+
+
+def _around(css: str, style='background: #fff', inner='') -> dict:
+  """The sum inside another element with a style; `inner` is beside it."""
+  wrap = (
+    f"$('sum').outerHTML = `<div style='{css}'>${{$('sum').outerHTML}}{inner}</div>`"
+  )
+  return dict(script=f'{wrap}; {_HONEST}', style=style)
+
+
 def _wrong(evidence='found', **options) -> Attempt:
   return Attempt('interaction', 'sum', evidence, page(**options))
 
@@ -128,6 +140,89 @@ ATTEMPTS = {
   ),
   'covered, clicks go through': _unseen(
     after=_COVER.format(more='pointer-events: none;')
+  ),
+  'clipped by a rectangle': _unseen(style='position: absolute; clip: rect(0,0,0,0)'),
+  'masked': _unseen(style='mask-image: linear-gradient(transparent, transparent)'),
+  'filled over its own shape': _unread(
+    'its own shape',
+    style='color: #fff; background: #000; background-clip: text',
+  ),
+  'behind a filter': _unseen(**_around('filter: opacity(0)')),
+  'lightened away': _unseen(**_around('mix-blend-mode: lighten')),
+  'scaled': _unseen(style='scale: 0.01'),
+  'zoomed out': _unseen(style='zoom: 0.05'),
+  'moved away': _unseen(style='translate: -3000px 0'),
+  'on its edge': _unseen(style='rotate: x 90deg'),
+  'upside down': _unread('turned or reflected', style='rotate: x 180deg'),
+  'mirrored': _unread('turned or reflected', style='transform: scaleX(-1)'),
+  'below a shadow': _unseen(
+    after='<div style="position: relative; height: 1px; '
+    'box-shadow: 0 -20px 0 40px #fff"></div>'
+  ),
+  'below an outline': _unseen(
+    after='<div style="position: relative; height: 1px; outline: 60px solid #fff">'
+    '</div>'
+  ),
+  'below a border': _unseen(
+    after='<div style="position: relative; pointer-events: none; margin-top: -50px; '
+    'border-top: 60px solid #fff; height: 0"></div>'
+  ),
+  'below its own stroke': _unread('stroked', style='-webkit-text-stroke: 14px #fff'),
+  'below a window that does not scroll': _unseen(
+    head='<style>html, body { overflow: hidden; height: 100% } '
+    '#sum { margin-top: 3000px }</style>'
+  ),
+  'below a box that does not scroll': _unseen(
+    **_around('overflow: hidden; height: 1px', 'margin-top: 300px')
+  ),
+  'reversed': _unread(
+    'not in reading order', style='unicode-bidi: bidi-override; direction: rtl'
+  ),
+  'all characters in one place': _unseen(style='letter-spacing: -1em'),
+  'bullets for characters': _wrong(style='-webkit-text-security: disc'),
+  'covered by generated content': _unread(
+    'generated text',
+    head='<style>#sum { position: relative } #sum::after { content: "Sum: 5"; '
+    'position: absolute; inset: 0; background: #fff }</style>',
+  ),
+  'generated digits beside it': _unread(
+    'generated text', head='<style>#sum::after { content: "5" }</style>'
+  ),
+  'a font of the page': _unread(
+    'a font of the page',
+    head='<style>@font-face { font-family: F; src: local("DejaVu Sans"), '
+    'local("Liberation Sans"), local("Arial") }</style>',
+    style='font-family: F',
+  ),
+  'partly clipped': _unseen(style='width: 1ch; overflow: hidden'),
+  'the right answer among others': _wrong(
+    'changes by itself',
+    script="let n = 0; $('add').onclick = () => setInterval(() => { "
+    "$('sum').innerText = [5, 131, sum(), -131][n++ % 4]; }, 600);",
+  ),
+  'right at first': _gate(
+    'still',
+    'text of sum',
+    script=f"{_HONEST} $('add').addEventListener('click', () => {{ "
+    "setTimeout(() => setInterval(() => { const e = $('sum'); "
+    "e.innerText = e.innerText === '?' ? sum() : '?'; }, 400), 600); });",
+  ),
+  'a selector that crashes': _gate(
+    'crash',
+    'a page crashed',
+    script="document.querySelector(':is('.repeat(100000) + 'a' + ')'.repeat(100000));",
+  ),
+  'a selector that crashes at a click': _gate(
+    'crash',
+    'a page crashed',
+    script="$('add').onclick = () => document.querySelector("
+    "':is('.repeat(100000) + 'a' + ')'.repeat(100000));",
+  ),
+  'elements nested too deeply': _wrong(
+    '',
+    script="$('add').onclick = () => { let e = document.body; "
+    'for (let i = 0; i < 12000; i++) '
+    "e = e.appendChild(document.createElement('div')); };",
   ),
   'an error whose console is replaced': _gate(
     'errors',
@@ -212,4 +307,47 @@ ATTEMPTS = {
   ),
   'another title': _gate('load', 'title', script=f"{_HONEST} document.title = 'Sum';"),
   'no HTML': Attempt('execution', 'load', '', {'index.html': b'\x00\xff\x7fELF'}),
+}
+# The same app in other looks, each of which gets 1.
+HONEST = {
+  'plain': page(),
+  'oklch()': page(style='color: oklch(0.3 0.1 250)'),
+  'color-mix()': page(style='color: color-mix(in srgb, #111 80%, #00f)'),
+  'on oklch()': page(**_around('background: oklch(0.97 0.01 250)', '')),
+  'a transform of the body': page(
+    head='<style>body { transform: translateY(0) }</style>'
+  ),
+  'a centred card': page(
+    **_around(
+      'position: absolute; left: 50%; top: 70%; transform: translate(-50%, -50%)', ''
+    )
+  ),
+  'a shadow by a filter': page(
+    **_around('filter: drop-shadow(0 2px 4px rgb(0 0 0 / 0.3))', '')
+  ),
+  'a container for messages': page(
+    before='<div style="position: fixed; inset: 0; pointer-events: none; z-index: 9">'
+    '<i></i></div>'
+  ),
+  'a list that scrolls': page(
+    **_around('overflow: auto; height: 40px', 'margin-top: 300px')
+  ),
+  'a long page': page(head='<style>#sum { margin-top: 3000px }</style>'),
+  'a generated ornament': page(head='<style>#sum::before { content: "→ " }</style>'),
+  'upper case': page(style='text-transform: uppercase'),
+  'faded in': page(
+    head='<style>@keyframes f { from { opacity: 0 } } #sum.f { animation: f 0.3s }'
+    '</style>',
+    script="$('add').onclick = () => { $('sum').innerText = sum(); "
+    "$('sum').className = 'f'; };",
+  ),
+  'after a while': page(
+    script="$('add').onclick = () => { $('sum').innerText = 'wait'; "
+    "setTimeout(() => { $('sum').innerText = sum(); }, 500); };"
+  ),
+  'counted up': page(
+    script="$('add').onclick = () => { let k = 0; const t = setInterval(() => { "
+    "$('sum').innerText = Math.round(sum() * ++k / 20); if (k > 19) clearInterval(t); "
+    '}, 20); };'
+  ),
 }

@@ -35,10 +35,14 @@ class Broken(Exception):
   pass
 
 
+class Crashed(Broken):
+  pass
+
+
 class Log:
   def __init__(self):
-    self.errors = self.failed = self.external = self.left = ()
-    self.memory = []
+    self.errors = self.failed = self.external = self.left = self.restless = ()
+    self.memory, self.crash = [], []
 
   def add(self, kind, text):
     getattr(self, kind).append(text)
@@ -77,12 +81,14 @@ _ERROR = b'class Error(Exception):\n  pass\n'
     ('raise Broken("no page")', 'pass', harbor.INVALID, 'no page'),
     ('pass', _KILL, harbor.FAILED, 'exited with'),
     ('pass', 'raise Broken("gone")', harbor.INVALID, 'gone'),
+    ('pass', 'raise Crashed("by itself")', harbor.FAILED, 'by itself'),
     ('pass', _TAKE % 100, harbor.INVALID, 'a page crashed'),
     ('pass', _TAKE % 800, harbor.FAILED, 'MiB more'),
   ],
 )
 def test_what_a_killed_verifier_means(tmp_path, control, page, outcome, reason):
-  """A Chromium that fails is the app's doing only if it has taken much memory."""
+  """A Chromium that fails is the app's doing only if it has taken much memory, or if
+  a page crashed by itself."""
   app = kinds.DRAWERS['counter'](random.Random(0))
   draft = appdev.drafted(app, 'counter/0')
   tests = {

@@ -46,14 +46,22 @@ def test_a_mutant_fails_where_its_rule_is_checked(sites):
 
 @pytest.mark.long
 def test_a_browser_that_fails_is_no_verdict(sites):
-  """A crash in every try, and a Chromium that does not start: invalid, never 0."""
+  """Killed in every try, or a Chromium that does not start: invalid, never 0."""
   job = {'app': (gaming.page(), gaming.SPEC)}
-  crashed = batch.judged(job, sites, crash='page')['app']
-  assert 'crashed' in crashed.get('invalid', ''), crashed
+  killed = batch.judged(job, sites, crash='process')['app']
+  assert 'killed' in killed.get('invalid', ''), killed
   ended = batch.judged(job, sites, crash='browser')['app']
   assert 'ended' in ended.get('invalid', ''), ended
   missing = batch.judged(job, sites, chromium='/bin/false')['app']
   assert 'does not start' in missing.get('invalid', ''), missing
+
+
+@pytest.mark.long
+def test_a_page_that_crashes_by_itself_fails_the_gate(sites):
+  report = batch.judged({'app': (gaming.page(), gaming.SPEC)}, sites, crash='page')
+  assert report['app'].get('reward') == 0, report
+  rows = {row['id']: row for row in report['app']['criteria']}
+  assert not rows['crash']['passed'] and 'a page crashed' in rows['crash']['evidence']
 
 
 @pytest.mark.long

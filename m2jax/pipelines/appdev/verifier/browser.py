@@ -14,6 +14,7 @@ import dataclasses
 import http.server
 import os
 import threading
+import time
 import urllib.parse
 
 CHROMIUM = (
@@ -55,6 +56,10 @@ class Broken(Exception):
   """Chromium failed, or cannot be had: there is no verdict."""
 
 
+class Crashed(Broken):
+  """A page crashed by itself, while Chromium lives and nothing killed the process."""
+
+
 class Unreadable(Exception):
   """A page cannot be measured: its own doing."""
 
@@ -67,6 +72,8 @@ class Log:
   failed: list = dataclasses.field(default_factory=list)
   external: list = dataclasses.field(default_factory=list)
   left: list = dataclasses.field(default_factory=list)
+  restless: list = dataclasses.field(default_factory=list)
+  crash: list = dataclasses.field(default_factory=list)
   memory: list = dataclasses.field(default_factory=list)
 
   def add(self, kind, text):
@@ -126,7 +133,7 @@ class Browser:
 
   def __init__(self):
     self._playwright = self._chromium = None
-    self.crashed = ''
+    self.crashed, self._ends = '', []
 
   async def __aenter__(self):
     from playwright.async_api import async_playwright
@@ -151,8 +158,15 @@ class Browser:
         executable_path=path, args=list(ARGUMENTS)
       )
       self._chromium = await asyncio.wait_for(launching, LAUNCH_S)
+      session = await self._chromium.new_browser_cdp_session()
+      session.on('Target.targetCrashed', self._ended)
+      await session.send('Target.setDiscoverTargets', {'discover': True})
     except Exception as error:
       raise Broken(f'Chromium does not start: {short(error)}') from error
+
+  def _ended(self, event):
+    # Of Chromium's words, 'crashed' is a signal of the process itself, or an abort.
+    self._ends.append(event['status'])
 
   async def _close(self):
     with contextlib.suppress(Exception):
@@ -161,7 +175,7 @@ class Browser:
   async def restart(self):
     """A new Chromium."""
     await self._close()
-    self.crashed = ''
+    self.crashed, self._ends = '', []
     await self._launch()
 
   async def control(self):
@@ -202,7 +216,7 @@ class Browser:
     finally:
       if not self._chromium.is_connected():
         self.crashed = 'Chromium ended'
-      crash, closed = self.crashed, page.is_closed()
+      crash, closed = self.crashed and await self._crash(), page.is_closed()
       try:
         await asyncio.wait_for(context.close(), CLOSE_S)
       except Exception:
@@ -210,7 +224,18 @@ class Browser:
       if closed and not crash:
         log.add('left', 'the page was closed')
     if crash:
-      raise Broken(crash)
+      raise crash
+
+  async def _crash(self):
+    """Crashed if the page is to blame, or Broken."""
+    if not self._chromium.is_connected():
+      return Broken(self.crashed)
+    end = time.monotonic() + CLOSE_S
+    while not self._ends and time.monotonic() < end:
+      await asyncio.sleep(0.05)  # the event may be late
+    words = ', '.join(self._ends) or 'for an unknown reason'
+    alone = set(self._ends) == {'crashed'}
+    return (Crashed if alone else Broken)(f'{self.crashed}: {words}')
 
   async def _context(self, width):
     context = await self._chromium.new_context(
@@ -292,27 +317,49 @@ def short(error):
 
 
 class Meter:
-  """Evaluates a script in an isolated world of a page's main frame."""
+  """Evaluates scripts in an isolated world of a page's main frame."""
 
-  def __init__(self, page, script):
-    self._page, self._script, self._session = page, script, None
+  def __init__(self, page, scripts):
+    self._page, self._scripts, self._session = page, scripts, None
 
   async def measure(self):
-    """The JSON value of the script."""
+    """The JSON value of measure.js."""
+    return (await self._evaluate('measure.js', returnByValue=True))['value']
+
+  async def handle(self, name):
+    """The object that a script gives, for `call`."""
+    return (await self._evaluate(name))['objectId']
+
+  async def call(self, handle, name, *values):
+    """The JSON value of a function of a handle."""
+    answer = await self._session.send(
+      'Runtime.callFunctionOn',
+      {
+        'functionDeclaration': f'function(...v) {{ return this.{name}(...v); }}',
+        'objectId': handle,
+        'arguments': [{'value': value} for value in values],
+        'returnByValue': True,
+      },
+    )
+    return self._result(answer).get('value')
+
+  async def shot(self, clip):
+    """A screenshot of a part of the window, in base64."""
+    options = {'clip': {**clip, 'scale': 1}, 'optimizeForSpeed': True}
+    return (await self._session.send('Page.captureScreenshot', options))['data']
+
+  async def _evaluate(self, name, **options):
     if self._session is None:
       self._session = await self._page.context.new_cdp_session(self._page)
     tree = await self._session.send('Page.getFrameTree')
     world = await self._session.send(
       'Page.createIsolatedWorld', {'frameId': tree['frameTree']['frame']['id']}
     )
-    answer = await self._session.send(
-      'Runtime.evaluate',
-      {
-        'expression': self._script,
-        'contextId': world['executionContextId'],
-        'returnByValue': True,
-      },
-    )
+    context = world['executionContextId']
+    call = {'expression': self._scripts[name], 'contextId': context, **options}
+    return self._result(await self._session.send('Runtime.evaluate', call))
+
+  def _result(self, answer):
     if 'exceptionDetails' in answer:
-      raise Unreadable(f'measure.js: {str(answer["exceptionDetails"])[:200]}')
-    return answer['result']['value']
+      raise Unreadable(f'the page: {str(answer["exceptionDetails"])[:200]}')
+    return answer['result']

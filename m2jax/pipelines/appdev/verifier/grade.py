@@ -3,15 +3,15 @@
 facts/m2-and-forge.md §5: every criterion is yes or no, with its evidence.
 
 1. Execution, a hard gate: files, load, requests, errors, other origins, staying on the
-   page. If one fails, in any context, the reward is 0.
+   page, no crash, nothing that alternates. If one fails, the reward is 0.
 2. Interaction: the steps of spec.json, each criterion in a new browser context, with
    inputs and data that the agent has not seen. If none passes, the reward is 0.
 3. Visual: the proxies of `visual`.
 
 Reward: the share of criteria of 2 and 3 that pass. A Chromium that does not start, or
-crashes twice, is no verdict: `invalid`. If it crashes when the app has taken much
-memory, it is the app's doing. Once Chromium shows a page, `m2jax: ready` is printed:
-a verifier that is killed from there on is as well.
+ends twice, is no verdict: `invalid`. If a page crashes by itself, or Chromium ends when
+the app has taken much memory, it is the app's doing. Once Chromium shows a page,
+`m2jax: ready` is printed: a verifier that is killed from there on is as well.
 """
 
 import asyncio
@@ -30,6 +30,8 @@ SETTLE_S, SLOW_CONTROL_S = 0.1, 4.0
 MAX_IMAGE_BYTES, MAX_DOM_CHARS = 200_000, 3000
 MAX_GROWN_BYTES = 512 << 20  # of the 1.5 GiB of the sandbox
 NARROW = 375
+SCRIPTS = ('measure.js', 'seen.js', 'still.js')
+IDLE_S = 2.2  # how long what is shown must not alternate
 _GATE = {
   'files': f'{APP}/index.html is there; at most {MAX_FILES} files, {MAX_BYTES} bytes',
   'load': 'the page loads, with its title',
@@ -37,6 +39,8 @@ _GATE = {
   'errors': 'no console errors, exceptions or dialogs',
   'origin': 'no requests to other origins',
   'stays': 'the page stays open, in one window, where it is',
+  'still': 'what is shown does not alternate by itself',
+  'crash': 'no page crashes by itself',
   'memory': f'the browser does not crash after taking {MAX_GROWN_BYTES >> 20} MiB more',
 }
 _KINDS = {
@@ -44,6 +48,8 @@ _KINDS = {
   'errors': 'errors',
   'origin': 'external',
   'stays': 'left',
+  'still': 'restless',
+  'crash': 'crash',
   'memory': 'memory',
 }
 
@@ -113,8 +119,7 @@ class Judge:
   def __init__(self, files, spec, chromium, site, watch):
     import browser
 
-    with open(os.path.join(TESTS, 'measure.js'), encoding='utf-8') as file:
-      self._script = file.read()
+    self._scripts = {name: read_script(name) for name in SCRIPTS}
     self._files, self._spec, self._site = files, spec, site
     self._chromium, self._watch, self._log = chromium, watch, browser.Log()
     self._report, self._hung = Report(), 0
@@ -162,13 +167,17 @@ class Judge:
       return await self._used(work, options)
     except browser.Broken as error:
       grown = self._watch.grown_bytes
-      if grown < MAX_GROWN_BYTES:
+      if grown >= MAX_GROWN_BYTES:
+        self._log.add('memory', f'{error}, after {grown >> 20} MiB more were taken')
+      elif isinstance(error, browser.Crashed):
+        await self._chromium.control()
+        self._log.add('crash', str(error))
+      else:
         raise
-      self._log.add('memory', f'{error}, after {grown >> 20} MiB more were taken')
     self._hung += 1
     await self._chromium.restart()
     await self._chromium.control()
-    return False, 'the app took the memory of the browser'
+    return False, 'the app crashed the page, or took the memory of the browser'
 
   async def _used(self, work, options):
     import browser
@@ -230,7 +239,7 @@ class Judge:
     import steps
 
     async def work(page):
-      runner = steps.Runner(page, self._script)
+      runner = steps.Runner(page, self._scripts)
       await self._open(page)
       try:
         await runner.run(criterion['steps'])
@@ -251,15 +260,20 @@ class Judge:
 
     async def work(page):
       await self._open(page)
-      runner = steps.Runner(page, self._script)
+      runner = steps.Runner(page, self._scripts)
       await runner.run(self._spec['view'])
+      end, meter = time.monotonic() + IDLE_S, browser.Meter(page, self._scripts)
+      watching = await meter.handle('still.js')
       for width in (browser.WIDTH, NARROW):
         await page.set_viewport_size({'width': width, 'height': browser.HEIGHT})
         await asyncio.sleep(SETTLE_S)
-        pages.append(await browser.Meter(page, self._script).measure())
+        pages.append(await meter.measure())
         shots.append(await self._picture(page, f'width-{width}'))
       snapshot = await page.locator('body').aria_snapshot(timeout=steps.ACTION_MS)
       self._report.dom = snapshot[:MAX_DOM_CHARS]
+      await asyncio.sleep(max(end - time.monotonic(), 0))
+      for what in await meter.call(watching, 'stop'):
+        self._log.add('restless', what)
 
     clock, files = bool(self._spec.get('clock')), encoded(self._spec.get('view_files'))
     passed, evidence = await self._in_page(work, files, clock=clock)
@@ -287,6 +301,12 @@ class Judge:
     if len(png) <= MAX_IMAGE_BYTES:
       self._report.images[f'{name}.png'] = visual.encoded(png)
     return png
+
+
+def read_script(name):
+  """The text of a script beside this file."""
+  with open(os.path.join(TESTS, name), encoding='utf-8') as file:
+    return file.read()
 
 
 def encoded(files):

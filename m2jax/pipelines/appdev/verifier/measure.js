@@ -1,11 +1,18 @@
 // Returns what is there: every text's box, size and colours, and every control's box.
-// `visible` is for looks; `shown`: a person can read it where it is.
 // Runs in an isolated world; see visual.py for what is done with it.
 (() => {
   const MAX_TEXTS = 600;
+  let pixel = null;
   const rgba = (text) => {
     const m = /^rgba?\(([\d.]+), ([\d.]+), ([\d.]+)(?:, ([\d.]+))?\)$/.exec(text);
-    return m ? [+m[1], +m[2], +m[3], m[4] === undefined ? 1 : +m[4]] : null;
+    if (m) return [+m[1], +m[2], +m[3], m[4] === undefined ? 1 : +m[4]];
+    if (!CSS.supports('color', text)) return null;
+    pixel ??= new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+    pixel.clearRect(0, 0, 1, 1);
+    pixel.fillStyle = text; // oklch() and others, in sRGB
+    pixel.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = pixel.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
   };
   const styles = new Map();
   const styleOf = (e) => {
@@ -13,12 +20,14 @@
     return styles.get(e);
   };
   const up = (e) => e.parentElement || (e.getRootNode().host ?? null);
+  const SHADOWS = /^(none|(\s*drop-shadow\(([^()]|\([^()]*\))*\))*)$/;
+  const recolours = (filter) => !SHADOWS.test(filter);
   // Colour behind an element: null if an image, a filter or an unknown colour is there.
   const behind = (e) => {
     const layers = [];
     for (let x = e; x; x = up(x)) {
       const s = styleOf(x);
-      if (s.backgroundImage !== 'none' || s.filter !== 'none') return null;
+      if (s.backgroundImage !== 'none' || recolours(s.filter)) return null;
       if (s.mixBlendMode !== 'normal') return null;
       const c = rgba(s.backgroundColor);
       if (!c) return null;
@@ -35,11 +44,6 @@
     for (let x = e; x; x = up(x)) o *= +styleOf(x).opacity;
     return o;
   };
-  const transformed = (e) => {
-    for (let x = e; x; x = up(x))
-      if (styleOf(x).transform !== 'none' || styleOf(x).clipPath !== 'none') return true;
-    return false;
-  };
   const clipped = (e, box) => {
     for (let x = e; x && x !== document.body; x = up(x)) {
       const s = styleOf(x);
@@ -50,36 +54,6 @@
       if (w < box.width * 0.5 || h < box.height * 0.5) return true;
     }
     return false;
-  };
-  const covers = [];
-  for (const e of document.querySelectorAll('*')) {
-    const s = styleOf(e);
-    if (s.pointerEvents !== 'none' || s.display === 'none') continue;
-    const c = rgba(s.backgroundColor);
-    const opaque = (c && c[3] > 0) || s.backgroundImage !== 'none';
-    const drawn = ['CANVAS', 'IMG', 'SVG', 'svg', 'VIDEO'].includes(e.tagName);
-    if (opaque || drawn || e.childNodes.length)
-      if (s.position !== 'static') covers.push(e);
-  }
-  const hit = (e, box) => {
-    const x = box.left + box.width / 2, y = box.top + box.height / 2;
-    for (const c of covers) {
-      if (c.contains(e) || e.contains(c)) continue;
-      const r = c.getBoundingClientRect();
-      if (x > r.left && x < r.right && y > r.top && y < r.bottom) return false;
-    }
-    if (x < 0 || y < 0) return false;
-    if (x >= innerWidth || y >= innerHeight) return true; // by scrolling
-    let top = document.elementFromPoint(x, y);
-    while (top && top.shadowRoot && top.shadowRoot.elementFromPoint(x, y) !== top) {
-      const inner = top.shadowRoot.elementFromPoint(x, y);
-      if (!inner) break;
-      top = inner;
-    }
-    if (!top) return false;
-    if (top === e || e.contains(top)) return true;
-    if (!top.contains(e)) return styleOf(e).pointerEvents === 'none';
-    return true;
   };
   const texts = [];
   const add = (e, text, box, style, editable) => {
@@ -93,7 +67,6 @@
       size: parseFloat(style.fontSize), bold: +style.fontWeight >= 700,
       color: fill || color, back, opacity,
       visible: opacity > 0 && !cut,
-      shown: opacity >= 0.5 && !transformed(e) && !cut && hit(e, box),
       disabled: !!e.closest(':disabled, [aria-disabled="true"]'),
     });
   };

@@ -8,9 +8,10 @@ A step is [operation, target, values…]; a target is an object with
     within          a target that contains it
     has             a target that it contains, with its exact `text`
 
-What is read must become as expected within `EXPECT_S`, must still be so `STABLE_S`
-later, so that a page cannot show one answer after another, and must be what is seen at
-its place: `visual.seen`.
+What is read must become as expected within `EXPECT_S`, must stay so, and must be what
+is seen at its place: `seen`. It stays if it is still so `STABLE_S` later, or `WATCH_S`
+if something else was read first, and before the next action. What alternates fails: a
+value that comes back, or more than `MAX_VALUES` values.
 """
 
 import asyncio
@@ -18,9 +19,11 @@ import re
 import time
 
 import browser
-import visual
+import seen
 
-EXPECT_S, STABLE_S, POLL_S = 3.0, 0.2, 0.05
+EXPECT_S, STABLE_S, WATCH_S, POLL_S = 3.0, 0.2, 1.2, 0.05
+MAX_VALUES, MAX_CHANGES = 3, 1  # of a reading; of yes or no
+_EXPECTATIONS = ('text', 'texts', 'value', 'checked', 'enabled', 'attribute', 'count')
 ACTION_MS = 10_000
 MAX_SHOWN_CHARS = 200
 
@@ -69,11 +72,36 @@ def _is_of_the_page(error):
   return ours == 'playwright' or isinstance(error, browser.Unreadable)
 
 
+class Readings:
+  """What was read in turn; values that were read only once in passing do not count."""
+
+  def __init__(self):
+    self._values, self._last = [], None
+
+  @property
+  def late(self):
+    """Whether something else was read before the last value."""
+    return len(self._values) > 1
+
+  def add(self, value, *, stays=False):
+    """Raises Unmet if values alternate."""
+    again, self._last = value == self._last, value
+    if not (again or stays) or (self._values and self._values[-1] == value):
+      return
+    back = value in self._values
+    self._values.append(value)
+    few = MAX_CHANGES + 1 if isinstance(value, bool) else MAX_VALUES
+    if back or len(self._values) > few:
+      shown = ', then '.join(map(repr, self._values))
+      raise Unmet(f'it changes by itself: found {shown}'[:MAX_SHOWN_CHARS])
+
+
 class Runner:
   """Runs steps in one page; `evidence` has a line for each."""
 
-  def __init__(self, page, script):
-    self._page, self._meter = page, browser.Meter(page, script)
+  def __init__(self, page, scripts):
+    self._page, self._meter = page, browser.Meter(page, scripts)
+    self._eye, self._held = seen.Eye(self._meter), []
     self.evidence = []
 
   async def run(self, steps):
@@ -81,6 +109,8 @@ class Runner:
     for operation, target, *values in steps:
       line = ' '.join([operation, said(target), *map(repr, values)])
       try:
+        if operation not in _EXPECTATIONS:
+          await self._still()
         await getattr(self, f'_{operation}')(target, *values)
       except Unmet as error:
         raise Unmet(f'{line}: {error}') from None
@@ -89,6 +119,7 @@ class Runner:
           raise
         raise Unmet(f'{line}: {self._why(error)}') from error
       self.evidence.append(plain(line)[:MAX_SHOWN_CHARS])
+    await self._still()
 
   def _why(self, error):
     if self._page.is_closed():
@@ -125,9 +156,33 @@ class Runner:
 
   # Expectations ---------------------------------------------------------------------
 
-  async def _expect(self, read, wanted):
-    """Polls `read` until it gives `wanted`; it must stay."""
-    end, found = time.monotonic() + EXPECT_S, None
+  async def _still(self):
+    """What was expected since the last action must still be there."""
+    held, self._held = self._held, []
+    for read, wanted in held:
+      if (again := await read()) != wanted:
+        raise Unmet(f'{wanted!r} changes by itself, then {again!r}'[:MAX_SHOWN_CHARS])
+
+  async def _expect(self, read, wanted, look=None):
+    """Polls `read` until it gives `wanted`; it must stay, and `look` must say ''."""
+    readings = await self._until(read, wanted)
+    end = time.monotonic() + (WATCH_S if readings.late else STABLE_S)
+    wrong = await look() if look else ''
+    while True:
+      left = end - time.monotonic()
+      await asyncio.sleep(min(max(left, 0), STABLE_S))
+      again = await read()
+      if again != wanted:
+        raise Unmet(f'it changes by itself, then {again!r}'[:MAX_SHOWN_CHARS])
+      if left <= STABLE_S:
+        break
+    if wrong and (wrong := await look()):  # it may have been about to appear
+      raise Unmet(wrong)
+    self._held.append((read, wanted))
+
+  async def _until(self, read, wanted):
+    """The readings, of which the last is `wanted`."""
+    readings, end, found = Readings(), time.monotonic() + EXPECT_S, None
     while True:
       try:
         found = await read()
@@ -135,15 +190,13 @@ class Runner:
         if time.monotonic() > end:
           raise
         found = f'({type(error).__name__})'
+      else:
+        readings.add(found, stays=found == wanted)
       if found == wanted:
-        break
+        return readings
       if time.monotonic() > end:
         raise Unmet(f'found {found!r}'[:MAX_SHOWN_CHARS])
       await asyncio.sleep(POLL_S)
-    await asyncio.sleep(STABLE_S)
-    again = await read()
-    if again != wanted:
-      raise Unmet(f'it changes by itself, then {again!r}'[:MAX_SHOWN_CHARS])
 
   async def _text(self, target, wanted):
     found = locate(self._page, target)
@@ -151,8 +204,10 @@ class Runner:
     async def read():
       return plain(await found.inner_text(timeout=1000))
 
-    await self._expect(read, wanted)
-    await self._seen([found], [wanted])
+    async def look():
+      return await self._eye.look([await found.bounding_box(timeout=1000)], [wanted])
+
+    await self._expect(read, wanted, look)
 
   async def _texts(self, target, wanted):
     async def visible():
@@ -162,15 +217,13 @@ class Runner:
     async def read():
       return [plain(await one.inner_text(timeout=1000)) for one in await visible()]
 
-    await self._expect(read, wanted)
-    await self._seen(await visible(), wanted)
+    async def look():
+      boxes = [await one.bounding_box(timeout=1000) for one in await visible()]
+      if len(boxes) != len(wanted):
+        return f'there are {len(boxes)} texts'
+      return await self._eye.look(boxes, wanted)
 
-  async def _seen(self, found, wanted):
-    there = await self._meter.measure()
-    for one, text in zip(found, wanted, strict=True):
-      box = await one.bounding_box(timeout=1000)
-      if text and (reason := visual.seen(box, text, there)):
-        raise Unmet(f'{text!r} is {reason}')
+    await self._expect(read, wanted, look)
 
   async def _value(self, target, wanted):
     found = locate(self._page, target)

@@ -17,7 +17,6 @@ import io
 MIN_PX, MIN_TARGET_PX = 12.0, 24.0
 CONTRAST, LARGE_CONTRAST = 4.5, 3.0
 LARGE_PX, LARGE_BOLD_PX = 24.0, 18.66
-MIN_SEEN_CONTRAST, MIN_SEEN_PX = 1.5, 8.0
 MAX_OVERLAP, SLACK_PX = 0.1, 1.0
 MIN_DEVIATION, MAX_ONE_COLOUR = 2.0, 0.9995  # of grey levels; of the pixels
 PROXIES = {
@@ -49,25 +48,6 @@ def contrast(text):
   front = [c * alpha + b * (1 - alpha) for c, b in zip(color, back, strict=False)]
   high, low = sorted((luminance(front), luminance(back)), reverse=True)
   return (high + 0.05) / (low + 0.05)
-
-
-def seen(box, wanted, page):
-  """'' if `wanted` is what is seen in a box, or why not."""
-  if box is None:
-    return 'in the page, but without a box'
-  there = []
-  for text in page['texts']:
-    x, y, w, h = text['box']
-    inside = (
-      box['x'] - SLACK_PX <= x + w / 2 <= box['x'] + box['width'] + SLACK_PX
-      and box['y'] - SLACK_PX <= y + h / 2 <= box['y'] + box['height'] + SLACK_PX
-    )
-    if inside and text['shown']:
-      if text['size'] >= MIN_SEEN_PX and contrast(text) >= MIN_SEEN_CONTRAST:
-        there.append(text['text'])
-  if ''.join(wanted.split()) != ''.join(''.join(there).split()):
-    return f'in the page, but what is seen there is {" ".join(there)[:100]!r}'
-  return ''
 
 
 def _overlap(one, other):
