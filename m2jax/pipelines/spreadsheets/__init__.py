@@ -33,6 +33,7 @@ _PACKAGES = (
   *('formulas', 'schedula', 'numpy', 'scipy', 'numpy-financial', 'openpyxl'),
   *('et_xmlfile', 'regex', 'python-dateutil', 'six', 'tqdm', 'click'),
 )
+_VERIFIER = 'guard.py', 'seen.py', 'rewrite.py', 'engines.py', 'grade.py'
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = (
   'cd "${M2JAX_WORKSPACE:-/workspace}" && '
@@ -166,9 +167,7 @@ def spec(config, model: models.Model, rng: random.Random, used) -> dict:
 def drafted(config, model, rng, used, own) -> harbor.Draft:
   """The task of a model."""
   plan = {place: wanted.formula for place, wanted in model.wanted.items()}
-  tests = {
-    name: (_HERE / name).read_bytes() for name in ('guard.py', 'engines.py', 'grade.py')
-  }
+  tests = {name: (_HERE / name).read_bytes() for name in _VERIFIER}
   return harbor.Draft(
     name='spreadsheets-' + own.replace('/', '-'),
     instruction=instruction(model),
