@@ -25,10 +25,10 @@ _FORBIDDEN = (
   ('xl/macrosheets/', 'macros'),
   ('customxml/', 'custom XML'),
 )
-_CELL = re.compile(rb'<(?:\w+:)?c\b[^>]*?\br\s*=\s*["\']([A-Za-z]+)(\d+)["\']')
-_ROW = re.compile(rb'<(?:\w+:)?row\b[^>]*?\br\s*=\s*["\'](\d+)["\']')
-_SHEET = re.compile(rb'<(?:\w+:)?sheet\b[^>]*?\bname\s*=\s*["\']([^"\']*)')
-_REFERENCE = re.compile(rb'<(?:\w+:)?(?:c|row)\b[^>]*&')
+_CELL = re.compile(rb'<(?:[^\s<>/:]+:)?c\b[^>]*?\br\s*=\s*["\']([A-Za-z]+)(\d+)["\']')
+_ROW = re.compile(rb'<(?:[^\s<>/:]+:)?row\b[^>]*?\br\s*=\s*["\'](\d+)["\']')
+_SHEET = re.compile(rb'<(?:[^\s<>/:]+:)?sheet\b[^>]*?\bname\s*=\s*["\']([^"\']*)')
+_REFERENCE = re.compile(rb'<(?:[^\s<>/:]+:)?(?:c|row)\b[^>]*&')
 _MONEY = (
   r'(?:[$€£¥₹]|USD|EUR|GBP|JPY|CHF|CAD|AUD|NZD|CNY|INR|SEK|NOK|DKK|PLN|CZK|kr|zł)'
 )

@@ -15,8 +15,8 @@ A = '{http://schemas.openxmlformats.org/drawingml/2006/main}'
 # The order of a theme's colours in cells, which is not that of the theme's file.
 _THEME = 'lt1 dk1 lt2 dk2 accent1 accent2 accent3 accent4 accent5 accent6'.split()
 _SYSTEM = {'window': 'FFFFFF', 'windowText': '000000'}
-_DRAWN = re.compile(rb'<(?:\w+:)?(?:drawing|legacyDrawing|picture|drawingHF)\b')
-_FONT = re.compile('ding|symbol|marlett|extra|barcode|blank', re.I)
+_DRAWN = re.compile(rb'<(?:[^\s<>/:]+:)?(?:drawing|legacyDrawing|picture)\b')
+_FONT = re.compile('ding|symbol|marlett|mt extra|barcode|blank', re.I)
 
 
 def parts(data):

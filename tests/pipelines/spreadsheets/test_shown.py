@@ -17,6 +17,7 @@ from tests.pipelines.spreadsheets.workbooks import (
 openpyxl = pytest.importorskip('openpyxl', reason='pip install m2jax[pipelines]')
 pytest.importorskip('formulas', reason='pip install m2jax[pipelines]')
 
+_MAIN = b'http://schemas.openxmlformats.org/spreadsheetml/2006/main'
 _SHEET, _STYLES = 'xl/worksheets/sheet2.xml', 'xl/styles.xml'
 
 
@@ -166,6 +167,18 @@ def test_a_format_that_shows_another_text_fails(grade, number_format):
       b'</sheetData>',
       b'</sheetData><extLst><ext><x14:conditionalFormattings/></ext></extLst>',
       'conditional',
+    ),
+    (
+      _SHEET,
+      b'</sheetData>',
+      b'</sheetData><x-y:drawing xmlns:x-y="%s"/>' % _MAIN,
+      'drawing',
+    ),
+    (
+      _SHEET,
+      b'</sheetData>',
+      b'<x-y:row xmlns:x-y="%s" r="999999"/></sheetData>' % _MAIN,
+      'a row beyond',
     ),
     (_SHEET, b'<row r="2"', b'<row r="2" ht="0" customHeight="1"', 'small'),
     (
