@@ -14,6 +14,18 @@ _REGIONS = ('North', 'South', 'East', 'West', 'Central')
 _PRODUCTS = ('Lamp', 'Desk', 'Chair', 'Shelf', 'Clock', 'Frame', 'Stool')
 
 
+def _sales(r: random.Random, lines, regions, products) -> Cells:
+  """Rows of sales, at least one of each name that is asked about, and a threshold."""
+  found = {}
+  for letter, (names, asked) in (('A', regions), ('B', products)):
+    found |= {f'Sales!{letter}{i}': r.choice(names) for i in lines}
+    found[f'Sales!{letter}{r.choice(lines)}'] = asked
+  found |= {f'Sales!C{i}': r.randint(1, 60) for i in lines}
+  found |= {f'Sales!D{i}': r.randint(5, 90) for i in lines}
+  of_a_row = found[f'Sales!C{r.choice(lines)}']
+  return {**found, 'Answer!B1': r.choice((r.randint(10, 40), of_a_row))}
+
+
 def ledger(rng: random.Random) -> Model:
   """Sums, averages and counts by condition over a list of sales."""
   regions, products = rng.sample(_REGIONS, 3), rng.sample(_PRODUCTS, 3)
@@ -30,15 +42,7 @@ def ledger(rng: random.Random) -> Model:
   lines = range(2, last + 1)
 
   def draw(r: random.Random) -> Cells:
-    found = {f'Sales!A{i}': r.choice(regions) for i in lines}
-    found |= {f'Sales!B{i}': r.choice(products) for i in lines}
-    found[f'Sales!A{r.choice(lines)}'] = region
-    found[f'Sales!B{r.choice(lines)}'] = product
-    found |= {f'Sales!C{i}': r.randint(1, 60) for i in lines}
-    found |= {f'Sales!D{i}': r.randint(5, 90) for i in lines}
-    any_row = found[f'Sales!C{r.choice(lines)}']
-    found['Answer!B1'] = r.choice((r.randint(10, 40), any_row))
-    return found
+    return _sales(r, lines, (regions, region), (products, product))
 
   def column(letter):
     return f'Sales!${letter}$2:${letter}${last}'
