@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,3 +29,18 @@ class Context:
     path = self.dataset / name
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+  def salt(self) -> str:
+    """A random text of the dataset, drawn once: the same in a run that goes on.
+
+    Hidden cases that depend on the seed alone could be drawn by anyone who has this
+    code. The file is never part of a task.
+    """
+    path = self.dataset / 'salt'
+    if not path.exists():
+      self.dataset.mkdir(parents=True, exist_ok=True)
+      part = path.with_name('.salt')
+      part.touch(mode=0o600)
+      part.write_text(secrets.token_hex(16), encoding='utf-8')
+      part.replace(path)
+    return path.read_text(encoding='utf-8')

@@ -2,8 +2,8 @@
 
 Workbooks are drawn by generators with an oracle in plain Python (`models`), or filled
 with the data of a package (`tables`). The verifier recalculates the agent's workbook,
-as given and with hidden changes of the inputs, with `formulas` and, where it is
-installed, LibreOffice: both must give the oracle's values. facts/pipelines.md §5;
+as given and with hidden changes of the inputs (`mutants`), with `formulas` and, where
+it is installed, LibreOffice: both must give the oracle's values. facts/pipelines.md §5;
 docs/pipelines_cowork.md. A task's source is its generator or package.
 """
 
@@ -24,7 +24,8 @@ from m2jax.checks import require
 from m2jax.pipelines import installed, opening
 from m2jax.pipelines.candidate import Candidate, PipelineConfig
 from m2jax.pipelines.context import Context
-from m2jax.pipelines.spreadsheets import engines, models, tables
+from m2jax.pipelines.spreadsheets import engines, models, mutants, tables
+from m2jax.pipelines.spreadsheets import model as model_lib
 from m2jax.tasks import harbor
 
 _HERE = Path(__file__).parent
@@ -33,6 +34,7 @@ _PACKAGES = (
   *('formulas', 'schedula', 'numpy', 'scipy', 'numpy-financial', 'openpyxl'),
   *('et_xmlfile', 'regex', 'python-dateutil', 'six', 'tqdm', 'click'),
 )
+_VERIFIER = 'guard.py', 'seen.py', 'rewrite.py', 'engines.py', 'grade.py'
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = (
   'cd "${M2JAX_WORKSPACE:-/workspace}" && '
@@ -43,7 +45,8 @@ _SOLVE = (
 @dataclasses.dataclass(frozen=True)
 class Config(PipelineConfig):
   """Attributes:
-  hidden_cases: changes of the inputs that a workbook must stand, unseen by the agent.
+  hidden_cases: changes of the inputs that a workbook must stand, unseen by the agent:
+    at least so many, and more until all wrong formulas of `mutants` fail.
   engines: that must agree; empty: those on this machine. A task that names LibreOffice
     is judged only where it is installed, and takes seconds more a verdict.
   """
@@ -51,7 +54,7 @@ class Config(PipelineConfig):
   kind: str = 'spreadsheets'
   held_out: tuple[str, ...] = ('vega_datasets',)
   near_duplicate: float = 0.6  # of the rows: `facts`
-  hidden_cases: int = 2
+  hidden_cases: int = 3
   engines: tuple[str, ...] = ()
 
   def __post_init__(self):
@@ -62,22 +65,33 @@ class Config(PipelineConfig):
 
 
 async def candidates(config: Config, context: Context) -> AsyncIterator[Candidate]:
-  """Yields workbooks of the generators in turn, without end."""
+  """Yields workbooks of the generators in turn, without end.
+
+  Workbooks are drawn from the seed, their hidden cases from the dataset's salt, too.
+  """
   context.say('packages of the sandboxes')
   installed.site(context.directory('sites'), _SITE, _PACKAGES)
-  used = engines_of(config)
+  used, salt = engines_of(config), context.salt()
   drawers = [*models.GENERATORS, *tables.drawers()]
   number = 0
   while True:
     draw = drawers[number % len(drawers)]
     own = f'{draw.__name__}/{number}'
     started = time.monotonic()
-    rng = random.Random(f'{config.seed}/{own}')
-    model = draw(rng)
-    draft = drafted(config, model, rng, used, own)
+    model = draw(random.Random(f'{config.seed}/{own}'))
+    context.say(model.family)
+    number += 1
+    if own in context.done:
+      continue
+    try:
+      draft = drafted(
+        config, model, random.Random(f'{config.seed}/{own}/{salt}'), used, own
+      )
+    except mutants.Unfit as error:
+      yield Candidate(own, 'workbook', model.family, model.source, reason=str(error))
+      continue
     told = await opening.write(context.author, draft.instruction)
     draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
-    context.say(model.family)
     yield Candidate(
       own,
       'workbook',
@@ -89,7 +103,6 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
       wall_s=time.monotonic() - started,
       facts={'engines': list(used), 'author': told.by},
     )
-    number += 1
 
 
 def engines_of(config: Config) -> tuple[str, ...]:
@@ -97,22 +110,25 @@ def engines_of(config: Config) -> tuple[str, ...]:
   return config.engines or tuple(engines.available())
 
 
-def instruction(model: models.Model) -> str:
+def instruction(model: model_lib.Model) -> str:
   """The instruction to the agent."""
   lines = ['book.xlsx has data, and a sheet Answer to complete. Write into Answer:', '']
   for place, wanted in model.wanted.items():
     lines.append(f'- {place.partition("!")[2]}: {wanted.text}')
   lines += [
     '',
-    'These cells must hold formulas that stay right when the given numbers change. Do '
-    'not change what is given; further formulas may be anywhere else. Array formulas, '
-    'defined names, macros and links are not allowed, and of functions only '
-    f'{", ".join(models.FUNCTIONS)}. The Python package openpyxl is there.',
+    'These cells must hold formulas that stay right when these change: '
+    f'{model.changing}. Do not change what is given; further formulas may be anywhere '
+    'else. Array formulas, defined names, macros, links, drawings, comments, tables, '
+    'conditional formats and manual calculation are not allowed, and of functions only '
+    f'{", ".join(model_lib.FUNCTIONS)}. The values of the cells must be easy to read, '
+    'and their number formats plain, such as General, 0.00 or 0.0%. The Python package '
+    'openpyxl is there.',
   ]
   return '\n'.join(lines) + '\n'
 
 
-def facts(model: models.Model) -> tuple[str, ...]:
+def facts(model: model_lib.Model) -> tuple[str, ...]:
   """The rows that are given, without headings, each with the question about them.
 
   A question is the set of formulas, whatever the number of rows that they go over.
@@ -131,7 +147,7 @@ def facts(model: models.Model) -> tuple[str, ...]:
   return tuple(sorted(f'{asked}: {row}' for row in numbers))
 
 
-def workbook(cells: models.Cells) -> bytes:
+def workbook(cells: model_lib.Cells) -> bytes:
   """The bytes of a workbook with these cells."""
   import openpyxl
 
@@ -147,28 +163,26 @@ def workbook(cells: models.Cells) -> bytes:
   return file.getvalue()
 
 
-def spec(config, model: models.Model, rng: random.Random, used) -> dict:
-  """cases.json: what the verifier knows."""
+def spec(config, model: model_lib.Model, rng: random.Random, used) -> dict:
+  """cases.json: what the verifier knows. Raises mutants.Unfit."""
   original: dict[str, dict] = {}
   for place, value in model.cells.items():
     sheet, _, cell = place.partition('!')
     original.setdefault(sheet, {})[cell] = value
-  cases = [model.case(None), *(model.case(rng) for _ in range(config.hidden_cases))]
+  cases = mutants.choose(model, rng, config.hidden_cases)
   return {
     'original': original,
     'required': list(model.wanted),
-    'functions': models.FUNCTIONS,
+    'functions': model_lib.FUNCTIONS,
     'cases': cases,
     'engines': list(used),
   }
 
 
 def drafted(config, model, rng, used, own) -> harbor.Draft:
-  """The task of a model."""
+  """The task of a model. Raises mutants.Unfit."""
   plan = {place: wanted.formula for place, wanted in model.wanted.items()}
-  tests = {
-    name: (_HERE / name).read_bytes() for name in ('guard.py', 'engines.py', 'grade.py')
-  }
+  tests = {name: (_HERE / name).read_bytes() for name in _VERIFIER}
   return harbor.Draft(
     name='spreadsheets-' + own.replace('/', '-'),
     instruction=instruction(model),

@@ -25,20 +25,26 @@ def available():
 
 
 def formulas(paths, cells):
-  """Recalculates with the Python package `formulas`."""
+  """Recalculates with the Python package `formulas`, after `rewrite`."""
   import formulas as engine
+  import openpyxl
+  import rewrite
 
   results = []
-  for path in paths:
-    solution = engine.ExcelModel().loads(path).finish().calculate()
-    book = os.path.basename(path)
-    values = {}
-    for cell in cells:
-      sheet, _, place = cell.partition('!')
-      found = solution.get(f"'[{book}]{sheet.upper()}'!{place}")
-      value = None if found is None else found.value[0, 0]
-      values[cell] = plain(value)
-    results.append(values)
+  with tempfile.TemporaryDirectory() as directory:
+    for path in paths:
+      name, book = os.path.basename(path), openpyxl.load_workbook(path)
+      if rewrite.workbook(book):
+        path = os.path.join(directory, name)
+        book.save(path)
+      solution = engine.ExcelModel().loads(path).finish().calculate()
+      values = {}
+      for cell in cells:
+        sheet, _, place = cell.partition('!')
+        found = solution.get(f"'[{name}]{sheet.upper()}'!{place}")
+        value = None if found is None else found.value[0, 0]
+        values[cell] = plain(value)
+      results.append(values)
   return results
 
 

@@ -20,6 +20,7 @@ import tempfile
 TESTS = os.environ.get('M2JAX_TESTS', os.path.dirname(os.path.abspath(__file__)))
 BOOK = 'book.xlsx'
 MAX_FORMULA_CHARS = 1000
+MAX_REFERENCES = 1_000_000  # cells of ranges, of all formulas; not of whole columns
 
 
 class Wrong(Exception):
@@ -30,8 +31,9 @@ def load(data):
   """The workbook of bytes that `guard` let through. Raises Wrong."""
   import guard
   import openpyxl
+  import seen
 
-  if reason := guard.check(data):
+  if reason := guard.check(data) or seen.parts(data):
     raise Wrong(f'refused: {reason}')
   try:
     book = openpyxl.load_workbook(io.BytesIO(data))
@@ -62,6 +64,7 @@ def _number(value):
 
 def check_formulas(book, required, functions):
   """Raises Wrong unless required cells hold formulas of allowed functions."""
+  cells = 0
   for sheet in book.worksheets:
     for row in sheet.iter_rows():
       for cell in row:
@@ -70,7 +73,9 @@ def check_formulas(book, required, functions):
         if cell.data_type == 'f':
           if not isinstance(value, str):
             raise Wrong(f'{place}: array formulas and data tables are not allowed')
-          _allowed(place, value, functions)
+          cells += _allowed(place, value, functions)
+          if cells > MAX_REFERENCES:
+            raise Wrong(f'{place}: formulas refer to more than {MAX_REFERENCES} cells')
   for place in required:
     sheet, _, cell = place.partition('!')
     found = book[sheet][cell]
@@ -85,47 +90,37 @@ def check_formulas(book, required, functions):
 def check_shown(data, book, required, values):
   """Raises Wrong if a required cell is hidden, or stores another value than its own."""
   import engines
-  import guard
   import openpyxl
+  import seen
 
+  if reason := seen.workbook(book):
+    raise Wrong(reason)
   stored = openpyxl.load_workbook(io.BytesIO(data), data_only=True)
   for place in required:
     name, _, where = place.partition('!')
-    sheet, cell = book[name], book[name][where]
-    rows, columns = sheet.row_dimensions, sheet.column_dimensions
-    grouped = any(
-      c.hidden and c.min is not None and c.min <= cell.column <= c.max
-      for c in columns.values()
-    )
-    if sheet.sheet_state != 'visible' or rows[cell.row].hidden or grouped:
-      raise Wrong(f'{place} is hidden')
-    if columns[cell.column_letter].hidden:
-      raise Wrong(f'{place} is hidden')
-    if not guard.shows(cell.number_format):
-      raise Wrong(f'{place} has a number format that does not show its value')
-    font = cell.font.color.rgb if cell.font and cell.font.color else None
-    fill = cell.fill.fgColor.rgb if cell.fill.fill_type == 'solid' else 'FFFFFFFF'
-    if isinstance(font, str) and isinstance(fill, str) and font[-6:] == fill[-6:]:
-      raise Wrong(f'{place} has the colour of its background')
+    if reason := seen.cell(book, book[name], book[name][where]):
+      raise Wrong(f'{place} {reason}')
     value = engines.plain(stored[name][where].value)
     if value is not None and not engines.same(value, values[place]):
       raise Wrong(f'{place} stores another value than its formula has')
 
 
 def _tokens(cell):
-  from openpyxl.formula import Tokenizer
+  import rewrite
 
-  return Tokenizer(cell.value).items
+  return rewrite.tokens(cell.value)
 
 
 def _allowed(place, formula, functions):
-  from openpyxl.formula import Tokenizer
+  """Raises Wrong unless a formula may be used; returns how many cells it refers to."""
+  import rewrite
   from openpyxl.formula.tokenizer import TokenizerError
 
+  cells = 0
   if len(formula) > MAX_FORMULA_CHARS:
     raise Wrong(f'{place}: more than {MAX_FORMULA_CHARS} characters')
   try:
-    tokens = Tokenizer(formula).items
+    tokens = rewrite.tokens(formula)
   except (TokenizerError, IndexError) as error:
     raise Wrong(f'{place}: no formula: {error}') from None
   for token in tokens:
@@ -133,8 +128,11 @@ def _allowed(place, formula, functions):
       name = token.value.rstrip('(').upper()
       if name not in functions:
         raise Wrong(f'{place}: the function {name} is not allowed')
-    if token.type == 'OPERAND' and token.subtype == 'RANGE' and '[' in token.value:
-      raise Wrong(f'{place}: refers to another workbook')
+    if token.type == 'OPERAND' and token.subtype == 'RANGE':
+      if '[' in token.value:
+        raise Wrong(f'{place}: refers to another workbook')
+      cells += rewrite.area(token.value)
+  return cells
 
 
 class Undecided(Exception):

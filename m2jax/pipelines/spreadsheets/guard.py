@@ -25,10 +25,25 @@ _FORBIDDEN = (
   ('xl/macrosheets/', 'macros'),
   ('customxml/', 'custom XML'),
 )
-_CELL = re.compile(rb'<(?:\w+:)?c\b[^>]*?\br\s*=\s*["\']([A-Za-z]+)(\d+)["\']')
-_ROW = re.compile(rb'<(?:\w+:)?row\b[^>]*?\br\s*=\s*["\'](\d+)["\']')
-_SHEET = re.compile(rb'<(?:\w+:)?sheet\b[^>]*?\bname\s*=\s*["\']([^"\']*)')
-_REFERENCE = re.compile(rb'<(?:\w+:)?(?:c|row)\b[^>]*&')
+_CELL = re.compile(rb'<(?:[^\s<>/:]+:)?c\b[^>]*?\br\s*=\s*["\']([A-Za-z]+)(\d+)["\']')
+_ROW = re.compile(rb'<(?:[^\s<>/:]+:)?row\b[^>]*?\br\s*=\s*["\'](\d+)["\']')
+_SHEET = re.compile(rb'<(?:[^\s<>/:]+:)?sheet\b[^>]*?\bname\s*=\s*["\']([^"\']*)')
+_REFERENCE = re.compile(rb'<(?:[^\s<>/:]+:)?(?:c|row)\b[^>]*&')
+_MONEY = (
+  r'(?:[$€£¥₹]|USD|EUR|GBP|JPY|CHF|CAD|AUD|NZD|CNY|INR|SEK|NOK|DKK|PLN|CZK|kr|zł)'
+)
+_COLOURS = {'black': '000000', 'blue': '0000FF', 'red': 'FF0000'}
+_FORMAT = re.compile(  # the tokens of a number format's section
+  r'(?P<colour>\[(?:black|blue|red)\])'
+  rf'|(?P<money>\[\${_MONEY}?(?:-[0-9A-F]{{3,4}})?\]|" ?{_MONEY} ?"|[$€£¥])'
+  r'|(?P<space>_\D|\* |\\? |" +")'
+  r'|(?P<sign>\\?[-()]|"-")'
+  r'|(?P<number>general|[#?0](?:[#?0,]*[#?0])?(?:\.[#?0]+)?(?:E[+-]0+)?)'
+  r'|(?P<percent>%)|(?P<text>@)',
+  re.IGNORECASE,
+)
+# openpyxl's name of the format 44, which lacks the semicolons.
+_SHIPPED = (r'_("$"* #,##0.00_)_("$"* \(#,##0.00\)_("$"* "-"??_)_(@_)',)
 _BINARY = ('.png', '.jpg', '.jpeg', '.gif', '.emf', '.wmf', '.bin', '.xlsx')
 
 
@@ -41,19 +56,46 @@ def column(letters):
 
 
 def shows(number_format):
-  """Whether all sections of a number format show the value itself, and no other digits.
+  """Whether a number format shows the value itself, and no word or digit but its own.
 
-  A comma after the last digit would divide it by a thousand.
+  Every section must be of a small grammar: one number in digits, with a currency, a
+  percent sign and spaces. Negative numbers have a minus or parentheses, others do not;
+  zero may be a dash, as accountants write it; text is shown as it is.
   """
-  literals = re.findall(r'"([^"]*)"|\\(.)', number_format)
-  if any(c.isdigit() for pair in literals for text in pair for c in text):
-    return False
-  bare = re.sub(r'"[^"]*"|\\.|_.|\*.|\[[^\]]*\]', '', number_format)
-  if bare.casefold() == 'general':
+  if number_format in _SHIPPED:
     return True
-  if re.search(r'[0#?] *,+(?![0#?,])', bare):
+  sections = number_format.split(';')
+  if len(sections) == 1:
+    return _section(sections[0], 'positive') or _section(sections[0], 'text')
+  kinds = ('positive', 'negative', 'zero', 'text')
+  return len(sections) <= len(kinds) and all(map(_section, sections, kinds))
+
+
+def colours(number_format):
+  """The colours, as RGB, that a format that `shows` a value may give to it."""
+  names = re.findall(r'\[(\w+)\]', number_format.casefold())
+  return {_COLOURS[name] for name in names if name in _COLOURS}
+
+
+def _section(text, kind):
+  """Whether a section of a number format is in the grammar."""
+  place, found = 0, {}
+  while place < len(text):
+    token = _FORMAT.match(text, place)
+    if token is None:
+      return False
+    place = token.end()
+    found.setdefault(token.lastgroup, []).append(token.group().strip('"\\'))
+  if kind == 'text':
+    return found.pop('text', []) == ['@'] and not set(found) - {'space'}
+  number, sign = found.get('number', []), ''.join(found.get('sign', []))
+  if 'text' in found or len(found.get('percent', [])) > 1:
     return False
-  return all(re.search('[0#?@]|general', s, re.I) for s in bare.split(';'))
+  if kind == 'zero' and sign == '-':
+    return not set(''.join(number)) - {'?'} and 'percent' not in found
+  signs = ('-', '()') if kind == 'negative' else ('',)
+  general = [n.casefold() for n in number] == ['general'] and 'percent' not in found
+  return sign in signs and (general or (len(number) == 1 and '0' in number[0]))
 
 
 def check(data):

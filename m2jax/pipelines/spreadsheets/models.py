@@ -1,72 +1,29 @@
-"""Workbooks and what must be calculated in them, with an oracle in plain Python.
+"""Workbooks of generators: conditional sums, price lists, annuities, cash flows.
 
-A model has given cells, inputs that may change, and wanted cells: a formula (the
-solution), a description, and the oracle's value, which shares nothing with the formula.
+Each draws a `Model`. The draws of its inputs meet, more often than by chance, values at
+which wrong formulas differ: equal to a threshold, in the first or last row.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-Cells = dict[str, Any]  # 'Sheet!B2' → value
-FUNCTIONS = (
-  'SUM SUMIF SUMIFS SUMPRODUCT AVERAGE AVERAGEIF AVERAGEIFS COUNT COUNTIF COUNTIFS MIN '
-  'MAX ROUND ABS IF AND OR NOT INDEX MATCH VLOOKUP NPV IRR PMT FV'
-).split()
-
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-  """A required cell: what it must hold, in words, and a formula that does."""
-
-  text: str
-  formula: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-  """Attributes:
-  family, source: class, and what the numbers are from.
-  cells: given cells.
-  inputs: cells that may change → a function that draws another value.
-  wanted: by cell.
-  oracle: cells → value of each wanted cell.
-  """
-
-  family: str
-  source: str
-  cells: Cells
-  inputs: Mapping[str, Callable[[random.Random], Any]]
-  wanted: Mapping[str, Wanted]
-  oracle: Callable[[Cells], Mapping[str, Any]]
-
-  def case(self, rng: random.Random | None) -> dict[str, Any]:
-    """Changed inputs and the resulting values; without `rng` none is changed."""
-    changed = {c: draw(rng) for c, draw in self.inputs.items()} if rng else {}
-    values = self.oracle({**self.cells, **changed})
-    return {'inputs': changed, 'values': {k: _plain(v) for k, v in values.items()}}
-
-
-def _plain(value):
-  numeric = isinstance(value, int | float) and not isinstance(value, bool)
-  return float(value) if numeric else value
-
-
-def table(sheet: str, rows: Sequence[Sequence[Any]]) -> Cells:
-  """Cells of rows from A1 on."""
-  return {
-    f'{sheet}!{chr(65 + x)}{y}': value
-    for y, row in enumerate(rows, 1)
-    for x, value in enumerate(row)
-    if value is not None
-  }
-
+from m2jax.pipelines.spreadsheets.model import Cells, Model, Wanted, table
 
 _REGIONS = ('North', 'South', 'East', 'West', 'Central')
 _PRODUCTS = ('Lamp', 'Desk', 'Chair', 'Shelf', 'Clock', 'Frame', 'Stool')
+
+
+def _sales(r: random.Random, lines, regions, products) -> Cells:
+  """Rows of sales, at least one of each name that is asked about, and a threshold."""
+  found = {}
+  for letter, (names, asked) in (('A', regions), ('B', products)):
+    found |= {f'Sales!{letter}{i}': r.choice(names) for i in lines}
+    found[f'Sales!{letter}{r.choice(lines)}'] = asked
+  found |= {f'Sales!C{i}': r.randint(1, 60) for i in lines}
+  found |= {f'Sales!D{i}': r.randint(5, 90) for i in lines}
+  of_a_row = found[f'Sales!C{r.choice(lines)}']
+  return {**found, 'Answer!B1': r.choice((r.randint(10, 40), of_a_row))}
 
 
 def ledger(rng: random.Random) -> Model:
@@ -82,32 +39,40 @@ def ledger(rng: random.Random) -> Model:
   threshold = rng.randint(10, 40)
   cells = table('Sales', [('Region', 'Product', 'Units', 'Price'), *rows])
   cells |= table('Answer', [('Threshold', threshold)])
-  inputs = {f'Sales!C{i}': lambda r: r.randint(1, 60) for i in range(2, last + 1)}
-  inputs |= {f'Sales!D{i}': lambda r: r.randint(5, 90) for i in range(2, last + 1)}
-  inputs['Answer!B1'] = lambda r: r.randint(10, 40)
+  lines = range(2, last + 1)
+
+  def draw(r: random.Random) -> Cells:
+    return _sales(r, lines, (regions, region), (products, product))
 
   def column(letter):
     return f'Sales!${letter}$2:${letter}${last}'
 
   a, b, c, d = map(column, 'ABCD')
   wanted = {
-    'Answer!B3': Wanted(f'the units sold in {region}', f'=SUMIFS({c},{a},"{region}")'),
+    'Answer!B3': Wanted(
+      f'the units sold in {region}',
+      f'=SUMIFS({c},{a},"{region}")',
+      (f'=SUMIFS({d},{a},"{region}")', f'=SUM({c})'),
+    ),
     'Answer!B4': Wanted(
       f'the revenue (units times price) of {product}',
       f'=SUMPRODUCT(({b}="{product}")*{c}*{d})',
+      (f'=SUMIFS({c},{b},"{product}")', f'=SUMPRODUCT({c},{d})'),
     ),
     'Answer!B5': Wanted(
       f'the average price of the rows of {product}',
       f'=AVERAGEIFS({d},{b},"{product}")',
+      (f'=AVERAGE({d})',),
     ),
     'Answer!B6': Wanted(
       'the number of rows with more units than the threshold in B1',
       f'=COUNTIF({c},">"&B1)',
+      (f'=COUNTIF({d},">"&B1)',),
     ),
   }
 
   def oracle(x):
-    have = [[x[f'Sales!{k}{i}'] for k in 'ABCD'] for i in range(2, last + 1)]
+    have = [[x[f'Sales!{k}{i}'] for k in 'ABCD'] for i in lines]
     prices = [r[3] for r in have if r[1] == product]
     return {
       'Answer!B3': sum(r[2] for r in have if r[0] == region),
@@ -116,7 +81,9 @@ def ledger(rng: random.Random) -> Model:
       'Answer!B6': sum(r[2] > x['Answer!B1'] for r in have),
     }
 
-  return Model('ledger', 'ledger', cells, inputs, wanted, oracle)
+  changing = 'regions, products, units and prices of rows, and the threshold'
+  inputs = [f'Sales!{k}{i}' for k in 'ABCD' for i in lines] + ['Answer!B1']
+  return Model('ledger', 'ledger', cells, changing, inputs, draw, wanted, oracle)
 
 
 def orders(rng: random.Random) -> Model:
@@ -128,13 +95,20 @@ def orders(rng: random.Random) -> Model:
   cells = table('Prices', [('Product', 'Price'), *prices])
   cells |= table('Orders', [('Product', 'Quantity'), *lines])
   cells |= table('Answer', [('Discount', 0.1), ('From quantity', low)])
-  inputs = {f'Prices!B{i}': lambda r: r.randint(5, 300) for i in range(2, last + 1)}
-  inputs |= {
-    f'Orders!B{i}': lambda r: r.randint(1, 40) for i in range(2, len(lines) + 2)
-  }
-  inputs['Answer!B1'] = lambda r: r.randint(1, 30) / 100
+  places = range(2, len(lines) + 2)
+
+  def draw(r: random.Random) -> Cells:
+    kind, low = r.choice(('any', 'first', 'last', 'low')), r.randint(5, 35)
+    one = {'first': names[:1], 'last': names[-1:]}.get(kind, names)
+    found = {f'Orders!A{i}': r.choice(one) for i in places}
+    found |= {f'Prices!B{i}': r.randint(5, 300) for i in range(2, last + 1)}
+    found |= {
+      f'Orders!B{i}': low if kind == 'low' else r.randint(1, 40) for i in places
+    }
+    return found | {'Answer!B1': r.randint(1, 30) / 100, 'Answer!B2': low}
+
   wanted = {}
-  for i in range(2, len(lines) + 2):
+  for i in places:
     price = f'INDEX(Prices!$B$2:$B${last},MATCH(Orders!A{i},Prices!$A$2:$A${last},0))'
     wanted[f'Answer!B{i + 3}'] = Wanted(
       f'the amount of the order in row {i} of Orders: quantity times price of its '
@@ -147,43 +121,56 @@ def orders(rng: random.Random) -> Model:
   def oracle(x):
     price = {x[f'Prices!A{i}']: x[f'Prices!B{i}'] for i in range(2, last + 1)}
     values = {}
-    for i in range(2, len(lines) + 2):
+    for i in places:
       quantity = x[f'Orders!B{i}']
       factor = 1 - x['Answer!B1'] if quantity >= x['Answer!B2'] else 1
       values[f'Answer!B{i + 3}'] = price[x[f'Orders!A{i}']] * quantity * factor
     return {**values, f'Answer!B{end + 1}': sum(values.values())}
 
-  return Model('orders', 'orders', cells, inputs, wanted, oracle)
+  changing = (
+    'prices, products and quantities of orders, the discount and its quantity; the '
+    'products of Prices stay'
+  )
+  inputs = [f'Orders!A{i}' for i in places] + ['Answer!B2']
+  inputs += [f'Prices!B{i}' for i in range(2, last + 1)]
+  inputs += [f'Orders!B{i}' for i in places] + ['Answer!B1']
+  return Model('orders', 'orders', cells, changing, inputs, draw, wanted, oracle)
 
 
 def loan(rng: random.Random) -> Model:
   """An annuity: payment, interest, and what is owed after some payments."""
-  rows = [
-    ('Principal', rng.randint(10, 400) * 1000),
-    ('Rate per year', rng.randint(10, 90) / 1000),
-    ('Years', rng.randint(5, 30)),
-    ('Payments made', rng.randint(6, 48)),
-  ]
-  cells = table('Loan', [*rows])
+
+  def draw(r: random.Random) -> Cells:
+    return {
+      'Loan!B1': r.randint(10, 400) * 1000,
+      'Loan!B2': r.randint(10, 90) / 1000,
+      'Loan!B3': r.randint(5, 30),
+      'Loan!B4': r.randint(6, 48),
+    }
+
+  names = ('Principal', 'Rate per year', 'Years', 'Payments made')
+  cells = table('Loan', [*zip(names, draw(rng).values(), strict=True)])
   cells |= table('Answer', [('Result', 'Value')])
-  inputs = {
-    'Loan!B1': lambda r: r.randint(10, 400) * 1000,
-    'Loan!B2': lambda r: r.randint(10, 90) / 1000,
-    'Loan!B3': lambda r: r.randint(5, 30),
-    'Loan!B4': lambda r: r.randint(6, 48),
-  }
   wanted = {
     'Answer!B2': Wanted(
       'the monthly payment, positive, paid at the end of each month, at a twelfth of '
       'the yearly rate',
       '=-PMT(Loan!B2/12,Loan!B3*12,Loan!B1)',
+      (
+        '=-PMT(Loan!B2/12,Loan!B3*12,Loan!B1,0,1)',
+        '=-PMT(Loan!B2,Loan!B3,Loan!B1)/12',
+        '=-PMT(Loan!B2/12,Loan!B3,Loan!B1)',
+      ),
     ),
     'Answer!B3': Wanted(
-      'the interest that is paid over the whole time', '=B2*Loan!B3*12-Loan!B1'
+      'the interest that is paid over the whole time',
+      '=B2*Loan!B3*12-Loan!B1',
+      ('=Loan!B1*Loan!B2*Loan!B3', '=B2*Loan!B4-Loan!B1'),
     ),
     'Answer!B4': Wanted(
       'the debt that is left after the payments made',
       '=-FV(Loan!B2/12,Loan!B4,-B2,Loan!B1)',
+      ('=Loan!B1-B2*Loan!B4', '=B2*(Loan!B3*12-Loan!B4)'),
     ),
   }
 
@@ -200,30 +187,46 @@ def loan(rng: random.Random) -> Model:
       'Answer!B4': left,
     }
 
-  return Model('loan', 'loan', cells, inputs, wanted, oracle)
+  changing, inputs = 'all numbers of Loan', [f'Loan!B{i}' for i in range(1, 5)]
+  return Model('loan', 'loan', cells, changing, inputs, draw, wanted, oracle)
 
 
 def project(rng: random.Random) -> Model:
   """Net present value and internal rate of return of yearly cash flows."""
   years = rng.randint(4, 8)
-  flows = [rng.randint(20, 90) * 100 for _ in range(years)]
-  rows = [('Year', 'Cash flow'), (0, -rng.randint(80, 150) * 100), *enumerate(flows, 1)]
-  cells = table('Flows', rows) | table('Answer', [('Rate', 0.07)])
   last = years + 2
-  inputs = {
-    f'Flows!B{i}': lambda r: r.randint(20, 90) * 100 for i in range(3, last + 1)
-  }
-  inputs['Flows!B2'] = lambda r: -r.randint(80, 150) * 100
-  inputs['Answer!B1'] = lambda r: r.randint(2, 15) / 100
+
+  def draw(r: random.Random) -> Cells:
+    """The net present value is as often below 0 as above, and not near 0."""
+    rate, flows = (
+      r.randint(2, 15) / 100,
+      [r.randint(20, 90) * 100 for _ in range(years)],
+    )
+    worth = sum(a / (1 + rate) ** k for k, a in enumerate(flows, 1))
+    share = r.choice((r.uniform(0.75, 0.97), r.uniform(1.03, 1.25)))
+    amounts = [-round(worth * share / 100) * 100, *flows]
+    found = {f'Flows!B{i}': amount for i, amount in enumerate(amounts, 2)}
+    return {**found, 'Answer!B1': rate}
+
+  given = draw(rng)
+  cells = table('Flows', [('Year', 'Cash flow'), *((i,) for i in range(years + 1))])
+  cells |= table('Answer', [('Rate',)]) | given
   wanted = {
     'Answer!B3': Wanted(
       'the net present value at the rate in B1, with year 0 not discounted',
       f'=Flows!B2+NPV(B1,Flows!B3:B{last})',
+      (f'=NPV(B1,Flows!B2:B{last})', f'=SUM(Flows!B2:B{last})'),
     ),
     'Answer!B4': Wanted('the internal rate of return', f'=IRR(Flows!B2:B{last})'),
     'Answer!B5': Wanted(
       'the text "accept" if the net present value is above 0, or else "reject"',
       '=IF(B3>0,"accept","reject")',
+      (
+        '=IF(B1>0,"accept","reject")',
+        '=IF(B4>0,"accept","reject")',
+        f'=IF(SUM(Flows!B2:B{last})>0,"accept","reject")',
+      ),
+      equal=('=IF(B3>=0,"accept","reject")',),  # no case has a value of exactly 0
     ),
   }
 
@@ -244,7 +247,9 @@ def project(rng: random.Random) -> Model:
       'Answer!B5': 'accept' if npv > 0 else 'reject',
     }
 
-  return Model('project', 'project', cells, inputs, wanted, oracle)
+  changing = 'all cash flows and the rate'
+  inputs = [f'Flows!B{i}' for i in range(2, last + 1)] + ['Answer!B1']
+  return Model('project', 'project', cells, changing, inputs, draw, wanted, oracle)
 
 
 GENERATORS = (ledger, orders, loan, project)

@@ -9,7 +9,8 @@ from typing import Any
 
 import m2jax
 from m2jax.pipelines import installed
-from m2jax.pipelines.spreadsheets.models import Model, Wanted, table
+from m2jax.pipelines.spreadsheets import mutants
+from m2jax.pipelines.spreadsheets.model import Cells, Model, Wanted, table
 
 _PACKAGE = 'vega_datasets'
 
@@ -54,16 +55,23 @@ def stocks(rng: random.Random) -> Model:
   a, c = f'Prices!$A$2:$A${last}', f'Prices!$C$2:$C${last}'
   cells = table('Prices', [('Symbol', 'Month', 'Price'), *chosen])
   cells |= table('Answer', [('Result', 'Value')])
-  inputs = {
-    f'Prices!C{i}': lambda r: r.randint(100, 9000) / 10 for i in range(2, last + 1)
-  }
+
+  def draw(r: random.Random) -> Cells:
+    found = {f'Prices!C{i}': r.randint(100, 9000) / 10 for i in range(2, last + 1)}
+    best = r.choice((2, last, r.randint(2, last)))
+    return {**found, f'Prices!C{best}': r.randint(9001, 9999) / 10}
+
+  average = f'=AVERAGEIFS({c},{a},"{symbol}")'
+  cuts = zip(mutants.shorter(average), (2, last), strict=True)
+  equal = tuple(formula for formula, row in cuts if row not in mine)
   wanted = {
     'Answer!B2': Wanted(
-      f'the average price of {symbol}', f'=AVERAGEIFS({c},{a},"{symbol}")'
+      f'the average price of {symbol}', average, (f'=AVERAGE({c})',), equal
     ),
     'Answer!B3': Wanted(
       f'the return of {symbol} from its first row to its last, as a fraction',
       f'=Prices!C{mine[-1]}/Prices!C{mine[0]}-1',
+      (f'=1-Prices!C{mine[0]}/Prices!C{mine[-1]}',),
     ),
     'Answer!B4': Wanted(
       'the symbol of the row with the highest price of all',
@@ -80,4 +88,5 @@ def stocks(rng: random.Random) -> Model:
       'Answer!B4': x[f'Prices!A{best}'],
     }
 
-  return Model('stocks', _PACKAGE, cells, inputs, wanted, oracle)
+  inputs = [f'Prices!C{i}' for i in range(2, last + 1)]
+  return Model('stocks', _PACKAGE, cells, 'all prices', inputs, draw, wanted, oracle)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import random
 import re
+import time
 import zipfile
 
 import pytest
 
-from m2jax.pipelines.spreadsheets import guard
+from m2jax.pipelines.spreadsheets import guard, models, tables
 from tests.pipelines.spreadsheets.workbooks import (
   MODEL,
   bytes_of,
@@ -167,6 +170,146 @@ VALUE = MODEL.case(None)['values']['Answer!B2']
 def test_a_hidden_or_constant_answer_fails(grade, make, reason):
   reward, why = grade.judge(bytes_of(make()), spec(MODEL))
   assert reward == 0 and reason in why, why
+
+
+@functools.cache
+def _task(draw, number=0):
+  model = draw(random.Random(f'0/{draw.__name__}/{number}'))
+  return model, spec(model)
+
+
+def _every(old, new):
+  """Each formula of the solution, with other text in it."""
+
+  def change(model):
+    return {
+      place: changed
+      for place, wanted in model.wanted.items()
+      if (changed := re.sub(old, new, wanted.formula)) != wanted.formula
+    }
+
+  return change
+
+
+def _one(place, old, new):
+  return lambda model: {place: re.sub(old, new, model.wanted[place].formula)}
+
+
+def _visible(place, condition='{0}=""'):
+  """The value for the given inputs, whatever they are."""
+
+  def change(model):
+    value = model.case(None)['values'][place]
+    cell = condition.format(min(model.inputs))
+    return {place: f'=IF({cell},0,"{value}")'}
+
+  return change
+
+
+def _given(place, reference):
+  """The given value for each reference to an input."""
+  return lambda model: _every(reference, repr(model.cells[place]))(model)
+
+
+def _summed_by_hand(model):
+  """The rows that have the region now, one by one."""
+  formula = model.wanted['Answer!B3'].formula
+  region = re.search('"(.*)"', formula)[1]
+  rows = [c.rpartition('A')[2] for c, v in model.cells.items() if v == region]
+  return {'Answer!B3': '=' + '+'.join(f'Sales!C{row}' for row in rows)}
+
+
+_STOCKS = tables.drawers()
+WRONG = [
+  (models.project, lambda m: {'Answer!B5': '=IF(B1>0,"accept","reject")'}),
+  (models.project, lambda m: {'Answer!B5': '=IF(B4>0,"accept","reject")'}),
+  (models.project, _visible('Answer!B5')),
+  (models.project, _given('Answer!B1', r'\bB1\b')),
+  (models.project, _one('Answer!B4', r'B\d+\)', 'B5)')),
+  (models.orders, _given('Answer!B2', r'\$B\$2\b(?=,1-)')),
+  (models.orders, _given('Answer!B1', r'\$B\$1\b')),
+  (models.orders, _every('>=', '>')),
+  (models.orders, _one('Answer!B6', '>=', '>')),
+  (models.orders, _one('Answer!B6', r'IF\(.*\)$', '1')),
+  (models.orders, _given('Orders!A2', r'Orders!A2\b')),
+  (models.orders, _every(r'\$2:', '$3:')),
+  (models.ledger, _every('">"', '">="')),
+  (models.ledger, lambda m: _every('">"&B1', f'">{m.cells["Answer!B1"]}"')(m)),
+  (models.ledger, _every(r'\$2:', '$3:')),
+  (models.ledger, _summed_by_hand),
+  *((draw, _visible('Answer!B4')) for draw in _STOCKS),
+  *((draw, _one('Answer!B4', r'\$2:', '$3:')) for draw in _STOCKS),
+  (models.loan, _given('Loan!B3', r'Loan!B3\b')),
+  (models.loan, lambda m: {'Answer!B4': '=Loan!B1-B2*Loan!B4'}),
+]
+
+
+@pytest.mark.parametrize('draw, change', WRONG)
+def test_a_formula_of_other_meaning_fails(grade, draw, change):
+  """In every task that is drawn: some case tells it from the right one."""
+  for number in range(2):
+    model, cases = _task(draw, number)
+    book, formulas = solved(model), change(model)
+    assert formulas
+    for place, formula in formulas.items():
+      book['Answer'][place.partition('!')[2]] = formula.replace("'", '"')
+    reward, reason = grade.judge(bytes_of(book), cases)
+    assert reward == 0 and ('is wrong' in reason or 'refers to no' in reason), reason
+
+
+def _whole(formula):
+  return re.sub(r'\$([A-Z])\$2:\$([A-Z])\$\d+', r'$\1:$\2', formula)
+
+
+def _signs(model):
+  """SUMPRODUCT of numbers that signs make of truth values."""
+  formula = model.wanted['Answer!B4'].formula
+  new = re.sub(r'\((\(.*?\))\*(.*)\*(.*)\)', r'(--\1,\2,\3)', formula)
+  assert '--' in new
+  return {'Answer!B4': new}
+
+
+def _look_up(model):
+  return {
+    place: f'=VLOOKUP(Orders!A{i},Prices!A:B,2,FALSE)*Orders!B{i}'
+    f'*(1-IF(Orders!B{i}>=$B$2,$B$1,0))'
+    for i, place in enumerate([*model.wanted][:-1], 2)
+  }
+
+
+@pytest.mark.parametrize(
+  'draw, change',
+  [
+    (models.ledger, _signs),
+    (
+      models.ledger,
+      lambda m: {p: f.replace('--', '- -') for p, f in _signs(m).items()},
+    ),
+    (models.ledger, _one('Answer!B4', r'=(.*)', r'=--\1')),
+    (
+      models.ledger,
+      lambda m: {
+        p: _whole(w.formula) for p, w in m.wanted.items() if 'PRODUCT' not in w.formula
+      },
+    ),
+    (models.ledger, _every(r'(:\$[A-Z]\$)\d+', r'\g<1>1048576')),
+    (models.ledger, _every(r'(:\$[A-Z]\$)\d+', r'\g<1>500')),
+    (models.orders, _look_up),
+    (models.orders, lambda m: {p: _whole(w.formula) for p, w in m.wanted.items()}),
+    (models.project, _one('Answer!B4', r'\)$', ',0.1)')),
+    (models.project, _one('Answer!B3', r'=(.*)\+(NPV.*)', r'=\2+\1')),
+    (models.loan, _one('Answer!B3', '=(.*)', r'=ROUND (\1,9)')),
+    *((draw, _every(r'^=(INDEX|AVERAGE.*)', r'=+\1')) for draw in _STOCKS),
+  ],
+)
+def test_other_right_formulas_pass(grade, draw, change):
+  model, cases = _task(draw)
+  book, formulas = solved(model), change(model)
+  for place, formula in formulas.items():
+    book['Answer'][place.partition('!')[2]] = formula
+  started = time.monotonic()
+  assert formulas and grade.judge(bytes_of(book), cases) == (1, '')
+  assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(

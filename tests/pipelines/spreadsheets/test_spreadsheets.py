@@ -14,7 +14,8 @@ import pytest
 
 from m2jax import pipelines
 from m2jax.pipelines import installed, spreadsheets
-from m2jax.pipelines.spreadsheets import engines, guard, models, tables
+from m2jax.pipelines.seat import Seat
+from m2jax.pipelines.spreadsheets import engines, guard, models, mutants, tables
 from m2jax.tasks import harbor
 from tests.pipelines.spreadsheets.workbooks import (
   MODEL,
@@ -173,3 +174,72 @@ def test_values_are_compared_by_type():
 def test_tasks_are_admitted(tmp_path):
   config = spreadsheets.Config(count=1, engines=('formulas',))
   assert asyncio.run(pipelines.run(config, tmp_path, show=False)).tasks == 1
+
+
+@pytest.mark.parametrize('draw', _DRAWERS, ids=lambda draw: draw.__name__)
+def test_every_input_changes_in_hidden_cases(draw):
+  model = draw(random.Random(3))
+  assert set(model.inputs) <= set(model.cells)
+  cases = mutants.choose(model, random.Random(1), 3)
+  assert cases == mutants.choose(model, random.Random(1), 3)
+  assert cases[0]['inputs'] == {} and len(cases) >= 4
+  assert all(set(case['inputs']) == set(model.inputs) for case in cases[1:])
+  told = [list(case['values'].values()) for case in cases]
+  assert all(len({values[i] for values in told}) > 1 for i in range(len(told[0])))
+
+
+def test_wrong_formulas_are_derived():
+  model = models.orders(random.Random(3))
+  found = dict.fromkeys(f for place, f in mutants.of(model) if place == 'Answer!B5')
+  price = model.wanted['Answer!B5'].formula.partition('*IF')[0]
+  low = model.cells['Answer!B2']
+  for rest in (
+    '*IF(Orders!B2>$B$2,1-$B$1,1)',
+    '*IF(1=1,1-$B$1,1)',
+    '*IF(1=2,1-$B$1,1)',
+    f'*IF(Orders!B2>=({low}),1-$B$1,1)',
+    '*IF(Orders!B2>=$B$2,1-(0.1),1)',
+  ):
+    assert price + rest in found
+  assert any('$B$3:' in formula for formula in found)
+  assert f'=({model.case(None)["values"]["Answer!B5"]!r})' in found
+
+
+def _candidates(directory, number):
+  """The first candidates of a run in a directory."""
+
+  async def first():
+    config = spreadsheets.Config(engines=('formulas',))
+    context = pipelines.Context(directory, Seat(config.author, 'author'))
+    found = []
+    async for candidate in spreadsheets.candidates(config, context):
+      found.append(candidate)
+      if len(found) == number:
+        return found
+
+  return asyncio.run(first())
+
+
+def test_hidden_cases_are_drawn_with_the_salt_of_a_dataset(tmp_path, monkeypatch):
+  """The code and the seed do not tell them; a run that goes on draws the same."""
+  monkeypatch.setattr(installed, 'site', lambda *_: None)
+  one, other = (_candidates(tmp_path / name, 1)[0].draft for name in 'ab')
+  assert one.overlay.keys() == other.overlay.keys()
+  assert one.instruction == other.instruction
+  cases = [json.loads(draft.tests['cases.json'])['cases'] for draft in (one, other)]
+  assert cases[0][0] == cases[1][0] and cases[0][1:] != cases[1][1:]
+  again = _candidates(tmp_path / 'a', 1)[0].draft
+  assert again.tests == one.tests
+  salt = (tmp_path / 'a' / 'salt').read_bytes()
+  assert len(salt) == 32
+  files = {**one.tests, **one.overlay, **one.solution}
+  assert not any(salt in data for data in files.values())
+
+
+def test_a_workbook_whose_wrong_formulas_are_not_told_is_rejected(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(installed, 'site', lambda *_: None)
+  monkeypatch.setattr(mutants, 'MOST', 0)
+  found = _candidates(tmp_path, 1)[0]
+  assert found.draft is None and 'wrong formulas are right in all cases' in found.reason

@@ -11,11 +11,11 @@ from m2jax.pipelines import spreadsheets
 from m2jax.pipelines.spreadsheets import models
 
 MODEL = models.loan(random.Random(2))
+PROJECT = models.project(random.Random(2))
 
 
-def spec(model, used=('formulas',)):
-  config = spreadsheets.Config(hidden_cases=1)
-  found = spreadsheets.spec(config, model, random.Random(1), used)
+def spec(model, used=('formulas',), salt=1):
+  found = spreadsheets.spec(spreadsheets.Config(), model, random.Random(salt), used)
   return json.loads(json.dumps(found))
 
 
