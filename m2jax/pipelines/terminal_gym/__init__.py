@@ -145,9 +145,11 @@ async def prove(
   """
   wrong: list[str] = []
   while len(wrong) <= config.repairs:
-    rng = random.Random(f'{config.seed}/{root}/{len(wrong)}')
+    own = f'{config.seed}/{root}/{len(wrong)}'
     try:
-      drawn = family.draw(rng)
+      drawn = family.draw(random.Random(own))
+      if family.hide:
+        drawn = family.hide(random.Random(f'{own}/{context.salt()}'), drawn)
       text = statements.scripted(drawn, 0)
       draft = drafts.draft(family, seed, drawn, text, 'proof', {})
       with _staged(context, draft) as directory:

@@ -112,12 +112,15 @@ class Family:
     tool: main command of its solutions.
     seeds: patterns that a seed's text must all match.
     draw: makes a task from a random generator. Raises Degenerate.
+    hide: draws the hidden inputs of a task anew, from a generator that depends on the
+      dataset's salt; None if there are none.
   """
 
   name: str
   tool: str
   seeds: tuple[str, ...]
   draw: Callable[..., Drawn]
+  hide: Callable[..., Drawn] | None = None
 
 
 def content(text: str, compare: str = 'exact', mode: int | None = None) -> Entry:

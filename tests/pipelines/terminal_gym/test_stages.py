@@ -194,6 +194,29 @@ def test_environments_are_repaired_up_to_a_limit(tmp_path, way, said):
   assert 'after 1 repairs' in bad.problem and said in bad.problem
 
 
+@pytest.mark.parametrize('name', [n for n, f in FAMILIES.items() if f.hide])
+def test_hidden_inputs_are_drawn_with_the_salt_of_a_dataset(name, tmp_path):
+  """Who knows code and seed knows the workspace, and not what a program is tried on."""
+
+  async def proved(directory):
+    (directory / 'tasks').mkdir(parents=True, exist_ok=True)
+    try:
+      return await gym.prove(
+        gym.Config(), context(directory), FAMILIES[name], SEED, f'{name}/0'
+      )
+    finally:
+      await sandbox.shutdown()
+
+  try:
+    one, other = (asyncio.run(proved(tmp_path / d)).drawn for d in 'ab')
+    again = asyncio.run(proved(tmp_path / 'a')).drawn
+  except sandbox.SandboxUnavailable as error:
+    pytest.skip(str(error))
+  assert one.files == other.files and one.values == other.values
+  assert not {str(i) for i in one.inputs} & {str(i) for i in other.inputs}
+  assert one == again
+
+
 def test_a_models_statement_is_repaired_with_the_reason(tmp_path):
   one = drawn(FAMILIES['dates'])
   right = 'In other words: ' + statements.scripted(one, 0)

@@ -8,6 +8,7 @@ that repeats the visible result fails.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import random
 
 from m2jax.pipelines.terminal_gym.drawn import Drawn, Family, content
@@ -43,15 +44,30 @@ def _frequent(top: int):
 
 def _drawn(rng, make, path: str, shown: str, **more) -> Drawn:
   text, _ = make(rng)
-  hidden = [make(rng) for _ in range(_HIDDEN)]
   return Drawn(
     files={shown: text.encode()},
     end={path: content('', 'any')},
-    inputs=tuple({_INPUT: text.encode()} for text, _ in hidden),
-    outputs=tuple(result for _, result in hidden),
     run=f'bash {path} {_INPUT}',
+    **_hidden(rng, make),
     **more,
   )
+
+
+def _hidden(rng, make) -> dict[str, tuple]:
+  made = [make(rng) for _ in range(_HIDDEN)]
+  return {
+    'inputs': tuple({_INPUT: text.encode()} for text, _ in made),
+    'outputs': tuple(result for _, result in made),
+  }
+
+
+def hide_totals(rng: random.Random, drawn: Drawn) -> Drawn:
+  return dataclasses.replace(drawn, **_hidden(rng, _sales))
+
+
+def hide_frequent(rng: random.Random, drawn: Drawn) -> Drawn:
+  make = _frequent(int(drawn.values['top']))
+  return dataclasses.replace(drawn, **_hidden(rng, make))
 
 
 def totals(rng: random.Random) -> Drawn:
@@ -118,6 +134,18 @@ def frequent(rng: random.Random) -> Drawn:
 
 
 FAMILIES = (
-  Family('program_totals', 'awk', (r'\bawk\b|\bsum', r'total|add|count'), totals),
-  Family('program_frequent', 'uniq', (r'frequen|uniq -c|each word', r'word'), frequent),
+  Family(
+    'program_totals',
+    'awk',
+    (r'\bawk\b|\bsum', r'total|add|count'),
+    totals,
+    hide_totals,
+  ),
+  Family(
+    'program_frequent',
+    'uniq',
+    (r'frequen|uniq -c|each word', r'word'),
+    frequent,
+    hide_frequent,
+  ),
 )
