@@ -46,7 +46,7 @@ _SOLVE = (
 class Config(PipelineConfig):
   """Attributes:
   hidden_cases: changes of the inputs that a workbook must stand, unseen by the agent:
-    at least so many, and more until all wrong formulas of `mutants` fail.
+    at least this many, and more until all wrong formulas of `mutants` fail.
   engines: that must agree; empty: those on this machine. A task that names LibreOffice
     is judged only where it is installed, and takes seconds more a verdict.
   """
