@@ -51,7 +51,7 @@ def area(reference):
 
 
 def formula(text, rows, columns):
-  """A formula with the same value for a workbook of so many rows and columns."""
+  """A formula with the same value for a workbook of this size."""
   return '=' + _Writer(tokens(text), rows, columns).all()
 
 
