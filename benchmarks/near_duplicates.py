@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import collections
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -77,15 +78,20 @@ def main(argv=None) -> None:
   options = parser.parse_args(argv)
   if unknown := set(options.pipelines) - set(PIPELINES):
     parser.error(f'no such pipeline: {sorted(unknown)}; expected {PIPELINES}')
-  rows = {n: count(n, options.count) for n in options.pipelines or PIPELINES}
+  rows, names = {}, options.pipelines or PIPELINES
+  if not options.json:
+    print(f'| of {options.count} | by words | by the pipeline | its families |')
+    print('|---|---|---|---|', flush=True)
+  try:
+    for name in names:
+      row = rows[name] = count(name, options.count)
+      families = ', '.join(f'{n} {f}' for f, n in row['families'].items())
+      if not options.json:
+        print(f'| {name} | {row["words"]} | {row["own"]} | {families} |', flush=True)
+  except KeyboardInterrupt:
+    sys.exit('stopped before all pipelines were counted')
   if options.json:
     print(json.dumps(rows))
-    return
-  print(f'| of {options.count} | by words | by the pipeline | its families |')
-  print('|---|---|---|---|')
-  for name, row in rows.items():
-    families = ', '.join(f'{n} {f}' for f, n in row['families'].items())
-    print(f'| {name} | {row["words"]} | {row["own"]} | {families} |')
 
 
 if __name__ == '__main__':

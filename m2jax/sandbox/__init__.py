@@ -7,6 +7,7 @@ from m2jax.sandbox.api import Limits as Limits
 from m2jax.sandbox.api import SandboxError as SandboxError
 from m2jax.sandbox.api import SandboxPathError as SandboxPathError
 from m2jax.sandbox.api import SandboxUnavailable as SandboxUnavailable
+from m2jax.sandbox.api import WorkspaceFull as WorkspaceFull
 from m2jax.sandbox.creation import create as create
 from m2jax.sandbox.creation import shutdown as shutdown
 from m2jax.sandbox.probe import capabilities as capabilities

@@ -40,6 +40,10 @@ class SandboxPathError(SandboxError):
   """
 
 
+class WorkspaceFull(OSError):
+  """No space is left in a workspace, which is the doing of what is in it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
   """Limits of a sandbox. All are positive.

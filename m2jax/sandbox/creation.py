@@ -59,7 +59,7 @@ async def create(
     SandboxUnavailable: this machine does not support it; says how to fix that.
     SandboxPathError: a name in `contents` leaves the workspace, or a file of the
       directory cannot be read.
-    OSError: the files do not fit into `limits.workspace_bytes`.
+    WorkspaceFull: the files do not fit into `limits.workspace_bytes`.
   """
   if backend not in api.BACKENDS:
     raise ValueError(f'backend={backend!r}: must be one of {api.BACKENDS}')

@@ -61,14 +61,19 @@ class Tree:
 
     Raises:
       SandboxPathError: `path` leaves the workspace, contains a link, or is a directory.
-      OSError: the workspace is full.
+      WorkspaceFull: no space is left.
     """
     names = parts(path)
-    parent = self._parent(names, make=True)
     try:
-      self._write_at(parent, names[-1], path, data, mode)
-    finally:
-      os.close(parent)
+      parent = self._parent(names, make=True)
+      try:
+        self._write_at(parent, names[-1], path, data, mode)
+      finally:
+        os.close(parent)
+    except OSError as error:
+      if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        raise
+      raise api.WorkspaceFull(error.errno, error.strerror, str(path)) from error
 
   def _write_at(self, parent: int, name: str, path, data: bytes, mode: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN

@@ -19,7 +19,7 @@ from m2jax.pipelines.context import Context
 from m2jax.tasks import harbor
 
 _HERE = Path(__file__).parent
-_GUARD = _HERE.parent / 'spreadsheets' / 'guard.py'
+_SHARED = _HERE.parent / 'spreadsheets'
 _SITE = 'slides'
 _PACKAGES = (
   *('python-pptx', 'lxml', 'pillow', 'xlsxwriter', 'typing_extensions'),
@@ -107,7 +107,7 @@ def drafted(topic: str, rng: random.Random, own: str) -> harbor.Draft:
     overlay={'data.csv': f'Name,Value\n{rows}'.encode()},
     tests={
       'test.sh': _TEST.encode(),
-      'guard.py': _GUARD.read_bytes(),
+      **{n: (_SHARED / n).read_bytes() for n in ('guard.py', 'contrast.py')},
       **{name: (_HERE / name).read_bytes() for name in _VERIFIER},
       'spec.json': json.dumps(spec).encode(),
     },

@@ -8,8 +8,9 @@ import io
 import re
 
 import look
+from contrast import ratio
 from fit import EMU_PER_POINT
-from look import A, C, colour, fill, ratio
+from look import A, C, colour, fill
 
 MIN_SHARE, MIN_CONTRAST, MAX_AXIS = 0.2, 1.2, 3  # of the slide; of a series; of values
 MIN_POINTS, MAX_SIZE, MAX_STEPS = 10.0, 4, 50  # of unstated size; times the least

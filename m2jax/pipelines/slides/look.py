@@ -11,6 +11,8 @@ import colorsys
 import re
 import unicodedata
 
+from contrast import channels, linear, ratio
+
 A = '{http://schemas.openxmlformats.org/drawingml/2006/main}'
 C = '{http://schemas.openxmlformats.org/drawingml/2006/chart}'
 P = '{http://schemas.openxmlformats.org/presentationml/2006/main}'
@@ -180,7 +182,7 @@ def _tinted(rgb, share):
   """A colour mixed with white in linear RGB (ISO/IEC 29500-1, 20.1.2.3.34)."""
   if share == 1:
     return rgb
-  mixed = [share * c + 1 - share for c in _linear(rgb)]
+  mixed = [share * c + 1 - share for c in linear(rgb)]
   back = [
     12.92 * c if c <= 0.0031308 else 1.055 * c ** (1 / 2.4) - 0.055 for c in mixed
   ]
@@ -189,7 +191,7 @@ def _tinted(rgb, share):
 
 def _brighter(rgb, lumMod=1.0, lumOff=0.0):  # noqa: N803  (names of the format)
   """A colour whose HSL luminance is scaled and moved (ISO/IEC 29500-1, 20.1.2.3)."""
-  hue, light, saturation = colorsys.rgb_to_hls(*_parts(rgb))
+  hue, light, saturation = colorsys.rgb_to_hls(*channels(rgb))
   light = min(1.0, max(0.0, light * lumMod + lumOff))
   back = colorsys.hls_to_rgb(hue, light, saturation)
   return ''.join(f'{round(255 * c):02X}' for c in back)
@@ -211,24 +213,3 @@ def scheme(slide, name):
   return (
     found[0].get('val') if found[0].tag == A + 'srgbClr' else found[0].get('lastClr')
   )
-
-
-def ratio(one, other):
-  """WCAG's contrast of two colours, 1 to 21."""
-  light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
-  return (light + 0.05) / (dark + 0.05)
-
-
-def _luminance(rgb):
-  red, green, blue = _linear(rgb)
-  return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def _linear(rgb):
-  return [
-    c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in _parts(rgb)
-  ]
-
-
-def _parts(rgb):
-  return [int(rgb[i : i + 2], 16) / 255 for i in (0, 2, 4)]

@@ -34,7 +34,7 @@ _PACKAGES = (
   *('formulas', 'schedula', 'numpy', 'scipy', 'numpy-financial', 'openpyxl'),
   *('et_xmlfile', 'regex', 'python-dateutil', 'six', 'tqdm', 'click'),
 )
-_VERIFIER = 'guard.py', 'seen.py', 'rewrite.py', 'engines.py', 'grade.py'
+_VERIFIER = tuple('guard.py seen.py contrast.py rewrite.py engines.py grade.py'.split())
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = (
   'cd "${M2JAX_WORKSPACE:-/workspace}" && '

@@ -15,20 +15,20 @@ from m2jax.pipelines.spreadsheets import engines
 from m2jax.pipelines.spreadsheets.model import Cells, Model
 
 TRIES, MOST = 8, 8  # draws for a case; hidden cases of a task
-_CLEAR = 1e-4  # relative: values that differ by more are told apart by any engine
+_CLEAR = 1e-4  # relative: any engine distinguishes values that differ by more
 _OTHER = {'>': '>=', '>=': '>', '<': '<=', '<=': '<'}
 _ROWS = re.compile(r'((?:\w+!)?\$?[A-Z]+\$?)(\d+)(:\$?[A-Z]+\$?)(\d+)')
 
 
 class Unfit(Exception):
-  """No cases were found that tell all wrong formulas of a model."""
+  """No cases were found that expose all wrong formulas of a model."""
 
 
 def choose(model: Model, rng: random.Random, count: int) -> list[dict[str, Any]]:
-  """The given case and at least `count` hidden ones that tell all wrong formulas.
+  """The given case and at least `count` hidden ones that expose all wrong formulas.
 
   Raises:
-    Unfit: not all are told by `MOST` cases.
+    Unfit: `MOST` cases do not expose all of them.
   """
   cases = [model.case(None)]
   alive = _alive(model, cases[0], [_Mutant(*pair) for pair in of(model)])

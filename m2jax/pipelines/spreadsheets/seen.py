@@ -9,6 +9,8 @@ import io
 import re
 import zipfile
 
+from contrast import channels, ratio
+
 MIN_CONTRAST, MIN_POINTS, MIN_HEIGHT, MIN_WIDTH, MIN_ZOOM = 2, 6, 6, 2, 40
 MAX_INDENT = 5
 A = '{http://schemas.openxmlformats.org/drawingml/2006/main}'
@@ -133,7 +135,7 @@ def _colour(book, colour):
     value = '000000'
   if value is None or not colour.tint:
     return value
-  hue, light, saturation = colorsys.rgb_to_hls(*_channels(value))
+  hue, light, saturation = colorsys.rgb_to_hls(*channels(value))
   tint = max(-1.0, min(1.0, colour.tint))
   light = light * (1 + tint) if tint < 0 else light * (1 - tint) + tint
   rgb = colorsys.hls_to_rgb(hue, light, saturation)
@@ -153,21 +155,3 @@ def _of_theme(book, index):
     value = one.get('val', '')
     return value if re.fullmatch('[0-9A-Fa-f]{6}', value) else None
   return _SYSTEM.get(one.get('val')) if one.tag == A + 'sysClr' else None
-
-
-def ratio(one, other):
-  """WCAG's contrast of two colours, 1 to 21."""
-  light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
-  return (light + 0.05) / (dark + 0.05)
-
-
-def _channels(colour):
-  return [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-
-
-def _luminance(colour):
-  linear = [
-    c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-    for c in _channels(colour)
-  ]
-  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

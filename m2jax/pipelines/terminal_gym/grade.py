@@ -162,8 +162,8 @@ def in_place(tree, expected):
         text, ok = done.stdout.decode(errors='replace'), not done.returncode
       except subprocess.TimeoutExpired:
         text, ok = '', False
-      same_files = compose.gather(os.path.join(place, 'w'), ['*'], []) == files
-    runs[str(number)] = {'ok': ok, 'stdout': text, 'unchanged': same_files}
+      unchanged = compose.unchanged(os.path.join(place, 'w'), files)
+    runs[str(number)] = {'ok': ok, 'stdout': text, 'unchanged': unchanged}
   return listing, runs
 
 

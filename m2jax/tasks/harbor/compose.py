@@ -117,6 +117,23 @@ def listing(workspace):
   return found
 
 
+def unchanged(workspace, files):
+  """Whether a workspace has these files and their directories, and nothing else."""
+  try:
+    entries = listing(workspace)
+    found = gather(workspace, ('*',), ())
+  except (Rejected, OSError):  # a process that is left may still remove files
+    return False
+  parents = {os.path.dirname(path) for path in files}
+  while above := {os.path.dirname(path) for path in parents} - parents:
+    parents |= above
+  known = all(
+    path in files or path in parents and facts['kind'] == 'directory'
+    for path, facts in entries.items()
+  )
+  return known and found == dict(files)
+
+
 def unpack(archive):
   """Returns {relative path: bytes} of the regular files of a tar.gz in bytes.
 

@@ -8,10 +8,7 @@ the agent itself.
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from m2jax import sandbox
@@ -58,7 +55,7 @@ async def run(
     options = dict(backend=backend, limits=limits, host=host)
     async with await _filled(contents, options) as box:
       done = await box.exec(command)
-      unchanged = await asyncio.to_thread(_unchanged, box.workspace, contents)
+      unchanged = await asyncio.to_thread(compose.unchanged, box.workspace, contents)
     good = not (done.returncode or done.timed_out or done.oom or done.truncated)
     found[number] = {'stdout': done.stdout, 'ok': good, 'unchanged': unchanged}
   return found
@@ -67,24 +64,5 @@ async def run(
 async def _filled(contents: Mapping[str, bytes], options) -> sandbox.Sandbox:
   try:
     return await sandbox.create(contents=contents, **options)
-  except OSError as error:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-      raise
+  except sandbox.WorkspaceFull as error:
     raise compose.Rejected('the files leave no space for an input') from error
-
-
-def _unchanged(workspace: Path, contents: Mapping[str, bytes]) -> bool:
-  """Whether a workspace has these files and their directories, and nothing else."""
-  try:
-    entries = compose.listing(workspace)
-    files = compose.gather(workspace, ('*',), ())
-  except (compose.Rejected, OSError):  # a process that is left may still remove files
-    return False
-  parents = {os.path.dirname(path) for path in contents}
-  while above := {os.path.dirname(path) for path in parents} - parents:
-    parents |= above
-  known = all(
-    path in contents or path in parents and facts['kind'] == 'directory'
-    for path, facts in entries.items()
-  )
-  return known and files == dict(contents)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import itertools
 import random
@@ -172,10 +171,7 @@ async def _edit(box: sandbox.Sandbox, text: str, old: str, new: str) -> str:
     raise task_lib.BadCall(f'{code.FILE} would be above {code.MAX_BYTES} bytes')
   try:
     await box.write(code.FILE, changed)
-  except OSError as error:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-      raise
-    # The file's own code filled the workspace when a test ran it.
+  except sandbox.WorkspaceFull as error:  # the file's own code, when a test ran it
     raise task_lib.BadCall('no space is left in the workspace') from error
   return 'edited'
 

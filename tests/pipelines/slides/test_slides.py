@@ -35,7 +35,7 @@ def grade():
   finally:
     for path in paths:
       sys.path.remove(path)
-    for name in ('grade', 'guard', *MODULES):
+    for name in ('grade', 'guard', 'contrast', *MODULES):
       sys.modules.pop(name, None)
 
 

@@ -20,5 +20,5 @@ def grade():
     yield module
   finally:
     sys.path.remove(here)
-    for name in ('grade', 'guard', 'engines', 'seen', 'rewrite'):
+    for name in ('grade', 'guard', 'engines', 'seen', 'contrast', 'rewrite'):
       sys.modules.pop(name, None)
