@@ -186,9 +186,9 @@ def performance(
     details={'timed': len(timed)},
   )
   ours = {f'workspace/{path}': data for path, data in (judged or {}).items()}
-  return dataclasses.replace(
-    draft, tests={**draft.tests, **ours}, verifier_s=2 * pairs * limit_s(env) + 30
-  )
+  # Two runs a pair, and all pairs may be run again.
+  seconds = 4 * pairs * limit_s(env) + 30
+  return dataclasses.replace(draft, tests={**draft.tests, **ours}, verifier_s=seconds)
 
 
 def review(
