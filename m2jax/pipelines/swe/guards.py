@@ -18,6 +18,7 @@ Standard library only: the file is copied into each task.
 
 import builtins
 import importlib.machinery
+import operator
 import os
 import sys
 import time
@@ -28,7 +29,7 @@ __builtins__ = dict(vars(builtins))
 _stat, _listdir, _decode = os.stat, os.listdir, os.fsdecode
 _open, _read, _close = os.open, os.read, os.close
 _O_READ, _O_WRITES = os.O_RDONLY, os.O_WRONLY | os.O_RDWR
-_Traceback, _Module = types.TracebackType, types.ModuleType
+_is, _Traceback, _Module = operator.is_, types.TracebackType, types.ModuleType
 
 _FRAMES = frozenset(
   'sys._getframe sys.settrace sys.setprofile sys.monitoring.register_callback'.split()
@@ -328,32 +329,59 @@ class Snapshot:
       if name.partition('.')[0] in _GUARDED and module is not None:
         self._pytest += _holders(module, name)
     for module in (builtins, time):
-      kept = {k: v for k, v in vars(module).items() if _decides(v)}
-      self._python.append((module, kept, None, None))
+      self._python.append(_Holder(module, all_keys=False))
 
   def changes(self, *, python=True):
     """Names that were replaced or added; builtins and time only if `python`."""
     found = []
-    for holder, kept, keys, order in [*self._pytest, *(self._python if python else ())]:
-      now = vars(holder)
-      name = getattr(holder, '__name__', holder)
-      found += [f'{name}.{k}' for k, v in kept.items() if now.get(k) is not v]
-      if keys is not None and len(now) != len(keys):
-        found += [
-          f'{name}.{k}'
-          for k, v in list(now.items())
-          if k not in keys and k not in _ADDED and not isinstance(v, _Module)
-        ]
-      if order is not None and holder.__mro__ is not order:
-        found.append(f'{name}.__bases__')
+    for holder in self._pytest:
+      if not holder.same():
+        found += holder.changes()
+    if python:
+      for holder in self._python:
+        found += holder.changes()
+    return found
+
+
+class _Holder:
+  """A module or class, as it is now."""
+
+  def __init__(self, holder, all_keys=True):
+    self._holder, self._now = holder, vars(holder)  # which follows later changes
+    self.kept = {k: v for k, v in self._now.items() if _decides(v) and k != _LEGACY}
+    self._names, self._values = tuple(self.kept), tuple(self.kept.values())
+    self._keys = frozenset(self._now) if all_keys else None
+    self._count = len(self._now)
+    self._order = getattr(holder, '__mro__', None)
+
+  def same(self):
+    """Whether there is no change; called a few times for every test, so it is fast."""
+    if len(self._now) != self._count:
+      return False
+    if self._order is not None and self._holder.__mro__ is not self._order:
+      return False
+    return all(map(_is, map(self._now.get, self._names), self._values))
+
+  def changes(self):
+    """Names that were replaced or added."""
+    now, name = self._now, getattr(self._holder, '__name__', self._holder)
+    found = [f'{name}.{k}' for k, v in self.kept.items() if now.get(k) is not v]
+    if self._keys is not None:
+      found += [
+        f'{name}.{k}'
+        for k, v in list(now.items())
+        if k not in self._keys and k not in _ADDED and not isinstance(v, _Module)
+      ]
+    if self._order is not None and self._holder.__mro__ is not self._order:
+      found.append(f'{name}.__bases__')
     return found
 
 
 def _holders(holder, module):
-  """(module or class, its functions and classes, all its keys, order of bases)."""
-  kept = {k: v for k, v in vars(holder).items() if _decides(v) and k != _LEGACY}
-  yield holder, kept, frozenset(vars(holder)), getattr(holder, '__mro__', None)
-  for value in list(kept.values()):
+  """Of a module or class and of the classes in it."""
+  found = _Holder(holder)
+  yield found
+  for value in found.kept.values():
     if isinstance(value, type) and value.__module__ == module and value is not holder:
       yield from _holders(value, module)
 
