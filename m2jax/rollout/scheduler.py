@@ -274,7 +274,9 @@ class Scheduler:
       expected: at most as many requests are waited for.
     """
     arrived = -1
-    while arrived < len(self._inbox) < expected and not self._batcher.waiting:
+    while arrived < len(self._inbox) < expected:
+      if self._stopping or self._batcher.waiting:
+        return
       arrived = len(self._inbox)
       self._wake.wait(self._gather_s)
 

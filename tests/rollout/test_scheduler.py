@@ -154,6 +154,14 @@ def test_agents_that_answer_at_once_share_their_calls(serve):
   assert scheduler.stats()['decode_calls'] == turns
 
 
+def test_stopping_does_not_wait_for_more_requests(serve):
+  scheduler = serve(gather_s=TIMEOUT_S)
+  run(scheduler, request([1], 2))
+  started = time.monotonic()
+  scheduler.stop()
+  assert time.monotonic() - started < TIMEOUT_S / 4
+
+
 def test_seeds_repeat_in_any_company(serve):
   """An evaluation with seeds must not depend on the load of the server."""
   scheduler = serve()
