@@ -18,6 +18,7 @@ Standard library only: the file is copied into each task.
 
 import builtins
 import importlib.machinery
+import itertools
 import operator
 import os
 import sys
@@ -29,7 +30,9 @@ __builtins__ = dict(vars(builtins))
 _stat, _listdir, _decode = os.stat, os.listdir, os.fsdecode
 _open, _read, _close = os.open, os.read, os.close
 _O_READ, _O_WRITES = os.O_RDONLY, os.O_WRONLY | os.O_RDWR
-_is, _Traceback, _Module = operator.is_, types.TracebackType, types.ModuleType
+_Traceback, _Module = types.TracebackType, types.ModuleType
+_call, _is, _chain = operator.call, operator.is_, itertools.chain
+_item, _order = operator.itemgetter, operator.attrgetter('__mro__')
 
 _FRAMES = frozenset(
   'sys._getframe sys.settrace sys.setprofile sys.monitoring.register_callback'.split()
@@ -324,55 +327,87 @@ class Snapshot:
   """Functions and classes of the modules that decide, as they are now."""
 
   def __init__(self):
-    self._pytest, self._python = [], []
+    found = []
     for name, module in sorted(sys.modules.items()):
       if name.partition('.')[0] in _GUARDED and module is not None:
-        self._pytest += _holders(module, name)
-    for module in (builtins, time):
-      self._python.append(_Holder(module, all_keys=False))
+        found += _holders(module, name)
+    self._pytest = _Holders(found)
+    self._python = _Holders([_Holder(m, additions=False) for m in (builtins, time)])
 
   def changes(self, *, python=True):
     """Names that were replaced or added; builtins and time only if `python`."""
-    found = []
-    for holder in self._pytest:
-      if not holder.same():
-        found += holder.changes()
-    if python:
-      for holder in self._python:
-        found += holder.changes()
+    return self._pytest.changes() + (self._python.changes() if python else [])
+
+
+class _Holders:
+  """Modules and classes, which are compared a few times for every test.
+
+  Nearly always nothing has changed, so that this is found out by loops in C.
+  """
+
+  def __init__(self, holders):
+    self._holders = holders
+    self._classes = [h.holder for h in holders if h.order is not None]
+    self._orders = [h.order for h in holders if h.order is not None]
+    self._nows = [h.now for h in holders]
+    self._learn()
+
+  def changes(self):
+    """Names that were replaced or added."""
+    if self._same():
+      return []
+    found = [change for holder in self._holders for change in holder.changes()]
+    if not found:
+      self._learn()  # what may be added
     return found
+
+  def _learn(self):
+    names = [h.names() for h in self._holders]
+    # Twice the first: of one name, itemgetter would give no tuple.
+    self._getters = [_item(*n, n[0]) for n in names]
+    self._counts = list(map(len, self._nows))
+    self._values = [*self._found()]
+
+  def _found(self):
+    return _chain.from_iterable(map(_call, self._getters, self._nows))
+
+  def _same(self):
+    try:
+      return (
+        list(map(len, self._nows)) == self._counts
+        and all(map(_is, map(_order, self._classes), self._orders))
+        and all(map(_is, self._found(), self._values))
+      )
+    except KeyError:
+      return False
 
 
 class _Holder:
   """A module or class, as it is now."""
 
-  def __init__(self, holder, all_keys=True):
-    self._holder, self._now = holder, vars(holder)  # which follows later changes
-    self.kept = {k: v for k, v in self._now.items() if _decides(v) and k != _LEGACY}
-    self._names, self._values = tuple(self.kept), tuple(self.kept.values())
-    self._keys = frozenset(self._now) if all_keys else None
-    self._count = len(self._now)
-    self._order = getattr(holder, '__mro__', None)
+  def __init__(self, holder, additions=True):
+    self.holder, self.now = holder, vars(holder)  # which follows later changes
+    self.kept = {k: v for k, v in self.now.items() if _decides(v) and k != _LEGACY}
+    self._keys = frozenset(self.now)
+    self._additions = additions
+    self.order = getattr(holder, '__mro__', None)
 
-  def same(self):
-    """Whether there is no change; called a few times for every test, so it is fast."""
-    if len(self._now) != self._count:
-      return False
-    if self._order is not None and self._holder.__mro__ is not self._order:
-      return False
-    return all(map(_is, map(self._now.get, self._names), self._values))
+  def names(self):
+    """Of what must stay, and of what was added and may be."""
+    added = (k for k in self.now if k not in self._keys)
+    return [*self.kept, *added] or [next(iter(self.now))]
 
   def changes(self):
     """Names that were replaced or added."""
-    now, name = self._now, getattr(self._holder, '__name__', self._holder)
+    now, name = self.now, getattr(self.holder, '__name__', self.holder)
     found = [f'{name}.{k}' for k, v in self.kept.items() if now.get(k) is not v]
-    if self._keys is not None:
+    if self._additions and len(now) != len(self._keys):
       found += [
         f'{name}.{k}'
         for k, v in list(now.items())
         if k not in self._keys and k not in _ADDED and not isinstance(v, _Module)
       ]
-    if self._order is not None and self._holder.__mro__ is not self._order:
+    if self.order is not None and self.holder.__mro__ is not self.order:
       found.append(f'{name}.__bases__')
     return found
 

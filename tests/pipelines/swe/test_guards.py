@@ -113,6 +113,10 @@ def test_what_is_replaced_or_added_is_named(monkeypatch):
     def run(self):
       return 1
 
+  class Other:
+    pass
+
+  run = Report.run
   Base.__module__ = Report.__module__ = module.__name__
   module.Base, module.Report, module.path = Base, Report, Path
   exec('import warnings\ndef warn(): warnings.warn("old")', vars(module))
@@ -124,11 +128,20 @@ def test_what_is_replaced_or_added_is_named(monkeypatch):
     module.warn()
   assert '__warningregistry__' in vars(module)
   assert snapshot.changes() == []
+  del module.sub
+  module.len = lambda x: 0  # in the place of what may be added: as many names as before
+  assert snapshot.changes() == ['pluggy.made.len']
+  del module.len, Report.run
+  assert snapshot.changes() == ['Report.run']
+  Report.run = run
+  assert snapshot.changes() == []
   Report.failed = property(lambda self: False)
   Report.passed = True
   module.path = str
   module.isinstance = lambda *a: True
+  Report.__bases__ = (Other,)
   assert set(snapshot.changes()) == {
+    'Report.__bases__',
     'Report.failed',
     'Report.passed',
     'pluggy.made.path',
