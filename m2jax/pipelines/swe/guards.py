@@ -405,7 +405,7 @@ class _Holder:
       found += [
         f'{name}.{k}'
         for k, v in list(now.items())
-        if k not in self._keys and k not in _ADDED and not isinstance(v, _Module)
+        if k not in self._keys and k not in _ADDED and type(v) is not _Module
       ]
     if self.order is not None and self.holder.__mro__ is not self.order:
       found.append(f'{name}.__bases__')

@@ -139,6 +139,7 @@ def test_what_is_replaced_or_added_is_named(monkeypatch):
   Report.passed = True
   module.path = str
   module.isinstance = lambda *a: True
+  module.getattr = type('M', (types.ModuleType,), {'__call__': print})('called')
   Report.__bases__ = (Other,)
   assert set(snapshot.changes()) == {
     'Report.__bases__',
@@ -146,6 +147,7 @@ def test_what_is_replaced_or_added_is_named(monkeypatch):
     'Report.passed',
     'pluggy.made.path',
     'pluggy.made.isinstance',
+    'pluggy.made.getattr',
   }
 
 
