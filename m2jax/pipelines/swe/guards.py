@@ -33,6 +33,7 @@ _O_READ, _O_WRITES = os.O_RDONLY, os.O_WRONLY | os.O_RDWR
 _Traceback, _Module = types.TracebackType, types.ModuleType
 _call, _is, _chain = operator.call, operator.is_, itertools.chain
 _item, _order = operator.itemgetter, operator.attrgetter('__mro__')
+_inner = operator.attrgetter('cell_contents')
 
 _FRAMES = frozenset(
   'sys._getframe sys.settrace sys.setprofile sys.monitoring.register_callback'.split()
@@ -57,7 +58,7 @@ _SET = frozenset(('__code__', '__defaults__', '__kwdefaults__', '__bases__'))
 _IMPORTS = frozenset(
   ('ctypes', '_ctypes', '_testcapi', '_testinternalcapi', 'cffi', '_cffi_backend')
 )
-_TREE = f'{STRICT}open a file of the tree'
+_TREE, _TEST = f'{STRICT}open a file of the tree', 'open a test'
 # Names by which Python code opens a file itself.
 _OPENS = frozenset(
   ('open', '_open', 'open_code', '_open_code', '_builtin_open', 'FileIO')
@@ -74,7 +75,10 @@ if sys.version_info < (3, 12):  # later they ask for a module's name instead
     ('sys._getframe', 'typing.py', '_allow_reckless_class_checks'),
     ('sys._getframe', 'enum.py', '_create_'),
   }
-_GUARDED = ('pytest', '_pytest', 'pluggy', 'unittest')
+_GUARDED = frozenset(
+  # The second half: what pytest gives its own objects to.
+  'pytest _pytest pluggy unittest abc contextlib functools typing'.split()
+)
 _LEGACY = '_getini_unknown_type'  # that pytest's own plugin legacypath replaces
 # What Python and that plugin add to modules and classes later.
 _ADDED = frozenset(
@@ -85,7 +89,7 @@ _ADDED = frozenset(
 )
 
 
-def watch(trusted, tree, found):
+def watch(trusted, tree, tests, found):
   """Calls `found(key)` before each event that neither pytest nor Python needs.
 
   Compiled files of modules are not read from here on, since they say themselves of
@@ -94,25 +98,29 @@ def watch(trusted, tree, found):
   Args:
     trusted: directories and files of pytest and of the harness, which called this.
     tree: directory of tests and of the code under test.
+    tests: paths in it of the tests that run, which tell what is expected.
     found: gets 'event file:function'; must not return to refuse.
   """
   library = os.path.dirname(os.__file__) + '/'
   known = (library, '<frozen ', *trusted)
-  getframe, asks, files = sys._getframe, False, _Files(tree, known)
+  getframe, asks, files = sys._getframe, '', _Files(tree, tests, known)
   sys.dont_write_bytecode, sys.pycache_prefix = True, os.devnull + '/none'
 
   def hook(event, arguments):
     nonlocal asks
-    if asks and event == 'sys._getframe':  # this hook's own call, and no other
-      asks = False
+    if asks == event:  # this hook's own call, and no other
+      asks = ''
       return
     if event == 'object.__getattr__':
       if arguments[1] not in _READ and arguments[1] not in _CODE:
         return  # above all f_code, which is read below
     elif event not in _WATCHED and not event.startswith('ctypes.'):
       return
-    asks = True
+    asks = 'sys._getframe'
     inner = getframe(0).f_back
+    if event == 'object.__getattr__' and arguments[1] in _CODE:
+      asks = event
+      arguments = getattr(*arguments), arguments[1]
     detail, pytest_may = files.describe(event, arguments, inner)
     if not detail:
       return
@@ -149,8 +157,10 @@ def _harmless(detail, place, frame):
 class _Files:
   """What events do, in words: files above all."""
 
-  def __init__(self, tree, known):
+  def __init__(self, tree, tests, known):
     self._tree, self._known, self._own = tree, known, _content.__code__
+    self._test_paths = {os.path.join(tree, path) for path in tests}
+    self._tests = {_key(os.stat(path)) for path in self._test_paths}
     self._of_tree, self._kept, self._proc = set(), set(), None
     above = os.path.realpath(tree)
     while above != '/':
@@ -178,8 +188,7 @@ class _Files:
     if event in _WRITES or event in _CHANGES:
       return (f'{STRICT}{event}' if event in _WRITES else ''), True
     if event == 'object.__getattr__':
-      name = arguments[1]
-      return (name if name in _READ else STRICT + name), _names(frame, name)
+      return self._reads(*arguments), _names(frame, arguments[1])
     if event == 'object.__setattr__':
       name = arguments[1]
       return (f'set {name}', _names(frame, name)) if name in _SET else ('', True)
@@ -191,6 +200,12 @@ class _Files:
     if event == 'open':
       return self._opens(arguments, frame)
     return 'ctypes', False
+
+  def _reads(self, value, name):
+    """Frames; code only where a test is not to be read, or where it is a test's."""
+    if name in _READ:
+      return name
+    return 'read a test' if value.co_filename in self._test_paths else STRICT + name
 
   def _imports(self, arguments):
     """Modules that reach memory, and compiled ones that are not installed."""
@@ -238,14 +253,16 @@ class _Files:
       writes = flags & _O_WRITES
     else:
       writes = set(mode) & set('wax+')
-    of_tree = any(_key(s) in self._of_tree for s in statuses)
+    keys = {_key(s) for s in statuses}
+    of_tree = keys & self._of_tree
     if writes:
       return ('change the tree', False) if of_tree else (f'{STRICT}open to write', True)
     if not of_tree:
       return '', True
     if self._is_import(frame):
       return '', True
-    return _TREE, frame is not None and bool(_OPENS & set(frame.f_code.co_names))
+    pytest_may = frame is not None and bool(_OPENS & set(frame.f_code.co_names))
+    return (_TEST if keys & self._tests else _TREE), pytest_may
 
   def _is_kept(self, path):
     path = _plain(path)
@@ -331,7 +348,11 @@ class Snapshot:
     for name, module in sorted(sys.modules.items()):
       if name.partition('.')[0] in _GUARDED and module is not None:
         found += _holders(module, name)
-    self._pytest = _Holders(found)
+    inside, seen = [], set()
+    for holder in found:
+      for value in holder.kept.values():
+        inside += _inside(value, seen)
+    self._pytest = _Holders([*found, *inside])
     self._python = _Holders([_Holder(m, additions=False) for m in (builtins, time)])
 
   def changes(self, *, python=True):
@@ -350,6 +371,8 @@ class _Holders:
     self._classes = [h.holder for h in holders if h.order is not None]
     self._orders = [h.order for h in holders if h.order is not None]
     self._nows = [h.now for h in holders]
+    self._cells = [cell for h in holders for cell in h.cells]
+    self._contents = [content for h in holders for content in h.contents]
     self._learn()
 
   def changes(self):
@@ -377,13 +400,16 @@ class _Holders:
         list(map(len, self._nows)) == self._counts
         and all(map(_is, map(_order, self._classes), self._orders))
         and all(map(_is, self._found(), self._values))
+        and all(map(_is, map(_inner, self._cells), self._contents))
       )
-    except KeyError:
+    except (KeyError, ValueError):  # a name or the content of a cell is gone
       return False
 
 
 class _Holder:
   """A module or class, as it is now."""
+
+  cells = contents = ()
 
   def __init__(self, holder, additions=True):
     self.holder, self.now = holder, vars(holder)  # which follows later changes
@@ -410,6 +436,52 @@ class _Holder:
     if self.order is not None and self.holder.__mro__ is not self.order:
       found.append(f'{name}.__bases__')
     return found
+
+
+class _Function:
+  """What a function uses that no event tells of: its variables and keyword defaults."""
+
+  order = None
+
+  def __init__(self, function):
+    self.holder, self.now = function, function.__kwdefaults__ or {'': None}
+    self._defaults = dict(self.now)
+    self.cells = function.__closure__ or ()
+    self.contents = [*map(_inner, self.cells)]
+
+  def names(self):
+    """Of keyword defaults."""
+    return [*self._defaults]
+
+  def changes(self):
+    """The function's name, if anything of it was replaced."""
+    same = (
+      len(self.now) == len(self._defaults)
+      and all(self.now.get(k, self) is v for k, v in self._defaults.items())
+      and all(map(_is, map(_inner, self.cells), self.contents))
+    )
+    return [] if same else [f'{self.holder.__module__}.{self.holder.__qualname__}']
+
+
+def _inside(value, seen):
+  """Of the functions that a function, method or property is or leads to."""
+  kind = type(value)
+  if kind is property:
+    inner = [value.fget, value.fset, value.fdel]
+  elif kind in (staticmethod, classmethod):
+    inner = [value.__func__]
+  elif kind is types.FunctionType and id(value) not in seen:
+    seen.add(id(value))
+    if value.__closure__ or value.__kwdefaults__:
+      found = _Function(value)
+      yield found
+      inner = found.contents
+    else:
+      return
+  else:
+    return
+  for one in inner:
+    yield from _inside(one, seen)
 
 
 def _holders(holder, module):

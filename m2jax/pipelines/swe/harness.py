@@ -137,7 +137,7 @@ def _run(request, send):
   plugin = _Plugin(send, name, None if keep is None else set(keep), guards.Snapshot())
   trusted = f'{request["site"]}/', __file__, guards.__file__
   plugin.audit(request.get('audited'), request.get('strict', False))
-  guards.watch(trusted, f'{tree}/', plugin.found)
+  guards.watch(trusted, f'{tree}/', request['files'], plugin.found)
   if request['mode'] == 'profile':
     plugin.profile = _Profile(tree)
   arguments = ['-c', ini, '--rootdir', tree, '--confcutdir', tree]
@@ -199,6 +199,20 @@ class _Plugin:
     first = pytest.hookimpl(wrapper=True, tryfirst=True)
     for name in ('setup', 'call', 'teardown'):
       setattr(self, f'pytest_runtest_{name}', first(self._observer()))
+    # Next to the function itself, before pytest does more that it may have changed.
+    last = pytest.hookimpl(wrapper=True, trylast=True)
+    self.pytest_pyfunc_call = self.pytest_fixture_setup = last(self._checker())
+
+  def _checker(self):
+    """A hook that compares as soon as a test's or fixture's function returns."""
+
+    def check():
+      try:
+        return (yield)
+      finally:
+        self.check(python=False)
+
+    return check
 
   def _observer(self):
     """A hook that notes which tests raise, before a report is made of it."""
@@ -265,6 +279,11 @@ class _Plugin:
   def pytest_collection_finish(self, session):
     self._import_s += time.process_time()
     self.check(python=False)
+    # They have results that tests expect, and the module of a test can be found.
+    for item in session.items:
+      for holder in filter(None, (getattr(item, 'function', None), item.cls)):
+        if 'pytestmark' in vars(holder):
+          del holder.pytestmark
     self._wait(0)
 
   def pytest_collectreport(self, report):

@@ -20,7 +20,7 @@ guards = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(guards)
 import collections, enum, logging, typing
 found = []
-guards.watch(('/trusted/',), sys.argv[2] + '/', found.append)
+guards.watch(('/trusted/',), sys.argv[2] + '/', (), found.append)
 exec(sys.stdin.read())
 print(json.dumps(found))
 """
