@@ -11,13 +11,14 @@ Standard library only. reward.txt is written last, when no other process is left
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import math
 import os
 import secrets
+import select
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -33,6 +34,7 @@ _READERS = frozenset(
 )
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PR_SET_DUMPABLE = 4
+_ANSWER_S = 30.0  # beyond the limit of a run: its processes are ended
 
 
 def main():
@@ -51,6 +53,10 @@ def main():
     found = KINDS[config['kind']](config, tree)
   except Failed as error:
     found = {'reward': 0.0, 'reason': str(error)}
+  try:
+    processes.end_children()
+  except TimeoutError:
+    found = {'reward': 0.0, 'reason': 'the tests leave processes that do not end'}
   _write(os.path.join(logs, 'details.json'), json.dumps(found))
   _write(os.path.join(logs, 'reward.txt'), str(found['reward']))
 
@@ -265,17 +271,30 @@ def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
     'options': config.get('options', []),
     'audited': config.get('audited', []),
     'strict': strict,
+    'limit_s': limit_s,
   }
   import copies
-  import processes
 
-  place = tempfile.mkdtemp()  # so that no path of the verifier's files is known
-  for name in ('harness.py', 'guards.py'):
-    shutil.copyfile(os.path.join(_HERE, name), os.path.join(place, name))
-  command = [sys.executable, '-s', '-S', '-P', '-B', os.path.join(place, 'harness.py')]
   before = copies.entries()
+  answer = _ask(_server(request['site']), request)
+  for path in copies.entries() - before:
+    copies.remove(path)
+  if answer['late']:
+    raise Failed(f'the tests did not end within {limit_s} s')
+  if answer['left']:
+    raise Failed('the tests leave processes that do not end')
+  return parse(answer['output'], request['nonce'], seconds)
+
+
+@functools.cache
+def _server(site):
+  """A process that runs tests (harness.py); its files are gone when it begins."""
+  place = tempfile.mkdtemp()
+  for name in ('harness.py', 'guards.py', 'processes.py'):
+    shutil.copyfile(os.path.join(_HERE, name), os.path.join(place, name))
+  program = os.path.join(place, 'harness.py')
   process = subprocess.Popen(
-    command,
+    [sys.executable, '-s', '-S', '-P', '-B', program, 'serve', site],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     stderr=subprocess.DEVNULL,
@@ -283,28 +302,32 @@ def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
     cwd='/',
     start_new_session=True,
   )
-  try:
-    output, _ = process.communicate(json.dumps(request).encode() + b'\n', limit_s)
-  except subprocess.TimeoutExpired:
-    raise Failed(f'the tests did not end within {limit_s} s') from None
-  finally:
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    try:
-      processes.end_children()
-    except TimeoutError:
-      raise Failed('the tests leave processes that do not end') from None
-    shutil.rmtree(place, ignore_errors=True)
-    for path in copies.entries() - before:
-      copies.remove(path)
-  return parse(output, request['nonce'], seconds)
+  ready = process.stdout.readline()
+  shutil.rmtree(place, ignore_errors=True)
+  if not ready:
+    raise RuntimeError(f'harness.py does not begin: pytest may be missing in {site}')
+  return process
+
+
+def _ask(server, request):
+  """The answer to a request; raises Failed if the tests end or stop the server."""
+  answer = b''
+  with contextlib.suppress(BrokenPipeError):
+    server.stdin.write(json.dumps(request).encode() + b'\n')
+    server.stdin.flush()
+    if select.select([server.stdout], [], [], request['limit_s'] + _ANSWER_S)[0]:
+      answer = server.stdout.readline()
+  if answer:
+    return json.loads(answer)
+  server.kill()
+  _server.cache_clear()
+  raise Failed('the tests end the process that runs them')
 
 
 def parse(output, nonce, seconds=None):
   """Results of the harness's output."""
   results, end = {}, None
-  for line in output.decode(errors='replace').splitlines():
+  for line in output.splitlines():
     word, _, rest = line.partition(' ')
     if word != nonce:
       continue

@@ -19,6 +19,8 @@ there before the tree was imported. Its functions keep the builtins of then, its
 is closed to /proc (PR_SET_DUMPABLE), and no path of the verifier's files is in it.
 
 Start it with -s -S -P -B and a clean environment: no site, .pth files or bytecode.
+Without arguments it serves one request. As `serve SITE` it says "ready" and serves
+many, each in a process that is forked when pytest, and nothing of a tree, is imported.
 
 Requests: {"mode": "run" | "profile", "nonce", "tree", "site", "roots", "files", "keep",
 "audited"}; without "audited", events of guards.py are reported and not refused;
@@ -28,11 +30,13 @@ or {"mode": "screen", …, "mutants": [{"path", "text", "files", "keep", "limit_
 import _thread
 import builtins
 import contextlib
+import gc
 import importlib.util
 import json
 import json.encoder
 import os
 import secrets
+import select
 import signal
 import sys
 import tempfile
@@ -54,9 +58,13 @@ _CANARY_RESULTS = {'equal': 'FAILED', 'raise': 'FAILED', 'pass': 'PASSED'}
 
 
 def main():
-  """Serves one request."""
-  request = json.loads(sys.stdin.readline())
-  out = os.fdopen(os.dup(1), 'w', buffering=1)
+  """Serves one request, or one of many."""
+  guards = _beside('guards')
+  if sys.argv[1:2] == ['serve']:
+    request, results = _served(sys.argv[2])
+  else:
+    request, results = json.loads(sys.stdin.readline()), os.dup(1)
+  out = os.fdopen(results, 'w', buffering=1)
   null = os.open(os.devnull, os.O_RDWR)
   for fd in (0, 1, 2):
     os.dup2(null, fd)
@@ -72,15 +80,60 @@ def main():
       del os.environ[name]
   sys.argv, sys.orig_argv = ['pytest'], ['pytest']
   _close_memory()
-  sys.path.insert(0, request['site'])
-  _import_pytest()
+  _import_pytest(request['site'])
   hidden = sys.modules['__main__']
   sys.modules['__main__'] = types.ModuleType('__main__')
   if request['mode'] == 'screen':
     for number, mutant in enumerate(request['mutants']):
-      _screen(request, number, mutant, send)
+      _screen(request, number, mutant, send, guards)
     return hidden
-  _run(request, send)
+  _run(request, send, guards)
+
+
+def _served(site):
+  """Returns each request in a process of its own, with where its results go.
+
+  The answer to a request is a line {"output": its results, "late": whether it took
+  longer than its `limit_s`, "left": whether processes that it left did not end}, sent
+  when no process of it is left.
+  """
+  processes = _beside('processes')
+  processes.adopt()
+  _close_memory()
+  _import_pytest(site)
+  gc.freeze()
+  print('ready', flush=True)
+  for line in sys.stdin:
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+      os.close(read)
+      os.setsid()
+      return json.loads(line), write
+    os.close(write)
+    output, late = _output(read, json.loads(line)['limit_s'])
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    answer = {'output': output.decode(errors='replace'), 'late': late, 'left': False}
+    try:
+      processes.end_children()
+    except TimeoutError:
+      answer['left'] = True
+    print(json.dumps(answer), flush=True)
+  sys.exit()
+
+
+def _output(read, limit_s):
+  """(all that is written to a pipe, whether that takes longer than `limit_s`)."""
+  deadline, parts = time.monotonic() + limit_s, []
+  with contextlib.closing(os.fdopen(read, 'rb', buffering=0)) as file:
+    while select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
+      part = file.read(1 << 20)
+      if not part:
+        return b''.join(parts), False
+      parts.append(part)
+  return b''.join(parts), True
 
 
 def _close_memory():
@@ -100,24 +153,26 @@ def _encoder():
   return c.c_make_encoder(None, None, text, None, ': ', ', ', False, False, True)
 
 
-def _import_pytest():
+def _import_pytest(site):
   """Imports all of it before anything of the tree can be imported."""
+  if site not in sys.path:
+    sys.path.insert(0, site)
   import _pytest.config
 
   for name in _pytest.config.default_plugins:
     importlib.import_module(f'_pytest.{name}')
 
 
-def _guards():
-  """The module beside this file, which is in no path and not in sys.modules."""
-  path = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'guards.py')
-  spec = importlib.util.spec_from_file_location('guards', path)
+def _beside(name):
+  """A module beside this file, which is in no path and not in sys.modules."""
+  path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f'{name}.py')
+  spec = importlib.util.spec_from_file_location(name, path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module
 
 
-def _run(request, send):
+def _run(request, send, guards):
   """Runs pytest in this process."""
   import pytest
 
@@ -133,7 +188,6 @@ def _run(request, send):
   with open(ini, 'w') as file:
     file.write('[pytest]\n')
   keep = request.get('keep')
-  guards = _guards()
   plugin = _Plugin(send, name, None if keep is None else set(keep), guards.Snapshot())
   trusted = f'{request["site"]}/', __file__, guards.__file__
   plugin.audit(request.get('audited'), request.get('strict', False))
@@ -152,7 +206,7 @@ def _run(request, send):
   os._exit(0)  # no atexit functions of the tree
 
 
-def _screen(request, number, mutant, send):
+def _screen(request, number, mutant, send, guards):
   """Runs the tests of one mutant in a forked process."""
   path = os.path.join(request['tree'], mutant['path'])
   with open(path, encoding='utf-8') as file:
@@ -166,6 +220,7 @@ def _screen(request, number, mutant, send):
       _run(
         {**request, **mutant, 'mode': 'run'},
         lambda record: send({'mutant': number, **record}),
+        guards,
       )
     finally:
       os._exit(1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from m2jax.pipelines.swe import processes
+from m2jax.pipelines.swe import grade, processes
 
 # Starts a daemon as code under test may: two forks and a session of its own.
 _DAEMON = """
@@ -83,3 +83,15 @@ def test_without_adoption_nothing_is_graded(monkeypatch):
   monkeypatch.setattr(ctypes, 'CDLL', lambda name: Libc())
   with pytest.raises(OSError, match='cannot be ended'):
     processes.adopt()
+
+
+@pytest.mark.parametrize('command', [['true'], ['sleep', '60']])
+def test_a_process_that_runs_tests_and_does_not_answer_is_a_failure(
+  command, monkeypatch
+):
+  """It is ended or stopped by what it runs: the attempt fails, and nothing waits."""
+  server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+  monkeypatch.setattr(grade, '_ANSWER_S', 0.5)
+  with pytest.raises(grade.Failed, match='end the process'):
+    grade._ask(server, {'limit_s': 0.0})
+  assert server.wait(10) is not None

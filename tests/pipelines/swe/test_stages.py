@@ -361,13 +361,13 @@ def test_a_statement_that_gives_the_repair_away_is_not_used(env):
 
 
 def test_results_count_only_with_the_nonce():
-  good = b'n {"test": "a", "status": "PASSED"}\nn {"end": 1, "tampered": []}\n'
-  assert grade.parse(b'x {"test": "b"}\nPASSED c\n' + good, 'n') == {'a': 'PASSED'}
+  good = 'n {"test": "a", "status": "PASSED"}\nn {"end": 1, "tampered": []}\n'
+  assert grade.parse('x {"test": "b"}\nPASSED c\n' + good, 'n') == {'a': 'PASSED'}
   for bad in (
     good + good,  # results after the end
-    good.replace(b'"end": 1', b'"end": 0'),  # the tests that must fail have not
-    good[: good.index(b'\n') + 1],  # no end
-    good.replace(b'[]', b'["pytest.main"]'),
+    good.replace('"end": 1', '"end": 0'),  # the tests that must fail have not
+    good[: good.index('\n') + 1],  # no end
+    good.replace('[]', '["pytest.main"]'),
   ):
     with pytest.raises(grade.Failed):
       grade.parse(bad, 'n')
