@@ -246,7 +246,7 @@ class _Plugin:
     self._send, self._canary, self._keep = send, canary, keep
     self._seen, self._tampered, self._raised = {}, [], set()
     self._canaries, self._audited = {}, set()
-    self._seconds, self._import_s = {}, 0.0
+    self._seconds, self._import_s, self._checks_s = {}, 0.0, 0.0
     self._clock, self._sleep = time.perf_counter, time.sleep
     self._threads = _thread._count
     self._snapshot = snapshot
@@ -261,11 +261,15 @@ class _Plugin:
   def _checker(self):
     """A hook that compares as soon as a test's or fixture's function returns."""
 
+    clock = self._clock
+
     def check():
       try:
         return (yield)
       finally:
+        started = clock()
         self.check(python=False)
+        self._checks_s += clock() - started
 
     return check
 
@@ -278,7 +282,8 @@ class _Plugin:
 
     def observe(item):
       util._config = util._reprcompare = util._assertion_pass = None
-      returned, started, before = False, clock(), threads()
+      returned, before = False, threads()
+      started = clock() - self._checks_s
       try:
         result = yield
         # unittest's exceptions are stored, not raised.
@@ -286,7 +291,8 @@ class _Plugin:
         return result
       finally:
         self._wait(before)
-        seconds[item.nodeid] = seconds.get(item.nodeid, 0.0) + clock() - started
+        took = clock() - self._checks_s - started
+        seconds[item.nodeid] = seconds.get(item.nodeid, 0.0) + took
         if not returned:
           self._raised.add(item.nodeid)
         self.check(python=False)

@@ -416,7 +416,7 @@ def test_load_during_imports_is_not_work_at_import(late, reward, monkeypatch):
 @pytest.mark.long
 def test_a_performance_task(env, dataset):
   """The faster release passes, the slow one does not, and wrong but fast fails."""
-  loop = 'for _ in range(300000):\n      pass\n    return low'
+  loop = 'for _ in range(3000000):\n      pass\n    return low'
   slow = package.CORE.replace('return low', loop, 1)
   timed = ['tests/test_core.py::test_clamp[1-2]']
   draft = drafts.performance(
