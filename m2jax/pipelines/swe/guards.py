@@ -33,7 +33,7 @@ _O_READ, _O_WRITES = os.O_RDONLY, os.O_WRONLY | os.O_RDWR
 _Traceback, _Module = types.TracebackType, types.ModuleType
 _call, _is, _chain = operator.call, operator.is_, itertools.chain
 _item, _order = operator.itemgetter, operator.attrgetter('__mro__')
-_inner = operator.attrgetter('cell_contents')
+_inner, _EMPTY = operator.attrgetter('cell_contents'), object()
 
 _FRAMES = frozenset(
   'sys._getframe sys.settrace sys.setprofile sys.monitoring.register_callback'.split()
@@ -446,7 +446,7 @@ class _Function:
   def __init__(self, function):
     self.holder, self.now = function, function.__kwdefaults__ or {'': None}
     self._defaults = dict(self.now)
-    self.cells = function.__closure__ or ()
+    self.cells = [c for c in function.__closure__ or () if _held(c) is not _EMPTY]
     self.contents = [*map(_inner, self.cells)]
 
   def names(self):
@@ -458,9 +458,17 @@ class _Function:
     same = (
       len(self.now) == len(self._defaults)
       and all(self.now.get(k, self) is v for k, v in self._defaults.items())
-      and all(map(_is, map(_inner, self.cells), self.contents))
+      and all(map(_is, map(_held, self.cells), self.contents))
     )
     return [] if same else [f'{self.holder.__module__}.{self.holder.__qualname__}']
+
+
+def _held(cell):
+  """What a variable of a closure is; _EMPTY if it is nothing yet or no longer."""
+  try:
+    return cell.cell_contents
+  except ValueError:
+    return _EMPTY
 
 
 def _inside(value, seen):

@@ -151,6 +151,36 @@ def test_what_is_replaced_or_added_is_named(monkeypatch):
   }
 
 
+def test_what_functions_use_is_compared(monkeypatch):
+  """Closures, also of what a closure holds, and keyword defaults, changed in place."""
+  module = types.ModuleType('pluggy.made')
+
+  def inner(*, most=3):
+    return most
+
+  def outer():
+    return inner()
+
+  module.outer = outer
+  module.method = staticmethod(outer)
+  monkeypatch.setitem(sys.modules, module.__name__, module)
+  for function in (inner, outer):
+    function.__module__ = module.__name__
+  snapshot = guards.Snapshot()
+  inner.__kwdefaults__['most'] = 4
+  (change,) = snapshot.changes()
+  assert change.endswith('inner')
+  inner.__kwdefaults__['most'] = 3
+  assert snapshot.changes() == []
+  (cell,) = outer.__closure__
+  cell.cell_contents = print
+  (change,) = snapshot.changes()
+  assert change.endswith('outer')
+  del cell.cell_contents
+  (change,) = snapshot.changes()
+  assert change.endswith('outer')
+
+
 @pytest.mark.parametrize(
   'code',
   [
