@@ -29,6 +29,7 @@ HARNESS = Path(__file__).with_name('harness.py')
 PYTEST = 'pytest==8.4.2'
 _TEST_FILE = re.compile(r'(^|/)(test_[^/]*|[^/]*_test)\.py$')
 _ROOTS = ('src', 'lib', '')
+_RUN = ('harness', 'guards', 'snapshot')  # programs that run tests
 _RUN_S = 240.0
 _START_CHILD = 'os.fork multiprocessing/popen_fork.py:Popen._launch'
 _END_CHILD = 'os.kill multiprocessing/popen_fork.py:Popen._send_signal'
@@ -288,8 +289,7 @@ async def run(
     **request,
   }
   contents = {
-    'harness.py': HARNESS.read_bytes(),
-    'guards.py': HARNESS.with_name('guards.py').read_bytes(),
+    **{f'{n}.py': HARNESS.with_name(f'{n}.py').read_bytes() for n in _RUN},
     'request': json.dumps(request).encode(),
     **{f'tree/{path}': data for path, data in tree.items()},
   }
@@ -338,7 +338,7 @@ def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
 
 def shipped() -> dict[str, bytes]:
   """The verifier's programs, for a task's tests/."""
-  ours = 'harness guards grade copies processes reaches twins variants'.split()
+  ours = (*_RUN, *'grade copies processes reaches twins variants'.split())
   return {
     **{f'{n}.py': HARNESS.with_name(f'{n}.py').read_bytes() for n in ours},
     'compose.py': Path(compose.__file__).read_bytes(),

@@ -290,7 +290,7 @@ def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
 def _server(site):
   """A process that runs tests (harness.py); its files are gone when it begins."""
   place = tempfile.mkdtemp()
-  for name in ('harness.py', 'guards.py', 'processes.py'):
+  for name in ('harness.py', 'guards.py', 'snapshot.py', 'processes.py'):
     shutil.copyfile(os.path.join(_HERE, name), os.path.join(place, name))
   program = os.path.join(place, 'harness.py')
   process = subprocess.Popen(

@@ -6,7 +6,7 @@ and the file descriptors that it sees as 1 and 2 are closed. The code under test
 this process, as under every pytest, so that it is looked for interference:
 
 - two tests of random names that must fail and one that must pass are among the tests;
-- functions and classes of pytest, pluggy, unittest, builtins and time stay the same,
+- functions and classes of pytest, unittest, builtins, … stay the same (snapshot.py),
   compared when the tests are collected, when a test function returns, and at its end;
 - a test passes only if its function returned, whatever pytest's report says of it;
 - frames and other ways to the caller's variables raise audit events (guards.py);
@@ -59,7 +59,7 @@ _CANARY_RESULTS = {'equal': 'FAILED', 'raise': 'FAILED', 'pass': 'PASSED'}
 
 def main():
   """Serves one request, or one of many."""
-  guards = _beside('guards')
+  guards, snapshot = _beside('guards'), _beside('snapshot')
   if sys.argv[1:2] == ['serve']:
     request, results = _served(sys.argv[2])
   else:
@@ -85,9 +85,9 @@ def main():
   sys.modules['__main__'] = types.ModuleType('__main__')
   if request['mode'] == 'screen':
     for number, mutant in enumerate(request['mutants']):
-      _screen(request, number, mutant, send, guards)
+      _screen(request, number, mutant, send, guards, snapshot)
     return hidden
-  _run(request, send, guards)
+  _run(request, send, guards, snapshot)
 
 
 def _served(site):
@@ -172,7 +172,7 @@ def _beside(name):
   return module
 
 
-def _run(request, send, guards):
+def _run(request, send, guards, snapshot):
   """Runs pytest in this process."""
   import pytest
 
@@ -188,8 +188,8 @@ def _run(request, send, guards):
   with open(ini, 'w') as file:
     file.write('[pytest]\n')
   keep = request.get('keep')
-  plugin = _Plugin(send, name, None if keep is None else set(keep), guards.Snapshot())
-  trusted = f'{request["site"]}/', __file__, guards.__file__
+  plugin = _Plugin(send, name, None if keep is None else set(keep), snapshot.Snapshot())
+  trusted = f'{request["site"]}/', __file__, guards.__file__, snapshot.__file__
   plugin.audit(request.get('audited'), request.get('strict', False))
   guards.watch(trusted, f'{tree}/', request['files'], plugin.found)
   if request['mode'] == 'profile':
@@ -206,7 +206,7 @@ def _run(request, send, guards):
   os._exit(0)  # no atexit functions of the tree
 
 
-def _screen(request, number, mutant, send, guards):
+def _screen(request, number, mutant, send, guards, snapshot):
   """Runs the tests of one mutant in a forked process."""
   path = os.path.join(request['tree'], mutant['path'])
   with open(path, encoding='utf-8') as file:
@@ -221,6 +221,7 @@ def _screen(request, number, mutant, send, guards):
         {**request, **mutant, 'mode': 'run'},
         lambda record: send({'mutant': number, **record}),
         guards,
+        snapshot,
       )
     finally:
       os._exit(1)

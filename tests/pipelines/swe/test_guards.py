@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from m2jax.pipelines.swe import environment, guards
+from m2jax.pipelines.swe import environment, guards, snapshot
 
 _WATCHED = """
 import importlib.util, json, sys
@@ -121,27 +121,27 @@ def test_what_is_replaced_or_added_is_named(monkeypatch):
   module.Base, module.Report, module.path = Base, Report, Path
   exec('import warnings\ndef warn(): warnings.warn("old")', vars(module))
   monkeypatch.setitem(sys.modules, module.__name__, module)
-  snapshot = guards.Snapshot()
-  assert snapshot.changes() == []
+  found = snapshot.Snapshot()
+  assert found.changes() == []
   module.sub = types.ModuleType('pluggy.made.sub')
   with warnings.catch_warnings(record=True):  # issued on a caller's behalf
     module.warn()
   assert '__warningregistry__' in vars(module)
-  assert snapshot.changes() == []
+  assert found.changes() == []
   del module.sub
   module.len = lambda x: 0  # in the place of what may be added: as many names as before
-  assert snapshot.changes() == ['pluggy.made.len']
+  assert found.changes() == ['pluggy.made.len']
   del module.len, Report.run
-  assert snapshot.changes() == ['Report.run']
+  assert found.changes() == ['Report.run']
   Report.run = run
-  assert snapshot.changes() == []
+  assert found.changes() == []
   Report.failed = property(lambda self: False)
   Report.passed = True
   module.path = str
   module.isinstance = lambda *a: True
   module.getattr = type('M', (types.ModuleType,), {'__call__': print})('called')
   Report.__bases__ = (Other,)
-  assert set(snapshot.changes()) == {
+  assert set(found.changes()) == {
     'Report.__bases__',
     'Report.failed',
     'Report.passed',
@@ -166,18 +166,18 @@ def test_what_functions_use_is_compared(monkeypatch):
   monkeypatch.setitem(sys.modules, module.__name__, module)
   for function in (inner, outer):
     function.__module__ = module.__name__
-  snapshot = guards.Snapshot()
+  found = snapshot.Snapshot()
   inner.__kwdefaults__['most'] = 4
-  (change,) = snapshot.changes()
+  (change,) = found.changes()
   assert change.endswith('inner')
   inner.__kwdefaults__['most'] = 3
-  assert snapshot.changes() == []
+  assert found.changes() == []
   (cell,) = outer.__closure__
   cell.cell_contents = print
-  (change,) = snapshot.changes()
+  (change,) = found.changes()
   assert change.endswith('outer')
   del cell.cell_contents
-  (change,) = snapshot.changes()
+  (change,) = found.changes()
   assert change.endswith('outer')
 
 
