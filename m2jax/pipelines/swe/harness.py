@@ -202,6 +202,7 @@ def _run(request, send, guards, snapshot):
   with contextlib.suppress(KeyboardInterrupt):
     status = pytest.main([*arguments, canary, *request['files']], plugins=[plugin])
     plugin.check()
+    plugin.check(python=True)
     plugin.end(int(status))
   os._exit(0)  # no atexit functions of the tree
 
@@ -257,22 +258,29 @@ class _Plugin:
       setattr(self, f'pytest_runtest_{name}', first(self._observer()))
     # Next to the function itself, before pytest does more that it may have changed.
     last = pytest.hookimpl(wrapper=True, trylast=True)
-    self.pytest_pyfunc_call = self.pytest_fixture_setup = last(self._checker())
+    self.pytest_pyfunc_call, self.pytest_fixture_setup = map(last, self._checkers())
 
-  def _checker(self):
-    """A hook that compares as soon as a test's or fixture's function returns."""
+  def _checkers(self):
+    """Hooks that compare as soon as a test's or a fixture's function returns."""
+
+    from _pytest.python import get_direct_param_fixture_func as parameter
 
     clock = self._clock
 
-    def check():
+    def call():
       try:
         return (yield)
       finally:
         started = clock()
-        self.check(python=False)
+        self.check()
         self._checks_s += clock() - started
 
-    return check
+    def setup(fixturedef):
+      if fixturedef.func is parameter:  # pytest's own, of which a test has several
+        return (yield)
+      return (yield from call())
+
+    return call, setup
 
   def _observer(self):
     """A hook that notes which tests raise, before a report is made of it."""
@@ -296,7 +304,7 @@ class _Plugin:
         seconds[item.nodeid] = seconds.get(item.nodeid, 0.0) + took
         if not returned:
           self._raised.add(item.nodeid)
-        self.check(python=False)
+        self.check()
 
     return observe
 
@@ -340,7 +348,7 @@ class _Plugin:
 
   def pytest_collection_finish(self, session):
     self._import_s += time.process_time()
-    self.check(python=False)
+    self.check()
     # They have results that tests expect, and the module of a test can be found.
     for item in session.items:
       for holder in filter(None, (getattr(item, 'function', None), item.cls)):
@@ -379,12 +387,15 @@ class _Plugin:
       self._canaries[nodeid.rpartition('_')[2]] = status
     else:
       self._send({'test': nodeid, 'status': status, 's': round(seconds, 4)})
-    self.check()
+    self.check(python=True)
 
-  def check(self, python=True):
-    """Compares the functions that decide with those at the start."""
+  def check(self, python=False):
+    """Compares the functions that decide with those at the start: pytest's or Python's.
+
+    A test may replace Python's until it ends.
+    """
     if len(self._tampered) < 8:
-      self._tampered += self._snapshot.changes(python=python)[:8]
+      self._tampered += self._snapshot.changes(python)[:8]
 
   def end(self, status):
     """Sends the last record."""
