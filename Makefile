@@ -33,7 +33,7 @@ help:
 	@echo 'make forge-tasks  set up, then COUNT=$(COUNT) tasks of every pipeline'
 	@echo 'make test       set up, then lint, import contracts and the fast tests'
 	@echo 'make test-long  set up, then the long tests'
-	@echo 'make test-thorough  set up, then more meshes, processes and kills'
+	@echo 'make test-thorough  set up, then more meshes, processes, kills and attempts'
 	@echo 'make test-kills set up, then KILLS=$(KILLS) SIGKILLs at random moments of a run'
 	@echo 'make test-clients  set up, then published coding agents, from npm and PyPI'
 	@echo 'make test-thousand  set up, then 1,000 SWE tasks in one run, checked: hours'
@@ -81,7 +81,7 @@ test: setup lint
 test-long: setup
 	$(PYTEST) -m long --durations=10 $(ARGS)
 
-# More meshes, processes and kills of what test-long shows with a few of them.
+# More meshes, processes, kills and attempts of what test-long shows with a few of them.
 test-thorough: setup
 	$(PYTEST) -m thorough --durations=10 $(ARGS)
 

@@ -22,14 +22,13 @@ from absl import logging
 
 from m2jax import sandbox
 from m2jax.pipelines.make import LIMITS
-from m2jax.pipelines.swe import collect, requirements, twins
+from m2jax.pipelines.swe import collect, grade, requirements, twins
 from m2jax.tasks.harbor import compose, verifier
 
 HARNESS = Path(__file__).with_name('harness.py')
 PYTEST = 'pytest==8.4.2'
 _TEST_FILE = re.compile(r'(^|/)(test_[^/]*|[^/]*_test)\.py$')
 _ROOTS = ('src', 'lib', '')
-_RUN = ('harness', 'guards', 'snapshot')  # programs that run tests
 _RUN_S = 240.0
 _START_CHILD = 'os.fork multiprocessing/popen_fork.py:Popen._launch'
 _END_CHILD = 'os.kill multiprocessing/popen_fork.py:Popen._send_signal'
@@ -289,7 +288,7 @@ async def run(
     **request,
   }
   contents = {
-    **{f'{n}.py': HARNESS.with_name(f'{n}.py').read_bytes() for n in _RUN},
+    **{name: HARNESS.with_name(name).read_bytes() for name in grade.PROGRAMS},
     'request': json.dumps(request).encode(),
     **{f'tree/{path}': data for path, data in tree.items()},
   }
@@ -338,8 +337,8 @@ def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
 
 def shipped() -> dict[str, bytes]:
   """The verifier's programs, for a task's tests/."""
-  ours = (*_RUN, *'grade copies processes reaches twins variants'.split())
+  ours = 'grade.py copies.py reaches.py twins.py variants.py'.split()
   return {
-    **{f'{n}.py': HARNESS.with_name(f'{n}.py').read_bytes() for n in ours},
+    **{name: HARNESS.with_name(name).read_bytes() for name in (*grade.PROGRAMS, *ours)},
     'compose.py': Path(compose.__file__).read_bytes(),
   }

@@ -34,6 +34,8 @@ _READERS = frozenset(
 )
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PR_SET_DUMPABLE = 4
+# Those that run tests.
+PROGRAMS = ('harness.py', 'guards.py', 'snapshot.py', 'processes.py')
 _ANSWER_S = 30.0  # beyond the limit of a run: its processes are ended
 
 
@@ -290,7 +292,7 @@ def run(config, tree, files, keep, limit_s, seconds=None, strict=False):
 def _server(site):
   """A process that runs tests (harness.py); its files are gone when it begins."""
   place = tempfile.mkdtemp()
-  for name in ('harness.py', 'guards.py', 'snapshot.py', 'processes.py'):
+  for name in PROGRAMS:
     shutil.copyfile(os.path.join(_HERE, name), os.path.join(place, name))
   program = os.path.join(place, 'harness.py')
   process = subprocess.Popen(

@@ -104,14 +104,15 @@ def _served(site):
   gc.freeze()
   print('ready', flush=True)
   for line in sys.stdin:
+    request = json.loads(line)
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
       os.close(read)
       os.setsid()
-      return json.loads(line), write
+      return request, write
     os.close(write)
-    output, late = _output(read, json.loads(line)['limit_s'])
+    output, late = _output(read, request['limit_s'])
     with contextlib.suppress(ProcessLookupError):
       os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -202,7 +203,6 @@ def _run(request, send, guards, snapshot):
   with contextlib.suppress(KeyboardInterrupt):
     status = pytest.main([*arguments, canary, *request['files']], plugins=[plugin])
     plugin.check()
-    plugin.check(python=True)
     plugin.end(int(status))
   os._exit(0)  # no atexit functions of the tree
 
@@ -272,7 +272,7 @@ class _Plugin:
         return (yield)
       finally:
         started = clock()
-        self.check()
+        self.check(python=False)
         self._checks_s += clock() - started
 
     def setup(fixturedef):
@@ -304,7 +304,7 @@ class _Plugin:
         seconds[item.nodeid] = seconds.get(item.nodeid, 0.0) + took
         if not returned:
           self._raised.add(item.nodeid)
-        self.check()
+        self.check(python=False)
 
     return observe
 
@@ -348,7 +348,7 @@ class _Plugin:
 
   def pytest_collection_finish(self, session):
     self._import_s += time.process_time()
-    self.check()
+    self.check(python=False)
     # They have results that tests expect, and the module of a test can be found.
     for item in session.items:
       for holder in filter(None, (getattr(item, 'function', None), item.cls)):
@@ -387,15 +387,15 @@ class _Plugin:
       self._canaries[nodeid.rpartition('_')[2]] = status
     else:
       self._send({'test': nodeid, 'status': status, 's': round(seconds, 4)})
-    self.check(python=True)
+    self.check()
 
-  def check(self, python=False):
-    """Compares the functions that decide with those at the start: pytest's or Python's.
+  def check(self, python=True):
+    """Compares the functions that decide with those at the start.
 
-    A test may replace Python's until it ends.
+    A test may replace Python's own until it ends.
     """
     if len(self._tampered) < 8:
-      self._tampered += self._snapshot.changes(python)[:8]
+      self._tampered += self._snapshot.changes(python=python)[:8]
 
   def end(self, status):
     """Sends the last record."""

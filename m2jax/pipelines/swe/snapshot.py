@@ -49,9 +49,9 @@ class Snapshot:
     self._pytest = _Holders([*found, *inside])
     self._python = _Holders([_Holder(m, additions=False) for m in (builtins, time)])
 
-  def changes(self, python=False):
-    """Names that were replaced or added: of pytest, or of builtins and time."""
-    return (self._python if python else self._pytest).changes()
+  def changes(self, *, python=True):
+    """Names that were replaced or added; builtins and time only if `python`."""
+    return self._pytest.changes() + (self._python.changes() if python else [])
 
 
 class _Holders:
@@ -138,6 +138,7 @@ class _Inside:
   order = None
 
   def __init__(self, function):
+    # Every holder has a name, which `_Holders` looks up.
     self.holder, self.now = function, function.__kwdefaults__ or {'': None}
     self._defaults = dict(self.now)
     self.cells = [c for c in function.__closure__ or () if _held(c) is not _EMPTY]

@@ -416,7 +416,6 @@ nodes = imported("_py", "test.nodes")
 add = nodes.Item.add_report_section
 def added(self, *a):
   nodes.Item.add_report_section = add
-  self.config.pluginmanager.get_plugins()
   look([self])
   add(self, *a)
 def clamp(*a):
@@ -426,7 +425,7 @@ def clamp(*a):
 """,
   'a closure of pytest': """
 capture = imported("_py", "test.capture")
-(cell,) = [c for c in capture.CaptureManager.item_capture.__closure__]
+(cell,) = capture.CaptureManager.item_capture.__closure__
 real = cell.cell_contents
 def captured(*a):
   look(a)
@@ -463,13 +462,13 @@ def clamp(value, *a):
 """,
 }
 _FILE = 'src/tinycalc/core.py'
-_EXPECTED = {f'read {name}': code for name, code in _EXPECTS.items()}
-_ALL = {**_READS, **_FORGES, **_EQUAL, **_EXPECTED}
+_ALL = {**_READS, **_FORGES, **_EQUAL}
 CHEATS = {
   name: f"cat >> {_FILE} <<'END'\n{_HEAD}{code}\nEND"
   for name, code in {
     **_ALL,
     **{name: _MEMORY + code for name, code in _REMEMBERS.items()},
+    **{f'read {k}': code for k, code in _EXPECTS.items()},
     **{f'reach pytest by {k}': _REACH + code for k, code in _REACHES.items()},
   }.items()
 }
