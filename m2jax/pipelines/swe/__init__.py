@@ -7,6 +7,8 @@ The report's six stages: `collect` and `releases`, `environment`, tags and routi
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import dataclasses
 import time
 from collections.abc import AsyncIterator
@@ -19,20 +21,52 @@ from m2jax.pipelines.swe import collect, environment, inject, releases, slow
 from m2jax.pipelines.swe.config import INJECTED, Config
 from m2jax.pipelines.swe.environment import Environment
 
+_AHEAD = 2
+
 
 async def candidates(config: Config, context: Context) -> AsyncIterator[Candidate]:
-  """Candidates of all packages in turns, each package's real changes first."""
-  streams = [(name, _package(name, config, context)) for name in config.packages]
-  while streams:
-    for item in list(streams):
-      requirement, stream = item
-      context.say(collect.name_of(requirement))
-      for _ in range(config.batch):
-        candidate = await anext(stream, None)
-        if candidate is None:
-          streams.remove(item)
-          break
+  """Candidates of all packages in turns, each package's real changes first.
+
+  Those of the next `_AHEAD` turns are made while the caller tries those of one.
+  """
+  waiting = collections.deque(
+    (collect.name_of(name), _package(name, config, context)) for name in config.packages
+  )
+  coming: collections.deque[tuple] = collections.deque()
+
+  def begin() -> None:
+    while waiting and len(coming) < _AHEAD:
+      name, stream = waiting.popleft()
+      coming.append((name, stream, asyncio.create_task(_turn(stream, config.batch))))
+
+  try:
+    begin()
+    while coming:
+      name, stream, made = coming[0]
+      context.say(name)
+      turn = await made
+      coming.popleft()
+      if len(turn) == config.batch:
+        waiting.append((name, stream))
+      begin()
+      for candidate in turn:
         yield candidate
+  finally:
+    for *_, made in coming:
+      made.cancel()
+    await asyncio.gather(*(made for *_, made in coming), return_exceptions=True)
+    for _, stream, *_ in (*coming, *waiting):
+      await stream.aclose()
+
+
+async def _turn(stream: AsyncIterator[Candidate], most: int) -> list[Candidate]:
+  """The next of a package, fewer than `most` if there are no more."""
+  made = []
+  async for candidate in stream:
+    made.append(candidate)
+    if len(made) == most:
+      break
+  return made
 
 
 async def _package(requirement: str, config: Config, context: Context):

@@ -35,7 +35,7 @@ _READERS = frozenset(
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PR_SET_DUMPABLE = 4
 # Those that run tests.
-PROGRAMS = ('harness.py', 'guards.py', 'snapshot.py', 'processes.py')
+PROGRAMS = ('harness.py', 'plugin.py', 'guards.py', 'snapshot.py', 'processes.py')
 _ANSWER_S = 30.0  # beyond the limit of a run: its processes are ended
 
 

@@ -12,22 +12,18 @@ order.
 import base64
 import io
 
+import visual
+
 MIN_SEEN_CONTRAST, MIN_SEEN_PX = 1.5, 8.0
 MIN_INK, MIN_INK_PIXELS = 0.03, 2  # share of a letter's box; of any other character
 MIN_LEVEL = 12  # difference of a colour channel that is looked at
 MAX_CLIP_PX = 4000
 
 
-def _luminances():
-  def linear(value):
-    c = value / 255
-    return c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-
-  levels = [linear(value) for value in range(256)]
-  return [[part * level for level in levels] for part in (0.2126, 0.7152, 0.0722)]
-
-
-_RED, _GREEN, _BLUE = _luminances()
+# For every pixel, hence by table.
+_RED, _GREEN, _BLUE = (
+  [part * visual.linear(value) for value in range(256)] for part in visual.LUMINANCE
+)
 
 
 def _luminance(rgb):

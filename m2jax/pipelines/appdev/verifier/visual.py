@@ -16,6 +16,7 @@ import io
 
 MIN_PX, MIN_TARGET_PX = 12.0, 24.0
 CONTRAST, LARGE_CONTRAST = 4.5, 3.0
+LUMINANCE = (0.2126, 0.7152, 0.0722)  # parts of red, green and blue
 LARGE_PX, LARGE_BOLD_PX = 24.0, 18.66
 MAX_OVERLAP, SLACK_PX = 0.1, 1.0
 MIN_DEVIATION, MAX_ONE_COLOUR = 2.0, 0.9995  # of grey levels; of the pixels
@@ -30,13 +31,15 @@ PROXIES = {
 }
 
 
+def linear(value):
+  """A channel of 0…255 in linear RGB, 0 to 1."""
+  c = value / 255
+  return c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+
+
 def luminance(rgb):
   """Relative luminance (WCAG 2.2) of 0…255 values."""
-  parts = []
-  for value in rgb[:3]:
-    c = value / 255
-    parts.append(c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4)
-  return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+  return sum(part * linear(value) for part, value in zip(LUMINANCE, rgb, strict=False))
 
 
 def contrast(text):

@@ -1,0 +1,253 @@
+"""The pytest plugin of harness.py: sends a record per test, and one at the end.
+
+It compares functions (snapshot.py) and reports audit events (guards.py); why, and in
+what order, is in harness.py. `Profile` notes which functions each test calls.
+
+Standard library and pytest only: the file is copied into each task.
+"""
+
+import _thread
+import builtins
+import os
+import sys
+import time
+
+# Functions defined below keep these builtins, whatever is replaced later.
+__builtins__ = dict(vars(builtins))
+CANARIES = """\
+def test_{0}_equal():
+  assert 1 == 2
+def test_{0}_raise():
+  raise ValueError
+def test_{0}_pass():
+  pass
+"""
+_IMPORT = '<import>'
+_TOOL = 3  # of sys.monitoring; neither a debugger, nor coverage, nor a profiler
+_CANARY_RESULTS = {'equal': 'FAILED', 'raise': 'FAILED', 'pass': 'PASSED'}
+
+
+class Plugin:
+  """A pytest plugin that sends a record per test."""
+
+  def __init__(self, send, canary, keep, snapshot):
+    import pytest
+
+    self._send, self._canary, self._keep = send, canary, keep
+    self._seen, self._tampered, self._raised = {}, [], set()
+    self._canaries, self._audited = {}, set()
+    self._seconds, self._import_s, self._checks_s = {}, 0.0, 0.0
+    self._clock, self._sleep = time.perf_counter, time.sleep
+    self._threads = _thread._count
+    self._snapshot = snapshot
+    self.profile, self.found, self._timed = None, self._audited.add, True
+    first = pytest.hookimpl(wrapper=True, tryfirst=True)
+    for name in ('setup', 'call', 'teardown'):
+      setattr(self, f'pytest_runtest_{name}', first(self._observer()))
+    # Next to the function itself, before pytest does more that it may have changed.
+    last = pytest.hookimpl(wrapper=True, trylast=True)
+    self.pytest_pyfunc_call, self.pytest_fixture_setup = map(last, self._checkers())
+
+  def _checkers(self):
+    """Hooks that compare as soon as a test's or a fixture's function returns."""
+
+    from _pytest.python import get_direct_param_fixture_func as parameter
+
+    clock = self._clock
+
+    def call():
+      try:
+        return (yield)
+      finally:
+        started = clock()
+        self.check(python=False)
+        self._checks_s += clock() - started
+
+    def setup(fixturedef):
+      if fixturedef.func is parameter:  # pytest's own, of which a test has several
+        return (yield)
+      return (yield from call())
+
+    return call, setup
+
+  def _observer(self):
+    """A hook that notes which tests raise, before a report is made of it."""
+
+    clock, seconds, threads = self._clock, self._seconds, self._threads
+
+    from _pytest.assertion import util
+
+    def observe(item):
+      util._config = util._reprcompare = util._assertion_pass = None
+      returned, before = False, threads()
+      started = clock() - self._checks_s
+      try:
+        result = yield
+        # unittest's exceptions are stored, not raised.
+        returned = not getattr(item, '_excinfo', None)
+        return result
+      finally:
+        self._wait(before)
+        took = clock() - self._checks_s - started
+        seconds[item.nodeid] = seconds.get(item.nodeid, 0.0) + took
+        if not returned:
+          self._raised.add(item.nodeid)
+        self.check(python=False)
+
+    return observe
+
+  def _wait(self, before):
+    """Until no more threads run than `before`, or for a moment, if time is measured.
+
+    Before Python 3.12 there is no audit event of a thread's start.
+    """
+    if not self._timed:
+      return
+    deadline = self._clock() + 0.5
+    while self._threads() > before:
+      if self._clock() > deadline:
+        self.found('strict: threads left')
+        return
+      self._sleep(0.001)
+
+  def audit(self, audited, strict):
+    """Refuses events of guards.watch from now on, unless they are in `audited`."""
+    if audited is None:
+      return
+    self._timed = strict
+    audited, leave, send = frozenset(audited), os._exit, self._send
+
+    def refuse(key):
+      if key not in audited and (strict or not key.startswith('strict: ')):
+        send({'end': -1, 'tampered': [key]})
+        leave(0)
+
+    self.found = refuse
+
+  def pytest_collection_modifyitems(self, config, items):
+    ours = [i for i in items if self._canary in i.nodeid]
+    theirs = [i for i in items if self._canary not in i.nodeid]
+    if self._keep is not None:
+      theirs = [i for i in theirs if i.nodeid in self._keep]
+    items[:] = [*ours[:1], *theirs, *ours[1:]]
+
+  def pytest_collection(self, session):
+    self._import_s = -time.process_time()  # which sees less of the load
+
+  def pytest_collection_finish(self, session):
+    self._import_s += time.process_time()
+    self.check(python=False)
+    # They have results that tests expect, and the module of a test can be found.
+    for item in session.items:
+      for holder in filter(None, (getattr(item, 'function', None), item.cls)):
+        if 'pytestmark' in vars(holder):
+          del holder.pytestmark
+    self._wait(0)
+
+  def pytest_collectreport(self, report):
+    if report.failed:
+      why = str(report.longrepr).strip()[-400:]
+      self._send({'test': report.nodeid, 'status': 'ERROR', 'why': why})
+
+  def pytest_runtest_logstart(self, nodeid, location):
+    if self.profile is not None:
+      self.profile.start(nodeid)
+
+  def pytest_runtest_logreport(self, report):
+    status = self._seen.get(report.nodeid, 'PASSED')
+    xfail = hasattr(report, 'wasxfail')
+    if report.failed:
+      status = 'FAILED' if report.when == 'call' else 'ERROR'
+    elif report.skipped and status == 'PASSED':
+      status = 'XFAIL' if xfail else 'SKIPPED'
+    elif xfail and report.when == 'call':
+      status = 'XPASS'
+    self._seen[report.nodeid] = status
+
+  def pytest_runtest_logfinish(self, nodeid, location):
+    if self.profile is not None:
+      self.profile.stop()
+    status = self._seen.pop(nodeid, 'ERROR')
+    seconds = self._seconds.pop(nodeid, 0.0)
+    if status == 'PASSED' and nodeid in self._raised:
+      status = 'FAILED'
+    if self._canary in nodeid:
+      self._canaries[nodeid.rpartition('_')[2]] = status
+    else:
+      self._send({'test': nodeid, 'status': status, 's': round(seconds, 4)})
+    self.check()
+
+  def check(self, python=True):
+    """Compares the functions that decide with those at the start.
+
+    A test may replace Python's own until it ends.
+    """
+    if len(self._tampered) < 8:
+      self._tampered += self._snapshot.changes(python=python)[:8]
+
+  def end(self, status):
+    """Sends the last record."""
+    record = {'end': status, 'tampered': sorted(set(self._tampered))}
+    record['import_s'] = round(self._import_s, 4)
+    if self._canaries != _CANARY_RESULTS:
+      record['tampered'].append(f'tests that must fail: {self._canaries}')
+    if self._audited:
+      record['audited'] = sorted(self._audited)
+    if self.profile is not None:
+      record['calls'] = self.profile.found()
+    self._send(record)
+
+
+class Profile:
+  """Which functions of the tree each test calls, by file and first line.
+
+  From Python 3.12 a function is reported once for each test; before, on each call.
+  """
+
+  def __init__(self, tree):
+    self._tree = tree.rstrip('/') + '/'
+    self._tests = {}
+    monitoring = self._monitoring = getattr(sys, 'monitoring', None)
+    self.start(_IMPORT)
+    if monitoring is None:
+      sys.settrace(self._called)
+      return
+    events = monitoring.events.PY_START, monitoring.events.PY_RESUME
+    monitoring.use_tool_id(_TOOL, 'm2jax')
+    for event in events:
+      monitoring.register_callback(_TOOL, event, self._started)
+    monitoring.set_events(_TOOL, sum(events))
+
+  def _called(self, frame, event, argument):
+    self._now.add(frame.f_code)
+
+  def _started(self, code, offset):
+    self._now.add(code)
+    return self._monitoring.DISABLE
+
+  def start(self, test):
+    """Calls belong to `test` from here."""
+    self._now = self._tests.setdefault(test, set())
+    if self._monitoring:
+      self._monitoring.restart_events()
+
+  def stop(self):
+    """Calls belong to no test, which is imports."""
+    self.start(_IMPORT)
+
+  def found(self):
+    """{path: {first line: [tests]}}."""
+    if self._monitoring:
+      self._monitoring.free_tool_id(_TOOL)
+    else:
+      sys.settrace(None)
+    calls = {}
+    for test, codes in self._tests.items():
+      for code in codes:
+        if code.co_filename.startswith(self._tree):
+          path = code.co_filename[len(self._tree) :]
+          lines = calls.setdefault(path, {})
+          tests = lines.setdefault(code.co_firstlineno, [])
+          if test not in tests:
+            tests.append(test)
+    return calls
