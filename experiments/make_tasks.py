@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sys
+import warnings
 
 from absl import flags
 
@@ -32,6 +33,8 @@ def main():
   workdir = common.workdir()
   settings = dataclasses.replace(config, **_FREE)
   open_workdir(settings, workdir, common.FRESH.value)
+  # Of packages' sources, when they are parsed.
+  warnings.filterwarnings('ignore', category=SyntaxWarning, module='<unknown>')
   summary = asyncio.run(pipelines.run(config, workdir))
   print(
     f'{summary.tasks} tasks in {workdir}, {summary.added} of them now, in '

@@ -147,8 +147,8 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
     raise NoEnvironment(f'{source.name}: no test passes: {why}')
   again = await run(dataset, key, source.files, 'run', **request)
   for one in (ran, again):
-    if not one.end:  # so that there are no calls, and not all tests
-      why = f'the tests do not end, after {one.wall_s:.0f} s'
+    if not one.end:
+      why = f'the tests did not run to their end, in {one.wall_s:.0f} s'
       raise NoEnvironment(f'{source.name}: {why}')
   status = {
     test: record['status']

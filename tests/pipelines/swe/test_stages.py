@@ -122,6 +122,15 @@ def test_a_package_without_tests_is_refused(dataset, tmp_path):
     asyncio.run(environment.build(bare, dataset, 0))
 
 
+def test_a_suite_that_does_not_end_is_refused(dataset, tmp_path):
+  """Otherwise it is not known which functions its tests call, and no bug is made."""
+  source = package.source(tmp_path)
+  ending = b'import os\ndef test_end():\n  os.kill(os.getpid(), 9)\n'
+  cut = dataclasses.replace(source, files={**source.files, 'tests/test_zzz.py': ending})
+  with pytest.raises(environment.NoEnvironment, match='not run to their end'):
+    asyncio.run(environment.build(cut, dataset, 0))
+
+
 # Mutations ----------------------------------------------------------------------------
 
 
@@ -487,6 +496,39 @@ def test_a_written_test_must_not_look_at_the_text(env, dataset):
 
 
 # All together -------------------------------------------------------------------------
+
+
+def test_the_next_packages_are_prepared_meanwhile(context, monkeypatch):
+  """While the tasks of one are tried; and they end when the caller does."""
+  begun, closed = [], []
+
+  async def made(requirement, config, context):
+    begun.append(requirement)
+    try:
+      for number in range(3):
+        yield f'{requirement}{number}'
+      await asyncio.sleep(0.01 if requirement == 'a' else 60)
+    finally:
+      closed.append(requirement)
+
+  monkeypatch.setattr(swe, '_package', made)
+  config = swe.Config(packages=tuple('abcd'), batch=2, held_out=(), dev=())
+
+  async def run():
+    stream, found = swe.candidates(config, context), []
+    async for candidate in stream:
+      await asyncio.sleep(0)
+      if not found:
+        assert begun == ['a', 'b', 'c']  # two ahead, and no more
+      found.append(candidate)
+      if len(found) == 9:
+        break
+    await stream.aclose()
+    return found
+
+  found = asyncio.run(asyncio.wait_for(run(), 10))
+  assert found == 'a0 a1 b0 b1 c0 c1 d0 d1 a2'.split()
+  assert begun == sorted(closed) == list('abcd')
 
 
 @pytest.mark.long
