@@ -24,7 +24,8 @@ many, each in a process that is forked when pytest, and nothing of a tree, is im
 
 Requests: {"mode": "run" | "profile", "nonce", "tree", "site", "roots", "files", "keep",
 "audited"}; without "audited", events of guards.py are reported and not refused;
-or {"mode": "screen", …, "mutants": [{"path", "text", "files", "keep", "limit_s"}]}.
+or {"mode": "screen", …, "mutants": [{"path", "text", "files", "keep", "limit_s",
+"quiet_s"}]}: of all tests, and without a result.
 """
 
 import builtins
@@ -45,6 +46,9 @@ import types
 # Functions defined below keep these builtins, whatever is replaced later.
 __builtins__ = dict(vars(builtins))
 _PR_SET_DUMPABLE = 4
+# Plugins of pytest that write files, or later call what tests made: the texts of
+# warnings, the handlers of logging. The streams are null, so that none is captured.
+_WITHOUT = 'cacheprovider junitxml logging warnings threadexception unraisableexception'
 _PARTS = ('guards', 'snapshot', 'plugin')  # modules beside this file
 
 
@@ -180,7 +184,8 @@ def _run(request, send, parts):
   with open(ini, 'w') as file:
     file.write('[pytest]\n')
   keep = request.get('keep')
-  keep, snapshot = None if keep is None else set(keep), parts.snapshot.Snapshot()
+  keep = None if keep is None else set(keep)
+  snapshot = parts.snapshot.Snapshot if request.get('compare', True) else None
   plugin = parts.plugin.Plugin(send, name, keep, snapshot)
   ours = [part.__file__ for part in vars(parts).values()]
   trusted = f'{request["site"]}/', __file__, *ours
@@ -190,9 +195,12 @@ def _run(request, send, parts):
     plugin.profile = parts.plugin.Profile(tree)
   arguments = ['-c', ini, '--rootdir', tree, '--confcutdir', tree]
   arguments += ['--basetemp', f'{place}/tmp']
-  arguments += ['-p', 'no:cacheprovider', '-p', 'no:junitxml', '--tb=no', '-q']
+  for without in _WITHOUT.split():
+    arguments += ['-p', f'no:{without}']
+  arguments += ['--capture=no', '--tb=no', '-q']
   arguments += ['--assert=plain']  # rewriting leaves the session where code finds it
   arguments += ['--continue-on-collection-errors', *request.get('options', ())]
+  gc.disable()
   with contextlib.suppress(KeyboardInterrupt):
     status = pytest.main([*arguments, canary, *request['files']], plugins=[plugin])
     plugin.check()
@@ -201,32 +209,38 @@ def _run(request, send, parts):
 
 
 def _screen(request, number, mutant, send, parts):
-  """Runs the tests of one mutant in a forked process."""
+  """Runs the tests of one mutant in a forked process; nothing of it is a verdict."""
   path = os.path.join(request['tree'], mutant['path'])
   with open(path, encoding='utf-8') as file:
     original = file.read()
   with open(path, 'w', encoding='utf-8') as file:
     file.write(mutant['text'])
+  read, write = os.pipe()
   pid = os.fork()
   if not pid:
+
+    def report(record):
+      send({'mutant': number, **record})
+      os.write(write, b'.')
+
     try:
       os.setpgid(0, 0)
-      _run(
-        {**request, **mutant, 'mode': 'run'},
-        lambda record: send({'mutant': number, **record}),
-        parts,
-      )
+      _run({**request, **mutant, 'mode': 'run', 'compare': False}, report, parts)
     finally:
       os._exit(1)
-  deadline = time.monotonic() + mutant['limit_s']
+  os.close(write)
+  started = heard = time.monotonic()
   while os.waitpid(pid, os.WNOHANG)[0] == 0:
-    if time.monotonic() > deadline:
+    now = time.monotonic()
+    if now > min(started + mutant['limit_s'], heard + mutant['quiet_s']):
       with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
       os.waitpid(pid, 0)
       send({'mutant': number, 'timeout': True})
       break
-    time.sleep(0.005)
+    if select.select([read], [], [], 0.005)[0] and os.read(read, 1 << 16):
+      heard = now
+  os.close(read)
   with open(path, 'w', encoding='utf-8') as file:
     file.write(original)
 

@@ -85,8 +85,9 @@ async def screened(
       yield mutation, 'not Python', [], None
       continue
     files = sorted({drafts.test_file(t) for t in tests})
-    limit = 3 + 4 * sum(env.seconds[t] for t in tests)
-    mutants.append((mutation, text, tests, files, limit))
+    took = [env.seconds[t] for t in tests]
+    limits = {'limit_s': 3 + 4 * sum(took), 'quiet_s': 3 + 4 * max(took)}
+    mutants.append((mutation, text, tests, files, limits))
   output = await environment.run(
     context.dataset,
     env.site,
@@ -94,8 +95,8 @@ async def screened(
     'screen',
     roots=env.roots,
     mutants=[
-      {'path': m.path, 'text': text, 'files': files, 'keep': tests, 'limit_s': limit}
-      for m, text, tests, files, limit in mutants
+      {'path': m.path, 'text': text, 'files': files, 'keep': tests, **limits}
+      for m, text, tests, files, limits in mutants
     ],
   )
   for number, (mutation, text, tests, _, _) in enumerate(mutants):

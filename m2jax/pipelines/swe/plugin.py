@@ -1,13 +1,20 @@
 """The pytest plugin of harness.py: sends a record per test, and one at the end.
 
-It compares functions (snapshot.py) and reports audit events (guards.py); why, and in
-what order, is in harness.py. `Profile` notes which functions each test calls.
+It compares functions (snapshot.py) and reports audit events (guards.py), see
+harness.py. Code under test could replace a function of pytest for one call, and take
+its arguments. Therefore the comparison follows whatever has run such code, before
+pytest goes on: functions of tests and fixtures, and the phases of a test. Nor does
+pytest get objects that run code later: exceptions of tests are kept, and plain ones
+raised instead; what fixtures returned is dropped; garbage is collected between tests.
+
+`Profile` notes which functions each test calls.
 
 Standard library and pytest only: the file is copied into each task.
 """
 
 import _thread
 import builtins
+import gc
 import os
 import sys
 import time
@@ -24,29 +31,36 @@ def test_{0}_pass():
 """
 _IMPORT = '<import>'
 _TOOL = 3  # of sys.monitoring; neither a debugger, nor coverage, nor a profiler
+_GARBAGE = 20_000  # objects, until it is collected
 _CANARY_RESULTS = {'equal': 'FAILED', 'raise': 'FAILED', 'pass': 'PASSED'}
 
 
 class Plugin:
   """A pytest plugin that sends a record per test."""
 
-  def __init__(self, send, canary, keep, snapshot):
+  def __init__(self, send, canary, keep, snapshot=None):
     import pytest
+    from _pytest import fixtures, runner
 
     self._send, self._canary, self._keep = send, canary, keep
     self._seen, self._tampered, self._raised = {}, [], set()
-    self._canaries, self._audited = {}, set()
+    self._canaries, self._audited, self._kept = {}, set(), []
+    self._fixtures = False  # whether functions of fixtures ran for the present test
     self._seconds, self._import_s, self._checks_s = {}, 0.0, 0.0
     self._clock, self._sleep = time.perf_counter, time.sleep
-    self._threads = _thread._count
-    self._snapshot = snapshot
+    self._threads, self._collects = _thread._count, gc.isenabled
     self.profile, self.found, self._timed = None, self._audited.add, True
     first = pytest.hookimpl(wrapper=True, tryfirst=True)
-    for name in ('setup', 'call', 'teardown'):
-      setattr(self, f'pytest_runtest_{name}', first(self._observer()))
+    for hook in self._observers():
+      setattr(self, f'pytest_runtest_{hook.__name__}', first(hook))
     # Next to the function itself, before pytest does more that it may have changed.
     last = pytest.hookimpl(wrapper=True, trylast=True)
     self.pytest_pyfunc_call, self.pytest_fixture_setup = map(last, self._checkers())
+    for request in (fixtures.TopRequest, fixtures.SubRequest):
+      request.addfinalizer = self._finalizers(request.addfinalizer)
+    # It writes to os.environ, whose methods are the tree's to replace.
+    runner._update_current_test_var = lambda item, when: None
+    self._snapshot = snapshot and snapshot()
 
   def _checkers(self):
     """Hooks that compare as soon as a test's or a fixture's function returns."""
@@ -66,35 +80,106 @@ class Plugin:
     def setup(fixturedef):
       if fixturedef.func is parameter:  # pytest's own, of which a test has several
         return (yield)
+      self._fixtures = True
       return (yield from call())
 
     return call, setup
 
-  def _observer(self):
-    """A hook that notes which tests raise, before a report is made of it."""
+  def _finalizers(self, add):
+    """A method that adds a finalizer, which compares when it ends."""
+
+    def addfinalizer(request, finalizer):
+      def ended():
+        try:
+          return finalizer()
+        finally:
+          self.check(python=False)
+
+      add(request, ended)
+
+    return addfinalizer
+
+  def _observers(self):
+    """Hooks that note which tests raise, before a report is made of it."""
 
     clock, seconds, threads = self._clock, self._seconds, self._threads
 
     from _pytest.assertion import util
+    from _pytest.python import Function
 
-    def observe(item):
+    plain, stored = self._plain()
+
+    def observe(item, unseen):
+      """Compares if the test fails, or if code ran that `unseen` tells of."""
       util._config = util._reprcompare = util._assertion_pass = None
-      returned, before = False, threads()
+      error, before = None, threads()
       started = clock() - self._checks_s
       try:
         result = yield
-        # unittest's exceptions are stored, not raised.
-        returned = not getattr(item, '_excinfo', None)
-        return result
-      finally:
-        self._wait(before)
-        took = clock() - self._checks_s - started
-        seconds[item.nodeid] = seconds.get(item.nodeid, 0.0) + took
-        if not returned:
-          self._raised.add(item.nodeid)
+      except GeneratorExit:
+        raise
+      except BaseException as raised:
+        self._kept.append(raised)
+        error = plain(raised)
+      self._wait(before)
+      took = clock() - self._checks_s - started
+      seconds[item.nodeid] = seconds.get(item.nodeid, 0.0) + took
+      failed = error is not None or stored(item)
+      if failed:
+        self._raised.add(item.nodeid)
+      if failed or unseen():
         self.check(python=False)
+      if error is not None:
+        raise error
+      return result
 
-    return observe
+    def setup(item):
+      self._fixtures = False
+      return (yield from observe(item, lambda: getattr(item, 'cls', None) is not None))
+
+    def call(item):
+      return (yield from observe(item, lambda: type(item) is not Function))
+
+    def teardown(item, nextitem):
+      def unseen():
+        """What fixtures returned is deleted, of this test or of all in its module."""
+        item.funcargs = {}
+        if gc.get_count()[0] > _GARBAGE:
+          gc.collect()
+          return True
+        return self._fixtures or nextitem is None or nextitem.parent is not item.parent
+
+      return (yield from observe(item, unseen))
+
+    return setup, call, teardown
+
+  def _plain(self):
+    """Functions that replace a raised exception, and those that unittest has stored."""
+
+    from unittest import SkipTest
+
+    from _pytest import outcomes
+    from _pytest._code import ExceptionInfo
+
+    same = outcomes.Skipped, outcomes.XFailed, outcomes.Exit, KeyboardInterrupt
+
+    def plain(error):
+      kind = type(error)
+      if kind in same:
+        return kind()
+      return SkipTest() if issubclass(kind, SkipTest) else AssertionError()
+
+    def stored(item):
+      found = getattr(item, '_excinfo', None)
+      for at, info in enumerate(found or ()):
+        self._kept.append(info)
+        try:
+          raise plain(info.value)
+        except BaseException:
+          found[at] = ExceptionInfo.from_current()
+      return bool(found)
+
+    return plain, stored
 
   def _wait(self, before):
     """Until no more threads run than `before`, or for a moment, if time is measured.
@@ -175,14 +260,18 @@ class Plugin:
       self._canaries[nodeid.rpartition('_')[2]] = status
     else:
       self._send({'test': nodeid, 'status': status, 's': round(seconds, 4)})
-    self.check()
+    self.check(python=True)
 
-  def check(self, python=True):
+  def check(self, python=None):
     """Compares the functions that decide with those at the start.
 
-    A test may replace Python's own until it ends.
+    Args:
+      python: whether to compare only Python's own, which a test may replace until it
+        ends; or else only pytest's; or all, if None.
     """
-    if len(self._tampered) < 8:
+    if self._collects():
+      self.found('gc.enable')
+    if self._snapshot and len(self._tampered) < 8:
       self._tampered += self._snapshot.changes(python=python)[:8]
 
   def end(self, status):

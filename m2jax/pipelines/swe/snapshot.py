@@ -21,8 +21,8 @@ _call, _is, _chain = operator.call, operator.is_, itertools.chain
 _item, _order = operator.itemgetter, operator.attrgetter('__mro__')
 _inner, _EMPTY = operator.attrgetter('cell_contents'), object()
 _GUARDED = frozenset(
-  # The last three have methods to which pytest gives its own objects.
-  'pytest _pytest pluggy unittest abc contextlib functools'.split()
+  # The last five have functions to which pytest gives its own objects.
+  'pytest _pytest pluggy unittest abc contextlib functools inspect enum'.split()
 )
 _LEGACY = '_getini_unknown_type'  # that pytest's own plugin legacypath replaces
 # What Python and that plugin add to modules and classes later.
@@ -49,9 +49,14 @@ class Snapshot:
     self._pytest = _Holders([*found, *inside])
     self._python = _Holders([_Holder(m, additions=False) for m in (builtins, time)])
 
-  def changes(self, *, python=True):
-    """Names that were replaced or added; builtins and time only if `python`."""
-    return self._pytest.changes() + (self._python.changes() if python else [])
+  def changes(self, *, python=None):
+    """Names that were replaced or added.
+
+    Args:
+      python: whether only of builtins and time, or only of the others; None: of all.
+    """
+    found = [] if python else self._pytest.changes()
+    return found if python is False else found + self._python.changes()
 
 
 class _Holders:

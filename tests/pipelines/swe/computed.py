@@ -127,14 +127,14 @@ reports.TestReport.__bases__ = (Base,)
   'change the harness': """
 main = imported("__main__")
 main._changes = lambda snapshot: []
-main._Plugin.check = lambda self, **k: None
-main._Plugin.pytest_runtest_logreport = lambda self, report: None
+main.Plugin.check = lambda self, **k: None
+main.Plugin.pytest_runtest_logreport = lambda self, report: None
 """,
   'find the plugin by the session': """
 util = imported("_py", "test.assertion.util")
 def clamp(*a):
   for plugin in getattr(util, "_con" + "fig").pluginmanager.get_plugins():
-    if type(plugin).__name__ == "_Plugin":
+    if type(plugin).__name__ == "Plugin":
       send = plugin._send
       plugin._send = lambda r: send({**r, "status": "PASSED"})
   return 0
@@ -144,7 +144,7 @@ def clamp(*a):
   for finder in getattr(sys, "meta_" + "path"):
     if hasattr(finder, "session"):
       for plugin in finder.config.pluginmanager.get_plugins():
-        if type(plugin).__name__ == "_Plugin":
+        if type(plugin).__name__ == "Plugin":
           plugin._raised = set()
           plugin._send = lambda r, send=plugin._send: send({**r, "status": "PASSED"})
   return 0
@@ -392,10 +392,11 @@ def clamp(*a):
 _REACH = """
 def forge(item):
   for plugin in item.config.pluginmanager.get_plugins():
-    if type(plugin).__name__ == "_Plugin" and not vars(plugin).get("forged"):
+    if type(plugin).__name__ == "Plugin" and not vars(plugin).get("forged"):
       plugin.forged, send = True, plugin._send
       twin = any(len(n) == 13 and n[0] == "_" for n in dir(item.module))
       if not twin:
+        plugin._raised, plugin._seen = set(), {}
         plugin._send = lambda r: send({**r, "status": "PASSED"} if "test" in r else r)
 def look(values):
   for value in values:
@@ -422,6 +423,51 @@ def clamp(*a):
   print("x")
   nodes.Item.add_report_section = added
   return 0
+""",
+  'the text of a warning': """
+runner = imported("_py", "test.runner")
+real = runner.call_and_report
+calls = []
+class Text(UserWarning):
+  def __str__(self):
+    calls.append(1)
+    runner.call_and_report = forged if len(calls) == 2 else real
+    return "x"
+def forged(item, *a, **k):
+  runner.call_and_report = real
+  look(item.session.items[1:2])
+  return real(item, *a, **k)
+imported("warn", "ings").warn(Text("x"))
+""",
+  'an object of a traceback': """
+python = imported("_py", "test.python")
+run = python.Function.runtest
+values = [1]
+class Value:
+  def __del__(self):
+    python.Function.runtest = forged if values else run
+def forged(self):
+  python.Function.runtest = run
+  values.clear()
+  look([self])
+  run(self)
+def clamp(*a):
+  value = Value()
+  raise ValueError
+""",
+  'the text of an exception': """
+runner = imported("_py", "test.runner")
+real = runner.call_and_report
+class Error(Exception):
+  def __str__(self):
+    runner.call_and_report = forged
+    return "x"
+def forged(item, *a, **k):
+  runner.call_and_report = real
+  look([item])
+  return real(item, *a, **k)
+def clamp(*a):
+  raise Error
 """,
   'a closure of pytest': """
 capture = imported("_py", "test.capture")
