@@ -8,6 +8,7 @@ the sandbox, without a network; only pip, on the host, installs.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -32,6 +33,7 @@ _ROOTS = ('src', 'lib', '')
 _RUN_S = 240.0
 _START_CHILD = 'os.fork multiprocessing/popen_fork.py:Popen._launch'
 _END_CHILD = 'os.kill multiprocessing/popen_fork.py:Popen._send_signal'
+_installing: dict[Path, asyncio.Event] = {}  # sites, by packages prepared at once
 _ATTEMPTS = 3  # a run of hours does not end because a sandbox failed
 
 
@@ -236,9 +238,21 @@ async def site(wanted: Sequence[str], dataset: Path) -> str:
   text = '\n'.join(sorted(wanted))
   key = hashlib.sha256(text.encode()).hexdigest()[:12]
   target = dataset / 'sites' / key
+  while other := _installing.get(target):
+    await other.wait()
   if target.is_dir():
     return key
-  partial = target.with_name(f'.{key}.partial')
+  _installing[target] = done = asyncio.Event()
+  try:
+    await _install(wanted, text, target)
+  finally:
+    del _installing[target]
+    done.set()
+  return key
+
+
+async def _install(wanted: Sequence[str], text: str, target: Path) -> None:
+  partial = target.with_name(f'.{target.name}.partial')
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
   try:
@@ -249,7 +263,6 @@ async def site(wanted: Sequence[str], dataset: Path) -> str:
     raise NoEnvironment(str(error)) from error
   (partial / 'requirements.txt').write_text(text + '\n')
   partial.rename(target)
-  return key
 
 
 def command(program: str) -> str:

@@ -113,6 +113,23 @@ def test_a_missing_module_is_repaired():
   assert environment._repair(output, source) == {'pyyaml'}
 
 
+def test_packages_that_need_the_same_site_install_it_once(tmp_path, monkeypatch):
+  installed = []
+
+  async def pip(*arguments):
+    installed.append(arguments[-1])
+    await asyncio.sleep(0.01)
+
+  monkeypatch.setattr(collect, 'pip', pip)
+
+  async def both():
+    return await asyncio.gather(*(environment.site(['x==1'], tmp_path) for _ in 'ab'))
+
+  one, other = asyncio.run(both())
+  assert one == other and installed == ['x==1']
+  assert (tmp_path / 'sites' / one / 'requirements.txt').read_text() == 'x==1\n'
+
+
 def test_a_package_without_tests_is_refused(dataset, tmp_path):
   source = package.source(tmp_path)
   bare = dataclasses.replace(
