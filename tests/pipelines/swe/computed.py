@@ -403,6 +403,15 @@ def look(values):
     if "test_core" in getattr(value, "nodeid", "") and hasattr(value, "module"):
       forge(value)
 """
+# For code that runs just before a test is set up; the first test is the harness's.
+_SETUP = """
+runner = imported("_py", "test.runner")
+setup = runner.SetupState.setup
+def forged(self, item):
+  runner.SetupState.setup = setup
+  look(item.session.items[1:2])
+  setup(self, item)
+"""
 _REACHES = {
   'a method of contextlib': """
 kind = getattr(imported("context", "lib"), "_GeneratorContextManager")
@@ -468,6 +477,42 @@ def forged(item, *a, **k):
   return real(item, *a, **k)
 def clamp(*a):
   raise Error
+""",
+  'the environment': _SETUP
+  + """
+kind = type(getattr(imported("o", "s"), "envi" + "ron"))
+put = kind.__setitem__
+def first(self, *a):
+  kind.__setitem__ = put
+  runner.SetupState.setup = forged
+  put(self, *a)
+kind.__setitem__ = first
+""",
+  'the root of logging': _SETUP
+  + """
+root = imported("log", "ging").getLogger()
+def first(*a):
+  vars(root).pop("addHandler")
+  runner.SetupState.setup = forged
+  root.addHandler(*a)
+root.addHandler = first
+""",
+  'a stream': """
+nodes = imported("_py", "test.nodes")
+add = nodes.Item.add_report_section
+def added(self, *a):
+  nodes.Item.add_report_section = add
+  look([self])
+  add(self, *a)
+def clamp(*a):
+  stream = getattr(sys, "std" + "out")
+  def first(*a):
+    vars(stream).pop("seek")
+    nodes.Item.add_report_section = added
+    return stream.seek(*a)
+  stream.seek = first
+  print("x")
+  return 0
 """,
   'a closure of pytest': """
 capture = imported("_py", "test.capture")
