@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import time
 from collections.abc import AsyncIterator
 
@@ -19,7 +18,6 @@ from m2jax.pipelines.candidate import Candidate
 from m2jax.pipelines.context import Context
 from m2jax.pipelines.swe import collect, environment, inject, releases, slow
 from m2jax.pipelines.swe.config import INJECTED, Config
-from m2jax.pipelines.swe.environment import Environment
 
 _AHEAD = 2
 
@@ -74,12 +72,12 @@ async def _package(requirement: str, config: Config, context: Context):
   name, started = collect.name_of(requirement), time.monotonic()
   try:
     source = await collect.fetch(requirement, context.directory('sources'))
-    env = await environment.build(source, context.dataset, config.repairs)
+    limits = config.repairs, config.test_s, config.suite_s
+    env = await environment.build(source, context.dataset, *limits)
   except (collect.CollectError, environment.NoEnvironment) as error:
     logging.warning('%s: %s', name, error)
     yield _stage(requirement, name, str(error), time.monotonic() - started)
     return
-  env = suite(env, config)
   facts = {
     'tests': len(env.status),
     'suite_s': round(sum(env.seconds.values()), 2),
@@ -116,20 +114,6 @@ def _stage(requirement, name, reason, wall_s, facts=None) -> Candidate:
     passed=not reason,
     wall_s=wall_s,
     facts=facts or {},
-  )
-
-
-def suite(env: Environment, config: Config) -> Environment:
-  """An environment with the tests that are used: the fastest, within the time."""
-  chosen, total = {}, 0.0
-  for test in sorted(env.status, key=lambda t: (env.seconds[t], t)):
-    seconds = env.seconds[test]
-    if seconds > config.test_s or total + seconds > config.suite_s:
-      break
-    total += seconds
-    chosen[test] = env.status[test]
-  return dataclasses.replace(
-    env, status=chosen, seconds={t: env.seconds[t] for t in chosen}
   )
 
 

@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import secrets
 import shutil
@@ -30,7 +31,7 @@ HARNESS = Path(__file__).with_name('harness.py')
 PYTEST = 'pytest==8.4.2'
 _TEST_FILE = re.compile(r'(^|/)(test_[^/]*|[^/]*_test)\.py$')
 _ROOTS = ('src', 'lib', '')
-_RUN_S = 240.0
+_RUN_S = 480.0
 _START_CHILD = 'os.fork multiprocessing/popen_fork.py:Popen._launch'
 _END_CHILD = 'os.kill multiprocessing/popen_fork.py:Popen._send_signal'
 _installing: dict[Path, asyncio.Event] = {}  # sites, by packages prepared at once
@@ -122,8 +123,21 @@ EXCLUDE = (
 )
 
 
-async def build(source: collect.Source, dataset: Path, repairs: int) -> Environment:
+async def build(
+  source: collect.Source,
+  dataset: Path,
+  repairs: int,
+  test_s: float = math.inf,
+  suite_s: float = math.inf,
+) -> Environment:
   """Finds an environment in which the tests run, twice alike.
+
+  Args:
+    source: the release.
+    dataset: has the sites.
+    repairs: most installations.
+    test_s: a test that takes longer is not used.
+    suite_s: tests are used, fastest first, until they take this long.
 
   Raises:
     NoEnvironment: within `repairs` installations none is found.
@@ -135,8 +149,7 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
   installed, log = [PYTEST], []
   for _ in range(repairs + 1):
     key = await site(installed, dataset)
-    request = dict(roots=roots, files=files)
-    ran = await run(dataset, key, source.files, 'profile', **request)
+    ran = await run(dataset, key, source.files, 'run', roots=roots, files=files)
     wanted = _repair(ran, source) - set(installed)
     if not wanted:
       break
@@ -147,27 +160,30 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
     errors = (r['why'] for r in ran.tests.values() if r.get('why'))
     why = next(errors, ran.end.get('tampered'))
     raise NoEnvironment(f'{source.name}: no test passes: {why}')
-  again = await run(dataset, key, source.files, 'run', **request)
+  seconds = {t: ran.tests[t].get('s', 0.0) for t in ran.tests if t in passed}
+  chosen = _fastest(seconds, test_s, suite_s)
+  files = [f for f in files if any(t.startswith(f'{f}::') for t in chosen)]
+  request = dict(roots=roots, files=files, keep=chosen)
+  again = await run(dataset, key, source.files, 'profile', **request)
   for one in (ran, again):
     if not one.end:
       why = f'the tests did not run to their end, in {one.wall_s:.0f} s'
       raise NoEnvironment(f'{source.name}: {why}')
   status = {
-    test: record['status']
-    for test, record in ran.tests.items()
-    if test in passed and again.tests.get(test, {}).get('status') == record['status']
+    test: ran.tests[test]['status']
+    for test in chosen
+    if again.tests.get(test, {}).get('status') == ran.tests[test]['status']
   }
-  flaky = sorted(passed - set(status))
+  flaky = len(chosen) - len(status)
   if flaky:
-    log.append(f'leave out {len(flaky)} flaky tests')
+    log.append(f'leave out {flaky} flaky tests')
   broken = [t for t, r in ran.tests.items() if r['status'] in ('ERROR', 'FAILED')]
   if broken:
     log.append(f'leave out {len(broken)} failing tests or files')
-  seconds = {t: again.tests[t].get('s', 0.0) for t in status}
   twins_ = await _twins(dataset, key, source, status, request)
   calls = {
     path: {int(line): tests for line, tests in lines.items()}
-    for path, lines in ran.end.get('calls', {}).items()
+    for path, lines in again.end.get('calls', {}).items()
   }
   return Environment(
     source=source,
@@ -177,12 +193,23 @@ async def build(source: collect.Source, dataset: Path, repairs: int) -> Environm
     code=code,
     files=tuple(f for f in files if any(t.startswith(f'{f}::') for t in status)),
     status=status,
-    seconds=seconds,
+    seconds={t: seconds[t] for t in status},
     calls=calls,
     repairs=tuple(log),
     audited=audited(ran, again),
     twins=twins_,
   )
+
+
+def _fastest(seconds: Mapping[str, float], test_s: float, suite_s: float) -> list[str]:
+  """The tests that are used, in their order."""
+  chosen, total = set(), 0.0
+  for test in sorted(seconds, key=lambda t: (seconds[t], t)):
+    total += seconds[test]
+    if seconds[test] > test_s or total > suite_s:
+      break
+    chosen.add(test)
+  return [t for t in seconds if t in chosen]
 
 
 def audited(*ran: Output) -> tuple[str, ...]:

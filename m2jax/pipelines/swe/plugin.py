@@ -135,7 +135,12 @@ class Plugin:
 
     def setup(item):
       self._fixtures = False
-      return (yield from observe(item, lambda: getattr(item, 'cls', None) is not None))
+
+      def unseen():
+        """A class of the tests is called; those of unittest are unittest's to call."""
+        return type(item) is Function and item.cls is not None
+
+      return (yield from observe(item, unseen))
 
     def call(item):
       return (yield from observe(item, lambda: type(item) is not Function))

@@ -84,7 +84,13 @@ async def candidate(
     return rejected('test', 'test: no source changed')
   tree = {p: d for p, d in env.source.files.items() if p not in code} | before
   ran = await environment.run(
-    context.dataset, env.site, tree, 'run', roots=env.roots, files=env.files
+    context.dataset,
+    env.site,
+    tree,
+    'run',
+    roots=env.roots,
+    files=env.files,
+    keep=list(env.status),
   )
   status = {t: r['status'] for t, r in ran.tests.items()}
   f2p = [t for t, s in env.status.items() if status.get(t) != s]

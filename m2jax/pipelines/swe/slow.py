@@ -254,7 +254,13 @@ async def _candidate(
 ) -> Candidate:
   tree = {**env.source.files, mutation.path: text.encode()}
   ran = await environment.run(
-    context.dataset, env.site, tree, 'run', roots=env.roots, files=env.files
+    context.dataset,
+    env.site,
+    tree,
+    'run',
+    roots=env.roots,
+    files=env.files,
+    keep=list(env.status),
   )
   if any(ran.tests.get(t, {}).get('status') != s for t, s in env.status.items()):
     return _rejected(env, mutation, 'a test has another result')
