@@ -354,6 +354,15 @@ async def run(
   return _parsed(done, nonce)
 
 
+async def statuses(
+  env: Environment, dataset: Path, tree: Mapping[str, bytes]
+) -> dict[str, str]:
+  """{test: status} of an environment's tests on other sources."""
+  request = dict(roots=env.roots, files=env.files, keep=list(env.status))
+  ran = await run(dataset, env.site, tree, 'run', **request)
+  return {test: record['status'] for test, record in ran.tests.items()}
+
+
 def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
   tests, end, mutants = {}, {}, {}
   for line in done.stdout.splitlines():

@@ -31,6 +31,7 @@ def test_{0}_pass():
 """
 _IMPORT = '<import>'
 _TOOL = 3  # of sys.monitoring; neither a debugger, nor coverage, nor a profiler
+_collect, _count, _collects = gc.collect, gc.get_count, gc.isenabled
 _GARBAGE = 20_000  # objects, until it is collected
 _CANARY_RESULTS = {'equal': 'FAILED', 'raise': 'FAILED', 'pass': 'PASSED'}
 
@@ -48,7 +49,7 @@ class Plugin:
     self._fixtures = False  # whether functions of fixtures ran for the present test
     self._seconds, self._import_s, self._checks_s = {}, 0.0, 0.0
     self._clock, self._sleep = time.perf_counter, time.sleep
-    self._threads, self._collects = _thread._count, gc.isenabled
+    self._threads = _thread._count
     self.profile, self.found, self._timed = None, self._audited.add, True
     first = pytest.hookimpl(wrapper=True, tryfirst=True)
     for hook in self._observers():
@@ -149,8 +150,8 @@ class Plugin:
       def unseen():
         """What fixtures returned is deleted, of this test or of all in its module."""
         item.funcargs = {}
-        if gc.get_count()[0] > _GARBAGE:
-          gc.collect()
+        if _count()[0] > _GARBAGE:
+          _collect()
           return True
         return self._fixtures or nextitem is None or nextitem.parent is not item.parent
 
@@ -274,7 +275,7 @@ class Plugin:
       python: whether to compare only Python's own, which a test may replace until it
         ends; or else only pytest's; or all, if None.
     """
-    if self._collects():
+    if _collects():
       self.found('gc.enable')
     if self._snapshot and len(self._tampered) < 8:
       self._tampered += self._snapshot.changes(python=python)[:8]

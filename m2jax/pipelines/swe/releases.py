@@ -83,16 +83,7 @@ async def candidate(
   if not changed and not gone:
     return rejected('test', 'test: no source changed')
   tree = {p: d for p, d in env.source.files.items() if p not in code} | before
-  ran = await environment.run(
-    context.dataset,
-    env.site,
-    tree,
-    'run',
-    roots=env.roots,
-    files=env.files,
-    keep=list(env.status),
-  )
-  status = {t: r['status'] for t, r in ran.tests.items()}
+  status = await environment.statuses(env, context.dataset, tree)
   f2p = [t for t, s in env.status.items() if status.get(t) != s]
   p2p = [t for t in env.status if t not in set(f2p)]
   if not f2p:

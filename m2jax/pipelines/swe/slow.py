@@ -253,16 +253,8 @@ async def _candidate(
   env, context, mutation: Mutation, text, workloads, shown: bytes
 ) -> Candidate:
   tree = {**env.source.files, mutation.path: text.encode()}
-  ran = await environment.run(
-    context.dataset,
-    env.site,
-    tree,
-    'run',
-    roots=env.roots,
-    files=env.files,
-    keep=list(env.status),
-  )
-  if any(ran.tests.get(t, {}).get('status') != s for t, s in env.status.items()):
+  status = await environment.statuses(env, context.dataset, tree)
+  if any(status.get(t) != s for t, s in env.status.items()):
     return _rejected(env, mutation, 'a test has another result')
   timed, ratio = await timing.significant(env, context, tree, workloads)
   if not timed:
