@@ -31,6 +31,7 @@ HARNESS = Path(__file__).with_name('harness.py')
 PYTEST = 'pytest==8.4.2'
 _TEST_FILE = re.compile(r'(^|/)(test_[^/]*|[^/]*_test)\.py$')
 _ROOTS = ('src', 'lib', '')
+_PASS = ('PASSED', 'XFAIL')
 _RUN_S = 480.0
 _START_CHILD = 'os.fork multiprocessing/popen_fork.py:Popen._launch'
 _END_CHILD = 'os.kill multiprocessing/popen_fork.py:Popen._send_signal'
@@ -146,29 +147,14 @@ async def build(
   files = sorted(p for p in source.files if _TEST_FILE.search(p))
   if not files:
     raise NoEnvironment(f'{source.name}: no test files in the source distribution')
-  installed, log = [PYTEST], []
-  for _ in range(repairs + 1):
-    key = await site(installed, dataset)
-    ran = await run(dataset, key, source.files, 'run', roots=roots, files=files)
-    wanted = _repair(ran, source) - set(installed)
-    if not wanted:
-      break
-    installed = sorted({*installed, *wanted})
-    log += [f'install {name}' for name in sorted(wanted)]
-  passed = {t for t, r in ran.tests.items() if r['status'] in ('PASSED', 'XFAIL')}
-  if ran.end.get('tampered') or not passed:
-    errors = (r['why'] for r in ran.tests.values() if r.get('why'))
-    why = next(errors, ran.end.get('tampered'))
-    raise NoEnvironment(f'{source.name}: no test passes: {why}')
-  seconds = {t: ran.tests[t].get('s', 0.0) for t in ran.tests if t in passed}
+  installed, log, ran = await _installed(source, dataset, repairs, roots, files)
+  key = await site(installed, dataset)
+  seconds = {t: r.get('s', 0.0) for t, r in ran.tests.items() if r['status'] in _PASS}
   chosen = _fastest(seconds, test_s, suite_s)
   files = [f for f in files if any(t.startswith(f'{f}::') for t in chosen)]
   request = dict(roots=roots, files=files, keep=chosen)
   again = await run(dataset, key, source.files, 'profile', **request)
-  for one in (ran, again):
-    if not one.end:
-      why = f'the tests did not run to their end, in {one.wall_s:.0f} s'
-      raise NoEnvironment(f'{source.name}: {why}')
+  _require_results(again, source)
   status = {
     test: ran.tests[test]['status']
     for test in chosen
@@ -199,6 +185,33 @@ async def build(
     audited=audited(ran, again),
     twins=twins_,
   )
+
+
+async def _installed(source, dataset, repairs, roots, files):
+  """(what the tests need, how it was found, a run of them with it)."""
+  installed, log = [PYTEST], []
+  for _ in range(repairs + 1):
+    key = await site(installed, dataset)
+    ran = await run(dataset, key, source.files, 'run', roots=roots, files=files)
+    wanted = _repair(ran, source) - set(installed)
+    if not wanted:
+      break
+    installed = sorted({*installed, *wanted})
+    log += [f'install {name}' for name in sorted(wanted)]
+  _require_results(ran, source)
+  return installed, log, ran
+
+
+def _require_results(ran: Output, source: collect.Source) -> None:
+  """Raises NoEnvironment if tests did not run to their end, or none passes."""
+  if not ran.end:
+    why = f'the tests did not run to their end, in {ran.wall_s:.0f} s'
+    raise NoEnvironment(f'{source.name}: {why}')
+  passes = any(r['status'] in _PASS for r in ran.tests.values())
+  if ran.end.get('tampered') or not passes:
+    errors = (r['why'] for r in ran.tests.values() if r.get('why'))
+    why = next(errors, ran.end.get('tampered'))
+    raise NoEnvironment(f'{source.name}: no test passes: {why}')
 
 
 def _fastest(seconds: Mapping[str, float], test_s: float, suite_s: float) -> list[str]:

@@ -147,17 +147,17 @@ class Plugin:
       return (yield from observe(item, lambda: type(item) is not Function))
 
     def teardown(item, nextitem):
-      def unseen():
-        """What fixtures returned is deleted, of this test or of all in its module."""
-        item.funcargs = {}
-        if _count()[0] > _GARBAGE:
-          _collect()
-          return True
-        return self._fixtures or nextitem is None or nextitem.parent is not item.parent
-
-      return (yield from observe(item, unseen))
+      return (yield from observe(item, lambda: self._deleted(item, nextitem)))
 
     return setup, call, teardown
+
+  def _deleted(self, item, nextitem):
+    """Deletes what fixtures returned, and garbage; whether there may be any."""
+    item.funcargs = {}
+    if _count()[0] > _GARBAGE:
+      _collect()
+      return True
+    return self._fixtures or nextitem is None or nextitem.parent is not item.parent
 
   def _plain(self):
     """Functions that replace a raised exception, and those that unittest has stored."""
@@ -266,14 +266,12 @@ class Plugin:
       self._canaries[nodeid.rpartition('_')[2]] = status
     else:
       self._send({'test': nodeid, 'status': status, 's': round(seconds, 4)})
-    self.check(python=True)
+    self.check()
 
-  def check(self, python=None):
+  def check(self, python=True):
     """Compares the functions that decide with those at the start.
 
-    Args:
-      python: whether to compare only Python's own, which a test may replace until it
-        ends; or else only pytest's; or all, if None.
+    A test may replace Python's own until it ends.
     """
     if _collects():
       self.found('gc.enable')

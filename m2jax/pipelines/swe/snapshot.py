@@ -49,14 +49,9 @@ class Snapshot:
     self._pytest = _Holders([*found, *inside])
     self._python = _Holders([_Holder(m, additions=False) for m in (builtins, time)])
 
-  def changes(self, *, python=None):
-    """Names that were replaced or added.
-
-    Args:
-      python: whether only of builtins and time, or only of the others; None: of all.
-    """
-    found = [] if python else self._pytest.changes()
-    return found if python is False else found + self._python.changes()
+  def changes(self, *, python=True):
+    """Names that were replaced or added; builtins and time only if `python`."""
+    return self._pytest.changes() + (self._python.changes() if python else [])
 
 
 class _Holders:

@@ -412,6 +412,15 @@ def forged(self, item):
   look(item.session.items[1:2])
   setup(self, item)
 """
+# For code that runs before pytest stores what a test has printed.
+_SECTION = """
+nodes = imported("_py", "test.nodes")
+add = nodes.Item.add_report_section
+def added(self, *a):
+  nodes.Item.add_report_section = add
+  look([self])
+  add(self, *a)
+"""
 _REACHES = {
   'a method of contextlib': """
 kind = getattr(imported("context", "lib"), "_GeneratorContextManager")
@@ -421,13 +430,8 @@ def entered(self):
   return enter(self)
 kind.__enter__ = entered
 """,
-  'a method of pytest, while a test runs': """
-nodes = imported("_py", "test.nodes")
-add = nodes.Item.add_report_section
-def added(self, *a):
-  nodes.Item.add_report_section = add
-  look([self])
-  add(self, *a)
+  'a method of pytest, while a test runs': _SECTION
+  + """
 def clamp(*a):
   print("x")
   nodes.Item.add_report_section = added
@@ -497,13 +501,8 @@ def first(*a):
   root.addHandler(*a)
 root.addHandler = first
 """,
-  'a stream': """
-nodes = imported("_py", "test.nodes")
-add = nodes.Item.add_report_section
-def added(self, *a):
-  nodes.Item.add_report_section = add
-  look([self])
-  add(self, *a)
+  'a stream': _SECTION
+  + """
 def clamp(*a):
   stream = getattr(sys, "std" + "out")
   def first(*a):
