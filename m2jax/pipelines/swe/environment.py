@@ -55,6 +55,7 @@ class Environment:
     code: pattern of the package's own sources (`compose`).
     files: test files.
     status, seconds: of each test.
+    import_s: CPU seconds before the first test, to import and collect them.
     calls: {path: {first line of a function: tests that call it}}.
     repairs: what was done, in order.
     audited: audit events of the right sources (guards.py).
@@ -69,6 +70,7 @@ class Environment:
   files: tuple[str, ...]
   status: Mapping[str, str]
   seconds: Mapping[str, float]
+  import_s: float
   calls: Mapping[str, Mapping[int, Sequence[str]]]
   repairs: tuple[str, ...]
   audited: tuple[str, ...] = ()
@@ -180,6 +182,7 @@ async def build(
     files=tuple(f for f in files if any(t.startswith(f'{f}::') for t in status)),
     status=status,
     seconds={t: seconds[t] for t in status},
+    import_s=ran.end['import_s'],
     calls=calls,
     repairs=tuple(log),
     audited=audited(ran, again),

@@ -86,7 +86,8 @@ async def screened(
       continue
     files = sorted({drafts.test_file(t) for t in tests})
     took = [env.seconds[t] for t in tests]
-    limits = {'limit_s': 3 + 4 * sum(took), 'quiet_s': 3 + 4 * max(took)}
+    limit_s, quiet_s = (3 + 4 * (env.import_s + s) for s in (sum(took), max(took)))
+    limits = {'limit_s': limit_s, 'quiet_s': quiet_s}
     mutants.append((mutation, text, tests, files, limits))
   output = await environment.run(
     context.dataset,

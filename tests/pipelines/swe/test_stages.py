@@ -65,6 +65,7 @@ def _collected(stream, most=100):
 
 def test_an_environment_knows_its_tests_and_who_calls_what(env):
   assert len(env.status) == 9 and set(env.status.values()) == {'PASSED'}
+  assert 0 < env.import_s < 10
   assert env.roots == ('src',) and env.code == ('src/tinycalc/*.py',)
   line = 1 + package.CORE[: package.CORE.index('def mean')].count('\n')
   callers = env.calls[_CORE][line]
@@ -248,6 +249,25 @@ def test_a_test_that_calls_nothing_may_be_f2p(env, context):
   found = dict(_collected(proved(dataclasses.replace(env, calls=first))))
   assert found and found.items() <= every.items()
   assert any(len(f2p) > 1 for f2p in found.values())
+
+
+def test_tests_that_take_long_to_collect_are_no_hang(env, context):
+  """More than the 3 s after which a mutant is ended; tomlkit collects for seconds."""
+  slow = {
+    path: b'import time\ntime.sleep(1.8)\n' + env.source.files[path]
+    for path in env.files
+  }
+  source = dataclasses.replace(env.source, files={**env.source.files, **slow})
+  late = dataclasses.replace(env, source=source, import_s=1.8 * len(slow))
+  mutation, _ = inject.sites(env, 0)[0]
+
+  async def all_():
+    chosen = [(mutation, list(env.status))]
+    async for _, _, _, ran in inject.screened(late, chosen, context):
+      yield ran
+
+  (ran,) = _collected(all_())
+  assert not ran['timeout'] and len(ran['tests']) == len(env.status)
 
 
 def test_the_same_seed_gives_the_same_candidates(env):
