@@ -155,7 +155,9 @@ def performance(
     'files': sorted({test_file(t) for t in env.status}),
     'p2p': sorted(env.status),
     'status': {t: s for t, s in env.status.items() if s != 'PASSED'},
-    'twins': _twins(env, sorted(env.status)),
+    'twins': _twins(
+      env, [t for t in env.status if test_file(t) not in env.untimed_twins]
+    ),
     'timed': sorted(timed),
     'slow': dict(slow),
     'pairs': pairs,

@@ -24,7 +24,7 @@ from absl import logging
 
 from m2jax import sandbox
 from m2jax.pipelines.make import LIMITS
-from m2jax.pipelines.swe import collect, grade, requirements, twins
+from m2jax.pipelines.swe import collect, grade, proved_twins, requirements
 from m2jax.tasks.harbor import compose, verifier
 
 HARNESS = Path(__file__).with_name('harness.py')
@@ -60,6 +60,7 @@ class Environment:
     repairs: what was done, in order.
     audited: audit events of the right sources (guards.py).
     twins: by number, the tests whose twin fails, as it must (twins.py).
+    untimed_twins: files with twins that leave threads when they fail.
   """
 
   source: collect.Source
@@ -75,6 +76,7 @@ class Environment:
   repairs: tuple[str, ...]
   audited: tuple[str, ...] = ()
   twins: tuple[tuple[str, ...], ...] = ()
+  untimed_twins: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +170,8 @@ async def build(
   broken = [t for t, r in ran.tests.items() if r['status'] in ('ERROR', 'FAILED')]
   if broken:
     log.append(f'leave out {len(broken)} failing tests or files')
-  twins_ = await _twins(dataset, key, source, status, request)
+  right = audited(ran, again)
+  twins, untimed = await _twins(dataset, key, source, status, request, right)
   calls = {
     path: {int(line): tests for line, tests in lines.items()}
     for path, lines in again.end.get('calls', {}).items()
@@ -185,8 +188,9 @@ async def build(
     import_s=ran.end['import_s'],
     calls=calls,
     repairs=tuple(log),
-    audited=audited(ran, again),
-    twins=twins_,
+    audited=right,
+    twins=twins,
+    untimed_twins=untimed,
   )
 
 
@@ -235,22 +239,15 @@ def audited(*ran: Output) -> tuple[str, ...]:
   return tuple(sorted(seen | ({_END_CHILD} if _START_CHILD in seen else set())))
 
 
-async def _twins(dataset, key, source, status, request) -> tuple[tuple[str, ...], ...]:
-  """By number, the tests that pass and whose twins fail on the right sources."""
-  found = []
-  for number in range(twins.MOST):
-    texts = {
-      path: twins.twin(source.files[path].decode(errors='replace'), number)
-      for path in request['files']
-    }
-    changed = {path: text.encode() for path, text in texts.items() if text is not None}
-    if not changed:
-      break
-    wanted = {**request, 'files': sorted(changed)}
-    ran = await run(dataset, key, {**source.files, **changed}, 'run', **wanted)
-    failed = {t for t, r in ran.tests.items() if r['status'] == 'FAILED'}
-    found.append(tuple(t for t, s in status.items() if s == 'PASSED' and t in failed))
-  return tuple(found)
+async def _twins(dataset, key, source, status, request, right):
+  async def replaced(changed, files):
+    tree = {**source.files, **changed}
+    return await run(dataset, key, tree, 'run', **{**request, 'files': files})
+
+  passing = [t for t, s in status.items() if s == 'PASSED']
+  return await proved_twins.proved(
+    replaced, source.files, request['files'], passing, right
+  )
 
 
 def _repair(ran: Output, source: collect.Source) -> set[str]:

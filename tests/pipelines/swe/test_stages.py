@@ -459,6 +459,41 @@ def test_load_during_imports_is_not_work_at_import(late, reward, monkeypatch):
   assert grade.performance({'p2p': [], 'least': 0.2}, '')['reward'] == reward
 
 
+_SERVED = b"""\
+import threading
+from tinycalc import core
+
+
+def test_served():
+  end = threading.Event()
+  threading.Thread(target=end.wait, args=(20,)).start()
+  assert core.total([1]) == 1
+  end.set()
+"""
+
+
+def test_twins_that_leave_threads_are_not_run_where_time_is_measured(env, dataset):
+  """Such a run would end, and the right solution fail; boltons serves sockets."""
+  path, test = 'tests/test_served.py', 'tests/test_served.py::test_served'
+  files = {**env.source.files, path: _SERVED}
+  source = dataclasses.replace(env.source, files=files)
+
+  async def built():
+    try:
+      return await environment.build(source, dataset, 0)
+    finally:
+      await sandbox.shutdown()
+
+  env = asyncio.run(built())
+  assert env.untimed_twins == {path}
+  draft = drafts.performance(
+    env, 'slow', {}, ['tests/test_core.py::test_total'], timing.PAIRS, timing.LEAST
+  )
+  judged = [set(tests) for tests in json.loads(draft.tests['config.json'])['twins']]
+  assert test in env.twins[0]
+  assert judged == [set(tests) - {test} for tests in env.twins]
+
+
 @pytest.mark.long
 def test_a_performance_task(env, dataset):
   """The faster release passes, the slow one does not, and wrong but fast fails."""
