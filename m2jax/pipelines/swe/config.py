@@ -54,7 +54,7 @@ class Config(PipelineConfig):
   merge: int = 6
   invert: int = 5
   review_: int = 8
-  slow: int = 40
+  slow: int = 20
 
   def __post_init__(self):
     super().__post_init__()
