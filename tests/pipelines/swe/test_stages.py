@@ -459,6 +459,43 @@ def test_load_during_imports_is_not_work_at_import(late, reward, monkeypatch):
   assert grade.performance({'p2p': [], 'least': 0.2}, '')['reward'] == reward
 
 
+_SET = b"""\
+import pytest
+
+
+@pytest.mark.parametrize(
+  'number, pair', {(number, (None, str(number))) for number in range(9)}
+)
+def test_of_a_set(number, pair):
+  assert pair[1] == str(number)
+
+
+def test_of_none():
+  assert [None][0] is None
+"""
+
+
+def test_tests_have_the_same_names_in_every_run(env, dataset):
+  """Before Python 3.12 sets with None differ from process to process; isodate's tests
+  are named by such sets."""
+  files = {**env.source.files, 'tests/test_set.py': _SET}
+  source = dataclasses.replace(env.source, files=files)
+
+  async def built():
+    try:
+      env = await environment.build(source, dataset, 0)
+      again = await environment.statuses(env, dataset, source.files)
+      return env, again
+    finally:
+      await sandbox.shutdown()
+
+  env, again = asyncio.run(built())
+  assert again == env.status
+  assert 'tests/test_set.py::test_of_none' in again
+  of_set = [t for t in again if t.startswith('tests/test_set.py::test_of_a_set')]
+  assert len(of_set) == (0 if sys.version_info < (3, 12) else 9)
+
+
 _SERVED = b"""\
 import threading
 from tinycalc import core
