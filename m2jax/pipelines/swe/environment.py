@@ -37,9 +37,9 @@ _RUN_S = 480.0
 _START_CHILD = 'os.fork multiprocessing/popen_fork.py:Popen._launch'
 _END_CHILD = 'os.kill multiprocessing/popen_fork.py:Popen._send_signal'
 _installing: dict[Path, asyncio.Event] = {}  # sites, by packages prepared at once
-# Further runs, which show tests that are named by the order of a set: before Python
-# 3.12 the hash of None is an address, another in each process.
-_MORE_RUNS = 3 if sys.version_info < (3, 12) else 0
+# Modes of the runs after the first. More of them show tests that are named by the order
+# of a set: before Python 3.12 the hash of None is an address, another in each process.
+_AGAIN = ('profile', *(['run'] * 3 if sys.version_info < (3, 12) else []))
 _ATTEMPTS = 3  # a run of hours does not end because a sandbox failed
 
 
@@ -161,11 +161,11 @@ async def build(
   chosen = _fastest(seconds, test_s, suite_s)
   files = [f for f in files if any(t.startswith(f'{f}::') for t in chosen)]
   request = dict(roots=roots, files=files, keep=chosen)
-  again = await run(dataset, key, source.files, 'profile', **request)
-  _require_results(again, source)
-  runs = [ran, again]
-  for _ in range(_MORE_RUNS):
-    runs.append(await run(dataset, key, source.files, 'run', **request))
+  runs = [ran]
+  for mode in _AGAIN:
+    runs.append(await run(dataset, key, source.files, mode, **request))
+    _require_results(runs[-1], source)
+  again = runs[1]
   status, left_out = _stable(chosen, runs)
   log += left_out
   broken = [t for t, r in ran.tests.items() if r['status'] in ('ERROR', 'FAILED')]
@@ -263,6 +263,8 @@ def _stable(chosen: Sequence[str], runs: Sequence[Output]) -> tuple[dict, list[s
 
 
 async def _twins(dataset, key, source, status, request, right):
+  """`proved_twins.proved` of the tests that pass."""
+
   async def replaced(changed, files):
     tree = {**source.files, **changed}
     return await run(dataset, key, tree, 'run', **{**request, 'files': files})

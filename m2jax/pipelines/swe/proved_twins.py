@@ -11,7 +11,7 @@ from typing import Any
 
 from m2jax.pipelines.swe import twins
 
-THREADS_LEFT = 'strict: threads left'  # of guards.py
+_THREADS_LEFT = 'strict: threads left'  # an event of plugin.py
 
 
 async def proved(
@@ -51,7 +51,7 @@ async def proved(
 
 
 def _leaves_threads(ran, audited) -> bool:
-  return THREADS_LEFT in set(ran.end.get('audited', ())) - set(audited)
+  return _THREADS_LEFT in set(ran.end.get('audited', ())) - set(audited)
 
 
 async def _leaving(run, changed, files, audited) -> list[str]:

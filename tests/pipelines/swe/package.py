@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -138,14 +140,19 @@ def site(dataset: Path) -> str:
 
 
 def build(
-  dataset: Path, version: str = '2.0', core: str = ''
+  dataset: Path,
+  version: str = '2.0',
+  core: str = '',
+  more: Mapping[str, bytes] | None = None,
 ) -> environment.Environment:
-  """The environment of a release; `core` as in `source`."""
+  """The environment of a release with `more` files; `core` as in `source`."""
   site(dataset)
+  release = source(dataset, version, core)
+  release = dataclasses.replace(release, files={**release.files, **(more or {})})
 
   async def made():
     try:
-      return await environment.build(source(dataset, version, core), dataset, 0)
+      return await environment.build(release, dataset, 0)
     finally:
       await sandbox.shutdown()
 

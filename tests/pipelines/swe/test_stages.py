@@ -475,21 +475,18 @@ def test_of_none():
 """
 
 
-def test_tests_have_the_same_names_in_every_run(env, dataset):
+def test_tests_have_the_same_names_in_every_run(dataset):
   """Before Python 3.12 sets with None differ from process to process; isodate's tests
   are named by such sets."""
-  files = {**env.source.files, 'tests/test_set.py': _SET}
-  source = dataclasses.replace(env.source, files=files)
+  env = package.build(dataset, more={'tests/test_set.py': _SET})
 
-  async def built():
+  async def run():
     try:
-      env = await environment.build(source, dataset, 0)
-      again = await environment.statuses(env, dataset, source.files)
-      return env, again
+      return await environment.statuses(env, dataset, env.source.files)
     finally:
       await sandbox.shutdown()
 
-  env, again = asyncio.run(built())
+  again = asyncio.run(run())
   assert again == env.status
   assert 'tests/test_set.py::test_of_none' in again
   of_set = [t for t in again if t.startswith('tests/test_set.py::test_of_a_set')]
@@ -509,19 +506,10 @@ def test_served():
 """
 
 
-def test_twins_that_leave_threads_are_not_run_where_time_is_measured(env, dataset):
+def test_twins_that_leave_threads_are_not_run_where_time_is_measured(dataset):
   """Such a run would end, and the right solution fail; boltons serves sockets."""
   path, test = 'tests/test_served.py', 'tests/test_served.py::test_served'
-  files = {**env.source.files, path: _SERVED}
-  source = dataclasses.replace(env.source, files=files)
-
-  async def built():
-    try:
-      return await environment.build(source, dataset, 0)
-    finally:
-      await sandbox.shutdown()
-
-  env = asyncio.run(built())
+  env = package.build(dataset, more={path: _SERVED})
   assert env.untimed_twins == {path}
   draft = drafts.performance(
     env, 'slow', {}, ['tests/test_core.py::test_total'], timing.PAIRS, timing.LEAST
