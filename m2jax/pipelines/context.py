@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from m2jax.pipelines.seat import Seat
 
@@ -16,12 +17,14 @@ class Context:
   dataset: the directory that is written; sites/ has environments' packages.
   author: the seat for statements.
   done: ids of candidates with a record; a pipeline skips them before it works.
+  rows: the records themselves, of runs that this one continues.
   say: shows one line of progress, such as the package at hand.
   """
 
   dataset: Path
   author: Seat
   done: frozenset[str] = frozenset()
+  rows: Sequence[Mapping[str, Any]] = ()
   say: Callable[[str], None] = lambda line: None
 
   def directory(self, name: str) -> Path:

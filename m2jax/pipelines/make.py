@@ -67,6 +67,7 @@ async def run(config: PipelineConfig, workdir: Path, *, show: bool = True) -> Su
       workdir,
       Seat(config.author, 'author', workdir / 'calls.jsonl'),
       frozenset(log.ids()),
+      tuple(log.rows),
       say,
     )
     try:

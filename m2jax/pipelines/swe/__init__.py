@@ -88,8 +88,20 @@ async def _package(requirement: str, config: Config, context: Context):
   if 'release' in config.families and config.releases:
     async for candidate in releases.candidates(env, config, context):
       yield candidate
+  async for candidate in _injected_and_slowed(env, config, context):
+    yield candidate
+
+
+async def _injected_and_slowed(env, config: Config, context: Context):
+  """Injected bugs; a task of performance is looked for after every n-th candidate.
+
+  Candidates of the runs that this one continues count.
+  """
   slowed = slow.candidates(env, config, context)
-  number = 0
+  number = sum(
+    row['source'] == env.source.name and row['family'] in INJECTED
+    for row in context.rows
+  )
   if set(config.families) & set(INJECTED):
     async for candidate in inject.candidates(env, config, context):
       yield candidate

@@ -149,8 +149,16 @@ def _judged(env, mutation, text, tests, found, config: Config) -> Bug | str:
 async def candidates(
   env: Environment, config: Config, context: Context
 ) -> AsyncIterator[Candidate]:
-  """Tasks from injected bugs of one package, until the caller stops."""
+  """Tasks from injected bugs of one package, until the caller stops.
+
+  Every n-th bug is also merged, inverted or reviewed; bugs of the runs that this one
+  continues count, so that a run that was stopped has the same mixture.
+  """
   bugs: list[Bug] = []
+  before = sum(
+    row['source'] == env.source.name and row['family'] == 'bug' and 'admission_s' in row
+    for row in context.rows
+  )
   left = [s for s in sites(env, config.seed) if identity(env, s[0]) not in context.done]
   for at in range(0, len(left), config.batch):
     batch = left[at : at + config.batch]
@@ -160,7 +168,7 @@ async def candidates(
         yield _rejected(env, mutation, found, seconds)
         continue
       bugs.append(found)
-      for candidate in await _made(env, config, context, bugs):
+      for candidate in await _made(env, config, context, bugs, before):
         yield candidate
 
 
@@ -176,9 +184,9 @@ def _rejected(env, mutation: Mutation, reason: str, wall_s: float) -> Candidate:
   )
 
 
-async def _made(env, config: Config, context: Context, bugs: list[Bug]):
-  """Candidates of the newest bug."""
-  number, newest = len(bugs), bugs[-1]
+async def _made(env, config: Config, context: Context, bugs: list[Bug], before: int):
+  """Candidates of the newest bug, which has `before` other runs' bugs before it."""
+  number, newest = before + len(bugs), bugs[-1]
   rng = random.Random(identity(env, newest.mutation))
   made = []
   if 'bug' in config.families:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from m2jax import pipelines, sandbox
 from m2jax.pipelines import records, seat, swe
+from m2jax.pipelines.candidate import Candidate
 from m2jax.pipelines.context import Context
 from m2jax.pipelines.make import LIMITS
 from m2jax.pipelines.swe import (
@@ -274,6 +275,47 @@ def test_the_same_seed_gives_the_same_candidates(env):
   one = [inject.identity(env, m) for m, _ in inject.sites(env, 3)]
   assert one == [inject.identity(env, m) for m, _ in inject.sites(env, 3)]
   assert one != [inject.identity(env, m) for m, _ in inject.sites(env, 4)]
+
+
+def test_a_run_that_was_stopped_has_the_same_mixture(env, context, monkeypatch):
+  """Every n-th bug is inverted or reviewed, every m-th candidate is followed by a task
+  of performance: counted over all runs, not from each start."""
+
+  async def screen(env, chosen, context, config):
+    for mutation, tests in chosen:
+      text = mutation.apply(env.source.files[mutation.path].decode())
+      bug = inject.Bug(mutation, text, tuple(tests[:1]), tuple(tests[1:]))
+      yield mutation, bug if mutation.start % 4 else 'survived: no test fails'
+
+  async def slowed(env, config, context):
+    for number in range(9):
+      if f'slow{number}' not in context.done:
+        name, reason = f'slow{number}', 'not slower' if number % 2 else ''
+        yield Candidate(name, 'slowed code', 'performance', 'tinycalc', reason=reason)
+
+  monkeypatch.setattr(inject, 'screen', screen)
+  monkeypatch.setattr(slow, 'candidates', slowed)
+  families = ('bug', 'test', 'review', 'performance')
+  config = dataclasses.replace(
+    package.CONFIG, families=families, invert=3, review_=5, slow=7
+  )
+
+  def made(rows, most):
+    done = frozenset(row['id'] for row in rows)
+    again = dataclasses.replace(context, done=done, rows=rows)
+    return _collected(swe._injected_and_slowed(env, config, again), most)
+
+  def record(candidate):
+    tried = {} if candidate.draft is None else {'admission_s': 1.0}
+    row = {'id': candidate.id, 'family': candidate.family, 'source': candidate.source}
+    return row | tried
+
+  whole = made((), 100)
+  assert {c.family for c in whole} == set(families)
+  assert len({c.reason for c in whole}) == 3
+  for at in [at for at, c in enumerate(whole) if c.family == 'bug'][5::10]:
+    first = tuple(record(candidate) for candidate in whole[:at])
+    assert [c.id for c in made(first, 100)] == [c.id for c in whole[at:]]
 
 
 # Performance --------------------------------------------------------------------------
