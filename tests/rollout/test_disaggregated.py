@@ -562,7 +562,7 @@ def test_soak(few):
   assert found['host_hit_tokens'] and found['prefill_engine_host_hit_tokens']
 
 
-@pytest.mark.long
+@pytest.mark.thorough  # minutes; the fast tests have a short one
 def test_long_soak(few):
   assert soak(800, 1, few)['checked'] > 150
 

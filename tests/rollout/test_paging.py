@@ -146,7 +146,7 @@ def test_soak(few):
   assert found['ahead_calls'] > 3
 
 
-@pytest.mark.long
+@pytest.mark.thorough  # minutes; the fast tests have a short one
 def test_long_soak(few):
   """The same for minutes; `python -m tests.rollout.soak` runs 20,000 requests."""
   found = soak_lib.soak(2000, seed=1, engine=few)

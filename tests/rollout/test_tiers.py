@@ -316,7 +316,7 @@ def test_soak_of_all_memories(few):
   assert found['host_hit_tokens'] > 0 and found['pool_written_pages'] > 0
 
 
-@pytest.mark.long
+@pytest.mark.thorough  # minutes; the fast tests have a short one
 def test_long_soak_of_all_memories(few):
   """For minutes; `python -m tests.rollout.soak 20000 0 2` runs 20,000 requests."""
   found = soak_lib.soak(1500, seed=1, replicas=2, engine=few)
