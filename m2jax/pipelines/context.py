@@ -17,7 +17,7 @@ class Context:
   dataset: the directory that is written; sites/ has environments' packages.
   author: the seat for statements.
   done: ids of candidates with a record; a pipeline skips them before it works.
-  rows: the records themselves, of runs that this one continues.
+  rows: these records, of runs that this one continues.
   say: shows one line of progress, such as the package at hand.
   """
 

@@ -67,7 +67,7 @@ async def run(config: PipelineConfig, workdir: Path, *, show: bool = True) -> Su
       workdir,
       Seat(config.author, 'author', workdir / 'calls.jsonl'),
       frozenset(log.ids()),
-      tuple(log.rows),
+      tuple(row for row in log.rows if row['outcome'] != records.INVALID),
       say,
     )
     try:
