@@ -73,8 +73,10 @@ forge-tasks: setup
 	$(BIN)/python -m experiments.make_all_tasks --workdir=$(WORKDIR) \
 	  --count=$(COUNT) --backend=$(SANDBOX) $(ARGS)
 
-# A process runs whole files, in the order of tests/conftest.py.
-PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# A process runs whole files, in the order of tests/conftest.py. Bytecode is kept whatever
+# the environment says: tests start hundreds of processes.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(JOBS) \
+  --dist loadfile --no-loadscope-reorder
 test: setup lint
 	$(PYTEST) -m 'not long and not thorough' $(ARGS)
 

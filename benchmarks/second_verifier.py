@@ -4,10 +4,12 @@ python -m benchmarks.second_verifier --workdir=workdir/swe --count=50
 
 It reads the files of a task directory itself, and runs pytest's command line with
 --junitxml in a new sandbox, on the tree before and after the solution: every F2P test
-must fail before and pass after, every P2P test pass on both. A written test must pass
-on the right source and fail on the bug; timed tests must take longer before than after,
-in each of three pairs of runs; the line of a review must be the only one whose
-syntax tree differs. A disagreement with the admission is printed.
+must fail before and pass after, every P2P test pass on both. Other tests of these files
+do not run: one that is random may never end with a bug. A written test must pass on the
+right source and fail on the bug; timed tests, which are P2P, must take longer before
+than after, in each of three pairs of runs; the line of a review must be the only one
+whose syntax tree differs. Disagreements with the admission are printed, and apart from
+them the tasks that are undecided, since a run was cut off.
 """
 
 from __future__ import annotations
@@ -28,8 +30,22 @@ from pathlib import Path
 from m2jax import sandbox
 
 _LIMITS = sandbox.Limits(
-  cpu_s=300, memory_bytes=1 << 30, workspace_bytes=256 << 20, wall_s=300.0
+  cpu_s=300, memory_bytes=1 << 30, workspace_bytes=256 << 20, wall_s=900.0
 )
+
+# A plugin of pytest that keeps the tests of a list.
+_ONLY = """\
+import json
+
+def pytest_collection_modifyitems(items):
+  with open('/workspace/only/tests.json') as file:
+    tests = {*json.load(file)}
+  items[:] = [item for item in items if item.nodeid in tests]
+"""
+
+
+class CutOffError(Exception):
+  """A run was ended by a limit or a signal, so its outcomes say nothing."""
 
 
 def files_of(task: Path) -> tuple[dict[str, bytes], dict[str, bytes], dict]:
@@ -48,16 +64,25 @@ def files_of(task: Path) -> tuple[dict[str, bytes], dict[str, bytes], dict]:
   return release, changed, json.loads((task / 'tests' / 'config.json').read_bytes())
 
 
-async def outcomes(dataset: Path, site: str, tree, roots, files) -> dict[tuple, str]:
+async def outcomes(
+  dataset: Path, site: str, tree, roots, files, only=None
+) -> dict[tuple, str]:
   """{(class, name): outcome} of a run."""
-  found = await cases(dataset, site, tree, roots, files)
+  found = await cases(dataset, site, tree, roots, files, only)
   return {name: outcome for name, (outcome, _) in found.items()}
 
 
 async def cases(
-  dataset: Path, site: str, tree, roots, files
+  dataset: Path, site: str, tree, roots, files, only=None
 ) -> dict[tuple, tuple[str, float]]:
-  """{(class, name): (outcome, seconds)} from the junit file of a run."""
+  """{(class, name): (outcome, seconds)} from the junit file of a run.
+
+  Args:
+    only: ids of the tests to run; None: all of `files`.
+
+  Raises:
+    CutOffError: pytest did not come to its end.
+  """
   host = sandbox.Host(
     read_only=(
       (sys.base_prefix, sys.base_prefix),
@@ -68,14 +93,21 @@ async def cases(
   paths = ':'.join(
     [*(f'/workspace/work/{root}' for root in roots), f'/packages/{site}']
   )
+  plugin = ''
+  if only is not None:
+    contents['only/keep_tests.py'] = _ONLY.encode()
+    contents['only/tests.json'] = json.dumps(only).encode()
+    paths, plugin = f'{paths}:/workspace/only', ' -p keep_tests'
   names = ' '.join(f"'{name}'" for name in files)
   command = (
     f'cd work; export PYTHONPATH={paths} PYTHONHASHSEED=0 PYTHONDONTWRITEBYTECODE=1\n'
-    f'python3 -m pytest -q -o addopts= --junitxml=/workspace/junit.xml {names}'
+    f'python3 -m pytest -q -o addopts={plugin} --junitxml=/workspace/junit.xml {names}'
     ' --continue-on-collection-errors > /workspace/log 2>&1'
   )
   async with await sandbox.create(host=host, limits=_LIMITS, contents=contents) as box:
-    await box.exec(command)
+    ended = await box.exec(command)
+    if ended.timed_out or ended.oom or ended.returncode >= 128:
+      raise CutOffError(f'exit status {ended.returncode} after {ended.wall_s:.0f} s')
     try:
       text = await box.read('junit.xml')
     except FileNotFoundError:
@@ -91,6 +123,10 @@ async def cases(
   return found
 
 
+def _metadata(task: Path) -> dict:
+  return tomllib.loads((task / 'task.toml').read_text())['metadata']['m2jax']
+
+
 def key(test: str) -> tuple[str, str]:
   """The junit names of a test's id."""
   path, _, rest = test.partition('::')
@@ -103,7 +139,7 @@ def key(test: str) -> tuple[str, str]:
 async def check(dataset: Path, task: Path) -> str:
   """'' if this verifier agrees that the task is right, else why not."""
   release, changed, config = files_of(task)
-  facts = tomllib.loads((task / 'task.toml').read_text())['metadata']['m2jax']
+  facts = _metadata(task)
   gone = [p for p in facts['remove'] if p not in {t.partition('::')[0] for t in
     config.get('f2p', ())}]  # fmt: skip
   site, roots = facts['site'], config['roots']
@@ -122,20 +158,20 @@ async def check(dataset: Path, task: Path) -> str:
   for path in (task / 'solution' / 'files').glob('**/*'):
     if path.is_file():
       solved[str(path.relative_to(task / 'solution' / 'files'))] = path.read_bytes()
+  tests = [*config.get('f2p', ()), *config['p2p']]
   if config['kind'] == 'performance':
     runs = [
-      await cases(dataset, site, tree, roots, config['files'])
+      await cases(dataset, site, tree, roots, config['files'], tests)
       for tree in (before, solved) * 3
     ]
     return compared(runs, config)
-  old = await outcomes(dataset, site, before, roots, config['files'])
-  new = await outcomes(dataset, site, solved, roots, config['files'])
-  expected = dict.fromkeys((*config['f2p'], *config['p2p']), 'passed')
+  old = await outcomes(dataset, site, before, roots, config['files'], tests)
+  new = await outcomes(dataset, site, solved, roots, config['files'], tests)
+  expected = dict.fromkeys(tests, 'passed')
   expected |= {t: 'skipped' for t, s in config['status'].items() if s == 'XFAIL'}
   wrong = [t for t in config['f2p'] if old.get(key(t)) == expected[t]]
   wrong += [t for t in config['p2p'] if old.get(key(t)) != expected[t]]
-  wrong += [t for t in expected if t in {*config['f2p'], *config['p2p']}
-    and new.get(key(t)) != expected[t]]  # fmt: skip
+  wrong += [t for t in tests if new.get(key(t)) != expected[t]]
   return f'{len(wrong)} tests differ, such as {wrong[0]}' if wrong else ''
 
 
@@ -190,21 +226,34 @@ def _difference(old: ast.AST, new: ast.AST, line: int) -> int:
   return -1
 
 
-async def sample(dataset: Path, count: int, seed: int) -> dict:
-  """Checks a sample of the admitted tasks."""
+def chosen(dataset: Path, count: int, seed: int, family: str = '') -> list[Path]:
+  """A sample of the admitted tasks, of one family if it is given."""
   found = sorted(p for p in (dataset / 'tasks').glob('*/*') if p.name[0] != '.')
-  chosen = random.Random(seed).sample(found, min(count, len(found)))
-  wrong, kinds = {}, collections.Counter()
+  if family:
+    found = [p for p in found if _metadata(p)['family'] == family]
+  return random.Random(seed).sample(found, min(count, len(found)))
+
+
+async def checked(dataset: Path, tasks: list[Path]) -> dict:
+  """Checks tasks; which verdicts disagree with their admission, and which are none."""
+  wrong, undecided, kinds = {}, {}, collections.Counter()
   try:
-    for number, task in enumerate(chosen, 1):
+    for number, task in enumerate(tasks, 1):
       kinds[json.loads((task / 'tests' / 'config.json').read_bytes())['kind']] += 1
-      reason = await check(dataset, task)
-      if reason:
-        wrong[task.name] = reason
-      print(f'\r{number} of {len(chosen)}', end='', file=sys.stderr)
+      try:
+        if reason := await check(dataset, task):
+          wrong[task.name] = reason
+      except CutOffError as error:
+        undecided[task.name] = str(error)
+      print(f'\r{number} of {len(tasks)}', end='', file=sys.stderr)
   finally:
     await sandbox.shutdown()
-  return {'checked': len(chosen), 'kinds': dict(kinds), 'disagreements': wrong}
+  return {
+    'checked': len(tasks),
+    'kinds': dict(kinds),
+    'disagreements': wrong,
+    'undecided': undecided,
+  }
 
 
 def main():
@@ -212,16 +261,25 @@ def main():
   parser.add_argument('--workdir', type=Path, required=True)
   parser.add_argument('--count', type=int, default=50)
   parser.add_argument('--seed', type=int, default=0)
+  parser.add_argument('--family', default='', help='such as performance')
   parser.add_argument('--json', action='store_true')
   given = parser.parse_args()
-  result = asyncio.run(sample(given.workdir, given.count, given.seed))
+  tasks = chosen(given.workdir, given.count, given.seed, given.family)
+  if not tasks:
+    of = f' of the family {given.family}' if given.family else ''
+    parser.error(f'there are no tasks{of} in {given.workdir / "tasks"}')
+  try:
+    result = asyncio.run(checked(given.workdir, tasks))
+  except KeyboardInterrupt:
+    sys.exit('\nstopped before all tasks were checked: there is no result')
   if given.json:
     print(json.dumps(result))
     return
   print(f'\n{result["checked"]} tasks checked: {result["kinds"]}')
-  for name, reason in result['disagreements'].items():
-    print(f'{name}: {reason}')
-  print(f'disagreements: {len(result["disagreements"])}')
+  for verdict in ('undecided', 'disagreements'):
+    for name, reason in result[verdict].items():
+      print(f'{name}: {reason}')
+    print(f'{verdict}: {len(result[verdict])}')
 
 
 if __name__ == '__main__':

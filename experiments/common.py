@@ -158,15 +158,17 @@ def join_processes() -> int:
 def make_sharding(mesh: MeshConfig, field: str = 'config.mesh') -> Sharding:
   """The job's mesh; for several processes whose config has none, all devices as fsdp.
 
-  To be called after `join_processes`. `field`: of the config, which errors name.
+  From here on the process compiles for its own devices only. To be called after
+  `join_processes`. `field`: of the config, which errors name.
 
   Raises:
     BadInput: the mesh leaves out devices of the job's processes.
   """
   import jax
 
-  from m2jax import sharding
+  from m2jax import platforms, sharding
 
+  platforms.own_only()
   size, devices = math.prod(mesh.sizes.values()), jax.device_count()
   if jax.process_count() > 1 and size == 1:
     mesh = dataclasses.replace(mesh, fsdp=devices)

@@ -6,6 +6,7 @@ Set before anything imports jax, and inherited by the processes that tests start
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from importlib import metadata
@@ -19,7 +20,7 @@ _CACHE = _ROOT / '.cache' / 'jax'
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
-os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 # Code that is less optimised compiles in a fraction of the time; XLA's passes over HLO
 # are as ever. On other devices the tests are of the code that users run, but with exact
 # products in fp32.
@@ -44,6 +45,10 @@ install_import_hook(
   ],
   'beartype.beartype',
 )
+
+# As the jobs do: to trace for TPUs and GPUs too takes most of the time of many tests.
+if os.environ['JAX_PLATFORMS'] == 'cpu':
+  importlib.import_module('m2jax.platforms').own_only()
 
 # A job that a shell starts in the background ignores SIGINT, and so would all that the
 # tests start, Ctrl-C tests among them.

@@ -5,9 +5,11 @@ JAX's number of devices, its precision and its processes are fixed when it start
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
+import random
 import socket
 import subprocess
 import sys
@@ -17,10 +19,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def free_port() -> int:
-  """A port of this machine that nobody has, at this moment."""
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    return s.getsockname()[1]
+  """A port that nobody has, below those that the system gives to others meanwhile."""
+  path = pathlib.Path('/proc/sys/net/ipv4/ip_local_port_range')
+  end = int(path.read_text().split()[0])
+  while True:
+    port = random.SystemRandom().randrange(max(1024, end - 16_000), end)
+    with contextlib.suppress(OSError), socket.socket() as s:
+      s.bind(('localhost', port))
+      return port
 
 
 def start(module: str, *args, **environment: str) -> subprocess.Popen:

@@ -100,7 +100,7 @@ def test_the_readme_s_code_runs(tmp_path):
       total += names['loss'](params)
     return total
 
-  gradient = jax.grad(alone)(params)
+  gradient = jax.jit(jax.grad(alone))(params)
   for a, b in zip(
     jax.tree.leaves(names['gradient']), jax.tree.leaves(gradient), strict=True
   ):

@@ -19,8 +19,8 @@ def test_model_forest_and_loss():
   cfg = config.tiny()
   m2 = model.M2(cfg)
   tokens = jnp.arange(8, dtype=jnp.int32)[None]
-  variables = m2.init(jax.random.key(0), tokens)
-  logits = m2.apply(variables, tokens)
+  variables = jax.jit(m2.init)(jax.random.key(0), tokens)
+  logits = jax.jit(m2.apply)(variables, tokens)
   assert logits.shape == (1, 8, cfg.vocab_size) and logits.dtype == jnp.float32
 
   samples = [
@@ -47,7 +47,7 @@ def test_model_forest_and_loss():
     )
     return terms.sum()
 
-  value, grads = jax.value_and_grad(loss)(variables['params'])
+  value, grads = jax.jit(jax.value_and_grad(loss))(variables['params'])
   assert np.isfinite(value)
   assert any(bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads))
 

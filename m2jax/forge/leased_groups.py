@@ -77,13 +77,14 @@ class LeasedGroups(RolloutGroups):
   def _on_report(self, lease: leases.Lease, age_s: float) -> None:
     index, report = lease.index, lease.report
     if report == leases.COMPLETE:
+      # As in a group run here: who takes the item finds its episodes counted.
+      for trajectory, _ in self._roles.pool.group(index):
+        self._observe(trajectory)
       try:
         self.queue.complete(index)
       except ValueError as error:  # it lacks trajectories
         self._reissue(lease, str(error))
         return
-      for trajectory, _ in self._roles.pool.group(index):
-        self._observe(trajectory)
       self._failures.pop(index, None)
     elif report.startswith(leases.FAILED):
       self.queue.fail(index, report.removeprefix(leases.FAILED))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from m2jax import platforms
 from m2jax.axes import Array, Float
 
 
@@ -30,7 +31,7 @@ def product(x: Float[Array, '*T D'], w: Float[Array, 'D V']) -> Float[Array, '*T
   """`matmul` without its gradient rule, for callers that have their own."""
   if x.dtype != jnp.bfloat16:
     return _exact(x, w)
-  return lax.platform_dependent(x, w, cpu=_exact, default=_split)
+  return platforms.dependent(x, w, cpu=_exact, default=_split)
 
 
 def _exact(x, w):

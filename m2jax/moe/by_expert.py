@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from m2jax import platforms
 from m2jax.axes import Array, Int, Int32
 
 NAME = 'by_expert'  # for policies of `jax.checkpoint`: small, and slow to recompute
@@ -58,9 +59,7 @@ def order(
   repeats = jnp.sum(jnp.tril(same, -1), axis=-1, dtype=jnp.int32)
   place = jnp.sum(jnp.where(chosen, before[:, None], 0), axis=-1, dtype=jnp.int32)
   place = (place + repeats).reshape(-1)
-  order = lax.platform_dependent(
-    ids.reshape(-1), place, tpu=_sorted, default=_scattered
-  )
+  order = platforms.dependent(ids.reshape(-1), place, tpu=_sorted, default=_scattered)
   return checkpoint_name((order, place, totals[:num_experts]), NAME)
 
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from m2jax import platforms
 from m2jax.axes import Array, Float, Int
 from m2jax.config import PLAIN, Matmuls
 from m2jax.kernels.block_fp8 import Blocks
@@ -75,7 +76,7 @@ def apply(
       ),
     }
     if method is None:
-      out = lax.platform_dependent(
+      out = platforms.dependent(
         *arrays, tpu=methods['ragged'], default=methods['gather']
       )
     else:

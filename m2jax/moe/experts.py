@@ -15,6 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from m2jax import platforms
 from m2jax.axes import Array, Float, Int, Shaped
 from m2jax.config import PLAIN, Matmuls
 from m2jax.kernels import block_fp8
@@ -38,7 +39,7 @@ def apply(
   arrays = (x, ids, weights, gate, up, down)
   if matmuls != PLAIN:
     return grouped(*arrays, matmuls)
-  return jax.lax.platform_dependent(*arrays, cpu=tiled.experts, default=grouped)
+  return platforms.dependent(*arrays, cpu=tiled.experts, default=grouped)
 
 
 def grouped(

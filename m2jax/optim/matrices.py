@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from m2jax import platforms
 from m2jax.params import BY_NAME
 from m2jax.sharding import ONE_DEVICE, Sharding
 
@@ -285,7 +286,7 @@ class _Plan:
       return lax.map(lambda x: self.function(*x), xs)
 
     batched = jax.vmap(self.function)
-    out = lax.platform_dependent(*own, cpu=one_by_one, default=batched)
+    out = platforms.dependent(*own, cpu=one_by_one, default=batched)
     outputs = jax.tree.structure(out).flatten_up_to(self.outputs)
     leaves, structure = jax.tree.flatten(out)
     pairs = zip(leaves, outputs, strict=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from m2jax import platforms
 from m2jax.plan import hlo
 from m2jax.plan.programs import Program, device_bytes
 from m2jax.plan.workloads import SERVING
@@ -90,8 +91,9 @@ def compile_program(
     ValueError: the compiler's error, with its message; for a program that does not fit
       HBM this is its account of memory.
   """
-  traced = program.jitted.trace(*program.arguments)
-  lowered = traced.lower(lowering_platforms=(platform,))
+  with platforms.any_platform():
+    traced = program.jitted.trace(*program.arguments)
+    lowered = traced.lower(lowering_platforms=(platform,))
   devices = tuple(mesh_devices(program))
   path = store and store / f'{_key(lowered, options, devices)}.json.gz'
   if path and path.exists():

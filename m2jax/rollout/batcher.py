@@ -150,7 +150,7 @@ class Batcher:
       self._end(job, 'cancelled')
     elif job in self.waiting:
       self.waiting.remove(job)
-      self._deliver(job, 'cancelled')
+      self._deliver(job, 'cancelled', self._result(job, 'cancelled'))
 
   def tick(self) -> None:
     begin = time.monotonic()
@@ -442,11 +442,15 @@ class Batcher:
       self.fail(job, EngineError(f'on_tokens raised {error!r}'))
 
   def _end(self, job: Job, reason: str) -> None:
-    """Finishes a request with its tokens so far; its full pages stay cached."""
+    """Finishes a request with its tokens so far; its full pages stay cached.
+
+    Who gets the result finds the slot free.
+    """
     self._save(job)
-    self._deliver(job, reason)
+    result = self._result(job, reason)  # its expert ids are in the slot's pages
     self._share(job.slot)
     self._leave(job)
+    self._deliver(job, reason, result)
 
   def _leave(self, job: Job) -> None:
     """Takes the slot from a request."""
@@ -466,9 +470,12 @@ class Batcher:
       job.logprobs = table.logprobs[slot, begin:end].copy()
       job.versions = table.versions[slot, begin:end].copy()
 
-  def _deliver(self, job: Job, reason: str) -> None:
+  def _deliver(self, job: Job, reason: str, result: Any) -> None:
     self.counts['cancelled' if reason == 'cancelled' else 'completions'] += 1
-    job.future.set_result(job.result(reason, self._experts(job, len(job.tokens))))
+    job.future.set_result(result)
+
+  def _result(self, job: Job, reason: str) -> Any:
+    return job.result(reason, self._experts(job, len(job.tokens)))
 
   def _experts(self, job: Job, tokens: int) -> np.ndarray | None:
     """GenerateResult.experts of the request's first `tokens` tokens."""

@@ -170,16 +170,15 @@ class PrefillBatcher(Batcher):
       self.counts['handover_bytes'] += sum(x.nbytes for x in pages if x is not None)
       job.receive(dataclasses.replace(read.part, pages=pages))
       if read.last:
-        self._deliver(job, 'done')
+        self._deliver(job, 'done', 'done')
 
   def cancel(self, job: PrefillJob) -> None:
     super().cancel(job)
     if not job.future.done():  # its last pages are being read
-      self._deliver(job, 'cancelled')
+      self._deliver(job, 'cancelled', 'cancelled')
 
-  def _deliver(self, job: PrefillJob, reason: str) -> None:
-    self.counts['cancelled' if reason == 'cancelled' else 'completions'] += 1
-    job.future.set_result(reason)
+  def _result(self, job: PrefillJob, reason: str) -> str:
+    return reason
 
   def fail(self, job: PrefillJob, error: EngineError) -> None:
     if not job.future.done():

@@ -198,12 +198,12 @@ class Tiers:
         return
       self._blocks.popleft()
       pages = self._layout.split(jax.device_get(block.pages), len(block.keys))
-      self._moving.difference_update(block.keys)
       found = list(zip(block.keys, pages, strict=True))
       self.host.put(found)
       if self.pool is not None:
         for key, page in found:
           self.pool.put(key, page)
+      self._moving.difference_update(block.keys)
 
   def _forget_moving(self) -> None:
     self._pending.clear()

@@ -133,7 +133,7 @@ async def _memory(backend, host) -> bool:
 async def _processes(backend, host) -> bool:
   # Bash waits longer and longer after a failed fork; the first message is enough.
   many = 'for i in {1..24}; do sleep 5 & done'
-  result, _ = await _run(backend, host, many, 0.7, processes=8)
+  result, _ = await _run(backend, host, many, 1.2, processes=8)
   return 'fork' in result.stderr
 
 

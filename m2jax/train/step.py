@@ -117,6 +117,7 @@ class StepConfig:
     return jax.jit(function, compiler_options=dict(self.compiler_options), **how)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init_variables(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
   """Random {'params', 'router'} of the model."""
   variables = model.M2(cfg).init(key, jnp.zeros((1, 2), jnp.int32))
@@ -156,7 +157,7 @@ def new_state(
   """
   make = functools.partial(_new_state, cfg, optimizer, initialize=initialize)
   if sharding.mesh is None:
-    return make(key)
+    return jax.jit(make)(key)
   places = sharding.named(state_specs(cfg, optimizer, sharding.rules))
   return jax.jit(make, out_shardings=places)(key)
 

@@ -170,7 +170,8 @@ ENDS = {
 def test_ends(play, name):
   """Each end has its reason; none but 'answer' has a success."""
   command, reason, said, more = ENDS[name]
-  (t,), *_ = play(command, limits=WALL, **more)
+  limits = WALL if name == 'timeout' else LIMITS
+  (t,), *_ = play(command, limits=limits, **more)
   assert (t.end_reason, t.success, t.answer) == (reason, 0.0, '')
   assert said in t.error
 
@@ -205,9 +206,10 @@ def test_a_command_that_streams_has_completions(play):
 
 def test_waiting_for_a_slow_engine_is_not_a_timeout(play):
   """The wall time of the command went by in the gateway."""
-  slow = {'delay_s': 0.2, 'piece_tokens': 1}
+  slow = {'delay_s': 0.1, 'piece_tokens': 1}  # 0.8 s a completion
   code = ONCE + 'while True: ask([user])'
-  (t,), *_ = play(python(code), limits=WALL, engine_options=slow)
+  limits = sandbox.Limits(wall_s=4.0)  # mostly waiting, however slowly Python starts
+  (t,), *_ = play(python(code), limits=limits, engine_options=slow)
   assert t.end_reason == 'infrastructure'
   assert 'waiting for completions: raise episodes.limits.wall_s' in t.error
 
@@ -267,7 +269,7 @@ def test_a_client_that_leaves_is_cancelled_at_the_engine(play):
   """A request without a reader does not hold a slot of the engine."""
   code = """
 import socket, time
-body = json.dumps({'model': 'm', 'messages': [user]})
+body = json.dumps({'model': 'm', 'messages': [user], 'max_tokens': 5000})
 s = socket.create_connection(('127.0.0.1', 8080))
 head = 'POST /v1/chat/completions HTTP/1.1\\r\\nhost: a\\r\\ncontent-length: '
 s.sendall(f'{head}{len(body)}\\r\\n\\r\\n{body}'.encode())

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from m2jax.rl import rewards
 from m2jax.tasks import terminal
 from m2jax.tasks.terminal import shell
 from tests.gateway.conftest import response_text
+from tests.waiting import wait_until
 
 AGENT = whitebox.WhiteboxConfig(max_tokens=400, retry_delay_s=0.01)
 WRONG = response_text('no idea', 'none of it')
@@ -105,16 +107,11 @@ def alive(pid):
 
 def supervisors(before):
   """The sandbox supervisors started since `before`."""
-  own = Path(f'/proc/{os.getpid()}/task').glob('*/children')
-  children = {int(pid) for path in own for pid in path.read_text().split()}
+  children = set()
+  for path in Path(f'/proc/{os.getpid()}/task').glob('*/children'):
+    with contextlib.suppress(OSError):  # the thread ended meanwhile
+      children.update(map(int, path.read_text().split()))
   return {pid for pid in children - before if alive(pid)}
-
-
-def wait_until(true, seconds=20):
-  deadline = time.monotonic() + seconds
-  while not true():
-    assert time.monotonic() < deadline, 'it did not come'
-    time.sleep(0.01)
 
 
 def test_a_perfect_policy_solves_every_family(start, tok):

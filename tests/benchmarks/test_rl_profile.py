@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import proc_stat, rl_profile
 from benchmarks.rl_profile import Reading
+from tests.waiting import wait_until
 
 RECORDS = [  # an update of 10 s, and one of 5 s after an evaluation of 2 s
   dict(time_s=110.0, step_s=10.0, wait_s=8.0),
@@ -33,16 +34,27 @@ def test_processor_time_goes_to_the_phase_in_which_it_was_used():
 def test_a_thread_that_computes_is_found_by_its_name():
   """Real clocks: a thread named as the gateway's is, and the time of the rest."""
 
+  computed, end = threading.Event(), threading.Event()
+
   def compute():
     end_s = time.thread_time() + 0.5
     while time.thread_time() < end_s:
       pass
+    computed.set()
+    end.wait(60)
+
+  def read_twice(sampler):  # the second one has begun after this call
+    before = len(sampler.readings)
+    wait_until(lambda: len(sampler.readings) >= before + 2)
 
   with rl_profile.Sampler() as sampler:
     thread = threading.Thread(target=compute, name='gateway')
     thread.start()
+    assert computed.wait(60)
+    read_twice(sampler)
+    end.set()
     thread.join()
-    time.sleep(3 * rl_profile._EVERY_S)  # a reading after it has begun and one more
+    read_twice(sampler)
   used = [reading.parts.get('gateway', 0.0) for reading in sampler.readings]
   assert used == sorted(used), 'what an ended thread used is kept'
   assert used[-1] == pytest.approx(0.5, abs=0.3)

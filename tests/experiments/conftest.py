@@ -60,7 +60,7 @@ def run(job, *flags, variant='', code=0):
     cwd=ROOT,
     capture_output=True,
     text=True,
-    timeout=300,
+    timeout=900,
     check=False,
   )
   assert done.returncode == code, done.stdout + done.stderr
@@ -80,7 +80,7 @@ def start(job, *flags, variant='', output):
     )
 
 
-def wait_for(path, pattern, process, seconds=120):
+def wait_for(path, pattern, process, seconds=600):
   """The match of a pattern in a growing file."""
   deadline = time.monotonic() + seconds
   while time.monotonic() < deadline:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
 
 from m2jax.agents.agent import Agent, AgentConfig, Outcome
+
+BEGAN = threading.Event()  # an agent runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Stuck(Agent):
     return task
 
   async def run(self, episode):
+    BEGAN.set()
     if self._config.where == 'loop':
       time.sleep(self._config.stuck_s)
     if self._config.where == 'cancellation':

@@ -21,6 +21,7 @@ class Sessions:
 
 
 def runner_of(where, **fields):
+  stuck.BEGAN.clear()
   config = episodes.EpisodeConfig(agent=stuck.Config(where=where), **fields)
   return episodes.Runner(config, 'http://127.0.0.1:9/v1', Sessions())
 
@@ -41,11 +42,11 @@ def test_a_verifier_that_hangs():
 
 def test_code_that_blocks_every_episode(monkeypatch):
   """The agents' role stops with the reason; its items go to others."""
-  monkeypatch.setattr(agents, '_BLOCKED_S', 0.2)
   with runner_of('loop') as runner:
     agents.check_not_blocked(runner)
+    monkeypatch.setattr(agents, '_BLOCKED_S', 0.2)
     group(runner, 0, count=1)
-    time.sleep(0.1)
+    assert stuck.BEGAN.wait(30)
     with pytest.raises(RolloutsFailed, match='blocks the event loop'):
       agents.check_not_blocked(runner)
 
@@ -55,7 +56,7 @@ def test_an_agent_that_ignores_its_cancellation(monkeypatch, caplog):
   monkeypatch.setattr(episodes, '_CLOSE_S', 0.2)
   with runner_of('cancellation') as runner:
     group(runner, 0)
-    time.sleep(0.1)
+    assert stuck.BEGAN.wait(30)
     began_s = time.monotonic()
   assert time.monotonic() - began_s < 2.0
   assert 'ignores its cancellation' in caplog.text

@@ -22,6 +22,7 @@ from m2jax.rollout.api import GenerateRequest
 from tests.forge.remote.conftest import engine, variables
 from tests.gateway.test_errors import ANSWER, OK, assert_serves, post
 from tests.rollout import conftest as rollout
+from tests.waiting import wait_until
 
 __all__ = ['engine', 'variables']
 serve_engine = rollout.serve
@@ -41,13 +42,6 @@ def head(key: str, body: bytes) -> bytes:
 def address(gateway) -> tuple[str, int]:
   host, _, port = gateway.base_url.removeprefix('http://')[:-3].partition(':')
   return host, int(port)
-
-
-def wait_until(condition, timeout_s=20.0):
-  ends_s = time.monotonic() + timeout_s
-  while not condition():
-    assert time.monotonic() < ends_s
-    time.sleep(0.01)
 
 
 # --- 500 sessions at once ---
@@ -99,6 +93,12 @@ def test_500_sessions_at_once(serve, tok):
   gateway, scripted, records = serve(
     script, accept_unknown_keys=False, engine_options={'delay_s': 0.001}
   )
+
+  def open_when_all_that_leave_have_left(before):
+    left = lambda: sum(h.cancelled.is_set() for h in scripted.handles[before:])
+    wait_until(lambda: left() == 40)
+    gate.set()
+
   rss_bytes = []
   for round_ in range(2):
     keys = [f'session-{round_}-{i}' for i in range(SESSIONS)]
@@ -110,7 +110,10 @@ def test_500_sessions_at_once(serve, tok):
     def everybody(before=before):
       if len(scripted.requests) - before < 460:
         return False
-      threading.Timer(0.3, gate.set).start()  # some have left by then
+      opening = threading.Thread(
+        target=open_when_all_that_leave_have_left, args=(before,)
+      )
+      opening.start()
       return True
 
     outcomes = asyncio.run(rush(gateway, keys, kinds, everybody))
@@ -173,7 +176,8 @@ def test_an_agent_that_sends_garbage_for_ever(serve):
   wait_until(lambda: statuses.total() > 200)
   before_bytes, waits_s = metrics.rss_bytes(), []
   ends_s = time.monotonic() + 2.0
-  while time.monotonic() < ends_s:
+  while time.monotonic() < ends_s or statuses.total() < 600:
+    assert time.monotonic() < ends_s + 60
     began_s = time.monotonic()
     assert post(gateway, OK).status_code == 200
     waits_s.append(time.monotonic() - began_s)

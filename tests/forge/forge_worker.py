@@ -22,6 +22,7 @@ import numpy as np
 
 from configs import forge as forge_config
 from experiments import common
+from m2jax import platforms
 from m2jax.forge import lead, rl_loop, run
 from m2jax.forge.config import ForgeConfig
 from m2jax.rl import learner
@@ -86,7 +87,7 @@ def instrument(workdir: pathlib.Path):
   def resume(self, product=rl_loop.RlLoop.resume):
     product(self)
     state = self._learner.state
-    scheduler, deadline_s = self._roles.scheduler, time.monotonic() + 10
+    scheduler, deadline_s = self._roles.scheduler, time.monotonic() + 60
     while (served := scheduler.stats().get('policy_version')) != int(state.step):
       if time.monotonic() > deadline_s:
         break
@@ -113,6 +114,7 @@ def instrument(workdir: pathlib.Path):
 
 
 def main(workdir: pathlib.Path):
+  platforms.own_only()
   witness = instrument(workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   common.virtual_devices(config().mesh)

@@ -18,6 +18,7 @@ import sys
 
 import jax
 
+from m2jax import platforms
 from m2jax import sharding as sharding_lib
 
 HEARTBEAT_S = 10
@@ -123,6 +124,7 @@ def main(
   processes: int = 1,
   coordinator: str = '',
 ):
+  platforms.own_only()
   jax.config.update('jax_enable_x64', True)
   jax.config.update('jax_num_cpu_devices', devices)
   if processes > 1:

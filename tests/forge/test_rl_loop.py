@@ -32,6 +32,7 @@ from m2jax.rl import rewards
 from tests.forge import forge_worker
 from tests.gateway.conftest import response_text
 from tests.gateway.scripted_engine import ScriptedEngine
+from tests.waiting import wait_until
 
 AGENT = whitebox.WhiteboxConfig(max_tokens=60, retries=1, retry_delay_s=0.01)
 
@@ -373,10 +374,3 @@ def test_lag_and_age_over_a_restart(tmp_path, tok):
   (third,) = (r for r in metrics_lib.read(tmp_path, 'rl') if r['step'] == 3)
   # submitted before the first step, and taken when the first two had taken four
   assert third['window/age_items_max'] >= 4
-
-
-def wait_until(true, seconds=60):
-  deadline_s = time.monotonic() + seconds
-  while not true():
-    assert time.monotonic() < deadline_s, 'timed out'
-    time.sleep(0.01)

@@ -108,8 +108,10 @@ class FaultInjector:
     self._run.engine.broken = False
 
   def _faults(self):
+    kinds = []  # each comes once before any comes again: every life has its death
     while not self._stopped.wait(FAULT_EVERY_S):
-      match self._rng.choice(['engine', 'sandbox', 'hang', 'death']):
+      kinds = kinds or self._rng.sample(['engine', 'sandbox', 'hang', 'death'], 4)
+      match kinds.pop():
         case 'engine':
           self._run.engine.broken = True
           self._stopped.wait(1.0)

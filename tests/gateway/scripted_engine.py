@@ -45,7 +45,10 @@ class ScriptedEngine:
     self.version = 0
     self.requests: list[GenerateRequest] = []
     self.results: list[tuple[GenerateRequest, GenerateResult]] = []
+    self.handles: list[Handle] = []  # of `requests`
+    self.sampled = 0  # tokens of all requests
     self.cancelled = collections.Counter()
+    self._counting = threading.Lock()
     self._pool = concurrent.futures.ThreadPoolExecutor(workers)
 
   def submit(self, request, on_tokens=None) -> Handle:
@@ -60,6 +63,7 @@ class ScriptedEngine:
     future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
     handle = Handle(future, threading.Event())
+    self.handles.append(handle)
     self._pool.submit(self._serve, request, handle, on_tokens)
     return handle
 
@@ -83,9 +87,12 @@ class ScriptedEngine:
         time.sleep(self.delay_s)
       if handle.cancelled.is_set():
         reason = 'cancelled'
-        self.cancelled['requests'] += 1
+        with self._counting:
+          self.cancelled['requests'] += 1
         break
       tokens.append(token)
+      with self._counting:
+        self.sampled += 1
       if on_tokens and len(tokens) % self.piece_tokens == 0:
         on_tokens(self._new(request, tokens[-self.piece_tokens :]))
       if token in request.sampling.stop_ids:

@@ -11,7 +11,7 @@ import time
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import parser as prometheus_parser
 
@@ -21,10 +21,11 @@ from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from tests.gateway.conftest import SH, response_text
 from tests.gateway.scripted_engine import ScriptedEngine
+from tests.waiting import wait_until
 
 OK = {'model': 'm2jax', 'messages': [{'role': 'user', 'content': 'hi'}]}
 ANSWER = response_text('t', 'fine')
-HTTP = httpx.Client(trust_env=False)
+HTTP = httpx.Client(trust_env=False, timeout=60)
 DEEP = '[' * 100_000
 
 
@@ -232,7 +233,8 @@ def test_bad_requests(serve):
     assert error['type'] == 'invalid_request_error'
     assert param is None or param in error['message']
   assert not engine.requests and not records
-  assert gateway.counters() == {'requests_total{status="400"}': len(BAD)}
+  want = {'requests_total{status="400"}': len(BAD)}
+  wait_until(lambda: gateway.counters() == want)
   assert_serves(gateway)
 
 
@@ -337,6 +339,7 @@ def test_damaged_requests(tok, inline_bytes):
   statuses = collections.Counter()
 
   @settings(deadline=None, max_examples=120)
+  @example(json.dumps(OK).encode(), [], True, b'POST /v1/chat/completions')
   @given(
     body=damaged() | st.binary(max_size=40),
     headers=st.lists(HEADERS, max_size=2),
@@ -465,7 +468,7 @@ def test_engine_failure(serve, stream):
     assert reply.status_code == 503
     error = reply.json()['error']
   assert (error['type'], error['code']) == ('server_error', 'engine_unavailable')
-  assert gateway.counters()['requests_total{status="503"}'] == 1
+  wait_until(lambda: gateway.counters().get('requests_total{status="503"}') == 1)
   engine.alive = False
   assert post(gateway, OK | {'stream': stream}).status_code == 503
   health = httpx.get(gateway.base_url.removesuffix('/v1') + '/health')
@@ -538,13 +541,6 @@ def test_record_comes_before_the_answer(serve):
   assert len(recorded) == 1
 
 
-def wait_for(condition, limit_s=10.0):
-  deadline = time.monotonic() + limit_s
-  while not condition():
-    assert time.monotonic() < deadline, 'waited too long'
-    time.sleep(0.01)
-
-
 @pytest.mark.parametrize('stream', [False, True])
 def test_a_response_that_breaks_stops_the_engine(serve, stream, monkeypatch):
   """Nobody gets the tokens that would follow an internal error."""
@@ -558,7 +554,7 @@ def test_a_response_that_breaks_stops_the_engine(serve, stream, monkeypatch):
   body = OK | {'max_tokens': 5000, 'stream': stream, 'stop': ['never']}
   reply = post(gateway, body)
   assert 'internal error' in reply.text
-  wait_for(lambda: engine.results)
+  wait_until(lambda: engine.results)
   [(_, result)] = engine.results
   assert result.finish_reason == 'cancelled' and not records
 
@@ -577,15 +573,14 @@ def test_client_hangs_up(serve, tok, stream):
     json.dumps(OK | {'stream': stream, 'max_tokens': 10_000}),
     {'authorization': 'Bearer k'},
   )
-  wait_for(lambda: engine.requests)
-  time.sleep(0.1)
+  wait_until(lambda: engine.sampled)  # without a token nothing would be kept
   connection.sock.shutdown(socket.SHUT_RDWR)
   connection.close()
-  wait_for(lambda: records)
+  wait_until(lambda: records)
   assert engine.cancelled['requests'] == 1
   assert records[0].finish_reason == 'cancelled'
   assert records[0].response_ids.tolist() == engine.results[0][1].tokens.tolist()
-  wait_for(lambda: gateway.counters().get('requests_total{status="499"}') == 1)
+  wait_until(lambda: gateway.counters().get('requests_total{status="499"}') == 1)
   engine.script = lambda request: tok.encode(ANSWER)
   assert_serves(gateway)
   assert records[1].fork_reason is None  # nothing can extend or resample what was lost
@@ -613,4 +608,4 @@ def test_hostile_bytes(serve):
     thread.start()
   for thread in threads:
     thread.join()
-  assert gateway.counters()['requests_total{status="200"}'] == 4
+  wait_until(lambda: gateway.counters()['requests_total{status="200"}'] == 4)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import threading
-import time
+import types
 import urllib.parse
 
 import httpx
 import pytest
 
+from m2jax.gateway import session_api
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.gateway.session_api import RemoteSessions
@@ -97,11 +98,14 @@ def test_a_gateway_without_remote_sessions_has_no_such_route(serve):
   assert httpx.post(url, headers=headers, json={'key': 'a'}).status_code == 404
 
 
-def test_bounds(start):
+def test_bounds(start, monkeypatch):
   """Sessions of agents that were killed are closed at an age; others are limited."""
+  now_s = [100.0]
+  clock = types.SimpleNamespace(monotonic=lambda: now_s[0])
+  monkeypatch.setattr(session_api, 'time', clock)
   post, chat, gateway = start(max_open=2, max_age_s=0.3)
   assert [post({'key': k}).status_code for k in 'abc'] == [201, 201, 503]
-  time.sleep(0.35)
+  now_s[0] += 0.35
   assert post({'key': 'c'}).status_code == 201
   assert len(gateway.sessions) == 1
   assert [chat(key).status_code for key in 'abc'] == [401, 401, 200]

@@ -13,6 +13,7 @@ from m2jax.gateway.server import Gateway
 from m2jax.rollout.api import SamplingParams
 from tests.gateway.conftest import SH, response_text
 from tests.gateway.scripted_engine import ScriptedEngine
+from tests.waiting import wait_until
 
 ANSWER = response_text('t', 'fine')
 HTTP = httpx.Client(trust_env=False)
@@ -208,11 +209,11 @@ def test_bytes_of_sessions_are_bounded(serve):
 
 def test_a_session_closed_in_flight_stays_closed(serve):
   """An episode that ends while its agent still asks leaves nothing behind."""
-  gateway, _, records = serve(CALL, engine_options={'delay_s': 0.1})
+  gateway, engine, records = serve(CALL, engine_options={'delay_s': 0.1})
   gateway.sessions.open('k', 'training')
   thread = threading.Thread(target=lambda: ask(gateway, 'k'))
   thread.start()
-  time.sleep(0.2)
+  wait_until(lambda: engine.requests)
   gateway.sessions.close('k')
   thread.join()
   assert len(records) == 1 and len(gateway.sessions) == 0

@@ -7,6 +7,8 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton
 
+from m2jax import platforms
+
 CALL = '__gpu$xla.gpu.triton'
 MOSAIC_CALL = 'mosaic_gpu_v2'
 
@@ -16,7 +18,7 @@ def lowered(function, *shapes) -> str:
   valid, which nothing else checks before a GPU compiles them."""
   device = jax.sharding.AbstractDevice('NVIDIA H100', num_cores=132, platform='gpu')
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-  with jax.sharding.use_abstract_mesh(mesh):
+  with jax.sharding.use_abstract_mesh(mesh), platforms.any_platform():
     exported = jax.export.export(
       jax.jit(function),
       platforms=['cuda'],

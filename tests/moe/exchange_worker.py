@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m2jax import sharding
+from m2jax import platforms, sharding
 from m2jax.moe import dispatch, exchange, experts
 
 DEVICES, TOKENS, MODEL, EXPERTS, HIDDEN, TOP_K = 4, 24, 6, 8, 5, 2  # tokens of a device
@@ -72,6 +72,7 @@ def on_mesh(method, factor):
 
 
 def main():
+  platforms.own_only()
   jax.config.update('jax_enable_x64', True)
   jax.config.update('jax_num_cpu_devices', DEVICES)
   exchange.MIN_ROWS = 1

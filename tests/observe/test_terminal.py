@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2jax.observe import frame, terminal
+from tests.waiting import wait_until
 
 PHASES = {'setup': 20, 'SFT': 100, 'eval': 10, 'RL': 300, 'report': 5}
 HOSTILE = '\x1b[2J\x1b]0;owned\x07\r[bold red]no[/] \u202egnp.exe\x9b31m\ud800'
@@ -199,7 +200,7 @@ def test_without_a_terminal_it_prints_plain_lines():
     assert not view.interactive
     view.begin('RL')
     view.on_record(FULL_RECORD)
-    time.sleep(0.3)
+    wait_until(lambda: console.file.getvalue().count('success 0.5') >= 2)
     view.done('fine')
   text = console.file.getvalue()
   lines = text.splitlines()

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import grain
 import pytest
@@ -19,6 +18,7 @@ from m2jax import pipelines
 from m2jax.pipelines import duplicates, records, seat
 from m2jax.tasks import harbor
 from tests.pipelines import toy
+from tests.waiting import wait_until
 
 
 def _run(config, workdir):
@@ -123,9 +123,7 @@ def test_a_killed_run_resumes(tmp_path):
   )
   process = subprocess.Popen([sys.executable, '-c', code, str(tmp_path)])
   log = tmp_path / 'records.jsonl'
-  deadline = time.monotonic() + 30
-  while len(records.read(log)) < 3 and time.monotonic() < deadline:
-    time.sleep(0.02)
+  wait_until(lambda: len(records.read(log)) >= 3, 300)
   os.kill(process.pid, signal.SIGKILL)
   process.wait()
   before = records.read(log)

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from experiments import make_all_tasks
 from m2jax.pipelines import discovery, records
 from tests.pipelines import toy
+from tests.waiting import wait_until
 
 _ROOT = Path(__file__).parents[2]
 _TOY = 'tests.pipelines.toy'
@@ -33,7 +33,7 @@ def _started(workdir, *arguments):
 
 
 def _found(process):
-  out, err = process.communicate(timeout=120)
+  out, err = process.communicate(timeout=600)
   return process.returncode, out, err
 
 
@@ -64,9 +64,7 @@ def test_ctrl_c_stops_and_the_second_run_goes_on(tmp_path):
   given = ('--pipelines=tests.pipelines.slow_toy', '--count=6')
   process = _started(tmp_path, *given)
   log = tmp_path / 'slow_toy' / 'records.jsonl'
-  deadline = time.monotonic() + 60
-  while not records.read(log) and time.monotonic() < deadline:
-    time.sleep(0.01)
+  wait_until(lambda: records.read(log), 300)
   process.send_signal(signal.SIGINT)
   code, _, err = _found(process)
   assert code == 130 and 'the same command resumes' in err, err

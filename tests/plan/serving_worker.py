@@ -70,9 +70,12 @@ def main(names):
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', 8)
   jax.config.update('jax_enable_x64', True)
+  from m2jax import platforms
   from m2jax.kernels.paged_attention import cpu as paged_attention
   from m2jax.train import step as train_step
   from tests.sharding import small
+
+  platforms.own_only()
 
   cfg = small.config(num_mtp_modules=0)
   variables = train_step.init_variables(cfg, jax.random.key(0))

@@ -20,7 +20,7 @@ V5P = next(chip for chip in chips.CHIPS if chip.name == 'v5p')
 @pytest.fixture(scope='module')
 def found():
   child = processes.start('tests.plan.hlo_worker')
-  ((out, err),) = processes.finish([child], timeout_s=300)
+  ((out, err),) = processes.finish([child])
   lines = [json.loads(line) for line in out.splitlines()]
   assert len(lines) == len(hlo_worker.PROGRAMS), err[-3000:]
   return {line['case']: line['found'] for line in lines}

@@ -67,7 +67,7 @@ def test_state_of_a_chip_is_the_sum_over_its_specs(mesh):
 @pytest.fixture(scope='module')
 def compiled():
   child = processes.start('tests.plan.memory_worker')
-  ((out, err),) = processes.finish([child], timeout_s=300)
+  ((out, err),) = processes.finish([child])
   lines = [json.loads(line) for line in out.splitlines()]
   assert len(lines) == 4, err[-3000:]
   return {line['name']: line for line in lines}

@@ -6,6 +6,7 @@ It listens on a Unix socket only. PostgreSQL does not run as root: then it runs 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -128,8 +129,17 @@ class Server:
   def kill_a_backend(self) -> None:
     """SIGKILL of a connection's process: the server cuts all others and recovers."""
     query = "SELECT pid FROM pg_stat_activity WHERE application_name = 'm2jax' LIMIT 1"
-    with self.connect('postgres') as connection:
-      for (pid,) in connection.execute(query).fetchall():
+    deadline_s = time.monotonic() + 60
+    while True:
+      try:
+        with self.connect('postgres') as connection:
+          found = connection.execute(query).fetchall()
+        break
+      except psycopg.OperationalError:  # it still recovers from the kill before
+        assert time.monotonic() < deadline_s, self._log.read_text()
+        time.sleep(0.05)
+    for (pid,) in found:
+      with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
   def connect(self, database: str) -> psycopg.Connection:

@@ -38,7 +38,7 @@ def sessions(draw):
       experts = rng.integers(-1, 9, (len(prompt) + n, LAYERS, TOP_K)).astype(np.int16)
       same = parent is not None and parent.experts is not None
       if same and draw(st.booleans()):  # as a prefix cache gives them
-        shared = min(len(parent.experts) - 1, len(experts))
+        shared = min(max(0, len(parent.experts) - 1), len(experts))
         experts[:shared] = parent.experts[:shared]
     out.append(
       completion(

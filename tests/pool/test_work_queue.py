@@ -13,6 +13,7 @@ from m2jax.pool import windowed_fifo
 from m2jax.pool.data_pool import DataPool
 from m2jax.pool.work_queue import WorkQueue
 from tests.pool.test_data_pool import completion, trajectory
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -48,13 +49,6 @@ def states(pool, queue):
   ]
   assert all(a == b for a, b in both), both
   return tuple(a for a, _ in both)
-
-
-def wait_until(true, seconds=30):
-  deadline_s = time.monotonic() + seconds
-  while not true():
-    assert time.monotonic() < deadline_s, 'it did not come'
-    time.sleep(0.005)
 
 
 def test_an_item_ends_once(pool):

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m2jax import forest, sharding
+from m2jax import forest, platforms, sharding
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.rl import learner, rewards
 from m2jax.train import step as train_step
@@ -113,6 +113,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def main(names):
+  platforms.own_only()
   jax.config.update('jax_enable_x64', True)
   jax.config.update('jax_num_cpu_devices', 8)
   for name in names:

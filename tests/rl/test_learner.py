@@ -80,8 +80,7 @@ def make():
   optimizer = optax.sgd(0.1)
 
   def make(pool, broken=False):
-    init = jax.jit(train_step.init_variables, static_argnums=0)
-    variables = init(CFG, jax.random.key(0))
+    variables = train_step.init_variables(CFG, jax.random.key(0))
     if broken:
       variables['params']['head'] = variables['params']['head'].at[0, 0].set(jnp.nan)
     state = train_step.init_state(variables, optimizer)
@@ -234,7 +233,7 @@ def test_trees_larger_than_a_row(replay, modules):
   got = {}
   with jax.enable_x64():
     cfg = dataclasses.replace(test_step.CFG, num_mtp_modules=modules)
-    start = jax.jit(train_step.init_variables, static_argnums=0)(cfg, jax.random.key(0))
+    start = train_step.init_variables(cfg, jax.random.key(0))
     start['router'] = {k: v + 0.01 * jnp.arange(4) for k, v in start['router'].items()}
     optimizer = optax.sgd(0.1)
     for name, fields in sizes.items():

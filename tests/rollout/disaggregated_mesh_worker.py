@@ -10,7 +10,7 @@ import json
 import jax
 import numpy as np
 
-from m2jax import sharding
+from m2jax import platforms, sharding
 from m2jax.rollout.disaggregated import Disaggregated
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.handover import HandoverConfig
@@ -32,6 +32,7 @@ def served(scheduler: Scheduler) -> list:
 
 
 def main() -> None:
+  platforms.own_only()
   jax.config.update('jax_num_cpu_devices', 8)
   devices = jax.devices()
   model = mesh_worker.model(mesh_worker.CASES['tensor'])

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from m2jax import sharding
+from m2jax import platforms, sharding
 from m2jax.rollout import sequences
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.batcher import Batcher
@@ -235,6 +235,7 @@ def _part(x: jax.Array, axis: int) -> int:
 
 
 def main(names):
+  platforms.own_only()
   jax.config.update('jax_num_cpu_devices', 8)
   sequences.ROW_TOKENS = 1  # the prefix that prompts share is short
   for name in names:

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 
+from m2jax import platforms
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.prefill_engine import PrefillScheduler
 from m2jax.rollout.prefill_server import PrefillServer
@@ -35,6 +36,7 @@ class Slow:
 
 
 def main(address, key='', pause_s='0'):
+  platforms.own_only()
   weights = [small.init(i) for i in range(2)]
   engine = Slow(Engine(small.CFG, small.RECORDING), float(pause_s))
   scheduler = PrefillScheduler(engine, weights[0], part_pages=3)

@@ -33,6 +33,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from m2jax import platforms
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.kv_pool.config import KvPoolConfig
@@ -254,6 +255,7 @@ def _damage(directory: pathlib.Path, random) -> None:
 
 
 def main(argv):
+  platforms.own_only()
   found = soak(*map(int, argv or [20_000]))
   names = REPORTED + (TIERS if 'host_pages' in found else ())
   print(', '.join(f'{name} {found[name]}' for name in names))

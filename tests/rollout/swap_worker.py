@@ -11,7 +11,7 @@ import json
 import jax
 import numpy as np
 
-from m2jax import sharding
+from m2jax import platforms, sharding
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
@@ -67,6 +67,7 @@ def compare(placed, want):
 
 
 def main():
+  platforms.own_only()
   jax.config.update('jax_num_cpu_devices', 8)
   cfg = mesh_worker.model(mesh_worker.Case({}))
   first, second = (quick.variables(cfg, i, noise=0.1, bias=0.1) for i in range(2))

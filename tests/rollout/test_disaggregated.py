@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import threading
-import time
 
 import jax
 import numpy as np
@@ -34,6 +33,7 @@ from tests.rollout.test_scheduler import (
   swap_in_flight,
 )
 from tests.rollout.test_speculative import agreeing
+from tests.waiting import wait_until
 
 PAGE = RECORDING.page_tokens
 HOW = HandoverConfig(local_tokens=PAGE, part_pages=3)
@@ -103,16 +103,9 @@ def apart(recording, variables):
     yield start
 
 
-def until(condition):
-  deadline = time.monotonic() + TIMEOUT_S
-  while not condition():
-    assert time.monotonic() < deadline
-    time.sleep(0.005)
-
-
 def assert_no_page_is_lost(front):
-  until(lambda: not front.stats()['active_slots'])
-  until(lambda: not front.stats()['prefill_engine_active_slots'])
+  wait_until(lambda: not front.stats()['active_slots'])
+  wait_until(lambda: not front.stats()['prefill_engine_active_slots'])
   stats = front.stats()
   for side in ('', 'prefill_engine_'):
     free = stats[side + 'free_pages'] + stats[side + 'cached_pages']
@@ -196,7 +189,7 @@ def test_others_decode_while_pages_are_awaited(apart):
   calls = front.stats()['decode_calls']
   assert not slow.future.done()
   source.release(1)
-  until(lambda: front.stats()['handover_pages'] == 3)
+  wait_until(lambda: front.stats()['handover_pages'] == 3)
   assert not slow.future.done() and front.stats()['decode_calls'] == calls
   source.release()
   assert len(slow.future.result(TIMEOUT_S).tokens) == 4
@@ -212,7 +205,7 @@ def test_retraction_on_the_decode_side(serve, apart, recording, few):
   source.wait_for(3)
   source.release()
   last = front.submit(requests[3])  # awaits pages while the others run out of them
-  until(lambda: source.cancelled or last.future.done())
+  wait_until(lambda: source.cancelled or last.future.done())
   source.through = True
   source.release()
   got = [handle.future.result(TIMEOUT_S) for handle in (*handles, last)]
@@ -250,7 +243,7 @@ def test_pages_of_older_weights_are_for_their_request_only(
   handle = front.submit(request(tokens, max_tokens=6))
   source.wait_for(2)  # all of version 0
   front.update_weights(other_variables, 1)
-  until(lambda: front.stats()['policy_version'] == 1)
+  wait_until(lambda: front.stats()['policy_version'] == 1)
   source.release()
   source.through = True
   stale = handle.future.result(TIMEOUT_S)
@@ -270,7 +263,7 @@ def test_pages_of_newer_weights_wait_for_them(
   front, source = apart(wrap=Held)
   tokens = prompt(8, 21)
   source.update_weights(other_variables, 1)
-  until(lambda: source.stats()['policy_version'] == 1)
+  wait_until(lambda: source.stats()['policy_version'] == 1)
   handle = front.submit(request(tokens, max_tokens=6))
   source.wait_for(2)
   source.through = True
@@ -295,10 +288,10 @@ def test_what_wants_newer_weights_waits_at_the_prefill_engine(
     for version in (1, 0):
       tokens = np.array(prompt(1, 9), np.int32)
       source.ask(handover.Ask(tokens, 0, version), found[version].append)
-    until(lambda: found[0])
+    wait_until(lambda: found[0])
     assert not found[1] and found[0][0].versions == (0, 0)
     source.update_weights(other_variables, 1)
-    until(lambda: found[1])
+    wait_until(lambda: found[1])
     assert found[1][0].versions == (1, 1)
     assert np.abs(found[0][0].pages.k - found[1][0].pages.k).max() > 1e-3
   finally:
@@ -312,7 +305,7 @@ def test_cancellation_frees_the_pages_of_both_sides(apart, released):
   handles = [front.submit(request(prompt(i, 40))) for i in range(6)]
   source.wait_for(4 * 4)
   source.release(released)
-  until(lambda: front.stats()['handover_pages'] == 3 * released)
+  wait_until(lambda: front.stats()['handover_pages'] == 3 * released)
   for handle in handles:
     handle.cancel()
   for handle in handles:
@@ -386,7 +379,7 @@ def test_a_stuck_ask_expires_while_others_are_answered(apart, reference, variabl
   front, source = apart(wrap=Stuck, how=how)
   tokens = prompt(2, 30)
   stuck = front.submit(request(tokens, max_tokens=5))
-  until(lambda: source.asked)
+  wait_until(lambda: source.asked)
   number = 0
   while not stuck.future.done():
     number += 1
@@ -405,7 +398,7 @@ def test_early_pages_hold_up_no_other_ask(apart, other_variables):
   old = front.submit(request(prompt(8, 21), max_tokens=3))
   source.wait_for(2)
   source.update_weights(other_variables, 1)
-  until(lambda: source.stats()['policy_version'] == 1)
+  wait_until(lambda: source.stats()['policy_version'] == 1)
   new = front.submit(request(prompt(9, 21), max_tokens=3))
   source.wait_for(4)
   source.parts = source.parts[2:] + source.parts[:2]

@@ -21,10 +21,11 @@ from m2jax.rollout.prefill_engine import PrefillScheduler
 from m2jax.rollout.prefill_server import PrefillServer
 from m2jax.rollout.remote_prefill import RemotePrefills
 from tests.rollout.conftest import CFG, RECORDING
-from tests.rollout.test_disaggregated import HOW, until
+from tests.rollout.test_disaggregated import HOW
 from tests.rollout.test_engine import prompt
 from tests.rollout.test_remote_prefill import LAYOUT, QUICK, decode, path
 from tests.rollout.test_scheduler import assert_logprobs, request, run
+from tests.waiting import wait_until
 
 __all__ = ['decode', 'path']  # fixtures
 
@@ -98,10 +99,11 @@ def attacked(recording, variables, tmp_path_factory):
   source = RemotePrefills(server.address, LAYOUT, timeouts=QUICK).start()
   found = []
   source.ask(handover.Ask(np.array(prompt(1, 9), np.int32), 0, 0), found.append)
-  until(lambda: found)  # it serves as ever
+  wait_until(lambda: found)  # it serves as ever
   assert isinstance(found[0], handover.Part)
   source.stop()
-  until(lambda: not server.stats()['connections'])
+  wait_until(lambda: not server.stats()['connections'])
+  wait_until(lambda: not server.stats()['queue_length'])  # asks of closed connections
   stats = server.stats()
   assert stats['queue_length'] == stats['active_slots'] == stats['failed'] == 0
   assert stats['free_pages'] + stats['cached_pages'] == stats['pages']
@@ -114,7 +116,7 @@ def test_hostile_frames_close_their_own_connection(attacked, name):
     before = attacked.rejected
     sock.sendall(HOSTILE[name])
     assert closes(sock)
-    until(lambda: attacked.rejected == before + 1)
+    wait_until(lambda: attacked.rejected == before + 1)
 
 
 @settings(max_examples=20)
@@ -157,7 +159,7 @@ def test_slow_and_silent_connections_are_closed(attacked):
 
 
 def test_connections_and_asks_are_bounded(attacked):
-  until(lambda: not attacked.stats()['connections'])
+  wait_until(lambda: not attacked.stats()['connections'])
   with contextlib.ExitStack() as stack:
     for _ in range(4):
       sock = stack.enter_context(opened(attacked))
@@ -166,7 +168,7 @@ def test_connections_and_asks_are_bounded(attacked):
     for number in range(9):  # of weights that never come
       sock.sendall(frame({**ASK, 'number': number, 'version': 99}, TOKENS))
     assert closes(sock)
-  until(lambda: not attacked.stats()['connections'])
+  wait_until(lambda: not attacked.stats()['connections'])
 
 
 def test_a_receiver_that_does_not_read_is_disconnected():

@@ -333,3 +333,18 @@ class Machine(RuleBasedStateMachine):
 
 TestKvPool = Machine.TestCase
 TestKvPool.settings = settings(deadline=None, max_examples=20, stateful_step_count=20)
+
+
+def test_what_was_flushed_is_no_longer_queued(tmp_path, monkeypatch):
+  """Though the threads of the pool have not yet forgotten their writes."""
+  late = threading.Event()
+  forget = KvPool._forget
+  monkeypatch.setattr(
+    KvPool, '_forget', lambda self, write: late.wait(TIMEOUT_S) and forget(self, write)
+  )
+  pool = opened(f'file://{tmp_path}/')
+  for i, key in enumerate(keys(3)):
+    pool.put(key, page(i))
+  assert pool.flush(TIMEOUT_S) and pool.stats()['queued_pages'] == 0
+  late.set()
+  pool.close()

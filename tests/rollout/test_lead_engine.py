@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import jax
 import numpy as np
@@ -115,12 +114,15 @@ def test_new_weights_are_exchanged_in_all_processes(engine, variables, serve):
   ours, theirs = Recorded(engine), Recorded(engine)
   leading = lead_engine.LeadEngine(ours, sent, numbers)
   scheduler = serve(leading, weights_part_bytes=20_000)
-  started = threading.Event()
-  request = GenerateRequest(prompt(1, 5), SamplingParams(max_tokens=100, seed=1))
-  handle = scheduler.submit(request, lambda tokens: started.set())
-  assert started.wait(TIMEOUT_S)
   numbers.assign(numbers.new(), newer)
-  scheduler.update_weights(newer, 1)
+  updates = iter([1])
+
+  def update(_):  # with the first tokens
+    for version in updates:
+      scheduler.update_weights(newer, version)
+
+  request = GenerateRequest(prompt(1, 5), SamplingParams(max_tokens=100, seed=1))
+  handle = scheduler.submit(request, update)
   versions = handle.future.result(TIMEOUT_S).versions
   scheduler.stop()
   assert set(versions) == {0, 1}

@@ -44,11 +44,11 @@ class Watched:
 def serve_watched(engine, variables):
   started = []
 
-  def start(watched=None, **config):
+  def start(watched=None, run=True, **config):
     config = SchedulerConfig(decode_steps=2, **config)
     scheduler = Scheduler(watched or Watched(engine), variables, config=config)
     started.append(scheduler)
-    return scheduler.start(warmup=False)
+    return scheduler.start(warmup=False) if run else scheduler
 
   yield start
   for scheduler in started:
@@ -112,13 +112,17 @@ def test_a_cancelled_request_keeps_what_was_drawn(engine, serve_watched):
   watched = Watched(engine)
   scheduler = serve_watched(watched)
   want = run(scheduler, request(prompt(0, 5), max_tokens=30, seed=1))
-  gone = threading.Event()
-  handle = scheduler.submit(
-    request(prompt(0, 5), max_tokens=30, seed=1), lambda _: gone.set()
-  )
+  made, cancelled = threading.Event(), threading.Event()
+
+  def hold(_):  # the next call has been made
+    made.set()
+    cancelled.wait(TIMEOUT_S)
+
+  handle = scheduler.submit(request(prompt(0, 5), max_tokens=30, seed=1), hold)
   other = scheduler.submit(request(prompt(1, 5), max_tokens=30, seed=2))
-  gone.wait(TIMEOUT_S)
+  assert made.wait(TIMEOUT_S)
   handle.cancel()
+  cancelled.set()
   result = handle.future.result(TIMEOUT_S)
   assert result.finish_reason == 'cancelled'
   assert result.tokens.tolist() == want.tokens[: len(result.tokens)].tolist()
@@ -138,7 +142,7 @@ def test_tokens_have_the_version_that_drew_them(engine, serve_watched, variables
   def swap(_):
     if not swapped.is_set():
       swapped.set()
-      threading.Thread(target=scheduler.update_weights, args=(newer, 1)).start()
+      scheduler.update_weights(newer, 1)  # the next call has been made
 
   handle = scheduler.submit(request(prompt(0, 5), max_tokens=40, temperature=0.0), swap)
   result = handle.future.result(TIMEOUT_S)
@@ -164,10 +168,11 @@ def test_a_call_that_fails_ahead_fails_the_running_requests(engine, serve_watche
 def test_no_sequence_is_retracted_for_a_call_made_ahead(few, serve_watched):
   """Where pages are left for one more call, but not for two."""
   watched = Watched(few)
-  scheduler = serve_watched(watched)
-  results = run(
-    scheduler, *(request(prompt(i, 12), max_tokens=22, seed=i) for i in range(2))
-  )
+  scheduler = serve_watched(watched, run=False)
+  asked = [request(prompt(i, 12), max_tokens=22, seed=i) for i in range(2)]
+  handles = [scheduler.submit(r) for r in asked]  # both before the first call
+  scheduler.start(warmup=False)
+  results = [handle.future.result(TIMEOUT_S) for handle in handles]
   assert [len(r.tokens) for r in results] == [22] * 2
   stats = scheduler.stats()
   assert stats['retractions'] == 0 and stats['peak_pages'] == stats['pages']

@@ -27,10 +27,10 @@ from tests.rollout.test_disaggregated import (
   HOW,
   assert_equal,
   assert_no_page_is_lost,
-  until,
 )
 from tests.rollout.test_engine import prompt
 from tests.rollout.test_scheduler import TIMEOUT_S, assert_logprobs, request, run
+from tests.waiting import wait_until
 
 KEY = b'a key of the tests'
 LAYOUT = handover.layout(CFG, RECORDING, HOW.part_pages)
@@ -82,13 +82,13 @@ REQUESTS = [request(prompt(i, n), seed=i) for i, n in enumerate((9, 33, 3, 40, 4
 
 
 def connected(front):
-  until(lambda: front.stats()['prefill_engine_connected'])
+  wait_until(lambda: front.stats()['prefill_engine_connected'])
 
 
 def fresh(front):
   """Statistics that the prefill process has sent after this call."""
   sent = front._prefills._theirs
-  until(lambda: front._prefills._theirs is not sent)
+  wait_until(lambda: front._prefills._theirs is not sent)
 
 
 def test_tokens_are_those_of_one_engine(
@@ -125,7 +125,7 @@ def test_a_lost_connection_is_replaced(
   front = decode(path)
   tokens = prompt(7, 46)
   handle = front.submit(request(tokens, max_tokens=2))
-  until(lambda: server.stats()['active_slots'])
+  wait_until(lambda: server.stats()['active_slots'])
   if how == 'stop':
     server.stop()
   else:  # of this side, to which the server answers by closing
@@ -141,7 +141,7 @@ def test_a_lost_connection_is_replaced(
   assert run(front, request(prompt(8, 30))).tokens.size == 6
   stats = front.stats()
   assert stats['handovers'] == 1 and stats['prefill_engine_connections'] == 2
-  until(lambda: not server.stats()['active_slots'])
+  wait_until(lambda: not server.stats()['active_slots'])
   fresh(front)
   assert_no_page_is_lost(front)
 
@@ -152,12 +152,12 @@ def test_cancellation_reaches_the_prefill_process(
   server = serve_prefill(path, Slow(recording, 0.2))
   front = decode(path)
   handles = [front.submit(request(prompt(i, 40))) for i in range(3)]
-  until(lambda: server.stats()['active_slots'] == 3)
+  wait_until(lambda: server.stats()['active_slots'] == 3)
   for handle in handles:
     handle.cancel()
   for handle in handles:
     assert handle.future.result(TIMEOUT_S).finish_reason == 'cancelled'
-  until(lambda: server.stats()['cancelled'] == 3)
+  wait_until(lambda: server.stats()['cancelled'] == 3)
   fresh(front)
   assert_no_page_is_lost(front)
 
@@ -271,16 +271,16 @@ def test_weights_are_loaded_when_they_can_be(
     stranger = stack.enter_context(wire.Address.parse(server.address).connect(5.0))
     wire.open_client(stranger, None, 5.0)
     wire.send(stranger, dict(kind='weights', version=2**31 - 1))
-    until(lambda: tried)
+    wait_until(lambda: tried)
     assert hello(server) == 0
     front = decode(path)
     front.update_weights(other_variables, 1)
-    until(lambda: len(failures) < 2)
+    wait_until(lambda: len(failures) < 2)
     assert hello(server) == 0
     result = run(front, REQUESTS[1])
     assert_logprobs(reference, other_variables, REQUESTS[1].prompt_ids, result)
-    until(lambda: hello(server) == 1)
-    until(lambda: front._prefills.available)
+    wait_until(lambda: hello(server) == 1)
+    wait_until(lambda: front._prefills.available)
     before = front.stats()['handovers']
     run(front, request(prompt(20, 33)))
     assert front.stats()['handovers'] == before + 1
@@ -320,7 +320,7 @@ def test_both_sides_must_know_the_key(serve_prefill, decode, server_key, key):
   assert run(front, request(prompt(1, 20))).tokens.size == 6
   stats = front.stats()
   assert stats['prefills_alone'] == 1 and stats['prefill_engine_connections'] == 0
-  until(lambda: server.rejected)
+  wait_until(lambda: server.rejected)
 
 
 def test_a_key_over_tcp(serve_prefill, decode):
@@ -382,7 +382,7 @@ def test_two_processes(
   first, address = worker('tcp:127.0.0.1:0', KEY.decode(), 0.3)
   front = decode(address, key=KEY, how=dataclasses.replace(HOW, timeout_s=10.0))
   handles = [front.submit(r) for r in REQUESTS]
-  until(lambda: front.stats()['handover_pages'] >= 3)
+  wait_until(lambda: front.stats()['handover_pages'] >= 3)
   first.send_signal(signal.SIGKILL)
   got = [handle.future.result(TIMEOUT_S) for handle in handles]
   for a, b in zip(want, got, strict=True):
@@ -413,7 +413,7 @@ def test_two_processes(
     assert stats['prefill_engine_losses'] == 2  # it was given up
   finally:
     second.send_signal(signal.SIGCONT)
-  until(lambda: front._prefills.available)
+  wait_until(lambda: front._prefills.available)
   before = front.stats()['handovers']
   for a, r in zip(want, REQUESTS, strict=True):
     assert_equal_but_versions(a, run(front, r))

@@ -18,6 +18,7 @@ from m2jax.rollout.api import GenerateRequest, PromptTooLong, SamplingParams
 from m2jax.rollout.scheduler import EngineError, Scheduler, SchedulerConfig
 from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG, log_softmax
 from tests.rollout.test_engine import prompt
+from tests.waiting import wait_until
 
 TIMEOUT_S = 60
 
@@ -135,7 +136,7 @@ def test_agents_that_answer_at_once_share_their_calls(serve):
   """Agents whose requests end together go on together, turn after turn."""
   agents, turns, steps = ENGINE_CONFIG.slots, 5, 4
   # It ends when all that are expected have arrived, however long that takes.
-  scheduler = serve(decode_steps=steps, gather_s=60.0)
+  scheduler = serve(decode_steps=steps, gather_s=60.0, run=False)
   ended: queue.SimpleQueue = queue.SimpleQueue()
 
   def ask(agent, tokens):
@@ -146,6 +147,7 @@ def test_agents_that_answer_at_once_share_their_calls(serve):
 
   for agent in range(agents):
     ask(agent, [agent + 1])
+  scheduler.start(warmup=False)
   for turn in range(turns):
     for _ in range(agents):
       agent, tokens = ended.get(timeout=TIMEOUT_S)
@@ -394,6 +396,27 @@ def test_cancel_frees_the_slot_and_keeps_what_was_sampled(serve, variables, refe
   running[0].cancel()  # after the end: harmless
   assert len(run(scheduler, request(prompt(3, 4))).tokens) == 6
   assert scheduler.stats()['active_slots'] == 0
+
+
+@pytest.mark.parametrize('end', ['length', 'cancelled'])
+def test_who_gets_a_result_finds_the_slot_free(serve, end):
+  """Nothing of a request that has ended is in the engine, to the callbacks of its
+  future neither."""
+  scheduler, found, submitted = serve(), [], threading.Event()
+
+  def on_tokens(_):
+    assert submitted.wait(TIMEOUT_S)
+    if end == 'cancelled':
+      handle.cancel()
+
+  handle = scheduler.submit(request(prompt(1, 5), max_tokens=9), on_tokens)
+  handle.future.add_done_callback(lambda _: found.append(scheduler.stats()))
+  submitted.set()
+  assert handle.future.result(TIMEOUT_S).finish_reason == end
+  wait_until(lambda: found)
+  (stats,) = found
+  assert stats['active_slots'] == 0
+  assert stats['free_pages'] + stats['cached_pages'] == stats['pages']
 
 
 def test_asyncio_cancellation_leaves_the_engine_unharmed(serve):

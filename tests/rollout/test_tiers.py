@@ -19,6 +19,7 @@ from tests.rollout import soak as soak_lib
 from tests.rollout.conftest import FEW
 from tests.rollout.test_engine import prompt
 from tests.rollout.test_scheduler import assert_logprobs, request, run
+from tests.waiting import wait_until
 
 PAGE = FEW.page_tokens
 HOST_BYTES = 1 << 20
@@ -254,6 +255,24 @@ def test_copies_are_compiled_by_the_warmup(few, variables):
   assert [call._cache_size() for call in calls] == compiled
 
 
+def test_pages_are_moving_until_they_are_stored(serve, few, tmp_path, monkeypatch):
+  """Who waits for `moving_pages` of 0 finds them in the next memory."""
+  more = dict(host_cache_bytes=HOST_BYTES, kv_pool=pool(tmp_path))
+  scheduler, moving = serve(few, **more), []
+  tiers = scheduler._batcher.tiers
+  put = tiers.host.put
+
+  def watched(pages, **how):
+    if not how:  # from the device
+      moving.append(tiers.stats()['moving_pages'] >= len(pages))
+    return put(pages, **how)
+
+  monkeypatch.setattr(tiers.host, 'put', watched)
+  run(scheduler, request(PROMPTS[0]))
+  assert assert_settled(scheduler)['host_pages'] > 0
+  assert moving and all(moving)
+
+
 def test_pages_that_are_not_finite_go_nowhere(serve, few, variables, tmp_path):
   """Weights with NaN fail their requests, and leave nothing that others could find."""
   head = variables['params']['head']
@@ -270,10 +289,11 @@ def test_pages_that_are_not_finite_go_nowhere(serve, few, variables, tmp_path):
   assert left == 0
   scheduler.update_weights(variables, 1)
   assert run(scheduler, request(PROMPTS[1])).versions.tolist() == [1] * 6
-  assert scheduler._batcher.tiers.pool.flush(60)
+  pages = (len(PROMPTS[1]) + 6 - 1) // PAGE  # the last one leaves after the request
+  wait_until(lambda: scheduler.stats()['pool_written_pages'] >= pages)
   stats = scheduler.stats()
   assert stats['pool_dropped_pages'] <= 5  # those that were copied before the failure
-  assert stats['pool_written_pages'] == stats['host_pages'] > 0
+  assert stats['pool_written_pages'] == stats['host_pages'] == pages
 
 
 class Distributed:

@@ -153,7 +153,9 @@ async def destroy_kills(host: sandbox.Host) -> None:
   """`destroy` ends a running command at once, and returns when it has ended."""
   box = await sandbox.create(host=host)
   running = asyncio.create_task(box.exec('(setsid sleep 4242 &) ; sleep 4242'))
-  await asyncio.sleep(0.3)
+  async with asyncio.timeout(30):
+    while len(_running('4242')) < 2:
+      await asyncio.sleep(0.01)
   started = time.monotonic()
   await box.destroy()
   assert time.monotonic() - started < 30

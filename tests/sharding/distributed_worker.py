@@ -19,8 +19,10 @@ def main(
 ):
   import jax
 
+  from m2jax import platforms
   from m2jax import sharding as sharding_lib
 
+  platforms.own_only()
   jax.config.update('jax_num_cpu_devices', devices)
   if processes > 1:
     sharding_lib.join(coordinator, processes, process)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from m2jax import model, sharding
+from m2jax import model, platforms, sharding
 from m2jax.checkpoint import CheckpointManager
 from m2jax.moe import exchange as exchange_lib
 from m2jax.moe import experts, tiled
@@ -331,6 +331,7 @@ def exchange() -> dict[str, Any]:
 
 
 def main(names):
+  platforms.own_only()
   jax.config.update('jax_enable_x64', True)
   jax.config.update('jax_num_cpu_devices', 8)
   exchange_lib.MIN_ROWS = 1  # so that there is more than one round

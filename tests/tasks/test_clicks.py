@@ -343,9 +343,13 @@ def test_a_dead_browser_is_not_judged():
 
   async def run():
     async with task.open(backend='none', limits=sandbox.Limits()) as environment:
-      for process in psutil.Process().children(recursive=True):
-        if 'chrom' in process.name() and '--type=' not in ' '.join(process.cmdline()):
-          process.kill()
+      browsers = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if 'chrom' in process.name() and '--type=' not in ' '.join(process.cmdline())
+      ]
+      for process in browsers:  # not before: their children end with them
+        process.kill()
       with pytest.raises(sandbox.SandboxError):
         await environment.execute('type', {'ref': 1, 'text': 'x'})
       with pytest.raises(sandbox.SandboxError):

@@ -78,7 +78,7 @@ def test_verdicts():
 @pytest.mark.parametrize('together', [True, False])
 def test_latencies_are_real(together):
   """In parallel a turn takes its slowest call; one by one it takes their sum."""
-  config = fetch.Config(latency_s=(0.05, 0.1))
+  config = fetch.Config(latency_s=(0.2, 0.4))
   task = tasks.make(tasks.spec(config, 'train', 1, family='independent_3'))
 
   async def look_up(environment):

@@ -15,7 +15,7 @@ import re
 import jax
 import numpy as np
 
-from m2jax import config, sharding
+from m2jax import config, platforms, sharding
 from m2jax.optim import GnmrConfig, OptimizerConfig, gnmr
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.train import feeds
@@ -62,6 +62,7 @@ def computation(hlo: str, name: str) -> str:
 
 
 def main():
+  platforms.own_only()
   jax.config.update('jax_enable_x64', True)
   jax.config.update('jax_num_cpu_devices', 4)
   where = sharding.make(sharding.MeshConfig(fsdp=2, expert=2))

@@ -62,6 +62,11 @@ def finish(workdir, texts, *job):
   return output.read_text()
 
 
+def steps_saved(workdir) -> int:
+  with CheckpointManager(workdir / 'pretrain', read_only=True) as manager:
+    return manager.latest_step() or 0
+
+
 # Lowest and highest step of each kill.
 LONG = ((5, 15), (27, 38))
 THOROUGH = ((5, 12), (18, 26), (27, 30), (31, 38))
@@ -89,10 +94,16 @@ def test_the_loss_curve_is_bit_identical(tmp_path, moments):
     while child.poll() is None and steps_written(workdir) < after:
       time.sleep(0.01)
     time.sleep(rng.uniform(0, 0.02))
+    while child.poll() is None:  # killed where something is lost
+      child.send_signal(signal.SIGSTOP)
+      time.sleep(0.05)  # until all of its threads have stopped
+      if steps_written(workdir) > steps_saved(workdir):
+        break
+      child.send_signal(signal.SIGCONT)
+      time.sleep(0.01)
     child.kill()
     kills += child.wait(60) == -signal.SIGKILL
-    with CheckpointManager(workdir / 'pretrain', read_only=True) as manager:
-      lost += steps_written(workdir) - (manager.latest_step() or 0)
+    lost += steps_written(workdir) - steps_saved(workdir)
   finish(workdir, texts)
   assert kills >= len(moments) - 1 and lost > 0  # else the test would be worth nothing
 

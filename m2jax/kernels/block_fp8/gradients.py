@@ -22,6 +22,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from m2jax import platforms
 from m2jax.config import Matmuls
 from m2jax.kernels import grouped_matmul
 from m2jax.kernels.block_fp8 import native, reference
@@ -44,9 +45,7 @@ def product(a: Blocks, b: Blocks, how: Matmuls, dtype, implementation: str | Non
   """a·b; None is 'native' where lowered for a GPU, and 'reference' elsewhere."""
   call = lambda name: lambda a, b: PRODUCTS[name](a, b, how, dtype)
   if implementation is None:
-    return jax.lax.platform_dependent(
-      a, b, cuda=call('native'), default=call('reference')
-    )
+    return platforms.dependent(a, b, cuda=call('native'), default=call('reference'))
   return call(implementation)(a, b)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 
+from m2jax import platforms
 from m2jax.axes import Array, Float, Int
 from m2jax.kernels.grouped_matmul import cpu, gpu, reference, tpu
 
@@ -46,7 +47,7 @@ def matmul(
       support.
   """
   if implementation is None:
-    return jax.lax.platform_dependent(
+    return platforms.dependent(
       lhs,
       rhs,
       group_sizes,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 
-import jax
-
+from m2jax import platforms
 from m2jax.axes import Array, Float, Int
 from m2jax.kernels.paged_attention import cpu, gpu, mosaic_gpu, reference, tpu
 from m2jax.kernels.paged_attention.cache import Cache
@@ -79,7 +78,7 @@ def attend(
   if implementation is not None:
     out, lse = of(implementation)(*arrays)
   else:
-    out, lse = jax.lax.platform_dependent(
+    out, lse = platforms.dependent(
       *arrays,
       tpu=first_of('tpu'),
       cuda=first_of('mosaic_gpu', 'gpu'),

@@ -9,6 +9,7 @@ import functools
 
 import jax
 
+from m2jax import platforms
 from m2jax.axes import Array, Float
 from m2jax.kernels.qk_norm_rope import gpu, reference, tpu
 
@@ -67,7 +68,7 @@ def norm_rope(
       reason = module.unsupported_reason(x, head_dim, 2 * cos.shape[1])
       return functools.partial((reference if reason else module).norm_rope, **static)
 
-    return jax.lax.platform_dependent(
+    return platforms.dependent(
       *arrays,
       tpu=supported(tpu),
       cuda=supported(gpu),

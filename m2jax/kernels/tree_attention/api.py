@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from m2jax import platforms
 from m2jax.axes import Array, Float
 from m2jax.kernels.tree_attention import cpu, gpu, reference, tpu
 from m2jax.kernels.tree_attention.visibility import Visibility
@@ -49,7 +50,7 @@ def prepare(
     del visibility
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
-  pairs = jax.lax.platform_dependent(visibility, tpu=make, default=unused)
+  pairs = platforms.dependent(visibility, tpu=make, default=unused)
   return dataclasses.replace(visibility, pairs=pairs)
 
 
@@ -100,7 +101,7 @@ def _run(which: str, static, q, k, v, visibility, *residuals):
   arrays = (q, k, v, visibility, *residuals)
   if implementation is not None:
     return of(implementation)(*arrays)
-  return jax.lax.platform_dependent(
+  return platforms.dependent(
     *arrays,
     cpu=of('cpu'),
     tpu=of('reference' if tpu.unsupported_reason(q, k, v) else 'tpu'),

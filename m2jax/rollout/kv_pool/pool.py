@@ -96,7 +96,10 @@ class KvPool:
     """Waits until what is queued now has been written; False after the timeout."""
     with self._lock:
       waiting = set(self._writes)
-    return not concurrent.futures.wait(waiting, timeout_s).not_done
+    found = concurrent.futures.wait(waiting, timeout_s)
+    with self._lock:
+      self._writes -= found.done  # their callbacks may come later
+    return not found.not_done
 
   def stats(self) -> dict[str, int]:
     """The totals of COUNTS, and `bytes`, `pages`, `evicted_pages`, `queued_pages`."""

@@ -128,7 +128,7 @@ function Head({ entry, bundle }) {
 
 function Help({ onClose }) {
   const ref = useRef();
-  useEffect(() => ref.current.focus(), []);
+  useLayoutEffect(() => ref.current.focus(), []);  // before the next key
   const stay = (e) => { if (e.key === 'Tab') e.preventDefault(); };
   return html`<div class="veil" onClick=${onClose}><div class="help" role="dialog" aria-modal="true"
     aria-label="Keys" tabindex="-1" ref=${ref} onKeyDown=${stay} onClick=${(e) => e.stopPropagation()}><h2>Keys</h2>

@@ -2,7 +2,7 @@
 // Both sources have: summary(), page(condition, before), group(item), session(row),
 // annotations(session), annotate(session, fields), live.
 
-const { html, render, h, useState, useEffect, useRef, useMemo } = htmPreact;
+const { html, render, h, useState, useEffect, useLayoutEffect, useRef, useMemo } = htmPreact;
 
 const keyInLink = new URLSearchParams(location.hash.slice(1)).get('key');
 

@@ -14,6 +14,7 @@ from m2jax.forge import leased_groups, roles
 from m2jax.forge.remote import agents
 from m2jax.pool import leases
 from m2jax.pool.data_pool import DataPool
+from tests import waiting
 from tests.forge import forge_worker
 
 
@@ -102,13 +103,10 @@ def start(pool, config, tmp_path):
     yield make
 
 
-def wait_until(condition, side=None, timeout_s=30.0):
-  ends_s = time.monotonic() + timeout_s
-  while not condition():
-    assert time.monotonic() < ends_s
-    if side is not None:
-      side.worker.step(0.01)
-    time.sleep(0.01)
+def wait_until(condition, side=None):
+  """Meanwhile `side`, if there is one, works."""
+  step = side.worker.step if side else lambda timeout_s: None
+  waiting.wait_until(lambda: condition() or step(0.01))
 
 
 def test_groups_from_claim_to_completion(groups, start, pool):
@@ -123,6 +121,23 @@ def test_groups_from_claim_to_completion(groups, start, pool):
   assert [t.index for t in groups.queue.take(3, 1, 1.0)] == [0, 1, 2]
   family = next(iter(tasks.families(groups._tasks)))
   assert family in groups.curriculum.success()
+
+
+def test_a_completed_group_has_been_counted(groups, start, monkeypatch):
+  """Who takes the item finds the outcome of its episodes in the curriculum."""
+  side = start()
+  complete, ended = groups.queue.complete, []
+
+  def counted(index):
+    ended.append(groups.pop_ended())
+    return complete(index)
+
+  monkeypatch.setattr(groups.queue, 'complete', counted)
+  side.worker.step(0.01)
+  for index in (2, 0, 1):
+    side.runner.end(index)
+  wait_until(lambda: groups.queue.state().completed == 3, side)
+  assert ended == [2, 2, 2]
 
 
 def test_as_many_as_there_is_room_for_and_while_the_gateway_serves(groups, start):
@@ -146,7 +161,8 @@ def test_an_infrastructure_failure_is_run_again(groups, start, pool):
   side.runner.end(1, error=RuntimeError('a bug'), ranks=1)
   wait_until(lambda: (0, 'rl-0-1') in side.runner.attempts, side)
   wait_until(lambda: pool.failures(), side)
-  assert 'a bug' in pool.failures()[1] and groups.reissued == 1
+  wait_until(lambda: groups.reissued == 1)
+  assert 'a bug' in pool.failures()[1]
   side.runner.end(0)
   wait_until(lambda: groups.queue.state().completed == 1, side)
   assert [t.session for t, _ in pool.group(0)] == ['rl-0-1-0', 'rl-0-1-1']
@@ -171,12 +187,12 @@ def test_agents_that_are_killed(groups, start, config):
   """Their items go to others when the lease has passed, not before; what they still
   report, since only their network was down, is not recorded."""
   lost, other = start(), start()
-  lost.worker.step(0.01)
-  lost.worker._stopping.set()  # no heartbeats from now on
   started_s = time.monotonic()
+  lost.worker.step(0.01)  # a claim is the last sign of life
+  lost.worker._stopping.set()  # no heartbeats from now on
   wait_until(lambda: len(other.runner.running) == 3, other)
   assert time.monotonic() - started_s >= config.roles.lease_s
-  assert groups.reissued == 3
+  wait_until(lambda: groups.reissued == 3)
   for index in range(3):
     lost.runner.end(index)
     other.runner.end(index)
@@ -200,8 +216,8 @@ def test_a_lease_that_is_lost_cancels_its_group(groups, start):
   side.worker.step(0.01)
   groups.queue.fail(0, 'its deadline')
   future = side.runner.running[0][-1]
-  wait_until(future.cancelled, side)
-  assert side.worker.lost == 1
+  wait_until(lambda: side.worker.lost == 1, side)
+  assert future.cancelled()
 
 
 def test_agents_that_are_stopped_give_their_items_back(groups, start, pool):

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import struct
-import time
 
 import httpx
 import numpy as np
@@ -30,6 +29,7 @@ from m2jax.rollout.scheduler import EngineError
 from tests import processes
 from tests.gateway.scripted_engine import ScriptedEngine
 from tests.rollout.conftest import CFG, ENGINE_CONFIG, RECORDING, init
+from tests.waiting import wait_until
 
 CONTEXT = ENGINE_CONFIG.context_tokens
 QUICK = engine_client.RemoteConfig(poll_s=0.02, silence_timeout_s=5.0)
@@ -71,13 +71,6 @@ def request(prompt, max_tokens=8, **sampling):
   return GenerateRequest(prompt, SamplingParams(max_tokens=max_tokens, **sampling))
 
 
-def wait_until(condition, timeout_s=30.0):
-  ends_s = time.monotonic() + timeout_s
-  while not condition():
-    assert time.monotonic() < ends_s
-    time.sleep(0.005)
-
-
 def same(got: GenerateResult, want: GenerateResult):
   assert got == want  # tokens, log-probabilities, versions, finish_reason
   for field in ('experts', 'top_ids', 'top_logprobs'):
@@ -114,11 +107,12 @@ def test_tokens_arrive_while_they_are_drawn(connect, scripted):
   """The first tokens are there long before the last."""
   engine = scripted(lambda r: range(1, 31), delay_s=0.02)
   client, _ = connect(engine)
-  pieces = []
+  pieces, handles = [], []
+  done = lambda: any(handle.future.done() for handle in handles)
   handle = client.submit(
-    request([1], 30), lambda tokens: pieces.append((handle_done(), tokens))
+    request([1], 30), lambda tokens: pieces.append((done(), tokens))
   )
-  handle_done = lambda: handle.future.done()
+  handles.append(handle)
   assert handle.future.result(30).tokens.tolist() == list(range(1, 31))
   assert [t for _, tokens in pieces for t in tokens] == list(range(1, 31))
   assert len(pieces) > 3 and not any(done for done, _ in pieces)
@@ -226,7 +220,14 @@ def test_pages_are_those_of_the_journal(connect, serve):
   found = []
   wait_until(lambda: found.extend(client.page_events()) or len(found) > 2)
   assert found == [Event('cleared'), *(Event('stored', digest) for digest in chain)]
-  client._after -= 1  # as if the last answer had been lost
+  read, lost = client._read_pages, [1]
+
+  async def read_again():  # as if the last answer had been lost
+    while lost:
+      client._after -= lost.pop()
+    await read()
+
+  client._read_pages = read_again
   wait_until(lambda: found.extend(client.page_events()) or len(found) > 3)
   assert found[3:] == found[2:3]
   url = server.url + '/pages?after=-1'

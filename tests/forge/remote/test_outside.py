@@ -118,7 +118,7 @@ def test_what_is_idle_or_too_much_ends(start, pool):
   made = []
 
   def make(sessions):
-    config = RecordedConfig(max_open=2, idle_s=0.3, keep_sessions=3)
+    config = RecordedConfig(max_open=2, idle_s=1.0, keep_sessions=3)
     made.append((Recorded(pool, sessions, config), sessions))
     return made[0][0]
 
@@ -129,7 +129,7 @@ def test_what_is_idle_or_too_much_ends(start, pool):
   assert full.status_code == 503 and '2 episodes' in full.text
   assert full.headers['retry-after'].isdecimal()
   assert client.chat(keys[0]) == client.chat('mine') == 200
-  time.sleep(0.35)
+  time.sleep(1.1)
   assert client.chat(keys[1]) == 200
   recorded.clean()
   assert len(sessions) == 1  # the second episode's

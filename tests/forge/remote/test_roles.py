@@ -8,7 +8,7 @@ from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool
 from tests import processes
 from tests.forge.remote import roles_config
-from tests.forge.remote.role_processes import ROLES, Roles, surviving_updates
+from tests.forge.remote.role_processes import Roles, surviving_updates
 
 
 def handovers(roles: Roles, engine: int) -> int:
@@ -41,7 +41,12 @@ def test_every_role_is_killed(tmp_path):
   mesh = ['--config.roles.engine_mesh.expert=2']
   of, several = {'engine': mesh, 'engine2': mesh}, {'engine2': 2, 'learner': 2}
   with Roles(tmp_path, *flags, engines=2, of=of, processes=several) as roles:
-    for name in (*ROLES, 'engine2', 'prefill', 'agents2'):
+    for name in ('learner', 'engine', 'gateway', 'engine2', 'prefill'):
+      roles.start(name)
+    key = roles.workdir / 'roles.key'
+    roles.wait(lambda: key.exists() and all(roles.engine_stats(i) for i in (0, 1)))
+    # Only now: else the items may end before engine2 serves.
+    for name in ('agents', 'agents2'):
       roles.start(name)
     roles.more_updates(2)
     roles.wait(lambda: handovers(roles, 0) and served(roles))

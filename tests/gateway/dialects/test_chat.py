@@ -115,7 +115,7 @@ def test_a_stopped_engine_does_no_more(serve):
   text = response_text('t', 'a stop ' + 'word ' * 2000)
   gateway, engine, records = serve(text, engine_options={'delay_s': 0.005})
   for stream in (False, True):
-    reply = ask(gateway, stop='stop', stream=stream)
+    reply = ask(gateway, stop='stop', stream=stream, max_tokens=5000)
     if stream:
       list(reply)
   assert engine.cancelled['requests'] == 2

@@ -28,7 +28,7 @@ def judged(honest, names, sites):
   names, found = list(jobs), {}
   for start in range(0, len(names), PER_SANDBOX):
     part = {name: jobs[name] for name in names[start : start + PER_SANDBOX]}
-    found |= batch.judged(part, sites, timeout_s=500.0)
+    found |= batch.judged(part, sites, timeout_s=900.0)
   return found
 
 

@@ -307,9 +307,9 @@ def test_other_right_formulas_pass(grade, draw, change):
   book, formulas = solved(model), change(model)
   for place, formula in formulas.items():
     book['Answer'][place.partition('!')[2]] = formula
-  started = time.monotonic()
+  started = time.process_time()
   assert formulas and grade.judge(bytes_of(book), cases) == (1, '')
-  assert time.monotonic() - started < 20
+  assert time.process_time() - started < 20
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from m2jax import sandbox
 from m2jax.pipelines.make import LIMITS
-from m2jax.pipelines.swe import drafts, grade, third, variants
+from m2jax.pipelines.swe import drafts, grade, third, timing, variants
 from m2jax.tasks import harbor
 from tests.pipelines.swe import computed, package, test_cheats
 
@@ -285,7 +285,7 @@ PERFORMANCE = {
   ),
   'the work is done at import': _fast(
     _WAIT,
-    'table = {v: slowly(v, 2, 4) for v in range(6)}\n'
+    'table = {v: slowly(v, 2, 4) for v in range(-4, 6)}\n'
     'def clamp(v, *a):\n  return table[v]\n',
   ),
   'stored by the first run': _fast(
@@ -351,7 +351,9 @@ PERFORMANCE = {
 @pytest.mark.long
 def test_performance_that_gets_nothing(env, dataset):
   timed = ['tests/test_core.py::test_clamp[1-2]']
-  draft = drafts.performance(env, 'gaming-slow', {_CORE: _SLOW}, timed, 5, 0.2)
+  draft = drafts.performance(
+    env, 'gaming-slow', {_CORE: _SLOW}, timed, timing.PAIRS, timing.LEAST
+  )
   task = _task(draft, dataset, 'held_out')
   # One at a time: with three on two cores the noise passes for a gain.
   found = _judged(task, {'honest': _fast(), **PERFORMANCE}, at_once=1)
