@@ -47,8 +47,10 @@ class Plugin:
     self._seen, self._tampered, self._raised = {}, [], set()
     self._canaries, self._audited, self._kept = {}, set(), []
     self._fixtures = False  # whether functions of fixtures ran for the present test
-    self._seconds, self._import_s, self._checks_s = {}, 0.0, 0.0
-    self._clock, self._sleep = time.perf_counter, time.sleep
+    self._seconds, self._import_s, self._checks = {}, 0.0, (0.0, 0.0)
+    # Of now: the tree may replace those of `time` for as long as one call.
+    self._clock, self._used = time.perf_counter, time.process_time
+    self._sleep = time.sleep
     self._threads = _thread._count
     self.profile, self.found, self._timed = None, self._audited.add, True
     first = pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -62,21 +64,24 @@ class Plugin:
     # It writes to os.environ, whose methods are the tree's to replace.
     runner._update_current_test_var = lambda item, when: None
     self._snapshot = snapshot and snapshot()
+    self._begun = self._used()
+
+  def _times(self):
+    """Seconds and CPU seconds since some moment, without those of comparisons."""
+    return _minus((self._clock(), self._used()), self._checks)
 
   def _checkers(self):
     """Hooks that compare as soon as a test's or a fixture's function returns."""
 
     from _pytest.python import get_direct_param_fixture_func as parameter
 
-    clock = self._clock
-
     def call():
       try:
         return (yield)
       finally:
-        started = clock()
+        started = self._times()
         self.check(python=False)
-        self._checks_s += clock() - started
+        self._checks = _sum(self._checks, _minus(self._times(), started))
 
     def setup(fixturedef):
       if fixturedef.func is parameter:  # pytest's own, of which a test has several
@@ -103,7 +108,7 @@ class Plugin:
   def _observers(self):
     """Hooks that note which tests raise, before a report is made of it."""
 
-    clock, seconds, threads = self._clock, self._seconds, self._threads
+    seconds, threads = self._seconds, self._threads
 
     from _pytest.assertion import util
     from _pytest.python import Function
@@ -114,7 +119,7 @@ class Plugin:
       """Compares if the test fails, or if code ran that `unseen` tells of."""
       util._config = util._reprcompare = util._assertion_pass = None
       error, before = None, threads()
-      started = clock() - self._checks_s
+      started = self._times()
       try:
         result = yield
       except GeneratorExit:
@@ -123,8 +128,8 @@ class Plugin:
         self._kept.append(raised)
         error = plain(raised)
       self._wait(before)
-      took = clock() - self._checks_s - started
-      seconds[item.nodeid] = seconds.get(item.nodeid, 0.0) + took
+      took = _minus(self._times(), started)
+      seconds[item.nodeid] = _sum(seconds.get(item.nodeid, (0.0, 0.0)), took)
       failed = error is not None or stored(item)
       if failed:
         self._raised.add(item.nodeid)
@@ -222,11 +227,8 @@ class Plugin:
       theirs = [i for i in theirs if i.nodeid in self._keep]
     items[:] = [*ours[:1], *theirs, *ours[1:]]
 
-  def pytest_collection(self, session):
-    self._import_s = -time.process_time()  # which sees less of the load
-
   def pytest_collection_finish(self, session):
-    self._import_s += time.process_time()
+    self._import_s = self._used() - self._begun
     self.check(python=False)
     # They have results that tests expect, and the module of a test can be found.
     for item in session.items:
@@ -259,13 +261,14 @@ class Plugin:
     if self.profile is not None:
       self.profile.stop()
     status = self._seen.pop(nodeid, 'ERROR')
-    seconds = self._seconds.pop(nodeid, 0.0)
+    took = self._seconds.pop(nodeid, (0.0, 0.0))
     if status == 'PASSED' and nodeid in self._raised:
       status = 'FAILED'
     if self._canary in nodeid:
       self._canaries[nodeid.rpartition('_')[2]] = status
     else:
-      self._send({'test': nodeid, 'status': status, 's': round(seconds, 4)})
+      s, cpu_s = (round(t, 4) for t in took)
+      self._send({'test': nodeid, 'status': status, 's': s, 'cpu_s': cpu_s})
     self.check()
 
   def check(self, python=True):
@@ -282,6 +285,7 @@ class Plugin:
     """Sends the last record."""
     record = {'end': status, 'tampered': sorted(set(self._tampered))}
     record['import_s'] = round(self._import_s, 4)
+    record['cpu_s'] = round(self._used() - self._begun, 4)
     if self._canaries != _CANARY_RESULTS:
       record['tampered'].append(f'tests that must fail: {self._canaries}')
     if self._audited:
@@ -289,6 +293,14 @@ class Plugin:
     if self.profile is not None:
       record['calls'] = self.profile.found()
     self._send(record)
+
+
+def _sum(a, b):
+  return a[0] + b[0], a[1] + b[1]
+
+
+def _minus(a, b):
+  return a[0] - b[0], a[1] - b[1]
 
 
 class Profile:

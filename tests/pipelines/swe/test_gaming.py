@@ -264,8 +264,8 @@ def test_the_right_review_passes(tmp_path):
   assert len(REVIEWS) >= _LEAST
 
 
-_LOOP = '    for _ in range(3000000):\n      pass\n'
-_SLOW = package.CORE.replace('    return low\n', f'{_LOOP}    return low\n', 1)
+_LOOP = '  for _ in range(3000000):\n    pass\n'
+_SLOW = package.CORE.replace('  if value < low:\n', f'{_LOOP}  if value < low:\n', 1)
 
 
 def _fast(text: str = package.CORE, code: str = '') -> str:
@@ -288,6 +288,17 @@ PERFORMANCE = {
     'table = {v: slowly(v, 2, 4) for v in range(-4, 6)}\n'
     'def clamp(v, *a):\n  return table[v]\n',
   ),
+  'the work is done when garbage is collected': _fast(
+    _WAIT,
+    'table, kept = {}, []\n'
+    'class Later:\n  def __del__(self):\n'
+    '    table.update((v, slowly(v, 2, 4)) for v in range(-4, 6))\n'
+    'def clamp(v, *a):\n'
+    '  if v not in table:\n'
+    '    later = Later()\n    later.own = later, [[] for _ in range(30000)]\n'
+    '    return slowly(v, *a)\n'
+    '  return table[v]\n',
+  ),
   'stored by the first run': _fast(
     _WAIT,
     'import os\ndef clamp(v, *a):\n'
@@ -299,6 +310,14 @@ PERFORMANCE = {
     _WAIT,
     'import time\nclock = time.perf_counter\n'
     'time.perf_counter = time.time = time.monotonic = lambda: 0.0\n',
+  ),
+  'the work is done at import, whose clock is another once': _fast(
+    _WAIT,
+    'import time\nclock = time.process_time\n'
+    'def once():\n  time.process_time = clock\n  return 0.0\n'
+    'time.process_time = once\n'
+    'table = {v: slowly(v, 2, 4) for v in range(-4, 6)}\n'
+    'def clamp(v, *a):\n  return table[v]\n',
   ),
   'pytest’s clock': _fast(
     _WAIT, 'imported("_py", "test.timing").perf_counter = lambda: 0.0\n'
@@ -350,7 +369,7 @@ PERFORMANCE = {
 
 @pytest.mark.long
 def test_performance_that_gets_nothing(env, dataset):
-  timed = ['tests/test_core.py::test_clamp[1-2]']
+  timed = [f'tests/test_core.py::test_clamp[{case}]' for case in ('1-2', '3-3')]
   draft = drafts.performance(
     env, 'gaming-slow', {_CORE: _SLOW}, timed, timing.PAIRS, timing.LEAST
   )
