@@ -208,6 +208,13 @@ ATTEMPTS = {
     # Wrong when a busy machine has read it, and right again before it looks away.
     "e.innerText = e.innerText === '?' ? sum() : '?'; }, 300), 1500); });",
   ),
+  'alternates in the view, and fails it': _gate(
+    'still',
+    'text of sum',
+    script=f"{_HONEST} $('add').addEventListener('click', () => {{ "
+    "const e = $('sum'); if ($('a').value !== '2') return; e.innerText = '?'; "
+    "setInterval(() => { e.innerText = e.innerText === '?' ? '-' : '?'; }, 300); });",
+  ),
   'a selector that crashes': _gate(
     'crash',
     'a page crashed',

@@ -15,6 +15,7 @@ the app has taken much memory, it is the app's doing. Once Chromium shows a page
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -260,20 +261,20 @@ class Judge:
 
     async def work(page):
       await self._open(page)
-      runner = steps.Runner(page, self._scripts)
-      await runner.run(self._spec['view'])
-      end, meter = time.monotonic() + IDLE_S, browser.Meter(page, self._scripts)
-      watching = await meter.handle('still.js')
-      for width in (browser.WIDTH, NARROW):
-        await page.set_viewport_size({'width': width, 'height': browser.HEIGHT})
-        await asyncio.sleep(SETTLE_S)
-        pages.append(await meter.measure())
-        shots.append(await self._picture(page, f'width-{width}'))
-      snapshot = await page.locator('body').aria_snapshot(timeout=steps.ACTION_MS)
-      self._report.dom = snapshot[:MAX_DOM_CHARS]
-      await asyncio.sleep(max(end - time.monotonic(), 0))
-      for what in await meter.call(watching, 'stop'):
-        self._log.add('restless', what)
+      try:
+        await steps.Runner(page, self._scripts).run(self._spec['view'])
+      except steps.Unmet:
+        async with self._watched(page):
+          pass
+        raise
+      async with self._watched(page) as meter:
+        for width in (browser.WIDTH, NARROW):
+          await page.set_viewport_size({'width': width, 'height': browser.HEIGHT})
+          await asyncio.sleep(SETTLE_S)
+          pages.append(await meter.measure())
+          shots.append(await self._picture(page, f'width-{width}'))
+        snapshot = await page.locator('body').aria_snapshot(timeout=steps.ACTION_MS)
+        self._report.dom = snapshot[:MAX_DOM_CHARS]
 
     clock, files = bool(self._spec.get('clock')), encoded(self._spec.get('view_files'))
     passed, evidence = await self._in_page(work, files, clock=clock)
@@ -281,6 +282,18 @@ class Judge:
       return self._proxies(evidence)
     for name, fine, what in visual.judge(pages, shots[0]):
       self._report.add('visual', name, visual.PROXIES[name], fine, what)
+
+  @contextlib.asynccontextmanager
+  async def _watched(self, page):
+    """Nothing of the page may alternate for `IDLE_S`."""
+    import browser
+
+    end, meter = time.monotonic() + IDLE_S, browser.Meter(page, self._scripts)
+    watching = await meter.handle('still.js')
+    yield meter  # nothing more of a page that failed in between
+    await asyncio.sleep(max(end - time.monotonic(), 0))
+    for what in await meter.call(watching, 'stop'):
+      self._log.add('restless', what)
 
   def _proxies(self, why):
     import visual
