@@ -34,16 +34,28 @@ def composed(here, collect, exclude):
 
 
 @contextlib.contextmanager
-def copied(tree, changed):
-  """A copy of a tree with other texts, which cannot be written; removed at the end."""
+def copied(tree, changed, without=()):
+  """A copy of a tree with other texts, which cannot be written; removed at the end.
+
+  Args:
+    tree: a directory.
+    changed: {path: text} instead of its files, or besides them.
+    without: paths of files that are left out.
+  """
   place = tempfile.mkdtemp()
   target = os.path.join(place, 'tree')
+  left_out = {os.path.join(tree, path) for path in without}
   try:
-    shutil.copytree(tree, target)
+    shutil.copytree(
+      tree,
+      target,
+      ignore=lambda at, names: [n for n in names if os.path.join(at, n) in left_out],
+    )
+    _set_modes(place, 0o755, 0o644)
     for path, text in changed.items():
       full = os.path.join(target, path)
-      os.chmod(full, 0o644)
-      with open(full, 'w', encoding='utf-8') as file:
+      os.makedirs(os.path.dirname(full), exist_ok=True)
+      with open(full, 'w', encoding='utf-8', errors='surrogateescape') as file:
         file.write(text)
     _set_modes(place, 0o555, 0o444)
     yield target

@@ -12,6 +12,7 @@ from m2jax.pipelines.seat import SCRIPTED
 from m2jax.pipelines.swe import environment, reaches
 from m2jax.pipelines.swe.environment import Environment
 from m2jax.tasks import harbor
+from m2jax.tasks.harbor import compose
 
 _TEST_SH = b"""\
 #!/bin/bash
@@ -159,7 +160,8 @@ def performance(
       env, [t for t in env.status if test_file(t) not in env.untimed_twins]
     ),
     'timed': sorted(timed),
-    'slow': dict(slow),
+    # All of them: the agent's could make the slow ones slower.
+    'slow': {**_sources(env), **slow},
     'pairs': pairs,
     'least': least,
   }
@@ -258,6 +260,16 @@ def _config(env: Environment) -> dict[str, Any]:
     'exclude': list(environment.EXCLUDE),
     'known': sorted(known(env)),
     'audited': list(env.audited),
+  }
+
+
+def _sources(env: Environment) -> dict[str, str]:
+  """{path: text} of the files of the release that are work; undecodable bytes stay."""
+  policy = env.code, environment.EXCLUDE
+  return {
+    path: data.decode(errors='surrogateescape')
+    for path, data in env.source.files.items()
+    if compose.is_work(path, *policy)
   }
 
 

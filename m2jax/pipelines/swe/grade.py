@@ -206,7 +206,8 @@ def _in_turns(config, tree):
   timed = config['timed']
   files = sorted({test.partition('::')[0] for test in timed})
   pairs, work = [], []
-  with copies.copied(tree, config['slow']) as slow:
+  # Nothing of the agent's is in the slow tree.
+  with copies.copied(tree, config['slow'], _sources(config, tree)) as slow:
     for _ in range(config['pairs']):
       pair, used = [], []
       for where in (slow, tree):

@@ -65,7 +65,7 @@ class Scheduler:
 def config():
   base = forge_worker.config()
   rl = dataclasses.replace(base.rl, max_items=3, capacity=8, window=None)
-  fast = dataclasses.replace(base.roles, lease_s=2.0, poll_s=0.02)
+  fast = dataclasses.replace(base.roles, lease_s=4.0, poll_s=0.02)
   return dataclasses.replace(base, rl=rl, roles=fast)
 
 

@@ -306,6 +306,14 @@ PERFORMANCE = {
     '  if os.path.isdir(p):\n    return int(os.listdir(p)[0])\n'
     '  r = slowly(v, *a)\n  os.makedirs(f"{p}/{r}")\n  return r\n',
   ),
+  'the slow sources are made slower': _file(_CORE, f'{_SLOW}FAST = True\n')
+  + '\n'
+  + _file(
+    'src/tinycalc/__init__.py',
+    f'{package.INIT}import tinycalc.core as core\nclamp = core.clamp\n'
+    'def often(*a):\n  return max(clamp(*a) for _ in range(5))\n'
+    'if not hasattr(core, "FAST"):\n  core.clamp = often\n',
+  ),
   'another clock': _fast(
     _WAIT,
     'import time\nclock = time.perf_counter\n'
