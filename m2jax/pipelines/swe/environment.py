@@ -25,7 +25,7 @@ from absl import logging
 
 from m2jax import sandbox
 from m2jax.pipelines.make import LIMITS
-from m2jax.pipelines.swe import collect, grade, proved_twins, requirements
+from m2jax.pipelines.swe import alone, collect, grade, proved_twins, requirements
 from m2jax.tasks.harbor import compose, verifier
 
 HARNESS = Path(__file__).with_name('harness.py')
@@ -160,10 +160,14 @@ async def build(
   seconds = {t: r.get('s', 0.0) for t, r in ran.tests.items() if r['status'] in _PASS}
   chosen = _fastest(seconds, test_s, suite_s)
   files = [f for f in files if any(t.startswith(f'{f}::') for t in chosen)]
-  request = dict(roots=roots, files=files, keep=chosen)
+  # As for the verdict: tests that need a process of which no event tells are left out.
+  alone_ = not alone.may_start(audited(ran))
+  request = dict(roots=roots, files=files, keep=chosen, alone=alone_)
+  # In the look that twins have (twins.py), which a few tests may be sensitive to.
+  tree = {**source.files, **proved_twins.changed_files(source.files, files)}
   runs = [ran]
   for mode in _AGAIN:
-    runs.append(await run(dataset, key, source.files, mode, **request))
+    runs.append(await run(dataset, key, tree, mode, **request))
     _require_results(runs[-1], source)
   again = runs[1]
   status, left_out = _stable(chosen, runs)
@@ -397,6 +401,7 @@ async def statuses(
 ) -> dict[str, str]:
   """{test: status} of an environment's tests on other sources."""
   request = dict(roots=env.roots, files=env.files, keep=list(env.status))
+  request['alone'] = not alone.may_start(env.audited)
   ran = await run(dataset, env.site, tree, 'run', **request)
   return {test: record['status'] for test, record in ran.tests.items()}
 

@@ -35,7 +35,9 @@ _READERS = frozenset(
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PR_SET_DUMPABLE = 4
 # Those that run tests.
-PROGRAMS = ('harness.py', 'plugin.py', 'guards.py', 'snapshot.py', 'processes.py')
+PROGRAMS = tuple(
+  'harness.py plugin.py guards.py snapshot.py alone.py processes.py'.split()
+)
 _ANSWER_S = 30.0  # beyond the limit of a run: its processes are ended
 
 
@@ -96,14 +98,15 @@ def _with_twins(config, tree, keep, strict=False):
   Raises Failed if the tests pass and a twin does not fail.
   """
   import copies
+  import twins
 
-  jobs = [(None, keep), *enumerate(config['twins'])]
+  jobs = [(None, keep), *(job for job in enumerate(config['twins']) if job[1])]
   secrets.SystemRandom().shuffle(jobs)
   results, blind = {}, []
   for number, wanted in jobs:
     files = sorted({test.partition('::')[0] for test in wanted})
-    changed = {} if number is None else _twins_of(tree, files, number)
-    with copies.copied(tree, changed) as copy:
+    texts = {path: _text(tree, path) or '' for path in files}
+    with copies.copied(tree, twins.twins_of(texts, number)) as copy:
       found = run(config, copy, files, wanted, config['limit_s'], strict=strict)
     if number is not None:
       blind += [t for t in wanted if found.get(t) != 'FAILED']
@@ -114,13 +117,6 @@ def _with_twins(config, tree, keep, strict=False):
   if blind:
     raise Failed(f'{len(blind)} tests also pass when they expect another value')
   return results
-
-
-def _twins_of(tree, files, number):
-  import twins
-
-  texts = {path: twins.twin(_text(tree, path) or '', number) for path in files}
-  return {path: text for path, text in texts.items() if text is not None}
 
 
 def _right(config, test, results):

@@ -34,7 +34,9 @@ _EVENTS = frozenset(
   'sys._current_frames sys._current_exceptions sys.addaudithook gc.get_objects '
   'gc.get_referrers gc.get_referents code.__new__ marshal.loads os.kill os.killpg '
   'os.fork os.forkpty os.posix_spawn os.exec os.system subprocess.Popen '
-  '_thread.start_new_thread _thread.start_joinable_thread'.split()
+  '_thread.start_new_thread _thread.start_joinable_thread '
+  # An interpreter of its own has no hook; a library's code raises no events.
+  'cpython.PyInterpreterState_New sqlite3.load_extension'.split()
 )
 _READ = frozenset(('tb_frame', 'gi_frame', 'cr_frame', 'ag_frame'))
 # What tests that an agent writes may not do besides, nor code whose time is measured.
@@ -46,8 +48,10 @@ _CHANGES = frozenset('os.chmod os.remove os.rename os.rmdir os.truncate'.split()
 _OTHERS = frozenset('object.__setattr__ import compile open'.split())
 _WATCHED = _EVENTS | _FRAMES | _WRITES | _CHANGES | _OTHERS
 _SET = frozenset(('__code__', '__defaults__', '__kwdefaults__', '__bases__'))
+# Modules that reach memory, or read files and start processes without an event.
 _IMPORTS = frozenset(
-  ('ctypes', '_ctypes', '_testcapi', '_testinternalcapi', 'cffi', '_cffi_backend')
+  'ctypes _ctypes _testcapi _testinternalcapi cffi _cffi_backend readline _tkinter '
+  '_interpreters _xxsubinterpreters'.split()
 )
 _TREE, _TEST = f'{STRICT}open a file of the tree', 'open a test'
 # Names by which Python code opens a file itself.
@@ -79,6 +83,9 @@ def watch(trusted, tree, tests, found):
     tree: directory of tests and of the code under test.
     tests: paths in it of the tests that run, which tell what is expected.
     found: gets 'event file:function'; must not return to refuse.
+
+  Returns:
+    An object of the hook's, to be hidden.
   """
   library = os.path.dirname(os.__file__) + '/'
   known = (library, '<frozen ', *trusted)
@@ -125,6 +132,7 @@ def watch(trusted, tree, tests, found):
     found(f'{detail} {key}')
 
   sys.addaudithook(hook)
+  return files
 
 
 def _harmless(detail, place, frame):
@@ -187,7 +195,7 @@ class _Files:
     return 'read a test' if value.co_filename in self._test_paths else STRICT + name
 
   def _imports(self, arguments):
-    """Modules that reach memory, and compiled ones that are not installed."""
+    """Those of `_IMPORTS`, and compiled ones that are not installed."""
     name, path = arguments[:2]
     if str.rpartition(name, '.')[2] in _IMPORTS:
       return f'import {str.rpartition(name, ".")[2]}'

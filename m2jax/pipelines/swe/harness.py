@@ -10,6 +10,7 @@ this process, as under every pytest, so that it is looked for interference:
   compared when the tests are collected, when a test function returns, and at its end;
 - a test passes only if its function returned, whatever pytest's report says of it;
 - frames and other ways to the caller's variables raise audit events (guards.py);
+- no process can be started (alone.py), unless the right sources start some;
 - where time is measured, threads count towards that of their test; one that stays is
   reported like these events;
 - results end with one record of pytest's exit status, which must be that of failures.
@@ -23,7 +24,8 @@ Without arguments it serves one request. As `serve SITE` it says "ready" and ser
 many, each in a process that is forked when pytest, and nothing of a tree, is imported.
 
 Requests: {"mode": "run" | "profile", "nonce", "tree", "site", "roots", "files", "keep",
-"audited"}; without "audited", events of guards.py are reported and not refused;
+"audited"}; without "audited", events of guards.py are reported and not refused, and
+processes only with "alone";
 or {"mode": "screen", …, "mutants": [{"path", "text", "files", "keep", "limit_s",
 "quiet_s"}]}: of all tests, and without a result.
 """
@@ -49,7 +51,7 @@ _PR_SET_DUMPABLE = 4
 # Plugins of pytest that write files, or later call what tests made: the texts of
 # warnings, the handlers of logging. The streams are null, so that none is captured.
 _WITHOUT = 'cacheprovider junitxml logging warnings threadexception unraisableexception'
-_PARTS = ('guards', 'snapshot', 'plugin')  # modules beside this file
+_PARTS = ('alone', 'guards', 'snapshot', 'plugin')  # modules beside this file
 
 
 def main():
@@ -74,6 +76,8 @@ def main():
     if name.startswith(('PYTEST', 'M2JAX', 'PYTHON')):
       del os.environ[name]
   sys.argv, sys.orig_argv = ['pytest'], ['pytest']
+  if request.get('alone', not parts.alone.may_start(request.get('audited'))):
+    parts.alone.stay()
   _close_memory()
   _import_pytest(request['site'])
   hidden = sys.modules['__main__']
@@ -153,10 +157,15 @@ def _import_pytest(site):
   """Imports all of it before anything of the tree can be imported."""
   if site not in sys.path:
     sys.path.insert(0, site)
+  # pdb and pytest would import it; it reads files without an event.
+  sys.modules['readline'] = None
+  importlib.import_module('pdb')
   import _pytest.config
 
   for name in _pytest.config.default_plugins:
     importlib.import_module(f'_pytest.{name}')
+  sys.modules['_pytest.capture']._readline_workaround = dict
+  del sys.modules['readline']
 
 
 def _beside(name):
@@ -190,9 +199,10 @@ def _run(request, send, parts):
   ours = [part.__file__ for part in vars(parts).values()]
   trusted = f'{request["site"]}/', __file__, *ours
   plugin.audit(request.get('audited'), request.get('strict', False))
-  parts.guards.watch(trusted, f'{tree}/', request['files'], plugin.found)
+  files = parts.guards.watch(trusted, f'{tree}/', request['files'], plugin.found)
   if request['mode'] == 'profile':
     plugin.profile = parts.plugin.Profile(tree)
+  _hide(parts, [plugin, files])
   arguments = ['-c', ini, '--rootdir', tree, '--confcutdir', tree]
   arguments += ['--basetemp', f'{place}/tmp']
   for without in _WITHOUT.split():
@@ -206,6 +216,33 @@ def _run(request, send, parts):
     plugin.check()
     plugin.end(int(status))
   os._exit(0)  # no atexit functions of the tree
+
+
+def _hide(parts, objects):
+  """Moves the methods of all classes of `parts` to their objects, found from `objects`.
+
+  Any code finds a class below `object`, and by a method what its module's functions
+  use. It does not find objects.
+  """
+  methods = {
+    kind: [n for n, v in vars(kind).items() if type(v) is types.FunctionType]
+    for part in vars(parts).values()
+    for kind in vars(part).values()
+    if isinstance(kind, type) and kind.__module__ == part.__name__
+  }
+  seen = set()
+  while objects:
+    one = objects.pop()
+    if type(one) in (list, tuple):
+      objects += one
+    elif type(one) in methods and id(one) not in seen:
+      seen.add(id(one))
+      objects += vars(one).values()
+      for name in methods[type(one)]:
+        vars(one).setdefault(name, getattr(one, name))
+  for kind, names in methods.items():
+    for name in names:
+      delattr(kind, name)
 
 
 def _screen(request, number, mutant, send, parts):

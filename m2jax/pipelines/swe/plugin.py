@@ -3,9 +3,10 @@
 It compares functions (snapshot.py) and reports audit events (guards.py), see
 harness.py. Code under test could replace a function of pytest for one call, and take
 its arguments. Therefore the comparison follows whatever has run such code, before
-pytest goes on: functions of tests and fixtures, and the phases of a test. Nor does
-pytest get objects that run code later: exceptions of tests are kept, and plain ones
-raised instead; what fixtures returned is dropped; garbage is collected between tests.
+pytest goes on: imports of tests, functions of tests and fixtures, and the phases of a
+test. Nor does pytest get objects that run code later: exceptions of tests are kept, and
+plain ones raised instead; what fixtures returned is dropped; garbage is collected
+between tests.
 
 `Profile` notes which functions each test calls.
 
@@ -18,6 +19,7 @@ import gc
 import os
 import sys
 import time
+import types
 
 # Functions defined below keep these builtins, whatever is replaced later.
 __builtins__ = dict(vars(builtins))
@@ -41,7 +43,7 @@ class Plugin:
 
   def __init__(self, send, canary, keep, snapshot=None):
     import pytest
-    from _pytest import fixtures, runner
+    from _pytest import fixtures, python, runner
 
     self._send, self._canary, self._keep = send, canary, keep
     self._seen, self._tampered, self._raised = {}, [], set()
@@ -59,10 +61,14 @@ class Plugin:
     # Next to the function itself, before pytest does more that it may have changed.
     last = pytest.hookimpl(wrapper=True, trylast=True)
     self.pytest_pyfunc_call, self.pytest_fixture_setup = map(last, self._checkers())
+    # The tree can import what is replaced: nothing of the plugin's may be found by it.
+    checks = self._checking().__next__
     for request in (fixtures.TopRequest, fixtures.SubRequest):
-      request.addfinalizer = self._finalizers(request.addfinalizer)
+      request.addfinalizer = _alone(_addfinalizer, request.addfinalizer, checks)
+    importing = python.importtestmodule
+    python.importtestmodule = _alone(_importtestmodule, importing, checks)
     # It writes to os.environ, whose methods are the tree's to replace.
-    runner._update_current_test_var = lambda item, when: None
+    runner._update_current_test_var = {}.get
     self._snapshot = snapshot and snapshot()
     self._begun = self._used()
 
@@ -91,19 +97,11 @@ class Plugin:
 
     return call, setup
 
-  def _finalizers(self, add):
-    """A method that adds a finalizer, which compares when it ends."""
-
-    def addfinalizer(request, finalizer):
-      def ended():
-        try:
-          return finalizer()
-        finally:
-          self.check(python=False)
-
-      add(request, ended)
-
-    return addfinalizer
+  def _checking(self):
+    """Compares at each step. Of a generator's method only this can be had."""
+    while True:
+      self.check(python=False)
+      yield
 
   def _observers(self):
     """Hooks that note which tests raise, before a report is made of it."""
@@ -220,6 +218,15 @@ class Plugin:
 
     self.found = refuse
 
+  def pytest_sessionstart(self, session):
+    """Nothing that can be imported leads to the session."""
+    from _pytest import debugging
+    from _pytest.mark import structures
+
+    kept = debugging.pytestPDB
+    kept._saved[:] = [(trace, None, None) for trace, *_ in kept._saved]
+    kept._config = kept._pluginmanager = structures.MARK_GEN._config = None
+
   def pytest_collection_modifyitems(self, config, items):
     ours = [i for i in items if self._canary in i.nodeid]
     theirs = [i for i in items if self._canary not in i.nodeid]
@@ -293,6 +300,31 @@ class Plugin:
     if self.profile is not None:
       record['calls'] = self.profile.found()
     self._send(record)
+
+
+def _alone(function, *defaults):
+  """A function that knows no module; `defaults` cannot be replaced unseen."""
+  return types.FunctionType(function.__code__, {}, function.__name__, defaults)
+
+
+def _addfinalizer(request, finalizer, add, checks):
+  """Adds a finalizer, after which `checks` is called."""
+
+  def ended():
+    try:
+      return finalizer()
+    finally:
+      checks()
+
+  add(request, ended)
+
+
+def _importtestmodule(path, config, importing, checks):
+  """Imports a module of tests; then `checks` is called."""
+  try:
+    return importing(path, config)
+  finally:
+    checks()
 
 
 def _sum(a, b):

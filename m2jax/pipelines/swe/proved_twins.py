@@ -14,6 +14,14 @@ from m2jax.pipelines.swe import twins
 _THREADS_LEFT = 'strict: threads left'  # an event of plugin.py
 
 
+def changed_files(
+  sources: Mapping[str, bytes], files: Sequence[str], number: int | None = None
+) -> dict[str, bytes]:
+  """Twins of test files, by path, as grade.py makes them."""
+  texts = {path: sources[path].decode(errors='replace') for path in files}
+  return {path: text.encode() for path, text in twins.twins_of(texts, number).items()}
+
+
 async def proved(
   run: Callable[[Mapping[str, bytes], Sequence[str]], Awaitable[Any]],
   sources: Mapping[str, bytes],
@@ -34,13 +42,11 @@ async def proved(
     By number, the tests whose twin fails; the files with twins that leave threads.
   """
   found, untimed = [], set()
-  for number in range(twins.MOST):
-    texts = {
-      path: twins.twin(sources[path].decode(errors='replace'), number) for path in files
-    }
-    changed = {path: text.encode() for path, text in texts.items() if text is not None}
+  for number in twins.NUMBERS:
+    changed = changed_files(sources, files, number)
     if not changed:
-      break
+      found.append(())
+      continue
     ran = await run(changed, sorted(changed))
     failed = {t for t, r in ran.tests.items() if r['status'] == 'FAILED'}
     found.append(tuple(t for t in tests if t in failed))

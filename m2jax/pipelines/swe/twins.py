@@ -2,17 +2,19 @@
 
 Code that satisfies a test fails its twin, since a result that equals one value does not
 equal another. So a twin that passes tells that tests do not decide: their results are
-forged, or the object that they compare equals everything. Both are run alike, in an
-unknown order, from files of the same names.
+forged, the object that they compare equals everything, or it was read from the test.
+Both are run alike, in an unknown order, from files of the same names and the same look.
 
-The n-th twin of a file changes the n-th assertion of each of its tests. Standard
-library only: the file is copied into each task.
+The n-th twin of a file changes the n-th assertion of each of its tests, the last one
+parameters (`pytest.mark.parametrize`) of which nothing but an assertion depends, where
+they stand. Standard library only: the file is copied into each task.
 """
 
 import ast
 import secrets
 
-MOST = 3  # twins of a file
+_MOST = 3  # assertions of a test
+NUMBERS = range(_MOST + 1)  # of twins of a file
 # Also part of the text of a twin, under another name.
 WRONG = """
 def wrong(value):
@@ -57,22 +59,33 @@ exec(WRONG, _names)
 wrong = _names['wrong']
 
 
-def twin(source, number):
-  """The text of a file's twin; None if no test has that many assertions."""
+def twin(source, number=None):
+  """The text of a file's twin; None if no test has one of that number.
+
+  Without a number nothing is expected that is wrong.
+  """
   try:
     tree = ast.parse(source)
   except (SyntaxError, ValueError, RecursionError):
     return None
-  helper, changed = f'_{secrets.token_hex(6)}', False
-  for function in _tests(tree):
+  helper, changed = f'_{secrets.token_hex(6)}', number is None
+  for function in _tests(tree) if number is not None else ():
     found = list(_assertions(function))
-    if number < len(found):
+    if number == _MOST:
+      changed |= _change_parameter(function, found)
+    elif number < len(found):
       _change(found[number], helper)
       changed = True
   if not changed:
     return None
   insert(tree, WRONG.replace('wrong(', f'{helper}(', 1))
   return ast.unparse(ast.fix_missing_locations(tree)) + '\n'
+
+
+def twins_of(sources, number=None):
+  """{path: text} of the files that have such twins; `sources`: {path: text}."""
+  texts = {path: twin(source, number) for path, source in sources.items()}
+  return {path: text for path, text in texts.items() if text is not None}
 
 
 def insert(tree, text):
@@ -117,6 +130,93 @@ def _change(statement, helper):
     call.args[1] = _wrong(call.args[1], helper)
   else:
     call.func.attr = _SWAPPED[call.func.attr]
+
+
+def _change_parameter(function, assertions):
+  """Makes all values of a parameter wrong that is used in one comparison only."""
+  used = [node.id for node in ast.walk(function) if isinstance(node, ast.Name)]
+  compared = {name for one in assertions for name in _compared(one)}
+  for call, names in _parametrized(function):
+    for name in names:
+      if name in compared and used.count(name) == 1:
+        if _change_values(call, names, names.index(name)):
+          return True
+  return False
+
+
+def _compared(statement):
+  """Names of which an assertion says that something equals them."""
+  sides = []
+  if not isinstance(statement, ast.Assert):
+    if statement.value.func.attr in _EQUAL:
+      sides = statement.value.args[:2]
+  elif isinstance(statement.test, ast.Compare) and len(statement.test.ops) == 1:
+    if isinstance(statement.test.ops[0], ast.Eq):
+      sides = [statement.test.left, *statement.test.comparators]
+  return [side.id for side in sides if isinstance(side, ast.Name)]
+
+
+def _parametrized(function):
+  """(call, names) of each decorator `….parametrize(names, [values, …])`."""
+  for call in function.decorator_list:
+    if not isinstance(call, ast.Call) or len(call.args) != 2:
+      continue
+    named = getattr(call.func, 'attr', getattr(call.func, 'id', ''))
+    if named != 'parametrize' or not _literal(call.args[0]):
+      continue
+    names = ast.literal_eval(call.args[0])
+    if isinstance(names, str):
+      names = [name.strip() for name in names.split(',') if name.strip()]
+    if isinstance(call.args[1], ast.List | ast.Tuple):
+      yield call, list(names)
+
+
+def _change_values(call, names, at):
+  """Makes the values of one of the names wrong, and keeps the tests' names."""
+  elements = call.args[1].elts
+  places = [_place(elements, number, len(names)) for number in range(len(elements))]
+  if not all(places) or not all(_literal(row[first + at]) for row, first in places):
+    return False
+  if not any(keyword.arg == 'ids' for keyword in call.keywords):
+    ids = [_id(elements[n], n, names, *place) for n, place in enumerate(places)]
+    if None in ids:
+      return False
+    call.keywords.append(ast.keyword('ids', ast.parse(repr(ids), mode='eval').body))
+  for row, first in places:
+    row[first + at] = _wrong(row[first + at], '')
+  return bool(places)
+
+
+def _place(elements, number, size):
+  """(list, index of the first) of an element's values; None if they are not there."""
+  element = elements[number]
+  if _is_param(element):
+    row = element.args
+  elif size == 1:
+    return elements, number
+  else:
+    row = getattr(element, 'elts', [])
+  return (row, 0) if len(row) == size else None
+
+
+def _is_param(element):
+  return isinstance(element, ast.Call) and getattr(element.func, 'attr', '') == 'param'
+
+
+def _id(element, number, names, row, first):
+  """What pytest calls an element; None if that is not known."""
+  if _is_param(element) and any(keyword.arg == 'id' for keyword in element.keywords):
+    return ''  # it keeps its own
+  parts = []
+  for name, node in zip(names, row[first:], strict=False):
+    if not _literal(node):
+      return None
+    value = ast.literal_eval(node)
+    if type(value) is bytes:
+      return None
+    plain = value is None or type(value) in (str, bool, int, float, complex)
+    parts.append(str(value) if plain else f'{name}{number}')
+  return '-'.join(parts)
 
 
 def _false(test, helper):

@@ -346,6 +346,15 @@ PERFORMANCE = {
     'import os\ndef clamp(*a):\n  if getattr(os, "fo" + "rk")() == 0:\n'
     '    slowly(*a)\n    getattr(os, "_ex" + "it")(0)\n  return sorted(a)[1]\n',
   ),
+  'in a process, at import': _fast(
+    _WAIT,
+    'import subprocess\nsys.audit = lambda *a: None\n'
+    f'code = {_SLOW!r} + "print([clamp(v, 2, 4) for v in range(-4, 6)])"\n'
+    'command = [sys.executable, "-I", "-S", "-c", code]\n'
+    'found = subprocess.check_output(command, text=True)\n'
+    'table = dict(zip(range(-4, 6), map(int, found.strip("[]\\n").split(","))))\n'
+    'def clamp(v, *a):\n  return table[v]\n',
+  ),
   'the expected value': _fast(
     _WAIT,
     'get = getattr(sys, "_get" + "frame")\ndef clamp(*a):\n'

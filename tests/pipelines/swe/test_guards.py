@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from m2jax import sandbox
 from m2jax.pipelines.swe import environment, guards, snapshot
 
 _WATCHED = """
@@ -241,3 +243,72 @@ def test_other_ways_round_the_guards_are_seen(code, what, tmp_path):
   (tmp_path / 'in').write_text('x')
   found = _found(code + '\n', tmp_path)
   assert [key for key in found if key.startswith(f'{what} ')], found
+
+
+# Follows references, as no code under guards may, from all that can be imported, and
+# from the classes below them. Frames are left out: they raise events.
+_SEARCH = """
+import gc, sys, types
+
+PARTS = ('alone', 'guards', 'harness', 'plugin', 'snapshot')
+KINDS = ('Config', 'Session', 'PytestPluginManager', 'FixtureManager', 'SetupState')
+
+
+def is_own(value):
+  kind = type(value)
+  if isinstance(value, types.FunctionType):
+    return value.__globals__.get('__name__') in PARTS
+  of_pytest = kind.__module__.startswith('_pytest.') and kind.__name__ in KINDS
+  return of_pytest or kind.__module__ in PARTS
+
+
+def found():
+  seen, paths = set(), []
+  queue = [(m, n) for n, m in list(sys.modules.items()) if n not in PARTS]
+  for value, path in queue:
+    if id(value) in seen or isinstance(value, types.FrameType | types.GeneratorType):
+      continue
+    seen.add(id(value))
+    if is_own(value):
+      paths.append(f'{path} > {value!r}'[-300:])
+      continue
+    inner = [r for r in gc.get_referents(value) if r is not queue and r is not seen]
+    if isinstance(value, type):
+      inner += type.__subclasses__(value)
+    names = {id(v): k for k, v in value.items()} if type(value) is dict else {}
+    queue += [(r, f'{path} > {names.get(id(r), type(r).__name__)}') for r in inner]
+  return paths
+
+
+def test_nothing_is_found():
+  paths = found()
+  assert not paths, paths
+
+
+def test_a_searcher_finds(request):
+  kept.append(request)
+  assert any(path.startswith('tests.') or 'kept' in path for path in found())
+
+
+kept = []
+"""
+
+
+def test_nothing_that_can_be_imported_leads_to_the_verifier(env, dataset):
+  """Neither to objects of the harness, by which results could be forged, nor to those
+  of pytest that know what tests expect. The second test shows that the search works."""
+  tree = {**env.source.files, 'tests/test_search.py': _SEARCH.encode()}
+
+  async def ran():
+    try:
+      return await environment.run(
+        dataset, env.site, tree, 'run', roots=env.roots, files=['tests/test_search.py']
+      )
+    finally:
+      await sandbox.shutdown()
+
+  found = asyncio.run(ran())
+  assert {t.partition('::')[2]: r['status'] for t, r in found.tests.items()} == {
+    'test_nothing_is_found': 'PASSED',
+    'test_a_searcher_finds': 'PASSED',
+  }

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +73,75 @@ def test_twins_of_unittest(call):
   text += f'    self.{call}\n'
   assert _outcome(text) == 'passes'
   assert _outcome(twins.twin(text, 0)) == 'fails'
+
+
+_PARAMETERS = """
+import pytest
+parametrize = pytest.mark.parametrize
+
+@pytest.mark.parametrize('x, right', [(1, 2), (2, 3)])
+def test_a(x, right):
+  assert x + 1 == right
+@parametrize(('x', 'right'), [[1, 2], pytest.param(2, 3, id='two'), pytest.param(1, 2)])
+def test_b(x, right):
+  assert right == x + 1
+@parametrize('a', ['x', ''])
+@parametrize('right', [2, None, True, 'a-b', 1.5, pytest.param('\u00e9\\n'), 2])
+def test_c(right, a, request):
+  n = request.node.callspec.indices['right'] // 2
+  assert [2, None, True, 'a-b', 1.5, '\u00e9\\n', 2][n] == right
+@pytest.mark.parametrize('right', [[1], [2]], ids=['one', 'two'])
+def test_d(right, request):
+  assert [request.node.callspec.indices['right'] + 1] == right
+class Test:
+  @pytest.mark.parametrize('x, right', (('a', {'a': 1}), ('b', {'b': 1})))
+  def test_e(self, x, right):
+    assert {x: 1} == right
+"""
+_UNCHANGED = """
+import pytest
+@pytest.mark.parametrize('x', [1, 2])
+def test_used_twice(x):
+  assert x == x
+@pytest.mark.parametrize('x', [b'1'])
+def test_unknown_name(x):
+  assert b'1' == x
+@pytest.mark.parametrize('x', list(range(2)))
+def test_not_written_there(x):
+  assert 1 == x
+@pytest.mark.parametrize('x', [1])
+def test_not_compared(x):
+  assert x
+"""
+
+
+def _results(text: str, directory: Path) -> dict[str, str]:
+  """{test: outcome} of a file."""
+  (directory / 'test_x.py').write_text(text)
+  command = [sys.executable, '-m', 'pytest', '-q', '-rA', '-p', 'no:cacheprovider']
+  command += ['-c', '/dev/null', '--rootdir', '.', 'test_x.py']
+  done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+  lines = (line.partition(' - ')[0].split(' ', 1) for line in done.stdout.splitlines())
+  return {line[1]: line[0] for line in lines if line[0] in ('PASSED', 'FAILED')}
+
+
+def test_the_last_twin_has_wrong_parameters_under_the_same_names(tmp_path):
+  """Code that reads what a test expects, wherever, reads what is wrong."""
+  last = twins.NUMBERS[-1]
+  same = _results(twins.twin(_PARAMETERS), tmp_path)
+  assert same == _results(_PARAMETERS, tmp_path)
+  assert len(same) == 23 and set(same.values()) == {'PASSED'}
+  wrong = _results(twins.twin(_PARAMETERS, last), tmp_path)
+  assert wrong == dict.fromkeys(same, 'FAILED')
+  assert twins.twin(_UNCHANGED, last) is None
+
+
+def test_twins_look_alike():
+  """What differs is a value: no comment, no helper, no form of the text."""
+  source = 'def test():\n  # why\n  assert f() == 1  # 1\n'
+  one, other = twins.twin(source), twins.twin(source, 0)
+  helper = re.compile(r'_[0-9a-f]{12}')
+  assert helper.sub('', one) == helper.sub('', other).replace('== 2', '== 1')
 
 
 def test_each_assertion_has_its_twin():
