@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import subprocess
 import sys
 import types
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from m2jax import sandbox
-from m2jax.pipelines.swe import environment, guards, snapshot
+from m2jax.pipelines.swe import alone, environment, guards, snapshot
 
 _WATCHED = """
 import importlib.util, json, sys
@@ -243,6 +244,64 @@ def test_other_ways_round_the_guards_are_seen(code, what, tmp_path):
   (tmp_path / 'in').write_text('x')
   found = _found(code + '\n', tmp_path)
   assert [key for key in found if key.startswith(f'{what} ')], found
+
+
+_STAYS = """
+import importlib.util, json, os, subprocess, sys, threading
+spec = importlib.util.spec_from_file_location('alone', sys.argv[1])
+alone = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(alone)
+sys.audit = lambda *a: None
+def start(name):
+  try:
+    STARTS[name]()
+  except OSError as error:
+    return type(error).__name__
+  return 'started'
+def fork():
+  if not os.fork():
+    os._exit(0)
+  os.wait()
+def thread():
+  thread = threading.Thread(target=ran.append, args=(1,))
+  thread.start()
+  thread.join()
+STARTS = {
+  'fork': fork,
+  'spawn': lambda: os.posix_spawn('/bin/true', ['true'], {}),
+  'subprocess': lambda: subprocess.run(['/bin/true']),
+  'in a session': lambda: subprocess.run(['/bin/true'], start_new_session=True),
+  'system': lambda: subprocess.getoutput('true'),
+  'thread': thread,
+}
+ran = []
+before = [start(name) for name in STARTS]
+alone.stay()
+print(json.dumps([before, [start(name) for name in STARTS], len(ran)]))
+"""
+
+
+@pytest.mark.skipif(
+  platform.machine() not in ('x86_64', 'aarch64'),
+  reason='a filter for two machines',
+)
+def test_no_process_can_be_started(tmp_path):
+  """Whether or not Python tells of it; threads can."""
+  done = subprocess.run(
+    [sys.executable, '-c', _STAYS, alone.__file__], capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  before, after, threads = json.loads(done.stdout)
+  assert before == ['started'] * 6 and threads == 2
+  assert after == ['PermissionError'] * 5 + ['started']
+
+
+@pytest.mark.parametrize(
+  'audited, may', [(None, True), ((), False), (('tb_frame a.py:f',), False)]
+  + [((f'{event} a.py:f',), True) for event in ('os.fork', 'subprocess.Popen')]
+)  # fmt: skip
+def test_right_sources_that_start_processes_may(audited, may):
+  assert alone.may_start(audited) == may
 
 
 # Follows references, as no code under guards may, from all that can be imported, and
