@@ -57,6 +57,8 @@ _PARTS = ('alone', 'guards', 'snapshot', 'plugin')  # modules beside this file
 def main():
   """Serves one request, or one of many."""
   parts = types.SimpleNamespace(**{name: _beside(name) for name in _PARTS})
+  hidden = sys.modules['__main__']  # before any module keeps it
+  sys.modules['__main__'] = types.ModuleType('__main__')
   if sys.argv[1:2] == ['serve']:
     request, results = _served(sys.argv[2])
   else:
@@ -80,8 +82,6 @@ def main():
     parts.alone.stay()
   _close_memory()
   _import_pytest(request['site'])
-  hidden = sys.modules['__main__']
-  sys.modules['__main__'] = types.ModuleType('__main__')
   if request['mode'] == 'screen':
     for number, mutant in enumerate(request['mutants']):
       _screen(request, number, mutant, send, parts)

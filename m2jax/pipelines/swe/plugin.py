@@ -98,7 +98,7 @@ class Plugin:
     return call, setup
 
   def _checking(self):
-    """Compares at each step. Of a generator's method only this can be had."""
+    """Compares at each step; its `__next__` does not lead to the plugin."""
     while True:
       self.check(python=False)
       yield
@@ -303,8 +303,9 @@ class Plugin:
 
 
 def _alone(function, *defaults):
-  """A function that knows no module; `defaults` cannot be replaced unseen."""
-  return types.FunctionType(function.__code__, {}, function.__name__, defaults)
+  """A function without globals or builtins; `defaults` cannot be replaced unseen."""
+  nothing = {'__builtins__': {}}
+  return types.FunctionType(function.__code__, nothing, function.__name__, defaults)
 
 
 def _addfinalizer(request, finalizer, add, checks):

@@ -307,9 +307,9 @@ def test_right_sources_that_start_processes_may(audited, may):
 # Follows references, as no code under guards may, from all that can be imported, and
 # from the classes below them. Frames are left out: they raise events.
 _SEARCH = """
-import gc, sys, types
+import builtins, gc, sys, types
 
-PARTS = ('alone', 'guards', 'harness', 'plugin', 'snapshot')
+PARTS = ('__main__', 'alone', 'guards', 'plugin', 'snapshot')
 KINDS = ('Config', 'Session', 'PytestPluginManager', 'FixtureManager', 'SetupState')
 
 
@@ -317,13 +317,15 @@ def is_own(value):
   kind = type(value)
   if isinstance(value, types.FunctionType):
     return value.__globals__.get('__name__') in PARTS
+  if kind is dict:  # the verifier's own builtins
+    return '__build_class__' in value and value is not vars(builtins)
   of_pytest = kind.__module__.startswith('_pytest.') and kind.__name__ in KINDS
   return of_pytest or kind.__module__ in PARTS
 
 
 def found():
   seen, paths = set(), []
-  queue = [(m, n) for n, m in list(sys.modules.items()) if n not in PARTS]
+  queue = [(m, n) for n, m in list(sys.modules.items())]
   for value, path in queue:
     if id(value) in seen or isinstance(value, types.FrameType | types.GeneratorType):
       continue
