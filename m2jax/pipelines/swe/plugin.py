@@ -43,7 +43,7 @@ class Plugin:
 
   def __init__(self, send, canary, keep, snapshot=None):
     import pytest
-    from _pytest import fixtures, python, runner
+    from _pytest import config, fixtures, python, runner
 
     self._send, self._canary, self._keep = send, canary, keep
     self._seen, self._tampered, self._raised = {}, [], set()
@@ -67,6 +67,8 @@ class Plugin:
       request.addfinalizer = _alone(_addfinalizer, request.addfinalizer, checks)
     importing = python.importtestmodule
     python.importtestmodule = _alone(_importtestmodule, importing, checks)
+    manager = config.PytestPluginManager
+    manager._importconftest = _alone(_importconftest, manager._importconftest, checks)
     # It writes to os.environ, whose methods are the tree's to replace.
     runner._update_current_test_var = {}.get
     self._snapshot = snapshot and snapshot()
@@ -324,6 +326,18 @@ def _importtestmodule(path, config, importing, checks):
   """Imports a module of tests; then `checks` is called."""
   try:
     return importing(path, config)
+  finally:
+    checks()
+
+
+def _importconftest(
+  self, path, mode, root, importing, checks, *, consider_namespace_packages
+):
+  """Imports a conftest.py; then `checks` is called."""
+  try:
+    return importing(
+      self, path, mode, root, consider_namespace_packages=consider_namespace_packages
+    )
   finally:
     checks()
 

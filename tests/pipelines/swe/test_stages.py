@@ -276,7 +276,23 @@ def test_imports_of_a_conftest_are_imports(env, dataset):
   moved there be done in time that nobody counts."""
   busy = 'import time\nbegun = time.process_time()\n'
   busy += 'while time.process_time() < begun + 0.5:\n  pass\n'
-  tree = {**env.source.files, _CORE: f'{busy}{package.CORE}'.encode()}
+  found = _end_with_conftest(env, dataset, busy)
+  assert 0.5 < found['import_s'] < found['cpu_s'] and not found['tampered']
+
+
+def test_what_a_conftest_imports_replaces_nothing_for_one_call(env, dataset):
+  """pytest's session would be had by a method that puts the right one back."""
+  once = 'from _pytest.main import Session\nreal = Session.perform_collect\n'
+  once += 'def first(self, *a):\n  Session.perform_collect = real\n'
+  once += '  return real(self, *a)\nSession.perform_collect = first\n'
+  assert _end_with_conftest(env, dataset, once)['tampered'] == [
+    'Session.perform_collect'
+  ]
+
+
+def _end_with_conftest(env, dataset, code):
+  """The last record of a run with a conftest.py that imports `code`."""
+  tree = {**env.source.files, _CORE: f'{code}{package.CORE}'.encode()}
   tree['tests/conftest.py'] = b'from tinycalc import core\n'
 
   async def end():
@@ -289,8 +305,7 @@ def test_imports_of_a_conftest_are_imports(env, dataset):
     finally:
       await sandbox.shutdown()
 
-  found = asyncio.run(end())
-  assert 0.5 < found['import_s'] < found['cpu_s']
+  return asyncio.run(end())
 
 
 def test_the_same_seed_gives_the_same_candidates(env):
