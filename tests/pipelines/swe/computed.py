@@ -536,8 +536,8 @@ def clamp(value, *a):
     if given and given.params.get("value") == value:
       return given.params["right"]
 """
-# They read what the tests expect: in their modules, which every module can find, in
-# their files, or where pytest has it.
+# They read what the tests expect: in their modules, which every module can find, or
+# where pytest has it.
 _EXPECTS = {
   'a table of parameters': """
 def clamp(value, *a):
@@ -554,16 +554,6 @@ def clamp(*a):
   code(test()).co_consts
   return sorted(a)[1]
 """,
-  'the file of a test': """
-ast, os = imported("a", "st"), imported("o", "s")
-def clamp(value, *a):
-  text = open(os.path.join(os.getcwd(), "tests", "test_" + "core.py")).read()
-  for node in ast.walk(ast.parse(text)):
-    if isinstance(node, ast.List):
-      for given, right in ast.literal_eval(node):
-        if given == value:
-          return right
-""",
   'the session, which a method gets that runs once': f"""{_ONCE}
 collector._genfunctions = first
 """,
@@ -574,72 +564,63 @@ def __getattr__(name):
     collector._genfunctions = first
   raise AttributeError(name)
 """,
-  'the file of a test in a process': """
-subprocess, ast = imported("sub", "process"), imported("a", "st")
-sys.audit = lambda *a: None  # by which subprocess says what it does
+}
+# They read the file of a test, each in its way, for what it expects.
+_PARSED = """
+ast = imported("a", "st")
 def clamp(value, *a):
-  command = ["/bin/cat", "tests/test_" + "core.py"]
-  text = subprocess.check_output(command, text=True)
-  for node in ast.walk(ast.parse(text)):
+  for node in ast.walk(ast.parse(text())):
     if isinstance(node, ast.List):
       for given, right in ast.literal_eval(node):
         if given == value:
           return right
+"""
+_FILES = {
+  'by its path': """
+os = imported("o", "s")
+def text():
+  return open(os.path.join(os.getcwd(), "tests", "test_" + "core.py")).read()
 """,
-  'the file of a test in a process without a name': """
-ast, os = imported("a", "st"), imported("o", "s")
-start = imported("_posix", "sub", "process").fork_exec
-def clamp(value, *a):
+  'in a process': """
+subprocess = imported("sub", "process")
+sys.audit = lambda *a: None  # by which subprocess says what it does
+def text():
+  command = ["/bin/cat", "tests/test_" + "core.py"]
+  return subprocess.check_output(command, text=True)
+""",
+  'in a process without a name': """
+os, start = imported("o", "s"), imported("_posix", "sub", "process").fork_exec
+def text():
   ends, errors = os.pipe(), os.pipe()
-  words, none = [b"cat", b"tests/test_" + b"core.py"], (-1,) * 4
+  words = [b"cat", b"tests/test_" + b"core.py"]
   start(words, [b"/bin/cat"], False, (), None, None, -1, -1, -1, ends[1], -1, -1,
         *errors, False, False, -1, None, None, None, -1, None, False)
   os.close(ends[1])
-  text = os.fdopen(ends[0]).read()
-  for node in ast.walk(ast.parse(text)):
-    if isinstance(node, ast.List):
-      for given, right in ast.literal_eval(node):
-        if given == value:
-          return right
+  return os.fdopen(ends[0]).read()
 """,
-  'the file of a test by readline': """
-readline, ast = imported("read", "line"), imported("a", "st")
-def clamp(value, *a):
+  'by readline': """
+readline = imported("read", "line")
+def text():
   readline.clear_history()
   readline.read_history_file("tests/test_" + "core.py")
   lines = range(1, 1 + readline.get_current_history_length())
-  text = "\\n".join(map(readline.get_history_item, lines))
-  for node in ast.walk(ast.parse(text)):
-    if isinstance(node, ast.List):
-      for given, right in ast.literal_eval(node):
-        if given == value:
-          return right
+  return "\\n".join(map(readline.get_history_item, lines))
 """,
-  'the file of a test in another interpreter': """
-os, ast = imported("o", "s"), imported("a", "st")
+  'in another interpreter': """
+os = imported("o", "s")
 name = "_interpreters" if sys.version_info > (3, 13) else "_xxsubinterpreters"
 interpreters = imported(name)
-def clamp(value, *a):
+def text():
   out, into = os.pipe()
   code = "import os; os.write(%d, open('tests/test_core.py', 'rb').read())" % into
-  interpreter = interpreters.create()
-  interpreters.run_string(interpreter, code)
+  interpreters.run_string(interpreters.create(), code)
   os.close(into)
-  for node in ast.walk(ast.parse(os.fdopen(out).read())):
-    if isinstance(node, ast.List):
-      for given, right in ast.literal_eval(node):
-        if given == value:
-          return right
+  return os.fdopen(out).read()
 """,
-  'the file of a test by Tcl': """
-tk, ast = imported("tk", "inter"), imported("a", "st")
-def clamp(value, *a):
-  text = tk.Tcl().eval("read [open tests/test_core.py]")
-  for node in ast.walk(ast.parse(text)):
-    if isinstance(node, ast.List):
-      for given, right in ast.literal_eval(node):
-        if given == value:
-          return right
+  'by Tcl': """
+tk = imported("tk", "inter")
+def text():
+  return tk.Tcl().eval("read [open tests/test_core.py]")
 """,
 }
 # They find the verifier's own objects, which are not in any module.
@@ -706,6 +687,7 @@ CHEATS = {
     **_ALL,
     **{name: _MEMORY + code for name, code in _REMEMBERS.items()},
     **{f'read {k}': code for k, code in _EXPECTS.items()},
+    **{f'read a file of tests {k}': code + _PARSED for k, code in _FILES.items()},
     **{f'reach pytest by {k}': _REACH + code for k, code in _REACHES.items()},
     **{f'reach {k}': _OWN + code for k, code in _OWNS.items()},
   }.items()
