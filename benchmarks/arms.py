@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments import common
+from m2jax.train.workdir import WorkdirError
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -29,7 +30,8 @@ def run(
 ) -> None:
   """Measures each arm with each seed, once for a workdir, and prints the results.
 
-  Ctrl-C and SIGTERM end it with one line and code 130; what was measured stays.
+  Ctrl-C and SIGTERM end it with one line and code 130; what was measured stays. So does
+  a directory that cannot be used, with code 2.
   """
   args.workdir = args.workdir.absolute()
   args.workdir.mkdir(parents=True, exist_ok=True)
@@ -40,7 +42,10 @@ def run(
       for arm in arms:
         path = args.workdir / f'{arm}_{seed}.json'
         if not path.exists():
-          path.write_text(json.dumps(measure(arm, seed, args)))
+          try:
+            path.write_text(json.dumps(measure(arm, seed, args)))
+          except WorkdirError as error:
+            common.fail(error)
         runs.append(json.loads(path.read_text()))
   if args.json:
     settings = vars(args) | {'workdir': str(args.workdir)}

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import arms, mixed_domains, responses, scaffolds, speed_reward, thinking
 from experiments import common
 from m2jax.forge.config import ForgeConfig
+from m2jax.train.workdir import OtherRun
 
 
 def flags(module, monkeypatch, *given):
@@ -76,3 +77,16 @@ def test_table_of_responses():
   *_, first, second = responses.table([base, spent, again]).splitlines()
   assert first == '| none, before |  |  | 9 | 25.0 [25.0, 25.0] | 0.0 [0.0, 0.0] |'
   assert second == '| 30 × 4 | 12 | 31 | 3 | 37.5 [25.0, 50.0] | 2.5 [0.0, 5.0] |'
+
+
+def test_a_run_that_is_in_use_is_one_line(tmp_path, capsys):
+  def measure(arm, seed, args):
+    raise OtherRun('in use by process 7: wait')
+
+  args = argparse.Namespace(workdir=tmp_path, seeds=[0], json=False)
+  with pytest.raises(SystemExit) as ended:
+    arms.run(args, ('a',), measure, str)
+  assert ended.value.code == 2 and not list(tmp_path.iterdir())
+  assert (
+    capsys.readouterr().err == 'error: in use by process 7: wait until it has ended\n'
+  )
