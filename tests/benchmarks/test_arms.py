@@ -87,6 +87,4 @@ def test_a_run_that_is_in_use_is_one_line(tmp_path, capsys):
   with pytest.raises(SystemExit) as ended:
     arms.run(args, ('a',), measure, str)
   assert ended.value.code == 2 and not list(tmp_path.iterdir())
-  assert (
-    capsys.readouterr().err == 'error: in use by process 7: wait until it has ended\n'
-  )
+  assert capsys.readouterr().err == 'error: in use by process 7: wait\n'
