@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import resource
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -18,6 +21,52 @@ from m2jax.gateway.counters import Counters
 _START_TIMEOUT_S = 30.0
 # Files besides connections: checkpoints, database, pipes.
 _OTHER_FILES = 128
+_TICK_S = 1.0  # between two dates in the headers of responses
+_POLL_S = 0.005  # for the end of the requests in flight, while stopping
+
+
+class _Server(uvicorn.Server):
+  """uvicorn's server, but `stop` takes effect at once.
+
+  uvicorn looks for `should_exit` every 0.1 s, and waits 0.1 s more before it looks
+  whether all connections are closed.
+  """
+
+  def __init__(self, config: uvicorn.Config):
+    super().__init__(config)
+    self._wake: Callable[[], object] = lambda: None
+
+  def stop(self) -> None:
+    """Begins to shut down; from any thread."""
+    self.should_exit = True
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+      self._wake()
+
+  async def main_loop(self) -> None:
+    """Returns after `stop`."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    self._wake = lambda: loop.call_soon_threadsafe(stopped.set)
+    while not await self.on_tick(0):
+      with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stopped.wait(), _TICK_S)
+
+  async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    """Closes idle connections, and the others after their responses or the timeout."""
+    for server in self.servers:
+      server.close()
+    for each in sockets or ():
+      each.close()
+    state = self.server_state
+    for connection in list(state.connections):
+      connection.shutdown()
+    loop = asyncio.get_running_loop()
+    ends_s = loop.time() + self.config.timeout_graceful_shutdown
+    await asyncio.sleep(0)  # closed transports leave `connections`
+    while (state.connections or state.tasks) and loop.time() < ends_s:
+      await asyncio.sleep(_POLL_S)
+    for task in state.tasks:
+      task.cancel()
 
 
 class Listener:
@@ -35,7 +84,7 @@ class Listener:
     """
     self._name, self._app, self._bounds = name, app, bounds
     self._counters = counters
-    self._server: uvicorn.Server | None = None
+    self._server: _Server | None = None
     self._thread: threading.Thread | None = None
     self._socket: socket.socket | None = None
 
@@ -60,7 +109,7 @@ class Listener:
     family = socket.AF_INET6 if ':' in bounds.host else socket.AF_INET
     listener = socket.create_server((bounds.host, bounds.port), family=family)
     self._socket = listener
-    server = uvicorn.Server(
+    server = _Server(
       uvicorn.Config(
         self._app,
         loop='uvloop',
@@ -94,7 +143,7 @@ class Listener:
     """
     if self._thread is None:
       return False
-    self._server.should_exit = True
+    self._server.stop()
     self._thread.join()
     self._socket.close()
     self._thread = self._server = self._socket = None
