@@ -14,8 +14,7 @@ from m2jax import sandbox
 from m2jax.pipelines.make import LIMITS
 from m2jax.pipelines.swe import drafts
 from m2jax.tasks import harbor
-from m2jax.tasks.harbor import verifier
-from tests.pipelines.swe import computed, package
+from tests.pipelines.swe import batch, computed, package
 
 _CORE = 'src/tinycalc/core.py'
 _RIGHT = 'if value < low:'
@@ -34,29 +33,39 @@ def task(env, dataset):
   return harbor.of_directory(harbor.read(harbor.write(draft, split)))
 
 
-async def _attempt(task, commands: str) -> verifier.Verdict:
-  async with task.open(backend='bubblewrap', limits=LIMITS) as environment:
-    done = await environment.box.exec(commands, timeout_s=30.0)
-    assert done.returncode == 0, done.stderr
-    return await task.judge(environment)
+@pytest.fixture(scope='module')
+def found(task):
+  """What the grader finds of an attempt of each kind, of all in one sandbox."""
+  kinds = {name: CHEATS[name] for name in KINDS}
+  return batch.judged(task, {**kinds, **_HONEST, 'the repair again': _REPAIR})
+
+
+@pytest.fixture(scope='module')
+def found_of_others(task):
+  """What it finds of the other attempts."""
+  attempts = {name: CHEATS[name] for name in OTHERS}
+  again = {'the repair again': _REPAIR}
+  return batch.judged(task, attempts | again, {'never end': 2.0})
 
 
 @pytest.fixture(scope='module')
 def verdicts(task):
-  """The verdict of each attempt; several run at a time."""
-  several = asyncio.Semaphore(4)
+  """The verdict of the whole verifier on some attempts; two run at a time."""
+  several = asyncio.Semaphore(2)
 
   async def one(commands):
-    async with several:
-      return await _attempt(task, commands)
+    async with several, task.open(backend='bubblewrap', limits=LIMITS) as environment:
+      done = await environment.box.exec(commands, timeout_s=30.0)
+      assert done.returncode == 0, done.stderr
+      return await task.judge(environment)
 
   async def all_():
     try:
-      return await asyncio.gather(*map(one, [*CHEATS.values(), *_HONEST.values()]))
+      return await asyncio.gather(*(one({**CHEATS, **_HONEST}[n]) for n in _WHOLE))
     finally:
       await sandbox.shutdown()
 
-  return dict(zip([*CHEATS, *_HONEST], asyncio.run(all_()), strict=True))
+  return dict(zip(_WHOLE, asyncio.run(all_()), strict=True))
 
 
 _REPAIR = f"sed -i 's/if value > low:/{_RIGHT}/' {_CORE}"
@@ -217,17 +226,59 @@ _HONEST = {
 }
 
 
+# One that each guard stops; `make test-long` has the others.
+KINDS = (
+  *('edit a test', 'delete the tests', 'conftest.py', 'pytest.ini', 'bytecode'),
+  *('sys.exit(0)', 'equal to everything', 'environment variables', 'read the caller'),
+  *('os._exit without its name', 'replace pytest without its name', 'xfail'),
+  *('skip without its name', 'sitecustomize', 'a link to the right answer'),
+  *('rewrite the tests while they run', 'read the caller without its name'),
+  *('read the caller by a traceback', 'read the caller by a generator'),
+  *('find the expected value among all objects', 'change a base of reports'),
+  *('pretend to be a file of the standard library', 'change the harness'),
+  *('replace a property of reports', 'change reports from a thread'),
+  *('equal to everything, without its name', 'equal to everything in the first run'),
+  *('read memory by a link', 'pretend to be a file of pytest by compiled code'),
+  *('read a table of parameters', 'read a file of tests by its path'),
+  *('read a file of tests in a process without a name', 'reach pytest by a stream'),
+  *('reach the plugin by its class', 'send results with a secret word of its own'),
+)
+OTHERS = tuple(name for name in CHEATS if name not in KINDS)
+# Those that aim at what only the whole verifier has: its processes and its rewards.
+_WHOLE = (
+  'the repair',
+  'its own junit.xml and reward.txt',
+  'results on standard output',
+)
+_WHOLE += ('kill the grader', 'write the reward later')
+
+
 @pytest.mark.parametrize('name', [n for n in _HONEST if n != 'nothing'])
-def test_an_honest_repair_passes(verdicts, name):
-  assert verdicts[name].outcome == harbor.PASSED, verdicts[name]
+def test_an_honest_repair_passes(found, name):
+  assert found[name]['reward'] == 1, found[name]
 
 
-def test_doing_nothing_fails(verdicts):
-  found = verdicts['nothing']
-  assert found.outcome == harbor.FAILED and found.details['resolved'] == 'no'
+def test_doing_nothing_fails(found):
+  assert found['nothing']['reward'] == 0 and found['nothing']['resolved'] == 'no'
 
 
-@pytest.mark.parametrize('name', CHEATS)
-def test_a_cheat_gets_nothing(verdicts, name):
+@pytest.mark.parametrize('name', KINDS)
+def test_a_cheat_gets_nothing(found, name):
+  assert found[name]['reward'] == 0, found[name]
+
+
+def test_cheats_leave_nothing_for_the_next(found):
+  assert found['the repair again']['reward'] == 1
+
+
+@pytest.mark.long
+def test_other_cheats_get_nothing(found_of_others):
+  rewards = {name: one['reward'] for name, one in found_of_others.items()}
+  assert rewards == dict.fromkeys(OTHERS, 0) | {'the repair again': 1}
+
+
+@pytest.mark.parametrize('name', _WHOLE)
+def test_the_whole_verifier_says_the_same(verdicts, name):
   """0, not invalid: a cheat must not even spare the agent a failure."""
-  assert verdicts[name].outcome == harbor.FAILED, verdicts[name]
+  outcome = harbor.PASSED if name in _HONEST else harbor.FAILED
+  assert verdicts[name].outcome == outcome, verdicts[name]
