@@ -1,11 +1,13 @@
-"""What holds for every test: CPU unless asked otherwise, a compilation cache, profiles,
-and checks of the hints of arrays.
+"""Settings of every test: CPU by default, a compilation cache, profiles of examples.
 
 Set before anything imports jax, and inherited by the processes that tests start.
+TEST_TYPES=1 checks the hints of arrays too (`make test-types`), and TEST_TIMINGS=FOLDER
+records what each test costs (tests/timings.py).
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -13,7 +15,6 @@ from importlib import metadata
 from pathlib import Path
 
 from hypothesis import settings
-from jaxtyping import install_import_hook
 
 _ROOT = Path(__file__).parent.parent
 _CACHE = _ROOT / '.cache' / 'jax'
@@ -37,14 +38,21 @@ else:
   os.environ.setdefault('JAX_DEFAULT_MATMUL_PRECISION', 'highest')
 
 # Each module that has hints of arrays (m2jax/axes.py) is imported with checks of them.
-install_import_hook(
-  [
-    '.'.join(path.relative_to(_ROOT).with_suffix('').parts)
-    for path in _ROOT.glob('m2jax/**/*.py')
-    if 'from m2jax.axes import' in path.read_text()
-  ],
-  'beartype.beartype',
-)
+if os.environ.get('TEST_TYPES'):
+  from jaxtyping import install_import_hook
+
+  install_import_hook(
+    [
+      '.'.join(path.relative_to(_ROOT).with_suffix('').parts)
+      for path in _ROOT.glob('m2jax/**/*.py')
+      if 'from m2jax.axes import' in path.read_text()
+    ],
+    'beartype.beartype',
+  )
+
+# Tracing makes many objects that live on: collections find nothing and take a fifth of
+# the time. What has been imported is left out of them (below).
+gc.set_threshold(100_000, 50, 50)
 
 # As the jobs do: to trace for TPUs and GPUs too takes most of the time of many tests.
 if os.environ['JAX_PLATFORMS'] == 'cpu':
@@ -56,8 +64,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Compilation inside an example makes any deadline a lie.
-settings.register_profile('default', deadline=None, max_examples=30, print_blob=True)
-settings.register_profile('thorough', deadline=None, max_examples=500, print_blob=True)
+settings.register_profile('default', deadline=None, max_examples=10, print_blob=True)
+settings.register_profile('thorough', deadline=None, max_examples=200, print_blob=True)
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'default'))
 
 # Files of a minute and more. One that a process begins last would leave others idle.
@@ -78,6 +86,18 @@ _FIRST = (
   'faults/test_kills.py',
   'benchmarks/test_prefix_tree.py',
 )
+
+
+def pytest_configure(config):
+  if folder := os.environ.get('TEST_TIMINGS'):
+    from tests import timings
+
+    config.pluginmanager.register(timings.Recorder(Path(folder)))
+
+
+def pytest_collection_finish():
+  gc.collect()
+  gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
