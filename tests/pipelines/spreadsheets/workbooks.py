@@ -14,9 +14,16 @@ MODEL = models.loan(random.Random(2))
 PROJECT = models.project(random.Random(2))
 
 
+_SPECS: dict = {}  # by the model's identity; it is kept beside
+
+
 def spec(model, used=('formulas',), salt=1):
-  found = spreadsheets.spec(spreadsheets.Config(), model, random.Random(salt), used)
-  return json.loads(json.dumps(found))
+  key = id(model), used, salt
+  if key not in _SPECS:
+    config, rng = spreadsheets.Config(), random.Random(salt)
+    made = spreadsheets.spec(config, model, rng, used)
+    _SPECS[key] = model, json.dumps(made)
+  return json.loads(_SPECS[key][1])
 
 
 def bytes_of(book) -> bytes:
