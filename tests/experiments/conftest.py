@@ -6,7 +6,6 @@ import pathlib
 import re
 import signal
 import subprocess
-import sys
 import time
 import types
 
@@ -31,8 +30,8 @@ SFT = ['--config.sft.row_tokens=640', '--config.sft.tokens_per_step=1280']
 
 
 def command(job, *flags, variant=''):
-  config = f'--config=configs/{job}.py{variant}'
-  return [sys.executable, '-m', f'experiments.{job}', config, *map(str, flags)]
+  """Module and arguments of a job."""
+  return [f'experiments.{job}', f'--config=configs/{job}.py{variant}', *flags]
 
 
 def two(job, *flags, variant='', devices=1):
@@ -40,8 +39,7 @@ def two(job, *flags, variant='', devices=1):
   port = processes.free_port()
   return [
     processes.start(
-      f'experiments.{job}',
-      *command(job, *flags, variant=variant)[3:],
+      *command(job, *flags, variant=variant),
       '--distributed',
       PYTHONUNBUFFERED='1',
       JAX_NUM_CPU_DEVICES=str(devices),
@@ -55,14 +53,12 @@ def two(job, *flags, variant='', devices=1):
 
 def run(job, *flags, variant='', code=0):
   """Runs a main to its end; its output, standard error after standard output."""
-  done = subprocess.run(
-    command(job, *flags, variant=variant),
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=900,
-    check=False,
-  )
+  return run_module(*command(job, *flags, variant=variant), code=code)
+
+
+def run_module(module, *flags, code=0):
+  """The same of a module whose flags name the config, if it has one."""
+  done = processes.run(module, *flags, timeout_s=900)
   assert done.returncode == code, done.stdout + done.stderr
   return done.stdout + done.stderr
 
@@ -70,9 +66,8 @@ def run(job, *flags, variant='', code=0):
 def start(job, *flags, variant='', output):
   """Starts a main; standard output and error go to the file."""
   with open(output, 'w') as file:
-    return subprocess.Popen(
-      command(job, *flags, variant=variant),
-      cwd=ROOT,
+    return processes.popen(
+      *command(job, *flags, variant=variant),
       stdout=file,
       stderr=subprocess.STDOUT,
       start_new_session=True,  # a process group of its own, as under a terminal

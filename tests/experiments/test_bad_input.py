@@ -1,11 +1,8 @@
 """Mistakes at the keys: one line that names it, code 2, nothing left behind."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
+from tests import processes
 from tests.experiments import conftest
 
 CONFIGS = ('evaluate', 'forge', 'pretrain', 'serve', 'sft')
@@ -119,7 +116,7 @@ CASES = {
 
 @pytest.fixture(scope='module')
 def outcomes(tmp_path_factory):
-  """(directory, name → exit code and output) of all cases, run as programs."""
+  """(directory, name → finished process) of all cases, run as programs."""
   tmp = tmp_path_factory.mktemp('bad')
   message = {'role': 'user', 'content': 'hi'}
   answer = {'role': 'assistant', 'content': 'ho'}
@@ -132,25 +129,14 @@ def outcomes(tmp_path_factory):
   (tmp / 'other').mkdir()
   (tmp / 'other' / 'config.json').write_text('{"seed": 17}')
   (tmp / 'other' / 'metrics.jsonl').write_text('')
-  commands = {}
+  found = {}
   for name, (job, flags, _) in CASES.items():
     job, _, file = job.partition('@')
     job, colon, variant = job.partition(':')
     config = [f'--config=configs/{file or job}.py{colon}{variant}'] if job else []
     flags = [flag.replace('{tmp}', str(tmp)) for flag in flags]
-    commands[name] = [f'experiments.{job or "pretrain"}', *config, *flags]
-  path = tmp / 'cases.json'
-  path.write_text(json.dumps(commands))
-  done = subprocess.run(
-    [sys.executable, '-m', 'tests.experiments.many', str(path)],
-    cwd=conftest.ROOT,
-    capture_output=True,
-    text=True,
-    timeout=300,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  return tmp, json.loads(done.stdout)
+    found[name] = processes.run(f'experiments.{job or "pretrain"}', *config, *flags)
+  return tmp, found
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -158,9 +144,9 @@ def test_one_line_and_code_2(outcomes, name):
   """The person learns what was wrong and where, without a traceback."""
   tmp, results = outcomes
   found = results[name]
-  assert found['code'] == 2, found
-  lines = [line for line in found['err'].splitlines() if line.startswith('error: ')]
-  assert len(lines) == 1 and 'Traceback' not in found['err'], found['err']
+  assert found.returncode == 2, found
+  lines = [line for line in found.stderr.splitlines() if line.startswith('error: ')]
+  assert len(lines) == 1 and 'Traceback' not in found.stderr, found.stderr
   assert CASES[name][2].replace('{tmp}', str(tmp)) in lines[0]
   assert 'checks.py' not in lines[0]  # where settings are checked is not of interest
 

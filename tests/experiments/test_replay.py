@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests import processes
 from tests.viewer.conftest import workdir  # noqa: F401
 
 
 def replay(workdir, *flags):  # noqa: F811
-  command = [sys.executable, '-m', 'experiments.replay', f'--workdir={workdir}', *flags]
-  return subprocess.run(command, capture_output=True, text=True, timeout=60)
+  return processes.run('experiments.replay', f'--workdir={workdir}', *flags)
 
 
 def test_terms(workdir):  # noqa: F811

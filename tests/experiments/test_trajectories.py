@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 
 from m2jax import records
 from m2jax.pool.data_pool import DataPool
+from tests import processes
 
 
 def show(workdir, *flags):
-  command = [sys.executable, '-m', 'experiments.trajectories', f'--workdir={workdir}']
-  return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
+  return processes.run('experiments.trajectories', f'--workdir={workdir}', *flags)
 
 
 def trajectory(session, item, family, success):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 from atif import Trajectory as AtifTrajectory
 
 from m2jax.pool.data_pool import DataPool
+from tests import processes
 from tests.pool.test_data_pool import completion, play, trajectory
 
 
 def transfer(*flags):
-  command = [sys.executable, '-m', 'experiments.transfer', *map(str, flags)]
-  return subprocess.run(command, capture_output=True, text=True, timeout=60)
+  return processes.run('experiments.transfer', *flags)
 
 
 def test_to_a_file_and_back(tmp_path):
