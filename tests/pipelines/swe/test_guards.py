@@ -16,32 +16,46 @@ import pytest
 from m2jax import sandbox
 from m2jax.pipelines.swe import alone, environment, guards, snapshot
 
+# Each request, a directory and code, is watched in a process of its own.
 _WATCHED = """
-import importlib.util, json, sys
+import importlib.util, json, os, sys
 spec = importlib.util.spec_from_file_location('guards', sys.argv[1])
 guards = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(guards)
 import collections, enum, logging, typing
-found = []
-guards.watch(('/trusted/',), sys.argv[2] + '/', (), found.append)
-exec(sys.stdin.read())
-print(json.dumps(found))
+for line in sys.stdin:
+  directory, code = json.loads(line)
+  if not (pid := os.fork()):
+    found = []
+    sys.argv[2:] = [directory]
+    guards.watch(('/trusted/',), directory + '/', (), found.append)
+    exec(code)
+    print(json.dumps(found), flush=True)
+    os._exit(0)
+  if os.waitpid(pid, 0)[1]:
+    print('null', flush=True)
 """
 
 
-def _found(code: str, tmp_path) -> list[str]:
-  done = subprocess.run(
-    [sys.executable, '-S', '-c', _WATCHED, guards.__file__, str(tmp_path)],
-    input=code,
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
-  assert done.returncode == 0, done.stderr
-  return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope='module')
+def watch():
+  """`watch(code, directory)`: what the audit hook finds in code."""
+  command = [sys.executable, '-S', '-c', _WATCHED, guards.__file__]
+  ends = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  with subprocess.Popen(command, **ends) as process:
+
+    def watch(code: str, directory: Path) -> list[str]:
+      process.stdin.write(json.dumps([str(directory), code]) + '\n')
+      process.stdin.flush()
+      found = json.loads(process.stdout.readline())
+      assert found is not None, 'the code fails: its error is above'
+      return found
+
+    yield watch
+    process.stdin.close()
 
 
-def test_ordinary_code_raises_nothing(tmp_path):
+def test_ordinary_code_raises_nothing(watch, tmp_path):
   """The standard library asks for frames too; an honest agent must not pay for that."""
   code = """
 collections.namedtuple('A', 'b'); typing.NamedTuple('N', [('a', int)])
@@ -52,10 +66,10 @@ def values():
   yield 1
 list(values()); eval(compile('1', '<string>', 'eval'))
 """
-  assert _found(code, tmp_path) == []
+  assert watch(code, tmp_path) == []
 
 
-def test_each_way_to_a_frame_is_seen(tmp_path):
+def test_each_way_to_a_frame_is_seen(watch, tmp_path):
   code = """
 def values():
   yield 1
@@ -68,7 +82,7 @@ logging.currentframe(); compile('1', '/usr/lib/x.py', 'eval')
 import gc; gc.get_objects(); values.__code__; open('/proc/self/maps')
 open(sys.argv[2] + '/x', 'w')
 """
-  found = [key.rpartition(' ')[0] for key in _found(code, tmp_path)]
+  found = [key.rpartition(' ')[0] for key in watch(code, tmp_path)]
   assert found == [
     *('sys._getframe', 'gi_frame', 'sys._current_frames', 'sys.settrace', 'tb_frame'),
     *('sys._getframe', 'compile with a file name', 'gc.get_objects'),
@@ -76,7 +90,7 @@ open(sys.argv[2] + '/x', 'w')
   ]
 
 
-def test_ending_a_child_is_known_from_starting_it(tmp_path):
+def test_ending_a_child_is_known_from_starting_it(watch, tmp_path):
   """Whether multiprocessing has to end a child is chance: the environment may not have
   seen it, and a right solution must not fail by it."""
   code = """
@@ -84,7 +98,7 @@ import multiprocessing, time
 child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))
 child.start(); child.terminate(); child.join()
 """
-  found = _found(code, tmp_path)
+  found = watch(code, tmp_path)
   ran = environment.Output(
     {}, {'audited': [e for e in found if 'os.kill' not in e]}, {}, 0
   )
@@ -93,13 +107,13 @@ child.start(); child.terminate(); child.join()
   assert environment.audited(environment.Output({}, {}, {}, 0.0)) == ()
 
 
-def test_c_functions_on_behalf_of_a_test_are_seen(tmp_path):
+def test_c_functions_on_behalf_of_a_test_are_seen(watch, tmp_path):
   """Composed functions of C leave no frame of their own: the test's is not trusted."""
   code = """
 from operator import attrgetter
 list(map(attrgetter('f_locals'), map(sys._getframe, [0])))
 """
-  assert [key.partition(' ')[0] for key in _found(code, tmp_path)] == ['sys._getframe']
+  assert [key.partition(' ')[0] for key in watch(code, tmp_path)] == ['sys._getframe']
 
 
 def test_what_is_replaced_or_added_is_named(monkeypatch):
@@ -202,8 +216,8 @@ def test_what_functions_use_is_compared(monkeypatch):
     "list(map(open, ['/proc/self/status']))",
   ],
 )
-def test_however_proc_is_opened_it_is_seen(code, tmp_path):
-  found = _found(f'import os\n{code}\n', tmp_path)
+def test_however_proc_is_opened_it_is_seen(watch, code, tmp_path):
+  found = watch(f'import os\n{code}\n', tmp_path)
   assert 'open /proc' in {key.rpartition(' ')[0] for key in found}
 
 
@@ -240,9 +254,9 @@ def test_however_proc_is_opened_it_is_seen(code, tmp_path):
     ('import os; os.chdir(sys.argv[2]); open("in")', 'strict: open a file of the tree'),
   ],
 )
-def test_other_ways_round_the_guards_are_seen(code, what, tmp_path):
+def test_other_ways_round_the_guards_are_seen(watch, code, what, tmp_path):
   (tmp_path / 'in').write_text('x')
-  found = _found(code + '\n', tmp_path)
+  found = watch(code + '\n', tmp_path)
   assert [key for key in found if key.startswith(f'{what} ')], found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -120,7 +121,10 @@ def _results(text: str, directory: Path) -> dict[str, str]:
   (directory / 'test_x.py').write_text(text)
   command = [sys.executable, '-m', 'pytest', '-q', '-rA', '-p', 'no:cacheprovider']
   command += ['-c', '/dev/null', '--rootdir', '.', 'test_x.py']
-  done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+  environ = {**os.environ, 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}
+  done = subprocess.run(
+    command, cwd=directory, capture_output=True, text=True, env=environ
+  )
   lines = (line.partition(' - ')[0].split(' ', 1) for line in done.stdout.splitlines())
   return {line[1]: line[0] for line in lines if line[0] in ('PASSED', 'FAILED')}
 
