@@ -1,5 +1,6 @@
 """Real runs of the mains on the smallest model, shared by the tests of this folder."""
 
+import collections
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ import types
 import pytest
 
 from m2jax.checkpoint import policy
+from m2jax.observe import metrics, names
 from tests import processes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -85,6 +87,18 @@ def wait_for(path, pattern, process, seconds=600):
     assert process.poll() is None, text
     time.sleep(0.05)
   raise AssertionError(f'{pattern!r} did not appear in {path}:\n{text}')
+
+
+def written(workdir) -> dict[str, set[str]]:
+  """phase → every key of its records, superseded ones included."""
+  found = collections.defaultdict(set)
+  for record in metrics.read(workdir):
+    found[record['phase']] |= set(record) - metrics.RESERVED
+  return found
+
+
+def unlisted(found: dict[str, set[str]]) -> list[str]:
+  return [what for phase in found for what in names.unlisted(phase, found[phase])]
 
 
 def text_flags(root):

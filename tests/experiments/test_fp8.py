@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
-import signal
 import sqlite3
 
-import httpx
 import jax
 import numpy as np
 import pytest
@@ -120,31 +117,3 @@ def test_evaluate(tmp_path, exported, variables):
   assert report['checkpoint'] == str(exported) and report['step'] == 0
   assert report['held_out'][0]['tasks'] == 3
   assert_of_the_file(tmp_path / 'evaluation.db', exported, variables)
-
-
-@pytest.mark.thorough
-def test_serve(tmp_path, exported, variables):
-  """To a client's answer, drawn from the file's weights."""
-  output = tmp_path / 'output'
-  flags = [f'--checkpoint={exported}', '--port=0', f'--workdir={tmp_path / "served"}']
-  job = conftest.start('serve', *flags, *ENGINE, output=output)
-  try:
-    conftest.wait_for(output, 'Ctrl-C stops it', job)
-    url = re.search(r'at (http://127\.0\.0\.1:\d+/v1)', output.read_text())[1]
-    response = httpx.post(
-      f'{url}/chat/completions',
-      json={
-        'model': 'm2jax',
-        'messages': [{'role': 'user', 'content': 'cat notes.txt'}],
-        'max_tokens': 16,
-        **{'temperature': 1.0, 'top_p': 1.0, 'top_k': 0},
-      },
-      headers={'authorization': 'Bearer any-key'},
-      timeout=60,
-    )
-    assert response.json()['usage']['completion_tokens'] > 1, response.text
-    job.send_signal(signal.SIGINT)
-    assert job.wait(60) == 0, output.read_text()
-  finally:
-    job.kill()
-  assert_of_the_file(tmp_path / 'served' / 'served.db', exported, variables)

@@ -59,32 +59,18 @@ def test_a_controller_without_a_second_path_is_an_error(phase):
   assert built.model.paths == (Matmuls(), Matmuls('activations_int8'))
 
 
-@pytest.mark.parametrize(
-  'job',
-  [
-    pytest.param('pretrain', marks=pytest.mark.long),
-    pytest.param('sft', marks=pytest.mark.thorough),
-  ],
-)
-def test_all_options_in_a_job(job, tmp_path, texts, chats):
+@pytest.mark.long
+def test_all_options_in_a_job(tmp_path, texts):
   """Block FP8, GNMR, SSO and the router's bias, by flags: the job runs to its end, logs
   all of them, and its checkpoint is a policy in this precision. (The main job runs so
   in benchmarks/forge_options.py, which takes minutes.)"""
-  flags = {
-    'pretrain': [*conftest.text_flags(texts), '--config.pretrain.loop.log_every=1'],
-    'sft': [
-      f'--config.demonstrations={chats}',
-      *(f'--config.model.{field}' for field in conftest.SMALL),
-      *conftest.SFT,
-    ],
-  }[job]
-  optimizer = f'--config.{job}.optimizer'
-  flags += [f'--workdir={tmp_path}', '--config.model.matmuls.kind=block_fp8']
-  flags += ['--config.model.num_layers=2', f'{optimizer}.name=sso']
-  flags += [f'{optimizer}.gnmr.max_active=1']
+  flags = [f'--workdir={tmp_path}', *conftest.text_flags(texts)]
+  flags += ['--config.model.matmuls.kind=block_fp8', '--config.model.num_layers=2']
+  optimizer = '--config.pretrain.optimizer'
+  flags += [f'{optimizer}.name=sso', f'{optimizer}.gnmr.max_active=1']
   flags += [f'{optimizer}.gnmr.alpha=0.9']  # promotes from the first step on
-  conftest.run(job, *flags, variant=':smoke')
-  records = metrics_lib.read(tmp_path, job)
+  conftest.run('pretrain', *flags, variant=':smoke')
+  records = metrics_lib.read(tmp_path, 'pretrain')
   assert max(r['gnmr/promoted'] for r in records) == 0.5
   last = records[-1]
   assert np.isfinite(last['loss'])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -15,20 +13,6 @@ from m2jax.pool.reader import Reader
 from tests.experiments import conftest
 
 
-def _run(job, *flags):
-  """Runs a main with the config that its flags name."""
-  done = subprocess.run(
-    [sys.executable, '-m', f'experiments.{job}', *map(str, flags)],
-    cwd=conftest.ROOT,
-    capture_output=True,
-    text=True,
-    timeout=900,
-    check=False,
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  return done.stdout + done.stderr
-
-
 @pytest.mark.long
 def test_forge_learns_on_tasks_that_a_pipeline_made(tmp_path):
   """configs/forge_tasks.py:smoke, every phase: demonstrations are the tasks' solutions,
@@ -36,8 +20,8 @@ def test_forge_learns_on_tasks_that_a_pipeline_made(tmp_path):
   on the training split alone."""
   pytest.importorskip('reasoning_gym', reason='pip install "m2jax[pipelines]"')
   made, workdir = tmp_path / 'made', tmp_path / 'run'
-  _run(
-    'make_tasks',
+  conftest.run_module(
+    'experiments.make_tasks',
     '--pipeline=reasoning',
     f'--workdir={made}',
     '--config.count=12',
@@ -51,7 +35,9 @@ def test_forge_learns_on_tasks_that_a_pipeline_made(tmp_path):
     '--config.engine.contexts=(768,)',
     *(f'--config.model.{size}' for size in conftest.SMALL),
   ]
-  _run('forge', '--config=configs/forge_tasks.py:smoke', *flags)
+  conftest.run_module(
+    'experiments.forge', '--config=configs/forge_tasks.py:smoke', *flags
+  )
   demos = [
     json.loads(line)
     for line in (workdir / 'demonstrations.jsonl').read_text().splitlines()

@@ -18,9 +18,9 @@ def finish(children):
   return [(child.returncode, *out) for child, out in zip(children, ended, strict=True)]
 
 
-def same(workdir, reference):
-  """Compares the last weights of two runs, in float32."""
-  found, want = policy.load(workdir), policy.load(reference)
+def same(workdir, reference, step=None):
+  """Compares weights of two runs, in float32."""
+  found, want = policy.load(workdir, step), policy.load(reference, step)
   assert found.step == want.step and found.model == want.model
   for a, b in zip(
     *map(jax.tree.leaves, (found.variables, want.variables)), strict=True
@@ -30,26 +30,39 @@ def same(workdir, reference):
 
 @pytest.mark.long
 def test_sft(tmp_path, chats):
-  """The weights of one process; a limit of seconds ends it at one step, though the
-  processes have clocks of their own."""
-  one = '--config.mesh.data=1'
+  """Two processes, then one on two devices, train what one device trains, from random
+  weights and a tokenizer of the chats. A limit of seconds ends both processes at one
+  step, though they have clocks of their own; a second start of what is done trains
+  nothing."""
   tune = [f'--config.demonstrations={chats}', *conftest.SFT]
   tune += [f'--config.model.{field}' for field in conftest.SMALL]
+  tune += ['--config.sft.loop.checkpoint_every=3']
+  tune += [f'--config.sft.optimizer.by_kind.{k}=adam' for k in ('matrix', 'expert')]
+  alone, run = tmp_path / 'alone', tmp_path / 'run'
+
+  def one(workdir, devices):
+    mesh = f'--config.mesh.data={devices}'
+    return conftest.run('sft', f'--workdir={workdir}', *tune, mesh, variant=':smoke')
+
+  first = one(alone, 1)
   limit = ['--config.sft.loop.seconds=0.001', '--config.sft.loop.log_every=3']
-  both = conftest.two(
-    'sft', f'--workdir={tmp_path}/sft', *tune, *limit, one, variant=':smoke'
-  )
+  limit.append('--config.mesh.data=1')  # so all processes are of fsdp
+  both = conftest.two('sft', f'--workdir={run}', *tune, *limit, variant=':smoke')
   for code, out, err in finish(both):
     assert code == 0 and 'after 3 steps' in out, err[-3000:]
-  steps = '--config.sft.loop.steps=3'
-  alone = f'--workdir={tmp_path}/sft_alone'
-  conftest.run('sft', alone, *tune, steps, one, variant=':smoke')
-  same(tmp_path / 'sft', tmp_path / 'sft_alone')
-  (last,), (want,) = (
-    metrics_lib.read(tmp_path / run, 'sft')[-1:] for run in ('sft', 'sft_alone')
-  )
-  assert last['loss'] == pytest.approx(want['loss'], rel=1e-4)
-  assert last['max_violation'] == pytest.approx(want['max_violation'], rel=1e-4)
+  same(run, alone, 3)
+  assert 'after 6 steps' in one(run, 2)
+  same(run, alone)
+  found, want = (metrics_lib.read(workdir, 'sft') for workdir in (run, alone))
+  assert [r['step'] for r in want] == [1, 2, 3, 4, 5, 6]
+  of_step = {r['step']: r for r in want}
+  assert {r['step'] for r in found} >= {3, 4, 5, 6}
+  for record in found:
+    for name in ('loss', 'max_violation'):
+      assert record[name] == pytest.approx(of_step[record['step']][name], rel=1e-4)
+  assert len(policy.load(alone).load_tokenizer().encode('How many lines has')) <= 5
+  assert first.splitlines()[0] == one(alone, 1).splitlines()[0]
+  assert len(metrics_lib.read(alone, 'sft')) == 6
 
 
 @pytest.mark.thorough

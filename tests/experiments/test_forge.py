@@ -1,10 +1,12 @@
-"""What real runs write, against `observe.names`."""
+"""The main job as a program: stopped, resumed, evaluated, and what it writes."""
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import fnmatch
 import json
+import re
+import sqlite3
 
 import numpy as np
 import pytest
@@ -13,33 +15,45 @@ from experiments import common
 from m2jax.observe import metrics, names, plots
 from m2jax.pool import data_pool
 from m2jax.rl import rewards
+from tests.experiments import conftest
+from tests.experiments.conftest import unlisted, written
+
+pytestmark = pytest.mark.long
 
 
-def written(workdir) -> dict[str, set[str]]:
-  """phase → every key of its records, superseded ones included."""
-  found = collections.defaultdict(set)
-  for record in metrics.read(workdir):
-    found[record['phase']] |= set(record) - metrics.RESERVED
-  return found
+def test_ctrl_c_and_the_same_command_again(forged):
+  """A terminal's Ctrl-C reaches every process of the job; the same command ends it."""
+  text, workdir = forged.stopped, forged.workdir
+  assert forged.code == 130, text
+  assert 'the same command resumes' in text and 'Traceback' not in text, text
+  assert forged.stopped_policy == str(workdir / 'rl')
+  assert 'after RL' in forged.finished and (workdir / 'report.html').exists()
+  records = metrics.read(workdir, 'rl')
+  assert [r['step'] for r in records] == [1, 2, 3, 4, 5]
+  with contextlib.closing(sqlite3.connect(workdir / 'pool.db')) as pool:
+    forked = 'SELECT COUNT(*) FROM completions WHERE fork_reason IS NOT NULL'
+    assert records[-1]['gateway/forks'] <= pool.execute(forked).fetchone()[0]
 
 
-def unlisted(found: dict[str, set[str]]) -> list[str]:
-  return [what for phase in found for what in names.unlisted(phase, found[phase])]
+def test_its_policy_is_evaluated(forged):
+  """Table and JSON agree; every family's tasks add up; the interval holds the rate."""
+  workdir = forged.workdir
+  flags = [f'--workdir={workdir}', *conftest.ENGINE, '--config.eval_tasks=4']
+  flags += ['--config.episodes.backend=rlimit_only', '--config.temperatures=(0.7,)']
+  output = conftest.run('evaluate', *flags, '--config.episodes.agent.max_tokens=16')
+  assert f'step 5 of {workdir / "rl"}' in output
+  found = json.loads((workdir / 'evaluation.json').read_text())
+  assert found['checkpoint'] == str(workdir / 'rl') and found['step'] == 5
+  total, *families = found['held_out']
+  assert total['family'] == 'all' and total['tasks'] == 4
+  assert sum(row['tasks'] for row in families) == 4
+  for row in found['held_out']:
+    assert row['temperature'] == 0.7
+    assert row['low'] <= row['success'] <= row['high']
+    assert re.search(rf'0\.7 +{row["family"]} +(\d+ +)?{row["success"]:.3f} ', output)
 
 
-def test_other_jobs_write_listed_names(pretrained, tuned):
-  """Pre-training and SFT."""
-  for workdir, phases in (
-    (pretrained[0], {'pretrain', 'held_out'}),
-    (tuned[0], {'sft'}),
-  ):
-    found = written(workdir)
-    assert set(found) == phases
-    assert unlisted(found) == []
-
-
-@pytest.mark.long
-def test_the_main_job_writes_what_is_shown_and_lists_what_it_writes(forged):
+def test_it_writes_what_is_shown_and_lists_what_it_writes(forged):
   """Every name that a plot, the view or the report reads is in the records (those with
   a condition aside), every name in the records is listed, and so every plot appears."""
   found = written(forged.workdir)
@@ -61,7 +75,6 @@ def test_the_main_job_writes_what_is_shown_and_lists_what_it_writes(forged):
   assert families and families <= titles
 
 
-@pytest.mark.long
 def test_advantages_of_the_report_are_those_of_the_update(forged):
   """What the learner recorded by turn is what its groups give by the run's reward."""
   settings = json.loads((forged.workdir / 'config.json').read_text('utf-8'))
