@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton
@@ -18,7 +19,11 @@ def lowered(function, *shapes) -> str:
   valid, which nothing else checks before a GPU compiles them."""
   device = jax.sharding.AbstractDevice('NVIDIA H100', num_cores=132, platform='gpu')
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-  with jax.sharding.use_abstract_mesh(mesh), platforms.any_platform():
+  with (
+    jax.sharding.use_abstract_mesh(mesh),
+    platforms.any_platform(),
+    pltpu.force_tpu_interpret_mode(None),  # kernels of GPUs too
+  ):
     exported = jax.export.export(
       jax.jit(function),
       platforms=['cuda'],
