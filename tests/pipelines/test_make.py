@@ -8,8 +8,6 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import grain
 import pytest
@@ -17,6 +15,7 @@ import pytest
 from m2jax import pipelines
 from m2jax.pipelines import duplicates, records, seat
 from m2jax.tasks import harbor
+from tests import processes
 from tests.pipelines import toy
 from tests.waiting import wait_until
 
@@ -114,14 +113,7 @@ def test_a_run_continues_where_it_stopped(tmp_path):
 
 def test_a_killed_run_resumes(tmp_path):
   """kill −9: complete tasks keep their records, the rest is made again, none twice."""
-  code = (
-    'import asyncio, pathlib, sys\n'
-    'from m2jax import pipelines\n'
-    'from tests.pipelines import toy\n'
-    'config = toy.Config(kinds="g" * 40, count=40, parallel=1)\n'
-    'asyncio.run(pipelines.run(config, pathlib.Path(sys.argv[1]), show=False))\n'
-  )
-  process = subprocess.Popen([sys.executable, '-c', code, str(tmp_path)])
+  process = processes.popen('tests.pipelines.slow_toy', tmp_path)
   log = tmp_path / 'records.jsonl'
   wait_until(lambda: len(records.read(log)) >= 3, 300)
   os.kill(process.pid, signal.SIGKILL)

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 from experiments import make_all_tasks
 from m2jax.pipelines import discovery, records
+from tests import processes
 from tests.pipelines import toy
 from tests.waiting import wait_until
 
-_ROOT = Path(__file__).parents[2]
 _TOY = 'tests.pipelines.toy'
 
 
 def _started(workdir, *arguments):
-  return subprocess.Popen(
-    [
-      *(sys.executable, '-m', 'experiments.make_all_tasks', f'--workdir={workdir}'),
-      *arguments,
-    ],
-    cwd=_ROOT,
-    env={**os.environ, 'PYTHONPATH': str(_ROOT)},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+  ends = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  module = 'experiments.make_all_tasks'
+  return processes.popen(module, f'--workdir={workdir}', *arguments, **ends)
 
 
 def _found(process):

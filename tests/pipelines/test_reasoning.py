@@ -63,7 +63,7 @@ def test_every_generator_is_solved_from_its_text(generator):
   """Two solutions that share no code agree on every problem that is accepted, where the
   text decides; and most texts do."""
   solved = 0
-  for number in range(24):
+  for number in range(12):
     key = f'second/{number}'
     if problems.defect(generator, number % 3, key):
       continue
@@ -71,7 +71,7 @@ def test_every_generator_is_solved_from_its_text(generator):
     found = recheck.SOLVERS[generator](problem.question)
     assert found is None or str(found) == problem.answer, problem.question
     solved += found is not None
-  assert solved >= 16
+  assert solved >= 8
 
 
 def test_no_generator_is_without_a_second_solver():
@@ -161,17 +161,27 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize('name', CHEATS)
-def test_the_harbor_verifier_cannot_be_gamed(dataset, name):
-  """What the agent leaves beside the answer is not judged."""
+@pytest.fixture(scope='module')
+def verdicts(dataset):
+  """The verdict on each attempt; several run at a time."""
   task = pipelines.Tasks(dataset, 'dev')[0]
+  several = asyncio.Semaphore(4)
 
-  async def attempt():
-    async with task.open() as environment:
-      await environment.box.exec(CHEATS[name])
+  async def one(command):
+    async with several, task.open() as environment:
+      await environment.box.exec(command)
       return await task.judge(environment)
 
-  assert asyncio.run(attempt()).outcome == harbor.FAILED
+  async def all_():
+    return await asyncio.gather(*map(one, CHEATS.values()))
+
+  return dict(zip(CHEATS, asyncio.run(all_()), strict=True))
+
+
+@pytest.mark.parametrize('name', CHEATS)
+def test_the_harbor_verifier_cannot_be_gamed(verdicts, name):
+  """What the agent leaves beside the answer is not judged."""
+  assert verdicts[name].outcome == harbor.FAILED
 
 
 def test_a_dataset_continues(dataset):

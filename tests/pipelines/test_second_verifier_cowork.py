@@ -15,9 +15,11 @@ from m2jax.tasks import harbor
 pytest.importorskip('openpyxl', reason='pip install m2jax[pipelines]')
 
 
+_DRAWERS = [*models.GENERATORS, *tables.drawers()]
+
+
 def _written(number, directory):
-  drawers = [*models.GENERATORS, *tables.drawers()]
-  draw, rng = drawers[number % len(drawers)], random.Random(number)
+  draw, rng = _DRAWERS[number % len(_DRAWERS)], random.Random(number)
   model, config = draw(rng), spreadsheets.Config()
   own = f'{draw.__name__}/{number}'
   draft = spreadsheets.drafted(config, model, rng, ('formulas',), own)
@@ -26,7 +28,7 @@ def _written(number, directory):
 
 def test_it_agrees_with_workbooks(tmp_path):
   """Oracle and solution, by a reader and an evaluator of its own."""
-  for number in range(20):
+  for number in range(len(_DRAWERS)):
     assert second_verifier_cowork.spreadsheets(_written(number, tmp_path), {}) == ''
 
 
@@ -47,8 +49,7 @@ def _deck(number, directory):
 def test_it_agrees_with_decks(tmp_path):
   """On right decks, and on those that an edit of their XML makes wrong."""
   pytest.importorskip('pptx', reason='pip install m2jax[pipelines]')
-  for number in range(2):
-    assert second_verifier_cowork.slides(_deck(number, tmp_path), {}) == ''
+  assert second_verifier_cowork.slides(_deck(0, tmp_path), {}) == ''
 
 
 @pytest.mark.parametrize(

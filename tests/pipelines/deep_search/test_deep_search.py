@@ -207,8 +207,8 @@ _LEFT = {  # what an agent leaves in its workspace
 }
 
 
-def _outcome(tmp_path, command, source=None):
-  """The outcome of an agent's command, by the verifier or a changed source of it."""
+def _outcomes(tmp_path, commands, source=None):
+  """Outcomes of an agent's commands, by the verifier or a changed source of it."""
   here = Path(deep_search.__file__).parent
   draft = harbor.Draft(
     'toy',
@@ -224,17 +224,20 @@ def _outcome(tmp_path, command, source=None):
   path = harbor.write(draft, tmp_path / 'tasks' / 'train')
   task = harbor.of_directory(harbor.read(path))
 
-  async def attempt():
+  async def attempt(command):
     async with task.open() as environment:
       await environment.box.exec(command)
-      return await task.judge(environment)
+      return (await task.judge(environment)).outcome
 
-  return asyncio.run(attempt()).outcome
+  async def all_():
+    return await asyncio.gather(*map(attempt, commands))
+
+  return asyncio.run(all_())
 
 
-@pytest.mark.parametrize('name', _LEFT)
-def test_what_is_left_beside_an_answer_is_not_judged(tmp_path, name):
-  assert _outcome(tmp_path, _LEFT[name]) == harbor.FAILED
+def test_what_is_left_beside_an_answer_is_not_judged(tmp_path):
+  found = dict(zip(_LEFT, _outcomes(tmp_path, _LEFT.values()), strict=True))
+  assert found == dict.fromkeys(_LEFT, harbor.FAILED)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +252,7 @@ def test_a_verifier_that_is_killed_before_it_reads_an_answer_is_invalid(
   assert source.count(before) == 1
   killed = source.replace(before, f'os.kill(os.getpid(), 9); {before}')
   command = f"echo '{_json().decode()}' > answer.json"
-  assert _outcome(tmp_path, command, killed) == outcome
+  assert _outcomes(tmp_path, [command], killed) == [outcome]
 
 
 def test_one_search_is_not_enough(graph):

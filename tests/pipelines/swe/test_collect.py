@@ -79,7 +79,7 @@ def test_another_file_than_the_index_states_is_refused(tmp_path, monkeypatch):
 
 
 def test_an_archive_that_grows_is_refused(tmp_path, monkeypatch):
-  data = gzip.compress(bytes(200 << 20))
+  data = gzip.compress(bytes(70 << 20), compresslevel=1)
   _index(monkeypatch, tmp_path, data)
   with pytest.raises(collect.CollectError, match='more than'):
     asyncio.run(collect.fetch('strange==1.0', tmp_path / 'sources'))
