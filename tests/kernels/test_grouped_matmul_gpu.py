@@ -15,33 +15,24 @@ from hypothesis import strategies as st
 from m2jax.kernels import grouped_matmul
 from m2jax.kernels.grouped_matmul import gpu
 from tests.kernels import cuda
-from tests.kernels.test_grouped_matmul import SIZES, by_hand, tensors, value_and_grads
+from tests.kernels import test_grouped_matmul as grouped
+from tests.kernels.test_grouped_matmul import SIZES, tensors, value_and_grads
 
 ROWS, GROUPS = 75, 5
 # tiles of eight rows; blocks that neither D = 6 nor F = 7 fills or divides
+TILES = jax.jit(gpu.tiles, static_argnums=(1, 2))
 BLOCKS = dict(rows=8, columns=4, inner=4, warps=4, stages=3)
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
+def small(interpreted, monkeypatch):
   """Kernels run as XLA loops on the CPU."""
-  call = functools.partial(gpu.pl.pallas_call, interpret=True)
-  monkeypatch.setattr(gpu.pl, 'pallas_call', call)
   monkeypatch.setattr(gpu, '_sizes', lambda dtype: BLOCKS)
 
 
-def check(lhs, rhs, sizes, weight, tolerance=1e-5):
+def check(*arrays):
   """With NaN in rows past the sum."""
-  want = by_hand(lhs, rhs, sizes, weight)
-  live = sum(sizes)
-  lhs, weight = (x.at[live:].set(jnp.nan) for x in (lhs, weight))
-  sizes = jnp.array(sizes, jnp.int32)
-  got = value_and_grads(lhs, rhs, sizes, weight, implementation='gpu')
-  for name, a, b in zip(('out', 'd_lhs', 'd_rhs'), got, want, strict=True):
-    assert a.dtype == lhs.dtype
-    np.testing.assert_allclose(
-      np.float64(a), b, atol=tolerance, rtol=tolerance, err_msg=name
-    )
+  grouped.check(*grouped.with_nan(*arrays), 'gpu')
 
 
 @pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
@@ -52,7 +43,7 @@ def test_group_shapes(sizes):
 
 
 @given(data=st.data())
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_sizes(data):
   """Any sizes whose sum is at most T."""
   cuts = data.draw(st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS))
@@ -61,14 +52,14 @@ def test_random_sizes(data):
 
 
 @given(data=st.data())
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_tiles_cover_each_row_once(data):
   """Each row is in one tile, of its own group; the table is never too short."""
   cuts = data.draw(st.lists(st.integers(0, ROWS), min_size=9, max_size=9))
   sizes = np.diff(sorted([0, *cuts]))
-  table = gpu.tiles(jnp.array(sizes, jnp.int32), ROWS, 8)
+  table = jax.device_get(TILES(np.int32(sizes), ROWS, 8))
   owner = np.full(ROWS, -1)
-  for first, group in zip(*map(np.asarray, table[:2]), strict=True):
+  for first, group in zip(*table[:2], strict=True):
     rows = slice(first, max(first, min(first + 8, int(table.bounds[group + 1]))))
     assert np.all(owner[rows] == -1)
     owner[rows] = group
@@ -78,14 +69,7 @@ def test_tiles_cover_each_row_once(data):
 
 
 def test_bfloat16_accumulates_in_float32():
-  """The result is the exact sum rounded once, not a sum of rounded parts."""
-  rng = np.random.default_rng(3)
-  lhs = jnp.array(rng.normal(size=(64, 512)), jnp.bfloat16)
-  rhs = jnp.array(rng.normal(size=(2, 512, 4)), jnp.bfloat16)
-  out = grouped_matmul.matmul(lhs, rhs, jnp.array([40, 24]), implementation='gpu')
-  want = by_hand(lhs, rhs, (40, 24), jnp.zeros((64, 4)))[0]
-  assert out.dtype == jnp.bfloat16
-  assert np.max(np.abs(np.float64(out) - want)) / np.abs(want).max() < 2**-8
+  grouped.check_bfloat16('gpu')
 
 
 @pytest.mark.parametrize(
@@ -96,7 +80,6 @@ def test_lowers_for_cuda(monkeypatch, dtype, x64, kernels):
   """Without a name three Triton kernels are lowered for CUDA at M2's shapes, with x64
   too, and ragged_dot for a dtype that they lack."""
   monkeypatch.undo()
-  jax.clear_caches()
   with jax.enable_x64(x64):
     shapes = (4096, 3072), (256, 3072, 1536), (256,), (4096, 1536)
     dtypes = dtype, dtype, jnp.int32, dtype
