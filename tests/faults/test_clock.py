@@ -38,11 +38,12 @@ def jump(request, monkeypatch):
 
 def test_leases_and_deadlines(groups, start, jump):
   """No group is lost, none is reissued, no item's deadline comes."""
-  side = start()
+  side = start(lease_s=0.2)
   side.worker.step(0.01)
   jump()
   for index in range(3):
-    time.sleep(0.6)  # beyond a heartbeat
+    before = groups._seen
+    wait_until(lambda b=before: {*groups._seen.items()} - {*b.items()})  # heartbeats
     side.runner.end(index)
     wait_until(lambda n=index + 1: groups.queue.state().completed == n, side)
   assert (groups.reissued, side.worker.lost, side.worker.reported) == (0, 0, 3)

@@ -61,6 +61,23 @@ class Scheduler:
   alive, stopped_reason = True, None
 
 
+class Clock:
+  """The learner's, by which leases end; it can be moved forward."""
+
+  def __init__(self):
+    self.ahead_s = 0.0
+
+  def monotonic(self):
+    return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+  clock = Clock()
+  monkeypatch.setattr(leased_groups, 'time', clock)
+  return clock
+
+
 @pytest.fixture
 def config():
   base = forge_worker.config()
@@ -88,15 +105,18 @@ def groups(pool, config):
 
 @pytest.fixture
 def start(pool, config, tmp_path):
-  """start(**Worker options): another agents' process, with a pool of its own."""
+  """start(**Worker options): another agents' process, with a pool of its own.
+
+  A sign of life comes every `lease_s` / 4, by default that of the config."""
   with contextlib.ExitStack() as stack:
 
-    def make(**options):
+    def make(lease_s=config.roles.lease_s, **options):
       url = f'sqlite:///{tmp_path}/pool.db'
       mine = stack.enter_context(DataPool(url, linger_s=0.01))
       runner = Runner()
       options = dict(concurrency=100) | options
-      worker = agents.Worker(mine, runner, config.roles, **options)
+      settings = dataclasses.replace(config.roles, lease_s=lease_s)
+      worker = agents.Worker(mine, runner, settings, **options)
       stack.callback(worker.close)
       return Side(mine, runner, worker)
 
@@ -183,15 +203,19 @@ def test_a_group_in_which_one_episode_was_masked_is_complete(groups, start, pool
   wait_until(lambda: groups.queue.state().completed == 1, side)
 
 
-def test_agents_that_are_killed(groups, start, config):
+def test_agents_that_are_killed(groups, start, config, clock):
   """Their items go to others when the lease has passed, not before; what they still
   report, since only their network was down, is not recorded."""
   lost, other = start(), start()
-  started_s = time.monotonic()
   lost.worker.step(0.01)  # a claim is the last sign of life
   lost.worker._stopping.set()  # no heartbeats from now on
+  wait_until(lambda: len(groups._seen) == 3)
+  clock.ahead_s = 0.9 * config.roles.lease_s
+  seen = groups._seen
+  wait_until(lambda: groups._seen is not seen)
+  assert not groups.reissued
+  clock.ahead_s = config.roles.lease_s
   wait_until(lambda: len(other.runner.running) == 3, other)
-  assert time.monotonic() - started_s >= config.roles.lease_s
   wait_until(lambda: groups.reissued == 3)
   for index in range(3):
     lost.runner.end(index)
@@ -203,11 +227,14 @@ def test_agents_that_are_killed(groups, start, config):
   assert sessions == ['rl-1-1-0', 'rl-1-1-1']
 
 
-def test_agents_that_live_keep_their_leases(groups, start, config):
-  side = start()
+def test_agents_that_live_keep_their_leases(groups, start, clock):
+  side = start(lease_s=0.1)
   side.worker.step(0.01)
-  ends_s = time.monotonic() + 1.5 * config.roles.lease_s
-  wait_until(lambda: time.monotonic() > ends_s, side)
+  wait_until(lambda: len(groups._seen) == 3)
+  for _ in range(3):
+    before = {index: lease for index, (lease, _) in groups._seen.items()}
+    clock.ahead_s += 2.0  # half a lease
+    wait_until(lambda b=before: all(groups._seen[i][0] != b[i] for i in b))
   assert groups.reissued == 0 and len(side.runner.running) == 3
 
 
