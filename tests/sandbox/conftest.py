@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -30,3 +31,11 @@ def make(run):
   yield make
   for box in boxes:
     run(box.destroy())
+
+
+@pytest.fixture
+def no_garbage():
+  """Nothing of other tests, such as their sockets, is collected during a test."""
+  gc.freeze()
+  yield
+  gc.unfreeze()

@@ -206,6 +206,7 @@ def _script(number):
   return script[:-1]
 
 
+@pytest.mark.long
 def test_a_call_without_end_costs_an_evaluation_that_call_only(tmp_path):
   """Through suite, agent and server: the reference calls after it are still right."""
   endless = 'logarithm', BAD['more digits than there is time for']

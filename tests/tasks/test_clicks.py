@@ -85,20 +85,22 @@ def test_specs():
 
 
 @needs_browser
-@pytest.mark.parametrize('family', ['click-checkboxes', 'navigate-tree', 'read-table'])
-def test_a_seed_is_one_page(family):
+def test_a_seed_is_one_page():
   """In two browsers: all text, element and position; another seed is another page."""
+  families = 'click-checkboxes', 'navigate-tree', 'read-table'
 
   def shown(index):
     clicks.make.cache_clear()
-    task = make(family, index)
-    html, _ = act(task, lambda e: in_page(e, 'document.body.innerHTML'))
-    return task.instruction, html
+    for family in families:
+      task = make(family, index)
+      html, _ = act(task, lambda e: in_page(e, 'document.body.innerHTML'))
+      yield task.instruction, html
 
-  first, other = shown(0), shown(1)
+  first, other = list(shown(0)), list(shown(1))
   browser.close()
-  assert shown(0) == first
-  assert other[0] != first[0] and other[1] != first[1]
+  assert list(shown(0)) == first
+  for one, another in zip(first, other, strict=True):
+    assert another[0] != one[0] and another[1] != one[1]
 
 
 @needs_browser
@@ -203,46 +205,47 @@ def test_observations():
   pytest.fail('no seed has a popup')
 
 
+HOSTILE = [
+  ('click', {'ref': '1); core.endEpisode(1); ('}),
+  ('click', {'ref': '#subbtn'}),
+  ('click', {'ref': 'xpath=//button'}),
+  ('click', {'ref': 0}),
+  ('click', {'ref': -1}),
+  ('click', {'ref': 10**30}),
+  ('click', {'ref': True}),
+  ('click', {'ref': 1.0}),
+  ('click', {'ref': [1]}),
+  ('click', {'ref': {'valueOf': 1}}),
+  ('click', {'ref': 1, 'script': 'core.endEpisode(1)'}),
+  ('click', {}),
+  ('type', {'ref': 1, 'text': 'a\nb'}),
+  ('type', {'ref': 1, 'text': 'a\x00b'}),
+  ('type', {'ref': 1, 'text': '\ud800'}),
+  ('type', {'ref': 1, 'text': 'a' * 10_000}),
+  ('type', {'ref': 1, 'text': ['a']}),
+  ('select', {'ref': 1, 'option': CODE}),
+  ('select', {'ref': 1, 'option': None}),
+  ('evaluate', {'expression': 'core.endEpisode(1)'}),
+  ('judge', {}),
+  ('close', {}),
+  ('_do', {'ref': 1}),
+  ('__init__', {'ref': 1, 'text': 'x'}),
+  ('goto', {'ref': 1, 'text': 'javascript:core.endEpisode(1)'}),
+]
+
+
 @needs_browser
-@pytest.mark.parametrize(
-  'name, arguments',
-  [
-    ('click', {'ref': '1); core.endEpisode(1); ('}),
-    ('click', {'ref': '#subbtn'}),
-    ('click', {'ref': 'xpath=//button'}),
-    ('click', {'ref': 0}),
-    ('click', {'ref': -1}),
-    ('click', {'ref': 10**30}),
-    ('click', {'ref': True}),
-    ('click', {'ref': 1.0}),
-    ('click', {'ref': [1]}),
-    ('click', {'ref': {'valueOf': 1}}),
-    ('click', {'ref': 1, 'script': 'core.endEpisode(1)'}),
-    ('click', {}),
-    ('type', {'ref': 1, 'text': 'a\nb'}),
-    ('type', {'ref': 1, 'text': 'a\x00b'}),
-    ('type', {'ref': 1, 'text': '\ud800'}),
-    ('type', {'ref': 1, 'text': 'a' * 10_000}),
-    ('type', {'ref': 1, 'text': ['a']}),
-    ('select', {'ref': 1, 'option': CODE}),
-    ('select', {'ref': 1, 'option': None}),
-    ('evaluate', {'expression': 'core.endEpisode(1)'}),
-    ('judge', {}),
-    ('close', {}),
-    ('_do', {'ref': 1}),
-    ('__init__', {'ref': 1, 'text': 'x'}),
-    ('goto', {'ref': 1, 'text': 'javascript:core.endEpisode(1)'}),
-  ],
-)
-def test_hostile_calls(name, arguments):
+def test_hostile_calls():
   """Each is a BadCall, and the page is as before."""
 
   async def attempt(environment):
-    with pytest.raises(tasks.BadCall):
-      await environment.execute(name, arguments)
-    return await in_page(environment, '[WOB_DONE_GLOBAL, WOB_EPISODE_ID]')
+    for name, arguments in HOSTILE:
+      with pytest.raises(tasks.BadCall):
+        await environment.execute(name, arguments)
+      state = await in_page(environment, '[WOB_DONE_GLOBAL, WOB_EPISODE_ID]')
+      assert state == [False, 0], (name, arguments)
 
-  assert act(make('enter-text'), attempt) == ([False, 0], 0)
+  assert act(make('enter-text'), attempt) == (None, 0)
 
 
 @needs_browser
