@@ -99,7 +99,7 @@ def link(workdir):
   opened.close()
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='package')
 def example_run(tmp_path_factory):
   """The run of `example`."""
   workdir = tmp_path_factory.mktemp('example')
@@ -108,13 +108,13 @@ def example_run(tmp_path_factory):
     yield run
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='package')
 def example_link(example_run):
   with serving.serving(example_run, KEY) as link:
     yield link
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='package')
 def browser():
   """Chromium, driven by playwright, whose event loop runs in this thread meanwhile."""
   found = os.environ.get('CHROMIUM') or shutil.which('chromium')

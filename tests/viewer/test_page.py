@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
 from playwright.sync_api import expect
@@ -14,6 +12,7 @@ from playwright.sync_api import expect
 from m2jax.pool.data_pool import DataPool
 from m2jax.viewer import export, serving
 from m2jax.viewer.run import Run
+from tests import processes
 from tests.viewer import conftest
 from tests.viewer.conftest import press
 
@@ -31,21 +30,27 @@ def file(workdir, tmp_path_factory):
   return path
 
 
-@pytest.fixture(params=['server', 'file'])
-def opened(request, tab):
-  """The tab with the page of both kinds."""
-  if request.param == 'server':
-    request.getfixturevalue('file')  # the same annotations
-    tab.goto(request.getfixturevalue('link'))
-  else:
-    tab.goto(request.getfixturevalue('file').as_uri())
+@pytest.fixture
+def served(tab, file, link):
+  """The tab with the page of a server, whose run has the file's annotations."""
+  tab.goto(link)
   tab.wait_for_selector('.row')
   return tab
 
 
-def test_keyboard(opened):
+@pytest.fixture(params=['server', 'file'])
+def opened(request, tab):
+  """The tab with the page of both kinds."""
+  if request.param == 'server':
+    return request.getfixturevalue('served')
+  tab.goto(request.getfixturevalue('file').as_uri())
+  tab.wait_for_selector('.row')
+  return tab
+
+
+def test_keyboard(served):
   """List, group, trajectory, views, search, help: without a mouse; focus is visible."""
-  page = opened
+  page = served
   press(page, 'j')
   assert page.get_attribute('.row.on', 'id') == 'row-g2'
   press(page, 'j', 'j')
@@ -112,14 +117,18 @@ CONTRAST = """tokens => {
       .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
   };
   const light = ([r, g, b]) => 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
-  return Math.min(...tokens.map((token) => {
-    const behind = [];
+  const ratio = (behind, color) => {
+    const [a, b] = [behind.map(pixel).at(-1), pixel(color)].map(light);
+    return Math.max(a, b) / Math.min(a, b);
+  };
+  const found = {};
+  for (const token of tokens) {
+    const behind = [], color = getComputedStyle(token).color;
     for (let e = token; e; e = e.parentElement)
       behind.unshift(getComputedStyle(e).backgroundColor);
-    const [a, b] = [behind.map(pixel).at(-1), pixel(getComputedStyle(token).color)]
-      .map(light);
-    return Math.max(a, b) / Math.min(a, b);
-  }));
+    found[[...behind, color]] ??= ratio(behind, color);
+  }
+  return Math.min(...Object.values(found));
 }"""
 
 
@@ -138,9 +147,9 @@ def test_colours_can_be_read(tab, file, scheme):
     assert tab.eval_on_selector_all('.t', CONTRAST) >= 4.5, mode
 
 
-def test_prefix_tree(opened):
+def test_prefix_tree(served):
   """The group's tree: what both sampled is one segment whose tokens have two terms."""
-  page = opened
+  page = served
   press(page, 'j', 'j', 'j')
   page.wait_for_selector('.icicle')
   assert page.locator('.icicle [role=treeitem]').count() == 5
@@ -199,9 +208,7 @@ def test_without_the_key_the_page_asks_for_it(tab, link):
 
 def test_ctrl_c_ends_the_job(workdir):
   """It prints its link, answers, and ends with code 0 and without a traceback."""
-  command = [sys.executable, '-m', 'experiments.view', f'--workdir={workdir}']
-  pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-  with subprocess.Popen(command, **pipes) as job:
+  with processes.start('experiments.view', f'--workdir={workdir}') as job:
     line = job.stdout.readline()
     assert re.fullmatch(r'http://127\.0\.0\.1:\d+/view#key=\S+\n', line), line
     job.send_signal(signal.SIGINT)

@@ -56,7 +56,7 @@ def recorded(run, session):
 
 def drawn(page, mode):
   page.select_option('.pick select', mode)
-  page.wait_for_timeout(100)
+  page.wait_for_timeout(20)
   return page.eval_on_selector_all('.tokens .t', TOKENS)
 
 
