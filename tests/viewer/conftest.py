@@ -134,18 +134,48 @@ def press(page, *keys):
     page.keyboard.press(key)
 
 
-@pytest.fixture
-def tab(browser):
-  """A new tab; at the end it must have had no error and no foreign request."""
-  context = browser.new_context(viewport={'width': 1400, 'height': 900})
-  page = context.new_page()
-  page.set_default_timeout(10_000)
+_DESKTOP = {'width': 1400, 'height': 900}
+
+
+@contextlib.contextmanager
+def checked(page):
+  """The page; at the end it must have had no error and no foreign request."""
   problems, urls = [], []
-  page.on('pageerror', lambda error: problems.append(str(error)))
-  page.on('request', lambda request: urls.append(request.url))
+  error = lambda error: problems.append(str(error))
+  request = lambda request: urls.append(request.url)
+  page.on('pageerror', error)
+  page.on('request', request)
   page.urls = urls
   yield page
+  page.remove_listener('pageerror', error)
+  page.remove_listener('request', request)
   assert not problems
   known = 'http://127.0.0.1:', 'file://', 'data:', 'about:'
   assert urls and all(url.startswith(known) for url in urls), urls
-  context.close()
+
+
+@pytest.fixture(scope='package')
+def _page(browser):
+  with browser.new_context(viewport=_DESKTOP) as context:
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    yield page
+
+
+@pytest.fixture
+def tab(_page):
+  """The only tab, which is empty and as wide as a desktop."""
+  _page.goto('about:blank')
+  _page.set_viewport_size(_DESKTOP)
+  _page.emulate_media(color_scheme='light')
+  with checked(_page) as page:
+    yield page
+
+
+@pytest.fixture
+def new_tab(browser):
+  """A tab of its own, without what the page has stored in the other."""
+  with browser.new_context(viewport=_DESKTOP) as context:
+    with checked(context.new_page()) as page:
+      page.set_default_timeout(10_000)
+      yield page

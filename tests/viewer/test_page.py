@@ -196,14 +196,14 @@ def test_live(tab, workdir, tmp_path):
     run.close()
 
 
-def test_without_the_key_the_page_asks_for_it(tab, link):
+def test_without_the_key_the_page_asks_for_it(new_tab, link):
   """A link without its key shows a form, and nothing of the run."""
-  tab.goto(link.partition('#')[0])
-  tab.wait_for_selector('.keyform')
-  assert tab.locator('.row').count() == 0
-  tab.fill('.keyform input', conftest.KEY)
-  tab.click('.keyform button')
-  tab.wait_for_selector('.row')
+  new_tab.goto(link.partition('#')[0])
+  new_tab.wait_for_selector('.keyform')
+  assert new_tab.locator('.row').count() == 0
+  new_tab.fill('.keyform input', conftest.KEY)
+  new_tab.click('.keyform button')
+  new_tab.wait_for_selector('.row')
 
 
 def test_ctrl_c_ends_the_job(workdir):
