@@ -20,14 +20,14 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
+from m2jax import params
 from m2jax import sharding as sharding_lib
 from m2jax.config import REMAT, ModelConfig
 from m2jax.moe import exchange
 from m2jax.plan import efficiency, flops, ici, plan, programs
 from m2jax.plan.topology import Topology
 from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
-from m2jax.sharding import MESH_AXES, PRESETS, MeshConfig, Sharding
-from m2jax.train import step as train_step
+from m2jax.sharding import MESH_AXES, PRESETS, MeshConfig, Rules, Sharding
 
 _RULES = {True: ('fsdp', 'fsdp_ep'), False: ('serve',)}
 _ROW_TILE = 8  # rows of a TPU's tile; XLA gathers narrower shards of D by all-reduce
@@ -236,25 +236,29 @@ def compiled(
   return plan.make(config, candidate.placed, topology, store)
 
 
-@functools.cache
-def _shapes(cfg: ModelConfig):
-  return jax.eval_shape(
-    lambda key: train_step.init_variables(cfg, key), jax.random.key(0)
-  )['params']
+@functools.lru_cache(maxsize=64)
+def _leaves(cfg: ModelConfig, rules: Rules) -> list[tuple[int, tuple[str, ...]]]:
+  """(size, mesh axes that split it) of every parameter."""
+  shapes = params.shapes(cfg)['params']
+  specs = sharding_lib.param_specs(cfg, rules)['params']
+  leaves = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, jax.P))
+  found = []
+  for spec, leaf in zip(leaves, jax.tree.leaves(shapes), strict=True):
+    entries = [(e,) if isinstance(e, str) else e for e in spec if e]
+    axes = tuple(axis for entry in entries for axis in entry)
+    found.append((math.prod(leaf.shape), axes))
+  return found
 
 
 def _spread(cfg: ModelConfig, where: Sharding, storage: bool) -> float:
   """Parameters on one device; gathered, if not `storage`."""
-  shapes = _shapes(cfg)
-  specs = sharding_lib.param_specs(cfg, where.rules)['params']
   stored = set(where.axes('model', 'expert_model')) if not storage else set()
-  total = 0.0
-  leaves = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, jax.P))
-  for spec, leaf in zip(leaves, jax.tree.leaves(shapes), strict=True):
-    entries = [(e,) if isinstance(e, str) else e for e in spec if e]
-    axes = [a for entry in entries for a in entry if a not in stored]
-    total += math.prod(leaf.shape) / math.prod(where.mesh.shape[a] for a in axes)
-  return total
+  sizes = {axis: 1 if axis in stored else n for axis, n in where.mesh.shape.items()}
+  any_remat = dataclasses.replace(cfg, remat='none')
+  return sum(
+    size / math.prod(sizes[axis] for axis in axes)
+    for size, axes in _leaves(any_remat, where.rules)
+  )
 
 
 def _layer_bytes(cfg: ModelConfig, where: Sharding, itemsize: int) -> float:

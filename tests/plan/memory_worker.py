@@ -15,10 +15,11 @@ import jax
 def main():
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', 8)
-  from m2jax import config, sharding
+  from m2jax import config, platforms, sharding
   from m2jax.plan import compile as compile_lib
   from m2jax.plan import programs, workloads
 
+  platforms.own_only()
   mesh = sharding.MeshConfig(data=2, fsdp=2, expert=2)
   load = workloads.Workload('rl', 16, 64, terms=48, meshes=(mesh,), passes=(2,))
   model = dataclasses.replace(

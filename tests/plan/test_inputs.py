@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
@@ -15,8 +12,8 @@ from configs import m2, pretrain_m2
 from experiments import plan as plan_job
 from m2jax import config, sharding
 from m2jax.plan import chips, plan, topology, workloads
+from tests import processes
 
-_ROOT = Path(__file__).parents[2]
 MESH = sharding.MeshConfig(fsdp=64, expert=8)
 LOAD = workloads.Workload('pretrain', 1536, 8192, meshes=(MESH,), passes=(3,))
 needs_libtpu = pytest.mark.skipif(
@@ -148,13 +145,7 @@ def test_unknown_workload():
 def test_bad_input_is_one_line():
   """The command itself, as a person meets it."""
   arguments = ['--config=configs/m2.py', '--workloads=decoding']
-  child = subprocess.run(
-    [sys.executable, '-m', 'experiments.plan', *arguments],
-    cwd=_ROOT,
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  child = processes.run('experiments.plan', *arguments, timeout_s=120)
   assert child.returncode == 2
   error = child.stderr.strip().splitlines()[-1]
   assert error.startswith('error: ')

@@ -54,8 +54,8 @@ def test_remat_is_chosen_where_memory_asks_for_it(found):
   """Without it 62 layers' buffers of routing do not fit."""
   assert found[0].placed.workload.remat != 'none'
   small = dataclasses.replace(PLAN, model=dataclasses.replace(M2, num_layers=1))
-  few = dataclasses.replace(LOAD, rows=128)
-  (best, *_) = search.candidates(small, 'm2', few, fake.slice_(4, 4, 8))
+  few = dataclasses.replace(LOAD, rows=16)
+  (best, *_) = search.candidates(small, 'm2', few, fake.slice_(2, 2, 4))
   assert best.placed.workload.remat == 'none'
 
 
