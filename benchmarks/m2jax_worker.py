@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from benchmarks import prefix_tree_rows
 from m2jax import config as model_config_lib
-from m2jax import forest, sharding
+from m2jax import forest, platforms, sharding
 from m2jax.checkpoint import huggingface
 from m2jax.kernels import tree_attention
 from m2jax.kernels.token_logprobs import token_logprobs
@@ -208,6 +208,7 @@ def timed(where, function, rows, integers, weights, axis=None) -> float:
 
 def main() -> None:
   answers, sys.stdout = sys.stdout, sys.stderr  # libraries print, too
+  platforms.own_only()  # as the jobs do
   trainer = Trainer(Settings(**json.loads(sys.argv[1])))
   for line in sys.stdin:
     command = json.loads(line)

@@ -22,10 +22,15 @@ def test_parts_of_a_mixture():
   """Block, projection and norms are those that the mixture names."""
   cfg = dataclasses.replace(test_step.CFG, dtype='float32', param_dtype='float32')
   variables, key = quick.variables(cfg, 0, noise=0.1, bias=0.1), jax.random.key(1)
-  made = {
-    source: expand_mtp.expanded(source, cfg, variables, key)[1]
-    for source in ('mtp', 'main', 'random', *expand_mtp.MIXTURES)
-  }
+
+  @jax.jit  # one program: each operation alone would be compiled, too
+  def all_of_them(variables, key):
+    return {
+      source: expand_mtp.expanded(source, cfg, variables, key)[1]
+      for source in ('mtp', 'main', 'random', *expand_mtp.MIXTURES)
+    }
+
+  made = all_of_them(variables, key)
 
   def part(source, *path):
     return functools.reduce(lambda tree, name: tree[name], path, made[source])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks import forge_table
 from m2jax.observe.metrics import MetricsWriter
+from tests import processes
 
 
 def write_run(workdir, *, seed=0, algorithm='cispo', good=30):
@@ -69,8 +68,7 @@ def test_command_line(workdir):
   """A row a stage, means over seeds, JSON on request; no run is an error."""
 
   def call(*args):
-    command = [sys.executable, '-m', 'benchmarks.forge_table', *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return processes.run('benchmarks.forge_table', *args)
 
   table = call(workdir).stdout.splitlines()
   assert len(table) == 4 and '0.750 [' in table[3] and '| 100 | 6 |' in table[3]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pathlib
 import subprocess
 import sys
 import types
@@ -12,8 +10,8 @@ import types
 import pytest
 
 from benchmarks import train_vs_transformers as benchmark
+from tests import processes
 
-ROOT = pathlib.Path(__file__).parents[2]
 SMALL = ['--layers=1', '--rows=2', '--row_tokens=16']
 
 
@@ -61,16 +59,9 @@ def test_parameters():
 
 def test_m2jax_worker():
   """The worker of m2jax trains (the loss falls) and times the parts of a step."""
-  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
-  process = subprocess.Popen(
-    benchmark.m2jax_command(),
-    cwd=ROOT,
-    env=environment,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  asked = [dict(do='step')] * 4 + [dict(do='parts')]
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  process = processes.popen(*benchmark.m2jax_command()[2:], **pipes)
+  asked = [dict(do='step')] * 3 + [dict(do='parts')]
   lines, _ = process.communicate('\n'.join(map(json.dumps, asked)), timeout=300)
   *steps, parts = map(json.loads, lines.splitlines())
   losses = [s['loss'] for s in steps]
@@ -120,7 +111,7 @@ def test_against_transformers():
   command = [sys.executable, '-m', 'benchmarks.train_vs_transformers', *SMALL]
   done = subprocess.run(
     [*command, '--json', '--steps=2', '--device=cpu'],
-    cwd=ROOT,
+    cwd=processes.ROOT,
     stdout=subprocess.PIPE,
     timeout=600,
     check=True,
