@@ -40,7 +40,8 @@ async def _judged(task, attempts, limit_s):
   host = sandbox.Host(read_only=(*places, (str(directory.path / 'tests'), _TESTS)))
   files = {k: v.decode('latin-1') for k, v in directory.workspace().items()}
   archive = {k: v.decode('latin-1') for k, v in directory.archive().items()}
-  request = [files, archive, dict(attempts), dict(limit_s)]
+  policy = directory.metadata.collect, directory.metadata.exclude
+  request = [files, archive, policy, dict(attempts), dict(limit_s)]
   contents = {
     'batch.py': Path(__file__).read_bytes(),
     'request.json': json.dumps(request).encode(),
@@ -69,7 +70,7 @@ def _inside():
       copies.remove(f'/workspace/{name}')
 
   with open('request.json', encoding='utf-8') as file:
-    files, archive, attempts, limit_s = json.load(file)
+    files, archive, policy, attempts, limit_s = json.load(file)
   files, archive = (
     {path: text.encode('latin-1') for path, text in some.items()}
     for some in (files, archive)
@@ -83,7 +84,6 @@ def _inside():
     cleared()
     compose.write(files, '/workspace')
     subprocess.run(['bash', '-c', commands], cwd='/workspace', check=True)
-    policy = config['collect'], config['exclude']
     own = {**config, 'limit_s': limit_s.get(name, config['limit_s'])}
     try:
       work = compose.gather('/workspace', *policy)

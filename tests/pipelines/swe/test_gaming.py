@@ -5,47 +5,27 @@ Those on F2P ∧ P2P are in test_cheats.py.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import random
 
 import pytest
 
-from m2jax import sandbox
-from m2jax.pipelines.make import LIMITS
 from m2jax.pipelines.swe import drafts, grade, third, timing, variants
 from m2jax.tasks import harbor
-from tests.pipelines.swe import computed, package, test_cheats
+from tests.pipelines.swe import batch, computed, package, test_cheats
 
 _CORE = 'src/tinycalc/core.py'
 _TARGET = 'tests/test_regression_of_bug.py'
 _BUG = package.CORE.replace('if value < low:', 'if value > low:')
 _LEAST = 20
+_PAIRS = 3  # of runs: the honest repair is a thousand times faster
 
 
 def _task(draft, dataset, split):
   place = dataset / 'tasks' / split
   place.mkdir(parents=True, exist_ok=True)
   return harbor.of_directory(harbor.read(harbor.write(draft, place)))
-
-
-def _judged(task, attempts, at_once=3):
-  """{name: verdict} of {name: commands}."""
-  several = asyncio.Semaphore(at_once)
-
-  async def one(commands):
-    async with several, task.open(backend='bubblewrap', limits=LIMITS) as environment:
-      await environment.box.exec(commands, timeout_s=30.0)
-      return await task.judge(environment)
-
-  async def all_():
-    try:
-      return await asyncio.gather(*map(one, attempts.values()))
-    finally:
-      await sandbox.shutdown()
-
-  return dict(zip(attempts, asyncio.run(all_()), strict=True))
 
 
 def _file(path: str, text: str) -> str:
@@ -185,11 +165,11 @@ def test_written_tests_that_get_nothing(env, dataset):
     env, 'gaming-test', 'Write a test.', _CORE, _BUG, other, f2p
   )
   task = _task(draft, dataset, 'dev')
-  found = _judged(task, {'honest': _written(_FINDS), **WRITTEN})
+  attempts = {'honest': _written(_FINDS), **WRITTEN, 'again': _written(_FINDS)}
+  found = batch.judged(task, attempts)
   assert len(WRITTEN) >= _LEAST
-  assert found.pop('honest').outcome == harbor.PASSED
-  passed = {n: v.reason for n, v in found.items() if v.outcome != harbor.FAILED}
-  assert not passed
+  passed = [name for name, one in found.items() if one['reward']]
+  assert passed == ['honest', 'again']
 
 
 def test_the_order_of_variants_cannot_be_guessed():
@@ -388,13 +368,10 @@ PERFORMANCE = {
 def test_performance_that_gets_nothing(env, dataset):
   timed = [f'tests/test_core.py::test_clamp[{case}]' for case in ('1-2', '3-3')]
   draft = drafts.performance(
-    env, 'gaming-slow', {_CORE: _SLOW}, timed, timing.PAIRS, timing.LEAST
+    env, 'gaming-slow', {_CORE: _SLOW}, timed, _PAIRS, timing.LEAST
   )
   task = _task(draft, dataset, 'held_out')
-  # One at a time: with three on two cores the noise passes for a gain.
-  found = _judged(task, {'honest': _fast(), **PERFORMANCE}, at_once=1)
+  found = batch.judged(task, {'honest': _fast(), **PERFORMANCE})
   assert len(PERFORMANCE) >= _LEAST
-  honest = found.pop('honest')
-  assert honest.outcome == harbor.PASSED, honest
-  passed = {n: v.reason for n, v in found.items() if v.outcome != harbor.FAILED}
-  assert not passed
+  passed = [name for name, one in found.items() if one['reward']]
+  assert passed == ['honest'], found
