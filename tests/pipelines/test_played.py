@@ -195,3 +195,13 @@ def test_a_made_task_is_graded_where_harbor_runs_it(made, tmp_path, name):
   directory = tasks.make(made(name).spec).directory
   assert as_harbor.reward(directory, tmp_path / 'solved', solve=True) == 1.0
   assert as_harbor.reward(directory, tmp_path / 'nothing', solve=False) < 1.0
+
+
+@pytest.mark.long
+def test_a_task_is_admitted_with_evidence(made):
+  """Of an app: what was seen of it is kept, and is in the report."""
+  dataset = made('appdev').dataset
+  names = {path.name for path in (dataset / 'evidence').rglob('*.*')}
+  assert {'criteria.txt', 'dom.txt', 'width-1280.png', 'width-375.png'} <= names
+  report = (dataset / 'report.html').read_text()
+  assert 'data:image/png;base64,' in report and 'interaction/undo' in report

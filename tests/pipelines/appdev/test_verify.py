@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
 
-from m2jax import pipelines
-from m2jax.pipelines import appdev
 from m2jax.pipelines.appdev import kinds
 from tests.pipelines.appdev import batch, gaming
 
@@ -62,13 +59,3 @@ def test_a_page_that_crashes_by_itself_fails_the_gate(sites):
   assert report['app'].get('reward') == 0, report
   rows = {row['id']: row for row in report['app']['criteria']}
   assert not rows['crash']['passed'] and 'a page crashed' in rows['crash']['evidence']
-
-
-@pytest.mark.long
-def test_a_task_is_admitted_with_evidence(sites, tmp_path):
-  config = appdev.Config(count=1, kinds=('counter',))
-  assert asyncio.run(pipelines.run(config, tmp_path, show=False)).tasks == 1
-  names = {path.name for path in (tmp_path / 'evidence').rglob('*.*')}
-  assert {'criteria.txt', 'dom.txt', 'width-1280.png', 'width-375.png'} <= names
-  report = (tmp_path / 'report.html').read_text()
-  assert 'data:image/png;base64,' in report and 'interaction/undo' in report

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from m2jax import pipelines
-from m2jax.pipelines import deep_search, installed, records, seat
+from m2jax.pipelines import deep_search, installed, seat
 from m2jax.pipelines.deep_search import corpora, grade, library, questions
 from m2jax.tasks import harbor
 
@@ -279,14 +279,3 @@ def test_a_rewritten_question_may_not_tell_the_answer(graph):
   assert deep_search._keeps(text, question)
   assert not deep_search._keeps(text + question.answers[0], question)
   assert not deep_search._keeps(text.replace(f'"{question.words[0]}"', 'it'), question)
-
-
-@pytest.mark.long
-def test_tasks_are_admitted(tmp_path):
-  """In sandboxes, over this system's packages: no network."""
-  if not Path('/var/lib/dpkg/status').exists():
-    pytest.skip('no Debian system')
-  config = deep_search.Config(count=2, corpora=('debian',))
-  assert asyncio.run(pipelines.run(config, tmp_path, show=False)).tasks == 2
-  row = records.read(tmp_path / 'records.jsonl')[0]
-  assert row['facts']['author'] == 'scripted'

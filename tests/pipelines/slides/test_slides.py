@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from m2jax import pipelines
 from m2jax.pipelines import slides, spreadsheets
 from m2jax.pipelines.slides import render
 
@@ -100,8 +98,3 @@ def test_a_hostile_deck_is_refused(grade, solved, name):
 def test_slides_are_rendered(solved, tmp_path):
   pages = render.render(solved, tmp_path)
   assert len(pages) == 3 and all(p.stat().st_size > 1000 for p in pages)
-
-
-@pytest.mark.long
-def test_tasks_are_admitted(tmp_path):
-  assert asyncio.run(pipelines.run(slides.Config(count=1), tmp_path, show=False)).tasks

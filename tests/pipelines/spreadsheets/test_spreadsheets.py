@@ -171,12 +171,6 @@ def test_values_are_compared_by_type():
   assert not engines.same(None, 0.0) and not engines.same(float('nan'), 1.0)
 
 
-@pytest.mark.long
-def test_tasks_are_admitted(tmp_path):
-  config = spreadsheets.Config(count=1, engines=('formulas',))
-  assert asyncio.run(pipelines.run(config, tmp_path, show=False)).tasks == 1
-
-
 @pytest.mark.parametrize('draw', _DRAWERS, ids=lambda draw: draw.__name__)
 def test_every_input_changes_in_hidden_cases(draw):
   model = draw(random.Random(3))

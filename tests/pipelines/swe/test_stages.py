@@ -32,7 +32,6 @@ from m2jax.pipelines.swe import (
   releases,
   slow,
   statements,
-  third,
   timing,
 )
 from m2jax.tasks import harbor
@@ -608,33 +607,6 @@ def test_twins_that_leave_threads_are_not_run_where_time_is_measured(env_of_more
   assert judged == [set(tests) - {test} for tests in env.twins]
 
 
-@pytest.mark.long
-def test_a_performance_task(env, dataset):
-  """The faster release passes, the slow one does not, and wrong but fast fails."""
-  loop = 'for _ in range(3000000):\n      pass\n    return low'
-  slow = package.CORE.replace('return low', loop, 1)
-  timed = ['tests/test_core.py::test_clamp[1-2]']
-  draft = drafts.performance(
-    env, 'slow', {_CORE: slow}, timed, timing.PAIRS, timing.LEAST
-  )
-  split = dataset / 'tasks' / 'held_out'
-  split.mkdir(parents=True, exist_ok=True)
-  task = harbor.of_directory(harbor.read(harbor.write(draft, split)))
-
-  async def judged():
-    try:
-      found = []
-      for text in (package.CORE, slow, package.CORE.replace('return low', 'return 9')):
-        async with task.open(backend='bubblewrap', limits=LIMITS) as environment_:
-          await environment_.box.write(_CORE, text.encode())
-          found.append((await task.judge(environment_)).outcome)
-      return found
-    finally:
-      await sandbox.shutdown()
-
-  assert asyncio.run(judged()) == [harbor.PASSED, harbor.FAILED, harbor.FAILED]
-
-
 @pytest.mark.parametrize('status', ['SKIPPED', 'XFAIL', 'FAILED', None])
 def test_f2p_needs_exactly_the_right_status(status, monkeypatch, tmp_path):
   """Facts §3.4: a skipped or missing F2P fails; here also a skipped P2P."""
@@ -645,40 +617,6 @@ def test_f2p_needs_exactly_the_right_status(status, monkeypatch, tmp_path):
     monkeypatch.setattr(grade, 'run', lambda *a, strict, tests=tests: tests)
     monkeypatch.setattr(grade, '_refuse_reaching', lambda *a: None)
     assert grade.tests(config, str(tmp_path))['reward'] == 0.0
-
-
-@pytest.mark.long
-def test_a_written_test_must_not_look_at_the_text(env, dataset):
-  """One that compares texts would pass on the right file and fail on the bug."""
-  bug = package.CORE.replace('if value < low:', 'if value > low:')
-  f2p = ['tests/test_core.py::test_clamp[1-2]']
-  other = third.source(package.CORE, bug, 'clamp', 6)
-  draft = drafts.write_test(env, 'clamp-test', 'Write a test.', _CORE, bug, other, f2p)
-  split = dataset / 'tasks' / 'dev'
-  split.mkdir(parents=True, exist_ok=True)
-  task = harbor.of_directory(harbor.read(harbor.write(draft, split)))
-  target = 'tests/test_regression_of_bug.py'
-  good = 'from tinycalc import clamp\ndef test():\n  assert clamp(1, 2, 4) == 2\n'
-  reads = f'def test():\n  assert "value < low" in open("{_CORE}").read()\n'
-  loader = (
-    'import tinycalc.core as c\ndef test():\n'
-    '  assert "value < low:\\n    return low\\n  if value > high" in '
-    'c.__loader__.get_source("tinycalc.core")\n'
-  )
-  lines = 'from tinycalc import clamp\ndef test():\n  assert clamp.__doc__ is None\n'
-
-  async def judged():
-    try:
-      found = []
-      for text in (good, reads, loader, lines, 'def test(): assert False', ''):
-        async with task.open(backend='bubblewrap', limits=LIMITS) as environment_:
-          await environment_.box.write(target, text.encode())
-          found.append((await task.judge(environment_)).outcome)
-      return found
-    finally:
-      await sandbox.shutdown()
-
-  assert asyncio.run(judged()) == [harbor.PASSED] + [harbor.FAILED] * 5
 
 
 # All together -------------------------------------------------------------------------
@@ -722,11 +660,11 @@ def test_the_pipeline_makes_tasks_of_every_family(tmp_path, monkeypatch):
   """From a package to admitted tasks, with the report and provenance."""
   package.offline(monkeypatch)
   package.site(tmp_path)
-  config = dataclasses.replace(package.CONFIG, count=8)
+  config = dataclasses.replace(package.CONFIG, count=5)
   asyncio.run(pipelines.run(config, tmp_path, show=False))
   rows = records.read(tmp_path / 'records.jsonl')
   admitted = [r for r in rows if r['outcome'] == 'admitted']
-  assert len(admitted) == 8, [(r['family'], r['reason']) for r in rows]
+  assert len(admitted) == 5, [(r['family'], r['reason']) for r in rows]
   assert {r['family'] for r in admitted} >= {'bug', 'test'}
   task = pipelines.Tasks(tmp_path, 'train')[0]
   assert task.directory.metadata.source['licence'] == 'MIT'
@@ -737,10 +675,10 @@ def test_the_pipeline_makes_tasks_of_every_family(tmp_path, monkeypatch):
 def test_a_real_package_from_the_registry(tmp_path):
   """isodate: downloaded by pip, hashed, its tests made to run, a few tasks admitted."""
   config = swe.Config(
-    packages=('isodate==0.7.2',), count=6, releases=0, held_out=('isodate',)
+    packages=('isodate==0.7.2',), count=2, releases=0, held_out=('isodate',)
   )
   done = asyncio.run(pipelines.run(config, tmp_path, show=False))
-  assert done.tasks == 6
+  assert done.tasks == 2
   task = pipelines.Tasks(tmp_path, 'held_out')[0]
   source = task.directory.metadata.source
   assert source['sha256'].startswith('4cd1aa0f43ca76f4') and 'BSD' in source['licence']
