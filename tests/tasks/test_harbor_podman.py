@@ -60,7 +60,6 @@ def test_the_solution_passes(task):
   'script',
   [
     ':',
-    'echo wrong > out.txt',
     'ln -s /verifier/tests/test.sh out.txt',
     'echo 1 > reward.txt; echo 1 > /logs/verifier/reward.txt',
     'head -c 60000000 /dev/zero > out.txt',

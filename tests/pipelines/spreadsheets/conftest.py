@@ -15,6 +15,7 @@ def grade():
   here = str(Path(spreadsheets.__file__).parent)
   sys.path.insert(0, here)
   try:
+    import engines  # noqa: F401  which the verifier imports when it judges
     import grade as module
 
     yield module
