@@ -55,9 +55,11 @@ def test_ratios_are_of_each_round(capsys):
 
 
 @pytest.mark.long
-def test_the_worker_serves_sessions():
+def test_the_worker_serves_sessions(monkeypatch):
   """Our side runs the whole of it, and finds the past of each turn in its cache. The
   profile accounts for all the time, and for the attention in decode calls."""
+  small = {**rollout_workload.MODEL, 'num_layers': 1}
+  monkeypatch.setattr(rollout_workload, 'MODEL', small)
   server = rollout_worker.Server(2, 1, look_ahead=False, wrap=rollout_profile.Timed)
   requests = dict(requests=3, prompt=5, new=4)
   try:
