@@ -148,7 +148,8 @@ def main():
       except ApiError as error:
         reply = 'rejected', error
       except MemoryError:
-        reply = 'rejected', too_large('reading the request takes too much memory')
+        message = 'reading the request takes more than read_memory_bytes: send less'
+        reply = 'rejected', too_large(message)
       except EOFError:
         raise
       except Exception as error:

@@ -10,12 +10,12 @@ import asyncio
 import itertools
 import json
 
-import agents
 import anthropic
 import openai
 
-from tests.gateway.conftest import SH, response_text
+from tests.gateway.conftest import HTTP, SH, response_text
 
+ANTHROPIC_HTTP = anthropic.DefaultHttpxClient(trust_env=False)  # as HTTP
 QUESTION = 'count the lines of a.txt'
 ANSWER = 'the answer is 3'
 # What the model writes after 0, 1, … tool results; the second turn has parallel calls.
@@ -58,80 +58,91 @@ def assert_extends(records) -> None:
     assert second.parent == first.id
 
 
+def openai_of(gateway, key: str = 'k') -> openai.OpenAI:
+  """OpenAI's client."""
+  options = dict(max_retries=0, http_client=HTTP)
+  return openai.OpenAI(base_url=gateway.base_url, api_key=key, **options)
+
+
+def anthropic_of(gateway, key: str = 'k') -> anthropic.Anthropic:
+  """Anthropic's client."""
+  base_url = gateway.base_url.removesuffix('/v1')
+  options = dict(max_retries=0, http_client=ANTHROPIC_HTTP)
+  return anthropic.Anthropic(base_url=base_url, api_key=key, **options)
+
+
 def openai_chat(gateway, key: str) -> str:
-  with openai.OpenAI(base_url=gateway.base_url, api_key=key, max_retries=0) as client:
-    messages = [{'role': 'user', 'content': QUESTION}]
-    while True:
-      reply = client.chat.completions.create(
-        model='m2jax', messages=messages, tools=[SH], max_tokens=200
-      )
-      message = reply.choices[0].message
-      messages.append(message)
-      if not message.tool_calls:
-        return message.content
-      for call in message.tool_calls:
-        content = shell(**json.loads(call.function.arguments))
-        messages.append({'role': 'tool', 'tool_call_id': call.id, 'content': content})
+  client = openai_of(gateway, key)
+  messages = [{'role': 'user', 'content': QUESTION}]
+  while True:
+    reply = client.chat.completions.create(
+      model='m2jax', messages=messages, tools=[SH], max_tokens=200
+    )
+    message = reply.choices[0].message
+    messages.append(message)
+    if not message.tool_calls:
+      return message.content
+    for call in message.tool_calls:
+      content = shell(**json.loads(call.function.arguments))
+      messages.append({'role': 'tool', 'tool_call_id': call.id, 'content': content})
 
 
 def openai_responses(gateway, key: str) -> str:
-  with openai.OpenAI(base_url=gateway.base_url, api_key=key, max_retries=0) as client:
-    items = [{'role': 'user', 'content': QUESTION}]
-    while True:
-      response = client.responses.create(
-        model='m2jax',
-        input=items,
-        tools=[{'type': 'function', **SH['function']}],
-        max_output_tokens=200,
+  client = openai_of(gateway, key)
+  items = [{'role': 'user', 'content': QUESTION}]
+  while True:
+    response = client.responses.create(
+      model='m2jax',
+      input=items,
+      tools=[{'type': 'function', **SH['function']}],
+      max_output_tokens=200,
+    )
+    items += response.output
+    calls = [item for item in response.output if item.type == 'function_call']
+    if not calls:
+      return response.output_text
+    for call in calls:
+      output = shell(**json.loads(call.arguments))
+      items.append(
+        {'type': 'function_call_output', 'call_id': call.call_id, 'output': output}
       )
-      items += response.output
-      calls = [item for item in response.output if item.type == 'function_call']
-      if not calls:
-        return response.output_text
-      for call in calls:
-        output = shell(**json.loads(call.arguments))
-        items.append(
-          {'type': 'function_call_output', 'call_id': call.call_id, 'output': output}
-        )
 
 
 def anthropic_runner(gateway, key: str) -> str:
-  base_url = gateway.base_url.removesuffix('/v1')
-  with anthropic.Anthropic(base_url=base_url, api_key=key, max_retries=0) as client:
-    runner = client.beta.messages.tool_runner(
-      model='m2jax',
-      max_tokens=200,
-      messages=[{'role': 'user', 'content': QUESTION}],
-      tools=[anthropic.beta_tool(shell, name='sh')],
-    )
-    return runner.until_done().content[-1].text
+  client = anthropic_of(gateway, key)
+  runner = client.beta.messages.tool_runner(
+    model='m2jax',
+    max_tokens=200,
+    messages=[{'role': 'user', 'content': QUESTION}],
+    tools=[anthropic.beta_tool(shell, name='sh')],
+  )
+  return runner.until_done().content[-1].text
 
 
-def _openai_agents(model_class):
+def _openai_agents(model_class: str):
   async def task(gateway, key: str) -> str:
+    import agents  # slow
+
+    agents.set_tracing_disabled(True)
     async with openai.AsyncOpenAI(
       base_url=gateway.base_url, api_key=key, max_retries=0
     ) as client:
       agent = agents.Agent(
         name='counter',
         instructions='You count.',
-        model=model_class('m2jax', client),
+        model=getattr(agents, model_class)('m2jax', client),
         model_settings=agents.ModelSettings(max_tokens=200),
         tools=[agents.function_tool(shell, name_override='sh')],
       )
       return (await agents.Runner.run(agent, QUESTION)).final_output
 
-  def run(gateway, key: str) -> str:
-    agents.set_tracing_disabled(True)
-    return asyncio.run(task(gateway, key))
-
-  return run
+  return lambda gateway, key: asyncio.run(task(gateway, key))
 
 
 CLIENTS = {
   'openai_chat': openai_chat,
   'openai_responses': openai_responses,
   'anthropic_runner': anthropic_runner,
-  'agents_responses': _openai_agents(agents.OpenAIResponsesModel),
-  'agents_chat': _openai_agents(agents.OpenAIChatCompletionsModel),
+  'agents_responses': _openai_agents('OpenAIResponsesModel'),
+  'agents_chat': _openai_agents('OpenAIChatCompletionsModel'),
 }

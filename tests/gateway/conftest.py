@@ -1,5 +1,6 @@
 """A trained tokenizer and real gateways over loopback."""
 
+import httpx
 import pytest
 
 from m2jax.gateway.config import GatewayConfig
@@ -7,6 +8,8 @@ from m2jax.gateway.server import Gateway
 from m2jax.text import chat, tokenizer
 from tests.gateway.scripted_engine import ScriptedEngine
 
+# One for all: each new client reads the certificates of the system, 20 ms.
+HTTP = httpx.Client(trust_env=False, timeout=120)
 SH = {
   'type': 'function',
   'function': {

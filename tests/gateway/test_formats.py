@@ -6,9 +6,6 @@ import dataclasses
 import json
 from typing import Literal
 
-import anthropic
-import httpx
-import openai
 import pydantic
 import pytest
 
@@ -17,6 +14,8 @@ from m2jax.gateway.server import Gateway
 from m2jax.rollout import grammars
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from tests.gateway import clients
+from tests.gateway.conftest import HTTP
 from tests.rollout import constrained
 from tests.rollout.constrained import CFG, CONFIG, PAIR, TOK
 
@@ -38,9 +37,7 @@ def gateway():
   scheduler = Scheduler(
     engine, constrained.variables(), 0, SchedulerConfig(decode_steps=4)
   ).start(warmup=False)
-  options = GatewayConfig(
-    accept_unknown_keys=True, format_timeout_s=3.0, default_max_tokens=200
-  )
+  options = GatewayConfig(accept_unknown_keys=True, default_max_tokens=200)
   records = []
   with Gateway(options, TOK, constrained.Biased(scheduler), records.append) as running:
     running.records = records
@@ -51,49 +48,48 @@ def gateway():
 def post(gateway, path: str, body: dict, key: str = 'key'):
   body = {'model': 'm2jax', **body}
   headers = {'authorization': f'Bearer {key}'}
-  return httpx.post(gateway.base_url + path, json=body, headers=headers, timeout=120)
+  return HTTP.post(gateway.base_url + path, json=body, headers=headers, timeout=120)
 
 
 def test_openai_parses_a_model(gateway):
   """The real client's `.parse`, several times, and n choices of one request."""
-  with openai.OpenAI(base_url=gateway.base_url, api_key='k', max_retries=0) as client:
-    reply = client.chat.completions.parse(
-      model='m2jax', messages=ASK, response_format=Pair, n=4, seed=3
-    )
-    found = [c.message.parsed for c in reply.choices if c.finish_reason == 'stop']
-    assert found and all(isinstance(pair, Pair) for pair in found)
-    assert any(choice.message.reasoning_content for choice in reply.choices)
+  client = clients.openai_of(gateway)
+  reply = client.chat.completions.parse(
+    model='m2jax', messages=ASK, response_format=Pair, n=4, seed=3
+  )
+  found = [c.message.parsed for c in reply.choices if c.finish_reason == 'stop']
+  assert found and all(isinstance(pair, Pair) for pair in found)
+  assert any(choice.message.reasoning_content for choice in reply.choices)
 
 
 def test_responses_and_streams(gateway):
-  with openai.OpenAI(base_url=gateway.base_url, api_key='k', max_retries=0) as client:
-    response = client.responses.parse(model='m2jax', input='go', text_format=Pair)
-    assert response.status == 'completed'
-    assert isinstance(response.output_parsed, Pair)
-    stream = client.chat.completions.create(
-      model='m2jax',
-      messages=ASK,
-      stream=True,
-      seed=5,
-      response_format={'type': 'json_schema', 'json_schema': {'schema': PAIR}},
-    )
-    pieces, reason = [], None
-    for chunk in stream:
-      pieces.append(chunk.choices[0].delta.content or '')
-      reason = chunk.choices[0].finish_reason or reason
-    assert reason == 'stop'
-    Pair.model_validate_json(''.join(pieces))
+  client = clients.openai_of(gateway)
+  response = client.responses.parse(model='m2jax', input='go', text_format=Pair)
+  assert response.status == 'completed'
+  assert isinstance(response.output_parsed, Pair)
+  stream = client.chat.completions.create(
+    model='m2jax',
+    messages=ASK,
+    stream=True,
+    seed=5,
+    response_format={'type': 'json_schema', 'json_schema': {'schema': PAIR}},
+  )
+  pieces, reason = [], None
+  for chunk in stream:
+    pieces.append(chunk.choices[0].delta.content or '')
+    reason = chunk.choices[0].finish_reason or reason
+  assert reason == 'stop'
+  Pair.model_validate_json(''.join(pieces))
 
 
 def test_anthropic_output_config(gateway):
-  base_url = gateway.base_url.removesuffix('/v1')
-  with anthropic.Anthropic(base_url=base_url, api_key='k', max_retries=0) as client:
-    reply = client.messages.create(
-      model='m2jax',
-      max_tokens=200,
-      messages=ASK,
-      output_config={'format': {'type': 'json_schema', 'schema': PAIR}},
-    )
+  client = clients.anthropic_of(gateway)
+  reply = client.messages.create(
+    model='m2jax',
+    max_tokens=200,
+    messages=ASK,
+    output_config={'format': {'type': 'json_schema', 'schema': PAIR}},
+  )
   assert reply.stop_reason == 'end_turn'
   Pair.model_validate_json(reply.content[-1].text)
 
@@ -145,8 +141,9 @@ def test_training_sessions_and_bad_schemas(gateway, path, body, form, field):
   assert len(gateway.records) == before
 
 
-def test_a_schema_that_compiles_for_ever_is_stopped(gateway):
+def test_a_schema_that_compiles_for_ever_is_stopped(serve):
   """It costs its time limit once, in another process; the gateway goes on."""
+  gateway, *_ = serve('x', format_timeout_s=0.3)
   path, body, form, field = FORMS[0]
   schema = {'type': 'integer', 'multipleOf': 99999989}
   reply = post(gateway, path, body | form(schema))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import types
 
-import httpx
 import pytest
 
 from m2jax.gateway import hints
 from m2jax.gateway.hints import Hints
 from m2jax.rl import rewards
 from tests.gateway import clients
-from tests.gateway.conftest import SH, response_text
+from tests.gateway.conftest import HTTP, SH, response_text
 from tests.gateway.external import recording
 
 CLAUDE = 'x-claude-code-'
@@ -122,7 +121,7 @@ class Agent:
     headers = {'authorization': f'Bearer {self._key}'}
     headers |= {CLAUDE + name.replace('_', '-'): value for name, value in said.items()}
     body = {'model': 'm2jax', 'messages': messages, 'tools': [SH]}
-    reply = httpx.post(self._url, json=body, headers=headers)
+    reply = HTTP.post(self._url, json=body, headers=headers)
     assert reply.status_code == 200, reply.text
     messages.append(message := reply.json()['choices'][0]['message'])
     for call in message.get('tool_calls') or ():
@@ -187,7 +186,7 @@ def test_a_codex_that_compacts_again_and_again(serve):
   for kind, number in windows:
     said = codex(request_kind=kind, window_number=number, window_id=f't:{number}')
     body = {'model': 'm2jax', 'input': kind, 'client_metadata': said}
-    reply = httpx.post(
+    reply = HTTP.post(
       gateway.base_url + '/responses', json=body, headers={'x-api-key': 'episode'}
     )
     assert reply.status_code == 200, reply.text

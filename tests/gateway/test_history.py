@@ -19,7 +19,7 @@ from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.text import chat, parsing
 from m2jax.text import tokenizer as tokenizer_lib
-from tests.gateway.conftest import SH, response_text
+from tests.gateway.conftest import HTTP, SH, response_text
 from tests.gateway.scripted_engine import ScriptedEngine
 
 OTHER = {'type': 'function', 'function': {'name': 'other', 'parameters': {}}}
@@ -31,7 +31,7 @@ class Client:
   """One session's client, and the record of what the gateway did for it."""
 
   def __init__(self, gateway, records, key, http=None):
-    self.http = http or httpx.Client(trust_env=False)
+    self.http = http or HTTP
     self.gateway, self.records, self.key = gateway, records, key
 
   def ask(self, messages, tools=(SH,), *, stream=False, status=200):
@@ -461,7 +461,6 @@ def call_ids(message):
 
 @settings(
   deadline=None,
-  max_examples=150,
   suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

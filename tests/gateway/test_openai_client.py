@@ -6,14 +6,11 @@ import collections
 import openai
 import pytest
 
+from tests.gateway import clients
 from tests.gateway.conftest import SH, response_text
 
 QUESTION = [{'role': 'user', 'content': 'count the lines of a.txt'}]
 CALL = response_text('I should look', 'Ok', [('sh', {'cmd': 'wc -l <a.txt', 'n': 2})])
-
-
-def client_of(gateway, key='k'):
-  return openai.OpenAI(base_url=gateway.base_url, api_key=key, max_retries=0)
 
 
 def collect(stream):
@@ -49,7 +46,7 @@ def collect(stream):
 def test_answer_with_tool_call(serve, tok):
   """Reasoning, content, typed arguments and usage arrive where the client looks."""
   gateway, engine, records = serve(CALL)
-  reply = client_of(gateway).chat.completions.create(
+  reply = clients.openai_of(gateway).chat.completions.create(
     model='m2jax', messages=QUESTION, tools=[SH], max_tokens=500
   )
   [choice], [record] = reply.choices, records
@@ -85,7 +82,7 @@ def test_answer_with_tool_call(serve, tok):
 def test_stream_adds_up_to_the_answer(serve, text, piece_tokens):
   """A streaming agent and a plain one see the same message and echo it alike."""
   gateway, _, records = serve(text, engine_options={'piece_tokens': piece_tokens})
-  client = client_of(gateway)
+  client = clients.openai_of(gateway)
   asked = {'model': 'm2jax', 'messages': QUESTION, 'tools': [SH]}
   plain = client.chat.completions.create(**asked).choices[0]
   message, finish, usage, status = collect(
@@ -111,7 +108,7 @@ def test_stream_adds_up_to_the_answer(serve, text, piece_tokens):
 def test_length(serve):
   """A response that hits its limit says so, and keeps what there is."""
   gateway, engine, records = serve('a long thought' * 20)
-  reply = client_of(gateway).chat.completions.create(
+  reply = clients.openai_of(gateway).chat.completions.create(
     model='m2jax', messages=QUESTION, max_completion_tokens=7
   )
   assert reply.choices[0].finish_reason == records[0].finish_reason == 'length'
@@ -122,7 +119,7 @@ def test_length(serve):
 def test_logprobs(serve, tok):
   """Log-probabilities on request are those of the sampled tokens, one for each."""
   gateway, _, records = serve(response_text('a', 'b'))
-  reply = client_of(gateway).chat.completions.create(
+  reply = clients.openai_of(gateway).chat.completions.create(
     model='m2jax', messages=QUESTION, logprobs=True
   )
   entries = reply.choices[0].logprobs.content
@@ -134,7 +131,7 @@ def test_logprobs(serve, tok):
 def test_top_logprobs(serve, tok):
   """The most likely tokens of each position, as many as asked for, likeliest first."""
   gateway, _, _ = serve(response_text('a', 'b'))
-  reply = client_of(gateway).chat.completions.create(
+  reply = clients.openai_of(gateway).chat.completions.create(
     model='m2jax', messages=QUESTION, logprobs=True, top_logprobs=3
   )
   for entry in reply.choices[0].logprobs.content:
@@ -146,7 +143,7 @@ def test_models_and_error_types(serve):
   """The client maps our errors to its own exception classes, with param and code."""
   gateway, _, _ = serve('x', accept_unknown_keys=False)
   gateway.sessions.open('known')
-  client = client_of(gateway, 'known')
+  client = clients.openai_of(gateway, 'known')
   assert [model.id for model in client.models.list()] == ['m2jax']
   with pytest.raises(openai.NotFoundError) as error:
     client.chat.completions.create(model='other', messages=QUESTION)
@@ -155,11 +152,11 @@ def test_models_and_error_types(serve):
     client.chat.completions.create(model='m2jax', messages=QUESTION, n=0)
   assert error.value.param == 'n'
   with pytest.raises(openai.AuthenticationError):
-    client_of(gateway, 'unknown').chat.completions.create(
+    clients.openai_of(gateway, 'unknown').chat.completions.create(
       model='m2jax', messages=QUESTION
     )
   with pytest.raises(openai.AuthenticationError):
-    client_of(gateway, 'unknown').models.list()
+    clients.openai_of(gateway, 'unknown').models.list()
 
 
 def test_parallel_sessions_do_not_mix(serve, tok):

@@ -8,14 +8,13 @@ import threading
 import types
 import urllib.parse
 
-import httpx
 import pytest
 
 from m2jax.gateway import session_api
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.gateway.session_api import RemoteSessions
-from tests.gateway.conftest import response_text
+from tests.gateway.conftest import HTTP, response_text
 from tests.gateway.scripted_engine import ScriptedEngine
 
 CHAT = {'model': 'm2jax', 'messages': [{'role': 'user', 'content': 'hi'}]}
@@ -36,12 +35,12 @@ def start(tok):
       def post(body, secret='secret', **options):
         headers = {'authorization': f'Bearer {secret}'}
         url = gateway.base_url + '/sessions'
-        return httpx.post(url, headers=headers, json=body, **options)
+        return HTTP.post(url, headers=headers, json=body, **options)
 
       def chat(key):
         headers = {'authorization': f'Bearer {key}'}
         url = gateway.base_url + '/chat/completions'
-        return httpx.post(url, headers=headers, json=CHAT)
+        return HTTP.post(url, headers=headers, json=CHAT)
 
       return post, chat, gateway
 
@@ -56,9 +55,9 @@ def test_a_session_from_opening_to_closing(start, key):
   assert chat(key).status_code == 200
   assert post({'key': key}).status_code == 409
   url = f'{gateway.base_url}/sessions/{urllib.parse.quote(key, safe="")}'
-  assert httpx.delete(url).status_code == 401 and chat(key).status_code == 200
+  assert HTTP.delete(url).status_code == 401 and chat(key).status_code == 200
   for _ in range(2):
-    done = httpx.delete(url, headers={'authorization': 'Bearer secret'})
+    done = HTTP.delete(url, headers={'authorization': 'Bearer secret'})
     assert done.status_code == 200
   assert chat(key).status_code == 401
 
@@ -95,7 +94,7 @@ def test_a_gateway_without_remote_sessions_has_no_such_route(serve):
   gateway, _, _ = serve('x')
   headers = {'authorization': 'Bearer secret'}
   url = gateway.base_url + '/sessions'
-  assert httpx.post(url, headers=headers, json={'key': 'a'}).status_code == 404
+  assert HTTP.post(url, headers=headers, json={'key': 'a'}).status_code == 404
 
 
 def test_bounds(start, monkeypatch):
@@ -119,7 +118,7 @@ def test_the_response_waits_for_a_durable_record(start):
   answers = []
   thread = threading.Thread(target=lambda: answers.append(chat('mine').status_code))
   thread.start()
-  thread.join(0.3)
+  thread.join(0.1)
   assert not answers
   written.set_result(None)
   thread.join(10)

@@ -11,12 +11,11 @@ import pytest
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.rollout.api import SamplingParams
-from tests.gateway.conftest import SH, response_text
+from tests.gateway.conftest import HTTP, SH, response_text
 from tests.gateway.scripted_engine import ScriptedEngine
 from tests.waiting import wait_until
 
 ANSWER = response_text('t', 'fine')
-HTTP = httpx.Client(trust_env=False)
 
 
 def ask(gateway, key='k', **fields):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 
-from tests.gateway.conftest import SH, response_text
+from tests.gateway.conftest import HTTP, SH, response_text
 
 # A value with the markup that would end it: M2's rule keeps it, M2.1's cuts the call.
 VALUE = 'a</parameter>b'
@@ -15,7 +14,7 @@ ASK = [{'role': 'user', 'content': 'go'}]
 def ask(gateway, messages=ASK, **fields):
   body = {'model': 'm2jax', 'messages': messages, 'tools': [SH], **fields}
   headers = {'authorization': 'Bearer key'}
-  return httpx.post(f'{gateway.base_url}/chat/completions', json=body, headers=headers)
+  return HTTP.post(f'{gateway.base_url}/chat/completions', json=body, headers=headers)
 
 
 @pytest.mark.parametrize('inline_bytes', [0, 1 << 20])

@@ -6,14 +6,13 @@ import json
 import re
 
 import anthropic
-import httpx
 import pytest
 
 from m2jax.gateway import dialects
 from m2jax.gateway.errors import ApiError
 from m2jax.text import chat
 from tests.gateway import clients
-from tests.gateway.conftest import response_text
+from tests.gateway.conftest import HTTP, response_text
 
 SH = {
   'name': 'sh',
@@ -31,7 +30,8 @@ ASK = {'model': 'm2jax', 'max_tokens': 500, 'messages': QUESTION, 'tools': [SH]}
 def client_of(gateway, **options):
   base_url = gateway.base_url.removesuffix('/v1')
   options = options or {'api_key': 'k'}
-  return anthropic.Anthropic(base_url=base_url, max_retries=0, **options)
+  options |= dict(max_retries=0, http_client=clients.ANTHROPIC_HTTP)
+  return anthropic.Anthropic(base_url=base_url, **options)
 
 
 def results(message):
@@ -78,7 +78,7 @@ def test_a_tool_task(serve, tok, stream):
 
 
 def events_of(gateway, **fields):
-  reply = httpx.post(
+  reply = HTTP.post(
     gateway.base_url + '/messages?beta=true',
     json=ASK | {'stream': True} | fields,
     headers={'x-api-key': 'k', 'anthropic-version': '2023-06-01'},

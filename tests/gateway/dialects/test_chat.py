@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import httpx
 import openai
 import pytest
 
-from tests.gateway.conftest import SH, response_text
+from tests.gateway import clients
+from tests.gateway.conftest import HTTP, SH, response_text
 
 QUESTION = [{'role': 'user', 'content': 'count the lines of a.txt'}]
 
 
-def client_of(gateway, key='k'):
-  return openai.OpenAI(base_url=gateway.base_url, api_key=key, max_retries=0)
-
-
 def ask(gateway, **fields):
-  return client_of(gateway).chat.completions.create(
+  return clients.openai_of(gateway).chat.completions.create(
     **{'model': 'm2jax', 'messages': QUESTION, **fields}
   )
 
@@ -87,7 +83,7 @@ def test_a_stop_string_ends_the_content(serve, tok, mode, stream, piece_tokens):
   sampled as it was. What the engine drew after it is dropped."""
   gateway, engine, records = serve(TEXT, engine_options={'piece_tokens': piece_tokens})
   gateway.sessions.open('s', mode)
-  create = client_of(gateway, 's').chat.completions.create
+  create = clients.openai_of(gateway, 's').chat.completions.create
   reply = create(
     model='m2jax', messages=QUESTION, stop=['nothing', STOP], stream=stream
   )
@@ -124,10 +120,11 @@ def test_a_stopped_engine_does_no_more(serve):
 
 
 @pytest.mark.parametrize('stop', [['\n\nb'], ['zz'], ['xxy']])
-def test_text_that_begins_a_stop_string_is_not_lost(serve, stop):
+def test_text_that_begins_a_stop_string_is_not_lost(serve, tok, stop):
   """Held back while it may be one, and sent when it is not."""
+  gateway, engine, _ = serve('')
   for text in ('a\n\nc', 'a z', 'a xx', 'xxxxz', 'zy\n'):
-    gateway, _, _ = serve(response_text('t', text))
+    engine.script = lambda _, text=text: tok.encode(response_text('t', text))
     content = ask(gateway, stop=stop).choices[0].message.content
     streamed = ask(gateway, stop=stop, stream=True)
     assert ''.join(c.choices[0].delta.content or '' for c in streamed) == content
@@ -141,25 +138,36 @@ def test_unknown_fields_are_counted(serve):
   assert gateway.counters()['ignored_total{field="unknown"}'] == 1
 
 
-def test_a_long_prompt_is_worded_for_litellm(serve):
-  """litellm, and so mini-swe-agent, finds it by its wording only."""
+def _known_to_litellm(message: str) -> bool:
+  return "this model's maximum context length is" in message.lower()
+
+
+def _litellm(message: str) -> bool:
   from litellm.litellm_core_utils import exception_mapping_utils  # slow
 
+  check = exception_mapping_utils.ExceptionCheckers
+  return check.is_error_str_context_window_exceeded(message)
+
+
+@pytest.mark.parametrize(
+  'exceeded', [_known_to_litellm, pytest.param(_litellm, marks=pytest.mark.long)]
+)
+def test_a_long_prompt_is_worded_for_litellm(serve, exceeded):
+  """litellm, and so mini-swe-agent, finds it by its wording only."""
   gateway, _, _ = serve('x', engine_options={'context_tokens': 300})
   for size in (150, 3000):  # refused by the engine, and before encoding
     with pytest.raises(openai.BadRequestError) as error:
       ask(gateway, messages=[{'role': 'user', 'content': '~ ' * size}])
     assert error.value.code == 'context_length_exceeded'
-    check = exception_mapping_utils.ExceptionCheckers
-    assert check.is_error_str_context_window_exceeded(str(error.value))
+    assert exceeded(str(error.value))
 
 
 def test_silence_is_filled_with_pings(serve):
   """A comment line, which clients skip, keeps a slow stream open."""
   gateway, _, _ = serve(
-    response_text('t', 'ok'), ping_s=0.05, engine_options={'delay_s': 0.2}
+    response_text('t', 'ok'), ping_s=0.02, engine_options={'delay_s': 0.05}
   )
-  reply = httpx.post(
+  reply = HTTP.post(
     gateway.base_url + '/chat/completions',
     json={'model': 'm2jax', 'messages': QUESTION, 'stream': True},
     headers={'authorization': 'Bearer k'},

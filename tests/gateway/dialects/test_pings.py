@@ -5,12 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 
-import httpx
 import pytest
 
 from m2jax.gateway import dialects
 from tests.gateway import clients
-from tests.gateway.conftest import SH, response_text
+from tests.gateway.conftest import HTTP, SH, response_text
 from tests.gateway.dialects import test_anthropic, test_responses
 
 CHAT = {
@@ -27,7 +26,7 @@ PINGS = ('event: ping', ': ping')
 
 
 def events_of(gateway, dialect):
-  reply = httpx.post(
+  reply = HTTP.post(
     gateway.base_url.removesuffix('/v1') + dialects.DIALECTS[dialect].path,
     json=BODIES[dialect] | {'stream': True},
     headers={'authorization': 'Bearer k'},
@@ -40,11 +39,11 @@ def events_of(gateway, dialect):
 @pytest.mark.parametrize('dialect', BODIES)
 def test_tokens_without_an_event_are_silence(serve, dialect):
   """A long call gives tokens all the time, and its event at its end."""
-  long = response_text('t', 'ok', [('sh', {'cmd': 'x~' * 120})])
-  gateway, engine, _ = serve(long, ping_s=0.15, engine_options={'delay_s': 0.02})
+  long = response_text('t', 'ok', [('sh', {'cmd': 'x~' * 60})])
+  gateway, engine, _ = serve(long, ping_s=0.03, engine_options={'delay_s': 0.01})
   pinged = events_of(gateway, dialect)
   [(_, result)] = engine.results
-  assert len(result.tokens) / engine.piece_tokens * engine.delay_s > 1
+  assert len(result.tokens) / engine.piece_tokens * engine.delay_s > 6 * 0.03
   assert sum(pinged) >= 3
   assert not pinged[-1]
 
@@ -55,8 +54,8 @@ def test_waiting_for_the_record_is_silence(serve, dialect):
   written = concurrent.futures.Future()
 
   def record(completion):
-    threading.Timer(0.8, written.set_result, [None]).start()
+    threading.Timer(0.2, written.set_result, [None]).start()
     return written
 
-  gateway, _, _ = serve(response_text('t', 'ok'), record=record, ping_s=0.15)
+  gateway, _, _ = serve(response_text('t', 'ok'), record=record, ping_s=0.03)
   assert sum(events_of(gateway, dialect)) >= 3

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 
-import httpx
 import pytest
 
 from m2jax.gateway import dialects
 from m2jax.rl import rewards
 from tests.gateway import clients
+from tests.gateway.conftest import HTTP
 from tests.gateway.external import recording, scripts
 
 
@@ -28,10 +28,10 @@ def test_replayed(serve, tok, name):
   base = gateway.base_url.removesuffix('/v1')
   path = dialects.DIALECTS[client.dialect].path
   requests = recording.load(name)
-  with httpx.Client(headers={'x-api-key': 'episode'}) as http:
-    for body, headers in requests:
-      reply = http.post(base + path, json=body, headers=headers)
-      assert reply.status_code == 200, reply.text
+  for body, headers in requests:
+    headers = {'x-api-key': 'episode'} | headers
+    reply = HTTP.post(base + path, json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
   assert len(records) == len(requests)
   clients.assert_recorded(engine, records)
   scenario.check(records)
@@ -40,7 +40,7 @@ def test_replayed(serve, tok, name):
   assert len(acted) == len(records) - sum(map(recording.untrained, requests))
   assert acted[0].fork_reason is None
   # Nothing that the client sends is unknown, or would be ignored in silence.
-  assert 'field="unknown"' not in httpx.get(f'{base}/metrics').text
+  assert 'field="unknown"' not in HTTP.get(f'{base}/metrics').text
 
 
 @pytest.mark.parametrize('name', scripts.SCENARIOS)

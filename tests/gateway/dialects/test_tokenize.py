@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
-
-from tests.gateway.conftest import SH, response_text
+from tests.gateway.conftest import HTTP, SH, response_text
 
 CHAT = {
   'model': 'm2jax',
@@ -14,7 +12,7 @@ CHAT = {
 
 
 def post(gateway, path, body, key='k'):
-  return httpx.post(
+  return HTTP.post(
     gateway.base_url.removesuffix('/v1') + path,
     json=body,
     headers={'authorization': f'Bearer {key}'},

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import httpx
 import numpy as np
 import pytest
 
 from m2jax.gateway import dialects
-from tests.gateway.conftest import response_text
+from tests.gateway.conftest import HTTP, response_text
 
 ASK = 'go'
 NAMES = ('sh', 'read')
@@ -52,7 +51,7 @@ MAKE = {'openai_chat': chat, 'anthropic': anthropic, 'responses': responses}
 
 
 def post(gateway, dialect, body, key='k'):
-  return httpx.post(
+  return HTTP.post(
     gateway.base_url.removesuffix('/v1') + dialects.DIALECTS[dialect].path,
     json=body,
     headers={'authorization': f'Bearer {key}'},
