@@ -7,6 +7,8 @@ attempt says which layer and criterion must stop it, and a part of the evidence.
 from __future__ import annotations
 
 import dataclasses
+import os
+import random
 
 from m2jax.pipelines.appdev import app
 
@@ -359,3 +361,11 @@ HONEST = {
     '}, 20); };'
   ),
 }
+
+
+def drawn() -> random.Random:
+  """What draws the apps of a thorough test; prints its seed, which may be given."""
+  given = os.environ.get('APP_ATTEMPTS_SEED')
+  seed = int(given or random.SystemRandom().randrange(10_000))
+  print(f'APP_ATTEMPTS_SEED={seed}')
+  return random.Random(seed)

@@ -18,13 +18,13 @@ def _files(app, without=''):
   return {n: t.encode() for n, t in app.data.items()} | app.solution(without)
 
 
-@pytest.mark.thorough  # more than five minutes
+@pytest.mark.thorough  # minutes
 def test_a_mutant_fails_where_its_rule_is_checked(sites):
-  """Each flag of each kind's solution; and the solutions pass."""
-  jobs, expected = {}, {}
+  """Two flags of each kind's solution, drawn anew; and the solutions pass."""
+  jobs, expected, rng = {}, {}, gaming.drawn()
   for kind, app in _apps().items():
     jobs[kind] = _files(app), app.spec()
-    for flag, criterion in app.mutants.items():
+    for flag, criterion in rng.sample(sorted(app.mutants.items()), 2):
       spec = app.spec()
       spec['criteria'] = [c for c in spec['criteria'] if c['id'] == criterion]
       jobs[f'{kind} without {flag}'] = _files(app, flag), spec
