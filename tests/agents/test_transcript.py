@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from m2jax.agents import transcript
 from m2jax.agents.transcript import Exchange
 from m2jax.pool import atif
-from tests.gateway import clients
-from tests.gateway.external import recording, scripts
 from tests.pool.test_data_pool import completion, trajectory
 
 PATHS = {
@@ -20,50 +18,54 @@ PATHS = {
   'anthropic': '/v1/messages',
   'responses': '/v1/responses',
 }
-TASKS = [n for n, s in scripts.SCENARIOS.items() if s.script is scripts.task]
 
 
-def last(name):
-  """The chat of the last request of a recorded client."""
-  body, _ = recording.load(name)[-1]
-  dialect = scripts.SCENARIOS[name].command().dialect
-  return transcript.of(Exchange(PATHS[dialect], body)).messages
+@pytest.fixture(scope='module')
+def tasks():
+  """Client → the tool it has and the chat of its last request, as recorded."""
+  from tests.gateway.external import recording, scripts
+
+  found = {}
+  for name, scenario in scripts.SCENARIOS.items():
+    if scenario.script is scripts.task:
+      client, (body, _) = scenario.command(), recording.load(name)[-1]
+      exchange = Exchange(PATHS[client.dialect], body)
+      found[name] = client.tool, transcript.of(exchange).messages
+  return found
 
 
-@pytest.mark.parametrize('name', TASKS)
-def test_real_clients(name):
+def test_real_clients(tasks):
   """Whatever their dialect: a call, two parallel calls, and the result of each."""
-  messages = last(name)
-  tool = scripts.SCENARIOS[name].command().tool
-  assert any(
-    m['role'] == 'user' and clients.QUESTION in str(m['content']) for m in messages
-  )
-  replies = [m for m in messages if m['role'] == 'assistant']
-  called = [call for reply in replies for call in reply['tool_calls']]
-  assert [len(reply['tool_calls']) for reply in replies] == [1, 2]
-  assert {call['function']['name'] for call in called} == {tool}
-  assert 'wc -l a.txt' in called[0]['function']['arguments']
-  results = [m['tool_call_id'] for m in messages if m['role'] == 'tool']
-  assert results == [call['id'] for call in called]
-  if name in ('claude_code', 'codex'):
-    assert [m['reasoning_content'] for m in replies] == ['I should look', 'both']
-  assert trajectory('s', -1, messages=tuple(messages)).parallel_calls == (2, 3)
+  for name, (tool, messages) in tasks.items():
+    asked = [str(m['content']) for m in messages if m['role'] == 'user']
+    assert any('count the lines of a.txt' in text for text in asked), name
+    replies = [m for m in messages if m['role'] == 'assistant']
+    called = [call for reply in replies for call in reply['tool_calls']]
+    assert [len(reply['tool_calls']) for reply in replies] == [1, 2], name
+    assert {call['function']['name'] for call in called} == {tool}, name
+    assert 'wc -l a.txt' in called[0]['function']['arguments']
+    results = [m['tool_call_id'] for m in messages if m['role'] == 'tool']
+    assert results == [call['id'] for call in called], name
+    if name in ('claude_code', 'codex'):
+      assert [m['reasoning_content'] for m in replies] == ['I should look', 'both']
+    assert trajectory('s', -1, messages=tuple(messages)).parallel_calls == (2, 3)
+  assert {'claude_code', 'codex'} < set(tasks)
 
 
-@pytest.mark.parametrize('name', TASKS)
-def test_their_replies_have_token_ids(name):
+def test_their_replies_have_token_ids(tasks):
   """In ATIF, of the completions that the ids of the calls name."""
-  messages = last(name)
-  ids = [
-    'chatcmpl-' + m['tool_calls'][0]['id'].split('_')[1]
-    for m in messages
-    if m['role'] == 'assistant'
-  ]
-  turns = [completion('s', i, id=id_) for i, id_ in enumerate([*ids, 'chatcmpl-last'])]
-  document = atif.document(trajectory('s', -1, messages=tuple(messages)), turns)
-  assert atif.unmatched(document) == (0, 1)
-  agent = [step for step in document['steps'] if step['source'] == 'agent']
-  assert [len(step['observation']['results']) for step in agent] == [1, 2]
+  for name, (_, messages) in tasks.items():
+    ids = [
+      'chatcmpl-' + m['tool_calls'][0]['id'].split('_')[1]
+      for m in messages
+      if m['role'] == 'assistant'
+    ]
+    ids.append('chatcmpl-last')
+    turns = [completion('s', i, id=id_) for i, id_ in enumerate(ids)]
+    document = atif.document(trajectory('s', -1, messages=tuple(messages)), turns)
+    assert atif.unmatched(document) == (0, 1), name
+    agent = [step for step in document['steps'] if step['source'] == 'agent']
+    assert [len(step['observation']['results']) for step in agent] == [1, 2], name
 
 
 def test_responses_of_one_completion_are_one_message():

@@ -30,39 +30,39 @@ def same(workdir, reference, step=None):
 
 @pytest.mark.long
 def test_sft(tmp_path, chats):
-  """Two processes, then one on two devices, train what one device trains, from random
-  weights and a tokenizer of the chats. A limit of seconds ends both processes at one
-  step, though they have clocks of their own; a second start of what is done trains
-  nothing."""
+  """Two devices of a process, and two processes, train what one device trains, from
+  random weights and a tokenizer of the chats. A limit of seconds ends both processes at
+  one step, though they have clocks of their own; a second start of what is done, on
+  another mesh, trains nothing."""
   tune = [f'--config.demonstrations={chats}', *conftest.SFT]
   tune += [f'--config.model.{field}' for field in conftest.SMALL]
   tune += ['--config.sft.loop.checkpoint_every=3']
   tune += [f'--config.sft.optimizer.by_kind.{k}=adam' for k in ('matrix', 'expert')]
-  alone, run = tmp_path / 'alone', tmp_path / 'run'
 
-  def one(workdir, devices):
-    mesh = f'--config.mesh.data={devices}'
-    return conftest.run('sft', f'--workdir={workdir}', *tune, mesh, variant=':smoke')
+  def one(name, devices):
+    flags = [f'--workdir={tmp_path / name}', f'--config.mesh.data={devices}']
+    return conftest.run('sft', *flags, *tune, variant=':smoke')
 
-  first = one(alone, 1)
+  def losses(name):
+    records = metrics_lib.read(tmp_path / name, 'sft')
+    return {r['step']: [r['loss'], r['max_violation']] for r in records}
+
+  one('alone', 1)
+  first = one('mesh', 2)
   limit = ['--config.sft.loop.seconds=0.001', '--config.sft.loop.log_every=3']
-  limit.append('--config.mesh.data=1')  # so all processes are of fsdp
-  both = conftest.two('sft', f'--workdir={run}', *tune, *limit, variant=':smoke')
-  for code, out, err in finish(both):
+  limit += [f'--workdir={tmp_path / "both"}', '--config.mesh.data=1']
+  for code, out, err in finish(conftest.two('sft', *tune, *limit, variant=':smoke')):
     assert code == 0 and 'after 3 steps' in out, err[-3000:]
-  same(run, alone, 3)
-  assert 'after 6 steps' in one(run, 2)
-  same(run, alone)
-  found, want = (metrics_lib.read(workdir, 'sft') for workdir in (run, alone))
-  assert [r['step'] for r in want] == [1, 2, 3, 4, 5, 6]
-  of_step = {r['step']: r for r in want}
-  assert {r['step'] for r in found} >= {3, 4, 5, 6}
-  for record in found:
-    for name in ('loss', 'max_violation'):
-      assert record[name] == pytest.approx(of_step[record['step']][name], rel=1e-4)
-  assert len(policy.load(alone).load_tokenizer().encode('How many lines has')) <= 5
-  assert first.splitlines()[0] == one(alone, 1).splitlines()[0]
-  assert len(metrics_lib.read(alone, 'sft')) == 6
+  same(tmp_path / 'both', tmp_path / 'alone', 3)
+  want, mesh = losses('alone'), losses('mesh')
+  assert list(want) == list(mesh) == [1, 2, 3, 4, 5, 6]
+  for found in (mesh, losses('both')):
+    for step, figures in found.items():
+      assert figures == pytest.approx(want[step], rel=1e-4)
+  tokenizer = policy.load(tmp_path / 'mesh').load_tokenizer()
+  assert len(tokenizer.encode('How many lines has')) <= 5
+  assert first.splitlines()[0] == one('mesh', 1).splitlines()[0]
+  assert losses('mesh') == mesh
 
 
 @pytest.mark.thorough

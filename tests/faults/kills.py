@@ -1,10 +1,9 @@
 """Kills the processes of a run in roles at random moments, and judges law 5.
 
 Learner, engine, gateway, two agents' processes and a PostgreSQL server drain a finite
-queue, undisturbed and with kills. Each kill is a SIGKILL of one of them, after 0 to 2
-more updates and a random pause, so that some hit a process that has not finished its
-start. Compared are the multisets of the items that the surviving weights were trained
-on: each item once.
+queue. Each kill is a SIGKILL of one of them, after 0 to 2 more updates and a random
+pause, so that some hit a process that has not finished its start. The surviving weights
+must be trained on each item once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ import time
 
 from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool
-from tests.forge.remote.role_processes import ROLES, Roles, surviving_updates
+from tests.faults import witness
+from tests.forge.remote.role_processes import ROLES, Roles
 from tests.pool import postgres
 
 NAMES = (*ROLES, 'agents2')
@@ -91,8 +91,8 @@ def drain(
 
 def judge(roles: Roles, url: str) -> tuple[collections.Counter, dict]:
   """The items that the last weights were trained on, and what the faults cost."""
-  updates, undone = surviving_updates(roles.witness('resumed', 'update'))
-  trained = collections.Counter(item for step in updates.values() for item in step)
+  updates, undone, _ = found = witness.surviving(roles.witness('resumed', 'update'))
+  trained = collections.Counter(found.items)
   records = metrics_lib.read(roles.workdir, 'rl')
   assert [r['step'] for r in records] == sorted(updates)
   with data_pool.DataPool(url) as pool:

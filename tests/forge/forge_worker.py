@@ -11,8 +11,6 @@ line is also printed, so that a parent can choose the moment to kill.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import pathlib
 import sys
 import time
@@ -26,6 +24,7 @@ from m2jax import platforms
 from m2jax.forge import lead, rl_loop, run
 from m2jax.forge.config import ForgeConfig
 from m2jax.rl import learner
+from tests.faults.witness import Writer
 
 ITEMS, PER_STEP, MOST_PER_STEP, CHECKPOINT_EVERY = 91, 2, 3, 3
 
@@ -74,15 +73,7 @@ def digest(state) -> str:
 
 def instrument(workdir: pathlib.Path):
   """Wraps the product's methods; returns the function that writes a line."""
-  path = workdir / 'witness.jsonl'
-
-  def witness(what: str, **more):
-    line = json.dumps(dict(what=what, pid=os.getpid(), **more))
-    with open(path, 'a', encoding='utf-8') as file:
-      print(line, file=file)
-    # A line of its own, whatever the view's thread is writing.
-    sys.stdout.write(f'\n{line}\n')
-    sys.stdout.flush()
+  witness = Writer(workdir)
 
   def resume(self, product=rl_loop.RlLoop.resume):
     product(self)

@@ -139,6 +139,7 @@ def main(
   from m2jax.observe import metrics as metrics_lib
   from m2jax.pool import data_pool
   from tests import quick
+  from tests.faults import witness as witness_lib
 
   workdir = pathlib.Path(directory)
   workdir.mkdir(exist_ok=True)
@@ -153,12 +154,7 @@ def main(
     print('{}')
     return
 
-  def witness(what: str, **more):
-    line = json.dumps(dict(what=what, **more))
-    with open(workdir / 'witness.jsonl', 'a', encoding='utf-8') as file:
-      print(line, file=file)
-    print(line, flush=True)
-
+  witness = witness_lib.Writer(workdir)
   with (
     commands.leading(),
     metrics_lib.MetricsWriter(workdir, use_tensorboard=False) as metrics,

@@ -6,14 +6,12 @@ chooses when to kill it.
 
 from __future__ import annotations
 
-import collections
 import json
 import os
 import pathlib
 import random
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -21,22 +19,24 @@ import pytest
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool
+from tests import processes
+from tests.faults import witness
 from tests.forge import forge_worker
 
-REPO = pathlib.Path(__file__).parents[2]
 MARK = 'M2JAX_TEST_RESUME'
 
 
 def start(workdir: pathlib.Path) -> subprocess.Popen:
-  return subprocess.Popen(
-    [sys.executable, '-m', 'tests.forge.forge_worker', str(workdir)],
-    cwd=REPO,
-    env={**os.environ, MARK: str(workdir)},
-    stdout=subprocess.PIPE,
-    stderr=open(workdir.with_suffix('.log'), 'a'),
-    text=True,
-    start_new_session=True,
-  )
+  with open(workdir.with_suffix('.log'), 'a') as log:
+    return processes.popen(
+      'tests.forge.forge_worker',
+      workdir,
+      env={**os.environ, MARK: str(workdir)},
+      stdout=subprocess.PIPE,
+      stderr=log,
+      text=True,
+      start_new_session=True,
+    )
 
 
 def log_of(workdir: pathlib.Path) -> str:
@@ -68,84 +68,34 @@ def left_running(workdir: pathlib.Path) -> list[str]:
   return found
 
 
-def lives(workdir: pathlib.Path) -> list[list[dict]]:
-  """Witness lines of each process that came as far as RL; a torn last line is left."""
-  by_pid = collections.defaultdict(list)
-  for line in (workdir / 'witness.jsonl').read_text().splitlines():
-    try:
-      record = json.loads(line)
-    except json.JSONDecodeError:
-      continue
-    by_pid[record['pid']].append(record)
-  return list(by_pid.values())
-
-
-def surviving_updates(workdir: pathlib.Path) -> tuple[dict[int, list[int]], int]:
-  """step → items of the updates in the final weights, and the number of updates undone.
-
-  Also checks that each process began with exactly the last saved state of its step, and
-  that each update except the last of the queue has enough useful items or took the
-  maximum number.
-  """
-  updates: dict[int, list[int]] = {}
-  saved: dict[int, str] = {}
-  undone = short = 0
-  for life in lives(workdir):
-    if life[0]['what'] == 'done':  # a finished run is only reported again
-      continue
-    assert life[0]['what'] == 'resumed'
-    first = life[0]
-    if first['step']:
-      assert saved[first['step']] == first['digest'], 'other weights than were saved'
-    assert first['served'] == first['step']  # the engine serves them too
-    later = [step for step in updates if step > first['step']]
-    undone += len(later)
-    for step in later:
-      del updates[step]
-    for record in life[1:]:
-      if record['what'] == 'update':
-        assert record['step'] == max(updates, default=0) + 1
-        updates[record['step']] = record['items']
-        assert record['useful'] <= forge_worker.PER_STEP
-        full = record['useful'] == forge_worker.PER_STEP
-        full |= len(record['items']) == forge_worker.MOST_PER_STEP
-        short += not full
-      elif record['what'] == 'saved':
-        saved[record['step']] = record['digest']
+def check_sizes(records: list[dict]) -> None:
+  """Each update but the last of the queue has enough useful items, or took the maximum
+  number."""
+  short = 0
+  for record in records:
+    if record['what'] == 'update':
+      assert record['useful'] <= forge_worker.PER_STEP
+      full = record['useful'] == forge_worker.PER_STEP
+      short += not full and len(record['items']) < forge_worker.MOST_PER_STEP
   assert short <= 1
-  return updates, undone
 
 
 # What to wait for, how often, and how long then at most.
-LONG = (
+MOMENTS = (
   ('saved', 3, 0.3),  # a third save begins: the first is certainly committed
   ('saved', 1, 0.05),  # while the checkpoint is being written
   ('update', 2, 0.2),
 )
-THOROUGH = (
-  *LONG[:1],
-  ('resumed', 1, 0.3),
-  ('saved', 1, 0.05),
-  ('update', 1, 0.3),
-  ('saved', 3, 0.3),
-  ('update', 2, 0.2),
-)
 
 
-@pytest.mark.parametrize(
-  'moments',
-  [
-    pytest.param(LONG, marks=pytest.mark.long),
-    pytest.param(THOROUGH, marks=pytest.mark.thorough),
-  ],
-)
-def test_killed_in_rl(tmp_path, moments):
+@pytest.mark.long
+def test_killed_in_rl(tmp_path):
   """Killed at random moments of RL, then left to drain its finite queue: every item is
   trained exactly once in the final weights' lineage, each process began with the saved
   state bit for bit, and the metrics are consistent."""
   rng = random.Random(0)
   workdir, kills = tmp_path / 'run', 0
-  for what, count, delay_s in moments:
+  for what, count, delay_s in MOMENTS:
     child = start(workdir)
     kills += kill_after(child, what, count, rng.uniform(0, delay_s))
     assert child.returncode in (0, -signal.SIGKILL), log_of(workdir)
@@ -157,13 +107,14 @@ def test_killed_in_rl(tmp_path, moments):
   child.communicate(timeout=600)
   assert child.returncode == 0, log_of(workdir)
 
-  updates, undone = surviving_updates(workdir)
+  records = witness.read(workdir)
+  found = witness.surviving(records)
+  check_sizes(records)
   # otherwise nothing was tested
-  assert kills >= 2 * len(moments) // 3 and undone > 0
-  assert len({life[0]['step'] for life in lives(workdir)}) > 1 + len(moments) // 4
-  steps = sorted(updates)
+  assert kills >= 2 and found.undone > 0
+  assert len({r['step'] for r in records if r['what'] == 'resumed'}) > 1
+  trained, steps = found.items, sorted(found.updates)
   assert steps == list(range(1, len(steps) + 1))
-  trained = [item for step in steps for item in updates[step]]
   with data_pool.DataPool(f'sqlite:///{workdir}/pool.db') as pool:
     failed = list(pool.failures())
     assert pool.counts()['taken'] == len(trained)
@@ -175,9 +126,7 @@ def test_killed_in_rl(tmp_path, moments):
     last = manager.restore()
   assert last.step == steps[-1]
   assert last.host['ledger']['head'] == forge_worker.ITEMS
-  digests = {
-    r['digest'] for life in lives(workdir) for r in life if r['what'] == 'saved'
-  }
+  digests = {r['digest'] for r in records if r['what'] == 'saved'}
   assert len(digests) > 2  # the weights changed
 
   records = metrics_lib.read(workdir, 'rl')
@@ -203,4 +152,4 @@ def test_killed_in_rl(tmp_path, moments):
   child = start(workdir)
   child.communicate(timeout=600)
   assert child.returncode == 0, log_of(workdir)
-  assert surviving_updates(workdir)[0] == updates
+  assert witness.surviving(witness.read(workdir)).updates == found.updates

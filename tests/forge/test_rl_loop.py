@@ -189,13 +189,16 @@ def in_thread(run):
 
 
 def test_a_sandbox_that_fails_for_a_while(tmp_path, tok, monkeypatch):
-  """The groups of this second fail, are counted, and are replaced at a rate that does
+  """The groups of the time fail, are counted, and are replaced at a rate that does
   not exhaust the limit; then the run continues to its end."""
   boxes = Sandboxes(monkeypatch)
+  boxes.until_s = float('inf')
   with Run(tmp_path, tok, max_failed_groups=24) as run:
+    thread, raised = in_thread(run)
+    wait_until(lambda: len(run.pool.failures()) >= 4 or raised)
     boxes.until_s = time.monotonic() + 1
-    run.loop.run()
-    assert run.learner.version == 4
+    thread.join(60)
+    assert not raised and run.learner.version == 4
     failures = run.pool.failures()
     assert 4 <= len(failures) < 24
     assert all('no space left on device' in reason for reason in failures.values())

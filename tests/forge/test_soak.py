@@ -2,7 +2,7 @@
 
 One command in ten is hostile, one request in a hundred malformed, and every minute
 engine or sandbox fails, a sandbox hangs, or the learner dies before it could save and
-is started again. M2JAX_SOAK_S is the duration, by default 60 s with faults every 5 s;
+is started again. M2JAX_SOAK_S is the duration, by default 20 s with faults every 2 s;
 the full test is 1800.
 """
 
@@ -24,8 +24,8 @@ from m2jax.agents import whitebox
 from tests.forge.test_rl_loop import Learner, Run, Sandboxes
 from tests.gateway.conftest import response_text
 
-SECONDS = float(os.environ.get('M2JAX_SOAK_S', '60'))
-FAULT_EVERY_S = min(60.0, SECONDS / 12)
+SECONDS = float(os.environ.get('M2JAX_SOAK_S', '20'))
+FAULT_EVERY_S = min(60.0, SECONDS / 10)
 ITEMS = 100_000  # more than can come
 
 PLAIN = ('ls', 'wc -l *', 'cat * | head -c 100', 'echo x > y', 'false')

@@ -3,7 +3,7 @@
 Everything is real but the model: "weights" are the list of the item ids trained so far,
 which makes the surviving lineage readable from the last checkpoint.
 
-  python drain_worker.py DIRECTORY URL SEED TOTAL [DIE_AT COUNT]
+  python -m tests.pool.drain_worker DIRECTORY URL SEED TOTAL [DIE_AT COUNT]
 
 DIE_AT names a point at which the process kills itself with SIGKILL, the COUNT-th time.
 """

@@ -1,6 +1,6 @@
 """A process that runs work items until it is stopped or killed; see test_outage.py.
 
-  python outage_worker.py DIRECTORY URL NAME
+  python -m tests.pool.outage_worker DIRECTORY URL NAME
 
 It claims items, records their completions as a gateway does, and reports the groups. To
 DIRECTORY/NAME.accepted it appends, in one write, the id of each completion whose commit
@@ -42,7 +42,7 @@ def main(directory, url, name):
         time.sleep(rng.uniform(0, 0.02))
         pool.heartbeat([claim.lease])
         pool.report(claim, trajectories)
-      time.sleep(0.005)
+      time.sleep(0.02)
 
 
 def completion(session, turn, item):

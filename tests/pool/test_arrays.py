@@ -6,7 +6,7 @@ import dataclasses
 import tempfile
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.pool import arrays
@@ -62,7 +62,6 @@ def same(got, want):
     np.testing.assert_array_equal(got.experts, want.experts)
 
 
-@settings(max_examples=40)
 @given(sessions(), st.data())
 def test_sessions_come_back_exactly(session, data):
   """Any tree of completions is restored exactly, for any batches and across a restart

@@ -1,19 +1,14 @@
 """Law 5 by fault injection: a real process, repeatedly killed with SIGKILL."""
 
 import json
-import os
-import pathlib
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-HERE = pathlib.Path(__file__).parent
-sys.path.append(str(HERE))  # for every import mode of pytest
-import drain_worker  # noqa: E402
+from tests import processes
+from tests.pool import drain_worker
 
 TOTAL = 130
 
@@ -33,11 +28,8 @@ POINTS = (
 
 
 def start(directory, url, seed, *die_at):
-  worker = HERE / 'drain_worker.py'
-  command = [sys.executable, worker, directory, url, str(seed), str(TOTAL), *die_at]
-  env = os.environ | {'PYTHONPATH': str(HERE.parents[1])}
-  return subprocess.Popen(
-    [str(c) for c in command], env=env, stdout=subprocess.PIPE, text=True
+  return processes.start(
+    'tests.pool.drain_worker', directory, url, seed, TOTAL, *die_at
   )
 
 
@@ -68,7 +60,7 @@ def kill_and_check(tmp_path, url):
   """
   rng = random.Random(0)
   for seed, (point, count) in enumerate(POINTS):
-    process = start(tmp_path, url, seed, point, str(count))
+    process = start(tmp_path, url, seed, point, count)
     out, _ = process.communicate(timeout=120)
     # A point may be beyond the end of the queue; then this process drained it.
     assert process.returncode in (-signal.SIGKILL, 0), out

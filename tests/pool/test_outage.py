@@ -7,11 +7,7 @@ once. Also: errors do not show passwords.
 from __future__ import annotations
 
 import contextlib
-import os
-import pathlib
 import random
-import subprocess
-import sys
 import threading
 import time
 
@@ -22,10 +18,10 @@ from m2jax import records
 from m2jax.pool import data_pool, database, leases
 from m2jax.pool.data_pool import DataPool
 from m2jax.pool.work_queue import WorkQueue
+from tests import processes
 from tests.pool import outage_worker
 from tests.pool.test_data_pool import completion, play, trajectory
 
-HERE = pathlib.Path(__file__).parent
 LEASE_S = 1.0
 
 
@@ -35,9 +31,7 @@ def url(postgresql):
 
 
 def start_worker(directory, url, name):
-  command = [sys.executable, HERE / 'outage_worker.py', directory, url, name]
-  env = os.environ | {'PYTHONPATH': str(HERE.parents[1])}
-  return subprocess.Popen([str(x) for x in command], env=env)
+  return processes.popen('tests.pool.outage_worker', directory, url, name)
 
 
 class Faults(threading.Thread):
@@ -115,7 +109,7 @@ def learn(pool, total, trained, faults):
         queue.reissue(lease.index)
       if lease.report == leases.COMPLETE:
         queue.complete(lease.index)
-    for taken in queue.take(1, len(trained) + 1, timeout_s=0.005):
+    for taken in queue.take(1, len(trained) + 1, timeout_s=0.05):
       group = pool.group(taken.index)
       assert [t.rank for t, _ in group] == list(range(outage_worker.GROUP))
       for t, completions in group:
@@ -187,7 +181,7 @@ def test_calls_wait_for_a_server_that_is_away(postgresql, url):
     ]
     for thread in threads:
       thread.start()
-    time.sleep(0.6)
+    time.sleep(0.3)
     assert not done and not reads
     postgresql.start()
     for thread in threads:

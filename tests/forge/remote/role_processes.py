@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
 import httpx
 
 from tests import processes as processes_lib
+from tests.faults import witness
 
 ROLES = ('learner', 'engine', 'gateway', 'agents')
 TIMEOUT_S = 600.0
@@ -80,17 +78,12 @@ class Roles:
     which += self._of.get(name, ())
     which += flags
     with open(self._logs / f'{child}.log', 'a', encoding='utf-8') as log:
-      self.children[child] = subprocess.Popen(
-        [sys.executable, '-m', 'tests.forge.remote.role_worker', f'--role={role}']
-        + self._flags
-        + which,
-        cwd=processes_lib.ROOT,
-        env={
-          **os.environ,
-          'JAX_PLATFORMS': 'cpu',
-          'WITNESS': str(self._logs),
-          **environment,
-        },
+      self.children[child] = processes_lib.popen(
+        'tests.forge.remote.role_worker',
+        f'--role={role}',
+        *self._flags,
+        *which,
+        env={**os.environ, 'WITNESS': str(self._logs), **environment},
         stdout=log,
         stderr=log,
       )
@@ -120,13 +113,7 @@ class Roles:
 
   def witness(self, *what: str) -> list[dict]:
     """The records of these kinds, in order."""
-    path = self._logs / 'witness.jsonl'
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = []
-    for line in lines:
-      with contextlib.suppress(json.JSONDecodeError):  # a torn line of a killed one
-        found.append(json.loads(line))
-    return [record for record in found if record['what'] in what]
+    return [r for r in witness.read(self._logs) if r['what'] in what]
 
   def wait(self, condition) -> None:
     ends_s = time.monotonic() + TIMEOUT_S
@@ -172,18 +159,3 @@ class Roles:
     for child in self.children.values():
       child.kill()
       child.wait()
-
-
-def surviving_updates(records: list[dict]) -> tuple[dict[int, list[int]], int]:
-  """Items by step along the lineage of the last weights; number of updates undone."""
-  updates, undone = {}, 0
-  for record in records:
-    if record['what'] == 'resumed':
-      lost = [step for step in updates if step > record['step']]
-      undone += len(lost)
-      for step in lost:
-        del updates[step]
-    elif record['what'] == 'update':
-      assert record['step'] == len(updates) + 1
-      updates[record['step']] = record['items']
-  return updates, undone

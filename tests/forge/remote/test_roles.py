@@ -1,4 +1,7 @@
-"""A run whose roles are processes: each is killed, nothing is trained twice."""
+"""A run whose roles are processes: each is killed, nothing is trained twice.
+
+`make test-kills` kills them at random moments (tests/faults/test_kills.py).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import pytest
 from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool
 from tests import processes
+from tests.faults import witness
 from tests.forge.remote import roles_config
-from tests.forge.remote.role_processes import Roles, surviving_updates
+from tests.forge.remote.role_processes import Roles
 
 
 def handovers(roles: Roles, engine: int) -> int:
@@ -29,11 +33,12 @@ def served(roles: Roles) -> bool:
 
 
 @pytest.mark.long
-def test_every_role_is_killed(tmp_path):
+def test_every_role_and_the_database_are_killed(tmp_path, postgresql):
   """Every item is trained exactly once along the lineage of the last weights, none
   fails, all of its recorded tokens are of one attempt, and the roles stop cleanly."""
-  items = list(range(roles_config.ITEMS))
+  items, url = list(range(roles_config.ITEMS)), postgresql.new_url()
   flags = (
+    f'--config.roles.pool_url={url}',
     f'--config.roles.prefill_address=tcp:127.0.0.1:{processes.free_port()}',
     '--config.roles.handover.local_tokens=16',
   )
@@ -51,19 +56,20 @@ def test_every_role_is_killed(tmp_path):
     roles.more_updates(2)
     roles.wait(lambda: handovers(roles, 0) and served(roles))
     both = ('engine', 'engine2')  # then every request fails until one has started
-    for names in (both, ('agents',), ('gateway',), ('learner',), ('prefill',)):
+    for names in (both, (), ('agents',), ('gateway',), ('learner',), ('prefill',)):
       for name in names:
         roles.kill(name)
+      if not names:
+        postgresql.kill()
+        postgresql.start()
       roles.more_updates(2)
     roles.wait(lambda: handovers(roles, 0) and served(roles))
     roles.finish()
     assert (roles.workdir / 'report.html').exists()
 
-    updates, _ = surviving_updates(roles.witness('resumed', 'update'))
-  assert len(roles.witness('resumed')) == 2
-  trained = sorted(item for step in updates.values() for item in step)
-  assert trained == items
-  with data_pool.DataPool(f'sqlite:///{roles.workdir}/pool.db') as pool:
+    found = witness.surviving(roles.witness('resumed', 'update'))
+  assert found.lives == 2 and sorted(found.items) == items
+  with data_pool.DataPool(url) as pool:
     assert not pool.failures() and pool.counts()['taken'] == len(items)
     attempts = {item.index: item.attempt for item in pool.items()}
     for index in items:
@@ -76,7 +82,7 @@ def test_every_role_is_killed(tmp_path):
   useful = [r['useful'] for r in roles.witness('update')]
   assert sum(useful) > len(items) / 4  # else the weights hardly changed
   records = metrics_lib.read(roles.workdir, 'rl')
-  assert [r['step'] for r in records] == sorted(updates)
+  assert [r['step'] for r in records] == sorted(found.updates)
   wrote = [f'weights/published_{kind}_bytes' for kind in ('delta', 'whole')]
   assert all(any(r[name] for name in wrote) for r in records)
   assert any(r[wrote[0]] for r in records)
