@@ -26,7 +26,7 @@ def check_rows():
   for spec in (P(None, 'a'), P(None, ('a', 'b'), 'c'), P(None, 'a', ('c', 'b'), None)):
     array = jax.device_put(whole, jax.sharding.NamedSharding(mesh, spec))
     for transposed in (False, True):
-      for start, stop in ((0, 6), (1, 2), (1, 4), (3, 6)):
+      for start, stop in ((0, 6), (1, 4)):
         index = (int(rng.integers(3)), int(rng.integers(4)))
         matrix = whole[index].T if transposed else whole[index]
         want = matrix[start:stop].astype(jax.numpy.bfloat16)

@@ -50,7 +50,7 @@ def random_variables(cfg, seed=0):
   rng = np.random.default_rng(seed)
   return leaves.nest(
     {
-      leaf: jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, jnp.float32)
+      leaf: (rng.normal(size=shape) * shape[-1] ** -0.5).astype(np.float32)
       for leaf, shape in names.shapes(cfg).items()
     }
   )
@@ -139,6 +139,7 @@ def test_computes_with_blocks(saved, variables):
   assert 1 / 4 < weights.nbytes(ours) / weights.nbytes(full) < 0.26
 
 
+@pytest.mark.long
 def test_quantised_activations_read_the_blocks_themselves(saved):
   """'block_fp8' multiplies by the stored numbers: as with their fp32 values, whose
   own blocks they are."""

@@ -1,37 +1,18 @@
 """Law 5: after SIGKILL at any moment a step is there as a whole or not at all."""
 
-import os
-import pathlib
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from m2jax.checkpoint import CheckpointManager
+from tests import processes
 from tests.checkpoint import save_loop
-
-REPO = pathlib.Path(__file__).parents[2]
 
 
 def start(directory, saves, *kill_at):
-  return subprocess.Popen(
-    [
-      sys.executable,
-      '-m',
-      'tests.checkpoint.save_loop',
-      directory,
-      str(saves),
-      *map(str, kill_at),
-    ],
-    cwd=REPO,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.DEVNULL,
-    text=True,
-  )
+  return processes.start('tests.checkpoint.save_loop', directory, saves, *kill_at)
 
 
 def steps(output: str, word: str) -> list[int]:
@@ -88,7 +69,7 @@ def test_killed_around_the_commit(tmp_path):
 )
 def test_killed_at_many_file_operations(tmp_path, event):
   """As above, at arbitrary operations, from two saves in back to the first."""
-  sweep(tmp_path, [(event, count) for count in (14, 12, 11, 9, 7, 5, 3, 2, 1)])
+  sweep(tmp_path, [(event, count) for count in (14, 11, 7, 5, 3, 2, 1)])
 
 
 def test_killed_at_random_times(tmp_path):

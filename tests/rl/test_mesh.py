@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from tests import processes
 from tests.rl import mesh_worker
 
-_ROOT = pathlib.Path(__file__).parents[2]
 # With replay and without are compared with two references of one device; a process has
 # the cases of one of them. tests/forge/test_processes.py has fsdp, expert and tensor.
 LONG = ('data fsdp context',)
@@ -41,14 +37,7 @@ def test_every_pair_of_axes_is_in_a_mesh():
 def test_updates_do_not_depend_on_the_mesh(names):
   """Weights, moments, router biases and metrics after two updates; the state is on all
   devices, and what the engine gets on one."""
-  child = subprocess.run(
-    [sys.executable, '-m', 'tests.rl.mesh_worker', *names],
-    cwd=_ROOT,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-    timeout=1200,
-  )
+  child = processes.run('tests.rl.mesh_worker', *names, timeout_s=1200)
   results = {r['case']: r for r in map(json.loads, child.stdout.splitlines())}
   assert set(results) == set(names), child.stderr[-3000:]
   for name, result in results.items():

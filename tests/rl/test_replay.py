@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax import forest, records
@@ -97,6 +97,7 @@ class Forgetful:
     ]
 
 
+@pytest.mark.long
 def test_recorded_routing_reproduces_the_engine(cfg, tok, engine, tmp_path):
   """Two trajectories of two turns go through engine, gateway and pool to a learner with
   very different router biases: without the records it routes differently, with them its
@@ -147,6 +148,7 @@ def test_recorded_routing_reproduces_the_engine(cfg, tok, engine, tmp_path):
   assert 'replay/disagreement' not in forgetful
 
 
+@pytest.mark.long
 def test_disagreement_of_two_routers(cfg, engine):
   """The same prompt under two router biases: the records of the second completion
   differ, those of the first are used, and the rate measures the disagreement."""
@@ -208,7 +210,6 @@ def trajectories(draw):
   return out
 
 
-@settings(max_examples=25)
 @given(trajectories())
 def test_ids_survive_to_the_forest(group):
   """Records → pool → samples → forest: each token of the forest has the ids of the

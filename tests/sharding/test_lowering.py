@@ -57,7 +57,7 @@ def lowered(mesh: sharding.MeshConfig, row_tokens: int) -> str:
 @pytest.mark.parametrize(
   'mesh',
   [
-    sharding.MeshConfig(fsdp=64, expert=8),
+    pytest.param(sharding.MeshConfig(fsdp=64, expert=8), marks=pytest.mark.long),
     sharding.MeshConfig(data=2, fsdp=4, context=4, expert=4, tensor=4),
   ],
   ids=['fsdp_ep', 'all axes'],

@@ -175,12 +175,36 @@ def test_both_parts_and_resume(tmp_path):
   assert policy.load(tmp_path / 'whole').model == model
 
 
-def test_stable_ends_the_frozen_part(tmp_path):
-  """With a tolerance that any round meets, two measurements are enough."""
-  documents = test_pretrain.documents
-  fit(tmp_path, settings(tolerance=10.0), documents(), documents(1))
-  assert rounds(tmp_path) == [3, 6]
-  assert [r['step'] for r in metrics_lib.read(tmp_path, 'frozen')] == [1, 2, 3, 4, 5, 6]
+def test_stable_ends_the_frozen_part(tmp_path, monkeypatch):
+  """Rounds train the modules alone until the held-out loss falls by less than the
+  tolerance; the joint part continues with their weights, on its own data. A restart
+  decides by the losses that were recorded."""
+  calls, losses = [], [8.0, 4.0, 3.9]
+
+  def part(config, model, sources, run, *, variables, only_mtp=False, **_):
+    steps = config.loop.steps
+    calls.append((run.phase, steps, only_mtp, variables.get('trained', 0), sources))
+    return train_step.TrainState(np.int32(steps), {'trained': steps}, ())
+
+  def held_out(config, model, variables, documents, sharding):
+    assert model.num_mtp_modules == 2 and documents == ['held out']
+    return {'mtp_loss': losses[variables['trained'] // 3 - 1]}
+
+  monkeypatch.setattr(expand_mtp.pretrain, 'fit', part)
+  monkeypatch.setattr(expand_mtp.pretrain, 'held_out', held_out)
+  monkeypatch.setattr(test_pretrain, 'documents', lambda seed: ['held out'])
+  _, state = fit(tmp_path, settings(tolerance=0.1), 'frozen', 'joint')
+  assert calls == [
+    ('frozen', 3, True, 0, ['frozen']),
+    ('frozen', 6, True, 3, ['frozen']),
+    ('frozen', 9, True, 6, ['frozen']),
+    ('pretrain', 4, False, 9, ['joint']),
+  ]
+  assert rounds(tmp_path) == [3, 6, 9] and int(state.step) == 4
+  del calls[:]
+  fit(tmp_path, settings(tolerance=0.1), 'frozen', 'joint')
+  assert [call[:2] for call in calls] == [('frozen', 9), ('pretrain', 4)]
+  assert rounds(tmp_path) == [3, 6, 9]
 
 
 def test_bad_settings_are_named():

@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +23,9 @@ from m2jax.optim import optimizer as optimizer_lib
 from m2jax.sharding import ONE_DEVICE
 from m2jax.train import chunks, loop, pretrain
 from m2jax.train import step as train_step
-from tests import quick
+from tests import processes, quick
 from tests.train import gnmr_worker, test_loop, test_pretrain, test_step
 
-_ROOT = pathlib.Path(__file__).parents[2]
 INT4, INT8 = (config.Matmuls(f'activations_int{bits}') for bits in (4, 8))
 CFG = dataclasses.replace(
   test_step.CFG,
@@ -86,19 +81,17 @@ def assert_on_paths(got, route, on_one_path, tolerance=1e-5):
   [
     {},
     pytest.param(dict(remat='layer'), marks=pytest.mark.long),
-    pytest.param(dict(remat='attention'), marks=pytest.mark.long),
-    pytest.param(dict(unroll_layers=True), marks=pytest.mark.long),
+    pytest.param(dict(remat='attention'), marks=pytest.mark.thorough),
+    pytest.param(dict(unroll_layers=True), marks=pytest.mark.thorough),
   ],
 )
 def test_each_layer_takes_its_path(changes, on_one_path):
   """In one program, which has a branch."""
   cfg, batch = dataclasses.replace(CFG, **changes), test_step.chains()
-  run = programs(cfg).micro
+  routed = lambda *route: {**variables(cfg), 'route': jnp.array(route)}
+  compiled = programs(cfg).micro.lower(routed(True, True), batch).compile()
   for route in [False, False], [True, False], [True, True]:
-    sums = run({**variables(cfg), 'route': jnp.array(route)}, batch)
-    assert_on_paths(layers(sums), route, on_one_path)
-  assert run._cache_size() == 1
-  compiled = run.lower({**variables(cfg), 'route': jnp.array(route)}, batch).compile()
+    assert_on_paths(layers(compiled(routed(*route), batch)), route, on_one_path)
   assert branches(compiled) >= 2  # forward and backward
 
 
@@ -187,14 +180,7 @@ def test_frozen_layers_have_no_controller():
 def test_on_a_mesh():
   """4 devices take the same routes as one, in one program with collectives in its
   branches."""
-  child = subprocess.run(
-    [sys.executable, '-m', 'tests.train.gnmr_worker'],
-    cwd=_ROOT,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  child = processes.run('tests.train.gnmr_worker', timeout_s=300)
   assert child.returncode == 0, child.stderr[-2000:]
   found = json.loads(child.stdout.splitlines()[-1])
   on_mesh, on_one = found['routes']

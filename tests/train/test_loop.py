@@ -79,7 +79,7 @@ def dying(step, at: int):
   return wrapped
 
 
-@pytest.mark.parametrize('name', ['adam', 'sso'])
+@pytest.mark.parametrize('name', ['adam', pytest.param('sso', marks=pytest.mark.long)])
 def test_resume_is_bit_identical(tmp_path, name):
   """Twice killed between checkpoints, the run ends with the parameters, optimizer and
   data position of the run that was never killed, and with its metrics, each step

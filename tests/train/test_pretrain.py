@@ -9,7 +9,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.checkpoint.manager import CheckpointManager
@@ -58,7 +58,6 @@ def same(a, b):
 
 
 @given(st.integers(0, 12), st.booleans())
-@settings(deadline=None, max_examples=26)
 def test_staged_rows_resume_at_the_exact_next_batch(consumed, one_source):
   """Through JSON, at every batch, also where one stage ends: batches, their stage and
   the tokens before them are those of the run that was not stopped."""
@@ -202,6 +201,7 @@ def test_the_router_bias_stops(whole):
 READS_OF_STAGE_1, READS_OF_STAGE_2 = 4, 14  # of documents, until it dies
 
 
+@pytest.mark.long
 def test_resume_is_bit_identical(tmp_path, whole):
   """Killed in either stage, the run ends with the weights, optimizer and records of the
   run that was not."""

@@ -220,14 +220,13 @@ def test_m2_trains_what_is_planned():
 
 
 def every_stage():
-  """Each (module, number); of a module the first and the last are in the fast suite."""
+  """Each (module, number); tests/sharding/test_lowering.py has a fast form."""
   for module in PRETRAINING:
-    count = len(module.get_config().pretrain.stages)
-    for number in range(count):
-      marks = [pytest.mark.long] if 0 < number < count - 1 else []
-      yield pytest.param(module, number, marks=marks)
+    for number in range(len(module.get_config().pretrain.stages)):
+      yield module, number
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(('module', 'number'), list(every_stage()))
 def test_the_first_step_of_every_stage_lowers(module, number):
   """Two layers of the model, all else as it is: the job's own programs, for TPU, on the
