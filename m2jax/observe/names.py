@@ -4,8 +4,8 @@ Writers and readers share this table. `metrics.MetricsWriter` warns about a name
 not in it. Plots, terminal view and report look up every name that they read here, so
 that a misspelt one raises an error instead of leaving a plot empty. TensorBoard shows
 the meanings as descriptions. To record a new metric, write it and add a line here;
-tests/experiments/test_metric_names.py compares the table with what a run of the main
-job writes.
+tests/experiments/test_forge.py compares the table with what a run of the main job
+writes.
 
 A record also has the fields `schema`, `lineage`, `time_s`, `phase` and `step`, which
 `metrics.py` explains. `group/*` matches every name that begins with `group/`.

@@ -5,7 +5,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax import agents
@@ -58,7 +58,6 @@ def size(messages):
 
 
 @given(turns=st.lists(TURN, max_size=6), config=SETTINGS)
-@settings(max_examples=200, deadline=None)
 def test_edits_keep_head_and_pairs_and_only_shrink(turns, config):
   """System and task stay; no result is without its call, no call without its result."""
   messages = conversation(turns)
@@ -79,7 +78,6 @@ def test_edits_keep_head_and_pairs_and_only_shrink(turns, config):
 
 
 @given(turns=st.lists(TURN, max_size=6), keep=st.integers(0, 7))
-@settings(max_examples=100, deadline=None)
 def test_last_turns_stay_unchanged(turns, keep):
   """What a policy keeps it keeps to the letter."""
   messages = conversation(turns)

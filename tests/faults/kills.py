@@ -1,9 +1,10 @@
 """Kills the processes of a run in roles at random moments, and judges law 5.
 
 Learner, engine, gateway, two agents' processes and a PostgreSQL server drain a finite
-queue. Each kill is a SIGKILL of one of them, after 0 to 2 more updates and a random
-pause, so that some hit a process that has not finished its start. The surviving weights
-must be trained on each item once.
+queue, undisturbed and with kills. Each kill is a SIGKILL of one of them, after 0 to 2
+more updates and a random pause, so that some hit a process that has not finished its
+start. Compared are the multisets of the items that the surviving weights were trained
+on: each item once.
 """
 
 from __future__ import annotations

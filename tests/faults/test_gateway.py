@@ -173,10 +173,10 @@ def test_an_agent_that_sends_garbage_for_ever(serve):
   threads = [threading.Thread(target=rude, args=(seed,)) for seed in range(3)]
   for thread in threads:
     thread.start()
-  wait_until(lambda: statuses.total() > 200)
+  wait_until(lambda: statuses.total() > 100)
   before_bytes, waits_s = metrics.rss_bytes(), []
-  ends_s = time.monotonic() + 2.0
-  while time.monotonic() < ends_s or statuses.total() < 600:
+  ends_s = time.monotonic() + 1.0
+  while time.monotonic() < ends_s or statuses.total() < 300:
     assert time.monotonic() < ends_s + 60
     began_s = time.monotonic()
     assert post(gateway, OK).status_code == 200
@@ -189,7 +189,7 @@ def test_an_agent_that_sends_garbage_for_ever(serve):
   served = len(waits_s)
   # A damaged letter of a text is a request like any other.
   assert set(statuses) <= {200, 400, 404, 413}, statuses
-  assert statuses[400] > 0.8 * statuses.total() > 400
+  assert statuses[400] > 0.8 * statuses.total() > 200
   assert len(scripted.requests) <= served + statuses[200]
   assert max(waits_s) < 2.0 and len(gateway.sessions) <= 4
   assert metrics.rss_bytes() - before_bytes < 32 << 20

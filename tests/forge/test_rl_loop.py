@@ -341,8 +341,8 @@ def test_a_run_is_pruned_to_its_oldest_checkpoint(tmp_path, tok):
 
 def test_lag_and_age_over_a_restart(tmp_path, tok):
   """A process trains to step 4, and its successor restarts from step 2: groups sampled
-  by the lost weights are trained with the correct lag, and ages count items taken
-  before the restart."""
+  by the lost weights are trained with the correct lag, ages count items taken before
+  the restart, and the final weights were trained on each item once."""
 
   class Lost(Exception):
     pass
@@ -373,6 +373,8 @@ def test_lag_and_age_over_a_restart(tmp_path, tok):
   with Run(tmp_path, tok, learner, steps=12, capacity=8) as run:
     assert learner.version == 2 and learner.lineages.branches == ((-1, 0), (0, 2))
     run.loop.run()
+    trained = learner.state['trained']
+    assert trained.max() == 1 and trained.sum() == run.pool.counts()['taken'] == 24
   seen, lags = set(), iter(learner.lags)
   for present, items in enumerate(learner.updates, start=2):
     for lineage, versions, got in itertools.islice(lags, 2 * len(items)):

@@ -137,12 +137,13 @@ def test_writers_and_server_are_killed(postgresql, url, tmp_path):
     tmp_path,
     url,
     postgresql,
-    16,
+    8,
     lambda kill, away: [
-      (2, kill),
-      (6, postgresql.kill_a_backend),
-      (10, away(0.5, postgresql.kill)),
+      (1, kill),
+      (3, postgresql.kill_a_backend),
+      (5, away(0.2, postgresql.kill)),
     ],
+    workers=2,
   )
 
 

@@ -44,6 +44,7 @@ def ask(scheduler, tokens):
   return scheduler.submit(GenerateRequest(tokens, sampling)).future.result(60)
 
 
+@pytest.mark.long
 def test_prompts_are_computed_elsewhere(engine, serve, tmp_path):
   """Tokens are those of one engine, before and after new weights, which the prefill
   engine reads by itself; without it the engine goes on alone."""
