@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import platform
 import shutil
@@ -31,7 +32,8 @@ _HOSTS = [
 
 @pytest.fixture(scope='module')
 def unprivileged(tmp_path_factory):
-  """Runs an attack as a user who may do nothing, with what that user may read."""
+  """{attack: error} of all attacks, by one process of a user who may do nothing, with
+  what that user may read."""
   python = sys.executable if _others_may_run(sys.executable) else '/usr/bin/python3'
   if os.geteuid() != 0:
     pytest.skip('the other cases run as this user')
@@ -44,22 +46,19 @@ def unprivileged(tmp_path_factory):
     shutil.copytree(package, f'{directory}/m2jax/sandbox')
     shutil.copy(package.parent / '__init__.py', f'{directory}/m2jax')
     shutil.copy(attacks.__file__, directory)
-
-    def attack(name: str) -> None:
-      done = subprocess.run(
-        [python, f'{directory}/attacks.py', name],
-        user=65534,
-        group=65534,
-        extra_groups=[],
-        cwd='/',
-        env={'PATH': os.environ['PATH'], 'PYTHONPATH': directory},
-        capture_output=True,
-        text=True,
-        timeout=120,
-      )
-      assert done.returncode == 0, done.stderr
-
-    yield attack
+    done = subprocess.run(
+      [python, f'{directory}/attacks.py', *(a.__name__ for a in _ATTACKS if _here(a))],
+      user=65534,
+      group=65534,
+      extra_groups=[],
+      cwd='/',
+      env={'PATH': os.environ['PATH'], 'PYTHONPATH': directory},
+      capture_output=True,
+      text=True,
+      timeout=300,
+    )
+  assert done.returncode == 0, done.stderr
+  return dict(map(json.loads, done.stdout.splitlines()))
 
 
 def _others_may_run(program: str) -> bool:
@@ -84,21 +83,23 @@ _ATTACKS = {  # and the processors they were written for
   attacks.system_calls: ('x86_64',),
   attacks.ordinary: (),
 }
-_WITHOUT_FILTER = (attacks.seized_init, attacks.keyring)
+
+
+def _here(attack) -> bool:
+  return platform.machine() in (_ATTACKS[attack] or (platform.machine(),))
 
 
 @pytest.mark.parametrize('attack', list(_ATTACKS), ids=lambda attack: attack.__name__)
 @pytest.mark.parametrize('caller', ['cgroups', 'rlimits', 'unprivileged'])
 def test_attack(run, request, attack, caller):
   """Each attack of attacks.py, with and without control groups and privileges."""
-  if platform.machine() not in (_ATTACKS[attack] or (platform.machine(),)):
+  if not _here(attack):
     pytest.skip('written for other processors')
+  name = attack.__name__
   if caller == 'unprivileged':
-    request.getfixturevalue('unprivileged')(attack.__name__)
-    return
-  # A supervisor of their own for those that it must start without a filter.
-  parallel = 31 if attack in _WITHOUT_FILTER else 32
-  run(attack(sandbox.Host(parallel_execs=parallel, cgroups=caller == 'cgroups')))
+    assert request.getfixturevalue('unprivileged')[name] == ''
+  else:
+    run(attack(attacks.host_of(name, cgroups=caller == 'cgroups')))
 
 
 def test_host_settings_cannot_be_written(run, make):
