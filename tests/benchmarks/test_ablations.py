@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from benchmarks import ablations
+from tests import processes
 
 VALUES = np.arange(100, 100 + ablations.SLOTS * ablations.VALUES)
 VALUES = VALUES.reshape(ablations.SLOTS, -1)
@@ -84,14 +82,9 @@ def test_table():
 @pytest.mark.thorough
 def test_it_runs():
   """Two variants, a few steps: every figure is there and none is out of its range."""
-  command = '-m benchmarks.ablations --steps 15 --seeds 0 --files 30 --jobs 1 --json'
-  child = subprocess.run(
-    [sys.executable, *command.split(), '--variants', 'hybrid', 'softmax_no_bias'],
-    cwd=pathlib.Path(__file__).parents[2],
-    capture_output=True,
-    text=True,
-    timeout=1200,
-  )
+  flags = '--steps 8 --seeds 0 --files 30 --jobs 1 --json --variants'.split()
+  variants = 'hybrid', 'softmax_no_bias'
+  child = processes.run('benchmarks.ablations', *flags, *variants, timeout_s=1200)
   assert child.returncode == 0, child.stderr[-3000:]
   rows = json.loads(child.stdout)['rows']
   assert [row['variant'] for row in rows] == ['hybrid', 'softmax_no_bias']

@@ -58,7 +58,7 @@ def test_runs_start_from_one_checkpoint(tmp_path):
   args = arguments(
     workdir=tmp_path,
     updates=4,
-    sft_steps=60,
+    sft_steps=30,
     learning_rate=1e-4,
     sft_rate=2e-3,
     evaluated=64,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from benchmarks import prefix_tree, prefix_tree_rows, prefix_tree_workloads
 from m2jax import forest
+from tests import processes
 
 VOCAB = 1 << 30  # so large that nothing is shared by chance
 
@@ -117,15 +115,9 @@ def test_operations():
 def test_table():
   """The command runs, all kinds give (a)'s loss and gradient, and a row has every
   column of the table."""
-  command = [sys.executable, '-m', 'benchmarks.prefix_tree', '--json', '--scale=0.03']
-  command += ['--workloads', 'terminal', '--rounds=1', '--limit_s=1000']
-  done = subprocess.run(
-    command,
-    cwd=pathlib.Path(__file__).parents[2],
-    stdout=subprocess.PIPE,
-    timeout=1200,
-    check=True,
-  )
+  flags = '--json --scale=0.03 --workloads terminal --rounds=1 --limit_s=1000'.split()
+  done = processes.run('benchmarks.prefix_tree', *flags, timeout_s=1200)
+  assert done.returncode == 0, done.stderr[-3000:]
   found = json.loads(done.stdout)['rows']
   assert [r['rows'] for r in found] == list('abcdef')
   for row in found:
