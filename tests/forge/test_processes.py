@@ -64,6 +64,19 @@ def same(directory, reference):
     assert got == pytest.approx(wanted, rel=1e-8)
 
 
+@pytest.mark.thorough
+def test_processes_learn_what_one_device_learns(tmp_path):
+  """The same recorded groups, in rows and in chunks, over fsdp, expert and tensor in
+  two processes: weights, optimizer, router biases and metrics of one device."""
+  alone, run = tmp_path / 'alone', tmp_path / 'run'
+  mesh = dict(fsdp=2, expert=2, tensor=2)
+  children = start(run, mesh, devices=4, processes=2, items=4)
+  finish(children + start(alone, {}, devices=1, items=4))
+  same(run, alone)
+  assert sum(r['chunked_trees'] for r in metrics_lib.read(alone, 'rl')) > 1
+  assert not list((run / 'rl_steps').iterdir())  # the last checkpoint needs no files
+
+
 def kill(children, victim: int, after: int, delay_s: float) -> float:
   """SIGKILL of a process some time after some updates; seconds until the others end."""
   for line in children[0].stdout:
@@ -86,19 +99,18 @@ def kill(children, victim: int, after: int, delay_s: float) -> float:
 @pytest.mark.long
 def test_one_of_two_processes_is_killed(tmp_path):
   """Either process, at random moments: the other ends by itself, and after restarts
-  every item is trained exactly once in the lineage of the final weights. Weights,
-  optimizer, router biases and metrics are those of one device that was never
-  interrupted: over fsdp, expert and tensor, in rows and in chunks. The last start is
-  one process, on another mesh."""
+  every item is trained exactly once in the lineage of the final weights, which are
+  those of one device that was never interrupted. The last start is one process, on
+  another mesh."""
   rng = random.Random(1)
   alone, run = tmp_path / 'alone', tmp_path / 'run'
-  reference = start(alone, {}, devices=1, items=ITEMS)
-  mesh, fields = dict(fsdp=2, expert=2, tensor=2), dict(items=ITEMS, devices=4)
+  fields = dict(items=ITEMS, chunks=False)
+  reference = start(alone, {}, devices=1, **fields)
   for victim, after in ((1, 3), (0, 4)):
-    children = start(run, mesh, processes=2, **fields)
+    children = start(run, dict(fsdp=2, tensor=2), devices=2, processes=2, **fields)
     ended_s = kill(children, victim, after, rng.uniform(0, 0.3))
     assert ended_s < 2 * learn_worker.HEARTBEAT_S + 10
-  finish(start(run, dict(fsdp=2, expert=2), **fields) + reference)
+  finish(start(run, dict(fsdp=2, expert=2), devices=4, **fields) + reference)
 
   found = witness.surviving(witness.read(run))
   assert found.lives == 3 and found.undone > 0  # else nothing was tested
@@ -106,4 +118,3 @@ def test_one_of_two_processes_is_killed(tmp_path):
   with data_pool.DataPool(f'sqlite:///{run}/pool.db') as pool:
     assert pool.counts()['taken'] == ITEMS and not pool.failures()
   same(run, alone)
-  assert sum(r['chunked_trees'] for r in metrics_lib.read(alone, 'rl')) > 1
