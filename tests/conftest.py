@@ -57,6 +57,9 @@ gc.set_threshold(100_000, 50, 50)
 # As the jobs do: to trace for TPUs and GPUs too takes most of the time of many tests.
 if os.environ['JAX_PLATFORMS'] == 'cpu':
   importlib.import_module('m2jax.platforms').own_only()
+  # Eight devices, for meshes; the processes that tests start have one.
+  if 'JAX_NUM_CPU_DEVICES' not in os.environ:
+    importlib.import_module('jax').config.update('jax_num_cpu_devices', 8)
 
 # A job that a shell starts in the background ignores SIGINT, and so would all that the
 # tests start, Ctrl-C tests among them.
