@@ -25,7 +25,9 @@ JETSTREAM := google-jetstream==0.2.2 grpcio==1.85.3 shortuuid==1.0.13
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup sandbox forge forge-tasks test test-long test-thorough test-kills test-clients test-thousand lint format clean
+.PHONY: help setup sandbox forge forge-tasks lint format clean
+.PHONY: test test-long test-parts test-smoke test-thorough test-types
+.PHONY: test-kills test-clients test-thousand
 
 help:
 	@echo 'make forge      set up, then the main job: a tiny M2 learns shell tasks'
@@ -33,7 +35,11 @@ help:
 	@echo 'make forge-tasks  set up, then COUNT=$(COUNT) tasks of every pipeline'
 	@echo 'make test       set up, then lint, import contracts and the fast tests'
 	@echo 'make test-long  set up, then the long tests'
-	@echo 'make test-thorough  set up, then more meshes, processes, kills and attempts'
+	@echo 'make test-parts set up, then the fast tests of $(PARTS)'
+	@echo 'make test-PART  set up, then the fast and long tests of one of them'
+	@echo 'make test-thorough  set up, then all tests, with more meshes, kills and examples'
+	@echo 'make test-smoke set up, then the least that must work, as users compile it'
+	@echo 'make test-types set up, then tests of arrays with their hints checked'
 	@echo 'make test-kills set up, then KILLS=$(KILLS) SIGKILLs at random moments of a run'
 	@echo 'make test-clients  set up, then published coding agents, from npm and PyPI'
 	@echo 'make test-thousand  set up, then 1,000 SWE tasks in one run, checked: hours'
@@ -74,18 +80,44 @@ forge-tasks: setup
 	  --count=$(COUNT) --backend=$(SANDBOX) $(ARGS)
 
 # A process runs whole files, in the order of tests/conftest.py. Bytecode is kept whatever
-# the environment says: tests start hundreds of processes.
+# the environment says: tests start many processes. docs/testing.md says what runs when.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(JOBS) \
   --dist loadfile --no-loadscope-reorder
+PARTS := benchmarks launch pipelines plan viewer
+CORE := $(addprefix --ignore=tests/,$(PARTS))
+FAST := not long and not thorough and not hours
+# K/N: the files whose name falls into the K-th of N parts.
+SAMPLE :=
+
 test: setup lint
-	$(PYTEST) -m 'not long and not thorough' $(ARGS)
+	$(PYTEST) $(CORE) -m '$(FAST)' $(ARGS)
 
 test-long: setup
-	$(PYTEST) -m long --durations=10 $(ARGS)
+	TEST_SAMPLE=$(SAMPLE) $(PYTEST) $(CORE) -m long --durations=10 $(ARGS)
 
-# More meshes, processes, kills and attempts of what test-long shows with a few of them.
+# The fast tests of all parts; test-PART adds the long ones of one.
+test-parts: setup
+	$(PYTEST) $(addprefix tests/,$(PARTS)) -m '$(FAST)' $(ARGS)
+
+$(addprefix test-,$(PARTS)): test-%: setup
+	$(PYTEST) tests/$* -m 'not thorough and not hours' $(ARGS)
+
+# Everything: the above, and more meshes, processes, kills, attempts and examples. Begun
+# again at the same code, it leaves out what has passed.
+DONE = .cache/thorough-$(shell (git rev-parse HEAD; git diff HEAD) | sha1sum | cut -c1-12)
 test-thorough: setup
-	$(PYTEST) -m thorough --durations=10 $(ARGS)
+	HYPOTHESIS_PROFILE=thorough TEST_DONE=$(DONE) $(PYTEST) -m 'not hours' \
+	  --durations=20 $(ARGS)
+
+# The least that must work on every Python, compiled as it is for users.
+test-smoke: setup
+	TEST_OPTIMISED=1 JAX_COMPILATION_CACHE_DIR=$(VENV)/jax \
+	  $(BIN)/python -m pytest -q -m smoke $(ARGS)
+
+# The same functions with their hints of arrays checked.
+TYPED := test_axes.py forest kernels layers model moe optim rl
+test-types: setup
+	TEST_TYPES=1 $(PYTEST) $(addprefix tests/,$(TYPED)) -m '$(FAST)' $(ARGS)
 
 # Ten minutes and more.
 test-kills: SEED := 0

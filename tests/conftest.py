@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import signal
+import zlib
 from importlib import metadata
 from pathlib import Path
 
@@ -23,7 +24,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 # Code that is less optimised compiles in a fraction of the time; XLA's passes over HLO
-# are as ever. On other devices the tests are of the code that users run, but with exact
+# are as ever. `make test-smoke` compiles what users run. On other devices the tests are of the code that users run, but with exact
 # products in fp32.
 _XLA_FLAGS = [
   '--xla_backend_optimization_level=0',
@@ -32,9 +33,9 @@ _XLA_FLAGS = [
 ]
 if metadata.version('jaxlib').startswith('0.10.'):  # later ones have no such flag
   _XLA_FLAGS.append('--xla_cpu_use_fusion_emitters=false')
-if os.environ['JAX_PLATFORMS'] == 'cpu':
+if os.environ['JAX_PLATFORMS'] == 'cpu' and not os.environ.get('TEST_OPTIMISED'):
   os.environ['XLA_FLAGS'] = ' '.join([*_XLA_FLAGS, os.environ.get('XLA_FLAGS', '')])
-else:
+elif os.environ['JAX_PLATFORMS'] != 'cpu':
   os.environ.setdefault('JAX_DEFAULT_MATMUL_PRECISION', 'highest')
 
 # Each module that has hints of arrays (m2jax/axes.py) is imported with checks of them.
@@ -92,18 +93,47 @@ _FIRST = (
 
 
 def pytest_configure(config):
+  """Registers what the environment asks for."""
   if folder := os.environ.get('TEST_TIMINGS'):
     from tests import timings
 
     config.pluginmanager.register(timings.Recorder(Path(folder)))
+  done = os.environ.get('TEST_DONE')
+  if done and not hasattr(config, 'workerinput'):
+    config.pluginmanager.register(_Done(Path(done)))
 
 
-def pytest_collection_finish():
-  gc.collect()
-  gc.freeze()
+class _Done:
+  """Appends the ids of tests that passed to a file; a later run leaves these out."""
+
+  def __init__(self, path: Path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    self._file = path.open('a', buffering=1)
+
+  def pytest_runtest_logreport(self, report):
+    if report.when == 'call' and report.passed:
+      self._file.write(report.nodeid + '\n')
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
   """Long files first, in the order above; the rest as they were."""
   rank = {str(_ROOT / 'tests' / name): i for i, name in enumerate(_FIRST)}
   items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
+  leave_out = lambda item: False
+  if sample := os.environ.get('TEST_SAMPLE'):
+    part, parts = map(int, sample.split('/'))
+    number = lambda item: zlib.crc32(item.location[0].encode())
+    leave_out = lambda item: number(item) % parts != part % parts
+  if (path := os.environ.get('TEST_DONE')) and Path(path).exists():
+    done = set(Path(path).read_text().splitlines())
+    leave_out = lambda item: item.nodeid in done
+  left_out = [item for item in items if leave_out(item)]
+  if left_out:
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not leave_out(item)]
+
+
+def pytest_collection_finish():
+  """Leaves what was imported out of garbage collections."""
+  gc.collect()
+  gc.freeze()

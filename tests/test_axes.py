@@ -1,7 +1,8 @@
-"""The hints of arrays are checked in tests, and only there (conftest.py)."""
+"""The hints of arrays are checked by `make test-types`, and only there (conftest.py)."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,10 @@ from m2jax.rl import cispo
 
 _ROOT = Path(__file__).parent.parent
 _T, _D, _E, _F, _K = 4, 8, 3, 16, 2
+
+typed = pytest.mark.skipif(
+  'TEST_TYPES' not in os.environ, reason='hints are checked by make test-types'
+)
 
 # Arguments that disagree are broadcast without an error.
 _UNCHECKED = """
@@ -36,6 +41,7 @@ def _expert_arrays(**replaced):
   return arrays | dict(ids=jnp.zeros((_T, _K), jnp.int32)) | replaced
 
 
+@typed
 @pytest.mark.parametrize(
   'name, wrong, axis',
   [
@@ -53,6 +59,7 @@ def test_an_argument_of_other_axes_or_dtype_raises(name, wrong, axis):
   assert axis in str(error.value)
 
 
+@typed
 def test_terms_of_other_axes_raise():
   """Guards the next test, which makes the same call without checks."""
   one = jnp.ones(4)

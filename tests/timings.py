@@ -30,6 +30,8 @@ _COLUMNS = (
   'tests', 'cpu_s', 'children_s', 'wall_s', 'collect_s', 'compilations', 'compile_s',
   'trace_s', 'processes', 'sleep_s',
 )  # fmt: skip
+# CPU seconds that a test or a file of tests should not exceed.
+_SHARES = {'test': 20, 'file': 40}
 
 
 def _audit(event: str, args) -> None:
@@ -116,8 +118,12 @@ def table(lines: list[dict], by: str, top: int) -> list:
       name = '/'.join(name.split('/')[:2])
     sums[name].update(line)
     total.update(line)
-  most = lambda entry: sum(entry[1][c] for c in ('cpu_s', 'children_s', 'collect_s'))
-  return [*sorted(sums.items(), key=most, reverse=True)[:top], ('all', total)]
+  most = lambda entry: -_cpu_s(entry[1])
+  return [*sorted(sums.items(), key=most)[:top], ('all', total)]
+
+
+def _cpu_s(spent: collections.Counter) -> float:
+  return spent['cpu_s'] + spent['children_s'] + spent['collect_s']
 
 
 def main() -> None:
@@ -126,11 +132,17 @@ def main() -> None:
   parser.add_argument('folder', type=pathlib.Path)
   parser.add_argument('--by', choices=('room', 'file', 'test'), default='room')
   parser.add_argument('--top', type=int, default=40)
+  parser.add_argument('--warn', action='store_true', help='name what exceeds its share')
   args = parser.parse_args()
   print('| |', ' | '.join(_COLUMNS), '|')
   print('|---|' + '---:|' * len(_COLUMNS))
   for name, spent in table(load(args.folder), args.by, args.top):
     print('|', name, '|', ' | '.join(f'{spent[c]:.0f}' for c in _COLUMNS), '|')
+  if args.warn:
+    for by, limit_s in _SHARES.items():
+      for name, spent in table(load(args.folder), by, 10_000)[:-1]:
+        if not name.startswith('start') and _cpu_s(spent) > limit_s:
+          print(f'{name}: {_cpu_s(spent):.0f} CPU s, above the {limit_s} s of a {by}')
 
 
 if __name__ == '__main__':
