@@ -24,8 +24,8 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 # Code that is less optimised compiles in a fraction of the time; XLA's passes over HLO
-# are as ever. `make test-smoke` compiles what users run. On other devices the tests are of the code that users run, but with exact
-# products in fp32.
+# are as ever. `make test-smoke` compiles what users run. On other devices the tests do
+# so too, but with exact products in fp32.
 _XLA_FLAGS = [
   '--xla_backend_optimization_level=0',
   '--xla_llvm_disable_expensive_passes=true',

@@ -1,4 +1,4 @@
-"""The hints of arrays are checked by `make test-types`, and only there (conftest.py)."""
+"""Hints of arrays are checked by `make test-types`, and only there (conftest.py)."""
 
 from __future__ import annotations
 
