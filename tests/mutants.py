@@ -9,7 +9,8 @@ A mutant is one changed line of the code (`_MUTANTS`, below): five for each law 
 docs/design.md §4, ten for packages that the laws miss. Each runs in a copy of the
 checkout, which itself is not changed:
 
-  stage 1   the tests of the mutated package, up to the first failure
+  stage 1   the tests of the mutated package, up to the first failure; those that name
+            the module come first
   stage 2   all mutants that passed stage 1 at once, and the whole suite; where that
             fails, each mutant alone, and the files of the tests that failed
 
@@ -30,6 +31,7 @@ import json
 import os
 import pathlib
 import queue
+import re
 import shlex
 import shutil
 import signal
@@ -194,6 +196,16 @@ class Copies:
       failed = [f'exit code {process.returncode}']
     return list(dict.fromkeys(failed)), time.monotonic() - started_s
 
+  def files(self, mutant: Mutant) -> tuple[str, ...]:
+    """The test files of stage 1: those that name the mutated module first."""
+    files = []
+    for path in mutant.tests:
+      found = self._clean / path
+      files += sorted(found.rglob('test_*.py')) if found.is_dir() else [found]
+    name = re.compile(rf'\b{pathlib.Path(mutant.path).stem}\b')
+    files.sort(key=lambda file: -len(name.findall(file.read_text())))
+    return tuple(str(file.relative_to(self._clean)) for file in files)
+
   def kills(self, failed: Sequence[str]) -> list[str]:
     """Of tests that failed with a mutant, those that pass without."""
     with self._lock:
@@ -268,7 +280,9 @@ def _run(args: argparse.Namespace, chosen: Sequence[Mutant]) -> None:
     copies = Copies(args, directory)
     todo = [mutant for mutant in chosen if mutant.name not in done]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-      first = {pool.submit(copies.first_kill, m, m.tests, args.limit): m for m in todo}
+      first = {
+        pool.submit(copies.first_kill, m, copies.files(m), args.limit): m for m in todo
+      }
       try:
         for future in concurrent.futures.as_completed(first):
           write(first[future], 1, *future.result())
