@@ -63,8 +63,8 @@ def _moe(x, p, bias, cfg, ids):
     scores = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
   else:
     scores = 1 / (1 + jnp.exp(-logits))
-  if ids is None:
-    ids = jnp.argsort(-(scores + bias), axis=-1)[:, : cfg.experts_per_token]
+  chosen = jnp.argsort(-(scores + bias), axis=-1)[:, : cfg.experts_per_token]
+  ids = chosen if ids is None else jnp.where(ids < 0, chosen, ids)
   weights = jnp.take_along_axis(scores, ids, 1)
   weights = weights / weights.sum(-1, keepdims=True)
   share = jnp.sum(jnp.eye(cfg.num_experts)[ids] * weights[..., None], axis=1)
@@ -87,7 +87,8 @@ def _logprob(state, params, targets):
 def score(variables, tokens, cfg, experts=None):
   """One sample [n] → trunk logprobs [n-1] of tokens[1:], per-module MTP logprobs, ids.
 
-  Module k's entry scores tokens[k+1:]. `experts` [n, L, top_k] fixes the trunk's ids.
+  Module k's entry scores tokens[k+1:]. `experts` [n, L, top_k] fixes the trunk's ids
+  where they are not -1.
   """
   params = variables['params']
   (trunk, *modules), used, mtp_ids = states(variables, tokens, cfg, experts)

@@ -20,11 +20,8 @@ from m2jax.train import step as train_step
 from tests.model import test_forest_equivalence as rows
 
 BUCKETS = forest.Buckets((6,), (16,), terms_per_token=12)
+SMALL = forest.Buckets((6,), (8,), 12)
 STEP = train_step.StepConfig(mtp_weight=rows.MTP_WEIGHT)
-
-
-def config(dtype: str, **changes):
-  return rows.config(dtype, **{'num_mtp_modules': 3, 'unroll_layers': False, **changes})
 
 
 @functools.cache
@@ -32,31 +29,11 @@ def programs(cfg, step=STEP):
   return chunks.programs(cfg, rows.objective, step)
 
 
-def recorded(samples, variables, cfg, replay=True):
-  """The samples with expert ids that are not the router's own, so that replay acts;
-  or with -1, which leaves the choice and needs no other program."""
-  if not replay:
-    shape = (cfg.num_layers, cfg.experts_per_token)
-    none = [np.full((len(s.tokens), *shape), -1, np.int32) for s in samples]
-    return [
-      dataclasses.replace(s, experts=e) for s, e in zip(samples, none, strict=True)
-    ]
-  out = []
-  for sample in samples:
-    ids = rows.experts_used(variables, sample, cfg) + np.array([0, 1])
-    ids %= cfg.num_experts
-    out.append(dataclasses.replace(sample, experts=ids.astype(np.int32)))
-  assert rows.shared_paths_agree(out)
-  return out
-
-
 def check(samples, variables, cfg, tolerance, replay=True, buckets=BUCKETS):
   """Chunked sums against the samples one by one, in row form."""
-  samples = recorded(samples, variables, cfg, replay)
+  samples = rows.recorded(variables, samples, cfg, replay)
   plan = forest.cut(forest.merge(samples), buckets)
   grads, metrics, loads = chunks.gradients(programs(cfg), variables, plan)
-  if not replay:
-    samples = [dataclasses.replace(s, experts=None) for s in samples]
   want, want_grads, counted = rows.by_rows(variables, samples, cfg)
   loss = metrics['loss'] + rows.MTP_WEIGHT * metrics['mtp_loss']
   assert abs(loss - want) <= tolerance * abs(want)
@@ -76,7 +53,7 @@ def test_float64(seed, count, replay):
   """Random trees, with MoE, three MTP modules, with and without replay: loss, gradient
   and expert loads are those of the samples alone, to 1e-10."""
   with jax.enable_x64():
-    cfg = config('float64')
+    cfg = rows.config('float64', num_mtp_modules=3)
     rng = np.random.default_rng(seed)
     samples = rows.random_samples(rng, count=count, vocab=cfg.vocab_size)
     variables = rows.variables_for(cfg, 0)
@@ -87,7 +64,7 @@ def test_a_path_that_fills_the_stack():
   """The last run of a path of P tokens is padded beyond the stack, which has no slots
   for padding: what is there already must stay."""
   with jax.enable_x64():
-    cfg = config('float64')
+    cfg = rows.config('float64')
     rng = np.random.default_rng(1)
     path = rng.integers(1, cfg.vocab_size, 8)
     samples = []
@@ -97,8 +74,7 @@ def test_a_path_that_fills_the_stack():
       samples.append(
         forest.Sample(tokens.astype(np.int32), 2, logprobs, advantages, weights)
       )
-    variables, buckets = rows.variables_for(cfg, 0), forest.Buckets((6,), (8,), 12)
-    plan = check(samples, variables, cfg, 1e-10, replay=False, buckets=buckets)
+    plan = check(samples, rows.variables_for(cfg, 0), cfg, 1e-10, buckets=SMALL)
     runs = [(c.start, c.shape[1]) for c in plan if c.kind == 'push']
     assert plan.longest_path == 8 and runs == [(0, 6), (6, 6)]
 
@@ -107,7 +83,7 @@ def test_a_path_that_fills_the_stack():
 def test_float32():
   """In fp32 with recorded ids the relative error stays below 1e-5. The plan has all
   there is: a second run of a path, pieces at two points of one, a tree on its own."""
-  cfg = config('float32')
+  cfg = rows.config('float32', num_mtp_modules=3)
   samples = rows.random_samples(np.random.default_rng(6), count=12, vocab=23)
   variables = rows.variables_for(cfg, 5)
   plan = list(check(samples, variables, cfg, 1e-5))
@@ -129,7 +105,7 @@ def test_as_one_row():
   with jax.enable_x64():
     drafts = dict(draft_weight=0.5, draft_top_k=4)
     step = dataclasses.replace(STEP, detach_mtp=True, **drafts)
-    cfg = config('float64', num_layers=1, num_mtp_modules=1)
+    cfg = rows.config('float64', num_layers=1, num_mtp_modules=1)
     samples = rows.random_samples(np.random.default_rng(3), count=9, vocab=23)
     variables = rows.variables_for(cfg, 3)
     tree = forest.merge(samples)
@@ -151,7 +127,8 @@ def test_as_one_row():
 def test_windows():
   """Layers with a sliding window and sinks see the right part of the path."""
   with jax.enable_x64():
-    cfg = config('float64', window=3, full_attention_every=2, sinks=1)
+    changes = dict(window=3, full_attention_every=2, sinks=1)
+    cfg = rows.config('float64', num_mtp_modules=3, **changes)
     samples = rows.random_samples(np.random.default_rng(7), count=9, vocab=23)
     check(samples, rows.variables_for(cfg, 7), cfg, 1e-10)
 
@@ -160,7 +137,7 @@ def test_windows():
 def test_cotangents_matter():
   """The comparison can fail: without the cotangents that descendants leave, which is
   caching the prefix without its gradient, the gradient is far off."""
-  cfg = config('float32', num_layers=1, num_mtp_modules=1)
+  cfg = rows.config('float32', num_layers=1, num_mtp_modules=1)
   parts = programs(cfg)
 
   def forgetful(variables, sums, stack, cotangents, batch):
@@ -169,7 +146,7 @@ def test_cotangents_matter():
 
   samples = rows.random_samples(np.random.default_rng(5), count=12, vocab=23)
   variables = rows.variables_for(cfg, 5)
-  plan = forest.cut(forest.merge(recorded(samples, variables, cfg)), BUCKETS)
+  plan = forest.cut(forest.merge(rows.recorded(variables, samples, cfg)), BUCKETS)
   want = chunks.gradients(parts, variables, plan)[0]
   got = chunks.gradients(parts._replace(leaf=forgetful), variables, plan)[0]
   assert max(jax.tree.leaves(jax.tree.map(rows.relative, got, want))) > 1e-2
@@ -178,33 +155,37 @@ def test_cotangents_matter():
 def test_memory_and_compilations():
   """Live bytes do not grow with the number of leaves; programs are compiled once a
   shape, and no more of them than the buckets allow."""
-  cfg = config('float32', num_layers=1, num_mtp_modules=1)
-  variables = rows.variables_for(cfg, 1)
-  rng = np.random.default_rng(0)
-  stem = rng.integers(1, 23, 14)
-  parts = programs(cfg)
-  peaks, compiled = [], []
-  for leaves in (3, 24, 5):
-    samples = [
-      forest.Sample(np.concatenate([stem, rng.integers(1, 23, 6)]), 14)
-      for _ in range(leaves)
-    ]
-    samples = recorded(samples, variables, cfg, replay=False)
-    plan = forest.cut(forest.merge(samples), BUCKETS)
-    before = live_bytes()
-    seen = []
+  with jax.enable_x64():
+    cfg = rows.config('float64')
+    variables = rows.variables_for(cfg, 1)
+    rng = np.random.default_rng(0)
+    stem = rng.integers(1, 23, 7)
+    parts = programs(cfg)
+    peaks, compiled = [], []
+    for leaves in (3, 24, 5):
+      samples = [
+        forest.Sample(
+          np.concatenate([stem, rng.integers(1, 23, 6)]),
+          7,
+          experts=np.full((13, cfg.num_layers, cfg.experts_per_token), -1, np.int32),
+        )
+        for _ in range(leaves)
+      ]
+      plan = forest.cut(forest.merge(samples), SMALL)
+      before = live_bytes()
+      seen = []
 
-    def leaf(*args, seen=seen):
-      out = parts.leaf(*args)
-      seen.append(live_bytes())
-      return out
+      def leaf(*args, seen=seen):
+        out = parts.leaf(*args)
+        seen.append(live_bytes())
+        return out
 
-    chunks.gradients(parts._replace(leaf=leaf), variables, plan)
-    assert len(seen) >= leaves / 2
-    peaks.append(max(seen) - before)
-    compiled.append(sum(p._cache_size() for p in (parts.push, parts.leaf, parts.pop)))
-  assert peaks[0] == peaks[1] == peaks[2]
-  assert compiled[0] == compiled[1] == compiled[2] <= BUCKETS.max_programs()
+      chunks.gradients(parts._replace(leaf=leaf), variables, plan)
+      assert len(seen) >= leaves / 2
+      peaks.append(max(seen) - before)
+      compiled.append(sum(p._cache_size() for p in (parts.push, parts.leaf, parts.pop)))
+    assert peaks[0] == peaks[1] == peaks[2]
+    assert compiled[0] == compiled[1] == compiled[2] <= SMALL.max_programs()
 
 
 def live_bytes() -> int:

@@ -19,6 +19,7 @@ from tests import quick, row_model
 
 MTP_WEIGHT = 0.3
 LENGTHS = (6, 11)
+MOST_SAMPLES = 14  # of one call of the row form
 
 
 def config(dtype: str, **changes) -> ModelConfig:
@@ -37,7 +38,7 @@ def config(dtype: str, **changes) -> ModelConfig:
     num_mtp_modules=2,
     dtype=dtype,
     param_dtype=dtype,
-    unroll_layers=True,
+    unroll_layers=False,
   )
   return dataclasses.replace(base, **changes)
 
@@ -45,7 +46,7 @@ def config(dtype: str, **changes) -> ModelConfig:
 def random_samples(rng, *, count: int, vocab: int) -> list[forest.Sample]:
   """Samples that branch off each other at random depths, with loss on their tails.
 
-  Lengths come from a small set, so that the row side compiles a few times only.
+  Lengths come from a small set, so that paths that end together are common.
   """
   paths = [rng.integers(1, vocab, rng.choice(LENGTHS)) for _ in range(2)]
   while len(paths) < count:
@@ -74,7 +75,6 @@ def variables_for(cfg: ModelConfig, seed: int):
   return quick.variables(cfg, seed, noise=0.1, bias=0.05)
 
 
-@functools.partial(jax.jit, static_argnames='cfg')
 def sample_loss(params, router, tokens, columns, experts, cfg):
   """CISPO and λ times MTP of one sample in row form, and the expert ids used.
 
@@ -93,37 +93,58 @@ def sample_loss(params, router, tokens, columns, experts, cfg):
 
 
 @functools.partial(jax.jit, static_argnames='cfg')
-def sample_grads(params, router, tokens, columns, experts, cfg):
-  grad = jax.value_and_grad(sample_loss.__wrapped__, has_aux=True)
-  return grad(params, router, tokens, columns, experts, cfg)
+def row_grads(params, router, tokens, columns, experts, cfg):
+  """The sum over samples, which are padded to one length, its gradient, and the ids."""
+
+  def loss(params):
+    of_one = functools.partial(sample_loss, params, router, cfg=cfg)
+    totals, used = jax.vmap(of_one)(tokens, columns, experts)
+    return jnp.sum(totals), used
+
+  return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+def in_rows(variables, samples, cfg):
+  """Loss, gradient and expert ids of the samples, each on its own: ids of trunk and of
+  modules, by layer [samples, n, k]. Weights of 0 make padding count for nothing."""
+  shape = MOST_SAMPLES, max(LENGTHS)
+  tokens, columns = np.zeros(shape, np.int32), np.zeros((MOST_SAMPLES, 3, shape[1]))
+  experts = np.full((*shape, cfg.num_layers, cfg.experts_per_token), -1, np.int32)
+  for i, s in enumerate(samples):
+    n = len(s.tokens)
+    tokens[i, :n] = s.tokens
+    columns[i, :, s.prompt_length : n] = s.old_logprobs, s.advantages, s.weights
+    if s.experts is not None:
+      experts[i, :n] = s.experts
+  cfg = dataclasses.replace(cfg, unroll_layers=True, remat='none')  # not its business
+  (loss, used), grads = row_grads(*variables.values(), tokens, columns, experts, cfg)
+  return loss, grads, jax.device_get(used)
 
 
 def by_rows(variables, samples, cfg):
   """Loss, its gradient and the expert loads of the samples, each on its own."""
-  total, grads = 0.0, None
+  loss, grads, used = in_rows(variables, samples, cfg)
   loads = {name: np.zeros(bias.shape) for name, bias in variables['router'].items()}
-  for s in samples:
-    columns = [
-      np.pad(np.float64(c), (s.prompt_length, 0))
-      for c in (s.old_logprobs, s.advantages, s.weights)
-    ]
-    (loss, used), grad = sample_grads(
-      *variables.values(), jnp.asarray(s.tokens), columns, s.experts, cfg
-    )
-    total += loss
-    grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
-    for name, layers in zip(('layers', 'mtp'), used, strict=True):
-      for layer, chosen in enumerate(layers):
-        np.add.at(loads[name][layer], np.asarray(chosen).ravel(), 1)
-  return total, grads, loads
+  for name, layers in zip(('layers', 'mtp'), used, strict=True):
+    for layer, chosen in enumerate(layers):
+      ahead = layer + 1 if name == 'mtp' else 0
+      for sample, ids in zip(samples, chosen, strict=False):
+        counted = ids[: max(0, len(sample.tokens) - ahead)]
+        np.add.at(loads[name][layer], counted.ravel(), 1)
+  return loss, grads, loads
 
 
-def experts_used(variables, sample, cfg):
-  """[n, L, k] ids that the router chooses for a sample."""
-  columns = np.zeros((3, len(sample.tokens)))
-  tokens = jnp.asarray(sample.tokens)
-  _, (used, _) = sample_loss(*variables.values(), tokens, columns, None, cfg)
-  return np.stack(used, 1)
+def recorded(variables, samples, cfg, replay=True):
+  """The samples with expert ids that are not the router's own, so that replay acts;
+  or with -1, which leaves the choice and needs no other program."""
+  _, _, (used, _) = in_rows(variables, samples, cfg)
+  out = []
+  for i, sample in enumerate(samples):
+    ids = np.stack(used, 2)[i, : len(sample.tokens)] + np.array([0, 1])
+    ids = ids % cfg.num_experts if replay else np.full_like(ids, -1)
+    out.append(dataclasses.replace(sample, experts=ids.astype(np.int32)))
+  assert shared_paths_agree(out)
+  return out
 
 
 def objective(logprob, batch):
@@ -149,52 +170,78 @@ def token_logprobs(variables, batch, cfg):
 
 
 def relative(a, b):
-  return float(jnp.linalg.norm(a - b) / (jnp.linalg.norm(b) + 1e-300))
+  a, b = np.asarray(a), np.asarray(b)
+  return float(np.linalg.norm(a - b) / (np.linalg.norm(b) + 1e-300))
 
 
-@pytest.mark.parametrize(
-  'seed, modules, row_tokens, unroll', [(0, 3, 40, True), (1, 1, 256, False)]
-)
-def test_float64(seed, modules, row_tokens, unroll):
-  """Loss and every gradient leaf agree to 1e-10, whether trees are split or whole."""
-  with jax.enable_x64():
-    cfg = config('float64', num_mtp_modules=modules, unroll_layers=unroll)
-    rng = np.random.default_rng(seed)
-    samples = random_samples(rng, count=9, vocab=cfg.vocab_size)
-    variables = variables_for(cfg, seed)
-    batch = forest.merge(samples, row_tokens=row_tokens)
-    (loss, (_, loads)), grads = forest_grads(*variables.values(), batch, cfg)
-    want, want_grads, counted = by_rows(variables, samples, cfg)
-    assert abs(loss - want) <= 1e-10 * abs(want)
-    for path, leaf in jax.tree.leaves_with_path(grads):
-      other = want_grads
-      for key in path:
-        other = other[key.key]
-      assert relative(leaf, other) <= 1e-10, path
+def merged(samples, *, row_tokens=40, rows=None):
+  return forest.merge(samples, row_tokens=row_tokens, rows=rows, row_terms=40)
+
+
+def in_halves(samples):
+  """Two forests of half of the samples, in shape that of all samples in six rows."""
+  middle = len(samples) // 2
+  halves = [merged(part, rows=3) for part in (samples[:middle], samples[middle:])]
+  return jax.tree.map(lambda *x: np.concatenate(x), *halves)
+
+
+def check(cfg, variables, batches, want, tolerance):
+  """Loss, every gradient leaf and the loads of each forest are `want`, `by_rows`'s."""
+  loss, grads, counted = want
+  for batch in batches:
+    (got, (_, loads)), got_grads = forest_grads(*variables.values(), batch, cfg)
+    assert abs(got - loss) <= tolerance * abs(loss)
+    for (path, leaf), other in zip(
+      jax.tree.leaves_with_path(got_grads), jax.tree.leaves(grads), strict=True
+    ):
+      assert relative(leaf, other) <= tolerance, path
     for name, load in loads.items():
       np.testing.assert_array_equal(load, counted[name])
 
 
+@pytest.mark.parametrize('replay', [False, True])
+def test_float64(replay):
+  """Loss and every gradient leaf agree to 1e-10, however the samples are divided into
+  rows, and with expert ids that are not the router's own."""
+  with jax.enable_x64():
+    cfg = config('float64')
+    rng = np.random.default_rng(int(replay))
+    samples = random_samples(rng, count=9, vocab=cfg.vocab_size)
+    variables = variables_for(cfg, 0)
+    samples = recorded(variables, samples, cfg, replay)
+    batches = merged(samples, rows=6), in_halves(samples)
+    check(cfg, variables, batches, by_rows(variables, samples, cfg), 1e-10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  'seed, row_tokens, changes',
+  [
+    (0, 40, dict(num_mtp_modules=3, unroll_layers=True)),
+    (1, 256, dict(num_mtp_modules=1)),
+  ],
+)
+def test_float64_of_other_models(seed, row_tokens, changes):
+  """The same with more modules, unrolled, and with trees that fill one row."""
+  with jax.enable_x64():
+    cfg = config('float64', **changes)
+    rng = np.random.default_rng(seed)
+    samples = random_samples(rng, count=9, vocab=cfg.vocab_size)
+    variables = variables_for(cfg, seed)
+    batch = forest.merge(samples, row_tokens=row_tokens)
+    check(cfg, variables, [batch], by_rows(variables, samples, cfg), 1e-10)
+
+
 def test_float32_with_replay():
   """In fp32 with the expert ids recorded, the relative error stays below 1e-5."""
-  cfg = config('float32', num_mtp_modules=0)
-  samples = random_samples(np.random.default_rng(5), count=9, vocab=cfg.vocab_size)
-  variables = variables_for(cfg, 5)
-  replayed = []
-  for sample in samples:
-    # record something else than the router's own choice, so that replay is what acts
-    ids = experts_used(variables, sample, cfg) + np.array([0, 1])
-    ids %= cfg.num_experts
-    replayed.append(dataclasses.replace(sample, experts=ids.astype(np.int32)))
-  batch = forest.merge(replayed, row_tokens=64)
-  assert shared_paths_agree(replayed)
-  (loss, _), grads = forest_grads(*variables.values(), batch, cfg)
-  want, want_grads, _ = by_rows(variables, replayed, cfg)
-  assert abs(loss - want) <= 1e-5 * abs(want)
-  for (path, leaf), other in zip(
-    jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
-  ):
-    assert relative(leaf, other) <= 1e-5, path
+  with jax.enable_x64():
+    cfg = config('float64')
+    samples = random_samples(np.random.default_rng(5), count=9, vocab=cfg.vocab_size)
+    variables = variables_for(cfg, 5)
+    samples = recorded(variables, samples, cfg)
+    want = jax.device_get(by_rows(variables, samples, cfg))
+  variables = jax.tree.map(np.float32, variables)
+  check(config('float32'), variables, [merged(samples)], want, 1e-5)
 
 
 def shared_paths_agree(samples):
@@ -229,10 +276,11 @@ def test_branches_do_not_touch():
   assert not np.array_equal(before[~other], after[~other])
 
 
+@pytest.mark.long
 def test_row_split_does_not_matter():
   """The loss is the same however the samples fall into rows (to fp64 rounding)."""
   with jax.enable_x64():
-    cfg = config('float64')
+    cfg = config('float64', num_mtp_modules=1)
     samples = random_samples(np.random.default_rng(2), count=12, vocab=cfg.vocab_size)
     variables = variables_for(cfg, 2)
     losses = [
