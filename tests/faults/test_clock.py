@@ -7,10 +7,12 @@ only shown.
 from __future__ import annotations
 
 import time
+import types
 
 import httpx
 import pytest
 
+from m2jax.gateway import session_api
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.gateway.session_api import RemoteSessions
@@ -65,10 +67,15 @@ def test_pruning_spares_what_still_runs(tmp_path, jump):
     assert kept.response_ids.tolist() == [4, 5]
 
 
-def test_sessions(tok, jump):
+def test_sessions(tok, jump, monkeypatch):
   """Neither closed early nor kept for ever."""
+  passed_s = 0.0
+  clock = types.SimpleNamespace(
+    monotonic=lambda: time.monotonic() + passed_s, time=lambda: time.time()
+  )
+  monkeypatch.setattr(session_api, 'time', clock)
   engine = ScriptedEngine(lambda request: tok.encode('yes[e~['))
-  remote = RemoteSessions('secret', max_age_s=0.5)
+  remote = RemoteSessions('secret', max_age_s=600.0)
   with Gateway(GatewayConfig(), tok, engine, lambda c: None, remote) as gateway:
     url = f'{gateway.base_url}/sessions'
 
@@ -80,7 +87,7 @@ def test_sessions(tok, jump):
     jump()
     open_session('second')
     assert len(gateway.sessions) == 2
-    time.sleep(0.6)
+    passed_s = 600.0
     open_session('third')
     assert len(gateway.sessions) == 1
   engine.close()
