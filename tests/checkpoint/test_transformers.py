@@ -11,16 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-torch = pytest.importorskip('torch')
-transformers = pytest.importorskip('transformers')
-
-from m2jax.checkpoint import huggingface  # noqa: E402
-from m2jax.checkpoint.huggingface import fp8, names  # noqa: E402
-from m2jax.text import chat, tokenizer  # noqa: E402
-from tests.checkpoint import make_golden, parity, test_huggingface  # noqa: E402
+from m2jax.checkpoint import huggingface
+from m2jax.checkpoint.huggingface import fp8, names
+from m2jax.text import chat, tokenizer
+from tests.checkpoint import parity, test_huggingface
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
-SEEDS = range(100, 106)
+SEEDS = range(100, 104)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def libraries():
+  """Imported when a test runs: that takes seconds."""
+  global torch, transformers, make_golden
+  torch = pytest.importorskip('torch')
+  transformers = pytest.importorskip('transformers')
+  from tests.checkpoint import make_golden
 
 
 def from_pretrained(directory, **kwargs):
