@@ -6,6 +6,8 @@ import json
 import signal
 import subprocess
 
+import pytest
+
 from experiments import make_all_tasks
 from m2jax.pipelines import discovery, records
 from tests import processes
@@ -49,6 +51,7 @@ def test_one_task_of_each_and_a_table(tmp_path):
   assert row['tasks'] == 2 and row['seconds'] > 0 and row['note'] == ''
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_and_the_second_run_goes_on(tmp_path):
   given = ('--pipelines=tests.pipelines.slow_toy', '--count=6')
   process = _started(tmp_path, *given)

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from tests import processes
 from tests.plan import serving_worker
-
-_ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope='module')
 def results():
-  child = subprocess.run(
-    [sys.executable, '-m', 'tests.plan.serving_worker'],
-    cwd=_ROOT,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
+  child = processes.run('tests.plan.serving_worker')
   lines = [json.loads(line) for line in child.stdout.splitlines()]
   assert len(lines) == len(serving_worker.MESHES), child.stderr[-3000:]
   return {line['case']: line for line in lines}

@@ -389,8 +389,9 @@ def test_edits_of_loops_give_the_same_in_more_time():
 
 
 @pytest.mark.long
-def test_slowed_code_is_a_task(tmp_path):
+def test_slowed_code_is_a_task(tmp_path, monkeypatch):
   """Workloads, edits and draft; the solution passes, and doing nothing fails."""
+  monkeypatch.setattr(timing, 'PAIRS', 4)  # of runs: the code is slowed twofold
   env = package.build(tmp_path, core=package.CORE + '\n\n' + _SLOWED)
   context = Context(tmp_path, seat.Seat(seat.SeatConfig(), 'author'))
   found = _collected(slow.candidates(env, package.CONFIG, context))
