@@ -19,7 +19,7 @@ from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
 CONTEXT = 48
 CFG = ModelConfig(
   vocab_size=61,
-  num_layers=2,
+  num_layers=1,
   embed_dim=32,
   num_heads=4,
   num_kv_heads=2,
@@ -109,12 +109,13 @@ def reference():
 
 @pytest.fixture(scope='session')
 def engine():
-  return Engine(CFG, ENGINE_CONFIG)
+  """The one of most tests; it records experts, so that there is one to compile."""
+  return Engine(CFG, RECORDING)
 
 
 @pytest.fixture(scope='session')
-def recording():
-  return Engine(CFG, RECORDING)
+def recording(engine):
+  return engine
 
 
 @pytest.fixture(scope='session')

@@ -18,7 +18,7 @@ from m2jax.rollout import decode_plan, decode_state, forward, prefill_plan
 from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
-from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG, log_softmax
+from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG, init, log_softmax
 
 THREE = np.array([3], np.int32)
 
@@ -47,15 +47,20 @@ def cached_logits(cfg, chunk, steps, variables, sequences, lengths):
 
 @pytest.mark.parametrize(
   'unroll, chunk, steps, long',
-  [(True, 1, 3, 512), (False, 5, 2, 512), (True, 5, 2, 5)],
+  [
+    (False, 5, 2, 6),
+    *(
+      pytest.param(*case, marks=pytest.mark.long)
+      for case in [(True, 1, 3, 512), (True, 5, 2, 5)]
+    ),
+  ],
 )
-def test_cached_logits_equal_a_full_pass(
-  unroll, chunk, steps, long, variables, monkeypatch
-):
+def test_cached_logits_equal_a_full_pass(unroll, chunk, steps, long, monkeypatch):
   """Tokens see what was stored and each other, at any split, from any pages; long
   chunks by tree attention."""
   monkeypatch.setattr(paged_attention, 'LONG_CHUNK', long)
-  cfg = dataclasses.replace(CFG, unroll_layers=unroll)
+  cfg = dataclasses.replace(CFG, num_layers=2, unroll_layers=unroll)
+  variables = init(0, cfg)
   sequences = np.random.default_rng(0).integers(CFG.vocab_size, size=(3, 31))
   want = jax.jit(model.M2(cfg).apply)(variables, sequences)
   jitted = jax.jit(lambda *args: cached_logits(cfg, chunk, steps, *args))

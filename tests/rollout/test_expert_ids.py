@@ -11,7 +11,7 @@ import pytest
 from m2jax import forest, model
 from m2jax.rollout import decode_state
 from m2jax.rollout.engine import Engine
-from tests.rollout.conftest import CFG, CONTEXT, RECORDING
+from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG, RECORDING
 from tests.rollout.test_engine import prompt
 from tests.rollout.test_scheduler import request, run
 
@@ -104,11 +104,12 @@ def test_scanned_layers_and_jetstream_prefixes(variables, full):
   np.testing.assert_array_equal(np.sort(ids[:22]), np.sort(want[:22]))
 
 
-def test_off_and_cancelled(serve, engine, recording):
+def test_off_and_cancelled(serve, recording):
   """By default nothing is recorded and nothing is there to pay for; a request that is
   cancelled before it had a slot has no ids, and no one else's."""
-  assert run(serve(engine), request(prompt(1, 5))).experts is None
-  assert engine.init_decode_state().pages.experts is None
+  off = Engine(CFG, ENGINE_CONFIG)
+  assert run(serve(off), request(prompt(1, 5))).experts is None
+  assert off.init_decode_state().pages.experts is None
   scheduler = serve(recording, run=False)
   handle = scheduler.submit(request(prompt(1, 5)))
   handle.cancel()

@@ -116,7 +116,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestFleet = Machine.TestCase
-TestFleet.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestFleet.settings = settings(stateful_step_count=30, deadline=None)
 
 
 def test_a_prefix_that_is_being_computed_is_worth_the_wait_for_its_rest():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.rollout import pages as pages_lib
@@ -26,7 +26,6 @@ def page(key: bytes):
 
 
 @given(CHAINS, st.integers(1, 8))
-@settings(max_examples=100, deadline=None)
 def test_bounded_and_of_the_right_keys(chains, pages):
   cache = HostCache(pages)
   for stem, count in chains:

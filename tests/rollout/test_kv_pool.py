@@ -332,7 +332,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestKvPool = Machine.TestCase
-TestKvPool.settings = settings(deadline=None, max_examples=20, stateful_step_count=20)
+TestKvPool.settings = settings(deadline=None, stateful_step_count=20)
 
 
 def test_what_was_flushed_is_no_longer_queued(tmp_path, monkeypatch):

@@ -22,8 +22,8 @@ PROMPT, TOKENS = list(range(5, 18)), 12
 FP8 = dataclasses.replace(ENGINE_CONFIG, weights_dtype='block_fp8')
 
 
-def served(serve, config, variables, cfg=CFG):
-  scheduler = serve(Engine(cfg, config), variables)
+def served(serve, engine, variables):
+  scheduler = serve(engine, variables)
   request = GenerateRequest(PROMPT, SamplingParams(max_tokens=TOKENS))
   return scheduler.submit(request).future.result(timeout=120)
 
@@ -37,13 +37,13 @@ def dequantized(blocks):
   return weights.map_weights(lambda w: w.astype(jnp.float32), blocks)
 
 
-@pytest.mark.parametrize('unroll', (True, False))
+@pytest.mark.parametrize('unroll', [True, pytest.param(False, marks=pytest.mark.long)])
 def test_weights_in_blocks(serve, variables, blocks, reference, unroll):
   """The engine quantises what it is given, or takes the blocks as they are: both serve
   the dequantised model."""
-  cfg = dataclasses.replace(CFG, unroll_layers=unroll)
+  engine = Engine(dataclasses.replace(CFG, unroll_layers=unroll), FP8)
   for given in (variables, blocks) if unroll else (blocks,):
-    result = served(serve, FP8, given, cfg)
+    result = served(serve, engine, given)
     want = reference.logprobs(dequantized(blocks), PROMPT, result.tokens)
     np.testing.assert_allclose(result.logprobs, want, atol=1e-4)
 
@@ -57,25 +57,24 @@ def test_memory_of_weights(variables, blocks):
     Engine(CFG, ENGINE_CONFIG).load_params(blocks)
 
 
-def test_matmuls_in_block_fp8(serve, variables):
+def test_matmuls_in_block_fp8(serve, variables, reference):
   """A model trained with quantised matmuls is served with them: the log-probabilities
   are those of training, and not those of plain matmuls."""
   cfg = dataclasses.replace(CFG, matmuls=Matmuls('block_fp8'))
-  result = served(serve, ENGINE_CONFIG, variables, cfg)
+  result = served(serve, Engine(cfg, ENGINE_CONFIG), variables)
   batch = forest.causal(jnp.array([[*PROMPT, *result.tokens]]))
 
-  def trained(cfg):
-    score = jax.jit(lambda v: model.token_logprobs(model.M2(cfg), v, batch))
-    return np.asarray(score(variables))[0, len(PROMPT) :]
-
-  np.testing.assert_allclose(result.logprobs, trained(cfg), atol=2e-3)
-  assert np.abs(result.logprobs - trained(CFG)).max() > 1e-2
+  score = jax.jit(lambda v: model.token_logprobs(model.M2(cfg), v, batch))
+  trained = np.asarray(score(variables))[0, len(PROMPT) :]
+  np.testing.assert_allclose(result.logprobs, trained, atol=2e-3)
+  plain = reference.logprobs(variables, PROMPT, result.tokens)
+  assert np.abs(result.logprobs - plain).max() > 1e-2
 
 
 def test_a_cache_in_fp8(serve, variables, reference):
   """A quarter of the cache's memory, and close to the exact log-probabilities."""
   config = dataclasses.replace(ENGINE_CONFIG, cache_dtype='float8_e4m3fn')
-  result = served(serve, config, variables)
+  result = served(serve, Engine(CFG, config), variables)
   want = reference.logprobs(variables, PROMPT, result.tokens)
   error = np.abs(result.logprobs - want)
   assert 1e-4 < error.max() < 0.3

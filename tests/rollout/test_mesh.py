@@ -13,8 +13,9 @@ import pytest
 from tests import processes
 from tests.rollout import mesh_worker
 
-SHORT = ('fsdp expert tensor', 'data tensor')
-LONG = tuple(name for name in mesh_worker.CASES if name not in SHORT)
+FAST = ('data tensor',)
+LONG = ('fsdp expert tensor', 'tensor, few heads', 'expert tensor', 'drafts')
+THOROUGH = tuple(name for name in mesh_worker.CASES if name not in FAST + LONG)
 
 
 def run(names):
@@ -26,13 +27,18 @@ def run(names):
 
 
 @pytest.fixture(scope='module')
-def short():
-  return run(SHORT)
+def fast():
+  return run(FAST)
 
 
 @pytest.fixture(scope='module')
 def long():
   return run(LONG)
+
+
+@pytest.fixture(scope='module')
+def thorough():
+  return run(THOROUGH)
 
 
 def check(name, result):
@@ -47,19 +53,26 @@ def check(name, result):
   assert result['experts_of_device'] == 8 // case.mesh.get('expert', 1)
 
 
-@pytest.mark.parametrize('name', SHORT)
-def test_calls_do_not_depend_on_the_mesh(short, name):
+@pytest.mark.parametrize('name', FAST)
+def test_calls_do_not_depend_on_the_mesh(fast, name):
   """Tokens, versions and expert ids are equal and log-probabilities within 1e-5, of the
-  scheduler's and of JetStream's calls: a shared prefix, rows that stop at different
-  times, and new weights in between that come from another mesh. No weights are repeated
-  on the devices that could split them, no pages on those that split the rows, and
-  nothing compiles after the warm-up."""
-  check(name, short[name])
+  scheduler's calls: a shared prefix, rows that stop at different times, and new weights
+  in between that come from another mesh. No weights are repeated on the devices that
+  could split them, no pages on those that split the rows, and nothing compiles after
+  the warm-up."""
+  check(name, fast[name])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize('name', LONG)
-def test_calls_do_not_depend_on_the_axis(long, name):
-  """The same for each axis alone and for all pairs, and for loops over layers that are
-  unrolled."""
+def test_calls_do_not_depend_on_the_axes(long, name):
+  """The same for three axes at once, with JetStream's calls, for heads that are not
+  split, for drafts, and for loops over layers that are unrolled."""
   check(name, long[name])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('name', THOROUGH)
+def test_calls_do_not_depend_on_the_axis(thorough, name):
+  """The same for axes that the others lack, and for drafts and unrolled layers."""
+  check(name, thorough[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.rollout import page_keys
@@ -13,7 +13,6 @@ TOKENS = st.lists(st.binary(min_size=2, max_size=2), max_size=4)
 
 
 @given(TOKENS, TOKENS, st.sampled_from(['a', 'b']), st.sampled_from(['a', 'b']))
-@settings(max_examples=50, deadline=None)
 def test_keys_are_those_of_the_whole_prefix(first, second, model, other):
   a = page_keys.chain(page_keys.root(model), first)
   b = page_keys.chain(page_keys.root(other), second)

@@ -140,10 +140,10 @@ def test_memory_is_bounded_by_the_page_budget(serve, few):
 
 def test_soak(few):
   """No page is lost and no token is of other weights than its version says."""
-  found = soak_lib.soak(150, engine=few)
-  assert found['checked'] > 120 and found['spans'] > 10 and found['retractions'] > 0
-  assert found['cancelled'] > 2 and found['weight_updates'] > 3
-  assert found['ahead_calls'] > 3
+  found = soak_lib.soak(80, engine=few)
+  assert found['checked'] > 50 and found['spans'] > 4 and found['retractions'] > 0
+  assert found['cancelled'] and found['weight_updates'] > 1
+  assert found['ahead_calls'] > 1
 
 
 @pytest.mark.thorough  # minutes; the fast tests have a short one

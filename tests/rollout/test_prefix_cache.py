@@ -110,7 +110,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestPrefixCache = Machine.TestCase
-TestPrefixCache.settings = settings(deadline=None, max_examples=100)
+TestPrefixCache.settings = settings(deadline=None)
 
 
 def stored(cache, tokens):

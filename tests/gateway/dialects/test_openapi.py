@@ -34,7 +34,7 @@ def test_every_dialect_is_documented(gateway):
   assert {dialect.path for dialect in DIALECTS.values()} <= paths.keys()
 
 
-@pytest.mark.parametrize('examples', [3, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize('examples', [3, pytest.param(20, marks=pytest.mark.long)])
 def test_generated_requests(gateway, examples):
   """Of each operation: no server error, documented statuses, types and schemas; most
   requests are served, unauthenticated ones are not."""
