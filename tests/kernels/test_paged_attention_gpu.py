@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from m2jax.kernels import paged_attention
-from m2jax.kernels.paged_attention import gpu
+from m2jax.kernels import block_sizes, paged_attention
 from tests.kernels import cuda
 from tests.kernels.paged import attend, case, check
 
@@ -24,17 +23,16 @@ SAME = dict(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-  """Kernels run as XLA loops on the CPU."""
-  call = functools.partial(gpu.pl.pallas_call, interpret=True)
-  monkeypatch.setattr(gpu.pl, 'pallas_call', call)
-  monkeypatch.setattr(gpu.block_sizes, 'get', lambda platform, op: SIZES)
+def small(interpreted):
+  """Kernels run as XLA loops on the CPU, in small blocks."""
+  with block_sizes.replaced('gpu', 'paged_attention_triton', **SIZES):
+    yield
 
 
 @given(
   seed=st.integers(0, 2**32 - 1), chunk=st.sampled_from([1, 9]), tree=st.booleans()
 )
-@settings(max_examples=14, **SAME)
+@settings(**SAME)
 def test_equals_loops(seed, chunk, tree):
   """Decoding in four parts of a row's pages, some of them empty, prefill and trees;
   NaN wherever no row has stored anything."""
@@ -57,11 +55,9 @@ def test_low_precision(dtype):
   ],
 )
 @pytest.mark.parametrize('chunk, tree', [(1, False), (4, True)])
-def test_lowers_for_cuda(monkeypatch, dtype, x64, kernel, chunk, tree):
+def test_lowers_for_cuda(dtype, x64, kernel, chunk, tree):
   """Without a name one kernel is lowered for CUDA: of Mosaic GPU for 16 bits, of Triton
   for fp32 or an old jax; and plain XLA for a dtype that both lack."""
-  monkeypatch.undo()
-  jax.clear_caches()
   with jax.enable_x64(x64):
     one = case(np.random.default_rng(0), chunk, dtype=dtype, tree=tree)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), one)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m2jax.kernels import paged_attention
+from m2jax.kernels import block_sizes, paged_attention
 from m2jax.kernels.paged_attention import mosaic_gpu
 from tests.kernels import cuda
 from tests.kernels.paged import attend, case, check
@@ -23,15 +23,13 @@ old = pytest.mark.skipif(
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
-  """Kernels run on the CPU, in simulated threads and memory spaces."""
+def simulated_gpu(monkeypatch):
+  """Kernels run on the CPU, in simulated threads and memory spaces, in the context of
+  block sizes that this returns."""
   params = mosaic_gpu.plgpu.InterpretGPUParams(detect_races=True)
   call = functools.partial(mosaic_gpu.plgpu.kernel, interpret=params)
   monkeypatch.setattr(mosaic_gpu.plgpu, 'kernel', call)
-  sizes = dict(SIZES)
-  monkeypatch.setattr(mosaic_gpu.block_sizes, 'get', lambda platform, op: sizes)
-  jax.clear_caches()
-  return sizes
+  return functools.partial(block_sizes.replaced, 'gpu', 'paged_attention', **SIZES)
 
 
 @old
@@ -45,18 +43,19 @@ def interpreted(monkeypatch):
     (128, 9, True, 24, jnp.bfloat16),  # a page is more than 64 keys
   ],
 )
-def test_equals_loops(interpreted, page, chunk, tree, programs, dtype):
+def test_equals_loops(simulated_gpu, page, chunk, tree, programs, dtype):
   """Decoding, prefill and trees; NaN wherever no row has stored anything."""
-  interpreted['programs'] = programs
-  rng = np.random.default_rng(page + chunk)
-  check(case(rng, chunk, page=page, dtype=dtype, tree=tree), 'mosaic_gpu', atol=0.02)
+  one = case(
+    np.random.default_rng(page + chunk), chunk, page=page, dtype=dtype, tree=tree
+  )
+  with simulated_gpu(programs=programs):
+    check(one, 'mosaic_gpu', atol=0.02)
 
 
 @old
 @pytest.mark.parametrize('chunk, tree', [(1, False), (4, True)])
 def test_lowers_for_cuda(chunk, tree):
   """One kernel for an H100."""
-  jax.clear_caches()
   one = case(np.random.default_rng(0), chunk, dtype=jnp.bfloat16, tree=tree)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), one)
   run = functools.partial(attend.__wrapped__, implementation='mosaic_gpu')

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from m2jax import platforms
-from m2jax.kernels import paged_attention
+from m2jax.kernels import block_sizes, paged_attention
 from m2jax.kernels.paged_attention import tpu
 from tests.kernels.paged import ROWS, TABLE, attend, case, check
 
@@ -24,18 +24,16 @@ SAME = dict(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-  """Kernels run as XLA loops on the CPU."""
-  call = functools.partial(tpu.pl.pallas_call, interpret=True)
-  monkeypatch.setattr(tpu.pl, 'pallas_call', call)
-  monkeypatch.setattr(tpu.block_sizes, 'get', lambda platform, op: SIZES)
+def small(interpreted, monkeypatch):
+  """Kernels run as XLA loops on the CPU, in small blocks."""
   monkeypatch.setattr(tpu, '_SUBLANES', 4)
+  with block_sizes.replaced('tpu', 'paged_attention', **SIZES):
+    yield
 
 
-def fresh():
-  """`attend` traced anew: memory does not know what a test has patched."""
-  jax.clear_caches()
-  return jax.jit(attend.__wrapped__, static_argnames='implementation')
+def unmemoised():
+  """`attend` traced anew: jax's caches do not know what a test has patched."""
+  return jax.jit(lambda x: attend.__wrapped__(x, 'tpu'))
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -92,12 +90,12 @@ def test_more_rows_than_tables_fit(monkeypatch):
   monkeypatch.setattr(tpu, '_MOST_ENTRIES', 2 * TABLE)
   assert tpu._rows_together(ROWS, TABLE) == 1
   assert tpu._rows_together(ROWS, 2 * TABLE + 1) == 0
-  jax.tree.map(np.testing.assert_array_equal, fresh()(one, 'tpu'), want)
+  jax.tree.map(np.testing.assert_array_equal, unmemoised()(one), want)
 
 
 @pytest.mark.parametrize('chunk, tree', [(1, False), (9, True)])
 @pytest.mark.long
-def test_simulated(monkeypatch, chunk, tree):
+def test_simulated(simulated, chunk, tree):
   """On a simulated TPU, on which a race, a read of what was never written or one out of
   bounds is an error, cores take turns and a page is copied once for a block of queries
   that sees it."""
@@ -108,43 +106,34 @@ def test_simulated(monkeypatch, chunk, tree):
     steps.append(tuple(int(i) for i in point))
     return token
 
-  params = pltpu.InterpretParams(
-    detect_races=True,
-    uninitialized_memory='nan',
-    out_of_bounds_reads='raise',
-    random_seed=0,
-    grid_point_recorder=record,
-  )
   one = case(np.random.default_rng(5), chunk, tree=tree, unstored=7.0)
-  try:
-    with monkeypatch.context() as patch:
-      call = functools.partial(tpu.pl.pallas_call.func, interpret=params)
-      patch.setattr(tpu.pl, 'pallas_call', call)
-      check(one, 'tpu', run=fresh())
-  finally:
-    pltpu.reset_tpu_interpret_mode_state()
-    jax.clear_caches()
+  with simulated(random_seed=0, grid_point_recorder=record):
+    check(one, 'tpu')
   items = ROWS * 2 * -(-chunk // 4)
   assert sorted(steps) == [(core, i) for core in range(2) for i in range(items // 2)]
 
 
-def lowered(platform, dtype=jnp.bfloat16):
+def traced(dtype=jnp.bfloat16):
+  """For all platforms."""
   one = case(np.random.default_rng(0), 5, dtype=dtype)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), one)
-  with platforms.any_platform():
-    traced = fresh().trace(shapes, None)
-  return traced.lower(lowering_platforms=(platform,)).as_text()
+  run = functools.partial(attend.__wrapped__, implementation=None)
+  with platforms.any_platform(), pltpu.force_tpu_interpret_mode(None):
+    return jax.jit(run).trace(shapes)
 
 
 def test_default_is_the_platforms(monkeypatch):
   """Without a name the kernel is lowered for a TPU, on a machine that has none, and
   only there; under x64 too, where a dtype that TPUs lack takes plain XLA."""
   monkeypatch.undo()
-  assert lowered('tpu').count('tpu_custom_call') == 1
-  assert 'custom_call' not in lowered('cpu')
+  program = traced()
+  text = program.lower(lowering_platforms=('tpu',)).as_text()
+  assert text.count('tpu_custom_call') == 1
+  assert 'custom_call' not in program.lower(lowering_platforms=('cpu',)).as_text()
   with jax.enable_x64():
-    assert lowered('tpu', jnp.float32).count('tpu_custom_call') == 1
-    assert 'tpu_custom_call' not in lowered('tpu', jnp.float64)
+    for dtype, kernels in ((jnp.float32, 1), (jnp.float64, 0)):
+      text = traced(dtype).lower(lowering_platforms=('tpu',)).as_text()
+      assert text.count('tpu_custom_call') == kernels
 
 
 @pytest.mark.parametrize(
