@@ -56,7 +56,9 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize('shards', [1, 2, 4, 8])
+@pytest.mark.parametrize(
+  'shards', [1, 8, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 4))]
+)
 @pytest.mark.parametrize('name', MAKERS)
 def test_both_cores_have_work(name, shards):
   """Forward and backward at M2's shapes on each of `shards` tensor-parallel devices:

@@ -55,7 +55,9 @@ def counts(remat: str) -> dict[str, int]:
   return found
 
 
-@pytest.mark.parametrize('remat', ['none', 'layer', 'attention'])
+@pytest.mark.parametrize(
+  'remat', [pytest.param('none', marks=pytest.mark.thorough), 'layer', 'attention']
+)
 def test_what_runs_again(remat):
   """'layer' runs a block's forward pass twice; 'attention' all of it but the attention
   kernel: 2 products of its 11. Neither runs the head of an MTP module again, whose

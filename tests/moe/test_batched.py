@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,17 @@ def experts(x, ids, weights, gate, up, down):
   return batched.experts(x, ids, weights, batched.fused(gate, up), down)
 
 
+@jax.jit
+def all_experts(x, ids, weights, *kernels):
+  dense = batched.dense(*kernels)
+  return batched.all_experts(x, ids, weights, *dense, len(kernels[0]))
+
+
+@jax.jit
+def chosen_experts(x, ids, weights, *kernels):
+  return batched.chosen_experts(x, ids, weights, *batched.separate(*kernels))
+
+
 KINDS = ('even', 'one expert', 'repeated', 'elsewhere', 'all elsewhere')
 
 
@@ -26,19 +39,36 @@ def routing(kind):
   return tiled_tests.routing(kind)
 
 
+@functools.cache
+def program(rows):
+  """`experts` of its own for each `rows`, which is not part of jax's key."""
+  del rows
+  return jax.jit(lambda *arrays: experts(*arrays))
+
+
 @pytest.mark.parametrize('rows', [1, 4, None])
 @pytest.mark.parametrize('kind', KINDS)
 def test_routings(kind, rows, monkeypatch):
-  """Value and every gradient against float64 NumPy; with room for fewer of an expert's
-  tokens than it has, and for all."""
+  """Against float64 NumPy; with room for fewer of an expert's tokens than it has, and
+  for all."""
   if rows:
     monkeypatch.setattr(batched, '_rows', lambda *_: rows)
-  ids = routing(kind)
   with jax.enable_x64():
-    arrays = tiled_tests.tensors(0, dtype=np.float64)
-    want = tiled_tests.by_hand(*arrays, ids)
-    run = tiled_tests.value_and_grads.__wrapped__  # `rows` is not part of its key
+    *arrays, weight = tiled_tests.tensors(0, dtype=np.float64)
+    x, weights, *kernels = arrays
+    got = program(rows)(x, np.array(routing(kind)), weights, *kernels)
+    want = tiled_tests.by_hand(*arrays, weight, routing(kind))[0]
+    np.testing.assert_allclose(got, want, atol=1e-12 * max(1.0, np.abs(want).max()))
+
+
+def test_gradients(monkeypatch):
+  """Not in a jitted function: a loop whose number of steps is data has none."""
+  monkeypatch.setattr(batched, '_rows', lambda *_: 4)
+  with jax.enable_x64():
+    arrays, ids = tiled_tests.tensors(0, dtype=np.float64), routing('repeated')
+    run = tiled_tests.value_and_grads.__wrapped__
     got = run(*arrays, jnp.array(ids), run=experts)
+    want = tiled_tests.by_hand(*arrays, ids)
     for name, a, b in zip(tiled_tests.NAMES, got, want, strict=True):
       scale = max(1.0, np.abs(b).max())
       np.testing.assert_allclose(a, b, atol=1e-12 * scale, rtol=0, err_msg=name)
@@ -51,9 +81,10 @@ def test_more_assignments_than_tokens():
   x, weights, *kernels = tiled_tests.tensors(0, tokens=tokens)[:5]
   twice = jnp.full((tokens, 2), 3)
   once = twice.at[:, 1].set(tiled_tests.EXPERTS)
-  got = experts(x, twice, weights, *kernels)
+  run = jax.jit(experts)
+  got = run(x, twice, weights, *kernels)
   total = weights.sum(axis=1, keepdims=True)
-  want = experts(x, once, jnp.repeat(total, 2, axis=1), *kernels)
+  want = run(x, once, jnp.repeat(total, 2, axis=1), *kernels)
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -64,11 +95,11 @@ def test_few_tokens(kind):
   ids = routing(kind)
   with jax.enable_x64():
     x, weights, *kernels = tiled_tests.tensors(0, dtype=np.float64)[:5]
-    want = experts(x, jnp.array(ids), weights, *kernels)
-    ids, dense = jnp.array(ids), batched.dense(*kernels)
-    got = batched.all_experts(x, ids, weights, *dense, len(kernels[0]))
-    np.testing.assert_allclose(got, want, atol=1e-12)
+    ids = np.array(ids)
+    want = jax.jit(experts)(x, ids, weights, *kernels)
+    np.testing.assert_allclose(all_experts(x, ids, weights, *kernels), want, atol=1e-12)
     unused = ~np.isin(np.arange(len(kernels[0])), ids)
-    kernels = [jnp.where(unused[:, None, None], np.nan, m) for m in kernels]
-    got = batched.chosen_experts(x, ids, weights, *batched.separate(*kernels))
-    np.testing.assert_allclose(got, want, atol=1e-12)
+    kernels = [np.where(unused[:, None, None], np.nan, m) for m in kernels]
+    np.testing.assert_allclose(
+      chosen_experts(x, ids, weights, *kernels), want, atol=1e-12
+    )
