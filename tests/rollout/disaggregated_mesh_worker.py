@@ -35,7 +35,7 @@ def main() -> None:
   platforms.own_only()
   jax.config.update('jax_num_cpu_devices', 8)
   devices = jax.devices()
-  model = mesh_worker.model(mesh_worker.CASES['tensor'])
+  model = mesh_worker.model(mesh_worker.Case({}))
   variables = quick.variables(model, 0, noise=0.1, bias=0.1)
   engine = lambda where: Engine(model, mesh_worker.CONFIG, where)
   one = Scheduler(engine(sharding.ONE_DEVICE), variables, config=CONFIG)
