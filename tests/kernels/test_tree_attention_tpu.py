@@ -296,11 +296,17 @@ def test_simulated(simulated):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('cores', [1, 2])
-@pytest.mark.parametrize('dtype, tolerance', [(np.float32, 1e-5), (jnp.bfloat16, 0.05)])
-@pytest.mark.parametrize('queries', [LENGTH, 40])
-@pytest.mark.parametrize('windowed', [False, True])
-def test_simulated_grid(simulated, cores, dtype, tolerance, queries, windowed):
+@pytest.mark.parametrize(
+  'cores, dtype, queries, windowed',
+  [  # every pair of choices
+    (1, np.float32, LENGTH, False),
+    (1, jnp.bfloat16, 40, True),
+    (2, np.float32, 40, True),
+    (2, jnp.bfloat16, LENGTH, True),
+    (2, jnp.bfloat16, 40, False),
+  ],
+)
+def test_simulated_grid(simulated, cores, dtype, queries, windowed):
   """The same for everything that changes what a kernel reads, and on two cores."""
   rng = np.random.default_rng(8)
   _, end, position = random_forest(rng, ROWS, LENGTH)
@@ -317,6 +323,7 @@ def test_simulated_grid(simulated, cores, dtype, tolerance, queries, windowed):
     more |= dict(window=9, sinks=2, q_position=at, k_position=position)
   got, _ = simulate(simulated, inputs, end, cores=cores, **more)
   assert all(x.dtype == dtype for x in got)
+  tolerance = 1e-5 if dtype == np.float32 else 0.05
   assert_near(got, forests.by_hand(*inputs, end, **more), tolerance)
 
 
@@ -337,7 +344,7 @@ def test_simulated_halves(simulated, rows):
 
 @pytest.mark.long
 @given(data=st.data())
-@settings(max_examples=25, **SAME)
+@settings(**SAME)
 def test_equals_reference_at_any_shape(data):
   """One token to a few blocks, heads alone or in groups, more keys than queries."""
   rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
