@@ -85,7 +85,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(JOBS) \
   --dist loadfile --no-loadscope-reorder
 PARTS := benchmarks launch pipelines plan viewer
 CORE := $(addprefix --ignore=tests/,$(PARTS))
-FAST := not long and not thorough and not hours
+FAST := not long and not thorough and not hours and not smoke
 # K/N: the files whose name falls into the K-th of N parts.
 SAMPLE :=
 

@@ -81,6 +81,7 @@ def test_links_and_named_tests_are_there(page):
     assert name in TESTS, f'{page.name} names {name}'
 
 
+@pytest.mark.smoke
 def test_the_readme_s_code_runs(tmp_path):
   """The first thing a reader pastes works, and does what its comments say."""
   (code,) = re.findall(

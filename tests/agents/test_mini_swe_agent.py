@@ -63,6 +63,7 @@ def test_it_solves_a_task_of_several_turns(config, serve, tok):
   assert all(m['reasoning_content'] for m in t.messages if m['role'] == 'assistant')
 
 
+@pytest.mark.long
 def test_demonstrations_are_what_it_sends(config):
   """A perfect author's demonstrations succeed, and their chats have the agent's own
   tool and prompts; two tasks at once are not mixed up."""
