@@ -14,6 +14,8 @@ from m2jax.optim import msign, sphere
 
 SHAPES = [(24, 9), (9, 24), (16, 16)]
 TOLERANCE = 2e-4
+matrix_sign = jax.jit(msign.msign, static_argnums=1)
+top = jax.jit(sphere.top, static_argnums=2)
 
 
 def polar(x):
@@ -34,9 +36,9 @@ def test_msign_is_the_polar_factor(shape):
   rng = np.random.default_rng(0)
   x = np.stack([spread(rng, shape) for _ in range(3)])
   want = np.stack([polar(matrix) for matrix in x])
-  got = msign.msign(jnp.asarray(x, jnp.float32))
+  got = matrix_sign(np.float32(x))
   np.testing.assert_allclose(got, want, atol=2e-5)
-  fewer = msign.msign(jnp.asarray(x, jnp.float32), msign.POLAR_EXPRESS[:5])
+  fewer = matrix_sign(np.float32(x), msign.POLAR_EXPRESS[:5])
   assert np.abs(fewer - want).max() > 1e-2
 
 
@@ -45,7 +47,7 @@ def test_msign_of_any_scale(scale):
   """Squares of RL's gradients are below fp32's range; a zero matrix stays 0."""
   x = np.random.default_rng(1).normal(size=(2, 5, 4)).astype(np.float32)
   x[1] = 0
-  got = msign.msign(jnp.asarray(x * np.float32(scale)))
+  got = np.asarray(matrix_sign(x * np.float32(scale)))
   np.testing.assert_allclose(got[0], polar(x[0]), atol=2e-5)
   np.testing.assert_array_equal(got[1], 0)
 
@@ -53,10 +55,10 @@ def test_msign_of_any_scale(scale):
 def test_msign_keeps_float64():
   """For tests of exactness; lower precisions are raised to fp32."""
   with jax.enable_x64():
-    x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 6)))
-    got = msign.msign(x)
-    np.testing.assert_allclose(got, polar(x), atol=1e-9)
-    assert msign.msign(x.astype(jnp.bfloat16)).dtype == jnp.float32
+    x = np.random.default_rng(2).normal(size=(4, 6))
+    np.testing.assert_allclose(matrix_sign(x), polar(x), atol=1e-9)
+    low = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    assert jax.eval_shape(msign.msign, low).dtype == jnp.float32
 
 
 @pytest.mark.parametrize('shape', SHAPES)
@@ -65,27 +67,26 @@ def test_power_iteration_finds_the_top_singular_vectors(shape):
   rng = np.random.default_rng(3)
   w = rng.normal(size=shape)
   u, s, vt = np.linalg.svd(w)
-  start = jnp.asarray(rng.normal(size=(1, shape[1])), jnp.float32)
-  top = jax.jit(sphere.top, static_argnums=2)
-  cold = top(jnp.asarray(w, jnp.float32), start, 100)
+  start = np.float32(rng.normal(size=(1, shape[1])))
+  cold = top(np.float32(w), start, 100)
   np.testing.assert_allclose(cold.sigma, s[0], rtol=1e-4)
-  theta = np.asarray(cold.left @ cold.right)
+  theta = np.asarray(cold.left) @ np.asarray(cold.right)
   np.testing.assert_allclose(theta, np.outer(u[:, 0], vt[0]), atol=2e-2)
   moved = w + 0.01 * rng.normal(size=shape)
-  warm = top(jnp.asarray(moved, jnp.float32), cold.right, 3)
+  warm = top(np.float32(moved), cold.right, 3)
   np.testing.assert_allclose(warm.sigma, np.linalg.norm(moved, 2), rtol=1e-3)
 
 
 def test_power_iteration_of_nothing():
   """A zero matrix has no vectors: zeros, not NaN."""
-  found = sphere.top(jnp.zeros((3, 2)), jnp.ones((1, 2)), 3)
+  found = top(np.zeros((3, 2), np.float32), np.ones((1, 2), np.float32), 3)
   for x in found:
     np.testing.assert_array_equal(x, 0)
 
 
 def guess(multiplier=0.0, slope=0.0):
   """Of slope 0: none."""
-  return sphere.Guess(jnp.full((1, 1), multiplier), jnp.full((1, 1), slope))
+  return sphere.Guess(*np.full((2, 1, 1), [[[multiplier]], [[slope]]], np.float32))
 
 
 @functools.partial(jax.jit, static_argnames=('max_evaluations', 'tolerance'))
@@ -109,7 +110,7 @@ def problem(seed, shape, pull):
   theta = np.outer(u[:, 0], vt[0])
   gradient = spread(rng, shape) + pull * theta
   arrays = (gradient, w, rng.normal(size=(1, shape[1])))
-  return tuple(jnp.asarray(x, jnp.float32) for x in arrays), theta
+  return tuple(np.float32(x) for x in arrays), theta
 
 
 def along(theta, gradient):
@@ -133,7 +134,8 @@ def test_the_multiplier_is_the_root(shape):
     assert abs(found.multiplier - want) < 1e-3
     assert abs(h(float(found.multiplier))) < 5 * TOLERANCE
     assert abs(found.residual) <= TOLERANCE
-    tangent = float(at.left[:, 0] @ found.direction @ at.right[0])
+    left, direction, right = map(np.asarray, (at.left, found.direction, at.right))
+    tangent = left[:, 0] @ direction @ right[0]
     np.testing.assert_allclose(tangent, found.residual, atol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(found.direction, 2), 1, atol=1e-4)
     evaluations.append(int(found.evaluations))
@@ -149,7 +151,7 @@ def test_a_guess_saves_evaluations_and_a_wrong_one_does_no_harm():
     (gradient, *rest), _ = problem(seed, SHAPES[0], 1.0)
     last = search(gradient, *rest, guess())[2]
     (noise, *_), _ = problem(seed + 50, SHAPES[0], 0.0)
-    moved = gradient + 0.1 * noise
+    moved = gradient + np.float32(0.1) * noise
     alone, near = (search(moved, *rest, g)[1] for g in (guess(), last))
     cold.append(int(alone.evaluations))
     warm.append(int(near.evaluations))
@@ -158,7 +160,7 @@ def test_a_guess_saves_evaluations_and_a_wrong_one_does_no_harm():
       assert abs(found.residual) <= TOLERANCE
       np.testing.assert_allclose(found.multiplier, alone.multiplier, atol=1e-3)
   assert np.mean(warm) < np.mean(cold) - 1
-  _, idle, after = search(jnp.zeros(SHAPES[0]), *rest, last)
+  _, idle, after = search(np.zeros(SHAPES[0], np.float32), *rest, last)
   assert idle.evaluations == 1 and not np.any(idle.direction)
   assert after == last
 
@@ -167,10 +169,11 @@ def test_the_residual_does_not_decrease_with_the_multiplier():
   """What the bracket relies on, for msign as it is computed; from −1 to 1."""
   arrays, theta = problem(7, (12, 9), 0.5)
   momentum = msign.normalized(arrays[0])
-  grid = jnp.linspace(-6, 6, 97)
-  h = jax.vmap(lambda x: jnp.sum(theta * msign.msign(momentum + x * theta)))(grid)
+  h = jax.jit(jax.vmap(lambda x: jnp.sum(theta * msign.msign(momentum + x * theta))))(
+    np.linspace(-6, 6, 97, dtype=np.float32)
+  )
   assert np.all(np.diff(h) > -1e-5)
-  np.testing.assert_allclose(h[jnp.array([0, -1])], [-1, 1], atol=0.02)
+  np.testing.assert_allclose(np.asarray(h)[[0, -1]], [-1, 1], atol=0.02)
 
 
 def test_the_search_ends():
@@ -186,7 +189,7 @@ def test_the_search_ends():
 def test_no_gradient_no_step():
   """An expert that no token reached: λ = 0 and Φ = 0, at once."""
   (_, w, start), _ = problem(0, (9, 24), 0.0)
-  _, found = solve(jnp.zeros((9, 24)), w, start)
+  _, found = solve(np.zeros((9, 24), np.float32), w, start)
   np.testing.assert_array_equal(found.direction, 0)
   assert found.multiplier == 0 and found.evaluations == 1
 
