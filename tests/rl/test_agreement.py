@@ -104,13 +104,18 @@ def sampled(groups):
   return [c for group in groups for _, turns in group for c in turns]
 
 
+@jax.jit
+def forward(variables, batch):
+  return model.forward(CFG, variables, batch).logprob
+
+
 def gaps(variables, batch: list[forest.Sample], *, replay: bool) -> np.ndarray:
   """|Δ log-probability| of every sampled token, by a forward pass over merged trees."""
   if not replay:
     batch = [dataclasses.replace(s, experts=None) for s in batch]
   merged = forest.merge(batch, row_tokens=ROW_TOKENS)
   assert merged.num_tokens < 0.8 * sum(len(s.tokens) for s in batch)
-  out = jax.jit(lambda v, b: model.forward(CFG, v, b).logprob)(variables, merged)
+  out = forward(variables, merged)
   logprob = np.asarray(train_step.at_terms(out, merged))
   live = merged.weight != 0
   return np.abs(logprob - merged.old_logprob)[live]

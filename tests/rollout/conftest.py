@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +51,29 @@ ENGINE_CONFIG = EngineConfig(
 
 
 RECORDING = dataclasses.replace(ENGINE_CONFIG, record_experts=True)
-FEW = dataclasses.replace(RECORDING, pages=1 + 12 + 6)
+FEW = dataclasses.replace(
+  RECORDING,
+  pages=1 + 12 + 6,
+  decode_rows=(4,),
+  prefill_shapes=((4, 8),),
+  contexts=(CONTEXT,),
+)
+
+
+@functools.cache
+def _init(cfg: ModelConfig):
+  m2 = model.M2(cfg)
+  return jax.jit(lambda key: m2.init(key, jnp.zeros((1, 4), jnp.int32)))
+
+
+@functools.cache
+def _apply(cfg: ModelConfig):
+  return jax.jit(model.M2(cfg).apply)
 
 
 def init(seed: int, cfg: ModelConfig = CFG):
   """Random weights whose logits spread over several nats, so that errors show."""
-  m2 = model.M2(cfg)
-  variables = jax.jit(m2.init)(jax.random.key(seed), jnp.zeros((1, 4), jnp.int32))
+  variables = _init(cfg)(jax.random.key(seed))
   params = dict(variables['params'])
   params['head'] = params['head'] * 20
   params['embed'] = params['embed'] * 50
@@ -67,13 +84,13 @@ class Reference:
   """Full forward passes over whole sequences, without any cache."""
 
   def __init__(self, cfg: ModelConfig = CFG):
-    self._apply = jax.jit(model.M2(cfg).apply)
+    self._apply = _apply(cfg)
 
   def logits(self, variables, tokens) -> np.ndarray:
     """[n, V] float64: row i predicts token i + 1."""
     padded = np.zeros((1, CONTEXT), np.int32)
     padded[0, : len(tokens)] = tokens
-    return np.float64(self._apply(variables, padded)[0, : len(tokens)])
+    return np.float64(self._apply(variables, padded))[0, : len(tokens)]
 
   def logprobs(self, variables, prompt, response, temperature=1.0) -> np.ndarray:
     """[len(response)]: log-probability of each response token."""
@@ -120,8 +137,14 @@ def recording(engine):
 
 @pytest.fixture(scope='session')
 def few():
-  """An engine of which one and a half sequences fill all pages."""
+  """An engine of which one and a half sequences fill all pages, with calls of one
+  shape, so that there is little to compile."""
   return Engine(CFG, FEW)
+
+
+@pytest.fixture(scope='session')
+def few_of_all_shapes():
+  return Engine(CFG, dataclasses.replace(RECORDING, pages=FEW.pages))
 
 
 @pytest.fixture

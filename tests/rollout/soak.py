@@ -62,6 +62,8 @@ TIERS = ('host_hit_tokens', 'host_evicted_pages', 'pool_hit_tokens')
 TIERS += ('pool_written_pages', 'pool_evicted_pages', 'pool_corrupt_pages')
 TIERS += ('pool_dropped_pages', 'pool_errors', 'late_reads')
 
+_mixed = jax.jit(functools.partial(row_model.mixed_logits, cfg=small.CFG))
+
 
 class Soak:
   """Schedulers, their weights of even and odd versions, and a reference."""
@@ -82,7 +84,6 @@ class Soak:
     self.schedulers = [make(engine, self.weights[0], config=c) for c in configs]
     self.placed = collections.defaultdict(list)  # by future, see `note`
     self.spans = 0  # responses of several versions that were checked
-    self.mixed = jax.jit(functools.partial(row_model.mixed_logits, cfg=small.CFG))
     for scheduler in self.schedulers:
       self.note(scheduler._batcher)
       scheduler.start()
@@ -145,7 +146,7 @@ class Soak:
         continue
       versions = np.full(small.CONTEXT, version)
       versions[n + drawn - 1 : n + end - 1] = result.versions[drawn:end]
-      logits = np.float64(self.mixed(self.weights, versions % 2, tokens))
+      logits = np.float64(_mixed(self.weights, versions % 2, tokens))
       logprobs = small.log_softmax(logits)[n + drawn - 1 : n + end - 1]
       out[drawn:end] = logprobs[np.arange(end - drawn), result.tokens[drawn:end]]
     return out

@@ -552,8 +552,8 @@ def test_soak(few):
 
 
 @pytest.mark.thorough  # minutes; the fast tests have a short one
-def test_long_soak(few):
-  assert soak(800, 1, few)['checked'] > 150
+def test_long_soak(few_of_all_shapes):
+  assert soak(800, 1, few_of_all_shapes)['checked'] > 150
 
 
 @pytest.mark.long

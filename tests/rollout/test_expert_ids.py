@@ -25,7 +25,7 @@ def full():
     padded = np.zeros((1, CONTEXT), np.int32)
     padded[0, : len(tokens)] = tokens
     out = forward(CFG, variables, forest.causal(padded))
-    return np.asarray(out.experts[0, : len(tokens)])
+    return np.asarray(out.experts)[0, : len(tokens)]
 
   return ids
 
@@ -79,18 +79,23 @@ def test_a_hit_has_the_ids_of_its_keys(serve, recording, variables, full):
   np.testing.assert_array_equal(np.sort(result.experts[12:15])[..., 0], 2)
 
 
-def test_scanned_layers_and_jetstream_prefixes(variables, full):
-  """The other layout of the layers; a Prefix contains its ids."""
-  cfg = dataclasses.replace(CFG, unroll_layers=False)
-  engine = Engine(cfg, RECORDING)
-  tokens = prompt(4, 20)
-  prefix = engine.prefill(variables, padded_tokens=np.array(tokens[:9]), true_length=9)
-  prefix = engine.prefill(
-    variables,
-    existing_prefix=prefix,
-    padded_tokens=np.array(tokens[9:]),
-    true_length=11,
-  )
+@pytest.mark.parametrize('unroll', [True, pytest.param(False, marks=pytest.mark.long)])
+def test_jetstream_prefixes(recording, variables, full, unroll):
+  """A Prefix contains its ids, in either layout of the layers (of scanned layers the
+  fast test is that of rl/test_agreement.py)."""
+  engine = recording
+  if not unroll:
+    engine = Engine(dataclasses.replace(CFG, unroll_layers=False), RECORDING)
+  tokens, prefix = prompt(4, 20), None
+  for begin, end in ((0, 9), (9, 20)):
+    padded = np.zeros(32, np.int32)
+    padded[: end - begin] = tokens[begin:end]
+    prefix = engine.prefill(
+      variables,
+      existing_prefix=prefix,
+      padded_tokens=padded,
+      true_length=end - begin,
+    )
   slots = decode_state.make_slots(1, RECORDING)
   slots.temperature[:] = 0
   state = engine.insert(prefix, engine.init_decode_state(), 2, slots=slots)
@@ -105,11 +110,10 @@ def test_scanned_layers_and_jetstream_prefixes(variables, full):
 
 
 def test_off_and_cancelled(serve, recording):
-  """By default nothing is recorded and nothing is there to pay for; a request that is
-  cancelled before it had a slot has no ids, and no one else's."""
-  off = Engine(CFG, ENGINE_CONFIG)
-  assert run(serve(off), request(prompt(1, 5))).experts is None
-  assert off.init_decode_state().pages.experts is None
+  """By default nothing is there to pay for (and nothing is recorded: the engines of
+  test_low_precision.py); a request that is cancelled before it had a slot has no ids,
+  and no one else's."""
+  assert Engine(CFG, ENGINE_CONFIG).state_shapes().pages.experts is None
   scheduler = serve(recording, run=False)
   handle = scheduler.submit(request(prompt(1, 5)))
   handle.cancel()

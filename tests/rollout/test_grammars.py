@@ -178,6 +178,7 @@ def test_retraction_goes_on_in_the_grammar(scheduler):
 BUSY = ((TOK.think_end_id, 2.0), *constrained.BIAS[1:])
 
 
+@pytest.mark.long  # the fast test is of test_speculative.py
 def test_engines_with_drafts_draw_the_same(scheduler):
   """Speculation is off for rows with a grammar, and on for the others."""
   cfg = dataclasses.replace(CFG, num_mtp_modules=1)

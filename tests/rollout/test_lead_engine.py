@@ -71,7 +71,7 @@ def test_a_follower_makes_the_same_calls(engine, variables, serve):
   handles = [
     scheduler.submit(
       GenerateRequest(
-        prompt(i % 3, 9) + prompt(i, 2 + i),
+        prompt(i % 3, 24) + prompt(i, 2 + i),
         SamplingParams(max_tokens=5 + i, temperature=float(i % 2), seed=i, top_k=7),
       )
     )
@@ -121,7 +121,7 @@ def test_new_weights_are_exchanged_in_all_processes(engine, variables, serve):
     for version in updates:
       scheduler.update_weights(newer, version)
 
-  request = GenerateRequest(prompt(1, 5), SamplingParams(max_tokens=100, seed=1))
+  request = GenerateRequest(prompt(1, 24), SamplingParams(max_tokens=100, seed=1))
   handle = scheduler.submit(request, update)
   versions = handle.future.result(TIMEOUT_S).versions
   scheduler.stop()

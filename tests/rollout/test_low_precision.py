@@ -16,16 +16,21 @@ from m2jax.kernels.block_fp8 import weights
 from m2jax.rollout import pages
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.engine import Engine
-from tests.rollout.conftest import CFG, ENGINE_CONFIG
+from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG
 
 PROMPT, TOKENS = list(range(5, 18)), 12
-FP8 = dataclasses.replace(ENGINE_CONFIG, weights_dtype='block_fp8')
+ONE_SHAPE = dataclasses.replace(
+  ENGINE_CONFIG, decode_rows=(4,), prefill_shapes=((4, 8),), contexts=(CONTEXT,)
+)
+FP8 = dataclasses.replace(ONE_SHAPE, weights_dtype='block_fp8')
 
 
 def served(serve, engine, variables):
   scheduler = serve(engine, variables)
   request = GenerateRequest(PROMPT, SamplingParams(max_tokens=TOKENS))
-  return scheduler.submit(request).future.result(timeout=120)
+  result = scheduler.submit(request).future.result(timeout=120)
+  assert result.experts is None  # by default they are not recorded
+  return result
 
 
 @pytest.fixture(scope='module')
@@ -34,7 +39,9 @@ def blocks(variables):
 
 
 def dequantized(blocks):
-  return weights.map_weights(lambda w: w.astype(jnp.float32), blocks)
+  return jax.jit(
+    lambda blocks: weights.map_weights(lambda w: w.astype(jnp.float32), blocks)
+  )(blocks)
 
 
 @pytest.mark.parametrize('unroll', [True, pytest.param(False, marks=pytest.mark.long)])
@@ -61,7 +68,7 @@ def test_matmuls_in_block_fp8(serve, variables, reference):
   """A model trained with quantised matmuls is served with them: the log-probabilities
   are those of training, and not those of plain matmuls."""
   cfg = dataclasses.replace(CFG, matmuls=Matmuls('block_fp8'))
-  result = served(serve, Engine(cfg, ENGINE_CONFIG), variables)
+  result = served(serve, Engine(cfg, ONE_SHAPE), variables)
   batch = forest.causal(jnp.array([[*PROMPT, *result.tokens]]))
 
   score = jax.jit(lambda v: model.token_logprobs(model.M2(cfg), v, batch))
@@ -73,12 +80,12 @@ def test_matmuls_in_block_fp8(serve, variables, reference):
 
 def test_a_cache_in_fp8(serve, variables, reference):
   """A quarter of the cache's memory, and close to the exact log-probabilities."""
-  config = dataclasses.replace(ENGINE_CONFIG, cache_dtype='float8_e4m3fn')
+  config = dataclasses.replace(ONE_SHAPE, cache_dtype='float8_e4m3fn')
   result = served(serve, Engine(CFG, config), variables)
   want = reference.logprobs(variables, PROMPT, result.tokens)
   error = np.abs(result.logprobs - want)
   assert 1e-4 < error.max() < 0.3
-  cache, full = (Engine(CFG, c).state_shapes().pages for c in (config, ENGINE_CONFIG))
+  cache, full = (Engine(CFG, c).state_shapes().pages for c in (config, ONE_SHAPE))
   assert cache.k.dtype.itemsize * 4 == full.k.dtype.itemsize
 
 

@@ -147,7 +147,7 @@ def test_soak(few):
 
 
 @pytest.mark.thorough  # minutes; the fast tests have a short one
-def test_long_soak(few):
+def test_long_soak(few_of_all_shapes):
   """The same for minutes; `python -m tests.rollout.soak` runs 20,000 requests."""
-  found = soak_lib.soak(2000, seed=1, engine=few)
+  found = soak_lib.soak(2000, seed=1, engine=few_of_all_shapes)
   assert found['checked'] > 500 and found['evicted_pages'] > 500

@@ -8,7 +8,6 @@ import functools
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -38,6 +37,7 @@ CONFIG = dataclasses.replace(
   contexts=(CONTEXT,),
   record_experts=True,
   draft_tokens=K,
+  grammars=True,
 )
 
 
@@ -46,6 +46,23 @@ def agreeing(seed: int, noise: float):
   variables = init(seed, CFG)
   params = dict(variables['params'], head=variables['params']['head'] / 2)
   return speculative.agreeing(CFG, {**variables, 'params': params}, noise)
+
+
+class Rising:
+  """A grammar whose tokens are each greater than the one before."""
+
+  last = -1
+
+  def start(self):
+    return Rising()
+
+  def allow(self, mask):
+    bits = np.zeros(32 * len(mask), np.uint8)
+    bits[self.last + 1 : CFG.vocab_size] = 1
+    mask[:] = np.packbits(bits, bitorder='little').view(np.int32)
+
+  def advance(self, tokens):
+    (self.last,) = tokens
 
 
 @pytest.fixture(scope='module')
@@ -128,6 +145,19 @@ def test_tokens_are_those_of_plain_decoding(plain_and, noisy, full):
     if r.sampling.top_logprobs:
       np.testing.assert_array_equal(a.top_ids, b.top_ids)
       np.testing.assert_allclose(a.top_logprobs, b.top_logprobs, atol=2e-4)
+
+
+def test_rows_with_a_grammar_have_no_drafts(plain_and, noisy):
+  """And draw what they draw without; their neighbours have theirs before and after."""
+  requests = [request(prompt(i, 9), max_tokens=6 + 14 * i, seed=i) for i in range(4)]
+  for i in (0, 2):
+    requests[i] = dataclasses.replace(requests[i], grammar=Rising())
+    sampling = dataclasses.replace(requests[i].sampling, stop_ids=(60,))
+    requests[i] = dataclasses.replace(requests[i], sampling=sampling)
+  want, got, _ = plain_and(noisy, requests)
+  for r, a, b in zip(requests, want, got, strict=True):
+    same(a, b)
+    assert (np.diff(b.tokens) > 0).all() == (r.grammar is not None)
 
 
 def test_random_modules_change_nothing(plain_and, full):
@@ -253,8 +283,8 @@ def drafts_of(variables, tokens) -> list[int]:
   for k in range(1, K + 1):
     padded = np.zeros(CONTEXT + K, np.int32)
     padded[: len(tokens)] = tokens
-    state = _states()(variables, padded)[k][len(tokens) - 1 - k]
-    tokens.append(int(jnp.argmax(state @ variables['params']['head'])))
+    state = np.asarray(_states()(variables, padded)[k])[len(tokens) - 1 - k]
+    tokens.append(int(np.argmax(state @ np.asarray(variables['params']['head']))))
   return tokens[-K:]
 
 
