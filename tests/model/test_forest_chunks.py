@@ -64,7 +64,7 @@ def test_a_path_that_fills_the_stack():
   """The last run of a path of P tokens is padded beyond the stack, which has no slots
   for padding: what is there already must stay."""
   with jax.enable_x64():
-    cfg = rows.config('float64')
+    cfg = rows.config('float64', num_mtp_modules=1)
     rng = np.random.default_rng(1)
     path = rng.integers(1, cfg.vocab_size, 8)
     samples = []
@@ -156,7 +156,7 @@ def test_memory_and_compilations():
   """Live bytes do not grow with the number of leaves; programs are compiled once a
   shape, and no more of them than the buckets allow."""
   with jax.enable_x64():
-    cfg = rows.config('float64')
+    cfg = rows.config('float64', num_mtp_modules=1)
     variables = rows.variables_for(cfg, 1)
     rng = np.random.default_rng(0)
     stem = rng.integers(1, 23, 7)

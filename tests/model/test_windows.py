@@ -29,7 +29,7 @@ HYBRID = dict(
 @pytest.mark.parametrize(
   ('seed', 'row_tokens', 'changes'),
   [
-    (1, 40, dict(HYBRID, num_mtp_modules=1, router_scores='softmax')),
+    (1, 40, dict(HYBRID, router_scores='softmax')),
     pytest.param(0, 40, dict(HYBRID, num_layers=4), marks=pytest.mark.long),
     pytest.param(
       2,

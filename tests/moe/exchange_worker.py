@@ -1,6 +1,6 @@
 """Experts over 4 virtual CPU devices, all-to-all in rounds; prints JSON, a line a case.
 
-python -m tests.moe.exchange_worker
+python -m tests.moe.exchange_worker METHOD FACTOR [METHOD FACTOR…]
 
 One program of each method runs every routing. A line has the method, the routing, the
 number of rounds that ran, forward and backward, and the largest error of the output and
@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ def main():
   exchange.padded_all_to_all = counting
   arrays = tensors()
   one_device = jax.jit(functools.partial(gradients, experts.apply))
-  for method, factor in (('padded', 1.25), ('padded', 0.3), ('gather', 1.25)):
+  for method, factor in zip(sys.argv[1::2], map(float, sys.argv[2::2]), strict=True):
     run = on_mesh(method, factor)
     for name, ids in routings().items():
       calls.clear()

@@ -61,6 +61,7 @@ def test_routings(kind, rows, monkeypatch):
     np.testing.assert_allclose(got, want, atol=1e-12 * max(1.0, np.abs(want).max()))
 
 
+@pytest.mark.long
 def test_gradients(monkeypatch):
   """Not in a jitted function: a loop whose number of steps is data has none."""
   monkeypatch.setattr(batched, '_rows', lambda *_: 4)
