@@ -63,11 +63,22 @@ def value_and_grads(x, w, d_out, how, implementation=None):
   return out, *vjp(d_out)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def quantized(x, tile, how=FP8):
+  """Blocks, what they stand for in fp32, and the scale of each value."""
+  found = block_fp8.quantize(x, tile, how)
+  return (
+    found,
+    found.astype(jnp.float32),
+    blocks.spread(found.scale, tile, x.shape),
+  )
+
+
 def arrays(shape, seed=0, spread=2.0):
   """x, w and d_out whose magnitudes differ by `spread` e-folds."""
   rng, (T, D, F) = np.random.default_rng(seed), shape
   many = lambda *s: rng.normal(size=s) * np.exp(spread * rng.normal(size=s))
-  return [jnp.array(many(*s), jnp.float32) for s in ((T, D), (D, F), (T, F))]
+  return [np.float32(many(*s)) for s in ((T, D), (D, F), (T, F))]
 
 
 def assert_close(got, want, tolerance):
@@ -90,9 +101,8 @@ def test_value_and_gradients(shape, how):
 def test_every_value_is_as_ml_dtypes_casts_it(tile):
   """Bit for bit, over all binades, subnormals of e4m3 included."""
   x, *_ = arrays((130, 140, 1), spread=6.0)
-  found = block_fp8.quantize(x, tile)
-  scale = np.asarray(blocks.spread(found.scale, tile, x.shape))
-  want = np.clip(np.asarray(x) / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+  found, _, scale = jax.device_get(quantized(x, tile))
+  want = np.clip(x / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
   np.testing.assert_array_equal(np.asarray(found.values), want)
 
 
@@ -103,21 +113,19 @@ def test_powers_of_two_scale_exactly(seed, exponent, rows, power_of_two):
   how = dataclasses.replace(FP8, power_of_two=power_of_two)
   x = np.zeros((140, 130), np.float32)
   x[:rows] = np.random.default_rng(seed).normal(size=(rows, 130))
+  factor = np.float32(2.0**exponent)
   for tile in TILES:
-    one = block_fp8.quantize(x, tile, how).astype(jnp.float32)
-    other = block_fp8.quantize(x * np.float32(2.0**exponent), tile, how)
-    np.testing.assert_array_equal(
-      np.asarray(one) * np.float32(2.0**exponent), other.astype(jnp.float32)
-    )
+    one, other = (np.asarray(quantized(a, tile, how)[1]) for a in (x, x * factor))
+    np.testing.assert_array_equal(one * factor, other)
     assert np.abs(one - x).max() <= np.abs(x).max() / 16
 
 
 def test_zeros_are_zeros():
   """A tile of zeros beside others, and all zeros: no 0/0."""
   x, w, d_out = arrays((128, 256, 128))
-  x = x.at[:, :128].set(0)
+  x[:, :128] = 0
   assert_close(value_and_grads(x, w, d_out, FP8), by_hand(x, w, d_out), 1e-6)
-  for array in value_and_grads(*map(jnp.zeros_like, (x, w, d_out)), FP8):
+  for array in value_and_grads(*map(np.zeros_like, (x, w, d_out)), FP8):
     np.testing.assert_array_equal(array, 0)
 
 
@@ -125,7 +133,8 @@ def test_zeros_are_zeros():
 def test_not_a_number_stays_one(bad):
   """A NaN or infinity makes its tile NaN, and so its row: no loss looks finite."""
   x, w, d_out = arrays((4, 256, 8))
-  out, d_x, d_w = value_and_grads(x.at[1, 3].set(bad), w, d_out, FP8)
+  x[1, 3] = bad
+  out, d_x, d_w = jax.device_get(value_and_grads(x, w, d_out, FP8))
   assert np.isnan(out[1]).all() and np.isfinite(np.delete(out, 1, 0)).all()
   assert np.isfinite(d_x).all()
   assert np.isnan(d_w[3]).all() and np.isfinite(np.delete(d_w, 3, 0)).all()
@@ -136,8 +145,8 @@ def test_the_largest_do_not_overflow():
   rng = np.random.default_rng(0)
   x = np.float32(rng.normal(size=(2000, 1)) * 2.0 ** rng.integers(-80, 80, (2000, 1)))
   for how in KINDS:
-    found = block_fp8.quantize(x, blocks.TOKEN, how)
-    assert np.isfinite(found.astype(jnp.float32)).all()
+    found, values, _ = jax.device_get(quantized(x, blocks.TOKEN, how))
+    assert np.isfinite(values).all()
     assert np.abs(np.float32(found.values)).max() <= 448 * how.clip
 
 
@@ -162,7 +171,7 @@ def test_grouped_is_dot_by_group(kind):
   """Value and gradients; tiles along tokens begin at a group's first row."""
   sizes, how = (130, 0, 3, 200), Matmuls(kind)
   rows, _, d_out = arrays((340, 20, 24))  # 7 rows are past the sum of the sizes
-  w = jnp.stack([arrays((1, 20, 24), seed)[1] for seed in range(len(sizes))])
+  w = np.stack([arrays((1, 20, 24), seed)[1] for seed in range(len(sizes))])
 
   @jax.jit
   def run(rows, w, d_out):
@@ -170,7 +179,7 @@ def test_grouped_is_dot_by_group(kind):
     out, vjp = jax.vjp(f, rows, w)
     return out, *vjp(d_out)
 
-  out, d_rows, d_w = run(rows, w, d_out)
+  out, d_rows, d_w = jax.device_get(run(rows, w, d_out))
   start = 0
   for group, size in enumerate(sizes):
     at = slice(start, start + size)
@@ -190,7 +199,7 @@ def test_saved_activations_only_reach_the_weights_gradient(bits):
   """Forward and d_x are plain, bit for bit; d_w is of activations in integers."""
   x, w, d_out = arrays((9, 33, 17), spread=0.5)
   how = Matmuls(f'activations_int{bits}')
-  got, plain = (value_and_grads(x, w, d_out, m) for m in (how, PLAIN))
+  got, plain = (jax.device_get(value_and_grads(x, w, d_out, m)) for m in (how, PLAIN))
   for i in (0, 1):
     np.testing.assert_array_equal(got[i], plain[i])
   x64 = np.float64(x)
@@ -203,18 +212,23 @@ def test_saved_activations_only_reach_the_weights_gradient(bits):
 def test_stored_blocks():
   """Stored blocks are not rounded again; plain matmuls read them dequantised."""
   x, w, _ = arrays((5, 200, 140))
-  stored = block_fp8.quantize(w, blocks.WEIGHT)
+  stored, matrix, _ = quantized(w, blocks.WEIGHT)
   assert stored.shape == w.shape and len(stored) == 200
-  matrix = np.float64(stored.astype(jnp.float32))
+  matrix = np.float64(matrix)
+
+  @functools.partial(jax.jit, static_argnums=2)
+  def products(x, stored, how):
+    one = jax.tree.map(lambda a: a[None], stored)
+    grouped = block_fp8.grouped(x, one, jnp.array([5]), how)
+    return block_fp8.dot(x, stored, how), grouped
+
   for how in KINDS[:2]:
-    want = rounded(np.asarray(x), blocks.TOKEN, how) @ matrix
-    assert_close([block_fp8.dot(x, stored, how)], [want], 1e-6)
-    grouped = block_fp8.grouped(
-      x, jax.tree.map(lambda a: a[None], stored), jnp.array([5]), how
-    )
+    want = rounded(x, blocks.TOKEN, how) @ matrix
+    dot, grouped = products(x, stored, how)
+    assert_close([dot], [want], 1e-6)
     assert_close([grouped], [want], 1e-5)
   plain = np.float64(x) @ matrix
-  assert_close([block_fp8.dot(x, stored)], [plain], 1e-6)
+  assert_close([jax.jit(block_fp8.dot)(x, stored)], [plain], 1e-6)
 
 
 @pytest.mark.parametrize('platform', ('cuda', 'tpu'))
