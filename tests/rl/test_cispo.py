@@ -1,10 +1,12 @@
 """CISPO: the tests of facts/algorithms.md §3.4, values and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.rl import cispo
@@ -27,6 +29,19 @@ def total(*args, **bounds):
   return jnp.sum(cispo.loss(*args, **bounds))
 
 
+@functools.cache
+def _compiled(**bounds):
+  return jax.jit(jax.value_and_grad(functools.partial(total, **bounds)))
+
+
+def value_and_grad(*args, **bounds):
+  """Of `total`, with respect to the log-probabilities; compiled once for each shape."""
+  return _compiled(**bounds)(*map(np.float32, args))
+
+
+metrics = jax.jit(cispo.metrics)
+
+
 def test_on_policy_is_reinforce():
   """At r = 1 value and gradient are those of −Σ w Â log π, whatever the cap."""
   logprob, _, advantage, weight = batch()
@@ -34,16 +49,10 @@ def test_on_policy_is_reinforce():
   def reinforce(x):
     return -jnp.sum(weight * advantage * x)
 
+  want = jax.value_and_grad(reinforce)(logprob)
   for cap in (1.0, 5.0):
-
-    def loss(x, cap=cap):
-      return total(x, logprob, advantage, weight, is_weight_max=cap)
-
-    for a, b in zip(
-      jax.value_and_grad(loss)(logprob),
-      jax.value_and_grad(reinforce)(logprob),
-      strict=True,
-    ):
+    got = value_and_grad(logprob, logprob, advantage, weight, is_weight_max=cap)
+    for a, b in zip(got, want, strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
@@ -56,7 +65,7 @@ def test_ratio_has_no_gradient():
   logprob, old, advantage, weight = batch()
   ratio = np.exp(np.float64(logprob) - np.float64(old))
   assert (ratio > 5).any() and (ratio < 1).any()
-  value, grad = jax.value_and_grad(total)(logprob, old, advantage, weight)
+  value, grad = value_and_grad(logprob, old, advantage, weight)
   clipped = np.minimum(ratio, 5.0)
   np.testing.assert_allclose(grad, -weight * clipped * advantage, rtol=1e-5)
   np.testing.assert_allclose(
@@ -74,12 +83,11 @@ def test_ratio_has_no_gradient():
 @pytest.mark.parametrize('cap', [1.0, 1.28, 2.0, 5.0, 1e9])
 def test_cap(cap):
   """One-sided and absolute: both signs of Â are capped alike, small ratios are not."""
-  old = jnp.zeros(4) - 3
-  logprob = old + jnp.log(jnp.array([0.01, 0.9, 1.5, 7.39]))
+  old = np.zeros(4) - 3
+  logprob = old + np.log([0.01, 0.9, 1.5, 7.39])
   for sign in (1.0, -1.0):
-    grad = jax.grad(total)(
-      logprob, old, sign * jnp.ones(4), jnp.ones(4), is_weight_max=cap
-    )
+    of = logprob, old, sign * np.ones(4), np.ones(4)
+    _, grad = value_and_grad(*of, is_weight_max=cap)
     expected = np.minimum([0.01, 0.9, 1.5, 7.39], cap)
     np.testing.assert_allclose(grad, -sign * expected, rtol=1e-5)
 
@@ -87,7 +95,7 @@ def test_cap(cap):
 def test_lower_bound():
   """is_weight_min = 0 has no effect; a positive one raises small ratios."""
   logprob, old, advantage, weight = batch()
-  grad = jax.grad(total)(logprob, old, advantage, weight, is_weight_min=0.8)
+  _, grad = value_and_grad(logprob, old, advantage, weight, is_weight_min=0.8)
   ratio = np.clip(np.exp(logprob - old), 0.8, 5.0)
   np.testing.assert_allclose(grad, -weight * ratio * advantage, rtol=1e-5)
 
@@ -108,32 +116,29 @@ def test_bounds_are_refused(bounds):
       function(*batch(), **bounds)
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.integers(0, 10**6), st.sampled_from([0, 1, 8]))
+@given(st.integers(0, 10**6), st.sampled_from([0, 8]))
 def test_order_and_padding(seed, padding):
   """Any order of terms, with any values of weight 0 between: same loss and gradient."""
   arrays = batch(seed % 100)
   rng = np.random.default_rng(seed)
-  value, grad = jax.value_and_grad(total)(*arrays)
+  value, grad = value_and_grad(*arrays)
   order = rng.permutation(N + padding)
   junk = np.resize([np.inf, -np.inf, np.nan, 1e30], padding)
   padded = [np.concatenate([x, junk])[order] for x in arrays[:3]]
   padded.append(np.concatenate([arrays[3], np.zeros(padding)])[order])
-  padded = [jnp.asarray(x, jnp.float32) for x in padded]
-  value2, grad2 = jax.value_and_grad(total)(*padded)
+  value2, grad2 = value_and_grad(*padded)
   np.testing.assert_allclose(value, value2, rtol=1e-5, atol=1e-6)
   back = np.zeros(N + padding)
   back[order] = grad2
   np.testing.assert_allclose(back[:N], grad, rtol=1e-6)
   assert not back[N:].any()
-  assert all(np.isfinite(v) for v in cispo.metrics(*padded).values())
+  assert all(np.isfinite(v) for v in metrics(*map(np.float32, padded)).values())
 
 
 def test_extreme_ratios_stay_finite():
   """A ratio that overflows float32 is capped, not NaN."""
-  logprob, old = jnp.array([-0.1, -200.0]), jnp.array([-200.0, -0.1])
-  ones = jnp.ones(2)
-  value, grad = jax.value_and_grad(total)(logprob, old, ones, ones)
+  logprob, old, ones = [-0.1, -200.0], [-200.0, -0.1], [1.0, 1.0]
+  value, grad = value_and_grad(logprob, old, ones, ones)
   assert np.isfinite(value)
   np.testing.assert_allclose(grad, [-5.0, 0.0], atol=1e-30)
 
@@ -150,7 +155,7 @@ def test_low_precision_is_raised():
 def test_metrics():
   """Values by hand, and micro-batches add up to the batch."""
   logprob, old, advantage, weight = batch()
-  got = cispo.metrics(logprob, old, advantage, weight)
+  got = metrics(logprob, old, advantage, weight)
   w, log_ratio = np.float64(weight), np.float64(logprob) - np.float64(old)
   ratio = np.exp(log_ratio)
   np.testing.assert_allclose(got['ratio'], np.sum(w * ratio), rtol=1e-5)
@@ -161,11 +166,11 @@ def test_metrics():
   np.testing.assert_allclose(got['approx_kl'], kl, rtol=1e-5)
   np.testing.assert_allclose(got['old_logprob'], np.sum(w * old), rtol=1e-5)
   halves = [
-    cispo.metrics(*(x[s] for x in (logprob, old, advantage, weight)))
-    for s in (slice(0, 20), slice(20, N))
+    metrics(*(np.asarray(x)[s] for x in (logprob, old, advantage, weight)))
+    for s in (slice(0, N // 2), slice(N // 2, N))
   ]
   for key, value in got.items():
     np.testing.assert_allclose(halves[0][key] + halves[1][key], value, rtol=1e-5)
-  on_policy = cispo.metrics(old, old, advantage, weight)
+  on_policy = metrics(old, old, advantage, weight)
   assert on_policy['clip_fraction'] == on_policy['clipped_mass'] == 0
   np.testing.assert_allclose(on_policy['ratio'], 1, rtol=1e-6)

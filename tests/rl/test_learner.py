@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import zlib
 
@@ -14,7 +15,9 @@ import pytest
 from m2jax import forest, model
 from m2jax.records import Completion, Lineages, Trajectory
 from m2jax.rl import learner, rewards
+from m2jax.sharding import ONE_DEVICE
 from m2jax.train import step as train_step
+from tests import quick
 from tests.train import test_step
 
 CFG = dataclasses.replace(
@@ -70,7 +73,7 @@ class Learner(learner.Learner):
 
 @pytest.fixture(scope='module')
 def make():
-  """Learners over one compiled shape, from the same weights."""
+  """Learners over one compiled step, from the same weights."""
   config = learner.LearnerConfig(
     row_tokens=16,
     row_terms=16,
@@ -79,12 +82,19 @@ def make():
   )
   optimizer = optax.sgd(0.1)
 
-  def make(pool, broken=False):
-    variables = train_step.init_variables(CFG, jax.random.key(0))
+  def state(broken=False):
+    variables = quick.variables(CFG, 5)
     if broken:
       variables['params']['head'] = variables['params']['head'].at[0, 0].set(jnp.nan)
-    state = train_step.init_state(variables, optimizer)
-    return Learner(CFG, config, optimizer, state, pool)
+    return train_step.init_state(variables, optimizer)
+
+  first = Learner(CFG, config, optimizer, state(), None)
+
+  def make(pool, broken=False):
+    one = copy.copy(first)
+    one.pool = pool
+    one.state = train_step.place_state(state(broken), CFG, optimizer, ONE_DEVICE)
+    return one
 
   return make
 
@@ -233,7 +243,7 @@ def test_trees_larger_than_a_row(replay, modules):
   got = {}
   with jax.enable_x64():
     cfg = dataclasses.replace(test_step.CFG, num_mtp_modules=modules)
-    start = train_step.init_variables(cfg, jax.random.key(0))
+    start = quick.variables(cfg, 0)
     start['router'] = {k: v + 0.01 * jnp.arange(4) for k, v in start['router'].items()}
     optimizer = optax.sgd(0.1)
     for name, fields in sizes.items():

@@ -183,10 +183,9 @@ def results(case: Case, where: sharding.Sharding, learner: sharding.Sharding):
 
 
 @functools.cache
-def alone(unroll: bool, drafts: int):
-  more = not unroll and not drafts
+def alone(unroll: bool, drafts: int, jetstream: bool, host: bool):
   model = dict(unroll_layers=unroll)
-  case = Case({}, model, jetstream=more, host=more, drafts=drafts)
+  case = Case({}, model, jetstream=jetstream, host=host, drafts=drafts)
   return results(case, sharding.ONE_DEVICE, sharding.ONE_DEVICE)[0]
 
 
@@ -196,8 +195,8 @@ def run(case: Case) -> dict[str, Any]:
   # Other mesh, other rules, the same devices.
   learner = sharding.make(sharding.MeshConfig(fsdp=int(size) // 2, tensor=2))
   got, (engine, weights) = results(case, where, learner)
-  one = alone(case.model.get('unroll_layers', False), case.drafts)
-  want = {name: one[name] for name in got}
+  unroll = case.model.get('unroll_layers', False)
+  want = alone(unroll, case.drafts, case.jetstream, case.host)
   differing, errors = [], {}
   pairs = zip(
     jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True

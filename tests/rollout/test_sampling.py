@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,24 +12,26 @@ from m2jax.rollout import sampling
 from tests.rollout.conftest import log_softmax
 
 sample = jax.jit(sampling.sample)
+draw = jax.jit(sampling.draw)
+penalize = jax.jit(sampling.penalize)
 
 
 def rows(
   n, logits, *, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0, seed=0, counter=None
 ):
   """n draws from one row of logits, each with its own index in one stream."""
-  full = lambda value, dtype: jnp.full(n, value, dtype)
-  counters = jnp.arange(n) if counter is None else full(counter, jnp.int32)
+  full = lambda value, dtype: np.full(n, value, dtype)
+  counters = np.arange(n) if counter is None else full(counter, np.int32)
   how = sampling.Draws(
-    jnp.broadcast_to(jnp.array([0, seed], jnp.uint32), (n, 2)),
-    counters,
-    full(temperature, jnp.float32),
-    full(min_p, jnp.float32),
-    full(top_k, jnp.int32),
-    full(top_p, jnp.float32),
+    np.tile(np.array([0, seed], np.uint32), (n, 1)),
+    counters.astype(np.int32),
+    full(temperature, np.float32),
+    full(min_p, np.float32),
+    full(top_k, np.int32),
+    full(top_p, np.float32),
   )
-  logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, len(logits)))
-  return sample(logits, how)[:2]
+  tokens, logprobs, _ = sample(np.tile(np.float32(logits), (n, 1)), how)
+  return np.asarray(tokens), np.asarray(logprobs)
 
 
 def expected(logits, temperature, top_k, top_p, min_p=0.0):
@@ -133,16 +134,17 @@ def test_a_row_does_not_depend_on_its_neighbours():
   alone = rows(64, LOGITS, seed=5, counter=7)
   greedy, sorting, plain = (0.0, 0, 1.0), (1.0, 2, 0.5), (1.0, 0, 1.0)
   temperature, top_k, top_p = zip(greedy, plain, sorting, strict=True)
-  fill = lambda x, dtype: jnp.asarray(np.resize(x, (64, *np.shape(x)[1:])), dtype)
+  fill = lambda x, dtype: np.asarray(np.resize(x, (64, *np.shape(x)[1:])), dtype)
   how = sampling.Draws(
-    fill([[9, 9], [0, 5], [0, 5]], jnp.uint32),
-    fill([1, 7, 7], jnp.int32),
-    fill(temperature, jnp.float32),
-    jnp.zeros(64),
-    fill(top_k, jnp.int32),
-    fill(top_p, jnp.float32),
+    fill([[9, 9], [0, 5], [0, 5]], np.uint32),
+    fill([1, 7, 7], np.int32),
+    fill(temperature, np.float32),
+    np.zeros(64, np.float32),
+    fill(top_k, np.int32),
+    fill(top_p, np.float32),
   )
-  tokens, logprobs, _ = sample(fill([-LOGITS, LOGITS, LOGITS], jnp.float32), how)
+  found = sample(fill([-LOGITS, LOGITS, LOGITS], np.float32), how)
+  tokens, logprobs, _ = map(np.asarray, found)
   assert tokens[1] == alone[0][0]
   assert logprobs[1] == alone[1][0]
 
@@ -155,9 +157,7 @@ def test_draw_never_picks_an_index_without_mass(seed, size):
   mass[np.arange(32), random.integers(size, size=32)] += 1e-6
   edges = np.array([0.0, np.nextafter(np.float32(1), np.float32(0))])
   uniforms = random.choice(np.concatenate([edges, random.random(4)]), size=(32, 2))
-  index = sampling.draw(
-    jnp.asarray(mass, jnp.float32), jnp.asarray(uniforms, jnp.float32)
-  )
+  index = draw(np.float32(mass), np.float32(uniforms))
   assert np.all(mass[np.arange(32), np.asarray(index)] > 0)
 
 
@@ -179,8 +179,7 @@ def test_penalties_and_biases(seed):
   biased = np.array([[size, size], [3, size], [3, 5], [0, size]])
   bias = random.normal(size=biased.shape)
   how = sampling.Penalties(presence, frequency, repetition, biased, bias)
-  how = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), how)
-  got = sampling.penalize(jnp.asarray(logits), how, tokens, prompt, response)
+  got = penalize(logits, how, tokens, prompt, response)
   want = logits.copy()
   for row in range(rows_):
     drawn = tokens[row, response[row]].tolist()
