@@ -1,7 +1,7 @@
 """Runs cases of test_mesh.py over virtual CPU devices; prints JSON, one line a case.
 
 python -m tests.sharding.mesh_worker NAME…
-(of CASES; steps:, update: or resume:OPTIMIZER; exchange)
+(of CASES; steps:, update: or resume:OPTIMIZER)
 
 A line has the largest relative error of any gradient, metric or load against one
 device, and the collectives of the compiled program as [operation, [shape, …]].
@@ -304,29 +304,6 @@ def compared(want, got) -> dict[str, Any]:
   return {'worst': [worst, errors[worst]], 'leaves': len(errors)}
 
 
-def exchange() -> dict[str, Any]:
-  """The example in the documentation of `lax.ragged_all_to_all`, padded."""
-  where = sharding.make(sharding.MeshConfig(expert=2))
-  rows = where.rules.spec('rows', 'experts')
-
-  def one(operand, start, sent, to, got):
-    return exchange_lib.padded_all_to_all(
-      operand,
-      jnp.zeros((4, 1)),
-      input_offsets=start,
-      send_sizes=sent,
-      output_offsets=to,
-      recv_sizes=got,
-      axis_name=where.axes('experts'),
-    )
-
-  plan = np.array([[0, 1, 0, 1], [1, 2, 1, 1], [0, 0, 1, 2], [1, 1, 2, 1]])
-  out = where.shard_map(one, (rows,) * 5, rows)(
-    np.array([1.0, 2, 2, 3, 4, 0])[:, None], *plan
-  )
-  return {'received': out[:, 0].tolist()}
-
-
 def main(names):
   platforms.own_only()
   jax.config.update('jax_enable_x64', True)
@@ -334,9 +311,7 @@ def main(names):
   exchange_lib.MIN_ROWS = 1  # so that there is more than one round
   for name in names:
     kind, _, argument = name.partition(':')
-    if kind == 'exchange':
-      result = exchange()
-    elif argument:
+    if argument:
       result = {'steps': steps, 'update': update, 'resume': resume}[kind](argument)
     else:
       result = run(CASES[name])

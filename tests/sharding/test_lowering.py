@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -11,8 +12,6 @@ import pytest
 from m2jax import config, forest, platforms, sharding
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.train import step as train_step
-
-CFG = config.m2()
 
 
 def placed(where, tree, specs):
@@ -26,27 +25,27 @@ def placed(where, tree, specs):
   return jax.tree.map(subtree, where.named(specs), tree)
 
 
-def lowered(mesh: sharding.MeshConfig, row_tokens: int) -> str:
+def lowered(cfg, mesh: sharding.MeshConfig, row_tokens: int) -> str:
   """StableHLO for TPU of a whole step, one row a device."""
   where = sharding.Sharding(sharding.abstract_mesh(mesh), sharding.PRESETS[mesh.rules])
-  where.check(CFG)
+  where.check(cfg)
   rows = where.size('rows')
   optimizer = optimizer_lib.make(optimizer_lib.OptimizerConfig())
   step_config = train_step.StepConfig(micro_rows=rows)
-  parts = train_step.programs(CFG, optimizer, train_step.nll, step_config, where)
+  parts = train_step.programs(cfg, optimizer, train_step.nll, step_config, where)
 
   @jax.jit
   def step(state, batch):
     return parts.apply(state, parts.micro(state.variables, batch))
 
   state = jax.eval_shape(
-    lambda key: train_step.new_state(CFG, optimizer, key), jax.random.key(0)
+    lambda key: train_step.new_state(cfg, optimizer, key), jax.random.key(0)
   )
   batch = jax.eval_shape(
     lambda: forest.causal(jnp.zeros((rows, row_tokens), jnp.int32))
   )
   arguments = (
-    placed(where, state, train_step.state_specs(CFG, optimizer, where.rules)),
+    placed(where, state, train_step.state_specs(cfg, optimizer, where.rules)),
     placed(where, batch, sharding.batch_specs(where.rules)),
   )
   with platforms.any_platform():
@@ -54,6 +53,7 @@ def lowered(mesh: sharding.MeshConfig, row_tokens: int) -> str:
   return traced.lower(lowering_platforms=('tpu',)).as_text()
 
 
+@pytest.mark.parametrize('modules', [0, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
   'mesh',
   [
@@ -62,10 +62,11 @@ def lowered(mesh: sharding.MeshConfig, row_tokens: int) -> str:
   ],
   ids=['fsdp_ep', 'all axes'],
 )
-def test_m2_step_lowers_for_512_chips(mesh):
+def test_m2_step_lowers_for_512_chips(mesh, modules):
   """Shapes alone suffice; experts are reached by the TPU's ragged all-to-all, and one
   layer stands for 62 in the program."""
-  text = lowered(mesh, 4096)
+  cfg = dataclasses.replace(config.m2(), num_mtp_modules=modules)
+  text = lowered(cfg, mesh, 4096)
   count = {
     op: len(re.findall(rf'\b{op}\b', text))
     for op in ('ragged_all_to_all', 'all_gather', 'reduce_scatter', 'all_reduce')
@@ -73,6 +74,6 @@ def test_m2_step_lowers_for_512_chips(mesh):
   # A layer and an MTP module go there and back in the forward pass; rows, weights and
   # cotangents go there and two gradients back in the backward pass. The module's
   # forward exchange is recomputed too, for the gradient of the norm after it.
-  assert count['ragged_all_to_all'] == 2 * (2 + 5) + 2
+  assert count['ragged_all_to_all'] == (2 * (2 + 5) + 2 if modules else 2 + 5)
   assert count['reduce_scatter'] and count['all_reduce']
   assert count['all_gather'] < 100  # 62 layers written out would have 600

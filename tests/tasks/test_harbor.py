@@ -22,7 +22,7 @@ echo $r > "$M2JAX_LOGS/reward.txt"
 """
 
 
-def _draft(tmp_path, test=_TEST, **metadata):
+def _draft(tmp_path, test=_TEST, verifier_s=5.0, **metadata):
   archive = tmp_path / 'base.tar.gz'
   with tarfile.open(archive, 'w:gz') as tar:
     texts = {'work/in.txt': 'in', 'work/kept.pyc': '', 'tests/t': 't', 'secret': 's'}
@@ -47,7 +47,7 @@ def _draft(tmp_path, test=_TEST, **metadata):
     overlay={'work/extra.txt': b'more'},
     tests={'test.sh': test.encode()},
     solution={'solve.sh': b'echo right > "$M2JAX_WORKSPACE/work/out.txt"\n'},
-    verifier_s=5.0,
+    verifier_s=verifier_s,
   )
 
 
@@ -181,7 +181,6 @@ def test_a_directory_where_a_hidden_input_is_is_a_failure(tmp_path):
     'echo \'{"invalid": "no engine"}\' > "$M2JAX_LOGS/details.json"',
     f'echo "{verifier.READY}"; echo \'{{"invalid": "two answers"}}\' '
     '> "$M2JAX_LOGS/details.json"',
-    'sleep 60',
   ],
 )
 def test_a_verifier_that_cannot_decide_is_invalid(tmp_path, test):
@@ -189,6 +188,11 @@ def test_a_verifier_that_cannot_decide_is_invalid(tmp_path, test):
   path = _dataset(tmp_path, test=test)
   verdict = _judge(path, 'echo right > work/out.txt')
   assert verdict.outcome == harbor.INVALID, verdict
+
+
+def test_a_verifier_that_takes_too_long_is_invalid(tmp_path):
+  path = _dataset(tmp_path, test='sleep 60', verifier_s=0.5)
+  assert _judge(path, 'echo right > work/out.txt').outcome == harbor.INVALID
 
 
 def test_after_ready_no_reward_is_a_failure(tmp_path):

@@ -17,9 +17,10 @@ from m2jax.data.stream import StateMismatch
 from m2jax.observe import metrics as metrics_lib
 from m2jax.optim import AdamConfig, OptimizerConfig, ScheduleConfig
 from m2jax.sharding import MeshConfig
-from m2jax.train import loop, pretrain, stages
+from m2jax.train import loop, placement, pretrain, stages
 from m2jax.train.stages import PhasesConfig, PretrainConfig, Settings, Stage
 from m2jax.train.step import StepConfig
+from tests import quick
 from tests.train import test_step
 
 CFG = dataclasses.replace(test_step.CFG, dtype='float32', param_dtype='float32')
@@ -29,7 +30,7 @@ PHASES = PhasesConfig(
   decay_tokens=192,
   final_fraction=0.1,
   decay_mtp_weight=0.1,
-  bias_updates_until=0.75,
+  bias_updates_until=0.5,  # with the decay: one program less
 )
 
 
@@ -109,7 +110,8 @@ def test_the_last_stage_may_have_no_end():
 def test_settings_change_with_the_tokens():
   """MTP's weight with the decay phase, the bias's rate at its fraction: each from the
   first batch that begins there."""
-  found = [stages.settings(config(), tokens) for tokens in (0, 191, 192, 287, 288)]
+  longer = config(phases=dataclasses.replace(PHASES, bias_updates_until=0.75))
+  found = [stages.settings(longer, tokens) for tokens in (0, 191, 192, 287, 288)]
   early, late = Settings(0.3, 1e-2), Settings(0.1, 1e-2)
   assert found == [early, early, late, late, Settings(0.1, 0.0)]
   endless = config(phases=PhasesConfig())
@@ -148,7 +150,7 @@ class Dying(list):
     return super().__getitem__(index)
 
 
-def fit(workdir, sources, cfg=None, **more):
+def fit(workdir, sources, cfg=None, variables=None, **more):
   with (
     CheckpointManager(workdir / 'pretrain', keep=None) as manager,
     metrics_lib.MetricsWriter(workdir, use_tensorboard=False) as metrics,
@@ -159,6 +161,7 @@ def fit(workdir, sources, cfg=None, **more):
       sources,
       loop.Run('pretrain', manager, metrics),
       seed=1,
+      variables=variables or quick.variables(CFG, 0),
       **more,
     )
 
@@ -188,7 +191,7 @@ def test_a_run_follows_its_phases(whole):
 
 
 def test_the_router_bias_stops(whole):
-  """From 288 tokens on, after step 6, it stays bit for bit; before, it moves."""
+  """From 192 tokens on, after step 5, it stays bit for bit; before, it moves."""
   biases = []
   with CheckpointManager(whole[0] / 'pretrain', read_only=True) as manager:
     for step in (4, 6, 8):
@@ -227,20 +230,31 @@ def test_resume_is_bit_identical(tmp_path, whole):
   assert curve(tmp_path) == curve(whole[0])
 
 
-def test_a_stage_on_other_devices_ends_the_job(tmp_path, whole, caplog):
+def test_a_stage_on_other_devices_ends_the_job(tmp_path, whole, caplog, monkeypatch):
   """It says which mesh the next stage wants, and goes on where that is there; a job
-  that begins on the wrong devices does not start."""
+  that begins on the wrong devices does not start. (Its steps are those that `whole`
+  has compiled.)"""
   first, second = config().stages
   elsewhere = second._replace(mesh=MeshConfig(fsdp=2))
   sources = [documents()] * 2
+  compiled = pretrain.make_trainer(config(), CFG, False)
+
+  def make_trainer(config, model, only_mtp, sharding):
+    del only_mtp
+    return compiled._replace(places=placement.places(config, model, sharding))
+
+  monkeypatch.setattr(pretrain, 'make_trainer', make_trainer)
   with caplog.at_level('WARNING'):
     state = fit(tmp_path, sources, config(stages=(first, elsewhere)))
   assert int(state.step) == 3
   assert 'stages[1].mesh has 2 devices, the job has 1: resume on 2' in caplog.text
   with pytest.raises(ValueError, match=r'stages\[0\].mesh has 2 devices'):
     fit(tmp_path / 'new', sources, config(stages=(elsewhere,)))
-  state = fit(tmp_path, sources)
-  for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(whole[1]), strict=True):
+  few = dataclasses.replace(config().loop, steps=4)
+  state = fit(tmp_path, sources, config(loop=few))
+  with CheckpointManager(whole[0] / 'pretrain', read_only=True) as manager:
+    want = manager.restore(4, like=state).state
+  for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
     np.testing.assert_array_equal(a, b)
 
 
