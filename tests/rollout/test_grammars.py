@@ -36,7 +36,8 @@ def start(config=CONFIG, cfg=CFG, variables=None):
 
 @pytest.fixture(scope='module')
 def scheduler():
-  running = start()
+  """Of half the pages that four sequences of a whole context need."""
+  running = start(dataclasses.replace(CONFIG, pages=1 + 48))
   yield running
   running.stop()
 
@@ -163,13 +164,10 @@ def test_neighbours_with_a_grammar_change_nothing(scheduler):
 def test_retraction_goes_on_in_the_grammar(scheduler):
   """Too few pages: a response that loses its own draws the same tokens."""
   requests = [request(PAIR, seed, logit_bias=BUSY) for seed in range(4)]
-  want = run(scheduler, *requests)
-  few = start(dataclasses.replace(CONFIG, pages=1 + 24 + 4))
-  try:
-    got = run(few, *requests)
-    assert few.stats()['retractions'] > 0
-  finally:
-    few.stop()
+  want = [run(scheduler, each)[0] for each in requests]
+  before = scheduler.stats()['retractions']
+  got = run(scheduler, *requests)
+  assert scheduler.stats()['retractions'] > before
   for one, other in zip(want, got, strict=True):
     assert one.tokens.tolist() == other.tokens.tolist()
 
