@@ -17,6 +17,7 @@ MESH_CFG = dataclasses.replace(
   CFG,
   vocab_size=32,
   embed_dim=16,
+  head_dim=4,  # as many numbers as embed_dim: fewer shapes, each compiled 8 times
   num_experts=4,
   expert_dim=16,
   param_dtype='bfloat16',
