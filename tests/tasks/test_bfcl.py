@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -136,8 +137,9 @@ def _mathematical() -> int:
   return next(number for number in range(100) if _offers(number, 'logarithm'))
 
 
+SLOW = 'more digits than there is time for'
 BAD = {
-  'more digits than there is time for': {'value': 3, 'base': 2, 'precision': 10**8},
+  SLOW: {'value': 3, 'base': 2, 'precision': 10**8},
   'a number that is too long': {'value': 10**5000, 'base': 2, 'precision': 3},
   'not a number': {'value': float('nan'), 'base': [], 'precision': {}},
   'nested too deeply': {'value': eval('[' * 90 + ']' * 90), 'base': 2, 'precision': 3},
@@ -145,7 +147,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize('name', BAD)
+@pytest.mark.parametrize(
+  'name', [pytest.param(SLOW, marks=pytest.mark.long), *list(BAD)[1:]]
+)
 def test_a_bad_call_is_an_error_of_that_call(name):
   """The tools go on, and the turn can still be solved."""
   number = _mathematical()
@@ -161,6 +165,14 @@ def test_a_bad_call_is_an_error_of_that_call(name):
       return json.loads(await environment.execute('mean', {'numbers': [1, 2, 6]}))
 
   assert asyncio.run(one()) == {'result': 3.0}
+
+
+def test_a_call_ends_within_its_limits(monkeypatch):
+  monkeypatch.setattr(backend, '_CALL_S', 0.1)
+  monkeypatch.setattr(backend, '_MAX_SHOWN', 5)
+  assert backend.within_limits(lambda: 'short')
+  assert not backend.within_limits(lambda: 'longer')
+  assert not backend.within_limits(lambda: time.sleep(60))
 
 
 def _evaluated(path, name, calls):

@@ -100,7 +100,7 @@ def test_nll_is_the_language_model_loss():
     nll, mtp = (-jnp.sum(scores) / terms for scores in (trunk, modules[0]))
     return nll + CONFIG.mtp_weight * mtp, (nll, mtp, used[0], mtp_used[0])
 
-  parts = [one(variables['params'], jnp.asarray(d)) for d in documents()]
+  parts = jax.device_get([one(variables['params'], d) for d in documents()])
   grads = jax.tree.map(lambda *leaves: sum(leaves), *[grad for grad, _ in parts])
   nll, mtp = (sum(aux[i] for _, aux in parts) for i in (0, 1))
   used = [aux[2:] for _, aux in parts]
