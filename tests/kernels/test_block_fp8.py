@@ -87,8 +87,19 @@ def assert_close(got, want, tolerance):
     assert error < tolerance, error
 
 
-@pytest.mark.parametrize('how', KINDS, ids=('fp32 scales', 'powers of two', 'clipped'))
-@pytest.mark.parametrize('shape', SHAPES, ids=str)
+@pytest.mark.parametrize(
+  ('shape', 'how'),
+  [
+    *((SHAPES[0], how) for how in KINDS),
+    *((shape, FP8) for shape in SHAPES[1:]),
+    *(
+      pytest.param(shape, how, marks=pytest.mark.long)
+      for shape in SHAPES[1:]
+      for how in KINDS[1:]
+    ),
+  ],
+  ids=str,
+)
 def test_value_and_gradients(shape, how):
   """Both implementations are the emulation, to fp32 sums: no other rounding."""
   given_ = arrays(shape)

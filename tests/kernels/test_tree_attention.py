@@ -193,7 +193,7 @@ def test_bfloat16(implementation):
   [
     ('cpu', LENGTH, None, 0),
     ('cpu', LENGTH, 9, 3),
-    ('cpu', LONG, 9, 0),
+    pytest.param('cpu', LONG, 9, 0, marks=pytest.mark.long),
     ('reference', LENGTH, None, 0),
     ('reference', LENGTH, 9, 3),
   ],
