@@ -7,7 +7,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +15,7 @@ from m2jax.config import ModelConfig
 from m2jax.rollout.engine import Engine
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from tests import quick
 
 CONTEXT = 48
 CFG = ModelConfig(
@@ -61,19 +61,13 @@ FEW = dataclasses.replace(
 
 
 @functools.cache
-def _init(cfg: ModelConfig):
-  m2 = model.M2(cfg)
-  return jax.jit(lambda key: m2.init(key, jnp.zeros((1, 4), jnp.int32)))
-
-
-@functools.cache
 def _apply(cfg: ModelConfig):
   return jax.jit(model.M2(cfg).apply)
 
 
 def init(seed: int, cfg: ModelConfig = CFG):
   """Random weights whose logits spread over several nats, so that errors show."""
-  variables = _init(cfg)(jax.random.key(seed))
+  variables = quick.variables(cfg, seed)
   params = dict(variables['params'])
   params['head'] = params['head'] * 20
   params['embed'] = params['embed'] * 50

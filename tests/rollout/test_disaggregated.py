@@ -410,7 +410,7 @@ def test_early_pages_hold_up_no_other_ask(apart, other_variables):
 def test_bad_weights_of_the_prefill_engine_fail_by_version(apart, variables):
   """As on one engine, and both serve again when the weights are good."""
   front, source = apart()
-  nan = jax.tree.map(lambda x: x * np.float32('nan'), variables)
+  nan = jax.tree.map(lambda x: np.full_like(x, np.nan), variables)
   front.update_weights(nan, 5)
   handle = front.submit(request(prompt(1, 22)))
   with pytest.raises(RuntimeError, match='version 5 give non-finite logits'):

@@ -47,7 +47,7 @@ def test_cached_logits_equal_a_full_pass(unroll, chunk, long, monkeypatch):
   want = np.asarray(jax.jit(model.M2(cfg).apply)(variables, sequences))
   # Pages hold garbage beyond the lengths, and are in no order.
   tables = np.random.default_rng(1).permutation(29)[:27].reshape(3, 9) + 1
-  garbage = jax.tree.map(lambda x: x + 7.0, pages_lib.empty(cfg, 30, 4))
+  garbage = jax.tree.map(lambda x: np.full_like(x, 7), pages_lib.empty(cfg, 30, 4))
 
   @jax.jit
   def extend(cache, begin, counts):
@@ -119,8 +119,9 @@ def test_prefill_continues_an_existing_prefix(engine, variables, reference):
   out = []
   for _ in range(5):
     state, result = engine.generate(variables, state)
-    if result.data[2, 1]:
-      out.append(int(result.data[2, 0]))
+    data = np.asarray(result.data)
+    if data[2, 1]:
+      out.append(int(data[2, 0]))
   assert out == reference.greedy(variables, tokens, 3)  # and the context is full
 
 
@@ -145,13 +146,14 @@ def test_generate_many_ends_rows_and_then_itself(engine, variables, reference):
   state, sampled = engine.generate_many(
     variables, state, rows, THREE, tables, np.int32(4)
   )
+  sampled, slots = jax.device_get((sampled, state.slots))
   stop_at = greedy.index(greedy[2]) + 1
   ends = [decode_state.STOP, decode_state.LENGTH, decode_state.STOP]
   assert sampled.counts.tolist() == [stop_at, 2, 1, 0]
   assert sampled.finish_code.tolist()[:3] == ends
   assert sampled.tokens[0, :stop_at].tolist() == greedy[:stop_at]
-  assert state.slots.length[rows[:3]].tolist() == [5 + stop_at, 7, 6]
-  assert state.slots.remaining[rows].tolist() == [0, 0, 0, 0]
+  assert slots.length[rows[:3]].tolist() == [5 + stop_at, 7, 6]
+  assert slots.remaining[rows].tolist() == [0, 0, 0, 0]
   _, sampled = engine.generate_many(variables, state, rows, THREE, tables, np.int32(4))
   assert sampled.counts.tolist() == [0, 0, 0, 0]
 
@@ -159,7 +161,9 @@ def test_generate_many_ends_rows_and_then_itself(engine, variables, reference):
 def test_a_run_of_near_certain_tokens_ends_the_response(engine, variables):
   """Degenerate repetition must not fill contexts (the report's 3,000-token rule)."""
   params = dict(variables['params'])
-  params['head'] = params['head'] * 1e5  # every choice is certain
+  params['head'] = np.asarray(params['head']) * np.float32(
+    1e5
+  )  # every choice is certain
   sharp = {**variables, 'params': params}
   slots = decode_state.make_slots(4, ENGINE_CONFIG)
   slots.token[:2], slots.remaining[:2] = 1, 40
@@ -170,6 +174,7 @@ def test_a_run_of_near_certain_tokens_ends_the_response(engine, variables):
   counts, ended = 0, 0
   for _ in range(9):
     state, sampled = engine.generate_many(sharp, state, rows, two, tables, np.int32(4))
+    sampled = jax.device_get(sampled)
     counts, ended = (
       counts + sampled.counts[:2],
       np.maximum(ended, sampled.finish_code[:2]),
@@ -181,7 +186,9 @@ def test_a_run_of_near_certain_tokens_ends_the_response(engine, variables):
 def test_rows_of_padding_touch_nothing(engine, variables):
   """Warm-up and padding rows run together with live slots."""
   state = engine.init_decode_state()
-  pages = jax.tree.map(lambda x: x + x.dtype.type(3), state.pages)
+  pages = jax.tree.map(
+    lambda x: jax.device_put(np.asarray(x) + x.dtype.type(3), x.sharding), state.pages
+  )
   state = dataclasses.replace(state, pages=pages)
   before = jax.device_get(state)
   after = jax.device_get(engine.warmup(variables, state))

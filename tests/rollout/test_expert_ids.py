@@ -102,7 +102,7 @@ def test_jetstream_prefixes(recording, variables, full, unroll):
   sampled = []
   for _ in range(3):
     state, result = engine.generate(variables, state)
-    sampled.append(int(result.data[2, 0]))
+    sampled.append(int(np.asarray(result.data)[2, 0]))
   pages = 1 + 2 * RECORDING.context_pages + np.arange(6)  # slot 2's
   ids = np.asarray(engine.expert_ids(state, np.int32(0), pages.astype(np.int32)))
   want = full(variables, [*tokens, *sampled])

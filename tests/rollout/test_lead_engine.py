@@ -110,7 +110,7 @@ def test_new_weights_are_exchanged_in_all_processes(engine, variables, serve):
   """In parts, between the same calls, while a request is in flight: else a call would
   be of different weights on different devices."""
   sent, numbers = Sent(), numbered(variables)
-  newer = jax.tree.map(lambda x: x * 1.5, variables)
+  newer = jax.tree.map(lambda x: np.asarray(x) * np.float32(1.5), variables)
   ours, theirs = Recorded(engine), Recorded(engine)
   leading = lead_engine.LeadEngine(ours, sent, numbers)
   scheduler = serve(leading, weights_part_bytes=20_000)
@@ -146,4 +146,4 @@ def test_weights_that_the_others_have_not_are_refused(engine, variables):
   leading = lead_engine.LeadEngine(engine, Sent(), numbered(variables))
   leading.load_params(variables)
   with pytest.raises(LookupError, match='have not read these weights'):
-    leading.load_params(jax.tree.map(lambda x: x + 0, variables))
+    leading.load_params(jax.tree.map(np.array, variables))

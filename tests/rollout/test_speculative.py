@@ -332,7 +332,7 @@ def test_modules_gone_bad_fail_requests_by_version(serve, drafting, noisy):
   """Keys that are not finite would stay in the pages and spread."""
   scheduler = serve(drafting, noisy, draft_tokens=K)
   params = noisy['params']
-  broken = jax.tree.map(lambda x: x * np.float32('nan'), params['mtp'])
+  broken = jax.tree.map(lambda x: np.full_like(x, np.nan), params['mtp'])
   bad = {**noisy, 'params': {**params, 'mtp': broken}}
   scheduler.update_weights(bad, 5)
   handle = scheduler.submit(request(prompt(1, 12)))
