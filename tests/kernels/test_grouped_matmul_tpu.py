@@ -148,18 +148,25 @@ def traced(dtype):
     return jax.jit(run).trace(*arrays, weight)
 
 
-def test_default_is_the_platforms(monkeypatch):
+@pytest.mark.parametrize(
+  'dtype, x64, kernels',
+  [
+    pytest.param(jnp.bfloat16, False, 3, marks=pytest.mark.long),
+    (jnp.float32, True, 3),
+    (jnp.float64, True, 0),
+  ],
+)
+def test_default_is_the_platforms(monkeypatch, dtype, x64, kernels):
   """Without a name the kernels are lowered for a TPU, on a machine that has none, and
   only there; in a dtype that they lack, ragged_dot."""
   monkeypatch.undo()
-  program = traced(jnp.bfloat16)
-  text = program.lower(lowering_platforms=('tpu',)).as_text()
-  assert text.count('tpu_custom_call') == 3
-  assert 'custom_call' not in program.lower(lowering_platforms=('cpu',)).as_text()
-  with jax.enable_x64():
-    for dtype, kernels in ((jnp.float32, 3), (jnp.float64, 0)):
-      text = traced(dtype).lower(lowering_platforms=('tpu',)).as_text()
-      assert text.count('tpu_custom_call') == kernels
+  with jax.enable_x64(x64):
+    program = traced(dtype)
+    text = program.lower(lowering_platforms=('tpu',)).as_text()
+    assert text.count('tpu_custom_call') == kernels
+    if kernels:
+      text = program.lower(lowering_platforms=('cpu',)).as_text()
+      assert 'custom_call' not in text
 
 
 def test_unsupported():

@@ -92,7 +92,11 @@ def test_unseen_blocks_are_not_read():
 
 @pytest.mark.parametrize(
   'dtype, x64, kernels',
-  [(jnp.bfloat16, False, 3), (jnp.float32, True, 3), (jnp.float64, True, 0)],
+  [
+    pytest.param(jnp.bfloat16, False, 3, marks=pytest.mark.long),
+    (jnp.float32, True, 3),
+    (jnp.float64, True, 0),
+  ],
 )
 def test_lowers_for_cuda(dtype, x64, kernels):
   """Without a name three Triton kernels are lowered for CUDA at M2's head dim, with x64
