@@ -53,14 +53,17 @@ def lowered(cfg, mesh: sharding.MeshConfig, row_tokens: int) -> str:
   return traced.lower(lowering_platforms=('tpu',)).as_text()
 
 
-@pytest.mark.parametrize('modules', [0, pytest.param(3, marks=pytest.mark.long)])
+EXPERTS = sharding.MeshConfig(fsdp=64, expert=8)
+ALL_AXES = sharding.MeshConfig(data=2, fsdp=4, context=4, expert=4, tensor=4)
+
+
 @pytest.mark.parametrize(
-  'mesh',
+  ('mesh', 'modules'),
   [
-    pytest.param(sharding.MeshConfig(fsdp=64, expert=8), marks=pytest.mark.long),
-    sharding.MeshConfig(data=2, fsdp=4, context=4, expert=4, tensor=4),
+    pytest.param(EXPERTS, 1, marks=pytest.mark.long, id='fsdp_ep'),
+    pytest.param(ALL_AXES, 1, marks=pytest.mark.long, id='all axes'),
+    pytest.param(ALL_AXES, 0, id='all axes, no modules'),
   ],
-  ids=['fsdp_ep', 'all axes'],
 )
 def test_m2_step_lowers_for_512_chips(mesh, modules):
   """Shapes alone suffice; experts are reached by the TPU's ragged all-to-all, and one

@@ -177,7 +177,7 @@ def test_frozen_layers_have_no_controller():
   params = variables(cfg)['params']
   for only_mtp in (False, True):
     trainer = pretrain.make_trainer(settings, cfg, only_mtp)
-    state = trainer.optimizer(ONE_DEVICE).init(params)
+    state = jax.eval_shape(trainer.optimizer(ONE_DEVICE).init, params)
     assert (gnmr.find(state) is None) == only_mtp
 
 
