@@ -7,11 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from m2jax.text import bpe, chat, tokenizer
 from tests.text.conftest import name
+from tests.text.examples import MANY
 
 
 def pieces(t, text):
@@ -21,7 +22,7 @@ def pieces(t, text):
 IDENTIFIER = st.text('abcdefghiklmnoprstuwxyzABC', min_size=2, max_size=10)
 
 
-@settings(deadline=None, max_examples=200)
+@MANY
 @given(word=IDENTIFIER)
 @example(word='py')  # one token in `.py`, hence in the vocabulary without its merges
 def test_identifiers_are_cut_alike_wherever_they_stand(trained, word):
@@ -41,7 +42,7 @@ def test_identifiers_are_cut_alike_wherever_they_stand(trained, word):
       assert any(cuts), (before, after, found)
 
 
-@settings(deadline=None, max_examples=100)
+@MANY
 @given(text=st.text('ab.c_19 \n/"<', max_size=30))
 def test_classes_never_mix(trained, text):
   """Letters never merge across dots, underscores or digits; digits stay separate."""

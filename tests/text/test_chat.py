@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.text import chat, markup
+from tests.text.examples import MANY
 
 SOME_TEXT = st.text('ab \n<>[]~!é🙂', max_size=8) | st.sampled_from(
   [*markup.SPECIAL_TOKENS, 'x[e~[\n]~b]ai\n<think>\n']
@@ -46,7 +47,7 @@ def conversations(draw):
   return messages
 
 
-@settings(deadline=None, max_examples=100)
+@MANY
 @given(conversations(), st.booleans())
 def test_prompts_and_continuations_are_cuts_of_one_string(messages, keep):
   """Law 4: a later prompt must begin with the earlier prompt and the response."""
@@ -66,7 +67,7 @@ def test_prompts_and_continuations_are_cuts_of_one_string(messages, keep):
       assert not any(p.text == markup.THINK for p in whole if p.message == i)
 
 
-@settings(deadline=None, max_examples=100)
+@MANY
 @given(conversations())
 def test_only_the_template_writes_special_pieces(messages):
   """Text of a user, tool or client must never be taken for a special token."""

@@ -1,10 +1,11 @@
 """Tool-call elements: values with markup come back whole, or are refused."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.text import chat, invokes, markup
+from tests.text.examples import MANY
 
 USER = {'role': 'user', 'content': 'x'}
 TOOL = {
@@ -31,7 +32,7 @@ def written(calls, version='m2'):
   return [chat.Piece(piece.text, piece.special) for piece in pieces if piece.owned]
 
 
-@settings(deadline=None, max_examples=400)
+@MANY
 @given(st.sampled_from(invokes.VERSIONS), HOSTILE, HOSTILE, st.integers(1, 2))
 def test_values_come_back_or_are_refused(version, text, nested, count):
   """Any text and any JSON, special tokens included: whole, or an error that says so."""
@@ -48,7 +49,7 @@ def test_values_come_back_or_are_refused(version, text, nested, count):
   assert message.status == 'ok'
 
 
-@settings(deadline=None, max_examples=200)
+@MANY
 @given(st.sampled_from(invokes.VERSIONS), HOSTILE, HOSTILE)
 def test_names_come_back_or_are_refused(version, name, key):
   """A client's history may name anything."""

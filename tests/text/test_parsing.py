@@ -4,11 +4,12 @@ import json
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.text import chat, invokes, markup, parsing, tokenizer
 from m2jax.text.parsing import Status
+from tests.text.examples import MANY
 
 PLAIN = st.text('ab \n<>[]~é🙂', max_size=12)
 GENERATED = st.lists(
@@ -52,7 +53,7 @@ def call_text(name='sh', **parameters):
   )
 
 
-@settings(deadline=None, max_examples=150)
+@MANY
 @given(reasoning=PLAIN, content=PLAIN, commands=st.lists(PLAIN, max_size=3))
 def test_parse_inverts_render(reasoning, content, commands):
   """What the template writes must be read back, whitespace of prose included."""
@@ -93,7 +94,7 @@ PIECES = st.lists(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=400)
+@MANY
 @given(PIECES, st.sampled_from(invokes.VERSIONS), st.data())
 def test_cutting_plain_text_changes_nothing(whole_pieces, version, data):
   """A stream must end with what the whole response says, however its text was cut."""
@@ -127,7 +128,7 @@ def _raw(message):
   return [call.raw for call in (*message.tool_calls, *message.broken_calls)]
 
 
-@settings(deadline=None, max_examples=200)
+@MANY
 @given(PIECES)
 def test_plain_text_is_never_markup(generated):
   """With every special token spelled in plain tokens, all of it is reasoning."""
@@ -157,7 +158,7 @@ def test_a_quoted_call_is_text(trained):
   assert message.status == Status.OK
 
 
-@settings(deadline=None, max_examples=300)
+@MANY
 @given(GENERATED)
 def test_any_text_gives_a_message_that_can_be_sent(text):
   """The policy writes anything early in training; the gateway must answer in JSON."""
@@ -168,7 +169,7 @@ def test_any_text_gives_a_message_that_can_be_sent(text):
   assert (message.status == 'ok') <= (not message.broken_calls)
 
 
-@settings(deadline=None, max_examples=300)
+@MANY
 @given(PIECES, st.sampled_from(invokes.VERSIONS))
 def test_nothing_that_was_generated_is_lost(generated, version):
   """What is neither markup nor white space is in reasoning, content or a call."""

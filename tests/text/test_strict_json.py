@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.text import strict_json
+from tests.text.examples import MANY
 
 SCALARS = (
   st.none()
@@ -25,7 +26,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@MANY
 @given(VALUES)
 def test_reads_what_json_is(value):
   """Whatever is JSON and can be encoded comes through unchanged."""

@@ -4,11 +4,12 @@ import random
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from m2jax.text import chat, markup, tokenizer
+from tests.text.examples import MANY
 
 # SentencePiece's mark for a space is the one character that its kind cannot keep.
 ANY = st.text(st.characters(exclude_characters='▁', codec='utf-8'), max_size=30)
@@ -68,7 +69,7 @@ def any_tokenizer(request, trained):
   return tokenizer.Tokenizer(FOREIGN[request.param]())
 
 
-@settings(deadline=None, max_examples=150)
+@MANY
 @given(text=MARKED)
 def test_round_trip(any_tokenizer, text):
   """No character may be lost on the way to the model or back."""
@@ -79,7 +80,7 @@ def test_round_trip(any_tokenizer, text):
     assert all(0 <= i < any_tokenizer.vocab_size for i in ids)
 
 
-@settings(deadline=None, max_examples=150)
+@MANY
 @given(text=MARKED)
 def test_plain_text_never_becomes_a_special_token(any_tokenizer, text):
   """A user, a file or a web page must not be able to end a message or open a call."""
@@ -159,7 +160,7 @@ def test_chat_ids_extend_each_other(any_tokenizer, demonstrations, tool):
       assert message.reasoning == messages[i]['reasoning_content']
 
 
-@settings(deadline=None, max_examples=150)
+@MANY
 @given(seed=st.integers(0, 2**32), text=ANY)
 def test_detokenizer_streams_what_decode_gives(any_tokenizer, seed, text):
   """Any ids, as sampled early in training, in any pieces; never half a character."""
@@ -203,7 +204,7 @@ def test_only_special_ids_are_special_pieces(any_tokenizer):
   assert tokenizer.pieces(any_tokenizer, half)[0] == ('\ufffd', False)
 
 
-@settings(deadline=None, max_examples=300)
+@MANY
 @given(
   text=st.text(max_size=60)
   | st.lists(
