@@ -232,7 +232,6 @@ def test_float64_of_other_models(seed, row_tokens, changes):
     check(cfg, variables, [batch], by_rows(variables, samples, cfg), 1e-10)
 
 
-@pytest.mark.long
 def test_float32_with_replay():
   """In fp32 with the expert ids recorded, the relative error stays below 1e-5."""
   with jax.enable_x64():
