@@ -10,11 +10,13 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import re
 import signal
 import zlib
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 _ROOT = Path(__file__).parent.parent
@@ -72,7 +74,7 @@ settings.register_profile('default', deadline=None, max_examples=10, print_blob=
 settings.register_profile('thorough', deadline=None, max_examples=200, print_blob=True)
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'default'))
 
-# Files of a minute and more. One that a process begins last would leave others idle.
+# Long files of both tiers. One that a process begins last would leave others idle.
 _FIRST = (
   'sharding/test_mesh.py',
   'experiments/test_jobs.py',
@@ -119,18 +121,20 @@ def pytest_collection_modifyitems(config, items):
   """Long files first, in the order above; the rest as they were."""
   rank = {str(_ROOT / 'tests' / name): i for i, name in enumerate(_FIRST)}
   items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
-  leave_out = lambda item: False
+  kept = items
   if sample := os.environ.get('TEST_SAMPLE'):
-    part, parts = map(int, sample.split('/'))
+    if not (match := re.fullmatch(r'(\d+)/([1-9]\d*)', sample)):
+      raise pytest.UsageError(f'SAMPLE={sample}: must be K/N, such as 1/3')
+    part, parts = map(int, match.groups())
     number = lambda item: zlib.crc32(item.location[0].encode())
-    leave_out = lambda item: number(item) % parts != part % parts
+    kept = [item for item in kept if number(item) % parts == part % parts]
   if (path := os.environ.get('TEST_DONE')) and Path(path).exists():
     done = set(Path(path).read_text().splitlines())
-    leave_out = lambda item: item.nodeid in done
-  left_out = [item for item in items if leave_out(item)]
-  if left_out:
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not leave_out(item)]
+    kept = [item for item in kept if item.nodeid not in done]
+  if len(kept) < len(items):
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
+    items[:] = kept
 
 
 def pytest_collection_finish():
