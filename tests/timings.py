@@ -134,6 +134,8 @@ def main() -> None:
   parser.add_argument('--top', type=int, default=40)
   parser.add_argument('--warn', action='store_true', help='name what exceeds its share')
   args = parser.parse_args()
+  if not any(args.folder.glob('*.jsonl')):
+    parser.error(f'{args.folder}: no timings; run TEST_TIMINGS={args.folder} make test')
   print('| |', ' | '.join(_COLUMNS), '|')
   print('|---|' + '---:|' * len(_COLUMNS))
   for name, spent in table(load(args.folder), args.by, args.top):
