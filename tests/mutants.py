@@ -157,7 +157,7 @@ class Copies:
 
   def _write(self, path: pathlib.Path, text: str) -> None:
     path.write_text(text)
-    # Bytecode is told from stale bytecode by size and seconds only.
+    # Python detects stale bytecode by size and whole seconds only.
     for compiled in path.parent.glob(f'__pycache__/{path.stem}.*'):
       compiled.unlink()
 
