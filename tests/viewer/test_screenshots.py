@@ -8,10 +8,12 @@ tested: nothing is wider than the screen, cut off or empty.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 
 import pytest
+from playwright.sync_api import TimeoutError
 
 from tests.viewer.conftest import press
 
@@ -59,6 +61,8 @@ def test_every_view(tab, example_link, tmp_path, view):
   tab.wait_for_selector(shown)
   for size, (width, height) in SIZES.items():
     tab.set_viewport_size({'width': width, 'height': height})
+    with contextlib.suppress(TimeoutError):  # a drawing follows a frame later
+      tab.wait_for_function(f'() => !({TOO_WIDE})().length', timeout=5_000)
     assert tab.evaluate(TOO_WIDE) == [], size
     for scheme in ('light', 'dark') if folder else ('dark',):
       tab.emulate_media(color_scheme=scheme)
