@@ -12,8 +12,8 @@ WORKDIR ?= workdir/forge
 SANDBOX ?= bubblewrap
 # Passed on: make forge ARGS=--config.seed=1, make test ARGS='-k sandbox'.
 ARGS ?=
-# Test processes at once.
-JOBS ?= 2
+# Test processes at once: on two cores, a third one works while others wait.
+JOBS ?= 3
 # SIGKILLs of make test-kills.
 KILLS ?= 50
 
