@@ -109,8 +109,8 @@ def probabilities(of, tokens):
 
 
 def test_update_learns_what_was_paid(make):
-  """The response of the better trajectory becomes likelier, the other's less, and the
-  version goes up by one."""
+  """The response of the better trajectory gains on the other's, and the version goes up
+  by one."""
   pool = Pool((1.0, 0.0))
   one = make(pool)
   paths = [(1, 2, 3, 7), (1, 2, 3, 8)]
@@ -118,7 +118,7 @@ def test_update_learns_what_was_paid(make):
   scalars = one.update([0, 1])
   after = [probabilities(one, p) for p in paths]
   assert one.version == 1
-  assert after[0] > before[0] and after[1] < before[1]
+  assert after[0] - after[1] > before[0] - before[1]  # for any initial weights
   assert scalars['forest_tokens'] == 12 and np.isfinite(scalars['loss'])
 
 
