@@ -299,7 +299,7 @@ def _run(args: argparse.Namespace, chosen: Sequence[Mutant]) -> None:
 
 
 def _table(columns: Sequence[dict[str, dict]]) -> str:
-  """Markdown: who kills which mutant, one pair of columns for each run."""
+  """Markdown: the file that kills each mutant, one pair of columns for each run."""
   lines = ['| mutant | of' + ' | killed by | s' * len(columns) + ' |']
   lines.append('|---' * (2 + 2 * len(columns)) + '|')
   names = list(dict.fromkeys(name for column in columns for name in column))
@@ -309,7 +309,11 @@ def _table(columns: Sequence[dict[str, dict]]) -> str:
     cells = [what, of]
     for column in columns:
       record = column.get(name)
-      cells += [record['test'] or '**lives**', record['seconds']] if record else '––'
+      if record:
+        file = record['test'].partition('::')[0].removeprefix('tests/')
+        cells += [file or '**lives**', record['seconds']]
+      else:
+        cells += '––'
     lines.append('| ' + ' | '.join(map(str, cells)) + ' |')
   total = ['total', '']
   for column in columns:
