@@ -7,12 +7,9 @@ Real processes of `experiments.pretrain`, all stages and phases in miniature; an
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -20,6 +17,7 @@ import pytest
 from m2jax.checkpoint import policy
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.observe import metrics as metrics_lib
+from tests import processes
 
 REPO = pathlib.Path(__file__).parents[2]
 STEPS = 40
@@ -38,16 +36,10 @@ FLAGS = (
 
 
 def start(workdir, texts, job='pretrain', flags=FLAGS):
-  command = [sys.executable, '-m', f'experiments.{job}', f'--workdir={workdir}']
-  command += [f'--config=configs/{job}.py:smoke', f'--config.text.root={texts}']
-  log = open(workdir.with_suffix('.log'), 'a')
-  return subprocess.Popen(
-    [*command, '--config.text.held_out=0.2', *flags],
-    cwd=REPO,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-    stdout=log,
-    stderr=log,
-  )
+  flags = [f'--config.text.root={texts}', '--config.text.held_out=0.2', *flags]
+  flags = [f'--workdir={workdir}', f'--config=configs/{job}.py:smoke', *flags]
+  with open(workdir.with_suffix('.log'), 'a') as log:
+    return processes.popen(f'experiments.{job}', *flags, stdout=log, stderr=log)
 
 
 def steps_written(workdir) -> int:
