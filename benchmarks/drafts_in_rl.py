@@ -88,7 +88,7 @@ def make_learner(
     row_tokens=row,
     row_terms=args.group_size * args.new,
     buckets=forest.Buckets((row,), (row,)),
-    reward=rewards.RewardConfig(alpha=0.0, normalise=True),
+    reward=rewards.RewardConfig(alpha=0.0),
     step=step,
   )
   state = train_step.init_state(jax.tree.map(jnp.copy, variables), tx)

@@ -11,9 +11,9 @@ Supervised fine-tuning on sorted digits stops early, once for each seed; all run
 seed start from its weights. They see the same prompts in the same order and have the
 same number of episodes and updates. With u updates a batch, u × GROUPS groups are
 sampled by the same weights and trained in u parts, so that the part k was sampled k − 1
-updates ago: M1's 16 rounds of off-policy updates (docs/facts/algorithms.md §3). All
-but expert iteration have the same advantages, normalised by the group's standard
-deviation, and all the same optimizer and learning rate.
+updates ago: M1's 16 rounds of off-policy updates (docs/facts/algorithms.md §3). The
+advantages are G − B; GRPO's and DAPO's are divided by the group's standard deviation
+(`NORMALISE`). All have the same optimizer and learning rate.
 
 The router's bias is updated in RL, as in the main job; the runs of `FROZEN` are
 repeated with the bias frozen.
@@ -57,6 +57,7 @@ from m2jax.train import step as train_step
 SHORTEST, LONGEST, DIGITS = 2, 7, 12  # digits of a prompt, and how many there are
 BEGIN, ASK, END = 0, DIGITS + 1, DIGITS + 2  # tokens; digits are 1 … DIGITS
 GROUPS, GROUP_SIZE = 8, 16  # of an update
+NORMALISE = {'grpo': 'group', 'dapo': 'group'}  # as in their papers; others: 'none'
 ROW = 128  # tokens of a row: the tree of a group is smaller
 FROZEN = (('cispo', 1), ('cispo', 16), ('grpo', 16))
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t, by number of seeds
@@ -174,7 +175,7 @@ class Trainer:
     last = trained[-args.updates // 4 :]
     return {
       **run._asdict(),
-      'settings': {name: getattr(args, name) for name in _SETTINGS},
+      'settings': _settings(args),
       'held_out': history,
       **{name: float(np.mean([m[name] for m in last])) for name in names},
       'seconds': time.monotonic() - started_s,
@@ -249,7 +250,9 @@ class Trainer:
         row_terms=ROW,
         buckets=forest.Buckets((ROW,), (ROW,)),
         algorithm=algorithm,
-        reward=rewards.RewardConfig(alpha=0.0, normalise=True),
+        reward=rewards.RewardConfig(
+          alpha=0.0, normalise=NORMALISE.get(algorithm, 'none')
+        ),
         step=train_step.StepConfig(
           micro_rows=GROUPS, mtp_weight=0.0, bias_update_rate=1e-3 if bias else 0.0
         ),
@@ -270,6 +273,11 @@ def _optimizer(rate: float):
       adam=AdamConfig(learning_rate=rate),
     )
   )
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+  """What a run that is not repeated has to have in common."""
+  return {k: vars(args)[k] for k in _SETTINGS} | {'normalise': NORMALISE}
 
 
 def planned(args: argparse.Namespace) -> list[Run]:
@@ -359,7 +367,7 @@ def main() -> None:
     if args.updates % (2 * per_batch):
       parser.error(f'--updates={args.updates} is no multiple of 2 × {per_batch}')
   args.workdir.mkdir(parents=True, exist_ok=True)
-  path, settings = args.workdir / 'results.jsonl', {k: vars(args)[k] for k in _SETTINGS}
+  path, settings = args.workdir / 'results.jsonl', _settings(args)
   lines = path.read_text().splitlines() if path.exists() else []
   known = [row for row in map(json.loads, lines) if row['settings'] == settings]
   done = {Run(*(row[name] for name in Run._fields)): row for row in known}

@@ -210,7 +210,7 @@ class Trainer:
       row_tokens=row,
       row_terms=row,
       buckets=forest.Buckets((row,), (row,)),
-      reward=rewards.RewardConfig(alpha=0.0, normalise=True),
+      reward=rewards.RewardConfig(alpha=0.0),
       step=train_step.StepConfig(micro_rows=args.per_step, mtp_weight=0.0),
     )
     state = self._start(0)

@@ -113,9 +113,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
         beta=0.0,  # weight of the speed reward: at most 1, for a success
         gamma=1.0,
         thinking_bonus=0.0,
-        baseline='mean',
-        baseline_over='trajectory',  # or 'turn'
-        normalise=True,  # by the standard deviation of the group
+        baseline='mean',  # per turn where turns are paid (`baseline_over`)
+        normalise='none',  # M2's; 'group' is GRPO's, 'batch' one scale for all
       ),
     ),
     optimizer=dict(

@@ -68,7 +68,7 @@ def _documents(opened: database.Database):
   trajectories = without_ids = apart = 0
   for stored in reader.each_trajectory():
     sampled = reader.completions(stored.trajectory.session)
-    acted = rewards.acted(sampled)
+    acted = rewards.acted(sampled, stored.trajectory.rewards)
     used = {c.id for c in acted}
     others = [c for c in sampled if c.id not in used]
     document = atif.document(stored.trajectory, acted, stored.reward, others=others)

@@ -8,6 +8,8 @@ trained.
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,7 +46,7 @@ class Completion(ByValue):
   Attributes:
     id: unique id, also the `id` of the HTTP response.
     session: name of the gateway's session; one trajectory.
-    turn: 0-based order of the completion within its session.
+    turn: 0-based order in which the session's completions were recorded.
     parent: id of the completion whose recorded ids this prompt extends, else None.
     fork_reason: why the prompt does not extend a completion of the session.
     prompt_ids, response_ids: token ids as fed and as sampled, int32.
@@ -53,7 +55,10 @@ class Completion(ByValue):
     finish_reason: 'stop', 'length' or 'cancelled'.
     status: the parser's verdict on the response (`text.chat.Message.status`).
     overrides: names of the sampling fields that the training session overrode.
-    started_s, ended_s: wall-clock seconds since the epoch.
+    request: 0-based order in which the session's completions were requested, by a
+      counter of the gateway.
+    started_s, ended_s: seconds since the epoch, by a clock of the gateway's process
+      that never steps.
     follows: id of the session's completion whose answer is the last one in the
       request's messages; the parent, if there is one. A fork can follow a completion
       too: the messages contain its answer, but the prompt could not extend its ids, for
@@ -78,6 +83,7 @@ class Completion(ByValue):
   finish_reason: str
   status: str
   overrides: tuple[str, ...] = ()
+  request: int = 0
   started_s: float = 0.0
   ended_s: float = 0.0
   follows: str | None = None
@@ -159,6 +165,11 @@ class Trajectory:
     answer: the final assistant text.
     messages: the whole chat as OpenAI dicts, for the report; results of the white-box
       agent's calls also have their `duration_s`.
+    rewards: what environment or agent paid for single turns, by completion id; without
+      an entry 0. Empty: turns are not paid.
+
+  Raises:
+    ValueError: `success` or a reward is no such number; names the task.
   """
 
   session: str
@@ -174,6 +185,20 @@ class Trajectory:
   error: str = ''
   answer: str = ''
   messages: tuple[dict, ...] = ()
+  rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    success = self.success
+    if not (isinstance(success, numbers.Real) and 0 <= success <= 1):  # nan is not
+      raise ValueError(
+        f'task {self.task}: the verdict is {success!r}: must be a number in [0, 1]'
+      )
+    for id_, reward in self.rewards.items():
+      if not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
+        raise ValueError(
+          f'task {self.task}: the reward of {id_} is {reward!r}: must be a finite '
+          'number'
+        )
 
   @property
   def parallel_calls(self) -> tuple[int, int]:
@@ -194,7 +219,8 @@ class TrajectoryReward:
   """The reward of a trajectory, for the report.
 
   Attributes:
-    process, speed, perf: sums over its turns, before α and β, undiscounted.
+    process, speed, perf: sums over its turns, before α and β, undiscounted; `perf` is
+      the success and what single turns were paid.
     total: G_0, the discounted return.
   """
 

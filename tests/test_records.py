@@ -1,4 +1,4 @@
-"""Lineages: how many updates lie between weights, over restarts."""
+"""Lineages: how many updates lie between weights, over restarts; checks of verdicts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2jax.records import Lineages, policy_version, split_versions
+from m2jax.records import Lineages, Trajectory, policy_version, split_versions
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,30 @@ def test_versions_of_several_lineages_are_an_error():
   assert split_versions([])[0] == 0
   with pytest.raises(ValueError, match=r'lineages \[0, 2\]'):
     split_versions([policy_version(0, 7), policy_version(2, 7)])
+
+
+@pytest.mark.parametrize(
+  'fields, said',
+  [
+    (dict(success=float('nan')), 'task fetch/1: the verdict is nan: must be .*0, 1'),
+    (dict(success=1.5), 'task fetch/1: the verdict is 1.5'),
+    (dict(success=-1.0), 'task fetch/1: the verdict is -1.0'),
+    (dict(success=None), 'task fetch/1: the verdict is None'),
+    (dict(rewards={'c': float('inf')}), 'task fetch/1: the reward of c is inf'),
+    (dict(rewards={'c': '1'}), "task fetch/1: the reward of c is '1'"),
+  ],
+)
+def test_verdicts_and_rewards_are_checked(fields, said):
+  """Wherever a trajectory comes from, with the task's name."""
+  with pytest.raises(ValueError, match=said):
+    Trajectory(
+      's',
+      0,
+      0,
+      'fetch/1',
+      'f',
+      'answer',
+      **{'success': 1.0} | fields,
+      wall_s=1.0,
+      tool_calls=0,
+    )

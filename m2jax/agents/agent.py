@@ -123,6 +123,8 @@ class Outcome:
     tool_errors: number of calls that did not parse, named an unknown tool or had wrong
       arguments.
     wall_s: wall-clock seconds.
+    rewards: what single turns are paid, by completion id (`Trajectory.rewards`); `run`,
+      `finish` and `Agent.reward` may add to it.
   """
 
   end_reason: str = ''
@@ -133,6 +135,7 @@ class Outcome:
   tool_calls: int = 0
   tool_errors: int = 0
   wall_s: float = 0.0
+  rewards: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Agent(abc.ABC):

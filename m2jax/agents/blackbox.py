@@ -173,6 +173,11 @@ class Blackbox(Agent):
         f'task {task.spec}: has no sandbox (`Environment.box`) for the command of a '
         'black-box agent'
       )
+    if environment.turn_reward is not None:
+      raise ValueError(
+        f'task {task.spec}: pays turns (`Environment.turn_reward`), which end unseen '
+        'inside a command: use a white-box agent'
+      )
     async with contextlib.AsyncExitStack() as stack:
       way = relay.Relay(
         await box.listen(config.port),

@@ -101,6 +101,7 @@ class _Episode:
     tools: of the task, as the model is shown them.
     names: their names, and those of their arguments -> the task's.
     independent: the task's tools whose calls of one turn run at the same time.
+    turn_reward: what the turn that just ended is paid; None: turns are not paid.
     main: the main thread.
     started_s: start on the monotonic clock.
     outcome: the result, filled in as the episode proceeds; its messages are those of
@@ -115,6 +116,7 @@ class _Episode:
   tools: list[dict]
   names: Mapping[str, str]
   independent: frozenset[str]
+  turn_reward: Callable[[], Awaitable[float]] | None
   main: Thread
   started_s: float
   outcome: Outcome
@@ -154,6 +156,7 @@ class Whitebox(Agent):
       tools=tools,
       names=scaffold.names(task.tools, config.rename),
       independent=environment.independent,
+      turn_reward=environment.turn_reward,
       main=Thread(messages, config.context, count, offered, task.max_tool_calls + 1),
       started_s=time.monotonic(),
       outcome=Outcome(messages=list(messages), tools=offered),
@@ -184,10 +187,14 @@ class Whitebox(Agent):
       while thread.turns < thread.max_turns:
         await self._make_room(thread, episode)
         limit = await self._limit(thread, episode)
-        choice = await self._complete(thread, episode, **limit)
+        reply = await self._complete(thread, episode, **limit)
+        choice = reply['choices'][0]
         if choice['finish_reason'] == 'length':
           return 'length'
-        if not await self._act(choice, thread, episode):
+        goes_on = await self._act(choice, thread, episode)
+        if episode.turn_reward is not None:
+          episode.outcome.rewards[reply['id']] = await episode.turn_reward()
+        if not goes_on:
           thread.answer = choice['message'].get('content') or ''
           return 'answer'
         if thread.act():
@@ -197,12 +204,12 @@ class Whitebox(Agent):
     return 'max_turns'
 
   async def _complete(self, thread: Thread, episode: _Episode, **fields: Any) -> dict:
-    """Samples a completion and adds it to the thread; returns the choice."""
+    """Samples a completion and adds it to the thread; returns the response."""
     reply = await episode.post(episode.body | thread.fields() | fields)
     choice = reply['choices'][0]
     thread.completed(scaffold.sendable(choice['message']), reply.get('usage'))
     episode.outcome.messages.append(choice['message'])
-    return choice
+    return reply
 
   async def _limit(self, thread: Thread, episode: _Episode) -> dict[str, int]:
     """What keeps the next completion within a budget that no policy keeps.
@@ -249,8 +256,8 @@ class Whitebox(Agent):
       thread.replace(context.WINDOW, kept)
     thread.add(ask)
     episode.outcome.messages.append(ask)
-    choice = await self._complete(thread, episode, max_tokens=tokens)
-    notes = (choice['message'].get('content') or '').strip()
+    reply = await self._complete(thread, episode, max_tokens=tokens)
+    notes = (reply['choices'][0]['message'].get('content') or '').strip()
     head = thread.head
     edited = context.restart(thread.messages, head, notes)
     if not await thread.fits(edited, self._config.max_tokens):

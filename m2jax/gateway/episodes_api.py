@@ -2,8 +2,10 @@
 
 - POST /v1/episodes {"task": NAME}: 201 {"key", "task", "instruction"}; `task` may be
   left out where the server hands the tasks out. 503 while there is none.
-- POST /v1/episodes/KEY/end {"success": S, "end_reason": R, "answer": A, "error": E}:
-  200; all but `success` may be left out. 404 if it is not open.
+- POST /v1/episodes/KEY/end {"success": S, "rewards": {ID: R}, "end_reason": E,
+  "answer": A, "error": M}: 200; all but `success` may be left out. `rewards` pays
+  single turns, by the `id` of their responses, in whatever dialect. 404 if it is not
+  open.
 
 The agent works in between, with KEY as its API key. Opening needs the gateway's
 secret; ending needs it or the key itself: the client judges the outcome, so give the
@@ -16,6 +18,9 @@ import asyncio
 import dataclasses
 import hmac
 import json
+import math
+import re
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import fastapi
@@ -23,8 +28,10 @@ from starlette.responses import JSONResponse
 
 from m2jax.gateway.errors import ApiError, invalid, too_large
 from m2jax.gateway.receiving import Bodies, Disconnected, bearer
+from m2jax.records import COMPLETION_PREFIX
 
 _BODY_BYTES = 64 << 10
+_ID = re.compile('(?:chatcmpl-|msg_|resp_)([0-9a-f]{32})')  # of the three dialects
 _REASONS = (
   'answer', 'max_turns', 'length', 'context', 'timeout', 'exit', 'limit',
   'infrastructure',
@@ -48,6 +55,7 @@ class End:
   end_reason: str = 'answer'
   answer: str = ''
   error: str = ''
+  rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Episodes(Protocol):
@@ -61,7 +69,12 @@ class Episodes(Protocol):
     """
 
   def end(self, key: str, end: End) -> bool:
-    """Records the end and closes the session; False if it is not open."""
+    """Records the end and closes the session; False if it is not open.
+
+    Raises:
+      ValueError: a reward is for a completion that the session does not have; the
+        episode stays open.
+    """
 
 
 def add_routes(app: fastapi.FastAPI, episodes: Episodes, secret: str) -> None:
@@ -110,7 +123,11 @@ def add_routes(app: fastapi.FastAPI, episodes: Episodes, secret: str) -> None:
       ended = _end(await fields(request))
     except Disconnected:
       return JSONResponse({}, 400)
-    if not await asyncio.to_thread(episodes.end, key, ended):
+    try:
+      found = await asyncio.to_thread(episodes.end, key, ended)
+    except ValueError as error:
+      raise invalid(str(error), 'rewards') from error
+    if not found:
       raise ApiError(404, 'this episode is not open')
     return JSONResponse({'key': key})
 
@@ -128,4 +145,23 @@ def _end(found: dict[str, Any]) -> End:
   for name, text in texts.items():
     if not isinstance(text, str):
       raise invalid('must be a string', name)
-  return End(float(success), reason, **texts)
+  return End(float(success), reason, rewards=_rewards(found), **texts)
+
+
+def _rewards(found: dict[str, Any]) -> dict[str, float]:
+  """`rewards` by completion id."""
+  given = found.get('rewards', {})
+  if not isinstance(given, dict):
+    raise invalid('must be an object: the id of a response and its reward', 'rewards')
+  rewards: dict[str, float] = {}
+  for id_, reward in given.items():
+    number = isinstance(reward, int | float) and not isinstance(reward, bool)
+    try:
+      finite = number and math.isfinite(reward)
+    except OverflowError:  # an integer above any float
+      finite = False
+    if not finite:
+      raise invalid('must be a finite number', f'rewards.{id_[:100]}')
+    match = _ID.fullmatch(id_)
+    rewards[COMPLETION_PREFIX + match[1] if match else id_] = float(reward)
+  return rewards

@@ -50,7 +50,7 @@ Record = Callable[[Completion], concurrent.futures.Future | None]
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-  """A completion in the engine."""
+  """A completion in the engine; `number` is `Completion.request`."""
 
   id: str
   session: sessions.Session
@@ -59,6 +59,7 @@ class Pending:
   prompt_ids: np.ndarray
   overrides: tuple[str, ...]
   handle: Handle
+  number: int
   started_s: float
   template_version: str = 'm2'
 

@@ -35,6 +35,7 @@ from m2jax.rollout.api import (
   PromptTooLong,
 )
 
+_EPOCH_S = time.time() - time.monotonic()
 # JSON's longest encoding of one byte of text: an ASCII character as \u0041.
 _JSON_BYTES = 6
 
@@ -119,6 +120,8 @@ class ChatService:
     request = reading.request
     session = self.sessions.find(key)
     self._check_model(request.model)
+    first = session.requests  # in the order in which they arrived
+    session.requests += request.n
     sampled, overrides = sampling.params(
       request.sampling,
       request.max_tokens,
@@ -153,10 +156,11 @@ class ChatService:
         prompt_ids=prompt_ids,
         overrides=overrides,
         handle=handle,
-        started_s=time.time(),
+        number=number,
+        started_s=_now_s(),
         template_version=self.config.template_version,
       )
-      for handle in handles
+      for number, handle in enumerate(handles, start=first)
     ]
 
   async def count(self, key: str, reading: readers.Reading) -> np.ndarray:
@@ -248,8 +252,9 @@ class ChatService:
       finish_reason=result.finish_reason,
       status=str(parsed.status),
       overrides=pending.overrides,
+      request=pending.number,
       started_s=pending.started_s,
-      ended_s=time.time(),
+      ended_s=_now_s(),
       tool_s=request.hints.tool_s,
     )
     cancelled = result.finish_reason == 'cancelled'
@@ -297,6 +302,11 @@ class ChatService:
     count('parsed_total', status=completion.status)
     count('prompt_tokens_total', len(completion.prompt_ids))
     count('response_tokens_total', len(completion.response_ids))
+
+
+def _now_s() -> float:
+  """Seconds since the epoch, by a clock that never steps."""
+  return _EPOCH_S + time.monotonic()
 
 
 def _cut(result: GenerateResult, prompt: int, tokens: int) -> GenerateResult:

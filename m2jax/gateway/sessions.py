@@ -62,7 +62,7 @@ class Session:
     mode: 'training' (sampling fields are overridden) or 'evaluation'.
     opened: whether the key was registered; otherwise a client chose it.
     used_s: monotonic time of its last request.
-    turns: number of completions recorded so far.
+    requests, turns: number of completions requested and recorded so far.
     size_bytes: approximate size of its completions in memory.
   """
 
@@ -74,7 +74,7 @@ class Session:
     self.mode = mode
     self.opened = opened
     self.used_s = time.monotonic()
-    self.turns = 0
+    self.requests = self.turns = 0
     self.size_bytes = 0
     self._limits = limits
     self._forgot = False

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from m2jax import records
 from m2jax.pool import arrays
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 metadata = sa.MetaData()
 # SQLite gives rowids only to columns spelled INTEGER.
@@ -65,6 +65,7 @@ trajectories = sa.Table(
   sa.Column('tool_calls', sa.Integer, nullable=False),
   sa.Column('tool_errors', sa.Integer, nullable=False),
   sa.Column('answer', sa.Text, nullable=False),
+  sa.Column('rewards', sa.Text, nullable=False, default='{}'),  # JSON
   sa.Column('messages', sa.LargeBinary),  # null once pruned
   sa.Column('superseded', sa.Boolean, nullable=False),
   sa.Column('process', sa.Float),  # rewards: null until the learner sets them
@@ -114,6 +115,7 @@ completions = sa.Table(
   sa.Column('finish_reason', sa.String, nullable=False),
   sa.Column('status', sa.String, nullable=False),
   sa.Column('overrides', sa.Text, nullable=False),
+  sa.Column('request', sa.Integer, nullable=False, default=0),
   sa.Column('started_s', sa.Float, nullable=False),
   sa.Column('ended_s', sa.Float, nullable=False),
   sa.Column('tool_s', sa.Float, nullable=False, default=0.0),
@@ -183,6 +185,7 @@ def completion_row(
     finish_reason=c.finish_reason,
     status=c.status,
     overrides=','.join(c.overrides),
+    request=c.request,
     started_s=c.started_s,
     ended_s=c.ended_s,
     tool_s=c.tool_s,
@@ -216,6 +219,7 @@ def completions_of(rows: Iterable[sa.Row]) -> dict[str, records.Completion]:
       finish_reason=row.finish_reason,
       status=row.status,
       overrides=tuple(row.overrides.split(',')) if row.overrides else (),
+      request=row.request,
       started_s=row.started_s,
       ended_s=row.ended_s,
       tool_s=row.tool_s,
@@ -230,6 +234,7 @@ def trajectory_row(t: records.Trajectory) -> dict[str, Any]:
   row = {f: getattr(t, f) for f in _TRAJECTORY_FIELDS}
   for field in ('answer', 'error'):
     row[field] = clean_text(row[field])
+  row['rewards'] = json.dumps({id_: float(r) for id_, r in t.rewards.items()})
   text = json.dumps(t.messages, separators=(',', ':'))
   row['messages'] = arrays.compress(0, text.encode())
   row['superseded'] = False
@@ -242,7 +247,8 @@ def trajectory(row: sa.Row) -> records.Trajectory:
   messages = ()
   if row.messages is not None:
     messages = tuple(json.loads(arrays.decompress(row.messages)[1]))
-  return records.Trajectory(messages=messages, **fields)
+  rewards = json.loads(row.rewards)
+  return records.Trajectory(messages=messages, rewards=rewards, **fields)
 
 
 def work_item(row: sa.Row) -> records.WorkItem:

@@ -64,9 +64,10 @@ class LearnerConfig:
     reward: the composite reward.
     step: train-step settings; MTP is detached from the policy (m2-and-forge.md §3). For
       an engine that drafts, Forge's loss is `mtp_weight=0` with a `draft_weight`.
-    shuffle_rewards: a control that permutes success over each group's trajectories:
-      only the association of behaviour and reward is lost. A group without advantage
-      still has none.
+    shuffle_rewards: a control that permutes success over each group's trajectories, and
+      the rewards of turns over all paid turns of the group: only the association of
+      behaviour and reward is lost. Without paid turns, a group without advantage still
+      has none.
   """
 
   row_tokens: int = 1024
@@ -197,7 +198,7 @@ class Learner:
   def credit(self, group: rewards.Group) -> rewards.GroupCredit:
     """Computes rewards and advantages of a group, the input of `update`."""
     if self._config.shuffle_rewards:
-      group = _shuffle_success(group)
+      group = _shuffle_rewards(group)
     credit = rewards.advantages(group, self._config.reward)
     if self._config.algorithm == 'expert_iteration':
       credit = expert_iteration.credit(credit)
@@ -225,6 +226,7 @@ class Learner:
     """Merges and packs groups for `train`."""
     started_s = time.monotonic()
     normaliser = self._estimator.normaliser
+    credits_ = rewards.scaled(credits_, self._config.reward)
     groups_samples = samples.from_groups(credits_, normaliser, self._lags)
     metrics = dict(rewards.summary(credits_), **self._lag(credits_))
     batch = packing.pack(
@@ -306,13 +308,19 @@ def _counts(
   return counts
 
 
-def _shuffle_success(group: rewards.Group) -> rewards.Group:
-  """Permutes `success` over the group's judged trajectories, deterministically."""
+def _shuffle_rewards(group: rewards.Group) -> rewards.Group:
+  """Permutes the rewards of the group's judged trajectories, deterministically."""
   judged = [t for t, _ in group if t.end_reason != 'infrastructure']
+  rng = random.Random(','.join(t.session for t in judged))
   values = [t.success for t in judged]
-  random.Random(','.join(t.session for t in judged)).shuffle(values)
-  shuffled = {t.session: value for t, value in zip(judged, values, strict=True)}
-  return [
-    (dataclasses.replace(t, success=shuffled.get(t.session, t.success)), completions)
-    for t, completions in group
-  ]
+  paid = [reward for t in judged for reward in t.rewards.values()]
+  rng.shuffle(values)
+  rng.shuffle(paid)
+  successes, payments = iter(values), iter(paid)
+  out = []
+  for t, completions in group:
+    if t.end_reason != 'infrastructure':
+      earned = {id_: next(payments) for id_ in t.rewards}
+      t = dataclasses.replace(t, success=next(successes), rewards=earned)
+    out.append((t, completions))
+  return out

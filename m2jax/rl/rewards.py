@@ -5,11 +5,12 @@ Forge's reward (facts/m2-and-forge.md §4.8, §4.10; DESIGN §6); a step t is a 
   r_t = α · process_t + β · speed_t + perf_t        speed = h(T / T_baseline)
   G_t = Σ_{τ ≥ t} γ^{τ−t} r_τ                       Â_t = G_t − B
 
-with h decreasing. The report discloses the form only. Undisclosed, and therefore our
-choice: α, β, γ, h, T_baseline and the size of the process terms; that speed and perf
-are paid at the last step; that speed is paid only on success; that B is the mean return
-of the group. The report's process term also mentions a penalty for mixing languages,
-which is not implemented here.
+with h decreasing; perf_t is what the environment or the agent paid for the step
+(`Trajectory.rewards`), at the last step with the success. The report discloses the form
+only. Undisclosed, and therefore our choice: α, β, γ, h, T_baseline and the size of the
+process terms; that speed and success are paid at the last step; that speed is paid only
+on success; that B is the mean return of the group. The report's process term also
+mentions a penalty for mixing languages, which is not implemented here.
 
 A trajectory that ended with an infrastructure failure is masked: it has no term in the
 loss and no part in B, and is counted. It is never a reward of 0 (law 5).
@@ -23,7 +24,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -39,6 +40,7 @@ SPEEDS: dict[str, Callable[[float], float]] = {
 }
 BASELINES = ('mean', 'leave_one_out', 'none')
 BASELINE_OVERS = ('trajectory', 'turn')
+NORMALISE = ('none', 'group', 'batch')
 SPEED_UNITS = ('wall', 'work', 'turns', 'tool_calls')
 UNTRAINED = ('auxiliary', 'compaction')  # fork reasons: the request is none of the task
 
@@ -73,9 +75,13 @@ class RewardConfig:
       turn is also credited for earlier ones: after a malformed turn, the turns that
       follow have a positive advantage. 'turn': the G_t of the trajectories that have a
       turn t, so that only the malformed turn is penalised, also between two successes;
-      turns that only one trajectory has get advantage 0.
-    normalise: divide advantages by the standard deviation of the group's returns (M1's
-      GRPO form; M2's has none).
+      turns that only one trajectory has get advantage 0. None: 'turn' in a group in
+      which turns are paid (`Trajectory.rewards`), else 'trajectory'.
+    normalise: what advantages are divided by: 'none', M2's; 'group', the standard
+      deviation of the group's returns (GRPO's, M1's); or 'batch', that of the batch's
+      advantages, one per trained completion (`scaled`). The group's makes α and β
+      meaningless where successes are equal, and may flip the sign of a mixed reward;
+      the batch's is one factor for all.
   """
 
   alpha: float = 0.1
@@ -90,8 +96,8 @@ class RewardConfig:
   speed_on_success_only: bool = True
   success_threshold: float = 1.0
   baseline: str = 'mean'
-  baseline_over: str = 'trajectory'
-  normalise: bool = False
+  baseline_over: str | None = None
+  normalise: str = 'none'
 
   def __post_init__(self):
     check = functools.partial(require, self)
@@ -104,8 +110,9 @@ class RewardConfig:
     check(positive, 'speed_baseline', 'positive, or None')
     check(0 < self.success_threshold <= 1, 'success_threshold', 'in (0, 1]')
     check(self.baseline in BASELINES, 'baseline', f'one of {BASELINES}')
-    over = self.baseline_over in BASELINE_OVERS
-    check(over, 'baseline_over', f'one of {BASELINE_OVERS}')
+    over = self.baseline_over in (None, *BASELINE_OVERS)
+    check(over, 'baseline_over', f'one of {BASELINE_OVERS}, or None')
+    check(self.normalise in NORMALISE, 'normalise', f'one of {NORMALISE}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,9 +195,12 @@ def advantages(group: Group, config: RewardConfig) -> GroupCredit:
   Args:
     group: trajectories, each with its completions.
     config: the reward.
+
+  Raises:
+    ValueError: a reward is for a completion that its trajectory does not have.
   """
   real = [i for i, (t, _) in enumerate(group) if t.end_reason != 'infrastructure']
-  used = [acted(completions) for _, completions in group]
+  used = [acted(completions, trajectory.rewards) for trajectory, completions in group]
   times = [_time(group[i][0], used[i], config.speed_unit) for i in real]
   speed_baseline = config.speed_baseline or (np.mean(times) if times else 0.0)
 
@@ -203,14 +213,19 @@ def advantages(group: Group, config: RewardConfig) -> GroupCredit:
     ):
       fast = speed(time, speed_baseline, config.speed)
     last = config.beta * fast + trajectory.success
+    paid = _paid(*group[i], used[i])
     # A trajectory without turns still has a return.
-    rewards = config.alpha * process if len(process) else np.zeros(1)
+    rewards = config.alpha * process + paid if len(process) else np.zeros(1)
     rewards[-1] += last
     to_go.append(returns(rewards, config.gamma))
-    parts[i] = (float(process.sum()), fast, trajectory.success)
+    perf = trajectory.success + float(paid.sum())
+    parts[i] = (float(process.sum()), fast, perf)
 
   totals = np.array([g[0] for g in to_go])
-  differences = _subtract_baseline(to_go, config)
+  over = config.baseline_over
+  if over is None:
+    over = 'turn' if any(group[i][0].rewards for i in real) else 'trajectory'
+  differences = _subtract_baseline(to_go, config, over)
   credits_, largest = [], 0.0
   for i, (trajectory, _) in enumerate(group):
     if i not in parts:
@@ -230,12 +245,48 @@ def advantages(group: Group, config: RewardConfig) -> GroupCredit:
   return GroupCredit(tuple(credits_), dropped)
 
 
-def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion, ...]:
+def _paid(
+  trajectory: records.Trajectory,
+  completions: Sequence[records.Completion],
+  used: Sequence[records.Completion],
+) -> np.ndarray:
+  """What each turn was paid: [T] float64, in order of `used`."""
+  if unknown := trajectory.rewards.keys() - {c.id for c in completions}:
+    raise ValueError(
+      f'task {trajectory.task}, session {trajectory.session}: rewards for '
+      f'{sorted(unknown)}, which are none of its completions: pay by `Completion.id`'
+    )
+  return np.array([trajectory.rewards.get(c.id, 0.0) for c in used])
+
+
+def scaled(groups: Sequence[GroupCredit], config: RewardConfig) -> list[GroupCredit]:
+  """The credits of a batch, with its scale if `normalise` is 'batch'.
+
+  Divides by the standard deviation of the advantages of all completions that are
+  trained: ScaleRL's choice (arXiv:2510.13786). Signs and ratios stay.
+  """
+  trained = [c.advantages for g in groups if not g.dropped for c in g.credits]
+  scale = float(np.std(np.concatenate(trained))) if trained else 0.0
+  if config.normalise != 'batch' or scale <= 1e-9:
+    return list(groups)
+
+  def divided(credit):
+    return dataclasses.replace(credit, advantages=credit.advantages / scale)
+
+  return [
+    dataclasses.replace(g, credits=tuple(map(divided, g.credits))) for g in groups
+  ]
+
+
+def acted(
+  completions: Sequence[records.Completion], paid: Collection[str] = ()
+) -> tuple[records.Completion, ...]:
   """The completions of a session that its agent acted on, in order of turn.
 
   Excluded are completions that were cancelled or are empty, those of requests that the
   agent declared auxiliary (a title) or a compaction, and those that it sampled again
-  and did not use. Agents do not report which ones they use; this rule infers it:
+  and did not use. Those that are paid were used. Of the others agents do not report
+  it; this rule infers it:
 
     Completions with the same prompt ids are samples of one request: the same tools and
     messages. Used are those whose answer another request continues
@@ -251,6 +302,10 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
   look like a repetition, and only the last completion is trained: sub-agents with equal
   prompts that end after one completion; and several samples of which the agent sends
   one back modified, for example without its reasoning.
+
+  Args:
+    completions: of a session.
+    paid: ids of those that were paid.
   """
   completions = [c for c in completions if c.fork_reason not in UNTRAINED]
   sampled = (c for c in completions if c.finish_reason != 'cancelled')
@@ -265,11 +320,11 @@ def acted(completions: Sequence[records.Completion]) -> tuple[records.Completion
     found[-1].append(c)
 
   def last(of):
-    return {max(of, key=lambda c: (c.started_s, c.turn)).id}
+    return {max(of, key=lambda c: (c.request, c.turn)).id}
 
   used = last(completions) if completions else set()
   for same in itertools.chain.from_iterable(requests.values()):
-    used |= {c.id for c in same if c.id in extended} or last(same)
+    used |= {c.id for c in same if c.id in extended or c.id in paid} or last(same)
   return tuple(c for c in sampled if c.id in used)
 
 
@@ -365,12 +420,12 @@ def work_s(completions: Sequence[records.Completion]) -> float:
 
 
 def _subtract_baseline(
-  to_go: Sequence[np.ndarray], config: RewardConfig
+  to_go: Sequence[np.ndarray], config: RewardConfig, over: str
 ) -> list[np.ndarray]:
-  """G_t − B of each trajectory's returns, scaled if `normalise`."""
+  """G_t − B of each trajectory's returns, scaled if `normalise` is 'group'."""
   if config.baseline == 'none':
     out = [g.copy() for g in to_go]
-  elif config.baseline_over == 'turn':
+  elif over == 'turn':
     out = [np.zeros_like(g) for g in to_go]
     for t in range(max(map(len, to_go), default=0)):
       present = [k for k, g in enumerate(to_go) if len(g) > t]
@@ -384,7 +439,7 @@ def _subtract_baseline(
   else:
     baselines = _baseline(np.array([g[0] for g in to_go]), config)
     out = [g - b for g, b in zip(to_go, baselines, strict=True)]
-  if config.normalise and to_go:
+  if config.normalise == 'group' and to_go:
     scale = float(np.std([g[0] for g in to_go]))
     out = [a / (scale if scale > 1e-9 else 1.0) for a in out]
   return out

@@ -48,12 +48,15 @@ class Environment:
     box: its sandbox, in which an agent that is a command runs; None if it has none.
     independent: names of the tools whose calls do not affect one another: an agent may
       run those of one turn at the same time. All others run in order.
+    turn_reward: called after each turn (a completion and its calls, or the answer):
+      what it is paid, a finite number, beside the verdict. None: turns are not paid.
   """
 
   execute: Execute
   workspace: Path | None = None
   box: sandbox.Sandbox | None = None
   independent: frozenset[str] = frozenset()
+  turn_reward: Callable[[], Awaitable[float]] | None = None
 
 
 class Task(Protocol):

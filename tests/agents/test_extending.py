@@ -1,6 +1,8 @@
 """Tasks and agents from outside the package: executes the pages that explain them."""
 
 import asyncio
+import dataclasses
+import importlib
 import os
 import re
 import runpy
@@ -8,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments import common
@@ -15,6 +18,7 @@ from m2jax import tasks
 from m2jax.agents import episodes
 from m2jax.data import chats
 from m2jax.forge.config import ForgeConfig
+from m2jax.rl import rewards
 from m2jax.tasks import demonstrations
 from tests.gateway.conftest import response_text
 
@@ -92,6 +96,45 @@ def test_an_agent_from_outside_solves_a_task_from_outside(
   for completions in by_session:  # one chain of recorded ids: nothing is retokenised
     assert [c.parent for c in completions[1:]] == [c.id for c in completions[:-1]]
     assert len(completions) == 4
+
+
+def run(made, gateway, specs, **options):
+  """The trajectories of a group of each spec."""
+  with episodes.Runner(made.episodes, gateway.base_url, gateway.sessions) as runner:
+    return [runner.group(spec, 1, **options).result(30)[0] for spec in specs]
+
+
+def test_an_environment_pays_turns(mylab, serve, tok):
+  """Each completion has what its turn earned, and credit by turn."""
+  made = config(mylab, kind='whitebox')
+  spec = tasks.spec(importlib.import_module('mylab.paid').Config(), 'train', 0)
+  gateway, _, records = serve(reader(tok))
+  [trajectory] = run(made, gateway, [spec], item=0)
+  assert trajectory.success == 1.0
+  assert [trajectory.rewards[c.id] for c in records] == [0.0, 0.1, 0.1, 0.0]
+  group = [
+    (trajectory, records),
+    (dataclasses.replace(trajectory, rewards={}), records),
+  ]
+  credit = rewards.advantages(group, rewards.RewardConfig(alpha=0.0))
+  np.testing.assert_allclose(credit.credits[0].advantages, [0.1, 0.1, 0.05, 0.0])
+
+
+@pytest.mark.parametrize('verdict', [float('nan'), 1.5, -1.0])
+def test_a_verdict_out_of_range_names_the_task(mylab, serve, tok, monkeypatch, verdict):
+  """In process as over HTTP: no such value reaches an average."""
+
+  async def verify(self, environment, answer):
+    return verdict
+
+  made = config(mylab, kind='whitebox')
+  monkeypatch.setattr(importlib.import_module('mylab.sums').Sum, 'verify', verify)
+  spec = tasks.spec(made.tasks, 'train', 0)
+  gateway, _, _ = serve(reader(tok))
+  with pytest.raises(ExceptionGroup) as failed:
+    run(made, gateway, [spec])
+  [error] = failed.value.exceptions
+  assert str(error).startswith(f'task {spec}: the verdict is {verdict}')
 
 
 def test_demonstrations_from_outside_are_chats(mylab, tmp_path):

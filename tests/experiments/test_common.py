@@ -76,7 +76,7 @@ def test_completing_changes_nothing():
       'row_tokens': 2048,
       'row_terms': 3072,
       'step': StepConfig(micro_rows=2, detach_mtp=True),
-      'reward': RewardConfig(alpha=0.1, gamma=1.0, normalise=True),
+      'reward': RewardConfig(alpha=0.1, gamma=1.0),
     }
   )
 

@@ -45,7 +45,9 @@ MESSAGES = (
 def test_a_trajectory_with_all_its_parts():
   reward = TrajectoryReward(-1, 0.5, 1, 0.95)
   turns = [completion('s', 0, ended_s=1.7e9), completion('s', 1, parent='s/0')]
-  t = trajectory('s', 3, rank=1, messages=MESSAGES, answer='7')
+  t = trajectory(
+    's', 3, rank=1, messages=MESSAGES, answer='7', rewards={'s/0': 0.25, 's/1': -1.0}
+  )
   document = valid(atif.document(t, turns, reward))
   assert [step['source'] for step in document['steps']] == [
     *('system', 'user', 'agent', 'agent'),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 import zlib
 
 import jax
@@ -184,6 +185,39 @@ def test_shuffled_rewards_stay_in_their_group():
   assert moved
   one.pool = Pool((1.0, 1.0))
   assert one.credit(one.pool.group(0)).dropped == 'zero_advantage'
+
+
+def test_shuffled_rewards_of_turns():
+  """They stay in the group, too, at its paid turns."""
+  config = learner.LearnerConfig(shuffle_rewards=True)
+  one = Learner(CFG, config, optax.sgd(0.1), None, Pool((1.0, 0.0, 0.0, 0.0)))
+  moved = 0
+  for index in range(8):
+    group = [
+      (dataclasses.replace(t, rewards={cs[0].id: float(t.rank)}), cs)
+      for t, cs in one.pool.group(index)
+    ]
+    earned = [c.trajectory.rewards for c in one.credit(group).credits]
+    assert [list(e) for e in earned] == [[cs[0].id] for _, cs in group]
+    values = [value for e in earned for value in e.values()]
+    assert sorted(values) == [0.0, 1.0, 2.0, 3.0]
+    moved += values != [0.0, 1.0, 2.0, 3.0]
+  assert moved
+
+
+def test_the_scale_of_a_batch_is_that_of_its_groups():
+  """`normalise='batch'`: one factor for all terms of an update."""
+  config = learner.LearnerConfig(
+    reward=rewards.RewardConfig(alpha=0.0, normalise='batch')
+  )
+  one = Learner(CFG, config, optax.sgd(0.1), None, Pool((1.0, 0.0, 0.0, 0.0)))
+  one.state = types.SimpleNamespace(step=0)
+  credits_ = [one.credit(one.pool.group(index)) for index in (0, 1)]
+  rows = one.pack(credits_).batch.rows
+  found = np.unique(rows.advantage[rows.weight > 0].round(5))
+  np.testing.assert_allclose(
+    found, np.array([-0.25, 0.75]) / np.sqrt(3 / 16), rtol=1e-4
+  )
 
 
 def test_not_finite(make):

@@ -136,7 +136,8 @@ CONFIGS = st.builds(
   beta=st.floats(0, 1),
   gamma=st.floats(0, 1),
   baseline=st.sampled_from(rewards.BASELINES),
-  normalise=st.booleans(),
+  baseline_over=st.sampled_from([None, *rewards.BASELINE_OVERS]),
+  normalise=st.sampled_from(rewards.NORMALISE),
   speed_unit=st.sampled_from(rewards.SPEED_UNITS),
 )
 
@@ -180,7 +181,7 @@ def test_baselines(rows, config):
   n = len(group)
   by = {
     kind: rewards.advantages(
-      group, dataclasses.replace(config, baseline=kind, normalise=False)
+      group, dataclasses.replace(config, baseline=kind, normalise='none')
     )
     for kind in rewards.BASELINES
   }
@@ -195,13 +196,101 @@ def test_baselines(rows, config):
         assert credit.advantages[0] == pytest.approx(a, abs=1e-9)
 
 
+def flat(*groups):
+  return np.concatenate([c.advantages for g in groups for c in g.credits])
+
+
 def test_normalise():
-  """M1's form: advantages in units of the group's standard deviation."""
+  """The default is G − B; GRPO's form is in units of the group's deviation, and the
+  batch's is one factor for all that is trained."""
   group = [episode(i, s) for i, s in enumerate((1.0, 0.0, 0.0, 0.0))]
-  plain, scaled = advantages(group), advantages(group, normalise=True)
+  plain, scaled = advantages(group), advantages(group, normalise='group')
   std = np.std([1, 0, 0, 0])
-  for a, b in zip(plain.credits, scaled.credits, strict=True):
-    np.testing.assert_allclose(b.advantages, a.advantages / std)
+  np.testing.assert_allclose(flat(plain), [0.75, -0.25, -0.25, -0.25])
+  np.testing.assert_allclose(flat(scaled), flat(plain) / std)
+
+  config = RewardConfig(beta=0.1, normalise='batch')
+  fast = [episode(i, 1.0, wall_s=1 + 0.01 * i) for i in range(4)]
+  alike = [episode(i, 0.0) for i in range(4)]
+  batch = [rewards.advantages(g, config) for g in (group, fast, alike)]
+  assert [g.dropped for g in batch] == ['', '', 'zero_advantage']
+  out = rewards.scaled(batch, config)
+  assert np.std(flat(*out[:2])) == pytest.approx(1.0)
+  factor = np.std(flat(*batch[:2]))
+  np.testing.assert_allclose(flat(*out), flat(*batch) / factor)
+  assert rewards.scaled(batch, RewardConfig()) == batch
+  assert rewards.scaled(batch[2:], config) == batch[2:]
+
+
+def test_weights_of_the_reward_are_weights():
+  """α and β scale what they pay, and a strategy that is paid less on the whole has a
+  negative mean advantage. GRPO's division by the group's deviation loses both."""
+  failures = [episode(i, 0.0, ('ok' if i else 'invalid_json',)) for i in range(16)]
+  by_alpha = [flat(advantages(failures, alpha=a))[0] for a in (0.1, 0.001)]
+  np.testing.assert_allclose(by_alpha, [-0.1 * 15 / 16, -0.001 * 15 / 16])
+  equal = [episode(i, 1.0, wall_s=1 + 0.01 * i) for i in range(8)]
+  assert np.abs(flat(advantages(equal, beta=0.5))).max() < 0.01
+  assert np.abs(flat(advantages(equal, beta=0.5, normalise='group'))).max() > 1.5
+
+  def parallel(normalise):
+    """Mean advantage of faster calls, right in 9 of 10 groups; one by one always."""
+    found = []
+    for k in range(10):
+      slow = [episode(i, 1.0, wall_s=1.1) for i in range(1, 8)]
+      group = [episode(0, float(k > 0), wall_s=0.6), *slow]
+      found.append(flat(advantages(group, beta=0.1, normalise=normalise))[0])
+    return np.mean(found)
+
+  assert parallel('none') < 0 < parallel('group')
+
+
+def paid(rank, *by_turn, success=1.0):
+  """An episode with a turn for each reward."""
+  trajectory, completions = episode(rank, success, ('ok',) * len(by_turn))
+  earned = {c.id: r for c, r in zip(completions, by_turn, strict=True)}
+  return dataclasses.replace(trajectory, rewards=earned), completions
+
+
+def test_paid_turns_by_hand():
+  """r_t is what the turn was paid, with the success at the last; G_t is the reward to
+  go, and B by default the mean G_t of the same turn."""
+  group = [paid(0, 0.5, 0.0, 1.0), paid(1, 0.0, 2.0, success=0.0)]
+  credit = advantages(group, gamma=0.5)
+  to_go = [0.5 + 0.5 * (0.0 + 0.5 * 2.0), 0.5 * 2.0, 2.0], [0.5 * 2.0, 2.0]
+  first, second = (np.mean([g[t] for g in to_go]) for t in (0, 1))
+  a, b = credit.credits
+  np.testing.assert_allclose(
+    a.advantages, [to_go[0][0] - first, to_go[0][1] - second, 0]
+  )
+  np.testing.assert_allclose(b.advantages, [to_go[1][0] - first, to_go[1][1] - second])
+  assert (a.reward.perf, a.reward.total) == (2.5, to_go[0][0])
+  over = advantages(group, gamma=0.5, baseline_over='trajectory').credits[0]
+  np.testing.assert_allclose(over.advantages, np.array(to_go[0]) - first)
+  lost = dataclasses.replace(paid(2, 9.0)[0], end_reason='infrastructure'), []
+  again = advantages([episode(0, 1.0, ('ok',) * 2), episode(1, 0.0, ('ok',) * 2), lost])
+  np.testing.assert_allclose(flat(again), [0.5, 0.5, -0.5, -0.5])  # none is paid
+  stray = dataclasses.replace(group[0][0], rewards={'msg': 1.0}), group[0][1]
+  with pytest.raises(ValueError, match=r"task t, session s0: rewards for \['msg'\]"):
+    advantages([stray])
+
+
+def test_a_baseline_per_turn_needs_fewer_samples():
+  """16 turns, each right with p = 0.6 and paid by itself: with the default the gradient
+  has the signal-to-noise ratio of ten times as many samples as with the trajectory's
+  baseline (15 in the limit)."""
+  rng = np.random.default_rng(0)
+  found = {None: [], 'trajectory': []}
+  for _ in range(40):
+    right = rng.random((16, 16)) < 0.6
+    group = [paid(i, *map(float, row)) for i, row in enumerate(right)]
+    for over, gradients in found.items():
+      credit = advantages(group, baseline_over=over)
+      by_turn = np.array([c.advantages for c in credit.credits])
+      gradients.append((by_turn * (right - 0.6)).mean(0))
+  ratio = {
+    over: np.mean((np.mean(g, 0) / np.std(g, 0)) ** 2) for over, g in found.items()
+  }
+  assert ratio[None] > 10 * ratio['trajectory']
 
 
 @pytest.mark.parametrize('success', [0.0, 1.0, 0.1])
@@ -292,12 +381,19 @@ def test_repetitions_that_were_not_used():
   later = sampled('a0', (1,)), sampled('b1', (1, 4), 'a0'), sampled('c2', (1, 4), 'a0')
   assert used(*later, sampled('d3', (1, 4, 5), 'c2')) == 'a0 c2 d3'
   assert used(*later) == 'a0 c2'  # and at the last turn
-  # The lost answer was recorded after the second request.
-  late = sampled('a2', (1,), started_s=1.0), sampled('b1', (1,), started_s=2.0)
+  # The lost answer was recorded after the second request, and the clock stepped back.
+  late = (
+    sampled('a2', (1,), request=0, started_s=5000.0),
+    sampled('b1', (1,), request=1, started_s=1400.0),
+  )
   assert used(*late) == 'b1'
   # Best of three: the agent continues the first.
   three = [sampled(f'a{i}', (1,)) for i in range(3)]
   assert used(*three, sampled('b3', (1, 4), 'a0')) == 'a0 b3'
+  # An agent without memory asks the same again and again, and each answer is paid.
+  assert used(*three) == 'a2'
+  trained = rewards.acted(three, {'a0': 1.0, 'a1': 0.0, 'a2': 0.0})
+  assert list(trained) == three
   # One was cancelled, but a request extended it: the agent had its text.
   gone_on = sampled('a0', (1,)), sampled('b1', (1,))
   lost = sampled('c2', (1, 4), 'a0', finish_reason='cancelled')
@@ -383,6 +479,7 @@ def test_a_group_of_one(over, baseline):
     ('success_threshold', 0.0),
     ('baseline', 'median'),
     ('baseline_over', 'token'),
+    ('normalise', True),
   ],
 )
 def test_config_names_the_field(field, value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import httpx
 import pytest
@@ -63,6 +64,19 @@ def test_a_lost_answer_is_not_trained(agent, after):
   ask([*second, message, after(message)])
   assert [c.parent is None for c in records] == [True, True, *[after is not call] * 3]
   assert turns(records) == [1, 3, 4]
+
+
+def test_a_clock_that_steps_back_trains_the_same_answer(agent, monkeypatch):
+  """The order of requests is a counter's, and no completion ends before it starts."""
+  ask, records = agent
+  first, real = [user('count')], time.time
+  ask(first)
+  monkeypatch.setattr(time, 'time', lambda: real() - 3600)
+  ask(first)
+  assert turns(records) == [1]
+  assert [c.request for c in records] == [0, 1]
+  assert all(0 <= c.ended_s - c.started_s < 600 for c in records)
+  assert records[0].started_s < records[1].started_s
 
 
 @pytest.mark.parametrize('after', [call, lambda message: user('go on')])

@@ -50,6 +50,13 @@ class _Open:
   group: _Group | None
   began_s: float
 
+  def check(self, end: End, pool: DataPool) -> None:
+    """Raises ValueError if a reward is for no completion of the session."""
+    if end.rewards:
+      known = pool.completion_ids(self.session.name)
+      for id_ in end.rewards.keys() - known:
+        raise ValueError(f'this episode has no response {id_[:100]}')
+
   def trajectory(self, end: End) -> Trajectory:
     return Trajectory(
       session=self.session.name,
@@ -123,9 +130,11 @@ class Recorded:
 
   def _end(self, digest: bytes, end: End) -> bool:
     with self._lock:
-      opened = self._open.pop(digest, None)
-    if opened is None:
-      return False
+      opened = self._open.get(digest)
+      if opened is None:
+        return False
+      opened.check(end, self._pool)
+      del self._open[digest]
     self._sessions.close_digest(digest)
     self._pool.add_trajectory(opened.trajectory(end))
     return True
@@ -212,9 +221,11 @@ class Leased:
 
   def _end(self, digest: bytes, end: End) -> bool:
     with self._lock:
-      opened = self._open.pop(digest, None)
+      opened = self._open.get(digest)
       if opened is None:
         return False
+      opened.check(end, self._pool)
+      del self._open[digest]
       self._sessions.close_digest(digest)
       group = opened.group
       group.ended.append(opened.trajectory(end))

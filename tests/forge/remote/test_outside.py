@@ -84,6 +84,33 @@ def test_an_episode_and_its_reward_are_recorded(start, pool):
   assert len(pool.turns(t.session)) == 2
 
 
+def test_turns_are_paid_by_the_ids_of_their_responses(start, pool):
+  """In every dialect. A reward of no response of the episode leaves it open."""
+  client = start(lambda sessions: Recorded(pool, sessions))
+  key = client.post('/episodes', {'task': 'mine/1'}).json()['key']
+  message = {'role': 'user', 'content': 'hi'}
+  ids = [
+    client.post(path, {'model': 'm2jax'} | body, key).json()['id']
+    for path, body in (
+      ('/chat/completions', {'messages': [message]}),
+      ('/messages', {'messages': [message], 'max_tokens': 9}),
+      ('/responses', {'input': 'hi', 'store': False}),
+    )
+  ]
+  end = f'/episodes/{key}/end'
+  stray = client.post(end, {'success': 1.0, 'rewards': {ids[0] + 'x': 1}}, key=key)
+  assert stray.status_code == 400 and f'no response {ids[0]}x' in stray.text
+  earned = dict(zip(ids, (0.5, -1, 2), strict=True))
+  done = client.post(end, {'success': 1.0, 'rewards': earned}, key=key)
+  assert done.status_code == 200
+  pool.flush()
+  [stored] = pool.sample_trajectories(9, seed=0, evaluation=True)
+  recorded = pool.completions(stored.trajectory.session)
+  assert stored.trajectory.rewards == dict(
+    zip([c.id for c in recorded], (0.5, -1.0, 2.0), strict=True)
+  )
+
+
 def test_no_key_is_stored(start, pool, tmp_path):
   """Neither of clients nor of episodes: not in the database, its log or an export."""
   client = start(lambda sessions: Recorded(pool, sessions), accept_unknown_keys=True)
@@ -155,6 +182,10 @@ def test_what_is_idle_or_too_much_ends(start, pool):
     ({'success': '1'}, 'success'),
     ({'success': 1, 'end_reason': 'won'}, 'end_reason'),
     ({'success': 1, 'answer': 7}, 'answer'),
+    ({'success': 1, 'rewards': [1]}, 'rewards'),
+    ({'success': 1, 'rewards': {'a': '1'}}, 'rewards.a'),
+    ({'success': 1, 'rewards': {'a': 10**400}}, 'rewards.a'),
+    ({'success': 1, 'rewards': {'a': 1.0}}, 'no response a'),
     ([], 'object'),
   ],
 )
