@@ -50,7 +50,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
         renames=({}, dict(sh='shell'), dict(sh='run', cmd='line')),
       ),
     ),
-    thinking=True,
+    thinking=False,  # True: only attempts of which each message has thinking
   )
   c.sample = fields.complete(c.sample, SampleConfig)
   c.mesh = dataclasses.asdict(sharding.MeshConfig())

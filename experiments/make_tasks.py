@@ -17,7 +17,8 @@ from absl import flags
 
 from experiments import common
 from m2jax import pipelines
-from m2jax.sandbox import SandboxUnavailable
+from m2jax.sandbox import SandboxError
+from m2jax.tasks import harbor
 from m2jax.train.workdir import WorkdirError, open_workdir
 
 PIPELINE = flags.DEFINE_string(
@@ -43,6 +44,9 @@ def main():
   )
   if summary.tasks < config.count:
     print(f'no candidates are left: {summary.tasks} of {config.count} tasks')
+  for split in harbor.SPLITS:
+    if summary.tasks and not pipelines.Tasks(workdir, split):
+      print(f'no task in {split}: a run that uses this split does not start; make more')
 
 
 def with_config(argv: list[str]) -> list[str]:
@@ -55,4 +59,4 @@ def with_config(argv: list[str]) -> list[str]:
 
 if __name__ == '__main__':
   sys.argv = with_config(sys.argv)
-  common.run(main, WorkdirError, SandboxUnavailable)
+  common.run(main, WorkdirError, SandboxError)

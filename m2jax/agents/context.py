@@ -135,10 +135,8 @@ def restart(messages: Messages, head: int, notes: str = '') -> Messages:
 
 def without_thinking(messages: Messages) -> Messages:
   """Removes the reasoning of all turns."""
-  return [
-    {key: value for key, value in message.items() if key != 'reasoning_content'}
-    for message in messages
-  ]
+  own = 'reasoning_content', 'reasoning', 'reasoning_details'
+  return [{k: v for k, v in message.items() if k not in own} for message in messages]
 
 
 def edits(

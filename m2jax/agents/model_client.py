@@ -72,7 +72,12 @@ def make(
     raise InfrastructureFailure(f'gateway: {failure}')
 
   async def post(body: dict) -> dict:
-    return await send(f'{base}/chat/completions', body)
+    reply = await send(f'{base}/chat/completions', body)
+    for choice in reply.get('choices', ()):
+      message = choice['message']  # vLLM and OpenRouter say `reasoning`
+      if message.get('reasoning') and not message.get('reasoning_content'):
+        message['reasoning_content'] = message['reasoning']
+    return reply
 
   async def count(messages: list[dict]) -> tuple[int, int]:
     body = {'model': endpoint.model, 'messages': messages}

@@ -19,6 +19,7 @@ from absl import logging
 
 from m2jax import forest
 from m2jax import sharding as sharding_lib
+from m2jax import tasks as tasks_lib
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forge import evaluation, follow, lead, prepare, reporting, rl_loop, roles
 from m2jax.forge.commands import Commands
@@ -72,6 +73,7 @@ def run(
     return []
   commands = commands or Commands()
   with commands.leading():
+    _check_splits(config)
     open_workdir(config.anywhere(), workdir, fresh)
     commands.send('begin')
     with (
@@ -88,6 +90,14 @@ def run(
       metrics.flush()
       evaluations = reporting.write(config, workdir, pool)
   return evaluations
+
+
+def _check_splits(config: ForgeConfig) -> None:
+  """Raises ValueError if a split has no task, which is used only after the training."""
+  dev_tasks = max(config.dev_tasks, config.rl.dev_tasks if config.rl else 0)
+  for split, count in (('dev', dev_tasks), ('held_out', config.eval_tasks)):
+    for index in range(count):
+      tasks_lib.spec(config.tasks, split, index)
 
 
 def _expected_s(config: ForgeConfig) -> dict[str, float]:

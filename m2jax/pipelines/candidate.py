@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
+from typing import Any
 
-from m2jax import kinds
+from m2jax import kinds, sandbox
 from m2jax.checks import require
 from m2jax.pipelines.seat import SeatConfig
 from m2jax.tasks import harbor
@@ -78,6 +79,8 @@ class Candidate:
       results, not their wording.
     reason: why there is no draft.
     passed: there is no draft, since a stage before that of drafts succeeded.
+    invalid: there is no draft, since the machine or a model failed; the next run tries
+      the id again.
     wall_s: elapsed time to make it.
     facts: further fields of the record.
   """
@@ -91,5 +94,18 @@ class Candidate:
   own: tuple[str, ...] = ()
   reason: str = ''
   passed: bool = False
+  invalid: bool = False
   wall_s: float = 0.0
   facts: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+async def attempted(
+  work: Awaitable[Any], id: str, stage: str, family: str, source: str
+) -> Any:
+  """What `work` gives; an invalid candidate if the machine or a model fails (law 5)."""
+  try:
+    return await work
+  except sandbox.SandboxUnavailable:
+    raise
+  except (sandbox.SandboxError, OSError) as error:
+    return Candidate(id, stage, family, source, reason=str(error), invalid=True)

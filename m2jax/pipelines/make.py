@@ -34,6 +34,7 @@ LIMITS = sandbox.Limits(
   wall_s=600.0,
 )
 _RECORDS, _STAGING = 'records.jsonl', '.staging'
+_MAX_INVALID = 8  # candidates in a row
 
 
 @dataclasses.dataclass
@@ -55,6 +56,7 @@ async def run(config: PipelineConfig, workdir: Path, *, show: bool = True) -> Su
 
   Raises:
     SandboxUnavailable: this machine has no such sandbox.
+    SandboxError: the machine or a model failed for several candidates in a row.
   """
   workdir = workdir.resolve()
   started = time.monotonic()
@@ -125,6 +127,7 @@ class _Maker:
     self._near = duplicates.NearDuplicates(config.near_duplicate)
     self._evaluations = duplicates.Contamination(config.decontaminate)
     self._taken = 0  # admitted, or being tried
+    self._invalid = 0  # in a row, the last ones
     for row in log.admitted():
       self._near.add(row['id'], row.get('own') or duplicates.runs(row['text']))
       self._taken += 1
@@ -138,6 +141,7 @@ class _Maker:
       async for candidate in stream:
         if candidate.id in context.done:
           continue
+        self._check()
         while self._taken >= self._config.count or (
           len(running) >= self._config.parallel
         ):
@@ -168,8 +172,18 @@ class _Maker:
         self._near.add(candidate.id, features)
         return False
     outcome = records.PASSED if candidate.passed else records.REJECTED
+    if candidate.invalid:
+      outcome = records.INVALID
     self._append(candidate, outcome, reason)
     return True
+
+  def _check(self) -> None:
+    """Raises SandboxError if whatever makes or judges candidates is out of order."""
+    if self._invalid >= _MAX_INVALID:
+      raise sandbox.SandboxError(
+        f'{self._invalid} candidates in a row are invalid, the last for: '
+        f'{self._log.rows[-1]["reason"]}\nmend that; the same command goes on'
+      )
 
   async def _try(self, candidate: Candidate) -> None:
     split = self._config.split(candidate.source)
@@ -208,6 +222,7 @@ class _Maker:
       **more,
       facts=dict(candidate.facts),
     )
+    self._invalid = self._invalid + 1 if outcome == records.INVALID else 0
     self._advance(outcome == records.ADMITTED)
 
 

@@ -7,7 +7,7 @@ The judge is a model at any OpenAI-compatible URL, or by default scripted: each 
 has a probe, a pattern of the document. Every item is decided yes or no; a model's "yes"
 to a positive item counts only with a quotation that is in the document. A model is
 asked `asks` times, and has judged only if all its answers decide every item alike. If
-they do not, if it is down, or if its answer is no judgement, `NoJudgement` is raised:
+they do not, if it is down, or if its answer is no judgement, `seat.NoAnswer` is raised:
 nothing takes its place. The result says who judged. docs/pipelines_cowork.md, Rubrics.
 """
 
@@ -21,15 +21,10 @@ from collections.abc import Mapping, Sequence
 
 from m2jax.checks import require
 from m2jax.pipelines import seat
-from m2jax.tasks import harbor
 
 POSITIVE, NEGATIVE, CRITICAL = 'positive', 'negative', 'critical'
 MAX_DOCUMENT_CHARS = 200_000
 _MIN_QUOTE_CHARS = 8
-
-
-class NoJudgement(harbor.InvalidVerdict):
-  """The judge could not decide; never a score of 0 (law 5)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +90,7 @@ async def judge(
   """Judges a document, as text; a model judges it `asks` times.
 
   Raises:
-    NoJudgement: the model is down, its answer is no judgement, or its answers differ.
+    seat.NoAnswer: the model is down, its answer is no judgement, or its answers differ.
     ValueError: no positive item, two items of one id, or a document that is too long.
   """
   ids = [item.id for item in items]
@@ -117,12 +112,12 @@ async def judge(
       _messages(items, document), scripted, lambda text: _decisions(text, ids)
     )
     if judge_seat.has_model and answer.by == seat.SCRIPTED:
-      raise NoJudgement(f'{judge_seat.role}: no answer, or one that is no judgement')
+      raise seat.NoAnswer(f'{judge_seat.role}: its answer is no judgement')
     found.append(_decided(items, document, _decisions(answer.text, ids), answer.by))
   holds, evidence = found[0]
   different = [i for i in ids if any(other[i] != holds[i] for other, _ in found)]
   if different:
-    raise NoJudgement(f'{judge_seat.role}: its answers differ on {different}')
+    raise seat.NoAnswer(f'{judge_seat.role}: its answers differ on {different}')
   critical = tuple(i.id for i in items if i.kind == CRITICAL and holds[i.id])
   return Judgement(score(items, holds), holds, evidence, answer.by, critical)
 

@@ -7,9 +7,11 @@ trained. A record of a task says who wrote it: `Text.by`.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +20,29 @@ from typing import Any
 import httpx
 from absl import logging
 
+from m2jax.tasks import harbor
+
 SCRIPTED = 'scripted'
+_MAX_BYTES = 1 << 20  # of an answer
+_RETRY_S = 1.0  # before the first retry; doubles with each
+_PASSING = (408, 429, 500, 502, 503, 504)  # statuses that are tried again
+# The thinking of a model whose server leaves it in the text.
+_THINKING = re.compile(r'.*</think(?:ing)?>\s*', re.S)
+_FENCED = re.compile(r'```\w*\n((?:(?!```).)*)\n```', re.S)
+_NO_TEXT = re.compile('[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffd]|<think(?:ing)?>')
+# In its first sentence; not in JSON.
+_REFUSAL = re.compile(
+  r"(?![{\[])[^.!?\n]{0,80}?(?:\b(?:I['’]m|I am)(?: \w+)? sorry,? (?:but|I)\b"
+  r"|\bI(?:['’]m| am)? (?:can['’]?t|can ?not|won['’]t|will not|unable|not able|decline)"
+  r'(?: to)? (?:\w+ )?(?:help|assist|comply|fulfil|do|provide|produce|write|rewrite'
+  r'|create|generate|answer|discuss)\b|\bas an AI\b|\bagainst my \w+)'
+  r'|很?抱歉|对不起',
+  re.I,
+)
+
+
+class NoAnswer(harbor.InvalidVerdict):
+  """A model did not answer, or not with what was asked for (law 5)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +53,8 @@ class SeatConfig:
   key_variable: environment variable that holds the API key.
   timeout_s: of a call.
   temperature: of sampling.
+  retries: further attempts after a connection failure, a timeout, an answer that is
+    none of the protocol, or an HTTP 408, 429 or 5xx.
   """
 
   url: str = ''
@@ -36,6 +62,7 @@ class SeatConfig:
   key_variable: str = 'OPENAI_API_KEY'
   timeout_s: float = 120.0
   temperature: float = 0.7
+  retries: int = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,39 +95,72 @@ class Seat:
     Args:
       messages: the OpenAI chat.
       scripted: the text without a model.
-      accept: whether a model's text can be used.
+      accept: whether a model's text can be used; '' if it refused or was cut off.
+
+    Raises:
+      NoAnswer: the server did not answer, also when it was asked again.
     """
     if not self._config.url:
       return Text(scripted(), SCRIPTED)
     try:
-      text = await self._call(messages)
-    except (httpx.HTTPError, LookupError, ValueError, TypeError) as error:
-      logging.warning('%s: %s: %r', self._config.url, self.role, error)
-      text = ''
+      choice = await self._call(messages)
+    except NoAnswer as error:
+      logging.warning('%s', error)
+      self._record(messages, '', False, error=str(error))
+      raise
+    text = said(choice)
     used = bool(accept(text))
-    self._record(messages, text, used)
+    self._record(messages, choice['message'].get('content'), used)
     return Text(text, self._config.model) if used else Text(scripted(), SCRIPTED)
 
-  async def _call(self, messages) -> str:
+  async def _call(self, messages) -> Mapping[str, Any]:
+    """The choice of the server, with its message."""
+    config = self._config
+    for attempt in range(config.retries + 1):
+      if attempt:
+        await asyncio.sleep(_RETRY_S * 2 ** (attempt - 1))
+      try:
+        async with asyncio.timeout(config.timeout_s):
+          return await self._post(messages)
+      except httpx.HTTPStatusError as error:
+        failure = f'HTTP {error.response.status_code}'
+        if error.response.status_code not in _PASSING:
+          break
+      except (
+        *(TimeoutError, httpx.HTTPError, httpx.InvalidURL),
+        *(LookupError, ValueError, TypeError, RecursionError),
+      ) as error:
+        failure = repr(error)[:200]
+    raise NoAnswer(f'{self.role} {config.model!r} at {config.url}: {failure}')
+
+  async def _post(self, messages) -> Mapping[str, Any]:
     key = os.environ.get(self._config.key_variable, 'none')
     body = {
       'model': self._config.model,
       'messages': list(messages),
       'temperature': self._config.temperature,
     }
-    async with httpx.AsyncClient(timeout=self._config.timeout_s) as client:
-      answer = await client.post(
+    data = b''
+    async with (
+      httpx.AsyncClient(timeout=self._config.timeout_s) as client,
+      client.stream(
+        'POST',
         f'{self._config.url.rstrip("/")}/chat/completions',
         json=body,
         headers={'Authorization': f'Bearer {key}'},
-      )
-    answer.raise_for_status()
-    text = answer.json()['choices'][0]['message']['content'] or ''
-    if not isinstance(text, str):
-      raise TypeError(f'content is a {type(text).__name__}')
-    return text
+      ) as answer,
+    ):
+      answer.raise_for_status()
+      async for part in answer.aiter_bytes():
+        data += part
+        if len(data) > _MAX_BYTES:
+          return {'message': {'content': ''}}
+    choice = json.loads(data)['choices'][0]
+    if not isinstance(choice['message'], dict):
+      raise TypeError(f'message is a {type(choice["message"]).__name__}')
+    return choice
 
-  def _record(self, messages, text: str, used: bool) -> None:
+  def _record(self, messages, text: Any, used: bool, **more: Any) -> None:
     if self._log is None:
       return
     row: dict[str, Any] = {
@@ -111,6 +171,26 @@ class Seat:
       'messages': list(messages),
       'text': text,
       'used': used,
+      **more,
     }
     with open(self._log, 'a', encoding='utf-8') as file:
-      file.write(json.dumps(row, ensure_ascii=False) + '\n')
+      file.write(json.dumps(row) + '\n')
+
+
+def said(choice: Mapping[str, Any]) -> str:
+  """What a model says, without its thinking or a fence around all of it.
+
+  '' if it refuses, if its text was cut off, or has characters that are no text.
+  """
+  message = choice['message']
+  text = message.get('content')
+  if isinstance(text, list):
+    parts = [p for p in text if isinstance(p, dict) and p.get('type') == 'text']
+    text = ''.join(str(part.get('text')) for part in parts)
+  ended = choice.get('finish_reason') not in ('length', 'content_filter')
+  if not isinstance(text, str) or message.get('refusal') or not ended:
+    return ''
+  text = _THINKING.sub('', text)
+  if fenced := _FENCED.fullmatch(text.strip()):
+    text = fenced[1]
+  return '' if _NO_TEXT.search(text) or _REFUSAL.match(text.lstrip()) else text

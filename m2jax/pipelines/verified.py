@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from m2jax.agents.agent import AgentConfig
 from m2jax.checks import require
 from m2jax.pipelines.suites import SuiteConfig
+from m2jax.text import markup
 
 KEPT = 'kept'
 
@@ -33,7 +34,8 @@ class SampleConfig:
       so that an attempt is one chat.
     keep: most chats of a task and scaffold; those with the fewest tool calls.
     max_tool_errors: most calls of a chat that were not valid.
-    thinking: whether every message of the assistant must have thinking.
+    thinking: whether every message of the assistant must have thinking. SFT on chats
+      that end without it teaches a policy that begins with `<think>` nothing to go on.
   """
 
   suite: SuiteConfig
@@ -89,6 +91,7 @@ def select(
     last = {(row['task'], row['trial']): row for row in found}
     by_task = collections.defaultdict(list)
     for row in last.values():
+      row = {**row, 'messages': [_told(message) for message in row['messages']]}
       if reason := _reason(config, row):
         counts[scaffold, row['family']][reason] += 1
       else:
@@ -115,6 +118,19 @@ def write(path: Path, chats: Sequence[Mapping[str, Any]]) -> None:
   with open(new, 'w', encoding='utf-8') as file:
     file.writelines(json.dumps(chat) + '\n' for chat in chats)
   new.replace(path)
+
+
+def _told(message: Mapping[str, Any]) -> dict[str, Any]:
+  """A message with its thinking in `reasoning_content`, wherever the server put it."""
+  told = {k: v for k, v in message.items() if not k.startswith('reasoning')}
+  thought, content = message.get('reasoning_content'), message.get('content')
+  thought = thought or message.get('reasoning')
+  if not thought and message['role'] == 'assistant' and isinstance(content, str):
+    before, end, after = content.partition(markup.THINK_END)
+    if end:
+      thought = before.strip().removeprefix(markup.THINK).strip()
+      told['content'] = after.strip()
+  return told | {'reasoning_content': thought} if thought else told
 
 
 def _reason(config: SampleConfig, row: Mapping[str, Any]) -> str:

@@ -111,6 +111,8 @@ class Host:
     uids: `[low, high)`, if the caller is root: each sandbox runs under a separate uid,
       also those of other processes. None chooses a range that this machine maps.
     read_only: (directory on the host, path in the sandbox), in addition to /usr.
+    hidden: paths in the sandbox that are empty there, whatever this machine has; those
+      of directories end with '/'.
     parallel_execs: maximum commands at a time; others wait, without using up their
       time.
     cgroups: use control groups if they are available.
@@ -118,6 +120,7 @@ class Host:
 
   uids: tuple[int, int] | None = None
   read_only: tuple[tuple[str, str], ...] = ()
+  hidden: tuple[str, ...] = ()
   parallel_execs: int = 32
   cgroups: bool = True
 

@@ -80,6 +80,7 @@ class Supervisor(asyncio.Protocol):
       'directory': self._directory,
       'uids': host.uids or api.default_uids(),
       'read_only': host.read_only,
+      'hidden': host.hidden,
       'parallel': host.parallel_execs,
       'cgroups': host.cgroups and backend == 'bubblewrap',
       'filter': None,

@@ -8,9 +8,10 @@ import threading
 
 
 class Server:
-  """Answers with the message or the text `answer(body)`; None is an HTTP 400."""
+  """Answers with the message or the text `answer(body)`; None is an HTTP 400, a number
+  that status, and bytes are all that is sent. `end` is the choice's finish_reason."""
 
-  def __init__(self, answer):
+  def __init__(self, answer, end='stop'):
     outer = self
     self.answer, self.bodies = answer, []
 
@@ -19,13 +20,16 @@ class Server:
         body = json.loads(self.rfile.read(int(self.headers['content-length'])))
         outer.bodies.append(body)
         found = outer.answer(body)
-        said = found if isinstance(found, dict) else {'content': found}
-        reason = 'tool_calls' if said.get('tool_calls') else 'stop'
+        text = found if isinstance(found, str | list) else None
+        said = found if isinstance(found, dict) else {'content': text}
+        reason = 'tool_calls' if said.get('tool_calls') else end
         message = {'role': 'assistant', **said}
         choice = {'index': 0, 'message': message, 'finish_reason': reason}
         usage = {'prompt_tokens': 1, 'completion_tokens': 1, 'total_tokens': 2}
         data = json.dumps({'choices': [choice], 'usage': usage}).encode()
-        self.send_response(400 if found is None else 200)
+        data = found if isinstance(found, bytes) else data
+        status = found if isinstance(found, int) else 200
+        self.send_response(400 if found is None else status)
         self.send_header('content-length', str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -13,7 +13,7 @@ import grain
 import pytest
 
 from m2jax import pipelines
-from m2jax.pipelines import duplicates, records, seat
+from m2jax.pipelines import duplicates, records
 from m2jax.tasks import harbor
 from tests import processes
 from tests.pipelines import toy
@@ -198,17 +198,3 @@ def test_a_file_of_evaluations_that_cannot_be_read_is_named(tmp_path, data):
     path.write_bytes(data)
   with pytest.raises(ValueError, match=r'decontaminate: .*eval\.jsonl\.gz'):
     duplicates.Contamination([str(path)])
-
-
-def test_a_seat_records_who_wrote_and_never_trains(tmp_path):
-  """An author that cannot be reached is replaced by the scripted one, visibly."""
-  log = tmp_path / 'calls.jsonl'
-  config = seat.SeatConfig(url='http://127.0.0.1:9/v1', model='m', timeout_s=1)
-  text = asyncio.run(
-    seat.Seat(config, 'author', log).write(
-      [{'role': 'user', 'content': 'hello'}], lambda: 'plan B'
-    )
-  )
-  assert text == seat.Text('plan B', 'scripted')
-  (row,) = map(json.loads, log.read_text().splitlines())
-  assert row['training'] is False and row['role'] == 'author' and not row['used']

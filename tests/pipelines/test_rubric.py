@@ -39,7 +39,7 @@ class Model(seat.Seat):
 
   async def _call(self, messages):
     self.messages = messages
-    return self._text
+    return {'message': {'content': self._text}}
 
 
 def _judge(document, text=None):
@@ -114,14 +114,19 @@ def test_a_models_critical_item_ends_all():
 )
 def test_an_answer_that_is_no_judgement_is_invalid(text):
   """Neither a 0 nor the scripted judge's score takes its place."""
-  with pytest.raises(rubric.NoJudgement):
+  with pytest.raises(seat.NoAnswer):
     _judge(GOOD, text)
+
+
+@pytest.mark.parametrize('around', ['```json\n{}\n```', '<think>\nHm.\n</think>\n\n{}'])
+def test_a_judgement_may_have_a_fence_or_thinking_around_it(around):
+  assert _judge(GOOD, around.replace('{}', _answer())).score == pytest.approx(2 / 3)
 
 
 def _served(answer, document=GOOD, **options):
   """The judgement by a model behind HTTP, and how often it was asked."""
   with model_server.Server(answer) as server:
-    config = seat.SeatConfig(url=server.url, model='m', timeout_s=5)
+    config = seat.SeatConfig(url=server.url, model='m', timeout_s=5, retries=0)
     judge = seat.Seat(config, 'judge')
     found = asyncio.run(rubric.judge(judge, ITEMS, document, **options))
     return found, len(server.bodies)
@@ -142,14 +147,14 @@ def test_a_judge_that_disagrees_with_itself_is_invalid(item):
       return next(answers)
 
   document = f'{GOOD} as the total was 1,240'
-  with pytest.raises(rubric.NoJudgement, match=f"differ on .'{item}'"):
+  with pytest.raises(seat.NoAnswer, match=f"differ on .'{item}'"):
     _served(answer, document)
   _served(answer, document, asks=1)  # what asking twice is for
 
 
 def test_a_yes_whose_quotation_is_missing_once_is_a_disagreement():
   answers = itertools.cycle([_answer(), _answer('never in the document')])
-  with pytest.raises(rubric.NoJudgement, match='total'):
+  with pytest.raises(seat.NoAnswer, match='total'):
     _served(lambda body: next(answers))
 
 
@@ -166,14 +171,14 @@ _GARBAGE = {
 
 @pytest.mark.parametrize('name', _GARBAGE)
 def test_garbage_over_http_is_invalid(name):
-  with pytest.raises(rubric.NoJudgement):
+  with pytest.raises(seat.NoAnswer):
     _served(lambda body: _GARBAGE[name])
 
 
 @pytest.mark.parametrize('second', [None, 'garbage'])
 def test_a_judge_that_fails_the_second_time_is_invalid(second):
   answers = iter([_answer(), second])
-  with pytest.raises(rubric.NoJudgement):
+  with pytest.raises(seat.NoAnswer):
     _served(lambda body: next(answers))
 
 
@@ -182,14 +187,15 @@ def test_a_judge_that_is_down_or_silent_is_invalid():
     gone = server.url
   with socket.create_server(('127.0.0.1', 0)) as silent:
     for url in (gone, f'http://127.0.0.1:{silent.getsockname()[1]}/v1'):
-      judge = seat.Seat(seat.SeatConfig(url=url, model='m', timeout_s=0.3), 'judge')
-      with pytest.raises(rubric.NoJudgement):
+      config = seat.SeatConfig(url=url, model='m', timeout_s=0.3, retries=0)
+      judge = seat.Seat(config, 'judge')
+      with pytest.raises(seat.NoAnswer):
         asyncio.run(rubric.judge(judge, ITEMS, GOOD))
 
 
 def test_no_judgement_is_masked_as_an_infrastructure_failure():
   """What episodes do not judge (law 5)."""
-  assert issubclass(rubric.NoJudgement, sandbox.SandboxError)
+  assert issubclass(seat.NoAnswer, sandbox.SandboxError)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from m2jax import pipelines
+from m2jax.pipelines.candidate import attempted
 from m2jax.tasks import harbor
 
 TEST = """\
@@ -48,6 +49,10 @@ def _draft(number: int, letter: str) -> harbor.Draft:
 async def candidates(config, context):
   for number, letter in enumerate(config.kinds):
     words = ' '.join(f'{number}.{i}' for i in range(40))
+    if letter == 'm':  # a model writes the statement
+      about = f'sum/{number}', 'drawing', 'sum', 'b'
+      yield await attempted(_told(context, number, words, about), *about)
+      continue
     yield pipelines.Candidate(
       id=f'sum/{number}',
       stage='drawing',
@@ -58,3 +63,11 @@ async def candidates(config, context):
       own=(f'own: {number}',) if letter == 'o' else ('own: 5',) * (letter == 'O'),
       reason='nothing to add' if letter == 'r' else '',
     )
+
+
+async def _told(context, number, words, about):
+  draft = _draft(number, 'g')
+  ask = [{'role': 'user', 'content': draft.instruction}]
+  told = await context.author.write(ask, lambda: draft.instruction)
+  draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
+  return pipelines.Candidate(*about, draft=draft, text=words)

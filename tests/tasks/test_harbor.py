@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import tarfile
+import zipfile
 
 import pytest
 
@@ -353,3 +354,30 @@ def test_solutions_that_no_call_shows_are_named(tmp_path):
   harbor.make.cache_clear()
   with pytest.raises(ValueError, match=r'gold\.patch.*sft\.recorded'):
     _demonstrate(path)
+
+
+def test_copies_of_a_module_are_found_wherever_they_are(tmp_path):
+  """As a package, a module, compiled, or in an archive; nothing else is hidden."""
+  vendored = tmp_path / 'tool' / '_vendor'
+  package, single = vendored / 'calc', tmp_path / 'calc.py'
+  for folder in (package / 'inner', vendored / 'calculus', tmp_path / 'doc' / 'calc'):
+    folder.mkdir(parents=True)
+  (package / 'core.py').write_text('')
+  (package / 'inner' / 'calc.py').write_text('')  # hidden with its folder
+  (vendored / 'calculus' / 'core.py').write_text('')
+  (tmp_path / 'doc' / 'calc' / 'index.html').write_text('')
+  single.write_text('')
+  (tmp_path / 'calc.cpython-313.pyc').write_bytes(b'')
+  for name, inside in (('a.whl', 'x/calc/core.py'), ('b.zip', 'x/calculus.py')):
+    with zipfile.ZipFile(tmp_path / name, 'w') as archive:
+      archive.writestr(inside, '')
+  (tmp_path / 'c.zip').write_bytes(b'no archive')
+  (tmp_path / 'link').symlink_to(package)
+  found = verifier._copies(str(tmp_path), '/place', 'calc', 0)
+  assert sorted(found) == [
+    *('/place/a.whl', '/place/calc.cpython-313.pyc', '/place/calc.py'),
+    '/place/tool/_vendor/calc/',
+  ]
+  host = sandbox.Host()
+  assert verifier.without(host, ()) == host
+  assert verifier.without(host, ('json',)) == host  # of the interpreter itself

@@ -20,7 +20,7 @@ from m2jax.checks import require
 from m2jax.pipelines import installed, opening, rubric
 from m2jax.pipelines.appdev import app as app_lib
 from m2jax.pipelines.appdev import kinds, query
-from m2jax.pipelines.candidate import Candidate, PipelineConfig
+from m2jax.pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax.pipelines.context import Context
 from m2jax.pipelines.seat import SCRIPTED, Seat, SeatConfig, Text
 from m2jax.sandbox import SandboxUnavailable
@@ -73,9 +73,13 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
   number = 0
   while True:
     kind = chosen[number % len(chosen)]
-    context.say(kind)
-    yield await _candidate(config, context.author, judge, kind, f'{kind}/{number}')
+    own = f'{kind}/{number}'
     number += 1
+    if own in context.done:
+      continue
+    context.say(kind)
+    made = _candidate(config, context.author, judge, kind, own)
+    yield await attempted(made, own, 'query', kind, kind)
 
 
 async def _candidate(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from m2jax.checks import require
 from m2jax.pipelines import installed
-from m2jax.pipelines.candidate import Candidate, PipelineConfig
+from m2jax.pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax.pipelines.context import Context
 from m2jax.pipelines.deep_search import corpora, library, questions
 from m2jax.tasks import harbor
@@ -26,6 +26,7 @@ from m2jax.tasks import harbor
 _HERE = Path(__file__).parent
 _PACKAGES = ('bm25s', 'numpy')
 _SITE = 'deep_search'
+_LEAST_SHARED = 0.25  # of a clue's words, in a rewritten question
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = (
   'cd "${M2JAX_WORKSPACE:-/workspace}" && '
@@ -56,6 +57,7 @@ class Config(PipelineConfig):
   """
 
   kind: str = 'deep_search'
+  dev: tuple[str, ...] = ('debian',)
   held_out: tuple[str, ...] = ('python',)
   corpora: tuple[str, ...] = ('foldoc', 'python', 'debian')
   hops: tuple[int, ...] = (2, 3, 4)
@@ -84,7 +86,8 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
   while libraries:
     for name in list(libraries):
       context.say(name)
-      made = await _candidate(config, context, *libraries[name], name, number)
+      work = _candidate(config, context, *libraries[name], name, number)
+      made = await attempted(work, f'{name}/{number}', 'question', '', name)
       if made is None:
         del libraries[name]
       else:
@@ -163,8 +166,10 @@ def _messages(text: str):
 
 
 def _keeps(text: str, question: questions.Question) -> bool:
-  """Whether a rewritten question has all words, and does not tell the answer."""
+  """Whether a rewritten question has all words, enough of each clue to search for it,
+  and does not tell the answer."""
   kept = all(f'"{word}"' in text for word in question.words)
+  kept &= all(questions.shared(clue, text) >= _LEAST_SHARED for clue in question.starts)
   return kept and not any(a.casefold() in text.casefold() for a in question.answers)
 
 

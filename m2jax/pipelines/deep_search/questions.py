@@ -163,6 +163,12 @@ class Graph:
       yield from self._ranker.search(query, 1)[:1]
 
 
+def shared(clue: str, text: str) -> float:
+  """The share of a clue's words that a text has."""
+  words = set(_WORD.findall(clue.lower()))
+  return len(words & set(_WORD.findall(text.lower()))) / len(words)
+
+
 def _spaced(text: str) -> str:
   """The words of a text: the answer 'C' is not in 'character'."""
   return f' {" ".join(re.findall("[0-9a-z_]+", text.lower()))} '

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from m2jax.pipelines import installed, opening
-from m2jax.pipelines.candidate import Candidate, PipelineConfig
+from m2jax.pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax.pipelines.context import Context
 from m2jax.tasks import harbor
 
@@ -45,6 +45,7 @@ class Config(PipelineConfig):
   """The settings of every pipeline."""
 
   kind: str = 'slides'
+  dev: tuple[str, ...] = ('Orders',)
   held_out: tuple[str, ...] = ('Tickets',)
   near_duplicate: float = 0.6  # of the rows; what is asked about them is one thing
 
@@ -55,23 +56,31 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
   topics, number = list(_TOPICS), 0
   while True:
     topic = topics[number % len(topics)]
-    own, started = f'{topic.lower().replace(" ", "-")}/{number}', time.monotonic()
-    context.say(topic)
-    draft = drafted(topic, random.Random(f'{config.seed}/{own}'), own)
-    told = await opening.write(context.author, draft.instruction)
-    draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
-    yield Candidate(
-      own,
-      'deck',
-      'table-to-deck',
-      topic,
-      draft=draft,
-      text=draft.instruction,
-      own=facts(draft),
-      wall_s=time.monotonic() - started,
-      facts={'author': told.by},
-    )
+    own = f'{topic.lower().replace(" ", "-")}/{number}'
     number += 1
+    if own in context.done:
+      continue
+    context.say(topic)
+    made = _candidate(config, context, topic, own)
+    yield await attempted(made, own, 'deck', 'table-to-deck', topic)
+
+
+async def _candidate(config, context, topic: str, own: str) -> Candidate:
+  started = time.monotonic()
+  draft = drafted(topic, random.Random(f'{config.seed}/{own}'), own)
+  told = await opening.write(context.author, draft.instruction)
+  draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
+  return Candidate(
+    own,
+    'deck',
+    'table-to-deck',
+    topic,
+    draft=draft,
+    text=draft.instruction,
+    own=facts(draft),
+    wall_s=time.monotonic() - started,
+    facts={'author': told.by},
+  )
 
 
 def drafted(topic: str, rng: random.Random, own: str) -> harbor.Draft:

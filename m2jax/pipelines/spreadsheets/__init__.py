@@ -22,7 +22,7 @@ from pathlib import Path
 
 from m2jax.checks import require
 from m2jax.pipelines import installed, opening
-from m2jax.pipelines.candidate import Candidate, PipelineConfig
+from m2jax.pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax.pipelines.context import Context
 from m2jax.pipelines.spreadsheets import engines, models, mutants, tables
 from m2jax.pipelines.spreadsheets import model as model_lib
@@ -52,6 +52,7 @@ class Config(PipelineConfig):
   """
 
   kind: str = 'spreadsheets'
+  dev: tuple[str, ...] = ('loan',)
   held_out: tuple[str, ...] = ('vega_datasets',)
   near_duplicate: float = 0.6  # of the rows: `facts`
   hidden_cases: int = 3
@@ -77,32 +78,35 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
   while True:
     draw = drawers[number % len(drawers)]
     own = f'{draw.__name__}/{number}'
-    started = time.monotonic()
-    model = draw(random.Random(f'{config.seed}/{own}'))
-    context.say(model.family)
     number += 1
     if own in context.done:
       continue
-    try:
-      draft = drafted(
-        config, model, random.Random(f'{config.seed}/{own}/{salt}'), used, own
-      )
-    except mutants.Unfit as error:
-      yield Candidate(own, 'workbook', model.family, model.source, reason=str(error))
-      continue
-    told = await opening.write(context.author, draft.instruction)
-    draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
-    yield Candidate(
-      own,
-      'workbook',
-      model.family,
-      model.source,
-      draft=draft,
-      text=draft.instruction,
-      own=facts(model),
-      wall_s=time.monotonic() - started,
-      facts={'engines': list(used), 'author': told.by},
-    )
+    model = draw(random.Random(f'{config.seed}/{own}'))
+    context.say(model.family)
+    made = _candidate(config, context, model, salt, used, own)
+    yield await attempted(made, own, 'workbook', model.family, model.source)
+
+
+async def _candidate(config, context, model, salt, used, own: str) -> Candidate:
+  started = time.monotonic()
+  rng = random.Random(f'{config.seed}/{own}/{salt}')
+  try:
+    draft = drafted(config, model, rng, used, own)
+  except mutants.Unfit as error:
+    return Candidate(own, 'workbook', model.family, model.source, reason=str(error))
+  told = await opening.write(context.author, draft.instruction)
+  draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
+  return Candidate(
+    own,
+    'workbook',
+    model.family,
+    model.source,
+    draft=draft,
+    text=draft.instruction,
+    own=facts(model),
+    wall_s=time.monotonic() - started,
+    facts={'engines': list(used), 'author': told.by},
+  )
 
 
 def engines_of(config: Config) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import time
 from collections.abc import AsyncIterator
 
@@ -76,7 +77,9 @@ async def _package(requirement: str, config: Config, context: Context):
     env = await environment.build(source, context.dataset, *limits)
   except (collect.CollectError, environment.NoEnvironment) as error:
     logging.warning('%s: %s', name, error)
-    yield _stage(requirement, name, str(error), time.monotonic() - started)
+    failed = _stage(requirement, name, str(error), time.monotonic() - started)
+    no_answer = isinstance(error, collect.CollectError)  # of the registry
+    yield dataclasses.replace(failed, invalid=no_answer)
     return
   facts = {
     'tests': len(env.status),

@@ -296,6 +296,7 @@ def _draft(
       exclude=tuple(exclude),
       remove=tuple(remove),
       site=env.site,
+      hide=(env.module,),
       source=env.source.provenance,
       baseline_calls=2,
       details={'author': SCRIPTED, **details},

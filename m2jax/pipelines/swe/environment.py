@@ -65,6 +65,7 @@ class Environment:
     audited: audit events of the right sources (guards.py).
     twins: by number, the tests whose twin fails, as it must (twins.py).
     untimed_twins: files with twins that leave threads when they fail.
+    pytest: command that runs the tests in an agent's workspace; '' if none was found.
   """
 
   source: collect.Source
@@ -81,6 +82,13 @@ class Environment:
   audited: tuple[str, ...] = ()
   twins: tuple[tuple[str, ...], ...] = ()
   untimed_twins: frozenset[str] = frozenset()
+  pytest: str = ''
+
+  @property
+  def module(self) -> str:
+    """Name of the package's module."""
+    [pattern] = self.code
+    return Path(pattern.removesuffix('/*.py')).stem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +204,7 @@ async def build(
     audited=right,
     twins=twins,
     untimed_twins=untimed,
+    pytest=await pytest_command(dataset, key, source.files, roots),
   )
 
 
@@ -380,6 +389,30 @@ async def run(
   }
   # As for the verifier, but for mutants, which are written into the tree.
   read_only = '' if mode == 'screen' else 'chmod -R a-w tree\n'
+  words = read_only + command('harness.py')
+  return _parsed(await _executed(dataset, contents, words, limit_s), nonce)
+
+
+async def pytest_command(
+  dataset: Path, key: str, files: Mapping[str, bytes], roots: Sequence[str]
+) -> str:
+  """The first command with which pytest finds the tests in a workspace; '' if none.
+
+  Roots may be missing in the path, and the package's own options may need plugins.
+  """
+  path = ':'.join(root for root in roots if root)
+  path = f'PYTHONPATH={path}:$PYTHONPATH ' if path else ''
+  for options in ('', ' -c /dev/null --rootdir=. --continue-on-collection-errors'):
+    found = f'{path}python3 -m pytest{options}'
+    words = f'export PYTHONPATH=/sites/{key}\n{found} --collect-only -q'
+    done = await _executed(dataset, files, words, _RUN_S)
+    if done.returncode in (0, 1):
+      return found
+  return ''
+
+
+async def _executed(dataset, contents, words: str, limit_s: float):
+  """The result of a command in a new sandbox, which is tried again if it fails."""
   for left in reversed(range(_ATTEMPTS)):
     try:
       async with await sandbox.create(
@@ -387,13 +420,11 @@ async def run(
         host=verifier.host(dataset),
         contents=contents,
       ) as box:
-        done = await box.exec(read_only + command('harness.py'), timeout_s=limit_s)
-      break
+        return await box.exec(words, timeout_s=limit_s)
     except sandbox.SandboxError as error:
       if isinstance(error, sandbox.SandboxUnavailable) or not left:
         raise
-      logging.warning('a sandbox failed, the harness is run again: %s', error)
-  return _parsed(done, nonce)
+      logging.warning('a sandbox failed, its command is run again: %s', error)
 
 
 async def statuses(

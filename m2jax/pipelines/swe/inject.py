@@ -15,7 +15,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from m2jax.pipelines.candidate import Candidate
+from m2jax.pipelines.candidate import Candidate, attempted
 from m2jax.pipelines.context import Context
 from m2jax.pipelines.swe import drafts, environment, mutate, statements, third
 from m2jax.pipelines.swe.config import Config
@@ -215,6 +215,15 @@ def _partner(newest: Bug, others: Sequence[Bug]) -> Bug | None:
 
 
 async def _repair(env, context, bugs: Sequence[Bug], rng) -> Candidate:
+  family = 'bug' if len(bugs) == 1 else 'merged'
+  stage = 'bug injection' if len(bugs) == 1 else 'commit merging'
+  id_ = '+'.join(identity(env, bug.mutation) for bug in bugs)
+  about = id_, stage, family, env.source.name
+  return await attempted(_repaired(env, context, bugs, rng, about), *about)
+
+
+async def _repaired(env, context, bugs: Sequence[Bug], rng, about) -> Candidate:
+  id_, stage, family, source = about
   mutations = [bug.mutation for bug in bugs]
   path = mutations[0].path
   text = original = env.source.files[path].decode()
@@ -223,14 +232,12 @@ async def _repair(env, context, bugs: Sequence[Bug], rng) -> Candidate:
   f2p = sorted({t for bug in bugs for t in bug.f2p})
   p2p = sorted(set.intersection(*(set(bug.p2p) for bug in bugs)))
   diff = drafts.patch({path: text.encode()}, {path: original.encode()})
+  shown = statements.excerpt(env, f2p[0])
   written = await context.author.write(
-    statements.request(env, diff, statements.excerpt(env, f2p[0])),
+    statements.request(env, diff, shown),
     lambda: statements.bug(env, mutations, f2p, rng),
-    lambda said: statements.acceptable(said, env, diff),
+    lambda said: statements.acceptable(said, env, diff, shown),
   )
-  family = 'bug' if len(bugs) == 1 else 'merged'
-  stage = 'bug injection' if len(bugs) == 1 else 'commit merging'
-  id_ = '+'.join(identity(env, m) for m in mutations)
   draft = drafts.repair(
     env, name(env, family, id_), family, written.text, {path: text.encode()}, f2p, p2p,
     details={'author': written.by, 'kinds': [m.kind for m in mutations]},
@@ -239,7 +246,7 @@ async def _repair(env, context, bugs: Sequence[Bug], rng) -> Candidate:
     id=id_,
     stage=stage,
     family=family,
-    source=env.source.name,
+    source=source,
     draft=draft,
     text=marked(family, mutations, diff),
     facts={

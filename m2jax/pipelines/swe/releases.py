@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 
-from m2jax.pipelines.candidate import Candidate
+from m2jax.pipelines.candidate import Candidate, attempted
 from m2jax.pipelines.context import Context
 from m2jax.pipelines.swe import collect, drafts, environment, statements, timing
 from m2jax.pipelines.swe.config import Config
@@ -39,7 +39,7 @@ async def candidates(
   try:
     listed = await collect.versions(name)
   except collect.CollectError as error:
-    yield _rejected(env, 'all', str(error))
+    yield _missing(env, 'all', str(error))
     return
   for number, before in enumerate(older(listed, version, config.releases)):
     id_ = f'{name}-{before}..{version}'
@@ -48,18 +48,21 @@ async def candidates(
     try:
       place = context.directory('sources')
       source = await collect.fetch(f'{name}=={before}', place)
-      yield await candidate(env, source, context, id_, merged=number > 0)
-    except (collect.CollectError, environment.NoEnvironment) as error:
-      yield _rejected(env, before, str(error))
+      work = candidate(env, source, context, id_, merged=number > 0)
+      yield await attempted(work, id_, 'releases', 'release', name)
+    except collect.CollectError as error:
+      yield _missing(env, before, str(error))
 
 
-def _rejected(env: Environment, before: str, reason: str) -> Candidate:
+def _missing(env: Environment, before: str, reason: str) -> Candidate:
+  """The registry does not answer, or has none: the next run asks again."""
   return Candidate(
     id=f'{env.source.name}-{before}..{env.source.version}',
     stage='releases',
     family='release',
     source=env.source.name,
     reason=reason,
+    invalid=True,
   )
 
 
@@ -102,7 +105,7 @@ async def candidate(
   written = await context.author.write(
     statements.request(env, diff[:8000], shown),
     lambda: statements.release(env, old.version, notes, feature),
-    lambda said: statements.acceptable(said, env, diff),
+    lambda said: statements.acceptable(said, env, diff, shown),
   )
   text = written.text
   if shown and not notes:  # enriched: a statement without any particulars is none

@@ -19,8 +19,7 @@ from m2jax.pipelines.swe.mutate import Mutation
 _SHOWN_LINES = 24
 _RULES = """\
 The package is in this directory. Change its sources only: tests, their configuration
-and added modules are not part of what is judged. `python3 -m pytest` runs the tests
-that are here; others decide.
+and added modules are not part of what is judged.
 """
 
 
@@ -42,7 +41,7 @@ def bug(
   if shown:
     lines.append(f'For example, this fails:\n\n```python\n{shown}\n```\n')
   lines.append(f'{len(f2p)} checks of its behaviour fail.\n')
-  return '\n'.join([*lines, _RULES])
+  return '\n'.join([*lines, _rules(env)])
 
 
 def write_test(env: Environment, mutation: Mutation, target: str) -> str:
@@ -74,12 +73,21 @@ def release(env: Environment, before: str, notes: str, feature: bool) -> str:
     text += f'From the notes of the release that has it:\n\n{notes}\n\n'
   else:
     text += 'The release notes say nothing of it; the tests of the package do.\n\n'
-  return text + _RULES
+  return text + _rules(env)
 
 
-def acceptable(text: str, env: Environment, solution: str) -> bool:
-  """Whether a model's statement is about this package and gives nothing away."""
+def _rules(env: Environment) -> str:
+  runs = f'`{env.pytest}` runs the tests that are here; others decide.\n'
+  return _RULES + (runs if env.pytest else 'Tests that are not here decide.\n')
+
+
+def acceptable(text: str, env: Environment, solution: str, shown: str) -> bool:
+  """Whether a model's statement is about this package, names something that the check
+  `shown` calls, and gives nothing away."""
   if not 80 <= len(text) <= 6000 or env.source.name.lower() not in text.lower():
+    return False
+  called = set(re.findall(r'(?<!def )\b(?!assert|raises|parametrize)(\w+)\(', shown))
+  if called and not called & set(re.findall(r'\w+', text)):
     return False
   added = [
     line[1:].strip()

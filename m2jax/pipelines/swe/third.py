@@ -2,8 +2,10 @@
 
 A test that lists the bug's results and asserts that they are not returned tells the
 bug from the right source, and knows no right result. The third variant returns the
-right result where both agree, and elsewhere a value that is neither. A test of the
-right results fails on it; one of wrong results passes.
+right result where both agree, and elsewhere a value that is neither, but like that of
+the bug: it raises where the bug does, a number is further off, a text has one other
+letter. A test of the right results, or of a property that they have and the bug's lack,
+fails on it; one of wrong results passes.
 """
 
 from __future__ import annotations
@@ -42,10 +44,12 @@ def helper(run, right, bug, arguments, keywords):
     except Exception:
       return False
 
-  def neither(a, b, depth=0):
-    if isinstance(a, bool):
-      return b if isinstance(b, bool) else not a
+  def neither(a, b, depth=0):  # like a, the bug's
+    if a is None or isinstance(a, bool):
+      return a if a is None or isinstance(b, bool) else not a
     if type(a) is type(b) and depth < 4:
+      if isinstance(a, (int, float)) and a - 2 != a:
+        return a + 2 if a > b else a - 2
       if isinstance(a, (list, tuple)) and len(a) == len(b) and type(a) in (list, tuple):
         pairs = zip(a, b)
         return type(a)(
@@ -59,6 +63,16 @@ def helper(run, right, bug, arguments, keywords):
           if not same(v, vars(b)[k]):
             vars(other)[k] = neither(v, vars(b)[k], depth + 1)
         return other
+    kind = lambda c: (c.isupper(), c.islower(), c.isdigit())
+    for i in reversed(range(len(a) if type(a) in (str, list) else 0)):
+      if type(a) is list:
+        others = [[neither(a[i], None, depth + 1)]]
+      else:
+        others = [c for c in 'abAB01' if kind(c) == kind(a[i])]
+      for other in others:
+        other = a[:i] + other + a[i + 1:]
+        if not same(other, a) and not same(other, b):
+          return other
     other = wrong(a)
     while same(other, b):
       other = wrong(other)
@@ -72,26 +86,25 @@ def helper(run, right, bug, arguments, keywords):
     copied = arguments, keywords
   run.append('bug')
   try:
-    found, raised, _ = end_of(bug, *copied)
+    found, raised, yields = end_of(bug, *copied)
     run[0] = 'right'
     value, error, is_generator = end_of(right, arguments, keywords)
     changed = [*arguments, *keywords.values()], [*copied[0], *copied[1].values()]
     for one, other in zip(*changed):  # what it changes is a result, too
       if one is not other and not same(one, other):
         if type(one) is list:
-          one[:] = neither(one, other)
+          one[:] = neither(other, one)
         elif type(one) is dict:
-          one.update(neither(one, other))
+          one.update(neither(other, one))
         elif hasattr(one, '__dict__'):
-          vars(one).update(vars(neither(one, other)))
-    if error is None and (raised is not None or not same(value, found)):
-      value = neither(value, found)
+          vars(one).update(vars(neither(other, one)))
+    agree = type(raised) is type(error)
+    if not agree or (error is None and not same(value, found)):
+      value, is_generator = neither(found, value), yields
   finally:
     run.clear()
-  if error is not None:
-    if type(raised) is not type(error):
-      raise type('Neither', (Exception,), {})(str(error))
-    raise error
+  if raised is not None:
+    raise error if agree else type('Neither', (Exception,), {})(str(raised))
   return iter(value) if is_generator else value
 '''
 _WRAPPER = """

@@ -14,10 +14,9 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from m2jax import sandbox
 from m2jax.checks import require
 from m2jax.pipelines import installed
-from m2jax.pipelines.candidate import Candidate, PipelineConfig
+from m2jax.pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax.pipelines.context import Context
 from m2jax.pipelines.terminal_gym import drafts, seeds, solvers, statements
 from m2jax.pipelines.terminal_gym.drawn import Degenerate, Drawn, Family
@@ -38,6 +37,7 @@ class Config(PipelineConfig):
   """
 
   kind: str = 'terminal_gym'
+  dev: tuple[str, ...] = ('find_age', 'dates')
   held_out: tuple[str, ...] = ('dedupe', 'links')
   families: tuple[str, ...] = ()
   depths: int = 4
@@ -116,7 +116,12 @@ async def _evolved(
     return
   seed = matching[number % len(matching)]
   started = time.monotonic()
-  proved = await prove(config, context, family, seed, root)
+  names = family.name, family.name
+  work = prove(config, context, family, seed, root)
+  proved = await attempted(work, root, 'author', *names)
+  if isinstance(proved, Candidate):
+    yield proved
+    return
   for depth, own in enumerate(ids):
     if own in context.done and not proved.problem:
       continue
@@ -129,7 +134,8 @@ async def _evolved(
     if proved.problem:
       yield Candidate(**about, reason=proved.problem, wall_s=time.monotonic() - started)
       return
-    made = await _candidate(config, context, family, seed, proved, depth, ids)
+    work = _candidate(config, context, family, seed, proved, depth, ids)
+    made = await attempted(work, **about)
     yield dataclasses.replace(
       made, **about, wall_s=round(time.monotonic() - started, 3)
     )
@@ -200,18 +206,15 @@ async def _candidate(config, context, family, seed, proved, depth, ids) -> Candi
   name = 'terminal-' + own.replace('/', '-').replace('+', '-')
   details = {key: facts[key] for key in ('depth', 'parent', 'statement', 'author')}
   plain = drafts.draft(family, seed, drawn, told.text, name, details)
-  try:
-    with _staged(context, plain) as directory:
-      found = await solvers.calibrate(
-        directory,
-        drawn,
-        trials=config.trials,
-        backend=config.backend,
-        seed=f'{config.seed}/{ids[0]}',
-        judged=proved.judged,
-      )
-  except (sandbox.SandboxError, OSError) as error:
-    return dataclasses.replace(empty, reason=f'no calibration: {error}')
+  with _staged(context, plain) as directory:
+    found = await solvers.calibrate(
+      directory,
+      drawn,
+      trials=config.trials,
+      backend=config.backend,
+      seed=f'{config.seed}/{ids[0]}',
+      judged=proved.judged,
+    )
   facts |= found.facts()
   if found.full.outcome != verifier.PASSED:
     return dataclasses.replace(empty, reason=f'the solution fails: {found.full.reason}')

@@ -81,7 +81,9 @@ class Machine:
       linux.enter_private_mounts()
       self._networks.append(linux.new_network())
       linux.mount_tmpfs(self._directory, 16 << 20, 65536, 0o711, 0)
-      self._shared = self._prepare(config['read_only'], config['filter'])
+      self._shared = self._prepare(
+        config['read_only'], config['hidden'], config['filter']
+      )
     else:
       os.chmod(self._directory, 0o711)
     if config['cgroups']:
@@ -90,14 +92,15 @@ class Machine:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     self._shared_processes = linux.threads_of(os.getuid())
 
-  def _prepare(self, read_only, program: bytes | None) -> commands.Shared:
+  def _prepare(self, read_only, hidden, program: bytes | None) -> commands.Shared:
     own = {
       name: os.path.join(self._directory, name)
-      for name in ('etc', 'empty', 'workspace', 'scratch', 'filter')
+      for name in ('etc', 'empty', 'empty_file', 'workspace', 'scratch', 'filter')
     }
     commands.prepare_etc(own['etc'], linux.bind)
     for name in ('empty', 'workspace', 'scratch'):
       os.mkdir(own[name])
+    open(own['empty_file'], 'w').close()
     places = []
     for number, (source, target) in enumerate(read_only):
       # Bound to a path that the unprivileged uid can reach.
@@ -111,7 +114,9 @@ class Machine:
     return commands.Shared(
       own['etc'],
       own['empty'],
+      own['empty_file'],
       tuple(places),
+      tuple(hidden),
       own['filter'] if program else '',
       own['workspace'],
       own['scratch'],

@@ -47,8 +47,9 @@ class Shared:
 
   Attributes:
     etc: prepared /etc.
-    empty: an empty directory.
+    empty, empty_file: an empty directory and file.
     read_only: (source, path in the sandbox) of read-only trees.
+    hidden: paths in the sandbox that are empty; those of directories end with '/'.
     filter: file with the system call filter; empty for none.
     workspace, scratch: empty directories, the mount points of a command's own.
     mounts: mount namespace from which commands start.
@@ -56,7 +57,9 @@ class Shared:
 
   etc: str
   empty: str
+  empty_file: str
   read_only: tuple[tuple[str, str], ...]
+  hidden: tuple[str, ...]
   filter: str
   workspace: str
   scratch: str
@@ -112,6 +115,9 @@ def bubblewrap_argv(
       argv += ['--ro-bind', f'/{name}', f'/{name}']
   for source, target in shared.read_only:
     argv += ['--ro-bind', source, target]
+  for path in shared.hidden:
+    empty = shared.empty if path.endswith('/') else shared.empty_file
+    argv += ['--ro-bind', empty, path]
   argv += ['--proc', '/proc', '--ro-bind', '/proc/sys', '/proc/sys']
   # Writing to /proc/1/mem would control bubblewrap's init.
   argv += ['--ro-bind', shared.empty, '/proc/1']

@@ -51,6 +51,8 @@ class Metadata:
     remove: paths of the archive that the agent does not see.
     site: directory of Python packages in the dataset's `sites/`; '' for none.
     verifier_site: that of the verifier, if the agent does not have it.
+    hide: names of Python modules whose copies on this machine sandboxes do not show,
+      since the task is about them.
     verifier_needs: field of `sandbox.Limits` → at least this in the verifier's sandbox.
     answer: path in the judged tree that holds the final answer; '' for none.
     listing: whether test.sh gets the modes, links and other entries of the workspace.
@@ -69,6 +71,7 @@ class Metadata:
   remove: tuple[str, ...] = ()
   site: str = ''
   verifier_site: str = ''
+  hide: tuple[str, ...] = ()
   verifier_needs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   answer: str = ''
   listing: bool = False

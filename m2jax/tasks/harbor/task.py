@@ -8,6 +8,7 @@ A spec is `harbor/SPLIT/NAME@DATASET`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -75,12 +76,17 @@ class HarborTask:
     files = self.directory.workspace()
     site = verifier.site(self.directory, backend)
     env = {'PYTHONPATH': site} if site else {}
+    hide = self.directory.metadata.hide
+    if host:
+      host = await asyncio.to_thread(verifier.without, host, hide)
+    else:
+      host = await asyncio.to_thread(verifier.host, self.directory.dataset, hide=hide)
     async with await sandbox.create(
       contents=files,
       backend=backend,
       limits=limits,
       env=env,
-      host=host or verifier.host(self.directory.dataset),
+      host=host,
     ) as box:
       if script := self.directory.setup():
         done = await box.exec(script)

@@ -36,6 +36,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -94,14 +95,65 @@ def python() -> tuple[str, str]:
   return sys.base_prefix, sys.base_prefix
 
 
-def host(dataset: Path, *, judges: bool = False) -> sandbox.Host:
-  """The host of sandboxes for a dataset's tasks."""
+def host(
+  dataset: Path, *, judges: bool = False, hide: tuple[str, ...] = ()
+) -> sandbox.Host:
+  """The host of sandboxes for a dataset's tasks; `hide` is that of `Metadata`."""
   sites = dataset / 'sites'
   sites.mkdir(exist_ok=True)
-  read_only = [python(), (str(sites.resolve()), _SITES)]
+  seen = python(), (str(sites.resolve()), _SITES)
+  found = without(sandbox.Host(read_only=seen), hide)
   if judges:
-    read_only.append((str(_judged()), _MOUNT))
-  return sandbox.Host(read_only=tuple(read_only))
+    found = dataclasses.replace(found, read_only=(*seen, (str(_judged()), _MOUNT)))
+  return found
+
+
+def without(host: sandbox.Host, modules: tuple[str, ...]) -> sandbox.Host:
+  """The host without what this machine has of Python modules, wherever it is."""
+  hidden = {
+    path
+    for source, target in (('/usr', '/usr'), *host.read_only)
+    for name in modules
+    for path in _copies(source, target, name, os.stat(source).st_mtime_ns)
+  }
+  return dataclasses.replace(host, hidden=tuple(sorted(hidden)))
+
+
+@functools.lru_cache(maxsize=256)
+def _copies(source: str, target: str, name: str, changed_ns: int) -> tuple[str, ...]:
+  """Paths below `target` of the copies of a module below `source`, for `Host.hidden`.
+
+  Packages, modules, also compiled, and archives with one of them. `changed_ns` is when
+  an entry of `source` changed.
+  """
+  if name in sys.stdlib_module_names:
+    return ()
+  found = []
+  for directory, names, files in os.walk(source):
+    inside = target + directory.removeprefix(source)
+    for one in [n for n in names if n == name]:
+      path = Path(directory, one)
+      if not path.is_symlink() and next(path.rglob('*.py*'), None):
+        found.append(f'{inside}/{one}/')
+        names.remove(one)
+    for one in files:
+      stem, _, kind = one.partition('.')
+      is_module = stem == name and kind.rpartition('.')[2] in ('py', 'pyc', 'pyo', 'so')
+      if is_module or _contains(os.path.join(directory, one), name):
+        found.append(f'{inside}/{one}')
+  return tuple(found)
+
+
+def _contains(path: str, name: str) -> bool:
+  """Whether a file is an archive of Python modules with the module of a name."""
+  if not path.endswith(('.whl', '.egg', '.zip', '.pyz')):
+    return False
+  try:
+    with zipfile.ZipFile(path) as archive:
+      parts = {part for entry in archive.namelist() for part in entry.split('/')}
+  except (zipfile.BadZipFile, OSError):
+    return False
+  return bool(parts & {name, f'{name}.py', f'{name}.pyc'})
 
 
 def site(directory: Directory, backend: str, *, judges: bool = False) -> str:
@@ -147,7 +199,11 @@ async def verify(
     tree = judged_tree(directory, work)
     seen = dict(backend=backend, limits=limits or sandbox.Limits())
     ran = metadata.run and await runs.run(
-      metadata.run, tree, directory.tests(), host=host(directory.dataset), **seen
+      metadata.run,
+      tree,
+      directory.tests(),
+      host=host(directory.dataset, hide=metadata.hide),
+      **seen,
     )
     await asyncio.to_thread(lay_out, directory, tree, place, hidden)
     for file, value in ((_LISTING, listing), (_RUNS, ran)):
@@ -204,7 +260,7 @@ async def _run(directory, name, hidden_name, backend, limits) -> Verdict:
   mount = _MOUNT if backend == 'bubblewrap' else str(_judged())
   inside, hidden = f'{mount}/{name}', f'{mount}/{hidden_name}'
   limits = _limits(directory, limits)
-  where = host(directory.dataset, judges=True)
+  where = host(directory.dataset, judges=True, hide=directory.metadata.hide)
   async with await sandbox.create(backend=backend, limits=limits, host=where) as box:
     logs = '/workspace' if backend == 'bubblewrap' else str(box.workspace)
     env = {

@@ -35,6 +35,8 @@ from m2jax.pipelines.swe import (
   timing,
 )
 from m2jax.tasks import harbor
+from tests.pipelines import test_seat
+from tests.pipelines.model_server import Server
 from tests.pipelines.swe import package
 
 _CORE = 'src/tinycalc/core.py'
@@ -477,10 +479,120 @@ def test_consecutive_releases_are_found_by_version():
 def test_a_statement_that_gives_the_repair_away_is_not_used(env):
   diff = '+++ b/x\n+  return low if value < low else value\n'
   words = 'tinycalc returns wrong values for small numbers. ' * 3
-  assert statements.acceptable(words, env, diff)
+  shown = 'def test_mean():\n  assert core.mean([2]) == 3'
+  words += 'mean([2]) is 2.'
+  assert statements.acceptable(words, env, diff, shown)
   told = words + 'return low if value < low else value'
-  assert not statements.acceptable(told, env, diff)
-  assert not statements.acceptable('something is wrong ' * 10, env, diff)
+  assert not statements.acceptable(told, env, diff, shown)
+  assert not statements.acceptable('something is wrong ' * 10, env, diff, shown)
+  other = words.replace('mean', 'this')  # about the package, not about the bug
+  assert not statements.acceptable(other, env, diff, shown)
+  assert statements.acceptable(other, env, diff, '')
+
+
+@pytest.mark.parametrize(
+  'answer, author, invalid',
+  [
+    (lambda body: 500, 'scripted', True),
+    (lambda body: test_seat.REFUSAL, 'scripted', False),
+    (lambda body: _issue(body), 'm', False),
+    (lambda body: test_seat.THINKING + _issue(body), 'm', False),
+  ],
+)
+def test_an_author_of_issues(env, context, answer, author, invalid):
+  """An outage is no rejection; a refusal is no issue; thinking is no part of it."""
+  mutation, tests = inject.sites(env, 0)[0]
+  text = mutation.apply(env.source.files[_CORE].decode())
+  bug = inject.Bug(mutation, text, tuple(tests[:1]), tuple(tests[1:]))
+  with Server(answer) as server:
+    config = seat.SeatConfig(server.url, 'm', retries=0)
+    asked = dataclasses.replace(context, author=seat.Seat(config, 'author'))
+    made = asyncio.run(inject._repair(env, asked, [bug], random.Random(0)))
+  assert made.invalid is invalid and made.id == inject.identity(env, mutation)
+  if not invalid:
+    assert made.draft.metadata.details['author'] == author
+    assert not re.search('sorry|<think>|which I should', made.draft.instruction)
+
+
+def _issue(body):
+  check = body['messages'][-1]['content'].split('fails without it:')[1]
+  return f'With tinycalc 2.0 this does not work any more: {check}. Can somebody look?'
+
+
+def test_pytest_runs_as_the_statement_says(env, dataset):
+  """The package is in src/, which is in no path of its own."""
+  assert env.pytest == 'PYTHONPATH=src:$PYTHONPATH python3 -m pytest'
+  mutation, tests = inject.sites(env, 0)[0]
+  text = statements.bug(env, [mutation], tests, random.Random(0))
+  told = re.search('`([^`]*pytest[^`]*)` runs', text)[1]
+  draft = drafts.repair(env, 'told', 'bug', text, {}, [], list(env.status))
+  task = harbor.of_directory(harbor.read(harbor.write(draft, dataset)))
+
+  async def ran():
+    try:
+      async with task.open(limits=LIMITS) as environment:
+        return await environment.box.exec(told)
+    finally:
+      await sandbox.shutdown()
+
+  done = asyncio.run(ran())
+  assert not done.returncode and f'{len(env.status)} passed' in done.stdout, done
+
+
+@pytest.mark.parametrize(
+  'option, least',
+  [('--cov=x', 'rootdir'), pytest.param('', None, marks=pytest.mark.long)],
+)
+def test_options_of_the_package_need_not_be_known(env, dataset, option, least):
+  """Of plugins that are not there; without tests there is no command."""
+  files = {**env.source.files, 'pytest.ini': f'[pytest]\naddopts = {option}'.encode()}
+  if least is None:
+    files = {p: d for p, d in files.items() if 'tests/' not in p}
+
+  async def found():
+    try:
+      return await environment.pytest_command(dataset, env.site, files, ('src',))
+    finally:
+      await sandbox.shutdown()
+
+  command = asyncio.run(found())
+  assert (least in command) if least else command == ''
+
+
+_COPIES = """
+import pathlib
+texts = {p: p.read_text(errors='replace') for d in ('/sites', '/usr', '/opt')
+         for p in pathlib.Path(d).rglob('core.py')}
+print(sum('def clamp' in text for text in texts.values()))
+"""
+
+
+def test_no_copy_of_the_package_is_seen(env, tmp_path):
+  """A site may have the package, since tests need its metadata, or another has it; and
+  tools of this machine bring their own."""
+  for place in ('one', 'two/other/_vendor'):
+    copy = tmp_path / 'sites' / place / 'tinycalc'
+    copy.mkdir(parents=True)
+    (copy / 'core.py').write_text(package.CORE)
+  draft = drafts.repair(env, 'copy', 'bug', 'Repair it.', {}, [], list(env.status))
+  assert draft.metadata.hide == ('tinycalc',)
+
+  async def seen(draft):
+    task = harbor.of_directory(harbor.read(harbor.write(draft, tmp_path / 'tasks/dev')))
+    async with task.open(limits=LIMITS) as environment:
+      done = await environment.box.exec(f"python3 - <<'END'\n{_COPIES}\nEND")
+      assert not done.returncode, done.stderr
+      return int(done.stdout)
+
+  async def both():
+    try:
+      shown = dataclasses.replace(draft.metadata, hide=())
+      shown = dataclasses.replace(draft, metadata=shown, name='shown')
+      return await seen(shown), await seen(draft)
+    finally:
+      await sandbox.shutdown()
+
+  assert asyncio.run(both()) == (2, 0)
 
 
 # Grading ------------------------------------------------------------------------------

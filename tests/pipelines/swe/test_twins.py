@@ -251,13 +251,47 @@ def test_where_the_bug_does_not_show_the_third_is_right():
   assert _value(other, 'check.__doc__') is None
 
 
-def test_an_error_of_the_right_source_is_another_one():
+def test_the_third_ends_as_the_bug_does():
+  """A test that something raises, or does not, is a test of the right results."""
   _, other = _third('x < 0', 'x < -1')
   with pytest.raises(ValueError, match='no'):
     _value(other, 'check(-2)')
+  assert _value(other, 'check(-1)') not in (None, {'more': False, 'x': -1})
+  _, other = _third('x < 0', 'x < 1')
   with pytest.raises(Exception, match='no') as error:
-    _value(other, 'check(-1)')
+    _value(other, 'check(0)')
   assert not isinstance(error.value, ValueError)
+
+
+# Right value, the bug's, and what a test may say of the right one.
+PROPERTIES = {
+  'no dash is left': ('a_b', 'a-b', lambda x: '-' not in x),
+  'all in lower case': ('ab', 'aB', str.islower),
+  'its length': ('ab', 'abc', lambda x: len(x) == 2),
+  'the beginning': ('ab', 'cab', lambda x: x.startswith('ab')),
+  'at most': (4, 5, lambda x: x <= 4),
+  'at least': (4, 3, lambda x: x >= 4),
+  'even': (4, 3, lambda x: x % 2 == 0),
+  'in a range': (1.0, 1.5, lambda x: 0 <= x <= 1),
+  'sorted': ([1, 2, 3], [3, 1, 2], lambda x: x == sorted(x)),
+  'no more than': ([1, 2], [1, 2, 3], lambda x: len(x) < 3),
+  'all of them': ([1, 2, 3], [1, 2], lambda x: len(x) == 3),
+  'there is one': ('a', None, lambda x: x is not None),
+  'truth': (True, False, lambda x: x),
+}
+
+
+@pytest.mark.parametrize('name', PROPERTIES)
+def test_a_right_property_tells_the_third_too(name):
+  """As the bug does: a right test is one of results or of what they have in common."""
+  right, bug, holds = PROPERTIES[name]
+  text = 'def f():\n  return {!r}\n'
+  other = third.source(text.format(right), text.format(bug), 'f', 1)
+  found = _value(other, 'f()')
+  assert holds(right) and not holds(bug) and not holds(found), found
+  assert found != right
+  # And a list of the bug's results tells it only where there is no third.
+  assert found != bug or found is None or isinstance(found, bool)
 
 
 def test_a_coroutine_has_no_third_variant():

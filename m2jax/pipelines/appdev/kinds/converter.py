@@ -94,7 +94,8 @@ def _criteria(config, rng):
   for amount, wanted in (first, second):
     live += [fill(field, amount), text('result', wanted)]
   amount, there = _amount(config, rng, names[2], names[0])
-  word = rng.choice(('abc', 'twelve', '1x', 'ten 2'))
+  # Nothing of which a number field keeps a number: it takes no other letters than e.
+  word = rng.choice(('abc', 'twelve', 'one', 'ten 2'))
   wrong = [fill(field, amount), fill(field, word), text('result', config['wrong'])]
   wrong += [fill(field, ''), text('result', config['wrong'])]
   below, said = _amount(config, rng, *names[:2])

@@ -23,6 +23,10 @@ import seen
 
 EXPECT_S, STABLE_S, WATCH_S, POLL_S = 3.0, 0.2, 1.2, 0.05
 MAX_VALUES, MAX_CHANGES = 3, 1  # of a reading; of yes or no
+# Of form controls, which a label names.
+_CONTROLS = (
+  'textbox searchbox spinbutton combobox listbox checkbox radio slider'.split()
+)
 _EXPECTATIONS = ('text', 'texts', 'value', 'checked', 'enabled', 'attribute', 'count')
 ACTION_MS = 10_000
 MAX_SHOWN_CHARS = 200
@@ -53,7 +57,10 @@ def locate(page, target):
     name = {'name': target['name'], 'exact': True} if 'name' in target else {}
     found = base.get_by_role(target['role'], **name)
   elif 'label' in target:
+    # The text of a label around a select has its options, its accessible name has not.
     found = base.get_by_label(target['label'], exact=True)
+    for role in _CONTROLS:
+      found = found.or_(base.get_by_role(role, name=target['label'], exact=True))
   else:
     found = base.get_by_test_id(target['testid'])
   if 'has' in target:

@@ -5,7 +5,7 @@
     overlap    no text is on top of another
     size       no text below `MIN_PX`
     targets    WCAG 2.2, 2.5.8: controls of at least 24 × 24 pixels
-    names      WCAG 2.2, 2.5.3: a control's accessible name has its visible text
+    names      WCAG 2.2, 2.5.3: a control's accessible name has its visible words
     pixels     the screenshot is not blank
 
 A page's measures are those of measure.js.
@@ -13,6 +13,7 @@ A page's measures are those of measure.js.
 
 import base64
 import io
+import re
 
 MIN_PX, MIN_TARGET_PX = 12.0, 24.0
 CONTRAST, LARGE_CONTRAST = 4.5, 3.0
@@ -26,7 +27,7 @@ PROXIES = {
   'overlap': 'no text is on top of another',
   'size': f'no text is smaller than {MIN_PX:g} pixels',
   'targets': f'controls are at least {MIN_TARGET_PX:g} pixels in size (WCAG 2.5.8)',
-  'names': 'the accessible names of controls have their visible text (WCAG 2.5.3)',
+  'names': 'the accessible names of controls have their visible words (WCAG 2.5.3)',
   'pixels': 'the page is not blank',
 }
 
@@ -92,8 +93,10 @@ def _layout(page):
     if min(width, height) < MIN_TARGET_PX - SLACK_PX:
       yield 'targets', f'{shown} has {width:.0f} × {height:.0f} pixels'
     if control['tag'] != 'select' and control['label']:
-      if _words(control['text']) not in _words(control['label']):
-        yield 'names', f'{control["text"][:40]!r} is named {control["label"][:40]!r}'
+      text = control['text']
+      is_icon = len(text) <= 1 or not re.search(r'\w', text)  # as × or 🗑
+      if not is_icon and _words(text) not in _words(control['label']):
+        yield 'names', f'{text[:40]!r} is named {control["label"][:40]!r}'
 
 
 def pixels(png):
