@@ -3,7 +3,8 @@
 Submitted items wait in the pool's database until somebody claims them. A thread here
 looks at the leases: a complete group completes its item; one whose agents failed for a
 reason of the infrastructure, or gave no sign of life for `lease_s`, goes to the next
-who claims it, after a pause, until the item's deadline.
+who claims it, until the item's deadline. The former are failures as of a group that
+runs here: they are repeated one at a time, and too many in a row end the run.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ class LeasedGroups(RolloutGroups):
         since_s = now_s
       seen[lease.index] = lease, since_s
       if lease.report is not None:
-        self._on_report(lease, now_s - since_s)
+        self._on_report(lease, now_s - since_s, new=lease != before)
       elif now_s - since_s > self._lease_s:
         self._reissue(lease, f'no sign of life for {self._lease_s:g} s')
     self._seen = seen
 
-  def _on_report(self, lease: leases.Lease, age_s: float) -> None:
+  def _on_report(self, lease: leases.Lease, age_s: float, new: bool) -> None:
     index, report = lease.index, lease.report
     if report == leases.COMPLETE:
       # As in a group run here: who takes the item finds its episodes counted.
@@ -89,12 +90,17 @@ class LeasedGroups(RolloutGroups):
     elif report.startswith(leases.FAILED):
       self.queue.fail(index, report.removeprefix(leases.FAILED))
       self._failures.pop(index, None)
+    elif report.startswith(leases.STOPPED):
+      self._reissue(lease, report.removeprefix(leases.AGAIN))
     else:
+      reason = report.removeprefix(leases.AGAIN)
+      if new:
+        self.queue.count_failure(reason)
       failures = self._failures.get(index, 0)
       pause_s = min(_LONGEST_PAUSE_S, _SHORTEST_PAUSE_S * 2.0 ** min(failures, 10))
-      if age_s >= pause_s:
+      if age_s >= pause_s and self._may_start():
         self._failures[index] = failures + 1
-        self._reissue(lease, report.removeprefix(leases.AGAIN))
+        self._reissue(lease, reason)
 
   def _reissue(self, lease: leases.Lease, reason: str) -> None:
     if self.queue.reissue(lease.index):

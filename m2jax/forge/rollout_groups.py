@@ -90,15 +90,21 @@ class RolloutGroups:
         return
       if state.pending + state.completed >= rl.capacity:
         return
-      failed = self.queue.failed_in_a_row
-      if failed and time.monotonic() < self._next_submit_s:
+      if not self._may_start():
         return
-      pause_s = min(_LONGEST_PAUSE_S, _SHORTEST_PAUSE_S * 2.0 ** min(failed - 1, 10))
-      self._next_submit_s = time.monotonic() + pause_s
       weights = tasks.families(self._tasks, index)
       family = self.curriculum.draw(f'{self._seed}/{index}', weights)
       spec = tasks.spec(self._tasks, 'train', index, seed=self._seed, family=family)
       self.start(self.queue.submit(spec, rl.group_size))
+
+  def _may_start(self) -> bool:
+    """Whether a group may start; after failures one at a time, after a pause."""
+    failed, now_s = self.queue.failed_in_a_row, time.monotonic()
+    if failed and now_s < self._next_submit_s:
+      return False
+    pause_s = min(_LONGEST_PAUSE_S, _SHORTEST_PAUSE_S * 2.0 ** min(failed - 1, 10))
+    self._next_submit_s = now_s + pause_s
+    return True
 
   def start(self, item: WorkItem) -> None:
     """Starts the episodes of an item that the queue holds as pending."""

@@ -20,10 +20,14 @@ failed.
              weights depend on them. Completions retain their sampling
              log-probabilities, so off-policy correction is exact even if the policy
              that sampled them was rolled back.
+  learners   each `rollback` begins a lineage. From then on the pool refuses what the
+             learner of an older one still writes, each in the statement that would
+             change the item.
 
 On SQLite, with synchronous=NORMAL, a commit survives a crash of the process; `ledger`
 also makes everything before it survive a power failure. On PostgreSQL every commit
-does. While a PostgreSQL server is away, calls wait for it, up to `outage_s`.
+does. While a PostgreSQL server is away, or another process has locked the SQLite file,
+calls wait for it, up to `outage_s`.
 """
 
 from __future__ import annotations
@@ -55,6 +59,7 @@ _REMEMBERED_IDS = 65_536
 
 Ledger = ledger_lib.Ledger
 LedgerMismatch = ledger_lib.LedgerMismatch
+LineageOver = ledger_lib.LineageOver
 PoolBroken = database.PoolBroken
 Ended = reader.Ended
 StoredTrajectory = reader.StoredTrajectory
@@ -72,8 +77,9 @@ class Duplicate(Rejected):
 class DataPool(reader.Reader):
   """The pool at a database URL, for example 'sqlite:////tmp/run/pool.db'.
 
-  One process has the queue: `submit`, `complete`, `fail`, `take`, `reissue`,
-  `rollback`, `prune`. Others may record completions, and run items under leases.
+  One process has the queue: `rollback`, then `submit`, `complete`, `fail`, `take`,
+  `reissue`, `ledger`, `prune`, which raise LineageOver once another process has called
+  `rollback`. Others may record completions, and run items under leases.
 
   Attributes:
     begun_lineage: that `rollback` began; 0 before.
@@ -94,8 +100,8 @@ class DataPool(reader.Reader):
         PostgreSQL needs a database that is empty or has a pool; the password may also
         be in libpq's password file or environment.
       linger_s, max_queued: see `writer.Writer`.
-      outage_s: how long calls wait for a PostgreSQL server that is away; then the pool
-        is broken.
+      outage_s: how long calls wait for a PostgreSQL server that is away or a SQLite
+        file that is locked; then the pool is broken.
 
     Raises:
       ValueError: the URL cannot be used, or holds a pool of another schema version.
@@ -107,6 +113,7 @@ class DataPool(reader.Reader):
     self._ids_lock = threading.Lock()
     self._missed_syncs = 0
     self._lineage = self.lineages().current
+    self._leads = False  # whether this process has the queue
     self.begun_lineage = 0
     self._recent = arrays.Recent()  # used by the writing thread only
     self._writer = writer.Writer(
@@ -123,7 +130,7 @@ class DataPool(reader.Reader):
     """
     if item.group_size < 1:
       raise ValueError(f'item {item.index}: group_size={item.group_size}: must be ≥ 1')
-    self._writer.call(lambda connection: ledger_lib.submit(connection, item))
+    self._writer.call(lambda c: ledger_lib.submit(c, item, self._lineage))
 
   def add_completion(self, completion: records.Completion) -> None:
     """Records a completion; durable before the item of its session can complete.
@@ -182,7 +189,7 @@ class DataPool(reader.Reader):
     Raises:
       ValueError: the item is not pending, or trajectories of its group are missing.
     """
-    self._writer.call(lambda connection: ledger_lib.complete(connection, index))
+    self._writer.call(lambda c: ledger_lib.complete(c, index, self._lineage))
 
   def fail(self, index: int, reason: str) -> None:
     """Fails a pending item, which is then never trained.
@@ -190,7 +197,7 @@ class DataPool(reader.Reader):
     Raises:
       ValueError: the item is not pending.
     """
-    self._writer.call(lambda connection: ledger_lib.fail(connection, index, reason))
+    self._writer.call(lambda c: ledger_lib.fail(c, index, reason, self._lineage))
 
   def take(self, indices: Iterable[int], step: int) -> None:
     """Marks completed items as part of learner step `step`: all of them or none.
@@ -201,7 +208,7 @@ class DataPool(reader.Reader):
     indices = list(indices)
     if len(set(indices)) != len(indices):
       raise ValueError(f'take: an index occurs twice in {indices}')
-    self._writer.call(lambda connection: ledger_lib.take(connection, indices, step))
+    self._writer.call(lambda c: ledger_lib.take(c, indices, step, self._lineage))
 
   # --- Items that other processes run (`leases`) ---
 
@@ -246,7 +253,7 @@ class DataPool(reader.Reader):
     Raises:
       ValueError: the item is not pending.
     """
-    return self._writer.call(lambda connection: leases.reissue(connection, index))
+    return self._writer.call(lambda c: leases.reissue(c, index, self._lineage))
 
   def flush(self) -> None:
     """Waits until everything added so far is committed.
@@ -277,9 +284,12 @@ class DataPool(reader.Reader):
     Args:
       step: last learner step in the weights; None counts everything taken so far.
     """
-    ledger = self._writer.call(
-      lambda connection: ledger_lib.read(connection, self.run, step)
-    )
+
+    def run(connection):
+      ledger_lib.check_lineage(connection, self._lineage)
+      return ledger_lib.read(connection, self.run, step)
+
+    ledger = self._writer.call(run)
     if not self._database.sync():
       self._missed_syncs += 1
       logging.warning(
@@ -311,12 +321,13 @@ class DataPool(reader.Reader):
 
     def run(connection):
       self._recent.clear()  # its completions may be superseded now
-      return ledger_lib.rollback(connection, ledger, self.run)
+      items = ledger_lib.rollback(connection, ledger, self.run)
+      # Here, so that records which the same transaction inserts are of it.
+      self._lineage = self.begun_lineage = ledger_lib.lineages(connection).current
+      self._leads = True
+      return items
 
-    items = self._writer.call(run)
-    self._lineage = self.lineages().current
-    self.begun_lineage = self._lineage
-    return items
+    return self._writer.call(run)
 
   def prune(
     self,
@@ -343,11 +354,12 @@ class DataPool(reader.Reader):
       The number of completions whose token ids were deleted.
     """
     before_s = time.time() - abandoned_s if abandoned_s else 0.0
-    return self._writer.call(
-      lambda connection: retention.prune(
-        connection, ledger, keep_messages, before_s, keep_items
-      )
-    )
+
+    def run(connection):
+      ledger_lib.check_lineage(connection, self._lineage)
+      return retention.prune(connection, ledger, keep_messages, before_s, keep_items)
+
+    return self._writer.call(run)
 
   def forget(self, *, before_s: float, keep_sessions: int, keep_bytes: int) -> int:
     """Deletes the oldest sessions of no work item, with all that belongs to them.
@@ -367,6 +379,21 @@ class DataPool(reader.Reader):
       return len(gone)
 
     return self._writer.call(run)
+
+  # --- The workdir that it belongs to ---
+
+  def owner(self) -> str:
+    """What the last workdir called itself; '' before the first."""
+    m = tables.meta.c
+    (row,) = self._read(sa.select(m.value).where(m.key == tables.OWNER))
+    return row.value
+
+  def change_owner(self, before: str, after: str) -> bool:
+    """Sets the owner; False if it is not `before` any more."""
+    m = tables.meta.c
+    mine = (m.key == tables.OWNER) & (m.value == before)
+    change = sa.update(tables.meta).where(mine).values(value=after)
+    return self._writer.call(lambda c: c.execute(change).rowcount == 1)
 
   # --- Counting ---
 
@@ -395,4 +422,6 @@ class DataPool(reader.Reader):
         self._ids.popitem(last=False)
 
   def _insert(self, connection: sa.Connection, batch: list) -> None:
-    self._writer.tally.update(inserts.insert(connection, batch, self._recent))
+    latest = ledger_lib.lineages(connection).current if self._leads else self._lineage
+    current = latest == self._lineage
+    self._writer.tally.update(inserts.insert(connection, batch, self._recent, current))

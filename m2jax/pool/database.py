@@ -14,7 +14,9 @@ The same statements run on both. What each of them needs for that is here:
             whether it was done: each transaction of a writer therefore also stores its
             number (`writers`), and the next one looks for it; the server may reuse its
             own ids after a crash. A frozen server is away too (`watch`); a client that
-            stops in mid-transaction loses it, and the lock, after `_IDLE_S`.
+            stops in mid-transaction loses it, and the lock, after `_IDLE_S`. A SQLite
+            file that another process has locked for `_BUSY_S` is away as well; what
+            failed then was not committed.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sqlite3
 import time
 import urllib.parse
 import uuid
@@ -36,6 +39,7 @@ from m2jax.pool import tables, watch
 _T = TypeVar('_T')
 _LOCK = int.from_bytes(b'm2jax', 'big')  # advisory locks are per database
 _IDLE_S = 30  # of a connection inside a transaction
+_BUSY_S = 30.0  # for which SQLite itself waits for a lock
 # Options of libpq: a server that vanished without a word is noticed in about 20 s.
 _LIBPQ = dict(
   connect_timeout=5,
@@ -46,6 +50,8 @@ _LIBPQ = dict(
   application_name='m2jax',
 )
 _LONGEST_PAUSE_S = 1.0
+# SQLite's primary error codes of a lock that another connection has.
+_LOCKED = sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL
 
 
 class PoolBroken(RuntimeError):
@@ -59,7 +65,7 @@ class Database:
     url: without its password, for messages.
     engine: SQLAlchemy's; the option `write=True` is for connections that write.
     server: whether it is a server, whose connections may be lost.
-    outage_s: seconds for which a lost server is awaited.
+    outage_s: seconds for which a lost server, or a locked file, is awaited.
   """
 
   def __init__(self, engine: sa.Engine, url: str, outage_s: float = 0.0):
@@ -94,10 +100,10 @@ class Database:
       raise PoolBroken(message) from error
 
   def retrying(self, run: Callable[[], _T]) -> _T:
-    """Returns `run()`; repeats it while the server is away, for up to `outage_s`.
+    """Returns `run()`; repeats it while the database is away, for up to `outage_s`.
 
     Raises:
-      PoolBroken: the server stayed away; the last error is its cause.
+      PoolBroken: it stayed away; the last error is its cause.
     """
     give_up_s, pause_s = None, 0.05
     while True:
@@ -151,9 +157,11 @@ class Database:
     self.engine.dispose()
 
   def _lost(self, error: sa.exc.DBAPIError) -> bool:
-    """Whether the server is away, or about to restart."""
+    """Whether the server is away or about to restart, or the SQLite file is locked."""
+    if not self.server:
+      return getattr(error.orig, 'sqlite_errorcode', 0) & 0xFF in _LOCKED
     lost = error.connection_invalidated or isinstance(error, sa.exc.OperationalError)
-    return self.server and lost and not (_about_data(error) or _turned_away(error))
+    return lost and not (_about_data(error) or _turned_away(error))
 
 
 def open_database(url: str, outage_s: float = 0.0) -> tuple[Database, str]:
@@ -323,6 +331,7 @@ def _open_tables(connection: sa.Connection, url: str) -> str:
   values = _meta(connection)
   if not values:
     values = {'schema_version': str(tables.SCHEMA_VERSION), 'run': uuid.uuid4().hex}
+    values[tables.OWNER] = ''
     rows = [{'key': k, 'value': v} for k, v in values.items()]
     connection.execute(sa.insert(tables.meta), rows)
   _check_schema(values, url)
@@ -384,7 +393,7 @@ def _explicit_begin(dbapi_connection: Any, _=None) -> None:
 def _on_sqlite_connect(dbapi_connection: Any, _) -> None:
   _explicit_begin(dbapi_connection)
   cursor = dbapi_connection.cursor()
-  cursor.execute('PRAGMA busy_timeout=30000')  # also for the next one
+  cursor.execute(f'PRAGMA busy_timeout={1000 * _BUSY_S:.0f}')  # also for the next one
   cursor.execute('PRAGMA journal_mode=WAL')
   cursor.execute('PRAGMA synchronous=NORMAL')
   cursor.close()

@@ -1,7 +1,8 @@
 """Writes records of all kinds to the data pool's tables, in the order they were added.
 
 A record that comes too late is stored as superseded, and never trained: a completion
-whose session has its trajectory, a trajectory whose item is not pending.
+whose session has its trajectory, a trajectory whose item is not pending, and all that a
+learner still adds after another one has begun.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ Record = (
 
 
 def insert(
-  connection: sa.Connection, batch: Sequence[Record], recent: arrays.Recent
+  connection: sa.Connection,
+  batch: Sequence[Record],
+  recent: arrays.Recent,
+  current: bool = True,
 ) -> collections.Counter[str]:
   """Inserts records, in order.
 
   Args:
     recent: completions that later ones may extend; updated.
+    current: whether no learner has begun after the one that adds them.
 
   Returns:
     The number of completions and of trajectories that came too late.
@@ -53,13 +58,16 @@ def insert(
   for r in batch:
     if isinstance(r, records.Completion):
       parent = added.get(r.parent) or recent.get(r.parent)
-      row = tables.completion_row(r, parent) | {'superseded': r.session in closed}
+      row = tables.completion_row(r, parent)
+      row['superseded'] = not current or r.session in closed
       completions.append(row)
       added[r.id] = r
     elif isinstance(r, records.Trajectory):
-      late = r.item >= 0 and r.item not in pending
+      late = r.item >= 0 and (not current or r.item not in pending)
       trajectories.append(tables.trajectory_row(r) | {'superseded': late})
       closed.add(r.session)
+    elif not current:
+      continue
     elif isinstance(r[1], float):
       credited.append({'of_id': r[0], 'advantage': r[1]})
     else:

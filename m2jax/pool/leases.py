@@ -24,8 +24,10 @@ import sqlalchemy as sa
 from m2jax import records
 from m2jax.pool import ledger, tables
 
-# Reports: of a group that can be trained, and what the others begin with.
+# Reports: of a group that can be trained, and what the others begin with. A group that
+# STOPPED says nothing of those to come.
 COMPLETE, AGAIN, FAILED = '', 'again: ', 'failed: '
+STOPPED = AGAIN + 'stopped: '
 
 
 class Claim(NamedTuple):
@@ -97,13 +99,13 @@ def current(connection: sa.Connection) -> list[Lease]:
   return [Lease(*row) for row in connection.execute(query.order_by(i.index))]
 
 
-def reissue(connection: sa.Connection, index: int) -> records.WorkItem:
+def reissue(connection: sa.Connection, index: int, lineage: int) -> records.WorkItem:
   """Gives a pending item to the next process that claims it, as a new attempt.
 
   Raises:
     ValueError: the item is not pending.
   """
-  row = ledger.pending(connection, index, 'reissue')
+  row = ledger.pending(connection, index, 'reissue', lineage)
   t, c = tables.trajectories.c, tables.completions.c
   connection.execute(
     sa.update(tables.trajectories)
@@ -120,5 +122,6 @@ def reissue(connection: sa.Connection, index: int) -> records.WorkItem:
   item = records.WorkItem(
     index, row.task, row.group_size, row.attempt + 1, row.taken_before
   )
-  ledger.set_items(connection, [index], attempt=item.attempt, **ledger.UNCLAIMED)
+  values = {'attempt': item.attempt, **ledger.UNCLAIMED}
+  ledger.set_items(connection, [index], lineage, **values)
   return item

@@ -1,7 +1,8 @@
 """Work items in the database: states, the checkpoint's ledger, rollback (law 5).
 
 Functions on the writing connection; `data_pool` runs each in one transaction, and its
-docstring explains how they implement law 5.
+docstring explains how they implement law 5. Those that take a `lineage` are for the
+learner that began it, and are refused when another one has begun since.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from absl import logging
 
 from m2jax import records
 from m2jax.pool import tables
+from m2jax.pool.database import PoolBroken
 
 DELETED = 'deleted_'  # prefix of keys of `tables.meta`, see `deleted`
 # Columns of an item that no other process runs (`leases`).
@@ -21,6 +23,10 @@ UNCLAIMED = {'lease': None, 'beats': 0, 'report': None}
 
 class LedgerMismatch(RuntimeError):
   """The checkpoint's ledger does not fit this pool."""
+
+
+class LineageOver(PoolBroken):
+  """Another learner has begun on this pool: what this one still does is not stored."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,43 +69,52 @@ def next_index(connection: sa.Connection) -> int:
   return 0 if last is None else last + 1
 
 
-def submit(connection: sa.Connection, item: records.WorkItem) -> None:
+def submit(connection: sa.Connection, item: records.WorkItem, lineage: int) -> None:
   """Inserts a pending item. Raises ValueError unless it is the next in the stream."""
-  expected = next_index(connection)
-  if item.index != expected:
+  i, row = tables.items, dataclasses.asdict(item) | {'state': 'pending'}
+  values = [sa.literal(value, i.c[name].type) for name, value in row.items()]
+  last = sa.select(sa.func.max(i.c.index)).scalar_subquery()
+  fits = sa.func.coalesce(last, -1) == item.index - 1
+  chosen = sa.select(*values).where(fits, _in_force(lineage))
+  insert = sa.insert(i).from_select(list(row), chosen)
+  if not connection.execute(insert.execution_options(preserve_rowcount=True)).rowcount:
+    check_lineage(connection, lineage)
     raise ValueError(
-      f'submit: item {item.index}: must be the next index of the stream, {expected}'
+      f'submit: item {item.index}: must be the next index of the stream, '
+      f'{next_index(connection)}'
     )
-  row = dataclasses.asdict(item) | {'state': 'pending'}
-  connection.execute(sa.insert(tables.items), row)
 
 
-def complete(connection: sa.Connection, index: int) -> None:
+def complete(connection: sa.Connection, index: int, lineage: int) -> None:
   """pending → completed. Raises ValueError if trajectories of the group are missing."""
-  row = _item(connection, index, 'pending', 'complete')
+  row = _item(connection, index, 'pending', 'complete', lineage)
   t = tables.trajectories.c
   have = connection.scalar(
     sa.select(sa.func.count()).where(t.item == index, ~t.superseded)
   )
   if have != row.group_size:
+    check_lineage(connection, lineage)
     raise ValueError(
       f'complete: item {index} has {have} of {row.group_size} trajectories; add one '
       "with end_reason='infrastructure' for each episode that failed"
     )
-  set_items(connection, [index], state='completed')
+  set_items(connection, [index], lineage, state='completed')
 
 
-def fail(connection: sa.Connection, index: int, reason: str) -> None:
+def fail(connection: sa.Connection, index: int, reason: str, lineage: int) -> None:
   """pending → failed, with its reason."""
-  _item(connection, index, 'pending', 'fail')
-  set_items(connection, [index], state='failed', reason=tables.clean_text(reason))
+  _item(connection, index, 'pending', 'fail', lineage)
+  reason = tables.clean_text(reason)
+  set_items(connection, [index], lineage, state='failed', reason=reason)
 
 
-def take(connection: sa.Connection, indices: list[int], step: int) -> None:
+def take(
+  connection: sa.Connection, indices: list[int], step: int, lineage: int
+) -> None:
   """completed → taken, for all items or none."""
   for index in indices:
-    _item(connection, index, 'completed', 'take')
-  set_items(connection, indices, state='taken', step=step)
+    _item(connection, index, 'completed', 'take', lineage)
+  set_items(connection, indices, lineage, state='taken', step=step)
 
 
 def read(connection: sa.Connection, run: str, step: int | None) -> Ledger:
@@ -143,6 +158,22 @@ def lineages(connection: sa.Connection) -> records.Lineages:
   rows = connection.execute(sa.select(table).order_by(table.c.lineage)).all()
   branches = tuple((r.parent, r.step) for r in rows)
   return records.Lineages(branches) if branches else records.Lineages()
+
+
+def check_lineage(connection: sa.Connection, lineage: int) -> None:
+  """Raises LineageOver unless the lineage is the current one."""
+  if (current := lineages(connection).current) != lineage:
+    raise LineageOver(
+      f'the data pool is of another learner, which began lineage {current} after '
+      f'{lineage} of this one, in the same workdir or a copy of it: nothing more of '
+      'this one is stored. Let one of the two run'
+    )
+
+
+def _in_force(lineage: int) -> sa.ColumnElement[bool]:
+  """The same as a condition of a statement."""
+  last = sa.select(sa.func.max(tables.lineages.c.lineage)).scalar_subquery()
+  return sa.func.coalesce(last, 0) == lineage
 
 
 def _begin_lineage(connection: sa.Connection, ledger: Ledger) -> None:
@@ -190,9 +221,10 @@ def _complete_reported(connection: sa.Connection) -> None:
   """Completes items whose groups other processes reported while nobody was there."""
   i = tables.items.c
   reported = sa.select(i.index).where(i.state == 'pending', i.report == '')
+  lineage = lineages(connection).current
   for index in connection.scalars(reported).all():
     try:
-      complete(connection, index)
+      complete(connection, index, lineage)
     except ValueError as error:  # it is run again
       logging.warning('data pool: %s', error)
 
@@ -254,22 +286,31 @@ def existing(
   return out
 
 
-def pending(connection: sa.Connection, index: int, verb: str) -> sa.Row:
+def pending(connection: sa.Connection, index: int, verb: str, lineage: int) -> sa.Row:
   """The row of a pending item. Raises ValueError, about `verb`, if it is not."""
-  return _item(connection, index, 'pending', verb)
+  return _item(connection, index, 'pending', verb, lineage)
 
 
-def _item(connection: sa.Connection, index: int, state: str, verb: str) -> sa.Row:
+def _item(
+  connection: sa.Connection, index: int, state: str, verb: str, lineage: int
+) -> sa.Row:
   query = sa.select(tables.items).where(tables.items.c.index == index)
   row = connection.execute(query).one_or_none()
   if row is None or row.state != state:
+    check_lineage(connection, lineage)
     found = 'was never submitted' if row is None else f'is {row.state}'
     raise ValueError(f'{verb}: item {index} {found}, not {state}')
   return row
 
 
-def set_items(connection: sa.Connection, indices: list[int], **values) -> None:
-  """Sets columns of some items."""
+def set_items(
+  connection: sa.Connection, indices: list[int], lineage: int | None = None, **values
+) -> None:
+  """Sets columns of some items; with a lineage only while it is the current one."""
   i = tables.items
+  fence = sa.true() if lineage is None else _in_force(lineage)
   for part in tables.parts(indices):
-    connection.execute(sa.update(i).where(i.c.index.in_(part)).values(**values))
+    which = i.c.index.in_(part) & fence
+    changed = connection.execute(sa.update(i).where(which).values(**values))
+    if lineage is not None and changed.rowcount != len(part):
+      check_lineage(connection, lineage)

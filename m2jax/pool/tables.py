@@ -24,6 +24,8 @@ _Long = sa.BigInteger().with_variant(sa.Integer(), 'sqlite')
 # Compared by code points, as SQLite does: `leases.reissue` selects a range of sessions.
 _Key = sa.String().with_variant(sa.String(collation='C'), 'postgresql')
 
+OWNER = 'owner'  # a key of `meta`, see `DataPool.owner`
+
 meta = sa.Table(
   'meta',
   metadata,

@@ -43,8 +43,8 @@ class WorkQueue:
   """Work items from submission to retirement. Thread-safe.
 
   Attributes:
-    failed_in_a_row: number of failures since the last completion.
-    last_failure: the reason of the last failure; '' before the first.
+    failed_in_a_row: number of failed attempts at items since the last completion.
+    last_failure: the reason of the last one; '' before the first.
     next_index: index of the next item: the data position.
     drained: whether the queue is closed and nothing is live.
   """
@@ -75,7 +75,7 @@ class WorkQueue:
     self._lock = threading.Lock()  # held while pool and queue are changed together
     self._taken = 0  # items taken in the history of the current weights
     self._taken_before: dict[int, int] = {}  # by index of live items
-    self.failed_in_a_row = 0
+    self.failed_in_a_row, self.last_failure = 0, ''
     self._due = threading.Condition()
     self._due_s: dict[int, float] = {}  # deadlines by index, earliest first
     self._stopping = False
@@ -97,10 +97,6 @@ class WorkQueue:
   @property
   def next_index(self) -> int:
     return self._fifo.next_index
-
-  @property
-  def last_failure(self) -> str:
-    return self._fifo.failures[-1][1] if self._fifo.failures else ''
 
   @property
   def drained(self) -> bool:
@@ -175,10 +171,16 @@ class WorkQueue:
       self._pool.fail(index, reason)
       self._fifo.fail(index, reason)
       del self._taken_before[index]
-      self.failed_in_a_row += 1
+    self.count_failure(reason)
     logging.warning('item %d failed: %s', index, reason)
     self._end_deadline(index)
     return True
+
+  def count_failure(self, reason: str) -> None:
+    """Counts a failed attempt, of an item that failed or is to be reissued."""
+    with self._lock:
+      self.failed_in_a_row += 1
+      self.last_failure = reason
 
   def reissue(self, index: int) -> bool:
     """Starts another attempt at an item that a lost process ran; False if not pending.

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
+import sqlite3
 import threading
 
 import numpy as np
@@ -11,7 +12,7 @@ import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2jax.pool import data_pool, windowed_fifo
+from m2jax.pool import data_pool, database, windowed_fifo
 from m2jax.pool.data_pool import DataPool, Ledger, LedgerMismatch
 from m2jax.pool.work_queue import WorkQueue
 from m2jax.records import Completion, Trajectory, WorkItem
@@ -122,6 +123,7 @@ def completions(draw):
     finish_reason=draw(st.sampled_from(['stop', 'length', 'cancelled'])),
     status=draw(TEXT),
     overrides=draw(st.sampled_from([(), ('top_p',), ('temperature', 'top_k')])),
+    request=draw(st.integers(0, 1000)),
     started_s=draw(st.floats(0, 2e9)),
     ended_s=draw(st.floats(0, 2e9)),
     experts=experts,
@@ -136,13 +138,18 @@ def shared(new_url):
     yield pool
 
 
-@given(c=completions(), messages=st.lists(st.dictionaries(TEXT, JSON, max_size=3)))
-def test_records_come_back_exactly(shared, c, messages):
+@given(
+  c=completions(),
+  messages=st.lists(st.dictionaries(TEXT, JSON, max_size=3)),
+  earned=st.dictionaries(TEXT, st.floats(allow_nan=False, allow_infinity=False)),
+)
+def test_records_come_back_exactly(shared, c, messages, earned):
   """Round trips preserve every bit of log-probabilities and the sign of ids (law 4),
   and expert ids if there are any."""
   session = f's{next(shared.counter)}'
   c = dataclasses.replace(c, id=session, session=session)
   t = trajectory(session, -1, messages=tuple(messages), answer='é', end_reason='length')
+  t = dataclasses.replace(t, rewards=earned)
   shared.add_completion(c)
   shared.add_trajectory(t)
   shared.flush()
@@ -616,6 +623,39 @@ def test_broken_database_stops_the_job(pool, url):
   with pytest.raises(data_pool.PoolBroken):
     pool.add_completion(completion('t'))
   pool.close()
+
+
+def test_a_file_that_is_locked(tmp_path, monkeypatch):
+  """Another process that writes for longer than SQLite waits: calls wait on, and what
+  was added before and meanwhile is there once; after `outage_s` the pool is broken."""
+  monkeypatch.setattr(database, '_BUSY_S', 0.01)
+  path, waited = tmp_path / 'pool.db', []
+  with contextlib.closing(
+    sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+  ) as other:
+
+    def sleep(seconds):
+      waited.append(seconds)
+      if len(waited) == 3:
+        other.execute('ROLLBACK')
+
+    monkeypatch.setattr(database.time, 'sleep', sleep)
+    with DataPool(f'sqlite:///{path}') as pool:
+      pool.submit(WorkItem(0, 't', 1))
+      other.execute('BEGIN IMMEDIATE')
+      pool.add_completion(completion('s'))
+      pool.add_trajectory(trajectory('s', 0))
+      pool.complete(0)
+      assert len(waited) == 3 and [len(c) for _, c in pool.group(0)] == [1]
+    monkeypatch.undo()
+    monkeypatch.setattr(database, '_BUSY_S', 0.01)
+    with DataPool(f'sqlite:///{path}', outage_s=0.05) as pool:
+      other.execute('BEGIN IMMEDIATE')
+      with pytest.raises(data_pool.PoolBroken, match='0.05 s: database is locked'):
+        pool.take([0], step=1)
+      other.execute('ROLLBACK')
+  with DataPool(f'sqlite:///{path}') as pool:
+    assert pool.counts()['completed'] == 1
 
 
 def test_opening(pool, url):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from m2jax.pool import windowed_fifo
+from m2jax.pool import data_pool, windowed_fifo
 from m2jax.pool.data_pool import DataPool
 from m2jax.pool.work_queue import WorkQueue
 from tests.pool.test_data_pool import completion, trajectory
@@ -74,6 +74,44 @@ def test_an_item_ends_once(pool):
     with pytest.raises(RuntimeError, match='close'):
       queue.submit('t', 1)
     assert pool.next_index() == 3
+
+
+def test_two_learners(url):
+  """A second learner on the pool, of a copied workdir or where the file system has no
+  locks: from its start on the first one's calls change nothing, whatever it does next,
+  and it finds out at once."""
+  with DataPool(url) as old_pool, DataPool(url) as new_pool:
+    with queue_of(old_pool, 6, None) as old:
+      for _ in range(5):
+        old.submit('t', 1)
+      assert roll(old_pool, old, 0) and roll(old_pool, old, 1)
+      with queue_of(new_pool, 6, None) as new:
+        assert [item.index for item in new_pool.items('pending')] == [2, 3, 4]
+        assert [t.index for t in new.take(1, step=1, timeout_s=0)] == [0]
+        calls = {
+          'take the same': lambda: old.take(1, step=1, timeout_s=0),
+          'take another': lambda: old.take(1, step=1, timeout_s=0),
+          'complete': lambda: roll(old_pool, old, 2),
+          'fail': lambda: old.fail(3, 'broke'),
+          'reissue': lambda: old.reissue(4),
+          'submit': lambda: old.submit('t', 1),
+          'checkpoint': lambda: old_pool.ledger(1),
+          'prune': lambda: old_pool.prune(data_pool.Ledger(head=5, next_index=5)),
+        }
+        for name, call in calls.items():
+          with pytest.raises(data_pool.LineageOver, match='lineage 1 after 0'):
+            call()
+            raise AssertionError(name)
+        old_pool.set_rewards({}, {'1.0/0': 5.0})
+        old_pool.flush()
+        assert [t.advantage for t in new_pool.turns('1.0')] == [None]
+        # What its agents still record does not take the place of the new attempt.
+        assert roll(new_pool, new, 2, attempt=1)
+        ((trained, _),) = new_pool.group(2)
+        assert trained.session == '2.1'
+        assert [len(c) for _, c in new_pool.group(1)] == [1]  # nothing was pruned
+        new.submit('t', 1)
+        assert states(new_pool, new) == (3, 2, 1, 0)
 
 
 def test_deadline(pool):

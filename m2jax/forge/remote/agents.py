@@ -32,7 +32,7 @@ from m2jax.records import Trajectory
 
 _HEALTH_S = 1.0  # between questions whether the gateway serves
 _BLOCKED_S = 60.0  # of the episodes' event loop, after which the role stops
-_STOPPED = leases.AGAIN + "the agents' process was stopped"
+_STOPPED = leases.STOPPED + "the agents' process"
 
 
 @dataclasses.dataclass

@@ -194,7 +194,7 @@ class Leased:
     self._stopping.set()
     self._beats.join()
     for group in list(self._groups.values()):
-      self._report(group, leases.AGAIN + 'the gateway was stopped')
+      self._report(group, leases.STOPPED + 'the gateway')
 
   def begin(self, task: str | None) -> Begun | None:
     """See `episodes_api.Episodes`."""

@@ -111,23 +111,36 @@ def open_pool(config: ForgeConfig, workdir: Path) -> DataPool:
 def claim_pool(config: ForgeConfig, workdir: Path) -> DataPool:
   """The run's pool, for the learner, whose run it must be.
 
+  Each start draws a token, for WORKDIR/pool.id and for the pool. A workdir without the
+  pool's token is one of which a copy has run since, or that copy's original.
+
   Raises:
-    ValueError: `config.roles.pool_url` has the items of another run.
+    ValueError: `config.roles.pool_url` has the items of another run, or this workdir
+      is not the one that used it last.
   """
   pool = open_pool(config, workdir)
   path = workdir / _POOL
-  if not config.roles.pool_url:
+  if not config.roles.pool_url:  # a copy of the workdir has a copy of the pool
     return pool
-  mine = path.read_text() if path.exists() else ''
-  if mine != pool.run and (mine or pool.next_index()):
+  url = f'config.roles.pool_url={shown_url(config.roles.pool_url)!r}'
+  run, *tokens = (path.read_text() if path.exists() else '').split() or ['']
+  owner, token = pool.owner(), secrets.token_hex(8)
+  if run != pool.run and (run or pool.next_index()):
     pool.close()
     raise ValueError(
-      f'config.roles.pool_url={shown_url(config.roles.pool_url)!r}: has the pool of '
-      f'another run than {workdir}: give an empty database'
+      f'{url}: has the pool of another run than {workdir}: give an empty database'
     )
   new = path.with_suffix('.new')
-  new.write_text(pool.run)
-  new.replace(path)
+  if not owner or owner in tokens:
+    new.write_text(f'{pool.run} {owner} {token}')  # either, if it ends here
+    new.replace(path)
+  if (owner and owner not in tokens) or not pool.change_owner(owner, token):
+    pool.close()
+    raise ValueError(
+      f'{url}: a copy of {workdir}, or what this is a copy of, has used the pool '
+      'since: start that one, or give this one an empty database. If only this one is '
+      f"left, copy that one's {_POOL} here"
+    )
   return pool
 
 

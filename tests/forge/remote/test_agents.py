@@ -5,12 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import threading
 import time
 
 import pytest
 
 from m2jax import records, tasks
-from m2jax.forge import leased_groups, roles
+from m2jax.forge import leased_groups, roles, rollout_groups
+from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.remote import agents
 from m2jax.pool import leases
 from m2jax.pool.data_pool import DataPool
@@ -186,6 +188,42 @@ def test_an_infrastructure_failure_is_run_again(groups, start, pool):
   side.runner.end(0)
   wait_until(lambda: groups.queue.state().completed == 1, side)
   assert [t.session for t, _ in pool.group(0)] == ['rl-0-1-0', 'rl-0-1-1']
+
+
+def test_agents_that_only_fail_end_the_run(groups, start, pool, monkeypatch):
+  """As in one process: repeated after pauses, and the run ends with the reason after
+  `max_failed_groups` in a row, long before the items' deadline. Agents that are stopped
+  count for nothing."""
+  for name in ('_SHORTEST_PAUSE_S', '_LONGEST_PAUSE_S'):
+    monkeypatch.setattr(leased_groups, name, 0.01)
+    monkeypatch.setattr(rollout_groups, name, 0.05)
+  monkeypatch.setattr(rollout_groups, '_POLL_S', 0.01)
+  groups._rl = dataclasses.replace(groups._rl, max_failed_groups=6)
+  stopped = start()
+  stopped.worker.step(0.01)
+  stopped.worker.close()
+  side, raised = start(), []
+
+  def learn():
+    try:
+      groups.take(1, 1, lambda: False)
+    except RolloutsFailed as error:
+      raised.append(str(error))
+
+  learner = threading.Thread(target=learn)
+  learner.start()
+  wait_until(lambda: len(side.runner.running) == 3, side)
+  assert groups.queue.failed_in_a_row == 0
+
+  def fail_all():
+    for index in list(side.runner.running):
+      side.runner.end(index, 'infrastructure')
+    return raised
+
+  wait_until(fail_all, side)
+  learner.join()
+  assert '6 rollout groups failed in a row' in raised[0] and 'no gateway' in raised[0]
+  assert not pool.failures()
 
 
 def test_a_group_in_which_one_episode_was_masked_is_complete(groups, start, pool):

@@ -257,4 +257,4 @@ def test_a_gateway_that_stops_gives_its_groups_back(start, pool):
   with leased:
     client.post('/episodes', {})
   [lease] = pool.open_leases()
-  assert lease.report == leases.AGAIN + 'the gateway was stopped'
+  assert lease.report == leases.STOPPED + 'the gateway'

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
+import sys
 import types
 
 import httpx
@@ -251,6 +253,19 @@ def test_the_pool_of_another_run(tmp_path):
     queue = WorkQueue(pool, 2)
     queue.resume(None)
     queue.submit('t', 1)
+  shared.claim_pool(config, tmp_path / 'a').close()
+  shutil.copytree(tmp_path / 'a', tmp_path / 'copy')
+  shutil.copytree(tmp_path / 'a', tmp_path / 'killed')
+  with pytest.MonkeyPatch.context() as patch:  # SIGKILL between file and database
+    patch.setattr(DataPool, 'change_owner', lambda *_: sys.exit())
+    with pytest.raises(SystemExit):
+      shared.claim_pool(config, tmp_path / 'killed')
+  for _ in range(2):  # whichever of them starts first goes on
+    shared.claim_pool(config, tmp_path / 'killed').close()
+  for other in ('a', 'copy'):
+    with pytest.raises(ValueError, match='pool_url.*a copy of .* has used the pool'):
+      shared.claim_pool(config, tmp_path / other)
+  (tmp_path / 'a' / 'pool.id').write_text((tmp_path / 'killed/pool.id').read_text())
   shared.claim_pool(config, tmp_path / 'a').close()
   with pytest.raises(ValueError, match='pool_url.*another run'):
     shared.claim_pool(config, tmp_path / 'b')
