@@ -21,7 +21,7 @@ from m2jax import sandbox
 from m2jax.agents import agent as agents
 from m2jax.agents import blackbox, episodes, relay
 from m2jax.forge.config import ForgeConfig
-from m2jax.tasks import terminal
+from m2jax.tasks import Environment, terminal
 from tests.agents.environment import needs_environment
 from tests.gateway.conftest import response_text
 
@@ -387,7 +387,7 @@ def test_a_preparation_that_fails_leaves_no_relay(monkeypatch, broken):
 
   async def prepare():
     agent = blackbox.Blackbox(blackbox.BlackboxConfig(command='x'))
-    environment = types.SimpleNamespace(box=types.SimpleNamespace(listen=listen))
+    environment = Environment(None, box=types.SimpleNamespace(listen=listen))
     task = types.SimpleNamespace(instruction=text, spec='a/b')
     endpoint = agents.Endpoint('http://127.0.0.1:9/v1', 'key', 'm2jax', {})
     try:
@@ -399,6 +399,21 @@ def test_a_preparation_that_fails_leaves_no_relay(monkeypatch, broken):
     asyncio.run(prepare())
   with pytest.raises(ConnectionRefusedError):
     socket.create_connection(('127.0.0.1', port), timeout=1).close()
+
+
+def test_what_pays_turns_is_refused():
+  """A command's turns end unseen; a reward that is never asked for would be none."""
+
+  async def prepare():
+    agent = blackbox.Blackbox(blackbox.BlackboxConfig(command='x'))
+    environment = Environment(None, box=object(), turn_reward=prepare)
+    try:
+      await agent.prepare(types.SimpleNamespace(spec='a/b'), environment, None)
+    finally:
+      await agent.close()
+
+  with pytest.raises(ValueError, match='task a/b: pays turns'):
+    asyncio.run(prepare())
 
 
 def test_limits_are_positive():

@@ -34,7 +34,7 @@ class Runner:
       family=task.family,
       end_reason='infrastructure' if success is None else 'answer',
       error='no sandbox',
-      success=success or 0.0,
+      success=max(0.0, success or 0.0),
       wall_s=0.0,
       tool_calls=0,
     )

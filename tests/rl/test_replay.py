@@ -222,7 +222,9 @@ def test_ids_survive_to_the_forest(group):
         for completion in turns:
           pool.add_completion(completion)
         # success differs, so that the group is trained; alone it is dropped
-        end = records.Trajectory(str(rank), 0, rank, 't', 'f', 'answer', rank, 1.0, 0)
+        end = records.Trajectory(
+          str(rank), 0, rank, 't', 'f', 'answer', rank / 4, 1.0, 0
+        )
         pool.add_trajectory(end)
       pool.complete(0)
       credit = rewards.advantages(pool.group(0), rewards.RewardConfig())
