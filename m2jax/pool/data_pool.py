@@ -167,6 +167,12 @@ class DataPool(reader.Reader):
     self._remember('trajectory ' + trajectory.session)
     self._writer.put(trajectory)
 
+  def completion_ids(self, session: str) -> set[str]:
+    """Ids of all completions of a session that were added so far."""
+    c = tables.completions.c
+    query = sa.select(c.id).where(c.session == session)
+    return set(self._writer.call(lambda connection: connection.scalars(query).all()))
+
   def set_rewards(
     self,
     by_session: Mapping[str, records.TrajectoryReward],

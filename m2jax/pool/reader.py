@@ -99,11 +99,6 @@ class Reader:
     rows = self._read(sa.select(c).where(c.c.session == session).order_by(c.c.row))
     return sorted(tables.completions_of(rows).values(), key=lambda c: c.turn)
 
-  def completion_ids(self, session: str) -> set[str]:
-    """Ids of a session's completions, including superseded and pruned ones."""
-    c = tables.completions.c
-    return {r.id for r in self._read(sa.select(c.id).where(c.session == session))}
-
   def turns(self, session: str) -> list[StoredTurn]:
     """A session's completions without token ids, in order of turn."""
     c = tables.completions.c

@@ -162,6 +162,15 @@ def test_records_come_back_exactly(shared, c, messages, earned):
   assert (stored.trajectory, stored.reward, stored.superseded) == (t, None, False)
 
 
+def test_ids_of_a_session_include_what_is_queued(pool):
+  """A client is paid for the answer that it just got."""
+  for turn in range(2):
+    pool.add_completion(completion('paid', turn))
+  pool.add_completion(completion('other'))
+  assert pool.completion_ids('paid') == {'paid/0', 'paid/1'}
+  assert pool.completion_ids('none') == set()
+
+
 def test_hostile_text_is_kept_readable(pool):
   """Law 9: tool output with NUL or lone surrogates costs neither job nor record."""
   messages = ({'role': 'tool', 'content': 'a\0b\udc80'},)
