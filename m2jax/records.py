@@ -119,6 +119,14 @@ def completion_named(message: Mapping[str, Any]) -> str:
   return ''
 
 
+def check_verdict(task: str, success: float) -> None:
+  """Raises ValueError with the task's name unless a verdict is in [0, 1]."""
+  if not (isinstance(success, numbers.Real) and 0 <= success <= 1):  # nan is not
+    raise ValueError(
+      f'task {task}: the verdict is {success!r}: must be a number in [0, 1]'
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class WorkItem:
   """One rollout group in submission order; everything needed to reissue it.
@@ -188,11 +196,7 @@ class Trajectory:
   rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    success = self.success
-    if not (isinstance(success, numbers.Real) and 0 <= success <= 1):  # nan is not
-      raise ValueError(
-        f'task {self.task}: the verdict is {success!r}: must be a number in [0, 1]'
-      )
+    check_verdict(self.task, self.success)
     for id_, reward in self.rewards.items():
       if not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
         raise ValueError(

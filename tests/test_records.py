@@ -95,15 +95,6 @@ def test_versions_of_several_lineages_are_an_error():
 )
 def test_verdicts_and_rewards_are_checked(fields, said):
   """Wherever a trajectory comes from, with the task's name."""
+  values = dict(success=1.0, wall_s=1.0, tool_calls=0) | fields
   with pytest.raises(ValueError, match=said):
-    Trajectory(
-      's',
-      0,
-      0,
-      'fetch/1',
-      'f',
-      'answer',
-      **{'success': 1.0} | fields,
-      wall_s=1.0,
-      tool_calls=0,
-    )
+    Trajectory('s', 0, 0, 'fetch/1', 'f', 'answer', **values)

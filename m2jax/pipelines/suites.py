@@ -20,6 +20,7 @@ from m2jax.agents.agent import AgentConfig
 from m2jax.checks import require
 from m2jax.observe import stats
 from m2jax.pipelines import records
+from m2jax.records import check_verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +159,7 @@ async def _attempt(config, agent, endpoint, spec: str, trial: int) -> dict[str, 
       if late:
         outcome.end_reason = 'timeout'
       success = await agent.reward(task, environment, outcome)
+      check_verdict(spec, success)
   except (sandbox.SandboxError, OSError) as error:
     outcome = agents.Outcome(end_reason='infrastructure', error=repr(error))
     success = 0.0

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from absl import logging
 
-from m2jax import kinds, sandbox
+from m2jax import kinds, records, sandbox
 from m2jax.tasks import task as task_lib
 
 _TRIES = 3  # of a demonstration
@@ -57,6 +57,9 @@ class Demonstration:
   tools: Sequence[Mapping[str, Any]]
   success: float
   mistakes: Sequence[str] = ()
+
+  def __post_init__(self):
+    records.check_verdict(self.task, self.success)
 
 
 class Turn(NamedTuple):

@@ -45,6 +45,24 @@ def _right(config):
   return lambda body: answers[body['messages'][-1]['content']]
 
 
+def test_a_verdict_out_of_range_names_the_task(tmp_path, monkeypatch):
+  """It is in no average and no file."""
+
+  async def verify(self, environment, answer):
+    return float('nan')
+
+  config, path = _config(count=1, trials=1), tmp_path / 'a.jsonl'
+  monkeypatch.setattr(type(reasoning.make(config.specs()[0])), 'verify', verify)
+  with (
+    model_server.Server(lambda body: 'yes') as server,
+    pytest.raises(ExceptionGroup) as failed,
+  ):
+    _run(config, server, path)
+  [error] = failed.value.exceptions
+  assert str(error).startswith(f'task {config.specs()[0]}: the verdict is nan')
+  assert not path.exists() or not path.read_text()
+
+
 def test_a_table_has_families_trials_and_intervals(tmp_path):
   """A task, not an attempt, is the unit of the interval."""
   config = _config()
