@@ -12,8 +12,8 @@ seed start from its weights. They see the same prompts in the same order and hav
 same number of episodes and updates. With u updates a batch, u × GROUPS groups are
 sampled by the same weights and trained in u parts, so that the part k was sampled k − 1
 updates ago: M1's 16 rounds of off-policy updates (docs/facts/algorithms.md §3). The
-advantages are G − B; GRPO's and DAPO's are divided by the group's standard deviation
-(`NORMALISE`). All have the same optimizer and learning rate.
+advantages are G − B; GRPO's and DAPO's are divided by the group's standard deviation.
+All have the same optimizer and learning rate.
 
 The router's bias is updated in RL, as in the main job; the runs of `FROZEN` are
 repeated with the bias frozen.
@@ -57,7 +57,6 @@ from m2jax.train import step as train_step
 SHORTEST, LONGEST, DIGITS = 2, 7, 12  # digits of a prompt, and how many there are
 BEGIN, ASK, END = 0, DIGITS + 1, DIGITS + 2  # tokens; digits are 1 … DIGITS
 GROUPS, GROUP_SIZE = 8, 16  # of an update
-NORMALISE = {'grpo': 'group', 'dapo': 'group'}  # as in their papers; others: 'none'
 ROW = 128  # tokens of a row: the tree of a group is smaller
 FROZEN = (('cispo', 1), ('cispo', 16), ('grpo', 16))
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t, by number of seeds
@@ -250,9 +249,7 @@ class Trainer:
         row_terms=ROW,
         buckets=forest.Buckets((ROW,), (ROW,)),
         algorithm=algorithm,
-        reward=rewards.RewardConfig(
-          alpha=0.0, normalise=NORMALISE.get(algorithm, 'none')
-        ),
+        reward=rewards.RewardConfig(alpha=0.0),
         step=train_step.StepConfig(
           micro_rows=GROUPS, mtp_weight=0.0, bias_update_rate=1e-3 if bias else 0.0
         ),
@@ -276,8 +273,8 @@ def _optimizer(rate: float):
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-  """What a run that is not repeated has to have in common."""
-  return {k: vars(args)[k] for k in _SETTINGS} | {'normalise': NORMALISE}
+  """What runs of one table share; advantages have each algorithm's own scale."""
+  return {k: vars(args)[k] for k in _SETTINGS} | {'normalise': 'own'}
 
 
 def planned(args: argparse.Namespace) -> list[Run]:

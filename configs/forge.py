@@ -114,7 +114,6 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
         gamma=1.0,
         thinking_bonus=0.0,
         baseline='mean',  # per turn where turns are paid (`baseline_over`)
-        normalise='none',  # M2's; 'group' is GRPO's, 'batch' one scale for all
       ),
     ),
     optimizer=dict(

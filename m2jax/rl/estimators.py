@@ -54,6 +54,11 @@ class Estimator:
     check(known, 'normaliser', f'one of {terms.NORMALISERS}')
 
   @property
+  def normalise(self) -> str:
+    """What its paper divides advantages by (`rewards.RewardConfig.normalise`)."""
+    return 'group' if self.kind in ('grpo', 'dapo') else 'none'
+
+  @property
   def _functions(self) -> tuple[Callable, Callable]:
     """The kind's loss and metrics, with its bounds."""
     if self.kind == 'cispo':

@@ -104,6 +104,13 @@ class LearnerConfig:
       normaliser=self.normaliser,
     )
 
+  @property
+  def reward_of_algorithm(self) -> rewards.RewardConfig:
+    """The reward; without a scale of its own, with the algorithm's."""
+    if self.reward.normalise is not None:
+      return self.reward
+    return dataclasses.replace(self.reward, normalise=self.estimator.normalise)
+
 
 def objective(
   logprob: jax.Array,
@@ -172,7 +179,7 @@ class Learner:
     self.state = train_step.place_state(state, cfg, optimizer, sharding)
     self.lineages = Lineages()
     self.hosts = hosts_lib.find(sharding)
-    self._estimator = config.estimator
+    self._estimator, self._reward = config.estimator, config.reward_of_algorithm
     bound = functools.partial(objective, estimator=self._estimator)
     self._step = train_step.make_step(
       cfg,
@@ -199,7 +206,7 @@ class Learner:
     """Computes rewards and advantages of a group, the input of `update`."""
     if self._config.shuffle_rewards:
       group = _shuffle_rewards(group)
-    credit = rewards.advantages(group, self._config.reward)
+    credit = rewards.advantages(group, self._reward)
     if self._config.algorithm == 'expert_iteration':
       credit = expert_iteration.credit(credit)
     return credit
@@ -226,7 +233,7 @@ class Learner:
     """Merges and packs groups for `train`."""
     started_s = time.monotonic()
     normaliser = self._estimator.normaliser
-    credits_ = rewards.scaled(credits_, self._config.reward)
+    credits_ = rewards.scaled(credits_, self._reward)
     groups_samples = samples.from_groups(credits_, normaliser, self._lags)
     metrics = dict(rewards.summary(credits_), **self._lag(credits_))
     batch = packing.pack(

@@ -81,7 +81,8 @@ class RewardConfig:
       deviation of the group's returns (GRPO's, M1's); or 'batch', that of the batch's
       advantages, one per trained completion (`scaled`). The group's makes α and β
       meaningless where successes are equal, and may flip the sign of a mixed reward;
-      the batch's is one factor for all.
+      the batch's is one factor for all. None: the algorithm's, 'group' of GRPO and
+      DAPO, else 'none' (`LearnerConfig.algorithm`).
   """
 
   alpha: float = 0.1
@@ -97,7 +98,7 @@ class RewardConfig:
   success_threshold: float = 1.0
   baseline: str = 'mean'
   baseline_over: str | None = None
-  normalise: str = 'none'
+  normalise: str | None = None
 
   def __post_init__(self):
     check = functools.partial(require, self)
@@ -112,7 +113,8 @@ class RewardConfig:
     check(self.baseline in BASELINES, 'baseline', f'one of {BASELINES}')
     over = self.baseline_over in (None, *BASELINE_OVERS)
     check(over, 'baseline_over', f'one of {BASELINE_OVERS}, or None')
-    check(self.normalise in NORMALISE, 'normalise', f'one of {NORMALISE}')
+    known = self.normalise in (None, *NORMALISE)
+    check(known, 'normalise', f'one of {NORMALISE}, or None')
 
 
 @dataclasses.dataclass(frozen=True)

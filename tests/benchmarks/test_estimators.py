@@ -22,11 +22,6 @@ def test_held_out_prompts_are_never_trained():
   assert estimators.solution(prompt).tolist() == [2, 5, 9, estimators.END]
 
 
-def test_advantages_are_those_of_each_paper():
-  """G − B for M2's CISPO and whatever else is compared with it."""
-  assert estimators.NORMALISE == {'grpo': 'group', 'dapo': 'group'}
-
-
 def arguments(**changes):
   values = dict(seeds=[0, 1, 2], per_batch=[1, 16], algorithms=['cispo', 'grpo'])
   return argparse.Namespace(**values | changes)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from m2jax import forest, model
-from m2jax.rl import cispo, estimators, learner, ppo_clip
+from m2jax.rl import cispo, estimators, learner, ppo_clip, rewards
 from m2jax.train import step as train_step
 from tests.model import test_forest_equivalence as equivalence
 from tests.rl import test_cispo
@@ -100,6 +100,13 @@ def test_defaults_are_the_papers():
   config = learner.LearnerConfig(algorithm='dapo', clip_low=0.1)
   assert config.estimator == estimators.Estimator('dapo', 5.0, 0.1, 0.28, 'token')
   assert learner.LearnerConfig(normaliser='token').estimator.normaliser == 'token'
+  scales = {k: learner.LearnerConfig(algorithm=k) for k in estimators.KINDS}
+  scales = {k: v.reward_of_algorithm.normalise for k, v in scales.items()}
+  grouped = {'grpo': 'group', 'dapo': 'group'}
+  assert scales == dict.fromkeys(estimators.KINDS, 'none') | grouped
+  given = rewards.RewardConfig(normalise='batch')
+  config = learner.LearnerConfig(algorithm='grpo', reward=given)
+  assert config.reward_of_algorithm == given
 
 
 @pytest.mark.parametrize(
