@@ -1,6 +1,8 @@
 """ConfigDict → dataclasses: every mistake names its place."""
 
 import dataclasses
+import importlib
+import pathlib
 import typing
 
 import jax
@@ -79,6 +81,17 @@ def test_completing_changes_nothing():
       'reward': RewardConfig(alpha=0.1, gamma=1.0),
     }
   )
+
+
+def test_no_config_of_m2_divides_advantages():
+  """By the group's deviation: α and β would mean nothing."""
+  names = [path.stem for path in pathlib.Path(forge.__file__).parent.glob('forge*.py')]
+  assert len(names) > 5
+  for name in names:
+    config = importlib.import_module(f'configs.{name}').get_config()
+    learner = common.build(ForgeConfig, config).rl.learner
+    assert learner.algorithm == 'cispo'
+    assert learner.reward_of_algorithm.normalise == 'none', name
 
 
 def test_a_default_of_none_has_its_type():

@@ -23,11 +23,11 @@ def agent(serve, tok):
   )
   gateway, _, records = serve(lambda request: tok.encode(next(texts)))
 
-  def ask(messages):
+  def ask(messages, **fields):
     response = httpx.post(
       f'{gateway.base_url}/chat/completions',
       headers={'authorization': 'Bearer agent'},
-      json={'model': 'm2jax', 'messages': messages, 'tools': [SH]},
+      json={'model': 'm2jax', 'messages': messages, 'tools': [SH], **fields},
     )
     assert response.status_code == 200, response.text
     return response.json()['choices'][0]['message']
@@ -75,6 +75,8 @@ def test_a_clock_that_steps_back_trains_the_same_answer(agent, monkeypatch):
   ask(first)
   assert turns(records) == [1]
   assert [c.request for c in records] == [0, 1]
+  ask(first, n=2)
+  assert sorted(c.request for c in records) == [0, 1, 2, 3]
   assert all(0 <= c.ended_s - c.started_s < 600 for c in records)
   assert records[0].started_s < records[1].started_s
 
