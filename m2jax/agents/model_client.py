@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from m2jax.agents import scaffold
 from m2jax.agents.agent import Endpoint
 
 
@@ -74,9 +75,8 @@ def make(
   async def post(body: dict) -> dict:
     reply = await send(f'{base}/chat/completions', body)
     for choice in reply.get('choices', ()):
-      message = choice['message']  # vLLM and OpenRouter say `reasoning`
-      if message.get('reasoning') and not message.get('reasoning_content'):
-        message['reasoning_content'] = message['reasoning']
+      if 'parse_status' not in choice:  # not of this gateway
+        choice['message'] = scaffold.with_thinking(choice['message'])
     return reply
 
   async def count(messages: list[dict]) -> tuple[int, int]:

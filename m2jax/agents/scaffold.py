@@ -14,6 +14,7 @@ from typing import Any
 from m2jax.agents import context
 from m2jax.agents.agent import Shown
 from m2jax.tasks import BadCall
+from m2jax.text import markup
 
 
 def shown(
@@ -86,6 +87,22 @@ def sendable(message: Mapping[str, Any]) -> dict[str, Any]:
       call = {**call, 'function': {**call['function'], 'arguments': '{}'}}
     calls.append(call)
   return {**message, 'tool_calls': calls} if calls else dict(message)
+
+
+def with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+  """A message with its thinking in `reasoning_content`, wherever its server put it.
+
+  vLLM and OpenRouter call it `reasoning`; without a parser it is in the content.
+  """
+  thought, content = message.get('reasoning_content'), message.get('content')
+  if thought or message['role'] != 'assistant':
+    return dict(message)
+  if isinstance(content, str) and markup.THINK_END in content:
+    before, _, after = content.partition(markup.THINK_END)
+    thought = before.strip().removeprefix(markup.THINK).strip()
+    return {**message, 'content': after.strip(), 'reasoning_content': thought}
+  thought = message.get('reasoning')
+  return {**message, 'reasoning_content': thought} if thought else dict(message)
 
 
 def check_names(tools: Sequence[Mapping[str, Any]]) -> None:

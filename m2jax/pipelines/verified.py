@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from m2jax.agents import scaffold as scaffold_lib
 from m2jax.agents.agent import AgentConfig
 from m2jax.checks import require
 from m2jax.pipelines.suites import SuiteConfig
-from m2jax.text import markup
 
 KEPT = 'kept'
 
@@ -121,16 +121,10 @@ def write(path: Path, chats: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _told(message: Mapping[str, Any]) -> dict[str, Any]:
-  """A message with its thinking in `reasoning_content`, wherever the server put it."""
-  told = {k: v for k, v in message.items() if not k.startswith('reasoning')}
-  thought, content = message.get('reasoning_content'), message.get('content')
-  thought = thought or message.get('reasoning')
-  if not thought and message['role'] == 'assistant' and isinstance(content, str):
-    before, end, after = content.partition(markup.THINK_END)
-    if end:
-      thought = before.strip().removeprefix(markup.THINK).strip()
-      told['content'] = after.strip()
-  return told | {'reasoning_content': thought} if thought else told
+  """A message as chats have it: its thinking in one place."""
+  other = 'reasoning', 'reasoning_details'
+  told = scaffold_lib.with_thinking(message)
+  return {name: value for name, value in told.items() if name not in other}
 
 
 def _reason(config: SampleConfig, row: Mapping[str, Any]) -> str:

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from m2jax.agents.agent import AuthorConfig
-from m2jax.forge import prepare
-from m2jax.tasks import demonstrations, mixed
+from m2jax.forge import prepare, run
+from m2jax.tasks import demonstrations, harbor, mixed
 from m2jax.train.workdir import open_workdir
 from tests.forge import forge_worker
 
@@ -56,13 +56,34 @@ def test_controls_may_weigh_domains_otherwise_in_rl(tmp_path):
     tasks = mixed.Config(domains=domains, **changes)
     return dataclasses.replace(forge_worker.config(), tasks=tasks)
 
-  run = tmp_path / 'run'
-  open_workdir(config(ratios={'a': (1.0, 2.0)}, stages=(9,)), run)
+  other = tmp_path / 'run'
+  open_workdir(config(ratios={'a': (1.0, 2.0)}, stages=(9,)), other)
   alone, shares = config(ratios={'b': (0.0,)}), config(demonstrated={'a': 2.0})
   with pytest.raises(FileNotFoundError):  # the settings are right
-    prepare.take_over(dataclasses.replace(alone, start=str(run)), tmp_path)
+    prepare.take_over(dataclasses.replace(alone, start=str(other)), tmp_path)
   with pytest.raises(ValueError, match='another tasks'):
-    prepare.take_over(dataclasses.replace(shares, start=str(run)), tmp_path)
+    prepare.take_over(dataclasses.replace(shares, start=str(other)), tmp_path)
+
+
+@pytest.mark.parametrize('missing', ['dev', 'held_out'])
+def test_a_split_without_tasks_ends_the_run_before_it_begins(tmp_path, missing):
+  """Not after SFT, when it is evaluated on for the first time."""
+  toy = harbor.Draft(
+    'one',
+    'Do it.',
+    harbor.Metadata('toy', 'sum'),
+    tests={'test.sh': b''},
+    solution={'solve.sh': b''},
+  )
+  for split in {'train', 'dev', 'held_out'} - {missing}:
+    harbor.write(toy, tmp_path / 'made' / 'tasks' / split)
+  made = harbor.Config(dataset=str(tmp_path / 'made'))
+  config = dataclasses.replace(
+    forge_worker.config(), tasks=made, dev_tasks=2, eval_tasks=2
+  )
+  with pytest.raises(ValueError, match=rf'no task in tasks/{missing}/'):
+    run.run(config, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
 
 
 def test_evaluations_refuse_partial_credit():

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from experiments import make_all_tasks
-from m2jax.pipelines import discovery, records
+from m2jax.pipelines import PipelineConfig, discovery, records
 from tests import processes
 from tests.pipelines import toy
 from tests.waiting import wait_until
@@ -35,6 +35,14 @@ def test_pipelines_are_found_by_what_they_define():
   assert not {'make', 'report', 'records', 'rubric', 'discovery', 'candidate'} & set(
     found
   )
+
+
+@pytest.mark.parametrize('name', discovery.names())
+def test_every_pipeline_has_all_splits(name):
+  """A run that evaluates on one that is empty would be told so hours later."""
+  config = PipelineConfig.of_kind(name)
+  assert config.dev and config.held_out
+  assert config().split(config.dev[0]) == 'dev'
 
 
 def test_one_task_of_each_and_a_table(tmp_path):

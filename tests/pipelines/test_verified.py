@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -94,6 +95,41 @@ def test_chats_have_the_perturbed_prompt_and_tools(selection):
       tools.add((tool['name'], *tool['parameters']['properties']))
   assert systems == {'Sum up.', 'Be exact.'}
   assert tools == {('find', 'key'), ('get', 'name')}
+
+
+def _thinks(where):
+  """The teacher, whose server puts its thinking somewhere else, or that has none."""
+
+  def answer(body):
+    told = dict(_teacher(body))
+    thought = told.pop('reasoning_content')
+    if where == '<think>':
+      told['content'] = f'<think>\n{thought}\n</think>\n\n{told["content"] or ""}'
+    elif where:
+      told[where] = thought
+    return told
+
+  return answer
+
+
+@pytest.mark.parametrize('where', ['reasoning', 'reasoning_content', '<think>', 'none'])
+def test_attempts_are_kept_wherever_their_thinking_is(where, tmp_path):
+  """SFT has it in one place. Without thinking they are kept unless it is asked for."""
+  config = _config()
+  suite = dataclasses.replace(config.of('plain'), count=2, trials=1)
+  with model_server.Server(_thinks(where if where != 'none' else '')) as server:
+    asyncio.run(suites.run(suite, server.url, 'm', tmp_path / 'a.jsonl'))
+  rows = {'plain': records.read(tmp_path / 'a.jsonl')}
+  wanted = dataclasses.replace(config, thinking=True)
+  found = verified.select(wanted, rows, 'm').chats
+  assert len(found) == (0 if where == 'none' else 2)
+  chats = verified.select(config, rows, 'm').chats
+  said = [m for c in chats for m in c['messages'] if m['role'] == 'assistant']
+  assert len(chats) == 2 and not any('reasoning' in message for message in said)
+  for message in said:
+    assert ('total' in message.get('reasoning_content', '')) is (where != 'none')
+    assert '<think>' not in (message['content'] or '')
+  assert sample.get_config().sample.thinking is False
 
 
 def test_sft_reads_the_chats(selection, tmp_path):

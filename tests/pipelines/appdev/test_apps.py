@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 from m2jax import sandbox
 from m2jax.pipelines import appdev, duplicates, evidence, installed, seat
 from m2jax.pipelines.appdev import kinds, looks, query
+from m2jax.pipelines.appdev.app import label
 from m2jax.pipelines.appdev.kinds import calculator, cart
-from m2jax.pipelines.appdev.verifier import grade, visual
+from m2jax.pipelines.appdev.verifier import browser, grade, visual
 from m2jax.tasks.harbor import directory, verifier
 from tests.pipelines import model_server
 
@@ -144,6 +148,65 @@ def test_each_proxy_finds_its_flaw_and_no_other(monkeypatch, proxy, texts, chang
   hidden = _text(size=1, box=(-9000, 0, 1, 1), visible=False)  # for screen readers
   good = dict(page, texts=[_text(), hidden], controls=[], scroll=1280)
   assert all(fine for _, fine, _ in visual.judge([good], b''))
+
+
+@pytest.mark.parametrize('icon', ['×', '✕', '🗑️', 'x', '+', '↑'])
+def test_an_icon_may_have_any_name(monkeypatch, icon):
+  """Symbols are no text that a person would say (WCAG 2.5.3); words are."""
+  monkeypatch.setattr(visual, 'pixels', lambda png: '')
+  control = dict(tag='button', label='Remove olive 12', box=(0, 0, 40, 40))
+  page = dict(texts=[_text()], scroll=1280, width=1280)
+  for text, fine in (icon, True), ('Delete', False), (f'{icon} Delete', False):
+    judged = visual.judge([page | {'controls': [control | {'text': text}]}], b'')
+    assert {n: ok for n, ok, _ in judged}['names'] is fine, text
+
+
+def test_what_is_no_number_is_none_in_a_number_field():
+  """Which keeps digits, signs and the letter e of what is typed."""
+  for seed in range(60):
+    criteria = drawn('converter', seed).spec()['criteria']
+    (steps,) = [c['steps'] for c in criteria if c['id'] == 'wrong']
+    word = [values[0] for operation, _, *values in steps if operation == 'fill'][1]
+    with pytest.raises(ValueError):
+      float(re.sub('[^0-9e.+-]', '', word))
+
+
+_LABELS = """
+<label>A <input id="input"></label>
+<label>B <select id="select"><option>one</option><option>two</option></select></label>
+<label>C <textarea id="textarea">text</textarea></label>
+<label><input id="checkbox" type="checkbox"> D</label>
+<label for="number">E</label><input id="number" type="number" value="3">
+<span id="f">F</span><input id="search" type="search" aria-labelledby="f">
+<input id="range" type="range" aria-label="G">
+"""
+
+
+def test_a_label_names_its_control_whatever_its_form(monkeypatch):
+  """Around it, before it, or by reference: what is in the control is no part of it."""
+  if reason := appdev.unavailable():
+    pytest.skip(reason)
+  from playwright.async_api import async_playwright
+
+  monkeypatch.syspath_prepend(Path(grade.__file__).parent)  # as in a task's tests/
+  import steps
+
+  async def found():
+    async with async_playwright() as driver:
+      program = next(path for path in browser.CHROMIUM if os.path.exists(path))
+      chromium = await driver.chromium.launch(
+        executable_path=program, args=browser.ARGUMENTS
+      )
+      page = await chromium.new_page()
+      await page.set_content(_LABELS)
+      controls = [steps.locate(page, label(name)) for name in 'ABCDEFG']
+      ids = [await one.get_attribute('id', timeout=3000) for one in controls]
+      await chromium.close()
+      return ids
+
+  assert asyncio.run(found()) == (
+    'input select textarea checkbox number search range'.split()
+  )
 
 
 def test_a_reward_needs_the_gate_and_something_that_works():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -39,6 +40,58 @@ def test_a_mutant_fails_where_its_rule_is_checked(sites):
     if next(r['passed'] for r in found[name]['criteria'] if r['id'] == criterion)
   ]
   assert survived == []
+
+
+# Right apps in other forms than the solutions have.
+_CONVERTER = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>TITLE</title>
+<style>body{font-family:sans-serif;margin:0;background:#fff;color:#111}
+main{max-width:480px;padding:24px;display:grid;gap:16px}label{display:grid;gap:4px}
+input,select{min-height:44px;font:inherit}</style></head><body><main><h1>TITLE</h1>
+<label>FIELD<input TYPE id="p"></label><label>From<select id="f"></select></label>
+<label>To<select id="t"></select></label><output data-testid="result"></output></main>
+<script>const C = CONFIG;
+const [p, f, t] = ['p', 'f', 't'].map((i) => document.getElementById(i));
+for (const s of [f, t]) for (const u in C.units) s.add(new Option(u));
+t.selectedIndex = 1;
+function go() {
+  const text = p.value.trim(), n = Number(text), value = n * C.units[f.value];
+  const wrong = text === '' || !Number.isFinite(n) || C.positive && n < 0;
+  document.querySelector('[data-testid=result]').textContent = wrong ? C.wrong
+    : (value / C.units[t.value]).toFixed(C.decimals) + ' ' + t.value;
+}
+for (const e of [p, f, t]) e.addEventListener('input', go);
+go();</script></body></html>"""
+_INPUTS = {'a wrapped label': 'inputmode="decimal"', 'a number field': 'type="number"'}
+
+
+@pytest.fixture(scope='module')
+def right(sites):
+  """Reports on a converter with labels around its controls, and a list with icons."""
+  drawn = (kinds.DRAWERS['converter'](random.Random(f'right/{n}')) for n in range(99))
+  converter = next(app for app in drawn if not app.config['swapping'])
+  jobs = {}
+  for name, form in _INPUTS.items():
+    step = f'{form} step="any"' if 'number' in form else form
+    page = _CONVERTER.replace('TYPE', step).replace('TITLE', converter.title)
+    page = page.replace('FIELD', converter.config['label'])
+    page = page.replace('CONFIG', json.dumps(converter.config))
+    jobs[name] = {'index.html': page.encode()}, converter.spec()
+  todo = kinds.DRAWERS['todo'](random.Random('right'))
+  files = todo.solution()
+  script = files['app.js'].decode()
+  assert "'Remove'" in script, 'the solution has another button'
+  jobs['an icon'] = (
+    files | {'app.js': script.replace("'Remove'", "'×'").encode()},
+    (todo.spec()),
+  )
+  return batch.judged(jobs, sites)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('name', [*_INPUTS, 'an icon'])
+def test_a_right_app_passes_whatever_its_form(right, name):
+  assert right[name]['reward'] == 1, right[name]
 
 
 @pytest.mark.long

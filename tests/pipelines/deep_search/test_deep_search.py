@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -279,3 +280,7 @@ def test_a_rewritten_question_may_not_tell_the_answer(graph):
   assert deep_search._keeps(text, question)
   assert not deep_search._keeps(text + question.answers[0], question)
   assert not deep_search._keeps(text.replace(f'"{question.words[0]}"', 'it'), question)
+  # A meeting has no words, and what cannot be searched for is no question.
+  meeting = dataclasses.replace(question, words=())
+  assert deep_search._keeps(text, meeting)
+  assert not deep_search._keeps('Which passage do both of them link to?', meeting)

@@ -231,6 +231,32 @@ def test_a_models_statement_is_repaired_with_the_reason(tmp_path):
   assert 'after 1 repairs' in never.problem and len(never.repairs) == 2
 
 
+def test_an_outage_of_the_author_or_the_machine_is_no_rejection(tmp_path, monkeypatch):
+  """The draw is tried again by the next run, which makes the same ids."""
+  one = drawn(FAMILIES['dates'])
+  proved = gym._Proved(one, ())
+
+  async def evolved(prove):
+    monkeypatch.setattr(gym, 'prove', prove)
+    config, family = gym.Config(depths=2), FAMILIES['dates']
+    stream = gym._evolved(config, asked, family, [SEED], 0)
+    return [candidate async for candidate in stream]
+
+  async def broken(*given):
+    raise sandbox.SandboxError('the disk is gone')
+
+  async def works(*given):
+    return proved
+
+  with Server(lambda body: 500) as model:
+    asked = context(tmp_path, seat.SeatConfig(model.url, 'writer', retries=0))
+    told = asyncio.run(evolved(works))
+    assert [c.id for c in told] == ['dates/0', 'dates/0+1']
+    assert all(c.invalid and 'HTTP 500' in c.reason for c in told)
+    (failed,) = asyncio.run(evolved(broken))
+  assert failed.invalid and failed.reason == 'the disk is gone'
+
+
 def test_difficulty_follows_the_solvers():
   def rates(**more):
     return dict.fromkeys(('nothing', 'example', 'literal', 'noisy'), 0.0) | more
