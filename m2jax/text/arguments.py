@@ -9,6 +9,8 @@ Source: facts/m2-and-forge.md §2.2 and facts/clients-and-peers.md §1. The rule
 - otherwise the first type that matches is used, in the order integer, number, boolean,
   object, array, string (as in vLLM). If the schema also allows strings, the other types
   match only JSON's own spelling: `yes`, `007` and `1_000` stay strings;
+- a string is verbatim. White space around a value of another type is ignored, unless
+  the schema also allows strings: then such a text is one;
 - only the text `null` becomes None, and only if the schema allows null: a type, enum or
   const of null, `nullable: true`, `default: null`, or a branch of anyOf, oneOf or allOf
   with one of these;
@@ -136,10 +138,15 @@ def _target(reference: str, root: Mapping[str, Any]) -> Any:
 
 def typed(text: str, types: frozenset[str]) -> tuple[Any, bool]:
   """A parameter's value by the types of its schema, and whether it matches one."""
+  unknown = not types <= _KNOWN  # ANY, or a type that is not JSON Schema's
+  strings = unknown or 'string' in types
+  if text != (stripped := text.strip()):
+    if strings:
+      return text, True
+    text = stripped
   if text == 'null' and not types.isdisjoint(('null', ANY)):
     return None, True
-  unknown = not types <= _KNOWN  # ANY, or a type that is not JSON Schema's
-  readers = _STRICT if unknown or 'string' in types else _READERS
+  readers = _STRICT if strings else _READERS
   for kind, read in readers.items():
     if kind in types:
       try:

@@ -1,7 +1,8 @@
 """Reads and writes `<invoke>` and `<parameter>`, the elements of a tool-call block.
 
-A string value is written raw, so that it may contain the tags that would end it. Which
-closing tag ends an element depends on the version of the template, and is the same for
+A string value is written raw, so that it may contain the tags that would end it, and is
+read verbatim, with the white space at its ends: tools that edit files match it exactly.
+Which closing tag ends an element depends on the version of the template, and is the same for
 `</parameter>` and `</invoke>` (facts/clients-and-peers.md §1):
 
 - `m2`: the first closing tag that is followed, after white space, by the next element
@@ -194,12 +195,12 @@ def _has_markup(name: str, values: Mapping[str, str]) -> bool:
 def _is_read_back(name: str, values: Mapping[str, str], version: str) -> bool:
   """Whether a block of two such calls is read as the two."""
   calls = elements(2 * _text(name, values), 'invoke', version)
-  expected = name, [(key, value.strip()) for key, value in values.items()]
+  expected = name, list(values.items())
   return [read(call, version) for call in calls] == [expected] * 2
 
 
 def read(call: Element | str, version: str) -> tuple[str, list[tuple[str, str]]] | None:
-  """Name and parameters of a call, values as stripped text; None if it is malformed."""
+  """Name and parameters of a call, values verbatim; None if it is malformed."""
   if isinstance(call, str) or not call.name:
     return None
   found = elements(call.body, 'parameter', version)
@@ -208,4 +209,4 @@ def read(call: Element | str, version: str) -> tuple[str, list[tuple[str, str]]]
   if version != 'm2':
     if any(opening in part.body for part in found for opening in _NAMES.values()):
       return None
-  return call.name, [(part.name, part.body.strip()) for part in found]
+  return call.name, [(part.name, part.body) for part in found]

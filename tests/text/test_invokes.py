@@ -44,7 +44,7 @@ def test_values_come_back_or_are_refused(version, text, nested, count):
     assert '</' in text or (version == 'm2.1' and ' name=' in text)
     return
   message = chat.parse(pieces, [TOOL], version)
-  expected = {'a': text.strip(), 'b': {nested: [nested, 1]}}
+  expected = {'a': text, 'b': {nested: [nested, 1]}}
   assert [call.arguments for call in message.tool_calls] == [expected] * count
   assert message.status == 'ok'
 

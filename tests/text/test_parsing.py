@@ -56,7 +56,7 @@ def call_text(name='sh', **parameters):
 @MANY
 @given(reasoning=PLAIN, content=PLAIN, commands=st.lists(PLAIN, max_size=3))
 def test_parse_inverts_render(reasoning, content, commands):
-  """What the template writes must be read back, whitespace of prose included."""
+  """What the template writes must be read back, white space included."""
   calls = [
     {'function': {'name': 'sh', 'arguments': {'cmd': command}}} for command in commands
   ]
@@ -74,7 +74,7 @@ def test_parse_inverts_render(reasoning, content, commands):
   assert message.reasoning == 'r' + reasoning
   assert message.content == content
   assert [c.arguments for c in message.tool_calls] == [
-    {'cmd': command.strip()} for command in commands
+    {'cmd': command} for command in commands
   ]
   assert message.status == 'ok'
 

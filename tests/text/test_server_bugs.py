@@ -121,3 +121,15 @@ def test_a_late_system_message_stays_late():
   before, after = chat.render(cycle), chat.render(late)
   assert after == before.replace('r</resp', 'r\n\n<total_tokens>9</total_tokens></resp')
   assert '<think>\nwhy' in after
+
+
+@pytest.mark.parametrize('version', ['m2', 'm2.1'])
+def test_strings_keep_white_space_at_their_ends(version):
+  """vllm#48846: tools that edit files match a text exactly. Other types ignore it."""
+  types = {'s': 'string', 'n': 'integer', 'o': 'object', 'x': ['integer', 'string']}
+  tools = parameters(**{key: {'type': kind} for key, kind in types.items()}, any={})
+  text = '    if ready:\n        go()\n'
+  values = {'s': text, 'n': '\n3 ', 'o': ' {"a": 1}\n', 'x': ' 3', 'any': '[1]\n'}
+  (found,) = chat.parse('</think>' + call(**values), tools, version).tool_calls
+  typed = {'n': 3, 'o': {'a': 1}}
+  assert found.arguments == values | typed and found.status == 'ok'
