@@ -102,7 +102,8 @@ class Author:
     if on_tokens is not None:
       on_tokens(NewTokens(tokens.tolist(), certain))
     future = concurrent.futures.Future()
-    future.set_result(GenerateResult(tokens, certain, version, 'stop'))
+    result = GenerateResult(tokens, certain, version, 'stop', cached_tokens=0)
+    future.set_result(result)
     return _Handle(future)
 
   def stats(self) -> dict[str, Any]:

@@ -9,15 +9,21 @@ response; the text of the content ends before it. The engine knows no strings, s
 it may draw a few tokens more before it is cancelled: these are dropped, unrecorded.
 Each token that is kept was sampled from the policy's distribution, so that training
 sessions honour stop strings, as they do a limit of tokens.
+
+A tool of the type CUSTOM takes one text, its argument CUSTOM_INPUT, by whatever name
+the model calls it: the client gets that, and gives it back.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Sequence
 
 from m2jax.text import chat
 from m2jax.text import tokenizer as tokenizer_lib
+
+CUSTOM, CUSTOM_INPUT = 'custom', 'input'
 
 
 class Deltas:
@@ -39,6 +45,8 @@ class Deltas:
     self.stop: str | None = None
     self._detokenizer = tokenizer_lib.Detokenizer(tokenizer)
     self._parser = chat.StreamParser(tools, version)
+    custom = (tool for tool in tools or () if tool.get('type') == CUSTOM)
+    self._custom = frozenset(tool['function']['name'] for tool in custom)
     self._stops = stops
     self._longest = max(map(len, stops), default=0)
     self._held = ''  # the end of the content, which may begin a stop string
@@ -48,13 +56,13 @@ class Deltas:
     """Reads the next tokens; no deltas as long as they may be markup or a stop."""
     if not self._stops:
       self.tokens += len(tokens)
-      return self._parser.feed(self._detokenizer.push(tokens))
+      return self._read(self._detokenizer.push(tokens))
     out: list[chat.Delta] = []
     for token in tokens:
       if self.stop is not None:
         break
       self.tokens += 1
-      out += self._checked(self._parser.feed(self._detokenizer.push([token])))
+      out += self._checked(self._read(self._detokenizer.push([token])))
     return out
 
   def finish(self) -> list[chat.Delta]:
@@ -64,7 +72,8 @@ class Deltas:
     """
     out: list[chat.Delta] = []
     if self.stop is None:
-      out = self._parser.feed(self._detokenizer.flush()) + self._parser.finish()
+      out = self._read(self._detokenizer.flush())
+      out += self._renamed(self._parser.finish())
       if self._stops:
         out = list(self._checked(out))
     if self._held and self.stop is None:
@@ -79,9 +88,33 @@ class Deltas:
   def message(self) -> chat.Message:
     """The message so far; complete after `finish` or a stop string."""
     message = self._parser.message
+    if self._custom:
+      calls = tuple(map(self._call, message.tool_calls))
+      message = dataclasses.replace(message, tool_calls=calls)
     if self.stop is not None:
       message = dataclasses.replace(message, content=''.join(self._content))
     return message
+
+  def _read(self, pieces: Iterable[chat.Piece]) -> list[chat.Delta]:
+    return self._renamed(self._parser.feed(pieces))
+
+  def _renamed(self, deltas: list[chat.Delta]) -> list[chat.Delta]:
+    if not self._custom:
+      return deltas
+    return [d._replace(call=self._call(d.call)) if d.call else d for d in deltas]
+
+  def _call(self, call: chat.ToolCall) -> chat.ToolCall:
+    """A call of a custom tool with its one text; other calls as they are."""
+    found = call.arguments
+    if call.name not in self._custom:
+      return call
+    if CUSTOM_INPUT in found:
+      text = found[CUSTOM_INPUT]
+    elif len(found) > 1:
+      text = json.dumps(found, ensure_ascii=False)
+    else:
+      text = ''.join(found.values())  # undeclared ones are strings
+    return dataclasses.replace(call, arguments={CUSTOM_INPUT: text})
 
   def _checked(self, deltas: Iterable[chat.Delta]) -> Iterable[chat.Delta]:
     for delta in deltas:

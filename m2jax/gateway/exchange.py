@@ -79,6 +79,7 @@ class Answer:
       completions have no such order.
     stop: the stop string that ended the response, or None.
     top: if top_logprobs were requested, GenerateResult's top_ids and top_logprobs.
+    cached_tokens: of the prompt, as in GenerateResult.
   """
 
   request: protocol.ChatRequest
@@ -87,3 +88,4 @@ class Answer:
   deltas: tuple[chat.Delta, ...]
   stop: str | None = None
   top: tuple[np.ndarray, ...] = ()
+  cached_tokens: int | None = None

@@ -53,6 +53,13 @@ def text(value: Any, where: str) -> str:
   return value
 
 
+def name(value: Any, where: str) -> str:
+  """A string that is not empty."""
+  if not text(value, where):
+    raise invalid('must not be empty', where)
+  return value
+
+
 def mapping(value: Any, where: str) -> dict:
   """An object."""
   if not isinstance(value, dict):

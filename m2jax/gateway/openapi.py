@@ -1,7 +1,9 @@
 """The OpenAPI document of the gateway: GET /openapi.json.
 
 The schemas name the fields that are used or rejected; each dialect's module says what
-happens to the others. They are what the tests generate requests from (schemathesis).
+happens to the others. They are what the tests generate requests from (schemathesis),
+and what clients are generated from: each operation has an id, each schema one type,
+perhaps with null.
 """
 
 from __future__ import annotations
@@ -25,20 +27,20 @@ def _list(items: Any, least: int = 0) -> dict[str, Any]:
   return {'type': 'array', 'items': items, 'minItems': least, 'maxItems': 8}
 
 
-def _constant(*values: Any) -> dict[str, Any]:
-  return {'enum': list(values)}
+def _constant(*values: str) -> dict[str, Any]:
+  return {'type': 'string', 'enum': list(values)}
+
+
+def _any(*schemas: dict[str, Any]) -> dict[str, Any]:
+  return {'anyOf': list(schemas)}
 
 
 def _number(low: float, high: float) -> dict[str, Any]:
   return {'type': 'number', 'minimum': low, 'maximum': high}
 
 
-_SCALAR = {
-  'anyOf': [
-    {'type': ['string', 'boolean', 'null']},
-    {'type': 'number', 'minimum': -(2**63), 'maximum': 2**63 - 1},
-  ]
-}
+_NULL = {'type': 'null'}
+_SCALAR = _any({'type': ['string', 'null']}, _FLAG, _number(-(2**63), 2**63 - 1))
 
 
 def _input(required: str, **properties: Any) -> dict[str, Any]:
@@ -62,7 +64,7 @@ _STOPS = _list({'type': 'string', 'minLength': 1, 'maxLength': 64})
 
 
 def _chat(model: str) -> dict[str, Any]:
-  content = {'anyOf': [_TEXT, _list(_part('text'), 1)]}
+  content = _any(_TEXT, _list(_part('text'), 1))
   roles = _constant('user', 'system', 'developer')
   message = _input('role content', role=roles, content=content)
   tool = _input(
@@ -84,7 +86,7 @@ def _chat(model: str) -> dict[str, Any]:
     stream_options=_input('', include_usage=_FLAG),
     logprobs=_FLAG,
     response_format=_input('type', type=_constant('text')),
-    context_edit=_constant(None, *protocol.CONTEXT_EDITS),
+    context_edit=_any(_constant(*protocol.CONTEXT_EDITS), _NULL),
     **_SAMPLING,
   )
 
@@ -92,7 +94,7 @@ def _chat(model: str) -> dict[str, Any]:
 def _anthropic(model: str, required: str) -> dict[str, Any]:
   # Also tool results, which need calls of the assistant before them.
   blocks = _list(_part('text'), 1)
-  content = {'anyOf': [_TEXT, blocks]}
+  content = _any(_TEXT, blocks)
   message = _input('role content', role=_constant('user', 'system'), content=content)
   tool = _input(
     'name input_schema', name=_NAME, description=_TEXT, input_schema=_SCHEMA
@@ -101,7 +103,7 @@ def _anthropic(model: str, required: str) -> dict[str, Any]:
     required,
     model=_constant(model),
     max_tokens=_COUNT,
-    system={'anyOf': [_TEXT, _list(_part('text'), 1)]},
+    system=_any(_TEXT, _list(_part('text'), 1)),
     messages=_list(message, 1),
     tools=_list(tool),
     tool_choice=_input('type', type=_constant('auto', 'none')),
@@ -117,7 +119,7 @@ def _responses(model: str) -> dict[str, Any]:
     'role content',
     type=_constant('message'),
     role=_constant('user', 'system', 'developer'),
-    content={'anyOf': [_TEXT, parts]},
+    content=_any(_TEXT, parts),
   )
   function = _input(
     'type name', type=_constant('function'), name=_NAME, parameters=_SCHEMA
@@ -126,12 +128,12 @@ def _responses(model: str) -> dict[str, Any]:
   return _input(
     'model input',
     model=_constant(model),
-    input={'anyOf': [_TEXT, _list(message, 1)]},
+    input=_any(_TEXT, _list(message, 1)),
     instructions=_TEXT,
-    tools=_list({'anyOf': [function, custom]}),
+    tools=_list(_any(function, custom)),
     tool_choice=_constant('auto', 'none'),
     max_output_tokens=_COUNT,
-    store=_constant(False),
+    store={'type': 'boolean', 'const': False},
     stream=_FLAG,
     **_SAMPLING,
   )
@@ -146,7 +148,7 @@ def _tokenize(model: str) -> dict[str, Any]:
   text = _input(
     'model prompt', model=chat['model'], prompt=_TEXT, return_token_strs=_FLAG
   )
-  return {'anyOf': [messages, text]}
+  return _any(messages, text)
 
 
 _EVENT = _object('data', event=_TEXT, data=_TEXT)
@@ -157,7 +159,10 @@ _ANTHROPIC_ERROR = _object(
   'type error', type=_constant('error'),
   error=_object('type message', type=_TEXT, message=_TEXT),
 )  # fmt: skip
-_USAGE = {'type': 'object', 'additionalProperties': {'type': ['integer', 'object']}}
+_USAGE = {
+  'type': 'object',
+  'additionalProperties': _any({'type': 'integer'}, _ANY_OBJECT),
+}
 _COMPLETION = _object(
   'id object created model choices usage',
   id=_TEXT,
@@ -203,7 +208,7 @@ _TOKENS = _object(
   'count max_model_len tokens',
   count={'type': 'integer'},
   max_model_len={'type': 'integer'},
-  tokens={'type': 'array', 'items': {'type': 'integer'}},
+  tokens=_any({'type': 'array', 'items': {'type': 'integer'}}, _NULL),
 )
 
 
@@ -212,7 +217,7 @@ def _content(kind: str, schema: dict) -> dict[str, Any]:
 
 
 def _operation(
-  summary: str, response: dict, error: dict, request: dict | None = None,
+  name: str, summary: str, response: dict, error: dict, request: dict | None = None,
   *, streams: bool = False, secured: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
   ok = _content('application/json', response)
@@ -226,6 +231,7 @@ def _operation(
   statuses |= {500: 'internal error', 503: 'the engine is not available'}
   failed = _content('application/json', error)
   operation: dict[str, Any] = {
+    'operationId': name,
     'summary': summary,
     'responses': {'200': {'description': 'the answer', **ok}}
     | {str(k): {'description': text, **failed} for k, text in statuses.items()},
@@ -243,29 +249,31 @@ def document(model: str) -> dict[str, Any]:
   """The document of a gateway that serves a model of this name."""
   post = {
     '/v1/chat/completions': _operation(
-      "OpenAI's chat completions", _COMPLETION, _OPENAI_ERROR, _chat(model),
-      streams=True,
+      'createChatCompletion', "OpenAI's chat completions", _COMPLETION,
+      _OPENAI_ERROR, _chat(model), streams=True,
     ),
     '/v1/responses': _operation(
-      "OpenAI's responses", _RESPONSE, _OPENAI_ERROR, _responses(model), streams=True
+      'createResponse', "OpenAI's responses", _RESPONSE, _OPENAI_ERROR,
+      _responses(model), streams=True,
     ),
     '/v1/messages': _operation(
-      "Anthropic's messages", _MESSAGE, _ANTHROPIC_ERROR,
+      'createMessage', "Anthropic's messages", _MESSAGE, _ANTHROPIC_ERROR,
       _anthropic(model, 'model max_tokens messages'), streams=True,
     ),
     '/v1/messages/count_tokens': _operation(
-      'Number of tokens of a prompt', _object('input_tokens', input_tokens=_COUNT),
+      'countTokens', 'Number of tokens of a prompt',
+      _object('input_tokens', input_tokens=_COUNT),
       _ANTHROPIC_ERROR, _anthropic(model, 'model messages'),
     ),
     '/tokenize': _operation(
-      'Token ids of a prompt', _TOKENS, _OPENAI_ERROR, _tokenize(model)
+      'tokenize', 'Token ids of a prompt', _TOKENS, _OPENAI_ERROR, _tokenize(model)
     ),
   }  # fmt: skip
   models = _object('object data', object=_constant('list'), data=_list(_ANY_OBJECT, 1))
   get = {
-    '/v1/models': _operation('The model served', models, _OPENAI_ERROR),
+    '/v1/models': _operation('listModels', 'The model served', models, _OPENAI_ERROR),
     '/health': _operation(
-      'Whether the engine is running', _object('status', status=_TEXT),
+      'health', 'Whether the engine is running', _object('status', status=_TEXT),
       _object('status', status=_TEXT), secured=False,
     ),
   }  # fmt: skip

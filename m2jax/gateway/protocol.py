@@ -14,7 +14,8 @@ from m2jax.gateway import formats
 from m2jax.gateway import hints as hints_lib
 from m2jax.gateway import history as history_lib
 from m2jax.gateway import messages as messages_lib
-from m2jax.gateway.errors import ContextTooLong
+from m2jax.gateway.errors import ContextTooLong, invalid
+from m2jax.text import chat
 
 # Created once: json.dumps with options creates an encoder on every call.
 dumps = json.JSONEncoder(ensure_ascii=False).encode
@@ -74,7 +75,15 @@ Parsed = tuple[ChatRequest, list[dict]]
 
 
 def parsed(messages: list[dict], tools: list[dict] | None, **fields: Any) -> Parsed:
-  """The request of checked messages and tools; `fields` are ChatRequest's others."""
+  """The request of checked messages and tools; `fields` are ChatRequest's others.
+
+  Raises:
+    ApiError: 400, a result of no call or a call without one (`chat.in_call_order`).
+  """
+  try:
+    messages = chat.in_call_order(messages)
+  except chat.ChatError as error:
+    raise invalid(str(error), None) from None
   request = ChatRequest(
     history=history_lib.of(messages),
     tools=tools,

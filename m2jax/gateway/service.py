@@ -271,7 +271,9 @@ class ChatService:
       session.add(plan.node(request, completion, message, closed=closed))
       self.sessions.trim()
     top = (result.top_ids, result.top_logprobs) if request.top_logprobs else ()
-    return Answer(request, completion, message, tuple(found), reader.stop, top)
+    return Answer(
+      request, completion, message, tuple(found), reader.stop, top, result.cached_tokens
+    )
 
   def _count_prompt(self, plan, request, overrides):
     count = self.counters.add

@@ -150,6 +150,8 @@ class GenerateResult(ByValue):
     top_ids, top_logprobs: [response tokens, SamplingParams.top_logprobs] int32 and
       float32, the most likely tokens of the same distribution, likeliest first; None
       unless asked for.
+    cached_tokens: number of the prompt's tokens whose K/V were cached before; None if
+      the engine does not say.
   """
 
   tokens: np.ndarray
@@ -165,3 +167,4 @@ class GenerateResult(ByValue):
   top_logprobs: np.ndarray | None = dataclasses.field(
     default=None, compare=False, repr=False
   )
+  cached_tokens: int | None = dataclasses.field(default=None, compare=False)

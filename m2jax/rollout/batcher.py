@@ -121,16 +121,27 @@ class Batcher:
       self.state = self.tiers.warmup(self.state)
 
   def replace_weights(self, variables: Any, version: int) -> None:
-    """Between two ticks; sequences in slots go on with the K/V that they have."""
+    """Between two ticks; sequences that decode go on with the K/V that they have."""
     self._land()
     self.variables, self.version = variables, version
     self.pauses.exchanged(decoding=bool(self.table.where(State.DECODE).size))
     if not self.config.reuse_stale_prefix:
       for cache in self.table.caches:
         cache.clear()
+      self._restart_prefills()
     if self.tiers is not None:
       self.tiers.use(variables, version)
     self.counts['weight_updates'] += 1
+
+  def _restart_prefills(self) -> None:
+    """Prompts that are half computed wait again: their first token would be of the new
+    weights alone, over keys of the old ones."""
+    slots = self.table.where(State.PREFILL)
+    slots = slots[self.table.held[slots] > 0]
+    for slot in slots[np.argsort(-self.table.started[slots])].tolist():
+      job = self.jobs[slot]
+      self._leave(job)
+      self.waiting.appendleft(job)
 
   @property
   def busy(self) -> bool:
@@ -209,6 +220,7 @@ class Batcher:
     if not drawn:
       self.counts['prompt_tokens'] += len(job.prompt)
       self.counts['prefix_hit_tokens'] += hit
+      job.cached_tokens = hit
     if table.held[slot] == table.target[slot]:
       self._ready.append(slot)
 

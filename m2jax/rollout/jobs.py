@@ -27,6 +27,7 @@ class Job:
     experts: ids recorded before it was retracted, of its first tokens; or None.
     top: of each decode call the most likely ids and their log-probabilities, if the
       request asks for them.
+    cached_tokens: of the prompt, when it was first placed.
     matcher: where the response is in the request's grammar, if it has one. It has
       taken all tokens that were drawn, also while the sequence is retracted.
   """
@@ -41,6 +42,7 @@ class Job:
   logprobs: np.ndarray = dataclasses.field(init=False)
   versions: np.ndarray = dataclasses.field(init=False)
   experts: np.ndarray | None = None
+  cached_tokens: int = 0
   top: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
   matcher: Matcher | None = dataclasses.field(init=False, default=None)
 
@@ -79,6 +81,7 @@ class Job:
       experts=experts,
       top_ids=top_ids,
       top_logprobs=top_logprobs,
+      cached_tokens=self.cached_tokens,
     )
 
   def likeliest(self) -> tuple[np.ndarray | None, np.ndarray | None]:

@@ -26,7 +26,9 @@ So, like vLLM (facts/clients-and-peers.md §1), each stays where it is:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -53,6 +55,7 @@ __all__ = (
   'Template',
   'ToolCall',
   'continuation',
+  'in_call_order',
   'keeps_prefix',
   'parse',
   'render',
@@ -215,6 +218,53 @@ def keeps_prefix(
   """
   later = messages[index + 1 :]
   return template.keep_all_thinking or all(m.get('role') != 'user' for m in later)
+
+
+def in_call_order(
+  messages: Sequence[Mapping[str, Any]], *, complete: bool = True
+) -> list[Mapping[str, Any]]:
+  """The messages with the results of parallel calls in the order of the calls.
+
+  The template shows no ids: the model knows by the order which call a result is of.
+  Results change places among themselves, up to the next assistant message. They keep
+  their order where a call or a result has no id.
+
+  Args:
+    complete: whether a call may not be without a result; otherwise only all calls of a
+      message may.
+
+  Raises:
+    ChatError: a result of no call, or a call without a result; names the index.
+  """
+  out = list(messages)
+  answers = [i for i, m in enumerate(messages) if m.get('role') == 'assistant']
+  for start, end in itertools.pairwise([*answers, len(messages)]):
+    calls = messages[start].get('tool_calls') or ()
+    places = [i for i in range(start + 1, end) if messages[i].get('role') == 'tool']
+    ids = [call.get('id') for call in calls]
+    given = [messages[i].get('tool_call_id') for i in places]
+    if not calls or not all(ids) or not all(given):
+      continue
+    left: dict[str, list[int]] = collections.defaultdict(list)
+    for k in reversed(range(len(ids))):
+      left[ids[k]].append(k)
+    found = {}
+    for i, answered in zip(places, given, strict=True):
+      if not left.get(answered):
+        raise ChatError(
+          f'messages[{i}].tool_call_id: {answered[:100]!r} is none of the calls of '
+          f'messages[{start}] that have no result yet'
+        )
+      found[left[answered].pop()] = messages[i]
+    if len(found) < len(ids) and (complete or found):
+      k = next(k for k in range(len(ids)) if k not in found)
+      raise ChatError(
+        f'messages[{start}].tool_calls[{k}]: no tool message has the result of '
+        f'{ids[k][:100]!r}'
+      )
+    for i, k in zip(places, sorted(found), strict=True):
+      out[i] = found[k]
+  return out
 
 
 def _valid(pieces: list[Segment]) -> list[Segment]:

@@ -2,8 +2,8 @@
 
 A string value is written raw, so that it may contain the tags that would end it, and is
 read verbatim, with the white space at its ends: tools that edit files match it exactly.
-Which closing tag ends an element depends on the version of the template, and is the same for
-`</parameter>` and `</invoke>` (facts/clients-and-peers.md §1):
+Which closing tag ends an element depends on the version of the template, and is the
+same for `</parameter>` and `</invoke>` (facts/clients-and-peers.md §1):
 
 - `m2`: the first closing tag that is followed, after white space, by the next element
   or by the end of the surrounding text; without one, the first closing tag. A raw

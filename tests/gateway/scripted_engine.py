@@ -26,6 +26,7 @@ class ScriptedEngine:
 
   `script` may return an exception, which the future then raises. `delay_s` sleeps
   before each piece. `results` keeps every request with what was sampled for it.
+  `cached_tokens` is reported of every prompt.
   """
 
   def __init__(
@@ -36,7 +37,9 @@ class ScriptedEngine:
     delay_s: float = 0.0,
     piece_tokens: int = 3,
     workers: int = 8,
+    cached_tokens: int | None = None,
   ):
+    self.cached_tokens = cached_tokens
     self.script = script
     self.context_tokens = context_tokens
     self.delay_s = delay_s
@@ -109,6 +112,7 @@ class ScriptedEngine:
       finish_reason=reason,
       top_ids=new.top_ids,
       top_logprobs=new.top_logprobs,
+      cached_tokens=self.cached_tokens,
     )
     self.results.append((request, result))
     return result

@@ -279,9 +279,10 @@ def test_a_prompt_is_refused_by_its_bytes(serve, tok):
       assert 'at least' in error['message'] and '2000' in error['message']
   assert len(engine.requests) == 2
   calls = [{'id': 'x', 'function': {'name': 'f', 'arguments': '{}'}}] * 20_000
+  results = [{'role': 'tool', 'tool_call_id': 'x', 'content': ''}] * 20_000
   for messages in (
     OK['messages'] * 2001,
-    [{'role': 'assistant', 'content': 'x', 'tool_calls': calls}],
+    [{'role': 'assistant', 'content': 'x', 'tool_calls': calls}, *results],
   ):
     reply = post(gateway, OK | {'messages': messages})
     assert reply.json()['error']['code'] == 'context_length_exceeded'

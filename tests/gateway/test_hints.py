@@ -140,7 +140,7 @@ def test_what_is_not_of_the_task_is_not_trained(serve):
   agent = Agent(gateway)
   agent.ask('go', request_class='main')
   agent.ask('a title, please', [], request_class='auxiliary')
-  summary = [*agent.messages[:-1], {'role': 'user', 'content': 'summarise'}]
+  summary = [*agent.messages, {'role': 'user', 'content': 'summarise'}]
   agent.ask(messages=summary, request_class='compaction', compaction='auto')
   agent.ask(prev_tool_durations='sh=250')
   clients.assert_recorded(engine, records)

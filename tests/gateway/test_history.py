@@ -125,6 +125,10 @@ def respell_call(history):
   history[1]['tool_calls'][0]['function']['arguments'] = '{"cmd":"ls"}'
 
 
+def rename_call(history):
+  history[1]['tool_calls'][0]['id'] = history[2]['tool_call_id'] = 'renamed'
+
+
 def rewrite_user(history):
   history[0]['content'] = 'count them'
 
@@ -163,12 +167,11 @@ def rewind(history):
     (lambda h: None, [SH], None),
     # What the template does not show makes no difference.
     (lambda h: h[1].update(content=None), [SH], None),
-    (lambda h: h[1]['tool_calls'][0].update(id='renamed'), [SH], None),
+    (rename_call, [SH], None),
     (respell_call, [SH], None),
     (lambda h: h[1].update(content='  \n'), [SH], None),
     (drop_reasoning, [SH], None),
     (lambda h: h[1].pop('tool_calls') and h.pop(), [SH], 'assistant_edited'),
-    (lambda h: h.append({'role': 'tool', 'content': 'late'}), [SH], None),
   ],
 )  # fmt: skip
 def test_reason(serve, tok, change, tools, reason):

@@ -98,8 +98,9 @@ def test_stream_adds_up_to_the_answer(serve, text, piece_tokens):
   assert [c['function'] for c in message.get('tool_calls', ())] == said
   assert usage.completion_tokens == len(records[-1].response_ids)
 
-  follow_up = 'tool' if said else 'user'
-  answers = [{'role': follow_up, 'content': 'x', 'tool_call_id': 'y'}]
+  ids = [call['id'] for call in message.get('tool_calls', ())]
+  answers = [{'role': 'tool', 'content': 'x', 'tool_call_id': id_} for id_ in ids]
+  answers = answers or [{'role': 'user', 'content': 'x'}]
   client.chat.completions.create(**asked | {'messages': [*QUESTION, message, *answers]})
   expected = None if said else 'thinking_closed'
   assert records[-1].fork_reason == expected
@@ -126,6 +127,18 @@ def test_logprobs(serve, tok):
   assert [e.logprob for e in entries] == records[0].logprobs.tolist()
   assert ''.join(e.token for e in entries) == tok.decode(records[0].response_ids)
   assert all(e.top_logprobs == [] for e in entries)
+
+
+def test_bytes_of_parts_of_a_character(serve, tok):
+  """A token may be a part of one: its bytes are its own, and add up to the text."""
+  text = response_text('a', '\U0001f980 é ☃')
+  gateway, _, records = serve(text)
+  reply = clients.openai_of(gateway).chat.completions.create(
+    model='m2jax', messages=QUESTION, logprobs=True
+  )
+  entries = reply.choices[0].logprobs.content
+  assert any('\ufffd' in e.token for e in entries)
+  assert b''.join(bytes(e.bytes) for e in entries).decode() == text
 
 
 def test_top_logprobs(serve, tok):

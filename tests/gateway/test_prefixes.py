@@ -162,7 +162,8 @@ def test_an_edited_history_keeps_its_reasoning(serve, tok, tools, change):
   for i in (1, 3):
     history[i] = change(copy.deepcopy(history[i]))
   history[4]['content'] = 'an edited result'
-  history[4]['tool_call_id'] = 'x'
+  history[4]['tool_call_id'] = history[3]['tool_calls'][0]['id']
+  history[2]['tool_call_id'] = history[1]['tool_calls'][0]['id']
   if tools:  # an edit before the last answer
     history[2]['content'] = 'another one'
   _, record = client.ask(history, tools)

@@ -67,6 +67,7 @@ def test_logprobs_of_hits_copies_and_chunks(serve, variables, reference, tempera
   stats = scheduler.stats()
   assert stats['prefix_hit_tokens'] - before['prefix_hit_tokens'] == 4 * 16
   assert stats['prefill_tokens'] - before['prefill_tokens'] == 4 * 3
+  assert [result.cached_tokens for result in results] == [16] * 4
   for tokens, result in zip(turns, results, strict=True):
     assert_logprobs(reference, variables, tokens, result, temperature=temperature)
 

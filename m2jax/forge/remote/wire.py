@@ -87,6 +87,7 @@ def encode_result(result: GenerateResult) -> bytes:
     'tokens': len(result.tokens),
     'experts': None if experts is None else experts.shape,
     'top': None if top is None else top.shape[1],
+    'cached_tokens': result.cached_tokens,
   }
   arrays = [
     np.asarray(result.tokens, '<i4'),
@@ -118,6 +119,7 @@ def decode_result(data: bytes) -> GenerateResult:
       experts=None if experts is None else next(rest),
       top_ids=None if top is None else next(rest),
       top_logprobs=None if top is None else next(rest),
+      cached_tokens=header['cached_tokens'],
     )
   except (KeyError, TypeError) as error:
     raise Malformed(f'not a result: {error!r}') from error

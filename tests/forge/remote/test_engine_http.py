@@ -92,7 +92,8 @@ def test_results_are_those_of_the_scheduler(connect, serve, recording):
     made = request(np.arange(1, 8), **sampling)
     streamed = []
     got = client.submit(made, streamed.append).future.result(30)
-    same(got, local.submit(made).future.result(30))
+    same(got, again := local.submit(made).future.result(30))
+    assert isinstance(got.cached_tokens, int) and again.cached_tokens == 4
     assert [token for new in streamed for token in new] == got.tokens.tolist()
     for field in ('logprobs', 'top_ids', 'top_logprobs'):
       if (want := getattr(got, field)) is not None:

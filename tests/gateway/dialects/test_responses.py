@@ -312,11 +312,23 @@ TOOLS = [
 ]
 
 
+PATCH = '*** Begin\n-a\n+b "c"\n'
+
+
 @pytest.mark.parametrize('stream', [False, True])
-def test_tools_come_back_as_they_were_declared(serve, tok, stream):
+@pytest.mark.parametrize(
+  'arguments, patch',
+  [
+    ({'input': PATCH}, PATCH),
+    ({'patch': PATCH}, PATCH),  # openai/codex#16397: models name it otherwise
+    ({'why': 'x', 'input': PATCH}, PATCH),
+    ({'why': 'x', 'patch': PATCH}, json.dumps({'why': 'x', 'patch': PATCH})),
+    ({}, ''),
+  ],
+)
+def test_tools_come_back_as_they_were_declared(serve, tok, stream, arguments, patch):
   """Namespaces and custom tools are the model's functions, and the client's own."""
-  patch = '*** Begin\n-a\n+b "c"'
-  calls = [('mcp__files__read', {'path': 'x'}), ('apply_patch', {'input': patch})]
+  calls = [('mcp__files__read', {'path': 'x'}), ('apply_patch', arguments)]
   gateway, _, records = serve(response_text('t', '', calls))
   items = [*QUESTION]
   for _ in range(2):

@@ -73,7 +73,7 @@ def body(answers: Sequence[Answer], tokenizer: Tokenizer) -> dict[str, Any]:
   return _message(recorded.id, answer.request.model, blocks) | {
     'stop_reason': _stop_reason(answer),
     'stop_sequence': answer.stop,
-    'usage': _usage(len(recorded.prompt_ids), len(recorded.response_ids)),
+    'usage': _usage(answer),
   }
 
 
@@ -101,13 +101,15 @@ def _tool_use(call_id: str, name: str, values: dict) -> dict[str, Any]:
   return {'type': 'tool_use', 'id': call_id, 'name': name, 'input': values}
 
 
-def _usage(prompt: int, response: int) -> dict[str, int]:
-  return {
-    'input_tokens': prompt,
-    'output_tokens': response,
-    'cache_creation_input_tokens': 0,
-    'cache_read_input_tokens': 0,
+def _usage(answer: Answer) -> dict[str, int]:
+  recorded, cached = answer.completion, answer.cached_tokens
+  usage = {
+    'input_tokens': len(recorded.prompt_ids) - (cached or 0),
+    'output_tokens': len(recorded.response_ids),
   }
+  if cached is not None:  # nothing is written because a client asks for it
+    usage |= {'cache_creation_input_tokens': 0, 'cache_read_input_tokens': cached}
+  return usage
 
 
 def _stop_reason(answer: Answer) -> str:
@@ -134,7 +136,8 @@ class Stream(base.Stream):
   def begin(self) -> list[str]:
     pending = self._pending
     message = _message(pending.id, pending.request.model, [])
-    message['usage'] = _usage(len(pending.prompt_ids), 0)
+    # The engine says at the end what was cached.
+    message['usage'] = {'input_tokens': len(pending.prompt_ids), 'output_tokens': 0}
     return [_event('message_start', message=message), self.ping()]
 
   def ping(self) -> str:
@@ -200,12 +203,10 @@ class Stream(base.Stream):
 
   def _last(self, answers: Sequence[Answer]) -> list[str]:
     [answer] = answers
-    recorded = answer.completion
     stopped = {'stop_reason': _stop_reason(answer), 'stop_sequence': answer.stop}
-    usage = _usage(len(recorded.prompt_ids), len(recorded.response_ids))
     return [
       *self._close(),
-      _event('message_delta', delta=stopped, usage=usage),
+      _event('message_delta', delta=stopped, usage=_usage(answer)),
       _event('message_stop'),
     ]
 

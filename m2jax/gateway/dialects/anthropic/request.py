@@ -187,7 +187,7 @@ def _tool_result(block: dict, where: str, ignored: list[str]) -> dict:
   return {
     'role': 'tool',
     'content': content or '',
-    'tool_call_id': fields.text(block.get('tool_use_id'), f'{where}.tool_use_id'),
+    'tool_call_id': fields.name(block.get('tool_use_id'), f'{where}.tool_use_id'),
   }
 
 
@@ -207,7 +207,7 @@ def _assistant(blocks: list, where: str, ignored: list[str]) -> dict:
         name = fields.text(block.get('name'), f'{at}.name')
         values = fields.mapping(block.get('input') or {}, f'{at}.input')
         calls.append(
-          fields.call(fields.text(block.get('id'), f'{at}.id'), name, values)
+          fields.call(fields.name(block.get('id'), f'{at}.id'), name, values)
         )
       case kind:
         raise invalid(f'unknown type {str(kind)[:100]!r} of a block', f'{at}.type')

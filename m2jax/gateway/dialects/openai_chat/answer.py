@@ -56,8 +56,9 @@ def _entries(tokens: NewTokens, count: int, tokenizer: Tokenizer) -> list[dict]:
   def entry(token: int, logprob: float) -> dict[str, Any]:
     # JSON has no -inf; OpenAI's clients expect -9999 for it.
     logprob = logprob if math.isfinite(logprob) else -9999.0
-    text = tokenizer.decode([token])
-    return {'token': text, 'logprob': logprob, 'bytes': list(text.encode())}
+    data = tokenizer.decode_bytes([token])  # perhaps a part of a character
+    text = data.decode('utf-8', 'replace')
+    return {'token': text, 'logprob': logprob, 'bytes': list(data)}
 
   entries = []
   for i in range(count):
@@ -81,15 +82,18 @@ def finish_reason(answer: Answer) -> str:
   return reason
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, int]:
-  """Numbers of prompt and sampled tokens."""
+def usage(answers: Sequence[Answer]) -> dict[str, Any]:
+  """Numbers of prompt and sampled tokens, and of cached ones if the engine says."""
   prompt = len(answers[0].completion.prompt_ids)
   response = sum(len(answer.completion.response_ids) for answer in answers)
-  return {
+  found: dict[str, Any] = {
     'prompt_tokens': prompt,
     'completion_tokens': response,
     'total_tokens': prompt + response,
   }
+  if (cached := answers[0].cached_tokens) is not None:
+    found['prompt_tokens_details'] = {'cached_tokens': cached}
+  return found
 
 
 class Stream(base.Stream):

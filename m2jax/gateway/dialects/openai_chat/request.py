@@ -151,10 +151,9 @@ def _message(message: Any, where: str) -> dict:
     calls = message.get('tool_calls')
     if calls:
       checked['tool_calls'] = _tool_calls(calls, f'{where}.tool_calls')
-  elif role == 'tool' and message.get('tool_call_id') is not None:
-    checked['tool_call_id'] = fields.text(
-      message['tool_call_id'], f'{where}.tool_call_id'
-    )
+  elif role == 'tool':
+    call_id = message.get('tool_call_id')
+    checked['tool_call_id'] = fields.name(call_id, f'{where}.tool_call_id')
   return checked
 
 
@@ -165,7 +164,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict]:
     function = call.get('function') if isinstance(call, dict) else None
     name = fields.text(fields.mapping(function, at).get('name'), f'{at}.name')
     values = fields.arguments(function.get('arguments') or '{}', f'{at}.arguments')
-    checked.append(fields.call(call.get('id'), name, values))
+    call_id = fields.name(call.get('id'), f'{where}[{i}].id')
+    checked.append(fields.call(call_id, name, values))
   return checked
 
 

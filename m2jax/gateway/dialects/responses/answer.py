@@ -106,7 +106,7 @@ def _response(
 
 def _finished(answer: Answer, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
   """A completed or incomplete response."""
-  recorded = answer.completion
+  recorded, cached = answer.completion, answer.cached_tokens
   cut = _cut(answer)
   prompt, response = len(recorded.prompt_ids), len(recorded.response_ids)
   in_progress = _response(
@@ -117,7 +117,7 @@ def _finished(answer: Answer, output: Output, tokenizer: Tokenizer) -> dict[str,
     'incomplete_details': {'reason': 'max_output_tokens'} if cut else None,
     'usage': {
       'input_tokens': prompt,
-      'input_tokens_details': {'cached_tokens': 0, 'cache_write_tokens': 0},
+      'input_tokens_details': {} if cached is None else {'cached_tokens': cached},
       'output_tokens': response,
       'output_tokens_details': {
         'reasoning_tokens': _reasoning_tokens(recorded.response_ids.tolist(), tokenizer)

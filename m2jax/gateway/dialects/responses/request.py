@@ -30,7 +30,7 @@ import binascii
 import re
 from typing import Any
 
-from m2jax.gateway import fields, formats, hints, protocol, sampling
+from m2jax.gateway import deltas, fields, formats, hints, protocol, sampling
 from m2jax.gateway.dialects.responses import tools as tools_lib
 from m2jax.gateway.errors import invalid, unsupported
 
@@ -176,7 +176,7 @@ class Items:
         self._call(item, values, where)
       case 'custom_tool_call':
         text = fields.text(item.get('input'), f'{where}.input')
-        self._call(item, {tools_lib.INPUT: text}, where)
+        self._call(item, {deltas.CUSTOM_INPUT: text}, where)
       case 'function_call_output' | 'custom_tool_call_output':
         self._output(item, where)
       case 'item_reference':
@@ -219,7 +219,7 @@ class Items:
     namespace = item.get('namespace')
     if namespace is not None:
       namespace = fields.text(namespace, f'{where}.namespace')
-    call_id = fields.text(item.get('call_id'), f'{where}.call_id')
+    call_id = fields.name(item.get('call_id'), f'{where}.call_id')
     call = fields.call(call_id, tools_lib.known_name(name, namespace), values)
     self._turn(item).setdefault('tool_calls', []).append(call)
 
@@ -228,7 +228,7 @@ class Items:
       {
         'role': 'tool',
         'content': _text(item.get('output'), f'{where}.output'),
-        'tool_call_id': fields.text(item.get('call_id'), f'{where}.call_id'),
+        'tool_call_id': fields.name(item.get('call_id'), f'{where}.call_id'),
       }
     )
 

@@ -2,7 +2,8 @@
 
 - A function of a namespace is the function `NAMESPACE__NAME`.
 - A custom tool takes free text: it is a function with the string argument `input`, and
-  the grammar of its format is part of its description.
+  the grammar of its format is part of its description. A model may name the argument
+  otherwise: `deltas.CUSTOM` marks the function, so that the text arrives all the same.
 - A tool that the real service executes itself is not shown to the model, and counted.
 
 `Tools.item` gives a call back in the form in which the client declared its tool.
@@ -13,12 +14,11 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from m2jax.gateway import fields, formats
+from m2jax.gateway import deltas, fields, formats
 from m2jax.gateway.errors import invalid, unsupported
 
 _LONGEST_NAME = 128
 _USED = ('type', 'name', 'description', 'parameters', 'format')
-INPUT = 'input'
 _HOSTED = (
   'apply_patch', 'code_interpreter', 'computer', 'computer_use_preview', 'file_search',
   'image_generation', 'local_shell', 'mcp', 'shell', 'tool_search', 'web_search',
@@ -42,8 +42,7 @@ class Names(dict[str, Declared]):
     kind, wire_name, namespace = self.get(name, ('function', name, None))
     item: dict[str, Any] = {'type': f'{kind}_call', 'name': wire_name}
     if kind == 'custom_tool':
-      text = arguments.get(INPUT, '')
-      item['input'] = text if isinstance(text, str) else json.dumps(text)
+      item['input'] = arguments[deltas.CUSTOM_INPUT]
     else:
       item['arguments'] = json.dumps(arguments, ensure_ascii=False)
     if namespace is not None:
@@ -103,8 +102,8 @@ def _add(
     declared = Declared('custom_tool', name, namespace)
     parameters = {
       'type': 'object',
-      'properties': {INPUT: {'type': 'string'}},
-      'required': [INPUT],
+      'properties': {deltas.CUSTOM_INPUT: {'type': 'string'}},
+      'required': [deltas.CUSTOM_INPUT],
     }
   else:
     declared = Declared('function', name, namespace)
@@ -120,7 +119,8 @@ def _add(
   if parameters is not None:
     function['parameters'] = parameters
   names[known] = declared
-  tools.append({'type': 'function', 'function': function})
+  wrapper = deltas.CUSTOM if kind == 'custom' else 'function'
+  tools.append({'type': wrapper, 'function': function})
 
 
 def _format(value: Any, where: str) -> list[str]:
