@@ -17,6 +17,7 @@ from absl import flags
 
 from experiments import common
 from m2jax import pipelines
+from m2jax.pipelines import seat
 from m2jax.sandbox import SandboxError
 from m2jax.tasks import harbor
 from m2jax.train.workdir import WorkdirError, open_workdir
@@ -25,14 +26,16 @@ PIPELINE = flags.DEFINE_string(
   'pipeline', None, 'Its name: short for --config=configs/make_tasks.py:NAME.'
 )
 _CONFIG = 'configs/make_tasks.py'
-# What may differ when a run is continued.
+# What may differ when a run is continued, and its models: tasks say who wrote them.
 _FREE = dict(count=1, parallel=1, backend='bubblewrap')
+_MODELS = 'author', 'judge'
 
 
 def main():
   config = common.build(pipelines.PipelineConfig, common.values())
   workdir = common.workdir()
-  settings = dataclasses.replace(config, **_FREE)
+  models = {name: seat.SeatConfig() for name in _MODELS if hasattr(config, name)}
+  settings = dataclasses.replace(config, **_FREE, **models)
   open_workdir(settings, workdir, common.FRESH.value)
   # Of packages' sources, when they are parsed.
   warnings.filterwarnings('ignore', category=SyntaxWarning, module='<unknown>')
@@ -44,9 +47,9 @@ def main():
   )
   if summary.tasks < config.count:
     print(f'no candidates are left: {summary.tasks} of {config.count} tasks')
-  for split in harbor.SPLITS:
-    if summary.tasks and not pipelines.Tasks(workdir, split):
-      print(f'no task in {split}: a run that uses this split does not start; make more')
+  empty = [s for s in harbor.SPLITS if not pipelines.Tasks(workdir, s)]
+  if summary.tasks and empty:
+    print(f'no task in {", ".join(empty)}: runs that use these do not start; make more')
 
 
 def with_config(argv: list[str]) -> list[str]:

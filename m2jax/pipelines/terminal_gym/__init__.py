@@ -30,8 +30,8 @@ class Config(PipelineConfig):
   """Attributes:
   families: names; all of `families.FAMILIES` if empty. A family is a source.
   depths: statements per draw, of depth 0, 1, …; at most 4.
-  repairs: attempts to repair a statement, and a workspace, before a candidate is
-    rejected.
+  repairs: attempts to repair a statement, before the scripted one takes its place, and
+    a workspace, before a candidate is rejected.
   trials: of the noisy solver.
   drop: buckets whose tasks are rejected; by default they are only marked.
   """

@@ -82,7 +82,8 @@ def problem(drawn: Drawn, depth: int, text: str) -> str:
 
 
 async def write(author: Seat, drawn: Drawn, depth: int, repairs: int) -> Statement:
-  """The author's statement; what is wrong is fed back at most `repairs` times."""
+  """The author's statement; what is wrong is fed back at most `repairs` times. Then the
+  scripted one takes its place, as in every pipeline."""
   base = scripted(drawn, depth)
   request = (
     'Rewrite this task for a person at a terminal, in your own words. Keep all names, '
@@ -98,14 +99,12 @@ async def write(author: Seat, drawn: Drawn, depth: int, repairs: int) -> Stateme
       return not problem(drawn, depth, text)
 
     text = await author.write(messages, lambda: base, accept)
-    if text.by != SCRIPTED or not tried:
+    if text.by == SCRIPTED and tried:
+      wrong.append(problem(drawn, depth, tried[0]))
+    if text.by != SCRIPTED or not tried or len(wrong) > repairs:
       return Statement(
         text.text, text.by, tuple(wrong), problem(drawn, depth, text.text)
       )
-    wrong.append(problem(drawn, depth, tried[0]))
-    if len(wrong) > repairs:
-      reason = f'statement: not usable after {repairs} repairs: {wrong[-1]}'
-      return Statement(tried[0], author.role, tuple(wrong), reason)
     messages += [
       {'role': 'assistant', 'content': tried[0]},
       {'role': 'user', 'content': f'Not usable: {wrong[-1]}. Write it again.'},

@@ -269,6 +269,12 @@ def _dockerfile(draft: Draft) -> str:
   if draft.install:
     names = ' '.join(map(_quoted, draft.install))
     install = f'RUN pip install --no-cache-dir {names}\n'
+  if draft.metadata.hide:
+    wanted = [
+      f'-name {_quoted(n)}' for m in draft.metadata.hide for n in (m, f'{m}.py')
+    ]
+    found = f"find / -xdev -path '*-packages/*' \\( {' -o '.join(wanted)} \\)"
+    install += f'RUN {found} -prune -exec rm -rf {{}} +\n'
   return _DOCKERFILE.format(
     image=draft.image,
     packages=' '.join(['bash', *draft.packages]),

@@ -228,7 +228,8 @@ def test_a_models_statement_is_repaired_with_the_reason(tmp_path):
     assert (told.text, told.by, told.problem) == (right, 'writer', '')
     assert told.repairs[0] in model.bodies[1]['messages'][-1]['content']
     never = asyncio.run(statements.write(author, one, 3, 1))
-  assert 'after 1 repairs' in never.problem and len(never.repairs) == 2
+  assert never.text == statements.scripted(one, 3) and never.by == seat.SCRIPTED
+  assert len(never.repairs) == 2 and not never.problem
 
 
 def test_an_outage_of_the_author_or_the_machine_is_no_rejection(tmp_path, monkeypatch):
