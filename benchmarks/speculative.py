@@ -95,6 +95,7 @@ def agreeing(cfg: ModelConfig, variables, noise: float):
   hidden = mtp['proj'][:, : cfg.embed_dim] * noise
   passed = jnp.broadcast_to(jnp.eye(cfg.embed_dim, dtype=hidden.dtype), hidden.shape)
   mtp['proj'] = jnp.concatenate([hidden, passed], axis=1)
+  mtp['embed_norm'] = jnp.ones_like(mtp['embed_norm'])
   return {
     **variables,
     'params': {**params, 'layers': quiet(params['layers']), 'mtp': mtp},

@@ -67,8 +67,9 @@ class ContextConfig:
       its own, and restarts with them, 'restart' restarts without; '' makes none.
     actions: names of `ACTIONS` that the model is offered as tools. A turn that only
       calls them is not counted against the task's limit.
-    tokens: the budget of prompt and response; 0 is the engine's context. Without a
-      policy an episode that exceeds it ends, as one does that exceeds the engine's.
+    tokens: the budget of prompt and response; 0 is the engine's context. An episode
+      that exceeds it ends, as one does that exceeds the engine's, if no policy shortens
+      it.
     threshold: share of the budget above which the policy acts, in (0, 1].
     keep_turns: last turns that `drop_results` and `window` leave unchanged; fewer if
       the result would not fit.

@@ -186,8 +186,8 @@ class Whitebox(Agent):
     try:
       while thread.turns < thread.max_turns:
         await self._make_room(thread, episode)
-        limit = await self._limit(thread, episode)
-        reply = await self._complete(thread, episode, **limit)
+        limit = await self._limit(thread, episode.body['max_tokens'])
+        reply = await self._complete(thread, episode, max_tokens=limit)
         choice = reply['choices'][0]
         if choice['finish_reason'] == 'length':
           return 'length'
@@ -211,19 +211,18 @@ class Whitebox(Agent):
     episode.outcome.messages.append(choice['message'])
     return reply
 
-  async def _limit(self, thread: Thread, episode: _Episode) -> dict[str, int]:
-    """What keeps the next completion within a budget that no policy keeps.
+  async def _limit(self, thread: Thread, most: int) -> int:
+    """Tokens of the next completion: `most`, or what is left of the budget.
 
     Raises:
-      ContextExceeded: the prompt alone exceeds it.
+      ContextExceeded: the prompt alone exceeds it, and no edit has shortened it.
     """
-    config = self._config.context
-    if config.policy or not config.tokens:
-      return {}
-    room = await thread.room(episode.body['max_tokens'])
+    if not self._config.context.tokens:  # the engine ends a response at its own
+      return most
+    room = await thread.room(most)
     if room < 1:
       raise ContextExceeded
-    return {'max_tokens': room}
+    return room
 
   async def _make_room(self, thread: Thread, episode: _Episode) -> None:
     """Edits the context by the policy if the next completion would exceed it."""
@@ -256,7 +255,8 @@ class Whitebox(Agent):
       thread.replace(context.WINDOW, kept)
     thread.add(ask)
     episode.outcome.messages.append(ask)
-    reply = await self._complete(thread, episode, max_tokens=tokens)
+    limit = await self._limit(thread, tokens)
+    reply = await self._complete(thread, episode, max_tokens=limit)
     notes = (reply['choices'][0]['message'].get('content') or '').strip()
     head = thread.head
     edited = context.restart(thread.messages, head, notes)

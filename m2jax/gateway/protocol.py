@@ -74,14 +74,22 @@ class ChatRequest:
 Parsed = tuple[ChatRequest, list[dict]]
 
 
-def parsed(messages: list[dict], tools: list[dict] | None, **fields: Any) -> Parsed:
+def parsed(
+  messages: list[dict],
+  tools: list[dict] | None,
+  *,
+  complete: bool = True,
+  **fields: Any,
+) -> Parsed:
   """The request of checked messages and tools; `fields` are ChatRequest's others.
+
+  `complete`: see `chat.in_call_order`.
 
   Raises:
     ApiError: 400, a result of no call or a call without one (`chat.in_call_order`).
   """
   try:
-    messages = chat.in_call_order(messages)
+    messages = chat.in_call_order(messages, complete=complete)
   except chat.ChatError as error:
     raise invalid(str(error), None) from None
   request = ChatRequest(

@@ -119,6 +119,9 @@ class PrefillBatcher(Batcher):
     finally:
       self.waiting.extend(early)
 
+  def _restart_prefills(self) -> None:
+    """Does nothing: some of their pages have been handed over, with their versions."""
+
   def _take(self, job: PrefillJob, hit: int) -> None:
     super()._take(job, hit)
     job.newest = self.version

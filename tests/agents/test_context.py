@@ -198,6 +198,23 @@ def test_a_budget_without_a_policy_ends_the_episode(serve, tok):
     assert_exact(records, engine, tok)
 
 
+@pytest.mark.parametrize('policy', ['drop_results', 'window', 'restart', 'summarise'])
+@pytest.mark.parametrize('max_edits, limit', [(0, 560), (1, 560), (8, 330)])
+def test_the_budget_also_bounds_what_no_edit_shortens(
+  serve, tok, policy, max_edits, limit
+):
+  """After the last edit of the policy, and where the task alone leaves no room: prompt
+  and response, of notes too, stay within it, and the episode ends."""
+  made = itertools.count()
+  gateway, _, records = serve(
+    script(tok, lambda prompt: LOUD.replace('look', f'look {next(made)}'))
+  )
+  config = ContextConfig(policy=policy, tokens=limit, max_edits=max_edits)
+  found = run(gateway, max_calls=40, max_tokens=80, context=config)
+  assert found.end_reason in ('context', 'length')
+  assert all(len(c.tokens) <= limit for c in records)
+
+
 def without_usage(monkeypatch):
   """Lets the agent's client see no `usage`, which servers may omit."""
   make = model_client.make

@@ -66,11 +66,12 @@ def _apply(cfg: ModelConfig):
 
 
 def init(seed: int, cfg: ModelConfig = CFG):
-  """Random weights whose logits spread over several nats, so that errors show."""
-  variables = quick.variables(cfg, seed)
+  """Random weights whose logits spread over several nats, so that errors show; no norm
+  is 1 and no bias 0, so that none can be left out."""
+  variables = quick.variables(cfg, seed, noise=0.1, bias=0.1)
   params = dict(variables['params'])
-  params['head'] = params['head'] * 20
-  params['embed'] = params['embed'] * 50
+  params['head'] = params['head'] * 4
+  params['embed'] = params['embed'] * 10
   return {**variables, 'params': params}
 
 

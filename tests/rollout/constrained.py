@@ -6,14 +6,11 @@ import dataclasses
 import functools
 import json
 
-import jax
-import jax.numpy as jnp
-
-from m2jax import model
 from m2jax.rollout import grammars
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.text import tokenizer
+from tests import quick
 from tests.rollout import conftest
 
 TOK = tokenizer.train(['{"a": 1, "b": "x"} true false null'] * 8, 288)
@@ -49,8 +46,7 @@ def compiler() -> grammars.Compiler:
 
 @functools.cache
 def variables():
-  m2 = model.M2(CFG)
-  return jax.jit(m2.init)(jax.random.key(1), jnp.zeros((1, 4), jnp.int32))
+  return quick.variables(CFG, 1, noise=0.05, bias=0.1)
 
 
 def grammar(schema, calls: bool = False):

@@ -6,13 +6,16 @@ import json
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from m2jax import records
-from m2jax.rollout import swap
+from m2jax.rollout import forward, swap
 from m2jax.rollout.api import GenerateRequest, SamplingParams
+from m2jax.rollout.pages import empty
 from tests import processes
+from tests.rollout import conftest as small
 
 TIMEOUT_S = 60
 PROMPT = tuple(range(3, 20))
@@ -70,6 +73,75 @@ def test_decoding_goes_on_while_weights_are_placed(
   assert versions.count(0) >= 3 * 4  # calls of four steps
   later = scheduler.submit(request()).future.result(TIMEOUT_S)
   assert set(later.versions.tolist()) == {1}
+
+
+class Swaps:
+  """An engine whose first prefill call brings new weights."""
+
+  def __init__(self, engine):
+    self._engine, self.update = engine, None
+
+  def __getattr__(self, name):
+    return getattr(self._engine, name)
+
+  def prefill_rows(self, *args):
+    update, self.update = self.update, None
+    if update is not None:
+      update()
+    return self._engine.prefill_rows(*args)
+
+
+def test_a_prompt_that_is_half_computed(
+  engine, serve, reference, variables, other_variables
+):
+  """Its first token would see keys of the weights before, and no version says so: it
+  begins again, and the response is one of the new weights alone."""
+  swaps = Swaps(engine)
+  scheduler = serve(swaps, prefill_budget_tokens=1)  # a call per tick
+  swaps.update = lambda: scheduler.update_weights(other_variables, 1)
+  prompt = tuple(range(3, 42))
+  result = scheduler.submit(request(prompt, max_tokens=6)).future.result(TIMEOUT_S)
+  assert set(result.versions.tolist()) == {1}
+  assert scheduler.stats()['prefill_tokens'] > len(prompt)
+  want = reference.logprobs(other_variables, prompt, result.tokens)
+  np.testing.assert_allclose(result.logprobs, want, rtol=0, atol=1e-4)
+
+
+def test_tokens_after_a_swap_see_older_keys(
+  engine, serve, reference, variables, other_variables
+):
+  """What a learner finds in a response of several versions is no error: its new tokens
+  have exactly the log-probabilities of the new weights over keys and values of the old
+  ones, and those of a forward pass of the new weights are others, by nats."""
+  scheduler, updates = serve(), iter([1])
+
+  def update(tokens):  # with the first tokens
+    for version in updates:
+      scheduler.update_weights(other_variables, version)
+
+  result = scheduler.submit(request(max_tokens=24), update).future.result(TIMEOUT_S)
+  old = result.versions.tolist().count(0)
+  assert 0 < old < 24
+  tokens = np.array([*PROMPT, *result.tokens], np.int32)
+  stored = len(PROMPT) + old - 1  # the last token that the old weights drew is not
+
+  @jax.jit
+  def extend(variables, pages, tokens, start):
+    counts, tables = jnp.array([len(tokens)]), jnp.arange(1, 12)[None]
+    rows = forward.Rows(tokens[None], start[None], counts, tables)
+    hidden, pages = forward.extend(small.CFG, variables, pages, rows)
+    return hidden[0] @ variables['params']['head'], pages
+
+  pages = empty(small.CFG, 12, 4, 'float32', record_experts=False, modules=0)
+  _, pages = extend(variables, pages, tokens[:stored], np.int32(0))
+  logits, _ = extend(other_variables, pages, tokens[stored:-1], np.int32(stored))
+  new = np.arange(24 - old), result.tokens[old:]
+  got = result.logprobs[old:]
+  np.testing.assert_allclose(
+    got, small.log_softmax(np.float64(logits))[new], rtol=0, atol=1e-4
+  )
+  alone = reference.logprobs(other_variables, PROMPT, result.tokens)[old:]
+  assert np.abs(got - alone).max() > 0.1
 
 
 def test_the_pause_is_measured(serve, other_variables, variables):

@@ -27,7 +27,8 @@ def parse(data: dict) -> protocol.Parsed:
   if data.get('prompt') is None:
     if data.get('add_generation_prompt', True) is not True:
       raise unsupported('must be true', 'add_generation_prompt')
-    request, messages = openai_chat.DIALECT.parse(data)
+    # Agents also count what ends with calls that they have not yet run.
+    request, messages = openai_chat.request.parse(data, complete=False)
   elif data.get('messages') is not None:
     raise invalid('send either messages or prompt', 'prompt')
   else:

@@ -51,8 +51,11 @@ _KNOWN = frozenset(
 )  # fmt: skip
 
 
-def parse(data: dict) -> protocol.Parsed:
-  """Checks a body. Raises ApiError: 400, which names the invalid field."""
+def parse(data: dict, *, complete: bool = True) -> protocol.Parsed:
+  """Checks a body. Raises ApiError: 400, which names the invalid field.
+
+  `complete`: see `chat.in_call_order`.
+  """
   model = fields.text(data.get('model'), 'model')
   fields.refuse(data, _UNSUPPORTED)
   stream = fields.flag(data, 'stream')
@@ -67,6 +70,7 @@ def parse(data: dict) -> protocol.Parsed:
   return protocol.parsed(
     _messages(messages),
     tools,
+    complete=complete,
     model=model,
     max_tokens=fields.positive(data, 'max_completion_tokens', 'max_tokens'),
     sampling=sampling.read(data),
