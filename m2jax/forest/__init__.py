@@ -13,6 +13,7 @@ from m2jax.forest.cutting import Buckets, Chunk, Plan, cut
 from m2jax.forest.merging import LOSSES, Size, chain, measure, merge
 from m2jax.forest.replay import Disagreement, disagreement
 from m2jax.forest.types import (
+  OLDER_KEYS,
   TERM_FIELDS,
   TOKEN_FIELDS,
   Forest,
@@ -23,6 +24,7 @@ from m2jax.forest.types import (
 
 __all__ = (
   'LOSSES',
+  'OLDER_KEYS',
   'TERM_FIELDS',
   'TOKEN_FIELDS',
   'Buckets',

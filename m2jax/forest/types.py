@@ -41,6 +41,9 @@ class Sample:
   experts: Int[np.ndarray, 'T L k'] | None = None
 
 
+OLDER_KEYS = -2  # a `Forest.lag`
+
+
 def _per_token(dtype, fill: int = 0, **options):
   return _field('token', dtype, fill, options)
 
@@ -67,7 +70,8 @@ class Forest:
     multiplicity: number of samples of this row through the token.
     term_token: index in the row of the token a loss term belongs to.
     old_logprob, advantage, weight: of each term; weight 0 on padding.
-    lag: updates between the weights that sampled a term's token and these; -1: unknown.
+    lag: updates between the weights that sampled a term's token and these; -1: unknown;
+      OLDER_KEYS: none, but others had sampled the response's beginning.
     term_sample, term_offset: the sample of a term and its offset in that sample's
       response; -1 on padding.
     experts: recorded expert ids (-1: not replayed), or None.

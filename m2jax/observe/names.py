@@ -104,6 +104,19 @@ _TRAINING = (
   Metric('grad_norm', ('rl',), '1', 'of the gradient, before clipping', ('plot',)),
   Metric('grad_norm', _LOOP, '1', 'of the gradient, before clipping'),
   Metric(
+    'skipped',
+    _LOOP,
+    'steps',
+    'since the previous record, whose loss or gradient was not finite: they changed '
+    'nothing',
+  ),
+  Metric(
+    'skipped',
+    ('rl',),
+    'passes',
+    'whose loss or gradient was not finite: they changed nothing',
+  ),
+  Metric(
     'max_violation',
     _TRAIN,
     '1',
@@ -209,7 +222,10 @@ _OFF_POLICY = (
   Metric('approx_kl', _RL, 'nats', 'estimate of KL(π_old ‖ π), per token', ('plot',)),
   Metric('abs_log_ratio', _RL, 'nats', 'mean of |log π/π_old| over tokens', ('plot',)),
   Metric(
-    'mismatch/tokens', _RL, 'tokens', 'trained that the same weights have sampled'
+    'mismatch/tokens',
+    _RL,
+    'tokens',
+    'trained, of responses that the same weights alone have sampled',
   ),
   Metric(
     'mismatch/mean',
@@ -225,6 +241,19 @@ _OFF_POLICY = (
     'nats',
     'largest over those of |log-probability here − in the engine|',
     ('plot',),
+    when='there are such tokens',
+  ),
+  Metric(
+    'mismatch/mixed_tokens',
+    _RL,
+    'tokens',
+    'trained that the same weights have sampled in responses that older ones began',
+  ),
+  Metric(
+    'mismatch/mixed_max',
+    _RL,
+    'nats',
+    'largest over those of the same difference: they saw keys of the older weights',
     when='there are such tokens',
   ),
   Metric('old_logprob', _RL, 'nats', 'mean log-probability when sampled'),

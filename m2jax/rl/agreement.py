@@ -1,12 +1,14 @@
 """How far the learner and the engine that sampled disagree about the same weights.
 
 Both compute the log-probability of each sampled token, by different programs: rows of
-merged trees here, pages and single steps there. For tokens that were sampled by exactly
-the weights that are trained the difference should only be rounding, and what is more is
-an error or a difference of precision that importance ratios then carry
-(docs/facts/rl-systems.md §5). Tokens of older weights differ for a good reason; they
-are in `cispo.metrics`. If expert ids are replayed, the share of tokens for which the
-learner's router would choose others is measured too.
+merged trees here, pages and single steps there. For responses that were sampled by
+exactly the weights that are trained the difference should only be rounding, and what is
+more is an error or a difference of precision that importance ratios then carry
+(docs/facts/rl-systems.md §5). Tokens that these weights have sampled after older ones
+differ for a good reason, since they saw keys and values of those: several nats are
+usual. So do tokens of older weights; they are in `cispo.metrics`. If expert ids are
+replayed, the share of tokens for which the learner's router would choose others is
+measured too.
 
 Axes: B rows, M loss terms of a row.
 """
@@ -20,39 +22,72 @@ import jax.numpy as jnp
 
 from m2jax import forest
 
+BOUND = 1e-4  # nats, of responses of one version, in float32
+
 # Keys of a train step's metrics that `finish` turns into those of a record.
 _COUNT, _SUM, _MAX = 'agreement/count', 'agreement/sum', 'agreement/mismatch_max'
+_MIXED, _MIXED_MAX = 'agreement/mixed', 'agreement/mixed_max'
 _REPLAYED, _REROUTED = 'replayed', 'rerouted'
 
 
+class Disagreement(RuntimeError):
+  """Learner and engine disagree about the same weights by more than rounding."""
+
+
 def measure(logprob: jax.Array, batch: forest.Forest) -> dict[str, jax.Array]:
-  """Sums over the terms [B, M] that these weights have sampled, and the maximum."""
-  here = (jnp.asarray(batch.lag) == 0) & (jnp.asarray(batch.weight) != 0)
+  """Sums over the terms [B, M] that these weights have sampled, and the maxima."""
+  lag, live = jnp.asarray(batch.lag), jnp.asarray(batch.weight) != 0
   gap = jnp.abs(jax.lax.stop_gradient(logprob) - batch.old_logprob)
-  gap = jnp.where(here, gap, 0)
+  here, mixed = (live & (lag == kind) for kind in (0, forest.OLDER_KEYS))
   return {
     _COUNT: jnp.sum(here, dtype=jnp.float32),
-    _SUM: jnp.sum(gap),
-    _MAX: jnp.max(gap, initial=0.0),
+    _SUM: jnp.sum(jnp.where(here, gap, 0)),
+    _MAX: jnp.max(jnp.where(here, gap, 0), initial=0.0),
+    _MIXED: jnp.sum(mixed, dtype=jnp.float32),
+    _MIXED_MAX: jnp.max(jnp.where(mixed, gap, 0), initial=0.0),
   }
 
 
 def finish(sums: Mapping[str, float]) -> dict[str, float]:
   """The scalars of a metrics record, of the sums over an update.
 
-  mismatch/tokens, and if there are any mismatch/max and mismatch/mean; with a replay
-  also replay/rerouted.
+  mismatch/tokens and mismatch/mixed_tokens, and if there are any mismatch/max and
+  mismatch/mean, and mismatch/mixed_max; with a replay also replay/rerouted.
   """
   count = sums[_COUNT]
-  out = {'mismatch/tokens': count}
+  out = {'mismatch/tokens': count, 'mismatch/mixed_tokens': sums[_MIXED]}
   if count:
     out |= {'mismatch/max': sums[_MAX], 'mismatch/mean': sums[_SUM] / count}
+  if sums[_MIXED]:
+    out['mismatch/mixed_max'] = sums[_MIXED_MAX]
   if sums.get(_REPLAYED):
     out['replay/rerouted'] = sums[_REROUTED] / sums[_REPLAYED]
   return out
 
 
+def excess(metrics: Mapping[str, float]) -> str:
+  """How an update exceeds BOUND, which float32 keeps to; '' if it does not.
+
+  The largest difference is judged if all expert ids are replayed. Without, near-ties of
+  the router may choose others here, in a token of thousands, and the mean is judged.
+  Responses of several versions that share a prompt share its replayed ids, which are
+  then those of other weights: nothing is judged.
+
+  Args:
+    metrics: of `finish`, and replay/disagreement with a replay.
+  """
+  differing = metrics.get('replay/disagreement')
+  name = 'mismatch/mean' if differing is None else 'mismatch/max'
+  value = metrics.get(name, 0.0)
+  if differing or value <= BOUND:
+    return ''
+  return (
+    f'{name} is {value:.2g} nats, above {BOUND:g}: engine and learner compute other '
+    'log-probabilities with the same weights'
+  )
+
+
 def without_sums(metrics: Mapping[str, float]) -> dict[str, float]:
   """The metrics that `finish` does not turn into others."""
-  used = (_COUNT, _SUM, _MAX, _REPLAYED, _REROUTED)
+  used = (_COUNT, _SUM, _MAX, _MIXED, _MIXED_MAX, _REPLAYED, _REROUTED)
   return {name: value for name, value in metrics.items() if name not in used}

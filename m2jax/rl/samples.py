@@ -68,9 +68,14 @@ def from_group(
       advantages=np.full(len(c.response_ids), advantage, np.float32),
       weights=np.full(len(c.response_ids), weight, np.float32),
       versions=c.versions,
-      lags=None if lags is None else lags(c),
+      lags=None if lags is None else _of_keys(lags(c)),
       experts=c.experts,
     )
     for credit, weight in zip(group.credits, weights, strict=True)
     for c, advantage in zip(credit.completions, credit.advantages, strict=True)
   ]
+
+
+def _of_keys(lags: np.ndarray) -> np.ndarray:
+  """Tells tokens of these weights whose response others have begun (`Forest.lag`)."""
+  return np.where((lags == 0) & lags.any(), forest.OLDER_KEYS, lags)

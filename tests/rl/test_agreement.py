@@ -19,7 +19,7 @@ from m2jax.train import step as train_step
 from tests.rollout import conftest as small
 
 TIMEOUT_S = 60
-BOUND = 1e-4  # nats, in float32 on a CPU
+BOUND = agreement.BOUND
 CFG = dataclasses.replace(small.CFG, unroll_layers=False)
 # So few pages that sequences are retracted.
 ENGINE = dataclasses.replace(
@@ -33,9 +33,9 @@ ENGINE = dataclasses.replace(
 ROW_TOKENS = 96
 
 
-def complete(scheduler, session, turn, prompt, seed, **how):
+def complete(scheduler, session, turn, prompt, seed, on_tokens=None, **how):
   sampling = SamplingParams(**{'max_tokens': 12, 'seed': seed} | how)
-  handle = scheduler.submit(GenerateRequest(prompt, sampling))
+  handle = scheduler.submit(GenerateRequest(prompt, sampling), on_tokens)
 
   def record():
     result = handle.future.result(TIMEOUT_S)
@@ -171,14 +171,72 @@ def test_metrics_of_an_update(weights, groups):
   assert found['mismatch/max'] <= BOUND
 
 
+def test_responses_of_several_versions(weights):
+  """Tokens that the new weights drew after a swap saw keys of the old ones: they differ
+  by much more than rounding, are counted apart, and raise no alarm; an error in tokens
+  of one version does."""
+  scheduler = Scheduler(Engine(CFG, ENGINE), weights, config=SchedulerConfig(4))
+  newer, swapped = small.init(1, CFG), iter([1])
+
+  def swap(tokens):  # with the first tokens
+    for version in swapped:
+      scheduler.update_weights(newer, version)
+
+  scheduler.start(warmup=False)
+  try:
+    stem = np.arange(1, 12)
+    mixed = complete(scheduler, 'mixed', 0, stem, 1, on_tokens=swap, max_tokens=24)()
+    alone = complete(scheduler, 'alone', 0, stem, 2)()
+  finally:
+    scheduler.stop()
+  new = int(np.sum(mixed.versions == 1))
+  assert 0 < new < 24 and set(alone.versions) == {1}
+  group = [
+    (
+      records.Trajectory(c.session, 0, i, 't', 'f', 'answer', float(i), 1.0, 0),
+      (c,),
+    )
+    for i, c in enumerate((mixed, alone))
+  ]
+  credit = rewards.advantages(group, rewards.RewardConfig())
+  batch = samples.from_group(credit, [1.0, 1.0], lambda c: 1 - c.versions)
+  assert [sorted(set(s.lags.tolist())) for s in batch] == [[forest.OLDER_KEYS, 1], [0]]
+
+  def finished(batch, error=0.0):
+    merged = forest.merge(batch, row_tokens=ROW_TOKENS)
+    logprob = train_step.at_terms(forward(newer, merged), merged) + error
+    return agreement.finish(
+      {k: float(v) for k, v in agreement.measure(logprob, merged).items()}
+    )
+
+  alone = [dataclasses.replace(s, experts=None) for s in batch]
+  found = finished(alone)
+  assert found['mismatch/tokens'] == 12 and found['mismatch/mixed_tokens'] == new
+  assert found['mismatch/max'] <= BOUND and found['mismatch/mixed_max'] > 100 * BOUND
+  assert agreement.excess(found) == ''
+  wrong = finished(alone, error=0.01)
+  assert 'mismatch/mean is 0.01' in agreement.excess(wrong)
+  # One token of thousands: a near-tie of the router, unless the ids are replayed.
+  one = {'mismatch/max': 0.1, 'mismatch/mean': 0.1 / 5000}
+  assert agreement.excess(one) == agreement.excess({}) == ''
+  assert 'mismatch/max is 0.1' in agreement.excess(one | {'replay/disagreement': 0.0})
+  # The ids of the shared prompt are those of the older weights.
+  replayed = finished(batch)
+  assert replayed['mismatch/max'] > 100 * BOUND
+  differing = forest.disagreement(batch).rate
+  assert differing > 0
+  assert agreement.excess(replayed | {'replay/disagreement': differing}) == ''
+
+
 def test_parts_of_a_batch():
   """Sums add up and the maximum stays the maximum; tokens of unknown or other weights
   and padding count nowhere, even if they are not finite."""
-  batch = forest.causal(np.zeros((1, 5), np.int32))
-  old = np.array([[-1.0, -2.0, np.nan, -4.0]], np.float32)
-  lag, weight = np.array([[0, 0, 0, 1]]), np.array([[1.0, 0.5, 0.0, 1.0]], np.float32)
+  batch = forest.causal(np.zeros((1, 7), np.int32))
+  old = np.array([[-1.0, -2.0, np.nan, -4.0, -1.0, -1.0]], np.float32)
+  lag = np.array([[0, 0, 0, 1, forest.OLDER_KEYS, -1]])
+  weight = np.array([[1.0, 0.5, 0.0, 1.0, 1.0, 1.0]], np.float32)
   batch = dataclasses.replace(batch, old_logprob=old, lag=lag, weight=weight)
-  logprob = np.array([[-1.5, -2.25, -3.0, -9.0]], np.float32)
+  logprob = np.array([[-1.5, -2.25, -3.0, -9.0, -4.0, -50.0]], np.float32)
   first = agreement.measure(logprob, batch)
   second = agreement.measure(logprob - 1, batch)
   sums = [train_step.Sums({}, {**m, 'weight': 1.0}, {}) for m in (first, second)]
@@ -187,11 +245,14 @@ def test_parts_of_a_batch():
     'mismatch/tokens': 4,
     'mismatch/max': 1.5,
     'mismatch/mean': (0.5 + 0.25 + 1.5 + 1.25) / 4,
+    'mismatch/mixed_tokens': 2,
+    'mismatch/mixed_max': 4.0,
   }
   assert agreement.without_sums(total) == {'weight': 2}
-  unknown = agreement.measure(logprob, forest.causal(np.zeros((1, 5), np.int32)))
+  unknown = agreement.measure(logprob, forest.causal(np.zeros((1, 7), np.int32)))
   assert agreement.finish({k: float(v) for k, v in unknown.items()}) == {
-    'mismatch/tokens': 0
+    'mismatch/tokens': 0,
+    'mismatch/mixed_tokens': 0,
   }
 
 
