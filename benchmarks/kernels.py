@@ -33,12 +33,10 @@ import numpy as np
 
 from benchmarks import kernel_cases
 from m2jax.kernels import block_sizes
+from m2jax.plan.chips import CHIPS
 
-# prefix of `device_kind`: FLOP/s in bf16 and bytes/s, from the vendors
-PEAKS = {
-  'TPU v5 lite': (197e12, 819e9),
-  'TPU v5': (459e12, 2765e9),
-  'TPU v6': (918e12, 1640e9),
+# prefix of `device_kind`: FLOP/s in bf16 and bytes/s; of GPUs from the vendor
+PEAKS = {chip.device_kind: (chip.peak_flops, chip.hbm_bandwidth) for chip in CHIPS} | {
   'NVIDIA A100': (312e12, 2039e9),
   'NVIDIA H100': (989e12, 3350e9),
   'NVIDIA H200': (989e12, 4800e9),

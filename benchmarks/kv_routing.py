@@ -38,12 +38,12 @@ from benchmarks.kv_routing_trace import TraceConfig, sessions
 from benchmarks.kv_routing_trace import statistics as trace_statistics
 from m2jax import config as config_lib
 from m2jax.plan.chips import CHIPS
+from m2jax.plan.efficiency import CALIBRATED
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.routing_policies import POLICIES
 from m2jax.rollout.scheduler_config import SchedulerConfig
 
 ORACLES = ('best_response', 'oracle')
-_HBM = 0.8  # share of the bandwidth
 _CALL_S = 2e-3  # of a call besides the device's work
 _TITLES = {
   'hit_rate': 'hit rate',
@@ -61,7 +61,7 @@ def m2_cluster(args: argparse.Namespace) -> ClusterConfig:
   cfg = config_lib.m2()
   chip = next(chip for chip in CHIPS if chip.name == 'v5p')
   flops = args.chips * chip.peak_flops * args.mfu
-  bandwidth = args.chips * chip.hbm_bandwidth * _HBM
+  bandwidth = args.chips * chip.hbm_bandwidth * CALIBRATED.hbm
   token_bytes = 2 * 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim
   attention = 4 * cfg.num_layers * cfg.num_heads * cfg.head_dim
   experts = 3 * cfg.embed_dim * cfg.expert_dim * cfg.num_layers

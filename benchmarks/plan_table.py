@@ -50,9 +50,12 @@ def cell(
 
 
 def mesh(plan: dict) -> str:
-  """The mesh axes with more than one device."""
-  sizes = {k: n for k, n in plan['mesh'].items() if k != 'rules' and n > 1}
-  return ' · '.join(f'{axis} {n}' for axis, n in sizes.items())
+  """The mesh axes with more than one device, and the dtype of summed gradients."""
+  sizes = {k: n for k, n in plan['mesh'].items() if isinstance(n, int) and n > 1}
+  parts = [f'{axis} {n}' for axis, n in sizes.items()]
+  if plan['mesh']['gradient_dtype']:
+    parts.append(f'gradients {plan["mesh"]["gradient_dtype"]}')
+  return ' · '.join(parts)
 
 
 def row(workload: str, topology: str, plan: dict) -> str:
@@ -218,6 +221,9 @@ def main() -> None:
   )
   parser.add_argument('--quick', action='store_true', help='see experiments.plan')
   parser.add_argument('--tokens', type=int, default=0, help='of a training step')
+  parser.add_argument(
+    '--gradient_dtype', help='of every mesh: see MeshConfig; in a directory of its own'
+  )
   parser.add_argument('--nochunks', action='store_true', help="without RL's chunks")
   parser.add_argument('--jobs', type=int, default=2, help='cells compiled at once')
   parser.add_argument('--made', action='store_true', help='compile nothing')
@@ -234,6 +240,8 @@ def main() -> None:
   with futures.ThreadPoolExecutor(args.jobs) as pool:
     options = [f'--layers={args.layers}', f'--tokens={args.tokens}']
     options += ['--quick'] * args.quick + ['--nochunks'] * args.nochunks
+    if args.gradient_dtype:
+      options.append(f'--gradient_dtype={args.gradient_dtype}')
     plans = pool.map(lambda c: cell(args.directory, *c, options), cells)
     found = dict(zip(cells, plans, strict=True))
   if args.json:

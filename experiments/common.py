@@ -25,6 +25,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from experiments import fields
+from m2jax import checks
 
 if typing.TYPE_CHECKING:
   from m2jax.sharding import MeshConfig, Sharding
@@ -44,11 +45,14 @@ CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'configs/NAME.py[:variant]', lock_config=True
 )
 
+# Exit codes. Schedulers start a job again except after FINAL, and after success.
+FAILED, FINAL = 1, 2
 INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C ended
 # When one of several processes dies, JAX ends the others after the first; when one ends
 # before the others, after the second.
 _HEARTBEAT_TIMEOUT_S, _SHUTDOWN_TIMEOUT_S = 30, 60
 _PROCESS_VARIABLES = {'count': 'JAX_NUM_PROCESSES', 'process': 'JAX_PROCESS_ID'}
+_URL = re.compile(r'[A-Za-z][\w+.-]*:/')  # a path has none, and no run is in one
 _CHATTY_LOGGERS = ('httpx', 'httpcore', 'uvicorn', 'jax', 'asyncio')
 _CHATTY_FILES = ('/orbax/', '/jax/', '/grain/', '/etils/')  # these use absl's logger
 
@@ -58,10 +62,20 @@ class BadInput(ValueError):
 
 
 def workdir() -> pathlib.Path:
-  """--workdir, which most jobs need."""
+  """--workdir, which most jobs need; `run` has refused a URL."""
   if not WORKDIR.value:
     raise BadInput('--workdir is missing: give the directory of the run')
   return pathlib.Path(WORKDIR.value)
+
+
+def check_path(flag: str, value: str | None) -> None:
+  """Raises BadInput if a flag of a directory or file to write has a URL: as a path it
+  would be a folder of this host, whose loss nobody notices."""
+  if value and _URL.match(value):
+    raise BadInput(
+      f'--{flag}={value}: a URL, but the job writes to local paths only: mount the '
+      'storage, and give the path in it'
+    )
 
 
 def values() -> dict[str, Any]:
@@ -199,22 +213,26 @@ def leader_first() -> Iterator[bool]:
   Yields whether this is process 0.
 
   Raises:
-    BadInput: the body failed in process 0, which reports the error.
+    Stopped: the body failed in process 0, which reports the error.
   """
   import jax
+  import numpy as np
   from jax.experimental import multihost_utils
 
+  from m2jax.forge.commands import Stopped
+
   leads, several = jax.process_index() == 0, jax.process_count() > 1
-  if several and not leads and not multihost_utils.broadcast_one_to_all(True):
-    raise BadInput('process 0 stopped: see its message')
+  share = lambda code: int(multihost_utils.broadcast_one_to_all(np.int32(code)))
+  if several and not leads and (code := share(0)):
+    raise Stopped('process 0 stopped: see its message', repeatable=code != FINAL)
   try:
     yield leads
-  except BaseException:
+  except BaseException as error:
     if several and leads:
-      multihost_utils.broadcast_one_to_all(False)
+      share(exit_code(error))
     raise
   if several and leads:
-    multihost_utils.broadcast_one_to_all(True)
+    share(0)
 
 
 def build(kind: type, values: Any, path: str = 'config') -> Any:
@@ -273,8 +291,11 @@ def run(
 ) -> NoReturn:
   """Runs a program: `main()` after the flags are parsed.
 
-  Bad input (BadInput, any ValueError, missing files, and the `expected` errors) and a
-  full disk end it with one line and code 2, Ctrl-C and SIGTERM with code 130.
+  Bad input (BadInput, a ValueError of ours, missing files, and the `expected` errors),
+  losses that stay NaN and a full disk end it with one line and code 2, which a
+  scheduler does not repeat. Errors of the machine, and ValueErrors of other packages
+  such as a storage layer, end it with code 1; Ctrl-C and SIGTERM with code 130, SIGTERM
+  in a training loop after a checkpoint (`m2jax.train.stopping`).
   `distributed`: `main` calls `join_processes`.
   """
 
@@ -285,14 +306,18 @@ def run(
         raise BadInput(f'unexpected argument {argv[1]!r}: flags start with --')
       if DISTRIBUTED.value and not distributed:
         raise BadInput('--distributed: this job is one process')
+      check_path('workdir', WORKDIR.value)
       with interruptible():
         main()
-    except (ValueError, FileNotFoundError, *expected) as error:
-      fail(error)
-    except OSError as error:
-      if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        raise
-      fail(BadInput(f'{error.strerror}: make room, then the same command resumes'))
+    except Exception as error:
+      full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+      if full:
+        fail(BadInput(f'{error.strerror}: make room, then the same command resumes'))
+      if isinstance(error, (ValueError, FileNotFoundError, *expected)) or hasattr(
+        error, 'repeatable'
+      ):
+        fail(error)
+      raise
 
   app.run(guarded, flags_parser=_parse)
 
@@ -300,7 +325,10 @@ def run(
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
   """Ctrl-C and SIGTERM in the body end the program with one line and code 130."""
-  previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+  from m2jax.train import stopping
+
+  stopping.forget()
+  previous = signal.signal(signal.SIGTERM, stopping.on_signal)
   try:
     yield
   except KeyboardInterrupt:
@@ -311,12 +339,12 @@ def interruptible() -> Iterator[None]:
 
 
 def fail(error: Exception, at_once: bool = False) -> NoReturn:
-  """Exits with the error's message and code 2; --verbosity=1 shows the traceback.
+  """Exits with the error's message and code; --verbosity=1 shows the traceback.
 
   `at_once` is for the loss of another process: JAX would wait for it, and then abort.
   """
   logging.debug('%s', error, exc_info=error)
-  message = str(error) or repr(error)
+  message, code = str(error) or repr(error), exit_code(error)
   declared = type(error).__module__.partition('.')[0] in ('m2jax', 'experiments')
   if isinstance(error, ValueError) and not declared:
     where = traceback.extract_tb(error.__traceback__)[-1]
@@ -325,8 +353,13 @@ def fail(error: Exception, at_once: bool = False) -> NoReturn:
   print(f'error: {message}', file=sys.stderr, flush=True)
   if at_once:
     sys.stdout.flush()
-    os._exit(2)
-  sys.exit(2)
+    os._exit(code)
+  sys.exit(code)
+
+
+def exit_code(error: BaseException) -> int:
+  """FINAL for an error that the same command would meet again, else FAILED."""
+  return FAILED if checks.repeatable(error) else FINAL
 
 
 def quiet() -> None:

@@ -49,6 +49,7 @@ def main():
 def _export():
   if not TARGET.value:
     raise common.BadInput('--huggingface is missing: give the directory to export to')
+  common.check_path('huggingface', TARGET.value)
   found = policy.load(CHECKPOINT.value, STEP.value)
   huggingface.save(
     TARGET.value,

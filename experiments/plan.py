@@ -38,6 +38,11 @@ LAYERS = flags.DEFINE_integer('layers', 0, 'Plan a model of fewer layers; 0: as 
 TOKENS = flags.DEFINE_integer(
   'tokens', 0, "Tokens of a training step, in one pass; 0: the config's."
 )
+GRADIENT_DTYPE = flags.DEFINE_string(
+  'gradient_dtype',
+  None,
+  "MeshConfig.gradient_dtype of the meshes; default: the config's.",
+)
 CALIBRATE = flags.DEFINE_bool(
   'calibrate', False, 'Print the shares of the roofs that estimates have, and exit.'
 )
@@ -76,6 +81,8 @@ def selected(config) -> dict:
     chosen = {
       name: dataclasses.replace(w, chunk_tokens=0) for name, w in chosen.items()
     }
+  if GRADIENT_DTYPE.value:
+    chosen = {name: w.of_gradients(GRADIENT_DTYPE.value) for name, w in chosen.items()}
   if TOKENS.value:
     chosen = {name: w.of_tokens(TOKENS.value) for name, w in chosen.items()}
   return chosen
@@ -90,6 +97,7 @@ def main():
   if CALIBRATE.value:
     print(render.calibration())
     return
+  common.check_path('store', STORE.value)
   config = configuration(common.values())
   model = programs.layers(config.model, LAYERS.value)
   options = dict(config.compiler_options)

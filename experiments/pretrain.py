@@ -175,7 +175,8 @@ def main():
     stages = config.pretrain.stages
     sources = stage_sources(config.text, stages, corpus, encode, **place)
 
-  checkpoints = CheckpointManager(own)
+  every = config.pretrain.loop.keep_every_steps
+  checkpoints = CheckpointManager(own, keep_every_steps=every)
   records = workdir if leads else workdir / f'process{process}'
   with (
     checkpoints as manager,

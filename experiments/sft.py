@@ -78,7 +78,8 @@ def main():
     tok = keep_tokenizer(path, make_tokenizer, model.vocab_size)
   room = min(config.sft.row_tokens, config.sft.tokens_per_step, model.max_positions)
   groups = chats.encode(found, tok, room, config.sft.templates)
-  checkpoints = CheckpointManager(own)
+  every = config.sft.loop.keep_every_steps
+  checkpoints = CheckpointManager(own, keep_every_steps=every)
   records = workdir if leads else workdir / f'process{process}'
   with (
     checkpoints as manager,

@@ -35,6 +35,7 @@ FORMAT = flags.DEFINE_enum('format', 'jsonl', ['jsonl', 'atif'], 'Of the file.')
 def main():
   if (TO.value is None) == (FROM.value is None):
     raise common.BadInput('give one of --to=FILE and --from=FILE')
+  common.check_path('to', TO.value)
   url = POOL.value or f'sqlite:///{common.workdir().absolute()}/pool.db'
   if TO.value is not None:
     opened = database.open_read_only(url)

@@ -28,6 +28,7 @@ EXPORT = flags.DEFINE_string('export', None, 'Write the page to this file, and e
 
 def main():
   workdir = common.workdir()
+  common.check_path('export', EXPORT.value)
   run = Run(workdir, POOL.value)
   with contextlib.closing(run):
     if EXPORT.value is not None:

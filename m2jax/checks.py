@@ -1,7 +1,9 @@
-"""Uniform errors for invalid settings: field, value, and requirement."""
+"""Uniform errors for invalid settings, and which errors a user has to act on."""
 
 from __future__ import annotations
 
+import os
+import traceback
 from typing import Any
 
 
@@ -26,3 +28,18 @@ def require(config: Any, ok: bool, field: str, want: str) -> None:
   if not ok:
     value = getattr(config, field)
     raise InvalidSetting(f'{type(config).__name__}.{field}={value!r}: must be {want}')
+
+
+def repeatable(error: BaseException) -> bool:
+  """Whether the same command may succeed after this error: it is not the user's.
+
+  Classes say so by an attribute `repeatable`. Otherwise errors of input are the user's,
+  but not a ValueError that another package raises, such as a storage layer.
+  """
+  marked = getattr(error, 'repeatable', None)
+  if marked is not None:
+    return marked
+  if isinstance(error, ValueError) and type(error).__module__ == 'builtins':
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and f'{os.sep}site-packages{os.sep}' in frames[-1].filename
+  return not isinstance(error, (ValueError, FileNotFoundError, FloatingPointError))

@@ -15,6 +15,7 @@ from m2jax.checkpoint.errors import (
   CheckpointMismatch,
   CorruptCheckpoint,
   MissingCheckpoint,
+  StorageError,
 )
 from m2jax.checkpoint.manager import CheckpointManager, Restored
 
@@ -26,4 +27,5 @@ __all__ = [
   'CorruptCheckpoint',
   'MissingCheckpoint',
   'Restored',
+  'StorageError',
 ]

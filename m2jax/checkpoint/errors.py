@@ -6,6 +6,8 @@ from __future__ import annotations
 class CheckpointError(Exception):
   """Base class of the errors of this package."""
 
+  repeatable = False
+
 
 class MissingCheckpoint(CheckpointError, FileNotFoundError):
   """No such directory or step; the message lists what exists."""
@@ -17,6 +19,12 @@ class CheckpointMismatch(CheckpointError, ValueError):
 
 class CorruptCheckpoint(CheckpointError):
   """A committed step cannot be read, or differs from what was written."""
+
+
+class StorageError(OSError):
+  """The storage failed, and may work later: no error of the user."""
+
+  repeatable = True
 
 
 class CheckpointExists(CheckpointError, FileExistsError):

@@ -29,6 +29,7 @@ from m2jax.checkpoint.errors import (
   CheckpointMismatch,
   CorruptCheckpoint,
   MissingCheckpoint,
+  StorageError,
 )
 
 _HOST = 'host.json'
@@ -37,6 +38,14 @@ _LEAVES = 'leaves.json'
 # mesh reads little more than its own part.
 CHUNK_BYTES = 2**23
 _CHECKSUM_LIMIT_BYTES = 2**28  # above it CRC-32s would block the caller for too long
+
+
+# Statuses of storage that is not there now, in the texts of tensorstore's ValueErrors.
+_TRANSIENT = 'UNAVAILABLE', 'DEADLINE_EXCEEDED', 'ABORTED', 'CANCELLED'
+
+
+class OldStep(ValueError):
+  """The step is not after the latest one."""
 
 
 class Restored(NamedTuple):
@@ -60,7 +69,7 @@ class CheckpointManager:
     directory: str | os.PathLike,
     *,
     keep: int | None = 2,
-    keep_every_steps: int | None = None,
+    keep_every_steps: int = 0,
     read_only: bool = False,
   ):
     """Opens a directory; a writer creates it and deletes what killed saves have left.
@@ -68,7 +77,7 @@ class CheckpointManager:
     Args:
       directory: local path, or a URL that Orbax can write (gs://…).
       keep: number of newest steps to keep; None keeps all.
-      keep_every_steps: steps divisible by it are kept permanently.
+      keep_every_steps: steps divisible by it are kept permanently; 0: none.
       read_only: only restores, changes nothing; safe while a job writes.
     """
     if keep is not None and keep < 1:
@@ -85,7 +94,7 @@ class CheckpointManager:
 
     options = ocp.CheckpointManagerOptions(
       max_to_keep=keep,
-      keep_period=keep_every_steps,
+      keep_period=keep_every_steps or None,
       cleanup_tmp_directories=True,
     )
     make = functools.partial(ocp.CheckpointManager, self.directory, options=options)
@@ -124,6 +133,7 @@ class CheckpointManager:
 
     Raises:
       OSError: the disk is full, now or at the last save; no part of a step is left.
+      StorageError: the storage failed otherwise, whatever Orbax calls it.
       TypeError: a leaf of `state` or a value of `host` has an unsupported type.
       ValueError: `step` is not new, or a file's name is not plain.
     """
@@ -159,22 +169,25 @@ class CheckpointManager:
     self._orbax.wait_until_finished()
     latest = self._orbax.latest_step()
     if latest is not None and step <= latest:
-      raise ValueError(
+      raise OldStep(
         f'step {step} is not after the latest step {latest} in {self.directory}: '
         'to branch off an earlier step, save to another directory'
       )
     self._orbax.save(step, args=args, force=True)
 
   def _call(self, function, *args):
-    """Calls it in Orbax's thread. A full disk is an OSError, also in tensorstore."""
+    """Calls it in Orbax's thread. An error of the storage is an OSError, while
+    tensorstore and Orbax raise ValueErrors for it."""
     try:
       return self._caller.submit(function, *args).result()
+    except OldStep:
+      raise
     except ValueError as error:
       text = str(error)
-      if os.strerror(errno.ENOSPC) not in text and 'RESOURCE_EXHAUSTED' not in text:
-        raise
-      full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.directory)
-      raise full from error
+      if os.strerror(errno.ENOSPC) in text or 'RESOURCE_EXHAUSTED' in text:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.directory)
+        raise full from error
+      raise StorageError(f'{self.directory}: {_reason(error)}') from error
 
   def wait(self):
     """Waits until the last save is committed; raises its error if it failed."""
@@ -210,6 +223,7 @@ class CheckpointManager:
       MissingCheckpoint: no such directory or step.
       CheckpointMismatch: `like` does not match; names every differing leaf.
       CorruptCheckpoint: the step cannot be read, or differs from what was written.
+      StorageError: the storage cannot be reached; it may be later.
     """
     step = self._find(step)
     path = self._path(step)
@@ -296,7 +310,8 @@ class CheckpointManager:
     )
 
   def _read(self, path: str, args) -> Any:
-    """Reads the arrays of a step; any error means a corrupt checkpoint."""
+    """Reads the arrays of a step; any error but those of an outage means a corrupt
+    checkpoint."""
     from orbax import checkpoint as ocp
 
     me = jax.process_index()  # reads its part by itself, and waits for nobody
@@ -307,6 +322,8 @@ class CheckpointManager:
       ) as reader:
         return reader.restore(path, args=ocp.args.Composite(state=args))['state']
     except Exception as e:  # Orbax, tensorstore and json raise different types
+      if any(status in str(e) for status in _TRANSIENT):
+        raise StorageError(f'{path}: {_reason(e)}') from e
       raise self._corrupt(path, f'state: {_reason(e)}') from e
 
   def _verify(self, path: str, name: str, leaf: Any, saved: leaves_lib.LeafSpec):

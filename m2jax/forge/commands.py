@@ -23,13 +23,24 @@ from typing import Any
 import jax
 from jax._src import distributed  # JAX has no public access to the key-value store
 
+from m2jax import checks
+
 _POLL_MS = 2000  # so that signals are handled
 _ANSWER_POLL_S = 0.02
 _FAILED = 'forge/failed'
 
 
 class Stopped(RuntimeError):
-  """Another process of the job has stopped, which ends this one too."""
+  """Another process of the job has stopped, which ends this one too.
+
+  Attributes:
+    repeatable: whether the same command may succeed: not where that process reported an
+      error of the user.
+  """
+
+  def __init__(self, reason: str, repeatable: bool = True):
+    super().__init__(reason)
+    self.repeatable = repeatable
 
 
 class Commands:
@@ -98,6 +109,7 @@ class Commands:
 
     Raises:
       Stopped: process 0 has stopped before its end.
+      KeyboardInterrupt: it was interrupted.
     """
     while True:
       try:
@@ -110,7 +122,9 @@ class Commands:
     self._next += 1
     command = json.loads(text)
     if command['do'] == 'stop' and command['reason']:
-      raise Stopped(command['reason'])
+      if command['interrupted']:
+        raise KeyboardInterrupt
+      raise Stopped(command['reason'], command['repeatable'])
     return command
 
   def forget(self) -> None:
@@ -126,17 +140,19 @@ class Commands:
   @contextlib.contextmanager
   def leading(self) -> Iterator[None]:
     """Commands `stop` at the end of the body, with the reason if it failed."""
-    reason = ''
+    about = dict(reason='')
     try:
       yield
     except BaseException as error:
-      reason = 'process 0 stopped: see its message'
-      if isinstance(error, KeyboardInterrupt):
-        reason = 'process 0 was stopped: the same command resumes'
+      about = dict(
+        reason='process 0 stopped: see its message',
+        interrupted=isinstance(error, KeyboardInterrupt),
+        repeatable=checks.repeatable(error),
+      )
       raise
     finally:
       if self.several:
-        self._put(dict(do='stop', reason=reason))
+        self._put(dict(do='stop', **about))
 
   @contextlib.contextmanager
   def following(self) -> Iterator[None]:

@@ -64,6 +64,7 @@ class RlConfig:
     group_size: G, trajectories per item.
     capacity, window: N and W of windowed FIFO, in items ('default' is ⌊0.3 N⌋).
     checkpoint_every: updates between checkpoints.
+    keep_every_steps, max_skipped: see `train.loop.LoopConfig`.
     learner: how groups become an update.
     optimizer: optimizer of this phase.
     max_items: total number of work items: RL also stops once all are trained or failed;
@@ -90,6 +91,8 @@ class RlConfig:
       None is the capacity, which an outage fails at once, plus 32. After a failure
       items are submitted one at a time, at intervals that grow from 0.1 s to 5 s, until
       one completes.
+    fail_on_mismatch: learner and engine that disagree about the same weights, in
+      float32 (`rl.agreement`), end the run; else that is an error in its log.
   """
 
   steps: int
@@ -112,6 +115,9 @@ class RlConfig:
   keep_items: int | None = None
   item_deadline_s: float = 600.0
   max_failed_groups: int | None = None
+  keep_every_steps: int = 0
+  max_skipped: int = 10
+  fail_on_mismatch: bool = False
 
   def __post_init__(self):
     check = functools.partial(require, self)

@@ -15,6 +15,10 @@ from m2jax.records import Trajectory
 from m2jax.rl import rewards
 
 
+class Cancelled(Exception):
+  """The evaluation was stopped."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tally:
   """Number of successes and of judged tasks, for one part of an evaluation.
@@ -42,6 +46,7 @@ def success_on(
   tasks: int,
   temperature: float,
   on_progress: Callable[[float], None] = lambda f: None,
+  stop: Callable[[], bool] = lambda: False,
 ) -> list[Tally]:
   """Runs one episode on each of the first `tasks` tasks of a split.
 
@@ -51,11 +56,14 @@ def success_on(
   Raises:
     RolloutsFailed: every episode ended with an infrastructure failure, or the engine
       has stopped.
+    Cancelled: `stop()`, which is asked while episodes run.
   """
   specs = [tasks_lib.spec(roles.config.tasks, split, i) for i in range(tasks)]
   done = 0
 
   def check():
+    if stop():
+      raise Cancelled
     if not roles.scheduler.alive:
       raise RolloutsFailed(
         f'the rollout engine has stopped: {roles.scheduler.stopped_reason}'
@@ -117,9 +125,10 @@ def evaluate(
   tasks: int,
   temperature: float = 1.0,
   on_progress: Callable[[float], None] = lambda f: None,
+  stop: Callable[[], bool] = lambda: False,
 ) -> float:
   """Evaluates the engine's weights, records the tallies, returns the success rate."""
-  tallies = success_on(roles, split, tasks, temperature, on_progress)
+  tallies = success_on(roles, split, tasks, temperature, on_progress, stop)
   for tally in tallies:
     known = {'calls': tally.calls, 'parallel_calls': tally.parallel_calls}
     metrics.write(

@@ -16,8 +16,7 @@ import jax
 from absl import logging
 
 from m2jax import sharding as sharding_lib
-from m2jax.checkpoint.manager import CheckpointManager
-from m2jax.forge import prepare
+from m2jax.forge import prepare, rl_loop
 from m2jax.forge.commands import Commands
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.remote import shared
@@ -25,6 +24,7 @@ from m2jax.forge.step_files import DIRECTORY, StepFiles
 from m2jax.observe import metrics as metrics_lib
 from m2jax.rl.learner import Learner, Packed
 from m2jax.sharding import Sharding
+from m2jax.train import stopping
 from m2jax.train.workdir import open_workdir
 
 
@@ -72,8 +72,7 @@ def _phases(config, workdir, sharding, served, commands, metrics) -> None:
       case 'rl':
         learner = prepare.learner(config, variables, sharding, served)
         del variables  # the learner has taken them over
-        buckets = config.rl.learner.buckets
-        follow_rl(learner, workdir, buckets, commands, publishes)
+        follow_rl(learner, config, workdir, commands, publishes)
         return
       case 'stop':
         return
@@ -93,16 +92,20 @@ class Publishes:
       self._publisher.publish(variables, command['step'], command['lineage'])
 
 
+@stopping.deferred()
 def follow_rl(
   learner: Learner,
+  config: ForgeConfig,
   workdir: Path,
-  buckets,
   commands: Commands,
   publishes: Publishes | None = None,
 ) -> None:
-  """Trains, saves and publishes with process 0, until it stops."""
-  files = StepFiles(workdir / DIRECTORY)
-  with CheckpointManager(workdir / 'rl', keep=2) as manager:
+  """Trains, saves and publishes with process 0, until it stops.
+
+  SIGTERM here stops process 0 at its next step boundary.
+  """
+  files, buckets = StepFiles(workdir / DIRECTORY), config.rl.learner.buckets
+  with rl_loop.checkpoints(config, workdir) as manager:
     while True:
       command = commands.receive()
       match command['do']:

@@ -220,7 +220,8 @@ def sft(
     more = config.more_sft
     settings = dataclasses.replace(settings, loop=more.loop, optimizer=more.optimizer)
     seed += 1  # another order
-  with CheckpointManager(workdir / phase, keep=1) as manager:
+  every = settings.loop.keep_every_steps
+  with CheckpointManager(workdir / phase, keep=1, keep_every_steps=every) as manager:
     state = sft_lib.fit(
       settings,
       config.model,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 from absl import logging
@@ -27,13 +28,23 @@ from m2jax.forge.sample_counts import SampleCounts
 from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool, work_queue
 from m2jax.records import Completion
+from m2jax.rl import agreement, rewards
 from m2jax.rl import learner as learner_lib
-from m2jax.rl import rewards
 from m2jax.rollout import drafting
+from m2jax.train import stopping
+from m2jax.train.step import Skips
 
 # Statistics of weights that are published (`remote.learner`), not given to an engine.
 _PUBLISHED = 'published_bytes', 'published_whole_bytes', 'published_delta_bytes'
 _PUBLISHED += ('publish_s',)
+
+KEEP = 2  # newest checkpoints of RL; those of `keep_every_steps` are for evaluations
+
+
+def checkpoints(config: ForgeConfig, workdir: Path) -> CheckpointManager:
+  """The manager of RL's checkpoints, for the loop or for a process that follows it."""
+  every = config.rl.keep_every_steps
+  return CheckpointManager(workdir / 'rl', keep=KEEP, keep_every_steps=every)
 
 
 class RlLoop:
@@ -64,6 +75,7 @@ class RlLoop:
     # The time used is now minus this; a restart shifts it.
     self._started_s = time.monotonic()
     self._saved = 0  # step of the latest checkpoint
+    self._skips = Skips(config.rl.max_skipped)
     self._ledgers: dict[int, data_pool.Ledger] = {}  # of the checkpoints, by step
     self._pruned = 0  # completions whose token ids were dropped
     self._engine: Mapping[str, float] = {}  # statistics at the last record
@@ -96,13 +108,19 @@ class RlLoop:
       for item in reissue:
         self._groups.start(item)
 
+  @stopping.deferred()
   def run(self) -> None:
     """Trains until the budget is used up, and saves the last update.
 
     Raises:
       RolloutsFailed: `max_failed_groups` items failed in a row, or the engine stopped;
         the last update is saved first.
+      NotFinite: loss or gradient was not finite in more than `max_skipped` updates in a
+        row, which changed nothing; the last one is saved first.
+      KeyboardInterrupt: the job was asked to stop (`train.stopping`), in any of its
+        processes; the last update is saved first.
       PoolBroken: the database cannot be written.
+      Disagreement: see `fail_on_mismatch`.
     """
     failed = None
     try:
@@ -115,6 +133,9 @@ class RlLoop:
     self._manager.wait()
     if failed is not None:
       raise failed
+    self._skips.check(f'rl step {self._learner.version}')
+    if stopping.requested():  # maybe in another process
+      stopping.request()
 
   def _step(self) -> bool:
     """Makes one update of the policy; False if no items can be taken any more."""
@@ -126,6 +147,8 @@ class RlLoop:
     scalars = self._window_metrics(taken)
     self._groups.fill()
     scalars |= self._learner.update(credits_, self._rl.updates_per_batch)
+    self._check_agreement(step, scalars)
+    self._skips.add(scalars['skipped'] == self._rl.updates_per_batch)
     self._roles.scheduler.update_weights(self._learner.variables(), step)
     self._record(step, scalars, waited_s, time.monotonic() - started_s)
     if self._rl.dev_every and step % self._rl.dev_every == 0:
@@ -134,6 +157,20 @@ class RlLoop:
       self._save(step)
     return True
 
+  def _check_agreement(self, step: int, scalars: Mapping[str, float]) -> None:
+    """Learner and engine agree in float32, unless the engine rounds or reuses keys."""
+    config, engine = self._config, self._config.engine
+    exact = config.model.dtype == 'float32' and config.model.matmuls.kind == 'plain'
+    exact = exact and engine.cache_dtype in (None, 'float32')
+    exact = exact and engine.weights_dtype is None
+    if not exact or config.scheduler.reuse_stale_prefix:
+      return
+    found = agreement.excess(scalars)
+    if found and self._rl.fail_on_mismatch:
+      raise agreement.Disagreement(f'rl step {step}: {found}')
+    if found:
+      logging.error('rl step %d: %s', step, found)
+
   # --- Budget ---
 
   @property
@@ -141,11 +178,13 @@ class RlLoop:
     return time.monotonic() - self._started_s
 
   def _out_of_time(self) -> bool:
-    return bool(self._rl.seconds) and self._used_s >= self._rl.seconds
+    full = bool(self._rl.seconds) and self._used_s >= self._rl.seconds
+    return full or stopping.requested()
 
   def _over(self) -> bool:
     done = self._learner.version >= self._rl.steps or self._queue.drained
-    return done or self._out_of_time() or self._dev.flat(self._rl.patience)
+    done = done or self._skips.too_many or self._dev.flat(self._rl.patience)
+    return done or self._out_of_time()
 
   def _develop(self, step: int) -> None:
     """Evaluates the weights on the development split while rollouts continue.
@@ -161,7 +200,10 @@ class RlLoop:
         step=step,
         split='dev',
         tasks=self._rl.dev_tasks,
+        stop=stopping.requested,
       )
+    except evaluation.Cancelled:
+      return
     except RolloutsFailed as error:
       logging.warning('step %d: development split not evaluated: %s', step, error)
       return
@@ -248,8 +290,8 @@ class RlLoop:
         )
 
   def _prune(self) -> None:
-    """Prunes the pool to the oldest checkpoint on disk."""
-    oldest = min(self._manager.steps(), default=None)
+    """Prunes the pool to the oldest checkpoint that a restart may begin from."""
+    oldest = min(self._manager.steps()[-KEEP:], default=None)
     if oldest in self._ledgers:
       # Longer than any episode that may still be reported.
       abandoned_s = 3 * self._rl.item_deadline_s

@@ -20,7 +20,6 @@ from absl import logging
 from m2jax import forest
 from m2jax import sharding as sharding_lib
 from m2jax import tasks as tasks_lib
-from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forge import evaluation, follow, lead, prepare, reporting, rl_loop, roles
 from m2jax.forge.commands import Commands
 from m2jax.forge.config import ForgeConfig
@@ -188,7 +187,7 @@ class _Run:
     self._view.begin('RL')
     commands.send('rl')
     learner = prepare.learner(config, variables, self._sharding, self._served)
-    with CheckpointManager(self._workdir / 'rl', keep=2) as manager:
+    with rl_loop.checkpoints(config, self._workdir) as manager:
       learner, manager = lead.lead(learner, manager, commands, self._workdir)
       with rl_loop.RlLoop(
         config,

@@ -13,7 +13,8 @@ A step's estimate divides the parts of its bound by these shares:
 
 Each of the first three is solved for, so that the formula gives the published tokens/s;
 the three runs cannot check it. `spread` tells how far they are apart: what DeepSeek-V3
-would reach with Mixtral's share. The formula has the FLOPs of `flops`, the HBM bytes of
+would reach with Mixtral's share. Published runs are counted as the plan is: padding of
+tiles included. The formula has the FLOPs of `flops`, the HBM bytes of
 the experts' rows, and no collectives (those runs hide them, or lose in `experts`).
 
 Sources: tokens/s and settings from AI-Hypercomputer/tpu-recipes, training/v5p
@@ -48,6 +49,7 @@ class Efficiency:
 
 ROOF = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0)
 _HBM, _LINKS = 0.8, 0.8
+_MEGABLOX_ROWS = 512  # of a tile: MaxText's default, and the kernel's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +126,13 @@ def mixtral() -> Run:
 
 def deepseek() -> Run:
   """DeepSeek-V3, 8x8x8: 6 rows of 8,192 tokens; all but attention's output projection
-  is recomputed. Multi-head latent attention and shared experts by formula."""
+  is recomputed. Multi-head latent attention and shared experts by formula.
+
+  Experts are megablox's: E groups of rows that begin anywhere are in R/512 + E − 1
+  visits of tiles of 512 rows, each multiplied whole. The share of experts is applied to
+  FLOPs that have M2's padding (`flops.layer`), so it is solved from FLOPs that have the
+  run's own.
+  """
   layers, dense, D, V, heads = 61, 3, 7168, 129_280, 128
   q_rank, kv_rank, nope, rope, v_dim = 1536, 512, 128, 64, 128
   F, E, k, tokens, row = 2048, 256, 8, 6 * 8192, 8192
@@ -141,6 +149,7 @@ def deepseek() -> Run:
   )
   forward = layers * (q + kv + out) + mlp
   matmul = 4 * forward - layers * out + (2 + 2) * up(1, D, V)
+  expert_rows = tokens * k + (E - 1) * _MEGABLOX_ROWS
   arrays = 2 * ROW_ARRAYS[0] + ROW_ARRAYS[1]
   return Run(
     'DeepSeek-V3, 8x8x8',
@@ -148,7 +157,7 @@ def deepseek() -> Run:
     542.1,
     tokens * layers * core * (1 + 1 + 3.5),
     tokens * matmul,
-    tokens * (layers - dense) * 4 * k * 3 * up(1, D, F),
+    expert_rows * (layers - dense) * 4 * 3 * up(1, D, F),
     (layers - dense) * arrays * 2.0 * tokens * k * D,
     128,
   )

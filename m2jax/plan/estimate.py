@@ -145,7 +145,7 @@ class Plan:
   job: str | None
   topology: str
   devices: int
-  mesh: dict[str, int | str]
+  mesh: dict[str, int | str | None]
   rows: int
   passes: int
   tokens: int

@@ -31,7 +31,7 @@ def sharding(placed: Placed, topology: Topology) -> sharding_lib.Sharding:
       f'{topology.name} has {len(topology.devices)}'
     )
   mesh = sharding_lib.make_mesh(placed.mesh, topology.devices)
-  return sharding_lib.Sharding(mesh, sharding_lib.PRESETS[placed.mesh.rules])
+  return sharding_lib.Sharding(mesh, sharding_lib.rules_of(placed.mesh))
 
 
 def local_part(
@@ -103,7 +103,7 @@ def make(
     job=JOBS[load.kind],
     topology=topology.name,
     devices=len(topology.devices),
-    mesh={**placed.mesh.sizes, 'rules': placed.mesh.rules},
+    mesh=dataclasses.asdict(placed.mesh),
     rows=load.rows,
     passes=placed.passes,
     tokens=load.rows * load.new_tokens,

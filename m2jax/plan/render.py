@@ -16,7 +16,8 @@ IMBALANCE = (1.25, 1.5)  # of the busiest experts, over the mean
 
 def report(plan: Plan) -> str:
   """What one device holds, computes and sends, and for how long."""
-  mesh = ', '.join(f'{name} {size}' for name, size in plan.mesh.items() if size != 1)
+  shown = {name: value for name, value in plan.mesh.items() if value not in (1, None)}
+  mesh = ', '.join(f'{name} {value}' for name, value in shown.items())
   lines = [
     f'{plan.workload} on {plan.topology}: {plan.devices} devices ({mesh})',
     f'  of {plan.job}' if plan.job else '  no job runs these programs yet',

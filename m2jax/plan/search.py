@@ -126,7 +126,7 @@ def candidates(
     for mesh in meshes(devices, rules):
       if training and (mesh.expert == 1) != (rules == 'fsdp'):
         continue
-      where = Sharding(sharding_lib.abstract_mesh(mesh), PRESETS[rules])
+      where = Sharding(sharding_lib.abstract_mesh(mesh), sharding_lib.rules_of(mesh))
       storage = where.size('model')
       if storage > 1 and config.model.embed_dim // storage % _ROW_TILE:
         continue

@@ -75,6 +75,11 @@ class Workload:
       raise ValueError(f'--tokens={tokens}: not a multiple of {self.context}, a row')
     return dataclasses.replace(self, rows=tokens // self.context, passes=(1,))
 
+  def of_gradients(self, dtype: str) -> Workload:
+    """With this `gradient_dtype` in all of its meshes."""
+    meshes = (dataclasses.replace(mesh, gradient_dtype=dtype) for mesh in self.meshes)
+    return dataclasses.replace(self, meshes=tuple(meshes))
+
   @property
   def new_tokens(self) -> int:
     """New tokens of each row."""

@@ -57,6 +57,8 @@ _LOCKED = sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL
 class PoolBroken(RuntimeError):
   """The database cannot be used; nothing more is accepted. Fix it and restart."""
 
+  repeatable = False
+
 
 class Database:
   """An open database.

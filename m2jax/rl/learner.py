@@ -56,7 +56,7 @@ class LearnerConfig:
     algorithm: the estimator of the policy gradient (`rl.estimators`): 'cispo', 'grpo',
       'dapo', 'policy_gradient', or 'expert_iteration', which imitates successes and
       discards failures (`rl.expert_iteration`).
-    is_weight_max: CISPO's absolute cap.
+    is_weight_max, is_weight_min: CISPO's absolute bounds; M2 has no lower one.
     clip_low, clip_high: ε_low and ε_high of GRPO (0.2, 0.2) and DAPO (0.2, 0.28); None:
       these values.
     normaliser: 'prompt', 'token' or 'trajectory' (`terms.weights`); None: the
@@ -75,6 +75,7 @@ class LearnerConfig:
   buckets: forest.Buckets = forest.Buckets((1024,), (4096,), terms_per_token=2)
   algorithm: str = 'cispo'
   is_weight_max: float = 5.0
+  is_weight_min: float = 0.0
   clip_low: float | None = None
   clip_high: float | None = None
   normaliser: str | None = None
@@ -99,6 +100,7 @@ class LearnerConfig:
     return estimators.make(
       self.algorithm,
       is_weight_max=self.is_weight_max,
+      is_weight_min=self.is_weight_min,
       clip_low=self.clip_low,
       clip_high=self.clip_high,
       normaliser=self.normaliser,
@@ -224,8 +226,8 @@ class Learner:
     Returns:
       Scalars for the metrics record of this version.
 
-    Raises:
-      FloatingPointError: the loss or its gradient is not finite.
+    `skipped` is the number of passes that changed nothing, since loss or gradient was
+    not finite.
     """
     return self.train(self.pack(credits_), passes)
 
@@ -260,13 +262,14 @@ class Learner:
     With several processes all of them call it, each with its host's part.
     """
     started_s, version = time.monotonic(), self.version + 1
-    fetched, agreed = {}, {}
+    fetched, agreed, skipped = {}, {}, 0.0
     if packed.batch.empty:
       logging.info('step %d: every group has zero advantage', version)
     else:
       for _ in range(passes):
         self.state, scalars = self._step(self.state, packed.batch)
-        fetched = train_step.fetch(scalars, f'rl step {version}')
+        fetched = train_step.fetch(scalars)
+        skipped += fetched['skipped']
         # Of the first pass, before the weights change.
         agreed = agreed or agreement.finish(fetched)
     step = jnp.full_like(self.state.step, version)
@@ -276,6 +279,7 @@ class Learner:
       **packed.metrics,
       **agreement.without_sums(fetched),
       **agreed,
+      'skipped': skipped,
       'forest_tokens': packed.tokens,
       'train_s': seconds,
       'tokens_per_s': passes * packed.tokens / seconds,

@@ -27,6 +27,8 @@ class SandboxUnavailable(SandboxError):
     fix: one line: a command to run, or what to do.
   """
 
+  repeatable = False
+
   def __init__(self, reason: str, fix: str):
     super().__init__(f'no sandbox: {reason.strip()}\nfix: {fix}')
     self.reason = reason.strip()

@@ -40,6 +40,7 @@ from m2jax.sharding.shards import (
   ONE_DEVICE,
   Sharding,
   make,
+  rules_of,
   save_all_but_gathered,
 )
 from m2jax.sharding.specs import batch_specs, like_params, param_specs
@@ -61,5 +62,6 @@ __all__ = [
   'make',
   'make_mesh',
   'param_specs',
+  'rules_of',
   'save_all_but_gathered',
 ]

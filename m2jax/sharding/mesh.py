@@ -52,13 +52,21 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
   On TPU its axes follow those of the torus, or parts of them.
 
   Raises:
-    ValueError: the sizes need more devices than there are.
+    ValueError: the sizes need more devices than there are, or those are TPUs of several
+      slices.
   """
   sizes = tuple(config.sizes.values())
   devices = jax.devices() if devices is None else devices
   if math.prod(sizes) > len(devices):
     raise ValueError(
       f'mesh {config.sizes} needs {math.prod(sizes)} devices, there are {len(devices)}'
+    )
+  slices = {d.slice_index for d in devices[: math.prod(sizes)] if d.platform == 'tpu'}
+  if len(slices) > 1:
+    raise ValueError(
+      f'mesh {config.sizes} covers {len(slices)} TPU slices: a job runs on one slice, '
+      'since nothing is placed by what its slow links between slices can carry. Take a '
+      'larger slice, or a job for each (docs/launch.md)'
     )
   placed = mesh_utils.create_device_mesh(
     sizes, devices[: math.prod(sizes)], allow_split_physical_axes=True

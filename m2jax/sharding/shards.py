@@ -318,10 +318,14 @@ def make(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Sha
   """The Sharding of a config; `ONE_DEVICE` where its mesh is one."""
   if math.prod(config.sizes.values()) == 1:
     return ONE_DEVICE
-  rules = dataclasses.replace(
+  return Sharding(make_mesh(config, devices), rules_of(config))
+
+
+def rules_of(config: MeshConfig) -> Rules:
+  """The preset of a config, with its `gradient_dtype`."""
+  return dataclasses.replace(
     PRESETS[config.rules], gradient_dtype=config.gradient_dtype
   )
-  return Sharding(make_mesh(config, devices), rules)
 
 
 def save_all_but_gathered(primitive, *_, **params) -> bool:

@@ -202,7 +202,12 @@ def fit(
   model, variables = expand(
     model, variables, config.modules, config.source, jax.random.key(seed)
   )
-  with CheckpointManager(workdir / FROZEN) as manager:
+
+  def manager_of(part: str, settings: PretrainConfig) -> CheckpointManager:
+    every = settings.loop.keep_every_steps
+    return CheckpointManager(workdir / part, keep_every_steps=every)
+
+  with manager_of(FROZEN, config.frozen) as manager:
     run = make_run(FROZEN, manager)
 
     def train(steps: int, variables) -> train_step.TrainState:
@@ -219,7 +224,7 @@ def fit(
 
     known = {r['step']: r['mtp_loss'] for r in metrics_lib.read(workdir, _HELD_OUT)}
     state = _until_stable(config, variables, train, measure, known)
-  with CheckpointManager(workdir / JOINT) as manager:
+  with manager_of(JOINT, config.joint) as manager:
     run, variables = make_run(JOINT, manager), state.variables
     state = fit_part(config.joint, model, data.joint, run, variables=variables)
   return model, state

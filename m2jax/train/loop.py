@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forest import Forest
 from m2jax.observe import compiling
 from m2jax.observe.metrics import MetricsWriter
-from m2jax.train.step import Step, TrainState, fetch
+from m2jax.train import stopping
+from m2jax.train.step import Skips, Step, TrainState, fetch
 
 
 class Batches(Protocol):
@@ -40,28 +43,26 @@ class LoopConfig:
   Attributes:
     steps: optimizer steps in all.
     seconds: also stop after this much training time, restarts included, compilation
-      not; 0 is no limit. With several processes the clock of process 0 counts, read
-      every `log_every` steps.
+      not; 0 is no limit. Several processes stop a step after the first clock has
+      reached it.
     checkpoint_every: steps between checkpoints; the last step always has one.
+    keep_every_steps: checkpoints of steps that it divides are never deleted; 0: only
+      the newest are kept.
     log_every: steps between metric records.
+    max_skipped: steps in a row that are skipped because loss or gradient is not finite;
+      one more ends the run, with a checkpoint.
   """
 
   steps: int
   seconds: float = 0.0
   checkpoint_every: int = 200
+  keep_every_steps: int = 0
   log_every: int = 5
+  max_skipped: int = 10
 
   def reached(self, done: int, used_s: float) -> bool:
     """Whether the budget is used up after `done` steps and `used_s` seconds."""
     return done >= self.steps or bool(self.seconds and used_s >= self.seconds)
-
-  def over(self, done: int, used_s: float) -> bool:
-    """`reached` for all processes alike; each of them calls it after every step."""
-    if not self.seconds or jax.process_count() == 1 or done >= self.steps:
-      return self.reached(done, used_s)
-    if done % self.log_every:
-      return False  # asking process 0 waits for the step
-    return bool(multihost_utils.broadcast_one_to_all(self.reached(done, used_s)))
 
   def progress(self, done: int, used_s: float) -> float:
     """Fraction of the budget that is used, at most 1."""
@@ -92,6 +93,7 @@ class Run:
     return dataclasses.replace(self, host={**self.host, **values})
 
 
+@stopping.deferred()
 def fit(
   state: TrainState,
   step: Step,
@@ -102,6 +104,9 @@ def fit(
 ) -> TrainState:
   """Trains until the budget is used up, resuming from the run's latest checkpoint.
 
+  SIGTERM ends it at the next step boundary, or the one after if there are several
+  processes, with a checkpoint.
+
   Args:
     state: where to start without a checkpoint.
     step: from `train.step.make_step`.
@@ -111,18 +116,22 @@ def fit(
     run: where checkpoints and records go.
 
   Raises:
-    FloatingPointError: loss or gradient is not finite; before a checkpoint of it.
+    NotFinite: loss or gradient was not finite in more than `max_skipped` steps in a
+      row, which were skipped; after a checkpoint.
+    KeyboardInterrupt: the job was asked to stop (`stopping`); after a checkpoint.
   """
   state, batches, used_s = _resume(state, make_batches, run)
   first = done = int(state.step)
   if config.reached(done, used_s):
     return state
-  clock, records, saved = _Clock(used_s), _Records(run), None
+  skips = Skips(config.max_skipped)
+  clock, records, saved = _Clock(used_s), _Records(run, skips), None
+  end = _End(config)
 
   def save():
     nonlocal saved
     # The record first: a restart from this checkpoint does not repeat its step.
-    records.finish(done, scalars)
+    records.finish()
     host = {'data': batches.state(), 'used_s': used_s, **run.host}
     run.manager.save(done, state, host, run.files)
     saved = done
@@ -131,11 +140,11 @@ def fit(
     forest = to_forest(batch)
     state, scalars = step(state, forest)
     done += 1
-    records.stepped(forest.num_tokens)
+    records.stepped(forest.num_tokens, scalars)
     used_s = clock.used_s()
     if done == first + 1:
       logging.info('%s: compiled in %.0f s', run.phase, clock.compiled_s())
-    over = config.over(done, used_s)
+    over = end.reached(done, used_s) or skips.too_many
     if done % config.log_every == 0 or over:
       progress, epoch = config.progress(done, used_s), getattr(batches, 'epoch', None)
       records.hold(done, scalars, used_s=used_s, progress=progress, epoch=epoch)
@@ -148,7 +157,39 @@ def fit(
     if done not in (first, saved):
       save()
   run.manager.wait()
+  skips.check(f'{run.phase} step {done}')
   return state
+
+
+class _End:
+  """Whether a run ends after a step, for all of its processes alike.
+
+  Several processes vote while the next step runs, so that none waits for a step: the
+  run ends one step after the first of them wants to.
+  """
+
+  def __init__(self, config: LoopConfig):
+    self._config, self._vote = config, None
+
+  def reached(self, done: int, used_s: float) -> bool:
+    """To be called by every process after every step."""
+    stop, full = stopping.requested(), self._config.reached(done, used_s)
+    if jax.process_count() == 1 or done >= self._config.steps:
+      return stop or full
+    before, self._vote = self._vote, largest(2 if stop else int(full))
+    agreed = 0 if before is None else int(before)
+    if agreed == 2:
+      stopping.request()
+    return agreed > 0
+
+
+def largest(value: int) -> jax.Array:
+  """The largest value of all processes, as an array that need not be there yet."""
+  first = {d.process_index: d for d in reversed(jax.devices())}
+  mesh = Mesh([first[p] for p in range(jax.process_count())], 'processes')
+  each, all_ = (NamedSharding(mesh, PartitionSpec(*a)) for a in (['processes'], []))
+  mine = jax.make_array_from_process_local_data(each, np.array([value], np.int32))
+  return jax.jit(jnp.max, out_shardings=all_)(mine)
 
 
 def _resume(state: TrainState, make_batches, run: Run):
@@ -177,15 +218,18 @@ class _Clock:
 class _Records:
   """The metrics of a run, each record held until the next step runs."""
 
-  def __init__(self, run: Run):
-    self._run = run
+  def __init__(self, run: Run, skips: Skips):
+    self._run, self._skips = run, skips
+    self._flags: list[jax.Array] = []  # `skipped` of steps that are not counted yet
+    self._skipped = 0.0  # steps since the last record
     self._held: tuple[int, Any, dict[str, Any]] | None = None
     self._tokens, self._since = 0, time.monotonic()
 
-  def stepped(self, tokens: int) -> None:
+  def stepped(self, tokens: int, scalars: Mapping[str, jax.Array]) -> None:
     """Writes the record of the step before, while one of `tokens` tokens runs."""
     self._write()
     self._tokens += tokens
+    self._flags.append(scalars['skipped'])
 
   def hold(self, step: int, scalars: Mapping[str, jax.Array], **more: Any) -> None:
     """Holds a record of a step; its metrics stay on the device."""
@@ -199,11 +243,24 @@ class _Records:
     if self._held is not None:
       step, scalars, more = self._held
       self._held = None
-      values = fetch(scalars, f'{self._run.phase} step {step}')
+      self._count()
+      values = fetch(scalars) | {'skipped': self._skipped}
+      self._skipped = 0.0
       self._run.metrics.write(self._run.phase, step, values, **more)
 
-  def finish(self, step: int, scalars: Mapping[str, jax.Array]) -> None:
-    """Writes the record that is held, or else only checks the step's metrics."""
-    if self._held is None:
-      fetch(scalars, f'{self._run.phase} step {step}')
+  def _count(self) -> None:
+    """Counts the steps that were skipped; waits for the last one."""
+    for flag in jax.device_get(self._flags):
+      self._skips.add(bool(flag))
+      self._skipped += float(flag)
+    self._flags = []
+    if self._skips.in_a_row:
+      logging.warning(
+        '%s: loss or gradient is not finite; %d steps in a row are skipped',
+        *(self._run.phase, self._skips.in_a_row),
+      )
+
+  def finish(self) -> None:
+    """Counts all steps, and writes the record that is held."""
+    self._count()
     self._write()

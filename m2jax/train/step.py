@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -200,18 +199,44 @@ def nll(logprob: jax.Array, batch: Forest) -> tuple[jax.Array, dict[str, jax.Arr
   return -jnp.sum(batch.weight * logprob), {}
 
 
-def fetch(metrics: dict[str, jax.Array], where: str) -> dict[str, float]:
-  """A step's metrics as numbers on the host.
+class NotFinite(FloatingPointError):
+  """Batch after batch has a loss or gradient that is not finite."""
 
-  Raises:
-    FloatingPointError: the loss or its gradient is not finite; the message begins with
-      `where`, the name of the step.
+  repeatable = False
+
+
+class Skips:
+  """Counts steps in a row that changed nothing, since their loss or gradient was not
+  finite (`programs`).
+
+  Attributes:
+    in_a_row: the last steps.
+    too_many: there were more in a row than may be; the run must end.
   """
-  values = {name: float(v) for name, v in jax.device_get(metrics).items()}
-  for name in ('loss', 'grad_norm'):
-    if not math.isfinite(values.get(name, 0.0)):
-      raise FloatingPointError(f'{where}: {name} is {values[name]}')
-  return values
+
+  def __init__(self, most: int):
+    """`most`: steps in a row that are skipped."""
+    self._most, self.in_a_row, self.too_many = most, 0, False
+
+  def add(self, skipped: bool) -> None:
+    """The next step."""
+    self.in_a_row = self.in_a_row + 1 if skipped else 0
+    self.too_many |= self.in_a_row > self._most
+
+  def check(self, where: str) -> None:
+    """Raises NotFinite if `too_many`, after a checkpoint; `where`: the last step."""
+    if self.too_many:
+      raise NotFinite(
+        f'{where}: loss or gradient was not finite in more than max_skipped='
+        f'{self._most} steps in a row. The checkpoint of this step has the weights '
+        'from before them, and goes on behind their batches: look for the cause '
+        '(learning rate, precision, data), then start the same command again'
+      )
+
+
+def fetch(metrics: dict[str, jax.Array]) -> dict[str, float]:
+  """A step's metrics as numbers on the host."""
+  return {name: float(v) for name, v in jax.device_get(metrics).items()}
 
 
 def loss_and_loads(
@@ -333,7 +358,8 @@ def make_step(
   """`step(state, batch) -> (state, metrics)`; the state is donated.
 
   Metrics are scalars: those of `loss_and_metrics`, `grad_norm`, `max_violation` (router
-  balance, mean over layers) and the optimizer's.
+  balance, mean over layers), the optimizer's, and `skipped`: 1 where loss or gradient
+  is not finite. Such a step changes only counters, and the route of `gnmr`.
 
   Args:
     cfg: the model.
@@ -360,6 +386,17 @@ def make_step(
     return parts.apply(state, sums)
 
   return step
+
+
+def _where(finite: jax.Array, new: Any, old: Any) -> Any:
+  """`new` if `finite`, else `old`; counters are new, since schedules go by them, and so
+  is what gnmr makes of a gradient that is not finite."""
+
+  def one(new, old):
+    kept = isinstance(new, gnmr.State) or not jnp.issubdtype(new.dtype, jnp.inexact)
+    return new if kept else jnp.where(finite, new, old)
+
+  return jax.tree.map(one, new, old, is_leaf=lambda x: isinstance(x, gnmr.State))
 
 
 def programs(
@@ -400,14 +437,18 @@ def programs(
       name: router.update_bias(bias, loads[name], config.bias_update_rate)
       for name, bias in router_state.items()
     }
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(metrics['loss']) & jnp.isfinite(grad_norm)
     metrics = dict(
       metrics,
-      grad_norm=optax.tree.norm(grads),
+      grad_norm=grad_norm,
+      skipped=1.0 - finite,
       max_violation=jnp.mean(router.max_violation(loads['layers'])),
       **optimizer_lib.measure(updates, opt_state),
     )
     variables = {'params': optax.apply_updates(params, updates), 'router': biases}
-    return TrainState(state.step + 1, variables, opt_state), metrics
+    new, old = (variables, opt_state), (state.variables, state.opt_state)
+    return TrainState(state.step + 1, *_where(finite, new, old)), metrics
 
   places = None
   if sharding.mesh is not None:

@@ -27,6 +27,8 @@ _locks: dict[Path, IO[str]] = {}  # open until the process ends
 class WorkdirError(RuntimeError):
   """The workdir cannot be this run's."""
 
+  repeatable = False
+
 
 class OtherRun(WorkdirError):
   """The workdir holds a run with other settings, or another process works in it."""

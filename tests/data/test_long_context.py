@@ -104,8 +104,11 @@ def test_groups_partition_and_fit(sizes, repositories, most):
   assert all(len({repository[i] for i in group}) == 1 for group in code)
 
 
-def test_themes_are_chained():
-  """Texts of three themes, mixed, come out one theme after the other."""
+@pytest.mark.parametrize('block', [24, 8])
+def test_themes_are_chained(monkeypatch, block):
+  """Texts of three themes, mixed, come out one theme after the other, also where they
+  are more than are compared with each other."""
+  monkeypatch.setattr(long_context, '_BLOCK', block)
   themes = [
     'the whale swam in the deep ocean with other whales and fish',
     'compile the kernel with a linker and debug its memory allocator',
@@ -119,7 +122,28 @@ def test_themes_are_chained():
   groups = long_context.related_texts(long_context.vectors(texts), [1] * 24, 24)
   (order,) = groups
   changes = sum(a % 3 != b % 3 for a, b in zip(order, order[1:], strict=False))
-  assert changes <= 3  # two are needed; a stray text may cost one
+  assert changes <= (3 if block == 24 else 7)  # two are needed, of 15 by chance
+
+
+def test_the_work_is_near_linear(monkeypatch):
+  """Twice the texts are twice the comparisons, and not four times: with n² a shard of
+  a corpus would take days."""
+  compared = []
+
+  class Counted(np.ndarray):
+    def __matmul__(self, other):
+      compared.append(self.shape[0] * (other.shape[1] if other.ndim == 2 else 1))
+      return np.asarray(self) @ np.asarray(other)
+
+  monkeypatch.setattr(long_context, '_BLOCK', 32)
+  work = []
+  for n in (512, 1024):
+    vectors = np.random.default_rng(0).normal(size=(n, 4)).view(Counted)
+    groups = long_context.related_texts(vectors, [1] * n, 10)
+    assert sorted(sum(groups, [])) == list(range(n)) and len(groups) <= n / 10 + 1
+    work.append(sum(compared))
+    compared.clear()
+  assert work[1] < 2.2 * work[0] and work[0] < 512**2 / 8
 
 
 def test_hashed_vectors_keep_likeness():

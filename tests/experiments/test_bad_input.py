@@ -100,6 +100,11 @@ CASES = {
     ],
     'vocab_size=100',
   ),
+  'a URL as workdir': (
+    'pretrain',
+    ['--workdir=gs://bucket/run'],
+    '--workdir=gs://bucket/run: a URL, but the job writes to local paths only',
+  ),
   'other run': ('pretrain', ['--workdir={tmp}/other'], '--fresh'),
   **{
     f'{job}: no workdir': (job, [], '--workdir is missing')

@@ -150,7 +150,7 @@ def main(
   commands = Commands()
   if process:
     with commands.following():
-      follow.follow_rl(learner, workdir, settings.rl.learner.buckets, commands)
+      follow.follow_rl(learner, settings, workdir, commands)
     print('{}')
     return
 

@@ -28,7 +28,9 @@ from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool
-from m2jax.rl import rewards
+from m2jax.rl import agreement, rewards
+from m2jax.train import stopping
+from m2jax.train.step import NotFinite
 from tests.forge import forge_worker
 from tests.gateway.conftest import response_text
 from tests.gateway.scripted_engine import ScriptedEngine
@@ -59,8 +61,11 @@ class Engine(ScriptedEngine):
 class Learner:
   """Counts updates: its weights are how often each item was trained.
 
-  `credit` is the real one unless `useful` selects the items with an advantage.
+  `credit` is the real one unless `useful` selects the items with an advantage. While
+  `broken` its updates are skipped.
   """
+
+  broken = False
 
   def __init__(self, useful=None, items=1000):
     self.state = {'step': np.int32(0), 'trained': np.zeros(items)}
@@ -96,7 +101,7 @@ class Learner:
     trained = self.state['trained'].copy()
     np.add.at(trained, items, 1)
     self.state = {'step': np.int32(self.version + 1), 'trained': trained}
-    return {'loss': 0.0}
+    return {'loss': 0.0, 'skipped': float(self.broken) * passes}
 
 
 class Run:
@@ -254,6 +259,25 @@ def test_an_engine_outage(tmp_path, tok, dev_every):
     assert any('HTTP 503' in reason for reason in run.pool.failures().values())
 
 
+def test_an_engine_that_disagrees(tmp_path, tok, caplog):
+  """With the learner, about the same weights: an error in the log, or of the run. Not
+  where the engine reuses keys of older weights, on purpose."""
+  learner = Learner()
+  update = learner.update
+  learner.update = lambda *args: update(*args) | {'mismatch/mean': 2e-3}
+  with Run(tmp_path, tok, learner, fail_on_mismatch=True) as run:
+    with pytest.raises(agreement.Disagreement, match='step 1: mismatch/mean is 0.002'):
+      run.loop.run()
+    run.loop._rl = dataclasses.replace(run.loop._rl, fail_on_mismatch=False, steps=2)
+    run.loop.run()
+    assert 'step 2: mismatch/mean is 0.002 nats' in caplog.text
+    stale = dataclasses.replace(run.config.scheduler, reuse_stale_prefix=True)
+    run.loop._config = dataclasses.replace(run.config, scheduler=stale)
+    run.loop._rl = dataclasses.replace(run.loop._rl, fail_on_mismatch=True, steps=3)
+    run.loop.run()
+    assert learner.version == 3
+
+
 def test_hanging_groups_meet_their_deadline(tmp_path, tok, monkeypatch):
   """Sandboxes that never open block neither a strict window nor the machine: their
   items fail in pool and queue with the deadline as reason and their episodes are
@@ -337,6 +361,61 @@ def test_a_run_is_pruned_to_its_oldest_checkpoint(tmp_path, tok):
       assert min(by_need.values()) >= 2
       assert run.pool.sample_trajectories(99)
   assert metrics_lib.read(tmp_path, 'rl')[-1]['pool/pruned_completions'] > 0
+
+
+def test_sigterm_saves_at_the_step_boundary(tmp_path, tok, monkeypatch):
+  """In an update or while it waits for rollouts, a request to stop ends the run with
+  its last update saved; the next process trains every item once."""
+  monkeypatch.setattr(stopping, '_requested', False)
+  learner = Learner()
+  update = learner.update
+
+  def asked(*args):
+    stopping.on_signal(15, None)
+    return update(*args)
+
+  config = dict(steps=3, checkpoint_every=100)
+  with Run(tmp_path, tok, learner, **config) as run:
+    learner.update = asked
+    with pytest.raises(KeyboardInterrupt):
+      run.loop.run()
+    assert run.manager.latest_step() == learner.version == 1
+  with Run(tmp_path, tok, Learner(), **config) as run:
+    assert run.learner.version == 1
+    with pytest.raises(KeyboardInterrupt):  # asked before anything is taken
+      run.loop.run()
+    assert run.learner.version == 1
+  stopping.forget()
+  with Run(tmp_path, tok, Learner(), **config) as run:
+    run.loop.run()
+    trained = run.learner.state['trained']
+    assert trained.max() == 1 and trained.sum() == run.pool.counts()['taken'] == 6
+
+
+def test_updates_that_are_not_finite(tmp_path, tok):
+  """Up to a number in a row they are skipped; one more ends the run with a checkpoint
+  of all of them, and the next process goes on behind them."""
+  learner = Learner()
+  learner.broken = True
+  config = dict(steps=5, checkpoint_every=100, max_skipped=1)
+  with (
+    Run(tmp_path, tok, learner, **config) as run,
+    pytest.raises(NotFinite, match='rl step 2: .* max_skipped=1'),
+  ):
+    run.loop.run()
+  with Run(tmp_path, tok, Learner(), **config) as run:
+    assert run.learner.version == 2
+    run.loop.run()
+    assert run.learner.version == 5 and run.learner.state['trained'].max() == 1
+
+
+def test_permanent_checkpoints_do_not_hold_the_pool(tmp_path, tok):
+  """Those of `keep_every_steps` are never deleted, and no restart begins from them."""
+  with Run(tmp_path, tok, steps=9) as run:
+    steps, run.manager.steps = run.manager.steps, lambda: sorted({2, *steps()})
+    run.loop.run()
+    run.loop._prune()
+    assert min(run.loop._ledgers) == steps()[-2] > 2
 
 
 def test_lag_and_age_over_a_restart(tmp_path, tok):

@@ -13,6 +13,7 @@ from experiments import plan as plan_job
 from m2jax import config, sharding
 from m2jax.plan import chips, plan, topology, workloads
 from tests import processes
+from tests.plan import fake
 
 MESH = sharding.MeshConfig(fsdp=64, expert=8)
 LOAD = workloads.Workload('pretrain', 1536, 8192, meshes=(MESH,), passes=(3,))
@@ -82,6 +83,16 @@ def test_mesh_that_does_not_match_the_slice():
   placed = workloads.place('m2', LOAD, 512)
   with pytest.raises(ValueError, match='has 512 devices; v5p:2x2x1 has 4'):
     plan.sharding(placed, slice_)
+
+
+def test_two_slices_are_a_sentence():
+  """A mesh over TPUs of several slices would put each layer's collectives on the links
+  between them; mesh_utils answers with an assertion."""
+  devices = [
+    fake.Device(i, (i % 2, i // 2 % 2, 0), slice_index=i // 4) for i in range(8)
+  ]
+  with pytest.raises(ValueError, match='covers 2 TPU slices: a job runs on one slice'):
+    sharding.make(sharding.MeshConfig(data=2, fsdp=4), devices)
 
 
 def test_rows_that_do_not_divide():

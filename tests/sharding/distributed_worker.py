@@ -54,7 +54,7 @@ def main(
       mine = slice(hosts.index * part, (hosts.index + 1) * part)
       batch = forest.select(batch, mine)
       state, metrics = step(state, batch)
-      losses.append(train_step.fetch(metrics, f'step {number}')['loss'])
+      losses.append(train_step.fetch(metrics)['loss'])
     manager.save(int(state.step), state, {'process': process})
   print(json.dumps(losses))
 

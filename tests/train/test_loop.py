@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import signal
 import time
 
 import jax
@@ -18,7 +19,7 @@ from m2jax.observe import compiling
 from m2jax.observe import metrics as metrics_lib
 from m2jax.optim import OptimizerConfig
 from m2jax.optim import optimizer as optimizer_lib
-from m2jax.train import loop
+from m2jax.train import loop, stopping
 from m2jax.train import step as train_step
 from tests import quick
 from tests.train import test_step
@@ -124,7 +125,7 @@ def count(state, batch):
   """Adds 1 to w; the loss is w."""
   del batch
   w = state.variables['params']['w']
-  metrics = {'loss': w, 'grad_norm': jnp.float32(1.0)}
+  metrics = {'loss': w, 'grad_norm': jnp.float32(1.0), 'skipped': jnp.float32(0.0)}
   new = {'params': {'w': w + 1}}
   return train_step.TrainState(state.step + 1, new, ()), metrics
 
@@ -213,26 +214,74 @@ def test_compilation_is_outside_the_budget(tmp_path):
   assert used_s <= took_s - compiled_s
 
 
-@pytest.mark.parametrize('bad', ['loss', 'grad_norm'])
-def test_loss_that_is_not_finite(tmp_path, bad):
-  """It stops the run and names the step, and no checkpoint holds what came after: else
-  every restart would begin with broken weights."""
+def skipping(bad):
+  """`count`, whose steps `bad` are skipped."""
 
-  def breaks(state, batch):
+  def step(state, batch):
+    new, metrics = count(state, batch)
+    if int(new.step) not in bad:
+      return new, metrics
+    metrics |= {'loss': jnp.float32(jnp.nan), 'skipped': jnp.float32(1.0)}
+    return dataclasses.replace(new, variables=state.variables), metrics
+
+  return step
+
+
+def test_steps_that_are_not_finite(tmp_path):
+  """Up to a number of them in a row are skipped. One more ends the run with a
+  checkpoint of the last good weights, and the same command goes on behind their
+  batches: else every restart would meet them again."""
+  budget = loop.LoopConfig(steps=12, checkpoint_every=4, log_every=2, max_skipped=2)
+  step = skipping({3, 4, 7, 8, 9})
+  with pytest.raises(train_step.NotFinite, match='sft step 1[01]: .* in a row'):
+    fit(tmp_path, counter(), step, budget)
+  with CheckpointManager(tmp_path / 'checkpoints', read_only=True) as manager:
+    stopped = manager.latest_step()
+    assert manager.restore().state['variables']['params']['w'] == stopped - 5
+  state = fit(tmp_path, counter(), step, budget)
+  assert float(state.variables['params']['w']) == 12 - 5
+  skipped = {r['step']: r['skipped'] for r in metrics_lib.read(tmp_path, 'sft')}
+  assert skipped[4] == 2 and skipped[6] == 0 and sum(skipped.values()) == 5
+
+
+@pytest.mark.parametrize('number', [1, 2])
+def test_sigterm_saves_at_the_step_boundary(tmp_path, monkeypatch, number):
+  """The first SIGTERM ends the run after the step, with a checkpoint of it, and the
+  same command trains what is left; the second interrupts at once. Outside a loop there
+  is nothing to save, and the first one does."""
+  monkeypatch.setattr(stopping, '_requested', False)
+  previous = signal.signal(signal.SIGTERM, stopping.on_signal)
+
+  def step(state, batch):
     state, metrics = count(state, batch)
-    if int(state.step) >= 8:
-      metrics[bad] = jnp.float32(jnp.nan)
-      state = dataclasses.replace(
-        state, variables={'params': {'w': jnp.float32(jnp.nan)}}
-      )
+    if int(state.step) == 3:
+      for _ in range(number):
+        signal.raise_signal(signal.SIGTERM)
     return state, metrics
 
-  budget = loop.LoopConfig(steps=20, checkpoint_every=4, log_every=100)
-  with pytest.raises(FloatingPointError, match=f'sft step 8: {bad} is nan'):
-    fit(tmp_path, counter(), breaks, budget)
+  budget = loop.LoopConfig(steps=8, checkpoint_every=100)
+  try:
+    with pytest.raises(KeyboardInterrupt):
+      fit(tmp_path, counter(), step, budget)
+    stopping.forget()
+    with pytest.raises(KeyboardInterrupt):
+      signal.raise_signal(signal.SIGTERM)
+  finally:
+    signal.signal(signal.SIGTERM, previous)
+    stopping.forget()
   with CheckpointManager(tmp_path / 'checkpoints', read_only=True) as manager:
-    assert manager.latest_step() == 4
-    assert np.isfinite(manager.restore().state['variables']['params']['w'])
+    assert manager.latest_step() == (3 if number == 1 else None)
+  state = fit(tmp_path, counter(), count, budget)
+  assert float(state.variables['params']['w']) == 8
+
+
+def test_permanent_checkpoints(tmp_path):
+  """`keep_every_steps` reaches the manager's rule: see the jobs' mains."""
+  with CheckpointManager(tmp_path, keep=1, keep_every_steps=2) as manager:
+    for number in range(1, 6):
+      manager.save(number, {'x': np.zeros(1)})
+    manager.wait()
+    assert manager.steps() == [2, 4, 5]
 
 
 def test_host_and_files(tmp_path):
@@ -254,20 +303,23 @@ def test_records(tmp_path):
   assert records[-1]['progress'] == 1.0
 
 
-def test_processes_agree_on_the_seconds(monkeypatch):
-  """With several processes the limit of seconds is process 0's decision, asked at the
-  steps of a record only; the limit of steps needs no question."""
-  config = loop.LoopConfig(steps=10, seconds=5.0, log_every=2)
-  assert config.over(1, 5.0) and not config.over(1, 4.0)
-  asked = []
+def test_processes_agree_on_the_end(monkeypatch):
+  """Several processes end after the same step: each votes after every step, and they
+  read the vote one step later, so that none waits for a step. The limit of steps needs
+  no vote. A request to stop in one is one in all."""
+  monkeypatch.setattr(stopping, '_requested', False)
+  votes = []
 
-  def of_process_0(mine):
-    asked.append(mine)
-    return np.bool_(True)
+  def largest(mine):
+    votes.append(mine)
+    return np.int32(others)
 
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(loop.multihost_utils, 'broadcast_one_to_all', of_process_0)
-  assert not config.over(1, 6.0) and config.over(10, 0.0) and not asked
-  assert config.over(2, 4.0) and asked == [False]
-  unlimited = dataclasses.replace(config, seconds=0.0)
-  assert not unlimited.over(2, 6.0) and unlimited.over(10, 6.0) and len(asked) == 1
+  monkeypatch.setattr(loop, 'largest', largest)
+  others = 1
+  end = loop._End(loop.LoopConfig(steps=10, seconds=5.0))
+  assert not end.reached(1, 1.0) and end.reached(2, 6.0) and votes == [0, 1]
+  assert end.reached(10, 0.0) and len(votes) == 2 and not stopping.requested()
+  others = 2
+  end = loop._End(loop.LoopConfig(steps=10))
+  assert not end.reached(1, 1.0) and end.reached(2, 1.0) and stopping.requested()

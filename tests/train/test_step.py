@@ -245,6 +245,26 @@ def test_micro_batches_are_padding_to_the_end():
   assert not np.any(fill.multiplicity[1])
 
 
+def test_a_step_that_is_not_finite_changes_nothing():
+  """But counters, which schedules go by: weights, router biases and the moments of the
+  optimizer are those of before, bit for bit. The next step trains."""
+  optimizer = optax.adam(optax.constant_schedule(0.1))
+  step = train_step.make_step(CFG, optimizer, train_step.nll, CONFIG)
+  state, _ = step(train_step.init_state(fresh_variables(), optimizer), chains())
+  before = jax.device_get(state)
+  weight = np.array(chains().weight)
+  weight[0, 3] = np.nan
+  state, metrics = step(state, dataclasses.replace(chains(), weight=weight))
+  after = jax.device_get(state)
+  assert metrics['skipped'] == 1 and np.isnan(metrics['loss'])
+  assert after.step == 2 and {int(c.count) for c in after.opt_state} == {2}
+  moments = [x.opt_state[0]._replace(count=0) for x in (before, after)]
+  jax.tree.map(np.testing.assert_array_equal, *moments)
+  jax.tree.map(np.testing.assert_array_equal, before.variables, after.variables)
+  _, metrics = step(state, chains())
+  assert metrics['skipped'] == 0 and np.isfinite(metrics['grad_norm'])
+
+
 def test_compiler_options_reach_the_compiler():
   """A pod's step has to be compiled as it was planned: an option that got lost would
   show nowhere."""

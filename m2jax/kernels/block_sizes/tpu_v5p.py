@@ -1,4 +1,4 @@
-"""TPU v5p: 95 GiB of HBM at 2765 GB/s, 459 TFLOP/s in bf16.
+"""TPU v5p (figures of the chip: `m2jax/plan/chips.py`).
 
 Chosen by ahead-of-time compilation so that the kernels fit VMEM at M2's shapes; not
 timed on a device. Sizes are for bf16; those marked * are halved for fp32.
