@@ -99,6 +99,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     learner=dict(
       algorithm='cispo',  # or grpo, dapo, policy_gradient, … (docs/rl.md)
       is_weight_max=5.0,  # of cispo
+      is_weight_min=0.0,  # of cispo; 0 is none, as M2's
       shuffle_rewards=False,
       row_tokens=2048,  # most groups are one row
       row_terms=3072,
@@ -137,6 +138,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       checkpoint_every=2,
       dev_every=2,
       dev_tasks=4,
+      fail_on_mismatch=True,
     )
   elif variant == 'more_sft':
     c.more_sft = ml_collections.ConfigDict(

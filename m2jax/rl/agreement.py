@@ -79,7 +79,7 @@ def excess(metrics: Mapping[str, float]) -> str:
   differing = metrics.get('replay/disagreement')
   name = 'mismatch/mean' if differing is None else 'mismatch/max'
   value = metrics.get(name, 0.0)
-  if differing or value <= BOUND:
+  if differing or not value > BOUND:  # nan is an update that is not finite
     return ''
   return (
     f'{name} is {value:.2g} nats, above {BOUND:g}: engine and learner compute other '

@@ -1,7 +1,7 @@
 """The estimators of the policy gradient, by name: loss, bounds and normaliser.
 
   name              gradient of a term / (Â ∇ log π)         default normaliser
-  cispo             sg(clip(r, 0, w_max))                    prompt
+  cispo             sg(clip(r, w_min, w_max))                prompt
   grpo              r, or 0 outside of 1 ± ε                 trajectory
   dapo              r, or 0 outside of [1 − ε_low, 1 + ε_high]  token
   policy_gradient   1: exact on-policy only                  prompt
@@ -33,13 +33,14 @@ class Estimator:
 
   Attributes:
     kind: its name.
-    is_weight_max: CISPO's absolute cap of the importance weight.
+    is_weight_max, is_weight_min: CISPO's absolute bounds of the importance weight.
     clip_low, clip_high: ε_low and ε_high of GRPO and DAPO.
     normaliser: how terms are averaged (`terms.weights`).
   """
 
   kind: str = 'cispo'
   is_weight_max: float = 5.0
+  is_weight_min: float = 0.0
   clip_low: float = 0.2
   clip_high: float = 0.2
   normaliser: str = 'prompt'
@@ -48,6 +49,7 @@ class Estimator:
     check = functools.partial(require, self)
     check(self.kind in KINDS, 'kind', f'one of {KINDS}')
     check(self.is_weight_max >= 1, 'is_weight_max', 'at least 1, an absolute cap')
+    check(0 <= self.is_weight_min <= 1, 'is_weight_min', 'in [0, 1]')
     check(0 <= self.clip_low <= 1, 'clip_low', 'in [0, 1]')
     check(self.clip_high >= 0, 'clip_high', 'at least 0')
     known = self.normaliser in terms.NORMALISERS
@@ -62,13 +64,12 @@ class Estimator:
   def _functions(self) -> tuple[Callable, Callable]:
     """The kind's loss and metrics, with its bounds."""
     if self.kind == 'cispo':
-      module, bounds = cispo, {'is_weight_max': self.is_weight_max}
+      module, names = cispo, ('is_weight_max', 'is_weight_min')
     elif self.kind in ('grpo', 'dapo'):
-      bounds = {'clip_low': self.clip_low, 'clip_high': self.clip_high}
-      module = ppo_clip
+      module, names = ppo_clip, ('clip_low', 'clip_high')
     else:
       return policy_gradient, lambda logp, old, _, w: terms.metrics(logp, old, w)
-    of = functools.partial
+    of, bounds = functools.partial, {name: getattr(self, name) for name in names}
     return of(module.loss, **bounds), of(module.metrics, **bounds)
 
   def loss(

@@ -93,13 +93,18 @@ def test_padding_and_extremes_are_finite(kind):
 
 def test_defaults_are_the_papers():
   """Bounds and averages of each; a given parameter replaces its default only."""
-  shown = {k: dataclasses.astuple(estimators.make(k))[2:] for k in estimators.KINDS}
+  shown = {k: dataclasses.astuple(estimators.make(k))[3:] for k in estimators.KINDS}
   assert shown['grpo'] == (0.2, 0.2, 'trajectory')
   assert shown['dapo'] == (0.2, 0.28, 'token')
   assert shown['cispo'][-1] == shown['policy_gradient'][-1] == 'prompt'
   config = learner.LearnerConfig(algorithm='dapo', clip_low=0.1)
-  assert config.estimator == estimators.Estimator('dapo', 5.0, 0.1, 0.28, 'token')
+  assert config.estimator == estimators.Estimator('dapo', 5.0, 0.0, 0.1, 0.28, 'token')
   assert learner.LearnerConfig(normaliser='token').estimator.normaliser == 'token'
+  batch = test_cispo.batch()
+  bounded = learner.LearnerConfig(is_weight_min=0.8, is_weight_max=2.0).estimator
+  bounds = dict(is_weight_min=0.8, is_weight_max=2.0)
+  np.testing.assert_array_equal(bounded.loss(*batch), cispo.loss(*batch, **bounds))
+  assert bounded.metrics(*batch) == cispo.metrics(*batch, **bounds)
   scales = {k: learner.LearnerConfig(algorithm=k) for k in estimators.KINDS}
   scales = {k: v.reward_of_algorithm.normalise for k, v in scales.items()}
   grouped = {'grpo': 'group', 'dapo': 'group'}
@@ -116,6 +121,7 @@ def test_defaults_are_the_papers():
     ({'algorithm': 'grpo', 'clip_low': 1.5}, 'clip_low'),
     ({'algorithm': 'dapo', 'clip_high': -0.1}, 'clip_high'),
     ({'is_weight_max': 0.2}, 'is_weight_max'),
+    ({'is_weight_min': 1.1}, 'is_weight_min'),
     ({'normaliser': 'sample'}, 'normaliser'),
   ],
 )
