@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from atif import Trajectory as AtifTrajectory
 
+from experiments import transfer as job
 from m2jax.pool.data_pool import DataPool
 from tests import processes
 from tests.pool.test_data_pool import completion, play, trajectory
@@ -44,3 +46,17 @@ def test_to_a_file_and_back(tmp_path):
   assert found[-1]['steps'][1]['metrics']['completion_token_ids'] == [4, 5]
   done = transfer(f'--pool={copy}', f'--from={lines}')
   assert done.returncode != 0 and 'has items already' in done.stderr
+
+
+def test_a_file_that_is_not_finished_replaces_none(tmp_path):
+  """What interrupts the writing leaves the file as it was."""
+
+  def lines():
+    yield 'new'
+    raise OSError('the pool is away')
+
+  path = tmp_path / 'pool.jsonl'
+  path.write_text('old\n')
+  with pytest.raises(OSError, match='away'):
+    job._write(path, lines())
+  assert path.read_text() == 'old\n'

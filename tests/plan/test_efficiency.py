@@ -118,3 +118,35 @@ def test_kernels_part_of_attention():
     projections = executed[name, 'attention'] - core[name]
     assert 0 < projections < 0.1 * core[name]  # at 192K attention is its kernel
   assert core['backward'] == 3.5 * core['forward']
+
+
+def test_saved_attention_is_not_computed_again():
+  """Of what is recomputed, `remat='attention'` saves the kernels and nothing else."""
+  mesh = sharding.MeshConfig(fsdp=64, tensor=4, rules='fsdp')
+  where = sharding.Sharding(sharding.abstract_mesh(mesh), sharding.PRESETS['fsdp'])
+  load = workloads.Workload('pretrain', 64, 8192, meshes=(mesh,))
+  placed = workloads.place('w', load, 256)
+  counts = {}
+  for remat in ('layer', 'attention'):
+    cfg = dataclasses.replace(config.m2(), remat=remat)
+    part = plan.local_part(workloads.PlanConfig(cfg, {'w': load}), placed, where)
+    counts[remat] = flops.executed(cfg, part, 128, True)
+    core = flops.core(cfg, part, 128, True)['forward']
+  full, saved = counts['layer'], counts['attention']
+  changed = {key: full[key] - saved[key] for key in full if full[key] != saved[key]}
+  assert changed == {('recompute', 'attention'): pytest.approx(core)}
+
+
+def test_memory_of_a_step_is_that_of_its_programs():
+  """Programs of chunks, which a step need not run, have a figure of their own."""
+  step, chunk = (
+    dataclasses.replace(
+      program(), runs=runs, memory=compile_lib.Memory(gib << 30, *[0] * 6)
+    )
+    for runs, gib in ((1, 2), (0, 3))
+  )
+  made = estimate.Plan(
+    'w', None, 't', 8, {}, 8, 1, 8, 1.0, 1.0, 1.0, 0, 0, (step, chunk)
+  )
+  assert made.memory_bytes == step.memory.total == 2 << 30
+  assert made.chunk_bytes == chunk.memory.total == 3 << 30

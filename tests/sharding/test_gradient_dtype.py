@@ -46,3 +46,20 @@ def test_an_unknown_dtype_is_named():
   for kind in (MeshConfig, sharding.Rules):
     with pytest.raises(ValueError, match=f"{kind.__name__}.gradient_dtype='int8'"):
       kind(gradient_dtype='int8')
+
+
+def test_what_is_used_in_fp32_is_gathered_so():
+  """Router and head keep the dtype they are stored in; the rest is gathered as used."""
+  rules = PRESETS['fsdp']
+  where = Sharding(sharding.abstract_mesh(MeshConfig(fsdp=4)), rules)
+  shapes = {'q': (16, 8), 'router': (16, 4), 'head': (16, 32)}
+  params = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+  specs, whole = (
+    {name: rules.spec(name, *axes(name)) for name in params}
+    for axes in (lambda name: sharding.rules.params.BY_NAME[name].split, lambda _: ())
+  )
+  gather = lambda params: where.gather_params(params, 'bfloat16')
+  gathered = jax.eval_shape(where.shard_map(gather, (specs,), whole), params)
+  found = {name: (a.shape, str(a.dtype)) for name, a in gathered.items()}
+  wide = {'router': 'float32', 'head': 'float32'}
+  assert found == {k: (v, wide.get(k, 'bfloat16')) for k, v in shapes.items()}

@@ -104,3 +104,12 @@ def test_unknown_versions_are_refused():
     chat.Template(version='m2.2')
   with pytest.raises(ValueError, match='m2.2'):
     chat.StreamParser(version='m2.2')
+
+
+@pytest.mark.parametrize('after', ['', '<invoke name="g">\n</invoke>'])
+def test_a_closing_tag_left_behind_an_element(after):
+  """From M2.1 on the element is text: the tag may be the one that should end it."""
+  text = '<invoke name="f">\n</invoke> x</invoke>'
+  found = invokes.elements(text + after, 'invoke', 'm2.1')
+  assert found[:2] == ['<invoke name="f">\n</invoke>', ' x</invoke>']
+  assert [part.name for part in found[2:]] == ['g'] * bool(after)

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 import pytest
 
+from m2jax import forest
 from m2jax import sharding as sharding_lib
 from m2jax.data.stream import StateMismatch
-from m2jax.train import hosts, stages
+from m2jax.train import chunks, hosts, stages
 from tests import processes as processes_lib
 from tests.train import test_pretrain
 
@@ -233,3 +234,15 @@ def test_rows_must_divide():
   config = test_pretrain.config(streams=1)
   with pytest.raises(ValueError, match='number of hosts'):
     stages.StagedRows(config, [[np.ones(3)]] * 2, seed=1, hosts=[(0, 2)] * 2)
+
+
+@pytest.mark.parametrize('index', [0, 1])
+def test_one_host_has_the_row_of_a_chunk(monkeypatch, index):
+  """All hosts read the same row, and it counts once: that of the others is empty."""
+  row = forest.chain([np.arange(1, 5)], row_tokens=8, row_terms=8)
+  mesh = sharding_lib.abstract_mesh(sharding_lib.MeshConfig(fsdp=4))
+  where = sharding_lib.Sharding(mesh, sharding_lib.PRESETS['fsdp'])
+  monkeypatch.setattr(hosts, 'place', lambda batch, *_: batch)
+  placed = chunks._place(row, where, hosts.Hosts(index, 2, (2 * index, 2 * index + 1)))
+  assert placed.tokens.shape == (2, 8)
+  assert (placed.multiplicity.sum(1) > 0).tolist() == [index == 0, False]
