@@ -171,15 +171,23 @@ def shapes(cfg: ModelConfig) -> dict[str, Any]:
   """`jax.ShapeDtypeStruct`s of the model's variables {'params': …, 'router': …}."""
 
   def leaf(_, param: Param, stacked):
-    return jax.ShapeDtypeStruct((*stacked, *param.shape(cfg)), cfg.param_dtype)
-
-  # Steps of 1e-3 would be lost in bfloat16 as a bias grows.
-  bias_dtype = jnp.promote_types(cfg.param_dtype, jnp.float32)
+    shape = (*stacked, *param.shape(cfg))
+    return jax.ShapeDtypeStruct(shape, dtype_of(param.kind, cfg))
 
   def bias(shape):
-    return jax.ShapeDtypeStruct(shape, bias_dtype)
+    # Steps of 1e-3 would be lost in bfloat16 as a bias grows.
+    return jax.ShapeDtypeStruct(shape, dtype_of(Kind.ROUTER, cfg))
 
   return {'params': tree(cfg, leaf), 'router': router_tree(cfg, bias)}
+
+
+def dtype_of(kind: Kind, cfg: ModelConfig) -> jnp.dtype:
+  """The dtype of parameters: `param_dtype`, but at least fp32 for routers (law 8).
+
+  Releases have fp32 routers beside bf16 weights; rounding them changes the experts.
+  """
+  least = jnp.float32 if kind is Kind.ROUTER else cfg.param_dtype
+  return jnp.promote_types(cfg.param_dtype, least)
 
 
 # Standard deviation of normal values, by the whole shape. Outputs to the residual
@@ -195,11 +203,11 @@ def initializers(cfg: ModelConfig) -> Any:
   """For each parameter a function key → array, with the parameters' structure."""
 
   def leaf(_, param: Param, stacked):
-    shape = (*stacked, *param.shape(cfg))
+    shape, dtype = (*stacked, *param.shape(cfg)), dtype_of(param.kind, cfg)
     if param.init == 'ones':
-      return lambda _: jnp.ones(shape, cfg.param_dtype)
+      return lambda _: jnp.ones(shape, dtype)
     std = INITS[param.init](shape, cfg)
-    return lambda key: std * jax.random.normal(key, shape, cfg.param_dtype)
+    return lambda key: std * jax.random.normal(key, shape, dtype)
 
   return tree(cfg, leaf)
 

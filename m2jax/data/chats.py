@@ -3,7 +3,7 @@
 Each line of a file is a chat, `{"messages": […], "tools": […]}`. `tools` is optional,
 and so is `task`, the spec of the task that it solves; other keys are ignored, but for
 `training`: lines with `training: false`, such as the calls of authors and judges
-(`pipelines.seat`), are never trained.
+(`pipelines.seat`), are never trained. Results of parallel calls may have any order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -69,25 +69,28 @@ def read(
       there are no chats that may be trained.
   """
   chats, untrained = [], 0
-  with open(path, encoding='utf-8') as file:
+  with open(path, 'rb') as file:
     for number, line in enumerate(file, 1):
       if not line.strip():
         continue
       where = f'{os.fspath(path)}, line {number}'
       try:
         record = json.loads(line)
+        if not isinstance(record, dict) or 'messages' not in record:
+          raise ValueError(_other(record))
         if not trainable(record):
           untrained += 1
           continue
         found = Chat(
           where,
-          with_system(record['messages'], system),
+          chat.in_call_order(with_system(record['messages'], system), complete=False),
           record.get('tools') or tools,
           task=str(record.get('task', '')),
         )
         owned = any(piece.owned for piece in chat.segments(found.messages, found.tools))
       except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f'{where}: not a chat: {error!r}') from error
+        why = error if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f'{where}: not a chat: {why}') from error
       if not owned:
         raise ValueError(f'{where}: no assistant message to train on')
       chats.append(found)
@@ -98,6 +101,19 @@ def read(
   if untrained:
     logging.warning('%s: %s are skipped', os.fspath(path), marked)
   return chats
+
+
+def _other(record: Any) -> str:
+  """What a record without messages has instead."""
+  if not isinstance(record, dict):
+    return f'a JSON {type(record).__name__}; each line must be an object with messages'
+  has = ', '.join(list(record)[:8])
+  share = ' (ShareGPT: from, value)' if 'conversations' in record else ''
+  return (
+    f"no field 'messages', but {has or 'nothing'}{share}; write each chat as "
+    '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": '
+    '"…"}, …]}'
+  )
 
 
 def trainable(record: Mapping[str, Any]) -> bool:
@@ -120,38 +136,42 @@ def encode(
   chats of one conversation have the same. They differ in what surrounds the assistant's
   tokens, which are those that M2's parser reads in each.
 
-  Chats that train one message each of the same conversation are a group.
-  Chats of more than `max_tokens` are skipped with a warning. Chats that end without
-  thinking are counted in one: generation begins with `<think>`, which they lack.
+  The answers to each user message are a sample, since M2's template omits the reasoning
+  before the last one: each is trained in the context in which it is generated. The
+  samples of a chat are a group, and so are chats that train one message each of the
+  same conversation. Samples of more than `max_tokens` are skipped with a warning. Those
+  that end without thinking are counted in one: generation begins with `<think>`, which
+  they lack.
 
   Raises:
     ValueError: no chat remains, or one has no assistant message.
   """
   chats, groups, unthinking, before = list(chats), [], 0, None
   for found in chats:
-    pieces = chat.segments(
-      found.messages, found.tools, template=_drawn(found, templates)
-    )
-    if (only := found.trained) is not None:
-      pieces = [p._replace(owned=p.owned and p.message == only) for p in pieces]
-    ids, owned = tokenizer.encode_chat(tok, pieces)
-    if not any(owned):
+    template, samples = _drawn(found, templates), []
+    turns = list(_turns(found, template))
+    if not turns:
       raise ValueError(f'{found.name}: no assistant message to train on')
-    length = max(i for i, trained in enumerate(owned) if trained) + 1
-    if length > max_tokens:
-      logging.warning(
-        '%s has %d tokens, more than %d: skipped', found.name, length, max_tokens
-      )
+    for messages, trained in turns:
+      pieces = chat.segments(messages, found.tools, template=template)
+      pieces = [p._replace(owned=p.owned and p.message in trained) for p in pieces]
+      ids, owned = tokenizer.encode_chat(tok, pieces)
+      length = max(i for i, model in enumerate(owned) if model) + 1
+      if length > max_tokens:
+        logging.warning(
+          '%s has %d tokens, more than %d: skipped', found.name, length, max_tokens
+        )
+        continue
+      samples.append(demos.sample(ids[:length], owned[:length]))
+      said = ''.join(p.text for p in pieces if p.message == trained[-1])
+      unthinking += markup.THINK_END not in said
+    if not samples:
       continue
-    sample = demos.sample(ids[:length], owned[:length])
     if before is not None and _continues(found, before):
-      groups[-1].append(sample)
+      groups[-1] += samples
     else:
-      groups.append([sample])
+      groups.append(samples)
     before = found
-    last = max(piece.message for piece in pieces if piece.owned)
-    said = ''.join(piece.text for piece in pieces if piece.message == last)
-    unthinking += markup.THINK_END not in said
   if not groups:
     raise ValueError(
       f'none of {len(chats)} demonstrations has at most {max_tokens} tokens: raise the '
@@ -159,12 +179,28 @@ def encode(
     )
   if unthinking:
     logging.warning(
-      '%d of %d chats end without thinking: generation begins with %s, and a policy '
+      '%d of %d turns end without thinking: generation begins with %s, and a policy '
       'that learns from them does not know how to go on; give their messages '
       'reasoning_content',
       *(unthinking, sum(map(len, groups)), markup.THINK),
     )
   return groups
+
+
+def _turns(
+  found: Chat, template: chat.Template
+) -> Iterator[tuple[Sequence[Mapping[str, Any]], list[int]]]:
+  """The messages up to the end of each turn, and the indices of those to train."""
+  messages, start = found.messages, 0
+  roles = [message.get('role') for message in messages]
+  if found.trained is not None:
+    yield messages[: found.trained + 1], [found.trained]
+    return
+  users = [i for i, role in enumerate(roles) if role == 'user']
+  for end in [*([] if template.keep_all_thinking else users), len(messages)]:
+    if trained := [i for i in range(start, end) if roles[i] == 'assistant']:
+      yield messages[:end], trained
+    start = end
 
 
 def _drawn(found: Chat, templates: Mapping[str, chat.Template] | None) -> chat.Template:

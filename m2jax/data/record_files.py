@@ -172,7 +172,14 @@ def _parse(data: bytes, text_field: str, name: str, path: str) -> Document:
 
 
 def _document(record: Any, text_field: str, name: str, path: str) -> Document:
-  if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
+  if isinstance(record, dict) and not isinstance(record.get(text_field, ''), str):
+    value = record[text_field]
+    what = 'null' if value is None else f'of type {type(value).__name__}'
+    raise ValueError(
+      f'{path}: {name}: the field {text_field!r} is {what}, not text: leave such '
+      'records out'
+    )
+  if not isinstance(record, dict) or text_field not in record:
     has = ', '.join(map(str, record)) if isinstance(record, dict) else 'no fields'
     raise ValueError(
       f'{path}: {name} has no text in the field {text_field!r}; it has {has}; set '

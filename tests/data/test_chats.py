@@ -84,9 +84,10 @@ def test_what_must_not_be_trained_is_skipped_and_counted(tmp_path, caplog):
 def test_a_file_of_calls_is_refused(tmp_path):
   """What a seat logs has nothing to train: the error says why."""
   log = tmp_path / 'calls.jsonl'
-  config = seat.SeatConfig(url='http://127.0.0.1:9/v1', model='m', timeout_s=1)
+  config = seat.SeatConfig(url='http://127.0.0.1:9/v1', model='m', retries=0)
   author = seat.Seat(config, 'author', log)
-  asyncio.run(author.write([USER, ANSWER], lambda: 'scripted'))
+  with pytest.raises(seat.NoAnswer):
+    asyncio.run(author.write([USER, ANSWER], lambda: 'scripted'))
   with pytest.raises(ValueError, match='no chats to train: 1 lines with training: f'):
     chats.read(log)
 
@@ -173,7 +174,7 @@ def test_the_turns_of_a_conversation_are_a_group(tok):
   turns = [chats.Chat('a', messages[: n + 1], trained=n) for n in (1, 3)]
   whole = chats.Chat('a', messages)
   made = [*turns, *turns, turns[0]._replace(name='b'), whole, whole]
-  assert list(map(len, chats.encode(made, tok, 1000))) == [2, 2, 1, 1, 1]
+  assert list(map(len, chats.encode(made, tok, 1000))) == [2, 2, 1, 2, 2]
 
 
 def test_chats_that_end_without_thinking_are_counted(tok, caplog):
@@ -184,4 +185,61 @@ def test_chats_that_end_without_thinking_are_counted(tok, caplog):
     chats.encode(both[:1], tok, 1000)
     assert 'without thinking' not in caplog.text
     chats.encode(both, tok, 1000)
-  assert '1 of 2 chats end without thinking' in caplog.text
+  assert '1 of 2 turns end without thinking' in caplog.text
+
+
+def test_each_answer_is_trained_as_it_is_generated(tok):
+  """LlamaFactory#9288: as one sample, a chat of two user turns trained its first answer
+  behind no thinking, where M2's template shows none, and never its reasoning."""
+  calls = [{'id': 'c', 'function': {'name': 'sh', 'arguments': '{}'}}]
+  asking = {'role': 'assistant', 'reasoning_content': 'look', 'tool_calls': calls}
+  result = {'role': 'tool', 'tool_call_id': 'c', 'content': '3'}
+  whole = chats.Chat('a', [USER, asking, result, ANSWER, USER, USER, ANSWER], [TOOL])
+  (samples,) = chats.encode([whole], tok, 1000)
+  turns = [(whole.messages[:4], (1, 3)), (whole.messages, (6,))]
+  for sample, (messages, trained) in zip(samples, turns, strict=True):
+    assert tok.decode(sample.tokens) == chat.render(messages, [TOOL]).rstrip('\n')
+    mask, at = demos.loss_mask(sample), 0
+    said = [s for s in tok.decode(sample.tokens[mask]).split('[e~[') if s]
+    assert len(said) == len(trained) and all('</think>' in text for text in said)
+    for i in trained:  # each behind the prompt with which the engine generates it
+      ids, _ = tokenizer.encode_chat(tok, chat.segments(messages[:i], [TOOL], True))
+      np.testing.assert_array_equal(sample.tokens[: len(ids)], ids)
+      assert not mask[at : len(ids)].all() and mask[len(ids)]
+      at = len(ids)
+  keep = {'keep': chat.Template(keep_all_thinking=True)}
+  ((sample,),) = chats.encode([whole], tok, 1000, keep)  # nothing is omitted there
+  assert tok.decode(sample.tokens[demos.loss_mask(sample)]).count('</think>') == 3
+
+
+def test_results_of_parallel_calls_have_the_order_of_the_calls(tmp_path):
+  """In a file, too, another's result would be read as a call's own."""
+  calls = [{'id': i, 'function': {'name': 'sh', 'arguments': '{}'}} for i in 'ab']
+  asking = {'role': 'assistant', 'reasoning_content': 'both', 'tool_calls': calls}
+  said = [{'role': 'tool', 'tool_call_id': i, 'content': i * 3} for i in 'ba']
+  line = {'messages': [USER, asking, *said, ANSWER]}
+  (found,) = chats.read(write(tmp_path / 'a.jsonl', line))
+  assert [m['content'] for m in found.messages if m['role'] == 'tool'] == ['aaa', 'bbb']
+  line = {'messages': [USER, asking, said[0], ANSWER]}
+  with pytest.raises(ValueError, match=r"line 1.*result of 'a'"):
+    chats.read(write(tmp_path / 'b.jsonl', line))
+  last = {'messages': [USER, asking]}  # the task ends with them
+  assert len(chats.read(write(tmp_path / 'c.jsonl', last))) == 1
+
+
+OTHER = {
+  b'{"conversations": [{"from": "human", "value": "x"}]}': 'conversations.*ShareGPT',
+  b'{"prompt": "x", "completion": "y"}': "no field 'messages', but prompt, completion",
+  b'[{"messages": []}]': 'a JSON list; each line must be an object',
+  b'{': 'not a chat: Expecting',
+  b'PAR1\x15\x04\xff': "not a chat: 'utf",
+}
+
+
+@pytest.mark.parametrize('line', OTHER)
+def test_other_files_are_named(tmp_path, line):
+  """What the line has, and what a chat looks like; no KeyError."""
+  path = tmp_path / 'other.jsonl'
+  path.write_bytes(line + b'\n')
+  with pytest.raises(ValueError, match=rf'other.jsonl, line 1: .*{OTHER[line]}'):
+    chats.read(path)

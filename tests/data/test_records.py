@@ -111,13 +111,33 @@ def test_bad_records_are_named(tmp_path):
   source = record_files.JsonLines(path)
   for index, match in enumerate(
     [r'bad\.jsonl:2 has no text in the field .text.; it has body']
-    + [r'bad\.jsonl:3 has no text', r'bad\.jsonl:4 .* no fields']
+    + [r'bad\.jsonl:3: the field .text. is of type int', r'bad\.jsonl:4 .* no fields']
     + [r'bad\.jsonl:5 is not a JSON record'],
     1,
   ):
     with pytest.raises(ValueError, match=match):
       source[index]
   assert record_files.JsonLines(path, text_field='body')[1].text == 'a'
+
+
+def test_a_null_text_is_named(tmp_path):
+  """Data sets have some: the error has the row, and no advice on other fields."""
+  import pyarrow
+  from pyarrow import parquet
+
+  table = pyarrow.table({'text': ['a', None], 'data': [b'a', b'b']})
+  parquet.write_table(table, tmp_path / 'a.parquet')
+  (tmp_path / 'a.jsonl').write_text('{"text": "a"}\n{"text": null}\n')
+  for source, name in (
+    (record_files.Parquet(tmp_path / 'a.parquet'), 'a.parquet:1'),
+    (record_files.JsonLines(tmp_path / 'a.jsonl'), 'a.jsonl:2'),
+  ):
+    assert source[0].text == 'a'
+    with pytest.raises(ValueError, match=f"{name}: the field 'text' is null, not text"):
+      source[1]
+  source = record_files.Parquet(tmp_path / 'a.parquet', text_field='data')
+  with pytest.raises(ValueError, match="the field 'data' is of type bytes"):
+    source[0]
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):

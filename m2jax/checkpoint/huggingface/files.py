@@ -68,6 +68,10 @@ class Shards:
     code = 'F32' if entry.code == fp8.CODE else entry.code
     return safetensors_io.nbytes(code, entry.shape[1:])
 
+  def item_bytes(self, name: str) -> int:
+    """Bytes of an element of a tensor."""
+    return safetensors_io.DTYPES[self._entries[name][2].code].itemsize
+
   def is_fp8(self, name: str) -> bool:
     """Whether a tensor has block-FP8 values."""
     return self._entries[name][2].code == fp8.CODE

@@ -45,9 +45,9 @@ def load(
     mesh: None is one device.
     rules: how parameters are sharded over the mesh; None replicates them.
     dtype: of the parameters ('float32', 'bfloat16'); None is that of config.json.
-      Router biases are always at least fp32. 'block_fp8': the linear layers, stored in
-      FP8, become `block_fp8.Blocks`, and nothing is dequantised; the rest has the dtype
-      of config.json.
+      Routers and their biases are always at least fp32. 'block_fp8': the linear layers,
+      stored in FP8, become `block_fp8.Blocks`, and nothing is dequantised; the rest has
+      the dtype of config.json.
 
   Returns:
     The model's config, with `param_dtype` as loaded, and {'params', 'router'} of
@@ -77,6 +77,8 @@ def load(
     wanted = names_lib.tensors(cfg)
     shards.check(wanted, block)
     shapes = leaves_lib.table(params_lib.shapes(cfg))
+    if dtype is None:
+      _warn_of_rounding(directory, cfg, wanted, shards, shapes)
     if in_blocks:
       _check_fp8(directory, wanted, shards, block)
       wanted = [part for tensor in wanted for part in fp8.parts(tensor)]
@@ -96,6 +98,21 @@ def load(
     found = {leaf: fillers[leaf].array() for leaf in shapes}
   variables = leaves_lib.nest(found)
   return cfg, fp8.joined(variables) if in_blocks else variables
+
+
+def _warn_of_rounding(directory, cfg, wanted: list[Tensor], shards, shapes):
+  """Names tensors whose stored dtype is wider than that of config.json."""
+  wider = [
+    tensor.name
+    for tensor in wanted
+    if shards.item_bytes(tensor.name) > shapes[tensor.leaf].dtype.itemsize
+  ]
+  if wider:
+    logging.warning(
+      '%s: %d tensors, such as %s, are rounded to %s, the dtype of config.json; '
+      "dtype='float32' keeps them",
+      *(directory, len(wider), wider[0], cfg.param_dtype),
+    )
 
 
 def _check_fp8(directory, wanted: list[Tensor], shards: files_lib.Shards, block):
@@ -131,8 +148,9 @@ def save(
     variables: {'params', 'router'}; jax arrays on any mesh, or numpy arrays. Linear
       layers that are `block_fp8.Blocks` are written as they are.
     tokenizer: content of the tokenizer.json that goes with the weights.
-    dtype: of the written parameters; None is that of the arrays. Router biases always
-      keep theirs. 'block_fp8': linear layers in FP8 as released, the rest as it is.
+    dtype: of the written parameters; None is that of the arrays. Routers and their
+      biases always keep theirs. 'block_fp8': linear layers in FP8 as released, the rest
+      as it is.
     max_shard_bytes: maximum data per file, unless a single tensor has more.
 
   Raises:
@@ -186,7 +204,8 @@ class _Source:
     leaf = self._tensors[name].leaf
     if self._to_quantize(leaf):
       return jnp.dtype(np.float32 if leaf.endswith('/scale') else jnp.float8_e4m3fn)
-    same = self._dtype is None or leaf.startswith('router/')
+    router = leaf.startswith('router/') or leaf.endswith('/router')
+    same = self._dtype is None or router
     return jnp.dtype(self._table[leaf].dtype if same else self._dtype)
 
   def _to_quantize(self, leaf: str) -> bool:
