@@ -9,6 +9,9 @@ a slice (`--distributed`); all others are single processes. Process 0 of
 rollout engine, which `serve` has on the whole slice. `unmet` lists the
 parts of a launch that the jobs would do wrong; printing warns about them, and running
 raises an error.
+
+The roles of one `experiments.forge` (`--role=learner`, `engine`, …; docs/roles.md) have
+one workdir; `addresses` gives them each other's.
 """
 
 from __future__ import annotations
@@ -17,16 +20,23 @@ import dataclasses
 import pathlib
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from launch.topology import Slice
 
-# Jobs that run on several hosts, and jobs that accept a URL as --workdir.
-# tests/launch compares both with the code.
+# Jobs that run on several hosts; tests/launch compares it with the code.
 MULTI_HOST_JOBS: frozenset[str] = frozenset(
   {'evaluate', 'expand_mtp', 'forge', 'pretrain', 'serve', 'sft'}
 )
-URL_WORKDIR_JOBS: frozenset[str] = frozenset()
+# Roles of experiments.forge that are programs of their own: the number of each.
+FORGE_ROLES = {
+  'learner': 'exactly one',
+  'engine': 'at least one',
+  'prefill': 'at most one',
+  'gateway': 'exactly one',
+  'agents': 'at least one',
+}
+_PORTS = {'engine': 8101, 'gateway': 8102, 'prefill': 8104}
 
 _EXPERIMENTS = pathlib.Path(__file__).parent.parent / 'experiments'
 _NAME = re.compile(r'[a-z]([-a-z0-9]*[a-z0-9])?')  # xpk 1.16.0, parser/validators.py
@@ -90,6 +100,7 @@ class Launch:
     storage: an xpk storage, mounted at `mount`; '' is none.
     queue: Kueue's local queue; '' is none.
     max_restarts: of the whole gang, before a failure is final.
+    grace_s: between SIGTERM and SIGKILL: for a training step or two and a checkpoint.
     runtime_version: software of TPU VMs, from `tpu-vm versions list`.
     python: of TPU VMs, 3.11 or later.
     spot: use spot capacity.
@@ -108,6 +119,7 @@ class Launch:
   mount: str = '/workdir'
   queue: str = ''
   max_restarts: int = 0
+  grace_s: int = 600
   runtime_version: str = ''
   python: str = 'python3.11'
   spot: bool = False
@@ -174,13 +186,98 @@ def job(
   return (*argv, *args)
 
 
+def forge_role(role: Role) -> str:
+  """Which role of `experiments.forge` a role of the launch is; '' for any other."""
+  given = [a.partition('=')[2] for a in role.argv if a.startswith('--role=')]
+  of_forge = 'experiments.forge' in role.argv[:3]
+  return given[-1] if of_forge and given and given[-1] != 'all' else ''
+
+
+def addresses(
+  launch: Launch, name: str, role: Role, hostname: Callable[[str], str]
+) -> tuple[str, ...]:
+  """Flags by which a replica of a forge role reaches the others; () for other jobs.
+
+  Args:
+    name: of the replica.
+    role: its role.
+    hostname: of the first host of a replica, by its name.
+  """
+  mine = forge_role(role)
+  if not mine:
+    return ()
+  found: dict[str, list[str]] = {kind: [] for kind in FORGE_ROLES}
+  for other, its in launch.instances():
+    if kind := forge_role(its):
+      found[kind].append(other)
+
+  def place(other: str, kind: str) -> str:
+    return f'{hostname(other)}:{_PORTS[kind]}'
+
+  engines = ''.join(f"'http://{place(n, 'engine')}'," for n in found['engine'])
+  flags = [f'--config.roles.engine_urls=({engines})']
+  for other in found['gateway']:
+    flags.append(f'--config.roles.gateway_url=http://{place(other, "gateway")}')
+    flags.append(f"--config.gateway.hosts=('{hostname(other)}',)")
+  for other in found['prefill']:
+    flags.append(f'--config.roles.prefill_address=tcp:{place(other, "prefill")}')
+  if mine == 'engine':
+    flags.append(f'--config.roles.engine={found["engine"].index(name)}')
+    flags.append('--config.roles.engine_server.host=0.0.0.0')
+  if mine == 'gateway':
+    flags.append('--config.gateway.host=0.0.0.0')
+  return tuple(flags)
+
+
+def _unmet_forge(launch: Launch, target: str) -> list[str]:
+  """Reasons why the roles of one `experiments.forge` would not meet."""
+  roles = [role for role in launch.roles if forge_role(role)]
+  if not roles:
+    return []
+  reasons = []
+  replicas = dict.fromkeys(FORGE_ROLES, 0)
+  for role in roles:
+    if (kind := forge_role(role)) not in replicas:
+      reasons.append(
+        f'role {role.name}: experiments.forge has no --role={kind}, only '
+        f'{", ".join(FORGE_ROLES)}'
+      )
+    else:
+      replicas[kind] += role.replicas
+  for kind, want in FORGE_ROLES.items():
+    n = replicas[kind]
+    if n > 1 and want != 'at least one' or n < 1 and want != 'at most one':
+      reasons.append(f'experiments.forge in roles needs {want} {kind}, not {n}')
+  if forge_role(launch.roles[0]) != 'learner':
+    reasons.append('the first role, with which a gang ends, has to be the learner')
+  if len({_flag(role, 'workdir') for role in roles}) > 1:
+    reasons.append('the roles of experiments.forge need one --workdir: leave it out')
+  if any(not _flag(role, 'config.roles.pool_url') for role in roles):
+    reasons.append(
+      'the roles of experiments.forge are on several machines, and SQLite is for one: '
+      'give each --config.roles.pool_url=postgresql://… of one empty database'
+    )
+  if target != 'jobset':
+    reasons.append(
+      f'the roles of experiments.forge find each other by the host names of a JobSet; '
+      f'{target} gives them none that are known before they run: use --target=jobset'
+    )
+  return reasons
+
+
+def _flag(role: Role, name: str) -> str:
+  """The last value of a flag of a role's command; '' if it has none."""
+  given = [a.partition('=')[2] for a in role.argv if a.startswith(f'--{name}=')]
+  return given[-1] if given else ''
+
+
 def unmet(launch: Launch, target: str) -> list[str]:
   """Reasons why the jobs cannot do what the launch says; [] if there are none.
 
   Args:
     target: of the launch; all except 'tpu_vm' run containers.
   """
-  reasons = []
+  reasons = _unmet_forge(launch, target)
   for role in launch.roles:
     match = re.search(r' -m experiments\.(\w+)', ' ' + ' '.join(role.argv[:3]))
     if not match:
@@ -200,22 +297,19 @@ def unmet(launch: Launch, target: str) -> list[str]:
         f'{who} needs --distributed: {role.slice} has {role.hosts} hosts, which would '
         'run independently'
       )
-    workdirs = [a.partition('=')[2] for a in role.argv if a.startswith('--workdir=')]
-    if not workdirs:
+    if not (workdir := _flag(role, 'workdir')):
       continue
-    workdir = workdirs[-1]
-    if role.replicas > 1:
+    if role.replicas > 1 and not forge_role(role):
       reasons.append(
         f'{who} has a workdir, which only one process may use; there are '
         f'{role.replicas} replicas'
       )
     mounted = launch.storage and workdir.startswith(launch.mount + '/')
     if '://' in workdir:
-      if name not in URL_WORKDIR_JOBS:
-        reasons.append(
-          f"{who} treats --workdir={workdir} as a path on the host's disk, which is "
-          'lost with the host: use a local path, in containers one on a --storage'
-        )
+      reasons.append(
+        f'{who} refuses --workdir={workdir}, a URL: use a local path, in containers '
+        'one on a --storage'
+      )
     elif target == 'tpu_vm' and role.hosts > 1:
       reasons.append(
         f'{who} needs one workdir for all hosts; {workdir} is on the disk of each '

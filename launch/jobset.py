@@ -8,16 +8,19 @@ ids of JAX's processes come from variables that GKE sets in TPU pods:
 TPU_WORKER_HOSTNAMES and TPU_WORKER_ID.
 
 Unlike xpk's pods these are neither privileged nor on the host's network, because
-agents' commands run in them. Exit code 2, which our jobs use for bad input, is never
-retried.
+agents' commands run in them. Exit code 2, which our jobs use for bad input and for
+losses that stay NaN, is never retried. SIGTERM, which a pod gets before its machine is
+taken, makes a job that trains save; `grace_s` is the time for it.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import yaml
 
+from launch import config
 from launch.config import Command, Launch, Role
 from launch.topology import CHIPS_PER_HOST, GKE_ACCELERATOR
 
@@ -63,6 +66,7 @@ def manifest(launch: Launch) -> dict[str, Any]:
 def _job(launch: Launch, name: str, role: Role) -> dict[str, Any]:
   pod: dict[str, Any] = {
     'restartPolicy': 'Never',
+    'terminationGracePeriodSeconds': launch.grace_s,
     'containers': [_container(launch, name, role)],
   }
   template: dict[str, Any] = {}
@@ -92,11 +96,13 @@ def _job(launch: Launch, name: str, role: Role) -> dict[str, Any]:
 
 
 def _container(launch: Launch, name: str, role: Role) -> dict[str, Any]:
+  found = functools.partial(hostname, launch)
+  argv = (*role.argv, *config.addresses(launch, name, role, found))
   container: dict[str, Any] = {
     'name': role.name,
     'image': launch.image,
     # Kubernetes expands $(NAME), and replaces $$ by $.
-    'command': [arg.replace('$', '$$') for arg in role.argv],
+    'command': [arg.replace('$', '$$') for arg in argv],
   }
   if role.slice is None:
     container['env'] = [{'name': 'JAX_PLATFORMS', 'value': 'cpu'}]

@@ -41,7 +41,10 @@ ROLE = _strings(
   'with its first role.',
 )
 WORKDIR = _string(
-  'workdir', None, 'Contains a directory per role; default: MOUNT/NAME.'
+  'workdir',
+  None,
+  'Contains a directory per role, one for those of experiments.forge; default: '
+  'MOUNT/NAME.',
 )
 _FIELDS = (
   _string('project', '', 'Id of the Google Cloud project.'),
@@ -58,6 +61,9 @@ _FIELDS = (
   flags.DEFINE_integer(
     'max_restarts', 0, 'Restarts of the whole gang.', flag_values=FLAGS
   ),
+  flags.DEFINE_integer(
+    'grace_s', 600, 'Seconds between SIGTERM and SIGKILL.', flag_values=FLAGS
+  ),
   flags.DEFINE_bool('spot', False, 'Use spot capacity.', FLAGS),
   flags.DEFINE_bool('queued', True, 'Create TPU VMs as a queued resource.', FLAGS),
 )
@@ -66,14 +72,13 @@ _FIELDS = (
 def launch(target: str) -> Launch:
   """The launch that the flags describe.
 
-  The default workdir is with the code on TPU VMs, else on the storage, or without one
-  in the bucket.
+  The default workdir is with the code on TPU VMs, else on the storage.
 
   Raises:
     LaunchError: the flags do not describe a launch; says what to change.
   """
   values = {field.name: field.value for field in _FIELDS}
-  place = values['mount'] if values['storage'] else values['bucket']
+  place = values['mount'] if values['storage'] else ''
   if target == 'tpu_vm':
     place = 'workdir'
   if not (WORKDIR.value or place):
@@ -85,7 +90,8 @@ def launch(target: str) -> Launch:
 
 
 def role(text: str, workdir: str) -> Role:
-  """A role from 'NAME TOPOLOGY[*REPLICAS] JOB [ARG…]'; it writes to workdir/NAME."""
+  """A role from 'NAME TOPOLOGY[*REPLICAS] JOB [ARG…]'; it writes to workdir/NAME, and
+  one of `experiments.forge --role=…` to workdir/forge, with the others."""
   words = shlex.split(text)
   if len(words) < 3:
     raise LaunchError(f"role {text!r}: must be 'NAME TOPOLOGY[*REPLICAS] JOB [ARG…]'")
@@ -97,8 +103,9 @@ def role(text: str, workdir: str) -> Role:
     count = int(replicas or 1)
   except ValueError as error:
     raise LaunchError(f'role {name}: {error}') from error
-  argv = config.job(job, f'{workdir}/{name}', args, hosts)
-  return Role(name, argv, slice, count)
+  in_roles = job == 'forge' and any(a.startswith('--role=') for a in args)
+  own = 'forge' if in_roles else name
+  return Role(name, config.job(job, f'{workdir}/{own}', args, hosts), slice, count)
 
 
 def given() -> list[str]:

@@ -87,7 +87,10 @@ def _workload(launch: Launch, name: str, role: Role) -> Command:
     '--num-slices=1',  # several would be one program
     f'--docker-image={launch.image}',
     f'--max-restarts={launch.max_restarts}',
+    f'--termination-grace-period-seconds={launch.grace_s}',
   ]
+  if launch.max_restarts:
+    args.append('--restart-on-exit-codes=1')  # 42 and 127 to 255 are xpk's own
   if launch.storage:
     args.append(f'--storage={launch.storage}')
   args.append(f'--command={shlex.join(role.argv)}')

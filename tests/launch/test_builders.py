@@ -6,6 +6,7 @@ kubectl, and the JobSets that xpk makes.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import re
@@ -188,8 +189,8 @@ def test_arguments_arrive_as_they_were_given(args):
     (a_role(where='v5p:4x4x4'), 'tpu_vm', 'one workdir'),
     (a_role(job='rollout'), 'jobset', 'is not a job'),
     (a_role(job='serve', replicas=2), 'jobset', 'only one process may use'),
-    (Role('r', config.job('sft', 'gs://b/x')), 'jobset', 'as a path on the host'),
-    (Role('r', config.job('sft', 'gs://b/x')), 'tpu_vm', 'as a path on the host'),
+    (Role('r', config.job('sft', 'gs://b/x')), 'jobset', 'refuses --workdir=gs://b/x'),
+    (Role('r', config.job('sft', 'gs://b/x')), 'tpu_vm', 'refuses --workdir=gs://b/x'),
     (Role('r', config.job('sft', 'workdir/x')), 'xpk', "container's disk"),
     (Role('r', config.job('sft', 'workdir/x')), 'tpu_vm', None),
     (a_role(), 'xpk', None),
@@ -206,14 +207,14 @@ def test_what_todays_jobs_would_do_wrong_is_told(role, target, message):
 
 
 def test_the_jobs_are_still_as_this_room_takes_them():
-  """Fails when a job learns of many hosts or of URLs: then let it be launched so."""
+  """Fails when a job learns of many hosts, or when the roles of forge change: then let
+  it be launched so. That jobs refuse URLs is tests/experiments/test_stops.py."""
   sources = [*_ROOT.glob('experiments/*.py'), *_ROOT.glob('m2jax/**/*.py')]
   assert len(sources) > 50
   several = [p.stem for p in sources if 'common.join_processes()' in p.read_text()]
   assert sorted(several) == sorted(config.MULTI_HOST_JOBS)
-  common = pytest.importorskip('experiments.common')
-  with mock.patch.object(common, 'WORKDIR', mock.Mock(value='gs://b/x')):
-    assert str(common.workdir()) == 'gs:/b/x'
+  job = (_ROOT / 'experiments' / 'forge.py').read_text()
+  assert str(('all', *config.FORGE_ROLES)) in job
 
 
 @pytest.mark.parametrize(
@@ -270,6 +271,92 @@ def test_every_host_of_a_slice_joins_the_job(room, job):
   assert words(f'trainer v5p:8x8x8 {job} --distributed').count('--distributed') == 1
   assert '--distributed' not in words(f'trainer v5p:2x2x1 {job}')
   assert '--distributed' not in words('trainer v5p:8x8x8 convert')
+
+
+POOL = "--config.roles.pool_url='postgresql://m2jax@db/m2jax'"
+FORGE = (
+  f'learner v5p:4x4x4 forge --role=learner {POOL}',
+  f'engine v5p:2x2x1*2 forge --role=engine {POOL}',
+  f'gateway cpu forge --role=gateway {POOL}',
+  f'agents cpu*3 forge --role=agents {POOL}',
+)
+
+
+def test_the_roles_of_forge_meet():
+  """One workdir, and every role has the addresses of the others: the flags that
+  docs/roles.md says, which the config knows."""
+  roles = [options.role(text, '/workdir/first') for text in FORGE]
+  launch = a_launch(*roles)
+  assert config.unmet(launch, 'jobset') == []
+  jobs = {
+    job['name']: job['template']['spec']['template']['spec']['containers'][0]['command']
+    for job in jobset.manifest(launch)['spec']['replicatedJobs']
+  }
+  assert list(jobs) == [
+    'learner', 'engine-0', 'engine-1', 'gateway', 'agents-0', 'agents-1', 'agents-2'
+  ]  # fmt: skip
+  assert all('--workdir=/workdir/first/forge' in argv for argv in jobs.values())
+  engines = [f'http://first-engine-{i}-0-0.first:8101' for i in range(2)]
+  forge = pytest.importorskip('configs.forge').get_config()
+  common = pytest.importorskip('experiments.common')
+  kind = pytest.importorskip('m2jax.forge.config').ForgeConfig
+  for name, argv in jobs.items():
+    given = [a.removeprefix('--config.') for a in argv if a.startswith('--config.')]
+    for flag, value in (text.split('=', 1) for text in given):
+      *path, leaf = flag.split('.')
+      group = forge
+      for part in path:
+        group = group[part]
+      group[leaf] = type(group[leaf])(_value(value))
+    found = common.build(kind, forge)
+    assert found.roles.engine_urls == tuple(engines)
+    assert found.roles.gateway_url == 'http://first-gateway-0-0.first:8102'
+    assert found.roles.pool_url == 'postgresql://m2jax@db/m2jax'
+    if name.startswith('engine'):
+      assert found.roles.engine == int(name[-1])
+      assert found.roles.engine_server.host == '0.0.0.0'
+    if name == 'gateway':
+      assert found.gateway.host == '0.0.0.0'
+
+
+def _value(text):
+  try:
+    return ast.literal_eval(text)
+  except (SyntaxError, ValueError):
+    return text
+
+
+@pytest.mark.parametrize(
+  ('change', 'target', 'message'),
+  [
+    (lambda roles: roles[1:], 'jobset', 'exactly one learner, not 0'),
+    (lambda roles: roles[:-1], 'jobset', 'at least one agents, not 0'),
+    (lambda roles: [r.replace('*2', '*0') for r in roles], 'jobset', 'replicas=0'),
+    (lambda roles: [r.replace(POOL, '') for r in roles], 'jobset', 'SQLite is for one'),
+    (lambda roles: [*roles, 'x cpu forge --role=y'], 'jobset', 'has no --role=y'),
+    (lambda roles: [roles[0] + ' --workdir=/x', *roles[1:]], 'jobset', 'one --workdir'),
+    (lambda roles: roles[::-1], 'jobset', 'has to be the learner'),
+    (lambda roles: roles, 'xpk', 'use --target=jobset'),
+    (lambda roles: roles, 'tpu_vm', 'use --target=jobset'),
+  ],
+)
+def test_roles_that_would_not_meet_are_refused(change, target, message):
+  """Each would wait a day for the others."""
+  with pytest.raises(LaunchError, match=message):
+    roles = [options.role(text, '/workdir/first') for text in change(list(FORGE))]
+    config.check(a_launch(*roles), target)
+
+
+def test_time_to_save():
+  """SIGTERM makes a job save: its pods get the time, and are then started again."""
+  launch = a_launch(grace_s=900, max_restarts=2)
+  [job] = jobset.manifest(launch)['spec']['replicatedJobs']
+  assert (
+    job['template']['spec']['template']['spec']['terminationGracePeriodSeconds'] == 900
+  )
+  [command] = xpk.run(launch)
+  assert '--termination-grace-period-seconds=900' in command.argv
+  assert '--restart-on-exit-codes=1' in command.argv
 
 
 def test_gang_from_flags():

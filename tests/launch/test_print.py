@@ -59,8 +59,12 @@ def test_the_docs_have_the_whole_walk():
 
 
 def test_a_plain_call_prints_and_warns(capsys):
-  """The bucket is the workdir where there is no storage; no job takes one yet."""
+  """No job writes to a bucket: a workdir in one is printed with a warning, and none is
+  chosen where there is no storage."""
   flags_ = '--project=p --zone=us-east5-a --cluster=c --image=i --bucket=gs://b'
+  out, err, code = call(f'--target=xpk --topology=v5p:4x4x4 {flags_}', capsys)
+  assert (out, code) == ('', 2) and 'set --storage or --workdir' in err
+  flags_ += ' --workdir=gs://b/m2jax'
   out, err, code = call(f'--target=xpk --topology=v5p:4x4x4 {flags_}', capsys)
   assert code == 0
   assert '--tpu-type=v5p-4x4x4' in out and '--workdir=gs://b/m2jax/trainer' in out
