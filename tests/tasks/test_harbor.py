@@ -205,10 +205,43 @@ def test_after_ready_no_reward_is_a_failure(tmp_path):
 class _Box:
   """What test.sh left in its logs."""
 
+  def __init__(self, name='reward.txt', text='1\n'):
+    self.name, self.text = name, text
+
   async def read(self, path, limit):
-    if path.endswith('reward.txt'):
-      return b'1\n'
+    if path.endswith(self.name):
+      return self.text.encode()
     raise FileNotFoundError(path)
+
+
+@pytest.mark.parametrize(
+  'text, reward',
+  [
+    ('{"reward": 1}', 1),
+    ('{"reward": 0.25, "style": 1}', 0.25),
+    ('{"accuracy": 0.5}', 0.5),
+    ('{"accuracy": 0.5, "style": 1}', None),
+    ('{"reward": true}', None),
+    ('{"reward": NaN}', None),
+    ('{"reward": 2}', None),
+    ('{"reward": 1' + '0' * 400 + '}', None),
+    ('[' * 100_000, None),
+    ('[1]', None),
+    ('{}', None),
+    ('{', None),
+  ],
+)
+def test_a_reward_in_json(text, reward):
+  """Harbor's own verifiers may write reward.json alone. After the line of ours it does
+  not count: code under test could have written it."""
+  for output, outcome in (('', 'invalid'), (f'{verifier.READY}\n', 'failed')):
+    result = sandbox.ExecResult(0, output, '', wall_s=1.0)
+    found = asyncio.run(verifier.verdict(_Box('reward.json', text), result))
+    if reward is None or output:
+      assert (found.outcome, found.reward) == (outcome, 0)
+    else:
+      assert found.reward == reward
+      assert found.outcome == ('passed' if reward == 1 else 'failed')
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ another directory of a random name, which the tree does not lead to. test.sh is 
     M2JAX_TESTS    the task's tests/, read-only
     M2JAX_LOGS     directory for reward.txt (a number in [0, 1]) and details.json, which
                    may say why: `reason`, or `invalid` instead of a reward. Harbor has a
-                   trial without a reward as an error, and reads none of the details
+                   trial without a reward as an error, and reads none of the details.
+                   Instead of reward.txt, Harbor's reward.json: `{"reward": 0.5}`, or
+                   an object with one other number; not after the line below
     M2JAX_SITE     directory of Python packages, or empty
     M2JAX_LISTING  with `Metadata.listing`: JSON of `compose.listing`
     M2JAX_RUNS     with `Metadata.run`: JSON of `runs.run`
@@ -50,6 +52,8 @@ READY = 'm2jax: ready'
 _MOUNT, _SITES = '/verifier', '/sites'
 _LOGS, _LISTING, _RUNS = 'logs', 'listing.json', 'runs.json'
 _MAX_REWARD_BYTES = 1 << 20
+# Of files that a verifier, or code that it runs, wrote.
+_UNREADABLE = (sandbox.SandboxPathError, ValueError, OverflowError, RecursionError)
 
 
 class InvalidVerdict(sandbox.SandboxError):
@@ -297,8 +301,8 @@ async def verdict(box: sandbox.Sandbox, result: sandbox.ExecResult) -> Verdict:
     details = await _details(box)
     if details.get('invalid'):
       return Verdict(INVALID, reason=str(details['invalid']), details=details, **said)
-    reward = float(await box.read(f'{_LOGS}/reward.txt', 64))
-  except (FileNotFoundError, sandbox.SandboxPathError, ValueError) as error:
+    reward = await _reward(box, foreign=not ready)
+  except (FileNotFoundError, *_UNREADABLE) as error:
     return Verdict(missing, reason=f'no reward: {error}', **said)
   if not (math.isfinite(reward) and 0 <= reward <= 1):
     return Verdict(missing, reason=f'the reward is {reward}', **said)
@@ -307,11 +311,28 @@ async def verdict(box: sandbox.Sandbox, result: sandbox.ExecResult) -> Verdict:
   return Verdict(outcome, reward, reason, details=details, **said)
 
 
+async def _reward(box: sandbox.Sandbox, *, foreign: bool) -> float:
+  """What test.sh wrote; reward.json only if no pipeline of ours made it (`foreign`):
+  theirs have always written reward.txt, and code under test may write the other."""
+  try:
+    return float(await box.read(f'{_LOGS}/reward.txt', 64))
+  except FileNotFoundError:
+    if not foreign:
+      raise
+  found = json.loads(await box.read(f'{_LOGS}/reward.json', _MAX_REWARD_BYTES))
+  if not isinstance(found, dict):
+    raise ValueError('reward.json is not an object')
+  value = found.get('reward', *(found.values() if len(found) == 1 else ()))
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    raise ValueError("reward.json has no number 'reward', nor one number alone")
+  return float(value)
+
+
 async def _invalid(box: sandbox.Sandbox) -> str:
   """Why test.sh, which ended, could not decide: a process of it had no memory."""
   try:
     return str((await _details(box)).get('invalid', ''))
-  except (sandbox.SandboxPathError, ValueError):
+  except _UNREADABLE:
     return ''
 
 
