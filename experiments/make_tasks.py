@@ -17,7 +17,7 @@ from absl import flags
 
 from experiments import common
 from m2jax import pipelines
-from m2jax.pipelines import seat
+from m2jax.pipelines import installed, seat
 from m2jax.sandbox import SandboxError
 from m2jax.tasks import harbor
 from m2jax.train.workdir import WorkdirError, open_workdir
@@ -62,4 +62,4 @@ def with_config(argv: list[str]) -> list[str]:
 
 if __name__ == '__main__':
   sys.argv = with_config(sys.argv)
-  common.run(main, WorkdirError, SandboxError)
+  common.run(main, WorkdirError, SandboxError, installed.SourceMissing)

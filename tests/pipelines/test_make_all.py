@@ -53,6 +53,7 @@ def test_one_task_of_each_and_a_table(tmp_path):
   one, two = json.loads((tmp_path / 'made.json').read_text())
   assert one['note'].startswith('failed') and two['tasks'] == 1
   assert 'seconds a task' in out and 'toy' in out
+  assert 'no task in dev, held_out:' in out
   code, _, err = _found(_started(tmp_path, f'--pipelines={_TOY}', '--count=2'))
   assert code == 0, err
   (row,) = json.loads((tmp_path / 'made.json').read_text())
