@@ -44,13 +44,18 @@ def user(text):
   return {'role': 'user', 'content': text}
 
 
-def call(message):
+def result(message):
   """A tool message, after which the template retains thinking."""
   (made,) = message['tool_calls']
-  return {'role': 'tool', 'tool_call_id': made['id'], 'content': '3'}
+  return [{'role': 'tool', 'tool_call_id': made['id'], 'content': '3'}]
 
 
-@pytest.mark.parametrize('after', [call, lambda message: user('go on')])
+def instruction(message):
+  """A user message after it, which ends that."""
+  return [*result(message), user('go on')]
+
+
+@pytest.mark.parametrize('after', [result, instruction])
 def test_a_lost_answer_is_not_trained(agent, after):
   """A client that did not get the answer repeats the request, at the first turn and at
   a later one, whether or not the next prompt extends the recorded ids."""
@@ -58,11 +63,11 @@ def test_a_lost_answer_is_not_trained(agent, after):
   first = [user('count')]
   ask(first)
   message = ask(first)
-  second = [*first, message, after(message)]
+  second = [*first, message, *after(message)]
   ask(second)
   message = ask(second)
-  ask([*second, message, after(message)])
-  assert [c.parent is None for c in records] == [True, True, *[after is not call] * 3]
+  ask([*second, message, *after(message)])
+  assert [c.parent is None for c in records] == [True, True, *[after is not result] * 3]
   assert turns(records) == [1, 3, 4]
 
 
@@ -81,13 +86,13 @@ def test_a_clock_that_steps_back_trains_the_same_answer(agent, monkeypatch):
   assert records[0].started_s < records[1].started_s
 
 
-@pytest.mark.parametrize('after', [call, lambda message: user('go on')])
+@pytest.mark.parametrize('after', [result, instruction])
 def test_the_best_of_three_is_trained(agent, after):
   """Three samples, of which the agent continues the first."""
   ask, records = agent
   start = [user('count')]
   best, *_ = [ask(start) for _ in range(3)]
-  ask([*start, best, after(best)])
+  ask([*start, best, *after(best)])
   assert turns(records) == [0, 3]
 
 
@@ -98,7 +103,7 @@ def test_clients_that_rewrite_history_are_trained_whole(agent):
   start = [user('count')]
   message = ask(start)
   message.pop('reasoning_content')
-  ask([*start, message, user('and now')])
+  ask([*start, message, *instruction(message)])
   ask([user('a summary of the work so far')])
   ask([user('you are a sub-agent')])
   ask([user('a summary of the work so far'), user('go on')])

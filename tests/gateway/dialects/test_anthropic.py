@@ -321,6 +321,8 @@ def test_what_has_no_effect_is_counted():
     context_management={'edits': [{'type': 'clear_thinking_20251015', 'keep': 'all'}]},
   )
   assert request.ignored == ()
+  request, _ = parse(thinking={'type': 'enabled', 'budget_tokens': 1024})
+  assert request.ignored == ('thinking',)
   request, _ = parse(tool_choice={'type': 'none'})
   assert request.tools is None
 

@@ -12,7 +12,8 @@ Treatment of each field:
   assistant (prefill);
 - output_config.format and output_format, tool_choice 'any' and 'tool' (`formats`):
   rejected in a training session; with both, the call has no text to be formatted;
-- accepted and counted: thinking of the type 'disabled' (M2 always thinks),
+- accepted and counted: thinking of the type 'disabled', or with a budget (M2 always
+  thinks, as long as it likes),
   disable_parallel_tool_use, context_management that edits the context, `is_error`,
   redacted thinking, and fields that the real service does not have;
 - without effect, as the model and its prompt know nothing of the kind, and counted:
@@ -96,7 +97,7 @@ def _note_thinking(data: dict, ignored: list[str]) -> None:
   thinking = fields.mapping(data.get('thinking') or {}, 'thinking')
   if thinking.get('type') not in (None, 'enabled', 'adaptive', 'disabled'):
     raise invalid("must be 'enabled', 'adaptive' or 'disabled'", 'thinking.type')
-  if thinking.get('type') == 'disabled':
+  if thinking.get('type') == 'disabled' or thinking.get('budget_tokens'):
     ignored.append('thinking')
   where = 'context_management'
   management = fields.mapping(data.get(where) or {}, where)
