@@ -445,8 +445,8 @@ law4.verified-random-stream m2jax/rollout/speculative.py
 + how.counters + jnp.repeat(jnp.arange(C), P)
 
 law4.agreement-on-policy m2jax/rl/agreement.py
-- (jnp.asarray(batch.lag) == 0)
-+ (jnp.asarray(batch.lag) >= 0)
+- live & (lag == kind)
++ live & (lag >= kind)
 
 law5.report-counts-once m2jax/pool/leases.py
 - i.state == 'pending', i.report.is_(None))
