@@ -405,11 +405,12 @@ def test_copies_of_a_module_are_found_wherever_they_are(tmp_path):
     with zipfile.ZipFile(tmp_path / name, 'w') as archive:
       archive.writestr(inside, '')
   (tmp_path / 'c.zip').write_bytes(b'no archive')
-  (tmp_path / 'link').symlink_to(package)
-  found = verifier._copies(str(tmp_path), '/place', 'calc', 0)
+  (tmp_path / 'link').mkdir()
+  (tmp_path / 'link' / 'calc').symlink_to(package)
+  (tmp_path / 'link' / 'calc.py').symlink_to(single)
+  found = verifier._copies(str(tmp_path), 'calc', 0)
   assert sorted(found) == [
-    *('/place/a.whl', '/place/calc.cpython-313.pyc', '/place/calc.py'),
-    '/place/tool/_vendor/calc/',
+    *('a.whl', 'calc.cpython-313.pyc', 'calc.py', 'tool/_vendor/calc/'),
   ]
   host = sandbox.Host()
   assert verifier.without(host, ()) == host

@@ -115,17 +115,18 @@ def host(
 def without(host: sandbox.Host, modules: tuple[str, ...]) -> sandbox.Host:
   """The host without what this machine has of Python modules, wherever it is."""
   hidden = {
-    path
+    f'{target}/{path}'
     for source, target in (('/usr', '/usr'), *host.read_only)
     for name in modules
-    for path in _copies(source, target, name, os.stat(source).st_mtime_ns)
+    for path in _copies(source, name, os.stat(source).st_mtime_ns)
+    if os.path.exists(f'{source}/{path}')  # still
   }
   return dataclasses.replace(host, hidden=tuple(sorted(hidden)))
 
 
 @functools.lru_cache(maxsize=256)
-def _copies(source: str, target: str, name: str, changed_ns: int) -> tuple[str, ...]:
-  """Paths below `target` of the copies of a module below `source`, for `Host.hidden`.
+def _copies(source: str, name: str, changed_ns: int) -> tuple[str, ...]:
+  """Paths in `source` of the copies of a module, as in `Host.hidden`.
 
   Packages, modules, also compiled, and archives with one of them. `changed_ns` is when
   an entry of `source` changed.
@@ -134,17 +135,18 @@ def _copies(source: str, target: str, name: str, changed_ns: int) -> tuple[str, 
     return ()
   found = []
   for directory, names, files in os.walk(source):
-    inside = target + directory.removeprefix(source)
+    inside = f'{directory}/'.removeprefix(f'{source}/')
     for one in [n for n in names if n == name]:
       path = Path(directory, one)
       if not path.is_symlink() and next(path.rglob('*.py*'), None):
-        found.append(f'{inside}/{one}/')
+        found.append(f'{inside}{one}/')
         names.remove(one)
     for one in files:
       stem, _, kind = one.partition('.')
+      path = os.path.join(directory, one)
       is_module = stem == name and kind.rpartition('.')[2] in ('py', 'pyc', 'pyo', 'so')
-      if is_module or _contains(os.path.join(directory, one), name):
-        found.append(f'{inside}/{one}')
+      if (is_module or _contains(path, name)) and not os.path.islink(path):
+        found.append(f'{inside}{one}')
   return tuple(found)
 
 
