@@ -8,8 +8,8 @@ HARDWARE: the slice TOPOLOGY, 512 chips in 128 processes, as planned: 76 GiB of 
   goes from one to the next by itself. A run may resume on another slice with other
   meshes and passes: --config.mesh.data=2 --config.pretrain.stages[0].passes=2 on 256
   chips until the first stage ends.
-TIME: a step at 8K is planned to take 9.5 s (docs/plan.md): at that rate 29.2T tokens
-  are 256 days.
+TIME: docs/plan.md has the estimate of a step of each stage, and the command that prints
+  it.
 RESULT: not known; the report gives no loss of its base model.
 
 Published (facts/m2-and-forge.md §1.5, §3): the shape; 19.9T tokens of constant phase

@@ -61,7 +61,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     raise ValueError(
       f'mesh {config.sizes} needs {math.prod(sizes)} devices, there are {len(devices)}'
     )
-  slices = {d.slice_index for d in devices[: math.prod(sizes)] if d.platform == 'tpu'}
+  # TPUs have the attribute only where there are several slices.
+  used = [d for d in devices[: math.prod(sizes)] if d.platform == 'tpu']
+  slices = {getattr(d, 'slice_index', 0) for d in used}
   if len(slices) > 1:
     raise ValueError(
       f'mesh {config.sizes} covers {len(slices)} TPU slices: a job runs on one slice, '

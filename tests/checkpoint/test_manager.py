@@ -19,6 +19,7 @@ from m2jax.checkpoint import (
   CheckpointMismatch,
   CorruptCheckpoint,
   MissingCheckpoint,
+  StorageError,
 )
 
 Moments = collections.namedtuple('Moments', ['mu', 'nu'])
@@ -276,6 +277,26 @@ class TestRefusals:
   def test_read_only(self, saved):
     with pytest.raises(ValueError, match='read_only'):
       CheckpointManager(saved, read_only=True).save(3, {'x': jnp.zeros(1)})
+
+
+def test_an_outage_is_no_error_of_the_user(saved, monkeypatch):
+  """Storage that is away raises ValueErrors. They are StorageErrors here, in a save and
+  in a read, and not an invalid step or a corrupt checkpoint: a job that meets one may
+  be started again as it is."""
+
+  def away(*args, **options):
+    raise ValueError('UNAVAILABLE: gs://bucket: HTTP response code: 503')
+
+  with CheckpointManager(saved) as manager:
+    with monkeypatch.context() as patch:
+      patch.setattr(manager._orbax, 'save', away)
+      with pytest.raises(StorageError, match='UNAVAILABLE'):
+        manager.save(3, {'x': jnp.zeros(1)})
+    with pytest.raises(ValueError, match='not after'):
+      manager.save(2, {'x': jnp.zeros(1)})
+    monkeypatch.setattr('orbax.checkpoint.Checkpointer.restore', away)
+    with pytest.raises(StorageError, match='UNAVAILABLE'):
+      manager.restore()
 
 
 def test_a_failed_background_save_is_raised_and_leaves_no_step(tmp_path, monkeypatch):

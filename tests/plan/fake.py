@@ -18,6 +18,12 @@ class Device:
   platform: str = 'tpu'
   core_on_chip: int = 0
   process_index: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceDevice(Device):
+  """A device of one of several slices; others have no such attribute."""
+
   slice_index: int = 0
 
 

@@ -89,7 +89,7 @@ def test_two_slices_are_a_sentence():
   """A mesh over TPUs of several slices would put each layer's collectives on the links
   between them; mesh_utils answers with an assertion."""
   devices = [
-    fake.Device(i, (i % 2, i // 2 % 2, 0), slice_index=i // 4) for i in range(8)
+    fake.SliceDevice(i, (i % 2, i // 2 % 2, 0), slice_index=i // 4) for i in range(8)
   ]
   with pytest.raises(ValueError, match='covers 2 TPU slices: a job runs on one slice'):
     sharding.make(sharding.MeshConfig(data=2, fsdp=4), devices)

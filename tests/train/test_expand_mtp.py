@@ -22,7 +22,7 @@ from m2jax.train.stages import PhasesConfig
 from tests import quick, row_model
 from tests.train import test_pretrain
 
-CFG = test_pretrain.CFG
+CFG = dataclasses.replace(test_pretrain.CFG, num_mtp_modules=1)
 KEY = jax.random.key(5)
 
 
