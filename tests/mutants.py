@@ -607,8 +607,8 @@ experiments.whole-file experiments/transfer.py tests/experiments/test_transfer.p
 + new, count = path, 0
 
 forge.prune-to-the-oldest m2jax/forge/rl_loop.py tests/forge/test_rl_loop.py
-- oldest = min(self._manager.steps(), default=None)
-+ oldest = max(self._manager.steps(), default=None)
+- oldest = min(self._manager.steps()[-KEEP:], default=None)
++ oldest = max(self._manager.steps()[-KEEP:], default=None)
 """
 
 if __name__ == '__main__':
