@@ -108,7 +108,7 @@ def test_the_death_of_a_process_ends_an_evaluation(tmp_path, checkpoint):
   finally:
     processes.finish(children, 1)
   assert time.monotonic() - killed_s < HEARTBEAT_S
-  assert children[0].returncode == 2
+  assert children[0].returncode == 1
   assert 'error: the rollout engine has stopped: ' in err.splitlines()[-1]
   assert 'Traceback' not in err and 'held-out success' not in out
   assert not (tmp_path / 'evaluation.json').exists()
