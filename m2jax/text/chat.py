@@ -230,8 +230,8 @@ def in_call_order(
   their order where a call or a result has no id.
 
   Args:
-    complete: whether a call may not be without a result; otherwise only all calls of a
-      message may.
+    complete: whether every call needs a result; otherwise a message's calls may all
+      have none.
 
   Raises:
     ChatError: a result of no call, or a call without a result; names the index.
