@@ -18,7 +18,7 @@ CASES = {
     'forge',
     ['--workdir={tmp}/w', '--config.sft.loop.nosuch=1'],
     "--config.sft.loop.nosuch=1: the config has no field 'nosuch'; config.sft.loop has "
-    'checkpoint_every, log_every, seconds, steps',
+    'checkpoint_every, keep_every_steps, log_every, max_skipped, seconds, steps',
   ),
   'unknown group': ('sft', ['--workdir={tmp}/w', '--config.no.such=1'], '--config.no'),
   'not a number': ('evaluate', ['--workdir={tmp}/w', '--config.eval_tasks=a'], "'a'"),
