@@ -139,9 +139,11 @@ class Batcher:
     slots = self.table.where(State.PREFILL)
     slots = slots[self.table.held[slots] > 0]
     for slot in slots[np.argsort(-self.table.started[slots])].tolist():
-      job = self.jobs[slot]
-      self._leave(job)
-      self.waiting.appendleft(job)
+      self._restart(self.jobs[slot])
+
+  def _restart(self, job: Job) -> None:
+    self._leave(job)
+    self.waiting.appendleft(job)
 
   @property
   def busy(self) -> bool:

@@ -181,6 +181,11 @@ class DecodeBatcher(Batcher):
     """Whether the pages are of weights that this engine does not have yet."""
     return isinstance(part, Part) and part.versions[1] > self.version
 
+  def _is_late(self, part: Part | HandoverError) -> bool:
+    """Whether some of the keys are of weights that may not be reused."""
+    fresh = not self.config.reuse_stale_prefix
+    return fresh and isinstance(part, Part) and part.versions[0] < self.version
+
   def _receive(self) -> None:
     """Takes what has arrived; what is early waits, and holds up no other ask."""
     arrived, self._early = self._early, []
@@ -192,6 +197,8 @@ class DecodeBatcher(Batcher):
         continue  # cancelled
       if self._is_early(part):
         self._early.append((pending, part))
+      elif self._is_late(part):
+        self._restart(pending.job)
       elif isinstance(part, NewerWeights):
         self._prefill_alone(pending, 'handover_newer', str(part))
       elif isinstance(part, HandoverError):
