@@ -338,6 +338,18 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGTERM, previous)
 
 
+def check_stopped() -> None:
+  """For a server that was interrupted: Ctrl-C ends it with success.
+
+  Raises:
+    KeyboardInterrupt: it was SIGTERM: a scheduler would take success for the end of it.
+  """
+  from m2jax.train import stopping
+
+  if stopping.requested():
+    raise KeyboardInterrupt
+
+
 def fail(error: Exception, at_once: bool = False) -> NoReturn:
   """Exits with the error's message and code; --verbosity=1 shows the traceback.
 

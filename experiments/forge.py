@@ -56,7 +56,8 @@ def main():
 
 
 def _serve(config: ForgeConfig) -> None:
-  """Any role but the learner's, until Ctrl-C or SIGTERM."""
+  """Any role but the learner's, until Ctrl-C, or SIGTERM, which is no success: a
+  scheduler has to start the role again elsewhere."""
   for flag, given, where in (
     ('fresh', common.FRESH, 'learner or all'),
     ('distributed', common.DISTRIBUTED, 'all, learner or engine'),
@@ -97,6 +98,7 @@ def _serve(config: ForgeConfig) -> None:
       f'--config.roles.{field}: {url}: {error.strerror}: choose another port, or end '
       'the process that has it'
     ) from error
+  common.check_stopped()
   print('\nstopped')
 
 

@@ -81,7 +81,7 @@ def _serve(
   gateway: GatewayConfig,
   recorded: outside.RecordedConfig,
 ) -> None:
-  """Until Ctrl-C.
+  """Until Ctrl-C, or SIGTERM, after which a scheduler has to start it again.
 
   Raises:
     RolloutsFailed: the engine has stopped.
@@ -112,7 +112,7 @@ def _serve(
       raise common.BadInput(f'{gateway.host}:{gateway.port}: {error}') from error
     hello = {'role': 'user', 'content': 'Hello'}
     body = json.dumps({'model': gateway.model_name, 'messages': [hello]})
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
       print(f'serving step {found.step} of {found.directory} at {server.base_url}')
       call = _CALL if gateway.accept_unknown_keys else _BEGIN
       secret = f'{common.WORKDIR.value}/{_SECRET}'
@@ -124,6 +124,8 @@ def _serve(
           taken[0].clean()
           cleaned_s = time.monotonic()
       raise RolloutsFailed(f'the rollout engine has stopped: {running.stopped_reason}')
+    except KeyboardInterrupt:
+      common.check_stopped()
   print('\nstopped')
 
 

@@ -113,6 +113,22 @@ def test_a_signal_where_nothing_is_lost(capsys):
   assert 'the same command resumes' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(('number', 'code'), [('SIGTERM', 130), ('SIGINT', 0)])
+def test_a_server_that_is_stopped(capsys, number, code):
+  """Ctrl-C ends a server with success; SIGTERM does not, or a scheduler that moves it
+  to another machine would not start it there."""
+  ended = 0
+  try:
+    with common.interruptible():
+      try:
+        signal.raise_signal(getattr(signal, number))
+      except KeyboardInterrupt:
+        common.check_stopped()
+  except SystemExit as error:
+    ended = error.code
+  assert ended == code and bool(capsys.readouterr().err) == bool(code)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('job', JOBS)
 def test_a_url_is_refused(tmp_path, job):

@@ -149,7 +149,7 @@ class Roles:
   def stop(self, name: str, timeout_s: float = 60.0) -> int:
     child = self.children.pop(name)
     if '.' not in name:  # the others of several end with the first
-      child.send_signal(signal.SIGTERM)
+      child.send_signal(signal.SIGINT)
     return child.wait(timeout_s)
 
   def __enter__(self) -> Roles:
