@@ -36,7 +36,8 @@ def test_sft(tmp_path, chats):
   another mesh, trains nothing."""
   tune = [f'--config.demonstrations={chats}', *conftest.SFT]
   tune += [f'--config.model.{field}' for field in conftest.SMALL]
-  tune += ['--config.sft.loop.checkpoint_every=2']
+  every = ('checkpoint_every', 'keep_every_steps')
+  tune += [f'--config.sft.loop.{name}=2' for name in every]
   tune += [f'--config.sft.optimizer.by_kind.{k}=adam' for k in ('matrix', 'expert')]
 
   def one(name, devices):
