@@ -51,7 +51,8 @@ def kill_at(pattern, count):
     nonlocal left
     if event not in ('open', 'os.mkdir', 'os.rename', 'os.remove', 'os.rmdir'):
       return
-    if re.search(pattern, ' '.join(map(str, (event, *args[:2])))):
+    text = ' '.join(map(str, (event, *args[:2])))
+    if '__pycache__' not in text and re.search(pattern, text):  # not Python's own files
       left -= 1
       if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)

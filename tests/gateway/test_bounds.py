@@ -123,6 +123,7 @@ pipe = subprocess.PIPE
 echo = subprocess.Popen(['cat'], stdin=pipe, stdout=pipe, bufsize=0)
 connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=120)
 delays = []
+print('ready', flush=True)
 while not select.select([sys.stdin], [], [], 0.01)[0]:
   times = [time.monotonic()]
   echo.stdin.write(b'x')
@@ -148,13 +149,15 @@ class Probe:
   """
 
   def __init__(self, gateway):
-    self.command = [sys.executable, '-c', PROBE, *map(str, address(gateway))]
+    command = [sys.executable, '-c', PROBE, *map(str, address(gateway))]
+    pipe = subprocess.PIPE
+    self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
+    self._process.stdout.readline()  # it asks from now on
     self.added_bytes = 0
 
   def until(self, done):
     before, begun = own_bytes(), time.monotonic()
-    pipe = subprocess.PIPE
-    with subprocess.Popen(self.command, stdin=pipe, stdout=pipe) as probe:
+    with self._process as probe:
       while not done():
         self.added_bytes = max(self.added_bytes, own_bytes() - before)
         time.sleep(0.02)
