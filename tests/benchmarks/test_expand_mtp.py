@@ -20,7 +20,9 @@ def row(seed, source, after, main, *modules):
 
 def test_parts_of_a_mixture():
   """Block, projection and norms are those that the mixture names."""
-  cfg = dataclasses.replace(test_step.CFG, dtype='float32', param_dtype='float32')
+  cfg = dataclasses.replace(
+    test_step.CFG, dtype='float32', param_dtype='float32', num_mtp_modules=1
+  )
   variables, key = quick.variables(cfg, 0, noise=0.1, bias=0.1), jax.random.key(1)
 
   @jax.jit  # one program: each operation alone would be compiled, too
