@@ -144,7 +144,7 @@ def fit(
     used_s = clock.used_s()
     if done == first + 1:
       logging.info('%s: compiled in %.0f s', run.phase, clock.compiled_s())
-    over = end.reached(done, used_s) or skips.too_many
+    over = end.reached(done, used_s, (state, scalars)) or skips.too_many
     if done % config.log_every == 0 or over:
       progress, epoch = config.progress(done, used_s), getattr(batches, 'epoch', None)
       records.hold(done, scalars, used_s=used_s, progress=progress, epoch=epoch)
@@ -165,18 +165,24 @@ class _End:
   """Whether a run ends after a step, for all of its processes alike.
 
   Several processes vote while the next step runs, so that none waits for a step: the
-  run ends one step after the first of them wants to.
+  run ends one step after the first of them wants to. On CPUs they wait, since Gloo
+  confuses the collectives of two programs that run at the same time.
   """
 
   def __init__(self, config: LoopConfig):
     self._config, self._vote = config, None
 
-  def reached(self, done: int, used_s: float) -> bool:
-    """To be called by every process after every step."""
+  def reached(self, done: int, used_s: float, results: Any) -> bool:
+    """To be called by every process after every step, with its results."""
     stop, full = stopping.requested(), self._config.reached(done, used_s)
     if jax.process_count() == 1 or done >= self._config.steps:
       return stop or full
+    alone = jax.default_backend() == 'cpu'
+    if alone:
+      jax.block_until_ready(results)
     before, self._vote = self._vote, largest(2 if stop else int(full))
+    if alone:
+      self._vote.block_until_ready()
     agreed = 0 if before is None else int(before)
     if agreed == 2:
       stopping.request()

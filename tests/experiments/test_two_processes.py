@@ -92,7 +92,8 @@ def test_forge(tmp_path):
   flags += ['--config.mesh.data=1', '--config.mesh.fsdp=2', '--config.mesh.tensor=2']
   flags += ['--config.model.num_kv_heads=2', '--config.rl.refill_factor=1']
   first, second = finish(conftest.two('forge', *flags, variant=':smoke', devices=2))
-  assert first[0] == 0 and 'after RL' in first[1], first[2][-3000:]
+  both = '\n'.join(out[-3000:] for _, *texts in (first, second) for out in texts)
+  assert first[0] == 0 and 'after RL' in first[1], both
   assert second[0] == 0 and 'after RL' not in second[1], second[2][-3000:]
   assert [r['step'] for r in metrics_lib.read(tmp_path / 'run', 'rl')] == [1, 2, 3]
   assert policy.load(tmp_path / 'run').directory.endswith('rl')

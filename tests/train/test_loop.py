@@ -305,21 +305,28 @@ def test_records(tmp_path):
 
 def test_processes_agree_on_the_end(monkeypatch):
   """Several processes end after the same step: each votes after every step, and they
-  read the vote one step later, so that none waits for a step. The limit of steps needs
-  no vote. A request to stop in one is one in all."""
+  read the vote one step later. On CPUs it begins once the step has ended. The limit of
+  steps needs no vote. A request to stop in one is one in all."""
   monkeypatch.setattr(stopping, '_requested', False)
-  votes = []
+  events = []
+
+  class Step:
+    def block_until_ready(self):
+      events.append('step')
 
   def largest(mine):
-    votes.append(mine)
-    return np.int32(others)
+    events.append(mine)
+    return jnp.int32(others)
 
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   monkeypatch.setattr(loop, 'largest', largest)
   others = 1
   end = loop._End(loop.LoopConfig(steps=10, seconds=5.0))
-  assert not end.reached(1, 1.0) and end.reached(2, 6.0) and votes == [0, 1]
-  assert end.reached(10, 0.0) and len(votes) == 2 and not stopping.requested()
+  assert not end.reached(1, 1.0, Step()) and end.reached(2, 6.0, Step())
+  assert events == ['step', 0, 'step', 1]
+  assert end.reached(10, 0.0, Step()) and len(events) == 4
+  assert not stopping.requested()
   others = 2
   end = loop._End(loop.LoopConfig(steps=10))
-  assert not end.reached(1, 1.0) and end.reached(2, 1.0) and stopping.requested()
+  assert not end.reached(1, 1.0, Step()) and end.reached(2, 1.0, Step())
+  assert stopping.requested()
