@@ -1,8 +1,8 @@
-"""Page faults of a call of a program with 64 MB of temporaries: prints the mean.
+"""Page faults of a call of a program with 64 MB of temporaries: prints the median.
 
 python -m tests.train.host_memory_worker keep|give_back
 
-The first 20 calls are not counted: the process still grows in up to ten of them, where
+The first 20 calls are not counted: the process still grows in some of them, where
 a small allocation has split the room that the last call left.
 """
 
@@ -28,7 +28,7 @@ def main(keep):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
   faults = [call() for _ in range(40)]
-  print(statistics.fmean(faults[20:]))
+  print(statistics.median(faults[20:]))
 
 
 if __name__ == '__main__':

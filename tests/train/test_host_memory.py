@@ -8,7 +8,7 @@ from tests import processes
 
 
 def faults(keep: str) -> float:
-  """Page faults of a call, the mean of many."""
+  """Page faults of a call, the median of many."""
   done = processes.run('tests.train.host_memory_worker', keep)
   if done.returncode == 3:
     pytest.skip('the C library is not glibc')
