@@ -96,7 +96,7 @@ def check(value: Any, max_depth: int = MAX_DEPTH) -> None:
           stack.append((item, (where, key), depth + 1))
       elif kind is float:
         if not math.isfinite(item):
-          raise JsonFault(_path((where, key)), f'{item} is not a JSON number')
+          raise JsonFault(_path((where, key)), f'{item} is not a finite number')
       elif kind is int and not is_int64(item):
         raise JsonFault(_path((where, key)), 'this integer does not fit into 64 bits')
 

@@ -1,16 +1,10 @@
 """Harbor task directories as tasks: `task` the kind, `directory` the format.
 
-`verifier` judges, `teacher` demonstrates.
+`schema` checks task.toml, `verifier` judges, `teacher` demonstrates.
 """
 
-from m2jax.tasks.harbor.directory import (
-  BadTask,
-  Directory,
-  Draft,
-  Metadata,
-  read,
-  write,
-)
+from m2jax.tasks.harbor.directory import Directory, Draft, read, write
+from m2jax.tasks.harbor.schema import BadTask, Ceilings, Metadata
 from m2jax.tasks.harbor.task import (
   SPLITS,
   Config,
@@ -37,6 +31,7 @@ __all__ = [
   'SPLITS',
   'SetupFailed',
   'BadTask',
+  'Ceilings',
   'Config',
   'Directory',
   'Draft',

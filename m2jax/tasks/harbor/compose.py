@@ -36,6 +36,11 @@ class BadArchive(OSError):
   """An archive cannot be read, or has too much in it."""
 
 
+def is_inside(path):
+  """Whether a path is relative and stays where it begins, whatever is there."""
+  return '\0' not in path and not {'', '.', '..'} & set(path.split('/'))
+
+
 def is_work(path, collect, exclude):
   """Whether a relative path belongs to the agent's work."""
   if any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude):
@@ -51,12 +56,12 @@ def gather(workspace, collect, exclude):
     OSError: the workspace cannot be read.
   """
   found, total = {}, 0
-  for prefix, _, files, fd in _walk(workspace):
+  for prefix, _, files, fd in walk(workspace):
     for name in files:
       path = prefix + name
       if not is_work(path, collect, exclude):
         continue
-      data = _read(name, fd, MAX_BYTES - total)
+      data = read(name, fd, MAX_BYTES - total)
       if data is None:
         continue
       total += len(data)
@@ -66,23 +71,26 @@ def gather(workspace, collect, exclude):
   return found
 
 
-def _walk(workspace):
-  """Yields (path with '/' or '', directories, files, descriptor). Raises Rejected."""
+def walk(workspace):
+  """Yields (path with '/' or '', directories, files, descriptor); follows no link.
+
+  Raises Rejected for too many entries, or too deep ones.
+  """
   entries = 0
   for directory, names, files, fd in os.fwalk(workspace, follow_symlinks=False):
     prefix = os.path.relpath(directory, workspace) + '/'
     prefix = '' if prefix == './' else prefix
     deep = prefix.count('/') > MAX_DEPTH or len(os.fsencode(prefix)) > MAX_PATH_BYTES
     if deep:
-      raise Rejected(f'the workspace has a directory of more than {MAX_DEPTH} levels '
+      raise Rejected(f'there is a directory of more than {MAX_DEPTH} levels '
         f'or {MAX_PATH_BYTES} bytes')  # fmt: skip
     entries += len(names) + len(files)
     if entries > MAX_ENTRIES:
-      raise Rejected(f'the workspace has more than {MAX_ENTRIES} entries')
+      raise Rejected(f'there are more than {MAX_ENTRIES} entries')
     yield prefix, names, files, fd
 
 
-def _read(name, directory_fd, limit_bytes):
+def read(name, directory_fd, limit_bytes):
   """A regular file's content, up to a byte above the limit; None for anything else."""
   try:
     fd = os.open(name, _FILE, dir_fd=directory_fd)
@@ -105,7 +113,7 @@ def listing(workspace):
     OSError: the workspace cannot be read.
   """
   found = {}
-  for prefix, names, files, fd in _walk(workspace):
+  for prefix, names, files, fd in walk(workspace):
     for name in (*names, *files):
       status = os.stat(name, dir_fd=fd, follow_symlinks=False)
       kind = _KINDS.get(stat.S_IFMT(status.st_mode), 'other')
@@ -148,7 +156,7 @@ def unpack(archive):
         if number >= MAX_ENTRIES:
           raise BadArchive(f'the archive has more than {MAX_ENTRIES} entries')
         path = os.path.normpath(entry.name)
-        if entry.isfile() and not path.startswith(('/', '..')) and '\0' not in path:
+        if entry.isfile() and is_inside(path):
           total += entry.size  # a sparse file is larger than what is in the archive
           if total > MAX_UNPACKED_BYTES:
             raise BadArchive(f'the files have more than {MAX_UNPACKED_BYTES} bytes')
@@ -196,16 +204,21 @@ def compose(original, work, ours, collect, exclude):
 def conflicts(paths):
   """Yields (path, path above it) where a file is also a directory."""
   for path in paths:
-    above = os.path.dirname(path)
-    while above:
-      if above in paths:
+    parts = path.split('/')
+    for end in range(1, len(parts)):
+      if (above := '/'.join(parts[:end])) in paths:
         yield path, above
-      above = os.path.dirname(above)
 
 
 def write(files, target):
-  """Writes files below the new directory `target`, in order of their paths."""
+  """Writes files below the new directory `target`, in order of their paths.
+
+  Raises:
+    ValueError: a path leads out of it; nothing is written.
+  """
   made = set()
+  if outside := [path for path in files if not is_inside(path)]:
+    raise ValueError(f'{min(outside)!a}: a path that leads out')
   for path in sorted(files):
     full = os.path.join(target, path)
     parent = os.path.dirname(full)

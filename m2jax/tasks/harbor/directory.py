@@ -17,17 +17,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
-import tomllib
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from m2jax.tasks.harbor import compose
+from m2jax.tasks.harbor import compose, schema
+from m2jax.tasks.harbor.schema import BadTask, Metadata
 
 ARCHIVE = 'workspace.tar.gz'
 OVERLAY = 'overlay'
 SETUP = 'setup.sh'
+MAX_BYTES = 256 << 20  # of all files of a task
+_MAX_TEXT_BYTES = 1 << 20
+_MAX_TOML_BYTES = 64 << 10  # a parser needs seconds for deeply dotted keys in more
+_NAME = re.compile('[!->A-~]+')  # a spec has separators, '?' and '@'
 _SCHEMA = '1.4'  # harbor 0.26, models/task/config.py
 _DOCKERFILE = """\
 FROM {image}
@@ -35,51 +41,6 @@ RUN apt-get update && apt-get install -y --no-install-recommends {packages} \\
     && rm -rf /var/lib/apt/lists/*
 {install}WORKDIR /workspace
 {steps}"""
-
-
-class BadTask(ValueError):
-  """A directory is not a task; the message names the file and what is wrong."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Metadata:
-  """`[metadata.m2jax]` of task.toml.
-
-  Attributes:
-    pipeline, family: what made the task, and its class within the kind.
-    collect, exclude: patterns of the agent's work (`compose`).
-    remove: paths of the archive that the agent does not see.
-    site: directory of Python packages in the dataset's `sites/`; '' for none.
-    verifier_site: that of the verifier, if the agent does not have it.
-    hide: names of Python modules whose copies on this machine sandboxes do not show,
-      since the task is about them.
-    verifier_needs: field of `sandbox.Limits` → at least this in the verifier's sandbox.
-    answer: path in the judged tree that holds the final answer; '' for none.
-    listing: whether test.sh gets the modes, links and other entries of the workspace.
-    run: command that is run on each of the hidden inputs, `tests/inputs/N/`; '' for
-      none (`runs`).
-    max_tool_calls: maximum tool calls of an episode.
-    baseline_calls: tool calls that a correct solution needs.
-    source: provenance: name, version, sha256, licence.
-    details: further facts of the pipeline.
-  """
-
-  pipeline: str
-  family: str
-  collect: tuple[str, ...] = ('*',)
-  exclude: tuple[str, ...] = ()
-  remove: tuple[str, ...] = ()
-  site: str = ''
-  verifier_site: str = ''
-  hide: tuple[str, ...] = ()
-  verifier_needs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  answer: str = ''
-  listing: bool = False
-  run: str = ''
-  max_tool_calls: int = 50
-  baseline_calls: int = 1
-  source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,28 +105,36 @@ class Directory:
 
   def archive(self) -> dict[str, bytes]:
     """Files of the archive, those that the agent does not see included."""
-    path = self.path / 'environment' / ARCHIVE
-    return compose.unpack(path.read_bytes()) if path.exists() else {}
+    path = f'environment/{ARCHIVE}'
+    data = _files(self.path, path).get(path)
+    try:
+      return {} if data is None else compose.unpack(data)
+    except compose.BadArchive as error:
+      raise BadTask(f'{self.path / path}: {error}') from error
 
   def workspace(self) -> dict[str, bytes]:
     """Files of the workspace at the start of an episode."""
     files = self.archive()
     for path in self.metadata.remove:
       files.pop(path, None)
-    return {**files, **_files(self.path / 'environment' / OVERLAY)}
+    return {**files, **self._below(f'environment/{OVERLAY}/')}
 
   def setup(self) -> str:
     """The script that runs in the workspace before an episode; '' for none."""
-    path = self.path / 'environment' / SETUP
-    return path.read_text(encoding='utf-8') if path.exists() else ''
+    path = f'environment/{SETUP}'
+    return _text(self.path, path, _files(self.path, path).get(path, b''))
 
   def tests(self) -> dict[str, bytes]:
     """Files of tests/."""
-    return _files(self.path / 'tests')
+    return self._below('tests/')
 
   def solution(self) -> dict[str, bytes]:
     """Files of solution/."""
-    return _files(self.path / 'solution')
+    return self._below('solution/')
+
+  def _below(self, folder: str) -> dict[str, bytes]:
+    found = _files(self.path, folder)
+    return {path.removeprefix(folder): data for path, data in found.items()}
 
 
 def write(draft: Draft, split_directory: Path) -> Path:
@@ -207,52 +176,70 @@ def write(draft: Draft, split_directory: Path) -> Path:
   return target
 
 
-def read(path: Path) -> Directory:
-  """Reads a task directory.
+def read(path: Path, ceilings: schema.Ceilings = schema.CEILINGS) -> Directory:
+  """Reads a task directory, which may be from anywhere.
+
+  Args:
+    path: of the directory.
+    ceilings: the most that the task may ask for.
 
   Raises:
-    BadTask: something is missing or wrong; names it.
+    BadTask: something is missing or wrong; names it. So do the methods of the result.
   """
-  _refuse_links_out(path)
-  for name in ('task.toml', 'instruction.md', 'tests/test.sh'):
-    if not (path / name).is_file():
+  if not _NAME.fullmatch(path.name):
+    wrong = "must be printable ASCII without spaces, '?' and '@'"
+    raise BadTask(f'{path.parent}: the name of a task is {path.name!a}: {wrong}')
+  needed = ('task.toml', 'instruction.md', 'tests/test.sh')
+  found = _files(path, *needed)
+  for name in needed:
+    if name not in found:
       raise BadTask(f'{path}: no {name}')
-  try:
-    table = tomllib.loads((path / 'task.toml').read_text(encoding='utf-8'))
-  except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-    raise BadTask(f'{path}/task.toml: {error}') from error
-  ours = table.get('metadata', {}).get('m2jax')
-  if ours is None:
-    raise BadTask(
-      f'{path}/task.toml: no [metadata.m2jax], so no pipeline of m2jax made this task,'
-      ' and its verifier cannot be kept apart from the agent here; run it with `harbor'
-      ' run`, or make tasks with `python -m experiments.make_tasks`'
-    )
-  try:
-    known = {field.name: field for field in dataclasses.fields(Metadata)}
-    values = {
-      key: tuple(value) if isinstance(value, list) else value
-      for key, value in ours.items()
-      if key in known
-    }
-    metadata = Metadata(**values)
-    verifier_s = float(table.get('verifier', {}).get('timeout_sec', 600.0))
-  except (AttributeError, TypeError, ValueError) as error:
-    raise BadTask(f'{path}/task.toml: metadata.m2jax: {error!r}') from error
-  instruction = (path / 'instruction.md').read_text(encoding='utf-8')
-  return Directory(path, instruction, metadata, verifier_s)
+  toml, instruction = (_text(path, name, found[name]) for name in needed[:2])
+  return Directory(path, instruction, *schema.parse(toml, path / needed[0], ceilings))
 
 
-def _refuse_links_out(path: Path) -> None:
-  """Raises BadTask if a link leads out of the directory, or there are other kinds."""
-  root = path.resolve()
-  for directory, names, files in os.walk(path):
-    for name in (*names, *files):
-      entry = Path(directory, name)
-      if not entry.resolve().is_relative_to(root):
-        raise BadTask(f'{entry}: a link that leads out of the task')
-      if name in files and not entry.is_file():
-        raise BadTask(f'{entry}: not a file')
+def _files(root: Path, *wanted: str) -> dict[str, bytes]:
+  """Files of a task by relative path: those of these names, or below `name/`.
+
+  Looks at every entry of the task, and follows no link.
+
+  Raises:
+    BadTask: an entry is a link or no file, or together they are too large.
+  """
+  if root.is_symlink() or not root.is_dir():
+    raise BadTask(f'{root}: no directory of a task')
+  found, left = {}, MAX_BYTES
+  folders = tuple(name for name in wanted if name.endswith('/'))
+  try:
+    for prefix, names, files, fd in compose.walk(root):
+      for name in (*names, *files):
+        path, entry = prefix + name, os.stat(name, dir_fd=fd, follow_symlinks=False)
+        if stat.S_ISDIR(entry.st_mode):
+          continue
+        where = root / path.encode('unicode_escape').decode()  # one line
+        if not stat.S_ISREG(entry.st_mode):
+          raise BadTask(f'{where}: a link, pipe or device; a task has only files')
+        left -= entry.st_size
+        if left < 0:
+          raise BadTask(f'{where}: the task has more than {MAX_BYTES} bytes')
+        if path in wanted or path.startswith(folders):
+          found[path] = compose.read(name, fd, entry.st_size)
+          if found[path] is None:
+            raise BadTask(f'{where}: cannot be read')
+  except compose.Rejected as error:
+    raise BadTask(f'{root}: {error}') from error
+  return dict(sorted(found.items()))
+
+
+def _text(root: Path, path: str, data: bytes) -> str:
+  most = _MAX_TOML_BYTES if path == 'task.toml' else _MAX_TEXT_BYTES
+  try:
+    if len(data) <= most:
+      return data.decode()
+    why = f'more than {most} bytes'
+  except UnicodeDecodeError as error:
+    why = f'not UTF-8 at byte {error.start}'
+  raise BadTask(f'{root / path}: {why}')
 
 
 def _dockerfile(draft: Draft) -> str:
@@ -306,13 +293,3 @@ def _link(source: Path, target: Path) -> None:
     os.link(source, target)
   except OSError:  # another file system
     shutil.copyfile(source, target)
-
-
-def _files(root: Path) -> dict[str, bytes]:
-  if not root.is_dir():
-    return {}
-  return {
-    path.relative_to(root).as_posix(): path.read_bytes()
-    for path in sorted(root.rglob('*'))
-    if path.is_file() and not path.is_symlink()
-  }

@@ -3,7 +3,8 @@
     DATASET/tasks/{train,dev,held_out}/NAME/     task directories (`directory`)
     DATASET/sites/KEY/                           Python packages of environments
 
-A spec is `harbor/SPLIT/NAME@DATASET`.
+A spec is `harbor/SPLIT/NAME@DATASET`, or `harbor/SPLIT/NAME?CEILINGS@DATASET`, JSON of
+the ceilings that differ from the default.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ from m2jax import sandbox
 from m2jax.checks import require
 from m2jax.tasks import task as task_lib
 from m2jax.tasks.harbor import directory as directory_lib
-from m2jax.tasks.harbor import verifier
+from m2jax.tasks.harbor import schema, verifier
 from m2jax.tasks.terminal import shell
 
 SPLITS = ('train', 'dev', 'held_out')
@@ -35,16 +37,29 @@ class SetupFailed(sandbox.SandboxError):
 
 @dataclasses.dataclass(frozen=True)
 class Config(task_lib.TasksConfig):
-  """dataset: directory that `experiments.make_tasks` wrote."""
+  """A dataset of task directories.
+
+  Attributes:
+    dataset: directory, as `experiments.make_tasks` writes it.
+    ceilings: the most that its tasks may ask for.
+  """
 
   kind: str = 'harbor'
   dataset: str = ''
+  ceilings: schema.Ceilings = schema.CEILINGS
 
   def __post_init__(self):
     super().__post_init__()
     require(
       self, not self.partial_credit, 'partial_credit', '0: rewards are the task’s'
     )
+
+  def changes(self) -> str:
+    """The ceilings that differ from the default, as JSON; '' for none."""
+    usual = dataclasses.asdict(schema.CEILINGS)
+    ours = dataclasses.asdict(self.ceilings)
+    changed = {name: value for name, value in ours.items() if value != usual[name]}
+    return json.dumps(changed, separators=(',', ':')) if changed else ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +79,7 @@ class HarborTask:
   async def open(
     self,
     *,
-    backend: str = 'bubblewrap',
+    backend: str = 'namespaces',
     limits: sandbox.Limits | None = None,
     host: sandbox.Host | None = None,
   ) -> AsyncIterator[task_lib.Environment]:
@@ -135,7 +150,7 @@ def families(config: Config) -> Mapping[str, float]:
   if config.weights:
     return dict(config.weights)
   counts: dict[str, float] = {}
-  for _, family in _listing(config.dataset, 'train'):
+  for _, family in _listing(config.dataset, 'train', config.ceilings):
     counts[family] = counts.get(family, 0.0) + 1.0
   return counts
 
@@ -152,7 +167,7 @@ def spec(
     raise ValueError(f'unknown split {split!r}: expected one of {SPLITS}')
   if index < 0:
     raise ValueError(f'task index is {index}: expected 0 or more')
-  listing = _listing(config.dataset, split)
+  listing = _listing(config.dataset, split, config.ceilings)
   if family is not None:
     listing = [item for item in listing if item[1] == family]
   elif config.weights:
@@ -167,6 +182,8 @@ def spec(
   order = list(range(len(listing)))
   random.Random(f'{seed}/{epoch}').shuffle(order)
   name, _ = listing[order[place]]
+  changes = config.changes()
+  name = f'{name}?{changes}' if changes else name
   return f'harbor/{split}/{name}@{Path(config.dataset).resolve()}'
 
 
@@ -178,10 +195,16 @@ def make(spec: str) -> HarborTask:
     ValueError: there is no such task.
   """
   name, _, dataset = spec.partition('@')
+  name, _, changes = name.partition('?')
   parts = name.split('/')
   if len(parts) != 3 or parts[1] not in SPLITS or not dataset:
     raise ValueError(f'{spec!r} is no Harbor task: expected harbor/SPLIT/NAME@DATASET')
-  found = directory_lib.read(Path(dataset) / 'tasks' / parts[1] / parts[2])
+  try:
+    ceilings = schema.Ceilings(**json.loads(changes or '{}'))
+  except (TypeError, ValueError) as error:
+    raise ValueError(f'{spec!r} has no ceilings of Harbor tasks: {error}') from error
+  path = Path(dataset) / 'tasks' / parts[1] / parts[2]
+  found = directory_lib.read(path, ceilings)
   return of_directory(found, spec, parts[1])
 
 
@@ -202,13 +225,16 @@ def of_directory(
 
 
 @functools.lru_cache(maxsize=16)
-def _listing(dataset: str, split: str) -> tuple[tuple[str, str], ...]:
+def _listing(
+  dataset: str, split: str, ceilings: schema.Ceilings
+) -> tuple[tuple[str, str], ...]:
   """(name, family) of a split's tasks, sorted."""
   root = Path(dataset) / 'tasks' / split
   if not dataset or not root.is_dir():
     return ()
   names = sorted(p.name for p in root.iterdir() if not p.name.startswith('.'))
-  return tuple((n, directory_lib.read(root / n).metadata.family) for n in names)
+  found = [directory_lib.read(root / name, ceilings) for name in names]
+  return tuple((task.path.name, task.metadata.family) for task in found)
 
 
 def _executor(box: sandbox.Sandbox) -> task_lib.Execute:

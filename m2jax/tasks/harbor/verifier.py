@@ -45,13 +45,14 @@ from typing import Any
 
 from m2jax import sandbox
 from m2jax.tasks.harbor import compose, runs
-from m2jax.tasks.harbor.directory import Directory
+from m2jax.tasks.harbor.directory import BadTask, Directory
 
 PASSED, FAILED, INVALID = 'passed', 'failed', 'invalid'
 READY = 'm2jax: ready'
 _MOUNT, _SITES = '/verifier', '/sites'
 _LOGS, _LISTING, _RUNS = 'logs', 'listing.json', 'runs.json'
 _MAX_REWARD_BYTES = 1 << 20
+_MAX_ARCHIVE_BYTES = 1 << 30
 # Of files that a verifier, or code that it runs, wrote.
 _UNREADABLE = (sandbox.SandboxPathError, ValueError, OverflowError, RecursionError)
 
@@ -102,8 +103,14 @@ def python() -> tuple[str, str]:
 def host(
   dataset: Path, *, judges: bool = False, hide: tuple[str, ...] = ()
 ) -> sandbox.Host:
-  """The host of sandboxes for a dataset's tasks; `hide` is that of `Metadata`."""
+  """The host of sandboxes for a dataset's tasks; `hide` is that of `Metadata`.
+
+  Raises:
+    BadTask: the dataset's `sites` is a link: sandboxes would see what it leads to.
+  """
   sites = dataset / 'sites'
+  if sites.is_symlink():
+    raise BadTask(f'{sites}: a link, which may lead out of the dataset')
   sites.mkdir(exist_ok=True)
   seen = python(), (str(sites.resolve()), _SITES)
   found = without(sandbox.Host(read_only=seen), hide)
@@ -145,16 +152,20 @@ def _copies(source: str, name: str, changed_ns: int) -> tuple[str, ...]:
       stem, _, kind = one.partition('.')
       path = os.path.join(directory, one)
       is_module = stem == name and kind.rpartition('.')[2] in ('py', 'pyc', 'pyo', 'so')
-      if (is_module or _contains(path, name)) and not os.path.islink(path):
+      if not os.path.isfile(path) or os.path.islink(path):
+        continue  # opening a pipe would wait for ever
+      if is_module or _contains(path, name):
         found.append(f'{inside}{one}')
   return tuple(found)
 
 
 def _contains(path: str, name: str) -> bool:
-  """Whether a file is an archive of Python modules with the module of a name."""
+  """Whether a file may be an archive of Python modules with the module of a name."""
   if not path.endswith(('.whl', '.egg', '.zip', '.pyz')):
     return False
   try:
+    if os.path.getsize(path) > _MAX_ARCHIVE_BYTES:
+      return True  # it is not opened, and may
     with zipfile.ZipFile(path) as archive:
       parts = {part for entry in archive.namelist() for part in entry.split('/')}
   except (zipfile.BadZipFile, OSError):
@@ -168,7 +179,7 @@ def site(directory: Directory, backend: str, *, judges: bool = False) -> str:
   name = judges and metadata.verifier_site or metadata.site
   if not name:
     return ''
-  sites = _SITES if backend == 'bubblewrap' else directory.dataset.resolve() / 'sites'
+  sites = _SITES if backend == 'namespaces' else directory.dataset.resolve() / 'sites'
   return f'{sites}/{name}'
 
 
@@ -177,7 +188,7 @@ async def verify(
   workspace: Path,
   answer: str = '',
   *,
-  backend: str = 'bubblewrap',
+  backend: str = 'namespaces',
   limits: sandbox.Limits | None = None,
 ) -> Verdict:
   """The verdict on a workspace in which no process runs any more.
@@ -263,12 +274,12 @@ def _limits(directory: Directory, limits: sandbox.Limits) -> sandbox.Limits:
 
 
 async def _run(directory, name, hidden_name, backend, limits) -> Verdict:
-  mount = _MOUNT if backend == 'bubblewrap' else str(_judged())
+  mount = _MOUNT if backend == 'namespaces' else str(_judged())
   inside, hidden = f'{mount}/{name}', f'{mount}/{hidden_name}'
   limits = _limits(directory, limits)
   where = host(directory.dataset, judges=True, hide=directory.metadata.hide)
   async with await sandbox.create(backend=backend, limits=limits, host=where) as box:
-    logs = '/workspace' if backend == 'bubblewrap' else str(box.workspace)
+    logs = '/workspace' if backend == 'namespaces' else str(box.workspace)
     env = {
       'M2JAX_TREE': f'{inside}/tree',
       'M2JAX_TESTS': f'{hidden}/tests',
@@ -276,10 +287,10 @@ async def _run(directory, name, hidden_name, backend, limits) -> Verdict:
       'M2JAX_SITE': site(directory, backend, judges=True),
       'M2JAX_LISTING': f'{hidden}/{_LISTING}',
       'M2JAX_RUNS': f'{hidden}/{_RUNS}',
-      'M2JAX_PRIVATE': '1' if backend == 'bubblewrap' else '',
+      'M2JAX_PRIVATE': '1' if backend == 'namespaces' else '',
     }
     words = ' '.join(f"{key}='{value}'" for key, value in env.items())
-    if backend != 'bubblewrap':  # this machine may have no python3 of that version
+    if backend != 'namespaces':  # this machine may have no python3 of that version
       words += f" PATH='{python()[0]}/bin':$PATH"
     command = f'mkdir -p {_LOGS}; exec env {words} bash "{hidden}/tests/test.sh"'
     result = await box.exec(command)

@@ -1,0 +1,195 @@
+"""task.toml: its fields, their values, and the most that a task may ask for.
+
+A task directory may come from anywhere. Of Harbor's own fields, those below are checked
+and the others ignored; `[metadata.m2jax]` may have the fields of `Metadata` and no
+others. Every fault is a `BadTask` that names the file and the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import reprlib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from m2jax import sandbox
+from m2jax.tasks.harbor import compose
+from m2jax.text import strict_json
+
+_VERIFIER_S = 600.0  # Harbor's default
+# harbor 0.26, models/task/config.py
+_STANDARD = {
+  'agent': {'timeout_sec': 'float'},
+  'verifier': {'timeout_sec': 'float'},
+  'environment': {
+    'build_timeout_sec': 'float',
+    'cpus': 'float',
+    'memory_mb': 'int',
+    'storage_mb': 'int',
+    'gpus': 'int',
+  },
+}
+# Type → what it is for a user, and whether a value of TOML is one.
+_TYPES = {
+  'str': ('text', lambda v: isinstance(v, str)),
+  'bool': ('true or false', lambda v: isinstance(v, bool)),
+  'int': ('a whole number, at least 0', lambda v: type(v) is int and v >= 0),
+  'float': ('a number above 0', lambda v: type(v) in (int, float) and v > 0),
+  'Mapping[str, Any]': ('a table', lambda v: isinstance(v, dict)),
+  'tuple[str, ...]': (
+    'a list of texts',
+    lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v),
+  ),
+}
+
+
+class BadTask(ValueError):
+  """A directory is not a task; the message names the file and what is wrong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings(sandbox.Limits):
+  """The most that a task may ask for; one that asks for more is a `BadTask`.
+
+  Attributes:
+    cpu_s, memory_bytes, processes, output_bytes, file_bytes, workspace_bytes: of the
+      verifier's sandbox, as in `sandbox.Limits`.
+    wall_s: elapsed time of the verifier.
+    tool_calls: of an episode.
+  """
+
+  cpu_s: int = 3600
+  memory_bytes: int = 4 << 30
+  processes: int = 1024
+  output_bytes: int = 8 << 20
+  file_bytes: int = 1 << 30
+  workspace_bytes: int = 1 << 30
+  wall_s: float = 3600.0
+  tool_calls: int = 1000
+
+
+CEILINGS = Ceilings()
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+  """`[metadata.m2jax]` of task.toml.
+
+  Attributes:
+    pipeline, family: what made the task, and its class within the kind.
+    collect, exclude: patterns of the agent's work (`compose`).
+    remove: paths of the archive that the agent does not see.
+    site: directory of Python packages in the dataset's `sites/`; '' for none.
+    verifier_site: that of the verifier, if the agent does not have it.
+    hide: names of Python modules whose copies on this machine sandboxes do not show,
+      since the task is about them.
+    verifier_needs: field of `sandbox.Limits` → at least this in the verifier's sandbox.
+    answer: path in the judged tree that holds the final answer; '' for none.
+    listing: whether test.sh gets the modes, links and other entries of the workspace.
+    run: command that is run on each of the hidden inputs, `tests/inputs/N/`; '' for
+      none (`runs`).
+    max_tool_calls: maximum tool calls of an episode.
+    baseline_calls: tool calls that a correct solution needs.
+    source: provenance: name, version, sha256, licence.
+    details: further facts of the pipeline.
+  """
+
+  pipeline: str
+  family: str
+  collect: tuple[str, ...] = ('*',)
+  exclude: tuple[str, ...] = ()
+  remove: tuple[str, ...] = ()
+  site: str = ''
+  verifier_site: str = ''
+  hide: tuple[str, ...] = ()
+  verifier_needs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  answer: str = ''
+  listing: bool = False
+  run: str = ''
+  max_tool_calls: int = 50
+  baseline_calls: int = 1
+  source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def parse(text: str, path: Path, ceilings: Ceilings) -> tuple[Metadata, float]:
+  """Reads a task.toml: its metadata, and the verifier's time limit in seconds.
+
+  Raises:
+    BadTask: a field is missing, unknown, of another type, out of range or above the
+      ceilings.
+  """
+  try:
+    table = tomllib.loads(text)
+    strict_json.check(table)  # finite, within 64 bits, of bounded depth
+    verifier_s = min(_VERIFIER_S, ceilings.wall_s)
+    for section, types in _STANDARD.items():
+      values = table.get(section, {})
+      _check(values, 'Mapping[str, Any]', section)
+      for name in types.keys() & values.keys():
+        _check(values[name], types[name], f'{section}.{name}')
+    if (asked := table.get('verifier', {}).get('timeout_sec')) is not None:
+      _check_ceiling(asked, ceilings, 'wall_s', 'verifier.timeout_sec')
+      verifier_s = float(asked)
+    return _metadata(table, ceilings), verifier_s
+  except RecursionError:
+    raise BadTask(f'{path}: nested too deep') from None
+  except ValueError as error:
+    raise BadTask(f'{path}: {error}') from error
+
+
+def _metadata(table: Mapping[str, Any], ceilings: Ceilings) -> Metadata:
+  where = 'metadata'
+  _check(table.get(where, {}), 'Mapping[str, Any]', where)
+  ours = table.get(where, {}).get('m2jax')
+  where = 'metadata.m2jax'
+  if ours is None:
+    raise ValueError(
+      f'no [{where}], so no pipeline of m2jax made this task, and its verifier cannot '
+      'be kept apart from the agent here; run it with `harbor run`, or make tasks with '
+      '`python -m experiments.make_tasks`'
+    )
+  _check(ours, 'Mapping[str, Any]', where)
+  known = {field.name: field for field in dataclasses.fields(Metadata)}
+  for name in ours.keys() - known.keys():
+    has = ', '.join(known)
+    raise ValueError(f'{where} has no field {reprlib.repr(name)}; it has {has}')
+  for name in ('pipeline', 'family'):
+    if name not in ours:
+      raise ValueError(f'{where}.{name} is missing')
+  for name, value in ours.items():
+    _check(value, known[name].type, f'{where}.{name}')
+  for name in ('remove', 'answer', 'site', 'verifier_site'):
+    paths = ours.get(name, ())
+    for path in filter(None, [paths] if isinstance(paths, str) else paths):
+      if not compose.is_inside(path):
+        shown = f'{where}.{name} has {reprlib.repr(path)}'
+        raise ValueError(f"{shown}: must be a relative path, without '.' or '..'")
+  for name, value in ours.get('verifier_needs', {}).items():
+    if name not in sandbox.Limits.__dataclass_fields__ or name == 'wall_s':
+      raise ValueError(f'{where}.verifier_needs has no field {reprlib.repr(name)}')
+    field = f'{where}.verifier_needs.{name}'
+    _check(value, 'int', field)
+    _check_ceiling(value, ceilings, name, field)
+  values = {k: tuple(v) if isinstance(v, list) else v for k, v in ours.items()}
+  found = Metadata(**values)
+  field = f'{where}.max_tool_calls'
+  _check_ceiling(found.max_tool_calls, ceilings, 'tool_calls', field)
+  return found
+
+
+def _check(value: Any, kind: str, field: str) -> None:
+  """Raises ValueError unless a value of TOML has a type of `_TYPES`."""
+  what, is_one = _TYPES[kind]
+  if not is_one(value):
+    raise ValueError(f'{field} is {reprlib.repr(value)}: must be {what}')
+
+
+def _check_ceiling(value: float, ceilings: Ceilings, name: str, field: str) -> None:
+  """Raises ValueError if a task asks for more than it may."""
+  if value > (most := getattr(ceilings, name)):
+    raise ValueError(
+      f'{field} is {value}, above {most}: set tasks.ceilings.{name} to allow it'
+    )
