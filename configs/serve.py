@@ -9,7 +9,7 @@ RESULT: prints the base URL and a call to try; Ctrl-C stops it. With --workdir t
 
 The model and the tokenizer are the checkpoint's. Any API key is a session of its own.
 To listen beyond loopback set `gateway.accept_unknown_keys=False` too: the keys are then
-those of the episodes that the holder of WORKDIR/admin.key begins.
+those of the episodes that the holder of WORKDIR/keys/reward begins.
 
 The engine runs on `mesh`, with --distributed in several processes (docs/rl.md).
 """

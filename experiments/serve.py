@@ -4,8 +4,8 @@
     --port=8000
 
 With --workdir it records what is sampled, within the bounds of `config.recorded`, and
-takes episodes and their rewards over HTTP (`gateway.episodes_api`) with the secret in
-WORKDIR/admin.key.
+takes episodes and their rewards over HTTP (`gateway.episodes_api`) with the key in
+WORKDIR/keys/reward.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ CHECKPOINT = flags.DEFINE_string(
 STEP = flags.DEFINE_integer('step', None, 'Checkpoint step; default: the latest.')
 PORT = flags.DEFINE_integer('port', None, 'Overrides config.gateway.port.')
 
-_SECRET = 'admin.key'  # in the workdir
 _CALL = """curl {base_url}/chat/completions -H 'Authorization: Bearer any-key' \\
   -H 'Content-Type: application/json' \\
   -d '{body}'
 from Python: openai.OpenAI(base_url='{base_url}', api_key='any-key')
 Ctrl-C stops it."""
 _BEGIN = """curl {base_url}/episodes -d '{{"task": "NAME"}}' \\
-  -H "Authorization: Bearer $(cat {secret})"  # gives a key (docs/agents.md)
+  -H "Authorization: Bearer $(cat {reward})"  # gives a key (docs/agents.md)
 Ctrl-C stops it."""
 
 
@@ -62,8 +61,8 @@ def main():
   if not gateway.accept_unknown_keys and not common.WORKDIR.value:
     raise common.BadInput(
       'config.gateway.accept_unknown_keys=False without --workdir: nobody would have '
-      'a key. Give --workdir: with the secret in its admin.key agents begin episodes, '
-      'and get their keys (docs/agents.md)'
+      'a key. Give --workdir: with its keys/reward agents begin episodes, and get '
+      'their keys (docs/agents.md)'
     )
   common.virtual_devices(mesh)
   common.join_processes()
@@ -96,11 +95,13 @@ def _serve(
       workdir.mkdir(parents=True, exist_ok=True)
       url = f'sqlite:///{workdir.absolute()}/served.db'
       pool = stack.enter_context(DataPool(url))
-      record, secret = pool.add_completion, shared.make_secret(workdir / _SECRET)
+      record = pool.add_completion
+      view, reward = (shared.make_key(workdir, n) for n in (shared.VIEW, shared.REWARD))
 
       def open_episodes(server):
         taken.append(outside.Recorded(pool, server.sessions, recorded))
-        server.take_episodes(taken[0], secret)
+        server.take_episodes(taken[0], reward)
+        server.show_to(view)
 
     serving = roles.serving(
       *(engine, scheduler, gateway, found.variables, tok, record),
@@ -115,8 +116,8 @@ def _serve(
     try:
       print(f'serving step {found.step} of {found.directory} at {server.base_url}')
       call = _CALL if gateway.accept_unknown_keys else _BEGIN
-      secret = f'{common.WORKDIR.value}/{_SECRET}'
-      print(call.format(base_url=server.base_url, body=body, secret=secret), flush=True)
+      key = f'{common.WORKDIR.value}/{shared.KEYS_DIR}/{shared.REWARD}'
+      print(call.format(base_url=server.base_url, body=body, reward=key), flush=True)
       cleaned_s = time.monotonic()
       while running.alive:
         time.sleep(1.0)

@@ -39,7 +39,7 @@ def main():
 
 def _serve(run: Run, workdir: pathlib.Path) -> None:
   """Until Ctrl-C."""
-  key = shared.make_secret(workdir / serving.KEY_FILE)
+  key = shared.make_key(workdir, shared.VIEW)
   try:
     with serving.serving(run, key, PORT.value) as link:
       with contextlib.suppress(KeyboardInterrupt):  # also between link and wait

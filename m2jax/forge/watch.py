@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import sys
 from collections.abc import Collection
 
 from absl import logging
@@ -14,7 +15,7 @@ from m2jax.viewer.run import Run
 
 
 class Page:
-  """Adds the page to a gateway, and prints its link once that has started."""
+  """Adds the page to a gateway, and says where it is once that has started."""
 
   def __init__(
     self,
@@ -28,16 +29,17 @@ class Page:
     Args:
       workdir: of the run, whose pool exists.
       pool_url: its pool; '' is the database in the workdir.
-      key: that the page's API needs; '' is the one in WORKDIR/admin.key, which is made
+      key: that the page's API needs; '' is the one in WORKDIR/keys/view, which is made
         if it does not exist.
       names: by which other machines reach the gateway, besides its `hosts`.
     """
     self._run = Run(workdir, pool_url)
-    self._key = key or shared.make_secret(workdir / serving.KEY_FILE)
+    self._key = key or shared.make_key(workdir, shared.VIEW)
     self._names = tuple(names)
 
   def attach(self, gateway: Gateway) -> None:
     """Adds the routes; before the gateway starts."""
+    gateway.show_to(self._key)
     more = (*gateway.hosts, *self._names)
     gateway.extend(
       lambda app: api.add_routes(app, self._run, self._key, gateway.host, more)
@@ -49,8 +51,13 @@ class Page:
     return serving.link(gateway.base_url, self._key, more)
 
   def announce(self, gateway: Gateway) -> None:
-    """Logs the link."""
-    logging.info('trajectories, live: %s', self.link(gateway))
+    """Shows the link on a terminal; a log gets the address, for others may read it."""
+    link = self.link(gateway)
+    if sys.stdout.isatty():
+      print(f'trajectories, live: {link}', flush=True)
+    else:
+      address = link.partition('#')[0]
+      logging.info('trajectories, live: %s; the key is keys/view', address)
 
   def __enter__(self) -> Page:
     return self

@@ -3,11 +3,13 @@
 - POST, in their dialects: /v1/chat/completions, /v1/messages, /v1/responses;
   /v1/messages/count_tokens, /tokenize.
 - GET /v1/models, /health, /metrics, /openapi.json; HEAD /.
-- `Authorization: Bearer KEY` or `x-api-key: KEY`; the key is the session.
+- `Authorization: Bearer KEY` or `x-api-key: KEY`; the key is the session. Beyond
+  loopback /metrics, /openapi.json and the statistics in /health need the viewers' key.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
 from typing import Any
@@ -22,7 +24,7 @@ from m2jax.gateway.counters import CONTENT_TYPE
 from m2jax.gateway.dialects import DIALECTS, Completing
 from m2jax.gateway.endpoints import Completions, Counts
 from m2jax.gateway.errors import ApiError
-from m2jax.gateway.receiving import Bodies, api_key
+from m2jax.gateway.receiving import Bodies, api_key, authorise
 from m2jax.gateway.service import ChatService
 
 _RETRY = {'retry-after': '1'}
@@ -56,25 +58,34 @@ def build(service: ChatService) -> fastapi.FastAPI:
     headers = {'retry-after': str(wait_s)} if wait_s else None
     return JSONResponse(error.body(), error.status, headers)
 
+  def may_view(request: fastapi.Request) -> None:
+    """Raises ApiError (401) where other machines may connect, without the key."""
+    if not hosts.is_loopback(config.host):
+      authorise(request.scope, service.view_key)
+
   @app.get('/v1/models')
   async def models(request: fastapi.Request):
     service.sessions.find(api_key(request.scope))
     return JSONResponse(_models(config.model_name, started_s))
 
   @app.get('/openapi.json')
-  async def schema():
+  async def schema(request: fastapi.Request):
+    may_view(request)
     return JSONResponse(document)
 
   @app.get('/health')
-  async def health():
+  async def health(request: fastapi.Request):
     alive, stats = service.health()
-    body = {'status': 'ok' if alive else 'engine down', 'engine': stats}
-    body['policy_version'] = stats.get('policy_version')
-    body['sessions'] = len(service.sessions)
+    body = {'status': 'ok' if alive else 'engine down'}
+    with contextlib.suppress(ApiError):
+      may_view(request)
+      body |= {'engine': stats, 'policy_version': stats.get('policy_version')}
+      body['sessions'] = len(service.sessions)
     return JSONResponse(body) if alive else JSONResponse(body, 503, _RETRY)
 
   @app.get('/metrics')
-  async def metrics():
+  async def metrics(request: fastapi.Request):
+    may_view(request)
     return PlainTextResponse(counters.exposition(), media_type=CONTENT_TYPE)
 
   @app.head('/')

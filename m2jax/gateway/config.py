@@ -127,8 +127,8 @@ class GatewayConfig:
       raise InvalidSetting(
         f'GatewayConfig.accept_unknown_keys=True with host={self.host!r}: beyond '
         'loopback everyone who reaches the port could sample. Set '
-        'accept_unknown_keys=False, and open a session for each client with the '
-        'secret of the workdir (docs/agents.md, An agent anywhere); or keep '
+        'accept_unknown_keys=False, and begin an episode for each client with the key '
+        'in WORKDIR/keys/reward (docs/agents.md, An agent anywhere); or keep '
         "host='127.0.0.1' and put a proxy that checks its clients in front"
       )
     check(0 <= self.temperature <= 2, 'temperature', 'between 0 and 2')

@@ -2,22 +2,20 @@
 
 - POST /v1/episodes {"task": NAME}: 201 {"key", "task", "instruction"}; `task` may be
   left out where the server hands the tasks out. 503 while there is none.
-- POST /v1/episodes/KEY/end {"success": S, "rewards": {ID: R}, "end_reason": E,
-  "answer": A, "error": M}: 200; all but `success` may be left out. `rewards` pays
-  single turns, by the `id` of their responses, in whatever dialect. 404 if it is not
-  open.
+- POST /v1/episodes/end {"key": KEY, "success": S, "rewards": {ID: R}, "end_reason": E,
+  "answer": A, "error": M}: 200; all but `key` and `success` may be left out. `rewards`
+  pays single turns, by the `id` of their responses, in whatever dialect. 404 if it is
+  not open.
 
-The agent works in between, with KEY as its API key. Opening needs the gateway's
-secret; ending needs it or the key itself: the client judges the outcome, so give the
-key only to code that may set the reward. The relay of black-box agents passes neither.
+The agent works in between, with KEY as its API key. Both need `Authorization: Bearer
+SECRET`, the key of whoever judges the outcome: KEY itself pays nothing. KEY is in no
+URL, since these are logged.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -26,8 +24,9 @@ from typing import Any, Protocol
 import fastapi
 from starlette.responses import JSONResponse
 
+from m2jax.gateway import fields
 from m2jax.gateway.errors import ApiError, invalid, too_large
-from m2jax.gateway.receiving import Bodies, Disconnected, bearer
+from m2jax.gateway.receiving import Bodies, Disconnected, authorise
 from m2jax.records import COMPLETION_PREFIX
 
 _BODY_BYTES = 64 << 10
@@ -81,27 +80,17 @@ def add_routes(app: fastapi.FastAPI, episodes: Episodes, secret: str) -> None:
   """Adds the routes to a gateway's application."""
   bodies = Bodies(64 * _BODY_BYTES)
 
-  def has_secret(request: fastapi.Request) -> bool:
-    return hmac.compare_digest(bearer(request.scope).encode(), secret.encode())
-
-  async def fields(request: fastapi.Request) -> dict[str, Any]:
+  async def body(request: fastapi.Request) -> dict[str, Any]:
+    authorise(request.scope, secret)
     limit = too_large(f'the body is larger than {_BODY_BYTES} bytes')
     receive = bodies.receive(request.scope, request.receive, _BODY_BYTES, limit)
-    async with receive as body:
-      try:
-        found = json.loads(bytes(body) or b'{}')
-      except (ValueError, RecursionError) as error:
-        raise invalid(f'the body is not JSON: {error}', None) from error
-    if not isinstance(found, dict):
-      raise invalid('the body must be a JSON object', None)
-    return found
+    async with receive as data:
+      return fields.body(data or b'{}')
 
   @app.post('/v1/episodes')
   async def begin(request: fastapi.Request):
-    if not has_secret(request):
-      raise ApiError(401, 'not the secret of this gateway', code='invalid_api_key')
     try:
-      task = (await fields(request)).get('task')
+      task = (await body(request)).get('task')
     except Disconnected:
       return JSONResponse({}, 400)
     if task is not None and not isinstance(task, str):
@@ -114,15 +103,15 @@ def add_routes(app: fastapi.FastAPI, episodes: Episodes, secret: str) -> None:
       raise ApiError(503, 'no task is waiting for an agent; try again', code='no_task')
     return JSONResponse(dataclasses.asdict(begun), 201)
 
-  @app.post('/v1/episodes/{key}/end')
-  async def end(request: fastapi.Request, key: str):
-    own = hmac.compare_digest(bearer(request.scope).encode(), key.encode())
-    if not own and not has_secret(request):
-      raise ApiError(401, 'neither its key nor the secret', code='invalid_api_key')
+  @app.post('/v1/episodes/end')
+  async def end(request: fastapi.Request):
     try:
-      ended = _end(await fields(request))
+      found = await body(request)
     except Disconnected:
       return JSONResponse({}, 400)
+    if not isinstance(key := found.get('key'), str):
+      raise invalid('must be a string', 'key')
+    ended = _end(found)
     try:
       found = await asyncio.to_thread(episodes.end, key, ended)
     except ValueError as error:

@@ -15,6 +15,19 @@ _MAX_STOP_CHARACTERS = 256
 _EMPTY = (None, [], '', {}, 0, False)
 
 
+def body(data: bytes | bytearray | str) -> dict:
+  """A body's JSON object. Raises ApiError (400), which names the invalid field."""
+  try:
+    value = strict_json.loads(data)
+  except strict_json.JsonFault as fault:
+    code = None if fault.path else 'invalid_json'
+    message = fault.reason if fault.path else f'the body: {fault.reason}'
+    raise invalid(message, fault.path or None, code) from None
+  if not isinstance(value, dict):
+    raise invalid('the body must be a JSON object', None, 'invalid_json')
+  return value
+
+
 def flag(data: dict, field: str) -> bool:
   """A boolean field; absent or null is False."""
   value = data.get(field)

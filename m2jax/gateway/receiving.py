@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 from collections.abc import AsyncIterator, Callable
 
 from m2jax.gateway.errors import ApiError, busy
@@ -29,6 +30,12 @@ def api_key(scope: dict) -> str:
   if not key:
     raise _no_key('send "Authorization: Bearer KEY" or "x-api-key: KEY"')
   return key
+
+
+def authorise(scope: dict, key: str) -> None:
+  """Raises ApiError (401) unless this is the key of a request."""
+  if not hmac.compare_digest(bearer(scope).encode(), key.encode()):
+    raise ApiError(401, 'this key does not allow it', code='invalid_api_key')
 
 
 def _bearer(scope: dict) -> str | None:

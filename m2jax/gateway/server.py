@@ -65,6 +65,10 @@ class Gateway:
     """Lets agents elsewhere begin and end episodes; call it before the start."""
     episodes_api.add_routes(self._application, episodes, secret)
 
+  def show_to(self, key: str) -> None:
+    """Lets holders of a key read the counters beyond loopback."""
+    self._service.view_key = key
+
   def extend(self, add_routes: Callable[[fastapi.FastAPI], None]) -> None:
     """Adds routes of another package; call it before the start."""
     add_routes(self._application)

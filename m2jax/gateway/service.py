@@ -46,6 +46,7 @@ class ChatService:
   Attributes:
     config, tokenizer, sessions: as passed. counters: of this service.
     context_tokens: size of the engine's context.
+    view_key: what /metrics needs beyond loopback; '': nothing will do.
   """
 
   def __init__(
@@ -60,6 +61,7 @@ class ChatService:
     self.tokenizer = tokenizer
     self.sessions = open_sessions
     self.counters = Counters()
+    self.view_key = ''
     self._engine = engine
     self.context_tokens = engine.context_tokens
     self._readers = readers.Readers(config, tokenizer, engine.context_tokens)

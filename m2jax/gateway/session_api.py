@@ -1,10 +1,11 @@
 """Sessions opened by other processes, such as those that run agents.
 
 - POST /v1/sessions {"key": KEY, "mode": "training", "name": NAME}: 201; 409 if it is
-  open already. NAME is that of the session in records; without one it is the key.
-- DELETE /v1/sessions/KEY, with the key quoted: 200, also if it is not open.
+  open already. NAME is that of the session in records; without one it is random.
+- DELETE /v1/sessions {"key": KEY}: 200, also if it is not open.
 
-Both need the shared secret as `Authorization: Bearer SECRET`. Sessions are in memory: a
+Both need `Authorization: Bearer SECRET`, which allows nothing else. KEY is in no URL,
+since these are logged. Sessions are in memory: a
 gateway that restarts has none, so that no session can go on with part of its history.
 One whose process has ended without closing it is closed at an age.
 """
@@ -13,16 +14,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hmac
-import json
 import time
-from typing import Any
+import uuid
 
 import fastapi
 from starlette.responses import JSONResponse
 
+from m2jax.gateway import fields
 from m2jax.gateway.errors import ApiError, invalid, too_large
-from m2jax.gateway.receiving import Bodies, Disconnected, bearer
+from m2jax.gateway.receiving import Bodies, Disconnected, authorise
 from m2jax.gateway.sessions import MODES, Sessions, valid_key
 
 _BODY_BYTES = 4096
@@ -54,10 +54,13 @@ def add_routes(
   opened: collections.OrderedDict[bytes, float] = collections.OrderedDict()
   bodies = Bodies(64 * _BODY_BYTES)
 
-  def authorise(request: fastapi.Request) -> None:
-    given = bearer(request.scope)
-    if not hmac.compare_digest(given.encode(), settings.secret.encode()):
-      raise ApiError(401, 'not the secret of this gateway', code='invalid_api_key')
+  async def read(request: fastapi.Request) -> tuple[str, str, str]:
+    """The body of an authorised request; raises Disconnected or ApiError."""
+    authorise(request.scope, settings.secret)
+    limit = too_large(f'the body is larger than {_BODY_BYTES} bytes')
+    receive = bodies.receive(request.scope, request.receive, _BODY_BYTES, limit)
+    async with receive as body:
+      return _fields(body)
 
   def close_old() -> None:
     latest_s = time.monotonic() - settings.max_age_s
@@ -66,12 +69,8 @@ def add_routes(
 
   @app.post('/v1/sessions')
   async def open_session(request: fastapi.Request):
-    authorise(request)
-    limit = too_large(f'the body is larger than {_BODY_BYTES} bytes')
-    receive = bodies.receive(request.scope, request.receive, _BODY_BYTES, limit)
     try:
-      async with receive as body:
-        key, mode, name = _fields(body)
+      key, mode, name = await read(request)
     except Disconnected:
       return JSONResponse({}, 400)
     close_old()
@@ -86,26 +85,26 @@ def add_routes(
     opened[digest] = time.monotonic()
     return JSONResponse({'key': key, 'mode': mode}, 201)
 
-  @app.delete('/v1/sessions/{key:path}')  # a key may have slashes
-  async def close_session(request: fastapi.Request, key: str):
-    authorise(request)
+  @app.delete('/v1/sessions')
+  async def close_session(request: fastapi.Request):
+    try:
+      key, _, _ = await read(request)
+    except Disconnected:
+      return JSONResponse({}, 400)
     digest = sessions.digest(key)
     if opened.pop(digest, None) is not None:
       sessions.close_digest(digest)
     return JSONResponse({'key': key})
 
 
-def _fields(body: bytearray) -> tuple[str, str, str | None]:
-  try:
-    fields: Any = json.loads(bytes(body))
-  except (ValueError, RecursionError) as error:
-    raise invalid(f'the body is not JSON: {error}', None) from error
-  if not isinstance(fields, dict) or not isinstance(fields.get('key'), str):
+def _fields(body: bytearray) -> tuple[str, str, str]:
+  found = fields.body(body)
+  if not isinstance(found.get('key'), str):
     raise invalid('must be a string', 'key')
-  mode = fields.get('mode', 'training')
+  mode = found.get('mode', 'training')
   if mode not in MODES:
     raise invalid(f'must be one of {MODES}', 'mode')
-  name = fields.get('name')
-  if name is not None and not (isinstance(name, str) and valid_key(name)):
+  name = found.get('name') or f'session-{uuid.uuid4().hex}'
+  if not (isinstance(name, str) and valid_key(name)):
     raise invalid('must be 1 to 256 printable ASCII characters', 'name')
-  return fields['key'], mode, name
+  return found['key'], mode, name

@@ -9,11 +9,11 @@
   GET  /view/api/annotations/SESSION
   POST /view/api/annotations/SESSION {"text", "completion", "token"}
 
-All but the page need the run's admin key as `Authorization: Bearer KEY`; the link that
-jobs print has it behind a `#`, which browsers do not send. Everything else is refused
-before it is looked at: a Host that is not this server's (DNS rebinding), an unknown
-field, a body above a few kB. Requests to the database run one at a time in a thread of
-their own, so that people who look at a run do not slow its gateway down.
+All but the page need the run's key `view` as `Authorization: Bearer KEY`, which allows
+nothing else; links have it behind a `#`, which browsers do not send. Everything else is
+refused before it is looked at: a Host that is not this server's (DNS rebinding), an
+unknown field, a body above a few kB. Requests to the database run one at a time in a
+thread of their own, so that people who look at a run do not slow its gateway down.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-import hmac
 import json
 from collections.abc import Callable, Collection
 from typing import Any
@@ -29,9 +28,9 @@ from typing import Any
 import fastapi
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from m2jax.gateway import hosts
+from m2jax.gateway import fields, hosts
 from m2jax.gateway.errors import ApiError, invalid, too_large
-from m2jax.gateway.receiving import Bodies, Disconnected, bearer
+from m2jax.gateway.receiving import Bodies, Disconnected, authorise
 from m2jax.pool.pages import Condition
 from m2jax.viewer import page
 from m2jax.viewer.run import Run
@@ -55,7 +54,7 @@ def add_routes(
   Args:
     app: the gateway's, or one that has nothing else.
     run: what is shown.
-    key: the admin key.
+    key: that requests need.
     host: the address that the server listens at. Requests may have it as their Host,
       and beyond loopback any address.
     more: further names of the server.
@@ -70,8 +69,7 @@ def add_routes(
 
   def checked(request: fastapi.Request) -> None:
     check_host(request)
-    if not hmac.compare_digest(bearer(request.scope).encode(), key.encode()):
-      raise ApiError(401, "not this run's admin key", code='invalid_api_key')
+    authorise(request.scope, key)
 
   async def answer(function: Callable[[], Any]) -> Response:
     def work() -> bytes | None:
@@ -123,7 +121,7 @@ def add_routes(
     receive = bodies.receive(request.scope, request.receive, _BODY_BYTES, limit)
     try:
       async with receive as body:
-        fields = _note(body)
+        note = _note(body)
     except Disconnected:
       return JSONResponse({}, 400)
 
@@ -131,7 +129,7 @@ def add_routes(
       if run.reader.trajectory(session) is None:
         return None
       try:
-        return run.annotations.note(session, **fields)
+        return run.annotations.note(session, **note)
       except ValueError as error:
         raise invalid(str(error), None) from error
 
@@ -182,15 +180,12 @@ def _number(text: str | None, name: str) -> float | None:
 
 
 def _note(body: bytearray) -> dict[str, Any]:
-  try:
-    fields = json.loads(bytes(body))
-  except (ValueError, RecursionError) as error:
-    raise invalid(f'the body is not JSON: {error}', None) from error
-  if not isinstance(fields, dict) or 'text' not in fields:
-    raise invalid('must be an object with a text', None)
-  if unknown := set(fields) - {'text', 'completion', 'token'}:
+  found = fields.body(body)
+  if 'text' not in found:
+    raise invalid('must be there', 'text')
+  if unknown := set(found) - {'text', 'completion', 'token'}:
     raise invalid('unknown field', sorted(unknown)[0])
-  return fields
+  return found
 
 
 def _json(value: Any) -> bytes:

@@ -20,8 +20,6 @@ from m2jax.gateway.listener import Listener
 from m2jax.viewer import api
 from m2jax.viewer.run import Run
 
-KEY_FILE = 'admin.key'  # in the workdir
-
 
 def link(base_url: str, key: str, names: Collection[str] = ()) -> str:
   """The address to open; the part behind # stays in the browser.

@@ -12,23 +12,27 @@ import pytest
 from m2jax.forge import watch
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
-from m2jax.viewer import serving
 from tests.gateway.conftest import tok  # noqa: F401
 from tests.gateway.scripted_engine import ScriptedEngine
 
 
-def test_a_job_prints_a_link_that_works(workdir, tok, caplog):  # noqa: F811
-  """The logged link opens the page, and its key the API; the gateway's routes stay."""
+def test_a_job_shows_where_its_page_is(workdir, tok, caplog, capsys, monkeypatch):  # noqa: F811
+  """A terminal gets the link, whose key opens the API, and a log the address without
+  it; the gateway's routes stay."""
   engine = ScriptedEngine(lambda request: [1])
   gateway = Gateway(GatewayConfig(), tok, engine, lambda completion: None)
   with watch.Page(workdir) as page:
     page.attach(gateway)
     with gateway:
+      key = (workdir / 'keys' / 'view').read_text()
       with caplog.at_level('INFO', logger='absl'):
         page.announce(gateway)
-      link = caplog.messages[-1].split()[-1]
-      address, _, key = link.partition('#key=')
-      assert key == (workdir / serving.KEY_FILE).read_text()
+        logged = caplog.messages
+        monkeypatch.setattr('sys.stdout.isatty', lambda: True)
+        page.announce(gateway)
+      address, _, shown = capsys.readouterr().out.split()[-1].partition('#key=')
+      assert shown == key and caplog.messages == logged
+      assert address in logged[0] and key not in logged[0]
       assert '<div id="app">' in httpx.get(address).text
       headers = {'Authorization': f'Bearer {key}'}
       found = httpx.get(f'{address}/api/group/0', headers=headers).json()

@@ -214,4 +214,4 @@ def test_ctrl_c_ends_the_job(workdir):
     job.send_signal(signal.SIGINT)
     out, err = job.communicate(timeout=20)
   assert job.returncode == 0 and 'stopped' in out and 'Traceback' not in err
-  assert os.stat(workdir / 'admin.key').st_mode & 0o077 == 0
+  assert os.stat(workdir / 'keys' / 'view').st_mode & 0o077 == 0

@@ -183,7 +183,8 @@ def run(config: ForgeConfig, workdir: Path) -> None:
     RolloutsFailed: code of an agent or a task blocks all episodes.
   """
   roles = config.roles
-  key = shared.join(config, workdir)
+  shared.join(config, workdir)
+  key = shared.read_key(config, workdir, shared.SESSION)
   gateway = GatewayClient(roles.gateway_url)
   sessions = SessionClient(roles.gateway_url, key)
   with (

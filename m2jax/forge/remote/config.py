@@ -26,8 +26,9 @@ class RolesConfig:
     pool_url: SQLAlchemy URL of the pool's database; '' is WORKDIR/pool.db. SQLite is
       for processes of one machine. A password may be in libpq's password file instead.
     pool_outage_s: how long a role waits for a PostgreSQL server that is away.
-    key_file: file with the secret that the roles share; '' is WORKDIR/roles.key, which
-      the learner makes.
+    keys_dir: directory of the files `view`, `session`, `reward` and `engine`, the keys
+      by which roles and people ask the servers (docs/roles.md); '' is WORKDIR/keys,
+      which the learner makes.
     engine_server: the engine's HTTP server.
     engine_client: how the gateway uses an engine.
     router: how the gateway uses several (`rollout.router`).
@@ -47,7 +48,7 @@ class RolesConfig:
   gateway_url: str = 'http://127.0.0.1:8102'
   pool_url: str = ''
   pool_outage_s: float = 60.0
-  key_file: str = ''
+  keys_dir: str = ''
   engine_server: EngineServerConfig = EngineServerConfig()
   engine_client: RemoteConfig = RemoteConfig()
   router: RouterConfig = RouterConfig()

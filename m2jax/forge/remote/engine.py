@@ -149,7 +149,8 @@ def run(config: ForgeConfig, workdir: Path, sharding: Sharding) -> None:
     Stopped: process 0 has, which is another one.
     OSError: the port is in use.
   """
-  key = shared.join(config, workdir)
+  shared.join(config, workdir)
+  key = shared.read_key(config, workdir, shared.ENGINE)
   engine = Engine(config.model, config.engine, sharding)
   reader = published.Reader(workdir / shared.WEIGHTS)
   like = published.like(config.model, engine.sharding)

@@ -16,7 +16,6 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import functools
-import hmac
 import json
 import urllib.parse
 from collections.abc import Callable
@@ -142,11 +141,8 @@ class _Application:
     self._counters.add('requests_total', status=str(status))
 
   def _authorise(self, scope: dict) -> None:
-    if not self._key:
-      return
-    given = receiving.bearer(scope)
-    if not hmac.compare_digest(given.encode(), self._key.encode()):
-      raise ApiError(401, "the key is not this engine's", code='invalid_api_key')
+    if self._key:
+      receiving.authorise(scope, self._key)
 
   async def _body(self, scope: dict, receive: Callable, limit_bytes: int) -> bytes:
     error = too_large(f'the body is larger than {limit_bytes} bytes')

@@ -72,7 +72,10 @@ def run(config: ForgeConfig, workdir: Path) -> None:
     PoolBroken: the database cannot be written.
   """
   roles, settings = config.roles, config.gateway
-  key = shared.join(config, workdir)
+  shared.join(config, workdir)
+  view, session, reward, engine_key = (
+    shared.read_key(config, workdir, name) for name in shared.KEYS
+  )
   tok = shared.wait_for_tokenizer(workdir)
   if not settings.port:
     settings = dataclasses.replace(settings, port=config_lib.port(roles.gateway_url))
@@ -82,13 +85,13 @@ def run(config: ForgeConfig, workdir: Path) -> None:
     age_s += 2 * config.rl.item_deadline_s
   with contextlib.ExitStack() as stack:
     pool = stack.enter_context(shared.open_pool(config, workdir))
-    engine = stack.enter_context(engines(config, key))
-    remote = RemoteSessions(key, max_age_s=age_s)
+    engine = stack.enter_context(engines(config, engine_key))
+    remote = RemoteSessions(session, max_age_s=age_s)
     gateway = Gateway(settings, tok, engine, recorder(pool), remote)
     outside = Leased(pool, gateway.sessions, lease_s=roles.lease_s, max_age_s=age_s)
-    gateway.take_episodes(stack.enter_context(outside), key)
+    gateway.take_episodes(stack.enter_context(outside), reward)
     names = [urllib.parse.urlsplit(roles.gateway_url).hostname]
-    page = stack.enter_context(watch.Page(workdir, roles.pool_url, key, names))
+    page = stack.enter_context(watch.Page(workdir, roles.pool_url, view, names))
     page.attach(gateway)
     stack.enter_context(gateway)
     page.announce(gateway)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 import time
-import urllib.parse
 from typing import Any
 
 import httpx
@@ -38,7 +37,7 @@ class SessionClient:
   ) -> None:
     """Opens a session; `name` is that of its records, or None: the key."""
     body = json.dumps({'key': key, 'mode': mode, 'name': name}).encode()
-    response = await self._send('POST', self._url, body, self._patience_s)
+    response = await self._send('POST', body, self._patience_s)
     # A retry after a lost response finds it open: keys are unique.
     if response.status_code not in (201, 409):
       raise ConnectionError(
@@ -48,21 +47,18 @@ class SessionClient:
 
   async def close(self, key: str) -> None:
     try:
-      url = f'{self._url}/{urllib.parse.quote(key, safe="")}'
-      await self._send('DELETE', url, patience_s=0.0)
+      await self._send('DELETE', json.dumps({'key': key}).encode(), patience_s=0.0)
     except ConnectionError as error:
       logging.debug('a session was not closed: %s', error)
 
-  async def _send(
-    self, method: str, url: str, body: bytes = b'', patience_s: float = 0.0
-  ) -> httpx.Response:
+  async def _send(self, method: str, body: bytes, patience_s: float) -> httpx.Response:
     if self._client is None:
       self._client = http.make_client()
     timeout = httpx.Timeout(_TIMEOUT_S).as_dict()
     ends_s = time.monotonic() + patience_s
     while True:
       request = httpx.Request(
-        *(method, url),
+        *(method, self._url),
         headers=self._headers,
         content=body,
         extensions={'timeout': timeout},
@@ -75,16 +71,22 @@ class SessionClient:
       except httpx.TransportError as error:
         failure = repr(error)
       if time.monotonic() >= ends_s:
-        raise ConnectionError(f'the gateway at {url} cannot be reached: {failure}')
+        raise ConnectionError(
+          f'the gateway at {self._url} cannot be reached: {failure}'
+        )
       await asyncio.sleep(_RETRY_S)
 
 
 class GatewayClient:
-  """What the learner and the agents' process ask the gateway; from any thread."""
+  """What the learner and the agents' process ask the gateway; from any thread.
 
-  def __init__(self, url: str):
+  Beyond loopback only the key `view` gets statistics and counters.
+  """
+
+  def __init__(self, url: str, key: str = ''):
     self._url = url.rstrip('/')
-    self._client = httpx.Client(timeout=_TIMEOUT_S, trust_env=False)
+    headers = {'authorization': f'Bearer {key}'} if key else {}
+    self._client = httpx.Client(headers=headers, timeout=_TIMEOUT_S, trust_env=False)
     self._lock = threading.Lock()  # the counters are asked for by one thread at a time
     self._counters: dict[str, int] = {}
 
@@ -104,8 +106,8 @@ class GatewayClient:
   def counters(self) -> dict[str, int]:
     """See `Gateway.counters`; the last known ones if it cannot be reached."""
     try:
-      text = self._client.get(self._url + '/metrics').text
-      found = counters.parse(text)
+      reply = self._client.get(self._url + '/metrics')
+      found = counters.parse(reply.raise_for_status().text)
     except (httpx.HTTPError, ValueError) as error:
       logging.warning('the counters of the gateway are not known: %r', error)
       return dict(self._counters)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,10 @@ def rollouts_in(workdir: Path, commands: Commands):
   ) -> Iterator[roles.Rollouts]:
     del tok  # the gateway's role reads it
     url = config.roles.gateway_url
-    key = shared.make_key(config, workdir)
-    gateway, sessions = GatewayClient(url), SessionClient(url, key)
+    shared.make_keys(config, workdir)
+    key = functools.partial(shared.read_key, config, workdir)
+    gateway = GatewayClient(url, key(shared.VIEW))
+    sessions = SessionClient(url, key(shared.SESSION))
     commands.send('open')
     with (
       contextlib.closing(gateway),

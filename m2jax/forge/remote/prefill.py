@@ -91,7 +91,8 @@ def run(config: ForgeConfig, workdir: Path) -> None:
     RolloutsFailed: the engine has stopped, or the run was started anew.
     OSError: the address is in use.
   """
-  key = shared.join(config, workdir)
+  shared.join(config, workdir)
+  key = shared.read_key(config, workdir, shared.ENGINE)
   engine = Engine(
     config.model, config.engine, sharding_lib.make(config.roles.prefill_mesh)
   )

@@ -1,7 +1,7 @@
 """What the roles find in the shared directory of a run.
 
 WORKDIR/ config.json tokenizer.json  as in one process
-         roles.key                   the shared secret, made by the learner
+         keys/                       `KEYS`, made by the learner
          weights/                    published versions (`checkpoint.published`)
          pool.db                     unless `RolesConfig.pool_url` names another one
 """
@@ -25,7 +25,10 @@ from m2jax.text import tokenizer
 from m2jax.train.workdir import open_workdir
 
 WEIGHTS = 'weights'
-_KEY, _POOL = 'roles.key', 'pool.id'
+# What each key allows: to see the trajectory page and the gateway's counters; to open
+# sessions; to begin and reward episodes over HTTP; to ask engines.
+KEYS = VIEW, SESSION, REWARD, ENGINE = 'view', 'session', 'reward', 'engine'
+KEYS_DIR, _POOL = 'keys', 'pool.id'
 _POLL_S = 0.2
 _SAY_EVERY_S = 30.0
 WAIT_S = 24 * 3600.0  # for another role; demonstrations and SFT may take hours
@@ -36,16 +39,22 @@ def pool_url(config: ForgeConfig, workdir: Path) -> str:
   return config.roles.pool_url or f'sqlite:///{workdir.absolute()}/pool.db'
 
 
-def make_key(config: ForgeConfig, workdir: Path) -> str:
-  """The shared secret; makes WORKDIR/roles.key once, unless a file is configured."""
-  if not config.roles.key_file:
-    make_secret(workdir / _KEY)
-  return read_key(config, workdir)
+def make_keys(config: ForgeConfig, workdir: Path) -> None:
+  """Makes the files of `KEYS` once, unless a directory is configured."""
+  if not config.roles.keys_dir:
+    for name in KEYS:
+      make_key(workdir, name)
+
+
+def make_key(workdir: Path, name: str) -> str:
+  """A key of a workdir; makes its file if it does not exist."""
+  return make_secret(workdir / KEYS_DIR / name)
 
 
 def make_secret(path: Path) -> str:
   """The secret at `path`; makes the file, for this user only, if it does not exist."""
   if not path.exists():
+    path.parent.mkdir(0o700, exist_ok=True)
     new = path.with_suffix('.new')
     new.unlink(missing_ok=True)
     file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -55,31 +64,35 @@ def make_secret(path: Path) -> str:
   return path.read_text(encoding='ascii').strip()
 
 
-def read_key(config: ForgeConfig, workdir: Path) -> str:
-  """The shared secret. Raises ValueError if the file cannot be read or is empty."""
-  path = Path(config.roles.key_file or workdir / _KEY)
+def read_key(config: ForgeConfig, workdir: Path, name: str) -> str:
+  """One of `KEYS`. Raises ValueError if its file cannot be read or is empty."""
+  path = _keys_dir(config, workdir) / name
   try:
     key = path.read_text(encoding='ascii').strip()
   except (OSError, UnicodeDecodeError) as error:
-    raise ValueError(f'config.roles.key_file: cannot read {path}: {error}') from error
+    raise ValueError(f'config.roles.keys_dir: cannot read {path}: {error}') from error
   if not key or not key.isprintable() or ' ' in key:
     raise ValueError(
-      f'config.roles.key_file: {path} must have one line of printable ASCII characters'
+      f'config.roles.keys_dir: {path} must have one line of printable ASCII characters'
     )
   return key
 
 
-def join(config: ForgeConfig, workdir: Path) -> str:
-  """Waits for the learner to have opened the workdir; returns the shared secret.
+def _keys_dir(config: ForgeConfig, workdir: Path) -> Path:
+  return Path(config.roles.keys_dir or workdir / KEYS_DIR)
+
+
+def join(config: ForgeConfig, workdir: Path) -> None:
+  """Waits for the learner to have opened the workdir and made its keys.
 
   Raises:
     OtherRun: this role was started with other settings.
   """
   wait_for(f'the learner to open {workdir}', (workdir / 'config.json').exists)
-  if not config.roles.key_file:
-    wait_for(f'the learner to write {workdir / _KEY}', (workdir / _KEY).exists)
+  if not config.roles.keys_dir:
+    last = workdir / KEYS_DIR / KEYS[-1]
+    wait_for(f'the learner to write {last}', last.exists)
   open_workdir(config.anywhere(), workdir, leads=False)
-  return read_key(config, workdir)
 
 
 def wait_for_tokenizer(workdir: Path) -> tokenizer.Tokenizer:

@@ -6,11 +6,10 @@ streams and errors into its own form. Sessions, prompts and records know none of
 
 from __future__ import annotations
 
+from m2jax.gateway import fields
 from m2jax.gateway.dialects import anthropic, openai_chat, responses, tokenize
 from m2jax.gateway.dialects.base import Completing, Counting, Dialect
-from m2jax.gateway.errors import invalid
 from m2jax.gateway.protocol import Parsed
-from m2jax.text import strict_json
 
 __all__ = ('DIALECTS', 'Completing', 'Counting', 'Dialect', 'parse')
 
@@ -32,12 +31,4 @@ def parse(body: bytes | bytearray | str, dialect: str) -> Parsed:
   Raises:
     ApiError: 400, which names the invalid field.
   """
-  try:
-    data = strict_json.loads(body)
-  except strict_json.JsonFault as fault:
-    code = None if fault.path else 'invalid_json'
-    message = fault.reason if fault.path else f'the body: {fault.reason}'
-    raise invalid(message, fault.path or None, code) from None
-  if not isinstance(data, dict):
-    raise invalid('the body must be a JSON object', None, 'invalid_json')
-  return DIALECTS[dialect].parse(data)
+  return DIALECTS[dialect].parse(fields.body(body))

@@ -139,8 +139,8 @@ function KeyForm({ problem, retry }) {
   const [key, setKey] = useState('');
   const send = (event) => { event.preventDefault(); source.key = key; retry(); };
   return html`<form class="keyform" onSubmit=${send}><p role="alert">${problem}</p>
-    <p>The link that the job prints has the key of the run; it is also in WORKDIR/admin.key.</p>
-    <input type="password" aria-label="Admin key" value=${key} onInput=${(e) => setKey(e.target.value)} />
+    <p>The key is in WORKDIR/keys/view; a link that a job prints on a terminal has it.</p>
+    <input type="password" aria-label="Key" value=${key} onInput=${(e) => setKey(e.target.value)} />
     <button>Open</button></form>`;
 }
 

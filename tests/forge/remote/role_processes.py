@@ -100,7 +100,7 @@ class Roles:
 
   def engine_stats(self, number: int) -> dict:
     """The statistics of an engine; empty while it does not answer."""
-    key = (self.workdir / 'roles.key').read_text().strip()
+    key = (self.workdir / 'keys' / 'engine').read_text().strip()
     headers = {'authorization': f'Bearer {key}'}
     try:
       answer = httpx.get(self._urls[number] + '/health', headers=headers, timeout=5)

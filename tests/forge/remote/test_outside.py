@@ -23,14 +23,18 @@ SPEC = terminal.spec('train', 0, family='append')
 
 
 class Client:
-  """Calls of an agent's owner, with the secret unless another key is given."""
+  """Calls of who judges the agents, with the secret unless another key is given."""
 
   def __init__(self, base_url):
     self._base_url = base_url
 
   def post(self, path, body, key='secret'):
     headers = {'authorization': f'Bearer {key}'}
-    return httpx.post(self._base_url + path, headers=headers, json=body)
+    data = json.dumps(body).encode()  # a lone surrogate as an escape
+    return httpx.post(self._base_url + path, headers=headers, content=data)
+
+  def end(self, episode, key='secret', **fields):
+    return self.post('/episodes/end', {'key': episode, **fields}, key)
 
   def chat(self, key):
     messages = [{'role': 'user', 'content': 'hi'}]
@@ -62,19 +66,19 @@ def start(tok, pool):
 
 
 def test_an_episode_and_its_reward_are_recorded(start, pool):
-  """Its key ends it, and is of no use afterwards."""
+  """Neither its own key nor another pays it; afterwards it is of no use."""
   client = start(lambda sessions: Recorded(pool, sessions))
   assert client.post('/episodes', {'task': 'x'}, key='guess').status_code == 401
   begun = client.post('/episodes', {'task': 'mine/1'})
   assert begun.status_code == 201
   key = begun.json()['key']
   assert [client.chat(key), client.chat(key)] == [200, 200]
-  end = f'/episodes/{key}/end'
-  assert client.post(end, {'success': 1}, key='guess').status_code == 401
-  done = client.post(end, {'success': 0.5, 'end_reason': 'exit', 'error': 'e'}, key=key)
+  for wrong in ('guess', key):
+    assert client.end(key, wrong, success=1).status_code == 401
+  done = client.end(key, success=0.5, end_reason='exit', error='e')
   assert done.status_code == 200
   assert client.chat(key) == 401
-  assert client.post(end, {'success': 1.0}).status_code == 404
+  assert client.end(key, success=1.0).status_code == 404
   pool.flush()
   [stored] = pool.sample_trajectories(9, seed=0, evaluation=True)
   t = stored.trajectory
@@ -97,11 +101,10 @@ def test_turns_are_paid_by_the_ids_of_their_responses(start, pool):
       ('/responses', {'input': 'hi', 'store': False}),
     )
   ]
-  end = f'/episodes/{key}/end'
-  stray = client.post(end, {'success': 1.0, 'rewards': {ids[0] + 'x': 1}}, key=key)
+  stray = client.end(key, success=1.0, rewards={ids[0] + 'x': 1})
   assert stray.status_code == 400 and f'no response {ids[0]}x' in stray.text
   earned = dict(zip(ids, (0.5, -1, 2), strict=True))
-  done = client.post(end, {'success': 1.0, 'rewards': earned}, key=key)
+  done = client.end(key, success=1.0, rewards=earned)
   assert done.status_code == 200
   pool.flush()
   [stored] = pool.sample_trajectories(9, seed=0, evaluation=True)
@@ -120,7 +123,7 @@ def test_no_key_is_stored(start, pool, tmp_path):
   begun = client.post('/episodes', {'task': 'a/b'}).json()
   keys.append(begun['key'])
   assert client.chat(keys[2]) == 200
-  done = client.post(f'/episodes/{keys[2]}/end', {'success': 1.0}, key=keys[2])
+  done = client.end(keys[2], success=1.0)
   assert done.status_code == 200
   pool.flush()
   files = [path for path in tmp_path.rglob('*') if path.is_file()]
@@ -160,9 +163,8 @@ def test_what_is_idle_or_too_much_ends(start, pool):
   assert client.chat(keys[1]) == 200
   recorded.clean()
   assert len(sessions) == 1  # the second episode's
-  end = {'success': 1.0}
-  assert client.post(f'/episodes/{keys[0]}/end', end).status_code == 404
-  assert client.post(f'/episodes/{keys[1]}/end', end).status_code == 200
+  assert client.end(keys[0], success=1.0).status_code == 404
+  assert client.end(keys[1], success=1.0).status_code == 200
   for i in range(4):
     client.chat(f'more{i}')
   recorded.clean()
@@ -186,14 +188,17 @@ def test_what_is_idle_or_too_much_ends(start, pool):
     ({'success': 1, 'rewards': {'a': '1'}}, 'rewards.a'),
     ({'success': 1, 'rewards': {'a': 10**400}}, 'rewards.a'),
     ({'success': 1, 'rewards': {'a': 1.0}}, 'no response a'),
+    ({'success': 1, 'key': 7}, 'key'),
+    ({'success': 1, 'answer': '\ud800'}, 'answer'),
     ([], 'object'),
   ],
 )
 def test_bad_ends_name_the_field_and_leave_the_episode_open(start, pool, body, named):
   client = start(lambda sessions: Recorded(pool, sessions))
   assert 'name the task' in client.post('/episodes', {}).text
+  assert client.post('/episodes', {'task': '\ud800'}).status_code == 400
   key = client.post('/episodes', {'task': 'a'}).json()['key']
-  bad = client.post(f'/episodes/{key}/end', body)
+  bad = client.post('/episodes/end', {'key': key} | body if body != [] else body)
   assert bad.status_code == 400 and named in bad.text
   assert client.chat(key) == 200
 
@@ -224,7 +229,7 @@ def test_a_run_s_items_are_handed_out_and_reported(start, pool):
     assert client.chat(key) == 200
     [lease] = pool.open_leases()
     assert lease.report is None
-    assert client.post(f'/episodes/{key}/end', {'success': success}).status_code == 200
+    assert client.end(key, success=success).status_code == 200
   [lease] = pool.open_leases()
   assert lease.report == leases.COMPLETE and leased.reported == 1
   pool.complete(0)
@@ -247,7 +252,7 @@ def test_episodes_that_nobody_ends_are_given_back(start, pool):
       time.sleep(0.02)
   [lease] = pool.open_leases()
   assert lease.report == leases.AGAIN + 'nobody ended the episode within 0.1 s'
-  assert client.post(f'/episodes/{key}/end', {'success': 1.0}).status_code == 404
+  assert client.end(key, success=1.0).status_code == 404
   assert client.chat(key) == 401
 
 

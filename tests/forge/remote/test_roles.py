@@ -48,7 +48,7 @@ def test_every_role_and_the_database_are_killed(tmp_path, postgresql):
   with Roles(tmp_path, *flags, engines=2, of=of, processes=several) as roles:
     for name in ('learner', 'engine', 'gateway', 'engine2', 'prefill'):
       roles.start(name)
-    key = roles.workdir / 'roles.key'
+    key = roles.workdir / 'keys' / 'engine'
     roles.wait(lambda: key.exists() and all(roles.engine_stats(i) for i in (0, 1)))
     # Only now: else the items may end before engine2 serves.
     for name in ('agents', 'agents2'):

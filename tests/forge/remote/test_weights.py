@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 import sys
@@ -227,15 +228,20 @@ def test_completions_through_both_servers(tok, tmp_path):
     assert len(pool.completions('mine')) == 2
 
 
-def test_the_shared_key(tmp_path):
-  """Made once, readable by its owner only; a bad file is an error that names it."""
+def test_the_keys_of_a_run(tmp_path):
+  """Independent, made once, for their owner only; an error names a bad file."""
   config = forge_worker.config()
-  key = shared.make_key(config, tmp_path)
-  assert len(key) >= 32 and key == shared.make_key(config, tmp_path)
-  assert (tmp_path / 'roles.key').stat().st_mode & 0o777 == 0o600
-  (tmp_path / 'roles.key').write_text('')
-  with pytest.raises(ValueError, match=r'config.roles.key_file: .*roles.key'):
-    shared.read_key(config, tmp_path)
+  read = functools.partial(shared.read_key, config, tmp_path)
+  shared.make_keys(config, tmp_path)
+  keys = [read(name) for name in shared.KEYS]
+  assert len({*keys}) == 4 and min(map(len, keys)) >= 32
+  shared.make_keys(config, tmp_path)
+  assert keys == [read(name) for name in shared.KEYS]
+  for path in (tmp_path / 'keys', *(tmp_path / 'keys').iterdir()):
+    assert path.stat().st_mode & 0o077 == 0
+  (tmp_path / 'keys' / 'view').write_text('')
+  with pytest.raises(ValueError, match=r'config.roles.keys_dir: .*keys/view'):
+    read('view')
 
 
 def test_the_pool_of_another_run(tmp_path):
