@@ -1,8 +1,10 @@
-"""Uniform errors for invalid settings, and which errors a user has to act on."""
+"""Uniform errors for invalid settings and input, and which a user has to act on."""
 
 from __future__ import annotations
 
+import math
 import os
+import reprlib
 import traceback
 from typing import Any
 
@@ -43,3 +45,40 @@ def repeatable(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and f'{os.sep}site-packages{os.sep}' in frames[-1].filename
   return not isinstance(error, (ValueError, FileNotFoundError, FloatingPointError))
+
+
+# Hint of a field → what its values are for a user, and whether a value of JSON or TOML
+# is one. Numbers are sizes, times and counts.
+_TYPES = {
+  'str': ('text', lambda v: isinstance(v, str)),
+  'str | None': ('text or null', lambda v: v is None or isinstance(v, str)),
+  'bool': ('true or false', lambda v: isinstance(v, bool)),
+  'int': ('a whole number, at least 0', lambda v: type(v) is int and v >= 0),
+  'float': (
+    'a finite number, at least 0',
+    lambda v: type(v) in (int, float) and 0 <= v < math.inf,
+  ),
+  'Mapping[str, Any]': ('an object or table', lambda v: isinstance(v, dict)),
+  'tuple[str, ...]': (
+    'a list of texts',
+    lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v),
+  ),
+}
+
+
+def check_type(value: Any, hint: str, field: str) -> None:
+  """Raises ValueError unless a value that was read from a file fits a field.
+
+  Args:
+    value: of JSON or TOML.
+    hint: of the dataclass's field, as it is written; numbers are not negative.
+    field: its place in the file, for the message.
+
+  Example:
+    >>> check_type('x', 'int', 'limits.processes')
+    Traceback (most recent call last):
+    ValueError: limits.processes is 'x': must be a whole number, at least 0
+  """
+  what, fits = _TYPES[hint]
+  if not fits(value):
+    raise ValueError(f'{field} is {reprlib.repr(value)}: must be {what}')

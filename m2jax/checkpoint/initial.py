@@ -12,11 +12,12 @@ import jax
 from etils import epath
 
 from m2jax import params
-from m2jax.checkpoint import huggingface, policy
+from m2jax.checkpoint import bounded, huggingface, policy
 from m2jax.checkpoint.errors import CheckpointMismatch
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.config import ModelConfig
 from m2jax.sharding import ONE_DEVICE, Sharding
+from m2jax.text import tokenizer as tokenizer_lib
 from m2jax.text.tokenizer import Tokenizer
 
 # How a job computes is its own choice, whatever the weights were trained or stored as.
@@ -60,10 +61,10 @@ def load(
 def tokenizer(directory: str | os.PathLike) -> Tokenizer:
   """The tokenizer of the weights, which are not read. Errors as `load`."""
   if is_released(directory):
-    return policy.read_tokenizer(_tokenizer_file(directory).read_bytes())
+    return tokenizer_lib.loads(_tokenizer(directory))
   manager = CheckpointManager(policy.find(directory), read_only=True)
   _, files, _ = manager.read_host()
-  return policy.read_tokenizer(files[policy.TOKENIZER_FILE])
+  return tokenizer_lib.loads(files[policy.TOKENIZER_FILE])
 
 
 def check(found: ModelConfig, wanted: ModelConfig, directory: str) -> None:
@@ -94,7 +95,7 @@ def load_released(
   directory: str | os.PathLike, sharding: Sharding, dtype: str | None
 ) -> policy.Policy:
   """A policy of the released format, at step 0; `dtype` as in `huggingface.load`."""
-  content = _tokenizer_file(directory).read_bytes()
+  content = _tokenizer(directory)
   rules = None if sharding.mesh is None else sharding.rules
   model, variables = huggingface.load(
     directory, mesh=sharding.mesh, rules=rules, dtype=dtype
@@ -102,11 +103,15 @@ def load_released(
   return policy.Policy(model, variables, content, 0, os.fspath(directory))
 
 
-def _tokenizer_file(directory: str | os.PathLike):
-  path = epath.Path(directory) / huggingface.TOKENIZER
-  if not path.exists():
-    raise CheckpointMismatch(f'{directory} has no {path.name}, which the job needs')
-  return path
+def _tokenizer(directory: str | os.PathLike) -> bytes:
+  """The content of the tokenizer.json."""
+  path = os.path.join(directory, huggingface.TOKENIZER)
+  try:
+    return bounded.read(path)
+  except FileNotFoundError:
+    raise CheckpointMismatch(
+      f'{directory} has no {huggingface.TOKENIZER}, which the job needs'
+    ) from None
 
 
 def _cast(leaf, like):

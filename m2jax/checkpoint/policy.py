@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import tokenizers
 from etils import epath
 
 from m2jax import model as model_lib
@@ -23,6 +22,7 @@ from m2jax.checkpoint.errors import CheckpointMismatch, MissingCheckpoint
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.config import ModelConfig
 from m2jax.sharding import ONE_DEVICE, Sharding
+from m2jax.text import tokenizer as tokenizer_lib
 from m2jax.text.tokenizer import Tokenizer
 
 TOKENIZER_FILE = 'tokenizer.json'
@@ -49,12 +49,7 @@ class Policy(NamedTuple):
 
   def load_tokenizer(self) -> Tokenizer:
     """Builds the tokenizer."""
-    return read_tokenizer(self.tokenizer)
-
-
-def read_tokenizer(content: bytes) -> Tokenizer:
-  """Builds a tokenizer from the content of its `tokenizer.json`."""
-  return Tokenizer(tokenizers.Tokenizer.from_buffer(content))
+    return tokenizer_lib.loads(self.tokenizer)
 
 
 def host(model: ModelConfig) -> dict[str, Any]:

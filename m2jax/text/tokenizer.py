@@ -24,6 +24,8 @@ from m2jax.text import bpe, chat, markup
 # Prompts of a group and pieces of the template repeat; at most about 40 MB.
 _CACHED_TEXT_CHARS = 2048
 _CACHED_TEXTS = 2048
+_MAX_FILE_BYTES = 100_000_000
+_MAX_GROWTH = 64  # real ones replace spaces by a character, and quotes by two
 _UNKNOWN = '\N{REPLACEMENT CHARACTER}'.encode()
 
 
@@ -43,8 +45,8 @@ class Tokenizer:
     """Wraps a tokenizer of the library; adds the missing special tokens of M2.
 
     Raises:
-      ValueError: the decoder does not decode single tokens to bytes, or the model
-        would encode plain text to a special token.
+      ValueError: the decoder does not decode single tokens to bytes, the model would
+        encode plain text to a special token, or the normalizer makes text much longer.
     """
     missing = [t for t in markup.SPECIAL_TOKENS if hf.token_to_id(t) is None]
     if missing:
@@ -52,6 +54,7 @@ class Tokenizer:
     hf.add_special_tokens(list(markup.SPECIAL_TOKENS))
     hf.no_truncation()
     hf.no_padding()
+    _check_growth(hf)
     self._hf = hf
     self._bytes = _token_bytes(hf)
     self._plain = _without_special_tokens(hf)
@@ -144,15 +147,27 @@ def load(path: str | os.PathLike) -> Tokenizer:
 
   Raises:
     FileNotFoundError: there is none.
-    ValueError: the file is not a tokenizer, or see `Tokenizer`.
+    ValueError: see `loads`.
   """
   path = os.fspath(path)
   if os.path.isdir(path):
     path = os.path.join(path, _FILE)
   if not os.path.isfile(path):
     raise FileNotFoundError(f'no tokenizer at {path}: pass a {_FILE} or its directory')
+  with open(path, 'rb') as file:
+    return loads(file.read(_MAX_FILE_BYTES + 1), path)
+
+
+def loads(content: bytes, path: str = _FILE) -> Tokenizer:
+  """The tokenizer of the content of a `tokenizer.json`.
+
+  Raises:
+    ValueError: it is not a tokenizer or too large, or see `Tokenizer`; names the path.
+  """
+  if len(content) > _MAX_FILE_BYTES:
+    raise ValueError(f'{path}: more than {_MAX_FILE_BYTES} bytes')
   try:
-    hf = tokenizers.Tokenizer.from_file(path)
+    hf = tokenizers.Tokenizer.from_buffer(content)
   except Exception as error:  # the library raises bare Exception
     raise ValueError(f'{path} is not a Hugging Face {_FILE}: {error}') from error
   return Tokenizer(hf)
@@ -249,6 +264,19 @@ def _ids(hf: tokenizers.Tokenizer, text: str) -> list[int]:
   except TypeError:
     _utf8(text)
     raise
+  except BaseException as error:  # a panic of the library is no Exception
+    if type(error).__name__ != 'PanicException':
+      raise
+    raise ValueError(f'the tokenizer failed on a text: {error}') from None
+
+
+def _check_growth(hf: tokenizers.Tokenizer) -> None:
+  """Raises ValueError if replacements could make a text much longer, each in turn."""
+  growth = 1
+  for step in _steps(json.loads(hf.to_str())['normalizer'], 'normalizers'):
+    growth *= 1 + len(step.get('content', ''))  # of `Replace`, also between characters
+  if growth > _MAX_GROWTH:
+    raise ValueError(f'this tokenizer replaces a character by up to {growth} others')
 
 
 def _utf8(text: str) -> bytes:

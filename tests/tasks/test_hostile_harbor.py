@@ -82,7 +82,7 @@ FAULTS = {
   '[verifier]\ntimeout_sec = 1e9': 'verifier.timeout_sec .*ceilings.wall_s',
   '[agent]\ntimeout_sec = 0': 'agent.timeout_sec',
   '[environment]\nmemory_mb = "2G"': 'environment.memory_mb',
-  '[[environment]]': 'environment is .*a table',
+  '[[environment]]': 'environment is .*table',
 }
 
 

@@ -1,12 +1,13 @@
 """Encoding, injection, streaming and files, on trained and on foreign tokenizers."""
 
+import os
 import random
 
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from m2jax.text import chat, markup, tokenizer
 from tests.text.examples import MANY
@@ -269,6 +270,34 @@ def test_load_refuses_what_is_no_tokenizer(tmp_path):
   wordpiece.save(str(tmp_path / 'tokenizer.json'))
   with pytest.raises(ValueError, match='byte-level or byte-fallback'):
     tokenizer.load(tmp_path)
+
+
+def test_a_sparse_file_takes_no_memory(tmp_path):
+  path = tmp_path / 'tokenizer.json'
+  path.touch()
+  os.truncate(path, 20 << 30)
+  with pytest.raises(ValueError, match=r'tokenizer\.json: more than'):
+    tokenizer.load(tmp_path)
+
+
+def test_replacements_do_not_multiply():
+  """Three of them would make a character of a prompt a gigabyte."""
+  hf = gpt2_style()
+  replace = normalizers.Replace('a', 'a' * 1000)
+  hf.normalizer = normalizers.Sequence([replace] * 3)
+  with pytest.raises(ValueError, match='replaces a character'):
+    tokenizer.Tokenizer(hf)
+
+
+def test_a_pattern_that_backtracks_is_an_error_of_its_text():
+  """The library gives up after some time with a panic, which is no Exception."""
+  hf = gpt2_style()
+  split = pre_tokenizers.Split(tokenizers.Regex('(a+)+$'), 'isolated')
+  hf.pre_tokenizer = pre_tokenizers.Sequence([split, hf.pre_tokenizer])
+  found = tokenizer.Tokenizer(hf)
+  with pytest.raises(ValueError, match='the tokenizer failed on a text'):
+    found.encode('a' * 30 + '!')
+  assert found.encode('b')
 
 
 def test_a_model_that_merges_text_into_a_special_token_is_refused():

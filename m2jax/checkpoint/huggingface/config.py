@@ -9,17 +9,14 @@ error.
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from m2jax.checkpoint.errors import (
-  CheckpointMismatch,
-  CorruptCheckpoint,
-  MissingCheckpoint,
-)
+from m2jax.checkpoint import bounded
+from m2jax.checkpoint.errors import CheckpointMismatch, MissingCheckpoint
 from m2jax.config import ModelConfig
 
 FILE = 'config.json'
@@ -51,13 +48,17 @@ _ONLY = {
   'use_routing_bias': True,
   'shared_intermediate_size': 0,
 }
-_OPTIONAL_NUMBERS = ('rotary_dim', 'rope_theta', 'num_mtp_modules')
+_FRACTIONS = ('rms_norm_eps', 'rope_theta', 'partial_rotary_factor')
+_WHOLE = (*(set(_FIELDS.values()) - set(_FRACTIONS)), 'rotary_dim', 'num_mtp_modules')
+_MAX_WHOLE = 2**31 - 1
+_MAX_EXPERTS = 2**18  # of all layers; M2 has 15,872
+_MAX_MODULES = 64
 _MTP_ONLY = {'mtp_transformer_layers': 1}  # if there are MTP modules
 # ModelConfig fields without a counterpart; transformers preserves the section.
 _SECTION = 'm2jax'
 # A model with other values would load without them, and compute something else.
 _ABLATIONS = {'window': None, 'router_scores': 'sigmoid'}
-_OWN = ('dtype', 'remat', 'unroll_layers')
+_OWN = {'dtype': str, 'remat': str, 'unroll_layers': bool}
 _RELEASED_IDS = {'bos_token_id': 200_034, 'eos_token_id': 200_020}
 
 
@@ -78,13 +79,12 @@ def read(directory: str | os.PathLike) -> Read:
 
   Raises:
     MissingCheckpoint: there is none.
-    CorruptCheckpoint: it is not a JSON object.
+    CorruptCheckpoint: it is not a JSON object, or see `bounded.read`.
     CheckpointMismatch: it describes an unsupported model; names the field.
   """
   path = os.path.join(os.fspath(directory), FILE)
   try:
-    with open(path, encoding='utf-8') as file:
-      values = json.load(file)
+    values = bounded.read_object(path)
   except FileNotFoundError:
     if not os.path.isdir(directory):
       raise MissingCheckpoint(f'{directory} is not a directory') from None
@@ -92,13 +92,9 @@ def read(directory: str | os.PathLike) -> Read:
     raise MissingCheckpoint(
       f'no {FILE} in {directory}: it contains {entries or "nothing"}'
     ) from None
-  except ValueError as error:
-    raise CorruptCheckpoint(f'{path}: not JSON: {error}') from error
-  if not isinstance(values, dict):
-    raise CorruptCheckpoint(f'{path}: not a JSON object')
   try:
     return decode(values)
-  except (AttributeError, TypeError, ValueError) as error:
+  except ValueError as error:
     raise CheckpointMismatch(f'{path}: {error}') from error
 
 
@@ -106,27 +102,37 @@ def decode(values: Mapping[str, Any]) -> Read:
   """Decodes the fields of a config.json.
 
   Raises:
-    ValueError, TypeError, AttributeError: a field is missing, malformed, or has an
-      unsupported value.
+    ValueError: a field is missing, malformed, or has an unsupported value.
   """
   _check(values, _ONLY)
   kinds = values.get('attn_type_list') or []
-  if any(kind != 1 for kind in kinds):
-    raise ValueError(f'attn_type_list={kinds}: only 1, full attention, is supported')
+  if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
+    shown = reprlib.repr(kinds)
+    raise ValueError(f'attn_type_list={shown}: only 1, full attention, is supported')
   missing = [name for name in _FIELDS.values() if values.get(name) is None]
   if missing:
     raise ValueError(f'missing fields: {", ".join(missing)}')
-  for name in (*_FIELDS.values(), *_OPTIONAL_NUMBERS):
-    if not isinstance(values.get(name, 0), (int, float, type(None))):
-      raise ValueError(f'{name}={values[name]!r}: must be a number')
+  _check_numbers(values, '')
+  experts = values['num_hidden_layers'] * values['num_local_experts']
+  if experts > _MAX_EXPERTS:
+    raise ValueError(
+      f'num_hidden_layers={values["num_hidden_layers"]} with num_local_experts='
+      f'{values["num_local_experts"]}: at most {_MAX_EXPERTS} experts in all are read'
+    )
   declared = values.get('dtype') or values.get('torch_dtype') or 'bfloat16'
   modules = values.get('num_mtp_modules') or 0
   if not values.get('use_mtp', True):
     modules = 0
   if modules:
     _check(values, _MTP_ONLY)
+  if modules > _MAX_MODULES:
+    raise ValueError(f'num_mtp_modules={modules}: at most {_MAX_MODULES} are read')
   rotary_dim, rope_theta = _rope(values)
-  section = values.get(_SECTION) or {}
+  section = _object(values, _SECTION)
+  for name, kind in _OWN.items():
+    if not isinstance(section.get(name, kind()), kind):
+      shown = reprlib.repr(section[name])
+      raise ValueError(f'{_SECTION}.{name}={shown}: must be of type {kind.__name__}')
   cfg = ModelConfig(
     **{field: values[name] for field, name in _FIELDS.items()},
     rotary_dim=rotary_dim,
@@ -135,7 +141,7 @@ def decode(values: Mapping[str, Any]) -> Read:
     param_dtype=declared,
     **{'dtype': declared, **{name: section[name] for name in _OWN if name in section}},
   )
-  return Read(cfg, _fp8_block(values.get('quantization_config')))
+  return Read(cfg, _fp8_block(_object(values, 'quantization_config')))
 
 
 def encode(cfg: ModelConfig, stored: str, ids: Mapping[str, int]) -> dict[str, Any]:
@@ -183,12 +189,38 @@ def encode(cfg: ModelConfig, stored: str, ids: Mapping[str, int]) -> dict[str, A
 def _check(values: Mapping[str, Any], only: Mapping[str, Any]):
   for name, want in only.items():
     if values.get(name, want) != want and not (values[name] is None and not want):
-      raise ValueError(f'{name}={values[name]!r}: only {want!r} is supported')
+      shown = reprlib.repr(values[name])
+      raise ValueError(f'{name}={shown}: only {want!r} is supported')
+
+
+def _check_numbers(values: Mapping[str, Any], where: str):
+  """Raises ValueError unless the numbers of an object are of their kind and range."""
+  for name in (*_WHOLE, *_FRACTIONS):
+    if (value := values.get(name)) is None:
+      continue
+    if type(value) not in ((int,) if name in _WHOLE else (int, float)):
+      kind = 'a whole number' if name in _WHOLE else 'a number'
+    elif name in _WHOLE and abs(value) > _MAX_WHOLE:
+      kind = f'at most {_MAX_WHOLE}'
+    elif name in _FRACTIONS and value <= 0:
+      kind = 'above 0'
+    else:
+      continue
+    raise ValueError(f'{where}{name}={reprlib.repr(value)}: must be {kind}')
+
+
+def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+  """The object in a field, or an empty one. Raises ValueError for another value."""
+  found = values.get(name) or {}
+  if not isinstance(found, dict):
+    raise ValueError(f'{name}={reprlib.repr(found)}: must be an object')
+  return found
 
 
 def _rope(values: Mapping[str, Any]) -> tuple[int, float]:
   """rotary_dim and rope_theta of either dialect."""
-  rope = values.get('rope_parameters') or values.get('rope_scaling') or {}
+  rope = _object(values, 'rope_parameters') or _object(values, 'rope_scaling')
+  _check_numbers(rope, 'rope_parameters.')
   kind = rope.get('rope_type', rope.get('type', 'default'))
   if kind != 'default':
     raise ValueError(f'rope_type={kind!r}: only default is supported')
@@ -206,17 +238,19 @@ def _rope(values: Mapping[str, Any]) -> tuple[int, float]:
   return dim, float(theta)
 
 
-def _fp8_block(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
-  if quantization is None:
+def _fp8_block(quantization: Mapping[str, Any]) -> tuple[int, int]:
+  if not quantization:
     return BLOCK
-  method = quantization.get('quant_method')
+  method, block = (quantization.get(k) for k in ('quant_method', 'weight_block_size'))
   if method != 'fp8':
+    shown = reprlib.repr(method)
+    raise ValueError(f'quantization_config.quant_method={shown}: only fp8 is supported')
+  if block is None:
+    return BLOCK
+  pair = isinstance(block, list) and len(block) == 2
+  if not pair or not all(type(b) is int and 0 < b <= _MAX_WHOLE for b in block):
+    shown = reprlib.repr(block)
     raise ValueError(
-      f'quantization_config.quant_method={method!r}: only fp8 is supported'
+      f'quantization_config.weight_block_size={shown}: must be two sizes'
     )
-  block = tuple(quantization.get('weight_block_size') or BLOCK)
-  if len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
-    raise ValueError(
-      f'quantization_config.weight_block_size={block}: must be two sizes'
-    )
-  return block
+  return tuple(block)

@@ -7,12 +7,14 @@ Either `model.safetensors`, or shards and `model.safetensors.index.json`, whose
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
+import reprlib
 from collections.abc import Sequence
 
 import numpy as np
 
+from m2jax.checkpoint import bounded
 from m2jax.checkpoint import leaves as leaves_lib
 from m2jax.checkpoint.errors import (
   CheckpointMismatch,
@@ -24,6 +26,7 @@ from m2jax.checkpoint.huggingface.names import Tensor
 
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
+_FILE_NAME = re.compile(r'\w[\w.-]*', re.ASCII)
 
 
 class Shards:
@@ -130,11 +133,11 @@ class Shards:
     path = os.path.join(self._directory, INDEX)
     if not os.path.exists(path):
       return {}
-    try:
-      with open(path, encoding='utf-8') as file:
-        weight_map = dict(json.load(file)['weight_map'])
-      if not all(os.path.basename(f) == f for f in weight_map.values()):
-        raise ValueError('it names a file outside the directory')
-    except (KeyError, TypeError, ValueError) as error:
-      raise CorruptCheckpoint(f'{path}: not an index: {error!r}') from error
+    weight_map = bounded.read_object(path).get('weight_map')
+    if not isinstance(weight_map, dict):
+      raise CorruptCheckpoint(f'{path}: not an index: it has no object weight_map')
+    for file in weight_map.values():
+      if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+        shown = reprlib.repr(file)
+        raise CorruptCheckpoint(f'{path}: weight_map has {shown}: no name of a file')
     return weight_map

@@ -11,13 +11,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from m2jax.checkpoint import bounded
 from m2jax.checkpoint.errors import CorruptCheckpoint
+from m2jax.text import strict_json
 
 DTYPES = {
   'F64': np.dtype(np.float64),
@@ -29,6 +33,8 @@ DTYPES = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
 _METADATA = '__metadata__'
+_MAX_AXES = 8
+_WORD = re.compile('[!-~]{1,1024}')  # printed in errors
 
 
 class Entry(NamedTuple):
@@ -58,7 +64,7 @@ class Reader:
       CorruptCheckpoint: there is no header, or a tensor is truncated; names the first.
     """
     self.path = os.fspath(path)
-    self._fd = os.open(self.path, os.O_RDONLY)
+    self._fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
       self.entries = self._read_header(os.fstat(self._fd).st_size)
     except BaseException:
@@ -94,18 +100,26 @@ class Reader:
         f'{self.path}: {size} bytes are too few for a safetensors header'
         + (f' of {length} bytes' if size >= _LENGTH_BYTES else '')
       )
+    if length > bounded.MAX_BYTES:
+      raise CorruptCheckpoint(
+        f'{self.path}: a safetensors header of {length} bytes; at most '
+        f'{bounded.MAX_BYTES} are read'
+      )
     try:
-      header = json.loads(_pread(self._fd, length, _LENGTH_BYTES))
+      header = strict_json.loads(os.pread(self._fd, length, _LENGTH_BYTES))
       found = {
-        name: (_entry(tensor, first), first + tensor['data_offsets'][1])
+        name: _entry(name, tensor, first)
         for name, tensor in header.items()
         if name != _METADATA
       }
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+      why = error if isinstance(error, ValueError) else repr(error)
       raise CorruptCheckpoint(
-        f'{self.path}: cannot read the safetensors header: {error!r}'
+        f'{self.path}: cannot read the safetensors header: {why}'
       ) from error
-    for name, (entry, end) in sorted(found.items(), key=lambda item: item[1][1]):
+    before = first
+    order = lambda item: (item[1][0].offset, item[1][1])
+    for name, (entry, end) in sorted(found.items(), key=order):
       if end > size:
         raise CorruptCheckpoint(
           f'{self.path}: truncated: tensor {name} {entry} ends at byte {end}, the file '
@@ -115,6 +129,9 @@ class Reader:
         raise CorruptCheckpoint(
           f'{self.path}: tensor {name} {entry} has {end - entry.offset} bytes'
         )
+      if entry.offset < before:
+        raise CorruptCheckpoint(f'{self.path}: tensor {name} overlaps another')
+      before = end
     return {name: entry for name, (entry, _) in found.items()}
 
 
@@ -170,21 +187,18 @@ def write(
     os.fsync(file.fileno())
 
 
-def _pread(fd: int, count: int, offset: int) -> bytes:
-  """Reads `count` bytes at `offset`; a single os.pread reads at most 2 GB."""
-  out = bytearray()
-  while len(out) < count:
-    more = os.pread(fd, count - len(out), offset + len(out))
-    if not more:
-      break
-    out += more
-  return bytes(out)
+def _entry(name: str, tensor: Mapping[str, Any], first: int) -> tuple[Entry, int]:
+  """An Entry from a tensor's description in the header, and where its data end.
 
-
-def _entry(tensor: Mapping[str, Any], first: int) -> Entry:
-  """An Entry from a tensor's description in the header; the data begin at `first`."""
-  begin, _ = tensor['data_offsets']
-  shape = tuple(int(size) for size in tensor['shape'])
-  if begin < 0 or min(shape, default=0) < 0:
-    raise ValueError(f'negative size in {tensor}')
-  return Entry(str(tensor['dtype']), shape, first + int(begin))
+  Args:
+    name: of the tensor.
+    tensor: its description.
+    first: where the data begin.
+  """
+  (begin, end), shape, code = (tensor[k] for k in ('data_offsets', 'shape', 'dtype'))
+  whole = all(type(n) is int and n >= 0 for n in (begin, end, *shape))
+  if not whole or begin > end or len(shape) > _MAX_AXES:
+    raise ValueError(f'sizes of tensor {name[:99]!a}: {reprlib.repr(tensor)}')
+  if not _WORD.fullmatch(name) or not _WORD.fullmatch(code):
+    raise ValueError(f'tensor {name[:99]!a} of dtype {code[:99]!a}: no names')
+  return Entry(code, tuple(shape), first + begin), first + end

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from m2jax import sandbox
+from m2jax.checks import check_type
 from m2jax.tasks.harbor import compose
 from m2jax.text import strict_json
 
@@ -30,18 +31,6 @@ _STANDARD = {
     'storage_mb': 'int',
     'gpus': 'int',
   },
-}
-# Type → what it is for a user, and whether a value of TOML is one.
-_TYPES = {
-  'str': ('text', lambda v: isinstance(v, str)),
-  'bool': ('true or false', lambda v: isinstance(v, bool)),
-  'int': ('a whole number, at least 0', lambda v: type(v) is int and v >= 0),
-  'float': ('a number above 0', lambda v: type(v) in (int, float) and v > 0),
-  'Mapping[str, Any]': ('a table', lambda v: isinstance(v, dict)),
-  'tuple[str, ...]': (
-    'a list of texts',
-    lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v),
-  ),
 }
 
 
@@ -127,9 +116,11 @@ def parse(text: str, path: Path, ceilings: Ceilings) -> tuple[Metadata, float]:
     verifier_s = min(_VERIFIER_S, ceilings.wall_s)
     for section, types in _STANDARD.items():
       values = table.get(section, {})
-      _check(values, 'Mapping[str, Any]', section)
+      check_type(values, 'Mapping[str, Any]', section)
       for name in types.keys() & values.keys():
-        _check(values[name], types[name], f'{section}.{name}')
+        check_type(values[name], types[name], f'{section}.{name}')
+        if name == 'timeout_sec' and not values[name]:
+          raise ValueError(f'{section}.{name} is 0: must be above 0')
     if (asked := table.get('verifier', {}).get('timeout_sec')) is not None:
       _check_ceiling(asked, ceilings, 'wall_s', 'verifier.timeout_sec')
       verifier_s = float(asked)
@@ -142,7 +133,7 @@ def parse(text: str, path: Path, ceilings: Ceilings) -> tuple[Metadata, float]:
 
 def _metadata(table: Mapping[str, Any], ceilings: Ceilings) -> Metadata:
   where = 'metadata'
-  _check(table.get(where, {}), 'Mapping[str, Any]', where)
+  check_type(table.get(where, {}), 'Mapping[str, Any]', where)
   ours = table.get(where, {}).get('m2jax')
   where = 'metadata.m2jax'
   if ours is None:
@@ -151,7 +142,7 @@ def _metadata(table: Mapping[str, Any], ceilings: Ceilings) -> Metadata:
       'be kept apart from the agent here; run it with `harbor run`, or make tasks with '
       '`python -m experiments.make_tasks`'
     )
-  _check(ours, 'Mapping[str, Any]', where)
+  check_type(ours, 'Mapping[str, Any]', where)
   known = {field.name: field for field in dataclasses.fields(Metadata)}
   for name in ours.keys() - known.keys():
     has = ', '.join(known)
@@ -160,7 +151,7 @@ def _metadata(table: Mapping[str, Any], ceilings: Ceilings) -> Metadata:
     if name not in ours:
       raise ValueError(f'{where}.{name} is missing')
   for name, value in ours.items():
-    _check(value, known[name].type, f'{where}.{name}')
+    check_type(value, known[name].type, f'{where}.{name}')
   for name in ('remove', 'answer', 'site', 'verifier_site'):
     paths = ours.get(name, ())
     for path in filter(None, [paths] if isinstance(paths, str) else paths):
@@ -171,20 +162,13 @@ def _metadata(table: Mapping[str, Any], ceilings: Ceilings) -> Metadata:
     if name not in sandbox.Limits.__dataclass_fields__ or name == 'wall_s':
       raise ValueError(f'{where}.verifier_needs has no field {reprlib.repr(name)}')
     field = f'{where}.verifier_needs.{name}'
-    _check(value, 'int', field)
+    check_type(value, 'int', field)
     _check_ceiling(value, ceilings, name, field)
   values = {k: tuple(v) if isinstance(v, list) else v for k, v in ours.items()}
   found = Metadata(**values)
   field = f'{where}.max_tool_calls'
   _check_ceiling(found.max_tool_calls, ceilings, 'tool_calls', field)
   return found
-
-
-def _check(value: Any, kind: str, field: str) -> None:
-  """Raises ValueError unless a value of TOML has a type of `_TYPES`."""
-  what, is_one = _TYPES[kind]
-  if not is_one(value):
-    raise ValueError(f'{field} is {reprlib.repr(value)}: must be {what}')
 
 
 def _check_ceiling(value: float, ceilings: Ceilings, name: str, field: str) -> None:
