@@ -9,9 +9,8 @@ How an episode ends; the first that applies:
 
   max_turns       more requests than `relay.requests`
   limit           another limit of `relay.Limits` for the whole episode
-  infrastructure  the gateway did not serve the last request; the command never got a
-                  completion; or it ran out of time and had spent most of it waiting for
-                  completions: masked from the loss (law 5)
+  infrastructure  the gateway failed the last request, or the command never got a
+                  completion, so that nothing was sampled: masked from the loss (law 5)
   timeout         killed after `sandbox.Limits.wall_s`
   exit            a status other than 0, or killed for its output or memory
   answer          status 0
@@ -68,6 +67,9 @@ class BlackboxConfig(AgentConfig):
     port: on 127.0.0.1 in the sandbox.
     relay: limits of the traffic.
     response_timeout_s: of a response of the gateway.
+    hints: whether the gateway is told what the command says of its requests
+      (`gateway.hints`). Some exempt a completion from training: then whatever runs
+      inside the sandbox can do so.
     author: of demonstrations, which are made by running the command.
   """
 
@@ -78,6 +80,7 @@ class BlackboxConfig(AgentConfig):
   port: int = 8080
   relay: relay.Limits = relay.Limits()
   response_timeout_s: float = 600.0
+  hints: bool = False
   author: AuthorConfig = AuthorConfig()
 
   def __post_init__(self):
@@ -185,6 +188,7 @@ class Blackbox(Agent):
         self._client,
         config.relay,
         config.response_timeout_s,
+        config.hints,
       )
       stack.push_async_callback(way.close)
       exports = self._exports(way.port, endpoint.model, task.instruction)
@@ -249,12 +253,9 @@ def _end(result: sandbox.ExecResult, way: relay.Relay) -> tuple[str, str]:
   details = f'{how}: {said}' if said else how
   if way.failure:
     return 'infrastructure', f'{way.failure}; {details}'
-  if not way.answered:
+  if not way.begun:
     return 'infrastructure', f'the command got no completion; {details}'
   if result.timed_out:
-    if way.waited_s > result.wall_s / 2:
-      waited = f'{way.waited_s:.0f} s of it waiting for completions'
-      return 'infrastructure', f'{details}; {waited}: raise episodes.limits.wall_s'
     return 'timeout', details
   if result.returncode:
     return 'exit', details

@@ -4,8 +4,12 @@ A sandbox has no network. The relay accepts connections on a socket in the sandb
 network (`Sandbox.listen`), which only its commands can reach: the socket is the
 episode's identity, and the relay puts the session's key into every request, whatever
 key the client sent. It passes on the calls of a model API and nothing else of the
-gateway, such as metrics or other sessions. Everything that a client can grow has a
-limit (law 9); one that is for a whole episode ends it.
+gateway, such as metrics or other sessions; of a request the body and the headers that
+such an API has. Everything that a client can grow has a limit (law 9); one that is for
+a whole episode ends it.
+
+Only what the gateway did is its failure, since that masks the episode: never how long a
+client takes, reads or waits.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ import functools
 import json
 import re
 import socket
-import time
 import weakref
 from typing import Any
 
@@ -28,6 +31,7 @@ from absl import logging
 from m2jax.agents.agent import Endpoint
 from m2jax.agents.transcript import Exchange
 from m2jax.checks import require
+from m2jax.gateway.hints import BODY_FIELD, HEADERS
 
 _READ_BYTES = 1 << 16
 # Without escapes or dots that lead elsewhere.
@@ -35,16 +39,17 @@ _TARGET = re.compile(
   r'/v1/(chat/completions|messages(/count_tokens)?|responses|models(/[\w-]+)?|tokenize)'
   r'|/tokenize|/'
 )
-# Of the connection (RFC 9110 §7.6.1), of the body as it arrived, and credentials.
-_HOP = 'connection keep-alive proxy-connection te trailer transfer-encoding upgrade '
+_METHODS = (b'GET', b'HEAD', b'POST')
+_PASSED = frozenset(('accept', 'content-type', 'anthropic-version', 'anthropic-beta'))
+# Of the connection (RFC 9110 §7.6.1).
 _DROPPED = frozenset(
-  _HOP.split()
-  + 'host content-length expect authorization proxy-authorization x-api-key api-key '
-  'cookie'.split()
+  'connection keep-alive proxy-connection te trailer transfer-encoding upgrade'.split()
 )
-_OF_RESPONSES = frozenset(_HOP.split())
 _COMPLETIONS = ('/v1/chat/completions', '/v1/messages', '/v1/responses')
-_GATEWAY_FAILED = (429, 500, 502, 503, 504)
+# 401: it has restarted without the session, for the key is the relay's.
+_GATEWAY_FAILED = (401, 429, 500, 502, 503, 504)
+_BUSY_S = 1.0  # between attempts while all requests together exceed a bound of it
+_BEHIND_BYTES = 1 << 16  # unread by a client: what asyncio buffers before it pauses
 # The gateway's comment in a stream that failed after its start.
 _STREAM_FAILED, _COMMENT_BYTES = re.compile(rb'\n: failed (\d{3})\n'), 16
 
@@ -92,7 +97,7 @@ class Relay:
   Attributes:
     over: done when a limit of the episode is exceeded, with its name.
     requests, connections, total_bytes: counts so far.
-    answered: number of completions.
+    begun: number of completions that the gateway did not refuse.
     failure: why the gateway did not complete the last request for a completion, or was
       out of reach; '' if it did.
     last: the last completion.
@@ -105,6 +110,7 @@ class Relay:
     client: httpx.AsyncClient,
     limits: Limits,
     timeout_s: float,
+    hints: bool = False,
   ):
     """Does not start yet.
 
@@ -115,7 +121,10 @@ class Relay:
       client: shared by relays.
       limits: of the episode.
       timeout_s: of a response.
+      hints: whether what the client says of a request (`gateway.hints`) is passed on.
     """
+    self._passed = _PASSED | HEADERS if hints else _PASSED
+    self._hints = hints
     self._listener, self._endpoint = listener, endpoint
     self._client, self._limits, self._timeout_s = client, limits, timeout_s
     self._root = endpoint.base_url.rstrip('/').removesuffix('/v1')
@@ -123,23 +132,15 @@ class Relay:
     self._serving: set[asyncio.Task] = set()
     self._writers: weakref.WeakSet[asyncio.StreamWriter] = weakref.WeakSet()
     self._held_bytes = 0
-    self._waiting, self._waiting_since_s = 0, 0.0
     self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    self.requests = self.connections = self.total_bytes = self.answered = 0
+    self.requests = self.connections = self.total_bytes = self.begun = 0
     self.failure = ''
-    self._waited_s = 0.0
     self.last: Exchange | None = None
 
   @property
   def port(self) -> int:
     """The port on 127.0.0.1, as the sandbox's commands see it."""
     return self._listener.getsockname()[1]
-
-  @property
-  def waited_s(self) -> float:
-    """Time so far during which at least one request waited for the gateway."""
-    now = time.monotonic() - self._waiting_since_s if self._waiting else 0.0
-    return self._waited_s + now
 
   async def start(self) -> None:
     """Accepts connections."""
@@ -224,61 +225,49 @@ class Relay:
     self.requests += 1
     if self.requests > self._limits.requests:
       self._end('requests')
-    target = request.target.decode('latin-1')
-    path, _, query = target.partition('?')
-    if not _TARGET.fullmatch(path) or not query.isascii():
+    path = request.target.decode('latin-1').partition('?')[0]
+    if not _TARGET.fullmatch(path) or request.method not in _METHODS:
       raise _Refused(404, f'{path[:100]}: only the calls of a model API are served')
     asked = _json_object(body)
     if asked is not None:
       asked |= {'model': self._endpoint.model, **self._endpoint.sampling}
+      if not self._hints:
+        asked.pop(BODY_FIELD, None)
       body = json.dumps(asked).encode()
     headers = [
-      (name, value)
-      for name, value in request.headers.raw_items()
-      if name.decode().lower() not in _DROPPED
+      (name, value) for name, value in request.headers if name.decode() in self._passed
     ]
     headers.append((b'authorization', f'Bearer {self._endpoint.api_key}'.encode()))
+    made = httpx.Request(
+      request.method,
+      self._root + path,
+      headers=headers,
+      content=body,
+      extensions={'timeout': httpx.Timeout(self._timeout_s).as_dict()},
+    )
+    completes = path in _COMPLETIONS
+    self.begun += completes
     try:
-      made = httpx.Request(
-        request.method,
-        self._root + target,
-        headers=headers,
-        content=body,
-        extensions={'timeout': httpx.Timeout(self._timeout_s).as_dict()},
-      )
-      with self.waits():
+      response = await self._client.send(made, stream=True)
+      while response.status_code == 429 and 'retry-after' in response.headers:
+        await response.aclose()
+        await asyncio.sleep(_BUSY_S)
         response = await self._client.send(made, stream=True)
-    except httpx.InvalidURL as error:
-      raise _Refused(400, str(error)) from error
+    except httpx.TimeoutException as error:  # other requests of the client may be why
+      raise _Refused(504, f'no response in {self._timeout_s:g} s') from error
     except httpx.TransportError as error:
+      self.begun -= completes
       self.failure = f'the gateway cannot be reached: {error!r}'
       raise _Refused(502, self.failure) from error
     status = response.status_code
-    if path not in _COMPLETIONS:  # says nothing about the engine
+    if not completes:  # says nothing about the engine
       return response, None
     self.failure = _failure(status)
     if status != 200 or asked is None:
+      self.begun -= 1
       return response, None
     self.last = Exchange(path, asked)
     return response, self.last
-
-  def ended(self, failure: str) -> None:
-    """The response of a completion has ended, and failed after its start if so."""
-    self.failure = failure
-    self.answered += not failure
-
-  @contextlib.contextmanager
-  def waits(self):
-    """Counts the time, once for requests that wait together."""
-    if not self._waiting:
-      self._waiting_since_s = time.monotonic()
-    self._waiting += 1
-    try:
-      yield
-    finally:
-      self._waiting -= 1
-      if not self._waiting:
-        self._waited_s += time.monotonic() - self._waiting_since_s
 
 
 class _Connection:
@@ -287,6 +276,7 @@ class _Connection:
   def __init__(self, relay: Relay, reader, writer, header_bytes: int):
     self._relay, self._reader, self._writer = relay, reader, writer
     self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=header_bytes)
+    self._behind = False  # whether the client has left much of a response unread
 
   async def serve(self) -> None:
     """Requests one after the other, until one of both sides closes."""
@@ -360,27 +350,30 @@ class _Connection:
     headers = [
       (name, value)
       for name, value in response.headers.raw
-      if name.decode().lower() not in _OF_RESPONSES
+      if name.decode().lower() not in _DROPPED
     ]
+    self._behind = False
     await self._send(h11.Response(status_code=response.status_code, headers=headers))
     streamed = 'text/event-stream' in response.headers.get('content-type', '')
     whole = None if streamed or exchange is None else bytearray()
     failed, last = '', b'\n'  # the end of what was read, with the begin of a comment
     try:
-      with self._relay.waits():
-        async for chunk in response.aiter_raw():
-          if whole is not None:
-            whole += chunk
-          elif found := _STREAM_FAILED.search(last := last + chunk):
-            failed = failed or _failure(int(found[1]))
-          last = last[-_COMMENT_BYTES:]
-          await self._send(h11.Data(data=chunk))
+      async for chunk in response.aiter_raw():
+        if whole is not None:
+          whole += chunk
+        elif found := _STREAM_FAILED.search(last := last + chunk):
+          failed = failed or _failure(int(found[1]))
+        last = last[-_COMMENT_BYTES:]
+        await self._send(h11.Data(data=chunk))
     except httpx.TransportError as error:
-      failed = f'the response of the gateway broke off: {error!r}'
-      raise ConnectionError(failed) from error
+      broken = f'the response of the gateway broke off: {error!r}'
+      # A gateway closes the connection of a client that does not read.
+      if not self._behind and not isinstance(error, httpx.TimeoutException):
+        failed = broken
+      raise ConnectionError(broken) from error
     finally:
       if exchange is not None:
-        self._relay.ended(failed)
+        self._relay.failure = failed
     await self._send(h11.EndOfMessage())
     if whole is not None:
       exchange.response = _json_object(whole)
@@ -402,6 +395,8 @@ class _Connection:
     if data:
       self._relay.count_bytes(len(data))
       self._writer.write(data)
+      unread_bytes = self._writer.transport.get_write_buffer_size()
+      self._behind |= unread_bytes > _BEHIND_BYTES
       await self._writer.drain()
 
 

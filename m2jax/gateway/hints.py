@@ -37,6 +37,8 @@ _COMPACTED = 'x-claude-code-context-compacted'
 _CODEX = 'x-openai-subagent'
 HEADERS = frozenset((*_CLASS, *_AGENT, *_DURATIONS, _COMPACTION, _COMPACTED, _CODEX))
 
+BODY_FIELD = 'client_metadata'  # of Codex
+
 _CODEX_CLASSES = {'compact': 'compaction', 'memory_consolidation': 'auxiliary'}
 _CODEX_KINDS = {
   'compaction': 'compaction',

@@ -111,7 +111,7 @@ def parse(data: dict) -> protocol.Parsed:
     sampling=sampling.read({name: data.get(name) for name in _SAMPLING}),
     stream=fields.flag(data, 'stream'),
     format=call or format_,
-    hints=hints.of_codex(data.get('client_metadata')),
+    hints=hints.of_codex(data.get(hints.BODY_FIELD)),
     ignored=tuple(ignored),
     echo=echo,
   )
