@@ -26,6 +26,7 @@ from ml_collections import config_flags
 
 from experiments import fields
 from m2jax import checks
+from m2jax.observe import console
 
 if typing.TYPE_CHECKING:
   from m2jax.sharding import MeshConfig, Sharding
@@ -319,6 +320,7 @@ def run(
         fail(error)
       raise
 
+  console.install()
   app.run(guarded, flags_parser=_parse)
 
 

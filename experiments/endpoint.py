@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import rich.progress
 from absl import flags, logging
-from rich.progress import Progress
 
 from experiments import common, served
 from m2jax import agents
@@ -78,7 +78,7 @@ def run_suite(
   name: str,
   found: agents.Endpoint,
   path: Path,
-  bar: Progress,
+  bar: rich.progress.Progress,
 ) -> list[suites.Row]:
   """`suites.run` with the model; shows progress, and why attempts are not judged."""
   done = sum(row['outcome'] == 'judged' for row in records.read(path))

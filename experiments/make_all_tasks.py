@@ -18,11 +18,11 @@ import subprocess
 import sys
 
 import rich.box
-import rich.console
 import rich.table
 from absl import flags
 
 from experiments import common
+from m2jax.observe import console
 from m2jax.pipelines import discovery, records, report
 
 COUNT = flags.DEFINE_integer('count', 5, 'Tasks of each pipeline.', lower_bound=1)
@@ -31,7 +31,7 @@ PIPELINES = flags.DEFINE_list(
   None,
   'Only these: names, or import paths. By default all that are found.',
 )
-BACKEND = flags.DEFINE_string('backend', 'bubblewrap', 'Of the sandboxes.')
+BACKEND = flags.DEFINE_string('backend', 'namespaces', 'Of the sandboxes.')
 _STOP_S = 30.0
 
 
@@ -113,7 +113,7 @@ def main():
     print(f'{name}: {workdir}', flush=True)
     rows.append(run(name, workdir, COUNT.value, BACKEND.value))
   (root / 'made.json').write_text(json.dumps([dataclasses.asdict(r) for r in rows]))
-  rich.console.Console().print(table(rows))
+  console.Console().print(table(rows))
   failed = [row.pipeline for row in rows if row.note.startswith('failed')]
   if failed:
     raise common.BadInput(f'failed: {", ".join(failed)}')

@@ -27,7 +27,7 @@ PIPELINE = flags.DEFINE_string(
 )
 _CONFIG = 'configs/make_tasks.py'
 # What may differ when a run is continued, and its models: tasks say who wrote them.
-_FREE = dict(count=1, parallel=1, backend='bubblewrap')
+_FREE = dict(count=1, parallel=1, backend='namespaces')
 _MODELS = 'author', 'judge'
 
 

@@ -15,13 +15,13 @@ import json
 from pathlib import Path
 
 from absl import flags
-from rich.progress import Progress
 
 from experiments import common, endpoint
 from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError
 from m2jax.forge.commands import Stopped
 from m2jax.forge.errors import RolloutsFailed
+from m2jax.observe import console
 from m2jax.pipelines import records, suites, verified
 
 CHECKPOINT = flags.DEFINE_string(
@@ -40,7 +40,7 @@ def main():
     suites.keep_settings(path, config.of(name), model, common.FRESH.value)
   with (
     endpoint.opened(values, CHECKPOINT.value, STEP.value) as found,
-    Progress() as bar,
+    console.progress() as bar,
   ):
     for name, path in paths.items():
       endpoint.run_suite(config.of(name), name, found, path, bar)

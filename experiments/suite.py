@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from absl import flags
-from rich.progress import Progress
 
 from experiments import common, endpoint
+from m2jax.observe import console
 from m2jax.pipelines import suites
 
 SUITE = flags.DEFINE_string('suite', None, 'A suite of configs/suites.py.')
@@ -32,7 +32,7 @@ def main(checkpoint: str | None, step: int | None) -> None:
   workdir.mkdir(parents=True, exist_ok=True)
   path = workdir / f'{SUITE.value}.jsonl'
   suites.keep_settings(path, config, about['model'], common.FRESH.value)
-  with endpoint.opened(values, checkpoint, step) as found, Progress() as bar:
+  with endpoint.opened(values, checkpoint, step) as found, console.progress() as bar:
     rows = endpoint.run_suite(config, SUITE.value, found, path, bar)
   _report(workdir, about, rows)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import pathlib
 
-import rich.console
 import rich.text
 from absl import flags
 
 from experiments import common
+from m2jax.observe import console as console_lib
 from m2jax.observe import transcript
+from m2jax.observe.printable import printable
 from m2jax.pool import database
 from m2jax.pool.reader import Reader, StoredTrajectory
 
@@ -45,7 +46,7 @@ def main():
   )
   if not found:
     raise common.BadInput('no such trajectory yet: fewer conditions find more')
-  console = rich.console.Console(highlight=False, soft_wrap=True)
+  console = console_lib.Console(soft_wrap=True)
   for stored in found:
     _print(console, stored, reader)
 
@@ -68,18 +69,23 @@ def _print(console, stored: StoredTrajectory, reader: Reader) -> None:
     facts.insert(0, f'item {t.item}.{t.rank}')
   if stored.reward is not None:
     facts.append(f'reward {stored.reward.total:.3f}')
-  console.print(rich.text.Text(' · '.join(facts), style='bold'))
-  console.print(rich.text.Text(f'{t.task}\n{t.session}', style='dim'))
+  console.print(_text(' · '.join(facts), 'bold'))
+  console.print(_text(f'{t.task}\n{t.session}', 'dim'))
   if t.error:
-    console.print(rich.text.Text(t.error, style='red'))
+    console.print(_text(t.error, 'red'))
   advantages = {turn.turn: turn.advantage for turn in reader.turns(t.session)}
   for step in transcript.steps(t.messages):
     label = f'{step.kind:>11}  '
     if step.kind in ('call', 'answer') and advantages.get(step.turn) is not None:
       label = f'{advantages[step.turn]:+.2f} {step.kind:>5}  '.rjust(len(label))
     text = step.text.replace('\n', '\n' + ' ' * len(label))
-    line = rich.text.Text(label, style='dim')
-    console.print(line.append(text, style=_STYLES.get(step.kind, '')))
+    shown = _text(text, _STYLES.get(step.kind, ''))
+    console.print(_text(label, 'dim').append_text(shown))
+
+
+def _text(text: str, style: str) -> rich.text.Text:
+  """Text of a model, a tool or a task."""
+  return rich.text.Text(printable(text), style=style)
 
 
 if __name__ == '__main__':

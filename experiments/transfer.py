@@ -7,9 +7,9 @@
 `jsonl` is the whole pool (`pool.jsonl`): a run continues on a copy, on either database,
 if its `config.roles.pool_url` is the copy's. `atif` is one ATIF document a line
 (`pool.atif`), of the trajectories that have messages; read back, they belong to no work
-item. The job logs how many replies have no token ids, since those were pruned or cannot
-be told, and how many completions are in `extra`, since no reply shows them. The pool
-may be in use while it is written to a file.
+item, and without `--trusted` they are not judged. The job logs how many replies have no
+token ids, since those were pruned or cannot be told, and how many completions are in
+`extra`, since no reply shows them. The pool may be in use while it is written.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ from m2jax.pool import atif, database, jsonl
 from m2jax.pool.data_pool import DataPool
 from m2jax.pool.reader import Reader
 from m2jax.rl import rewards
+from m2jax.text import json_lines
 
 POOL = flags.DEFINE_string('pool', None, 'URL of the pool; default WORKDIR/pool.db.')
 TO = flags.DEFINE_string('to', None, 'File to write the pool to.')
 FROM = flags.DEFINE_string('from', None, 'File to read the pool from.')
+TRUSTED = flags.DEFINE_bool(
+  'trusted', False, 'ATIF documents are of a run of yours: their verdicts count.'
+)
 FORMAT = flags.DEFINE_enum('format', 'jsonl', ['jsonl', 'atif'], 'Of the file.')
 
 
@@ -45,8 +49,10 @@ def main():
     logging.info('%d lines of %s to %s', count, opened.url, TO.value)
     return
   try:
-    with open(FROM.value, encoding='utf-8') as source:
-      count = (_load if FORMAT.value == 'jsonl' else _add)(url, source)
+    with open(FROM.value, 'rb') as source:
+      count = (_load if FORMAT.value == 'jsonl' else _add)(
+        url, json_lines.lines(source)
+      )
   except OSError as error:
     raise common.BadInput(f'--from={FROM.value}: {error.strerror}') from error
   logging.info('%d lines of %s to %s', count, FROM.value, database.shown_url(url))
@@ -88,7 +94,7 @@ def _documents(opened: database.Database):
 def _load(url: str, source) -> int:
   opened, _ = database.open_database(url)
   try:
-    return jsonl.load(opened, source)
+    return jsonl.load(opened, (line for _, line in source))
   finally:
     opened.close()
 
@@ -96,10 +102,10 @@ def _load(url: str, source) -> int:
 def _add(url: str, source) -> int:
   """Adds ATIF documents to a pool, all or none."""
   documents = []
-  for number, line in enumerate(source, start=1):
+  for number, line in source:
     try:
-      documents.append(atif.read(json.loads(line)))
-    except ValueError as error:
+      documents.append(atif.read(json_lines.loads(line), trusted=TRUSTED.value))
+    except (AttributeError, ValueError) as error:
       raise common.BadInput(f'line {number}: {error}') from error
   with DataPool(url) as pool:
     for trajectory, completions, reward in documents:

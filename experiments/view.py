@@ -13,11 +13,11 @@ import contextlib
 import pathlib
 import threading
 
-import rich.progress
 from absl import flags
 
 from experiments import common
 from m2jax.forge.remote import shared
+from m2jax.observe import console
 from m2jax.viewer import export, serving
 from m2jax.viewer.run import Run
 
@@ -51,9 +51,9 @@ def _serve(run: Run, workdir: pathlib.Path) -> None:
 
 
 def _export(run: Run, path: pathlib.Path) -> None:
-  with rich.progress.Progress(transient=True) as progress:
-    task = progress.add_task(f'writing {path}', total=1.0)
-    size = export.write(run, path, lambda x: progress.update(task, completed=x))
+  with console.progress(transient=True) as bar:
+    task = bar.add_task('writing the page', total=1.0)
+    size = export.write(run, path, lambda x: bar.update(task, completed=x))
   print(f'{path}: {size / 1e6:.1f} MB')
 
 

@@ -36,7 +36,7 @@ class PipelineConfig:
   count: int = 100
   seed: int = 0
   parallel: int = 2
-  backend: str = 'bubblewrap'
+  backend: str = 'namespaces'
   dev: tuple[str, ...] = ()
   held_out: tuple[str, ...] = ()
   near_duplicate: float = 0.9

@@ -13,13 +13,13 @@ from pathlib import Path
 from rich.progress import (
   BarColumn,
   MofNCompleteColumn,
-  Progress,
   TextColumn,
   TimeElapsedColumn,
   TimeRemainingColumn,
 )
 
 from m2jax import kinds, sandbox
+from m2jax.observe import console
 from m2jax.pipelines import admission, duplicates, evidence, records, report
 from m2jax.pipelines.candidate import Candidate, PipelineConfig
 from m2jax.pipelines.context import Context
@@ -106,7 +106,7 @@ def _progress(config: PipelineConfig, done: int, show: bool):
     TimeRemainingColumn(),
     TextColumn('{task.fields[tried]} tried'),
   )
-  with Progress(*columns, disable=not show) as bar:
+  with console.progress(*columns, disable=not show) as bar:
     line = bar.add_task(config.kind, total=config.count, completed=done, tried=0)
     tried = 0
 

@@ -15,6 +15,7 @@ import random
 import re
 from collections.abc import Callable
 
+from m2jax.observe.printable import printable
 from m2jax.pipelines import recheck_numbers as numbers
 from m2jax.pipelines import recheck_texts as texts
 
@@ -72,7 +73,7 @@ def main(dataset: pathlib.Path, count: int, seed: int) -> int:
   wrong = [r for r in results if r]
   print(f'{len(results)} tasks solved a second time, {len(wrong)} disagreements')
   for line in wrong:
-    print(line)
+    print(printable(line))
   return len(wrong)
 
 

@@ -51,7 +51,7 @@ class SuiteConfig:
   top_p: float = 0.95
   top_k: int = 40
   concurrency: int = 8
-  backend: str = 'bubblewrap'
+  backend: str = 'namespaces'
   limits: sandbox.Limits = sandbox.Limits()
   episode_s: float = 1800.0
 
@@ -214,7 +214,7 @@ def _row(family: str, judged: Mapping, failed: Mapping) -> Row:
 
 def digest(config: SuiteConfig) -> str:
   """A canonical text of what decides the results, to refuse a changed continuation."""
-  free = dataclasses.replace(config, concurrency=1, backend='bubblewrap', count=1)
+  free = dataclasses.replace(config, concurrency=1, backend='namespaces', count=1)
   return json.dumps(dataclasses.asdict(free), sort_keys=True)
 
 

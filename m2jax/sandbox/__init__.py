@@ -1,4 +1,4 @@
-"""Sandboxes for untrusted commands (DESIGN §6): bubblewrap, or a weaker backend."""
+"""Sandboxes for untrusted commands (DESIGN §6): namespaces, or a weaker backend."""
 
 from m2jax.sandbox.api import Capabilities as Capabilities
 from m2jax.sandbox.api import ExecResult as ExecResult

@@ -2,8 +2,8 @@
 
 If the backend cannot be used, exits with 1 and prints a command that fixes it to
 standard error. With --quick only this is tested, not each limit. With --install a
-missing bubblewrap or libseccomp is first installed by the system's package manager, if
-the user is allowed to.
+missing libseccomp is first installed by the system's package manager, if the user is
+allowed to.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _table(capabilities: sandbox.Capabilities) -> str:
 def main() -> int:
   """Returns the exit status."""
   parser = argparse.ArgumentParser(prog='python -m m2jax.sandbox', description=__doc__)
-  parser.add_argument('backend', nargs='?', default='bubblewrap', choices=api.BACKENDS)
+  parser.add_argument('backend', nargs='?', default='namespaces', choices=api.BACKENDS)
   parser.add_argument('--quick', action='store_true')
   parser.add_argument('--install', action='store_true')
   arguments = parser.parse_args()
   try:
-    if arguments.install and arguments.backend == 'bubblewrap':
+    if arguments.install and arguments.backend == 'namespaces':
       unavailable.install()
     print(asyncio.run(_report(arguments.backend, arguments.quick)))
   except sandbox.SandboxUnavailable as error:

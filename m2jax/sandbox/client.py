@@ -76,20 +76,19 @@ class Supervisor(asyncio.Protocol):
     await loop.create_connection(lambda: self, sock=self._socket)
     config = {
       'backend': backend,
-      'bwrap': shutil.which('bwrap'),
       'directory': self._directory,
       'uids': host.uids or api.default_uids(),
       'read_only': host.read_only,
       'hidden': host.hidden,
       'parallel': host.parallel_execs,
-      'cgroups': host.cgroups and backend == 'bubblewrap',
-      'filter': None,
+      'cgroups': host.cgroups and backend == 'namespaces',
+      'filters': (),
     }
     reason = 'not in this mode'
-    if backend == 'bubblewrap':
-      config['filter'], reason = seccomp.program()
+    if backend == 'namespaces':
+      config['filters'], reason = seccomp.programs()
     self.found = await self.call('start', config)
-    self.found['filter'] = config['filter'] is not None
+    self.found['filter'] = bool(config['filters'])
     self.found['filter_reason'] = reason
 
   @property
@@ -143,6 +142,7 @@ class Supervisor(asyncio.Protocol):
       while True:
         sent, fds, _, _ = socket.recv_fds(self._descriptors, _REQUEST_BYTES, 1)
         owner = int.from_bytes(sent, 'little')
+        os.set_inheritable(fds[0], False)
         self._listeners[owner] = socket.socket(fileno=fds[0])
         if owner == request:
           break

@@ -39,7 +39,7 @@ async def create(
   workspace: Path | str | None = None,
   *,
   contents: Mapping[str, bytes] | None = None,
-  backend: str = 'bubblewrap',
+  backend: str = 'namespaces',
   limits: api.Limits | None = None,
   env: Mapping[str, str] | None = None,
   host: api.Host | None = None,
@@ -50,7 +50,7 @@ async def create(
     workspace: directory to copy into the workspace. Symbolic links are copied as links,
       never followed.
     contents: relative path -> content of further initial files.
-    backend: 'bubblewrap', or the weaker 'rlimit_only'.
+    backend: 'namespaces', or the weaker 'rlimit_only'.
     limits: of the sandbox.
     env: environment variables in addition to PATH, HOME, LANG, TERM and USER.
     host: use of this machine.
@@ -97,7 +97,7 @@ async def _open(supervisor, backend, limits, env, host) -> sandbox_lib.Sandbox:
   except asyncio.CancelledError:
     opening.add_done_callback(lambda done: _close_unwanted(supervisor, done))
     raise
-  if backend == 'bubblewrap':
+  if backend == 'namespaces':
     path = supervisor.root / path.lstrip('/')
   return sandbox_lib.Sandbox(supervisor, backend, limits, number, Path(path), uid)
 
@@ -129,7 +129,7 @@ async def _start_supervisor(backend: str, host: api.Host) -> client.Supervisor:
   supervisor = client.Supervisor()
   try:
     await supervisor.start(backend, host)
-    if backend == 'bubblewrap':
+    if backend == 'namespaces':
       await _self_test(supervisor, host)
   except api.SandboxUnavailable:
     await supervisor.close()
@@ -150,7 +150,7 @@ async def _self_test(supervisor: client.Supervisor, host: api.Host) -> None:
     'PROCESSES': str(limits.processes),
     'FILTER': '2' if supervisor.found['filter'] else '0',  # SECCOMP_MODE_FILTER
   }
-  sandbox = await _open(supervisor, 'bubblewrap', limits, env, host)
+  sandbox = await _open(supervisor, 'namespaces', limits, env, host)
   try:
     result = await sandbox.exec(_SELF_TEST)
     if result.returncode != 0:

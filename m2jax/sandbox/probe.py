@@ -17,7 +17,7 @@ _MIB = 1 << 20
 
 
 async def capabilities(
-  backend: str = 'bubblewrap', host: api.Host | None = None
+  backend: str = 'namespaces', host: api.Host | None = None
 ) -> api.Capabilities:
   """Tries every isolation property and every limit; takes about two seconds.
 
@@ -27,14 +27,16 @@ async def capabilities(
   box = await creation.create(backend=backend, host=host)
   found = box.supervisor_facts
   await box.destroy()
-  isolation, *held = await asyncio.gather(
+  isolation, apart, *held = await asyncio.gather(
     _isolation(backend, host),
+    _neighbours(backend, host),
     *(trial(backend, host) for trial in _TRIALS.values()),
   )
   words = _mechanisms(found)
   limits = {
     name: words[name] if ok else None for name, ok in zip(_TRIALS, held, strict=True)
   }
+  isolation['neighbours'] = apart
   return api.Capabilities(backend, isolation, limits, _notes(backend, found))
 
 
@@ -65,7 +67,7 @@ def _notes(backend: str, found: Mapping) -> tuple[str, ...]:
       f'no control groups ({found["cgroups_reason"]}): memory_bytes limits the address '
       'space of each process, not all of them together'
     )
-  if backend == 'bubblewrap' and not found['filter']:
+  if backend == 'namespaces' and not found['filter']:
     notes.append(
       f'no filter of system calls ({found["filter_reason"]}); '
       '`python -m m2jax.sandbox --install` installs libseccomp'
@@ -105,6 +107,23 @@ async def _isolation(backend: str, host: api.Host | None) -> dict[str, bool]:
       answers['not root'] = owner != 0
       return answers
     finally:
+      await box.destroy()
+
+
+async def _neighbours(backend: str, host: api.Host | None) -> bool:
+  """Whether a sandbox cannot see another's lock on a file that both read."""
+  boxes = [await creation.create(backend=backend, host=host) for _ in range(2)]
+  lock = 'exec 9< /usr/bin/env; flock -n 9'
+  holding = asyncio.create_task(boxes[0].exec(f'{lock} && touch held && sleep 5'))
+  try:
+    while not (boxes[0].workspace / 'held').exists():
+      if holding.done():
+        return False
+      await asyncio.sleep(0.01)
+    return (await boxes[1].exec(lock)).returncode == 0
+  finally:
+    holding.cancel()
+    for box in boxes:
       await box.destroy()
 
 

@@ -1,10 +1,10 @@
 """A sandbox: `exec`, `read`, `write`, `listen`, `snapshot`, `restore`, `destroy`.
 
-Backend 'bubblewrap': every command is a bubblewrap run with separate namespaces and
-without a network, under a non-root uid, in a workspace that persists between commands.
-The workspace is an in-memory file system of limited size in the supervisor's mount
-namespace: it cannot fill the host's disk, and disappears with the job, however that
-ends.
+Backend 'namespaces': every sandbox has namespaces of its own, without a network, in
+which process 1 runs one command after another (`supervisor/init.py`), under a uid that
+is not root, in a workspace that persists between them. The workspace is an in-memory
+file system of limited size in the supervisor's mount namespace: it cannot fill the
+host's disk, and disappears with the job, however that ends.
 Backend 'rlimit_only' is weaker and must be chosen explicitly: the command sees the
 host's files and network; it has rlimits, and its process group is killed at the end.
 Source: DESIGN §6, facts/pipelines.md §1.
@@ -197,7 +197,7 @@ class Sandbox:
     return listener
 
   def _stop_listening(self) -> None:
-    """Before another sandbox may get the network."""
+    """Ends the caller's listeners: the network goes with the sandbox."""
     for listener in self._listeners:
       with contextlib.suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)  # also ends that of the caller
@@ -234,7 +234,7 @@ class Sandbox:
 
   async def _restore(self, snapshot: bytes) -> None:
     path = await self._supervisor.call('stage', self._number)
-    if self.backend == 'bubblewrap':
+    if self.backend == 'namespaces':
       path = self._supervisor.root / path.lstrip('/')
     fd = None
     try:

@@ -1,9 +1,10 @@
-"""A seccomp program that denies system calls to sandboxed commands.
+"""Seccomp programs that allow sandboxed commands the system calls that programs need.
 
-libseccomp compiles the table below for this machine's architecture; bubblewrap loads
-the result (`bwrap --seccomp`). A call of another architecture (i386 and x32 on x86_64)
-kills the process. A call that is newer than the installed libseccomp fails with ENOSYS,
-as on an older kernel, because it has not been reviewed.
+libseccomp compiles both for this machine's architecture. One has the calls of the table
+below; all others, also those that are newer than this table or than the installed
+libseccomp, fail with ENOSYS, as on an older kernel, for which programs are prepared. The
+other looks at arguments. The kernel runs both and takes the stricter answer. A call of
+another architecture (i386 and x32 on x86_64) kills the process.
 Source: seccomp(2), seccomp_rule_add(3).
 """
 
@@ -20,37 +21,62 @@ import socket
 _LIBRARY = 'libseccomp.so.2'
 # Other architectures may order the arguments of clone(2) differently: untested.
 _MACHINES = ('x86_64', 'aarch64')
-_DENIED = {
-  'access to other processes': (
-    'ptrace process_vm_readv process_vm_writev process_madvise process_mrelease kcmp '
-    'pidfd_getfd move_pages migrate_pages'
+_ALLOWED = {
+  'files': (
+    'access chdir chmod chown close close_range copy_file_range creat dup dup2 dup3 '
+    'faccessat faccessat2 fadvise64 fallocate fchdir fchmod fchmodat fchmodat2 fchown '
+    'fchownat fcntl fdatasync flock fstat fstatfs fsync ftruncate futimesat getcwd '
+    'getdents getdents64 ioctl lchown link linkat lseek lstat mkdir mkdirat mknod '
+    'mknodat newfstatat open openat openat2 pipe pipe2 pread64 preadv preadv2 pwrite64 '
+    'pwritev pwritev2 read readahead readlink readlinkat readv rename renameat '
+    'renameat2 rmdir sendfile splice stat statfs statx symlink symlinkat sync '
+    'sync_file_range syncfs tee truncate umask unlink unlinkat utime utimensat utimes '
+    'vmsplice write writev'
   ),
-  'kernel keys, which outlive a process': 'add_key request_key keyctl',
-  'rarely needed parts of the kernel with a history of vulnerabilities': (
-    'io_setup '
-    'userfaultfd io_uring_setup io_uring_enter io_uring_register bpf perf_event_open '
-    'personality modify_ldt vm86 vm86old uselib lookup_dcookie remap_file_pages'
+  # Those that set attributes are absent: no limit counts an attribute's memory.
+  'attributes of files': (
+    'fgetxattr flistxattr fremovexattr getxattr lgetxattr listxattr llistxattr '
+    'lremovexattr removexattr'
   ),
-  'memory and queues that file limits do not count': (
-    'memfd_create memfd_secret ipc shmget shmat shmctl shmdt semget semop semctl '
-    'semtimedop semtimedop_time64 msgget msgsnd msgrcv msgctl mq_open mq_unlink '
-    'mq_timedsend mq_timedsend_time64 mq_timedreceive mq_timedreceive_time64 mq_notify '
-    'mq_getsetattr'
+  'memory': (
+    'brk cachestat get_mempolicy madvise map_shadow_stack mbind membarrier mincore '
+    'mlock mlock2 mlockall mmap mprotect mremap msync munlock munlockall munmap '
+    'pkey_alloc pkey_free pkey_mprotect set_mempolicy set_mempolicy_home_node'
   ),
-  'namespaces and mounts': (
-    'unshare setns mount umount umount2 pivot_root chroot move_mount open_tree '
-    'open_tree_attr fsopen fsconfig fsmount fspick mount_setattr statmount listmount'
+  'processes and threads': (
+    'arch_prctl capget capset clone execve execveat exit exit_group fork futex '
+    'futex_requeue futex_wait futex_waitv futex_wake get_robust_list get_thread_area '
+    'getcpu getegid geteuid getgid getgroups getpgid getpgrp getpid getppid '
+    'getpriority getresgid getresuid getrlimit getrusage getsid gettid getuid '
+    'ioprio_get ioprio_set landlock_add_rule landlock_create_ruleset '
+    'landlock_restrict_self pidfd_open prctl prlimit64 rseq sched_get_priority_max '
+    'sched_get_priority_min sched_getaffinity sched_getattr sched_getparam '
+    'sched_getscheduler sched_rr_get_interval sched_setaffinity sched_setattr '
+    'sched_setparam sched_setscheduler sched_yield seccomp set_robust_list '
+    'set_thread_area set_tid_address setfsgid setfsuid setgid setgroups setpgid '
+    'setpriority setregid setresgid setresuid setreuid setrlimit setsid setuid times '
+    'vfork wait4 waitid'
   ),
-  'other ways to files': 'open_by_handle_at name_to_handle_at fanotify_init',
-  'the machine': (
-    'kexec_load kexec_file_load init_module finit_module delete_module create_module '
-    'query_module get_kernel_syms reboot swapon swapoff acct quotactl quotactl_fd '
-    'nfsservctl syslog settimeofday clock_settime clock_settime64 stime sethostname '
-    'setdomainname iopl ioperm vhangup sysfs _sysctl bdflush'
+  'signals': (
+    'alarm kill pause pidfd_send_signal restart_syscall rt_sigaction rt_sigpending '
+    'rt_sigprocmask rt_sigqueueinfo rt_sigreturn rt_sigsuspend rt_sigtimedwait '
+    'rt_tgsigqueueinfo sigaltstack signalfd signalfd4 tgkill tkill'
   ),
+  'sockets': (
+    'accept accept4 bind connect getpeername getsockname getsockopt listen recvfrom '
+    'recvmmsg recvmsg sendmmsg sendmsg sendto setsockopt shutdown socket socketpair'
+  ),
+  'events and time': (
+    'clock_getres clock_gettime clock_nanosleep epoll_create epoll_create1 epoll_ctl '
+    'epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 getitimer gettimeofday '
+    'inotify_add_watch inotify_init inotify_init1 inotify_rm_watch nanosleep poll '
+    'ppoll pselect6 select setitimer time timer_create timer_delete timer_getoverrun '
+    'timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime'
+  ),
+  'the machine': 'getrandom sysinfo uname',
 }
-# Its flags are behind a pointer; on ENOSYS, libraries fall back to clone.
-_ABSENT = 'clone3'
+# An architecture may lack one of the others, and an older libseccomp a name.
+_REQUIRED = 'read write openat mmap clone execve exit_group wait4'
 _NAMESPACE_FLAGS = (
   0x00020000,  # CLONE_NEWNS
   0x02000000,  # CLONE_NEWCGROUP
@@ -71,16 +97,15 @@ _SOCKET_FAMILIES = (
 )
 _LAST_FAMILY = 63
 _TERMINAL_INPUT = (0x5412, 0x541C)  # ioctl TIOCSTI, TIOCLINUX: inject input
-# Numbers that all architectures share, including those of future calls.
-_NEW_CALLS = range(424, 512)
+_BUFFER_SIZES = (7, 8)  # SO_SNDBUF, SO_RCVBUF
 
 _ALLOW = 0x7FFF0000
+_ERROR = 0x00050000  # SCMP_ACT_ERRNO, with the number
 _KILL_PROCESS = 0x80000000
 _ATTRIBUTE_FOREIGN, _ATTRIBUTE_OPTIMIZE = 2, 8
 _BINARY_TREE = 2
 _NOT_EQUAL, _GREATER, _MASKED_EQUAL = 1, 6, 7
 _LOW = 0xFFFFFFFF  # the kernel reads these arguments as 32 bits, and so must the filter
-_UNKNOWN = -1  # __NR_SCMP_ERROR
 
 
 class _Comparison(ctypes.Structure):
@@ -97,40 +122,38 @@ class _Comparison(ctypes.Structure):
 class _Filter:
   """A filter under construction: `seccomp_init` to `seccomp_export_bpf`."""
 
-  def __init__(self, library: ctypes.CDLL):
+  def __init__(self, library: ctypes.CDLL, default: int):
     self._library = library
     library.seccomp_init.restype = ctypes.c_void_p
-    library.seccomp_syscall_resolve_num_arch.restype = ctypes.c_void_p
-    self._context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
+    self._context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(default)))
     if not self._context:
       raise OSError(errno.ENOMEM, 'libseccomp cannot create a filter')
+    self._set(_ATTRIBUTE_FOREIGN, _KILL_PROCESS)
+    self._set(_ATTRIBUTE_OPTIMIZE, _BINARY_TREE)  # since 2.5; only for speed
 
-  def set(self, attribute: int, value: int) -> bool:
-    """Returns whether this version of the library supports the attribute."""
+  def _set(self, attribute: int, value: int) -> None:
     value = ctypes.c_uint32(value)
-    return self._library.seccomp_attr_set(self._context, attribute, value) == 0
+    self._library.seccomp_attr_set(self._context, attribute, value)
 
   def number(self, name: str) -> int:
     """The number of a system call; below 0 if this machine does not have it."""
     return self._library.seccomp_syscall_resolve_name(name.encode())
 
-  def knows(self, number: int) -> bool:
-    """Whether the library has a name for a number."""
-    native = ctypes.c_uint32(0)  # SCMP_ARCH_NATIVE
-    name = self._library.seccomp_syscall_resolve_num_arch(native, number)
-    if name:
-      ctypes.CDLL(None).free(ctypes.c_void_p(name))
-    return bool(name)
-
-  def deny(self, number: int, error: int, *comparisons: tuple) -> None:
-    """Makes a call fail with `error` if all comparisons hold."""
-    action = ctypes.c_uint32(0x00050000 | error)  # SCMP_ACT_ERRNO
+  def add(self, action: int, number: int, *comparisons: tuple) -> None:
+    """Gives a call an action if all comparisons hold."""
     rows = (_Comparison * len(comparisons))(*(_Comparison(*c) for c in comparisons))
+    action = ctypes.c_uint32(action)
     result = self._library.seccomp_rule_add_array(
       self._context, action, number, len(comparisons), rows
     )
     if result < 0:
       raise OSError(-result, f'libseccomp rejected a rule for system call {number}')
+
+  def deny(self, name: str, error: int, *comparisons: tuple) -> None:
+    """Makes a call fail with `error` (0: succeed without effect)."""
+    number = self.number(name)
+    if number >= 0:
+      self.add(_ERROR | error, number, *comparisons)
 
   def export(self) -> bytes:
     """Returns the program for the kernel."""
@@ -158,59 +181,65 @@ def is_installed() -> bool:
 
 
 @functools.cache
-def program() -> tuple[bytes | None, str]:
-  """Returns `(the filter, '')`, or `(None, the reason why there is none)`."""
+def programs() -> tuple[tuple[bytes, ...], str]:
+  """Returns `(the filters, '')`, or `((), the reason why there are none)`."""
   machine = platform.machine()
   if machine not in _MACHINES:
-    return None, f'no table of system calls for {machine}'
+    return (), f'no table of system calls for {machine}'
   if not is_installed():
-    return None, f'{_LIBRARY} is not installed'
+    return (), f'{_LIBRARY} is not installed'
   try:
-    rules = _Filter(ctypes.CDLL(_LIBRARY))
-    try:
-      _add_rules(rules)
-      return rules.export(), ''
-    finally:
-      rules.release()
+    library = ctypes.CDLL(_LIBRARY)
+    return tuple(_compile(library, *parts) for parts in _FILTERS), ''
   except (OSError, AttributeError) as error:
-    return None, str(error)
+    return (), str(error)
 
 
-def _add_rules(rules: _Filter) -> None:
-  rules.set(_ATTRIBUTE_FOREIGN, _KILL_PROCESS)
-  rules.set(_ATTRIBUTE_OPTIMIZE, _BINARY_TREE)  # since 2.5; only for speed
-  for names in _DENIED.values():
+def _compile(library: ctypes.CDLL, default: int, add_rules) -> bytes:
+  rules = _Filter(library, default)
+  try:
+    add_rules(rules)
+    return rules.export()
+  finally:
+    rules.release()
+
+
+def _allow_calls(rules: _Filter) -> None:
+  for name in _REQUIRED.split():
+    if rules.number(name) < 0:
+      raise OSError(errno.ENOSYS, f'libseccomp does not support {name}')
+  for names in _ALLOWED.values():
     for name in names.split():
       number = rules.number(name)
       if number >= 0:
-        rules.deny(number, errno.EPERM)
-      elif number == _UNKNOWN and name in ('ptrace', 'keyctl', 'mount'):
-        raise OSError(errno.ENOSYS, f'libseccomp does not support {name}')
-  rules.deny(rules.number(_ABSENT), errno.ENOSYS)
-  for number in _NEW_CALLS:
-    if not rules.knows(number):
-      rules.deny(number, errno.ENOSYS)
-  clone = rules.number('clone')
+        rules.add(_ALLOW, number)
+
+
+def _check_arguments(rules: _Filter) -> None:
   for flag in _NAMESPACE_FLAGS:
-    rules.deny(clone, errno.EPERM, (0, _MASKED_EQUAL, flag, flag))
+    rules.deny('clone', errno.EPERM, (0, _MASKED_EQUAL, flag, flag))
   for name in ('socket', 'socketpair'):
-    number = rules.number(name)
     for family in set(range(_LAST_FAMILY + 1)) - set(map(int, _SOCKET_FAMILIES)):
-      rules.deny(number, errno.EAFNOSUPPORT, (0, _MASKED_EQUAL, _LOW, family))
-    rules.deny(number, errno.EAFNOSUPPORT, (0, _GREATER, _LAST_FAMILY, 0))
+      rules.deny(name, errno.EAFNOSUPPORT, (0, _MASKED_EQUAL, _LOW, family))
+    rules.deny(name, errno.EAFNOSUPPORT, (0, _GREATER, _LAST_FAMILY, 0))
+  # Processes can send one another messages by the other protocols, and no limit counts
+  # the memory of those that nobody receives.
+  netlink = (0, _MASKED_EQUAL, _LOW, int(socket.AF_NETLINK))
+  route = (2, _NOT_EQUAL, 0, 0)  # NETLINK_ROUTE: the kernel's answers only
+  rules.deny('socket', errno.EPROTONOSUPPORT, netlink, route)
+  for size in _BUFFER_SIZES:  # stay at their default
+    level = (1, _MASKED_EQUAL, _LOW, int(socket.SOL_SOCKET))
+    rules.deny('setsockopt', 0, level, (2, _MASKED_EQUAL, _LOW, size))
   for request in _TERMINAL_INPUT:
-    rules.deny(rules.number('ioctl'), errno.EPERM, (1, _MASKED_EQUAL, _LOW, request))
-  _add_limit_rules(rules)
+    rules.deny('ioctl', errno.EPERM, (1, _MASKED_EQUAL, _LOW, request))
+  # Limits of other processes, and the limit of core dumps.
+  core = (1, _MASKED_EQUAL, _LOW, int(resource.RLIMIT_CORE))
+  rules.deny('prlimit64', errno.EPERM, core, (2, _NOT_EQUAL, 0, 0))
+  rules.deny('prlimit64', errno.EPERM, (0, _NOT_EQUAL, 0, 0))
+  rules.deny('setrlimit', errno.EPERM, (0, *core[1:]))
 
 
-def _add_limit_rules(rules: _Filter) -> None:
-  """Denies changing limits of other processes, and the limit of core dumps."""
-  core = int(resource.RLIMIT_CORE)
-  set_and_get = rules.number('prlimit64')
-  rules.deny(
-    set_and_get, errno.EPERM, (1, _MASKED_EQUAL, _LOW, core), (2, _NOT_EQUAL, 0, 0)
-  )
-  rules.deny(set_and_get, errno.EPERM, (0, _NOT_EQUAL, 0, 0))
-  setrlimit = rules.number('setrlimit')
-  if setrlimit >= 0:
-    rules.deny(setrlimit, errno.EPERM, (0, _MASKED_EQUAL, _LOW, core))
+_FILTERS = (
+  (_ALLOW, _check_arguments),
+  (_ERROR | errno.ENOSYS, _allow_calls),
+)

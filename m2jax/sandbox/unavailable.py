@@ -11,11 +11,11 @@ from pathlib import Path
 from m2jax.sandbox import api, seccomp
 
 _INSTALL = {
-  'apt-get': 'apt-get update -q && apt-get install -y -q bubblewrap libseccomp2',
-  'dnf': 'dnf install -y bubblewrap libseccomp',
-  'pacman': 'pacman -S --noconfirm bubblewrap libseccomp',
-  'apk': 'apk add bubblewrap bash libseccomp',
-  'zypper': 'zypper install -y bubblewrap libseccomp2',
+  'apt-get': 'apt-get update -q && apt-get install -y -q libseccomp2',
+  'dnf': 'dnf install -y libseccomp',
+  'pacman': 'pacman -S --noconfirm libseccomp',
+  'apk': 'apk add bash libseccomp',
+  'zypper': 'zypper install -y libseccomp2',
 }
 _SWITCHES = (  # (file, value that forbids, setting that allows)
   (
@@ -45,8 +45,6 @@ def check_machine(backend: str) -> None:
     )
   if not os.path.exists('/bin/bash'):
     raise api.SandboxUnavailable('no /bin/bash', 'install bash')
-  if backend == 'bubblewrap' and shutil.which('bwrap') is None:
-    raise api.SandboxUnavailable('bubblewrap (bwrap) is not installed', _install())
 
 
 def explained(reason: str) -> api.SandboxUnavailable:
@@ -66,28 +64,14 @@ def _fix() -> str:
 
 
 def install() -> None:
-  """Installs missing packages, if the user may do so without a password.
+  """Installs libseccomp if it is missing and the user may do so without a password.
 
-  Without libseccomp there are sandboxes, but no filter of system calls. The report
-  shows this, and a failure to install it raises no error.
-
-  Raises:
-    SandboxUnavailable: bubblewrap is missing, and the user may not install it or the
-      package manager failed.
+  Without it there are sandboxes, but no filter of system calls. The report shows this,
+  so that a failure to install it raises no error.
   """
-  needed = shutil.which('bwrap') is None
-  if not needed and seccomp.is_installed():
+  lines = [line for manager, line in _INSTALL.items() if shutil.which(manager)]
+  if seccomp.is_installed() or not lines:
     return
-  line = _install_line()
-  if line is None:
-    return  # the subsequent check explains what to do
-  failure = _run_installer(line)
-  if failure and needed:
-    raise api.SandboxUnavailable(failure, _install())
-
-
-def _run_installer(line: str) -> str:
-  """Returns an error message, or ''."""
   prefix = []
   if os.geteuid() != 0:
     prefix = ['sudo', '-n']
@@ -95,24 +79,6 @@ def _run_installer(line: str) -> str:
       [*prefix, 'true'], capture_output=True, check=False
     )
     if not asked or asked.returncode:
-      return 'bubblewrap (bwrap) is not installed'
-  print(f'installing packages for sandboxes: {line}', flush=True)
-  done = subprocess.run(
-    [*prefix, '/bin/sh', '-c', line], capture_output=True, text=True, check=False
-  )
-  return done.stdout + done.stderr if done.returncode else ''
-
-
-def _install_line() -> str | None:
-  for manager, line in _INSTALL.items():
-    if shutil.which(manager):
-      return line
-  return None
-
-
-def _install() -> str:
-  """The command that installs all packages."""
-  line = _install_line()
-  if line is None:
-    return 'install the package `bubblewrap` with the system package manager'
-  return line if os.geteuid() == 0 else f"sudo sh -c '{line}'"
+      return
+  print(f'installing packages for sandboxes: {lines[0]}', flush=True)
+  subprocess.run([*prefix, '/bin/sh', '-c', lines[0]], capture_output=True, check=False)

@@ -343,7 +343,7 @@ def test_many_agents_reuse_connections(serve, tok):
 
 
 def test_agents_in_real_sandboxes(serve, tok):
-  """End to end: HTTP, bubblewrap, and separate files for each agent."""
+  """End to end: HTTP, sandboxes, and separate files for each agent."""
 
   def script(request):
     prompt = tok.decode(request.prompt_ids)

@@ -79,7 +79,7 @@ def test_ctrl_c_stops_and_the_second_run_goes_on(tmp_path):
 def test_what_is_missing_is_a_reason_to_skip(tmp_path, monkeypatch):
   reason = 'no Chromium: apt-get install chromium'
   monkeypatch.setattr(toy, 'unavailable', lambda: reason, raising=False)
-  row = make_all_tasks.run(_TOY, tmp_path, 1, 'bubblewrap')
+  row = make_all_tasks.run(_TOY, tmp_path, 1, 'namespaces')
   assert row.note == f'skipped: {reason}' and row.tasks == 0
 
 

@@ -14,7 +14,7 @@ from m2jax import sandbox
 from m2jax.sandbox import archive
 
 _MIB = 1 << 20
-_BACKENDS = ['bubblewrap', 'rlimit_only']
+_BACKENDS = ['namespaces', 'rlimit_only']
 _LISTING = 'find . -printf "%p %y %m %s %n %l %T@\\n" | sort; cat f; stat -c %b sparse'
 _TREE = """
 mkdir -p d/e locked; echo content > f; ln f d/hard; ln -s ../f d/link; ln -s /etc out
@@ -87,7 +87,7 @@ _FAILURES = [
 @pytest.mark.parametrize(
   'backend, what',
   [
-    ('bubblewrap', 'too large'),  # the weaker mode has no limit of the workspace
+    ('namespaces', 'too large'),  # the weaker mode has no limit of the workspace
     *((backend, what) for backend in _BACKENDS for what in _FAILURES),
   ],
 )
@@ -161,7 +161,7 @@ def test_links_of_a_copied_directory_are_not_followed(run, make, tmp_path, backe
   box = make(backend=backend, workspace=task)
   assert b'hush' not in run(box.snapshot())
   assert run(box.exec('cat inside')).stdout == 'fine'
-  if backend == 'bubblewrap':
+  if backend == 'namespaces':
     assert run(box.exec('cat file directory/key')).returncode != 0
   for path in ('file', 'directory/key'):
     with pytest.raises(sandbox.SandboxPathError):

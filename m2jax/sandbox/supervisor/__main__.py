@@ -27,7 +27,6 @@ import runs
 _HEADER_BYTES = 4
 _REQUEST_BYTES = 8  # of a request's id beside a socket
 _WATCH_CALLER_S = 5.0
-_ENDING_POLL_S = 0.01
 _END_S = 4.0  # less than the caller waits for this process
 
 
@@ -126,31 +125,11 @@ class Supervisor:
     box.run = run
     for fd in (run.stdout, run.stderr):
       self._watch(fd, lambda fd=fd: self._read_output(run, fd))
-    self._watch(run.pidfd, lambda: self._first_ended(run))
+    self._watch(box.connection.fileno(), lambda: self._finish_if_ended(run))
 
   def _read_output(self, run: runs.Run, fd: int) -> None:
     if run.read_output(fd) == runs.CLOSED:
       self._unwatch(fd)
-
-  def _first_ended(self, run: runs.Run) -> None:
-    self._unwatch(run.pidfd)
-    try:
-      run.first_ended(self._known(besides=run))
-    except Exception as error:  # noqa: BLE001 - affects this sandbox only
-      self._give_up(run, error)
-      return
-    for fd in run.init_fds:
-      self._watch(fd, lambda fd=fd: self._init_ended(run, fd))
-    self._finish_if_ended(run)
-
-  def _init_ended(self, run: runs.Run, fd: int) -> None:
-    self._unwatch(fd)
-    self._finish_if_ended(run)
-
-  def _known(self, besides: runs.Run | None = None) -> set[int]:
-    """Children that the runs wait for."""
-    others = [run for run in self._runs.values() if run is not besides]
-    return {run.pid for run in others}.union(*(run.inits for run in others))
 
   def _finish_if_ended(self, run: runs.Run) -> None:
     try:
@@ -159,38 +138,26 @@ class Supervisor:
       error, result = run.result()
       run.box.unlock()
     except Exception as error:  # noqa: BLE001 - affects this sandbox only
-      self._give_up(run, error)
+      # The command may still be alive: its sandbox runs nothing more.
+      run.box.broken = True
+      self._boxes.pop(run.box.number, None)
+      self._finish(run, f'a command did not end: {error}', None)
       return
     self._finish(run, error, result)
 
-  def _give_up(self, run: runs.Run, error: Exception) -> None:
-    """The command may still be alive: its sandbox runs nothing more."""
-    run.box.broken = True
-    self._boxes.pop(run.box.number, None)
-    self._finish(run, f'a command did not end: {error}', None)
-
   def _finish(self, run: runs.Run, error: str | None, result) -> None:
     """Replies when no process of the command is left; discards a closing sandbox."""
-    for fd in (run.stdout, run.stderr, run.pidfd, *run.init_fds):
+    box = run.box
+    for fd in (run.stdout, run.stderr, box.connection.fileno()):
       self._unwatch(fd)
     run.close()
     del self._runs[run.request]
-    box = run.box
     box.run = None
     self._reply(run.request, error, result)
     if box.number not in self._boxes:
       self._machine.discard(box)
       for request in box.closing:
         self._reply(request, None, None)
-
-  def _reap_orphans(self) -> None:
-    """Reaps orphans of ended commands that no run waits for."""
-    known = self._known()
-    with contextlib.suppress(ChildProcessError):
-      while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        if ended.si_pid in known:
-          return
-        os.waitpid(ended.si_pid, 0)
 
   # Plumbing -------------------------------------------------------------------------
 
@@ -278,24 +245,20 @@ class Supervisor:
             function()
         # Afterwards: a new file must not get the number of one with a pending event.
         self._launch_waiting()
-        self._reap_orphans()
         now = time.monotonic()
         for run in list(self._runs.values()):
-          if run.ending:
-            self._finish_if_ended(run)
-          elif run.deadline <= now and not run.ended_by:
+          if run.deadline <= now:
             run.kill('wall')
+            self._finish_if_ended(run)
     except (EOFError, ConnectionError):
       pass
     finally:
       self._end()
 
   def _timeout_s(self) -> float:
-    timeout, now = _WATCH_CALLER_S, time.monotonic()
-    for run in self._runs.values():
-      left = _ENDING_POLL_S if run.ending else run.deadline - now
-      timeout = min(timeout, max(left, 0.0))
-    return timeout
+    now = time.monotonic()
+    left = [run.deadline - now for run in self._runs.values()]
+    return max(min([_WATCH_CALLER_S, *left]), 0.0)
 
   def _end(self) -> None:
     if self._machine is None:
@@ -303,14 +266,12 @@ class Supervisor:
     deadline = time.monotonic() + _END_S
     for run in self._runs.values():
       run.kill('cancel')
-    for run in list(self._runs.values()):
-      if not run.ending:
-        run.first_ended(self._known(besides=run))
     for run in self._runs.values():
-      with contextlib.suppress(TimeoutError):
-        while not run.ended() and time.monotonic() < deadline:
+      run.box.broken = True
+      with contextlib.suppress(OSError):
+        while run.box.broken and time.monotonic() < deadline:
+          run.box.broken = not run.ended()
           time.sleep(0.001)
-      run.box.run = None
     for box in {*self._boxes.values(), *(run.box for run in self._runs.values())}:
       self._machine.discard(box)
     while not self._machine.remove() and time.monotonic() < deadline:

@@ -1,12 +1,13 @@
-"""Resources of sandboxes: directories, uids, networks, groups, and their reuse.
+"""Resources of sandboxes: directories, uids and control groups.
 
-Resources of a sandbox are reused only when none of its processes is alive.
+Only uids are used again, when none of their processes is alive: nothing that a command
+could write (a file, a lock, a namespace) outlasts its sandbox.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import marshal
 import os
 import resource
 import signal
@@ -14,33 +15,31 @@ import socket
 import stat
 
 import cgroups as cgroups_lib
-import commands
+import init
 import linux
+import root as root_lib
 from uids import Uids
 
 _WORKSPACE_INODES = 16384
-_BUBBLEWRAP_PROCESSES = 2  # monitor and init
-
-
-def _is_below(path: str, directory: str) -> bool:
-  return os.path.commonpath([path, directory]) == directory
+_START_S = 10.0  # for process 1 of a sandbox
 
 
 class Box:
-  """A sandbox: its directories, identity, limits and prepared command line."""
+  """A sandbox: its directories, identity, limits and process 1."""
 
-  def __init__(self, number: int, limits: dict):
+  def __init__(self, number: int, limits: dict, env: dict):
     self.number = number
     self.limits = limits
-    self.shared = None  # commands.Shared under bubblewrap
+    self.env = env
+    self.root = None  # root_lib.Root; None in the weaker mode
+    self.filters = []  # linux.Filter
     self.path = ''  # the workspace
     self.staged = ''  # a workspace that may replace it
     self.uid = None
-    self.network = None
     self.group = None
-    self.argv = []
-    self.env = {}
     self.rlimits = []
+    self.init = None  # the process id of process 1
+    self.connection = None  # to it
     self.run = None  # the command in progress
     self.closing = []  # requests to reply to when nothing of it is left
     self.broken = False  # a process of it may never end
@@ -55,35 +54,28 @@ class Box:
     if stat.S_ISDIR(mode) and mode & stat.S_IRWXU != stat.S_IRWXU:
       os.chmod(self.path, stat.S_IMODE(mode) | stat.S_IRWXU)
 
-  def survivors(self) -> list[int]:
-    """Processes that are alive in its control group or, without one, under its uid."""
-    if self.group is not None:
-      return self.group.processes() if self.group.count() else []
-    return linux.processes_of(self.uid) if self.uid is not None else []
-
 
 class Machine:
   """Prepares this machine and creates sandboxes. `config`: see `client.py`."""
 
   def __init__(self, config: dict):
-    self.isolated = config['backend'] == 'bubblewrap'
+    self.isolated = config['backend'] == 'namespaces'
     self.parallel = config['parallel']
     self.root = os.geteuid() == 0
-    self._bwrap = config['bwrap']
     self._directory = config['directory']
-    self._uids = Uids(*config['uids'])
+    self._uids = Uids(*config['uids']) if self.root else None
     self._next_number = 0
-    self._networks = collections.deque()
+    self._root, self._filters = None, []
     self.cgroups = cgroups_lib.Cgroups('none', {}, 'not requested')
-    linux.adopt_orphans()
     linux.new_session_keyring()
+    linux.adopt_orphans()
     if self.isolated:
       linux.enter_private_mounts()
-      self._networks.append(linux.new_network())
       linux.mount_tmpfs(self._directory, 16 << 20, 65536, 0o711, 0)
-      self._shared = self._prepare(
-        config['read_only'], config['hidden'], config['filter']
+      self._root = root_lib.prepare(
+        self._directory, config['read_only'], config['hidden']
       )
+      self._filters = [linux.Filter(program) for program in config['filters']]
     else:
       os.chmod(self._directory, 0o711)
     if config['cgroups']:
@@ -92,44 +84,6 @@ class Machine:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     self._shared_processes = linux.threads_of(os.getuid())
 
-  def _prepare(self, read_only, hidden, program: bytes | None) -> commands.Shared:
-    own = {
-      name: os.path.join(self._directory, name)
-      for name in ('etc', 'empty', 'empty_file', 'workspace', 'scratch', 'filter')
-    }
-    commands.prepare_etc(own['etc'], linux.bind)
-    for name in ('empty', 'workspace', 'scratch'):
-      os.mkdir(own[name])
-    open(own['empty_file'], 'w').close()
-    places = []
-    for number, (source, target) in enumerate(read_only):
-      # Bound to a path that the unprivileged uid can reach.
-      place = os.path.join(self._directory, f'read_only_{number}')
-      os.mkdir(place)
-      linux.bind(source, place)
-      places.append((place, target))
-    if program:
-      with open(own['filter'], 'wb') as f:
-        f.write(program)
-    return commands.Shared(
-      own['etc'],
-      own['empty'],
-      own['empty_file'],
-      tuple(places),
-      tuple(hidden),
-      own['filter'] if program else '',
-      own['workspace'],
-      own['scratch'],
-      linux.new_mounts(self._is_needed),
-    )
-
-  def _is_needed(self, mount_point: str) -> bool:
-    """Whether bubblewrap or a command needs this mount."""
-    trees = [self._directory, *commands.ROOTS]
-    files = ['/proc', '/dev', self._bwrap]
-    above = any(_is_below(path, mount_point) for path in (*trees, *files))
-    return above or any(_is_below(mount_point, tree) for tree in trees)
-
   def found(self) -> dict:
     """Facts for the caller's report."""
     return {
@@ -137,6 +91,7 @@ class Machine:
       'cgroups': self.cgroups.kind,
       'cgroups_reason': self.cgroups.reason,
       'counts_swap': self.cgroups.counts_swap,
+      'overlays': self._root is not None and self._root.overlays,
     }
 
   # Sandboxes ------------------------------------------------------------------------
@@ -147,46 +102,44 @@ class Machine:
     Raises:
       OSError: this failed; nothing of the sandbox is left.
     """
-    box = Box(self._next_number, limits)
+    box = Box(self._next_number, limits, env)
     self._next_number += 1
     try:
       if self.root:
         box.uid = self._uids.take()
       box.path = self._make_directory(box, 'workspace')
-      processes = None
+      processes = limits['processes']
       if self.isolated:
-        self._isolate(box, env)
-      else:
-        box.argv = commands.shell_argv()
-        box.env = dict(env)
-        processes = limits['processes']
-        if not self.root:
-          processes = self._shared_processes + processes * self.parallel
-    except OSError:
+        box.root, box.filters = self._root, self._filters
+        if self.cgroups.kind != 'none':
+          box.group = self.cgroups.make(
+            str(box.number), limits['memory_bytes'], processes
+          )
+      elif not self.root:
+        processes = self._shared_processes + processes * self.parallel
+      box.rlimits = init.resource_limits(
+        cpu_s=limits['cpu_s'],
+        file_bytes=limits['file_bytes'],
+        address_bytes=None if box.group else limits['memory_bytes'],
+        processes=processes,
+      )
+      self._start(box)
+    except BaseException:
       self.discard(box)
       raise
-    box.rlimits = commands.resource_limits(
-      cpu_s=limits['cpu_s'],
-      file_bytes=limits['file_bytes'],
-      address_bytes=None if box.group else limits['memory_bytes'],
-      processes=processes,
-    )
     return box
 
-  def _isolate(self, box: Box, env: dict) -> None:
-    box.network = self._networks.popleft() if self._networks else linux.new_network()
-    if self.cgroups.kind != 'none':
-      processes = box.limits['processes'] + _BUBBLEWRAP_PROCESSES
-      box.group = self.cgroups.make(
-        str(box.number), box.limits['memory_bytes'], processes
-      )
-    box.shared = self._shared
-    box.argv = commands.bubblewrap_argv(
-      self._bwrap,
-      shared=self._shared,
-      processes=box.limits['processes'],
-      env=env,
-    )
+  def _start(self, box: Box) -> None:
+    """Starts process 1 and waits until it is ready."""
+    box.init, box.connection = init.start(box, self.cgroups)
+    box.connection.settimeout(_START_S)
+    try:
+      error, _ = marshal.loads(box.connection.recv(init.MESSAGE_BYTES))
+    except (TimeoutError, EOFError) as unready:
+      raise OSError('process 1 of a sandbox did not start') from unready
+    if error:
+      raise OSError(error)
+    box.connection.settimeout(None)
 
   def _make_directory(self, box: Box, kind: str) -> str:
     """Creates a workspace: a separate file system, if mounts are possible."""
@@ -201,9 +154,9 @@ class Machine:
 
   def listen(self, box: Box, port: int) -> socket.socket:
     """Listens on a loopback port of the sandbox's network."""
-    if box.network is None:
+    if not self.isolated:
       raise OSError('the sandbox has no network of its own')
-    return linux.listen_in(box.network, port)
+    return linux.listen_in(box.init, port)
 
   def stage(self, box: Box) -> str:
     """Creates an empty workspace next to the current one. Returns its directory."""
@@ -230,6 +183,9 @@ class Machine:
     if self.isolated:
       self._unmake(old)
       os.rmdir(box.staged)
+      workspace = linux.clone_mount(box.path)
+      socket.send_fds(box.connection, [marshal.dumps(('workspace',))], [workspace])
+      os.close(workspace)
     box.staged = ''
 
   def unstage(self, box: Box) -> None:
@@ -244,33 +200,27 @@ class Machine:
     with contextlib.suppress(OSError):
       os.rmdir(path)
 
-  def discard(self, box: Box) -> bool:
+  def discard(self, box: Box) -> None:
     """Removes a sandbox without a running command.
 
-    Returns:
-      False if a process is still alive under its uid or in its group. It is killed, and
-      uid, group and network are not reused.
+    If a process of it may be alive (`Box.broken`), its uid is not used again.
     """
+    if box.connection is not None:
+      box.connection.close()
+    if box.init is not None:
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(box.init, signal.SIGKILL)
+      if not box.broken:
+        os.waitpid(box.init, 0)
     if self.isolated:
       self.unstage(box)
       if box.path:
         self._unmake(box.path)
-    alive = set(box.survivors())
-    if box.uid is not None and box.group is not None:
-      alive.update(linux.processes_of(box.uid))
-    for pid in alive:
-      with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
     if box.group is not None:
       self.cgroups.remove(box.group)
-    if alive or box.broken:
-      return False
-    if box.network is not None:
-      self._networks.append(box.network)
-    if box.uid is not None:
+    if box.uid is not None and not box.broken:
       self._uids.give_back(box.uid)
       box.uid = None
-    return True
 
   def remove(self) -> bool:
     """Removes the directory and the groups. Returns False if groups are still busy."""

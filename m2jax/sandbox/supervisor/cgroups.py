@@ -11,6 +11,7 @@ import contextlib
 import os
 
 _PREFIX = 'm2jax-'
+_V1_TCP = 'memory.kmem.tcp.limit_in_bytes'
 
 
 class Group:
@@ -23,14 +24,13 @@ class Group:
   def __init__(self, directories: dict[str, str], events: str):
     self.directories = directories
     self.join_fds = []
-    self._read_fds = []
+    self._events = []
     try:
       for directory in self._each():
         path = os.path.join(directory, 'cgroup.procs')
         self.join_fds.append(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
-      for controller, name in (('memory', events), ('pids', 'pids.current')):
-        path = os.path.join(directories[controller], name)
-        self._read_fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+      path = os.path.join(directories['memory'], events)
+      self._events.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
       self.close()
       raise
@@ -40,26 +40,19 @@ class Group:
 
   def oom_kills(self) -> int:
     """Number of processes of the group that the kernel has killed for memory."""
-    for line in os.pread(self._read_fds[0], 4096, 0).split(b'\n'):
+    for line in os.pread(self._events[0], 4096, 0).split(b'\n'):
       if line.startswith(b'oom_kill '):
         return int(line.split()[1])
     return 0
 
-  def count(self) -> int:
-    """Number of threads in the group, including zombies."""
-    return int(os.pread(self._read_fds[1], 64, 0))
-
-  def processes(self) -> list[int]:
-    """The processes in the groups."""
-    found = set()
-    for directory in self._each():
-      with open(os.path.join(directory, 'cgroup.procs')) as f:
-        found.update(map(int, f.read().split()))
-    return sorted(found)
+  def join(self) -> None:
+    """Moves this process into the groups."""
+    for fd in self.join_fds:
+      os.write(fd, b'0')
 
   def close(self) -> None:
     """Closes the files; `Cgroups.remove` removes the groups."""
-    for fd in (*self.join_fds, *self._read_fds):
+    for fd in (*self.join_fds, *self._events):
       os.close(fd)
 
 
@@ -72,6 +65,11 @@ class Cgroups:
     self.counts_swap = False  # set when a group is created
     self._parents = parents  # controller -> directory of this process's group
     self._to_remove: list[str] = []
+
+  def leave(self) -> None:
+    """Moves this process back into the supervisor's groups."""
+    for directory in set(self._parents.values()):
+      _write(directory, 'cgroup.procs', 0)
 
   def make(self, name: str, memory_bytes: int, processes: int) -> Group:
     """Creates the groups of a sandbox.
@@ -91,6 +89,8 @@ class Cgroups:
       _write(memory, 'memory.limit_in_bytes' if v1 else 'memory.max', memory_bytes)
       _write(pids, 'pids.max', processes)
       self._limit_swap(memory, memory_bytes)
+      if v1 and os.path.exists(os.path.join(memory, _V1_TCP)):
+        _write(memory, _V1_TCP, memory_bytes)  # v2 counts buffers as memory
       return Group(directories, 'memory.oom_control' if v1 else 'memory.events')
     except OSError:
       self._to_remove += set(directories.values())
@@ -214,8 +214,7 @@ def _can_join(group: Group) -> bool:
   pid = os.fork()
   if not pid:
     try:
-      for fd in group.join_fds:
-        os.write(fd, b'0')
+      group.join()
       os._exit(0)
     except OSError:
       os._exit(1)

@@ -1,20 +1,19 @@
 """Uids for sandboxes, none of which another supervisor of this machine uses.
 
-The end of a sandbox kills whatever runs under its uid, so two supervisors must not have
-one uid at the same time. Uids are taken from blocks of 64, and a supervisor holds a
-block by a Unix socket bound to its abstract name: the kernel lets one process bind it,
-and frees it when that process ends, however it ends. Abstract names belong to a network
-namespace, so sockets are made in the one that the supervisor started in.
+Processes of one uid may signal each other in the weaker mode, and limits of the kernel
+count by uid, so two supervisors must not have one uid at the same time. Uids come in
+blocks of 64, and a supervisor holds a block by a lock on a file of a directory that only
+root can enter: the kernel frees it when that process ends, however it ends.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-import socket
-
-import linux
+import stat
 
 _BLOCK = 64
+_DIRECTORY = '/run/m2jax-uids'
 
 
 class Uids:
@@ -22,8 +21,7 @@ class Uids:
 
   def __init__(self, low: int, high: int):
     self._low, self._high = low, high
-    self._network = linux.own_network()
-    self._held: list[socket.socket] = []
+    self._held: dict[int, int] = {}  # block -> descriptor of its lock
     self._free: list[int] = []
 
   def take(self) -> int:
@@ -41,17 +39,23 @@ class Uids:
     self._free.append(uid)
 
   def _hold_another(self) -> None:
+    os.makedirs(_DIRECTORY, 0o700, exist_ok=True)
+    found = os.lstat(_DIRECTORY)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid or found.st_mode & 0o077:
+      raise OSError(f"{_DIRECTORY} must be root's own directory, with mode 0700")
     blocks = range(self._low // _BLOCK, -(-self._high // _BLOCK))
     first = os.getpid() % len(blocks)
-    linux.enter_network(self._network)
     for block in (*blocks[first:], *blocks[:first]):
-      held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-      try:
-        held.bind(f'\0m2jax-uids-{block}')
-      except OSError:  # this supervisor or another one has it
-        held.close()
+      if block in self._held:
         continue
-      self._held.append(held)
+      path = os.path.join(_DIRECTORY, str(block))
+      fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+      try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except OSError:  # another supervisor has it
+        os.close(fd)
+        continue
+      self._held[block] = fd
       start = block * _BLOCK
       self._free += range(max(start, self._low), min(start + _BLOCK, self._high))
       return

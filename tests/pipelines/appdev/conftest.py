@@ -22,7 +22,7 @@ def sites(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _no_sandbox():
-  """A machine without bubblewrap skips, with the reason."""
+  """A machine without sandboxes skips, with the reason."""
   try:
     yield
   except sandbox.SandboxUnavailable as error:

@@ -46,7 +46,7 @@ async def _judged(task, attempts, limit_s):
     'batch.py': Path(__file__).read_bytes(),
     'request.json': json.dumps(request).encode(),
   }
-  site = verifier.site(directory, 'bubblewrap', judges=True)
+  site = verifier.site(directory, 'namespaces', judges=True)
   command = f'M2JAX_SITE={site} M2JAX_LOGS={_LOGS} M2JAX_PRIVATE=1 python3 -I -S -B'
   try:
     async with await sandbox.create(contents=contents, limits=LIMITS, host=host) as box:

@@ -54,7 +54,7 @@ def verdicts(task):
   several = asyncio.Semaphore(2)
 
   async def one(commands):
-    async with several, task.open(backend='bubblewrap', limits=LIMITS) as environment:
+    async with several, task.open(backend='namespaces', limits=LIMITS) as environment:
       done = await environment.box.exec(commands, timeout_s=30.0)
       assert done.returncode == 0, done.stderr
       return await task.judge(environment)

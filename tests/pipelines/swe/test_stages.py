@@ -417,7 +417,7 @@ def test_slowed_code_is_a_task(tmp_path, monkeypatch):
 async def _judged(task):
   """Verdicts on the solution, on nothing, and on what is fast as far as it is seen."""
   for work in ('solution', '', 'shown'):
-    async with task.open(backend='bubblewrap', limits=LIMITS) as environment:
+    async with task.open(backend='namespaces', limits=LIMITS) as environment:
       if work == 'solution':
         await task.solve(environment)
       elif work:

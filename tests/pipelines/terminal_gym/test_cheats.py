@@ -140,7 +140,7 @@ def judged(dataset, chosen):
 
     async def one(task, name, command):
       async with running:
-        found[name] = await solvers.attempt(task, command, 'bubblewrap')
+        found[name] = await solvers.attempt(task, command, 'namespaces')
 
     try:
       for number, (drawn_, cheats) in enumerate(SUITES):
