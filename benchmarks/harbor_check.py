@@ -19,6 +19,8 @@ import pathlib
 import subprocess
 import sys
 
+from m2jax.observe.printable import printable
+
 _CHECK = r"""
 import importlib.metadata, json, pathlib, sys
 from harbor.models.task.task import Task
@@ -77,7 +79,7 @@ def main(argv=None) -> int:
     accepted = len(paths) - len(refused)
     print(f'{workdir}: harbor {version} accepts {accepted} of {len(paths)} directories')
     for path, reason in refused.items():
-      print(f'  {path}: {reason}')
+      print(printable(f'  {path}: {reason}'))
     failed |= bool(refused) or not paths
   return int(failed)
 

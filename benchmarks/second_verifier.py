@@ -28,6 +28,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from m2jax import sandbox
+from m2jax.observe.printable import printable
 
 _LIMITS = sandbox.Limits(
   cpu_s=300, memory_bytes=1 << 30, workspace_bytes=256 << 20, wall_s=900.0
@@ -278,7 +279,7 @@ def main():
   print(f'\n{result["checked"]} tasks checked: {result["kinds"]}')
   for verdict in ('undecided', 'disagreements'):
     for name, reason in result[verdict].items():
-      print(f'{name}: {reason}')
+      print(printable(f'{name}: {reason}'))
     print(f'{verdict}: {len(result[verdict])}')
 
 

@@ -25,6 +25,7 @@ import time
 import tomllib
 
 from benchmarks import devtools_appdev
+from m2jax.observe.printable import printable
 
 
 def jobs_of(path: pathlib.Path) -> tuple[dict[str, tuple[dict[str, str], dict]], str]:
@@ -115,7 +116,7 @@ async def main() -> int:
   for number, path in enumerate(paths):
     wrong = await check(path.resolve(), number < arguments.first)
     disagree += bool(wrong)
-    print(path.name, *(wrong or ['agrees']), sep='\n  ', flush=True)
+    print(printable('\n  '.join([path.name, *(wrong or ['agrees'])])), flush=True)
   await sandbox.shutdown()
   print(
     f'{len(paths)} tasks in {time.monotonic() - started:.0f} s: {disagree} disagree'

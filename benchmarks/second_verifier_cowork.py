@@ -24,6 +24,7 @@ import xml.etree.ElementTree as ElementTree
 import zipfile
 
 from benchmarks.second_verifier_slides import slides
+from m2jax.observe.printable import printable
 
 _REPLACED = {'something', 'some', 'number', 'name'}
 
@@ -256,7 +257,7 @@ def main(argv=None) -> int:
     print(json.dumps({'tasks': len(rows), 'disagree': len(wrong)}))
   else:
     for name, _, reason in wrong:
-      print(f'{name}: {reason}')
+      print(printable(f'{name}: {reason}'))
     print(f'{len(rows)} tasks checked, {len(wrong)} disagree')
   return 1 if wrong or not rows else 0
 

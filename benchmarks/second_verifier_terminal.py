@@ -28,6 +28,7 @@ import tomllib
 from pathlib import Path
 
 from m2jax import sandbox
+from m2jax.observe.printable import printable
 from m2jax.tasks import harbor
 
 _LIMITS = sandbox.Limits(wall_s=60.0)
@@ -363,7 +364,7 @@ def main():
   result = asyncio.run(sample(given.workdir.resolve(), given.tasks, given.seed))
   print(f'\n{result["tasks"]} tasks, {result["verdicts"]} pairs of verdicts')
   for name, reasons in result['disagreements'].items():
-    print(f'{name}: {"; ".join(reasons)}')
+    print(printable(f'{name}: {"; ".join(reasons)}'))
   print(f'tasks with disagreements: {len(result["disagreements"])}')
 
 

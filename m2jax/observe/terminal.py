@@ -23,6 +23,8 @@ import rich.text
 from absl import logging as absl_logging
 
 from m2jax.observe import frame
+from m2jax.observe.console import Console
+from m2jax.observe.printable import printable
 
 _MAX_HZ = 4.0
 
@@ -63,7 +65,7 @@ class RunView:
       raise ValueError('RunView: phases is empty; name at least one phase')
     if not 0 < refresh_hz <= _MAX_HZ:
       raise ValueError(f'RunView: refresh_hz={refresh_hz} is not in (0, {_MAX_HZ}]')
-    self._console = console or rich.console.Console(file=sys.stdout)
+    self._console = console or Console()
     self._plain_every_s = plain_every_s
     self._refresh_hz = refresh_hz
     self._lock = threading.Lock()
@@ -206,7 +208,7 @@ class RunView:
     try:
       encoding = getattr(self._console.file, 'encoding', None) or 'utf-8'
       line = line.encode(encoding, 'replace').decode(encoding)
-      self._console.file.write(line + '\n')
+      self._console.file.write(printable(line) + '\n')
       self._console.file.flush()
     except (OSError, ValueError):  # the pipe's reader has exited; the run continues
       self._stopping.set()

@@ -17,7 +17,7 @@ def show(workdir, *flags):
 
 def trajectory(session, item, family, success):
   messages = (
-    {'role': 'user', 'content': f'the task of {session}'},
+    {'role': 'user', 'content': f'the task of {session} \x1b[2J'},
     {'role': 'assistant', 'content': '[bold]an answer', 'reasoning_content': 'hm'},
   )
   return records.Trajectory(
@@ -48,7 +48,8 @@ def workdir(tmp_path_factory):
 
 
 def test_newest_first_with_what_each_turn_got(workdir):
-  """Verdict, reward, advantage and text; markup in a model's text is text."""
+  """Verdict, reward, advantage and text; markup in a model's text, and what would
+  control the terminal, is text."""
   done = show(workdir)
   assert done.returncode == 0, done.stderr
   places = [done.stdout.index(f'the task of s{i}') for i in (2, 1, 0)]
@@ -56,6 +57,7 @@ def test_newest_first_with_what_each_turn_got(workdir):
   assert 'item 1.0 · trail · success 0.5 · answer · 0.5 s · reward 0.500' in done.stdout
   assert '-0.25 answer  [bold]an answer' in done.stdout
   assert 'no sandbox' in done.stdout
+  assert 'the task of s1 ⟨U+001B⟩[2J' in done.stdout and '\x1b' not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_what_is_not_there_is_one_line(workdir, tmp_path):
   (tmp_path / 'pool.db').write_text('not a database, but long enough to be read as one')
   for done, said in (
     (show(workdir, '--family=none'), 'fewer conditions find more'),
-    (show(tmp_path / 'nowhere'), 'no pool.db or evaluation.db'),
+    (show(tmp_path / 'now\x1bhere'), '/now⟨U+001B⟩here: no pool.db or evaluation.db'),
     (show(tmp_path), 'not a data pool'),
   ):
     assert done.returncode == 2 and said in done.stderr
