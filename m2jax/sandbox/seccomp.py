@@ -1,10 +1,10 @@
 """Seccomp programs that allow sandboxed commands the system calls that programs need.
 
-libseccomp compiles both for this machine's architecture. One has the calls of the table
-below; all others, also those that are newer than this table or than the installed
-libseccomp, fail with ENOSYS, as on an older kernel, for which programs are prepared. The
-other looks at arguments. The kernel runs both and takes the stricter answer. A call of
-another architecture (i386 and x32 on x86_64) kills the process.
+libseccomp compiles both for this machine's architecture. One has the calls of the
+table below; all others, also those that are newer than this table or than the installed
+libseccomp, fail with ENOSYS, as on an older kernel, for which programs are prepared.
+The other looks at arguments. The kernel runs both and takes the stricter answer. A call
+of another architecture (i386 and x32 on x86_64) kills the process.
 Source: seccomp(2), seccomp_rule_add(3).
 """
 

@@ -254,13 +254,17 @@ print(ctypes.CDLL(None).syscall(number, 0, -3, 0), end='')
 
 
 async def keyring(host: sandbox.Host) -> None:
-  """Each command has a session keyring of its own, not the caller's."""
+  """Each sandbox has a session keyring of its own, not the caller's."""
   keyctl = {'x86_64': 250, 'aarch64': 219}[platform.machine()]
   own = ctypes.CDLL(None).syscall(keyctl, 1, None)  # KEYCTL_JOIN_SESSION_KEYRING
   with _no_filter():
-    box = await sandbox.create(host=host, contents={'k.py': _KEYRING.encode()})
-  serials = {(await box.exec('python3 k.py')).stdout for _ in range(3)}
-  await box.destroy()
+    boxes = [
+      await sandbox.create(host=host, contents={'k.py': _KEYRING.encode()})
+      for _ in range(3)
+    ]
+  serials = {(await box.exec('python3 k.py')).stdout for box in boxes}
+  for box in boxes:
+    await box.destroy()
   assert len(serials) == 3 and all(int(serial) > 0 for serial in serials), serials
   assert str(own) not in serials
 

@@ -12,7 +12,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -325,7 +324,7 @@ def test_bad_backend_and_names(run):
 
 
 def test_rlimit_only_is_asked_for_by_name_and_limits(run, make):
-  """The weaker mode works where namespaces are not allowed, and still ends what it starts."""
+  """The weaker mode works without namespaces, and still ends what it starts."""
   limits = sandbox.Limits(cpu_s=1, output_bytes=100, wall_s=60, memory_bytes=256 << 20)
   box = make(backend='rlimit_only', contents={'f': b'a\n'}, limits=limits)
   assert run(box.exec('wc -l < f')).stdout == '1\n'
@@ -376,7 +375,7 @@ def test_fails_closed_where_namespaces_are_not_allowed(run, make):
 
 
 def test_fails_closed_where_the_filter_is_lost(run, monkeypatch, tmp_path):
-  """A supervisor that claims a filter and loads none is found out by the first command."""
+  """A supervisor that loads no filter is found out by the first command."""
   script = tmp_path / 'supervisor'
   shutil.copytree(client._SCRIPT, script)
   init = script / 'init.py'

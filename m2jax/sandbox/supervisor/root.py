@@ -1,10 +1,9 @@
 """The files that commands see: a root of each sandbox's own.
 
-`/usr`, the host's other read-only trees and a prepared `/etc` are overlays, so that each
-sandbox has inodes of its own: locks on a file, and watches of it, are not its
-neighbour's. /dev has new device nodes and pseudo terminals. Writable are only /workspace,
-and /tmp and /dev/shm, whose files last for one command.
-Where the kernel has no overlays for this user the trees are bind mounts, and the
+`/usr`, the host's other read-only trees and a prepared `/etc` are overlays, so that
+each sandbox has inodes of its own: locks on a file, and watches of it, are not its
+neighbour's. /dev has new device nodes and pseudo terminals. Writable are only
+/workspace, and /tmp and /dev/shm, whose files last for one command. Where the kernel has no overlays for this user the trees are bind mounts, and the
 report says that neighbours share locks.
 """
 
@@ -23,7 +22,6 @@ _ETC = {
   'nsswitch.conf': 'passwd: files\ngroup: files\nhosts: files\n',
   'empty': '',
 }
-_EMPTY_FILE = 'etc/empty'
 # LibreOffice's registry is a link into /etc; without it soffice ends at its start.
 _ETC_OF_HOST = ('alternatives', 'ld.so.cache', 'fonts', 'libreoffice')
 _ROOT_LINKS = ('bin', 'sbin', 'lib', 'lib32', 'lib64', 'libx32')
@@ -161,17 +159,15 @@ def enter(root: Root, scratch_bytes: int) -> int:
   _mount_tree(root, root.path('top'), place)
   for source, target in root.trees:
     _mount_tree(root, source, place + target)
-  empty = 'workspace'  # nothing is mounted there yet
+  empty, empty_file = f'{place}/workspace', f'{place}/etc/empty'  # nothing there yet
   for path in root.hidden:
     if os.path.lexists(place + path):
-      linux.bind(
-        f'{place}/{empty if path.endswith("/") else _EMPTY_FILE}', place + path
-      )
+      linux.bind(empty if path.endswith('/') else empty_file, place + path)
   linux.mount_proc(f'{place}/proc')
   settings = os.open(f'{place}/proc/sys/user', os.O_PATH | os.O_CLOEXEC)
   linux.bind(f'{place}/proc/sys', f'{place}/proc/sys')
   linux.make_read_only(f'{place}/proc/sys')
-  linux.bind(f'{place}/{empty}', f'{place}/proc/1')  # this process
+  linux.bind(empty, f'{place}/proc/1')  # this process
   _mount_devices(f'{place}/dev')
   mount_scratch(place, scratch_bytes)
   linux.change_root(place)

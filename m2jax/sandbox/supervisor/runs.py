@@ -1,7 +1,7 @@
 """A command in progress: its pipes, its output and its end.
 
-Process 1 of the sandbox (`init.py`) starts the command, and reports when it and all that
-it started have ended.
+Process 1 of the sandbox (`init.py`) starts the command, and reports when it and all
+that it started have ended.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MAX_END_S = 10.0  # for killed processes to end
 
 
 class Run:
-  """A started command. The caller polls `stdout`, `stderr` and the sandbox's connection.
+  """A started command. The caller polls `stdout`, `stderr` and the box's connection.
 
-  When the connection is readable, or at `deadline` if it was killed, call `ended`; when
-  that is True, call `result` and `close`.
+  When the connection is readable, or at `deadline`, call `ended`; when that is True, call
+  `result` and `close`.
 
   Raises:
     OSError: the command could not be started.
